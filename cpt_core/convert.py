@@ -1,0 +1,202 @@
+"""Make any model trainable at low precision, in place: ``quantize_``, ``restore_``, ``summary``.
+
+>>> model = quantize_(torch.nn.Sequential(torch.nn.Linear(4, 3), torch.nn.Linear(3, 2)), QuantConfig(float32=("1",)))
+>>> [row.name for row in summary(model).quantized]
+['0']
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from difflib import get_close_matches
+from fnmatch import fnmatchcase
+
+import torch
+from torch import nn
+
+from cpt_core.layers import CONVERSIONS, LayerPrecision, _Quantized
+from cpt_core.quantizers import QUANTIZERS, NoisePool, Quantizer
+
+FilterFn = Callable[[nn.Module, str], bool]
+
+
+@dataclass(frozen=True)
+class QuantConfig:
+    """What is quantised and how.
+
+    Args:
+        float32: patterns (as for file names, ``*.downsample.0``) of module names that stay in float32; a pattern that
+            matches no module is an error.
+        quantizers: the quantiser of every role, see ``QUANTIZERS``.
+        running_start: "corrected" or the authors' "zero", see ``LayerPrecision``.
+        seed: of the noise of stochastic rounding.
+    """
+
+    float32: tuple[str, ...] = ()
+    quantizers: Mapping[str, Quantizer] = field(default_factory=lambda: dict(QUANTIZERS), hash=False)
+    running_start: str = "corrected"
+    seed: int = 0
+
+    def with_gradient_rounding(self, rounding: str) -> QuantConfig:
+        """Return a copy whose gradient quantisers round "nearest" (as tests need) or "stochastic"."""
+        changed = {k: replace(q, rounding=rounding) for k, q in self.quantizers.items() if k.endswith("_grad")}
+        return replace(self, quantizers={**self.quantizers, **changed})
+
+
+# Which layers stay in float32 is not in the paper; these are the authors' choices per experiment.
+# Differs: the paper is silent; CIFAR keeps the classifier in float32, ImageNet also the stem and the 1x1 shortcuts.
+PRESETS: dict[str, QuantConfig] = {
+    "all": QuantConfig(),
+    "cifar": QuantConfig(float32=("fc",)),
+    "imagenet": QuantConfig(float32=("conv1", "*.downsample.0", "fc")),
+}
+
+
+def quantize_(
+    model: nn.Module, config: QuantConfig | str | None = None, filter_fn: FilterFn | None = None
+) -> nn.Module:
+    """Convert every convolution and linear layer of ``model`` in place and return it.
+
+    Parameters stay the same objects, so an optimizer made before stays valid; ``state_dict`` keys stay the same, so a
+    float32 checkpoint loads with ``strict=True`` and the other way round. The layers have no precision until a
+    ``PrecisionScheduler`` or ``precision(...)`` sets one.
+
+    Args:
+        model: any module. Exact ``nn.Conv1d/2d/3d`` and ``nn.Linear`` are converted; subclasses with a forward of
+            their own are not, ``summary(model)`` lists them.
+        config: a ``QuantConfig``, the name of a preset ("all", "cifar", "imagenet"), or None for "all".
+        filter_fn: ``filter_fn(module, name) -> bool``; False keeps that module in float32.
+
+    Raises:
+        ValueError: for an unknown preset, a pattern that matches nothing, or when nothing would be converted.
+    """
+    config = _config_of(config)
+    names = [name for name, _ in model.named_modules() if name]
+    for pattern in config.float32:
+        if not any(fnmatchcase(name, pattern) for name in names):
+            near = get_close_matches(pattern, names, n=3, cutoff=0.3) or names[:3]
+            raise ValueError(f"float32 pattern {pattern!r} matches no module; similar names: {', '.join(near)}")
+    if any(isinstance(m, LayerPrecision) for m in model.modules()):
+        raise ValueError("the model is converted already; call restore_(model) first")
+    chosen = []
+    for name, module in _convertible(model):
+        if any(fnmatchcase(name, pattern) for pattern in config.float32):
+            continue
+        if filter_fn is None or filter_fn(module, name):
+            chosen.append(module)
+    if not chosen:
+        kinds = ", ".join(kind.__name__ for kind in CONVERSIONS)
+        raise ValueError(f"nothing to quantise: no {kinds} in {type(model).__name__} was selected")
+    noise = NoisePool(config.seed)
+    for index, module in enumerate(chosen):
+        CONVERSIONS[type(module)].from_float(
+            module, noise, quantizers=config.quantizers, key=_key(config.seed, index), running_start=config.running_start
+        )
+    return model
+
+
+def restore_(model: nn.Module) -> nn.Module:
+    """Undo ``quantize_``: the original classes again, the same parameters. Raises ValueError when nothing is converted."""
+    converted = [m for m in model.modules() if isinstance(m, _Quantized)]
+    if not converted:
+        raise ValueError("the model has no quantised layers")
+    for module in converted:
+        module.to_float()
+    return model
+
+
+def layer_precisions(model: nn.Module) -> dict[str, LayerPrecision]:
+    """Return the precision of every quantised layer by the layer's name; ValueError when there is none."""
+    found = {n: m.precision for n, m in model.named_modules() if isinstance(m, _Quantized)}
+    if not found:
+        raise ValueError("the model has no quantised layers; call quantize_(model) first")
+    return found
+
+
+# --- what is what ----------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class LayerSummary:
+    """One module with parameters of its own: what it is, and why it is in float32 if it is."""
+
+    name: str
+    kind: str
+    parameters: int
+    quantized: bool
+    reason: str
+
+
+@dataclass(frozen=True)
+class Summary:
+    """All modules with parameters; ``print`` it."""
+
+    rows: tuple[LayerSummary, ...]
+
+    @property
+    def quantized(self) -> list[LayerSummary]:
+        """The quantised layers."""
+        return [r for r in self.rows if r.quantized]
+
+    @property
+    def float32(self) -> list[LayerSummary]:
+        """The modules that stay in float32."""
+        return [r for r in self.rows if not r.quantized]
+
+    def __str__(self) -> str:
+        """Return a table."""
+        width = max([len(r.name) for r in self.rows] + [6])
+        lines = [f"{'module':<{width}}  {'kind':<16} {'parameters':>10}  precision"]
+        for r in self.rows:
+            precision = "quantised" if r.quantized else f"float32 ({r.reason})"
+            lines.append(f"{r.name or '(model)':<{width}}  {r.kind:<16} {r.parameters:>10,}  {precision}")
+        return "\n".join(lines)
+
+
+def summary(model: nn.Module) -> Summary:
+    """List every module that has parameters of its own, quantised or not, with the reason."""
+    rows = []
+    convertible = {id(m) for _, m in _convertible(model)}
+    for name, module in model.named_modules():
+        parameters = sum(p.numel() for p in module.parameters(recurse=False))
+        if parameters:
+            quantized = isinstance(module, _Quantized)
+            kind = module.FLOAT.__name__ if quantized else type(module).__name__  # type: ignore[union-attr]
+            reason = "" if quantized else _reason(module, id(module) in convertible)
+            rows.append(LayerSummary(name, kind, parameters, quantized, reason))
+    return Summary(tuple(rows))
+
+
+def _reason(module: nn.Module, convertible: bool) -> str:
+    if convertible:
+        return "left out"
+    if type(module) in CONVERSIONS:
+        return "inside nn.TransformerEncoderLayer, whose fused path bypasses it"
+    for kind in CONVERSIONS:
+        if isinstance(module, kind):
+            return f"a subclass of {kind.__name__}"
+    return "no quantised form"
+
+
+def _convertible(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    # nn.TransformerEncoderLayer reads the weights of its Linear modules past their forward in evaluation
+    fused = {id(m) for layer in model.modules() if isinstance(layer, nn.TransformerEncoderLayer) for m in layer.modules()}
+    for name, module in model.named_modules():
+        if type(module) in CONVERSIONS and id(module) not in fused:
+            yield name, module
+
+
+def _config_of(config: QuantConfig | str | None) -> QuantConfig:
+    if config is None:
+        return PRESETS["all"]
+    if isinstance(config, QuantConfig):
+        return config
+    if config not in PRESETS:
+        raise ValueError(f"unknown preset {config!r}; choose from {', '.join(PRESETS)}")
+    return PRESETS[config]
+
+
+def _key(seed: int, index: int) -> int:
+    generator = torch.Generator().manual_seed(seed)
+    return int(torch.randint(0, 2**31, (index + 1,), generator=generator)[index]) << 20

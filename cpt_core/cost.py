@@ -1,0 +1,74 @@
+"""Cost of training in bit operations (BitOps): the price of a step and of a whole run.  Paper: section 4.1.
+
+One multiply-accumulate (MAC) of a ``b_a``-bit with a ``b_b``-bit operand costs ``b_a * b_b / 32**2`` full-precision
+MACs.  A training step of a layer does three products of (nearly) the same size: the forward product (q x q), the
+error product and the weight-gradient product (both q x q_grad).  Nothing here needs torch.
+
+>>> step_cost(8, 8) == 3 * 64
+True
+>>> round(relative_cost([3, 8], q_max=8), 3)
+0.648
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+FULL_PRECISION = 32  # bits of an unquantised operand
+
+
+def step_cost(bits: ArrayLike, q_grad: ArrayLike) -> NDArray[np.int64]:
+    """Return ``q**2 + 2 q q_grad`` per step, in squared bits per forward MAC (integers, exact).
+
+    Args:
+        bits: forward bits q of each step, any shape.
+        q_grad: gradient bits, a scalar or one per step.
+
+    Paper: section 4.1 gives the price of one product.
+    Differs: the paper leaves the share of the backward pass open; one forward and two backward products, as the
+        authors' cost scripts count them.
+    """
+    q = np.asarray(bits, dtype=np.int64)
+    return q * q + 2 * q * np.asarray(q_grad, dtype=np.int64)
+
+
+def relative_cost(bits: ArrayLike, q_max: int, q_grad: int | None = None) -> float:
+    """Return the mean cost of the steps divided by that of training at static ``q_max`` bits.
+
+    Args:
+        bits: forward bits of every step, shape (steps,).
+        q_max: bits of the static baseline.
+        q_grad: gradient bits of both; ``q_max`` when None.
+
+    Paper: section 4.1 (cost relative to the static baseline).
+    """
+    q_grad = q_max if q_grad is None else q_grad
+    return float(step_cost(bits, q_grad).mean() / step_cost(q_max, q_grad))
+
+
+def total_bitops(macs: float, bits: ArrayLike, q_grad: ArrayLike) -> float:
+    """Return the BitOps of a run: ``macs * sum_t (q_t**2 + 2 q_t q_grad) / 32**2``.
+
+    Args:
+        macs: forward multiply-accumulates of ONE training step (the whole batch).
+        bits: forward bits of every step, shape (steps,).
+        q_grad: gradient bits, a scalar or one per step.
+
+    Returns:
+        BitOps in units of one full-precision MAC (32 x 32 bits). It is a count, not a time.
+
+    Paper: section 4.1.
+    Differs: the "GBitOps" printed in the paper's text are this number divided by 1e13.
+    """
+    return float(macs * int(step_cost(bits, q_grad).sum()) / FULL_PRECISION**2)
+
+
+def noise_exposure(bits: ArrayLike, q_max: int) -> float:
+    """Return the mean of ``4**-q`` over the steps, relative to training at static ``q_max``.
+
+    The variance of rounding to a q-bit grid is proportional to ``4**-q``: this is the mean noise a run is exposed
+    to, as a multiple of the baseline's. In small runs it predicts the quality of a schedule better than its cost.
+    """
+    q = np.asarray(bits, dtype=np.float64)
+    return float(np.mean(4.0 ** (q_max - q)))

@@ -1,0 +1,242 @@
+"""Quantised layers: ordinary modules of torch whose operands and output gradients are quantised.  Paper: figure 1.
+
+A converted module keeps its parameters, its ``state_dict`` keys and its hooks; it gains one child, ``precision``,
+which holds the bits, the running ranges and the noise. Make them with ``cpt_core.quantize_``.
+
+>>> layer = QuantLinear.from_float(torch.nn.Linear(4, 2))
+>>> layer.precision.set_bits(4, q_grad=8)
+>>> layer(torch.ones(3, 4)).shape
+torch.Size([3, 2])
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, ClassVar, Self
+
+import torch
+from torch import Tensor, nn
+
+from cpt_core.quantizers import (
+    IDENTITY_BITS,
+    QUANTIZERS,
+    NoisePool,
+    Quantizer,
+    check_bits,
+    levels_of,
+    quantize_gradient,
+    straight_through,
+)
+
+RUNNING_DECAY = 0.9  # weight of the old value; torch's BatchNorm counts its momentum the other way round
+RUNNING_STARTS = ("corrected", "zero")
+
+
+class LayerPrecision(nn.Module):
+    """Bits, running ranges and rounding noise of one quantised layer: all that conversion adds to a module.
+
+    Args:
+        quantizers: the quantiser of every role of the layer, such as "input", "weight", "bias", "grad".
+        noise: the pool shared by the layers of a model.
+        key: start of this layer's noise in compiled code; different in every layer.
+        running_start: "corrected" divides a running range by the weight it has gathered, so that the first
+            evaluations are right; "zero" is the authors' rule, which starts at 0 and does not.
+
+    The numbers live in 0-d non-persistent buffers that are filled in place: a change of bits recompiles nothing and
+    adds no ``state_dict`` key. ``bits`` and ``q_grad`` are the same numbers for Python: None means float32.
+
+    Differs: running ranges are bias-corrected by default.
+    """
+
+    levels: Tensor
+    grad_levels: Tensor
+    noise_key: Tensor
+
+    def __init__(
+        self, quantizers: Mapping[str, Quantizer], noise: NoisePool, key: int = 0, running_start: str = "corrected"
+    ) -> None:
+        """Start without a precision: using the layer before one is set is an error."""
+        super().__init__()
+        if running_start not in RUNNING_STARTS:
+            raise ValueError(f"unknown running_start {running_start!r}; choose from {', '.join(RUNNING_STARTS)}")
+        self.quantizers = dict(quantizers)
+        self.noise = noise
+        self.corrected = running_start == "corrected"
+        self.bits: int | None = None
+        self.q_grad: int | None = None
+        self.q_max: int | None = None  # of the schedule that drives the layer, for precision(model, "q_max")
+        self.is_set = self.quantizes = self.quantizes_gradient = False
+        self.calibrated = not self.corrected  # whether the running ranges can be used
+        self.register_buffer("levels", torch.zeros(()), persistent=False)
+        self.register_buffer("grad_levels", torch.zeros(()), persistent=False)
+        self.register_buffer("noise_key", torch.tensor(key, dtype=torch.int64), persistent=False)
+        for role, quantizer in self.quantizers.items():
+            if quantizer.running:  # running minimum, running width, and the weight both have gathered
+                self.register_buffer(f"running_{role}", torch.zeros(3), persistent=False)
+
+    def set_bits(self, bits: int | None, q_grad: int | None) -> None:
+        """Set forward and gradient bits, each 1..32 or None for float32; 24 and more is the identity."""
+        bits = None if bits is None else check_bits("bits", bits)
+        q_grad = None if q_grad is None else check_bits("q_grad", q_grad)
+        if self.is_set and (bits, q_grad) == (self.bits, self.q_grad):
+            return
+        self.is_set, self.bits, self.q_grad = True, bits, q_grad
+        self.quantizes = bits is not None and bits < IDENTITY_BITS
+        self.quantizes_gradient = q_grad is not None and q_grad < IDENTITY_BITS
+        if bits is not None:
+            self.levels.fill_(levels_of(bits))
+        if q_grad is not None:
+            self.grad_levels.fill_(levels_of(q_grad))
+
+    def operand(self, role: str, x: Tensor) -> Tensor:
+        """Return an operand of the layer's product, quantised with the straight-through estimator."""
+        if not self.is_set:
+            raise RuntimeError(
+                "this quantised layer has no precision yet: make a PrecisionScheduler(model, schedule), "
+                "or use `with precision(model, bits=8):`"
+            )
+        if not self.quantizes or x.numel() == 0:
+            return x
+        quantizer = self.quantizers[role]
+        if quantizer.running and not self.training and self.calibrated:
+            minimum, width, weight = self.get_buffer(f"running_{role}").unbind()
+            if self.corrected:
+                minimum, width = minimum / weight, width / weight
+            return straight_through(x, minimum, width, self.levels, True)
+        minimum, width = quantizer.range_of(x.detach())
+        if quantizer.running and self.training:
+            self._track(role, minimum, width)
+        return straight_through(x, minimum, width, self.levels, quantizer.clips)
+
+    def _track(self, role: str, minimum: Tensor, width: Tensor) -> None:
+        # running = 0.9 running + 0.1 current; a batch that is not finite leaves it alone
+        running = self.get_buffer(f"running_{role}")
+        now = torch.stack([minimum, width, torch.ones_like(width)])
+        running.copy_(torch.where(now.isfinite().all(), torch.lerp(now, running, RUNNING_DECAY), running))
+        self.calibrated = True
+
+    def gradient(self, role: str, y: Tensor) -> Tensor:
+        """Return the layer's output; the gradient that comes back through it is quantised."""
+        if not self.quantizes_gradient or not y.requires_grad:
+            return y
+        if torch.compiler.is_compiling():  # eager noise comes from the pool, compiled noise from a hash of the key
+            key = self.noise_key.clone()
+            self.noise_key.add_(1)
+            return quantize_gradient(y, self.grad_levels, self.quantizers[role], None, key)
+        return quantize_gradient(y, self.grad_levels, self.quantizers[role], self.noise)
+
+    def get_running(self) -> dict[str, Any]:
+        """Return copies of what training changes besides the bits, for a checkpoint."""
+        tensors = {k: v.clone() for k, v in self.named_buffers() if k.startswith(("running_", "noise_key"))}
+        return {**tensors, "calibrated": self.calibrated}
+
+    def set_running(self, state: Mapping[str, Any]) -> None:
+        """Restore what ``get_running`` returned."""
+        for name, value in state.items():
+            if name == "calibrated":
+                self.calibrated = bool(value)
+            else:
+                self.get_buffer(name).copy_(value)
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
+        # follow the model to another device but stay in float32 when it is cast to half precision
+        for name, buffer in self._buffers.items():
+            assert buffer is not None
+            self._buffers[name] = buffer.to(fn(buffer.new_empty(0)).device)
+        return self
+
+    def extra_repr(self) -> str:
+        """Show the current bits."""
+        if not self.is_set:
+            return "bits=not set"
+        return f"bits={self.bits or 'float32'}, q_grad={self.q_grad or 'float32'}"
+
+
+class _Quantized:
+    """What converted modules have in common: conversion in place, and back."""
+
+    FLOAT: ClassVar[type[nn.Module]]
+    KIND: ClassVar[str]  # prefix of the roles in QUANTIZERS
+    precision: LayerPrecision
+
+    @classmethod
+    def from_float(
+        cls,
+        module: nn.Module,
+        noise: NoisePool | None = None,
+        *,
+        quantizers: Mapping[str, Quantizer] = QUANTIZERS,
+        key: int = 0,
+        running_start: str = "corrected",
+    ) -> Self:
+        """Turn ``module``, exactly of class ``FLOAT``, into this class, in place; return it."""
+        if type(module) is not cls.FLOAT:
+            raise TypeError(f"{cls.__name__} is made from {cls.FLOAT.__name__}, got {type(module).__name__}")
+        roles = {role: quantizers[f"{cls.KIND}_{role}"] for role in ("input", "weight", "grad")}
+        roles["bias"] = quantizers["bias"]
+        device = module.weight.device if isinstance(module.weight, Tensor) else None
+        precision = LayerPrecision(roles, noise or NoisePool(), key, running_start).to(device)
+        precision.train(module.training)
+        module.__class__ = cls
+        module.precision = precision
+        return module  # type: ignore[return-value]
+
+    def to_float(self) -> None:
+        """Undo ``from_float``, in place."""
+        del self.precision
+        self.__class__ = self.FLOAT  # type: ignore[assignment]
+
+    def _operands(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:
+        p = self.precision
+        quantized_bias = None if bias is None else p.operand("bias", bias)
+        return p.operand("input", x), p.operand("weight", weight), quantized_bias
+
+
+class _QuantConv(_Quantized):
+    """A convolution with quantised input, weight (one range per output channel), bias and output gradient.
+
+    Differs: biases are quantised (one range) wherever there are any; the authors' classification code cannot run with
+        biases at all.
+    """
+
+    KIND = "conv"
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Convolve; shapes as in the module this was made from."""
+        x, weight, bias = self._operands(x, self.weight, self.bias)  # type: ignore[attr-defined]
+        return self.precision.gradient("grad", self._conv_forward(x, weight, bias))  # type: ignore[attr-defined]
+
+
+class QuantConv1d(_QuantConv, nn.Conv1d):
+    """``nn.Conv1d`` with quantised operands."""
+
+    FLOAT = nn.Conv1d
+
+
+class QuantConv2d(_QuantConv, nn.Conv2d):
+    """``nn.Conv2d`` with quantised operands; groups, dilation and every padding as in the original."""
+
+    FLOAT = nn.Conv2d
+
+
+class QuantConv3d(_QuantConv, nn.Conv3d):
+    """``nn.Conv3d`` with quantised operands."""
+
+    FLOAT = nn.Conv3d
+
+
+class QuantLinear(_Quantized, nn.Linear):
+    """``nn.Linear`` with quantised input, weight (one range per output row), bias and output gradient."""
+
+    FLOAT = nn.Linear
+    KIND = "linear"
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Multiply; x (..., in_features), result (..., out_features)."""
+        x, weight, bias = self._operands(x, self.weight, self.bias)
+        return self.precision.gradient("grad", nn.functional.linear(x, weight, bias))
+
+
+CONVERSIONS: dict[type[nn.Module], type[_Quantized]] = {
+    c.FLOAT: c for c in (QuantConv1d, QuantConv2d, QuantConv3d, QuantLinear)
+}

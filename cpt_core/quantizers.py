@@ -1,0 +1,340 @@
+"""Quantisers: ranges, the affine grid, the straight-through estimator and the gradient quantiser.  Paper: figure 1.
+
+Quantisation is simulated: a tensor is rounded to a uniform grid of ``2**q`` levels between its minimum and its
+maximum and stays in floating point.  ``QUANTIZERS`` names the range of every role.
+
+    n = 2**q - 1        s = max(range / n, 1e-8)        x_q = round(clip((x - min) / s, 0, n)) * s + min
+
+>>> quantize(torch.tensor([0.0, 0.2, 1.0]), bits=1).tolist()
+[0.0, 0.0, 1.0]
+
+Shapes: N batch, C channels, F features, L positions.  Ranges and scales are float32, results keep the input's dtype.
+NaN and infinity propagate, so that loss scalers see them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+MIN_SCALE = 1e-8  # smallest step of a grid; a constant tensor has range 0 and comes back unchanged
+IDENTITY_BITS = 24  # float32 has 24 significant bits: from here on quantisation changes nothing worth simulating
+
+Range = tuple[Tensor, Tensor]  # (minimum, maximum - minimum), broadcastable to the tensor, float32
+
+
+# --- ranges: one minimum and one width per ... ------------------------------------------------------------------------
+# aminmax of a whole tensor is fast on the CPU; aminmax(dim=...) and min(dim) are 15 to 20 times slower than amin + amax.
+
+
+def per_tensor(x: Tensor) -> Range:
+    """One range for the whole tensor, 0-d."""
+    low, high = torch.aminmax(x)
+    low = low.float()
+    return low, high.float() - low
+
+
+def per_channel(x: Tensor) -> Range:
+    """One range per slice of the first dimension (output channel), shape (C, 1, ...)."""
+    dims = tuple(range(1, x.dim())) or None
+    return _min_and_width(x, dims) if dims else per_tensor(x)
+
+
+def per_row(x: Tensor) -> Range:
+    """One range per row of the last dimension, shape (..., 1)."""
+    return _min_and_width(x, (-1,))
+
+
+def per_position(x: Tensor) -> Range:
+    """One range per position, shared by the batch: extremes over the first and the last dimension, shape (..., 1).
+
+    For (N, F) this is one range; for (N, L, F) one per position l, shape (L, 1).
+    """
+    if x.dim() < 3:
+        return per_tensor(x)
+    low, width = _min_and_width(x, (0, -1))
+    return low.squeeze(0), width.squeeze(0)
+
+
+def per_sample_mean(x: Tensor) -> Range:
+    """One range: the mean over the batch of every sample's minimum and maximum, shape (1, ..., 1)."""
+    dims = tuple(range(1, x.dim()))
+    low, high = x.amin(dims, keepdim=True).float(), x.amax(dims, keepdim=True).float()
+    low = low.mean(0, keepdim=True)
+    return low, high.mean(0, keepdim=True) - low
+
+
+def _min_and_width(x: Tensor, dims: tuple[int, ...]) -> Range:
+    low, high = x.amin(dims, keepdim=True).float(), x.amax(dims, keepdim=True).float()
+    return low, high - low
+
+
+GRANULARITIES: dict[str, Callable[[Tensor], Range]] = {
+    "per_tensor": per_tensor,
+    "per_channel": per_channel,
+    "per_row": per_row,
+    "per_position": per_position,
+    "per_sample_mean": per_sample_mean,
+}
+
+
+@dataclass(frozen=True)
+class Quantizer:
+    """How the tensor of one role is quantised.
+
+    Args:
+        granularity: a key of ``GRANULARITIES``.
+        rounding: "nearest" (half to even) or "stochastic" (unbiased inside the range).
+        running: keep a running range during training and use it in evaluation.
+    """
+
+    granularity: str
+    rounding: str = "nearest"
+    running: bool = False
+
+    def __post_init__(self) -> None:
+        """Check the names."""
+        if self.granularity not in GRANULARITIES:
+            raise ValueError(f"unknown granularity {self.granularity!r}; choose from {', '.join(GRANULARITIES)}")
+        if self.rounding not in ("nearest", "stochastic"):
+            raise ValueError(f"unknown rounding {self.rounding!r}; choose from nearest, stochastic")
+
+    def range_of(self, x: Tensor) -> Range:
+        """Return the range of a tensor that is not empty."""
+        return GRANULARITIES[self.granularity](x)
+
+    @property
+    def clips(self) -> bool:
+        """Whether values of the tensor itself can lie outside its range."""
+        return self.granularity == "per_sample_mean" or self.rounding == "stochastic"
+
+
+# The roles of the authors' layers.
+# Differs: the paper speaks of clipping; like the authors' code this is an affine grid between minimum and maximum.
+QUANTIZERS: dict[str, Quantizer] = {
+    "conv_input": Quantizer("per_tensor", running=True),
+    "conv_weight": Quantizer("per_channel"),
+    "conv_grad": Quantizer("per_tensor", rounding="stochastic"),
+    "linear_input": Quantizer("per_tensor", running=True),
+    "linear_weight": Quantizer("per_row"),
+    "linear_grad": Quantizer("per_position", rounding="stochastic"),
+    "bias": Quantizer("per_tensor"),
+}
+
+
+# --- the grid --------------------------------------------------------------------------------------------------------
+
+
+def levels_of(bits: int) -> float:
+    """Return n = 2**bits - 1, the number of steps of the grid."""
+    return float(2**bits - 1)
+
+
+def round_to_grid(x: Tensor, low: Tensor, width: Tensor, levels: Tensor, noise: Tensor | None, clip: bool) -> Tensor:
+    """Round ``x`` to the grid low + k * width / levels, k = 0..levels; the hot path.
+
+    One allocation, then in place; sub, div, (noise, clip,) round, mul, add in the reference's order and therefore
+    bit-identical to it. Without ``clip`` the range must come from ``x`` itself: its extremes then round to 0 and n.
+
+    Args:
+        x: any shape and floating dtype.
+        low: minimum of the range, float32, broadcastable to x.
+        width: maximum - minimum, likewise.
+        levels: n = 2**q - 1, 0-d float32: a tensor, so that one compiled graph serves every q.
+        noise: uniform in [-0.5, 0.5), the shape of x, or None for rounding half to even.
+        clip: bring values outside the range to its ends.
+    """
+    scale = (width / levels).clamp_min(MIN_SCALE)  # s = max(range / n, 1e-8)
+    y = x - low if x.dtype == torch.float32 else x.float() - low
+    y = y.div_(scale)
+    if noise is not None:
+        y = y.add_(noise)
+    if clip:
+        if y.is_cpu and not torch.compiler.is_compiling():
+            y = y.clamp_(0.0, float(levels))  # scalar bounds are much faster than tensor bounds on the CPU
+        else:
+            y = y.clamp_(torch.zeros_like(levels), levels)
+    y = y.round_().mul_(scale).add_(low)
+    return y if x.dtype == torch.float32 else y.to(x.dtype)
+
+
+class _StraightThrough(torch.autograd.Function):
+    """Round in the forward pass, hand the gradient on unchanged in the backward pass; saves nothing.
+
+    An own Function because the gradient of ``clamp`` at its bounds has changed between versions of torch, and the
+    extremes of a min-max range always sit on the bounds.
+    """
+
+    @staticmethod
+    def forward(x: Tensor, low: Tensor, width: Tensor, levels: Tensor, clip: bool) -> Tensor:
+        return round_to_grid(x, low, width, levels, None, clip)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        pass
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None, None]:  # type: ignore[override]
+        return gradient, None, None, None, None
+
+
+def straight_through(x: Tensor, low: Tensor, width: Tensor, levels: Tensor, clip: bool = False) -> Tensor:
+    """Quantise ``x`` on a given range with the straight-through estimator; see ``round_to_grid`` for arguments.
+
+    Paper: figure 1. The gradient passes unchanged everywhere, also for clipped values.
+    """
+    return _StraightThrough.apply(x, low, width, levels, clip)  # type: ignore[no-any-return]
+
+
+def quantize(x: Tensor, bits: int, quantizer: Quantizer | str = "conv_input") -> Tensor:
+    """Quantise a tensor to ``bits`` bits on its own range, with the straight-through estimator.
+
+    Args:
+        x: floating tensor of any shape; empty tensors come back as they are.
+        bits: 1 to 32; 24 and more is the identity.
+        quantizer: a ``Quantizer`` or a role of ``QUANTIZERS``; its rounding and running range play no part here.
+
+    Raises:
+        ValueError: for an unknown role or bits outside 1..32.
+    """
+    quantizer = quantizer_of(quantizer)
+    check_bits("bits", bits)
+    if bits >= IDENTITY_BITS or x.numel() == 0:
+        return x
+    low, width = quantizer.range_of(x.detach())
+    return straight_through(x, low, width, low.new_tensor(levels_of(bits)), quantizer.clips)
+
+
+# --- gradients -------------------------------------------------------------------------------------------------------
+
+
+class NoisePool:
+    """Uniform noise for stochastic rounding: drawn once, then read at a pseudo-random offset in every call.
+
+    Drawing fresh noise would take most of the time of the gradient quantiser. The state is two integers, the seed and
+    the number of calls, so a resumed run continues with the same noise. Copies share the pool itself.
+    """
+
+    SIZE = 1 << 22
+
+    def __init__(self, seed: int = 0) -> None:
+        """Start a stream for ``seed``, any integer."""
+        self.seed, self.calls = int(seed), 0
+
+    def draw(self, like: Tensor) -> Tensor:
+        """Return noise in [-0.5, 0.5), float32, with the shape and the device of ``like``."""
+        pool = _noise(self.seed, like.device)
+        offset = _mix(self.seed, self.calls) % self.SIZE
+        self.calls += 1
+        count = like.numel()
+        if count > self.SIZE:  # read the pool round and round
+            pool = pool.repeat(-(-count // self.SIZE))
+        noise = pool.narrow(0, offset, count)
+        if like.dim() == 4 and like.is_contiguous(memory_format=torch.channels_last):
+            return noise.as_strided(like.shape, like.stride())  # the same order in memory: adding it stays fast
+        return noise.view(like.shape)
+
+    def state_dict(self) -> dict[str, int]:
+        """Return seed and number of calls."""
+        return {"seed": self.seed, "calls": self.calls}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        """Continue a stored stream."""
+        self.seed, self.calls = int(state["seed"]), int(state["calls"])
+
+
+@lru_cache(maxsize=4)
+def _noise(seed: int, device: torch.device) -> Tensor:
+    generator = torch.Generator().manual_seed(_mix(seed, -1) >> 1)
+    pool = torch.rand(NoisePool.SIZE, generator=generator).sub_(0.5)
+    return torch.cat([pool, pool]).to(device)  # twice, so that every offset has SIZE values after it
+
+
+def _mix(seed: int, index: int) -> int:
+    """Return 64 well-mixed bits of a pair of integers (the splitmix64 finaliser)."""
+    mask = (1 << 64) - 1
+    z = (seed * 0x9E3779B97F4A7C15 + (index + 1) * 0xD1B54A32D192ED03) & mask
+    z = ((z ^ (z >> 30)) * 0xBF58476D1CE4E5B9) & mask
+    z = ((z ^ (z >> 27)) * 0x94D049BB133111EB) & mask
+    return z ^ (z >> 31)
+
+
+def hash_noise(like: Tensor, key: Tensor) -> Tensor:
+    """Return noise in [-0.5, 0.5) as a function of (key, element index); what compiled code uses.
+
+    Args:
+        like: gives shape and device.
+        key: 0-d int64, different in every call.
+    """
+    index = torch.arange(like.numel(), device=like.device, dtype=torch.int64)
+    z = index ^ (key * 0x9E3779B1)  # the key is mixed in, not added: no shifted copies of one sequence
+    z = (z ^ (z >> 16)) * 0x7FEB352D & 0xFFFFFFFF
+    z = (z ^ (z >> 15)) * 0x846CA68B & 0xFFFFFFFF
+    z = (z ^ (z >> 16)) & 0xFFFFFF
+    return (z.float() * 2.0**-24 - 0.5).view(like.shape)
+
+
+class _QuantizeGradient(torch.autograd.Function):
+    """Identity in the forward pass; the backward pass quantises the incoming gradient."""
+
+    @staticmethod
+    def forward(
+        y: Tensor, levels: Tensor, quantizer: Quantizer, pool: NoisePool | None, key: Tensor | None
+    ) -> Tensor:
+        return y.view_as(y)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        _, ctx.levels, ctx.quantizer, ctx.pool, ctx.key = inputs
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None, None]:  # type: ignore[override]
+        if gradient.numel() == 0:
+            return gradient, None, None, None, None
+        low, width = ctx.quantizer.range_of(gradient)
+        noise = None
+        if ctx.quantizer.rounding == "stochastic":
+            noise = hash_noise(gradient, ctx.key) if torch.compiler.is_compiling() else ctx.pool.draw(gradient)
+        quantized = round_to_grid(gradient, low, width, ctx.levels, noise, ctx.quantizer.clips)
+        return quantized, None, None, None, None
+
+
+def quantize_gradient(
+    y: Tensor, levels: Tensor, quantizer: Quantizer, pool: NoisePool | None = None, key: Tensor | None = None
+) -> Tensor:
+    """Return ``y``; in the backward pass its gradient is quantised before it goes on.
+
+    Args:
+        y: the output of a quantised product.
+        levels: 0-d float32, n = 2**q_grad - 1.
+        quantizer: granularity and rounding.
+        pool: noise of stochastic rounding in ordinary (eager) execution.
+        key: 0-d int64, the key of the noise in compiled execution.
+
+    Paper: figure 1. Weight gradients themselves and the update stay in full precision.
+    """
+    return _QuantizeGradient.apply(y, levels, quantizer, pool, key)  # type: ignore[no-any-return]
+
+
+# --- checks ----------------------------------------------------------------------------------------------------------
+
+
+def quantizer_of(quantizer: Quantizer | str) -> Quantizer:
+    """Return a quantiser given by value or by role; ValueError names the roles."""
+    if isinstance(quantizer, Quantizer):
+        return quantizer
+    if quantizer not in QUANTIZERS:
+        raise ValueError(f"unknown quantizer {quantizer!r}; choose from {', '.join(QUANTIZERS)}")
+    return QUANTIZERS[quantizer]
+
+
+def check_bits(what: str, bits: Any) -> int:
+    """Return ``bits`` as an int when it is a whole number in 1..32, else raise ValueError."""
+    if isinstance(bits, bool) or not isinstance(bits, (int, float)) or bits != int(bits) or not 1 <= bits <= 32:
+        raise ValueError(f"{what} must be an integer from 1 to 32, got {bits!r}")
+    return int(bits)
