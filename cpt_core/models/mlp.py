@@ -1,0 +1,34 @@
+"""Plain multi-layer perceptrons without normalisation: small networks on which low precision shows within seconds."""
+
+from __future__ import annotations
+
+from torch import Tensor, nn
+
+
+class MLP(nn.Module):
+    """``hidden`` layers of ``width`` with ReLU, then a linear classifier ``fc``; He initialisation, zero biases.
+
+    Args:
+        inputs: pixels of an image (all channels).
+        classes: number of classes.
+        hidden: number of hidden layers.
+        width: units of a hidden layer.
+    """
+
+    def __init__(self, inputs: int, classes: int, hidden: int, width: int) -> None:
+        """Make and initialise the layers."""
+        super().__init__()
+        sizes = [inputs] + [width] * hidden
+        layers: list[nn.Module] = []
+        for a, b in zip(sizes, sizes[1:], strict=False):
+            layers += [nn.Linear(a, b), nn.ReLU()]
+        self.body = nn.Sequential(*layers)
+        self.fc = nn.Linear(sizes[-1], classes)
+        for module in self.modules():
+            if isinstance(module, nn.Linear):
+                nn.init.kaiming_normal_(module.weight, nonlinearity="relu")
+                nn.init.zeros_(module.bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(N, ...) -> logits (N, classes)."""
+        return self.fc(self.body(x.flatten(1)))
