@@ -113,7 +113,13 @@ class LayerPrecision(nn.Module):
         running = self.get_buffer(f"running_{role}")
         now = torch.stack([minimum, width, torch.ones_like(width)])
         running.copy_(torch.where(now.isfinite().all(), torch.lerp(now, running, RUNNING_DECAY), running))
-        self.calibrated = True
+
+    def train(self, mode: bool = True) -> Self:
+        """Set the mode; on the way to evaluation see whether the running ranges have been filled."""
+        super().train(mode)
+        if not mode and self.corrected:
+            self.calibrated = all(float(b[2]) > 0 for n, b in self.named_buffers() if n.startswith("running_"))
+        return self
 
     def gradient(self, role: str, y: Tensor) -> Tensor:
         """Return the layer's output; the gradient that comes back through it is quantised."""
@@ -125,18 +131,15 @@ class LayerPrecision(nn.Module):
             return quantize_gradient(y, self.grad_levels, self.quantizers[role], None, key)
         return quantize_gradient(y, self.grad_levels, self.quantizers[role], self.noise)
 
-    def get_running(self) -> dict[str, Any]:
+    def get_running(self) -> dict[str, Tensor]:
         """Return copies of what training changes besides the bits, for a checkpoint."""
-        tensors = {k: v.clone() for k, v in self.named_buffers() if k.startswith(("running_", "noise_key"))}
-        return {**tensors, "calibrated": self.calibrated}
+        return {k: v.clone() for k, v in self.named_buffers() if k.startswith(("running_", "noise_key"))}
 
-    def set_running(self, state: Mapping[str, Any]) -> None:
+    def set_running(self, state: Mapping[str, Tensor]) -> None:
         """Restore what ``get_running`` returned."""
         for name, value in state.items():
-            if name == "calibrated":
-                self.calibrated = bool(value)
-            else:
-                self.get_buffer(name).copy_(value)
+            self.get_buffer(name).copy_(value)
+        self.train(self.training)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
         # follow the model to another device but stay in float32 when it is cast to half precision

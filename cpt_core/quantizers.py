@@ -167,16 +167,13 @@ class _StraightThrough(torch.autograd.Function):
     """Round in the forward pass, hand the gradient on unchanged in the backward pass; saves nothing.
 
     An own Function because the gradient of ``clamp`` at its bounds has changed between versions of torch, and the
-    extremes of a min-max range always sit on the bounds.
+    extremes of a min-max range always sit on the bounds. (A separate ``setup_context`` would double the time of a
+    small layer: torch then inspects the signature in every call.)
     """
 
     @staticmethod
-    def forward(x: Tensor, low: Tensor, width: Tensor, levels: Tensor, clip: bool) -> Tensor:
+    def forward(ctx: Any, x: Tensor, low: Tensor, width: Tensor, levels: Tensor, clip: bool) -> Tensor:
         return round_to_grid(x, low, width, levels, None, clip)
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-        pass
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None, None]:  # type: ignore[override]
@@ -284,13 +281,10 @@ class _QuantizeGradient(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        y: Tensor, levels: Tensor, quantizer: Quantizer, pool: NoisePool | None, key: Tensor | None
+        ctx: Any, y: Tensor, levels: Tensor, quantizer: Quantizer, pool: NoisePool | None, key: Tensor | None
     ) -> Tensor:
+        ctx.levels, ctx.quantizer, ctx.pool, ctx.key = levels, quantizer, pool, key
         return y.view_as(y)
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-        _, ctx.levels, ctx.quantizer, ctx.pool, ctx.key = inputs
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None, None]:  # type: ignore[override]

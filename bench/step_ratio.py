@@ -1,0 +1,84 @@
+"""Time of a simulated low-precision training step relative to the float32 step: ``python -m bench.step_ratio``.
+
+Both variants run interleaved in one process, one thread, and the ratio of the medians is printed: these ratios are
+comparable between machines, the milliseconds are not.  A step is forward, backward and SGD; q cycles from 3 to 8 and
+gradients have 8 bits, rounded stochastically.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import statistics
+import time
+from collections.abc import Callable
+from itertools import cycle
+
+import torch
+from torch import nn
+
+from cpt_core.convert import layer_precisions, quantize_
+from cpt_core.models import MODELS
+from cpt_core.models.mobilenet import InvertedResidual
+
+
+def linear_block() -> nn.Module:
+    """Two 768-wide linear layers with GELU."""
+    return nn.Sequential(nn.Linear(768, 768), nn.GELU(), nn.Linear(768, 768))
+
+
+# name -> (model, shape of the input, rounds)
+CASES: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...], int]] = {
+    "ResNet-20, batch 128": (lambda: MODELS["resnet20"](3, 32, 10), (128, 3, 32, 32), 7),
+    "ResNet-74, batch 32": (lambda: MODELS["resnet74"](3, 32, 10), (32, 3, 32, 32), 7),
+    "MobileNet-V2 block, 64x32x16x16": (lambda: InvertedResidual(32, 32, 6, 1), (64, 32, 16, 16), 25),
+    "linear block 768, 2048 rows": (linear_block, (2048, 768), 15),
+}
+
+
+def stepper(model: nn.Module, x: torch.Tensor, quantised: bool) -> Callable[[], float]:
+    """Return a function that runs one training step and returns its seconds."""
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3, momentum=0.9)
+    layers = list(layer_precisions(quantize_(model)).values()) if quantised else []
+    bits = cycle(range(3, 9))
+
+    def step() -> float:
+        start = time.perf_counter()
+        q = next(bits)
+        for layer in layers:
+            layer.set_bits(q, 8)
+        model(x).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return time.perf_counter() - start
+
+    return step
+
+
+def main() -> None:
+    """Print one line per case."""
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--only", default="", help="part of a case's name")
+    only = parser.parse_args().only
+    torch.set_num_threads(1)
+    tuned = "MALLOC_MMAP_THRESHOLD_" in os.environ
+    print(f"torch {torch.__version__}, 1 thread, allocator thresholds {'set' if tuned else 'NOT set (see Makefile)'}")
+    for name, (make, shape, rounds) in CASES.items():
+        if only not in name:
+            continue
+        torch.manual_seed(0)
+        x = torch.randn(shape)
+        variants = {"float32": stepper(make(), x, False), "simulated": stepper(make(), x, True)}
+        times: dict[str, list[float]] = {key: [] for key in variants}
+        for i in range(rounds + 1):
+            for key, step in variants.items():
+                seconds = step()
+                if i:  # the first round warms up
+                    times[key].append(seconds)
+        medians = {key: statistics.median(t) for key, t in times.items()}
+        ratio = medians["simulated"] / medians["float32"]
+        print(f"{name:<34} {ratio:5.2f}x   float32 {medians['float32'] * 1e3:7.1f} ms, {rounds} rounds", flush=True)
+
+
+if __name__ == "__main__":
+    main()

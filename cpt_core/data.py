@@ -1,0 +1,437 @@
+"""Images: embedded digits, torchvision's data sets, and your own; batches that a resumed run continues exactly.
+
+Small images live in memory as one uint8 tensor and are augmented there, a batch at a time, on the device. Large ones
+(ImageNet, folders at full size) are read from disk by worker processes. Either way a batch is a pure function of
+(seed, step): the order of the data and its augmentation need no state.
+
+Your own images, as ``dataset``:
+
+- a folder with ``train/<class>/*.jpg`` and ``val/<class>/*.jpg`` (torchvision's ImageFolder layout);
+- ``"train.npz,test.npz"``, or a folder with exactly one ``*train*.npz`` and one ``*test*.npz`` or ``*val*.npz``; each
+  archive has ``labels`` (n,) and either ``data`` uint8 (n, H, W) or (n, H, W, C), or ``jpeg`` (all files, one after
+  the other, uint8) with ``offsets`` (n + 1,).
+
+Shapes: N images, C channels, H x W pixels.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torchvision
+from PIL import Image
+from sklearn.datasets import load_digits
+from torch import Tensor
+from torch.utils.data import DataLoader, Dataset
+from torchvision.transforms import v2
+
+from cpt_core.paths import data_dir
+from cpt_core.recipes import Recipe, is_own
+
+Batch = tuple[Tensor, Tensor]  # images float32 (N, C, H, W), normalised; labels int64 (N,)
+SMALL = 64  # images up to this many pixels a side are kept in memory
+IMAGENET_MEAN, IMAGENET_STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
+CIFAR_MEAN, CIFAR_STD = (0.4914, 0.4822, 0.4465), (0.2023, 0.1994, 0.2010)
+
+
+class DataNotFoundError(FileNotFoundError):
+    """A data set is not on this machine; the message names the command that gets it."""
+
+
+@dataclass(frozen=True)
+class ArrayImages:
+    """Images in memory: uint8 (N, C, H, W) and labels int64 (N,)."""
+
+    images: Tensor
+    labels: Tensor
+
+    def __len__(self) -> int:
+        """Return N."""
+        return len(self.labels)
+
+    def __getitem__(self, index: Any) -> ArrayImages:
+        """Return a part."""
+        return ArrayImages(self.images[index], self.labels[index])
+
+
+Split = ArrayImages | Dataset
+
+
+@dataclass(frozen=True)
+class ImageData:
+    """A data set, split three ways.
+
+    Attributes:
+        title: what the numbers are measured on, as figures must call it.
+        classes: number of classes.
+        channels: 1 or 3.
+        mean, std: of the pixels divided by 255, per channel.
+        train, valid, test: the splits; ``valid`` is empty when nothing is held out.
+        checksum: of pixels and labels in memory, or of the list of files.
+    """
+
+    title: str
+    classes: int
+    channels: int
+    mean: tuple[float, ...]
+    std: tuple[float, ...]
+    train: Split
+    valid: Split
+    test: Split
+    checksum: str
+
+
+def load_images(recipe: Recipe) -> ImageData:
+    """Load the data of a recipe, hold out its validation images and cut it to size.
+
+    The held-out images and the subsets depend on the data set alone, never on the seed of a run.
+
+    Raises:
+        DataNotFoundError: when the files are not there; nothing is downloaded.
+        ValueError: when the files do not have the documented layout or there are too few images.
+    """
+    if recipe.size > SMALL:
+        return _load_files(recipe)
+    train, test, title, mean, std = _load_arrays(recipe.dataset, recipe.size)
+    wanted = (recipe.train_images or 0) + recipe.valid_images
+    if wanted > len(train) or recipe.valid_images >= len(train):
+        raise ValueError(f"{recipe.dataset}: {wanted} training and validation images wanted, there are {len(train)}")
+    order = torch.randperm(len(train), generator=torch.Generator().manual_seed(0))
+    valid, rest = train[order[: recipe.valid_images]], train[order[recipe.valid_images :]]
+    train, test = rest[: recipe.train_images], test[: recipe.test_images]
+    digest = hashlib.sha256()
+    for split in (train, valid, test):
+        digest.update(split.images.numpy().tobytes() + split.labels.numpy().tobytes())
+    return ImageData(
+        title=title,
+        classes=int(max(train.labels.max(), test.labels.max())) + 1,
+        channels=train.images.shape[1],
+        mean=mean,
+        std=std,
+        train=train,
+        valid=valid,
+        test=test,
+        checksum=digest.hexdigest()[:16],
+    )
+
+
+# --- in memory -----------------------------------------------------------------------------------------------------------
+
+
+def _load_arrays(dataset: str, size: int) -> tuple[ArrayImages, ArrayImages, str, tuple[float, ...], tuple[float, ...]]:
+    if dataset == "digits":
+        # 0..16 per pixel; scaled as if it were 0..255 so that mean 0 and std 16 / 255 give pixel / 16
+        digits = load_digits()
+        order = np.random.default_rng(0).permutation(len(digits.target))
+        images = torch.from_numpy(digits.images[order].astype(np.uint8)).unsqueeze(1)
+        both = ArrayImages(images, torch.from_numpy(digits.target[order].astype(np.int64)))
+        return both[700:], both[:700], "scikit-learn digits, 8 x 8", (0.0,), (16 / 255,)
+    if dataset in ("cifar10", "cifar100"):
+        kind = {"cifar10": torchvision.datasets.CIFAR10, "cifar100": torchvision.datasets.CIFAR100}[dataset]
+        train, test = (_cifar(kind, dataset, part) for part in (True, False))
+        title = dataset.upper().replace("CIFAR", "CIFAR-")
+        mean, std = CIFAR_MEAN, CIFAR_STD
+    elif is_own(dataset):
+        train, test, title = _own_arrays(dataset, size)
+        mean, std = IMAGENET_MEAN, IMAGENET_STD
+    else:
+        raise ValueError(f"unknown dataset {dataset!r}; choose from digits, cifar10, cifar100, imagenet, or a folder")
+    if train.images.shape[-1] != size:
+        title += f", {size} x {size}"
+    resized = [ArrayImages(_resize(s.images, size), s.labels) for s in (train, test)]
+    if resized[0].images.shape[1] == 1:
+        mean, std = mean[:1], std[:1]
+    return resized[0], resized[1], title, mean, std
+
+
+def _cifar(kind: Any, name: str, train: bool) -> ArrayImages:
+    try:
+        data = kind(data_dir(), train=train, download=False)
+    except RuntimeError as error:
+        raise DataNotFoundError(
+            f"{name} is not in {data_dir()} (or is damaged); get it with: python -m cpt_core download {name}"
+        ) from error
+    return ArrayImages(torch.from_numpy(data.data).permute(0, 3, 1, 2).contiguous(), torch.tensor(data.targets))
+
+
+def _own_arrays(dataset: str, size: int) -> tuple[ArrayImages, ArrayImages, str]:
+    if "," in dataset:
+        parts = [Path(p).expanduser() for p in dataset.split(",")]
+        if len(parts) != 2:
+            raise ValueError(f"two archives expected, 'train.npz,test.npz', got {dataset!r}")
+        return _archive(parts[0]), _archive(parts[1]), f"own images ({parts[0].stem})"
+    folder = Path(dataset).expanduser()
+    if not folder.is_dir():
+        raise DataNotFoundError(f"there is no folder {folder}; give a folder or 'train.npz,test.npz'")
+    if (folder / "train").is_dir():
+        train, test = (_folder_arrays(folder / _split_name(folder, part), size) for part in ("train", "val"))
+        return train, test, f"own images ({folder.name})"
+    files = sorted(folder.glob("*.npz"))
+    train_files = [f for f in files if "train" in f.name]
+    test_files = [f for f in files if "train" not in f.name and ("test" in f.name or "val" in f.name)]
+    if len(train_files) != 1 or len(test_files) != 1:
+        names = ", ".join(f.name for f in files) or "none"
+        raise ValueError(
+            f"{folder} needs train/ and val/, or one *train*.npz and one *test*.npz or *val*.npz (archives there: "
+            f"{names}); name two archives as 'train.npz,test.npz'"
+        )
+    return _archive(train_files[0]), _archive(test_files[0]), f"own images ({folder.name})"
+
+
+def _archive(path: Path) -> ArrayImages:
+    if not path.is_file():
+        raise DataNotFoundError(f"there is no archive {path}")
+    with np.load(path, allow_pickle=False) as z:
+        keys = set(z.files)
+        if "labels" not in keys or not ("data" in keys or {"jpeg", "offsets"} <= keys):
+            raise ValueError(f"{path}: needs labels and either data or jpeg + offsets, has {', '.join(sorted(keys))}")
+        labels = torch.from_numpy(z["labels"].astype(np.int64))
+        if "data" in keys:
+            images = z["data"]
+        else:  # read each key once: every access decompresses it again
+            raw, offsets = z["jpeg"], z["offsets"]
+            files = (raw[a:b].tobytes() for a, b in zip(offsets, offsets[1:], strict=False))
+            images = np.stack([np.asarray(Image.open(io.BytesIO(f)).convert("RGB")) for f in files])
+    if images.dtype != np.uint8 or images.ndim not in (3, 4) or len(images) != len(labels):
+        raise ValueError(
+            f"{path}: images must be uint8 (n, H, W) or (n, H, W, C) with n labels, got {images.dtype} {images.shape} "
+            f"and {len(labels)} labels"
+        )
+    if len(labels) == 0 or int(labels.min()) < 0:
+        raise ValueError(f"{path}: labels must be 0, 1, ..., and at least one")
+    tensor = torch.from_numpy(images)
+    tensor = tensor.unsqueeze(1) if tensor.dim() == 3 else tensor.permute(0, 3, 1, 2)
+    return ArrayImages(tensor.contiguous(), labels)
+
+
+def _split_name(folder: Path, part: str) -> str:
+    if part == "val" and not (folder / "val").is_dir():
+        raise ValueError(f"{folder} has train/ but no val/")
+    return part
+
+
+def _folder_arrays(folder: Path, size: int) -> ArrayImages:
+    transform = v2.Compose([v2.Lambda(lambda image: image.convert("RGB")), v2.Resize(size), v2.CenterCrop(size)])
+    files = torchvision.datasets.ImageFolder(str(folder), transform=v2.Compose([transform, v2.PILToTensor()]))
+    images, labels = zip(*(files[i] for i in range(len(files))), strict=True)
+    return ArrayImages(torch.stack(images), torch.tensor(labels))
+
+
+def _resize(images: Tensor, size: int) -> Tensor:
+    if images.shape[-2:] == (size, size):
+        return images
+    parts = [v2.functional.resize(part, [size, size], antialias=True) for part in images.split(4096)]
+    return torch.cat(parts)
+
+
+class ArrayBatches:
+    """Batches of images in memory, augmented on ``device``: a pure function of (seed, step).
+
+    Args:
+        split: the images.
+        data: the data set they belong to (for mean and standard deviation).
+        recipe: batch size and augmentation.
+        seed: of order and augmentation.
+        device: where the images are kept and the batches made.
+    """
+
+    def __init__(self, split: ArrayImages, data: ImageData, recipe: Recipe, seed: int, device: torch.device) -> None:
+        """Pad the images once and move them to the device."""
+        self.seed, self.batch, self.flip, self.device = seed, recipe.batch, recipe.flip, device
+        self.pad = int(recipe.crop)
+        self.images = torch.nn.functional.pad(split.images, (self.pad,) * 4).to(device)
+        self.labels = split.labels.to(device)
+        self.size = split.images.shape[-1]
+        self.normalize = _Normalize(data, device)
+        self._epoch = -1
+        self._order = torch.empty(0)
+
+    @property
+    def steps_per_epoch(self) -> int:
+        """Number of batches of an epoch; the last may be smaller and is not dropped."""
+        return math.ceil(len(self.labels) / self.batch)
+
+    def __call__(self, step: int) -> Batch:
+        """Return the batch of an optimizer step."""
+        epoch, position = divmod(step, self.steps_per_epoch)
+        if epoch != self._epoch:
+            order = torch.randperm(len(self.labels), generator=_generator(self.seed, epoch, 0))
+            self._epoch, self._order = epoch, order.to(self.device)
+        index = self._order[position * self.batch : (position + 1) * self.batch]
+        images = self._crop_and_flip(index, _generator(self.seed, step, 1))
+        return self.normalize(images), self.labels[index]
+
+    def _crop_and_flip(self, index: Tensor, generator: torch.Generator) -> Tensor:
+        n = len(index)
+        if self.pad:
+            # every position of the window as a view, then one gather: an offset of its own for each image
+            windows = self.images.unfold(2, self.size, 1).unfold(3, self.size, 1)
+            offsets = torch.randint(0, 2 * self.pad + 1, (2, n), generator=generator).to(self.device)
+            images = windows[index, :, offsets[0], offsets[1]]
+        else:
+            images = self.images[index]
+        if self.flip:
+            flip = torch.rand(n, generator=generator).to(self.device) < 0.5
+            images = torch.where(flip[:, None, None, None], images.flip(-1), images)
+        return images
+
+    def iterate(self, start: int) -> Iterator[Batch]:
+        """Yield the batches from step ``start`` on, without end."""
+        step = start
+        while True:
+            yield self(step)
+            step += 1
+
+
+class _Normalize:
+    def __init__(self, data: ImageData, device: torch.device) -> None:
+        self.mean = 255 * torch.tensor(data.mean, device=device).view(1, -1, 1, 1)
+        self.std = 255 * torch.tensor(data.std, device=device).view(1, -1, 1, 1)
+
+    def __call__(self, images: Tensor) -> Tensor:
+        return images.float().sub_(self.mean).div_(self.std)
+
+
+def _generator(*numbers: int) -> torch.Generator:
+    seed = int.from_bytes(hashlib.sha256(repr(numbers).encode()).digest()[:7])
+    return torch.Generator().manual_seed(seed)
+
+
+# --- from disk -----------------------------------------------------------------------------------------------------------
+
+
+class _Seeded(Dataset):
+    """Images from disk with a random transform whose randomness depends on (seed, epoch, index) alone."""
+
+    def __init__(self, files: Any, transform: Callable[[Any], Tensor], seed: int) -> None:
+        self.files, self.transform, self.seed = files, transform, seed
+
+    def __len__(self) -> int:
+        return len(self.files)
+
+    def __getitem__(self, key: tuple[int, int]) -> tuple[Tensor, int]:
+        epoch, index = key
+        image, label = self.files[index]
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(_generator(self.seed, epoch, index, 2).initial_seed())
+            return self.transform(image.convert("RGB")), label
+
+
+class FileBatches:
+    """Batches of images read from disk by worker processes; same contract as ``ArrayBatches``."""
+
+    def __init__(self, split: Any, recipe: Recipe, seed: int, device: torch.device, workers: int) -> None:
+        """Prepare the random transform: resized crop and flip, as for ImageNet."""
+        steps: list[Any] = [v2.RandomResizedCrop(recipe.size, antialias=True)]
+        if recipe.flip:
+            steps.append(v2.RandomHorizontalFlip())
+        self.data = _Seeded(split, v2.Compose([*steps, *_to_normalized()]), seed)
+        self.seed, self.batch, self.device, self.workers = seed, recipe.batch, device, workers
+
+    @property
+    def steps_per_epoch(self) -> int:
+        """Number of batches of an epoch; the last may be smaller and is not dropped."""
+        return math.ceil(len(self.data) / self.batch)
+
+    def iterate(self, start: int) -> Iterator[Batch]:
+        """Yield the batches from step ``start`` on, without end."""
+        epoch, position = divmod(start, self.steps_per_epoch)
+        while True:
+            order = torch.randperm(len(self.data), generator=_generator(self.seed, epoch, 0)).tolist()
+            keys = [(epoch, i) for i in order[position * self.batch :]]
+            batches = [keys[i : i + self.batch] for i in range(0, len(keys), self.batch)]
+            loader = DataLoader(self.data, batch_sampler=batches, num_workers=self.workers)
+            for images, labels in loader:
+                yield images.to(self.device, non_blocking=True), labels.to(self.device, non_blocking=True)
+            epoch, position = epoch + 1, 0
+
+
+def _to_normalized() -> list[Any]:
+    return [v2.PILToTensor(), v2.ToDtype(torch.float32, scale=True), v2.Normalize(IMAGENET_MEAN, IMAGENET_STD)]
+
+
+class _Test(Dataset):
+    def __init__(self, files: Any, size: int) -> None:
+        self.files = files
+        self.transform = v2.Compose([v2.Resize(round(size / 0.875), antialias=True), v2.CenterCrop(size), *_to_normalized()])
+
+    def __len__(self) -> int:
+        return len(self.files)
+
+    def __getitem__(self, index: int) -> tuple[Tensor, int]:
+        image, label = self.files[index]
+        return self.transform(image.convert("RGB")), label
+
+
+def _load_files(recipe: Recipe) -> ImageData:
+    if recipe.dataset == "imagenet":
+        try:
+            parts = [torchvision.datasets.ImageNet(str(data_dir() / "imagenet"), split=s) for s in ("train", "val")]
+        except (RuntimeError, FileNotFoundError) as error:
+            raise DataNotFoundError(
+                f"imagenet is not in {data_dir() / 'imagenet'}; put the three official archives there (see "
+                "data/cards/imagenet.md), then run: python -m cpt_core download imagenet"
+            ) from error
+        title = "ImageNet"
+    else:
+        folder = Path(recipe.dataset).expanduser()
+        if not (folder / "train").is_dir() or not (folder / "val").is_dir():
+            raise DataNotFoundError(f"{folder} has no train/ and val/ folders of images (ImageFolder layout)")
+        parts = [torchvision.datasets.ImageFolder(str(folder / s)) for s in ("train", "val")]
+        title = f"own images ({folder.name})"
+    train, test = parts
+    if train.classes != test.classes:
+        raise ValueError(f"{recipe.dataset}: train/ and val/ must have the same classes")
+    order = torch.randperm(len(train), generator=torch.Generator().manual_seed(0)).tolist()
+    if recipe.valid_images >= len(train):
+        raise ValueError(f"{recipe.dataset}: {recipe.valid_images} images to hold out, there are {len(train)}")
+    held, rest = order[: recipe.valid_images], order[recipe.valid_images :][: recipe.train_images]
+    names = "\n".join(f"{Path(path).name} {label}" for path, label in train.samples + test.samples)
+    return ImageData(
+        title=title,
+        classes=len(train.classes),
+        channels=3,
+        mean=IMAGENET_MEAN,
+        std=IMAGENET_STD,
+        train=torch.utils.data.Subset(train, rest),
+        valid=torch.utils.data.Subset(train, held),
+        test=torch.utils.data.Subset(test, range(len(test))[: recipe.test_images]),
+        checksum=hashlib.sha256(names.encode()).hexdigest()[:16],
+    )
+
+
+def evaluation_batches(split: Split, data: ImageData, size: int, device: torch.device, workers: int) -> Iterator[Batch]:
+    """Yield a split once, in order, without augmentation."""
+    if isinstance(split, ArrayImages):
+        normalize = _Normalize(data, device)
+        for start in range(0, len(split), 1000):
+            part = split[start : start + 1000]
+            yield normalize(part.images.to(device)), part.labels.to(device)
+    else:
+        for images, labels in DataLoader(_Test(split, size), batch_size=250, num_workers=workers):
+            yield images.to(device), labels.to(device)
+
+
+def download(dataset: str) -> Path:
+    """Download a data set through torchvision, with progress and checksums, and return where it is.
+
+    Raises:
+        ValueError: for a data set that cannot be downloaded.
+    """
+    if dataset in ("cifar10", "cifar100"):
+        kind = {"cifar10": torchvision.datasets.CIFAR10, "cifar100": torchvision.datasets.CIFAR100}[dataset]
+        kind(data_dir(), download=True)
+        return data_dir()
+    if dataset == "imagenet":  # the archives themselves need a licence; this unpacks and checks them
+        for split in ("train", "val"):
+            torchvision.datasets.ImageNet(str(data_dir() / "imagenet"), split=split)
+        return data_dir() / "imagenet"
+    raise ValueError(f"{dataset!r} cannot be downloaded; choose from cifar10, cifar100, imagenet")

@@ -1,0 +1,47 @@
+"""What a task is: five verbs that the one training loop calls.  See ``train.train``."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from cpt_core.specs import RunSpec
+
+Batch = Any
+
+
+class Task(Protocol):
+    """A data set with a model, a loss and a metric. Making one loads the data.
+
+    Attributes:
+        metric: name of the main metric, such as "accuracy".
+        better: +1 when a larger metric is better, -1 when a smaller one is.
+        title: what is measured on which data, for figures and rows.
+        checksum: of the data.
+    """
+
+    metric: str
+    better: int
+    title: str
+    checksum: str
+
+    def __init__(self, spec: RunSpec, device: torch.device) -> None:
+        """Load the data."""
+
+    def model(self) -> nn.Module:
+        """Return a float32 model, initialised from torch's global random state, on the device."""
+
+    def batches(self, start: int) -> Iterator[Batch]:
+        """Yield the training batches from optimizer step ``start`` on: a pure function of (seed, step)."""
+
+    def loss(self, model: nn.Module, batch: Batch, carry: Any) -> tuple[Tensor, Any]:
+        """Return the training loss (0-d) of a batch, and what the next step needs of this one (or None)."""
+
+    def evaluate(self, model: nn.Module, split: str) -> dict[str, float]:
+        """Return the metrics on "valid" or "test"; an empty dict when there is no such split."""
+
+    def optimizer(self, model: nn.Module) -> tuple[torch.optim.Optimizer, Callable[[int], float]]:
+        """Return the optimizer and the learning rate as a function of the step."""

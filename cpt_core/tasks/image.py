@@ -1,0 +1,84 @@
+"""Image classification on digits, CIFAR-10/100, ImageNet and your own images.  Paper: section 4.2."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import torch
+from torch import Tensor, nn
+
+from cpt_core.data import ArrayBatches, ArrayImages, Batch, FileBatches, ImageData, evaluation_batches, load_images
+from cpt_core.models import MODELS
+from cpt_core.specs import RunSpec
+
+WORKERS = 4  # processes that read images from disk
+
+
+class ImageTask:
+    """SGD with a step-wise learning rate, cross entropy, accuracy.
+
+    Paper: section 4.2.
+    Differs: the best epoch is chosen on held-out images; the authors choose it on the test set.
+    """
+
+    metric = "accuracy"
+    better = +1
+
+    def __init__(self, spec: RunSpec, device: torch.device) -> None:
+        """Load the data of the spec's recipe."""
+        self.recipe, self.seed, self.device = spec.recipe, spec.seed, device
+        self.data: ImageData = _load(self.recipe)
+        self.title = f"{self.recipe.model} on {self.data.title}"
+        self.checksum = self.data.checksum
+
+    def model(self) -> nn.Module:
+        """Return the recipe's model."""
+        build = MODELS[self.recipe.model]
+        return build(self.data.channels, self.recipe.size, self.data.classes).to(self.device)
+
+    def batches(self, start: int) -> Iterator[Batch]:
+        """Yield augmented training batches from step ``start`` on."""
+        if isinstance(self.data.train, ArrayImages):
+            return ArrayBatches(self.data.train, self.data, self.recipe, self.seed, self.device).iterate(start)
+        return FileBatches(self.data.train, self.recipe, self.seed, self.device, WORKERS).iterate(start)
+
+    def loss(self, model: nn.Module, batch: Batch, carry: None) -> tuple[Tensor, None]:
+        """Return the mean cross entropy."""
+        images, labels = batch
+        return nn.functional.cross_entropy(model(images), labels), None
+
+    @torch.no_grad()
+    def evaluate(self, model: nn.Module, split: str) -> dict[str, float]:
+        """Return accuracy (share of images, 0..1) and mean cross entropy."""
+        part = {"valid": self.data.valid, "test": self.data.test}[split]
+        count = len(part)  # type: ignore[arg-type]
+        if count == 0:
+            return {}
+        right, loss = 0.0, 0.0
+        for images, labels in evaluation_batches(part, self.data, self.recipe.size, self.device, WORKERS):
+            logits = model(images)
+            right += float((logits.argmax(1) == labels).sum())
+            loss += float(nn.functional.cross_entropy(logits, labels, reduction="sum"))
+        return {"accuracy": right / count, "loss": loss / count}
+
+    def optimizer(self, model: nn.Module) -> tuple[torch.optim.Optimizer, Callable[[int], float]]:
+        """Return SGD and the learning rate: times 0.1 at every milestone."""
+        r = self.recipe
+        steps = [int(share * r.steps) for share in r.milestones]
+
+        def lr(step: int) -> float:
+            return r.lr * 0.1 ** sum(step >= s for s in steps)
+
+        return torch.optim.SGD(model.parameters(), lr=r.lr, momentum=r.momentum, weight_decay=r.weight_decay), lr
+
+
+_loaded: dict[tuple, ImageData] = {}
+
+
+def _load(recipe) -> ImageData:  # type: ignore[no-untyped-def]
+    """Load once per process: a sweep runs many recipes on the same data."""
+    key = (recipe.dataset, recipe.size, recipe.train_images, recipe.valid_images, recipe.test_images)
+    if key not in _loaded:
+        _loaded.clear()
+        _loaded[key] = load_images(recipe)
+    return _loaded[key]
