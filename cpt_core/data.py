@@ -11,6 +11,8 @@ Your own images, as ``dataset``:
   archive has ``labels`` (n,) and either ``data`` uint8 (n, H, W) or (n, H, W, C), or ``jpeg`` (all files, one after
   the other, uint8) with ``offsets`` (n + 1,).
 
+A name without a slash is a known data set, so a folder in the data folder is written ``"my-images/"``.
+
 Shapes: N images, C channels, H x W pixels.
 """
 
@@ -33,7 +35,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 from torchvision.transforms import v2
 
-from cpt_core.paths import data_dir
+from cpt_core.paths import ROOT, data_dir
 from cpt_core.recipes import Recipe, is_own
 
 Batch = tuple[Tensor, Tensor]  # images float32 (N, C, H, W), normalised; labels int64 (N,)
@@ -164,11 +166,11 @@ def _cifar(kind: Any, name: str, train: bool) -> ArrayImages:
 
 def _own_arrays(dataset: str, size: int) -> tuple[ArrayImages, ArrayImages, str]:
     if "," in dataset:
-        parts = [Path(p).expanduser() for p in dataset.split(",")]
+        parts = [own_path(p) for p in dataset.split(",")]
         if len(parts) != 2:
             raise ValueError(f"two archives expected, 'train.npz,test.npz', got {dataset!r}")
         return _archive(parts[0]), _archive(parts[1]), f"own images ({parts[0].stem})"
-    folder = Path(dataset).expanduser()
+    folder = own_path(dataset)
     if not folder.is_dir():
         raise DataNotFoundError(f"there is no folder {folder}; give a folder or 'train.npz,test.npz'")
     if (folder / "train").is_dir():
@@ -184,6 +186,14 @@ def _own_arrays(dataset: str, size: int) -> tuple[ArrayImages, ArrayImages, str]
             f"{names}); name two archives as 'train.npz,test.npz'"
         )
     return _archive(train_files[0]), _archive(test_files[0]), f"own images ({folder.name})"
+
+
+def own_path(path: str) -> Path:
+    """Resolve a path of the user's: relative ones are looked up in the data folder, then in the project's."""
+    given = Path(path.strip()).expanduser()
+    if given.is_absolute() or (data_dir() / given).exists():
+        return data_dir() / given
+    return ROOT / given
 
 
 def _archive(path: Path) -> ArrayImages:
@@ -382,7 +392,7 @@ def _load_files(recipe: Recipe) -> ImageData:
             ) from error
         title = "ImageNet"
     else:
-        folder = Path(recipe.dataset).expanduser()
+        folder = own_path(recipe.dataset)
         if not (folder / "train").is_dir() or not (folder / "val").is_dir():
             raise DataNotFoundError(f"{folder} has no train/ and val/ folders of images (ImageFolder layout)")
         parts = [torchvision.datasets.ImageFolder(str(folder / s)) for s in ("train", "val")]

@@ -1,0 +1,171 @@
+"""The paper's figures, from schedules and from result rows.  Needs matplotlib, not torch.
+
+Savings groups keep their colour everywhere; what is printed on an axis is always relative to static q_max.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import matplotlib.pyplot as plt
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator
+
+from cpt_core.results import Row, by_arm, table
+from cpt_core.schedules import SUITE, Schedule, make_schedule
+
+# colour-blind safe (Okabe and Ito)
+COLORS = {"large": "#D55E00", "medium": "#009E73", "small": "#0072B2", "static": "#222222"}
+LABELS = {
+    "relative_cost": "training cost relative to static q_max (BitOps)",
+    "noise_exposure": "noise exposure: mean 4^-q relative to static q_max",
+    "accuracy": "test accuracy (%)",
+}
+STYLE = {
+    "figure.dpi": 100,
+    "savefig.bbox": "tight",
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.grid": True,
+    "grid.alpha": 0.25,
+    "legend.frameon": False,
+}
+
+
+def figure_2(
+    q_min: int = 3, q_max: int = 8, n_cycles: int = 8, total_steps: int = 64_000, names: Sequence[str] = tuple(SUITE)
+) -> Figure:
+    """Draw the schedules of the suite: precision before and after rounding at every step.
+
+    Paper: figure 2.
+    """
+    with plt.rc_context(STYLE):
+        columns = 2
+        rows = -(-len(names) // columns)
+        figure, axes = plt.subplots(rows, columns, figsize=(9, 1.55 * rows), sharex=True, sharey=True, squeeze=False)
+        for ax, name in zip(axes.flat, names, strict=False):
+            schedule = make_schedule(name, q_min=q_min, q_max=q_max, total_steps=total_steps, n_cycles=n_cycles)
+            draw_schedule(ax, schedule)
+            ax.set_title(f"{name}   {schedule.savings} savings, cost {schedule.relative_cost():.2f}", fontsize=9)
+        for ax in axes.flat[len(names) :]:
+            ax.set_visible(False)
+        for ax in axes[-1]:
+            ax.set_xlabel("training step")
+        for ax in axes[:, 0]:
+            ax.set_ylabel("bits")
+        figure.suptitle(f"Precision schedules between {q_min} and {q_max} bits, {n_cycles} cycles", fontsize=11)
+        figure.tight_layout()
+    plt.close(figure)
+    return figure
+
+
+def draw_schedule(ax: Axes, schedule: Schedule) -> None:
+    """Draw one schedule on given axes: a thin line before rounding, a thick one after."""
+    steps = np.arange(schedule.total_steps)
+    color = COLORS.get(schedule.savings or "", COLORS["static"])
+    ax.plot(steps, schedule.values(), color=color, alpha=0.4, linewidth=1)
+    ax.step(steps, schedule.bits(), color=color, where="post", linewidth=1.6)
+    ax.set_ylim(schedule.q_min - 0.6, schedule.q_max + 0.6)
+    ax.yaxis.set_major_locator(MaxNLocator(integer=True))
+
+
+def figure_3(
+    rows: Iterable[Row],
+    *,
+    xs: Sequence[str] = ("relative_cost",),
+    metric: str = "accuracy",
+    q_max: int | None = None,
+) -> Figure:
+    """Draw quality against cost, one point per schedule: mean over seeds, bar = one standard deviation.
+
+    Static precisions are joined by a line, the equal-cost baseline that the paper lacks.
+
+    Args:
+        rows: of one experiment.
+        xs: one panel for each of "relative_cost", "noise_exposure", "share_at_q_min".
+        metric: column of ``results.table``; accuracies are drawn in percent.
+        q_max: None takes the largest in the rows.
+
+    Paper: figure 3.
+    Differs: the static line and the panel against noise exposure are ours.
+    """
+    rows = list(rows)
+    arms = by_arm(rows, metric)
+    arms = arms[arms.q_max == (q_max or arms.q_max.max())]
+    runs = table(rows)
+    with plt.rc_context(STYLE):
+        figure, axes = plt.subplots(1, len(xs), figsize=(5.4 * len(xs) + 0.6, 4.4), sharey=True, squeeze=False)
+        for ax, x in zip(axes[0], xs, strict=True):
+            _quality(ax, arms, x)
+        axes[0][0].set_ylabel(LABELS.get(metric, metric))
+        axes[0][0].legend(fontsize=8, loc="lower right")
+        figure.suptitle(_title(runs, arms), fontsize=10)
+        figure.tight_layout()
+    plt.close(figure)
+    return figure
+
+
+def _quality(ax: Axes, arms: Any, x: str) -> None:
+    schedules, static = arms[arms.savings != "static"], arms[arms.savings == "static"].sort_values(x)
+    # a static precision that fails to train would squeeze everything else together: it is named, not drawn
+    floor = 100 * (schedules if len(schedules) else static)["mean"].min() - 15
+    drawn = static[100 * static["mean"] >= floor]
+    if len(drawn):
+        ax.errorbar(
+            drawn[x], 100 * drawn["mean"], 100 * drawn["std"].fillna(0), color=COLORS["static"], marker="s",
+            markersize=4, linewidth=1, capsize=2, label="static precision (bits)", zorder=1,
+        )  # fmt: skip
+    for r in drawn.itertuples():
+        place = (getattr(r, x), 100 * r.mean)
+        ax.annotate(r.arm.split()[-1], place, (-4, -13), textcoords="offset points", fontsize=8, ha="right")
+    for group in ("large", "medium", "small"):
+        part = schedules[schedules.savings == group]
+        if len(part):
+            ax.errorbar(
+                part[x], 100 * part["mean"], 100 * part["std"].fillna(0), color=COLORS[group], fmt="o", markersize=5,
+                capsize=2, linewidth=1, alpha=0.9, label=f"{group} savings", zorder=2,
+            )  # fmt: skip
+    if x == "noise_exposure":
+        ax.set_xscale("log", base=2)
+    ax.margins(x=0.1, y=0.12)
+    _name_points(ax, schedules, x)
+    below = static[100 * static["mean"] < floor]
+    if len(below):
+        names = ", ".join(f"{r.arm} bits {100 * r.mean:.0f} %" for r in below.itertuples())
+        ax.annotate(f"below the axis: {names}", (0.02, 0.02), xycoords="axes fraction", fontsize=8)
+    ax.set_xlabel(LABELS.get(x, x))
+
+
+def _name_points(ax: Axes, arms: Any, x: str, gap: float = 0.05) -> None:
+    """Write the names in a column beside every cluster of points, joined to them by thin lines."""
+    to_axes = ax.transData + ax.transAxes.inverted()
+    points = [(r.arm, r.savings, (getattr(r, x), 100 * r.mean)) for r in arms.itertuples() if r.mean == r.mean]
+    placed = sorted((*to_axes.transform(point), arm, savings, point) for arm, savings, point in points)
+    clusters: list[list[Any]] = []
+    for p in placed:
+        if clusters and p[0] - clusters[-1][-1][0] < gap:
+            clusters[-1].append(p)
+        else:
+            clusters.append([p])
+    for cluster in clusters:
+        right = max(p[0] for p in cluster) + 0.035
+        middle = sum(p[1] for p in cluster) / len(cluster)
+        start = min(max(middle - gap * (len(cluster) - 1) / 2, 0.06), 1 - gap * len(cluster))
+        for i, (_, _, arm, savings, point) in enumerate(sorted(cluster, key=lambda p: p[1])):
+            ax.annotate(
+                arm, point, (right, start + i * gap), xycoords="data", textcoords="axes fraction", fontsize=8,
+                va="center", color=COLORS[savings], arrowprops={"arrowstyle": "-", "lw": 0.5, "color": COLORS[savings]},
+            )  # fmt: skip
+
+
+def _title(runs: Any, arms: Any) -> str:
+    scale = runs["scale"].iloc[0]
+    title = next((t for t in runs["title"] if t), runs["model"].iloc[0])
+    seeds = f"{runs['seed'].nunique()} seed" + "s" * (runs["seed"].nunique() > 1)
+    lost = int(arms.diverged.sum() + arms.failed.sum())
+    note = f"; {lost} runs diverged or failed" if lost else ""
+    warning = "smoke scale: not a result. " if scale == "smoke" else ""
+    return f"{warning}{title}, {scale} scale, {seeds}{note}"
