@@ -100,6 +100,8 @@ def figure_3(
         figure, axes = plt.subplots(1, len(xs), figsize=(5.4 * len(xs) + 0.6, 4.4), sharey=True, squeeze=False)
         for ax, x in zip(axes[0], xs, strict=True):
             _quality(ax, arms, x)
+        for ax, x in zip(axes[0], xs, strict=True):  # now that the limits of the shared axis stand
+            _name_points(ax, arms[arms.savings != "static"], x)
         axes[0][0].set_ylabel(LABELS.get(metric, metric))
         axes[0][0].legend(fontsize=8, loc="lower right")
         figure.suptitle(_title(runs, arms), fontsize=10)
@@ -131,7 +133,6 @@ def _quality(ax: Axes, arms: Any, x: str) -> None:
     if x == "noise_exposure":
         ax.set_xscale("log", base=2)
     ax.margins(x=0.1, y=0.12)
-    _name_points(ax, schedules, x)
     below = static[100 * static["mean"] < floor]
     if len(below):
         names = ", ".join(f"{r.arm} bits {100 * r.mean:.0f} %" for r in below.itertuples())
