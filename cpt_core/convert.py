@@ -14,6 +14,7 @@ from fnmatch import fnmatchcase
 
 import torch
 from torch import nn
+from torch.nn.parameter import is_lazy
 
 from cpt_core.layers import CONVERSIONS, LayerPrecision, _Quantized
 from cpt_core.quantizers import QUANTIZERS, NoisePool, Quantizer
@@ -26,8 +27,8 @@ class QuantConfig:
     """What is quantised and how.
 
     Args:
-        float32: patterns (as for file names, ``*.downsample.0``) of module names that stay in float32; a pattern that
-            matches no module is an error.
+        float32: patterns (as for file names, ``*.downsample.0``) of the names of modules that stay in float32, with
+            all that they contain; a pattern that matches no module is an error.
         quantizers: the quantiser of every role, see ``QUANTIZERS``.
         running_start: "corrected" or the authors' "zero", see ``LayerPrecision``.
         seed: of the noise of stochastic rounding.
@@ -37,6 +38,11 @@ class QuantConfig:
     quantizers: Mapping[str, Quantizer] = field(default_factory=lambda: dict(QUANTIZERS), hash=False)
     running_start: str = "corrected"
     seed: int = 0
+
+    def __post_init__(self) -> None:
+        """Check that every role has its quantiser and none is misspelt."""
+        if odd := sorted(set(self.quantizers) ^ set(QUANTIZERS)):
+            raise ValueError(f"missing or unknown roles {', '.join(odd)}; give all of {', '.join(QUANTIZERS)}")
 
     def with_gradient_rounding(self, rounding: str) -> QuantConfig:
         """Return a copy whose gradient quantisers round "nearest" (as tests need) or "stochastic"."""
@@ -81,7 +87,7 @@ def quantize_(
         raise ValueError("the model is converted already; call restore_(model) first")
     chosen = []
     for name, module in _convertible(model):
-        if any(fnmatchcase(name, pattern) for pattern in config.float32):
+        if any(fnmatchcase(part, pattern) for pattern in config.float32 for part in _with_parents(name)):
             continue
         if filter_fn is None or filter_fn(module, name):
             chosen.append(module)
@@ -159,8 +165,9 @@ def summary(model: nn.Module) -> Summary:
     rows = []
     convertible = {id(m) for _, m in _convertible(model)}
     for name, module in model.named_modules():
-        parameters = sum(p.numel() for p in module.parameters(recurse=False))
-        if parameters:
+        own = list(module.parameters(recurse=False))
+        parameters = sum(0 if is_lazy(p) else p.numel() for p in own)  # a lazy module has no shapes yet
+        if own:
             quantized = isinstance(module, _Quantized)
             kind = module.FLOAT.__name__ if quantized else type(module).__name__  # type: ignore[union-attr]
             reason = "" if quantized else _reason(module, id(module) in convertible)
@@ -187,6 +194,11 @@ def _convertible(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
             yield name, module
 
 
+def _with_parents(name: str) -> list[str]:
+    parts = name.split(".")
+    return [".".join(parts[: i + 1]) for i in range(len(parts))]
+
+
 def _config_of(config: QuantConfig | str | None) -> QuantConfig:
     if config is None:
         return PRESETS["all"]
@@ -199,4 +211,4 @@ def _config_of(config: QuantConfig | str | None) -> QuantConfig:
 
 def _key(seed: int, index: int) -> int:
     generator = torch.Generator().manual_seed(seed)
-    return int(torch.randint(0, 2**31, (index + 1,), generator=generator)[index]) << 20
+    return int(torch.randint(0, 2**31, (index + 1,), generator=generator, device="cpu")[index]) << 20

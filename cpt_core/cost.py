@@ -29,8 +29,8 @@ def step_cost(bits: ArrayLike, q_grad: ArrayLike) -> NDArray[np.int64]:
     Differs: the paper leaves the share of the backward pass open; one forward and two backward products, as the
         authors' cost scripts count them.
     """
-    q = np.asarray(bits, dtype=np.int64)
-    return q * q + 2 * q * np.asarray(q_grad, dtype=np.int64)
+    q, g = _integers("bits", bits), _integers("q_grad", q_grad)
+    return q * q + 2 * q * g
 
 
 def relative_cost(bits: ArrayLike, q_max: int, q_grad: int | None = None) -> float:
@@ -72,3 +72,10 @@ def noise_exposure(bits: ArrayLike, q_max: int) -> float:
     """
     q = np.asarray(bits, dtype=np.float64)
     return float(np.mean(4.0 ** (q_max - q)))
+
+
+def _integers(what: str, values: ArrayLike) -> NDArray[np.int64]:
+    array = np.asarray(values)
+    if array.dtype.kind not in "iuf" or (array != np.rint(array)).any():
+        raise ValueError(f"{what} must be whole numbers, got {values!r}")
+    return array.astype(np.int64)

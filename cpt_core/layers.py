@@ -67,12 +67,13 @@ class LayerPrecision(nn.Module):
         self.q_max: int | None = None  # of the schedule that drives the layer, for precision(model, "q_max")
         self.is_set = self.quantizes = self.quantizes_gradient = False
         self.calibrated = not self.corrected  # whether the running ranges can be used
-        self.register_buffer("levels", torch.zeros(()), persistent=False)
-        self.register_buffer("grad_levels", torch.zeros(()), persistent=False)
-        self.register_buffer("noise_key", torch.tensor(key, dtype=torch.int64), persistent=False)
+        float32: Any = {"dtype": torch.float32, "device": "cpu"}  # whatever torch's defaults are
+        self.register_buffer("levels", torch.zeros((), **float32), persistent=False)
+        self.register_buffer("grad_levels", torch.zeros((), **float32), persistent=False)
+        self.register_buffer("noise_key", torch.tensor(key, dtype=torch.int64, device="cpu"), persistent=False)
         for role, quantizer in self.quantizers.items():
             if quantizer.running:  # running minimum, running width, and the weight both have gathered
-                self.register_buffer(f"running_{role}", torch.zeros(3), persistent=False)
+                self.register_buffer(f"running_{role}", torch.zeros(3, **float32), persistent=False)
 
     def set_bits(self, bits: int | None, q_grad: int | None) -> None:
         """Set forward and gradient bits, each 1..32 or None for float32; 24 and more is the identity."""

@@ -14,6 +14,7 @@ NaN and infinity propagate, so that loss scalers see them.
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
@@ -103,6 +104,8 @@ class Quantizer:
             raise ValueError(f"unknown granularity {self.granularity!r}; choose from {', '.join(GRANULARITIES)}")
         if self.rounding not in ("nearest", "stochastic"):
             raise ValueError(f"unknown rounding {self.rounding!r}; choose from nearest, stochastic")
+        if self.running and self.granularity != "per_tensor":
+            raise ValueError(f"a running range needs granularity 'per_tensor', got {self.granularity!r}")
 
     def range_of(self, x: Tensor) -> Range:
         """Return the range of a tensor that is not empty."""
@@ -248,7 +251,7 @@ class NoisePool:
 @lru_cache(maxsize=4)
 def _noise(seed: int, device: torch.device) -> Tensor:
     generator = torch.Generator().manual_seed(_mix(seed, -1) >> 1)
-    pool = torch.rand(NoisePool.SIZE, generator=generator).sub_(0.5)
+    pool = torch.rand(NoisePool.SIZE, generator=generator, dtype=torch.float32, device="cpu").sub_(0.5)
     return torch.cat([pool, pool]).to(device)  # twice, so that every offset has SIZE values after it
 
 
@@ -284,7 +287,7 @@ class _QuantizeGradient(torch.autograd.Function):
         ctx: Any, y: Tensor, levels: Tensor, quantizer: Quantizer, pool: NoisePool | None, key: Tensor | None
     ) -> Tensor:
         ctx.levels, ctx.quantizer, ctx.pool, ctx.key = levels, quantizer, pool, key
-        return y.view_as(y)
+        return y.detach()  # an alias, but no view to autograd: an in-place ReLU may follow
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None, None]:  # type: ignore[override]
@@ -329,6 +332,12 @@ def quantizer_of(quantizer: Quantizer | str) -> Quantizer:
 
 def check_bits(what: str, bits: Any) -> int:
     """Return ``bits`` as an int when it is a whole number in 1..32, else raise ValueError."""
-    if isinstance(bits, bool) or not isinstance(bits, (int, float)) or bits != int(bits) or not 1 <= bits <= 32:
+    try:
+        if isinstance(bits, bool):
+            raise TypeError
+        value = int(bits) if isinstance(bits, float) and bits.is_integer() else operator.index(bits)
+    except TypeError:
+        value = 0
+    if not 1 <= value <= 32:
         raise ValueError(f"{what} must be an integer from 1 to 32, got {bits!r}")
-    return int(bits)
+    return value

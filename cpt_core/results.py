@@ -106,7 +106,7 @@ def _commit() -> dict[str, Any]:
         return subprocess.run(["git", "-C", str(ROOT), *words], capture_output=True, text=True, check=True).stdout
 
     try:
-        return {"commit": git("rev-parse", "HEAD").strip(), "dirty": bool(git("status", "--porcelain").strip())}
+        return {"commit": git("rev-parse", "HEAD").strip(), "dirty": bool(git("status", "--porcelain", "-uno").strip())}
     except (OSError, subprocess.CalledProcessError):
         return {"commit": None, "dirty": None}
 

@@ -79,6 +79,11 @@ class Exponential(Profile):
 
     rate: float = 4.0
 
+    def __post_init__(self) -> None:
+        """Check the constant."""
+        if not 0 < self.rate < math.inf:
+            raise ValueError(f"rate must be positive, got {self.rate}")
+
     def growth(self, x: Array) -> Array:
         """Return 1 - exp(-rate x)."""
         return 1.0 - np.exp(-self.rate * x)
@@ -96,6 +101,11 @@ class Rex(Profile):
     """
 
     d: float = 0.9
+
+    def __post_init__(self) -> None:
+        """Check the constant: the curve has a pole at d = 1."""
+        if not 0 <= self.d < 1:
+            raise ValueError(f"d must satisfy 0 <= d < 1, got {self.d}")
 
     def growth(self, x: Array) -> Array:
         """Return f(x)."""
@@ -134,6 +144,10 @@ class Schedule:
         bits = np.rint(self.values()).astype(np.int64)  # half to even, as the authors round
         bits.setflags(write=False)
         return bits
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Leave the cached bits out of copies, which would be large and writable."""
+        return {k: v for k, v in self.__dict__.items() if k != "_bits"}
 
     def bits(self) -> NDArray[np.int64]:
         """Return the bits of every step, shape (total_steps,), read-only."""
@@ -292,11 +306,14 @@ class CyclicSchedule(Schedule):
     @property
     def savings(self) -> str | None:
         """The paper's group of a named schedule, None for one of your own."""
-        return SUITE[self.name].savings if self.name else None
+        return SUITE[self.name].savings if self.name in SUITE else None
 
     def to_dict(self) -> dict[str, Any]:
         """Return a JSON-able description; ``schedule_from_dict`` gives an equal schedule."""
-        profile = {v: k for k, v in PROFILES.items()}[type(self.profile)]
+        kind = type(self.profile)
+        if kind not in PROFILES.values():
+            raise ValueError(f"{kind.__name__} is not in PROFILES; add it there, or use FunctionSchedule")
+        profile = {v: k for k, v in PROFILES.items()}[kind]
         return {**super().to_dict(), "profile": {"name": profile, **asdict(self.profile)}}
 
 
@@ -441,6 +458,8 @@ def make_schedule(
     if name == STATIC:
         if q_min not in (None, q_max):
             raise ValueError(f"STATIC has one precision: q_min must equal q_max = {q_max} or be left out, got {q_min}")
+        if profile is not None:
+            raise ValueError(f"STATIC has no profile, got {profile!r}")
         return StaticSchedule(q_max, total_steps)
     _choose("schedule", name, (*SUITE, STATIC))
     if q_min is None:
