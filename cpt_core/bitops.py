@@ -32,7 +32,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from cpt_core.convert import _Quantized, layer_precisions
 from cpt_core.cost import FULL_PRECISION
 from cpt_core.layers import LayerPrecision
-from cpt_core.precision import Schedules, assign_schedules
+from cpt_core.scheduler import Schedules, assign_schedules
 from cpt_core.schedules import Schedule
 
 CONVENTIONS = ("paper", "per_op")

@@ -4,7 +4,7 @@ One multiply-accumulate (MAC) of a ``b_a``-bit with a ``b_b``-bit operand costs 
 MACs.  A training step of a layer does three products of (nearly) the same size: the forward product (q x q), the
 error product and the weight-gradient product (both q x q_grad).  Nothing here needs torch.
 
->>> step_cost(8, 8) == 3 * 64
+>>> int(step_cost(8, 8)) == 3 * 64
 True
 >>> round(relative_cost([3, 8], q_max=8), 3)
 0.648

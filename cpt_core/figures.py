@@ -170,3 +170,34 @@ def _title(runs: Any, arms: Any) -> str:
     note = f"; {lost} runs diverged or failed" if lost else ""
     warning = "smoke scale: not a result. " if scale == "smoke" else ""
     return f"{warning}{title}, {scale} scale, {seeds}{note}"
+
+
+def staircase(bits: Sequence[int] = (2, 3, 4)) -> Figure:
+    """Draw the quantiser: value in, value out, on a range from -1 to 1."""
+    x = np.linspace(-1, 1, 801)
+    with plt.rc_context(STYLE):
+        figure, axes = plt.subplots(1, len(bits), figsize=(3.1 * len(bits), 3), sharey=True, squeeze=False)
+        for ax, q in zip(axes[0], bits, strict=True):
+            n = 2**q - 1
+            ax.plot(x, x, color="#999999", linewidth=1)
+            ax.plot(x, np.rint((x + 1) / 2 * n) / n * 2 - 1, color=COLORS["small"], linewidth=1.6)
+            ax.set_title(f"{q} bits: {n + 1} levels", fontsize=10)
+            ax.set_xlabel("value")
+        axes[0][0].set_ylabel("quantised value")
+        figure.tight_layout()
+    plt.close(figure)
+    return figure
+
+
+def training_curve(losses: Sequence[float], bits: Sequence[int]) -> Figure:
+    """Draw the training loss over the bits of every step."""
+    with plt.rc_context(STYLE):
+        figure, (upper, lower) = plt.subplots(2, 1, figsize=(8, 4), sharex=True, height_ratios=(2, 1))
+        upper.plot(losses, color=COLORS["static"], linewidth=1)
+        upper.set_ylabel("training loss")
+        lower.step(range(len(bits)), bits, where="post", color=COLORS["medium"])
+        lower.set(xlabel="training step", ylabel="bits")
+        lower.yaxis.set_major_locator(MaxNLocator(integer=True))
+        figure.tight_layout()
+    plt.close(figure)
+    return figure

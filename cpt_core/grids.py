@@ -34,8 +34,8 @@ def image(
         dataset: see ``recipes.recipe``.
         model: None takes the recipe's.
         schedules: names of the suite.
-        static: bits of the static baselines; None takes q_max alone at paper scale and 2..8 elsewhere, an equal-cost
-            baseline that the paper lacks.
+        static: bits of the static baselines; None takes q_max alone at paper scale, as the paper does, 2..q_max at
+            demo scale, an equal-cost baseline that the paper lacks, and 2 and q_max at smoke scale.
         q_max: None takes 6 and 8 at paper scale, 8 elsewhere.
         seeds: None takes the recipe's.
         preset: "ours" or "authors".
@@ -54,7 +54,8 @@ def image(
     tops = tuple(q_max) if q_max is not None else ((6, 8) if scale == "paper" else (8,))
     specs = []
     for top in tops:
-        bits = tuple(static) if static is not None else ((top,) if scale == "paper" else tuple(range(2, top + 1)))
+        default = {"smoke": (2, top), "demo": tuple(range(2, top + 1)), "paper": (top,)}[scale]
+        bits = default if static is None else tuple(static)
         # the authors' CIFAR sweeps keep 8-bit gradients also at q_max = 6
         q_grad = 8 if preset == "authors" and r.dataset.startswith("cifar") else None
         for arm in (*schedules, *(f"static {b}" for b in bits)):

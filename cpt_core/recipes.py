@@ -75,8 +75,8 @@ DIGITS_MLP = Recipe(
     steps=600, batch=64, lr=0.03, clip=1.0, q_min=3, n_cycles=4,  # fragile on purpose: 2 bits fail, 3 bits hurt
     size=8, crop=1, train_images=897, valid_images=200, test_images=700, evaluate_every=100, seeds=(0, 1, 2, 3, 4),
 )  # fmt: skip
-DIGITS_RESNET = replace(  # BatchNorm makes networks robust: the effect all but vanishes
-    DIGITS_MLP, model="resnet8_w8", steps=180, lr=0.1, clip=None, q_min=2, n_cycles=2, evaluate_every=60, seeds=(0, 1)
+DIGITS_RESNET = replace(  # BatchNorm makes networks robust: here the effect all but vanishes
+    DIGITS_MLP, model="resnet8_w8", steps=400, lr=0.05, clip=None, evaluate_every=200, seeds=(0, 1)
 )
 
 # --- CIFAR: section 4.2 of the paper -----------------------------------------------------------------------------------
@@ -103,7 +103,7 @@ IMAGENET = Recipe(
 RECIPES: dict[str, dict[str, Recipe]] = {
     "smoke": {
         "digits/mlp6": replace(DIGITS_MLP, steps=120, n_cycles=2, evaluate_every=0, seeds=(0,)),
-        "digits/resnet8_w8": replace(DIGITS_RESNET, steps=20, evaluate_every=0, seeds=(0,)),
+        "digits/resnet8_w8": replace(DIGITS_RESNET, steps=20, n_cycles=2, evaluate_every=0, seeds=(0,)),
         "cifar10/resnet8_w8": replace(CIFAR_DEMO, steps=20, train_images=500, valid_images=100, test_images=100, seeds=(0,)),
     },
     "demo": {

@@ -89,7 +89,7 @@ def describe(spec: RunSpec) -> Row:
             "started": datetime.now(UTC).isoformat(timespec="seconds"),
             "versions": {name: _version(name) for name in ("cpt-core", "torch", "numpy", "torchvision")},
             "python": platform.python_version(),
-            **_commit(),
+            **commit(),
         },
     }
 
@@ -101,7 +101,8 @@ def _version(name: str) -> str:
         return "not installed"
 
 
-def _commit() -> dict[str, Any]:
+def commit() -> dict[str, Any]:
+    """Return the commit of the project and whether tracked files differ from it; None outside a repository."""
     def git(*words: str) -> str:
         return subprocess.run(["git", "-C", str(ROOT), *words], capture_output=True, text=True, check=True).stdout
 

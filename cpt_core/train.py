@@ -23,7 +23,7 @@ from tqdm.auto import tqdm
 
 from cpt_core.bitops import CONVENTIONS, count_bitops
 from cpt_core.convert import PRESETS, QuantConfig, quantize_
-from cpt_core.precision import PrecisionScheduler, precision
+from cpt_core.scheduler import PrecisionScheduler, precision
 from cpt_core.specs import RunSpec
 from cpt_core.tasks import TASKS, Task
 

@@ -1,5 +1,8 @@
 """Drive the precision of a converted model: a scheduler for training, a context for evaluation.
 
+>>> import torch
+>>> from cpt_core.convert import quantize_
+>>> from cpt_core.schedules import make_schedule
 >>> model = quantize_(torch.nn.Sequential(torch.nn.Linear(4, 2)))
 >>> scheduler = PrecisionScheduler(model, make_schedule("CR", q_min=3, q_max=8, total_steps=80, n_cycles=2))
 >>> scheduler.get_last_bits()

@@ -1,0 +1,98 @@
+"""The parameters of the notebooks: one check for names, types and values, before anything starts.
+
+papermill passes misspelt parameters on without an error; the notebooks and the command line go through here instead.
+
+>>> check_parameters(scale="smoke", schedules=["CR"]).schedules
+['CR']
+"""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Callable
+from dataclasses import dataclass
+from difflib import get_close_matches
+from pathlib import Path
+from typing import Any
+
+from cpt_core.paths import runs_dir
+from cpt_core.recipes import PRESETS, SCALES, is_own, recipe
+from cpt_core.schedules import SUITE
+
+
+@dataclass(frozen=True)
+class Parameter:
+    """One parameter: what is allowed in words, and a test of a value."""
+
+    allowed: str
+    accepts: Callable[[Any], bool]
+
+
+def _whole(value: Any, low: int, high: int) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and low <= value <= high
+
+
+def _list_of(value: Any, test: Callable[[Any], bool]) -> bool:
+    return isinstance(value, (list, tuple)) and all(test(v) for v in value)
+
+
+DATASETS = ("digits", "cifar10", "cifar100", "imagenet")
+
+PARAMETERS: dict[str, Parameter] = {
+    "scale": Parameter(f"one of {', '.join(SCALES)}", lambda v: v in SCALES),
+    "dataset": Parameter(
+        f"one of {', '.join(DATASETS)}, a folder such as 'my-images/', or 'train.npz,test.npz'",
+        lambda v: isinstance(v, str) and (v in DATASETS or is_own(v)),
+    ),
+    "model": Parameter("the name of a model, or '' for the first of the data set", lambda v: isinstance(v, str)),
+    "preset": Parameter(f"one of {', '.join(PRESETS)}", lambda v: v in PRESETS),
+    "schedules": Parameter(f"a list of {', '.join(SUITE)}", lambda v: _list_of(v, lambda s: s in SUITE)),
+    "seeds": Parameter(
+        "a list of whole numbers, [] for the recipe's", lambda v: _list_of(v, lambda s: _whole(s, 0, 2**31))
+    ),
+    "q_min": Parameter("a whole number from 1 to 32", lambda v: _whole(v, 1, 32)),
+    "q_max": Parameter("a whole number from 1 to 32", lambda v: _whole(v, 1, 32)),
+    "n_cycles": Parameter("a whole number from 1 to 1000", lambda v: _whole(v, 1, 1000)),
+    "total_steps": Parameter("a whole number from 1 to 10000000", lambda v: _whole(v, 1, 10_000_000)),
+    "workers": Parameter("a whole number from 1 to 1024", lambda v: _whole(v, 1, 1024)),
+}
+
+
+@dataclass(frozen=True)
+class Parameters:
+    """Checked parameters, as attributes, and the store that runs of this scale go to."""
+
+    values: dict[str, Any]
+    store: Path
+
+    def __getattr__(self, name: str) -> Any:
+        """Return a parameter."""
+        try:
+            return self.__dict__["values"][name]
+        except KeyError:
+            raise AttributeError(f"there is no parameter {name!r}") from None
+
+
+def check_parameters(**given: Any) -> Parameters:
+    """Check the parameters of a notebook; raise ValueError that names what is allowed.
+
+    The store of smoke runs is a fresh temporary file, so that they really run; other scales keep theirs under
+    ``runs/``, so that they resume.
+    """
+    check_values(given)
+    scale = given.get("scale", "smoke")
+    if "dataset" in given:
+        recipe(scale, given["dataset"], given.get("model") or None, given.get("preset", "ours"))
+    folder = Path(tempfile.mkdtemp(prefix="cpt-smoke-")) if scale == "smoke" else runs_dir() / scale
+    return Parameters(dict(given), folder / "image.jsonl")
+
+
+def check_values(given: dict[str, Any]) -> None:
+    """Check names and values alone."""
+    for name, value in given.items():
+        if name not in PARAMETERS:
+            near = get_close_matches(name, PARAMETERS, n=1)
+            hint = f"; did you mean {near[0]!r}?" if near else ""
+            raise ValueError(f"unknown parameter {name!r}{hint} Parameters: {', '.join(PARAMETERS)}")
+        if not PARAMETERS[name].accepts(value):
+            raise ValueError(f"{name} must be {PARAMETERS[name].allowed}; got {value!r}")

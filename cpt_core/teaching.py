@@ -1,0 +1,203 @@
+"""What only the notebooks need: predictions, self-checking exercises, bands for live numbers, sliders.
+
+This is the one module that prints.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+from collections.abc import Callable
+from importlib import metadata
+from typing import Any
+
+import matplotlib.pyplot as plt
+import numpy as np
+from matplotlib.figure import Figure
+
+from cpt_core import figures
+from cpt_core.paths import results_dir
+from cpt_core.schedules import SUITE, make_schedule
+
+_predictions: dict[str, str] = {}
+
+
+def show_environment() -> None:
+    """Print versions and device; never compared between machines."""
+    packages = {name: metadata.version(name) for name in ("cpt-core", "torch", "numpy")}
+    device = f"{os.cpu_count()} CPU cores"
+    try:
+        import torch
+
+        if torch.cuda.is_available():
+            device += f", {torch.cuda.get_device_name()}"
+    except ImportError:
+        pass
+    print(f"python {platform.python_version()}, " + ", ".join(f"{k} {v}" for k, v in packages.items()), f"({device})")
+
+
+def predict(question: str, choice: str, options: tuple[str, ...] = ("a", "b", "c")) -> None:
+    """Note your prediction before you run on; "" notes none."""
+    if choice and choice not in options:
+        raise ValueError(f"choose one of {', '.join(options)}, got {choice!r}")
+    _predictions[question] = choice
+    print(f"{question}: noted {choice!r}" if choice else f"{question}: no prediction yet - put a letter between the quotes")
+
+
+def reveal(question: str, answer: str, because: str) -> None:
+    """Compare your prediction with the answer."""
+    choice = _predictions.get(question, "")
+    verdict = "" if not choice else ("  You were right." if choice == answer else f"  You said {choice}.")
+    print(f"{question}: the answer is {answer}.{verdict}\n{because}")
+
+
+def check(exercise: str, attempt: Any, right: Callable[[Any], bool], hint: str) -> None:
+    """Check an exercise; ``...`` means not attempted. Wrong answers get a hint, never a traceback."""
+    if attempt is ...:
+        print(f"{exercise}: not attempted yet")
+        return
+    try:
+        good = bool(right(attempt))
+    except Exception as error:
+        print(f"{exercise}: not yet ({type(error).__name__}: {error}). Hint: {hint}")
+        return
+    print(f"{exercise}: correct" if good else f"{exercise}: not yet. Hint: {hint}")
+
+
+def in_band(name: str, value: float) -> None:
+    """Assert that a live number lies in the band measured over many seeds; print only the verdict.
+
+    Bands are kept in ``data/results/bands.json`` with the seeds and the command that measured them.
+    """
+    band = json.loads((results_dir() / "bands.json").read_text())["bands"][name]
+    if not band["low"] <= value <= band["high"]:
+        raise AssertionError(f"{name} = {value:.4f} lies outside its band {band['low']:.4f}..{band['high']:.4f}")
+    print(f"{name}: inside the band of {len(band['values'])} seeds")
+
+
+def bits_as_text(bits: Any, points: int = 32) -> str:
+    """Return every k-th value of a schedule as a line of digits."""
+    bits = np.asarray(bits)
+    return " ".join(str(b) for b in bits[:: max(1, len(bits) // points)])
+
+
+def explore_schedule(total_steps: int = 800) -> Any:
+    """Show a schedule with sliders for name, bits and cycles; without ipywidgets, a static figure."""
+
+    def draw(name: str = "CR", q_min: int = 3, q_max: int = 8, n_cycles: int = 4) -> Figure:
+        try:
+            schedule = make_schedule(name, q_min=q_min, q_max=q_max, total_steps=total_steps, n_cycles=n_cycles)
+        except ValueError as error:
+            print(error)
+            return plt.figure()
+        with plt.rc_context(figures.STYLE):
+            figure, ax = plt.subplots(figsize=(8, 2.4))
+            figures.draw_schedule(ax, schedule)
+            ax.set(xlabel="training step", ylabel="bits")
+            ax.set_title(
+                f"{name}: relative cost {schedule.relative_cost():.3f}, noise exposure {schedule.noise_exposure():.0f}",
+                fontsize=10,
+            )
+        plt.close(figure)
+        return figure
+
+    try:
+        import ipywidgets as widgets
+    except ImportError:
+        return draw()
+    from IPython.display import display
+
+    controls = {
+        "name": widgets.Dropdown(options=list(SUITE), value="CR", description="schedule"),
+        "q_min": widgets.IntSlider(3, 1, 8, description="q_min"),
+        "q_max": widgets.IntSlider(8, 2, 12, description="q_max"),
+        "n_cycles": widgets.IntSlider(4, 1, 16, description="cycles"),
+    }
+    output = widgets.interactive_output(lambda **chosen: display(draw(**chosen)), controls)
+    return widgets.VBox([widgets.HBox(list(controls.values())[:2]), widgets.HBox(list(controls.values())[2:]), output])
+
+
+# --- small worlds to look into -------------------------------------------------------------------------------------------
+
+
+def tiny_problem(batch: int = 32, seed: int = 0) -> tuple[Any, list[tuple[Any, Any]], Any, Any]:
+    """Return an ordinary training set-up on the digits: model, list of batches, loss function, optimizer."""
+    import torch
+    from sklearn.datasets import load_digits
+
+    torch.manual_seed(seed)
+    digits = load_digits()
+    images = torch.tensor(digits.images, dtype=torch.float32).unsqueeze(1) / 16
+    labels = torch.tensor(digits.target)
+    model = torch.nn.Sequential(
+        torch.nn.Conv2d(1, 8, 3, padding=1),
+        torch.nn.ReLU(),
+        torch.nn.MaxPool2d(2),
+        torch.nn.Flatten(),
+        torch.nn.Linear(128, 10),
+    )
+    order = torch.randperm(len(labels))[: 40 * batch]
+    loader = [(images[i], labels[i]) for i in order.split(batch)]
+    return model, loader, torch.nn.CrossEntropyLoss(), torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+
+
+def quantization_table(values: list[float], bits: int) -> None:
+    """Print the anatomy of one quantisation: minimum, step, and value -> level -> quantised value."""
+    import torch
+
+    from cpt_core.quantizers import levels_of, quantize
+
+    x = torch.tensor(values)
+    low, width = x.min(), x.max() - x.min()
+    step = width / levels_of(bits)
+    print(f"{bits} bits: {2**bits} levels from {low:.3f} to {x.max():.3f}, step {step:.4f}")
+    for value, quantized in zip(x, quantize(x, bits), strict=True):
+        level = round(float((quantized - low) / step))
+        print(f"  {value:7.3f} -> level {level:3d} -> {quantized:7.3f}   error {quantized - value:+.4f}")
+
+
+def straight_through_table(values: list[float], bits: int) -> None:
+    """Print the gradient that reaches every value through the quantiser when 1 comes from above."""
+    import torch
+
+    from cpt_core.quantizers import quantize
+
+    x = torch.tensor(values, requires_grad=True)
+    quantize(x, bits).sum().backward()
+    print("value    ", *(f"{v:6.2f}" for v in values))
+    print("gradient ", *(f"{g:6.2f}" for g in x.grad))  # type: ignore[union-attr]
+
+
+def rounding_bias(value: float, bits: int, draws: int = 20_000) -> dict[str, float]:
+    """Return the mean error of rounding one value of [0, 1], in steps of the grid, by rounding rule."""
+    import torch
+
+    from cpt_core.quantizers import NoisePool, levels_of, round_to_grid
+
+    x = torch.full((draws,), value)
+    low, width, levels = torch.tensor(0.0), torch.tensor(1.0), torch.tensor(levels_of(bits))
+    noise = {"nearest": None, "stochastic": NoisePool(0).draw(x)}
+    return {
+        rule: float((round_to_grid(x, low, width, levels, n, clip=True) - value).mean() * levels)
+        for rule, n in noise.items()
+    }
+
+
+def bitops_table(model: str, size: int, classes: int, batch: int, schedule: Any) -> None:
+    """Print forward MACs by kind of layer and the BitOps of a model of the paper, in both conventions."""
+    import torch
+
+    from cpt_core.bitops import CONVENTIONS, count_bitops, trace
+    from cpt_core.convert import quantize_
+    from cpt_core.models import MODELS
+
+    network = quantize_(MODELS[model](3, size, classes), "imagenet" if size > 64 else "cifar")
+    inputs = (torch.empty(batch, 3, size, size, device="meta"),)
+    kinds: dict[str, int] = {}
+    for call in trace(network, inputs)[0]:
+        kinds[call.kind] = kinds.get(call.kind, 0) + call.macs
+    print(f"{model}, batch {batch}: " + ", ".join(f"{kind} {macs:,}" for kind, macs in kinds.items()) + " per step")
+    for convention in CONVENTIONS:
+        plan = count_bitops(network, inputs, schedule, convention=convention)
+        print(f"  {convention:<8} {plan.total:.4e} BitOps")
