@@ -8,7 +8,9 @@ from __future__ import annotations
 import json
 import os
 import platform
-from collections.abc import Callable
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from importlib import metadata
 from typing import Any
 
@@ -201,3 +203,13 @@ def bitops_table(model: str, size: int, classes: int, batch: int, schedule: Any)
     for convention in CONVENTIONS:
         plan = count_bitops(network, inputs, schedule, convention=convention)
         print(f"  {convention:<8} {plan.total:.4e} BitOps")
+
+
+@contextmanager
+def warnings_as_text() -> Iterator[None]:
+    """Print the warnings of a block as plain lines instead of sending them to stderr."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        yield
+    for warning in caught:
+        print(f"{warning.category.__name__}: {warning.message}")
