@@ -102,7 +102,7 @@ IMAGENET = Recipe(
 
 RECIPES: dict[str, dict[str, Recipe]] = {
     "smoke": {
-        "digits/mlp6": replace(DIGITS_MLP, steps=120, n_cycles=2, evaluate_every=0, seeds=(0,)),
+        "digits/mlp6": replace(DIGITS_MLP, steps=190, n_cycles=2, crop=0, evaluate_every=0, seeds=(0,)),
         "digits/resnet8_w8": replace(DIGITS_RESNET, steps=20, n_cycles=2, evaluate_every=0, seeds=(0,)),
         "cifar10/resnet8_w8": replace(CIFAR_DEMO, steps=20, train_images=500, valid_images=100, test_images=100, seeds=(0,)),
     },

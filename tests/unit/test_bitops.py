@@ -1,0 +1,202 @@
+import csv
+import warnings
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.flop_counter import FlopCounterMode
+
+from cpt_core.bitops import CONVENTIONS, BitOpsLedger, count_bitops, trace
+from cpt_core.convert import QuantConfig, quantize_
+from cpt_core.models import MODELS
+from cpt_core.models.mobilenet import InvertedResidual
+from cpt_core.scheduler import PrecisionScheduler, precision
+from cpt_core.schedules import FunctionSchedule, make_schedule
+
+# row of flops.csv -> (model, side of the images, classes)
+REFERENCE = {
+    "cifar10_resnet74": ("resnet74", 32, 10),
+    "cifar100_resnet74": ("resnet74", 32, 100),
+    "cifar10_resnet152": ("resnet152", 32, 10),
+    "cifar10_mobilenetv2": ("mobilenetv2", 32, 10),
+    "cifar100_mobilenetv2": ("mobilenetv2", 32, 100),
+    "imagenet_resnet18": ("resnet18", 224, 1000),
+    "imagenet_resnet34": ("resnet34", 224, 1000),
+}
+KINDS = {"conv": "Conv2d", "batch_norm": "BatchNorm2d", "linear": "Linear"}
+
+
+def reference_rows(folder):
+    with open(folder / "flops.csv") as f:
+        return {row["model"]: row for row in csv.DictReader(f)}
+
+
+@pytest.mark.parametrize("name", REFERENCE)
+def test_forward_macs_equal_the_reference(name, reference_dir):
+    row = reference_rows(reference_dir).get(name)
+    if row is None:
+        pytest.skip(f"{name} is not in this reference")
+    model, size, classes = REFERENCE[name]
+    calls, _ = trace(MODELS[model](3, size, classes), (torch.empty(int(row["batch"]), 3, size, size),))
+    assert sum(c.macs for c in calls) == int(row["forward_count"])
+    for part in row["breakdown"].split(";"):
+        kind, count = part.split("=")
+        assert sum(c.macs for c in calls if c.kind == KINDS[kind]) == int(count)
+
+
+HAND = {
+    # outputs x kernel x input channels per group
+    "conv": (nn.Conv2d(4, 6, 3, padding=1, bias=False), (2, 4, 5, 5), 2 * 6 * 25 * 9 * 4),
+    "conv with bias": (nn.Conv2d(4, 6, 3, padding=1), (2, 4, 5, 5), 2 * 6 * 25 * 9 * 4),
+    "grouped": (nn.Conv2d(4, 6, 3, groups=2), (2, 4, 5, 5), 2 * 6 * 9 * 9 * 2),
+    "depthwise, stride 2": (nn.Conv2d(4, 4, 3, stride=2, padding=1, groups=4), (1, 4, 6, 6), 4 * 9 * 9),
+    "1-d": (nn.Conv1d(3, 5, 4), (2, 3, 10), 2 * 5 * 7 * 4 * 3),
+    "linear": (nn.Linear(7, 3), (2, 7), 2 * 3 * 7),
+    "linear on sequences": (nn.Linear(7, 3), (2, 5, 7), 2 * 5 * 3 * 7),
+    "layer norm": (nn.LayerNorm(7), (2, 7), 5 * 14),
+}
+
+
+@pytest.mark.parametrize("case", HAND)
+def test_macs_by_hand(case):
+    module, shape, macs = HAND[case]
+    plan = count_bitops(nn.Sequential(module), (torch.empty(shape),))
+    assert plan.forward_macs == macs
+    assert plan.total == 3 * macs  # 32 x 32 bits, three products
+
+
+def test_forward_agrees_with_torchs_own_counter():
+    model = MODELS["resnet8"](3, 16, 10)
+    x = torch.empty(2, 3, 16, 16, device="meta")
+    with FlopCounterMode(display=False) as flops:
+        model.to("meta")(x)
+    products = sum(c.macs for c in trace(model, (x,))[0] if c.kind != "BatchNorm2d")
+    assert flops.get_total_flops() == 2 * products  # one multiply-accumulate is two floating-point operations
+
+
+def test_conventions_by_hand():
+    model = nn.Sequential(nn.Linear(4, 3), nn.ReLU(), nn.Linear(3, 2))
+    quantize_(model, QuantConfig(float32=("2",)))
+    schedule = make_schedule("LR", q_min=3, q_max=8, total_steps=10, n_cycles=1)
+    q = schedule.bits()
+    x = torch.empty(5, 4)
+    paper = count_bitops(model, (x,), schedule)
+    assert paper.total == sum((60 + 30) * int(b * b + 2 * b * 8) for b in q) / 1024
+    per_op = count_bitops(model, (x,), schedule, convention="per_op")
+    # the first layer needs no error product; the second stays in float32
+    assert per_op.total == sum(60 * int(b * b + b * 8) + 3 * 30 * 1024 for b in q) / 1024
+    assert per_op.by_layer.keys() == {"0", "2"}
+    assert sum(per_op.by_layer.values()) == pytest.approx(per_op.total)
+    assert sum(per_op.by_pass.values()) == pytest.approx(per_op.total)
+    assert per_op.uncounted == {"relu": 15}
+    assert "relu (15 elements)" in str(per_op)
+
+
+def test_gradient_bits_of_your_own():
+    model = quantize_(nn.Sequential(nn.Linear(4, 3)))
+    schedule = make_schedule("STATIC", q_max=6, total_steps=2)
+    assert count_bitops(model, (torch.empty(1, 4),), schedule, q_grad=8).total == 2 * 12 * (36 + 2 * 48) / 1024
+
+
+def test_plain_functions_are_listed_not_lost():
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = nn.Linear(4, 4)
+
+        def forward(self, x):
+            y = self.layer(x)
+            return (y @ y.T).softmax(-1)
+
+    plan = count_bitops(Model(), (torch.empty(3, 4),))
+    assert plan.uncounted == {"mm": 9, "_softmax": 9}
+
+
+MODELS_TO_TRAIN = {
+    "mlp": (lambda: MODELS["mlp6"](1, 8, 10), (4, 1, 8, 8), "cifar"),
+    "resnet8": (lambda: MODELS["resnet8_w8"](3, 8, 10), (2, 3, 8, 8), "cifar"),
+    "resnet20": (lambda: MODELS["resnet20"](3, 8, 10), (2, 3, 8, 8), "cifar"),
+    "resnet74": (lambda: MODELS["resnet74"](3, 8, 10), (2, 3, 8, 8), "cifar"),
+    "resnet152": (lambda: MODELS["resnet152"](3, 8, 10), (2, 3, 8, 8), "cifar"),
+    "mobilenetv2": (lambda: MODELS["mobilenetv2"](3, 8, 10), (2, 3, 8, 8), "cifar"),
+    "resnet18": (lambda: MODELS["resnet18"](3, 32, 10), (2, 3, 32, 32), "imagenet"),
+    "resnet34": (lambda: MODELS["resnet34"](3, 32, 10), (2, 3, 32, 32), "imagenet"),
+    "depthwise block": (lambda: nn.Sequential(InvertedResidual(4, 8, 6, 1)), (2, 4, 6, 6), "all"),
+}
+
+
+@pytest.mark.parametrize("name", MODELS_TO_TRAIN)
+def test_plan_equals_ledger(name):
+    make, shape, preset = MODELS_TO_TRAIN[name]
+    model = quantize_(make(), preset)
+    schedule = FunctionSchedule(lambda u: 3 + 5 * u, total_steps=3)
+    scheduler = PrecisionScheduler(model, schedule)
+    x = torch.randn(shape)
+    with BitOpsLedger(model) as ledger:
+        for _ in range(schedule.total_steps):
+            model.train()
+            model(x).sum().backward()
+            scheduler.step()
+            model.eval()
+            with torch.no_grad():
+                model(x)  # evaluation is not training: it must not count
+    for convention in CONVENTIONS:
+        plan = count_bitops(model.train(), (x,), schedule, convention=convention)
+        assert ledger.total(convention) == plan.total
+        assert ledger.by_layer(convention) == plan.by_layer
+        assert ledger.by_pass(convention) == plan.by_pass
+
+
+def test_plan_equals_ledger_with_a_schedule_per_layer():
+    model = quantize_(nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3), nn.Linear(3, 2)))
+    schedules = {
+        "0": make_schedule("STATIC", q_max=4, total_steps=2),
+        "*": make_schedule("STATIC", q_max=8, total_steps=2),
+    }
+    scheduler = PrecisionScheduler(model, schedules)
+    x = torch.randn(5, 4)
+    with BitOpsLedger(model) as ledger:
+        for _ in range(2):
+            model(x).sum().backward()
+            scheduler.step()
+    for convention in CONVENTIONS:
+        assert ledger.total(convention) == count_bitops(model, (x,), schedules, convention=convention).total
+
+
+def test_ledger_sees_what_does_not_run():
+    model = quantize_(nn.Sequential(nn.Linear(4, 3)))
+    x = torch.randn(2, 4)
+    with precision(model, bits=4, q_grad=8), BitOpsLedger(model) as ledger:
+        model(x)  # no backward pass
+        assert ledger.by_pass("per_op") == {"forward": 24 * 16 / 1024, "error": 0, "weight": 0}
+        model(x).sum().backward()
+        assert ledger.by_pass("per_op") == {"forward": 48 * 16 / 1024, "error": 0, "weight": 24 * 32 / 1024}
+    model_is_unwatched = ledger.total()
+    with precision(model, bits=4):
+        model(x).sum().backward()
+    assert ledger.total() == model_is_unwatched
+
+
+def test_counting_leaves_the_model_alone():
+    model = quantize_(nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4)))
+    before = {k: v.clone() for k, v in model.state_dict().items()}
+    count_bitops(model, (torch.randn(2, 3, 8, 8),), make_schedule("STATIC", q_max=4, total_steps=3))
+    assert all(torch.equal(v, before[k]) for k, v in model.state_dict().items())
+    assert not model[0]._forward_hooks
+    assert next(model.parameters()).device.type == "cpu"
+
+
+def test_errors_name_the_choices():
+    model = nn.Sequential(nn.Linear(4, 3))
+    with pytest.raises(ValueError, match=r"unknown convention 'watts'; choose from paper, per_op"):
+        count_bitops(model, (torch.empty(1, 4),), convention="watts")
+    with pytest.raises(ValueError, match="nothing to count in Sequential"):
+        count_bitops(nn.Sequential(nn.ReLU()), (torch.empty(1, 4),))
+
+
+def test_fixed_statistics_cost_less():
+    norm = nn.Sequential(nn.BatchNorm2d(2))
+    x = torch.empty(1, 2, 3, 3)
+    assert count_bitops(norm, (x,)).forward_macs == 5 * 18
+    with warnings.catch_warnings():
+        assert count_bitops(norm.eval(), (x,)).forward_macs == 2 * 18

@@ -1,0 +1,311 @@
+import functools
+import hashlib
+import http.server
+import io
+import pickle
+import tarfile
+import threading
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+import torchvision
+from PIL import Image
+
+from cpt_core import data
+from cpt_core.data import ArrayBatches, ArrayImages, DataNotFoundError, FileBatches, evaluation_batches, load_images
+from cpt_core.recipes import recipe
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture
+def data_folder(tmp_path, monkeypatch):
+    monkeypatch.setenv("CPT_DATA_DIR", str(tmp_path))
+    return tmp_path
+
+
+def small(dataset, **changes):
+    base = replace(recipe("demo", "cifar10"), dataset=dataset, batch=4, train_images=None, valid_images=2)
+    return replace(base, **{"test_images": None, **changes})
+
+
+# --- digits --------------------------------------------------------------------------------------------------------------
+
+
+def test_digits_split():
+    images = load_images(recipe("demo"))
+    assert [len(s) for s in (images.train, images.valid, images.test)] == [897, 200, 700]
+    assert images.classes == 10
+    assert images.train.images.shape == (897, 1, 8, 8)
+    seen = {tuple(i.flatten().tolist()) for s in (images.train, images.valid) for i in s.images}
+    overlap = sum(tuple(i.flatten().tolist()) in seen for i in images.test.images)
+    assert overlap <= 2  # the data set itself holds few identical scans
+    x, y = next(evaluation_batches(images.test, images, 8, CPU, 0))
+    assert x.min() == 0
+    assert x.max() == pytest.approx(1.0)
+    assert y.dtype == torch.int64
+
+
+# --- batches -------------------------------------------------------------------------------------------------------------
+
+
+def batches_of(images, seed=0, **changes):
+    r = small("x/", size=6, **{"crop": 2, "flip": True, **changes})
+    labels = torch.arange(len(images))
+    holder = data.ImageData("t", 10, 1, (0.0,), (1 / 255,), None, None, None, "")
+    return ArrayBatches(ArrayImages(images, labels), holder, r, seed, CPU)
+
+
+def test_crop_and_flip_by_hand():
+    images = torch.randint(0, 256, (9, 1, 6, 6), dtype=torch.uint8)
+    batches = batches_of(images)
+    padded = torch.nn.functional.pad(images, (2, 2, 2, 2))
+    offsets, flips = set(), set()
+    for step in range(6):
+        x, y = batches(step)
+        for image, label in zip(x, y, strict=True):
+            found = [
+                (dy, dx, flip)
+                for dy in range(5)
+                for dx in range(5)
+                for flip in (False, True)
+                if torch.equal(image, _window(padded[label], dy, dx, flip))
+            ]
+            assert found
+            offsets.add(found[0][:2])
+            flips.add(found[0][2])
+    assert len(offsets) > 5
+    assert flips == {False, True}
+
+
+def _window(image, dy, dx, flip):
+    window = image[:, dy : dy + 6, dx : dx + 6]
+    return (window.flip(-1) if flip else window).float()
+
+
+def test_an_epoch_holds_every_image_once_and_the_last_batch_is_small():
+    images = torch.zeros(10, 1, 6, 6, dtype=torch.uint8)
+    batches = batches_of(images)
+    assert batches.steps_per_epoch == 3
+    epochs = [torch.cat([batches(3 * e + s)[1] for s in range(3)]).tolist() for e in range(2)]
+    assert [sorted(e) for e in epochs] == [list(range(10))] * 2
+    assert epochs[0] != epochs[1]
+    assert len(batches(2)[1]) == 2
+
+
+def test_batches_are_functions_of_seed_and_step():
+    images = torch.randint(0, 256, (10, 1, 6, 6), dtype=torch.uint8)
+    straight = batches_of(images).iterate(0)
+    for _ in range(5):
+        next(straight)
+    x, y = next(straight)
+    again_x, again_y = next(batches_of(images).iterate(5))
+    assert torch.equal(x, again_x)
+    assert torch.equal(y, again_y)
+    assert not torch.equal(batches_of(images, seed=1)(5)[1], y)
+
+
+# --- CIFAR in its real layout --------------------------------------------------------------------------------------------
+
+
+def write_cifar10(folder, monkeypatch):
+    """Write CIFAR-10's pickles with few images, and tell torchvision their checksums instead of the official ones."""
+    base = folder / "cifar-10-batches-py"
+    base.mkdir()
+    rng = np.random.default_rng(0)
+
+    def part(name, content):
+        raw = pickle.dumps(content)
+        (base / name).write_bytes(raw)
+        return [name, hashlib.md5(raw).hexdigest()]
+
+    def images(n):
+        return {"data": rng.integers(0, 256, (n, 3072), dtype=np.uint8), "labels": [i % 10 for i in range(n)]}
+
+    kind = torchvision.datasets.CIFAR10
+    monkeypatch.setattr(kind, "train_list", [part(f"data_batch_{i}", images(10)) for i in range(1, 6)])
+    monkeypatch.setattr(kind, "test_list", [part("test_batch", images(10))])
+    meta = part("batches.meta", {"label_names": [f"class {i}" for i in range(10)]})
+    monkeypatch.setattr(kind, "meta", {"filename": meta[0], "key": "label_names", "md5": meta[1]})
+
+
+def test_cifar_through_torchvision(data_folder, monkeypatch):
+    write_cifar10(data_folder, monkeypatch)
+    images = load_images(small("cifar10", size=32, valid_images=5))
+    assert [len(s) for s in (images.train, images.valid, images.test)] == [45, 5, 10]
+    assert images.title == "CIFAR-10"
+    original = torchvision.datasets.CIFAR10(data_folder, train=False).data[3]
+    assert torch.equal(images.test.images[3], torch.from_numpy(original).permute(2, 0, 1))
+    shrunk = load_images(small("cifar10", size=16))
+    assert shrunk.test.images.shape[-2:] == (16, 16)
+    assert shrunk.title == "CIFAR-10, 16 x 16"
+    assert shrunk.checksum != images.checksum
+
+
+def test_damaged_cifar_is_refused(data_folder, monkeypatch):
+    write_cifar10(data_folder, monkeypatch)
+    (data_folder / "cifar-10-batches-py" / "test_batch").write_bytes(b"damaged")
+    with pytest.raises(DataNotFoundError, match="or is damaged"):
+        load_images(small("cifar10", size=32))
+
+
+@pytest.mark.parametrize(("dataset", "size"), [("cifar10", 32), ("cifar100", 32), ("imagenet", 224)])
+def test_missing_data_names_the_command(dataset, size, data_folder):
+    with pytest.raises(DataNotFoundError, match=f"python -m cpt_core download {dataset}"):
+        load_images(small(dataset, size=size))
+
+
+# --- own images ----------------------------------------------------------------------------------------------------------
+
+
+def jpeg(array):
+    buffer = io.BytesIO()
+    Image.fromarray(array).save(buffer, "JPEG")
+    return np.frombuffer(buffer.getvalue(), np.uint8)
+
+
+def write_archives(folder, packed, n=12):
+    rng = np.random.default_rng(0)
+    for name, count in (("my_train.npz", n), ("my_val.npz", 6)):
+        images = rng.integers(0, 256, (count, 8, 8, 3), dtype=np.uint8)
+        labels = np.arange(count) % 3
+        if packed:
+            files = [jpeg(i) for i in images]
+            offsets = np.cumsum([0, *(len(f) for f in files)])
+            np.savez(folder / name, jpeg=np.concatenate(files), offsets=offsets, labels=labels)
+        else:
+            np.savez(folder / name, data=images, labels=labels)
+
+
+@pytest.mark.parametrize("packed", [True, False])
+def test_archives(packed, data_folder):
+    folder = data_folder / "mine"
+    folder.mkdir()
+    write_archives(folder, packed)
+    by_folder = load_images(small("mine/", size=8))
+    by_name = load_images(small("mine/my_train.npz,mine/my_val.npz", size=8))
+    assert by_folder.checksum == by_name.checksum
+    assert by_folder.title == "own images (mine)"
+    assert (by_folder.classes, by_folder.channels, len(by_folder.test)) == (3, 3, 6)
+    if not packed:
+        with np.load(folder / "my_val.npz") as z:
+            assert torch.equal(by_folder.test.images, torch.from_numpy(z["data"]).permute(0, 3, 1, 2))
+
+
+def test_grey_archive(data_folder):
+    for name in ("a_train.npz", "a_test.npz"):
+        np.savez(data_folder / name, data=np.zeros((5, 8, 8), np.uint8), labels=np.arange(5))
+    images = load_images(small("a_train.npz,a_test.npz", size=8))
+    assert images.channels == len(images.mean) == 1
+
+
+def write_image_folder(folder, size=20):
+    rng = np.random.default_rng(0)
+    for split, count in (("train", 6), ("val", 3)):
+        for kind in ("cat", "dog"):
+            (folder / split / kind).mkdir(parents=True)
+            for i in range(count):
+                shape = (size, size + 4) if i == 0 else (size, size + 4, 3)  # the first is greyscale
+                Image.fromarray(rng.integers(0, 256, shape, dtype=np.uint8)).save(folder / split / kind / f"{i}.jpg")
+
+
+def test_image_folder_in_memory(data_folder):
+    write_image_folder(data_folder / "pets")
+    images = load_images(small("pets/", size=16))
+    assert images.train.images.shape == (10, 3, 16, 16)
+    assert images.classes == 2
+
+
+def test_image_folder_from_disk_resumes(data_folder):
+    write_image_folder(data_folder / "pets", size=80)
+    r = small("pets/", size=72, crop="resized", flip=True)
+    images = load_images(r)
+    assert (len(images.train), len(images.valid), len(images.test)) == (10, 2, 6)
+    straight = FileBatches(images.train, r, 0, CPU, workers=0).iterate(0)
+    batches = [next(straight) for _ in range(7)]
+    assert [len(y) for _, y in batches[:3]] == [4, 4, 2]
+    x, y = next(FileBatches(images.train, r, 0, CPU, workers=0).iterate(5))
+    assert torch.equal(x, batches[5][0])
+    assert torch.equal(y, batches[5][1])
+    worker_x, _ = next(FileBatches(images.train, r, 0, CPU, workers=1).iterate(5))
+    assert torch.equal(worker_x, x)
+    x, y = next(evaluation_batches(images.test, images, 72, CPU, 0))
+    assert x.shape == (6, 3, 72, 72)
+
+
+def test_imagenet_in_its_real_layout(data_folder):
+    root = data_folder / "imagenet"
+    write_image_folder(root, size=80)
+    for split in ("train", "val"):
+        for kind, wnid in (("cat", "n01"), ("dog", "n02")):
+            (root / split / kind).rename(root / split / wnid)
+    torch.save(({"n01": ("cat",), "n02": ("dog",)}, ["n01"]), root / "meta.bin")
+    images = load_images(small("imagenet", size=72, crop="resized"))
+    assert (images.title, images.classes, len(images.test)) == ("ImageNet", 2, 6)
+
+
+@pytest.mark.parametrize(
+    ("dataset", "prepare", "error", "message"),
+    [
+        ("nowhere/", lambda f: None, DataNotFoundError, "there is no folder"),
+        ("a.npz,b.npz", lambda f: None, DataNotFoundError, "there is no archive"),
+        ("a.npz,b.npz,c.npz", lambda f: None, ValueError, "two archives expected"),
+        ("two/", lambda f: [_npz(f / "two" / n) for n in ("x_train.npz", "y_train.npz", "t_test.npz")], ValueError,
+         "archives there: t_test.npz, x_train.npz, y_train.npz"),
+        ("a.npz,a.npz", lambda f: np.savez(f / "a.npz", images=np.zeros(3)), ValueError, "needs labels and either"),
+        ("a.npz,a.npz", lambda f: np.savez(f / "a.npz", data=np.zeros((3, 8, 8)), labels=np.arange(3)), ValueError,
+         "must be uint8"),
+        ("a.npz,a.npz", lambda f: np.savez(f / "a.npz", data=np.zeros((3, 8, 8), np.uint8), labels=np.arange(2)),
+         ValueError, "2 labels"),
+        ("a.npz,a.npz", lambda f: np.savez(f / "a.npz", data=np.zeros((2, 8, 8), np.uint8), labels=np.array([-1, 0])),
+         ValueError, r"labels must be 0, 1"),
+        ("mnist", lambda f: None, ValueError, "unknown dataset 'mnist'"),
+    ],
+)  # fmt: skip
+def test_bad_data_is_named(dataset, prepare, error, message, data_folder):
+    prepare(data_folder)
+    with pytest.raises(error, match=message):
+        load_images(small(dataset, size=8))
+
+
+def _npz(path):
+    path.parent.mkdir(exist_ok=True)
+    np.savez(path, data=np.zeros((4, 8, 8), np.uint8), labels=np.arange(4))
+
+
+def test_too_few_images():
+    with pytest.raises(ValueError, match="5000 training and validation images wanted, there are 1097"):
+        load_images(replace(recipe("demo"), train_images=4800))
+
+
+def test_download_refuses_what_it_cannot_get():
+    with pytest.raises(ValueError, match=r"'mnist' cannot be downloaded; choose from cifar10, cifar100, imagenet"):
+        data.download("mnist")
+
+
+def test_download_goes_through_torchvision(data_folder, tmp_path_factory, monkeypatch):
+    """The archive comes from a server on the loopback; transport, checksum and unpacking are torchvision's."""
+    source = tmp_path_factory.mktemp("server")
+    write_cifar10(source, monkeypatch)
+    archive = source / "cifar-10-python.tar.gz"
+    with tarfile.open(archive, "w:gz") as tar:
+        tar.add(source / "cifar-10-batches-py", "cifar-10-batches-py")
+    handler = functools.partial(_Quiet, directory=str(source))
+    kind = torchvision.datasets.CIFAR10
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        monkeypatch.setattr(kind, "url", f"http://127.0.0.1:{server.server_port}/{archive.name}")
+        monkeypatch.setattr(kind, "tgz_md5", "0" * 32)
+        with pytest.raises(RuntimeError, match="not found or corrupted"):
+            data.download("cifar10")
+        monkeypatch.setattr(kind, "tgz_md5", hashlib.md5(archive.read_bytes()).hexdigest())
+        data.download("cifar10")
+        server.shutdown()
+    assert len(load_images(small("cifar10", size=32)).test) == 10
+
+
+class _Quiet(http.server.SimpleHTTPRequestHandler):
+    def log_message(self, *_):
+        pass

@@ -1,0 +1,67 @@
+import math
+
+import pytest
+import torch
+from torch import nn
+
+from cpt_core.convert import quantize_, summary
+from cpt_core.models import MODELS
+
+PARAMETERS = {
+    ("resnet74", 10): 1_147_418,
+    ("resnet152", 10): 2_411_226,
+    ("mobilenetv2", 10): 2_296_922,
+    ("resnet18", 1000): 11_689_512,
+    ("resnet34", 1000): 21_797_672,
+}
+
+
+@pytest.mark.parametrize(("name", "classes"), PARAMETERS)
+def test_parameter_counts_of_the_paper(name, classes):
+    model = MODELS[name](3, 32, classes)
+    assert sum(p.numel() for p in model.parameters()) == PARAMETERS[name, classes]
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_every_model_gives_logits_and_trains(name):
+    torch.manual_seed(0)
+    channels, size = (1, 8) if name.startswith("mlp") else (3, 32)
+    model = MODELS[name](channels, size, 7)
+    logits = model(torch.randn(2, channels, size, size))
+    assert logits.shape == (2, 7)
+    logits.square().sum().backward()
+    assert all(p.grad is not None for p in model.parameters())
+
+
+@pytest.mark.parametrize(
+    ("name", "preset", "kept"),
+    [
+        ("resnet74", "cifar", ["fc"]),
+        ("mobilenetv2", "cifar", ["fc"]),
+        ("resnet18", "imagenet", ["conv1", *(f"layer{i}.0.downsample.0" for i in (2, 3, 4)), "fc"]),
+    ],
+)
+def test_what_stays_in_float32(name, preset, kept):
+    rows = summary(quantize_(MODELS[name](3, 32, 10), preset)).float32
+    assert [r.name for r in rows if r.kind in ("Conv2d", "Linear")] == kept
+
+
+def test_initialisation():
+    torch.manual_seed(0)
+    model = MODELS["resnet74"](3, 32, 10)
+    convolutions = [m for m in model.modules() if isinstance(m, nn.Conv2d)]
+    for conv in (m for m in convolutions if m.weight.numel() > 5_000):
+        k, out = conv.kernel_size[0], conv.out_channels
+        assert conv.weight.std().item() == pytest.approx(math.sqrt(2 / (k * k * out)), rel=0.05)
+    assert model.fc.weight.std().item() == pytest.approx(math.sqrt(2 / (64 * 10)), rel=0.1)
+    assert not model.fc.bias.any()
+    assert all(m.bias is None for m in convolutions)
+
+
+def test_shortcuts_of_mobilenet():
+    blocks = MODELS["mobilenetv2"](3, 32, 10).blocks
+    assert len(blocks) == 17
+    assert [type(b.shortcut) is nn.Sequential for b in blocks] == [
+        b.stride == 1 and b.conv1.in_channels != b.conv3.out_channels for b in blocks
+    ]
+    assert {b.conv2.groups for b in blocks} == {b.conv2.in_channels for b in blocks}

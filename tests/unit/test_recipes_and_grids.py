@@ -1,0 +1,115 @@
+from dataclasses import replace
+
+import pytest
+
+from cpt_core import grids
+from cpt_core.cost import relative_cost
+from cpt_core.parameters import check_parameters
+from cpt_core.recipes import RECIPES, Recipe, recipe
+from cpt_core.schedules import SUITE
+from cpt_core.specs import RunSpec, run_spec
+
+
+def test_paper_settings_for_cifar():
+    r = recipe("paper", "cifar100", "mobilenetv2")
+    assert (r.steps, r.batch, r.lr, r.momentum, r.weight_decay) == (64_000, 128, 0.1, 0.9, 1e-4)
+    assert (r.q_min, r.n_cycles, r.crop, r.flip, r.milestones) == (3, 8, 4, True, (0.5, 0.75))
+
+
+def test_paper_settings_for_imagenet():
+    r = recipe("paper", "imagenet", "resnet34")
+    assert (r.steps, r.batch, r.lr, r.q_min, r.n_cycles) == (450_450, 256, 0.1, 4, 8)
+    assert (r.crop, r.size, r.weight_decay, r.quantized) == ("resized", 224, 1e-4, "imagenet")
+
+
+def test_authors_settings():
+    r = recipe("paper", "cifar10", "mobilenetv2", "authors")
+    assert (r.lr, r.q_min, r.cycle_rule, r.eval_bits, r.running_start) == (0.03, 4, "floor_plus_one", "current", "zero")
+    assert recipe("paper", "cifar10", "resnet74", "authors").lr == 0.1
+    spec = grids.image_cifar("cifar10", "resnet74", preset="authors", q_max=[6], seeds=[0], schedules=["CR"])[0]
+    assert spec.q_grad == 8
+    imagenet = recipe("paper", "imagenet", None, "authors")
+    assert [int(m * imagenet.steps) for m in imagenet.milestones] == [30 * 5005, 60 * 5005]
+
+
+@pytest.mark.parametrize("model", ["resnet74", "resnet152", "mobilenetv2"])
+@pytest.mark.parametrize("dataset", ["cifar10", "cifar100"])
+def test_grid_of_the_paper(dataset, model):
+    specs = grids.image_cifar(dataset, model)
+    assert len(specs) == 66  # 3 seeds x 2 q_max x 11 arms
+    assert len({s.key for s in specs}) == 66
+    assert {(s.arm, s.q_max, s.seed) for s in specs} == {
+        (arm, q_max, seed) for q_max in (6, 8) for arm in (*SUITE, f"static {q_max}") for seed in (0, 1, 2)
+    }
+    assert all(s.q_grad == s.q_max for s in specs)
+
+
+def test_imagenet_grid():
+    assert len(grids.image_imagenet("resnet18")) == len(grids.image_imagenet("resnet34")) == 66
+
+
+@pytest.mark.parametrize("scale", RECIPES)
+def test_every_recipe_makes_specs_that_round_trip(scale):
+    for key, r in RECIPES[scale].items():
+        spec = run_spec(r, "CR", q_max=8, seed=1, scale=scale)
+        again = RunSpec.from_dict(spec.to_dict())
+        assert (again, again.key) == (spec, spec.key), key
+        assert spec.schedule.q_min == r.q_min
+
+
+def test_key_depends_on_everything_but_the_seeds_of_the_grid():
+    spec = run_spec(recipe("demo"), "CR", q_max=8, seed=0)
+    assert replace(spec, recipe=replace(spec.recipe, seeds=(7,))).key == spec.key
+    for other in (
+        run_spec(recipe("demo"), "CR", q_max=8, seed=1),
+        run_spec(recipe("demo"), "RR", q_max=8, seed=0),
+        run_spec(recipe("demo"), "CR", q_max=8, seed=0, q_grad=6),
+        run_spec(replace(recipe("demo"), lr=0.031), "CR", q_max=8, seed=0),
+    ):
+        assert other.key != spec.key
+
+
+def test_static_arms_keep_the_gradient_bits_and_are_cheaper():
+    spec = run_spec(recipe("demo"), "static 5", q_max=8, seed=0)
+    assert spec.q_grad == 8
+    assert relative_cost(spec.schedule.bits(), spec.q_max, spec.q_grad) == pytest.approx(105 / 192)
+
+
+def test_changes_reach_the_recipe():
+    spec = grids.image("demo", schedules=["CR"], static=[], seeds=[0], steps=700, n_cycles=2)[0]
+    assert (spec.recipe.steps, spec.schedule.total_steps, spec.schedule.n_cycles) == (700, 700, 2)
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda: grids.image("huge"), r"unknown scale 'huge'; choose from smoke, demo, paper"),
+        (lambda: grids.image("demo", "mnist"), r"no demo recipe for dataset 'mnist'; choose from cifar10, digits"),
+        (lambda: grids.image("demo", "digits", "vgg"), r"unknown model 'vgg'; choose from mlp6, resnet8_w8"),
+        (lambda: grids.image("demo", preset="authors"), r"preset 'authors' exists at scale 'paper'"),
+        (lambda: grids.image("demo", schedules=["XR"]), r"unknown schedule 'XR'; choose from LR"),
+        (lambda: grids.image("demo", stepz=3), r"a recipe has no stepz; it has task"),
+        (lambda: run_spec(recipe("demo"), "static x", q_max=8, seed=0), r"written 'static 5', got 'static x'"),
+        (lambda: RunSpec.from_dict({"version": 0}), r"spec version 0 is not 1"),
+        (lambda: check_parameters(scale="big"), r"scale must be one of smoke, demo, paper; got 'big'"),
+        (lambda: check_parameters(sclae="demo"), r"unknown parameter 'sclae'; did you mean 'scale'\?"),
+        (lambda: check_parameters(schedules='["CR"]'), r"schedules must be a list of LR"),
+        (lambda: check_parameters(scale="demo", dataset="mnist"), r"dataset must be one of digits"),
+        (lambda: check_parameters(scale="demo", dataset="digits", model="x"), r"unknown model 'x'"),
+        (lambda: check_parameters(seeds=[True]), r"seeds must be a list of whole numbers"),
+    ],
+)
+def test_wrong_values_are_named(call, message):
+    with pytest.raises(ValueError, match=message):
+        call()
+
+
+def test_smoke_never_resumes():
+    assert check_parameters(scale="smoke").store != check_parameters(scale="smoke").store
+    assert check_parameters(scale="demo").store == check_parameters(scale="demo").store
+
+
+def test_own_images_use_the_nearest_recipe():
+    assert recipe("paper", "photos/").size == 224
+    assert recipe("paper", "a.npz,b.npz").size == 32
+    assert isinstance(recipe("demo", "photos/"), Recipe)
