@@ -21,11 +21,11 @@ if TYPE_CHECKING:  # for editors and type checkers
     from cpt_core.convert import quantize_ as quantize_
     from cpt_core.convert import restore_ as restore_
     from cpt_core.convert import summary as summary
-    from cpt_core.scheduler import PrecisionScheduler as PrecisionScheduler
-    from cpt_core.scheduler import precision as precision
     from cpt_core.quantizers import QUANTIZERS as QUANTIZERS
     from cpt_core.quantizers import Quantizer as Quantizer
     from cpt_core.quantizers import quantize as quantize
+    from cpt_core.scheduler import PrecisionScheduler as PrecisionScheduler
+    from cpt_core.scheduler import precision as precision
     from cpt_core.schedules import PROFILES as PROFILES
     from cpt_core.schedules import SUITE as SUITE
     from cpt_core.schedules import CyclicSchedule as CyclicSchedule

@@ -16,7 +16,6 @@ Two conventions price them:
 from __future__ import annotations
 
 import copy
-import math
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -33,22 +32,21 @@ from cpt_core.convert import _Quantized, layer_precisions
 from cpt_core.cost import FULL_PRECISION
 from cpt_core.layers import LayerPrecision
 from cpt_core.scheduler import Schedules, assign_schedules
-from cpt_core.schedules import Schedule
 
 CONVENTIONS = ("paper", "per_op")
 PASSES = ("forward", "error", "weight")  # y = x w;  dx = dy w;  dw = x dy
 
-# --- what a call costs ------------------------------------------------------------------------------------------------
+# --- what a call costs ----------------------------------------------------------------------------
 
 
 def conv_macs(module: nn.Module, x: Tensor, y: Tensor) -> int:
     """MACs of a convolution: outputs times kernel elements times input channels per group (biases are free)."""
-    return y.numel() * module.weight[0].numel()  # type: ignore[index,operator]
+    return y.numel() * module.weight[0].numel()  # type: ignore[index]
 
 
 def linear_macs(module: nn.Module, x: Tensor, y: Tensor) -> int:
     """MACs of a linear layer: outputs times inputs of one output (the bias is free)."""
-    return y.numel() * module.in_features  # type: ignore[operator]
+    return y.numel() * int(module.in_features)  # type: ignore[arg-type]
 
 
 def norm_macs(module: nn.Module, x: Tensor, y: Tensor) -> int:
@@ -101,13 +99,14 @@ def _watch(model: nn.Module, on_call: Callable[[nn.Module, Call, Tensor], None])
         assert macs is not None
         grad = torch.is_grad_enabled()
         weight = module.weight
+        assert weight is None or isinstance(weight, Tensor)
         call = Call(
             layer=name,
             kind=module.FLOAT.__name__ if isinstance(module, _Quantized) else type(module).__name__,
             macs=int(macs(module, inputs[0], output)),
             trainable=output.requires_grad,
             error=grad and inputs[0].requires_grad,
-            weight=grad and weight is not None and weight.requires_grad,  # type: ignore[union-attr]
+            weight=grad and weight is not None and weight.requires_grad,
         )
         on_call(module, call, output)
 
@@ -127,7 +126,7 @@ def _call_hook(report: Callable[..., None], name: str, module: nn.Module, inputs
     report(name, module, inputs, out)
 
 
-# --- the plan ----------------------------------------------------------------------------------------------------------
+# --- the plan -------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -229,7 +228,9 @@ def price(
         squares = {"forward": int((q * q).sum()), "error": int((q * g).sum()), "weight": int((q * g).sum())}
         for name in call.passes(convention):
             result[call.layer][name] += call.macs * squares[name]
-    return BitOpsPlan(convention, len(bits[""][0]), dict(macs), {k: dict(v) for k, v in result.items()}, dict(uncounted))
+    return BitOpsPlan(
+        convention, len(bits[""][0]), dict(macs), {k: dict(v) for k, v in result.items()}, dict(uncounted)
+    )
 
 
 def _float32(like: tuple[np.ndarray, np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
@@ -261,12 +262,12 @@ def trace(model: nn.Module, inputs: tuple[Any, ...]) -> tuple[list[Call], dict[s
         if isinstance(module, LayerPrecision):
             module.set_bits(None, None)
     calls: list[Call] = []
-    with _Uncounted(shadow) as mode, _watch(shadow, lambda module, call, output: calls.append(call)):
-        with torch.enable_grad(), mode:
-            shadow(*_to_meta(inputs))
+    uncounted = _Uncounted(shadow)
+    with _watch(shadow, lambda module, call, output: calls.append(call)), torch.enable_grad(), uncounted:
+        shadow(*_to_meta(inputs))
     if not calls:
         raise ValueError(f"nothing to count in {type(model).__name__}: no {', '.join(k.__name__ for k in MACS)}")
-    return calls, dict(mode.elements)
+    return calls, dict(uncounted.elements)
 
 
 def _to_meta(value: Any) -> Any:
@@ -314,7 +315,7 @@ class _Uncounted(TorchDispatchMode):
         return out
 
 
-# --- the ledger --------------------------------------------------------------------------------------------------------
+# --- the ledger -----------------------------------------------------------------------------------
 
 
 class BitOpsLedger:

@@ -97,13 +97,17 @@ def quantize_(
     noise = NoisePool(config.seed)
     for index, module in enumerate(chosen):
         CONVERSIONS[type(module)].from_float(
-            module, noise, quantizers=config.quantizers, key=_key(config.seed, index), running_start=config.running_start
+            module,
+            noise,
+            quantizers=config.quantizers,
+            key=_key(config.seed, index),
+            running_start=config.running_start,
         )
     return model
 
 
 def restore_(model: nn.Module) -> nn.Module:
-    """Undo ``quantize_``: the original classes again, the same parameters. Raises ValueError when nothing is converted."""
+    """Undo ``quantize_``: the original classes again, the same parameters; ValueError when nothing is converted."""
     converted = [m for m in model.modules() if isinstance(m, _Quantized)]
     if not converted:
         raise ValueError("the model has no quantised layers")
@@ -120,7 +124,7 @@ def layer_precisions(model: nn.Module) -> dict[str, LayerPrecision]:
     return found
 
 
-# --- what is what ----------------------------------------------------------------------------------------------------
+# --- what is what ---------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -169,7 +173,7 @@ def summary(model: nn.Module) -> Summary:
         parameters = sum(0 if is_lazy(p) else p.numel() for p in own)  # a lazy module has no shapes yet
         if own:
             quantized = isinstance(module, _Quantized)
-            kind = module.FLOAT.__name__ if quantized else type(module).__name__  # type: ignore[union-attr]
+            kind = module.FLOAT.__name__ if quantized else type(module).__name__
             reason = "" if quantized else _reason(module, id(module) in convertible)
             rows.append(LayerSummary(name, kind, parameters, quantized, reason))
     return Summary(tuple(rows))
@@ -188,7 +192,9 @@ def _reason(module: nn.Module, convertible: bool) -> str:
 
 def _convertible(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     # nn.TransformerEncoderLayer reads the weights of its Linear modules past their forward in evaluation
-    fused = {id(m) for layer in model.modules() if isinstance(layer, nn.TransformerEncoderLayer) for m in layer.modules()}
+    fused = {
+        id(m) for layer in model.modules() if isinstance(layer, nn.TransformerEncoderLayer) for m in layer.modules()
+    }
     for name, module in model.named_modules():
         if type(module) in CONVERSIONS and id(module) not in fused:
             yield name, module

@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import hashlib
 import io
+import itertools
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -125,7 +126,7 @@ def load_images(recipe: Recipe) -> ImageData:
     )
 
 
-# --- in memory -----------------------------------------------------------------------------------------------------------
+# --- in memory ------------------------------------------------------------------------------------
 
 
 def _load_arrays(dataset: str, size: int) -> tuple[ArrayImages, ArrayImages, str, tuple[float, ...], tuple[float, ...]]:
@@ -149,9 +150,8 @@ def _load_arrays(dataset: str, size: int) -> tuple[ArrayImages, ArrayImages, str
     if train.images.shape[-1] != size:
         title += f", {size} x {size}"
     resized = [ArrayImages(_resize(s.images, size), s.labels) for s in (train, test)]
-    if resized[0].images.shape[1] == 1:
-        mean, std = mean[:1], std[:1]
-    return resized[0], resized[1], title, mean, std
+    channels = resized[0].images.shape[1]
+    return resized[0], resized[1], title, mean[:channels], std[:channels]
 
 
 def _cifar(kind: Any, name: str, train: bool) -> ArrayImages:
@@ -208,7 +208,7 @@ def _archive(path: Path) -> ArrayImages:
             images = z["data"]
         else:  # read each key once: every access decompresses it again
             raw, offsets = z["jpeg"], z["offsets"]
-            files = (raw[a:b].tobytes() for a, b in zip(offsets, offsets[1:], strict=False))
+            files = (raw[a:b].tobytes() for a, b in itertools.pairwise(offsets))
             images = np.stack([np.asarray(Image.open(io.BytesIO(f)).convert("RGB")) for f in files])
     if images.dtype != np.uint8 or images.ndim not in (3, 4) or len(images) != len(labels):
         raise ValueError(
@@ -315,7 +315,7 @@ def _generator(*numbers: int) -> torch.Generator:
     return torch.Generator().manual_seed(seed)
 
 
-# --- from disk -----------------------------------------------------------------------------------------------------------
+# --- from disk ------------------------------------------------------------------------------------
 
 
 class _Seeded(Dataset):
@@ -371,7 +371,9 @@ def _to_normalized() -> list[Any]:
 class _Test(Dataset):
     def __init__(self, files: Any, size: int) -> None:
         self.files = files
-        self.transform = v2.Compose([v2.Resize(round(size / 0.875), antialias=True), v2.CenterCrop(size), *_to_normalized()])
+        self.transform = v2.Compose(
+            [v2.Resize(round(size / 0.875), antialias=True), v2.CenterCrop(size), *_to_normalized()]
+        )
 
     def __len__(self) -> int:
         return len(self.files)

@@ -24,7 +24,7 @@ LABELS = {
     "noise_exposure": "noise exposure: mean 4^-q relative to static q_max",
     "accuracy": "test accuracy (%)",
 }
-STYLE = {
+STYLE: Any = {
     "figure.dpi": 100,
     "savefig.bbox": "tight",
     "axes.spines.top": False,

@@ -64,7 +64,9 @@ def image(
     return specs
 
 
-def image_cifar(dataset: str = "cifar10", model: str = "resnet74", scale: str = "paper", **choices: Any) -> list[RunSpec]:
+def image_cifar(
+    dataset: str = "cifar10", model: str = "resnet74", scale: str = "paper", **choices: Any
+) -> list[RunSpec]:
     """Figure 3, CIFAR-10/100: 10 schedules + static, q_max 6 and 8, 3 seeds = 66 runs of 64,000 steps per model.
 
     Models: resnet74, resnet152, mobilenetv2. A GPU is needed: on one CPU core a ResNet-74 run takes more than a day.

@@ -181,7 +181,7 @@ class _Quantized:
         device = module.weight.device if isinstance(module.weight, Tensor) else None
         precision = LayerPrecision(roles, noise or NoisePool(), key, running_start).to(device)
         precision.train(module.training)
-        module.__class__ = cls
+        module.__class__ = cls  # type: ignore[assignment]
         module.precision = precision
         return module  # type: ignore[return-value]
 

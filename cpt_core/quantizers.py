@@ -29,8 +29,8 @@ IDENTITY_BITS = 24  # float32 has 24 significant bits: from here on quantisation
 Range = tuple[Tensor, Tensor]  # (minimum, maximum - minimum), broadcastable to the tensor, float32
 
 
-# --- ranges: one minimum and one width per ... ------------------------------------------------------------------------
-# aminmax of a whole tensor is fast on the CPU; aminmax(dim=...) and min(dim) are 15 to 20 times slower than amin + amax.
+# --- ranges: one minimum and one width per ... ----------------------------------------------------
+# aminmax of a whole tensor is fast on the CPU; aminmax(dim=...) and min(dim) are 15-20 times slower than amin + amax.
 
 
 def per_tensor(x: Tensor) -> Range:
@@ -130,7 +130,7 @@ QUANTIZERS: dict[str, Quantizer] = {
 }
 
 
-# --- the grid --------------------------------------------------------------------------------------------------------
+# --- the grid -------------------------------------------------------------------------------------
 
 
 def levels_of(bits: int) -> float:
@@ -179,7 +179,7 @@ class _StraightThrough(torch.autograd.Function):
         return round_to_grid(x, low, width, levels, None, clip)
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None, None]:  # type: ignore[override]
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None, None]:
         return gradient, None, None, None, None
 
 
@@ -188,7 +188,7 @@ def straight_through(x: Tensor, low: Tensor, width: Tensor, levels: Tensor, clip
 
     Paper: figure 1. The gradient passes unchanged everywhere, also for clipped values.
     """
-    return _StraightThrough.apply(x, low, width, levels, clip)  # type: ignore[no-any-return]
+    return _StraightThrough.apply(x, low, width, levels, clip)
 
 
 def quantize(x: Tensor, bits: int, quantizer: Quantizer | str = "conv_input") -> Tensor:
@@ -210,7 +210,7 @@ def quantize(x: Tensor, bits: int, quantizer: Quantizer | str = "conv_input") ->
     return straight_through(x, low, width, low.new_tensor(levels_of(bits)), quantizer.clips)
 
 
-# --- gradients -------------------------------------------------------------------------------------------------------
+# --- gradients ------------------------------------------------------------------------------------
 
 
 class NoisePool:
@@ -290,7 +290,7 @@ class _QuantizeGradient(torch.autograd.Function):
         return y.detach()  # an alias, but no view to autograd: an in-place ReLU may follow
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None, None]:  # type: ignore[override]
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None, None]:
         if gradient.numel() == 0:
             return gradient, None, None, None, None
         low, width = ctx.quantizer.range_of(gradient)
@@ -315,10 +315,10 @@ def quantize_gradient(
 
     Paper: figure 1. Weight gradients themselves and the update stay in full precision.
     """
-    return _QuantizeGradient.apply(y, levels, quantizer, pool, key)  # type: ignore[no-any-return]
+    return _QuantizeGradient.apply(y, levels, quantizer, pool, key)
 
 
-# --- checks ----------------------------------------------------------------------------------------------------------
+# --- checks ---------------------------------------------------------------------------------------
 
 
 def quantizer_of(quantizer: Quantizer | str) -> Quantizer:

@@ -10,6 +10,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 SCALES = ("smoke", "demo", "paper")
 PRESETS = ("ours", "authors")
@@ -68,7 +69,7 @@ class Recipe:
     seeds: tuple[int, ...] = field(default=(0, 1, 2), compare=False)
 
 
-# --- embedded data: scikit-learn's 1,797 handwritten digits, 8 x 8 pixels ----------------------------------------------
+# --- embedded data: scikit-learn's 1,797 handwritten digits, 8 x 8 pixels -------------------------
 
 DIGITS_MLP = Recipe(
     task="image", dataset="digits", model="mlp6", quantized="cifar",
@@ -79,7 +80,7 @@ DIGITS_RESNET = replace(  # BatchNorm makes networks robust: here the effect all
     DIGITS_MLP, model="resnet8_w8", steps=400, lr=0.05, clip=None, evaluate_every=200, seeds=(0, 1)
 )
 
-# --- CIFAR: section 4.2 of the paper -----------------------------------------------------------------------------------
+# --- CIFAR: section 4.2 of the paper --------------------------------------------------------------
 
 CIFAR = Recipe(
     task="image", dataset="cifar10", model="resnet74", quantized="cifar",
@@ -91,7 +92,7 @@ CIFAR_DEMO = replace(  # 16 x 16 pixels, 2 bits: the paper's setting in five sec
     valid_images=1_000, test_images=2_000, evaluate_every=150, seeds=(0, 1, 2),
 )  # fmt: skip
 
-# --- ImageNet: section 4.2 ----------------------------------------------------------------------------------------------
+# --- ImageNet: section 4.2 ------------------------------------------------------------------------
 
 IMAGENET = Recipe(
     task="image", dataset="imagenet", model="resnet18", quantized="imagenet",
@@ -103,8 +104,10 @@ IMAGENET = Recipe(
 RECIPES: dict[str, dict[str, Recipe]] = {
     "smoke": {
         "digits/mlp6": replace(DIGITS_MLP, steps=190, n_cycles=2, crop=0, evaluate_every=0, seeds=(0,)),
-        "digits/resnet8_w8": replace(DIGITS_RESNET, steps=20, n_cycles=2, evaluate_every=0, seeds=(0,)),
-        "cifar10/resnet8_w8": replace(CIFAR_DEMO, steps=20, train_images=500, valid_images=100, test_images=100, seeds=(0,)),
+        "digits/resnet8_w8": replace(DIGITS_RESNET, steps=40, n_cycles=2, evaluate_every=0, seeds=(0,)),
+        "cifar10/resnet8_w8": replace(
+            CIFAR_DEMO, steps=40, n_cycles=2, train_images=500, valid_images=100, test_images=100, seeds=(0,)
+        ),
     },
     "demo": {
         "digits/mlp6": DIGITS_MLP,
@@ -125,17 +128,19 @@ RECIPES: dict[str, dict[str, Recipe]] = {
 
 # What the authors' scripts do where they differ from the paper's text; "" applies to every model.
 # Differs: the defaults follow the paper except for ImageNet's weight decay, see there.
-_AUTHORS_CIFAR = {
-    "": dict(valid_images=0, eval_bits="current", running_start="zero", cycle_rule="floor_plus_one", evaluate_every=390),
+_AUTHORS_CIFAR: dict[str, dict[str, Any]] = {
+    "": dict(
+        valid_images=0, eval_bits="current", running_start="zero", cycle_rule="floor_plus_one", evaluate_every=390
+    ),
     "mobilenetv2": dict(lr=0.03, q_min=4),
 }
-_AUTHORS_IMAGENET = {
+_AUTHORS_IMAGENET: dict[str, dict[str, Any]] = {
     "": dict(
         valid_images=0, eval_bits="current", running_start="zero", cycle_rule="floor", evaluate_every=5005,
         milestones=(30 / 90, 60 / 90), weight_decay=1e-4,
     ),
 }  # fmt: skip
-AUTHORS: dict[str, dict[str, dict]] = {
+AUTHORS: dict[str, dict[str, dict[str, Any]]] = {
     "cifar10": _AUTHORS_CIFAR,
     "cifar100": _AUTHORS_CIFAR,
     "imagenet": _AUTHORS_IMAGENET,
@@ -164,11 +169,15 @@ def recipe(scale: str, dataset: str = "digits", model: str | None = None, preset
     models = [key.split("/")[1] for key in table if key.split("/")[0] == family]
     if not models:
         names = sorted({key.split("/")[0] for key in table})
-        raise ValueError(f"no {scale} recipe for dataset {dataset!r}; choose from {', '.join(names)}, or your own images")
+        raise ValueError(
+            f"no {scale} recipe for dataset {dataset!r}; choose from {', '.join(names)}, or your own images"
+        )
     found = table[f"{family}/{_choose('model', model or models[0], tuple(models))}"]
     if preset == "authors":
         if scale != "paper" or family not in AUTHORS:
-            raise ValueError(f"preset 'authors' exists at scale 'paper' for {', '.join(AUTHORS)}, not {scale}/{dataset}")
+            raise ValueError(
+                f"preset 'authors' exists at scale 'paper' for {', '.join(AUTHORS)}, not {scale}/{dataset}"
+            )
         found = replace(found, **{**AUTHORS[family][""], **AUTHORS[family].get(found.model, {})})
     return replace(found, dataset=dataset)
 

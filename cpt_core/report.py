@@ -114,13 +114,17 @@ def _experiment(rows: list[results.Row], dataset: str, model: str, preset: str) 
 def _image(figure: Figure) -> str:
     buffer = io.BytesIO()
     figure.savefig(buffer, format="png", dpi=130)
-    return f"<img alt='accuracy against cost' src='data:image/png;base64,{base64.b64encode(buffer.getvalue()).decode()}'>"
+    return (
+        f"<img alt='accuracy against cost' src='data:image/png;base64,{base64.b64encode(buffer.getvalue()).decode()}'>"
+    )
 
 
 def _provenance(outcomes: list[dict[str, Any]]) -> str:
     versions = ", ".join(f"{name} {metadata.version(name)}" for name in PACKAGES)
     commit = results.commit()
-    where = f"commit {commit['commit'][:12]}{' with local changes' if commit['dirty'] else ''}" if commit["commit"] else ""
+    where = (
+        f"commit {commit['commit'][:12]}{' with local changes' if commit['dirty'] else ''}" if commit["commit"] else ""
+    )
     total = sum(o["seconds"] for o in outcomes)
     written = datetime.now(UTC).isoformat(timespec="minutes")
     return f"<p>{versions}; {where}. Notebook time {total:.0f} s in all. Written {written}.</p>"

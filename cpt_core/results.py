@@ -34,7 +34,7 @@ SCHEMA_VERSION = 1
 Row = dict[str, Any]
 STATUSES = ("ok", "diverged", "failed")
 
-# --- the store -----------------------------------------------------------------------------------------------------------
+# --- the store ------------------------------------------------------------------------------------
 
 
 def append_row(store: Path, row: Row) -> None:
@@ -103,6 +103,7 @@ def _version(name: str) -> str:
 
 def commit() -> dict[str, Any]:
     """Return the commit of the project and whether tracked files differ from it; None outside a repository."""
+
     def git(*words: str) -> str:
         return subprocess.run(["git", "-C", str(ROOT), *words], capture_output=True, text=True, check=True).stdout
 
@@ -112,7 +113,7 @@ def commit() -> dict[str, Any]:
         return {"commit": None, "dirty": None}
 
 
-# --- tables --------------------------------------------------------------------------------------------------------------
+# --- tables ---------------------------------------------------------------------------------------
 
 
 def table(rows: Iterable[Row]) -> pd.DataFrame:

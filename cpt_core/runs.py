@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import traceback
 from collections.abc import Iterable, Iterator, Sequence
@@ -101,7 +102,7 @@ def _curve(losses: list[float], points: int = 20) -> list[float]:
     """Mean training loss in ``points`` equal parts of the run: enough to see whether it fell."""
     finite = [x for x in losses if x == x and abs(x) != float("inf")]
     edges = [round(i * len(finite) / points) for i in range(points + 1)]
-    return [round(sum(finite[a:b]) / (b - a), 5) for a, b in zip(edges, edges[1:], strict=False) if b > a]
+    return [round(sum(finite[a:b]) / (b - a), 5) for a, b in itertools.pairwise(edges) if b > a]
 
 
 def _inline(jobs: Iterable[Job]) -> Iterator[Row]:

@@ -12,7 +12,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from fnmatch import fnmatchcase
 from typing import Any
@@ -105,7 +105,7 @@ class PrecisionScheduler:
         return next(iter(self._layers.values())).noise  # one pool, shared by the model's layers
 
 
-def assign_schedules(schedule: Schedules, layers: Mapping[str, Any]) -> dict[str, tuple[Schedule, list[str]]]:
+def assign_schedules(schedule: Schedules, layers: Iterable[str]) -> dict[str, tuple[Schedule, list[str]]]:
     """Return pattern -> (schedule, names of its layers); ValueError when the patterns do not fit the layers."""
     given = {"*": schedule} if isinstance(schedule, Schedule) else dict(schedule)
     if len({s.total_steps for s in given.values()}) != 1:

@@ -11,6 +11,7 @@ A schedule is a *profile* (a curve from 0 to 1 over one cycle), repeated ``n_cyc
 
 from __future__ import annotations
 
+import itertools
 import math
 import operator
 import warnings
@@ -32,7 +33,7 @@ class ShortCycleWarning(UserWarning):
     """The cycles have too few steps for the bits to reach ``q_max`` at the end of a cycle."""
 
 
-# --- profiles: x in [0, 1) -> [0, 1] ---------------------------------------------------------------------------------
+# --- profiles: x in [0, 1) -> [0, 1] --------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -124,7 +125,7 @@ class Rex(Profile):
 PROFILES: dict[str, type[Profile]] = {"linear": Linear, "cosine": Cosine, "exponential": Exponential, "rex": Rex}
 
 
-# --- schedules -------------------------------------------------------------------------------------------------------
+# --- schedules ------------------------------------------------------------------------------------
 
 
 class Schedule:
@@ -397,10 +398,10 @@ class FunctionSchedule(Schedule):
     def to_dict(self) -> dict[str, Any]:
         """Return the bits as a table: a function itself cannot be written to JSON."""
         edges = [0, *(np.flatnonzero(np.diff(self._bits)) + 1).tolist(), self.total_steps]
-        return {"kind": "table", "runs": [[int(self._bits[a]), b - a] for a, b in zip(edges, edges[1:], strict=False)]}
+        return {"kind": "table", "runs": [[int(self._bits[a]), b - a] for a, b in itertools.pairwise(edges)]}
 
 
-# --- the suite -------------------------------------------------------------------------------------------------------
+# --- the suite ------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -495,7 +496,7 @@ def schedule_from_dict(description: dict[str, Any]) -> Schedule:
     return CyclicSchedule(profile=profile, **d)
 
 
-# --- checks ----------------------------------------------------------------------------------------------------------
+# --- checks ---------------------------------------------------------------------------------------
 
 
 def _integer(what: str, value: Any) -> int:

@@ -68,7 +68,7 @@ class RunSpec:
         """Rebuild a spec; ValueError for another version."""
         if d.get("version") != SPEC_VERSION:
             raise ValueError(f"spec version {d.get('version')!r} is not {SPEC_VERSION}")
-        recipe = {k: tuple(v) if isinstance(v, list) else v for k, v in d["recipe"].items()}
+        recipe: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in d["recipe"].items()}
         return cls(
             Recipe(**recipe),
             schedule_from_dict(d["schedule"]),
@@ -88,7 +88,14 @@ class RunSpec:
 
 
 def run_spec(
-    recipe: Recipe, arm: str, *, q_max: int, seed: int, scale: str = "demo", preset: str = "ours", q_grad: int | None = None
+    recipe: Recipe,
+    arm: str,
+    *,
+    q_max: int,
+    seed: int,
+    scale: str = "demo",
+    preset: str = "ours",
+    q_grad: int | None = None,
 ) -> RunSpec:
     """Make the spec of an arm: a schedule's name, or "static 5" for static training at 5 bits.
 

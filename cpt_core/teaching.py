@@ -44,7 +44,11 @@ def predict(question: str, choice: str, options: tuple[str, ...] = ("a", "b", "c
     if choice and choice not in options:
         raise ValueError(f"choose one of {', '.join(options)}, got {choice!r}")
     _predictions[question] = choice
-    print(f"{question}: noted {choice!r}" if choice else f"{question}: no prediction yet - put a letter between the quotes")
+    print(
+        f"{question}: noted {choice!r}"
+        if choice
+        else f"{question}: no prediction yet - put a letter between the quotes"
+    )
 
 
 def reveal(question: str, answer: str, because: str) -> None:
@@ -120,7 +124,7 @@ def explore_schedule(total_steps: int = 800) -> Any:
     return widgets.VBox([widgets.HBox(list(controls.values())[:2]), widgets.HBox(list(controls.values())[2:]), output])
 
 
-# --- small worlds to look into -------------------------------------------------------------------------------------------
+# --- small worlds to look into --------------------------------------------------------------------
 
 
 def tiny_problem(batch: int = 32, seed: int = 0) -> tuple[Any, list[tuple[Any, Any]], Any, Any]:

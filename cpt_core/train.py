@@ -163,16 +163,14 @@ def train(
         state.history["evaluations"].append(_evaluate(task, model, state.step, recipe.eval_bits, spec))
     metrics = _metrics(task, model, state, spec)
     state.seconds = before + time.monotonic() - started
-    run = Run(
-        spec, state.status, metrics, state.history, {}, state.seconds, model, task.title, task.checksum
-    )
+    run = Run(spec, state.status, metrics, state.history, {}, state.seconds, model, task.title, task.checksum)
     run.bitops = _bitops(model, spec, first_batch if first_batch is not None else next(task.batches(0)))
     if checkpoint is not None:
         checkpoint.unlink(missing_ok=True)
     return run
 
 
-# --- evaluation ----------------------------------------------------------------------------------------------------------
+# --- evaluation -----------------------------------------------------------------------------------
 
 
 def _evaluate(task: Task, model: nn.Module, step: int, policy: str, spec: RunSpec) -> dict[str, Any]:
@@ -219,12 +217,10 @@ def _metric(name: str, split: str, when: str, evaluation: dict[str, Any], value:
 def _bitops(model: nn.Module, spec: RunSpec, batch: Any) -> dict[str, float]:
     model.train()
     inputs = tuple(batch[:1])
-    return {
-        c: count_bitops(model, inputs, spec.schedule, convention=c, q_grad=spec.q_grad).total for c in CONVENTIONS
-    }
+    return {c: count_bitops(model, inputs, spec.schedule, convention=c, q_grad=spec.q_grad).total for c in CONVENTIONS}
 
 
-# --- checkpoints ---------------------------------------------------------------------------------------------------------
+# --- checkpoints ----------------------------------------------------------------------------------
 
 
 def _save(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 from torch import Tensor, nn
 
 
@@ -20,7 +22,7 @@ class MLP(nn.Module):
         super().__init__()
         sizes = [inputs] + [width] * hidden
         layers: list[nn.Module] = []
-        for a, b in zip(sizes, sizes[1:], strict=False):
+        for a, b in itertools.pairwise(sizes):
             layers += [nn.Linear(a, b), nn.ReLU()]
         self.body = nn.Sequential(*layers)
         self.fc = nn.Linear(sizes[-1], classes)

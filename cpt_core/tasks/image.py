@@ -75,7 +75,7 @@ class ImageTask:
 _loaded: dict[tuple, ImageData] = {}
 
 
-def _load(recipe) -> ImageData:  # type: ignore[no-untyped-def]
+def _load(recipe) -> ImageData:
     """Load once per process: a sweep runs many recipes on the same data."""
     key = (recipe.dataset, recipe.size, recipe.train_images, recipe.valid_images, recipe.test_images)
     if key not in _loaded:

@@ -31,7 +31,7 @@ def small(dataset, **changes):
     return replace(base, **{"test_images": None, **changes})
 
 
-# --- digits --------------------------------------------------------------------------------------------------------------
+# --- digits ---------------------------------------------------------------------------------------
 
 
 def test_digits_split():
@@ -48,7 +48,7 @@ def test_digits_split():
     assert y.dtype == torch.int64
 
 
-# --- batches -------------------------------------------------------------------------------------------------------------
+# --- batches --------------------------------------------------------------------------------------
 
 
 def batches_of(images, seed=0, **changes):
@@ -107,7 +107,7 @@ def test_batches_are_functions_of_seed_and_step():
     assert not torch.equal(batches_of(images, seed=1)(5)[1], y)
 
 
-# --- CIFAR in its real layout --------------------------------------------------------------------------------------------
+# --- CIFAR in its real layout ---------------------------------------------------------------------
 
 
 def write_cifar10(folder, monkeypatch):
@@ -157,7 +157,7 @@ def test_missing_data_names_the_command(dataset, size, data_folder):
         load_images(small(dataset, size=size))
 
 
-# --- own images ----------------------------------------------------------------------------------------------------------
+# --- own images -----------------------------------------------------------------------------------
 
 
 def jpeg(array):

@@ -1,0 +1,28 @@
+"""What all tests share."""
+
+import os
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import settings
+
+torch.set_num_threads(1)
+
+# The same examples in every run, and no folder of found ones beside the sources.
+settings.register_profile("repeatable", derandomize=True, deadline=None, database=None)
+settings.load_profile("repeatable")
+
+
+@pytest.fixture(scope="session")
+def reference_dir() -> Path:
+    """The folder of the reference values; CPT_REFERENCE_DIR names another one with files of that format."""
+    return Path(os.environ.get("CPT_REFERENCE_DIR") or Path(__file__).parent / "reference" / "data")
+
+
+WITH_CUDA = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
+
+
+@pytest.fixture(params=["cpu", pytest.param("cuda", marks=WITH_CUDA)])
+def device(request: pytest.FixtureRequest) -> torch.device:
+    return torch.device(request.param)

@@ -1,0 +1,259 @@
+"""The quantisers against plain numpy, and what any quantiser must keep, for random tensors and bits."""
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from hypothesis.extra import numpy as hnp
+
+from cpt_core.quantizers import (
+    GRANULARITIES,
+    NoisePool,
+    Quantizer,
+    hash_noise,
+    levels_of,
+    quantize,
+    quantize_gradient,
+    straight_through,
+)
+
+BITS = st.integers(1, 12)
+GRANULARITY = st.sampled_from(sorted(GRANULARITIES))
+SHAPES = hnp.array_shapes(min_dims=1, max_dims=4, max_side=5)
+
+
+@st.composite
+def tensors(draw, shapes=SHAPES):
+    scale = draw(st.sampled_from([1e-7, 1e-3, 1.0, 1e4]))
+    elements = st.floats(-1, 1, width=32)
+    return draw(hnp.arrays(np.float32, shapes, elements=elements)) * np.float32(scale)
+
+
+def numpy_range(x, granularity):
+    """Return minimum and width, with the dimensions kept."""
+    everything = tuple(range(x.ndim))
+    axes = {
+        "per_tensor": everything,
+        "per_channel": everything[1:] or everything,
+        "per_row": (x.ndim - 1,),
+        "per_position": everything if x.ndim < 3 else (0, x.ndim - 1),
+    }
+    if granularity == "per_sample_mean":
+        rest = everything[1:] or everything
+        low = x.min(axis=rest, keepdims=True).mean(axis=0, keepdims=True, dtype=np.float32)
+        return low, x.max(axis=rest, keepdims=True).mean(axis=0, keepdims=True, dtype=np.float32) - low
+    low = x.min(axis=axes[granularity], keepdims=True)
+    return low, x.max(axis=axes[granularity], keepdims=True) - low
+
+
+def numpy_quantize(x, bits, low, width):
+    step = step_of(width, bits)
+    return np.rint(np.clip((x - low) / step, 0, 2**bits - 1)) * step + low
+
+
+def step_of(width, bits):
+    return np.maximum(width / (2**bits - 1), np.float32(1e-8))
+
+
+def top_of(low, width, bits):
+    """Highest point of the grid: the maximum, or less than a step above it where the step is at its least."""
+    step = step_of(width, bits)
+    return low + width + np.where(step == np.float32(1e-8), step, 0)
+
+
+def rounding_error(x):
+    """A few units in the last place of the largest value: what float32 itself may lose on the way."""
+    return 4 * np.spacing(np.abs(x).max(initial=np.float32(1e-30)))
+
+
+@given(tensors(), BITS, GRANULARITY)
+def test_equals_plain_numpy(x, bits, granularity):
+    low, width = numpy_range(x, granularity)
+    expected = numpy_quantize(x, bits, low, width)
+    found = quantize(torch.from_numpy(x), bits, Quantizer(granularity)).numpy()
+    if granularity == "per_sample_mean":  # a mean depends on the order of the sum, and with it the grid
+        step = step_of(width, bits)
+        assert (np.abs(found - expected) <= step * 1.001 + rounding_error(x)).all()
+        np.testing.assert_allclose(found.min(), expected.min(), atol=rounding_error(x))
+    else:
+        np.testing.assert_array_equal(found, expected)
+
+
+@given(tensors(), BITS, GRANULARITY.filter(lambda g: g != "per_sample_mean"))
+def test_twice_is_once(x, bits, granularity):
+    once = quantize(torch.from_numpy(x), bits, Quantizer(granularity))
+    twice = quantize(once, bits, Quantizer(granularity))
+    np.testing.assert_allclose(twice.numpy(), once.numpy(), rtol=0, atol=rounding_error(x) + 1e-8)
+
+
+@given(tensors(), BITS, GRANULARITY.filter(lambda g: g != "per_sample_mean"))
+def test_stays_in_the_range_and_within_half_a_step(x, bits, granularity):
+    low, width = numpy_range(x, granularity)
+    step = step_of(width, bits)
+    found = quantize(torch.from_numpy(x), bits, Quantizer(granularity)).numpy()
+    slack = rounding_error(x)
+    assert (found >= low - slack).all()
+    assert (found <= top_of(low, width, bits) + slack).all()
+    assert (np.abs(found - x) <= step / 2 + slack).all()
+
+
+@given(tensors(shapes=st.integers(1, 300)), BITS)
+def test_order_and_number_of_values(x, bits):
+    x = np.sort(x)
+    found = quantize(torch.from_numpy(x), bits, "conv_input").numpy()
+    assert (np.diff(found) >= 0).all()
+    assert len(np.unique(found)) <= 2**bits
+
+
+@given(tensors(), st.integers(24, 32), GRANULARITY)
+def test_24_bits_and_more_change_nothing(x, bits, granularity):
+    np.testing.assert_array_equal(quantize(torch.from_numpy(x), bits, Quantizer(granularity)).numpy(), x)
+
+
+@given(tensors(), BITS, GRANULARITY)
+def test_gradient_passes_straight_through(x, bits, granularity):
+    leaf = torch.from_numpy(x).requires_grad_()
+    upstream = torch.arange(1.0, leaf.numel() + 1).reshape(leaf.shape)
+    quantize(leaf, bits, Quantizer(granularity)).backward(upstream)
+    assert torch.equal(leaf.grad, upstream)
+
+
+@given(tensors(), BITS)
+def test_gradient_passes_clipped_values_too(x, bits):
+    leaf = torch.from_numpy(x).requires_grad_()
+    low, width = torch.tensor(x.mean()), torch.tensor(np.ptp(x) / 4)  # much is outside
+    y = straight_through(leaf, low, width, torch.tensor(levels_of(bits)), clip=True)
+    y.backward(torch.full_like(y, -3.0))
+    assert torch.equal(leaf.grad, torch.full_like(leaf, -3.0))
+    np.testing.assert_array_equal(y.detach().numpy(), numpy_quantize(x, bits, low.numpy(), width.numpy()))
+
+
+# --- stochastic rounding --------------------------------------------------------------------------
+
+
+def rounded_gradient(upstream, bits, pool):
+    x = torch.zeros_like(upstream, requires_grad=True)
+    quantizer = Quantizer("per_tensor", rounding="stochastic")
+    quantize_gradient(x, torch.tensor(levels_of(bits)), quantizer, pool).backward(upstream)
+    return x.grad
+
+
+@given(tensors(), BITS, st.integers(-(2**40), 2**40))
+def test_stochastic_rounding_takes_a_neighbour_on_the_grid(x, bits, seed):
+    found = rounded_gradient(torch.from_numpy(x), bits, NoisePool(seed)).numpy()
+    low, width = numpy_range(x, "per_tensor")
+    step = step_of(width, bits)
+    slack = rounding_error(x)
+    assert (found >= low - slack).all()
+    assert (found <= top_of(low, width, bits) + slack).all()
+    assert (np.abs(found - x) <= step * (1 + 1e-5) + slack).all()
+    index = (found - low) / step
+    assert (np.abs(index - np.rint(index)) * step <= 2 * slack + 1e-4 * step).all()
+
+
+@pytest.mark.parametrize("bits", [1, 2, 4, 8])
+def test_stochastic_rounding_is_unbiased(bits):
+    torch.manual_seed(0)
+    x = torch.randn(500)
+    pool, draws = NoisePool(seed=1), 2000
+    mean = sum(rounded_gradient(x, bits, pool).double() for _ in range(draws)) / draws
+    step = (x.max() - x.min()) / (2**bits - 1)
+    share = (x - x.min()) / step % 1
+    deviation = step * (share * (1 - share) / draws).sqrt() + 1e-6
+    z = ((mean - x) / deviation)[(share > 0.02) & (share < 0.98)]
+    assert z.abs().max() < 5
+    assert 0.9 < z.std() < 1.1  # the spread of fair coins: the draws are independent
+    assert abs(z.mean()) < 5 / len(z) ** 0.5
+
+
+@pytest.mark.parametrize("bits", [2, 8])
+def test_extremes_and_zeros_are_not_moved(bits):
+    torch.manual_seed(0)
+    x, pool = torch.randn(500), NoisePool(seed=2)
+    for _ in range(200):
+        found = rounded_gradient(x, bits, pool)
+        assert found[x.argmin()] == x.min()
+        torch.testing.assert_close(found[x.argmax()], x.max())
+    assert torch.equal(rounded_gradient(torch.zeros(7, 3), bits, pool), torch.zeros(7, 3))
+    assert torch.equal(rounded_gradient(torch.full((5,), 0.3), bits, pool), torch.full((5,), 0.3))
+
+
+# --- noise ----------------------------------------------------------------------------------------
+
+
+@given(st.integers(-(2**63), 2**63), st.integers(0, 50), SHAPES)
+def test_noise_pool_continues_from_its_state(seed, calls, shape):
+    like = torch.empty(shape)
+    pool = NoisePool(seed)
+    for _ in range(calls):
+        pool.draw(like)
+    twin = NoisePool()
+    twin.load_state_dict(pool.state_dict())
+    first, second = pool.draw(like), pool.draw(like)
+    assert first.shape == like.shape
+    assert torch.equal(twin.draw(like), first)
+    assert torch.equal(twin.draw(like), second)
+
+
+def is_uniform(noise):
+    """Whether the values look drawn from [-0.5, 0.5): bounds, mean, variance, 64 equal bins (chi square)."""
+    noise = noise.flatten().double()
+    n = noise.numel()
+    count = torch.histc(noise, 64, -0.5, 0.5)
+    chi_square = ((count - n / 64) ** 2 / (n / 64)).sum()
+    return bool(
+        noise.min() >= -0.5
+        and noise.max() < 0.5
+        and abs(noise.mean()) < 5 * (1 / 12 / n) ** 0.5
+        and abs(noise.var() - 1 / 12) < 5 * (1 / 180 / n) ** 0.5
+        and 10 < chi_square < 140  # 63 degrees of freedom
+    )
+
+
+def correlation(a, b):
+    return float(torch.corrcoef(torch.stack([a.flatten(), b.flatten()]).double())[0, 1])
+
+
+def drawn(source, calls, n):
+    if source == "pool":
+        pool = NoisePool(seed=5)
+        return [pool.draw(torch.empty(n)) for _ in range(calls)]
+    return [hash_noise(torch.empty(n), torch.tensor((1 << 40) + i)) for i in range(calls)]
+
+
+@pytest.mark.parametrize("source", ["pool", "hash"])
+def test_noise_is_uniform_and_not_repeated(source):
+    n = 1 << 16
+    draws = drawn(source, 6, n)
+    assert all(is_uniform(noise) for noise in draws)
+    limit = 5 / n**0.5
+    for i, noise in enumerate(draws):
+        for lag in (1, 2, 3, 64, 256, 4096):
+            assert abs(correlation(noise[:-lag], noise[lag:])) < limit
+        for other in draws[i + 1 :]:
+            for shift in (0, 1, 2, 64, 256):
+                assert abs(correlation(noise[: n - shift], other[shift:])) < limit
+
+
+def test_no_noise_fails_the_check_for_uniform_noise():
+    n = 1 << 16
+    ramp = (torch.arange(n) / n - 0.5) * 0.99
+    assert not is_uniform(ramp)
+    assert not is_uniform(torch.zeros(n))
+    assert is_uniform(torch.rand(n, generator=torch.Generator().manual_seed(0)) - 0.5)
+
+
+@pytest.mark.parametrize("source", ["pool", "hash"])
+def test_noise_differs_between_seeds_and_calls(source):
+    draws = drawn(source, 20, 100)
+    draws += [NoisePool(6).draw(torch.empty(100))]
+    assert len({tuple(d.tolist()) for d in draws}) == 21
+
+
+def test_more_noise_than_the_pool_holds():
+    shape = (NoisePool.SIZE // 1000 + 7, 1000)
+    noise = NoisePool(seed=3).draw(torch.empty(shape, device="meta").to("cpu") if False else torch.empty(shape))
+    assert noise.shape == shape
+    assert is_uniform(noise[-5000:])
+    assert is_uniform(noise)

@@ -1,0 +1,110 @@
+import json
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from cpt_core.convert import QuantConfig, quantize_
+from cpt_core.layers import LayerPrecision
+from cpt_core.quantizers import NoisePool, Quantizer, levels_of, quantize, quantize_gradient
+from cpt_core.scheduler import precision
+
+GRANULARITY_OF = {
+    "first_dim_rows": "per_channel",
+    "whole_tensor": "per_tensor",
+    "flat_all": "per_tensor",
+    "batch_mean": "per_sample_mean",
+    "last_dim_rows": "per_row",
+    "last_dim_reduce0": "per_position",
+}
+VALUE_ATOL, FORWARD_ATOL, BACKWARD_ATOL = 1e-6, 2e-6, 1e-5
+
+
+@pytest.fixture(scope="module")
+def reference(reference_dir):
+    return json.loads((reference_dir / "quantizer.json").read_text())
+
+
+def tensor(values, shape=None):
+    result = torch.tensor(values, dtype=torch.float32)
+    return result if shape is None else result.reshape(shape)
+
+
+def differs(found, expected, atol):
+    expected = np.asarray(expected, dtype=np.float32)
+    found = found.detach().numpy().reshape(expected.shape)  # ranges may differ in dimensions of size 1
+    return not np.allclose(found, expected, rtol=0, atol=atol, equal_nan=True)
+
+
+def test_every_quantised_tensor(reference):
+    wrong = []
+    for case in reference["quantize"]:
+        quantizer = Quantizer(GRANULARITY_OF[case["kind"]])
+        x = tensor(case["input"], case["shape"])
+        low, width = quantizer.range_of(x)
+        found = {"output": quantize(x, case["bits"], quantizer), "min": low, "range": width}
+        wrong += [(case["id"], k) for k, value in found.items() if differs(value, case[k], VALUE_ATOL)]
+    assert reference["quantize"]
+    assert wrong == []
+
+
+def test_every_quantised_gradient(reference):
+    wrong = []
+    for case in reference["quantize_grad"]:
+        x = torch.zeros(case["shape"], requires_grad=True)
+        quantizer = Quantizer(GRANULARITY_OF[case["kind"]])
+        y = quantize_gradient(x, torch.tensor(levels_of(int(case["bits"]))), quantizer)
+        y.backward(tensor(case["upstream"], case["shape"]))
+        if not torch.equal(y, x) or differs(x.grad, case["output"], VALUE_ATOL):
+            wrong.append(case["id"])
+    assert reference["quantize_grad"]
+    assert wrong == []
+
+
+def test_every_running_range(reference):
+    wrong = []
+    for case in reference["running"]:
+        roles = {"input": Quantizer("per_tensor", running=True)}
+        layer = LayerPrecision(roles, NoisePool(), running_start="zero")
+        for i, batch in enumerate(case["train"]):
+            layer.set_bits(int(batch["bits"]), None)
+            found = {"output": layer.operand("input", tensor(batch["input"]))}
+            found["running_min"], found["running_range"], _ = layer.running_input
+            wrong += [(case["id"], i, k) for k, v in found.items() if differs(v, batch[k], VALUE_ATOL)]
+        layer.eval()
+        layer.set_bits(int(case["eval_bits"]), None)
+        if differs(layer.operand("input", tensor(case["eval_input"])), case["eval_output"], VALUE_ATOL):
+            wrong.append((case["id"], "eval"))
+    assert reference["running"]
+    assert wrong == []
+
+
+def layer_of(case):
+    weight, bias = tensor(case["weight"]), case.get("bias")
+    out, inner, *kernel = weight.shape
+    if kernel:
+        layer = nn.Conv2d(inner, out, kernel, case["stride"], case["padding"], bias=bias is not None)
+    else:
+        layer = nn.Linear(inner, out, bias=bias is not None)
+    layer.load_state_dict({"weight": weight} | ({} if bias is None else {"bias": tensor(bias)}))
+    return quantize_(layer, QuantConfig().with_gradient_rounding("nearest"))
+
+
+def test_forward_and_backward_of_every_layer(reference):
+    wrong, checked = [], 0
+    for case in reference["layers"]:
+        if case["layer"] not in ("conv2d", "conv2d_bias", "linear"):
+            continue  # composed from these; other modules hold them
+        checked += 1
+        layer, x = layer_of(case), tensor(case["x"]).requires_grad_()
+        with precision(layer, case["bits"], q_grad=case["grad_bits"]):
+            y = layer(x)
+            y.backward(tensor(case["upstream"]))
+        found = {"dx": x.grad, "dw": layer.weight.grad}
+        if layer.bias is not None:
+            found["db"] = layer.bias.grad
+        wrong += [(case["id"], k) for k, value in found.items() if differs(value, case[k], BACKWARD_ATOL)]
+        wrong += [(case["id"], "y")] if differs(y, case["y"], FORWARD_ATOL) else []
+    assert checked
+    assert wrong == []

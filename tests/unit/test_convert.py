@@ -1,0 +1,495 @@
+import copy
+import pickle
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from cpt_core.convert import PRESETS, QuantConfig, quantize_, restore_, summary
+from cpt_core.layers import QuantConv2d, QuantLinear
+from cpt_core.quantizers import QUANTIZERS, Quantizer, levels_of, quantize, quantize_gradient
+from cpt_core.scheduler import precision
+
+NEAREST = QuantConfig().with_gradient_rounding("nearest")
+BITS, Q_GRAD = 3, 5
+
+
+def small():
+    torch.manual_seed(0)
+    return nn.Sequential(
+        nn.Conv2d(3, 4, 3, padding=1),
+        nn.BatchNorm2d(4),
+        nn.ReLU(),
+        nn.Conv2d(4, 4, 3),
+        nn.Flatten(),
+        nn.Linear(64, 5),
+    )
+
+
+def pictures(n=2, seed=0):
+    return torch.randn(n, 3, 6, 6, generator=torch.Generator().manual_seed(seed))
+
+
+def quantized_names(model):
+    return [row.name for row in summary(model).quantized]
+
+
+# --- a converted layer is "quantise, then call the original" --------------------------------------
+
+LAYERS = {
+    "plain": (lambda: nn.Conv2d(4, 6, 3, bias=False), (2, 4, 7, 7)),
+    "bias": (lambda: nn.Conv2d(4, 6, 3), (2, 4, 7, 7)),
+    "groups": (lambda: nn.Conv2d(4, 6, 3, groups=2), (2, 4, 7, 7)),
+    "depthwise": (lambda: nn.Conv2d(4, 4, 3, groups=4, stride=2, padding=1), (2, 4, 7, 7)),
+    "same": (lambda: nn.Conv2d(4, 6, 3, padding="same", dilation=2), (2, 4, 7, 7)),
+    "reflect": (lambda: nn.Conv2d(4, 6, 3, padding=(1, 2), padding_mode="reflect"), (2, 4, 7, 7)),
+    "circular": (lambda: nn.Conv2d(4, 6, 3, padding=1, padding_mode="circular"), (2, 4, 7, 7)),
+    "1x1": (lambda: nn.Conv2d(4, 6, 1), (2, 4, 1, 1)),
+    "one picture": (lambda: nn.Conv2d(4, 6, 3), (4, 7, 7)),
+    "1d": (lambda: nn.Conv1d(4, 6, 3, padding="same"), (2, 4, 9)),
+    "3d": (lambda: nn.Conv3d(2, 3, 2, padding=1), (2, 2, 4, 4, 4)),
+    "linear": (lambda: nn.Linear(4, 6), (5, 4)),
+    "linear without bias": (lambda: nn.Linear(4, 6, bias=False), (5, 4)),
+    "linear 3d": (lambda: nn.Linear(4, 6), (2, 3, 4)),
+    "linear 1d": (lambda: nn.Linear(4, 6), (4,)),
+}
+
+
+@pytest.mark.parametrize("kind", list(LAYERS))
+def test_layer_equals_quantise_then_call(kind, device):
+    torch.manual_seed(0)
+    make, shape = LAYERS[kind]
+    plain = make().to(device)
+    layer = quantize_(copy.deepcopy(plain), NEAREST)
+    x, twin = (torch.randn(shape, device=device).requires_grad_() for _ in range(2))
+    twin.data.copy_(x.data)
+
+    role = "linear" if isinstance(plain, nn.Linear) else "conv"
+    operands = {"weight": quantize(plain.weight, BITS, f"{role}_weight")}
+    if plain.bias is not None:
+        operands["bias"] = quantize(plain.bias, BITS, "bias")
+    y = torch.func.functional_call(plain, operands, quantize(twin, BITS, f"{role}_input"))
+    grad_levels = torch.tensor(levels_of(Q_GRAD), device=device)
+    y = quantize_gradient(y, grad_levels, NEAREST.quantizers[f"{role}_grad"])
+
+    with precision(layer, BITS, q_grad=Q_GRAD):
+        z = layer(x)
+        upstream = torch.randn_like(z)
+        z.backward(upstream)
+    y.backward(upstream)
+    torch.testing.assert_close(z, y)
+    torch.testing.assert_close(x.grad, twin.grad)
+    for a, b in zip(layer.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(a.grad, b.grad)
+    assert not torch.allclose(z, plain(x))
+
+
+@pytest.mark.parametrize("kind", ["bias", "1d", "3d", "linear"])
+def test_an_empty_batch_passes(kind):
+    make, shape = LAYERS[kind]
+    layer = quantize_(make())
+    with precision(layer, 4):
+        y = layer(torch.empty(0, *shape[1:], requires_grad=True))
+        y.sum().backward()
+    assert y.shape[0] == 0
+    assert layer.weight.grad.count_nonzero() == 0
+
+
+def test_layers_work_under_autocast():
+    layer = quantize_(nn.Linear(4, 6), NEAREST)
+    x = torch.randn(5, 4)
+    with precision(layer, 8), torch.autocast("cpu", dtype=torch.bfloat16):
+        y = layer(x)
+        y.float().sum().backward()
+    assert y.dtype == torch.bfloat16
+    assert layer.weight.grad.dtype == torch.float32
+    with precision(layer, 8):
+        torch.testing.assert_close(y.float(), layer(x), atol=0.02, rtol=0.02)
+
+
+# --- identity -------------------------------------------------------------------------------------
+
+
+def test_parameters_stay_the_same_objects_and_the_optimizer_valid():
+    model = small()
+    before = dict(model.named_parameters())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    assert quantize_(model) is model
+    after = dict(model.named_parameters())
+    assert list(after) == list(before)
+    assert all(after[name] is before[name] for name in before)
+    old = {name: p.detach().clone() for name, p in before.items()}
+    with precision(model, 8):
+        model(pictures()).square().sum().backward()
+    optimizer.step()
+    assert all(not torch.equal(after[name], old[name]) for name in old if name != "0.bias")
+
+
+def test_checkpoints_load_strictly_both_ways():
+    plain, model = small(), quantize_(small())
+    assert list(model.state_dict()) == list(plain.state_dict())
+    for source, target in ((plain, model), (model, plain)):
+        with torch.no_grad():
+            source[0].weight.add_(1)
+        target.load_state_dict(source.state_dict(), strict=True)
+        assert torch.equal(target[0].weight, source[0].weight)
+
+
+def test_restore_gives_the_original_back():
+    model = small()
+    x = pictures()
+    parameters, buffers, kinds = (
+        list(model.parameters()),
+        list(model.buffers()),
+        [type(m) for m in model.modules()],
+    )
+    expected = model.eval()(x)
+    quantize_(model)
+    with precision(model, 2):
+        assert not torch.equal(model(x), expected)
+    assert restore_(model) is model
+    assert [type(m) for m in model.modules()] == kinds
+    assert all(a is b for a, b in zip(model.parameters(), parameters, strict=True))
+    assert all(a is b for a, b in zip(model.buffers(), buffers, strict=True))
+    assert torch.equal(model(x), expected)
+    quantize_(model)  # and it can be converted again
+    assert quantized_names(model) == ["0", "3", "5"]
+
+
+def test_shared_modules_and_parameters_are_kept():
+    shared = nn.Linear(4, 4)
+    model = nn.ModuleList([shared, shared, nn.Linear(4, 4)])
+    model[2].weight = shared.weight
+    quantize_(model)
+    assert model[0] is model[1]
+    assert model[2].weight is model[0].weight
+    assert isinstance(restore_(model)[0], nn.Linear)
+
+
+def test_a_model_that_is_one_layer():
+    layer = quantize_(nn.Linear(2, 2))
+    assert type(layer) is QuantLinear
+    assert type(restore_(layer)) is nn.Linear
+
+
+def test_hooks_and_modes_stay():
+    model, calls = small().eval(), []
+    model[0].register_forward_hook(lambda *_: calls.append("hook"))
+    quantize_(model)
+    assert not any(m.training for m in model.modules())
+    with precision(model, 8):
+        model(pictures())
+    assert calls == ["hook"]
+
+
+def test_modules_keep_working_where_isinstance_is_asked():
+    model = quantize_(small())
+    assert isinstance(model[0], nn.Conv2d)
+    assert type(model[0]) is QuantConv2d
+    assert isinstance(model[5], nn.Linear)
+
+
+# --- what is chosen -------------------------------------------------------------------------------
+
+
+def test_patterns_and_filter_choose():
+    assert quantized_names(quantize_(small(), QuantConfig(float32=("3",)))) == ["0", "5"]
+    assert quantized_names(quantize_(small(), QuantConfig(float32=("[03]",)))) == ["5"]
+    assert quantized_names(quantize_(small(), filter_fn=lambda m, name: isinstance(m, nn.Linear))) == ["5"]
+    both = quantize_(small(), QuantConfig(float32=("0",)), filter_fn=lambda m, name: name != "5")
+    assert quantized_names(both) == ["3"]
+
+
+def test_a_pattern_covers_what_the_module_contains():
+    model = nn.Sequential(nn.Sequential(nn.Linear(2, 2), nn.Sequential(nn.Linear(2, 2))), nn.Linear(2, 2))
+    assert quantized_names(quantize_(copy.deepcopy(model), QuantConfig(float32=("0",)))) == ["1"]
+    assert quantized_names(quantize_(copy.deepcopy(model), QuantConfig(float32=("0.1",)))) == ["0.0", "1"]
+
+
+def test_torchvision_resnet_with_the_imagenet_preset():
+    torchvision = pytest.importorskip("torchvision")
+    model = quantize_(torchvision.models.resnet18(weights=None), "imagenet")
+    expected = [n for n, m in model.named_modules() if isinstance(m, nn.Conv2d) and m.kernel_size == (3, 3)]
+    assert quantized_names(model) == expected
+    assert len(expected) == 16
+    left_out = {r.name for r in summary(model).float32 if r.reason == "left out"}
+    assert left_out == {"conv1", "fc"} | {f"layer{i}.0.downsample.0" for i in (2, 3, 4)}
+
+
+def test_presets():
+    assert list(PRESETS) == ["all", "cifar", "imagenet"]
+    model = quantize_(nn.ModuleDict({"conv1": nn.Conv2d(3, 3, 1), "fc": nn.Linear(3, 3)}), "cifar")
+    assert quantized_names(model) == ["conv1"]
+
+
+class SamePadding(nn.Conv2d):
+    """A convolution that pads as TensorFlow does, written like those of model collections."""
+
+    def forward(self, x):
+        pad = [
+            max((-(-n // s) - 1) * s + k - n, 0)
+            for n, s, k in zip(x.shape[-2:], self.stride, self.kernel_size, strict=True)
+        ]
+        x = F.pad(x, [pad[1] // 2, pad[1] - pad[1] // 2, pad[0] // 2, pad[0] - pad[0] // 2])
+        return F.conv2d(x, self.weight, self.bias, self.stride, 0, self.dilation, self.groups)
+
+
+UNCONVERTED = {
+    "subclass": (lambda: SamePadding(3, 4, 3, stride=2), {"": "a subclass of Conv2d"}),
+    "lstm": (lambda: nn.LSTM(4, 4), {"": "no quantised form"}),
+    "attention": (
+        lambda: nn.MultiheadAttention(4, 2),
+        {"": "no quantised form", "out_proj": "a subclass of Linear"},
+    ),
+    "encoder": (
+        lambda: nn.TransformerEncoderLayer(4, 2, 8),
+        dict.fromkeys(["linear1", "linear2"], "inside nn.TransformerEncoderLayer, whose fused path bypasses it"),
+    ),
+    "embedding": (lambda: nn.Embedding(4, 2), {"": "no quantised form"}),
+    "parametrised": (
+        lambda: nn.utils.parametrizations.weight_norm(nn.Linear(4, 4)),
+        {"": "a subclass of Linear"},
+    ),
+    "lazy": (lambda: nn.LazyLinear(3), {"": "a subclass of Linear"}),
+    "transposed": (lambda: nn.ConvTranspose2d(3, 3, 2), {"": "no quantised form"}),
+}
+
+
+@pytest.mark.parametrize("kind", list(UNCONVERTED))
+def test_what_is_not_converted_is_listed_with_its_reason(kind):
+    make, reasons = UNCONVERTED[kind]
+    model = quantize_(nn.ModuleDict({"other": make(), "linear": nn.Linear(2, 2)}))
+    table = summary(model)
+    assert quantized_names(model) == ["linear"]
+    assert all(row.reason for row in table.float32)
+    found = {row.name: row.reason for row in table.float32}
+    for name, reason in reasons.items():
+        assert found[f"other.{name}".rstrip(".")] == reason
+    assert all(row.reason in str(table) for row in table.float32)
+
+
+def test_unconverted_parts_still_run():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 4), nn.TransformerEncoderLayer(4, 2, 8, batch_first=True), nn.Linear(4, 4))
+    quantize_(model)
+    x = torch.randn(2, 3, 4)
+    with precision(model, 8):
+        model(x).sum().backward()
+        with torch.no_grad():
+            assert model.eval()(x).shape == (2, 3, 4)
+    with precision(model, "float"), torch.no_grad():
+        expected = restore_(copy.deepcopy(model))(x)
+        torch.testing.assert_close(model(x), expected)
+
+
+def test_summary_counts_parameters_and_precisions():
+    model = quantize_(small(), QuantConfig(float32=("5",)))
+    rows = {row.name: row for row in summary(model).rows}
+    assert list(rows) == ["0", "1", "3", "5"]
+    assert [rows[n].parameters for n in rows] == [4 * 3 * 9 + 4, 8, 4 * 4 * 9 + 4, 64 * 5 + 5]
+    assert [rows[n].kind for n in rows] == ["Conv2d", "BatchNorm2d", "Conv2d", "Linear"]
+    assert [(rows[n].quantized, rows[n].reason) for n in rows] == [
+        (True, ""),
+        (False, "no quantised form"),
+        (True, ""),
+        (False, "left out"),
+    ]
+
+
+# --- errors ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        (("imagnet",), "unknown preset 'imagnet'; choose from all, cifar, imagenet"),
+        ((QuantConfig(float32=("6",)),), "pattern '6' matches no module; similar names: "),
+        ((QuantConfig(float32=("5", "head*")),), r"pattern 'head\*' matches no module"),
+        ((None, lambda module, name: False), "nothing to quantise"),
+        ((QuantConfig(float32=("*",)),), "nothing to quantise"),
+        ((QuantConfig(running_start="two"),), "unknown running_start 'two'"),
+    ],
+)
+def test_bad_choices_leave_the_model_alone(args, message):
+    model = small()
+    kinds = [type(m) for m in model.modules()]
+    with pytest.raises(ValueError, match=message):
+        quantize_(model, *args)
+    assert [type(m) for m in model.modules()] == kinds
+
+
+def test_nothing_to_convert():
+    with pytest.raises(ValueError, match="nothing to quantise: no Conv1d, Conv2d, Conv3d, Linear in ReLU"):
+        quantize_(nn.ReLU())
+
+
+def test_converting_twice():
+    model = quantize_(small(), QuantConfig(float32=("5",)))
+    for again in (model, nn.Sequential(model, nn.Linear(2, 2))):
+        with pytest.raises(ValueError, match="converted already"):
+            quantize_(again)
+    assert quantized_names(model) == ["0", "3"]
+
+
+def test_restoring_what_is_not_converted():
+    with pytest.raises(ValueError, match="no quantised layers"):
+        restore_(small())
+
+
+def test_roles_must_be_complete_and_known():
+    with pytest.raises(ValueError, match="unknown roles linear_inptu"):
+        QuantConfig(quantizers={**QUANTIZERS, "linear_inptu": Quantizer("per_row")})
+    with pytest.raises(ValueError, match="missing or unknown roles bias"):
+        QuantConfig(quantizers={k: q for k, q in QUANTIZERS.items() if k != "bias"})
+
+
+def test_a_layer_is_made_from_exactly_its_float_class():
+    with pytest.raises(TypeError, match="QuantConv2d is made from Conv2d, got SamePadding"):
+        QuantConv2d.from_float(SamePadding(3, 4, 3))
+
+
+@pytest.mark.parametrize("layer", [0, 3, 5])
+def test_using_a_layer_before_a_precision_is_set(layer):
+    model = quantize_(small())
+    x = torch.randn(1, 64) if layer == 5 else torch.randn(1, 3 if layer == 0 else 4, 6, 6)
+    with pytest.raises(RuntimeError, match="no precision yet: make a PrecisionScheduler"):
+        model[layer](x)
+    assert "bits=not set" in repr(model[layer])
+
+
+# --- copies, casts and devices --------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m))])
+def test_copies_behave_alike_and_independently(copied):
+    def train(model, seed):
+        model.train()
+        model.zero_grad()
+        model(pictures(seed=seed)).square().sum().backward()
+        model.eval()
+        return [p.grad.clone() for p in model.parameters()], model(pictures(seed=99)).detach()
+
+    model = quantize_(small())
+    with precision(model, 4):
+        train(model, 0)
+        twin = copied(model)
+        for found, expected in zip(train(twin, 1), train(model, 1), strict=True):
+            assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+        before = [b.clone() for b in model.buffers()]
+        with precision(twin, 2):
+            train(twin, 2)
+            assert "bits=2" in repr(twin)
+            assert "bits=4" in repr(model)
+        assert all(torch.equal(a, b) for a, b in zip(model.buffers(), before, strict=True))
+
+
+@pytest.mark.parametrize("cast", [nn.Module.half, nn.Module.bfloat16, nn.Module.double, lambda m: m.to(torch.bfloat16)])
+def test_casts_leave_the_precision_in_float32(cast, device):
+    model = quantize_(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2))).to(device)
+    with precision(model, 7, q_grad=16):
+        model(torch.randn(3, 4, device=device)).sum().backward()
+        cast(model)
+        wanted = model[0].weight.dtype
+        assert wanted != torch.float32
+        for layer in model:
+            floats = [b for b in layer.precision.buffers() if b.is_floating_point()]
+            assert {b.dtype for b in floats} == {torch.float32}
+            assert (layer.precision.levels, layer.precision.grad_levels) == (2**7 - 1, 2**16 - 1)
+            assert {b.device.type for b in layer.precision.buffers()} == {device.type}
+        y = model(torch.randn(3, 4, device=device, dtype=wanted))
+        model.zero_grad()
+        y.sum().backward()
+    assert y.dtype == model[0].weight.grad.dtype == wanted
+    assert y.isfinite().all()
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
+def test_conversion_does_not_depend_on_the_default_dtype(dtype):
+    torch.set_default_dtype(dtype)
+    try:
+        model = quantize_(nn.Sequential(nn.Linear(4, 2)).float())
+        with precision(model, 16):
+            y = model(torch.randn(3, 4, dtype=torch.float32))
+            y.sum().backward()
+        floats = [b for b in model.buffers() if b.is_floating_point()]
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert y.dtype == torch.float32
+    assert {b.dtype for b in floats} == {torch.float32}
+
+
+def test_conversion_does_not_depend_on_the_default_device():
+    model = nn.Sequential(nn.Linear(4, 2))
+    with torch.device("meta"):  # like torch.set_default_device
+        quantize_(model)
+        empty = quantize_(nn.Sequential(nn.Linear(4, 2)))
+    assert {b.device.type for b in model.buffers()} == {"cpu"}
+    assert {b.device.type for b in empty.buffers()} == {"meta"}
+    with precision(empty, 4):
+        assert empty(torch.empty(3, 4, device="meta")).shape == (3, 2)
+    with precision(model, 4), torch.device("meta"):
+        model(torch.ones(3, 4, device="cpu")).sum().backward()
+    assert model[0].weight.grad.isfinite().all()
+
+
+def test_channels_last_models():
+    model = quantize_(small(), NEAREST)
+    x = pictures()
+    with precision(model, 4):
+        expected = model(x)
+        found = model.to(memory_format=torch.channels_last)(x.to(memory_format=torch.channels_last))
+    torch.testing.assert_close(found, expected)
+
+
+def test_an_in_place_relu_may_follow_a_layer():
+    found = []
+    for inplace in (False, True):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.ReLU(inplace), nn.Flatten(), nn.Linear(64, 3), nn.ReLU(inplace))
+        quantize_(model, NEAREST)
+        with precision(model, 4):
+            model(pictures()).square().sum().backward()
+        found.append([p.grad for p in model.parameters()])
+    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+
+
+# --- roles ----------------------------------------------------------------------------------------
+
+
+def test_every_layer_has_noise_of_its_own_and_a_seed_decides_it():
+    def gradients(seed):
+        torch.manual_seed(0)
+        model = nn.ModuleList([nn.Linear(4, 50), nn.Linear(4, 50)])
+        model[1].load_state_dict(model[0].state_dict())
+        quantize_(model, QuantConfig(seed=seed))
+        x, upstream = torch.randn(1, 4), torch.randn(1, 50)
+        with precision(model, 8, q_grad=2):
+            for layer in model:
+                layer(x).backward(upstream)
+        return [layer.bias.grad for layer in model]
+
+    first, again, other = gradients(0), gradients(0), gradients(1)
+    assert not torch.equal(first[0], first[1])
+    assert all(torch.equal(a, b) for a, b in zip(first, again, strict=True))
+    assert not torch.equal(first[0], other[0])
+
+
+def test_loss_scaling_by_powers_of_two_scales_gradients_exactly():
+    model, grads = quantize_(small(), NEAREST), []
+    with precision(model, 4, q_grad=6):
+        for k in (0, 7, -2):
+            model.zero_grad()
+            (model(pictures()).square().mean() * 2.0**k).backward()
+            grads.append([p.grad / 2.0**k for p in model.parameters()])
+    for scaled in grads[1:]:
+        assert all(torch.equal(a, b) for a, b in zip(scaled, grads[0], strict=True))
+
+
+def test_gradient_rounding_can_be_chosen():
+    config = QuantConfig().with_gradient_rounding("nearest")
+    assert {q.rounding for k, q in config.quantizers.items() if k.endswith("_grad")} == {"nearest"}
+    assert {k: q for k, q in config.quantizers.items() if not k.endswith("_grad")} == {
+        k: q for k, q in QUANTIZERS.items() if not k.endswith("_grad")
+    }
+    assert config.with_gradient_rounding("stochastic") == QuantConfig()

@@ -1,0 +1,164 @@
+"""The files that install the project agree with each other, and nothing is tied to one machine."""
+
+import re
+import subprocess
+import sys
+import tomllib
+from importlib.metadata import packages_distributions
+from itertools import chain
+from pathlib import Path
+
+import pytest
+import yaml
+from packaging.requirements import Requirement
+from packaging.specifiers import SpecifierSet
+from packaging.utils import canonicalize_name as canonical
+from packaging.version import Version
+
+ROOT = Path(__file__).parents[2]
+PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
+PROJECT = PYPROJECT["project"]
+
+
+def lines(name: str) -> list[str]:
+    """The lines of a file of the project that say something: no comments, no blanks."""
+    stripped = (re.sub(r"(^|\s)#.*", "", line).strip() for line in (ROOT / name).read_text().splitlines())
+    return [line for line in stripped if line]
+
+
+def pins(name: str) -> dict[str, Version]:
+    found = {}
+    for line in lines(name):
+        match = re.fullmatch(r"([A-Za-z0-9._-]+)==([0-9][A-Za-z0-9.]*)", line)
+        assert match, f"{name}: {line!r} is not of the form name==version"
+        found[canonical(match[1])] = Version(match[2])
+    assert len(found) == len(lines(name)), f"{name} names something twice"
+    return found
+
+
+def direct() -> dict[str, SpecifierSet]:
+    """Every dependency that pyproject.toml names, extras included, with its range."""
+    listed = [*PROJECT["dependencies"], *chain.from_iterable(PROJECT["optional-dependencies"].values())]
+    return {canonical(r.name): r.specifier for r in map(Requirement, listed)}
+
+
+def tracked() -> list[Path]:
+    """Every file that is committed or would be: git does not ignore it."""
+    listing = ["git", "-C", str(ROOT), "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
+    done = subprocess.run(listing, capture_output=True, text=True)
+    if done.returncode:
+        pytest.skip("not a git checkout")
+    return [path for name in done.stdout.split("\0") if name and (path := ROOT / name).is_file()]
+
+
+# --- versions -------------------------------------------------------------------------------------
+
+
+def test_the_lock_pins_every_direct_dependency_within_its_range():
+    locked = pins("requirements.lock")
+    for name, allowed in direct().items():
+        assert name in locked, f"{name} is not in requirements.lock: make lock"
+        assert locked[name] in allowed, f"{name}{allowed} in pyproject.toml, {locked[name]} in requirements.lock"
+
+
+def test_the_lock_pins_what_builds_the_package():
+    for requirement in map(Requirement, PYPROJECT["build-system"]["requires"]):
+        assert pins("requirements.lock")[canonical(requirement.name)] in requirement.specifier
+
+
+def test_constraints_are_the_pins_of_the_direct_dependencies():
+    locked = pins("requirements.lock")
+    assert pins("constraints.txt") == {name: locked[name] for name in direct()}
+
+
+def test_every_import_is_declared():
+    declared = set(direct())
+    providers = packages_distributions()
+    for path in [*ROOT.glob("cpt_core/**/*.py"), *ROOT.glob("bench/**/*.py"), *ROOT.glob("tests/**/*.py")]:
+        for module in re.findall(r"^\s*(?:import|from) (\w+)(?=$|[. ])", path.read_text(), flags=re.MULTILINE):
+            if module in sys.stdlib_module_names or (ROOT / module).is_dir() or module not in providers:
+                continue
+            names = {canonical(name) for name in providers[module]}
+            assert names & declared, f"{path.relative_to(ROOT)} imports {module}; pyproject.toml declares no {names}"
+
+
+def test_environment_yml_installs_the_lock_on_a_python_that_the_project_allows():
+    *conda, pip = yaml.safe_load((ROOT / "environment.yml").read_text())["dependencies"]
+    assert [name.split("=")[0] for name in conda] == ["python", "pip"]
+    python = conda[0].removeprefix("python=")
+    assert python in SpecifierSet(PROJECT["requires-python"])
+    assert PYPROJECT["tool"]["mypy"]["python_version"] == python
+    assert pip == {"pip": ["-r requirements.lock", "-e ."]}
+
+
+def test_the_citation_names_this_version():
+    assert yaml.safe_load((ROOT / "CITATION.cff").read_text())["version"] == PROJECT["version"]
+
+
+# --- Makefile, Dockerfile, continuous integration -------------------------------------------------
+
+
+def test_makefile_dockerfile_and_conda_set_the_same_variables():
+    conda = yaml.safe_load((ROOT / "environment.yml").read_text())["variables"]
+    assert "DGLBACKEND" in conda
+    exported = dict(re.findall(r"^export (\w+) := (\S+)$", (ROOT / "Makefile").read_text(), flags=re.MULTILINE))
+    in_image = dict(re.findall(r"^(?:ENV)?\s+(\w+)=(\S+)", (ROOT / "Dockerfile").read_text(), flags=re.MULTILINE))
+    for name, value in conda.items():
+        assert exported.get(name) == value, f"{name} differs in the Makefile"
+        assert in_image.get(name) == value, f"{name} differs in the Dockerfile"
+
+
+def test_hadolint_accepts_the_dockerfile():
+    hadolint = Path(sys.executable).parent / "hadolint"
+    done = subprocess.run([hadolint, ROOT / "Dockerfile"], capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_the_image_is_the_runtime_and_runs_as_a_user_with_the_token_on():
+    instructions = lines("Dockerfile")
+    stages = [line.split()[-1] for line in instructions if line.startswith("FROM ")]
+    assert "test" in stages[:-1], "the test stage is not the default image"
+    assert [line for line in instructions if line.startswith("USER ")] == ["USER 1000"]
+    assert instructions[-1].startswith('CMD ["jupyter", "lab"')
+    assert "token" not in instructions[-1], "Jupyter's own random token is the safe one"
+
+
+def test_the_image_leaves_out_nothing_that_is_tracked():
+    listing = [
+        "git",
+        "-C",
+        str(ROOT),
+        "ls-files",
+        "--cached",
+        "--ignored",
+        "--exclude-from",
+        str(ROOT / ".dockerignore"),
+    ]
+    done = subprocess.run(listing, capture_output=True, text=True)
+    if done.returncode:
+        pytest.skip("not a git checkout")
+    assert done.stdout == "", "results made in the image would count as made with local changes"
+
+
+def test_continuous_integration_calls_make_test_and_nothing_else():
+    assert lines(".ci/run") == ["set -euo pipefail", 'cd "$(dirname "$0")/.."', "make test"]
+    assert (ROOT / ".ci/run").stat().st_mode & 0o100, "not executable"
+
+
+# --- nothing of one machine -----------------------------------------------------------------------
+
+# The brackets keep these patterns from matching themselves.
+MACHINE_PATHS = r"(?<![\w.])(?:/[r]oot\b|/[h]ome/(?!cpt\b)\w|/[U]sers/\w|/[w]ork/\w|[C]:\\Users)"
+REGISTRY_HOSTS = r"\b(?:pypi|pythonhosted|npmjs|anaconda|debian|ubuntu)[.](?:org|com)\b"
+
+
+@pytest.mark.parametrize("pattern", [MACHINE_PATHS, REGISTRY_HOSTS], ids=["machine paths", "registry hosts"])
+def test_no_file_names_a_machine(pattern):
+    found = []
+    for path in tracked():
+        try:
+            text = path.read_text(encoding="utf-8")
+        except UnicodeDecodeError:
+            continue  # not text
+        found += [f"{path.relative_to(ROOT)}: {match[0]}" for match in re.finditer(pattern, text)]
+    assert not found, "\n".join(found)

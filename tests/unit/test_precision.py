@@ -1,0 +1,502 @@
+import copy
+import datetime
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+import cpt_core as cpt
+from cpt_core.convert import QuantConfig, quantize_
+from cpt_core.scheduler import PrecisionScheduler, precision
+from cpt_core.schedules import FunctionSchedule, StaticSchedule, make_schedule
+
+NEAREST = QuantConfig().with_gradient_rounding("nearest")
+STEPS = 24
+
+
+def schedule_of(name="CR", total_steps=STEPS, **changes):
+    return make_schedule(name, **{"q_min": 3, "q_max": 8, "total_steps": total_steps, "n_cycles": 2} | changes)
+
+
+def small(seed=0):
+    torch.manual_seed(seed)
+    return nn.Sequential(
+        nn.Conv2d(3, 4, 3, padding=1),
+        nn.BatchNorm2d(4),
+        nn.ReLU(),
+        nn.Conv2d(4, 4, 3),
+        nn.Flatten(),
+        nn.Linear(64, 5),
+    )
+
+
+def pictures(seed=0, n=4):
+    return torch.randn(n, 3, 6, 6, generator=torch.Generator().manual_seed(seed))
+
+
+def bits_of(model):
+    """Return the bits of all layers, read from the numbers that the products use."""
+    layers = [m.precision for m in model.modules() if hasattr(m, "precision")]
+    assert layers
+    for p in layers:
+        assert p.bits is None or p.levels == 2**p.bits - 1
+        assert p.q_grad is None or p.grad_levels == 2**p.q_grad - 1
+    return [p.bits for p in layers]
+
+
+def q_grads_of(model):
+    return [m.precision.q_grad for m in model.modules() if hasattr(m, "precision")]
+
+
+def train_step(model, optimizer, scheduler, seed):
+    optimizer.zero_grad()
+    loss = model(pictures(seed)).square().mean()
+    loss.backward()
+    optimizer.step()
+    scheduler.step()
+    return loss.item()
+
+
+# --- the scheduler --------------------------------------------------------------------------------
+
+
+def test_the_three_lines_train_a_model():
+    torch.manual_seed(0)
+    x = torch.randn(512, 8)
+    y = (x[:, :4].sum(1) > 0).long()
+    model = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 2))
+    optimizer, loss_fn = torch.optim.SGD(model.parameters(), lr=0.2), nn.CrossEntropyLoss()
+    loader = [(x[i::16], y[i::16]) for i in range(16)] * 10
+
+    schedule = cpt.make_schedule("CR", q_min=3, q_max=8, total_steps=len(loader), n_cycles=4)
+    cpt.quantize_(model)
+    scheduler = cpt.PrecisionScheduler(model, schedule)
+    for inputs, labels in loader:
+        loss_fn(model(inputs), labels).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        scheduler.step()
+    with cpt.precision(model, bits=8), torch.no_grad():
+        correct = (model.eval()(x).argmax(1) == y).float().mean()
+    assert correct > 0.9
+    cpt.restore_(model)
+    assert (model(x).argmax(1) == y).float().mean() > 0.9
+
+
+def test_importing_the_parts_does_not_hide_the_context_manager():
+    code = (
+        "import cpt_core as cpt, cpt_core.scheduler, cpt_core.convert, torch\n"
+        "m = cpt.quantize_(torch.nn.Linear(2, 2)); cpt.PrecisionScheduler\n"
+        "with cpt.precision(m, bits=4): print(m(torch.ones(1, 2)).shape)"
+    )
+    root = str(Path(cpt.__file__).parents[1])
+    env = os.environ | {"PYTHONPATH": os.pathsep.join([root, os.environ.get("PYTHONPATH", "")])}
+    done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout.strip()) == (0, "torch.Size([1, 2])"), done.stderr
+
+
+@pytest.mark.parametrize(
+    "schedule",
+    [
+        schedule_of("CR"),
+        schedule_of("ETV"),
+        StaticSchedule(5, 7),
+        FunctionSchedule(lambda u: 2 + 30 * u, total_steps=40),  # up to 32 bits, where quantisation is off
+    ],
+    ids=["CR", "ETV", "static", "function"],
+)
+def test_steps_follow_the_schedule(schedule, device):
+    model = quantize_(small().to(device))
+    scheduler = PrecisionScheduler(model, schedule)
+    for bits in schedule.bits().tolist():
+        assert scheduler.get_last_bits() == [bits]
+        assert bits_of(model) == [bits] * 3
+        assert q_grads_of(model) == [schedule.q_max] * 3
+        scheduler.step()
+
+
+def test_bits_decide_the_output():
+    model = quantize_(small())
+    scheduler = PrecisionScheduler(model, schedule_of("LR"))
+    x = pictures()
+    for _ in range(STEPS):
+        (bits,) = scheduler.get_last_bits()
+        found = model(x)
+        with precision(model, bits):
+            assert torch.equal(model(x), found)
+        with precision(model, bits + 1):
+            assert not torch.equal(model(x), found)
+        scheduler.step()
+
+
+def test_gradient_bits_can_be_given():
+    model = quantize_(small())
+    PrecisionScheduler(model, schedule_of(q_max=6), q_grad=8)
+    assert q_grads_of(model) == [8, 8, 8]
+    with pytest.raises(ValueError, match="q_grad must be an integer from 1 to 32, got 0"):
+        PrecisionScheduler(model, schedule_of(), q_grad=0)
+
+
+def test_layers_can_have_schedules_of_their_own():
+    model = quantize_(small())
+    first, rest = schedule_of("LR", q_max=6), schedule_of("ETV")
+    scheduler = PrecisionScheduler(model, {"0": first, "*": rest})
+    for t in range(STEPS):
+        assert scheduler.get_last_bits() == [first(t), rest(t)]
+        assert bits_of(model) == [first(t), rest(t), rest(t)]
+        scheduler.step()
+    assert q_grads_of(model) == [6, 8, 8]
+    with precision(model, "q_max", q_grad="q_max"):
+        assert bits_of(model) == q_grads_of(model) == [6, 8, 8]
+
+
+@pytest.mark.parametrize(
+    ("patterns", "message"),
+    [
+        ({"0": 24}, r"layer '3' matches none of the patterns 0; add '\*'"),
+        (
+            {"0": 24, "layer*": 24, "*": 24},
+            r"pattern 'layer\*' matches no layer that is left; layers: 0, 3, 5",
+        ),
+        ({"*": 24, "0": 24}, "pattern '0' matches no layer that is left"),
+        ({"0": 24, "*": 48}, r"one length, got \[24, 48\] steps"),
+        ({}, "one length"),
+    ],
+)
+def test_patterns_must_fit_the_layers(patterns, message):
+    model = quantize_(small())
+    with pytest.raises(ValueError, match=message):
+        PrecisionScheduler(model, {p: schedule_of(total_steps=t) for p, t in patterns.items()})
+    assert bits_of(model) == [None] * 3
+
+
+@pytest.mark.parametrize("use", [lambda m: PrecisionScheduler(m, schedule_of()), lambda m: precision(m, 8).__enter__()])
+def test_models_that_are_not_converted(use):
+    with pytest.raises(ValueError, match=r"no quantised layers; call quantize_\(model\) first"):
+        use(small())
+
+
+def test_training_past_the_end_warns_once_and_keeps_the_bits():
+    model = quantize_(small())
+    scheduler = PrecisionScheduler(model, schedule_of())
+    for _ in range(STEPS):  # as many as there are steps: all is well
+        scheduler.step()
+    assert bits_of(model) == [8] * 3
+    with pytest.warns(UserWarning, match=f"after the schedule's {STEPS} steps; the last bits are kept"):
+        scheduler.step()
+    scheduler.step()
+    assert bits_of(model) == [8] * 3
+    assert scheduler.get_last_bits() == [8]
+
+
+def test_accumulated_gradients_are_those_of_their_batches():
+    model = quantize_(small(), NEAREST)
+    model[1] = nn.Identity()
+    scheduler = PrecisionScheduler(model, schedule_of())
+    separate, bits = [], []
+    for seed in range(3):
+        model.zero_grad()
+        model(pictures(seed)).square().sum().backward()
+        separate.append([p.grad.clone() for p in model.parameters()])
+    model.zero_grad()
+    for seed in range(3):
+        model(pictures(seed)).square().sum().backward()
+        bits.append(bits_of(model))
+    assert bits == [[3, 3, 3]] * 3  # one optimizer step, one number of bits
+    for p, *parts in zip(model.parameters(), *separate, strict=True):
+        torch.testing.assert_close(p.grad, sum(parts))
+    scheduler.step()
+    assert scheduler.last_step == 1
+
+
+# --- checkpoints ----------------------------------------------------------------------------------
+
+
+def session(model, schedule, steps, state=None):
+    """Train from a checkpoint or from the start; return the losses and the next checkpoint."""
+    scheduler = PrecisionScheduler(model, schedule)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+    if state is not None:
+        model.load_state_dict(state["model"])
+        optimizer.load_state_dict(state["optimizer"])
+        scheduler.load_state_dict(state["precision"])
+    losses = [train_step(model, optimizer, scheduler, seed) for seed in steps]
+    parts = {"model": model, "optimizer": optimizer, "precision": scheduler}
+    return losses, {k: v.state_dict() for k, v in parts.items()}
+
+
+@pytest.mark.parametrize("schedule", [schedule_of("ETH"), {"0": StaticSchedule(4, STEPS), "*": schedule_of("ER")}])
+@pytest.mark.parametrize("start", ["corrected", "zero"])
+def test_a_resumed_run_is_bitwise_the_same(schedule, start, tmp_path):
+    config = QuantConfig(running_start=start, seed=3)
+    straight = quantize_(small(), config)
+    expected, _ = session(straight, schedule, range(STEPS))
+
+    half = STEPS // 2
+    losses, state = session(quantize_(small(), config), schedule, range(half))
+    torch.save(state, tmp_path / "state.pt")
+    resumed = quantize_(small(seed=1), config)  # everything comes from the checkpoint
+    more, _ = session(resumed, schedule, range(half, STEPS), torch.load(tmp_path / "state.pt", weights_only=True))
+
+    assert losses + more == expected
+    assert all(torch.equal(a, b) for a, b in zip(straight.parameters(), resumed.parameters(), strict=True))
+    assert all(torch.equal(a, b) for a, b in zip(straight.buffers(), resumed.buffers(), strict=True))
+    with precision(straight.eval(), "q_max"), precision(resumed.eval(), "q_max"):
+        assert torch.equal(straight(pictures(99)), resumed(pictures(99)))
+
+
+def test_a_resumed_run_needs_the_state_of_the_precision():
+    # the counterpart of the test above: without it the noise and the bits are others
+    expected, _ = session(quantize_(small()), schedule_of(), range(8))
+    _, state = session(quantize_(small()), schedule_of(), range(4))
+    state["precision"] = PrecisionScheduler(quantize_(small()), schedule_of()).state_dict()
+    more, _ = session(quantize_(small()), schedule_of(), range(4, 8), state)
+    assert more[0] != expected[4]
+
+
+def test_the_state_goes_through_a_file_and_continues(tmp_path, device):
+    model = quantize_(small().to(device))
+    scheduler = PrecisionScheduler(model, schedule_of())
+    for _ in range(7):
+        model(pictures().to(device)).sum().backward()
+        scheduler.step()
+    torch.save(scheduler.state_dict(), tmp_path / "state.pt")
+    other = quantize_(small())
+    resumed = PrecisionScheduler(other, schedule_of())
+    resumed.load_state_dict(torch.load(tmp_path / "state.pt", weights_only=True, map_location="cpu"))
+    assert resumed.get_last_bits() == scheduler.get_last_bits()
+    assert bits_of(other) == [schedule_of()(7)] * 3
+    for a, b in zip(model.buffers(), other.buffers(), strict=True):
+        assert a.dtype == b.dtype
+    first, second = (m[0].precision.running_input.cpu() for m in (model, other))
+    assert torch.equal(first, second)
+    assert first[2] > 0
+
+
+def test_a_function_schedule_continues_from_its_table(tmp_path):
+    schedule = FunctionSchedule(lambda u: 3 + 5 * u, total_steps=STEPS)
+    scheduler = PrecisionScheduler(quantize_(small()), schedule)
+    scheduler.step()
+    torch.save(scheduler.state_dict(), tmp_path / "state.pt")
+    again = PrecisionScheduler(quantize_(small()), FunctionSchedule(lambda u: 3.0 + 5.0 * u, total_steps=STEPS))
+    again.load_state_dict(torch.load(tmp_path / "state.pt", weights_only=True))
+    assert again.last_step == 1
+
+
+@pytest.mark.parametrize(
+    ("schedule", "q_grad", "config", "message"),
+    [
+        (schedule_of("LR"), None, None, "the checkpoint has schedules .* this scheduler"),
+        (schedule_of("CR", total_steps=STEPS + 1), None, None, "schedules"),
+        ({"0": schedule_of("CR"), "*": schedule_of("CR")}, None, None, "schedules"),
+        (schedule_of("CR"), 6, None, "q_grad"),
+        (schedule_of("CR"), None, QuantConfig(float32=("0",)), "quantised layers differ from the model's: 0"),
+    ],
+)
+def test_checkpoints_of_other_runs_are_refused(schedule, q_grad, config, message):
+    source = PrecisionScheduler(quantize_(small()), schedule_of("CR"))
+    source.step()
+    model = quantize_(small(), config)
+    scheduler = PrecisionScheduler(model, schedule, q_grad)
+    before = bits_of(model)
+    with pytest.raises(ValueError, match=message):
+        scheduler.load_state_dict(source.state_dict())
+    assert scheduler.last_step == 0
+    assert bits_of(model) == before
+
+
+# --- the context manager --------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("broken", [False, True])
+def test_the_context_restores_the_precision(broken):
+    model = quantize_(small())
+    scheduler = PrecisionScheduler(model, schedule_of(), q_grad=7)
+    expected = model(pictures())
+    try:
+        with precision(model, 5, q_grad=2) as same:
+            assert same is model
+            assert (bits_of(model), q_grads_of(model)) == ([5] * 3, [2] * 3)
+            assert not torch.equal(model(pictures()), expected)
+            with precision(model, "float"):
+                assert (bits_of(model), q_grads_of(model)) == ([None] * 3, [2] * 3)
+                with precision(model, "q_max", q_grad="float"):
+                    assert (bits_of(model), q_grads_of(model)) == ([8] * 3, [None] * 3)
+                assert bits_of(model) == [None] * 3
+            assert (bits_of(model), q_grads_of(model)) == ([5] * 3, [2] * 3)
+            if broken:
+                raise KeyError("an error in the block")
+    except KeyError:
+        assert broken
+    assert (bits_of(model), q_grads_of(model)) == ([3] * 3, [7] * 3)
+    assert torch.equal(model(pictures()), expected)
+    scheduler.step()
+    assert scheduler.get_last_bits() == bits_of(model)[:1]
+
+
+def test_without_a_scheduler_the_context_leaves_no_precision():
+    model = quantize_(small())
+    with precision(model, 6):
+        assert (bits_of(model), q_grads_of(model)) == ([6] * 3, [6] * 3)
+    with pytest.raises(RuntimeError, match="no precision yet"):
+        model(pictures())
+    with pytest.raises(ValueError, match="layer '0' has no q_max yet: make a PrecisionScheduler first"):
+        precision(model, "q_max").__enter__()
+
+
+@pytest.mark.parametrize("bits", [0, 33, 3.5, "8", "max", True, None])
+def test_bits_that_are_none(bits):
+    model = quantize_(small())
+    scheduler = PrecisionScheduler(model, schedule_of())
+    for args in ({"bits": bits}, {"bits": 8, "q_grad": bits} if bits is not None else {"bits": "q"}):
+        with pytest.raises(ValueError, match="must be an integer from 1 to 32"):
+            precision(model, **args).__enter__()
+        assert bits_of(model) == scheduler.get_last_bits() * 3
+
+
+def test_bits_of_a_schedule_are_bits():
+    model = quantize_(small())
+    with precision(model, schedule_of().bits()[0]):  # a numpy integer
+        assert bits_of(model) == [3] * 3
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_float_equals_the_unconverted_model(training, device):
+    plain, model = (small().to(device).train(training) for _ in range(2))
+    PrecisionScheduler(quantize_(model), schedule_of())
+    x = pictures().to(device)
+    for bits in ("float", 24, 32):
+        with precision(model, bits, q_grad="float"):
+            y = model(x)
+            y.square().sum().backward()
+        expected = plain(x)
+        expected.square().sum().backward()
+        torch.testing.assert_close(y, expected, rtol=0, atol=0)
+        for a, b in zip(model.parameters(), plain.parameters(), strict=True):
+            torch.testing.assert_close(a.grad, b.grad, rtol=0, atol=0)
+        model.zero_grad()
+        plain.zero_grad()
+
+
+# --- with the rest of torch -----------------------------------------------------------------------
+
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.conv1 = nn.Conv2d(3, 4, 3, padding=1, bias=False)
+        self.bn = nn.BatchNorm2d(4)
+        self.relu = nn.ReLU(inplace=True)
+        self.conv2 = nn.Conv2d(4, 4, 3)
+
+    def forward(self, x):
+        return self.conv2(self.relu(self.bn(self.conv1(x))))
+
+
+def block(config=NEAREST, seed=0):
+    torch.manual_seed(seed)
+    return quantize_(Block(), config)
+
+
+@pytest.fixture
+def counter():
+    from torch._dynamo.testing import CompileCounterWithBackend  # slow to import
+
+    torch._dynamo.reset()
+    yield CompileCounterWithBackend("aot_eager")
+    torch._dynamo.reset()
+
+
+def test_one_compiled_graph_serves_a_whole_cycle(counter, device):
+    eager = block().to(device)
+    model = copy.deepcopy(eager)
+    compiled = torch.compile(model, fullgraph=True, backend=counter)
+    schedule = schedule_of("LR", q_min=3, q_max=8)
+    assert set(schedule.bits().tolist()) == {3, 4, 5, 6, 7, 8}
+    schedulers = [PrecisionScheduler(m, schedule) for m in (eager, model)]
+    for t in range(STEPS):
+        x, results = pictures(t).to(device), []
+        for m, call in ((eager, eager), (model, compiled)):
+            m.zero_grad()
+            y = call(x)
+            y.square().sum().backward()
+            results.append([y.detach(), *(p.grad for p in m.parameters())])
+        for found, expected in zip(*results, strict=True):
+            torch.testing.assert_close(found, expected)
+        for scheduler in schedulers:
+            scheduler.step()
+    assert counter.frame_count == 1
+    for layer in ("conv1", "conv2"):
+        found, expected = (getattr(m, layer).precision.running_input for m in (model, eager))
+        torch.testing.assert_close(found, expected)
+
+
+def test_compiled_gradients_are_rounded_anew_in_every_call(counter):
+    model = block(QuantConfig())
+    compiled = torch.compile(model, fullgraph=True, backend=counter)
+    x = pictures()
+    upstream = torch.randn(model.conv2.out_channels, generator=torch.Generator().manual_seed(0)).view(1, -1, 1, 1)
+    draws = []
+    with precision(model, 8, q_grad=2):
+        for _ in range(40):
+            model.zero_grad()
+            compiled(x).mul(upstream).cos().sum().backward()
+            draws.append(model.conv2.bias.grad)
+    with precision(model, 8, q_grad="float"):
+        model.zero_grad()
+        model(x).mul(upstream).cos().sum().backward()
+    draws = torch.stack(draws)
+    assert len(draws.unique(dim=0)) == 40
+    error = (draws.mean(0) - model.conv2.bias.grad) / (draws.std(0) / 40**0.5)
+    assert error.abs().max() < 5  # unbiased
+
+
+@pytest.mark.parametrize("use_reentrant", [True, False])
+@pytest.mark.parametrize("bits", [3, 8])
+def test_gradient_checkpointing_sees_the_same_bits(use_reentrant, bits):
+    results, seen = [], []
+    for wrapped in (False, True):
+        model = block(seed=1)
+        model.conv2.register_forward_pre_hook(lambda m, _: seen.append(m.precision.bits))
+        x = pictures(5).requires_grad_()
+        with precision(model, bits, q_grad=4):
+            y = checkpoint(model, x, use_reentrant=use_reentrant) if wrapped else model(x)
+            y.square().sum().backward()
+        results.append([y.detach(), x.grad, *(p.grad for p in model.parameters())])
+    assert seen == [bits] * 3  # the third is the recomputation
+    for found, expected in zip(*results, strict=True):
+        assert torch.equal(found, expected)
+
+
+def distributed_worker(rank, folder):
+    torch.set_num_threads(1)
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    timeout = datetime.timedelta(seconds=120)
+    dist.init_process_group("gloo", f"file://{folder}/store", timeout, world_size=2, rank=rank)
+    model = quantize_(small(seed=rank))  # rank 0's weights are broadcast
+    parallel = nn.parallel.DistributedDataParallel(model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    scheduler = PrecisionScheduler(parallel, schedule_of(total_steps=5, n_cycles=1, q_min=7))
+    bits = []
+    for t in range(5):
+        bits.append(bits_of(model))
+        train_step(parallel, optimizer, scheduler, seed=10 * t + rank)
+    torch.save({"bits": bits, "model": model.state_dict()}, f"{folder}/{rank}.pt")
+    dist.destroy_process_group()
+
+
+def test_two_processes_stay_together(tmp_path):
+    torch.multiprocessing.spawn(distributed_worker, (str(tmp_path),), nprocs=2)
+    first, second = (torch.load(tmp_path / f"{rank}.pt", weights_only=True) for rank in (0, 1))
+    expected = schedule_of(total_steps=5, n_cycles=1, q_min=7).bits().tolist()
+    assert first["bits"] == second["bits"] == [[b] * 3 for b in expected]
+    start = small().state_dict()
+    for name in (n for n, _ in small().named_parameters()):
+        assert torch.equal(first["model"][name], second["model"][name])
+        assert not torch.equal(first["model"][name], start[name])

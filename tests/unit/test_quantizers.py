@@ -1,0 +1,365 @@
+import copy
+import math
+import pickle
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from cpt_core.layers import LayerPrecision
+from cpt_core.quantizers import (
+    GRANULARITIES,
+    QUANTIZERS,
+    NoisePool,
+    Quantizer,
+    check_bits,
+    hash_noise,
+    levels_of,
+    quantize,
+    quantize_gradient,
+    straight_through,
+)
+
+EVERY = sorted(GRANULARITIES)
+STOCHASTIC = Quantizer("per_tensor", rounding="stochastic")
+
+
+def image(dtype=torch.float32, seed=0):
+    return torch.randn(2, 3, 4, 4, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+def gradient_of(upstream, bits=3, quantizer="conv_grad", seed=0):
+    x = torch.zeros_like(upstream, requires_grad=True)
+    kind = QUANTIZERS.get(quantizer, quantizer) if isinstance(quantizer, str) else quantizer
+    levels = torch.tensor(levels_of(bits), device=upstream.device)
+    quantize_gradient(x, levels, kind, NoisePool(seed)).backward(upstream)
+    return x.grad
+
+
+# --- edges of the grid ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("granularity", EVERY)
+@pytest.mark.parametrize("value", [0.0, 0.1, -3e-9, 7e30])
+@pytest.mark.parametrize("bits", [1, 4])
+def test_constant_tensors_come_back(granularity, value, bits):
+    x = torch.full((3, 4, 2), value)
+    assert torch.equal(quantize(x, bits, Quantizer(granularity)), x)
+    assert torch.equal(gradient_of(x, bits, Quantizer(granularity, rounding="stochastic")), x)
+
+
+def test_a_constant_row_beside_others():
+    x = torch.tensor([[0.3, 0.3, 0.3], [0.0, 0.4, 1.0]])
+    assert torch.equal(quantize(x, 1, Quantizer("per_row")), torch.tensor([[0.3, 0.3, 0.3], [0.0, 0.0, 1.0]]))
+
+
+@pytest.mark.parametrize("granularity", EVERY)
+@pytest.mark.parametrize("shape", [(0,), (0, 3), (3, 0), (2, 0, 4, 4)])
+def test_empty_tensors_come_back(granularity, shape):
+    x = torch.empty(shape, requires_grad=True)
+    y = quantize(x, 4, Quantizer(granularity))
+    assert y.shape == x.shape
+    assert gradient_of(x.detach(), 4, Quantizer(granularity, rounding="stochastic")).shape == x.shape
+
+
+@pytest.mark.parametrize("granularity", EVERY)
+def test_a_single_number(granularity):
+    for shape in ((), (1,), (1, 1)):
+        x = torch.full(shape, 0.7)
+        assert torch.equal(quantize(x, 2, Quantizer(granularity)), x)
+
+
+def test_one_bit_leaves_minimum_and_maximum():
+    x = torch.tensor([-1.0, -0.1, 0.1, 2.0, 0.9])
+    assert quantize(x, 1, "bias").tolist() == [-1, -1, -1, 2, 2]
+
+
+def test_ties_go_to_the_even_level():
+    x = torch.tensor([0.0, 0.5, 1.5, 2.5, 3.5, 7.0])
+    assert quantize(x, 3, "bias").tolist() == [0, 0, 2, 2, 4, 7]
+
+
+@pytest.mark.parametrize("bits", [23, 24, 32])
+def test_many_bits(bits):
+    x = image()
+    y = quantize(x, bits)
+    assert torch.equal(y, x) if bits >= 24 else torch.allclose(y, x, rtol=0, atol=1e-6)
+    assert bits >= 24 or not torch.equal(y, x)
+
+
+def test_tiny_ranges_have_a_least_step():
+    x = torch.tensor([0.0, 0.4e-8, 0.6e-8, 2.1e-8])
+    assert torch.allclose(quantize(x, 8, "bias"), torch.tensor([0.0, 0.0, 1e-8, 2e-8]), rtol=1e-6, atol=0)
+    upstream = torch.tensor([1e-9, 2e-9, 4e-9])
+    nearest = Quantizer("per_tensor")
+    assert torch.equal(gradient_of(upstream, 8, nearest), torch.full((3,), 1e-9))  # a bias, not a zero
+
+
+def test_an_outlier_takes_the_levels():
+    x = torch.cat([torch.linspace(-1, 1, 50), torch.tensor([1000.0])])
+    assert len(quantize(x, 4, "bias").unique()) == 2
+
+
+# --- what is not finite ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("granularity", EVERY)
+def test_what_is_not_finite_propagates(bad, granularity, device):
+    x = image().to(device)
+    x[1, 2, 3, 0] = bad
+    assert not quantize(x, 4, Quantizer(granularity))[1, 2, 3, 0].isfinite()
+    for rounding in ("nearest", "stochastic"):
+        found = gradient_of(x, 4, Quantizer(granularity, rounding=rounding))
+        assert not found[1, 2, 3, 0].isfinite()
+
+
+def test_what_is_not_finite_stays_in_its_channel():
+    x = image()
+    x[0, 0, 0, 0] = math.inf
+    y = quantize(x, 4, "conv_weight")
+    assert not y[0].isfinite().any()
+    assert torch.equal(y[1], quantize(x[1:], 4, "conv_weight")[0])
+
+
+# --- dtypes and memory formats --------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
+@pytest.mark.parametrize("granularity", EVERY)
+def test_other_dtypes_are_computed_in_float32(dtype, granularity, device):
+    x = image(dtype).to(device)
+    y = quantize(x, 8, Quantizer(granularity))
+    assert y.dtype == dtype
+    low, width = Quantizer(granularity).range_of(x)
+    assert low.dtype == width.dtype == torch.float32
+    assert torch.equal(y, quantize(x.float(), 8, Quantizer(granularity)).to(dtype))
+    upstream = gradient_of(x, 8, Quantizer(granularity))
+    assert upstream.dtype == dtype
+    assert torch.equal(upstream, y)
+
+
+def test_half_precision_extremes_do_not_overflow():
+    x = torch.tensor([-65504.0, 1.0, 65504.0], dtype=torch.float16)
+    assert torch.equal(quantize(x, 8, "bias")[[0, 2]], x[[0, 2]])
+
+
+FORMATS = {
+    "channels_last": lambda x: x.to(memory_format=torch.channels_last),
+    "transposed": lambda x: x.transpose(1, 3).contiguous().transpose(1, 3),
+    "sliced": lambda x: x.repeat(1, 1, 2, 1)[:, :, ::2],
+    "expanded": lambda x: x[:1].expand(4, -1, -1, -1),
+    "one pixel": lambda x: x[:, :, :1, :1],
+}
+
+
+@pytest.mark.parametrize("layout", list(FORMATS))
+@pytest.mark.parametrize("granularity", EVERY)
+def test_memory_formats_give_the_same_values(layout, granularity, device):
+    x = FORMATS[layout](image().to(device))
+    plain = x.clone(memory_format=torch.contiguous_format)
+    y = quantize(x, 3, Quantizer(granularity))
+    assert torch.equal(y, quantize(plain, 3, Quantizer(granularity)))
+    if layout == "channels_last":
+        assert y.is_contiguous(memory_format=torch.channels_last)
+        assert gradient_of(x, 3).is_contiguous(memory_format=torch.channels_last)
+    nearest = Quantizer(granularity)
+    assert torch.equal(gradient_of(x, 3, nearest), gradient_of(plain, 3, nearest))
+    found = gradient_of(x, 3, STOCHASTIC)
+    step = (x.max() - x.min()) / 7
+    assert ((found - x).abs() <= step * 1.0001).all()
+    assert len(found.unique()) <= 8
+
+
+def test_the_input_is_not_changed():
+    x = image()
+    before = x.clone()
+    for granularity in EVERY:
+        quantize(x, 2, Quantizer(granularity))
+        gradient_of(x, 2, Quantizer(granularity, rounding="stochastic"))
+    assert torch.equal(x, before)
+
+
+# --- gradients ------------------------------------------------------------------------------------
+
+
+def test_the_forward_pass_of_the_gradient_quantiser_is_the_identity():
+    x = image().requires_grad_()
+    y = quantize_gradient(x * 1, torch.tensor(3.0), QUANTIZERS["conv_grad"], NoisePool())
+    assert torch.equal(y, x)
+
+
+def test_an_in_place_operation_may_follow():
+    upstream, found = image(seed=1), []
+    for inplace in (False, True):
+        x = image().requires_grad_()
+        y = quantize_gradient(x * 2, torch.tensor(3.0), Quantizer("per_tensor"))
+        nn.functional.relu(y, inplace=inplace).backward(upstream)
+        found.append(x.grad)
+    assert torch.equal(*found)
+    assert found[0].ne(0).any()
+
+
+@pytest.mark.parametrize("k", [-20, -3, 1, 12])
+def test_power_of_two_scaling_passes_through_exactly(k):
+    upstream = image() * 1e-3
+    for granularity in EVERY:
+        quantizer = Quantizer(granularity)
+        expected = gradient_of(upstream, 4, quantizer) * 2.0**k
+        if k > -20:  # far below, the least step takes over
+            assert torch.equal(gradient_of(upstream * 2.0**k, 4, quantizer), expected)
+        else:
+            assert not torch.equal(gradient_of(upstream * 2.0**k, 4, quantizer), expected)
+
+
+def test_stochastic_rounding_differs_from_call_to_call_and_repeats_from_a_state():
+    upstream, pool = image(), NoisePool(4)
+
+    def draw():
+        x = torch.zeros_like(upstream, requires_grad=True)
+        quantize_gradient(x, torch.tensor(3.0), STOCHASTIC, pool).backward(upstream)
+        return x.grad
+
+    state = pool.state_dict()
+    first, second = draw(), draw()
+    assert not torch.equal(first, second)
+    pool.load_state_dict(state)
+    assert torch.equal(draw(), first)
+    assert torch.equal(draw(), second)
+
+
+def test_a_pool_and_its_copies_go_on_independently():
+    like = torch.empty(8)
+    pool = NoisePool(9)
+    pool.draw(like)
+    twins = [copy.deepcopy(pool), pickle.loads(pickle.dumps(pool))]
+    following = [pool.draw(like) for _ in range(3)]
+    for twin in twins:
+        assert all(torch.equal(twin.draw(like), noise) for noise in following)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
+def test_noise_does_not_depend_on_the_default_dtype(dtype):
+    expected = NoisePool(seed=77).draw(torch.empty(50))
+    torch.set_default_dtype(dtype)
+    try:
+        found = NoisePool(seed=77_000).draw(torch.empty(50))
+        again = NoisePool(seed=77).draw(torch.empty(50))
+        layer = LayerPrecision({"input": QUANTIZERS["conv_input"]}, NoisePool())
+        layer.set_bits(16, 16)
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert found.dtype == again.dtype == torch.float32
+    assert torch.equal(again, expected)
+    assert {b.dtype for b in layer.buffers() if b.is_floating_point()} == {torch.float32}
+    assert layer.levels == 2**16 - 1
+
+
+def test_hash_noise_depends_on_key_and_position_only():
+    key = torch.tensor(123_456_789)
+    noise = hash_noise(torch.empty(4, 5), key)
+    assert noise.shape == (4, 5)
+    assert torch.equal(noise.flatten(), hash_noise(torch.ones(20), key.clone()))
+    assert torch.equal(noise.flatten(), hash_noise(torch.ones(30), key)[:20])
+    assert not torch.equal(noise, hash_noise(torch.empty(4, 5), key + 1))
+
+
+def test_gradients_of_gradients_pass_straight_through():
+    x = torch.tensor([0.2, 0.9, 0.0, 1.0], requires_grad=True)
+    y = straight_through(x, torch.tensor(0.0), torch.tensor(1.0), torch.tensor(3.0), clip=True)
+    (first,) = torch.autograd.grad((y**3).sum(), x, create_graph=True)
+    (second,) = torch.autograd.grad(first.sum(), x)
+    torch.testing.assert_close(first, 3 * y**2)
+    torch.testing.assert_close(second, 6 * y)
+
+
+# --- checks ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("bits", [0, 33, -1, 3.5, "3", True, None, math.nan, math.inf, [3]])
+def test_bits_that_are_none(bits):
+    with pytest.raises(ValueError, match="bits must be an integer from 1 to 32"):
+        quantize(image(), bits)
+
+
+@pytest.mark.parametrize("bits", [8, 8.0, np.int64(8), np.float64(8), torch.tensor(8)])
+def test_whole_numbers_of_any_kind_are_bits(bits):
+    found = check_bits("bits", bits)
+    assert found == 8
+    assert type(found) is int
+
+
+def test_unknown_names_list_the_choices():
+    with pytest.raises(ValueError, match=f"unknown quantizer 'weight'; choose from {', '.join(QUANTIZERS)}"):
+        quantize(image(), 4, "weight")
+    with pytest.raises(ValueError, match=f"unknown granularity 'rows'; choose from {', '.join(GRANULARITIES)}"):
+        Quantizer("rows")
+    with pytest.raises(ValueError, match="unknown rounding 'up'; choose from nearest, stochastic"):
+        Quantizer("per_row", rounding="up")
+    with pytest.raises(ValueError, match="unknown running_start 'one'; choose from corrected, zero"):
+        LayerPrecision({}, NoisePool(), running_start="one")
+
+
+@pytest.mark.parametrize("granularity", sorted(set(EVERY) - {"per_tensor"}))
+def test_running_ranges_are_those_of_whole_tensors(granularity):
+    with pytest.raises(ValueError, match="needs granularity 'per_tensor'"):
+        Quantizer(granularity, running=True)
+
+
+# --- running ranges -------------------------------------------------------------------------------
+
+
+def running_layer(start="corrected"):
+    layer = LayerPrecision({"input": Quantizer("per_tensor", running=True)}, NoisePool(), running_start=start)
+    layer.set_bits(4, 8)
+    return layer
+
+
+def expected_range(batches, corrected):
+    low = width = weight = 0.0
+    for x in batches:
+        low = 0.9 * low + 0.1 * x.min().item()
+        width = 0.9 * width + 0.1 * (x.max() - x.min()).item()
+        weight = 0.9 * weight + 0.1
+    return (low / weight, width / weight) if corrected else (low, width)
+
+
+@pytest.mark.parametrize("start", ["corrected", "zero"])
+def test_evaluation_uses_the_running_range_and_clips(start):
+    layer = running_layer(start)
+    batches = [image(seed=s) for s in range(3)]
+    for x in batches:
+        assert torch.equal(layer.operand("input", x), quantize(x, 4, "conv_input"))
+    layer.eval()
+    low, width = expected_range(batches, start == "corrected")
+    x = image(seed=9) * 3
+    levels = np.clip(np.rint((x.numpy() - low) / (width / 15)), 0, 15)
+    np.testing.assert_allclose(layer.operand("input", x).numpy(), levels * width / 15 + low, atol=1e-5)
+    before = layer.running_input.clone()
+    layer.operand("input", x * 100)
+    assert torch.equal(layer.running_input, before)  # evaluation does not move it
+
+
+def test_evaluation_before_any_training():
+    x = image()
+    layer = running_layer().eval()
+    assert torch.equal(layer.operand("input", x), quantize(x, 4, "conv_input"))
+    layer = running_layer("zero").eval()
+    assert layer.operand("input", x).abs().max() < 15 * 1.01e-8  # the authors' rule: everything collapses
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("good_first", [True, False])
+def test_what_is_not_finite_never_enters_the_running_range(bad, good_first):
+    layer, x = running_layer(), image()
+    poisoned = x.clone()
+    poisoned[0, 0, 0, 0] = bad
+    if good_first:
+        layer.operand("input", x)
+    before = layer.running_input.clone()
+    assert not layer.operand("input", poisoned).isfinite().all()
+    assert torch.equal(layer.running_input, before)
+    layer.eval()
+    torch.testing.assert_close(layer.operand("input", x), quantize(x, 4, "conv_input"))
+    assert layer.operand("input", poisoned * math.nan).isnan().all()

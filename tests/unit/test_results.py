@@ -1,0 +1,140 @@
+import matplotlib.colors
+import numpy as np
+import pandas as pd
+import pytest
+from scipy import stats
+
+from cpt_core import figures, grids, results
+from cpt_core.paths import paper_dir
+
+
+def made_up(accuracy, seeds=(0, 1, 2), statics=(2, 5, 8), **changes):
+    """Rows as a grid would leave them, with accuracies that are a known function of (arm, seed)."""
+    rows = []
+    for spec in grids.image("demo", static=statics, seeds=seeds):
+        value = accuracy(spec.arm, spec.seed, results.describe(spec)["relative_cost"])
+        row = {**results.describe(spec), "status": "ok", "title": "made up", "seconds": 1.0}
+        row["metrics"] = [
+            {"name": "accuracy", "split": "test", "when": "final", "precision": p, "bits": 8, "value": value}
+            for p in ("q_max", "current")
+        ]
+        rows.append({**row, **changes})
+    return rows
+
+
+def test_mean_and_deviation_by_arm():
+    arms = results.by_arm(made_up(lambda arm, seed, cost: 0.5 + 0.1 * seed)).set_index("arm")
+    assert arms.loc["CR", "mean"] == pytest.approx(0.6)
+    assert arms.loc["CR", "std"] == pytest.approx(0.1)  # n - 1
+    assert arms.loc["CR", "n"] == 3
+    assert arms.loc["RR", "savings"] == "large"
+    assert arms.loc["static 5", "relative_cost"] == pytest.approx(105 / 192)
+
+
+def test_lost_runs_are_counted_and_do_not_enter_the_mean():
+    rows = made_up(lambda arm, seed, cost: 0.5)
+    rows[0] |= {"status": "diverged", "metrics": []}
+    rows[1] |= {"status": "failed", "metrics": []}
+    first = results.by_arm(rows).iloc[0]
+    assert (first["n"], first["diverged"], first["failed"], first["mean"]) == (1, 1, 1, 0.5)
+    assert "2 runs diverged or failed" in figures.figure_3(rows).get_suptitle()
+
+
+def test_correlation_against_scipy():
+    rng = np.random.default_rng(1)
+    noise = {}
+
+    def accuracy(arm, seed, cost):
+        return cost + noise.setdefault((arm, seed), 0.3 * rng.normal())
+
+    rows = made_up(accuracy)
+    c = results.correlation(rows)
+    runs = results.table(rows)
+    runs = runs[~runs.arm.isin(["static 2", "static 5"])]  # the ten schedules and the baseline
+    means = runs.groupby("arm")[["relative_cost", "accuracy"]].mean()
+    assert c["rho"] == pytest.approx(stats.spearmanr(means.relative_cost, means.accuracy).statistic)
+    assert c["low"] <= c["rho"] <= c["high"]
+    assert (c["arms"], c["seeds"]) == (11, 3)
+    assert results.correlation(made_up(lambda arm, seed, cost: cost))["rho"] == pytest.approx(1)
+    assert results.correlation(made_up(lambda arm, seed, cost: -cost))["rho"] == pytest.approx(-1)
+
+
+def test_paired_differences():
+    rows = made_up(lambda arm, seed, cost: {"ER": 0.9, "ETH": 0.7, "RR": 0.5, "RTH": 0.5}.get(arm, 0) + 0.01 * seed)
+    assert results.paired_difference(rows, "small", "large").to_list() == pytest.approx([0.3] * 3)
+    assert results.paired_difference(rows, "ER", "RR").to_list() == pytest.approx([0.4] * 3)
+    with pytest.raises(ValueError, match="no rows for 'static 7'"):
+        results.paired_difference(rows, "static 7", "RR")
+
+
+def test_mixed_experiments_are_refused():
+    rows = made_up(lambda arm, seed, cost: 0.5)
+    other = [dict(r) for r in rows]
+    other[0]["spec"] = {**other[0]["spec"], "scale": "paper"}
+    with pytest.raises(ValueError, match="rows mix scales: demo, paper"):
+        results.by_arm(other)
+    with pytest.raises(ValueError, match="there are no rows"):
+        results.by_arm([])
+    with pytest.raises(ValueError, match="at least three arms"):
+        results.correlation([r for r in rows if r["spec"]["arm"] == "CR"])
+
+
+def test_comparison_puts_the_papers_number_beside_ours(tmp_path, monkeypatch):
+    table = pd.read_csv(paper_dir() / "numbers.csv")
+    table.loc[len(table)] = ["figure_3", "digits", "mlp6", "CR", 8, "accuracy", 61.5, "%", "made up for this test"]
+    table.to_csv(tmp_path / "numbers.csv", index=False)
+    monkeypatch.setattr(results, "paper_dir", lambda: tmp_path)
+    out = results.compare_with_paper(made_up(lambda arm, seed, cost: 0.6), "figure_3").set_index("arm")
+    assert out.loc["CR", "difference"] == pytest.approx(-1.5)
+    assert out.loc["CR", "place"] == "made up for this test"
+    assert np.isnan(out.loc["RR", "paper"])
+    assert out.loc["RR", "place"] == "drawn, no number printed"
+
+
+def test_numbers_of_the_paper_say_where_they_stand():
+    table = pd.read_csv(paper_dir() / "numbers.csv")
+    assert len(table) > 10
+    assert table.place.str.len().gt(4).all()
+    assert table.value.notna().all()
+    known = table[(table.artefact == "table_1") & (table.arm == "no deficit")].set_index("dataset").value
+    assert known.to_dict() == {"cifar10": 92.23, "imagenet": 67.44}
+
+
+def test_figure_3_draws_every_point():
+    rows = made_up(lambda arm, seed, cost: 0.5 + 0.1 * cost + 0.01 * seed)
+    figure = figures.figure_3(rows, xs=("relative_cost", "noise_exposure"))
+    assert len(figure.axes) == 2
+    ax = figure.axes[0]
+    names = {t.get_text() for t in ax.texts}
+    assert {"CR", "RR", "ETH", "5", "8"} <= names
+    colours = {matplotlib.colors.to_hex(line.get_color()).upper() for line in ax.lines}
+    assert {figures.COLORS[g].upper() for g in ("large", "medium", "small", "static")} <= colours
+    points = np.concatenate([line.get_xydata() for line in ax.lines if line.get_marker() == "o"])
+    assert len({tuple(p) for p in points.tolist()}) == 10
+    rr = results.by_arm(rows).set_index("arm").loc["RR"]
+    assert np.isclose(points, [rr["relative_cost"], 100 * rr["mean"]]).all(axis=1).any()
+
+
+def test_a_precision_that_fails_is_named_below_the_axis():
+    rows = made_up(lambda arm, seed, cost: 0.1 if arm == "static 2" else 0.9)
+    figure = figures.figure_3(rows)
+    assert "below the axis: static 2 bits 10 %" in {t.get_text() for t in figure.axes[0].texts}
+    assert figure.axes[0].get_ylim()[0] > 10
+
+
+def test_smoke_figures_say_what_they_are():
+    rows = made_up(lambda arm, seed, cost: 0.5)
+    for r in rows:
+        r["spec"] = {**r["spec"], "scale": "smoke"}
+    assert figures.figure_3(rows).get_suptitle().startswith("smoke scale: not a result")
+    assert "not a result" not in figures.figure_3(made_up(lambda arm, seed, cost: 0.5)).get_suptitle()
+
+
+def test_figure_2_draws_values_and_bits():
+    figure = figures.figure_2(total_steps=800)
+    assert len([ax for ax in figure.axes if ax.get_visible()]) == 10
+    before, after = figure.axes[2].lines
+    schedule = figures.make_schedule("CR", q_min=3, q_max=8, total_steps=800)
+    assert figure.axes[2].get_title().startswith("CR")
+    assert np.array_equal(before.get_ydata(), schedule.values())
+    assert np.array_equal(after.get_ydata(), schedule.bits())

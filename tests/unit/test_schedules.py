@@ -1,0 +1,381 @@
+import copy
+import json
+import os
+import pickle
+import subprocess
+import sys
+import warnings
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import cpt_core
+from cpt_core import cost
+from cpt_core.schedules import (
+    CYCLE_RULES,
+    PROFILES,
+    SUITE,
+    Cosine,
+    CyclicSchedule,
+    Exponential,
+    FunctionSchedule,
+    Linear,
+    Profile,
+    Rex,
+    ShortCycleWarning,
+    StaticSchedule,
+    TableSchedule,
+    make_schedule,
+    schedule_from_dict,
+)
+
+TEN = ["LR", "LT", "CR", "CT", "RR", "RTV", "RTH", "ER", "ETV", "ETH"]
+TRIANGULAR = ["LT", "CT", "RTV", "RTH", "ETV", "ETH"]
+
+
+def make(name="CR", **changes):
+    return make_schedule(name, **{"q_min": 3, "q_max": 8, "total_steps": 1600, "n_cycles": 8} | changes)
+
+
+def make_short(name, **changes):
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", ShortCycleWarning)
+        return make(name, **changes)
+
+
+def code_without_torch(statements):
+    root = str(Path(cpt_core.__file__).parents[1])
+    env = os.environ | {"PYTHONPATH": os.pathsep.join([root, os.environ.get("PYTHONPATH", "")])}
+    code = f"import sys\n{statements}\nassert 'torch' not in sys.modules, 'torch was imported'"
+    return subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, check=False)
+
+
+@pytest.mark.parametrize(
+    "statements",
+    [
+        "import cpt_core, cpt_core.schedules, cpt_core.cost",
+        "import cpt_core as c; c.make_schedule('RTV', q_min=3, q_max=8, total_steps=800).relative_cost()",
+    ],
+)
+def test_schedules_and_costs_do_without_torch(statements):
+    done = code_without_torch(statements)
+    assert done.returncode == 0, done.stderr
+
+
+def test_the_check_for_torch_would_notice():
+    assert "torch was imported" in code_without_torch("sys.modules['torch'] = None").stderr
+
+
+# --- what is refused ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"q_min": 9}, "q_min=9, q_max=8"),
+        ({"q_min": 0}, "1 <= q_min"),
+        ({"q_min": None}, "needs q_min"),
+        ({"q_max": 33}, "<= 32"),
+        ({"total_steps": 0, "n_cycles": 0}, "total_steps must be at least 1"),
+        ({"n_cycles": 0}, "n_cycles must lie in 1"),
+        ({"n_cycles": 1601}, "n_cycles must lie in 1..total_steps = 1..1600, got 1601"),
+        ({"cycle_rule": "round"}, "unknown cycle_rule 'round'; choose from exact, floor, floor_plus_one"),
+        ({"profile": Rex()}, "CR has a cosine profile"),
+    ],
+)
+def test_impossible_values(changes, message):
+    with pytest.raises(ValueError, match=message):
+        make(**changes)
+
+
+@pytest.mark.parametrize("name", ["q_min", "q_max", "total_steps", "n_cycles"])
+@pytest.mark.parametrize("value", [3.5, 8.0, "3", True, np.float64(4), [3]])
+def test_numbers_that_are_no_integers(name, value):
+    with pytest.raises(ValueError, match=f"{name} must be an integer"):
+        make(**{name: value})
+
+
+@pytest.mark.parametrize("name", TRIANGULAR)
+@pytest.mark.parametrize("n_cycles", [1, 7])
+def test_odd_triangular_schedules(name, n_cycles):
+    with pytest.raises(ValueError, match="even n_cycles"):
+        make(name, n_cycles=n_cycles)
+
+
+@pytest.mark.parametrize("name", ["XR", "cr", "", None, ["CR"]])
+def test_unknown_names_list_the_choices(name):
+    with pytest.raises(ValueError, match=r"unknown schedule .* choose from") as caught:
+        make(name)
+    assert all(choice in str(caught.value) for choice in [*TEN, "STATIC"])
+
+
+@pytest.mark.parametrize("step", [-1, 1600, 3.0, "0", True])
+def test_steps_outside_the_schedule(step):
+    schedule = make()
+    for read in (schedule, schedule.value):
+        with pytest.raises(ValueError, match="step"):
+            read(step)
+
+
+@pytest.mark.parametrize(
+    "profile",
+    [(Rex, 1.0), (Rex, 1.5), (Rex, -0.1), (Rex, float("nan")), (Exponential, 0.0), (Exponential, -1.0)],
+)
+def test_constants_without_a_curve(profile):
+    kind, constant = profile
+    with pytest.raises(ValueError, match=r"must"):
+        kind(constant)
+
+
+def test_mirror_names_are_checked():
+    with pytest.raises(ValueError, match="unknown mirror 'both'; choose from horizontal, vertical"):
+        CyclicSchedule(Linear(), 3, 8, 1600, triangular=True, mirror="both")
+
+
+# --- short cycles ---------------------------------------------------------------------------------
+
+# The shortest cycles that still end at q_max = 8, by q_max - q_min = 1..5. With one step less those of REX
+# would end on a tie, decided by the last binary digit.
+SHORTEST = {
+    "LR": (2, 4, 6, 8, 10),
+    "CR": (2, 3, 4, 5, 5),
+    "RR": (12, 32, 52, 72, 92),
+    "ER": (2, 2, 2, 3, 3),
+}
+SHORTEST_CASES = [(name, r, p) for name, row in SHORTEST.items() for r, p in enumerate(row, start=1)]
+
+
+@pytest.mark.parametrize(("name", "width", "length"), SHORTEST_CASES)
+def test_short_cycles_warn(name, width, length):
+    def last(steps, n_cycles):
+        return make(name, q_min=8 - width, total_steps=steps, n_cycles=n_cycles)(steps - 1)
+
+    assert last(length * 4, 4) == 8  # a warning would be an error
+    with pytest.warns(ShortCycleWarning, match=f"{name}.*not at q_max = 8"):
+        assert last((length - 1 - (name == "RR")) * 4, 4) < 8
+
+
+# Bits at the last step that differ from q_max, by rule; the settings are those of the paper's experiments.
+ENDS = [
+    ("CIFAR", 3, 64_000, 8, {}, {}, {}),
+    ("ImageNet", 4, 450_450, 8, {}, dict.fromkeys(["LR", "CR", "RR", "ER"], 4), {}),
+    ("VOC", 5, 171_600, 8, {}, {}, {}),
+    ("Arxiv", 3, 1000, 8, {}, {}, {"RR": 6, "RTV": 6, "RTH": 6}),
+    (
+        "Arxiv, 500 epochs", 3, 500, 8,
+        {"RR": 7, "RTV": 7, "RTH": 7},
+        {"LR": 3, "CR": 3, "RR": 3, "ER": 4, "RTH": 6, "ETV": 7},
+        {"RR": 6, "RTV": 6, "RTH": 6},
+    ),
+    ("Products", 3, 15_440, 8, {}, {}, {}),
+    ("PTB", 5, 53_120, 8, {}, {}, {}),
+    ("PTB", 5, 53_120, 2, {}, {}, {}),
+    ("XNLI", 5, 12_272, 2, {}, {}, {}),
+]  # fmt: skip
+END_CASES = [(*run[:4], *rule) for run in ENDS for rule in zip(CYCLE_RULES, run[4:], strict=True)]
+
+
+@pytest.mark.parametrize(("run", "q_min", "steps", "n_cycles", "cycle_rule", "not_eight"), END_CASES)
+def test_bits_at_the_end_of_the_paper_s_runs(run, q_min, steps, n_cycles, cycle_rule, not_eight):
+    args = {"q_min": q_min, "total_steps": steps, "n_cycles": n_cycles, "cycle_rule": cycle_rule}
+    found = {name: make_short(name, **args)(steps - 1) for name in TEN}
+    assert found == dict.fromkeys(TEN, 8) | not_eight
+
+
+# --- the suite ------------------------------------------------------------------------------------
+
+
+def test_the_ten_and_their_groups():
+    groups = {name: make(name).savings for name in SUITE}
+    assert sorted(groups) == sorted(TEN)
+    assert {n for n, g in groups.items() if g == "large"} == {"RR", "RTH"}
+    assert {n for n, g in groups.items() if g == "small"} == {"ER", "ETH"}
+    assert sum(g == "medium" for g in groups.values()) == 6
+
+
+@pytest.mark.parametrize(
+    ("q_min", "q_max", "costs"),  # RR RTH | LR LT | CR CT | ETV | RTV | ER ETH
+    [
+        (3, 8, (0.399, 0.628, 0.633, 0.635, 0.637, 0.822)),
+        (3, 6, (0.497, 0.696, 0.700, 0.701, 0.703, 0.863)),
+        (4, 8, (0.501, 0.695, 0.699, 0.700, 0.702, 0.858)),
+        (4, 6, (0.644, 0.792, 0.793, 0.794, 0.795, 0.912)),
+        (5, 8, (0.611, 0.767, 0.769, 0.769, 0.770, 0.895)),
+        (5, 6, (0.806, 0.894, 0.894, 0.894, 0.894, 0.963)),
+    ],
+)
+def test_costs_of_the_groups(q_min, q_max, costs):
+    names = [("RR", "RTH"), ("LR", "LT"), ("CR", "CT"), ("ETV",), ("RTV",), ("ER", "ETH")]
+    for pair, expected in zip(names, costs, strict=True):
+        for name in pair:
+            schedule = make(name, q_min=q_min, q_max=q_max, total_steps=64_000)
+            assert schedule.relative_cost() == pytest.approx(expected, abs=6e-4), name
+
+
+def test_another_constant_of_a_profile():
+    schedule = make("RR", total_steps=64_000, profile=Rex(d=0.5))
+    assert schedule.relative_cost() == pytest.approx(0.547, abs=5e-4)
+    assert (schedule.name, schedule.savings) == ("", None)
+    assert make("RR", profile=Rex(0.9)) == make("RR")
+
+
+def test_own_names_have_no_group():
+    assert CyclicSchedule(Linear(), 3, 8, 1600, name="mine").savings is None
+
+
+def test_static():
+    schedule = make_schedule("STATIC", q_max=6, total_steps=10)
+    assert schedule == make_schedule("STATIC", q_max=6, q_min=6, total_steps=10, n_cycles=3) == StaticSchedule(6, 10)
+    assert schedule.bits().tolist() == [6] * 10
+    assert (schedule.q_min, schedule.q_max, schedule.savings, schedule.name) == (6, 6, "none", "STATIC")
+    assert schedule.relative_cost() == schedule.noise_exposure() == schedule.share_at(6) == 1.0
+
+
+@pytest.mark.parametrize(
+    "changes", [{"q_min": 3}, {"profile": Rex(0.5)}, {"q_max": 3.5}, {"q_max": 0}, {"total_steps": 0}]
+)
+def test_what_static_cannot_be(changes):
+    with pytest.raises(ValueError, match=r"STATIC|must"):
+        make_schedule("STATIC", **{"q_max": 6, "total_steps": 10} | changes)
+
+
+# --- values ---------------------------------------------------------------------------------------
+
+
+def test_frozen_and_read_only():
+    schedule = make()
+    with pytest.raises(AttributeError):
+        schedule.q_max = 9
+    with pytest.raises(ValueError, match="read-only"):
+        schedule.bits()[0] = 9
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda s: pickle.loads(pickle.dumps(s))])
+def test_copies_are_equal_and_as_frozen(copied):
+    schedule = make("RTV")
+    bits = schedule.bits()
+    twin = copied(schedule)
+    assert twin == schedule
+    assert hash(twin) == hash(schedule)
+    np.testing.assert_array_equal(twin.bits(), bits)
+    with pytest.raises(ValueError, match="read-only"):
+        twin.bits()[0] = 9
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"name": "LR"},
+        {"q_min": 4},
+        {"q_max": 9},
+        {"total_steps": 1601},
+        {"n_cycles": 4},
+        {"cycle_rule": "floor"},
+    ],
+)
+def test_other_settings_make_another_schedule(changes):
+    assert make(**changes) != make()
+    assert make(**changes).to_dict() != make().to_dict()
+
+
+def test_numpy_integers_make_the_same_schedule():
+    schedule = make(q_min=np.int64(3), q_max=np.int32(8), total_steps=np.int64(1600), n_cycles=np.uint8(8))
+    assert schedule == make()
+    assert json.dumps(schedule.to_dict()) == json.dumps(make().to_dict())
+    assert schedule(np.int64(3)) == make()(3)
+
+
+@pytest.mark.parametrize(
+    ("description", "message"),
+    [
+        ({"kind": "spiral"}, "unknown kind 'spiral'; choose from static, cyclic, table"),
+        ({}, "unknown kind None"),
+        (
+            {"kind": "cyclic", "profile": {"name": "sine"}},
+            "unknown profile 'sine'; choose from linear, cosine",
+        ),
+    ],
+)
+def test_descriptions_that_are_none(description, message):
+    with pytest.raises(ValueError, match=message):
+        schedule_from_dict(description)
+
+
+def test_profiles_outside_the_registry_are_refused_when_written():
+    class Square(Profile):
+        def growth(self, x):
+            return x**2
+
+    schedule = CyclicSchedule(Square(), 3, 8, 1600)
+    assert schedule(1599) == 8
+    with pytest.raises(ValueError, match="Square is not in PROFILES"):
+        schedule.to_dict()
+
+
+@pytest.mark.parametrize("profile", [Linear(), Cosine(), Exponential(2.0), Rex(0.3)])
+def test_every_profile_is_written_with_its_constant(profile):
+    schedule = CyclicSchedule(profile, 6, 8, 1600, n_cycles=2, triangular=True, mirror="vertical")
+    assert type(profile) in PROFILES.values()
+    assert schedule_from_dict(json.loads(json.dumps(schedule.to_dict()))) == schedule
+
+
+# --- tables and functions -------------------------------------------------------------------------
+
+
+def test_table():
+    table = TableSchedule(((3, 2), (8, 3)))
+    assert table.bits().tolist() == [3, 3, 8, 8, 8]
+    assert (table.q_min, table.q_max, table.total_steps) == (3, 8, 5)
+    assert schedule_from_dict(json.loads(json.dumps(table.to_dict()))) == table
+    assert table.share_at(3) == 0.4
+
+
+@pytest.mark.parametrize("runs", [(), ((3, 0),), ((0, 4),), ((33, 1),), ((3.5, 2),), ((3, True),)])
+def test_impossible_tables(runs):
+    with pytest.raises(ValueError, match="must"):
+        TableSchedule(runs)
+
+
+def test_function_is_read_from_zero_to_one():
+    seen = []
+    schedule = FunctionSchedule(lambda u: seen.append(u) or 3 + 5 * u, total_steps=6)
+    assert seen == pytest.approx([0, 0.2, 0.4, 0.6, 0.8, 1])
+    assert schedule.values().tolist() == pytest.approx([3, 4, 5, 6, 7, 8])
+    assert (schedule.q_min, schedule.q_max, schedule(5), schedule.value(1)) == (3, 8, 8, 4.0)
+    assert FunctionSchedule(lambda u: 4 + u, total_steps=1).bits().tolist() == [4]
+
+
+@pytest.mark.parametrize("curve", [lambda u: 8 + 5 * u, lambda u: np.sin(9 * u) * 2 + 5])
+def test_function_comes_back_as_a_table_of_the_same_bits(curve):
+    schedule = FunctionSchedule(curve, total_steps=100)
+    table = schedule_from_dict(json.loads(json.dumps(schedule.to_dict())))
+    assert isinstance(table, TableSchedule)
+    np.testing.assert_array_equal(table.bits(), schedule.bits())
+    assert json.dumps(table.to_dict()) == json.dumps(schedule.to_dict())
+    assert table.relative_cost() == schedule.relative_cost()
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), 0.4, -3, 33])
+def test_curves_that_leave_the_bits(bad):
+    with pytest.raises(ValueError, match=r"at step 5; bits lie in 1\.\.32"):
+        FunctionSchedule(lambda u: 4 if u < 0.5 else bad, total_steps=10)
+
+
+# --- cost -----------------------------------------------------------------------------------------
+
+
+def test_price_of_a_step():
+    assert cost.step_cost(8, 8) == 192
+    assert cost.step_cost([3, 8.0], 6).tolist() == [9 + 36, 64 + 96]
+    assert cost.total_bitops(10, [32, 32], 32) == 10 * 2 * 3
+    assert cost.relative_cost([3, 8], q_max=8) == pytest.approx((9 + 48 + 192) / 2 / 192)
+    assert cost.relative_cost([4], q_max=8, q_grad=6) == pytest.approx((16 + 48) / (64 + 96))
+
+
+@pytest.mark.parametrize("bits", [3.5, "3", [3, 4.5], float("nan"), True])
+def test_prices_of_broken_bits(bits):
+    with pytest.raises(ValueError, match="bits must be whole numbers"):
+        cost.step_cost(bits, 8)
+    with pytest.raises(ValueError, match="q_grad must be whole numbers"):
+        cost.step_cost(8, bits)

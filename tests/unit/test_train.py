@@ -1,0 +1,177 @@
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+from dataclasses import replace
+
+import pytest
+import torch
+
+from cpt_core import grids
+from cpt_core.recipes import recipe
+from cpt_core.specs import run_spec
+from cpt_core.tasks import TASKS
+from cpt_core.train import task_of, train
+
+
+def spec_of(arm="CR", seed=0, model="mlp6", **changes):
+    changes = {"steps": 190, "evaluate_every": 50, **changes}
+    schedules, static = ([], [int(arm.split()[1])]) if arm.startswith("static") else ([arm], [])
+    return grids.image("smoke", "digits", model, schedules=schedules, static=static, seeds=[seed], **changes)[0]
+
+
+@pytest.fixture(scope="module")
+def run():
+    return train(TASKS["image"], spec_of())
+
+
+def test_result(run):
+    assert run.status == "ok"
+    assert run.history["bits"] == run.spec.schedule.bits().tolist()
+    assert run.history["lr"][94] == pytest.approx(0.03)
+    assert run.history["lr"][95] == pytest.approx(0.003)
+    assert run.history["lr"][142] == pytest.approx(0.0003)
+    assert [e["step"] for e in run.history["evaluations"]] == [50, 100, 150, 190]
+    first, last = run.history["loss"][:10], run.history["loss"][-10:]
+    assert sum(last) < 0.5 * sum(first)
+    assert run.metric("accuracy") > 0.6
+
+
+def test_every_metric_says_how_it_was_measured(run):
+    wanted = {(s, w, p) for s in ("valid", "test") for w in ("final",) for p in ("q_max", "current")}
+    assert {(m["split"], m["when"], m["precision"]) for m in run.metrics} == wanted | {("test", "best_valid", "q_max")}
+    assert all(m["bits"] == 8 for m in run.metrics if m["precision"] == "q_max")
+    best = max(run.history["evaluations"], key=lambda e: e["valid"]["accuracy"])
+    assert run.metric("accuracy", when="best_valid") == best["test"]["accuracy"]
+    with pytest.raises(KeyError, match="no metric"):
+        run.metric("f1")
+
+
+def test_evaluation_precision_makes_a_difference():
+    run = train(TASKS["image"], spec_of("static 3"))
+    at = {m["precision"]: (m["bits"], m["value"]) for m in run.metrics if m["name"] == "loss" and m["split"] == "test"}
+    assert (at["q_max"][0], at["current"][0]) == (8, 3)
+    assert at["q_max"][1] != at["current"][1]
+
+
+def test_arms_of_one_seed_are_paired():
+    first = {}
+
+    def remember(arm):
+        def on_step(step, model, loss):
+            if step == 0:
+                first[arm] = model.fc.weight.detach().clone()
+
+        return on_step
+
+    for arm in ("static 8", "ER"):  # neither has the same bits, but weights and the first batch are shared
+        train(TASKS["image"], spec_of(arm, steps=20, n_cycles=1), on_step=remember(arm))
+    starts = [TASKS["image"](spec_of(arm), torch.device("cpu")) for arm in ("static 8", "ER")]
+    batches = [next(task.batches(7)) for task in starts]
+    assert torch.equal(batches[0][0], batches[1][0])
+    assert torch.equal(batches[0][1], batches[1][1])
+    assert (first["static 8"] - first["ER"]).abs().max() < 0.05
+
+
+def test_same_spec_same_result_other_seed_other_result(run):
+    again = train(TASKS["image"], spec_of())
+    assert again.history["loss"] == run.history["loss"]
+    assert train(TASKS["image"], spec_of(seed=1)).history["loss"] != run.history["loss"]
+
+
+def test_precision_matters(run):
+    """The negative control of every run: at 2 bits this network does not learn."""
+    assert train(TASKS["image"], spec_of("static 2")).metric("accuracy") < run.metric("accuracy") - 0.2
+
+
+def test_bitops_of_a_run(run):
+    layers = 64 * 32 + 5 * 32 * 32 + 32 * 10
+    squares = sum(int(q * q + 16 * q) for q in run.spec.schedule.bits())
+    assert run.bitops["paper"] == 64 * layers * squares / 1024
+    assert run.bitops["per_op"] > 64 * 3 * 320 * run.spec.recipe.steps  # the classifier alone, in float32
+
+
+def test_divergence_is_a_status():
+    run = train(TASKS["image"], spec_of(clip=None, lr=1e20))
+    assert run.status == "diverged"
+    assert run.metrics == []
+    assert len(run.history["step"]) < 190
+
+
+def test_batchnorm_network_and_images_in_colour_layout():
+    run = train(TASKS["image"], spec_of("RTH", model="resnet8_w8", steps=190, evaluate_every=0))
+    assert run.status == "ok"
+    assert run.history["loss"][-1] < run.history["loss"][0]
+
+
+SCRIPT = """
+import sys, torch
+from pathlib import Path
+from cpt_core.specs import RunSpec
+from cpt_core.train import train, task_of
+import json
+torch.set_num_threads(1)
+spec = RunSpec.from_dict(json.loads(sys.argv[1]))
+def on_step(step, model, loss):
+    print(step, flush=True)
+run = train(task_of(spec), spec, folder=Path(sys.argv[2]), checkpoint_seconds=0.0, on_step=on_step)
+torch.save([p.detach() for p in run.model.parameters()], Path(sys.argv[2]) / "end.pt")
+"""
+
+
+@pytest.mark.parametrize("model", ["mlp6", "resnet8_w8"])
+def test_a_killed_run_resumes_bit_for_bit(model, tmp_path):
+    import json
+
+    spec = spec_of("CR", model=model, steps=40, n_cycles=2, crop=1, evaluate_every=15)
+    straight = train(task_of(spec), spec)
+    command = [sys.executable, "-c", textwrap.dedent(SCRIPT), json.dumps(spec.to_dict()), str(tmp_path)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        for line in process.stdout:
+            if int(line) == 22:
+                process.send_signal(signal.SIGKILL)
+                break
+    assert (tmp_path / "checkpoint.pt").exists()
+    assert not (tmp_path / "end.pt").exists()
+    steps = []
+    resumed = train(task_of(spec), spec, folder=tmp_path, on_step=lambda step, model, loss: steps.append(step))
+    assert 0 < steps[0] <= 23  # it went on from the checkpoint instead of starting again
+    assert resumed.history["loss"] == straight.history["loss"]
+    assert resumed.metrics == straight.metrics
+    for a, b in zip(resumed.model.parameters(), straight.model.parameters(), strict=True):
+        assert torch.equal(a, b)
+    assert not (tmp_path / "checkpoint.pt").exists()
+
+
+def test_a_checkpoint_of_another_run_is_refused(tmp_path):
+    spec = spec_of(steps=20, n_cycles=1)
+
+    def stop(step, model, loss):
+        if step == 10:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        train(task_of(spec), spec, folder=tmp_path, checkpoint_seconds=0.0, on_step=stop)
+    other = spec_of(steps=20, n_cycles=1, seed=5)
+    with pytest.raises(ValueError, match=f"belongs to run {spec.key}, not to {other.key}"):
+        train(task_of(other), other, folder=tmp_path)
+
+
+def test_unknown_task():
+    spec = run_spec(replace(recipe("demo"), task="chess"), "CR", q_max=8, seed=0)
+    with pytest.raises(ValueError, match="unknown task 'chess'; choose from image"):
+        task_of(spec)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+def test_cuda_learns_as_the_cpu_does(run):
+    assert train(TASKS["image"], spec_of(), device="cuda").metric("accuracy") == pytest.approx(
+        run.metric("accuracy"), abs=0.1
+    )
+
+
+def test_nothing_is_left_of_a_temporary_checkpoint(tmp_path):
+    train(TASKS["image"], spec_of(steps=10, n_cycles=1), folder=tmp_path, checkpoint_seconds=0.0)
+    assert os.listdir(tmp_path) == []
