@@ -51,6 +51,20 @@ def notebooks() -> None:
 
 
 @app.command()
+def docs() -> None:
+    """Write REPRODUCING.md from the docstrings, and the README's figure from the committed rows."""
+    from cpt_core import figures, results
+    from cpt_core.paths import ROOT, results_dir
+    from cpt_core.reproducing import text
+
+    (ROOT / "REPRODUCING.md").write_text(text())
+    rows = results.load_rows(results_dir() / "image_digits.jsonl")
+    rows = [r for r in rows if r["spec"]["recipe"]["model"] == "mlp6"]
+    figures.figure_3(rows, xs=("relative_cost", "noise_exposure")).savefig(results_dir() / "image_digits.png", dpi=110)
+    typer.echo("REPRODUCING.md and data/results/image_digits.png written")
+
+
+@app.command()
 def download(dataset: Annotated[str, typer.Argument(help="cifar10, cifar100 or imagenet")]) -> None:
     """Download a data set into CPT_DATA_DIR (or data/cache), with progress and checksums."""
     from cpt_core import data

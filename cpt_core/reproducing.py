@@ -1,0 +1,81 @@
+"""The page REPRODUCING.md, made from the ``Paper:`` and ``Differs:`` lines of the docstrings and comments."""
+
+from __future__ import annotations
+
+import ast
+import re
+import textwrap
+from collections.abc import Iterator
+from pathlib import Path
+
+from cpt_core.paths import ROOT
+
+HEADER = """# Reproducing the paper
+
+*Better Schedules for Low Precision Training of Deep Neural Networks* (Wolfe and Kyrillidis). This page is made from the
+`Paper:` and `Differs:` lines of the code by `python -m cpt_core docs`; a test keeps it up to date.
+
+## Figures and their commands
+
+| paper | notebook | grid | command | paper scale run here? |
+|---|---|---|---|---|
+| figure 2 | [01_schedules](notebooks/01_schedules.ipynb) | closed form | `make reproduce NB=01` | yes, exact |
+| costs in section 4.4 | [02_quantizers_and_bitops](notebooks/02_quantizers_and_bitops.ipynb) | closed form | `make reproduce NB=02` | yes, exact |
+| figure 3, CIFAR | [03_image_classification](notebooks/03_image_classification.ipynb) | `grids.image_cifar` | `papermill notebooks/03_image_classification.ipynb out.ipynb -p scale paper -p dataset cifar10 -p model resnet74` | no, needs a GPU |
+| figure 3, ImageNet | the same | `grids.image_imagenet` | the same with `-p dataset imagenet -p model resnet18` | no, needs a GPU |
+
+Object detection, graphs, language and critical learning periods (figures 4 to 8, table 1) are not there yet.
+
+## What is exact, what is not
+
+- Schedules, bits, costs, operation counts: exact on every machine; compared with reference values in `tests/reference`.
+- A training run: bit for bit the same when repeated or resumed on one CPU with one thread; close on others.
+- Accuracies of notebooks in the tests: inside bands measured over twelve seeds (`data/results/bands.json`).
+- `+-` is the standard deviation over seeds (n - 1). Figures show means; diverged and failed runs are counted in titles.
+- Choice of the best epoch: on held-out images; the final accuracy, at q_max bits, is the one that is drawn.
+
+## Results kept here
+
+| rows | what | command |
+|---|---|---|
+| `data/results/image_digits.jsonl` | digits, demo scale: six-hidden-layer network (5 seeds) and ResNet-8 (2 seeds) | `make reproduce NB=03` |
+| `data/results/image_cifar10_jpeg.jsonl` | JPEG copies of CIFAR-10 at 16 x 16, ResNet-8, one seed; not CIFAR-10 results | `run_grid(grids.image("demo", "cifar10-jpeg/", seeds=[0], steps=2400, n_cycles=8, batch=64, train_images=None, test_images=None, valid_images=5000, evaluate_every=800), store)` |
+
+Null results: at these scales no schedule was better than a static precision of equal cost, and none than static 8 bits.
+"""  # noqa: E501
+
+
+def harvest(kind: str) -> Iterator[tuple[str, str]]:
+    """Yield (place in the code, text) of every ``Paper:`` or ``Differs:`` line."""
+    for path in sorted((ROOT / "cpt_core").rglob("*.py")):
+        if path.name != Path(__file__).name:
+            place = path.relative_to(ROOT).as_posix()
+            source = path.read_text()
+            for node in ast.walk(ast.parse(source)):
+                if isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef)):
+                    name = "" if isinstance(node, ast.Module) else f" {node.name}"
+                    for entry in _entries(ast.get_docstring(node) or "", kind):
+                        yield f"{place}{name}", entry
+            comments = re.findall(r"((?:^ *# .*\n)+)", source, flags=re.M)
+            for block in comments:
+                text = re.sub(r"^ *# ?", "", block, flags=re.M)
+                for entry in _entries(text, kind):
+                    yield place, entry
+
+
+def _entries(text: str, kind: str) -> list[str]:
+    """Cut the entries out of a text: from the word to the next such word, a blank line or a line of less indent."""
+    out = []
+    for match in re.finditer(rf"(?:^|\s){kind}: (.*?)(?=(?:\s(?:Paper|Differs): )|\n\s*\n|\n\w+:|\Z)", text, re.S):
+        out.append(" ".join(match[1].split()))
+    return out
+
+
+def text() -> str:
+    """Return the whole page."""
+    parts = [HEADER]
+    for kind, title in (("Differs", "Differences from the paper"), ("Paper", "Where the paper is in the code")):
+        parts.append(f"## {title}\n")
+        lines = [f"- `{place}`: {entry}" for place, entry in harvest(kind)]
+        parts.append("\n".join("\n".join(textwrap.wrap(line, 118, subsequent_indent="  ")) for line in lines) + "\n")
+    return "\n".join(parts)

@@ -1,0 +1,23 @@
+"""Answers to the exercises: notebook -> exercise cell -> the lines that replace the ``...``.  Tests run them."""
+
+SOLUTIONS = {
+    "00_start_here": {
+        "half": 'cpt.make_schedule("RR", q_min=3, q_max=8, total_steps=64_000)',
+        "falling": 'cpt.make_schedule("ETH", q_min=3, q_max=8, total_steps=64_000)',
+    },
+    "01_schedules": {
+        "name": '"ETH"',
+        "mine": "cpt.FunctionSchedule(lambda u: 3 + 5 * u**2.2, total_steps=1000)",
+    },
+    "02_quantizers_and_bitops": {"values": "32", "relative": "round((4**2 + 2 * 4 * 8) / (3 * 64), 3)"},
+    "03_image_classification": {"group": '"large"', "largest": "5"},
+}
+WRONG = {
+    "00_start_here": {
+        "half": 'cpt.make_schedule("CR", q_min=3, q_max=8, total_steps=64_000)',
+        "falling": 'cpt.make_schedule("ER", q_min=3, q_max=8, total_steps=64_000)',
+    },
+    "01_schedules": {"name": '"RR"', "mine": "cpt.FunctionSchedule(lambda u: 3 + 5 * u, total_steps=1000)"},
+    "02_quantizers_and_bitops": {"values": "31", "relative": "0.5"},
+    "03_image_classification": {"group": '"small"', "largest": "6"},
+}

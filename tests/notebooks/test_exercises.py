@@ -1,0 +1,62 @@
+"""Every exercise accepts its solution, refuses a wrong answer, and says so kindly."""
+
+import re
+from pathlib import Path
+
+import nbformat
+import pytest
+
+import cpt_core as cpt
+from cpt_core import cost, teaching
+
+from solutions import SOLUTIONS, WRONG  # isort: skip
+
+FOLDER = Path(__file__).parents[2] / "notebooks"
+
+
+def exercise_cell(name):
+    book = nbformat.read(FOLDER / f"{name}.ipynb", as_version=4)
+    (cell,) = [c for c in book.cells if c.cell_type == "code" and "teaching.check(" in c.source]
+    return cell.source
+
+
+def run(name, answers, capsys):
+    source = exercise_cell(name)
+    for variable, answer in answers.items():
+        source, count = re.subn(rf"^{variable} = \.\.\..*$", f"{variable} = {answer}", source, flags=re.M)
+        assert count == 1, variable
+    exec(source, {"cpt": cpt, "cost": cost, "teaching": teaching})
+    return capsys.readouterr().out.splitlines()
+
+
+@pytest.mark.parametrize("name", sorted(p.stem for p in FOLDER.glob("*.ipynb")))
+def test_exercises(name, capsys):
+    todo = exercise_cell(name).count("teaching.check(")
+    assert [line.endswith("not attempted yet") for line in run(name, {}, capsys)] == [True] * todo
+    assert [line.endswith(": correct") for line in run(name, SOLUTIONS[name], capsys)] == [True] * todo
+    wrong = run(name, WRONG[name], capsys)
+    assert [": not yet. Hint: " in line for line in wrong] == [True] * todo
+
+
+def test_an_answer_of_the_wrong_kind_gets_a_hint_not_a_traceback(capsys):
+    teaching.check("x", "text", lambda s: s.relative_cost() < 1, "a schedule")
+    assert "not yet (AttributeError" in capsys.readouterr().out
+
+
+def test_predictions_are_compared(capsys):
+    teaching.predict("q", "b")
+    teaching.reveal("q", "b", "because")
+    teaching.predict("q", "c")
+    teaching.reveal("q", "b", "because")
+    out = capsys.readouterr().out
+    assert "You were right." in out
+    assert "You said c." in out
+    with pytest.raises(ValueError, match="choose one of a, b, c, got 'z'"):
+        teaching.predict("q", "z")
+
+
+def test_bands_reject_what_lies_outside(capsys):
+    teaching.in_band("smoke accuracy of ER", 0.88)
+    assert capsys.readouterr().out == "smoke accuracy of ER: inside the band of 12 seeds\n"
+    with pytest.raises(AssertionError, match="outside its band"):
+        teaching.in_band("smoke accuracy of ER", 0.35)

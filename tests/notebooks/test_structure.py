@@ -1,0 +1,135 @@
+"""What nbval cannot see: a notebook without outputs would pass it, and so would a parameter that nobody reads."""
+
+import ast
+import json
+import re
+import sys
+from pathlib import Path
+
+import nbformat
+import pytest
+
+from cpt_core.parameters import PARAMETERS, check_parameters
+from cpt_core.reproduce import parameters_of
+
+FOLDER = Path(__file__).parents[2] / "notebooks"
+NOTEBOOKS = sorted(FOLDER.glob("*.ipynb"))
+HEADINGS = ("**Claim", "**You will**", "**Needs**", "**Time**", "Predict", "Exercises", "## Summary")
+
+
+@pytest.fixture(params=NOTEBOOKS, ids=lambda p: p.stem)
+def path(request):
+    return request.param
+
+
+@pytest.fixture
+def book(path):
+    return nbformat.read(path, as_version=4)
+
+
+def code_cells(book):
+    return [c for c in book.cells if c.cell_type == "code"]
+
+
+def tagged(book, tag):
+    return [c for c in code_cells(book) if tag in c.metadata.get("tags", [])]
+
+
+def texts(cell):
+    return "".join(o.get("text", "") for o in cell.outputs if o.output_type == "stream" and o.name == "stdout")
+
+
+def test_there_are_notebooks():
+    assert len(NOTEBOOKS) >= 4
+
+
+def test_run_from_top_to_bottom(book):
+    assert [c.execution_count for c in code_cells(book)] == list(range(1, len(code_cells(book)) + 1))
+    assert book.metadata.kernelspec.name == "python3"
+    assert (book.nbformat, book.nbformat_minor) == (4, 5)
+
+
+def test_compared_cells_have_text_and_nothing_else(book):
+    cells = tagged(book, "nbval-check-output")
+    assert len(cells) >= 3
+    for cell in cells:
+        assert texts(cell).strip(), cell.source
+        assert all(o.output_type == "stream" and o.name == "stdout" for o in cell.outputs), cell.source
+
+
+def test_no_cell_wrote_errors_or_warnings(book):
+    for cell in code_cells(book):
+        assert not [o for o in cell.outputs if o.output_type == "error" or o.get("name") == "stderr"], cell.source
+
+
+def test_one_cell_of_parameters_with_literals(book, path):
+    (cell,) = tagged(book, "parameters")
+    statements = ast.parse(cell.source).body
+    names = [s.targets[0].id for s in statements]
+    assert all(isinstance(s, ast.Assign) for s in statements)
+    values = {n: ast.literal_eval(s.value) for n, s in zip(names, statements, strict=True)}
+    assert values["scale"] == "smoke"
+    assert set(values) <= set(PARAMETERS)
+    check_parameters(**values)
+    assert parameters_of(path).keys() == values.keys()
+
+
+def test_every_parameter_is_checked_and_read(book):
+    (cell,) = tagged(book, "parameters")
+    names = {s.targets[0].id for s in ast.parse(cell.source).body}
+    later = "\n".join(c.source for c in code_cells(book)[code_cells(book).index(cell) + 1 :])
+    tree = ast.parse(later)
+    (call,) = [n for n in ast.walk(tree) if isinstance(n, ast.Call) and getattr(n.func, "id", "") == "check_parameters"]
+    assert {k.arg for k in call.keywords} == names
+    read = {n.attr for n in ast.walk(tree) if isinstance(n, ast.Attribute) and getattr(n.value, "id", "") == "P"}
+    used = names - {"scale"}  # the text of 00 to 02 does not depend on the scale, but it is checked
+    assert used <= read, f"never read: {used - read}"
+
+
+def test_thin(book):
+    sources = [c.source for c in code_cells(book)]
+    lines = [line for s in sources for line in s.splitlines() if line.strip() and not line.strip().startswith("#")]
+    assert len(lines) <= 120
+    tree = ast.parse("\n".join(sources))
+    assert not [n for n in ast.walk(tree) if isinstance(n, ast.ClassDef)]
+    words = sum(len(c.source.split()) for c in book.cells if c.cell_type == "markdown")
+    assert words >= 250
+
+
+def test_imports_only_the_package_and_the_standard_library(book):
+    tree = ast.parse("\n".join(c.source for c in code_cells(book)))
+    modules = {a.name for n in ast.walk(tree) if isinstance(n, ast.Import) for a in n.names}
+    modules |= {n.module for n in ast.walk(tree) if isinstance(n, ast.ImportFrom)}
+    assert {m.split(".")[0] for m in modules} <= {"cpt_core", *sys.stdlib_module_names}
+
+
+def test_headings(book):
+    text = "\n".join(c.source for c in book.cells if c.cell_type == "markdown")
+    assert [h for h in HEADINGS if h not in text] == []
+
+
+def test_nothing_of_one_machine(path):
+    text = path.read_text()
+    assert len(text) < 700_000
+    plain = re.sub(r'"image/png": "[^"]*"', "", text)
+    assert not re.search(r"(?<![\w.])/(root|home|work|tmp|Users)/", plain)
+    assert not re.search(r"Traceback|ipykernel_\d+", plain)
+
+
+def test_listed_with_times(path):
+    assert f"]({path.name})" in (FOLDER / "README.md").read_text()
+
+
+def test_code_is_not_shown_twice(book):
+    sources = [c.source for c in code_cells(book)]
+    assert len(sources) == len(set(sources))
+
+
+def test_bands_have_controls_that_fail():
+    content = json.loads((FOLDER.parent / "data" / "results" / "bands.json").read_text())
+    assert content["bands"]
+    for name, band in content["bands"].items():
+        assert len(band["values"]) >= 10, name
+        assert all(band["low"] <= v <= band["high"] for v in band["values"]), name
+        assert band["control"], name
+        assert not any(band["low"] <= v <= band["high"] for v in band["control"]), name

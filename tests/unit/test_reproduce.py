@@ -1,0 +1,113 @@
+"""The command behind `make reproduce`, on a notebook small enough for a test."""
+
+import json
+import subprocess
+import sys
+
+import nbformat
+import pytest
+from nbformat.v4 import new_code_cell, new_markdown_cell, new_notebook
+
+from cpt_core import reproduce, results
+from cpt_core.paths import results_dir
+from cpt_core.reproduce import estimate, notebooks
+
+
+@pytest.fixture
+def place(tmp_path, monkeypatch):
+    """A folder of notebooks and a folder of runs of our own."""
+    folder = tmp_path / "notebooks"
+    folder.mkdir()
+    monkeypatch.setattr(reproduce, "notebooks_dir", lambda: folder)
+    monkeypatch.setenv("CPT_RUNS_DIR", str(tmp_path / "runs"))
+
+    def write(name, *code):
+        parameters = new_code_cell('scale = "smoke"\nseeds = []', metadata={"tags": ["parameters"]})
+        cells = [new_markdown_cell("# Title"), parameters, *(new_code_cell(c) for c in code)]
+        kernel = {"name": "python3", "display_name": "Python 3", "language": "python"}
+        nbformat.write(new_notebook(cells=cells, metadata={"kernelspec": kernel}), folder / name)
+
+    return write
+
+
+def test_runs_once_then_only_what_changed(place):
+    place("07_small.ipynb", "print('scale is', scale, seeds)")
+    outcomes, index = reproduce.reproduce("demo", given={"seeds": [3]}, progress=False)
+    assert [(o.name, o.status) for o in outcomes] == [("07_small", "done")]
+    assert "scale is demo [3]" in outcomes[0].page.read_text()
+    again, _ = reproduce.reproduce("demo", given={"seeds": [3]}, progress=False)
+    assert [o.status for o in again] == ["up to date"]
+    place("07_small.ipynb", "print('another cell')")
+    changed, _ = reproduce.reproduce("demo", given={"seeds": [3]}, progress=False)
+    assert [o.status for o in changed] == ["done"]
+    assert index.name == "index.html"
+
+
+def test_a_failing_notebook_is_reported_and_tried_again(place):
+    place("07_bad.ipynb", "raise RuntimeError('<broken> here')")
+    for _ in range(2):
+        outcomes, index = reproduce.reproduce("demo", progress=False)
+        assert [o.status for o in outcomes] == ["failed"]
+    assert "RuntimeError: &lt;broken&gt; here" in index.read_text()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"number": "99"}, "no notebook '99'; choose from 07"),
+        ({"scale": "huge"}, "scale must be one of smoke, demo, paper; got 'huge'"),
+        ({"dataset": "cifar10"}, "no chosen notebook has a parameter 'dataset'"),
+        ({"given": {"sead": [1]}}, "unknown parameter 'sead'; did you mean 'seeds'"),
+        ({"given": {"seeds": "[1]"}}, "seeds must be a list"),
+    ],
+)
+def test_wrong_values_are_refused_before_anything_starts(place, tmp_path, arguments, message):
+    place("07_small.ipynb", "print(scale)")
+    with pytest.raises(ValueError, match=message):
+        reproduce.reproduce(**{"progress": False, **arguments})
+    assert not list((tmp_path / "runs").rglob("*.html"))
+
+
+def test_report_of_real_rows(place, tmp_path):
+    place("07_small.ipynb", "print(scale)")
+    store = tmp_path / "runs" / "demo" / "image.jsonl"
+    store.parent.mkdir(parents=True)
+    rows = results.load_rows(results_dir() / "image_digits.jsonl")
+    store.write_text("".join(json.dumps(r) + "\n" for r in rows))
+    _, index = reproduce.reproduce("demo", progress=False)
+    page = index.read_text()
+    assert page.count("data:image/png;base64,") == 2  # both networks of the committed rows
+    assert "mlp6 on scikit-learn digits" in page
+    assert "resnet8_w8 on scikit-learn digits" in page
+    accuracy = results.by_arm([r for r in rows if r["spec"]["recipe"]["model"] == "mlp6"]).set_index("arm")["mean"][
+        "CR"
+    ]
+    assert f"<td>{100 * accuracy:.1f}</td>" in page
+    for text in (page, (index.parent / "07_small.html").read_text()):
+        assert not [part for part in text.split('"') if part.startswith(("https://cdn", "http://cdn", "https://unpkg"))]
+
+
+def test_notebooks_and_estimates():
+    assert [p.name[:2] for p in notebooks()] == ["00", "01", "02", "03"]
+    assert estimate("demo") >= estimate("demo", "01") > 0
+    assert estimate("paper") is None
+
+
+def command(*words):
+    return subprocess.run([sys.executable, "-m", "cpt_core", *words], capture_output=True, text=True)
+
+
+def test_command_line_refuses_with_one_line():
+    done = command("reproduce", "--scale", "huge")
+    assert done.returncode == 2
+    assert done.stderr.strip() == "error: scale must be one of smoke, demo, paper; got 'huge'"
+    done = command("download", "mnist")
+    assert done.returncode == 2
+    assert "choose from cifar10, cifar100, imagenet" in done.stderr
+
+
+def test_command_line_helps():
+    done = command("--help")
+    assert done.returncode == 0
+    for name in ("reproduce", "notebooks", "download", "docs"):
+        assert name in done.stdout
