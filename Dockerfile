@@ -1,5 +1,6 @@
 # Build:  docker build -t cpt .
 # Run:    docker run --rm --gpus all -p 127.0.0.1:8888:8888 cpt       (no GPU: leave --gpus all out)
+# Keep:   -v cpt-runs:/home/cpt/cpt/runs -v cpt-data:/home/cpt/cpt/data/cache    runs and data sets outlive a container
 # Test:   docker build --target test .                                (needs no GPU)
 #
 # The base needs Python 3.11 and no CUDA: torch's wheels carry the CUDA libraries, and the container runtime mounts the
@@ -9,9 +10,14 @@ ARG BASE_IMAGE=python:3.11-slim-bookworm
 
 FROM ${BASE_IMAGE} AS base
 
-# What the NVIDIA container runtime reads.
+# The first two are for the NVIDIA container runtime, the last four as in the Makefile.
 ENV NVIDIA_VISIBLE_DEVICES=all \
-    NVIDIA_DRIVER_CAPABILITIES=compute,utility
+    NVIDIA_DRIVER_CAPABILITIES=compute,utility \
+    PATH=/home/cpt/cpt/.venv/bin:$PATH \
+    DGLBACKEND=pytorch \
+    PYTHONHASHSEED=0 \
+    MALLOC_MMAP_THRESHOLD_=1073741824 \
+    MALLOC_TRIM_THRESHOLD_=4294967296
 
 # libgomp1 is for DGL, git for the commit that every result names, make for the same commands as outside.
 # hadolint ignore=DL3008 # Debian serves only the newest build of a package, so a pinned one soon cannot be installed
@@ -19,25 +25,20 @@ RUN apt-get update \
     && apt-get install -y --no-install-recommends ca-certificates git libgomp1 make \
     && if ! command -v python3.11; then apt-get install -y --no-install-recommends python3 python3-venv; fi \
     && rm -rf /var/lib/apt/lists/* \
-    && useradd --create-home --uid 1000 cpt
+    && useradd --create-home --uid 1000 cpt \
+    && install -d -o 1000 -g 1000 /home/cpt/cpt
 
 USER 1000
 WORKDIR /home/cpt/cpt
 
-# The packages are a layer of their own, built again only when the lock (or the
-# Makefile) changes.  Compiled here, they load faster in every container.
+# The packages are a layer of their own, built again only when the lock or the Makefile changes.  Compiled here, they
+# load faster in every container.
 COPY --chown=1000:1000 Makefile requirements.lock ./
 RUN UV_NO_CACHE=1 PIP_NO_CACHE_DIR=1 UV_COMPILE_BYTECODE=1 make .venv/.packages
 
 COPY --chown=1000:1000 . .
-RUN make setup
-
-# As in the Makefile.
-ENV PATH=/home/cpt/cpt/.venv/bin:$PATH \
-    DGLBACKEND=pytorch \
-    PYTHONHASHSEED=0 \
-    MALLOC_MMAP_THRESHOLD_=1073741824 \
-    MALLOC_TRIM_THRESHOLD_=4294967296
+# The empty folders give their owner to the volumes mounted there.
+RUN make setup && mkdir -p runs data/cache
 
 
 FROM base AS test

@@ -23,6 +23,9 @@ Data = Annotated[str | None, typer.Option(help="digits, cifar10, cifar100, image
 @app.command()
 def reproduce(scale: Scale = "demo", notebook: Number = None, dataset: Data = None) -> None:
     """Run the notebooks and write runs/reproduce/SCALE/index.html; runs that are there already are not repeated."""
+    from cpt_core.parameters import check_values
+
+    check_values({"scale": scale, **({"dataset": dataset} if dataset else {})})
     from cpt_core import reproduce as r
 
     seconds = r.estimate(scale, notebook)

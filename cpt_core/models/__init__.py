@@ -1,7 +1,7 @@
 """Models of the experiments, by name; every one is an ordinary module that knows nothing of quantisation.
 
 >>> print(", ".join(MODELS))  # doctest: +ELLIPSIS
-mlp4, mlp6, resnet8, ...
+mlp4, mlp6, resnet8_w8, ...
 """
 
 from __future__ import annotations

@@ -7,7 +7,7 @@ SOLUTIONS = {
     },
     "01_schedules": {
         "name": '"ETH"',
-        "mine": "cpt.FunctionSchedule(lambda u: 3 + 5 * u**2.2, total_steps=1000)",
+        "mine": "cpt.FunctionSchedule(lambda u: 3 + 5 * u**1.9, total_steps=1000)",
     },
     "02_quantizers_and_bitops": {"values": "32", "relative": "round((4**2 + 2 * 4 * 8) / (3 * 64), 3)"},
     "03_image_classification": {"group": '"large"', "largest": "5"},

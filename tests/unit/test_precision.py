@@ -435,6 +435,9 @@ def test_one_compiled_graph_serves_a_whole_cycle(counter, device):
     for layer in ("conv1", "conv2"):
         found, expected = (getattr(m, layer).precision.running_input for m in (model, eager))
         torch.testing.assert_close(found, expected)
+    x = pictures(99).to(device)
+    with precision(model.eval(), "q_max"), precision(eager.eval(), "q_max"), torch.no_grad():
+        torch.testing.assert_close(compiled(x), eager(x))
 
 
 def test_compiled_gradients_are_rounded_anew_in_every_call(counter):

@@ -356,6 +356,11 @@ def test_function_comes_back_as_a_table_of_the_same_bits(curve):
     assert table.relative_cost() == schedule.relative_cost()
 
 
+def test_curves_may_round_to_the_limits():
+    schedule = FunctionSchedule(lambda u: 0.6 if u < 0.5 else 32.4, total_steps=4)
+    assert schedule.bits().tolist() == [1, 1, 32, 32]
+
+
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), 0.4, -3, 33])
 def test_curves_that_leave_the_bits(bad):
     with pytest.raises(ValueError, match=r"at step 5; bits lie in 1\.\.32"):
