@@ -33,10 +33,10 @@ setup: .venv/.installed  ## make .venv from requirements.lock
 .venv/.packages: requirements.lock
 	@[ "$(call is_311,$(or $(PYTHON),false))" = True ] || { \
 	  echo "setup needs Python 3.11, found $(or $(PYTHON),none); install it, or name it: make setup PYTHON=/path/to/python3.11" >&2; exit 1; }
-	@echo "setup: about 200 packages, 6 GB, into .venv: one minute or two with uv, about three with pip"
+	@echo "setup: about 200 packages, 6 GB, into .venv: about two minutes with uv, three to eight with pip"
 	@$(PYTHON) -m venv .venv
 	@$(BIN)/python -m pip install -q uv || echo "setup: no uv, pip does the work"
-	@$(BIN)/python -m uv pip install -p $(BIN)/python $(PACKAGES) || $(BIN)/python -m pip install $(PACKAGES)
+	@$(BIN)/python -m uv pip install --compile-bytecode -p $(BIN)/python $(PACKAGES) || $(BIN)/python -m pip install $(PACKAGES)
 	@touch $@
 
 # The locked setuptools builds the package, so that nothing outside the lock takes part.
