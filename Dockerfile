@@ -31,10 +31,9 @@ RUN apt-get update \
 USER 1000
 WORKDIR /home/cpt/cpt
 
-# The packages are a layer of their own, built again only when the lock or the Makefile changes.  Compiled here, they
-# load faster in every container.
+# The packages are a layer of their own, built again only when the lock or the Makefile changes.
 COPY --chown=1000:1000 Makefile requirements.lock ./
-RUN UV_NO_CACHE=1 PIP_NO_CACHE_DIR=1 UV_COMPILE_BYTECODE=1 make .venv/.packages
+RUN UV_NO_CACHE=1 PIP_NO_CACHE_DIR=1 make .venv/.packages
 
 COPY --chown=1000:1000 . .
 # The empty folders give their owner to the volumes mounted there.

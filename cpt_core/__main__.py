@@ -36,6 +36,10 @@ def reproduce(scale: Scale = "demo", notebook: Number = None, dataset: Data = No
     outcomes, index = r.reproduce(scale, notebook, dataset, progress=sys.stderr.isatty())
     for o in outcomes:
         typer.echo(f"  {o.name:<32} {o.status:<11} {o.seconds:6.0f} s  {o.error}".rstrip())
+    from cpt_core import report
+
+    for line in report.summary(scale):
+        typer.echo(line)
     typer.echo(f"took {time.monotonic() - started:.0f} s")
     typer.echo(f"report: {index}")
     if any(o.status == "failed" for o in outcomes):

@@ -51,6 +51,23 @@ def write(folder: Path, scale: str, outcomes: list[dict[str, Any]]) -> Path:
     return index
 
 
+def summary(scale: str) -> list[str]:
+    """Return what the stored rows of a scale say, in a few lines."""
+    rows = [] if scale == "smoke" else results.load_rows(runs_dir() / scale / "image.jsonl")
+    lines = []
+    for key in _experiments(rows):
+        part = _select(rows, *key)
+        runs, arms = results.table(part), results.by_arm(part)
+        counts = ", ".join(f"{n} {status}" for status, n in runs.status.value_counts().items())
+        lines.append(f"{_name(part)}: {counts}")
+        groups = [(g, 100 * runs[runs.savings == g].accuracy.mean()) for g in ("large", "medium", "small")]
+        top = arms[arms.arm == f"static {arms.q_max.max()}"]
+        said = [f"{g} savings {mean:.1f}" for g, mean in groups if mean == mean]
+        said += [f"{r.arm} bits {100 * r.mean:.1f} +- {100 * r.std:.1f}" for r in top.itertuples()]
+        lines.append(f"  accuracy %: {', '.join(said)}")
+    return lines
+
+
 def notebook_page(book: nbformat.NotebookNode) -> str:
     """Return an executed notebook as one HTML page that needs nothing from the network."""
     exporter = HTMLExporter()
@@ -82,12 +99,12 @@ def _experiments(rows: list[results.Row]) -> list[tuple[str, str, str]]:
 
 
 def _experiment(rows: list[results.Row], dataset: str, model: str, preset: str) -> str:
-    runs = results.table(rows)
-    keys = set(runs[(runs.dataset == dataset) & (runs.model == model) & (runs.preset == preset)].key)
-    rows = [r for r in rows if r["key"] in keys]
+    rows = _select(rows, dataset, model, preset)
     arms = results.by_arm(rows)
-    title = next((r["title"] for r in rows if r.get("title")), f"{model} on {dataset}")
-    parts = [f"<h2>{html.escape(title)}</h2>", _image(figures.figure_3(rows, xs=("relative_cost", "noise_exposure")))]
+    parts = [
+        f"<h2>{html.escape(_name(rows))}</h2>",
+        _image(figures.figure_3(rows, xs=("relative_cost", "noise_exposure"))),
+    ]
     if len(arms[arms.savings != "static"]) >= 3:
         for x, name in (("relative_cost", "cost"), ("noise_exposure", "noise exposure")):
             c = results.correlation(rows, x)
@@ -109,6 +126,17 @@ def _experiment(rows: list[results.Row], dataset: str, model: str, preset: str) 
         }
     )
     return "\n".join([*parts, shown.to_html(index=False, border=0)])
+
+
+def _select(rows: list[results.Row], dataset: str, model: str, preset: str) -> list[results.Row]:
+    runs = results.table(rows)
+    keys = set(runs[(runs.dataset == dataset) & (runs.model == model) & (runs.preset == preset)].key)
+    return [r for r in rows if r["key"] in keys]
+
+
+def _name(rows: list[results.Row]) -> str:
+    recipe = rows[0]["spec"]["recipe"]
+    return next((r["title"] for r in rows if r.get("title")), f"{recipe['model']} on {recipe['dataset']}")
 
 
 def _image(figure: Figure) -> str:

@@ -29,7 +29,7 @@ class Outcome:
     """What became of one notebook."""
 
     name: str
-    status: str  # "done", "up to date" or "failed"
+    status: str  # "done", "up to date", "failed", or "earlier" for what another call has run
     seconds: float
     page: Path
     error: str = ""
@@ -94,7 +94,8 @@ def reproduce(
         for future in tqdm(as_completed(futures), total=len(jobs), desc="notebooks", disable=not progress):
             outcomes.append(future.result())
     outcomes.sort(key=lambda o: o.name)
-    return outcomes, report.write(folder, scale, [vars(o) for o in outcomes])
+    shown = outcomes + [o for path in notebooks() if path not in chosen for o in _earlier(path, folder)]
+    return outcomes, report.write(folder, scale, [vars(o) for o in sorted(shown, key=lambda o: o.name)])
 
 
 def estimate(scale: str, number: str | None = None) -> float | None:
@@ -114,9 +115,7 @@ def _run(path: Path, values: dict[str, Any], folder: Path) -> Outcome:
     started = time.monotonic()
     error = ""
     try:
-        papermill.execute_notebook(
-            str(path), str(copy), values, progress_bar=False, kernel_name="python3", cwd=str(notebooks_dir())
-        )
+        _execute(path, copy, values)
     except papermill.PapermillExecutionError as failure:
         error = f"{failure.ename}: {failure.evalue}"
     seconds = round(time.monotonic() - started, 1)
@@ -124,6 +123,26 @@ def _run(path: Path, values: dict[str, Any], folder: Path) -> Outcome:
     if not error:
         state.write_text(json.dumps({"key": key, "seconds": seconds}))
     return Outcome(path.stem, "failed" if error else "done", seconds, page, error)
+
+
+def _earlier(path: Path, folder: Path) -> list[Outcome]:
+    """What an earlier call left of a notebook that this one does not run."""
+    page, state = folder / f"{path.stem}.html", folder / f"{path.stem}.json"
+    if not (page.exists() and state.exists()):
+        return []
+    return [Outcome(path.stem, "earlier", json.loads(state.read_text())["seconds"], page)]
+
+
+def _execute(path: Path, copy: Path | None, values: dict[str, Any]) -> nbformat.NotebookNode:
+    return papermill.execute_notebook(
+        str(path),
+        None if copy is None else str(copy),
+        values,
+        progress_bar=False,
+        kernel_name="python3",
+        cwd=str(notebooks_dir()),
+        extra_arguments=["--IPKernelApp.log_level=40"],  # else every kernel warns of its local, unencrypted port
+    )
 
 
 def _key(path: Path, values: dict[str, Any]) -> str:
@@ -144,10 +163,7 @@ def _literal(text: str) -> Any:
 def execute_in_place(paths: Sequence[Path] | None = None) -> None:
     """Run notebooks at their defaults (smoke scale) and save them with outputs and execution counts."""
     for path in paths or notebooks():
-        book = papermill.execute_notebook(
-            str(path), None, {}, progress_bar=False, kernel_name="python3", cwd=str(notebooks_dir())
-        )
-        nbformat.write(_clean(book), path)
+        nbformat.write(_clean(_execute(path, None, {})), path)
 
 
 def _clean(book: nbformat.NotebookNode) -> nbformat.NotebookNode:
