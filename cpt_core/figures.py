@@ -141,7 +141,7 @@ def _quality(ax: Axes, arms: Any, x: str) -> None:
 
 
 def _name_points(ax: Axes, arms: Any, x: str, gap: float = 0.05) -> None:
-    """Write the names in a column beside every cluster of points, joined to them by thin lines."""
+    """Write the names in a column below every cluster of points, joined to them by thin lines."""
     to_axes = ax.transData + ax.transAxes.inverted()
     points = [(r.arm, r.savings, (getattr(r, x), 100 * r.mean)) for r in arms.itertuples() if r.mean == r.mean]
     placed = sorted((*to_axes.transform(point), arm, savings, point) for arm, savings, point in points)
@@ -151,14 +151,14 @@ def _name_points(ax: Axes, arms: Any, x: str, gap: float = 0.05) -> None:
             clusters[-1].append(p)
         else:
             clusters.append([p])
-    for cluster in clusters:
-        right = max(p[0] for p in cluster) + 0.035
-        middle = sum(p[1] for p in cluster) / len(cluster)
-        start = min(max(middle - gap * (len(cluster) - 1) / 2, 0.06), 1 - gap * len(cluster))
-        for i, (_, _, arm, savings, point) in enumerate(sorted(cluster, key=lambda p: p[1])):
+    for cluster in clusters:  # below the points: above and beside them runs the static line
+        left = max(p[0] for p in cluster) + 0.01
+        top = max(min(p[1] for p in cluster) - 0.13, 0.08 + gap * (len(cluster) - 1))
+        for i, (_, _, arm, savings, point) in enumerate(sorted(cluster, key=lambda p: -p[1])):
+            color = COLORS[savings]
             ax.annotate(
-                arm, point, (right, start + i * gap), xycoords="data", textcoords="axes fraction", fontsize=8,
-                va="center", color=COLORS[savings], arrowprops={"arrowstyle": "-", "lw": 0.5, "color": COLORS[savings]},
+                arm, point, (left, top - i * gap), xycoords="data", textcoords="axes fraction", fontsize=8,
+                va="center", color=color, arrowprops={"arrowstyle": "-", "lw": 0.4, "color": color, "alpha": 0.6},
             )  # fmt: skip
 
 
