@@ -65,6 +65,7 @@ paper: setup  ## one notebook at the paper's scale, hours to days on a GPU: make
 
 bench: setup  ## time of a quantised training step relative to float32
 	$(BIN)/python -m bench.step_ratio
+	$(BIN)/python -m bench.augmentation
 
 lock:  ## resolve requirements.lock and constraints.txt again; UP=--upgrade for newer versions
 	UV_CUSTOM_COMPILE_COMMAND="make lock" $(BIN)/uv pip compile -q pyproject.toml --all-extras --python-version 3.11 \

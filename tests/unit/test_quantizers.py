@@ -213,8 +213,9 @@ def test_power_of_two_scaling_passes_through_exactly(k):
             assert not torch.equal(gradient_of(upstream * 2.0**k, 4, quantizer), expected)
 
 
-def test_stochastic_rounding_differs_from_call_to_call_and_repeats_from_a_state():
-    upstream, pool = image(), NoisePool(4)
+@pytest.mark.parametrize("layout", ["contiguous", "channels_last"])
+def test_stochastic_rounding_differs_from_call_to_call_and_repeats_from_a_state(layout):
+    upstream, pool = FORMATS.get(layout, torch.clone)(image()), NoisePool(4)
 
     def draw():
         x = torch.zeros_like(upstream, requires_grad=True)
@@ -227,6 +228,20 @@ def test_stochastic_rounding_differs_from_call_to_call_and_repeats_from_a_state(
     pool.load_state_dict(state)
     assert torch.equal(draw(), first)
     assert torch.equal(draw(), second)
+
+
+@pytest.mark.parametrize("bits", [2, 8, 16, 20])
+def test_the_largest_noise_leaves_nothing_beyond_the_range(bits):
+    class Largest(NoisePool):
+        def draw(self, like):
+            return torch.full_like(like, 0.5 - 2.0**-25)
+
+    x = torch.zeros(3, requires_grad=True)
+    upstream = torch.tensor([-1.0, 0.3, 1.0])
+    quantize_gradient(x, torch.tensor(levels_of(bits)), STOCHASTIC, Largest()).backward(upstream)
+    assert x.grad.min() >= -1
+    assert x.grad.max() <= 1 + 2.0**-22
+    assert x.grad[1] > 0.3
 
 
 def test_a_pool_and_its_copies_go_on_independently():
@@ -345,6 +360,7 @@ def test_evaluation_before_any_training():
     x = image()
     layer = running_layer().eval()
     assert torch.equal(layer.operand("input", x), quantize(x, 4, "conv_input"))
+    assert layer.running_input.count_nonzero() == 0
     layer = running_layer("zero").eval()
     assert layer.operand("input", x).abs().max() < 15 * 1.01e-8  # the authors' rule: everything collapses
 
