@@ -14,7 +14,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from cpt_core.recipes import Recipe
-from cpt_core.schedules import STATIC, Schedule, make_schedule, schedule_from_dict
+from cpt_core.schedules import STATIC, FunctionSchedule, Schedule, make_schedule, schedule_from_dict
 
 SPEC_VERSION = 1
 
@@ -44,7 +44,9 @@ class RunSpec:
     preset: str = "ours"
 
     def __post_init__(self) -> None:
-        """Check that recipe and schedule have one length."""
+        """Check that recipe and schedule have one length; store a curve of one's own as the bits it gives."""
+        if isinstance(self.schedule, FunctionSchedule):  # a function has no JSON form and no stable key
+            object.__setattr__(self, "schedule", schedule_from_dict(self.schedule.to_dict()))
         if self.schedule.total_steps != self.recipe.steps:
             raise ValueError(f"the schedule has {self.schedule.total_steps} steps, the recipe {self.recipe.steps}")
 

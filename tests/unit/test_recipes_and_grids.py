@@ -1,3 +1,4 @@
+import pickle
 from dataclasses import replace
 
 import pytest
@@ -6,7 +7,7 @@ from cpt_core import grids
 from cpt_core.cost import relative_cost
 from cpt_core.parameters import check_parameters
 from cpt_core.recipes import RECIPES, Recipe, recipe
-from cpt_core.schedules import SUITE
+from cpt_core.schedules import SUITE, FunctionSchedule
 from cpt_core.specs import RunSpec, run_spec
 
 
@@ -73,6 +74,17 @@ def test_static_arms_keep_the_gradient_bits_and_are_cheaper():
     spec = run_spec(recipe("demo"), "static 5", q_max=8, seed=0)
     assert spec.q_grad == 8
     assert relative_cost(spec.schedule.bits(), spec.q_max, spec.q_grad) == pytest.approx(105 / 192)
+
+
+def test_a_curve_of_ones_own_in_a_spec():
+    r = recipe("demo")
+    curve = FunctionSchedule(lambda u: 3 + 5 * u, total_steps=r.steps)
+    spec = RunSpec(r, curve, q_max=8, q_grad=8, seed=0, arm="mine", scale="demo")
+    assert spec.schedule.bits().tolist() == curve.bits().tolist()
+    assert RunSpec.from_dict(spec.to_dict()) == spec
+    assert pickle.loads(pickle.dumps(spec)) == spec
+    with pytest.raises(ValueError, match="the schedule has 3 steps, the recipe 600"):
+        RunSpec(r, FunctionSchedule(lambda u: 3, total_steps=3), q_max=8, q_grad=8, seed=0, arm="x", scale="demo")
 
 
 def test_changes_reach_the_recipe():
