@@ -66,7 +66,7 @@ def docs() -> None:
 
     (ROOT / "REPRODUCING.md").write_text(text())
     rows = results.load_rows(results_dir() / "image_digits.jsonl")
-    rows = [r for r in rows if r["spec"]["recipe"]["model"] == "mlp6"]
+    rows = [r for r in rows if r["spec"]["recipe"]["model"] == "mlp6" and r["spec"]["recipe"]["q_min"] == 3]
     figures.figure_3(rows, xs=("relative_cost", "noise_exposure")).savefig(results_dir() / "image_digits.png", dpi=110)
     typer.echo("REPRODUCING.md and data/results/image_digits.png written")
 

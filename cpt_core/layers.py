@@ -119,7 +119,8 @@ class LayerPrecision(nn.Module):
         """Set the mode; on the way to evaluation see whether the running ranges have been filled."""
         super().train(mode)
         if not mode and self.corrected:
-            self.calibrated = all(float(b[2]) > 0 for n, b in self.named_buffers() if n.startswith("running_"))
+            ranges = [b for n, b in self.named_buffers() if n.startswith("running_")]
+            self.calibrated = all(not b.is_meta and float(b[2]) > 0 for b in ranges)
         return self
 
     def gradient(self, role: str, y: Tensor) -> Tensor:

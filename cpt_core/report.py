@@ -40,7 +40,7 @@ def write(folder: Path, scale: str, outcomes: list[dict[str, Any]]) -> Path:
         "<p class='note'>A simulation: bit operations (BitOps) count work at low precision, they are not seconds.</p>",
         "<h2>Notebooks</h2>",
         _notebooks(outcomes),
-        *(_experiment(rows, *key) for key in _experiments(rows)),
+        *(_experiment(part) for part in _experiments(rows)),
         "<h2>Where this comes from</h2>",
         _provenance(outcomes),
     ]
@@ -55,8 +55,7 @@ def summary(scale: str) -> list[str]:
     """Return what the stored rows of a scale say, in a few lines."""
     rows = [] if scale == "smoke" else results.load_rows(runs_dir() / scale / "image.jsonl")
     lines = []
-    for key in _experiments(rows):
-        part = _select(rows, *key)
+    for part in _experiments(rows):
         runs, arms = results.table(part), results.by_arm(part)
         counts = ", ".join(f"{n} {status}" for status, n in runs.status.value_counts().items())
         lines.append(f"{_name(part)}: {counts}")
@@ -93,13 +92,15 @@ def _notebooks(outcomes: list[dict[str, Any]]) -> str:
     return f"<table><tr><th>notebook</th><th>status</th><th>time</th></tr>{''.join(lines)}</table>"
 
 
-def _experiments(rows: list[results.Row]) -> list[tuple[str, str, str]]:
-    runs = results.table(rows)
-    return [] if runs.empty else list(dict.fromkeys(zip(runs.dataset, runs.model, runs.preset, strict=True)))
+def _experiments(rows: list[results.Row]) -> list[list[results.Row]]:
+    """Split rows into experiments: one recipe, one preset."""
+    groups: dict[tuple[str, str], list[results.Row]] = {}
+    for row, run in zip(rows, results.table(rows).itertuples(), strict=True):
+        groups.setdefault((run.recipe, run.preset), []).append(row)
+    return list(groups.values())
 
 
-def _experiment(rows: list[results.Row], dataset: str, model: str, preset: str) -> str:
-    rows = _select(rows, dataset, model, preset)
+def _experiment(rows: list[results.Row]) -> str:
     arms = results.by_arm(rows)
     parts = [
         f"<h2>{html.escape(_name(rows))}</h2>",
@@ -128,15 +129,10 @@ def _experiment(rows: list[results.Row], dataset: str, model: str, preset: str) 
     return "\n".join([*parts, shown.to_html(index=False, border=0)])
 
 
-def _select(rows: list[results.Row], dataset: str, model: str, preset: str) -> list[results.Row]:
-    runs = results.table(rows)
-    keys = set(runs[(runs.dataset == dataset) & (runs.model == model) & (runs.preset == preset)].key)
-    return [r for r in rows if r["key"] in keys]
-
-
 def _name(rows: list[results.Row]) -> str:
     recipe = rows[0]["spec"]["recipe"]
-    return next((r["title"] for r in rows if r.get("title")), f"{recipe['model']} on {recipe['dataset']}")
+    title = next((r["title"] for r in rows if r.get("title")), f"{recipe['model']} on {recipe['dataset']}")
+    return f"{title}, q_min {recipe['q_min']}"
 
 
 def _image(figure: Figure) -> str:

@@ -10,6 +10,7 @@ Index: []
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import platform
@@ -121,7 +122,6 @@ def table(rows: Iterable[Row]) -> pd.DataFrame:
     lines = []
     for row in rows:
         spec = row["spec"]
-        schedule = spec["schedule"]
         line = {
             "arm": spec["arm"],
             "savings": _savings(spec["arm"]),
@@ -130,7 +130,8 @@ def table(rows: Iterable[Row]) -> pd.DataFrame:
             "dataset": spec["recipe"]["dataset"],
             "model": spec["recipe"]["model"],
             "preset": spec["preset"],
-            "q_min": schedule.get("q_min", schedule.get("q_max")),
+            "recipe": _recipe_key(spec["recipe"]),
+            "q_min": spec["recipe"]["q_min"],
             "q_max": spec["q_max"],
             "relative_cost": row["relative_cost"],
             "noise_exposure": row["noise_exposure"],
@@ -148,6 +149,11 @@ def table(rows: Iterable[Row]) -> pd.DataFrame:
     return pd.DataFrame(lines)
 
 
+def _recipe_key(recipe: dict[str, Any]) -> str:
+    """Return a short name of a recipe: rows of one experiment share it."""
+    return hashlib.sha256(json.dumps(recipe, sort_keys=True).encode()).hexdigest()[:8]
+
+
 def _savings(arm: str) -> str:
     return SUITE[arm].savings if arm in SUITE else "static"
 
@@ -155,14 +161,14 @@ def _savings(arm: str) -> str:
 def by_arm(rows: Iterable[Row], metric: str = "accuracy") -> pd.DataFrame:
     """Return mean, standard deviation (n - 1) and n of a metric per arm, with costs and the number of diverged runs.
 
-    Rows must belong to one experiment: ValueError when they mix data sets, models, scales or presets.
+    Rows must belong to one experiment: ValueError when they mix data sets, models, scales, presets or recipes.
     """
     runs = table(rows)
     if runs.empty:
         raise ValueError("there are no rows; run the grid first")
-    for column in ("dataset", "model", "scale", "preset"):
+    for column in ("dataset", "model", "scale", "preset", "q_min", "recipe"):
         if runs[column].nunique() > 1:
-            raise ValueError(f"rows mix {column}s: {', '.join(sorted(runs[column].unique()))}; choose one")
+            raise ValueError(f"rows mix {column}s: {', '.join(sorted(map(str, runs[column].unique())))}; choose one")
     if metric not in runs:
         runs[metric] = float("nan")
     groups = runs.groupby(["q_max", "arm"], sort=False)

@@ -56,6 +56,7 @@ def run_grid(
 
     Raises:
         ValueError: for an unknown executor or task, before anything runs.
+        DataNotFoundError: when the data of a run are not there, before anything runs.
     """
     if executor not in EXECUTORS:
         raise ValueError(f"unknown executor {executor!r}; choose from {', '.join(EXECUTORS)}")
@@ -65,6 +66,8 @@ def run_grid(
     done = {row["key"] for row in results.load_rows(store) if row["status"] != "failed" or not retry_failed}
     todo = list({spec.key: spec for spec in specs if spec.key not in done}.values())
     jobs = [(spec, store, _device(device, spec), checkpoint_seconds) for spec in todo]
+    for data in {spec.recipe: spec for spec in todo}.values():  # missing data must stop the sweep, not fail every run
+        task_of(data)(data, torch.device("cpu"))
     produced = _inline(jobs) if executor == "inline" else _processes(jobs, workers or os.cpu_count() or 1, isolate)
     for row in tqdm(produced, total=len(jobs), desc="runs", disable=not progress or not jobs):
         results.append_row(store, row)

@@ -1,6 +1,7 @@
 """What all tests share."""
 
 import os
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -24,5 +25,6 @@ WITH_CUDA = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), 
 
 
 @pytest.fixture(params=["cpu", pytest.param("cuda", marks=WITH_CUDA)])
-def device(request: pytest.FixtureRequest) -> torch.device:
-    return torch.device(request.param)
+def device(request: pytest.FixtureRequest) -> Iterator[torch.device]:
+    with torch.backends.cudnn.flags(enabled=True, deterministic=True):
+        yield torch.device(request.param)

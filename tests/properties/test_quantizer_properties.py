@@ -254,7 +254,8 @@ def test_noise_differs_between_seeds_and_calls(source):
 
 def test_more_noise_than_the_pool_holds():
     shape = (2 * NoisePool.SIZE // 1000 + 7, 1000)
-    noise = NoisePool(seed=3).draw(torch.empty(shape, device="meta").to("cpu") if False else torch.empty(shape))
+    noise = NoisePool(seed=3).draw(torch.empty(shape))
     assert noise.shape == shape
-    assert is_uniform(noise[-5000:])
-    assert is_uniform(noise)
+    assert is_uniform(noise[:100])
+    assert is_uniform(noise[-100:])
+    assert abs(correlation(noise[:100], noise[-100:])) < 5 / 100_000**0.5

@@ -114,10 +114,12 @@ def test_importing_the_parts_does_not_hide_the_context_manager():
 def test_steps_follow_the_schedule(schedule, device):
     model = quantize_(small().to(device))
     scheduler = PrecisionScheduler(model, schedule)
+    places = [b.data_ptr() for b in model.buffers()]
     for bits in schedule.bits().tolist():
         assert scheduler.get_last_bits() == [bits]
         assert bits_of(model) == [bits] * 3
         assert q_grads_of(model) == [schedule.q_max] * 3
+        assert [b.data_ptr() for b in model.buffers()] == places  # filled in place, as recorded graphs need it
         scheduler.step()
 
 
@@ -218,7 +220,7 @@ def test_accumulated_gradients_are_those_of_their_batches():
 # --- checkpoints ----------------------------------------------------------------------------------
 
 
-def session(model, schedule, steps, state=None):
+def run_from(model, schedule, steps, state=None):
     """Train from a checkpoint or from the start; return the losses and the next checkpoint."""
     scheduler = PrecisionScheduler(model, schedule)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
@@ -236,13 +238,13 @@ def session(model, schedule, steps, state=None):
 def test_a_resumed_run_is_bitwise_the_same(schedule, start, tmp_path):
     config = QuantConfig(running_start=start, seed=3)
     straight = quantize_(small(), config)
-    expected, _ = session(straight, schedule, range(STEPS))
+    expected, _ = run_from(straight, schedule, range(STEPS))
 
     half = STEPS // 2
-    losses, state = session(quantize_(small(), config), schedule, range(half))
+    losses, state = run_from(quantize_(small(), config), schedule, range(half))
     torch.save(state, tmp_path / "state.pt")
     resumed = quantize_(small(seed=1), config)  # everything comes from the checkpoint
-    more, _ = session(resumed, schedule, range(half, STEPS), torch.load(tmp_path / "state.pt", weights_only=True))
+    more, _ = run_from(resumed, schedule, range(half, STEPS), torch.load(tmp_path / "state.pt", weights_only=True))
 
     assert losses + more == expected
     assert all(torch.equal(a, b) for a, b in zip(straight.parameters(), resumed.parameters(), strict=True))
@@ -253,10 +255,10 @@ def test_a_resumed_run_is_bitwise_the_same(schedule, start, tmp_path):
 
 def test_a_resumed_run_needs_the_state_of_the_precision():
     # the counterpart of the test above: without it the noise and the bits are others
-    expected, _ = session(quantize_(small()), schedule_of(), range(8))
-    _, state = session(quantize_(small()), schedule_of(), range(4))
+    expected, _ = run_from(quantize_(small()), schedule_of(), range(8))
+    _, state = run_from(quantize_(small()), schedule_of(), range(4))
     state["precision"] = PrecisionScheduler(quantize_(small()), schedule_of()).state_dict()
-    more, _ = session(quantize_(small()), schedule_of(), range(4, 8), state)
+    more, _ = run_from(quantize_(small()), schedule_of(), range(4, 8), state)
     assert more[0] != expected[4]
 
 
@@ -353,11 +355,14 @@ def test_without_a_scheduler_the_context_leaves_no_precision():
 @pytest.mark.parametrize("bits", [0, 33, 3.5, "8", "max", True, None])
 def test_bits_that_are_none(bits):
     model = quantize_(small())
-    scheduler = PrecisionScheduler(model, schedule_of())
-    for args in ({"bits": bits}, {"bits": 8, "q_grad": bits} if bits is not None else {"bits": "q"}):
-        with pytest.raises(ValueError, match="must be an integer from 1 to 32"):
-            precision(model, **args).__enter__()
-        assert bits_of(model) == scheduler.get_last_bits() * 3
+    PrecisionScheduler(model, schedule_of())
+    message = "an integer from 1 to 32" + (", 'q_max' or 'float', got" if isinstance(bits, str) else ", got")
+    with pytest.raises(ValueError, match=message):
+        precision(model, bits).__enter__()
+    if bits is not None:  # None keeps the gradient bits in force
+        with pytest.raises(ValueError, match=message):
+            precision(model, 8, q_grad=bits).__enter__()
+    assert bits_of(model) == [3] * 3
 
 
 def test_bits_of_a_schedule_are_bits():

@@ -76,8 +76,8 @@ def test_report_of_real_rows(place, tmp_path):
     store.write_text("".join(json.dumps(r) + "\n" for r in rows))
     _, index = reproduce.reproduce("demo", progress=False)
     page = index.read_text()
-    assert page.count("data:image/png;base64,") == 2  # both networks of the committed rows
-    assert "mlp6 on scikit-learn digits" in page
+    assert page.count("data:image/png;base64,") == 3  # the three experiments of the committed rows
+    assert "mlp6 on scikit-learn digits, 8 x 8, q_min 4" in page
     assert "resnet8_w8 on scikit-learn digits" in page
     accuracy = results.by_arm([r for r in rows if r["spec"]["recipe"]["model"] == "mlp6"]).set_index("arm")["mean"][
         "CR"

@@ -73,6 +73,10 @@ def test_mixed_experiments_are_refused():
     other[0]["spec"] = {**other[0]["spec"], "scale": "paper"}
     with pytest.raises(ValueError, match="rows mix scales: demo, paper"):
         results.by_arm(other)
+    other = [dict(r) for r in rows]
+    other[0]["spec"] = {**other[0]["spec"], "recipe": {**other[0]["spec"]["recipe"], "q_min": 4}}
+    with pytest.raises(ValueError, match="rows mix q_mins: 3, 4"):
+        results.by_arm(other)
     with pytest.raises(ValueError, match="there are no rows"):
         results.by_arm([])
     with pytest.raises(ValueError, match="at least three arms"):

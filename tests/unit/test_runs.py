@@ -71,10 +71,18 @@ def test_rows_are_complete(tmp_path):
 
 def test_a_run_that_raises_is_a_row_with_its_traceback(tmp_path):
     good, bad = specs_of("CR", steps=20)[0], specs_of("CR", steps=20, model="mlp6")[0]
-    bad = replace(bad, recipe=replace(bad.recipe, dataset="nowhere/"))
+    bad = replace(bad, recipe=replace(bad.recipe, model="vgg"))
     rows = run_grid([bad, good], tmp_path / "rows.jsonl")
     assert [r["status"] for r in rows] == ["failed", "ok"]
-    assert "DataNotFoundError: there is no folder" in rows[0]["error"]
+    assert "KeyError: 'vgg'" in rows[0]["error"]
+
+
+def test_missing_data_stop_the_sweep_before_anything_runs(tmp_path):
+    good = specs_of("CR", steps=20)[0]
+    bad = replace(good, recipe=replace(good.recipe, dataset="nowhere/"))
+    with pytest.raises(FileNotFoundError, match="there is no folder"):
+        run_grid([good, bad], tmp_path / "rows.jsonl")
+    assert not (tmp_path / "rows.jsonl").exists()
 
 
 def test_processes_give_the_same_numbers_as_inline(tmp_path):
