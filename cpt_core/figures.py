@@ -142,6 +142,7 @@ def _quality(ax: Axes, arms: Any, x: str) -> None:
 
 def _name_points(ax: Axes, arms: Any, x: str, gap: float = 0.05) -> None:
     """Write the names in a column below every cluster of points, joined to them by thin lines."""
+    ax.get_xlim(), ax.get_ylim()  # matplotlib settles the limits when they are read
     to_axes = ax.transData + ax.transAxes.inverted()
     points = [(r.arm, r.savings, (getattr(r, x), 100 * r.mean)) for r in arms.itertuples() if r.mean == r.mean]
     placed = sorted((*to_axes.transform(point), arm, savings, point) for arm, savings, point in points)

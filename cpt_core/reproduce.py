@@ -13,6 +13,7 @@ from typing import Any
 
 import nbformat
 import papermill
+from nbclient.exceptions import CellTimeoutError, DeadKernelError
 from tqdm.auto import tqdm
 
 from cpt_core import report
@@ -22,6 +23,8 @@ from cpt_core.paths import ROOT, notebooks_dir, runs_dir
 # Measured on two cores: (smoke, demo) seconds, for the estimate that is printed before anything starts.
 SECONDS = {"00": (6, 8), "01": (6, 6), "02": (8, 8), "03": (12, 150)}
 AT_ONCE = 2
+# A cell that takes longer than this has lost its kernel (it happens when many start at once) and is tried once more.
+TIMEOUT = {"smoke": 180, "demo": 1800, "paper": None}
 
 
 @dataclass(frozen=True)
@@ -118,6 +121,8 @@ def _run(path: Path, values: dict[str, Any], folder: Path) -> Outcome:
         _execute(path, copy, values)
     except papermill.PapermillExecutionError as failure:
         error = f"{failure.ename}: {failure.evalue}"
+    except (CellTimeoutError, DeadKernelError) as failure:
+        error = f"{type(failure).__name__}: {failure}"
     seconds = round(time.monotonic() - started, 1)
     page.write_text(report.notebook_page(nbformat.read(copy, as_version=4)))
     if not error:
@@ -134,6 +139,13 @@ def _earlier(path: Path, folder: Path) -> list[Outcome]:
 
 
 def _execute(path: Path, copy: Path | None, values: dict[str, Any]) -> nbformat.NotebookNode:
+    try:
+        return _execute_once(path, copy, values)
+    except (CellTimeoutError, DeadKernelError):
+        return _execute_once(path, copy, values)
+
+
+def _execute_once(path: Path, copy: Path | None, values: dict[str, Any]) -> nbformat.NotebookNode:
     return papermill.execute_notebook(
         str(path),
         None if copy is None else str(copy),
@@ -141,6 +153,7 @@ def _execute(path: Path, copy: Path | None, values: dict[str, Any]) -> nbformat.
         progress_bar=False,
         kernel_name="python3",
         cwd=str(notebooks_dir()),
+        execution_timeout=TIMEOUT[values.get("scale", "smoke")],
         extra_arguments=["--IPKernelApp.log_level=40"],  # else every kernel warns of its local, unencrypted port
     )
 

@@ -129,7 +129,8 @@ def precision(model: nn.Module, bits: int | str, q_grad: int | str | None = None
     Args:
         model: a model converted by ``quantize_``.
         bits: 1 to 32, "q_max" (of the schedule that drives each layer), or "float" for no quantisation.
-        q_grad: gradient bits; None keeps those in force, or takes ``bits`` where there are none.
+        q_grad: gradient bits; None keeps those in force, or takes ``bits`` where there are none; with "float" gradients
+            are not quantised either.
 
     Raises:
         ValueError: for other values, or "q_max" when no ``PrecisionScheduler`` has been made.
@@ -139,7 +140,7 @@ def precision(model: nn.Module, bits: int | str, q_grad: int | str | None = None
     before = [(layer, layer.is_set, layer.bits, layer.q_grad) for layer in layers.values()]
     try:
         for name, (value, layer) in wanted.items():
-            kept = layer.q_grad if layer.is_set else value
+            kept = layer.q_grad if layer.is_set and value is not None else value
             layer.set_bits(value, kept if q_grad is None else _resolve("q_grad", q_grad, layer, name))
         yield model
     finally:

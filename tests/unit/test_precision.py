@@ -327,7 +327,7 @@ def test_the_context_restores_the_precision(broken):
             assert (bits_of(model), q_grads_of(model)) == ([5] * 3, [2] * 3)
             assert not torch.equal(model(pictures()), expected)
             with precision(model, "float"):
-                assert (bits_of(model), q_grads_of(model)) == ([None] * 3, [2] * 3)
+                assert (bits_of(model), q_grads_of(model)) == ([None] * 3, [None] * 3)
                 with precision(model, "q_max", q_grad="float"):
                     assert (bits_of(model), q_grads_of(model)) == ([8] * 3, [None] * 3)
                 assert bits_of(model) == [None] * 3
@@ -508,3 +508,15 @@ def test_two_processes_stay_together(tmp_path):
     for name in (n for n, _ in small().named_parameters()):
         assert torch.equal(first["model"][name], second["model"][name])
         assert not torch.equal(first["model"][name], start[name])
+
+
+def test_float_switches_the_gradients_off_too():
+    torch.manual_seed(0)
+    plain = torch.nn.Linear(6, 3)
+    model = quantize_(copy.deepcopy(plain))
+    PrecisionScheduler(model, make_schedule("STATIC", q_max=3, total_steps=4))
+    x, upstream = torch.randn(5, 6), torch.randn(5, 3)
+    with precision(model, "float"):
+        model(x).backward(upstream)
+    plain(x).backward(upstream)
+    assert torch.equal(model.weight.grad, plain.weight.grad)
