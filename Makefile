@@ -21,7 +21,7 @@ endif
 
 BIN := .venv/bin
 CPT := $(BIN)/python -m cpt_core
-PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile
+PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest
 
 .PHONY: help setup test reproduce notebooks paper bench lock clean distclean
 
@@ -49,8 +49,9 @@ test: setup  ## lint, types, tests and notebooks; no GPU, no download
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
-	$(PYTEST) tests
-	$(PYTEST) -p no:cacheprovider --nbval-lax --nbval-current-env notebooks
+	$(PYTEST) -n 2 --dist loadfile tests
+	@# one notebook after the other: kernels of two processes that start at once can take each other's ports
+	$(PYTEST) -p no:cacheprovider --nbval-lax --nbval-current-env --nbval-cell-timeout=300 notebooks
 	@echo "make test: all checks passed"
 
 reproduce: setup  ## run the notebooks and write a report; NB=03 SCALE=smoke|demo|paper DATASET=cifar10
