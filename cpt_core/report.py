@@ -109,11 +109,12 @@ def _experiment(rows: list[results.Row]) -> str:
     if len(arms[arms.savings != "static"]) >= 3:
         for x, name in (("relative_cost", "cost"), ("noise_exposure", "noise exposure")):
             c = results.correlation(rows, x)
+            spread = f"[{c['low']:.2f}, {c['high']:.2f}] (95 % bootstrap over {c['seeds']} seeds)"
+            shown = spread if c["seeds"] > 1 else "(one seed)"
             parts.append(
-                f"<p>Rank correlation of {name} and accuracy over {c['arms']} arms: {c['rho']:.2f} "
-                f"[{c['low']:.2f}, {c['high']:.2f}] (95 % bootstrap over {c['seeds']} seeds).</p>"
+                f"<p>Rank correlation of {name} and accuracy over {c['arms']} arms: {c['rho']:.2f} {shown}.</p>"
             )
-    shown = pd.DataFrame(
+    lines = pd.DataFrame(
         {
             "arm": arms.arm,
             "savings": arms.savings,
@@ -126,7 +127,7 @@ def _experiment(rows: list[results.Row]) -> str:
             "failed": arms.failed,
         }
     )
-    return "\n".join([*parts, shown.to_html(index=False, border=0)])
+    return "\n".join([*parts, lines.to_html(index=False, border=0)])
 
 
 def _name(rows: list[results.Row]) -> str:

@@ -206,7 +206,8 @@ def correlation(
     """Return Spearman's rank correlation over arms between ``x`` and the mean metric, with a bootstrap interval.
 
     The ten schedules and the static baseline at q_max take part; seeds are resampled (paired over arms), so the
-    interval says how far other seeds might have moved the number. Keys: rho, low, high (95 %), arms, seeds.
+    interval says how far other seeds might have moved the number; it is NaN for one seed. Keys: rho, low, high (95 %),
+    arms, seeds.
 
     Paper: section 4.5 (cost and quality correlate).
     """
@@ -222,7 +223,8 @@ def correlation(
     for _ in range(resamples):
         means = np.nanmean(values[:, rng.integers(values.shape[1], size=values.shape[1])], axis=1)
         rhos.append(stats.spearmanr(costs, means).statistic)
-    low, high = np.nanpercentile(rhos, [2.5, 97.5])
+    # one seed has no spread: no interval
+    low, high = np.nanpercentile(rhos, [2.5, 97.5]) if values.shape[1] > 1 else (float("nan"), float("nan"))
     rho = stats.spearmanr(costs, np.nanmean(values, axis=1)).statistic
     return {"rho": float(rho), "low": float(low), "high": float(high), "arms": len(values), "seeds": values.shape[1]}
 

@@ -56,6 +56,7 @@ def test_correlation_against_scipy():
     assert c["low"] <= c["rho"] <= c["high"]
     assert (c["arms"], c["seeds"]) == (11, 3)
     assert results.correlation(made_up(lambda arm, seed, cost: cost))["rho"] == pytest.approx(1)
+    assert np.isnan(results.correlation(made_up(lambda arm, seed, cost: cost, seeds=(0,)))["low"])
     assert results.correlation(made_up(lambda arm, seed, cost: -cost))["rho"] == pytest.approx(-1)
 
 
