@@ -23,7 +23,7 @@ BIN := .venv/bin
 CPT := $(BIN)/python -m cpt_core
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest
 
-.PHONY: help setup test reproduce notebooks paper bench lock clean distclean
+.PHONY: help setup test reproduce notebooks plan paper report bench lock clean distclean
 
 help:  ## this list
 	@grep -hE '^[a-z]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## /\1\t/' | expand -t 12
@@ -54,15 +54,24 @@ test: setup  ## lint, types, tests and notebooks; no GPU, no download
 	$(PYTEST) -p no:cacheprovider --nbval-lax --nbval-current-env --nbval-cell-timeout=300 notebooks
 	@echo "make test: all checks passed"
 
+PARAMETERS = $(if $(PARAMS),--parameter $(PARAMS))
+
 reproduce: setup  ## run the notebooks and write a report; NB=03 SCALE=smoke|demo|paper DATASET=cifar10
-	$(CPT) reproduce $(if $(NB),--notebook $(NB)) $(if $(SCALE),--scale $(SCALE)) $(if $(DATASET),--dataset $(DATASET))
+	$(CPT) reproduce $(if $(NB),--notebook $(NB)) $(if $(SCALE),--scale $(SCALE)) $(if $(DATASET),--dataset $(DATASET)) \
+	  $(PARAMETERS)
 
 notebooks: setup  ## run the notebooks again and keep their outputs in place
 	$(CPT) notebooks
 
-paper: setup  ## one notebook at the paper's scale, hours to days on a GPU: make paper NB=03
+plan: setup  ## what there is to run, what is done, what the rest takes here; GRID=figure_3
+	$(CPT) plan $(GRID)
+
+paper: setup  ## a notebook at the paper's scale, GPU days: make paper NB=03 PARAMS="dataset=cifar10 schedules=[CR,RR] seeds=[0]"
 	$(if $(NB),,$(error make paper needs the number of a notebook, for example NB=03))
-	$(CPT) reproduce --scale paper --notebook $(NB)
+	$(CPT) reproduce --scale paper --notebook $(NB) $(PARAMETERS)
+
+report: setup  ## one HTML page of all stored results, beside the paper's
+	$(CPT) report
 
 bench: setup  ## time of a quantised training step relative to float32
 	$(BIN)/python -m bench.step_ratio

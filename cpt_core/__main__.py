@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import signal
 import sys
 import time
-from typing import Annotated
+from pathlib import Path
+from typing import Annotated, Any
 
 import typer
+from typer.core import TyperCommand
 
 app = typer.Typer(
     help="Cyclic precision training: reproduce the paper's experiments.",
@@ -15,17 +18,143 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 
+
+class Many(TyperCommand):
+    """A command whose list options take several values at once: ``--seeds 0 1`` is ``--seeds 0 --seeds 1``."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """Repeat the name of a list option before each of its values."""
+        lists = {name for p in self.params if getattr(p, "multiple", False) for name in p.opts}
+        out: list[str] = []
+        current = ""
+        for word in args:
+            if word.startswith("-"):
+                current = word if word in lists else ""
+            elif current and out[-1] != current:
+                out.append(current)
+            out.append(word)
+        return super().parse_args(ctx, out)
+
+
 Scale = Annotated[str, typer.Option(help="smoke (seconds), demo (minutes) or paper (GPU days)")]
 Number = Annotated[str | None, typer.Option(help="one notebook, such as 03; all when left out")]
 Data = Annotated[str | None, typer.Option(help="digits, cifar10, cifar100, imagenet, or your own images")]
+Given = Annotated[list[str], typer.Option("--parameter", "-p", help="NAME=VALUE of a notebook, such as seeds=[0,1]")]
+Device = Annotated[str, typer.Option(help="auto (CUDA where there is one), cpu or cuda")]
+AtScale = Annotated[str | None, typer.Option("--scale", help="smoke, demo or paper; the largest of a grid if left out")]
+Only = Annotated[list[str], typer.Option(help="runs to keep, such as schedule=CR,RR savings=small q_max=8")]
+
+
+@app.command(cls=Many)
+def plan(
+    grid: Annotated[
+        str | None, typer.Argument(help="a grid or an artefact such as figure_3; all when left out")
+    ] = None,
+    scale: AtScale = None,
+    device: Device = "auto",
+    measure: Annotated[bool, typer.Option(help="take a few steps of every model to estimate the time")] = True,
+) -> None:
+    """List the grids: runs done, failed and missing, bit operations, hours on this device, disk."""
+    from cpt_core.grids import find_grids
+
+    find_grids(grid)
+    from cpt_core.plan import plan, text
+
+    frame = plan(grid, scale, device=device, measured=measure, progress=sys.stderr.isatty())
+    typer.echo(text(frame))
+
+
+@app.command(cls=Many)
+def run(
+    grid: Annotated[str, typer.Argument(help="the name of a grid; `plan` lists them")],
+    scale: AtScale = None,
+    only: Only = [],  # noqa: B006 - typer copies it
+    seeds: Annotated[list[int], typer.Option(help="seeds instead of the recipe's, such as 0 1")] = [],  # noqa: B006
+    executor: Annotated[str, typer.Option(help="local (this machine) or dask (a cluster)")] = "local",
+    workers: Annotated[int | None, typer.Option(help="runs at a time; as many as fit when left out")] = None,
+    threads: Annotated[int, typer.Option(help="CPU threads of a run")] = 1,
+    device: Device = "auto",
+    per_gpu: Annotated[int | None, typer.Option(help="runs that share a GPU; measured when left out")] = None,
+    scheduler: Annotated[str | None, typer.Option(help="address of a Dask scheduler, such as tcp://host:8786")] = None,
+    timeout: Annotated[float | None, typer.Option(help="seconds after which a run is failed")] = None,
+    retry_failed: Annotated[bool, typer.Option("--retry-failed", help="run again what failed before")] = False,
+) -> None:
+    """Run the missing runs of a grid. Ctrl-C stops it, the same command goes on; several at once share the work."""
+    from cpt_core import grids, stores
+
+    specs = grids.choose(grids.grid_specs(grid, scale, seeds or None), only)
+    store = stores.store_path(specs[0].scale, specs[0].recipe.task)
+    typer.echo(f"{grid} at {specs[0].scale} scale: {len(specs)} runs, rows in {store}")
+    from cpt_core.runs import run_grid
+
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # before and after the runs, as Ctrl-C
+    try:
+        rows = run_grid(
+            specs, store, executor=executor, workers=workers, threads=threads, device=device, per_gpu=per_gpu,
+            scheduler=scheduler, timeout=timeout, retry_failed=retry_failed,
+        )  # fmt: skip
+    except KeyboardInterrupt as stop:
+        typer.echo(f"\n{stop or 'stopped'}", err=True)
+        raise typer.Exit(130) from None
+    counts = {status: sum(row["status"] == status for row in rows) for status in stores.STATUSES}
+    typer.echo(", ".join(f"{n} {status}" for status, n in counts.items() if n))
+    for row in rows:
+        if row["status"] == "failed":
+            log = stores.place(store, "logs", row["key"])
+            reason = row["error"].strip().splitlines()
+            typer.echo(
+                f"  failed: {row['spec']['arm']} seed {row['spec']['seed']}: {reason[-1]} (log: {log})", err=True
+            )
+    if counts["failed"]:
+        typer.echo("  the same command with --retry-failed tries these again", err=True)
+        raise typer.Exit(1)
+
+
+@app.command(cls=Many)
+def results(
+    store: Annotated[list[Path] | None, typer.Argument(help="files of rows; all under runs/ when left out")] = None,
+    only: Annotated[list[str], typer.Option(help="rows to keep, such as arm=CR status=failed scale=demo")] = [],  # noqa: B006
+    csv: Annotated[Path | None, typer.Option(help="write the rows to this file")] = None,
+    parquet: Annotated[Path | None, typer.Option(help="write the rows to this file")] = None,
+) -> None:
+    """Show the newest row of every run, filter them, export them."""
+    from cpt_core import results
+
+    for path in store or []:
+        if not path.is_file():
+            raise FileNotFoundError(f"there is no file {path}")
+    frame = results.where(results.load(*(store or [])), only)
+    for out, write in ((csv, frame.to_csv), (parquet, frame.to_parquet)):
+        if out is not None:
+            write(out, index=False)
+            typer.echo(f"{len(frame)} rows written to {out}")
+    if csv is None and parquet is None:
+        typer.echo(results.text(frame))
 
 
 @app.command()
-def reproduce(scale: Scale = "demo", notebook: Number = None, dataset: Data = None) -> None:
-    """Run the notebooks and write runs/reproduce/SCALE/index.html; runs that are there already are not repeated."""
-    from cpt_core.parameters import check_values
+def report(
+    store: Annotated[
+        list[Path] | None, typer.Argument(help="files of rows; data/results and runs/ if left out")
+    ] = None,
+    out: Annotated[Path | None, typer.Option(help="the page; runs/report.html when left out")] = None,
+) -> None:
+    """Write one HTML page, complete in itself: figures, tables beside the paper's numbers, statistics, differences."""
+    from cpt_core import report as r
 
-    check_values({"scale": scale, **({"dataset": dataset} if dataset else {})})
+    for path in store or []:
+        if not path.is_file():
+            raise FileNotFoundError(f"there is no file {path}")
+    typer.echo(f"report: {r.write_report(store or None, out)}")
+
+
+@app.command(cls=Many)
+def reproduce(scale: Scale = "demo", notebook: Number = None, dataset: Data = None, parameter: Given = []) -> None:  # noqa: B006
+    """Run the notebooks and write runs/reproduce/SCALE/index.html; runs that are there already are not repeated."""
+    from cpt_core.parameters import check_values, parse
+
+    given = parse(parameter)
+    check_values({"scale": scale, **({"dataset": dataset} if dataset else {}), **given})
     from cpt_core import reproduce as r
 
     seconds = r.estimate(scale, notebook)
@@ -33,7 +162,7 @@ def reproduce(scale: Scale = "demo", notebook: Number = None, dataset: Data = No
     started = time.monotonic()
     names = ", ".join(p.stem[:2] for p in r.notebooks(notebook))
     typer.echo(f"notebooks {names} at {scale} scale: {about}")
-    outcomes, index = r.reproduce(scale, notebook, dataset, progress=sys.stderr.isatty())
+    outcomes, index = r.reproduce(scale, notebook, dataset, given, progress=sys.stderr.isatty())
     for o in outcomes:
         typer.echo(f"  {o.name:<32} {o.status:<11} {o.seconds:6.0f} s  {o.error}".rstrip())
     from cpt_core import report
@@ -60,12 +189,12 @@ def notebooks() -> None:
 @app.command()
 def docs() -> None:
     """Write REPRODUCING.md from the docstrings, and the README's figure from the committed rows."""
-    from cpt_core import figures, results
+    from cpt_core import figures, stores
     from cpt_core.paths import ROOT, results_dir
     from cpt_core.reproducing import text
 
     (ROOT / "REPRODUCING.md").write_text(text())
-    rows = results.load_rows(results_dir() / "image_digits.jsonl")
+    rows = stores.load_rows(results_dir() / "image_digits.jsonl")
     rows = [r for r in rows if r["spec"]["recipe"]["model"] == "mlp6" and r["spec"]["recipe"]["q_min"] == 3]
     figures.figure_3(rows, xs=("relative_cost", "noise_exposure")).savefig(results_dir() / "image_digits.png", dpi=110)
     typer.echo("REPRODUCING.md and data/results/image_digits.png written")
@@ -83,7 +212,7 @@ def main() -> None:
     """Run a command; wrong values end with one line, not a traceback."""
     try:
         app()
-    except (ValueError, FileNotFoundError) as error:
+    except (ValueError, OSError, ImportError) as error:
         typer.echo(f"error: {error}", err=True)
         raise SystemExit(2) from None
 

@@ -126,6 +126,32 @@ def load_images(recipe: Recipe) -> ImageData:
     )
 
 
+def random_images(recipe: Recipe) -> ImageData:
+    """Return random pixels in the shapes of a data set, to measure times and count operations without the data.
+
+    One batch for training and one to evaluate on; images of one's own are loaded instead.
+    """
+    known = {"digits": (10, 1), "cifar10": (10, 3), "cifar100": (100, 3), "imagenet": (1000, 3)}
+    if recipe.dataset not in known:
+        return load_images(recipe)
+    classes, channels = known[recipe.dataset]
+    generator = _generator(0)
+    shape = (2 * recipe.batch, channels, recipe.size, recipe.size)
+    images = torch.randint(0, 256, shape, dtype=torch.uint8, generator=generator)
+    split = ArrayImages(images, torch.randint(0, classes, (len(images),), generator=generator))
+    return ImageData(
+        title=f"random pixels for {recipe.dataset}",
+        classes=classes,
+        channels=channels,
+        mean=(0.5,) * channels,
+        std=(0.25,) * channels,
+        train=split[: recipe.batch],
+        valid=split[:0],
+        test=split[recipe.batch :],
+        checksum="",
+    )
+
+
 # --- in memory ------------------------------------------------------------------------------------
 
 

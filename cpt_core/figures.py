@@ -14,8 +14,9 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
-from cpt_core.results import Row, by_arm, table
+from cpt_core.results import by_arm, pareto, table
 from cpt_core.schedules import SUITE, Schedule, make_schedule
+from cpt_core.stores import Row
 
 # colour-blind safe (Okabe and Ito)
 COLORS = {"large": "#D55E00", "medium": "#009E73", "small": "#0072B2", "static": "#222222"}
@@ -78,6 +79,7 @@ def figure_3(
     xs: Sequence[str] = ("relative_cost",),
     metric: str = "accuracy",
     q_max: int | None = None,
+    front: bool = False,
 ) -> Figure:
     """Draw quality against cost, one point per schedule: mean over seeds, bar = one standard deviation.
 
@@ -88,6 +90,7 @@ def figure_3(
         xs: one panel for each of "relative_cost", "noise_exposure", "share_at_q_min".
         metric: column of ``results.table``; accuracies are drawn in percent.
         q_max: None takes the largest in the rows.
+        front: join the arms that no other arm beats in both cost and quality (the Pareto front) by a dotted line.
 
     Paper: figure 3.
     Differs: the static line and the panel against noise exposure are ours.
@@ -100,6 +103,9 @@ def figure_3(
         figure, axes = plt.subplots(1, len(xs), figsize=(5.4 * len(xs) + 0.6, 4.4), sharey=True, squeeze=False)
         for ax, x in zip(axes[0], xs, strict=True):
             _quality(ax, arms, x)
+            if front and x == "relative_cost":
+                best = arms[pareto(arms)].sort_values(x)
+                ax.step(best[x], 100 * best["mean"], where="post", color="#888888", linestyle=":", label="Pareto front")
         for ax, x in zip(axes[0], xs, strict=True):  # now that the limits of the shared axis stand
             _name_points(ax, arms[arms.savings != "static"], x)
         axes[0][0].set_ylabel(LABELS.get(metric, metric))

@@ -1,16 +1,18 @@
-"""Which runs a figure of the paper needs: one function per artefact, returning its list of runs.  Needs no torch.
+"""Which runs a figure of the paper needs: a function per kind of artefact, a name per grid.  Needs no torch.
 
->>> len(image_cifar("cifar10", "resnet74"))
+>>> len(grid_specs("cifar10/resnet74"))
 66
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, replace
+from difflib import get_close_matches
+from functools import partial
 from typing import Any
 
-from cpt_core.recipes import recipe
+from cpt_core.recipes import RECIPES, recipe
 from cpt_core.schedules import SUITE
 from cpt_core.specs import RunSpec, run_spec
 
@@ -28,6 +30,9 @@ def image(
     **changes: Any,
 ) -> list[RunSpec]:
     """Return the runs of a quality-cost figure for image classification.
+
+    At paper scale 66 per model: 10 schedules + static, q_max 6 and 8, 3 seeds. CIFAR: 64,000 steps of resnet74,
+    resnet152, mobilenetv2; ImageNet: 90 epochs of resnet18, resnet34. Both need a GPU.
 
     Args:
         scale: "smoke", "demo" or "paper".
@@ -64,32 +69,117 @@ def image(
     return specs
 
 
-def image_cifar(
-    dataset: str = "cifar10", model: str = "resnet74", scale: str = "paper", **choices: Any
-) -> list[RunSpec]:
-    """Figure 3, CIFAR-10/100: 10 schedules + static, q_max 6 and 8, 3 seeds = 66 runs of 64,000 steps per model.
+@dataclass(frozen=True)
+class Grid:
+    """A named list of runs: one panel of a figure, or one part of a table.
 
-    Models: resnet74, resnet152, mobilenetv2. A GPU is needed: on one CPU core a ResNet-74 run takes more than a day.
-    Choices as for ``image``. Command: ``papermill notebooks/03_image_classification.ipynb runs/03.ipynb -p scale
-    paper -p dataset cifar10 -p model resnet74``.
-
-    Paper: section 4.2, figure 3.
+    Attributes:
+        artefact: of the paper, such as "figure_3".
+        about: what it is, and how many runs the paper has.
+        make: (scale, **choices) -> specs; None while its task is not there yet.
+        scales: at which it exists, the one to take first.
+        runs: at paper scale, for grids without a task.
     """
+
+    artefact: str
+    about: str
+    make: Callable[..., list[RunSpec]] | None = None
+    scales: tuple[str, ...] = ("paper",)
+    runs: int | None = None
+
+
+def _image_grids() -> dict[str, Grid]:
+    scales: dict[str, tuple[str, ...]] = {}
+    for scale in ("paper", "demo", "smoke"):
+        for key in RECIPES[scale]:
+            scales[key] = (*scales.get(key, ()), scale)
+    about = {
+        "digits": "scikit-learn's digits, embedded: shows the mechanism, stands for nothing in the paper",
+        "cifar10": "CIFAR-10", "cifar100": "CIFAR-100", "imagenet": "ImageNet",
+    }  # fmt: skip
+    out = {}
+    for key, found in scales.items():
+        dataset, model = key.split("/")
+        paper = "66 runs: 10 schedules + static, q_max 6 and 8, 3 seeds" if "paper" in found else "small scale"
+        out[key] = Grid("figure_3", f"{about[dataset]}, {model}; {paper}", partial(_image, dataset, model), found)
+    return out
+
+
+def _image(dataset: str, model: str, scale: str, **choices: Any) -> list[RunSpec]:
     return image(scale, dataset, model, **choices)
 
 
-def image_imagenet(model: str = "resnet18", scale: str = "paper", **choices: Any) -> list[RunSpec]:
-    """Figure 3, ImageNet: 10 schedules + static, q_max 6 and 8, 3 seeds = 66 runs of 90 epochs per model.
-
-    Models: resnet18, resnet34. Command: as for ``image_cifar`` with ``-p dataset imagenet -p model resnet18``.
-
-    Paper: section 4.2, figure 3.
-    """
-    return image(scale, "imagenet", model, **choices)
-
-
-GRIDS: dict[str, Callable[..., list[RunSpec]]] = {
-    "image": image,
-    "image_cifar": image_cifar,
-    "image_imagenet": image_imagenet,
+# Every figure and table of the paper that rests on training runs. Counts are the paper's: 10 schedules + static, q_max
+# 6 and 8, 3 seeds; XNLI chooses among three learning rates; table 1 and figure 8 as in their captions.
+GRIDS: dict[str, Grid] = {
+    **_image_grids(),
+    "voc2012/retinanet": Grid("figure_4", "object detection", runs=66),
+    "ogbn-arxiv/aggregation": Grid("figure_5", "FP-Agg and Q-Agg at static 8 bits", runs=6),
+    "ogbn-products/aggregation": Grid("figure_5", "FP-Agg and Q-Agg at static 8 bits", runs=6),
+    "ogbn-arxiv/gcn": Grid("figure_6", "node classification", runs=66),
+    "ogbn-products/sage": Grid("figure_6", "node classification", runs=66),
+    "ptb/lstm": Grid("figure_7", "language modelling", runs=66),
+    "xnli/bert": Grid("figure_7", "entailment; three learning rates per arm", runs=198),
+    "cifar10/deficit_length": Grid("table_1", "deficits of 0 to 256,000 steps, ResNet-74", runs=18),
+    "cifar10/deficit_window": Grid("table_1", "windows of 128,000 steps, ResNet-74", runs=12),
+    "imagenet/deficit_length": Grid("table_1", "deficits of 0, 25, 100 epochs, ResNet-18", runs=9),
+    "ogbn-arxiv/deficit_length": Grid("figure_8", "deficits of 0 to 1,000 epochs", runs=33),
+    "ogbn-arxiv/deficit_window": Grid("figure_8", "windows of 500 epochs", runs=15),
 }
+
+
+def find_grids(name: str | None = None) -> dict[str, Grid]:
+    """Return the grids of a name or of an artefact such as "figure_3"; all without a name. ValueError says what is."""
+    found = {key: grid for key, grid in GRIDS.items() if name in (None, key, grid.artefact)}
+    if not found:
+        artefacts = sorted({grid.artefact for grid in GRIDS.values()})
+        near = get_close_matches(name or "", [*GRIDS, *artefacts], n=1)
+        hint = f"; did you mean {near[0]!r}?" if near else ""
+        raise ValueError(f"no grid {name!r}{hint} Grids: {', '.join(GRIDS)}; or one of {', '.join(artefacts)}")
+    return found
+
+
+def grid_specs(name: str, scale: str | None = None, seeds: Sequence[int] | None = None) -> list[RunSpec]:
+    """Return the runs of one grid.
+
+    Raises:
+        ValueError: for an unknown grid or scale, or when its task is not there yet.
+    """
+    if name not in GRIDS:
+        find_grids(name)  # names what there is, unless it is an artefact
+        raise ValueError(f"{name!r} is several grids; choose one of {', '.join(find_grids(name))}")
+    grid = GRIDS[name]
+    if grid.make is None:
+        raise ValueError(f"grid {name!r} ({grid.artefact}) cannot run yet: its task is not there")
+    if scale is not None and scale not in grid.scales:
+        raise ValueError(f"grid {name!r} has no scale {scale!r}; choose from {', '.join(grid.scales)}")
+    return grid.make(scale or grid.scales[0], **({} if seeds is None else {"seeds": seeds}))
+
+
+FILTERS: dict[str, Callable[[RunSpec], str]] = {
+    "schedule": lambda spec: spec.arm,
+    "savings": lambda spec: SUITE[spec.arm].savings if spec.arm in SUITE else "static",
+    "q_max": lambda spec: str(spec.q_max),
+}
+
+
+def choose(specs: Sequence[RunSpec], only: Sequence[str]) -> list[RunSpec]:
+    """Keep the runs that meet every condition, such as "schedule=CR,RR" or "q_max=8"; ValueError names what there is.
+
+    >>> len(choose(image("demo"), ["schedule=CR,RR"]))
+    10
+    """
+    kept = list(specs)
+    for condition in only:
+        name, _, text = condition.partition("=")
+        if name not in FILTERS or not text:
+            raise ValueError(f"--only takes NAME=VALUE with {', '.join(FILTERS)}; got {condition!r}")
+        wanted = [value.strip() for value in text.split(",")]
+        there = {FILTERS[name](spec): None for spec in specs}
+        unknown = [value for value in wanted if value not in there]
+        if unknown:
+            raise ValueError(f"no {name} {unknown[0]!r} in this grid; choose from {', '.join(there)}")
+        kept = [spec for spec in kept if FILTERS[name](spec) in wanted]
+    if not kept:
+        raise ValueError(f"no run meets {' and '.join(only)}")
+    return kept

@@ -8,16 +8,18 @@ papermill passes misspelt parameters on without an error; the notebooks and the 
 
 from __future__ import annotations
 
+import ast
+import sys
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
-from cpt_core.paths import runs_dir
 from cpt_core.recipes import PRESETS, SCALES, is_own, recipe
 from cpt_core.schedules import SUITE
+from cpt_core.stores import store_path
 
 
 @dataclass(frozen=True)
@@ -54,7 +56,7 @@ PARAMETERS: dict[str, Parameter] = {
     "q_max": Parameter("a whole number from 1 to 32", lambda v: _whole(v, 1, 32)),
     "n_cycles": Parameter("a whole number from 1 to 1000", lambda v: _whole(v, 1, 1000)),
     "total_steps": Parameter("a whole number from 1 to 10000000", lambda v: _whole(v, 1, 10_000_000)),
-    "workers": Parameter("a whole number from 1 to 1024", lambda v: _whole(v, 1, 1024)),
+    "workers": Parameter("a whole number from 0 to 1024", lambda v: _whole(v, 0, 1024)),
 }
 
 
@@ -76,15 +78,62 @@ class Parameters:
 def check_parameters(**given: Any) -> Parameters:
     """Check the parameters of a notebook; raise ValueError that names what is allowed.
 
-    The store of smoke runs is a fresh temporary file, so that they really run; other scales keep theirs under
-    ``runs/``, so that they resume.
+    Names that papermill injected and that the notebook does not have are refused here too. The store of smoke runs is
+    a fresh temporary file, so that they really run; other scales keep theirs under ``runs/``, so that they resume.
     """
     check_values(given)
+    for name in _injected():
+        if name not in given:
+            near = get_close_matches(name, given, n=1)
+            hint = f"; did you mean {near[0]!r}?" if near else ""
+            raise ValueError(f"this notebook has no parameter {name!r}{hint} It has: {', '.join(given)}")
     scale = given.get("scale", "smoke")
     if "dataset" in given:
         recipe(scale, given["dataset"], given.get("model") or None, given.get("preset", "ours"))
-    folder = Path(tempfile.mkdtemp(prefix="cpt-smoke-")) if scale == "smoke" else runs_dir() / scale
-    return Parameters(dict(given), folder / "image.jsonl")
+    fresh = Path(tempfile.mkdtemp(prefix="cpt-smoke-")) / "image.jsonl" if scale == "smoke" else None
+    return Parameters(dict(given), fresh or store_path(scale, "image"))
+
+
+def parse(assignments: Sequence[str]) -> dict[str, Any]:
+    """Read "name=value" words; a value is a Python literal or a bare word, in lists too.
+
+    >>> parse(["dataset=cifar10", "schedules=[CR, RR]", "seeds=[0, 1]"])
+    {'dataset': 'cifar10', 'schedules': ['CR', 'RR'], 'seeds': [0, 1]}
+    """
+    found: dict[str, Any] = {}
+    for assignment in assignments:
+        name, sign, text = assignment.partition("=")
+        if not sign:
+            raise ValueError(f"a parameter is written NAME=VALUE; got {assignment!r}")
+        if name in found:
+            raise ValueError(f"parameter {name!r} is given twice")
+        if text.startswith("["):
+            found[name] = [_literal(word) for word in text.strip("[]").split(",") if word.strip()]
+        else:
+            found[name] = _literal(text)
+    return found
+
+
+def _literal(text: str) -> Any:
+    try:
+        return ast.literal_eval(text.strip())
+    except (ValueError, SyntaxError):
+        return text.strip()
+
+
+def _injected() -> list[str]:
+    """Return the names that papermill assigned in this notebook: it puts them into a cell of their own."""
+    shell = sys.modules["IPython"].get_ipython() if "IPython" in sys.modules else None
+    cells = shell.user_ns.get("In", []) if shell is not None else []
+    return [
+        target.id
+        for cell in cells
+        if cell.startswith("# Parameters\n")
+        for statement in ast.parse(cell).body
+        if isinstance(statement, ast.Assign)
+        for target in statement.targets
+        if isinstance(target, ast.Name)
+    ]
 
 
 def check_values(given: dict[str, Any]) -> None:

@@ -1,4 +1,4 @@
-"""The report of a reproduction: one folder of HTML pages that open offline."""
+"""Reports in HTML that open offline: of a reproduction (a folder), and of everything that is stored (one page)."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import base64
 import html
 import io
 import re
+from collections.abc import Sequence
 from datetime import UTC, datetime
 from importlib import metadata
 from pathlib import Path
@@ -16,8 +17,11 @@ import pandas as pd
 from matplotlib.figure import Figure
 from nbconvert import HTMLExporter
 
-from cpt_core import figures, results
-from cpt_core.paths import runs_dir
+from cpt_core import figures, results, stores
+from cpt_core.grids import GRIDS
+from cpt_core.paths import ROOT, paper_dir, results_dir, runs_dir
+from cpt_core.reproducing import harvest
+from cpt_core.stores import Row, load_rows, store_path
 
 PACKAGES = ("cpt-core", "torch", "torchvision", "numpy", "papermill", "jupyterlab")
 
@@ -28,13 +32,14 @@ h1 {{ font-size: 1.6rem; }} h2 {{ font-size: 1.2rem; margin-top: 2.2rem; }}
 table {{ border-collapse: collapse; font-size: .9rem; }} th, td {{ padding: .25rem .7rem; text-align: right; }}
 th {{ border-bottom: 2px solid #888; }} td {{ border-bottom: 1px solid #ddd; }}
 th:first-child, td:first-child {{ text-align: left; }} img {{ max-width: 100%; }}
+.left td, .left th {{ text-align: left; }} code {{ font-size: .9em; }}
 .failed {{ color: #b00020; font-weight: bold; }} .note {{ color: #555; font-size: .9rem; }}
 </style></head><body>{body}</body></html>"""
 
 
 def write(folder: Path, scale: str, outcomes: list[dict[str, Any]]) -> Path:
     """Write ``index.html`` into ``folder``: notebooks, figures and tables from the rows of this scale, versions."""
-    rows = [] if scale == "smoke" else results.load_rows(runs_dir() / scale / "image.jsonl")
+    rows = [] if scale == "smoke" else load_rows(store_path(scale, "image"))
     parts = [
         f"<h1>Cyclic precision training, reproduced at {scale} scale</h1>",
         "<p class='note'>A simulation: bit operations (BitOps) count work at low precision, they are not seconds.</p>",
@@ -51,9 +56,119 @@ def write(folder: Path, scale: str, outcomes: list[dict[str, Any]]) -> Path:
     return index
 
 
+def write_report(files: Sequence[Path] | None = None, out: Path | None = None) -> Path:
+    """Write one page, complete in itself, about all stored rows but those of smoke runs, and return its path.
+
+    Args:
+        files: stores; None takes the committed ones and those under ``runs/``.
+        out: the page; None takes ``runs/report.html``.
+    """
+    if files is None:
+        own = [p for p in sorted(runs_dir().glob("*/*.jsonl")) if p.parent.name != "smoke"]
+        files = [*sorted(results_dir().glob("*.jsonl")), *own]
+    held: dict[str, tuple[Row, Path]] = {}
+    for path in files:
+        for row in load_rows(path):
+            if row["spec"]["scale"] != "smoke":
+                held[row["key"]] = (row, path)
+    rows = [row for row, _ in held.values()]
+    experiments = [_experiment(part) for part in _experiments(rows)]
+    parts = [
+        "<h1>Cyclic precision training: figures and tables from stored runs</h1>",
+        "<p class='note'>Made from result rows alone. Training at low precision is simulated; bit operations (BitOps) "
+        "count work, they are not seconds. +- is the standard deviation over seeds (n - 1).</p>",
+        "<h2>What has been run</h2>",
+        _overview(rows),
+        "<h2>Figure 2: the ten schedules</h2>",
+        _image(figures.figure_2(), "precision over training steps for the ten schedules"),
+        *(experiments or ["<h2>Results</h2><p>No rows are stored yet; <code>make plan</code> lists the grids.</p>"]),
+        "<h2>Numbers printed in the paper</h2>",
+        _paper_numbers(rows),
+        "<h2>Differences from the paper</h2>",
+        "<ul>"
+        + "".join(f"<li>{_words(e)} <span class='note'>{p}</span></li>" for p, e in harvest("Differs"))
+        + "</ul>",
+        "<h2>Where this comes from</h2>",
+        _sources(held),
+        _versions(),
+    ]
+    out = out or runs_dir() / "report.html"
+    out.parent.mkdir(parents=True, exist_ok=True)
+    out.write_text(PAGE.format(title="Cyclic precision training: results", body="\n".join(parts)))
+    return out
+
+
+def _overview(rows: list[Row]) -> str:
+    """Which artefacts have rows, which could, and which have no task yet."""
+    counts: dict[tuple[str, str], int] = {}
+    for row in rows:
+        recipe = row["spec"]["recipe"]
+        key = (f"{recipe['dataset']}/{recipe['model']}", row["spec"]["scale"])
+        counts[key] = counts.get(key, 0) + 1
+    lines = []
+    for name, grid in GRIDS.items():
+        at = grid.scales[0]
+        there = counts.pop((name, at), 0)
+        state = "its task is not there yet" if grid.make is None else f"{there} runs stored" if there else "not run"
+        lines.append((grid.artefact.replace("_", " "), name, grid.about, at, state))
+    lines += [("", name, "not one of the paper's grids", at, f"{n} runs stored") for (name, at), n in counts.items()]
+    frame = pd.DataFrame(lines, columns=["paper", "grid", "what", "scale", "state"])
+    return frame.to_html(index=False, border=0, classes="left")
+
+
+def _paper_numbers(rows: list[Row]) -> str:
+    """The paper's numbers with their places, and ours where the same thing was measured at paper scale."""
+    paper = pd.read_csv(paper_dir() / "numbers.csv")
+    runs = results.table([r for r in rows if r["spec"]["scale"] == "paper"])
+    lines = []
+    for p in paper.itertuples():
+        same = (runs.dataset == p.dataset) & (runs.model == p.model) & (runs.arm == p.arm) & (runs.q_max == p.q_max)
+        values = (
+            100 * runs.loc[same, p.metric].dropna() if p.metric in runs and p.unit == "%" else pd.Series(dtype=float)
+        )
+        ours = f"{values.mean():.2f} +- {values.std():.2f} ({len(values)})" if len(values) else "not run"
+        name = f"{p.artefact.replace('_', ' ')}: {p.dataset}, {p.model}"
+        lines.append((name, p.arm, p.metric, f"{p.value:g} {p.unit}", ours, p.place))
+    columns = ["what", "arm", "metric", "paper", "ours +- std (n)", "where it stands"]
+    return pd.DataFrame(lines, columns=columns).to_html(index=False, border=0, classes="left")
+
+
+def _sources(held: dict[str, tuple[Row, Path]]) -> str:
+    """Every store with its devices, versions, commits and times."""
+    files: dict[Path, list[Row]] = {}
+    for row, path in held.values():
+        files.setdefault(path, []).append(row)
+    lines = []
+    for path, rows in files.items():
+        where = [row["provenance"] for row in rows]
+        commits = {(w["commit"] or "none")[:8] + (" with changes" if w["dirty"] else "") for w in where}
+        torch = {w["versions"]["torch"] for w in where}
+        started = sorted(w["started"] for w in where)
+        hours = sum(row.get("seconds", 0.0) for row in rows) / 3600
+        lines.append(
+            (
+                path.relative_to(ROOT).as_posix() if path.is_relative_to(ROOT) else path.name,
+                len(rows),
+                sum(row["status"] == "failed" for row in rows),
+                ", ".join(sorted({row.get("device", "") for row in rows})),
+                f"{hours:.2f}",
+                ", ".join(sorted(torch)),
+                ", ".join(sorted(commits)),
+                f"{started[0][:10]} to {started[-1][:10]}",
+            )
+        )
+    columns = ["store", "runs", "failed", "device", "hours", "torch", "commit", "started"]
+    return pd.DataFrame(lines, columns=columns).to_html(index=False, border=0, classes="left")
+
+
+def _words(entry: str) -> str:
+    """Escape a docstring's line and set its code words as code."""
+    return re.sub(r"``?([^`]+)``?", r"<code>\1</code>", html.escape(entry))
+
+
 def summary(scale: str) -> list[str]:
     """Return what the stored rows of a scale say, in a few lines."""
-    rows = [] if scale == "smoke" else results.load_rows(runs_dir() / scale / "image.jsonl")
+    rows = [] if scale == "smoke" else load_rows(store_path(scale, "image"))
     lines = []
     for part in _experiments(rows):
         runs, arms = results.table(part), results.by_arm(part)
@@ -92,19 +207,19 @@ def _notebooks(outcomes: list[dict[str, Any]]) -> str:
     return f"<table><tr><th>notebook</th><th>status</th><th>time</th></tr>{''.join(lines)}</table>"
 
 
-def _experiments(rows: list[results.Row]) -> list[list[results.Row]]:
-    """Split rows into experiments: one recipe, one preset."""
-    groups: dict[tuple[str, str], list[results.Row]] = {}
+def _experiments(rows: list[Row]) -> list[list[Row]]:
+    """Split rows into experiments: one recipe, one preset, one q_max."""
+    groups: dict[tuple[str, str, int], list[Row]] = {}
     for row, run in zip(rows, results.table(rows).itertuples(), strict=True):
-        groups.setdefault((run.recipe, run.preset), []).append(row)
+        groups.setdefault((run.recipe, run.preset, run.q_max), []).append(row)
     return list(groups.values())
 
 
-def _experiment(rows: list[results.Row]) -> str:
+def _experiment(rows: list[Row]) -> str:
     arms = results.by_arm(rows)
     parts = [
         f"<h2>{html.escape(_name(rows))}</h2>",
-        _image(figures.figure_3(rows, xs=("relative_cost", "noise_exposure"))),
+        _image(figures.figure_3(rows, xs=("relative_cost", "noise_exposure"), front=True), "accuracy against cost"),
     ]
     if len(arms[arms.savings != "static"]) >= 3:
         for x, name in (("relative_cost", "cost"), ("noise_exposure", "noise exposure")):
@@ -122,7 +237,9 @@ def _experiment(rows: list[results.Row]) -> str:
             "noise exposure": arms.noise_exposure.map("{:.0f}".format),
             "accuracy %": (100 * arms["mean"]).map("{:.1f}".format),
             "std": (100 * arms["std"]).map("{:.1f}".format),
-            "runs": arms.n,
+            "n": arms.n,
+            "paper": [_paper_value(p) for p in results.compare_with_paper(rows, "figure_3").itertuples()],
+            "Pareto front": results.pareto(arms).map({True: "yes", False: ""}),
             "diverged": arms.diverged,
             "failed": arms.failed,
         }
@@ -130,26 +247,29 @@ def _experiment(rows: list[results.Row]) -> str:
     return "\n".join([*parts, lines.to_html(index=False, border=0)])
 
 
-def _name(rows: list[results.Row]) -> str:
+def _name(rows: list[Row]) -> str:
     recipe = rows[0]["spec"]["recipe"]
     title = next((r["title"] for r in rows if r.get("title")), f"{recipe['model']} on {recipe['dataset']}")
-    return f"{title}, q_min {recipe['q_min']}"
+    return f"{title}, q_min {recipe['q_min']}, q_max {rows[0]['spec']['q_max']}"
 
 
-def _image(figure: Figure) -> str:
+def _paper_value(line: Any) -> str:
+    return line.place if line.paper != line.paper else f"{line.paper:g} ({line.place})"
+
+
+def _image(figure: Figure, alt: str) -> str:
     buffer = io.BytesIO()
     figure.savefig(buffer, format="png", dpi=130)
-    return (
-        f"<img alt='accuracy against cost' src='data:image/png;base64,{base64.b64encode(buffer.getvalue()).decode()}'>"
-    )
+    return f"<img alt='{alt}' src='data:image/png;base64,{base64.b64encode(buffer.getvalue()).decode()}'>"
 
 
 def _provenance(outcomes: list[dict[str, Any]]) -> str:
+    return f"<p>Notebook time {sum(o['seconds'] for o in outcomes):.0f} s in all.</p>{_versions()}"
+
+
+def _versions() -> str:
     versions = ", ".join(f"{name} {metadata.version(name)}" for name in PACKAGES)
-    commit = results.commit()
-    where = (
-        f"commit {commit['commit'][:12]}{' with local changes' if commit['dirty'] else ''}" if commit["commit"] else ""
-    )
-    total = sum(o["seconds"] for o in outcomes)
+    commit = stores.commit()
+    where = f"{commit['commit'][:12]}{' with local changes' if commit['dirty'] else ''}" if commit["commit"] else "none"
     written = datetime.now(UTC).isoformat(timespec="minutes")
-    return f"<p>{versions}; {where}. Notebook time {total:.0f} s in all. Written {written}.</p>"
+    return f"<p class='note'>Written {written} with {versions}; commit {where}.</p>"

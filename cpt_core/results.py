@@ -1,124 +1,54 @@
-"""Result rows: one JSON line per run, appended and never edited; tables and comparisons read rows only.
+"""Tables, statistics and comparisons with the paper, from result rows alone. Needs no torch.
 
-A row holds the spec, status, metrics, costs and where it came from. Needs no torch.
-
->>> table([])
-Empty DataFrame
-Columns: []
-Index: []
+>>> load(Path("nowhere.jsonl")).empty
+True
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
-import os
-import platform
-import subprocess
 from collections.abc import Iterable
-from datetime import UTC, datetime
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pandas as pd
-from filelock import FileLock
 from scipy import stats
 
-from cpt_core import cost
-from cpt_core.paths import ROOT, paper_dir
+from cpt_core.paths import paper_dir, runs_dir
 from cpt_core.schedules import SUITE
-from cpt_core.specs import RunSpec
-
-SCHEMA_VERSION = 1
-Row = dict[str, Any]
-STATUSES = ("ok", "diverged", "failed")
-
-# --- the store ------------------------------------------------------------------------------------
-
-
-def append_row(store: Path, row: Row) -> None:
-    """Append a row as one line, under a lock; a torn last line of an interrupted writer is cut off first."""
-    store.parent.mkdir(parents=True, exist_ok=True)
-    line = json.dumps(row, sort_keys=True, allow_nan=False) + "\n"
-    with FileLock(str(store) + ".lock"), open(store, "a+b") as f:
-        end = f.seek(0, os.SEEK_END)
-        if end:
-            f.seek(end - 1)
-            if f.read(1) != b"\n":
-                f.seek(0)
-                f.truncate(f.read().rfind(b"\n") + 1)
-        f.write(line.encode())
-        f.flush()
-        os.fsync(f.fileno())
-
-
-def load_rows(store: Path) -> list[Row]:
-    """Return the newest row of every key, in the order the keys first appeared; a torn last line is left out.
-
-    Raises:
-        ValueError: for a broken line anywhere else, or a row of another schema version.
-    """
-    if not Path(store).exists():
-        return []
-    newest: dict[str, Row] = {}
-    text = Path(store).read_text()
-    lines = text.split("\n")[:-1]  # what follows the last newline is torn, or nothing
-    for number, line in enumerate(lines, 1):
-        try:
-            row = json.loads(line)
-        except json.JSONDecodeError as error:
-            raise ValueError(f"{store}, line {number} is no JSON: {line[:60]!r}") from error
-        if row.get("schema") != SCHEMA_VERSION:
-            raise ValueError(f"{store}, line {number}: schema {row.get('schema')!r} is not {SCHEMA_VERSION}")
-        newest[row["key"]] = row
-    return list(newest.values())
-
-
-def describe(spec: RunSpec) -> Row:
-    """Return the part of a row that is known before the run: the spec, its costs and its provenance."""
-    bits = spec.schedule.bits()
-    return {
-        "schema": SCHEMA_VERSION,
-        "key": spec.key,
-        "spec": spec.to_dict(),
-        "relative_cost": cost.relative_cost(bits, spec.q_max, spec.q_grad),
-        "noise_exposure": cost.noise_exposure(bits, spec.q_max),
-        "share_at_q_min": spec.schedule.share_at(spec.schedule.q_min),
-        "provenance": {
-            "started": datetime.now(UTC).isoformat(timespec="seconds"),
-            "versions": {name: _version(name) for name in ("cpt-core", "torch", "numpy", "torchvision")},
-            "python": platform.python_version(),
-            **commit(),
-        },
-    }
-
-
-def _version(name: str) -> str:
-    try:
-        return metadata.version(name)
-    except metadata.PackageNotFoundError:
-        return "not installed"
-
-
-def commit() -> dict[str, Any]:
-    """Return the commit of the project and whether tracked files differ from it; None outside a repository."""
-
-    def git(*words: str) -> str:
-        return subprocess.run(["git", "-C", str(ROOT), *words], capture_output=True, text=True, check=True).stdout
-
-    try:
-        return {"commit": git("rev-parse", "HEAD").strip(), "dirty": bool(git("status", "--porcelain", "-uno").strip())}
-    except (OSError, subprocess.CalledProcessError):
-        return {"commit": None, "dirty": None}
-
+from cpt_core.stores import Row, load_rows
 
 # --- tables ---------------------------------------------------------------------------------------
 
+TYPES = {
+    "arm": "string", "savings": "string", "seed": "Int64", "scale": "string", "task": "string", "dataset": "string",
+    "model": "string", "preset": "string", "recipe": "string", "q_min": "Int64", "q_max": "Int64",
+    "relative_cost": "float64", "noise_exposure": "float64", "share_at_q_min": "float64", "status": "string",
+    "seconds": "float64", "steps": "Int64", "bitops": "float64", "device": "string", "started": "string",
+    "commit": "string", "title": "string", "error": "string", "key": "string",
+}  # fmt: skip
+
+
+def load(*stores: Path) -> pd.DataFrame:
+    """Return one typed line per run, the newest of every key, from the given stores or from all under ``runs/``.
+
+    Columns: those of ``TYPES``, then the test metrics as float64 (see ``table``).
+
+    Raises:
+        ValueError: for a file that is no store, see ``load_rows``.
+    """
+    files = stores or tuple(sorted(runs_dir().glob("*/*.jsonl")))
+    return table([row for file in files for row in load_rows(Path(file))])
+
 
 def table(rows: Iterable[Row]) -> pd.DataFrame:
-    """Return one line per run: arm, seed, settings, costs, status and the test metrics (NaN when it did not finish)."""
+    """Return one line per run: arm, seed, settings, costs, status and the test metrics (NaN when it did not finish).
+
+    Metrics at q_max bits are called by their name, such as "accuracy", and "accuracy_best_valid" at the best step on
+    held-out data; "_current" marks those at the bits of the step.
+    """
     lines = []
     for row in rows:
         spec = row["spec"]
@@ -127,6 +57,7 @@ def table(rows: Iterable[Row]) -> pd.DataFrame:
             "savings": _savings(spec["arm"]),
             "seed": spec["seed"],
             "scale": spec["scale"],
+            "task": spec["recipe"]["task"],
             "dataset": spec["recipe"]["dataset"],
             "model": spec["recipe"]["model"],
             "preset": spec["preset"],
@@ -138,7 +69,13 @@ def table(rows: Iterable[Row]) -> pd.DataFrame:
             "share_at_q_min": row["share_at_q_min"],
             "status": row["status"],
             "seconds": row.get("seconds", float("nan")),
+            "steps": row.get("steps"),
+            "bitops": row.get("bitops", {}).get("paper", float("nan")),
+            "device": row.get("device", ""),
+            "started": row["provenance"]["started"],
+            "commit": row["provenance"]["commit"],
             "title": row.get("title", ""),
+            "error": row.get("error", ""),
             "key": row["key"],
         }
         for m in row.get("metrics", []):
@@ -146,7 +83,37 @@ def table(rows: Iterable[Row]) -> pd.DataFrame:
                 suffix = {"final": "", "best_valid": "_best_valid", "best_test": "_best_test"}[m["when"]]
                 line[f"{m['name']}{suffix}" + ("" if m["precision"] == "q_max" else "_current")] = m["value"]
         lines.append(line)
-    return pd.DataFrame(lines)
+    metrics = list(dict.fromkeys(name for line in lines for name in line if name not in TYPES))
+    return pd.DataFrame(lines, columns=[*TYPES, *metrics]).astype({**TYPES, **dict.fromkeys(metrics, "float64")})
+
+
+def where(runs: pd.DataFrame, conditions: Iterable[str]) -> pd.DataFrame:
+    """Keep the lines that meet every condition, such as "arm=CR,RR" or "q_max=8"; ValueError names what there is."""
+    for condition in conditions:
+        name, _, text = condition.partition("=")
+        if name not in TYPES or not text:
+            raise ValueError(f"--only takes NAME=VALUE with {', '.join(TYPES)}; got {condition!r}")
+        wanted = [value.strip() for value in text.split(",")]
+        there = runs[name].astype("string").dropna()
+        unknown = [value for value in wanted if value not in set(there)]
+        if unknown:
+            shown = ", ".join(sorted(set(there))[:20]) or "nothing: there are no rows"
+            raise ValueError(f"no row has {name} {unknown[0]!r}; there is {shown}")
+        runs = runs[runs[name].astype("string").isin(wanted)]
+    return runs
+
+
+def text(runs: pd.DataFrame) -> str:
+    """Return runs as a table for a terminal, with the counts of each status."""
+    if runs.empty:
+        return "no rows"
+    columns = "scale dataset model q_min q_max arm seed status relative_cost".split()
+    metrics = [m for m in ("accuracy", "accuracy_best_valid") if m in runs]
+    shown = runs[[*columns, *metrics, "seconds", "key"]].round(
+        {"relative_cost": 3, "seconds": 1, **dict.fromkeys(metrics, 4)}
+    )
+    counts = ", ".join(f"{n} {status}" for status, n in runs["status"].value_counts().items())
+    return f"{shown.to_string(index=False)}\n\n{len(runs)} rows: {counts}"
 
 
 def _recipe_key(recipe: dict[str, Any]) -> str:
@@ -186,9 +153,28 @@ def by_arm(rows: Iterable[Row], metric: str = "accuracy") -> pd.DataFrame:
     return out.reset_index()
 
 
-def paired_difference(rows: Iterable[Row], a: str, b: str, metric: str = "accuracy") -> pd.Series:
-    """Return metric(a) - metric(b) by seed, for arms or savings groups ("large", "medium", "small")."""
-    runs = table(rows)
+def _at(runs: pd.DataFrame, q_max: int | None) -> pd.DataFrame:
+    """Runs of one q_max: schedules of the same name at another one are other schedules."""
+    return runs[runs["q_max"] == (runs["q_max"].max() if q_max is None else q_max)]
+
+
+def pareto(arms: pd.DataFrame) -> pd.Series:
+    """Return which arms of ``by_arm`` no other arm beats: none is as cheap and better, or as good and cheaper."""
+    cost, mean = arms["relative_cost"].to_numpy(), arms["mean"].to_numpy()
+    beaten = [
+        bool(((cost <= c) & (mean >= m) & ((cost < c) | (mean > m))).any()) for c, m in zip(cost, mean, strict=True)
+    ]
+    return pd.Series(~np.array(beaten, dtype=bool) & ~np.isnan(mean), index=arms.index)
+
+
+def paired_difference(
+    rows: Iterable[Row], a: str, b: str, metric: str = "accuracy", q_max: int | None = None
+) -> pd.Series:
+    """Return metric(a) - metric(b) by seed, for arms or savings groups ("large", "medium", "small").
+
+    ``q_max`` None takes the largest in the rows.
+    """
+    runs = _at(table(rows), q_max)
 
     def of(name: str) -> pd.Series:
         column = "savings" if name in ("large", "medium", "small") else "arm"
@@ -201,17 +187,21 @@ def paired_difference(rows: Iterable[Row], a: str, b: str, metric: str = "accura
 
 
 def correlation(
-    rows: Iterable[Row], x: str = "relative_cost", metric: str = "accuracy", resamples: int = 1000
+    rows: Iterable[Row],
+    x: str = "relative_cost",
+    metric: str = "accuracy",
+    resamples: int = 1000,
+    q_max: int | None = None,
 ) -> dict[str, float]:
     """Return Spearman's rank correlation over arms between ``x`` and the mean metric, with a bootstrap interval.
 
     The ten schedules and the static baseline at q_max take part; seeds are resampled (paired over arms), so the
     interval says how far other seeds might have moved the number; it is NaN for one seed. Keys: rho, low, high (95 %),
-    arms, seeds.
+    arms, seeds. ``q_max`` None takes the largest in the rows.
 
     Paper: section 4.5 (cost and quality correlate).
     """
-    runs = table(rows)
+    runs = _at(table(rows), q_max)
     runs = runs[(runs["savings"] != "static") | (runs["arm"] == "static " + runs["q_max"].astype(str))]
     wide = runs.pivot_table(index="arm", columns="seed", values=metric, aggfunc="first")
     costs = runs.groupby("arm")[x].first().loc[wide.index].to_numpy()

@@ -1,157 +1,361 @@
 """Run a list of specs: skip what the store holds, keep going after a failure, resume what was interrupted.
 
+Any number of sweeps may share a store, on one machine or several: each run is done by one of them.
+
 >>> from cpt_core import grids
 >>> rows = run_grid(grids.image("smoke", schedules=["CR"], static=[]), store=Path("runs/x.jsonl"))  # doctest: +SKIP
 """
 
 from __future__ import annotations
 
-import itertools
 import os
-import traceback
-from collections.abc import Iterable, Iterator, Sequence
-from concurrent.futures import Future, ProcessPoolExecutor, as_completed
-from concurrent.futures.process import BrokenProcessPool
-from multiprocessing import get_context
+import queue
+import signal
+import sys
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 from tqdm.auto import tqdm
 
-from cpt_core import results
-from cpt_core.results import Row
+from cpt_core import stores
+from cpt_core.calibration import measure, runs_per_gpu
 from cpt_core.specs import RunSpec
-from cpt_core.train import task_of, train
+from cpt_core.stores import Row
+from cpt_core.train import task_of
+from cpt_core.worker import DEVICES, Job, Outcome, choose_device, run_one, supervise
 
-EXECUTORS = ("inline", "processes")
+EXECUTORS = ("local", "dask")
 
 
 def run_grid(
     specs: Sequence[RunSpec],
-    store: Path,
+    store: Path | str,
     *,
-    executor: str = "inline",
+    executor: str = "local",
     workers: int | None = None,
+    threads: int = 1,
     device: str = "auto",
-    isolate: bool = False,
+    per_gpu: int | None = None,
+    scheduler: str | None = None,
+    timeout: float | None = None,
     retry_failed: bool = False,
-    progress: bool = False,
     checkpoint_seconds: float = 60.0,
+    progress: bool | None = None,
 ) -> list[Row]:
     """Run what the store does not hold yet and return the rows of all specs, in order.
 
-    A run that raises becomes a row with status "failed" and its traceback, and the others go on. Interrupted runs
-    continue from their checkpoint, which lies beside the store.
+    Every run has a process of its own and a claim on its spec, which other sweeps respect. A run that raises, dies or
+    takes too long becomes a row with status "failed", and the others go on. Interrupted runs continue from their
+    checkpoint. Ctrl-C once: the runs write their checkpoints and the sweep ends with KeyboardInterrupt; twice: at once.
 
     Args:
         specs: the runs.
         store: a file of JSON lines; made when it does not exist.
-        executor: "inline" in this process, one after the other; "processes" in ``workers`` processes of one thread.
-        workers: None takes the number of cores.
-        device: "auto" takes CUDA where there is one, but always the CPU at smoke scale.
-        isolate: give every run a fresh process (with "processes"), so that no run can harm another.
-        retry_failed: run specs again whose newest row says "failed".
-        progress: show a bar.
+        executor: "local" for the cores or GPUs of this machine; "dask" for a cluster (needs the extra "cluster").
+        workers: runs at a time; 0 runs them here, in this process. None takes as many as the CPU cores or the memory
+            of the GPUs allow. With ``scheduler`` the cluster decides.
+        threads: CPU threads of a run. Results depend on it in the last digits.
+        device: "auto" takes CUDA where there is one, but always the CPU at smoke scale; or "cpu", "cuda".
+        per_gpu: runs that share a GPU; None takes as many as fit, measured before they start.
+        scheduler: address of a Dask scheduler such as "tcp://10.0.0.5:8786"; None starts a cluster on this machine.
+        timeout: seconds after which a run is failed.
+        retry_failed: run specs again whose newest row says "failed"; they go on from their last checkpoint.
         checkpoint_seconds: time between checkpoints of a run.
+        progress: show a line with what is done and how long the rest takes; None shows it to people only.
 
     Raises:
-        ValueError: for an unknown executor or task, before anything runs.
+        ValueError: for a wrong value or an unknown task, before anything runs.
         DataNotFoundError: when the data of a run are not there, before anything runs.
+        StoreError: when the store cannot be written, before anything runs or as soon as it is noticed.
     """
-    if executor not in EXECUTORS:
-        raise ValueError(f"unknown executor {executor!r}; choose from {', '.join(EXECUTORS)}")
+    _check(executor, workers, threads, device, per_gpu, scheduler, timeout, checkpoint_seconds)
     for spec in specs:
         task_of(spec)
-    store = Path(store)
-    done = {row["key"] for row in results.load_rows(store) if row["status"] != "failed" or not retry_failed}
+    store = Path(store).absolute()
+    stores.check_writable(store)
+    done = {row["key"] for row in stores.load_rows(store) if row["status"] != "failed" or not retry_failed}
     todo = list({spec.key: spec for spec in specs if spec.key not in done}.values())
-    jobs = [(spec, store, _device(device, spec), checkpoint_seconds) for spec in todo]
-    for data in {spec.recipe: spec for spec in todo}.values():  # missing data must stop the sweep, not fail every run
-        task_of(data)(data, torch.device("cpu"))
-    produced = _inline(jobs) if executor == "inline" else _processes(jobs, workers or os.cpu_count() or 1, isolate)
-    for row in tqdm(produced, total=len(jobs), desc="runs", disable=not progress or not jobs):
-        results.append_row(store, row)
-    held = {row["key"]: row for row in results.load_rows(store)}
+    if todo:
+        jobs = [Job(spec, store, device, None, threads, checkpoint_seconds, timeout, retry_failed) for spec in todo]
+        execute: Execute
+        if executor == "dask":
+            from cpt_core.cluster import dask_outcomes
+
+            execute = partial(dask_outcomes, scheduler=scheduler, workers=workers, per_gpu=per_gpu)
+        else:
+            for spec in {spec.recipe: spec for spec in todo}.values():  # missing data stop the sweep, not every run
+                choose_device(device, spec)
+                task_of(spec)(spec, torch.device("cpu"))
+            if workers == 0:
+                execute = _here
+            else:
+                execute = partial(_local, slots=_slots(todo, workers, threads, device, per_gpu))
+        _sweep(jobs, execute, progress)
+    held = {row["key"]: row for row in stores.load_rows(store)}
     return [held[spec.key] for spec in specs]
 
 
-Job = tuple[RunSpec, Path, str, float]
+Execute = Callable[[list[Job], "Signals", "Live"], Iterator[Outcome]]
 
 
-def run_one(job: Job) -> Row:
-    """Run one spec and return its row, also when it fails."""
-    spec, store, device, checkpoint_seconds = job
-    row = results.describe(spec)
+def _sweep(jobs: list[Job], execute: Execute, progress: bool | None) -> None:
+    with Signals() as signals, Live(jobs, _interactive() if progress is None else progress) as live:
+        busy = []
+        for outcome in execute(jobs, signals, live):
+            live.ended(outcome)
+            if outcome.status == "busy":
+                busy.append(outcome.key)
+        if busy and not signals.stop.is_set():  # another sweep has these: wait for it, and take over if it dies
+            live.note("waiting for another sweep")
+            waiting = [replace(job, wait=True) for job in jobs if job.spec.key in busy]
+            for outcome in execute(waiting, signals, live):
+                live.ended(outcome)
+        if signals.stop.is_set():
+            raise KeyboardInterrupt(f"stopped with {live.summary()}; the same command goes on from here")
+
+
+def _check(
+    executor: str,
+    workers: int | None,
+    threads: int,
+    device: str,
+    per_gpu: int | None,
+    scheduler: str | None,
+    timeout: float | None,
+    checkpoint_seconds: float,
+) -> None:
+    if executor not in EXECUTORS:
+        raise ValueError(f"unknown executor {executor!r}; choose from {', '.join(EXECUTORS)}")
+    if device not in DEVICES:
+        raise ValueError(f"unknown device {device!r}; choose from {', '.join(DEVICES)}")
+    if scheduler is not None and executor != "dask":
+        raise ValueError(f"scheduler={scheduler!r} is for executor 'dask', not {executor!r}")
+    if scheduler is not None and workers is not None:
+        raise ValueError(f"workers={workers} is for this machine; the cluster at {scheduler} has its own")
+    for name, value, least in (("workers", workers, 0), ("threads", threads, 1), ("per_gpu", per_gpu, 1)):
+        if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < least):
+            raise ValueError(f"{name} must be a whole number of at least {least}; got {value!r}")
+    if timeout is not None and not timeout > 0:
+        raise ValueError(f"timeout must be more than 0 seconds; got {timeout!r}")
+    if not checkpoint_seconds >= 0:
+        raise ValueError(f"checkpoint_seconds must be 0 or more; got {checkpoint_seconds!r}")
+
+
+# --- executors ------------------------------------------------------------------------------------
+
+
+def _here(jobs: list[Job], signals: Signals, live: Live) -> Iterator[Outcome]:
+    """One run after the other in this process."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(jobs[0].threads)
     try:
-        folder = store.parent / f"{store.stem}.checkpoints" / spec.key
-        run = train(task_of(spec), spec, device=device, folder=folder, checkpoint_seconds=checkpoint_seconds)
-    except Exception:
-        return {**row, "status": "failed", "error": traceback.format_exc(), "device": device}
-    return {
-        **row,
-        "status": run.status,
-        "metrics": run.metrics,
-        "bitops": run.bitops,
-        "steps": len(run.history["step"]),
-        "loss": _curve(run.history["loss"]),
-        "seconds": round(run.seconds, 3),
-        "device": torch.cuda.get_device_name() if device == "cuda" else "cpu",
-        "title": run.title,
-        "data_checksum": run.checksum,
-    }
-
-
-def _curve(losses: list[float], points: int = 20) -> list[float]:
-    """Mean training loss in ``points`` equal parts of the run: enough to see whether it fell."""
-    finite = [x for x in losses if x == x and abs(x) != float("inf")]
-    edges = [round(i * len(finite) / points) for i in range(points + 1)]
-    return [round(sum(finite[a:b]) / (b - a), 5) for a, b in itertools.pairwise(edges) if b > a]
-
-
-def _inline(jobs: Iterable[Job]) -> Iterator[Row]:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)  # the small networks are faster on one thread, and then a row does not depend on it
-    try:
-        yield from map(run_one, jobs)
-    finally:
-        torch.set_num_threads(threads)
-
-
-def _processes(jobs: list[Job], workers: int, isolate: bool) -> Iterator[Row]:
-    finished: set[str] = set()
-    try:
-        for row in _pool(jobs, workers, 1 if isolate else None):
-            finished.add(row["key"])
-            yield row
-    except BrokenProcessPool:
-        # a run killed its process and with it the pool: run the rest one by one, so that only the culprit fails
         for job in jobs:
-            if job[0].key not in finished:
-                try:
-                    yield from _pool([job], 1, 1)
-                except BrokenProcessPool as error:
-                    yield {**results.describe(job[0]), "status": "failed", "error": repr(error), "device": job[2]}
+            if signals.stop.is_set():
+                return
+            yield run_one(job, signals.stop.is_set, partial(live.report, job.spec.key))
+    finally:
+        torch.set_num_threads(before)
 
 
-def _pool(jobs: list[Job], workers: int, tasks_per_child: int | None) -> Iterator[Row]:
-    if not jobs:
-        return
-    with ProcessPoolExecutor(
-        min(workers, len(jobs)), get_context("spawn"), torch.set_num_threads, (1,), max_tasks_per_child=tasks_per_child
-    ) as pool:
-        futures: list[Future[Row]] = [pool.submit(run_one, job) for job in jobs]
+def _local(jobs: list[Job], signals: Signals, live: Live, slots: list[int | None]) -> Iterator[Outcome]:
+    """Several runs at a time, each in a process of its own; a slot is the GPU of a run, or None."""
+    todo = deque(jobs)
+    outcomes: queue.Queue[Outcome | Exception | None] = queue.Queue()
+
+    def work(gpu: int | None) -> None:
         try:
-            for future in as_completed(futures):
-                yield future.result()
+            while todo and not signals.stop.is_set():
+                try:
+                    job = todo.popleft()
+                except IndexError:  # another thread was quicker
+                    break
+                outcomes.put(
+                    supervise(
+                        replace(job, gpu=gpu),
+                        should_stop=signals.stop.is_set,
+                        should_kill=signals.kill.is_set,
+                        report=partial(live.report, job.spec.key),
+                    )
+                )
+        except Exception as error:  # the store cannot be written: nothing more is started, the others stop
+            signals.stop.set()
+            outcomes.put(error)
         finally:
-            pool.shutdown(wait=True, cancel_futures=True)
+            outcomes.put(None)
+
+    threads = [threading.Thread(target=work, args=(gpu,), daemon=True) for gpu in slots[: len(jobs)]]
+    for thread in threads:
+        thread.start()
+    running, problem = len(threads), None
+    try:
+        while running:
+            live.refresh()
+            try:
+                outcome = outcomes.get(timeout=0.2)
+            except queue.Empty:
+                continue
+            if outcome is None:
+                running -= 1
+            elif isinstance(outcome, Exception):
+                problem = outcome
+            else:
+                yield outcome
+    finally:
+        if running:  # the second Ctrl-C, or an error in this thread
+            signals.kill.set()
+            signals.stop.set()
+            for thread in threads:
+                thread.join()
+    if problem is not None:
+        raise problem
 
 
-def _device(device: str, spec: RunSpec) -> str:
-    if device not in ("auto", "cpu", "cuda"):
-        raise ValueError(f"unknown device {device!r}; choose from auto, cpu, cuda")
-    if spec.scale == "smoke" or device == "cpu":
-        return "cpu"
-    if device == "cuda" and not torch.cuda.is_available():
-        raise ValueError("device 'cuda' was asked for, but torch sees no CUDA device")
-    return "cuda" if torch.cuda.is_available() else "cpu"
+def _slots(
+    specs: Sequence[RunSpec], workers: int | None, threads: int, device: str, per_gpu: int | None
+) -> list[int | None]:
+    """Return one entry per run at a time: the number of its GPU, round robin, or None for the CPU."""
+    cores = max(1, (os.cpu_count() or 1) // threads)
+    gpus = torch.cuda.device_count()
+    if gpus == 0 or all(choose_device(device, spec) == "cpu" for spec in specs):
+        return [None] * (workers or cores)
+    if per_gpu is None:
+        total = min(torch.cuda.get_device_properties(i).total_memory for i in range(gpus))
+        peak = max(measure(spec, device).peak_memory for spec in {s.recipe: s for s in specs}.values())
+        per_gpu = runs_per_gpu(peak, total, max(1, cores // gpus))
+    return [i % gpus for i in range(workers or gpus * per_gpu)]
+
+
+# --- signals --------------------------------------------------------------------------------------
+
+
+class Signals:
+    """Ctrl-C once sets ``stop``, twice ``kill``; so does SIGTERM, which clusters send before they end a job."""
+
+    def __init__(self) -> None:
+        self.stop, self.kill = threading.Event(), threading.Event()
+        self._before: dict[int, Any] = {}
+
+    def __enter__(self) -> Signals:
+        if threading.current_thread() is threading.main_thread():
+            self._before = {n: signal.signal(n, self._handle) for n in (signal.SIGINT, signal.SIGTERM)}
+        return self
+
+    def __exit__(self, *exception: Any) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+
+    def _handle(self, number: int, frame: Any) -> None:
+        if self.stop.is_set():
+            self.kill.set()
+            raise KeyboardInterrupt("stopped at once; the runs go on from their last checkpoints")
+        self.stop.set()
+        sys.stderr.write("\nstopping: the runs write their checkpoints; once more stops at once\n")
+
+
+# --- what people see ------------------------------------------------------------------------------
+
+
+def _interactive() -> bool:
+    """Whether a person is looking: a terminal, or a notebook."""
+    shell = sys.modules.get("IPython") and sys.modules["IPython"].get_ipython()
+    return sys.stderr.isatty() or getattr(shell, "kernel", None) is not None
+
+
+class Live:
+    """The line of a sweep: done, running and failed runs, and the time left from the speeds measured so far."""
+
+    def __init__(self, jobs: list[Job], shown: bool) -> None:
+        self.steps = {job.spec.key: job.spec.recipe.steps for job in jobs}
+        self.kind = {job.spec.key: (job.spec.recipe, job.spec.q_max) for job in jobs}
+        self.first: dict[str, tuple[int, float]] = {}  # step and time at which a run started or went on
+        self.now: dict[str, tuple[int, float]] = {}
+        self.speeds: dict[Any, list[float]] = {}  # seconds per step of finished runs, by recipe
+        self.done: set[str] = set()
+        self.failed: set[str] = set()
+        self.text = ""
+        self.drawn = 0.0
+        line = "{desc} {n_fmt}/{total_fmt} |{bar:20}| {elapsed}{postfix}"
+        self.bar = tqdm(total=len(jobs), desc="runs", disable=not shown, bar_format=line)
+
+    def __enter__(self) -> Live:
+        return self
+
+    def __exit__(self, *exception: Any) -> None:
+        self.drawn = 0.0
+        self.refresh()
+        self.bar.close()
+
+    def report(self, key: str, step: int, steps: int, seconds: float) -> None:
+        """Note how far a run is."""
+        moment = (step, time.monotonic())
+        self.now[key] = moment
+        if step:  # the step at which it went on from a checkpoint, with the data read
+            self.first.setdefault(key, moment)
+
+    def ended(self, outcome: Outcome) -> None:
+        """Note what became of a run."""
+        self.first.pop(outcome.key, None)
+        self.now.pop(outcome.key, None)
+        if outcome.row is not None:
+            self.done.add(outcome.key)
+            if outcome.row["status"] == "failed":
+                self.failed.add(outcome.key)
+            elif outcome.status == "ran" and outcome.row.get("steps"):
+                speed = outcome.row["seconds"] / outcome.row["steps"]
+                self.speeds.setdefault(self.kind[outcome.key], []).append(speed)
+            self.bar.update()
+        self.refresh()
+
+    def note(self, text: str) -> None:
+        """Show a remark."""
+        self.text = text
+
+    def seconds_left(self) -> float | None:
+        """Return the estimated time until the last run ends; None while nothing was measured."""
+        speeds = {kind: sorted(v)[len(v) // 2] for kind, v in self.speeds.items()}
+        now, first = dict(self.now), dict(self.first)
+        for key, (step, moment) in now.items():
+            start = first.get(key, (step, moment))
+            if self.kind[key] not in speeds and step > start[0]:
+                speeds[self.kind[key]] = (moment - start[1]) / (step - start[0])
+        if not speeds:
+            return None
+        usual = sum(speeds.values()) / len(speeds)
+        left = [
+            (steps - now.get(key, (0, 0.0))[0]) * speeds.get(self.kind[key], usual)
+            for key, steps in self.steps.items()
+            if key not in self.done
+        ]
+        return max(sum(left) / max(1, len(now)), max(left, default=0.0)) if left else 0.0
+
+    def summary(self) -> str:
+        """Return the counts in words."""
+        words = [f"{len(self.done) - len(self.failed)} of {len(self.steps)} runs done"]
+        words += [f"{len(self.now)} running"] if self.now else []
+        words += [f"{len(self.failed)} failed"] if self.failed else []
+        return ", ".join(words)
+
+    def refresh(self) -> None:
+        """Draw the line anew, twice a second at most."""
+        if self.bar.disable or time.monotonic() - self.drawn < 0.5:
+            return
+        self.drawn = time.monotonic()
+        left = self.seconds_left()
+        parts = [f"{len(self.now)} running", f"{len(self.failed)} failed"]
+        parts += [f"about {_words(left)} left"] if left and self.now else []
+        parts += [self.text] if self.text else []
+        self.bar.set_postfix_str(", ".join(parts))
+
+
+def _words(seconds: float) -> str:
+    for size, name in ((86_400, "days"), (3_600, "h"), (60, "min")):
+        if seconds >= 1.5 * size:
+            return f"{seconds / size:.1f} {name}"
+    return f"{seconds:.0f} s"

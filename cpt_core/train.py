@@ -9,8 +9,10 @@
 
 from __future__ import annotations
 
+import logging
 import math
 import os
+import pickle
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -28,6 +30,11 @@ from cpt_core.specs import RunSpec
 from cpt_core.tasks import TASKS, Task
 
 OnStep = Callable[[int, nn.Module, float], None]
+log = logging.getLogger(__name__)
+
+
+class Stopped(Exception):
+    """A run was asked to stop and has written its checkpoint."""
 
 
 @dataclass
@@ -83,10 +90,11 @@ def train(
     spec: RunSpec,
     *,
     device: str | torch.device = "cpu",
-    folder: Path | None = None,
+    checkpoint: Path | None = None,
     checkpoint_seconds: float = 60.0,
     progress: bool = False,
     on_step: OnStep | None = None,
+    should_stop: Callable[[], bool] | None = None,
 ) -> Run:
     """Train one run from start to end and return its result.
 
@@ -96,11 +104,12 @@ def train(
         task_class: a value of ``TASKS``.
         spec: what to run.
         device: "cpu" or "cuda".
-        folder: where the checkpoint is kept; a run that finds one there goes on from it, on the CPU bit for bit. It
-            is written every ``checkpoint_seconds`` and removed at the end. None keeps none.
-        checkpoint_seconds: see ``folder``.
+        checkpoint: a file; a run that finds it goes on from it, on the CPU bit for bit. It is written every
+            ``checkpoint_seconds`` and left there: remove it when the result is safe. None keeps none.
+        checkpoint_seconds: see ``checkpoint``.
         progress: show a progress bar.
         on_step: ``on_step(step, model, loss)`` after every optimizer step, for probes.
+        should_stop: asked after every step; when it says so, the checkpoint is written and ``Stopped`` raised.
 
     Paper: section 4 (all experiments share this loop).
     """
@@ -114,9 +123,9 @@ def train(
     optimizer, lr_at = task.optimizer(model)
     scheduler = PrecisionScheduler(model, spec.schedule, spec.q_grad)
     state = _State()
-    checkpoint = None if folder is None else Path(folder) / "checkpoint.pt"
     if checkpoint is not None and checkpoint.exists():
         _load(checkpoint, spec, state, model, optimizer, scheduler)
+        log.info("goes on from step %d of %d", state.step, recipe.steps)
 
     started = saved = time.monotonic()
     before = state.seconds
@@ -149,15 +158,25 @@ def train(
             bar.update()
             if on_step is not None:
                 on_step(state.step - 1, model, value)
-            if first_batch is None:
+            if state.step == 1:
                 first_batch = batch
             due = recipe.evaluate_every and state.step % recipe.evaluate_every == 0
             if due and state.step < recipe.steps:
                 state.history["evaluations"].append(_evaluate(task, model, state.step, recipe.eval_bits, spec))
+                log.info(
+                    "step %d of %d: loss %.4f, %s", state.step, recipe.steps, value, state.history["evaluations"][-1]
+                )
             state.seconds = before + time.monotonic() - started
-            if checkpoint is not None and time.monotonic() - saved > checkpoint_seconds:
-                _save(checkpoint, spec, state, model, optimizer, scheduler)
+            stop = should_stop is not None and should_stop()
+            if checkpoint is not None and (stop or time.monotonic() - saved > checkpoint_seconds):
+                try:
+                    _save(checkpoint, spec, state, model, optimizer, scheduler)
+                except (OSError, RuntimeError) as error:  # torch raises RuntimeError when the disk is full
+                    # the run may still end well, and the last checkpoint is still there
+                    log.error("step %d: cannot write %s: %s", state.step, checkpoint, error)
                 saved = time.monotonic()
+            if stop:
+                raise Stopped(f"at step {state.step} of {recipe.steps}")
 
     if state.status == "ok":
         state.history["evaluations"].append(_evaluate(task, model, state.step, recipe.eval_bits, spec))
@@ -165,8 +184,6 @@ def train(
     state.seconds = before + time.monotonic() - started
     run = Run(spec, state.status, metrics, state.history, {}, state.seconds, model, task.title, task.checksum)
     run.bitops = _bitops(model, spec, first_batch if first_batch is not None else next(task.batches(0)))
-    if checkpoint is not None:
-        checkpoint.unlink(missing_ok=True)
     return run
 
 
@@ -237,14 +254,20 @@ def _save(
         "random_cuda": torch.cuda.get_rng_state_all() if torch.cuda.is_available() else [],
     }
     temporary = path.with_suffix(f".{os.getpid()}.tmp")
-    torch.save(content, temporary)
-    os.replace(temporary, path)  # a reader sees the old checkpoint or the new one, never half of one
+    try:
+        torch.save(content, temporary)
+        os.replace(temporary, path)  # a reader sees the old checkpoint or the new one, never half of one
+    finally:
+        temporary.unlink(missing_ok=True)
 
 
 def _load(
     path: Path, spec: RunSpec, state: _State, model: nn.Module, optimizer: Any, scheduler: PrecisionScheduler
 ) -> None:
-    content = torch.load(path, weights_only=True, map_location="cpu")
+    try:
+        content = torch.load(path, weights_only=True, map_location="cpu")
+    except (EOFError, OSError, RuntimeError, pickle.UnpicklingError) as error:
+        raise ValueError(f"{path} cannot be read; remove it to start the run again") from error
     if content["key"] != spec.key:
         raise ValueError(f"{path} belongs to run {content['key']}, not to {spec.key}")
     for name, value in content["state"].items():

@@ -28,8 +28,8 @@ class Task(Protocol):
     title: str
     checksum: str
 
-    def __init__(self, spec: RunSpec, device: torch.device) -> None:
-        """Load the data."""
+    def __init__(self, spec: RunSpec, device: torch.device, stand_in: bool = False) -> None:
+        """Load the data; with ``stand_in`` make random data of the same shapes, so that nothing need be there."""
 
     def model(self) -> nn.Module:
         """Return a float32 model, initialised from torch's global random state, on the device."""

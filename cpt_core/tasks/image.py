@@ -3,11 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
 
-from cpt_core.data import ArrayBatches, ArrayImages, Batch, FileBatches, ImageData, evaluation_batches, load_images
+from cpt_core.data import (
+    ArrayBatches,
+    ArrayImages,
+    Batch,
+    FileBatches,
+    ImageData,
+    evaluation_batches,
+    load_images,
+    random_images,
+)
 from cpt_core.models import MODELS
 from cpt_core.specs import RunSpec
 
@@ -24,10 +34,12 @@ class ImageTask:
     metric = "accuracy"
     better = +1
 
-    def __init__(self, spec: RunSpec, device: torch.device) -> None:
-        """Load the data of the spec's recipe."""
+    def __init__(self, spec: RunSpec, device: torch.device, stand_in: bool = False) -> None:
+        """Load the data of the spec's recipe, or make random images of the same shapes."""
         self.recipe, self.seed, self.device = spec.recipe, spec.seed, device
-        self.data: ImageData = _load(self.recipe)
+        self.data: ImageData = random_images(self.recipe) if stand_in else _load(self.recipe)
+        if stand_in and self.recipe.crop == "resized":  # that crop is done while images are read from disk
+            self.recipe = replace(self.recipe, crop=0)
         self.title = f"{self.recipe.model} on {self.data.title}"
         self.checksum = self.data.checksum
 

@@ -27,7 +27,7 @@ def test_authors_settings():
     r = recipe("paper", "cifar10", "mobilenetv2", "authors")
     assert (r.lr, r.q_min, r.cycle_rule, r.eval_bits, r.running_start) == (0.03, 4, "floor_plus_one", "current", "zero")
     assert recipe("paper", "cifar10", "resnet74", "authors").lr == 0.1
-    spec = grids.image_cifar("cifar10", "resnet74", preset="authors", q_max=[6], seeds=[0], schedules=["CR"])[0]
+    spec = grids.image("paper", "cifar10", "resnet74", preset="authors", q_max=[6], seeds=[0], schedules=["CR"])[0]
     assert spec.q_grad == 8
     imagenet = recipe("paper", "imagenet", None, "authors")
     assert [int(m * imagenet.steps) for m in imagenet.milestones] == [30 * 5005, 60 * 5005]
@@ -36,7 +36,7 @@ def test_authors_settings():
 @pytest.mark.parametrize("model", ["resnet74", "resnet152", "mobilenetv2"])
 @pytest.mark.parametrize("dataset", ["cifar10", "cifar100"])
 def test_grid_of_the_paper(dataset, model):
-    specs = grids.image_cifar(dataset, model)
+    specs = grids.image("paper", dataset, model)
     assert len(specs) == 66  # 3 seeds x 2 q_max x 11 arms
     assert len({s.key for s in specs}) == 66
     assert {(s.arm, s.q_max, s.seed) for s in specs} == {
@@ -46,7 +46,7 @@ def test_grid_of_the_paper(dataset, model):
 
 
 def test_imagenet_grid():
-    assert len(grids.image_imagenet("resnet18")) == len(grids.image_imagenet("resnet34")) == 66
+    assert len(grids.grid_specs("imagenet/resnet18")) == len(grids.grid_specs("imagenet/resnet34")) == 66
 
 
 @pytest.mark.parametrize("scale", RECIPES)

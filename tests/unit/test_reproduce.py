@@ -8,7 +8,7 @@ import nbformat
 import pytest
 from nbformat.v4 import new_code_cell, new_markdown_cell, new_notebook
 
-from cpt_core import reproduce, results
+from cpt_core import reproduce, stores
 from cpt_core.paths import results_dir
 from cpt_core.reproduce import estimate, notebooks
 
@@ -72,7 +72,7 @@ def test_report_of_real_rows(place, tmp_path):
     place("07_small.ipynb", "print(scale)")
     store = tmp_path / "runs" / "demo" / "image.jsonl"
     store.parent.mkdir(parents=True)
-    rows = results.load_rows(results_dir() / "image_digits.jsonl")
+    rows = stores.load_rows(results_dir() / "image_digits.jsonl")
     store.write_text("".join(json.dumps(r) + "\n" for r in rows))
     _, index = reproduce.reproduce("demo", progress=False)
     page = index.read_text()

@@ -4,7 +4,7 @@ import pandas as pd
 import pytest
 from scipy import stats
 
-from cpt_core import figures, grids, results
+from cpt_core import figures, grids, results, stores
 from cpt_core.paths import paper_dir
 
 
@@ -12,8 +12,8 @@ def made_up(accuracy, seeds=(0, 1, 2), statics=(2, 5, 8), **changes):
     """Rows as a grid would leave them, with accuracies that are a known function of (arm, seed)."""
     rows = []
     for spec in grids.image("demo", static=statics, seeds=seeds):
-        value = accuracy(spec.arm, spec.seed, results.describe(spec)["relative_cost"])
-        row = {**results.describe(spec), "status": "ok", "title": "made up", "seconds": 1.0}
+        value = accuracy(spec.arm, spec.seed, stores.describe(spec)["relative_cost"])
+        row = {**stores.describe(spec), "status": "ok", "title": "made up", "seconds": 1.0}
         row["metrics"] = [
             {"name": "accuracy", "split": "test", "when": "final", "precision": p, "bits": 8, "value": value}
             for p in ("q_max", "current")

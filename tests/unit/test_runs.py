@@ -22,8 +22,8 @@ def quick(monkeypatch):
     def fake(job):
         ran.append(job[0].arm)
         if job[0].arm == "RR":
-            return {**results.describe(job[0]), "status": "failed", "error": "boom"}
-        return {**results.describe(job[0]), "status": "ok", "metrics": []}
+            return {**stores.describe(job[0]), "status": "failed", "error": "boom"}
+        return {**stores.describe(job[0]), "status": "ok", "metrics": []}
 
     monkeypatch.setattr(runs, "run_one", fake)
     return ran
@@ -96,7 +96,7 @@ def test_processes_give_the_same_numbers_as_inline(tmp_path):
 def die(job):
     if job[0].arm == "ER":
         os._exit(9)  # as an out-of-memory kill would end it
-    return {**results.describe(job[0]), "status": "ok", "metrics": []}
+    return {**stores.describe(job[0]), "status": "ok", "metrics": []}
 
 
 def test_a_run_that_kills_its_process_fails_alone(tmp_path, monkeypatch):
@@ -129,40 +129,40 @@ def row(key, value=1):
 def test_newest_row_wins(tmp_path):
     store = tmp_path / "rows.jsonl"
     for r in (row("a"), row("b"), row("a", 2)):
-        results.append_row(store, r)
-    assert results.load_rows(store) == [row("a", 2), row("b")]
-    assert results.load_rows(tmp_path / "none.jsonl") == []
+        stores.append_row(store, r)
+    assert stores.load_rows(store) == [row("a", 2), row("b")]
+    assert stores.load_rows(tmp_path / "none.jsonl") == []
 
 
 def test_a_torn_last_line_is_left_out_and_then_cut_off(tmp_path):
     store = tmp_path / "rows.jsonl"
-    results.append_row(store, row("a"))
+    stores.append_row(store, row("a"))
     with open(store, "a") as f:
         f.write('{"schema": 1, "key": "b", "va')
-    assert results.load_rows(store) == [row("a")]
-    results.append_row(store, row("c"))
-    assert results.load_rows(store) == [row("a"), row("c")]
+    assert stores.load_rows(store) == [row("a")]
+    stores.append_row(store, row("c"))
+    assert stores.load_rows(store) == [row("a"), row("c")]
 
 
 def test_broken_lines_and_other_schemas_are_named(tmp_path):
     store = tmp_path / "rows.jsonl"
     store.write_text("nonsense\n")
     with pytest.raises(ValueError, match="line 1 is no JSON"):
-        results.load_rows(store)
+        stores.load_rows(store)
     store.write_text('{"schema": 99, "key": "a"}\n')
     with pytest.raises(ValueError, match="schema 99 is not 1"):
-        results.load_rows(store)
+        stores.load_rows(store)
 
 
 def test_not_a_number_is_not_written(tmp_path):
     with pytest.raises(ValueError, match="JSON compliant"):
-        results.append_row(tmp_path / "rows.jsonl", row("a", float("nan")))
-    assert results.load_rows(tmp_path / "rows.jsonl") == []
+        stores.append_row(tmp_path / "rows.jsonl", row("a", float("nan")))
+    assert stores.load_rows(tmp_path / "rows.jsonl") == []
 
 
 def write_many(store, worker):
     for i in range(40):
-        results.append_row(Path(store), row(f"{worker}-{i}", "x" * 2000))
+        stores.append_row(Path(store), row(f"{worker}-{i}", "x" * 2000))
 
 
 def test_many_writers(tmp_path):
@@ -173,4 +173,4 @@ def test_many_writers(tmp_path):
         w.start()
     for w in workers:
         w.join()
-    assert len(results.load_rows(store)) == 120
+    assert len(stores.load_rows(store)) == 120
