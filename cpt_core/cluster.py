@@ -31,6 +31,7 @@ except ImportError as error:  # pragma: no cover
     raise ImportError("executor 'dask' needs the extra: pip install 'cpt-core[cluster]'") from error
 
 STOP_SECONDS = 2.0  # how often a worker asks whether the sweep was stopped
+CONNECT_SECONDS = 20
 
 
 def dask_outcomes(
@@ -132,7 +133,7 @@ def _work(job: Job, token: str) -> Outcome:
 def _client(scheduler: str | None, workers: int | None, per_gpu: int) -> Iterator[Any]:
     if scheduler is not None:
         try:
-            client = distributed.Client(scheduler, timeout="20s")
+            client = distributed.Client(scheduler, timeout=CONNECT_SECONDS)
         except (OSError, ValueError) as error:
             raise ValueError(f"no Dask scheduler at {scheduler!r}: {error}") from error
         with client:

@@ -99,6 +99,9 @@ def run_grid(
                 execute = partial(_local, slots=_slots(todo, workers, threads, device, per_gpu))
         _sweep(jobs, execute, progress)
     held = {row["key"]: row for row in stores.load_rows(store)}
+    for spec in specs:  # a process that was killed between its row and its checkpoint
+        if held[spec.key]["status"] != "failed":
+            stores.place(store, "checkpoints", spec.key).unlink(missing_ok=True)
     return [held[spec.key] for spec in specs]
 
 

@@ -283,13 +283,20 @@ def record_loss(job: Job, why: str) -> Outcome:
             held = stores.find_row(store, key)
             if held is not None and held["status"] != "failed":
                 return Outcome(key, "ran", held)
-            path = stores.place(store, "logs", key)
-            last = path.read_text(errors="replace")[-4000:] if path.exists() else ""
+            last = _end_of(stores.place(store, "logs", key))
             row = {**stores.describe(job.spec), "status": "failed", "error": f"{why}\n{last}", "device": job.device}
             stores.append_row(store, row)
             return Outcome(key, "ran", row)
     except Timeout:
         return Outcome(key, "busy")
+
+
+def _end_of(path: Path, lines: int = 40) -> str:
+    """Return the last lines of a log, without the list of modules that a crash dump ends with."""
+    if not path.exists():
+        return ""
+    said = path.read_text(errors="replace").splitlines()
+    return "\n".join([line for line in said if not line.startswith("Extension modules:")][-lines:])
 
 
 def _cause_of(exitcode: int | None) -> str:
@@ -354,7 +361,7 @@ def _log_to(path: Path) -> None:
     """Send everything this process writes, and what Python says when it crashes, to a file."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+        file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
     except OSError:
         return  # a log is no reason to lose a run; the store itself was tried before
     for stream in (1, 2):

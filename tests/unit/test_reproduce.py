@@ -8,7 +8,7 @@ import nbformat
 import pytest
 from nbformat.v4 import new_code_cell, new_markdown_cell, new_notebook
 
-from cpt_core import reproduce, stores
+from cpt_core import reproduce, results, stores
 from cpt_core.paths import results_dir
 from cpt_core.reproduce import estimate, notebooks
 

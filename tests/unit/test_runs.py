@@ -1,13 +1,24 @@
+"""Sweeps: what is there is not run again, what fails fails alone, what is interrupted goes on."""
+
 import json
-import multiprocessing
 import os
+import random
+import signal
+import subprocess
+import sys
+import threading
+import time
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 
-from cpt_core import grids, results, runs
-from cpt_core.runs import run_grid
+from bench.kill_sweep import KINDS, owner, torture
+from cpt_core import grids, runs, stores
+from cpt_core.runs import Live, run_grid
+from cpt_core.stores import StoreError
+from cpt_core.worker import Job, Outcome, run_one, supervise
+
+pytestmark = pytest.mark.filterwarnings("ignore::cpt_core.schedules.ShortCycleWarning")
 
 
 def specs_of(*arms, seeds=(0,), **changes):
@@ -19,62 +30,263 @@ def quick(monkeypatch):
     """Count the runs and make them cheap, but leave storing and resuming as they are."""
     ran = []
 
-    def fake(job):
-        ran.append(job[0].arm)
-        if job[0].arm == "RR":
-            return {**stores.describe(job[0]), "status": "failed", "error": "boom"}
-        return {**stores.describe(job[0]), "status": "ok", "metrics": []}
+    def fake(job, stop, report):
+        ran.append(job.spec.arm)
+        row = stores.describe(job.spec)
+        if job.spec.arm == "RR":
+            return {**row, "status": "failed", "error": "boom"}
+        return {**row, "status": "ok", "metrics": [], "steps": 10, "seconds": 1.0}
 
-    monkeypatch.setattr(runs, "run_one", fake)
+    monkeypatch.setattr("cpt_core.worker._row", fake)
     return ran
 
 
-@pytest.mark.filterwarnings("ignore::cpt_core.schedules.ShortCycleWarning")
 class TestStore:
     def test_what_is_there_is_not_run_again(self, quick, tmp_path):
         store = tmp_path / "rows.jsonl"
-        run_grid(specs_of("CR"), store)
-        rows = run_grid(specs_of("CR", "LR"), store)
+        run_grid(specs_of("CR"), store, workers=0)
+        rows = run_grid(specs_of("CR", "LR"), store, workers=0)
         assert quick == ["CR", "LR"]
         assert [r["spec"]["arm"] for r in rows] == ["CR", "LR"]
         assert len(store.read_text().splitlines()) == 2
 
     def test_the_same_spec_twice_runs_once(self, quick, tmp_path):
-        assert len(run_grid(specs_of("CR") * 2, tmp_path / "rows.jsonl")) == 2
+        assert len(run_grid(specs_of("CR") * 2, tmp_path / "rows.jsonl", workers=0)) == 2
         assert quick == ["CR"]
 
     def test_failures_stay_and_are_retried_on_demand(self, quick, tmp_path):
         store = tmp_path / "rows.jsonl"
-        rows = run_grid(specs_of("RR", "CR"), store)
+        rows = run_grid(specs_of("RR", "CR"), store, workers=0)
         assert [r["status"] for r in rows] == ["failed", "ok"]
-        run_grid(specs_of("RR", "CR"), store)
+        run_grid(specs_of("RR", "CR"), store, workers=0)
         assert quick == ["RR", "CR"]
-        run_grid(specs_of("RR", "CR"), store, retry_failed=True)
+        run_grid(specs_of("RR", "CR"), store, workers=0, retry_failed=True)
         assert quick == ["RR", "CR", "RR"]
         assert len(store.read_text().splitlines()) == 3  # appended, not edited
 
+    def test_nothing_to_do_starts_nothing(self, quick, tmp_path, monkeypatch):
+        run_grid(specs_of("CR"), tmp_path / "rows.jsonl", workers=0)
+        monkeypatch.setattr(runs, "supervise", None)
+        assert len(run_grid(specs_of("CR"), tmp_path / "rows.jsonl", workers=2)) == 1
 
-@pytest.mark.filterwarnings("ignore::cpt_core.schedules.ShortCycleWarning")
+
 def test_rows_are_complete(tmp_path):
-    (row,) = run_grid(specs_of("CR", steps=20), tmp_path / "rows.jsonl")
+    store = tmp_path / "rows.jsonl"
+    (row,) = run_grid(specs_of("CR", steps=20), store, workers=0)
     assert row["status"] == "ok"
     assert set(row) >= {
         "schema", "key", "spec", "relative_cost", "noise_exposure", "share_at_q_min", "provenance", "metrics", "bitops",
-        "steps", "seconds", "device", "title", "data_checksum", "loss",
+        "steps", "seconds", "device", "title", "data_checksum", "loss", "peak_memory",
     }  # fmt: skip
     assert row["device"] == "cpu"
     assert row["bitops"].keys() == {"paper", "per_op"}
+    assert row["peak_memory"] > 10**8
     assert {"commit", "dirty", "versions", "started"} <= set(row["provenance"])
-    assert json.loads((tmp_path / "rows.jsonl").read_text()) == row
+    assert json.loads(store.read_text()) == row
     assert str(tmp_path) not in json.dumps(row)
+    assert len(stores.load_curve(store, row["key"])) == 20
 
 
-def test_a_run_that_raises_is_a_row_with_its_traceback(tmp_path):
-    good, bad = specs_of("CR", steps=20)[0], specs_of("CR", steps=20, model="mlp6")[0]
+def test_processes_give_the_same_numbers_as_this_one_and_leave_only_results(tmp_path):
+    specs = specs_of("CR", "ER", steps=20)
+    here = run_grid(specs, tmp_path / "a.jsonl", workers=0)
+    apart = run_grid(specs, tmp_path / "b.jsonl", workers=2)
+    assert [r["metrics"] for r in apart] == [r["metrics"] for r in here]
+    assert [r["key"] for r in apart] == [s.key for s in specs]
+    for kind, count in (("curves", 2), ("logs", 2), ("checkpoints", 0), ("leases", 0)):
+        folder = tmp_path / f"b.{kind}"
+        assert len(list(folder.glob("*"))) == count, kind
+    assert "ok after" in stores.place(tmp_path / "b.jsonl", "logs", specs[0].key).read_text()
+
+
+def test_the_environment_of_now_reaches_the_runs(tmp_path, monkeypatch):
+    """The server that processes are forked from keeps the environment of its start."""
+    spec = specs_of("CR", steps=20)[0]
+    run_grid([spec], tmp_path / "a.jsonl", workers=1)
+    monkeypatch.setenv("CPT_TEST_WORD", "reached")
+    outcome = supervise(Job(spec, tmp_path / "b.jsonl"), work=tell)
+    assert outcome.row == {"word": "reached", "threads": 1}
+    assert supervise(Job(spec, tmp_path / "b.jsonl", threads=2), work=tell).row["threads"] == 2
+
+
+def tell(job, stop, report):
+    import torch
+
+    return Outcome(job.spec.key, "ran", {"word": os.environ.get("CPT_TEST_WORD"), "threads": torch.get_num_threads()})
+
+
+# --- what fails -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_run_that_raises_is_a_row_with_its_traceback(workers, tmp_path):
+    good, bad = specs_of("CR", steps=20)[0], specs_of("CR", steps=20)[0]
     bad = replace(bad, recipe=replace(bad.recipe, model="vgg"))
-    rows = run_grid([bad, good], tmp_path / "rows.jsonl")
+    rows = run_grid([bad, good], tmp_path / "rows.jsonl", workers=workers)
     assert [r["status"] for r in rows] == ["failed", "ok"]
     assert "KeyError: 'vgg'" in rows[0]["error"]
+
+
+def crash(job, stop, report):
+    os.kill(os.getpid(), signal.SIGSEGV)
+
+
+def vanish(job, stop, report):
+    os._exit(7)
+
+
+def out_of_memory(job, stop, report):
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def hang(job, stop, report):
+    report(0, 10, 0.0)
+    print("no step ever ends", flush=True)
+    time.sleep(60)
+
+
+def append_and_die(job, stop, report):
+    run_one(job, stop, report)
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+@pytest.mark.parametrize(
+    ("work", "words"),
+    [
+        (crash, ["ended by SIGSEGV", "Fatal Python error", "in crash"]),
+        (vanish, ["ended with status 7 and no result"]),
+        (out_of_memory, ["ended by SIGKILL (the system may have run out of memory)"]),
+    ],
+)
+def test_a_process_that_dies_leaves_a_failed_row_with_the_reason(work, words, tmp_path):
+    job = Job(specs_of("CR")[0], tmp_path / "rows.jsonl")
+    outcome = supervise(job, work=work)
+    assert outcome.row["status"] == "failed"
+    assert [w for w in words if w not in outcome.row["error"]] == []
+    assert stores.load_rows(job.store) == [outcome.row]
+
+
+def test_a_run_that_takes_too_long_is_failed_also_when_it_hangs(tmp_path, monkeypatch):
+    monkeypatch.setattr("cpt_core.worker.GRACE_SECONDS", 0.5)
+    job = Job(specs_of("CR")[0], tmp_path / "rows.jsonl", timeout=0.5)
+    outcome = supervise(job, work=hang)
+    assert outcome.row["error"].startswith("took longer than 0.5 s")
+    assert "no step ever ends" in outcome.row["error"]
+
+
+def test_a_slow_run_is_failed_with_its_checkpoint_and_goes_on_when_retried(tmp_path):
+    (spec,) = specs_of("CR", steps=3000)
+    store = tmp_path / "rows.jsonl"
+    (row,) = run_grid([spec], store, workers=1, timeout=0.5)
+    assert (row["status"], row["error"].splitlines()[0]) == ("failed", "took longer than 0.5 s")
+    assert stores.place(store, "checkpoints", spec.key).exists()
+    (row,) = run_grid([spec], store, workers=1, retry_failed=True)
+    assert (row["status"], row["steps"]) == ("ok", 3000)
+    assert "goes on from step" in stores.place(store, "logs", spec.key).read_text()
+
+
+def test_a_process_that_dies_after_its_row_has_not_failed(tmp_path):
+    job = Job(specs_of("CR", steps=20)[0], tmp_path / "rows.jsonl")
+    assert supervise(job, work=append_and_die).row["status"] == "ok"
+    assert len(job.store.read_text().splitlines()) == 1
+
+
+def test_a_store_that_fills_up_stops_the_sweep_with_a_clear_error(tmp_path, monkeypatch):
+    specs = specs_of("CR", "ER", "LR", steps=20)
+    monkeypatch.setattr(stores, "check_writable", lambda store: store.parent.mkdir(exist_ok=True))  # fills up later
+    monkeypatch.setattr(stores, "FREE_BYTES", 2**60)
+    with pytest.raises(StoreError, match=r"only \d+ MB free"):
+        run_grid(specs, tmp_path / "rows.jsonl", workers=0)
+    ran = []
+    monkeypatch.setattr(runs, "supervise", lambda job, **rest: ran.append(job) or supervise(job, work=no_room, **rest))
+    with pytest.raises(StoreError, match="no room, said the process of the run"):
+        run_grid(specs, tmp_path / "rows.jsonl", workers=1)
+    assert len(ran) == 1  # and nothing more was started
+    assert stores.load_rows(tmp_path / "rows.jsonl") == []
+
+
+def no_room(job, stop, report):
+    raise StoreError("no room, said the process of the run")
+
+
+# --- who else is there ----------------------------------------------------------------------------
+
+
+def test_a_run_that_another_sweep_has_is_left_to_it(tmp_path):
+    spec, other = specs_of("CR", "ER", steps=20)
+    store = tmp_path / "rows.jsonl"
+    claim = stores.lease(stores.place(store, "leases", spec.key))
+    with claim:
+        assert run_one(Job(spec, store)).status == "busy"
+        done = []
+        sweep = threading.Thread(target=lambda: done.extend(run_grid([spec, other], store, workers=1)))
+        sweep.start()
+        deadline = time.monotonic() + 120
+        while stores.find_row(store, other.key) is None and time.monotonic() < deadline:
+            time.sleep(0.05)
+        assert stores.find_row(store, spec.key) is None
+        stores.append_row(store, {**stores.describe(spec), "status": "ok", "metrics": [], "by": "the other sweep"})
+    sweep.join()
+    assert [row.get("by") for row in done] == ["the other sweep", None]
+    assert len(store.read_text().splitlines()) == 2
+
+
+@pytest.mark.slow
+def test_two_sweeps_on_one_store_share_the_work(tmp_path):
+    specs = specs_of("CR", "ER", "LR", "RR", steps=60)
+    store = tmp_path / "rows.jsonl"
+    sweeps = [threading.Thread(target=run_grid, args=(specs, store), kwargs={"workers": 1}) for _ in range(2)]
+    for sweep in sweeps:
+        sweep.start()
+    for sweep in sweeps:
+        sweep.join()
+    assert sorted(json.loads(line)["key"] for line in store.read_text().splitlines()) == sorted(s.key for s in specs)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(sys.platform != "linux", reason="process groups and /proc")
+def test_nothing_is_lost_whoever_is_killed():
+    """A sample of `python -m bench.kill_sweep`: each kind of kill once, over runs of one seed."""
+    done = torture(len(KINDS), seed=random.randrange(10**6), seeds=(0,), steps=60, say=lambda text: None)
+    assert all(done[kind] == 1 for kind in KINDS)
+
+
+CTRL_C = """
+import sys
+from cpt_core import __main__ as m
+sys.argv = ["cpt_core", "run", "digits/mlp6", "--scale", "demo", "--only", "schedule=CR", "--seeds", "0", "1", "2", "3"]
+sys.argv += ["--workers", "2"]
+if __name__ == "__main__":
+    m.main()
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(sys.platform != "linux", reason="process groups")
+def test_ctrl_c_writes_checkpoints_and_the_same_command_goes_on(tmp_path):
+    environment = {**os.environ, "CPT_RUNS_DIR": str(tmp_path)}
+    command = [sys.executable, "-c", CTRL_C]
+    sweep = subprocess.Popen(command, env=environment, text=True, stderr=subprocess.PIPE, start_new_session=True)
+    leases = tmp_path / "demo" / "image.leases"
+    deadline = time.monotonic() + 120
+    while len(list(leases.glob("*.lease"))) < 2 and time.monotonic() < deadline:
+        time.sleep(0.05)
+    pids = [owner(p) for p in leases.glob("*.lease")]
+    os.killpg(sweep.pid, signal.SIGINT)
+    _, said = sweep.communicate()
+    assert sweep.returncode == 130
+    assert "stopping: the runs write their checkpoints" in said
+    assert "of 4 runs done; the same command goes on from here" in said
+    assert len(list((tmp_path / "demo" / "image.checkpoints").glob("*.pt"))) == 2
+    assert list(leases.glob("*.lease")) == []
+    assert [pid for pid in pids if pid and os.path.exists(f"/proc/{pid}")] == []
+    again = subprocess.run(command, env=environment, text=True, capture_output=True)
+    assert again.returncode == 0, again.stderr
+    assert "4 ok" in again.stdout
+    assert again.stderr == ""  # quiet: nobody is looking
+
+
+# --- values ---------------------------------------------------------------------------------------
 
 
 def test_missing_data_stop_the_sweep_before_anything_runs(tmp_path):
@@ -82,35 +294,23 @@ def test_missing_data_stop_the_sweep_before_anything_runs(tmp_path):
     bad = replace(good, recipe=replace(good.recipe, dataset="nowhere/"))
     with pytest.raises(FileNotFoundError, match="there is no folder"):
         run_grid([good, bad], tmp_path / "rows.jsonl")
-    assert not (tmp_path / "rows.jsonl").exists()
-
-
-def test_processes_give_the_same_numbers_as_inline(tmp_path):
-    specs = specs_of("CR", "ER", steps=20)
-    inline = run_grid(specs, tmp_path / "a.jsonl")
-    processes = run_grid(specs, tmp_path / "b.jsonl", executor="processes", workers=2)
-    assert [r["metrics"] for r in processes] == [r["metrics"] for r in inline]
-    assert [r["key"] for r in processes] == [s.key for s in specs]
-
-
-def die(job):
-    if job[0].arm == "ER":
-        os._exit(9)  # as an out-of-memory kill would end it
-    return {**stores.describe(job[0]), "status": "ok", "metrics": []}
-
-
-def test_a_run_that_kills_its_process_fails_alone(tmp_path, monkeypatch):
-    monkeypatch.setattr(runs, "run_one", die)
-    rows = run_grid(specs_of("CR", "ER", "LR", steps=20), tmp_path / "rows.jsonl", executor="processes", workers=2)
-    assert [r["status"] for r in rows] == ["ok", "failed", "ok"]
-    assert "process" in rows[1]["error"].lower()
+    assert stores.load_rows(tmp_path / "rows.jsonl") == []
 
 
 @pytest.mark.parametrize(
     ("choices", "message"),
     [
-        ({"executor": "cloud"}, "unknown executor 'cloud'; choose from inline, processes"),
+        ({"executor": "cloud"}, "unknown executor 'cloud'; choose from local, dask"),
         ({"device": "tpu"}, "unknown device 'tpu'; choose from auto, cpu, cuda"),
+        ({"workers": -1}, "workers must be a whole number of at least 0; got -1"),
+        ({"workers": 1.5}, r"workers must be a whole number of at least 0; got 1\.5"),
+        ({"threads": 0}, "threads must be a whole number of at least 1; got 0"),
+        ({"per_gpu": 0}, "per_gpu must be a whole number of at least 1; got 0"),
+        ({"timeout": 0}, "timeout must be more than 0 seconds; got 0"),
+        ({"timeout": float("nan")}, "timeout must be more than 0 seconds; got nan"),
+        ({"checkpoint_seconds": -1}, "checkpoint_seconds must be 0 or more; got -1"),
+        ({"scheduler": "tcp://x:1"}, "scheduler='tcp://x:1' is for executor 'dask', not 'local'"),
+        ({"scheduler": "tcp://x:1", "executor": "dask", "workers": 2}, "the cluster at tcp://x:1 has its own"),
     ],
 )
 def test_wrong_values_are_refused_before_anything_runs(choices, message, tmp_path):
@@ -119,58 +319,53 @@ def test_wrong_values_are_refused_before_anything_runs(choices, message, tmp_pat
     assert not (tmp_path / "rows.jsonl").exists()
 
 
-# --- the file itself ------------------------------------------------------------------------------
+# --- what people see, and GPUs --------------------------------------------------------------------
 
 
-def row(key, value=1):
-    return {"schema": 1, "key": key, "value": value}
+def test_the_time_left_comes_from_measured_speeds(tmp_path, monkeypatch):
+    now = [100.0]
+    monkeypatch.setattr("cpt_core.runs.time.monotonic", lambda: now[0])
+    specs = specs_of("CR", "ER", "LR", "RR", steps=100)
+    jobs = [Job(spec, tmp_path / "rows.jsonl") for spec in specs]
+    with Live(jobs, shown=False) as live:
+        assert live.seconds_left() is None
+        a, b = specs[0].key, specs[1].key
+        live.report(a, 0, 100, 0.0)
+        live.report(a, 50, 100, 1.0)  # went on from a checkpoint
+        now[0] += 10
+        live.report(a, 60, 100, 11.0)  # 10 steps in 10 seconds
+        assert live.seconds_left() == pytest.approx(40 + 3 * 100)  # one run at a time
+        live.report(b, 0, 100, 0.0)
+        assert live.seconds_left() == pytest.approx((40 + 3 * 100) / 2)
+        live.ended(Outcome(a, "ran", {"status": "ok", "steps": 100, "seconds": 200.0}))
+        assert live.seconds_left() == pytest.approx(3 * 200)
+        live.ended(Outcome(b, "ran", {"status": "failed"}))
+        assert live.summary() == "1 of 4 runs done, 1 failed"
 
 
-def test_newest_row_wins(tmp_path):
-    store = tmp_path / "rows.jsonl"
-    for r in (row("a"), row("b"), row("a", 2)):
-        stores.append_row(store, r)
-    assert stores.load_rows(store) == [row("a", 2), row("b")]
-    assert stores.load_rows(tmp_path / "none.jsonl") == []
+def test_gpus_are_used_round_robin_with_as_many_runs_as_fit(monkeypatch):
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 2)
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    monkeypatch.setattr("os.cpu_count", lambda: 16)
+    specs = grids.image("demo", schedules=["CR"], static=[], seeds=[0])
+    slots = runs._slots
+    assert slots(specs, None, 1, "auto", per_gpu=2) == [0, 1, 0, 1]
+    assert slots(specs, 3, 1, "auto", per_gpu=2) == [0, 1, 0]
+    assert slots(specs, None, 4, "cpu", None) == [None] * 4
+    assert slots(specs_of("CR"), 2, 1, "auto", None) == [None, None]  # smoke scale
+    card = type("Card", (), {"total_memory": 10 * 2**30})
+    monkeypatch.setattr("torch.cuda.get_device_properties", lambda i: card)
+    monkeypatch.setattr(runs, "measure", lambda spec, device: type("M", (), {"peak_memory": 2 * 2**30}))
+    assert slots(specs, None, 1, "auto", None) == [0, 1] * 3  # 3 x (2 GB + its context) in nine tenths of 10 GB
 
 
-def test_a_torn_last_line_is_left_out_and_then_cut_off(tmp_path):
-    store = tmp_path / "rows.jsonl"
-    stores.append_row(store, row("a"))
-    with open(store, "a") as f:
-        f.write('{"schema": 1, "key": "b", "va')
-    assert stores.load_rows(store) == [row("a")]
-    stores.append_row(store, row("c"))
-    assert stores.load_rows(store) == [row("a"), row("c")]
+def test_a_run_sees_its_gpu_only(tmp_path, monkeypatch):
+    job = Job(specs_of("CR")[0], tmp_path / "rows.jsonl", gpu=1)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    assert supervise(job, work=see).row == {"visible": "1"}
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,GPU-7")  # what a cluster gave to this job
+    assert supervise(job, work=see).row == {"visible": "GPU-7"}
 
 
-def test_broken_lines_and_other_schemas_are_named(tmp_path):
-    store = tmp_path / "rows.jsonl"
-    store.write_text("nonsense\n")
-    with pytest.raises(ValueError, match="line 1 is no JSON"):
-        stores.load_rows(store)
-    store.write_text('{"schema": 99, "key": "a"}\n')
-    with pytest.raises(ValueError, match="schema 99 is not 1"):
-        stores.load_rows(store)
-
-
-def test_not_a_number_is_not_written(tmp_path):
-    with pytest.raises(ValueError, match="JSON compliant"):
-        stores.append_row(tmp_path / "rows.jsonl", row("a", float("nan")))
-    assert stores.load_rows(tmp_path / "rows.jsonl") == []
-
-
-def write_many(store, worker):
-    for i in range(40):
-        stores.append_row(Path(store), row(f"{worker}-{i}", "x" * 2000))
-
-
-def test_many_writers(tmp_path):
-    store = tmp_path / "rows.jsonl"
-    context = multiprocessing.get_context("spawn")
-    workers = [context.Process(target=write_many, args=(str(store), w)) for w in range(3)]
-    for w in workers:
-        w.start()
-    for w in workers:
-        w.join()
-    assert len(stores.load_rows(store)) == 120
+def see(job, stop, report):
+    return Outcome(job.spec.key, "ran", {"visible": os.environ["CUDA_VISIBLE_DEVICES"]})

@@ -12,7 +12,7 @@ from cpt_core import grids
 from cpt_core.recipes import recipe
 from cpt_core.specs import run_spec
 from cpt_core.tasks import TASKS
-from cpt_core.train import task_of, train
+from cpt_core.train import Stopped, task_of, train
 
 
 def spec_of(arm="CR", seed=0, model="mlp6", **changes):
@@ -115,7 +115,7 @@ torch.set_num_threads(1)
 spec = RunSpec.from_dict(json.loads(sys.argv[1]))
 def on_step(step, model, loss):
     print(step, flush=True)
-run = train(task_of(spec), spec, folder=Path(sys.argv[2]), checkpoint_seconds=0.0, on_step=on_step)
+run = train(task_of(spec), spec, checkpoint=Path(sys.argv[2]) / "run.pt", checkpoint_seconds=0.0, on_step=on_step)
 torch.save([p.detach() for p in run.model.parameters()], Path(sys.argv[2]) / "end.pt")
 """
 
@@ -132,30 +132,53 @@ def test_a_killed_run_resumes_bit_for_bit(model, tmp_path):
             if int(line) == 22:
                 process.send_signal(signal.SIGKILL)
                 break
-    assert (tmp_path / "checkpoint.pt").exists()
+    checkpoint = tmp_path / "run.pt"
+    assert checkpoint.exists()
     assert not (tmp_path / "end.pt").exists()
     steps = []
-    resumed = train(task_of(spec), spec, folder=tmp_path, on_step=lambda step, model, loss: steps.append(step))
+    resumed = train(task_of(spec), spec, checkpoint=checkpoint, on_step=lambda step, model, loss: steps.append(step))
     assert 0 < steps[0] <= 23  # it went on from the checkpoint instead of starting again
     assert resumed.history["loss"] == straight.history["loss"]
     assert resumed.metrics == straight.metrics
+    assert resumed.bitops == straight.bitops
     for a, b in zip(resumed.model.parameters(), straight.model.parameters(), strict=True):
         assert torch.equal(a, b)
-    assert not (tmp_path / "checkpoint.pt").exists()
+    again = train(task_of(spec), spec, checkpoint=checkpoint, checkpoint_seconds=0.0)
+    assert again.metrics == straight.metrics  # a process that died after its last step ends the run from there
 
 
-def test_a_checkpoint_of_another_run_is_refused(tmp_path):
-    spec = spec_of(steps=20, n_cycles=1)
-
-    def stop(step, model, loss):
-        if step == 10:
-            raise KeyboardInterrupt
-
-    with pytest.raises(KeyboardInterrupt):
-        train(task_of(spec), spec, folder=tmp_path, checkpoint_seconds=0.0, on_step=stop)
+def test_a_checkpoint_of_another_run_or_a_broken_one_is_refused(tmp_path):
+    spec, checkpoint = spec_of(steps=20, n_cycles=1), tmp_path / "run.pt"
+    asked = iter(range(20))
+    with pytest.raises(Stopped, match="at step 11 of 20"):
+        train(task_of(spec), spec, checkpoint=checkpoint, should_stop=lambda: next(asked) == 10)
     other = spec_of(steps=20, n_cycles=1, seed=5)
     with pytest.raises(ValueError, match=f"belongs to run {spec.key}, not to {other.key}"):
-        train(task_of(other), other, folder=tmp_path)
+        train(task_of(other), other, checkpoint=checkpoint)
+    content = checkpoint.read_bytes()
+    for damaged in (b"", content[: len(content) // 2], b"nonsense"):
+        checkpoint.write_bytes(damaged)
+        with pytest.raises(ValueError, match=r"run\.pt cannot be read; remove it to start the run again"):
+            train(task_of(spec), spec, checkpoint=checkpoint)
+
+
+def test_a_run_that_was_stopped_goes_on_bit_for_bit(tmp_path):
+    spec = spec_of(steps=40, n_cycles=2, crop=1, evaluate_every=15, train_images=100)  # batches of two sizes
+    straight, checkpoint = train(task_of(spec), spec), tmp_path / "run.pt"
+    for stop_after in (1, 13, 20):  # three times, also in the middle of an epoch
+        asked = iter(range(40))
+        with pytest.raises(Stopped):
+            train(task_of(spec), spec, checkpoint=checkpoint, should_stop=lambda n=stop_after, a=asked: next(a) == n)
+    resumed = train(task_of(spec), spec, checkpoint=checkpoint)
+    assert (resumed.history, resumed.metrics, resumed.bitops) == (straight.history, straight.metrics, straight.bitops)
+
+
+def test_a_checkpoint_that_cannot_be_written_does_not_end_the_run(tmp_path, caplog):
+    spec = spec_of(steps=10, n_cycles=1)
+    (tmp_path / "file").touch()
+    run = train(task_of(spec), spec, checkpoint=tmp_path / "file" / "run.pt", checkpoint_seconds=0.0)
+    assert run.status == "ok"
+    assert "cannot write" in caplog.text
 
 
 def test_unknown_task():
@@ -172,6 +195,7 @@ def test_cuda_learns_as_the_cpu_does(run):
     )
 
 
-def test_nothing_is_left_of_a_temporary_checkpoint(tmp_path):
-    train(TASKS["image"], spec_of(steps=10, n_cycles=1), folder=tmp_path, checkpoint_seconds=0.0)
-    assert os.listdir(tmp_path) == []
+def test_nothing_is_left_but_the_checkpoint(tmp_path):
+    spec = spec_of(steps=10, n_cycles=1)
+    train(task_of(spec), spec, checkpoint=tmp_path / "run.pt", checkpoint_seconds=0.0)
+    assert os.listdir(tmp_path) == ["run.pt"]

@@ -1,0 +1,160 @@
+"""Kill a sweep at random moments, start it again, and compare what is left with a sweep that nobody disturbed.
+
+    python -m bench.kill_sweep --kills 50 --seed 0
+
+Each time one of these dies with SIGKILL: the sweep, one of its runs, or whoever is just writing to the store; or the
+sweep gets one or two Ctrl-C. At the end no row may be missing, none may be there twice, and every number of every row
+and curve must be that of the undisturbed sweep.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+import re
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections import Counter
+from pathlib import Path
+
+from cpt_core import grids, stores
+
+KINDS = ("sweep", "run", "writer", "ctrl-c", "ctrl-c twice")
+SWEEP = """
+import json, sys
+from pathlib import Path
+from cpt_core.runs import run_grid
+from cpt_core.specs import RunSpec
+if __name__ == "__main__":
+    specs = [RunSpec.from_dict(d) for d in json.loads(Path(sys.argv[1]).read_text())]
+    print("started", flush=True)
+    run_grid(specs, sys.argv[2], workers=2, checkpoint_seconds=0.1, retry_failed=True)
+"""
+
+
+def start(specs: Path, store: Path) -> subprocess.Popen[str]:
+    """Start a sweep in a process group of its own, as a terminal does."""
+    command = [sys.executable, "-c", SWEEP, str(specs), str(store)]
+    process = subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, start_new_session=True
+    )
+    assert process.stdout is not None
+    process.stdout.readline()
+    return process
+
+
+def owner(marker: Path) -> int | None:
+    """Return the process that holds a claim."""
+    try:
+        found = re.search(r"pid=(\d+)", marker.read_text())
+    except OSError:
+        return None
+    return int(found[1]) if found else None
+
+
+def strike(kind: str, sweep: subprocess.Popen[str], store: Path, rng: random.Random) -> bool:
+    """Kill; False when there was nothing of this kind to kill."""
+    if kind == "sweep":
+        sweep.kill()
+    elif kind.startswith("ctrl-c"):
+        os.killpg(sweep.pid, signal.SIGINT)  # reaches the runs too, as in a terminal
+        if kind.endswith("twice"):
+            time.sleep(rng.random() * 0.3)
+            if sweep.poll() is None:
+                os.killpg(sweep.pid, signal.SIGINT)
+    else:
+        marker = store.with_name(store.name + ".lock")
+        leases = store.parent / f"{store.stem}.leases"
+        deadline = time.monotonic() + 20
+        while sweep.poll() is None and time.monotonic() < deadline:
+            markers = [marker] if kind == "writer" else sorted(leases.glob("*.lease"))
+            pid = owner(rng.choice(markers)) if markers else None
+            if pid is not None and pid != sweep.pid:
+                try:
+                    os.kill(pid, signal.SIGKILL)
+                except ProcessLookupError:
+                    continue
+                return True
+        return False
+    return True
+
+
+def facts(store: Path) -> dict[str, tuple[str, str]]:
+    """What must not depend on what happened: the numbers of every row and of its curve."""
+    out = {}
+    for row in stores.load_rows(store):
+        numbers = {name: row.get(name) for name in ("status", "metrics", "bitops", "steps", "loss", "data_checksum")}
+        out[row["key"]] = (json.dumps(numbers, sort_keys=True), stores.load_curve(store, row["key"]).to_json())
+    return out
+
+
+def torture(kills: int, seed: int, *, seeds: tuple[int, ...] = (0, 1), steps: int = 190, say=print) -> Counter[str]:
+    """Kill ``kills`` times, over as many sweeps as it takes, and raise AssertionError when anything is lost.
+
+    Returns:
+        How often each kind of kill was done, and "resumed": runs that went on from a checkpoint.
+    """
+    rng = random.Random(seed)
+    done: Counter[str] = Counter()
+    with tempfile.TemporaryDirectory() as place:
+        folder = Path(place)
+        specs = grids.image("smoke", seeds=seeds, steps=steps)
+        (folder / "specs.json").write_text(json.dumps([spec.to_dict() for spec in specs]))
+        began = time.monotonic()
+        calm = start(folder / "specs.json", folder / "calm" / "rows.jsonl")
+        assert calm.wait() == 0
+        span = time.monotonic() - began
+        expected = facts(folder / "calm" / "rows.jsonl")
+        assert len(expected) == len(specs)
+        say(f"undisturbed: {len(specs)} runs in {span:.1f} s")
+        round_, struck = 0, 0
+        while struck < kills:
+            round_ += 1
+            store = folder / f"round{round_}" / "rows.jsonl"
+            sweep = start(folder / "specs.json", store)
+            while True:
+                if struck < kills and sweep.poll() is None:
+                    time.sleep(rng.random() * span / 6)
+                    kind = KINDS[struck % len(KINDS)]
+                    if sweep.poll() is None and strike(kind, sweep, store, rng):
+                        struck += 1
+                        done[kind] += 1
+                if struck >= kills or sweep.poll() is not None or kind not in ("run", "writer"):
+                    status = sweep.wait()
+                    if status == 0:
+                        held = {row["key"]: row["status"] for row in stores.load_rows(store)}
+                        if len(held) == len(specs) and "failed" not in held.values():
+                            break
+                    sweep = start(folder / "specs.json", store)
+            lines = [json.loads(line) for line in store.read_text().splitlines()]
+            finished = Counter(line["key"] for line in lines if line["status"] != "failed")
+            assert set(finished) == set(expected), "a row was lost"
+            assert set(finished.values()) == {1}, f"a run was done twice: {finished.most_common(3)}"
+            assert facts(store) == expected, "a resumed run differs"
+            left = [p.name for kind in ("checkpoints", "leases") for p in (store.parent / f"rows.{kind}").glob("*")]
+            assert not [name for name in left if not name.endswith(".tmp")], left
+            for log in (store.parent / "rows.logs").glob("*.log"):
+                done["resumed"] += log.read_text().count("goes on from step")
+            done["failed rows"] += sum(line["status"] == "failed" for line in lines)
+            say(f"round {round_}: {struck} kills so far, all {len(specs)} rows there once and the same; {dict(done)}")
+    return done
+
+
+def main() -> None:
+    """Run it from the command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--kills", type=int, default=50)
+    parser.add_argument("--seed", type=int, default=0)
+    given = parser.parse_args()
+    began = time.monotonic()
+    done = torture(given.kills, given.seed)
+    print(f"{given.kills} kills in {time.monotonic() - began:.0f} s: {dict(done)}; nothing lost, nothing twice")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,111 @@
+"""The same runs on a Dask cluster of two worker processes on this machine."""
+
+import os
+import signal
+import threading
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from cpt_core import grids, stores
+from cpt_core.runs import run_grid
+
+distributed = pytest.importorskip("distributed")
+psutil = pytest.importorskip("psutil")
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.filterwarnings("ignore::cpt_core.schedules.ShortCycleWarning"),
+    pytest.mark.filterwarnings("ignore::ResourceWarning"),  # sockets of the cluster, closed a moment later
+    pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning"),
+]
+
+
+def specs_of(*arms, **changes):
+    return grids.image("smoke", schedules=arms, static=[], seeds=[0], **{"steps": 20, "n_cycles": 2, **changes})
+
+
+def numbers(rows):
+    return [(r["key"], r["status"], r["metrics"], r["bitops"]) for r in rows]
+
+
+@pytest.fixture(scope="module")
+def cluster():
+    with distributed.LocalCluster(
+        n_workers=2, threads_per_worker=1, host="127.0.0.1", dashboard_address=None, silence_logs=50
+    ) as found:
+        yield found
+
+
+def test_a_cluster_of_its_own_listens_on_loopback_and_gives_the_same_rows(tmp_path, monkeypatch):
+    asked = []
+    local = distributed.LocalCluster
+    monkeypatch.setattr(distributed, "LocalCluster", lambda **how: asked.append(local(**how)) or asked[-1])
+    specs = specs_of("CR", "ER")
+    here = run_grid(specs, tmp_path / "a.jsonl", workers=0)
+    there = run_grid(specs, tmp_path / "b.jsonl", executor="dask", workers=1)
+    assert numbers(there) == numbers(here)
+    assert asked[0].scheduler_address.startswith("tcp://127.0.0.1:")
+    assert list((tmp_path / "b.leases").iterdir()) == []
+
+
+def test_a_worker_that_is_killed_loses_nothing(cluster, tmp_path):
+    """Its run writes a checkpoint when the worker is gone, and the other worker goes on from there."""
+    specs = specs_of("CR", "ER", steps=1200)
+    store = tmp_path / "rows.jsonl"
+    rows = []
+
+    def sweep():
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr("cpt_core.runs.Signals.__enter__", lambda self: self)
+            rows.extend(
+                run_grid(specs, store, executor="dask", scheduler=cluster.scheduler_address, checkpoint_seconds=0.2)
+            )
+
+    thread = threading.Thread(target=sweep)
+    thread.start()
+    checkpoint = stores.place(store, "checkpoints", specs[0].key)
+    deadline = time.monotonic() + 200
+    while not checkpoint.exists() and time.monotonic() < deadline:
+        time.sleep(0.02)
+    run = next(
+        int(line[4:])
+        for line in stores.place(store, "leases", specs[0].key).read_text().splitlines()
+        if line.startswith("pid=")
+    )
+    worker = psutil.Process(run).parent().parent()  # the run was forked by the server of its worker
+    assert worker.pid in {w["pid"] for w in cluster_workers(cluster)}
+    os.kill(worker.pid, signal.SIGKILL)
+    thread.join()
+    log = stores.place(store, "logs", specs[0].key).read_text()
+    assert "goes on from step" in log
+    assert len(store.read_text().splitlines()) == 2
+    assert numbers(rows) == numbers(run_grid(specs, tmp_path / "calm.jsonl", workers=2))
+
+
+def cluster_workers(cluster):
+    with distributed.Client(cluster) as client:
+        return [{"pid": pid} for pid in client.run(os.getpid).values()]
+
+
+def test_missing_data_and_unshared_folders_stop_the_sweep(cluster, tmp_path):
+    how = {"executor": "dask", "scheduler": cluster.scheduler_address}
+    (good,) = specs_of("CR")
+    bad = replace(good, recipe=replace(good.recipe, dataset="nowhere/"))
+    with pytest.raises(FileNotFoundError, match="there is no folder"):
+        run_grid([bad], tmp_path / "rows.jsonl", **how)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Path, "touch", lambda self: None)  # as if the workers were on another machine
+        with pytest.raises(ValueError, match=r"does not see .*a file system that all workers share"):
+            run_grid([good], tmp_path / "rows.jsonl", **how)
+    assert stores.load_rows(tmp_path / "rows.jsonl") == []
+
+
+def test_a_scheduler_that_does_not_answer(tmp_path, monkeypatch):
+    monkeypatch.setattr("cpt_core.cluster.CONNECT_SECONDS", 1)
+    with pytest.raises(ValueError, match=r"no Dask scheduler at 'tcp://127\.0\.0\.1:9'"):
+        run_grid(specs_of("CR"), tmp_path / "rows.jsonl", executor="dask", scheduler="tcp://127.0.0.1:9")
+    with pytest.raises(ValueError, match="no Dask scheduler at 'nonsense://x'"):
+        run_grid(specs_of("CR"), tmp_path / "rows.jsonl", executor="dask", scheduler="nonsense://x")

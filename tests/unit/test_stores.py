@@ -1,0 +1,169 @@
+"""The file of rows, and what lies beside it."""
+
+import json
+import multiprocessing
+import subprocess
+import sys
+from pathlib import Path
+
+import pandas as pd
+import pytest
+
+from cpt_core import grids, stores
+from cpt_core.paths import results_dir
+from cpt_core.specs import RunSpec
+from cpt_core.stores import StoreError
+
+
+def row(key, value=1):
+    return {"schema": 1, "key": key, "value": value, "status": "ok", "spec": {}}
+
+
+def test_newest_row_wins(tmp_path):
+    store = tmp_path / "rows.jsonl"
+    for r in (row("a"), row("b"), row("a", 2)):
+        stores.append_row(store, r)
+    assert stores.load_rows(store) == [row("a", 2), row("b")]
+    assert stores.find_row(store, "a") == row("a", 2)
+    assert stores.find_row(store, "c") is None
+    assert stores.load_rows(tmp_path / "none.jsonl") == []
+
+
+@pytest.mark.parametrize("torn", ['{"schema": 1, "key": "b", "va', '{"schema": 1, "key": "b", "x": "\udcc3', "{}"])
+def test_a_torn_last_line_is_left_out_and_then_cut_off(torn, tmp_path):
+    store = tmp_path / "rows.jsonl"
+    stores.append_row(store, row("a"))
+    with open(store, "ab") as f:
+        f.write(torn.encode(errors="surrogateescape"))
+    assert stores.load_rows(store) == [row("a")]
+    stores.append_row(store, row("c"))
+    assert stores.load_rows(store) == [row("a"), row("c")]
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b"nonsense\n", "line 1 is no JSON: 'nonsense'"),
+        (b'{"schema": 99, "key": "a"}\n', "line 1: schema 99 is not 1"),
+        (b"[1, 2]\n", "line 1: schema None is not 1"),
+        (b'{"schema": 1, "key": "a"}\n', "line 1 has no spec, status"),
+        (b"\n", "line 1 is no JSON"),
+        (b"\xff\xfe\n", "line 1 is no JSON"),
+        (b'{"schema": 1, "k\n{"schema": 1}\n', "line 1 is no JSON"),
+    ],
+)
+def test_broken_lines_and_other_schemas_are_named(content, message, tmp_path):
+    store = tmp_path / "rows.jsonl"
+    store.write_bytes(content)
+    with pytest.raises(ValueError, match=message):
+        stores.load_rows(store)
+    assert store.read_bytes() == content
+
+
+def test_not_a_number_is_not_written(tmp_path):
+    with pytest.raises(ValueError, match="JSON compliant"):
+        stores.append_row(tmp_path / "rows.jsonl", row("a", float("nan")))
+    assert stores.load_rows(tmp_path / "rows.jsonl") == []
+
+
+def write_many(store, worker):
+    for i in range(40):
+        stores.append_row(Path(store), row(f"{worker}-{i}", "x" * 2000))
+        if i % 10 == 0:
+            stores.load_rows(Path(store))  # a reader never sees a broken line
+
+
+def test_many_writers(tmp_path):
+    store = tmp_path / "rows.jsonl"
+    context = multiprocessing.get_context("fork" if sys.platform == "linux" else "spawn")
+    workers = [context.Process(target=write_many, args=(str(store), w)) for w in range(8)]
+    for w in workers:
+        w.start()
+    for w in workers:
+        w.join()
+    assert [w.exitcode for w in workers] == [0] * 8
+    assert len(store.read_text().splitlines()) == 320
+    assert {r["key"] for r in stores.load_rows(store)} == {f"{w}-{i}" for w in range(8) for i in range(40)}
+
+
+FULL = """
+import resource, sys
+from pathlib import Path
+from cpt_core import stores
+store = Path(sys.argv[1])
+resource.setrlimit(resource.RLIMIT_FSIZE, (store.stat().st_size + 100, resource.RLIM_INFINITY))
+stores.append_row(store, {"schema": 1, "key": "b", "status": "ok", "spec": {}, "value": "x" * 5000})
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="needs a limit on the size of files")
+def test_a_disk_that_fills_up_in_the_middle_of_a_row(tmp_path):
+    """A limit on the size of files stands for the disk: the kernel writes a part of the row and then refuses."""
+    store = tmp_path / "rows.jsonl"
+    stores.append_row(store, row("a"))
+    before = store.read_bytes()
+    command = [sys.executable, "-c", FULL, str(store)]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert "StoreError: cannot write" in done.stderr
+    assert "the run's checkpoint is kept" in done.stderr
+    assert store.read_bytes() == before
+
+
+def test_a_store_that_cannot_be_written_is_noticed_before_the_work(tmp_path, monkeypatch):
+    (tmp_path / "file").touch()
+    with pytest.raises(StoreError, match=r"rows\.jsonl: (Not a directory|File exists); nothing was started"):
+        stores.check_writable(tmp_path / "file" / "rows.jsonl")
+    with pytest.raises(StoreError, match="it is a folder, not a file of rows"):
+        stores.check_writable(tmp_path)
+    with pytest.raises(StoreError, match="cannot write /proc/"):  # read-only for everybody, root too
+        stores.check_writable(Path("/proc/nowhere/rows.jsonl"))
+    monkeypatch.setattr(stores, "FREE_BYTES", 2**60)
+    with pytest.raises(StoreError, match=r"only [\d]+ MB free beside .*; a run needs"):
+        stores.check_writable(tmp_path / "rows.jsonl")
+
+
+def test_curves_hold_every_step_and_its_evaluations(tmp_path):
+    store = tmp_path / "rows.jsonl"
+    history = {
+        "step": [0, 1, 2],
+        "loss": [0.5, 0.25, float("nan")],
+        "bits": [3, 4, 8],
+        "lr": [0.1, 0.1, 0.01],
+        "evaluations": [
+            {"step": 2, "precision": "q_max", "bits": 8, "valid": {"accuracy": 0.4}, "test": {"accuracy": 0.3}}
+        ],
+    }
+    stores.write_curve(store, "abc", history)
+    curve = stores.load_curve(store, "abc")
+    assert curve.step.tolist() == [0, 1, 2]
+    assert curve.bits.tolist() == [3, 4, 8]
+    assert curve.loss.iloc[:2].tolist() == [0.5, 0.25]
+    assert curve.test_accuracy_at_q_max.dropna().to_dict() == {1: 0.3}  # after the second step
+    assert curve.valid_accuracy_at_q_max.dropna().to_dict() == {1: 0.4}
+    assert [p.name for p in (tmp_path / "rows.curves").iterdir()] == ["abc.parquet"]
+    pd.testing.assert_frame_equal(curve, pd.read_parquet(tmp_path / "rows.curves" / "abc.parquet"))
+    with pytest.raises(FileNotFoundError, match="no curve of run xyz"):
+        stores.load_curve(store, "xyz")
+
+
+def test_keys_never_change():
+    """The key is the name of a run in every store there is: a change of it must be a new SPEC_VERSION."""
+    known = {
+        ("demo", "digits", "mlp6", "CR"): "ce573962865680b4",
+        ("demo", "cifar10", "resnet8_w8", "RTH"): "315242d418236be9",
+        ("paper", "cifar10", "resnet74", "ETH"): "a3e60b4d7984544a",
+        ("paper", "imagenet", "resnet18", "LR"): "c3a0dc6b8c8dc6f1",
+    }
+    found = {
+        (scale, dataset, model, arm): grids.image(scale, dataset, model, schedules=[arm], static=[], seeds=[0])[0].key
+        for scale, dataset, model, arm in known
+    }
+    assert found == known
+
+
+@pytest.mark.parametrize("path", sorted(results_dir().glob("*.jsonl")), ids=lambda p: p.stem)
+def test_the_committed_rows_still_have_their_keys(path):
+    rows = [json.loads(line) for line in path.read_text().splitlines()]
+    assert rows
+    for r in rows:
+        assert RunSpec.from_dict(r["spec"]).key == r["key"]
