@@ -69,7 +69,7 @@ def run(
     grid: Annotated[str, typer.Argument(help="the name of a grid; `plan` lists them")],
     scale: AtScale = None,
     only: Only = [],  # noqa: B006 - typer copies it
-    seeds: Annotated[list[int], typer.Option(help="seeds instead of the recipe's, such as 0 1")] = [],  # noqa: B006
+    seeds: Annotated[list[str], typer.Option(help="seeds instead of the recipe's, such as 0 1")] = [],  # noqa: B006
     executor: Annotated[str, typer.Option(help="local (this machine) or dask (a cluster)")] = "local",
     workers: Annotated[int | None, typer.Option(help="runs at a time; as many as fit when left out")] = None,
     threads: Annotated[int, typer.Option(help="CPU threads of a run")] = 1,
@@ -82,7 +82,10 @@ def run(
     """Run the missing runs of a grid. Ctrl-C stops it, the same command goes on; several at once share the work."""
     from cpt_core import grids, stores
 
-    specs = grids.choose(grids.grid_specs(grid, scale, seeds or None), only)
+    unfit = [word for word in seeds if not (word.isdigit() and int(word) < 2**31)]
+    if unfit:
+        raise ValueError(f"a seed is a whole number from 0 to {2**31 - 1}; got {unfit[0]!r}")
+    specs = grids.choose(grids.grid_specs(grid, scale, [int(word) for word in seeds] or None), only)
     store = stores.store_path(specs[0].scale, specs[0].recipe.task)
     typer.echo(f"{grid} at {specs[0].scale} scale: {len(specs)} runs, rows in {store}")
     from cpt_core.runs import run_grid

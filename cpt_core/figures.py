@@ -104,7 +104,7 @@ def figure_3(
         for ax, x in zip(axes[0], xs, strict=True):
             _quality(ax, arms, x)
             if front and x == "relative_cost":
-                best = arms[pareto(arms)].sort_values(x)
+                best = arms[pareto(arms) & (100 * arms["mean"] >= _floor(arms))].sort_values(x)
                 ax.step(best[x], 100 * best["mean"], where="post", color="#888888", linestyle=":", label="Pareto front")
         for ax, x in zip(axes[0], xs, strict=True):  # now that the limits of the shared axis stand
             _name_points(ax, arms[arms.savings != "static"], x)
@@ -118,8 +118,7 @@ def figure_3(
 
 def _quality(ax: Axes, arms: Any, x: str) -> None:
     schedules, static = arms[arms.savings != "static"], arms[arms.savings == "static"].sort_values(x)
-    # a static precision that fails to train would squeeze everything else together: it is named, not drawn
-    floor = 100 * (schedules if len(schedules) else static)["mean"].min() - 15
+    floor = _floor(arms)
     drawn = static[100 * static["mean"] >= floor]
     if len(drawn):
         ax.errorbar(
@@ -144,6 +143,12 @@ def _quality(ax: Axes, arms: Any, x: str) -> None:
         names = ", ".join(f"{r.arm} bits {100 * r.mean:.0f} %" for r in below.itertuples())
         ax.annotate(f"below the axis: {names}", (0.02, 0.02), xycoords="axes fraction", fontsize=8)
     ax.set_xlabel(LABELS.get(x, x))
+
+
+def _floor(arms: Any) -> float:
+    """Percent below which a static precision that fails to train is named, not drawn: it would squeeze the others."""
+    schedules = arms[arms.savings != "static"]
+    return 100 * (schedules if len(schedules) else arms)["mean"].min() - 15
 
 
 def _name_points(ax: Axes, arms: Any, x: str, gap: float = 0.05) -> None:

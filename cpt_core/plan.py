@@ -80,7 +80,12 @@ def plan(
     columns = "grid artefact scale runs done failed missing bitops hours disk note".split()
     frame = pd.DataFrame(lines, columns=columns)
     counts = ["runs", "done", "failed", "missing"]
-    return frame.astype(dict.fromkeys(counts, "Int64")).fillna({"done": 0, "failed": 0, "note": ""})
+    types = {
+        **dict.fromkeys(counts, "Int64"),
+        **dict.fromkeys(["bitops", "hours", "disk"], "float64"),
+        "note": "string",
+    }
+    return frame.astype(types).fillna({"done": 0, "failed": 0, "note": ""})
 
 
 def _price(specs: list[RunSpec], missing: list[RunSpec], rows: list[stores.Row], device: str) -> dict[str, float]:

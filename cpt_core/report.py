@@ -31,7 +31,7 @@ body {{ font: 16px/1.5 system-ui, sans-serif; max-width: 62rem; margin: 2rem aut
 h1 {{ font-size: 1.6rem; }} h2 {{ font-size: 1.2rem; margin-top: 2.2rem; }}
 table {{ border-collapse: collapse; font-size: .9rem; }} th, td {{ padding: .25rem .7rem; text-align: right; }}
 th {{ border-bottom: 2px solid #888; }} td {{ border-bottom: 1px solid #ddd; }}
-th:first-child, td:first-child {{ text-align: left; }} img {{ max-width: 100%; }}
+th:first-child, td:first-child {{ text-align: left; white-space: nowrap; }} img {{ max-width: 100%; }}
 .left td, .left th {{ text-align: left; }} code {{ font-size: .9em; }}
 .failed {{ color: #b00020; font-weight: bold; }} .note {{ color: #555; font-size: .9rem; }}
 </style></head><body>{body}</body></html>"""
@@ -103,7 +103,7 @@ def _overview(rows: list[Row]) -> str:
     counts: dict[tuple[str, str], int] = {}
     for row in rows:
         recipe = row["spec"]["recipe"]
-        key = (f"{recipe['dataset']}/{recipe['model']}", row["spec"]["scale"])
+        key = (f"{recipe['dataset'].rstrip('/')}/{recipe['model']}", row["spec"]["scale"])
         counts[key] = counts.get(key, 0) + 1
     lines = []
     for name, grid in GRIDS.items():
@@ -212,7 +212,7 @@ def _experiments(rows: list[Row]) -> list[list[Row]]:
     groups: dict[tuple[str, str, int], list[Row]] = {}
     for row, run in zip(rows, results.table(rows).itertuples(), strict=True):
         groups.setdefault((run.recipe, run.preset, run.q_max), []).append(row)
-    return list(groups.values())
+    return sorted(groups.values(), key=lambda rows: rows[0]["spec"]["scale"] != "paper")
 
 
 def _experiment(rows: list[Row]) -> str:
@@ -236,7 +236,7 @@ def _experiment(rows: list[Row]) -> str:
             "relative cost": arms.relative_cost.map("{:.3f}".format),
             "noise exposure": arms.noise_exposure.map("{:.0f}".format),
             "accuracy %": (100 * arms["mean"]).map("{:.1f}".format),
-            "std": (100 * arms["std"]).map("{:.1f}".format),
+            "std": (100 * arms["std"]).map("{:.1f}".format).replace("nan", "–"),
             "n": arms.n,
             "paper": [_paper_value(p) for p in results.compare_with_paper(rows, "figure_3").itertuples()],
             "Pareto front": results.pareto(arms).map({True: "yes", False: ""}),
@@ -250,7 +250,8 @@ def _experiment(rows: list[Row]) -> str:
 def _name(rows: list[Row]) -> str:
     recipe = rows[0]["spec"]["recipe"]
     title = next((r["title"] for r in rows if r.get("title")), f"{recipe['model']} on {recipe['dataset']}")
-    return f"{title}, q_min {recipe['q_min']}, q_max {rows[0]['spec']['q_max']}"
+    spec = rows[0]["spec"]
+    return f"{title}, q_min {recipe['q_min']}, q_max {spec['q_max']}, {spec['scale']} scale"
 
 
 def _paper_value(line: Any) -> str:

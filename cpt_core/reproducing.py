@@ -21,8 +21,11 @@ HEADER = """# Reproducing the paper
 |---|---|---|---|---|
 | figure 2 | [01_schedules](notebooks/01_schedules.ipynb) | closed form | `make reproduce NB=01` | yes, exact |
 | costs in section 4.4 | [02_quantizers_and_bitops](notebooks/02_quantizers_and_bitops.ipynb) | closed form | `make reproduce NB=02` | yes, exact |
-| figure 3, CIFAR | [03_image_classification](notebooks/03_image_classification.ipynb) | `grids.image_cifar` | `papermill notebooks/03_image_classification.ipynb out.ipynb -p scale paper -p dataset cifar10 -p model resnet74` | no, needs a GPU |
-| figure 3, ImageNet | the same | `grids.image_imagenet` | the same with `-p dataset imagenet -p model resnet18` | no, needs a GPU |
+| figure 3, CIFAR | [03_image_classification](notebooks/03_image_classification.ipynb) | `cifar10/resnet74` and five more | `papermill notebooks/03_image_classification.ipynb out.ipynb -p scale paper -p dataset cifar10 -p model resnet74`, or `python -m cpt_core run cifar10/resnet74` | no, needs a GPU |
+| figure 3, ImageNet | the same | `imagenet/resnet18`, `imagenet/resnet34` | the same with `-p dataset imagenet -p model resnet18`, or `python -m cpt_core run imagenet/resnet18` | no, needs a GPU |
+
+`make plan` lists all grids with what is done and what the rest takes; [SWEEPS.md](SWEEPS.md) explains sweeps; `make report`
+puts what is stored beside the paper's numbers.
 
 Object detection, graphs, language and critical learning periods (figures 4 to 8, table 1) are not there yet.
 

@@ -229,11 +229,12 @@ def compare_with_paper(rows: Iterable[Row], artefact: str, metric: str = "accura
 
     Returns:
         Columns arm, q_max, cost, ours, std, n, paper, difference, place. Where the paper draws a point but prints no
-        number, ``paper`` is NaN and ``place`` says so.
+        number, or has no such experiment (all that are not at paper scale), ``paper`` is NaN and ``place`` says so.
     """
     ours = by_arm(rows, metric)
     first = next(iter(table(rows).itertuples()))
     paper = pd.read_csv(paper_dir() / "numbers.csv")
+    absent = "drawn, no number printed" if first.scale == "paper" else "not in the paper"
     known = paper[(paper.artefact == artefact) & (paper.dataset == first.dataset) & (paper.model == first.model)]
     out = []
     for r in ours.itertuples():
@@ -249,7 +250,7 @@ def compare_with_paper(rows: Iterable[Row], artefact: str, metric: str = "accura
                 "n": r.n,
                 "paper": value,
                 "difference": 100 * r.mean - value,
-                "place": hit.place.iloc[0] if len(hit) else "drawn, no number printed",
+                "place": hit.place.iloc[0] if len(hit) else absent,
             }
         )
     return pd.DataFrame(out)

@@ -5,6 +5,7 @@ import subprocess
 import sys
 
 import nbformat
+import papermill
 import pytest
 from nbformat.v4 import new_code_cell, new_markdown_cell, new_notebook
 
@@ -68,6 +69,29 @@ def test_wrong_values_are_refused_before_anything_starts(place, tmp_path, argume
     assert not list((tmp_path / "runs").rglob("*.html"))
 
 
+@pytest.mark.parametrize(
+    ("injected", "message"),
+    [
+        ({"scael": "demo"}, "this notebook has no parameter 'scael'; did you mean 'scale'? It has: scale, seeds"),
+        ({"workers": 2}, "this notebook has no parameter 'workers'"),
+        ({"seeds": 0}, "seeds must be a list of whole numbers"),
+        ({"scale": "papre"}, "scale must be one of smoke, demo, paper; got 'papre'"),
+    ],
+)
+def test_a_notebook_refuses_what_papermill_lets_through(place, tmp_path, injected, message):
+    place(
+        "07_small.ipynb",
+        "from cpt_core.parameters import check_parameters\nP = check_parameters(scale=scale, seeds=seeds)",
+        "print('went on')",
+    )
+    given, out = tmp_path / "notebooks" / "07_small.ipynb", tmp_path / "out.ipynb"
+    with pytest.raises(papermill.PapermillExecutionError) as refused:
+        papermill.execute_notebook(given, out, injected, progress_bar=False)
+    assert message in str(refused.value)
+    papermill.execute_notebook(given, out, {"seeds": [1]}, progress_bar=False)
+    assert "went on" in out.read_text()
+
+
 def test_report_of_real_rows(place, tmp_path):
     place("07_small.ipynb", "print(scale)")
     store = tmp_path / "runs" / "demo" / "image.jsonl"
@@ -108,5 +132,5 @@ def test_command_line_refuses_with_one_line():
 def test_command_line_helps():
     done = command("--help")
     assert done.returncode == 0
-    for name in ("reproduce", "notebooks", "download", "docs"):
+    for name in ("plan", "run", "results", "report", "reproduce", "notebooks", "download", "docs"):
         assert name in done.stdout

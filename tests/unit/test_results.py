@@ -93,7 +93,7 @@ def test_comparison_puts_the_papers_number_beside_ours(tmp_path, monkeypatch):
     assert out.loc["CR", "difference"] == pytest.approx(-1.5)
     assert out.loc["CR", "place"] == "made up for this test"
     assert np.isnan(out.loc["RR", "paper"])
-    assert out.loc["RR", "place"] == "drawn, no number printed"
+    assert out.loc["RR", "place"] == "not in the paper"
 
 
 def test_numbers_of_the_paper_say_where_they_stand():

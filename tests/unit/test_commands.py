@@ -1,0 +1,242 @@
+"""The command line: plans, runs, results, reports, and what it says to wrong input."""
+
+import base64
+import re
+import sys
+from dataclasses import replace
+
+import pandas as pd
+import pytest
+
+from cpt_core import __main__ as commands
+from cpt_core import grids, plan, report, results, stores
+from cpt_core.calibration import Calibration, measure, runs_per_gpu
+from cpt_core.grids import GRIDS
+from cpt_core.parameters import parse
+from cpt_core.paths import results_dir
+
+pytestmark = pytest.mark.filterwarnings("ignore::cpt_core.schedules.ShortCycleWarning")
+DIGITS = results_dir() / "image_digits.jsonl"
+
+
+@pytest.fixture(autouse=True)
+def place(tmp_path, monkeypatch):
+    monkeypatch.setenv("CPT_RUNS_DIR", str(tmp_path / "runs"))
+    return tmp_path
+
+
+@pytest.fixture
+def command(monkeypatch, capsys):
+    """Run a command as a user would and return (status, stdout, stderr)."""
+
+    def run(*words):
+        monkeypatch.setattr(sys, "argv", ["cpt_core", *words])
+        with pytest.raises(SystemExit) as end:
+            commands.main()
+        said = capsys.readouterr()
+        return end.value.code or 0, said.out, said.err
+
+    return run
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["plan", "figure_33"], "no grid 'figure_33'; did you mean 'figure_3'?"),
+        (["plan", "cifar10/resnet47"], "did you mean 'cifar10/resnet74'?"),
+        (["plan", "digits/mlp6", "--scale", "paper"], "no grid of digits/mlp6 has scale 'paper'"),
+        (["plan", "digits/mlp6", "--device", "tpu"], "unknown device 'tpu'"),
+        (["run"], "Missing argument 'grid'"),
+        (["run", "figure_3"], "'figure_3' is several grids; choose one of cifar10/resnet74"),
+        (["run", "voc2012/retinanet"], "cannot run yet: its task is not there"),
+        (["run", "digits/mlp7"], "no grid 'digits/mlp7'; did you mean 'digits/mlp6'?"),
+        (["run", "digits/mlp6", "--scale", "huge"], "has no scale 'huge'; choose from demo, smoke"),
+        (["run", "digits/mlp6", "--only", "schedule=XR"], "no schedule 'XR' in this grid; choose from LR, LT"),
+        (["run", "digits/mlp6", "--only", "shedule=CR"], "--only takes NAME=VALUE with schedule, savings, q_max"),
+        (["run", "digits/mlp6", "--only", "schedule"], "--only takes NAME=VALUE"),
+        (["run", "digits/mlp6", "--only", "schedule=CR", "savings=large"], "no run meets"),
+        (["run", "digits/mlp6", "--only", "q_max=6"], "no q_max '6' in this grid; choose from 8"),
+        (["run", "digits/mlp6", "--seeds", "0", "one"], "a seed is a whole number from 0 to 2147483647; got 'one'"),
+        (["run", "digits/mlp6", "--workers", "-3"], "workers must be a whole number of at least 0; got -3"),
+        (["run", "digits/mlp6", "--threads", "0"], "threads must be a whole number of at least 1"),
+        (["run", "digits/mlp6", "--timeout", "0"], "timeout must be more than 0 seconds"),
+        (["run", "digits/mlp6", "--executor", "ray"], "unknown executor 'ray'; choose from local, dask"),
+        (["run", "digits/mlp6", "--scheduler", "tcp://x:1"], "is for executor 'dask'"),
+        (["run", "digits/mlp6", "--retry"], "No such option"),
+        (["run", "cifar10/resnet74"], "python -m cpt_core download cifar10"),
+        (["results", "nowhere.jsonl"], "there is no file nowhere.jsonl"),
+        (["results", "--only", "arm=CR"], "no row has arm 'CR'; there is nothing: there are no rows"),
+        (["results", str(DIGITS), "--only", "arm=XR"], "no row has arm 'XR'; there is CR, CT"),
+        (["results", str(DIGITS), "--only", "colour=red"], "--only takes NAME=VALUE with arm, savings"),
+        (["results", str(DIGITS), "--csv", "no/such/folder/x.csv"], "Cannot save file into a non-existent directory"),
+        (["results", __file__], "line 1 is no JSON"),
+        (["report", "nowhere.jsonl"], "there is no file nowhere.jsonl"),
+        (["reproduce", "--notebook", "99"], "no notebook '99'; choose from 00"),
+        (["reproduce", "--scale", "big"], "scale must be one of smoke, demo, paper; got 'big'"),
+        (["reproduce", "-p", "seeds"], "a parameter is written NAME=VALUE; got 'seeds'"),
+        (["reproduce", "-p", "shedules=[CR]"], "unknown parameter 'shedules'; did you mean 'schedules'?"),
+        (["reproduce", "-p", "schedules=[XR]"], "schedules must be a list of LR"),
+        (["reproduce", "-p", "schedules=CR"], "schedules must be a list of LR"),
+        (["reproduce", "-p", "seeds=[zero]"], "seeds must be a list of whole numbers"),
+        (["reproduce", "-p", "workers=many"], "workers must be a whole number from 0 to 1024; got 'many'"),
+        (["reproduce", "-p", "workers=2", "workers=3"], "parameter 'workers' is given twice"),
+        (["reproduce", "--notebook", "00", "-p", "workers=2"], "no chosen notebook has a parameter 'workers'"),
+        (["download", "mnist"], "mnist"),
+        (["conquer"], "No such command 'conquer'"),
+    ],
+)  # fmt: skip
+def test_wrong_input_ends_with_one_clear_line_before_any_work(words, message, command, place, monkeypatch):
+    monkeypatch.setenv("CPT_DATA_DIR", str(place / "data"))
+    status, _, said = command(*words)
+    said = re.sub(r"[\s│╭╰─╮╯]+", " ", said)
+    assert status == 2, said
+    assert message in said
+    assert "Traceback" not in said
+    assert [p for p in (place / "runs").rglob("*.jsonl") if p.read_text()] == []
+
+
+@pytest.mark.parametrize("words", [["--help"], ["run", "--help"], ["plan", "--help"], ["results", "--help"]])
+def test_help(words, command):
+    status, out, _ = command(*words)
+    assert status == 0
+    assert "Usage" in out
+
+
+def test_a_plan_counts_what_is_done_failed_and_missing(command, place):
+    specs = grids.grid_specs("digits/mlp6", "smoke")
+    store = stores.store_path("smoke", "image")
+    for spec, status in zip(specs, ["ok", "diverged", "failed"], strict=False):
+        stores.append_row(store, {**stores.describe(spec), "status": status, "error": "x\ny", "seconds": 1.0})
+    frame = plan.plan("digits/mlp6", "smoke", measured=False)
+    assert frame.iloc[0][["runs", "done", "failed", "missing"]].tolist() == [12, 2, 1, 9]
+    status, out, _ = command("plan", "digits/mlp6", "--scale", "smoke", "--no-measure")
+    assert status == 0
+    assert "12 runs: 2 done, 1 failed, 9 missing" in out
+
+
+def test_a_plan_knows_the_price_before_anything_runs(monkeypatch):
+    known = Calibration(seconds_per_step=0.5, peak_memory=1, checkpoint=10**6, macs=1024 * 1000, batch=64)
+    monkeypatch.setattr(plan, "measure", lambda spec, device: known)
+    (line,) = plan.plan("digits/mlp6", "smoke").itertuples()
+    specs = grids.grid_specs("digits/mlp6", "smoke")
+    squares = sum(int(q * q + 16 * q) for spec in specs for q in spec.schedule.bits())
+    assert line.bitops == 1000 * squares
+    assert line.hours == pytest.approx(12 * 190 * 0.5 / 3600)
+    store = stores.store_path("smoke", "image")
+    row = {**stores.describe(specs[0]), "status": "ok", "seconds": 7.0, "device": "cpu"}
+    stores.append_row(store, row)
+    (line,) = plan.plan("digits/mlp6", "smoke").itertuples()
+    assert line.hours == pytest.approx(11 * 7.0 / 3600)  # what runs really took counts more than measured steps
+
+
+def test_every_figure_and_table_has_its_grids():
+    assert {grid.artefact for grid in GRIDS.values()} == {"table_1", *(f"figure_{i}" for i in range(3, 9))}
+    for name, grid in GRIDS.items():
+        assert (grid.make is None) == (grid.runs is not None), name
+        if grid.make is not None:
+            for scale in grid.scales:
+                specs = grids.grid_specs(name, scale)
+                assert len({s.key for s in specs}) == len(specs) > 10
+                if scale == "paper":
+                    assert len(specs) == 66
+    frame = plan.plan(measured=False)
+    assert len(frame) == len(GRIDS)
+    assert "its task is not there yet" in plan.text(frame)
+
+
+def test_a_measurement_is_kept_and_agrees_with_a_run(tmp_path):
+    (spec,) = grids.image("smoke", schedules=["CR"], static=[], seeds=[0], steps=20)
+    found = measure(spec)
+    assert found.macs * 1024 == 64 * (64 * 32 + 5 * 32 * 32 + 32 * 10) * 1024
+    assert 0 < found.seconds_per_step < 1
+    assert found.peak_memory > 10**8
+    assert found.checkpoint > 4 * (64 * 32 + 5 * 32 * 32 + 32 * 10) * 2  # weights and their momentum
+    assert measure(spec) == found  # not measured again: times would differ
+    bad = grids.image("paper", "cifar100", "resnet74", schedules=["CR"], static=[], seeds=[0], q_max=[8])[0]
+    bad = replace(bad, recipe=replace(bad.recipe, model="vgg"))
+    with pytest.raises(RuntimeError, match="vgg on cifar100 does not run here: KeyError: 'vgg'"):
+        measure(bad)
+
+
+def test_how_many_runs_share_a_gpu():
+    gigabyte = 2**30
+    assert runs_per_gpu(30 * gigabyte, 24 * gigabyte, 16) == 1  # it may not fit, but one is tried
+    assert runs_per_gpu(1 * gigabyte, 24 * gigabyte, 4) == 4  # no more than cores
+    assert runs_per_gpu(4 * gigabyte, 24 * gigabyte, 16) == 4
+
+
+def test_run_then_results_then_report(command, place):
+    words = ["run", "digits/mlp6", "--scale", "smoke", "--only", "schedule=CR,static 8", "--seeds", "0", "1"]
+    status, out, said = command(*words, "--workers", "0")
+    assert (status, said) == (0, "")
+    assert "4 runs" in out
+    assert "4 ok" in out
+    status, out, _ = command(
+        "results", "--only", "arm=CR", "seed=1", "--csv", str(place / "a.csv"), "--parquet", str(place / "a.parquet")
+    )
+    assert (status, "1 rows written" in out) == (0, True)
+    (line,) = pd.read_csv(place / "a.csv").itertuples()
+    assert (line.arm, line.seed, line.status, line.steps) == ("CR", 1, "ok", 190)
+    assert 0 < line.accuracy <= 1
+    same = pd.read_parquet(place / "a.parquet")
+    assert same.accuracy.iloc[0] == line.accuracy
+    assert same.dtypes["seed"] == "Int64"
+    status, out, _ = command("results")
+    assert "4 rows: 4 ok" in out
+    status, out, _ = command("report")
+    page = (place / "runs" / "report.html").read_text()
+    assert "95 runs stored" in page  # the committed rows; smoke runs are no result
+    assert "4 runs stored" not in page
+
+
+def test_a_failed_run_is_shown_with_its_reason_and_its_log(command, monkeypatch):
+    def fail(job, stop, report):
+        return {**stores.describe(job.spec), "status": "failed", "error": "Traceback\nValueError: no luck"}
+
+    monkeypatch.setattr("cpt_core.worker._row", fail)
+    status, out, said = command("run", "digits/mlp6", "--scale", "smoke", "--only", "schedule=CR", "--workers", "0")
+    assert status == 1
+    assert "1 failed" in out
+    assert "failed: CR seed 0: ValueError: no luck (log: " in said
+    assert "--retry-failed" in said
+
+
+def test_results_are_typed(tmp_path):
+    assert results.load(tmp_path / "none.jsonl").dtypes.to_dict() == results.table([]).dtypes.to_dict()
+    runs = results.load(DIGITS)
+    assert runs.dtypes.drop([c for c in runs if c not in results.TYPES]).to_dict().keys() == results.TYPES.keys()
+    assert {str(runs[c].dtype) for c in ("seed", "q_max", "steps")} == {"Int64"}
+    assert runs.accuracy.between(0, 1).all()
+    assert len(runs) == len(set(runs.key)) == 105
+
+
+def test_parameters_of_notebooks_as_words():
+    assert parse(["schedules=[]", "scale=paper", "n_cycles=4"]) == {"schedules": [], "scale": "paper", "n_cycles": 4}
+    assert parse(["schedules=['CR', \"RR\"]"]) == {"schedules": ["CR", "RR"]}
+
+
+def test_the_report_is_one_page_that_needs_nothing_else(place):
+    page = report.write_report().read_text()
+    assert re.findall(r"(?:src|href)=['\"](?!data:)[^'\"]*", page) == []
+    assert not re.search(r"https?://|<script|@import|url\(", page)
+    images = re.findall(r"src='data:image/png;base64,([^']*)'", page)
+    assert len(images) == 5  # figure 2 and four experiments
+    assert all(base64.b64decode(i).startswith(b"\x89PNG") for i in images)
+    runs = results.load(DIGITS)
+    network = runs[(runs.model == "mlp6") & (runs.q_min == 3) & (runs.arm == "CR")]
+    assert f"<td>{100 * network.accuracy.mean():.1f}</td>" in page
+    for words in (
+        "Rank correlation of cost and accuracy over 11 arms: 0.61 [0.45, 0.76] (95 % bootstrap over 5 seeds)",
+        "92.23 %", "table 1, +-0.09", "its task is not there yet", "Pareto front", "data/results/image_digits.jsonl",
+        "the authors choose it on the test set",
+    ):  # fmt: skip
+        assert words in page
+    empty = report.write_report([], place / "empty.html").read_text()
+    assert "No rows are stored yet" in empty
+
+
+def test_pareto_front():
+    rows = pd.DataFrame(
+        {"relative_cost": [1.0, 0.5, 0.5, 0.7, 0.2, 0.9], "mean": [0.9, 0.8, 0.7, 0.8, float("nan"), 0.85]}
+    )
+    assert results.pareto(rows).tolist() == [True, True, False, False, False, True]
