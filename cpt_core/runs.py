@@ -110,16 +110,15 @@ Execute = Callable[[list[Job], "Signals", "Live"], Iterator[Outcome]]
 
 def _sweep(jobs: list[Job], execute: Execute, progress: bool | None) -> None:
     with Signals() as signals, Live(jobs, _interactive() if progress is None else progress) as live:
-        busy = []
-        for outcome in execute(jobs, signals, live):
-            live.ended(outcome)
-            if outcome.status == "busy":
-                busy.append(outcome.key)
-        if busy and not signals.stop.is_set():  # another sweep has these: wait for it, and take over if it dies
-            live.note("waiting for another sweep")
-            waiting = [replace(job, wait=True) for job in jobs if job.spec.key in busy]
-            for outcome in execute(waiting, signals, live):
+        while jobs and not signals.stop.is_set():
+            again = set()
+            for outcome in execute(jobs, signals, live):
                 live.ended(outcome)
+                if outcome.row is None:
+                    again.add(outcome.key)
+            # Another sweep has these (wait for it, and take over if it dies), or somebody ended their processes.
+            jobs = [replace(job, wait=True) for job in jobs if job.spec.key in again]
+            live.note("waiting for another sweep" if jobs else "")
         if signals.stop.is_set():
             raise KeyboardInterrupt(f"stopped with {live.summary()}; the same command goes on from here")
 
@@ -351,7 +350,7 @@ class Live:
             return
         self.drawn = time.monotonic()
         left = self.seconds_left()
-        parts = [f"{len(self.now)} running", f"{len(self.failed)} failed"]
+        parts = [f"{len(self.now)} running" if self.now or self.done else "starting", f"{len(self.failed)} failed"]
         parts += [f"about {_words(left)} left"] if left and self.now else []
         parts += [self.text] if self.text else []
         self.bar.set_postfix_str(", ".join(parts))

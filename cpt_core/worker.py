@@ -102,7 +102,7 @@ def run_one(job: Job, should_stop: Callable[[], bool] | None = None, report: Rep
             stores.check_free(store)
             row = _row(job, stop, report)
             if lost.is_set():
-                return Outcome(key, "stopped")
+                return Outcome(key, "busy")
             stores.append_row(store, row)
             if row["status"] != "failed":
                 stores.place(store, "checkpoints", key).unlink(missing_ok=True)
@@ -110,7 +110,7 @@ def run_one(job: Job, should_stop: Callable[[], bool] | None = None, report: Rep
     except Timeout:
         return Outcome(key, "stopped" if stop() else "busy")
     except Stopped:
-        return Outcome(key, "stopped")
+        return Outcome(key, "busy" if lost.is_set() else "stopped")
     except StoreError:
         raise
     except OSError as error:  # the claim itself could not be written
