@@ -14,10 +14,11 @@ import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import torch
+from filelock import FileLock
 
-from cpt_core import stores
 from cpt_core.bitops import count_bitops
 from cpt_core.convert import PRESETS, quantize_
 from cpt_core.paths import runs_dir
@@ -59,7 +60,7 @@ def measure(spec: RunSpec, device: str = "auto", fresh: bool = False) -> Calibra
     """
     path = runs_dir() / "calibration.json"
     key = _key(spec, device)
-    known = json.loads(path.read_text()) if path.exists() else {}
+    known = _known(path)
     if key in known and not fresh:
         return Calibration(**known[key])
     with tempfile.TemporaryDirectory() as folder:
@@ -69,12 +70,18 @@ def measure(spec: RunSpec, device: str = "auto", fresh: bool = False) -> Calibra
         raise RuntimeError(f"{spec.recipe.model} on {spec.recipe.dataset} does not run here: {row['error']}")
     found = Calibration(**row)
     path.parent.mkdir(parents=True, exist_ok=True)
-    with stores.lease(path.with_suffix(".lock")):
-        known = json.loads(path.read_text()) if path.exists() else {}
+    with FileLock(path.with_suffix(".lock")):
         temporary = path.with_suffix(f".{os.getpid()}.tmp")
-        temporary.write_text(json.dumps({**known, key: asdict(found)}, indent=1))
+        temporary.write_text(json.dumps({**_known(path), key: asdict(found)}, indent=1))
         os.replace(temporary, path)
     return found
+
+
+def _known(path: Path) -> dict[str, dict[str, Any]]:
+    try:
+        return json.loads(path.read_text())
+    except (FileNotFoundError, ValueError):  # none yet, or damaged: it is measured again
+        return {}
 
 
 def runs_per_gpu(peak_memory: int, total_memory: int, cores: int) -> int:

@@ -1,20 +1,21 @@
-"""The same runs on a Dask cluster: an existing scheduler, or workers of this machine that listen on loopback only.
+"""The same runs on a Dask cluster: an existing scheduler, or one of this machine that listens on loopback only.
 
 Workers need this package, the data, and the folder of the store on a file system that all of them share. Every run is
 a process of its own beside its worker, so a run that dies does not take the worker with it; when a worker dies, its
-run writes a checkpoint, and another worker goes on from there. Needs the extra ``cluster``.
+run writes a checkpoint, and another worker goes on from there. A file beside the store tells the workers to go on or
+to stop. Needs the extra ``cluster``.
 """
 
 from __future__ import annotations
 
 import logging
 import multiprocessing
-import os
 import time
 import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -40,79 +41,79 @@ def dask_outcomes(
     live: Any,
     *,
     scheduler: str | None,
-    workers: int | None,
-    per_gpu: int | None,
+    slots: list[int | None],
+    per_gpu: int,
 ) -> Iterator[Outcome]:
     """Send the jobs to a cluster and yield what becomes of them.
 
-    One job takes one thread of a worker. Where workers have a resource ``GPU``, it takes ``1 / per_gpu`` of it.
+    One job takes one thread of a worker. Where workers of an existing cluster have a resource ``GPU``, it takes
+    ``1 / per_gpu`` of it. ``slots`` are the runs at a time on this machine, each with its GPU or None.
 
     Raises:
-        ValueError: when the scheduler cannot be reached, or the workers do not see the folder of the store.
+        ValueError: when the scheduler cannot be reached, or a worker does not see the folder of the store.
         DataNotFoundError: when a worker does not find the data of a run.
     """
-    token = stores.place(jobs[0].store, "leases", f"sweep-{uuid.uuid4().hex}")
-    token.parent.mkdir(parents=True, exist_ok=True)
-    token.touch()  # workers that do not see it do not share the file system
+    sign = stores.place(jobs[0].store, "leases", f"sweep-{uuid.uuid4().hex}")
+    sign.parent.mkdir(parents=True, exist_ok=True)
+    sign.write_text("go")
     try:
-        with _client(scheduler, workers, per_gpu or 1) as client:
-            gpus = any(w["resources"].get("GPU") for w in client.scheduler_info()["workers"].values())
-            resources = {"GPU": 1 / (per_gpu or 1)} if gpus else None
+        with _client(scheduler, len(slots)) as client:
+            live.note("waiting for workers")
+            while not client.nthreads() and not signals.stop.is_set():
+                live.refresh()
+                time.sleep(0.2)
+            live.note("")
+            workers = client.scheduler_info()["workers"].values()
+            gpus = scheduler is not None and any(worker["resources"].get("GPU") for worker in workers)
+            submit = partial(client.submit, pure=False, resources={"GPU": 1 / per_gpu} if gpus else None)
             recipes = {job.spec.recipe: job.spec for job in jobs}
-            for check in client.map(_check, list(recipes.values()), [str(token)] * len(recipes), pure=False):
-                check.result()
-            futures = {
-                client.submit(_work, job, str(token), key=f"{job.spec.key}-{token.stem}", resources=resources): job
-                for job in jobs
-            }
-            yield from _collect(client, futures, signals, live, token)
+            checks = {submit(_check, spec, str(sign)): spec for spec in recipes.values()}
+            for _ in _results(checks, signals, live, sign):
+                pass
+            if not signals.stop.is_set():
+                futures = {submit(_work, job, str(sign), slots): job for job in jobs}
+                for future, job in _results(futures, signals, live, sign):
+                    live.at_once = sum(client.nthreads().values())
+                    died = isinstance(future.exception(), distributed.KilledWorker)
+                    yield record_loss(job, "its workers died again and again") if died else future.result()
     finally:
-        token.unlink(missing_ok=True)
+        with suppress(OSError):
+            sign.write_text("stop")  # to the runs that a second Ctrl-C or an error leaves behind
+            sign.unlink()
 
 
-def _collect(client: Any, futures: dict[Any, Job], signals: Any, live: Any, token: Path) -> Iterator[Outcome]:
+def _results(futures: dict[Any, Any], signals: Any, live: Any, sign: Path) -> Iterator[tuple[Any, Any]]:
+    """Yield the futures as they end, all of them: a sweep that stops waits for the checkpoints of its runs."""
     pending = set(futures)
     while pending:
         live.refresh()
-        if signals.stop.is_set() and token.exists():
-            token.unlink()  # the workers' sign to stop
-            client.cancel([f for f in pending if f.status == "pending"], force=False)
-        if signals.kill.is_set():
-            client.cancel(list(pending), force=True)
-            return
-        with suppress(TimeoutError, distributed.TimeoutError):
-            distributed.wait(list(pending), timeout=0.5, return_when="FIRST_COMPLETED")
-        for future in [f for f in pending if f.status != "pending"]:
+        if signals.stop.is_set() and sign.read_text() != "stop":
+            sign.write_text("stop")
+        for future in [f for f in pending if f.done()]:
             pending.discard(future)
-            job = futures[future]
-            if future.status == "finished":
-                yield future.result()
-            elif future.status == "cancelled":
-                yield Outcome(job.spec.key, "stopped")
-            else:
-                error = future.exception()
-                if not isinstance(error, distributed.KilledWorker):
-                    signals.stop.set()
-                    token.unlink(missing_ok=True)
-                    raise error
-                yield record_loss(job, f"its workers died again and again: {error}")
+            yield future, futures[future]
+        time.sleep(0.1)
 
 
-def _check(spec: RunSpec, token: str) -> None:
-    _see(token)
+def _check(spec: RunSpec, sign: str) -> None:
+    _told_to_stop(sign)
     task_of(spec)(spec, torch.device("cpu"))
 
 
-def _see(token: str) -> None:
-    if not Path(token).exists():
+def _told_to_stop(sign: str) -> bool:
+    try:
+        return Path(sign).read_text() == "stop"
+    except FileNotFoundError:
         raise ValueError(
-            f"the worker at {distributed.get_worker().address} does not see {Path(token).parent}: the store must be on "
+            f"the worker at {distributed.get_worker().address} does not see {Path(sign).parent}: the store must be on "
             "a file system that all workers share (set CPT_RUNS_DIR)"
-        )
+        ) from None
 
 
-def _work(job: Job, token: str) -> Outcome:
+def _work(job: Job, sign: str, slots: list[int | None]) -> Outcome:
     """What a worker does: one run in a process of its own."""
+    if _told_to_stop(sign):
+        return Outcome(job.spec.key, "stopped")
     # Dask's nannies mark their workers as daemons, which may not start processes; ours end by themselves when the
     # worker dies.
     multiprocessing.current_process()._config["daemon"] = False  # type: ignore[attr-defined]
@@ -120,17 +121,17 @@ def _work(job: Job, token: str) -> Outcome:
 
     def stopped() -> bool:
         if not asked[1] and time.monotonic() - asked[0] > STOP_SECONDS:
-            asked[:] = [time.monotonic(), not Path(token).exists()]
+            with suppress(OSError):
+                asked[:] = [time.monotonic(), not Path(sign).exists() or Path(sign).read_text() == "stop"]
         return bool(asked[1])
 
-    worker = distributed.get_worker()
-    if isinstance(worker.name, int) and torch.cuda.device_count():  # one of a cluster on this machine
-        job = replace(job, gpu=worker.name % torch.cuda.device_count())
+    if slots:  # a cluster of this machine, whose workers are numbered
+        job = replace(job, gpu=slots[distributed.get_worker().name])
     return supervise(job, should_stop=stopped)
 
 
 @contextmanager
-def _client(scheduler: str | None, workers: int | None, per_gpu: int) -> Iterator[Any]:
+def _client(scheduler: str | None, workers: int) -> Iterator[Any]:
     if scheduler is not None:
         try:
             client = distributed.Client(scheduler, timeout=CONNECT_SECONDS)
@@ -139,12 +140,12 @@ def _client(scheduler: str | None, workers: int | None, per_gpu: int) -> Iterato
         with client:
             yield client
         return
-    gpus = torch.cuda.device_count()
     with (
         distributed.LocalCluster(
-            n_workers=workers or gpus or os.cpu_count(),
-            threads_per_worker=per_gpu if gpus else 1,
-            resources={"GPU": 1} if gpus else None,
+            n_workers=workers,
+            threads_per_worker=1,
+            processes=False,  # the runs are processes; and so Ctrl-C reaches nobody but this one
+            protocol="tcp://",
             host="127.0.0.1",  # nobody else can reach it
             dashboard_address=None,
             silence_logs=logging.ERROR,

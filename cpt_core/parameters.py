@@ -9,6 +9,8 @@ papermill passes misspelt parameters on without an error; the notebooks and the 
 from __future__ import annotations
 
 import ast
+import atexit
+import shutil
 import sys
 import tempfile
 from collections.abc import Callable, Sequence
@@ -48,9 +50,10 @@ PARAMETERS: dict[str, Parameter] = {
     ),
     "model": Parameter("the name of a model, or '' for the first of the data set", lambda v: isinstance(v, str)),
     "preset": Parameter(f"one of {', '.join(PRESETS)}", lambda v: v in PRESETS),
-    "schedules": Parameter(f"a list of {', '.join(SUITE)}", lambda v: _list_of(v, lambda s: s in SUITE)),
+    "schedules": Parameter(f"a list of {', '.join(SUITE)}", lambda v: _list_of(v, lambda s: s in list(SUITE))),
     "seeds": Parameter(
-        "a list of whole numbers, [] for the recipe's", lambda v: _list_of(v, lambda s: _whole(s, 0, 2**31))
+        "a list of whole numbers from 0 to 2147483647, [] for the recipe's",
+        lambda v: _list_of(v, lambda s: _whole(s, 0, 2**31 - 1)),
     ),
     "q_min": Parameter("a whole number from 1 to 32", lambda v: _whole(v, 1, 32)),
     "q_max": Parameter("a whole number from 1 to 32", lambda v: _whole(v, 1, 32)),
@@ -90,8 +93,11 @@ def check_parameters(**given: Any) -> Parameters:
     scale = given.get("scale", "smoke")
     if "dataset" in given:
         recipe(scale, given["dataset"], given.get("model") or None, given.get("preset", "ours"))
-    fresh = Path(tempfile.mkdtemp(prefix="cpt-smoke-")) / "image.jsonl" if scale == "smoke" else None
-    return Parameters(dict(given), fresh or store_path(scale, "image"))
+    if scale != "smoke":
+        return Parameters(dict(given), store_path(scale, "image"))
+    folder = tempfile.mkdtemp(prefix="cpt-smoke-")
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    return Parameters(dict(given), Path(folder) / "image.jsonl")
 
 
 def parse(assignments: Sequence[str]) -> dict[str, Any]:

@@ -13,9 +13,9 @@ from tqdm.auto import tqdm
 
 from cpt_core import cost, stores
 from cpt_core.calibration import measure
-from cpt_core.grids import find_grids
+from cpt_core.grids import GRIDS, find_grids
 from cpt_core.specs import RunSpec
-from cpt_core.worker import choose_device, device_name
+from cpt_core.worker import DEVICES, choose_device, device_name
 
 CURVE_BYTES = 8  # of a step in the curve, and of a run besides: its row and its log (both measured, generously)
 RUN_BYTES = 20_000
@@ -48,6 +48,8 @@ def plan(
         ValueError: for an unknown name, or a scale that none of the grids has.
     """
     found = find_grids(name)
+    if device not in DEVICES:
+        raise ValueError(f"unknown device {device!r}; choose from {', '.join(DEVICES)}")
     if scale is not None and not any(scale in grid.scales for grid in found.values()):
         raise ValueError(f"no grid of {name or 'these'} has scale {scale!r}")
     lines = []
@@ -126,7 +128,7 @@ def text(frame: pd.DataFrame) -> str:
     shown["bitops"] = [number(v, "{:.2e}") for v in frame.bitops]
     shown["hours"] = [number(v, "{:.1f}" if v >= 1 else "{:.3f}") for v in frame.hours]
     shown["disk"] = [number(v, "{:,.0f} MB") for v in frame.disk]
-    ready = frame[frame.note == ""]
+    ready = frame[[GRIDS[name].make is not None for name in frame.grid]]
     lines = [
         shown.to_string(index=False),
         "",

@@ -66,12 +66,8 @@ def write_report(files: Sequence[Path] | None = None, out: Path | None = None) -
     if files is None:
         own = [p for p in sorted(runs_dir().glob("*/*.jsonl")) if p.parent.name != "smoke"]
         files = [*sorted(results_dir().glob("*.jsonl")), *own]
-    held: dict[str, tuple[Row, Path]] = {}
-    for path in files:
-        for row in load_rows(path):
-            if row["spec"]["scale"] != "smoke":
-                held[row["key"]] = (row, path)
-    rows = [row for row, _ in held.values()]
+    of = {path: [row for row in load_rows(path) if row["spec"]["scale"] != "smoke"] for path in files}
+    rows = list(stores.newest(row for part in of.values() for row in part).values())
     experiments = [_experiment(part) for part in _experiments(rows)]
     parts = [
         "<h1>Cyclic precision training: figures and tables from stored runs</h1>",
@@ -89,7 +85,7 @@ def write_report(files: Sequence[Path] | None = None, out: Path | None = None) -
         + "".join(f"<li>{_words(e)} <span class='note'>{p}</span></li>" for p, e in harvest("Differs"))
         + "</ul>",
         "<h2>Where this comes from</h2>",
-        _sources(held),
+        _sources(of),
         _versions(),
     ]
     out = out or runs_dir() / "report.html"
@@ -133,13 +129,12 @@ def _paper_numbers(rows: list[Row]) -> str:
     return pd.DataFrame(lines, columns=columns).to_html(index=False, border=0, classes="left")
 
 
-def _sources(held: dict[str, tuple[Row, Path]]) -> str:
+def _sources(files: dict[Path, list[Row]]) -> str:
     """Every store with its devices, versions, commits and times."""
-    files: dict[Path, list[Row]] = {}
-    for row, path in held.values():
-        files.setdefault(path, []).append(row)
     lines = []
     for path, rows in files.items():
+        if not rows:
+            continue
         where = [row["provenance"] for row in rows]
         commits = {(w["commit"] or "none")[:8] + (" with changes" if w["dirty"] else "") for w in where}
         torch = {w["versions"]["torch"] for w in where}

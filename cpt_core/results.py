@@ -18,7 +18,7 @@ from scipy import stats
 
 from cpt_core.paths import paper_dir, runs_dir
 from cpt_core.schedules import SUITE
-from cpt_core.stores import Row, load_rows
+from cpt_core.stores import Row, load_rows, newest
 
 # --- tables ---------------------------------------------------------------------------------------
 
@@ -32,7 +32,7 @@ TYPES = {
 
 
 def load(*stores: Path) -> pd.DataFrame:
-    """Return one typed line per run, the newest of every key, from the given stores or from all under ``runs/``.
+    """Return one typed line per run, the row that counts of every key, from the stores given or all under ``runs/``.
 
     Columns: those of ``TYPES``, then the test metrics as float64 (see ``table``).
 
@@ -40,7 +40,7 @@ def load(*stores: Path) -> pd.DataFrame:
         ValueError: for a file that is no store, see ``load_rows``.
     """
     files = stores or tuple(sorted(runs_dir().glob("*/*.jsonl")))
-    return table([row for file in files for row in load_rows(Path(file))])
+    return table(newest(row for file in files for row in load_rows(Path(file))).values())
 
 
 def table(rows: Iterable[Row]) -> pd.DataFrame:

@@ -63,9 +63,10 @@ def run_grid(
             of the GPUs allow. With ``scheduler`` the cluster decides.
         threads: CPU threads of a run. Results depend on it in the last digits.
         device: "auto" takes CUDA where there is one, but always the CPU at smoke scale; or "cpu", "cuda".
-        per_gpu: runs that share a GPU; None takes as many as fit, measured before they start.
+        per_gpu: runs that share a GPU; None takes as many as fit, measured before they start (one on a cluster that
+            is there already).
         scheduler: address of a Dask scheduler such as "tcp://10.0.0.5:8786"; None starts a cluster on this machine.
-        timeout: seconds after which a run is failed.
+        timeout: seconds after which a run is failed; not with ``workers=0``.
         retry_failed: run specs again whose newest row says "failed"; they go on from their last checkpoint.
         checkpoint_seconds: time between checkpoints of a run.
         progress: show a line with what is done and how long the rest takes; None shows it to people only.
@@ -88,7 +89,8 @@ def run_grid(
         if executor == "dask":
             from cpt_core.cluster import dask_outcomes
 
-            execute = partial(dask_outcomes, scheduler=scheduler, workers=workers, per_gpu=per_gpu)
+            slots = [] if scheduler is not None else _slots(todo, workers, threads, device, per_gpu)
+            execute = partial(dask_outcomes, scheduler=scheduler, slots=slots, per_gpu=per_gpu or 1)
         else:
             for spec in {spec.recipe: spec for spec in todo}.values():  # missing data stop the sweep, not every run
                 choose_device(device, spec)
@@ -144,6 +146,10 @@ def _check(
     for name, value, least in (("workers", workers, 0), ("threads", threads, 1), ("per_gpu", per_gpu, 1)):
         if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < least):
             raise ValueError(f"{name} must be a whole number of at least {least}; got {value!r}")
+    if workers == 0 and executor == "dask":
+        raise ValueError("workers=0 runs everything in this process; executor 'dask' needs at least 1")
+    if workers == 0 and timeout is not None:
+        raise ValueError(f"timeout={timeout} needs runs in processes of their own; got workers=0")
     if timeout is not None and not timeout > 0:
         raise ValueError(f"timeout must be more than 0 seconds; got {timeout!r}")
     if not checkpoint_seconds >= 0:
@@ -227,11 +233,18 @@ def _slots(
     gpus = torch.cuda.device_count()
     if gpus == 0 or all(choose_device(device, spec) == "cpu" for spec in specs):
         return [None] * (workers or cores)
-    if per_gpu is None:
-        total = min(torch.cuda.get_device_properties(i).total_memory for i in range(gpus))
+    if workers is None:
+        workers = gpus * (per_gpu or _fitting(specs, device, gpus, cores))
+    return [i % gpus for i in range(workers)]
+
+
+def _fitting(specs: Sequence[RunSpec], device: str, gpus: int, cores: int) -> int:
+    total = min(torch.cuda.get_device_properties(i).total_memory for i in range(gpus))
+    try:
         peak = max(measure(spec, device).peak_memory for spec in {s.recipe: s for s in specs}.values())
-        per_gpu = runs_per_gpu(peak, total, max(1, cores // gpus))
-    return [i % gpus for i in range(workers or gpus * per_gpu)]
+    except RuntimeError:
+        return 1  # one of them does not run at all: it will fail alone, with its reason
+    return runs_per_gpu(peak, total, max(1, cores // gpus))
 
 
 # --- signals --------------------------------------------------------------------------------------
@@ -282,6 +295,7 @@ class Live:
         self.done: set[str] = set()
         self.failed: set[str] = set()
         self.text = ""
+        self.at_once = 0  # runs at a time, where they do not report how far they are
         self.drawn = 0.0
         line = "{desc} {n_fmt}/{total_fmt} |{bar:20}| {elapsed}{postfix}"
         self.bar = tqdm(total=len(jobs), desc="runs", disable=not shown, bar_format=line)
@@ -294,7 +308,7 @@ class Live:
         self.refresh()
         self.bar.close()
 
-    def report(self, key: str, step: int, steps: int, seconds: float) -> None:
+    def report(self, key: str, step: int) -> None:
         """Note how far a run is."""
         moment = (step, time.monotonic())
         self.now[key] = moment
@@ -335,7 +349,7 @@ class Live:
             for key, steps in self.steps.items()
             if key not in self.done
         ]
-        return max(sum(left) / max(1, len(now)), max(left, default=0.0)) if left else 0.0
+        return max(sum(left) / max(1, len(now), self.at_once), max(left, default=0.0)) if left else 0.0
 
     def summary(self) -> str:
         """Return the counts in words."""
@@ -350,8 +364,9 @@ class Live:
             return
         self.drawn = time.monotonic()
         left = self.seconds_left()
-        parts = [f"{len(self.now)} running" if self.now or self.done else "starting", f"{len(self.failed)} failed"]
-        parts += [f"about {_words(left)} left"] if left and self.now else []
+        running = len(self.now) or min(self.at_once, len(self.steps) - len(self.done))
+        parts = [f"{running} running" if running or self.done else "starting", f"{len(self.failed)} failed"]
+        parts += [f"about {_words(left)} left"] if left and running else []
         parts += [self.text] if self.text else []
         self.bar.set_postfix_str(", ".join(parts))
 

@@ -17,23 +17,24 @@ import os
 import platform
 import shutil
 import subprocess
-from collections.abc import Callable
+from collections.abc import Iterable
 from datetime import UTC, datetime
 from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 import pandas as pd
-from filelock import SoftFileLease
+from filelock import FileLock, Timeout
 
 from cpt_core import cost
+from cpt_core.leases import Lease
 from cpt_core.paths import ROOT, runs_dir
 from cpt_core.specs import RunSpec
 
 SCHEMA_VERSION = 1
 Row = dict[str, Any]
 STATUSES = ("ok", "diverged", "failed")
-LEASE_SECONDS = 60.0  # a holder that gives no sign of life for so long loses its run to whoever asks
+LOCK_SECONDS = 60.0  # appending takes milliseconds: after this long something is wrong with the file system
 FREE_BYTES = 200 * 2**20  # a run is not started with less room on the disk than this
 _ENDINGS = {"curves": ".parquet", "checkpoints": ".pt", "leases": ".lease", "logs": ".log"}
 
@@ -52,20 +53,19 @@ def place(store: Path, kind: str, key: str) -> Path:
     return store.parent / f"{store.stem}.{kind}" / f"{key}{_ENDINGS[kind]}"
 
 
-def lease(path: Path, on_compromise: Callable[[Any], None] | None = None) -> SoftFileLease:
-    """Return a claim on ``path``: a marker file with a heartbeat, which works on shared file systems too.
-
-    A holder that died on this machine loses it at once, one on another machine after ``LEASE_SECONDS``.
-    """
-    path.parent.mkdir(parents=True, exist_ok=True)
-    return SoftFileLease(path, lease_duration=LEASE_SECONDS, on_compromise=on_compromise)
+def lease(store: Path, key: str) -> Lease:
+    """Return the claim on a run: who holds it does the run, the others leave it alone."""
+    return Lease(place(store, "leases", key))
 
 
 # --- rows -----------------------------------------------------------------------------------------
 
 
-def append_row(store: Path, row: Row) -> None:
-    """Append a row as one line; a torn last line of an interrupted writer is cut off first.
+def append_row(store: Path, row: Row) -> Row:
+    """Append a row as one line and return the row that counts.
+
+    A finished row of the same run stays: then nothing is appended, and that row is returned. A torn last line of an
+    interrupted writer is cut off first.
 
     Raises:
         StoreError: when it cannot be written; the file is then as it was before.
@@ -73,14 +73,15 @@ def append_row(store: Path, row: Row) -> None:
     """
     line = (json.dumps(row, sort_keys=True, allow_nan=False) + "\n").encode()
     try:
-        with lease(store.with_name(store.name + ".lock")), open(store, "a+b", buffering=0) as f:
-            end = f.seek(0, os.SEEK_END)
-            if end:
-                f.seek(end - 1)
-                if f.read(1) != b"\n":
-                    f.seek(0)
-                    end = f.read().rfind(b"\n") + 1
-                    f.truncate(end)
+        with _lock(store), open(store, "a+b", buffering=0) as f:
+            f.seek(0)
+            content = f.read()
+            end = content.rfind(b"\n") + 1
+            held = newest(_parse(store, content[:end])).get(row["key"])
+            if held is not None and held["status"] != "failed":
+                return held
+            if end < len(content):
+                f.truncate(end)
             try:
                 if f.write(line) != len(line):
                     raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
@@ -90,6 +91,12 @@ def append_row(store: Path, row: Row) -> None:
                 raise
     except OSError as error:
         raise StoreError(f"cannot write {store}: {error.strerror or error}; the run's checkpoint is kept") from error
+    return row
+
+
+def _lock(store: Path) -> FileLock:
+    """Return the lock of a store. It is the operating system's, so it ends with its holder, however that ends."""
+    return FileLock(store.with_name(store.name + ".lock"), timeout=LOCK_SECONDS)
 
 
 def load_rows(store: Path) -> list[Row]:
@@ -100,9 +107,24 @@ def load_rows(store: Path) -> list[Row]:
     """
     if not Path(store).exists():
         return []
-    newest: dict[str, Row] = {}
-    lines = Path(store).read_bytes().split(b"\n")[:-1]  # what follows the last newline is torn, or nothing
-    for number, line in enumerate(lines, 1):
+    content = Path(store).read_bytes()
+    # what follows the last newline is torn, or nothing
+    return list(newest(_parse(store, content[: content.rfind(b"\n") + 1])).values())
+
+
+def newest(rows: Iterable[Row]) -> dict[str, Row]:
+    """Return the row of every key that counts: the last one, but no failure where there is a result."""
+    out: dict[str, Row] = {}
+    for row in rows:
+        held = out.get(row["key"])
+        if held is None or row["status"] != "failed" or held["status"] == "failed":
+            out[row["key"]] = row
+    return out
+
+
+def _parse(store: Path, content: bytes) -> list[Row]:
+    rows = []
+    for number, line in enumerate(content.split(b"\n")[:-1], 1):
         try:
             row = json.loads(line)
         except (json.JSONDecodeError, UnicodeDecodeError) as error:
@@ -113,8 +135,8 @@ def load_rows(store: Path) -> list[Row]:
         missing = [name for name in ("key", "spec", "status") if name not in row]
         if missing:
             raise ValueError(f"{store}, line {number} has no {', '.join(missing)}")
-        newest[row["key"]] = row
-    return list(newest.values())
+        rows.append(row)
+    return rows
 
 
 def find_row(store: Path, key: str) -> Row | None:
@@ -129,8 +151,10 @@ def check_writable(store: Path) -> None:
         store.parent.mkdir(parents=True, exist_ok=True)
         if store.is_dir():
             raise IsADirectoryError(errno.EISDIR, "it is a folder, not a file of rows")
-        with open(store, "ab"), lease(store.with_name(store.name + ".lock")):
+        with open(store, "ab"), _lock(store):
             pass
+    except Timeout as error:
+        raise StoreError(f"cannot write {store}: {error.lock_file} is held by another process") from error
     except OSError as error:
         raise StoreError(f"cannot write {store}: {error.strerror or error}; nothing was started") from error
     check_free(store)
@@ -170,6 +194,13 @@ def write_curve(store: Path, key: str, history: dict[str, list[Any]]) -> None:
     except OSError as error:
         temporary.unlink(missing_ok=True)
         raise StoreError(f"cannot write {path}: {error.strerror or error}; the run's checkpoint is kept") from error
+
+
+def clean(store: Path, key: str) -> None:
+    """Remove what writers of this run left half written when they were killed. Only its holder may call this."""
+    for kind in ("checkpoints", "curves"):
+        for path in place(store, kind, key).parent.glob(f"{key}.*.tmp"):
+            path.unlink(missing_ok=True)
 
 
 def load_curve(store: Path, key: str) -> pd.DataFrame:

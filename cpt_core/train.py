@@ -251,7 +251,7 @@ def _save(
         "optimizer": optimizer.state_dict(),
         "precision": scheduler.state_dict(),
         "random": torch.get_rng_state(),
-        "random_cuda": torch.cuda.get_rng_state_all() if torch.cuda.is_available() else [],
+        "random_cuda": torch.cuda.get_rng_state() if torch.cuda.is_initialized() else None,  # of this run's GPU
     }
     temporary = path.with_suffix(f".{os.getpid()}.tmp")
     try:
@@ -276,8 +276,8 @@ def _load(
     optimizer.load_state_dict(content["optimizer"])
     scheduler.load_state_dict(content["precision"])
     torch.set_rng_state(content["random"])
-    if torch.cuda.is_available() and content["random_cuda"]:
-        torch.cuda.set_rng_state_all(content["random_cuda"])
+    if content["random_cuda"] is not None and torch.cuda.is_available():
+        torch.cuda.set_rng_state(content["random_cuda"])
 
 
 def task_of(spec: RunSpec) -> type[Task]:

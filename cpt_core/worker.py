@@ -25,7 +25,6 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
-from filelock import Timeout
 
 from cpt_core import stores
 from cpt_core.specs import RunSpec
@@ -37,7 +36,7 @@ DEVICES = ("auto", "cpu", "cuda")
 GRACE_SECONDS = 60.0  # for the checkpoint of a run whose time is up
 # Keep freed memory instead of faulting it in again for every temporary tensor: 10-30 % faster steps on a CPU.
 ALLOCATOR = {"MALLOC_MMAP_THRESHOLD_": "1073741824", "MALLOC_TRIM_THRESHOLD_": "4294967296"}
-Report = Callable[[int, int, float], None]  # step, steps, seconds
+Report = Callable[[int], None]  # optimizer steps done
 
 
 @dataclass(frozen=True)
@@ -53,7 +52,7 @@ class Job:
         checkpoint_seconds: time between checkpoints.
         timeout: seconds after which a run is failed, or None.
         retry_failed: run again what failed before.
-        wait: while another sweep has the run, wait for it rather than return "busy".
+        wait: while another sweep has the run, wait for it a while before returning "busy".
     """
 
     spec: RunSpec
@@ -86,31 +85,33 @@ def run_one(job: Job, should_stop: Callable[[], bool] | None = None, report: Rep
         StoreError: when the store cannot be written; the checkpoint is kept.
     """
     key, store = job.spec.key, job.store
-    lost = threading.Event()  # this process was asleep so long that another may have taken its run over
+    lease = stores.lease(store, key)
 
     def stop() -> bool:
-        return lost.is_set() or (should_stop is not None and should_stop())
+        return lease.lost or (should_stop is not None and should_stop())
 
     try:
-        claim = stores.lease(stores.place(store, "leases", key), lambda _: lost.set())
-        with claim.acquire(timeout=-1 if job.wait else 0, poll_interval=0.2, cancel_check=stop):
+        if not lease.acquire(2 * lease.seconds if job.wait else 0.0, stop):
+            return Outcome(key, "stopped" if stop() else "busy")
+        try:
             if report is not None:
-                report(0, job.spec.recipe.steps, 0.0)
+                report(0)
             held = stores.find_row(store, key)
             if held is not None and not (held["status"] == "failed" and job.retry_failed):
                 return Outcome(key, "held", held)
             stores.check_free(store)
+            stores.clean(store, key)
             row = _row(job, stop, report)
-            if lost.is_set():
+            if lease.lost:  # this process slept so long that another may have the run now
                 return Outcome(key, "busy")
-            stores.append_row(store, row)
+            row = stores.append_row(store, row)
             if row["status"] != "failed":
                 stores.place(store, "checkpoints", key).unlink(missing_ok=True)
             return Outcome(key, "ran", row)
-    except Timeout:
-        return Outcome(key, "stopped" if stop() else "busy")
+        finally:
+            lease.release()
     except Stopped:
-        return Outcome(key, "busy" if lost.is_set() else "stopped")
+        return Outcome(key, "busy" if lease.lost else "stopped")
     except StoreError:
         raise
     except OSError as error:  # the claim itself could not be written
@@ -127,9 +128,8 @@ def _row(job: Job, stop: Callable[[], bool], report: Report | None) -> Row:
         nonlocal reported
         if report is not None and time.monotonic() - reported > 1.0:
             reported = time.monotonic()
-            report(step + 1, spec.recipe.steps, reported - started)
+            report(step + 1)
 
-    started = time.monotonic()
     try:
         device = choose_device(job.device, spec)
         if device == "cuda":
@@ -149,7 +149,7 @@ def _row(job: Job, stop: Callable[[], bool], report: Report | None) -> Row:
         raise
     except Exception:
         log.exception("failed")
-        return {**row, "status": "failed", "error": traceback.format_exc(), "device": device}
+        return {**row, "status": "failed", "error": traceback.format_exc(), "device": device_name(device)}
     log.info("%s after %.1f s", run.status, run.seconds)
     return {**row, **_results(run, device)}
 
@@ -170,8 +170,8 @@ def _results(run: Run, device: str) -> Row:
 
 
 def device_name(device: str) -> str:
-    """Return the name of the GPU, or "cpu"."""
-    return torch.cuda.get_device_name() if device == "cuda" else "cpu"
+    """Return the name of the GPU, or the word itself."""
+    return torch.cuda.get_device_name() if device == "cuda" and torch.cuda.is_available() else device
 
 
 def peak_memory(device: str) -> int:
@@ -219,7 +219,7 @@ def supervise(
         job: the run.
         should_stop: asked all the time; the run then writes its checkpoint and ends.
         should_kill: the same, but the process is killed.
-        report: called with (step, steps, seconds) about once a second.
+        report: called with the number of steps done, about once a second.
         work: what the process does; for tests.
 
     Raises:
@@ -278,17 +278,15 @@ def supervise(
 def record_loss(job: Job, why: str) -> Outcome:
     """Store a failed row for a process that ended without one, unless it had appended its row or another has it."""
     key, store = job.spec.key, job.store
-    try:
-        with stores.lease(stores.place(store, "leases", key)).acquire(timeout=0):
-            held = stores.find_row(store, key)
-            if held is not None and held["status"] != "failed":
-                return Outcome(key, "ran", held)
-            last = _end_of(stores.place(store, "logs", key))
-            row = {**stores.describe(job.spec), "status": "failed", "error": f"{why}\n{last}", "device": job.device}
-            stores.append_row(store, row)
-            return Outcome(key, "ran", row)
-    except Timeout:
+    lease = stores.lease(store, key)
+    if not lease.acquire():
         return Outcome(key, "busy")
+    try:
+        last = _end_of(stores.place(store, "logs", key))
+        row = {**stores.describe(job.spec), "status": "failed", "error": f"{why}\n{last}"}
+        return Outcome(key, "ran", stores.append_row(store, row))
+    finally:
+        lease.release()
 
 
 def _end_of(path: Path, lines: int = 40) -> str:
@@ -345,7 +343,7 @@ def _child(job: Job, sender: Any, work: Callable[..., Outcome], environment: dic
             sender.send(message)
 
     try:
-        send("outcome", work(job, stop.is_set, lambda *progress: send("step", *progress)))
+        send("outcome", work(job, stop.is_set, lambda step: send("step", step)))
     except StoreError as error:
         send("error", str(error))
 

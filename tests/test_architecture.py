@@ -13,10 +13,21 @@ PACKAGE = ROOT / "cpt_core"
 # Each module may import those before it.
 ORDER = [
     "paths", "cost", "schedules", "quantizers", "layers", "convert", "scheduler", "bitops", "recipes", "specs",
-    "models", "data", "tasks", "train", "grids", "stores", "worker", "calibration", "cluster", "runs", "plan",
+    "models", "data", "tasks", "train", "grids", "leases", "stores", "worker", "calibration", "cluster", "runs", "plan",
     "results", "figures", "parameters", "teaching", "reproducing", "report", "reproduce", "__main__",
 ]  # fmt: skip
-WITHOUT_TORCH = ["schedules", "cost", "recipes", "specs", "grids", "stores", "results", "figures", "parameters"]
+WITHOUT_TORCH = [
+    "schedules",
+    "cost",
+    "recipes",
+    "specs",
+    "grids",
+    "leases",
+    "stores",
+    "results",
+    "figures",
+    "parameters",
+]
 
 
 def module_of(path):

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from cpt_core import grids, stores
+from cpt_core import grids, leases, runs, stores
 from cpt_core.runs import run_grid
 
 distributed = pytest.importorskip("distributed")
@@ -70,11 +70,7 @@ def test_a_worker_that_is_killed_loses_nothing(cluster, tmp_path):
     deadline = time.monotonic() + 200
     while not checkpoint.exists() and time.monotonic() < deadline:
         time.sleep(0.02)
-    run = next(
-        int(line[4:])
-        for line in stores.place(store, "leases", specs[0].key).read_text().splitlines()
-        if line.startswith("pid=")
-    )
+    run = leases.holder(stores.place(store, "leases", specs[0].key))
     worker = psutil.Process(run).parent().parent()  # the run was forked by the server of its worker
     assert worker.pid in {w["pid"] for w in cluster_workers(cluster)}
     os.kill(worker.pid, signal.SIGKILL)
@@ -97,10 +93,30 @@ def test_missing_data_and_unshared_folders_stop_the_sweep(cluster, tmp_path):
     with pytest.raises(FileNotFoundError, match="there is no folder"):
         run_grid([bad], tmp_path / "rows.jsonl", **how)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Path, "touch", lambda self: None)  # as if the workers were on another machine
+        patch.setattr(Path, "write_text", lambda self, text: None)  # as if the workers were on another machine
         with pytest.raises(ValueError, match=r"does not see .*a file system that all workers share"):
             run_grid([good], tmp_path / "rows.jsonl", **how)
     assert stores.load_rows(tmp_path / "rows.jsonl") == []
+
+
+def test_ctrl_c_waits_for_the_checkpoints_of_a_cluster(cluster, tmp_path, monkeypatch):
+    specs = specs_of("CR", "ER", "LR", steps=2000)
+    store = tmp_path / "rows.jsonl"
+    signals = []
+    enter = runs.Signals.__enter__
+    monkeypatch.setattr(runs.Signals, "__enter__", lambda self: signals.append(self) or enter(self))
+
+    def press():
+        while len(list((tmp_path / "rows.leases").glob("*.lease"))) < 2:
+            time.sleep(0.05)
+        signals[0]._handle(signal.SIGINT, None)
+
+    threading.Thread(target=press).start()
+    with pytest.raises(KeyboardInterrupt, match="0 of 3 runs done; the same command goes on from here"):
+        run_grid(specs, store, executor="dask", scheduler=cluster.scheduler_address)
+    assert len(list((tmp_path / "rows.checkpoints").glob("*.pt"))) == 2
+    assert list((tmp_path / "rows.leases").iterdir()) == []
+    assert stores.load_rows(store) == []
 
 
 def test_a_scheduler_that_does_not_answer(tmp_path, monkeypatch):

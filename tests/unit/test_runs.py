@@ -12,8 +12,8 @@ from dataclasses import replace
 
 import pytest
 
-from bench.kill_sweep import KINDS, owner, torture
-from cpt_core import grids, runs, stores
+from bench.kill_sweep import KINDS, torture
+from cpt_core import grids, leases, runs, stores
 from cpt_core.runs import Live, run_grid
 from cpt_core.stores import StoreError
 from cpt_core.worker import Job, Outcome, run_one, supervise
@@ -140,7 +140,7 @@ def out_of_memory(job, stop, report):
 
 
 def hang(job, stop, report):
-    report(0, 10, 0.0)
+    report(0)
     print("no step ever ends", flush=True)
     time.sleep(60)
 
@@ -175,13 +175,13 @@ def test_a_run_that_takes_too_long_is_failed_also_when_it_hangs(tmp_path, monkey
 
 
 def test_a_slow_run_is_failed_with_its_checkpoint_and_goes_on_when_retried(tmp_path):
-    (spec,) = specs_of("CR", steps=3000)
+    (spec,) = specs_of("CR", steps=1000)
     store = tmp_path / "rows.jsonl"
     (row,) = run_grid([spec], store, workers=1, timeout=0.5)
     assert (row["status"], row["error"].splitlines()[0]) == ("failed", "took longer than 0.5 s")
     assert stores.place(store, "checkpoints", spec.key).exists()
     (row,) = run_grid([spec], store, workers=1, retry_failed=True)
-    assert (row["status"], row["steps"]) == ("ok", 3000)
+    assert (row["status"], row["steps"]) == ("ok", 1000)
     assert "goes on from step" in stores.place(store, "logs", spec.key).read_text()
 
 
@@ -215,8 +215,9 @@ def no_room(job, stop, report):
 def test_a_run_that_another_sweep_has_is_left_to_it(tmp_path):
     spec, other = specs_of("CR", "ER", steps=20)
     store = tmp_path / "rows.jsonl"
-    claim = stores.lease(stores.place(store, "leases", spec.key))
-    with claim:
+    claim = stores.lease(store, spec.key)
+    assert claim.acquire()
+    try:
         assert run_one(Job(spec, store)).status == "busy"
         done = []
         sweep = threading.Thread(target=lambda: done.extend(run_grid([spec, other], store, workers=1)))
@@ -226,9 +227,54 @@ def test_a_run_that_another_sweep_has_is_left_to_it(tmp_path):
             time.sleep(0.05)
         assert stores.find_row(store, spec.key) is None
         stores.append_row(store, {**stores.describe(spec), "status": "ok", "metrics": [], "by": "the other sweep"})
+    finally:
+        claim.release()
     sweep.join()
     assert [row.get("by") for row in done] == ["the other sweep", None]
     assert len(store.read_text().splitlines()) == 2
+
+
+def test_a_run_whose_process_somebody_ends_is_started_again(tmp_path, monkeypatch):
+    (spec,) = specs_of("CR", steps=20)
+    tried = []
+
+    def once(job, **rest):
+        tried.append(job)
+        return supervise(job, work=ended_by_somebody if len(tried) == 1 else run_one, **rest)
+
+    monkeypatch.setattr(runs, "supervise", once)
+    (row,) = run_grid([spec], tmp_path / "rows.jsonl", workers=1)
+    assert (row["status"], len(tried)) == ("ok", 2)
+
+
+def ended_by_somebody(job, stop, report):
+    os.kill(os.getpid(), signal.SIGTERM)
+    return run_one(job, stop, report)
+
+
+class Lost(leases.Lease):
+    """Its heartbeat found another holder."""
+
+    lost = property(lambda self: True, lambda self, value: None)
+
+
+def test_a_run_that_slept_through_its_lease_does_not_store_a_second_row(tmp_path, monkeypatch):
+    (spec,) = specs_of("CR", steps=20)
+    job = Job(spec, tmp_path / "rows.jsonl")
+    other = {**stores.describe(spec), "status": "ok", "metrics": [], "by": "another"}
+    row_of = runs.run_one.__globals__["_row"]
+
+    def slept(job, stop, report):
+        row = row_of(job, stop, report)
+        stores.append_row(job.store, other)  # meanwhile
+        return row
+
+    monkeypatch.setattr("cpt_core.worker._row", slept)
+    assert run_one(job).row == other  # the lease has not noticed yet
+    assert len(job.store.read_text().splitlines()) == 1
+    monkeypatch.setattr(stores, "Lease", Lost)
+    assert run_one(Job(spec, tmp_path / "b.jsonl")).status == "busy"  # it has
+    assert stores.load_rows(tmp_path / "b.jsonl") == []
 
 
 @pytest.mark.slow
@@ -267,18 +313,18 @@ def test_ctrl_c_writes_checkpoints_and_the_same_command_goes_on(tmp_path):
     environment = {**os.environ, "CPT_RUNS_DIR": str(tmp_path)}
     command = [sys.executable, "-c", CTRL_C]
     sweep = subprocess.Popen(command, env=environment, text=True, stderr=subprocess.PIPE, start_new_session=True)
-    leases = tmp_path / "demo" / "image.leases"
+    held = tmp_path / "demo" / "image.leases"
     deadline = time.monotonic() + 120
-    while len(list(leases.glob("*.lease"))) < 2 and time.monotonic() < deadline:
+    while len(list(held.glob("*.lease"))) < 2 and time.monotonic() < deadline:
         time.sleep(0.05)
-    pids = [owner(p) for p in leases.glob("*.lease")]
+    pids = [leases.holder(p) for p in held.glob("*.lease")]
     os.killpg(sweep.pid, signal.SIGINT)
     _, said = sweep.communicate()
     assert sweep.returncode == 130
     assert "stopping: the runs write their checkpoints" in said
     assert "of 4 runs done; the same command goes on from here" in said
     assert len(list((tmp_path / "demo" / "image.checkpoints").glob("*.pt"))) == 2
-    assert list(leases.glob("*.lease")) == []
+    assert list(held.glob("*.lease")) == []
     assert [pid for pid in pids if pid and os.path.exists(f"/proc/{pid}")] == []
     again = subprocess.run(command, env=environment, text=True, capture_output=True)
     assert again.returncode == 0, again.stderr
@@ -306,6 +352,8 @@ def test_missing_data_stop_the_sweep_before_anything_runs(tmp_path):
         ({"workers": 1.5}, r"workers must be a whole number of at least 0; got 1\.5"),
         ({"threads": 0}, "threads must be a whole number of at least 1; got 0"),
         ({"per_gpu": 0}, "per_gpu must be a whole number of at least 1; got 0"),
+        ({"workers": 0, "timeout": 5}, "timeout=5 needs runs in processes of their own; got workers=0"),
+        ({"workers": 0, "executor": "dask"}, "executor 'dask' needs at least 1"),
         ({"timeout": 0}, "timeout must be more than 0 seconds; got 0"),
         ({"timeout": float("nan")}, "timeout must be more than 0 seconds; got nan"),
         ({"checkpoint_seconds": -1}, "checkpoint_seconds must be 0 or more; got -1"),
@@ -330,12 +378,12 @@ def test_the_time_left_comes_from_measured_speeds(tmp_path, monkeypatch):
     with Live(jobs, shown=False) as live:
         assert live.seconds_left() is None
         a, b = specs[0].key, specs[1].key
-        live.report(a, 0, 100, 0.0)
-        live.report(a, 50, 100, 1.0)  # went on from a checkpoint
+        live.report(a, 0)
+        live.report(a, 50)  # went on from a checkpoint
         now[0] += 10
-        live.report(a, 60, 100, 11.0)  # 10 steps in 10 seconds
+        live.report(a, 60)  # 10 steps in 10 seconds
         assert live.seconds_left() == pytest.approx(40 + 3 * 100)  # one run at a time
-        live.report(b, 0, 100, 0.0)
+        live.report(b, 0)
         assert live.seconds_left() == pytest.approx((40 + 3 * 100) / 2)
         live.ended(Outcome(a, "ran", {"status": "ok", "steps": 100, "seconds": 200.0}))
         assert live.seconds_left() == pytest.approx(3 * 200)
@@ -356,6 +404,7 @@ def test_gpus_are_used_round_robin_with_as_many_runs_as_fit(monkeypatch):
     card = type("Card", (), {"total_memory": 10 * 2**30})
     monkeypatch.setattr("torch.cuda.get_device_properties", lambda i: card)
     monkeypatch.setattr(runs, "measure", lambda spec, device: type("M", (), {"peak_memory": 2 * 2**30}))
+    assert slots(specs, 4, 1, "auto", None) == [0, 1, 0, 1]  # nothing to measure when the number is given
     assert slots(specs, None, 1, "auto", None) == [0, 1] * 3  # 3 x (2 GB + its context) in nine tenths of 10 GB
 
 

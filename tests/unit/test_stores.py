@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pandas as pd
 import pytest
+from filelock import FileLock
 
 from cpt_core import grids, stores
 from cpt_core.paths import results_dir
@@ -15,18 +16,22 @@ from cpt_core.specs import RunSpec
 from cpt_core.stores import StoreError
 
 
-def row(key, value=1):
-    return {"schema": 1, "key": key, "value": value, "status": "ok", "spec": {}}
+def row(key, value=1, status="ok"):
+    return {"schema": 1, "key": key, "value": value, "status": status, "spec": {}}
 
 
-def test_newest_row_wins(tmp_path):
+def test_the_newest_row_counts_but_no_failure_hides_a_result(tmp_path):
     store = tmp_path / "rows.jsonl"
-    for r in (row("a"), row("b"), row("a", 2)):
-        stores.append_row(store, r)
-    assert stores.load_rows(store) == [row("a", 2), row("b")]
-    assert stores.find_row(store, "a") == row("a", 2)
+    for r in (row("a", 1, "failed"), row("b"), row("a", 2, "failed"), row("a", 3)):
+        assert stores.append_row(store, r) == r
+    assert stores.append_row(store, row("a", 4)) == row("a", 3)  # finished already: nothing is appended
+    assert stores.append_row(store, row("b", 5, "failed")) == row("b")
+    assert stores.load_rows(store) == [row("a", 3), row("b")]
+    assert len(store.read_text().splitlines()) == 4
+    assert stores.find_row(store, "a") == row("a", 3)
     assert stores.find_row(store, "c") is None
     assert stores.load_rows(tmp_path / "none.jsonl") == []
+    assert list(stores.newest([row("a"), row("a", 2, "failed")]).values()) == [row("a")]
 
 
 @pytest.mark.parametrize("torn", ['{"schema": 1, "key": "b", "va', '{"schema": 1, "key": "b", "x": "\udcc3', "{}"])
@@ -107,6 +112,15 @@ def test_a_disk_that_fills_up_in_the_middle_of_a_row(tmp_path):
     assert "StoreError: cannot write" in done.stderr
     assert "the run's checkpoint is kept" in done.stderr
     assert store.read_bytes() == before
+
+
+def test_a_store_whose_lock_is_held_says_so(tmp_path, monkeypatch):
+    monkeypatch.setattr(stores, "LOCK_SECONDS", 0.1)
+    with FileLock(tmp_path / "rows.jsonl.lock"):
+        with pytest.raises(StoreError, match=r"rows\.jsonl\.lock is held by another process"):
+            stores.check_writable(tmp_path / "rows.jsonl")
+        with pytest.raises(StoreError, match="cannot write"):
+            stores.append_row(tmp_path / "rows.jsonl", row("a"))
 
 
 def test_a_store_that_cannot_be_written_is_noticed_before_the_work(tmp_path, monkeypatch):
