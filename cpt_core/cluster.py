@@ -68,8 +68,8 @@ def dask_outcomes(
             submit = partial(client.submit, pure=False, resources={"GPU": 1 / per_gpu} if gpus else None)
             recipes = {job.spec.recipe: job.spec for job in jobs}
             checks = {submit(_check, spec, str(sign)): spec for spec in recipes.values()}
-            for _ in _results(checks, signals, live, sign):
-                pass
+            for check, _ in _results(checks, signals, live, sign):
+                check.result()  # raises what was raised there
             if not signals.stop.is_set():
                 futures = {submit(_work, job, str(sign), slots): job for job in jobs}
                 for future, job in _results(futures, signals, live, sign):

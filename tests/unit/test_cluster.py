@@ -53,7 +53,7 @@ def test_a_cluster_of_its_own_listens_on_loopback_and_gives_the_same_rows(tmp_pa
 
 def test_a_worker_that_is_killed_loses_nothing(cluster, tmp_path):
     """Its run writes a checkpoint when the worker is gone, and the other worker goes on from there."""
-    specs = specs_of("CR", "ER", steps=1200)
+    specs = specs_of("CR", "ER", steps=700)
     store = tmp_path / "rows.jsonl"
     rows = []
 
