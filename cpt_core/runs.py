@@ -297,7 +297,7 @@ class Live:
         self.text = ""
         self.at_once = 0  # runs at a time, where they do not report how far they are
         self.drawn = 0.0
-        line = "{desc} {n_fmt}/{total_fmt} |{bar:20}| {elapsed}{postfix}"
+        line = "{desc} {n_fmt}/{total_fmt} |{bar}| {elapsed}{postfix}"
         self.bar = tqdm(total=len(jobs), desc="runs", disable=not shown, bar_format=line)
 
     def __enter__(self) -> Live:
