@@ -73,9 +73,10 @@ paper: setup  ## a notebook at the paper's scale, GPU days: make paper NB=03 PAR
 report: setup  ## one HTML page of all stored results, beside the paper's
 	$(CPT) report
 
-bench: setup  ## time of a quantised training step relative to float32
+bench: setup  ## times as ratios: a quantised step to float32, augmentation, what a sweep adds to training
 	$(BIN)/python -m bench.step_ratio
 	$(BIN)/python -m bench.augmentation
+	$(BIN)/python -m bench.sweep
 
 lock:  ## resolve requirements.lock and constraints.txt again; UP=--upgrade for newer versions
 	UV_CUSTOM_COMPILE_COMMAND="make lock" $(BIN)/uv pip compile -q pyproject.toml --all-extras --python-version 3.11 \

@@ -85,6 +85,9 @@ class Lease:
             return False
         try:
             os.write(file, json.dumps({"token": self.token, "host": _host(), "pid": os.getpid(), **_start()}).encode())
+        except OSError:  # no room: leave no claim that nobody holds
+            self.path.unlink(missing_ok=True)
+            raise
         finally:
             os.close(file)
         return True
