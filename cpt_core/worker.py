@@ -102,8 +102,6 @@ def run_one(job: Job, should_stop: Callable[[], bool] | None = None, report: Rep
             stores.check_free(store)
             stores.clean(store, key)
             row = _row(job, stop, report)
-            if lease.lost:  # this process slept so long that another may have the run now
-                return Outcome(key, "busy")
             row = stores.append_row(store, row)
             if row["status"] != "failed":
                 stores.place(store, "checkpoints", key).unlink(missing_ok=True)
