@@ -67,7 +67,7 @@ def strike(kind: str, sweep: subprocess.Popen[str], store: Path, rng: random.Ran
     elif kind.startswith("ctrl-c"):
         os.killpg(sweep.pid, signal.SIGINT)  # reaches the runs too, as in a terminal
         if kind.endswith("twice"):
-            time.sleep(rng.random() * 0.3)
+            time.sleep(0.6 + rng.random() * 0.3)
             if sweep.poll() is None:
                 os.killpg(sweep.pid, signal.SIGINT)
     else:

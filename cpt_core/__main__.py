@@ -52,7 +52,7 @@ def plan(
     ] = None,
     scale: AtScale = None,
     device: Device = "auto",
-    measure: Annotated[bool, typer.Option(help="take a few steps of every model to estimate the time")] = True,
+    measure: Annotated[bool, typer.Option(help="measure a few steps of every model")] = True,
 ) -> None:
     """List the grids: runs done, failed and missing, bit operations, hours on this device, disk."""
     from cpt_core.grids import find_grids
@@ -66,12 +66,12 @@ def plan(
 
 @app.command(cls=Many)
 def run(
-    grid: Annotated[str, typer.Argument(help="the name of a grid; `plan` lists them")],
+    grid: Annotated[str, typer.Argument(help="the name of a grid, before the options; `plan` lists them")],
     scale: AtScale = None,
     only: Only = [],  # noqa: B006 - typer copies it
     seeds: Annotated[list[str], typer.Option(help="seeds instead of the recipe's, such as 0 1")] = [],  # noqa: B006
     executor: Annotated[str, typer.Option(help="local (this machine) or dask (a cluster)")] = "local",
-    workers: Annotated[int | None, typer.Option(help="runs at a time; as many as fit when left out")] = None,
+    workers: Annotated[int | None, typer.Option(help="runs at a time; 0 is this process")] = None,
     threads: Annotated[int, typer.Option(help="CPU threads of a run")] = 1,
     device: Device = "auto",
     per_gpu: Annotated[int | None, typer.Option(help="runs that share a GPU; measured when left out")] = None,
@@ -85,29 +85,28 @@ def run(
     unfit = [word for word in seeds if not (word.isdigit() and int(word) < 2**31)]
     if unfit:
         raise ValueError(f"a seed is a whole number from 0 to {2**31 - 1}; got {unfit[0]!r}")
-    specs = grids.choose(grids.grid_specs(grid, scale, [int(word) for word in seeds] or None), only)
+    specs = grids.choose(grids.grid_specs(grid, scale, list(dict.fromkeys(map(int, seeds))) or None), only)
     store = stores.store_path(specs[0].scale, specs[0].recipe.task)
     typer.echo(f"{grid} at {specs[0].scale} scale: {len(specs)} runs, rows in {store}")
-    from cpt_core.runs import run_grid
-
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # before and after the runs, as Ctrl-C
     try:
+        from cpt_core.runs import run_grid
+
         rows = run_grid(
             specs, store, executor=executor, workers=workers, threads=threads, device=device, per_gpu=per_gpu,
             scheduler=scheduler, timeout=timeout, retry_failed=retry_failed,
         )  # fmt: skip
     except KeyboardInterrupt as stop:
-        typer.echo(f"\n{stop or 'stopped'}", err=True)
+        typer.echo(f"\n{str(stop) or 'stopped before anything ran'}", err=True)
         raise typer.Exit(130) from None
     counts = {status: sum(row["status"] == status for row in rows) for status in stores.STATUSES}
     typer.echo(", ".join(f"{n} {status}" for status, n in counts.items() if n))
     for row in rows:
         if row["status"] == "failed":
             log = stores.place(store, "logs", row["key"])
-            reason = row["error"].strip().splitlines()
-            typer.echo(
-                f"  failed: {row['spec']['arm']} seed {row['spec']['seed']}: {reason[-1]} (log: {log})", err=True
-            )
+            lines = row["error"].strip().splitlines()
+            reason = lines[-1 if lines[0].startswith("Traceback") else 0]
+            typer.echo(f"  failed: {row['spec']['arm']} seed {row['spec']['seed']}: {reason} (log: {log})", err=True)
     if counts["failed"]:
         typer.echo("  the same command with --retry-failed tries these again", err=True)
         raise typer.Exit(1)
@@ -122,6 +121,7 @@ def results(
 ) -> None:
     """Show the newest row of every run, filter them, export them."""
     from cpt_core import results
+    from cpt_core.paths import runs_dir
 
     for path in store or []:
         if not path.is_file():
@@ -129,10 +129,12 @@ def results(
     frame = results.where(results.load(*(store or [])), only)
     for out, write in ((csv, frame.to_csv), (parquet, frame.to_parquet)):
         if out is not None:
+            if not out.parent.is_dir():
+                raise FileNotFoundError(f"there is no folder {out.parent}")
             write(out, index=False)
             typer.echo(f"{len(frame)} rows written to {out}")
     if csv is None and parquet is None:
-        typer.echo(results.text(frame))
+        typer.echo(f"{results.text(frame)} in {', '.join(map(str, store)) if store else runs_dir()}")
 
 
 @app.command()

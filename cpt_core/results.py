@@ -91,6 +91,7 @@ def where(runs: pd.DataFrame, conditions: Iterable[str]) -> pd.DataFrame:
     """Keep the lines that meet every condition, such as "arm=CR,RR" or "q_max=8"; ValueError names what there is."""
     for condition in conditions:
         name, _, text = condition.partition("=")
+        name = "arm" if name == "schedule" else name
         if name not in TYPES or not text:
             raise ValueError(f"--only takes NAME=VALUE with {', '.join(TYPES)}; got {condition!r}")
         wanted = [value.strip() for value in text.split(",")]

@@ -255,6 +255,7 @@ class Signals:
 
     def __init__(self) -> None:
         self.stop, self.kill = threading.Event(), threading.Event()
+        self.asked = 0.0
         self._before: dict[int, Any] = {}
 
     def __enter__(self) -> Signals:
@@ -267,10 +268,13 @@ class Signals:
             signal.signal(number, handler)
 
     def _handle(self, number: int, frame: Any) -> None:
+        if self.stop.is_set() and time.monotonic() - self.asked < 0.5:
+            return  # one Ctrl-C often arrives twice, from the terminal and from a program around this one
         if self.stop.is_set():
             self.kill.set()
             raise KeyboardInterrupt("stopped at once; the runs go on from their last checkpoints")
         self.stop.set()
+        self.asked = time.monotonic()
         sys.stderr.write("\nstopping: the runs write their checkpoints; once more stops at once\n")
 
 
@@ -353,7 +357,7 @@ class Live:
 
     def summary(self) -> str:
         """Return the counts in words."""
-        words = [f"{len(self.done) - len(self.failed)} of {len(self.steps)} runs done"]
+        words = [f"{len(self.done) - len(self.failed)} of {len(self.steps)} missing runs done"]
         words += [f"{len(self.now)} running"] if self.now else []
         words += [f"{len(self.failed)} failed"] if self.failed else []
         return ", ".join(words)

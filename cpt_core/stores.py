@@ -128,7 +128,10 @@ def _parse(store: Path, content: bytes) -> list[Row]:
         try:
             row = json.loads(line)
         except (json.JSONDecodeError, UnicodeDecodeError) as error:
-            raise ValueError(f"{store}, line {number} is no JSON: {line[:60].decode(errors='replace')!r}") from error
+            raise ValueError(
+                f"{store}, line {number} is no JSON: {line[:60].decode(errors='replace')!r}; remove "
+                "that line to use the rest"
+            ) from error
         if not isinstance(row, dict) or row.get("schema") != SCHEMA_VERSION:
             schema = row.get("schema") if isinstance(row, dict) else None
             raise ValueError(f"{store}, line {number}: schema {schema!r} is not {SCHEMA_VERSION}")
@@ -203,9 +206,9 @@ def clean(store: Path, key: str) -> None:
             path.unlink(missing_ok=True)
 
 
-def load_curve(store: Path, key: str) -> pd.DataFrame:
+def load_curve(store: Path | str, key: str) -> pd.DataFrame:
     """Return the curve of one run; FileNotFoundError when there is none."""
-    path = place(store, "curves", key)
+    path = place(Path(store), "curves", key)
     if not path.exists():
         raise FileNotFoundError(f"no curve of run {key} beside {store}")
     return pd.read_parquet(path)

@@ -280,7 +280,10 @@ def record_loss(job: Job, why: str) -> Outcome:
     if not lease.acquire():
         return Outcome(key, "busy")
     try:
-        last = _end_of(stores.place(store, "logs", key))
+        log_file = stores.place(store, "logs", key)
+        last = _end_of(log_file)
+        with suppress(OSError), open(log_file, "a") as f:
+            f.write(f"{why}\n")
         row = {**stores.describe(job.spec), "status": "failed", "error": f"{why}\n{last}"}
         return Outcome(key, "ran", stores.append_row(store, row))
     finally:
@@ -315,9 +318,12 @@ def _context() -> Any:
         context.set_forkserver_preload(["cpt_core.worker"])
         before = {name: os.environ.get(name) for name in ALLOCATOR}
         os.environ.update({name: value for name, value in ALLOCATOR.items() if before[name] is None})
+        # Ctrl-C in a terminal reaches the server too; while it starts, nothing there would catch it
+        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
         try:
             forkserver.ensure_running()
         finally:
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
             for name, value in before.items():
                 if value is None:
                     del os.environ[name]

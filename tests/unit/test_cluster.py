@@ -112,7 +112,7 @@ def test_ctrl_c_waits_for_the_checkpoints_of_a_cluster(cluster, tmp_path, monkey
         signals[0]._handle(signal.SIGINT, None)
 
     threading.Thread(target=press).start()
-    with pytest.raises(KeyboardInterrupt, match="0 of 3 runs done; the same command goes on from here"):
+    with pytest.raises(KeyboardInterrupt, match="0 of 3 missing runs done; the same command goes on from here"):
         run_grid(specs, store, executor="dask", scheduler=cluster.scheduler_address)
     assert len(list((tmp_path / "rows.checkpoints").glob("*.pt"))) == 2
     assert list((tmp_path / "rows.leases").iterdir()) == []

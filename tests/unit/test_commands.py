@@ -68,7 +68,7 @@ def command(monkeypatch, capsys):
         (["results", "--only", "arm=CR"], "no row has arm 'CR'; there is nothing: there are no rows"),
         (["results", str(DIGITS), "--only", "arm=XR"], "no row has arm 'XR'; there is CR, CT"),
         (["results", str(DIGITS), "--only", "colour=red"], "--only takes NAME=VALUE with arm, savings"),
-        (["results", str(DIGITS), "--csv", "no/such/folder/x.csv"], "Cannot save file into a non-existent directory"),
+        (["results", str(DIGITS), "--csv", "no/such/folder/x.csv"], "there is no folder no/such/folder"),
         (["results", __file__], "line 1 is no JSON"),
         (["report", "nowhere.jsonl"], "there is no file nowhere.jsonl"),
         (["reproduce", "--notebook", "99"], "no notebook '99'; choose from 00"),
@@ -182,7 +182,8 @@ def test_run_then_results_then_report(command, place):
     assert same.accuracy.iloc[0] == line.accuracy
     assert same.dtypes["seed"] == "Int64"
     status, out, _ = command("results")
-    assert "4 rows: 4 ok" in out
+    assert f"4 rows: 4 ok in {place / 'runs'}" in out
+    assert command("results", "--only", "schedule=CR")[1].count(" CR ") == 2
     status, out, _ = command("report")
     page = (place / "runs" / "report.html").read_text()
     assert "95 runs stored" in page  # the committed rows; smoke runs are no result
@@ -199,6 +200,17 @@ def test_a_failed_run_is_shown_with_its_reason_and_its_log(command, monkeypatch)
     assert "1 failed" in out
     assert "failed: CR seed 0: ValueError: no luck (log: " in said
     assert "--retry-failed" in said
+
+
+def test_a_run_that_took_too_long_is_shown_as_that(command):
+    words = ["run", "digits/mlp6", "--scale", "demo", "--only", "schedule=CR", "--seeds", "0", "0", "--timeout", "0.2"]
+    status, out, said = command(*words, "--workers", "1")
+    assert status == 1
+    assert "demo scale: 1 runs" in out
+    assert "failed: CR seed 0: took longer than 0.2 s (log: " in said
+    log = re.search(r"\(log: (.*)\)", said)[1]
+    with open(log) as f:
+        assert f.read().endswith("took longer than 0.2 s\n")
 
 
 def test_results_are_typed(tmp_path):

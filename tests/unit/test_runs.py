@@ -327,7 +327,7 @@ def test_ctrl_c_writes_checkpoints_and_the_same_command_goes_on(tmp_path):
     _, said = sweep.communicate()
     assert sweep.returncode == 130
     assert "stopping: the runs write their checkpoints" in said
-    assert "of 4 runs done; the same command goes on from here" in said
+    assert "of 4 missing runs done; the same command goes on from here" in said
     assert len(list((tmp_path / "demo" / "image.checkpoints").glob("*.pt"))) == 2
     assert list(held.glob("*.lease")) == []
     assert [pid for pid in pids if pid and os.path.exists(f"/proc/{pid}")] == []
@@ -335,6 +335,19 @@ def test_ctrl_c_writes_checkpoints_and_the_same_command_goes_on(tmp_path):
     assert again.returncode == 0, again.stderr
     assert "4 ok" in again.stdout
     assert again.stderr == ""  # quiet: nobody is looking
+
+
+def test_one_ctrl_c_that_arrives_twice_is_one(capsys):
+    with runs.Signals() as signals:
+        os.kill(os.getpid(), signal.SIGINT)
+        os.kill(os.getpid(), signal.SIGINT)
+        assert signals.stop.is_set()
+        assert not signals.kill.is_set()
+        signals.asked -= 1
+        with pytest.raises(KeyboardInterrupt, match="stopped at once"):
+            signals._handle(signal.SIGINT, None)
+        assert signals.kill.is_set()
+    assert capsys.readouterr().err.count("stopping") == 1
 
 
 # --- values ---------------------------------------------------------------------------------------
@@ -393,7 +406,7 @@ def test_the_time_left_comes_from_measured_speeds(tmp_path, monkeypatch):
         live.ended(Outcome(a, "ran", {"status": "ok", "steps": 100, "seconds": 200.0}))
         assert live.seconds_left() == pytest.approx(3 * 200)
         live.ended(Outcome(b, "ran", {"status": "failed"}))
-        assert live.summary() == "1 of 4 runs done, 1 failed"
+        assert live.summary() == "1 of 4 missing runs done, 1 failed"
 
 
 def test_gpus_are_used_round_robin_with_as_many_runs_as_fit(monkeypatch):
