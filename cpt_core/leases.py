@@ -105,11 +105,13 @@ class Lease:
     def _remove(self, stale: Any) -> None:
         """Remove the file of a dead holder; of those who try at the same time one does it, and nobody a live one's."""
         aside = self.path.with_name(f"{self.path.name}.{uuid.uuid4().hex}")
+        if _state(self.path) != stale:
+            return
         try:
             os.rename(self.path, aside)
         except FileNotFoundError:
             return
-        if _state(aside) != stale:  # another was quicker and has the claim already: give it back
+        if _state(aside) != stale:  # another was quicker, just now, and has the claim already: give it back
             with suppress(OSError):
                 os.link(aside, self.path)
         aside.unlink(missing_ok=True)
