@@ -169,6 +169,8 @@ def summary(scale: str) -> list[str]:
         runs, arms = results.table(part), results.by_arm(part)
         counts = ", ".join(f"{n} {status}" for status, n in runs.status.value_counts().items())
         lines.append(f"{_name(part)}: {counts}")
+        if "accuracy" not in runs:  # every run failed
+            continue
         groups = [(g, 100 * runs[runs.savings == g].accuracy.mean()) for g in ("large", "medium", "small")]
         top = arms[arms.arm == f"static {arms.q_max.max()}"]
         said = [f"{g} savings {mean:.1f}" for g, mean in groups if mean == mean]
@@ -216,7 +218,7 @@ def _experiment(rows: list[Row]) -> str:
         f"<h2>{html.escape(_name(rows))}</h2>",
         _image(figures.figure_3(rows, xs=("relative_cost", "noise_exposure"), front=True), "accuracy against cost"),
     ]
-    if len(arms[arms.savings != "static"]) >= 3:
+    if (arms["mean"].notna() & (arms.savings != "static")).sum() >= 3:  # arms whose runs all failed have no mean
         for x, name in (("relative_cost", "cost"), ("noise_exposure", "noise exposure")):
             c = results.correlation(rows, x)
             spread = f"[{c['low']:.2f}, {c['high']:.2f}] (95 % bootstrap over {c['seeds']} seeds)"

@@ -247,6 +247,20 @@ def test_the_report_is_one_page_that_needs_nothing_else(place):
     assert "No rows are stored yet" in empty
 
 
+@pytest.mark.parametrize("ok", [[], ["CR"], ["static 8"], ["CR", "RR", "ER"]])
+def test_a_report_of_runs_that_failed(ok, place):
+    store = stores.store_path("demo", "image")
+    for number, spec in enumerate(grids.image("demo", schedules=["CR", "RR", "ER"], static=[8], seeds=[0])):
+        metric = {"name": "accuracy", "split": "test", "when": "final", "precision": "q_max", "value": number / 10}
+        done = {"status": "ok", "seconds": 1.0, "title": "made up", "device": "cpu", "metrics": [metric]}
+        row = {**stores.describe(spec), **(done if spec.arm in ok else {"status": "failed", "error": "x"})}
+        stores.append_row(store, row)
+    page = report.write_report([store]).read_text()
+    assert ("Rank correlation" in page) == (len(ok) == 3)
+    assert page.count("<td>1</td>") >= 4  # four runs, finished or failed
+    assert f"{4 - len(ok)} failed" in report.summary("demo")[0]
+
+
 def test_pareto_front():
     rows = pd.DataFrame(
         {"relative_cost": [1.0, 0.5, 0.5, 0.7, 0.2, 0.9], "mean": [0.9, 0.8, 0.7, 0.8, float("nan"), 0.85]}
