@@ -45,7 +45,7 @@ AtScale = Annotated[str | None, typer.Option("--scale", help="smoke, demo or pap
 Only = Annotated[list[str], typer.Option(help="runs to keep, such as schedule=CR,RR savings=small q_max=8")]
 
 
-@app.command(cls=Many)
+@app.command()
 def plan(
     grid: Annotated[
         str | None, typer.Argument(help="a grid or an artefact such as figure_3; all when left out")

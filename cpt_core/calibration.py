@@ -50,7 +50,7 @@ class Calibration:
     batch: int
 
 
-def measure(spec: RunSpec, device: str = "auto", fresh: bool = False) -> Calibration:
+def measure(spec: RunSpec, device: str = "auto") -> Calibration:
     """Measure a few steps in a process of their own, or return what an earlier call measured.
 
     Measurements are kept in ``runs/calibration.json``, by recipe, device and version of torch.
@@ -61,7 +61,7 @@ def measure(spec: RunSpec, device: str = "auto", fresh: bool = False) -> Calibra
     path = runs_dir() / "calibration.json"
     key = _key(spec, device)
     known = _known(path)
-    if key in known and not fresh:
+    if key in known:
         return Calibration(**known[key])
     with tempfile.TemporaryDirectory() as folder:
         job = Job(spec, Path(folder) / "calibration.jsonl", device)
