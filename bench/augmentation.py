@@ -12,7 +12,7 @@ from collections.abc import Callable
 import torch
 from torchvision.transforms import v2
 
-from cpt_core.data import CIFAR_MEAN, CIFAR_STD, ArrayBatches, ArrayImages, ImageData
+from cpt_core.data.images import CIFAR_MEAN, CIFAR_STD, ArrayBatches, ArrayImages, ImageData
 from cpt_core.recipes import recipe
 
 

@@ -6,7 +6,8 @@ Two conventions price them:
 - ``"paper"``: all counted work at the bits of the step, three products for every layer, BatchNorm included, as the
   authors price it;
 - ``"per_op"``: what is quantised at its bits, the rest at 32, and only the products that are computed (the first
-  layer, for example, needs no error product).
+  layer, for example, needs no error product). It also counts the sums over neighbours in graph convolutions, an
+  operation per edge and feature, which the authors leave out.
 
 >>> plan = count_bitops(torch.nn.Sequential(torch.nn.Linear(4, 2)), (torch.ones(1, 4),))
 >>> plan.forward_macs, plan.total
@@ -16,6 +17,7 @@ Two conventions price them:
 from __future__ import annotations
 
 import copy
+import sys
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -30,6 +32,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from cpt_core.convert import _Quantized, layer_precisions
 from cpt_core.cost import FULL_PRECISION
+from cpt_core.graph_layers import GraphConv, MatrixNorm, SAGEConv
+from cpt_core.graph_ops import Graph, as_graph
 from cpt_core.layers import LayerPrecision
 from cpt_core.scheduler import Schedules, assign_schedules
 
@@ -39,24 +43,38 @@ PASSES = ("forward", "error", "weight")  # y = x w;  dx = dy w;  dw = x dy
 # --- what a call costs ----------------------------------------------------------------------------
 
 
-def conv_macs(module: nn.Module, x: Tensor, y: Tensor) -> int:
+def conv_macs(module: nn.Module, inputs: tuple[Any, ...], y: Tensor) -> int:
     """MACs of a convolution: outputs times kernel elements times input channels per group (biases are free)."""
     return y.numel() * module.weight[0].numel()  # type: ignore[index]
 
 
-def linear_macs(module: nn.Module, x: Tensor, y: Tensor) -> int:
+def linear_macs(module: nn.Module, inputs: tuple[Any, ...], y: Tensor) -> int:
     """MACs of a linear layer: outputs times inputs of one output (the bias is free)."""
     return y.numel() * int(module.in_features)  # type: ignore[arg-type]
 
 
-def norm_macs(module: nn.Module, x: Tensor, y: Tensor) -> int:
+def norm_macs(module: nn.Module, inputs: tuple[Any, ...], y: Tensor) -> int:
     """Elementwise operations of a normalisation: 5 per element, 4 without affine, 2 or 1 with fixed statistics."""
     affine = getattr(module, "weight", None) is not None
     fixed = not module.training and getattr(module, "running_mean", None) is not None
     return y.numel() * ((2 if affine else 1) if fixed else (5 if affine else 4))
 
 
-MACS: dict[type[nn.Module], Callable[[nn.Module, Tensor, Tensor], int]] = {
+def graph_conv_macs(module: Any, inputs: tuple[Any, ...], y: Tensor) -> int:
+    """MACs of a GCN layer's product; its rows are the sources where the product comes before the sum."""
+    graph = as_graph(inputs[0])
+    rows = graph.num_src if module._in_feats > module._out_feats else graph.num_dst
+    return rows * module._in_feats * module._out_feats
+
+
+def sage_conv_macs(module: Any, inputs: tuple[Any, ...], y: Tensor) -> int:
+    """MACs of the two products of a GraphSAGE layer."""
+    graph = as_graph(inputs[0])
+    rows = graph.num_src if module._in_src_feats > module._out_feats else graph.num_dst
+    return (rows + graph.num_dst) * module._in_src_feats * module._out_feats
+
+
+MACS: dict[type[nn.Module], Callable[[Any, tuple[Any, ...], Tensor], int]] = {
     nn.Conv1d: conv_macs,
     nn.Conv2d: conv_macs,
     nn.Conv3d: conv_macs,
@@ -65,12 +83,23 @@ MACS: dict[type[nn.Module], Callable[[nn.Module, Tensor, Tensor], int]] = {
     nn.BatchNorm2d: norm_macs,
     nn.BatchNorm3d: norm_macs,
     nn.LayerNorm: norm_macs,
+    MatrixNorm: norm_macs,
+    GraphConv: graph_conv_macs,
+    SAGEConv: sage_conv_macs,
 }
+
+
+# Layers with a sum over neighbours, beside their product: the number of features that are summed.
+AGGREGATED: dict[type[nn.Module], Callable[[Any], int]] = {
+    GraphConv: lambda m: min(m._in_feats, m._out_feats),
+    SAGEConv: lambda m: min(m._in_src_feats, m._out_feats),
+}
+AGGREGATION = "aggregation"
 
 
 @dataclass(frozen=True)
 class Call:
-    """One call of a layer in a forward pass."""
+    """One call of a layer in a forward pass, or the sum over neighbours in it."""
 
     layer: str
     kind: str
@@ -78,42 +107,49 @@ class Call:
     trainable: bool  # the output needs a gradient: there is a backward pass at all
     error: bool  # the error product is computed: the input needs a gradient
     weight: bool  # the weight-gradient product is computed: the weight needs one
+    owner: str | None = None  # the layer at whose bits it runs; None: float32 (FP-Agg)
+    once: bool = False  # computed once per bit width in a whole run: the sum of constant features
 
     def passes(self, convention: str) -> tuple[str, ...]:
         """Return the passes of a training step that this call causes."""
         if convention == "paper":
-            return PASSES
+            return () if self.kind == AGGREGATION else PASSES
         return ("forward", *(("error",) if self.error else ()), *(("weight",) if self.weight else ()))
 
 
-def _counter_of(module: nn.Module) -> Callable[[nn.Module, Tensor, Tensor], int] | None:
-    return next((macs for kind, macs in MACS.items() if isinstance(module, kind)), None)
+def _entry(table: Mapping[type[nn.Module], Any], module: nn.Module) -> Any:
+    """Look a module up by class; DGL's layers count as ours of the same name."""
+    if getattr(module, "_aggre_type", "mean") != "mean":  # other GraphSAGE layers of DGL: their parts are counted
+        return None
+    if (dgl := sys.modules.get("dgl.nn")) is not None:
+        for ours, theirs in ((GraphConv, dgl.GraphConv), (SAGEConv, dgl.SAGEConv)):
+            if isinstance(module, theirs):
+                return table.get(ours)
+    return next((entry for kind, entry in table.items() if isinstance(module, kind)), None)
+
+
+def _counted(model: nn.Module) -> dict[str, nn.Module]:
+    """The layers that report their MACs, without those inside another one."""
+    found: dict[str, nn.Module] = {}
+    for name, module in model.named_modules():
+        inside = any(name.startswith(f"{outer}.") or outer == "" for outer in found)
+        if not inside and _entry(MACS, module) is not None:
+            found[name] = module
+    return found
 
 
 @contextmanager
 def _watch(model: nn.Module, on_call: Callable[[nn.Module, Call, Tensor], None]) -> Iterator[None]:
     """Report every call of a layer that can be counted, together with its output."""
 
-    def report(name: str, module: nn.Module, inputs: tuple[Any, ...], output: Tensor) -> None:
-        macs = _counter_of(module)
-        assert macs is not None
-        grad = torch.is_grad_enabled()
-        weight = module.weight
-        assert weight is None or isinstance(weight, Tensor)
-        call = Call(
-            layer=name,
-            kind=module.FLOAT.__name__ if isinstance(module, _Quantized) else type(module).__name__,
-            macs=int(macs(module, inputs[0], output)),
-            trainable=output.requires_grad,
-            error=grad and inputs[0].requires_grad,
-            weight=grad and weight is not None and weight.requires_grad,
-        )
-        on_call(module, call, output)
+    def report(name: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Tensor) -> None:
+        inputs = (*args, *kwargs.values())
+        for call in _calls_of(name, module, inputs, output):
+            on_call(module, call, output)
 
     handles = [
-        module.register_forward_hook(partial(_call_hook, report, name))
-        for name, module in model.named_modules()
-        if _counter_of(module) is not None
+        module.register_forward_hook(partial(report, name), with_kwargs=True)
+        for name, module in _counted(model).items()
     ]
     try:
         yield
@@ -122,8 +158,39 @@ def _watch(model: nn.Module, on_call: Callable[[nn.Module, Call, Tensor], None])
             handle.remove()
 
 
-def _call_hook(report: Callable[..., None], name: str, module: nn.Module, inputs: tuple[Any, ...], out: Tensor) -> None:
-    report(name, module, inputs, out)
+def _calls_of(name: str, module: nn.Module, inputs: tuple[Any, ...], output: Tensor) -> Iterator[Call]:
+    grad = torch.is_grad_enabled()
+    flat = [x for value in inputs for x in (value if isinstance(value, tuple) else (value,))]
+    features = next(x for x in flat if isinstance(x, Tensor))
+    weight = grad and any(p.requires_grad for n, p in module.named_parameters() if n.rpartition(".")[2] == "weight")
+    error = grad and features.requires_grad
+    yield Call(
+        layer=name,
+        kind=module.FLOAT.__name__ if isinstance(module, _Quantized) else type(module).__name__,
+        macs=int(_entry(MACS, module)(module, inputs, output)),
+        trainable=output.requires_grad,
+        error=error,
+        weight=weight,
+        owner=name,
+    )
+    summed = _entry(AGGREGATED, module)
+    if summed is not None:
+        graph, first = as_graph(inputs[0]), _sums_first(module)
+        yield Call(
+            layer=f"{name} ({AGGREGATION})".lstrip(),
+            kind=AGGREGATION,
+            macs=graph.num_edges * summed(module),
+            trainable=output.requires_grad,
+            error=error or (weight and not first),  # the sum comes behind the product
+            weight=False,
+            owner=name if getattr(module, "quantizes_aggregation", False) else None,
+            once=first and features is graph.constant,
+        )
+
+
+def _sums_first(module: Any) -> bool:
+    inputs = module._in_feats if hasattr(module, "_in_feats") else module._in_src_feats
+    return inputs <= module._out_feats
 
 
 # --- the plan -------------------------------------------------------------------------------------
@@ -138,8 +205,9 @@ class BitOpsPlan:
         steps: optimizer steps counted.
         macs: forward MACs of one step by layer.
         bitops: layer -> pass -> squared bits x MACs, exact integers.
-        uncounted: operation -> output elements of one forward pass, for everything that no layer reports: elementwise
-            work, pooling, and products written as plain functions.
+        uncounted: operation -> output elements of one forward pass, for everything that is not priced: elementwise
+            work, pooling, and products written as plain functions; by "paper" also "aggregation", the operations of
+            sums over neighbours.
     """
 
     convention: str
@@ -220,17 +288,27 @@ def price(
 
     Layers that ``bits`` does not name are in float32; the key "" holds the bits at which "paper" prices them.
     """
-    result: dict[str, Counter[str]] = {call.layer: Counter() for call in calls}
+    result: dict[str, Counter[str]] = {}
     macs: Counter[str] = Counter()
+    left_out: Counter[str] = Counter(uncounted)
     for call in calls:
+        if not call.passes(convention):
+            left_out[AGGREGATION] += call.macs
+            continue
+        result.setdefault(call.layer, Counter())
         macs[call.layer] += call.macs
-        q, g = bits[call.layer] if call.layer in bits else bits[""] if convention == "paper" else _float32(bits[""])
-        squares = {"forward": int((q * q).sum()), "error": int((q * g).sum()), "weight": int((q * g).sum())}
+        q, g = (
+            bits[call.owner]
+            if call.owner and call.owner in bits
+            else bits[""]
+            if convention == "paper"
+            else _float32(bits[""])
+        )
+        if call.once:
+            q = np.unique(q)
         for name in call.passes(convention):
-            result[call.layer][name] += call.macs * squares[name]
-    return BitOpsPlan(
-        convention, len(bits[""][0]), dict(macs), {k: dict(v) for k, v in result.items()}, dict(uncounted)
-    )
+            result[call.layer][name] += call.macs * int((q * (q if name == "forward" else g)).sum())
+    return BitOpsPlan(convention, len(bits[""][0]), dict(macs), {k: dict(v) for k, v in result.items()}, dict(left_out))
 
 
 def _float32(like: tuple[np.ndarray, np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
@@ -244,7 +322,7 @@ def _bits_per_layer(
         one = np.array([FULL_PRECISION])
         return {"": (one, one)}
     converted = any(isinstance(m, LayerPrecision) for m in model.modules())
-    names = list(layer_precisions(model)) if converted else list(dict.fromkeys(c.layer for c in calls))
+    names = list(layer_precisions(model)) if converted else list(dict.fromkeys(c.owner for c in calls if c.owner))
     bits = {}
     for s, layers in assign_schedules(schedule, names).values():
         pair = (s.bits(), np.full(s.total_steps, q_grad or s.q_max))
@@ -264,19 +342,23 @@ def trace(model: nn.Module, inputs: tuple[Any, ...]) -> tuple[list[Call], dict[s
     calls: list[Call] = []
     uncounted = _Uncounted(shadow)
     with _watch(shadow, lambda module, call, output: calls.append(call)), torch.enable_grad(), uncounted:
-        shadow(*_to_meta(inputs))
+        shadow(*_to_meta(inputs, {}))
     if not calls:
         raise ValueError(f"nothing to count in {type(model).__name__}: no {', '.join(k.__name__ for k in MACS)}")
     return calls, dict(uncounted.elements)
 
 
-def _to_meta(value: Any) -> Any:
+def _to_meta(value: Any, memo: dict[int, Tensor]) -> Any:
     if isinstance(value, Tensor):
-        return value.detach().to("meta").requires_grad_(value.requires_grad)
+        return memo.setdefault(id(value), value.detach().to("meta").requires_grad_(value.requires_grad))
+    if isinstance(value, Graph):  # the edges stay where they are: only their numbers matter
+        shadow = copy.copy(value)
+        constant = value.constant
+        return shadow.set_constant(None if constant is None else _to_meta(constant, memo))
     if isinstance(value, (tuple, list)):
-        return type(value)(_to_meta(v) for v in value)
+        return type(value)(_to_meta(v, memo) for v in value)
     if isinstance(value, dict):
-        return {k: _to_meta(v) for k, v in value.items()}
+        return {k: _to_meta(v, memo) for k, v in value.items()}
     return value
 
 
@@ -295,10 +377,9 @@ class _Uncounted(TorchDispatchMode):
         super().__init__()
         self.elements: Counter[str] = Counter()
         self.inside = 0
-        for module in model.modules():  # the model is a throw-away copy: the hooks need no removal
-            if _counter_of(module) is not None:
-                module.register_forward_pre_hook(self._enter)
-                module.register_forward_hook(self._leave)
+        for module in _counted(model).values():  # the model is a throw-away copy: the hooks need no removal
+            module.register_forward_pre_hook(self._enter)
+            module.register_forward_hook(self._leave)
 
     def _enter(self, module: nn.Module, inputs: Any) -> None:
         self.inside += 1
@@ -337,6 +418,7 @@ class BitOpsLedger:
         """Watch ``model``, converted or not."""
         self.model = model
         self._sums: dict[str, dict[str, Counter[str]]] = {c: {} for c in CONVENTIONS}
+        self._once: set[tuple[str, tuple[int, int]]] = set()
 
     def __enter__(self) -> BitOpsLedger:
         """Start to count."""
@@ -363,19 +445,23 @@ class BitOpsLedger:
     def _on_call(self, module: nn.Module, call: Call, output: Tensor) -> None:
         if not self.model.training:
             return
-        own = _bits_in_force([module.precision]) if isinstance(module, _Quantized) else None
+        own = _bits_in_force([module.precision]) if isinstance(module, _Quantized) and call.owner else None
         model = own or _bits_in_force([m for m in self.model.modules() if isinstance(m, LayerPrecision)])
         full = (FULL_PRECISION, FULL_PRECISION)
         bits = {"paper": model or full, "per_op": own or full}
+        if call.once:
+            if (call.layer, bits["per_op"]) in self._once:
+                return
+            self._once.add((call.layer, bits["per_op"]))
         self._add(call, bits, ("forward",))
         if call.trainable:
             output.register_hook(lambda gradient: self._add(call, bits, ("error", "weight")))
 
     def _add(self, call: Call, bits: Mapping[str, tuple[int, int]], passes: tuple[str, ...]) -> None:
         for convention, (q, g) in bits.items():
-            sums = self._sums[convention].setdefault(call.layer, Counter())
             for name in call.passes(convention):
                 if name in passes:
+                    sums = self._sums[convention].setdefault(call.layer, Counter())
                     sums[name] += call.macs * q * (q if name == "forward" else g)
 
 

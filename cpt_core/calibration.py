@@ -20,11 +20,11 @@ import torch
 from filelock import FileLock
 
 from cpt_core.bitops import count_bitops
-from cpt_core.convert import PRESETS, quantize_
+from cpt_core.convert import quantize_
 from cpt_core.paths import runs_dir
 from cpt_core.scheduler import PrecisionScheduler
 from cpt_core.specs import RunSpec
-from cpt_core.train import task_of
+from cpt_core.train import quant_config, task_of
 from cpt_core.worker import Job, Outcome, Report, choose_device, device_name, peak_memory, supervise
 
 SECONDS = 1.0  # about the time that measuring one recipe takes, if its steps are that quick
@@ -110,9 +110,9 @@ def _measure(job: Job, stop: Callable[[], bool], report: Report) -> Outcome:
 def _steps(job: Job) -> Calibration:
     spec = job.spec
     name = choose_device(job.device, spec)
-    small = spec.recipe.batch if name == "cuda" else min(spec.recipe.batch, 8)
+    small = spec.recipe.batch if name == "cuda" else min(spec.recipe.batch, 8)  # 0 is a full graph
     seconds = _one(spec, name, small)
-    factor = spec.recipe.batch / small
+    factor = spec.recipe.batch / small if small else 1.0
     if factor > 1 and seconds["step"] * factor < SECONDS:  # quick enough to measure it whole
         small, factor = spec.recipe.batch, 1.0
         seconds = _one(spec, name, small)
@@ -130,7 +130,7 @@ def _one(spec: RunSpec, name: str, batch: int) -> dict[str, float]:
     spec = replace(spec, recipe=replace(spec.recipe, batch=batch))
     torch.manual_seed(0)
     task = task_of(spec)(spec, device, stand_in=True)
-    model = quantize_(task.model(), PRESETS[spec.recipe.quantized])
+    model = quantize_(task.model(), quant_config(spec.recipe, seed=0))
     PrecisionScheduler(model, spec.schedule, spec.q_grad)
     optimizer, _ = task.optimizer(model)
     first = next(task.batches(0))
@@ -155,5 +155,5 @@ def _one(spec: RunSpec, name: str, batch: int) -> dict[str, float]:
     return {
         "step": per_step,
         "checkpoint": sum(t.numel() * t.element_size() for t in tensors),
-        "macs": count_bitops(model, tuple(first[:1])).forward_macs,
+        "macs": count_bitops(model, task.inputs(first)).forward_macs,
     }

@@ -7,6 +7,8 @@
 
 from __future__ import annotations
 
+import importlib
+import sys
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from difflib import get_close_matches
@@ -16,10 +18,12 @@ import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
-from cpt_core.layers import CONVERSIONS, LayerPrecision, _Quantized
+from cpt_core import graph_layers, layers
+from cpt_core.layers import LayerPrecision, _Quantized
 from cpt_core.quantizers import QUANTIZERS, NoisePool, Quantizer
 
 FilterFn = Callable[[nn.Module, str], bool]
+AGGREGATIONS = ("fp", "quantized")
 
 
 @dataclass(frozen=True)
@@ -32,15 +36,19 @@ class QuantConfig:
         quantizers: the quantiser of every role, see ``QUANTIZERS``.
         running_start: "corrected" or the authors' "zero", see ``LayerPrecision``.
         seed: of the noise of stochastic rounding.
+        aggregation: sums over neighbours in graph convolutions: "fp" (FP-Agg, float32) or "quantized" (Q-Agg).
     """
 
     float32: tuple[str, ...] = ()
     quantizers: Mapping[str, Quantizer] = field(default_factory=lambda: dict(QUANTIZERS), hash=False)
     running_start: str = "corrected"
     seed: int = 0
+    aggregation: str = "fp"
 
     def __post_init__(self) -> None:
         """Check that every role has its quantiser and none is misspelt."""
+        if self.aggregation not in AGGREGATIONS:
+            raise ValueError(f"unknown aggregation {self.aggregation!r}; choose from {', '.join(AGGREGATIONS)}")
         if odd := sorted(set(self.quantizers) ^ set(QUANTIZERS)):
             raise ValueError(f"missing or unknown roles {', '.join(odd)}; give all of {', '.join(QUANTIZERS)}")
 
@@ -62,15 +70,15 @@ PRESETS: dict[str, QuantConfig] = {
 def quantize_(
     model: nn.Module, config: QuantConfig | str | None = None, filter_fn: FilterFn | None = None
 ) -> nn.Module:
-    """Convert every convolution and linear layer of ``model`` in place and return it.
+    """Convert every convolution, linear layer and graph convolution of ``model`` in place and return it.
 
     Parameters stay the same objects, so an optimizer made before stays valid; ``state_dict`` keys stay the same, so a
     float32 checkpoint loads with ``strict=True`` and the other way round. The layers have no precision until a
     ``PrecisionScheduler`` or ``precision(...)`` sets one.
 
     Args:
-        model: any module. Exact ``nn.Conv1d/2d/3d`` and ``nn.Linear`` are converted; subclasses with a forward of
-            their own are not, ``summary(model)`` lists them.
+        model: any module. Exact ``nn.Conv1d/2d/3d``, ``nn.Linear``, ``GraphConv`` and mean ``SAGEConv`` (ours and
+            DGL's) are converted; subclasses with a forward of their own are not, ``summary(model)`` lists them.
         config: a ``QuantConfig``, the name of a preset ("all", "cifar", "imagenet"), or None for "all".
         filter_fn: ``filter_fn(module, name) -> bool``; False keeps that module in float32.
 
@@ -83,6 +91,11 @@ def quantize_(
         if not any(fnmatchcase(name, pattern) for name in names):
             near = get_close_matches(pattern, names, n=3, cutoff=0.3) or names[:3]
             raise ValueError(f"float32 pattern {pattern!r} matches no module; similar names: {', '.join(near)}")
+    parts = _parts(model)
+    for pattern in config.float32:  # a part of a layer that is quantised as a whole cannot stay behind
+        hits = [name for name in names if fnmatchcase(name, pattern)]
+        if all(name in parts for name in hits):
+            raise ValueError(f"float32 pattern {pattern!r} matches a part of {parts[hits[0]]!r}; name the whole layer")
     if any(isinstance(m, LayerPrecision) for m in model.modules()):
         raise ValueError("the model is converted already; call restore_(model) first")
     chosen = []
@@ -92,18 +105,28 @@ def quantize_(
         if filter_fn is None or filter_fn(module, name):
             chosen.append(module)
     if not chosen:
-        kinds = ", ".join(kind.__name__ for kind in CONVERSIONS)
+        kinds = ", ".join(dict.fromkeys(kind.__name__ for kind in conversions()))
         raise ValueError(f"nothing to quantise: no {kinds} in {type(model).__name__} was selected")
     noise = NoisePool(config.seed)
+    found = conversions()
     for index, module in enumerate(chosen):
-        CONVERSIONS[type(module)].from_float(
+        found[type(module)].from_float(
             module,
             noise,
             quantizers=config.quantizers,
             key=_key(config.seed, index),
             running_start=config.running_start,
+            aggregation=config.aggregation,
         )
     return model
+
+
+def conversions() -> dict[type[nn.Module], type[_Quantized]]:
+    """Return what can be converted: float32 class -> quantised class; with DGL's layers if the program uses them."""
+    found = {**layers.CONVERSIONS, **graph_layers.CONVERSIONS}
+    if "dgl.nn" in sys.modules:
+        found |= importlib.import_module("cpt_core.dgl_layers").CONVERSIONS
+    return found
 
 
 def restore_(model: nn.Module) -> nn.Module:
@@ -167,14 +190,16 @@ class Summary:
 def summary(model: nn.Module) -> Summary:
     """List every module that has parameters of its own, quantised or not, with the reason."""
     rows = []
+    modules, parts = dict(model.named_modules()), _parts(model)
     convertible = {id(m) for _, m in _convertible(model)}
-    for name, module in model.named_modules():
+    for name, module in modules.items():
         own = list(module.parameters(recurse=False))
         parameters = sum(0 if is_lazy(p) else p.numel() for p in own)  # a lazy module has no shapes yet
         if own:
-            quantized = isinstance(module, _Quantized)
-            kind = module.FLOAT.__name__ if quantized else type(module).__name__
-            reason = "" if quantized else _reason(module, id(module) in convertible)
+            layer = modules[parts.get(name, name)]  # the module itself, or the whole that it is a part of
+            quantized = isinstance(layer, _Quantized)
+            kind = module.FLOAT.__name__ if isinstance(module, _Quantized) else type(module).__name__
+            reason = "" if quantized else _reason(layer, id(layer) in convertible)
             rows.append(LayerSummary(name, kind, parameters, quantized, reason))
     return Summary(tuple(rows))
 
@@ -182,9 +207,11 @@ def summary(model: nn.Module) -> Summary:
 def _reason(module: nn.Module, convertible: bool) -> str:
     if convertible:
         return "left out"
-    if type(module) in CONVERSIONS:
-        return "inside nn.TransformerEncoderLayer, whose fused path bypasses it"
-    for kind in CONVERSIONS:
+    found = conversions()
+    if type(module) in found:
+        why_not = found[type(module)].why_not(module)
+        return why_not or "inside nn.TransformerEncoderLayer, whose fused path bypasses it"
+    for kind in found:
         if isinstance(module, kind):
             return f"a subclass of {kind.__name__}"
     return "no quantised form"
@@ -195,9 +222,23 @@ def _convertible(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     fused = {
         id(m) for layer in model.modules() if isinstance(layer, nn.TransformerEncoderLayer) for m in layer.modules()
     }
+    found, parts = conversions(), _parts(model)
     for name, module in model.named_modules():
-        if type(module) in CONVERSIONS and id(module) not in fused:
-            yield name, module
+        if type(module) in found and id(module) not in fused and name not in parts:
+            if not found[type(module)].why_not(module):
+                yield name, module
+
+
+def _parts(model: nn.Module) -> dict[str, str]:
+    """Modules inside a layer that is quantised as a whole: name of the part -> name of that layer."""
+    found = conversions()
+    whole = {kind for kind, quantized in found.items() if quantized.WHOLE}
+    out: dict[str, str] = {}
+    for name, module in model.named_modules():
+        kind = module.FLOAT if isinstance(module, _Quantized) else type(module)
+        if kind in whole and not found[kind].why_not(module):
+            out |= {f"{name}.{part}".lstrip("."): name for part, _ in module.named_modules() if part}
+    return out
 
 
 def _with_parents(name: str) -> list[str]:

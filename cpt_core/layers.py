@@ -162,6 +162,7 @@ class _Quantized:
 
     FLOAT: ClassVar[type[nn.Module]]
     KIND: ClassVar[str]  # prefix of the roles in QUANTIZERS
+    WHOLE: ClassVar[bool] = False  # its child modules are parts of it, never converted by themselves
     precision: LayerPrecision
 
     @classmethod
@@ -173,18 +174,28 @@ class _Quantized:
         quantizers: Mapping[str, Quantizer] = QUANTIZERS,
         key: int = 0,
         running_start: str = "corrected",
+        aggregation: str = "fp",
     ) -> Self:
         """Turn ``module``, exactly of class ``FLOAT``, into this class, in place; return it."""
         if type(module) is not cls.FLOAT:
             raise TypeError(f"{cls.__name__} is made from {cls.FLOAT.__name__}, got {type(module).__name__}")
+        if reason := cls.why_not(module):
+            raise ValueError(f"this {cls.FLOAT.__name__} cannot be quantised: {reason}")
         roles = {role: quantizers[f"{cls.KIND}_{role}"] for role in ("input", "weight", "grad")}
         roles["bias"] = quantizers["bias"]
-        device = module.weight.device if isinstance(module.weight, Tensor) else None
+        if aggregation == "quantized" and f"{cls.KIND}_aggregation" in quantizers:  # graph convolutions only
+            roles["aggregation"] = quantizers[f"{cls.KIND}_aggregation"]
+        device = next((p.device for p in module.parameters()), None)
         precision = LayerPrecision(roles, noise or NoisePool(), key, running_start).to(device)
         precision.train(module.training)
         module.__class__ = cls  # type: ignore[assignment]
         module.precision = precision
         return module  # type: ignore[return-value]
+
+    @classmethod
+    def why_not(cls, module: nn.Module) -> str:
+        """Return why a module of class ``FLOAT`` cannot be converted, or ""."""
+        return ""
 
     def to_float(self) -> None:
         """Undo ``from_float``, in place."""

@@ -126,6 +126,10 @@ QUANTIZERS: dict[str, Quantizer] = {
     "linear_input": Quantizer("per_tensor", running=True),
     "linear_weight": Quantizer("per_row"),
     "linear_grad": Quantizer("per_position", rounding="stochastic"),
+    "graph_input": Quantizer("per_row"),  # one range per node
+    "graph_weight": Quantizer("per_row"),
+    "graph_aggregation": Quantizer("per_row"),  # what enters the sum over neighbours, in Q-Agg
+    "graph_grad": Quantizer("per_position", rounding="stochastic"),
     "bias": Quantizer("per_tensor"),
 }
 

@@ -16,26 +16,27 @@ SCALES = ("smoke", "demo", "paper")
 PRESETS = ("ours", "authors")
 
 
+def _choose(what: str, value: str, allowed: tuple[str, ...]) -> str:
+    if value not in allowed:
+        raise ValueError(f"unknown {what} {value!r}; choose from {', '.join(allowed)}")
+    return value
+
+
 @dataclass(frozen=True)
 class Recipe:
-    """All that defines a training run besides the schedule and the seed.
+    """All that defines a training run besides the schedule and the seed; what every task has.
 
     Attributes:
         task: a key of ``TASKS``.
-        dataset: "digits", "cifar10", "cifar100", "imagenet", a folder, or "train.npz,test.npz".
-        model: a key of ``MODELS``.
+        dataset: a named data set, or files of the user's own.
+        model: the name of a model.
         quantized: which layers are quantised, a key of ``convert.PRESETS``.
         steps: optimizer steps.
-        batch: images per step; the last batch of an epoch may be smaller.
-        lr: learning rate at the start; times 0.1 at each of ``milestones`` (shares of ``steps``).
+        batch: samples per step; the last batch of an epoch may be smaller.
+        lr: learning rate at the start.
         q_min: lowest bits of the schedules; ``n_cycles`` their number of cycles.
-        momentum, weight_decay: of SGD; weight decay acts on all parameters.
+        weight_decay: of the optimizer, on all parameters.
         clip: largest total norm of the gradient, or None.
-        size: side of the images in pixels; other images are resized.
-        crop: pixels of zero padding before the random crop; 0 means no crop. "resized" crops as for ImageNet.
-        flip: random horizontal flips.
-        train_images, valid_images, test_images: how many are used; None means all. The validation images are held out
-            of the training set; with 0 the best epoch is chosen on the test set, and the metric says so.
         evaluate_every: steps between evaluations; the end is always evaluated.
         running_start: rule of the running ranges, see ``LayerPrecision``.
         cycle_rule: see ``CyclicSchedule``.
@@ -52,16 +53,8 @@ class Recipe:
     lr: float
     q_min: int
     n_cycles: int = 8
-    milestones: tuple[float, ...] = (0.5, 0.75)
-    momentum: float = 0.9
     weight_decay: float = 1e-4
     clip: float | None = None
-    size: int = 32
-    crop: int | str = 0
-    flip: bool = False
-    train_images: int | None = None
-    valid_images: int = 0
-    test_images: int | None = None
     evaluate_every: int = 0
     running_start: str = "corrected"
     cycle_rule: str = "exact"
@@ -69,9 +62,76 @@ class Recipe:
     seeds: tuple[int, ...] = field(default=(0, 1, 2), compare=False)
 
 
+@dataclass(frozen=True)
+class ImageRecipe(Recipe):
+    """Image classification with SGD.
+
+    Attributes:
+        milestones: shares of ``steps`` at which the learning rate is multiplied by 0.1.
+        momentum: of SGD.
+        size: side of the images in pixels; other images are resized.
+        crop: pixels of zero padding before the random crop; 0 means no crop. "resized" crops as for ImageNet.
+        flip: random horizontal flips.
+        train_images, valid_images, test_images: how many are used; None means all. The validation images are held out
+            of the training set; with 0 the best epoch is chosen on the test set, and the metric says so.
+    """
+
+    milestones: tuple[float, ...] = (0.5, 0.75)
+    momentum: float = 0.9
+    size: int = 32
+    crop: int | str = 0
+    flip: bool = False
+    train_images: int | None = None
+    valid_images: int = 0
+    test_images: int | None = None
+
+
+@dataclass(frozen=True)
+class GraphRecipe(Recipe):
+    """Node classification with Adam and a cosine learning rate. A ``batch`` of 0 trains on the full graph.
+
+    Attributes:
+        final_lr: learning rate at the end as a share of ``lr``.
+        hidden: width of the hidden layers; ``layers`` the number of graph convolutions.
+        dropout: on the input of every layer but the first.
+        norm: after every hidden layer: "matrix" (over all nodes and features), "node" or "none".
+        self_loops: add an edge from every node to itself.
+        standardize: shift and scale every feature to mean 0 and variance 1 over all nodes.
+        loss: "cross_entropy", or "nll_raw": the negative log-likelihood of logits that are no log-probabilities, as in
+            the authors' Arxiv script. It has no lower bound and is there to be compared with.
+        aggregation: the sum over neighbours in float32, "fp" (FP-Agg), or "quantized" (Q-Agg).
+        fanout: neighbours sampled for every node and layer when training in batches.
+        inference: "sampled" evaluates with samples as in training, "exact" with all neighbours, layer by layer.
+    """
+
+    final_lr: float = 0.1
+    hidden: int = 512
+    layers: int = 3
+    dropout: float = 0.2
+    norm: str = "matrix"
+    self_loops: bool = True
+    standardize: bool = False
+    loss: str = "cross_entropy"
+    aggregation: str = "fp"
+    fanout: int = 32
+    inference: str = "sampled"
+
+    def __post_init__(self) -> None:
+        """Check the choices."""
+        for name, allowed in (
+            ("norm", ("matrix", "node", "none")),
+            ("loss", ("cross_entropy", "nll_raw")),
+            ("aggregation", ("fp", "quantized")),
+            ("inference", ("sampled", "exact")),
+        ):
+            _choose(name, getattr(self, name), allowed)
+
+
+RECIPE_CLASSES: dict[str, type[Recipe]] = {"image": ImageRecipe, "graph": GraphRecipe}
+
 # --- embedded data: scikit-learn's 1,797 handwritten digits, 8 x 8 pixels -------------------------
 
-DIGITS_MLP = Recipe(
+DIGITS_MLP = ImageRecipe(
     task="image", dataset="digits", model="mlp6", quantized="cifar",
     steps=600, batch=64, lr=0.03, clip=1.0, q_min=3, n_cycles=4,  # fragile on purpose: 2 bits fail, 3 bits hurt
     size=8, crop=1, train_images=897, valid_images=200, test_images=700, evaluate_every=100, seeds=(0, 1, 2, 3, 4),
@@ -82,7 +142,7 @@ DIGITS_RESNET = replace(  # BatchNorm makes networks robust: here the effect all
 
 # --- CIFAR: section 4.2 of the paper --------------------------------------------------------------
 
-CIFAR = Recipe(
+CIFAR = ImageRecipe(
     task="image", dataset="cifar10", model="resnet74", quantized="cifar",
     steps=64_000, batch=128, lr=0.1, q_min=3, n_cycles=8,  # paper 4.2
     crop=4, flip=True, valid_images=5_000, evaluate_every=2_000,
@@ -94,12 +154,33 @@ CIFAR_DEMO = replace(  # 16 x 16 pixels, 2 bits: the paper's setting in five sec
 
 # --- ImageNet: section 4.2 ------------------------------------------------------------------------
 
-IMAGENET = Recipe(
+IMAGENET = ImageRecipe(
     task="image", dataset="imagenet", model="resnet18", quantized="imagenet",
     steps=90 * 5005, batch=256, lr=0.1, q_min=4, n_cycles=8,
     weight_decay=1e-4,  # the paper's text says 1e-5; the settings it cites, and the authors' code, have 1e-4
     size=224, crop="resized", flip=True, valid_images=10_000, evaluate_every=5 * 5005,
 )  # fmt: skip
+
+# --- graphs: section 4.3 --------------------------------------------------------------------------
+
+ARXIV = GraphRecipe(
+    task="graph", dataset="ogbn-arxiv", model="gcn", quantized="all",
+    steps=1000, batch=0, lr=1e-3, q_min=3, n_cycles=8, weight_decay=0.0,  # paper 4.3; a step is an epoch
+    standardize=True, evaluate_every=20,
+)  # fmt: skip
+PRODUCTS = GraphRecipe(
+    task="graph", dataset="ogbn-products", model="sage", quantized="all",
+    steps=80 * 193, batch=1024, lr=3e-4, q_min=3, n_cycles=8, weight_decay=1e-4,  # weight decay: authors' code
+    layers=2, self_loops=False, evaluate_every=10 * 193,
+)  # fmt: skip
+# Sized on Facebook page-page: 22,470 nodes show the order of the schedules in a few seconds a run.
+GRAPH_DEMO = replace(ARXIV, steps=64, lr=3e-2, q_min=2, n_cycles=4, hidden=32, evaluate_every=8, seeds=(0, 1, 2))
+SAGE_DEMO = replace(
+    PRODUCTS, steps=120, batch=512, lr=1e-2, q_min=2, n_cycles=4, hidden=32, fanout=10, standardize=True,
+    weight_decay=0.0, evaluate_every=40, seeds=(0, 1, 2),
+)  # fmt: skip
+DIGITS_GCN = replace(GRAPH_DEMO, dataset="digits-graph", steps=100, lr=1e-2, hidden=64, standardize=False)
+DIGITS_SAGE = replace(SAGE_DEMO, dataset="digits-graph", steps=100, batch=128, hidden=64, standardize=False)
 
 RECIPES: dict[str, dict[str, Recipe]] = {
     "smoke": {
@@ -108,14 +189,27 @@ RECIPES: dict[str, dict[str, Recipe]] = {
         "cifar10/resnet8_w8": replace(
             CIFAR_DEMO, steps=40, n_cycles=2, train_images=500, valid_images=100, test_images=100, seeds=(0,)
         ),
+        "digits-graph/gcn": replace(DIGITS_GCN, steps=60, n_cycles=2, evaluate_every=15, seeds=(0,)),
+        "digits-graph/sage": replace(DIGITS_SAGE, steps=30, n_cycles=2, evaluate_every=0, seeds=(0,)),
+        "own-graph/gcn": replace(GRAPH_DEMO, steps=16, n_cycles=2, evaluate_every=0, seeds=(0,)),
+        "own-graph/sage": replace(SAGE_DEMO, steps=16, n_cycles=2, evaluate_every=0, seeds=(0,)),
     },
     "demo": {
         "digits/mlp6": DIGITS_MLP,
         "digits/resnet8_w8": DIGITS_RESNET,
         "cifar10/resnet8_w8": CIFAR_DEMO,
+        "digits-graph/gcn": DIGITS_GCN,
+        "digits-graph/sage": DIGITS_SAGE,
+        "own-graph/gcn": GRAPH_DEMO,
+        "own-graph/sage": SAGE_DEMO,
         "cifar10/resnet20": replace(CIFAR_DEMO, model="resnet20", size=32, crop=4, batch=64, steps=2_000, q_min=3),
     },
     "paper": {
+        "ogbn-arxiv/gcn": ARXIV,
+        "ogbn-products/sage": PRODUCTS,
+        "own-graph/gcn": ARXIV,
+        "own-graph/sage": PRODUCTS,
+        **{
         f"{dataset}/{model}": replace(base, dataset=dataset, model=model)
         for base, datasets, models in (
             (CIFAR, ("cifar10", "cifar100"), ("resnet74", "resnet152", "mobilenetv2")),
@@ -123,6 +217,7 @@ RECIPES: dict[str, dict[str, Recipe]] = {
         )
         for dataset in datasets
         for model in models
+        },
     },
 }  # fmt: skip
 
@@ -140,38 +235,56 @@ _AUTHORS_IMAGENET: dict[str, dict[str, Any]] = {
         milestones=(30 / 90, 60 / 90), weight_decay=1e-4,
     ),
 }  # fmt: skip
+_AUTHORS_ARXIV: dict[str, dict[str, Any]] = {
+    "": dict(
+        steps=500, self_loops=False, loss="nll_raw", eval_bits="current", cycle_rule="floor_plus_one", evaluate_every=1
+    ),
+}
+_AUTHORS_PRODUCTS: dict[str, dict[str, Any]] = {
+    "": dict(lr=1e-3, q_min=4, eval_bits="current", cycle_rule="floor_plus_one", evaluate_every=5 * 193),
+}
 AUTHORS: dict[str, dict[str, dict[str, Any]]] = {
+    "ogbn-arxiv": _AUTHORS_ARXIV,
+    "ogbn-products": _AUTHORS_PRODUCTS,
     "cifar10": _AUTHORS_CIFAR,
     "cifar100": _AUTHORS_CIFAR,
     "imagenet": _AUTHORS_IMAGENET,
 }
 
 
-def recipe(scale: str, dataset: str = "digits", model: str | None = None, preset: str = "ours") -> Recipe:
+OWN = {"image": "cifar10", "graph": "own-graph"}  # whose recipes the user's own data takes, by task
+OGB_GRAPHS = ("ogbn-arxiv", "ogbn-products")
+
+
+def recipe(
+    scale: str, dataset: str = "digits", model: str | None = None, preset: str = "ours", task: str = "image"
+) -> Recipe:
     """Look a recipe up.
 
     Args:
         scale: "smoke", "demo" or "paper".
-        dataset: a named data set, or images of your own: a folder in ImageFolder layout uses ImageNet's recipe at
-            paper scale, everything else CIFAR-10's.
+        dataset: a named data set, or data of your own: images in an ImageFolder use ImageNet's recipe at paper scale,
+            other images CIFAR-10's; graphs, and OGB's below paper scale, those of "own-graph".
         model: None takes the first model listed for the data set.
         preset: "ours" or "authors".
+        task: what the user's own data is for; a named data set has its own.
 
     Raises:
         ValueError: naming what there is.
     """
     _choose("scale", scale, SCALES)
     _choose("preset", preset, PRESETS)
+    _choose("task", task, tuple(OWN))
     table = RECIPES[scale]
     family = dataset
     if is_own(dataset):
-        family = "imagenet" if scale == "paper" and ".npz" not in dataset else "cifar10"
+        family = "imagenet" if scale == "paper" and task == "image" and ".npz" not in dataset else OWN[task]
+    elif dataset in OGB_GRAPHS and scale != "paper":
+        family = "own-graph"
     models = [key.split("/")[1] for key in table if key.split("/")[0] == family]
-    if not models:
-        names = sorted({key.split("/")[0] for key in table})
-        raise ValueError(
-            f"no {scale} recipe for dataset {dataset!r}; choose from {', '.join(names)}, or your own images"
-        )
+    if not models or dataset == "own-graph":
+        names = sorted({key.split("/")[0] for key in table} - {"own-graph"})
+        raise ValueError(f"no {scale} recipe for dataset {dataset!r}; choose from {', '.join(names)}, or your own data")
     found = table[f"{family}/{_choose('model', model or models[0], tuple(models))}"]
     if preset == "authors":
         if scale != "paper" or family not in AUTHORS:
@@ -185,9 +298,3 @@ def recipe(scale: str, dataset: str = "digits", model: str | None = None, preset
 def is_own(dataset: str) -> bool:
     """Whether ``dataset`` names the user's own files rather than a known data set."""
     return "/" in dataset or "\\" in dataset or dataset.endswith(".npz")
-
-
-def _choose(what: str, value: str, allowed: tuple[str, ...]) -> str:
-    if value not in allowed:
-        raise ValueError(f"unknown {what} {value!r}; choose from {', '.join(allowed)}")
-    return value

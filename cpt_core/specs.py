@@ -13,7 +13,7 @@ import json
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from cpt_core.recipes import Recipe
+from cpt_core.recipes import RECIPE_CLASSES, Recipe
 from cpt_core.schedules import STATIC, FunctionSchedule, Schedule, make_schedule, schedule_from_dict
 
 SPEC_VERSION = 1
@@ -72,7 +72,7 @@ class RunSpec:
             raise ValueError(f"spec version {d.get('version')!r} is not {SPEC_VERSION}")
         recipe: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in d["recipe"].items()}
         return cls(
-            Recipe(**recipe),
+            RECIPE_CLASSES[recipe["task"]](**recipe),
             schedule_from_dict(d["schedule"]),
             d["q_max"],
             d["q_grad"],

@@ -9,6 +9,7 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 import math
 import os
@@ -25,6 +26,7 @@ from tqdm.auto import tqdm
 
 from cpt_core.bitops import CONVENTIONS, count_bitops
 from cpt_core.convert import PRESETS, QuantConfig, quantize_
+from cpt_core.recipes import GraphRecipe, Recipe
 from cpt_core.scheduler import PrecisionScheduler, precision
 from cpt_core.specs import RunSpec
 from cpt_core.tasks import TASKS, Task
@@ -118,8 +120,7 @@ def train(
     task = task_class(spec, device)
     recipe = spec.recipe
     model = task.model()
-    base = PRESETS[recipe.quantized]
-    quantize_(model, QuantConfig(base.float32, base.quantizers, recipe.running_start, seed=spec.seed))
+    quantize_(model, quant_config(recipe, spec.seed))
     optimizer, lr_at = task.optimizer(model)
     scheduler = PrecisionScheduler(model, spec.schedule, spec.q_grad)
     state = _State()
@@ -129,7 +130,6 @@ def train(
 
     started = saved = time.monotonic()
     before = state.seconds
-    first_batch = None
     batches = task.batches(state.step)
     bar = tqdm(total=recipe.steps, initial=state.step, desc=f"{spec.arm} seed {spec.seed}", disable=not progress)
     with bar:
@@ -158,8 +158,6 @@ def train(
             bar.update()
             if on_step is not None:
                 on_step(state.step - 1, model, value)
-            if state.step == 1:
-                first_batch = batch
             due = recipe.evaluate_every and state.step % recipe.evaluate_every == 0
             if due and state.step < recipe.steps:
                 state.history["evaluations"].append(_evaluate(task, model, state.step, recipe.eval_bits, spec))
@@ -183,8 +181,15 @@ def train(
     metrics = _metrics(task, model, state, spec)
     state.seconds = before + time.monotonic() - started
     run = Run(spec, state.status, metrics, state.history, {}, state.seconds, model, task.title, task.checksum)
-    run.bitops = _bitops(model, spec, first_batch if first_batch is not None else next(task.batches(0)))
+    run.bitops = _bitops(task, model, spec)
     return run
+
+
+def quant_config(recipe: Recipe, seed: int) -> QuantConfig:
+    """Return what a recipe quantises, and how."""
+    base = PRESETS[recipe.quantized]
+    aggregation = recipe.aggregation if isinstance(recipe, GraphRecipe) else "fp"
+    return QuantConfig(base.float32, base.quantizers, recipe.running_start, seed, aggregation)
 
 
 # --- evaluation -----------------------------------------------------------------------------------
@@ -195,8 +200,7 @@ def _evaluate(task: Task, model: nn.Module, step: int, policy: str, spec: RunSpe
     bits = spec.q_max if policy == "q_max" else spec.schedule(min(step, spec.recipe.steps) - 1)
     model.eval()
     with precision(model, bits=bits):
-        numbers = {split: task.evaluate(model, split) for split in ("valid", "test")}
-    return {"step": step, "precision": policy, "bits": bits, **{k: v for k, v in numbers.items() if v}}
+        return {"step": step, "precision": policy, "bits": bits, **task.evaluate(model)}
 
 
 def _metrics(task: Task, model: nn.Module, state: _State, spec: RunSpec) -> list[dict[str, Any]]:
@@ -231,10 +235,19 @@ def _metric(name: str, split: str, when: str, evaluation: dict[str, Any], value:
     }
 
 
-def _bitops(model: nn.Module, spec: RunSpec, batch: Any) -> dict[str, float]:
+def _bitops(task: Task, model: nn.Module, spec: RunSpec) -> dict[str, float]:
+    """BitOps of the whole run, from the first batches of the task."""
     model.train()
-    inputs = tuple(batch[:1])
-    return {c: count_bitops(model, inputs, spec.schedule, convention=c, q_grad=spec.q_grad).total for c in CONVENTIONS}
+    batches = list(itertools.islice(task.batches(0), task.cost_batches))
+
+    def total(convention: str) -> float:
+        plans = [
+            count_bitops(model, task.inputs(b), spec.schedule, convention=convention, q_grad=spec.q_grad)
+            for b in batches
+        ]
+        return sum(plan.total for plan in plans) / len(plans)
+
+    return {convention: total(convention) for convention in CONVENTIONS}
 
 
 # --- checkpoints ----------------------------------------------------------------------------------

@@ -1,12 +1,13 @@
 """The tasks, by name.
 
 >>> sorted(TASKS)
-['image']
+['graph', 'image']
 """
 
 from __future__ import annotations
 
 from cpt_core.tasks.base import Task
+from cpt_core.tasks.graph import GraphTask
 from cpt_core.tasks.image import ImageTask
 
-TASKS: dict[str, type[Task]] = {"image": ImageTask}
+TASKS: dict[str, type[Task]] = {"image": ImageTask, "graph": GraphTask}

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from cpt_core.specs import RunSpec
 
 Batch = Any
+Metrics = dict[str, float]
 
 
 class Task(Protocol):
@@ -21,12 +22,14 @@ class Task(Protocol):
         better: +1 when a larger metric is better, -1 when a smaller one is.
         title: what is measured on which data, for figures and rows.
         checksum: of the data.
+        cost_batches: over how many batches operations are averaged: 1 where all steps do the same work.
     """
 
     metric: str
     better: int
     title: str
     checksum: str
+    cost_batches: int
 
     def __init__(self, spec: RunSpec, device: torch.device, stand_in: bool = False) -> None:
         """Load the data; with ``stand_in`` make random data of the same shapes, so that nothing need be there."""
@@ -40,8 +43,11 @@ class Task(Protocol):
     def loss(self, model: nn.Module, batch: Batch, carry: Any) -> tuple[Tensor, Any]:
         """Return the training loss (0-d) of a batch, and what the next step needs of this one (or None)."""
 
-    def evaluate(self, model: nn.Module, split: str) -> dict[str, float]:
-        """Return the metrics on "valid" or "test"; an empty dict when there is no such split."""
+    def inputs(self, batch: Batch) -> tuple[Any, ...]:
+        """Return the arguments that the model is called with for a batch, to count operations."""
+
+    def evaluate(self, model: nn.Module) -> dict[str, Metrics]:
+        """Return the metrics on "valid" and "test"; a split that does not exist is left out."""
 
     def optimizer(self, model: nn.Module) -> tuple[torch.optim.Optimizer, Callable[[int], float]]:
         """Return the optimizer and the learning rate as a function of the step."""

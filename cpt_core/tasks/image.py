@@ -4,22 +4,26 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from typing import cast
 
 import torch
 from torch import Tensor, nn
 
-from cpt_core.data import (
+from cpt_core.data.images import (
     ArrayBatches,
     ArrayImages,
     Batch,
     FileBatches,
     ImageData,
+    Split,
     evaluation_batches,
     load_images,
     random_images,
 )
 from cpt_core.models import MODELS
+from cpt_core.recipes import ImageRecipe
 from cpt_core.specs import RunSpec
+from cpt_core.tasks.base import Metrics
 
 WORKERS = 4  # processes that read images from disk
 
@@ -33,10 +37,11 @@ class ImageTask:
 
     metric = "accuracy"
     better = +1
+    cost_batches = 1
 
     def __init__(self, spec: RunSpec, device: torch.device, stand_in: bool = False) -> None:
         """Load the data of the spec's recipe, or make random images of the same shapes."""
-        self.recipe, self.seed, self.device = spec.recipe, spec.seed, device
+        self.recipe, self.seed, self.device = cast(ImageRecipe, spec.recipe), spec.seed, device
         self.data: ImageData = random_images(self.recipe) if stand_in else _load(self.recipe)
         if stand_in and self.recipe.crop == "resized":  # that crop is done while images are read from disk
             self.recipe = replace(self.recipe, crop=0)
@@ -59,13 +64,18 @@ class ImageTask:
         images, labels = batch
         return nn.functional.cross_entropy(model(images), labels), None
 
+    def inputs(self, batch: Batch) -> tuple[Tensor]:
+        """Return the images."""
+        return batch[:1]
+
+    def evaluate(self, model: nn.Module) -> dict[str, Metrics]:
+        """Return accuracy (share of images, 0..1) and mean cross entropy of every split that is not empty."""
+        splits = {"valid": self.data.valid, "test": self.data.test}
+        return {name: self._measure(model, part) for name, part in splits.items() if len(part)}  # type: ignore[arg-type]
+
     @torch.no_grad()
-    def evaluate(self, model: nn.Module, split: str) -> dict[str, float]:
-        """Return accuracy (share of images, 0..1) and mean cross entropy."""
-        part = {"valid": self.data.valid, "test": self.data.test}[split]
+    def _measure(self, model: nn.Module, part: Split) -> Metrics:
         count = len(part)  # type: ignore[arg-type]
-        if count == 0:
-            return {}
         right, loss = 0.0, 0.0
         for images, labels in evaluation_batches(part, self.data, self.recipe.size, self.device, WORKERS):
             logits = model(images)
@@ -87,7 +97,7 @@ class ImageTask:
 _loaded: dict[tuple, ImageData] = {}
 
 
-def _load(recipe) -> ImageData:
+def _load(recipe: ImageRecipe) -> ImageData:
     """Load once per process: a sweep runs many recipes on the same data."""
     key = (recipe.dataset, recipe.size, recipe.train_images, recipe.valid_images, recipe.test_images)
     if key not in _loaded:

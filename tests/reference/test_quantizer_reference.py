@@ -1,11 +1,15 @@
 import json
 
+import dgl
+import dgl.nn
 import numpy as np
 import pytest
 import torch
 from torch import nn
 
 from cpt_core.convert import QuantConfig, quantize_
+from cpt_core.graph_layers import GraphConv, SAGEConv
+from cpt_core.graph_ops import Graph
 from cpt_core.layers import LayerPrecision
 from cpt_core.quantizers import NoisePool, Quantizer, levels_of, quantize, quantize_gradient
 from cpt_core.scheduler import precision
@@ -95,7 +99,7 @@ def test_forward_and_backward_of_every_layer(reference):
     wrong, checked = [], 0
     for case in reference["layers"]:
         if case["layer"] not in ("conv2d", "conv2d_bias", "linear"):
-            continue  # composed from these; other modules hold them
+            continue  # below, or composed from these
         checked += 1
         layer, x = layer_of(case), tensor(case["x"]).requires_grad_()
         with precision(layer, case["bits"], q_grad=case["grad_bits"]):
@@ -104,6 +108,63 @@ def test_forward_and_backward_of_every_layer(reference):
         found = {"dx": x.grad, "dw": layer.weight.grad}
         if layer.bias is not None:
             found["db"] = layer.bias.grad
+        wrong += [(case["id"], k) for k, value in found.items() if differs(value, case[k], BACKWARD_ATOL)]
+        wrong += [(case["id"], "y")] if differs(y, case["y"], FORWARD_ATOL) else []
+    assert checked
+    assert wrong == []
+
+
+# where layer and sum come from -> what tells them apart; all must give the reference's numbers
+GRAPH_LAYERS = {
+    "ours, CSR": ("csr", GraphConv, SAGEConv),
+    "ours, DGL": ("dgl", GraphConv, SAGEConv),
+    "DGL's": (
+        "dgl",
+        lambda i, o: dgl.nn.GraphConv(i, o, allow_zero_in_degree=True),
+        lambda i, o: dgl.nn.SAGEConv(i, o, "mean"),
+    ),
+}
+
+
+def graph_layer_of(case, graph_conv, sage_conv):
+    if case["layer"] == "graphconv":
+        layer = graph_conv(len(case["weight_in_out"]), len(case["bias"]))
+        state = {"weight": case["weight_in_out"], "bias": case["bias"]}
+    else:
+        layer = sage_conv(len(case["w_neigh"][0]), len(case["bias"]))
+        state = {"fc_neigh.weight": case["w_neigh"], "fc_self.weight": case["w_self"], "fc_self.bias": case["bias"]}
+    layer.load_state_dict({k: tensor(v) for k, v in state.items()})
+    config = QuantConfig(aggregation="quantized" if case["quant_agg"] else "fp")
+    return quantize_(layer, config.with_gradient_rounding("nearest"))
+
+
+@pytest.mark.parametrize("origin", GRAPH_LAYERS)
+def test_forward_and_backward_of_every_graph_layer(reference, origin):
+    backend, graph_conv, sage_conv = GRAPH_LAYERS[origin]
+    wrong, checked = [], 0
+    for case in reference["layers"]:
+        if case["layer"] not in ("graphconv", "sageconv_mean"):
+            continue
+        checked += 1
+        layer, x = graph_layer_of(case, graph_conv, sage_conv), tensor(case["x"]).requires_grad_()
+        adjacency = tensor(case["adjacency_dst_src"])
+        destination, source = adjacency.nonzero().T
+        if adjacency.shape[0] == adjacency.shape[1]:
+            graph = Graph.from_edges(source, destination, len(adjacency), backend)
+        else:  # a sampled block: the destinations are the first of the sources
+            indptr = torch.cat([torch.zeros(1), adjacency.sum(1).cumsum(0)]).int()
+            graph = Graph(indptr, source.int(), adjacency.shape[1], backend)
+        if origin == "DGL's":
+            graph = graph._dgl
+        with precision(layer, case["bits"], q_grad=case["grad_bits"]):
+            y = layer(graph, x)
+            y.backward(tensor(case["upstream"]))
+        found = {"dx": x.grad}
+        if case["layer"] == "graphconv":
+            found |= {"dw": layer.weight.grad, "db": layer.bias.grad}
+        else:
+            found |= {"dw_neigh": layer.fc_neigh.weight.grad, "dw_self": layer.fc_self.weight.grad}
+            found["db"] = layer.fc_self.bias.grad
         wrong += [(case["id"], k) for k, value in found.items() if differs(value, case[k], BACKWARD_ATOL)]
         wrong += [(case["id"], "y")] if differs(y, case["y"], FORWARD_ATOL) else []
     assert checked

@@ -321,7 +321,7 @@ def test_bad_choices_leave_the_model_alone(args, message):
 
 @pytest.mark.parametrize("model", [nn.ReLU(), SamePadding(3, 4, 3)], ids=["no layer", "only a subclass"])
 def test_nothing_to_convert(model):
-    message = f"nothing to quantise: no Conv1d, Conv2d, Conv3d, Linear in {type(model).__name__}"
+    message = f"nothing to quantise: no Conv1d, Conv2d, Conv3d, Linear, GraphConv, SAGEConv in {type(model).__name__}"
     with pytest.raises(ValueError, match=message):
         quantize_(model)
 

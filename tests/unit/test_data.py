@@ -14,7 +14,8 @@ import torchvision
 from PIL import Image
 
 from cpt_core import data
-from cpt_core.data import ArrayBatches, ArrayImages, DataNotFoundError, FileBatches, evaluation_batches, load_images
+from cpt_core.data.common import DataNotFoundError
+from cpt_core.data.images import ArrayBatches, ArrayImages, FileBatches, evaluation_batches, load_images
 from cpt_core.recipes import recipe
 
 CPU = torch.device("cpu")
@@ -281,7 +282,9 @@ def test_too_few_images():
 
 
 def test_download_refuses_what_it_cannot_get():
-    with pytest.raises(ValueError, match=r"'mnist' cannot be downloaded; choose from cifar10, cifar100, imagenet"):
+    with pytest.raises(
+        ValueError, match=r"'mnist' cannot be downloaded; choose from cifar10, cifar100, imagenet, ogbn-arxiv"
+    ):
         data.download("mnist")
 
 

@@ -36,17 +36,14 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 from torchvision.transforms import v2
 
-from cpt_core.paths import ROOT, data_dir
-from cpt_core.recipes import Recipe, is_own
+from cpt_core.data.common import DataNotFoundError, generator_of, own_path
+from cpt_core.paths import data_dir
+from cpt_core.recipes import ImageRecipe, is_own
 
 Batch = tuple[Tensor, Tensor]  # images float32 (N, C, H, W), normalised; labels int64 (N,)
 SMALL = 64  # images up to this many pixels a side are kept in memory
 IMAGENET_MEAN, IMAGENET_STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 CIFAR_MEAN, CIFAR_STD = (0.4914, 0.4822, 0.4465), (0.2023, 0.1994, 0.2010)
-
-
-class DataNotFoundError(FileNotFoundError):
-    """A data set is not on this machine; the message names the command that gets it."""
 
 
 @dataclass(frozen=True)
@@ -92,7 +89,7 @@ class ImageData:
     checksum: str
 
 
-def load_images(recipe: Recipe) -> ImageData:
+def load_images(recipe: ImageRecipe) -> ImageData:
     """Load the data of a recipe, hold out its validation images and cut it to size.
 
     The held-out images and the subsets depend on the data set alone, never on the seed of a run.
@@ -126,7 +123,7 @@ def load_images(recipe: Recipe) -> ImageData:
     )
 
 
-def random_images(recipe: Recipe) -> ImageData:
+def random_images(recipe: ImageRecipe) -> ImageData:
     """Return random pixels in the shapes of a data set, to measure times and count operations without the data.
 
     One batch for training and one to evaluate on; images of one's own are loaded instead.
@@ -135,7 +132,7 @@ def random_images(recipe: Recipe) -> ImageData:
     if recipe.dataset not in known:
         return load_images(recipe)
     classes, channels = known[recipe.dataset]
-    generator = _generator(0)
+    generator = generator_of(0)
     shape = (2 * recipe.batch, channels, recipe.size, recipe.size)
     images = torch.randint(0, 256, shape, dtype=torch.uint8, generator=generator)
     split = ArrayImages(images, torch.randint(0, classes, (len(images),), generator=generator))
@@ -214,14 +211,6 @@ def _own_arrays(dataset: str, size: int) -> tuple[ArrayImages, ArrayImages, str]
     return _archive(train_files[0]), _archive(test_files[0]), f"own images ({folder.name})"
 
 
-def own_path(path: str) -> Path:
-    """Resolve a path of the user's: relative ones are looked up in the data folder, then in the project's."""
-    given = Path(path.strip()).expanduser()
-    if given.is_absolute() or (data_dir() / given).exists():
-        return data_dir() / given
-    return ROOT / given
-
-
 def _archive(path: Path) -> ArrayImages:
     if not path.is_file():
         raise DataNotFoundError(f"there is no archive {path}")
@@ -279,7 +268,9 @@ class ArrayBatches:
         device: where the images are kept and the batches made.
     """
 
-    def __init__(self, split: ArrayImages, data: ImageData, recipe: Recipe, seed: int, device: torch.device) -> None:
+    def __init__(
+        self, split: ArrayImages, data: ImageData, recipe: ImageRecipe, seed: int, device: torch.device
+    ) -> None:
         """Pad the images once and move them to the device."""
         self.seed, self.batch, self.flip, self.device = seed, recipe.batch, recipe.flip, device
         self.pad = int(recipe.crop)
@@ -299,10 +290,10 @@ class ArrayBatches:
         """Return the batch of an optimizer step."""
         epoch, position = divmod(step, self.steps_per_epoch)
         if epoch != self._epoch:
-            order = torch.randperm(len(self.labels), generator=_generator(self.seed, epoch, 0))
+            order = torch.randperm(len(self.labels), generator=generator_of(self.seed, epoch, 0))
             self._epoch, self._order = epoch, order.to(self.device)
         index = self._order[position * self.batch : (position + 1) * self.batch]
-        images = self._crop_and_flip(index, _generator(self.seed, step, 1))
+        images = self._crop_and_flip(index, generator_of(self.seed, step, 1))
         return self.normalize(images), self.labels[index]
 
     def _crop_and_flip(self, index: Tensor, generator: torch.Generator) -> Tensor:
@@ -336,11 +327,6 @@ class _Normalize:
         return images.float().sub_(self.mean).div_(self.std)
 
 
-def _generator(*numbers: int) -> torch.Generator:
-    seed = int.from_bytes(hashlib.sha256(repr(numbers).encode()).digest()[:7])
-    return torch.Generator().manual_seed(seed)
-
-
 # --- from disk ------------------------------------------------------------------------------------
 
 
@@ -357,14 +343,14 @@ class _Seeded(Dataset):
         epoch, index = key
         image, label = self.files[index]
         with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(_generator(self.seed, epoch, index, 2).initial_seed())
+            torch.manual_seed(generator_of(self.seed, epoch, index, 2).initial_seed())
             return self.transform(image.convert("RGB")), label
 
 
 class FileBatches:
     """Batches of images read from disk by worker processes; same contract as ``ArrayBatches``."""
 
-    def __init__(self, split: Any, recipe: Recipe, seed: int, device: torch.device, workers: int) -> None:
+    def __init__(self, split: Any, recipe: ImageRecipe, seed: int, device: torch.device, workers: int) -> None:
         """Prepare the random transform: resized crop and flip, as for ImageNet."""
         steps: list[Any] = [v2.RandomResizedCrop(recipe.size, antialias=True)]
         if recipe.flip:
@@ -381,7 +367,7 @@ class FileBatches:
         """Yield the batches from step ``start`` on, without end."""
         epoch, position = divmod(start, self.steps_per_epoch)
         while True:
-            order = torch.randperm(len(self.data), generator=_generator(self.seed, epoch, 0)).tolist()
+            order = torch.randperm(len(self.data), generator=generator_of(self.seed, epoch, 0)).tolist()
             keys = [(epoch, i) for i in order[position * self.batch :]]
             batches = [keys[i : i + self.batch] for i in range(0, len(keys), self.batch)]
             loader = DataLoader(self.data, batch_sampler=batches, num_workers=self.workers)
@@ -409,7 +395,7 @@ class _Test(Dataset):
         return self.transform(image.convert("RGB")), label
 
 
-def _load_files(recipe: Recipe) -> ImageData:
+def _load_files(recipe: ImageRecipe) -> ImageData:
     if recipe.dataset == "imagenet":
         try:
             parts = [torchvision.datasets.ImageNet(str(data_dir() / "imagenet"), split=s) for s in ("train", "val")]
@@ -459,17 +445,12 @@ def evaluation_batches(split: Split, data: ImageData, size: int, device: torch.d
 
 
 def download(dataset: str) -> Path:
-    """Download a data set through torchvision, with progress and checksums, and return where it is.
-
-    Raises:
-        ValueError: for a data set that cannot be downloaded.
-    """
-    if dataset in ("cifar10", "cifar100"):
-        kind = {"cifar10": torchvision.datasets.CIFAR10, "cifar100": torchvision.datasets.CIFAR100}[dataset]
-        kind(data_dir(), download=True)
-        return data_dir()
-    if dataset == "imagenet":  # the archives themselves need a licence; this unpacks and checks them
+    """Get "cifar10", "cifar100", or unpack and check the archives of "imagenet"."""
+    if dataset == "imagenet":  # the archives themselves need a licence
         for split in ("train", "val"):
             torchvision.datasets.ImageNet(str(data_dir() / "imagenet"), split=split)
         return data_dir() / "imagenet"
-    raise ValueError(f"{dataset!r} cannot be downloaded; choose from cifar10, cifar100, imagenet")
+    {"cifar10": torchvision.datasets.CIFAR10, "cifar100": torchvision.datasets.CIFAR100}[dataset](
+        data_dir(), download=True
+    )
+    return data_dir()

@@ -1,0 +1,28 @@
+"""What all data share: the error for data that is not there, paths of the user's own, random numbers by key."""
+
+from __future__ import annotations
+
+import hashlib
+from pathlib import Path
+
+import torch
+
+from cpt_core.paths import ROOT, data_dir
+
+
+class DataNotFoundError(FileNotFoundError):
+    """A data set is not on this machine; the message names the command that gets it."""
+
+
+def own_path(path: str) -> Path:
+    """Resolve a path of the user's: relative ones are looked up in the data folder, then in the project's."""
+    given = Path(path.strip()).expanduser()
+    if given.is_absolute() or (data_dir() / given).exists():
+        return data_dir() / given
+    return ROOT / given
+
+
+def generator_of(*numbers: int) -> torch.Generator:
+    """Return a generator whose stream is a function of the numbers alone, such as (seed, step, purpose)."""
+    seed = int.from_bytes(hashlib.sha256(repr(numbers).encode()).digest()[:7])
+    return torch.Generator().manual_seed(seed)

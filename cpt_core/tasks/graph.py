@@ -1,0 +1,189 @@
+"""Node classification: full-graph GCN, sampled GraphSAGE; OGBN-Arxiv, OGBN-Products and your own graphs.
+
+Paper: section 4.3.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable, Iterator
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, Dataset
+
+from cpt_core.data.common import generator_of
+from cpt_core.data.graphs import GraphData, evaluator, load_graph, random_graph
+from cpt_core.graph_ops import Graph, sample_blocks
+from cpt_core.models.gnn import GraphNet
+from cpt_core.recipes import GraphRecipe
+from cpt_core.specs import RunSpec
+from cpt_core.tasks.base import Metrics
+
+WORKERS = 2  # processes that sample from a large graph on the CPU
+LARGE = 2_000_000  # edges from which sampling is worth them
+EVALUATION_BATCH = 4096
+
+# graphs of the layers, input features (sources, F), labels of the rows that count, those rows (None: all)
+Batch = tuple[Graph | list[Graph], Tensor, Tensor, Tensor | None]
+
+
+class GraphTask:
+    """Adam with a cosine learning rate, cross entropy, accuracy.
+
+    With a batch size, seed nodes come in random order, ``fanout`` neighbours of every node are sampled per layer, and
+    a step is a mini-batch; without, a step is an epoch on the full graph.
+
+    Paper: section 4.3.
+    Differs: the loss is cross entropy. The authors' Arxiv script applies the negative log-likelihood to raw logits,
+        which has no lower bound (``loss="nll_raw"``).
+    Differs: edges of OGBN-Products are not doubled; the authors add reverse edges to a graph that has them.
+    """
+
+    metric = "accuracy"
+    better = +1
+
+    def __init__(self, spec: RunSpec, device: torch.device, stand_in: bool = False) -> None:
+        """Load the data of the spec's recipe, or make a random graph of the same shapes."""
+        self.recipe, self.seed, self.device = cast(GraphRecipe, spec.recipe), spec.seed, device
+        self.data: GraphData = random_graph(self.recipe) if stand_in else _load(self.recipe)
+        self.graph = self.data.graph.to(device)
+        self.features, self.labels = self.data.features.to(device), self.data.labels.to(device)
+        if not self.recipe.batch:
+            self.graph.set_constant(self.features)
+        kind = {"gcn": "GCN", "sage": "GraphSAGE"}[self.recipe.model]
+        aggregation = {"fp": "FP-Agg", "quantized": "Q-Agg"}[self.recipe.aggregation]
+        self.title = f"{kind} ({aggregation}) on {self.data.title}"
+        self.checksum = self.data.checksum
+        self.cost_batches = 8 if self.recipe.batch else 1  # samples differ in size
+
+    def model(self) -> nn.Module:
+        """Return the recipe's model."""
+        r = self.recipe
+        inputs = self.features.shape[1]
+        return GraphNet(r.model, inputs, self.data.classes, r.hidden, r.layers, r.dropout, r.norm).to(self.device)
+
+    @property
+    def fanouts(self) -> list[int]:
+        """Neighbours per node, layer by layer."""
+        return [self.recipe.fanout] * self.recipe.layers
+
+    def batches(self, start: int) -> Iterator[Batch]:
+        """Yield the batches from step ``start`` on, without end."""
+        if not self.recipe.batch:
+            rows = self.data.train.to(self.device)
+            return itertools.repeat((self.graph, self.features, self.labels[rows], rows))
+        return self._sampled(start)
+
+    def _sampled(self, start: int) -> Iterator[Batch]:
+        samples = _Samples(self.graph, self.data.train, self.recipe.batch, self.fanouts, self.seed)
+        if self.device.type == "cpu" and self.graph.num_edges > LARGE:
+            # a generator of its own: the loader would draw from the one that dropout uses
+            parts: Any = DataLoader(
+                samples, None, sampler=itertools.count(start), num_workers=WORKERS, generator=torch.Generator()
+            )
+        else:
+            parts = map(samples.__getitem__, itertools.count(start))
+        for seeds, nodes, blocks in parts:
+            graphs = [Graph(indptr, indices, sources) for indptr, indices, sources in blocks]
+            yield graphs, self.features[nodes], self.labels[seeds], None
+
+    def inputs(self, batch: Batch) -> tuple[Any, ...]:
+        """Return what the model is called with."""
+        return batch[:2]
+
+    def loss(self, model: nn.Module, batch: Batch, carry: None) -> tuple[Tensor, None]:
+        """Return the mean loss over the labelled nodes of the batch."""
+        graphs, x, labels, rows = batch
+        logits = model(graphs, x)
+        return _loss(self.recipe.loss, logits if rows is None else logits[rows], labels), None
+
+    @torch.no_grad()
+    def evaluate(self, model: nn.Module) -> dict[str, Metrics]:
+        """Return accuracy (share of nodes, 0..1) and mean loss of every split that is not empty."""
+        splits = {name: part for name in ("valid", "test") if len(part := getattr(self.data, name))}
+        net = cast(GraphNet, model)
+        if not self.recipe.batch or self.recipe.inference == "exact":
+            whole = net(self.graph, self.features) if not self.recipe.batch else self._exact(net)
+            logits = {name: whole[part.to(self.device)] for name, part in splits.items()}
+        else:
+            logits = {name: self._sampled_logits(net, part) for name, part in splits.items()}
+        return {name: self._measure(logits[name], part) for name, part in splits.items()}
+
+    def _measure(self, logits: Tensor, nodes: Tensor) -> Metrics:
+        labels = self.labels[nodes.to(self.device)]
+        predicted = logits.argmax(1)
+        accuracy = float((predicted == labels).float().mean())
+        if self.data.ogb:
+            pair = {"y_true": labels.cpu().numpy()[:, None], "y_pred": predicted.cpu().numpy()[:, None]}
+            accuracy = float(evaluator(self.data.ogb).eval(pair)["acc"])
+        return {"accuracy": accuracy, "loss": float(_loss(self.recipe.loss, logits, labels))}
+
+    def _sampled_logits(self, model: GraphNet, nodes: Tensor) -> Tensor:
+        """Logits from sampled neighbours, the same ones in every evaluation of a run, (n, classes)."""
+        random = generator_of(self.seed, 4)
+        if self.device.type != "cpu":
+            random = torch.Generator(self.device).manual_seed(random.initial_seed())
+        out = []
+        for seeds in nodes.to(self.device).split(EVALUATION_BATCH):
+            sources, blocks = sample_blocks(self.graph, seeds, self.fanouts, random)
+            out.append(model(blocks, self.features[sources]))
+        return torch.cat(out)
+
+    def _exact(self, model: GraphNet) -> Tensor:
+        """Logits of all nodes from all their neighbours, layer by layer and in chunks of nodes, (N, classes)."""
+        h, random = self.features, generator_of(0)
+        for i in range(self.recipe.layers):
+            out = []
+            for chunk in torch.arange(self.graph.num_dst, device=self.device).split(EVALUATION_BATCH * 8):
+                sources, (block,) = sample_blocks(self.graph, chunk, [None], random)
+                out.append(model.layer(i, block, h[sources]))
+            h = model.between(i, torch.cat(out))
+        return h
+
+    def optimizer(self, model: nn.Module) -> tuple[torch.optim.Optimizer, Callable[[int], float]]:
+        """Return Adam and the learning rate: a cosine from ``lr`` to ``final_lr`` times that."""
+        r = self.recipe
+
+        def lr(step: int) -> float:
+            return r.lr * (r.final_lr + (1 - r.final_lr) * (1 + math.cos(math.pi * step / r.steps)) / 2)
+
+        return torch.optim.Adam(model.parameters(), lr=r.lr, weight_decay=r.weight_decay), lr
+
+
+def _loss(kind: str, logits: Tensor, labels: Tensor) -> Tensor:
+    if kind == "nll_raw":
+        return nn.functional.nll_loss(logits, labels)  # what the authors' Arxiv script computes: no log-softmax
+    return nn.functional.cross_entropy(logits, labels)
+
+
+class _Samples(Dataset):
+    """Sampled neighbourhoods of step 0, 1, ...: a pure function of (seed, step), whoever computes it."""
+
+    def __init__(self, graph: Graph, train: Tensor, batch: int, fanouts: list[int], seed: int) -> None:
+        self.graph, self.train, self.batch, self.fanouts, self.seed = graph, train, batch, fanouts, seed
+        self.per_epoch = math.ceil(len(train) / batch)
+
+    def __getitem__(self, step: int) -> tuple[Tensor, Tensor, list[tuple[Tensor, Tensor, int]]]:
+        epoch, position = divmod(step, self.per_epoch)
+        order = torch.randperm(len(self.train), generator=generator_of(self.seed, epoch, 0))
+        seeds = self.train[order[position * self.batch : (position + 1) * self.batch]].to(self.graph.device)
+        random = generator_of(self.seed, step, 3)
+        if seeds.is_cuda:
+            random = torch.Generator(seeds.device).manual_seed(random.initial_seed())
+        nodes, blocks = sample_blocks(self.graph, seeds, self.fanouts, random)
+        return seeds, nodes, [(b.indptr, b.indices, b.num_src) for b in blocks]
+
+
+_loaded: dict[tuple, GraphData] = {}
+
+
+def _load(recipe: GraphRecipe) -> GraphData:
+    """Load once per process: a sweep runs many recipes on the same data."""
+    key = (recipe.dataset, recipe.self_loops, recipe.standardize)
+    if key not in _loaded:
+        _loaded.clear()
+        _loaded[key] = load_graph(recipe)
+    return _loaded[key]
