@@ -9,10 +9,9 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from difflib import get_close_matches
-from functools import partial
 from typing import Any
 
-from cpt_core.recipes import RECIPES, recipe
+from cpt_core.recipes import RECIPES, Recipe, recipe
 from cpt_core.schedules import SUITE
 from cpt_core.specs import RunSpec, run_spec
 
@@ -51,18 +50,81 @@ def image(
 
     Paper: section 4.2, figure 3.
     """
-    r = recipe(scale, dataset, model, preset)
+    r = _changed(recipe(scale, dataset, model, preset), changes)
+    # the authors' CIFAR sweeps keep 8-bit gradients also at q_max = 6
+    q_grad = 8 if preset == "authors" and r.dataset.startswith("cifar") else None
+    return _quality_cost(r, scale, schedules, static, q_max, seeds, preset, q_grad)
+
+
+def graph(
+    scale: str = "demo",
+    dataset: str = "digits-graph",
+    model: str | None = None,
+    *,
+    schedules: Sequence[str] = tuple(SUITE),
+    static: Sequence[int] | None = None,
+    q_max: Sequence[int] | None = None,
+    seeds: Sequence[int] | None = None,
+    preset: str = "ours",
+    **changes: Any,
+) -> list[RunSpec]:
+    """Return the runs of a quality-cost figure for node classification; arguments as in ``image``.
+
+    At paper scale 66: 10 schedules + static, q_max 6 and 8, 3 seeds. OGBN-Arxiv: 1,000 epochs of a GCN on the full
+    graph; OGBN-Products: 15,440 mini-batches of GraphSAGE. ``aggregation="quantized"`` gives Q-Agg.
+
+    Paper: section 4.3, figure 6.
+    """
+    r = _changed(recipe(scale, dataset, model, preset, task="graph"), changes)
+    return _quality_cost(r, scale, schedules, static, q_max, seeds, preset)
+
+
+def aggregation(
+    scale: str = "demo",
+    dataset: str = "digits-graph",
+    model: str | None = None,
+    *,
+    bits: Sequence[int] = (8,),
+    seeds: Sequence[int] | None = None,
+    **changes: Any,
+) -> list[RunSpec]:
+    """Return the runs that compare FP-Agg with Q-Agg at static precision: both at all ``bits``, 3 seeds.
+
+    Paper: section 4.3, figure 5 (8 bits, OGBN-Arxiv and OGBN-Products).
+    """
+    return [
+        spec
+        for kind in ("fp", "quantized")
+        for spec in graph(
+            scale, dataset, model, schedules=(), static=bits, q_max=(max(bits),), seeds=seeds, aggregation=kind,
+            **changes,
+        )
+    ]  # fmt: skip
+
+
+def _changed(r: Recipe, changes: dict[str, Any]) -> Recipe:
     unknown = sorted(set(changes) - set(asdict(r)))
     if unknown:
         raise ValueError(f"a recipe has no {', '.join(unknown)}; it has {', '.join(asdict(r))}")
-    r = replace(r, **changes)
+    return replace(r, **changes)
+
+
+def _quality_cost(
+    r: Recipe,
+    scale: str,
+    schedules: Sequence[str],
+    static: Sequence[int] | None,
+    q_max: Sequence[int] | None,
+    seeds: Sequence[int] | None,
+    preset: str,
+    q_grad: int | None = None,
+) -> list[RunSpec]:
+    """Every arm with every seed, for every q_max."""
     tops = tuple(q_max) if q_max is not None else ((6, 8) if scale == "paper" else (8,))
     specs = []
     for top in tops:
         default = {"smoke": (2, top), "demo": tuple(range(2, top + 1)), "paper": (top,)}[scale]
         bits = default if static is None else tuple(static)
-        # the authors' CIFAR sweeps keep 8-bit gradients also at q_max = 6
-        q_grad = 8 if preset == "authors" and r.dataset.startswith("cifar") else None
         for arm in (*schedules, *(f"static {b}" for b in bits)):
             for seed in r.seeds if seeds is None else seeds:
                 specs.append(run_spec(r, arm, q_max=top, seed=seed, scale=scale, preset=preset, q_grad=q_grad))
@@ -88,36 +150,60 @@ class Grid:
     runs: int | None = None
 
 
-def _image_grids() -> dict[str, Grid]:
+ABOUT = {
+    "digits": "scikit-learn's digits, embedded: shows the mechanism, stands for nothing in the paper",
+    "cifar10": "CIFAR-10", "cifar100": "CIFAR-100", "imagenet": "ImageNet",
+    "digits-graph": "a nearest-neighbour graph over scikit-learn's digits, embedded: shows the mechanics only",
+    "ogbn-arxiv": "OGBN-Arxiv", "ogbn-products": "OGBN-Products",
+}  # fmt: skip
+ARTEFACTS: dict[str, tuple[str, Callable[..., list[RunSpec]]]] = {
+    "image": ("figure_3", image),
+    "graph": ("figure_6", graph),
+}
+
+
+def _quality_cost_grids() -> dict[str, Grid]:
+    """One grid for every data set and model of the recipes that is named, with the scales it has."""
     scales: dict[str, tuple[str, ...]] = {}
+    tasks: dict[str, str] = {}
     for scale in ("paper", "demo", "smoke"):
-        for key in RECIPES[scale]:
-            scales[key] = (*scales.get(key, ()), scale)
-    about = {
-        "digits": "scikit-learn's digits, embedded: shows the mechanism, stands for nothing in the paper",
-        "cifar10": "CIFAR-10", "cifar100": "CIFAR-100", "imagenet": "ImageNet",
-    }  # fmt: skip
+        for key, r in RECIPES[scale].items():
+            if r.dataset in ABOUT and not key.startswith("own"):
+                scales[key], tasks[key] = (*scales.get(key, ()), scale), r.task
     out = {}
     for key, found in scales.items():
         dataset, model = key.split("/")
         paper = "66 runs: 10 schedules + static, q_max 6 and 8, 3 seeds" if "paper" in found else "small scale"
-        out[key] = Grid("figure_3", f"{about[dataset]}, {model}; {paper}", partial(_image, dataset, model), found)
+        artefact, make = ARTEFACTS[tasks[key]]
+        out[key] = Grid(artefact, f"{ABOUT[dataset]}, {model}; {paper}", _Make(make, dataset, model), found)
     return out
 
 
-def _image(dataset: str, model: str, scale: str, **choices: Any) -> list[RunSpec]:
-    return image(scale, dataset, model, **choices)
+@dataclass(frozen=True)
+class _Make:
+    """A function of this module with data set and model filled in."""
+
+    function: Callable[..., list[RunSpec]]
+    dataset: str
+    model: str
+
+    def __call__(self, scale: str, **choices: Any) -> list[RunSpec]:
+        return self.function(scale, self.dataset, self.model, **choices)
+
+
+def _aggregation_grid(dataset: str, model: str, scales: tuple[str, ...]) -> Grid:
+    about = f"{ABOUT[dataset]}, {model}: FP-Agg and Q-Agg at static 8 bits"
+    return Grid("figure_5", about, _Make(aggregation, dataset, model), scales)
 
 
 # Every figure and table of the paper that rests on training runs. Counts are the paper's: 10 schedules + static, q_max
 # 6 and 8, 3 seeds; XNLI chooses among three learning rates; table 1 and figure 8 as in their captions.
 GRIDS: dict[str, Grid] = {
-    **_image_grids(),
+    **_quality_cost_grids(),
     "voc2012/retinanet": Grid("figure_4", "object detection", runs=66),
-    "ogbn-arxiv/aggregation": Grid("figure_5", "FP-Agg and Q-Agg at static 8 bits", runs=6),
-    "ogbn-products/aggregation": Grid("figure_5", "FP-Agg and Q-Agg at static 8 bits", runs=6),
-    "ogbn-arxiv/gcn": Grid("figure_6", "node classification", runs=66),
-    "ogbn-products/sage": Grid("figure_6", "node classification", runs=66),
+    "ogbn-arxiv/aggregation": _aggregation_grid("ogbn-arxiv", "gcn", ("paper",)),
+    "ogbn-products/aggregation": _aggregation_grid("ogbn-products", "sage", ("paper",)),
+    "digits-graph/aggregation": _aggregation_grid("digits-graph", "gcn", ("demo", "smoke")),
     "ptb/lstm": Grid("figure_7", "language modelling", runs=66),
     "xnli/bert": Grid("figure_7", "entailment; three learning rates per arm", runs=198),
     "cifar10/deficit_length": Grid("table_1", "deficits of 0 to 256,000 steps, ResNet-74", runs=18),

@@ -158,18 +158,18 @@ def bidirected(
     if self_loops:
         keys[both * count :] = np.arange(nodes, dtype=np.int64) * (nodes + 1)
     keys.sort()
-    keep = np.empty(len(keys), dtype=bool)
+    keep: Any = np.empty(len(keys), dtype=bool)
     keep[:1] = True
     np.not_equal(keys[1:], keys[:-1], out=keep[1:])
     np.logical_and(keep, keys >= 0, out=keep)
     keys = keys[keep]
-    kind = np.int32 if max(nodes, len(keys)) < 2**31 else np.int64
+    kind: Any = np.int32 if max(nodes, len(keys)) < 2**31 else np.int64
     indptr = np.zeros(nodes + 1, dtype=kind)
     indices = np.empty(len(keys), dtype=kind)
     for start in range(0, len(keys), 1 << 24):  # in pieces: no second array of int64
         part = keys[start : start + (1 << 24)]
         indices[start : start + len(part)] = part % nodes
-        indptr[1:] += np.bincount(part // nodes, minlength=nodes).astype(kind)
+        indptr[1:] = indptr[1:] + np.bincount(part // nodes, minlength=nodes)
     np.cumsum(indptr, out=indptr)
     return Graph(torch.from_numpy(indptr), torch.from_numpy(indices))
 

@@ -55,7 +55,7 @@ def test_digits_split():
 def batches_of(images, seed=0, **changes):
     r = small("x/", size=6, **{"crop": 2, "flip": True, **changes})
     labels = torch.arange(len(images))
-    holder = data.ImageData("t", 10, 1, (0.0,), (1 / 255,), None, None, None, "")
+    holder = data.images.ImageData("t", 10, 1, (0.0,), (1 / 255,), None, None, None, "")
     return ArrayBatches(ArrayImages(images, labels), holder, r, seed, CPU)
 
 
