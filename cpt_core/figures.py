@@ -14,7 +14,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
-from cpt_core.results import by_arm, pareto, table
+from cpt_core.results import aggregation_difference, by_arm, pareto, table
 from cpt_core.schedules import SUITE, Schedule, make_schedule
 from cpt_core.stores import Row
 
@@ -114,6 +114,62 @@ def figure_3(
         figure.tight_layout()
     plt.close(figure)
     return figure
+
+
+def figure_5(rows: Iterable[Row], bits: int = 8) -> Figure:
+    """Draw FP-Agg against Q-Agg: validation accuracy while training, and the paired difference of every seed.
+
+    Args:
+        rows: of one recipe with both aggregations.
+        bits: static precision of the curves; the right panel shows all arms that both aggregations have.
+
+    Paper: figure 5.
+    Differs: the panel of paired differences is ours.
+    """
+    rows = list(rows)
+    names = {"fp": ("FP-Agg", COLORS["small"]), "quantized": ("Q-Agg", COLORS["large"])}
+    with plt.rc_context(STYLE):
+        figure, (left, right) = plt.subplots(1, 2, figsize=(10, 3.8))
+        for kind, (name, color) in names.items():
+            curves = [
+                [(e["step"], 100 * e.get("valid", e["test"])["accuracy"]) for e in row["evaluations"]]
+                for row in rows
+                if row["status"] == "ok"
+                and (row["spec"]["recipe"]["aggregation"], row["spec"]["arm"]) == (kind, f"static {bits}")
+            ]
+            if not curves:
+                raise ValueError(f"no finished run of static {bits} with {name}")
+            steps, values = np.array(curves[0])[:, 0], np.array([[v for _, v in c] for c in curves])
+            left.plot(steps, values.mean(0), color=color, label=f"{name}, static {bits} bits", linewidth=1.4)
+            left.fill_between(steps, values.min(0), values.max(0), color=color, alpha=0.15, linewidth=0)
+        left.set(xlabel="training step", ylabel="validation accuracy (%)")
+        left.legend(loc="lower right", fontsize=8)
+        difference = aggregation_difference(rows)
+        arms = sorted(difference["arm"].unique(), key=lambda a: (not a.startswith("static"), a))
+        for x, arm in enumerate(arms):
+            values = 100 * difference[difference["arm"] == arm]["difference"].to_numpy()
+            right.plot(np.full(len(values), x), values, "o", color=COLORS["static"], markersize=4, alpha=0.6)
+            right.plot([x - 0.2, x + 0.2], [values.mean()] * 2, color=COLORS["static"], linewidth=1.6)
+        right.axhline(0, color="#888888", linewidth=0.8)
+        right.set_xticks(range(len(arms)), arms)
+        right.margins(x=0.2)
+        right.set_ylabel("Q-Agg minus FP-Agg\ntest accuracy, points; a dot per seed")
+        runs = table(rows)
+        title = next((t for t in runs["title"] if t), "").replace(" (FP-Agg)", "").replace(" (Q-Agg)", "")
+        warning = "smoke scale: not a result. " if runs["scale"].iloc[0] == "smoke" else ""
+        seeds = runs["seed"].nunique()
+        figure.suptitle(f"{warning}{title}, {seeds} seed{'s' * (seeds > 1)}", fontsize=10)
+        figure.tight_layout()
+    plt.close(figure)
+    return figure
+
+
+def figure_6(rows: Iterable[Row], **options: Any) -> Figure:
+    """Draw accuracy against cost for node classification; arguments as for ``figure_3``.
+
+    Paper: figure 6.
+    """
+    return figure_3(rows, **options)
 
 
 def _quality(ax: Axes, arms: Any, x: str) -> None:

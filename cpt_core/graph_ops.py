@@ -84,6 +84,10 @@ class Graph:
         """Return sizes and backend."""
         return f"Graph({self.num_src} -> {self.num_dst} nodes, {self.num_edges} edges, {self.kernel})"
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Copy and pickle the edges alone: what is derived from them is made again."""
+        return Graph, (self.indptr, self.indices, self.num_src, self.backend)
+
     @property
     def device(self) -> torch.device:
         """Where the edges are."""
@@ -299,11 +303,11 @@ def _sample(graph: Graph, nodes: Tensor, fanout: int | None, generator: torch.Ge
 
 def _floyd(count: Tensor, k: int, generator: torch.Generator) -> Tensor:
     """Draw k different numbers below count[i] for every row i, (rows, k): Floyd's algorithm, all rows at a time."""
-    random = torch.rand(len(count), k, generator=generator, device=count.device, dtype=torch.float64)
-    chosen = torch.empty(len(count), k, dtype=torch.int64, device=count.device)
+    random = torch.rand(k, len(count), generator=generator, device=count.device, dtype=torch.float64)
+    chosen = torch.empty(k, len(count), dtype=torch.int32, device=count.device)
     for i in range(k):
-        top = count - k + i  # the largest number that may be drawn now
-        drawn = (random[:, i] * (top + 1)).to(torch.int64)
-        taken = (chosen[:, :i] == drawn.unsqueeze(1)).any(1)
-        chosen[:, i] = torch.where(taken, top, drawn)
-    return chosen
+        top = (count - k + i).to(torch.int32)  # the largest number that may be drawn now
+        drawn = (random[i] * (top + 1)).to(torch.int32)
+        taken = (chosen[:i] == drawn).any(0)
+        chosen[i] = torch.where(taken, top, drawn)
+    return chosen.T

@@ -50,7 +50,7 @@ def image(
 
     Paper: section 4.2, figure 3.
     """
-    r = _changed(recipe(scale, dataset, model, preset), changes)
+    r = _changed(recipe(scale, dataset, model, preset), "image", changes)
     # the authors' CIFAR sweeps keep 8-bit gradients also at q_max = 6
     q_grad = 8 if preset == "authors" and r.dataset.startswith("cifar") else None
     return _quality_cost(r, scale, schedules, static, q_max, seeds, preset, q_grad)
@@ -75,7 +75,7 @@ def graph(
 
     Paper: section 4.3, figure 6.
     """
-    r = _changed(recipe(scale, dataset, model, preset, task="graph"), changes)
+    r = _changed(recipe(scale, dataset, model, preset, task="graph"), "graph", changes)
     return _quality_cost(r, scale, schedules, static, q_max, seeds, preset)
 
 
@@ -102,7 +102,9 @@ def aggregation(
     ]  # fmt: skip
 
 
-def _changed(r: Recipe, changes: dict[str, Any]) -> Recipe:
+def _changed(r: Recipe, task: str, changes: dict[str, Any]) -> Recipe:
+    if r.task != task:
+        raise ValueError(f"dataset {r.dataset!r} is for task {r.task!r}, not {task!r}")
     unknown = sorted(set(changes) - set(asdict(r)))
     if unknown:
         raise ValueError(f"a recipe has no {', '.join(unknown)}; it has {', '.join(asdict(r))}")

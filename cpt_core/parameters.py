@@ -19,7 +19,7 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
-from cpt_core.recipes import PRESETS, SCALES, is_own, recipe
+from cpt_core.recipes import OGB_GRAPHS, PRESETS, SCALES, is_own, recipe
 from cpt_core.schedules import SUITE
 from cpt_core.stores import store_path
 
@@ -40,12 +40,12 @@ def _list_of(value: Any, test: Callable[[Any], bool]) -> bool:
     return isinstance(value, (list, tuple)) and all(test(v) for v in value)
 
 
-DATASETS = ("digits", "cifar10", "cifar100", "imagenet")
+DATASETS = ("digits", "cifar10", "cifar100", "imagenet", "digits-graph", *OGB_GRAPHS)
 
 PARAMETERS: dict[str, Parameter] = {
     "scale": Parameter(f"one of {', '.join(SCALES)}", lambda v: v in SCALES),
     "dataset": Parameter(
-        f"one of {', '.join(DATASETS)}, a folder such as 'my-images/', or 'train.npz,test.npz'",
+        f"one of {', '.join(DATASETS)}, or your own data: a folder such as 'my-images/', or .npz archives",
         lambda v: isinstance(v, str) and (v in DATASETS or is_own(v)),
     ),
     "model": Parameter("the name of a model, or '' for the first of the data set", lambda v: isinstance(v, str)),
@@ -78,11 +78,15 @@ class Parameters:
             raise AttributeError(f"there is no parameter {name!r}") from None
 
 
-def check_parameters(**given: Any) -> Parameters:
+def check_parameters(task: str = "image", /, **given: Any) -> Parameters:
     """Check the parameters of a notebook; raise ValueError that names what is allowed.
 
     Names that papermill injected and that the notebook does not have are refused here too. The store of smoke runs is
     a fresh temporary file, so that they really run; other scales keep theirs under ``runs/``, so that they resume.
+
+    Args:
+        task: of the runs of this notebook, a key of ``TASKS``.
+        given: the parameters.
     """
     check_values(given)
     for name in _injected():
@@ -92,12 +96,16 @@ def check_parameters(**given: Any) -> Parameters:
             raise ValueError(f"this notebook has no parameter {name!r}{hint} It has: {', '.join(given)}")
     scale = given.get("scale", "smoke")
     if "dataset" in given:
-        recipe(scale, given["dataset"], given.get("model") or None, given.get("preset", "ours"))
+        found = recipe(scale, given["dataset"], given.get("model") or None, given.get("preset", "ours"), task)
+        if found.task != task:
+            raise ValueError(
+                f"dataset {given['dataset']!r} is for another notebook: its task is {found.task!r}, not {task!r}"
+            )
     if scale != "smoke":
-        return Parameters(dict(given), store_path(scale, "image"))
+        return Parameters(dict(given), store_path(scale, task))
     folder = tempfile.mkdtemp(prefix="cpt-smoke-")
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
-    return Parameters(dict(given), Path(folder) / "image.jsonl")
+    return Parameters(dict(given), Path(folder) / f"{task}.jsonl")
 
 
 def parse(assignments: Sequence[str]) -> dict[str, Any]:

@@ -295,6 +295,13 @@ def recipe(
     return replace(found, dataset=dataset)
 
 
+def task_of_dataset(dataset: str) -> str | None:
+    """Return the task of a named data set; None for the user's own data, which can be of any."""
+    if is_own(dataset):
+        return None
+    return next((r.task for table in RECIPES.values() for r in table.values() if r.dataset == dataset), None)
+
+
 def is_own(dataset: str) -> bool:
     """Whether ``dataset`` names the user's own files rather than a known data set."""
     return "/" in dataset or "\\" in dataset or dataset.endswith(".npz")

@@ -18,10 +18,10 @@ from matplotlib.figure import Figure
 from nbconvert import HTMLExporter
 
 from cpt_core import figures, results, stores
-from cpt_core.grids import GRIDS
+from cpt_core.grids import ARTEFACTS, GRIDS
 from cpt_core.paths import ROOT, paper_dir, results_dir, runs_dir
 from cpt_core.reproducing import harvest
-from cpt_core.stores import Row, load_rows, store_path
+from cpt_core.stores import Row, load_rows
 
 PACKAGES = ("cpt-core", "torch", "torchvision", "numpy", "papermill", "jupyterlab")
 
@@ -39,13 +39,14 @@ th:first-child, td:first-child {{ text-align: left; white-space: nowrap; }} img 
 
 def write(folder: Path, scale: str, outcomes: list[dict[str, Any]]) -> Path:
     """Write ``index.html`` into ``folder``: notebooks, figures and tables from the rows of this scale, versions."""
-    rows = [] if scale == "smoke" else load_rows(store_path(scale, "image"))
+    rows = _rows(scale)
     parts = [
         f"<h1>Cyclic precision training, reproduced at {scale} scale</h1>",
         "<p class='note'>A simulation: bit operations (BitOps) count work at low precision, they are not seconds.</p>",
         "<h2>Notebooks</h2>",
         _notebooks(outcomes),
         *(_experiment(part) for part in _experiments(rows)),
+        *_aggregations(rows),
         "<h2>Where this comes from</h2>",
         _provenance(outcomes),
     ]
@@ -68,7 +69,7 @@ def write_report(files: Sequence[Path] | None = None, out: Path | None = None) -
         files = [*sorted(results_dir().glob("*.jsonl")), *own]
     of = {path: [row for row in load_rows(path) if row["spec"]["scale"] != "smoke"] for path in files}
     rows = list(stores.newest(row for part in of.values() for row in part).values())
-    experiments = [_experiment(part) for part in _experiments(rows)]
+    experiments = [*(_experiment(part) for part in _experiments(rows)), *_aggregations(rows)]
     parts = [
         "<h1>Cyclic precision training: figures and tables from stored runs</h1>",
         "<p class='note'>Made from result rows alone. Training at low precision is simulated; bit operations (BitOps) "
@@ -163,7 +164,7 @@ def _words(entry: str) -> str:
 
 def summary(scale: str) -> list[str]:
     """Return what the stored rows of a scale say, in a few lines."""
-    rows = [] if scale == "smoke" else load_rows(store_path(scale, "image"))
+    rows = _rows(scale)
     lines = []
     for part in _experiments(rows):
         runs, arms = results.table(part), results.by_arm(part)
@@ -212,12 +213,41 @@ def _experiments(rows: list[Row]) -> list[list[Row]]:
     return sorted(groups.values(), key=lambda rows: rows[0]["spec"]["scale"] != "paper")
 
 
+def _rows(scale: str) -> list[Row]:
+    """The rows of a scale that are kept: smoke runs are none."""
+    stores_of = [] if scale == "smoke" else sorted((runs_dir() / scale).glob("*.jsonl"))
+    return [row for path in stores_of for row in load_rows(path)]
+
+
+def _aggregations(rows: list[Row]) -> list[str]:
+    """Figure 5 for every recipe that was run with both aggregations at static q_max."""
+    groups: dict[str, list[Row]] = {}
+    for row in rows:
+        spec = row["spec"]
+        recipe = {k: v for k, v in spec["recipe"].items() if k != "aggregation"}
+        if row["status"] == "ok" and spec["arm"] == f"static {spec['q_max']}" and "aggregation" in spec["recipe"]:
+            groups.setdefault(f"{recipe} {spec['q_max']} {spec['scale']}", []).append(row)
+    parts = []
+    for group in groups.values():
+        if len({row["spec"]["recipe"]["aggregation"] for row in group}) == 2:
+            d = 100 * results.aggregation_difference(group)["difference"]
+            name = _name(group).replace(" (FP-Agg)", "").replace(" (Q-Agg)", "")
+            figure = figures.figure_5(group, group[0]["spec"]["q_max"])
+            parts.append(
+                f"<h2>Figure 5: {html.escape(name)}</h2>{_image(figure, 'validation accuracy with FP-Agg and Q-Agg')}"
+                f"<p>Q-Agg minus FP-Agg, test accuracy at the end: {d.mean():+.2f} +- {d.std():.2f} points "
+                f"({len(d)} seeds).</p>"
+            )
+    return parts
+
+
 def _experiment(rows: list[Row]) -> str:
     arms = results.by_arm(rows)
-    parts = [
-        f"<h2>{html.escape(_name(rows))}</h2>",
-        _image(figures.figure_3(rows, xs=("relative_cost", "noise_exposure"), front=True), "accuracy against cost"),
-    ]
+    artefact = ARTEFACTS[rows[0]["spec"]["recipe"]["task"]][0]
+    parts = [f"<h2>{html.escape(_name(rows))}</h2>"]
+    if len(arms) > 1:
+        drawn = figures.figure_3(rows, xs=("relative_cost", "noise_exposure"), front=True)
+        parts.append(_image(drawn, "accuracy against cost"))
     if (arms["mean"].notna() & (arms.savings != "static")).sum() >= 3:  # arms whose runs all failed have no mean
         for x, name in (("relative_cost", "cost"), ("noise_exposure", "noise exposure")):
             c = results.correlation(rows, x)
@@ -235,7 +265,7 @@ def _experiment(rows: list[Row]) -> str:
             "accuracy %": (100 * arms["mean"]).map("{:.1f}".format),
             "std": (100 * arms["std"]).map("{:.1f}".format).replace("nan", "–"),
             "n": arms.n,
-            "paper": [_paper_value(p) for p in results.compare_with_paper(rows, "figure_3").itertuples()],
+            "paper": [_paper_value(p) for p in results.compare_with_paper(rows, artefact).itertuples()],
             "Pareto front": results.pareto(arms).map({True: "yes", False: ""}),
             "diverged": arms.diverged,
             "failed": arms.failed,

@@ -19,6 +19,7 @@ from tqdm.auto import tqdm
 from cpt_core import report
 from cpt_core.parameters import check_parameters, check_values
 from cpt_core.paths import ROOT, notebooks_dir, runs_dir
+from cpt_core.recipes import task_of_dataset
 
 # Measured on two cores: (smoke, demo) seconds, for the estimate that is printed before anything starts.
 SECONDS = {"00": (6, 8), "01": (6, 6), "02": (8, 8), "03": (12, 150)}
@@ -67,7 +68,8 @@ def reproduce(
     Args:
         scale: "smoke", "demo" or "paper".
         number: such as "03"; None runs all.
-        dataset: for the notebooks that have this parameter.
+        dataset: for the notebooks of its task; the others keep their own data set, model and preset. Data of your own
+            needs ``number``, to say which notebook it is for.
         given: more parameters, each of which at least one of the notebooks must have.
         progress: show a bar.
 
@@ -87,9 +89,16 @@ def reproduce(
     jobs = []
     folder = runs_dir() / "reproduce" / scale
     folder.mkdir(parents=True, exist_ok=True)
+    tasks = {path: _task(parameters) for path, parameters in accepted.items()}
+    data_task = task_of_dataset(wanted["dataset"]) if "dataset" in wanted else None
+    if "dataset" in wanted and data_task is None and len({t for t in tasks.values() if t}) > 1:
+        raise ValueError(f"say which notebook {wanted['dataset']!r} is for, such as --notebook 03")
     for path, parameters in accepted.items():
         values = {name: value for name, value in wanted.items() if name in parameters}
-        check_parameters(**{**{k: _literal(v) for k, v in parameters.items()}, **values})
+        if number is None and data_task and tasks[path] not in (None, data_task):
+            values = {name: value for name, value in values.items() if name not in ("dataset", "model", "preset")}
+        defaults = {k: _literal(v) for k, v in parameters.items()}
+        check_parameters(tasks[path] or "image", **{**defaults, **values})
         jobs.append((path, values, folder))
     outcomes = []
     with ThreadPoolExecutor(AT_ONCE) as pool:
@@ -99,6 +108,11 @@ def reproduce(
     outcomes.sort(key=lambda o: o.name)
     shown = outcomes + [o for path in notebooks() if path not in chosen for o in _earlier(path, folder)]
     return outcomes, report.write(folder, scale, [vars(o) for o in sorted(shown, key=lambda o: o.name)])
+
+
+def _task(parameters: dict[str, Any]) -> str | None:
+    """The task of a notebook's data set; None for notebooks without one."""
+    return task_of_dataset(_literal(parameters["dataset"])) if "dataset" in parameters else None
 
 
 def estimate(scale: str, number: str | None = None) -> float | None:

@@ -27,7 +27,7 @@ TYPES = {
     "model": "string", "preset": "string", "recipe": "string", "q_min": "Int64", "q_max": "Int64",
     "relative_cost": "float64", "noise_exposure": "float64", "share_at_q_min": "float64", "status": "string",
     "seconds": "float64", "steps": "Int64", "bitops": "float64", "device": "string", "started": "string",
-    "commit": "string", "title": "string", "error": "string", "key": "string",
+    "commit": "string", "title": "string", "error": "string", "key": "string", "aggregation": "string",
 }  # fmt: skip
 
 
@@ -77,6 +77,7 @@ def table(rows: Iterable[Row]) -> pd.DataFrame:
             "title": row.get("title", ""),
             "error": row.get("error", ""),
             "key": row["key"],
+            "aggregation": spec["recipe"].get("aggregation", ""),
         }
         for m in row.get("metrics", []):
             if m["split"] == "test":
@@ -185,6 +186,24 @@ def paired_difference(
         return part.groupby("seed")[metric].mean()
 
     return (of(a) - of(b)).dropna()
+
+
+def aggregation_difference(rows: Iterable[Row], metric: str = "accuracy") -> pd.DataFrame:
+    """Return metric(Q-Agg) - metric(FP-Agg) for every arm and seed that both have: columns arm, seed, difference.
+
+    Rows must belong to one recipe but for the aggregation.
+
+    Paper: section 4.3 (figure 5).
+    """
+    runs = table(rows)
+    for column in ("dataset", "model", "scale", "q_max"):
+        if runs[column].nunique() > 1:
+            raise ValueError(f"rows mix {column}s: {', '.join(sorted(map(str, runs[column].unique())))}; choose one")
+    wide = runs.pivot_table(index=["arm", "seed"], columns="aggregation", values=metric, aggfunc="first")
+    if not {"fp", "quantized"} <= set(wide.columns):
+        raise ValueError(f"rows of both aggregations are needed, there are: {', '.join(wide.columns) or 'none'}")
+    difference = (wide["quantized"] - wide["fp"]).dropna()
+    return difference.rename("difference").reset_index()
 
 
 def correlation(

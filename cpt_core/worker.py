@@ -159,12 +159,19 @@ def _results(run: Run, device: str) -> Row:
         "bitops": run.bitops,
         "steps": len(run.history["step"]),
         "loss": _curve(run.history["loss"]),
+        "evaluations": _spread(run.history["evaluations"]),
         "seconds": round(run.seconds, 3),
         "device": device_name(device),
         "peak_memory": peak_memory(device),
         "title": run.title,
         "data_checksum": run.checksum,
     }
+
+
+def _spread(evaluations: list[dict[str, Any]], points: int = 20) -> list[dict[str, Any]]:
+    """At most ``points`` of the evaluations, evenly spread, with the last; the curve file has all."""
+    every = -(-len(evaluations) // points) or 1
+    return evaluations[::-1][::every][::-1]
 
 
 def device_name(device: str) -> str:

@@ -1,0 +1,250 @@
+import copy
+import os
+import pickle
+import sys
+
+import dgl
+import pytest
+import torch
+
+from cpt_core import graph_ops
+from cpt_core.graph_ops import Graph, as_graph, sample_blocks
+
+
+def random_edges(nodes=30, edges=200, seed=0):
+    return torch.randint(0, nodes, (2, edges), generator=torch.Generator().manual_seed(seed))
+
+
+def dense(source, destination, nodes):
+    matrix = torch.zeros(nodes, nodes, dtype=torch.float64)
+    return matrix.index_put((destination, source), torch.ones(len(source), dtype=torch.float64), accumulate=True)
+
+
+@pytest.mark.parametrize("reduce", ["sum", "mean"])
+@pytest.mark.parametrize("backend", ["dgl", "csr"])
+def test_aggregates_as_a_dense_product_does_forward_and_backward(backend, reduce):
+    source, destination = random_edges()
+    destination[destination == 7] = 8  # a node without in-edges
+    graph = Graph.from_edges(source, destination, 30, backend)
+    assert graph.kernel == backend
+    matrix = dense(source, destination, 30)
+    if reduce == "mean":
+        matrix /= matrix.sum(1, keepdim=True).clamp_min(1)
+    x = torch.randn(30, 5, requires_grad=True)
+    y, upstream = graph.aggregate(x, reduce), torch.randn(30, 5)
+    (found,) = torch.autograd.grad(y, x, upstream)
+    torch.testing.assert_close(y, (matrix @ x.double()).float(), rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(found, (matrix.T @ upstream.double()).float(), rtol=1e-5, atol=1e-6)
+    assert y[7].eq(0).all()
+
+
+def test_both_backends_agree_on_a_device(device):
+    source, destination = random_edges()
+    plain = Graph.from_edges(source, destination, 30, "csr").to(device)
+    other = Graph.from_edges(source, destination, 30)  # DGL on the CPU
+    x = torch.randn(30, 5)
+    results = []
+    for graph in (plain, other):
+        h = x.to(graph.device).requires_grad_()
+        y = graph.aggregate(h, "mean")
+        y.square().sum().backward()
+        results.append((y.detach().cpu(), h.grad.cpu()))
+    torch.testing.assert_close(results[0], results[1], rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("backend", ["dgl", "csr"])
+def test_gradients_in_float64(backend):
+    graph = Graph.from_edges(*random_edges(8, 20), 8, backend)
+    x = torch.randn(8, 2, dtype=torch.float64, requires_grad=True)
+    assert torch.autograd.gradcheck(lambda h: graph.aggregate(h, "mean"), (x,))
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("backend", ["dgl", "csr"])
+def test_half_precision_is_summed_in_float32(backend, dtype):
+    graph = Graph.from_edges(torch.zeros(4096, dtype=torch.int64), torch.ones(4096, dtype=torch.int64), 2, backend)
+    y = graph.aggregate(torch.ones(2, 1, dtype=dtype))
+    assert y.dtype == dtype
+    assert y[1].item() == 4096  # bfloat16 alone would stop at 256
+
+
+def test_parallel_edges_and_self_loops_count():
+    graph = Graph.from_edges(torch.tensor([0, 0, 1]), torch.tensor([1, 1, 1]), 2)
+    assert graph.aggregate(torch.tensor([[1.0], [10.0]])).tolist() == [[0.0], [12.0]]
+    assert graph.in_degrees.tolist() == [0, 3]
+    assert graph.out_degrees.tolist() == [2, 1]
+
+
+@pytest.mark.parametrize("backend", ["dgl", "csr"])
+def test_a_graph_without_edges(backend):
+    graph = Graph(torch.zeros(4, dtype=torch.int32), torch.zeros(0, dtype=torch.int32), backend=backend)
+    x = torch.ones(3, 2, requires_grad=True)
+    y = graph.aggregate(x, "mean")
+    y.sum().backward()
+    assert y.eq(0).all()
+    assert x.grad.eq(0).all()
+
+
+def test_graphs_and_blocks_of_dgl():
+    source, destination = random_edges()
+    g = dgl.graph((source, destination), num_nodes=30)
+    graph = as_graph(g)
+    assert graph._dgl is g  # used as it is
+    assert as_graph(graph) is graph
+    x = torch.randn(30, 3)
+    torch.testing.assert_close(graph.aggregate(x), dgl.ops.copy_u_sum(g, x))
+    block = dgl.to_block(dgl.in_subgraph(g, torch.tensor([3, 4])), torch.tensor([3, 4]))
+    small = as_graph(block)
+    assert (small.num_src, small.num_dst) == (block.num_src_nodes(), 2)
+    with pytest.raises(TypeError, match="a Graph or a DGLGraph expected, got Tensor"):
+        as_graph(torch.eye(3))
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: Graph.from_edges(torch.tensor([0]), torch.tensor([5]), 3), r"nodes 0\.\.2, got 5"),
+        (lambda: Graph.from_edges(torch.tensor([5]), torch.tensor([0]), 3), r"nodes 0\.\.2, got 5"),
+        (lambda: Graph.from_edges(torch.tensor([-1]), torch.tensor([0]), 3), "negative"),
+        (lambda: Graph(torch.tensor([0, 3]), torch.tensor([0])), "indptr must go from 0 to the number of edges, 1"),
+        (lambda: Graph(torch.tensor([0, 1]), torch.tensor([0]), backend="cuda"), "choose from auto, dgl, csr"),
+        (lambda: triangle().aggregate(torch.ones(2, 1)), r"must be \(3, F\).*got \(2, 1\)"),
+        (lambda: triangle().aggregate(torch.ones(3)), r"must be \(3, F\).*got \(3,\)"),
+        (lambda: triangle().aggregate(torch.ones(3, 1, dtype=torch.int64)), r"floating point, got torch.int64"),
+        (lambda: triangle().aggregate(torch.ones(3, 1), "max"), "unknown reduce 'max'; choose from sum, mean"),
+        (lambda: triangle().set_constant(torch.ones(3, 1, requires_grad=True)), "cannot require a gradient"),
+    ],
+)
+def test_bad_input(make, message):
+    with pytest.raises(ValueError, match=message):
+        make()
+
+
+def triangle():
+    return Graph.from_edges(torch.tensor([0, 1, 2]), torch.tensor([1, 2, 0]), 3)
+
+
+def test_without_dgl_torch_takes_over(monkeypatch):
+    monkeypatch.setattr(graph_ops, "dgl_module", lambda: None)
+    assert triangle().kernel == "csr"
+    assert triangle().aggregate(torch.tensor([[1.0], [2.0], [3.0]])).flatten().tolist() == [3, 1, 2]
+    with pytest.raises(ValueError, match="backend 'dgl' needs DGL"):
+        Graph.from_edges(torch.tensor([0]), torch.tensor([1]), 2, "dgl")
+
+
+@pytest.mark.parametrize("error", [ImportError("no dgl"), FileNotFoundError("libdgl_sparse of another torch")])
+def test_a_dgl_that_cannot_be_imported_counts_as_absent(monkeypatch, error):
+    def fail(name):
+        raise error
+
+    monkeypatch.setattr(graph_ops.importlib, "import_module", fail)
+    assert graph_ops.dgl_module.__wrapped__() is None
+
+
+def test_copies_and_pickles():
+    source, destination = random_edges()
+    graph, x = Graph.from_edges(source, destination, 30, "csr"), torch.randn(30, 2)
+    expected = graph.aggregate(x)
+    for other in (copy.deepcopy(graph), pickle.loads(pickle.dumps(Graph.from_edges(source, destination, 30, "csr")))):
+        assert torch.equal(other.aggregate(x), expected)
+
+
+# --- constant features ----------------------------------------------------------------------------
+
+
+def test_constant_features_are_summed_once_per_key():
+    graph, x = triangle(), torch.rand(3, 2)
+    graph.set_constant(x)
+    calls = []
+
+    def compute(key):
+        return graph.keep(x, key, lambda: calls.append(key) or graph.aggregate(x))
+
+    assert torch.equal(compute("a"), compute("a"))
+    compute("b")
+    assert calls == ["a", "b"]
+    graph.keep(x.clone(), "a", lambda: calls.append("other") or x)  # equal, but not the same tensor
+    assert calls == ["a", "b", "other"]
+    x.add_(1)  # changed in place: nothing kept is valid
+    assert torch.equal(compute("a"), graph.aggregate(x))
+    with torch.inference_mode():
+        kept = graph.keep(x, "c", lambda: graph.aggregate(x))
+    assert not kept.is_inference()  # training may use what evaluation computed
+
+
+# --- sampling -------------------------------------------------------------------------------------
+
+
+def names_of(nodes, block, level):
+    """Edges of a block in the graph's own numbers; ``level`` are those of its destinations."""
+    destination = torch.repeat_interleave(torch.arange(block.num_dst), block.indptr.diff().long())
+    return list(zip(nodes[block.indices.long()].tolist(), level[destination].tolist(), strict=True))
+
+
+def test_blocks_hold_edges_of_the_graph_and_no_neighbour_twice():
+    source, destination = random_edges(40, 400)
+    unique = torch.unique(torch.stack([source, destination]), dim=1)
+    graph = Graph.from_edges(*unique, 40)
+    edges = set(map(tuple, unique.T.tolist()))
+    seeds = torch.tensor([5, 0, 17])
+    nodes, blocks = sample_blocks(graph, seeds, [3, 4], torch.Generator().manual_seed(0))
+    assert [b.num_dst for b in blocks] == [blocks[1].num_src, 3]
+    assert len(nodes) == blocks[0].num_src == len(set(nodes.tolist()))
+    assert nodes[:3].tolist() == seeds.tolist()
+    level = nodes[: blocks[0].num_dst]
+    for found, block in (
+        (names_of(nodes, blocks[0], level), blocks[0]),
+        (names_of(level, blocks[1], seeds), blocks[1]),
+    ):
+        assert set(found) <= edges
+        assert len(set(found)) == len(found)
+        assert block.in_degrees.tolist() == [
+            min(3 if block is blocks[0] else 4, int(graph.in_degrees[n]))
+            for n in (level if block is blocks[0] else seeds)
+        ]
+
+
+def test_all_neighbours_without_a_fanout():
+    graph = Graph.from_edges(*random_edges(), 30)
+    nodes, (block,) = sample_blocks(graph, torch.arange(30), [None], torch.Generator())
+    x = torch.randn(30, 4)
+    torch.testing.assert_close(block.aggregate(x[nodes]), graph.aggregate(x))
+
+
+def test_a_sample_is_a_function_of_the_generator():
+    graph = Graph.from_edges(*random_edges(100, 3000), 100)
+
+    def sample(seed):
+        return sample_blocks(graph, torch.arange(20), [5, 5], torch.Generator().manual_seed(seed))
+
+    assert torch.equal(sample(1)[0], sample(1)[0])
+    assert torch.equal(sample(1)[1][0].indices, sample(1)[1][0].indices)
+    assert not torch.equal(sample(1)[1][1].indices, sample(2)[1][1].indices)
+
+
+def test_every_neighbour_is_equally_likely_as_with_dgl():
+    """A star with 12 leaves, 4 of them sampled: frequencies of leaves and of pairs against DGL's sampler."""
+    leaves = torch.arange(1, 13)
+    graph = Graph.from_edges(leaves, torch.zeros(12, dtype=torch.int64), 13)
+    theirs = dgl.graph((leaves, torch.zeros(12, dtype=torch.int64)), num_nodes=13)
+    sampler = dgl.dataloading.NeighborSampler([4])
+    dgl.seed(0)
+    random = torch.Generator().manual_seed(0)
+    n = 4000
+    counts = torch.zeros(2, 13)
+    pairs = torch.zeros(2)
+    for _ in range(n):
+        nodes, _ = sample_blocks(graph, torch.tensor([0]), [4], random)
+        others, _, _ = sampler.sample_blocks(theirs, torch.tensor([0]))
+        for i, found in enumerate((nodes[1:], others[1:])):
+            assert len(found) == 4
+            counts[i, found] += 1
+            pairs[i] += {1, 12} <= set(found.tolist())
+    # standard deviation of a leaf's count: sqrt(n / 3 * 2 / 3) = 30; of a pair's: sqrt(n / 11 * 10 / 11) = 18
+    assert (counts[:, 1:] - n / 3).abs().max() < 5 * 30
+    assert (pairs - n / 11).abs().max() < 5 * 18
+
+
+def test_dgl_is_imported_with_its_backend_set():
+    assert os.environ["DGLBACKEND"] == "pytorch"
+    assert graph_ops.dgl_module() is sys.modules["dgl"]
