@@ -13,11 +13,15 @@ import statistics
 import time
 from collections.abc import Callable
 from itertools import cycle
+from typing import Any
 
 import torch
 from torch import nn
 
-from cpt_core.convert import layer_precisions, quantize_
+from cpt_core.convert import QuantConfig, layer_precisions, quantize_
+from cpt_core.data.graphs import bidirected
+from cpt_core.graph_layers import GraphConv
+from cpt_core.graph_ops import Graph
 from cpt_core.models import MODELS
 from cpt_core.models.mobilenet import InvertedResidual
 
@@ -27,19 +31,35 @@ def linear_block() -> nn.Module:
     return nn.Sequential(nn.Linear(768, 768), nn.GELU(), nn.Linear(768, 768))
 
 
-# name -> (model, shape of the input, rounds)
-CASES: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...], int]] = {
-    "ResNet-20, batch 128": (lambda: MODELS["resnet20"](3, 32, 10), (128, 3, 32, 32), 7),
-    "ResNet-74, batch 32": (lambda: MODELS["resnet74"](3, 32, 10), (32, 3, 32, 32), 7),
-    "MobileNet-V2 block, 64x32x16x16": (lambda: InvertedResidual(32, 32, 6, 1), (64, 32, 16, 16), 25),
-    "linear block 768, 2048 rows": (linear_block, (2048, 768), 15),
+def arxiv() -> tuple[Graph, torch.Tensor]:
+    """A random graph of OGBN-Arxiv's size, popular nodes and all, and features that need a gradient."""
+    nodes, edges = 169_343, 1_166_243
+    source, destination = (torch.rand(2, edges, dtype=torch.float64) ** 2 * nodes).long().numpy()
+    return bidirected(source, destination, nodes, self_loops=True), torch.randn(nodes, 128, requires_grad=True)
+
+
+def random(*shape: int) -> Callable[[], tuple[torch.Tensor]]:
+    """Random input of a shape."""
+    return lambda: (torch.randn(shape),)
+
+
+# name -> (model, its inputs, rounds, quantised variants)
+Case = tuple[Callable[[], nn.Module], Callable[[], tuple[Any, ...]], int, dict[str, QuantConfig]]
+PLAIN = {"simulated": QuantConfig()}
+BOTH = {"FP-Agg": QuantConfig(), "Q-Agg": QuantConfig(aggregation="quantized")}
+CASES: dict[str, Case] = {
+    "ResNet-20, batch 128": (lambda: MODELS["resnet20"](3, 32, 10), random(128, 3, 32, 32), 7, PLAIN),
+    "ResNet-74, batch 32": (lambda: MODELS["resnet74"](3, 32, 10), random(32, 3, 32, 32), 7, PLAIN),
+    "MobileNet-V2 block, 64x32x16x16": (lambda: InvertedResidual(32, 32, 6, 1), random(64, 32, 16, 16), 25, PLAIN),
+    "linear block 768, 2048 rows": (linear_block, random(2048, 768), 15, PLAIN),
+    "GCN layer 128 -> 512, arxiv size": (lambda: GraphConv(128, 512), arxiv, 7, BOTH),
 }
 
 
-def stepper(model: nn.Module, x: torch.Tensor, quantised: bool) -> Callable[[], float]:
+def stepper(model: nn.Module, inputs: tuple[Any, ...], config: QuantConfig | None) -> Callable[[], float]:
     """Return a function that runs one training step and returns its seconds."""
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3, momentum=0.9)
-    layers = list(layer_precisions(quantize_(model)).values()) if quantised else []
+    layers = list(layer_precisions(quantize_(model, config)).values()) if config else []
     bits = cycle(range(3, 9))
 
     def step() -> float:
@@ -47,7 +67,7 @@ def stepper(model: nn.Module, x: torch.Tensor, quantised: bool) -> Callable[[], 
         q = next(bits)
         for layer in layers:
             layer.set_bits(q, 8)
-        model(x).square().mean().backward()
+        model(*inputs).square().mean().backward()
         optimizer.step()
         optimizer.zero_grad()
         return time.perf_counter() - start
@@ -63,12 +83,13 @@ def main() -> None:
     torch.set_num_threads(1)
     tuned = "MALLOC_MMAP_THRESHOLD_" in os.environ
     print(f"torch {torch.__version__}, 1 thread, allocator thresholds {'set' if tuned else 'NOT set (see Makefile)'}")
-    for name, (make, shape, rounds) in CASES.items():
+    for name, (make, inputs_of, rounds, configs) in CASES.items():
         if only not in name:
             continue
         torch.manual_seed(0)
-        x = torch.randn(shape)
-        variants = {"float32": stepper(make(), x, False), "simulated": stepper(make(), x, True)}
+        inputs = inputs_of()
+        variants = {"float32": stepper(make(), inputs, None)}
+        variants |= {key: stepper(make(), inputs, config) for key, config in configs.items()}
         times: dict[str, list[float]] = {key: [] for key in variants}
         for i in range(rounds + 1):
             for key, step in variants.items():
@@ -76,8 +97,10 @@ def main() -> None:
                 if i:  # the first round warms up
                     times[key].append(seconds)
         medians = {key: statistics.median(t) for key, t in times.items()}
-        ratio = medians["simulated"] / medians["float32"]
-        print(f"{name:<34} {ratio:5.2f}x   float32 {medians['float32'] * 1e3:7.1f} ms, {rounds} rounds", flush=True)
+        for key in configs:
+            ratio = medians[key] / medians["float32"]
+            told = f"{name}, {key}" if len(configs) > 1 else name
+            print(f"{told:<41} {ratio:5.2f}x   float32 {medians['float32'] * 1e3:7.1f} ms, {rounds} rounds", flush=True)
 
 
 if __name__ == "__main__":

@@ -23,6 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+BLOCK = 1 << 18  # elements of a part of a large tensor on the CPU, per thread: 1 MB
 MIN_SCALE = 1e-8  # smallest step of a grid; a constant tensor has range 0 and comes back unchanged
 IDENTITY_BITS = 24  # float32 has 24 significant bits: from here on quantisation changes nothing worth simulating
 
@@ -71,8 +72,14 @@ def per_sample_mean(x: Tensor) -> Range:
 
 
 def _min_and_width(x: Tensor, dims: tuple[int, ...]) -> Range:
-    low, high = x.amin(dims, keepdim=True).float(), x.amax(dims, keepdim=True).float()
-    return low, high - low
+    if 0 not in dims and x.is_cpu and x.numel() > 2 * BLOCK and not torch.compiler.is_compiling():
+        parts = x.split(_rows(x))  # each is read from memory once
+        pairs = [(p.amin(dims, True), p.amax(dims, True)) for p in parts]
+        low, high = (torch.cat(values) for values in zip(*pairs, strict=True))
+    else:
+        low, high = x.amin(dims, keepdim=True), x.amax(dims, keepdim=True)
+    low = low.float()
+    return low, high.float() - low
 
 
 GRANULARITIES: dict[str, Callable[[Tensor], Range]] = {
@@ -142,7 +149,9 @@ def levels_of(bits: int) -> float:
     return float(2**bits - 1)
 
 
-def round_to_grid(x: Tensor, low: Tensor, width: Tensor, levels: Tensor, noise: Tensor | None, clip: bool) -> Tensor:
+def round_to_grid(
+    x: Tensor, low: Tensor, width: Tensor, levels: Tensor, noise: Tensor | LongNoise | None, clip: bool
+) -> Tensor:
     """Round ``x`` to the grid low + k * width / levels, k = 0..levels; the hot path.
 
     One allocation, then in place; sub, div, (noise, clip,) round, mul, add in the reference's order and therefore
@@ -153,21 +162,58 @@ def round_to_grid(x: Tensor, low: Tensor, width: Tensor, levels: Tensor, noise: 
         low: minimum of the range, float32, broadcastable to x.
         width: maximum - minimum, likewise.
         levels: n = 2**q - 1, 0-d float32: a tensor, so that one compiled graph serves every q.
-        noise: uniform in [-0.5, 0.5), the shape of x, or None for rounding half to even.
+        noise: uniform in [-0.5, 0.5), the shape of x or a ``LongNoise``; None for rounding half to even.
         clip: bring values outside the range to its ends.
     """
     scale = (width / levels).clamp_min(MIN_SCALE)  # s = max(range / n, 1e-8)
+    eager = x.is_cpu and not torch.compiler.is_compiling()
+    bounds: Any = None
+    if clip:  # scalar bounds are much faster than tensor bounds on the CPU
+        bounds = (0.0, float(levels)) if eager else (torch.zeros_like(levels), levels)
+    if eager and x.numel() > 2 * BLOCK and x.dtype == torch.float32 and x.is_contiguous():
+        return _round_in_blocks(x, low, scale, noise, bounds)
+    if isinstance(noise, LongNoise):
+        noise = noise.part(0, x.numel()).view(x.shape)
     y = x - low if x.dtype == torch.float32 else x.float() - low
+    y = _round(y, low, scale, noise, bounds)
+    return y if x.dtype == torch.float32 else y.to(x.dtype)
+
+
+def _round(y: Tensor, low: Tensor, scale: Tensor, noise: Tensor | None, bounds: Any) -> Tensor:
+    """Finish ``y`` = x - low, in place."""
     y = y.div_(scale)
     if noise is not None:
         y = y.add_(noise)
-    if clip:
-        if y.is_cpu and not torch.compiler.is_compiling():
-            y = y.clamp_(0.0, float(levels))  # scalar bounds are much faster than tensor bounds on the CPU
-        else:
-            y = y.clamp_(torch.zeros_like(levels), levels)
-    y = y.round_().mul_(scale).add_(low)
-    return y if x.dtype == torch.float32 else y.to(x.dtype)
+    if bounds is not None:
+        y = y.clamp_(*bounds)
+    return y.round_().mul_(scale).add_(low)
+
+
+def _round_in_blocks(x: Tensor, low: Tensor, scale: Tensor, noise: Tensor | LongNoise | None, bounds: Any) -> Tensor:
+    """Do the same to one part after the other: each stays in the processor's cache over all the operations."""
+    out = torch.empty_like(x)
+    y = out
+    if low.numel() == 1:
+        low, scale, x, y = low.reshape(()), scale.reshape(()), x.view(-1), out.view(-1)
+    row = x.numel() // len(x)
+    rows = _rows(x)
+    by_row = low.dim() == x.dim() and len(low) == len(x)  # else the range is shared by the first dimension
+    for start in range(0, len(x), rows):
+        source, target = x[start : start + rows], y[start : start + rows]
+        a, s = (low[start : start + rows], scale[start : start + rows]) if by_row else (low, scale)
+        u: Tensor | None = None
+        if isinstance(noise, LongNoise):
+            u = noise.part(start * row, source.numel()).view(source.shape)
+        elif noise is not None:
+            u = noise.view(-1)[start * row : start * row + source.numel()].view(source.shape)
+        torch.sub(source, a, out=target)
+        _round(target, a, s, u, bounds)
+    return out
+
+
+def _rows(x: Tensor) -> int:
+    """Rows of a part of a large tensor."""
+    return max(1, BLOCK * torch.get_num_threads() * len(x) // x.numel())
 
 
 class _StraightThrough(torch.autograd.Function):
@@ -217,6 +263,21 @@ def quantize(x: Tensor, bits: int, quantizer: Quantizer | str = "conv_input") ->
 # --- gradients ------------------------------------------------------------------------------------
 
 
+@dataclass(frozen=True)
+class LongNoise:
+    """Noise for a tensor that is larger than the pool, which is read round and round, part by part."""
+
+    pool: Tensor  # two times the same ``size`` numbers
+    offset: int
+    size: int
+
+    def part(self, start: int, count: int) -> Tensor:
+        """Return the numbers of the elements from ``start`` on, (count,)."""
+        first = (self.offset + start) % self.size
+        pool = self.pool if first + count <= 2 * self.size else self.pool.repeat(-(-count // self.size))
+        return pool.narrow(0, first, count)
+
+
 class NoisePool:
     """Uniform noise for stochastic rounding: drawn once, then read at a pseudo-random offset in every call.
 
@@ -230,15 +291,15 @@ class NoisePool:
         """Start a stream for ``seed``, any integer."""
         self.seed, self.calls = int(seed), 0
 
-    def draw(self, like: Tensor) -> Tensor:
+    def draw(self, like: Tensor) -> Tensor | LongNoise:
         """Return noise in [-0.5, 0.5), float32, with the shape and the device of ``like``."""
         pool = _noise(self.seed, like.device)
         offset = _mix(self.seed, self.calls) % self.SIZE
         self.calls += 1
         count = like.numel()
-        if count > self.SIZE:  # read the pool round and round
-            pool = pool.repeat(-(-count // self.SIZE))
-        noise = pool.narrow(0, offset, count)
+        if count > self.SIZE and like.is_contiguous():
+            return LongNoise(pool, offset, self.SIZE)
+        noise = LongNoise(pool, offset, self.SIZE).part(0, count)
         if like.dim() == 4 and like.is_contiguous(memory_format=torch.channels_last):
             return noise.as_strided(like.shape, like.stride())  # the same order in memory: adding it stays fast
         return noise.view(like.shape)
