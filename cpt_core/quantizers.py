@@ -72,7 +72,7 @@ def per_sample_mean(x: Tensor) -> Range:
 
 
 def _min_and_width(x: Tensor, dims: tuple[int, ...]) -> Range:
-    if 0 not in dims and x.is_cpu and x.numel() > 2 * BLOCK and not torch.compiler.is_compiling():
+    if 0 not in dims and x.dim() > 1 and x.is_cpu and x.numel() > 2 * BLOCK and not torch.compiler.is_compiling():
         parts = x.split(_rows(x))  # each is read from memory once
         pairs = [(p.amin(dims, True), p.amax(dims, True)) for p in parts]
         low, high = (torch.cat(values) for values in zip(*pairs, strict=True))
@@ -291,18 +291,18 @@ class NoisePool:
         """Start a stream for ``seed``, any integer."""
         self.seed, self.calls = int(seed), 0
 
-    def draw(self, like: Tensor) -> Tensor | LongNoise:
+    def draw(self, like: Tensor) -> Tensor:
         """Return noise in [-0.5, 0.5), float32, with the shape and the device of ``like``."""
-        pool = _noise(self.seed, like.device)
-        offset = _mix(self.seed, self.calls) % self.SIZE
-        self.calls += 1
-        count = like.numel()
-        if count > self.SIZE and like.is_contiguous():
-            return LongNoise(pool, offset, self.SIZE)
-        noise = LongNoise(pool, offset, self.SIZE).part(0, count)
+        noise = self.draw_long(like).part(0, like.numel())
         if like.dim() == 4 and like.is_contiguous(memory_format=torch.channels_last):
             return noise.as_strided(like.shape, like.stride())  # the same order in memory: adding it stays fast
         return noise.view(like.shape)
+
+    def draw_long(self, like: Tensor) -> LongNoise:
+        """Return the same noise to be read in parts, without a copy of it."""
+        offset = _mix(self.seed, self.calls) % self.SIZE
+        self.calls += 1
+        return LongNoise(_noise(self.seed, like.device), offset, self.SIZE)
 
     def state_dict(self) -> dict[str, int]:
         """Return seed and number of calls."""
@@ -361,7 +361,11 @@ class _QuantizeGradient(torch.autograd.Function):
         low, width = ctx.quantizer.range_of(gradient)
         noise = None
         if ctx.quantizer.rounding == "stochastic":
-            noise = hash_noise(gradient, ctx.key) if torch.compiler.is_compiling() else ctx.pool.draw(gradient)
+            if torch.compiler.is_compiling():
+                noise = hash_noise(gradient, ctx.key)
+            else:
+                long = gradient.numel() > NoisePool.SIZE
+                noise = ctx.pool.draw_long(gradient) if long else ctx.pool.draw(gradient)
         quantized = round_to_grid(gradient, low, width, ctx.levels, noise, ctx.quantizer.clips)
         return quantized, None, None, None, None
 

@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch import nn
 
+from cpt_core import quantizers
 from cpt_core.layers import LayerPrecision
 from cpt_core.quantizers import (
     GRANULARITIES,
@@ -18,6 +19,7 @@ from cpt_core.quantizers import (
     levels_of,
     quantize,
     quantize_gradient,
+    round_to_grid,
     straight_through,
 )
 
@@ -379,3 +381,60 @@ def test_what_is_not_finite_never_enters_the_running_range(bad, good_first):
     layer.eval()
     torch.testing.assert_close(layer.operand("input", x), quantize(x, 4, "conv_input"))
     assert layer.operand("input", poisoned * math.nan).isnan().all()
+
+
+# --- large tensors, in blocks ---------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+@pytest.mark.parametrize("granularity", EVERY)
+def test_blocks_change_no_bit(monkeypatch, granularity, threads):
+    shapes = [(37, 50), (5, 7, 30), (3, 4, 6, 11), (1, 1200), (999,)]
+    monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
+    for shape in shapes:
+        if granularity == "per_sample_mean" and len(shape) == 1:
+            continue
+        x = torch.randn(shape, generator=torch.Generator().manual_seed(0))
+        noise = NoisePool(1).draw(x)
+        long = NoisePool(1).draw_long(x)
+        results = []
+        for block, u in ((10**9, noise), (64, noise), (64, long), (10**9, long)):  # in one piece first
+            monkeypatch.setattr(quantizers, "BLOCK", block)
+            low, width = GRANULARITIES[granularity](x)
+            for source in (None, u):
+                results.append(round_to_grid(x, low, width, torch.tensor(7.0), source, True))
+        assert not torch.equal(results[0], results[1])
+        for i in range(2, 8):
+            assert torch.equal(results[i], results[i % 2]), (shape, i)
+
+
+def test_blocks_are_really_used(monkeypatch):
+    calls = []
+    monkeypatch.setattr(quantizers, "_round_in_blocks", lambda x, *rest: calls.append(x.numel()) or x.clone())
+    x = torch.rand(2 * quantizers.BLOCK + 1)
+    quantize(x, 4)
+    quantize(x[:-1], 4)
+    quantize(x[::2].repeat(3)[::2].double(), 4)
+    assert calls == [len(x)]
+
+
+def test_noise_in_parts_is_the_noise_in_one_piece():
+    like = torch.empty(NoisePool.SIZE + 1000)
+    whole, long = NoisePool(4).draw(like), NoisePool(4).draw_long(like)
+    parts = [long.part(start, min(999_999, len(like) - start)) for start in range(0, len(like), 999_999)]
+    assert torch.equal(torch.cat(parts), whole)
+    assert not torch.equal(whole[:1000], whole[1000:2000])
+
+
+def test_gradients_longer_than_the_noise_pool(monkeypatch):
+    monkeypatch.setattr(NoisePool, "SIZE", 100)
+    quantizers._noise.cache_clear()
+    try:
+        found = gradient_of(torch.linspace(-1, 1, 1050), bits=4)
+        strided = gradient_of(torch.linspace(-1, 1, 1050).view(2, 525).T, bits=4)
+    finally:
+        quantizers._noise.cache_clear()
+    step = 2 / 15
+    assert (found - torch.linspace(-1, 1, 1050)).abs().max() < step
+    assert len(found.unique()) == 16
+    assert (strided - torch.linspace(-1, 1, 1050).view(2, 525).T).abs().max() < step
