@@ -26,6 +26,7 @@ import io
 import logging
 import pickle
 import sys
+import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
@@ -317,6 +318,9 @@ def _ogb_folder(path: Path) -> _Raw:
         except (RuntimeError, IndexError, AssertionError) as error:
             raise ValueError(f"{path} cannot be read as an OGB graph: {type(error).__name__} {error}") from error
     source, destination = graph["edge_index"]
+    announced, there = int(_csv(raw / "num-edge-list.csv.gz")[0]), len(_csv(raw / "edge.csv.gz")) // 2
+    if announced != there:  # OGB would take the first of them
+        raise ValueError(f"{path}: num-edge-list announces {announced} edges, edge.csv.gz has {there}")
     return _Raw(
         title=f"own graph ({path.name})",
         edges=(source, destination),
@@ -339,7 +343,7 @@ class _PlanetoidUnpickler(pickle.Unpickler):
     MOVED = {"__builtin__": "builtins", "numpy.core.multiarray": "numpy._core.multiarray"}  # noqa: RUF012
     ALLOWED = (
         "builtins.list collections.defaultdict numpy.ndarray numpy.dtype numpy._core.multiarray._reconstruct "
-        "scipy.sparse.csr_matrix"
+        "scipy.sparse.csr_matrix _codecs.encode"
     ).split()
 
     def find_class(self, module: str, name: str) -> Any:
@@ -389,7 +393,8 @@ def _quiet_ogb() -> Iterator[None]:
     sys.modules.setdefault("outdated", cast(Any, None))
     printed = io.StringIO()
     try:
-        with contextlib.redirect_stdout(printed), contextlib.redirect_stderr(printed):
+        with contextlib.redirect_stdout(printed), contextlib.redirect_stderr(printed), warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "The given NumPy array is not writable")  # it is read only
             yield
     finally:
         if printed.getvalue().strip():
