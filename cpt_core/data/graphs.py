@@ -380,7 +380,11 @@ def _planetoid(graph_file: Path) -> _Raw:
         edges=(source, destination),
         features=features,
         labels=labels,
-        split={"train": np.arange(len(y)), "valid": np.arange(len(y), len(y) + 500), "test": np.sort(test)},
+        split={
+            "train": np.arange(len(y)),
+            "valid": np.arange(len(y), min(len(y) + 500, len(ally))),
+            "test": np.sort(test),
+        },
     )
 
 

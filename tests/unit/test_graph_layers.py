@@ -1,0 +1,312 @@
+"""Graph convolutions beyond the reference vectors: conversion in place, constant features, operations counted."""
+
+import copy
+import csv
+import pickle
+
+import dgl
+import dgl.nn
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from cpt_core.bitops import BitOpsLedger, count_bitops
+from cpt_core.convert import QuantConfig, quantize_, restore_, summary
+from cpt_core.graph_layers import GraphConv, MatrixNorm, QuantGraphConv, SAGEConv
+from cpt_core.graph_ops import Graph
+from cpt_core.models.gnn import GraphNet
+from cpt_core.scheduler import PrecisionScheduler, precision
+from cpt_core.schedules import make_schedule
+
+NODES = 40
+
+
+def graph(self_loops=True):
+    source, destination = torch.randint(0, NODES, (2, 150), generator=torch.Generator().manual_seed(0))
+    if self_loops:
+        source, destination = (torch.cat([e, torch.arange(NODES)]) for e in (source, destination))
+    return Graph.from_edges(source, destination, NODES)
+
+
+def features(width=6):
+    return torch.randn(NODES, width, generator=torch.Generator().manual_seed(1))
+
+
+class TheirModel(nn.Module):
+    """A model as users of DGL write it."""
+
+    def __init__(self, conv=dgl.nn.GraphConv, *args):
+        super().__init__()
+        self.conv1, self.conv2, self.out = conv(6, 16, *args), conv(16, 4, *args), nn.Linear(4, 3)
+
+    def forward(self, g, x):
+        return self.out(self.conv2(g, self.conv1(g, x).relu()))
+
+
+# --- float32 --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("norm", ["both", "left", "right", "none"])
+@pytest.mark.parametrize("sizes", [(6, 4), (4, 6)])
+def test_our_gcn_is_dgls(norm, sizes):
+    ours, theirs = GraphConv(*sizes, norm=norm), dgl.nn.GraphConv(*sizes, norm=norm)
+    ours.load_state_dict(theirs.state_dict())
+    x = features(sizes[0])
+    torch.testing.assert_close(ours(graph(), x), theirs(graph()._dgl, x), atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("sizes", [(6, 4), (4, 6)])
+def test_our_sage_is_dgls(sizes):
+    ours, theirs = SAGEConv(*sizes), dgl.nn.SAGEConv(*sizes, "mean")
+    ours.load_state_dict(theirs.state_dict())
+    x = features(sizes[0])
+    torch.testing.assert_close(ours(graph(False), x), theirs(graph(False)._dgl, x), atol=1e-5, rtol=1e-5)
+
+
+def test_symmetric_normalisation_by_hand():
+    """Equation 1 on a path 0 - 1 - 2 with self-loops: degrees 2, 3, 2."""
+    edges = torch.tensor([(0, 1), (1, 0), (1, 2), (2, 1), (0, 0), (1, 1), (2, 2)]).T
+    layer = GraphConv(1, 1)
+    nn.init.ones_(layer.weight)
+    y = layer(Graph.from_edges(edges[0], edges[1], 3), torch.tensor([[1.0], [10.0], [100.0]]))
+    root = 6**-0.5
+    assert y.flatten().tolist() == pytest.approx([0.5 + 10 * root, 10 / 3 + 101 * root, 50 + 10 * root])
+
+
+# --- conversion -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("model", [TheirModel(), TheirModel(dgl.nn.SAGEConv, "mean")], ids=["GCN", "SAGE"])
+def test_a_model_of_dgl_is_converted_in_place_and_back(model):
+    g, x = graph()._dgl, features()
+    classes = [type(m) for m in model.modules()]
+    parameters, state = list(model.parameters()), {k: v.clone() for k, v in model.state_dict().items()}
+    expected = model(g, x)
+    quantize_(model)
+    assert [id(p) for p in model.parameters()] == [id(p) for p in parameters]
+    model.load_state_dict(state, strict=True)
+    assert isinstance(model.conv1, classes[1])
+    with precision(model, "float"):
+        torch.testing.assert_close(model(g, x), expected, atol=1e-5, rtol=1e-5)
+    with precision(model, 3):
+        low = model(g, x)
+        assert (low - expected).abs().max() > 1e-3
+        again = pickle.loads(pickle.dumps(copy.deepcopy(model)))
+        assert torch.equal(again(g, x), low)
+        low.sum().backward()
+    assert all(p.grad is not None for p in model.parameters())
+    restore_(model)
+    assert [type(m) for m in model.modules()] == classes
+    assert torch.equal(model(g, x), expected)
+
+
+def test_sampled_blocks_of_dgl():
+    model = quantize_(dgl.nn.SAGEConv(6, 3, "mean"))
+    seeds = torch.tensor([3, 4], dtype=torch.int32)
+    block = dgl.to_block(dgl.in_subgraph(graph()._dgl, seeds), seeds)
+    with precision(model, 4):
+        assert model(block, features()[block.srcdata[dgl.NID].long()]).shape == (2, 3)
+
+
+def test_what_surrounds_dgls_layers_still_runs():
+    torch.manual_seed(0)
+    layer = dgl.nn.SAGEConv(6, 3, "mean", feat_drop=0.5, norm=nn.LayerNorm(3), activation=torch.tanh)
+    layer.load_state_dict(layer.state_dict())
+    g, x = graph()._dgl, features()
+    torch.manual_seed(1)
+    expected = layer(g, x)
+    quantize_(layer)
+    with precision(layer, "float"):
+        torch.manual_seed(1)
+        torch.testing.assert_close(layer(g, x), expected, atol=1e-5, rtol=1e-5)
+    gcn = quantize_(dgl.nn.GraphConv(6, 3, activation=torch.relu))
+    with precision(gcn, 8):
+        assert gcn(g, x).min() >= 0
+
+
+def test_parts_of_a_layer_follow_it():
+    model = quantize_(TheirModel(dgl.nn.SAGEConv, "mean"), QuantConfig(float32=("conv1",)))
+    rows = {r.name: r for r in summary(model).rows}
+    assert {n: r.quantized for n, r in rows.items()} == {
+        "conv1.fc_neigh": False, "conv1.fc_self": False, "conv2.fc_neigh": True, "conv2.fc_self": True, "out": True,
+    }  # fmt: skip
+    assert rows["conv1.fc_self"].reason == "left out"
+    with pytest.raises(ValueError, match=r"'\*\.fc_self' matches a part of 'conv1'; name the whole layer"):
+        quantize_(TheirModel(dgl.nn.SAGEConv, "mean"), QuantConfig(float32=("*.fc_self",)))
+
+
+def test_other_aggregators_are_named_and_their_linear_parts_converted():
+    model = quantize_(TheirModel(dgl.nn.SAGEConv, "pool"))
+    assert type(model.conv1) is dgl.nn.SAGEConv
+    assert {r.name for r in summary(model).quantized} == {
+        "conv1.fc_pool", "conv1.fc_neigh", "conv1.fc_self", "conv2.fc_pool", "conv2.fc_neigh", "conv2.fc_self", "out",
+    }  # fmt: skip
+    with precision(model, 4):
+        assert model(graph()._dgl, features()).shape == (NODES, 3)
+    plain = TheirModel()
+    plain.conv2 = dgl.nn.GraphConv(16, 4, weight=False)
+    assert [r.name for r in summary(quantize_(plain)).quantized] == ["conv1", "out"]
+
+
+def test_q_agg_quantises_the_sum_and_nothing_else_changes():
+    x, results = features(), {}
+    for kind in ("fp", "quantized"):
+        torch.manual_seed(0)
+        model = quantize_(GraphNet("gcn", 6, 3, hidden=8, dropout=0.0), QuantConfig(aggregation=kind))
+        assert all(c.quantizes_aggregation == (kind == "quantized") for c in model.convs)
+        with precision(model, 3, q_grad=32):
+            results[kind] = model(graph(), x)
+    assert not torch.equal(results["fp"], results["quantized"])
+    with pytest.raises(ValueError, match="unknown aggregation 'float'; choose from fp, quantized"):
+        QuantConfig(aggregation="float")
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "message"),
+    [
+        (lambda m: m(graph(), features()[:-1]), ValueError, r"must be \(40, F\).*got \(39, 6\)"),
+        (lambda m: m(graph(), features().long()), ValueError, "floating point, got torch.int64"),
+        (lambda m: m(graph(), features().unsqueeze(1)), ValueError, r"got \(40, 1, 6\)"),
+        (lambda m: m("graph", features()), TypeError, "a Graph or a DGLGraph expected, got str"),
+        (lambda m: m(graph(), features(), edge_weight=torch.ones(190)), ValueError, "neither edge weights"),
+    ],
+)
+def test_bad_calls(call, error, message):
+    model = quantize_(GraphConv(6, 3))
+    with precision(model, 8), pytest.raises(error, match=message):
+        call(model)
+
+
+def test_nodes_without_in_edges():
+    lonely = Graph.from_edges(torch.tensor([0]), torch.tensor([1]), 3)
+    model = GraphConv(6, 3)
+    nn.init.constant_(model.bias, 2.0)
+    quantize_(model)
+    with precision(model, 4):
+        y = model(lonely, features()[:3])
+        assert y[[0, 2]].eq(2).all()  # nothing arrives: the bias alone
+        assert y.isfinite().all()
+    theirs = quantize_(dgl.nn.GraphConv(6, 3))  # DGL refuses such graphs unless told otherwise; so do we
+    with precision(theirs, 4), pytest.raises(ValueError, match=r"nodes without in-edges.*allow_zero_in_degree=True"):
+        theirs(lonely._dgl, features()[:3])
+    theirs.set_allow_zero_in_degree(True)
+    with precision(theirs, 4):
+        assert theirs(lonely._dgl, features()[:3]).isfinite().all()
+
+
+def test_matrix_norm_is_over_everything():
+    y = MatrixNorm()(torch.randn(50, 8) * 3 + 5)
+    assert y.mean().abs() < 1e-5
+    assert y.var(correction=0) == pytest.approx(1, abs=1e-4)
+    assert not list(MatrixNorm().parameters())
+
+
+# --- constant features ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", ["gcn", "sage"])
+@pytest.mark.parametrize("aggregation", ["fp", "quantized"])
+def test_the_sum_of_constant_features_is_computed_once_and_exactly(monkeypatch, kind, aggregation):
+    calls = []
+    original = Graph.aggregate
+    monkeypatch.setattr(Graph, "aggregate", lambda self, h, r="sum": calls.append(h.shape[1]) or original(self, h, r))
+    outcomes = []
+    for constant in (False, True):
+        torch.manual_seed(0)
+        g, x = graph(), features()
+        g.set_constant(x if constant else None)
+        model = quantize_(GraphNet(kind, 6, 3, hidden=8, layers=2), QuantConfig(aggregation=aggregation))
+        scheduler = PrecisionScheduler(model, make_schedule("CR", q_min=3, q_max=8, total_steps=12, n_cycles=2))
+        calls.clear()
+        for _ in range(12):
+            model(g, x).square().sum().backward()
+            scheduler.step()
+        outcomes.append((calls.count(6), [p.grad for p in model.parameters()]))
+    assert outcomes[0][0] == 12
+    widths = len(set(scheduler.schedules["*"][0].bits()))
+    assert outcomes[1][0] == (1 if aggregation == "fp" else widths)  # once, or once per bit width
+    assert widths > 3
+    assert all(torch.equal(a, b) for a, b in zip(outcomes[0][1], outcomes[1][1], strict=True))
+
+
+# --- operations -----------------------------------------------------------------------------------
+
+
+def flops(reference_dir, model):
+    with (reference_dir / "flops.csv").open() as file:
+        return next(row for row in csv.DictReader(file) if row["model"] == model)
+
+
+def test_operations_of_the_papers_gcn(reference_dir):
+    """Convention "paper" is the authors' count: products and LayerNorm, no aggregation."""
+    nodes = 169_343
+    g = Graph(torch.arange(nodes + 1), torch.arange(nodes))
+    plan = count_bitops(GraphNet("gcn", 128, 40), (g, torch.empty(nodes, 128, device="meta")))
+    assert plan.forward_macs == int(flops(reference_dir, "arxiv_gcn")["forward_count"])
+    assert plan.uncounted["aggregation"] == nodes * (128 + 512 + 40)
+    assert sum(p.numel() for p in GraphNet("gcn", 128, 40).parameters()) == 349_224
+    assert sum(p.numel() for p in GraphNet("sage", 100, 47, layers=2).parameters()) == 151_087
+
+
+def test_operations_of_the_papers_sage(reference_dir):
+    """The authors' constant for a batch of 1,024 implies the number of first-layer nodes; linear layers only."""
+    expected = int(flops(reference_dir, "products_sage")["forward_count"])
+    first = round((expected - 1024 * 512 * 47) / (2 * 100 * 512 + 512 * 47))
+    blocks = [
+        Graph(torch.zeros(first + 1, dtype=torch.int64), torch.zeros(0, dtype=torch.int64), 5 * first),
+        Graph(torch.zeros(1025, dtype=torch.int64), torch.zeros(0, dtype=torch.int64), first),
+    ]
+    model = GraphNet("sage", 100, 47, layers=2, norm="none")
+    plan = count_bitops(model, (blocks, torch.empty(5 * first, 100, device="meta")))
+    assert 28_000 < first < 29_500
+    assert plan.forward_macs == pytest.approx(expected, rel=1e-4)
+
+
+@pytest.mark.parametrize("aggregation", ["fp", "quantized"])
+@pytest.mark.parametrize("kind", ["gcn", "sage"])
+def test_plan_and_ledger_agree_by_hand(kind, aggregation):
+    g, x = graph(), features()
+    g.set_constant(x)
+    model = quantize_(GraphNet(kind, 6, 3, hidden=8, layers=2), QuantConfig(aggregation=aggregation))
+    schedule = make_schedule("CR", q_min=3, q_max=8, total_steps=12, n_cycles=2)
+    scheduler = PrecisionScheduler(model, schedule)
+    with BitOpsLedger(model) as ledger:
+        for _ in range(12):
+            model(g, x).sum().backward()
+            scheduler.step()
+    plan = count_bitops(model, (g, x), schedule, convention="per_op")
+    assert ledger.by_layer("per_op") == pytest.approx(plan.by_layer)
+    assert ledger.total("paper") == pytest.approx(count_bitops(model, (g, x), schedule).total)
+    bits, full = schedule.bits().astype(float), 32**2
+    q = bits if aggregation == "quantized" else np.full(12, 32.0)
+    sums = plan.by_layer
+    once = np.unique(q)  # constant features: one sum per bit width
+    assert sums["convs.0 (aggregation)"] == pytest.approx(g.num_edges * 6 * (once**2).sum() / full)
+    back = 8.0 if aggregation == "quantized" else 32.0
+    assert sums["convs.1 (aggregation)"] == pytest.approx(g.num_edges * 3 * (q * q + q * back).sum() / full)
+    products = NODES * 6 * 8 * (1 if kind == "gcn" else 2)
+    assert sums["convs.0"] == pytest.approx(products * (bits * bits + bits * 8).sum() / full)  # no error product
+
+
+def test_operations_of_dgls_layers():
+    plans = [
+        count_bitops(quantize_(layer), (g, features()), convention="per_op")
+        for layer, g in ((GraphConv(6, 3), graph()), (dgl.nn.GraphConv(6, 3), graph()._dgl))
+    ]
+    assert plans[0].forward_macs == plans[1].forward_macs == NODES * 6 * 3 + graph().num_edges * 3
+    pool = TheirModel(dgl.nn.SAGEConv, "pool")
+    with BitOpsLedger(pool) as ledger:  # its linear parts are counted one by one
+        pool(graph()._dgl, features()).sum().backward()
+    assert {"conv1.fc_pool", "conv1.fc_neigh", "conv1.fc_self"} < set(ledger.by_layer())
+
+
+def test_making_one_by_hand():
+    layer = QuantGraphConv.from_float(GraphConv(3, 2))
+    assert not layer.quantizes_aggregation
+    bare = GraphConv(3, 2)
+    bare.weight = None
+    with pytest.raises(ValueError, match="cannot be quantised: it has no weight of its own"):
+        QuantGraphConv.from_float(bare)
+    with pytest.raises(ValueError, match="unknown norm 'sym'; choose from both, left, right, none"):
+        GraphConv(3, 2, norm="sym")

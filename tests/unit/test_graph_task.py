@@ -1,0 +1,226 @@
+"""Node classification through the one training loop: full graph and sampled, resumed, evaluated, counted."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+
+from cpt_core import graph_ops, grids
+from cpt_core.convert import quantize_
+from cpt_core.models.gnn import GraphNet
+from cpt_core.recipes import GraphRecipe, recipe, task_of_dataset
+from cpt_core.scheduler import precision
+from cpt_core.specs import RunSpec, run_spec
+from cpt_core.tasks import graph as graph_task
+from cpt_core.tasks.graph import GraphTask
+from cpt_core.train import Stopped, quant_config, train
+
+CPU = torch.device("cpu")
+
+
+def spec(model="gcn", arm="static 8", seed=0, **changes):
+    r = replace(recipe("smoke", "digits-graph", model), **{"steps": 12, "evaluate_every": 0, **changes})
+    return run_spec(r, arm, q_max=8, seed=seed, scale="smoke")
+
+
+def same(a, b):
+    return all(torch.equal(p, q) for p, q in zip(a.model.parameters(), b.model.parameters(), strict=True))
+
+
+@pytest.mark.parametrize("model", ["gcn", "sage"])
+def test_training_learns(model):
+    run = train(GraphTask, spec(model, steps=40))
+    assert run.status == "ok"
+    assert run.metric("accuracy") > 0.7  # chance is 0.1
+    assert run.history["loss"][-1] < run.history["loss"][0] / 2
+    assert run.metric("accuracy", "valid") > 0.7
+    assert "digits" in run.title
+    assert ("GCN" if model == "gcn" else "GraphSAGE") in run.title
+
+
+@pytest.mark.parametrize("model", ["gcn", "sage"])
+@pytest.mark.parametrize("aggregation", ["fp", "quantized"])
+def test_a_resumed_run_is_bitwise_the_same(tmp_path, model, aggregation):
+    s = spec(model, "CR", aggregation=aggregation, evaluate_every=5)
+    whole = train(GraphTask, s)
+    path = tmp_path / "c.pt"
+    with pytest.raises(Stopped):
+        train(GraphTask, s, checkpoint=path, should_stop=iter([False] * 6 + [True]).__next__)
+    resumed = train(GraphTask, s, checkpoint=path)
+    assert same(whole, resumed)
+    assert whole.metrics == resumed.metrics
+    assert whole.bitops == resumed.bitops
+
+
+def test_workers_change_nothing(monkeypatch):
+    here = train(GraphTask, spec("sage"))
+    monkeypatch.setattr(graph_task, "LARGE", 0)  # sample in processes of their own
+    there = train(GraphTask, spec("sage"))
+    assert same(here, there)
+
+
+def test_backends_agree(monkeypatch):
+    """The sums differ in their order only; static 8 bits, few steps: the losses stay close."""
+    with_dgl = train(GraphTask, spec(steps=5))
+    monkeypatch.setattr(graph_ops, "dgl_module", lambda: None)
+    graph_task._loaded.clear()
+    without = train(GraphTask, spec(steps=5))
+    np.testing.assert_allclose(with_dgl.history["loss"], without.history["loss"], rtol=2e-3)
+
+
+def test_arms_of_one_seed_share_weights_and_samples():
+    a, b = GraphTask(spec("sage", "CR"), CPU), GraphTask(spec("sage", "static 8"), CPU)
+    torch.manual_seed(0)
+    first = a.model()
+    torch.manual_seed(0)
+    assert all(torch.equal(p, q) for p, q in zip(first.parameters(), b.model().parameters(), strict=True))
+    (blocks, x, labels, _), (others, y, again, _) = next(a.batches(3)), next(b.batches(3))
+    assert torch.equal(x, y)
+    assert torch.equal(labels, again)
+    assert torch.equal(blocks[0].indices, others[0].indices)
+    third = next(GraphTask(spec("sage", seed=1), CPU).batches(3))
+    assert not torch.equal(labels, third[2])
+
+
+def test_an_epoch_holds_every_training_node_once():
+    task = GraphTask(spec("sage", batch=15), CPU)
+    seen = [next(task.batches(step))[2] for step in range(4)]
+    assert [len(s) for s in seen] == [15, 15, 15, 5]  # 50 labelled nodes; the last batch is small, not dropped
+    assert torch.bincount(torch.cat(seen)).tolist() == [5] * 10
+
+
+def test_learning_rate_is_a_cosine_to_a_tenth():
+    task = GraphTask(spec(steps=100, lr=1e-2, final_lr=0.1), CPU)
+    _, lr = task.optimizer(task.model())
+    assert (lr(0), lr(50)) == pytest.approx((1e-2, 5.5e-3))
+    assert lr(100) == pytest.approx(1e-3)
+    assert isinstance(task.optimizer(task.model())[0], torch.optim.Adam)
+
+
+def test_exact_inference_is_the_full_graph_in_one_piece(monkeypatch):
+    monkeypatch.setattr(graph_task, "EVALUATION_BATCH", 30)  # many chunks
+    task = GraphTask(spec("sage", inference="exact"), CPU)
+    torch.manual_seed(0)
+    model = quantize_(task.model()).eval()
+    with precision(model, 4):
+        chunks = task._exact(model)
+        whole = model(task.graph, task.features)
+    torch.testing.assert_close(chunks, whole, atol=2e-3, rtol=0)  # a sum in another order can move a level
+    assert (chunks.argmax(1) == whole.argmax(1)).float().mean() > 0.995
+
+
+def test_sampled_inference_is_repeatable_and_close_to_exact():
+    run = train(GraphTask, spec("sage", steps=40, fanout=30))
+    task = GraphTask(spec("sage", fanout=30), CPU)
+    run.model.eval()
+    with precision(run.model, 8):
+        first, again = task.evaluate(run.model), task.evaluate(run.model)
+        exact = GraphTask(spec("sage", inference="exact"), CPU).evaluate(run.model)
+    assert first == again
+    assert abs(first["test"]["accuracy"] - exact["test"]["accuracy"]) < 0.03
+
+
+def test_the_raw_logit_loss_has_no_floor():
+    run = train(GraphTask, spec(loss="nll_raw", steps=60))
+    assert run.history["loss"][-1] < 0
+    assert run.history["loss"][-1] < run.history["loss"][30] < run.history["loss"][0]
+
+
+def test_without_a_validation_split_the_best_is_called_best_on_test(monkeypatch):
+    original = graph_task._load
+    monkeypatch.setattr(graph_task, "_load", lambda r: replace(original(r), valid=torch.empty(0, dtype=torch.int64)))
+    run = train(GraphTask, spec(evaluate_every=4))
+    assert {m["when"] for m in run.metrics} == {"final", "best_test"}
+
+
+def test_ogb_data_is_scored_by_ogb(monkeypatch):
+    calls = []
+
+    class Evaluator:
+        def eval(self, pair):
+            calls.append({k: v.shape for k, v in pair.items()})
+            return {"acc": 0.25}
+
+    original = graph_task._load
+    monkeypatch.setattr(graph_task, "_load", lambda r: replace(original(r), ogb="ogbn-arxiv"))
+    monkeypatch.setattr(graph_task, "evaluator", lambda name: Evaluator())
+    run = train(GraphTask, spec(steps=1))
+    assert run.metric("accuracy") == 0.25
+    assert calls[0] == {"y_true": (200, 1), "y_pred": (200, 1)}
+
+
+# --- recipes and grids ----------------------------------------------------------------------------
+
+
+def test_the_papers_recipes():
+    arxiv, products = recipe("paper", "ogbn-arxiv"), recipe("paper", "ogbn-products")
+    assert isinstance(arxiv, GraphRecipe)
+    assert isinstance(products, GraphRecipe)
+    assert (arxiv.steps, arxiv.layers, arxiv.hidden, arxiv.lr, arxiv.q_min, arxiv.loss) == (
+        1000, 3, 512, 1e-3, 3, "cross_entropy",
+    )  # fmt: skip
+    assert arxiv.self_loops
+    assert arxiv.weight_decay == 0
+    assert (products.steps, products.batch, products.layers, products.fanout, products.lr) == (
+        15_440,
+        1024,
+        2,
+        32,
+        3e-4,
+    )
+    theirs = recipe("paper", "ogbn-arxiv", preset="authors")
+    assert (theirs.steps, theirs.loss, theirs.self_loops, theirs.cycle_rule) == (
+        500,
+        "nll_raw",
+        False,
+        "floor_plus_one",
+    )
+    assert recipe("paper", "ogbn-products", preset="authors").q_min == 4
+
+
+def test_own_graphs_and_their_recipes():
+    assert recipe("demo", "my.npz", task="graph").model == "gcn"
+    assert recipe("demo", "ogbn-arxiv").hidden == 32  # below paper scale, OGB's graphs use the recipe of own graphs
+    assert recipe("paper", "my/", "sage", task="graph").batch == 1024
+    assert task_of_dataset("my.npz") is None
+    assert task_of_dataset("digits-graph") == "graph"
+    with pytest.raises(ValueError, match="imagenet, ogbn-arxiv, ogbn-products, or your own data"):
+        recipe("paper", "own-graph")
+    with pytest.raises(ValueError, match="unknown task 'text'; choose from image, graph"):
+        recipe("demo", "x/", task="text")
+
+
+@pytest.mark.parametrize("field", ["norm", "loss", "aggregation", "inference"])
+def test_unknown_choices(field):
+    with pytest.raises(ValueError, match=f"unknown {field} 'nonsense'; choose from"):
+        grids.graph("smoke", **{field: "nonsense"})
+
+
+def test_a_spec_survives_json():
+    s = spec(aggregation="quantized")
+    again = RunSpec.from_dict(s.to_dict())
+    assert again == s
+    assert isinstance(again.recipe, GraphRecipe)
+    assert again.key != spec().key
+    assert quant_config(s.recipe, 0).aggregation == "quantized"
+
+
+def test_grids_of_node_classification():
+    assert len(grids.grid_specs("ogbn-arxiv/gcn")) == len(grids.grid_specs("ogbn-products/sage")) == 66
+    pairs = grids.grid_specs("ogbn-arxiv/aggregation")
+    assert len(pairs) == 6
+    assert {(s.arm, s.q_max, s.recipe.aggregation) for s in pairs} == {
+        ("static 8", 8, "fp"), ("static 8", 8, "quantized"),
+    }  # fmt: skip
+    with pytest.raises(ValueError, match="dataset 'digits' is for task 'image', not 'graph'"):
+        grids.graph("demo", "digits")
+    with pytest.raises(ValueError, match="dataset 'ogbn-arxiv' is for task 'graph', not 'image'"):
+        grids.image("paper", "ogbn-arxiv")
+
+
+@pytest.mark.parametrize("norm", ["matrix", "node", "none"])
+def test_normalisation_layers(norm):
+    model = GraphNet("sage", 4, 2, hidden=8, norm=norm)
+    assert sum(p.numel() for p in model.parameters()) == sum(p.numel() for p in model.convs.parameters())
+    assert len(model.norms) == 2
