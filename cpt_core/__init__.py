@@ -21,6 +21,9 @@ if TYPE_CHECKING:  # for editors and type checkers
     from cpt_core.convert import quantize_ as quantize_
     from cpt_core.convert import restore_ as restore_
     from cpt_core.convert import summary as summary
+    from cpt_core.graph_layers import GraphConv as GraphConv
+    from cpt_core.graph_layers import SAGEConv as SAGEConv
+    from cpt_core.graph_ops import Graph as Graph
     from cpt_core.quantizers import QUANTIZERS as QUANTIZERS
     from cpt_core.quantizers import Quantizer as Quantizer
     from cpt_core.quantizers import quantize as quantize
@@ -40,6 +43,8 @@ _MODULES = {
     "schedules": "make_schedule schedule_from_dict SUITE PROFILES CyclicSchedule FunctionSchedule TableSchedule "
     "StaticSchedule Linear Cosine Exponential Rex",
     "quantizers": "quantize Quantizer QUANTIZERS",
+    "graph_ops": "Graph",
+    "graph_layers": "GraphConv SAGEConv",
     "convert": "quantize_ restore_ summary QuantConfig",
     "scheduler": "PrecisionScheduler precision",
     "bitops": "count_bitops BitOpsPlan BitOpsLedger",

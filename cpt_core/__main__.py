@@ -38,7 +38,7 @@ class Many(TyperCommand):
 
 Scale = Annotated[str, typer.Option(help="smoke (seconds), demo (minutes) or paper (GPU days)")]
 Number = Annotated[str | None, typer.Option(help="one notebook, such as 03; all when left out")]
-Data = Annotated[str | None, typer.Option(help="digits, cifar10, cifar100, imagenet, or your own images")]
+Data = Annotated[str | None, typer.Option(help="a named data set, or your own images or graph")]
 Given = Annotated[list[str], typer.Option("--parameter", "-p", help="NAME=VALUE of a notebook, such as seeds=[0,1]")]
 Device = Annotated[str, typer.Option(help="auto (CUDA where there is one), cpu or cuda")]
 AtScale = Annotated[str | None, typer.Option("--scale", help="smoke, demo or paper; the largest of a grid if left out")]
@@ -206,7 +206,9 @@ def docs() -> None:
 
 
 @app.command()
-def download(dataset: Annotated[str, typer.Argument(help="cifar10, cifar100 or imagenet")]) -> None:
+def download(
+    dataset: Annotated[str, typer.Argument(help="cifar10, cifar100, imagenet, ogbn-arxiv or ogbn-products")],
+) -> None:
     """Download a data set into CPT_DATA_DIR (or data/cache), with progress and checksums."""
     from cpt_core import data
 

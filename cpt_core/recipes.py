@@ -189,7 +189,7 @@ RECIPES: dict[str, dict[str, Recipe]] = {
         "cifar10/resnet8_w8": replace(
             CIFAR_DEMO, steps=40, n_cycles=2, train_images=500, valid_images=100, test_images=100, seeds=(0,)
         ),
-        "digits-graph/gcn": replace(DIGITS_GCN, steps=60, n_cycles=2, evaluate_every=15, seeds=(0,)),
+        "digits-graph/gcn": replace(DIGITS_GCN, steps=40, n_cycles=2, evaluate_every=10, seeds=(0,)),
         "digits-graph/sage": replace(DIGITS_SAGE, steps=30, n_cycles=2, evaluate_every=0, seeds=(0,)),
         "own-graph/gcn": replace(GRAPH_DEMO, steps=16, n_cycles=2, evaluate_every=0, seeds=(0,)),
         "own-graph/sage": replace(SAGE_DEMO, steps=16, n_cycles=2, evaluate_every=0, seeds=(0,)),

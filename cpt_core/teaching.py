@@ -5,11 +5,12 @@ This is the one module that prints.
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import platform
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from importlib import metadata
 from typing import Any
@@ -209,11 +210,69 @@ def bitops_table(model: str, size: int, classes: int, batch: int, schedule: Any)
         print(f"  {convention:<8} {plan.total:.4e} BitOps")
 
 
+def message_passing_table(edges: Sequence[tuple[int, int]], features: Sequence[float]) -> None:
+    """Print equation 1 for undirected edges with self-loops and one feature: neighbours, coefficients, sums."""
+    import torch
+
+    from cpt_core.data.graphs import bidirected
+    from cpt_core.graph_layers import GraphConv
+
+    source, destination = np.array(edges).T
+    graph = bidirected(source, destination, len(features), self_loops=True)
+    layer = GraphConv(1, 1, bias=False)
+    torch.nn.init.ones_(layer.weight)
+    sums = layer(graph, torch.tensor(features, dtype=torch.float32).unsqueeze(1)).flatten().tolist()
+    degrees = graph.in_degrees.tolist()
+    for node, (start, stop) in enumerate(itertools.pairwise(graph.indptr.tolist())):
+        terms = [f"{features[j]:g} / sqrt({degrees[node]:g} * {degrees[j]:g})" for j in graph.indices[start:stop]]
+        print(f"node {node}: {' + '.join(terms)} = {sums[node]:.3f}")
+
+
+def aggregation_error(bits: Sequence[int], neighbours: Sequence[int]) -> None:
+    """Print the error of the mean over n quantised messages, as a share of the error of one message."""
+    import torch
+
+    from cpt_core.quantizers import quantize
+
+    messages = torch.randn(max(neighbours), 4096, generator=torch.Generator().manual_seed(0))
+    print("neighbours " + "".join(f"{n:>7}" for n in neighbours))
+    for q in bits:
+        error = quantize(messages, q, "graph_aggregation") - messages
+        sizes = [float(error[:n].mean(0).square().mean().sqrt() / error[0].square().mean().sqrt()) for n in neighbours]
+        print(f"{q} bits     " + "".join(f"{s:>7.2f}" for s in sizes))
+
+
+def aggregation_share(nodes: int, edges: int, sizes: Sequence[int], bits: Sequence[int]) -> None:
+    """Print what sums over neighbours add to the operations of a GCN: counted plainly, and in BitOps of a step."""
+    import torch
+
+    from cpt_core.bitops import count_bitops
+    from cpt_core.convert import QuantConfig, quantize_
+    from cpt_core.graph_ops import Graph
+    from cpt_core.models.gnn import GraphNet
+
+    indptr = torch.div(torch.arange(nodes + 1) * edges, nodes, rounding_mode="floor")
+    graph, x = Graph(indptr, torch.zeros(edges, dtype=torch.int64), nodes), torch.empty(nodes, sizes[0], device="meta")
+    inputs, depth = (graph.set_constant(x), x), len(sizes) - 1
+
+    def share(kind: str, q: int, counted: str) -> float:
+        model = quantize_(GraphNet("gcn", sizes[0], sizes[-1], sizes[1], depth), QuantConfig(aggregation=kind))
+        schedule = make_schedule("STATIC", q_max=q, total_steps=1000)
+        plan = count_bitops(model, inputs, schedule, convention="per_op", q_grad=max(bits))
+        layers = {k: v for k, v in getattr(plan, counted).items() if "norm" not in k}
+        return 100 * sum(v for k, v in layers.items() if "aggregation" in k) / sum(layers.values())
+
+    print(f"operations of a forward pass: {share('fp', max(bits), 'macs'):.1f} % are sums over neighbours")
+    for q in bits:
+        fp, quantized = (share(kind, q, "by_layer") for kind in ("fp", "quantized"))
+        print(f"BitOps of training at {q} bits: FP-Agg {fp:5.1f} %   Q-Agg {quantized:4.1f} %")
+
+
 @contextmanager
 def warnings_as_text() -> Iterator[None]:
     """Print the warnings of a block as plain lines instead of sending them to stderr."""
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         yield
-    for warning in caught:
-        print(f"{warning.category.__name__}: {warning.message}")
+    for line in dict.fromkeys(f"{warning.category.__name__}: {warning.message}" for warning in caught):
+        print(line)

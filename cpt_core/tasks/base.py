@@ -1,4 +1,4 @@
-"""What a task is: five verbs that the one training loop calls.  See ``train.train``."""
+"""What a task is: the verbs that the one training loop calls.  See ``train.train``."""
 
 from __future__ import annotations
 

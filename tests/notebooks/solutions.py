@@ -11,6 +11,7 @@ SOLUTIONS = {
     },
     "02_quantizers_and_bitops": {"values": "32", "relative": "round((4**2 + 2 * 4 * 8) / (3 * 64), 3)"},
     "03_image_classification": {"group": '"large"', "largest": "5"},
+    "05_node_classification": {"divisor": "(4 * 2) ** 0.5", "percent": "59.3", "smallest": 'float("-inf")'},
 }
 WRONG = {
     "00_start_here": {
@@ -20,4 +21,5 @@ WRONG = {
     "01_schedules": {"name": '"RR"', "mine": "cpt.FunctionSchedule(lambda u: 3 + 5 * u, total_steps=1000)"},
     "02_quantizers_and_bitops": {"values": "31", "relative": "0.5"},
     "03_image_classification": {"group": '"small"', "largest": "6"},
+    "05_node_classification": {"divisor": "4", "percent": "1.4", "smallest": "0"},
 }
