@@ -152,7 +152,7 @@ def figure_5(rows: Iterable[Row], bits: int = 8) -> Figure:
             right.plot([x - 0.2, x + 0.2], [values.mean()] * 2, color=COLORS["static"], linewidth=1.6)
         right.axhline(0, color="#888888", linewidth=0.8)
         right.set_xticks(range(len(arms)), arms)
-        right.margins(x=0.2)
+        right.set_xlim(-0.8, len(arms) - 0.2)
         right.set_ylabel("Q-Agg minus FP-Agg\ntest accuracy, points; a dot per seed")
         runs = table(rows)
         title = next((t for t in runs["title"] if t), "").replace(" (FP-Agg)", "").replace(" (Q-Agg)", "")
