@@ -215,7 +215,8 @@ def correlation(
 ) -> dict[str, float]:
     """Return Spearman's rank correlation over arms between ``x`` and the mean metric, with a bootstrap interval.
 
-    The ten schedules and the static baseline at q_max take part; seeds are resampled (paired over arms), so the
+    The ten schedules and the static baseline at q_max take part, with the seeds that all of them have (all seeds, if
+    there is no such one); seeds are resampled (paired over arms), so the
     interval says how far other seeds might have moved the number; it is NaN for one seed. Keys: rho, low, high (95 %),
     arms, seeds. ``q_max`` None takes the largest in the rows.
 
@@ -224,17 +225,19 @@ def correlation(
     runs = _at(table(rows), q_max)
     runs = runs[(runs["savings"] != "static") | (runs["arm"] == "static " + runs["q_max"].astype(str))]
     wide = runs.pivot_table(index="arm", columns="seed", values=metric, aggfunc="first")
+    common = wide.dropna(axis=1)  # arms are compared on the seeds that all of them have
+    wide = common if common.shape[1] else wide
     costs = runs.groupby("arm")[x].first().loc[wide.index].to_numpy()
     values = wide.to_numpy()
     if len(values) < 3:
         raise ValueError(f"a rank correlation needs at least three arms, there are {len(values)}")
     rng = np.random.default_rng(0)
     rhos = []
-    for _ in range(resamples):
+    for _ in range(resamples if common.shape[1] > 1 else 0):
         means = np.nanmean(values[:, rng.integers(values.shape[1], size=values.shape[1])], axis=1)
         rhos.append(stats.spearmanr(costs, means).statistic)
     # one seed has no spread: no interval
-    low, high = np.nanpercentile(rhos, [2.5, 97.5]) if values.shape[1] > 1 else (float("nan"), float("nan"))
+    low, high = np.nanpercentile(rhos, [2.5, 97.5]) if common.shape[1] > 1 else (float("nan"), float("nan"))
     rho = stats.spearmanr(costs, np.nanmean(values, axis=1)).statistic
     return {"rho": float(rho), "low": float(low), "high": float(high), "arms": len(values), "seeds": values.shape[1]}
 

@@ -484,7 +484,10 @@ def make_schedule(
 
 
 def schedule_from_dict(description: dict[str, Any]) -> Schedule:
-    """Rebuild a schedule from ``to_dict()``; raises ValueError for an unknown kind or profile."""
+    """Rebuild a schedule from ``to_dict()``; raises ValueError for an unknown kind or profile.
+
+    A schedule that does not end at q_max warned when it was made; it is rebuilt without another warning.
+    """
     d = dict(description)
     kind = _choose("kind", d.pop("kind", None), ("static", "cyclic", "table"))
     if kind == "static":
@@ -493,7 +496,9 @@ def schedule_from_dict(description: dict[str, Any]) -> Schedule:
         return TableSchedule(tuple(tuple(run) for run in d["runs"]))
     parameters = dict(d.pop("profile"))
     profile = PROFILES[_choose("profile", parameters.pop("name", None), tuple(PROFILES))](**parameters)
-    return CyclicSchedule(profile=profile, **d)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", ShortCycleWarning)
+        return CyclicSchedule(profile=profile, **d)
 
 
 # --- checks ---------------------------------------------------------------------------------------

@@ -10,6 +10,7 @@ import nbformat
 import pytest
 
 from cpt_core.parameters import PARAMETERS, check_parameters
+from cpt_core.recipes import task_of_dataset
 from cpt_core.reproduce import parameters_of
 
 FOLDER = Path(__file__).parents[2] / "notebooks"
@@ -70,7 +71,7 @@ def test_one_cell_of_parameters_with_literals(book, path):
     values = {n: ast.literal_eval(s.value) for n, s in zip(names, statements, strict=True)}
     assert values["scale"] == "smoke"
     assert set(values) <= set(PARAMETERS)
-    check_parameters(**values)
+    check_parameters(task_of_dataset(values.get("dataset", "digits")), **values)
     assert parameters_of(path).keys() == values.keys()
 
 

@@ -143,3 +143,55 @@ def test_figure_2_draws_values_and_bits():
     assert figure.axes[2].get_title().startswith("CR")
     assert np.array_equal(before.get_ydata(), schedule.values())
     assert np.array_equal(after.get_ydata(), schedule.bits())
+
+
+def test_correlation_takes_the_seeds_that_all_arms_have():
+    """An arm with more seeds than the others must not bring its own seeds into the comparison."""
+
+    def accuracy(arm, seed, cost):
+        return cost + 0.1 * seed + 0.2 * (len(arm) * (seed + 1) % 3)
+
+    few, more = made_up(accuracy, seeds=(0, 1)), made_up(accuracy, seeds=(0, 1, 2, 3))
+    extra = [r for r in more if r["spec"]["arm"] == "RR" and r["spec"]["seed"] > 1]
+    for r in extra:
+        r["metrics"][0]["value"] = 99.0
+    assert results.correlation(few + extra) == results.correlation(few)
+
+
+def both_aggregations(gap=0.01, seeds=(0, 1, 2)):
+    """Rows of both aggregations; Q-Agg is ``gap`` better, whatever the seed."""
+    rows = []
+    for spec in grids.aggregation("demo", bits=(2, 8), seeds=seeds):
+        value = 0.8 + 0.02 * spec.seed + gap * (spec.recipe.aggregation == "quantized")
+        row = {**stores.describe(spec), "status": "ok", "title": "GCN (FP-Agg) on made up", "seconds": 1.0}
+        row["evaluations"] = [
+            {"step": s, "precision": "q_max", "bits": 8, "valid": {"accuracy": value - 0.1 / s}, "test": {}}
+            for s in (1, 2)
+        ]
+        row["metrics"] = [
+            {"name": "accuracy", "split": "test", "when": "final", "precision": "q_max", "bits": 8, "value": value}
+        ]
+        rows.append(row)
+    return rows
+
+
+def test_aggregations_are_compared_seed_by_seed():
+    found = results.aggregation_difference(both_aggregations())
+    assert found["difference"].to_numpy() == pytest.approx(np.full(6, 0.01))
+    assert sorted(found["arm"].unique()) == ["static 2", "static 8"]
+    with pytest.raises(ValueError, match="rows of both aggregations are needed, there are: fp"):
+        results.aggregation_difference([r for r in both_aggregations() if r["spec"]["recipe"]["aggregation"] == "fp"])
+
+
+def test_figure_5_shows_curves_and_paired_differences():
+    figure = figures.figure_5(both_aggregations())
+    left, right = figure.axes
+    curves = {line.get_label(): line.get_ydata() for line in left.lines}
+    assert curves["FP-Agg, static 8 bits"] == pytest.approx([72, 77])  # mean over seeds of 80, 82, 84 minus 10 and 5
+    assert curves["Q-Agg, static 8 bits"] == pytest.approx([73, 78])
+    assert [t.get_text() for t in right.get_xticklabels()] == ["static 2", "static 8"]
+    dots = [line.get_ydata() for line in right.lines if line.get_marker() == "o"]
+    assert all(d == pytest.approx([1.0] * 3) for d in dots)
+    assert figure.get_suptitle() == "GCN on made up, 3 seeds"
+    with pytest.raises(ValueError, match="no finished run of static 4 with FP-Agg"):
+        figures.figure_5(both_aggregations(), bits=4)
