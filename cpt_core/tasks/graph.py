@@ -55,7 +55,8 @@ class GraphTask:
             self.graph.set_constant(self.features)
         kind = {"gcn": "GCN", "sage": "GraphSAGE"}[self.recipe.model]
         aggregation = {"fp": "FP-Agg", "quantized": "Q-Agg"}[self.recipe.aggregation]
-        self.title = f"{kind} ({aggregation}) on {self.data.title}"
+        loss = ", raw-logit loss" if self.recipe.loss == "nll_raw" else ""
+        self.title = f"{kind} ({aggregation}{loss}) on {self.data.title}"
         self.checksum = self.data.checksum
         self.cost_batches = 8 if self.recipe.batch else 1  # samples differ in size
 
@@ -136,11 +137,14 @@ class GraphTask:
         """Logits of all nodes from all their neighbours, layer by layer and in chunks of nodes, (N, classes)."""
         h, random = self.features, generator_of(0)
         for i in range(self.recipe.layers):
-            out = []
+            out = h.new_empty(0)
             for chunk in torch.arange(self.graph.num_dst, device=self.device).split(EVALUATION_BATCH * 8):
                 sources, (block,) = sample_blocks(self.graph, chunk, [None], random)
-                out.append(model.layer(i, block, h[sources]))
-            h = model.between(i, torch.cat(out))
+                part = model.layer(i, block, h[sources])
+                if not len(out):
+                    out = part.new_empty(self.graph.num_dst, part.shape[1])  # once: gigabytes on a large graph
+                out[chunk] = part
+            h = model.between(i, out)
         return h
 
     def optimizer(self, model: nn.Module) -> tuple[torch.optim.Optimizer, Callable[[int], float]]:
