@@ -134,13 +134,26 @@ class Graph:
         if not h.is_floating_point():
             raise ValueError(f"features must be floating point, got {h.dtype}; convert them with .float()")
         wide = h if h.dtype in (torch.float32, torch.float64) else h.float()
-        if self.kernel == "dgl" and not h.is_meta:
+        if self._dgl_can(h):
             out = dgl_module().ops.copy_u_sum(self._dgl, wide.contiguous())
         else:
             out = _CsrSum.apply(wide, self)
         if reduce == "mean":
             out = out / self.in_degrees.to(out).clamp_min(1).unsqueeze(1)
         return out.to(h.dtype)
+
+    def _dgl_can(self, h: Tensor) -> bool:
+        """Whether DGL computes this sum and its gradient; torch does where DGL would crash."""
+        if self.kernel != "dgl" or h.is_meta:
+            return False
+        if self.num_edges * h.shape[1] <= dgl_limit() * min(self.num_src, self.num_dst):
+            return True
+        if self.backend == "dgl":
+            raise ValueError(
+                f"DGL cannot sum {h.shape[1]} features over {self.num_edges} edges into {self.num_dst} nodes on this "
+                "machine; take backend 'auto' or 'csr'"
+            )
+        return False
 
     def set_constant(self, features: Tensor | None) -> Graph:
         """Declare input features that never change: what layers aggregate of them is computed once and kept.
@@ -173,26 +186,23 @@ class Graph:
             return dgl.graph(parts, num_nodes=self.num_dst)
         return dgl.create_block(parts, num_src_nodes=self.num_src, num_dst_nodes=self.num_dst)
 
-    def matrix(self, dtype: torch.dtype = torch.float32) -> Tensor:
-        """Return the (D, S) adjacency matrix of ones as a sparse CSR tensor."""
-        return self._matrices(dtype)[0]
+    def matrix(self, dtype: torch.dtype = torch.float32, transposed: bool = False) -> Tensor:
+        """Return the (D, S) adjacency matrix of ones as a sparse CSR tensor, or its transpose; made once."""
+        key = (dtype, transposed)
+        if key not in self._matrices:
+            if transposed:
+                rows = torch.arange(self.num_dst, device=self.device, dtype=self.indices.dtype)
+                indptr, order = _by(self.indices, self.num_src)
+                back = rows.repeat_interleave(self.indptr.diff())[order]
+                made = _csr(indptr.to(back.dtype), back, (self.num_src, self.num_dst), dtype)
+            else:
+                made = _csr(self.indptr, self.indices, (self.num_dst, self.num_src), dtype)
+            self._matrices[key] = made
+        return self._matrices[key]
 
     @cached_property
-    def _matrix_cache(self) -> dict[torch.dtype, tuple[Tensor, Tensor]]:
+    def _matrices(self) -> dict[tuple[torch.dtype, bool], Tensor]:
         return {}
-
-    def _matrices(self, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """The matrix and its transpose."""
-        if dtype not in self._matrix_cache:
-            rows = torch.arange(self.num_dst, device=self.device, dtype=self.indices.dtype)
-            indptr, order = _by(self.indices, self.num_src)
-            back = rows.repeat_interleave(self.indptr.diff())[order]
-            shape = (self.num_dst, self.num_src)
-            self._matrix_cache[dtype] = (
-                _csr(self.indptr, self.indices, shape, dtype),
-                _csr(indptr.to(back.dtype), back, shape[::-1], dtype),
-            )
-        return self._matrix_cache[dtype]
 
 
 class _CsrSum(torch.autograd.Function):
@@ -203,13 +213,13 @@ class _CsrSum(torch.autograd.Function):
         ctx.graph = graph
         if h.is_meta:
             return h.new_empty(graph.num_dst, h.shape[1])
-        return torch.mm(graph._matrices(h.dtype)[0], h)
+        return torch.mm(graph.matrix(h.dtype), h)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
         if gradient.is_meta:
             return gradient.new_empty(ctx.graph.num_src, gradient.shape[1]), None
-        return torch.mm(ctx.graph._matrices(gradient.dtype)[1], gradient), None
+        return torch.mm(ctx.graph.matrix(gradient.dtype, transposed=True), gradient), None
 
 
 def as_graph(graph: Any) -> Graph:
@@ -229,6 +239,20 @@ def dgl_module() -> Any:
         return importlib.import_module("dgl")
     except (ImportError, OSError):  # OSError: its compiled part was made for other versions of torch
         return None
+
+
+@lru_cache(maxsize=1)
+def dgl_limit() -> float:
+    """Return the largest mean degree x features that is left to DGL.
+
+    DGL splits a sum into blocks when degree x features x 2000 exceeds the bytes of the last-level cache, and in version
+    1.1.3 a sum of more than one block ends in a segmentation fault.
+    """
+    try:
+        cache = os.sysconf("SC_LEVEL3_CACHE_SIZE")
+    except (ValueError, OSError):
+        cache = 0
+    return 0.9 * (cache if cache > 0 else 40 << 20) / 2000  # DGL takes 40 MB where the system does not say
 
 
 def _by(nodes: Tensor, count: int) -> tuple[Tensor, Tensor]:
