@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 
 REDUCES = ("sum", "mean")
+LEVEL3_CACHE_SIZE = 194  # of sysconf in glibc, for which DGL is built; Python has no name for it
 BACKENDS = ("auto", "dgl", "csr")
 
 
@@ -249,7 +250,7 @@ def dgl_limit() -> float:
     1.1.3 a sum of more than one block ends in a segmentation fault.
     """
     try:
-        cache = os.sysconf("SC_LEVEL3_CACHE_SIZE")
+        cache = os.sysconf(LEVEL3_CACHE_SIZE)
     except (ValueError, OSError):
         cache = 0
     return 0.9 * (cache if cache > 0 else 40 << 20) / 2000  # DGL takes 40 MB where the system does not say
