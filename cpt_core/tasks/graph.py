@@ -25,6 +25,7 @@ from cpt_core.tasks.base import Metrics
 WORKERS = 2  # processes that sample from a large graph on the CPU
 LARGE = 2_000_000  # edges from which sampling is worth them
 EVALUATION_BATCH = 4096
+EXACT_CHUNK = 1 << 18  # nodes
 
 # graphs of the layers, input features (sources, F), labels of the rows that count, those rows (None: all)
 Batch = tuple[Graph | list[Graph], Tensor, Tensor, Tensor | None]
@@ -134,11 +135,18 @@ class GraphTask:
         return torch.cat(out)
 
     def _exact(self, model: GraphNet) -> Tensor:
-        """Logits of all nodes from all their neighbours, layer by layer and in chunks of nodes, (N, classes)."""
+        """Logits of all nodes from all their neighbours, layer by layer, (N, classes).
+
+        Layers that widen their input run in chunks of nodes, for memory; the others, which multiply before they sum,
+        run in one piece: every chunk would repeat the product for nearly all nodes.
+        """
         h, random = self.features, generator_of(0)
         for i in range(self.recipe.layers):
+            if h.shape[1] > (self.data.classes if i + 1 == self.recipe.layers else self.recipe.hidden):
+                h = model.between(i, model.layer(i, self.graph, h))
+                continue
             out = h.new_empty(0)
-            for chunk in torch.arange(self.graph.num_dst, device=self.device).split(EVALUATION_BATCH * 8):
+            for chunk in torch.arange(self.graph.num_dst, device=self.device).split(EXACT_CHUNK):
                 sources, (block,) = sample_blocks(self.graph, chunk, [None], random)
                 part = model.layer(i, block, h[sources])
                 if not len(out):

@@ -226,7 +226,8 @@ def test_ogb_says_nothing_and_asks_no_network(arxiv, capfd):
         "def refuse(*a, **k): raise AssertionError('network or input')\n"
         "socket.socket.connect = refuse; builtins.input = refuse\n"
         "from cpt_core.data.graphs import load_graph; from cpt_core.recipes import recipe\n"
-        "load_graph(recipe('paper', 'ogbn-arxiv'))"
+        "load_graph(recipe('paper', 'ogbn-arxiv'))\n"
+        "import sys; assert sys.modules['outdated'] is None  # what would ask for newer versions"
     )
     done = subprocess.run(
         [sys.executable, "-W", "error::UserWarning:cpt_core", "-c", code], capture_output=True, text=True
