@@ -140,20 +140,20 @@ class GraphTask:
         Layers that widen their input run in chunks of nodes, for memory; the others, which multiply before they sum,
         run in one piece: every chunk would repeat the product for nearly all nodes.
         """
-        h, random = self.features, generator_of(0)
+        h = self.features
         for i in range(self.recipe.layers):
-            if h.shape[1] > (self.data.classes if i + 1 == self.recipe.layers else self.recipe.hidden):
-                h = model.between(i, model.layer(i, self.graph, h))
-                continue
-            out = h.new_empty(0)
-            for chunk in torch.arange(self.graph.num_dst, device=self.device).split(EXACT_CHUNK):
-                sources, (block,) = sample_blocks(self.graph, chunk, [None], random)
-                part = model.layer(i, block, h[sources])
-                if not len(out):
-                    out = part.new_empty(self.graph.num_dst, part.shape[1])  # once: gigabytes on a large graph
-                out[chunk] = part
-            h = model.between(i, out)
+            width = self.data.classes if i + 1 == self.recipe.layers else self.recipe.hidden
+            whole = h.shape[1] > width
+            h = model.between(i, model.layer(i, self.graph, h) if whole else self._in_chunks(model, i, h, width))
         return h
+
+    def _in_chunks(self, model: GraphNet, i: int, h: Tensor, width: int) -> Tensor:
+        """Layer i for all nodes, a chunk of them at a time, (N, width)."""
+        out, random = h.new_empty(self.graph.num_dst, width), generator_of(0)
+        for chunk in torch.arange(self.graph.num_dst, device=self.device).split(EXACT_CHUNK):
+            sources, (block,) = sample_blocks(self.graph, chunk, [None], random)
+            out[chunk] = model.layer(i, block, h[sources])
+        return out
 
     def optimizer(self, model: nn.Module) -> tuple[torch.optim.Optimizer, Callable[[int], float]]:
         """Return Adam and the learning rate: a cosine from ``lr`` to ``final_lr`` times that."""
