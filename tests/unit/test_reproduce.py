@@ -134,3 +134,23 @@ def test_command_line_helps():
     assert done.returncode == 0
     for name in ("plan", "run", "results", "report", "reproduce", "notebooks", "download", "docs"):
         assert name in done.stdout
+
+
+def test_a_data_set_goes_to_the_notebooks_of_its_task(tmp_path, monkeypatch):
+    monkeypatch.setenv("CPT_RUNS_DIR", str(tmp_path))
+    asked = {}
+
+    def note(path, values, folder):
+        asked[path.name[:2]] = values
+        return reproduce.Outcome(path.stem, "done", 0.0, folder / "x.html")
+
+    monkeypatch.setattr(reproduce, "_run", note)
+    reproduce.reproduce("demo", dataset="cifar10", given={"model": "resnet20", "seeds": [1]}, progress=False)
+    assert asked["03"] == {"scale": "demo", "dataset": "cifar10", "model": "resnet20", "seeds": [1]}
+    assert asked["05"] == {"scale": "demo", "seeds": [1]}  # keeps its own graph
+    reproduce.reproduce("demo", "05", "my.npz", progress=False)
+    assert asked["05"] == {"scale": "demo", "dataset": "my.npz"}
+    with pytest.raises(ValueError, match=r"say which notebook 'my\.npz' is for"):
+        reproduce.reproduce("demo", dataset="my.npz", progress=False)
+    with pytest.raises(ValueError, match="dataset 'ogbn-arxiv' is for another notebook: its task is 'graph'"):
+        reproduce.reproduce("demo", "03", "ogbn-arxiv", progress=False)
