@@ -297,13 +297,10 @@ def price(
             continue
         result.setdefault(call.layer, Counter())
         macs[call.layer] += call.macs
-        q, g = (
-            bits[call.owner]
-            if call.owner and call.owner in bits
-            else bits[""]
-            if convention == "paper"
-            else _float32(bits[""])
-        )
+        if call.owner is not None and call.owner in bits:
+            q, g = bits[call.owner]
+        else:
+            q, g = bits[""] if convention == "paper" else _float32(bits[""])
         if call.once:
             q = np.unique(q)
         for name in call.passes(convention):

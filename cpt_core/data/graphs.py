@@ -48,6 +48,7 @@ from cpt_core.recipes import OGB_GRAPHS, GraphRecipe, is_own
 
 log = logging.getLogger(__name__)
 SPLITS = ("train", "valid", "test")
+PIECE = 1 << 24  # edges that are unpacked at a time
 
 
 @dataclass(frozen=True)
@@ -167,8 +168,8 @@ def bidirected(
     kind: Any = np.int32 if max(nodes, len(keys)) < 2**31 else np.int64
     indptr = np.zeros(nodes + 1, dtype=kind)
     indices = np.empty(len(keys), dtype=kind)
-    for start in range(0, len(keys), 1 << 24):  # in pieces: no second array of int64
-        part = keys[start : start + (1 << 24)]
+    for start in range(0, len(keys), PIECE):  # in pieces: no second array of int64
+        part = keys[start : start + PIECE]
         indices[start : start + len(part)] = part % nodes
         indptr[1:] = indptr[1:] + np.bincount(part // nodes, minlength=nodes)
     np.cumsum(indptr, out=indptr)

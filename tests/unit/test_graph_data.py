@@ -86,7 +86,11 @@ def test_edges_go_both_ways_once_and_self_loops_are_a_choice():
 def test_large_edge_lists_are_read_in_pieces(monkeypatch):
     rng = np.random.default_rng(0)
     source, destination = rng.integers(0, 50, (2, 400))
+    whole = bidirected(source, destination, 50, True)
+    monkeypatch.setattr(graphs, "PIECE", 64)
     both = bidirected(source, destination, 50, True)
+    assert torch.equal(whole.indptr, both.indptr)
+    assert torch.equal(whole.indices, both.indices)
     rows = torch.repeat_interleave(torch.arange(50), both.indptr.diff().long())
     again = bidirected(both.indices.numpy(), rows.numpy(), 50, True, symmetric=True)
     assert torch.equal(both.indptr, again.indptr)
