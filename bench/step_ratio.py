@@ -31,6 +31,17 @@ def linear_block() -> nn.Module:
     return nn.Sequential(nn.Linear(768, 768), nn.GELU(), nn.Linear(768, 768))
 
 
+class Outputs(nn.Module):
+    """The outputs of an LSTM, without its state."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.lstm = nn.LSTM(width, width)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.lstm(x)[0]
+
+
 def arxiv() -> tuple[Graph, torch.Tensor]:
     """A random graph of OGBN-Arxiv's size, popular nodes and all, and features that need a gradient."""
     nodes, edges = 169_343, 1_166_243
@@ -52,6 +63,8 @@ CASES: dict[str, Case] = {
     "ResNet-74, batch 32": (lambda: MODELS["resnet74"](3, 32, 10), random(32, 3, 32, 32), 7, PLAIN),
     "MobileNet-V2 block, 64x32x16x16": (lambda: InvertedResidual(32, 32, 6, 1), random(64, 32, 16, 16), 25, PLAIN),
     "linear block 768, 2048 rows": (linear_block, random(2048, 768), 15, PLAIN),
+    "LSTM 800, 35 steps, batch 20": (lambda: Outputs(800), random(35, 20, 800), 9, PLAIN),
+    "LSTM 200, 35 steps, batch 20": (lambda: Outputs(200), random(35, 20, 200), 25, PLAIN),
     "GCN layer 128 -> 512, arxiv size": (lambda: GraphConv(128, 512), arxiv, 7, BOTH),
 }
 

@@ -18,7 +18,7 @@ import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
-from cpt_core import graph_layers, layers
+from cpt_core import graph_layers, layers, lstm_layers
 from cpt_core.layers import LayerPrecision, _Quantized
 from cpt_core.quantizers import QUANTIZERS, NoisePool, Quantizer
 
@@ -123,7 +123,7 @@ def quantize_(
 
 def conversions() -> dict[type[nn.Module], type[_Quantized]]:
     """Return what can be converted: float32 class -> quantised class; with DGL's layers if the program uses them."""
-    found = {**layers.CONVERSIONS, **graph_layers.CONVERSIONS}
+    found = {**layers.CONVERSIONS, **lstm_layers.CONVERSIONS, **graph_layers.CONVERSIONS}
     if "dgl.nn" in sys.modules:
         found |= importlib.import_module("cpt_core.dgl_layers").CONVERSIONS
     return found

@@ -14,7 +14,7 @@ Shapes: N nodes, S source and D destination nodes of a block, I inputs, O output
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, ClassVar
 
 import torch
@@ -22,6 +22,7 @@ from torch import Tensor, nn
 
 from cpt_core.graph_ops import Graph, as_graph
 from cpt_core.layers import LayerPrecision, _Quantized
+from cpt_core.quantizers import Quantizer
 
 Features = Tensor | tuple[Tensor, Tensor]  # (S, I), or those of sources and destinations
 
@@ -201,6 +202,12 @@ class _QuantGraph(_Quantized):
     """
 
     KIND = "graph"
+
+    @classmethod
+    def roles(cls, module: nn.Module, quantizers: Mapping[str, Quantizer], aggregation: str) -> dict[str, Quantizer]:
+        """With FP-Agg nothing quantises the sum over neighbours."""
+        roles = super().roles(module, quantizers, aggregation)
+        return {role: q for role, q in roles.items() if role != "aggregation" or aggregation == "quantized"}
 
     @property
     def quantizes_aggregation(self) -> bool:

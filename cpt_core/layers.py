@@ -22,9 +22,11 @@ from cpt_core.quantizers import (
     QUANTIZERS,
     NoisePool,
     Quantizer,
+    Range,
     check_bits,
     levels_of,
     quantize_gradient,
+    round_gradient,
     straight_through,
 )
 
@@ -89,31 +91,49 @@ class LayerPrecision(nn.Module):
         if q_grad is not None:
             self.grad_levels.fill_(levels_of(q_grad))
 
-    def operand(self, role: str, x: Tensor) -> Tensor:
-        """Return an operand of the layer's product, quantised with the straight-through estimator."""
+    def require_bits(self) -> None:
+        """Raise RuntimeError as long as nobody has set a precision."""
         if not self.is_set:
             raise RuntimeError(
                 "this quantised layer has no precision yet: make a PrecisionScheduler(model, schedule), "
                 "or use `with precision(model, bits=8):`"
             )
+
+    def operand(self, role: str, x: Tensor) -> Tensor:
+        """Return an operand of the layer's product, quantised with the straight-through estimator."""
+        self.require_bits()
         if not self.quantizes or x.numel() == 0:
             return x
+        stored = self.running_range(role)
+        if stored is not None:
+            return straight_through(x, *stored, self.levels, True)
         quantizer = self.quantizers[role]
-        if quantizer.running and not self.training and self.calibrated:
-            minimum, width, weight = self.get_buffer(f"running_{role}").unbind()
-            if self.corrected:
-                minimum, width = minimum / weight, width / weight
-            return straight_through(x, minimum, width, self.levels, True)
         minimum, width = quantizer.range_of(x.detach())
         if quantizer.running and self.training:
-            self._track(role, minimum, width)
+            self.track(role, minimum, width)
         return straight_through(x, minimum, width, self.levels, quantizer.clips)
 
-    def _track(self, role: str, minimum: Tensor, width: Tensor) -> None:
-        # running = 0.9 running + 0.1 current; a batch that is not finite leaves it alone
+    def running_range(self, role: str) -> Range | None:
+        """Return the stored range of a role where it is used: in evaluation, once training has filled it."""
+        if not self.quantizers[role].running or self.training or not self.calibrated:
+            return None
+        minimum, width, weight = self.get_buffer(f"running_{role}").unbind()
+        return (minimum / weight, width / weight) if self.corrected else (minimum, width)
+
+    def track(self, role: str, minimum: Tensor, width: Tensor) -> None:
+        """Let a running range follow the range of one call (0-d), or those of several calls one after the other (T,).
+
+        running = 0.9 running + 0.1 current; a call that is not finite leaves it alone.
+        """
         running = self.get_buffer(f"running_{role}")
         now = torch.stack([minimum, width, torch.ones_like(width)])
-        running.copy_(torch.where(now.isfinite().all(), torch.lerp(now, running, RUNNING_DECAY), running))
+        if now.dim() == 1:
+            running.copy_(torch.where(now.isfinite().all(), torch.lerp(now, running, RUNNING_DECAY), running))
+            return
+        counts = now.isfinite().all(0)
+        later = counts.flip(0).cumsum(0).flip(0) - counts.int()  # calls that count and come after this one
+        shares = torch.where(counts, (1 - RUNNING_DECAY) * RUNNING_DECAY**later, 0.0)
+        running.mul_(RUNNING_DECAY ** counts.sum()).add_((torch.where(counts, now, 0.0) * shares).sum(1))
 
     def train(self, mode: bool = True) -> Self:
         """Set the mode; on the way to evaluation see whether the running ranges have been filled."""
@@ -132,6 +152,10 @@ class LayerPrecision(nn.Module):
             self.noise_key.add_(1)
             return quantize_gradient(y, self.grad_levels, self.quantizers[role], None, key)
         return quantize_gradient(y, self.grad_levels, self.quantizers[role], self.noise)
+
+    def quantized_gradient(self, role: str, gradient: Tensor) -> Tensor:
+        """Return a gradient, quantised: for layers that write their backward pass themselves."""
+        return round_gradient(gradient, self.grad_levels, self.quantizers[role], self.noise, None)
 
     def get_running(self) -> dict[str, Tensor]:
         """Return copies of what training changes besides the bits, for a checkpoint."""
@@ -181,16 +205,19 @@ class _Quantized:
             raise TypeError(f"{cls.__name__} is made from {cls.FLOAT.__name__}, got {type(module).__name__}")
         if reason := cls.why_not(module):
             raise ValueError(f"this {cls.FLOAT.__name__} cannot be quantised: {reason}")
-        roles = {role: quantizers[f"{cls.KIND}_{role}"] for role in ("input", "weight", "grad")}
-        roles["bias"] = quantizers["bias"]
-        if aggregation == "quantized" and f"{cls.KIND}_aggregation" in quantizers:  # graph convolutions only
-            roles["aggregation"] = quantizers[f"{cls.KIND}_aggregation"]
+        roles = cls.roles(module, quantizers, aggregation)
         device = next((p.device for p in module.parameters()), None)
         precision = LayerPrecision(roles, noise or NoisePool(), key, running_start).to(device)
         precision.train(module.training)
         module.__class__ = cls  # type: ignore[assignment]
         module.precision = precision
         return module  # type: ignore[return-value]
+
+    @classmethod
+    def roles(cls, module: nn.Module, quantizers: Mapping[str, Quantizer], aggregation: str) -> dict[str, Quantizer]:
+        """Return the quantiser of every role of the layer: those of its ``KIND``, and that of biases."""
+        own = f"{cls.KIND}_"
+        return {role.removeprefix(own): q for role, q in quantizers.items() if role.startswith(own) or role == "bias"}
 
     @classmethod
     def why_not(cls, module: nn.Module) -> str:

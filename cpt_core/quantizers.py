@@ -137,6 +137,15 @@ QUANTIZERS: dict[str, Quantizer] = {
     "graph_weight": Quantizer("per_row"),
     "graph_aggregation": Quantizer("per_row"),  # what enters the sum over neighbours, in Q-Agg
     "graph_grad": Quantizer("per_position", rounding="stochastic"),
+    "lstm_input": Quantizer("per_tensor", running=True),  # at every time step
+    "lstm_hidden": Quantizer("per_tensor", running=True),
+    "lstm_weight": Quantizer("per_row"),
+    "lstm_grad": Quantizer("per_row", rounding="stochastic"),  # one range per sequence, at every time step
+    "attention_query": Quantizer("per_row"),  # one range per token and head
+    "attention_key": Quantizer("per_row"),  # of the transposed keys: one range per head and feature, over the tokens
+    "attention_probabilities": Quantizer("per_row"),
+    "attention_value": Quantizer("per_row"),
+    "attention_grad": Quantizer("per_position", rounding="stochastic"),
     "bias": Quantizer("per_tensor"),
 }
 
@@ -356,18 +365,26 @@ class _QuantizeGradient(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None, None]:
-        if gradient.numel() == 0:
-            return gradient, None, None, None, None
-        low, width = ctx.quantizer.range_of(gradient)
-        noise = None
-        if ctx.quantizer.rounding == "stochastic":
-            if torch.compiler.is_compiling():
-                noise = hash_noise(gradient, ctx.key)
-            else:
-                long = gradient.numel() > NoisePool.SIZE
-                noise = ctx.pool.draw_long(gradient) if long else ctx.pool.draw(gradient)
-        quantized = round_to_grid(gradient, low, width, ctx.levels, noise, ctx.quantizer.clips)
-        return quantized, None, None, None, None
+        return round_gradient(gradient, ctx.levels, ctx.quantizer, ctx.pool, ctx.key), None, None, None, None
+
+
+def round_gradient(
+    gradient: Tensor, levels: Tensor, quantizer: Quantizer, pool: NoisePool | None, key: Tensor | None
+) -> Tensor:
+    """Return a quantised gradient on its own range; what the backward pass of ``quantize_gradient`` does."""
+    if gradient.numel() == 0:
+        return gradient
+    low, width = quantizer.range_of(gradient)
+    noise: Tensor | LongNoise | None = None
+    if quantizer.rounding == "stochastic":
+        if torch.compiler.is_compiling():
+            assert key is not None
+            noise = hash_noise(gradient, key)
+        else:
+            assert pool is not None
+            long = gradient.numel() > NoisePool.SIZE
+            noise = pool.draw_long(gradient) if long else pool.draw(gradient)
+    return round_to_grid(gradient, low, width, levels, noise, quantizer.clips)
 
 
 def quantize_gradient(

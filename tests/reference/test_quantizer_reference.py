@@ -169,3 +169,29 @@ def test_forward_and_backward_of_every_graph_layer(reference, origin):
         wrong += [(case["id"], "y")] if differs(y, case["y"], FORWARD_ATOL) else []
     assert checked
     assert wrong == []
+
+
+def test_forward_and_backward_of_every_lstm(reference):
+    wrong, checked = [], 0
+    for case in reference["layers"]:
+        if case["layer"] != "lstm":
+            continue
+        checked += 1
+        weight, recurrent = tensor(case["W"]), tensor(case["U"])
+        layer = nn.LSTM(weight.shape[1], recurrent.shape[1])
+        state = {"weight_ih_l0": weight, "weight_hh_l0": recurrent, "bias_ih_l0": tensor(case["b"])}
+        layer.load_state_dict({**state, "bias_hh_l0": torch.zeros(len(weight))})  # the authors have one bias
+        config = QuantConfig(running_start="zero").with_gradient_rounding("nearest")
+        quantize_(layer, config)
+        x = tensor(case["x"]).requires_grad_()
+        with precision(layer, case["bits"], q_grad=case["grad_bits"]):
+            y, (_, c) = layer(x, (tensor(case["h0"]), tensor(case["c0"])))
+            y.backward(tensor(case["upstream"]))
+        found = {"dx": x.grad, "dW": layer.weight_ih_l0.grad, "dU": layer.weight_hh_l0.grad}
+        found |= {"db": layer.bias_ih_l0.grad}
+        wrong += [(case["id"], k) for k, value in found.items() if differs(value, case[k], BACKWARD_ATOL)]
+        low, width, _ = layer.precision.running_hidden_l0
+        found = {"y": y, "cT": c, "U_running_min": low, "U_running_range": width}
+        wrong += [(case["id"], k) for k, value in found.items() if differs(value, case[k], FORWARD_ATOL)]
+    assert checked == 2
+    assert wrong == []

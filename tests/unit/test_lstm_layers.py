@@ -1,0 +1,373 @@
+import copy
+import pickle
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence, pack_sequence, pad_packed_sequence
+
+from cpt_core.convert import QuantConfig, quantize_, restore_, summary
+from cpt_core.lstm_layers import QuantLSTM, _Recurrence, _Steps
+from cpt_core.quantizers import QUANTIZERS, Quantizer, levels_of, quantize, quantize_gradient
+from cpt_core.scheduler import precision
+
+NEAREST = QuantConfig().with_gradient_rounding("nearest")
+
+
+def lstm_of(*sizes, config=NEAREST, seed=0, **options):
+    torch.manual_seed(seed)
+    return quantize_(nn.LSTM(*sizes, **options), config)
+
+
+def plain(module, x, h, c, bits, q_grad, cell="l0", reverse=False, grad="lstm_grad"):
+    """One direction of one layer, step by step, every operand quantised where it is used; x (T, B, I)."""
+    w_ih, w_hh, b_ih, b_hh = (
+        getattr(module, f"{n}_{cell}", None) for n in ("weight_ih", "weight_hh", "bias_ih", "bias_hh")
+    )
+    quantizer, levels = NEAREST.quantizers[grad], torch.tensor(levels_of(q_grad))
+
+    def product(x, weight, bias):
+        bias = None if bias is None else quantize(bias, bits, "bias")
+        y = nn.functional.linear(quantize(x, bits, "lstm_input"), quantize(weight, bits, "lstm_weight"), bias)
+        return quantize_gradient(y, levels, quantizer)
+
+    out = []
+    for x_t in reversed(x) if reverse else x:
+        i, f, g, o = (product(x_t, w_ih, b_ih) + product(h, w_hh, b_hh)).chunk(4, 1)
+        c = torch.sigmoid(f) * c + torch.sigmoid(i) * torch.tanh(g)
+        h = torch.sigmoid(o) * torch.tanh(c)
+        out.append(h)
+    return torch.stack(out[::-1] if reverse else out), h, c
+
+
+def same(a, b):
+    """Equal but for the last digit: sigmoid rounds the rest of a row that fills no vector register differently."""
+    return a.shape == b.shape and torch.allclose(a, b, rtol=0, atol=1e-6)
+
+
+def gradients(module, loss, *inputs):
+    parameters = {n: p for n, p in module.named_parameters() if p.requires_grad}
+    found = torch.autograd.grad(loss, [*parameters.values(), *inputs], allow_unused=True)
+    return dict(zip([*parameters, *range(len(inputs))], found, strict=True))
+
+
+def close(a, b, atol=2e-5):
+    assert a.keys() == b.keys()
+    for name in a:
+        assert torch.allclose(a[name], b[name], rtol=1e-4, atol=atol), name
+
+
+@pytest.mark.parametrize("bits", [2, 5, 8])
+@pytest.mark.parametrize("bias", [True, False])
+def test_same_bits_as_the_plain_loop(bits, bias):
+    module = lstm_of(12, 32, bias=bias)
+    x, h, c = torch.randn(9, 6, 12, requires_grad=True), torch.randn(6, 32, requires_grad=True), torch.randn(6, 32)
+    c.requires_grad_()
+    with precision(module, bits, q_grad=6):
+        y, (h_n, c_n) = module(x, (h[None], c[None]))
+        found = gradients(module, (y * y.detach().sin()).sum() + 2 * h_n.sum() - c_n.cos().sum(), x, h, c)
+    y2, h2, c2 = plain(module, x, h, c, bits, 6)
+    for ours, theirs in ((y, y2), (h_n[0], h2), (c_n[0], c2)):
+        assert torch.equal(ours, theirs)
+    close(found, gradients(module, (y2 * y2.detach().sin()).sum() + 2 * h2.sum() - c2.cos().sum(), x, h, c))
+
+
+def test_the_paper_s_size_has_the_same_bits():
+    module = lstm_of(800, 800)
+    x, zero = torch.randn(4, 20, 800), torch.zeros(20, 800)
+    with precision(module, 5, q_grad=8), torch.no_grad():
+        assert torch.equal(module(x)[0], plain(module, x, zero, zero, 5, 8)[0])
+
+
+def test_layers_and_directions():
+    module = lstm_of(5, 4, num_layers=2, bidirectional=True)
+    x, h, c = torch.randn(6, 3, 5, requires_grad=True), torch.randn(4, 3, 4), torch.randn(4, 3, 4)
+    with precision(module, 4, q_grad=8):
+        y, (h_n, c_n) = module(x, (h, c))
+        found = gradients(module, y.square().sum() + h_n.sum() + c_n.sum(), x)
+    below, ends = x, []
+    for layer in (0, 1):
+        parts = []
+        for d, cell in enumerate((f"l{layer}", f"l{layer}_reverse")):
+            part, *end = plain(module, below, h[2 * layer + d], c[2 * layer + d], 4, 8, cell, reverse=d == 1)
+            parts.append(part)
+            ends.append(end)
+        below = torch.cat(parts, -1)
+    assert same(y, below)
+    h2, c2 = (torch.stack(part) for part in zip(*ends, strict=True))
+    assert same(h_n, h2)
+    assert same(c_n, c2)
+    close(found, gradients(module, below.square().sum() + h2.sum() + c2.sum(), x))
+
+
+@pytest.mark.parametrize("bidirectional", [False, True])
+def test_packed_sequences(bidirectional):
+    """Every step sees the sequences that still run, and ranges see nothing of the padding."""
+    module = lstm_of(5, 4, bidirectional=bidirectional)
+    lengths = [3, 7, 5, 7]
+    parts = [torch.randn(n, 5) for n in lengths]
+    with precision(module, 3, q_grad=8):
+        y, (h_n, _) = module(pack_sequence(parts, enforce_sorted=False))
+    assert isinstance(y, PackedSequence)
+    found, counts = pad_packed_sequence(y)
+    assert counts.tolist() == lengths
+    assert found.shape == (7, 4, 8 if bidirectional else 4)
+    # forward direction by hand: the same loop over the sequences that are left
+    order = sorted(range(4), key=lambda k: -lengths[k])
+    h, c = torch.zeros(4, 4), torch.zeros(4, 4)
+    for t in range(7):
+        alive = [k for k in order if lengths[k] > t]
+        _, h1, c1 = plain(module, torch.stack([parts[k][t] for k in alive])[None], h[alive], c[alive], 3, 8)
+        h[alive], c[alive] = h1.detach(), c1.detach()
+        assert same(found[t, alive, :4], h[alive])
+    assert same(h_n[0], h)
+    if bidirectional:
+        last = [k for k in order if lengths[k] == 7]
+        x = torch.stack([parts[k][6] for k in last])[None]
+        _, h1, _ = plain(module, x, torch.zeros(2, 4), torch.zeros(2, 4), 3, 8, "l0_reverse")
+        assert same(found[6, last, 4:], h1)
+
+
+def test_packed_gradients_are_those_of_equal_lengths():
+    module = lstm_of(5, 4, num_layers=2)
+    x = torch.randn(6, 3, 5)
+    with precision(module, 4, q_grad=5):
+        whole = gradients(module, module(x)[0].square().sum())
+        packed = gradients(module, module(pack_padded_sequence(x, [6, 6, 6]))[0].data.square().sum())
+    close(packed, whole, atol=0)
+
+
+def test_batch_first_and_a_single_sequence():
+    module = lstm_of(5, 4)
+    first = copy.deepcopy(module)
+    first.batch_first = True
+    x, h, c = torch.randn(6, 3, 5), torch.randn(1, 3, 4), torch.randn(1, 3, 4)
+    with precision(module, 4), precision(first, 4):
+        y, (h_n, c_n) = module(x, (h, c))
+        y2, (h2, c2) = first(x.transpose(0, 1), (h, c))
+        assert same(y, y2.transpose(0, 1))
+        assert same(h_n, h2)
+        assert same(c_n, c2)
+        one = module(x[:, :1], (h[:, :1], c[:, :1]))
+        for layer in (module, first):
+            alone = layer(x[:, 0], (h[:, 0], c[:, 0]))
+            assert alone[0].shape == (6, 4)
+            assert same(alone[0], one[0][:, 0])
+            assert same(alone[1][0], one[1][0][:, 0])
+
+
+def test_shapes_are_those_of_torch():
+    for options in ({}, {"batch_first": True}, {"num_layers": 2, "bidirectional": True}):
+        torch.manual_seed(0)
+        theirs = nn.LSTM(5, 4, **options)
+        ours = quantize_(copy.deepcopy(theirs))
+        for x in (torch.randn(6, 3, 5), torch.randn(6, 5), pack_sequence([torch.randn(4, 5), torch.randn(2, 5)])):
+            with precision(ours, 8):
+                a, b = ours(x), theirs(x)
+            flat = [(r[0].data if isinstance(r[0], PackedSequence) else r[0], *r[1]) for r in (a, b)]
+            for u, v in zip(*flat, strict=True):
+                assert u.shape == v.shape
+                assert (u - v).abs().max() < 0.02  # 8 bits are close
+
+
+def test_float_is_torch_s_own():
+    torch.manual_seed(0)
+    theirs = nn.LSTM(5, 4, num_layers=2)
+    ours, x = quantize_(copy.deepcopy(theirs)), torch.randn(6, 3, 5)
+    for bits in ("float", 24):
+        with precision(ours, bits, q_grad=bits):
+            assert torch.equal(ours(x)[0], theirs(x)[0])
+
+
+def test_the_written_gradient_is_exact():
+    torch.manual_seed(0)
+    module = quantize_(nn.LSTM(3, 4))
+    module.precision.set_bits(None, None)
+    sizes = (3, 3, 2, 1)
+    shapes = ((9, 16), (16, 4), (16,), (3, 4), (3, 4))
+    inputs = [torch.randn(s, dtype=torch.float64, requires_grad=True) for s in shapes]
+    for reverse in (False, True):
+        assert torch.autograd.gradcheck(
+            lambda *a, r=reverse: _Recurrence.apply(*a, _Steps(sizes, r, module.precision, "hidden_l0")), inputs
+        )
+
+
+def test_only_gradients_quantised():
+    """q_grad alone: the forward pass is that of float32 and the gradient is on a grid."""
+    module = lstm_of(5, 4)
+    x, zero = torch.randn(6, 3, 5), torch.zeros(3, 4)
+    module.precision.set_bits(None, 2)
+    y = module(x)[0]
+    found = gradients(module, y.square().sum())
+    y2 = plain(module, x, zero, zero, 32, 2)[0]
+    assert torch.allclose(y, y2, atol=1e-6)
+    close(found, gradients(module, y2.square().sum()))
+    module.precision.set_bits(None, 8)
+    assert not torch.allclose(found["weight_hh_l0"], gradients(module, module(x)[0].square().sum())["weight_hh_l0"])
+
+
+@pytest.mark.parametrize("granularity", ["per_row", "per_channel", "per_position", "per_sample_mean"])
+def test_other_quantisers_work_per_step_too(granularity):
+    changed = {"lstm_input": Quantizer(granularity), "lstm_hidden": Quantizer(granularity)}
+    changed["lstm_grad"] = Quantizer("per_tensor")
+    module = lstm_of(5, 4, config=QuantConfig(quantizers={**QUANTIZERS, **changed}))
+    x = torch.randn(6, 3, 5)
+    with precision(module, 3, q_grad=4):
+        y = module(x)[0]
+        found = gradients(module, y.square().sum())
+    h, c = torch.zeros(3, 4), torch.zeros(3, 4)
+    out, levels = [], torch.tensor(levels_of(4))
+    for x_t in x:
+        parts = []
+        for value, kind in ((x_t, "ih"), (h, "hh")):
+            weight, bias = getattr(module, f"weight_{kind}_l0"), getattr(module, f"bias_{kind}_l0")
+            product = nn.functional.linear(
+                quantize(value, 3, Quantizer(granularity)),
+                quantize(weight, 3, "lstm_weight"),
+                quantize(bias, 3, "bias"),
+            )
+            parts.append(quantize_gradient(product, levels, Quantizer("per_tensor")))
+        i, f, g, o = sum(parts).chunk(4, 1)
+        c = torch.sigmoid(f) * c + torch.sigmoid(i) * torch.tanh(g)
+        h = torch.sigmoid(o) * torch.tanh(c)
+        out.append(h)
+    assert same(y, torch.stack(out))
+    close(found, gradients(module, torch.stack(out).square().sum()))
+
+
+# --- running ranges -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("start", ["corrected", "zero"])
+def test_running_ranges_move_once_per_step(start):
+    module = lstm_of(5, 4, config=QuantConfig(running_start=start))
+    x = torch.randn(6, 3, 5)
+    with precision(module, 8):
+        y = torch.cat([torch.zeros(1, 3, 4), module(x)[0].detach()])
+    for role, steps in (("input_l0", x), ("hidden_l0", y[:-1])):
+        low, width, weight = torch.zeros(3)
+        for value in steps:
+            low = 0.9 * low + 0.1 * value.min()
+            width = 0.9 * width + 0.1 * (value.max() - value.min())
+            weight = 0.9 * weight + 0.1
+        found = module.precision.get_buffer(f"running_{role}")
+        assert torch.allclose(found, torch.stack([low, width, weight]), atol=1e-6)
+
+
+def test_a_step_that_is_not_finite_leaves_running_ranges_alone():
+    module, other = lstm_of(5, 4), lstm_of(5, 4)
+    x = torch.randn(4, 3, 5)
+    broken = torch.cat([x[:2], torch.full((1, 3, 5), float("nan")), x[2:]])
+    with precision(module, 8), precision(other, 8):
+        module(x), other(broken)
+    assert torch.allclose(module.precision.running_input_l0, other.precision.running_input_l0)
+    assert other.precision.running_hidden_l0.isfinite().all()
+
+
+def test_evaluation_uses_running_ranges():
+    module = lstm_of(5, 4)
+    x = torch.randn(8, 3, 5)
+    with precision(module, 3):
+        module(x)
+        module.eval()
+        low, width, weight = module.precision.running_input_l0
+        expected = module(x.clamp(float(low / weight), float((low + width) / weight)))[0]
+        assert same(module(x)[0], expected)
+        before = module.precision.get_running()
+        module(10 * x)
+    assert all(torch.equal(v, before[k]) for k, v in module.precision.get_running().items())
+
+
+def test_every_direction_has_ranges_of_its_own():
+    module = lstm_of(5, 4, num_layers=2, bidirectional=True)
+    names = set(module.precision.get_running()) - {"noise_key"}
+    assert names == {f"running_{r}_l{k}{d}" for r in ("input", "hidden") for k in (0, 1) for d in ("", "_reverse")}
+
+
+# --- as a module ----------------------------------------------------------------------------------
+
+
+def test_conversion_in_place_and_back():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.LSTM(5, 4))
+    keys, parameters = list(model.state_dict()), list(model.parameters())
+    quantize_(model)
+    assert type(model[0]) is QuantLSTM
+    assert list(model.state_dict()) == keys
+    assert all(a is b for a, b in zip(model.parameters(), parameters, strict=True))
+    assert [(r.name, r.kind) for r in summary(model).quantized] == [("0", "LSTM")]
+    clone = pickle.loads(pickle.dumps(copy.deepcopy(model)))
+    assert type(clone[0]) is QuantLSTM
+    assert type(restore_(model)[0]) is nn.LSTM
+
+
+def test_a_projection_is_listed_not_converted():
+    model = quantize_(nn.ModuleList([nn.LSTM(5, 4, proj_size=2), nn.Linear(3, 2)]))
+    assert type(model[0]) is nn.LSTM
+    assert [r.reason for r in summary(model).float32] == ["it has a projection (proj_size)"]
+
+
+def test_dropout_between_layers():
+    module = lstm_of(5, 40, num_layers=2, dropout=0.5)
+    x = torch.randn(6, 3, 5)
+    with precision(module, 8):
+        torch.manual_seed(1)
+        a = module(x)[0]
+        torch.manual_seed(1)
+        assert torch.equal(module(x)[0], a)
+        assert not torch.equal(module(x)[0], a)
+        module.eval()
+        assert torch.equal(module(x)[0], module(x)[0])
+
+
+def test_half_precision_and_autocast():
+    x = torch.randn(6, 3, 5)
+    whole, half = lstm_of(5, 4), lstm_of(5, 4).bfloat16()
+    with precision(whole, 4), precision(half, 4):
+        y, (h, c) = half(x.bfloat16())
+        assert {y.dtype, h.dtype, c.dtype} == {torch.bfloat16}
+        assert torch.allclose(y.float(), whole(x)[0], atol=0.05)
+        with torch.autocast("cpu", torch.bfloat16):
+            assert torch.equal(whole(x)[0], whole(x)[0].float())
+        y.sum().backward()
+    assert half.weight_hh_l0.grad.dtype == torch.bfloat16
+
+
+def test_stochastic_gradients_are_unbiased():
+    module = lstm_of(5, 4, config=QuantConfig())
+    x, zero = torch.randn(6, 3, 5), torch.zeros(3, 4)
+    module.precision.set_bits(8, None)
+    exact = gradients(module, module(x)[0].sum())["weight_hh_l0"]
+    module.precision.set_bits(8, 3)
+    draws = torch.stack([gradients(module, module(x)[0].sum())["weight_hh_l0"] for _ in range(400)])
+    error = (draws.mean(0) - exact).abs() / (draws.std(0) / 20 + 1e-9)
+    assert draws.std(0).max() > 0
+    assert error.mean() < 1.5
+    nearest = gradients(module, plain(module, x, zero, zero, 8, 3)[0].sum())["weight_hh_l0"]
+    assert not torch.allclose(draws.mean(0), nearest, atol=1e-3)
+
+
+def test_bad_input():
+    module = lstm_of(5, 4)
+    with pytest.raises(RuntimeError, match="no precision yet"):
+        module(torch.randn(6, 3, 5))
+    with precision(module, 4):
+        with pytest.raises(ValueError, match="2 or 3 dimensions"):
+            module(torch.randn(5))
+        with pytest.raises(ValueError, match="at least one step"):
+            module(torch.randn(0, 3, 5))
+        with pytest.raises(RuntimeError, match=r"input.size\(-1\) must be equal to input_size"):
+            module(torch.randn(6, 3, 7))
+        with pytest.raises(RuntimeError, match="Expected hidden"):
+            module(torch.randn(6, 3, 5), (torch.zeros(1, 2, 4), torch.zeros(1, 2, 4)))
+
+
+def test_frozen_weights_get_no_gradient():
+    module = lstm_of(5, 4)
+    module.weight_hh_l0.requires_grad_(False)
+    module.bias_hh_l0.requires_grad_(False)
+    with precision(module, 4):
+        module(torch.randn(6, 3, 5))[0].sum().backward()
+    assert module.weight_hh_l0.grad is None
+    assert module.bias_hh_l0.grad is None
+    assert module.weight_ih_l0.grad is not None
