@@ -6,8 +6,8 @@ Two conventions price them:
 - ``"paper"``: all counted work at the bits of the step, three products for every layer, BatchNorm included, as the
   authors price it;
 - ``"per_op"``: what is quantised at its bits, the rest at 32, and only the products that are computed (the first
-  layer, for example, needs no error product). It also counts the sums over neighbours in graph convolutions, an
-  operation per edge and feature, which the authors leave out.
+  layer, for example, needs no error product). It also counts what the authors leave out: the sums over neighbours in
+  graph convolutions, an operation per edge and feature, and both products of attention.
 
 >>> plan = count_bitops(torch.nn.Sequential(torch.nn.Linear(4, 2)), (torch.ones(1, 4),))
 >>> plan.forward_macs, plan.total
@@ -21,16 +21,17 @@ import sys
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.nn.utils.rnn import PackedSequence
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from cpt_core.convert import _Quantized, layer_precisions
+from cpt_core.convert import _Quantized, attention_kinds, layer_precisions, module_kind
 from cpt_core.cost import FULL_PRECISION
 from cpt_core.graph_layers import GraphConv, MatrixNorm, SAGEConv
 from cpt_core.graph_ops import Graph, as_graph
@@ -51,6 +52,50 @@ def conv_macs(module: nn.Module, inputs: tuple[Any, ...], y: Tensor) -> int:
 def linear_macs(module: nn.Module, inputs: tuple[Any, ...], y: Tensor) -> int:
     """MACs of a linear layer: outputs times inputs of one output (the bias is free)."""
     return y.numel() * int(module.in_features)  # type: ignore[arg-type]
+
+
+def layer_norm_macs(module: nn.Module, inputs: tuple[Any, ...], y: Tensor) -> int:
+    """Elementwise operations of a layer normalisation: 4 per element, as the counters of the authors have it."""
+    return 4 * y.numel()
+
+
+def lstm_macs(module: Any, inputs: tuple[Any, ...], y: Tensor) -> int:
+    """MACs of the first input product of an LSTM; those behind it are ``lstm_inner_macs``."""
+    return _rows(y) * _units(module) // module.num_layers * 4 * module.input_size
+
+
+def lstm_inner_macs(module: Any, inputs: tuple[Any, ...], y: Tensor) -> int:
+    """MACs of the products with hidden states, and of the input products of higher layers."""
+    above = y.shape[-1] * (module.num_layers - 1) / module.num_layers  # inputs of a unit, on average over the layers
+    return round(_rows(y) * 4 * _units(module) * (module.hidden_size + above))
+
+
+def lstm_gate_operations(module: Any, inputs: tuple[Any, ...], y: Tensor) -> int:
+    """Elementwise operations of the gates and cells of an LSTM.
+
+    The authors add 15.2 million by hand for 35 steps of 20 sequences, 800 wide: 27 per unit and step, and 5 per unit
+    and sequence that their rounded numbers have besides.
+    """
+    x = inputs[0]
+    if isinstance(x, PackedSequence):
+        sequences = int(x.batch_sizes[0])
+    else:
+        sequences = x.shape[0 if module.batch_first else 1] if x.dim() == 3 else 1
+    return _units(module) * (27 * _rows(y) + 5 * sequences)
+
+
+def _rows(y: Tensor) -> int:
+    return y.numel() // y.shape[-1]
+
+
+def _units(module: Any) -> int:
+    return module.num_layers * (2 if module.bidirectional else 1) * module.hidden_size
+
+
+def attention_macs(module: Any, inputs: tuple[Any, ...], y: Tensor) -> int:
+    """MACs of both products of self-attention, (B, T, C) in: 2 B T T C."""
+    hidden = next(x for x in inputs if isinstance(x, Tensor))
+    return 2 * hidden.numel() * hidden.shape[1]
 
 
 def norm_macs(module: nn.Module, inputs: tuple[Any, ...], y: Tensor) -> int:
@@ -82,8 +127,9 @@ MACS: dict[type[nn.Module], Callable[[Any, tuple[Any, ...], Tensor], int]] = {
     nn.BatchNorm1d: norm_macs,
     nn.BatchNorm2d: norm_macs,
     nn.BatchNorm3d: norm_macs,
-    nn.LayerNorm: norm_macs,
-    MatrixNorm: norm_macs,
+    nn.LayerNorm: layer_norm_macs,
+    MatrixNorm: layer_norm_macs,
+    nn.LSTM: lstm_macs,
     GraphConv: graph_conv_macs,
     SAGEConv: sage_conv_macs,
 }
@@ -94,12 +140,13 @@ AGGREGATED: dict[type[nn.Module], Callable[[Any], int]] = {
     GraphConv: lambda m: min(m._in_feats, m._out_feats),
     SAGEConv: lambda m: min(m._in_src_feats, m._out_feats),
 }
-AGGREGATION = "aggregation"
+AGGREGATION, ATTENTION, GATES = "aggregation", "attention", "gates"
+LEFT_OUT = (AGGREGATION, ATTENTION)  # by the authors' counters
 
 
 @dataclass(frozen=True)
 class Call:
-    """One call of a layer in a forward pass, or the sum over neighbours in it."""
+    """One call of a layer in a forward pass, or a part of it that is priced by itself."""
 
     layer: str
     kind: str
@@ -113,7 +160,7 @@ class Call:
     def passes(self, convention: str) -> tuple[str, ...]:
         """Return the passes of a training step that this call causes."""
         if convention == "paper":
-            return () if self.kind == AGGREGATION else PASSES
+            return () if self.kind in LEFT_OUT else PASSES
         return ("forward", *(("error",) if self.error else ()), *(("weight",) if self.weight else ()))
 
 
@@ -129,7 +176,7 @@ def _entry(table: Mapping[type[nn.Module], Any], module: nn.Module) -> Any:
 
 
 def _counted(model: nn.Module) -> dict[str, nn.Module]:
-    """The layers that report their MACs, without those inside another one."""
+    """The layers that report their MACs, without those inside another one; attention comes beside its layers."""
     found: dict[str, nn.Module] = {}
     for name, module in model.named_modules():
         inside = any(name.startswith(f"{outer}.") or outer == "" for outer in found)
@@ -138,18 +185,31 @@ def _counted(model: nn.Module) -> dict[str, nn.Module]:
     return found
 
 
-@contextmanager
-def _watch(model: nn.Module, on_call: Callable[[nn.Module, Call, Tensor], None]) -> Iterator[None]:
-    """Report every call of a layer that can be counted, together with its output."""
+def _attentions(model: nn.Module) -> dict[str, nn.Module]:
+    """The modules that compute attention, which is counted beside the layers inside them."""
+    kinds = attention_kinds()
+    return {name: module for name, module in model.named_modules() if module_kind(module) in kinds}
 
-    def report(name: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Tensor) -> None:
-        inputs = (*args, *kwargs.values())
-        for call in _calls_of(name, module, inputs, output):
-            on_call(module, call, output)
+
+def _tensors(value: Any) -> list[Tensor]:
+    """The floating tensors of a layer's output: a tensor, or a tuple such as an LSTM returns."""
+    if isinstance(value, Tensor):
+        return [value] if value.is_floating_point() else []
+    return [t for v in value for t in _tensors(v)] if isinstance(value, (tuple, list)) else []
+
+
+@contextmanager
+def _watch(model: nn.Module, on_call: Callable[[nn.Module, Call, list[Tensor]], None]) -> Iterator[None]:
+    """Report every call of a layer that can be counted, together with its outputs."""
+
+    def report(name: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+        outputs = _tensors(output)
+        for call in _calls_of(name, module, (*args, *kwargs.values()), outputs[0]):
+            on_call(module, call, outputs)
 
     handles = [
         module.register_forward_hook(partial(report, name), with_kwargs=True)
-        for name, module in _counted(model).items()
+        for name, module in (_counted(model) | _attentions(model)).items()
     ]
     try:
         yield
@@ -162,29 +222,39 @@ def _calls_of(name: str, module: nn.Module, inputs: tuple[Any, ...], output: Ten
     grad = torch.is_grad_enabled()
     flat = [x for value in inputs for x in (value if isinstance(value, tuple) else (value,))]
     features = next(x for x in flat if isinstance(x, Tensor))
-    weight = grad and any(p.requires_grad for n, p in module.named_parameters() if n.rpartition(".")[2] == "weight")
-    error = grad and features.requires_grad
-    yield Call(
+    weights = (p for n, p in module.named_parameters() if n.rpartition(".")[2].startswith("weight"))
+    call = Call(
         layer=name,
-        kind=module.FLOAT.__name__ if isinstance(module, _Quantized) else type(module).__name__,
-        macs=int(_entry(MACS, module)(module, inputs, output)),
+        kind=module_kind(module).__name__,
+        macs=0,
         trainable=output.requires_grad,
-        error=error,
-        weight=weight,
+        error=grad and features.requires_grad,
+        weight=grad and any(p.requires_grad for p in weights),
         owner=name,
     )
-    summed = _entry(AGGREGATED, module)
-    if summed is not None:
+    if (macs := _entry(MACS, module)) is not None:
+        yield replace(call, macs=int(macs(module, inputs, output)))
+    if (summed := _entry(AGGREGATED, module)) is not None:
         graph, first = as_graph(inputs[0]), _sums_first(module)
-        yield Call(
+        yield replace(
+            call,
             layer=f"{name} ({AGGREGATION})".lstrip(),
             kind=AGGREGATION,
             macs=graph.num_edges * summed(module),
-            trainable=output.requires_grad,
-            error=error or (weight and not first),  # the sum comes behind the product
+            error=call.error or (call.weight and not first),  # the sum comes behind the product
             weight=False,
             owner=name if getattr(module, "quantizes_aggregation", False) else None,
             once=first and features is graph.constant,
+        )
+    if isinstance(module, nn.LSTM):
+        inner = replace(call, error=call.error or call.weight)  # the products behind the first
+        yield replace(inner, macs=lstm_inner_macs(module, inputs, output))
+        gates = lstm_gate_operations(module, inputs, output)
+        yield replace(inner, layer=f"{name} ({GATES})".lstrip(), kind=GATES, macs=gates, weight=False, owner=None)
+    if module_kind(module) in attention_kinds():
+        products = replace(call, layer=f"{name} ({ATTENTION})".lstrip(), kind=ATTENTION)
+        yield replace(
+            products, macs=attention_macs(module, inputs, output), error=call.trainable, weight=call.trainable
         )
 
 
@@ -206,8 +276,8 @@ class BitOpsPlan:
         macs: forward MACs of one step by layer.
         bitops: layer -> pass -> squared bits x MACs, exact integers.
         uncounted: operation -> output elements of one forward pass, for everything that is not priced: elementwise
-            work, pooling, and products written as plain functions; by "paper" also "aggregation", the operations of
-            sums over neighbours.
+            work, pooling, and products written as plain functions; by "paper" also "aggregation" and "attention", the
+            operations of sums over neighbours and of attention's products.
     """
 
     convention: str
@@ -293,7 +363,7 @@ def price(
     left_out: Counter[str] = Counter(uncounted)
     for call in calls:
         if not call.passes(convention):
-            left_out[AGGREGATION] += call.macs
+            left_out[call.kind] += call.macs
             continue
         result.setdefault(call.layer, Counter())
         macs[call.layer] += call.macs
@@ -338,7 +408,7 @@ def trace(model: nn.Module, inputs: tuple[Any, ...]) -> tuple[list[Call], dict[s
             module.set_bits(None, None)
     calls: list[Call] = []
     uncounted = _Uncounted(shadow)
-    with _watch(shadow, lambda module, call, output: calls.append(call)), torch.enable_grad(), uncounted:
+    with _watch(shadow, lambda module, call, outputs: calls.append(call)), torch.enable_grad(), uncounted:
         shadow(*_to_meta(inputs, {}))
     if not calls:
         raise ValueError(f"nothing to count in {type(model).__name__}: no {', '.join(k.__name__ for k in MACS)}")
@@ -373,22 +443,23 @@ class _Uncounted(TorchDispatchMode):
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
         self.elements: Counter[str] = Counter()
-        self.inside = 0
-        for module in _counted(model).values():  # the model is a throw-away copy: the hooks need no removal
-            module.register_forward_pre_hook(self._enter)
-            module.register_forward_hook(self._leave)
+        self.inside = self.attending = 0
+        for what, modules in (("inside", _counted(model)), ("attending", _attentions(model))):
+            for module in modules.values():  # the model is a throw-away copy: the hooks need no removal
+                module.register_forward_pre_hook(partial(self._count, what, 1))
+                module.register_forward_hook(partial(self._count, what, -1))
 
-    def _enter(self, module: nn.Module, inputs: Any) -> None:
-        self.inside += 1
-
-    def _leave(self, module: nn.Module, inputs: Any, output: Any) -> None:
-        self.inside -= 1
+    def _count(self, what: str, by: int, module: nn.Module, *_: Any) -> None:
+        setattr(self, what, getattr(self, what) + by)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.aten._local_scalar_dense.default and args[0].dtype == torch.bool:
+            return False  # without data, "is all of this mask true?" cannot be known: the general case is counted
         out = func(*args, **(kwargs or {}))
         name = func._schema.name.removeprefix("aten::").removesuffix("_")
         first = out[0] if isinstance(out, (tuple, list)) and out else out
-        if not self.inside and name not in _FREE and isinstance(first, Tensor):
+        reported = self.inside or (self.attending and name.startswith(("bmm", "_scaled_dot_product")))
+        if not reported and name not in _FREE and isinstance(first, Tensor):
             self.elements[name] += first.numel()
         return out
 
@@ -439,7 +510,7 @@ class BitOpsLedger:
         """Return the BitOps so far, in units of one 32 x 32-bit MAC."""
         return sum(sum(passes.values()) for passes in self._sums[convention].values()) / FULL_PRECISION**2
 
-    def _on_call(self, module: nn.Module, call: Call, output: Tensor) -> None:
+    def _on_call(self, module: nn.Module, call: Call, outputs: list[Tensor]) -> None:
         if not self.model.training:
             return
         own = _bits_in_force([module.precision]) if isinstance(module, _Quantized) and call.owner else None
@@ -451,8 +522,15 @@ class BitOpsLedger:
                 return
             self._once.add((call.layer, bits["per_op"]))
         self._add(call, bits, ("forward",))
-        if call.trainable:
-            output.register_hook(lambda gradient: self._add(call, bits, ("error", "weight")))
+        backward = iter([call])  # counted once, whichever of the outputs the gradient comes through first
+
+        def on_gradient(gradient: Tensor) -> None:
+            for found in backward:
+                self._add(found, bits, ("error", "weight"))
+
+        for output in outputs if call.trainable else ():
+            if output.requires_grad:
+                output.register_hook(on_gradient)
 
     def _add(self, call: Call, bits: Mapping[str, tuple[int, int]], passes: tuple[str, ...]) -> None:
         for convention, (q, g) in bits.items():

@@ -70,20 +70,25 @@ PRESETS: dict[str, QuantConfig] = {
 def quantize_(
     model: nn.Module, config: QuantConfig | str | None = None, filter_fn: FilterFn | None = None
 ) -> nn.Module:
-    """Convert every convolution, linear layer and graph convolution of ``model`` in place and return it.
+    """Convert every convolution, linear layer, LSTM, graph convolution and self-attention of ``model`` in place.
 
     Parameters stay the same objects, so an optimizer made before stays valid; ``state_dict`` keys stay the same, so a
     float32 checkpoint loads with ``strict=True`` and the other way round. The layers have no precision until a
     ``PrecisionScheduler`` or ``precision(...)`` sets one.
 
     Args:
-        model: any module. Exact ``nn.Conv1d/2d/3d``, ``nn.Linear``, ``GraphConv`` and mean ``SAGEConv`` (ours and
-            DGL's) are converted; subclasses with a forward of their own are not, ``summary(model)`` lists them.
+        model: any module. Exact ``nn.Conv1d/2d/3d``, ``nn.Linear``, ``nn.LSTM``, ``GraphConv`` and mean ``SAGEConv``
+            (ours and DGL's), and the self-attention of transformers' encoders (``attention_layers.SELF_ATTENTION``)
+            are converted; subclasses with a forward of their own are not, ``summary(model)`` lists them.
         config: a ``QuantConfig``, the name of a preset ("all", "cifar", "imagenet"), or None for "all".
         filter_fn: ``filter_fn(module, name) -> bool``; False keeps that module in float32.
 
+    Returns:
+        The model itself.
+
     Raises:
-        ValueError: for an unknown preset, a pattern that matches nothing, or when nothing would be converted.
+        ValueError: for an unknown preset, a pattern that matches nothing, attention of a kind that cannot be quantised,
+            or when nothing would be converted; the model is unchanged then.
     """
     config = _config_of(config)
     names = [name for name, _ in model.named_modules() if name]
@@ -109,6 +114,8 @@ def quantize_(
         raise ValueError(f"nothing to quantise: no {kinds} in {type(model).__name__} was selected")
     noise = NoisePool(config.seed)
     found = conversions()
+    for module in chosen:  # before the first is changed
+        found[type(module)].check(module)
     for index, module in enumerate(chosen):
         found[type(module)].from_float(
             module,
@@ -122,10 +129,15 @@ def quantize_(
 
 
 def conversions() -> dict[type[nn.Module], type[_Quantized]]:
-    """Return what can be converted: float32 class -> quantised class; with DGL's layers if the program uses them."""
+    """Return what can be converted: float32 class -> quantised class.
+
+    With the layers of DGL and the models of transformers that the program uses.
+    """
     found = {**layers.CONVERSIONS, **lstm_layers.CONVERSIONS, **graph_layers.CONVERSIONS}
     if "dgl.nn" in sys.modules:
         found |= importlib.import_module("cpt_core.dgl_layers").CONVERSIONS
+    if "transformers.modeling_utils" in sys.modules:
+        found |= importlib.import_module("cpt_core.attention_layers").conversions()
     return found
 
 
@@ -192,16 +204,28 @@ def summary(model: nn.Module) -> Summary:
     rows = []
     modules, parts = dict(model.named_modules()), _parts(model)
     convertible = {id(m) for _, m in _convertible(model)}
+    # attention has products but no parameters of its own
+    attentions = attention_kinds()
     for name, module in modules.items():
         own = list(module.parameters(recurse=False))
         parameters = sum(0 if is_lazy(p) else p.numel() for p in own)  # a lazy module has no shapes yet
-        if own:
+        if own or module_kind(module) in attentions:
             layer = modules[parts.get(name, name)]  # the module itself, or the whole that it is a part of
             quantized = isinstance(layer, _Quantized)
-            kind = module.FLOAT.__name__ if isinstance(module, _Quantized) else type(module).__name__
+            kind = module_kind(module).__name__
             reason = "" if quantized else _reason(layer, id(layer) in convertible)
             rows.append(LayerSummary(name, kind, parameters, quantized, reason))
     return Summary(tuple(rows))
+
+
+def attention_kinds() -> set[type[nn.Module]]:
+    """Return the classes of self-attention that can be converted, of the models that the program uses."""
+    return {kind for kind, quantized in conversions().items() if quantized.KIND == "attention"}
+
+
+def module_kind(module: nn.Module) -> type[nn.Module]:
+    """Return the class of a module, or the one it had before it was converted."""
+    return module.FLOAT if isinstance(module, _Quantized) else type(module)
 
 
 def _reason(module: nn.Module, convertible: bool) -> str:
@@ -235,7 +259,7 @@ def _parts(model: nn.Module) -> dict[str, str]:
     whole = {kind for kind, quantized in found.items() if quantized.WHOLE}
     out: dict[str, str] = {}
     for name, module in model.named_modules():
-        kind = module.FLOAT if isinstance(module, _Quantized) else type(module)
+        kind = module_kind(module)
         if kind in whole and not found[kind].why_not(module):
             out |= {f"{name}.{part}".lstrip("."): name for part, _ in module.named_modules() if part}
     return out

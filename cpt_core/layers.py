@@ -224,6 +224,10 @@ class _Quantized:
         """Return why a module of class ``FLOAT`` cannot be converted, or ""."""
         return ""
 
+    @classmethod
+    def check(cls, module: nn.Module) -> None:
+        """Raise ValueError for a module of class ``FLOAT`` that must not silently stay in float32."""
+
     def to_float(self) -> None:
         """Undo ``from_float``, in place."""
         del self.precision

@@ -79,7 +79,8 @@ class _Recurrence(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor, Tensor]:
         """x_gates (N, 4 H), weight (4 H, H), bias (4 H,), h0 and c0 (B, H) -> hidden states (N, H), h and c (B, H)."""
         width = weight.shape[1]
-        gates, operands, before, tanh_c, out = [], [], [], [], []
+        columns: list[list[Tensor]] = [[], [], [], [], []]
+        gates, operands, before, tanh_c, out = columns
         h, c = h0, c0
         for (x_part,) in steps.split(x_gates):
             size = len(x_part)
@@ -95,7 +96,6 @@ class _Recurrence(torch.autograd.Function):
             out.append(o * tanh)
             # sequences that have ended, or not begun in reverse, keep their state
             h, c = (new if size == len(old) else torch.cat([new, old[size:]]) for new, old in ((out[-1], h), (cell, c)))
-        columns = (gates, operands, before, tanh_c, out)
         *saved, hidden = (torch.cat(column[::-1] if steps.reverse else column) for column in columns)
         ctx.save_for_backward(weight, *saved)
         ctx.steps, ctx.has_bias = steps, bias is not None

@@ -12,8 +12,8 @@ PACKAGE = ROOT / "cpt_core"
 
 # Each module may import those before it.
 ORDER = [
-    "paths", "cost", "schedules", "quantizers", "layers", "lstm_layers", "graph_ops", "graph_layers", "dgl_layers", "convert",
-    "scheduler", "bitops", "recipes", "specs",
+    "paths", "cost", "schedules", "quantizers", "layers", "lstm_layers", "graph_ops", "graph_layers", "dgl_layers",
+    "attention_layers", "convert", "scheduler", "bitops", "recipes", "specs",
     "models", "data", "tasks", "train", "grids", "leases", "stores", "worker", "calibration", "cluster", "runs", "plan",
     "results", "figures", "parameters", "teaching", "reproducing", "report", "reproduce", "__main__",
 ]  # fmt: skip

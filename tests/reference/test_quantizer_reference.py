@@ -6,6 +6,8 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
+from transformers import BertConfig
+from transformers.models.bert.modeling_bert import BertSelfAttention
 
 from cpt_core.convert import QuantConfig, quantize_
 from cpt_core.graph_layers import GraphConv, SAGEConv
@@ -193,5 +195,27 @@ def test_forward_and_backward_of_every_lstm(reference):
         low, width, _ = layer.precision.running_hidden_l0
         found = {"y": y, "cT": c, "U_running_min": low, "U_running_range": width}
         wrong += [(case["id"], k) for k, value in found.items() if differs(value, case[k], FORWARD_ATOL)]
+    assert checked == 2
+    assert wrong == []
+
+
+def test_forward_and_backward_of_every_attention(reference):
+    wrong, checked = [], 0
+    for case in reference["layers"]:
+        if case["layer"] != "bert_self_attention":
+            continue
+        checked += 1
+        x = tensor(case["x"]).requires_grad_()
+        config = BertConfig(hidden_size=x.shape[-1], num_attention_heads=case["heads"], attn_implementation="eager")
+        layer = BertSelfAttention(config).eval()
+        layer.load_state_dict({f"{k}.{n}": tensor(v) for k, p in case["params"].items() for n, v in p.items()})
+        quantize_(layer, QuantConfig().with_gradient_rounding("nearest"))
+        with precision(layer, case["bits"], q_grad=case["grad_bits"]):
+            y = layer(x)[0]
+            y.backward(tensor(case["upstream"]))
+        found = {"dx": x.grad, "dWq": layer.query.weight.grad, "dWk": layer.key.weight.grad}
+        found |= {"dWv": layer.value.weight.grad}
+        wrong += [(case["id"], k) for k, value in found.items() if differs(value, case[k], BACKWARD_ATOL)]
+        wrong += [(case["id"], "y")] if differs(y, case["y"], FORWARD_ATOL) else []
     assert checked == 2
     assert wrong == []

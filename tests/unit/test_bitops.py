@@ -53,7 +53,7 @@ HAND = {
     "1-d": (nn.Conv1d(3, 5, 4), (2, 3, 10), 2 * 5 * 7 * 4 * 3),
     "linear": (nn.Linear(7, 3), (2, 7), 2 * 3 * 7),
     "linear on sequences": (nn.Linear(7, 3), (2, 5, 7), 2 * 5 * 3 * 7),
-    "layer norm": (nn.LayerNorm(7), (2, 7), 5 * 14),
+    "layer norm": (nn.LayerNorm(7), (2, 7), 4 * 14),
 }
 
 

@@ -1,0 +1,172 @@
+"""Operations of LSTMs and attention: by hand, against the reference, and what the ledger sees of them."""
+
+import csv
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch.nn.utils.rnn import pack_padded_sequence
+from torch.utils.flop_counter import FlopCounterMode
+from transformers import BertConfig, BertForSequenceClassification, BertModel
+
+from cpt_core.bitops import CONVENTIONS, BitOpsLedger, count_bitops, trace
+from cpt_core.convert import quantize_
+from cpt_core.models.lstm_lm import LanguageModel
+from cpt_core.scheduler import PrecisionScheduler, precision
+from cpt_core.schedules import make_schedule
+
+TINY = BertConfig(
+    vocab_size=50, hidden_size=16, num_hidden_layers=2, num_attention_heads=2, intermediate_size=24, num_labels=3
+)
+
+
+def forward_count(folder, name):
+    with open(folder / "flops.csv") as f:
+        return next((int(row["forward_count"]) for row in csv.DictReader(f) if row["model"] == name), None)
+
+
+def macs_by_kind(calls):
+    return {kind: sum(c.macs for c in calls if c.kind == kind) for kind in dict.fromkeys(c.kind for c in calls)}
+
+
+def penn_treebank():
+    model = LanguageModel(10_000, 800, 800)
+    return model, (torch.empty(35, 20, dtype=torch.int64), None)
+
+
+def test_the_language_model_equals_the_reference(reference_dir):
+    model, inputs = penn_treebank()
+    plan = count_bitops(model, inputs)
+    by_hand = 700 * 4 * 800 * (800 + 800) + 700 * 800 * 10_000
+    assert macs_by_kind(trace(model, inputs)[0]) == {
+        "LSTM": 700 * 4 * 800 * 1600, "gates": 15_200_000, "Linear": 700 * 800 * 10_000,
+    }  # fmt: skip
+    assert plan.forward_macs == by_hand + 15_200_000
+    assert plan.forward_macs == forward_count(reference_dir, "ptb_lstm")
+    assert "embedding" in plan.uncounted
+
+
+@pytest.mark.parametrize(("arm", "total"), [("STATIC", 9.1555), ("CR", 7.0368), ("RR", 5.5907), ("RTH", 5.5908)])
+def test_totals_of_the_paper(arm, total):
+    """Section 4.4: more than 9, 7 and 5.5, in units of 1e13; 40 epochs of 1,327 steps, as the authors price them."""
+    model, inputs = penn_treebank()
+    given = {} if arm == "STATIC" else {"q_min": 5, "n_cycles": 2}
+    schedule = make_schedule(arm, q_max=8, total_steps=40 * 1327, **given)
+    assert round(count_bitops(quantize_(model), inputs, schedule).total / 1e13, 4) == total
+
+
+def test_bert_equals_the_reference(reference_dir):
+    with torch.device("meta"):
+        model = BertModel(BertConfig())  # the vocabulary plays no part
+    ids = torch.empty(1, 128, dtype=torch.int64, device="meta")
+    plan = count_bitops(model, (ids, ids))
+    expected = forward_count(reference_dir, "xnli_mbert")
+    assert plan.forward_macs == expected
+    assert macs_by_kind(trace(model, (ids, ids))[0])["Linear"] == 12 * 128 * (4 * 768**2 + 2 * 768 * 3072) + 768**2
+    assert plan.uncounted["attention"] == 12 * 2 * 128 * 128 * 768  # the authors' counter does not see it
+    assert not {"bmm", "mm", "addmm"} & set(plan.uncounted)
+
+
+@pytest.mark.parametrize("implementation", ["eager", "sdpa"])
+@pytest.mark.parametrize("converted", [False, True])
+def test_attention_by_hand_and_by_torchs_counter(implementation, converted):
+    model = BertForSequenceClassification._from_config(TINY, attn_implementation=implementation)
+    if converted:
+        quantize_(model)
+    ids = torch.ones(3, 9, dtype=torch.int64)
+    calls, uncounted = trace(model, (ids, ids))
+    attention = [c for c in calls if c.kind == "attention"]
+    assert [c.macs for c in attention] == [2 * 3 * 9 * 9 * 16] * 2
+    assert {c.owner for c in attention} == {f"bert.encoder.layer.{i}.attention.self" for i in (0, 1)}
+    assert not [name for name in uncounted if name.startswith(("bmm", "_scaled"))]
+    with FlopCounterMode(display=False) as flops, precision(model, "float") if converted else torch.no_grad():
+        model.to("meta")(ids.to("meta"))
+    assert flops.get_total_flops() == 2 * sum(c.macs for c in calls if c.kind != "LayerNorm")
+
+
+def test_attention_is_priced_at_its_bits_per_op_and_left_out_of_the_paper_s():
+    model = quantize_(BertForSequenceClassification(TINY))
+    ids = torch.ones(3, 9, dtype=torch.int64)
+    schedule = make_schedule("CR", q_min=3, q_max=8, total_steps=40, n_cycles=2)
+    per_op = count_bitops(model, (ids, ids), schedule, convention="per_op")
+    bits = schedule.bits()
+    expected = 2 * 3 * 9 * 9 * 16 * int((bits**2 + 2 * bits * 8).sum()) / 32**2
+    assert per_op.by_layer["bert.encoder.layer.1.attention.self (attention)"] == expected
+    assert not [name for name in count_bitops(model, (ids, ids), schedule).by_layer if "(attention)" in name]
+
+
+def test_lstm_by_hand():
+    rows, units = 7 * 3, 4
+    cases = {
+        (): rows * 16 * (5 + 4),
+        (("num_layers", 2),): rows * 16 * (5 + 4 + 4 + 4),
+        (("bidirectional", True),): 2 * rows * 16 * (5 + 4),
+        (("num_layers", 3), ("bidirectional", True)): 2 * rows * 16 * ((5 + 4) + 2 * (8 + 4)),
+    }
+    for options, macs in cases.items():
+        lstm = nn.LSTM(5, units, **dict(options))
+        calls, _ = trace(lstm, (torch.empty(7, 3, 5),))
+        assert macs_by_kind(calls)["LSTM"] == macs, options
+        assert macs_by_kind(trace(nn.LSTM(5, 4, batch_first=True), (torch.empty(3, 7, 5),))[0]) == macs_by_kind(
+            trace(nn.LSTM(5, 4), (torch.empty(7, 3, 5),))[0]
+        )
+
+
+def test_lstm_agrees_with_a_step_by_step_program():
+    """torch's counter does not see inside nn.LSTM, but it sees LSTMCell."""
+    cell, x = nn.LSTMCell(5, 4), torch.randn(7, 3, 5)
+    with FlopCounterMode(display=False) as flops:
+        state = None
+        for x_t in x:
+            state = cell(x_t, state)
+    assert flops.get_total_flops() == 2 * macs_by_kind(trace(nn.LSTM(5, 4), (x,))[0])["LSTM"]
+
+
+@pytest.mark.parametrize("convention", CONVENTIONS)
+def test_the_ledger_sees_what_the_plan_says(convention):
+    schedule = make_schedule("CR", q_min=3, q_max=8, total_steps=6, n_cycles=1)
+    lstm = quantize_(LanguageModel(11, 6, 8))
+    bert = quantize_(BertForSequenceClassification(TINY))
+    ids = torch.ones(3, 9, dtype=torch.int64)
+    for model, inputs in ((lstm, (ids, None)), (bert, (ids, ids))):
+        scheduler = PrecisionScheduler(model, schedule)
+        plan = count_bitops(model, inputs, schedule, convention=convention)
+        with BitOpsLedger(model) as ledger:
+            for _ in range(schedule.total_steps):
+                out = model(*inputs)
+                (out[0] if isinstance(out, tuple) else out.logits).square().sum().backward()
+                scheduler.step()
+        assert ledger.total(convention) == pytest.approx(plan.total)
+        assert ledger.by_layer(convention) == pytest.approx(dict(plan.by_layer))
+
+
+def test_the_ledger_sees_a_gradient_through_the_last_state_alone():
+    lstm = nn.LSTM(5, 4)
+    totals = []
+    for use in (lambda y, h, c: y, lambda y, h, c: h, lambda y, h, c: y.sum() + h.sum() + c.sum()):
+        with BitOpsLedger(lstm) as ledger:
+            y, (h, c) = lstm(torch.randn(7, 3, 5))
+            use(y, h, c).sum().backward()
+        totals.append(ledger.total("per_op"))
+    assert totals[0] == totals[1] == totals[2] > 0
+
+
+def test_packed_sequences_count_what_is_there():
+    lstm = nn.LSTM(5, 4)
+    packed = pack_padded_sequence(torch.randn(7, 3, 5), [7, 4, 2])
+    with BitOpsLedger(lstm) as ledger:
+        lstm(packed)
+    rows = 7 + 4 + 2
+    assert ledger.by_layer("per_op")[""] == rows * 16 * 9
+    assert ledger.by_layer("per_op")["(gates)"] == 4 * (27 * rows + 5 * 3)
+
+
+def test_error_products_of_an_lstm():
+    """The first input product needs none when its input is data; the recurrence always does."""
+    plan = count_bitops(nn.LSTM(5, 4), (torch.empty(7, 3, 5),), convention="per_op")
+    inner, first = 21 * 16 * 4, 21 * 16 * 5
+    assert plan.by_pass["forward"] == inner + first + 4 * (27 * 21 + 15)
+    assert plan.by_pass["error"] == inner + 4 * (27 * 21 + 15)
+    assert plan.by_pass["weight"] == inner + first
+    assert np.isclose(plan.total, sum(plan.by_pass.values()))
