@@ -23,14 +23,16 @@ SEEDS = range(12)
 def image(arm: str) -> list[RunSpec]:
     """Smoke runs of notebook 03."""
     static = [int(arm.split()[1])] if arm.startswith("static") else []
-    return grids.image("smoke", schedules=[] if static else [arm], static=static, seeds=SEEDS)
+    return grids.quality_cost("smoke", schedules=[] if static else [arm], static=static, seeds=SEEDS)
 
 
 def graph(arm: str) -> list[RunSpec]:
     """Smoke runs of notebook 05; as a control also the gradients have the bits of the arm."""
     static = [int(arm.split()[1])] if arm.startswith("static") else []
     top = [1] if static == [1] else None
-    return grids.graph("smoke", schedules=[] if static else [arm], static=static, q_max=top, seeds=SEEDS)
+    return grids.quality_cost(
+        "smoke", "digits-graph", schedules=[] if static else [arm], static=static, q_max=top, seeds=SEEDS
+    )
 
 
 # name of the band -> (specs of an arm, the arm, the control)

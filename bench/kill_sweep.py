@@ -105,7 +105,7 @@ def torture(kills: int, seed: int, *, seeds: tuple[int, ...] = (0, 1), steps: in
     done: Counter[str] = Counter()
     with tempfile.TemporaryDirectory() as place:
         folder = Path(place)
-        specs = grids.image("smoke", seeds=seeds, steps=steps)
+        specs = grids.quality_cost("smoke", seeds=seeds, steps=steps)
         (folder / "specs.json").write_text(json.dumps([spec.to_dict() for spec in specs]))
         began = time.monotonic()
         calm = start(folder / "specs.json", folder / "calm" / "rows.jsonl")

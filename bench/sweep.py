@@ -44,7 +44,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=400)
     given = parser.parse_args()
     torch.set_num_threads(1)
-    specs = grids.image("smoke", schedules=["CR", "ER", "LR", "RR"], static=[], seeds=[0, 1], steps=given.steps)
+    specs = grids.quality_cost("smoke", schedules=["CR", "ER", "LR", "RR"], static=[], seeds=[0, 1], steps=given.steps)
     times: dict[str, list[float]] = {name: [] for name in WAYS}
     with tempfile.TemporaryDirectory() as folder:
         began = time.monotonic()

@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from cpt_core.layers import _Quantized
-from cpt_core.quantizers import NoisePool, Quantizer
+from cpt_core.quantizers import QUANTIZERS, NoisePool, Quantizer
 
 NAME = "cpt_quantized"
 CONVERTIBLE = ("eager", "sdpa")  # the others want other masks
@@ -112,7 +112,7 @@ class _QuantAttention(_Quantized):
         module: Any,
         noise: NoisePool | None = None,
         *,
-        quantizers: Mapping[str, Quantizer],
+        quantizers: Mapping[str, Quantizer] = QUANTIZERS,
         key: int = 0,
         running_start: str = "corrected",
         aggregation: str = "fp",

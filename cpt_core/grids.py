@@ -11,16 +11,17 @@ from dataclasses import asdict, dataclass, replace
 from difflib import get_close_matches
 from typing import Any
 
-from cpt_core.recipes import RECIPES, Recipe, recipe
+from cpt_core.recipes import RECIPES, recipe
 from cpt_core.schedules import SUITE
 from cpt_core.specs import RunSpec, run_spec
 
 
-def image(
+def quality_cost(
     scale: str = "demo",
     dataset: str = "digits",
     model: str | None = None,
     *,
+    task: str | None = None,
     schedules: Sequence[str] = tuple(SUITE),
     static: Sequence[int] | None = None,
     q_max: Sequence[int] | None = None,
@@ -28,55 +29,47 @@ def image(
     preset: str = "ours",
     **changes: Any,
 ) -> list[RunSpec]:
-    """Return the runs of a quality-cost figure for image classification.
+    """Return the runs of a figure of quality against cost: every arm with every seed, for every q_max.
 
-    At paper scale 66 per model: 10 schedules + static, q_max 6 and 8, 3 seeds. CIFAR: 64,000 steps of resnet74,
-    resnet152, mobilenetv2; ImageNet: 90 epochs of resnet18, resnet34. Both need a GPU.
+    At paper scale 66 per model: 10 schedules + static, q_max 6 and 8, 3 seeds; where a recipe leaves the learning rate
+    to be chosen among several, as many times that. They need a GPU.
 
     Args:
         scale: "smoke", "demo" or "paper".
         dataset: see ``recipes.recipe``.
         model: None takes the recipe's.
+        task: a key of ``TASKS``; needed for data of your own unless it is images.
         schedules: names of the suite.
         static: bits of the static baselines; None takes q_max alone at paper scale, as the paper does, 2..q_max at
             demo scale, an equal-cost baseline that the paper lacks, and 2 and q_max at smoke scale.
         q_max: None takes 6 and 8 at paper scale, 8 elsewhere.
         seeds: None takes the recipe's.
         preset: "ours" or "authors".
-        changes: other values for fields of the recipe, such as ``steps=2_000``.
+        changes: other values for fields of the recipe, such as ``steps=2_000`` or ``aggregation="quantized"``.
 
     Raises:
         ValueError: for unknown names, before anything runs.
 
-    Paper: section 4.2, figure 3.
+    Paper: sections 4.2 to 4.4, figures 3, 6 and 7.
     """
-    r = _changed(recipe(scale, dataset, model, preset), "image", changes)
+    r = recipe(scale, dataset, model, preset, task or "image")
+    if task is not None and r.task != task:
+        raise ValueError(f"dataset {r.dataset!r} is for task {r.task!r}, not {task!r}")
+    unknown = sorted(set(changes) - set(asdict(r)))
+    if unknown:
+        raise ValueError(f"a recipe has no {', '.join(unknown)}; it has {', '.join(asdict(r))}")
+    r = replace(r, **changes)
     # the authors' CIFAR sweeps keep 8-bit gradients also at q_max = 6
     q_grad = 8 if preset == "authors" and r.dataset.startswith("cifar") else None
-    return _quality_cost(r, scale, schedules, static, q_max, seeds, preset, q_grad)
-
-
-def graph(
-    scale: str = "demo",
-    dataset: str = "digits-graph",
-    model: str | None = None,
-    *,
-    schedules: Sequence[str] = tuple(SUITE),
-    static: Sequence[int] | None = None,
-    q_max: Sequence[int] | None = None,
-    seeds: Sequence[int] | None = None,
-    preset: str = "ours",
-    **changes: Any,
-) -> list[RunSpec]:
-    """Return the runs of a quality-cost figure for node classification; arguments as in ``image``.
-
-    At paper scale 66: 10 schedules + static, q_max 6 and 8, 3 seeds. OGBN-Arxiv: 1,000 epochs of a GCN on the full
-    graph; OGBN-Products: 15,440 mini-batches of GraphSAGE. ``aggregation="quantized"`` gives Q-Agg.
-
-    Paper: section 4.3, figure 6.
-    """
-    r = _changed(recipe(scale, dataset, model, preset, task="graph"), "graph", changes)
-    return _quality_cost(r, scale, schedules, static, q_max, seeds, preset)
+    tops = tuple(q_max) if q_max is not None else ((6, 8) if scale == "paper" else (8,))
+    specs = []
+    for top in tops:
+        default = {"smoke": (2, top), "demo": tuple(range(2, top + 1)), "paper": (top,)}[scale]
+        bits = default if static is None else tuple(static)
+        for arm in (*schedules, *(f"static {b}" for b in bits)):
+            for seed in r.seeds if seeds is None else seeds:
+                specs.append(run_spec(r, arm, q_max=top, seed=seed, scale=scale, preset=preset, q_grad=q_grad))
+    return specs
 
 
 def aggregation(
@@ -95,42 +88,11 @@ def aggregation(
     return [
         spec
         for kind in ("fp", "quantized")
-        for spec in graph(
-            scale, dataset, model, schedules=(), static=bits, q_max=(max(bits),), seeds=seeds, aggregation=kind,
-            **changes,
+        for spec in quality_cost(
+            scale, dataset, model, task="graph", schedules=(), static=bits, q_max=(max(bits),), seeds=seeds,
+            aggregation=kind, **changes,
         )
     ]  # fmt: skip
-
-
-def _changed(r: Recipe, task: str, changes: dict[str, Any]) -> Recipe:
-    if r.task != task:
-        raise ValueError(f"dataset {r.dataset!r} is for task {r.task!r}, not {task!r}")
-    unknown = sorted(set(changes) - set(asdict(r)))
-    if unknown:
-        raise ValueError(f"a recipe has no {', '.join(unknown)}; it has {', '.join(asdict(r))}")
-    return replace(r, **changes)
-
-
-def _quality_cost(
-    r: Recipe,
-    scale: str,
-    schedules: Sequence[str],
-    static: Sequence[int] | None,
-    q_max: Sequence[int] | None,
-    seeds: Sequence[int] | None,
-    preset: str,
-    q_grad: int | None = None,
-) -> list[RunSpec]:
-    """Every arm with every seed, for every q_max."""
-    tops = tuple(q_max) if q_max is not None else ((6, 8) if scale == "paper" else (8,))
-    specs = []
-    for top in tops:
-        default = {"smoke": (2, top), "demo": tuple(range(2, top + 1)), "paper": (top,)}[scale]
-        bits = default if static is None else tuple(static)
-        for arm in (*schedules, *(f"static {b}" for b in bits)):
-            for seed in r.seeds if seeds is None else seeds:
-                specs.append(run_spec(r, arm, q_max=top, seed=seed, scale=scale, preset=preset, q_grad=q_grad))
-    return specs
 
 
 @dataclass(frozen=True)
@@ -157,11 +119,10 @@ ABOUT = {
     "cifar10": "CIFAR-10", "cifar100": "CIFAR-100", "imagenet": "ImageNet",
     "digits-graph": "a nearest-neighbour graph over scikit-learn's digits, embedded: shows the mechanics only",
     "ogbn-arxiv": "OGBN-Arxiv", "ogbn-products": "OGBN-Products",
+    "pydoc": "characters of Python's reference text, embedded: stands for nothing in the paper",
+    "ptb": "Penn Treebank",
 }  # fmt: skip
-ARTEFACTS: dict[str, tuple[str, Callable[..., list[RunSpec]]]] = {
-    "image": ("figure_3", image),
-    "graph": ("figure_6", graph),
-}
+ARTEFACTS = {"image": "figure_3", "graph": "figure_6", "language_model": "figure_7"}  # by task
 
 
 def _quality_cost_grids() -> dict[str, Grid]:
@@ -176,8 +137,8 @@ def _quality_cost_grids() -> dict[str, Grid]:
     for key, found in scales.items():
         dataset, model = key.split("/")
         paper = "66 runs: 10 schedules + static, q_max 6 and 8, 3 seeds" if "paper" in found else "small scale"
-        artefact, make = ARTEFACTS[tasks[key]]
-        out[key] = Grid(artefact, f"{ABOUT[dataset]}, {model}; {paper}", _Make(make, dataset, model), found)
+        about = f"{ABOUT[dataset]}, {model}; {paper}"
+        out[key] = Grid(ARTEFACTS[tasks[key]], about, _Make(quality_cost, dataset, model), found)
     return out
 
 
@@ -206,7 +167,6 @@ GRIDS: dict[str, Grid] = {
     "ogbn-arxiv/aggregation": _aggregation_grid("ogbn-arxiv", "gcn", ("paper",)),
     "ogbn-products/aggregation": _aggregation_grid("ogbn-products", "sage", ("paper",)),
     "digits-graph/aggregation": _aggregation_grid("digits-graph", "gcn", ("demo", "smoke")),
-    "ptb/lstm": Grid("figure_7", "language modelling", runs=66),
     "xnli/bert": Grid("figure_7", "entailment; three learning rates per arm", runs=198),
     "cifar10/deficit_length": Grid("table_1", "deficits of 0 to 256,000 steps, ResNet-74", runs=18),
     "cifar10/deficit_window": Grid("table_1", "windows of 128,000 steps, ResNet-74", runs=12),
@@ -254,7 +214,7 @@ FILTERS: dict[str, Callable[[RunSpec], str]] = {
 def choose(specs: Sequence[RunSpec], only: Sequence[str]) -> list[RunSpec]:
     """Keep the runs that meet every condition, such as "schedule=CR,RR" or "q_max=8"; ValueError names what there is.
 
-    >>> len(choose(image("demo"), ["schedule=CR,RR"]))
+    >>> len(choose(quality_cost("demo"), ["schedule=CR,RR"]))
     10
     """
     kept = list(specs)

@@ -127,7 +127,51 @@ class GraphRecipe(Recipe):
             _choose(name, getattr(self, name), allowed)
 
 
-RECIPE_CLASSES: dict[str, type[Recipe]] = {"image": ImageRecipe, "graph": GraphRecipe}
+@dataclass(frozen=True)
+class LanguageModelRecipe(Recipe):
+    """Language modelling with an LSTM and SGD. ``batch`` is the number of columns of the text.
+
+    Attributes:
+        length: words of a batch in every column.
+        embedding: width of the embeddings; ``hidden`` that of the LSTM, ``layers`` the number of its layers.
+        dropout: on the LSTM's output, and on the embeddings unless ``drop_embedding`` is False.
+        lr_rule: "plateau" divides the rate by ``lr_division`` after every evaluation whose validation loss is not the
+            best so far, "cosine" lowers it to ``final_lr`` times ``lr``.
+        unit: "words" or "characters".
+        vocabulary: how many of the most frequent words are known; None means all of the training text.
+        train_tokens, valid_tokens, test_tokens: how many are used from the start of each text; None means all.
+        evaluation_batch: columns in evaluation.
+    """
+
+    length: int = 35
+    embedding: int = 800
+    hidden: int = 800
+    layers: int = 1
+    dropout: float = 0.5
+    drop_embedding: bool = True
+    lr_rule: str = "plateau"
+    lr_division: float = 5.0
+    final_lr: float = 0.05
+    unit: str = "words"
+    vocabulary: int | None = None
+    train_tokens: int | None = None
+    valid_tokens: int | None = None
+    test_tokens: int | None = None
+    evaluation_batch: int = 10
+
+    def __post_init__(self) -> None:
+        """Check the choices."""
+        _choose("lr_rule", self.lr_rule, ("plateau", "cosine"))
+        _choose("unit", self.unit, ("words", "characters"))
+        if self.lr_rule == "plateau" and not self.evaluate_every:
+            raise ValueError("lr_rule 'plateau' needs evaluations: give evaluate_every, or lr_rule='cosine'")
+
+
+RECIPE_CLASSES: dict[str, type[Recipe]] = {
+    "image": ImageRecipe,
+    "graph": GraphRecipe,
+    "language_model": LanguageModelRecipe,
+}
 
 # --- embedded data: scikit-learn's 1,797 handwritten digits, 8 x 8 pixels -------------------------
 
@@ -182,6 +226,23 @@ SAGE_DEMO = replace(
 DIGITS_GCN = replace(GRAPH_DEMO, dataset="digits-graph", steps=100, lr=1e-2, hidden=64, standardize=False)
 DIGITS_SAGE = replace(SAGE_DEMO, dataset="digits-graph", steps=100, batch=128, hidden=64, standardize=False)
 
+# --- language: section 4.4 ------------------------------------------------------------------------
+
+PTB = LanguageModelRecipe(
+    task="language_model", dataset="ptb", model="lstm", quantized="all",
+    steps=40 * 1328, batch=20, lr=20.0, q_min=5, n_cycles=2, weight_decay=0.0, clip=0.25,  # paper 4.4
+    evaluate_every=1328,
+)  # fmt: skip
+# 2,000 words of Penn Treebank, or characters: low precision shows in seconds.
+PTB_DEMO = replace(
+    PTB, steps=120, q_min=2, embedding=64, hidden=128, dropout=0.0, lr_rule="cosine", vocabulary=2_000,
+    train_tokens=100_000, valid_tokens=10_000, test_tokens=12_500, evaluate_every=0, seeds=(0, 1, 2),
+)  # fmt: skip
+PYDOC = replace(
+    PTB_DEMO, dataset="pydoc", steps=160, unit="characters", vocabulary=None, train_tokens=None, valid_tokens=None,
+    test_tokens=None,
+)  # fmt: skip
+
 RECIPES: dict[str, dict[str, Recipe]] = {
     "smoke": {
         "digits/mlp6": replace(DIGITS_MLP, steps=190, n_cycles=2, crop=0, evaluate_every=0, seeds=(0,)),
@@ -193,6 +254,11 @@ RECIPES: dict[str, dict[str, Recipe]] = {
         "digits-graph/sage": replace(DIGITS_SAGE, steps=30, n_cycles=2, evaluate_every=0, seeds=(0,)),
         "own-graph/gcn": replace(GRAPH_DEMO, steps=16, n_cycles=2, evaluate_every=0, seeds=(0,)),
         "own-graph/sage": replace(SAGE_DEMO, steps=16, n_cycles=2, evaluate_every=0, seeds=(0,)),
+        "pydoc/lstm": replace(
+            PYDOC, steps=30, embedding=32, hidden=64, valid_tokens=2_000, test_tokens=4_000, seeds=(0,)
+        ),
+        "ptb/lstm": replace(PTB_DEMO, steps=30, train_tokens=20_000, vocabulary=500, valid_tokens=2_000,
+                            test_tokens=4_000, seeds=(0,)),
     },
     "demo": {
         "digits/mlp6": DIGITS_MLP,
@@ -202,6 +268,8 @@ RECIPES: dict[str, dict[str, Recipe]] = {
         "digits-graph/sage": DIGITS_SAGE,
         "own-graph/gcn": GRAPH_DEMO,
         "own-graph/sage": SAGE_DEMO,
+        "pydoc/lstm": PYDOC,
+        "ptb/lstm": PTB_DEMO,
         "cifar10/resnet20": replace(CIFAR_DEMO, model="resnet20", size=32, crop=4, batch=64, steps=2_000, q_min=3),
     },
     "paper": {
@@ -209,6 +277,7 @@ RECIPES: dict[str, dict[str, Recipe]] = {
         "ogbn-products/sage": PRODUCTS,
         "own-graph/gcn": ARXIV,
         "own-graph/sage": PRODUCTS,
+        "ptb/lstm": PTB,
         **{
         f"{dataset}/{model}": replace(base, dataset=dataset, model=model)
         for base, datasets, models in (
@@ -243,7 +312,11 @@ _AUTHORS_ARXIV: dict[str, dict[str, Any]] = {
 _AUTHORS_PRODUCTS: dict[str, dict[str, Any]] = {
     "": dict(lr=1e-3, q_min=4, eval_bits="current", cycle_rule="floor_plus_one", evaluate_every=5 * 193),
 }
+_AUTHORS_PTB: dict[str, dict[str, Any]] = {
+    "": dict(n_cycles=8, lr_division=4.0, eval_bits="current", running_start="zero", cycle_rule="floor_plus_one"),
+}
 AUTHORS: dict[str, dict[str, dict[str, Any]]] = {
+    "ptb": _AUTHORS_PTB,
     "ogbn-arxiv": _AUTHORS_ARXIV,
     "ogbn-products": _AUTHORS_PRODUCTS,
     "cifar10": _AUTHORS_CIFAR,
@@ -252,7 +325,11 @@ AUTHORS: dict[str, dict[str, dict[str, Any]]] = {
 }
 
 
-OWN = {"image": "cifar10", "graph": "own-graph"}  # whose recipes the user's own data takes, by task
+OWN = {
+    "image": "cifar10",
+    "graph": "own-graph",
+    "language_model": "ptb",
+}  # whose recipes the user's own data takes, by task
 OGB_GRAPHS = ("ogbn-arxiv", "ogbn-products")
 
 

@@ -243,7 +243,7 @@ def _aggregations(rows: list[Row]) -> list[str]:
 
 def _experiment(rows: list[Row]) -> str:
     arms = results.by_arm(rows)
-    artefact = ARTEFACTS[rows[0]["spec"]["recipe"]["task"]][0]
+    artefact = ARTEFACTS[rows[0]["spec"]["recipe"]["task"]]
     parts = [f"<h2>{html.escape(_name(rows))}</h2>"]
     if len(arms) > 1:
         drawn = figures.figure_3(rows, xs=("relative_cost", "noise_exposure"), front=True)

@@ -44,8 +44,8 @@ Object detection, language and critical learning periods (figures 4, 7, 8, table
 | rows | what | command |
 |---|---|---|
 | `data/results/image_digits.jsonl` | digits, demo scale: six-hidden-layer network (5 seeds) and ResNet-8 (2 seeds) | `make reproduce NB=03` |
-| `data/results/image_cifar10_jpeg.jsonl` | JPEG copies of CIFAR-10 at 16 x 16, ResNet-8, one seed; not CIFAR-10 results | `run_grid(grids.image("demo", "cifar10-jpeg/", seeds=[0], steps=2400, n_cycles=8, batch=64, train_images=None, test_images=None, valid_images=5000, evaluate_every=800), store)` |
-| `data/results/graph_facebook.jsonl` | Facebook page-page, 128 derived features: GCN 32 wide, FP-Agg (17 arms) and Q-Agg (static 2, 3, 4, 8), 5 seeds; GraphSAGE, 5 arms, 3 seeds; not OGBN results | `run_grid(grids.graph("demo", "facebook_ogb_layout/", seeds=range(5)), store)`, the same with `grids.aggregation(..., bits=[2, 3, 4, 8])`; `model="sage"` |
+| `data/results/image_cifar10_jpeg.jsonl` | JPEG copies of CIFAR-10 at 16 x 16, ResNet-8, one seed; not CIFAR-10 results | `run_grid(grids.quality_cost("demo", "cifar10-jpeg/", seeds=[0], steps=2400, n_cycles=8, batch=64, train_images=None, test_images=None, valid_images=5000, evaluate_every=800), store)` |
+| `data/results/graph_facebook.jsonl` | Facebook page-page, 128 derived features: GCN 32 wide, FP-Agg (17 arms) and Q-Agg (static 2, 3, 4, 8), 5 seeds; GraphSAGE, 5 arms, 3 seeds; not OGBN results | `run_grid(grids.quality_cost("demo", task="graph", dataset="facebook_ogb_layout/", seeds=range(5)), store)`, the same with `grids.aggregation(..., bits=[2, 3, 4, 8])`; `model="sage"` |
 | `data/results/graph_cora.jsonl` | Cora, standard split of 140 labels: GCN, 17 arms, 3 seeds; FP-Agg and Q-Agg at 2, 3, 8 bits, 5 seeds; shows mechanics only | the same with `"planetoid/cora/"` |
 
 Null results: on Facebook page-page Q-Agg could not be told from FP-Agg at 3, 4 and 8 bits (at 2 bits it was better by 0.4

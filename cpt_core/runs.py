@@ -3,7 +3,8 @@
 Any number of sweeps may share a store, on one machine or several: each run is done by one of them.
 
 >>> from cpt_core import grids
->>> rows = run_grid(grids.image("smoke", schedules=["CR"], static=[]), store=Path("runs/x.jsonl"))  # doctest: +SKIP
+>>> specs = grids.quality_cost("smoke", schedules=["CR"], static=[])
+>>> rows = run_grid(specs, store=Path("runs/x.jsonl"))  # doctest: +SKIP
 """
 
 from __future__ import annotations

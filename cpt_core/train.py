@@ -134,7 +134,7 @@ def train(
     bar = tqdm(total=recipe.steps, initial=state.step, desc=f"{spec.arm} seed {spec.seed}", disable=not progress)
     with bar:
         while state.step < recipe.steps and state.status == "ok":
-            lr = lr_at(state.step)
+            lr = lr_at(state.step, state.history["evaluations"])
             for group in optimizer.param_groups:
                 group["lr"] = lr
             batch = next(batches)

@@ -1,4 +1,4 @@
-"""Data sets: ``images`` and ``graphs``, each with the layouts it reads; nothing is downloaded unless asked for.
+"""Data sets: ``images``, ``graphs``, ``text``, each with the layouts it reads; nothing is downloaded unless asked for.
 
 Data is looked up in ``CPT_DATA_DIR``, then in ``data/cache``.
 """
@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-DOWNLOADS = ("cifar10", "cifar100", "imagenet", "ogbn-arxiv", "ogbn-products")
+DOWNLOADS = ("cifar10", "cifar100", "imagenet", "ogbn-arxiv", "ogbn-products", "ptb")
 
 
 def download(dataset: str) -> Path:
@@ -22,6 +22,10 @@ def download(dataset: str) -> Path:
         from cpt_core.data import graphs
 
         return graphs.download(dataset)
+    if dataset == "ptb":
+        from cpt_core.data import text
+
+        return text.download()
     from cpt_core.data import images
 
     return images.download(dataset)

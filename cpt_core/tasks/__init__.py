@@ -1,7 +1,7 @@
 """The tasks, by name.
 
 >>> sorted(TASKS)
-['graph', 'image']
+['graph', 'image', 'language_model']
 """
 
 from __future__ import annotations
@@ -9,5 +9,10 @@ from __future__ import annotations
 from cpt_core.tasks.base import Task
 from cpt_core.tasks.graph import GraphTask
 from cpt_core.tasks.image import ImageTask
+from cpt_core.tasks.language_model import LanguageModelTask
 
-TASKS: dict[str, type[Task]] = {"image": ImageTask, "graph": GraphTask}
+TASKS: dict[str, type[Task]] = {
+    "image": ImageTask,
+    "graph": GraphTask,
+    "language_model": LanguageModelTask,
+}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -12,6 +12,7 @@ from cpt_core.specs import RunSpec
 
 Batch = Any
 Metrics = dict[str, float]
+Evaluation = dict[str, Any]  # step, precision, bits, and the metrics of every split
 
 
 class Task(Protocol):
@@ -49,5 +50,5 @@ class Task(Protocol):
     def evaluate(self, model: nn.Module) -> dict[str, Metrics]:
         """Return the metrics on "valid" and "test"; a split that does not exist is left out."""
 
-    def optimizer(self, model: nn.Module) -> tuple[torch.optim.Optimizer, Callable[[int], float]]:
-        """Return the optimizer and the learning rate as a function of the step."""
+    def optimizer(self, model: nn.Module) -> tuple[torch.optim.Optimizer, Callable[[int, Sequence[Evaluation]], float]]:
+        """Return the optimizer, and the learning rate as a function of the step and the evaluations so far."""

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, cast
 
 import torch
@@ -20,7 +20,7 @@ from cpt_core.graph_ops import Graph, sample_blocks
 from cpt_core.models.gnn import GraphNet
 from cpt_core.recipes import GraphRecipe
 from cpt_core.specs import RunSpec
-from cpt_core.tasks.base import Metrics
+from cpt_core.tasks.base import Evaluation, Metrics
 
 WORKERS = 2  # processes that sample from a large graph on the CPU
 LARGE = 2_000_000  # edges from which sampling is worth them
@@ -155,11 +155,11 @@ class GraphTask:
             out[chunk] = model.layer(i, block, h[sources])
         return out
 
-    def optimizer(self, model: nn.Module) -> tuple[torch.optim.Optimizer, Callable[[int], float]]:
+    def optimizer(self, model: nn.Module) -> tuple[torch.optim.Optimizer, Callable[[int, Sequence[Evaluation]], float]]:
         """Return Adam and the learning rate: a cosine from ``lr`` to ``final_lr`` times that."""
         r = self.recipe
 
-        def lr(step: int) -> float:
+        def lr(step: int, evaluations: Sequence[Evaluation]) -> float:
             return r.lr * (r.final_lr + (1 - r.final_lr) * (1 + math.cos(math.pi * step / r.steps)) / 2)
 
         return torch.optim.Adam(model.parameters(), lr=r.lr, weight_decay=r.weight_decay), lr

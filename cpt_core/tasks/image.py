@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import cast
 
@@ -23,7 +23,7 @@ from cpt_core.data.images import (
 from cpt_core.models import MODELS
 from cpt_core.recipes import ImageRecipe
 from cpt_core.specs import RunSpec
-from cpt_core.tasks.base import Metrics
+from cpt_core.tasks.base import Evaluation, Metrics
 
 WORKERS = 4  # processes that read images from disk
 
@@ -83,12 +83,12 @@ class ImageTask:
             loss += float(nn.functional.cross_entropy(logits, labels, reduction="sum"))
         return {"accuracy": right / count, "loss": loss / count}
 
-    def optimizer(self, model: nn.Module) -> tuple[torch.optim.Optimizer, Callable[[int], float]]:
+    def optimizer(self, model: nn.Module) -> tuple[torch.optim.Optimizer, Callable[[int, Sequence[Evaluation]], float]]:
         """Return SGD and the learning rate: times 0.1 at every milestone."""
         r = self.recipe
         steps = [int(share * r.steps) for share in r.milestones]
 
-        def lr(step: int) -> float:
+        def lr(step: int, evaluations: Sequence[Evaluation]) -> float:
             return r.lr * 0.1 ** sum(step >= s for s in steps)
 
         return torch.optim.SGD(model.parameters(), lr=r.lr, momentum=r.momentum, weight_decay=r.weight_decay), lr

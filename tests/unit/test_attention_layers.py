@@ -1,5 +1,4 @@
 import copy
-import importlib
 import pickle
 
 import pytest

@@ -24,7 +24,7 @@ pytestmark = [
 
 
 def specs_of(*arms, **changes):
-    return grids.image("smoke", schedules=arms, static=[], seeds=[0], **{"steps": 20, "n_cycles": 2, **changes})
+    return grids.quality_cost("smoke", schedules=arms, static=[], seeds=[0], **{"steps": 20, "n_cycles": 2, **changes})
 
 
 def numbers(rows):

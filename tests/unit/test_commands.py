@@ -148,14 +148,14 @@ def test_every_figure_and_table_has_its_grids():
 
 
 def test_a_measurement_is_kept_and_agrees_with_a_run(tmp_path):
-    (spec,) = grids.image("smoke", schedules=["CR"], static=[], seeds=[0], steps=20)
+    (spec,) = grids.quality_cost("smoke", schedules=["CR"], static=[], seeds=[0], steps=20)
     found = measure(spec)
     assert found.macs * 1024 == 64 * (64 * 32 + 5 * 32 * 32 + 32 * 10) * 1024
     assert 0 < found.seconds_per_step < 1
     assert found.peak_memory > 10**8
     assert found.checkpoint > 4 * (64 * 32 + 5 * 32 * 32 + 32 * 10) * 2  # weights and their momentum
     assert measure(spec) == found  # not measured again: times would differ
-    bad = grids.image("paper", "cifar100", "resnet74", schedules=["CR"], static=[], seeds=[0], q_max=[8])[0]
+    bad = grids.quality_cost("paper", "cifar100", "resnet74", schedules=["CR"], static=[], seeds=[0], q_max=[8])[0]
     bad = replace(bad, recipe=replace(bad.recipe, model="vgg"))
     with pytest.raises(RuntimeError, match="vgg on cifar100 does not run here: KeyError: 'vgg'"):
         measure(bad)
@@ -253,7 +253,7 @@ def test_the_report_is_one_page_that_needs_nothing_else(place):
 @pytest.mark.parametrize("ok", [[], ["CR"], ["static 8"], ["CR", "RR", "ER"]])
 def test_a_report_of_runs_that_failed(ok, place):
     store = stores.store_path("demo", "image")
-    for number, spec in enumerate(grids.image("demo", schedules=["CR", "RR", "ER"], static=[8], seeds=[0])):
+    for number, spec in enumerate(grids.quality_cost("demo", schedules=["CR", "RR", "ER"], static=[8], seeds=[0])):
         metric = {"name": "accuracy", "split": "test", "when": "final", "precision": "q_max", "value": number / 10}
         done = {"status": "ok", "seconds": 1.0, "title": "made up", "device": "cpu", "metrics": [metric]}
         row = {**stores.describe(spec), **(done if spec.arm in ok else {"status": "failed", "error": "x"})}

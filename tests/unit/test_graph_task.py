@@ -197,7 +197,7 @@ def test_own_graphs_and_their_recipes():
 @pytest.mark.parametrize("field", ["norm", "loss", "aggregation", "inference"])
 def test_unknown_choices(field):
     with pytest.raises(ValueError, match=f"unknown {field} 'nonsense'; choose from"):
-        grids.graph("smoke", **{field: "nonsense"})
+        grids.quality_cost("smoke", "digits-graph", **{field: "nonsense"})
 
 
 def test_a_spec_survives_json():
@@ -217,9 +217,9 @@ def test_grids_of_node_classification():
         ("static 8", 8, "fp"), ("static 8", 8, "quantized"),
     }  # fmt: skip
     with pytest.raises(ValueError, match="dataset 'digits' is for task 'image', not 'graph'"):
-        grids.graph("demo", "digits")
+        grids.quality_cost("demo", "digits", task="graph")
     with pytest.raises(ValueError, match="dataset 'ogbn-arxiv' is for task 'graph', not 'image'"):
-        grids.image("paper", "ogbn-arxiv")
+        grids.quality_cost("paper", "ogbn-arxiv", task="image")
 
 
 @pytest.mark.parametrize("norm", ["matrix", "node", "none"])

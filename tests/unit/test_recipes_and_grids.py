@@ -27,7 +27,9 @@ def test_authors_settings():
     r = recipe("paper", "cifar10", "mobilenetv2", "authors")
     assert (r.lr, r.q_min, r.cycle_rule, r.eval_bits, r.running_start) == (0.03, 4, "floor_plus_one", "current", "zero")
     assert recipe("paper", "cifar10", "resnet74", "authors").lr == 0.1
-    spec = grids.image("paper", "cifar10", "resnet74", preset="authors", q_max=[6], seeds=[0], schedules=["CR"])[0]
+    spec = grids.quality_cost("paper", "cifar10", "resnet74", preset="authors", q_max=[6], seeds=[0], schedules=["CR"])[
+        0
+    ]
     assert spec.q_grad == 8
     imagenet = recipe("paper", "imagenet", None, "authors")
     assert [int(m * imagenet.steps) for m in imagenet.milestones] == [30 * 5005, 60 * 5005]
@@ -36,7 +38,7 @@ def test_authors_settings():
 @pytest.mark.parametrize("model", ["resnet74", "resnet152", "mobilenetv2"])
 @pytest.mark.parametrize("dataset", ["cifar10", "cifar100"])
 def test_grid_of_the_paper(dataset, model):
-    specs = grids.image("paper", dataset, model)
+    specs = grids.quality_cost("paper", dataset, model)
     assert len(specs) == 66  # 3 seeds x 2 q_max x 11 arms
     assert len({s.key for s in specs}) == 66
     assert {(s.arm, s.q_max, s.seed) for s in specs} == {
@@ -88,19 +90,22 @@ def test_a_curve_of_ones_own_in_a_spec():
 
 
 def test_changes_reach_the_recipe():
-    spec = grids.image("demo", schedules=["CR"], static=[], seeds=[0], steps=700, n_cycles=2)[0]
+    spec = grids.quality_cost("demo", schedules=["CR"], static=[], seeds=[0], steps=700, n_cycles=2)[0]
     assert (spec.recipe.steps, spec.schedule.total_steps, spec.schedule.n_cycles) == (700, 700, 2)
 
 
 @pytest.mark.parametrize(
     ("call", "message"),
     [
-        (lambda: grids.image("huge"), r"unknown scale 'huge'; choose from smoke, demo, paper"),
-        (lambda: grids.image("demo", "mnist"), r"no demo recipe for dataset 'mnist'; choose from cifar10, digits"),
-        (lambda: grids.image("demo", "digits", "vgg"), r"unknown model 'vgg'; choose from mlp6, resnet8_w8"),
-        (lambda: grids.image("demo", preset="authors"), r"preset 'authors' exists at scale 'paper'"),
-        (lambda: grids.image("demo", schedules=["XR"]), r"unknown schedule 'XR'; choose from LR"),
-        (lambda: grids.image("demo", stepz=3), r"a recipe has no stepz; it has task"),
+        (lambda: grids.quality_cost("huge"), r"unknown scale 'huge'; choose from smoke, demo, paper"),
+        (
+            lambda: grids.quality_cost("demo", "mnist"),
+            r"no demo recipe for dataset 'mnist'; choose from cifar10, digits",
+        ),
+        (lambda: grids.quality_cost("demo", "digits", "vgg"), r"unknown model 'vgg'; choose from mlp6, resnet8_w8"),
+        (lambda: grids.quality_cost("demo", preset="authors"), r"preset 'authors' exists at scale 'paper'"),
+        (lambda: grids.quality_cost("demo", schedules=["XR"]), r"unknown schedule 'XR'; choose from LR"),
+        (lambda: grids.quality_cost("demo", stepz=3), r"a recipe has no stepz; it has task"),
         (lambda: run_spec(recipe("demo"), "static x", q_max=8, seed=0), r"written 'static 5', got 'static x'"),
         (lambda: RunSpec.from_dict({"version": 0}), r"spec version 0 is not 1"),
         (lambda: check_parameters(scale="big"), r"scale must be one of smoke, demo, paper; got 'big'"),

@@ -11,7 +11,7 @@ from cpt_core.paths import paper_dir
 def made_up(accuracy, seeds=(0, 1, 2), statics=(2, 5, 8), **changes):
     """Rows as a grid would leave them, with accuracies that are a known function of (arm, seed)."""
     rows = []
-    for spec in grids.image("demo", static=statics, seeds=seeds):
+    for spec in grids.quality_cost("demo", static=statics, seeds=seeds):
         value = accuracy(spec.arm, spec.seed, stores.describe(spec)["relative_cost"])
         row = {**stores.describe(spec), "status": "ok", "title": "made up", "seconds": 1.0}
         row["metrics"] = [

@@ -22,7 +22,9 @@ pytestmark = pytest.mark.filterwarnings("ignore::cpt_core.schedules.ShortCycleWa
 
 
 def specs_of(*arms, seeds=(0,), **changes):
-    return grids.image("smoke", schedules=arms, static=[], seeds=seeds, **{"steps": 10, "n_cycles": 2, **changes})
+    return grids.quality_cost(
+        "smoke", schedules=arms, static=[], seeds=seeds, **{"steps": 10, "n_cycles": 2, **changes}
+    )
 
 
 @pytest.fixture
@@ -413,7 +415,7 @@ def test_gpus_are_used_round_robin_with_as_many_runs_as_fit(monkeypatch):
     monkeypatch.setattr("torch.cuda.device_count", lambda: 2)
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
     monkeypatch.setattr("os.cpu_count", lambda: 16)
-    specs = grids.image("demo", schedules=["CR"], static=[], seeds=[0])
+    specs = grids.quality_cost("demo", schedules=["CR"], static=[], seeds=[0])
     slots = runs._slots
     assert slots(specs, None, 1, "auto", per_gpu=2) == [0, 1, 0, 1]
     assert slots(specs, 3, 1, "auto", per_gpu=2) == [0, 1, 0]

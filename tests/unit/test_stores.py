@@ -169,7 +169,9 @@ def test_keys_never_change():
         ("paper", "imagenet", "resnet18", "LR"): "c3a0dc6b8c8dc6f1",
     }
     found = {
-        (scale, dataset, model, arm): grids.image(scale, dataset, model, schedules=[arm], static=[], seeds=[0])[0].key
+        (scale, dataset, model, arm): grids.quality_cost(scale, dataset, model, schedules=[arm], static=[], seeds=[0])[
+            0
+        ].key
         for scale, dataset, model, arm in known
     }
     assert found == known

@@ -18,7 +18,7 @@ from cpt_core.train import Stopped, task_of, train
 def spec_of(arm="CR", seed=0, model="mlp6", **changes):
     changes = {"steps": 190, "evaluate_every": 50, **changes}
     schedules, static = ([], [int(arm.split()[1])]) if arm.startswith("static") else ([arm], [])
-    return grids.image("smoke", "digits", model, schedules=schedules, static=static, seeds=[seed], **changes)[0]
+    return grids.quality_cost("smoke", "digits", model, schedules=schedules, static=static, seeds=[seed], **changes)[0]
 
 
 @pytest.fixture(scope="module")

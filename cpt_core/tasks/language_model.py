@@ -1,0 +1,123 @@
+"""Language modelling with an LSTM: Penn Treebank, characters, your own text.  Paper: section 4.4."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+
+from cpt_core.data.text import TextData, columns, load_text, questions, random_text
+from cpt_core.models.lstm_lm import LanguageModel, State
+from cpt_core.recipes import LanguageModelRecipe
+from cpt_core.specs import RunSpec
+from cpt_core.tasks.base import Evaluation, Metrics
+
+Batch = tuple[Tensor, Tensor, bool]  # words (T, B), the words after them (T, B), whether an epoch begins
+
+
+class LanguageModelTask:
+    """SGD with clipped gradients; perplexity over all words of a text.
+
+    The text runs in ``batch`` columns side by side, and the hidden state is carried from batch to batch of an epoch.
+
+    Paper: section 4.4.
+    Differs: the learning rate is cut by what evaluation at q_max bits says; the authors' rule sees the bits of the
+        step, and cuts after a cycle has begun anew (``eval_bits="current"``).
+    Differs: dropout also on the embeddings, as the authors' code and the settings it follows have it
+        (``drop_embedding=False`` for the paper's text).
+    Differs: perplexity counts every word of a text; the authors leave out the first word of every column.
+    """
+
+    metric = "perplexity"
+    better = -1
+    cost_batches = 1
+
+    def __init__(self, spec: RunSpec, device: torch.device, stand_in: bool = False) -> None:
+        """Load the text of the spec's recipe, or make random words."""
+        self.recipe, self.device = cast(LanguageModelRecipe, spec.recipe), device
+        self.data: TextData = random_text(self.recipe) if stand_in else _load(self.recipe)
+        self.columns = columns(self.data.train, self.recipe.batch).to(device)
+        self.title = f"LSTM ({self.recipe.hidden} wide) on {self.data.title}"
+        self.checksum = self.data.checksum
+
+    def model(self) -> nn.Module:
+        """Return the recipe's model."""
+        r = self.recipe
+        words = len(self.data.vocabulary)
+        return LanguageModel(words, r.embedding, r.hidden, r.layers, r.dropout, r.drop_embedding).to(self.device)
+
+    def batches(self, start: int) -> Iterator[Batch]:
+        """Yield the batches from step ``start`` on, without end; the last one of an epoch may be shorter."""
+        length, last = self.recipe.length, len(self.columns) - 1
+        per_epoch = math.ceil(last / length)
+        while True:
+            begin = start % per_epoch * length
+            end = min(begin + length, last)
+            yield self.columns[begin:end], self.columns[begin + 1 : end + 1], begin == 0
+            start += 1
+
+    def loss(self, model: nn.Module, batch: Batch, carry: State | None) -> tuple[Tensor, State]:
+        """Return the mean cross entropy (nats per word) and the state for the next batch."""
+        words, targets, first = batch
+        logits, (h, c) = model(words, None if first else carry)
+        return nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten()), (h.detach(), c.detach())
+
+    def inputs(self, batch: Batch) -> tuple[Any, ...]:
+        """Return words and no state."""
+        return batch[0], None
+
+    def evaluate(self, model: nn.Module) -> dict[str, Metrics]:
+        """Return perplexity and loss (nats per word) of both splits."""
+        return {name: self._measure(model, getattr(self.data, name)) for name in ("valid", "test")}
+
+    @torch.no_grad()
+    def _measure(self, model: nn.Module, tokens: Tensor) -> Metrics:
+        r = self.recipe
+        words, targets = (x.to(self.device) for x in questions(tokens, self.data.start, r.evaluation_batch))
+        total, state = 0.0, None
+        for x, y in zip(words.split(r.length), targets.split(r.length), strict=True):
+            logits, state = model(x, state)
+            total += float(nn.functional.cross_entropy(logits.flatten(0, 1), y.flatten(), reduction="sum"))
+        loss = total / len(tokens)
+        return {"perplexity": math.exp(min(loss, 700.0)), "loss": loss}
+
+    def optimizer(self, model: nn.Module) -> tuple[torch.optim.Optimizer, Callable[[int, Sequence[Evaluation]], float]]:
+        """Return SGD and the learning rate: a cosine, or cut after every evaluation that is not the best so far."""
+        r = self.recipe
+
+        def cosine(step: int, evaluations: Sequence[Evaluation]) -> float:
+            return r.lr * (r.final_lr + (1 - r.final_lr) * (1 + math.cos(math.pi * step / r.steps)) / 2)
+
+        def plateau(step: int, evaluations: Sequence[Evaluation]) -> float:
+            best, cuts = math.inf, 0
+            for evaluation in evaluations:
+                loss = evaluation["valid"]["loss"]
+                cuts += not loss < best
+                best = min(best, loss)
+            return r.lr / r.lr_division**cuts
+
+        trained = [p for p in model.parameters() if p.requires_grad]
+        optimizer = torch.optim.SGD(trained, lr=r.lr, weight_decay=r.weight_decay)
+        return optimizer, {"cosine": cosine, "plateau": plateau}[r.lr_rule]
+
+
+_loaded: dict[tuple, TextData] = {}
+
+
+def _load(recipe: LanguageModelRecipe) -> TextData:
+    """Load once per process: a sweep runs many recipes on the same text."""
+    key = (
+        recipe.dataset,
+        recipe.vocabulary,
+        recipe.train_tokens,
+        recipe.valid_tokens,
+        recipe.test_tokens,
+        recipe.batch,
+    )
+    if key not in _loaded:
+        _loaded.clear()
+        _loaded[key] = load_text(recipe)
+    return _loaded[key]
