@@ -14,7 +14,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
-from cpt_core.results import aggregation_difference, by_arm, pareto, table
+from cpt_core.results import Measure, aggregation_difference, by_arm, measure_of, metric_of, pareto, table, tuned
 from cpt_core.schedules import SUITE, Schedule, make_schedule
 from cpt_core.stores import Row
 
@@ -23,7 +23,6 @@ COLORS = {"large": "#D55E00", "medium": "#009E73", "small": "#0072B2", "static":
 LABELS = {
     "relative_cost": "training cost relative to static q_max (BitOps)",
     "noise_exposure": "noise exposure: mean 4^-q relative to static q_max",
-    "accuracy": "test accuracy (%)",
 }
 STYLE: Any = {
     "figure.dpi": 100,
@@ -77,38 +76,44 @@ def figure_3(
     rows: Iterable[Row],
     *,
     xs: Sequence[str] = ("relative_cost",),
-    metric: str = "accuracy",
+    metric: str | None = None,
     q_max: int | None = None,
     front: bool = False,
 ) -> Figure:
     """Draw quality against cost, one point per schedule: mean over seeds, bar = one standard deviation.
 
-    Static precisions are joined by a line, the equal-cost baseline that the paper lacks.
+    Static precisions are joined by a line, the equal-cost baseline that the paper lacks. Up is better in every figure:
+    the axis of perplexities is turned.
 
     Args:
         rows: of one experiment.
         xs: one panel for each of "relative_cost", "noise_exposure", "share_at_q_min".
-        metric: column of ``results.table``; accuracies are drawn in percent.
+        metric: column of ``results.table``, None for the main one of the task; accuracies are drawn in percent.
         q_max: None takes the largest in the rows.
         front: join the arms that no other arm beats in both cost and quality (the Pareto front) by a dotted line.
 
     Paper: figure 3.
     Differs: the static line and the panel against noise exposure are ours.
     """
-    rows = list(rows)
+    rows = tuned(rows)
+    metric = metric or metric_of(rows)
+    measure = measure_of(metric)
     arms = by_arm(rows, metric)
     arms = arms[arms.q_max == (q_max or arms.q_max.max())]
+    arms[["mean", "std"]] *= measure.factor  # from here on in the units that are drawn
     runs = table(rows)
     with plt.rc_context(STYLE):
         figure, axes = plt.subplots(1, len(xs), figsize=(5.4 * len(xs) + 0.6, 4.4), sharey=True, squeeze=False)
         for ax, x in zip(axes[0], xs, strict=True):
-            _quality(ax, arms, x)
+            _quality(ax, arms, x, measure)
             if front and x == "relative_cost":
-                best = arms[pareto(arms) & (100 * arms["mean"] >= _floor(arms))].sort_values(x)
-                ax.step(best[x], 100 * best["mean"], where="post", color="#888888", linestyle=":", label="Pareto front")
+                best = arms[pareto(arms, measure.better) & ~_worst(arms, measure)].sort_values(x)
+                ax.step(best[x], best["mean"], where="post", color="#888888", linestyle=":", label="Pareto front")
+        if measure.better < 0:
+            axes[0][0].invert_yaxis()  # shared
         for ax, x in zip(axes[0], xs, strict=True):  # now that the limits of the shared axis stand
             _name_points(ax, arms[arms.savings != "static"], x)
-        axes[0][0].set_ylabel(LABELS.get(metric, metric))
+        axes[0][0].set_ylabel(measure.label)
         axes[0][0].legend(fontsize=8, loc="lower right")
         figure.suptitle(_title(runs, arms), fontsize=10)
         figure.tight_layout()
@@ -172,46 +177,57 @@ def figure_6(rows: Iterable[Row], **options: Any) -> Figure:
     return figure_3(rows, **options)
 
 
-def _quality(ax: Axes, arms: Any, x: str) -> None:
+def figure_7(rows: Iterable[Row], **options: Any) -> Figure:
+    """Draw perplexity or accuracy against cost for language tasks; arguments as for ``figure_3``.
+
+    Paper: figure 7.
+    """
+    return figure_3(rows, **options)
+
+
+def _quality(ax: Axes, arms: Any, x: str, measure: Measure) -> None:
     schedules, static = arms[arms.savings != "static"], arms[arms.savings == "static"].sort_values(x)
-    floor = _floor(arms)
-    drawn = static[100 * static["mean"] >= floor]
+    worst = _worst(static, measure, schedules)
+    drawn = static[~worst]
     if len(drawn):
         ax.errorbar(
-            drawn[x], 100 * drawn["mean"], 100 * drawn["std"].fillna(0), color=COLORS["static"], marker="s",
+            drawn[x], drawn["mean"], drawn["std"].fillna(0), color=COLORS["static"], marker="s",
             markersize=4, linewidth=1, capsize=2, label="static precision (bits)", zorder=1,
         )  # fmt: skip
     for r in drawn.itertuples():
-        place = (getattr(r, x), 100 * r.mean)
+        place = (getattr(r, x), r.mean)
         ax.annotate(r.arm.split()[-1], place, (-4, -13), textcoords="offset points", fontsize=8, ha="right")
     for group in ("large", "medium", "small"):
         part = schedules[schedules.savings == group]
         if len(part):
             ax.errorbar(
-                part[x], 100 * part["mean"], 100 * part["std"].fillna(0), color=COLORS[group], fmt="o", markersize=5,
+                part[x], part["mean"], part["std"].fillna(0), color=COLORS[group], fmt="o", markersize=5,
                 capsize=2, linewidth=1, alpha=0.9, label=f"{group} savings", zorder=2,
             )  # fmt: skip
     if x == "noise_exposure":
         ax.set_xscale("log", base=2)
     ax.margins(x=0.1, y=0.12)
-    below = static[100 * static["mean"] < floor]
-    if len(below):
-        names = ", ".join(f"{r.arm} bits {100 * r.mean:.0f} %" for r in below.itertuples())
+    if worst.any():
+        names = ", ".join(f"{r.arm} bits {r.mean:.0f} {measure.unit}".rstrip() for r in static[worst].itertuples())
         ax.annotate(f"below the axis: {names}", (0.02, 0.02), xycoords="axes fraction", fontsize=8)
     ax.set_xlabel(LABELS.get(x, x))
 
 
-def _floor(arms: Any) -> float:
-    """Percent below which a static precision that fails to train is named, not drawn: it would squeeze the others."""
-    schedules = arms[arms.savings != "static"]
-    return 100 * (schedules if len(schedules) else arms)["mean"].min() - 15
+def _worst(arms: Any, measure: Measure, schedules: Any = None) -> Any:
+    """Which static precisions fail to train and are named, not drawn: they would squeeze the others."""
+    schedules = arms[arms.savings != "static"] if schedules is None else schedules
+    means = (schedules if len(schedules) else arms)["mean"]
+    limit = (
+        means.min() - 15 if measure.better > 0 else means.min() + 1.5 * (means.max() - means.min()) + 0.15 * means.min()
+    )
+    return (arms.savings == "static") & (measure.better * arms["mean"] < measure.better * limit)
 
 
 def _name_points(ax: Axes, arms: Any, x: str, gap: float = 0.05) -> None:
     """Write the names in a column below every cluster of points, joined to them by thin lines."""
     ax.get_xlim(), ax.get_ylim()  # matplotlib settles the limits when they are read
     to_axes = ax.transData + ax.transAxes.inverted()
-    points = [(r.arm, r.savings, (getattr(r, x), 100 * r.mean)) for r in arms.itertuples() if r.mean == r.mean]
+    points = [(r.arm, r.savings, (getattr(r, x), r.mean)) for r in arms.itertuples() if r.mean == r.mean]
     placed = sorted((*to_axes.transform(point), arm, savings, point) for arm, savings, point in points)
     clusters: list[list[Any]] = []
     for p in placed:

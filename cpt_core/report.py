@@ -25,6 +25,8 @@ from cpt_core.stores import Row, load_rows
 
 PACKAGES = ("cpt-core", "torch", "torchvision", "numpy", "papermill", "jupyterlab")
 
+UNITS = {"%": 100.0, "1e13 BitOps": 1e-13}  # of the paper's numbers
+
 PAGE = """<!doctype html><html lang="en"><head><meta charset="utf-8"><title>{title}</title>
 <meta name="viewport" content="width=device-width, initial-scale=1"><style>
 body {{ font: 16px/1.5 system-ui, sans-serif; max-width: 62rem; margin: 2rem auto; padding: 0 1rem; color: #222; }}
@@ -116,13 +118,11 @@ def _overview(rows: list[Row]) -> str:
 def _paper_numbers(rows: list[Row]) -> str:
     """The paper's numbers with their places, and ours where the same thing was measured at paper scale."""
     paper = pd.read_csv(paper_dir() / "numbers.csv")
-    runs = results.table([r for r in rows if r["spec"]["scale"] == "paper"])
+    runs = results.table(results.tuned(r for r in rows if r["spec"]["scale"] == "paper"))
     lines = []
     for p in paper.itertuples():
         same = (runs.dataset == p.dataset) & (runs.model == p.model) & (runs.arm == p.arm) & (runs.q_max == p.q_max)
-        values = (
-            100 * runs.loc[same, p.metric].dropna() if p.metric in runs and p.unit == "%" else pd.Series(dtype=float)
-        )
+        values = runs.loc[same, p.metric].dropna() * UNITS[p.unit] if p.metric in runs else pd.Series(dtype=float)
         ours = f"{values.mean():.2f} +- {values.std():.2f} ({len(values)})" if len(values) else "not run"
         name = f"{p.artefact.replace('_', ' ')}: {p.dataset}, {p.model}"
         lines.append((name, p.arm, p.metric, f"{p.value:g} {p.unit}", ours, p.place))
@@ -167,16 +167,21 @@ def summary(scale: str) -> list[str]:
     rows = _rows(scale)
     lines = []
     for part in _experiments(rows):
+        part = results.tuned(part)
         runs, arms = results.table(part), results.by_arm(part)
         counts = ", ".join(f"{n} {status}" for status, n in runs.status.value_counts().items())
         lines.append(f"{_name(part)}: {counts}")
-        if "accuracy" not in runs:  # every run failed
+        metric = results.metric_of(part)
+        measure = results.measure_of(metric)
+        if metric not in runs:  # every run failed
             continue
-        groups = [(g, 100 * runs[runs.savings == g].accuracy.mean()) for g in ("large", "medium", "small")]
+        groups = [(g, measure.factor * runs[runs.savings == g][metric].mean()) for g in ("large", "medium", "small")]
         top = arms[arms.arm == f"static {arms.q_max.max()}"]
         said = [f"{g} savings {mean:.1f}" for g, mean in groups if mean == mean]
-        said += [f"{r.arm} bits {100 * r.mean:.1f} +- {100 * r.std:.1f}" for r in top.itertuples()]
-        lines.append(f"  accuracy %: {', '.join(said)}")
+        said += [
+            f"{r.arm} bits {measure.factor * r.mean:.1f} +- {measure.factor * r.std:.1f}" for r in top.itertuples()
+        ]
+        lines.append(f"  {metric} {measure.unit}".rstrip() + f": {', '.join(said)}")
     return lines
 
 
@@ -242,31 +247,32 @@ def _aggregations(rows: list[Row]) -> list[str]:
 
 
 def _experiment(rows: list[Row]) -> str:
-    arms = results.by_arm(rows)
+    rows = results.tuned(rows)
+    arms, metric = results.by_arm(rows), results.metric_of(rows)
+    measure = results.measure_of(metric)
     artefact = ARTEFACTS[rows[0]["spec"]["recipe"]["task"]]
     parts = [f"<h2>{html.escape(_name(rows))}</h2>"]
     if len(arms) > 1:
         drawn = figures.figure_3(rows, xs=("relative_cost", "noise_exposure"), front=True)
-        parts.append(_image(drawn, "accuracy against cost"))
+        parts.append(_image(drawn, f"{metric} against cost"))
     if (arms["mean"].notna() & (arms.savings != "static")).sum() >= 3:  # arms whose runs all failed have no mean
         for x, name in (("relative_cost", "cost"), ("noise_exposure", "noise exposure")):
             c = results.correlation(rows, x)
             spread = f"[{c['low']:.2f}, {c['high']:.2f}] (95 % bootstrap over {c['seeds']} seeds)"
             shown = spread if c["seeds"] > 1 else "(one seed)"
-            parts.append(
-                f"<p>Rank correlation of {name} and accuracy over {c['arms']} arms: {c['rho']:.2f} {shown}.</p>"
-            )
+            what = f"{name} and quality ({metric}) over {c['arms']} arms"
+            parts.append(f"<p>Rank correlation of {what}: {c['rho']:.2f} {shown}.</p>")
     lines = pd.DataFrame(
         {
             "arm": arms.arm,
             "savings": arms.savings,
             "relative cost": arms.relative_cost.map("{:.3f}".format),
             "noise exposure": arms.noise_exposure.map("{:.0f}".format),
-            "accuracy %": (100 * arms["mean"]).map("{:.1f}".format),
-            "std": (100 * arms["std"]).map("{:.1f}".format).replace("nan", "–"),
+            f"{metric} {measure.unit}".rstrip(): (measure.factor * arms["mean"]).map(f"{{:.{measure.digits}f}}".format),
+            "std": (measure.factor * arms["std"]).map(f"{{:.{measure.digits}f}}".format).replace("nan", "–"),
             "n": arms.n,
             "paper": [_paper_value(p) for p in results.compare_with_paper(rows, artefact).itertuples()],
-            "Pareto front": results.pareto(arms).map({True: "yes", False: ""}),
+            "Pareto front": results.pareto(arms, measure.better).map({True: "yes", False: ""}),
             "diverged": arms.diverged,
             "failed": arms.failed,
         }

@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Iterable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,50 @@ from scipy import stats
 from cpt_core.paths import paper_dir, runs_dir
 from cpt_core.schedules import SUITE
 from cpt_core.stores import Row, load_rows, newest
+
+# --- measures -------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Measure:
+    """How a metric is read.
+
+    Attributes:
+        label: for axes.
+        unit: for tables.
+        factor: from stored to printed numbers.
+        better: +1 when a larger value is better, -1 when a smaller one is.
+        digits: behind the point in tables.
+    """
+
+    label: str
+    unit: str = ""
+    factor: float = 1.0
+    better: int = 1
+    digits: int = 1
+
+
+MEASURES = {
+    "accuracy": Measure("test accuracy (%)", "%", 100.0),
+    "perplexity": Measure("test perplexity (axis turned: up is better)", better=-1),
+    "loss": Measure("test loss in nats (axis turned: up is better)", better=-1, digits=3),
+}
+METRICS = {"language_model": "perplexity"}  # of a task; of the others it is accuracy
+
+
+def metric_of(rows: Iterable[Row]) -> str:
+    """Return the main metric of the task that rows belong to."""
+    tasks = {row["spec"]["recipe"]["task"] for row in rows}
+    found = {METRICS.get(task, "accuracy") for task in tasks} or {"accuracy"}
+    if len(found) > 1:
+        raise ValueError(f"rows mix tasks: {', '.join(sorted(tasks))}; choose one")
+    return found.pop()
+
+
+def measure_of(metric: str) -> Measure:
+    """Return how a metric is read, also one of a further test set such as "accuracy_es"."""
+    return MEASURES.get(metric.split("_")[0], Measure(metric))
+
 
 # --- tables ---------------------------------------------------------------------------------------
 
@@ -110,7 +155,7 @@ def text(runs: pd.DataFrame) -> str:
     if runs.empty:
         return "no rows"
     columns = "scale dataset model q_min q_max arm seed status relative_cost".split()
-    metrics = [m for m in ("accuracy", "accuracy_best_valid") if m in runs]
+    metrics = [m for name in MEASURES if name != "loss" for m in (name, f"{name}_best_valid") if m in runs]
     shown = runs[[*columns, *metrics, "seconds", "key"]].round(
         {"relative_cost": 3, "seconds": 1, **dict.fromkeys(metrics, 4)}
     )
@@ -119,7 +164,9 @@ def text(runs: pd.DataFrame) -> str:
 
 
 def _recipe_key(recipe: dict[str, Any]) -> str:
-    """Return a short name of a recipe: rows of one experiment share it."""
+    """Return a short name of a recipe: rows of one experiment share it, also at several learning rates."""
+    if len(recipe.get("learning_rates", ())) > 1:
+        recipe = {k: v for k, v in recipe.items() if k != "lr"}
     return hashlib.sha256(json.dumps(recipe, sort_keys=True).encode()).hexdigest()[:8]
 
 
@@ -127,11 +174,56 @@ def _savings(arm: str) -> str:
     return SUITE[arm].savings if arm in SUITE else "static"
 
 
-def by_arm(rows: Iterable[Row], metric: str = "accuracy") -> pd.DataFrame:
+def tuned(rows: Iterable[Row]) -> list[Row]:
+    """Keep the rows at the learning rate that is best for their arm, where a recipe leaves it to be chosen.
+
+    The choice is made per arm by the mean of the main metric over seeds on the validation set; the test set plays no
+    part in it. Rows of recipes with one learning rate are all kept.
+
+    Paper: section 4.4 (the learning rate of every schedule is chosen on held-out data).
+    """
+    rows = list(rows)
+    found: dict[tuple[str, ...], dict[float, list[float]]] = {}
+    for row in rows:
+        rates = found.setdefault(_tuning_key(row), {})
+        values = [
+            m["value"]
+            for m in row.get("metrics", [])
+            if (m["name"], m["split"], m["when"], m["precision"]) == (metric_of([row]), "valid", "final", "q_max")
+        ]
+        rates.setdefault(row["spec"]["recipe"]["lr"], []).extend(values)
+    chosen = {}
+    for key, rates in found.items():
+        better = measure_of(METRICS.get(key[0], "accuracy")).better
+        finished = {lr: better * float(np.mean(values)) for lr, values in rates.items() if values}
+        chosen[key] = max(finished, key=lambda lr: finished[lr]) if finished else min(rates)
+    return [
+        row
+        for row in rows
+        if len(row["spec"]["recipe"].get("learning_rates", ())) < 2
+        or row["spec"]["recipe"]["lr"] == chosen[_tuning_key(row)]
+    ]
+
+
+def _tuning_key(row: Row) -> tuple[str, ...]:
+    spec = row["spec"]
+    recipe = {k: v for k, v in spec["recipe"].items() if k != "lr"}
+    return recipe["task"], json.dumps(recipe, sort_keys=True), spec["arm"], str(spec["q_max"]), spec["preset"]
+
+
+def by_arm(rows: Iterable[Row], metric: str | None = None) -> pd.DataFrame:
     """Return mean, standard deviation (n - 1) and n of a metric per arm, with costs and the number of diverged runs.
 
-    Rows must belong to one experiment: ValueError when they mix data sets, models, scales, presets or recipes.
+    Args:
+        rows: of one experiment; where the learning rate is chosen per arm, those of the chosen one count (``tuned``).
+        metric: a column of ``table``; None takes the main one of the task. Here and below values are as stored:
+            accuracies are shares.
+
+    Raises:
+        ValueError: when there are no rows, or they mix data sets, models, scales, presets or recipes.
     """
+    rows = tuned(rows)
+    metric = metric or metric_of(rows)
     runs = table(rows)
     if runs.empty:
         raise ValueError("there are no rows; run the grid first")
@@ -160,9 +252,12 @@ def _at(runs: pd.DataFrame, q_max: int | None) -> pd.DataFrame:
     return runs[runs["q_max"] == (runs["q_max"].max() if q_max is None else q_max)]
 
 
-def pareto(arms: pd.DataFrame) -> pd.Series:
-    """Return which arms of ``by_arm`` no other arm beats: none is as cheap and better, or as good and cheaper."""
-    cost, mean = arms["relative_cost"].to_numpy(), arms["mean"].to_numpy()
+def pareto(arms: pd.DataFrame, better: int = 1) -> pd.Series:
+    """Return which arms of ``by_arm`` no other arm beats: none is as cheap and better, or as good and cheaper.
+
+    ``better`` is -1 for a metric of which less is better.
+    """
+    cost, mean = arms["relative_cost"].to_numpy(), better * arms["mean"].to_numpy()
     beaten = [
         bool(((cost <= c) & (mean >= m) & ((cost < c) | (mean > m))).any()) for c, m in zip(cost, mean, strict=True)
     ]
@@ -170,12 +265,14 @@ def pareto(arms: pd.DataFrame) -> pd.Series:
 
 
 def paired_difference(
-    rows: Iterable[Row], a: str, b: str, metric: str = "accuracy", q_max: int | None = None
+    rows: Iterable[Row], a: str, b: str, metric: str | None = None, q_max: int | None = None
 ) -> pd.Series:
     """Return metric(a) - metric(b) by seed, for arms or savings groups ("large", "medium", "small").
 
-    ``q_max`` None takes the largest in the rows.
+    ``metric`` None takes the main one of the task, ``q_max`` None the largest in the rows.
     """
+    rows = tuned(rows)
+    metric = metric or metric_of(rows)
     runs = _at(table(rows), q_max)
 
     def of(name: str) -> pd.Series:
@@ -209,11 +306,14 @@ def aggregation_difference(rows: Iterable[Row], metric: str = "accuracy") -> pd.
 def correlation(
     rows: Iterable[Row],
     x: str = "relative_cost",
-    metric: str = "accuracy",
+    metric: str | None = None,
     resamples: int = 1000,
     q_max: int | None = None,
 ) -> dict[str, float]:
-    """Return Spearman's rank correlation over arms between ``x`` and the mean metric, with a bootstrap interval.
+    """Return Spearman's rank correlation over arms between ``x`` and mean quality, with a bootstrap interval.
+
+    Quality is the metric, or minus the metric where less is better, such as perplexity: a positive number always says
+    that what has more of ``x`` is better. ``metric`` None takes the main one of the task.
 
     The ten schedules and the static baseline at q_max take part, with the seeds that all of them have (all seeds, if
     there is no such one); seeds are resampled (paired over arms), so the
@@ -222,13 +322,15 @@ def correlation(
 
     Paper: section 4.5 (cost and quality correlate).
     """
+    rows = tuned(rows)
+    metric = metric or metric_of(rows)
     runs = _at(table(rows), q_max)
     runs = runs[(runs["savings"] != "static") | (runs["arm"] == "static " + runs["q_max"].astype(str))]
     wide = runs.pivot_table(index="arm", columns="seed", values=metric, aggfunc="first")
     common = wide.dropna(axis=1)  # arms are compared on the seeds that all of them have
     wide = common if common.shape[1] else wide
     costs = runs.groupby("arm")[x].first().loc[wide.index].to_numpy()
-    values = wide.to_numpy()
+    values = measure_of(metric).better * wide.to_numpy()
     if len(values) < 3:
         raise ValueError(f"a rank correlation needs at least three arms, there are {len(values)}")
     rng = np.random.default_rng(0)
@@ -242,23 +344,28 @@ def correlation(
     return {"rho": float(rho), "low": float(low), "high": float(high), "arms": len(values), "seeds": values.shape[1]}
 
 
-def compare_with_paper(rows: Iterable[Row], artefact: str, metric: str = "accuracy") -> pd.DataFrame:
-    """Put our numbers beside those printed in the paper (``data/paper/numbers.csv``), in percent.
+def compare_with_paper(rows: Iterable[Row], artefact: str, metric: str | None = None) -> pd.DataFrame:
+    """Put our numbers beside those printed in the paper (``data/paper/numbers.csv``).
 
     Args:
         rows: of one experiment.
-        artefact: such as "figure_3"; numbers of the paper are matched by artefact, data set, model, q_max and arm.
-        metric: ours.
+        artefact: such as "figure_3"; numbers of the paper are matched by artefact, data set, model, q_max, arm, metric.
+        metric: ours; None takes the main one of the task.
 
     Returns:
-        Columns arm, q_max, cost, ours, std, n, paper, difference, place. Where the paper draws a point but prints no
-        number, or has no such experiment (all that are not at paper scale), ``paper`` is NaN and ``place`` says so.
+        Columns arm, q_max, cost, ours, std, n, paper, difference, place; accuracies in percent. Where the paper draws a
+        point but prints no number, or has no such experiment (all that are not at paper scale), ``paper`` is NaN and
+        ``place`` says so.
     """
+    rows = tuned(rows)
+    metric = metric or metric_of(rows)
+    factor = measure_of(metric).factor
     ours = by_arm(rows, metric)
     first = next(iter(table(rows).itertuples()))
     paper = pd.read_csv(paper_dir() / "numbers.csv")
     absent = "drawn, no number printed" if first.scale == "paper" else "not in the paper"
-    known = paper[(paper.artefact == artefact) & (paper.dataset == first.dataset) & (paper.model == first.model)]
+    same = (paper.artefact == artefact) & (paper.dataset == first.dataset) & (paper.model == first.model)
+    known = paper[same & (paper.metric == metric) & (first.scale == "paper")]
     out = []
     for r in ours.itertuples():
         hit = known[(known.arm == r.arm) & (known.q_max == r.q_max)]
@@ -268,11 +375,11 @@ def compare_with_paper(rows: Iterable[Row], artefact: str, metric: str = "accura
                 "arm": r.arm,
                 "q_max": r.q_max,
                 "cost": r.relative_cost,
-                "ours": 100 * r.mean,
-                "std": 100 * r.std,
+                "ours": factor * r.mean,
+                "std": factor * r.std,
                 "n": r.n,
                 "paper": value,
-                "difference": 100 * r.mean - value,
+                "difference": factor * r.mean - value,
                 "place": hit.place.iloc[0] if len(hit) else absent,
             }
         )

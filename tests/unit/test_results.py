@@ -22,6 +22,18 @@ def made_up(accuracy, seeds=(0, 1, 2), statics=(2, 5, 8), **changes):
     return rows
 
 
+def changed(rows, recipe=None, **spec):
+    """The same rows with other values in their specs."""
+    return [{**r, "spec": {**r["spec"], **spec, "recipe": {**r["spec"]["recipe"], **(recipe or {})}}} for r in rows]
+
+
+def as_perplexity(rows):
+    out = changed(rows, {"task": "language_model"})
+    for row in out:
+        row["metrics"] = [{**m, "name": "perplexity"} for m in row["metrics"]]
+    return out
+
+
 def test_mean_and_deviation_by_arm():
     arms = results.by_arm(made_up(lambda arm, seed, cost: 0.5 + 0.1 * seed)).set_index("arm")
     assert arms.loc["CR", "mean"] == pytest.approx(0.6)
@@ -89,11 +101,15 @@ def test_comparison_puts_the_papers_number_beside_ours(tmp_path, monkeypatch):
     table.loc[len(table)] = ["figure_3", "digits", "mlp6", "CR", 8, "accuracy", 61.5, "%", "made up for this test"]
     table.to_csv(tmp_path / "numbers.csv", index=False)
     monkeypatch.setattr(results, "paper_dir", lambda: tmp_path)
-    out = results.compare_with_paper(made_up(lambda arm, seed, cost: 0.6), "figure_3").set_index("arm")
+    rows = made_up(lambda arm, seed, cost: 0.6)
+    small = results.compare_with_paper(rows, "figure_3").set_index("arm")
+    assert small.paper.isna().all()  # a small run is never put beside a number of the paper
+    assert small.loc["RR", "place"] == "not in the paper"
+    out = results.compare_with_paper(changed(rows, scale="paper"), "figure_3").set_index("arm")
     assert out.loc["CR", "difference"] == pytest.approx(-1.5)
     assert out.loc["CR", "place"] == "made up for this test"
     assert np.isnan(out.loc["RR", "paper"])
-    assert out.loc["RR", "place"] == "not in the paper"
+    assert out.loc["RR", "place"] == "drawn, no number printed"
 
 
 def test_numbers_of_the_paper_say_where_they_stand():
@@ -195,3 +211,83 @@ def test_figure_5_shows_curves_and_paired_differences():
     assert figure.get_suptitle() == "GCN on made up, 3 seeds"
     with pytest.raises(ValueError, match="no finished run of static 4 with FP-Agg"):
         figures.figure_5(both_aggregations(), bits=4)
+
+
+# --- perplexity: less is better -------------------------------------------------------------------
+
+
+def test_quality_is_minus_perplexity():
+    rows = as_perplexity(made_up(lambda arm, seed, cost: 100 - 10 * cost + seed))
+    assert results.metric_of(rows) == "perplexity"
+    assert results.correlation(rows)["rho"] == pytest.approx(1)  # what costs more is better
+    arms = results.by_arm(rows)
+    assert arms.set_index("arm").loc["static 8", "mean"] == pytest.approx(91)
+    assert results.pareto(arms, better=-1).all()
+    assert results.pareto(arms, better=1).sum() == 1  # the cheapest is the largest
+    assert results.compare_with_paper(rows, "figure_7").set_index("arm").loc["static 8", "ours"] == pytest.approx(91)
+    assert results.paired_difference(rows, "static 8", "static 2").to_list() == pytest.approx([-8.125] * 3)
+
+
+def test_figure_7_turns_the_axis():
+    rows = as_perplexity(made_up(lambda arm, seed, cost: 9e3 if arm == "static 2" else 100 - 10 * cost + seed))
+    ax = figures.figure_7(rows, front=True).axes[0]
+    low, high = ax.get_ylim()
+    assert 200 > low > high > 80  # turned, and the arm that fails is not drawn
+    assert "below the axis: static 2 bits 9000" in [t.get_text() for t in ax.texts]
+    assert ax.get_ylabel().startswith("test perplexity")
+    front = next(line for line in ax.lines if line.get_label() == "Pareto front")
+    assert (np.diff(front.get_ydata()) <= 0).all()
+    assert len(front.get_ydata()) > 3
+
+
+def test_tasks_do_not_mix():
+    rows = made_up(lambda arm, seed, cost: 0.5, seeds=(0,))
+    with pytest.raises(ValueError, match="rows mix tasks: image, language_model"):
+        results.by_arm(rows + as_perplexity(rows))
+
+
+# --- a learning rate per arm ----------------------------------------------------------------------
+
+
+def at_rates(valid, test, rates=(0.1, 0.2, 0.3)):
+    """Rows at several learning rates: accuracies are functions of (arm, rate)."""
+    out = []
+    for rate in rates:
+        part = changed(made_up(lambda *_: 0, seeds=(0, 1)), {"lr": rate, "learning_rates": list(rates)})
+        for row in part:
+            arm = row["spec"]["arm"]
+            pairs = (("valid", valid(arm, rate)), ("test", test(arm, rate)))
+            base = {"name": "accuracy", "when": "final", "precision": "q_max", "bits": 8}
+            row["metrics"] = [{**base, "split": split, "value": value} for split, value in pairs]
+        out += part
+    return out
+
+
+def test_the_rate_is_chosen_per_arm_on_validation_data():
+    rows = at_rates(
+        valid=lambda arm, rate: 0.9 if rate == (0.1 if arm == "CR" else 0.3) else 0.5,
+        test=lambda arm, rate: 1 - rate,  # would choose 0.1 for all
+    )
+    kept = results.tuned(rows)
+    assert {(r["spec"]["arm"] == "CR", r["spec"]["recipe"]["lr"]) for r in kept} == {(True, 0.1), (False, 0.3)}
+    arms = results.by_arm(rows).set_index("arm")
+    assert (arms.loc["CR", "mean"], arms.loc["CR", "n"]) == (pytest.approx(0.9), 2)
+    assert arms.loc["RR", "mean"] == pytest.approx(0.7)
+    assert results.paired_difference(rows, "CR", "RR").to_list() == pytest.approx([0.2, 0.2])
+    assert "3 seeds" not in figures.figure_3(rows).get_suptitle()
+
+
+def test_a_rate_that_failed_is_not_chosen():
+    rows = at_rates(valid=lambda arm, rate: rate, test=lambda arm, rate: rate)
+    for row in rows:
+        if row["spec"]["recipe"]["lr"] == 0.3:
+            row |= {"status": "diverged", "metrics": []}
+    assert {r["spec"]["recipe"]["lr"] for r in results.tuned(rows)} == {0.2}
+    for row in rows:
+        row |= {"status": "failed", "metrics": []}
+    assert {r["spec"]["recipe"]["lr"] for r in results.tuned(rows)} == {0.1}  # nothing to choose by
+
+
+def test_one_rate_is_never_dropped():
+    rows = made_up(lambda arm, seed, cost: 0.5)
+    assert results.tuned(rows) == rows
