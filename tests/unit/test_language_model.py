@@ -1,0 +1,327 @@
+import hashlib
+import math
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from cpt_core import data, grids
+from cpt_core.data import text
+from cpt_core.data.common import DataNotFoundError
+from cpt_core.models.lstm_lm import LanguageModel
+from cpt_core.recipes import LanguageModelRecipe, recipe
+from cpt_core.specs import run_spec
+from cpt_core.tasks.language_model import LanguageModelTask
+from cpt_core.train import Stopped, train
+
+SENTENCES = {
+    "train": "the cat sat\nthe dog sat\n\n   \na bird sang\n" * 20,
+    "valid": "the cat sang\nthe fish sat\n" * 3,
+    "test": "the dog sat\na bird sang\n" * 5,
+}
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    monkeypatch.setenv("CPT_DATA_DIR", str(tmp_path))
+    (tmp_path / "toy").mkdir()
+    for split, content in SENTENCES.items():
+        (tmp_path / "toy" / f"toy.{split}.txt").write_text(content)
+    return tmp_path / "toy"
+
+
+SMALL = dict(steps=20, batch=4, length=5, embedding=6, hidden=8, n_cycles=1, vocabulary=None, train_tokens=None,
+             valid_tokens=None, test_tokens=None, evaluation_batch=3)  # fmt: skip
+
+
+def toy(**changes):
+    base = recipe("demo", "toy/", task="language_model")
+    return replace(base, **{**SMALL, **changes})
+
+
+def spec(arm="CR", seed=0, **changes):
+    return run_spec(toy(**changes), arm, q_max=8, seed=seed, scale="smoke")
+
+
+def task(**changes):
+    return LanguageModelTask(spec(**changes), torch.device("cpu"))
+
+
+# --- text -----------------------------------------------------------------------------------------
+
+
+def test_words_lines_and_unknown_words(folder):
+    found = text.load_text(toy())
+    assert len(found.train) == 20 * 12  # blank lines are skipped, every other one ends in <eos>
+    words = [found.vocabulary[i] for i in found.train[:9]]
+    assert words == ["the", "cat", "sat", "<eos>", "the", "dog", "sat", "<eos>", "a"]
+    assert [found.vocabulary[i] for i in found.valid[4:8]] == ["the", "<unk>", "sat", "<eos>"]  # no fish in training
+    assert found.vocabulary[found.start] == "<eos>"
+    assert set(found.vocabulary) == {"<eos>", "<unk>", "the", "cat", "sat", "dog", "a", "bird", "sang"}
+    assert found.title == "toy"
+
+
+def test_a_limited_vocabulary_keeps_the_most_frequent_words(folder):
+    found = text.load_text(toy(vocabulary=3, train_tokens=120))
+    assert set(found.vocabulary) == {"<eos>", "<unk>", "the", "sat"}
+    assert len(found.train) == 120
+    assert found.title == "the first 120 words of toy, 3 words known"
+
+
+def test_characters(folder):
+    found = text.load_text(toy(unit="characters"))
+    assert "".join(found.vocabulary[i] for i in found.train[:11]) == "the cat sat"
+    assert found.vocabulary[found.start] == "\n"
+    assert found.title == "characters of toy"
+
+
+def test_the_reference_text_of_python():
+    found = text.load_text(recipe("demo", "pydoc", task="language_model"))
+    assert (len(found.train), len(found.valid), len(found.test)) == (270_000, 10_000, 20_000)
+    assert 80 < len(found.vocabulary) < 200
+    assert found.title == "characters of Python's reference text"
+
+
+def test_files_are_found_and_missed(folder):
+    with pytest.raises(DataNotFoundError, match=r"ptb\.train\.txt; get it with: python -m cpt_core download ptb"):
+        text.load_text(recipe("paper", "ptb", task="language_model"))
+    with pytest.raises(DataNotFoundError, match="there is no folder"):
+        text.load_text(toy(dataset="nowhere/"))
+    (folder / "other.train.txt").write_text("x")
+    with pytest.raises(ValueError, match=r"several texts for train: other.train.txt, toy.train.txt"):
+        text.load_text(toy())
+    (folder / "other.train.txt").unlink()
+    (folder / "toy.test.txt").unlink()
+    with pytest.raises(DataNotFoundError, match=r"no file that ends in test.txt"):
+        text.load_text(toy())
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [(b"", "has no words"), (b" \n\n", "has no words"), (b"caf\xe9\n", "is not UTF-8"), (b"a b\n", "3 words, too few")],
+)
+def test_bad_text(folder, content, message):
+    (folder / "toy.train.txt").write_bytes(content)
+    with pytest.raises(ValueError, match=message):
+        text.load_text(toy())
+
+
+def test_penn_treebank_is_checked_by_its_counts(folder):
+    ptb = folder.parent / "ptb"
+    ptb.mkdir()
+    for split in text.SPLITS:
+        (ptb / f"ptb.{split}.txt").write_text(SENTENCES[split])
+    with pytest.raises(ValueError, match=r"not the official Penn Treebank: \{'train': 240.*929589"):
+        text.load_text(recipe("paper", "ptb", task="language_model"))
+
+
+def test_download_checks_what_it_gets(folder, monkeypatch):
+    asked = []
+
+    def fake(url, path, digest):
+        asked.append((url, digest))
+        Path(path).write_text("x")
+
+    monkeypatch.setattr(torch.hub, "download_url_to_file", fake)
+    monkeypatch.setattr(text, "PTB_SHA256", {**text.PTB_SHA256, "test": hashlib.sha256(b"x").hexdigest()})
+    where = data.download("ptb")
+    assert sorted(p.name for p in where.iterdir()) == ["ptb.test.txt", "ptb.train.txt", "ptb.valid.txt"]
+    assert [url.rsplit("/", 1)[1] for url, _ in asked] == ["ptb.train.txt", "ptb.valid.txt", "ptb.test.txt"]
+    assert all(len(digest) == 64 for _, digest in asked)
+    data.download("ptb")  # what is right already stays
+    assert len(asked) == 5
+
+
+# --- batches and perplexity -----------------------------------------------------------------------
+
+
+def test_columns_run_side_by_side_through_the_whole_text(folder):
+    t = task()
+    per_epoch = math.ceil((240 // 4 - 1) / 5)
+    stream = t.batches(0)
+    epoch = [next(stream) for _ in range(per_epoch)]
+    words, targets = (torch.cat([b[k] for b in epoch]) for k in (0, 1))
+    column = t.data.train.view(4, 60).t()
+    assert torch.equal(words, column[:-1])
+    assert torch.equal(targets, column[1:])
+    assert [first for _, _, first in epoch] == [True] + [False] * (per_epoch - 1)
+    assert epoch[-1][0].shape == (4, 4)  # the last one is shorter
+    again = next(stream)
+    assert again[2]
+    assert torch.equal(again[0], epoch[0][0])
+    late = next(t.batches(per_epoch + 3))
+    assert torch.equal(late[0], epoch[3][0])
+
+
+def test_steps_of_an_epoch_of_penn_treebank():
+    """1,328, as the authors train; the last batch has 33 words."""
+    rows = 929_589 // 20 - 1
+    assert math.ceil(rows / 35) == 1328
+    assert rows - 1327 * 35 == 33
+    assert recipe("paper", "ptb", task="language_model").steps == 40 * 1328
+
+
+@pytest.mark.parametrize("count", [9, 10, 11, 1, 2])
+def test_every_word_is_asked_for_once(count):
+    tokens = torch.arange(100, 100 + count)
+    words, targets = text.questions(tokens, start=7, batch=3)
+    pairs = [(int(w), int(t)) for w, t in zip(words.t().flatten(), targets.t().flatten(), strict=True) if t >= 0]
+    assert [t for _, t in pairs] == tokens.tolist()
+    assert [w for w, _ in pairs] == [7, *tokens[:-1].tolist()]
+
+
+class Counting(nn.Module):
+    """Predicts every word with a probability that depends on the word before it."""
+
+    def __init__(self, table):
+        super().__init__()
+        self.table = table
+
+    def forward(self, words, state):
+        return self.table.log()[words], state
+
+
+def test_perplexity_by_hand(folder):
+    t = task()
+    n = len(t.data.vocabulary)
+    table = torch.rand(n, n, generator=torch.Generator().manual_seed(0)) + 0.1
+    table /= table.sum(1, keepdim=True)
+    sequence = [t.data.start, *t.data.test.tolist()]
+    nll = [-math.log(table[a, b]) for a, b in zip(sequence, sequence[1:], strict=False)]
+    found = t.evaluate(Counting(table))["test"]
+    assert found["loss"] == pytest.approx(sum(nll) / len(nll), rel=1e-5)
+    assert found["perplexity"] == pytest.approx(math.exp(sum(nll) / len(nll)), rel=1e-5)
+
+
+def test_the_state_is_carried_and_begins_anew_with_an_epoch(folder):
+    t = task(dropout=0.0)
+    torch.manual_seed(0)
+    model = t.model()
+    stream = t.batches(10)
+    carry, seen = None, []
+    forward = model.lstm.forward
+    model.lstm.forward = lambda x, state=None: seen.append(state) or forward(x, state)
+    for _ in range(4):
+        _, carry = t.loss(model, next(stream), carry)
+        assert not carry[0].requires_grad
+    assert [s is None for s in seen] == [True, False, True, False]  # steps 10, 11, 12 (a new epoch), 13
+
+
+# --- learning rate --------------------------------------------------------------------------------
+
+
+def test_plateau_divides_after_every_evaluation_that_is_no_best(folder):
+    t = task(lr_rule="plateau", evaluate_every=5)
+    _, lr = t.optimizer(t.model())
+    losses, expected = [5.0, 4.0, 4.0, 4.5, 3.9, 3.95], [20, 20, 20, 4, 0.8, 0.8, 0.16]
+    evaluations = [{"valid": {"loss": x}} for x in losses]
+    assert [lr(7, evaluations[:k]) for k in range(7)] == pytest.approx(expected)
+    _, four = task(lr_rule="plateau", evaluate_every=5, lr_division=4.0).optimizer(t.model())
+    assert four(7, evaluations) == pytest.approx(20 / 64)
+
+
+def test_cosine(folder):
+    _, lr = task().optimizer(task().model())
+    assert (lr(0, []), lr(10, []), lr(20, [])) == pytest.approx((20, 10.5, 1))
+
+
+def test_the_rate_follows_the_evaluations_of_the_run(folder):
+    """Trained for real: the rate is a function of what was evaluated, also after a stop."""
+    run = train(LanguageModelTask, spec("static 2", lr_rule="plateau", evaluate_every=2, lr=60.0))
+    _, lr = task(lr_rule="plateau", evaluate_every=2, lr=60.0).optimizer(run.model)
+    history = run.history
+    assert history["lr"] == [lr(s, [e for e in history["evaluations"] if e["step"] <= s]) for s in range(20)]
+    assert len(set(history["lr"])) > 2  # it was cut
+
+
+def test_rules_need_what_they_read():
+    with pytest.raises(ValueError, match="lr_rule 'plateau' needs evaluations"):
+        toy(lr_rule="plateau", evaluate_every=0)
+    with pytest.raises(ValueError, match="unknown lr_rule 'step'; choose from plateau, cosine"):
+        toy(lr_rule="step")
+    with pytest.raises(ValueError, match="unknown unit 'bytes'; choose from words, characters"):
+        toy(unit="bytes")
+
+
+# --- runs -----------------------------------------------------------------------------------------
+
+
+def test_training_learns_and_low_precision_shows(folder):
+    runs = {arm: train(LanguageModelTask, spec(arm, steps=120, lr=5.0, hidden=16)) for arm in ("static 8", "static 1")}
+    assert runs["static 8"].metric("perplexity") < 2
+    assert runs["static 1"].metric("perplexity") > 1.3 * runs["static 8"].metric("perplexity")
+    best = runs["static 8"].metric("loss")
+    assert runs["static 8"].metric("perplexity") == pytest.approx(math.exp(best))
+    assert runs["static 8"].title == "LSTM (16 wide) on toy"
+
+
+@pytest.mark.parametrize("changes", [{"dropout": 0.3}, {"lr_rule": "plateau", "evaluate_every": 3}])
+def test_a_stopped_run_goes_on_bit_for_bit(folder, tmp_path, changes):
+    whole = train(LanguageModelTask, spec(**changes))
+    file = tmp_path / "run.pt"
+    steps = iter(range(100))
+    with pytest.raises(Stopped):
+        train(LanguageModelTask, spec(**changes), checkpoint=file, should_stop=lambda: next(steps) == 7)
+    resumed = train(LanguageModelTask, spec(**changes), checkpoint=file)
+    assert resumed.history == whole.history
+    assert resumed.metrics == whole.metrics
+    for a, b in zip(whole.model.parameters(), resumed.model.parameters(), strict=True):
+        assert torch.equal(a, b)
+
+
+def test_arms_of_a_seed_share_their_start(folder):
+    first = [train(LanguageModelTask, spec(arm, dropout=0.0)).history["loss"][0] for arm in ("static 24", "static 23")]
+    assert first[0] == pytest.approx(first[1], abs=1e-4)
+    other = train(LanguageModelTask, spec("static 24", seed=1, dropout=0.0)).history["loss"][0]
+    assert other != first[0]
+
+
+def test_model_is_that_of_the_paper():
+    model = LanguageModel(10_000, 800, 800)
+    assert sum(p.numel() for p in model.parameters() if p.requires_grad) == (
+        2 * 10_000 * 800 + 10_000 + 2 * 3200 * 800 + 3200
+    )
+    assert model.embedding.weight.abs().max() <= 0.1
+    assert model.decoder.weight.abs().max() <= 0.1
+    assert model.decoder.bias.abs().max() == 0
+    assert model.lstm.weight_hh_l0.abs().max() <= 800**-0.5
+    assert not model.lstm.bias_hh_l0.requires_grad
+    assert model.lstm.bias_hh_l0.abs().max() == 0
+
+
+def test_dropout_on_embeddings_is_a_switch():
+    torch.manual_seed(0)
+    words = torch.randint(9, (4, 2))
+    seen = []
+    for drop in (True, False):
+        model = LanguageModel(9, 30, 5, dropout=0.5, drop_embedding=drop)
+        model.lstm.register_forward_pre_hook(lambda module, inputs: seen.append((inputs[0] == 0).float().mean()))
+        model(words)
+    assert 0.3 < seen[0] < 0.7
+    assert seen[1] == 0
+
+
+def test_stand_in_needs_no_data():
+    for scale, dataset in (("paper", "ptb"), ("demo", "pydoc")):
+        r = recipe(scale, dataset, task="language_model")
+        made = LanguageModelTask(run_spec(r, "CR", q_max=8, seed=0), torch.device("cpu"), stand_in=True)
+        x, y, first = next(made.batches(0))
+        assert x.shape == y.shape == (35, 20)
+        assert first
+        assert len(made.data.vocabulary) == (10_000 if dataset == "ptb" else 100)
+
+
+def test_settings_and_grids():
+    r = recipe("paper", "ptb", task="language_model")
+    assert isinstance(r, LanguageModelRecipe)
+    assert (r.batch, r.length, r.lr, r.lr_division, r.clip, r.dropout, r.hidden) == (20, 35, 20.0, 5.0, 0.25, 0.5, 800)
+    assert (r.q_min, r.n_cycles, r.lr_rule, r.evaluate_every, r.eval_bits) == (5, 2, "plateau", 1328, "q_max")
+    authors = recipe("paper", "ptb", preset="authors", task="language_model")
+    assert (authors.n_cycles, authors.lr_division, authors.eval_bits) == (8, 4.0, "current")
+    specs = grids.grid_specs("ptb/lstm")
+    assert len(specs) == 66
+    assert {s.recipe.task for s in specs} == {"language_model"}
+    with pytest.raises(ValueError, match="dataset 'ptb' is for task 'language_model', not 'image'"):
+        grids.quality_cost("paper", "ptb", task="image")
