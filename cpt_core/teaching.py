@@ -268,6 +268,58 @@ def aggregation_share(nodes: int, edges: int, sizes: Sequence[int], bits: Sequen
         print(f"BitOps of training at {q} bits: FP-Agg {fp:5.1f} %   Q-Agg {quantized:4.1f} %")
 
 
+def hidden_ranges(bits: int, steps: Sequence[int], width: int = 64) -> None:
+    """Print how the hidden state of a fresh LSTM widens over the steps, and what one range for all steps would cost."""
+    import torch
+
+    from cpt_core.quantizers import levels_of, quantize, straight_through
+
+    torch.manual_seed(0)
+    with torch.no_grad():
+        hidden = torch.nn.LSTM(width, width)(torch.randn(max(steps), 20, width))[0]
+    low, whole = hidden.min(), hidden.max() - hidden.min()
+    print("step   width of its range   error with its own range   with one range for all steps")
+    for step in steps:
+        h = hidden[step - 1]
+        shared = straight_through(h, low, whole, torch.tensor(levels_of(bits)))
+        own, one = ((x - h).square().mean().sqrt() for x in (quantize(h, bits, "lstm_hidden"), shared))
+        print(f"{step:4d}   {h.max() - h.min():18.2f}   {own:24.4f}   {one:28.4f}")
+
+
+def probabilities_table(row: Sequence[float], bits: Sequence[int]) -> None:
+    """Print a row of attention probabilities at several precisions, with its sum."""
+    import torch
+
+    from cpt_core.quantizers import quantize
+
+    x = torch.tensor(row)
+    print("float32", *(f"{p:6.3f}" for p in row), f"  sum {sum(row):.3f}")
+    for q in bits:
+        quantized = quantize(x, q, "attention_probabilities")
+        print(f"{q} bits ", *(f"{p:6.3f}" for p in quantized), f"  sum {quantized.sum():.3f}")
+
+
+def language_model_bitops(arms: Sequence[str], q_min: int = 5, q_max: int = 8) -> None:
+    """Print the operations of a step of the paper's language model, and the BitOps of its 40 epochs for some arms."""
+    import torch
+
+    from cpt_core.bitops import count_bitops, trace
+    from cpt_core.convert import quantize_
+    from cpt_core.models.lstm_lm import LanguageModel
+
+    with torch.device("meta"):
+        model = quantize_(LanguageModel(10_000, 800, 800))
+    inputs = (torch.empty(35, 20, dtype=torch.int64, device="meta"), None)
+    kinds: dict[str, int] = {}
+    for call in trace(model, inputs)[0]:
+        kinds[call.kind] = kinds.get(call.kind, 0) + call.macs
+    print("a step: " + ", ".join(f"{kind} {macs:,}" for kind, macs in kinds.items()))
+    for arm in arms:
+        cycles = {} if arm.upper() == "STATIC" else {"q_min": q_min, "n_cycles": 2}
+        schedule = make_schedule(arm.upper(), q_max=q_max, total_steps=40 * 1327, **cycles)
+        print(f"{arm:<7} {count_bitops(model, inputs, schedule).total / 1e13:.4f} x 1e13 BitOps")
+
+
 @contextmanager
 def warnings_as_text() -> Iterator[None]:
     """Print the warnings of a block as plain lines instead of sending them to stderr."""
