@@ -40,13 +40,18 @@ def _list_of(value: Any, test: Callable[[Any], bool]) -> bool:
     return isinstance(value, (list, tuple)) and all(test(v) for v in value)
 
 
-DATASETS = ("digits", "cifar10", "cifar100", "imagenet", "digits-graph", *OGB_GRAPHS)
+DATASETS = ("digits", "cifar10", "cifar100", "imagenet", "digits-graph", *OGB_GRAPHS, "pydoc", "ptb")
+PAIRS = ("templates", "xnli")
 
 PARAMETERS: dict[str, Parameter] = {
     "scale": Parameter(f"one of {', '.join(SCALES)}", lambda v: v in SCALES),
     "dataset": Parameter(
         f"one of {', '.join(DATASETS)}, or your own data: a folder such as 'my-images/', or .npz archives",
         lambda v: isinstance(v, str) and (v in DATASETS or is_own(v)),
+    ),
+    "pairs": Parameter(
+        f"one of {', '.join(PAIRS)}, a folder of your own such as 'my-pairs/', or '' for none",
+        lambda v: isinstance(v, str) and (v in ("", *PAIRS) or is_own(v)),
     ),
     "model": Parameter("the name of a model, or '' for the first of the data set", lambda v: isinstance(v, str)),
     "preset": Parameter(f"one of {', '.join(PRESETS)}", lambda v: v in PRESETS),
@@ -94,13 +99,13 @@ def check_parameters(task: str = "image", /, **given: Any) -> Parameters:
             near = get_close_matches(name, given, n=1)
             hint = f"; did you mean {near[0]!r}?" if near else ""
             raise ValueError(f"this notebook has no parameter {name!r}{hint} It has: {', '.join(given)}")
-    scale = given.get("scale", "smoke")
-    if "dataset" in given:
-        found = recipe(scale, given["dataset"], given.get("model") or None, given.get("preset", "ours"), task)
-        if found.task != task:
-            raise ValueError(
-                f"dataset {given['dataset']!r} is for another notebook: its task is {found.task!r}, not {task!r}"
-            )
+    scale, preset = given.get("scale", "smoke"), given.get("preset", "ours")
+    wanted = [(given["dataset"], given.get("model") or None, task)] if "dataset" in given else []
+    wanted += [(given["pairs"], None, "entailment")] if given.get("pairs") else []
+    for dataset, model, own_task in wanted:
+        found = recipe(scale, dataset, model, preset, own_task)
+        if found.task != own_task:
+            raise ValueError(f"{dataset!r} is for another notebook: its task is {found.task!r}, not {own_task!r}")
     if scale != "smoke":
         return Parameters(dict(given), store_path(scale, task))
     folder = tempfile.mkdtemp(prefix="cpt-smoke-")
