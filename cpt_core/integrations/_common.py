@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
+from numpy.typing import NDArray
 from torch import nn
 
 from cpt_core import cost
 from cpt_core.layers import LayerPrecision
 from cpt_core.quantizers import check_bits
 from cpt_core.scheduler import PrecisionScheduler, Schedules
+from cpt_core.schedules import Schedule
 
 EvalBits = int | str
 EVAL_BITS = ("q_max", "current", "float")
@@ -54,6 +57,7 @@ class TrainerPrecision(PrecisionScheduler):
                 "optimizer steps; the two must be equal"
             )
         self.model = model
+        self._relative_cost = {p: self._so_far(schedule) for p, (schedule, _) in self.schedules.items()}
 
     def evaluate_at(self, eval_bits: EvalBits | None) -> None:
         """Set the bits of an evaluation; None goes back to those of training."""
@@ -75,6 +79,12 @@ class TrainerPrecision(PrecisionScheduler):
         given = self._eval_bits if isinstance(self._eval_bits, int) else None  # else each schedule's q_max
         return [given or schedule.q_max for schedule, _ in self.schedules.values()]
 
+    def _so_far(self, schedule: Schedule) -> NDArray[np.float64]:
+        """Return ``cost.relative_cost`` of the first 1, 2, ... steps at once, shape (total_steps,)."""
+        q_grad = self.q_grad or schedule.q_max
+        means = np.cumsum(cost.step_cost(schedule.bits(), q_grad)) / np.arange(1, schedule.total_steps + 1)
+        return means / cost.step_cost(schedule.q_max, q_grad)
+
     def logs(self, steps: int) -> dict[str, float]:
         """Return what to log after so many optimizer steps; nothing after none.
 
@@ -82,11 +92,10 @@ class TrainerPrecision(PrecisionScheduler):
         same steps at static ``q_max``. Several schedules give one pair each: ``bits/PATTERN``.
         """
         entries: dict[str, float] = {}
-        for pattern, (schedule, _) in self.schedules.items():
-            if len(bits := schedule.bits()[:steps]):
-                entries[self._name("bits", pattern)] = int(bits[-1])
-                relative = cost.relative_cost(bits, schedule.q_max, self.q_grad)
-                entries[self._name("relative_cost", pattern)] = relative
+        for pattern, (schedule, _) in self.schedules.items() if steps else ():
+            last = min(steps, self.total_steps) - 1
+            entries[self._name("bits", pattern)] = schedule(last)
+            entries[self._name("relative_cost", pattern)] = float(self._relative_cost[pattern][last])
         return entries
 
     def eval_logs(self) -> dict[str, float]:

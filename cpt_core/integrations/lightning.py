@@ -71,20 +71,20 @@ class PrecisionCallback(Callback):
                 f"training starts at step {trainer.global_step}, but its checkpoint has no state of {self.state_key}; "
                 "give one that was written with this callback, or start again without ckpt_path"
             )
-        self._follow(trainer, self._restored(pl_module))
+        self._follow(trainer, pl_module)
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         """Go to the bits of the next optimizer step when there was one, and log those of the last."""
-        precision = self._restored(pl_module)
-        if precision.last_step < trainer.global_step:  # not while gradients accumulate
-            self._follow(trainer, precision)
-            pl_module.log_dict(precision.logs(trainer.global_step))
+        precision = self._follow(trainer, pl_module)  # nothing moves while gradients accumulate
+        pl_module.log_dict(precision.logs(trainer.global_step))
 
-    def _follow(self, trainer: Trainer, precision: TrainerPrecision) -> None:
+    def _follow(self, trainer: Trainer, pl_module: LightningModule) -> TrainerPrecision:
+        precision = self._restored(pl_module)
         while precision.last_step < trainer.global_step:
             precision.step()
+        return precision
 
     def _restored(self, pl_module: LightningModule) -> TrainerPrecision:
         """Return the scheduler of this module, with the state of the checkpoint if one has been read."""

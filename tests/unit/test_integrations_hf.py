@@ -281,6 +281,25 @@ def test_another_trainer_takes_the_model_over(tmp_path):
     assert {p.bits for p in precisions_of(model)} == {6}
 
 
+def test_a_model_that_is_made_anew_leaves_the_old_one_alone(tmp_path):
+    made = []
+
+    def model_init():
+        made.append(cpt.quantize_(bert()))
+        return made[-1]
+
+    callback = PrecisionCallback(schedule_of(), eval_bits=5)
+    settings = transformers.TrainingArguments(str(tmp_path), max_steps=STEPS, use_cpu=True, report_to=[])
+    trainer = transformers.Trainer(args=settings, model_init=model_init, train_dataset=TRAIN, callbacks=[callback])
+    callback.on_train_begin(settings, transformers.TrainerState(max_steps=STEPS), None, model=trainer.call_model_init())
+    first, second = made
+    second.train()
+    first.eval()
+    assert {p.bits for p in precisions_of(second)} == {3}
+    second.eval()
+    assert {p.bits for p in precisions_of(second)} == {5}
+
+
 def test_a_context_inside_the_training_leaves_no_trace(tmp_path):
     class Peek(transformers.TrainerCallback):
         def on_step_end(self, args, state, control, model, **kwargs):

@@ -178,9 +178,9 @@ def test_a_resumed_run_is_bitwise_the_same(straight, tmp_path):
 
 def test_a_checkpoint_is_evaluated_with_its_running_ranges(straight, tmp_path):
     whole, checkpoint = straight
-    losses = []
-    for module in (whole, module_of()):
-        trainer = trainer_of(tmp_path, PrecisionCallback(schedule_of()))
+    losses, callback = [], PrecisionCallback(schedule_of())
+    for module in (whole, module_of()):  # one callback for both
+        trainer = trainer_of(tmp_path, callback)
         path = checkpoint.with_name(f"step={STEPS}.ckpt")
         losses.append(trainer.test(module, TEST, ckpt_path=path, verbose=False)[0]["test_loss"])
     assert losses[0] == losses[1]
