@@ -16,7 +16,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 ifeq ($(shell uname -s),Linux)
 PACKAGES := -r requirements.lock
 else
-PACKAGES := -c constraints.txt setuptools -e '.[vision,graph,text,notebooks,cluster,dev]'
+PACKAGES := -c constraints.txt setuptools -e '.[vision,graph,text,lightning,notebooks,cluster,dev]'
 endif
 
 BIN := .venv/bin

@@ -13,7 +13,7 @@ PACKAGE = ROOT / "cpt_core"
 # Each module may import those before it.
 ORDER = [
     "paths", "cost", "schedules", "quantizers", "layers", "lstm_layers", "graph_ops", "graph_layers", "dgl_layers",
-    "attention_layers", "convert", "scheduler", "bitops", "recipes", "specs",
+    "attention_layers", "convert", "scheduler", "bitops", "integrations", "recipes", "specs",
     "models", "data", "tasks", "train", "grids", "leases", "stores", "worker", "calibration", "cluster", "runs", "plan",
     "results", "figures", "parameters", "teaching", "reproducing", "report", "reproduce", "__main__",
 ]  # fmt: skip
@@ -62,6 +62,11 @@ def test_imports_go_one_way(path):
     for name in imports_of(path):
         later = ORDER.index(name) > own
         assert not later, f"{path.name} imports {name}, which comes after it"
+
+
+def test_nothing_else_imports_the_integrations():
+    others = [p for p in [*FILES, PACKAGE / "__init__.py"] if module_of(p) != "integrations"]
+    assert not [p.name for p in others if "integrations" in imports_of(p)]
 
 
 @pytest.mark.parametrize("name", WITHOUT_TORCH)

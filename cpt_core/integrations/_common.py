@@ -1,0 +1,109 @@
+"""What the callbacks share: the bits of training and of evaluation, and what is logged of them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+from torch import nn
+
+from cpt_core import cost
+from cpt_core.layers import LayerPrecision
+from cpt_core.quantizers import check_bits
+from cpt_core.scheduler import PrecisionScheduler, Schedules
+from cpt_core.schedules import Schedule
+
+EvalBits = int | str
+EVAL_BITS = ("q_max", "current", "float")
+
+
+def check_eval_bits(value: Any) -> EvalBits:
+    """Return ``value`` when a model can be evaluated at it, else raise ValueError."""
+    if isinstance(value, str) and value in EVAL_BITS:
+        return value
+    try:
+        return check_bits("eval_bits", value)
+    except ValueError:
+        names = ", ".join(map(repr, EVAL_BITS))
+        raise ValueError(f"eval_bits must be {names} or an integer from 1 to 32, got {value!r}") from None
+
+
+class TrainerPrecision(PrecisionScheduler):
+    """A ``PrecisionScheduler`` that knows when its model is being evaluated, and at which bits.
+
+    Args:
+        model: a model converted by ``quantize_``.
+        schedule: one schedule, or a mapping from patterns of layer names to schedules.
+        q_grad: gradient bits; None takes each schedule's ``q_max``.
+        total_steps: optimizer steps that the Trainer will take; None when it is not about to train.
+
+    Raises:
+        ValueError: when the model is not converted, or the schedule has another number of steps.
+    """
+
+    _eval_bits: EvalBits | None = None  # None while the model trains
+
+    def __init__(
+        self, model: nn.Module, schedule: Schedules, q_grad: int | None, total_steps: float | None = None
+    ) -> None:
+        """Assign layers to schedules and apply step 0."""
+        if not any(isinstance(m, LayerPrecision) for m in model.modules()):
+            raise ValueError("the model has no quantised layers; call quantize_(model) before the Trainer is made")
+        super().__init__(model, schedule, q_grad)
+        if total_steps not in (None, self.total_steps):
+            raise ValueError(
+                f"the schedule has total_steps = {self.total_steps}, but the Trainer will take {total_steps} "
+                "optimizer steps; the two must be equal"
+            )
+        self.model = model
+        self._relative_cost = {p: self._so_far(schedule) for p, (schedule, _) in self.schedules.items()}
+
+    def evaluate_at(self, eval_bits: EvalBits | None) -> None:
+        """Set the bits of an evaluation; None goes back to those of training."""
+        self._eval_bits = None if eval_bits is None else check_eval_bits(eval_bits)
+        self._apply()
+
+    def _apply(self) -> None:
+        super()._apply()
+        if self._eval_bits is not None:
+            for layers, bits in zip(self._groups.values(), self._bits_of_evaluation(), strict=True):
+                for layer in layers:
+                    layer.set_bits(bits, None if bits is None else layer.q_grad)
+
+    def _bits_of_evaluation(self) -> list[int] | list[None]:
+        if self._eval_bits == "current":
+            return self.get_last_bits()
+        if self._eval_bits == "float":
+            return [None] * len(self.schedules)
+        given = self._eval_bits if isinstance(self._eval_bits, int) else None  # else each schedule's q_max
+        return [given or schedule.q_max for schedule, _ in self.schedules.values()]
+
+    def _so_far(self, schedule: Schedule) -> NDArray[np.float64]:
+        """Return ``cost.relative_cost`` of the first 1, 2, ... steps at once, shape (total_steps,)."""
+        q_grad = self.q_grad or schedule.q_max
+        means = np.cumsum(cost.step_cost(schedule.bits(), q_grad)) / np.arange(1, schedule.total_steps + 1)
+        return means / cost.step_cost(schedule.q_max, q_grad)
+
+    def logs(self, steps: int) -> dict[str, float]:
+        """Return what to log after so many optimizer steps; nothing after none.
+
+        ``bits`` are those of the last step, ``relative_cost`` is the cost of all steps so far divided by that of the
+        same steps at static ``q_max``. Several schedules give one pair each: ``bits/PATTERN``.
+        """
+        entries: dict[str, float] = {}
+        for pattern, (schedule, _) in self.schedules.items() if steps else ():
+            last = min(steps, self.total_steps) - 1
+            entries[self._name("bits", pattern)] = schedule(last)
+            entries[self._name("relative_cost", pattern)] = float(self._relative_cost[pattern][last])
+        return entries
+
+    def eval_logs(self) -> dict[str, float]:
+        """Return the ``eval_bits`` in force, 32 for float32; nothing while the model trains."""
+        if self._eval_bits is None:
+            return {}
+        bits = zip(self.schedules, self._bits_of_evaluation(), strict=True)
+        return {self._name("eval_bits", pattern): b or cost.FULL_PRECISION for pattern, b in bits}
+
+    def _name(self, what: str, pattern: str) -> str:
+        return what if len(self.schedules) == 1 else f"{what}/{pattern}"

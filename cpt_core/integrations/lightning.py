@@ -1,0 +1,116 @@
+"""Cyclic precision in the Trainer of Lightning.
+
+::
+
+    module = MyLightningModule()
+    cpt.quantize_(module)
+    schedule = cpt.make_schedule("CR", q_min=4, q_max=8, total_steps=1000)
+    trainer = lightning.pytorch.Trainer(max_steps=1000, callbacks=[PrecisionCallback(schedule)])
+    trainer.fit(module, train, val)  # training at the bits of the schedule, validation at q_max
+    trainer.test(module, test)  # at q_max
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from lightning.pytorch import Callback, LightningModule, Trainer
+
+from cpt_core.integrations._common import TrainerPrecision, check_eval_bits
+from cpt_core.scheduler import Schedules
+
+
+class PrecisionCallback(Callback):
+    """Set the bits of a converted module at every optimizer step of a ``Trainer``, and others while it evaluates.
+
+    Args:
+        schedule: one schedule, or a mapping from patterns of layer names to schedules (``PrecisionScheduler``). Its
+            ``total_steps`` are the optimizer steps of the run, ``trainer.estimated_stepping_batches``: accumulated
+            batches are one step. In manual optimization steps of all optimizers count, as in ``trainer.global_step``.
+        q_grad: gradient bits; None takes each schedule's ``q_max``.
+        eval_bits: precision of validation, test and prediction: "q_max", "current" (of the schedule), "float" (no
+            quantisation) or 1 to 32. It may be assigned later: ``callback.eval_bits = 4``.
+
+    Raises:
+        ValueError: for other ``eval_bits``; at the start of training, when the module is not converted, the steps
+            differ or a resumed run finds no state of its own in the checkpoint.
+
+    Lightning's checkpoints carry the state (running ranges, rounding noise, step). They do not carry torch's random
+    numbers: a resumed run is the uninterrupted one up to dropout and shuffling, which are Lightning's to restore.
+    Loggers get ``bits`` and ``relative_cost`` (so far, to static ``q_max``) after every optimizer step, and
+    ``eval_bits`` with every validation and test.
+    """
+
+    def __init__(self, schedule: Schedules, q_grad: int | None = None, eval_bits: int | str = "q_max") -> None:
+        """Keep the settings; the module comes with the Trainer."""
+        self.schedule, self.q_grad = schedule, q_grad
+        self.eval_bits = check_eval_bits(eval_bits)
+        self.precision: TrainerPrecision | None = None
+        self._saved: dict[str, Any] | None = None  # Lightning loads states before there is a scheduler
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state for Lightning's checkpoint."""
+        return {} if self.precision is None else self.precision.state_dict()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Keep a state until the module is there."""
+        self._saved = state_dict
+
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Forget a state that a run before this one left unused."""
+        self._saved = None
+
+    def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Make the scheduler, before the first validation."""
+        self.precision = TrainerPrecision(pl_module, self.schedule, self.q_grad, trainer.estimated_stepping_batches)
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Start at step 0, or where the checkpoint was written."""
+        if trainer.global_step and self._saved is None:
+            raise ValueError(
+                f"training starts at step {trainer.global_step}, but its checkpoint has no state of {self.state_key}; "
+                "give one that was written with this callback, or start again without ckpt_path"
+            )
+        self._follow(trainer, pl_module)
+
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        """Go to the bits of the next optimizer step when there was one, and log those of the last."""
+        precision = self._follow(trainer, pl_module)  # nothing moves while gradients accumulate
+        pl_module.log_dict(precision.logs(trainer.global_step))
+
+    def _follow(self, trainer: Trainer, pl_module: LightningModule) -> TrainerPrecision:
+        precision = self._restored(pl_module)
+        while precision.last_step < trainer.global_step:
+            precision.step()
+        return precision
+
+    def _restored(self, pl_module: LightningModule) -> TrainerPrecision:
+        """Return the scheduler of this module, with the state of the checkpoint if one has been read."""
+        if self.precision is None or self.precision.model is not pl_module:  # evaluated without having been trained
+            self.precision = TrainerPrecision(pl_module, self.schedule, self.q_grad)
+        if self._saved is not None:
+            self.precision.load_state_dict(self._saved)
+            self._saved = None
+        return self.precision
+
+    def _evaluation(self, pl_module: LightningModule, start: bool) -> TrainerPrecision:
+        precision = self._restored(pl_module)
+        precision.evaluate_at(self.eval_bits if start else None)
+        return precision
+
+    def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Set the bits of evaluation."""
+        pl_module.log_dict(self._evaluation(pl_module, True).eval_logs(), sync_dist=True)
+
+    def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Go back to the bits of training."""
+        self._evaluation(pl_module, False)
+
+    def on_predict_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Set the bits of evaluation; Lightning does not log here."""
+        self._evaluation(pl_module, True)
+
+    on_test_start = on_validation_start
+    on_test_end = on_predict_end = on_validation_end

@@ -1,0 +1,315 @@
+"""A real Trainer of transformers drives a small BERT."""
+
+import copy
+
+import pytest
+import torch
+
+import cpt_core as cpt
+from cpt_core.schedules import FunctionSchedule
+
+transformers = pytest.importorskip("transformers")
+pytest.importorskip("accelerate")
+
+from cpt_core.integrations.hf import FILE, PrecisionCallback  # noqa: E402
+
+STEPS, ACCUMULATED = 12, 2
+CONFIG = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 32}
+LAYERS = 8  # linear layers of that model
+
+
+def schedule_of(name="CR", total_steps=STEPS, **changes):
+    return cpt.make_schedule(name, **{"q_min": 3, "q_max": 8, "total_steps": total_steps, "n_cycles": 2} | changes)
+
+
+def bert():
+    torch.manual_seed(0)
+    return transformers.BertForSequenceClassification(
+        transformers.BertConfig(**CONFIG, vocab_size=20, max_position_embeddings=8, num_labels=2)
+    )
+
+
+def sentences(n, seed):
+    generator = torch.Generator().manual_seed(seed)
+    words = torch.randint(20, (n, 6), generator=generator)
+    return [{"input_ids": w, "attention_mask": torch.ones_like(w), "labels": int(w[0]) % 2} for w in words]
+
+
+TRAIN, TEST = sentences(24, 0), sentences(8, 1)  # two epochs of 6 optimizer steps of 2 batches of 2
+
+
+def trainer_of(folder, callback, model=None, callbacks=(), **changes):
+    settings = {
+        "output_dir": str(folder), "num_train_epochs": 2, "per_device_train_batch_size": 2,
+        "gradient_accumulation_steps": ACCUMULATED, "learning_rate": 0.01, "use_cpu": True, "report_to": [],
+        "disable_tqdm": True, "logging_steps": 1, "save_strategy": "no", "dataloader_pin_memory": False,
+    }  # fmt: skip
+    model = cpt.quantize_(bert()) if model is None else model
+    arguments = transformers.TrainingArguments(**settings | changes)
+    return transformers.Trainer(
+        model, arguments, train_dataset=TRAIN, eval_dataset=TEST, callbacks=[callback, *callbacks]
+    )
+
+
+def precisions_of(model):
+    return [m.precision for m in model.modules() if hasattr(m, "precision")]
+
+
+def probe(model):
+    """Return a list that gets (training?, set of bits of all layers, of gradients) at every forward pass."""
+    seen = []
+    layers = precisions_of(model)
+    assert len(layers) == LAYERS
+    encoder = model.bert.embeddings  # the first module that runs, before any quantised layer
+    encoder.register_forward_pre_hook(
+        lambda *_: seen.append((model.training, {p.bits for p in layers}, {p.q_grad for p in layers}))
+    )
+    return seen
+
+
+class StopAt(transformers.TrainerCallback):
+    def __init__(self, step):
+        self.step = step
+
+    def on_step_end(self, args, state, control, **kwargs):
+        control.should_training_stop = control.should_save = state.global_step == self.step
+
+
+def test_every_forward_pass_has_the_bits_of_its_optimizer_step(tmp_path):
+    schedule = schedule_of()
+    trainer = trainer_of(tmp_path, PrecisionCallback(schedule, q_grad=6))
+    seen = probe(trainer.model)
+    trainer.train()
+    assert trainer.state.global_step == STEPS
+    assert seen == [(True, {b}, {6}) for b in schedule.bits().tolist() for _ in range(ACCUMULATED)]
+
+
+def test_evaluations_have_bits_of_their_own_in_whatever_order(tmp_path):
+    schedule, callback = schedule_of(), PrecisionCallback(schedule_of(), eval_bits=5)
+    trainer = trainer_of(tmp_path, callback, eval_strategy="steps", eval_steps=5, eval_on_start=True)
+    seen = probe(trainer.model)
+    trainer.evaluate()  # before any training
+    trainer.train()
+    trainer.evaluate()
+    trainer.predict(TEST)
+    assert [bits for training, bits, _ in seen if training] == [
+        {b} for b in schedule.bits().tolist() for _ in range(ACCUMULATED)
+    ]
+    evaluations = [bits for training, bits, _ in seen if not training]
+    assert evaluations == [{5}] * (1 + 1 + 3 + 2)  # one batch of 8 each: before, at the start, at 5, 10, 12, after
+
+
+@pytest.mark.parametrize(
+    ("eval_bits", "bits", "logged"), [("q_max", 7, 7), ("current", 4, 4), ("float", None, 32), (2, 2, 2)]
+)
+def test_precisions_of_evaluation(tmp_path, eval_bits, bits, logged):
+    schedule = FunctionSchedule(lambda u: 7 - 3 * u, total_steps=STEPS)  # ends at 4
+    callback = PrecisionCallback(schedule, eval_bits=eval_bits)
+    trainer = trainer_of(tmp_path, callback, logging_strategy="no")
+    trainer.train()
+    seen = probe(trainer.model)
+    assert trainer.evaluate()["eval_bits"] == logged
+    callback.eval_bits = 6
+    assert trainer.evaluate()["eval_bits"] == 6
+    assert [b for _, b, _ in seen] == [{bits}, {6}]
+
+
+@pytest.mark.parametrize("eval_bits", [0, 33, 2.5, True, None, "max", "8", [8]])
+def test_other_precisions_of_evaluation_are_refused(eval_bits):
+    message = "eval_bits must be 'q_max', 'current', 'float' or an integer from 1 to 32, got"
+    with pytest.raises(ValueError, match=message):
+        PrecisionCallback(schedule_of(), eval_bits=eval_bits)
+
+
+# --- resuming -------------------------------------------------------------------------------------
+
+STOP = 4  # inside the first cycle and inside the first epoch
+
+
+@pytest.fixture(scope="module")
+def straight(tmp_path_factory):
+    """A run without interruption, with a checkpoint after its 4th step."""
+    folder = tmp_path_factory.mktemp("straight")
+    trainer = trainer_of(folder, PrecisionCallback(schedule_of()), save_strategy="steps", save_steps=STOP)
+    trainer.train()
+    return trainer, folder / f"checkpoint-{STOP}"
+
+
+def state_of(trainer):
+    ranges = {n: b for n, b in trainer.model.named_buffers() if ".running_" in n}
+    assert ranges
+    return trainer.model.state_dict() | ranges
+
+
+@pytest.mark.parametrize("elsewhere", [False, True])
+def test_a_resumed_run_is_bitwise_the_same(straight, tmp_path, elsewhere):
+    whole, checkpoint = straight
+    callback = PrecisionCallback(schedule_of(), resume_from=checkpoint if elsewhere else None)
+    trainer = trainer_of(tmp_path if elsewhere else checkpoint.parent, callback)
+    seen = probe(trainer.model)
+    trainer.train(resume_from_checkpoint=str(checkpoint))
+    assert [b for _, b, _ in seen] == [{b} for b in schedule_of().bits()[STOP:].tolist() for _ in range(ACCUMULATED)]
+    expected, found = state_of(whole), state_of(trainer)
+    assert expected.keys() == found.keys()
+    assert all(torch.equal(expected[name], found[name]) for name in expected)
+    losses = [[e["loss"] for e in t.state.log_history if "loss" in e] for t in (whole, trainer)]
+    assert losses[0] == losses[1]
+    assert whole.evaluate()["eval_loss"] == trainer.evaluate()["eval_loss"]
+    assert not list(checkpoint.glob("*.tmp"))
+
+
+def test_an_interrupted_run_leaves_the_checkpoint(straight, tmp_path):
+    _, checkpoint = straight
+    trainer = trainer_of(tmp_path, PrecisionCallback(schedule_of()), callbacks=[StopAt(STOP)])
+    trainer.train()
+    saved, expected = (torch.load(f / FILE, weights_only=True) for f in (tmp_path / f"checkpoint-{STOP}", checkpoint))
+    assert saved["last_step"] == STOP
+    assert saved["noise"] == expected["noise"]
+
+
+@pytest.mark.parametrize(
+    ("content", "schedule", "message"),
+    [
+        (None, schedule_of(), "No such file"),
+        (b"nonsense", schedule_of(), "cannot continue from"),
+        (b"", schedule_of(), "cannot continue from"),
+        ([1, 2], schedule_of(), "it holds no state of a precision"),
+        ("same", schedule_of("ER"), "the checkpoint has schedules"),
+        ("step", schedule_of(), "it is of step 3, the Trainer is at 4"),
+    ],
+    ids=["missing", "bytes", "empty", "other object", "other schedule", "other step"],
+)
+def test_checkpoints_of_other_runs_are_refused(straight, tmp_path, content, schedule, message):
+    _, checkpoint = straight
+    path = tmp_path / FILE
+    if isinstance(content, bytes):
+        path.write_bytes(content)
+    elif content is not None:
+        saved = torch.load(checkpoint / FILE, weights_only=True)
+        saved["last_step"] -= content == "step"
+        torch.save(saved if isinstance(content, str) else content, path)
+    trainer = trainer_of(tmp_path, PrecisionCallback(schedule, resume_from=tmp_path))
+    with pytest.raises(ValueError, match=message) as error:
+        trainer.train(resume_from_checkpoint=str(checkpoint))
+    assert str(path) in str(error.value)
+    assert "resume_from" in str(error.value)
+
+
+def test_the_best_model_comes_back_with_its_running_ranges(tmp_path):
+    changes = {"eval_strategy": "steps", "save_strategy": "steps", "eval_steps": 3, "save_steps": 3}
+    settings = {"load_best_model_at_end": True, "metric_for_best_model": "eval_loss", "greater_is_better": True}
+    trainer = trainer_of(tmp_path, PrecisionCallback(schedule_of()), **changes | settings)  # the worst, in fact
+    trainer.train()
+    assert trainer.state.best_global_step < STEPS
+    assert trainer.evaluate()["eval_loss"] == trainer.state.best_metric
+
+
+# --- what is wrong, what is logged ----------------------------------------------------------------
+
+
+def test_the_schedule_must_have_the_steps_of_the_run(tmp_path):
+    trainer = trainer_of(tmp_path, PrecisionCallback(schedule_of(total_steps=24)))
+    seen = probe(trainer.model)
+    with pytest.raises(ValueError, match="total_steps = 24, but the Trainer will take 12 optimizer steps"):
+        trainer.train()
+    assert seen == []
+
+
+def test_the_model_must_be_converted(tmp_path):
+    with pytest.raises(ValueError, match=r"call quantize_\(model\) before the Trainer is made"):
+        trainer_of(tmp_path, PrecisionCallback(schedule_of()), bert())
+
+
+def test_the_log_tells_bits_and_cost(tmp_path, capsys):
+    schedule, callback = schedule_of(), PrecisionCallback(schedule_of())
+    trainer = trainer_of(tmp_path, callback, eval_strategy="steps", eval_steps=6, eval_on_start=True)
+    trainer.train()
+    history = trainer.state.log_history
+    steps = [e for e in history if "loss" in e]
+    assert [e["bits"] for e in steps] == schedule.bits().tolist()
+    assert steps[0]["relative_cost"] == (3 * 3 + 2 * 3 * 8) / (3 * 8 * 8)  # one forward, two backward products
+    assert steps[-1]["relative_cost"] == schedule.relative_cost()
+    assert all("eval_bits" not in e for e in history if "eval_loss" not in e)
+    evaluations = [(e["step"], e.get("bits"), e["eval_bits"]) for e in history if "eval_loss" in e]
+    assert evaluations == [(0, None, 8), (6, schedule(5), 8), (12, 8, 8)]
+    assert "train_loss" in history[-1]
+    assert history[-1]["relative_cost"] == schedule.relative_cost()
+    assert capsys.readouterr().out.count("'relative_cost'") == len(history) - 1
+
+
+def test_schedules_per_layer_have_entries_of_their_own(tmp_path):
+    first, rest = schedule_of("ER", q_max=6), schedule_of()
+    trainer = trainer_of(tmp_path, PrecisionCallback({"classifier": first, "*": rest}))
+    trainer.train()
+    entries = [e for e in trainer.state.log_history if "loss" in e]
+    assert [e["bits/classifier"] for e in entries] == first.bits().tolist()
+    assert [e["bits/*"] for e in entries] == rest.bits().tolist()
+    metrics = trainer.evaluate()
+    assert (metrics["eval_bits/classifier"], metrics["eval_bits/*"]) == (6, 8)
+    assert metrics["relative_cost/*"] == rest.relative_cost()
+
+
+# --- the switch -----------------------------------------------------------------------------------
+
+
+def test_a_second_training_starts_anew_and_remove_takes_the_switch_away(tmp_path):
+    callback = PrecisionCallback(schedule_of(), eval_bits=5)
+    trainer = trainer_of(tmp_path, callback)
+    keys = set(trainer.model.state_dict())
+    assert keys == set(bert().state_dict())
+    trainer.train()
+    trainer.evaluate()
+    seen = probe(trainer.model)
+    trainer.train()
+    assert [b for _, b, _ in seen] == [{b} for b in schedule_of().bits().tolist() for _ in range(ACCUMULATED)]
+    model = copy.deepcopy(trainer.model)  # the copy has a switch of its own
+    model.eval()
+    assert {p.bits for p in precisions_of(model)} == {5}
+    assert {p.bits for p in precisions_of(trainer.model)} == {8}
+    callback.remove()
+    trainer.model.eval()
+    assert {p.bits for p in precisions_of(trainer.model)} == {8}
+
+
+def test_another_trainer_takes_the_model_over(tmp_path):
+    model = cpt.quantize_(bert())
+    first, second = PrecisionCallback(schedule_of(), eval_bits=5), PrecisionCallback(schedule_of(), eval_bits=6)
+    trainer_of(tmp_path, first, model).train()
+    trainer = trainer_of(tmp_path, second, model)
+    assert trainer.evaluate()["eval_bits"] == 6
+    first.remove()
+    assert {p.bits for p in precisions_of(model)} == {6}
+
+
+def test_a_model_that_is_made_anew_leaves_the_old_one_alone(tmp_path):
+    made = []
+
+    def model_init():
+        made.append(cpt.quantize_(bert()))
+        return made[-1]
+
+    callback = PrecisionCallback(schedule_of(), eval_bits=5)
+    settings = transformers.TrainingArguments(str(tmp_path), max_steps=STEPS, use_cpu=True, report_to=[])
+    trainer = transformers.Trainer(args=settings, model_init=model_init, train_dataset=TRAIN, callbacks=[callback])
+    callback.on_train_begin(settings, transformers.TrainerState(max_steps=STEPS), None, model=trainer.call_model_init())
+    first, second = made
+    second.train()
+    first.eval()
+    assert {p.bits for p in precisions_of(second)} == {3}
+    second.eval()
+    assert {p.bits for p in precisions_of(second)} == {5}
+
+
+def test_a_context_inside_the_training_leaves_no_trace(tmp_path):
+    class Peek(transformers.TrainerCallback):
+        def on_step_end(self, args, state, control, model, **kwargs):
+            with cpt.precision(model.eval(), 2), torch.no_grad():
+                model(**{k: torch.as_tensor(v)[None] for k, v in TEST[0].items()})
+
+    trainer = trainer_of(tmp_path, PrecisionCallback(schedule_of()), callbacks=[Peek()])
+    seen = probe(trainer.model)
+    trainer.train()
+    assert {tuple(b) for training, b, _ in seen if not training} == {(2,)}
+    assert [b for training, b, _ in seen if training] == [
+        {b} for b in schedule_of().bits().tolist() for _ in range(ACCUMULATED)
+    ]

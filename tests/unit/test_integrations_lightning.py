@@ -1,0 +1,268 @@
+"""A real Trainer of Lightning drives a small network."""
+
+import pytest
+import torch
+from torch import nn
+
+import cpt_core as cpt
+from cpt_core.schedules import FunctionSchedule
+
+pl = pytest.importorskip("lightning.pytorch")
+
+from lightning.pytorch.callbacks import Callback, ModelCheckpoint  # noqa: E402
+from lightning.pytorch.loggers.logger import DummyLogger  # noqa: E402
+
+from cpt_core.integrations.lightning import PrecisionCallback  # noqa: E402
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:The '.*_dataloader' does not have many workers"),  # nor do they need them
+    pytest.mark.filterwarnings("ignore:Be aware that when using `ckpt_path`"),  # resumed runs here keep no checkpoints
+]
+
+STEPS, ACCUMULATED, EPOCHS, LAYERS = 12, 2, 3, 2
+
+
+def schedule_of(name="CR", total_steps=STEPS, **changes):
+    return cpt.make_schedule(name, **{"q_min": 3, "q_max": 8, "total_steps": total_steps, "n_cycles": 2} | changes)
+
+
+class Small(pl.LightningModule):
+    """Two linear layers; ``seen`` gets (stage, bits of all layers, of gradients) at every forward pass."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.net = nn.Sequential(nn.Linear(6, 16), nn.ReLU(), nn.Linear(16, 2))
+        self.seen = []
+
+    def _loss(self, stage, batch):
+        layers = [m.precision for m in self.net.modules() if hasattr(m, "precision")]
+        assert len(layers) == LAYERS
+        self.seen.append((stage, {p.bits for p in layers}, {p.q_grad for p in layers}))
+        x, y = batch
+        return nn.functional.cross_entropy(self.net(x), y)
+
+    def training_step(self, batch, index):
+        return self._loss("train", batch)
+
+    def validation_step(self, batch, index):
+        self.log("val_loss", self._loss("val", batch))
+
+    def test_step(self, batch, index):
+        self.log("test_loss", self._loss("test", batch))
+
+    def predict_step(self, batch, index):
+        return self._loss("predict", batch)
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.1, momentum=0.9)
+
+    def bits(self, stage):
+        return [bits for name, bits, _ in self.seen if name == stage]
+
+
+def module_of():
+    return cpt.quantize_(Small())
+
+
+def loader_of(n, seed):
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn(n, 6, generator=generator)
+    return torch.utils.data.DataLoader(list(zip(x, (x[:, 0] > 0).long(), strict=True)), batch_size=2)
+
+
+TRAIN, TEST = loader_of(16, 0), loader_of(2, 1)  # three epochs of 4 optimizer steps of 2 batches of 2
+
+
+class Log(DummyLogger):
+    """Keep what is logged."""
+
+    def __init__(self):
+        super().__init__()
+        self.entries = []
+
+    def log_metrics(self, metrics, step=None):
+        self.entries.append(metrics)
+
+    def of(self, name):
+        return [entry[name] for entry in self.entries if name in entry]
+
+
+def trainer_of(folder, *callbacks, **changes):
+    settings = {
+        "default_root_dir": folder, "max_epochs": EPOCHS, "accumulate_grad_batches": ACCUMULATED, "accelerator": "cpu",
+        "logger": False, "enable_checkpointing": any(isinstance(c, ModelCheckpoint) for c in callbacks),
+        "enable_progress_bar": False, "enable_model_summary": False, "log_every_n_steps": 1,
+    }  # fmt: skip
+    return pl.Trainer(callbacks=list(callbacks), **settings | changes)
+
+
+def per_batch(bits):
+    return [{int(b)} for b in bits for _ in range(ACCUMULATED)]
+
+
+def test_every_forward_pass_has_the_bits_of_its_optimizer_step(tmp_path):
+    schedule, module = schedule_of(), module_of()
+    trainer = trainer_of(tmp_path, PrecisionCallback(schedule, q_grad=6))
+    trainer.fit(module, TRAIN, TEST)
+    assert trainer.global_step == STEPS
+    assert [entry for entry in module.seen if entry[0] == "train"] == [
+        ("train", bits, {6}) for bits in per_batch(schedule.bits())
+    ]
+
+
+def test_evaluations_have_bits_of_their_own(tmp_path):
+    schedule, module, callback = schedule_of(), module_of(), PrecisionCallback(schedule_of(), eval_bits=5)
+    trainer = trainer_of(tmp_path, callback, val_check_interval=3)  # in the middle of an accumulation, too
+    trainer.validate(module, TEST, verbose=False)  # before any training
+    trainer.fit(module, TRAIN, TEST)
+    trainer.test(module, TEST, verbose=False)
+    trainer.predict(module, TEST)
+    assert module.bits("train") == per_batch(schedule.bits())
+    assert module.bits("val") == [{5}] * (1 + 1 + 2 * EPOCHS)  # before, the sanity check, twice an epoch
+    assert module.bits("test") == module.bits("predict") == [{5}]
+    assert callback.precision.get_last_bits() == [8]
+    assert {m.precision.bits for m in (module.net[0], module.net[2])} == {8}  # those of training again
+
+
+@pytest.mark.parametrize(
+    ("eval_bits", "bits", "logged"), [("q_max", 7, 7), ("current", 4, 4), ("float", None, 32), (2, 2, 2)]
+)
+def test_precisions_of_evaluation(tmp_path, eval_bits, bits, logged):
+    schedule = FunctionSchedule(lambda u: 7 - 3 * u, total_steps=STEPS)  # ends at 4
+    module, callback = module_of(), PrecisionCallback(schedule, eval_bits=eval_bits)
+    trainer = trainer_of(tmp_path, callback)
+    trainer.fit(module, TRAIN, TEST)
+    (metrics,) = trainer.test(module, TEST, verbose=False)
+    assert metrics["eval_bits"] == logged
+    callback.eval_bits = 6
+    (metrics,) = trainer.test(module, TEST, verbose=False)
+    assert metrics["eval_bits"] == 6
+    assert module.bits("test") == [{bits}, {6}]
+
+
+def test_other_precisions_of_evaluation_are_refused():
+    with pytest.raises(ValueError, match="eval_bits must be 'q_max', 'current', 'float' or an integer from 1 to 32"):
+        PrecisionCallback(schedule_of(), eval_bits="max")
+
+
+# --- resuming -------------------------------------------------------------------------------------
+
+STOP = 4  # inside the first cycle, at the end of the first epoch
+
+
+@pytest.fixture(scope="module")
+def straight(tmp_path_factory):
+    """A run without interruption, with a checkpoint after its 4th step."""
+    folder, module = tmp_path_factory.mktemp("straight"), module_of()
+    keeper = ModelCheckpoint(folder, filename="{step}", every_n_train_steps=STOP, save_top_k=-1)
+    trainer_of(folder, PrecisionCallback(schedule_of()), keeper).fit(module, TRAIN, TEST)
+    return module, folder / f"step={STOP}.ckpt"
+
+
+def state_of(module):
+    ranges = {n: b for n, b in module.named_buffers() if ".running_" in n}
+    assert ranges
+    return module.state_dict() | ranges
+
+
+def test_a_resumed_run_is_bitwise_the_same(straight, tmp_path):
+    whole, checkpoint = straight
+    module = module_of()
+    trainer_of(tmp_path, PrecisionCallback(schedule_of())).fit(module, TRAIN, TEST, ckpt_path=checkpoint)
+    assert module.bits("train") == per_batch(schedule_of().bits()[STOP:])
+    expected, found = state_of(whole), state_of(module)
+    assert expected.keys() == found.keys()
+    assert all(torch.equal(expected[name], found[name]) for name in expected)
+
+
+def test_a_checkpoint_is_evaluated_with_its_running_ranges(straight, tmp_path):
+    whole, checkpoint = straight
+    losses, callback = [], PrecisionCallback(schedule_of())
+    for module in (whole, module_of()):  # one callback for both
+        trainer = trainer_of(tmp_path, callback)
+        path = checkpoint.with_name(f"step={STEPS}.ckpt")
+        losses.append(trainer.test(module, TEST, ckpt_path=path, verbose=False)[0]["test_loss"])
+    assert losses[0] == losses[1]
+    expected, found = state_of(whole), state_of(module)
+    assert all(torch.equal(expected[name], found[name]) for name in expected)
+
+
+def test_checkpoints_of_other_runs_are_refused(straight, tmp_path):
+    _, checkpoint = straight
+    module = module_of()
+    with pytest.raises(ValueError, match="the checkpoint has schedules"):
+        trainer_of(tmp_path, PrecisionCallback(schedule_of("ER"))).fit(module, TRAIN, TEST, ckpt_path=checkpoint)
+    content = torch.load(checkpoint, weights_only=True)
+    del content["callbacks"]["PrecisionCallback"]
+    torch.save(content, tmp_path / "without.ckpt")
+    with pytest.raises(ValueError, match="starts at step 4, but its checkpoint has no state of PrecisionCallback"):
+        trainer_of(tmp_path, PrecisionCallback(schedule_of())).fit(
+            module, TRAIN, TEST, ckpt_path=tmp_path / "without.ckpt"
+        )
+    assert module.seen == []
+
+
+def test_a_state_that_was_not_used_is_forgotten(straight, tmp_path):
+    _, checkpoint = straight
+    module, callback = module_of(), PrecisionCallback(schedule_of())
+    with pytest.raises(ValueError, match="the two must be equal"):
+        trainer_of(tmp_path, callback, max_epochs=EPOCHS + 1).fit(module, TRAIN, TEST, ckpt_path=checkpoint)
+    trainer_of(tmp_path, callback).fit(module, TRAIN, TEST)
+    assert module.bits("train") == per_batch(schedule_of().bits())
+
+
+# --- what is wrong, what is logged ----------------------------------------------------------------
+
+
+def test_the_schedule_must_have_the_steps_of_the_run(tmp_path):
+    module = module_of()
+    with pytest.raises(ValueError, match="total_steps = 24, but the Trainer will take 12 optimizer steps"):
+        trainer_of(tmp_path, PrecisionCallback(schedule_of(total_steps=24))).fit(module, TRAIN, TEST)
+    assert module.seen == []
+
+
+def test_the_module_must_be_converted(tmp_path):
+    with pytest.raises(ValueError, match=r"call quantize_\(model\) before the Trainer is made"):
+        trainer_of(tmp_path, PrecisionCallback(schedule_of())).fit(Small(), TRAIN, TEST)
+
+
+def test_loggers_get_bits_and_cost(tmp_path):
+    schedule, log = schedule_of(), Log()
+    trainer = trainer_of(tmp_path, PrecisionCallback(schedule), logger=log)
+    trainer.fit(module_of(), TRAIN, TEST)
+    assert log.of("bits") == schedule.bits().tolist()
+    costs = log.of("relative_cost")
+    assert costs[0] == pytest.approx((3 * 3 + 2 * 3 * 8) / (3 * 8 * 8))  # one forward, two backward products
+    assert costs[-1] == pytest.approx(schedule.relative_cost())
+    assert len(costs) == STEPS
+    assert log.of("eval_bits") == [8] * EPOCHS
+
+
+def test_schedules_per_layer_have_entries_of_their_own(tmp_path):
+    first, rest, log = schedule_of("ER", q_max=6), schedule_of(), Log()
+    trainer_of(tmp_path, PrecisionCallback({"net.0": first, "*": rest}), logger=log).fit(module_of(), TRAIN, TEST)
+    assert log.of("bits/net.0") == first.bits().tolist()
+    assert log.of("bits/*") == rest.bits().tolist()
+    assert (log.of("eval_bits/net.0")[0], log.of("eval_bits/*")[0]) == (6, 8)
+
+
+def test_a_second_training_starts_anew(tmp_path):
+    module, callback = module_of(), PrecisionCallback(schedule_of(), eval_bits=5)
+    for _ in range(2):
+        trainer = trainer_of(tmp_path, callback)
+        trainer.fit(module, TRAIN, TEST)
+        trainer.test(module, TEST, verbose=False)
+    assert module.bits("train") == 2 * per_batch(schedule_of().bits())
+
+
+def test_a_context_inside_the_training_leaves_no_trace(tmp_path):
+    class Peek(Callback):
+        def on_train_batch_end(self, trainer, module, *_):
+            with cpt.precision(module, 2), torch.no_grad():
+                module._loss("peek", next(iter(TEST)))
+
+    module = module_of()
+    trainer_of(tmp_path, PrecisionCallback(schedule_of()), Peek()).fit(module, TRAIN, TEST)
+    assert {tuple(bits) for bits in module.bits("peek")} == {(2,)}
+    assert module.bits("train") == per_batch(schedule_of().bits())
