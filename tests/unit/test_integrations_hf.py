@@ -15,7 +15,7 @@ from cpt_core.integrations.hf import FILE, PrecisionCallback  # noqa: E402
 
 STEPS, ACCUMULATED = 12, 2
 CONFIG = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 32}
-LAYERS = 8  # linear layers of that model
+LAYERS = 9  # eight linear ones and the products of attention
 
 
 def schedule_of(name="CR", total_steps=STEPS, **changes):
