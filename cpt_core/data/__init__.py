@@ -1,4 +1,4 @@
-"""Data sets: ``images`` and ``graphs``, each with the layouts it reads; nothing is downloaded unless asked for.
+"""Data sets: ``images``, ``graphs`` and ``entailment``, each with the layouts it reads; nothing is downloaded unless asked for.
 
 Data is looked up in ``CPT_DATA_DIR``, then in ``data/cache``.
 """
@@ -7,11 +7,15 @@ from __future__ import annotations
 
 from pathlib import Path
 
-DOWNLOADS = ("cifar10", "cifar100", "imagenet", "ogbn-arxiv", "ogbn-products")
+DOWNLOADS = ("cifar10", "cifar100", "imagenet", "ogbn-arxiv", "ogbn-products", "xnli", "bert-base-multilingual-cased")
 
 
-def download(dataset: str) -> Path:
+def download(dataset: str, language: str = "de") -> Path:
     """Download a data set through its own library, with progress and checksums, and return where it is.
+
+    Args:
+        dataset: one of ``DOWNLOADS``, among them a pretrained model.
+        language: of XNLI's text.
 
     Raises:
         ValueError: for a data set that cannot be downloaded.
@@ -22,6 +26,10 @@ def download(dataset: str) -> Path:
         from cpt_core.data import graphs
 
         return graphs.download(dataset)
+    if dataset in ("xnli", "bert-base-multilingual-cased"):
+        from cpt_core.data import entailment
+
+        return entailment.download(dataset, language)
     from cpt_core.data import images
 
     return images.download(dataset)
