@@ -136,8 +136,8 @@ class EntailmentRecipe(Recipe):
         language: of the training and the validation text.
         test_languages: the test sets; "accuracy" is that of the first, the others are named after their language.
         length: tokens of a pair; longer pairs are cut, the longer sentence first.
-        padding: "max" pads every pair to ``length``, "longest" to the longest pair of its batch. In float32 this changes
-            no result; at low precision ranges then see fewer padding tokens.
+        padding: "max" pads every pair to ``length``, "longest" to the longest pair of its batch. In float32 this
+            changes no result; at low precision ranges then see fewer padding tokens.
         checkpoint: name or folder of a pretrained BERT; "" trains a small one from scratch.
         hidden: width of the small BERT; the inner layers are four times as wide.
         layers: encoder layers of the small BERT; ``heads`` the attention heads of each.
@@ -253,9 +253,11 @@ RECIPES: dict[str, dict[str, Recipe]] = {
         "digits-graph/sage": replace(DIGITS_SAGE, steps=30, n_cycles=2, evaluate_every=0, seeds=(0,)),
         "own-graph/gcn": replace(GRAPH_DEMO, steps=16, n_cycles=2, evaluate_every=0, seeds=(0,)),
         "own-graph/sage": replace(SAGE_DEMO, steps=16, n_cycles=2, evaluate_every=0, seeds=(0,)),
-        "templates/bert_small": replace(TEMPLATES, steps=40, n_cycles=2, seeds=(0,)),
+        "templates/bert_small": replace(
+            TEMPLATES, steps=40, n_cycles=2, valid_pairs=300, test_pairs=300, seeds=(0,)
+        ),
         "own-pairs/bert_small": replace(
-            PAIRS_DEMO, steps=10, n_cycles=2, train_pairs=500, valid_pairs=100, test_pairs=100, seeds=(0,)
+            PAIRS_DEMO, steps=16, n_cycles=2, train_pairs=500, valid_pairs=100, test_pairs=100, seeds=(0,)
         ),
     },
     "demo": {
@@ -327,7 +329,11 @@ AUTHORS: dict[str, dict[str, dict[str, Any]]] = {
 }
 
 
-OWN = {"image": "cifar10", "graph": "own-graph", "entailment": "own-pairs"}  # whose recipes the user's own data takes, by task
+OWN = {
+    "image": "cifar10",
+    "graph": "own-graph",
+    "entailment": "own-pairs",
+}  # whose recipes the user's own data takes, by task
 OWN_FAMILIES = ("own-graph", "own-pairs")  # what no data set is called
 OGB_GRAPHS = ("ogbn-arxiv", "ogbn-products")
 

@@ -1,4 +1,4 @@
-"""Data sets: ``images``, ``graphs`` and ``entailment``, each with the layouts it reads; nothing is downloaded unless asked for.
+"""Data sets: ``images``, ``graphs``, ``entailment``, each with the layouts it reads; downloads only when asked.
 
 Data is looked up in ``CPT_DATA_DIR``, then in ``data/cache``.
 """

@@ -220,8 +220,6 @@ def _read(folder: Path, split: str, languages: tuple[str, ...], default: str) ->
                 if language in languages:
                     parts.setdefault(language, []).append(_checked(file, rows))
     if missing := [language for language in languages if language not in parts]:
-        if not there - set(missing):
-            raise ValueError(f"{', '.join(file.path.name for file in files)}: no pairs in the {split} split")
         raise ValueError(f"{folder}: no {split} pairs in {', '.join(missing)}; there is {', '.join(sorted(there))}")
     out = {}
     for language in languages:
@@ -250,10 +248,16 @@ def _rows(file: _File, default: str) -> pd.DataFrame:
         quiet.set_verbosity(quiet.CRITICAL)
         try:
             loaded = datasets.load_dataset(
-                reader, data_files={"rows": str(file.path)}, split="rows", cache_dir=cache, keep_in_memory=True, **options
+                reader,
+                data_files={"rows": str(file.path)},
+                split="rows",
+                cache_dir=cache,
+                keep_in_memory=True,
+                **options,
             )
         except (datasets.exceptions.DatasetGenerationError, OSError, ValueError) as error:
-            raise ValueError(f"{file.path}: cannot be read: {error.__cause__ or error}") from error
+            reason = "it has no rows" if "corresponds to no data" in str(error) else error.__cause__ or error
+            raise ValueError(f"{file.path}: cannot be read: {reason}") from error
         finally:
             quiet.set_verbosity(level)
             if bars:
@@ -262,8 +266,8 @@ def _rows(file: _File, default: str) -> pd.DataFrame:
         frame = loaded.to_pandas()
     named = {ours: frame[theirs] for ours, theirs in file.columns.items()}
     if "language" not in named:
-        named["language"] = frame["language"] if file.language is None and "language" in frame else (
-            file.language or default
+        named["language"] = (
+            frame["language"] if file.language is None and "language" in frame else (file.language or default)
         )
     out = pd.DataFrame(named)
     out.index = pd.RangeIndex(1, len(out) + 1)
@@ -281,8 +285,8 @@ def _checked(file: _File, rows: pd.DataFrame) -> pd.DataFrame:
     if (wrong := labels.isna()).any():
         row = wrong.idxmax()
         raise ValueError(
-            f"{file.path}, row {row}: label {rows.label[row]!r}; allowed are {', '.join(LABELS)}, or 0, 1, 2, and - for "
-            "pairs to leave out"
+            f"{file.path}, row {row}: label {rows.label[row]!r}; allowed are {', '.join(LABELS)}, or 0, 1, 2, "
+            "and - for pairs to leave out"
         )
     keep = labels != UNDECIDED
     if not keep.all():
@@ -305,5 +309,7 @@ def download(name: str, language: str = "de") -> Path:
     else:
         repository, kind, files = CHECKPOINTS[name], "model", CHECKPOINT_FILES
     folder = data_dir() / name
-    library("huggingface_hub", "text").snapshot_download(repository, repo_type=kind, allow_patterns=files, local_dir=folder)
+    library("huggingface_hub", "text").snapshot_download(
+        repository, repo_type=kind, allow_patterns=files, local_dir=folder
+    )
     return folder

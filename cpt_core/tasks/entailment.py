@@ -69,6 +69,7 @@ class EntailmentTask:
         small = {} if r.checkpoint else dict(
             hidden_size=r.hidden, num_hidden_layers=r.layers, num_attention_heads=r.heads,
             intermediate_size=4 * r.hidden, max_position_embeddings=r.length,
+            initializer_range=r.hidden**-0.5,  # BERT's 0.02 is too small at this width: slow to learn
             hidden_dropout_prob=r.dropout, attention_probs_dropout_prob=r.dropout,
         )  # fmt: skip
         config = transformers.BertConfig(
