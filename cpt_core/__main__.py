@@ -207,12 +207,13 @@ def docs() -> None:
 
 @app.command()
 def download(
-    dataset: Annotated[str, typer.Argument(help="cifar10, cifar100, imagenet, ogbn-arxiv or ogbn-products")],
+    dataset: Annotated[str, typer.Argument(help="cifar10, ogbn-arxiv, xnli, ...; a wrong name lists them all")],
+    language: Annotated[str, typer.Option(help="of xnli's text")] = "de",
 ) -> None:
     """Download a data set into CPT_DATA_DIR (or data/cache), with progress and checksums."""
     from cpt_core import data
 
-    typer.echo(f"{dataset} is in {data.download(dataset)}")
+    typer.echo(f"{dataset} is in {data.download(dataset, language)}")
 
 
 def main() -> None:

@@ -167,10 +167,54 @@ class LanguageModelRecipe(Recipe):
             raise ValueError("lr_rule 'plateau' needs evaluations: give evaluate_every, or lr_rule='cosine'")
 
 
+@dataclass(frozen=True)
+class EntailmentRecipe(Recipe):
+    """Natural language inference with BERT, AdamW and a learning rate that falls linearly.
+
+    Attributes:
+        final_lr: learning rate at the end as a share of ``lr``.
+        language: of the training and the validation text.
+        test_languages: the test sets; "accuracy" is that of the first, the others are named after their language.
+        length: tokens of a pair; longer pairs are cut, the longer sentence first.
+        padding: "max" pads every pair to ``length``, "longest" to the longest pair of its batch. In float32 this
+            changes no result; at low precision ranges then see fewer padding tokens.
+        checkpoint: name or folder of a pretrained BERT; "" trains a small one from scratch.
+        hidden: width of the small BERT; the inner layers are four times as wide.
+        layers: encoder layers of the small BERT; ``heads`` the attention heads of each.
+        dropout: of the small BERT, on hidden states and attention.
+        vocabulary: largest number of word pieces of the small BERT, which are learned from the training text.
+        learning_rates: those of which ``lr`` is one, when it is to be chosen on validation data; () for none.
+        train_pairs, valid_pairs, test_pairs: how many are used; None means all.
+    """
+
+    final_lr: float = 0.1
+    language: str = "de"
+    test_languages: tuple[str, ...] = ("de",)
+    length: int = 128
+    padding: str = "max"
+    checkpoint: str = ""
+    hidden: int = 128
+    layers: int = 2
+    heads: int = 2
+    dropout: float = 0.1
+    vocabulary: int = 8_000
+    learning_rates: tuple[float, ...] = ()
+    train_pairs: int | None = None
+    valid_pairs: int | None = None
+    test_pairs: int | None = None
+
+    def __post_init__(self) -> None:
+        """Check the choices."""
+        _choose("padding", self.padding, ("max", "longest"))
+        if not self.test_languages:
+            raise ValueError("test_languages must name at least one language")
+
+
 RECIPE_CLASSES: dict[str, type[Recipe]] = {
     "image": ImageRecipe,
     "graph": GraphRecipe,
     "language_model": LanguageModelRecipe,
+    "entailment": EntailmentRecipe,
 }
 
 # --- embedded data: scikit-learn's 1,797 handwritten digits, 8 x 8 pixels -------------------------
@@ -243,6 +287,23 @@ PYDOC = replace(
     test_tokens=None,
 )  # fmt: skip
 
+# --- natural language inference: section 4.4 ------------------------------------------------------
+
+XNLI = EntailmentRecipe(
+    task="entailment", dataset="xnli", model="bert", quantized="all",
+    steps=2 * 6136, batch=64, lr=1e-5, q_min=5, n_cycles=2,  # paper 4.4: 2 epochs of 392,702 pairs
+    weight_decay=0.0, clip=1.0,  # authors' code
+    checkpoint="bert-base-multilingual-cased", learning_rates=(5e-6, 1e-5, 5e-5),
+)  # fmt: skip
+PAIRS_DEMO = replace(
+    XNLI, model="bert_small", steps=150, batch=32, lr=1e-3, q_min=2, n_cycles=4, length=48, padding="longest",
+    checkpoint="", dropout=0.0, learning_rates=(), train_pairs=10_000, valid_pairs=1_000, test_pairs=1_000,
+)  # fmt: skip
+TEMPLATES = replace(
+    PAIRS_DEMO, dataset="templates", language="en", test_languages=("en",), length=24, vocabulary=500,
+    train_pairs=None, valid_pairs=None, test_pairs=None,
+)  # fmt: skip
+
 RECIPES: dict[str, dict[str, Recipe]] = {
     "smoke": {
         "digits/mlp6": replace(DIGITS_MLP, steps=190, n_cycles=2, crop=0, evaluate_every=0, seeds=(0,)),
@@ -259,6 +320,12 @@ RECIPES: dict[str, dict[str, Recipe]] = {
         ),
         "ptb/lstm": replace(PTB_DEMO, steps=30, train_tokens=20_000, vocabulary=500, valid_tokens=2_000,
                             test_tokens=4_000, seeds=(0,)),
+        "templates/bert_small": replace(
+            TEMPLATES, steps=40, n_cycles=2, valid_pairs=300, test_pairs=300, seeds=(0,)
+        ),
+        "own-pairs/bert_small": replace(
+            PAIRS_DEMO, steps=16, n_cycles=2, train_pairs=500, valid_pairs=100, test_pairs=100, seeds=(0,)
+        ),
     },
     "demo": {
         "digits/mlp6": DIGITS_MLP,
@@ -270,6 +337,8 @@ RECIPES: dict[str, dict[str, Recipe]] = {
         "own-graph/sage": SAGE_DEMO,
         "pydoc/lstm": PYDOC,
         "ptb/lstm": PTB_DEMO,
+        "templates/bert_small": TEMPLATES,
+        "own-pairs/bert_small": PAIRS_DEMO,
         "cifar10/resnet20": replace(CIFAR_DEMO, model="resnet20", size=32, crop=4, batch=64, steps=2_000, q_min=3),
     },
     "paper": {
@@ -278,6 +347,8 @@ RECIPES: dict[str, dict[str, Recipe]] = {
         "own-graph/gcn": ARXIV,
         "own-graph/sage": PRODUCTS,
         "ptb/lstm": PTB,
+        "xnli/bert": XNLI,
+        "own-pairs/bert": XNLI,
         **{
         f"{dataset}/{model}": replace(base, dataset=dataset, model=model)
         for base, datasets, models in (
@@ -315,6 +386,12 @@ _AUTHORS_PRODUCTS: dict[str, dict[str, Any]] = {
 _AUTHORS_PTB: dict[str, dict[str, Any]] = {
     "": dict(n_cycles=8, lr_division=4.0, eval_bits="current", running_start="zero", cycle_rule="floor_plus_one"),
 }
+_AUTHORS_XNLI: dict[str, dict[str, Any]] = {
+    "": dict(
+        final_lr=0.0, lr=1e-5, learning_rates=(), eval_bits="current", cycle_rule="floor_plus_one",
+        running_start="zero",
+    ),
+}  # fmt: skip
 AUTHORS: dict[str, dict[str, dict[str, Any]]] = {
     "ptb": _AUTHORS_PTB,
     "ogbn-arxiv": _AUTHORS_ARXIV,
@@ -322,6 +399,7 @@ AUTHORS: dict[str, dict[str, dict[str, Any]]] = {
     "cifar10": _AUTHORS_CIFAR,
     "cifar100": _AUTHORS_CIFAR,
     "imagenet": _AUTHORS_IMAGENET,
+    "xnli": _AUTHORS_XNLI,
 }
 
 
@@ -329,7 +407,9 @@ OWN = {
     "image": "cifar10",
     "graph": "own-graph",
     "language_model": "ptb",
+    "entailment": "own-pairs",
 }  # whose recipes the user's own data takes, by task
+OWN_FAMILIES = ("own-graph", "own-pairs")  # what no data set is called
 OGB_GRAPHS = ("ogbn-arxiv", "ogbn-products")
 
 
@@ -341,7 +421,8 @@ def recipe(
     Args:
         scale: "smoke", "demo" or "paper".
         dataset: a named data set, or data of your own: images in an ImageFolder use ImageNet's recipe at paper scale,
-            other images CIFAR-10's; graphs, and OGB's below paper scale, those of "own-graph".
+            other images CIFAR-10's; graphs, and OGB's below paper scale, those of "own-graph"; sentence pairs, and XNLI
+            below paper scale, those of "own-pairs".
         model: None takes the first model listed for the data set.
         preset: "ours" or "authors".
         task: what the user's own data is for; a named data set has its own.
@@ -358,9 +439,11 @@ def recipe(
         family = "imagenet" if scale == "paper" and task == "image" and ".npz" not in dataset else OWN[task]
     elif dataset in OGB_GRAPHS and scale != "paper":
         family = "own-graph"
+    elif dataset == "xnli" and scale != "paper":
+        family = "own-pairs"
     models = [key.split("/")[1] for key in table if key.split("/")[0] == family]
-    if not models or dataset == "own-graph":
-        names = sorted({key.split("/")[0] for key in table} - {"own-graph"})
+    if not models or dataset in OWN_FAMILIES:
+        names = sorted({key.split("/")[0] for key in table} - set(OWN_FAMILIES))
         raise ValueError(f"no {scale} recipe for dataset {dataset!r}; choose from {', '.join(names)}, or your own data")
     found = table[f"{family}/{_choose('model', model or models[0], tuple(models))}"]
     if preset == "authors":

@@ -1,4 +1,4 @@
-"""Data sets: ``images``, ``graphs``, ``text``, each with the layouts it reads; nothing is downloaded unless asked for.
+"""Data sets: ``images``, ``graphs``, ``text``, ``entailment``, each with the layouts it reads; downloads when asked.
 
 Data is looked up in ``CPT_DATA_DIR``, then in ``data/cache``.
 """
@@ -7,11 +7,16 @@ from __future__ import annotations
 
 from pathlib import Path
 
-DOWNLOADS = ("cifar10", "cifar100", "imagenet", "ogbn-arxiv", "ogbn-products", "ptb")
+CHECKPOINT = "bert-base-multilingual-cased"
+DOWNLOADS = ("cifar10", "cifar100", "imagenet", "ogbn-arxiv", "ogbn-products", "ptb", "xnli", CHECKPOINT)
 
 
-def download(dataset: str) -> Path:
+def download(dataset: str, language: str = "de") -> Path:
     """Download a data set through its own library, with progress and checksums, and return where it is.
+
+    Args:
+        dataset: one of ``DOWNLOADS``, among them a pretrained model.
+        language: of XNLI's text.
 
     Raises:
         ValueError: for a data set that cannot be downloaded.
@@ -26,6 +31,10 @@ def download(dataset: str) -> Path:
         from cpt_core.data import text
 
         return text.download()
+    if dataset in ("xnli", CHECKPOINT):
+        from cpt_core.data import entailment
+
+        return entailment.download(dataset, language)
     from cpt_core.data import images
 
     return images.download(dataset)

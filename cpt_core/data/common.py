@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import hashlib
+import importlib
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -26,3 +28,11 @@ def generator_of(*numbers: int) -> torch.Generator:
     """Return a generator whose stream is a function of the numbers alone, such as (seed, step, purpose)."""
     seed = int.from_bytes(hashlib.sha256(repr(numbers).encode()).digest()[:7])
     return torch.Generator().manual_seed(seed)
+
+
+def library(name: str, extra: str) -> Any:
+    """Import an optional library when it is needed; ImportError names the extra that brings it."""
+    try:
+        return importlib.import_module(name)
+    except ImportError as error:
+        raise ImportError(f"{name} cannot be imported; get it with: pip install 'cpt-core[{extra}]'") from error

@@ -1,12 +1,13 @@
 """The tasks, by name.
 
 >>> sorted(TASKS)
-['graph', 'image', 'language_model']
+['entailment', 'graph', 'image', 'language_model']
 """
 
 from __future__ import annotations
 
 from cpt_core.tasks.base import Task
+from cpt_core.tasks.entailment import EntailmentTask
 from cpt_core.tasks.graph import GraphTask
 from cpt_core.tasks.image import ImageTask
 from cpt_core.tasks.language_model import LanguageModelTask
@@ -15,4 +16,5 @@ TASKS: dict[str, type[Task]] = {
     "image": ImageTask,
     "graph": GraphTask,
     "language_model": LanguageModelTask,
+    "entailment": EntailmentTask,
 }

@@ -1,0 +1,302 @@
+"""Natural language inference through the one training loop: learned, resumed, padded, from checkpoints, counted."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+import transformers
+
+from cpt_core.bitops import count_bitops
+from cpt_core.convert import quantize_, summary
+from cpt_core.data.common import DataNotFoundError
+from cpt_core.data.templates import sentence_pairs
+from cpt_core.recipes import EntailmentRecipe, recipe, task_of_dataset
+from cpt_core.specs import RunSpec, run_spec
+from cpt_core.tasks import TASKS
+from cpt_core.tasks import entailment as entailment_task
+from cpt_core.tasks.entailment import EntailmentTask
+from cpt_core.train import Stopped, train
+
+CPU = torch.device("cpu")
+TINY = {"hidden": 16, "layers": 1, "train_pairs": 300, "valid_pairs": 60, "test_pairs": 60}
+
+
+def spec(arm="static 8", seed=0, **changes):
+    r = replace(recipe("smoke", "templates"), **{"steps": 12, **TINY, **changes})
+    return run_spec(r, arm, q_max=8, seed=seed, scale="smoke")
+
+
+def same(a, b):
+    return all(torch.equal(p, q) for p, q in zip(a.parameters(), b.parameters(), strict=True))
+
+
+def test_training_learns():
+    """On the grammar's own pairs, well above chance, which is 1/3."""
+    r = replace(recipe("smoke", "templates"), layers=1, hidden=64)
+    run = train(EntailmentTask, run_spec(r, "static 8", q_max=8, seed=0))
+    assert run.status == "ok"
+    assert run.metric("accuracy") > 0.42
+    assert run.metric("accuracy", "valid") > 0.42
+    assert run.metric("loss") < 1.09  # log 3
+    assert run.title.startswith("small BERT from scratch, WordPiece of its own, on synthetic sentence pairs")
+    assert TASKS["entailment"] is EntailmentTask
+
+
+@pytest.mark.parametrize("padding", ["max", "longest"])
+def test_a_resumed_run_is_bitwise_the_same(tmp_path, padding):
+    s = spec("CR", padding=padding, dropout=0.1, evaluate_every=5)
+    whole = train(EntailmentTask, s)
+    path = tmp_path / "c.pt"
+    with pytest.raises(Stopped):
+        train(EntailmentTask, s, checkpoint=path, should_stop=iter([False] * 6 + [True]).__next__)
+    torch.rand(7)  # the state of the random numbers comes from the checkpoint
+    resumed = train(EntailmentTask, s, checkpoint=path)
+    assert same(whole.model, resumed.model)
+    assert (whole.history, whole.metrics, whole.bitops) == (resumed.history, resumed.metrics, resumed.bitops)
+    assert not same(whole.model, train(EntailmentTask, replace(s, recipe=replace(s.recipe, dropout=0.0))).model)
+
+
+def test_arms_of_one_seed_share_weights_and_batches():
+    a, b = EntailmentTask(spec("CR"), CPU), EntailmentTask(spec("static 8"), CPU)
+    torch.manual_seed(0)
+    first = a.model()
+    torch.manual_seed(0)
+    assert same(first, b.model())
+    for x, y in zip(next(a.batches(3)), next(b.batches(3)), strict=True):
+        assert torch.equal(x, y)
+    assert not torch.equal(next(EntailmentTask(spec(seed=1), CPU).batches(3))[0], next(a.batches(3))[0])
+
+
+def test_batches_are_a_function_of_the_step_and_an_epoch_holds_every_pair_once():
+    task = EntailmentTask(spec(batch=128), CPU)
+    running = task.batches(0)
+    for step in range(7):
+        for x, y in zip(next(running), next(task.batches(step)), strict=True):
+            assert torch.equal(x, y)
+    epoch = [next(task.batches(step)) for step in range(3)]
+    assert [len(batch[-1]) for batch in epoch] == [128, 128, 44]
+    seen = {tuple(row[row > 0].tolist()) for batch in epoch for row in batch[0]}
+    assert seen == {tuple(row[row > 0].tolist()) for row in task.data.train.pieces}
+    assert not torch.equal(next(task.batches(3))[0], epoch[0][0])  # another order in the next epoch
+
+
+def test_padding_changes_nothing_in_float32():
+    wide, narrow = (EntailmentTask(spec(padding=padding), CPU) for padding in ("max", "longest"))
+    assert (wide.cost_batches, narrow.cost_batches) == (1, 8)
+    model = wide.model().eval()
+    a, b = next(wide.batches(0)), next(narrow.batches(0))
+    assert a[0].shape[1] == 24 > b[0].shape[1]
+    torch.testing.assert_close(model(*a[:3]).logits, model(*b[:3]).logits, atol=1e-5, rtol=0)
+    left, right = wide.evaluate(model), narrow.evaluate(model)
+    for split in left:
+        assert left[split] == pytest.approx(right[split], abs=1e-5)
+    masked = list(a)
+    masked[1] = torch.zeros_like(a[1])  # attention to padding would be seen
+    assert not torch.allclose(model(*a[:3]).logits, model(*masked[:3]).logits, atol=1e-5)
+
+
+def test_the_mask_is_the_one_that_bert_makes_itself():
+    task = EntailmentTask(spec(), CPU)
+    model = task.model().eval()
+    pieces, mask, sentence, _ = next(task.batches(0))
+    plain = model(pieces, (mask[:, 0, 0] == 0).long(), sentence).logits
+    torch.testing.assert_close(model(pieces, mask, sentence).logits, plain, atol=1e-6, rtol=0)
+
+
+def test_word_pieces_come_from_the_training_text_and_mark_both_sentences(tmp_path):
+    task = EntailmentTask(spec(train_pairs=None), CPU)
+    again = entailment_task._tokenizer(task.recipe, entailment_task.load_entailment(task.recipe))
+    premise, hypothesis, _ = sentence_pairs(7)[0]
+    row = task.data.train.pieces[0, : task.data.train.lengths[0]].tolist()
+    assert again.decode(row) == f"{premise} {hypothesis}"
+    found = [again.id_to_token(i) for i in row]
+    assert (found[0], found[-1], found.count("[SEP]")) == ("[CLS]", "[SEP]", 2)
+    middle = found.index("[SEP]") + 1
+    assert task.data.train.sentence[0].tolist() == [0] * middle + [1] * (len(row) - middle) + [0] * (24 - len(row))
+    folder = write_pairs(tmp_path / "mine", test="quokka")
+    r = replace(recipe("smoke", str(folder), task="entailment"), language="en", test_languages=("en",))
+    own = entailment_task._tokenizer(r, entailment_task.load_entailment(r))
+    assert "##uo" not in own.get_vocab()
+    assert "[UNK]" in own.encode("a quokka").tokens
+
+
+def test_long_pairs_are_cut_and_counted(caplog):
+    with caplog.at_level("INFO"):
+        task = EntailmentTask(spec(length=9), CPU)
+    assert int(task.data.train.lengths.max()) == 9
+    assert "train: " in caplog.text
+    cut = int(caplog.text.split("train: ")[1].split(" of 300 pairs are longer than 9 word pieces")[0])
+    whole = EntailmentTask(spec(), CPU)
+    assert cut == int((whole.data.train.lengths > 9).sum()) > 0
+
+
+def test_learning_rate_is_a_line():
+    task = EntailmentTask(spec(steps=100, lr=1e-3, final_lr=0.1, weight_decay=0.0), CPU)
+    optimizer, lr = task.optimizer(task.model())
+    assert (lr(0), lr(50), lr(100)) == pytest.approx((1e-3, 5.5e-4, 1e-4))
+    assert lr(50, [{"valid": {"accuracy": 1.0}}]) == lr(50)
+    assert isinstance(optimizer, torch.optim.AdamW)
+    assert optimizer.defaults["weight_decay"] == 0
+
+
+def write_pairs(folder, languages=("en",), test=""):
+    folder.mkdir()
+    for split, count in (("train", 60), ("dev", 12), ("test", 12)):
+        lines = ["premise,hypothesis,label,language"]
+        for i, language in enumerate(languages):
+            extra = f" {test}" if split == "test" else ""
+            lines += [f"{p}{extra},{h},{(label + i) % 3},{language}" for p, h, label in sentence_pairs(count)]
+        (folder / f"{split}.csv").write_text("\n".join(lines) + "\n")
+    return folder
+
+
+def test_every_further_language_has_its_accuracy(tmp_path):
+    folder = write_pairs(tmp_path / "mine", ("en", "es"))  # in "es" all labels are off by one
+    r = replace(recipe("smoke", str(folder), task="entailment"), language="en", test_languages=("en", "es"), steps=2)
+    task = EntailmentTask(run_spec(r, "static 8", q_max=8, seed=0), CPU)
+    always = torch.nn.Module()
+    always.forward = lambda pieces, mask, sentence: type("", (), {"logits": torch.eye(3)[[0] * len(pieces)]})
+    task.data.test["en"].labels[:6] = 0
+    found = task.evaluate(always)
+    assert set(found) == {"valid", "test"}
+    assert set(found["test"]) == {"accuracy", "loss", "accuracy_es"}
+    assert found["test"]["accuracy"] == pytest.approx(8 / 12)
+    assert found["test"]["accuracy_es"] == found["valid"]["accuracy"] == pytest.approx(4 / 12)
+
+
+# --- checkpoints ----------------------------------------------------------------------------------
+
+
+def write_checkpoint(folder, labels=3, kind="bert"):
+    torch.manual_seed(5)
+    if kind == "gpt2":
+        config = transformers.GPT2Config(vocab_size=50, n_embd=16, n_layer=1, n_head=2, n_positions=32)
+        transformers.GPT2Model(config).save_pretrained(folder)
+        return folder
+    words = [
+        "[PAD]",
+        "[UNK]",
+        "[CLS]",
+        "[SEP]",
+        "[MASK]",
+        *sorted({w for p, h, _ in sentence_pairs(300) for w in f"{p} {h}".split()}),
+    ]
+    config = transformers.BertConfig(
+        vocab_size=len(words), hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=32,
+        max_position_embeddings=32, num_labels=labels,
+    )  # fmt: skip
+    transformers.BertForSequenceClassification(config).save_pretrained(folder)
+    (folder / "vocab.txt").write_text("\n".join(words))
+    transformers.BertTokenizer(str(folder / "vocab.txt")).save_pretrained(folder)
+    return folder
+
+
+@pytest.mark.parametrize("labels", [3, 2])
+def test_a_checkpoint_is_taken_and_a_wrong_classifier_replaced(tmp_path, labels):
+    folder = write_checkpoint(tmp_path / "saved", labels)
+    task = EntailmentTask(spec(checkpoint=str(folder)), CPU)
+    saved = transformers.BertForSequenceClassification.from_pretrained(folder)
+    torch.manual_seed(0)
+    model = task.model()
+    assert same(model.bert, saved.bert)
+    assert model.classifier.out_features == 3
+    assert (labels == 3) == (labels == 3 and torch.equal(model.classifier.weight, saved.classifier.weight))
+    torch.manual_seed(0)
+    assert same(model, task.model())  # also a new classifier depends on the seed alone
+    torch.manual_seed(1)
+    assert same(model, task.model()) == (labels == 3)
+    assert model.config._attn_implementation == "eager"
+    assert str(folder) in task.title
+    run = train(EntailmentTask, spec(checkpoint=str(folder), steps=3))
+    assert run.status == "ok"
+    assert task.data.vocabulary == model.config.vocab_size
+
+
+def test_checkpoints_that_cannot_be_used(tmp_path, monkeypatch):
+    monkeypatch.setenv("CPT_DATA_DIR", str(tmp_path))
+    (tmp_path / "empty").mkdir()
+    write_checkpoint(tmp_path / "gpt", kind="gpt2")
+    for name, error, message in (
+        ("bert-base-multilingual-cased", DataNotFoundError, "with: python -m cpt_core download bert-base-multilingual"),
+        ("nowhere", DataNotFoundError, r"no pretrained model in .*nowhere$"),
+        ("empty", ValueError, r"empty holds no pretrained model: it has no config\.json"),
+        ("gpt", ValueError, r"gpt holds a model of type 'gpt2'; only 'bert' can be used"),
+    ):
+        with pytest.raises(error, match=message):
+            EntailmentTask(spec(checkpoint=name), CPU)
+
+
+def test_missing_libraries(monkeypatch):
+    task = EntailmentTask(spec(), CPU)
+    monkeypatch.setitem(__import__("sys").modules, "transformers", None)
+    with pytest.raises(ImportError, match=r"transformers cannot be imported; .*pip install 'cpt-core\[text\]'"):
+        task.model()
+
+
+# --- plans, recipes -------------------------------------------------------------------------------
+
+
+def test_operations_are_counted_and_all_linear_layers_quantised():
+    task = EntailmentTask(spec(padding="max"), CPU)
+    model = quantize_(task.model())
+    linear = {name for name, module in model.named_modules() if isinstance(module, torch.nn.Linear)}
+    assert len(linear) == 6 + 2  # of one layer: query, key, value, output, two of the feed-forward; pooler, classifier
+    assert linear == {row.name for row in summary(model).quantized if row.kind == "Linear"}
+    plan = count_bitops(model, task.inputs(next(task.batches(0))))
+    tokens, h = 32 * 24, 16
+    assert sum(plan.macs[name] for name in linear) == tokens * (4 * h * h + 8 * h * h) + 32 * (h * h + 3 * h)
+
+
+@pytest.mark.parametrize("checkpoint", ["", "bert-base-multilingual-cased"])
+def test_stand_ins_need_no_data(monkeypatch, checkpoint):
+    for name in ("load_entailment", "_tokenizer", "checkpoint_folder"):
+        monkeypatch.setattr(entailment_task, name, lambda *args: pytest.fail("a stand-in needs nothing"))
+    changes = {
+        "batch": 4,
+        "length": 16,
+        "padding": "max",
+        "dataset": "xnli",
+        "language": "de",
+        "test_languages": ("de",),
+    }
+    task = EntailmentTask(spec(checkpoint=checkpoint, **changes), CPU, stand_in=True)
+    batch = next(task.batches(0))
+    assert batch[0].shape == batch[2].shape == (4, 16)
+    with torch.device("meta"):  # the large one takes 700 MB otherwise
+        task.device = torch.device("meta")
+        model = task.model()
+    assert model.config.vocab_size == (119_547 if checkpoint else 500)
+    assert model.config.num_hidden_layers == (12 if checkpoint else 1)
+    assert count_bitops(model, task.inputs(batch)).forward_macs > 0
+
+
+def test_the_papers_recipe():
+    r = recipe("paper", "xnli")
+    assert isinstance(r, EntailmentRecipe)
+    assert (r.steps, r.batch, r.length, r.padding, r.language) == (12_272, 64, 128, "max", "de")
+    assert (r.lr, r.final_lr, r.learning_rates) == (1e-5, 0.1, (5e-6, 1e-5, 5e-5))
+    assert (r.weight_decay, r.clip, r.q_min, r.n_cycles, r.quantized) == (0.0, 1.0, 5, 2, "all")
+    assert (r.checkpoint, len(r.seeds)) == ("bert-base-multilingual-cased", 3)
+    theirs = recipe("paper", "xnli", preset="authors")
+    assert (theirs.lr, theirs.final_lr, theirs.learning_rates, theirs.eval_bits) == (1e-5, 0.0, (), "current")
+    assert (theirs.cycle_rule, theirs.running_start) == ("floor_plus_one", "zero")
+
+
+def test_own_pairs_and_their_recipes():
+    assert recipe("demo", "mine/", task="entailment").model == "bert_small"
+    assert recipe("paper", "mine/", task="entailment").checkpoint
+    assert recipe("demo", "xnli").dataset == "xnli"  # below paper scale XNLI uses the recipe of own pairs
+    assert not recipe("demo", "xnli").checkpoint
+    assert task_of_dataset("xnli") == task_of_dataset("templates") == "entailment"
+    with pytest.raises(ValueError, match="no demo recipe for dataset 'own-pairs'; choose from cifar10"):
+        recipe("demo", "own-pairs")
+
+
+def test_wrong_choices_and_specs():
+    with pytest.raises(ValueError, match="unknown padding 'short'; choose from max, longest"):
+        spec(padding="short")
+    with pytest.raises(ValueError, match="test_languages must name at least one language"):
+        spec(test_languages=())
+    again = RunSpec.from_dict(spec(learning_rates=(1e-3, 1e-4)).to_dict())
+    assert again == spec(learning_rates=(1e-3, 1e-4))
+    assert again.key != spec().key
