@@ -315,7 +315,7 @@ def language_model_bitops(arms: Sequence[str], q_min: int = 5, q_max: int = 8) -
         kinds[call.kind] = kinds.get(call.kind, 0) + call.macs
     print("a step: " + ", ".join(f"{kind} {macs:,}" for kind, macs in kinds.items()))
     for arm in arms:
-        cycles = {} if arm.upper() == "STATIC" else {"q_min": q_min, "n_cycles": 2}
+        cycles: dict[str, Any] = {} if arm.upper() == "STATIC" else {"q_min": q_min, "n_cycles": 2}
         schedule = make_schedule(arm.upper(), q_max=q_max, total_steps=40 * 1327, **cycles)
         print(f"{arm:<7} {count_bitops(model, inputs, schedule).total / 1e13:.4f} x 1e13 BitOps")
 
