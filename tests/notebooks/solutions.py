@@ -12,6 +12,7 @@ SOLUTIONS = {
     "02_quantizers_and_bitops": {"values": "32", "relative": "round((4**2 + 2 * 4 * 8) / (3 * 64), 3)"},
     "03_image_classification": {"group": '"large"', "largest": "5"},
     "05_node_classification": {"divisor": "(4 * 2) ** 0.5", "percent": "59.3", "smallest": 'float("-inf")'},
+    "06_language": {"missing": "1 - 0.937", "products": "4 * 800 * (800 + 800)", "perplexity": "10_000"},
 }
 WRONG = {
     "00_start_here": {
@@ -22,4 +23,5 @@ WRONG = {
     "02_quantizers_and_bitops": {"values": "31", "relative": "0.5"},
     "03_image_classification": {"group": '"small"', "largest": "6"},
     "05_node_classification": {"divisor": "4", "percent": "1.4", "smallest": "0"},
+    "06_language": {"missing": "0.007", "products": "3_584_000_000", "perplexity": "9.2"},
 }

@@ -168,11 +168,9 @@ def test_keys_never_change():
         ("paper", "cifar10", "resnet74", "ETH"): "a3e60b4d7984544a",
         ("paper", "imagenet", "resnet18", "LR"): "c3a0dc6b8c8dc6f1",
     }
+    only = {"static": [], "seeds": [0]}
     found = {
-        (scale, dataset, model, arm): grids.quality_cost(scale, dataset, model, schedules=[arm], static=[], seeds=[0])[
-            0
-        ].key
-        for scale, dataset, model, arm in known
+        (*where, arm): spec.key for *where, arm in known for spec in grids.quality_cost(*where, schedules=[arm], **only)
     }
     assert found == known
 
