@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from transformers import BertConfig, BertModel
 
 from cpt_core.convert import QuantConfig, layer_precisions, quantize_
 from cpt_core.data.graphs import bidirected
@@ -42,6 +43,17 @@ class Outputs(nn.Module):
         return self.lstm(x)[0]
 
 
+class Encoder(nn.Module):
+    """One layer of BERT-base."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bert = BertModel(BertConfig(num_hidden_layers=1, vocab_size=2), add_pooling_layer=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.bert(inputs_embeds=x).last_hidden_state
+
+
 def arxiv() -> tuple[Graph, torch.Tensor]:
     """A random graph of OGBN-Arxiv's size, popular nodes and all, and features that need a gradient."""
     nodes, edges = 169_343, 1_166_243
@@ -65,6 +77,7 @@ CASES: dict[str, Case] = {
     "linear block 768, 2048 rows": (linear_block, random(2048, 768), 15, PLAIN),
     "LSTM 800, 35 steps, batch 20": (lambda: Outputs(800), random(35, 20, 800), 9, PLAIN),
     "LSTM 200, 35 steps, batch 20": (lambda: Outputs(200), random(35, 20, 200), 25, PLAIN),
+    "BERT layer 768, 128 tokens, batch 16": (Encoder, random(16, 128, 768), 7, PLAIN),
     "GCN layer 128 -> 512, arxiv size": (lambda: GraphConv(128, 512), arxiv, 7, BOTH),
 }
 

@@ -20,16 +20,18 @@ HEADER = """# Reproducing the paper
 | paper | notebook | grid | command | paper scale run here? |
 |---|---|---|---|---|
 | figure 2 | [01_schedules](notebooks/01_schedules.ipynb) | closed form | `make reproduce NB=01` | yes, exact |
-| costs in section 4.4 | [02_quantizers_and_bitops](notebooks/02_quantizers_and_bitops.ipynb) | closed form | `make reproduce NB=02` | yes, exact |
+| costs in section 4.4 | [06_language](notebooks/06_language.ipynb) | counted from the model | `make reproduce NB=06` | yes: 9.1555, 7.0368, 5.5907 |
 | figure 3, CIFAR | [03_image_classification](notebooks/03_image_classification.ipynb) | `cifar10/resnet74` and five more | `papermill notebooks/03_image_classification.ipynb out.ipynb -p scale paper -p dataset cifar10 -p model resnet74`, or `python -m cpt_core run cifar10/resnet74` | no, needs a GPU |
 | figure 3, ImageNet | the same | `imagenet/resnet18`, `imagenet/resnet34` | the same with `-p dataset imagenet -p model resnet18`, or `python -m cpt_core run imagenet/resnet18` | no, needs a GPU |
 | figure 5 | [05_node_classification](notebooks/05_node_classification.ipynb) | `ogbn-arxiv/aggregation`, `ogbn-products/aggregation` | `papermill notebooks/05_node_classification.ipynb out.ipynb -p scale paper -p dataset ogbn-arxiv`, or `python -m cpt_core run ogbn-arxiv/aggregation` | no, needs a GPU |
 | figure 6 | the same | `ogbn-arxiv/gcn`, `ogbn-products/sage` | the same, or `python -m cpt_core run ogbn-arxiv/gcn` | no, needs a GPU |
+| figure 7, Penn Treebank | [06_language](notebooks/06_language.ipynb) | `ptb/lstm` | `papermill notebooks/06_language.ipynb out.ipynb -p scale paper -p dataset ptb -p pairs ""`, or `python -m cpt_core run ptb/lstm` | no, needs a GPU |
+| figure 7, XNLI | the same | `xnli/bert` | the same with `-p pairs xnli`, or `python -m cpt_core run xnli/bert` (198 runs: three learning rates per arm) | no, needs a GPU |
 
 `make plan` lists all grids with what is done and what the rest takes; [SWEEPS.md](SWEEPS.md) explains sweeps; `make report`
 puts what is stored beside the paper's numbers.
 
-Object detection, language and critical learning periods (figures 4, 7, 8, table 1) are not there yet.
+Object detection and critical learning periods (figures 4, 8, table 1) are not there yet.
 
 ## What is exact, what is not
 
@@ -47,6 +49,9 @@ Object detection, language and critical learning periods (figures 4, 7, 8, table
 | `data/results/image_cifar10_jpeg.jsonl` | JPEG copies of CIFAR-10 at 16 x 16, ResNet-8, one seed; not CIFAR-10 results | `run_grid(grids.quality_cost("demo", "cifar10-jpeg/", seeds=[0], steps=2400, n_cycles=8, batch=64, train_images=None, test_images=None, valid_images=5000, evaluate_every=800), store)` |
 | `data/results/graph_facebook.jsonl` | Facebook page-page, 128 derived features: GCN 32 wide, FP-Agg (17 arms) and Q-Agg (static 2, 3, 4, 8), 5 seeds; GraphSAGE, 5 arms, 3 seeds; not OGBN results | `run_grid(grids.quality_cost("demo", task="graph", dataset="facebook_ogb_layout/", seeds=range(5)), store)`, the same with `grids.aggregation(..., bits=[2, 3, 4, 8])`; `model="sage"` |
 | `data/results/graph_cora.jsonl` | Cora, standard split of 140 labels: GCN, 17 arms, 3 seeds; FP-Agg and Q-Agg at 2, 3, 8 bits, 5 seeds; shows mechanics only | the same with `"planetoid/cora/"` |
+
+| `data/results/language_ptb.jsonl` | Penn Treebank, whole text and vocabulary; LSTM 128 wide instead of 800, one epoch instead of 40, no dropout, rate 20 on a cosine: q_min 5 with CR, RR, ER, static 8 and 6 (8- and 6-bit gradients), RR and static 2 of q_min 2; one or two seeds; not the paper's setting | `run_grid(grids.quality_cost("demo", "ptb", schedules=["CR", "RR", "ER"], static=[8], seeds=[0], steps=1328, embedding=128, hidden=128, vocabulary=None, train_tokens=None, valid_tokens=None, test_tokens=None, q_min=5), store)`, the same with `static=[6]`, `q_max=[6]`, `q_min=2`, `seeds=[1]` |
+| `data/results/entailment_xnli.jsonl` | XNLI in English on 9,888 rows of MultiNLI (2.5 % of the training set): small BERT from scratch, 64 tokens, two epochs, two learning rates; test en, es, ur; one seed; not the paper's setting | `run_grid(grids.quality_cost("demo", "xnli", schedules=["CR", "RR", "ER"], static=[8], seeds=[0], steps=618, n_cycles=2, q_min=5, length=64, dropout=0.1, language="en", test_languages=("en", "es", "ur"), train_pairs=None, valid_pairs=None, test_pairs=None, learning_rates=(5e-4, 1e-3)), store)` |
 
 Null results: on Facebook page-page Q-Agg could not be told from FP-Agg at 3, 4 and 8 bits (at 2 bits it was better by 0.4
 points with the GCN, n = 5, and not with GraphSAGE); no schedule beat a static precision of its cost. For the network without normalisation and the CIFAR-10 copies no schedule was clearly better than the line
