@@ -133,8 +133,8 @@ def test_long_pairs_are_cut_and_counted(caplog):
 def test_learning_rate_is_a_line():
     task = EntailmentTask(spec(steps=100, lr=1e-3, final_lr=0.1, weight_decay=0.0), CPU)
     optimizer, lr = task.optimizer(task.model())
-    assert (lr(0), lr(50), lr(100)) == pytest.approx((1e-3, 5.5e-4, 1e-4))
-    assert lr(50, [{"valid": {"accuracy": 1.0}}]) == lr(50)
+    assert (lr(0, []), lr(50, []), lr(100, [])) == pytest.approx((1e-3, 5.5e-4, 1e-4))
+    assert lr(50, [{"valid": {"accuracy": 1.0}}]) == lr(50, [])
     assert isinstance(optimizer, torch.optim.AdamW)
     assert optimizer.defaults["weight_decay"] == 0
 

@@ -93,8 +93,8 @@ def test_an_epoch_holds_every_training_node_once():
 def test_learning_rate_is_a_cosine_to_a_tenth():
     task = GraphTask(spec(steps=100, lr=1e-2, final_lr=0.1), CPU)
     _, lr = task.optimizer(task.model())
-    assert (lr(0), lr(50)) == pytest.approx((1e-2, 5.5e-3))
-    assert lr(100) == pytest.approx(1e-3)
+    assert (lr(0, []), lr(50, [])) == pytest.approx((1e-2, 5.5e-3))
+    assert lr(100, []) == pytest.approx(1e-3)
     assert isinstance(task.optimizer(task.model())[0], torch.optim.Adam)
 
 

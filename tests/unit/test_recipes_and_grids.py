@@ -113,6 +113,9 @@ def test_changes_reach_the_recipe():
         (lambda: check_parameters(schedules='["CR"]'), r"schedules must be a list of LR"),
         (lambda: check_parameters(scale="demo", dataset="mnist"), r"dataset must be one of digits"),
         (lambda: check_parameters(scale="demo", dataset="digits", model="x"), r"unknown model 'x'"),
+        (lambda: check_parameters(pairs="digits"), r"pairs must be one of templates, xnli, a folder of your own"),
+        (lambda: check_parameters("language_model", dataset="digits"), r"'digits' is for another notebook: its task"),
+        (lambda: grids.quality_cost("demo", "xnli", task="image"), r"dataset 'xnli' is for task 'entailment'"),
         (lambda: check_parameters(seeds=[True]), r"seeds must be a list of whole numbers"),
     ],
 )
@@ -130,3 +133,15 @@ def test_own_images_use_the_nearest_recipe():
     assert recipe("paper", "photos/").size == 224
     assert recipe("paper", "a.npz,b.npz").size == 32
     assert isinstance(recipe("demo", "photos/"), Recipe)
+
+
+def test_every_arm_is_run_at_every_learning_rate():
+    specs = grids.quality_cost("paper", "xnli", schedules=["CR"], q_max=[8], seeds=[0])
+    assert [(s.arm, s.recipe.lr) for s in specs] == [
+        (arm, lr) for arm in ("CR", "static 8") for lr in (5e-6, 1e-5, 5e-5)
+    ]  # fmt: skip
+    assert len({s.key for s in specs}) == 6
+    fixed = grids.quality_cost("paper", "xnli", schedules=["CR"], static=[], q_max=[8], seeds=[0], lr=2e-5)
+    assert [(s.recipe.lr, s.recipe.learning_rates) for s in fixed] == [(2e-5, ())]
+    authors = grids.quality_cost("paper", "xnli", preset="authors", schedules=["CR"], static=[], q_max=[8], seeds=[0])
+    assert [s.recipe.lr for s in authors] == [1e-5]

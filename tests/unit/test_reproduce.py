@@ -148,9 +148,12 @@ def test_a_data_set_goes_to_the_notebooks_of_its_task(tmp_path, monkeypatch):
     reproduce.reproduce("demo", dataset="cifar10", given={"model": "resnet20", "seeds": [1]}, progress=False)
     assert asked["03"] == {"scale": "demo", "dataset": "cifar10", "model": "resnet20", "seeds": [1]}
     assert asked["05"] == {"scale": "demo", "seeds": [1]}  # keeps its own graph
+    assert asked["06"] == {"scale": "demo", "seeds": [1]}
+    reproduce.reproduce("demo", "06", "my-text/", {"pairs": "my-pairs/"}, progress=False)
+    assert asked["06"] == {"scale": "demo", "dataset": "my-text/", "pairs": "my-pairs/"}
     reproduce.reproduce("demo", "05", "my.npz", progress=False)
     assert asked["05"] == {"scale": "demo", "dataset": "my.npz"}
     with pytest.raises(ValueError, match=r"say which notebook 'my\.npz' is for"):
         reproduce.reproduce("demo", dataset="my.npz", progress=False)
-    with pytest.raises(ValueError, match="dataset 'ogbn-arxiv' is for another notebook: its task is 'graph'"):
+    with pytest.raises(ValueError, match="'ogbn-arxiv' is for another notebook: its task is 'graph', not 'image'"):
         reproduce.reproduce("demo", "03", "ogbn-arxiv", progress=False)
