@@ -128,6 +128,19 @@ def test_packed_sequences(bidirectional):
         assert same(found[6, last, 4:], h1)
 
 
+def test_states_of_unsorted_sequences_come_and_go_in_their_order():
+    module = lstm_of(5, 4)
+    parts = [torch.randn(n, 5) for n in (3, 7, 5)]
+    h, c = torch.randn(1, 3, 4), torch.randn(1, 3, 4)
+    order = [1, 2, 0]
+    with precision(module, 8):
+        y, state = module(pack_sequence(parts, enforce_sorted=False), (h, c))
+        y2, state2 = module(pack_sequence([parts[k] for k in order]), (h[:, order], c[:, order]))
+    assert torch.equal(y.data, y2.data)
+    for ours, theirs in zip(state, state2, strict=True):
+        assert torch.equal(ours[:, order], theirs)
+
+
 def test_packed_gradients_are_those_of_equal_lengths():
     module = lstm_of(5, 4, num_layers=2)
     x = torch.randn(6, 3, 5)
@@ -316,6 +329,7 @@ def test_dropout_between_layers():
         torch.manual_seed(1)
         assert torch.equal(module(x)[0], a)
         assert not torch.equal(module(x)[0], a)
+        assert (a != 0).all()  # none behind the last layer
         module.eval()
         assert torch.equal(module(x)[0], module(x)[0])
 
