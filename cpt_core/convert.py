@@ -136,7 +136,8 @@ def conversions() -> dict[type[nn.Module], type[_Quantized]]:
     found = {**layers.CONVERSIONS, **lstm_layers.CONVERSIONS, **graph_layers.CONVERSIONS}
     if "dgl.nn" in sys.modules:
         found |= importlib.import_module("cpt_core.dgl_layers").CONVERSIONS
-    if "transformers.modeling_utils" in sys.modules:
+    # versions of transformers without this name (before 5) have other attention modules, which stay in float32
+    if hasattr(sys.modules.get("transformers.modeling_utils"), "ALL_ATTENTION_FUNCTIONS"):
         found |= importlib.import_module("cpt_core.attention_layers").conversions()
     return found
 
