@@ -118,7 +118,6 @@ class _QuantAttention(_Quantized):
         aggregation: str = "fp",
     ) -> Self:
         """Convert in place, and let this module alone use ``quantized_attention``."""
-        cls.check(module)
         super().from_float(
             module, noise, quantizers=quantizers, key=key, running_start=running_start, aggregation=aggregation
         )
