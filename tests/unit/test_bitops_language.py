@@ -141,8 +141,10 @@ def test_the_ledger_sees_what_the_plan_says(convention):
         assert ledger.by_layer(convention) == pytest.approx(dict(plan.by_layer))
 
 
-def test_the_ledger_sees_a_gradient_through_the_last_state_alone():
-    lstm = nn.LSTM(5, 4)
+@pytest.mark.parametrize("bits", [None, 4])
+def test_the_ledger_sees_a_gradient_through_the_last_state_alone(bits):
+    lstm = quantize_(nn.LSTM(5, 4))
+    lstm.precision.set_bits(bits, bits)
     totals = []
     for use in (lambda y, h, c: y, lambda y, h, c: h, lambda y, h, c: y.sum() + h.sum() + c.sum()):
         with BitOpsLedger(lstm) as ledger:
