@@ -284,7 +284,8 @@ def _name(rows: list[Row]) -> str:
     recipe = rows[0]["spec"]["recipe"]
     title = next((r["title"] for r in rows if r.get("title")), f"{recipe['model']} on {recipe['dataset']}")
     spec = rows[0]["spec"]
-    return f"{title}, q_min {recipe['q_min']}, q_max {spec['q_max']}, {spec['scale']} scale"
+    bits = f"q_min {recipe['q_min']}, q_max {spec['q_max']}"
+    return f"{title}, {recipe['steps']:,} steps, {bits}, {spec['scale']} scale"
 
 
 def _paper_value(line: Any) -> str:
