@@ -18,7 +18,6 @@ from __future__ import annotations
 import copy
 import importlib
 import sys
-from collections.abc import Mapping
 from typing import Any, Self
 
 import torch
@@ -26,7 +25,6 @@ from torch import Tensor, nn
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from cpt_core.layers import _Quantized
-from cpt_core.quantizers import QUANTIZERS, NoisePool, Quantizer
 
 NAME = "cpt_quantized"
 CONVERTIBLE = ("eager", "sdpa")  # the others want other masks
@@ -107,20 +105,9 @@ class _QuantAttention(_Quantized):
             )
 
     @classmethod
-    def from_float(
-        cls,
-        module: Any,
-        noise: NoisePool | None = None,
-        *,
-        quantizers: Mapping[str, Quantizer] = QUANTIZERS,
-        key: int = 0,
-        running_start: str = "corrected",
-        aggregation: str = "fp",
-    ) -> Self:
+    def from_float(cls, module: Any, *args: Any, **kwargs: Any) -> Self:
         """Convert in place, and let this module alone use ``quantized_attention``."""
-        super().from_float(
-            module, noise, quantizers=quantizers, key=key, running_start=running_start, aggregation=aggregation
-        )
+        super().from_float(module, *args, **kwargs)
         ALL_ATTENTION_FUNCTIONS.register(NAME, quantized_attention)
         module.float_config, module.config = module.config, copy.copy(module.config)
         module.config._attn_implementation = NAME

@@ -66,8 +66,8 @@ def lstm_macs(module: Any, inputs: tuple[Any, ...], y: Tensor) -> int:
 
 def lstm_inner_macs(module: Any, inputs: tuple[Any, ...], y: Tensor) -> int:
     """MACs of the products with hidden states, and of the input products of higher layers."""
-    above = y.shape[-1] * (module.num_layers - 1) / module.num_layers  # inputs of a unit, on average over the layers
-    return round(_rows(y) * 4 * _units(module) * (module.hidden_size + above))
+    above = _units(module) // module.num_layers * (module.num_layers - 1) * y.shape[-1]  # y: what the layers hand on
+    return _rows(y) * 4 * (_units(module) * module.hidden_size + above)
 
 
 def lstm_gate_operations(module: Any, inputs: tuple[Any, ...], y: Tensor) -> int:

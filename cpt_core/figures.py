@@ -217,9 +217,8 @@ def _worst(arms: Any, measure: Measure, schedules: Any = None) -> Any:
     """Which static precisions fail to train and are named, not drawn: they would squeeze the others."""
     schedules = arms[arms.savings != "static"] if schedules is None else schedules
     means = (schedules if len(schedules) else arms)["mean"]
-    limit = (
-        means.min() - 15 if measure.better > 0 else means.min() + 1.5 * (means.max() - means.min()) + 0.15 * means.min()
-    )
+    spread = means.max() - means.min()
+    limit = means.min() - 15 if measure.better > 0 else 1.15 * means.min() + 1.5 * spread
     return (arms.savings == "static") & (measure.better * arms["mean"] < measure.better * limit)
 
 
