@@ -4,7 +4,7 @@ Every layer reports the multiply-accumulates (MACs) of its own call; a pass cost
 Two conventions price them:
 
 - ``"paper"``: all counted work at the bits of the step, three products for every layer, BatchNorm included, as the
-  authors price it;
+  authors price it, and the upsampling of feature pyramids;
 - ``"per_op"``: what is quantised at its bits, the rest at 32, and only the products that are computed (the first
   layer, for example, needs no error product). It also counts what the authors leave out: the sums over neighbours in
   graph convolutions, an operation per edge and feature, and both products of attention.
@@ -140,8 +140,9 @@ AGGREGATED: dict[type[nn.Module], Callable[[Any], int]] = {
     GraphConv: lambda m: min(m._in_feats, m._out_feats),
     SAGEConv: lambda m: min(m._in_src_feats, m._out_feats),
 }
-AGGREGATION, ATTENTION, GATES = "aggregation", "attention", "gates"
-LEFT_OUT = (AGGREGATION, ATTENTION)  # by the authors' counters
+AGGREGATION, ATTENTION, GATES, UPSAMPLING = "aggregation", "attention", "gates", "upsampling"
+# what a convention does not price: the authors' counters do not see some products, and see copies as operations
+LEFT_OUT = {"paper": (AGGREGATION, ATTENTION), "per_op": (UPSAMPLING,)}
 
 
 @dataclass(frozen=True)
@@ -159,8 +160,10 @@ class Call:
 
     def passes(self, convention: str) -> tuple[str, ...]:
         """Return the passes of a training step that this call causes."""
+        if self.kind in LEFT_OUT[convention]:
+            return ()
         if convention == "paper":
-            return () if self.kind in LEFT_OUT else PASSES
+            return PASSES
         return ("forward", *(("error",) if self.error else ()), *(("weight",) if self.weight else ()))
 
 
@@ -176,7 +179,7 @@ def _entry(table: Mapping[type[nn.Module], Any], module: nn.Module) -> Any:
 
 
 def _counted(model: nn.Module) -> dict[str, nn.Module]:
-    """The layers that report their MACs, without those inside another one; attention comes beside its layers."""
+    """The layers that report their MACs, without those inside another one."""
     found: dict[str, nn.Module] = {}
     for name, module in model.named_modules():
         inside = any(name.startswith(f"{outer}.") or outer == "" for outer in found)
@@ -185,16 +188,29 @@ def _counted(model: nn.Module) -> dict[str, nn.Module]:
     return found
 
 
-def _attentions(model: nn.Module) -> dict[str, nn.Module]:
-    """The modules that compute attention, which is counted beside the layers inside them."""
-    kinds = attention_kinds()
+def _beside(model: nn.Module) -> dict[str, nn.Module]:
+    """The modules that have operations of their own beside the layers inside them: attention, feature pyramids."""
+    kinds = attention_kinds() | pyramid_kinds()
     return {name: module for name, module in model.named_modules() if module_kind(module) in kinds}
 
 
+def pyramid_kinds() -> set[type[nn.Module]]:
+    """Return torchvision's feature pyramid, if the program uses it."""
+    module = sys.modules.get("torchvision.ops.feature_pyramid_network")
+    return {module.FeaturePyramidNetwork} if module is not None else set()
+
+
+def upsampled(module: Any, y: Mapping[str, Tensor]) -> int:
+    """Return the elements that a feature pyramid makes by upsampling: all levels but the coarsest of its inputs'."""
+    return sum(level.numel() for level in list(y.values())[: len(module.inner_blocks) - 1])
+
+
 def _tensors(value: Any) -> list[Tensor]:
-    """The floating tensors of a layer's output: a tensor, or a tuple such as an LSTM returns."""
+    """The floating tensors of a layer's output: a tensor, a tuple such as an LSTM's, a dict such as a pyramid's."""
     if isinstance(value, Tensor):
         return [value] if value.is_floating_point() else []
+    if isinstance(value, Mapping):
+        return _tensors(tuple(value.values()))
     return [t for v in value for t in _tensors(v)] if isinstance(value, (tuple, list)) else []
 
 
@@ -204,12 +220,12 @@ def _watch(model: nn.Module, on_call: Callable[[nn.Module, Call, list[Tensor]], 
 
     def report(name: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
         outputs = _tensors(output)
-        for call in _calls_of(name, module, (*args, *kwargs.values()), outputs[0]):
+        for call in _calls_of(name, module, (*args, *kwargs.values()), output, outputs[0]):
             on_call(module, call, outputs)
 
     handles = [
         module.register_forward_hook(partial(report, name), with_kwargs=True)
-        for name, module in (_counted(model) | _attentions(model)).items()
+        for name, module in (_counted(model) | _beside(model)).items()
     ]
     try:
         yield
@@ -218,10 +234,11 @@ def _watch(model: nn.Module, on_call: Callable[[nn.Module, Call, list[Tensor]], 
             handle.remove()
 
 
-def _calls_of(name: str, module: nn.Module, inputs: tuple[Any, ...], output: Tensor) -> Iterator[Call]:
+def _calls_of(name: str, module: nn.Module, inputs: tuple[Any, ...], whole: Any, output: Tensor) -> Iterator[Call]:
+    """Yield the calls of one forward pass; ``output`` is the first tensor of the ``whole`` that it returned."""
     grad = torch.is_grad_enabled()
-    flat = [x for value in inputs for x in (value if isinstance(value, tuple) else (value,))]
-    features = next(x for x in flat if isinstance(x, Tensor))
+    parts = (v.values() if isinstance(v, Mapping) else v if isinstance(v, tuple) else (v,) for v in inputs)
+    features = next(x for part in parts for x in part if isinstance(x, Tensor))
     weights = (p for n, p in module.named_parameters() if n.rpartition(".")[2].startswith("weight"))
     call = Call(
         layer=name,
@@ -251,6 +268,9 @@ def _calls_of(name: str, module: nn.Module, inputs: tuple[Any, ...], output: Ten
         yield replace(inner, macs=lstm_inner_macs(module, inputs, output))
         gates = lstm_gate_operations(module, inputs, output)
         yield replace(inner, layer=f"{name} ({GATES})".lstrip(), kind=GATES, macs=gates, weight=False, owner=None)
+    if module_kind(module) in pyramid_kinds():
+        copies = replace(call, layer=f"{name} ({UPSAMPLING})".lstrip(), kind=UPSAMPLING, weight=False, owner=None)
+        yield replace(copies, macs=upsampled(module, whole))
     if module_kind(module) in attention_kinds():
         products = replace(call, layer=f"{name} ({ATTENTION})".lstrip(), kind=ATTENTION)
         yield replace(
@@ -277,7 +297,7 @@ class BitOpsPlan:
         bitops: layer -> pass -> squared bits x MACs, exact integers.
         uncounted: operation -> output elements of one forward pass, for everything that is not priced: elementwise
             work, pooling, and products written as plain functions; by "paper" also "aggregation" and "attention", the
-            operations of sums over neighbours and of attention's products.
+            operations of sums over neighbours and of attention's products; by "per_op" also "upsampling", which copies.
     """
 
     convention: str
@@ -437,14 +457,17 @@ _FREE = frozenset(
 )
 
 
+BESIDE = ("bmm", "_scaled_dot_product", "upsample_nearest")  # what attention and pyramids report themselves
+
+
 class _Uncounted(TorchDispatchMode):
     """Collect the operations that run outside the layers which report their own MACs."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
         self.elements: Counter[str] = Counter()
-        self.inside = self.attending = 0
-        for what, modules in (("inside", _counted(model)), ("attending", _attentions(model))):
+        self.inside = self.beside = 0
+        for what, modules in (("inside", _counted(model)), ("beside", _beside(model))):
             for module in modules.values():  # the model is a throw-away copy: the hooks need no removal
                 module.register_forward_pre_hook(partial(self._count, what, 1))
                 module.register_forward_hook(partial(self._count, what, -1))
@@ -458,7 +481,7 @@ class _Uncounted(TorchDispatchMode):
         out = func(*args, **(kwargs or {}))
         name = func._schema.name.removeprefix("aten::").removesuffix("_")
         first = out[0] if isinstance(out, (tuple, list)) and out else out
-        reported = self.inside or (self.attending and name.startswith(("bmm", "_scaled_dot_product")))
+        reported = self.inside or (self.beside and name.startswith(BESIDE))
         if not reported and name not in _FREE and isinstance(first, Tensor):
             self.elements[name] += first.numel()
         return out

@@ -121,6 +121,14 @@ def figure_3(
     return figure
 
 
+def figure_4(rows: Iterable[Row], **options: Any) -> Figure:
+    """Draw mean average precision against cost for object detection; arguments as for ``figure_3``.
+
+    Paper: figure 4.
+    """
+    return figure_3(rows, **options)
+
+
 def figure_5(rows: Iterable[Row], bits: int = 8) -> Figure:
     """Draw FP-Agg against Q-Agg: validation accuracy while training, and the paired difference of every seed.
 

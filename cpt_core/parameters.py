@@ -19,7 +19,7 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
-from cpt_core.recipes import OGB_GRAPHS, PRESETS, SCALES, is_own, recipe
+from cpt_core.recipes import OGB_GRAPHS, PRESETS, SCALES, VOC_YEARS, is_own, recipe
 from cpt_core.schedules import SUITE
 from cpt_core.stores import store_path
 
@@ -40,7 +40,10 @@ def _list_of(value: Any, test: Callable[[Any], bool]) -> bool:
     return isinstance(value, (list, tuple)) and all(test(v) for v in value)
 
 
-DATASETS = ("digits", "cifar10", "cifar100", "imagenet", "digits-graph", *OGB_GRAPHS, "pydoc", "ptb")
+DATASETS = (
+    "digits", "cifar10", "cifar100", "imagenet", "digit-scenes", *VOC_YEARS, "digits-graph", *OGB_GRAPHS, "pydoc",
+    "ptb",
+)  # fmt: skip
 PAIRS = ("templates", "xnli")
 
 PARAMETERS: dict[str, Parameter] = {

@@ -210,8 +210,39 @@ class EntailmentRecipe(Recipe):
             raise ValueError("test_languages must name at least one language")
 
 
+@dataclass(frozen=True)
+class DetectionRecipe(Recipe):
+    """Object detection with RetinaNet and Adam.
+
+    Attributes:
+        size: shorter side of the pictures in pixels, after resizing.
+        max_size: longest that the longer side may get; a longer picture is made smaller.
+        flip: mirror half of the training pictures, with their boxes.
+        anchor: side of the smallest square anchor of a pyramid level, in strides of that level.
+        pretrained: start from a backbone trained on ImageNet, and keep the statistics of its BatchNorm; from scratch
+            there are none to keep, and BatchNorm works as usual.
+        train_images, valid_images, test_images: how many are used; None means all. The validation pictures are held out
+            of the training pictures; with 0 the best evaluation is chosen on the test set, and the metric says so.
+    """
+
+    size: int = 608
+    max_size: int = 1024
+    flip: bool = False
+    anchor: int = 4
+    pretrained: bool = False
+    train_images: int | None = None
+    valid_images: int = 0
+    test_images: int | None = None
+
+    def __post_init__(self) -> None:
+        """Check the size."""
+        if not 32 <= self.size < self.max_size:
+            raise ValueError(f"size must be at least 32 and below max_size {self.max_size}, got {self.size}")
+
+
 RECIPE_CLASSES: dict[str, type[Recipe]] = {
     "image": ImageRecipe,
+    "detection": DetectionRecipe,
     "graph": GraphRecipe,
     "language_model": LanguageModelRecipe,
     "entailment": EntailmentRecipe,
@@ -247,6 +278,23 @@ IMAGENET = ImageRecipe(
     steps=90 * 5005, batch=256, lr=0.1, q_min=4, n_cycles=8,
     weight_decay=1e-4,  # the paper's text says 1e-5; the settings it cites, and the authors' code, have 1e-4
     size=224, crop="resized", flip=True, valid_images=10_000, evaluate_every=5 * 5005,
+)  # fmt: skip
+
+# --- detection: section 4.2 -----------------------------------------------------------------------
+
+VOC2012 = DetectionRecipe(
+    task="detection", dataset="voc2012", model="retinanet", quantized="all",
+    steps=120 * 1430, batch=4, lr=1e-5, q_min=5, n_cycles=8,  # paper 4.2: 120 epochs of 5,717 pictures
+    weight_decay=0.0, clip=0.1,  # authors' code
+    pretrained=True, valid_images=500, evaluate_every=5 * 1430,
+)  # fmt: skip
+VOC_DEMO = replace(  # small pictures, from scratch: a few hundred steps on a CPU
+    VOC2012, steps=240, lr=3e-4, n_cycles=4, pretrained=False, size=128, anchor=1, valid_images=0, evaluate_every=0,
+    seeds=(0,),
+)  # fmt: skip
+SCENES = replace(
+    VOC_DEMO, dataset="digit-scenes", model="retinanet_small", steps=200, batch=8, lr=1e-3, q_min=3, size=96,
+    anchor=2, train_images=400, valid_images=50, test_images=100, seeds=(0, 1),
 )  # fmt: skip
 
 # --- graphs: section 4.3 --------------------------------------------------------------------------
@@ -311,6 +359,10 @@ RECIPES: dict[str, dict[str, Recipe]] = {
         "cifar10/resnet8_w8": replace(
             CIFAR_DEMO, steps=40, n_cycles=2, train_images=500, valid_images=100, test_images=100, seeds=(0,)
         ),
+        "digit-scenes/retinanet_small": replace(
+            SCENES, steps=24, n_cycles=2, batch=4, size=64, train_images=48, valid_images=8, test_images=16, seeds=(0,)
+        ),
+        "own-pictures/retinanet": replace(VOC_DEMO, steps=16, n_cycles=2, batch=2, size=64),
         "digits-graph/gcn": replace(DIGITS_GCN, steps=40, n_cycles=2, evaluate_every=10, seeds=(0,)),
         "digits-graph/sage": replace(DIGITS_SAGE, steps=30, n_cycles=2, evaluate_every=0, seeds=(0,)),
         "own-graph/gcn": replace(GRAPH_DEMO, steps=16, n_cycles=2, evaluate_every=0, seeds=(0,)),
@@ -331,6 +383,8 @@ RECIPES: dict[str, dict[str, Recipe]] = {
         "digits/mlp6": DIGITS_MLP,
         "digits/resnet8_w8": DIGITS_RESNET,
         "cifar10/resnet8_w8": CIFAR_DEMO,
+        "digit-scenes/retinanet_small": SCENES,
+        "own-pictures/retinanet": VOC_DEMO,
         "digits-graph/gcn": DIGITS_GCN,
         "digits-graph/sage": DIGITS_SAGE,
         "own-graph/gcn": GRAPH_DEMO,
@@ -342,6 +396,8 @@ RECIPES: dict[str, dict[str, Recipe]] = {
         "cifar10/resnet20": replace(CIFAR_DEMO, model="resnet20", size=32, crop=4, batch=64, steps=2_000, q_min=3),
     },
     "paper": {
+        "voc2012/retinanet": VOC2012,
+        "own-pictures/retinanet": VOC2012,
         "ogbn-arxiv/gcn": ARXIV,
         "ogbn-products/sage": PRODUCTS,
         "own-graph/gcn": ARXIV,
@@ -375,6 +431,12 @@ _AUTHORS_IMAGENET: dict[str, dict[str, Any]] = {
         milestones=(30 / 90, 60 / 90), weight_decay=1e-4,
     ),
 }  # fmt: skip
+_AUTHORS_VOC: dict[str, dict[str, Any]] = {
+    "": dict(
+        steps=120 * 715, batch=8, flip=True, valid_images=0, eval_bits="current", running_start="zero",
+        cycle_rule="floor_plus_one", evaluate_every=5 * 715,
+    ),
+}  # fmt: skip
 _AUTHORS_ARXIV: dict[str, dict[str, Any]] = {
     "": dict(
         steps=500, self_loops=False, loss="nll_raw", eval_bits="current", cycle_rule="floor_plus_one", evaluate_every=1
@@ -399,18 +461,21 @@ AUTHORS: dict[str, dict[str, dict[str, Any]]] = {
     "cifar10": _AUTHORS_CIFAR,
     "cifar100": _AUTHORS_CIFAR,
     "imagenet": _AUTHORS_IMAGENET,
+    "voc2012": _AUTHORS_VOC,
     "xnli": _AUTHORS_XNLI,
 }
 
 
 OWN = {
     "image": "cifar10",
+    "detection": "own-pictures",
     "graph": "own-graph",
     "language_model": "ptb",
     "entailment": "own-pairs",
 }  # whose recipes the user's own data takes, by task
-OWN_FAMILIES = ("own-graph", "own-pairs")  # what no data set is called
+OWN_FAMILIES = ("own-pictures", "own-graph", "own-pairs")  # what no data set is called
 OGB_GRAPHS = ("ogbn-arxiv", "ogbn-products")
+VOC_YEARS = ("voc2007", "voc2012")
 
 
 def recipe(
@@ -421,8 +486,9 @@ def recipe(
     Args:
         scale: "smoke", "demo" or "paper".
         dataset: a named data set, or data of your own: images in an ImageFolder use ImageNet's recipe at paper scale,
-            other images CIFAR-10's; graphs, and OGB's below paper scale, those of "own-graph"; sentence pairs, and XNLI
-            below paper scale, those of "own-pairs".
+            other images CIFAR-10's; pictures with boxes, Pascal VOC 2007, and 2012 below paper scale, those of
+            "own-pictures"; graphs, and OGB's below paper scale, those of "own-graph"; sentence pairs, and XNLI below
+            paper scale, those of "own-pairs".
         model: None takes the first model listed for the data set.
         preset: "ours" or "authors".
         task: what the user's own data is for; a named data set has its own.
@@ -437,6 +503,8 @@ def recipe(
     family = dataset
     if is_own(dataset):
         family = "imagenet" if scale == "paper" and task == "image" and ".npz" not in dataset else OWN[task]
+    elif dataset in VOC_YEARS and (dataset, scale) != ("voc2012", "paper"):
+        family = "own-pictures"
     elif dataset in OGB_GRAPHS and scale != "paper":
         family = "own-graph"
     elif dataset == "xnli" and scale != "paper":
@@ -459,6 +527,8 @@ def task_of_dataset(dataset: str) -> str | None:
     """Return the task of a named data set; None for the user's own data, which can be of any."""
     if is_own(dataset):
         return None
+    if dataset in VOC_YEARS:
+        return "detection"
     return next((r.task for table in RECIPES.values() for r in table.values() if r.dataset == dataset), None)
 
 

@@ -45,10 +45,12 @@ class Measure:
 
 MEASURES = {
     "accuracy": Measure("test accuracy (%)", "%", 100.0),
+    "map50": Measure("test mAP at IoU 0.5 (%)", "%", 100.0),
+    "map": Measure("test mAP, COCO (%)", "%", 100.0),
     "perplexity": Measure("test perplexity (axis turned: up is better)", better=-1),
     "loss": Measure("test loss in nats (axis turned: up is better)", better=-1, digits=3),
 }
-METRICS = {"language_model": "perplexity"}  # of a task; of the others it is accuracy
+METRICS = {"detection": "map50", "language_model": "perplexity"}  # of a task; of the others it is accuracy
 
 
 def metric_of(rows: Iterable[Row]) -> str:

@@ -1,6 +1,6 @@
-"""Data sets: ``images``, ``graphs``, ``text``, ``entailment``, each with the layouts it reads; downloads when asked.
+"""Data sets: ``images``, ``detection``, ``graphs``, ``text``, ``entailment``, each with the layouts it reads.
 
-Data is looked up in ``CPT_DATA_DIR``, then in ``data/cache``.
+Downloads happen when asked for. Data is looked up in ``CPT_DATA_DIR``, then in ``data/cache``.
 """
 
 from __future__ import annotations
@@ -8,14 +8,18 @@ from __future__ import annotations
 from pathlib import Path
 
 CHECKPOINT = "bert-base-multilingual-cased"
-DOWNLOADS = ("cifar10", "cifar100", "imagenet", "ogbn-arxiv", "ogbn-products", "ptb", "xnli", CHECKPOINT)
+BACKBONE = "resnet18"  # its ImageNet weights
+DOWNLOADS = (
+    "cifar10", "cifar100", "imagenet", "voc2007", "voc2012", BACKBONE, "ogbn-arxiv", "ogbn-products", "ptb", "xnli",
+    CHECKPOINT,
+)  # fmt: skip
 
 
 def download(dataset: str, language: str = "de") -> Path:
     """Download a data set through its own library, with progress and checksums, and return where it is.
 
     Args:
-        dataset: one of ``DOWNLOADS``, among them a pretrained model.
+        dataset: one of ``DOWNLOADS``, among them pretrained models.
         language: of XNLI's text.
 
     Raises:
@@ -27,6 +31,10 @@ def download(dataset: str, language: str = "de") -> Path:
         from cpt_core.data import graphs
 
         return graphs.download(dataset)
+    if dataset == BACKBONE or dataset.startswith("voc"):
+        from cpt_core.data import detection
+
+        return detection.download(dataset)
     if dataset == "ptb":
         from cpt_core.data import text
 

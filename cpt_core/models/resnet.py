@@ -9,6 +9,7 @@ Shapes: N batch, C channels, H x W pixels.  Paper: section 4.2 (image classifica
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
 import torchvision
 from torch import Tensor, nn
@@ -17,17 +18,19 @@ from torch import Tensor, nn
 class BasicBlock(nn.Module):
     """conv3x3-BN-ReLU-conv3x3-BN, plus the shortcut, ReLU; the shortcut is 1x1 conv + BN where the shape changes."""
 
-    def __init__(self, inputs: int, outputs: int, stride: int) -> None:
+    def __init__(
+        self, inputs: int, outputs: int, stride: int, norm: Callable[[int], nn.Module] = nn.BatchNorm2d
+    ) -> None:
         """Make the layers; ``stride`` is that of the first convolution and of the shortcut."""
         super().__init__()
         self.conv1 = nn.Conv2d(inputs, outputs, 3, stride, padding=1, bias=False)
-        self.bn1 = nn.BatchNorm2d(outputs)
+        self.bn1 = norm(outputs)
         self.conv2 = nn.Conv2d(outputs, outputs, 3, padding=1, bias=False)
-        self.bn2 = nn.BatchNorm2d(outputs)
+        self.bn2 = norm(outputs)
         self.relu = nn.ReLU(inplace=True)
         self.shortcut: nn.Module = nn.Identity()
         if stride != 1 or inputs != outputs:
-            self.shortcut = nn.Sequential(nn.Conv2d(inputs, outputs, 1, stride, bias=False), nn.BatchNorm2d(outputs))
+            self.shortcut = nn.Sequential(nn.Conv2d(inputs, outputs, 1, stride, bias=False), norm(outputs))
 
     def forward(self, x: Tensor) -> Tensor:
         """(N, inputs, H, W) -> (N, outputs, H / stride, W / stride)."""

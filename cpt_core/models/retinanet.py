@@ -1,0 +1,201 @@
+"""RetinaNet: boxes and classes from a feature pyramid in one pass, put together from torchvision's parts.
+
+Shapes: N images of H x W pixels, A anchors over all pyramid levels, K classes.  Paper: section 4.2 (object detection).
+
+>>> model = retinanet("retinanet", classes=20)
+>>> sum(p.numel() for p in model.parameters())
+20165400
+"""
+
+from __future__ import annotations
+
+import math
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple, Self
+
+import torch
+import torchvision
+from torch import Tensor, nn
+from torchvision.models.detection import RetinaNet as TorchvisionRetinaNet
+from torchvision.models.detection._utils import BoxCoder, Matcher
+from torchvision.models.detection.anchor_utils import AnchorGenerator
+from torchvision.models.detection.backbone_utils import BackboneWithFPN
+from torchvision.models.detection.image_list import ImageList
+from torchvision.models.detection.retinanet import RetinaNetHead, RetinaNetRegressionHead
+from torchvision.ops.feature_pyramid_network import LastLevelP6P7
+
+from cpt_core.models.resnet import BasicBlock, initialize
+
+Target = dict[str, Tensor]  # boxes float32 (n, 4) as x1, y1, x2, y2 in pixels; labels int64 (n,)
+STRIDES = (8, 16, 32, 64, 128)  # pixels between the anchors of P3 to P7
+ASPECT_RATIOS = (0.5, 1.0, 2.0)
+SCALES = (1.0, 2 ** (1 / 3), 2 ** (2 / 3))
+BOX_WEIGHTS = (10.0, 10.0, 5.0, 5.0)  # box targets are divided by 0.1, 0.1, 0.2, 0.2
+SMOOTH_L1_BETA = 1 / 9
+PRIOR = 0.01  # what an untrained classifier says of every class
+
+
+class Outputs(NamedTuple):
+    """Class logits (N, A, K), box offsets (N, A, 4), and the pyramid (N, C, h, w) that they come from."""
+
+    logits: Tensor
+    offsets: Tensor
+    features: list[Tensor]
+
+
+class FrozenStatisticsBatchNorm2d(nn.BatchNorm2d):
+    """BatchNorm whose statistics never change: always in evaluation mode, while scale and shift are trained."""
+
+    def __init__(self, channels: int) -> None:
+        """Start in evaluation mode: mean 0 and variance 1, until weights are loaded."""
+        super().__init__(channels)
+        self.eval()
+
+    def train(self, mode: bool = True) -> Self:
+        """Stay in evaluation mode."""
+        return super().train(False)
+
+
+class BoxHead(RetinaNetRegressionHead):
+    """torchvision's box head with the paper's loss: smooth L1, the mean over all coordinates of positive anchors."""
+
+    def compute_loss(
+        self,
+        targets: list[Target],
+        head_outputs: dict[str, Tensor],
+        anchors: list[Tensor],
+        matched_idxs: list[Tensor],
+    ) -> Tensor:
+        """Return the loss (0-d), a mean over images; an image without positive anchors counts as 0."""
+        losses = []
+        for target, offsets, anchor, matched in zip(
+            targets, head_outputs["bbox_regression"], anchors, matched_idxs, strict=True
+        ):
+            positive = matched >= 0
+            wanted = self.box_coder.encode_single(target["boxes"][matched[positive]], anchor[positive])
+            loss = nn.functional.smooth_l1_loss(offsets[positive], wanted, reduction="sum", beta=SMOOTH_L1_BETA)
+            losses.append(loss / max(1, wanted.numel()))
+        return torch.stack(losses).mean()
+
+
+class RetinaNet(TorchvisionRetinaNet):
+    """torchvision's RetinaNet on batches that are resized, normalised and padded already.
+
+    Differs: anchors are torchvision's (rounded to whole pixels, the first one centred on the corner of the image); the
+        focal loss is computed from logits, where the authors clamp probabilities to [1e-4, 1 - 1e-4].
+    """
+
+    def forward(self, images: Tensor) -> Outputs:
+        """(N, 3, H, W), both sides multiples of 32 -> ``Outputs``."""
+        features = list(self.backbone(images).values())
+        outputs = self.head(features)
+        return Outputs(outputs["cls_logits"], outputs["bbox_regression"], features)
+
+    def anchors(self, images: Tensor, outputs: Outputs) -> list[Tensor]:
+        """Return the anchors (A, 4) of every image."""
+        sizes = [tuple(images.shape[-2:])] * len(images)
+        return self.anchor_generator(ImageList(images, sizes), outputs.features)
+
+    def losses(self, images: Tensor, targets: list[Target]) -> dict[str, Tensor]:
+        """Return "classification" (focal) and "bbox_regression" (smooth L1), means over the images, each 0-d."""
+        outputs = self(images)
+        named = {"cls_logits": outputs.logits, "bbox_regression": outputs.offsets}
+        return self.compute_loss(targets, named, self.anchors(images, outputs))
+
+    def detect(self, images: Tensor, sizes: Sequence[tuple[int, int]]) -> list[Target]:
+        """Return boxes, labels and scores of every image, the best score first.
+
+        Args:
+            images: (N, 3, H, W) as for ``forward``.
+            sizes: height and width of every image without its padding; boxes are clipped to it.
+        """
+        outputs = self(images)
+        levels = [f.shape[-2] * f.shape[-1] * self.head.classification_head.num_anchors for f in outputs.features]
+        named = {
+            "cls_logits": list(outputs.logits.split(levels, 1)),
+            "bbox_regression": list(outputs.offsets.split(levels, 1)),
+        }
+        anchors = [list(a.split(levels)) for a in self.anchors(images, outputs)]
+        return self.postprocess_detections(named, anchors, list(sizes))
+
+
+def retinanet(
+    name: str, classes: int, *, anchor: int = 4, frozen: bool = True, weights: Path | None = None
+) -> RetinaNet:
+    """Return a RetinaNet: a backbone, a pyramid P3 to P7, nine anchors per place, two heads shared by all levels.
+
+    Args:
+        name: a key of ``BACKBONES``.
+        classes: number of classes; there is none for the background.
+        anchor: side of a level's smallest square anchor in strides of that level; the paper's is 4 (32 pixels at P3).
+        frozen: BatchNorm's statistics never change, as in the paper; needs those of ``weights`` to train well.
+        weights: a file with weights of the backbone as torchvision stores them; None starts from scratch.
+
+    Raises:
+        ValueError: when the file holds the weights of another network.
+
+    Paper: section 4.2; anchors, loss weights and initialisation as in the authors' code.
+    """
+    build, channels, width = BACKBONES[name]
+    body = build(FrozenStatisticsBatchNorm2d if frozen else nn.BatchNorm2d)
+    backbone = BackboneWithFPN(
+        body,
+        {"layer2": "0", "layer3": "1", "layer4": "2"},
+        list(channels),
+        width,
+        extra_blocks=LastLevelP6P7(channels[-1], width),
+    )
+    sides = tuple(tuple(round(anchor * stride * scale) for scale in SCALES) for stride in STRIDES)
+    generator = AnchorGenerator(sides, (ASPECT_RATIOS,) * len(sides))
+    count = len(ASPECT_RATIOS) * len(SCALES)
+    head = RetinaNetHead(width, count, classes)
+    head.regression_head = BoxHead(width, count)
+    model = RetinaNet(
+        backbone,
+        classes,
+        anchor_generator=generator,
+        head=head,
+        # an anchor is positive from an overlap of 0.5 on, even if that leaves an object without any
+        proposal_matcher=Matcher(0.5, 0.4, allow_low_quality_matches=False),
+        score_thresh=0.05,
+        nms_thresh=0.5,
+        detections_per_img=100,
+    )
+    model.box_coder = head.regression_head.box_coder = BoxCoder(BOX_WEIGHTS)
+    initialize(model)
+    for convolution in (m for m in model.modules() if isinstance(m, nn.Conv2d)):
+        if convolution.bias is not None:
+            nn.init.zeros_(convolution.bias)
+    for output, bias in (
+        (head.classification_head.cls_logits, -math.log((1 - PRIOR) / PRIOR)),
+        (head.regression_head.bbox_reg, 0.0),
+    ):
+        nn.init.zeros_(output.weight)
+        nn.init.constant_(output.bias, bias)
+    if weights is not None:
+        stored = torch.load(weights, weights_only=True, map_location="cpu")
+        wanted = {name for name in body.state_dict() if not name.startswith("fc.")}
+        if missing := sorted(wanted - set(stored)):
+            raise ValueError(f"{weights} holds no weights of this backbone: there is no {missing[0]}")
+        body.load_state_dict({name: stored[name] for name in wanted}, strict=False)
+    return model
+
+
+def _resnet18(norm: Callable[..., nn.Module]) -> nn.Module:
+    return torchvision.models.resnet18(norm_layer=norm)
+
+
+def _small(norm: Callable[..., nn.Module]) -> nn.Module:
+    """Return a backbone for small pictures: 16 to 128 channels, one block per stage."""
+    stem = nn.Sequential(nn.Conv2d(3, 16, 3, 2, padding=1, bias=False), norm(16), nn.ReLU(inplace=True))
+    stages = {f"layer{i + 1}": BasicBlock(c, 2 * c, 2, norm) for i, c in enumerate((16, 32, 64), start=1)}
+    return nn.Sequential(OrderedDict(stem=stem, layer1=BasicBlock(16, 16, 2, norm), **stages))
+
+
+# name -> backbone by its normalisation layer, channels of its stages at strides 8, 16 and 32, width of the pyramid
+BACKBONES: dict[str, tuple[Callable[[Any], nn.Module], tuple[int, int, int], int]] = {
+    "retinanet": (_resnet18, (128, 256, 512), 256),
+    "retinanet_small": (_small, (32, 64, 128), 32),
+}

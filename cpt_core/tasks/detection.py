@@ -1,0 +1,182 @@
+"""Object detection with RetinaNet on Pascal VOC, your own pictures, and scenes of digits.  Paper: section 4.2."""
+
+from __future__ import annotations
+
+import os
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from typing import cast
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from cpt_core.data.common import library
+from cpt_core.data.detection import (
+    Annotated,
+    Batch,
+    DetectionData,
+    backbone_weights,
+    batches,
+    evaluation_batches,
+    load_detection,
+    random_detection,
+)
+from cpt_core.models.retinanet import RetinaNet, Target, retinanet
+from cpt_core.paths import data_dir
+from cpt_core.recipes import DetectionRecipe
+from cpt_core.specs import RunSpec
+from cpt_core.tasks.base import Evaluation, Metrics
+
+WORKERS = min(4, os.cpu_count() or 1)  # processes that read pictures from disk
+VOC_IOU = 0.5
+COCO_IOUS = tuple(0.5 + 0.05 * i for i in range(10))
+
+
+class DetectionTask:
+    """Adam with a fixed learning rate, focal loss and smooth L1, mean average precision.
+
+    The main metric, "map50", is the VOC metric that the paper's numbers are in; see ``mean_average_precision``.
+
+    Paper: section 4.2.
+    Differs: from scratch, BatchNorm uses the statistics of the batch; the paper starts from a pretrained backbone only,
+        whose statistics stay frozen. The best evaluation is chosen on held-out pictures; the authors' script keeps the
+        last and the best on the test pictures.
+    """
+
+    metric = "map50"
+    better = +1
+
+    def __init__(self, spec: RunSpec, device: torch.device, stand_in: bool = False) -> None:
+        """Load the data of the spec's recipe, or make random pictures of the same shapes."""
+        self.recipe, self.seed, self.device = cast(DetectionRecipe, spec.recipe), spec.seed, device
+        self.data = random_detection(self.recipe) if stand_in else _load(self.recipe)
+        self.weights = backbone_weights() if self.recipe.pretrained and not stand_in else None
+        start = "ImageNet-pretrained backbone" if self.recipe.pretrained else "from scratch"
+        self.title = f"{self.recipe.model}, {start}, on {self.data.title}"
+        self.checksum = self.data.checksum
+        # pictures differ in shape from one batch to the next
+        self.cost_batches = 1 if len({a.size for a in self.data.train}) == 1 else 8
+
+    def model(self) -> RetinaNet:
+        """Return the recipe's RetinaNet."""
+        r = self.recipe
+        model = retinanet(r.model, len(self.data.classes), anchor=r.anchor, frozen=r.pretrained, weights=self.weights)
+        return model.to(self.device)
+
+    def batches(self, start: int) -> Iterator[Batch]:
+        """Yield training batches from step ``start`` on."""
+        return batches(self.data.train, self.recipe, self.seed, start, WORKERS)
+
+    def inputs(self, batch: Batch) -> tuple[Tensor]:
+        """Return the pictures."""
+        return (batch.images,)
+
+    def loss(self, model: nn.Module, batch: Batch, carry: None) -> tuple[Tensor, None]:
+        """Return the sum of focal loss and smooth L1."""
+        images = batch.images.to(self.device, non_blocking=True)
+        targets = [{name: t.to(self.device) for name, t in target.items()} for target in batch.targets]
+        losses = cast(RetinaNet, model).losses(images, targets)
+        return losses["classification"] + losses["bbox_regression"], None
+
+    def evaluate(self, model: nn.Module) -> dict[str, Metrics]:
+        """Return the mean average precisions (0..1) of every split that is not empty."""
+        splits = {"valid": self.data.valid, "test": self.data.test}
+        return {
+            name: mean_average_precision(list(self.detections(model, part))) for name, part in splits.items() if part
+        }
+
+    @torch.no_grad()
+    def detections(self, model: nn.Module, pictures: Sequence[Annotated]) -> Iterator[tuple[Target, Annotated]]:
+        """Yield what the model, in evaluation mode, finds on every picture, in that picture's pixels."""
+        for batch in evaluation_batches(pictures, self.recipe, WORKERS):
+            found = cast(RetinaNet, model).detect(batch.images.to(self.device), batch.sizes)
+            for target, size, original in zip(found, batch.sizes, batch.originals, strict=True):
+                (height, width), (was_high, was_wide) = size, original.size
+                scale = torch.tensor([was_wide / width, was_high / height] * 2)
+                on_cpu = {name: t.cpu() for name, t in target.items()}
+                yield {**on_cpu, "boxes": on_cpu["boxes"] * scale}, original
+
+    def optimizer(self, model: nn.Module) -> tuple[torch.optim.Optimizer, Callable[[int, Sequence[Evaluation]], float]]:
+        """Return Adam and its fixed learning rate."""
+        r = self.recipe
+        adam = torch.optim.Adam(model.parameters(), lr=r.lr, weight_decay=r.weight_decay)
+        return adam, lambda step, evaluations: r.lr
+
+
+# --- the metric -----------------------------------------------------------------------------------
+
+
+def mean_average_precision(pairs: Sequence[tuple[Target, Annotated]]) -> Metrics:
+    """Return the mean over classes of the average precision, by ``torchmetrics``, with COCO's matching of boxes.
+
+    "map50" is VOC's metric since 2010: boxes match from an overlap (IoU) of 0.5 on, and the area under the whole curve
+    of precision over recall counts. "map50_11point" is that of VOC 2007: the mean of precision at recall 0, 0.1, ...,
+    1. "map" is COCO's: 101 points, and the mean over overlaps of 0.5, 0.55, ..., 0.95. Precision at a recall is the
+    best at that recall or a higher one. Classes without an object do not count, the 100 best detections of a picture
+    do.
+
+    Args:
+        pairs: what was found (boxes, scores, labels) and what is there, picture by picture.
+
+    Raises:
+        ValueError: when there is no object to be found.
+
+    Differs: VOC's own program gives a detection to the object it overlaps most, even if that is taken; COCO's gives it
+        to the best that is free. A detection inside a ``difficult`` object is ignored also when it is much smaller.
+    """
+    counts: dict[int, int] = {}
+    for _, there in pairs:
+        for label in there.labels[~there.difficult].tolist():
+            counts[label] = counts.get(label, 0) + 1
+    if not counts:
+        raise ValueError(f"there is no object to be found on {len(pairs)} pictures")
+    if not any(len(found["boxes"]) for found, _ in pairs):
+        return {"map50": 0.0, "map50_11point": 0.0, "map": 0.0}
+    # precision changes only where recall passes k / n for one of the n objects of a class
+    steps = {n: (np.arange(n) + 0.5) / n for n in set(counts.values())}
+    eleven = np.arange(11) / 10
+    recalls = np.unique(np.concatenate([eleven, *steps.values()]))
+    voc, classes = _precision(pairs, [VOC_IOU], recalls)
+    hundred = np.linspace(0, 1, 101)
+    coco, _ = _precision(pairs, list(COCO_IOUS), hundred)
+
+    def at(points: np.ndarray, label: int) -> float:
+        return float(voc[0, np.searchsorted(recalls, points), classes.index(label)].mean())
+
+    return {
+        "map50": float(np.mean([at(steps[n], label) for label, n in counts.items()])),
+        "map50_11point": float(np.mean([at(eleven, label) for label in counts])),
+        "map": float(np.mean([coco[:, :, classes.index(label)].mean() for label in counts])),
+    }
+
+
+def _precision(
+    pairs: Sequence[tuple[Target, Annotated]], ious: list[float], recalls: np.ndarray
+) -> tuple[np.ndarray, list[int]]:
+    """Return precision (overlap, recall, class) and the classes in its order."""
+    metric = library("torchmetrics.detection", "vision").MeanAveragePrecision(
+        iou_thresholds=ious, rec_thresholds=recalls.tolist(), extended_summary=True, backend="faster_coco_eval"
+    )
+    metric.update(
+        [found for found, _ in pairs],
+        [{"boxes": a.boxes, "labels": a.labels, "iscrowd": a.difficult.long()} for _, a in pairs],
+    )
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        result = metric.compute()
+    everything, hundred = 0, 2  # of all sizes; the 100 best
+    return result["precision"].numpy()[..., everything, hundred], np.atleast_1d(result["classes"]).tolist()
+
+
+_loaded: dict[tuple, DetectionData] = {}
+
+
+def _load(recipe: DetectionRecipe) -> DetectionData:
+    """Load once per process: a sweep runs many recipes on the same data."""
+    r = recipe
+    key = (r.dataset, data_dir(), r.size, r.train_images, r.valid_images, r.test_images)
+    if key not in _loaded:
+        _loaded.clear()
+        _loaded[key] = load_detection(r)
+    return _loaded[key]

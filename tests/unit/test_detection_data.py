@@ -1,0 +1,380 @@
+"""Pictures with boxes: scenes of digits, Pascal VOC's layout as torchvision and others write it, bad input, batches."""
+
+import itertools
+import xml.etree.ElementTree as ET
+
+import numpy as np
+import pytest
+import torch
+import torchvision
+from PIL import Image
+
+from cpt_core import data as data_sets
+from cpt_core.data import detection
+from cpt_core.data.common import DataNotFoundError
+from cpt_core.data.detection import (
+    Annotated,
+    annotated,
+    aspect_groups,
+    batches,
+    evaluation_batches,
+    load_detection,
+    scenes,
+)
+from cpt_core.recipes import DetectionRecipe, recipe
+
+
+def small(dataset, **changes):
+    settings = dict(
+        task="detection", dataset=dataset, model="retinanet", quantized="all", steps=4, batch=2, lr=1e-3, q_min=5,
+        size=64, max_size=96,
+    )  # fmt: skip
+    return DetectionRecipe(**{**settings, **changes})
+
+
+def write_object(parent, name, box, difficult="0", part=False):
+    obj = ET.SubElement(parent, "object")
+    ET.SubElement(obj, "name").text = name
+    if difficult is not None:
+        ET.SubElement(obj, "difficult").text = difficult
+    corners = ET.SubElement(obj, "bndbox")
+    for corner, value in zip(("xmin", "ymin", "xmax", "ymax"), box, strict=True):
+        ET.SubElement(corners, corner).text = str(value)
+    if part:
+        inner = ET.SubElement(obj, "part")
+        ET.SubElement(inner, "name").text = "head"
+        inner_box = ET.SubElement(inner, "bndbox")
+        for corner in ("xmin", "ymin", "xmax", "ymax"):
+            ET.SubElement(inner_box, corner).text = "1"
+
+
+def write_picture(folder, name, size=(60, 90), objects=(), *, mode="RGB", said=None):
+    """Write a JPEG of height x width and its annotation; objects as (class, box, ...) for ``write_object``."""
+    (folder / "JPEGImages").mkdir(parents=True, exist_ok=True)
+    (folder / "Annotations").mkdir(exist_ok=True)
+    pixels = np.random.default_rng(len(name)).integers(0, 256, (*size, 3), dtype=np.uint8)
+    image = folder / "JPEGImages" / f"{name}.jpg"
+    Image.fromarray(pixels).convert(mode).save(image)
+    root = ET.Element("annotation")
+    height, width = said or size
+    shape = ET.SubElement(root, "size")
+    for side, value in (("width", width), ("height", height), ("depth", 3)):
+        ET.SubElement(shape, side).text = str(value)
+    for obj in objects:
+        write_object(root, *obj)
+    xml = folder / "Annotations" / f"{name}.xml"
+    ET.ElementTree(root).write(xml)
+    return image, xml
+
+
+def write_lists(folder, **lists):
+    main = folder / "ImageSets" / "Main"
+    main.mkdir(parents=True, exist_ok=True)
+    for part, names in lists.items():
+        (main / f"{part}.txt").write_text("".join(f"{name}\n" for name in names))
+
+
+@pytest.fixture
+def own(tmp_path, monkeypatch):
+    """A folder of five pictures in VOC's layout, as dataset "pets/" in the data folder."""
+    monkeypatch.setenv("CPT_DATA_DIR", str(tmp_path))
+    folder = tmp_path / "pets" / "VOCdevkit" / "VOC2007"
+    write_picture(folder, "a", (60, 90), [("dog", (1, 1, 90, 60)), ("cat", (10, 20, 30, 40), "1")])
+    write_picture(folder, "b", (90, 60), [("person", (5, 6, 7, 8), "0", True)])
+    write_picture(folder, "c", (60, 60))  # nothing to be seen
+    write_picture(folder, "d", (60, 90), [("cat", (3, 4, 50, 44), None)], mode="L")
+    write_picture(folder, "e", (60, 90), [("dog", (2, 2, 20, 20))])
+    write_lists(folder, train=["a", "b", "c"], val=["d", "e"])
+    return folder
+
+
+def test_own_pictures_are_read_as_they_are(own):
+    data = load_detection(small("pets/"))
+    assert data.classes == ("cat", "dog", "person")
+    assert data.title == "own pictures (pets)"
+    assert [len(part) for part in (data.train, data.valid, data.test)] == [3, 0, 2]
+    first, second, third = data.train
+    assert first.size == (60, 90)
+    # counted from 1 with both corners inside -> from 0 with the upper end open: the whole picture
+    assert first.boxes.tolist() == [[0, 0, 90, 60], [9, 19, 30, 40]]
+    assert first.labels.tolist() == [1, 0]
+    assert first.difficult.tolist() == [False, True]
+    assert second.boxes.tolist() == [[4, 5, 7, 8]]  # of the person, not of the head
+    assert third.boxes.shape == (0, 4)
+    assert third.labels.dtype == torch.int64
+    grey = data.test[0].read()
+    assert grey.shape == (3, 60, 90)
+    assert torch.equal(grey[0], grey[1])
+
+
+def test_annotations_agree_with_torchvision(own):
+    theirs = torchvision.datasets.VOCDetection(own.parents[1], "2007", "train")
+    for ours, (image, target) in zip(load_detection(small("pets/")).train, theirs, strict=True):
+        assert np.array_equal(ours.read().permute(1, 2, 0).numpy(), np.asarray(image))
+        boxes = [
+            [float(obj["bndbox"][corner]) for corner in ("xmin", "ymin", "xmax", "ymax")]
+            for obj in target["annotation"]["object"]
+        ]
+        assert torch.equal(ours.boxes + torch.tensor([1.0, 1, 0, 0]), torch.tensor(boxes).reshape(-1, 4))
+
+
+def test_splits_subsets_and_checksum(own):
+    held = load_detection(small("pets/", valid_images=1, train_images=1, test_images=1))
+    assert [len(part) for part in (held.train, held.valid, held.test)] == [1, 1, 1]
+    before = load_detection(small("pets/")).checksum
+    assert before == load_detection(small("pets/")).checksum
+    write_picture(own, "b", (90, 60), [("person", (5, 6, 7, 9))])
+    assert load_detection(small("pets/")).checksum != before
+    write_lists(own, test=["e"])  # preferred to val
+    assert len(load_detection(small("pets/")).test) == 1
+    write_lists(own, test=["a", "b", "c"])
+    assert "tested on its own training pictures" in load_detection(small("pets/")).title
+
+
+@pytest.mark.parametrize("where", ["", "VOCdevkit/VOC2012", "VOC2007"])
+def test_the_folder_may_be_given_at_each_level(tmp_path, monkeypatch, where):
+    monkeypatch.setenv("CPT_DATA_DIR", str(tmp_path))
+    folder = tmp_path / "mine" / where
+    write_picture(folder, "a", objects=[("x", (1, 1, 5, 5))])
+    write_lists(folder, train=["a"], val=["a"])
+    assert load_detection(small("mine/")).classes == ("x",)
+
+
+@pytest.mark.parametrize("dataset", ["voc2007", "voc2012"])
+def test_official_layout(tmp_path, monkeypatch, dataset):
+    monkeypatch.setenv("CPT_DATA_DIR", str(tmp_path))
+    year, first, second = detection.VOC[dataset]
+    folder = tmp_path / "VOCdevkit" / f"VOC{year}"
+    with pytest.raises(DataNotFoundError, match=f"python -m cpt_core download {dataset}"):
+        load_detection(small(dataset))
+    write_picture(folder, "a", objects=[("person", (1, 1, 5, 5))])
+    write_picture(folder, "b", objects=[("aeroplane", (1, 1, 5, 5))])
+    write_lists(folder, **{first: ["a"], second: ["b"]})
+    data = load_detection(small(dataset))
+    assert len(data.classes) == 20
+    assert data.train[0].labels.tolist() == [14]
+    assert data.test[0].labels.tolist() == [0]
+    assert data.title == f"Pascal VOC {year}"
+
+
+@pytest.mark.parametrize(
+    ("name", "box", "message"),
+    [
+        ("dog", (1, 1, 91, 60), r"\(1, 1\) to \(91, 60\) is not inside the 90 x 60 picture"),
+        ("dog", (0, 1, 10, 10), "is not inside"),
+        ("dog", (10, 10, 9, 20), "has no area"),
+        ("dog", (10, 30, 20, 10), "has no area"),
+        ("dog", ("nan", 1, 10, 10), "bndbox/xmin must be a number, got 'nan'"),
+        ("dog", ("ten", 1, 10, 10), "bndbox/xmin must be a number, got 'ten'"),
+        ("dgo", (1, 1, 10, 10), "unknown class 'dgo'; the classes are cat, dog"),
+        ("", (1, 1, 10, 10), "unknown class ''"),
+    ],
+)
+def test_bad_objects_are_refused_by_file_and_number(tmp_path, name, box, message):
+    image, xml = write_picture(tmp_path, "a", (60, 90), [("dog", (1, 1, 2, 2)), (name, box)])
+    with pytest.raises(ValueError, match=rf"a\.xml, object 2.*{message}"):
+        annotated(image, xml, ("cat", "dog"))
+
+
+def test_a_box_of_one_pixel_is_allowed(tmp_path):
+    found = annotated(*write_picture(tmp_path, "a", (60, 90), [("dog", (90, 60, 90, 60))]), ("dog",))
+    assert found.boxes.tolist() == [[89, 59, 90, 60]]
+
+
+def test_damaged_files_are_found_before_training(own):
+    image = own / "JPEGImages" / "b.jpg"
+    whole = image.read_bytes()
+    image.write_bytes(whole[: len(whole) // 2])
+    with pytest.raises(ValueError, match=r"b\.jpg is no whole picture"):
+        load_detection(small("pets/"))
+    image.write_bytes(b"no picture at all")
+    with pytest.raises(ValueError, match=r"b\.jpg is no whole picture"):
+        load_detection(small("pets/"))
+    image.write_bytes(whole + bytes(200))  # some cameras write more behind the end
+    load_detection(small("pets/"))
+    found = load_detection(small("pets/")).train[1]
+    image.write_bytes(whole[:300])
+    with pytest.raises(ValueError, match=r"b\.jpg is damaged"):
+        found.read()
+
+
+def test_missing_and_wrong_files(own):
+    xml = own / "Annotations" / "b.xml"
+    good = xml.read_text()
+    xml.write_text(good.replace("<width>60", "<width>61"))
+    with pytest.raises(ValueError, match=r"b\.xml says 61 x 90 pixels, b\.jpg has 60 x 90"):
+        load_detection(small("pets/"))
+    xml.write_text(good[:40])
+    with pytest.raises(ValueError, match=r"b\.xml is no XML"):
+        load_detection(small("pets/"))
+    xml.unlink()
+    with pytest.raises(DataNotFoundError, match=r"no annotation .*b\.xml"):
+        load_detection(small("pets/"))
+    xml.write_text(good)
+    (own / "JPEGImages" / "b.jpg").unlink()
+    with pytest.raises(DataNotFoundError, match=r"no picture .*b\.jpg"):
+        load_detection(small("pets/"))
+
+
+def test_wrong_lists_and_folders(own, tmp_path):
+    with pytest.raises(ValueError, match=r"3 training pictures are there, wanted are 3 to hold out and some to train"):
+        load_detection(small("pets/", valid_images=3))
+    with pytest.raises(ValueError, match="wanted are 0 to hold out and 4 to train on"):
+        load_detection(small("pets/", train_images=4))
+    write_lists(own, train=["a", "b", "a"])
+    with pytest.raises(ValueError, match=r"train\.txt names 'a' twice"):
+        load_detection(small("pets/"))
+    write_lists(own, train=[])
+    with pytest.raises(ValueError, match=r"train\.txt is empty"):
+        load_detection(small("pets/"))
+    write_lists(own, train=["c"])
+    with pytest.raises(ValueError, match="no object in any training annotation"):
+        load_detection(small("pets/"))
+    write_lists(own, train=["b"])  # persons only
+    with pytest.raises(ValueError, match="unknown class 'cat'; the classes are person"):
+        load_detection(small("pets/"))
+    (own / "ImageSets" / "Main" / "val.txt").unlink()
+    with pytest.raises(DataNotFoundError, match=r"there is no .*val\.txt"):
+        load_detection(small("pets/"))
+    with pytest.raises(DataNotFoundError, match=r"there is no folder .*nowhere"):
+        load_detection(small("nowhere/"))
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(ValueError, match=r"must hold one data set in VOC's layout .* found: none"):
+        load_detection(small("empty/"))
+    (own.parent / "VOC2012" / "Annotations").mkdir(parents=True)
+    with pytest.raises(ValueError, match="must hold one data set"):
+        load_detection(small("pets/"))
+    with pytest.raises(ValueError, match="unknown dataset 'voc2013'"):
+        load_detection(small("voc2013"))
+
+
+# --- scenes ---------------------------------------------------------------------------------------
+
+
+def test_scenes_have_exact_boxes():
+    for scene in scenes("train", 40, 96):
+        ink = scene.picture[0].clone()
+        assert torch.equal(scene.picture[0], scene.picture[2])
+        assert 1 <= len(scene.boxes) <= 4
+        for x1, y1, x2, y2 in scene.boxes.int().tolist():
+            part = ink[y1:y2, x1:x2]
+            for edge in (part[0], part[-1], part[:, 0], part[:, -1]):
+                assert edge.any()  # no smaller box would do
+            part.zero_()
+        assert not ink.any()  # nothing outside the boxes, and no overlap
+
+
+def test_scenes_are_a_function_of_split_and_number():
+    again = scenes("train", 5, 96)
+    for a, b in zip(scenes("train", 3, 96), again, strict=False):
+        assert torch.equal(a.picture, b.picture)
+        assert torch.equal(a.boxes, b.boxes)
+    assert not torch.equal(again[0].picture, again[1].picture)
+    assert not torch.equal(scenes("test", 1, 96)[0].picture, again[0].picture)
+    labels = torch.cat([s.labels for s in scenes("train", 100, 96)])
+    assert set(labels.tolist()) == set(range(10))
+
+
+# --- batches --------------------------------------------------------------------------------------
+
+
+def pictures(*sizes):
+    return tuple(
+        Annotated(
+            torch.full((3, h, w), i, dtype=torch.uint8), (h, w), torch.tensor([[0.0, 0, w / 2, h]]), torch.tensor([i]),
+            torch.tensor([False]),
+        )
+        for i, (h, w) in enumerate(sizes)
+    )  # fmt: skip
+
+
+def test_groups_hold_pictures_of_like_shape():
+    mixed = pictures((60, 90), (90, 60), (60, 60), (61, 90), (90, 61))
+    assert aspect_groups(mixed, 2) == [[1, 4], [2, 3], [0]]
+
+
+def test_resizing_padding_and_boxes():
+    (batch,) = evaluation_batches(pictures((50, 100), (100, 50)), small("x/", size=60, max_size=100), workers=0)
+    # wide: 60 x 120 would be too long, so 50 x 100; both sides of the batch: multiples of 32
+    assert batch.sizes == [(100, 50), (50, 100)]
+    assert batch.images.shape == (2, 3, 128, 128)
+    assert batch.targets[1]["boxes"].tolist() == [[0, 0, 50, 50]]
+    assert not batch.images[1, :, 50:].any()
+    mean, std = torch.tensor(detection.IMAGENET_MEAN), torch.tensor(detection.IMAGENET_STD)
+    torch.testing.assert_close(batch.images[1, :, 0, 0], (0 - mean) / std)
+    (one,) = evaluation_batches(pictures((300, 400)), small("x/", size=608, max_size=1024), workers=0)
+    assert one.sizes == [(608, 810)]
+    assert one.images.shape == (1, 3, 608, 832)
+    torch.testing.assert_close(one.targets[0]["boxes"], torch.tensor([[0, 0, 405.0, 608.0]]), rtol=0, atol=0.5)
+
+
+def test_difficult_objects_are_not_trained_on(own):
+    train = load_detection(small("pets/")).train
+    labels = [t["labels"].tolist() for b in evaluation_batches(train, small("pets/"), 0) for t in b.targets]
+    assert sorted(labels) == [[], [1], [2]]
+
+
+def test_batches_are_a_function_of_seed_and_step(own):
+    train = load_detection(small("pets/")).train
+    r = small("pets/", flip=True)
+
+    def first(n, start=0, seed=0, workers=0):
+        return [b.images for b in itertools.islice(batches(train, r, seed, start, workers), n)]
+
+    whole = first(8)
+    for a, b in zip(whole[3:], first(5, start=3), strict=True):
+        assert torch.equal(a, b)
+    for a, b in zip(whole, first(8, workers=1), strict=True):
+        assert torch.equal(a, b)
+    assert any(a.shape != b.shape or not torch.equal(a, b) for a, b in zip(whole, first(8, seed=1), strict=True))
+
+
+def test_mirroring_moves_the_boxes():
+    (scene,) = scenes("train", 1, 96)
+    r = small("x/", flip=True, size=96, max_size=97, batch=1)
+    seen = set()
+    for batch in itertools.islice(batches((scene,), r, 0, 0, 0), 12):
+        ink = (batch.images[0, 0] > batch.images[0, 0].min() + 0.01).clone()
+        for x1, y1, x2, y2 in batch.targets[0]["boxes"].int().tolist():
+            assert ink[y1:y2, x1].any()
+            assert ink[y1:y2, x2 - 1].any()
+            ink[y1:y2, x1:x2] = False
+        assert not ink.any()
+        seen.add(batch.targets[0]["boxes"][0, 0].item())
+    assert len(seen) == 2
+    plain = small("x/", size=96, max_size=97, batch=1)
+    for batch in itertools.islice(batches((scene,), plain, 0, 0, 0), 6):
+        assert torch.equal(batch.targets[0]["boxes"], scene.boxes)
+
+
+def test_reading_takes_nothing_from_torchs_random_numbers(own):
+    train = load_detection(small("pets/")).train
+    before = torch.get_rng_state()
+    next(batches(train, small("pets/", flip=True), 0, 0, 1))
+    assert torch.equal(before, torch.get_rng_state())
+
+
+# --- downloads ------------------------------------------------------------------------------------
+
+
+def test_downloads_go_through_torchvision(tmp_path, monkeypatch):
+    monkeypatch.setenv("CPT_DATA_DIR", str(tmp_path))
+    asked = []
+    monkeypatch.setattr(torchvision.datasets, "VOCDetection", lambda *a, **k: asked.append((*a[1:], k["download"])))
+    data_sets.download("voc2012")
+    data_sets.download("voc2007")
+    assert asked == [("2012", "train", True), ("2012", "val", True), ("2007", "trainval", True), ("2007", "test", True)]
+    monkeypatch.setattr(torch.hub, "load_state_dict_from_url", lambda url, *a, **k: asked.append((url, k)))
+    assert data_sets.download("resnet18").parent == tmp_path
+    url, options = asked[-1]
+    assert url.endswith(detection.WEIGHTS)
+    assert options["check_hash"]
+
+
+def test_recipes_of_pictures():
+    assert recipe("paper", "voc2012").steps == 171_600
+    assert recipe("paper", "voc2007").pretrained
+    assert recipe("demo", "voc2012").dataset == "voc2012"
+    assert not recipe("demo", "my/", task="detection").pretrained
+    with pytest.raises(ValueError, match="size must be at least 32 and below max_size 96, got 96"):
+        small("x/", size=96)

@@ -1,0 +1,454 @@
+"""RetinaNet, its loss and its metric, and detection through the one training loop."""
+
+import itertools
+import math
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from cpt_core import bitops, grids
+from cpt_core.convert import quantize_, restore_, summary
+from cpt_core.data import detection as data
+from cpt_core.data.common import DataNotFoundError
+from cpt_core.data.detection import Annotated
+from cpt_core.models.retinanet import BACKBONES, FrozenStatisticsBatchNorm2d, retinanet
+from cpt_core.recipes import recipe
+from cpt_core.scheduler import PrecisionScheduler, precision
+from cpt_core.schedules import make_schedule
+from cpt_core.specs import RunSpec, run_spec
+from cpt_core.tasks.detection import DetectionTask, mean_average_precision
+from cpt_core.train import Stopped, train
+
+CPU = torch.device("cpu")
+
+
+def spec(arm="static 8", seed=0, **changes):
+    r = replace(recipe("smoke", "digit-scenes"), **{"steps": 6, "n_cycles": 1, **changes})
+    return run_spec(r, arm, q_max=8, seed=seed, scale="smoke")
+
+
+# --- the model ------------------------------------------------------------------------------------
+
+
+def test_parameters_of_the_paper():
+    assert sum(p.numel() for p in retinanet("retinanet", 20).parameters()) == 20_165_400
+
+
+@pytest.mark.parametrize("name", BACKBONES)
+def test_shapes_and_anchors(name):
+    model = retinanet(name, 7)
+    images = torch.zeros(2, 3, 64, 96)
+    out = model(images)
+    places = 8 * 12 + 4 * 6 + 2 * 3 + 1 * 2 + 1 * 1
+    assert [tuple(f.shape[-2:]) for f in out.features] == [(8, 12), (4, 6), (2, 3), (1, 2), (1, 1)]
+    assert out.logits.shape == (2, 9 * places, 7)
+    assert out.offsets.shape == (2, 9 * places, 4)
+    anchors = model.anchors(images, out)
+    assert [a.shape for a in anchors] == [(9 * places, 4)] * 2
+    sides = (anchors[0][:9, 2:] - anchors[0][:9, :2]).prod(1).sqrt()
+    np.testing.assert_allclose(sorted(sides.tolist()), sorted([32, 40.3, 50.8] * 3), rtol=0.03)
+
+
+def test_an_untrained_detector_expects_one_percent_everywhere():
+    out = retinanet("retinanet_small", 3)(torch.randn(1, 3, 64, 64))
+    torch.testing.assert_close(out.logits.sigmoid(), torch.full_like(out.logits, 0.01))
+    assert not out.offsets.any()
+
+
+def test_initialisation_of_convolutions():
+    torch.manual_seed(0)
+    model = retinanet("retinanet", 20)
+    for name in ("backbone.body.layer3.0.conv1", "backbone.fpn.inner_blocks.1.0", "head.classification_head.conv.2.0"):
+        conv = model.get_submodule(name)
+        k, _ = conv.kernel_size
+        assert conv.weight.std().item() == pytest.approx(math.sqrt(2 / (k * k * conv.out_channels)), rel=0.03)
+        assert conv.bias is None or not conv.bias.any()
+
+
+def test_frozen_statistics_stay_while_scale_and_shift_are_trained():
+    layer = FrozenStatisticsBatchNorm2d(2)
+    layer.load_state_dict({**nn.BatchNorm2d(2).state_dict(), "running_mean": torch.tensor([1.0, 2.0])})
+    model = nn.Sequential(layer).train()
+    x = torch.randn(4, 2, 3, 3)
+    y = model(x)
+    torch.testing.assert_close(y, (x - torch.tensor([1.0, 2.0]).view(1, 2, 1, 1)) / math.sqrt(1 + 1e-5))
+    y.sum().backward()
+    assert layer.running_mean.tolist() == [1.0, 2.0]
+    assert layer.weight.grad is not None
+    assert layer.bias.grad.tolist() == [36.0, 36.0]
+
+
+def test_all_convolutions_are_quantised_with_their_biases():
+    model = quantize_(retinanet("retinanet", 20))
+    rows = summary(model).rows
+    assert {r.kind for r in rows if r.quantized} == {"Conv2d"}
+    assert {r.kind for r in rows if not r.quantized} == {"FrozenStatisticsBatchNorm2d"}
+    head = model.head.classification_head
+    assert head.cls_logits.bias is not None
+    PrecisionScheduler(model, make_schedule("STATIC", q_max=2, total_steps=1))
+    values = head.cls_logits.precision.operand("bias", torch.linspace(0, 1, 50))
+    assert len(values.unique()) == 4
+
+
+def test_a_heads_running_range_mixes_the_levels_in_order():
+    """One head is called for every level: its range follows them one after the other, the coarsest last."""
+    model = quantize_(retinanet("retinanet_small", 3)).train()
+    PrecisionScheduler(model, make_schedule("STATIC", q_max=8, total_steps=1))
+    first = model.head.classification_head.conv[0][0]
+    seen = []
+    first.register_forward_pre_hook(lambda m, x: seen.append((x[0].min().item(), x[0].max().item())))
+    torch.manual_seed(0)
+    model(torch.randn(1, 3, 64, 64))
+    assert len(seen) == 5
+    low = width = weight = 0.0
+    for minimum, maximum in seen:
+        low, width, weight = (
+            0.9 * old + 0.1 * new
+            for old, new in zip((low, width, weight), (minimum, maximum - minimum, 1), strict=True)
+        )
+    stored = first.precision.get_buffer("running_input")
+    torch.testing.assert_close(stored, torch.tensor([low, width, weight]))
+    model.eval()
+    low, width = first.precision.running_range("input")
+    assert (low.item(), width.item()) == pytest.approx(((stored[0] / stored[2]).item(), (stored[1] / stored[2]).item()))
+
+
+def plain_losses(out, anchors, boxes, labels, classes):
+    """The paper's loss of one image, written out with loops over anchors."""
+    focal = box = 0.0
+    positives = 0
+    for i, anchor in enumerate(anchors.double().tolist()):
+        overlaps = []
+        for b in boxes.tolist():
+            w = max(0, min(anchor[2], b[2]) - max(anchor[0], b[0]))
+            h = max(0, min(anchor[3], b[3]) - max(anchor[1], b[1]))
+            both = (anchor[2] - anchor[0]) * (anchor[3] - anchor[1]) + (b[2] - b[0]) * (b[3] - b[1])
+            overlaps.append(w * h / (both - w * h))
+        best = int(np.argmax(overlaps)) if overlaps else -1
+        if overlaps and 0.4 <= overlaps[best] < 0.5:
+            continue
+        positive = bool(overlaps) and overlaps[best] >= 0.5
+        for k in range(classes):
+            p = 1 / (1 + math.exp(-out.logits[0, i, k].item()))
+            if positive and labels[best] == k:
+                focal -= 0.25 * (1 - p) ** 2 * math.log(p)
+            else:
+                focal -= 0.75 * p**2 * math.log(1 - p)
+        if positive:
+            positives += 1
+            b, aw, ah = boxes[best].tolist(), anchor[2] - anchor[0], anchor[3] - anchor[1]
+            wanted = (
+                ((b[0] + b[2]) / 2 - (anchor[0] + anchor[2]) / 2) / aw / 0.1,
+                ((b[1] + b[3]) / 2 - (anchor[1] + anchor[3]) / 2) / ah / 0.1,
+                math.log((b[2] - b[0]) / aw) / 0.2,
+                math.log((b[3] - b[1]) / ah) / 0.2,
+            )
+            for found, target in zip(out.offsets[0, i].tolist(), wanted, strict=True):
+                d = abs(found - target)
+                box += 4.5 * d * d if d < 1 / 9 else d - 1 / 18
+    return focal / max(1, positives), box / max(1, 4 * positives)
+
+
+@pytest.mark.parametrize("boxes", [[[5.0, 5, 40, 37], [30, 30, 60, 58]], []])
+def test_loss_equals_the_one_written_out(boxes):
+    torch.manual_seed(0)
+    model = retinanet("retinanet_small", 3)
+    for layer in (model.head.classification_head.cls_logits, model.head.regression_head.bbox_reg):
+        nn.init.normal_(layer.weight, std=0.02)
+    images = torch.randn(1, 3, 64, 64)
+    target = {
+        "boxes": torch.tensor(boxes).reshape(-1, 4),
+        "labels": torch.tensor([2, 0][: len(boxes)], dtype=torch.int64),
+    }
+    losses = model.losses(images, [target])
+    out = model(images)
+    focal, box = plain_losses(out, model.anchors(images, out)[0], target["boxes"], target["labels"].tolist(), 3)
+    assert losses["classification"].item() == pytest.approx(focal, rel=1e-4)
+    assert losses["bbox_regression"].item() == pytest.approx(box, rel=1e-4)
+    assert (box > 0) == bool(boxes)
+
+
+def test_detections_are_the_boxes_that_were_learned():
+    """Give the network the answer: detections of the target offsets are the boxes themselves."""
+    model = retinanet("retinanet_small", 3).eval()
+    images = torch.zeros(1, 3, 64, 64)
+    box = torch.tensor([[6.0, 4, 50, 44]])
+    out = model(images)
+    anchors = model.anchors(images, out)[0]
+    offsets = model.box_coder.encode_single(box.expand(len(anchors), 4), anchors)
+    logits = torch.full_like(out.logits, -9.0)
+    logits[0, 17, 2] = 3.0
+    model.forward = lambda x: out._replace(logits=logits, offsets=offsets[None])
+    (found,) = model.detect(images, [(64, 64)])
+    torch.testing.assert_close(found["boxes"], box, rtol=1e-4, atol=1e-3)
+    assert found["labels"].tolist() == [2]
+    assert found["scores"].item() == pytest.approx(1 / (1 + math.exp(-3)))
+    (cut,) = model.detect(images, [(30, 40)])  # the rest is padding
+    torch.testing.assert_close(cut["boxes"], torch.tensor([[6.0, 4, 40, 30]]), rtol=1e-4, atol=1e-3)
+
+
+# --- the metric -----------------------------------------------------------------------------------
+
+
+def picture(boxes, labels, difficult=None):
+    return Annotated(
+        torch.zeros(3, 100, 100, dtype=torch.uint8),
+        (100, 100),
+        torch.tensor(boxes, dtype=torch.float32).reshape(-1, 4),
+        torch.tensor(labels, dtype=torch.int64),
+        torch.tensor(difficult or [False] * len(labels), dtype=torch.bool),
+    )
+
+
+def found(boxes, scores, labels):
+    return {
+        "boxes": torch.tensor(boxes, dtype=torch.float32).reshape(-1, 4),
+        "scores": torch.tensor(scores, dtype=torch.float32),
+        "labels": torch.tensor(labels, dtype=torch.int64),
+    }
+
+
+A, B, C, FAR = [0, 0, 10, 10], [20, 20, 40, 40], [50, 50, 80, 80], [85, 85, 95, 95]
+
+
+@pytest.mark.parametrize(
+    ("detections", "objects", "expected"),
+    [
+        # right, wrong, right of two: precision 1 up to recall 1/2, then 2/3: area 1/2 + 1/2 * 2/3; at the eleven points
+        # six times 1 (0 to 0.5) and five times 2/3
+        (
+            [found([A, FAR, B], [0.9, 0.8, 0.7], [0, 0, 0])],
+            [picture([A, B], [0, 0])],
+            (1 / 2 + 1 / 2 * 2 / 3, (6 + 5 * 2 / 3) / 11),
+        ),
+        # one of three found: area 1/3; 0, 0.1, 0.2, 0.3 are reached
+        ([found([A], [0.5], [0])], [picture([A, B, C], [0, 0, 0])], (1 / 3, 4 / 11)),
+        # the same object twice: the second counts against
+        (
+            [found([A, A, B], [0.9, 0.8, 0.7], [0, 0, 0])],
+            [picture([A, B], [0, 0])],
+            (1 / 2 + 1 / 2 * 2 / 3, (6 + 5 * 2 / 3) / 11),
+        ),
+        # the mean over classes that have objects: 1 and 0; class 2 has none
+        ([found([A, B], [0.9, 0.8], [0, 2])], [picture([A, B], [0, 1])], (1 / 2, 1 / 2)),
+        # over pictures: the second one's only detection is wrong and scores best
+        (
+            [found([A], [0.5], [0]), found([FAR], [0.9], [0])],
+            [picture([A], [0]), picture([], [])],
+            (1 / 2, 1 / 2),
+        ),
+        # what is found on a difficult object, and what is missed of it, does not count
+        ([found([B, A], [0.9, 0.5], [0, 0])], [picture([A, B, C], [0, 0, 0], [False, True, True])], (1.0, 1.0)),
+        # overlap 8 x 10 of 100 + 80: 0.8 is enough; 4 x 10: 0.4 is not
+        ([found([[0, 0, 8, 10]], [0.9], [0])], [picture([A], [0])], (1.0, 1.0)),
+        ([found([[0, 0, 4, 10]], [0.9], [0])], [picture([A], [0])], (0.0, 0.0)),
+        ([found([], [], [])], [picture([A], [0])], (0.0, 0.0)),
+    ],
+)
+def test_average_precision_by_hand(detections, objects, expected):
+    result = mean_average_precision(list(zip(detections, objects, strict=True)))
+    assert (result["map50"], result["map50_11point"]) == pytest.approx(expected, abs=1e-6)
+
+
+def test_coco_counts_overlaps():
+    result = mean_average_precision([(found([[0, 0, 8.2, 10]], [0.9], [0]), picture([A], [0]))])
+    assert result["map"] == pytest.approx(0.7)  # an overlap of 0.82 is enough at 0.5, 0.55, ..., 0.8
+    assert mean_average_precision([(found([A], [0.9], [0]), picture([A], [0]))])["map"] == pytest.approx(1)
+
+
+def test_average_precision_against_a_plain_one():
+    """All-point and 11-point, on random detections, against the definition in numpy."""
+    rng = np.random.default_rng(0)
+    pairs, records, count = [], [], 0
+    for _ in range(30):
+        corners = rng.uniform(0, 60, (rng.integers(0, 4), 2)).round()
+        boxes = [
+            [x, y, x + 15, y + 15]
+            for x, y in corners
+            if all(abs(x - a) + abs(y - b) > 30 or (x, y) == (a, b) for a, b in corners)
+        ]
+        hits = [b for b in boxes if rng.random() < 0.7]
+        misses = [[90.0, 90, 99, 99]] * int(rng.integers(0, 3))
+        scores = rng.permutation(1000)[: len(hits) + len(misses)] / 1000 + 1e-5 * rng.random()
+        pairs.append((found(hits + misses, scores, [0] * len(scores)), picture(boxes, [0] * len(boxes))))
+        records += list(zip(scores, [True] * len(hits) + [False] * len(misses), strict=True))
+        count += len(boxes)
+    right = np.array([hit for _, hit in sorted(records, reverse=True)])
+    recall, exact = right.cumsum() / count, right.cumsum() / np.arange(1, len(right) + 1)
+    envelope = np.maximum.accumulate(exact[::-1])[::-1]
+    area = (np.diff(recall, prepend=0) * envelope).sum()
+    eleven = np.mean([envelope[recall >= r - 1e-12].max(initial=0) for r in np.arange(11) / 10])
+    result = mean_average_precision(pairs)
+    assert 0.3 < area < 0.9
+    assert result["map50"] == pytest.approx(area, abs=1e-6)
+    assert result["map50_11point"] == pytest.approx(eleven, abs=1e-6)
+
+
+def test_nothing_to_be_found_is_an_error():
+    with pytest.raises(ValueError, match="no object to be found on 1 pictures"):
+        mean_average_precision([(found([A], [0.9], [0]), picture([], []))])
+
+
+# --- training -------------------------------------------------------------------------------------
+
+
+def test_training_learns_on_one_scene():
+    s = spec(steps=60, train_images=4, batch=4, valid_images=0, test_images=4, lr=3e-3)
+    task = DetectionTask(s, CPU)
+    losses = []
+    run = train(DetectionTask, s, on_step=lambda step, model, loss: losses.append(loss))
+    assert losses[-1] < losses[0] / 2
+    assert "from scratch, on synthetic scenes of scikit-learn digits, 64 x 64" in run.title
+    run.model.eval()
+    with precision(run.model, bits=8):
+        on_training = mean_average_precision(list(task.detections(run.model, task.data.train)))
+    assert on_training["map50"] > 0.3
+
+
+@pytest.mark.parametrize("flip", [False, True])
+def test_a_resumed_run_is_bitwise_the_same(tmp_path, flip):
+    s = spec("CR", flip=flip, evaluate_every=2)
+    whole = train(DetectionTask, s)
+    path = tmp_path / "c.pt"
+    with pytest.raises(Stopped):
+        train(DetectionTask, s, checkpoint=path, should_stop=iter([False, False, True]).__next__)
+    resumed = train(DetectionTask, s, checkpoint=path)
+    for p, q in zip(whole.model.parameters(), resumed.model.parameters(), strict=True):
+        assert torch.equal(p, q)
+    assert whole.metrics == resumed.metrics
+    assert whole.bitops == resumed.bitops
+
+
+def test_metrics_and_precision_of_evaluation_are_stored():
+    run = train(DetectionTask, spec("CR"))
+    kinds = {(m["name"], m["split"], m["when"], m["precision"]) for m in run.metrics}
+    for name, split, policy in itertools.product(
+        ("map50", "map50_11point", "map"), ("valid", "test"), ("q_max", "current")
+    ):
+        assert (name, split, "final", policy) in kinds
+    assert ("map50", "test", "best_valid", "q_max") in kinds
+
+
+def test_arms_of_one_seed_share_weights_and_batches():
+    a, b = DetectionTask(spec("CR"), CPU), DetectionTask(spec("static 8"), CPU)
+    torch.manual_seed(0)
+    first = a.model()
+    torch.manual_seed(0)
+    assert all(torch.equal(p, q) for p, q in zip(first.parameters(), b.model().parameters(), strict=True))
+    assert torch.equal(next(a.batches(3)).images, next(b.batches(3)).images)
+
+
+def test_float_and_many_bits_agree_with_the_unconverted_model():
+    torch.manual_seed(0)
+    model = retinanet("retinanet_small", 4)
+    nn.init.normal_(model.head.classification_head.cls_logits.weight, std=0.02)  # zero at first: nothing would show
+    images = torch.randn(2, 3, 64, 64)
+    targets = [{"boxes": torch.tensor([[3.0, 3, 35, 36]]), "labels": torch.tensor([1])}] * 2
+    plain = model.losses(images, targets)
+    quantize_(model)
+    for bits in (24, 32, "float"):
+        with precision(model, bits=bits):
+            assert all(torch.equal(plain[k], v) for k, v in model.losses(images, targets).items())
+    with precision(model, bits=3):
+        assert not torch.equal(plain["classification"], model.losses(images, targets)["classification"])
+    assert all(torch.equal(plain[k], v) for k, v in restore_(model).losses(images, targets).items())
+
+
+def test_a_user_trains_torchvisions_detector_in_three_lines():
+    from torchvision.models.detection import retinanet_resnet50_fpn
+
+    torch.manual_seed(0)
+    model = quantize_(
+        retinanet_resnet50_fpn(weights=None, weights_backbone=None, num_classes=3, min_size=64, max_size=96)
+    )
+    scheduler = PrecisionScheduler(model, make_schedule("CR", q_min=3, q_max=8, total_steps=40, n_cycles=1))
+    target = {"boxes": torch.tensor([[3.0, 3, 35, 36]]), "labels": torch.tensor([1])}
+    losses = model([torch.rand(3, 64, 70)], [target])
+    sum(losses.values()).backward()
+    scheduler.step()
+    assert model.head.classification_head.cls_logits.weight.grad.isfinite().all()
+    assert model.eval()([torch.rand(3, 64, 70)])[0]["boxes"].shape[1] == 4
+
+
+# --- a pretrained backbone ------------------------------------------------------------------------
+
+
+def test_pretrained_weights_are_asked_for_and_used(tmp_path, monkeypatch):
+    import torchvision
+
+    monkeypatch.setenv("CPT_DATA_DIR", str(tmp_path))
+    s = spec(model="retinanet", pretrained=True, train_images=2, valid_images=0, test_images=1)
+    with pytest.raises(
+        DataNotFoundError, match=r"python -m cpt_core download resnet18, or train from scratch with pre"
+    ):
+        DetectionTask(s, CPU)
+    torch.manual_seed(5)
+    stored = torchvision.models.resnet18().state_dict()
+    stored["bn1.running_mean"] += 7
+    torch.save(stored, tmp_path / data.WEIGHTS)
+    task = DetectionTask(s, CPU)
+    body = task.model().backbone.body
+    assert torch.equal(body.conv1.weight, stored["conv1.weight"])
+    assert torch.equal(body.layer4[1].bn2.weight, stored["layer4.1.bn2.weight"])
+    assert body.bn1.running_mean[0] == 7
+    assert isinstance(body.bn1, FrozenStatisticsBatchNorm2d)
+    assert "ImageNet-pretrained backbone" in task.title
+    torch.save({k: v for k, v in stored.items() if k != "conv1.weight"}, tmp_path / data.WEIGHTS)
+    with pytest.raises(ValueError, match=r"holds no weights of this backbone.*conv1\.weight"):
+        task.model()
+    scratch = DetectionTask(replace(s, recipe=replace(s.recipe, pretrained=False)), CPU)
+    assert isinstance(scratch.model().backbone.body.bn1, nn.BatchNorm2d)
+    assert not isinstance(scratch.model().backbone.body.bn1, FrozenStatisticsBatchNorm2d)
+    assert "from scratch" in scratch.title
+
+
+# --- cost -----------------------------------------------------------------------------------------
+
+
+def test_upsampling_is_priced_by_the_paper_only():
+    model = retinanet("retinanet_small", 3)
+    x = (torch.zeros(1, 3, 64, 64),)
+    paper, per_op = bitops.count_bitops(model, x), bitops.count_bitops(model, x, convention="per_op")
+    copied = 32 * (8 * 8 + 4 * 4)
+    assert paper.macs["backbone.fpn (upsampling)"] == copied
+    assert per_op.uncounted["upsampling"] == copied
+    assert paper.forward_macs == per_op.forward_macs + copied
+    assert "upsample_nearest2d" not in paper.uncounted
+    with bitops.BitOpsLedger(model) as ledger:
+        sum(
+            model.losses(*x, [{"boxes": torch.zeros(0, 4), "labels": torch.zeros(0, dtype=torch.int64)}]).values()
+        ).backward()
+    assert ledger.by_layer("paper")["backbone.fpn (upsampling)"] == 3 * copied
+
+
+def test_real_input_sizes_are_averaged(tmp_path, monkeypatch):
+    task = DetectionTask(spec(), CPU)
+    assert task.cost_batches == 1
+    stand_in = DetectionTask(
+        replace(
+            spec(),
+            recipe=recipe("paper", "voc2012").__class__(**{**vars(recipe("paper", "voc2012")), "steps": 6, "batch": 2}),
+        ),
+        CPU,
+        stand_in=True,
+    )
+    (images,) = stand_in.inputs(next(stand_in.batches(0)))
+    assert images.shape == (2, 3, 608, 832)
+
+
+def test_grids_of_detection():
+    specs = grids.grid_specs("voc2012/retinanet", "paper")
+    assert len(specs) == 66
+    first = specs[0]
+    assert (first.recipe.q_min, {s.q_max for s in specs}, first.recipe.lr) == (5, {6, 8}, 1e-5)
+    assert all(s.q_grad == s.q_max for s in specs)
+    assert grids.GRIDS["voc2012/retinanet"].artefact == "figure_4"
+    assert RunSpec.from_dict(first.to_dict()) == first
+    authors = grids.quality_cost("paper", "voc2012", preset="authors", seeds=[0])
+    assert (authors[0].recipe.batch, authors[0].recipe.steps, authors[0].recipe.flip) == (8, 85_800, True)
+    assert grids.quality_cost("demo", "voc2012", seeds=[0])[0].recipe.size == 128
+    with pytest.raises(ValueError, match="dataset 'digit-scenes' is for task 'detection', not 'image'"):
+        grids.quality_cost("demo", "digit-scenes", task="image")
