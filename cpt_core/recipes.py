@@ -289,7 +289,7 @@ VOC2012 = DetectionRecipe(
     pretrained=True, valid_images=500, evaluate_every=5 * 1430,
 )  # fmt: skip
 VOC_DEMO = replace(  # small pictures, from scratch: a few hundred steps on a CPU
-    VOC2012, steps=240, lr=3e-4, n_cycles=4, pretrained=False, size=128, anchor=1, valid_images=0, evaluate_every=0,
+    VOC2012, steps=240, lr=1e-4, n_cycles=4, pretrained=False, size=128, anchor=2, valid_images=0, evaluate_every=0,
     seeds=(0,),
 )  # fmt: skip
 SCENES = replace(
