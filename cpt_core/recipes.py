@@ -293,8 +293,8 @@ VOC_DEMO = replace(  # small pictures, from scratch: a few hundred steps on a CP
     seeds=(0,),
 )  # fmt: skip
 SCENES = replace(
-    VOC_DEMO, dataset="digit-scenes", model="retinanet_small", steps=200, batch=8, lr=1e-3, q_min=3, size=96,
-    anchor=2, train_images=400, valid_images=50, test_images=100, seeds=(0, 1),
+    VOC_DEMO, dataset="digit-scenes", model="retinanet_small", steps=200, batch=8, lr=2e-3, q_min=3, size=96,
+    anchor=4, train_images=400, valid_images=50, test_images=100, seeds=(0, 1),
 )  # fmt: skip
 
 # --- graphs: section 4.3 --------------------------------------------------------------------------

@@ -29,7 +29,7 @@ from torchvision.ops.feature_pyramid_network import LastLevelP6P7
 from cpt_core.models.resnet import BasicBlock, initialize
 
 Target = dict[str, Tensor]  # boxes float32 (n, 4) as x1, y1, x2, y2 in pixels; labels int64 (n,)
-STRIDES = (8, 16, 32, 64, 128)  # pixels between the anchors of P3 to P7
+LEVELS = 5  # P3 to P7
 ASPECT_RATIOS = (0.5, 1.0, 2.0)
 SCALES = (1.0, 2 ** (1 / 3), 2 ** (2 / 3))
 BOX_WEIGHTS = (10.0, 10.0, 5.0, 5.0)  # box targets are divided by 0.1, 0.1, 0.2, 0.2
@@ -124,7 +124,7 @@ class RetinaNet(TorchvisionRetinaNet):
 def retinanet(
     name: str, classes: int, *, anchor: int = 4, frozen: bool = True, weights: Path | None = None
 ) -> RetinaNet:
-    """Return a RetinaNet: a backbone, a pyramid P3 to P7, nine anchors per place, two heads shared by all levels.
+    """Return a RetinaNet: a backbone, a pyramid P3 to P7, nine anchors per place, two heads for all levels.
 
     Args:
         name: a key of ``BACKBONES``.
@@ -138,7 +138,7 @@ def retinanet(
 
     Paper: section 4.2; anchors, loss weights and initialisation as in the authors' code.
     """
-    build, channels, width = BACKBONES[name]
+    build, channels, stride, width = BACKBONES[name]
     body = build(FrozenStatisticsBatchNorm2d if frozen else nn.BatchNorm2d)
     backbone = BackboneWithFPN(
         body,
@@ -147,7 +147,7 @@ def retinanet(
         width,
         extra_blocks=LastLevelP6P7(channels[-1], width),
     )
-    sides = tuple(tuple(round(anchor * stride * scale) for scale in SCALES) for stride in STRIDES)
+    sides = tuple(tuple(round(anchor * stride * 2**level * scale) for scale in SCALES) for level in range(LEVELS))
     generator = AnchorGenerator(sides, (ASPECT_RATIOS,) * len(sides))
     count = len(ASPECT_RATIOS) * len(SCALES)
     head = RetinaNetHead(width, count, classes)
@@ -191,11 +191,12 @@ def _small(norm: Callable[..., nn.Module]) -> nn.Module:
     """Return a backbone for small pictures: 16 to 128 channels, one block per stage."""
     stem = nn.Sequential(nn.Conv2d(3, 16, 3, 2, padding=1, bias=False), norm(16), nn.ReLU(inplace=True))
     stages = {f"layer{i + 1}": BasicBlock(c, 2 * c, 2, norm) for i, c in enumerate((16, 32, 64), start=1)}
-    return nn.Sequential(OrderedDict(stem=stem, layer1=BasicBlock(16, 16, 2, norm), **stages))
+    return nn.Sequential(OrderedDict(stem=stem, layer1=BasicBlock(16, 16, 1, norm), **stages))
 
 
-# name -> backbone by its normalisation layer, channels of its stages at strides 8, 16 and 32, width of the pyramid
-BACKBONES: dict[str, tuple[Callable[[Any], nn.Module], tuple[int, int, int], int]] = {
-    "retinanet": (_resnet18, (128, 256, 512), 256),
-    "retinanet_small": (_small, (32, 64, 128), 32),
+# name -> backbone by its normalisation layer, channels of its last three stages, stride of the first of them (pixels
+# between the anchors of P3), channels of the pyramid
+BACKBONES: dict[str, tuple[Callable[[Any], nn.Module], tuple[int, int, int], int, int]] = {
+    "retinanet": (_resnet18, (128, 256, 512), 8, 256),
+    "retinanet_small": (_small, (32, 64, 128), 4, 32),
 }
