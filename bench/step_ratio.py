@@ -25,6 +25,7 @@ from cpt_core.graph_layers import GraphConv
 from cpt_core.graph_ops import Graph
 from cpt_core.models import MODELS
 from cpt_core.models.mobilenet import InvertedResidual
+from cpt_core.models.retinanet import retinanet
 
 
 def linear_block() -> nn.Module:
@@ -54,6 +55,20 @@ class Encoder(nn.Module):
         return self.bert(inputs_embeds=x).last_hidden_state
 
 
+class Detector(nn.Module):
+    """RetinaNet, its class logits and box offsets in one tensor."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.model = retinanet("retinanet", 20)
+        for layer in (self.model.head.classification_head.cls_logits, self.model.head.regression_head.bbox_reg):
+            nn.init.normal_(layer.weight, std=0.01)  # zero at first: no gradient would come through
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        outputs = self.model(x)
+        return torch.cat([outputs.logits, outputs.offsets], dim=2)
+
+
 def arxiv() -> tuple[Graph, torch.Tensor]:
     """A random graph of OGBN-Arxiv's size, popular nodes and all, and features that need a gradient."""
     nodes, edges = 169_343, 1_166_243
@@ -74,6 +89,7 @@ CASES: dict[str, Case] = {
     "ResNet-20, batch 128": (lambda: MODELS["resnet20"](3, 32, 10), random(128, 3, 32, 32), 7, PLAIN),
     "ResNet-74, batch 32": (lambda: MODELS["resnet74"](3, 32, 10), random(32, 3, 32, 32), 7, PLAIN),
     "MobileNet-V2 block, 64x32x16x16": (lambda: InvertedResidual(32, 32, 6, 1), random(64, 32, 16, 16), 25, PLAIN),
+    "RetinaNet, batch 4, 320 pixels": (Detector, random(4, 3, 320, 320), 5, PLAIN),
     "linear block 768, 2048 rows": (linear_block, random(2048, 768), 15, PLAIN),
     "LSTM 800, 35 steps, batch 20": (lambda: Outputs(800), random(35, 20, 800), 9, PLAIN),
     "LSTM 200, 35 steps, batch 20": (lambda: Outputs(200), random(35, 20, 200), 25, PLAIN),

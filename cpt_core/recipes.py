@@ -293,8 +293,8 @@ VOC_DEMO = replace(  # small pictures, from scratch: a few hundred steps on a CP
     seeds=(0,),
 )  # fmt: skip
 SCENES = replace(
-    VOC_DEMO, dataset="digit-scenes", model="retinanet_small", steps=200, batch=8, lr=2e-3, q_min=3, size=96,
-    anchor=4, train_images=400, valid_images=50, test_images=100, seeds=(0, 1),
+    VOC_DEMO, dataset="digit-scenes", model="retinanet_small", steps=200, batch=8, lr=2e-3, q_min=3, n_cycles=2,
+    size=96, anchor=4, train_images=400, valid_images=50, test_images=100, seeds=(0, 1),
 )  # fmt: skip
 
 # --- graphs: section 4.3 --------------------------------------------------------------------------
@@ -360,7 +360,7 @@ RECIPES: dict[str, dict[str, Recipe]] = {
             CIFAR_DEMO, steps=40, n_cycles=2, train_images=500, valid_images=100, test_images=100, seeds=(0,)
         ),
         "digit-scenes/retinanet_small": replace(
-            SCENES, steps=24, n_cycles=2, batch=4, size=64, train_images=48, valid_images=8, test_images=16, seeds=(0,)
+            SCENES, steps=16, batch=2, size=64, train_images=32, valid_images=0, test_images=8, seeds=(0,)
         ),
         "own-pictures/retinanet": replace(VOC_DEMO, steps=16, n_cycles=2, batch=2, size=64),
         "digits-graph/gcn": replace(DIGITS_GCN, steps=40, n_cycles=2, evaluate_every=10, seeds=(0,)),

@@ -98,20 +98,19 @@ class RetinaNet(TorchvisionRetinaNet):
         sizes = [tuple(images.shape[-2:])] * len(images)
         return self.anchor_generator(ImageList(images, sizes), outputs.features)
 
-    def losses(self, images: Tensor, targets: list[Target]) -> dict[str, Tensor]:
+    def losses(self, images: Tensor, outputs: Outputs, targets: list[Target]) -> dict[str, Tensor]:
         """Return "classification" (focal) and "bbox_regression" (smooth L1), means over the images, each 0-d."""
-        outputs = self(images)
         named = {"cls_logits": outputs.logits, "bbox_regression": outputs.offsets}
         return self.compute_loss(targets, named, self.anchors(images, outputs))
 
-    def detect(self, images: Tensor, sizes: Sequence[tuple[int, int]]) -> list[Target]:
+    def detections(self, images: Tensor, outputs: Outputs, sizes: Sequence[tuple[int, int]]) -> list[Target]:
         """Return boxes, labels and scores of every image, the best score first.
 
         Args:
             images: (N, 3, H, W) as for ``forward``.
+            outputs: what ``forward`` made of them.
             sizes: height and width of every image without its padding; boxes are clipped to it.
         """
-        outputs = self(images)
         levels = [f.shape[-2] * f.shape[-1] * self.head.classification_head.num_anchors for f in outputs.features]
         named = {
             "cls_logits": list(outputs.logits.split(levels, 1)),

@@ -22,7 +22,7 @@ from cpt_core.data.detection import (
     load_detection,
     random_detection,
 )
-from cpt_core.models.retinanet import RetinaNet, Target, retinanet
+from cpt_core.models.retinanet import Outputs, RetinaNet, Target, retinanet
 from cpt_core.paths import data_dir
 from cpt_core.recipes import DetectionRecipe
 from cpt_core.specs import RunSpec
@@ -75,27 +75,39 @@ class DetectionTask:
     def loss(self, model: nn.Module, batch: Batch, carry: None) -> tuple[Tensor, None]:
         """Return the sum of focal loss and smooth L1."""
         images = batch.images.to(self.device, non_blocking=True)
+        return self._loss(model, images, model(images), batch), None
+
+    def _loss(self, model: nn.Module, images: Tensor, outputs: Outputs, batch: Batch) -> Tensor:
         targets = [{name: t.to(self.device) for name, t in target.items()} for target in batch.targets]
-        losses = cast(RetinaNet, model).losses(images, targets)
-        return losses["classification"] + losses["bbox_regression"], None
+        losses = cast(RetinaNet, model).losses(images, outputs, targets)
+        return losses["classification"] + losses["bbox_regression"]
 
     def evaluate(self, model: nn.Module) -> dict[str, Metrics]:
-        """Return the mean average precisions (0..1) of every split that is not empty."""
-        splits = {"valid": self.data.valid, "test": self.data.test}
-        return {
-            name: mean_average_precision(list(self.detections(model, part))) for name, part in splits.items() if part
-        }
+        """Return the mean average precisions (0..1) and the mean loss of every split that is not empty."""
+        measured = {}
+        for name, part in (("valid", self.data.valid), ("test", self.data.test)):
+            if part:
+                pairs, loss = self.detect(model, part)
+                measured[name] = {**mean_average_precision(pairs), "loss": loss}
+        return measured
 
     @torch.no_grad()
-    def detections(self, model: nn.Module, pictures: Sequence[Annotated]) -> Iterator[tuple[Target, Annotated]]:
-        """Yield what the model, in evaluation mode, finds on every picture, in that picture's pixels."""
+    def detect(self, model: nn.Module, pictures: Sequence[Annotated]) -> tuple[list[tuple[Target, Annotated]], float]:
+        """Return what a model in evaluation mode finds on every picture, in that picture's pixels, and the mean loss.
+
+        Pictures come back in groups of like shape, each with its detections: boxes, scores, labels.
+        """
+        pairs, loss = [], 0.0
         for batch in evaluation_batches(pictures, self.recipe, WORKERS):
-            found = cast(RetinaNet, model).detect(batch.images.to(self.device), batch.sizes)
-            for target, size, original in zip(found, batch.sizes, batch.originals, strict=True):
-                (height, width), (was_high, was_wide) = size, original.size
-                scale = torch.tensor([was_wide / width, was_high / height] * 2)
+            images = batch.images.to(self.device)
+            outputs = model(images)
+            loss += float(self._loss(model, images, outputs, batch)) * len(images)
+            found = cast(RetinaNet, model).detections(images, outputs, batch.sizes)
+            for target, (height, width), original in zip(found, batch.sizes, batch.originals, strict=True):
+                scale = torch.tensor([original.size[1] / width, original.size[0] / height] * 2)
                 on_cpu = {name: t.cpu() for name, t in target.items()}
-                yield {**on_cpu, "boxes": on_cpu["boxes"] * scale}, original
+                pairs.append(({**on_cpu, "boxes": on_cpu["boxes"] * scale}, original))
+        return pairs, loss / len(pictures)
 
     def optimizer(self, model: nn.Module) -> tuple[torch.optim.Optimizer, Callable[[int, Sequence[Evaluation]], float]]:
         """Return Adam and its fixed learning rate."""

@@ -13,12 +13,13 @@ from cpt_core import bitops, grids
 from cpt_core.convert import quantize_, restore_, summary
 from cpt_core.data import detection as data
 from cpt_core.data.common import DataNotFoundError
-from cpt_core.data.detection import Annotated
+from cpt_core.data.detection import Annotated, scenes
 from cpt_core.models.retinanet import FrozenStatisticsBatchNorm2d, retinanet
 from cpt_core.recipes import recipe
 from cpt_core.scheduler import PrecisionScheduler, precision
 from cpt_core.schedules import make_schedule
 from cpt_core.specs import RunSpec, run_spec
+from cpt_core.tasks import detection as detection_task
 from cpt_core.tasks.detection import DetectionTask, mean_average_precision
 from cpt_core.train import Stopped, train
 
@@ -49,7 +50,7 @@ def test_shapes_and_anchors(name, stride):
     anchors = model.anchors(images, out)
     assert [a.shape for a in anchors] == [(9 * places, 4)] * 2
     sides = (anchors[0][:9, 2:] - anchors[0][:9, :2]).prod(1).sqrt()
-    np.testing.assert_allclose(sorted(sides.tolist()), sorted(4 * stride * x for x in (1, 1.26, 1.59) * 3), rtol=0.03)
+    np.testing.assert_allclose(sorted(sides.tolist()), sorted(4 * stride * x for x in (1, 1.26, 1.59) * 3), rtol=0.06)
 
 
 def test_an_untrained_detector_expects_one_percent_everywhere():
@@ -163,8 +164,8 @@ def test_loss_equals_the_one_written_out(boxes):
         "boxes": torch.tensor(boxes).reshape(-1, 4),
         "labels": torch.tensor([2, 0][: len(boxes)], dtype=torch.int64),
     }
-    losses = model.losses(images, [target])
     out = model(images)
+    losses = model.losses(images, out, [target])
     focal, box = plain_losses(out, model.anchors(images, out)[0], target["boxes"], target["labels"].tolist(), 3)
     assert losses["classification"].item() == pytest.approx(focal, rel=1e-4)
     assert losses["bbox_regression"].item() == pytest.approx(box, rel=1e-4)
@@ -181,12 +182,12 @@ def test_detections_are_the_boxes_that_were_learned():
     offsets = model.box_coder.encode_single(box.expand(len(anchors), 4), anchors)
     logits = torch.full_like(out.logits, -9.0)
     logits[0, 17, 2] = 3.0
-    model.forward = lambda x: out._replace(logits=logits, offsets=offsets[None])
-    (found,) = model.detect(images, [(64, 64)])
+    answer = out._replace(logits=logits, offsets=offsets[None])
+    (found,) = model.detections(images, answer, [(64, 64)])
     torch.testing.assert_close(found["boxes"], box, rtol=1e-4, atol=1e-3)
     assert found["labels"].tolist() == [2]
     assert found["scores"].item() == pytest.approx(1 / (1 + math.exp(-3)))
-    (cut,) = model.detect(images, [(30, 40)])  # the rest is padding
+    (cut,) = model.detections(images, answer, [(30, 40)])  # the rest is padding
     torch.testing.assert_close(cut["boxes"], torch.tensor([[6.0, 4, 40, 30]]), rtol=1e-4, atol=1e-3)
 
 
@@ -304,7 +305,7 @@ def test_training_learns_on_one_scene():
     assert "from scratch, on synthetic scenes of scikit-learn digits, 64 x 64" in run.title
     run.model.eval()
     with precision(run.model, bits=8):
-        on_training = mean_average_precision(list(task.detections(run.model, task.data.train)))
+        on_training = mean_average_precision(task.detect(run.model, task.data.train)[0])
     assert on_training["map50"] > 0.3
 
 
@@ -326,7 +327,7 @@ def test_metrics_and_precision_of_evaluation_are_stored():
     run = train(DetectionTask, spec("CR"))
     kinds = {(m["name"], m["split"], m["when"], m["precision"]) for m in run.metrics}
     for name, split, policy in itertools.product(
-        ("map50", "map50_11point", "map"), ("valid", "test"), ("q_max", "current")
+        ("map50", "map50_11point", "map", "loss"), ("valid", "test"), ("q_max", "current")
     ):
         assert (name, split, "final", policy) in kinds
     assert ("map50", "test", "best_valid", "q_max") in kinds
@@ -347,14 +348,15 @@ def test_float_and_many_bits_agree_with_the_unconverted_model():
     nn.init.normal_(model.head.classification_head.cls_logits.weight, std=0.02)  # zero at first: nothing would show
     images = torch.randn(2, 3, 64, 64)
     targets = [{"boxes": torch.tensor([[3.0, 3, 35, 36]]), "labels": torch.tensor([1])}] * 2
-    plain = model.losses(images, targets)
+    plain = model.losses(images, model(images), targets)
     quantize_(model)
     for bits in (24, 32, "float"):
         with precision(model, bits=bits):
-            assert all(torch.equal(plain[k], v) for k, v in model.losses(images, targets).items())
+            assert all(torch.equal(plain[k], v) for k, v in model.losses(images, model(images), targets).items())
     with precision(model, bits=3):
-        assert not torch.equal(plain["classification"], model.losses(images, targets)["classification"])
-    assert all(torch.equal(plain[k], v) for k, v in restore_(model).losses(images, targets).items())
+        assert not torch.equal(plain["classification"], model.losses(images, model(images), targets)["classification"])
+    restore_(model)
+    assert all(torch.equal(plain[k], v) for k, v in model.losses(images, model(images), targets).items())
 
 
 def test_a_user_trains_torchvisions_detector_in_three_lines():
@@ -417,26 +419,25 @@ def test_upsampling_is_priced_by_the_paper_only():
     assert per_op.uncounted["upsampling"] == copied
     assert paper.forward_macs == per_op.forward_macs + copied
     assert "upsample_nearest2d" not in paper.uncounted
+    nothing = {"boxes": torch.zeros(0, 4), "labels": torch.zeros(0, dtype=torch.int64)}
     with bitops.BitOpsLedger(model) as ledger:
-        sum(
-            model.losses(*x, [{"boxes": torch.zeros(0, 4), "labels": torch.zeros(0, dtype=torch.int64)}]).values()
-        ).backward()
+        sum(model.losses(*x, model(*x), [nothing]).values()).backward()
     assert ledger.by_layer("paper")["backbone.fpn (upsampling)"] == 3 * copied
 
 
-def test_real_input_sizes_are_averaged(tmp_path, monkeypatch):
-    task = DetectionTask(spec(), CPU)
-    assert task.cost_batches == 1
-    stand_in = DetectionTask(
-        replace(
-            spec(),
-            recipe=recipe("paper", "voc2012").__class__(**{**vars(recipe("paper", "voc2012")), "steps": 6, "batch": 2}),
-        ),
-        CPU,
-        stand_in=True,
-    )
-    (images,) = stand_in.inputs(next(stand_in.batches(0)))
-    assert images.shape == (2, 3, 608, 832)
+def test_costs_are_those_of_the_real_input_size(monkeypatch):
+    assert DetectionTask(spec(), CPU).cost_batches == 1
+    monkeypatch.setattr(data, "scenes", lambda part, count, size: tuple(
+        replace(a, picture=a.picture[:, : 32 * (1 + i % 2)], size=(32 * (1 + i % 2), 64), boxes=a.boxes.clamp(max=32))
+        for i, a in enumerate(scenes(part, count, 64))
+    ))  # fmt: skip
+    detection_task._loaded.clear()
+    assert DetectionTask(spec(), CPU).cost_batches == 8
+    detection_task._loaded.clear()
+    r = recipe("paper", "voc2012")
+    paper = DetectionTask(run_spec(r, "CR", q_max=8, seed=0, scale="paper"), CPU, stand_in=True)
+    (images,) = paper.inputs(next(paper.batches(0)))
+    assert images.shape == (4, 3, 608, 832)
 
 
 def test_grids_of_detection():
