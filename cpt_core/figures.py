@@ -5,7 +5,7 @@ Savings groups keep their colour everywhere; what is printed on an axis is alway
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import matplotlib.pyplot as plt
@@ -261,6 +261,29 @@ def _title(runs: Any, arms: Any) -> str:
     note = f"; {lost} runs diverged or failed" if lost else ""
     warning = "smoke scale: not a result. " if scale == "smoke" else ""
     return f"{warning}{title}, {scale} scale, {seeds}{note}"
+
+
+# where pictures have boxes of their own, and where a model finds some: x1, y1, x2, y2 in pixels, and a word
+Boxes = Sequence[tuple[Sequence[float], str]]
+
+
+def pictures_with_boxes(pictures: Sequence[np.ndarray], rows: Mapping[str, Sequence[Boxes]]) -> Figure:
+    """Draw pictures, uint8 (H, W, 3), once per row, with the boxes that each row gives for each of them."""
+    colors = [COLORS["medium"], COLORS["large"], COLORS["small"]]
+    with plt.rc_context({**STYLE, "axes.grid": False}):
+        shape = (len(rows), len(pictures))
+        figure, axes = plt.subplots(*shape, figsize=(2.2 * shape[1], 2.3 * shape[0]), squeeze=False)
+        for line, (name, boxes), color in zip(axes, rows.items(), colors, strict=False):
+            line[0].set_ylabel(name, fontsize=9)
+            for ax, picture, here in zip(line, pictures, boxes, strict=True):
+                ax.imshow(picture)
+                ax.set(xticks=[], yticks=[], frame_on=False)
+                for (x1, y1, x2, y2), word in here:
+                    ax.add_patch(plt.Rectangle((x1, y1), x2 - x1, y2 - y1, fill=False, color=color, linewidth=1.6))
+                    ax.text(x1, y1 - 1, word, color=color, fontsize=8, va="bottom")
+        figure.tight_layout()
+    plt.close(figure)
+    return figure
 
 
 def staircase(bits: Sequence[int] = (2, 3, 4)) -> Figure:

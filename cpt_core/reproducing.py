@@ -23,6 +23,7 @@ HEADER = """# Reproducing the paper
 | costs in section 4.4 | [06_language](notebooks/06_language.ipynb) | counted from the model | `make reproduce NB=06` | yes: 9.1555, 7.0368, 5.5907 |
 | figure 3, CIFAR | [03_image_classification](notebooks/03_image_classification.ipynb) | `cifar10/resnet74` and five more | `papermill notebooks/03_image_classification.ipynb out.ipynb -p scale paper -p dataset cifar10 -p model resnet74`, or `python -m cpt_core run cifar10/resnet74` | no, needs a GPU |
 | figure 3, ImageNet | the same | `imagenet/resnet18`, `imagenet/resnet34` | the same with `-p dataset imagenet -p model resnet18`, or `python -m cpt_core run imagenet/resnet18` | no, needs a GPU |
+| figure 4 | [04_object_detection](notebooks/04_object_detection.ipynb) | `voc2012/retinanet` | `papermill notebooks/04_object_detection.ipynb out.ipynb -p scale paper -p dataset voc2012`, or `python -m cpt_core run voc2012/retinanet` | no, needs a GPU |
 | figure 5 | [05_node_classification](notebooks/05_node_classification.ipynb) | `ogbn-arxiv/aggregation`, `ogbn-products/aggregation` | `papermill notebooks/05_node_classification.ipynb out.ipynb -p scale paper -p dataset ogbn-arxiv`, or `python -m cpt_core run ogbn-arxiv/aggregation` | no, needs a GPU |
 | figure 6 | the same | `ogbn-arxiv/gcn`, `ogbn-products/sage` | the same, or `python -m cpt_core run ogbn-arxiv/gcn` | no, needs a GPU |
 | figure 7, Penn Treebank | [06_language](notebooks/06_language.ipynb) | `ptb/lstm` | `papermill notebooks/06_language.ipynb out.ipynb -p scale paper -p dataset ptb -p pairs ""`, or `python -m cpt_core run ptb/lstm` | no, needs a GPU |
@@ -31,7 +32,7 @@ HEADER = """# Reproducing the paper
 `make plan` lists all grids with what is done and what the rest takes; [SWEEPS.md](SWEEPS.md) explains sweeps; `make report`
 puts what is stored beside the paper's numbers.
 
-Object detection and critical learning periods (figures 4, 8, table 1) are not there yet.
+Critical learning periods (figure 8, table 1) are not there yet.
 
 ## What is exact, what is not
 
@@ -47,6 +48,9 @@ Object detection and critical learning periods (figures 4, 8, table 1) are not t
 |---|---|---|
 | `data/results/image_digits.jsonl` | digits, demo scale: six-hidden-layer network (5 seeds) and ResNet-8 (2 seeds) | `make reproduce NB=03` |
 | `data/results/image_cifar10_jpeg.jsonl` | JPEG copies of CIFAR-10 at 16 x 16, ResNet-8, one seed; not CIFAR-10 results | `run_grid(grids.quality_cost("demo", "cifar10-jpeg/", seeds=[0], steps=2400, n_cycles=8, batch=64, train_images=None, test_images=None, valid_images=5000, evaluate_every=800), store)` |
+| `data/results/detection_scenes.jsonl` | synthetic scenes of digits: small RetinaNet from scratch, 200 steps, q_min 3, ten schedules and static 2, 3, 4, 8; 2 seeds | `make reproduce NB=04` |
+| `data/results/detection_voc2007_first16.jsonl` | 16 photographs of VOC 2007, tested on themselves: the paper's network from scratch, 128 pixels, 300 steps; float32 and 8 bits; a proof that it learns, no result | `run_grid(grids.quality_cost("demo", "voc2007-first16/", task="detection", schedules=[], static=[8], seeds=[0], steps=300, evaluate_every=100), store)`, the same with `static=[32], q_max=[32]` |
+| `data/results/detection_voc2007_subset320.jsonl` | 320 photographs of VOC 2007's test split, 240 to train and 80 to test on: the paper's network from scratch, 128 pixels, 6 epochs; one seed; not VOC results | `run_grid(grids.quality_cost("demo", "voc2007-subset320/", task="detection", schedules=["CR", "RR", "ER"], static=[8], seeds=[0], steps=360, n_cycles=6, evaluate_every=180), store)` |
 | `data/results/graph_facebook.jsonl` | Facebook page-page, 128 derived features: GCN 32 wide, FP-Agg (17 arms) and Q-Agg (static 2, 3, 4, 8), 5 seeds; GraphSAGE, 5 arms, 3 seeds; not OGBN results | `run_grid(grids.quality_cost("demo", task="graph", dataset="facebook_ogb_layout/", seeds=range(5)), store)`, the same with `grids.aggregation(..., bits=[2, 3, 4, 8])`; `model="sage"` |
 | `data/results/graph_cora.jsonl` | Cora, standard split of 140 labels: GCN, 17 arms, 3 seeds; FP-Agg and Q-Agg at 2, 3, 8 bits, 5 seeds; shows mechanics only | the same with `"planetoid/cora/"` |
 

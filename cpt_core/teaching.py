@@ -320,6 +320,128 @@ def language_model_bitops(arms: Sequence[str], q_min: int = 5, q_max: int = 8) -
         print(f"{arm:<7} {count_bitops(model, inputs, schedule).total / 1e13:.4f} x 1e13 BitOps")
 
 
+def overlap_table(box: Sequence[float], anchors: Sequence[Sequence[float]]) -> None:
+    """Print the overlap (IoU) of an object with some anchors, and what training makes of each."""
+    import torch
+    from torchvision.ops import box_iou
+
+    for anchor, iou in zip(anchors, box_iou(torch.tensor([box]), torch.tensor(anchors))[0].tolist(), strict=True):
+        verdict = "positive" if iou >= 0.5 else "ignored" if iou >= 0.4 else "background"
+        print(f"anchor {' '.join(f'{x:3g}' for x in anchor)}   overlap {iou:.3f}   {verdict}")
+
+
+def focal_loss_table(background: int, objects: int, says: Sequence[float], of_objects: float) -> None:
+    """Print how much of the loss is background, by cross entropy and by focal loss, while training goes on.
+
+    ``says`` are probabilities of an object that the model gives to background anchors, ``of_objects`` the one that it
+    gives to anchors on objects.
+    """
+    import torch
+    from torchvision.ops import sigmoid_focal_loss
+
+    def loss(p: float, there: float, focal: bool) -> float:
+        logit, target = torch.tensor(p).logit(), torch.tensor(there)
+        if focal:
+            return float(sigmoid_focal_loss(logit, target, alpha=0.25, gamma=2))
+        return float(torch.nn.functional.binary_cross_entropy_with_logits(logit, target))
+
+    print(f"{background:,} anchors on background, {objects} on objects; on objects the model says {of_objects:g}")
+    print("it says of background   background's share of the loss: cross entropy   focal loss")
+    for p in says:
+        shares = []
+        for focal in (False, True):
+            empty, full = background * loss(p, 0.0, focal), objects * loss(of_objects, 1.0, focal)
+            shares.append(100 * empty / (empty + full))
+        print(f"{p:22g}   {shares[0]:42.1f} %   {shares[1]:8.1f} %")
+
+
+def detection_bitops(arms: Sequence[str], q_min: int = 5, q_max: int = 8) -> None:
+    """Print the operations of the paper's RetinaNet, and the BitOps of its 120 epochs at two sizes of its input."""
+    import torch
+
+    from cpt_core.bitops import count_bitops, trace
+    from cpt_core.models.retinanet import retinanet
+
+    with torch.device("meta"):
+        model = retinanet("retinanet", classes=20)
+    calls = trace(model, (torch.empty(1, 3, 224, 224, device="meta"),))[0]
+    parts = {"backbone.body": "backbone", "backbone.fpn": "pyramid", "head": "two heads"}
+    macs = {name: sum(c.macs for c in calls if c.layer.startswith(start)) for start, name in parts.items()}
+    print(f"one picture of 224 x 224: {sum(macs.values()):,} operations: " + ", ".join(
+        f"{name} {100 * n / sum(macs.values()):.1f} %" for name, n in macs.items()
+    ))  # fmt: skip
+    sizes = {"256 x 224 x 224 (authors)": (256, 3, 224, 224), "4 x 608 x 832 (trained on)": (4, 3, 608, 832)}
+    print(f"{'arm':<10}{'relative':>9}" + "".join(f"{name:>30}" for name in sizes))
+    for arm in arms:
+        cycles: dict[str, Any] = {} if arm.upper() == "STATIC" else {"q_min": q_min, "n_cycles": 8}
+        schedule = make_schedule(arm.upper(), q_max=q_max, total_steps=120 * 1430, **cycles)
+        totals = (
+            count_bitops(model, (torch.empty(size, device="meta"),), schedule).total / 1e13 for size in sizes.values()
+        )
+        print(f"{arm:<10}{schedule.relative_cost():>9.3f}" + "".join(f"{t:>23,.1f} x 1e13" for t in totals))
+
+
+def pretrained_or_scratch(scale: str) -> dict[str, bool]:
+    """Say how detectors start at a scale; where ImageNet weights are missing, change the recipe to "from scratch".
+
+    The paper starts from pretrained weights; the choice becomes part of every run and its title.
+    """
+    if scale != "paper":
+        return {}
+    from cpt_core.data.common import DataNotFoundError
+    from cpt_core.data.detection import backbone_weights
+
+    try:
+        print(f"the backbone starts from {backbone_weights().name}")
+    except DataNotFoundError as missing:
+        print(f"training starts from scratch, unlike the paper's: {missing}")
+        return {"pretrained": False}
+    return {}
+
+
+def learn_by_heart(spec: Any, at_least: float = 0.3) -> Figure:
+    """Train a run on its few pictures and draw what the model finds on them before and after."""
+    import torch
+
+    from cpt_core.scheduler import precision
+    from cpt_core.tasks.detection import DetectionTask, mean_average_precision
+    from cpt_core.train import train
+
+    torch.manual_seed(spec.seed)
+    task = DetectionTask(spec, torch.device("cpu"))
+    untrained, _ = task.detect(task.model().eval(), task.data.train)
+    run = train(DetectionTask, spec)
+    with precision(run.model.eval(), bits=spec.q_max):
+        trained, _ = task.detect(run.model, task.data.train)
+    scores = [100 * mean_average_precision(pairs)["map50"] for pairs in (untrained, trained)]
+
+    def words(found: dict[str, Any], least: float = 0.0) -> figures.Boxes:
+        sure = found.get("scores", torch.ones(len(found["boxes"])))
+        names = [task.data.classes[label] for label in found["labels"].tolist()]
+        return [
+            (box, f"{name} {score:.1f}" if least else name)
+            for box, name, score in zip(found["boxes"].tolist(), names, sure.tolist(), strict=True)
+            if score >= least
+        ]
+
+    pictures = [there for _, there in trained]
+    figure = figures.pictures_with_boxes(
+        [there.read().permute(1, 2, 0).numpy() for there in pictures],
+        {
+            "what is there": [words({"boxes": a.boxes, "labels": a.labels}) for a in pictures],
+            "found before training": [words(found, at_least) for found, _ in untrained],
+            "found after training": [words(found, at_least) for found, _ in trained],
+        },
+    )
+    figure.suptitle(
+        f"{task.title}, {spec.recipe.steps} steps with {spec.arm}\nmAP on these pictures, which it was trained on: "
+        f"{scores[0]:.0f} % before, {scores[1]:.0f} % after",
+        fontsize=9,
+    )
+    figure.tight_layout()
+    return figure
+
+
 @contextmanager
 def warnings_as_text() -> Iterator[None]:
     """Print the warnings of a block as plain lines instead of sending them to stderr."""

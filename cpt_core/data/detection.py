@@ -55,6 +55,9 @@ END_OF_JPEG = b"\xff\xd9"
 class Annotated:
     """A picture, by its file or in memory, and its objects.
 
+    Objects are arrays, not tensors: processes that read files get thousands of them, and torch would send each tensor
+    through a file descriptor of its own.
+
     Attributes:
         picture: a file, or uint8 (3, H, W).
         size: height and width in pixels.
@@ -65,9 +68,9 @@ class Annotated:
 
     picture: Path | Tensor
     size: tuple[int, int]
-    boxes: Tensor
-    labels: Tensor
-    difficult: Tensor
+    boxes: np.ndarray
+    labels: np.ndarray
+    difficult: np.ndarray
 
     def read(self) -> Tensor:
         """Return the picture, uint8 (3, H, W); ValueError names a file that is damaged."""
@@ -176,10 +179,19 @@ def random_detection(recipe: DetectionRecipe) -> DetectionData:
     h, w = (recipe.size, recipe.size) if recipe.dataset == "digit-scenes" else (375, 500)  # VOC's usual picture
     random = generator_of(0)
     pictures = torch.randint(0, 256, (recipe.batch, 3, h, w), generator=random, dtype=torch.uint8)
-    box, label = torch.tensor([[w / 4, h / 4, w / 2, h / 2]]), torch.zeros(1, dtype=torch.int64)
-    part = tuple(Annotated(p, (h, w), box, label, torch.zeros(1, dtype=torch.bool)) for p in pictures)
+    part = tuple(_annotated(p, (h, w), [[w / 4, h / 4, w / 2, h / 2]], [0], [False]) for p in pictures)
     names = DIGITS if recipe.dataset == "digit-scenes" else VOC_CLASSES
     return DetectionData(f"random pictures for {recipe.dataset}", names, part, part, part, "")
+
+
+def _annotated(picture: Path | Tensor, size: tuple[int, int], boxes: Any, labels: Any, difficult: Any) -> Annotated:
+    return Annotated(
+        picture,
+        size,
+        np.array(boxes, dtype=np.float32).reshape(-1, 4),
+        np.array(labels, dtype=np.int64),
+        np.array(difficult, dtype=bool),
+    )
 
 
 def _checksum(pictures: Sequence[Annotated]) -> str:
@@ -189,7 +201,7 @@ def _checksum(pictures: Sequence[Annotated]) -> str:
             digest.update(a.picture.numpy().tobytes())
         else:
             digest.update(f"{a.picture.name} {a.picture.stat().st_size}".encode())
-        digest.update(a.boxes.numpy().tobytes() + a.labels.numpy().tobytes())
+        digest.update(a.boxes.tobytes() + a.labels.tobytes())
     return digest.hexdigest()[:16]
 
 
@@ -234,10 +246,7 @@ def _scene(digits: Any, chosen: np.ndarray, random: torch.Generator, size: int) 
                 labels.append(int(digits.target[index]))
                 break
     picture = canvas.clamp(0, 255).to(torch.uint8).expand(3, -1, -1).contiguous()
-    return Annotated(
-        picture, (size, size), torch.tensor(boxes, dtype=torch.float32), torch.tensor(labels),
-        torch.zeros(len(boxes), dtype=torch.bool),
-    )  # fmt: skip
+    return _annotated(picture, (size, size), boxes, labels, [False] * len(boxes))
 
 
 def _enlarged(digit: Tensor, side: int) -> Tensor:
@@ -315,13 +324,7 @@ def annotated(image: Path, xml: Path, classes: Sequence[str]) -> Annotated:
         boxes.append([x1 - 1, y1 - 1, x2, y2])
         labels.append(classes.index(name))
         difficult.append(obj.findtext("difficult", "0").strip() == "1")
-    return Annotated(
-        image,
-        (height, width),
-        torch.tensor(boxes, dtype=torch.float32).reshape(-1, 4),
-        torch.tensor(labels, dtype=torch.int64),
-        torch.tensor(difficult, dtype=torch.bool),
-    )
+    return _annotated(image, (height, width), boxes, labels, difficult)
 
 
 def _number(element: ElementTree.Element, path: str, what: object) -> float:
@@ -406,7 +409,8 @@ class _Ready(Dataset):
         picture = self.pictures[index]
         keep = ~picture.difficult
         image = tv_tensors.Image(picture.read())
-        boxes = tv_tensors.BoundingBoxes(picture.boxes[keep], format="XYXY", canvas_size=picture.size)
+        found = torch.from_numpy(picture.boxes[keep])
+        boxes = tv_tensors.BoundingBoxes(found, format="XYXY", canvas_size=picture.size)
         sized = v2.Resize(self.recipe.size, max_size=self.recipe.max_size, antialias=True)
         if self.seed is not None and self.recipe.flip and _coin(self.seed, epoch, index):
             image, boxes = v2.functional.horizontal_flip(image), v2.functional.horizontal_flip(boxes)
@@ -414,7 +418,7 @@ class _Ready(Dataset):
         ready = v2.functional.normalize(image.float() / 255, list(IMAGENET_MEAN), list(IMAGENET_STD))
         return ready.as_subclass(Tensor), {
             "boxes": boxes.as_subclass(Tensor),
-            "labels": picture.labels[keep],
+            "labels": torch.from_numpy(picture.labels[keep]),
         }
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import warnings
 from collections.abc import Callable, Iterator, Sequence
@@ -167,18 +168,26 @@ def _precision(
     pairs: Sequence[tuple[Target, Annotated]], ious: list[float], recalls: np.ndarray
 ) -> tuple[np.ndarray, list[int]]:
     """Return precision (overlap, recall, class) and the classes in its order."""
+    logging.getLogger("faster_coco_eval").setLevel(logging.WARNING)  # it would log a table of its own
     metric = library("torchmetrics.detection", "vision").MeanAveragePrecision(
         iou_thresholds=ious, rec_thresholds=recalls.tolist(), extended_summary=True, backend="faster_coco_eval"
     )
     metric.update(
         [found for found, _ in pairs],
-        [{"boxes": a.boxes, "labels": a.labels, "iscrowd": a.difficult.long()} for _, a in pairs],
+        [
+            {"boxes": torch.from_numpy(a.boxes), "labels": torch.from_numpy(a.labels), "iscrowd": _long(a.difficult)}
+            for _, a in pairs
+        ],
     )
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         result = metric.compute()
     everything, hundred = 0, 2  # of all sizes; the 100 best
     return result["precision"].numpy()[..., everything, hundred], np.atleast_1d(result["classes"]).tolist()
+
+
+def _long(array: np.ndarray) -> Tensor:
+    return torch.from_numpy(array.astype(np.int64))
 
 
 _loaded: dict[tuple, DetectionData] = {}

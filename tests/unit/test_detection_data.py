@@ -1,6 +1,8 @@
 """Pictures with boxes: scenes of digits, Pascal VOC's layout as torchvision and others write it, bad input, batches."""
 
 import itertools
+import subprocess
+import sys
 import xml.etree.ElementTree as ET
 
 import numpy as np
@@ -101,7 +103,7 @@ def test_own_pictures_are_read_as_they_are(own):
     assert first.difficult.tolist() == [False, True]
     assert second.boxes.tolist() == [[4, 5, 7, 8]]  # of the person, not of the head
     assert third.boxes.shape == (0, 4)
-    assert third.labels.dtype == torch.int64
+    assert third.labels.dtype == np.int64
     grey = data.test[0].read()
     assert grey.shape == (3, 60, 90)
     assert torch.equal(grey[0], grey[1])
@@ -115,7 +117,7 @@ def test_annotations_agree_with_torchvision(own):
             [float(obj["bndbox"][corner]) for corner in ("xmin", "ymin", "xmax", "ymax")]
             for obj in target["annotation"]["object"]
         ]
-        assert torch.equal(ours.boxes + torch.tensor([1.0, 1, 0, 0]), torch.tensor(boxes).reshape(-1, 4))
+        assert np.array_equal(ours.boxes + np.array([1, 1, 0, 0]), np.array(boxes).reshape(-1, 4))
 
 
 def test_splits_subsets_and_checksum(own):
@@ -256,7 +258,7 @@ def test_scenes_have_exact_boxes():
         ink = scene.picture[0].clone()
         assert torch.equal(scene.picture[0], scene.picture[2])
         assert 1 <= len(scene.boxes) <= 4
-        for x1, y1, x2, y2 in scene.boxes.int().tolist():
+        for x1, y1, x2, y2 in scene.boxes.astype(int).tolist():
             part = ink[y1:y2, x1:x2]
             for edge in (part[0], part[-1], part[:, 0], part[:, -1]):
                 assert edge.any()  # no smaller box would do
@@ -268,10 +270,10 @@ def test_scenes_are_a_function_of_split_and_number():
     again = scenes("train", 5, 96)
     for a, b in zip(scenes("train", 3, 96), again, strict=False):
         assert torch.equal(a.picture, b.picture)
-        assert torch.equal(a.boxes, b.boxes)
+        assert np.array_equal(a.boxes, b.boxes)
     assert not torch.equal(again[0].picture, again[1].picture)
     assert not torch.equal(scenes("test", 1, 96)[0].picture, again[0].picture)
-    labels = torch.cat([s.labels for s in scenes("train", 100, 96)])
+    labels = np.concatenate([s.labels for s in scenes("train", 100, 96)])
     assert set(labels.tolist()) == set(range(10))
 
 
@@ -281,8 +283,8 @@ def test_scenes_are_a_function_of_split_and_number():
 def pictures(*sizes):
     return tuple(
         Annotated(
-            torch.full((3, h, w), i, dtype=torch.uint8), (h, w), torch.tensor([[0.0, 0, w / 2, h]]), torch.tensor([i]),
-            torch.tensor([False]),
+            torch.full((3, h, w), i, dtype=torch.uint8), (h, w), np.array([[0, 0, w / 2, h]], dtype=np.float32),
+            np.array([i]), np.array([False]),
         )
         for i, (h, w) in enumerate(sizes)
     )  # fmt: skip
@@ -344,7 +346,30 @@ def test_mirroring_moves_the_boxes():
     assert len(seen) == 2
     plain = small("x/", size=96, max_size=97, batch=1)
     for batch in itertools.islice(batches((scene,), plain, 0, 0, 0), 6):
-        assert torch.equal(batch.targets[0]["boxes"], scene.boxes)
+        assert np.array_equal(batch.targets[0]["boxes"], scene.boxes)
+
+
+def test_many_pictures_reach_the_processes_that_read_them(own):
+    """A sweep's runs live in processes whose children get everything through pipes, not by forking."""
+    names = [f"many{i}" for i in range(150)]
+    for name in names:
+        write_picture(own, name, (32, 32), [("dog", (1, 1, 30, 30))])
+    write_lists(own, train=names, val=names)
+    code = """
+import itertools, multiprocessing
+from cpt_core.data.detection import batches, load_detection
+from cpt_core.recipes import DetectionRecipe
+if __name__ == "__main__":
+    multiprocessing.set_start_method("forkserver")
+    r = DetectionRecipe(task="detection", dataset="pets/", model="retinanet", quantized="all", steps=4, batch=2,
+                        lr=1e-3, q_min=5, size=32, max_size=64)
+    train = load_detection(r).train
+    print(len(train), sum(len(b.targets) for b in itertools.islice(batches(train, r, 0, 0, 1), 3)))
+"""
+    script = own / "read.py"
+    script.write_text(code)
+    done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True)
+    assert done.stdout.split() == ["150", "6"], done.stderr
 
 
 def test_reading_takes_nothing_from_torchs_random_numbers(own):

@@ -198,9 +198,9 @@ def picture(boxes, labels, difficult=None):
     return Annotated(
         torch.zeros(3, 100, 100, dtype=torch.uint8),
         (100, 100),
-        torch.tensor(boxes, dtype=torch.float32).reshape(-1, 4),
-        torch.tensor(labels, dtype=torch.int64),
-        torch.tensor(difficult or [False] * len(labels), dtype=torch.bool),
+        np.array(boxes, dtype=np.float32).reshape(-1, 4),
+        np.array(labels, dtype=np.int64),
+        np.array(difficult or [False] * len(labels), dtype=bool),
     )
 
 
@@ -428,7 +428,7 @@ def test_upsampling_is_priced_by_the_paper_only():
 def test_costs_are_those_of_the_real_input_size(monkeypatch):
     assert DetectionTask(spec(), CPU).cost_batches == 1
     monkeypatch.setattr(data, "scenes", lambda part, count, size: tuple(
-        replace(a, picture=a.picture[:, : 32 * (1 + i % 2)], size=(32 * (1 + i % 2), 64), boxes=a.boxes.clamp(max=32))
+        replace(a, picture=a.picture[:, : 32 * (1 + i % 2)], size=(32 * (1 + i % 2), 64), boxes=a.boxes.clip(max=32))
         for i, a in enumerate(scenes(part, count, 64))
     ))  # fmt: skip
     detection_task._loaded.clear()

@@ -100,7 +100,7 @@ def test_changes_reach_the_recipe():
         (lambda: grids.quality_cost("huge"), r"unknown scale 'huge'; choose from smoke, demo, paper"),
         (
             lambda: grids.quality_cost("demo", "mnist"),
-            r"no demo recipe for dataset 'mnist'; choose from cifar10, digits",
+            r"no demo recipe for dataset 'mnist'; choose from cifar10, digit-scenes, digits",
         ),
         (lambda: grids.quality_cost("demo", "digits", "vgg"), r"unknown model 'vgg'; choose from mlp6, resnet8_w8"),
         (lambda: grids.quality_cost("demo", preset="authors"), r"preset 'authors' exists at scale 'paper'"),
