@@ -42,10 +42,18 @@ def text(arm: str) -> list[RunSpec]:
     return grids.quality_cost("smoke", "pydoc", schedules=[] if static else [arm], static=static, seeds=SEEDS)
 
 
+def detection(arm: str) -> list[RunSpec]:
+    """Smoke runs of notebook 04."""
+    static = [int(arm.split()[1])] if arm.startswith("static") else []
+    return grids.quality_cost("smoke", "digit-scenes", schedules=[] if static else [arm], static=static, seeds=SEEDS)
+
+
 # name of the band -> (specs of an arm, the arm, the control, the metric)
 BANDS: dict[str, tuple[Callable[[str], list[RunSpec]], str, str, str]] = {
     "smoke accuracy of static 8": (image, "static 8", "static 2", "accuracy"),
     "smoke accuracy of ER": (image, "ER", "static 2", "accuracy"),
+    "smoke loss of the detector with static 8": (detection, "static 8", "static 1", "loss"),
+    "smoke loss of the detector with ER": (detection, "ER", "static 1", "loss"),
     "smoke accuracy of GCN at static 8": (graph, "static 8", "static 1", "accuracy"),
     "smoke accuracy of GCN with ER": (graph, "ER", "static 1", "accuracy"),
     "smoke loss of the LSTM with static 8": (text, "static 8", "static 1", "loss"),

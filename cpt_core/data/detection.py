@@ -175,7 +175,12 @@ def _voc(dataset: str) -> tuple[list[list[tuple[Path, Path]]], tuple[str, ...], 
 
 
 def random_detection(recipe: DetectionRecipe) -> DetectionData:
-    """Return random pixels in the shapes of a data set, to measure times and count operations without the data."""
+    """Return random pixels in the shapes of a data set, to measure times and count operations without the data.
+
+    One batch of every split; pictures of one's own are loaded instead.
+    """
+    if is_own(recipe.dataset):
+        return load_detection(recipe)
     h, w = (recipe.size, recipe.size) if recipe.dataset == "digit-scenes" else (375, 500)  # VOC's usual picture
     random = generator_of(0)
     pictures = torch.randint(0, 256, (recipe.batch, 3, h, w), generator=random, dtype=torch.uint8)

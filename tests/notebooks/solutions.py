@@ -11,6 +11,7 @@ SOLUTIONS = {
     },
     "02_quantizers_and_bitops": {"values": "32", "relative": "round((4**2 + 2 * 4 * 8) / (3 * 64), 3)"},
     "03_image_classification": {"group": '"large"', "largest": "5"},
+    "04_object_detection": {"overlap": "32 * 32 / (48 * 48)", "anchors": "94_851"},
     "05_node_classification": {"divisor": "(4 * 2) ** 0.5", "percent": "59.3", "smallest": 'float("-inf")'},
     "06_language": {"missing": "1 - 0.937", "products": "4 * 800 * (800 + 800)", "perplexity": "10_000"},
 }
@@ -22,6 +23,7 @@ WRONG = {
     "01_schedules": {"name": '"RR"', "mine": "cpt.FunctionSchedule(lambda u: 3 + 5 * u, total_steps=1000)"},
     "02_quantizers_and_bitops": {"values": "31", "relative": "0.5"},
     "03_image_classification": {"group": '"small"', "largest": "6"},
+    "04_object_detection": {"overlap": "32 / 48", "anchors": "9 * 5"},
     "05_node_classification": {"divisor": "4", "percent": "1.4", "smallest": "0"},
     "06_language": {"missing": "0.007", "products": "3_584_000_000", "perplexity": "9.2"},
 }
