@@ -20,6 +20,7 @@ from __future__ import annotations
 import hashlib
 import itertools
 import math
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -143,8 +144,9 @@ def load_detection(recipe: DetectionRecipe) -> DetectionData:
     held, rest = order[: r.valid_images], order[r.valid_images :][: r.train_images]
     chosen = ([files[0][i] for i in sorted(rest)], [files[0][i] for i in sorted(held)], files[1][: r.test_images])
     train, valid, test = (tuple(annotated(image, xml, classes) for image, xml in part) for part in chosen)
-    if not any(len(a.boxes) for a in train):
-        raise ValueError(f"{r.dataset}: there is no object in any of {len(train)} training pictures")
+    for name, part in (("training", train), ("validation", valid), ("test", test)):
+        if part and all(a.difficult.all() for a in part):
+            raise ValueError(f"{r.dataset}: there is no object that counts on any of {len(part)} {name} pictures")
     return DetectionData(title, classes, train, valid, test, _checksum(train + valid + test))
 
 
@@ -169,8 +171,9 @@ def _voc(dataset: str) -> tuple[list[list[tuple[Path, Path]]], tuple[str, ...], 
     if not classes:
         raise ValueError(f"{folder}: there is no object in any training annotation")
     title = f"own pictures ({own_path(dataset).name})"
-    if set(files[0]) == set(files[1]):
-        title += ", tested on its own training pictures"
+    if both := len(set(files[0]) & set(files[1])):
+        own = "its own training pictures"
+        title += f", tested on {own}" if both == len(files[1]) else f", tested on {both} of {own} and others"
     return files, classes, title
 
 
@@ -206,7 +209,7 @@ def _checksum(pictures: Sequence[Annotated]) -> str:
             digest.update(a.picture.numpy().tobytes())
         else:
             digest.update(f"{a.picture.name} {a.picture.stat().st_size}".encode())
-        digest.update(a.boxes.tobytes() + a.labels.tobytes())
+        digest.update(a.boxes.tobytes() + a.labels.tobytes() + np.flatnonzero(a.difficult).tobytes())
     return digest.hexdigest()[:16]
 
 
@@ -265,7 +268,7 @@ def _enlarged(digit: Tensor, side: int) -> Tensor:
 
 
 def voc_folder(folder: Path) -> Path:
-    """Return the folder that holds ``Annotations``: ``folder`` or the one below ``VOCdevkit`` in or above it."""
+    """Return the folder that holds ``Annotations``: ``folder`` itself, or one in it such as ``VOCdevkit/VOC2007``."""
     if not folder.is_dir():
         raise DataNotFoundError(f"there is no folder {folder}; give one in the layout of Pascal VOC")
     found = [f.parent for pattern in ("", "VOC*/", "VOCdevkit/VOC*/") for f in folder.glob(f"{pattern}Annotations")]
@@ -287,9 +290,9 @@ def _listed(folder: Path, part: str) -> list[tuple[Path, Path]]:
     ids = [line.split()[0] for line in path.read_text().splitlines() if line.strip()]
     if not ids:
         raise ValueError(f"{path} is empty")
-    twice = {i for i in ids if ids.count(i) > 1} if len(set(ids)) < len(ids) else set()
-    if twice:
-        raise ValueError(f"{path} names {sorted(twice)[0]!r} twice")
+    name, count = Counter(ids).most_common(1)[0]
+    if count > 1:
+        raise ValueError(f"{path} names {name!r} twice")
     return [(folder / "JPEGImages" / f"{i}.jpg", folder / "Annotations" / f"{i}.xml") for i in ids]
 
 

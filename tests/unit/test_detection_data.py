@@ -121,15 +121,21 @@ def test_annotations_agree_with_torchvision(own):
 
 
 def test_splits_subsets_and_checksum(own):
-    held = load_detection(small("pets/", valid_images=1, train_images=1, test_images=1))
-    assert [len(part) for part in (held.train, held.valid, held.test)] == [1, 1, 1]
+    held = load_detection(small("pets/", valid_images=2, train_images=1, test_images=1))
+    assert [len(part) for part in (held.train, held.valid, held.test)] == [1, 2, 1]
+    before = load_detection(small("pets/")).checksum
+    write_picture(own, "a", (60, 90), [("dog", (1, 1, 90, 60)), ("cat", (10, 20, 30, 40))])  # not difficult any more
+    assert load_detection(small("pets/")).checksum != before
     before = load_detection(small("pets/")).checksum
     assert before == load_detection(small("pets/")).checksum
     write_picture(own, "b", (90, 60), [("person", (5, 6, 7, 9))])
     assert load_detection(small("pets/")).checksum != before
     write_lists(own, test=["e"])  # preferred to val
     assert len(load_detection(small("pets/")).test) == 1
-    write_lists(own, test=["a", "b", "c"])
+    assert load_detection(small("pets/")).title == "own pictures (pets)"
+    write_lists(own, test=["a", "e"])
+    assert "tested on 1 of its own training pictures and others" in load_detection(small("pets/")).title
+    write_lists(own, test=["a", "b"])
     assert "tested on its own training pictures" in load_detection(small("pets/")).title
 
 
@@ -215,6 +221,17 @@ def test_missing_and_wrong_files(own):
     xml.write_text(good)
     (own / "JPEGImages" / "b.jpg").unlink()
     with pytest.raises(DataNotFoundError, match=r"no picture .*b\.jpg"):
+        load_detection(small("pets/"))
+
+
+def test_a_split_without_an_object_that_counts_is_refused(own):
+    write_lists(own, val=["c"])
+    with pytest.raises(ValueError, match="no object that counts on any of 1 test pictures"):
+        load_detection(small("pets/"))
+    write_lists(own, val=["c", "d"])
+    load_detection(small("pets/"))
+    write_picture(own, "d", (60, 90), [("cat", (3, 4, 50, 44), "1")])
+    with pytest.raises(ValueError, match="no object that counts on any of 2 test pictures"):
         load_detection(small("pets/"))
 
 
