@@ -191,6 +191,26 @@ def test_detections_are_the_boxes_that_were_learned():
     torch.testing.assert_close(cut["boxes"], torch.tensor([[6.0, 4, 40, 30]]), rtol=1e-4, atol=1e-3)
 
 
+def test_detections_come_back_in_the_pixels_of_the_picture(monkeypatch):
+    task = DetectionTask(spec(size=64, max_size=100), CPU)
+    model = task.model().eval()
+    odd = [
+        replace(picture([[10, 20, 30, 40]], [1]), picture=torch.zeros(3, 50, 130, dtype=torch.uint8), size=(50, 130))
+    ]
+    seen = []
+
+    def whole(images, outputs, sizes):
+        seen.extend(sizes)
+        return [found([[0, 0, sizes[0][1], sizes[0][0]]], [0.9], [1])]
+
+    monkeypatch.setattr(model, "detections", whole)
+    ((detection, there),), loss = task.detect(model, odd)
+    assert seen == [(38, 100)]  # 64 x 166 would be too long
+    assert there is odd[0]
+    torch.testing.assert_close(detection["boxes"], torch.tensor([[0.0, 0, 130, 50]]))
+    assert math.isfinite(loss)
+
+
 # --- the metric -----------------------------------------------------------------------------------
 
 
