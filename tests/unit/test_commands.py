@@ -236,8 +236,8 @@ def test_the_report_is_one_page_that_needs_nothing_else(place):
     assert re.findall(r"(?:src|href)=['\"](?!data:)[^'\"]*", page) == []
     assert not re.search(r"https?://|<script|@import|url\(", page)
     images = re.findall(r"src='data:image/png;base64,([^']*)'", page)
-    # figure 2, four experiments on images, six on graphs, figure 5 for three of them, three on language
-    assert len(images) == 17
+    # figure 2; experiments: four on images, two on detection, six on graphs (figure 5 for three), three on language
+    assert len(images) == 19
     assert all(base64.b64decode(i).startswith(b"\x89PNG") for i in images)
     runs = results.load(DIGITS)
     network = runs[(runs.model == "mlp6") & (runs.q_min == 3) & (runs.arm == "CR")]

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from cpt_core import bitops, grids
+from cpt_core import bitops, grids, teaching
 from cpt_core.convert import quantize_, restore_, summary
 from cpt_core.data import detection as data
 from cpt_core.data.common import DataNotFoundError
@@ -425,6 +425,19 @@ def test_pretrained_weights_are_asked_for_and_used(tmp_path, monkeypatch):
     assert isinstance(scratch.model().backbone.body.bn1, nn.BatchNorm2d)
     assert not isinstance(scratch.model().backbone.body.bn1, FrozenStatisticsBatchNorm2d)
     assert "from scratch" in scratch.title
+
+
+def test_a_notebook_without_the_weights_says_so_and_starts_from_scratch(tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv("CPT_DATA_DIR", str(tmp_path))
+    assert teaching.pretrained_or_scratch("demo") == {}
+    assert capsys.readouterr().out == ""
+    changes = teaching.pretrained_or_scratch("paper")
+    assert "from scratch, unlike the paper's" in capsys.readouterr().out
+    (first, *_) = grids.quality_cost("paper", "voc2012", preset="authors", **changes)
+    assert not first.recipe.pretrained
+    (tmp_path / data.WEIGHTS).write_bytes(b"")
+    assert teaching.pretrained_or_scratch("paper") == {}
+    assert data.WEIGHTS in capsys.readouterr().out
 
 
 # --- cost -----------------------------------------------------------------------------------------
