@@ -344,7 +344,7 @@ def test_a_resumed_run_is_bitwise_the_same(tmp_path, flip):
 
 
 def test_metrics_and_precision_of_evaluation_are_stored():
-    run = train(DetectionTask, spec("CR"))
+    run = train(DetectionTask, spec("CR", valid_images=8))
     kinds = {(m["name"], m["split"], m["when"], m["precision"]) for m in run.metrics}
     for name, split, policy in itertools.product(
         ("map50", "map50_11point", "map", "loss"), ("valid", "test"), ("q_max", "current")

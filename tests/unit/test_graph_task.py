@@ -188,9 +188,9 @@ def test_own_graphs_and_their_recipes():
     assert recipe("paper", "my/", "sage", task="graph").batch == 1024
     assert task_of_dataset("my.npz") is None
     assert task_of_dataset("digits-graph") == "graph"
-    with pytest.raises(ValueError, match="imagenet, ogbn-arxiv, ogbn-products, ptb, xnli, or your own data"):
+    with pytest.raises(ValueError, match="imagenet, ogbn-arxiv, ogbn-products, ptb, voc2012, xnli, or your own data"):
         recipe("paper", "own-graph")
-    with pytest.raises(ValueError, match="unknown task 'text'; choose from image, graph"):
+    with pytest.raises(ValueError, match="unknown task 'text'; choose from image, detection, graph"):
         recipe("demo", "x/", task="text")
 
 
