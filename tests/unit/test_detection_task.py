@@ -153,8 +153,11 @@ def plain_losses(out, anchors, boxes, labels, classes):
     return focal / max(1, positives), box / max(1, 4 * positives)
 
 
-@pytest.mark.parametrize("boxes", [[[5.0, 5, 40, 37], [30, 30, 60, 58]], []])
-def test_loss_equals_the_one_written_out(boxes):
+@pytest.mark.parametrize(
+    ("boxes", "learned"),
+    [([[5.0, 5, 40, 37], [30, 30, 60, 58]], True), ([], False), ([[5.0, 5, 9, 9]], False)],  # too small for any anchor
+)
+def test_loss_equals_the_one_written_out(boxes, learned):
     torch.manual_seed(0)
     model = retinanet("retinanet_small", 3)
     for layer in (model.head.classification_head.cls_logits, model.head.regression_head.bbox_reg):
@@ -169,7 +172,7 @@ def test_loss_equals_the_one_written_out(boxes):
     focal, box = plain_losses(out, model.anchors(images, out)[0], target["boxes"], target["labels"].tolist(), 3)
     assert losses["classification"].item() == pytest.approx(focal, rel=1e-4)
     assert losses["bbox_regression"].item() == pytest.approx(box, rel=1e-4)
-    assert (box > 0) == bool(boxes)
+    assert (box > 0) == learned
 
 
 def test_detections_are_the_boxes_that_were_learned():
