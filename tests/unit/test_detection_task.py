@@ -1,5 +1,6 @@
 """RetinaNet, its loss and its metric, and detection through the one training loop."""
 
+import csv
 import itertools
 import math
 from dataclasses import replace
@@ -459,6 +460,31 @@ def test_upsampling_is_priced_by_the_paper_only():
     with bitops.BitOpsLedger(model) as ledger:
         sum(model.losses(*x, model(*x), [nothing]).values()).backward()
     assert ledger.by_layer("paper")["backbone.fpn (upsampling)"] == 3 * copied
+
+
+def test_operations_and_costs_of_the_reference(reference_dir):
+    with torch.device("meta"):
+        model = retinanet("retinanet", 20)
+    with (reference_dir / "flops.csv").open() as file:
+        (row,) = [line for line in csv.reader(file) if line[0] == "voc_retinanet_r18"]
+    assert bitops.count_bitops(model, (torch.empty(1, 3, 224, 224, device="meta"),)).forward_macs == int(row[3])
+    with (reference_dir / "bitops.csv").open() as file:
+        rows = [r for r in csv.DictReader(file) if (r["experiment"], r["variant"]) == ("voc_retinanet_r18", "paper")]
+    assert len(rows) == 22
+    images = (torch.empty(256, 3, 224, 224, device="meta"),)  # what the authors price
+    for r in rows:
+        q_max, cycles = int(r["q_max"]), {"q_min": int(r["q_min"]), "n_cycles": int(r["n_cycles"])}
+        schedule = make_schedule(
+            r["schedule"],
+            q_max=q_max,
+            total_steps=int(r["total_steps"]),
+            **({} if r["schedule"] == "STATIC" else cycles),
+        )
+        # one row is off by 5e-6: REX has ties before rounding
+        assert schedule.relative_cost() == pytest.approx(float(r["rel_to_static"]), rel=1e-5)
+        if r["schedule"] in ("STATIC", "CR"):
+            total = bitops.count_bitops(model, images, schedule).total
+            assert total == pytest.approx(float(r["total_bitops"]), rel=1e-5)
 
 
 def test_costs_are_those_of_the_real_input_size(monkeypatch):
