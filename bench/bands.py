@@ -10,6 +10,7 @@ import argparse
 import json
 import statistics
 from collections.abc import Callable
+from functools import partial
 
 import torch
 
@@ -21,10 +22,10 @@ from cpt_core.train import task_of, train
 SEEDS = range(12)
 
 
-def image(arm: str) -> list[RunSpec]:
-    """Smoke runs of notebook 03."""
+def smoke(dataset: str, arm: str) -> list[RunSpec]:
+    """Smoke runs of the notebook on an embedded data set."""
     static = [int(arm.split()[1])] if arm.startswith("static") else []
-    return grids.quality_cost("smoke", schedules=[] if static else [arm], static=static, seeds=SEEDS)
+    return grids.quality_cost("smoke", dataset, schedules=[] if static else [arm], static=static, seeds=SEEDS)
 
 
 def graph(arm: str) -> list[RunSpec]:
@@ -36,17 +37,7 @@ def graph(arm: str) -> list[RunSpec]:
     )
 
 
-def text(arm: str) -> list[RunSpec]:
-    """Smoke runs of notebook 06 on characters."""
-    static = [int(arm.split()[1])] if arm.startswith("static") else []
-    return grids.quality_cost("smoke", "pydoc", schedules=[] if static else [arm], static=static, seeds=SEEDS)
-
-
-def detection(arm: str) -> list[RunSpec]:
-    """Smoke runs of notebook 04."""
-    static = [int(arm.split()[1])] if arm.startswith("static") else []
-    return grids.quality_cost("smoke", "digit-scenes", schedules=[] if static else [arm], static=static, seeds=SEEDS)
-
+image, detection, text = (partial(smoke, name) for name in ("digits", "digit-scenes", "pydoc"))  # notebooks 03, 04, 06
 
 # name of the band -> (specs of an arm, the arm, the control, the metric)
 BANDS: dict[str, tuple[Callable[[str], list[RunSpec]], str, str, str]] = {

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
-import warnings
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from typing import cast
 
@@ -139,10 +139,7 @@ def mean_average_precision(pairs: Sequence[tuple[Target, Annotated]]) -> Metrics
     Differs: VOC's own program gives a detection to the object it overlaps most, even if that is taken; COCO's gives it
         to the best that is free. A detection inside a ``difficult`` object is ignored also when it is much smaller.
     """
-    counts: dict[int, int] = {}
-    for _, there in pairs:
-        for label in there.labels[~there.difficult].tolist():
-            counts[label] = counts.get(label, 0) + 1
+    counts = Counter(label for _, there in pairs for label in there.labels[~there.difficult].tolist())
     if not counts:
         raise ValueError(f"there is no object to be found on {len(pairs)} pictures")
     if not any(len(found["boxes"]) for found, _ in pairs):
@@ -176,19 +173,17 @@ def _precision(
     metric.update(
         [found for found, _ in pairs],
         [
-            {"boxes": torch.from_numpy(a.boxes), "labels": torch.from_numpy(a.labels), "iscrowd": _long(a.difficult)}
+            {
+                "boxes": torch.from_numpy(a.boxes),
+                "labels": torch.from_numpy(a.labels),
+                "iscrowd": torch.from_numpy(a.difficult.astype(np.int64)),
+            }
             for _, a in pairs
         ],
     )
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        result = metric.compute()
+    result = metric.compute()
     everything, hundred = 0, 2  # of all sizes; the 100 best
     return result["precision"].numpy()[..., everything, hundred], np.atleast_1d(result["classes"]).tolist()
-
-
-def _long(array: np.ndarray) -> Tensor:
-    return torch.from_numpy(array.astype(np.int64))
 
 
 _loaded: dict[tuple, DetectionData] = {}
