@@ -11,8 +11,10 @@ from dataclasses import asdict, dataclass, replace
 from difflib import get_close_matches
 from typing import Any
 
-from cpt_core.recipes import RECIPES, recipe
-from cpt_core.schedules import SUITE
+from cpt_core import cost
+from cpt_core.budget import TOLERANCE, solve_schedule
+from cpt_core.recipes import RECIPES, Deficits, ImageRecipe, Recipe, deficits, recipe
+from cpt_core.schedules import SUITE, DeficitSchedule, Schedule
 from cpt_core.specs import RunSpec, run_spec
 
 
@@ -52,15 +54,7 @@ def quality_cost(
 
     Paper: sections 4.2 to 4.4, figures 3, 4, 6 and 7.
     """
-    r = recipe(scale, dataset, model, preset, task or "image")
-    if task is not None and r.task != task:
-        raise ValueError(f"dataset {r.dataset!r} is for task {r.task!r}, not {task!r}")
-    unknown = sorted(set(changes) - set(asdict(r)))
-    if unknown:
-        raise ValueError(f"a recipe has no {', '.join(unknown)}; it has {', '.join(asdict(r))}")
-    if "lr" in changes and hasattr(r, "learning_rates"):  # nothing is left to be chosen
-        changes = {"learning_rates": (), **changes}
-    r = replace(r, **changes)
+    r = _changed(recipe(scale, dataset, model, preset, task or "image"), task, changes)
     # the authors' CIFAR sweeps keep 8-bit gradients also at q_max = 6
     q_grad = 8 if preset == "authors" and r.dataset.startswith("cifar") else None
     tops = tuple(q_max) if q_max is not None else ((6, 8) if scale == "paper" else (8,))
@@ -99,6 +93,190 @@ def aggregation(
     ]  # fmt: skip
 
 
+def _changed(found: Recipe, task: str | None, changes: dict[str, Any]) -> Recipe:
+    """Return a recipe with other values for some fields; ValueError for another task or unknown fields."""
+    if task is not None and found.task != task:
+        raise ValueError(f"dataset {found.dataset!r} is for task {found.task!r}, not {task!r}")
+    unknown = sorted(set(changes) - set(asdict(found)))
+    if unknown:
+        raise ValueError(f"a recipe has no {', '.join(unknown)}; it has {', '.join(asdict(found))}")
+    if "lr" in changes and hasattr(found, "learning_rates"):  # nothing is left to be chosen
+        changes = {"learning_rates": (), **changes}
+    return replace(found, **changes)
+
+
+def deficit_scan(
+    scale: str = "demo",
+    dataset: str = "digits",
+    model: str | None = None,
+    *,
+    task: str | None = None,
+    lengths: Sequence[int] | None = None,
+    windows: Sequence[tuple[int, int]] | None = None,
+    steps_per_epoch: int = 1,
+    seeds: Sequence[int] | None = None,
+    q_max: int = 8,
+    **changes: Any,
+) -> list[RunSpec]:
+    """Return the runs of a critical-period experiment: training with a deficit, ``q_min`` instead of ``q_max`` bits.
+
+    A deficit of R steps at the start makes the training R steps longer; a window lies within a training of fixed
+    length. Each total length has two controls, without which lost training time passes for damage: the same training
+    at ``q_max`` throughout, and the same number of low steps at its end.
+
+    Args:
+        scale: "smoke", "demo" or "paper".
+        dataset: see ``recipes.recipe``; ``model`` and ``task`` too.
+        lengths: low steps at the start; 0 is no deficit. None takes those of ``recipes.DEFICITS``.
+        windows: pairs (start, stop) of low steps, half-open. None takes those of ``recipes.DEFICITS``.
+        steps_per_epoch: what one unit of ``lengths`` and ``windows`` is, when they are given in epochs.
+        seeds: None takes the recipe's.
+        q_max: bits outside the deficit, and of the gradients.
+        changes: other values for fields of the recipe, such as ``q_min=3``; ``steps=`` is the training after a deficit
+            at the start, and all of the training with a window.
+
+    Raises:
+        ValueError: for unknown names and for lengths and windows that do not fit, before anything runs.
+
+    Paper: section 5, figure 8, table 1.
+    Differs: both controls are ours.
+    """
+    found, settings = deficits(scale, dataset, model, task or "image")
+    r = _changed(found, task, changes)
+    total = changes.get("steps", settings.window_steps or r.steps)
+    if not isinstance(steps_per_epoch, int) or steps_per_epoch < 1:
+        raise ValueError(f"steps_per_epoch must be a whole number of at least 1, got {steps_per_epoch!r}")
+    starts = settings.lengths if lengths is None else [_length(n) * steps_per_epoch for n in lengths]
+    inner = settings.windows if windows is None else [
+        (start * steps_per_epoch, stop * steps_per_epoch) for start, stop in windows
+    ]  # fmt: skip
+    runs: dict[tuple[Recipe, DeficitSchedule], str] = {}  # a run that two experiments share is listed once
+
+    def add(at: Recipe, *deficit: tuple[int, int]) -> None:
+        schedule = DeficitSchedule(r.q_min, q_max, deficit, at.steps)
+        runs[at, schedule] = _deficit_name(schedule, settings)
+
+    for length in starts:
+        at = replace(r, steps=length + r.steps)
+        if settings.lr_after and isinstance(at, ImageRecipe):
+            at = replace(at, milestones=tuple((length + m * r.steps) / at.steps for m in at.milestones))
+        add(at)
+        if length:
+            add(at, (0, length))
+            add(at, (r.steps, at.steps))
+    at = replace(r, steps=total)
+    for start, stop in inner:
+        add(at)
+        add(at, (start, stop))
+        add(at, (total - (stop - start), total))
+    return [
+        RunSpec(at, schedule, q_max, q_max, seed, name, scale)
+        for (at, schedule), name in runs.items()
+        for seed in (r.seeds if seeds is None else seeds)
+    ]
+
+
+def _length(steps: Any) -> int:
+    if not isinstance(steps, int) or isinstance(steps, bool) or steps < 0:
+        raise ValueError(f"the length of a deficit must be a whole number of at least 0, got {steps!r}")
+    return steps
+
+
+def _deficit_name(schedule: DeficitSchedule, settings: Deficits) -> str:
+    """Such as "[0, 16K) of 272K" or "no deficit, 272K", in the units of the experiment."""
+
+    def count(steps: int) -> str:
+        return f"{steps // settings.unit}{settings.suffix}" if steps and not steps % settings.unit else str(steps)
+
+    total = count(schedule.total_steps)
+    spans = ", ".join(f"[{count(start)}, {count(stop)})" for start, stop in schedule.windows)
+    return f"{spans} of {total}" if spans else f"no deficit, {total}"
+
+
+def deficit_length(
+    scale: str = "demo", dataset: str = "digits", model: str | None = None, **given: Any
+) -> list[RunSpec]:
+    """Return the runs of ``deficit_scan`` with deficits at the start alone."""
+    return deficit_scan(scale, dataset, model, windows=(), **given)
+
+
+def deficit_window(
+    scale: str = "demo", dataset: str = "digits", model: str | None = None, **given: Any
+) -> list[RunSpec]:
+    """Return the runs of ``deficit_scan`` with windows alone."""
+    return deficit_scan(scale, dataset, model, lengths=(), **given)
+
+
+def equal_cost(
+    scale: str = "demo",
+    dataset: str = "digits",
+    model: str | None = None,
+    *,
+    task: str | None = None,
+    budget: float | None = None,
+    delay: float = 0.1,
+    seeds: Sequence[int] | None = None,
+    q_max: int = 8,
+    **changes: Any,
+) -> list[RunSpec]:
+    """Return runs that cost the same number of bit operations, spent in different ways, and static ``q_max`` in full.
+
+    With the cost of RR, or of RR's profile bent to ``budget``: that schedule; the same profile delayed, and bent until
+    it costs the same; ER, static ``q_max`` and the lowest static precision that costs no less per step than RR, each
+    stopped when the money is spent (by whole steps: never later).
+
+    Args:
+        scale: "smoke", "demo" or "paper".
+        dataset: see ``recipes.recipe``; ``model`` and ``task`` too.
+        budget: cost relative to static ``q_max``; None takes RR's.
+        delay: share of the steps that the delayed schedule holds at ``q_max`` first.
+        seeds: None takes the recipe's.
+        q_max: highest bits.
+        changes: other values for fields of the recipe.
+
+    Raises:
+        ValueError: for unknown names, and for a budget or a delay that cannot be met.
+
+    Paper: section 5 (the closing remark on delays).
+    """
+    r = _changed(recipe(scale, dataset, model, task=task or "image"), task, changes)
+
+    def solved(cost: float, delay: float = 0.0) -> Schedule:
+        return solve_schedule(cost, r.q_min, q_max, r.steps, r.n_cycles, "rex", delay=delay)
+
+    def make(arm: str, at: Recipe = r, schedule: Schedule | None = None, seed: int = 0) -> RunSpec:
+        if schedule is None:
+            return run_spec(at, arm, q_max=q_max, seed=seed, scale=scale)
+        return RunSpec(at, schedule, q_max, q_max, seed, arm, scale)
+
+    def stopped(arm: str) -> RunSpec:
+        steps = r.steps
+        while (price := _price(spec := make(arm, replace(r, steps=steps)))) * steps > spent + 1e-9:
+            steps = min(steps - 1, int(spent / price))
+        return spec if steps == r.steps else replace(spec, arm=f"{arm}, {steps} of {r.steps} steps")
+
+    first = make("RR") if budget is None else make(f"RR at {budget:.3f}", schedule=solved(budget))
+    level = _price(first)
+    spent = level * r.steps
+    # a static precision that meets the budget as exactly as the solver does is run in full
+    static = next(b for b in range(r.q_min, q_max + 1) if cost.relative_cost([b], q_max) >= level * (1 - 2 * TOLERANCE))
+    arms = [
+        first,
+        make(f"{first.arm} delayed {100 * delay:g} %", schedule=solved(level, delay)),
+        stopped("ER"),
+        stopped(f"static {q_max}"),
+        stopped(f"static {static}"),
+        make(f"static {q_max}"),
+    ]
+    arms = list({spec.key: spec for spec in arms}.values())
+    return [replace(spec, seed=seed) for spec in arms for seed in (r.seeds if seeds is None else seeds)]
+
+
+def _price(spec: RunSpec) -> float:
+    """Mean cost of a step relative to static q_max of the experiment."""
+    return cost.relative_cost(spec.schedule.bits(), spec.q_max)
+
+
 @dataclass(frozen=True)
 class Grid:
     """A named list of runs: one panel of a figure, or one part of a table.
@@ -106,16 +284,14 @@ class Grid:
     Attributes:
         artefact: of the paper, such as "figure_3".
         about: what it is, and how many runs the paper has.
-        make: (scale, **choices) -> specs; None while its task is not there yet.
+        make: (scale, **choices) -> specs.
         scales: at which it exists, the one to take first.
-        runs: at paper scale, for grids without a task.
     """
 
     artefact: str
     about: str
-    make: Callable[..., list[RunSpec]] | None = None
-    scales: tuple[str, ...] = ("paper",)
-    runs: int | None = None
+    make: Callable[..., list[RunSpec]]
+    scales: tuple[str, ...]
 
 
 ABOUT = {
@@ -175,6 +351,16 @@ def _aggregation_grid(dataset: str, model: str, scales: tuple[str, ...]) -> Grid
     return Grid("figure_5", about, _Make(aggregation, dataset, model), scales)
 
 
+def _section_5(artefact: str, function: Callable[..., list[RunSpec]], dataset: str, model: str) -> Grid:
+    about = {
+        deficit_length: "deficits at the start, with controls",
+        deficit_window: "windows of low precision, with controls",
+        equal_cost: "RR, delayed RR, ER and static precisions at one cost; not in the paper",
+    }[function]
+    scales = ("paper",) if f"{dataset}/{model}" in RECIPES["paper"] else ("demo", "smoke")
+    return Grid(artefact, f"{ABOUT[dataset].split(',')[0]}, {model}: {about}", _Make(function, dataset, model), scales)
+
+
 # Every figure and table of the paper that rests on training runs. Counts are the paper's: 10 schedules + static, q_max
 # 6 and 8, 3 seeds; XNLI chooses among three learning rates; table 1 and figure 8 as in their captions.
 GRIDS: dict[str, Grid] = {
@@ -182,11 +368,17 @@ GRIDS: dict[str, Grid] = {
     "ogbn-arxiv/aggregation": _aggregation_grid("ogbn-arxiv", "gcn", ("paper",)),
     "ogbn-products/aggregation": _aggregation_grid("ogbn-products", "sage", ("paper",)),
     "digits-graph/aggregation": _aggregation_grid("digits-graph", "gcn", ("demo", "smoke")),
-    "cifar10/deficit_length": Grid("table_1", "deficits of 0 to 256,000 steps, ResNet-74", runs=18),
-    "cifar10/deficit_window": Grid("table_1", "windows of 128,000 steps, ResNet-74", runs=12),
-    "imagenet/deficit_length": Grid("table_1", "deficits of 0, 25, 100 epochs, ResNet-18", runs=9),
-    "ogbn-arxiv/deficit_length": Grid("figure_8", "deficits of 0 to 1,000 epochs", runs=33),
-    "ogbn-arxiv/deficit_window": Grid("figure_8", "windows of 500 epochs", runs=15),
+    "cifar10/deficit_length": _section_5("table_1", deficit_length, "cifar10", "resnet74"),
+    "cifar10/deficit_window": _section_5("table_1", deficit_window, "cifar10", "resnet74"),
+    "imagenet/deficit_length": _section_5("table_1", deficit_length, "imagenet", "resnet18"),
+    "ogbn-arxiv/deficit_length": _section_5("figure_8", deficit_length, "ogbn-arxiv", "gcn"),
+    "ogbn-arxiv/deficit_window": _section_5("figure_8", deficit_window, "ogbn-arxiv", "gcn"),
+    "digits/deficit_length": _section_5("figure_8", deficit_length, "digits", "mlp6"),
+    "digits/deficit_window": _section_5("figure_8", deficit_window, "digits", "mlp6"),
+    "digits/equal_cost": _section_5("section_5", equal_cost, "digits", "mlp6"),
+    "digits-graph/deficit_length": _section_5("figure_8", deficit_length, "digits-graph", "gcn"),
+    "digits-graph/deficit_window": _section_5("figure_8", deficit_window, "digits-graph", "gcn"),
+    "digits-graph/equal_cost": _section_5("section_5", equal_cost, "digits-graph", "gcn"),
 }
 
 
@@ -205,14 +397,12 @@ def grid_specs(name: str, scale: str | None = None, seeds: Sequence[int] | None 
     """Return the runs of one grid.
 
     Raises:
-        ValueError: for an unknown grid or scale, or when its task is not there yet.
+        ValueError: for an unknown grid or scale.
     """
     if name not in GRIDS:
         find_grids(name)  # names what there is, unless it is an artefact
         raise ValueError(f"{name!r} is several grids; choose one of {', '.join(find_grids(name))}")
     grid = GRIDS[name]
-    if grid.make is None:
-        raise ValueError(f"grid {name!r} ({grid.artefact}) cannot run yet: its task is not there")
     if scale is not None and scale not in grid.scales:
         raise ValueError(f"grid {name!r} has no scale {scale!r}; choose from {', '.join(grid.scales)}")
     return grid.make(scale or grid.scales[0], **({} if seeds is None else {"seeds": seeds}))

@@ -417,6 +417,68 @@ RECIPES: dict[str, dict[str, Recipe]] = {
     },
 }  # fmt: skip
 
+# --- critical learning periods: section 5 ---------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Deficits:
+    """Settings of the critical-period experiments: training at ``q_min`` bits for a while, elsewhere at q_max.
+
+    Attributes:
+        changes: fields of the recipe that differ from those of section 4; ``steps`` is the training after a deficit.
+        lengths: low steps at the start of training, which make it longer.
+        windows: (start, stop) of low steps within a training of ``window_steps``.
+        window_steps: see ``windows``.
+        lr_after: the milestones of the learning rate count from the end of a deficit at the start, not from step 0.
+        unit: steps that count as one in the names of arms, ``suffix`` what is written behind them.
+    """
+
+    changes: dict[str, Any]
+    lengths: tuple[int, ...]
+    windows: tuple[tuple[int, int], ...]
+    window_steps: int
+    lr_after: bool = False
+    unit: int = 1
+    suffix: str = ""
+
+
+# Differs: section 5 speaks of the settings of section 4; its deficits are longer than that training. Lengths, learning
+# rates and the missing weight decay are those of the authors' scripts.
+DEFICITS: dict[str, dict[str, Deficits]] = {
+    "smoke": {
+        "digits/mlp6": Deficits(
+            dict(steps=120, weight_decay=0.0, q_min=2, train_images=300, crop=0, evaluate_every=40),
+            lengths=(0, 60), windows=((0, 60),), window_steps=120, lr_after=True,
+        ),
+    },
+    "demo": {
+        "digits/mlp6": Deficits(  # few images, 2 bits, no normalisation: damage shows
+            dict(steps=400, weight_decay=0.0, q_min=2, train_images=300, test_images=1_297, crop=0, evaluate_every=25),
+            lengths=(0, 50, 100, 200, 400), windows=((0, 200), (100, 300), (200, 400), (300, 500)), window_steps=600,
+            lr_after=True,
+        ),
+        "own-graph/gcn": Deficits(
+            dict(steps=48, weight_decay=0.0, evaluate_every=8), lengths=(0, 16, 32, 64),
+            windows=((0, 32), (16, 48), (32, 64), (48, 80)), window_steps=96,
+        ),
+    },
+    "paper": {
+        "cifar10/resnet74": Deficits(
+            dict(steps=256_000, weight_decay=0.0), lengths=(0, 16_000, 32_000, 64_000, 128_000, 256_000),
+            windows=((0, 128_000), (16_000, 144_000), (32_000, 160_000), (64_000, 192_000)), window_steps=256_000,
+            lr_after=True, unit=1_000, suffix="K",
+        ),
+        "imagenet/resnet18": Deficits(
+            dict(steps=150 * 5005, weight_decay=0.0), lengths=(0, 25 * 5005, 100 * 5005), windows=(), window_steps=0,
+            unit=5005,
+        ),
+        "ogbn-arxiv/gcn": Deficits(
+            dict(steps=1_000, weight_decay=0.0), lengths=tuple(range(0, 1_001, 100)),
+            windows=tuple((start, start + 500) for start in range(0, 401, 100)), window_steps=1_000,
+        ),
+    },
+}  # fmt: skip
+
 # What the authors' scripts do where they differ from the paper's text; "" applies to every model.
 # Differs: the defaults follow the paper except for ImageNet's weight decay, see there.
 _AUTHORS_CIFAR: dict[str, dict[str, Any]] = {
@@ -500,15 +562,7 @@ def recipe(
     _choose("preset", preset, PRESETS)
     _choose("task", task, tuple(OWN))
     table = RECIPES[scale]
-    family = dataset
-    if is_own(dataset):
-        family = "imagenet" if scale == "paper" and task == "image" and ".npz" not in dataset else OWN[task]
-    elif dataset in VOC_YEARS and (dataset, scale) != ("voc2012", "paper"):
-        family = "own-pictures"
-    elif dataset in OGB_GRAPHS and scale != "paper":
-        family = "own-graph"
-    elif dataset == "xnli" and scale != "paper":
-        family = "own-pairs"
+    family = _family(scale, dataset, task)
     models = [key.split("/")[1] for key in table if key.split("/")[0] == family]
     if not models or dataset in OWN_FAMILIES:
         names = sorted({key.split("/")[0] for key in table} - set(OWN_FAMILIES))
@@ -521,6 +575,44 @@ def recipe(
             )
         found = replace(found, **{**AUTHORS[family][""], **AUTHORS[family].get(found.model, {})})
     return replace(found, dataset=dataset)
+
+
+def _family(scale: str, dataset: str, task: str) -> str:
+    """The name in ``RECIPES`` under which a data set, or data of one's own, is found."""
+    if is_own(dataset):
+        return "imagenet" if scale == "paper" and task == "image" and ".npz" not in dataset else OWN[task]
+    if dataset in VOC_YEARS and (dataset, scale) != ("voc2012", "paper"):
+        return "own-pictures"
+    if dataset in OGB_GRAPHS and scale != "paper":
+        return "own-graph"
+    if dataset == "xnli" and scale != "paper":
+        return "own-pairs"
+    return dataset
+
+
+def deficits(
+    scale: str, dataset: str = "digits", model: str | None = None, task: str = "image"
+) -> tuple[Recipe, Deficits]:
+    """Look up the recipe of a critical-period experiment, for the training after a deficit, and its deficits.
+
+    Arguments and errors are those of ``recipe``. Where nothing special is known, deficits are shares of the recipe's
+    own training: 1/4, 1/2 and all of its steps at the start, windows of half of it, no weight decay.
+
+    Paper: section 5.
+    """
+    found = recipe(scale, dataset, model, task=task)
+    settings = DEFICITS[scale].get(f"{_family(scale, dataset, task)}/{found.model}")
+    if settings is None:
+        n = found.steps
+        quarters = tuple(n * k // 4 for k in range(4))
+        settings = Deficits(
+            dict(weight_decay=0.0, evaluate_every=found.evaluate_every or max(1, n // 10)),
+            lengths=(0, *quarters[1:3], n),
+            windows=tuple((start, start + n // 2) for start in quarters[:2]),
+            window_steps=n,
+            lr_after=isinstance(found, ImageRecipe),
+        )
+    return replace(found, **settings.changes), settings
 
 
 def task_of_dataset(dataset: str) -> str | None:

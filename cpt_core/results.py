@@ -113,7 +113,7 @@ def table(rows: Iterable[Row]) -> pd.DataFrame:
             "q_max": spec["q_max"],
             "relative_cost": row["relative_cost"],
             "noise_exposure": row["noise_exposure"],
-            "share_at_q_min": row["share_at_q_min"],
+            "share_at_q_min": _share_at_q_min(row),
             "status": row["status"],
             "seconds": row.get("seconds", float("nan")),
             "steps": row.get("steps"),
@@ -173,7 +173,15 @@ def _recipe_key(recipe: dict[str, Any]) -> str:
 
 
 def _savings(arm: str) -> str:
-    return SUITE[arm].savings if arm in SUITE else "static"
+    return SUITE[arm].savings if arm in SUITE else "static" if arm.startswith("static ") else "own"
+
+
+def _share_at_q_min(row: Row) -> float:
+    """Share of the steps at the q_min of the experiment: of static precisions, only the lowest has any."""
+    schedule = row["spec"]["schedule"]
+    if schedule["kind"] == "static":
+        return float(schedule["q_max"] == row["spec"]["recipe"]["q_min"])
+    return row["share_at_q_min"]
 
 
 def tuned(rows: Iterable[Row]) -> list[Row]:
@@ -344,6 +352,82 @@ def correlation(
     low, high = np.nanpercentile(rhos, [2.5, 97.5]) if common.shape[1] > 1 else (float("nan"), float("nan"))
     rho = stats.spearmanr(costs, np.nanmean(values, axis=1)).statistic
     return {"rho": float(rho), "low": float(low), "high": float(high), "arms": len(values), "seeds": values.shape[1]}
+
+
+PREDICTORS = {"relative_cost": 1, "noise_exposure": -1, "share_at_q_min": -1}  # name -> expected sign
+
+
+def predictors(
+    rows: Iterable[Row], metric: str | None = None, *, static: bool = False, resamples: int = 2000
+) -> pd.DataFrame:
+    """Return how well cost, noise exposure and share of steps at q_min predict the quality of an arm before training.
+
+    The rule, written down before the seeds that test it were run:
+
+    - An experiment is one recipe at one q_max; the ten schedules and static q_max take part (``static``: all static
+      precisions from q_min on as well), with the seeds that all of them have. It needs ten arms and two seeds.
+    - The strength of a predictor is Spearman's rank correlation over arms with mean quality, with the sign turned so
+      that the expected direction counts as positive: quality rises with cost, falls with noise and with time at q_min.
+    - Seeds and arms are resampled together. A predictor is better than cost in an experiment when the 95 % interval of
+      its strength minus that of cost lies above 0, worse when it lies below, else undecided.
+    - It is the better predictor of quality when it is better than cost in at least two domains and worse in none.
+
+    Args:
+        rows: of one experiment.
+        metric: None takes the main one of the task.
+        static: see above.
+        resamples: of the bootstrap.
+
+    Returns:
+        One line per predictor: strength, low, high (95 %), and against cost: difference, difference_low,
+        difference_high; verdict "better", "worse" or "undecided"; arms, seeds.
+
+    Raises:
+        ValueError: for fewer than ten arms or two seeds.
+
+    Paper: section 4.5 (cost and quality correlate); the other predictors are not in the paper.
+    """
+    rows = tuned(rows)
+    metric = metric or metric_of(rows)
+    runs = _at(table(rows), None)
+    bits = runs["arm"].str.extract(r"^static (\d+)$")[0].astype("Int64")
+    kept = (bits >= runs["q_min"]) if static else (bits == runs["q_max"])
+    runs = runs[runs["savings"].isin(["large", "medium", "small"]) | kept.fillna(False)]
+    wide = runs.pivot_table(index="arm", columns="seed", values=metric, aggfunc="first").dropna(axis=1)
+    if len(wide) < 10 or wide.shape[1] < 2:
+        raise ValueError(f"ten arms and two seeds are needed, there are {len(wide)} and {wide.shape[1]}")
+    values = measure_of(metric).better * wide.to_numpy()
+    n, seeds = values.shape
+    first = runs.groupby("arm")[list(PREDICTORS)].first().loc[wide.index]
+    xs = first.to_numpy().T * np.array([list(PREDICTORS.values())]).T
+    rng = np.random.default_rng(0)
+    arms = rng.integers(n, size=(resamples, n))
+    chosen = rng.integers(seeds, size=(resamples, 1, seeds))
+    quality = values[arms[:, :, None], chosen].mean(-1)
+    strength = [_spearman(x, values.mean(1)) for x in xs]
+    sampled = np.array([_spearman(x[arms], quality) for x in xs])
+    lines = []
+    for i, name in enumerate(PREDICTORS):
+        difference = sampled[i] - sampled[0]
+        low, high = np.nanpercentile(sampled[i], [2.5, 97.5])
+        d_low, d_high = np.nanpercentile(difference, [2.5, 97.5])
+        lines.append(
+            {
+                "predictor": name, "strength": float(strength[i]), "low": low, "high": high,
+                "difference": float(strength[i] - strength[0]), "difference_low": d_low, "difference_high": d_high,
+                "verdict": "better" if d_low > 0 else "worse" if d_high < 0 else "undecided",
+                "arms": n, "seeds": seeds,
+            }
+        )  # fmt: skip
+    return pd.DataFrame(lines)
+
+
+def _spearman(x: np.ndarray, y: np.ndarray) -> np.ndarray:
+    """Spearman's rank correlation along the last axis."""
+    a, b = stats.rankdata(x, axis=-1), stats.rankdata(y, axis=-1)
+    a, b = a - a.mean(-1, keepdims=True), b - b.mean(-1, keepdims=True)
+    with np.errstate(invalid="ignore"):  # all arms of a resample alike: no correlation
+        return (a * b).sum(-1) / np.sqrt((a * a).sum(-1) * (b * b).sum(-1))
 
 
 def compare_with_paper(rows: Iterable[Row], artefact: str, metric: str | None = None) -> pd.DataFrame:

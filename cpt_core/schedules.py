@@ -15,7 +15,7 @@ import itertools
 import math
 import operator
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from typing import Any, ClassVar
@@ -122,7 +122,39 @@ class Rex(Profile):
         return z / ((1.0 - self.d) + self.d * z)
 
 
-PROFILES: dict[str, type[Profile]] = {"linear": Linear, "cosine": Cosine, "exponential": Exponential, "rex": Rex}
+@dataclass(frozen=True)
+class Warped(Profile):
+    """f(x) = g(x**power), g another profile: the same two ends, reached earlier (power < 1) or later (power > 1).
+
+    One number takes every profile from static ``q_max`` (power to 0) to static ``q_min`` (power to infinity);
+    ``solve_schedule`` chooses it.
+
+    Args:
+        base: name of g, with its standard constants.
+        power: positive; 1 is g itself.
+    """
+
+    base: str = "linear"
+    power: float = 1.0
+
+    def __post_init__(self) -> None:
+        """Check the values."""
+        _choose("profile", self.base, tuple(name for name, kind in PROFILES.items() if kind is not Warped))
+        if not 0 < self.power < math.inf:
+            raise ValueError(f"power must be positive, got {self.power}")
+
+    def growth(self, x: Array) -> Array:
+        """Return g(x**power)."""
+        return PROFILES[self.base]().growth(x**self.power)
+
+
+PROFILES: dict[str, type[Profile]] = {
+    "linear": Linear,
+    "cosine": Cosine,
+    "exponential": Exponential,
+    "rex": Rex,
+    "warped": Warped,
+}
 
 
 # --- schedules ------------------------------------------------------------------------------------
@@ -401,6 +433,167 @@ class FunctionSchedule(Schedule):
         return {"kind": "table", "runs": [[int(self._bits[a]), b - a] for a, b in itertools.pairwise(edges)]}
 
 
+@dataclass(frozen=True)
+class DeficitSchedule(Schedule):
+    """``q_high`` bits, but ``q_low`` inside the windows: the schedule of a critical-period experiment.
+
+    >>> DeficitSchedule(3, 8, windows=[(2, 4)], total_steps=6).bits().tolist()
+    [8, 8, 3, 3, 8, 8]
+
+    Args:
+        q_low: bits inside the windows.
+        q_high: bits elsewhere, and of the gradients.
+        windows: pairs (start, stop) of 0-based steps, half-open: ``start <= t < stop``; none is no deficit. They are
+            kept in order of time.
+        total_steps: length of training in optimizer steps.
+
+    Raises:
+        ValueError: for windows that overlap, are empty, end before they start or lie outside the training.
+
+    Paper: section 5.
+    Differs: a deficit of R steps has R low steps; the authors' CIFAR script has R + 1, and one for R = 0.
+    """
+
+    q_low: int
+    q_high: int
+    windows: tuple[tuple[int, int], ...]
+    total_steps: int
+    kind: ClassVar[str] = "deficit"
+
+    def __post_init__(self) -> None:
+        """Check the values."""
+        _set_integers(self, "q_low", "q_high", "total_steps")
+        _check_range(self.q_low, self.q_high, self.total_steps)
+        windows = []
+        for window in self.windows:
+            try:
+                start, stop = window
+            except (TypeError, ValueError):
+                raise ValueError(f"a window is a pair (start, stop) of steps, got {window!r}") from None
+            windows.append((_integer("start of a window", start), _integer("stop of a window", stop)))
+            if not 0 <= windows[-1][0] < windows[-1][1] <= self.total_steps:
+                raise ValueError(
+                    f"window {windows[-1]} must satisfy 0 <= start < stop <= total_steps = {self.total_steps}"
+                )
+        windows.sort()
+        for a, b in itertools.pairwise(windows):
+            if b[0] < a[1]:
+                raise ValueError(f"windows {a} and {b} overlap")
+        object.__setattr__(self, "windows", tuple(windows))
+
+    @classmethod
+    def in_epochs(
+        cls, q_low: int, q_high: int, windows: Sequence[tuple[int, int]], epochs: int, steps_per_epoch: int
+    ) -> DeficitSchedule:
+        """Make one from windows and a length in epochs of ``steps_per_epoch`` steps."""
+        steps = _integer("steps_per_epoch", steps_per_epoch)
+        in_steps = tuple((start * steps, stop * steps) for start, stop in windows)
+        return cls(q_low, q_high, in_steps, _integer("epochs", epochs) * steps)
+
+    @property
+    def q_min(self) -> int:  # type: ignore[override]
+        """The same as ``q_low``."""
+        return self.q_low
+
+    @property
+    def q_max(self) -> int:  # type: ignore[override]
+        """The same as ``q_high``."""
+        return self.q_high
+
+    def values(self) -> Array:
+        """Return the bits of every step as floats."""
+        values = np.full(self.total_steps, float(self.q_high))
+        for start, stop in self.windows:
+            values[start:stop] = self.q_low
+        return values
+
+
+@dataclass(frozen=True)
+class AdjustedSchedule(Schedule):
+    """A cyclic schedule with the bits of a few steps changed, ``((step, bits), ...)``: how short ones meet a budget."""
+
+    schedule: CyclicSchedule
+    changes: tuple[tuple[int, int], ...]
+    kind: ClassVar[str] = "adjusted"
+
+    def __post_init__(self) -> None:
+        """Check the changes."""
+        changes = tuple((self.schedule._check_step(t), _integer("bits", b)) for t, b in self.changes)
+        object.__setattr__(self, "changes", changes)
+        for _, bits in changes:
+            if not self.q_min <= bits <= self.q_max:
+                raise ValueError(f"changed bits must lie in {self.q_min}..{self.q_max}, got {bits}")
+
+    @property
+    def q_min(self) -> int:  # type: ignore[override]
+        """Of the schedule."""
+        return self.schedule.q_min
+
+    @property
+    def q_max(self) -> int:  # type: ignore[override]
+        """Of the schedule."""
+        return self.schedule.q_max
+
+    @property
+    def total_steps(self) -> int:  # type: ignore[override]
+        """Of the schedule."""
+        return self.schedule.total_steps
+
+    def values(self) -> Array:
+        """Return the schedule's values, whole numbers where it was changed."""
+        values = self.schedule.values()
+        for step, bits in self.changes:
+            values[step] = bits
+        return values
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return a JSON-able description; ``schedule_from_dict`` gives an equal schedule."""
+        return {"kind": self.kind, "schedule": self.schedule.to_dict(), "changes": [list(c) for c in self.changes]}
+
+
+@dataclass(frozen=True)
+class DelayedSchedule(Schedule):
+    """``hold`` steps at ``q_max`` bits, then another schedule: low precision, but not at the start.
+
+    Paper: section 5 (the closing remark, that a delay of low precision avoids the damage; not tested there).
+    """
+
+    schedule: CyclicSchedule | AdjustedSchedule
+    hold: int
+    kind: ClassVar[str] = "delayed"
+
+    def __post_init__(self) -> None:
+        """Check the values."""
+        _set_integers(self, "hold")
+        if not isinstance(self.schedule, (CyclicSchedule, AdjustedSchedule)):
+            raise ValueError(f"only a cyclic schedule can be delayed, got {self.schedule!r}")
+        if self.hold < 0:
+            raise ValueError(f"hold must be at least 0 steps, got {self.hold}")
+
+    @property
+    def q_min(self) -> int:  # type: ignore[override]
+        """Of the schedule."""
+        return self.schedule.q_min
+
+    @property
+    def q_max(self) -> int:  # type: ignore[override]
+        """Of the schedule."""
+        return self.schedule.q_max
+
+    @property
+    def total_steps(self) -> int:  # type: ignore[override]
+        """The number of optimizer steps, those of the delay included."""
+        return self.hold + self.schedule.total_steps
+
+    def values(self) -> Array:
+        """Return the precision of every step before rounding, shape (total_steps,)."""
+        return np.concatenate([np.full(self.hold, float(self.q_max)), self.schedule.values()])
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return a JSON-able description; ``schedule_from_dict`` gives an equal schedule."""
+        return {"kind": self.kind, "schedule": self.schedule.to_dict(), "hold": self.hold}
+
+
 # --- the suite ------------------------------------------------------------------------------------
 
 
@@ -439,6 +632,7 @@ def make_schedule(
     n_cycles: int = 8,
     cycle_rule: str = "exact",
     profile: Profile | None = None,
+    delay: float = 0.0,
 ) -> Schedule:
     """Make one of the paper's ten schedules, or the static baseline, by name.
 
@@ -450,6 +644,8 @@ def make_schedule(
         n_cycles: number of cycles.
         cycle_rule: see ``CyclicSchedule``.
         profile: another constant for the same profile, such as ``Rex(d=0.5)``; the result has no ``name``.
+        delay: share of the steps that are held at ``q_max`` first; the cycles share the others. A delay makes training
+            dearer; ``solve_schedule`` delays at a given cost.
 
     Raises:
         ValueError: for an unknown name or values that make no schedule.
@@ -461,6 +657,8 @@ def make_schedule(
             raise ValueError(f"STATIC has one precision: q_min must equal q_max = {q_max} or be left out, got {q_min}")
         if profile is not None:
             raise ValueError(f"STATIC has no profile, got {profile!r}")
+        if delay:
+            raise ValueError(f"STATIC has nothing to delay, got delay={delay}")
         return StaticSchedule(q_max, total_steps)
     _choose("schedule", name, (*SUITE, STATIC))
     if q_min is None:
@@ -470,17 +668,26 @@ def make_schedule(
     if profile is not None and type(profile) is not type(standard):
         raise ValueError(f"{name} has a {entry.profile} profile, got {profile!r}; use CyclicSchedule for other mixes")
     chosen = standard if profile is None else profile
-    return CyclicSchedule(
+    hold = delay_steps(delay, total_steps)
+    schedule = CyclicSchedule(
         profile=chosen,
         q_min=q_min,
         q_max=q_max,
-        total_steps=total_steps,
+        total_steps=total_steps - hold,
         n_cycles=n_cycles,
         triangular=entry.triangular,
         mirror=entry.mirror,
         cycle_rule=cycle_rule,
         name=name if chosen == standard else "",
     )
+    return DelayedSchedule(schedule, hold) if hold else schedule
+
+
+def delay_steps(delay: float, total_steps: int) -> int:
+    """Return how many steps a delay, a share of the training, takes; ValueError unless 0 <= delay < 1."""
+    if isinstance(delay, bool) or not isinstance(delay, (int, float)) or not 0 <= delay < 1:
+        raise ValueError(f"delay is a share of the training, 0 <= delay < 1; got {delay!r}")
+    return round(delay * _integer("total_steps", total_steps))
 
 
 def schedule_from_dict(description: dict[str, Any]) -> Schedule:
@@ -489,11 +696,18 @@ def schedule_from_dict(description: dict[str, Any]) -> Schedule:
     A schedule that does not end at q_max warned when it was made; it is rebuilt without another warning.
     """
     d = dict(description)
-    kind = _choose("kind", d.pop("kind", None), ("static", "cyclic", "table"))
+    kind = _choose("kind", d.pop("kind", None), ("static", "cyclic", "table", "deficit", "adjusted", "delayed"))
     if kind == "static":
         return StaticSchedule(**d)
     if kind == "table":
         return TableSchedule(tuple(tuple(run) for run in d["runs"]))
+    if kind == "deficit":
+        return DeficitSchedule(**{**d, "windows": tuple(tuple(w) for w in d["windows"])})
+    if kind in ("adjusted", "delayed"):
+        inner: Any = schedule_from_dict(d["schedule"])
+        if kind == "delayed":
+            return DelayedSchedule(inner, d["hold"])
+        return AdjustedSchedule(inner, tuple(tuple(c) for c in d["changes"]))
     parameters = dict(d.pop("profile"))
     profile = PROFILES[_choose("profile", parameters.pop("name", None), tuple(PROFILES))](**parameters)
     with warnings.catch_warnings():

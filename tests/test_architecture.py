@@ -12,13 +12,14 @@ PACKAGE = ROOT / "cpt_core"
 
 # Each module may import those before it.
 ORDER = [
-    "paths", "cost", "schedules", "quantizers", "layers", "lstm_layers", "graph_ops", "graph_layers", "dgl_layers",
+    "paths", "cost", "schedules", "budget", "quantizers", "layers", "lstm_layers", "graph_ops", "graph_layers", "dgl_layers",
     "attention_layers", "convert", "scheduler", "bitops", "integrations", "recipes", "specs",
     "models", "data", "tasks", "train", "grids", "leases", "stores", "worker", "calibration", "cluster", "runs", "plan",
     "results", "figures", "parameters", "teaching", "reproducing", "report", "reproduce", "__main__",
 ]  # fmt: skip
 WITHOUT_TORCH = [
     "schedules",
+    "budget",
     "cost",
     "recipes",
     "specs",

@@ -86,7 +86,7 @@ class ImageTask:
     def optimizer(self, model: nn.Module) -> tuple[torch.optim.Optimizer, Callable[[int, Sequence[Evaluation]], float]]:
         """Return SGD and the learning rate: times 0.1 at every milestone."""
         r = self.recipe
-        steps = [int(share * r.steps) for share in r.milestones]
+        steps = [round(share * r.steps) for share in r.milestones]
 
         def lr(step: int, evaluations: Sequence[Evaluation]) -> float:
             return r.lr * 0.1 ** sum(step >= s for s in steps)
