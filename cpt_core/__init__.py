@@ -17,6 +17,7 @@ if TYPE_CHECKING:  # for editors and type checkers
     from cpt_core.bitops import BitOpsLedger as BitOpsLedger
     from cpt_core.bitops import BitOpsPlan as BitOpsPlan
     from cpt_core.bitops import count_bitops as count_bitops
+    from cpt_core.budget import solve_schedule as solve_schedule
     from cpt_core.convert import QuantConfig as QuantConfig
     from cpt_core.convert import quantize_ as quantize_
     from cpt_core.convert import restore_ as restore_
@@ -27,11 +28,14 @@ if TYPE_CHECKING:  # for editors and type checkers
     from cpt_core.quantizers import QUANTIZERS as QUANTIZERS
     from cpt_core.quantizers import Quantizer as Quantizer
     from cpt_core.quantizers import quantize as quantize
+    from cpt_core.range_test import precision_range_test as precision_range_test
     from cpt_core.scheduler import PrecisionScheduler as PrecisionScheduler
     from cpt_core.scheduler import precision as precision
     from cpt_core.schedules import PROFILES as PROFILES
     from cpt_core.schedules import SUITE as SUITE
     from cpt_core.schedules import CyclicSchedule as CyclicSchedule
+    from cpt_core.schedules import DeficitSchedule as DeficitSchedule
+    from cpt_core.schedules import DelayedSchedule as DelayedSchedule
     from cpt_core.schedules import FunctionSchedule as FunctionSchedule
     from cpt_core.schedules import Rex as Rex
     from cpt_core.schedules import make_schedule as make_schedule
@@ -41,13 +45,15 @@ __version__ = "0.1.0"
 
 _MODULES = {
     "schedules": "make_schedule schedule_from_dict SUITE PROFILES CyclicSchedule FunctionSchedule TableSchedule "
-    "StaticSchedule Linear Cosine Exponential Rex",
+    "StaticSchedule DeficitSchedule DelayedSchedule Linear Cosine Exponential Rex Warped",
+    "budget": "solve_schedule",
     "quantizers": "quantize Quantizer QUANTIZERS",
     "graph_ops": "Graph",
     "graph_layers": "GraphConv SAGEConv",
     "convert": "quantize_ restore_ summary QuantConfig",
     "scheduler": "PrecisionScheduler precision",
     "bitops": "count_bitops BitOpsPlan BitOpsLedger",
+    "range_test": "precision_range_test PrecisionRange RangeTestWarning",
 }
 _HOME = {name: module for module, names in _MODULES.items() for name in names.split()}
 

@@ -14,7 +14,18 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
-from cpt_core.results import Measure, aggregation_difference, by_arm, measure_of, metric_of, pareto, table, tuned
+from cpt_core.results import (
+    Measure,
+    aggregation_difference,
+    by_arm,
+    deficits,
+    equal_cost,
+    measure_of,
+    metric_of,
+    pareto,
+    table,
+    tuned,
+)
 from cpt_core.schedules import SUITE, Schedule, make_schedule
 from cpt_core.stores import Row
 
@@ -193,6 +204,174 @@ def figure_7(rows: Iterable[Row], **options: Any) -> Figure:
     return figure_3(rows, **options)
 
 
+def figure_8(rows: Iterable[Row], metric: str | None = None) -> Figure:
+    """Draw a critical-period experiment: a dot per seed, lines through the means, controls of the same length.
+
+    Left: deficits of R steps at the start, which make training R steps longer. Right: windows of low precision within
+    a training of fixed length. The learning curve of training without a deficit is drawn over both, on an axis of its
+    own, at the right.
+
+    Args:
+        rows: of one experiment, see ``results.deficits``.
+        metric: None takes the main one of the task.
+
+    Paper: figure 8.
+    Differs: single seeds, both controls (the same length at q_max, the same low steps at the end) are ours.
+    """
+    rows = list(rows)
+    metric = metric or metric_of(rows)
+    measure = measure_of(metric)
+    found = deficits(rows, metric)
+    found["mean"] *= measure.factor
+    panels = [name for name in ("length", "window") if (found.experiment == name).any()]
+    runs = table(rows)
+    values = runs.assign(value=measure.factor * runs[metric]).groupby(["arm", "recipe"])["value"]
+    dots = {key: part.dropna().to_numpy() for key, part in values}
+    with plt.rc_context(STYLE):
+        figure, axes = plt.subplots(1, len(panels), figsize=(5.6 * len(panels), 4), sharey=True, squeeze=False)
+        for ax, name in zip(axes[0], panels, strict=True):
+            part = found[found.experiment == name]
+            if name == "length":
+                x = part.stop.where(part.place == "start", part.total - min(part.total))  # R, also of the controls
+                lines = [
+                    ("start", "low precision first", "large", "o-"),
+                    ("end", "low precision last", "medium", "^--"),
+                ]
+                ax.set_xlabel("R: steps at low precision")
+            else:
+                x = part.start
+                lines = [("window", "window of low precision", "large", "o-")]
+                ax.set_xlabel("first step of the window; the last one has no time left after it")
+            for place, label, color, style in lines:
+                drawn = part[(part.place == place) if name == "length" else (part.place != "none")]
+                for r in drawn.itertuples():
+                    seeds = dots[r.arm, r.recipe]
+                    ax.plot(
+                        np.full(len(seeds), x[r.Index]), seeds, style[0], color=COLORS[color], alpha=0.35, markersize=4
+                    )
+                ax.plot(x[drawn.index], drawn["mean"], style, color=COLORS[color], label=label, markersize=0)
+            control = part[part.place == "none"]
+            for r in control.itertuples():
+                seeds = dots[r.arm, r.recipe]
+                at = [x[r.Index]] if name == "length" else sorted(set(x[part.place != "none"]))
+                if name == "length":
+                    ax.plot(np.full(len(seeds), at[0]), seeds, "s", color=COLORS["static"], alpha=0.25, markersize=3)
+                else:
+                    ax.axhspan(min(seeds), max(seeds), color=COLORS["static"], alpha=0.08, linewidth=0)
+                    ax.plot(at, [r.mean] * len(at), color=COLORS["static"], linewidth=1.2)
+            if name == "length":
+                ax.plot(x[control.index], control["mean"], "s-", color=COLORS["static"], markersize=3, linewidth=1.2)
+            ax.plot([], [], color=COLORS["static"], label="control: q_max, same length")
+            _learning_curve(ax, rows, min(part.total), metric)
+            ax.legend(fontsize=8, loc="lower left")
+        if measure.better < 0:
+            axes[0][0].invert_yaxis()
+        axes[0][0].set_ylabel(measure.label)
+        lost = int(found.drop_duplicates(["arm", "recipe"]).diverged.sum())
+        warning = "smoke scale: not a result. " if runs["scale"].iloc[0] == "smoke" else ""
+        title = next((t for t in runs["title"] if t), runs["model"].iloc[0])
+        schedule = rows[0]["spec"]["schedule"]
+        figure.suptitle(
+            f"{warning}{title}: {schedule['q_low']} instead of {schedule['q_high']} bits for a while, "
+            f"{runs['seed'].nunique()} seeds" + (f"; {lost} runs diverged" if lost else ""),
+            fontsize=10,
+        )
+        figure.tight_layout()
+    plt.close(figure)
+    return figure
+
+
+def _learning_curve(ax: Axes, rows: Iterable[Row], total: int, metric: str) -> None:
+    """Draw the mean learning curve of the shortest training without a deficit, on a second axis."""
+    schedule = {"windows": [], "total_steps": total}
+    curves = [
+        {e["step"]: e["test"][metric] for e in row["evaluations"]}
+        for row in rows
+        if row["status"] == "ok" and {k: row["spec"]["schedule"][k] for k in schedule} == schedule
+    ]
+    steps = sorted(set.intersection(*(set(c) for c in curves))) if curves else []
+    if len(steps) < 2:
+        return
+    second = ax.twinx()
+    factor = measure_of(metric).factor
+    second.plot(
+        steps, [factor * np.mean([c[t] for c in curves]) for t in steps], color="#999999", linewidth=1, zorder=0
+    )
+    second.set_ylabel("learning curve without a deficit (grey)", color="#777777", fontsize=8)
+    second.tick_params(colors="#777777", labelsize=8)
+    second.grid(visible=False)
+    if measure_of(metric).better < 0:
+        second.invert_yaxis()
+
+
+def equal_cost_figure(rows: Iterable[Row], metric: str | None = None) -> Figure:
+    """Draw what every way to spend the same BitOps gains or loses against RR: a dot per seed, mean and 95 % interval.
+
+    One panel per budget; right of the line is better. Arguments as for ``results.equal_cost``.
+    """
+    rows = [row for row in rows if row["status"] == "ok"]
+    metric = metric or metric_of(rows)
+    measure = measure_of(metric)
+    found = equal_cost(rows, metric)
+    runs = table(rows)
+    wide = (
+        measure.better * measure.factor * runs.pivot_table(index="seed", columns="arm", values=metric, aggfunc="first")
+    )
+    bases = list(found.base.unique())
+    with plt.rc_context(STYLE):
+        figure, axes = plt.subplots(len(bases), 1, figsize=(7.5, 0.6 + 1.9 * len(bases)), sharex=True, squeeze=False)
+        for ax, base in zip(axes[:, 0], bases, strict=True):
+            arms = found[(found.base == base) & (found.arm != base)].reset_index(drop=True)
+            for y, r in zip(range(len(arms))[::-1], arms.itertuples(), strict=True):
+                gains = (wide[r.arm] - wide[base]).dropna()
+                color = (
+                    COLORS["static"] if r.arm.startswith("static") else COLORS["large" if "RR" in r.arm else "small"]
+                )
+                ax.plot(gains, np.full(len(gains), y), "o", color=color, alpha=0.3, markersize=4)
+                ax.errorbar(
+                    measure.factor * r.difference, y - 0.22,
+                    xerr=[[measure.factor * (r.difference - r.low)], [measure.factor * (r.high - r.difference)]],
+                    fmt="D", color=color, markersize=4, capsize=3,
+                )  # fmt: skip
+            ax.axvline(0, color="#888888", linewidth=0.8)
+            ax.set_yticks(range(len(arms))[::-1], arms.arm, fontsize=8)
+            ax.set_ylim(-0.6, len(arms) - 0.5)
+            ax.set_title(f"at the cost of {base}", fontsize=9, loc="left")
+        axes[-1, 0].set_xlabel(
+            f"difference to RR at the same BitOps in {measure.label.split(' (')[0]} {measure.unit}; right is better"
+        )
+        warning = "smoke scale: not a result. " if runs["scale"].iloc[0] == "smoke" else ""
+        title = next((t for t in runs["title"] if t), runs["model"].iloc[0])
+        figure.suptitle(f"{warning}{title}", fontsize=10)
+        figure.tight_layout()
+    plt.close(figure)
+    return figure
+
+
+def predictors_figure(found: Mapping[str, Any]) -> Figure:
+    """Draw ``results.predictors`` of several experiments, by name: strength with its 95 % interval."""
+    names = {"relative_cost": ("cost", "large"), "noise_exposure": ("noise exposure", "small"),
+             "share_at_q_min": ("share of steps at q_min", "medium")}  # fmt: skip
+    with plt.rc_context(STYLE):
+        figure, ax = plt.subplots(figsize=(8, 1.2 + 0.62 * len(found)))
+        for y, frame in zip(range(len(found))[::-1], found.values(), strict=True):
+            for i, r in enumerate(frame.itertuples()):
+                label, color = names[r.predictor]
+                ax.errorbar(
+                    r.strength, y - 0.2 * (i - 1), xerr=[[max(r.strength - r.low, 0)], [max(r.high - r.strength, 0)]],
+                    fmt="o", color=COLORS[color], capsize=2, markersize=5, label=label if y == 0 else None,
+                )  # fmt: skip
+        ax.axvline(0, color="#888888", linewidth=0.8)
+        ax.set_yticks(range(len(found))[::-1], found, fontsize=8)
+        ax.set_ylim(-0.6, len(found) - 0.4)
+        ax.set_xlim(-1.05, 1.05)
+        ax.set_xlabel("rank correlation with quality, in the expected direction")
+        ax.legend(fontsize=8, loc="lower left")
+        figure.tight_layout()
+    plt.close(figure)
+    return figure
+
+
 def _quality(ax: Axes, arms: Any, x: str, measure: Measure) -> None:
     schedules, static = arms[arms.savings != "static"], arms[arms.savings == "static"].sort_values(x)
     worst = _worst(static, measure, schedules)
@@ -261,6 +440,32 @@ def _title(runs: Any, arms: Any) -> str:
     note = f"; {lost} runs diverged or failed" if lost else ""
     warning = "smoke scale: not a result. " if scale == "smoke" else ""
     return f"{warning}{title}, {scale} scale, {seeds}{note}"
+
+
+def range_test(found: Any) -> Figure:
+    """Draw a ``PrecisionRange``: the share of every seed against bits, their mean, and the threshold."""
+    bits = list(found.bits) if found.mode == "continuing" else list(found.bits[:-1])  # f(q_max) is 1 by definition
+    shares = np.array(found.shares, dtype=float)[:, : len(bits)]
+    with plt.rc_context(STYLE):
+        figure, ax = plt.subplots(figsize=(6.4, 3.4))
+        ax.axhline(found.threshold, color=COLORS["large"], linewidth=1, label=f"threshold {found.threshold:g}")
+        for row in shares:
+            ax.plot(bits, row, "o", color=COLORS["static"], markersize=4, alpha=0.5)
+        ax.plot(bits, shares.mean(0), color=COLORS["static"], linewidth=1.4, label=f"mean of {len(shares)} seeds")
+        if found.q_min in bits:
+            ax.axvline(found.q_min, color=COLORS["small"], linestyle=":", label=f"q_min = {found.q_min}")
+        what = (
+            "share f(q) of the loss reduction\nat q_max"
+            if found.mode == "reset"
+            else "fall of the loss\n(share of its start)"
+        )
+        ax.set(xlabel="bits", ylabel=what)
+        ax.xaxis.set_major_locator(MaxNLocator(integer=True))
+        ax.legend(fontsize=8, loc="lower right")
+        figure.suptitle(f"Precision range test, {found.dwell} steps at each precision\n{found.title}", fontsize=9)
+        figure.tight_layout()
+    plt.close(figure)
+    return figure
 
 
 # where pictures have boxes of their own, and where a model finds some: x1, y1, x2, y2 in pixels, and a word

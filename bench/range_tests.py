@@ -1,0 +1,62 @@
+"""Run the precision range test on the demo recipes and keep the answers: ``python -m bench.range_tests``.
+
+Writes ``data/results/range_tests.json``: one entry per data set and model, with every share, beside the q_min that the
+paper found with its own test on its own data. Data sets that are not embedded are left as they are when their data are
+not there; ``--only`` measures some of them again.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+import warnings
+
+import torch
+
+from cpt_core.paths import results_dir
+from cpt_core.range_test import RangeTestWarning, precision_range_test
+from cpt_core.recipes import recipe
+from cpt_core.stores import commit
+
+# task, data set, model, dwell, precisions below 8 bits, seeds
+TESTS = [
+    ("image", "digits", "mlp6", 100, range(2, 8), 6),
+    ("image", "digits", "resnet8_w8", 100, range(2, 6), 3),
+    ("image", "cifar10-jpeg/", "resnet8_w8", 160, range(2, 6), 3),
+    ("detection", "digit-scenes", "retinanet_small", 80, range(2, 6), 2),
+    ("graph", "digits-graph", "gcn", 100, range(2, 6), 3),
+    ("graph", "facebook_ogb_layout/", "gcn", 64, range(2, 6), 3),
+    ("language_model", "pydoc", "lstm", 160, range(2, 7), 3),
+    ("language_model", "ptb", "lstm", 120, range(2, 7), 3),
+    ("entailment", "templates", "bert_small", 100, range(2, 6), 3),
+]
+PAPER = {"image": "3 (CIFAR), 4 (ImageNet)", "detection": "5", "graph": "3", "language_model": "5", "entailment": "5"}
+
+
+def main() -> None:
+    """Measure and write; with --only, the entries whose name has these words."""
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--only", default="", help="part of a name such as digits/mlp6; the others stay as they are")
+    only = parser.parse_args().only
+    torch.set_num_threads(1)
+    warnings.simplefilter("ignore", RangeTestWarning)  # it is part of the answer
+    path = results_dir() / "range_tests.json"
+    held = json.loads(path.read_text())["tests"] if path.exists() else {}
+    for task, dataset, model, dwell, bits, seeds in TESTS:
+        name = f"{dataset}{'' if dataset.endswith('/') else '/'}{model}"
+        if only not in name:
+            continue
+        r = recipe("demo", dataset, model, task=task)
+        started = time.monotonic()
+        found = precision_range_test(r, bits=bits, dwell=dwell, seeds=range(seeds))
+        print(f"{name}\n{found}\n", flush=True)
+        held[name] = {
+            "task": task, "recipe_q_min": r.q_min, "paper_q_min": PAPER[task], **found.to_dict(),
+            "seconds": round(time.monotonic() - started, 1), "torch": torch.__version__, **commit(),
+        }  # fmt: skip
+        path.write_text(json.dumps({"command": "python -m bench.range_tests", "tests": held}, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

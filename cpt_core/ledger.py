@@ -1,0 +1,362 @@
+"""The ledger of claims: what the paper says, and what the rows at hand say about it. Nothing in it is typed by hand.
+
+``data/paper/claims.csv`` names for every claim a *measure*, a function that takes rows and returns effects in the
+claim's direction, and a *test*, the rule that turns an effect into a verdict:
+
+- ``more``: confirmed when the 95 % interval of the effect lies above 0; contradicted when it lies below 0, or below the
+  margin if there is one (then the effect is smaller than the claim says); else open.
+- ``no_worse``: confirmed when the interval lies above minus the margin, contradicted when it lies below it, else open.
+- ``equal``: confirmed inside +- margin, contradicted outside of it, else open.
+- ``correlation``: as ``more``; the interval is a bootstrap over seeds and arms.
+- ``exact``: confirmed or contradicted by computation.
+
+Intervals are Student's t of differences paired by seed, in points of the metric (percent of the perplexity). With fewer
+than three seeds the verdict is open. Over the experiments of one scale a claim is confirmed or contradicted when at
+least one experiment says so and none the opposite; where they disagree it is open. Many comparisons are made: of twenty
+intervals one misses by chance.
+
+>>> verdict("more", 0.0, (1.2, 0.4, 2.0), n=5)
+'confirmed'
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+
+import numpy as np
+import pandas as pd
+
+from cpt_core import results
+from cpt_core.paths import paper_dir
+from cpt_core.recipes import recipe
+from cpt_core.schedules import SUITE, make_schedule
+from cpt_core.stores import Row
+
+CONFIRMED, CONTRADICTED, OPEN = "confirmed", "contradicted", "open"
+LEAST_SEEDS = 3
+Interval = tuple[float, float, float]  # mean, low, high
+
+
+def verdict(test: str, margin: float, effect: Interval, n: int) -> str:
+    """Return "confirmed", "contradicted" or "open" for one effect; the rules are those of the module's docstring."""
+    mean, low, high = effect
+    if test == "exact":
+        return CONFIRMED if mean > 0 else CONTRADICTED
+    if n < LEAST_SEEDS or not (low <= mean <= high):
+        return OPEN
+    if test in ("more", "correlation"):
+        return CONFIRMED if low > 0 else CONTRADICTED if high < margin or high < 0 else OPEN
+    if test == "no_worse":
+        return CONFIRMED if low > -margin else CONTRADICTED if high < -margin else OPEN
+    if test == "equal":
+        inside, outside = -margin < low and high < margin, low > margin or high < -margin
+        return CONFIRMED if inside else CONTRADICTED if outside else OPEN
+    raise ValueError(f"unknown test {test!r}; choose from more, no_worse, equal, correlation, exact")
+
+
+def combined(verdicts: Iterable[str]) -> str:
+    """Return the verdict of several experiments of one scale."""
+    found = set(verdicts) - {OPEN}
+    return found.pop() if len(found) == 1 else OPEN
+
+
+@dataclass(frozen=True)
+class Effect:
+    """What one experiment says: an effect in the claim's direction with its 95 % interval, and over how many seeds."""
+
+    experiment: str
+    scale: str
+    interval: Interval
+    n: int
+    what: str
+    stores: tuple[str, ...] = ()
+
+    def __str__(self) -> str:
+        """Return it in words; exact ones have no interval."""
+        if self.scale == "exact":
+            return self.what
+        mean, low, high = self.interval
+        shown = f" [{low:+.2f}, {high:+.2f}]" if low == low else ""
+        return f"{self.experiment}: {self.what}: {mean:+.2f}{shown}, n = {self.n}"
+
+
+@dataclass(frozen=True)
+class Claim:
+    """One line of ``claims.csv``.
+
+    ``a`` and ``b`` are what is compared, ``tasks`` limits it to a task ("" for all), ``grids`` are those of the paper's
+    scale that decide it.
+    """
+
+    id: str
+    claim: str
+    place: str
+    measure: str
+    a: str
+    b: str
+    tasks: str
+    test: str
+    margin: float
+    grids: str
+
+
+@dataclass
+class Entry:
+    """A claim with what the rows say, by scale."""
+
+    claim: Claim
+    effects: list[tuple[Effect, str]] = field(default_factory=list)
+
+    def verdict(self, paper_scale: bool) -> str:
+        """Return the verdict of the experiments at paper scale, or of the smaller ones."""
+        return combined(v for e, v in self.effects if (e.scale in ("paper", "exact")) == paper_scale)
+
+    def evidence(self) -> list[str]:
+        """Return every effect in words, with its verdict."""
+        return [f"{v}: {e}" for e, v in self.effects]
+
+    def stores(self) -> list[str]:
+        """Return the names of the stores that the effects come from."""
+        return sorted({name for e, _ in self.effects for name in e.stores})
+
+
+def claims() -> list[Claim]:
+    """Return the claims of ``data/paper/claims.csv``; ValueError for an unknown measure or test."""
+    table = pd.read_csv(paper_dir() / "claims.csv", keep_default_na=False)
+    found = [Claim(**{**line, "margin": float(line["margin"] or 0)}) for line in table.to_dict("records")]
+    for c in found:
+        if c.measure not in MEASURES:
+            raise ValueError(f"claim {c.id}: unknown measure {c.measure!r}; choose from {', '.join(MEASURES)}")
+        verdict(c.test, c.margin, (0.0, 0.0, 0.0), LEAST_SEEDS)
+    return found
+
+
+def ledger(stores: Mapping[str, Iterable[Row]]) -> list[Entry]:
+    """Return an entry per claim, judged by the rows of stores, by name; smoke runs do not count."""
+    held = {row["key"]: {**row, "store": name} for name, part in stores.items() for row in part}
+    rows = [row for row in held.values() if row["spec"]["scale"] != "smoke"]
+    out = []
+    for claim in claims():
+        mine = [row for row in rows if claim.tasks in ("", row["spec"]["recipe"]["task"])]
+        entry = Entry(claim)
+        for effect in MEASURES[claim.measure](mine, claim):
+            entry.effects.append((effect, verdict(claim.test, claim.margin, effect.interval, effect.n)))
+        out.append(entry)
+    return out
+
+
+# --- measures: rows and a claim in, effects in the claim's direction out --------------------------
+
+
+def _effect(rows: list[Row], differences: Iterable[float], what: str) -> Effect:
+    """Make an effect of paired differences in stored units, positive in the claim's direction."""
+    values = results.measure_of(results.metric_of(rows)).factor * np.asarray(list(differences), dtype=float)
+    return Effect(_name(rows), rows[0]["spec"]["scale"], results.interval(values), len(values), what, _stores(rows))
+
+
+def _stores(rows: list[Row]) -> tuple[str, ...]:
+    return tuple(sorted({row["store"] for row in rows}))
+
+
+def _name(rows: list[Row]) -> str:
+    spec = rows[0]["spec"]
+    title = next(
+        (r["title"] for r in rows if r.get("title")), f"{spec['recipe']['model']} on {spec['recipe']['dataset']}"
+    )
+    return f"{title}, {spec['recipe']['q_min']} to {spec['q_max']} bits"
+
+
+def _quality(rows: list[Row]) -> pd.DataFrame:
+    """Rows as a table with a column "quality", more is better; of a perplexity 100 times minus its logarithm."""
+    runs = results.table(results.tuned(rows))
+    metric = results.metric_of(rows)
+    if metric not in runs:
+        return runs.assign(quality=float("nan"))
+    better = results.measure_of(metric).better
+    values = -100 * np.log(runs[metric]) if metric == "perplexity" else better * runs[metric]
+    return runs.assign(quality=values)
+
+
+def _minus(runs: pd.DataFrame, a: str, b: str) -> pd.Series:
+    """Quality of ``a`` minus that of ``b`` by seed, arms or groups of savings; empty when there is no such arm."""
+    try:
+        return (results.of_arms(runs, a, "quality") - results.of_arms(runs, b, "quality")).dropna()
+    except ValueError:
+        return pd.Series(dtype=float)
+
+
+def _arms(rows: list[Row], claim: Claim) -> Iterator[Effect]:
+    for group in results.experiments(rows):
+        runs = _quality(group)
+        if group[0]["spec"]["recipe"].get("aggregation", "fp") == "fp" and runs["q_max"].iloc[0] == 8:
+            differences = _minus(runs, claim.a, claim.b)
+            if len(differences):
+                yield _effect(group, differences, f"{claim.a} minus {claim.b}")
+
+
+def _aggregation(rows: list[Row], claim: Claim) -> Iterator[Effect]:
+    groups: dict[str, list[Row]] = {}
+    for group in results.experiments(rows):
+        spec = group[0]["spec"]
+        if spec["recipe"].get("aggregation") and spec["recipe"]["model"] == claim.a:
+            key = {k: v for k, v in spec["recipe"].items() if k != "aggregation"}
+            static = [row for row in group if row["spec"]["arm"] == "static 8"]
+            groups.setdefault(f"{key} {spec['scale']}", []).extend(static)
+    for group in groups.values():
+        if len({row["spec"]["recipe"]["aggregation"] for row in group}) == 2:
+            differences = -results.aggregation_difference(group)["difference"]
+            yield _effect(group, differences, "FP-Agg minus Q-Agg at static 8 bits")
+
+
+def _top_bits(rows: list[Row], claim: Claim) -> Iterator[Effect]:
+    """Static training at its own q_max, gradients included, in one recipe: ``a`` minus ``b``."""
+    groups: dict[str, list[Row]] = {}
+    for group in results.experiments(rows):
+        spec = group[0]["spec"]
+        key = f"{spec['recipe']} {spec['scale']} {spec['preset']}"
+        groups.setdefault(key, []).extend(
+            row for row in group if row["spec"]["arm"] == f"static {row['spec']['q_max']}"
+        )
+    for group in groups.values():
+        differences = _minus(_quality(group), claim.a, claim.b) if group else []
+        if len(differences):
+            yield _effect(group, differences, f"{claim.a} minus {claim.b}, gradients too")
+
+
+def _correlation(rows: list[Row], claim: Claim) -> Iterator[Effect]:
+    for group in results.experiments(rows):
+        try:
+            cost_line = results.predictors(group).iloc[0]
+        except ValueError:  # too few arms or seeds
+            continue
+        interval = (cost_line.strength, cost_line.low, cost_line.high)
+        what = f"rank correlation over {cost_line.arms} arms, {cost_line.seeds} seeds"
+        yield Effect(_name(group), group[0]["spec"]["scale"], interval, int(cost_line.arms), what, _stores(group))
+
+
+def _deficit_length(rows: list[Row], claim: Claim) -> Iterator[Effect]:
+    """The longest deficit at the start against training of the same length, and no better than without it."""
+    for group in results.deficit_experiments(rows):
+        found = results.deficits(group)
+        found = found[(found.experiment == "length") & (found.place == "start")]
+        if len(found):
+            longest = found.sort_values("stop").iloc[-1]
+            runs = _quality(group)
+            family = runs[runs["recipe"] == longest.recipe]
+            control = family["arm"].str.startswith("no deficit")
+            differences = _by_seed(family[control]) - _by_seed(family[family["arm"] == longest.arm])
+            what = f"same length at q_max minus a deficit of {longest.stop} of {longest.total} steps"
+            yield _effect(group, differences.dropna(), what)
+
+
+def _deficit_window(rows: list[Row], claim: Claim) -> Iterator[Effect]:
+    """The earliest window against the latest one that leaves as long a time after it as before the middle."""
+    for group in results.deficit_experiments(rows):
+        found = results.deficits(group)
+        inner = found[(found.experiment == "window") & found.place.isin(["start", "inside"])].sort_values("start")
+        if len(inner) > 1 and inner.start.iloc[0] == 0:
+            first, last = inner.iloc[0], inner.iloc[-1]
+            runs = _quality(group)
+            family = runs[runs["recipe"] == first.recipe]
+            differences = _by_seed(family[family["arm"] == last.arm]) - _by_seed(family[family["arm"] == first.arm])
+            yield _effect(group, differences.dropna(), f"window {last.arm} minus {first.arm}")
+
+
+def _by_seed(runs: pd.DataFrame) -> pd.Series:
+    return runs.groupby("seed")["quality"].first()
+
+
+def _cycles(rows: list[Row], claim: Claim) -> Iterator[Effect]:
+    """The same schedule with ``a`` and with ``b`` cycles, in recipes that differ in nothing else."""
+    groups: dict[str, list[Row]] = {}
+    for group in results.experiments(rows):
+        spec = group[0]["spec"]
+        key = {k: v for k, v in spec["recipe"].items() if k != "n_cycles"}
+        groups.setdefault(f"{key} {spec['q_max']} {spec['scale']}", []).extend(
+            row for row in group if row["spec"]["arm"] in SUITE
+        )
+    for group in groups.values():
+        if not group:
+            continue
+        runs = _quality(group)
+        runs["n_cycles"] = [row["spec"]["recipe"]["n_cycles"] for row in results.tuned(group)]
+        wide = runs.pivot_table(index=["arm", "seed"], columns="n_cycles", values="quality")
+        if {int(claim.a), int(claim.b)} <= set(wide.columns):
+            both = (wide[int(claim.a)] - wide[int(claim.b)]).dropna()
+            if len(both):
+                differences = both.groupby("seed").mean()
+                arms = ", ".join(sorted(both.index.unique("arm")))
+                yield _effect(group, differences, f"{claim.a} minus {claim.b} cycles of {arms}")
+
+
+def _delay(rows: list[Row], claim: Claim) -> Iterator[Effect]:
+    """A delayed RR against RR of the same cost."""
+    for group in results.equal_cost_experiments(rows):
+        runs = _quality(group)
+        for arm in runs["arm"].unique():
+            base = re.fullmatch(r"(RR.*) delayed [\d.]+ %", arm)
+            if base:
+                yield _effect(group, _minus(runs, arm, base[1]), f"{arm} minus {base[1]}, at one cost")
+
+
+def _exact(name: str, right: bool, what: str) -> Iterator[Effect]:
+    yield Effect(name, "exact", (1.0 if right else -1.0,) * 3, LEAST_SEEDS, what)
+
+
+def _ptb_costs(rows: list[Row], claim: Claim) -> Iterator[Effect]:
+    """BitOps of section 4.4, counted from the model as the paper counts them."""
+    import torch
+
+    from cpt_core.bitops import count_bitops
+    from cpt_core.convert import quantize_
+    from cpt_core.models.lstm_lm import LanguageModel
+
+    with torch.device("meta"):
+        model = quantize_(LanguageModel(10_000, 800, 800))
+        inputs = (torch.empty(35, 20, dtype=torch.int64), None)
+    totals = {}
+    for arm in ("STATIC", "CR", "RR"):
+        schedule = make_schedule(arm, q_min=8 if arm == "STATIC" else 5, q_max=8, total_steps=40 * 1327, n_cycles=2)
+        totals[arm] = count_bitops(model, inputs, schedule).total / 1e13
+    right = totals["STATIC"] > 9 and abs(totals["CR"] - 7) < 0.1 and abs(totals["RR"] - 5.5) < 0.1
+    yield from _exact("counted", right, "static 8, CR, RR: " + ", ".join(f"{t:.2f}" for t in totals.values()))
+
+
+def _cost_groups(rows: list[Row], claim: Claim) -> Iterator[Effect]:
+    """Every schedule of a group costs less than every schedule of the next, at the bits and lengths of the paper."""
+    settings = {("cifar10", 6), ("cifar10", 8), ("imagenet", 6), ("imagenet", 8), ("ptb", 6), ("ptb", 8)}
+    right = True
+    for dataset, q_max in settings:
+        r = recipe("paper", dataset)
+        of: dict[str, list[float]] = {}
+        for name, entry in SUITE.items():
+            schedule = make_schedule(name, q_min=r.q_min, q_max=q_max, total_steps=r.steps, n_cycles=r.n_cycles)
+            of.setdefault(entry.savings, []).append(schedule.relative_cost())
+        right &= max(of["large"]) < min(of["medium"]) and max(of["medium"]) < min(of["small"])
+    yield from _exact("computed", right, "all ten schedules at 3, 4, 5 to 6 and 8 bits")
+
+
+def _more_than_halved(rows: list[Row], claim: Claim) -> Iterator[Effect]:
+    costs = [
+        make_schedule(name, q_min=3, q_max=8, total_steps=64_000).relative_cost()
+        for name, entry in SUITE.items()
+        if entry.savings == "large"
+    ]
+    yield from _exact("computed", max(costs) < 0.5, f"RR and RTH, 3 to 8 bits: {max(costs):.3f} of static 8 bits")
+
+
+MEASURES: dict[str, Callable[[list[Row], Claim], Iterator[Effect]]] = {
+    "arms": _arms,
+    "aggregation": _aggregation,
+    "top_bits": _top_bits,
+    "correlation": _correlation,
+    "deficit_length": _deficit_length,
+    "deficit_window": _deficit_window,
+    "cycles": _cycles,
+    "delay": _delay,
+    "ptb_costs": _ptb_costs,
+    "cost_groups": _cost_groups,
+    "more_than_halved": _more_than_halved,
+}
