@@ -12,8 +12,9 @@ claim's direction, and a *test*, the rule that turns an effect into a verdict:
 
 Intervals are Student's t of differences paired by seed, in points of the metric (percent of the perplexity). With fewer
 than three seeds the verdict is open. Over the experiments of one scale a claim is confirmed or contradicted when at
-least one experiment says so and none the opposite; where they disagree it is open. Many comparisons are made: of twenty
-intervals one misses by chance.
+least one experiment says so and none the opposite; where they disagree it is open. A correlation is claimed for every
+domain: it is confirmed when all experiments confirm it. Many comparisons are made: of twenty intervals one misses by
+chance.
 
 >>> verdict("more", 0.0, (1.2, 0.4, 2.0), n=5)
 'confirmed'
@@ -22,6 +23,7 @@ intervals one misses by chance.
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 
@@ -56,10 +58,13 @@ def verdict(test: str, margin: float, effect: Interval, n: int) -> str:
     raise ValueError(f"unknown test {test!r}; choose from more, no_worse, equal, correlation, exact")
 
 
-def combined(verdicts: Iterable[str]) -> str:
-    """Return the verdict of several experiments of one scale."""
-    found = set(verdicts) - {OPEN}
-    return found.pop() if len(found) == 1 else OPEN
+def combined(verdicts: Iterable[str], test: str = "more") -> str:
+    """Return the verdict of several experiments of one scale; for a ``correlation`` all must confirm."""
+    found = set(verdicts)
+    if test == "correlation" and CONTRADICTED not in found:
+        return CONFIRMED if found == {CONFIRMED} else OPEN
+    decided = found - {OPEN}
+    return decided.pop() if len(decided) == 1 else OPEN
 
 
 @dataclass(frozen=True)
@@ -110,8 +115,19 @@ class Entry:
     effects: list[tuple[Effect, str]] = field(default_factory=list)
 
     def verdict(self, paper_scale: bool) -> str:
-        """Return the verdict of the experiments at paper scale, or of the smaller ones."""
-        return combined(v for e, v in self.effects if (e.scale in ("paper", "exact")) == paper_scale)
+        """Return the verdict of the experiments at paper scale (exact ones are), or of the smaller ones."""
+        return combined((v for e, v in self.effects if (e.scale in ("paper", "exact")) == paper_scale), self.claim.test)
+
+    def verdicts(self) -> tuple[str, str]:
+        """Return the verdicts at paper scale and at smaller scales in words; "–" where only one of them can be."""
+        if any(e.scale == "exact" for e, _ in self.effects):
+            return f"{self.verdict(True)}, exact", "–"
+        words = []
+        for paper_scale in (True, False):
+            said = [v for e, v in self.effects if (e.scale == "paper") == paper_scale]
+            counts = ", ".join(f"{n} {word}" for word, n in sorted(Counter(said).items()))
+            words.append(f"{combined(said, self.claim.test)} ({counts})" if said else "open (not run)")
+        return words[0], words[1]
 
     def evidence(self) -> list[str]:
         """Return every effect in words, with its verdict."""

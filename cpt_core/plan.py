@@ -13,7 +13,7 @@ from tqdm.auto import tqdm
 
 from cpt_core import cost, stores
 from cpt_core.calibration import measure
-from cpt_core.grids import GRIDS, find_grids
+from cpt_core.grids import find_grids
 from cpt_core.specs import RunSpec
 from cpt_core.worker import DEVICES, choose_device, device_name
 
@@ -59,9 +59,6 @@ def plan(
         if at not in grid.scales:
             continue
         line = {"grid": key, "artefact": grid.artefact, "scale": at}
-        if grid.make is None:
-            lines.append({**line, "runs": grid.runs, "missing": grid.runs, "note": "its task is not there yet"})
-            continue
         specs = grid.make(at)
         rows = {row["key"]: row for row in stores.load_rows(stores.store_path(at, specs[0].recipe.task))}
         status = [rows[spec.key]["status"] if spec.key in rows else None for spec in specs]
@@ -128,17 +125,16 @@ def text(frame: pd.DataFrame) -> str:
     shown["bitops"] = [number(v, "{:.2e}") for v in frame.bitops]
     shown["hours"] = [number(v, "{:.1f}" if v >= 1 else "{:.3f}") for v in frame.hours]
     shown["disk"] = [number(v, "{:,.0f} MB") for v in frame.disk]
-    ready = frame[[GRIDS[name].make is not None for name in frame.grid]]
     lines = [
         shown.to_string(index=False),
         "",
         f"{len(frame)} grids, {frame.runs.sum():,} runs: {frame.done.sum():,} done, {frame.failed.sum():,} failed, "
-        f"{frame.missing.sum():,} missing, {frame.missing.sum() - ready.missing.sum():,} of them without a task yet",
+        f"{frame.missing.sum():,} missing",
     ]
-    if ready.hours.notna().any():
+    if frame.hours.notna().any():
         lines.append(
-            f"missing runs one after the other here: {ready.hours.sum():,.1f} hours (training steps; evaluation and "
-            f"reading images come on top unless runs of this device are stored), {ready.disk.sum():,.0f} MB"
+            f"missing runs one after the other here: {frame.hours.sum():,.1f} hours (training steps; evaluation and "
+            f"reading images come on top unless runs of this device are stored), {frame.disk.sum():,.0f} MB"
         )
         lines.append(
             "bitops: bit operations in units of one 32 x 32-bit product, convention 'paper', all runs of a grid"

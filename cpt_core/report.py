@@ -6,6 +6,8 @@ import base64
 import html
 import io
 import re
+import warnings
+from collections import Counter
 from collections.abc import Sequence
 from datetime import UTC, datetime
 from importlib import metadata
@@ -13,14 +15,16 @@ from pathlib import Path
 from typing import Any
 
 import nbformat
+import numpy as np
 import pandas as pd
 from matplotlib.figure import Figure
 from nbconvert import HTMLExporter
 
-from cpt_core import figures, results, stores
+from cpt_core import figures, ledger, results, stores
 from cpt_core.grids import ARTEFACTS, GRIDS
 from cpt_core.paths import ROOT, paper_dir, results_dir, runs_dir
 from cpt_core.reproducing import harvest
+from cpt_core.schedules import ShortCycleWarning
 from cpt_core.stores import Row, load_rows
 
 PACKAGES = ("cpt-core", "torch", "torchvision", "numpy", "papermill", "jupyterlab")
@@ -47,8 +51,10 @@ def write(folder: Path, scale: str, outcomes: list[dict[str, Any]]) -> Path:
         "<p class='note'>A simulation: bit operations (BitOps) count work at low precision, they are not seconds.</p>",
         "<h2>Notebooks</h2>",
         _notebooks(outcomes),
-        *(_experiment(part) for part in _experiments(rows)),
+        *(_experiment(part) for part in results.experiments(rows)),
         *_aggregations(rows),
+        *_critical_periods(rows),
+        *_equal_costs(rows),
         "<h2>Where this comes from</h2>",
         _provenance(outcomes),
     ]
@@ -71,7 +77,8 @@ def write_report(files: Sequence[Path] | None = None, out: Path | None = None) -
         files = [*sorted(results_dir().glob("*.jsonl")), *own]
     of = {path: [row for row in load_rows(path) if row["spec"]["scale"] != "smoke"] for path in files}
     rows = list(stores.newest(row for part in of.values() for row in part).values())
-    experiments = [*(_experiment(part) for part in _experiments(rows)), *_aggregations(rows)]
+    groups = results.experiments(rows)
+    experiments = [*map(_experiment, groups), *_aggregations(rows), *_critical_periods(rows), *_equal_costs(rows)]
     parts = [
         "<h1>Cyclic precision training: figures and tables from stored runs</h1>",
         "<p class='note'>Made from result rows alone. Training at low precision is simulated; bit operations (BitOps) "
@@ -80,7 +87,9 @@ def write_report(files: Sequence[Path] | None = None, out: Path | None = None) -
         _overview(rows),
         "<h2>Figure 2: the ten schedules</h2>",
         _image(figures.figure_2(), "precision over training steps for the ten schedules"),
+        *_claims(of),
         *(experiments or ["<h2>Results</h2><p>No rows are stored yet; <code>make plan</code> lists the grids.</p>"]),
+        *_predictors(groups),
         "<h2>Numbers printed in the paper</h2>",
         _paper_numbers(rows),
         "<h2>Differences from the paper</h2>",
@@ -98,30 +107,165 @@ def write_report(files: Sequence[Path] | None = None, out: Path | None = None) -
 
 
 def _overview(rows: list[Row]) -> str:
-    """Which artefacts have rows, which could, and which have no task yet."""
-    counts: dict[tuple[str, str], int] = {}
-    for row in rows:
-        recipe = row["spec"]["recipe"]
-        key = (f"{recipe['dataset'].rstrip('/')}/{recipe['model']}", row["spec"]["scale"])
-        counts[key] = counts.get(key, 0) + 1
+    """How many runs of every grid are stored, and what is stored besides."""
+    left = {row["key"]: row for row in rows}
     lines = []
     for name, grid in GRIDS.items():
-        at = grid.scales[0]
-        there = counts.pop((name, at), 0)
-        state = "its task is not there yet" if grid.make is None else f"{there} runs stored" if there else "not run"
-        lines.append((grid.artefact.replace("_", " "), name, grid.about, at, state))
-    lines += [("", name, "not one of the paper's grids", at, f"{n} runs stored") for (name, at), n in counts.items()]
-    frame = pd.DataFrame(lines, columns=["paper", "grid", "what", "scale", "state"])
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", ShortCycleWarning)
+            keys = {spec.key for spec in grid.make(grid.scales[0])}
+        there = sum(row["key"] in keys for row in rows)
+        left = {key: row for key, row in left.items() if key not in keys}
+        state = f"{there} of {len(keys)} runs stored" if there else "not run"
+        lines.append((grid.artefact.replace("_", " "), name, grid.about, grid.scales[0], state))
+    others = Counter(
+        (f"{r['dataset'].rstrip('/')}/{r['model']}", row["spec"]["scale"])
+        for row in left.values()
+        for r in [row["spec"]["recipe"]]
+    )
+    lines += [("", name, "not one of the grids", at, f"{n} runs stored") for (name, at), n in others.items()]
+    frame = pd.DataFrame(lines, columns=["what", "grid", "about", "scale", "state"])
     return frame.to_html(index=False, border=0, classes="left")
+
+
+def _critical_periods(rows: list[Row]) -> list[str]:
+    """Figure 8 and table 1 of every critical-period experiment."""
+    parts = []
+    for group in results.deficit_experiments(rows):
+        if all(row["status"] == "failed" for row in group):
+            continue
+        measure = results.measure_of(results.metric_of(group))
+        found = results.table_1(group)
+        points = f"{{:+.{measure.digits}f}}".format
+        interval = [
+            f"{points(r.difference)} [{points(r.low)}, {points(r.high)}]" if r.difference == r.difference else ""
+            for r in found.itertuples()
+        ]
+        shown = pd.DataFrame(
+            {
+                "low precision": found.arm,
+                "experiment": found.experiment,
+                f"{results.metric_of(group)} {measure.unit}".rstrip(): found["mean"].map(
+                    f"{{:.{measure.digits}f}}".format
+                ),
+                "std": found["std"].map(f"{{:.{measure.digits}f}}".format).replace("nan", "–"),
+                "n": found.n,
+                "minus control of equal length [95 %]": interval,
+                "worse": [f"{r.worse} of {r.n}" if r.place != "none" else "" for r in found.itertuples()],
+                "diverged": found.diverged,
+                "paper": [f"{p:g}" if p == p else "–" for p in found.paper],
+            }
+        )
+        name = _name(group).split(", q_min")[0].rsplit(",", 1)[0]
+        parts += [
+            f"<h2>Critical learning periods: {html.escape(name)}</h2>",
+            _image(figures.figure_8(group), "quality after a deficit, with controls"),
+            shown.to_html(index=False, border=0),
+        ]
+    return parts
+
+
+def _equal_costs(rows: list[Row]) -> list[str]:
+    """What the same BitOps buy, for every recipe where that was tried."""
+    parts = []
+    for group in results.equal_cost_experiments(rows):
+        try:
+            found = results.equal_cost(group)
+        except ValueError:  # RR itself is missing or failed
+            continue
+        if (found.arm == found.base).all():
+            continue
+        measure = results.measure_of(results.metric_of(group))
+        number, points = (f"{{:{sign}.{measure.digits}f}}".format for sign in ("", "+"))
+        interval = [
+            f"{points(measure.factor * r.difference)} [{points(measure.factor * r.low)}, "
+            f"{points(measure.factor * r.high)}]" if r.arm != r.base else ""
+            for r in found.itertuples()
+        ]  # fmt: skip
+        shown = pd.DataFrame(
+            {
+                "arm": found.arm,
+                "BitOps / those of RR": found.spent.map("{:.3f}".format),
+                f"{results.metric_of(group)} {measure.unit}".rstrip(): (measure.factor * found["mean"]).map(number),
+                "std": (measure.factor * found["std"]).map(number).replace("nan", "–"),
+                "n": found.n,
+                "better than RR by [95 %]": interval,
+                "better": [f"{r.better} of {r.n}" if r.arm != r.base else "" for r in found.itertuples()],
+            }
+        )
+        parts += [
+            f"<h2>Equal cost: {html.escape(_name(group))}</h2>",
+            _image(figures.equal_cost_figure(group), "differences to RR at the same cost"),
+            shown.to_html(index=False, border=0),
+        ]
+    return parts
+
+
+def _predictors(groups: list[list[Row]]) -> list[str]:
+    """What predicts the quality of a schedule, over all experiments that are large enough."""
+    found = {}
+    for group in groups:
+        try:
+            found[_name(group)] = results.predictors(group)
+        except ValueError:  # too few arms or seeds
+            continue
+    if not found:
+        return []
+    lines = [
+        f"<li>{html.escape(name)}: "
+        + "; ".join(
+            f"{r.predictor.replace('_', ' ')} {r.strength:.2f} [{r.low:.2f}, {r.high:.2f}]"
+            + (
+                ""
+                if r.predictor == "relative_cost"
+                else f" ({r.verdict} than cost)".replace("undecided than cost", "undecided")
+            )
+            for r in frame.itertuples()
+        )
+        + "</li>"
+        for name, frame in found.items()
+    ]
+    return [
+        "<h2>What predicts the quality of a schedule?</h2>",
+        _image(figures.predictors_figure(found), "rank correlations of three predictors with quality"),
+        f"<ul>{''.join(lines)}</ul>",
+    ]
+
+
+def _claims(of: dict[Path, list[Row]]) -> list[str]:
+    """The ledger of the paper's claims."""
+    entries = ledger.ledger({path.name: rows for path, rows in of.items()})
+    lines = []
+    for entry in entries:
+        evidence = "".join(f"<li>{html.escape(line)}</li>" for line in entry.evidence())
+        details = f"<details><summary>{len(entry.effects)} effects</summary><ul>{evidence}</ul></details>"
+        lines.append(
+            (html.escape(entry.claim.claim), entry.claim.place, *entry.verdicts(), details if evidence else "")
+        )
+    columns = ["claim", "paper", "at paper scale", "at smaller scales", "evidence"]
+    frame = pd.DataFrame(lines, columns=columns)
+    return [
+        "<h2>Claims of the paper</h2>",
+        "<p class='note'>Confirmed, contradicted or open by written rules (docstring of cpt_core/ledger.py), from the "
+        "rows of this page. What small runs contradict may hold at the paper's scale.</p>",
+        frame.to_html(index=False, border=0, classes="left", escape=False),
+    ]
 
 
 def _paper_numbers(rows: list[Row]) -> str:
     """The paper's numbers with their places, and ours where the same thing was measured at paper scale."""
     paper = pd.read_csv(paper_dir() / "numbers.csv")
-    runs = results.table(results.tuned(r for r in rows if r["spec"]["scale"] == "paper"))
+    rows = [r for r in rows if r["spec"]["scale"] == "paper"]
+    runs = results.table(results.tuned(rows))
+    deficits = [r for part in results.deficit_experiments(rows) for r in results.deficits(part).itertuples()]
     lines = []
     for p in paper.itertuples():
-        same = (runs.dataset == p.dataset) & (runs.model == p.model) & (runs.arm == p.arm) & (runs.q_max == p.q_max)
+        same = (runs.dataset == p.dataset) & (runs.model == p.model) & (runs.q_max == p.q_max)
+        if p.artefact == "table_1":
+            arms = {(r.arm, r.recipe) for r in deficits if r.paper_arm == p.arm}
+            same &= np.array([pair in arms for pair in zip(runs.arm, runs.recipe, strict=True)], dtype=bool)
+        else:
+            same &= runs.arm == p.arm
         values = runs.loc[same, p.metric].dropna() * UNITS[p.unit] if p.metric in runs else pd.Series(dtype=float)
         ours = f"{values.mean():.2f} +- {values.std():.2f} ({len(values)})" if len(values) else "not run"
         name = f"{p.artefact.replace('_', ' ')}: {p.dataset}, {p.model}"
@@ -166,7 +310,7 @@ def summary(scale: str) -> list[str]:
     """Return what the stored rows of a scale say, in a few lines."""
     rows = _rows(scale)
     lines = []
-    for part in _experiments(rows):
+    for part in results.experiments(rows):
         part = results.tuned(part)
         runs, arms = results.table(part), results.by_arm(part)
         counts = ", ".join(f"{n} {status}" for status, n in runs.status.value_counts().items())
@@ -208,14 +352,6 @@ def _notebooks(outcomes: list[dict[str, Any]]) -> str:
             f"<td class='{o['status']}'>{o['status']}</td><td>{o['seconds']:.0f} s</td></tr>"
         )
     return f"<table><tr><th>notebook</th><th>status</th><th>time</th></tr>{''.join(lines)}</table>"
-
-
-def _experiments(rows: list[Row]) -> list[list[Row]]:
-    """Split rows into experiments: one recipe, one preset, one q_max."""
-    groups: dict[tuple[str, str, int], list[Row]] = {}
-    for row, run in zip(rows, results.table(rows).itertuples(), strict=True):
-        groups.setdefault((run.recipe, run.preset, run.q_max), []).append(row)
-    return sorted(groups.values(), key=lambda rows: rows[0]["spec"]["scale"] != "paper")
 
 
 def _rows(scale: str) -> list[Row]:

@@ -8,7 +8,9 @@ import textwrap
 from collections.abc import Iterator
 from pathlib import Path
 
-from cpt_core.paths import ROOT
+from cpt_core import ledger
+from cpt_core.paths import ROOT, results_dir
+from cpt_core.stores import load_rows
 
 HEADER = """# Reproducing the paper
 
@@ -93,9 +95,34 @@ def _entries(text: str, kind: str) -> list[str]:
     return out
 
 
+def _claims() -> str:
+    """The ledger of claims, from the committed rows."""
+    entries = ledger.ledger({p.name: load_rows(p) for p in sorted(results_dir().glob("*.jsonl"))})
+    lines = [
+        "## Claims of the paper, and what the rows say",
+        "",
+        "Made from `data/paper/claims.csv` and the committed rows by the rules in the docstring of",
+        "[ledger.py](cpt_core/ledger.py) (effect, 95 % interval, n). *Confirmed* and *contradicted* hold for the scale they",
+        "stand under: small runs settle nothing at the paper's. `make report` makes the same table from your own rows too.",
+        "",
+        "| claim | where | at paper scale | at smaller scales | rows | settled by |",
+        "|---|---|---|---|---|---|",
+    ]
+    for e in entries:
+        rows = ", ".join(f"`{name}`" for name in e.stores()) or "–"
+        grids = " ".join(e.claim.grids.split())
+        settled = ", ".join(f"`python -m cpt_core run {grid}`" for grid in grids.split()) or "–"
+        lines.append(f"| {e.claim.claim} | {e.claim.place} | {' | '.join(e.verdicts())} | {rows} | {settled} |")
+    lines += ["", "Effects, with 95 % intervals, positive in the direction of the claim:", ""]
+    for e in entries:
+        if e.effects:
+            lines += [f"- *{e.claim.claim}*", *(f"  - {line}" for line in e.evidence())]
+    return "\n".join(lines) + "\n"
+
+
 def text() -> str:
     """Return the whole page."""
-    parts = [HEADER]
+    parts = [HEADER, _claims()]
     for kind, title in (("Differs", "Differences from the paper"), ("Paper", "Where the paper is in the code")):
         parts.append(f"## {title}\n")
         lines = [f"- `{place}`: {entry}" for place, entry in harvest(kind)]
