@@ -14,12 +14,11 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
+from cpt_core.experiments import deficits, equal_cost
 from cpt_core.results import (
     Measure,
     aggregation_difference,
     by_arm,
-    deficits,
-    equal_cost,
     measure_of,
     metric_of,
     pareto,
@@ -212,7 +211,7 @@ def figure_8(rows: Iterable[Row], metric: str | None = None) -> Figure:
     own, at the right.
 
     Args:
-        rows: of one experiment, see ``results.deficits``.
+        rows: of one experiment, see ``experiments.deficits``.
         metric: None takes the main one of the task.
 
     Paper: figure 8.
@@ -307,7 +306,7 @@ def _learning_curve(ax: Axes, rows: Iterable[Row], total: int, metric: str) -> N
 def equal_cost_figure(rows: Iterable[Row], metric: str | None = None) -> Figure:
     """Draw what every way to spend the same BitOps gains or loses against RR: a dot per seed, mean and 95 % interval.
 
-    One panel per budget; right of the line is better. Arguments as for ``results.equal_cost``.
+    One panel per budget; right of the line is better. Arguments as for ``experiments.equal_cost``.
     """
     rows = [row for row in rows if row["status"] == "ok"]
     metric = metric or metric_of(rows)
@@ -349,7 +348,7 @@ def equal_cost_figure(rows: Iterable[Row], metric: str | None = None) -> Figure:
 
 
 def predictors_figure(found: Mapping[str, Any]) -> Figure:
-    """Draw ``results.predictors`` of several experiments, by name: strength with its 95 % interval."""
+    """Draw ``experiments.predictors`` of several experiments, by name: strength with its 95 % interval."""
     names = {"relative_cost": ("cost", "large"), "noise_exposure": ("noise exposure", "small"),
              "share_at_q_min": ("share of steps at q_min", "medium")}  # fmt: skip
     with plt.rc_context(STYLE):

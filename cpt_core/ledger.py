@@ -30,7 +30,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import pandas as pd
 
-from cpt_core import results
+from cpt_core import experiments, results
 from cpt_core.paths import paper_dir
 from cpt_core.recipes import recipe
 from cpt_core.schedules import SUITE, make_schedule
@@ -204,7 +204,7 @@ def _minus(runs: pd.DataFrame, a: str, b: str) -> pd.Series:
 
 
 def _arms(rows: list[Row], claim: Claim) -> Iterator[Effect]:
-    for group in results.experiments(rows):
+    for group in experiments.experiments(rows):
         runs = _quality(group)
         if group[0]["spec"]["recipe"].get("aggregation", "fp") == "fp" and runs["q_max"].iloc[0] == 8:
             differences = _minus(runs, claim.a, claim.b)
@@ -214,7 +214,7 @@ def _arms(rows: list[Row], claim: Claim) -> Iterator[Effect]:
 
 def _aggregation(rows: list[Row], claim: Claim) -> Iterator[Effect]:
     groups: dict[str, list[Row]] = {}
-    for group in results.experiments(rows):
+    for group in experiments.experiments(rows):
         spec = group[0]["spec"]
         if spec["recipe"].get("aggregation") and spec["recipe"]["model"] == claim.a:
             key = {k: v for k, v in spec["recipe"].items() if k != "aggregation"}
@@ -229,7 +229,7 @@ def _aggregation(rows: list[Row], claim: Claim) -> Iterator[Effect]:
 def _top_bits(rows: list[Row], claim: Claim) -> Iterator[Effect]:
     """Static training at its own q_max, gradients included, in one recipe: ``a`` minus ``b``."""
     groups: dict[str, list[Row]] = {}
-    for group in results.experiments(rows):
+    for group in experiments.experiments(rows):
         spec = group[0]["spec"]
         key = f"{spec['recipe']} {spec['scale']} {spec['preset']}"
         groups.setdefault(key, []).extend(
@@ -242,9 +242,9 @@ def _top_bits(rows: list[Row], claim: Claim) -> Iterator[Effect]:
 
 
 def _correlation(rows: list[Row], claim: Claim) -> Iterator[Effect]:
-    for group in results.experiments(rows):
+    for group in experiments.experiments(rows):
         try:
-            cost_line = results.predictors(group).iloc[0]
+            cost_line = experiments.predictors(group).iloc[0]
         except ValueError:  # too few arms or seeds
             continue
         interval = (cost_line.strength, cost_line.low, cost_line.high)
@@ -254,8 +254,8 @@ def _correlation(rows: list[Row], claim: Claim) -> Iterator[Effect]:
 
 def _deficit_length(rows: list[Row], claim: Claim) -> Iterator[Effect]:
     """The longest deficit at the start against training of the same length, and no better than without it."""
-    for group in results.deficit_experiments(rows):
-        found = results.deficits(group)
+    for group in experiments.deficit_experiments(rows):
+        found = experiments.deficits(group)
         found = found[(found.experiment == "length") & (found.place == "start")]
         if len(found):
             longest = found.sort_values("stop").iloc[-1]
@@ -269,8 +269,8 @@ def _deficit_length(rows: list[Row], claim: Claim) -> Iterator[Effect]:
 
 def _deficit_window(rows: list[Row], claim: Claim) -> Iterator[Effect]:
     """The earliest window against the latest one that leaves as long a time after it as before the middle."""
-    for group in results.deficit_experiments(rows):
-        found = results.deficits(group)
+    for group in experiments.deficit_experiments(rows):
+        found = experiments.deficits(group)
         inner = found[(found.experiment == "window") & found.place.isin(["start", "inside"])].sort_values("start")
         if len(inner) > 1 and inner.start.iloc[0] == 0:
             first, last = inner.iloc[0], inner.iloc[-1]
@@ -287,7 +287,7 @@ def _by_seed(runs: pd.DataFrame) -> pd.Series:
 def _cycles(rows: list[Row], claim: Claim) -> Iterator[Effect]:
     """The same schedule with ``a`` and with ``b`` cycles, in recipes that differ in nothing else."""
     groups: dict[str, list[Row]] = {}
-    for group in results.experiments(rows):
+    for group in experiments.experiments(rows):
         spec = group[0]["spec"]
         key = {k: v for k, v in spec["recipe"].items() if k != "n_cycles"}
         groups.setdefault(f"{key} {spec['q_max']} {spec['scale']}", []).extend(
@@ -309,7 +309,7 @@ def _cycles(rows: list[Row], claim: Claim) -> Iterator[Effect]:
 
 def _delay(rows: list[Row], claim: Claim) -> Iterator[Effect]:
     """A delayed RR against RR of the same cost."""
-    for group in results.equal_cost_experiments(rows):
+    for group in experiments.equal_cost_experiments(rows):
         runs = _quality(group)
         for arm in runs["arm"].unique():
             base = re.fullmatch(r"(RR.*) delayed [\d.]+ %", arm)

@@ -20,7 +20,7 @@ import pandas as pd
 from matplotlib.figure import Figure
 from nbconvert import HTMLExporter
 
-from cpt_core import figures, ledger, results, stores
+from cpt_core import experiments, figures, ledger, results, stores
 from cpt_core.grids import ARTEFACTS, GRIDS
 from cpt_core.paths import ROOT, paper_dir, results_dir, runs_dir
 from cpt_core.reproducing import harvest
@@ -51,7 +51,7 @@ def write(folder: Path, scale: str, outcomes: list[dict[str, Any]]) -> Path:
         "<p class='note'>A simulation: bit operations (BitOps) count work at low precision, they are not seconds.</p>",
         "<h2>Notebooks</h2>",
         _notebooks(outcomes),
-        *(_experiment(part) for part in results.experiments(rows)),
+        *(_experiment(part) for part in experiments.experiments(rows)),
         *_aggregations(rows),
         *_critical_periods(rows),
         *_equal_costs(rows),
@@ -77,8 +77,8 @@ def write_report(files: Sequence[Path] | None = None, out: Path | None = None) -
         files = [*sorted(results_dir().glob("*.jsonl")), *own]
     of = {path: [row for row in load_rows(path) if row["spec"]["scale"] != "smoke"] for path in files}
     rows = list(stores.newest(row for part in of.values() for row in part).values())
-    groups = results.experiments(rows)
-    experiments = [*map(_experiment, groups), *_aggregations(rows), *_critical_periods(rows), *_equal_costs(rows)]
+    groups = experiments.experiments(rows)
+    shown = [*map(_experiment, groups), *_aggregations(rows), *_critical_periods(rows), *_equal_costs(rows)]
     parts = [
         "<h1>Cyclic precision training: figures and tables from stored runs</h1>",
         "<p class='note'>Made from result rows alone. Training at low precision is simulated; bit operations (BitOps) "
@@ -88,7 +88,7 @@ def write_report(files: Sequence[Path] | None = None, out: Path | None = None) -
         "<h2>Figure 2: the ten schedules</h2>",
         _image(figures.figure_2(), "precision over training steps for the ten schedules"),
         *_claims(of),
-        *(experiments or ["<h2>Results</h2><p>No rows are stored yet; <code>make plan</code> lists the grids.</p>"]),
+        *(shown or ["<h2>Results</h2><p>No rows are stored yet; <code>make plan</code> lists the grids.</p>"]),
         *_predictors(groups),
         "<h2>Numbers printed in the paper</h2>",
         _paper_numbers(rows),
@@ -131,11 +131,11 @@ def _overview(rows: list[Row]) -> str:
 def _critical_periods(rows: list[Row]) -> list[str]:
     """Figure 8 and table 1 of every critical-period experiment."""
     parts = []
-    for group in results.deficit_experiments(rows):
+    for group in experiments.deficit_experiments(rows):
         if all(row["status"] == "failed" for row in group):
             continue
         measure = results.measure_of(results.metric_of(group))
-        found = results.table_1(group)
+        found = experiments.table_1(group)
         points = f"{{:+.{measure.digits}f}}".format
         interval = [
             f"{points(r.difference)} [{points(r.low)}, {points(r.high)}]" if r.difference == r.difference else ""
@@ -168,9 +168,9 @@ def _critical_periods(rows: list[Row]) -> list[str]:
 def _equal_costs(rows: list[Row]) -> list[str]:
     """What the same BitOps buy, for every recipe where that was tried."""
     parts = []
-    for group in results.equal_cost_experiments(rows):
+    for group in experiments.equal_cost_experiments(rows):
         try:
-            found = results.equal_cost(group)
+            found = experiments.equal_cost(group)
         except ValueError:  # RR itself is missing or failed
             continue
         if (found.arm == found.base).all():
@@ -206,7 +206,7 @@ def _predictors(groups: list[list[Row]]) -> list[str]:
     found = {}
     for group in groups:
         try:
-            found[_name(group)] = results.predictors(group)
+            found[_name(group)] = experiments.predictors(group)
         except ValueError:  # too few arms or seeds
             continue
     if not found:
@@ -257,7 +257,7 @@ def _paper_numbers(rows: list[Row]) -> str:
     paper = pd.read_csv(paper_dir() / "numbers.csv")
     rows = [r for r in rows if r["spec"]["scale"] == "paper"]
     runs = results.table(results.tuned(rows))
-    deficits = [r for part in results.deficit_experiments(rows) for r in results.deficits(part).itertuples()]
+    deficits = [r for part in experiments.deficit_experiments(rows) for r in experiments.deficits(part).itertuples()]
     lines = []
     for p in paper.itertuples():
         same = (runs.dataset == p.dataset) & (runs.model == p.model) & (runs.q_max == p.q_max)
@@ -310,7 +310,7 @@ def summary(scale: str) -> list[str]:
     """Return what the stored rows of a scale say, in a few lines."""
     rows = _rows(scale)
     lines = []
-    for part in results.experiments(rows):
+    for part in experiments.experiments(rows):
         part = results.tuned(part)
         runs, arms = results.table(part), results.by_arm(part)
         counts = ", ".join(f"{n} {status}" for status, n in runs.status.value_counts().items())

@@ -15,7 +15,7 @@ ORDER = [
     "paths", "cost", "schedules", "budget", "quantizers", "layers", "lstm_layers", "graph_ops", "graph_layers", "dgl_layers",
     "attention_layers", "convert", "scheduler", "bitops", "integrations", "recipes", "specs",
     "models", "data", "tasks", "train", "grids", "leases", "stores", "worker", "calibration", "cluster", "runs", "plan",
-    "results", "figures", "range_test", "parameters", "teaching", "ledger", "reproducing", "report", "reproduce", "__main__",
+    "results", "experiments", "figures", "range_test", "parameters", "teaching", "ledger", "reproducing", "report", "reproduce", "__main__",
 ]  # fmt: skip
 WITHOUT_TORCH = [
     "schedules",
@@ -27,6 +27,7 @@ WITHOUT_TORCH = [
     "leases",
     "stores",
     "results",
+    "experiments",
     "figures",
     "parameters",
 ]
