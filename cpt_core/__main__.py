@@ -153,6 +153,20 @@ def report(
     typer.echo(f"report: {r.write_report(store or None, out)}")
 
 
+@app.command()
+def claims(
+    evidence: Annotated[bool, typer.Option(help="show the effects behind every verdict")] = False,
+) -> None:
+    """Show the claims of the paper: confirmed, contradicted or open by the committed rows and those under runs/."""
+    from cpt_core import ledger, report, stores
+
+    for entry in ledger.ledger({path.name: stores.load_rows(path) for path in report.all_stores()}):
+        at_paper, smaller = entry.verdicts()
+        typer.echo(f"{entry.claim.claim} ({entry.claim.place})\n  paper scale: {at_paper}; smaller: {smaller}")
+        for line in entry.evidence() if evidence else []:
+            typer.echo(f"    {line}")
+
+
 @app.command(cls=Many)
 def reproduce(scale: Scale = "demo", notebook: Number = None, dataset: Data = None, parameter: Given = []) -> None:  # noqa: B006
     """Run the notebooks and write runs/reproduce/SCALE/index.html; runs that are there already are not repeated."""

@@ -52,21 +52,30 @@ def figure_2(
 
     Paper: figure 2.
     """
+    made = {
+        name: make_schedule(name, q_min=q_min, q_max=q_max, total_steps=total_steps, n_cycles=n_cycles)
+        for name in names
+    }
+    titles = {f"{n}   {s.savings} savings, cost {s.relative_cost():.2f}": s for n, s in made.items()}
+    return schedules(titles, f"Precision schedules between {q_min} and {q_max} bits, {n_cycles} cycles")
+
+
+def schedules(found: Mapping[str, Schedule], title: str = "") -> Figure:
+    """Draw schedules by name: precision before and after rounding at every step."""
     with plt.rc_context(STYLE):
         columns = 2
-        rows = -(-len(names) // columns)
+        rows = -(-len(found) // columns)
         figure, axes = plt.subplots(rows, columns, figsize=(9, 1.55 * rows), sharex=True, sharey=True, squeeze=False)
-        for ax, name in zip(axes.flat, names, strict=False):
-            schedule = make_schedule(name, q_min=q_min, q_max=q_max, total_steps=total_steps, n_cycles=n_cycles)
+        for ax, (name, schedule) in zip(axes.flat, found.items(), strict=False):
             draw_schedule(ax, schedule)
-            ax.set_title(f"{name}   {schedule.savings} savings, cost {schedule.relative_cost():.2f}", fontsize=9)
-        for ax in axes.flat[len(names) :]:
+            ax.set_title(name, fontsize=9)
+        for ax in axes.flat[len(found) :]:
             ax.set_visible(False)
         for ax in axes[-1]:
             ax.set_xlabel("training step")
         for ax in axes[:, 0]:
             ax.set_ylabel("bits")
-        figure.suptitle(f"Precision schedules between {q_min} and {q_max} bits, {n_cycles} cycles", fontsize=11)
+        figure.suptitle(title, fontsize=11)
         figure.tight_layout()
     plt.close(figure)
     return figure

@@ -56,6 +56,14 @@ PARAMETERS: dict[str, Parameter] = {
         f"one of {', '.join(PAIRS)}, a folder of your own such as 'my-pairs/', or '' for none",
         lambda v: isinstance(v, str) and (v in ("", *PAIRS) or is_own(v)),
     ),
+    "graph": Parameter(
+        "one of digits-graph, ogbn-arxiv, ogbn-products, a graph of your own such as 'my-graph.npz', or '' for none",
+        lambda v: isinstance(v, str) and (v in ("", "digits-graph", *OGB_GRAPHS) or is_own(v)),
+    ),
+    "budget": Parameter(
+        "a number more than 0 and at most 1, the cost relative to static q_max",
+        lambda v: isinstance(v, (int, float)) and not isinstance(v, bool) and 0 < v <= 1,
+    ),
     "model": Parameter("the name of a model, or '' for the first of the data set", lambda v: isinstance(v, str)),
     "preset": Parameter(f"one of {', '.join(PRESETS)}", lambda v: v in PRESETS),
     "schedules": Parameter(f"a list of {', '.join(SUITE)}", lambda v: _list_of(v, lambda s: s in list(SUITE))),
@@ -105,6 +113,7 @@ def check_parameters(task: str = "image", /, **given: Any) -> Parameters:
     scale, preset = given.get("scale", "smoke"), given.get("preset", "ours")
     wanted = [(given["dataset"], given.get("model") or None, task)] if "dataset" in given else []
     wanted += [(given["pairs"], None, "entailment")] if given.get("pairs") else []
+    wanted += [(given["graph"], None, "graph")] if given.get("graph") else []
     for dataset, model, own_task in wanted:
         found = recipe(scale, dataset, model, preset, own_task)
         if found.task != own_task:

@@ -450,6 +450,9 @@ DEFICITS: dict[str, dict[str, Deficits]] = {
             dict(steps=120, weight_decay=0.0, q_min=2, train_images=300, crop=0, evaluate_every=40),
             lengths=(0, 60), windows=((0, 60),), window_steps=120, lr_after=True,
         ),
+        "digits-graph/gcn": Deficits(
+            dict(weight_decay=0.0, evaluate_every=10), lengths=(0, 20), windows=((0, 20),), window_steps=40,
+        ),
     },
     "demo": {
         "digits/mlp6": Deficits(  # few images, 2 bits, no normalisation: damage shows

@@ -72,9 +72,7 @@ def write_report(files: Sequence[Path] | None = None, out: Path | None = None) -
         files: stores; None takes the committed ones and those under ``runs/``.
         out: the page; None takes ``runs/report.html``.
     """
-    if files is None:
-        own = [p for p in sorted(runs_dir().glob("*/*.jsonl")) if p.parent.name != "smoke"]
-        files = [*sorted(results_dir().glob("*.jsonl")), *own]
+    files = all_stores() if files is None else files
     of = {path: [row for row in load_rows(path) if row["spec"]["scale"] != "smoke"] for path in files}
     rows = list(stores.newest(row for part in of.values() for row in part).values())
     groups = experiments.experiments(rows)
@@ -104,6 +102,12 @@ def write_report(files: Sequence[Path] | None = None, out: Path | None = None) -
     out.parent.mkdir(parents=True, exist_ok=True)
     out.write_text(PAGE.format(title="Cyclic precision training: results", body="\n".join(parts)))
     return out
+
+
+def all_stores() -> list[Path]:
+    """Return the committed stores and those under ``runs/`` but for smoke runs."""
+    own = [p for p in sorted(runs_dir().glob("*/*.jsonl")) if p.parent.name != "smoke"]
+    return [*sorted(results_dir().glob("*.jsonl")), *own]
 
 
 def _overview(rows: list[Row]) -> str:

@@ -22,7 +22,10 @@ from cpt_core.paths import ROOT, notebooks_dir, runs_dir
 from cpt_core.recipes import task_of_dataset
 
 # Measured on two cores: (smoke, demo) seconds, for the estimate that is printed before anything starts.
-SECONDS = {"00": (6, 8), "01": (6, 6), "02": (8, 8), "03": (12, 150), "04": (15, 180), "05": (12, 120), "06": (15, 150)}
+SECONDS = {
+    "00": (6, 8), "01": (6, 6), "02": (8, 8), "03": (12, 150), "04": (15, 180), "05": (12, 120), "06": (15, 150),
+    "07": (15, 180), "08": (12, 90),
+}  # fmt: skip
 AT_ONCE = 2
 # A cell that takes longer than this has lost its kernel (it happens when many start at once) and is tried once more.
 TIMEOUT = {"smoke": 180, "demo": 1800, "paper": None}

@@ -17,11 +17,14 @@ from typing import Any
 
 import matplotlib.pyplot as plt
 import numpy as np
+import pandas as pd
 from matplotlib.figure import Figure
 
-from cpt_core import figures
-from cpt_core.paths import results_dir
+from cpt_core import experiments, figures, results
+from cpt_core.budget import solve_schedule
+from cpt_core.paths import paper_dir, results_dir
 from cpt_core.schedules import SUITE, make_schedule
+from cpt_core.stores import Row
 
 _predictions: dict[str, str] = {}
 
@@ -440,6 +443,96 @@ def learn_by_heart(spec: Any, at_least: float = 0.3) -> Figure:
     )
     figure.tight_layout()
     return figure
+
+
+# --- critical periods, and the choice of a schedule -----------------------------------------------
+
+
+def paper_table_1() -> None:
+    """Print table 1 of the paper."""
+    paper = pd.read_csv(paper_dir() / "numbers.csv")
+    for (dataset, model), part in paper[paper.artefact == "table_1"].groupby(["dataset", "model"]):
+        clean = part[part.arm == "no deficit"].value.iloc[0]
+        print(f"{dataset}, {model}: {clean} without a deficit")
+        lines = (f"{r.arm} {r.value} ({r.value - clean:+.2f})" for r in part.itertuples() if r.arm != "no deficit")
+        print("  " + "\n  ".join(lines))
+
+
+def show_deficits(rows: Sequence[Row]) -> None:
+    """Print every arm of a critical-period experiment, and its difference to the control of equal length."""
+    found = experiments.table_1(rows)
+    measure = results.measure_of(results.metric_of(rows))
+    for name, part in found.groupby("experiment", sort=False):
+        print({"length": "deficits at the start, and at the end", "window": "windows within a fixed length"}[name])
+        for r in part.itertuples():
+            line = f"  {r.arm:<22}{r.mean:7.{measure.digits}f} +- {r.std:4.{measure.digits}f}  (n = {r.n})"
+            if r.place != "none":
+                line += f"   minus control {r.difference:+6.{measure.digits}f} [{r.low:+.{measure.digits}f}, "
+                line += f"{r.high:+.{measure.digits}f}], worse in {r.worse}"
+            print(line + (f", {r.diverged} diverged" if r.diverged else ""))
+
+
+def show_equal_cost(rows: Sequence[Row]) -> None:
+    """Print what the same BitOps buy, and the difference to RR."""
+    found = experiments.equal_cost(rows)
+    measure = results.measure_of(results.metric_of(rows))
+    f, d = measure.factor, measure.digits
+    for r in found.itertuples():
+        line = f"{r.arm:<27} BitOps x{r.spent:.3f}  {f * r.mean:6.{d}f} +- {f * r.std:.{d}f}  (n = {r.n})"
+        if r.arm != r.base:
+            line += (
+                f"   minus {r.base} {f * r.difference:+6.{d + 1}f} [{f * r.low:+.{d + 1}f}, {f * r.high:+.{d + 1}f}]"
+            )
+            line += f", better in {r.better}"
+        print(line)
+
+
+def show_predictors(found: dict[str, pd.DataFrame]) -> None:
+    """Print tables of ``experiments.predictors`` by name."""
+    for name, frame in found.items():
+        print(f"{name} ({frame.arms.iloc[0]} arms, {frame.seeds.iloc[0]} seeds)")
+        for r in frame.itertuples():
+            line = f"  {r.predictor:<15}{r.strength:5.2f} [{r.low:+.2f}, {r.high:+.2f}]"
+            if r.predictor != "relative_cost":
+                line += f"   minus cost {r.difference:+.2f} [{r.difference_low:+.2f}, {r.difference_high:+.2f}]"
+                line += f": {r.verdict}"
+            print(line)
+
+
+def show_range_tests() -> None:
+    """Print the committed range tests: the share of q_max's loss reduction at each precision, and both q_min."""
+    tests = json.loads((results_dir() / "range_tests.json").read_text())["tests"]
+    print(f"{'':<32}{'f(2)':>12}{'f(3)':>12}{'f(4)':>12}   q_min found   used here   paper")
+    for name, test in tests.items():
+        cells = []
+        for bits in (2, 3, 4):
+            column = [row[test["bits"].index(bits)] for row in test["shares"]]
+            cells.append("diverged" if None in column else f"{np.mean(column):.2f} +- {np.std(column, ddof=1):.2f}")
+        doubt = "?" if test["warning"] else " "
+        found = f"{test['q_min']}{doubt} ({len(test['shares'])} seeds)"
+        print(
+            f"{name:<32}" + "".join(f"{c:>12}" for c in cells)
+            + f"   {found:<14}{test['recipe_q_min']:<12}{test['paper_q_min']}"
+        )  # fmt: skip
+
+
+def show_budgets(
+    budgets: Sequence[float], families: Sequence[str], q_min: int, q_max: int, total_steps: int, delay: float = 0.0
+) -> None:
+    """Print the schedules that meet some budgets, by family, or why none does."""
+    print("budget  family       power   cost     noise exposure   share of steps at q_min")
+    for budget in budgets:
+        for family in families:
+            try:
+                found = solve_schedule(budget, q_min, q_max, total_steps, family=family, delay=delay)
+            except ValueError as error:
+                print(f"{budget:<7} {family:<12} {error}")
+                continue
+            power = found.to_dict().get("schedule", found.to_dict()).get("profile", {}).get("power", float("nan"))
+            print(
+                f"{budget:<7} {family:<12}{power:6.3f}  {found.relative_cost():.4f}   {found.noise_exposure():14.1f}   "
+                f"{found.share_at(q_min):.3f}"
+            )
 
 
 @contextmanager
