@@ -74,8 +74,8 @@ def deficits(rows: Iterable[Row], metric: str | None = None) -> pd.DataFrame:
     runs = table(rows)
     if metric not in runs:
         runs[metric] = float("nan")
-    spans = [row["spec"]["schedule"]["windows"] for row in rows]
-    if any(row["spec"]["schedule"]["kind"] != "deficit" for row in rows) or any(len(s) > 1 for s in spans):
+    spans = [row["spec"]["schedule"].get("windows", [None, None]) for row in rows]
+    if any(len(s) > 1 for s in spans):
         raise ValueError("rows of deficits with at most one window are needed")
     runs["start"] = [s[0][0] if s else 0 for s in spans]
     runs["stop"] = [s[0][1] if s else 0 for s in spans]
@@ -237,6 +237,8 @@ def predictors(
     rows = tuned(rows)
     metric = metric or metric_of(rows)
     runs = at_q_max(table(rows), None)
+    if metric not in runs:
+        raise ValueError(f"no run has a {metric}: ten arms and two seeds are needed")
     bits = runs["arm"].str.extract(r"^static (\d+)$")[0].astype("Int64")
     kept = (bits >= runs["q_min"]) if static else (bits == runs["q_max"])
     runs = runs[runs["savings"].isin(["large", "medium", "small"]) | kept.fillna(False)]

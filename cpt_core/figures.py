@@ -291,11 +291,11 @@ def figure_8(rows: Iterable[Row], metric: str | None = None) -> Figure:
 
 def _learning_curve(ax: Axes, rows: Iterable[Row], total: int, metric: str) -> None:
     """Draw the mean learning curve of the shortest training without a deficit, on a second axis."""
-    schedule = {"windows": [], "total_steps": total}
+    clean = [row for row in rows if row["status"] == "ok" and not row["spec"]["schedule"]["windows"]]
     curves = [
         {e["step"]: e["test"][metric] for e in row["evaluations"]}
-        for row in rows
-        if row["status"] == "ok" and {k: row["spec"]["schedule"][k] for k in schedule} == schedule
+        for row in clean
+        if row["spec"]["schedule"]["total_steps"] == total
     ]
     steps = sorted(set.intersection(*(set(c) for c in curves))) if curves else []
     if len(steps) < 2:

@@ -152,15 +152,16 @@ def claims() -> list[Claim]:
 def ledger(stores: Mapping[str, Iterable[Row]]) -> list[Entry]:
     """Return an entry per claim, judged by the rows of stores, by name; smoke runs do not count."""
     held = {row["key"]: {**row, "store": name} for name, part in stores.items() for row in part}
-    rows = [row for row in held.values() if row["spec"]["scale"] != "smoke"]
-    out = []
-    for claim in claims():
-        mine = [row for row in rows if claim.tasks in ("", row["spec"]["recipe"]["task"])]
-        entry = Entry(claim)
-        for effect in MEASURES[claim.measure](mine, claim):
-            entry.effects.append((effect, verdict(claim.test, claim.margin, effect.interval, effect.n)))
-        out.append(entry)
-    return out
+    return [judge(claim, list(held.values())) for claim in claims()]
+
+
+def judge(claim: Claim, rows: Iterable[Row]) -> Entry:
+    """Return what rows say about one claim; each may carry the name of its store as "store"."""
+    mine = [
+        row for row in rows if row["spec"]["scale"] != "smoke" and claim.tasks in ("", row["spec"]["recipe"]["task"])
+    ]
+    effects = MEASURES[claim.measure](mine, claim)
+    return Entry(claim, [(e, verdict(claim.test, claim.margin, e.interval, e.n)) for e in effects])
 
 
 # --- measures: rows and a claim in, effects in the claim's direction out --------------------------
@@ -173,7 +174,7 @@ def _effect(rows: list[Row], differences: Iterable[float], what: str) -> Effect:
 
 
 def _stores(rows: list[Row]) -> tuple[str, ...]:
-    return tuple(sorted({row["store"] for row in rows}))
+    return tuple(sorted({row["store"] for row in rows if "store" in row}))
 
 
 def _name(rows: list[Row]) -> str:

@@ -1,5 +1,6 @@
 """Every schedule against formulas written down a second time, for random lengths, ranges and cycles."""
 
+import itertools
 import json
 import math
 import warnings
@@ -7,10 +8,20 @@ from fractions import Fraction
 
 import numpy as np
 import pytest
-from hypothesis import assume, given
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from cpt_core.schedules import CYCLE_RULES, SUITE, ShortCycleWarning, make_schedule, schedule_from_dict
+from cpt_core.budget import solve_schedule
+from cpt_core.schedules import (
+    CYCLE_RULES,
+    SUITE,
+    CyclicSchedule,
+    DeficitSchedule,
+    DelayedSchedule,
+    ShortCycleWarning,
+    make_schedule,
+    schedule_from_dict,
+)
 
 CURVES = {
     "L": lambda x: x,
@@ -143,3 +154,125 @@ def test_shares_and_noise(case):
     exposure = schedule.noise_exposure()
     assert exposure == pytest.approx(sum(4.0 ** (q_max - q) for q in bits) / len(bits))
     assert exposure == 1 if set(bits) == {q_max} else exposure > 1
+
+
+# --- deficits and budgets -------------------------------------------------------------------------
+
+
+@given(st.data(), st.integers(1, 60))
+def test_deficits_are_what_a_loop_gives(data, total):
+    pairs = st.lists(st.integers(0, total), min_size=2, max_size=2, unique=True).map(sorted).map(tuple)
+    windows = data.draw(st.lists(pairs, max_size=4))
+    inside = [sum(start <= t < stop for start, stop in windows) for t in range(total)]
+    if max(inside) > 1:
+        with pytest.raises(ValueError, match="overlap"):
+            DeficitSchedule(2, 9, windows, total)
+        return
+    schedule = DeficitSchedule(2, 9, windows, total)
+    assert schedule.bits().tolist() == [2 if i else 9 for i in inside]
+    assert [schedule(t) for t in range(total)] == schedule.bits().tolist()
+    twin = schedule_from_dict(json.loads(json.dumps(schedule.to_dict())))
+    assert twin == schedule == DeficitSchedule(2, 9, windows[::-1], total)
+    assert hash(twin) == hash(schedule)
+
+
+def spent(bits, q_max):
+    return sum(q * q + 2 * q * q_max for q in bits) / (3 * q_max * q_max)
+
+
+@st.composite
+def problems(draw, shares=None):
+    """Settings, the lowest budget of all, the lowest that 0.1 % is fine enough for, and a budget for every share."""
+    triangular = draw(st.booleans())
+    n_cycles = 2 * draw(st.integers(1, 8)) if triangular else draw(st.integers(1, 16))
+    q_max = draw(st.integers(3, 12))
+    q_min = draw(st.integers(1, q_max - 2))
+    # A budget cannot always be met where 0.1 % of it is less than half the price of the dearest bit of one step.
+    half_a_bit = (spent([q_max], q_max) - spent([q_max - 1], q_max)) / 2
+    total = draw(st.integers(max(16 * n_cycles, math.ceil(1000 * half_a_bit)), 2000))
+    delay = draw(st.sampled_from([0.0, 0.1]) | st.floats(0, 0.3))
+    hold = round(delay * total)
+    lowest = spent([q_max] * hold + [q_min] * (total - hold), q_max) / total
+    fine = max(lowest, min(1.0, 1000 * half_a_bit / total))
+    args = {"q_min": q_min, "q_max": q_max, "total_steps": total, "n_cycles": n_cycles, "triangular": triangular}
+    args |= {"family": draw(st.sampled_from(["linear", "cosine", "exponential", "rex"])), "delay": delay}
+    return args, lowest, [min(1.0, fine + share * (1 - fine)) for share in draw(shares or st.tuples(st.floats(0, 1)))]
+
+
+@settings(max_examples=200)
+@given(problems())
+def test_every_budget_is_met(case):
+    args, _, (budget,) = case
+    schedule = quietly(solve_schedule, budget, **args)
+    total, q_max = args["total_steps"], args["q_max"]
+    bits = schedule.bits().tolist()
+    assert len(bits) == schedule.total_steps == total
+    assert args["q_min"] <= min(bits)
+    assert max(bits) <= schedule.q_max == q_max
+    assert spent(bits, q_max) / total == pytest.approx(budget, rel=1.001e-3, abs=0)
+    hold = round(args["delay"] * total)
+    assert bits[:hold] == [q_max] * hold
+    assert quietly(solve_schedule, budget, **args).to_dict() == schedule.to_dict()
+    twin = quietly(schedule_from_dict, json.loads(json.dumps(schedule.to_dict())))
+    assert twin == schedule
+    assert hash(twin) == hash(schedule)
+    assert twin.bits().tolist() == bits
+
+
+@settings(max_examples=100)
+@given(problems(), st.floats(0.003, 0.5))
+def test_a_larger_budget_costs_more_and_bends_less(case, more):
+    args, _, (budget,) = case
+    cheap, dear = (quietly(solve_schedule, b, **args) for b in (budget, min(1.0, budget * (1 + more))))
+    if budget * (1 + more) <= 1:
+        assert cheap.relative_cost() < dear.relative_cost()
+    assert cheap.relative_cost() <= dear.relative_cost()
+    powers = [profile_of(schedule).power for schedule in (cheap, dear) if schedule.kind != "static"]
+    assert all(a >= b * (1 - 1e-6) for a, b in itertools.pairwise(powers))
+
+
+def profile_of(schedule):
+    while not isinstance(schedule, CyclicSchedule):
+        schedule = schedule.schedule
+    return schedule.profile
+
+
+@settings(max_examples=60)
+@given(problems(), st.floats(0.002, 3), st.booleans())
+def test_budgets_outside_the_interval_are_refused_with_it(case, far, below):
+    args, lowest, _ = case
+    budget = lowest * (1 - far) if below else 1 + far
+    with pytest.raises(ValueError, match="cannot be met") as caught:
+        quietly(solve_schedule, budget, **args)
+    assert str(caught.value).endswith(f"budgets lie between {lowest:.4f} and 1")
+
+
+@settings(max_examples=60)
+@given(settings_of(SUITE, rules=["exact"], max_width=5), st.floats(0, 0.5))
+def test_a_delay_is_q_max_and_then_the_schedule_of_the_rest(case, delay):
+    name, args = case
+    hold = round(delay * args["total_steps"])
+    assume(args["total_steps"] - hold >= args["n_cycles"])
+    schedule = quietly(make_schedule, name, delay=delay, **args)
+    rest = quietly(make_schedule, name, **args | {"total_steps": args["total_steps"] - hold})
+    assert schedule.bits().tolist() == [args["q_max"]] * hold + rest.bits().tolist()
+    assert (schedule == rest) == (hold == 0)
+    assert hold == 0 or schedule == DelayedSchedule(rest, hold)
+    mean = (hold + rest.total_steps * rest.relative_cost()) / args["total_steps"]
+    assert schedule.relative_cost() == pytest.approx(mean, rel=1e-12)
+
+
+FAMILIES = {"LR": "linear", "CR": "cosine", "RR": "rex", "ER": "exponential"}
+
+
+@settings(max_examples=60)
+@given(
+    st.sampled_from(sorted(FAMILIES)), st.integers(1, 5), st.integers(6, 12), st.integers(1, 16), st.integers(100, 1250)
+)
+def test_the_cost_of_a_known_schedule_gives_it_again(name, width, q_max, n_cycles, length):
+    total = n_cycles * length + length // 7
+    known = make_schedule(name, q_min=q_max - width, q_max=q_max, total_steps=total, n_cycles=n_cycles)
+    budget = known.relative_cost()
+    assume(budget * total / total == budget)
+    found = solve_schedule(budget, q_max - width, q_max, total, n_cycles, FAMILIES[name])
+    assert np.array_equal(found.bits(), known.bits())

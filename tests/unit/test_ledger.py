@@ -1,0 +1,238 @@
+"""The ledger of claims: its rules in both directions, its measures on rows with a known answer, its own honesty."""
+
+import numpy as np
+import pandas as pd
+import pytest
+
+from cpt_core import grids, ledger, results, stores
+from cpt_core.ledger import CONFIRMED, CONTRADICTED, OPEN, Claim, combined, verdict
+from cpt_core.paths import paper_dir, results_dir
+from tests.unit.test_experiments import row_of
+
+pytestmark = pytest.mark.filterwarnings("ignore::cpt_core.schedules.ShortCycleWarning")
+
+
+@pytest.mark.parametrize(
+    ("test", "margin", "low", "high", "n", "said"),
+    [
+        ("more", 0, 0.1, 2.0, 3, CONFIRMED),
+        ("more", 0, -0.1, 2.0, 3, OPEN),
+        ("more", 0, -2.0, -0.1, 3, CONTRADICTED),
+        ("more", 0, 0.1, 2.0, 2, OPEN),  # two seeds settle nothing
+        ("more", 0, -2.0, -0.1, 2, OPEN),
+        ("more", 0.5, -0.3, 0.4, 5, CONTRADICTED),  # an effect of 0.5 is ruled out
+        ("more", 0.5, -0.3, 0.6, 5, OPEN),
+        ("more", 0.5, 0.1, 0.4, 5, CONFIRMED),  # smaller than claimed, but there
+        ("no_worse", 0.5, -0.4, 1.0, 5, CONFIRMED),
+        ("no_worse", 0.5, -0.6, 1.0, 5, OPEN),
+        ("no_worse", 0.5, -2.0, -0.6, 5, CONTRADICTED),
+        ("equal", 0.5, -0.4, 0.4, 5, CONFIRMED),
+        ("equal", 0.5, -0.4, 0.6, 5, OPEN),
+        ("equal", 0.5, 0.6, 0.9, 5, CONTRADICTED),
+        ("equal", 0.5, -0.9, -0.6, 5, CONTRADICTED),
+        ("correlation", 0, 0.2, 0.9, 11, CONFIRMED),
+        ("correlation", 0, -0.1, 0.9, 11, OPEN),
+        ("correlation", 0, -0.9, -0.2, 11, CONTRADICTED),
+        ("more", 0, float("nan"), float("nan"), 9, OPEN),
+    ],
+)
+def test_rules(test, margin, low, high, n, said):
+    assert verdict(test, margin, ((low + high) / 2, low, high), n) == said
+
+
+def test_exact_claims_and_unknown_rules():
+    assert verdict("exact", 0, (1, 1, 1), 3) == CONFIRMED
+    assert verdict("exact", 0, (-1, -1, -1), 3) == CONTRADICTED
+    with pytest.raises(ValueError, match="unknown test 'better'; choose from more, no_worse"):
+        verdict("better", 0, (0, 0, 0), 3)
+
+
+def test_several_experiments():
+    assert combined([CONFIRMED, OPEN]) == CONFIRMED
+    assert combined([CONTRADICTED, OPEN]) == CONTRADICTED
+    assert combined([CONFIRMED, CONTRADICTED]) == OPEN
+    assert combined([]) == OPEN
+    assert combined([CONFIRMED, OPEN], "correlation") == OPEN  # claimed for every domain
+    assert combined([CONFIRMED, CONFIRMED], "correlation") == CONFIRMED
+    assert combined([CONTRADICTED, OPEN], "correlation") == CONTRADICTED
+
+
+# --- measures -------------------------------------------------------------------------------------
+
+IDS = {claim.id: claim for claim in ledger.claims()}
+
+
+def entry(rows, name):
+    """The entry of one claim, judged by made-up rows."""
+    return ledger.judge(IDS[name], [{**row, "store": "made_up.jsonl"} for row in rows])
+
+
+def rows_of(specs, value, metric="accuracy"):
+    rng = np.random.default_rng(0)
+    return [row_of(s, value(s) + 1e-4 * rng.normal(), metric) for s in specs]
+
+
+def by_arm(specs, values, metric="accuracy"):
+    return rows_of(specs, lambda s: values.get(s.arm, 0.8), metric)
+
+
+@pytest.mark.parametrize("sign", [1, -1])
+def test_arms_and_groups(sign):
+    specs = grids.quality_cost("demo", seeds=range(3))
+    rows = by_arm(specs, {"ER": 0.8 + 0.1 * sign, "ETH": 0.8 + 0.1 * sign, "CR": 0.8 + 0.05 * sign})
+    said = CONFIRMED if sign > 0 else CONTRADICTED
+    for name, effect in (("schedule_controls", 10), ("cpt_improves", 5), ("other_schedules", 5), ("images_small", 10)):
+        e = entry(rows, name)
+        assert e.verdict(False) == said
+        assert e.verdict(True) == OPEN  # demo rows say nothing at paper scale
+        assert e.effects[0][0].interval[0] == pytest.approx(effect * sign, abs=0.05)
+        assert e.effects[0][0].n == 3
+    two = [r for r in rows if r["spec"]["seed"] < 2]
+    assert entry(two, "schedule_controls").verdict(False) == OPEN
+
+
+def test_a_claim_about_one_domain_reads_that_domain_only():
+    images = by_arm(grids.quality_cost("demo", seeds=range(3)), {"static 8": 0.9})
+    assert entry(images, "images_large").verdict(False) == CONFIRMED
+    assert entry(images, "entailment_large").effects == []
+    assert entry(images, "entailment_large").verdicts() == ("open (not run)", "open (not run)")
+
+
+def test_smoke_runs_do_not_count_and_paper_rows_count_as_such():
+    smoke = by_arm(grids.quality_cost("smoke", seeds=range(3)), {"static 8": 0.9})
+    assert entry(smoke, "images_large").effects == []
+    paper = by_arm(grids.quality_cost("paper", "cifar10", q_max=[8]), {"static 8": 0.9})
+    e = entry(paper, "images_large")
+    assert (e.verdict(True), e.verdict(False)) == (CONFIRMED, OPEN)
+    assert e.verdicts() == ("confirmed (1 confirmed)", "open (not run)")
+
+
+@pytest.mark.parametrize(("gap", "said"), [(0.01, CONFIRMED), (0.0, CONTRADICTED), (-0.01, CONTRADICTED)])
+def test_aggregation(gap, said):
+    specs = grids.aggregation("demo", "digits-graph", seeds=range(3))
+    rows = rows_of(specs, lambda s: 0.8 + gap * (s.recipe.aggregation == "fp"))
+    assert entry(rows, "gcn_aggregation").verdict(False) == said
+    sage = grids.aggregation("demo", "digits-graph", "sage", seeds=range(3))
+    rows = rows_of(sage, lambda s: 0.8 + gap * (s.recipe.aggregation == "fp"))
+    assert entry(rows, "sage_aggregation").verdict(False) == (CONFIRMED if gap == 0 else CONTRADICTED)
+    assert entry(rows, "gcn_aggregation").effects == []
+
+
+@pytest.mark.parametrize(("six", "said"), [(11.0, CONFIRMED), (9.0, CONTRADICTED)])
+def test_six_bits_of_a_perplexity(six, said):
+    specs = grids.quality_cost("demo", "pydoc", schedules=["RR", "RTH"], static=[8], seeds=range(3))
+    specs += grids.quality_cost("demo", "pydoc", schedules=[], static=[6], q_max=[6], seeds=range(3))
+    rows = rows_of(specs, lambda s: six if s.arm == "static 6" else 10.0, "perplexity")
+    e = entry(rows, "language_q_max")
+    assert e.verdict(False) == said
+    assert e.effects[0][0].interval[0] == pytest.approx(100 * np.log(six / 10), abs=0.1)  # percent of the perplexity
+    worse = rows_of(specs, lambda s: 12.0 if s.arm in ("RR", "RTH") else 10.0, "perplexity")
+    assert entry(worse, "language_large").verdict(False) == CONTRADICTED
+
+
+@pytest.mark.parametrize("sign", [1, -1])
+def test_correlation(sign):
+    specs = grids.quality_cost("demo", seeds=range(3))
+    rows = rows_of(specs, lambda s: 0.5 + 0.1 * sign * float(s.schedule.bits().mean()))
+    e = entry(rows, "cost_decides")
+    assert e.verdict(False) == (CONFIRMED if sign > 0 else CONTRADICTED)
+    assert e.effects[0][0].n == 11
+
+
+@pytest.mark.parametrize("sign", [1, -1])
+def test_critical_periods(sign):
+    specs = grids.deficit_scan("demo", "digits", seeds=range(3))
+
+    def value(s):
+        if not s.schedule.windows:
+            return 0.9
+        ((start, stop),) = s.schedule.windows
+        late = 0 if stop == s.recipe.steps else start / 10_000
+        return 0.9 - sign * ((stop - start) / 2_000 - late)
+
+    rows = rows_of(specs, value)
+    length, window = entry(rows, "deficit_length"), entry(rows, "deficit_window")
+    said = CONFIRMED if sign > 0 else CONTRADICTED
+    assert (length.verdict(False), window.verdict(False)) == (said, said)
+    assert length.effects[0][0].interval[0] == pytest.approx(20 * sign, abs=0.1)  # the longest, 400 steps
+    assert "400 of 800 steps" in length.effects[0][0].what
+    assert window.effects[0][0].interval[0] == pytest.approx(3 * sign, abs=0.1)  # [300, 500) against [0, 200)
+    assert "[300, 500) of 600 minus [0, 200) of 600" in window.effects[0][0].what
+
+
+@pytest.mark.parametrize("sign", [1, -1])
+def test_delay(sign):
+    specs = grids.equal_cost("demo", "digits", seeds=range(3))
+    rows = rows_of(specs, lambda s: 0.8 + 0.05 * sign * ("delayed" in s.arm))
+    e = entry(rows, "delay")
+    assert e.verdict(False) == (CONFIRMED if sign > 0 else CONTRADICTED)
+    assert e.stores() == ["made_up.jsonl"]
+    assert "RR delayed 10 % minus RR" in e.evidence()[0]
+
+
+@pytest.mark.parametrize(("gap", "said"), [(0.0, CONFIRMED), (-0.05, CONTRADICTED)])
+def test_cycles(gap, said):
+    specs = [
+        s for n in (2, 8) for s in grids.quality_cost("demo", schedules=["CR"], static=[], n_cycles=n, seeds=range(3))
+    ]
+    rows = rows_of(specs, lambda s: 0.8 + gap * (s.recipe.n_cycles == 8))
+    assert entry(rows, "cycles").verdict(False) == said
+    only = [r for r in rows if r["spec"]["recipe"]["n_cycles"] == 8]
+    assert entry(only, "cycles").effects == []
+
+
+def test_costs_are_computed():
+    for name in ("ptb_costs", "cost_groups", "more_than_halved"):
+        e = entry([], name)
+        assert e.verdicts() == ("confirmed, exact", "–")
+    assert "9.16, 7.04, 5.59" in entry([], "ptb_costs").evidence()[0]
+
+
+def test_a_failed_sweep_is_no_evidence():
+    rows = [{**r, "status": "failed", "metrics": []} for r in by_arm(grids.quality_cost("demo", seeds=range(3)), {})]
+    entries = ledger.ledger({"x": rows})
+    assert [e.claim for e in entries] == ledger.claims()
+    assert all(e.verdict(False) == OPEN for e in entries)
+
+
+# --- the list -------------------------------------------------------------------------------------
+
+
+def test_the_claims_are_complete_and_can_be_settled():
+    claims = ledger.claims()
+    assert len(claims) >= 18
+    assert len(IDS) == len(claims)
+    for claim in claims:
+        assert claim.place.startswith(("section", "abstract"))
+        for grid in claim.grids.split():
+            assert grid in grids.GRIDS
+            assert "paper" in grids.GRIDS[grid].scales
+        if claim.test in ("no_worse", "equal"):
+            assert claim.margin > 0, claim.id
+
+
+def test_a_misspelt_claim_is_refused(monkeypatch):
+    table = pd.read_csv(paper_dir() / "claims.csv", keep_default_na=False)
+    table.loc[0, "measure"] = "guess"
+    monkeypatch.setattr(ledger.pd, "read_csv", lambda *a, **k: table)
+    with pytest.raises(ValueError, match="claim ptb_costs: unknown measure 'guess'; choose from arms"):
+        ledger.claims()
+
+
+def test_the_committed_rows_are_judged_by_the_rules_alone():
+    """Recompute one effect of the committed rows here, without the ledger."""
+    rows = stores.load_rows(results_dir() / "graph_facebook.jsonl")
+    effect = next(e for e, _ in entry(rows, "gcn_aggregation").effects if "facebook" in e.experiment)
+    value = {}
+    for row in rows:
+        spec = row["spec"]
+        if spec["arm"] == "static 8" and spec["recipe"]["model"] == "gcn":
+            (accuracy,) = [
+                m["value"] for m in row["metrics"]
+                if (m["name"], m["split"], m["when"], m["precision"]) == ("accuracy", "test", "final", "q_max")
+            ]  # fmt: skip
+            value[spec["recipe"]["aggregation"], spec["seed"]] = accuracy
+    seeds = sorted({seed for _, seed in value})
+    differences = [100 * (value["fp", s] - value["quantized", s]) for s in seeds]
+    assert effect.interval == pytest.approx(results.interval(differences))
+    assert isinstance(IDS["gcn_aggregation"], Claim)
