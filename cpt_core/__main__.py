@@ -153,6 +153,46 @@ def report(
     typer.echo(f"report: {r.write_report(store or None, out)}")
 
 
+@app.command("range-test", cls=Many)
+def range_test(
+    dataset: Annotated[str, typer.Argument(help="a named data set, or your own images, before the options")],
+    model: Annotated[str | None, typer.Option(help="the first of the data set if left out")] = None,
+    scale: Scale = "demo",
+    q_max: Annotated[int, typer.Option(help="bits that the others are compared with")] = 8,
+    bits: Annotated[list[int], typer.Option(help="precisions to try, such as 2 3 4; 2 to q_max - 1 if left out")] = [],  # noqa: B006
+    dwell: Annotated[int, typer.Option(help="optimizer steps at each precision")] = 100,
+    mode: Annotated[str, typer.Option(help="reset, or continuing as the CPT paper words it")] = "reset",
+    seeds: Annotated[list[int], typer.Option(help="repetitions, such as 0 1 2")] = [0, 1, 2],  # noqa: B006
+    task: Annotated[str, typer.Option(help="of data of your own: image, detection, graph, ...")] = "image",
+    device: Device = "auto",
+    figure: Annotated[Path | None, typer.Option(help="draw the answer into this file")] = None,
+) -> None:
+    """Find the lowest precision that still trains a data set's model: the precision range test."""
+    from cpt_core.recipes import recipe
+
+    r = recipe(scale, dataset, model, task=task)
+    if figure is not None and not figure.parent.is_dir():
+        raise FileNotFoundError(f"there is no folder {figure.parent}")
+    import warnings
+
+    from cpt_core.range_test import RangeTestWarning, precision_range_test
+    from cpt_core.specs import run_spec
+    from cpt_core.worker import choose_device
+
+    device = choose_device(device, run_spec(r, f"static {q_max}", q_max=q_max, seed=0, scale=scale))
+    warnings.simplefilter("ignore", RangeTestWarning)  # it is part of the answer
+    found = precision_range_test(
+        r, q_max=q_max, bits=bits or None, dwell=dwell, mode=mode, seeds=seeds, device=device,
+        progress=sys.stderr.isatty(),
+    )  # fmt: skip
+    typer.echo(f"{found.title}\n{found}")
+    if figure is not None:
+        found.figure().savefig(figure, dpi=120)
+        typer.echo(f"drawn in {figure}")
+    if found.q_min is None:
+        raise typer.Exit(1)
+
+
 @app.command()
 def claims(
     evidence: Annotated[bool, typer.Option(help="show the effects behind every verdict")] = False,

@@ -223,7 +223,7 @@ def equal_cost(
 
     With the cost of RR, or of RR's profile bent to ``budget``: that schedule; the same profile delayed, and bent until
     it costs the same; ER, static ``q_max`` and the lowest static precision that costs no less per step than RR, each
-    stopped when the money is spent (by whole steps: never later).
+    stopped when the money is spent (by whole steps: never later), its learning rate falling accordingly sooner.
 
     Args:
         scale: "smoke", "demo" or "paper".
@@ -241,8 +241,8 @@ def equal_cost(
     """
     r = _changed(recipe(scale, dataset, model, task=task or "image"), task, changes)
 
-    def solved(cost: float, delay: float = 0.0) -> Schedule:
-        return solve_schedule(cost, r.q_min, q_max, r.steps, r.n_cycles, "rex", delay=delay)
+    def solved(level: float, delay: float = 0.0) -> Schedule:
+        return solve_schedule(level, r.q_min, q_max, r.steps, r.n_cycles, "rex", delay=delay)
 
     def make(arm: str, at: Recipe = r, schedule: Schedule | None = None, seed: int = 0) -> RunSpec:
         if schedule is None:

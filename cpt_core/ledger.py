@@ -254,18 +254,26 @@ def _correlation(rows: list[Row], claim: Claim) -> Iterator[Effect]:
 
 
 def _deficit_length(rows: list[Row], claim: Claim) -> Iterator[Effect]:
-    """The longest deficit at the start against training of the same length, and no better than without it."""
+    """The longest deficit at the start against the weaker of two trainings without one.
+
+    Lasting damage shows against both: worse than the normal training alone (else low steps are worth less than good
+    ones, but harm nothing), and worse than training of the same length at q_max (else it is the length that harms).
+    """
     for group in experiments.deficit_experiments(rows):
         found = experiments.deficits(group)
-        found = found[(found.experiment == "length") & (found.place == "start")]
-        if len(found):
-            longest = found.sort_values("stop").iloc[-1]
+        found = found[found.experiment == "length"]
+        deficits, clean = found[found.place == "start"], found[found.place == "none"]
+        if len(deficits):
+            longest = deficits.sort_values("stop").iloc[-1]
             runs = _quality(group)
-            family = runs[runs["recipe"] == longest.recipe]
-            control = family["arm"].str.startswith("no deficit")
-            differences = _by_seed(family[control]) - _by_seed(family[family["arm"] == longest.arm])
-            what = f"same length at q_max minus a deficit of {longest.stop} of {longest.total} steps"
-            yield _effect(group, differences.dropna(), what)
+            controls = {}
+            for r in clean[clean.total.isin([longest.total, clean.total.min()])].itertuples():
+                controls[f"{r.total} steps at q_max"] = _by_seed(runs[(runs.recipe == r.recipe) & (runs.arm == r.arm)])
+            mine = _by_seed(runs[(runs.recipe == longest.recipe) & (runs.arm == longest.arm)])
+            if controls:
+                weaker = min(controls, key=lambda name: controls[name].mean())
+                what = f"{weaker} minus a deficit of {longest.stop} of {longest.total} steps"
+                yield _effect(group, (controls[weaker] - mine).dropna(), what)
 
 
 def _deficit_window(rows: list[Row], claim: Claim) -> Iterator[Effect]:

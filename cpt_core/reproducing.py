@@ -30,11 +30,11 @@ HEADER = """# Reproducing the paper
 | figure 6 | the same | `ogbn-arxiv/gcn`, `ogbn-products/sage` | the same, or `python -m cpt_core run ogbn-arxiv/gcn` | no, needs a GPU |
 | figure 7, Penn Treebank | [06_language](notebooks/06_language.ipynb) | `ptb/lstm` | `papermill notebooks/06_language.ipynb out.ipynb -p scale paper -p dataset ptb -p pairs ""`, or `python -m cpt_core run ptb/lstm` | no, needs a GPU |
 | figure 7, XNLI | the same | `xnli/bert` | the same with `-p pairs xnli`, or `python -m cpt_core run xnli/bert` (198 runs: three learning rates per arm) | no, needs a GPU |
+| figure 8, table 1 | [07_critical_periods](notebooks/07_critical_periods.ipynb) | `cifar10/deficit_length`, `cifar10/deficit_window`, `imagenet/deficit_length`, `ogbn-arxiv/deficit_length`, `ogbn-arxiv/deficit_window` | `papermill notebooks/07_critical_periods.ipynb out.ipynb -p scale paper -p dataset cifar10 -p model resnet74 -p graph ogbn-arxiv`, or `python -m cpt_core run cifar10/deficit_length` | no, needs a GPU |
+| section 4.5, range test | [08_choosing_a_schedule](notebooks/08_choosing_a_schedule.ipynb) | `digits/equal_cost`, `digits-graph/equal_cost`; any recipe with `grids.equal_cost` | `make reproduce NB=08`, `python -m bench.range_tests` | no, needs a GPU |
 
 `make plan` lists all grids with what is done and what the rest takes; [SWEEPS.md](SWEEPS.md) explains sweeps; `make report`
 puts what is stored beside the paper's numbers.
-
-Critical learning periods (figure 8, table 1) are not there yet.
 
 ## What is exact, what is not
 
@@ -55,10 +55,17 @@ Critical learning periods (figure 8, table 1) are not there yet.
 | `data/results/detection_voc2007_subset320.jsonl` | 320 photographs of VOC 2007's test split, 240 to train and 80 to test on: the paper's network from scratch, 128 pixels, 6 epochs; one seed; not VOC results | `run_grid(grids.quality_cost("demo", "voc2007-subset320/", task="detection", schedules=["CR", "RR", "ER"], static=[8], seeds=[0], steps=360, n_cycles=6, evaluate_every=180), store)` |
 | `data/results/graph_facebook.jsonl` | Facebook page-page, 128 derived features: GCN 32 wide, FP-Agg (17 arms) and Q-Agg (static 2, 3, 4, 8), 5 seeds; GraphSAGE, 5 arms, 3 seeds; not OGBN results | `run_grid(grids.quality_cost("demo", task="graph", dataset="facebook_ogb_layout/", seeds=range(5)), store)`, the same with `grids.aggregation(..., bits=[2, 3, 4, 8])`; `model="sage"` |
 | `data/results/graph_cora.jsonl` | Cora, standard split of 140 labels: GCN, 17 arms, 3 seeds; FP-Agg and Q-Agg at 2, 3, 8 bits, 5 seeds; shows mechanics only | the same with `"planetoid/cora/"` |
-
 | `data/results/language_pydoc.jsonl` | characters of Python's reference text: LSTM 128 wide, 160 steps, q_min 2, ten schedules, static 2, 3, 4, 8, and 6 with 6-bit gradients; 3 seeds | `make reproduce NB=06` |
 | `data/results/language_ptb.jsonl` | Penn Treebank, whole text and vocabulary; LSTM 128 wide instead of 800, one epoch instead of 40, no dropout, rate 20 on a cosine: q_min 5 with CR, RR, ER, static 8 and 6 (8- and 6-bit gradients), RR of q_min 2; one or two seeds; not the paper's setting | `run_grid(grids.quality_cost("demo", "ptb", schedules=["CR", "RR", "ER"], static=[8], seeds=[0], steps=1328, embedding=128, hidden=128, vocabulary=None, train_tokens=None, valid_tokens=None, test_tokens=None, q_min=5), store)`, the same with `static=[6]`, `q_max=[6]`, `q_min=2`, `seeds=[1]` |
 | `data/results/entailment_xnli.jsonl` | XNLI in English on 9,888 rows of MultiNLI (2.5 % of the training set): small BERT from scratch, 64 tokens, two epochs, two learning rates; test en, es, ur; one seed; not the paper's setting | `run_grid(grids.quality_cost("demo", "xnli", schedules=["CR", "RR", "ER"], static=[8], seeds=[0], steps=618, n_cycles=2, q_min=5, length=64, dropout=0.1, language="en", test_languages=("en", "es", "ur"), train_pairs=None, valid_pairs=None, test_pairs=None, learning_rates=(5e-4, 1e-3)), store)` |
+| `data/results/deficit_digits.jsonl` | critical periods on 300 digits, network without normalisation, 2 instead of 8 bits: deficits of 0 to 400 steps before 400 normal ones, windows of 200 in 600, both controls; 10 seeds | `run_grid(grids.deficit_scan("demo", "digits", seeds=range(10)), store)` |
+| `data/results/deficit_facebook.jsonl` | the same on Facebook page-page: deficits of 0 to 64 epochs before 48, windows of 32 in 96; 5 seeds | `run_grid(grids.deficit_scan("demo", "facebook_ogb_layout/", task="graph", seeds=range(5)), store)` |
+| `data/results/equal_cost_digits.jsonl` | what the BitOps of RR buy on digits, and those of static 5 bits; 12 seeds | `run_grid(grids.equal_cost("demo", "digits", seeds=range(12)), store)`, the same with `budget=0.546875, delay=0.2` |
+| `data/results/equal_cost_facebook.jsonl` | the same on Facebook page-page; 10 seeds | the same with `"facebook_ogb_layout/", task="graph", seeds=range(10)` |
+| `data/results/equal_cost_pydoc.jsonl` | the same on characters, at the cost of RR; 6 seeds | the same with `"pydoc", seeds=range(6)` |
+| `data/results/image_digits_fresh.jsonl`, `graph_facebook_fresh.jsonl`, `language_pydoc_fresh.jsonl` | ten schedules and static 8 bits with seeds that were run after the rule of `experiments.predictors` was written (seeds 5 to 9; 5 to 7; 3 to 5) | `run_grid(grids.quality_cost("demo", "digits", static=[8], seeds=range(5, 10)), store)` and so on |
+| `data/results/cycles_digits.jsonl`, `cycles_pydoc.jsonl` | CR with 2 and with 8 cycles, 10 seeds; with 8 cycles, 6 seeds | `run_grid(grids.quality_cost("demo", "digits", schedules=["CR"], static=[], n_cycles=8, seeds=range(10)), store)` |
+| `data/results/range_tests.json` | precision range tests of the demo recipes | `python -m bench.range_tests` |
 
 Null results: on photographs of VOC 2007 the paper's detector learned next to nothing in six epochs from scratch, at any precision;
 on scenes of digits static 4 bits did as well as the schedules of its cost. On Penn Treebank no schedule between 5 and 8 bits could be told from static 8 bits, and on characters 6 bits with 6-bit

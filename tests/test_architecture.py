@@ -12,10 +12,11 @@ PACKAGE = ROOT / "cpt_core"
 
 # Each module may import those before it.
 ORDER = [
-    "paths", "cost", "schedules", "budget", "quantizers", "layers", "lstm_layers", "graph_ops", "graph_layers", "dgl_layers",
-    "attention_layers", "convert", "scheduler", "bitops", "integrations", "recipes", "specs",
+    "paths", "cost", "schedules", "budget", "quantizers", "layers", "lstm_layers", "graph_ops", "graph_layers",
+    "dgl_layers", "attention_layers", "convert", "scheduler", "bitops", "integrations", "recipes", "specs",
     "models", "data", "tasks", "train", "grids", "leases", "stores", "worker", "calibration", "cluster", "runs", "plan",
-    "results", "experiments", "figures", "range_test", "parameters", "teaching", "ledger", "reproducing", "report", "reproduce", "__main__",
+    "results", "experiments", "figures", "range_test", "parameters", "teaching", "ledger", "reproducing", "report",
+    "reproduce", "__main__",
 ]  # fmt: skip
 WITHOUT_TORCH = [
     "schedules",

@@ -48,7 +48,11 @@ def command(monkeypatch, capsys):
         (["plan", "digits/mlp6", "--device", "tpu"], "unknown device 'tpu'"),
         (["run"], "Missing argument 'grid'"),
         (["run", "figure_3"], "'figure_3' is several grids; choose one of cifar10/resnet74"),
-        (["run", "ogbn-arxiv/deficit_length"], "cannot run yet: its task is not there"),
+        (["run", "ogbn-arxiv/deficit_length"], "python -m cpt_core download ogbn-arxiv"),
+        (["range-test", "digitz"], "no demo recipe for dataset 'digitz'"),
+        (["range-test", "digits", "--mode", "restart"], "unknown mode 'restart'; choose from reset, continuing"),
+        (["range-test", "digits", "--bits", "2", "9"], "bits must name precisions below q_max = 8"),
+        (["range-test", "digits", "--figure", "no/such/folder.png"], "there is no folder no/such"),
         (["run", "voc2012/retinanet"], "python -m cpt_core download voc2012"),
         (["run", "digits/mlp7"], "no grid 'digits/mlp7'; did you mean 'digits/mlp6'?"),
         (["run", "digits/mlp6", "--scale", "huge"], "has no scale 'huge'; choose from demo, smoke"),
@@ -131,21 +135,24 @@ def test_a_plan_knows_the_price_before_anything_runs(monkeypatch):
 
 
 def test_every_figure_and_table_has_its_grids():
-    assert {grid.artefact for grid in GRIDS.values()} == {"table_1", *(f"figure_{i}" for i in range(3, 9))}
+    artefacts = {grid.artefact for grid in GRIDS.values()}
+    assert artefacts == {"table_1", "section_5", *(f"figure_{i}" for i in range(3, 9))}
+    counts = {  # arms at paper scale
+        "cifar10/deficit_length": 1 + 5 * 3, "cifar10/deficit_window": 1 + 4 + 1, "imagenet/deficit_length": 1 + 2 * 3,
+        "ogbn-arxiv/deficit_length": 1 + 10 * 3, "ogbn-arxiv/deficit_window": 1 + 5 + 1, "xnli/bert": 66,
+    }  # fmt: skip
     for name, grid in GRIDS.items():
-        assert (grid.make is None) == (grid.runs is not None), name
-        if grid.make is not None:
-            for scale in grid.scales:
-                specs = grids.grid_specs(name, scale)
-                assert len({s.key for s in specs}) == len(specs)
-                if grid.artefact == "figure_5":  # two aggregations at static q_max
-                    assert len(specs) == {"paper": 6, "demo": 6, "smoke": 2}[scale]
-                else:
-                    assert len(specs) > 10
-                    assert scale != "paper" or len(specs) == (198 if name == "xnli/bert" else 66)
+        for scale in grid.scales:
+            specs = grids.grid_specs(name, scale)
+            assert len({s.key for s in specs}) == len(specs)
+            if grid.artefact == "figure_5":  # two aggregations at static q_max
+                assert len(specs) == {"paper": 6, "demo": 6, "smoke": 2}[scale]
+            else:
+                assert len(specs) >= 6
+                assert scale != "paper" or len(specs) == 3 * counts.get(name, 22)
     frame = plan.plan(measured=False)
     assert len(frame) == len(GRIDS)
-    assert "its task is not there yet" in plan.text(frame)
+    assert f"{len(GRIDS)} grids" in plan.text(frame)
 
 
 def test_a_measurement_is_kept_and_agrees_with_a_run(tmp_path):
@@ -236,15 +243,17 @@ def test_the_report_is_one_page_that_needs_nothing_else(place):
     assert re.findall(r"(?:src|href)=['\"](?!data:)[^'\"]*", page) == []
     assert not re.search(r"https?://|<script|@import|url\(", page)
     images = re.findall(r"src='data:image/png;base64,([^']*)'", page)
-    # figure 2; experiments: four on images, two on detection, six on graphs (figure 5 for three), three on language
-    assert len(images) == 19
+    # figure 2; experiments: six on images, two on detection, six on graphs (figure 5 for three), four on language; two
+    # on critical periods, three at equal cost, one of predictors
+    assert len(images) == 28
     assert all(base64.b64decode(i).startswith(b"\x89PNG") for i in images)
-    runs = results.load(DIGITS)
+    runs = results.load(DIGITS, DIGITS.with_name("image_digits_fresh.jsonl"))
     network = runs[(runs.model == "mlp6") & (runs.q_min == 3) & (runs.arm == "CR")]
     assert f"<td>{100 * network.accuracy.mean():.1f}</td>" in page
     for words in (
-        "Rank correlation of cost and quality (accuracy) over 11 arms: 0.61 [0.45, 0.76] (95 % bootstrap over 5 seeds)",
-        "92.23 %", "table 1, +-0.09", "its task is not there yet", "Pareto front", "data/results/image_digits.jsonl",
+        "Critical learning periods: mlp6 on scikit-learn digits", "Equal cost: mlp6 on scikit-learn digits",
+        "92.23 %", "table 1, +-0.09", "Claims of the paper", "contradicted (", "confirmed, exact", "Pareto front",
+        "data/results/image_digits.jsonl",
         "the authors choose it on the test set",
     ):  # fmt: skip
         assert words in page
@@ -264,6 +273,24 @@ def test_a_report_of_runs_that_failed(ok, place):
     assert ("Rank correlation" in page) == (len(ok) == 3)
     assert page.count("<td>1</td>") >= 4  # four runs, finished or failed
     assert f"{4 - len(ok)} failed" in report.summary("demo")[0]
+
+
+def test_a_range_test_says_what_it_found(command, place):
+    words = ["range-test", "digits", "--scale", "smoke", "--bits", "2", "3", "--dwell", "8", "--seeds", "0", "1"]
+    status, said, _ = command(*words, "--figure", str(place / "f.png"))
+    assert status == (0 if "q_min = " in said else 1)
+    assert said.startswith("mlp6 on scikit-learn digits")
+    assert "mean +- std, 2 seeds, 8 steps each" in said
+    assert [line.split()[0] for line in said.splitlines() if line[:4].strip().isdigit()] == ["2", "3", "8"]
+    assert (place / "f.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_claims_on_the_command_line(command):
+    status, said, _ = command("claims", "--evidence")
+    assert status == 0
+    assert "Delaying low precision avoids the damage (section 5, closing remark)" in said
+    assert "contradicted: GCN (FP-Agg) on own graph (facebook_ogb_layout), 2 to 8 bits: CR minus static 8" in said
+    assert "paper scale: confirmed, exact; smaller: –" in said
 
 
 def test_pareto_front():

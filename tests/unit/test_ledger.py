@@ -160,6 +160,23 @@ def test_critical_periods(sign):
     assert "[300, 500) of 600 minus [0, 200) of 600" in window.effects[0][0].what
 
 
+def test_lost_time_is_no_damage():
+    """Low steps that are worth less than good ones, but more than nothing: better than without, worse than as long."""
+    specs = grids.deficit_length("demo", "digits", seeds=range(3))
+
+    def value(s):
+        low = sum(stop - start for start, stop in s.schedule.windows)
+        return 0.5 + (s.recipe.steps - low / 2) / 10_000
+
+    e = entry(rows_of(specs, value), "deficit_length")
+    assert e.verdict(False) == CONTRADICTED
+    assert e.effects[0][0].what.startswith("400 steps at q_max minus")
+    harmed_by_length = rows_of(specs, lambda s: 0.5 - s.recipe.steps / 10_000)
+    e = entry(harmed_by_length, "deficit_length")
+    assert e.effects[0][0].what.startswith("800 steps at q_max minus")
+    assert abs(e.effects[0][0].interval[0]) < 0.1
+
+
 @pytest.mark.parametrize("sign", [1, -1])
 def test_delay(sign):
     specs = grids.equal_cost("demo", "digits", seeds=range(3))

@@ -453,6 +453,7 @@ def test_the_cost_of_a_paper_s_schedule_gives_it_again(family, q_min, q_max, ste
 @pytest.mark.parametrize("q_grad", [3, 8, 12])
 def test_budgets_count_gradients_of_other_bits(budget, q_grad):
     schedule = solve_schedule(budget, 2, 6, 6_400, q_grad=q_grad)
+    assert isinstance(schedule, CyclicSchedule)
     spent = np.mean([q * q + 2 * q * q_grad for q in schedule.bits().tolist()]) / (36 + 12 * q_grad)
     assert spent == pytest.approx(budget, rel=1e-3)
 
