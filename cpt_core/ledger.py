@@ -7,14 +7,14 @@ claim's direction, and a *test*, the rule that turns an effect into a verdict:
   margin if there is one (then the effect is smaller than the claim says); else open.
 - ``no_worse``: confirmed when the interval lies above minus the margin, contradicted when it lies below it, else open.
 - ``equal``: confirmed inside +- margin, contradicted outside of it, else open.
-- ``correlation``: as ``more``; the interval is a bootstrap over seeds and arms.
+- ``correlation``: as ``more``; the interval is a bootstrap over seeds and arms. ``predictor`` too.
 - ``exact``: confirmed or contradicted by computation.
 
 Intervals are Student's t of differences paired by seed, in points of the metric (percent of the perplexity). With fewer
 than three seeds the verdict is open. Over the experiments of one scale a claim is confirmed or contradicted when at
 least one experiment says so and none the opposite; where they disagree it is open. A correlation is claimed for every
-domain: it is confirmed when all experiments confirm it. Many comparisons are made: of twenty intervals one misses by
-chance.
+domain: it is confirmed when all experiments confirm it; a better predictor needs two domains. Many comparisons are
+made: of twenty intervals one misses by chance.
 
 >>> verdict("more", 0.0, (1.2, 0.4, 2.0), n=5)
 'confirmed'
@@ -48,23 +48,26 @@ def verdict(test: str, margin: float, effect: Interval, n: int) -> str:
         return CONFIRMED if mean > 0 else CONTRADICTED
     if n < LEAST_SEEDS or not (low <= mean <= high):
         return OPEN
-    if test in ("more", "correlation"):
+    if test in ("more", "correlation", "predictor"):
         return CONFIRMED if low > 0 else CONTRADICTED if high < margin or high < 0 else OPEN
     if test == "no_worse":
         return CONFIRMED if low > -margin else CONTRADICTED if high < -margin else OPEN
     if test == "equal":
         inside, outside = -margin < low and high < margin, low > margin or high < -margin
         return CONFIRMED if inside else CONTRADICTED if outside else OPEN
-    raise ValueError(f"unknown test {test!r}; choose from more, no_worse, equal, correlation, exact")
+    raise ValueError(f"unknown test {test!r}; choose from more, no_worse, equal, correlation, predictor, exact")
 
 
-def combined(verdicts: Iterable[str], test: str = "more") -> str:
-    """Return the verdict of several experiments of one scale; for a ``correlation`` all must confirm."""
-    found = set(verdicts)
+def combined(votes: Iterable[tuple[str, str]], test: str = "more") -> str:
+    """Return the verdict of several experiments of one scale, given as (domain, verdict), by the rule of the test."""
+    votes = list(votes)
+    found = {v for _, v in votes}
     if test == "correlation" and CONTRADICTED not in found:
         return CONFIRMED if found == {CONFIRMED} else OPEN
     decided = found - {OPEN}
-    return decided.pop() if len(decided) == 1 else OPEN
+    if len(decided) != 1 or (test == "predictor" and len({domain for domain, v in votes if v != OPEN}) < 2):
+        return OPEN
+    return decided.pop()
 
 
 @dataclass(frozen=True)
@@ -77,6 +80,7 @@ class Effect:
     n: int
     what: str
     stores: tuple[str, ...] = ()
+    domain: str = ""
 
     def __str__(self) -> str:
         """Return it in words; exact ones have no interval."""
@@ -116,7 +120,8 @@ class Entry:
 
     def verdict(self, paper_scale: bool) -> str:
         """Return the verdict of the experiments at paper scale (exact ones are), or of the smaller ones."""
-        return combined((v for e, v in self.effects if (e.scale in ("paper", "exact")) == paper_scale), self.claim.test)
+        at = [(e.domain, v) for e, v in self.effects if (e.scale in ("paper", "exact")) == paper_scale]
+        return combined(at, self.claim.test)
 
     def verdicts(self) -> tuple[str, str]:
         """Return the verdicts at paper scale and at smaller scales in words; "–" where only one of them can be."""
@@ -124,9 +129,9 @@ class Entry:
             return f"{self.verdict(True)}, exact", "–"
         words = []
         for paper_scale in (True, False):
-            said = [v for e, v in self.effects if (e.scale == "paper") == paper_scale]
-            counts = ", ".join(f"{n} {word}" for word, n in sorted(Counter(said).items()))
-            words.append(f"{combined(said, self.claim.test)} ({counts})" if said else "open (not run)")
+            said = Counter(v for e, v in self.effects if (e.scale == "paper") == paper_scale)
+            counts = ", ".join(f"{n} {word}" for word, n in sorted(said.items()))
+            words.append(f"{self.verdict(paper_scale)} ({counts})" if said else "open (not run)")
         return words[0], words[1]
 
     def evidence(self) -> list[str]:
@@ -243,14 +248,25 @@ def _top_bits(rows: list[Row], claim: Claim) -> Iterator[Effect]:
 
 
 def _correlation(rows: list[Row], claim: Claim) -> Iterator[Effect]:
+    """Rank correlation of cost and quality; with ``a`` what a predictor's is more than that of cost."""
     for group in experiments.experiments(rows):
         try:
-            cost_line = experiments.predictors(group).iloc[0]
+            found = experiments.predictors(group).set_index("predictor")
         except ValueError:  # too few arms or seeds
             continue
-        interval = (cost_line.strength, cost_line.low, cost_line.high)
-        what = f"rank correlation over {cost_line.arms} arms, {cost_line.seeds} seeds"
-        yield Effect(_name(group), group[0]["spec"]["scale"], interval, int(cost_line.arms), what, _stores(group))
+        line = found.loc[claim.a or "relative_cost"]
+        interval = (line.difference, line.difference_low, line.difference_high)
+        what = f"over {line.arms} arms, {line.seeds} seeds"
+        what = (
+            f"strength of {claim.a.replace('_', ' ')} minus that of cost {what}"
+            if claim.a
+            else f"rank correlation {what}"
+        )
+        if not claim.a:
+            interval = (line.strength, line.low, line.high)
+        spec = group[0]["spec"]
+        n, domain = int(line.arms), spec["recipe"]["task"]
+        yield Effect(_name(group), spec["scale"], interval, n, what, _stores(group), domain)
 
 
 def _deficit_length(rows: list[Row], claim: Claim) -> Iterator[Effect]:

