@@ -83,10 +83,10 @@ def deficits(rows: Iterable[Row], metric: str | None = None) -> pd.DataFrame:
     better = measure_of(metric).better
     families = list(runs.groupby("recipe", sort=False))
     is_window = {key: bool(((f.start > 0) & (f.stop < f.total)).any()) for key, f in families}
-    clean = Counter(
-        int(f.total.iloc[0] - max(f.stop[f.start == 0])) for key, f in families if not is_window[key]
-    )  # steps after a deficit at the start: what most of these families share
-    after = max(clean, key=lambda n: (clean[n], -n)) if clean else 0
+    # steps after a deficit at the start: those of a training without one, shared by most of these families
+    unharmed = {int(f.total.iloc[0]) for _, f in families if (f.stop == 0).any()}
+    clean = Counter(int(f.total.iloc[0] - max(f.stop[f.start == 0])) for key, f in families if not is_window[key])
+    after = max(clean, key=lambda n: (n in unharmed, clean[n], n)) if clean else 0
     lines = []
     for key, family in families:
         total = int(family.total.iloc[0])
@@ -230,7 +230,7 @@ def predictors(
         difference_high; verdict "better", "worse" or "undecided"; arms, seeds.
 
     Raises:
-        ValueError: for fewer than ten arms or two seeds.
+        ValueError: for fewer than ten arms or two seeds, and when all arms are alike.
 
     Paper: section 4.5 (cost and quality correlate); the other predictors are not in the paper.
     """
@@ -247,6 +247,8 @@ def predictors(
         raise ValueError(f"ten arms and two seeds are needed, there are {len(wide)} and {wide.shape[1]}")
     values = measure_of(metric).better * wide.to_numpy()
     n, seeds = values.shape
+    if np.ptp(values) == 0:
+        raise ValueError(f"all arms have the same {metric}; there is nothing to rank")
     first = runs.groupby("arm")[list(PREDICTORS)].first().loc[wide.index]
     xs = first.to_numpy().T * np.array([list(PREDICTORS.values())]).T
     rng = np.random.default_rng(0)
@@ -269,6 +271,18 @@ def predictors(
             }
         )  # fmt: skip
     return pd.DataFrame(lines)
+
+
+def predictors_by_title(rows: Iterable[Row]) -> dict[str, pd.DataFrame]:
+    """Return ``predictors`` of every experiment in the rows that is large enough, by what was trained."""
+    found = {}
+    for group in experiments(rows):
+        title = next((row["title"] for row in group if row.get("title")), group[0]["spec"]["recipe"]["model"])
+        try:
+            found[f"{title}, {group[0]['spec']['scale']} scale"] = predictors(group)
+        except ValueError:  # too few arms or seeds
+            continue
+    return found
 
 
 def _spearman(x: np.ndarray, y: np.ndarray) -> np.ndarray:

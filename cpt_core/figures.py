@@ -270,6 +270,7 @@ def figure_8(rows: Iterable[Row], metric: str | None = None) -> Figure:
             if name == "length":
                 ax.plot(x[control.index], control["mean"], "s-", color=COLORS["static"], markersize=3, linewidth=1.2)
             ax.plot([], [], color=COLORS["static"], label="control: q_max, same length")
+            ax.tick_params(labelleft=True)  # shared, but for the learning curve's axis beside it
             _learning_curve(ax, rows, min(part.total), metric)
             ax.legend(fontsize=8, loc="lower left")
         if measure.better < 0:
@@ -281,7 +282,8 @@ def figure_8(rows: Iterable[Row], metric: str | None = None) -> Figure:
         schedule = rows[0]["spec"]["schedule"]
         figure.suptitle(
             f"{warning}{title}: {schedule['q_low']} instead of {schedule['q_high']} bits for a while, "
-            f"{runs['seed'].nunique()} seeds" + (f"; {lost} runs diverged" if lost else ""),
+            f"{runs['seed'].nunique()} seed{'s' * (runs['seed'].nunique() > 1)}"
+            + (f"; {lost} runs diverged" if lost else ""),
             fontsize=10,
         )
         figure.tight_layout()

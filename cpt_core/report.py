@@ -75,8 +75,12 @@ def write_report(files: Sequence[Path] | None = None, out: Path | None = None) -
     files = all_stores() if files is None else files
     of = {path: [row for row in load_rows(path) if row["spec"]["scale"] != "smoke"] for path in files}
     rows = list(stores.newest(row for part in of.values() for row in part).values())
-    groups = experiments.experiments(rows)
-    shown = [*map(_experiment, groups), *_aggregations(rows), *_critical_periods(rows), *_equal_costs(rows)]
+    shown = [
+        *map(_experiment, experiments.experiments(rows)),
+        *_aggregations(rows),
+        *_critical_periods(rows),
+        *_equal_costs(rows),
+    ]
     parts = [
         "<h1>Cyclic precision training: figures and tables from stored runs</h1>",
         "<p class='note'>Made from result rows alone. Training at low precision is simulated; bit operations (BitOps) "
@@ -87,7 +91,7 @@ def write_report(files: Sequence[Path] | None = None, out: Path | None = None) -
         _image(figures.figure_2(), "precision over training steps for the ten schedules"),
         *_claims(of),
         *(shown or ["<h2>Results</h2><p>No rows are stored yet; <code>make plan</code> lists the grids.</p>"]),
-        *_predictors(groups),
+        *_predictors(rows),
         "<h2>Numbers printed in the paper</h2>",
         _paper_numbers(rows),
         "<h2>Differences from the paper</h2>",
@@ -205,14 +209,9 @@ def _equal_costs(rows: list[Row]) -> list[str]:
     return parts
 
 
-def _predictors(groups: list[list[Row]]) -> list[str]:
+def _predictors(rows: list[Row]) -> list[str]:
     """What predicts the quality of a schedule, over all experiments that are large enough."""
-    found = {}
-    for group in groups:
-        try:
-            found[_name(group)] = experiments.predictors(group)
-        except ValueError:  # too few arms or seeds
-            continue
+    found = experiments.predictors_by_title(rows)
     if not found:
         return []
     lines = [

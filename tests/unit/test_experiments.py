@@ -133,6 +133,21 @@ def test_where_one_training_serves_both_experiments():
     assert found[found.experiment == "length"].groupby("place").size().to_dict() == {"none": 4, "start": 3, "end": 3}
 
 
+@pytest.mark.parametrize("dataset", ["digits", "digits-graph"])
+def test_two_deficits_at_the_start_of_different_experiments(dataset):
+    """At smoke scale the one window lies at the start too; a deficit of the other kind makes training longer."""
+    specs = grids.deficit_scan("smoke", dataset, seeds=[0])
+    found = experiments.deficits([row_of(s, harm(s)) for s in specs])
+    n = min(found.total)
+    assert found[found.experiment == "length"].arm.tolist() == [
+        f"no deficit, {n}", f"no deficit, {n + n // 2}", f"[0, {n // 2}) of {n + n // 2}",
+        f"[{n}, {n + n // 2}) of {n + n // 2}",
+    ]  # fmt: skip
+    assert set(found[found.experiment == "window"].arm) == {
+        f"no deficit, {n}", f"[0, {n // 2}) of {n}", f"[{n // 2}, {n}) of {n}"
+    }  # fmt: skip
+
+
 def test_rows_of_other_kinds_are_refused(deficits):
     (other,) = grids.quality_cost("demo", schedules=["CR"], static=[], seeds=[0])
     assert experiments.deficit_experiments([row_of(other, 0.9)]) == []
@@ -280,8 +295,15 @@ def test_strength_is_spearmans():
 def test_too_little_for_a_prediction():
     with pytest.raises(ValueError, match="ten arms and two seeds are needed, there are 11 and 1"):
         experiments.predictors(quality_rows(by_cost, seeds=[0]))
+    few = quality_rows(by_cost, schedules=["CR", "RR"])
     with pytest.raises(ValueError, match="there are 3 and 3"):
-        experiments.predictors(quality_rows(by_cost, schedules=["CR", "RR"]))
+        experiments.predictors(few)
+    alike = [row_of(s, 0.5) for s in grids.quality_cost("demo", "digits", seeds=[0, 1])]
+    with pytest.raises(ValueError, match="all arms have the same accuracy; there is nothing to rank"):
+        experiments.predictors(alike)
+    enough = [row_of(s, 0.5 + by_cost(s)) for s in grids.quality_cost("demo", "digits-graph", seeds=[0, 1])]
+    assert list(experiments.predictors_by_title(few + enough)) == ["made up, demo scale"]
+    assert experiments.predictors_by_title(few) == {}
 
 
 def test_figure_of_predictors():
