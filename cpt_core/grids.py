@@ -12,7 +12,7 @@ from difflib import get_close_matches
 from typing import Any
 
 from cpt_core import cost
-from cpt_core.budget import TOLERANCE, solve_schedule
+from cpt_core.budget import solve_schedule
 from cpt_core.recipes import RECIPES, Deficits, ImageRecipe, Recipe, deficits, recipe
 from cpt_core.schedules import SUITE, DeficitSchedule, Schedule
 from cpt_core.specs import RunSpec, run_spec
@@ -222,8 +222,8 @@ def equal_cost(
     """Return runs that cost the same number of bit operations, spent in different ways, and static ``q_max`` in full.
 
     With the cost of RR, or of RR's profile bent to ``budget``: that schedule; the same profile delayed, and bent until
-    it costs the same; ER, static ``q_max`` and the lowest static precision that costs no less per step than RR, each
-    stopped when the money is spent (by whole steps: never later), its learning rate falling accordingly sooner.
+    it costs the same; ER, static ``q_max`` and the lowest static precision that costs at least 95 % of RR per step,
+    each stopped when the money is spent (by whole steps: never later), its learning rate falling accordingly sooner.
 
     Args:
         scale: "smoke", "demo" or "paper".
@@ -258,8 +258,7 @@ def equal_cost(
     first = make("RR") if budget is None else make(f"RR at {budget:.3f}", schedule=solved(budget))
     level = _price(first)
     spent = level * r.steps
-    # a static precision that meets the budget as exactly as the solver does is run in full
-    static = next(b for b in range(r.q_min, q_max + 1) if cost.relative_cost([b], q_max) >= level * (1 - 2 * TOLERANCE))
+    static = next(b for b in range(r.q_min, q_max + 1) if cost.relative_cost([b], q_max) >= 0.95 * level)
     arms = [
         first,
         make(f"{first.arm} delayed {100 * delay:g} %", schedule=solved(level, delay)),
