@@ -24,7 +24,7 @@ TESTS = [
     ("image", "digits", "mlp6", 100, range(2, 8), 6),
     ("image", "digits", "resnet8_w8", 100, range(2, 6), 3),
     ("image", "cifar10-jpeg/", "resnet8_w8", 160, range(2, 6), 3),
-    ("detection", "digit-scenes", "retinanet_small", 80, range(2, 5), 2),
+    ("detection", "digit-scenes", "retinanet_small", 80, range(2, 5), 1),
     ("graph", "digits-graph", "gcn", 100, range(2, 6), 3),
     ("graph", "facebook_ogb_layout/", "gcn", 64, range(2, 6), 3),
     ("language_model", "pydoc", "lstm", 160, range(2, 7), 3),
