@@ -13,6 +13,7 @@ from __future__ import annotations
 import itertools
 import math
 import warnings
+from numbers import Real
 from typing import Any
 
 import numpy as np
@@ -70,7 +71,7 @@ def solve_schedule(
         ValueError: for a budget that is no number or that these bits and this delay cannot meet, naming those that
             they can; for values that make no schedule.
     """
-    if isinstance(budget, bool) or not isinstance(budget, (int, float)) or math.isnan(budget):
+    if isinstance(budget, bool) or not isinstance(budget, Real) or math.isnan(budget):
         raise ValueError(f"budget must be a number, the cost relative to static q_max; got {budget!r}")
     families = tuple(name for name, kind in PROFILES.items() if kind is not Warped)
     if family not in families:
@@ -94,7 +95,8 @@ def solve_schedule(
                 f"budget {budget!r} cannot be met between {q_min} and {q_max} bits{held}; "
                 f"budgets lie between {lowest:.4f} and 1"
             )
-        share = (budget * total_steps - hold) / steps  # what the cycles may cost
+        # what the cycles may cost; without a delay the budget to the last digit, which a named schedule meets exactly
+        share = (budget * total_steps - hold) / steps if hold else budget
 
         def excess(exponent: float) -> float:
             return bent(2.0**exponent).relative_cost(q_grad) - share

@@ -9,12 +9,13 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from difflib import get_close_matches
+from numbers import Integral
 from typing import Any
 
 from cpt_core import cost
 from cpt_core.budget import solve_schedule
 from cpt_core.recipes import RECIPES, Deficits, ImageRecipe, Recipe, deficits, recipe
-from cpt_core.schedules import SUITE, DeficitSchedule, Schedule
+from cpt_core.schedules import SUITE, DeficitSchedule, Schedule, window_of
 from cpt_core.specs import RunSpec, run_spec
 
 
@@ -144,12 +145,10 @@ def deficit_scan(
     found, settings = deficits(scale, dataset, model, task or "image")
     r = _changed(found, task, changes)
     total = changes.get("steps", settings.window_steps or r.steps)
-    if not isinstance(steps_per_epoch, int) or steps_per_epoch < 1:
-        raise ValueError(f"steps_per_epoch must be a whole number of at least 1, got {steps_per_epoch!r}")
-    starts = settings.lengths if lengths is None else [_length(n) * steps_per_epoch for n in lengths]
-    inner = settings.windows if windows is None else [
-        (start * steps_per_epoch, stop * steps_per_epoch) for start, stop in windows
-    ]  # fmt: skip
+    epoch = _whole("steps_per_epoch", steps_per_epoch, 1)
+    _whole("steps", total, 1)
+    starts = settings.lengths if lengths is None else [_whole("the length of a deficit", n, 0) * epoch for n in lengths]
+    inner = settings.windows if windows is None else [(a * epoch, b * epoch) for a, b in map(window_of, windows)]
     runs: dict[tuple[Recipe, DeficitSchedule], str] = {}  # a run that two experiments share is listed once
 
     def add(at: Recipe, *deficit: tuple[int, int]) -> None:
@@ -176,10 +175,10 @@ def deficit_scan(
     ]
 
 
-def _length(steps: Any) -> int:
-    if not isinstance(steps, int) or isinstance(steps, bool) or steps < 0:
-        raise ValueError(f"the length of a deficit must be a whole number of at least 0, got {steps!r}")
-    return steps
+def _whole(what: str, value: Any, least: int) -> int:
+    if isinstance(value, bool) or not isinstance(value, Integral) or value < least:
+        raise ValueError(f"{what} must be a whole number of at least {least}, got {value!r}")
+    return int(value)
 
 
 def _deficit_name(schedule: DeficitSchedule, settings: Deficits) -> str:
@@ -255,13 +254,15 @@ def equal_cost(
             steps = min(steps - 1, int(spent / price))
         return spec if steps == r.steps else replace(spec, arm=f"{arm}, {steps} of {r.steps} steps")
 
-    first = make("RR") if budget is None else make(f"RR at {budget:.3f}", schedule=solved(budget))
+    base = None if budget is None else solved(budget)
+    first = make("RR") if budget is None else make(f"RR at {budget:.3f}", schedule=base)
     level = _price(first)
     spent = level * r.steps
     static = next(b for b in range(r.q_min, q_max + 1) if cost.relative_cost([b], q_max) >= 0.95 * level)
+    later = solved(level, delay)
     arms = [
         first,
-        make(f"{first.arm} delayed {100 * delay:g} %", schedule=solved(level, delay)),
+        make(f"{first.arm} delayed {100 * delay:g} %", schedule=later),
         stopped("ER"),
         stopped(f"static {q_max}"),
         stopped(f"static {static}"),

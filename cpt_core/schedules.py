@@ -147,6 +147,10 @@ class Warped(Profile):
         """Return g(x**power)."""
         return PROFILES[self.base]().growth(x**self.power)
 
+    def vertical(self, x: Array) -> Array:
+        """Return 1 - g(x**(1/power)): a falling cycle gets cheaper with the power too, as a rising one does."""
+        return PROFILES[self.base]().vertical(x ** (1 / self.power))
+
 
 PROFILES: dict[str, type[Profile]] = {
     "linear": Linear,
@@ -466,11 +470,7 @@ class DeficitSchedule(Schedule):
         _check_range(self.q_low, self.q_high, self.total_steps)
         windows = []
         for window in self.windows:
-            try:
-                start, stop = window
-            except (TypeError, ValueError):
-                raise ValueError(f"a window is a pair (start, stop) of steps, got {window!r}") from None
-            windows.append((_integer("start of a window", start), _integer("stop of a window", stop)))
+            windows.append(window_of(window))
             if not 0 <= windows[-1][0] < windows[-1][1] <= self.total_steps:
                 raise ValueError(
                     f"window {windows[-1]} must satisfy 0 <= start < stop <= total_steps = {self.total_steps}"
@@ -487,7 +487,9 @@ class DeficitSchedule(Schedule):
     ) -> DeficitSchedule:
         """Make one from windows and a length in epochs of ``steps_per_epoch`` steps."""
         steps = _integer("steps_per_epoch", steps_per_epoch)
-        in_steps = tuple((start * steps, stop * steps) for start, stop in windows)
+        if steps < 1:
+            raise ValueError(f"steps_per_epoch must be at least 1, got {steps_per_epoch}")
+        in_steps = tuple((start * steps, stop * steps) for start, stop in map(window_of, windows))
         return cls(q_low, q_high, in_steps, _integer("epochs", epochs) * steps)
 
     @property
@@ -518,8 +520,12 @@ class AdjustedSchedule(Schedule):
 
     def __post_init__(self) -> None:
         """Check the changes."""
-        changes = tuple((self.schedule._check_step(t), _integer("bits", b)) for t, b in self.changes)
+        if not isinstance(self.schedule, CyclicSchedule):
+            raise ValueError(f"only a cyclic schedule can be adjusted, got {self.schedule!r}")
+        changes = tuple(sorted((self.schedule._check_step(t), _integer("bits", b)) for t, b in self.changes))
         object.__setattr__(self, "changes", changes)
+        if len({t for t, _ in changes}) < len(changes):
+            raise ValueError(f"a step is changed once, got {changes}")
         for _, bits in changes:
             if not self.q_min <= bits <= self.q_max:
                 raise ValueError(f"changed bits must lie in {self.q_min}..{self.q_max}, got {bits}")
@@ -687,7 +693,10 @@ def delay_steps(delay: float, total_steps: int) -> int:
     """Return how many steps a delay, a share of the training, takes; ValueError unless 0 <= delay < 1."""
     if isinstance(delay, bool) or not isinstance(delay, (int, float)) or not 0 <= delay < 1:
         raise ValueError(f"delay is a share of the training, 0 <= delay < 1; got {delay!r}")
-    return round(delay * _integer("total_steps", total_steps))
+    steps = round(delay * _integer("total_steps", total_steps))
+    if steps and steps == total_steps:
+        raise ValueError(f"a delay of {delay} leaves none of {total_steps} steps to cycle in")
+    return steps
 
 
 def schedule_from_dict(description: dict[str, Any]) -> Schedule:
@@ -725,6 +734,15 @@ def _integer(what: str, value: Any) -> int:
         return operator.index(value)
     except TypeError:
         raise ValueError(f"{what} must be an integer, got {value!r}") from None
+
+
+def window_of(window: Any) -> tuple[int, int]:
+    """Return a pair (start, stop) of integers; ValueError for anything else."""
+    try:
+        start, stop = window
+    except (TypeError, ValueError):
+        raise ValueError(f"a window is a pair (start, stop) of steps, got {window!r}") from None
+    return _integer("start of a window", start), _integer("stop of a window", stop)
 
 
 def _set_integers(schedule: Schedule, *names: str) -> None:

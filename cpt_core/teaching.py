@@ -502,16 +502,18 @@ def show_predictors(found: dict[str, pd.DataFrame]) -> None:
 def show_range_tests() -> None:
     """Print the committed range tests: the share of q_max's loss reduction at each precision, and both q_min."""
     tests = json.loads((results_dir() / "range_tests.json").read_text())["tests"]
-    print(f"{'':<32}{'f(2)':>12}{'f(3)':>12}{'f(4)':>12}   q_min found   used here   paper")
+    print(f"{'':<32}{'f(2)':>15}{'f(3)':>15}{'f(4)':>15}   q_min found   used here   paper")
     for name, test in tests.items():
         cells = []
         for bits in (2, 3, 4):
             column = [row[test["bits"].index(bits)] for row in test["shares"]]
-            cells.append("diverged" if None in column else f"{np.mean(column):.2f} +- {np.std(column, ddof=1):.2f}")
+            spread = f" +- {np.std(column, ddof=1):.2f}" if None not in column and len(column) > 1 else ""
+            cells.append("diverged" if None in column else f"{np.mean(column):.2f}{spread}")
         doubt = "?" if test["warning"] else " "
-        found = f"{test['q_min']}{doubt} ({len(test['shares'])} seeds)"
+        seeds = len(test["shares"])
+        found = f"{test['q_min']}{doubt} ({seeds} seed{'s' * (seeds > 1)})"
         print(
-            f"{name:<32}" + "".join(f"{c:>12}" for c in cells)
+            f"{name:<32}" + "".join(f"{c:>15}" for c in cells)
             + f"   {found:<14}{test['recipe_q_min']:<12}{test['paper_q_min']}"
         )  # fmt: skip
 

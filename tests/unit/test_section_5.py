@@ -177,7 +177,7 @@ def test_deficits_in_epochs():
         ([], True, 3, "epochs must be an integer, got True"),
         ([], 5, 3.0, "steps_per_epoch must be an integer, got 3.0"),
         ([], 5, True, "steps_per_epoch must be an integer, got True"),
-        ([], 5, 0, "total_steps must be at least 1"),
+        ([], 5, 0, "steps_per_epoch must be at least 1, got 0"),
         ([], 0, 3, "total_steps must be at least 1"),
     ],
 )
@@ -362,7 +362,7 @@ def test_a_warped_profile_is_read_at_a_power(base, curve, power):
     profile = Warped(base, power)
     np.testing.assert_allclose(profile.growth(x), curve(x**power), rtol=0, atol=1e-12)
     np.testing.assert_allclose(profile.horizontal(x), curve((1 - x) ** power), rtol=0, atol=1e-12)
-    np.testing.assert_allclose(profile.vertical(x), 1 - curve(x**power), rtol=0, atol=1e-12)
+    np.testing.assert_allclose(profile.vertical(x), 1 - curve(x ** (1 / power)), rtol=0, atol=1e-12)
 
 
 def test_later_is_cheaper():
@@ -774,7 +774,7 @@ def test_own_data_has_the_deficits_of_its_family():
         ({"steps_per_epoch": 2.0}, "steps_per_epoch must be a whole number of at least 1, got 2.0"),
         ({"q_max": 1}, "q_min=2, q_max=1"),
         ({"q_max": 8.0}, "q_high must be an integer, got 8.0"),
-        ({"steps": 100.5}, "total_steps must be an integer, got 100.5"),
+        ({"steps": 100.5}, "steps must be a whole number of at least 1, got 100.5"),
     ],
 )
 def test_deficits_that_do_not_fit_are_named(given, message):
@@ -941,3 +941,66 @@ def test_named_grids_of_equal_cost(name):
 def test_costs_that_cannot_be_equal(given, message):
     with pytest.raises(ValueError, match=message):
         quietly(grids.equal_cost, **{"scale": "demo", "dataset": "cifar10", "model": "resnet20"} | given)
+
+
+@pytest.mark.parametrize(
+    ("name", "family"), [("LT", "linear"), ("CT", "cosine"), ("RTV", "rex"), ("ETV", "exponential")]
+)
+def test_vertical_triangles_are_solved_too(name, family):
+    known = make_schedule(name, q_min=3, q_max=8, total_steps=6_400)
+    mirror = "horizontal" if name == "CT" else "vertical"
+    found = solve_schedule(known.relative_cost(), 3, 8, 6_400, family=family, triangular=True, mirror=mirror)
+    assert found.bits().tolist() == known.bits().tolist()
+    for budget in (0.35, 0.6, 0.9):
+        found = quietly(solve_schedule, budget, 3, 8, 6_400, family=family, triangular=True, mirror="vertical")
+        assert found.relative_cost() == pytest.approx(budget, rel=1e-3)
+        assert len(getattr(found, "changes", ())) <= 16
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"budget": "0.5"}, "budget must be a number"),
+        ({"delay": "0.1"}, "delay is a share of the training"),
+        ({"delay": 0.9999}, "leaves none of 600 steps to cycle in"),
+    ],
+)
+def test_equal_cost_of_no_numbers(given, message):
+    with pytest.raises(ValueError, match=message):
+        grids.equal_cost("demo", "digits", seeds=[0], **given)
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"steps": 0}, "steps must be a whole number of at least 1, got 0"),
+        ({"steps": "3"}, "steps must be a whole number of at least 1, got '3'"),
+        ({"windows": [3]}, "a window is a pair"),
+        ({"windows": [(0, 5, 9)]}, "a window is a pair"),
+        ({"windows": [(None, 5)]}, "start of a window must be an integer, got None"),
+        ({"windows": [(True, 5)]}, "start of a window must be an integer, got True"),
+        ({"steps_per_epoch": True}, "steps_per_epoch must be a whole number of at least 1, got True"),
+    ],
+)
+def test_deficits_of_no_numbers(given, message):
+    with pytest.raises(ValueError, match=message):
+        grids.deficit_scan("demo", "digits", seeds=[0], **given)
+
+
+def test_epochs_of_no_steps_and_steps_changed_twice():
+    with pytest.raises(ValueError, match="steps_per_epoch must be at least 1, got -5"):
+        DeficitSchedule.in_epochs(3, 8, [(0, 1)], 2, -5)
+    with pytest.raises(ValueError, match="a window is a pair"):
+        DeficitSchedule.in_epochs(3, 8, [4], 2, 5)
+    cyclic = make_schedule("CR", q_min=3, q_max=8, total_steps=640)
+    assert AdjustedSchedule(cyclic, ((9, 4), (5, 4))) == AdjustedSchedule(cyclic, ((5, 4), (9, 4)))
+    with pytest.raises(ValueError, match="a step is changed once"):
+        AdjustedSchedule(cyclic, ((5, 4), (5, 6)))
+    with pytest.raises(ValueError, match="only a cyclic schedule can be adjusted"):
+        AdjustedSchedule(make_schedule("STATIC", q_max=8, total_steps=9), ())
+
+
+def test_numpy_numbers_are_numbers():
+    specs = grids.deficit_scan("demo", "digits", lengths=np.arange(3), windows=(), seeds=[0])
+    assert [s.recipe.steps for s in specs] == [400, 401, 401, 401, 402, 402, 402]
+    assert solve_schedule(np.float32(0.5), 3, 8, 6_400).relative_cost() == pytest.approx(0.5, rel=1e-3)
