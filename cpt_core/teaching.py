@@ -477,13 +477,13 @@ def show_equal_cost(rows: Sequence[Row]) -> None:
     found = experiments.equal_cost(rows)
     measure = results.measure_of(results.metric_of(rows))
     f, d = measure.factor, measure.digits
+    print(f"{'':<29}BitOps   {results.metric_of(rows)}, seeds   better than RR at this cost by")
     for r in found.itertuples():
-        line = f"{r.arm:<27} BitOps x{r.spent:.3f}  {f * r.mean:6.{d}f} +- {f * r.std:.{d}f}  (n = {r.n})"
+        line = f"{r.arm:<28} x{r.spent:.3f}   {f * r.mean:5.{d}f} +- {f * r.std:.{d}f}, {r.n:2d}"
         if r.arm != r.base:
             line += (
-                f"   minus {r.base} {f * r.difference:+6.{d + 1}f} [{f * r.low:+.{d + 1}f}, {f * r.high:+.{d + 1}f}]"
+                f"   {f * r.difference:+6.{d + 1}f} [{f * r.low:+.{d + 1}f}, {f * r.high:+.{d + 1}f}], in {r.better}"
             )
-            line += f", better in {r.better}"
         print(line)
 
 
@@ -502,7 +502,7 @@ def show_predictors(found: dict[str, pd.DataFrame]) -> None:
 def show_range_tests() -> None:
     """Print the committed range tests: the share of q_max's loss reduction at each precision, and both q_min."""
     tests = json.loads((results_dir() / "range_tests.json").read_text())["tests"]
-    print(f"{'':<32}{'f(2)':>15}{'f(3)':>15}{'f(4)':>15}   q_min found   used here   paper")
+    print(f"{'':<29}{'f(2)':>14}{'f(3)':>14}{'f(4)':>14}   q_min found   here  paper")
     for name, test in tests.items():
         cells = []
         for bits in (2, 3, 4):
@@ -513,8 +513,9 @@ def show_range_tests() -> None:
         seeds = len(test["shares"])
         found = f"{test['q_min']}{doubt} ({seeds} seed{'s' * (seeds > 1)})"
         print(
-            f"{name:<32}" + "".join(f"{c:>15}" for c in cells)
-            + f"   {found:<14}{test['recipe_q_min']:<12}{test['paper_q_min']}"
+            f"{name:<29}" + "".join(f"{c:>14}" for c in cells)
+            + f"   {found:<14}{test['recipe_q_min']:<6}"
+            + ", ".join(c for c in test["paper_q_min"] if c.isdigit())
         )  # fmt: skip
 
 
