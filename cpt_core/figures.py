@@ -5,6 +5,7 @@ Savings groups keep their colour everywhere; what is printed on an axis is alway
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -372,11 +373,12 @@ def predictors_figure(found: Mapping[str, Any]) -> Figure:
                     fmt="o", color=COLORS[color], capsize=2, markersize=5, label=label if y == 0 else None,
                 )  # fmt: skip
         ax.axvline(0, color="#888888", linewidth=0.8)
-        ax.set_yticks(range(len(found))[::-1], found, fontsize=8)
+        labels = [textwrap.fill(name, 42) for name in found]
+        ax.set_yticks(range(len(found))[::-1], labels, fontsize=8)
         ax.set_ylim(-0.6, len(found) - 0.4)
         ax.set_xlim(-1.05, 1.05)
-        ax.set_xlabel("rank correlation with quality, in the expected direction")
-        ax.legend(fontsize=8, loc="lower left")
+        ax.set_xlabel("rank correlation with quality (expected sign)")
+        ax.legend(fontsize=8, loc="lower center", bbox_to_anchor=(0.4, 1.0), ncols=3)
         figure.tight_layout()
     plt.close(figure)
     return figure

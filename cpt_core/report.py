@@ -38,7 +38,7 @@ h1 {{ font-size: 1.6rem; }} h2 {{ font-size: 1.2rem; margin-top: 2.2rem; }}
 table {{ border-collapse: collapse; font-size: .9rem; }} th, td {{ padding: .25rem .7rem; text-align: right; }}
 th {{ border-bottom: 2px solid #888; }} td {{ border-bottom: 1px solid #ddd; }}
 th:first-child, td:first-child {{ text-align: left; white-space: nowrap; }} img {{ max-width: 100%; }}
-.left td, .left th {{ text-align: left; }} code {{ font-size: .9em; }}
+.left td, .left th {{ text-align: left; }} .claims td {{ white-space: normal !important; }} code {{ font-size: .9em; }}
 .failed {{ color: #b00020; font-weight: bold; }} .note {{ color: #555; font-size: .9rem; }}
 </style></head><body>{body}</body></html>"""
 
@@ -251,7 +251,7 @@ def _claims(of: dict[Path, list[Row]]) -> list[str]:
         "<h2>Claims of the paper</h2>",
         "<p class='note'>Confirmed, contradicted or open by written rules (docstring of cpt_core/ledger.py), from the "
         "rows of this page. What small runs contradict may hold at the paper's scale.</p>",
-        frame.to_html(index=False, border=0, classes="left", escape=False),
+        frame.to_html(index=False, border=0, classes="left claims", escape=False),
     ]
 
 
