@@ -15,10 +15,9 @@ from collections.abc import Iterable
 
 import numpy as np
 import pandas as pd
-from scipy import stats
 
 from cpt_core.paths import paper_dir
-from cpt_core.results import at_q_max, interval, measure_of, metric_of, recipe_key, table, tuned
+from cpt_core.results import at_q_max, interval, measure_of, metric_of, recipe_key, spearman, table, tuned
 from cpt_core.stores import Row
 
 
@@ -255,8 +254,8 @@ def predictors(
     arms = rng.integers(n, size=(resamples, n))
     chosen = rng.integers(seeds, size=(resamples, 1, seeds))
     quality = values[arms[:, :, None], chosen].mean(-1)
-    strength = [_spearman(x, values.mean(1)) for x in xs]
-    sampled = np.array([_spearman(x[arms], quality) for x in xs])
+    strength = [spearman(x, values.mean(1)) for x in xs]
+    sampled = np.array([spearman(x[arms], quality) for x in xs])
     lines = []
     for i, name in enumerate(PREDICTORS):
         difference = sampled[i] - sampled[0]
@@ -283,11 +282,3 @@ def predictors_by_title(rows: Iterable[Row]) -> dict[str, pd.DataFrame]:
         except ValueError:  # too few arms or seeds
             continue
     return found
-
-
-def _spearman(x: np.ndarray, y: np.ndarray) -> np.ndarray:
-    """Spearman's rank correlation along the last axis."""
-    a, b = stats.rankdata(x, axis=-1), stats.rankdata(y, axis=-1)
-    a, b = a - a.mean(-1, keepdims=True), b - b.mean(-1, keepdims=True)
-    with np.errstate(invalid="ignore"):  # all arms of a resample alike: no correlation
-        return (a * b).sum(-1) / np.sqrt((a * a).sum(-1) * (b * b).sum(-1))

@@ -360,14 +360,20 @@ def correlation(
     if len(values) < 3:
         raise ValueError(f"a rank correlation needs at least three arms, there are {len(values)}")
     rng = np.random.default_rng(0)
-    rhos = []
-    for _ in range(resamples if common.shape[1] > 1 else 0):
-        means = np.nanmean(values[:, rng.integers(values.shape[1], size=values.shape[1])], axis=1)
-        rhos.append(stats.spearmanr(costs, means).statistic)
+    drawn = [rng.integers(values.shape[1], size=values.shape[1]) for _ in range(resamples)]
+    rhos = spearman(costs, np.nanmean(values[:, drawn], axis=2).T) if common.shape[1] > 1 else []
     # one seed has no spread: no interval
     low, high = np.nanpercentile(rhos, [2.5, 97.5]) if common.shape[1] > 1 else (float("nan"), float("nan"))
     rho = stats.spearmanr(costs, np.nanmean(values, axis=1)).statistic
     return {"rho": float(rho), "low": float(low), "high": float(high), "arms": len(values), "seeds": values.shape[1]}
+
+
+def spearman(x: np.ndarray, y: np.ndarray) -> np.ndarray:
+    """Return Spearman's rank correlation along the last axis, NaN where all are alike; ``y`` may have more axes."""
+    a, b = stats.rankdata(x, axis=-1), stats.rankdata(y, axis=-1)
+    a, b = a - a.mean(-1, keepdims=True), b - b.mean(-1, keepdims=True)
+    with np.errstate(invalid="ignore"):
+        return (a * b).sum(-1) / np.sqrt((a * a).sum(-1) * (b * b).sum(-1))
 
 
 def compare_with_paper(rows: Iterable[Row], artefact: str, metric: str | None = None) -> pd.DataFrame:
