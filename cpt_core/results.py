@@ -359,11 +359,11 @@ def correlation(
     values = measure_of(metric).better * wide.to_numpy()
     if len(values) < 3:
         raise ValueError(f"a rank correlation needs at least three arms, there are {len(values)}")
-    rng = np.random.default_rng(0)
-    drawn = [rng.integers(values.shape[1], size=values.shape[1]) for _ in range(resamples)]
-    rhos = spearman(costs, np.nanmean(values[:, drawn], axis=2).T) if common.shape[1] > 1 else []
-    # one seed has no spread: no interval
-    low, high = np.nanpercentile(rhos, [2.5, 97.5]) if common.shape[1] > 1 else (float("nan"), float("nan"))
+    low = high = float("nan")
+    if common.shape[1] > 1:  # one seed has no spread: no interval
+        rng = np.random.default_rng(0)
+        drawn = [rng.integers(values.shape[1], size=values.shape[1]) for _ in range(resamples)]
+        low, high = np.nanpercentile(spearman(costs, values[:, drawn].mean(axis=2).T), [2.5, 97.5])
     rho = stats.spearmanr(costs, np.nanmean(values, axis=1)).statistic
     return {"rho": float(rho), "low": float(low), "high": float(high), "arms": len(values), "seeds": values.shape[1]}
 
