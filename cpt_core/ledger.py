@@ -255,15 +255,13 @@ def _correlation(rows: list[Row], claim: Claim) -> Iterator[Effect]:
         except ValueError:  # too few arms or seeds
             continue
         line = found.loc[claim.a or "relative_cost"]
-        interval = (line.difference, line.difference_low, line.difference_high)
-        what = f"over {line.arms} arms, {line.seeds} seeds"
-        what = (
-            f"strength of {claim.a.replace('_', ' ')} minus that of cost {what}"
-            if claim.a
-            else f"rank correlation {what}"
-        )
-        if not claim.a:
+        over = f"over {line.arms} arms, {line.seeds} seeds"
+        if claim.a:
+            interval = (line.difference, line.difference_low, line.difference_high)
+            what = f"strength of {claim.a.replace('_', ' ')} minus that of cost {over}"
+        else:
             interval = (line.strength, line.low, line.high)
+            what = f"rank correlation {over}"
         spec = group[0]["spec"]
         n, domain = int(line.arms), spec["recipe"]["task"]
         yield Effect(_name(group), spec["scale"], interval, n, what, _stores(group), domain)
@@ -293,7 +291,7 @@ def _deficit_length(rows: list[Row], claim: Claim) -> Iterator[Effect]:
 
 
 def _deficit_window(rows: list[Row], claim: Claim) -> Iterator[Effect]:
-    """The earliest window against the latest one that leaves as long a time after it as before the middle."""
+    """The earliest window against the latest one that leaves some time after it."""
     for group in experiments.deficit_experiments(rows):
         found = experiments.deficits(group)
         inner = found[(found.experiment == "window") & found.place.isin(["start", "inside"])].sort_values("start")

@@ -144,19 +144,16 @@ def _critical_periods(rows: list[Row]) -> list[str]:
             continue
         measure = results.measure_of(results.metric_of(group))
         found = experiments.table_1(group)
-        points = f"{{:+.{measure.digits}f}}".format
+        number = f"{{:.{measure.digits}f}}".format
         interval = [
-            f"{points(r.difference)} [{points(r.low)}, {points(r.high)}]" if r.difference == r.difference else ""
-            for r in found.itertuples()
+            _interval(r, 1.0, measure.digits) if r.difference == r.difference else "" for r in found.itertuples()
         ]
         shown = pd.DataFrame(
             {
                 "low precision": found.arm,
                 "experiment": found.experiment,
-                f"{results.metric_of(group)} {measure.unit}".rstrip(): found["mean"].map(
-                    f"{{:.{measure.digits}f}}".format
-                ),
-                "std": found["std"].map(f"{{:.{measure.digits}f}}".format).replace("nan", "–"),
+                f"{results.metric_of(group)} {measure.unit}".rstrip(): found["mean"].map(number),
+                "std": found["std"].map(number).replace("nan", "–"),
                 "n": found.n,
                 "minus control of equal length [95 %]": interval,
                 "worse": [f"{r.worse} of {r.n}" if r.place != "none" else "" for r in found.itertuples()],
@@ -173,6 +170,13 @@ def _critical_periods(rows: list[Row]) -> list[str]:
     return parts
 
 
+def _interval(line: Any, factor: float, digits: int) -> str:
+    """Such as "-0.6 [-0.8, -0.3]": the difference of a line, with its interval."""
+    return "{0:+.{3}f} [{1:+.{3}f}, {2:+.{3}f}]".format(
+        factor * line.difference, factor * line.low, factor * line.high, digits
+    )
+
+
 def _equal_costs(rows: list[Row]) -> list[str]:
     """What the same BitOps buy, for every recipe where that was tried."""
     parts = []
@@ -184,12 +188,8 @@ def _equal_costs(rows: list[Row]) -> list[str]:
         if (found.arm == found.base).all():
             continue
         measure = results.measure_of(results.metric_of(group))
-        number, points = (f"{{:{sign}.{measure.digits}f}}".format for sign in ("", "+"))
-        interval = [
-            f"{points(measure.factor * r.difference)} [{points(measure.factor * r.low)}, "
-            f"{points(measure.factor * r.high)}]" if r.arm != r.base else ""
-            for r in found.itertuples()
-        ]  # fmt: skip
+        number = f"{{:.{measure.digits}f}}".format
+        interval = [_interval(r, measure.factor, measure.digits) if r.arm != r.base else "" for r in found.itertuples()]
         shown = pd.DataFrame(
             {
                 "arm": found.arm,
@@ -214,15 +214,12 @@ def _predictors(rows: list[Row]) -> list[str]:
     found = experiments.predictors_by_title(rows)
     if not found:
         return []
+    words = {"better": " (better than cost)", "worse": " (worse than cost)", "undecided": " (undecided)"}
     lines = [
         f"<li>{html.escape(name)}: "
         + "; ".join(
             f"{r.predictor.replace('_', ' ')} {r.strength:.2f} [{r.low:.2f}, {r.high:.2f}]"
-            + (
-                ""
-                if r.predictor == "relative_cost"
-                else f" ({r.verdict} than cost)".replace("undecided than cost", "undecided")
-            )
+            + ("" if r.predictor == "relative_cost" else words[r.verdict])
             for r in frame.itertuples()
         )
         + "</li>"

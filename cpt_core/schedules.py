@@ -510,8 +510,29 @@ class DeficitSchedule(Schedule):
         return values
 
 
+class _Around(Schedule):
+    """A schedule made from another one, with its bits and, unless it says otherwise, its length."""
+
+    schedule: Any
+
+    @property
+    def q_min(self) -> int:  # type: ignore[override]
+        """Of the schedule."""
+        return self.schedule.q_min
+
+    @property
+    def q_max(self) -> int:  # type: ignore[override]
+        """Of the schedule."""
+        return self.schedule.q_max
+
+    @property
+    def total_steps(self) -> int:  # type: ignore[override]
+        """Of the schedule."""
+        return self.schedule.total_steps
+
+
 @dataclass(frozen=True)
-class AdjustedSchedule(Schedule):
+class AdjustedSchedule(_Around):
     """A cyclic schedule with the bits of a few steps changed, ``((step, bits), ...)``: how short ones meet a budget."""
 
     schedule: CyclicSchedule
@@ -530,21 +551,6 @@ class AdjustedSchedule(Schedule):
             if not self.q_min <= bits <= self.q_max:
                 raise ValueError(f"changed bits must lie in {self.q_min}..{self.q_max}, got {bits}")
 
-    @property
-    def q_min(self) -> int:  # type: ignore[override]
-        """Of the schedule."""
-        return self.schedule.q_min
-
-    @property
-    def q_max(self) -> int:  # type: ignore[override]
-        """Of the schedule."""
-        return self.schedule.q_max
-
-    @property
-    def total_steps(self) -> int:  # type: ignore[override]
-        """Of the schedule."""
-        return self.schedule.total_steps
-
     def values(self) -> Array:
         """Return the schedule's values, whole numbers where it was changed."""
         values = self.schedule.values()
@@ -558,7 +564,7 @@ class AdjustedSchedule(Schedule):
 
 
 @dataclass(frozen=True)
-class DelayedSchedule(Schedule):
+class DelayedSchedule(_Around):
     """``hold`` steps at ``q_max`` bits, then another schedule: low precision, but not at the start.
 
     Paper: section 5 (the closing remark, that a delay of low precision avoids the damage; not tested there).
@@ -575,16 +581,6 @@ class DelayedSchedule(Schedule):
             raise ValueError(f"only a cyclic schedule can be delayed, got {self.schedule!r}")
         if self.hold < 0:
             raise ValueError(f"hold must be at least 0 steps, got {self.hold}")
-
-    @property
-    def q_min(self) -> int:  # type: ignore[override]
-        """Of the schedule."""
-        return self.schedule.q_min
-
-    @property
-    def q_max(self) -> int:  # type: ignore[override]
-        """Of the schedule."""
-        return self.schedule.q_max
 
     @property
     def total_steps(self) -> int:  # type: ignore[override]
