@@ -13,7 +13,7 @@ import torch
 from torchvision.transforms import v2
 
 from cpt_core.data.images import CIFAR_MEAN, CIFAR_STD, ArrayBatches, ArrayImages, ImageData
-from cpt_core.recipes import recipe
+from cpt_core.experiments.recipes import recipe
 
 
 def main() -> None:

@@ -14,10 +14,11 @@ from functools import partial
 
 import torch
 
-from cpt_core import grids
+from cpt_core.experiments import designs
+from cpt_core.experiments.spec import RunSpec
 from cpt_core.paths import results_dir
-from cpt_core.specs import RunSpec
-from cpt_core.train import task_of, train
+from cpt_core.training.session import task_of
+from cpt_core.training.train import train
 
 SEEDS = range(12)
 
@@ -25,14 +26,14 @@ SEEDS = range(12)
 def smoke(dataset: str, arm: str) -> list[RunSpec]:
     """Smoke runs of the notebook on an embedded data set."""
     static = [int(arm.split()[1])] if arm.startswith("static") else []
-    return grids.quality_cost("smoke", dataset, schedules=[] if static else [arm], static=static, seeds=SEEDS)
+    return designs.quality_cost("smoke", dataset, schedules=[] if static else [arm], static=static, seeds=SEEDS)
 
 
 def graph(arm: str) -> list[RunSpec]:
     """Smoke runs of notebook 05; as a control also the gradients have the bits of the arm."""
     static = [int(arm.split()[1])] if arm.startswith("static") else []
     top = [1] if static == [1] else None
-    return grids.quality_cost(
+    return designs.quality_cost(
         "smoke", "digits-graph", schedules=[] if static else [arm], static=static, q_max=top, seeds=SEEDS
     )
 
@@ -43,7 +44,7 @@ image, detection, text = (partial(smoke, name) for name in ("digits", "digit-sce
 def deficit(arm: str) -> list[RunSpec]:
     """Smoke runs of notebook 07; as a control low precision throughout."""
     control = {"lengths": [], "windows": [(0, 180)], "steps": 180} if arm.startswith("[0, 180)") else {}
-    return [spec for spec in grids.deficit_scan("smoke", "digits", seeds=SEEDS, **control) if spec.arm == arm]
+    return [spec for spec in designs.deficit_scan("smoke", "digits", seeds=SEEDS, **control) if spec.arm == arm]
 
 
 # name of the band -> (specs of an arm, the arm, the control, the metric)

@@ -22,15 +22,16 @@ import time
 from collections import Counter
 from pathlib import Path
 
-from cpt_core import grids, stores
-from cpt_core.leases import holder
+from cpt_core.experiments import designs
+from cpt_core.sweeps import stores
+from cpt_core.sweeps.leases import holder
 
 KINDS = ("sweep", "run", "writer", "ctrl-c", "ctrl-c twice")
 SWEEP = """
 import json, sys
 from pathlib import Path
-from cpt_core.runs import run_grid
-from cpt_core.specs import RunSpec
+from cpt_core.experiments.spec import RunSpec
+from cpt_core.sweeps.sweep import run_grid
 if __name__ == "__main__":
     specs = [RunSpec.from_dict(d) for d in json.loads(Path(sys.argv[1]).read_text())]
     print("started", flush=True)
@@ -105,7 +106,7 @@ def torture(kills: int, seed: int, *, seeds: tuple[int, ...] = (0, 1), steps: in
     done: Counter[str] = Counter()
     with tempfile.TemporaryDirectory() as place:
         folder = Path(place)
-        specs = grids.quality_cost("smoke", seeds=seeds, steps=steps)
+        specs = designs.quality_cost("smoke", seeds=seeds, steps=steps)
         (folder / "specs.json").write_text(json.dumps([spec.to_dict() for spec in specs]))
         began = time.monotonic()
         calm = start(folder / "specs.json", folder / "calm" / "rows.jsonl")

@@ -14,10 +14,10 @@ import warnings
 
 import torch
 
+from cpt_core.experiments.recipes import recipe
 from cpt_core.paths import results_dir
-from cpt_core.range_test import RangeTestWarning, precision_range_test
-from cpt_core.recipes import recipe
-from cpt_core.stores import commit
+from cpt_core.sweeps.stores import commit
+from cpt_core.training.range_test import RangeTestWarning, precision_range_test
 
 # task, data set, model, dwell, precisions below 8 bits, seeds
 TESTS = [

@@ -19,13 +19,13 @@ import torch
 from torch import nn
 from transformers import BertConfig, BertModel
 
-from cpt_core.convert import QuantConfig, layer_precisions, quantize_
 from cpt_core.data.graphs import bidirected
-from cpt_core.graph_layers import GraphConv
-from cpt_core.graph_ops import Graph
+from cpt_core.graphs.graph import Graph
+from cpt_core.graphs.layers import GraphConv
 from cpt_core.models import MODELS
 from cpt_core.models.mobilenet import InvertedResidual
 from cpt_core.models.retinanet import retinanet
+from cpt_core.quantization.convert import QuantConfig, layer_precisions, quantize_
 
 
 def linear_block() -> nn.Module:

@@ -17,10 +17,11 @@ from statistics import median
 
 import torch
 
-from cpt_core import grids
-from cpt_core.runs import run_grid
-from cpt_core.specs import RunSpec
-from cpt_core.train import task_of, train
+from cpt_core.experiments import designs
+from cpt_core.experiments.spec import RunSpec
+from cpt_core.sweeps.sweep import run_grid
+from cpt_core.training.session import task_of
+from cpt_core.training.train import train
 
 
 def bare(specs: list[RunSpec], store: Path) -> None:
@@ -44,7 +45,9 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=400)
     given = parser.parse_args()
     torch.set_num_threads(1)
-    specs = grids.quality_cost("smoke", schedules=["CR", "ER", "LR", "RR"], static=[], seeds=[0, 1], steps=given.steps)
+    specs = designs.quality_cost(
+        "smoke", schedules=["CR", "ER", "LR", "RR"], static=[], seeds=[0, 1], steps=given.steps
+    )
     times: dict[str, list[float]] = {name: [] for name in WAYS}
     with tempfile.TemporaryDirectory() as folder:
         began = time.monotonic()

@@ -14,46 +14,52 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:  # for editors and type checkers
-    from cpt_core.bitops import BitOpsLedger as BitOpsLedger
-    from cpt_core.bitops import BitOpsPlan as BitOpsPlan
-    from cpt_core.bitops import count_bitops as count_bitops
-    from cpt_core.budget import solve_schedule as solve_schedule
-    from cpt_core.convert import QuantConfig as QuantConfig
-    from cpt_core.convert import quantize_ as quantize_
-    from cpt_core.convert import restore_ as restore_
-    from cpt_core.convert import summary as summary
-    from cpt_core.graph_layers import GraphConv as GraphConv
-    from cpt_core.graph_layers import SAGEConv as SAGEConv
-    from cpt_core.graph_ops import Graph as Graph
-    from cpt_core.quantizers import QUANTIZERS as QUANTIZERS
-    from cpt_core.quantizers import Quantizer as Quantizer
-    from cpt_core.quantizers import quantize as quantize
-    from cpt_core.range_test import precision_range_test as precision_range_test
-    from cpt_core.scheduler import PrecisionScheduler as PrecisionScheduler
-    from cpt_core.scheduler import precision as precision
-    from cpt_core.schedules import PROFILES as PROFILES
-    from cpt_core.schedules import SUITE as SUITE
-    from cpt_core.schedules import CyclicSchedule as CyclicSchedule
-    from cpt_core.schedules import DeficitSchedule as DeficitSchedule
-    from cpt_core.schedules import DelayedSchedule as DelayedSchedule
-    from cpt_core.schedules import FunctionSchedule as FunctionSchedule
-    from cpt_core.schedules import Rex as Rex
-    from cpt_core.schedules import make_schedule as make_schedule
-    from cpt_core.schedules import schedule_from_dict as schedule_from_dict
+    from cpt_core.bitops.ledger import BitOpsLedger as BitOpsLedger
+    from cpt_core.bitops.plan import BitOpsPlan as BitOpsPlan
+    from cpt_core.bitops.plan import count_bitops as count_bitops
+    from cpt_core.graphs.graph import Graph as Graph
+    from cpt_core.graphs.layers import GraphConv as GraphConv
+    from cpt_core.graphs.layers import SAGEConv as SAGEConv
+    from cpt_core.quantization.convert import QuantConfig as QuantConfig
+    from cpt_core.quantization.convert import quantize_ as quantize_
+    from cpt_core.quantization.convert import restore_ as restore_
+    from cpt_core.quantization.fake_quantize import quantize as quantize
+    from cpt_core.quantization.quantizers import QUANTIZERS as QUANTIZERS
+    from cpt_core.quantization.quantizers import Quantizer as Quantizer
+    from cpt_core.quantization.scheduler import PrecisionScheduler as PrecisionScheduler
+    from cpt_core.quantization.scheduler import precision as precision
+    from cpt_core.quantization.summary import summary as summary
+    from cpt_core.schedules.deficit import DeficitSchedule as DeficitSchedule
+    from cpt_core.schedules.deficit import DelayedSchedule as DelayedSchedule
+    from cpt_core.schedules.make import make_schedule as make_schedule
+    from cpt_core.schedules.make import schedule_from_dict as schedule_from_dict
+    from cpt_core.schedules.profiles import PROFILES as PROFILES
+    from cpt_core.schedules.profiles import SUITE as SUITE
+    from cpt_core.schedules.profiles import Rex as Rex
+    from cpt_core.schedules.schedule import CyclicSchedule as CyclicSchedule
+    from cpt_core.schedules.schedule import FunctionSchedule as FunctionSchedule
+    from cpt_core.schedules.solver import solve_schedule as solve_schedule
+    from cpt_core.training.range_test import precision_range_test as precision_range_test
 
 __version__ = "0.1.0"
 
 _MODULES = {
-    "schedules": "make_schedule schedule_from_dict SUITE PROFILES CyclicSchedule FunctionSchedule TableSchedule "
-    "StaticSchedule DeficitSchedule DelayedSchedule Linear Cosine Exponential Rex Warped",
-    "budget": "solve_schedule",
-    "quantizers": "quantize Quantizer QUANTIZERS",
-    "graph_ops": "Graph",
-    "graph_layers": "GraphConv SAGEConv",
-    "convert": "quantize_ restore_ summary QuantConfig",
-    "scheduler": "PrecisionScheduler precision",
-    "bitops": "count_bitops BitOpsPlan BitOpsLedger",
-    "range_test": "precision_range_test PrecisionRange RangeTestWarning",
+    "schedules.profiles": "SUITE PROFILES Linear Cosine Exponential Rex Warped",
+    "schedules.schedule": "CyclicSchedule FunctionSchedule TableSchedule StaticSchedule",
+    "schedules.deficit": "DeficitSchedule DelayedSchedule",
+    "schedules.make": "make_schedule schedule_from_dict",
+    "schedules.solver": "solve_schedule",
+    "graphs.graph": "Graph",
+    "graphs.layers": "GraphConv SAGEConv",
+    "quantization.quantizers": "Quantizer QUANTIZERS",
+    "quantization.fake_quantize": "quantize",
+    "quantization.convert": "quantize_ restore_ QuantConfig",
+    "quantization.summary": "summary",
+    "quantization.scheduler": "PrecisionScheduler precision",
+    "bitops.plan": "count_bitops BitOpsPlan",
+    "bitops.ledger": "BitOpsLedger",
+    "training.precision_range": "PrecisionRange",
+    "training.range_test": "precision_range_test RangeTestWarning",
 }
 _HOME = {name: module for module, names in _MODULES.items() for name in names.split()}
 

@@ -55,10 +55,10 @@ def plan(
     measure: Annotated[bool, typer.Option(help="measure a few steps of every model")] = True,
 ) -> None:
     """List the grids: runs done, failed and missing, bit operations, hours on this device, disk."""
-    from cpt_core.grids import find_grids
+    from cpt_core.experiments.grids import find_grids
 
     find_grids(grid)
-    from cpt_core.plan import plan, text
+    from cpt_core.sweeps.plan import plan, text
 
     frame = plan(grid, scale, device=device, measured=measure, progress=sys.stderr.isatty())
     typer.echo(text(frame))
@@ -80,7 +80,8 @@ def run(
     retry_failed: Annotated[bool, typer.Option("--retry-failed", help="run again what failed before")] = False,
 ) -> None:
     """Run the missing runs of a grid. Ctrl-C stops it, the same command goes on; several at once share the work."""
-    from cpt_core import grids, stores
+    from cpt_core.experiments import grids
+    from cpt_core.sweeps import stores
 
     unfit = [word for word in seeds if not (word.isdigit() and int(word) < 2**31)]
     if unfit:
@@ -90,7 +91,7 @@ def run(
     typer.echo(f"{grid} at {specs[0].scale} scale: {len(specs)} runs, rows in {store}")
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # before and after the runs, as Ctrl-C
     try:
-        from cpt_core.runs import run_grid
+        from cpt_core.sweeps.sweep import run_grid
 
         rows = run_grid(
             specs, store, executor=executor, workers=workers, threads=threads, device=device, per_gpu=per_gpu,
@@ -120,13 +121,13 @@ def results(
     parquet: Annotated[Path | None, typer.Option(help="write the rows to this file")] = None,
 ) -> None:
     """Show the newest row of every run, filter them, export them."""
-    from cpt_core import results
+    from cpt_core.analysis import runs
     from cpt_core.paths import runs_dir
 
     for path in store or []:
         if not path.is_file():
             raise FileNotFoundError(f"there is no file {path}")
-    frame = results.where(results.load(*(store or [])), only)
+    frame = runs.where(runs.load(*(store or [])), only)
     for out, write in ((csv, frame.to_csv), (parquet, frame.to_parquet)):
         if out is not None:
             if not out.parent.is_dir():
@@ -134,7 +135,7 @@ def results(
             write(out, index=False)
             typer.echo(f"{len(frame)} rows written to {out}")
     if csv is None and parquet is None:
-        typer.echo(f"{results.text(frame)} in {', '.join(map(str, store)) if store else runs_dir()}")
+        typer.echo(f"{runs.text(frame)} in {', '.join(map(str, store)) if store else runs_dir()}")
 
 
 @app.command()
@@ -145,7 +146,7 @@ def report(
     out: Annotated[Path | None, typer.Option(help="the page; runs/report.html when left out")] = None,
 ) -> None:
     """Write one HTML page, complete in itself: figures, tables beside the paper's numbers, statistics, differences."""
-    from cpt_core import report as r
+    from cpt_core.analysis import report as r
 
     for path in store or []:
         if not path.is_file():
@@ -168,16 +169,16 @@ def range_test(
     figure: Annotated[Path | None, typer.Option(help="draw the answer into this file")] = None,
 ) -> None:
     """Find the lowest precision that still trains a data set's model: the precision range test."""
-    from cpt_core.recipes import recipe
+    from cpt_core.experiments.recipes import recipe
 
     r = recipe(scale, dataset, model, task=task)
     if figure is not None and not figure.parent.is_dir():
         raise FileNotFoundError(f"there is no folder {figure.parent}")
     import warnings
 
-    from cpt_core.range_test import RangeTestWarning, precision_range_test
-    from cpt_core.specs import run_spec
-    from cpt_core.worker import choose_device
+    from cpt_core.experiments.spec import run_spec
+    from cpt_core.training.device import choose_device
+    from cpt_core.training.range_test import RangeTestWarning, precision_range_test
 
     device = choose_device(device, run_spec(r, f"static {q_max}", q_max=q_max, seed=0, scale=scale))
     warnings.simplefilter("ignore", RangeTestWarning)  # it is part of the answer
@@ -198,9 +199,11 @@ def claims(
     evidence: Annotated[bool, typer.Option(help="show the effects behind every verdict")] = False,
 ) -> None:
     """Show the claims of the paper: confirmed, contradicted or open by the committed rows and those under runs/."""
-    from cpt_core import ledger, report, stores
+    from cpt_core.analysis import report
+    from cpt_core.analysis.claims import ledger
+    from cpt_core.sweeps import stores
 
-    for entry in ledger.ledger({path.name: stores.load_rows(path) for path in report.all_stores()}):
+    for entry in ledger({path.name: stores.load_rows(path) for path in report.all_stores()}):
         at_paper, smaller = entry.verdicts()
         typer.echo(f"{entry.claim.claim} ({entry.claim.place})\n  paper scale: {at_paper}; smaller: {smaller}")
         for line in entry.evidence() if evidence else []:
@@ -210,11 +213,11 @@ def claims(
 @app.command(cls=Many)
 def reproduce(scale: Scale = "demo", notebook: Number = None, dataset: Data = None, parameter: Given = []) -> None:  # noqa: B006
     """Run the notebooks and write runs/reproduce/SCALE/index.html; runs that are there already are not repeated."""
-    from cpt_core.parameters import check_values, parse
+    from cpt_core.teaching.parameters import check_values, parse
 
     given = parse(parameter)
     check_values({"scale": scale, **({"dataset": dataset} if dataset else {}), **given})
-    from cpt_core import reproduce as r
+    from cpt_core.teaching import notebooks as r
 
     seconds = r.estimate(scale, notebook)
     about = f"about {seconds / 60:.1f} minutes on two cores" if seconds else "GPU days; runs resume when interrupted"
@@ -224,7 +227,7 @@ def reproduce(scale: Scale = "demo", notebook: Number = None, dataset: Data = No
     outcomes, index = r.reproduce(scale, notebook, dataset, given, progress=sys.stderr.isatty())
     for o in outcomes:
         typer.echo(f"  {o.name:<32} {o.status:<11} {o.seconds:6.0f} s  {o.error}".rstrip())
-    from cpt_core import report
+    from cpt_core.analysis import report
 
     for line in report.summary(scale):
         typer.echo(line)
@@ -237,7 +240,7 @@ def reproduce(scale: Scale = "demo", notebook: Number = None, dataset: Data = No
 @app.command()
 def notebooks() -> None:
     """Run every notebook at smoke scale and save it with its outputs (before a commit)."""
-    from cpt_core import reproduce as r
+    from cpt_core.teaching import notebooks as r
 
     for path in r.notebooks():
         started = time.monotonic()
@@ -248,14 +251,16 @@ def notebooks() -> None:
 @app.command()
 def docs() -> None:
     """Write REPRODUCING.md from the docstrings, and the README's figure from the committed rows."""
-    from cpt_core import figures, stores
+    from cpt_core.analysis import quality_cost
+    from cpt_core.analysis.reproducing import text
     from cpt_core.paths import ROOT, results_dir
-    from cpt_core.reproducing import text
+    from cpt_core.sweeps import stores
 
     (ROOT / "REPRODUCING.md").write_text(text())
     rows = stores.load_rows(results_dir() / "image_digits.jsonl")
     rows = [r for r in rows if r["spec"]["recipe"]["model"] == "mlp6" and r["spec"]["recipe"]["q_min"] == 3]
-    figures.figure_3(rows, xs=("relative_cost", "noise_exposure")).savefig(results_dir() / "image_digits.png", dpi=110)
+    drawn = quality_cost.figure_3(rows, xs=("relative_cost", "noise_exposure"))
+    drawn.savefig(results_dir() / "image_digits.png", dpi=110)
     typer.echo("REPRODUCING.md and data/results/image_digits.png written")
 
 

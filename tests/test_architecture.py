@@ -1,4 +1,4 @@
-"""The rules that keep the package readable: imports go one way, and what needs no torch imports without it."""
+"""The rules that keep the house readable: rooms import one way, and what needs no torch imports without it."""
 
 import ast
 import subprocess
@@ -10,79 +10,109 @@ import pytest
 ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "cpt_core"
 
-# Each module may import those before it.
-ORDER = [
-    "paths", "cost", "schedules", "budget", "quantizers", "layers", "lstm_layers", "graph_ops", "graph_layers",
-    "dgl_layers", "attention_layers", "convert", "scheduler", "bitops", "integrations", "recipes", "specs",
-    "models", "data", "tasks", "train", "grids", "leases", "stores", "worker", "calibration", "cluster", "runs", "plan",
-    "results", "experiments", "figures", "range_test", "parameters", "teaching", "ledger", "reproducing", "report",
-    "reproduce", "__main__",
-]  # fmt: skip
-WITHOUT_TORCH = [
-    "schedules",
-    "budget",
-    "cost",
-    "recipes",
-    "specs",
-    "grids",
-    "leases",
-    "stores",
-    "results",
-    "experiments",
-    "figures",
-    "parameters",
-]
+# A room may import the rooms that it names here, and those that they may import.
+ROOMS = {
+    "paths": (),
+    "checks": (),
+    "schedules": ("checks",),
+    "graphs": ("checks", "paths"),
+    "quantization": ("schedules", "graphs"),
+    "bitops": ("quantization",),
+    "integrations": ("bitops",),
+    "experiments": ("schedules", "paths"),
+    "models": ("graphs", "quantization"),
+    "data": ("experiments", "graphs"),
+    "tasks": ("data", "models"),
+    "training": ("tasks", "bitops"),
+    "sweeps": ("training",),
+    "analysis": ("sweeps",),
+    "teaching": ("analysis",),
+    "__main__": ("teaching",),
+}
+WITHOUT_TORCH = ("schedules", "experiments", "analysis", "sweeps.stores", "teaching.parameters", "checks", "paths")
 
 
-def module_of(path):
+def room_of(path):
     return path.relative_to(PACKAGE).parts[0].removesuffix(".py")
 
 
 def imports_of(path):
-    """Names of the package's modules that a file imports, including inside functions."""
+    """Modules of the package that a file imports, also inside functions, such as "schedules.make"."""
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.ImportFrom) and node.module and node.module.split(".")[0] == "cpt_core":
-            parts = node.module.split(".")
-            yield from (
-                [parts[1]]
-                if len(parts) > 1
-                else [a.name for a in node.names if (PACKAGE / a.name).exists() or (PACKAGE / f"{a.name}.py").exists()]
-            )
+            inner = node.module.removeprefix("cpt_core").lstrip(".")
+            for a in node.names:
+                whole = f"{inner}.{a.name}".lstrip(".")
+                place = PACKAGE.joinpath(*whole.split("."))
+                yield whole if place.is_dir() or place.with_suffix(".py").exists() else inner
         elif isinstance(node, ast.Import):
-            yield from (a.name.split(".")[1] for a in node.names if a.name.startswith("cpt_core."))
+            yield from (a.name.removeprefix("cpt_core.") for a in node.names if a.name.startswith("cpt_core."))
 
 
-FILES = [p for p in PACKAGE.rglob("*.py") if p != PACKAGE / "__init__.py"]
+def below(room):
+    """The rooms that a room may import, and itself."""
+    return {room}.union(*(below(r) for r in ROOMS[room]))
 
 
-def test_every_module_has_its_place():
-    assert {module_of(p) for p in FILES} == set(ORDER)
+FILES = [p for p in sorted(PACKAGE.rglob("*.py")) if p != PACKAGE / "__init__.py"]
+
+
+def test_every_room_is_named_and_says_what_it_is_for():
+    assert {room_of(p) for p in FILES} == set(ROOMS)
+    for place in PACKAGE.iterdir():
+        if place.is_dir() and place.name != "__pycache__":
+            assert ast.get_docstring(ast.parse((place / "__init__.py").read_text()))
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda p: str(p.relative_to(PACKAGE)))
 def test_imports_go_one_way(path):
-    own = ORDER.index(module_of(path))
-    for name in imports_of(path):
-        later = ORDER.index(name) > own
-        assert not later, f"{path.name} imports {name}, which comes after it"
+    above = {name for name in imports_of(path) if name and name.split(".")[0] not in below(room_of(path))}
+    assert not above, f"{path.relative_to(ROOT)} imports {', '.join(sorted(above))}: the order of the rooms is ROOMS"
+
+
+def test_rooms_stand_in_no_circle():
+    order = list(ROOMS)
+    for room, needs in ROOMS.items():
+        assert all(order.index(need) < order.index(room) for need in needs), room
+
+
+def test_the_core_knows_no_experiments():
+    for core in ("schedules", "quantization", "bitops"):
+        assert not below(core) & {"experiments", "data", "models", "tasks", "training", "sweeps", "analysis"}
+
+
+def test_analysis_takes_the_store_and_nothing_else_of_sweeps():
+    used = {n for p in FILES if room_of(p) == "analysis" for n in imports_of(p) if n.split(".")[0] == "sweeps"}
+    assert used <= {"sweeps", "sweeps.stores"}
 
 
 def test_nothing_else_imports_the_integrations():
-    others = [p for p in [*FILES, PACKAGE / "__init__.py"] if module_of(p) != "integrations"]
-    assert not [p.name for p in others if "integrations" in imports_of(p)]
+    others = [p for p in [*FILES, PACKAGE / "__init__.py"] if room_of(p) != "integrations"]
+    assert not [p.name for p in others if any(n.startswith("integrations") for n in imports_of(p))]
 
 
-@pytest.mark.parametrize("name", WITHOUT_TORCH)
-def test_imports_without_torch(name):
-    code = f"import sys; import cpt_core.{name}; sys.exit('torch' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", code]).returncode == 0
+def test_what_needs_no_torch_imports_without_it():
+    """One interpreter imports all of it and looks after every module."""
+    modules = []
+    for name in WITHOUT_TORCH:
+        place = PACKAGE.joinpath(*name.split("."))
+        modules += [f"cpt_core.{name}"]
+        modules += [f"cpt_core.{name}.{p.stem}" for p in sorted(place.glob("*.py")) if p.stem != "__init__"]
+    code = (
+        "import importlib, sys\n"
+        f"for name in {modules!r}:\n"
+        "    importlib.import_module(name)\n"
+        "    assert 'torch' not in sys.modules, name"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
 
 
 def test_the_library_never_chooses_a_device_or_prints():
     for path in FILES:
         text = path.read_text()
         assert ".cuda()" not in text, path.name
-        if path.name not in ("teaching.py", "__main__.py"):
+        if room_of(path) not in ("teaching", "analysis", "__main__"):
             calls = [n for n in ast.walk(ast.parse(text)) if isinstance(n, ast.Call)]
             assert not [c for c in calls if isinstance(c.func, ast.Name) and c.func.id == "print"], path.name
 

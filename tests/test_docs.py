@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from cpt_core import reproducing
+from cpt_core.analysis import reproducing
 
 ROOT = Path(__file__).parents[1]
 MODULES = sorted(

@@ -39,8 +39,9 @@ from torchvision.transforms import v2
 
 from cpt_core.data.common import DataNotFoundError, generator_of, own_path
 from cpt_core.data.images import IMAGENET_MEAN, IMAGENET_STD
+from cpt_core.experiments.detection import DetectionRecipe
+from cpt_core.experiments.recipe import is_own
 from cpt_core.paths import data_dir
-from cpt_core.recipes import DetectionRecipe, is_own
 
 VOC_CLASSES = tuple(
     "aeroplane bicycle bird boat bottle bus car cat chair cow diningtable dog horse motorbike person pottedplant sheep "

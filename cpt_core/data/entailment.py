@@ -36,8 +36,9 @@ from torch import Tensor
 
 from cpt_core.data.common import DataNotFoundError, generator_of, library, own_path
 from cpt_core.data.templates import sentence_pairs
+from cpt_core.experiments.entailment import EntailmentRecipe
+from cpt_core.experiments.recipe import is_own
 from cpt_core.paths import data_dir
-from cpt_core.recipes import EntailmentRecipe, is_own
 
 log = logging.getLogger(__name__)
 LABELS = ("entailment", "neutral", "contradiction")
@@ -49,7 +50,6 @@ SPELLINGS = {
     "contradictory": LABELS.index("contradiction"), "-": UNDECIDED, "-1": UNDECIDED,
 }  # fmt: skip
 TEMPLATES = {"train": 4998, "valid": 999, "test": 999}  # pairs, a third of every label
-
 XNLI = "facebook/xnli"
 CHECKPOINTS = {"bert-base-multilingual-cased": "google-bert/bert-base-multilingual-cased"}
 CHECKPOINT_FILES = ["config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json", "vocab.txt"]

@@ -42,9 +42,10 @@ from sklearn.neighbors import kneighbors_graph
 from torch import Tensor
 
 from cpt_core.data.common import DataNotFoundError, generator_of, own_path
-from cpt_core.graph_ops import Graph, dgl_module
+from cpt_core.experiments.graph import OGB_GRAPHS, GraphRecipe
+from cpt_core.experiments.recipe import is_own
+from cpt_core.graphs.graph import Graph, dgl_module
 from cpt_core.paths import data_dir
-from cpt_core.recipes import OGB_GRAPHS, GraphRecipe, is_own
 
 log = logging.getLogger(__name__)
 SPLITS = ("train", "valid", "test")

@@ -37,8 +37,9 @@ from torch.utils.data import DataLoader, Dataset
 from torchvision.transforms import v2
 
 from cpt_core.data.common import DataNotFoundError, generator_of, own_path
+from cpt_core.experiments.image import ImageRecipe
+from cpt_core.experiments.recipe import is_own
 from cpt_core.paths import data_dir
-from cpt_core.recipes import ImageRecipe, is_own
 
 Batch = tuple[Tensor, Tensor]  # images float32 (N, C, H, W), normalised; labels int64 (N,)
 SMALL = 64  # images up to this many pixels a side are kept in memory

@@ -37,7 +37,6 @@ COUNTS: dict[str, tuple[float, float]] = {  # words -> smallest and largest numb
     **{f"more than {n}": (n + 1, math.inf) for n in range(2, 6)},
 }
 ENTAILMENT, NEUTRAL, CONTRADICTION = range(3)
-
 Thing = tuple[str, str]  # a colour or "", a kind
 Rules = tuple[list[str], list[str], list[str]]  # second sentences by label: entailed, neutral, contradicted
 

@@ -18,8 +18,9 @@ import torch
 from torch import Tensor
 
 from cpt_core.data.common import DataNotFoundError, generator_of, own_path
+from cpt_core.experiments.language_model import LanguageModelRecipe
+from cpt_core.experiments.recipe import is_own
 from cpt_core.paths import data_dir
-from cpt_core.recipes import LanguageModelRecipe, is_own
 
 EOS, UNKNOWN = "<eos>", "<unk>"
 SPLITS = ("train", "valid", "test")

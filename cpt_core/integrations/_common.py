@@ -8,11 +8,11 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import nn
 
-from cpt_core import cost
-from cpt_core.layers import LayerPrecision
-from cpt_core.quantizers import check_bits
-from cpt_core.scheduler import PrecisionScheduler, Schedules
-from cpt_core.schedules import Schedule
+from cpt_core.quantization.precision import LayerPrecision
+from cpt_core.quantization.quantizers import check_bits
+from cpt_core.quantization.scheduler import PrecisionScheduler, Schedules
+from cpt_core.schedules import cost
+from cpt_core.schedules.schedule import Schedule
 
 EvalBits = int | str
 EVAL_BITS = ("q_max", "current", "float")

@@ -25,9 +25,9 @@ from transformers import TrainerState as State
 from transformers import TrainingArguments as Arguments
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
-from cpt_core.convert import layer_precisions
 from cpt_core.integrations._common import TrainerPrecision, check_eval_bits
-from cpt_core.scheduler import Schedules
+from cpt_core.quantization.convert import layer_precisions
+from cpt_core.quantization.scheduler import Schedules
 
 FILE = "precision.pt"  # beside the files that the Trainer writes into a checkpoint
 UNREADABLE = (EOFError, RuntimeError, UnpicklingError)  # what torch.load raises for a file of another kind

@@ -17,7 +17,7 @@ from typing import Any
 from lightning.pytorch import Callback, LightningModule, Trainer
 
 from cpt_core.integrations._common import TrainerPrecision, check_eval_bits
-from cpt_core.scheduler import Schedules
+from cpt_core.quantization.scheduler import Schedules
 
 
 class PrecisionCallback(Callback):

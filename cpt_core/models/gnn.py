@@ -13,8 +13,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from cpt_core.graph_layers import GraphConv, MatrixNorm, SAGEConv
-from cpt_core.graph_ops import Graph
+from cpt_core.graphs.graph import Graph
+from cpt_core.graphs.layers import GraphConv, MatrixNorm, SAGEConv
 
 GRAPH_MODELS: dict[str, type[nn.Module]] = {"gcn": GraphConv, "sage": SAGEConv}
 

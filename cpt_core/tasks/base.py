@@ -1,4 +1,4 @@
-"""What a task is: the verbs that the one training loop calls.  See ``train.train``."""
+"""What a task is: the verbs that the one training loop calls.  See ``cpt_core.training.train``."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from cpt_core.specs import RunSpec
+from cpt_core.experiments.spec import RunSpec
 
 Batch = Any
 Metrics = dict[str, float]

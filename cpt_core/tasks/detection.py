@@ -23,10 +23,10 @@ from cpt_core.data.detection import (
     load_detection,
     random_detection,
 )
+from cpt_core.experiments.detection import DetectionRecipe
+from cpt_core.experiments.spec import RunSpec
 from cpt_core.models.retinanet import Outputs, RetinaNet, Target, retinanet
 from cpt_core.paths import data_dir
-from cpt_core.recipes import DetectionRecipe
-from cpt_core.specs import RunSpec
 from cpt_core.tasks.base import Evaluation, Metrics
 
 WORKERS = min(4, os.cpu_count() or 1)  # processes that read pictures from disk

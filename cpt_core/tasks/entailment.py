@@ -15,9 +15,9 @@ from torch import Tensor, nn
 
 from cpt_core.data.common import DataNotFoundError, generator_of, library, own_path
 from cpt_core.data.entailment import CHECKPOINTS, LABELS, EntailmentData, Pairs, load_entailment
+from cpt_core.experiments.entailment import EntailmentRecipe
+from cpt_core.experiments.spec import RunSpec
 from cpt_core.paths import data_dir
-from cpt_core.recipes import EntailmentRecipe
-from cpt_core.specs import RunSpec
 from cpt_core.tasks.base import Evaluation, Metrics
 
 log = logging.getLogger(__name__)

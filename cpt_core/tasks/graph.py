@@ -16,10 +16,11 @@ from torch.utils.data import DataLoader, Dataset
 
 from cpt_core.data.common import generator_of
 from cpt_core.data.graphs import GraphData, evaluator, load_graph, random_graph
-from cpt_core.graph_ops import Graph, sample_blocks
+from cpt_core.experiments.graph import GraphRecipe
+from cpt_core.experiments.spec import RunSpec
+from cpt_core.graphs.graph import Graph
+from cpt_core.graphs.sampling import sample_blocks
 from cpt_core.models.gnn import GraphNet
-from cpt_core.recipes import GraphRecipe
-from cpt_core.specs import RunSpec
 from cpt_core.tasks.base import Evaluation, Metrics
 
 WORKERS = 2  # processes that sample from a large graph on the CPU

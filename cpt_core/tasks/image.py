@@ -20,9 +20,9 @@ from cpt_core.data.images import (
     load_images,
     random_images,
 )
+from cpt_core.experiments.image import ImageRecipe
+from cpt_core.experiments.spec import RunSpec
 from cpt_core.models import MODELS
-from cpt_core.recipes import ImageRecipe
-from cpt_core.specs import RunSpec
 from cpt_core.tasks.base import Evaluation, Metrics
 
 WORKERS = 4  # processes that read images from disk

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor, nn
 
 from cpt_core.data.text import TextData, columns, load_text, questions, random_text
+from cpt_core.experiments.language_model import LanguageModelRecipe
+from cpt_core.experiments.spec import RunSpec
 from cpt_core.models.lstm_lm import LanguageModel, State
-from cpt_core.recipes import LanguageModelRecipe
-from cpt_core.specs import RunSpec
 from cpt_core.tasks.base import Evaluation, Metrics
 
 Batch = tuple[Tensor, Tensor, bool]  # words (T, B), the words after them (T, B), whether an epoch begins

@@ -7,7 +7,8 @@ import nbformat
 import pytest
 
 import cpt_core as cpt
-from cpt_core import cost, teaching
+from cpt_core.schedules import cost
+from cpt_core.teaching import exercises
 
 from solutions import SOLUTIONS, WRONG  # isort: skip
 
@@ -16,7 +17,7 @@ FOLDER = Path(__file__).parents[2] / "notebooks"
 
 def exercise_cell(name):
     book = nbformat.read(FOLDER / f"{name}.ipynb", as_version=4)
-    (cell,) = [c for c in book.cells if c.cell_type == "code" and "teaching.check(" in c.source]
+    (cell,) = [c for c in book.cells if c.cell_type == "code" and "exercises.check(" in c.source]
     return cell.source
 
 
@@ -25,13 +26,13 @@ def run(name, answers, capsys):
     for variable, answer in answers.items():
         source, count = re.subn(rf"^{variable} = \.\.\..*$", f"{variable} = {answer}", source, flags=re.M)
         assert count == 1, variable
-    exec(source, {"cpt": cpt, "cost": cost, "teaching": teaching})
+    exec(source, {"cpt": cpt, "cost": cost, "exercises": exercises})
     return capsys.readouterr().out.splitlines()
 
 
 @pytest.mark.parametrize("name", sorted(p.stem for p in FOLDER.glob("*.ipynb")))
 def test_exercises(name, capsys):
-    todo = exercise_cell(name).count("teaching.check(")
+    todo = exercise_cell(name).count("exercises.check(")
     assert [line.endswith("not attempted yet") for line in run(name, {}, capsys)] == [True] * todo
     assert [line.endswith(": correct") for line in run(name, SOLUTIONS[name], capsys)] == [True] * todo
     wrong = run(name, WRONG[name], capsys)
@@ -39,24 +40,24 @@ def test_exercises(name, capsys):
 
 
 def test_an_answer_of_the_wrong_kind_gets_a_hint_not_a_traceback(capsys):
-    teaching.check("x", "text", lambda s: s.relative_cost() < 1, "a schedule")
+    exercises.check("x", "text", lambda s: s.relative_cost() < 1, "a schedule")
     assert "not yet (AttributeError" in capsys.readouterr().out
 
 
 def test_predictions_are_compared(capsys):
-    teaching.predict("q", "b")
-    teaching.reveal("q", "b", "because")
-    teaching.predict("q", "c")
-    teaching.reveal("q", "b", "because")
+    exercises.predict("q", "b")
+    exercises.reveal("q", "b", "because")
+    exercises.predict("q", "c")
+    exercises.reveal("q", "b", "because")
     out = capsys.readouterr().out
     assert "You were right." in out
     assert "You said c." in out
     with pytest.raises(ValueError, match="choose one of a, b, c, got 'z'"):
-        teaching.predict("q", "z")
+        exercises.predict("q", "z")
 
 
 def test_bands_reject_what_lies_outside(capsys):
-    teaching.in_band("smoke accuracy of ER", 0.88)
+    exercises.in_band("smoke accuracy of ER", 0.88)
     assert capsys.readouterr().out == "smoke accuracy of ER: inside the band of 12 seeds\n"
     with pytest.raises(AssertionError, match="outside its band"):
-        teaching.in_band("smoke accuracy of ER", 0.35)
+        exercises.in_band("smoke accuracy of ER", 0.35)

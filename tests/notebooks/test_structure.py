@@ -9,9 +9,9 @@ from pathlib import Path
 import nbformat
 import pytest
 
-from cpt_core.parameters import PARAMETERS, check_parameters
-from cpt_core.recipes import task_of_dataset
-from cpt_core.reproduce import parameters_of
+from cpt_core.experiments.recipes import task_of_dataset
+from cpt_core.teaching.notebooks import parameters_of
+from cpt_core.teaching.parameters import PARAMETERS, check_parameters
 
 FOLDER = Path(__file__).parents[2] / "notebooks"
 NOTEBOOKS = sorted(FOLDER.glob("*.ipynb"))

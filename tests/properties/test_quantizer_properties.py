@@ -7,16 +7,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
-from cpt_core.quantizers import (
-    GRANULARITIES,
-    NoisePool,
-    Quantizer,
-    hash_noise,
-    levels_of,
-    quantize,
-    quantize_gradient,
-    straight_through,
-)
+from cpt_core.quantization.fake_quantize import levels_of, quantize, quantize_gradient, straight_through
+from cpt_core.quantization.noise import NoisePool, hash_noise
+from cpt_core.quantization.quantizers import GRANULARITIES, Quantizer
 
 BITS = st.integers(1, 12)
 GRANULARITY = st.sampled_from(sorted(GRANULARITIES))

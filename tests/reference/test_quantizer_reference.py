@@ -9,12 +9,14 @@ from torch import nn
 from transformers import BertConfig
 from transformers.models.bert.modeling_bert import BertSelfAttention
 
-from cpt_core.convert import QuantConfig, quantize_
-from cpt_core.graph_layers import GraphConv, SAGEConv
-from cpt_core.graph_ops import Graph
-from cpt_core.layers import LayerPrecision
-from cpt_core.quantizers import NoisePool, Quantizer, levels_of, quantize, quantize_gradient
-from cpt_core.scheduler import precision
+from cpt_core.graphs.graph import Graph
+from cpt_core.graphs.layers import GraphConv, SAGEConv
+from cpt_core.quantization.convert import QuantConfig, quantize_
+from cpt_core.quantization.fake_quantize import levels_of, quantize, quantize_gradient
+from cpt_core.quantization.noise import NoisePool
+from cpt_core.quantization.precision import LayerPrecision
+from cpt_core.quantization.quantizers import Quantizer
+from cpt_core.quantization.scheduler import precision
 
 GRANULARITY_OF = {
     "first_dim_rows": "per_channel",

@@ -4,8 +4,9 @@ import warnings
 
 import pytest
 
-from cpt_core import cost
-from cpt_core.schedules import Schedule, ShortCycleWarning, make_schedule
+from cpt_core.schedules import cost
+from cpt_core.schedules.make import make_schedule
+from cpt_core.schedules.schedule import Schedule, ShortCycleWarning
 
 
 def rows_of(path):

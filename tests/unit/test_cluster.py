@@ -9,22 +9,25 @@ from pathlib import Path
 
 import pytest
 
-from cpt_core import grids, leases, runs, stores
-from cpt_core.runs import run_grid
+from cpt_core.experiments import designs
+from cpt_core.sweeps import leases, progress, stores
+from cpt_core.sweeps.sweep import run_grid
 
 distributed = pytest.importorskip("distributed")
 psutil = pytest.importorskip("psutil")
 
 pytestmark = [
     pytest.mark.slow,
-    pytest.mark.filterwarnings("ignore::cpt_core.schedules.ShortCycleWarning"),
+    pytest.mark.filterwarnings("ignore::cpt_core.schedules.schedule.ShortCycleWarning"),
     pytest.mark.filterwarnings("ignore::ResourceWarning"),  # sockets of the cluster, closed a moment later
     pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning"),
 ]
 
 
 def specs_of(*arms, **changes):
-    return grids.quality_cost("smoke", schedules=arms, static=[], seeds=[0], **{"steps": 20, "n_cycles": 2, **changes})
+    return designs.quality_cost(
+        "smoke", schedules=arms, static=[], seeds=[0], **{"steps": 20, "n_cycles": 2, **changes}
+    )
 
 
 def numbers(rows):
@@ -59,7 +62,7 @@ def test_a_worker_that_is_killed_loses_nothing(cluster, tmp_path):
 
     def sweep():
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr("cpt_core.runs.Signals.__enter__", lambda self: self)
+            patch.setattr("cpt_core.sweeps.progress.Signals.__enter__", lambda self: self)
             rows.extend(
                 run_grid(specs, store, executor="dask", scheduler=cluster.scheduler_address, checkpoint_seconds=0.2)
             )
@@ -103,8 +106,8 @@ def test_ctrl_c_waits_for_the_checkpoints_of_a_cluster(cluster, tmp_path, monkey
     specs = specs_of("CR", "ER", "LR", steps=2000)
     store = tmp_path / "rows.jsonl"
     signals = []
-    enter = runs.Signals.__enter__
-    monkeypatch.setattr(runs.Signals, "__enter__", lambda self: signals.append(self) or enter(self))
+    enter = progress.Signals.__enter__
+    monkeypatch.setattr(progress.Signals, "__enter__", lambda self: signals.append(self) or enter(self))
 
     def press():
         while len(list((tmp_path / "rows.leases").glob("*.lease"))) < 2:
@@ -120,7 +123,7 @@ def test_ctrl_c_waits_for_the_checkpoints_of_a_cluster(cluster, tmp_path, monkey
 
 
 def test_a_scheduler_that_does_not_answer(tmp_path, monkeypatch):
-    monkeypatch.setattr("cpt_core.cluster.CONNECT_SECONDS", 1)
+    monkeypatch.setattr("cpt_core.sweeps.dask_cluster.CONNECT_SECONDS", 1)
     with pytest.raises(ValueError, match=r"no Dask scheduler at 'tcp://127\.0\.0\.1:9'"):
         run_grid(specs_of("CR"), tmp_path / "rows.jsonl", executor="dask", scheduler="tcp://127.0.0.1:9")
     with pytest.raises(ValueError, match="no Dask scheduler at 'nonsense://x'"):

@@ -9,13 +9,17 @@ import pandas as pd
 import pytest
 
 from cpt_core import __main__ as commands
-from cpt_core import grids, plan, report, results, stores
-from cpt_core.calibration import Calibration, measure, runs_per_gpu
-from cpt_core.grids import GRIDS
-from cpt_core.parameters import parse
+from cpt_core.analysis import quality_cost
+from cpt_core.analysis.report import summary, write_report
+from cpt_core.analysis.runs import TYPES, load, table
+from cpt_core.experiments import designs, grids
+from cpt_core.experiments.grids import GRIDS
 from cpt_core.paths import results_dir
+from cpt_core.sweeps import plan, stores
+from cpt_core.sweeps.calibration import Calibration, measure, runs_per_gpu
+from cpt_core.teaching.parameters import parse
 
-pytestmark = pytest.mark.filterwarnings("ignore::cpt_core.schedules.ShortCycleWarning")
+pytestmark = pytest.mark.filterwarnings("ignore::cpt_core.schedules.schedule.ShortCycleWarning")
 DIGITS = results_dir() / "image_digits.jsonl"
 
 
@@ -156,14 +160,14 @@ def test_every_figure_and_table_has_its_grids():
 
 
 def test_a_measurement_is_kept_and_agrees_with_a_run(tmp_path):
-    (spec,) = grids.quality_cost("smoke", schedules=["CR"], static=[], seeds=[0], steps=20)
+    (spec,) = designs.quality_cost("smoke", schedules=["CR"], static=[], seeds=[0], steps=20)
     found = measure(spec)
     assert found.macs * 1024 == 64 * (64 * 32 + 5 * 32 * 32 + 32 * 10) * 1024
     assert 0 < found.seconds_per_step < 1
     assert found.peak_memory > 10**8
     assert found.checkpoint > 4 * (64 * 32 + 5 * 32 * 32 + 32 * 10) * 2  # weights and their momentum
     assert measure(spec) == found  # not measured again: times would differ
-    bad = grids.quality_cost("paper", "cifar100", "resnet74", schedules=["CR"], static=[], seeds=[0], q_max=[8])[0]
+    bad = designs.quality_cost("paper", "cifar100", "resnet74", schedules=["CR"], static=[], seeds=[0], q_max=[8])[0]
     bad = replace(bad, recipe=replace(bad.recipe, model="vgg"))
     with pytest.raises(RuntimeError, match="vgg on cifar100 does not run here: KeyError: 'vgg'"):
         measure(bad)
@@ -205,7 +209,7 @@ def test_a_failed_run_is_shown_with_its_reason_and_its_log(command, monkeypatch)
     def fail(job, stop, report):
         return {**stores.describe(job.spec), "status": "failed", "error": "Traceback\nValueError: no luck"}
 
-    monkeypatch.setattr("cpt_core.worker._row", fail)
+    monkeypatch.setattr("cpt_core.sweeps.worker._row", fail)
     status, out, said = command("run", "digits/mlp6", "--scale", "smoke", "--only", "schedule=CR", "--workers", "0")
     assert status == 1
     assert "1 failed" in out
@@ -225,9 +229,9 @@ def test_a_run_that_took_too_long_is_shown_as_that(command):
 
 
 def test_results_are_typed(tmp_path):
-    assert results.load(tmp_path / "none.jsonl").dtypes.to_dict() == results.table([]).dtypes.to_dict()
-    runs = results.load(DIGITS)
-    assert runs.dtypes.drop([c for c in runs if c not in results.TYPES]).to_dict().keys() == results.TYPES.keys()
+    assert load(tmp_path / "none.jsonl").dtypes.to_dict() == table([]).dtypes.to_dict()
+    runs = load(DIGITS)
+    assert runs.dtypes.drop([c for c in runs if c not in TYPES]).to_dict().keys() == TYPES.keys()
     assert {str(runs[c].dtype) for c in ("seed", "q_max", "steps")} == {"Int64"}
     assert runs.accuracy.between(0, 1).all()
     assert len(runs) == len(set(runs.key)) == 105
@@ -239,7 +243,7 @@ def test_parameters_of_notebooks_as_words():
 
 
 def test_the_report_is_one_page_that_needs_nothing_else(place):
-    page = report.write_report().read_text()
+    page = write_report().read_text()
     assert re.findall(r"(?:src|href)=['\"](?!data:)[^'\"]*", page) == []
     assert not re.search(r"https?://|<script|@import|url\(", page)
     images = re.findall(r"src='data:image/png;base64,([^']*)'", page)
@@ -247,7 +251,7 @@ def test_the_report_is_one_page_that_needs_nothing_else(place):
     # language; two on critical periods, three at equal cost, one of predictors
     assert len(images) == 25
     assert all(base64.b64decode(i).startswith(b"\x89PNG") for i in images)
-    runs = results.load(DIGITS, DIGITS.with_name("image_digits_fresh.jsonl"))
+    runs = load(DIGITS, DIGITS.with_name("image_digits_fresh.jsonl"))
     network = runs[(runs.model == "mlp6") & (runs.q_min == 3) & (runs.arm == "CR")]
     assert f"<td>{100 * network.accuracy.mean():.1f}</td>" in page
     for words in (
@@ -257,22 +261,22 @@ def test_the_report_is_one_page_that_needs_nothing_else(place):
         "the authors choose it on the test set",
     ):  # fmt: skip
         assert words in page
-    empty = report.write_report([], place / "empty.html").read_text()
+    empty = write_report([], place / "empty.html").read_text()
     assert "No rows are stored yet" in empty
 
 
 @pytest.mark.parametrize("ok", [[], ["CR"], ["static 8"], ["CR", "RR", "ER"]])
 def test_a_report_of_runs_that_failed(ok, place):
     store = stores.store_path("demo", "image")
-    for number, spec in enumerate(grids.quality_cost("demo", schedules=["CR", "RR", "ER"], static=[8], seeds=[0])):
+    for number, spec in enumerate(designs.quality_cost("demo", schedules=["CR", "RR", "ER"], static=[8], seeds=[0])):
         metric = {"name": "accuracy", "split": "test", "when": "final", "precision": "q_max", "value": number / 10}
         done = {"status": "ok", "seconds": 1.0, "title": "made up", "device": "cpu", "metrics": [metric]}
         row = {**stores.describe(spec), **(done if spec.arm in ok else {"status": "failed", "error": "x"})}
         stores.append_row(store, row)
-    page = report.write_report([store]).read_text()
+    page = write_report([store]).read_text()
     assert ("Rank correlation" in page) == (len(ok) == 3)
     assert page.count("<td>1</td>") >= 4  # four runs, finished or failed
-    assert f"{4 - len(ok)} failed" in report.summary("demo")[0]
+    assert f"{4 - len(ok)} failed" in summary("demo")[0]
 
 
 def test_a_range_test_says_what_it_found(command, place):
@@ -297,4 +301,4 @@ def test_pareto_front():
     rows = pd.DataFrame(
         {"relative_cost": [1.0, 0.5, 0.5, 0.7, 0.2, 0.9], "mean": [0.9, 0.8, 0.7, 0.8, float("nan"), 0.85]}
     )
-    assert results.pareto(rows).tolist() == [True, True, False, False, False, True]
+    assert quality_cost.pareto(rows).tolist() == [True, True, False, False, False, True]

@@ -6,10 +6,12 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from cpt_core.convert import PRESETS, QuantConfig, quantize_, restore_, summary
-from cpt_core.layers import QuantConv2d, QuantLinear
-from cpt_core.quantizers import QUANTIZERS, Quantizer, levels_of, quantize, quantize_gradient
-from cpt_core.scheduler import precision
+from cpt_core.quantization.convert import PRESETS, QuantConfig, quantize_, restore_
+from cpt_core.quantization.fake_quantize import levels_of, quantize, quantize_gradient
+from cpt_core.quantization.layers import QuantConv2d, QuantLinear
+from cpt_core.quantization.quantizers import QUANTIZERS, Quantizer
+from cpt_core.quantization.scheduler import precision
+from cpt_core.quantization.summary import summary
 
 NEAREST = QuantConfig().with_gradient_rounding("nearest")
 BITS, Q_GRAD = 3, 5

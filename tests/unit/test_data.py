@@ -16,7 +16,7 @@ from PIL import Image
 from cpt_core import data
 from cpt_core.data.common import DataNotFoundError
 from cpt_core.data.images import ArrayBatches, ArrayImages, FileBatches, evaluation_batches, load_images
-from cpt_core.recipes import recipe
+from cpt_core.experiments.recipes import recipe
 
 CPU = torch.device("cpu")
 

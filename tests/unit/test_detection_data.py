@@ -23,7 +23,8 @@ from cpt_core.data.detection import (
     load_detection,
     scenes,
 )
-from cpt_core.recipes import DetectionRecipe, recipe
+from cpt_core.experiments.detection import DetectionRecipe
+from cpt_core.experiments.recipes import recipe
 
 
 def small(dataset, **changes):
@@ -375,7 +376,7 @@ def test_many_pictures_reach_the_processes_that_read_them(own):
     code = """
 import itertools, multiprocessing
 from cpt_core.data.detection import batches, load_detection
-from cpt_core.recipes import DetectionRecipe
+from cpt_core.experiments.detection import DetectionRecipe
 if __name__ == "__main__":
     multiprocessing.set_start_method("forkserver")
     r = DetectionRecipe(task="detection", dataset="pets/", model="retinanet", quantized="all", steps=4, batch=2,

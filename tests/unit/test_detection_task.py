@@ -10,19 +10,23 @@ import pytest
 import torch
 from torch import nn
 
-from cpt_core import bitops, grids, teaching
-from cpt_core.convert import quantize_, restore_, summary
+from cpt_core.bitops import plan
+from cpt_core.bitops.ledger import BitOpsLedger
 from cpt_core.data import detection as data
 from cpt_core.data.common import DataNotFoundError
 from cpt_core.data.detection import Annotated, scenes
+from cpt_core.experiments import designs, grids
+from cpt_core.experiments.recipes import recipe
+from cpt_core.experiments.spec import RunSpec, run_spec
 from cpt_core.models.retinanet import FrozenStatisticsBatchNorm2d, retinanet
-from cpt_core.recipes import recipe
-from cpt_core.scheduler import PrecisionScheduler, precision
-from cpt_core.schedules import make_schedule
-from cpt_core.specs import RunSpec, run_spec
+from cpt_core.quantization.convert import quantize_, restore_
+from cpt_core.quantization.scheduler import PrecisionScheduler, precision
+from cpt_core.quantization.summary import summary
+from cpt_core.schedules.make import make_schedule
 from cpt_core.tasks import detection as detection_task
 from cpt_core.tasks.detection import DetectionTask, mean_average_precision
-from cpt_core.train import Stopped, train
+from cpt_core.teaching import demonstrations
+from cpt_core.training.train import Stopped, train
 
 CPU = torch.device("cpu")
 
@@ -433,14 +437,14 @@ def test_pretrained_weights_are_asked_for_and_used(tmp_path, monkeypatch):
 
 def test_a_notebook_without_the_weights_says_so_and_starts_from_scratch(tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("CPT_DATA_DIR", str(tmp_path))
-    assert teaching.pretrained_or_scratch("demo") == {}
+    assert demonstrations.pretrained_or_scratch("demo") == {}
     assert capsys.readouterr().out == ""
-    changes = teaching.pretrained_or_scratch("paper")
+    changes = demonstrations.pretrained_or_scratch("paper")
     assert "from scratch, unlike the paper's" in capsys.readouterr().out
-    (first, *_) = grids.quality_cost("paper", "voc2012", preset="authors", **changes)
+    (first, *_) = designs.quality_cost("paper", "voc2012", preset="authors", **changes)
     assert not first.recipe.pretrained
     (tmp_path / data.WEIGHTS).write_bytes(b"")
-    assert teaching.pretrained_or_scratch("paper") == {}
+    assert demonstrations.pretrained_or_scratch("paper") == {}
     assert data.WEIGHTS in capsys.readouterr().out
 
 
@@ -450,14 +454,14 @@ def test_a_notebook_without_the_weights_says_so_and_starts_from_scratch(tmp_path
 def test_upsampling_is_priced_by_the_paper_only():
     model = retinanet("retinanet_small", 3)
     x = (torch.zeros(1, 3, 64, 64),)
-    paper, per_op = bitops.count_bitops(model, x), bitops.count_bitops(model, x, convention="per_op")
+    paper, per_op = plan.count_bitops(model, x), plan.count_bitops(model, x, convention="per_op")
     copied = 32 * (16 * 16 + 8 * 8)
     assert paper.macs["backbone.fpn (upsampling)"] == copied
     assert per_op.uncounted["upsampling"] == copied
     assert paper.forward_macs == per_op.forward_macs + copied
     assert "upsample_nearest2d" not in paper.uncounted
     nothing = {"boxes": torch.zeros(0, 4), "labels": torch.zeros(0, dtype=torch.int64)}
-    with bitops.BitOpsLedger(model) as ledger:
+    with BitOpsLedger(model) as ledger:
         sum(model.losses(*x, model(*x), [nothing]).values()).backward()
     assert ledger.by_layer("paper")["backbone.fpn (upsampling)"] == 3 * copied
 
@@ -467,7 +471,7 @@ def test_operations_and_costs_of_the_reference(reference_dir):
         model = retinanet("retinanet", 20)
     with (reference_dir / "flops.csv").open() as file:
         (row,) = [line for line in csv.reader(file) if line[0] == "voc_retinanet_r18"]
-    assert bitops.count_bitops(model, (torch.empty(1, 3, 224, 224, device="meta"),)).forward_macs == int(row[3])
+    assert plan.count_bitops(model, (torch.empty(1, 3, 224, 224, device="meta"),)).forward_macs == int(row[3])
     with (reference_dir / "bitops.csv").open() as file:
         rows = [r for r in csv.DictReader(file) if (r["experiment"], r["variant"]) == ("voc_retinanet_r18", "paper")]
     assert len(rows) == 22
@@ -483,7 +487,7 @@ def test_operations_and_costs_of_the_reference(reference_dir):
         # one row is off by 5e-6: REX has ties before rounding
         assert schedule.relative_cost() == pytest.approx(float(r["rel_to_static"]), rel=1e-5)
         if r["schedule"] in ("STATIC", "CR"):
-            total = bitops.count_bitops(model, images, schedule).total
+            total = plan.count_bitops(model, images, schedule).total
             assert total == pytest.approx(float(r["total_bitops"]), rel=1e-5)
 
 
@@ -510,8 +514,8 @@ def test_grids_of_detection():
     assert all(s.q_grad == s.q_max for s in specs)
     assert grids.GRIDS["voc2012/retinanet"].artefact == "figure_4"
     assert RunSpec.from_dict(first.to_dict()) == first
-    authors = grids.quality_cost("paper", "voc2012", preset="authors", seeds=[0])
+    authors = designs.quality_cost("paper", "voc2012", preset="authors", seeds=[0])
     assert (authors[0].recipe.batch, authors[0].recipe.steps, authors[0].recipe.flip) == (8, 85_800, True)
-    assert grids.quality_cost("demo", "voc2012", seeds=[0])[0].recipe.size == 128
+    assert designs.quality_cost("demo", "voc2012", seeds=[0])[0].recipe.size == 128
     with pytest.raises(ValueError, match="dataset 'digit-scenes' is for task 'detection', not 'image'"):
-        grids.quality_cost("demo", "digit-scenes", task="image")
+        designs.quality_cost("demo", "digit-scenes", task="image")

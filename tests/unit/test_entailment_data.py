@@ -13,7 +13,7 @@ from cpt_core.data import entailment, templates
 from cpt_core.data.common import DataNotFoundError
 from cpt_core.data.entailment import LABELS, load_entailment
 from cpt_core.data.templates import sentence_pairs
-from cpt_core.recipes import recipe
+from cpt_core.experiments.recipes import recipe
 
 COUNTS = {"train": 6, "validation": 3, "test": 4}
 

@@ -6,16 +6,18 @@ import pytest
 import torch
 import transformers
 
-from cpt_core.bitops import count_bitops
-from cpt_core.convert import quantize_, summary
+from cpt_core.bitops.plan import count_bitops
 from cpt_core.data.common import DataNotFoundError
 from cpt_core.data.templates import sentence_pairs
-from cpt_core.recipes import EntailmentRecipe, recipe, task_of_dataset
-from cpt_core.specs import RunSpec, run_spec
+from cpt_core.experiments.entailment import EntailmentRecipe
+from cpt_core.experiments.recipes import recipe, task_of_dataset
+from cpt_core.experiments.spec import RunSpec, run_spec
+from cpt_core.quantization.convert import quantize_
+from cpt_core.quantization.summary import summary
 from cpt_core.tasks import TASKS
 from cpt_core.tasks import entailment as entailment_task
 from cpt_core.tasks.entailment import EntailmentTask
-from cpt_core.train import Stopped, train
+from cpt_core.training.train import Stopped, train
 
 CPU = torch.device("cpu")
 TINY = {"hidden": 16, "layers": 1, "train_pairs": 300, "valid_pairs": 60, "test_pairs": 60}

@@ -6,10 +6,13 @@ import pandas as pd
 import pytest
 from scipy import stats
 
-from cpt_core import cost, experiments, figures, grids, results
+from cpt_core.analysis import critical_periods, equal_cost, groups, predictors, quality_cost, statistics
+from cpt_core.analysis.runs import table
+from cpt_core.experiments import designs
 from cpt_core.paths import paper_dir
+from cpt_core.schedules import cost
 
-pytestmark = pytest.mark.filterwarnings("ignore::cpt_core.schedules.ShortCycleWarning")
+pytestmark = pytest.mark.filterwarnings("ignore::cpt_core.schedules.schedule.ShortCycleWarning")
 PROVENANCE = {"started": "2026-01-01", "commit": "0" * 40, "dirty": False, "versions": {}}
 
 
@@ -39,33 +42,33 @@ def row_of(spec, value, metric="accuracy", status="ok"):
 
 def test_interval_is_students():
     values = [0.1, 0.4, 0.2, 0.7]
-    mean, low, high = results.interval(values)
+    mean, low, high = statistics.interval(values)
     expected = stats.ttest_1samp(values, 0).confidence_interval(0.95)
     assert (mean, low, high) == pytest.approx((0.35, expected.low, expected.high))
-    assert results.interval([0.3])[0] == 0.3
-    assert np.isnan(results.interval([0.3])[1:]).all()
-    assert np.isnan(results.interval([])).all()
+    assert statistics.interval([0.3])[0] == 0.3
+    assert np.isnan(statistics.interval([0.3])[1:]).all()
+    assert np.isnan(statistics.interval([])).all()
 
 
 def test_a_group_counts_on_seeds_that_all_its_arms_have():
-    specs = grids.quality_cost("demo", schedules=["RR", "RTH"], static=[8], seeds=[0, 1])
+    specs = designs.quality_cost("demo", schedules=["RR", "RTH"], static=[8], seeds=[0, 1])
     rows = [row_of(s, {"RR": 0.5, "RTH": 0.7, "static 8": 0.9}[s.arm]) for s in specs]
     rows = [r for r in rows if (r["spec"]["arm"], r["spec"]["seed"]) != ("RTH", 1)]
-    runs = results.table(rows)
-    assert results.of_arms(runs, "large", "accuracy").to_dict() == {0: pytest.approx(0.6)}
-    assert results.of_arms(runs, "RR", "accuracy").to_dict() == {0: 0.5, 1: 0.5}
-    assert results.paired_difference(rows, "static 8", "large").to_dict() == {0: pytest.approx(0.3)}
+    runs = table(rows)
+    assert quality_cost.of_arms(runs, "large", "accuracy").to_dict() == {0: pytest.approx(0.6)}
+    assert quality_cost.of_arms(runs, "RR", "accuracy").to_dict() == {0: 0.5, 1: 0.5}
+    assert quality_cost.paired_difference(rows, "static 8", "large").to_dict() == {0: pytest.approx(0.3)}
     with pytest.raises(ValueError, match="no rows for 'small'; there are RR, RTH, static 8"):
-        results.of_arms(runs, "small", "accuracy")
+        quality_cost.of_arms(runs, "small", "accuracy")
 
 
 def test_share_at_q_min_of_static_precisions():
-    rows = [row_of(s, 0.5) for s in grids.quality_cost("demo", schedules=["RR"], static=[2, 3, 8], seeds=[0])]
-    table = results.table(rows).set_index("arm")
-    assert table.share_at_q_min[["static 2", "static 3", "static 8"]].tolist() == [0, 1, 0]  # q_min is 3
-    assert 0.3 < table.share_at_q_min["RR"] < 0.8
+    rows = [row_of(s, 0.5) for s in designs.quality_cost("demo", schedules=["RR"], static=[2, 3, 8], seeds=[0])]
+    runs = table(rows).set_index("arm")
+    assert runs.share_at_q_min[["static 2", "static 3", "static 8"]].tolist() == [0, 1, 0]  # q_min is 3
+    assert 0.3 < runs.share_at_q_min["RR"] < 0.8
     own = dict(rows[0], spec=dict(rows[0]["spec"], arm="my curve"))
-    assert results.table([own]).savings.tolist() == ["own"]
+    assert table([own]).savings.tolist() == ["own"]
 
 
 # --- critical periods -----------------------------------------------------------------------------
@@ -82,12 +85,12 @@ def harm(spec, seed_noise=0.0):
 
 @pytest.fixture(scope="module")
 def deficits():
-    specs = grids.deficit_scan("demo", "digits", seeds=[0, 1, 2])
+    specs = designs.deficit_scan("demo", "digits", seeds=[0, 1, 2])
     return [row_of(s, harm(s, 0.01 * s.seed)) for s in specs]
 
 
 def test_deficits_against_their_controls(deficits):
-    found = experiments.deficits(deficits)
+    found = critical_periods.deficits(deficits)
     assert len(found) == 13 + 6
     length, window = (found[found.experiment == name] for name in ("length", "window"))
     assert length.total.unique().tolist() == [400, 450, 500, 600, 800]
@@ -111,23 +114,23 @@ def test_deficits_against_their_controls(deficits):
 def test_runs_that_diverged_are_counted_not_averaged(deficits):
     lost = next(r for r in deficits if (r["spec"]["arm"], r["spec"]["seed"]) == ("[0, 400) of 800", 1))
     rows = [{**r, "status": "diverged", "metrics": []} if r is lost else r for r in deficits]
-    found = experiments.deficits(rows).set_index("arm").loc["[0, 400) of 800"]
+    found = critical_periods.deficits(rows).set_index("arm").loc["[0, 400) of 800"]
     assert (found.n, found.diverged, found.worse) == (2, 1, 2)
     assert found["mean"] == pytest.approx(0.51)
 
 
 def test_less_is_better_for_a_perplexity():
-    specs = grids.deficit_scan("demo", "pydoc", seeds=[0, 1])
+    specs = designs.deficit_scan("demo", "pydoc", seeds=[0, 1])
     rows = [row_of(s, 10 + len(s.schedule.windows), "perplexity") for s in specs]
-    found = experiments.deficits(rows)
+    found = critical_periods.deficits(rows)
     assert (found[found.place != "none"].worse == 2).all()
     assert found[found.place != "none"].difference.tolist() == [1.0] * int((found.place != "none").sum())
-    assert len(figures.figure_8(rows).axes) == 4
+    assert len(critical_periods.figure_8(rows).axes) == 4
 
 
 def test_where_one_training_serves_both_experiments():
-    specs = grids.deficit_scan("demo", "digits-graph", seeds=[0])  # N = 100 steps, windows within 100 steps
-    found = experiments.deficits([row_of(s, harm(s)) for s in specs])
+    specs = designs.deficit_scan("demo", "digits-graph", seeds=[0])  # N = 100 steps, windows within 100 steps
+    found = critical_periods.deficits([row_of(s, harm(s)) for s in specs])
     shared = found[found.arm == "no deficit, 100"]
     assert sorted(shared.experiment) == ["length", "window"]
     assert found[found.experiment == "length"].groupby("place").size().to_dict() == {"none": 4, "start": 3, "end": 3}
@@ -136,8 +139,8 @@ def test_where_one_training_serves_both_experiments():
 @pytest.mark.parametrize("dataset", ["digits", "digits-graph"])
 def test_two_deficits_at_the_start_of_different_experiments(dataset):
     """At smoke scale the one window lies at the start too; a deficit of the other kind makes training longer."""
-    specs = grids.deficit_scan("smoke", dataset, seeds=[0])
-    found = experiments.deficits([row_of(s, harm(s)) for s in specs])
+    specs = designs.deficit_scan("smoke", dataset, seeds=[0])
+    found = critical_periods.deficits([row_of(s, harm(s)) for s in specs])
     n = min(found.total)
     assert found[found.experiment == "length"].arm.tolist() == [
         f"no deficit, {n}", f"no deficit, {n + n // 2}", f"[0, {n // 2}) of {n + n // 2}",
@@ -149,18 +152,18 @@ def test_two_deficits_at_the_start_of_different_experiments(dataset):
 
 
 def test_rows_of_other_kinds_are_refused(deficits):
-    (other,) = grids.quality_cost("demo", schedules=["CR"], static=[], seeds=[0])
-    assert experiments.deficit_experiments([row_of(other, 0.9)]) == []
+    (other,) = designs.quality_cost("demo", schedules=["CR"], static=[], seeds=[0])
+    assert critical_periods.deficit_experiments([row_of(other, 0.9)]) == []
     with pytest.raises(ValueError, match="rows of deficits with at most one window"):
-        experiments.deficits([*deficits, row_of(other, 0.9)])
-    (group,) = experiments.deficit_experiments([*deficits, row_of(other, 0.9)])
+        critical_periods.deficits([*deficits, row_of(other, 0.9)])
+    (group,) = critical_periods.deficit_experiments([*deficits, row_of(other, 0.9)])
     assert len(group) == len(deficits)
 
 
 @pytest.mark.parametrize(("dataset", "arms"), [("cifar10", 9), ("imagenet", 3)])
 def test_table_1_has_every_number_of_the_paper(dataset, arms):
-    specs = grids.deficit_scan("paper", dataset, seeds=[0])
-    table = experiments.table_1([row_of(s, 0.9) for s in specs])
+    specs = designs.deficit_scan("paper", dataset, seeds=[0])
+    table = critical_periods.table_1([row_of(s, 0.9) for s in specs])
     paper = pd.read_csv(paper_dir() / "numbers.csv")
     paper = paper[(paper.artefact == "table_1") & (paper.dataset == dataset)].set_index("arm").value
     known = table[table.paper.notna()]
@@ -169,12 +172,12 @@ def test_table_1_has_every_number_of_the_paper(dataset, arms):
     assert (known["mean"] == 90).all()
     for r in known.itertuples():  # the arm really is what the table's name says
         assert r.paper_arm == "no deficit" or r.arm.startswith(f"{r.paper_arm} of")
-    demo = [row_of(s, 0.9) for s in grids.deficit_scan("demo", "cifar10", seeds=[0])]
-    assert experiments.table_1(demo).paper.isna().all()
+    demo = [row_of(s, 0.9) for s in designs.deficit_scan("demo", "cifar10", seeds=[0])]
+    assert critical_periods.table_1(demo).paper.isna().all()
 
 
 def test_figure_8_draws_every_seed(deficits):
-    left, right, *curves = figures.figure_8(deficits).axes
+    left, right, *curves = critical_periods.figure_8(deficits).axes
 
     def dots(ax):
         return sum(len(line.get_xdata()) for line in ax.lines if line.get_linestyle() == "None")
@@ -187,9 +190,9 @@ def test_figure_8_draws_every_seed(deficits):
     assert list(longest[0].get_ydata()) == pytest.approx([86, 81, 71, 51])
     last = [line for line in left.lines if line.get_label() == "low precision last"]
     assert list(last[0].get_ydata()) == pytest.approx([81, 71, 51, 11])
-    lengths = {spec.key for spec in grids.deficit_length("demo", "digits", seeds=[0, 1, 2])}
+    lengths = {spec.key for spec in designs.deficit_length("demo", "digits", seeds=[0, 1, 2])}
     only = [r for r in deficits if r["key"] in lengths]
-    assert len(figures.figure_8(only).axes) == 2  # the length alone, and its learning curve
+    assert len(critical_periods.figure_8(only).axes) == 2  # the length alone, and its learning curve
 
 
 # --- equal cost -----------------------------------------------------------------------------------
@@ -198,14 +201,14 @@ def test_figure_8_draws_every_seed(deficits):
 def equal_rows(seeds=range(4), **changes):
     gain = {"RR": 0.0, "RR delayed 10 %": -0.02, "ER": -0.05, "static 8": 0.1, "static 4": 0.03}
     out = []
-    for s in grids.equal_cost("demo", "digits", seeds=seeds, **changes):
+    for s in designs.equal_cost("demo", "digits", seeds=seeds, **changes):
         name = s.arm.split(",")[0].replace(" at 0.547", "").replace("20 %", "10 %")
         out.append(row_of(s, 0.8 + gain.get(name, 0.07) + 0.01 * s.seed))
     return out
 
 
 def test_equal_cost_compares_what_costs_the_same():
-    found = experiments.equal_cost(equal_rows()).set_index("arm")
+    found = equal_cost.equal_cost(equal_rows()).set_index("arm")
     assert found.index.tolist() == [
         "RR", "RR delayed 10 %", "ER, 290 of 600 steps", "static 8, 238 of 600 steps", "static 4, 571 of 600 steps"
     ]  # fmt: skip
@@ -217,33 +220,33 @@ def test_equal_cost_compares_what_costs_the_same():
 
 def test_two_budgets_are_kept_apart():
     rows = equal_rows() + equal_rows(budget=0.546875, delay=0.2)
-    found = experiments.equal_cost(rows)
+    found = equal_cost.equal_cost(rows)
     second = found[found.base == "RR at 0.547"].set_index("arm")
     assert second.index.tolist() == [
         "RR at 0.547", "RR at 0.547 delayed 20 %", "ER, 400 of 600 steps", "static 8, 328 of 600 steps", "static 5"
     ]  # fmt: skip
     assert second.spent.between(0.99, 1.001).all()
     assert len(found[found.base == "RR"]) == 5
-    assert len(figures.equal_cost_figure(rows).axes) == 2
+    assert len(equal_cost.equal_cost_figure(rows).axes) == 2
     with pytest.raises(ValueError, match="no rows of RR"):
-        experiments.equal_cost([r for r in rows if not r["spec"]["arm"].startswith("RR")])
+        equal_cost.equal_cost([r for r in rows if not r["spec"]["arm"].startswith("RR")])
 
 
 def test_equal_cost_of_a_perplexity_is_positive_when_better():
     rows = [
         row_of(s, 12.0 if s.arm == "RR" else 10.0, "perplexity")
-        for s in grids.equal_cost("demo", "pydoc", seeds=[0, 1])
+        for s in designs.equal_cost("demo", "pydoc", seeds=[0, 1])
     ]
-    found = experiments.equal_cost(rows)
+    found = equal_cost.equal_cost(rows)
     assert (found[found.arm != "RR"].difference == 2.0).all()
 
 
 def test_quality_against_cost_leaves_them_out(deficits):
     rows = [*deficits, *equal_rows()]
-    (group,) = experiments.experiments(rows)
+    (group,) = groups.experiments(rows)
     assert {r["spec"]["arm"] for r in group} == {"RR", "static 8"}
-    assert len(experiments.equal_cost_experiments(rows)) == 1
-    assert experiments.equal_cost_experiments(group) == []
+    assert len(equal_cost.equal_cost_experiments(rows)) == 1
+    assert equal_cost.equal_cost_experiments(group) == []
 
 
 # --- predictors -----------------------------------------------------------------------------------
@@ -251,7 +254,7 @@ def test_quality_against_cost_leaves_them_out(deficits):
 
 def quality_rows(quality, seeds=range(3), **changes):
     """Rows whose accuracy is a function of the schedule, the same for all seeds."""
-    specs = grids.quality_cost("demo", "digits", seeds=seeds, **changes)
+    specs = designs.quality_cost("demo", "digits", seeds=seeds, **changes)
     return [row_of(s, 0.5 + quality(s) + 1e-4 * s.seed) for s in specs]
 
 
@@ -264,53 +267,53 @@ def by_noise(spec):
 
 
 def test_predictors_find_what_decides():
-    cheap = experiments.predictors(quality_rows(by_cost)).set_index("predictor")
-    noisy = experiments.predictors(quality_rows(by_noise)).set_index("predictor")
+    cheap = predictors.predictors(quality_rows(by_cost)).set_index("predictor")
+    noisy = predictors.predictors(quality_rows(by_noise)).set_index("predictor")
     assert cheap.strength["relative_cost"] == pytest.approx(1)
     assert noisy.strength["noise_exposure"] == pytest.approx(1)
     assert cheap.verdict["noise_exposure"] == "worse"
     assert noisy.verdict["noise_exposure"] == "better"
     assert (cheap.arms == 11).all()
     assert (noisy.seeds == 3).all()
-    reverse = experiments.predictors(quality_rows(lambda s: -by_cost(s))).set_index("predictor")
+    reverse = predictors.predictors(quality_rows(lambda s: -by_cost(s))).set_index("predictor")
     assert reverse.strength["relative_cost"] == pytest.approx(-1)
 
 
 def test_strength_is_spearmans():
     rng = np.random.default_rng(3)
-    noise = {s.key: rng.normal(0, 0.02) for s in grids.quality_cost("demo", "digits", seeds=range(3))}
+    noise = {s.key: rng.normal(0, 0.02) for s in designs.quality_cost("demo", "digits", seeds=range(3))}
     rows = quality_rows(lambda s: by_cost(s) + noise[s.key])
-    found = experiments.predictors(rows).set_index("predictor")
-    runs = results.table(rows)
+    found = predictors.predictors(rows).set_index("predictor")
+    runs = table(rows)
     runs = runs[~runs.arm.isin([f"static {b}" for b in range(2, 8)])]
     means = runs.groupby("arm").accuracy.mean()
     for name, sign in (("relative_cost", 1), ("noise_exposure", -1), ("share_at_q_min", -1)):
         x = runs.groupby("arm")[name].first()
         assert found.strength[name] == pytest.approx(sign * stats.spearmanr(x, means).statistic)
         assert found.low[name] <= found.strength[name] <= found.high[name]
-    static = experiments.predictors(rows, static=True)
+    static = predictors.predictors(rows, static=True)
     assert (static.arms == 10 + 6).all()  # 3 to 8 bits; 2 is below q_min
 
 
 def test_too_little_for_a_prediction():
     with pytest.raises(ValueError, match="ten arms and two seeds are needed, there are 11 and 1"):
-        experiments.predictors(quality_rows(by_cost, seeds=[0]))
+        predictors.predictors(quality_rows(by_cost, seeds=[0]))
     few = quality_rows(by_cost, schedules=["CR", "RR"])
     with pytest.raises(ValueError, match="there are 3 and 3"):
-        experiments.predictors(few)
-    alike = [row_of(s, 0.5) for s in grids.quality_cost("demo", "digits", seeds=[0, 1])]
+        predictors.predictors(few)
+    alike = [row_of(s, 0.5) for s in designs.quality_cost("demo", "digits", seeds=[0, 1])]
     with pytest.raises(ValueError, match="all arms have the same accuracy; there is nothing to rank"):
-        experiments.predictors(alike)
-    enough = [row_of(s, 0.5 + by_cost(s)) for s in grids.quality_cost("demo", "digits-graph", seeds=[0, 1])]
-    assert list(experiments.predictors_by_title(few + enough)) == ["made up, demo scale"]
-    assert experiments.predictors_by_title(few) == {}
+        predictors.predictors(alike)
+    enough = [row_of(s, 0.5 + by_cost(s)) for s in designs.quality_cost("demo", "digits-graph", seeds=[0, 1])]
+    assert list(predictors.predictors_by_title(few + enough)) == ["made up, demo scale"]
+    assert predictors.predictors_by_title(few) == {}
 
 
 def test_figure_of_predictors():
     found = {
-        "one": experiments.predictors(quality_rows(by_cost)),
-        "two": experiments.predictors(quality_rows(by_noise)),
+        "one": predictors.predictors(quality_rows(by_cost)),
+        "two": predictors.predictors(quality_rows(by_noise)),
     }
-    (ax,) = figures.predictors_figure(found).axes
+    (ax,) = predictors.predictors_figure(found).axes
     assert [t.get_text() for t in ax.get_yticklabels()] == ["one", "two"]
     assert len(ax.containers) == 6

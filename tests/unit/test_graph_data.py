@@ -13,11 +13,12 @@ import pytest
 import scipy.sparse
 import torch
 
-from cpt_core import data, graph_ops
+from cpt_core import data
 from cpt_core.data import graphs
 from cpt_core.data.common import DataNotFoundError
 from cpt_core.data.graphs import bidirected, load_graph, random_graph
-from cpt_core.recipes import recipe
+from cpt_core.experiments.recipes import recipe
+from cpt_core.graphs import graph as graph_module
 
 NODES = 60
 
@@ -199,7 +200,7 @@ def arxiv(request, tmp_path, monkeypatch):
     """A small data set in the real layout of ogbn-arxiv, to be read by OGB's own loader."""
     monkeypatch.setenv("CPT_DATA_DIR", str(tmp_path))
     if request.param == "without DGL":
-        for module in (graph_ops, graphs):
+        for module in (graph_module, graphs):
             monkeypatch.setattr(module, "dgl_module", lambda: None)
 
     def no_input(*args):
@@ -229,7 +230,7 @@ def test_ogb_says_nothing_and_asks_no_network(arxiv, capfd):
         "import socket, builtins\n"
         "def refuse(*a, **k): raise AssertionError('network or input')\n"
         "socket.socket.connect = refuse; builtins.input = refuse\n"
-        "from cpt_core.data.graphs import load_graph; from cpt_core.recipes import recipe\n"
+        "from cpt_core.data.graphs import load_graph; from cpt_core.experiments.recipes import recipe\n"
         "load_graph(recipe('paper', 'ogbn-arxiv'))\n"
         "import sys; assert sys.modules['outdated'] is None  # what would ask for newer versions"
     )

@@ -11,13 +11,16 @@ import pytest
 import torch
 from torch import nn
 
-from cpt_core.bitops import BitOpsLedger, count_bitops
-from cpt_core.convert import QuantConfig, quantize_, restore_, summary
-from cpt_core.graph_layers import GraphConv, MatrixNorm, QuantGraphConv, SAGEConv
-from cpt_core.graph_ops import Graph
+from cpt_core.bitops.ledger import BitOpsLedger
+from cpt_core.bitops.plan import count_bitops
+from cpt_core.graphs.graph import Graph
+from cpt_core.graphs.layers import GraphConv, MatrixNorm, SAGEConv
 from cpt_core.models.gnn import GraphNet
-from cpt_core.scheduler import PrecisionScheduler, precision
-from cpt_core.schedules import make_schedule
+from cpt_core.quantization.convert import QuantConfig, quantize_, restore_
+from cpt_core.quantization.graph_layers import QuantGraphConv
+from cpt_core.quantization.scheduler import PrecisionScheduler, precision
+from cpt_core.quantization.summary import summary
+from cpt_core.schedules.make import make_schedule
 
 NODES = 40
 

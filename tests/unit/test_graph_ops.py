@@ -8,8 +8,9 @@ import dgl
 import pytest
 import torch
 
-from cpt_core import graph_ops
-from cpt_core.graph_ops import Graph, as_graph, sample_blocks
+from cpt_core.graphs import graph as graph_module
+from cpt_core.graphs.graph import Graph, as_graph, dgl_module, importlib
+from cpt_core.graphs.sampling import sample_blocks
 
 
 def random_edges(nodes=30, edges=200, seed=0):
@@ -126,7 +127,7 @@ def triangle():
 
 
 def test_without_dgl_torch_takes_over(monkeypatch):
-    monkeypatch.setattr(graph_ops, "dgl_module", lambda: None)
+    monkeypatch.setattr(graph_module, "dgl_module", lambda: None)
     assert triangle().kernel == "csr"
     assert triangle().aggregate(torch.tensor([[1.0], [2.0], [3.0]])).flatten().tolist() == [3, 1, 2]
     with pytest.raises(ValueError, match="backend 'dgl' needs DGL"):
@@ -138,15 +139,15 @@ def test_a_dgl_that_cannot_be_imported_counts_as_absent(monkeypatch, error):
     def fail(name):
         raise error
 
-    monkeypatch.setattr(graph_ops.importlib, "import_module", fail)
-    assert graph_ops.dgl_module.__wrapped__() is None
+    monkeypatch.setattr(importlib, "import_module", fail)
+    assert dgl_module.__wrapped__() is None
 
 
 def test_sums_that_crash_dgl_are_left_to_torch():
     """DGL 1.1.3 ends the process where mean degree x features exceeds a limit set by the cache."""
     code = (
         "import torch\n"
-        "from cpt_core.graph_ops import Graph, dgl_limit\n"
+        "from cpt_core.graphs.graph import Graph, dgl_limit\n"
         "width = 512\n"
         "degree = int(2 * dgl_limit() / width) + 1\n"
         "source = torch.arange(degree).repeat(degree)\n"
@@ -163,7 +164,7 @@ def test_sums_that_crash_dgl_are_left_to_torch():
 
 def test_dgl_asked_for_where_it_would_crash_is_an_error(monkeypatch):
     graph = Graph.from_edges(*random_edges(), 30, "dgl")
-    monkeypatch.setattr(graph_ops, "dgl_limit", lambda: 200 / 30 * 4)
+    monkeypatch.setattr(graph_module, "dgl_limit", lambda: 200 / 30 * 4)
     assert graph.aggregate(torch.ones(30, 4)).shape == (30, 4)
     with pytest.raises(ValueError, match="DGL cannot sum 5 features over 200 edges into 30 nodes on this machine"):
         graph.aggregate(torch.ones(30, 5))
@@ -275,4 +276,4 @@ def test_every_neighbour_is_equally_likely_as_with_dgl():
 
 def test_dgl_is_imported_with_its_backend_set():
     assert os.environ["DGLBACKEND"] == "pytorch"
-    assert graph_ops.dgl_module() is sys.modules["dgl"]
+    assert dgl_module() is sys.modules["dgl"]

@@ -6,15 +6,18 @@ import numpy as np
 import pytest
 import torch
 
-from cpt_core import graph_ops, grids
-from cpt_core.convert import quantize_
+from cpt_core.experiments import designs, grids
+from cpt_core.experiments.graph import GraphRecipe
+from cpt_core.experiments.recipes import recipe, task_of_dataset
+from cpt_core.experiments.spec import RunSpec, run_spec
+from cpt_core.graphs import graph as graph_module
 from cpt_core.models.gnn import GraphNet
-from cpt_core.recipes import GraphRecipe, recipe, task_of_dataset
-from cpt_core.scheduler import precision
-from cpt_core.specs import RunSpec, run_spec
+from cpt_core.quantization.convert import quantize_
+from cpt_core.quantization.scheduler import precision
 from cpt_core.tasks import graph as graph_task
 from cpt_core.tasks.graph import GraphTask
-from cpt_core.train import Stopped, quant_config, train
+from cpt_core.training.session import quant_config
+from cpt_core.training.train import Stopped, train
 
 CPU = torch.device("cpu")
 
@@ -63,7 +66,7 @@ def test_workers_change_nothing(monkeypatch):
 def test_backends_agree(monkeypatch):
     """The sums differ in their order only; static 8 bits, few steps: the losses stay close."""
     with_dgl = train(GraphTask, spec(steps=5))
-    monkeypatch.setattr(graph_ops, "dgl_module", lambda: None)
+    monkeypatch.setattr(graph_module, "dgl_module", lambda: None)
     graph_task._loaded.clear()
     without = train(GraphTask, spec(steps=5))
     np.testing.assert_allclose(with_dgl.history["loss"], without.history["loss"], rtol=2e-3)
@@ -197,7 +200,7 @@ def test_own_graphs_and_their_recipes():
 @pytest.mark.parametrize("field", ["norm", "loss", "aggregation", "inference"])
 def test_unknown_choices(field):
     with pytest.raises(ValueError, match=f"unknown {field} 'nonsense'; choose from"):
-        grids.quality_cost("smoke", "digits-graph", **{field: "nonsense"})
+        designs.quality_cost("smoke", "digits-graph", **{field: "nonsense"})
 
 
 def test_a_spec_survives_json():
@@ -217,9 +220,9 @@ def test_grids_of_node_classification():
         ("static 8", 8, "fp"), ("static 8", 8, "quantized"),
     }  # fmt: skip
     with pytest.raises(ValueError, match="dataset 'digits' is for task 'image', not 'graph'"):
-        grids.quality_cost("demo", "digits", task="graph")
+        designs.quality_cost("demo", "digits", task="graph")
     with pytest.raises(ValueError, match="dataset 'ogbn-arxiv' is for task 'graph', not 'image'"):
-        grids.quality_cost("paper", "ogbn-arxiv", task="image")
+        designs.quality_cost("paper", "ogbn-arxiv", task="image")
 
 
 @pytest.mark.parametrize("norm", ["matrix", "node", "none"])

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import cpt_core as cpt
-from cpt_core.schedules import FunctionSchedule
+from cpt_core.schedules.schedule import FunctionSchedule
 
 transformers = pytest.importorskip("transformers")
 pytest.importorskip("accelerate")

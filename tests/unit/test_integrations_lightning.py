@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 import cpt_core as cpt
-from cpt_core.schedules import FunctionSchedule
+from cpt_core.schedules.schedule import FunctionSchedule
 
 pl = pytest.importorskip("lightning.pytorch")
 

@@ -8,14 +8,16 @@ import pytest
 import torch
 from torch import nn
 
-from cpt_core import data, grids
+from cpt_core import data
 from cpt_core.data import text
 from cpt_core.data.common import DataNotFoundError
+from cpt_core.experiments import designs, grids
+from cpt_core.experiments.language_model import LanguageModelRecipe
+from cpt_core.experiments.recipes import recipe
+from cpt_core.experiments.spec import run_spec
 from cpt_core.models.lstm_lm import LanguageModel
-from cpt_core.recipes import LanguageModelRecipe, recipe
-from cpt_core.specs import run_spec
 from cpt_core.tasks.language_model import LanguageModelTask
-from cpt_core.train import Stopped, train
+from cpt_core.training.train import Stopped, train
 
 SENTENCES = {
     "train": "the cat sat\nthe dog sat\n\n   \na bird sang\n" * 20,
@@ -325,4 +327,4 @@ def test_settings_and_grids():
     assert len(specs) == 66
     assert {s.recipe.task for s in specs} == {"language_model"}
     with pytest.raises(ValueError, match="dataset 'ptb' is for task 'language_model', not 'image'"):
-        grids.quality_cost("paper", "ptb", task="image")
+        designs.quality_cost("paper", "ptb", task="image")

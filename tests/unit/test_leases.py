@@ -9,8 +9,8 @@ import time
 
 import pytest
 
-from cpt_core import leases
-from cpt_core.leases import Lease, holder
+from cpt_core.sweeps import leases
+from cpt_core.sweeps.leases import Lease, holder
 
 SECONDS = 1.0
 

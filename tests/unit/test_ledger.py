@@ -4,12 +4,15 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from cpt_core import grids, ledger, results, stores
-from cpt_core.ledger import CONFIRMED, CONTRADICTED, OPEN, Claim, combined, verdict
+from cpt_core.analysis import statistics
+from cpt_core.analysis.claims import CONFIRMED, CONTRADICTED, OPEN, claims, combined, judge, ledger, verdict
+from cpt_core.analysis.effects import Claim
+from cpt_core.experiments import designs, grids
 from cpt_core.paths import paper_dir, results_dir
+from cpt_core.sweeps import stores
 from tests.unit.test_experiments import row_of
 
-pytestmark = pytest.mark.filterwarnings("ignore::cpt_core.schedules.ShortCycleWarning")
+pytestmark = pytest.mark.filterwarnings("ignore::cpt_core.schedules.schedule.ShortCycleWarning")
 
 
 @pytest.mark.parametrize(
@@ -66,12 +69,12 @@ def test_several_experiments():
 
 # --- measures -------------------------------------------------------------------------------------
 
-IDS = {claim.id: claim for claim in ledger.claims()}
+IDS = {claim.id: claim for claim in claims()}
 
 
 def entry(rows, name):
     """The entry of one claim, judged by made-up rows."""
-    return ledger.judge(IDS[name], [{**row, "store": "made_up.jsonl"} for row in rows])
+    return judge(IDS[name], [{**row, "store": "made_up.jsonl"} for row in rows])
 
 
 def rows_of(specs, value, metric="accuracy"):
@@ -85,7 +88,7 @@ def by_arm(specs, values, metric="accuracy"):
 
 @pytest.mark.parametrize("sign", [1, -1])
 def test_arms_and_groups(sign):
-    specs = grids.quality_cost("demo", seeds=range(3))
+    specs = designs.quality_cost("demo", seeds=range(3))
     rows = by_arm(specs, {"ER": 0.8 + 0.1 * sign, "ETH": 0.8 + 0.1 * sign, "CR": 0.8 + 0.05 * sign})
     said = CONFIRMED if sign > 0 else CONTRADICTED
     for name, effect in (("schedule_controls", 10), ("cpt_improves", 5), ("other_schedules", 5), ("images_small", 10)):
@@ -99,16 +102,16 @@ def test_arms_and_groups(sign):
 
 
 def test_a_claim_about_one_domain_reads_that_domain_only():
-    images = by_arm(grids.quality_cost("demo", seeds=range(3)), {"static 8": 0.9})
+    images = by_arm(designs.quality_cost("demo", seeds=range(3)), {"static 8": 0.9})
     assert entry(images, "images_large").verdict(False) == CONFIRMED
     assert entry(images, "entailment_large").effects == []
     assert entry(images, "entailment_large").verdicts() == ("open (not run)", "open (not run)")
 
 
 def test_smoke_runs_do_not_count_and_paper_rows_count_as_such():
-    smoke = by_arm(grids.quality_cost("smoke", seeds=range(3)), {"static 8": 0.9})
+    smoke = by_arm(designs.quality_cost("smoke", seeds=range(3)), {"static 8": 0.9})
     assert entry(smoke, "images_large").effects == []
-    paper = by_arm(grids.quality_cost("paper", "cifar10", q_max=[8]), {"static 8": 0.9})
+    paper = by_arm(designs.quality_cost("paper", "cifar10", q_max=[8]), {"static 8": 0.9})
     e = entry(paper, "images_large")
     assert (e.verdict(True), e.verdict(False)) == (CONFIRMED, OPEN)
     assert e.verdicts() == ("confirmed (1 confirmed)", "open (not run)")
@@ -116,10 +119,10 @@ def test_smoke_runs_do_not_count_and_paper_rows_count_as_such():
 
 @pytest.mark.parametrize(("gap", "said"), [(0.01, CONFIRMED), (0.0, CONTRADICTED), (-0.01, CONTRADICTED)])
 def test_aggregation(gap, said):
-    specs = grids.aggregation("demo", "digits-graph", seeds=range(3))
+    specs = designs.aggregation("demo", "digits-graph", seeds=range(3))
     rows = rows_of(specs, lambda s: 0.8 + gap * (s.recipe.aggregation == "fp"))
     assert entry(rows, "gcn_aggregation").verdict(False) == said
-    sage = grids.aggregation("demo", "digits-graph", "sage", seeds=range(3))
+    sage = designs.aggregation("demo", "digits-graph", "sage", seeds=range(3))
     rows = rows_of(sage, lambda s: 0.8 + gap * (s.recipe.aggregation == "fp"))
     assert entry(rows, "sage_aggregation").verdict(False) == (CONFIRMED if gap == 0 else CONTRADICTED)
     assert entry(rows, "gcn_aggregation").effects == []
@@ -127,8 +130,8 @@ def test_aggregation(gap, said):
 
 @pytest.mark.parametrize(("six", "said"), [(11.0, CONFIRMED), (9.0, CONTRADICTED)])
 def test_six_bits_of_a_perplexity(six, said):
-    specs = grids.quality_cost("demo", "pydoc", schedules=["RR", "RTH"], static=[8], seeds=range(3))
-    specs += grids.quality_cost("demo", "pydoc", schedules=[], static=[6], q_max=[6], seeds=range(3))
+    specs = designs.quality_cost("demo", "pydoc", schedules=["RR", "RTH"], static=[8], seeds=range(3))
+    specs += designs.quality_cost("demo", "pydoc", schedules=[], static=[6], q_max=[6], seeds=range(3))
     rows = rows_of(specs, lambda s: six if s.arm == "static 6" else 10.0, "perplexity")
     e = entry(rows, "language_q_max")
     assert e.verdict(False) == said
@@ -139,7 +142,7 @@ def test_six_bits_of_a_perplexity(six, said):
 
 @pytest.mark.parametrize("sign", [1, -1])
 def test_correlation(sign):
-    specs = grids.quality_cost("demo", seeds=range(3))
+    specs = designs.quality_cost("demo", seeds=range(3))
     rows = rows_of(specs, lambda s: 0.5 + 0.1 * sign * float(s.schedule.bits().mean()))
     e = entry(rows, "cost_decides")
     assert e.verdict(False) == (CONFIRMED if sign > 0 else CONTRADICTED)
@@ -150,19 +153,19 @@ def test_a_better_predictor():
     def by_noise(s):
         return 0.5 - 1e-4 * s.schedule.noise_exposure()
 
-    images = rows_of(grids.quality_cost("demo", seeds=range(3)), by_noise)
-    graphs = rows_of(grids.quality_cost("demo", "digits-graph", seeds=range(3)), by_noise)
+    images = rows_of(designs.quality_cost("demo", seeds=range(3)), by_noise)
+    graphs = rows_of(designs.quality_cost("demo", "digits-graph", seeds=range(3)), by_noise)
     assert entry(images, "noise_decides").verdict(False) == OPEN  # one domain is too few
     e = entry(images + graphs, "noise_decides")
     assert e.verdict(False) == CONFIRMED
     assert "strength of noise exposure minus that of cost" in e.evidence()[0]
-    price = rows_of(grids.quality_cost("demo", seeds=range(3)), lambda s: 0.5 + 0.1 * s.schedule.relative_cost())
+    price = rows_of(designs.quality_cost("demo", seeds=range(3)), lambda s: 0.5 + 0.1 * s.schedule.relative_cost())
     assert entry(price, "noise_decides").effects[0][1] == CONTRADICTED
 
 
 @pytest.mark.parametrize("sign", [1, -1])
 def test_critical_periods(sign):
-    specs = grids.deficit_scan("demo", "digits", seeds=range(3))
+    specs = designs.deficit_scan("demo", "digits", seeds=range(3))
 
     def value(s):
         if not s.schedule.windows:
@@ -183,7 +186,7 @@ def test_critical_periods(sign):
 
 def test_lost_time_is_no_damage():
     """Low steps that are worth less than good ones, but more than nothing: better than without, worse than as long."""
-    specs = grids.deficit_length("demo", "digits", seeds=range(3))
+    specs = designs.deficit_length("demo", "digits", seeds=range(3))
 
     def value(s):
         low = sum(stop - start for start, stop in s.schedule.windows)
@@ -200,7 +203,7 @@ def test_lost_time_is_no_damage():
 
 @pytest.mark.parametrize("sign", [1, -1])
 def test_delay(sign):
-    specs = grids.equal_cost("demo", "digits", seeds=range(3))
+    specs = designs.equal_cost("demo", "digits", seeds=range(3))
     rows = rows_of(specs, lambda s: 0.8 + 0.05 * sign * ("delayed" in s.arm))
     e = entry(rows, "delay")
     assert e.verdict(False) == (CONFIRMED if sign > 0 else CONTRADICTED)
@@ -211,7 +214,7 @@ def test_delay(sign):
 @pytest.mark.parametrize(("gap", "said"), [(0.0, CONFIRMED), (-0.05, CONTRADICTED)])
 def test_cycles(gap, said):
     specs = [
-        s for n in (2, 8) for s in grids.quality_cost("demo", schedules=["CR"], static=[], n_cycles=n, seeds=range(3))
+        s for n in (2, 8) for s in designs.quality_cost("demo", schedules=["CR"], static=[], n_cycles=n, seeds=range(3))
     ]
     rows = rows_of(specs, lambda s: 0.8 + gap * (s.recipe.n_cycles == 8))
     assert entry(rows, "cycles").verdict(False) == said
@@ -227,9 +230,9 @@ def test_costs_are_computed():
 
 
 def test_a_failed_sweep_is_no_evidence():
-    rows = [{**r, "status": "failed", "metrics": []} for r in by_arm(grids.quality_cost("demo", seeds=range(3)), {})]
-    entries = ledger.ledger({"x": rows})
-    assert [e.claim for e in entries] == ledger.claims()
+    rows = [{**r, "status": "failed", "metrics": []} for r in by_arm(designs.quality_cost("demo", seeds=range(3)), {})]
+    entries = ledger({"x": rows})
+    assert [e.claim for e in entries] == claims()
     assert all(e.verdict(False) == OPEN for e in entries)
 
 
@@ -237,10 +240,10 @@ def test_a_failed_sweep_is_no_evidence():
 
 
 def test_the_claims_are_complete_and_can_be_settled():
-    claims = ledger.claims()
-    assert len(claims) >= 18
-    assert len(IDS) == len(claims)
-    for claim in claims:
+    found = claims()
+    assert len(found) >= 18
+    assert len(IDS) == len(found)
+    for claim in found:
         assert claim.place.startswith(("section", "abstract", "ours, not in the paper"))
         for grid in claim.grids.split():
             assert grid in grids.GRIDS
@@ -252,9 +255,9 @@ def test_the_claims_are_complete_and_can_be_settled():
 def test_a_misspelt_claim_is_refused(monkeypatch):
     table = pd.read_csv(paper_dir() / "claims.csv", keep_default_na=False)
     table.loc[0, "measure"] = "guess"
-    monkeypatch.setattr(ledger.pd, "read_csv", lambda *a, **k: table)
+    monkeypatch.setattr(pd, "read_csv", lambda *a, **k: table)
     with pytest.raises(ValueError, match="claim ptb_costs: unknown measure 'guess'; choose from arms"):
-        ledger.claims()
+        claims()
 
 
 def test_the_committed_rows_are_judged_by_the_rules_alone():
@@ -272,5 +275,5 @@ def test_the_committed_rows_are_judged_by_the_rules_alone():
             value[spec["recipe"]["aggregation"], spec["seed"]] = accuracy
     seeds = sorted({seed for _, seed in value})
     differences = [100 * (value["fp", s] - value["quantized", s]) for s in seeds]
-    assert effect.interval == pytest.approx(results.interval(differences))
+    assert effect.interval == pytest.approx(statistics.interval(differences))
     assert isinstance(IDS["gcn_aggregation"], Claim)

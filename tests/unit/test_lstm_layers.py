@@ -6,10 +6,12 @@ import torch
 from torch import nn
 from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence, pack_sequence, pad_packed_sequence
 
-from cpt_core.convert import QuantConfig, quantize_, restore_, summary
-from cpt_core.lstm_layers import QuantLSTM, _Recurrence, _Steps
-from cpt_core.quantizers import QUANTIZERS, Quantizer, levels_of, quantize, quantize_gradient
-from cpt_core.scheduler import precision
+from cpt_core.quantization.convert import QuantConfig, quantize_, restore_
+from cpt_core.quantization.fake_quantize import levels_of, quantize, quantize_gradient
+from cpt_core.quantization.lstm import QuantLSTM, _Recurrence, _Steps
+from cpt_core.quantization.quantizers import QUANTIZERS, Quantizer
+from cpt_core.quantization.scheduler import precision
+from cpt_core.quantization.summary import summary
 
 NEAREST = QuantConfig().with_gradient_rounding("nearest")
 

@@ -12,9 +12,10 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import cpt_core as cpt
-from cpt_core.convert import QuantConfig, quantize_
-from cpt_core.scheduler import PrecisionScheduler, precision
-from cpt_core.schedules import FunctionSchedule, StaticSchedule, make_schedule
+from cpt_core.quantization.convert import QuantConfig, quantize_
+from cpt_core.quantization.scheduler import PrecisionScheduler, precision
+from cpt_core.schedules.make import make_schedule
+from cpt_core.schedules.schedule import FunctionSchedule, StaticSchedule
 
 NEAREST = QuantConfig().with_gradient_rounding("nearest")
 STEPS = 24
@@ -91,7 +92,7 @@ def test_the_three_lines_train_a_model():
 
 def test_importing_the_parts_does_not_hide_the_context_manager():
     code = (
-        "import cpt_core as cpt, cpt_core.scheduler, cpt_core.convert, torch\n"
+        "import cpt_core as cpt, cpt_core.quantization.scheduler, cpt_core.quantization.precision, torch\n"
         "m = cpt.quantize_(torch.nn.Linear(2, 2)); cpt.PrecisionScheduler\n"
         "with cpt.precision(m, bits=4): print(m(torch.ones(1, 2)).shape)"
     )

@@ -7,21 +7,11 @@ import pytest
 import torch
 from torch import nn
 
-from cpt_core import quantizers
-from cpt_core.layers import LayerPrecision
-from cpt_core.quantizers import (
-    GRANULARITIES,
-    QUANTIZERS,
-    NoisePool,
-    Quantizer,
-    check_bits,
-    hash_noise,
-    levels_of,
-    quantize,
-    quantize_gradient,
-    round_to_grid,
-    straight_through,
-)
+from cpt_core.quantization import fake_quantize, quantizers
+from cpt_core.quantization.fake_quantize import levels_of, quantize, quantize_gradient, round_to_grid, straight_through
+from cpt_core.quantization.noise import NoisePool, _noise, hash_noise
+from cpt_core.quantization.precision import LayerPrecision
+from cpt_core.quantization.quantizers import GRANULARITIES, QUANTIZERS, Quantizer, check_bits
 
 EVERY = sorted(GRANULARITIES)
 STOCHASTIC = Quantizer("per_tensor", rounding="stochastic")
@@ -410,7 +400,7 @@ def test_blocks_change_no_bit(monkeypatch, granularity, threads):
 
 def test_blocks_are_really_used(monkeypatch):
     calls = []
-    monkeypatch.setattr(quantizers, "_round_in_blocks", lambda x, *rest: calls.append(x.numel()) or x.clone())
+    monkeypatch.setattr(fake_quantize, "_round_in_blocks", lambda x, *rest: calls.append(x.numel()) or x.clone())
     x = torch.rand(2 * quantizers.BLOCK + 1)
     quantize(x, 4)
     quantize(x[:-1], 4)
@@ -428,12 +418,12 @@ def test_noise_in_parts_is_the_noise_in_one_piece():
 
 def test_gradients_longer_than_the_noise_pool(monkeypatch):
     monkeypatch.setattr(NoisePool, "SIZE", 100)
-    quantizers._noise.cache_clear()
+    _noise.cache_clear()
     try:
         found = gradient_of(torch.linspace(-1, 1, 1050), bits=4)
         strided = gradient_of(torch.linspace(-1, 1, 1050).view(2, 525).T, bits=4)
     finally:
-        quantizers._noise.cache_clear()
+        _noise.cache_clear()
     step = 2 / 15
     assert (found - torch.linspace(-1, 1, 1050)).abs().max() < step
     assert len(found.unique()) == 16

@@ -8,13 +8,14 @@ import pytest
 import torch
 from torch import nn
 
-from cpt_core import convert
-from cpt_core.range_test import RangeTestWarning, _judge, precision_range_test
-from cpt_core.recipes import recipe
-from cpt_core.scheduler import PrecisionScheduler
-from cpt_core.schedules import make_schedule
+from cpt_core.experiments.recipes import recipe
+from cpt_core.quantization import convert
+from cpt_core.quantization.scheduler import PrecisionScheduler
+from cpt_core.schedules.make import make_schedule
+from cpt_core.training.precision_range import judge
+from cpt_core.training.range_test import RangeTestWarning, precision_range_test
 
-pytestmark = pytest.mark.filterwarnings("ignore::cpt_core.range_test.RangeTestWarning")
+pytestmark = pytest.mark.filterwarnings("ignore::cpt_core.training.range_test.RangeTestWarning")
 
 
 def problem(lr=0.2, seed=0, dropout=0.0):
@@ -50,7 +51,7 @@ def judged(*levels, bits=(2, 3, 8), start=3.0, mode="reset", threshold=0.8, seed
     for s in range(seeds):
         shift = noise * (s - (seeds - 1) / 2)
         traces.append([[start, *[level + (shift if i == 0 else 0)] * 7] for i, level in enumerate(levels)])
-    return _judge(traces, bits, mode, threshold, 8, "by hand")
+    return judge(traces, bits, mode, threshold, 8, "by hand")
 
 
 def test_shares_by_hand():
@@ -65,7 +66,7 @@ def test_shares_by_hand():
 
 def test_only_the_second_half_of_the_dwell_counts():
     trace = [[3.0, 9.0, 9.0, 9.0, 1.0, 1.0, 1.0, 1.0]]
-    found = _judge([trace * 2], (2, 8), "reset", 0.8, 8, "")
+    found = judge([trace * 2], (2, 8), "reset", 0.8, 8, "")
     assert found.losses == ((1.0, 1.0),)
     assert found.q_min == 2
 
@@ -103,7 +104,7 @@ def test_a_precision_that_diverges_does_not_pass():
 
 def test_noise_is_no_progress():
     wobble = [3.0, *[2.9, 3.1] * 4]
-    found = _judge([[wobble[:8], wobble[:8]]], (2, 8), "reset", 0.8, 8, "")
+    found = judge([[wobble[:8], wobble[:8]]], (2, 8), "reset", 0.8, 8, "")
     assert found.q_min is None
 
 
@@ -239,9 +240,9 @@ def test_a_recipe_against_losses_computed_here():
     """f(3) of the digits' network, from a plain training loop with the quantiser set by hand."""
     r = recipe("smoke", "digits")
     found = precision_range_test(r, bits=(3,), dwell=12, seeds=(4,))
-    from cpt_core.specs import run_spec
+    from cpt_core.experiments.spec import run_spec
     from cpt_core.tasks import TASKS
-    from cpt_core.train import quant_config
+    from cpt_core.training.session import quant_config
 
     losses = {}
     for q in (3, 8):

@@ -3,12 +3,14 @@ from dataclasses import replace
 
 import pytest
 
-from cpt_core import grids
-from cpt_core.cost import relative_cost
-from cpt_core.parameters import check_parameters
-from cpt_core.recipes import RECIPES, Recipe, recipe
-from cpt_core.schedules import SUITE, FunctionSchedule
-from cpt_core.specs import RunSpec, run_spec
+from cpt_core.experiments import designs, grids
+from cpt_core.experiments.recipe import Recipe
+from cpt_core.experiments.recipes import RECIPES, recipe
+from cpt_core.experiments.spec import RunSpec, run_spec
+from cpt_core.schedules.cost import relative_cost
+from cpt_core.schedules.profiles import SUITE
+from cpt_core.schedules.schedule import FunctionSchedule
+from cpt_core.teaching.parameters import check_parameters
 
 
 def test_paper_settings_for_cifar():
@@ -27,9 +29,9 @@ def test_authors_settings():
     r = recipe("paper", "cifar10", "mobilenetv2", "authors")
     assert (r.lr, r.q_min, r.cycle_rule, r.eval_bits, r.running_start) == (0.03, 4, "floor_plus_one", "current", "zero")
     assert recipe("paper", "cifar10", "resnet74", "authors").lr == 0.1
-    spec = grids.quality_cost("paper", "cifar10", "resnet74", preset="authors", q_max=[6], seeds=[0], schedules=["CR"])[
-        0
-    ]
+    spec = designs.quality_cost(
+        "paper", "cifar10", "resnet74", preset="authors", q_max=[6], seeds=[0], schedules=["CR"]
+    )[0]
     assert spec.q_grad == 8
     imagenet = recipe("paper", "imagenet", None, "authors")
     assert [int(m * imagenet.steps) for m in imagenet.milestones] == [30 * 5005, 60 * 5005]
@@ -38,7 +40,7 @@ def test_authors_settings():
 @pytest.mark.parametrize("model", ["resnet74", "resnet152", "mobilenetv2"])
 @pytest.mark.parametrize("dataset", ["cifar10", "cifar100"])
 def test_grid_of_the_paper(dataset, model):
-    specs = grids.quality_cost("paper", dataset, model)
+    specs = designs.quality_cost("paper", dataset, model)
     assert len(specs) == 66  # 3 seeds x 2 q_max x 11 arms
     assert len({s.key for s in specs}) == 66
     assert {(s.arm, s.q_max, s.seed) for s in specs} == {
@@ -90,22 +92,22 @@ def test_a_curve_of_ones_own_in_a_spec():
 
 
 def test_changes_reach_the_recipe():
-    spec = grids.quality_cost("demo", schedules=["CR"], static=[], seeds=[0], steps=700, n_cycles=2)[0]
+    spec = designs.quality_cost("demo", schedules=["CR"], static=[], seeds=[0], steps=700, n_cycles=2)[0]
     assert (spec.recipe.steps, spec.schedule.total_steps, spec.schedule.n_cycles) == (700, 700, 2)
 
 
 @pytest.mark.parametrize(
     ("call", "message"),
     [
-        (lambda: grids.quality_cost("huge"), r"unknown scale 'huge'; choose from smoke, demo, paper"),
+        (lambda: designs.quality_cost("huge"), r"unknown scale 'huge'; choose from smoke, demo, paper"),
         (
-            lambda: grids.quality_cost("demo", "mnist"),
+            lambda: designs.quality_cost("demo", "mnist"),
             r"no demo recipe for dataset 'mnist'; choose from cifar10, digit-scenes, digits",
         ),
-        (lambda: grids.quality_cost("demo", "digits", "vgg"), r"unknown model 'vgg'; choose from mlp6, resnet8_w8"),
-        (lambda: grids.quality_cost("demo", preset="authors"), r"preset 'authors' exists at scale 'paper'"),
-        (lambda: grids.quality_cost("demo", schedules=["XR"]), r"unknown schedule 'XR'; choose from LR"),
-        (lambda: grids.quality_cost("demo", stepz=3), r"a recipe has no stepz; it has task"),
+        (lambda: designs.quality_cost("demo", "digits", "vgg"), r"unknown model 'vgg'; choose from mlp6, resnet8_w8"),
+        (lambda: designs.quality_cost("demo", preset="authors"), r"preset 'authors' exists at scale 'paper'"),
+        (lambda: designs.quality_cost("demo", schedules=["XR"]), r"unknown schedule 'XR'; choose from LR"),
+        (lambda: designs.quality_cost("demo", stepz=3), r"a recipe has no stepz; it has task"),
         (lambda: run_spec(recipe("demo"), "static x", q_max=8, seed=0), r"written 'static 5', got 'static x'"),
         (lambda: RunSpec.from_dict({"version": 0}), r"spec version 0 is not 1"),
         (lambda: check_parameters(scale="big"), r"scale must be one of smoke, demo, paper; got 'big'"),
@@ -115,7 +117,7 @@ def test_changes_reach_the_recipe():
         (lambda: check_parameters(scale="demo", dataset="digits", model="x"), r"unknown model 'x'"),
         (lambda: check_parameters(pairs="digits"), r"pairs must be one of templates, xnli, a folder of your own"),
         (lambda: check_parameters("language_model", dataset="digits"), r"'digits' is for another notebook: its task"),
-        (lambda: grids.quality_cost("demo", "xnli", task="image"), r"dataset 'xnli' is for task 'entailment'"),
+        (lambda: designs.quality_cost("demo", "xnli", task="image"), r"dataset 'xnli' is for task 'entailment'"),
         (lambda: check_parameters(seeds=[True]), r"seeds must be a list of whole numbers"),
     ],
 )
@@ -136,12 +138,12 @@ def test_own_images_use_the_nearest_recipe():
 
 
 def test_every_arm_is_run_at_every_learning_rate():
-    specs = grids.quality_cost("paper", "xnli", schedules=["CR"], q_max=[8], seeds=[0])
+    specs = designs.quality_cost("paper", "xnli", schedules=["CR"], q_max=[8], seeds=[0])
     assert [(s.arm, s.recipe.lr) for s in specs] == [
         (arm, lr) for arm in ("CR", "static 8") for lr in (5e-6, 1e-5, 5e-5)
     ]  # fmt: skip
     assert len({s.key for s in specs}) == 6
-    fixed = grids.quality_cost("paper", "xnli", schedules=["CR"], static=[], q_max=[8], seeds=[0], lr=2e-5)
+    fixed = designs.quality_cost("paper", "xnli", schedules=["CR"], static=[], q_max=[8], seeds=[0], lr=2e-5)
     assert [(s.recipe.lr, s.recipe.learning_rates) for s in fixed] == [(2e-5, ())]
-    authors = grids.quality_cost("paper", "xnli", preset="authors", schedules=["CR"], static=[], q_max=[8], seeds=[0])
+    authors = designs.quality_cost("paper", "xnli", preset="authors", schedules=["CR"], static=[], q_max=[8], seeds=[0])
     assert [s.recipe.lr for s in authors] == [1e-5]

@@ -9,9 +9,11 @@ import papermill
 import pytest
 from nbformat.v4 import new_code_cell, new_markdown_cell, new_notebook
 
-from cpt_core import reproduce, results, stores
+from cpt_core.analysis import quality_cost
 from cpt_core.paths import results_dir
-from cpt_core.reproduce import estimate, notebooks
+from cpt_core.sweeps import stores
+from cpt_core.teaching import notebooks as reproduce
+from cpt_core.teaching.notebooks import estimate, notebooks
 
 
 @pytest.fixture
@@ -81,7 +83,7 @@ def test_wrong_values_are_refused_before_anything_starts(place, tmp_path, argume
 def test_a_notebook_refuses_what_papermill_lets_through(place, tmp_path, injected, message):
     place(
         "07_small.ipynb",
-        "from cpt_core.parameters import check_parameters\nP = check_parameters(scale=scale, seeds=seeds)",
+        "from cpt_core.teaching.parameters import check_parameters\nP = check_parameters(scale=scale, seeds=seeds)",
         "print('went on')",
     )
     given, out = tmp_path / "notebooks" / "07_small.ipynb", tmp_path / "out.ipynb"
@@ -104,7 +106,7 @@ def test_report_of_real_rows(place, tmp_path):
     assert "mlp6 on scikit-learn digits, 8 x 8, 600 steps, q_min 4" in page
     assert "resnet8_w8 on scikit-learn digits" in page
     first = [r for r in rows if (r["spec"]["recipe"]["model"], r["spec"]["recipe"]["q_min"]) == ("mlp6", 3)]
-    accuracy = results.by_arm(first).set_index("arm").loc["CR", "mean"]
+    accuracy = quality_cost.by_arm(first).set_index("arm").loc["CR", "mean"]
     assert f"<td>{100 * accuracy:.1f}</td>" in page
     for text in (page, (index.parent / "07_small.html").read_text()):
         assert not [part for part in text.split('"') if part.startswith(("https://cdn", "http://cdn", "https://unpkg"))]

@@ -4,14 +4,18 @@ import pandas as pd
 import pytest
 from scipy import stats
 
-from cpt_core import figures, grids, results, stores
+from cpt_core.analysis import aggregation, figures, metrics, quality_cost, schedules, style
+from cpt_core.analysis.runs import table
+from cpt_core.experiments import designs
 from cpt_core.paths import paper_dir
+from cpt_core.schedules.make import make_schedule
+from cpt_core.sweeps import stores
 
 
 def made_up(accuracy, seeds=(0, 1, 2), statics=(2, 5, 8), **changes):
     """Rows as a grid would leave them, with accuracies that are a known function of (arm, seed)."""
     rows = []
-    for spec in grids.quality_cost("demo", static=statics, seeds=seeds):
+    for spec in designs.quality_cost("demo", static=statics, seeds=seeds):
         value = accuracy(spec.arm, spec.seed, stores.describe(spec)["relative_cost"])
         row = {**stores.describe(spec), "status": "ok", "title": "made up", "seconds": 1.0}
         row["metrics"] = [
@@ -35,7 +39,7 @@ def as_perplexity(rows):
 
 
 def test_mean_and_deviation_by_arm():
-    arms = results.by_arm(made_up(lambda arm, seed, cost: 0.5 + 0.1 * seed)).set_index("arm")
+    arms = quality_cost.by_arm(made_up(lambda arm, seed, cost: 0.5 + 0.1 * seed)).set_index("arm")
     assert arms.loc["CR", "mean"] == pytest.approx(0.6)
     assert arms.loc["CR", "std"] == pytest.approx(0.1)  # n - 1
     assert arms.loc["CR", "n"] == 3
@@ -47,9 +51,9 @@ def test_lost_runs_are_counted_and_do_not_enter_the_mean():
     rows = made_up(lambda arm, seed, cost: 0.5)
     rows[0] |= {"status": "diverged", "metrics": []}
     rows[1] |= {"status": "failed", "metrics": []}
-    first = results.by_arm(rows).iloc[0]
+    first = quality_cost.by_arm(rows).iloc[0]
     assert (first["n"], first["diverged"], first["failed"], first["mean"]) == (1, 1, 1, 0.5)
-    assert "2 runs diverged or failed" in figures.figure_3(rows).get_suptitle()
+    assert "2 runs diverged or failed" in quality_cost.figure_3(rows).get_suptitle()
 
 
 def test_correlation_against_scipy():
@@ -60,24 +64,24 @@ def test_correlation_against_scipy():
         return cost + noise.setdefault((arm, seed), 0.3 * rng.normal())
 
     rows = made_up(accuracy)
-    c = results.correlation(rows)
-    runs = results.table(rows)
+    c = quality_cost.correlation(rows)
+    runs = table(rows)
     runs = runs[~runs.arm.isin(["static 2", "static 5"])]  # the ten schedules and the baseline
     means = runs.groupby("arm")[["relative_cost", "accuracy"]].mean()
     assert c["rho"] == pytest.approx(stats.spearmanr(means.relative_cost, means.accuracy).statistic)
     assert c["low"] <= c["rho"] <= c["high"]
     assert (c["arms"], c["seeds"]) == (11, 3)
-    assert results.correlation(made_up(lambda arm, seed, cost: cost))["rho"] == pytest.approx(1)
-    assert np.isnan(results.correlation(made_up(lambda arm, seed, cost: cost, seeds=(0,)))["low"])
-    assert results.correlation(made_up(lambda arm, seed, cost: -cost))["rho"] == pytest.approx(-1)
+    assert quality_cost.correlation(made_up(lambda arm, seed, cost: cost))["rho"] == pytest.approx(1)
+    assert np.isnan(quality_cost.correlation(made_up(lambda arm, seed, cost: cost, seeds=(0,)))["low"])
+    assert quality_cost.correlation(made_up(lambda arm, seed, cost: -cost))["rho"] == pytest.approx(-1)
 
 
 def test_paired_differences():
     rows = made_up(lambda arm, seed, cost: {"ER": 0.9, "ETH": 0.7, "RR": 0.5, "RTH": 0.5}.get(arm, 0) + 0.01 * seed)
-    assert results.paired_difference(rows, "small", "large").to_list() == pytest.approx([0.3] * 3)
-    assert results.paired_difference(rows, "ER", "RR").to_list() == pytest.approx([0.4] * 3)
+    assert quality_cost.paired_difference(rows, "small", "large").to_list() == pytest.approx([0.3] * 3)
+    assert quality_cost.paired_difference(rows, "ER", "RR").to_list() == pytest.approx([0.4] * 3)
     with pytest.raises(ValueError, match="no rows for 'static 7'"):
-        results.paired_difference(rows, "static 7", "RR")
+        quality_cost.paired_difference(rows, "static 7", "RR")
 
 
 def test_mixed_experiments_are_refused():
@@ -85,27 +89,27 @@ def test_mixed_experiments_are_refused():
     other = [dict(r) for r in rows]
     other[0]["spec"] = {**other[0]["spec"], "scale": "paper"}
     with pytest.raises(ValueError, match="rows mix scales: demo, paper"):
-        results.by_arm(other)
+        quality_cost.by_arm(other)
     other = [dict(r) for r in rows]
     other[0]["spec"] = {**other[0]["spec"], "recipe": {**other[0]["spec"]["recipe"], "q_min": 4}}
     with pytest.raises(ValueError, match="rows mix q_mins: 3, 4"):
-        results.by_arm(other)
+        quality_cost.by_arm(other)
     with pytest.raises(ValueError, match="there are no rows"):
-        results.by_arm([])
+        quality_cost.by_arm([])
     with pytest.raises(ValueError, match="at least three arms"):
-        results.correlation([r for r in rows if r["spec"]["arm"] == "CR"])
+        quality_cost.correlation([r for r in rows if r["spec"]["arm"] == "CR"])
 
 
 def test_comparison_puts_the_papers_number_beside_ours(tmp_path, monkeypatch):
     table = pd.read_csv(paper_dir() / "numbers.csv")
     table.loc[len(table)] = ["figure_3", "digits", "mlp6", "CR", 8, "accuracy", 61.5, "%", "made up for this test"]
     table.to_csv(tmp_path / "numbers.csv", index=False)
-    monkeypatch.setattr(results, "paper_dir", lambda: tmp_path)
+    monkeypatch.setattr(quality_cost, "paper_dir", lambda: tmp_path)
     rows = made_up(lambda arm, seed, cost: 0.6)
-    small = results.compare_with_paper(rows, "figure_3").set_index("arm")
+    small = quality_cost.compare_with_paper(rows, "figure_3").set_index("arm")
     assert small.paper.isna().all()  # a small run is never put beside a number of the paper
     assert small.loc["RR", "place"] == "not in the paper"
-    out = results.compare_with_paper(changed(rows, scale="paper"), "figure_3").set_index("arm")
+    out = quality_cost.compare_with_paper(changed(rows, scale="paper"), "figure_3").set_index("arm")
     assert out.loc["CR", "difference"] == pytest.approx(-1.5)
     assert out.loc["CR", "place"] == "made up for this test"
     assert np.isnan(out.loc["RR", "paper"])
@@ -123,22 +127,22 @@ def test_numbers_of_the_paper_say_where_they_stand():
 
 def test_figure_3_draws_every_point():
     rows = made_up(lambda arm, seed, cost: 0.5 + 0.1 * cost + 0.01 * seed)
-    figure = figures.figure_3(rows, xs=("relative_cost", "noise_exposure"))
+    figure = quality_cost.figure_3(rows, xs=("relative_cost", "noise_exposure"))
     assert len(figure.axes) == 2
     ax = figure.axes[0]
     names = {t.get_text() for t in ax.texts}
     assert {"CR", "RR", "ETH", "5", "8"} <= names
     colours = {matplotlib.colors.to_hex(line.get_color()).upper() for line in ax.lines}
-    assert {figures.COLORS[g].upper() for g in ("large", "medium", "small", "static")} <= colours
+    assert {style.COLORS[g].upper() for g in ("large", "medium", "small", "static")} <= colours
     points = np.concatenate([line.get_xydata() for line in ax.lines if line.get_marker() == "o"])
     assert len({tuple(p) for p in points.tolist()}) == 10
-    rr = results.by_arm(rows).set_index("arm").loc["RR"]
+    rr = quality_cost.by_arm(rows).set_index("arm").loc["RR"]
     assert np.isclose(points, [rr["relative_cost"], 100 * rr["mean"]]).all(axis=1).any()
 
 
 def test_a_precision_that_fails_is_named_below_the_axis():
     rows = made_up(lambda arm, seed, cost: 0.1 if arm == "static 2" else 0.9)
-    figure = figures.figure_3(rows)
+    figure = quality_cost.figure_3(rows)
     assert "below the axis: static 2 bits 10 %" in {t.get_text() for t in figure.axes[0].texts}
     assert figure.axes[0].get_ylim()[0] > 10
 
@@ -147,15 +151,15 @@ def test_smoke_figures_say_what_they_are():
     rows = made_up(lambda arm, seed, cost: 0.5)
     for r in rows:
         r["spec"] = {**r["spec"], "scale": "smoke"}
-    assert figures.figure_3(rows).get_suptitle().startswith("smoke scale: not a result")
-    assert "not a result" not in figures.figure_3(made_up(lambda arm, seed, cost: 0.5)).get_suptitle()
+    assert quality_cost.figure_3(rows).get_suptitle().startswith("smoke scale: not a result")
+    assert "not a result" not in quality_cost.figure_3(made_up(lambda arm, seed, cost: 0.5)).get_suptitle()
 
 
 def test_figure_2_draws_values_and_bits():
-    figure = figures.figure_2(total_steps=800)
+    figure = schedules.figure_2(total_steps=800)
     assert len([ax for ax in figure.axes if ax.get_visible()]) == 10
     before, after = figure.axes[2].lines
-    schedule = figures.make_schedule("CR", q_min=3, q_max=8, total_steps=800)
+    schedule = make_schedule("CR", q_min=3, q_max=8, total_steps=800)
     assert figure.axes[2].get_title().startswith("CR")
     assert np.array_equal(before.get_ydata(), schedule.values())
     assert np.array_equal(after.get_ydata(), schedule.bits())
@@ -171,13 +175,13 @@ def test_correlation_takes_the_seeds_that_all_arms_have():
     extra = [r for r in more if r["spec"]["arm"] == "RR" and r["spec"]["seed"] > 1]
     for r in extra:
         r["metrics"][0]["value"] = 99.0
-    assert results.correlation(few + extra) == results.correlation(few)
+    assert quality_cost.correlation(few + extra) == quality_cost.correlation(few)
 
 
 def both_aggregations(gap=0.01, seeds=(0, 1, 2)):
     """Rows of both aggregations; Q-Agg is ``gap`` better, whatever the seed."""
     rows = []
-    for spec in grids.aggregation("demo", bits=(2, 8), seeds=seeds):
+    for spec in designs.aggregation("demo", bits=(2, 8), seeds=seeds):
         value = 0.8 + 0.02 * spec.seed + gap * (spec.recipe.aggregation == "quantized")
         row = {**stores.describe(spec), "status": "ok", "title": "GCN (FP-Agg) on made up", "seconds": 1.0}
         row["evaluations"] = [
@@ -192,15 +196,17 @@ def both_aggregations(gap=0.01, seeds=(0, 1, 2)):
 
 
 def test_aggregations_are_compared_seed_by_seed():
-    found = results.aggregation_difference(both_aggregations())
+    found = aggregation.aggregation_difference(both_aggregations())
     assert found["difference"].to_numpy() == pytest.approx(np.full(6, 0.01))
     assert sorted(found["arm"].unique()) == ["static 2", "static 8"]
     with pytest.raises(ValueError, match="rows of both aggregations are needed, there are: fp"):
-        results.aggregation_difference([r for r in both_aggregations() if r["spec"]["recipe"]["aggregation"] == "fp"])
+        aggregation.aggregation_difference(
+            [r for r in both_aggregations() if r["spec"]["recipe"]["aggregation"] == "fp"]
+        )
 
 
 def test_figure_5_shows_curves_and_paired_differences():
-    figure = figures.figure_5(both_aggregations())
+    figure = aggregation.figure_5(both_aggregations())
     left, right = figure.axes
     curves = {line.get_label(): line.get_ydata() for line in left.lines}
     assert curves["FP-Agg, static 8 bits"] == pytest.approx([72, 77])  # mean over seeds of 80, 82, 84 minus 10 and 5
@@ -210,7 +216,7 @@ def test_figure_5_shows_curves_and_paired_differences():
     assert all(d == pytest.approx([1.0] * 3) for d in dots)
     assert figure.get_suptitle() == "GCN on made up, 3 seeds"
     with pytest.raises(ValueError, match="no finished run of static 4 with FP-Agg"):
-        figures.figure_5(both_aggregations(), bits=4)
+        aggregation.figure_5(both_aggregations(), bits=4)
 
 
 # --- perplexity: less is better -------------------------------------------------------------------
@@ -218,14 +224,16 @@ def test_figure_5_shows_curves_and_paired_differences():
 
 def test_quality_is_minus_perplexity():
     rows = as_perplexity(made_up(lambda arm, seed, cost: 100 - 10 * cost + seed))
-    assert results.metric_of(rows) == "perplexity"
-    assert results.correlation(rows)["rho"] == pytest.approx(1)  # what costs more is better
-    arms = results.by_arm(rows)
+    assert metrics.metric_of(rows) == "perplexity"
+    assert quality_cost.correlation(rows)["rho"] == pytest.approx(1)  # what costs more is better
+    arms = quality_cost.by_arm(rows)
     assert arms.set_index("arm").loc["static 8", "mean"] == pytest.approx(91)
-    assert results.pareto(arms, better=-1).all()
-    assert results.pareto(arms, better=1).sum() == 1  # the cheapest is the largest
-    assert results.compare_with_paper(rows, "figure_7").set_index("arm").loc["static 8", "ours"] == pytest.approx(91)
-    assert results.paired_difference(rows, "static 8", "static 2").to_list() == pytest.approx([-8.125] * 3)
+    assert quality_cost.pareto(arms, better=-1).all()
+    assert quality_cost.pareto(arms, better=1).sum() == 1  # the cheapest is the largest
+    assert quality_cost.compare_with_paper(rows, "figure_7").set_index("arm").loc["static 8", "ours"] == pytest.approx(
+        91
+    )
+    assert quality_cost.paired_difference(rows, "static 8", "static 2").to_list() == pytest.approx([-8.125] * 3)
 
 
 def test_figure_7_turns_the_axis():
@@ -243,7 +251,7 @@ def test_figure_7_turns_the_axis():
 def test_tasks_do_not_mix():
     rows = made_up(lambda arm, seed, cost: 0.5, seeds=(0,))
     with pytest.raises(ValueError, match="rows mix tasks: image, language_model"):
-        results.by_arm(rows + as_perplexity(rows))
+        quality_cost.by_arm(rows + as_perplexity(rows))
 
 
 # --- a learning rate per arm ----------------------------------------------------------------------
@@ -268,13 +276,13 @@ def test_the_rate_is_chosen_per_arm_on_validation_data():
         valid=lambda arm, rate: 0.9 if rate == (0.1 if arm == "CR" else 0.3) else 0.5,
         test=lambda arm, rate: 1 - rate,  # would choose 0.1 for all
     )
-    kept = results.tuned(rows)
+    kept = quality_cost.tuned(rows)
     assert {(r["spec"]["arm"] == "CR", r["spec"]["recipe"]["lr"]) for r in kept} == {(True, 0.1), (False, 0.3)}
-    arms = results.by_arm(rows).set_index("arm")
+    arms = quality_cost.by_arm(rows).set_index("arm")
     assert (arms.loc["CR", "mean"], arms.loc["CR", "n"]) == (pytest.approx(0.9), 2)
     assert arms.loc["RR", "mean"] == pytest.approx(0.7)
-    assert results.paired_difference(rows, "CR", "RR").to_list() == pytest.approx([0.2, 0.2])
-    assert "3 seeds" not in figures.figure_3(rows).get_suptitle()
+    assert quality_cost.paired_difference(rows, "CR", "RR").to_list() == pytest.approx([0.2, 0.2])
+    assert "3 seeds" not in quality_cost.figure_3(rows).get_suptitle()
 
 
 def test_a_rate_that_failed_is_not_chosen():
@@ -282,12 +290,12 @@ def test_a_rate_that_failed_is_not_chosen():
     for row in rows:
         if row["spec"]["recipe"]["lr"] == 0.3:
             row |= {"status": "diverged", "metrics": []}
-    assert {r["spec"]["recipe"]["lr"] for r in results.tuned(rows)} == {0.2}
+    assert {r["spec"]["recipe"]["lr"] for r in quality_cost.tuned(rows)} == {0.2}
     for row in rows:
         row |= {"status": "failed", "metrics": []}
-    assert {r["spec"]["recipe"]["lr"] for r in results.tuned(rows)} == {0.1}  # nothing to choose by
+    assert {r["spec"]["recipe"]["lr"] for r in quality_cost.tuned(rows)} == {0.1}  # nothing to choose by
 
 
 def test_one_rate_is_never_dropped():
     rows = made_up(lambda arm, seed, cost: 0.5)
-    assert results.tuned(rows) == rows
+    assert quality_cost.tuned(rows) == rows

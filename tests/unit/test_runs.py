@@ -13,16 +13,20 @@ from dataclasses import replace
 import pytest
 
 from bench.kill_sweep import KINDS, torture
-from cpt_core import grids, leases, runs, stores
-from cpt_core.runs import Live, run_grid
-from cpt_core.stores import StoreError
-from cpt_core.worker import Job, Outcome, run_one, supervise
+from cpt_core.experiments import designs
+from cpt_core.sweeps import leases, progress, stores
+from cpt_core.sweeps import sweep as sweep_module
+from cpt_core.sweeps.process import supervise
+from cpt_core.sweeps.progress import Live
+from cpt_core.sweeps.stores import StoreError
+from cpt_core.sweeps.sweep import _slots, run_grid
+from cpt_core.sweeps.worker import Job, Outcome, run_one
 
-pytestmark = pytest.mark.filterwarnings("ignore::cpt_core.schedules.ShortCycleWarning")
+pytestmark = pytest.mark.filterwarnings("ignore::cpt_core.schedules.schedule.ShortCycleWarning")
 
 
 def specs_of(*arms, seeds=(0,), **changes):
-    return grids.quality_cost(
+    return designs.quality_cost(
         "smoke", schedules=arms, static=[], seeds=seeds, **{"steps": 10, "n_cycles": 2, **changes}
     )
 
@@ -39,7 +43,7 @@ def quick(monkeypatch):
             return {**row, "status": "failed", "error": "boom"}
         return {**row, "status": "ok", "metrics": [], "steps": 10, "seconds": 1.0}
 
-    monkeypatch.setattr("cpt_core.worker._row", fake)
+    monkeypatch.setattr("cpt_core.sweeps.worker._row", fake)
     return ran
 
 
@@ -68,7 +72,7 @@ class TestStore:
 
     def test_nothing_to_do_starts_nothing(self, quick, tmp_path, monkeypatch):
         run_grid(specs_of("CR"), tmp_path / "rows.jsonl", workers=0)
-        monkeypatch.setattr(runs, "supervise", None)
+        monkeypatch.setattr(sweep_module, "supervise", None)
         assert len(run_grid(specs_of("CR"), tmp_path / "rows.jsonl", workers=2)) == 1
 
 
@@ -169,7 +173,7 @@ def test_a_process_that_dies_leaves_a_failed_row_with_the_reason(work, words, tm
 
 
 def test_a_run_that_takes_too_long_is_failed_also_when_it_hangs(tmp_path, monkeypatch):
-    monkeypatch.setattr("cpt_core.worker.GRACE_SECONDS", 0.5)
+    monkeypatch.setattr("cpt_core.sweeps.process.GRACE_SECONDS", 0.5)
     job = Job(specs_of("CR")[0], tmp_path / "rows.jsonl", timeout=0.5)
     outcome = supervise(job, work=hang)
     assert outcome.row["error"].startswith("took longer than 0.5 s")
@@ -206,7 +210,7 @@ def test_a_store_that_fills_up_stops_the_sweep_with_a_clear_error(tmp_path, monk
         ran.append(job)
         return supervise(job, work=no_room if job.spec == specs[0] else run_one, **rest)
 
-    monkeypatch.setattr(runs, "supervise", first_has_no_room)
+    monkeypatch.setattr(sweep_module, "supervise", first_has_no_room)
     with pytest.raises(StoreError, match="no room, said the process of the run"):
         run_grid(specs, tmp_path / "rows.jsonl", workers=2)
     assert len(ran) < 10  # and nothing more was started
@@ -249,7 +253,7 @@ def test_a_run_whose_process_somebody_ends_is_started_again(tmp_path, monkeypatc
         tried.append(job)
         return supervise(job, work=ended_by_somebody if len(tried) == 1 else run_one, **rest)
 
-    monkeypatch.setattr(runs, "supervise", once)
+    monkeypatch.setattr(sweep_module, "supervise", once)
     (row,) = run_grid([spec], tmp_path / "rows.jsonl", workers=1)
     assert (row["status"], len(tried)) == ("ok", 2)
 
@@ -269,14 +273,14 @@ def test_a_run_that_slept_through_its_lease_does_not_store_a_second_row(tmp_path
     (spec,) = specs_of("CR", steps=20)
     job = Job(spec, tmp_path / "rows.jsonl")
     other = {**stores.describe(spec), "status": "ok", "metrics": [], "by": "another"}
-    row_of = runs.run_one.__globals__["_row"]
+    row_of = run_one.__globals__["_row"]
 
     def slept(job, stop, report):
         row = row_of(job, stop, report)
         stores.append_row(job.store, other)  # meanwhile
         return row
 
-    monkeypatch.setattr("cpt_core.worker._row", slept)
+    monkeypatch.setattr("cpt_core.sweeps.worker._row", slept)
     assert run_one(job).row == other  # the lease has not noticed yet
     assert len(job.store.read_text().splitlines()) == 1
     monkeypatch.setattr(stores, "Lease", Lost)
@@ -340,7 +344,7 @@ def test_ctrl_c_writes_checkpoints_and_the_same_command_goes_on(tmp_path):
 
 
 def test_one_ctrl_c_that_arrives_twice_is_one(capsys):
-    with runs.Signals() as signals:
+    with progress.Signals() as signals:
         os.kill(os.getpid(), signal.SIGINT)
         os.kill(os.getpid(), signal.SIGINT)
         assert signals.stop.is_set()
@@ -392,7 +396,7 @@ def test_wrong_values_are_refused_before_anything_runs(choices, message, tmp_pat
 
 def test_the_time_left_comes_from_measured_speeds(tmp_path, monkeypatch):
     now = [100.0]
-    monkeypatch.setattr("cpt_core.runs.time.monotonic", lambda: now[0])
+    monkeypatch.setattr("cpt_core.sweeps.progress.time.monotonic", lambda: now[0])
     specs = specs_of("CR", "ER", "LR", "RR", steps=100)
     jobs = [Job(spec, tmp_path / "rows.jsonl") for spec in specs]
     with Live(jobs, shown=False) as live:
@@ -415,15 +419,15 @@ def test_gpus_are_used_round_robin_with_as_many_runs_as_fit(monkeypatch):
     monkeypatch.setattr("torch.cuda.device_count", lambda: 2)
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
     monkeypatch.setattr("os.cpu_count", lambda: 16)
-    specs = grids.quality_cost("demo", schedules=["CR"], static=[], seeds=[0])
-    slots = runs._slots
+    specs = designs.quality_cost("demo", schedules=["CR"], static=[], seeds=[0])
+    slots = _slots
     assert slots(specs, None, 1, "auto", per_gpu=2) == [0, 1, 0, 1]
     assert slots(specs, 3, 1, "auto", per_gpu=2) == [0, 1, 0]
     assert slots(specs, None, 4, "cpu", None) == [None] * 4
     assert slots(specs_of("CR"), 2, 1, "auto", None) == [None, None]  # smoke scale
     card = type("Card", (), {"total_memory": 10 * 2**30})
     monkeypatch.setattr("torch.cuda.get_device_properties", lambda i: card)
-    monkeypatch.setattr(runs, "measure", lambda spec, device: type("M", (), {"peak_memory": 2 * 2**30}))
+    monkeypatch.setattr(sweep_module, "measure", lambda spec, device: type("M", (), {"peak_memory": 2 * 2**30}))
     assert slots(specs, 4, 1, "auto", None) == [0, 1, 0, 1]  # nothing to measure when the number is given
     assert slots(specs, None, 1, "auto", None) == [0, 1] * 3  # 3 x (2 GB + its context) in nine tenths of 10 GB
 

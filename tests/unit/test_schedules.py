@@ -11,23 +11,16 @@ import numpy as np
 import pytest
 
 import cpt_core
-from cpt_core import cost
-from cpt_core.schedules import (
+from cpt_core.schedules import cost
+from cpt_core.schedules.make import make_schedule, schedule_from_dict
+from cpt_core.schedules.profiles import PROFILES, SUITE, Cosine, Exponential, Linear, Profile, Rex
+from cpt_core.schedules.schedule import (
     CYCLE_RULES,
-    PROFILES,
-    SUITE,
-    Cosine,
     CyclicSchedule,
-    Exponential,
     FunctionSchedule,
-    Linear,
-    Profile,
-    Rex,
     ShortCycleWarning,
     StaticSchedule,
     TableSchedule,
-    make_schedule,
-    schedule_from_dict,
 )
 
 TEN = ["LR", "LT", "CR", "CT", "RR", "RTV", "RTH", "ER", "ETV", "ETH"]
@@ -54,7 +47,7 @@ def code_without_torch(statements):
 @pytest.mark.parametrize(
     "statements",
     [
-        "import cpt_core, cpt_core.schedules, cpt_core.cost",
+        "import cpt_core, cpt_core.schedules.make, cpt_core.schedules.cost",
         "import cpt_core as c; c.make_schedule('RTV', q_min=3, q_max=8, total_steps=800).relative_cost()",
     ],
 )

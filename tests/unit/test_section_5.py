@@ -10,24 +10,15 @@ import numpy as np
 import pytest
 from torch import nn
 
-from cpt_core import grids
-from cpt_core.budget import solve_schedule
-from cpt_core.recipes import DEFICITS, RECIPES, ImageRecipe, deficits, recipe
-from cpt_core.schedules import (
-    SUITE,
-    AdjustedSchedule,
-    CyclicSchedule,
-    DeficitSchedule,
-    DelayedSchedule,
-    Rex,
-    ShortCycleWarning,
-    StaticSchedule,
-    Warped,
-    delay_steps,
-    make_schedule,
-    schedule_from_dict,
-)
-from cpt_core.specs import RunSpec
+from cpt_core.experiments import designs, grids
+from cpt_core.experiments.image import ImageRecipe
+from cpt_core.experiments.recipes import DEFICITS, RECIPES, deficits, recipe
+from cpt_core.experiments.spec import RunSpec
+from cpt_core.schedules.deficit import AdjustedSchedule, DeficitSchedule, DelayedSchedule
+from cpt_core.schedules.make import delay_steps, make_schedule, schedule_from_dict
+from cpt_core.schedules.profiles import SUITE, Rex, Warped
+from cpt_core.schedules.schedule import CyclicSchedule, ShortCycleWarning, StaticSchedule
+from cpt_core.schedules.solver import solve_schedule
 from cpt_core.tasks.image import ImageTask
 
 NAN, INF = float("nan"), float("inf")
@@ -533,7 +524,7 @@ def windows_of(specs):
 
 
 def test_every_length_has_its_controls():
-    specs = grids.deficit_scan(lengths=[0, 10, 30], windows=[(0, 20), (5, 25)], steps=100, seeds=[4])
+    specs = designs.deficit_scan(lengths=[0, 10, 30], windows=[(0, 20), (5, 25)], steps=100, seeds=[4])
     found = windows_of(specs)
     assert len(found) == len(set(found))
     assert set(found) == {
@@ -565,9 +556,9 @@ def test_controls_of_every_named_grid(name):
 def test_lengths_and_windows_are_the_two_halves_of_a_scan():
     for scale, dataset in (("demo", "digits"), ("demo", "digits-graph"), ("paper", "cifar10")):
         task = "graph" if "graph" in dataset else "image"
-        lengths = {s.key for s in grids.deficit_length(scale, dataset, task=task)}
-        windows = {s.key for s in grids.deficit_window(scale, dataset, task=task)}
-        assert lengths | windows == {s.key for s in grids.deficit_scan(scale, dataset, task=task)}
+        lengths = {s.key for s in designs.deficit_length(scale, dataset, task=task)}
+        windows = {s.key for s in designs.deficit_window(scale, dataset, task=task)}
+        assert lengths | windows == {s.key for s in designs.deficit_scan(scale, dataset, task=task)}
         assert lengths - windows
         assert windows - lengths
 
@@ -575,7 +566,7 @@ def test_lengths_and_windows_are_the_two_halves_of_a_scan():
 @pytest.mark.parametrize(("scale", "dataset", "model"), SHIFTED)
 def test_learning_rates_fall_after_the_deficit(scale, dataset, model):
     after = DEFICITS[scale][f"{dataset}/{model}"].changes["steps"]
-    specs = grids.deficit_length(scale, dataset, model, seeds=[0])
+    specs = designs.deficit_length(scale, dataset, model, seeds=[0])
     lengths = set()
     for spec in specs:
         length = spec.recipe.steps - after
@@ -587,14 +578,14 @@ def test_learning_rates_fall_after_the_deficit(scale, dataset, model):
 @pytest.mark.parametrize("after", [4, 40, 396, 1_004, 64_000, 256_000])
 def test_learning_rates_fall_after_any_deficit(after):
     for length in (1, 3, 7, 33, 101, 999, 16_000, 99_991):
-        spec = grids.deficit_length(lengths=[length], steps=after, seeds=[0])[0]
+        spec = designs.deficit_length(lengths=[length], steps=after, seeds=[0])[0]
         assert drops_of(spec.recipe) == [length + after // 2, length + 3 * after // 4]
 
 
 @pytest.mark.parametrize(("scale", "dataset", "model"), SHIFTED)
 def test_windows_do_not_move_the_learning_rate(scale, dataset, model):
     total = DEFICITS[scale][f"{dataset}/{model}"].window_steps
-    for spec in grids.deficit_window(scale, dataset, model, seeds=[0]):
+    for spec in designs.deficit_window(scale, dataset, model, seeds=[0]):
         assert drops_of(spec.recipe) == [total // 2, 3 * total // 4]
 
 
@@ -683,7 +674,7 @@ def test_arms_are_named_in_the_units_of_the_experiment(grid, arms):
 
 
 def test_arms_of_other_lengths_are_named_in_steps():
-    specs = grids.deficit_scan("paper", "cifar10", lengths=[16_001], windows=[], seeds=[0])
+    specs = designs.deficit_scan("paper", "cifar10", lengths=[16_001], windows=[], seeds=[0])
     assert [s.arm for s in specs] == [
         "no deficit, 272001", "[0, 16001) of 272001", "[256K, 272001) of 272001"
     ]  # fmt: skip
@@ -691,24 +682,24 @@ def test_arms_of_other_lengths_are_named_in_steps():
 
 def test_units_may_be_epochs():
     given = {"steps": 100, "seeds": [0]}
-    in_epochs = grids.deficit_scan(lengths=[0, 2], windows=[(1, 3)], steps_per_epoch=10, **given)
-    assert in_epochs == grids.deficit_scan(lengths=[0, 20], windows=[(10, 30)], **given)
-    assert grids.deficit_scan(steps_per_epoch=7) == grids.deficit_scan()  # the paper's lengths are steps already
+    in_epochs = designs.deficit_scan(lengths=[0, 2], windows=[(1, 3)], steps_per_epoch=10, **given)
+    assert in_epochs == designs.deficit_scan(lengths=[0, 20], windows=[(10, 30)], **given)
+    assert designs.deficit_scan(steps_per_epoch=7) == designs.deficit_scan()  # the paper's lengths are steps already
 
 
 def test_steps_are_those_after_a_deficit_and_all_of_a_window():
-    assert {s.recipe.steps for s in grids.deficit_length(lengths=[0, 5], steps=50)} == {50, 55}
-    assert {s.recipe.steps for s in grids.deficit_window(windows=[(0, 5)], steps=50)} == {50}
-    assert {s.recipe.steps for s in grids.deficit_length(lengths=[0, 5])} == {400, 405}
-    assert {s.recipe.steps for s in grids.deficit_window(windows=[(0, 5)])} == {600}
+    assert {s.recipe.steps for s in designs.deficit_length(lengths=[0, 5], steps=50)} == {50, 55}
+    assert {s.recipe.steps for s in designs.deficit_window(windows=[(0, 5)], steps=50)} == {50}
+    assert {s.recipe.steps for s in designs.deficit_length(lengths=[0, 5])} == {400, 405}
+    assert {s.recipe.steps for s in designs.deficit_window(windows=[(0, 5)])} == {600}
 
 
 def test_changes_reach_the_deficits():
-    specs = grids.deficit_scan(q_min=4, lr=0.5, seeds=[7, 8], q_max=6)
+    specs = designs.deficit_scan(q_min=4, lr=0.5, seeds=[7, 8], q_max=6)
     assert {(s.schedule.q_low, s.schedule.q_high, s.q_max, s.q_grad) for s in specs} == {(4, 6, 6, 6)}
     assert {(s.recipe.q_min, s.recipe.lr) for s in specs} == {(4, 0.5)}
     assert {s.seed for s in specs} == {7, 8}
-    assert {s.scale for s in grids.deficit_scan("smoke")} == {"smoke"}
+    assert {s.scale for s in designs.deficit_scan("smoke")} == {"smoke"}
 
 
 @pytest.mark.parametrize("scale", RECIPES)
@@ -720,7 +711,7 @@ def test_every_recipe_has_deficits_without_weight_decay(scale):
         found, settings = deficits(scale, dataset, model, plain.task)
         assert (found.weight_decay, found.q_min > 0, found.evaluate_every > 0) == (0, True, True), key
         assert settings.lengths[0] == 0
-        specs = grids.deficit_scan(scale, dataset, model, task=plain.task, seeds=[0])
+        specs = designs.deficit_scan(scale, dataset, model, task=plain.task, seeds=[0])
         assert len({s.key for s in specs}) == len(specs)
         assert {s.recipe.weight_decay for s in specs} == {0}
         assert {s.schedule.q_low for s in specs} == {found.q_min}
@@ -735,7 +726,7 @@ def test_deficits_that_nobody_chose_are_shares_of_the_training():
     assert settings.lengths == (0, 16_000, 32_000, 64_000)
     assert (settings.windows, settings.window_steps) == (((0, 32_000), (16_000, 48_000)), 64_000)
     assert (settings.lr_after, settings.unit, settings.suffix) == (True, 1, "")
-    specs = grids.deficit_length("paper", "cifar100", "resnet152", seeds=[0])
+    specs = designs.deficit_length("paper", "cifar100", "resnet152", seeds=[0])
     assert {(s.recipe.steps, *drops_of(s.recipe)) for s in specs} == {
         (r + 64_000, r + 32_000, r + 48_000) for r in (0, 16_000, 32_000, 64_000)
     }
@@ -779,7 +770,7 @@ def test_own_data_has_the_deficits_of_its_family():
 )
 def test_deficits_that_do_not_fit_are_named(given, message):
     with pytest.raises(ValueError, match=message):
-        grids.deficit_scan(**given)
+        designs.deficit_scan(**given)
 
 
 # --- grids of equal cost --------------------------------------------------------------------------
@@ -811,7 +802,7 @@ def spent_by(spec):
 )  # fmt: skip
 def test_arms_of_equal_cost(scale, dataset, model, arms):
     task = recipe(scale, dataset, model).task
-    specs = grids.equal_cost(scale, dataset, model, task=task, seeds=[5])
+    specs = designs.equal_cost(scale, dataset, model, task=task, seeds=[5])
     assert [s.arm for s in specs] == arms
     plain, delayed, rising, *stopped, full = specs
     steps = plain.recipe.steps
@@ -842,7 +833,7 @@ def test_arms_of_equal_cost(scale, dataset, model, arms):
     ],
 )  # fmt: skip
 def test_the_static_precision_is_the_lowest_that_is_hardly_cheaper(budget, static):
-    specs = quietly(grids.equal_cost, budget=budget, delay=0.02, seeds=[0], steps=4_000)
+    specs = quietly(designs.equal_cost, budget=budget, delay=0.02, seeds=[0], steps=4_000)
     money = spent_by(specs[0])
     assert money == pytest.approx(budget * 4_000, rel=1e-3)
     assert specs[0].arm == f"RR at {budget:.3f}"
@@ -863,7 +854,7 @@ def test_the_static_precision_is_the_lowest_that_is_hardly_cheaper(budget, stati
 
 @pytest.mark.parametrize(("budget", "static"), [(0.56, 5), (0.57, 5), (0.7, 6)])
 def test_a_static_precision_a_little_cheaper_is_run_in_full(budget, static):
-    specs = quietly(grids.equal_cost, budget=budget, seeds=[0], steps=4_000)
+    specs = quietly(designs.equal_cost, budget=budget, seeds=[0], steps=4_000)
     (arm,) = [s for s in specs if s.arm == f"static {static}"]
     assert arm.recipe.steps == 4_000
     assert 0.95 * spent_by(specs[0]) <= spent_by(arm) < spent_by(specs[0])
@@ -871,7 +862,7 @@ def test_a_static_precision_a_little_cheaper_is_run_in_full(budget, static):
 
 
 def test_a_schedule_cheaper_than_the_budget_is_run_in_full():
-    specs = quietly(grids.equal_cost, budget=0.9, seeds=[0], steps=4_000)
+    specs = quietly(designs.equal_cost, budget=0.9, seeds=[0], steps=4_000)
     rising = next(s for s in specs if s.arm == "ER")
     assert rising.recipe.steps == 4_000
     assert spent_by(rising) < spent_by(specs[0])
@@ -879,7 +870,7 @@ def test_a_schedule_cheaper_than_the_budget_is_run_in_full():
 
 @pytest.mark.parametrize(("dataset", "scale"), [("digits", "demo"), ("digits", "smoke"), ("cifar10", "paper")])
 def test_the_cost_of_a_static_precision_gives_it_in_full(dataset, scale):
-    specs = quietly(grids.equal_cost, scale, dataset, budget=105 / 192, seeds=[0])
+    specs = quietly(designs.equal_cost, scale, dataset, budget=105 / 192, seeds=[0])
     arm = next(s for s in specs if s.arm == "static 5")
     assert arm.schedule == StaticSchedule(5, specs[0].recipe.steps)
     assert spent_by(arm) == pytest.approx(spent_by(specs[0]), rel=2e-3)
@@ -887,7 +878,7 @@ def test_the_cost_of_a_static_precision_gives_it_in_full(dataset, scale):
 
 
 def test_every_arm_of_equal_cost_has_every_seed():
-    specs = grids.equal_cost("demo", "cifar10", "resnet20")
+    specs = designs.equal_cost("demo", "cifar10", "resnet20")
     assert Counter(s.seed for s in specs) == {0: 6, 1: 6, 2: 6}
     assert len({s.key for s in specs}) == len(specs) == 18
     for spec in specs:
@@ -896,7 +887,7 @@ def test_every_arm_of_equal_cost_has_every_seed():
 
 
 def test_changes_reach_the_arms_of_equal_cost():
-    specs = quietly(grids.equal_cost, q_max=6, q_min=2, steps=2_000, lr=0.5, delay=0.1, seeds=[0])
+    specs = quietly(designs.equal_cost, q_max=6, q_min=2, steps=2_000, lr=0.5, delay=0.1, seeds=[0])
     assert {(s.q_max, s.q_grad, s.recipe.q_min, s.recipe.lr) for s in specs} == {(6, 6, 2, 0.5)}
     assert specs[0].schedule == make("RR", q_min=2, q_max=6, total_steps=2_000, n_cycles=4)
     assert specs[1].arm == "RR delayed 10 %"
@@ -940,7 +931,7 @@ def test_named_grids_of_equal_cost(name):
 )
 def test_costs_that_cannot_be_equal(given, message):
     with pytest.raises(ValueError, match=message):
-        quietly(grids.equal_cost, **{"scale": "demo", "dataset": "cifar10", "model": "resnet20"} | given)
+        quietly(designs.equal_cost, **{"scale": "demo", "dataset": "cifar10", "model": "resnet20"} | given)
 
 
 @pytest.mark.parametrize(
@@ -967,7 +958,7 @@ def test_vertical_triangles_are_solved_too(name, family):
 )
 def test_equal_cost_of_no_numbers(given, message):
     with pytest.raises(ValueError, match=message):
-        grids.equal_cost("demo", "digits", seeds=[0], **given)
+        designs.equal_cost("demo", "digits", seeds=[0], **given)
 
 
 @pytest.mark.parametrize(
@@ -984,7 +975,7 @@ def test_equal_cost_of_no_numbers(given, message):
 )
 def test_deficits_of_no_numbers(given, message):
     with pytest.raises(ValueError, match=message):
-        grids.deficit_scan("demo", "digits", seeds=[0], **given)
+        designs.deficit_scan("demo", "digits", seeds=[0], **given)
 
 
 def test_epochs_of_no_steps_and_steps_changed_twice():
@@ -1001,6 +992,6 @@ def test_epochs_of_no_steps_and_steps_changed_twice():
 
 
 def test_numpy_numbers_are_numbers():
-    specs = grids.deficit_scan("demo", "digits", lengths=np.arange(3), windows=(), seeds=[0])
+    specs = designs.deficit_scan("demo", "digits", lengths=np.arange(3), windows=(), seeds=[0])
     assert [s.recipe.steps for s in specs] == [400, 401, 401, 401, 402, 402, 402]
     assert solve_schedule(np.float32(0.5), 3, 8, 6_400).relative_cost() == pytest.approx(0.5, rel=1e-3)

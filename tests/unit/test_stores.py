@@ -10,10 +10,11 @@ import pandas as pd
 import pytest
 from filelock import FileLock
 
-from cpt_core import grids, stores
+from cpt_core.experiments import designs
+from cpt_core.experiments.spec import RunSpec
 from cpt_core.paths import results_dir
-from cpt_core.specs import RunSpec
-from cpt_core.stores import StoreError
+from cpt_core.sweeps import stores
+from cpt_core.sweeps.stores import StoreError
 
 
 def row(key, value=1, status="ok"):
@@ -94,7 +95,7 @@ def test_many_writers(tmp_path):
 FULL = """
 import resource, sys
 from pathlib import Path
-from cpt_core import stores
+from cpt_core.sweeps import stores
 store = Path(sys.argv[1])
 resource.setrlimit(resource.RLIMIT_FSIZE, (store.stat().st_size + 100, resource.RLIM_INFINITY))
 stores.append_row(store, {"schema": 1, "key": "b", "status": "ok", "spec": {}, "value": "x" * 5000})
@@ -170,7 +171,7 @@ def test_keys_never_change():
     }
 
     def key(*where, arm):
-        return grids.quality_cost(*where, schedules=[arm], static=[], seeds=[0])[0].key
+        return designs.quality_cost(*where, schedules=[arm], static=[], seeds=[0])[0].key
 
     found = {(*where, arm): key(*where, arm=arm) for *where, arm in known}
     assert found == known

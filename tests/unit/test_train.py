@@ -8,17 +8,20 @@ from dataclasses import replace
 import pytest
 import torch
 
-from cpt_core import grids
-from cpt_core.recipes import recipe
-from cpt_core.specs import run_spec
+from cpt_core.experiments import designs
+from cpt_core.experiments.recipes import recipe
+from cpt_core.experiments.spec import run_spec
 from cpt_core.tasks import TASKS
-from cpt_core.train import Stopped, task_of, train
+from cpt_core.training.session import task_of
+from cpt_core.training.train import Stopped, train
 
 
 def spec_of(arm="CR", seed=0, model="mlp6", **changes):
     changes = {"steps": 190, "evaluate_every": 50, **changes}
     schedules, static = ([], [int(arm.split()[1])]) if arm.startswith("static") else ([arm], [])
-    return grids.quality_cost("smoke", "digits", model, schedules=schedules, static=static, seeds=[seed], **changes)[0]
+    return designs.quality_cost("smoke", "digits", model, schedules=schedules, static=static, seeds=[seed], **changes)[
+        0
+    ]
 
 
 @pytest.fixture(scope="module")
@@ -108,8 +111,9 @@ def test_batchnorm_network_and_images_in_colour_layout():
 SCRIPT = """
 import sys, torch
 from pathlib import Path
-from cpt_core.specs import RunSpec
-from cpt_core.train import train, task_of
+from cpt_core.experiments.spec import RunSpec
+from cpt_core.training.session import task_of
+from cpt_core.training.train import train
 import json
 torch.set_num_threads(1)
 spec = RunSpec.from_dict(json.loads(sys.argv[1]))

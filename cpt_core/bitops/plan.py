@@ -1,0 +1,166 @@
+"""The plan: BitOps of a model, counted before it trains.  Paper: section 4.1.
+
+Every layer reports the multiply-accumulates (MACs) of its own call; a pass costs MACs * b_a * b_b / 32**2.
+Two conventions price them:
+
+- ``"paper"``: all counted work at the bits of the step, three products for every layer, BatchNorm included, as the
+  authors price it, and the upsampling of feature pyramids;
+- ``"per_op"``: what is quantised at its bits, the rest at 32, and only the products that are computed (the first
+  layer, for example, needs no error product). It also counts what the authors leave out: the sums over neighbours in
+  graph convolutions, an operation per edge and feature, and both products of attention.
+
+>>> import torch
+>>> plan = count_bitops(torch.nn.Sequential(torch.nn.Linear(4, 2)), (torch.ones(1, 4),))
+>>> plan.forward_macs, plan.total
+(8, 24.0)
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from torch import nn
+
+from cpt_core.bitops.trace import CONVENTIONS, PASSES, Call, trace
+from cpt_core.quantization.convert import layer_precisions
+from cpt_core.quantization.precision import LayerPrecision
+from cpt_core.quantization.scheduler import Schedules, assign_schedules
+from cpt_core.schedules.cost import FULL_PRECISION
+
+
+@dataclass(frozen=True)
+class BitOpsPlan:
+    """BitOps of a training run, in units of one 32 x 32-bit MAC; ``print`` it for a table.
+
+    Attributes:
+        convention: "paper" or "per_op".
+        steps: optimizer steps counted.
+        macs: forward MACs of one step by layer.
+        bitops: layer -> pass -> squared bits x MACs, exact integers.
+        uncounted: operation -> output elements of one forward pass, for everything that is not priced: elementwise
+            work, pooling, and products written as plain functions; by "paper" also "aggregation" and "attention", the
+            operations of sums over neighbours and of attention's products; by "per_op" also "upsampling", which copies.
+    """
+
+    convention: str
+    steps: int
+    macs: Mapping[str, int]
+    bitops: Mapping[str, Mapping[str, int]]
+    uncounted: Mapping[str, int]
+
+    @property
+    def forward_macs(self) -> int:
+        """MACs of the forward pass of one step."""
+        return sum(self.macs.values())
+
+    @property
+    def by_layer(self) -> dict[str, float]:
+        """BitOps of every layer."""
+        return {layer: sum(passes.values()) / FULL_PRECISION**2 for layer, passes in self.bitops.items()}
+
+    @property
+    def by_pass(self) -> dict[str, float]:
+        """BitOps of the forward, error and weight-gradient products."""
+        return {p: sum(b.get(p, 0) for b in self.bitops.values()) / FULL_PRECISION**2 for p in PASSES}
+
+    @property
+    def total(self) -> float:
+        """BitOps of the run."""
+        return sum(sum(passes.values()) for passes in self.bitops.values()) / FULL_PRECISION**2
+
+    def __str__(self) -> str:
+        """Return a table by layer."""
+        width = max([len(n) for n in self.macs] + [5])
+        lines = [f"{'layer':<{width}}  {'MACs/step':>15}  {'BitOps':>12}"]
+        lines += [f"{n:<{width}}  {self.macs[n]:>15,}  {b:>12.5g}" for n, b in self.by_layer.items()]
+        lines.append(f"{'total':<{width}}  {self.forward_macs:>15,}  {self.total:>12.5g}")
+        if self.uncounted:
+            lines.append("not counted: " + ", ".join(f"{op} ({n:,} elements)" for op, n in self.uncounted.items()))
+        return "\n".join(lines)
+
+
+def count_bitops(
+    model: nn.Module,
+    inputs: tuple[Any, ...],
+    schedule: Schedules | None = None,
+    *,
+    convention: str = "paper",
+    q_grad: int | None = None,
+) -> BitOpsPlan:
+    """Count the BitOps of training ``model`` for a whole schedule, before it runs.
+
+    The forward pass is traced once on the ``meta`` device: no data is computed and the model is not touched.
+
+    Args:
+        model: any module; converted by ``quantize_`` or not.
+        inputs: the arguments of its forward for ONE optimizer step (the whole batch); only shapes matter.
+        schedule: as for ``PrecisionScheduler``; None counts one step at 32 bits.
+        convention: "paper" or "per_op", see the module.
+        q_grad: gradient bits; None takes the schedule's ``q_max``.
+
+    Raises:
+        ValueError: for an unknown convention, or when nothing in the model can be counted.
+
+    Paper: section 4.1.
+    Differs: "paper" prices the float32 layers (classifier, BatchNorm) at q bits, as the authors' scripts do.
+    """
+    if convention not in CONVENTIONS:
+        raise ValueError(f"unknown convention {convention!r}; choose from {', '.join(CONVENTIONS)}")
+    calls, uncounted = trace(model, inputs)
+    return price(calls, uncounted, _bits_per_layer(model, calls, schedule, q_grad), convention)
+
+
+def price(
+    calls: list[Call],
+    uncounted: Mapping[str, int],
+    bits: Mapping[str, tuple[np.ndarray, np.ndarray]],
+    convention: str,
+) -> BitOpsPlan:
+    """Price the calls of one step at the (forward bits, gradient bits) of every step, by layer; see ``count_bitops``.
+
+    Layers that ``bits`` does not name are in float32; the key "" holds the bits at which "paper" prices them.
+    """
+    result: dict[str, Counter[str]] = {}
+    macs: Counter[str] = Counter()
+    left_out: Counter[str] = Counter(uncounted)
+    for call in calls:
+        if not call.passes(convention):
+            left_out[call.kind] += call.macs
+            continue
+        result.setdefault(call.layer, Counter())
+        macs[call.layer] += call.macs
+        if call.owner is not None and call.owner in bits:
+            q, g = bits[call.owner]
+        else:
+            q, g = bits[""] if convention == "paper" else _float32(bits[""])
+        if call.once:
+            q = np.unique(q)
+        for name in call.passes(convention):
+            result[call.layer][name] += call.macs * int((q * (q if name == "forward" else g)).sum())
+    return BitOpsPlan(convention, len(bits[""][0]), dict(macs), {k: dict(v) for k, v in result.items()}, dict(left_out))
+
+
+def _float32(like: tuple[np.ndarray, np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
+    return np.full_like(like[0], FULL_PRECISION), np.full_like(like[1], FULL_PRECISION)
+
+
+def _bits_per_layer(
+    model: nn.Module, calls: list[Call], schedule: Schedules | None, q_grad: int | None
+) -> dict[str, tuple[np.ndarray, np.ndarray]]:
+    if schedule is None:
+        one = np.array([FULL_PRECISION])
+        return {"": (one, one)}
+    converted = any(isinstance(m, LayerPrecision) for m in model.modules())
+    names = list(layer_precisions(model)) if converted else list(dict.fromkeys(c.owner for c in calls if c.owner))
+    bits = {}
+    for s, layers in assign_schedules(schedule, names).values():
+        pair = (s.bits(), np.full(s.total_steps, q_grad or s.q_max))
+        bits.update(dict.fromkeys(layers, pair))
+    # work outside the quantised layers has no bits of its own: "paper" takes the highest of each step
+    pairs = list(bits.values())
+    bits[""] = (np.max([q for q, _ in pairs], axis=0), np.max([g for _, g in pairs], axis=0))
+    return bits

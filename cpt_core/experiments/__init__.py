@@ -1,0 +1,1 @@
+"""What the paper runs: data sets, settings and metric of every task, designs of experiments, grids.  No torch."""

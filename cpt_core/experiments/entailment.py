@@ -1,0 +1,77 @@
+"""Natural language inference: fields and settings of its recipes.  Paper: section 4.4, figure 7."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+from cpt_core.checks import choose
+from cpt_core.experiments.recipe import Recipe
+
+
+@dataclass(frozen=True)
+class EntailmentRecipe(Recipe):
+    """Natural language inference with BERT, AdamW and a learning rate that falls linearly.
+
+    Attributes:
+        final_lr: learning rate at the end as a share of ``lr``.
+        language: of the training and the validation text.
+        test_languages: the test sets; "accuracy" is that of the first, the others are named after their language.
+        length: tokens of a pair; longer pairs are cut, the longer sentence first.
+        padding: "max" pads every pair to ``length``, "longest" to the longest pair of its batch. In float32 this
+            changes no result; at low precision ranges then see fewer padding tokens.
+        checkpoint: name or folder of a pretrained BERT; "" trains a small one from scratch.
+        hidden: width of the small BERT; the inner layers are four times as wide.
+        layers: encoder layers of the small BERT; ``heads`` the attention heads of each.
+        dropout: of the small BERT, on hidden states and attention.
+        vocabulary: largest number of word pieces of the small BERT, which are learned from the training text.
+        learning_rates: those of which ``lr`` is one, when it is to be chosen on validation data; () for none.
+        train_pairs, valid_pairs, test_pairs: how many are used; None means all.
+    """
+
+    final_lr: float = 0.1
+    language: str = "de"
+    test_languages: tuple[str, ...] = ("de",)
+    length: int = 128
+    padding: str = "max"
+    checkpoint: str = ""
+    hidden: int = 128
+    layers: int = 2
+    heads: int = 2
+    dropout: float = 0.1
+    vocabulary: int = 8_000
+    learning_rates: tuple[float, ...] = ()
+    train_pairs: int | None = None
+    valid_pairs: int | None = None
+    test_pairs: int | None = None
+
+    def __post_init__(self) -> None:
+        """Check the choices."""
+        choose("padding", self.padding, ("max", "longest"))
+        if not self.test_languages:
+            raise ValueError("test_languages must name at least one language")
+
+
+XNLI = EntailmentRecipe(
+    task="entailment", dataset="xnli", model="bert", quantized="all",
+    steps=2 * 6136, batch=64, lr=1e-5, q_min=5, n_cycles=2,  # paper 4.4: 2 epochs of 392,702 pairs
+    weight_decay=0.0, clip=1.0,  # authors' code
+    checkpoint="bert-base-multilingual-cased", learning_rates=(5e-6, 1e-5, 5e-5),
+)  # fmt: skip
+
+PAIRS_DEMO = replace(
+    XNLI, model="bert_small", steps=150, batch=32, lr=1e-3, q_min=2, n_cycles=4, length=48, padding="longest",
+    checkpoint="", dropout=0.0, learning_rates=(), train_pairs=10_000, valid_pairs=1_000, test_pairs=1_000,
+)  # fmt: skip
+
+TEMPLATES = replace(
+    PAIRS_DEMO, dataset="templates", language="en", test_languages=("en",), length=24, vocabulary=500,
+    train_pairs=None, valid_pairs=None, test_pairs=None,
+)  # fmt: skip
+
+AUTHORS_XNLI: dict[str, dict[str, Any]] = {
+    "": dict(
+        final_lr=0.0, lr=1e-5, learning_rates=(), eval_bits="current", cycle_rule="floor_plus_one",
+        running_start="zero",
+    ),
+}  # fmt: skip

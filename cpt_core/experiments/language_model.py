@@ -1,0 +1,71 @@
+"""Language modelling: fields and settings of its recipes.  Paper: section 4.4, figure 7."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+from cpt_core.checks import choose
+from cpt_core.experiments.recipe import Recipe
+
+
+@dataclass(frozen=True)
+class LanguageModelRecipe(Recipe):
+    """Language modelling with an LSTM and SGD. ``batch`` is the number of columns of the text.
+
+    Attributes:
+        length: words of a batch in every column.
+        embedding: width of the embeddings; ``hidden`` that of the LSTM, ``layers`` the number of its layers.
+        dropout: on the LSTM's output, and on the embeddings unless ``drop_embedding`` is False.
+        lr_rule: "plateau" divides the rate by ``lr_division`` after every evaluation whose validation loss is not the
+            best so far, "cosine" lowers it to ``final_lr`` times ``lr``.
+        unit: "words" or "characters".
+        vocabulary: how many of the most frequent words are known; None means all of the training text.
+        train_tokens, valid_tokens, test_tokens: how many are used from the start of each text; None means all.
+        evaluation_batch: columns in evaluation.
+    """
+
+    length: int = 35
+    embedding: int = 800
+    hidden: int = 800
+    layers: int = 1
+    dropout: float = 0.5
+    drop_embedding: bool = True
+    lr_rule: str = "plateau"
+    lr_division: float = 5.0
+    final_lr: float = 0.05
+    unit: str = "words"
+    vocabulary: int | None = None
+    train_tokens: int | None = None
+    valid_tokens: int | None = None
+    test_tokens: int | None = None
+    evaluation_batch: int = 10
+
+    def __post_init__(self) -> None:
+        """Check the choices."""
+        choose("lr_rule", self.lr_rule, ("plateau", "cosine"))
+        choose("unit", self.unit, ("words", "characters"))
+        if self.lr_rule == "plateau" and not self.evaluate_every:
+            raise ValueError("lr_rule 'plateau' needs evaluations: give evaluate_every, or lr_rule='cosine'")
+
+
+PTB = LanguageModelRecipe(
+    task="language_model", dataset="ptb", model="lstm", quantized="all",
+    steps=40 * 1328, batch=20, lr=20.0, q_min=5, n_cycles=2, weight_decay=0.0, clip=0.25,  # paper 4.4
+    evaluate_every=1328,
+)  # fmt: skip
+
+# 2,000 words of Penn Treebank, or characters: low precision shows in seconds.
+PTB_DEMO = replace(
+    PTB, steps=120, q_min=2, embedding=64, hidden=128, dropout=0.0, lr_rule="cosine", vocabulary=2_000,
+    train_tokens=100_000, valid_tokens=10_000, test_tokens=12_500, evaluate_every=0, seeds=(0, 1, 2),
+)  # fmt: skip
+
+PYDOC = replace(
+    PTB_DEMO, dataset="pydoc", steps=160, unit="characters", vocabulary=None, train_tokens=None, valid_tokens=None,
+    test_tokens=None,
+)  # fmt: skip
+
+AUTHORS_PTB: dict[str, dict[str, Any]] = {
+    "": dict(n_cycles=8, lr_division=4.0, eval_bits="current", running_start="zero", cycle_rule="floor_plus_one"),
+}

@@ -1,0 +1,202 @@
+"""Graph convolutions: GCN and mean GraphSAGE, written once for float32 and for any precision.  Paper: equation 1.
+
+The float32 layers have the parameters and ``state_dict`` keys of DGL's layers of the same name and run without DGL.
+``cpt_core.quantize_`` converts both kinds in place. The layers are called as ``layer(graph, features)``, with a
+``Graph`` or a graph of DGL. What quantises the operands, if anything does, is handed in as a ``Precision``.
+
+    GCN:   H' = act(D_in^-1/2 A D_out^-1/2 H W + b)        SAGE:  h'_i = W_self h_i + W_neigh mean_j h_j + b
+
+FP-Agg keeps the sum over neighbours in float32; Q-Agg quantises what enters it, and the gradient behind it.
+
+Shapes: N nodes, S source and D destination nodes of a block, I inputs, O outputs.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any, ClassVar, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from cpt_core.graphs.graph import Graph, as_graph
+
+Features = Tensor | tuple[Tensor, Tensor]  # (S, I), or those of sources and destinations
+
+
+class Precision(Protocol):
+    """What a layer asks before it uses an operand and after it made an output; ``LayerPrecision`` has it."""
+
+    bits: int | None
+    quantizers: dict[str, Any]
+
+    def operand(self, role: str, x: Tensor) -> Tensor:
+        """Return an operand as it enters the product or the sum."""
+
+    def gradient(self, role: str, y: Tensor) -> Tensor:
+        """Return an output whose gradient comes back as the precision wants it."""
+
+
+class _Float32:
+    """Nothing is quantised."""
+
+    bits = None
+    quantizers: ClassVar[dict[str, Any]] = {}
+
+    def operand(self, role: str, x: Tensor) -> Tensor:
+        return x
+
+    def gradient(self, role: str, y: Tensor) -> Tensor:
+        return y
+
+
+FLOAT32: Any = _Float32()
+
+
+def _aggregate(p: Precision, graph: Graph, h: Tensor, reduce: str) -> Tensor:
+    if "aggregation" not in p.quantizers:  # FP-Agg
+        return graph.aggregate(h, reduce)
+    return p.gradient("grad", graph.aggregate(p.operand("aggregation", h), reduce))
+
+
+def _constant_aggregate(
+    p: Precision, graph: Graph, x: Tensor, norm: str, reduce: str, h: Callable[[], Tensor]
+) -> Tensor:
+    # what enters the sum depends on x, norm and, with Q-Agg, on quantiser and bits: all of it is in the key
+    quantizer = p.quantizers.get("aggregation")
+    key = (norm, reduce, quantizer, p.bits if quantizer else None)
+    return graph.keep(x, key, lambda: _aggregate(p, graph, h(), reduce))
+
+
+def _pair(features: Features, graph: Graph) -> tuple[Tensor, Tensor]:
+    """Features of sources and destinations; in a block the destinations are the first of the sources."""
+    source, destination = features if isinstance(features, tuple) else (features, features)
+    destination = destination[: graph.num_dst]
+    for x, nodes in ((source, graph.num_src), (destination, graph.num_dst)):
+        if x.dim() != 2 or len(x) != nodes:
+            raise ValueError(f"features must be ({nodes}, F), a row for every node, got {tuple(x.shape)}")
+        if not x.is_floating_point():
+            raise ValueError(f"features must be floating point, got {x.dtype}; convert them with .float()")
+    return source, destination
+
+
+def graph_convolution(layer: Any, p: Precision, graph: Graph, features: Features, weight: Tensor) -> Tensor:
+    """The GCN layer, in either precision.  Paper: equation 1."""
+    x, _ = _pair(features, graph)
+    if not layer._allow_zero_in_degree and bool((graph.in_degrees == 0).any()):
+        raise ValueError(
+            "the graph has nodes without in-edges, which get no message: add self-loops, or make the layer with "
+            "allow_zero_in_degree=True"
+        )
+
+    def scaled() -> Tensor:  # D_out^-1/2 H
+        return x * _power(graph.out_degrees, layer._norm, "left", x) if layer._norm in ("left", "both") else x
+
+    if layer._in_feats > layer._out_feats:  # the product first: fewer features to sum
+        h = p.gradient("grad", p.operand("input", scaled()) @ p.operand("weight", weight))
+        h = _aggregate(p, graph, h, "sum")
+    else:
+        h = _constant_aggregate(p, graph, x, layer._norm, "sum", scaled)
+        h = p.gradient("grad", p.operand("input", h) @ p.operand("weight", weight))
+    if layer._norm in ("right", "both"):
+        h = h * _power(graph.in_degrees, layer._norm, "right", h)
+    if layer.bias is not None:
+        h = p.gradient("grad", p.operand("input", h) + p.operand("bias", layer.bias))
+    return h if layer._activation is None else layer._activation(h)
+
+
+def _power(degrees: Tensor, norm: str, side: str, like: Tensor) -> Tensor:
+    """Degrees^-1/2 as a column, or 1 / degrees where only one side is normalised; degree 0 counts as 1."""
+    exponent = -1.0 if norm == side else -0.5
+    return degrees.to(like).clamp_min(1).pow(exponent).unsqueeze(1)
+
+
+def sage_convolution(layer: Any, p: Precision, graph: Graph, features: Features) -> Tensor:
+    """The mean GraphSAGE layer, in either precision.  Paper: section 4.3."""
+    source, destination = _pair(features, graph)
+
+    def product(x: Tensor, linear: nn.Linear) -> Tensor:
+        return p.gradient("grad", nn.functional.linear(p.operand("input", x), p.operand("weight", linear.weight)))
+
+    if layer._in_src_feats > layer._out_feats:
+        neighbours = _aggregate(p, graph, product(source, layer.fc_neigh), "mean")
+    else:
+        neighbours = product(_constant_aggregate(p, graph, source, "", "mean", lambda: source), layer.fc_neigh)
+    h = product(destination, layer.fc_self) + neighbours
+    if layer.fc_self.bias is None:
+        return h
+    return p.gradient("grad", p.operand("input", h) + p.operand("bias", layer.fc_self.bias))
+
+
+class GraphConv(nn.Module):
+    """A graph convolution (GCN layer): Xavier uniform weight (I, O), zero bias (O,).
+
+    Args:
+        in_feats: I.
+        out_feats: O.
+        norm: "both" (symmetric, the paper's), "left", "right" or "none".
+        bias: add one.
+        allow_zero_in_degree: nodes without in-edges are given the bias alone instead of being refused.
+
+    Paper: equation 1.
+    """
+
+    def __init__(
+        self, in_feats: int, out_feats: int, norm: str = "both", bias: bool = True, allow_zero_in_degree: bool = True
+    ) -> None:
+        """Make and initialise the parameters."""
+        super().__init__()
+        if norm not in ("both", "left", "right", "none"):
+            raise ValueError(f"unknown norm {norm!r}; choose from both, left, right, none")
+        # named as in DGL, so that one forward serves both
+        self._in_feats, self._out_feats, self._norm = in_feats, out_feats, norm
+        self._allow_zero_in_degree, self._activation = allow_zero_in_degree, None
+        self.weight = nn.Parameter(nn.init.xavier_uniform_(torch.empty(in_feats, out_feats)))
+        self.bias = nn.Parameter(torch.zeros(out_feats)) if bias else None
+
+    def forward(self, graph: Any, features: Features) -> Tensor:
+        """(S, I) -> (D, O)."""
+        return graph_convolution(self, FLOAT32, as_graph(graph), features, self.weight)
+
+    def extra_repr(self) -> str:
+        """Show the sizes."""
+        return f"{self._in_feats}, {self._out_feats}, norm={self._norm}"
+
+
+class SAGEConv(nn.Module):
+    """A GraphSAGE layer with mean aggregation: linear maps of the node itself (with bias) and of its neighbours' mean.
+
+    Args:
+        in_feats: I.
+        out_feats: O.
+        bias: add one.
+
+    Initialised as the authors do: ``fc_neigh`` Xavier uniform with ReLU's gain, ``fc_self`` torch's default, zero bias.
+    """
+
+    def __init__(self, in_feats: int, out_feats: int, bias: bool = True) -> None:
+        """Make and initialise the parameters."""
+        super().__init__()
+        self._in_src_feats, self._out_feats = in_feats, out_feats
+        self.fc_neigh = nn.Linear(in_feats, out_feats, bias=False)
+        self.fc_self = nn.Linear(in_feats, out_feats, bias=bias)
+        nn.init.xavier_uniform_(self.fc_neigh.weight, gain=math.sqrt(2))
+        if bias:
+            nn.init.zeros_(self.fc_self.bias)
+
+    def forward(self, graph: Any, features: Features) -> Tensor:
+        """(S, I) -> (D, O)."""
+        return sage_convolution(self, FLOAT32, as_graph(graph), features)
+
+
+class MatrixNorm(nn.Module):
+    """Layer normalisation over all nodes and features at once, without parameters, as the authors have it.
+
+    The statistics are those of the whole batch of nodes: on a full graph test nodes take part, and in sampled training
+    they depend on the sample.
+    """
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(N, F) -> (N, F), mean 0 and variance 1 over all entries."""
+        return nn.functional.layer_norm(x, x.shape)

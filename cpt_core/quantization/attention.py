@@ -1,0 +1,139 @@
+"""Quantised self-attention for encoder models of transformers.  Paper: section 4.4 (multilingual BERT on XNLI).
+
+Both products of attention get quantised operands; scaling, mask, softmax and dropout stay in float32. The linear layers
+around them are ordinary ``QuantLinear`` layers.
+
+    scores = q(Q) q(K')     P = dropout(softmax(scores / sqrt(d) + mask))     context = q(P) q(V)
+
+transformers chooses the function that computes attention by name, from a model's configuration. A converted module is
+given a configuration of its own that names the function here; "eager" and "sdpa" models are converted alike.
+
+Imported by ``quantize_`` only when the program uses transformers itself.
+
+Shapes: B batch, A heads, T tokens, D features of a head.
+"""
+
+from __future__ import annotations
+
+import copy
+import importlib
+import sys
+from typing import Any, Self
+
+import torch
+from torch import Tensor, nn
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from cpt_core.quantization.layers import QuantizedLayer
+
+NAME = "cpt_quantized"
+CONVERTIBLE = ("eager", "sdpa")  # the others want other masks
+
+# module of transformers -> its class of self-attention; all of these were tried
+SELF_ATTENTION = {
+    "bert": "BertSelfAttention",
+    "roberta": "RobertaSelfAttention",
+    "xlm_roberta": "XLMRobertaSelfAttention",
+    "camembert": "CamembertSelfAttention",
+    "electra": "ElectraSelfAttention",
+    "distilbert": "DistilBertSelfAttention",
+    "albert": "AlbertAttention",
+    "vit": "ViTAttention",
+}
+
+
+def quantized_attention(
+    module: Any,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    **kwargs: Any,
+) -> tuple[Tensor, Tensor]:
+    """Attend; called by transformers as its own attention functions are.
+
+    Args:
+        module: a converted self-attention module.
+        query: (B, A, T, D), as ``key`` and ``value``.
+        key: quantised after it is transposed: one range per head and feature, over the tokens.
+        value: one range per token.
+        attention_mask: added to the scores, or boolean with False for what is not seen, or None.
+        scaling: None takes 1 / sqrt(D).
+        dropout: share of the probabilities that is dropped, before they are quantised.
+        kwargs: what other attention functions need.
+
+    Returns:
+        Context (B, T, A, D) and probabilities (B, A, T, T).
+
+    Differs: the authors have a layer of their own; its numbers are the same (tested).
+    """
+    p = module.precision
+    scores = p.gradient("grad", p.operand("query", query) @ p.operand("key", key.transpose(2, 3)))
+    scores = scores * (query.shape[-1] ** -0.5 if scaling is None else scaling)
+    if attention_mask is not None and attention_mask.dtype == torch.bool:
+        scores = scores.masked_fill(~attention_mask, torch.finfo(scores.dtype).min)
+    elif attention_mask is not None:
+        scores = scores + attention_mask
+    probabilities = nn.functional.dropout(scores.softmax(-1), dropout, module.training)
+    context = p.gradient("grad", p.operand("probabilities", probabilities) @ p.operand("value", value))
+    return context.transpose(1, 2).contiguous(), probabilities
+
+
+class _QuantAttention(QuantizedLayer):
+    """Self-attention with both products quantised; no running ranges: the tensors at hand in evaluation too."""
+
+    KIND = "attention"
+    config: Any
+    float_config: Any
+
+    @classmethod
+    def why_not(cls, module: Any) -> str:
+        """Only encoders: the range of a key over the tokens would tell a decoder about the future."""
+        causal = getattr(module, "is_decoder", False) or getattr(module, "is_causal", False)
+        return "its attention is causal" if causal else ""
+
+    @classmethod
+    def check(cls, module: Any) -> None:
+        """Refuse fused kinds of attention that cannot be replaced."""
+        kind = module.config._attn_implementation
+        if kind is not None and kind not in CONVERTIBLE:
+            raise ValueError(
+                f"the model computes attention with {kind!r}, which cannot be quantised; load it with "
+                f"attn_implementation='eager' (or 'sdpa')"
+            )
+
+    @classmethod
+    def from_float(cls, module: Any, *args: Any, **kwargs: Any) -> Self:
+        """Convert in place, and let this module alone use ``quantized_attention``."""
+        super().from_float(module, *args, **kwargs)
+        ALL_ATTENTION_FUNCTIONS.register(NAME, quantized_attention)
+        module.float_config, module.config = module.config, copy.copy(module.config)
+        module.config._attn_implementation = NAME
+        return module
+
+    def to_float(self) -> None:
+        """Undo ``from_float``, in place."""
+        self.config = self.float_config
+        del self.float_config
+        super().to_float()
+
+
+def __getattr__(name: str) -> Any:
+    """Make the quantised form of a class of ``SELF_ATTENTION`` when it is first asked for; unpickling asks, too."""
+    for module, float_name in SELF_ATTENTION.items():
+        if name == f"Quant{float_name}":
+            kind = getattr(importlib.import_module(f"transformers.models.{module}.modeling_{module}"), float_name)
+            about = {"FLOAT": kind, "__module__": __name__, "__doc__": f"``{float_name}`` with quantised products."}
+            globals()[name] = type(name, (_QuantAttention, kind), about)
+            return globals()[name]
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def conversions() -> dict[type[nn.Module], type[QuantizedLayer]]:
+    """Return what can be converted, of the models that the program has imported."""
+    own = sys.modules[__name__]
+    used = [m for m in SELF_ATTENTION if f"transformers.models.{m}.modeling_{m}" in sys.modules]
+    made = [getattr(own, f"Quant{SELF_ATTENTION[module]}") for module in used]
+    return {quantized.FLOAT: quantized for quantized in made}

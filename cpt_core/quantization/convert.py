@@ -1,0 +1,216 @@
+"""Make any model trainable at low precision, in place: ``quantize_``, ``restore_``.
+
+>>> model = quantize_(torch.nn.Sequential(torch.nn.Linear(4, 3), torch.nn.Linear(3, 2)), QuantConfig(float32=("1",)))
+>>> list(layer_precisions(model))
+['0']
+"""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from difflib import get_close_matches
+from fnmatch import fnmatchcase
+
+import torch
+from torch import nn
+
+from cpt_core.quantization import graph_layers, layers, lstm
+from cpt_core.quantization.layers import QuantizedLayer
+from cpt_core.quantization.noise import NoisePool
+from cpt_core.quantization.precision import LayerPrecision
+from cpt_core.quantization.quantizers import QUANTIZERS, Quantizer
+
+FilterFn = Callable[[nn.Module, str], bool]
+AGGREGATIONS = ("fp", "quantized")
+
+
+@dataclass(frozen=True)
+class QuantConfig:
+    """What is quantised and how.
+
+    Args:
+        float32: patterns (as for file names, ``*.downsample.0``) of the names of modules that stay in float32, with
+            all that they contain; a pattern that matches no module is an error.
+        quantizers: the quantiser of every role, see ``QUANTIZERS``.
+        running_start: "corrected" or the authors' "zero", see ``LayerPrecision``.
+        seed: of the noise of stochastic rounding.
+        aggregation: sums over neighbours in graph convolutions: "fp" (FP-Agg, float32) or "quantized" (Q-Agg).
+    """
+
+    float32: tuple[str, ...] = ()
+    quantizers: Mapping[str, Quantizer] = field(default_factory=lambda: dict(QUANTIZERS), hash=False)
+    running_start: str = "corrected"
+    seed: int = 0
+    aggregation: str = "fp"
+
+    def __post_init__(self) -> None:
+        """Check that every role has its quantiser and none is misspelt."""
+        if self.aggregation not in AGGREGATIONS:
+            raise ValueError(f"unknown aggregation {self.aggregation!r}; choose from {', '.join(AGGREGATIONS)}")
+        if odd := sorted(set(self.quantizers) ^ set(QUANTIZERS)):
+            raise ValueError(f"missing or unknown roles {', '.join(odd)}; give all of {', '.join(QUANTIZERS)}")
+
+    def with_gradient_rounding(self, rounding: str) -> QuantConfig:
+        """Return a copy whose gradient quantisers round "nearest" (as tests need) or "stochastic"."""
+        changed = {k: replace(q, rounding=rounding) for k, q in self.quantizers.items() if k.endswith("_grad")}
+        return replace(self, quantizers={**self.quantizers, **changed})
+
+
+# Which layers stay in float32 is not in the paper; these are the authors' choices per experiment.
+# Differs: the paper is silent; CIFAR keeps the classifier in float32, ImageNet also the stem and the 1x1 shortcuts.
+PRESETS: dict[str, QuantConfig] = {
+    "all": QuantConfig(),
+    "cifar": QuantConfig(float32=("fc",)),
+    "imagenet": QuantConfig(float32=("conv1", "*.downsample.0", "fc")),
+}
+
+
+def quantize_(
+    model: nn.Module, config: QuantConfig | str | None = None, filter_fn: FilterFn | None = None
+) -> nn.Module:
+    """Convert every convolution, linear layer, LSTM, graph convolution and self-attention of ``model`` in place.
+
+    Parameters stay the same objects, so an optimizer made before stays valid; ``state_dict`` keys stay the same, so a
+    float32 checkpoint loads with ``strict=True`` and the other way round. The layers have no precision until a
+    ``PrecisionScheduler`` or ``precision(...)`` sets one.
+
+    Args:
+        model: any module. Exact ``nn.Conv1d/2d/3d``, ``nn.Linear``, ``nn.LSTM``, ``GraphConv`` and mean ``SAGEConv``
+            (ours and DGL's), and the self-attention of transformers' encoders (``attention_layers.SELF_ATTENTION``)
+            are converted; subclasses with a forward of their own are not, ``summary(model)`` lists them.
+        config: a ``QuantConfig``, the name of a preset ("all", "cifar", "imagenet"), or None for "all".
+        filter_fn: ``filter_fn(module, name) -> bool``; False keeps that module in float32.
+
+    Returns:
+        The model itself.
+
+    Raises:
+        ValueError: for an unknown preset, a pattern that matches nothing, attention of a kind that cannot be quantised,
+            or when nothing would be converted; the model is unchanged then.
+    """
+    config = _config_of(config)
+    names = [name for name, _ in model.named_modules() if name]
+    for pattern in config.float32:
+        if not any(fnmatchcase(name, pattern) for name in names):
+            near = get_close_matches(pattern, names, n=3, cutoff=0.3) or names[:3]
+            raise ValueError(f"float32 pattern {pattern!r} matches no module; similar names: {', '.join(near)}")
+    parts = parts_of_wholes(model)
+    for pattern in config.float32:  # a part of a layer that is quantised as a whole cannot stay behind
+        hits = [name for name in names if fnmatchcase(name, pattern)]
+        if all(name in parts for name in hits):
+            raise ValueError(f"float32 pattern {pattern!r} matches a part of {parts[hits[0]]!r}; name the whole layer")
+    if any(isinstance(m, LayerPrecision) for m in model.modules()):
+        raise ValueError("the model is converted already; call restore_(model) first")
+    chosen = []
+    for name, module in convertible(model):
+        if any(fnmatchcase(part, pattern) for pattern in config.float32 for part in _with_parents(name)):
+            continue
+        if filter_fn is None or filter_fn(module, name):
+            chosen.append(module)
+    if not chosen:
+        kinds = ", ".join(dict.fromkeys(kind.__name__ for kind in conversions()))
+        raise ValueError(f"nothing to quantise: no {kinds} in {type(model).__name__} was selected")
+    noise = NoisePool(config.seed)
+    found = conversions()
+    for module in chosen:  # before the first is changed
+        found[type(module)].check(module)
+    for index, module in enumerate(chosen):
+        found[type(module)].from_float(
+            module,
+            noise,
+            quantizers=config.quantizers,
+            key=_key(config.seed, index),
+            running_start=config.running_start,
+            aggregation=config.aggregation,
+        )
+    return model
+
+
+def conversions() -> dict[type[nn.Module], type[QuantizedLayer]]:
+    """Return what can be converted: float32 class -> quantised class.
+
+    With the layers of DGL and the models of transformers that the program uses.
+    """
+    found = {**layers.CONVERSIONS, **lstm.CONVERSIONS, **graph_layers.CONVERSIONS}
+    if "dgl.nn" in sys.modules:
+        found |= importlib.import_module("cpt_core.quantization.dgl_layers").CONVERSIONS
+    # versions of transformers without this name (before 5) have other attention modules, which stay in float32
+    if hasattr(sys.modules.get("transformers.modeling_utils"), "ALL_ATTENTION_FUNCTIONS"):
+        found |= importlib.import_module("cpt_core.quantization.attention").conversions()
+    return found
+
+
+def restore_(model: nn.Module) -> nn.Module:
+    """Undo ``quantize_``: the original classes again, the same parameters; ValueError when nothing is converted."""
+    converted = [m for m in model.modules() if isinstance(m, QuantizedLayer)]
+    if not converted:
+        raise ValueError("the model has no quantised layers")
+    for module in converted:
+        module.to_float()
+    return model
+
+
+def layer_precisions(model: nn.Module) -> dict[str, LayerPrecision]:
+    """Return the precision of every quantised layer by the layer's name; ValueError when there is none."""
+    found = {n: m.precision for n, m in model.named_modules() if isinstance(m, QuantizedLayer)}
+    if not found:
+        raise ValueError("the model has no quantised layers; call quantize_(model) first")
+    return found
+
+
+def attention_kinds() -> set[type[nn.Module]]:
+    """Return the classes of self-attention that can be converted, of the models that the program uses."""
+    return {kind for kind, quantized in conversions().items() if quantized.KIND == "attention"}
+
+
+def module_kind(module: nn.Module) -> type[nn.Module]:
+    """Return the class of a module, or the one it had before it was converted."""
+    return module.FLOAT if isinstance(module, QuantizedLayer) else type(module)
+
+
+def convertible(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """Yield the modules that ``quantize_`` can convert, by name."""
+    # nn.TransformerEncoderLayer reads the weights of its Linear modules past their forward in evaluation
+    fused = {
+        id(m) for layer in model.modules() if isinstance(layer, nn.TransformerEncoderLayer) for m in layer.modules()
+    }
+    found, parts = conversions(), parts_of_wholes(model)
+    for name, module in model.named_modules():
+        if type(module) in found and id(module) not in fused and name not in parts:
+            if not found[type(module)].why_not(module):
+                yield name, module
+
+
+def parts_of_wholes(model: nn.Module) -> dict[str, str]:
+    """Modules inside a layer that is quantised as a whole: name of the part -> name of that layer."""
+    found = conversions()
+    whole = {kind for kind, quantized in found.items() if quantized.WHOLE}
+    out: dict[str, str] = {}
+    for name, module in model.named_modules():
+        kind = module_kind(module)
+        if kind in whole and not found[kind].why_not(module):
+            out |= {f"{name}.{part}".lstrip("."): name for part, _ in module.named_modules() if part}
+    return out
+
+
+def _with_parents(name: str) -> list[str]:
+    parts = name.split(".")
+    return [".".join(parts[: i + 1]) for i in range(len(parts))]
+
+
+def _config_of(config: QuantConfig | str | None) -> QuantConfig:
+    if config is None:
+        return PRESETS["all"]
+    if isinstance(config, QuantConfig):
+        return config
+    if config not in PRESETS:
+        raise ValueError(f"unknown preset {config!r}; choose from {', '.join(PRESETS)}")
+    return PRESETS[config]
+
+
+def _key(seed: int, index: int) -> int:
+    generator = torch.Generator().manual_seed(seed)
+    return int(torch.randint(0, 2**31, (index + 1,), generator=generator, device="cpu")[index]) << 20

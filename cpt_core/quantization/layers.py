@@ -1,0 +1,130 @@
+"""Quantised layers: ordinary modules of torch whose operands and output gradients are quantised.  Paper: figure 1.
+
+A converted module keeps its parameters, its ``state_dict`` keys and its hooks; it gains one child, ``precision``,
+which holds the bits, the running ranges and the noise. Make them with ``cpt_core.quantize_``.
+
+>>> import torch
+>>> layer = QuantLinear.from_float(torch.nn.Linear(4, 2))
+>>> layer.precision.set_bits(4, q_grad=8)
+>>> layer(torch.ones(3, 4)).shape
+torch.Size([3, 2])
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import ClassVar, Self
+
+from torch import Tensor, nn
+
+from cpt_core.quantization.noise import NoisePool
+from cpt_core.quantization.precision import LayerPrecision
+from cpt_core.quantization.quantizers import QUANTIZERS, Quantizer
+
+
+class QuantizedLayer:
+    """What converted modules have in common: conversion in place, and back."""
+
+    FLOAT: ClassVar[type[nn.Module]]
+    KIND: ClassVar[str]  # prefix of the roles in QUANTIZERS
+    WHOLE: ClassVar[bool] = False  # its child modules are parts of it, never converted by themselves
+    precision: LayerPrecision
+
+    @classmethod
+    def from_float(
+        cls,
+        module: nn.Module,
+        noise: NoisePool | None = None,
+        *,
+        quantizers: Mapping[str, Quantizer] = QUANTIZERS,
+        key: int = 0,
+        running_start: str = "corrected",
+        aggregation: str = "fp",
+    ) -> Self:
+        """Turn ``module``, exactly of class ``FLOAT``, into this class, in place; return it."""
+        if type(module) is not cls.FLOAT:
+            raise TypeError(f"{cls.__name__} is made from {cls.FLOAT.__name__}, got {type(module).__name__}")
+        if reason := cls.why_not(module):
+            raise ValueError(f"this {cls.FLOAT.__name__} cannot be quantised: {reason}")
+        roles = cls.roles(module, quantizers, aggregation)
+        device = next((p.device for p in module.parameters()), None)
+        precision = LayerPrecision(roles, noise or NoisePool(), key, running_start).to(device)
+        precision.train(module.training)
+        module.__class__ = cls  # type: ignore[assignment]
+        module.precision = precision
+        return module  # type: ignore[return-value]
+
+    @classmethod
+    def roles(cls, module: nn.Module, quantizers: Mapping[str, Quantizer], aggregation: str) -> dict[str, Quantizer]:
+        """Return the quantiser of every role of the layer: those of its ``KIND``, and that of biases."""
+        own = f"{cls.KIND}_"
+        return {role.removeprefix(own): q for role, q in quantizers.items() if role.startswith(own) or role == "bias"}
+
+    @classmethod
+    def why_not(cls, module: nn.Module) -> str:
+        """Return why a module of class ``FLOAT`` cannot be converted, or ""."""
+        return ""
+
+    @classmethod
+    def check(cls, module: nn.Module) -> None:
+        """Raise ValueError for a module of class ``FLOAT`` that must not silently stay in float32."""
+
+    def to_float(self) -> None:
+        """Undo ``from_float``, in place."""
+        del self.precision
+        self.__class__ = self.FLOAT  # type: ignore[assignment]
+
+    def _operands(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:
+        p = self.precision
+        quantized_bias = None if bias is None else p.operand("bias", bias)
+        return p.operand("input", x), p.operand("weight", weight), quantized_bias
+
+
+class _QuantConv(QuantizedLayer):
+    """A convolution with quantised input, weight (one range per output channel), bias and output gradient.
+
+    Differs: biases are quantised (one range) wherever there are any; the authors' classification code cannot run with
+        biases at all.
+    """
+
+    KIND = "conv"
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Convolve; shapes as in the module this was made from."""
+        x, weight, bias = self._operands(x, self.weight, self.bias)  # type: ignore[attr-defined]
+        return self.precision.gradient("grad", self._conv_forward(x, weight, bias))  # type: ignore[attr-defined]
+
+
+class QuantConv1d(_QuantConv, nn.Conv1d):
+    """``nn.Conv1d`` with quantised operands."""
+
+    FLOAT = nn.Conv1d
+
+
+class QuantConv2d(_QuantConv, nn.Conv2d):
+    """``nn.Conv2d`` with quantised operands; groups, dilation and every padding as in the original."""
+
+    FLOAT = nn.Conv2d
+
+
+class QuantConv3d(_QuantConv, nn.Conv3d):
+    """``nn.Conv3d`` with quantised operands."""
+
+    FLOAT = nn.Conv3d
+
+
+class QuantLinear(QuantizedLayer, nn.Linear):
+    """``nn.Linear`` with quantised input, weight (one range per output row), bias and output gradient."""
+
+    FLOAT = nn.Linear
+    KIND = "linear"
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Multiply; x (..., in_features), result (..., out_features)."""
+        x, weight, bias = self._operands(x, self.weight, self.bias)
+        return self.precision.gradient("grad", nn.functional.linear(x, weight, bias))
+
+
+CONVERSIONS: dict[type[nn.Module], type[QuantizedLayer]] = {
+    c.FLOAT: c for c in (QuantConv1d, QuantConv2d, QuantConv3d, QuantLinear)
+}

@@ -1,0 +1,168 @@
+"""Drive the precision of a converted model: a scheduler for training, a context for evaluation.
+
+>>> import torch
+>>> from cpt_core.quantization.convert import quantize_
+>>> from cpt_core.schedules.make import make_schedule
+>>> model = quantize_(torch.nn.Sequential(torch.nn.Linear(4, 2)))
+>>> scheduler = PrecisionScheduler(model, make_schedule("CR", q_min=3, q_max=8, total_steps=80, n_cycles=2))
+>>> scheduler.get_last_bits()
+[3]
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from fnmatch import fnmatchcase
+from typing import Any
+
+from torch import nn
+
+from cpt_core.quantization.convert import layer_precisions
+from cpt_core.quantization.precision import LayerPrecision
+from cpt_core.quantization.quantizers import check_bits
+from cpt_core.schedules.schedule import Schedule
+
+Schedules = Schedule | Mapping[str, Schedule]
+
+
+class PrecisionScheduler:
+    """Set the bits of a converted model at every optimizer step; works like ``torch.optim.lr_scheduler``.
+
+    Args:
+        model: a model converted by ``quantize_``.
+        schedule: one schedule for all layers, or a mapping from patterns of layer names to schedules, such as
+            ``{"layer4.*": s1, "*": s2}``: the first pattern that matches a layer decides. Patterns must cover every
+            layer and each must match some layer.
+        q_grad: gradient bits; None takes each schedule's ``q_max``.
+
+    The constructor applies step 0; call ``step()`` after ``optimizer.step()``. Past the last step the last bits stay.
+
+    Paper: section 3 (weights and activations at q_t bits, gradients at q_max).
+    Differs: the authors' CIFAR sweeps keep 8-bit gradients at q_max = 6; give ``q_grad=8`` for that.
+    """
+
+    def __init__(self, model: nn.Module, schedule: Schedules, q_grad: int | None = None) -> None:
+        """Assign layers to schedules and apply step 0."""
+        self.schedules = assign_schedules(schedule, layer_precisions(model))
+        self.q_grad = None if q_grad is None else check_bits("q_grad", q_grad)
+        self.last_step = 0
+        self._layers = layer_precisions(model)
+        self._groups = {p: [self._layers[n] for n in names] for p, (_, names) in self.schedules.items()}
+        self.total_steps = next(iter(self.schedules.values()))[0].total_steps
+        self._apply()
+
+    def step(self) -> None:
+        """Go to the next optimizer step."""
+        self.last_step += 1
+        if self.last_step == self.total_steps + 1:
+            warnings.warn(
+                f"training goes on after the schedule's {self.total_steps} steps; the last bits are kept", stacklevel=2
+            )
+        self._apply()
+
+    def get_last_bits(self) -> list[int]:
+        """Return the bits in force, one per schedule in the order they were given."""
+        step = min(self.last_step, self.total_steps - 1)
+        return [schedule(step) for schedule, _ in self.schedules.values()]
+
+    def _apply(self) -> None:
+        for (pattern, (schedule, _)), bits in zip(self.schedules.items(), self.get_last_bits(), strict=True):
+            for layer in self._groups[pattern]:
+                layer.q_max = schedule.q_max
+                layer.set_bits(bits, self.q_grad or schedule.q_max)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return everything a resumed run needs that the model's ``state_dict`` lacks: plain values and tensors.
+
+        That is the step, the schedules (to refuse others), the running ranges and the state of the rounding noise.
+        """
+        return {
+            "last_step": self.last_step,
+            "q_grad": self.q_grad,
+            "schedules": {pattern: schedule.to_dict() for pattern, (schedule, _) in self.schedules.items()},
+            "layers": {name: layer.get_running() for name, layer in self._layers.items()},
+            "noise": self._noise().state_dict(),
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue from ``state_dict()``; ValueError when it belongs to other schedules or layers."""
+        mine = self.state_dict()
+        for key in ("schedules", "q_grad"):
+            if _plain(state[key]) != _plain(mine[key]):
+                raise ValueError(f"the checkpoint has {key} {state[key]!r}, this scheduler {mine[key]!r}")
+        if set(state["layers"]) != set(self._layers):
+            odd = sorted(set(state["layers"]) ^ set(self._layers))
+            raise ValueError(f"the checkpoint's quantised layers differ from the model's: {', '.join(odd)}")
+        for name, layer in self._layers.items():
+            layer.set_running(state["layers"][name])
+        self._noise().load_state_dict(state["noise"])
+        self.last_step = int(state["last_step"])
+        self._apply()
+
+    def _noise(self) -> Any:
+        return next(iter(self._layers.values())).noise  # one pool, shared by the model's layers
+
+
+def assign_schedules(schedule: Schedules, layers: Iterable[str]) -> dict[str, tuple[Schedule, list[str]]]:
+    """Return pattern -> (schedule, names of its layers); ValueError when the patterns do not fit the layers."""
+    given = {"*": schedule} if isinstance(schedule, Schedule) else dict(schedule)
+    if len({s.total_steps for s in given.values()}) != 1:
+        raise ValueError(f"schedules must have one length, got {[s.total_steps for s in given.values()]} steps")
+    assigned: dict[str, tuple[Schedule, list[str]]] = {pattern: (s, []) for pattern, s in given.items()}
+    for name in layers:
+        pattern = next((p for p in given if fnmatchcase(name, p)), None)
+        if pattern is None:
+            raise ValueError(f"layer {name!r} matches none of the patterns {', '.join(given)}; add '*' for the rest")
+        assigned[pattern][1].append(name)
+    idle = [p for p, (_, names) in assigned.items() if not names]
+    if idle:
+        raise ValueError(f"pattern {idle[0]!r} matches no layer that is left; layers: {', '.join(layers)}")
+    return assigned
+
+
+@contextmanager
+def precision(model: nn.Module, bits: int | str, q_grad: int | str | None = None) -> Iterator[nn.Module]:
+    """Run ``model`` at a fixed precision inside a ``with`` block, then put the former one back.
+
+    Args:
+        model: a model converted by ``quantize_``.
+        bits: 1 to 32, "q_max" (of the schedule that drives each layer), or "float" for no quantisation.
+        q_grad: gradient bits; None keeps those in force, or takes ``bits`` where there are none; with "float" gradients
+            are not quantised either.
+
+    Raises:
+        ValueError: for other values, or "q_max" when no ``PrecisionScheduler`` has been made.
+    """
+    layers = layer_precisions(model)
+    wanted = {name: (_resolve("bits", bits, layer, name), layer) for name, layer in layers.items()}
+    before = [(layer, layer.is_set, layer.bits, layer.q_grad) for layer in layers.values()]
+    try:
+        for name, (value, layer) in wanted.items():
+            kept = layer.q_grad if layer.is_set and value is not None else value
+            layer.set_bits(value, kept if q_grad is None else _resolve("q_grad", q_grad, layer, name))
+        yield model
+    finally:
+        for layer, was_set, old_bits, old_grad in before:
+            layer.set_bits(old_bits, old_grad)
+            layer.is_set = was_set
+
+
+def _resolve(what: str, value: int | str, layer: LayerPrecision, name: str) -> int | None:
+    if value == "float":
+        return None
+    if value == "q_max":
+        if layer.q_max is None:
+            raise ValueError(f"layer {name!r} has no q_max yet: make a PrecisionScheduler first, or give a number")
+        return layer.q_max
+    if isinstance(value, str):
+        raise ValueError(f"{what} must be an integer from 1 to 32, 'q_max' or 'float', got {value!r}")
+    return check_bits(what, value)
+
+
+def _plain(value: Any) -> Any:
+    """Make tuples and lists equal: a checkpoint that went through JSON or torch.save still compares."""
+    if isinstance(value, Mapping):
+        return {k: _plain(v) for k, v in value.items()}
+    return [_plain(v) for v in value] if isinstance(value, (list, tuple)) else value

@@ -1,0 +1,86 @@
+"""What is quantised in a model, and what is not, with the reason.
+
+>>> from cpt_core.quantization.convert import QuantConfig, quantize_
+>>> model = quantize_(nn.Sequential(nn.Linear(4, 3), nn.Linear(3, 2)), QuantConfig(float32=("1",)))
+>>> [row.name for row in summary(model).quantized]
+['0']
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import nn
+from torch.nn.parameter import is_lazy
+
+from cpt_core.quantization.convert import attention_kinds, conversions, convertible, module_kind, parts_of_wholes
+from cpt_core.quantization.layers import QuantizedLayer
+
+
+@dataclass(frozen=True)
+class LayerSummary:
+    """One module with parameters of its own: what it is, and why it is in float32 if it is."""
+
+    name: str
+    kind: str
+    parameters: int
+    quantized: bool
+    reason: str
+
+
+@dataclass(frozen=True)
+class Summary:
+    """All modules with parameters; ``print`` it."""
+
+    rows: tuple[LayerSummary, ...]
+
+    @property
+    def quantized(self) -> list[LayerSummary]:
+        """The quantised layers."""
+        return [r for r in self.rows if r.quantized]
+
+    @property
+    def float32(self) -> list[LayerSummary]:
+        """The modules that stay in float32."""
+        return [r for r in self.rows if not r.quantized]
+
+    def __str__(self) -> str:
+        """Return a table."""
+        width = max([len(r.name) for r in self.rows] + [6])
+        lines = [f"{'module':<{width}}  {'kind':<16} {'parameters':>10}  precision"]
+        for r in self.rows:
+            precision = "quantised" if r.quantized else f"float32 ({r.reason})"
+            lines.append(f"{r.name or '(model)':<{width}}  {r.kind:<16} {r.parameters:>10,}  {precision}")
+        return "\n".join(lines)
+
+
+def summary(model: nn.Module) -> Summary:
+    """List every module that has parameters of its own, quantised or not, with the reason."""
+    rows = []
+    modules, parts = dict(model.named_modules()), parts_of_wholes(model)
+    left_out = {id(m) for _, m in convertible(model)}
+    # attention has products but no parameters of its own
+    attentions = attention_kinds()
+    for name, module in modules.items():
+        own = list(module.parameters(recurse=False))
+        parameters = sum(0 if is_lazy(p) else p.numel() for p in own)  # a lazy module has no shapes yet
+        if own or module_kind(module) in attentions:
+            layer = modules[parts.get(name, name)]  # the module itself, or the whole that it is a part of
+            quantized = isinstance(layer, QuantizedLayer)
+            kind = module_kind(module).__name__
+            reason = "" if quantized else _reason(layer, id(layer) in left_out)
+            rows.append(LayerSummary(name, kind, parameters, quantized, reason))
+    return Summary(tuple(rows))
+
+
+def _reason(module: nn.Module, convertible: bool) -> str:
+    if convertible:
+        return "left out"
+    found = conversions()
+    if type(module) in found:
+        why_not = found[type(module)].why_not(module)
+        return why_not or "inside nn.TransformerEncoderLayer, whose fused path bypasses it"
+    for kind in found:
+        if isinstance(module, kind):
+            return f"a subclass of {kind.__name__}"
+    return "no quantised form"

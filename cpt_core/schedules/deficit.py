@@ -1,0 +1,182 @@
+"""Schedules made for questions: a deficit, another schedule later, another schedule adjusted.  Paper: section 5."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import numpy as np
+
+from cpt_core.checks import whole
+from cpt_core.schedules.profiles import Array
+from cpt_core.schedules.schedule import CyclicSchedule, Schedule, check_range, set_integers
+
+
+@dataclass(frozen=True)
+class DeficitSchedule(Schedule):
+    """``q_high`` bits, but ``q_low`` inside the windows: the schedule of a critical-period experiment.
+
+    >>> DeficitSchedule(3, 8, windows=[(2, 4)], total_steps=6).bits().tolist()
+    [8, 8, 3, 3, 8, 8]
+
+    Args:
+        q_low: bits inside the windows.
+        q_high: bits elsewhere, and of the gradients.
+        windows: pairs (start, stop) of 0-based steps, half-open: ``start <= t < stop``; none is no deficit. They are
+            kept in order of time.
+        total_steps: length of training in optimizer steps.
+
+    Raises:
+        ValueError: for windows that overlap, are empty, end before they start or lie outside the training.
+
+    Paper: section 5.
+    Differs: a deficit of R steps has R low steps; the authors' CIFAR script has R + 1, and one for R = 0.
+    """
+
+    q_low: int
+    q_high: int
+    windows: tuple[tuple[int, int], ...]
+    total_steps: int
+    kind: ClassVar[str] = "deficit"
+
+    def __post_init__(self) -> None:
+        """Check the values."""
+        set_integers(self, "q_low", "q_high", "total_steps")
+        check_range(self.q_low, self.q_high, self.total_steps)
+        windows = []
+        for window in self.windows:
+            windows.append(window_of(window))
+            if not 0 <= windows[-1][0] < windows[-1][1] <= self.total_steps:
+                raise ValueError(
+                    f"window {windows[-1]} must satisfy 0 <= start < stop <= total_steps = {self.total_steps}"
+                )
+        windows.sort()
+        for a, b in itertools.pairwise(windows):
+            if b[0] < a[1]:
+                raise ValueError(f"windows {a} and {b} overlap")
+        object.__setattr__(self, "windows", tuple(windows))
+
+    @classmethod
+    def in_epochs(
+        cls, q_low: int, q_high: int, windows: Sequence[tuple[int, int]], epochs: int, steps_per_epoch: int
+    ) -> DeficitSchedule:
+        """Make one from windows and a length in epochs of ``steps_per_epoch`` steps."""
+        steps = whole("steps_per_epoch", steps_per_epoch)
+        if steps < 1:
+            raise ValueError(f"steps_per_epoch must be at least 1, got {steps_per_epoch}")
+        in_steps = tuple((start * steps, stop * steps) for start, stop in map(window_of, windows))
+        return cls(q_low, q_high, in_steps, whole("epochs", epochs) * steps)
+
+    @property
+    def q_min(self) -> int:  # type: ignore[override]
+        """The same as ``q_low``."""
+        return self.q_low
+
+    @property
+    def q_max(self) -> int:  # type: ignore[override]
+        """The same as ``q_high``."""
+        return self.q_high
+
+    def values(self) -> Array:
+        """Return the bits of every step as floats."""
+        values = np.full(self.total_steps, float(self.q_high))
+        for start, stop in self.windows:
+            values[start:stop] = self.q_low
+        return values
+
+
+class AroundSchedule(Schedule):
+    """A schedule made from another one, with its bits and, unless it says otherwise, its length."""
+
+    schedule: Any
+
+    @property
+    def q_min(self) -> int:  # type: ignore[override]
+        """Of the schedule."""
+        return self.schedule.q_min
+
+    @property
+    def q_max(self) -> int:  # type: ignore[override]
+        """Of the schedule."""
+        return self.schedule.q_max
+
+    @property
+    def total_steps(self) -> int:  # type: ignore[override]
+        """Of the schedule."""
+        return self.schedule.total_steps
+
+
+@dataclass(frozen=True)
+class AdjustedSchedule(AroundSchedule):
+    """A cyclic schedule with the bits of a few steps changed, ``((step, bits), ...)``: how short ones meet a budget."""
+
+    schedule: CyclicSchedule
+    changes: tuple[tuple[int, int], ...]
+    kind: ClassVar[str] = "adjusted"
+
+    def __post_init__(self) -> None:
+        """Check the changes."""
+        if not isinstance(self.schedule, CyclicSchedule):
+            raise ValueError(f"only a cyclic schedule can be adjusted, got {self.schedule!r}")
+        changes = tuple(sorted((self.schedule._check_step(t), whole("bits", b)) for t, b in self.changes))
+        object.__setattr__(self, "changes", changes)
+        if len({t for t, _ in changes}) < len(changes):
+            raise ValueError(f"a step is changed once, got {changes}")
+        for _, bits in changes:
+            if not self.q_min <= bits <= self.q_max:
+                raise ValueError(f"changed bits must lie in {self.q_min}..{self.q_max}, got {bits}")
+
+    def values(self) -> Array:
+        """Return the schedule's values, whole numbers where it was changed."""
+        values = self.schedule.values()
+        for step, bits in self.changes:
+            values[step] = bits
+        return values
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return a JSON-able description; ``schedule_from_dict`` gives an equal schedule."""
+        return {"kind": self.kind, "schedule": self.schedule.to_dict(), "changes": [list(c) for c in self.changes]}
+
+
+@dataclass(frozen=True)
+class DelayedSchedule(AroundSchedule):
+    """``hold`` steps at ``q_max`` bits, then another schedule: low precision, but not at the start.
+
+    Paper: section 5 (the closing remark, that a delay of low precision avoids the damage; not tested there).
+    """
+
+    schedule: CyclicSchedule | AdjustedSchedule
+    hold: int
+    kind: ClassVar[str] = "delayed"
+
+    def __post_init__(self) -> None:
+        """Check the values."""
+        set_integers(self, "hold")
+        if not isinstance(self.schedule, (CyclicSchedule, AdjustedSchedule)):
+            raise ValueError(f"only a cyclic schedule can be delayed, got {self.schedule!r}")
+        if self.hold < 0:
+            raise ValueError(f"hold must be at least 0 steps, got {self.hold}")
+
+    @property
+    def total_steps(self) -> int:  # type: ignore[override]
+        """The number of optimizer steps, those of the delay included."""
+        return self.hold + self.schedule.total_steps
+
+    def values(self) -> Array:
+        """Return the precision of every step before rounding, shape (total_steps,)."""
+        return np.concatenate([np.full(self.hold, float(self.q_max)), self.schedule.values()])
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return a JSON-able description; ``schedule_from_dict`` gives an equal schedule."""
+        return {"kind": self.kind, "schedule": self.schedule.to_dict(), "hold": self.hold}
+
+
+def window_of(window: Any) -> tuple[int, int]:
+    """Return a pair (start, stop) of integers; ValueError for anything else."""
+    try:
+        start, stop = window
+    except (TypeError, ValueError):
+        raise ValueError(f"a window is a pair (start, stop) of steps, got {window!r}") from None
+    return whole("start of a window", start), whole("stop of a window", stop)

@@ -1,0 +1,106 @@
+"""Make a schedule by name, or from the description that ``to_dict`` gave."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+from cpt_core.checks import choose, whole
+from cpt_core.schedules.deficit import AdjustedSchedule, DeficitSchedule, DelayedSchedule
+from cpt_core.schedules.profiles import PROFILES, STATIC, SUITE, Profile
+from cpt_core.schedules.schedule import CyclicSchedule, Schedule, ShortCycleWarning, StaticSchedule, TableSchedule
+
+
+def make_schedule(
+    name: str,
+    *,
+    q_max: int,
+    total_steps: int,
+    q_min: int | None = None,
+    n_cycles: int = 8,
+    cycle_rule: str = "exact",
+    profile: Profile | None = None,
+    delay: float = 0.0,
+) -> Schedule:
+    """Make one of the paper's ten schedules, or the static baseline, by name.
+
+    Args:
+        name: LR LT CR CT RR RTV RTH ER ETV ETH, or STATIC.
+        q_max: highest bits, reached at the last step.
+        total_steps: optimizer steps of the training.
+        q_min: lowest bits; needed by all but STATIC, which has none (give ``q_max`` or nothing).
+        n_cycles: number of cycles.
+        cycle_rule: see ``CyclicSchedule``.
+        profile: another constant for the same profile, such as ``Rex(d=0.5)``; the result has no ``name``.
+        delay: share of the steps that are held at ``q_max`` first; the cycles share the others. A delay makes training
+            dearer; ``solve_schedule`` delays at a given cost.
+
+    Raises:
+        ValueError: for an unknown name or values that make no schedule.
+
+    Paper: sections 3.1, 3.2.
+    """
+    if name == STATIC:
+        if q_min not in (None, q_max):
+            raise ValueError(f"STATIC has one precision: q_min must equal q_max = {q_max} or be left out, got {q_min}")
+        if profile is not None:
+            raise ValueError(f"STATIC has no profile, got {profile!r}")
+        if delay:
+            raise ValueError(f"STATIC has nothing to delay, got delay={delay}")
+        return StaticSchedule(q_max, total_steps)
+    choose("schedule", name, (*SUITE, STATIC))
+    if q_min is None:
+        raise ValueError(f"{name} needs q_min, an integer between 1 and q_max = {q_max}")
+    entry = SUITE[name]
+    standard = PROFILES[entry.profile]()
+    if profile is not None and type(profile) is not type(standard):
+        raise ValueError(f"{name} has a {entry.profile} profile, got {profile!r}; use CyclicSchedule for other mixes")
+    chosen = standard if profile is None else profile
+    hold = delay_steps(delay, total_steps)
+    schedule = CyclicSchedule(
+        profile=chosen,
+        q_min=q_min,
+        q_max=q_max,
+        total_steps=total_steps - hold,
+        n_cycles=n_cycles,
+        triangular=entry.triangular,
+        mirror=entry.mirror,
+        cycle_rule=cycle_rule,
+        name=name if chosen == standard else "",
+    )
+    return DelayedSchedule(schedule, hold) if hold else schedule
+
+
+def delay_steps(delay: float, total_steps: int) -> int:
+    """Return how many steps a delay, a share of the training, takes; ValueError unless 0 <= delay < 1."""
+    if isinstance(delay, bool) or not isinstance(delay, (int, float)) or not 0 <= delay < 1:
+        raise ValueError(f"delay is a share of the training, 0 <= delay < 1; got {delay!r}")
+    steps = round(delay * whole("total_steps", total_steps))
+    if steps and steps == total_steps:
+        raise ValueError(f"a delay of {delay} leaves none of {total_steps} steps to cycle in")
+    return steps
+
+
+def schedule_from_dict(description: dict[str, Any]) -> Schedule:
+    """Rebuild a schedule from ``to_dict()``; raises ValueError for an unknown kind or profile.
+
+    A schedule that does not end at q_max warned when it was made; it is rebuilt without another warning.
+    """
+    d = dict(description)
+    kind = choose("kind", d.pop("kind", None), ("static", "cyclic", "table", "deficit", "adjusted", "delayed"))
+    if kind == "static":
+        return StaticSchedule(**d)
+    if kind == "table":
+        return TableSchedule(tuple(tuple(run) for run in d["runs"]))
+    if kind == "deficit":
+        return DeficitSchedule(**{**d, "windows": tuple(tuple(w) for w in d["windows"])})
+    if kind in ("adjusted", "delayed"):
+        inner: Any = schedule_from_dict(d["schedule"])
+        if kind == "delayed":
+            return DelayedSchedule(inner, d["hold"])
+        return AdjustedSchedule(inner, tuple(tuple(c) for c in d["changes"]))
+    parameters = dict(d.pop("profile"))
+    profile = PROFILES[choose("profile", parameters.pop("name", None), tuple(PROFILES))](**parameters)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", ShortCycleWarning)
+        return CyclicSchedule(profile=profile, **d)

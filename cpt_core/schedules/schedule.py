@@ -1,0 +1,321 @@
+"""Precision schedules: how many bits at which optimizer step.  Paper: section 3.
+
+A schedule is a *profile* (a curve from 0 to 1 over one cycle), repeated ``n_cycles`` times between ``q_min`` and
+``q_max`` bits; a *triangular* schedule runs every other cycle, the first included, downwards.  The paper's ten are in
+``SUITE``.  Schedules are frozen values and pure functions of the 0-based optimizer step.
+
+>>> from cpt_core.schedules.profiles import Cosine
+>>> schedule = CyclicSchedule(Cosine(), q_min=3, q_max=8, total_steps=64_000)
+>>> schedule(0), schedule(63_999), round(schedule.relative_cost(), 3)
+(3, 8, 0.633)
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import warnings
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field
+from functools import cached_property
+from typing import Any, ClassVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from cpt_core.checks import choose, whole
+from cpt_core.schedules import cost
+from cpt_core.schedules.profiles import PROFILES, SUITE, Array, Profile
+
+MAX_BITS = 32
+
+
+class ShortCycleWarning(UserWarning):
+    """The cycles have too few steps for the bits to reach ``q_max`` at the end of a cycle."""
+
+
+class Schedule:
+    """What every schedule can do. ``q_min``, ``q_max`` are bits, ``total_steps`` optimizer steps."""
+
+    q_min: int
+    q_max: int
+    total_steps: int
+    kind: ClassVar[str]
+
+    def values(self) -> Array:
+        """Return the precision of every step before rounding, shape (total_steps,)."""
+        raise NotImplementedError
+
+    @cached_property
+    def _bits(self) -> NDArray[np.int64]:
+        bits = np.rint(self.values()).astype(np.int64)  # half to even, as the authors round
+        bits.setflags(write=False)
+        return bits
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Leave the cached bits out of copies, which would be large and writable."""
+        return {k: v for k, v in self.__dict__.items() if k != "_bits"}
+
+    def bits(self) -> NDArray[np.int64]:
+        """Return the bits of every step, shape (total_steps,), read-only."""
+        return self._bits
+
+    def _check_step(self, step: int) -> int:
+        step = whole("step", step)
+        if not 0 <= step < self.total_steps:
+            raise ValueError(f"step {step} is outside the schedule; steps run from 0 to {self.total_steps - 1}")
+        return step
+
+    def __call__(self, step: int) -> int:
+        """Return the bits at a 0-based optimizer step."""
+        return int(self._bits[self._check_step(step)])
+
+    def value(self, step: int) -> float:
+        """Return the precision at a step before rounding."""
+        return float(self.values()[self._check_step(step)])
+
+    def relative_cost(self, q_grad: int | None = None) -> float:
+        """Return the training cost relative to static ``q_max``; gradients have ``q_grad`` (``q_max``) bits."""
+        return cost.relative_cost(self._bits, self.q_max, q_grad)
+
+    def noise_exposure(self) -> float:
+        """Return the mean of 4**-q over the steps, relative to static ``q_max`` (1 = no extra noise)."""
+        return cost.noise_exposure(self._bits, self.q_max)
+
+    def share_at(self, bits: int) -> float:
+        """Return the share of steps that run at exactly ``bits`` bits."""
+        return float(np.mean(self._bits == whole("bits", bits)))
+
+    @property
+    def savings(self) -> str | None:
+        """The group by size of the cost reduction: "large", "medium", "small", "none" (static), None (unnamed).
+
+        Paper: section 3.2 (Groups I-III). Differs: section 4.5 of the paper uses the words the other way round.
+        """
+        return None
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return a JSON-able description; ``schedule_from_dict`` gives an equal schedule."""
+        return {"kind": self.kind, **asdict(self)}  # type: ignore[call-overload]
+
+
+@dataclass(frozen=True)
+class StaticSchedule(Schedule):
+    """The same bits at every step: the baseline.  Paper: section 4.1."""
+
+    q_max: int
+    total_steps: int
+    kind: ClassVar[str] = "static"
+    name: ClassVar[str] = "STATIC"
+
+    def __post_init__(self) -> None:
+        """Check the values."""
+        set_integers(self, "q_max", "total_steps")
+        check_range(self.q_max, self.q_max, self.total_steps)
+
+    @property
+    def q_min(self) -> int:  # type: ignore[override]
+        """The same as ``q_max``."""
+        return self.q_max
+
+    @property
+    def savings(self) -> str:
+        """Always "none"."""
+        return "none"
+
+    def values(self) -> Array:
+        """Return ``q_max`` for every step."""
+        return np.full(self.total_steps, float(self.q_max))
+
+
+CYCLE_RULES = ("exact", "floor", "floor_plus_one")
+MIRRORS = ("horizontal", "vertical")
+
+
+@dataclass(frozen=True)
+class CyclicSchedule(Schedule):
+    """``n_cycles`` cycles of a profile between ``q_min`` and ``q_max``.  Paper: section 3.1.
+
+    Args:
+        profile: the growth curve.
+        q_min: lowest number of bits.
+        q_max: highest number of bits.
+        total_steps: length of training in optimizer steps.
+        n_cycles: number of cycles; even for a triangular schedule, which otherwise would end at ``q_min``.
+        triangular: run the 1st, 3rd, ... cycle downwards.
+        mirror: how a cycle is turned round, "horizontal" f(1 - x) or "vertical" 1 - f(x).
+        cycle_rule: length of a cycle. "exact" is T/n, not rounded, so that every schedule ends at ``q_max`` and no
+            steps are left over; "floor" and "floor_plus_one" are the authors' two rules.
+        name: the paper's name, or "" for a schedule of one's own.
+
+    Differs: the authors use floor(T/n) + 1 or floor(T/n) depending on the script; "exact" agrees with the latter
+        whenever n divides T.
+    """
+
+    profile: Profile
+    q_min: int
+    q_max: int
+    total_steps: int
+    n_cycles: int = 8
+    triangular: bool = False
+    mirror: str = "horizontal"
+    cycle_rule: str = "exact"
+    name: str = ""
+    kind: ClassVar[str] = "cyclic"
+
+    def __post_init__(self) -> None:
+        """Check the values; warn when the cycles are too short to reach ``q_max``."""
+        set_integers(self, "q_min", "q_max", "total_steps", "n_cycles")
+        check_range(self.q_min, self.q_max, self.total_steps)
+        if not 1 <= self.n_cycles <= self.total_steps:
+            raise ValueError(f"n_cycles must lie in 1..total_steps = 1..{self.total_steps}, got {self.n_cycles}")
+        if self.triangular and self.n_cycles % 2:
+            raise ValueError(f"a triangular schedule needs an even n_cycles, or it ends at q_min; got {self.n_cycles}")
+        choose("mirror", self.mirror, MIRRORS)
+        choose("cycle_rule", self.cycle_rule, CYCLE_RULES)
+        last = int(np.rint(self._values_at(np.array([self.total_steps - 1]))[0]))
+        if last != self.q_max:
+            warnings.warn(
+                f"{self.name or 'schedule'}: {self.n_cycles} cycles in {self.total_steps} steps end at {last} bits, "
+                f"not at q_max = {self.q_max}; use fewer cycles or more steps",
+                ShortCycleWarning,
+                stacklevel=3,
+            )
+
+    def _values_at(self, steps: NDArray[np.int64]) -> Array:
+        total, n = self.total_steps, self.n_cycles
+        if self.cycle_rule == "exact":  # c = floor(t n / T), x = (t n mod T) / T: integers until the last division
+            cycle, rest = np.divmod(steps * n, total)
+            x = rest / total
+        else:
+            length = total // n + (self.cycle_rule == "floor_plus_one")
+            cycle, rest = np.divmod(steps, length)
+            x = rest / length
+        shape = self.profile.growth(x)
+        if self.triangular:
+            turned = self.profile.horizontal(x) if self.mirror == "horizontal" else self.profile.vertical(x)
+            shape = np.where(cycle % 2 == 0, turned, shape)
+        # S = q_min + (q_max - q_min) f(x)
+        return self.q_min + (self.q_max - self.q_min) * shape
+
+    def values(self) -> Array:
+        """Return the precision of every step before rounding, shape (total_steps,)."""
+        total, n = self.total_steps, self.n_cycles
+        if self.cycle_rule == "exact" and total % n == 0:  # the cycles are alike: compute two, repeat them
+            two = self._values_at(np.arange(min(2 * (total // n), total)))
+            return np.resize(two, total)
+        return self._values_at(np.arange(total))
+
+    def value(self, step: int) -> float:
+        """Return the precision at a step before rounding."""
+        return float(self._values_at(np.array([self._check_step(step)]))[0])
+
+    @property
+    def savings(self) -> str | None:
+        """The paper's group of a named schedule, None for one of your own."""
+        return SUITE[self.name].savings if self.name in SUITE else None
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return a JSON-able description; ``schedule_from_dict`` gives an equal schedule."""
+        kind = type(self.profile)
+        if kind not in PROFILES.values():
+            raise ValueError(f"{kind.__name__} is not in PROFILES; add it there, or use FunctionSchedule")
+        profile = {v: k for k, v in PROFILES.items()}[kind]
+        return {**super().to_dict(), "profile": {"name": profile, **asdict(self.profile)}}
+
+
+@dataclass(frozen=True)
+class TableSchedule(Schedule):
+    """Bits as runs of equal steps, ``((bits, steps), ...)``: any schedule at all, and one that JSON can hold."""
+
+    runs: tuple[tuple[int, int], ...]
+    kind: ClassVar[str] = "table"
+
+    def __post_init__(self) -> None:
+        """Check the values."""
+        runs = tuple((whole("bits", b), whole("steps", s)) for b, s in self.runs)
+        object.__setattr__(self, "runs", runs)
+        if not runs or min(s for _, s in runs) < 1:
+            raise ValueError(f"runs must be pairs (bits, steps) with steps >= 1, got {self.runs}")
+        check_range(self.q_min, self.q_max, self.total_steps)
+
+    @property
+    def q_min(self) -> int:  # type: ignore[override]
+        """The lowest bits."""
+        return min(b for b, _ in self.runs)
+
+    @property
+    def q_max(self) -> int:  # type: ignore[override]
+        """The highest bits."""
+        return max(b for b, _ in self.runs)
+
+    @property
+    def total_steps(self) -> int:  # type: ignore[override]
+        """The number of optimizer steps."""
+        return sum(s for _, s in self.runs)
+
+    def values(self) -> Array:
+        """Return the bits of every step as floats."""
+        bits, steps = zip(*self.runs, strict=True)
+        return np.repeat(np.array(bits, dtype=np.float64), steps)
+
+
+@dataclass(frozen=True)
+class FunctionSchedule(Schedule):
+    """Your own curve: ``function(u)`` gives bits before rounding, u = 0 at the first and 1 at the last step.
+
+    The function is read once, when the schedule is made; ``q_min`` and ``q_max`` are the lowest and the highest bits
+    it reaches. ``to_dict`` stores the resulting bits, so it comes back as a ``TableSchedule`` of the same bits.
+
+    >>> FunctionSchedule(lambda u: 3 + 5 * u**2, total_steps=5).bits().tolist()
+    [3, 3, 4, 6, 8]
+    """
+
+    function: Callable[[float], float]
+    total_steps: int
+    _values: tuple[float, ...] = field(init=False, repr=False, compare=False)
+    kind: ClassVar[str] = "table"
+
+    def __post_init__(self) -> None:
+        """Read the curve and check it."""
+        set_integers(self, "total_steps")
+        check_range(1, 1, self.total_steps)
+        last = max(self.total_steps - 1, 1)
+        values = tuple(float(self.function(t / last)) for t in range(self.total_steps))
+        bad = [t for t, v in enumerate(values) if not (math.isfinite(v) and 1 <= round(v) <= MAX_BITS)]
+        if bad:
+            raise ValueError(f"the curve gives {values[bad[0]]} bits at step {bad[0]}; bits lie in 1..{MAX_BITS}")
+        object.__setattr__(self, "_values", values)
+
+    @property
+    def q_min(self) -> int:  # type: ignore[override]
+        """The lowest bits of the curve."""
+        return int(self._bits.min())
+
+    @property
+    def q_max(self) -> int:  # type: ignore[override]
+        """The highest bits of the curve."""
+        return int(self._bits.max())
+
+    def values(self) -> Array:
+        """Return the curve at every step, shape (total_steps,)."""
+        return np.array(self._values)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the bits as a table: a function itself cannot be written to JSON."""
+        edges = [0, *(np.flatnonzero(np.diff(self._bits)) + 1).tolist(), self.total_steps]
+        return {"kind": "table", "runs": [[int(self._bits[a]), b - a] for a, b in itertools.pairwise(edges)]}
+
+
+def set_integers(schedule: Schedule, *names: str) -> None:
+    """Turn fields of a frozen schedule into plain integers; ValueError for one that is no whole number."""
+    for name in names:  # numpy integers become int, so that equal schedules hash and serialise alike
+        object.__setattr__(schedule, name, whole(name, getattr(schedule, name)))
+
+
+def check_range(q_min: int, q_max: int, total_steps: int) -> None:
+    """Raise ValueError unless 1 <= q_min <= q_max <= 32 and there is at least one step."""
+    if not 1 <= q_min <= q_max <= MAX_BITS:
+        raise ValueError(f"bits must satisfy 1 <= q_min <= q_max <= {MAX_BITS}, got q_min={q_min}, q_max={q_max}")
+    if total_steps < 1:
+        raise ValueError(f"total_steps must be at least 1, got {total_steps}")

@@ -1,0 +1,143 @@
+"""A schedule for a budget: the profile is bent until the training costs what it may.  Beyond the paper.
+
+The ten schedules of the paper have three cost levels; a budget lies between them. Any profile f can be read at
+x**power, which moves its rise and with it the cost, continuously.
+
+>>> schedule = solve_schedule(0.65, q_min=3, q_max=8, total_steps=64_000)
+>>> round(schedule.relative_cost(), 3), schedule(0), schedule(63_999)
+(0.65, 3, 8)
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import warnings
+from numbers import Real
+from typing import Any
+
+import numpy as np
+from scipy.optimize import bisect
+
+from cpt_core.schedules import cost
+from cpt_core.schedules.deficit import AdjustedSchedule, DelayedSchedule
+from cpt_core.schedules.make import delay_steps
+from cpt_core.schedules.profiles import PROFILES, Warped
+from cpt_core.schedules.schedule import CyclicSchedule, Schedule, ShortCycleWarning, StaticSchedule
+
+TOLERANCE = 1e-3  # of the budget
+POWERS = (-12.0, 12.0)  # powers of two between which the power of the profile is sought
+
+
+def solve_schedule(
+    budget: float,
+    q_min: int,
+    q_max: int,
+    total_steps: int,
+    n_cycles: int = 8,
+    family: str = "rex",
+    *,
+    triangular: bool = False,
+    mirror: str = "horizontal",
+    delay: float = 0.0,
+    q_grad: int | None = None,
+) -> Schedule:
+    """Return a schedule whose ``relative_cost(q_grad)`` is the budget, to 0.1 % of it.
+
+    Args:
+        budget: cost relative to training at static ``q_max``. 1 gives static ``q_max``.
+        q_min: lowest bits.
+        q_max: highest bits.
+        total_steps: length of training in optimizer steps.
+        n_cycles: number of cycles.
+        family: the profile that is bent: "linear", "cosine", "exponential" or "rex". At the cost of one of the paper's
+            schedules its own family gives that schedule again.
+        triangular: see ``CyclicSchedule``; so is ``mirror``.
+        delay: share of the steps that are held at ``q_max`` first. The rest is made cheaper by what that costs.
+        q_grad: gradient bits; ``q_max`` when None.
+
+    Returns:
+        A ``CyclicSchedule`` of a ``Warped`` profile; one with a few steps moved by a bit (``AdjustedSchedule``) where
+        rounding is too coarse for the budget; a ``DelayedSchedule`` of either with ``delay``.
+
+    Raises:
+        ValueError: for a budget that is no number or that these bits and this delay cannot meet, naming those that
+            they can; for values that make no schedule.
+    """
+    if isinstance(budget, bool) or not isinstance(budget, Real) or math.isnan(budget):
+        raise ValueError(f"budget must be a number, the cost relative to static q_max; got {budget!r}")
+    families = tuple(name for name, kind in PROFILES.items() if kind is not Warped)
+    if family not in families:
+        raise ValueError(f"unknown family {family!r}; choose from {', '.join(families)}")
+    hold = delay_steps(delay, total_steps)
+    steps = total_steps - hold
+    q_grad = q_max if q_grad is None else q_grad
+
+    def bent(power: float) -> CyclicSchedule:
+        return CyclicSchedule(Warped(family, power), q_min, q_max, steps, n_cycles, triangular, mirror)
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", ShortCycleWarning)
+        bent(1.0)  # checks the values
+        lowest = (hold + steps * cost.relative_cost([q_min], q_max, q_grad)) / total_steps
+        if abs(budget - 1) <= TOLERANCE:
+            return StaticSchedule(q_max, total_steps)
+        if not lowest * (1 - TOLERANCE) <= budget <= 1:
+            held = f" with {hold} of {total_steps} steps held at {q_max} bits" if hold else ""
+            raise ValueError(
+                f"budget {budget!r} cannot be met between {q_min} and {q_max} bits{held}; "
+                f"budgets lie between {lowest:.4f} and 1"
+            )
+        # what the cycles may cost; without a delay the budget to the last digit, which a named schedule meets exactly
+        share = (budget * total_steps - hold) / steps if hold else budget
+
+        def excess(exponent: float) -> float:
+            return bent(2.0**exponent).relative_cost(q_grad) - share
+
+        low, high = POWERS
+        if excess(low) <= 0:
+            exponent = low
+        elif excess(high) >= 0:
+            exponent = high
+        else:
+            exponent = bisect(excess, low, high, xtol=1e-9)  # a staircase: ends at the step that holds the budget
+    solved = bent(2.0**exponent)  # warns when it does not end at q_max
+    schedule = _adjusted(solved, budget * total_steps - hold, TOLERANCE * budget * total_steps, q_grad)
+    whole: Schedule = DelayedSchedule(schedule, hold) if hold else schedule
+    if abs(whole.relative_cost(q_grad) - budget) > TOLERANCE * budget:
+        raise ValueError(
+            f"{total_steps} steps are too few to cost {budget!r} to {100 * TOLERANCE:g} %; "
+            f"the nearest is {whole.relative_cost(q_grad):.4f}"
+        )
+    return whole
+
+
+def _adjusted(
+    schedule: CyclicSchedule, wanted: float, tolerance: float, q_grad: int
+) -> CyclicSchedule | AdjustedSchedule:
+    """Move single steps by a bit, those nearest to it first, until the steps cost ``wanted`` steps at q_max.
+
+    Each round makes the one or two moves that bring the cost nearest to what is wanted.
+    """
+    top = int(cost.step_cost(schedule.q_max, q_grad))
+    values, bits = schedule.values(), schedule.bits().copy()
+    missing = wanted * top - int(cost.step_cost(bits, q_grad).sum())
+    changes: dict[int, int] = {}
+    while abs(missing) > tolerance * top:
+        moves = []  # (change of the cost, step, new bits)
+        for q, way in itertools.product(range(schedule.q_min, schedule.q_max + 1), (1, -1)):
+            steps = np.flatnonzero(bits == q)
+            if len(steps) and schedule.q_min <= q + way <= schedule.q_max:
+                near = int(steps[np.argmax(way * values[steps])])
+                price = int(cost.step_cost(q + way, q_grad)) - int(cost.step_cost(q, q_grad))
+                moves.append((price, near, q + way))
+        pairs: list[Any] = [(m,) for m in moves]
+        pairs += [(a, b) for a, b in itertools.combinations(moves, 2) if a[1] != b[1]]
+        best = min(pairs, key=lambda chosen: abs(missing - sum(m[0] for m in chosen)), default=())
+        left = missing - sum(m[0] for m in best)
+        if abs(left) >= abs(missing):
+            break
+        missing = left
+        for _, step, new in best:
+            bits[step] = changes[step] = new
+    return AdjustedSchedule(schedule, tuple(sorted(changes.items()))) if changes else schedule

@@ -1,0 +1,161 @@
+"""How long a step takes on this device, how much memory a run needs: measured in seconds, on random data, and kept.
+
+>>> measure(spec).seconds_per_step  # doctest: +SKIP
+0.0021
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from filelock import FileLock
+
+from cpt_core.bitops.plan import count_bitops
+from cpt_core.experiments.spec import RunSpec
+from cpt_core.paths import runs_dir
+from cpt_core.quantization.convert import quantize_
+from cpt_core.quantization.scheduler import PrecisionScheduler
+from cpt_core.sweeps.process import supervise
+from cpt_core.sweeps.worker import Job, Outcome, Report
+from cpt_core.training.device import choose_device, device_name, peak_memory
+from cpt_core.training.session import quant_config, task_of
+
+SECONDS = 1.0  # about the time that measuring one recipe takes, if its steps are that quick
+CONTEXT = 600 * 2**20  # bytes that a CUDA process takes before its first tensor
+
+
+@dataclass(frozen=True)
+class Calibration:
+    """What a run of a recipe takes on one device.
+
+    Attributes:
+        seconds_per_step: of training, on one CPU thread or one GPU; evaluation and reading images are not in it.
+        peak_memory: bytes, see ``training.device``.
+        checkpoint: bytes on disk.
+        macs: forward multiply-accumulates of one step, as convention "paper" counts them.
+        batch: samples of the measured steps; a CPU measures large models on fewer, and multiplies.
+    """
+
+    seconds_per_step: float
+    peak_memory: int
+    checkpoint: int
+    macs: int
+    batch: int
+
+
+def measure(spec: RunSpec, device: str = "auto") -> Calibration:
+    """Measure a few steps in a process of their own, or return what an earlier call measured.
+
+    Measurements are kept in ``runs/calibration.json``, by recipe, device and version of torch.
+
+    Raises:
+        RuntimeError: when the steps fail, with the reason.
+    """
+    path = runs_dir() / "calibration.json"
+    key = _key(spec, device)
+    known = _known(path)
+    if key in known:
+        return Calibration(**known[key])
+    with tempfile.TemporaryDirectory() as folder:
+        job = Job(spec, Path(folder) / "calibration.jsonl", device)
+        row = supervise(job, work=_measure).row or {}
+    if "error" in row:
+        raise RuntimeError(f"{spec.recipe.model} on {spec.recipe.dataset} does not run here: {row['error']}")
+    found = Calibration(**row)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with FileLock(path.with_suffix(".lock")):
+        temporary = path.with_suffix(f".{os.getpid()}.tmp")
+        temporary.write_text(json.dumps({**_known(path), key: asdict(found)}, indent=1))
+        os.replace(temporary, path)
+    return found
+
+
+def _known(path: Path) -> dict[str, dict[str, Any]]:
+    try:
+        return json.loads(path.read_text())
+    except (FileNotFoundError, ValueError):  # none yet, or damaged: it is measured again
+        return {}
+
+
+def runs_per_gpu(peak_memory: int, total_memory: int, cores: int) -> int:
+    """Return how many runs share a GPU: as many as fit into nine tenths of its memory, but one per CPU core at most.
+
+    >>> runs_per_gpu(peak_memory=2 * 2**30, total_memory=24 * 2**30, cores=16)
+    8
+    """
+    return max(1, min(int(0.9 * total_memory / (peak_memory + CONTEXT)), cores))
+
+
+def _key(spec: RunSpec, device: str) -> str:
+    where = device_name(choose_device(device, spec))
+    recipe = json.dumps(spec.to_dict()["recipe"], sort_keys=True)
+    return hashlib.sha256(f"{recipe} {where} {torch.__version__}".encode()).hexdigest()[:16]
+
+
+def _measure(job: Job, stop: Callable[[], bool], report: Report) -> Outcome:
+    """Work of the measuring process."""
+    try:
+        return Outcome(job.spec.key, "ran", asdict(_steps(job)))
+    except Exception as error:
+        return Outcome(job.spec.key, "ran", {"error": f"{type(error).__name__}: {error}"})
+
+
+def _steps(job: Job) -> Calibration:
+    spec = job.spec
+    name = choose_device(job.device, spec)
+    small = spec.recipe.batch if name == "cuda" else min(spec.recipe.batch, 8)  # 0 is a full graph
+    seconds = _one(spec, name, small)
+    factor = spec.recipe.batch / small if small else 1.0
+    if factor > 1 and seconds["step"] * factor < SECONDS:  # quick enough to measure it whole
+        small, factor = spec.recipe.batch, 1.0
+        seconds = _one(spec, name, small)
+    return Calibration(
+        seconds_per_step=seconds["step"] * factor,
+        peak_memory=int(peak_memory(name)),
+        checkpoint=int(seconds["checkpoint"]),
+        macs=round(seconds["macs"] * factor),
+        batch=small,
+    )
+
+
+def _one(spec: RunSpec, name: str, batch: int) -> dict[str, float]:
+    device = torch.device(name)
+    spec = replace(spec, recipe=replace(spec.recipe, batch=batch))
+    torch.manual_seed(0)
+    task = task_of(spec)(spec, device, stand_in=True)
+    model = quantize_(task.model(), quant_config(spec.recipe, seed=0))
+    PrecisionScheduler(model, spec.schedule, spec.q_grad)
+    optimizer, _ = task.optimizer(model)
+    first = next(task.batches(0))
+    model.train()
+
+    def step() -> None:
+        loss, _ = task.loss(model, first, None)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        float(loss.detach())  # waits for the GPU
+
+    step()  # the first one allocates
+    times: list[float] = []
+    while (len(times) < 3 and sum(times) < SECONDS) or (len(times) < 200 and sum(times) < SECONDS / 3):
+        started = time.monotonic()
+        step()
+        times.append(time.monotonic() - started)
+    per_step = sorted(times)[len(times) // 2]
+    states = [model.state_dict(), *optimizer.state.values()]
+    tensors = [v for state in states for v in state.values() if isinstance(v, torch.Tensor)]
+    return {
+        "step": per_step,
+        "checkpoint": sum(t.numel() * t.element_size() for t in tensors),
+        "macs": count_bitops(model, task.inputs(first)).forward_macs,
+    }

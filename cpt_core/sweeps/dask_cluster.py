@@ -1,0 +1,157 @@
+"""The same runs on a Dask cluster: an existing scheduler, or one of this machine that listens on loopback only.
+
+Workers need this package, the data, and the folder of the store on a file system that all of them share. Every run is
+a process of its own beside its worker, so a run that dies does not take the worker with it; when a worker dies, its
+run writes a checkpoint, and another worker goes on from there. A file beside the store tells the workers to go on or
+to stop. Needs the extra ``cluster``.
+"""
+
+from __future__ import annotations
+
+import logging
+import multiprocessing
+import time
+import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from cpt_core.experiments.spec import RunSpec
+from cpt_core.sweeps import stores
+from cpt_core.sweeps.process import record_loss, supervise
+from cpt_core.sweeps.worker import Job, Outcome
+from cpt_core.training.session import task_of
+
+try:
+    import distributed
+except ImportError as error:  # pragma: no cover
+    raise ImportError("executor 'dask' needs the extra: pip install 'cpt-core[cluster]'") from error
+
+
+STOP_SECONDS = 2.0  # how often a worker asks whether the sweep was stopped
+CONNECT_SECONDS = 20
+
+
+def dask_outcomes(
+    jobs: list[Job],
+    signals: Any,
+    live: Any,
+    *,
+    scheduler: str | None,
+    slots: list[int | None],
+    per_gpu: int,
+) -> Iterator[Outcome]:
+    """Send the jobs to a cluster and yield what becomes of them.
+
+    One job takes one thread of a worker. Where workers of an existing cluster have a resource ``GPU``, it takes
+    ``1 / per_gpu`` of it. ``slots`` are the runs at a time on this machine, each with its GPU or None.
+
+    Raises:
+        ValueError: when the scheduler cannot be reached, or a worker does not see the folder of the store.
+        DataNotFoundError: when a worker does not find the data of a run.
+    """
+    sign = stores.place(jobs[0].store, "leases", f"sweep-{uuid.uuid4().hex}")
+    sign.parent.mkdir(parents=True, exist_ok=True)
+    sign.write_text("go")
+    try:
+        with _client(scheduler, len(slots)) as client:
+            live.note("waiting for workers")
+            while not client.nthreads() and not signals.stop.is_set():
+                live.refresh()
+                time.sleep(0.2)
+            live.note("")
+            workers = client.scheduler_info()["workers"].values()
+            gpus = scheduler is not None and any(worker["resources"].get("GPU") for worker in workers)
+            submit = partial(client.submit, pure=False, resources={"GPU": 1 / per_gpu} if gpus else None)
+            recipes = {job.spec.recipe: job.spec for job in jobs}
+            checks = {submit(_check, spec, str(sign)): spec for spec in recipes.values()}
+            for check, _ in _results(checks, signals, live, sign):
+                check.result()  # raises what was raised there
+            if not signals.stop.is_set():
+                futures = {submit(_work, job, str(sign), slots): job for job in jobs}
+                for future, job in _results(futures, signals, live, sign):
+                    live.at_once = sum(client.nthreads().values())
+                    died = isinstance(future.exception(), distributed.KilledWorker)
+                    yield record_loss(job, "its workers died again and again") if died else future.result()
+    finally:
+        with suppress(OSError):
+            sign.write_text("stop")  # to the runs that a second Ctrl-C or an error leaves behind
+            sign.unlink()
+
+
+def _results(futures: dict[Any, Any], signals: Any, live: Any, sign: Path) -> Iterator[tuple[Any, Any]]:
+    """Yield the futures as they end, all of them: a sweep that stops waits for the checkpoints of its runs."""
+    pending = set(futures)
+    while pending:
+        live.refresh()
+        if signals.stop.is_set() and sign.read_text() != "stop":
+            sign.write_text("stop")
+        for future in [f for f in pending if f.done()]:
+            pending.discard(future)
+            yield future, futures[future]
+        time.sleep(0.1)
+
+
+def _check(spec: RunSpec, sign: str) -> None:
+    _told_to_stop(sign)
+    task_of(spec)(spec, torch.device("cpu"))
+
+
+def _told_to_stop(sign: str) -> bool:
+    try:
+        return Path(sign).read_text() == "stop"
+    except FileNotFoundError:
+        raise ValueError(
+            f"the worker at {distributed.get_worker().address} does not see {Path(sign).parent}: the store must be on "
+            "a file system that all workers share (set CPT_RUNS_DIR)"
+        ) from None
+
+
+def _work(job: Job, sign: str, slots: list[int | None]) -> Outcome:
+    """What a worker does: one run in a process of its own."""
+    if _told_to_stop(sign):
+        return Outcome(job.spec.key, "stopped")
+    # Dask's nannies mark their workers as daemons, which may not start processes; ours end by themselves when the
+    # worker dies.
+    multiprocessing.current_process()._config["daemon"] = False  # type: ignore[attr-defined]
+    asked = [time.monotonic(), False]
+
+    def stopped() -> bool:
+        if not asked[1] and time.monotonic() - asked[0] > STOP_SECONDS:
+            with suppress(OSError):
+                asked[:] = [time.monotonic(), not Path(sign).exists() or Path(sign).read_text() == "stop"]
+        return bool(asked[1])
+
+    if slots:  # a cluster of this machine, whose workers are numbered
+        job = replace(job, gpu=slots[distributed.get_worker().name])
+    return supervise(job, should_stop=stopped)
+
+
+@contextmanager
+def _client(scheduler: str | None, workers: int) -> Iterator[Any]:
+    if scheduler is not None:
+        try:
+            client = distributed.Client(scheduler, timeout=CONNECT_SECONDS)
+        except (OSError, ValueError) as error:
+            raise ValueError(f"no Dask scheduler at {scheduler!r}: {error}") from error
+        with client:
+            yield client
+        return
+    with (
+        distributed.LocalCluster(
+            n_workers=workers,
+            threads_per_worker=1,
+            processes=False,  # the runs are processes; and so Ctrl-C reaches nobody but this one
+            protocol="tcp://",
+            host="127.0.0.1",  # nobody else can reach it
+            dashboard_address=None,
+            silence_logs=logging.ERROR,
+        ) as cluster,
+        distributed.Client(cluster) as client,
+    ):
+        yield client

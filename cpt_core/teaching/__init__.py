@@ -1,0 +1,1 @@
+"""What the notebooks need: checked parameters, exercises, demonstrations, papermill."""

@@ -1,0 +1,135 @@
+"""What only the notebooks need: predictions, self-checking exercises, bands for live numbers, sliders.
+
+This is the one module that prints.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from importlib import metadata
+from typing import Any
+
+import matplotlib.pyplot as plt
+import numpy as np
+from matplotlib.figure import Figure
+
+from cpt_core.analysis import schedules, style
+from cpt_core.paths import results_dir
+from cpt_core.schedules.make import make_schedule
+from cpt_core.schedules.profiles import SUITE
+
+_predictions: dict[str, str] = {}
+
+
+def show_environment() -> None:
+    """Print versions and device; never compared between machines."""
+    packages = {name: metadata.version(name) for name in ("cpt-core", "torch", "numpy")}
+    device = f"{os.cpu_count()} CPU cores"
+    try:
+        import torch
+
+        if torch.cuda.is_available():
+            device += f", {torch.cuda.get_device_name()}"
+    except ImportError:
+        pass
+    print(f"python {platform.python_version()}, " + ", ".join(f"{k} {v}" for k, v in packages.items()), f"({device})")
+
+
+def predict(question: str, choice: str, options: tuple[str, ...] = ("a", "b", "c")) -> None:
+    """Note your prediction before you run on; "" notes none."""
+    if choice and choice not in options:
+        raise ValueError(f"choose one of {', '.join(options)}, got {choice!r}")
+    _predictions[question] = choice
+    print(
+        f"{question}: noted {choice!r}"
+        if choice
+        else f"{question}: no prediction yet - put a letter between the quotes"
+    )
+
+
+def reveal(question: str, answer: str, because: str) -> None:
+    """Compare your prediction with the answer."""
+    choice = _predictions.get(question, "")
+    verdict = "" if not choice else ("  You were right." if choice == answer else f"  You said {choice}.")
+    print(f"{question}: the answer is {answer}.{verdict}\n{because}")
+
+
+def check(exercise: str, attempt: Any, right: Callable[[Any], bool], hint: str) -> None:
+    """Check an exercise; ``...`` means not attempted. Wrong answers get a hint, never a traceback."""
+    if attempt is ...:
+        print(f"{exercise}: not attempted yet")
+        return
+    try:
+        good = bool(right(attempt))
+    except Exception as error:
+        print(f"{exercise}: not yet ({type(error).__name__}: {error}). Hint: {hint}")
+        return
+    print(f"{exercise}: correct" if good else f"{exercise}: not yet. Hint: {hint}")
+
+
+def in_band(name: str, value: float) -> None:
+    """Assert that a live number lies in the band measured over many seeds; print only the verdict.
+
+    Bands are kept in ``data/results/bands.json`` with the seeds and the command that measured them.
+    """
+    band = json.loads((results_dir() / "bands.json").read_text())["bands"][name]
+    if not band["low"] <= value <= band["high"]:
+        raise AssertionError(f"{name} = {value:.4f} lies outside its band {band['low']:.4f}..{band['high']:.4f}")
+    print(f"{name}: inside the band of {len(band['values'])} seeds")
+
+
+def bits_as_text(bits: Any, points: int = 32) -> str:
+    """Return every k-th value of a schedule as a line of digits."""
+    bits = np.asarray(bits)
+    return " ".join(str(b) for b in bits[:: max(1, len(bits) // points)])
+
+
+def explore_schedule(total_steps: int = 800) -> Any:
+    """Show a schedule with sliders for name, bits and cycles; without ipywidgets, a static figure."""
+
+    def draw(name: str = "CR", q_min: int = 3, q_max: int = 8, n_cycles: int = 4) -> Figure:
+        try:
+            schedule = make_schedule(name, q_min=q_min, q_max=q_max, total_steps=total_steps, n_cycles=n_cycles)
+        except ValueError as error:
+            print(error)
+            return plt.figure()
+        with plt.rc_context(style.STYLE):
+            figure, ax = plt.subplots(figsize=(8, 2.4))
+            schedules.draw_schedule(ax, schedule)
+            ax.set(xlabel="training step", ylabel="bits")
+            ax.set_title(
+                f"{name}: relative cost {schedule.relative_cost():.3f}, noise exposure {schedule.noise_exposure():.0f}",
+                fontsize=10,
+            )
+        plt.close(figure)
+        return figure
+
+    try:
+        import ipywidgets as widgets
+    except ImportError:
+        return draw()
+    from IPython.display import display
+
+    controls = {
+        "name": widgets.Dropdown(options=list(SUITE), value="CR", description="schedule"),
+        "q_min": widgets.IntSlider(3, 1, 8, description="q_min"),
+        "q_max": widgets.IntSlider(8, 2, 12, description="q_max"),
+        "n_cycles": widgets.IntSlider(4, 1, 16, description="cycles"),
+    }
+    output = widgets.interactive_output(lambda **chosen: display(draw(**chosen)), controls)
+    return widgets.VBox([widgets.HBox(list(controls.values())[:2]), widgets.HBox(list(controls.values())[2:]), output])
+
+
+@contextmanager
+def warnings_as_text() -> Iterator[None]:
+    """Print the warnings of a block as plain lines instead of sending them to stderr."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        yield
+    for line in dict.fromkeys(f"{warning.category.__name__}: {warning.message}" for warning in caught):
+        print(line)

@@ -1,0 +1,182 @@
+"""The parameters of the notebooks: one check for names, types and values, before anything starts.
+
+papermill passes misspelt parameters on without an error; the notebooks and the command line go through here instead.
+
+>>> check_parameters(scale="smoke", schedules=["CR"]).schedules
+['CR']
+"""
+
+from __future__ import annotations
+
+import ast
+import atexit
+import shutil
+import sys
+import tempfile
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from difflib import get_close_matches
+from pathlib import Path
+from typing import Any
+
+from cpt_core.experiments.detection import VOC_YEARS
+from cpt_core.experiments.graph import OGB_GRAPHS
+from cpt_core.experiments.recipe import PRESETS, SCALES, is_own
+from cpt_core.experiments.recipes import recipe
+from cpt_core.schedules.profiles import SUITE
+from cpt_core.sweeps.stores import store_path
+
+
+@dataclass(frozen=True)
+class Parameter:
+    """One parameter: what is allowed in words, and a test of a value."""
+
+    allowed: str
+    accepts: Callable[[Any], bool]
+
+
+def _whole(value: Any, low: int, high: int) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and low <= value <= high
+
+
+def _list_of(value: Any, test: Callable[[Any], bool]) -> bool:
+    return isinstance(value, (list, tuple)) and all(test(v) for v in value)
+
+
+DATASETS = (
+    "digits", "cifar10", "cifar100", "imagenet", "digit-scenes", *VOC_YEARS, "digits-graph", *OGB_GRAPHS, "pydoc",
+    "ptb",
+)  # fmt: skip
+
+PAIRS = ("templates", "xnli")
+
+PARAMETERS: dict[str, Parameter] = {
+    "scale": Parameter(f"one of {', '.join(SCALES)}", lambda v: v in SCALES),
+    "dataset": Parameter(
+        f"one of {', '.join(DATASETS)}, or your own data: a folder such as 'my-images/', or .npz archives",
+        lambda v: isinstance(v, str) and (v in DATASETS or is_own(v)),
+    ),
+    "pairs": Parameter(
+        f"one of {', '.join(PAIRS)}, a folder of your own such as 'my-pairs/', or '' for none",
+        lambda v: isinstance(v, str) and (v in ("", *PAIRS) or is_own(v)),
+    ),
+    "graph": Parameter(
+        "one of digits-graph, ogbn-arxiv, ogbn-products, a graph of your own such as 'my-graph.npz', or '' for none",
+        lambda v: isinstance(v, str) and (v in ("", "digits-graph", *OGB_GRAPHS) or is_own(v)),
+    ),
+    "budget": Parameter(
+        "a number more than 0 and at most 1, the cost relative to static q_max",
+        lambda v: isinstance(v, (int, float)) and not isinstance(v, bool) and 0 < v <= 1,
+    ),
+    "model": Parameter("the name of a model, or '' for the first of the data set", lambda v: isinstance(v, str)),
+    "preset": Parameter(f"one of {', '.join(PRESETS)}", lambda v: v in PRESETS),
+    "schedules": Parameter(f"a list of {', '.join(SUITE)}", lambda v: _list_of(v, lambda s: s in list(SUITE))),
+    "seeds": Parameter(
+        "a list of whole numbers from 0 to 2147483647, [] for the recipe's",
+        lambda v: _list_of(v, lambda s: _whole(s, 0, 2**31 - 1)),
+    ),
+    "q_min": Parameter("a whole number from 1 to 32", lambda v: _whole(v, 1, 32)),
+    "q_max": Parameter("a whole number from 1 to 32", lambda v: _whole(v, 1, 32)),
+    "n_cycles": Parameter("a whole number from 1 to 1000", lambda v: _whole(v, 1, 1000)),
+    "total_steps": Parameter("a whole number from 1 to 10000000", lambda v: _whole(v, 1, 10_000_000)),
+    "workers": Parameter("a whole number from 0 to 1024", lambda v: _whole(v, 0, 1024)),
+}
+
+
+@dataclass(frozen=True)
+class Parameters:
+    """Checked parameters, as attributes, and the store that runs of this scale go to."""
+
+    values: dict[str, Any]
+    store: Path
+
+    def __getattr__(self, name: str) -> Any:
+        """Return a parameter."""
+        try:
+            return self.__dict__["values"][name]
+        except KeyError:
+            raise AttributeError(f"there is no parameter {name!r}") from None
+
+
+def check_parameters(task: str = "image", /, **given: Any) -> Parameters:
+    """Check the parameters of a notebook; raise ValueError that names what is allowed.
+
+    Names that papermill injected and that the notebook does not have are refused here too. The store of smoke runs is
+    a fresh temporary file, so that they really run; other scales keep theirs under ``runs/``, so that they resume.
+
+    Args:
+        task: of the runs of this notebook, a key of ``TASKS``.
+        given: the parameters.
+    """
+    check_values(given)
+    for name in _injected():
+        if name not in given:
+            near = get_close_matches(name, given, n=1)
+            hint = f"; did you mean {near[0]!r}?" if near else ""
+            raise ValueError(f"this notebook has no parameter {name!r}{hint} It has: {', '.join(given)}")
+    scale, preset = given.get("scale", "smoke"), given.get("preset", "ours")
+    wanted = [(given["dataset"], given.get("model") or None, task)] if "dataset" in given else []
+    wanted += [(given["pairs"], None, "entailment")] if given.get("pairs") else []
+    wanted += [(given["graph"], None, "graph")] if given.get("graph") else []
+    for dataset, model, own_task in wanted:
+        found = recipe(scale, dataset, model, preset, own_task)
+        if found.task != own_task:
+            raise ValueError(f"{dataset!r} is for another notebook: its task is {found.task!r}, not {own_task!r}")
+    if scale != "smoke":
+        return Parameters(dict(given), store_path(scale, task))
+    folder = tempfile.mkdtemp(prefix="cpt-smoke-")
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    return Parameters(dict(given), Path(folder) / f"{task}.jsonl")
+
+
+def parse(assignments: Sequence[str]) -> dict[str, Any]:
+    """Read "name=value" words; a value is a Python literal or a bare word, in lists too.
+
+    >>> parse(["dataset=cifar10", "schedules=[CR, RR]", "seeds=[0, 1]"])
+    {'dataset': 'cifar10', 'schedules': ['CR', 'RR'], 'seeds': [0, 1]}
+    """
+    found: dict[str, Any] = {}
+    for assignment in assignments:
+        name, sign, text = assignment.partition("=")
+        if not sign:
+            raise ValueError(f"a parameter is written NAME=VALUE; got {assignment!r}")
+        if name in found:
+            raise ValueError(f"parameter {name!r} is given twice")
+        if text.startswith("["):
+            found[name] = [_literal(word) for word in text.strip("[]").split(",") if word.strip()]
+        else:
+            found[name] = _literal(text)
+    return found
+
+
+def _literal(text: str) -> Any:
+    try:
+        return ast.literal_eval(text.strip())
+    except (ValueError, SyntaxError):
+        return text.strip()
+
+
+def _injected() -> list[str]:
+    """Return the names that papermill assigned in this notebook: it puts them into a cell of their own."""
+    shell = sys.modules["IPython"].get_ipython() if "IPython" in sys.modules else None
+    cells = shell.user_ns.get("In", []) if shell is not None else []
+    return [
+        target.id
+        for cell in cells
+        if cell.startswith("# Parameters\n")
+        for statement in ast.parse(cell).body
+        if isinstance(statement, ast.Assign)
+        for target in statement.targets
+        if isinstance(target, ast.Name)
+    ]
+
+
+def check_values(given: dict[str, Any]) -> None:
+    """Check names and values alone."""
+    for name, value in given.items():
+        if name not in PARAMETERS:
+            near = get_close_matches(name, PARAMETERS, n=1)
+            hint = f"; did you mean {near[0]!r}?" if near else ""
+            raise ValueError(f"unknown parameter {name!r}{hint} Parameters: {', '.join(PARAMETERS)}")
+        if not PARAMETERS[name].accepts(value):
+            raise ValueError(f"{name} must be {PARAMETERS[name].allowed}; got {value!r}")

@@ -1,0 +1,70 @@
+"""Evaluation at a stated precision, and the numbers of a finished run."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+from torch import nn
+
+from cpt_core.bitops.plan import count_bitops
+from cpt_core.bitops.trace import CONVENTIONS
+from cpt_core.experiments.spec import RunSpec
+from cpt_core.quantization.scheduler import precision
+from cpt_core.tasks import Task
+from cpt_core.training.checkpoint import State
+
+
+def evaluate(task: Task, model: nn.Module, step: int, policy: str, spec: RunSpec) -> dict[str, Any]:
+    """Evaluate both splits at one precision; the row says which."""
+    bits = spec.q_max if policy == "q_max" else spec.schedule(min(step, spec.recipe.steps) - 1)
+    model.eval()
+    with precision(model, bits=bits):
+        return {"step": step, "precision": policy, "bits": bits, **task.evaluate(model)}
+
+
+def metrics_of(task: Task, model: nn.Module, state: State, spec: RunSpec) -> list[dict[str, Any]]:
+    """Final numbers at q_max and at the current bits, and the test number at the best evaluation."""
+    if state.status != "ok":
+        return []
+    rows = []
+    last = state.history["evaluations"][-1]
+    finals = {last["precision"]: last}
+    other = "current" if last["precision"] == "q_max" else "q_max"
+    finals[other] = evaluate(task, model, state.step, other, spec)
+    for policy in ("q_max", "current"):
+        for split in ("valid", "test"):
+            for name, value in finals[policy].get(split, {}).items():
+                rows.append(_metric(name, split, "final", finals[policy], value))
+    # chosen on held-out data; without any, on the test set, and then it is called so
+    split = "valid" if "valid" in last else "test"
+    best = max(state.history["evaluations"], key=lambda e: task.better * e[split][task.metric])
+    rows.append(_metric(task.metric, "test", f"best_{split}", best, best["test"][task.metric]))
+    return rows
+
+
+def _metric(name: str, split: str, when: str, evaluation: dict[str, Any], value: float) -> dict[str, Any]:
+    return {
+        "name": name,
+        "split": split,
+        "when": when,
+        "step": evaluation["step"],
+        "precision": evaluation["precision"],
+        "bits": evaluation["bits"],
+        "value": value,
+    }
+
+
+def bitops_of(task: Task, model: nn.Module, spec: RunSpec) -> dict[str, float]:
+    """BitOps of the whole run, from the first batches of the task."""
+    model.train()
+    batches = list(itertools.islice(task.batches(0), task.cost_batches))
+
+    def total(convention: str) -> float:
+        plans = [
+            count_bitops(model, task.inputs(b), spec.schedule, convention=convention, q_grad=spec.q_grad)
+            for b in batches
+        ]
+        return sum(plan.total for plan in plans) / len(plans)
+
+    return {convention: total(convention) for convention in CONVENTIONS}

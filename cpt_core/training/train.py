@@ -1,0 +1,171 @@
+"""One training loop for all tasks: quantised training under a precision schedule, checkpointed and resumable.
+
+>>> from cpt_core.experiments.recipes import recipe
+>>> from cpt_core.experiments.spec import run_spec
+>>> from cpt_core.training.session import task_of
+>>> spec = run_spec(recipe("smoke"), "CR", q_max=8, seed=0, scale="smoke")
+>>> train(task_of(spec), spec).status
+'ok'
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from tqdm.auto import tqdm
+
+from cpt_core.experiments.spec import RunSpec
+from cpt_core.quantization.convert import quantize_
+from cpt_core.quantization.scheduler import PrecisionScheduler
+from cpt_core.tasks import Task
+from cpt_core.training.checkpoint import State, load_checkpoint, save_checkpoint
+from cpt_core.training.evaluation import bitops_of, evaluate, metrics_of
+from cpt_core.training.session import quant_config
+
+OnStep = Callable[[int, nn.Module, float], None]
+log = logging.getLogger(__name__)
+
+
+class Stopped(Exception):
+    """A run was asked to stop and has written its checkpoint."""
+
+
+@dataclass
+class Run:
+    """The result of a training run.
+
+    Attributes:
+        spec: what was run.
+        status: "ok", or "diverged" when the loss became non-finite (training stops there).
+        metrics: one dict per number: name, split, value, ``when`` ("final", "best_valid" or "best_test"), and the
+            ``precision`` ("q_max" or "current") and ``bits`` of the evaluation.
+        history: columns ``step``, ``loss``, ``bits``, ``lr`` of every step, and ``evaluations``, a list of dicts.
+        bitops: BitOps of the steps that ran, by convention.
+        seconds: time spent training and evaluating, over all sessions of a resumed run.
+        model: the trained model, still converted.
+        title, checksum: of the data.
+    """
+
+    spec: RunSpec
+    status: str
+    metrics: list[dict[str, Any]]
+    history: dict[str, list[Any]]
+    bitops: dict[str, float]
+    seconds: float
+    model: nn.Module
+    title: str
+    checksum: str
+
+    def metric(self, name: str, split: str = "test", when: str = "final", precision: str = "q_max") -> float:
+        """Return one metric; KeyError when the run has no such number."""
+        wanted = {"name": name, "split": split, "when": when, "precision": precision}
+        for m in self.metrics:
+            if all(m[k] == v for k, v in wanted.items()):
+                return m["value"]
+        raise KeyError(f"no metric {wanted}")
+
+
+def train(
+    task_class: type[Task],
+    spec: RunSpec,
+    *,
+    device: str | torch.device = "cpu",
+    checkpoint: Path | None = None,
+    checkpoint_seconds: float = 60.0,
+    progress: bool = False,
+    on_step: OnStep | None = None,
+    should_stop: Callable[[], bool] | None = None,
+) -> Run:
+    """Train one run from start to end and return its result.
+
+    Initial weights, data order and augmentation depend on the seed alone, so the arms of one seed are paired.
+
+    Args:
+        task_class: a value of ``TASKS``.
+        spec: what to run.
+        device: "cpu" or "cuda".
+        checkpoint: a file; a run that finds it goes on from it, on the CPU bit for bit. It is written every
+            ``checkpoint_seconds`` and left there: remove it when the result is safe. None keeps none.
+        checkpoint_seconds: see ``checkpoint``.
+        progress: show a progress bar.
+        on_step: ``on_step(step, model, loss)`` after every optimizer step, for probes.
+        should_stop: asked after every step; when it says so, the checkpoint is written and ``Stopped`` raised.
+
+    Paper: section 4 (all experiments share this loop).
+    """
+    device = torch.device(device)
+    torch.manual_seed(spec.seed)
+    task = task_class(spec, device)
+    recipe = spec.recipe
+    model = task.model()
+    quantize_(model, quant_config(recipe, spec.seed))
+    optimizer, lr_at = task.optimizer(model)
+    scheduler = PrecisionScheduler(model, spec.schedule, spec.q_grad)
+    state = State()
+    if checkpoint is not None and checkpoint.exists():
+        load_checkpoint(checkpoint, spec, state, model, optimizer, scheduler)
+        log.info("goes on from step %d of %d", state.step, recipe.steps)
+
+    started = saved = time.monotonic()
+    before = state.seconds
+    batches = task.batches(state.step)
+    bar = tqdm(total=recipe.steps, initial=state.step, desc=f"{spec.arm} seed {spec.seed}", disable=not progress)
+    with bar:
+        while state.step < recipe.steps and state.status == "ok":
+            lr = lr_at(state.step, state.history["evaluations"])
+            for group in optimizer.param_groups:
+                group["lr"] = lr
+            batch = next(batches)
+            model.train()
+            loss, state.carry = task.loss(model, batch, state.carry)
+            value = float(loss.detach())
+            for column, entry in zip(
+                ("step", "loss", "bits", "lr"), (state.step, value, scheduler.get_last_bits()[0], lr), strict=True
+            ):
+                state.history[column].append(entry)
+            if not math.isfinite(value):
+                state.status = "diverged"
+                break
+            loss.backward()
+            if recipe.clip is not None:
+                nn.utils.clip_grad_norm_(model.parameters(), recipe.clip)
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=True)
+            scheduler.step()
+            state.step += 1
+            bar.update()
+            if on_step is not None:
+                on_step(state.step - 1, model, value)
+            due = recipe.evaluate_every and state.step % recipe.evaluate_every == 0
+            if due and state.step < recipe.steps:
+                state.history["evaluations"].append(evaluate(task, model, state.step, recipe.eval_bits, spec))
+                log.info(
+                    "step %d of %d: loss %.4f, %s", state.step, recipe.steps, value, state.history["evaluations"][-1]
+                )
+            state.seconds = before + time.monotonic() - started
+            stop = should_stop is not None and should_stop()
+            if checkpoint is not None and (stop or time.monotonic() - saved > checkpoint_seconds):
+                try:
+                    save_checkpoint(checkpoint, spec, state, model, optimizer, scheduler)
+                except (OSError, RuntimeError) as error:  # torch raises RuntimeError when the disk is full
+                    # the run may still end well, and the last checkpoint is still there
+                    log.error("step %d: cannot write %s: %s", state.step, checkpoint, error)
+                saved = time.monotonic()
+            if stop:
+                raise Stopped(f"at step {state.step} of {recipe.steps}")
+
+    if state.status == "ok":
+        state.history["evaluations"].append(evaluate(task, model, state.step, recipe.eval_bits, spec))
+    metrics = metrics_of(task, model, state, spec)
+    state.seconds = before + time.monotonic() - started
+    run = Run(spec, state.status, metrics, state.history, {}, state.seconds, model, task.title, task.checksum)
+    run.bitops = bitops_of(task, model, spec)
+    return run
