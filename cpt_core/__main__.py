@@ -127,8 +127,9 @@ def results(
     for path in store or []:
         if not path.is_file():
             raise FileNotFoundError(f"there is no file {path}")
-    frame = runs.where(runs.load(*(store or [])), only)
-    for out, write in ((csv, frame.to_csv), (parquet, frame.to_parquet)):
+    frame = runs.where(runs.load(*(store or []), every_rate=True), only)
+    flat = frame.drop(columns="evaluations")  # the only column of lists
+    for out, write in ((csv, flat.to_csv), (parquet, flat.to_parquet)):
         if out is not None:
             if not out.parent.is_dir():
                 raise FileNotFoundError(f"there is no folder {out.parent}")
@@ -199,11 +200,11 @@ def claims(
     evidence: Annotated[bool, typer.Option(help="show the effects behind every verdict")] = False,
 ) -> None:
     """Show the claims of the paper: confirmed, contradicted or open by the committed rows and those under runs/."""
-    from cpt_core.analysis import report
-    from cpt_core.analysis.claims import ledger
-    from cpt_core.sweeps import stores
+    from cpt_core.analysis.claims import judged
+    from cpt_core.analysis.report import all_stores
+    from cpt_core.analysis.runs import load
 
-    for entry in ledger({path.name: stores.load_rows(path) for path in report.all_stores()}):
+    for entry in judged(load(*all_stores())):
         at_paper, smaller = entry.verdicts()
         typer.echo(f"{entry.claim.claim} ({entry.claim.place})\n  paper scale: {at_paper}; smaller: {smaller}")
         for line in entry.evidence() if evidence else []:
@@ -253,13 +254,12 @@ def docs() -> None:
     """Write REPRODUCING.md from the docstrings, and the README's figure from the committed rows."""
     from cpt_core.analysis import quality_cost
     from cpt_core.analysis.reproducing import text
+    from cpt_core.analysis.runs import committed
     from cpt_core.paths import ROOT, results_dir
-    from cpt_core.sweeps import stores
 
     (ROOT / "REPRODUCING.md").write_text(text())
-    rows = stores.load_rows(results_dir() / "image_digits.jsonl")
-    rows = [r for r in rows if r["spec"]["recipe"]["model"] == "mlp6" and r["spec"]["recipe"]["q_min"] == 3]
-    drawn = quality_cost.figure_3(rows, xs=("relative_cost", "noise_exposure"))
+    runs = committed("image_digits").query("model == 'mlp6' and q_min == 3")
+    drawn = quality_cost.figure_3(runs, xs=("relative_cost", "noise_exposure"))
     drawn.savefig(results_dir() / "image_digits.png", dpi=110)
     typer.echo("REPRODUCING.md and data/results/image_digits.png written")
 

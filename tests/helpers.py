@@ -1,4 +1,4 @@
-"""What several rooms' tests make: schedules of one size, small networks, written-and-read copies."""
+"""What several rooms' tests make: schedules of one size, small networks, written-and-read copies, rows."""
 
 import json
 import warnings
@@ -6,10 +6,12 @@ import warnings
 import torch
 from torch import nn
 
+from cpt_core.schedules import cost
 from cpt_core.schedules.make import make_schedule, schedule_from_dict
 from cpt_core.schedules.schedule import ShortCycleWarning
 
 NAN, INF = float("nan"), float("inf")
+PROVENANCE = {"started": "2026-01-01", "commit": "0" * 40, "dirty": False, "versions": {}}
 
 
 def make(name="CR", **changes):
@@ -50,3 +52,18 @@ def small(seed=0):
 def pictures(seed=0, n=4):
     """Return random inputs of ``small``."""
     return torch.randn(n, 3, 6, 6, generator=torch.Generator().manual_seed(seed))
+
+
+def row_of(spec, value, metric="accuracy", status="ok"):
+    """A row with one metric; BitOps as the schedule has them, of one product."""
+    bits = spec.schedule.bits()
+    point = {"split": "test", "when": "final", "precision": "q_max"}
+    curve = [{"step": t, "test": {metric: value * t / spec.recipe.steps}} for t in (0, spec.recipe.steps)]
+    return {
+        "key": spec.key, "spec": spec.to_dict(), "provenance": PROVENANCE, "status": status, "title": "made up",
+        "relative_cost": cost.relative_cost(bits, spec.q_max, spec.q_grad),
+        "noise_exposure": cost.noise_exposure(bits, spec.q_max),
+        "share_at_q_min": spec.schedule.share_at(spec.schedule.q_min),
+        "metrics": [{"name": metric, "value": value, **point}] if status == "ok" else [], "evaluations": curve,
+        "bitops": {"paper": cost.total_bitops(1, bits, spec.q_grad)} if status == "ok" else {}, "steps": len(bits),
+    }  # fmt: skip

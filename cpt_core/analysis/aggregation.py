@@ -1,100 +1,28 @@
-"""FP-Agg against Q-Agg: numbers, figure, table.  Paper: section 4.3, figure 5."""
+"""FP-Agg against Q-Agg: numbers, table, figure.  Paper: section 4.3, figure 5."""
 
 from __future__ import annotations
 
-import html
-from collections.abc import Iterable
+from collections.abc import Iterator
 
-import matplotlib.pyplot as plt
 import numpy as np
 import pandas as pd
+from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from cpt_core.analysis.groups import experiment_name
-from cpt_core.analysis.runs import table
-from cpt_core.analysis.style import COLORS, STYLE, image_tag
-from cpt_core.sweeps.stores import Row
+from cpt_core.analysis.groups import aggregation_groups, experiment_name
+from cpt_core.analysis.pages import Section
+from cpt_core.analysis.style import COLORS, drawing, title
+
+NAMES = {"fp": ("FP-Agg", COLORS["small"]), "quantized": ("Q-Agg", COLORS["large"])}
 
 
-def figure_5(rows: Iterable[Row], bits: int = 8) -> Figure:
-    """Draw FP-Agg against Q-Agg: validation accuracy while training, and the paired difference of every seed.
-
-    Args:
-        rows: of one recipe with both aggregations.
-        bits: static precision of the curves; the right panel shows all arms that both aggregations have.
-
-    Paper: figure 5.
-    Differs: the panel of paired differences is ours.
-    """
-    rows = list(rows)
-    names = {"fp": ("FP-Agg", COLORS["small"]), "quantized": ("Q-Agg", COLORS["large"])}
-    with plt.rc_context(STYLE):
-        figure, (left, right) = plt.subplots(1, 2, figsize=(10, 3.8))
-        for kind, (name, color) in names.items():
-            curves = [
-                [(e["step"], 100 * e.get("valid", e["test"])["accuracy"]) for e in row["evaluations"]]
-                for row in rows
-                if row["status"] == "ok"
-                and (row["spec"]["recipe"]["aggregation"], row["spec"]["arm"]) == (kind, f"static {bits}")
-            ]
-            if not curves:
-                raise ValueError(f"no finished run of static {bits} with {name}")
-            steps, values = np.array(curves[0])[:, 0], np.array([[v for _, v in c] for c in curves])
-            left.plot(steps, values.mean(0), color=color, label=f"{name}, static {bits} bits", linewidth=1.4)
-            left.fill_between(steps, values.min(0), values.max(0), color=color, alpha=0.15, linewidth=0)
-        left.set(xlabel="training step", ylabel="validation accuracy (%)")
-        left.legend(loc="lower right", fontsize=8)
-        difference = aggregation_difference(rows)
-        arms = sorted(difference["arm"].unique(), key=lambda a: (not a.startswith("static"), a))
-        for x, arm in enumerate(arms):
-            values = 100 * difference[difference["arm"] == arm]["difference"].to_numpy()
-            right.plot(np.full(len(values), x), values, "o", color=COLORS["static"], markersize=4, alpha=0.6)
-            right.plot([x - 0.2, x + 0.2], [values.mean()] * 2, color=COLORS["static"], linewidth=1.6)
-        right.axhline(0, color="#888888", linewidth=0.8)
-        right.set_xticks(range(len(arms)), arms)
-        right.set_xlim(-0.8, len(arms) - 0.2)
-        right.set_ylabel("Q-Agg minus FP-Agg\ntest accuracy, points; a dot per seed")
-        runs = table(rows)
-        title = next((t for t in runs["title"] if t), "").replace(" (FP-Agg)", "").replace(" (Q-Agg)", "")
-        warning = "smoke scale: not a result. " if runs["scale"].iloc[0] == "smoke" else ""
-        seeds = runs["seed"].nunique()
-        figure.suptitle(f"{warning}{title}, {seeds} seed{'s' * (seeds > 1)}", fontsize=10)
-        figure.tight_layout()
-    plt.close(figure)
-    return figure
-
-
-def aggregation_section(rows: list[Row]) -> list[str]:
-    """Figure 5 for every recipe that was run with both aggregations at static q_max."""
-    groups: dict[str, list[Row]] = {}
-    for row in rows:
-        spec = row["spec"]
-        recipe = {k: v for k, v in spec["recipe"].items() if k != "aggregation"}
-        if row["status"] == "ok" and spec["arm"] == f"static {spec['q_max']}" and "aggregation" in spec["recipe"]:
-            groups.setdefault(f"{recipe} {spec['q_max']} {spec['scale']}", []).append(row)
-    parts = []
-    for group in groups.values():
-        if len({row["spec"]["recipe"]["aggregation"] for row in group}) == 2:
-            d = 100 * aggregation_difference(group)["difference"]
-            name = experiment_name(group).replace(" (FP-Agg)", "").replace(" (Q-Agg)", "")
-            figure = figure_5(group, group[0]["spec"]["q_max"])
-            parts.append(
-                f"<h2>Figure 5: {html.escape(name)}</h2>"
-                f"{image_tag(figure, 'validation accuracy with FP-Agg and Q-Agg')}"
-                f"<p>Q-Agg minus FP-Agg, test accuracy at the end: {d.mean():+.2f} +- {d.std():.2f} points "
-                f"({len(d)} seeds).</p>"
-            )
-    return parts
-
-
-def aggregation_difference(rows: Iterable[Row], metric: str = "accuracy") -> pd.DataFrame:
+def aggregation_difference(runs: pd.DataFrame, metric: str = "accuracy") -> pd.DataFrame:
     """Return metric(Q-Agg) - metric(FP-Agg) for every arm and seed that both have: columns arm, seed, difference.
 
-    Rows must belong to one recipe but for the aggregation.
+    Runs must belong to one recipe but for the aggregation.
 
     Paper: section 4.3 (figure 5).
     """
-    runs = table(rows)
     for column in ("dataset", "model", "scale", "q_max"):
         if runs[column].nunique() > 1:
             raise ValueError(f"rows mix {column}s: {', '.join(sorted(map(str, runs[column].unique())))}; choose one")
@@ -103,3 +31,74 @@ def aggregation_difference(rows: Iterable[Row], metric: str = "accuracy") -> pd.
         raise ValueError(f"rows of both aggregations are needed, there are: {', '.join(wide.columns) or 'none'}")
     difference = (wide["quantized"] - wide["fp"]).dropna()
     return difference.rename("difference").reset_index()
+
+
+def summary(runs: pd.DataFrame) -> pd.DataFrame:
+    """Return the differences of every arm for people, in points; runs as for ``aggregation_difference``."""
+    points = aggregation_difference(runs).groupby("arm")["difference"].agg(["mean", "std", "count"])
+    return pd.DataFrame(
+        {
+            "model": runs["model"].iloc[0],
+            "arm": points.index,
+            "Q-Agg minus FP-Agg, points": [f"{100 * mean:+.2f}" for mean in points["mean"]],
+            "std": [f"{100 * std:.2f}" if std == std else "–" for std in points["std"]],
+            "seeds": points["count"].to_numpy(),
+        }
+    )
+
+
+def figure_5(runs: pd.DataFrame, bits: int = 8) -> Figure:
+    """Draw FP-Agg against Q-Agg: validation accuracy while training, and the paired difference of every seed.
+
+    Args:
+        runs: of one recipe with both aggregations.
+        bits: static precision of the curves; the right panel shows all arms that both aggregations have.
+
+    Paper: figure 5.
+    Differs: the panel of paired differences is ours.
+    """
+    with drawing(1, 2, figsize=(10, 3.8)) as (figure, axes):
+        _curves(axes[0, 0], runs, bits)
+        _differences(axes[0, 1], aggregation_difference(runs))
+        figure.suptitle(_without_aggregation(title(runs)), fontsize=10)
+    return figure
+
+
+def _curves(ax: Axes, runs: pd.DataFrame, bits: int) -> None:
+    finished = runs[(runs["status"] == "ok") & (runs["arm"] == f"static {bits}")]
+    for kind, (name, color) in NAMES.items():
+        curves = [
+            [(e["step"], 100 * e.get("valid", e["test"])["accuracy"]) for e in evaluations]
+            for evaluations in finished.loc[finished["aggregation"] == kind, "evaluations"]
+        ]
+        if not curves:
+            raise ValueError(f"no finished run of static {bits} with {name}")
+        steps, values = np.array(curves[0])[:, 0], np.array([[v for _, v in c] for c in curves])
+        ax.plot(steps, values.mean(0), color=color, label=f"{name}, static {bits} bits", linewidth=1.4)
+        ax.fill_between(steps, values.min(0), values.max(0), color=color, alpha=0.15, linewidth=0)
+    ax.set(xlabel="training step", ylabel="validation accuracy (%)")
+    ax.legend(loc="lower right", fontsize=8)
+
+
+def _differences(ax: Axes, found: pd.DataFrame) -> None:
+    arms = sorted(found["arm"].unique(), key=lambda a: (not a.startswith("static"), a))
+    for x, arm in enumerate(arms):
+        values = 100 * found[found["arm"] == arm]["difference"].to_numpy()
+        ax.plot(np.full(len(values), x), values, "o", color=COLORS["static"], markersize=4, alpha=0.6)
+        ax.plot([x - 0.2, x + 0.2], [values.mean()] * 2, color=COLORS["static"], linewidth=1.6)
+    ax.axhline(0, color="#888888", linewidth=0.8)
+    ax.set_xticks(range(len(arms)), arms)
+    ax.set_xlim(-0.8, len(arms) - 0.2)
+    ax.set_ylabel("Q-Agg minus FP-Agg\ntest accuracy, points; a dot per seed")
+
+
+def _without_aggregation(name: str) -> str:
+    return name.replace(" (FP-Agg)", "").replace(" (Q-Agg)", "")
+
+
+def sections(runs: pd.DataFrame) -> Iterator[Section]:
+    """Yield figure 5 for every recipe that was run with both aggregations at static q_max."""
+    for group in aggregation_groups(runs):
+        name = _without_aggregation(experiment_name(group))
+        drawn = figure_5(group, int(group["q_max"].iloc[0]))
+        yield Section(f"Figure 5: {name}", (), drawn, "validation accuracy with FP-Agg and Q-Agg", summary(group))

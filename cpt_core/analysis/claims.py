@@ -1,7 +1,7 @@
-"""The ledger of claims: what the paper says, and what the rows at hand say about it. Nothing in it is typed by hand.
+"""The claims of the paper, and what the runs at hand say about them. No verdict is typed by hand.
 
-``data/paper/claims.csv`` names for every claim a *measure*, a function that takes rows and returns effects in the
-claim's direction, and a *test*, the rule that turns an effect into a verdict:
+``data/paper/claims.csv`` names for every claim a *measure*, a function of ``EFFECTS`` that takes runs and returns
+effects in the claim's direction, and a *test*, the rule that turns an effect into a verdict:
 
 - ``more``: confirmed when the 95 % interval of the effect lies above 0; contradicted when it lies below 0, or below the
   margin if there is one (then the effect is smaller than the claim says); else open.
@@ -22,17 +22,15 @@ made: of twenty intervals one misses by chance.
 
 from __future__ import annotations
 
-import html
 from collections import Counter
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
-from pathlib import Path
+from collections.abc import Iterable
+from dataclasses import dataclass
 
 import pandas as pd
 
-from cpt_core.analysis.effects import LEAST_SEEDS, MEASURES, Claim, Effect, Interval
+from cpt_core.analysis.effects import EFFECTS, LEAST_SEEDS, Claim, Effect, Interval
+from cpt_core.analysis.pages import Section
 from cpt_core.paths import paper_dir
-from cpt_core.sweeps.stores import Row
 
 CONFIRMED, CONTRADICTED, OPEN = "confirmed", "contradicted", "open"
 
@@ -66,12 +64,12 @@ def combined(votes: Iterable[tuple[str, str]], test: str = "more") -> str:
     return decided.pop()
 
 
-@dataclass
+@dataclass(frozen=True)
 class Entry:
-    """A claim with what the rows say, by scale."""
+    """A claim with every effect that the runs show, and its verdict."""
 
     claim: Claim
-    effects: list[tuple[Effect, str]] = field(default_factory=list)
+    effects: tuple[tuple[Effect, str], ...] = ()
 
     def verdict(self, paper_scale: bool) -> str:
         """Return the verdict of the experiments at paper scale (exact ones are), or of the smaller ones."""
@@ -103,42 +101,40 @@ def claims() -> list[Claim]:
     table = pd.read_csv(paper_dir() / "claims.csv", keep_default_na=False)
     found = [Claim(**{**line, "margin": float(line["margin"] or 0)}) for line in table.to_dict("records")]
     for c in found:
-        if c.measure not in MEASURES:
-            raise ValueError(f"claim {c.id}: unknown measure {c.measure!r}; choose from {', '.join(MEASURES)}")
+        if c.measure not in EFFECTS:
+            raise ValueError(f"claim {c.id}: unknown measure {c.measure!r}; choose from {', '.join(EFFECTS)}")
         verdict(c.test, c.margin, (0.0, 0.0, 0.0), LEAST_SEEDS)
     return found
 
 
-def ledger(stores: Mapping[str, Iterable[Row]]) -> list[Entry]:
-    """Return an entry per claim, judged by the rows of stores, by name; smoke runs do not count."""
-    held = {row["key"]: {**row, "store": name} for name, part in stores.items() for row in part}
-    return [judge(claim, list(held.values())) for claim in claims()]
+def judged(runs: pd.DataFrame) -> list[Entry]:
+    """Return an entry per claim, judged by runs; those at smoke scale do not count."""
+    return [judge(claim, runs) for claim in claims()]
 
 
-def judge(claim: Claim, rows: Iterable[Row]) -> Entry:
-    """Return what rows say about one claim; each may carry the name of its store as "store"."""
-    mine = [
-        row for row in rows if row["spec"]["scale"] != "smoke" and claim.tasks in ("", row["spec"]["recipe"]["task"])
-    ]
-    effects = MEASURES[claim.measure](mine, claim)
-    return Entry(claim, [(e, verdict(claim.test, claim.margin, e.interval, e.n)) for e in effects])
+def judge(claim: Claim, runs: pd.DataFrame) -> Entry:
+    """Return what runs say about one claim."""
+    mine = runs[(runs["scale"] != "smoke") & ((runs["task"] == claim.tasks) | (claim.tasks == ""))]
+    effects = EFFECTS[claim.measure](mine, claim)
+    return Entry(claim, tuple((e, verdict(claim.test, claim.margin, e.interval, e.n)) for e in effects))
 
 
-def claims_section(of: dict[Path, list[Row]]) -> list[str]:
-    """The ledger of the paper's claims."""
-    entries = ledger({path.name: rows for path, rows in of.items()})
+def summary(entries: Iterable[Entry]) -> pd.DataFrame:
+    """Return the claims for people: verdicts, rows that they rest on, commands that settle them, evidence as a list."""
     lines = []
-    for entry in entries:
-        evidence = "".join(f"<li>{html.escape(line)}</li>" for line in entry.evidence())
-        details = f"<details><summary>{len(entry.effects)} effects</summary><ul>{evidence}</ul></details>"
-        lines.append(
-            (html.escape(entry.claim.claim), entry.claim.place, *entry.verdicts(), details if evidence else "")
-        )
-    columns = ["claim", "paper", "at paper scale", "at smaller scales", "evidence"]
-    frame = pd.DataFrame(lines, columns=columns)
-    return [
-        "<h2>Claims of the paper</h2>",
-        "<p class='note'>Confirmed, contradicted or open by written rules (docstring of cpt_core/analysis/claims.py), "
-        "from the rows of this page. What small runs contradict may hold at the paper's scale.</p>",
-        frame.to_html(index=False, border=0, classes="left claims", escape=False),
-    ]
+    for e in entries:
+        rows = ", ".join(f"`{name}`" for name in e.stores()) or "–"
+        settled = ", ".join(f"`python -m cpt_core run {grid}`" for grid in e.claim.grids.split()) or "–"
+        lines.append((e.claim.claim, e.claim.place, *e.verdicts(), rows, settled, e.evidence()))
+    columns = ["claim", "where", "at paper scale", "at smaller scales", "rows", "settled by", "evidence"]
+    return pd.DataFrame(lines, columns=columns)
+
+
+def section(runs: pd.DataFrame) -> Section:
+    """Return the claims as a part of a page."""
+    note = (
+        "Confirmed, contradicted or open by written rules (docstring of `cpt_core/analysis/claims.py`), from the rows "
+        "of this page. What small runs contradict may hold at the paper's scale."
+    )
+    shown = summary(judged(runs)).drop(columns=["rows", "settled by"])
+    return Section("Claims of the paper", (note,), table=shown, style="left claims")

@@ -1,4 +1,4 @@
-"""Effects: what the rows of an experiment say, in the direction of a claim."""
+"""Effects: what the runs of an experiment say, in the direction of a claim."""
 
 from __future__ import annotations
 
@@ -9,13 +9,11 @@ from dataclasses import dataclass
 import numpy as np
 import pandas as pd
 
-from cpt_core.analysis import aggregation, critical_periods, equal_cost, metrics, predictors, quality_cost, statistics
-from cpt_core.analysis.groups import experiments
-from cpt_core.analysis.runs import table
+from cpt_core.analysis import aggregation, critical_periods, groups, predictors, quality_cost, statistics
+from cpt_core.analysis.metrics import metric_named, metric_of
 from cpt_core.experiments.recipes import recipe
 from cpt_core.schedules.make import make_schedule
 from cpt_core.schedules.profiles import SUITE
-from cpt_core.sweeps.stores import Row
 
 LEAST_SEEDS = 3
 Interval = tuple[float, float, float]  # mean, low, high
@@ -62,84 +60,61 @@ class Claim:
     grids: str
 
 
-def _effect(rows: list[Row], differences: Iterable[float], what: str) -> Effect:
+def _effect(runs: pd.DataFrame, differences: Iterable[float], what: str) -> Effect:
     """Make an effect of paired differences in stored units, positive in the claim's direction."""
-    values = metrics.measure_of(metrics.metric_of(rows)).factor * np.asarray(list(differences), dtype=float)
-    return Effect(_name(rows), rows[0]["spec"]["scale"], statistics.interval(values), len(values), what, _stores(rows))
+    values = metric_named(metric_of(runs)).factor * np.asarray(list(differences), dtype=float)
+    return Effect(_name(runs), runs["scale"].iloc[0], statistics.interval(values), len(values), what, _stores(runs))
 
 
-def _stores(rows: list[Row]) -> tuple[str, ...]:
-    return tuple(sorted({row["store"] for row in rows if "store" in row}))
+def _stores(runs: pd.DataFrame) -> tuple[str, ...]:
+    return tuple(sorted({store.rpartition("/")[2] for store in runs["store"] if store}))
 
 
-def _name(rows: list[Row]) -> str:
-    spec = rows[0]["spec"]
-    title = next(
-        (r["title"] for r in rows if r.get("title")), f"{spec['recipe']['model']} on {spec['recipe']['dataset']}"
-    )
-    return f"{title}, {spec['recipe']['q_min']} to {spec['q_max']} bits"
+def _name(runs: pd.DataFrame) -> str:
+    return f"{groups.title_of(runs)}, {runs['q_min'].iloc[0]} to {runs['q_max'].iloc[0]} bits"
 
 
-def _quality(rows: list[Row]) -> pd.DataFrame:
-    """Rows as a table with a column "quality", more is better; of a perplexity 100 times minus its logarithm."""
-    runs = table(quality_cost.tuned(rows))
-    metric = metrics.metric_of(rows)
-    if metric not in runs:
-        return runs.assign(quality=float("nan"))
-    better = metrics.measure_of(metric).better
-    values = -100 * np.log(runs[metric]) if metric == "perplexity" else better * runs[metric]
+def _quality(runs: pd.DataFrame) -> pd.DataFrame:
+    """Runs with a column "quality", more is better; of a perplexity 100 times minus its logarithm."""
+    metric = metric_of(runs)
+    values = -100 * np.log(runs[metric]) if metric == "perplexity" else metric_named(metric).better * runs[metric]
     return runs.assign(quality=values)
 
 
 def _minus(runs: pd.DataFrame, a: str, b: str) -> pd.Series:
     """Quality of ``a`` minus that of ``b`` by seed, arms or groups of savings; empty when there is no such arm."""
+    runs = _quality(runs)
     try:
         return (quality_cost.of_arms(runs, a, "quality") - quality_cost.of_arms(runs, b, "quality")).dropna()
     except ValueError:
         return pd.Series(dtype=float)
 
 
-def _arms(rows: list[Row], claim: Claim) -> Iterator[Effect]:
-    for group in experiments(rows):
-        runs = _quality(group)
-        if group[0]["spec"]["recipe"].get("aggregation", "fp") == "fp" and runs["q_max"].iloc[0] == 8:
-            differences = _minus(runs, claim.a, claim.b)
+def _arms(runs: pd.DataFrame, claim: Claim) -> Iterator[Effect]:
+    for group in groups.quality_cost_groups(runs):
+        if group["aggregation"].iloc[0] in ("", "fp") and group["q_max"].iloc[0] == 8:
+            differences = _minus(group, claim.a, claim.b)
             if len(differences):
                 yield _effect(group, differences, f"{claim.a} minus {claim.b}")
 
 
-def _aggregation(rows: list[Row], claim: Claim) -> Iterator[Effect]:
-    groups: dict[str, list[Row]] = {}
-    for group in experiments(rows):
-        spec = group[0]["spec"]
-        if spec["recipe"].get("aggregation") and spec["recipe"]["model"] == claim.a:
-            key = {k: v for k, v in spec["recipe"].items() if k != "aggregation"}
-            static = [row for row in group if row["spec"]["arm"] == "static 8"]
-            groups.setdefault(f"{key} {spec['scale']}", []).extend(static)
-    for group in groups.values():
-        if len({row["spec"]["recipe"]["aggregation"] for row in group}) == 2:
-            differences = -aggregation.aggregation_difference(group)["difference"]
-            yield _effect(group, differences, "FP-Agg minus Q-Agg at static 8 bits")
+def _aggregation(runs: pd.DataFrame, claim: Claim) -> Iterator[Effect]:
+    for group in groups.aggregation_groups(runs[(runs["model"] == claim.a) & (runs["q_max"] == 8)]):
+        differences = -aggregation.aggregation_difference(group)["difference"]
+        yield _effect(group, differences, "FP-Agg minus Q-Agg at static 8 bits")
 
 
-def _top_bits(rows: list[Row], claim: Claim) -> Iterator[Effect]:
+def _top_bits(runs: pd.DataFrame, claim: Claim) -> Iterator[Effect]:
     """Static training at its own q_max, gradients included, in one recipe: ``a`` minus ``b``."""
-    groups: dict[str, list[Row]] = {}
-    for group in experiments(rows):
-        spec = group[0]["spec"]
-        key = f"{spec['recipe']} {spec['scale']} {spec['preset']}"
-        groups.setdefault(key, []).extend(
-            row for row in group if row["spec"]["arm"] == f"static {row['spec']['q_max']}"
-        )
-    for group in groups.values():
-        differences = _minus(_quality(group), claim.a, claim.b) if group else []
+    for group in groups.top_groups(runs):
+        differences = _minus(group, claim.a, claim.b)
         if len(differences):
             yield _effect(group, differences, f"{claim.a} minus {claim.b}, gradients too")
 
 
-def _correlation(rows: list[Row], claim: Claim) -> Iterator[Effect]:
+def _correlation(runs: pd.DataFrame, claim: Claim) -> Iterator[Effect]:
     """Rank correlation of cost and quality; with ``a`` what a predictor's is more than that of cost."""
-    for group in experiments(rows):
+    for group in groups.quality_cost_groups(runs):
         try:
             found = predictors.predictors(group).set_index("predictor")
         except ValueError:  # too few arms or seeds
@@ -152,89 +127,75 @@ def _correlation(rows: list[Row], claim: Claim) -> Iterator[Effect]:
         else:
             interval = (line.strength, line.low, line.high)
             what = f"rank correlation {over}"
-        spec = group[0]["spec"]
-        n, domain = int(line.arms), spec["recipe"]["task"]
-        yield Effect(_name(group), spec["scale"], interval, n, what, _stores(group), domain)
+        first = group.iloc[0]
+        yield Effect(_name(group), first["scale"], interval, int(line.arms), what, _stores(group), first["task"])
 
 
-def _deficit_length(rows: list[Row], claim: Claim) -> Iterator[Effect]:
+def _deficit_length(runs: pd.DataFrame, claim: Claim) -> Iterator[Effect]:
     """The longest deficit at the start against the weaker of two trainings without one.
 
     Lasting damage shows against both: worse than the normal training alone (else low steps are worth less than good
     ones, but harm nothing), and worse than training of the same length at q_max (else it is the length that harms).
     """
-    for group in critical_periods.deficit_experiments(rows):
+    for group in groups.deficit_groups(runs):
         found = critical_periods.deficits(group)
         found = found[found.experiment == "length"]
         deficits, clean = found[found.place == "start"], found[found.place == "none"]
-        if len(deficits):
-            longest = deficits.sort_values("stop").iloc[-1]
-            runs = _quality(group)
-            controls = {}
-            for r in clean[clean.total.isin([longest.total, clean.total.min()])].itertuples():
-                controls[f"{r.total} steps at q_max"] = _by_seed(runs[(runs.recipe == r.recipe) & (runs.arm == r.arm)])
-            mine = _by_seed(runs[(runs.recipe == longest.recipe) & (runs.arm == longest.arm)])
-            if controls:
-                weaker = min(controls, key=lambda name: controls[name].mean())
-                what = f"{weaker} minus a deficit of {longest.stop} of {longest.total} steps"
-                yield _effect(group, (controls[weaker] - mine).dropna(), what)
+        if deficits.empty:
+            continue
+        longest = deficits.sort_values("stop").iloc[-1]
+        controls = {
+            f"{r.total} steps at q_max": _by_seed(group, r.arm, r.recipe)
+            for r in clean[clean.total.isin([longest.total, clean.total.min()])].itertuples()
+        }
+        if controls:
+            weaker = min(controls, key=lambda name: controls[name].mean())
+            differences = controls[weaker] - _by_seed(group, longest.arm, longest.recipe)
+            what = f"{weaker} minus a deficit of {longest.stop} of {longest.total} steps"
+            yield _effect(group, differences.dropna(), what)
 
 
-def _deficit_window(rows: list[Row], claim: Claim) -> Iterator[Effect]:
+def _deficit_window(runs: pd.DataFrame, claim: Claim) -> Iterator[Effect]:
     """The earliest window against the latest one that leaves some time after it."""
-    for group in critical_periods.deficit_experiments(rows):
+    for group in groups.deficit_groups(runs):
         found = critical_periods.deficits(group)
         inner = found[(found.experiment == "window") & found.place.isin(["start", "inside"])].sort_values("start")
         if len(inner) > 1 and inner.start.iloc[0] == 0:
             first, last = inner.iloc[0], inner.iloc[-1]
-            runs = _quality(group)
-            family = runs[runs["recipe"] == first.recipe]
-            differences = _by_seed(family[family["arm"] == last.arm]) - _by_seed(family[family["arm"] == first.arm])
+            differences = _by_seed(group, last.arm, first.recipe) - _by_seed(group, first.arm, first.recipe)
             yield _effect(group, differences.dropna(), f"window {last.arm} minus {first.arm}")
 
 
-def _by_seed(runs: pd.DataFrame) -> pd.Series:
-    return runs.groupby("seed")["quality"].first()
+def _by_seed(runs: pd.DataFrame, arm: str, recipe: str) -> pd.Series:
+    part = _quality(runs[(runs["recipe"] == recipe) & (runs["arm"] == arm)])
+    return part.groupby("seed")["quality"].first()
 
 
-def _cycles(rows: list[Row], claim: Claim) -> Iterator[Effect]:
+def _cycles(runs: pd.DataFrame, claim: Claim) -> Iterator[Effect]:
     """The same schedule with ``a`` and with ``b`` cycles, in recipes that differ in nothing else."""
-    groups: dict[str, list[Row]] = {}
-    for group in experiments(rows):
-        spec = group[0]["spec"]
-        key = {k: v for k, v in spec["recipe"].items() if k != "n_cycles"}
-        groups.setdefault(f"{key} {spec['q_max']} {spec['scale']}", []).extend(
-            row for row in group if row["spec"]["arm"] in SUITE
-        )
-    for group in groups.values():
-        if not group:
-            continue
-        runs = _quality(group)
-        runs["n_cycles"] = [row["spec"]["recipe"]["n_cycles"] for row in quality_cost.tuned(group)]
-        wide = runs.pivot_table(index=["arm", "seed"], columns="n_cycles", values="quality")
+    for group in groups.cycle_groups(runs):
+        wide = _quality(group).pivot_table(index=["arm", "seed"], columns="n_cycles", values="quality")
         if {int(claim.a), int(claim.b)} <= set(wide.columns):
             both = (wide[int(claim.a)] - wide[int(claim.b)]).dropna()
             if len(both):
-                differences = both.groupby("seed").mean()
                 arms = ", ".join(sorted(both.index.unique("arm")))
-                yield _effect(group, differences, f"{claim.a} minus {claim.b} cycles of {arms}")
+                yield _effect(group, both.groupby("seed").mean(), f"{claim.a} minus {claim.b} cycles of {arms}")
 
 
-def _delay(rows: list[Row], claim: Claim) -> Iterator[Effect]:
+def _delay(runs: pd.DataFrame, claim: Claim) -> Iterator[Effect]:
     """A delayed RR against RR of the same cost."""
-    for group in equal_cost.equal_cost_experiments(rows):
-        runs = _quality(group)
-        for arm in runs["arm"].unique():
+    for group in groups.equal_cost_groups(runs):
+        for arm in group["arm"].unique():
             base = re.fullmatch(r"(RR.*) delayed [\d.]+ %", arm)
             if base:
-                yield _effect(group, _minus(runs, arm, base[1]), f"{arm} minus {base[1]}, at one cost")
+                yield _effect(group, _minus(group, arm, base[1]), f"{arm} minus {base[1]}, at one cost")
 
 
 def _exact(name: str, right: bool, what: str) -> Iterator[Effect]:
     yield Effect(name, "exact", (1.0 if right else -1.0,) * 3, LEAST_SEEDS, what)
 
 
-def _ptb_costs(rows: list[Row], claim: Claim) -> Iterator[Effect]:
+def _ptb_costs(runs: pd.DataFrame, claim: Claim) -> Iterator[Effect]:
     """BitOps of section 4.4, counted from the model as the paper counts them."""
     import torch
 
@@ -253,7 +214,7 @@ def _ptb_costs(rows: list[Row], claim: Claim) -> Iterator[Effect]:
     yield from _exact("counted", right, "static 8, CR, RR: " + ", ".join(f"{t:.2f}" for t in totals.values()))
 
 
-def _cost_groups(rows: list[Row], claim: Claim) -> Iterator[Effect]:
+def _cost_groups(runs: pd.DataFrame, claim: Claim) -> Iterator[Effect]:
     """Every schedule of a group costs less than every schedule of the next, at the bits and lengths of the paper."""
     settings = {("cifar10", 6), ("cifar10", 8), ("imagenet", 6), ("imagenet", 8), ("ptb", 6), ("ptb", 8)}
     right = True
@@ -267,7 +228,7 @@ def _cost_groups(rows: list[Row], claim: Claim) -> Iterator[Effect]:
     yield from _exact("computed", right, "all ten schedules at 3, 4, 5 to 6 and 8 bits")
 
 
-def _more_than_halved(rows: list[Row], claim: Claim) -> Iterator[Effect]:
+def _more_than_halved(runs: pd.DataFrame, claim: Claim) -> Iterator[Effect]:
     costs = [
         make_schedule(name, q_min=3, q_max=8, total_steps=64_000).relative_cost()
         for name, entry in SUITE.items()
@@ -276,7 +237,7 @@ def _more_than_halved(rows: list[Row], claim: Claim) -> Iterator[Effect]:
     yield from _exact("computed", max(costs) < 0.5, f"RR and RTH, 3 to 8 bits: {max(costs):.3f} of static 8 bits")
 
 
-MEASURES: dict[str, Callable[[list[Row], Claim], Iterator[Effect]]] = {
+EFFECTS: dict[str, Callable[[pd.DataFrame, Claim], Iterator[Effect]]] = {
     "arms": _arms,
     "aggregation": _aggregation,
     "top_bits": _top_bits,

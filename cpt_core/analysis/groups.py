@@ -1,49 +1,78 @@
-"""Experiments in the rows and what they say: critical periods, equal cost, predictors.  Paper: sections 4.5 and 5.
+"""Which runs make an experiment: a list of tables for every kind.  Paper: sections 4 and 5.
 
-Everything here takes result rows and returns tables; it needs no torch.
+An experiment is what may be compared; those at paper scale come first.
 
->>> experiments([])
+>>> from cpt_core.analysis.runs import table
+>>> quality_cost_groups(table([]))
 []
 """
 
 from __future__ import annotations
 
-import json
-import re
-from collections.abc import Iterable
-
-from cpt_core.analysis.runs import recipe_key
-from cpt_core.sweeps.stores import Row
+import pandas as pd
 
 
-def experiments(rows: Iterable[Row]) -> list[list[Row]]:
-    """Split rows into experiments of quality against cost: one recipe, one preset, one q_max; paper scale first.
+def quality_cost_groups(runs: pd.DataFrame) -> list[pd.DataFrame]:
+    """Split runs into experiments of quality against cost: one recipe, one preset, one q_max.
 
-    Runs of critical periods (``deficits``) and of ``equal_cost`` are left out.
+    Runs of critical periods and those that only equal cost needs are left out.
     """
-    groups: dict[tuple[str, str, int, str], list[Row]] = {}
-    for row in rows:
-        spec = row["spec"]
-        if spec["schedule"]["kind"] != "deficit" and not EQUAL_COST_ARM.search(spec["arm"]):
-            key = (recipe_key(spec["recipe"]), spec["preset"], spec["q_max"], spec["scale"])
-            groups.setdefault(key, []).append(row)
-    return sorted(groups.values(), key=lambda rows: rows[0]["spec"]["scale"] != "paper")
+    return _split(runs[(runs["kind"] != "deficit") & ~runs["equal_cost"]], "recipe", "preset", "q_max", "scale")
 
 
-def without_length(row: Row) -> str:
-    """What the runs of a critical-period or equal-cost experiment share: all but the length of training."""
-    spec = row["spec"]
-    recipe = {k: v for k, v in spec["recipe"].items() if k not in ("steps", "milestones", "evaluate_every")}
-    return json.dumps([recipe, spec["preset"], spec["q_max"], spec["scale"]], sort_keys=True)
+def aggregation_groups(runs: pd.DataFrame) -> list[pd.DataFrame]:
+    """Pick the finished runs of static q_max, by recipe, where there are some of both aggregations."""
+    top = runs[(runs["status"] == "ok") & (runs["aggregation"] != "") & at_top(runs)]
+    parts = _split(top, "recipe_but_aggregation", "q_max", "scale")
+    return [part for part in parts if part["aggregation"].nunique() == 2]
 
 
-EQUAL_COST_ARM = re.compile(r"^RR at |delayed [\d.]+ %$|, \d+ of \d+ steps$")
+def top_groups(runs: pd.DataFrame) -> list[pd.DataFrame]:
+    """Pick the runs of static q_max, by recipe: one experiment has several q_max."""
+    parts = quality_cost_groups(runs)
+    return _split(pd.concat([part[at_top(part)] for part in parts]), "recipe", "preset", "scale") if parts else []
 
 
-def experiment_name(rows: list[Row]) -> str:
+def cycle_groups(runs: pd.DataFrame) -> list[pd.DataFrame]:
+    """Pick the runs of the suite's schedules, by recipe but for the number of cycles."""
+    cyclic = runs[runs["savings"].isin(["large", "medium", "small"])]
+    return _split(cyclic, "recipe_but_cycles", "q_max", "scale")
+
+
+def deficit_groups(runs: pd.DataFrame) -> list[pd.DataFrame]:
+    """Pick the runs of critical-period experiments: one recipe but for its length."""
+    return _split(runs[runs["kind"] == "deficit"], "recipe_but_length", "preset", "q_max", "scale")
+
+
+def equal_cost_groups(runs: pd.DataFrame) -> list[pd.DataFrame]:
+    """Pick the runs of equal-cost experiments: all arms of a recipe, at any length of training."""
+    parts = _split(runs[runs["kind"] != "deficit"], "recipe_but_length", "preset", "q_max", "scale")
+    return [part for part in parts if part["equal_cost"].any()]
+
+
+def _split(runs: pd.DataFrame, *columns: str) -> list[pd.DataFrame]:
+    parts = [part for _, part in runs.groupby(list(columns), sort=False)]
+    return sorted(parts, key=lambda part: part["scale"].iloc[0] != "paper")
+
+
+def at_top(runs: pd.DataFrame) -> pd.Series:
+    """Return which runs train at static q_max."""
+    return runs["arm"] == "static " + runs["q_max"].astype("string")
+
+
+def at_q_max(runs: pd.DataFrame, q_max: int | None) -> pd.DataFrame:
+    """Return the runs of one q_max, None for the largest: schedules of a name at another one are other schedules."""
+    return runs[runs["q_max"] == (runs["q_max"].max() if q_max is None else q_max)]
+
+
+def title_of(runs: pd.DataFrame) -> str:
+    """Return what was trained, in words."""
+    first = runs.iloc[0]
+    return next((title for title in runs["title"] if title), f"{first['model']} on {first['dataset']}")
+
+
+def experiment_name(runs: pd.DataFrame) -> str:
     """Return what was trained, how long and between which bits, for headings."""
-    recipe = rows[0]["spec"]["recipe"]
-    title = next((r["title"] for r in rows if r.get("title")), f"{recipe['model']} on {recipe['dataset']}")
-    spec = rows[0]["spec"]
-    bits = f"q_min {recipe['q_min']}, q_max {spec['q_max']}"
-    return f"{title}, {recipe['steps']:,} steps, {bits}, {spec['scale']} scale"
+    first = runs.iloc[0]
+    bits = f"q_min {first['q_min']}, q_max {first['q_max']}"
+    return f"{title_of(runs)}, {first['total_steps']:,} steps, {bits}, {first['scale']} scale"

@@ -1,121 +1,158 @@
-"""What predicts the quality of a schedule before training: numbers and figure.  Paper: section 4.5."""
+"""What predicts the quality of a schedule before training: numbers, table, figure.  Paper: section 4.5."""
 
 from __future__ import annotations
 
-import html
+import re
 import textwrap
-from collections.abc import Iterable, Mapping
-from typing import Any
+from collections.abc import Iterator, Mapping
 
-import matplotlib.pyplot as plt
 import numpy as np
 import pandas as pd
 from matplotlib.figure import Figure
 
-from cpt_core.analysis.groups import experiments
-from cpt_core.analysis.metrics import measure_of, metric_of
-from cpt_core.analysis.quality_cost import at_q_max, tuned
-from cpt_core.analysis.runs import table
+from cpt_core.analysis.groups import at_q_max, quality_cost_groups, title_of
+from cpt_core.analysis.metrics import interval_text, metric_named, metric_of
+from cpt_core.analysis.pages import Section
 from cpt_core.analysis.statistics import spearman
-from cpt_core.analysis.style import COLORS, STYLE, image_tag
-from cpt_core.sweeps.stores import Row
+from cpt_core.analysis.style import COLORS, counted, drawing
 
 PREDICTORS = {"relative_cost": 1, "noise_exposure": -1, "share_at_q_min": -1}  # name -> expected sign
+NAMES = {"relative_cost": "cost", "noise_exposure": "noise exposure", "share_at_q_min": "share of steps at q_min"}
+SHADES = {"relative_cost": "large", "noise_exposure": "small", "share_at_q_min": "medium"}
 
 
-def predictors(
-    rows: Iterable[Row], metric: str | None = None, *, static: bool = False, resamples: int = 2000
+def rank_correlation(
+    runs: pd.DataFrame, metric: str | None = None, *, static: bool = False, resamples: int = 2000
 ) -> pd.DataFrame:
-    """Return how well cost, noise exposure and share of steps at q_min predict the quality of an arm before training.
+    """Return the rank correlation over arms of mean quality with cost, noise exposure and share of steps at q_min.
 
-    The rule, written down before the seeds that test it were run:
-
-    - An experiment is one recipe at one q_max; the ten schedules and static q_max take part (``static``: all static
-      precisions from q_min on as well), with the seeds that all of them have. It needs ten arms and two seeds.
-    - The strength of a predictor is Spearman's rank correlation over arms with mean quality, with the sign turned so
-      that the expected direction counts as positive: quality rises with cost, falls with noise and with time at q_min.
-    - Seeds and arms are resampled together. A predictor is better than cost in an experiment when the 95 % interval of
-      its strength minus that of cost lies above 0, worse when it lies below, else undecided.
-    - It is the better predictor of quality when it is better than cost in at least two domains and worse in none.
+    The strength is Spearman's correlation with the sign turned so that the expected direction counts as positive:
+    quality rises with cost, falls with noise and with time at q_min. Intervals are a bootstrap that resamples arms and
+    seeds together: how far other schedules and other seeds might have moved the number. They are NaN for one seed.
 
     Args:
-        rows: of one experiment.
+        runs: of one experiment; of several q_max the largest counts. The ten schedules and static q_max take part, on
+            the seeds that all of them have (on all seeds, without an interval, if there is no such one).
         metric: None takes the main one of the task.
-        static: see above.
+        static: all static precisions from q_min on take part as well.
         resamples: of the bootstrap.
 
     Returns:
         One line per predictor: strength, low, high (95 %), and against cost: difference, difference_low,
-        difference_high; verdict "better", "worse" or "undecided"; arms, seeds.
+        difference_high; arms, seeds (those that all arms have).
 
     Raises:
-        ValueError: for fewer than ten arms or two seeds, and when all arms are alike.
+        ValueError: for fewer than three arms.
 
     Paper: section 4.5 (cost and quality correlate); the other predictors are not in the paper.
     """
-    rows = tuned(rows)
-    metric = metric or metric_of(rows)
-    runs = at_q_max(table(rows), None)
-    if metric not in runs:
-        raise ValueError(f"no run has a {metric}: ten arms and two seeds are needed")
+    metric = metric or metric_of(runs)
+    runs = at_q_max(runs, None)
     bits = runs["arm"].str.extract(r"^static (\d+)$")[0].astype("Int64")
     kept = (bits >= runs["q_min"]) if static else (bits == runs["q_max"])
     runs = runs[runs["savings"].isin(["large", "medium", "small"]) | kept.fillna(False)]
-    wide = runs.pivot_table(index="arm", columns="seed", values=metric, aggfunc="first").dropna(axis=1)
-    if len(wide) < 10 or wide.shape[1] < 2:
-        raise ValueError(f"ten arms and two seeds are needed, there are {len(wide)} and {wide.shape[1]}")
-    values = measure_of(metric).better * wide.to_numpy()
-    n, seeds = values.shape
-    if np.ptp(values) == 0:
-        raise ValueError(f"all arms have the same {metric}; there is nothing to rank")
+    wide = runs.pivot_table(index="arm", columns="seed", values=metric, aggfunc="first")
+    if len(wide) < 3:
+        raise ValueError(f"a rank correlation needs at least three arms, there are {len(wide)}")
+    common = wide.dropna(axis=1)  # arms are compared on the seeds that all of them have
+    values = metric_named(metric).better * (common if common.shape[1] else wide).to_numpy()
     first = runs.groupby("arm")[list(PREDICTORS)].first().loc[wide.index]
     xs = first.to_numpy().T * np.array([list(PREDICTORS.values())]).T
-    rng = np.random.default_rng(0)
-    arms = rng.integers(n, size=(resamples, n))
-    chosen = rng.integers(seeds, size=(resamples, 1, seeds))
-    quality = values[arms[:, :, None], chosen].mean(-1)
-    strength = [spearman(x, values.mean(1)) for x in xs]
-    sampled = np.array([spearman(x[arms], quality) for x in xs])
-    lines = []
-    for i, name in enumerate(PREDICTORS):
-        difference = sampled[i] - sampled[0]
-        low, high = np.nanpercentile(sampled[i], [2.5, 97.5])
-        d_low, d_high = np.nanpercentile(difference, [2.5, 97.5])
-        lines.append(
-            {
-                "predictor": name, "strength": float(strength[i]), "low": low, "high": high,
-                "difference": float(strength[i] - strength[0]), "difference_low": d_low, "difference_high": d_high,
-                "verdict": "better" if d_low > 0 else "worse" if d_high < 0 else "undecided",
-                "arms": n, "seeds": seeds,
-            }
-        )  # fmt: skip
-    return pd.DataFrame(lines)
+    strength = spearman(xs, np.nanmean(values, axis=1))
+    sampled = np.full((len(xs), 1), np.nan)
+    if common.shape[1] > 1 and np.ptp(values):
+        rng = np.random.default_rng(0)
+        arms = rng.integers(len(values), size=(resamples, len(values)))
+        seeds = rng.integers(values.shape[1], size=(resamples, 1, values.shape[1]))
+        quality = values[arms[:, :, None], seeds].mean(-1)
+        sampled = np.array([spearman(x[arms], quality) for x in xs])
+    low, high = _bounds(sampled)
+    difference_low, difference_high = _bounds(sampled - sampled[0])
+    return pd.DataFrame(
+        {
+            "predictor": list(PREDICTORS), "strength": strength, "low": low, "high": high,
+            "difference": strength - strength[0], "difference_low": difference_low, "difference_high": difference_high,
+            "arms": len(values), "seeds": common.shape[1],
+        }
+    )  # fmt: skip
 
 
-def predictors_by_title(rows: Iterable[Row]) -> dict[str, pd.DataFrame]:
-    """Return ``predictors`` of every experiment in the rows that is large enough, by what was trained."""
+def _bounds(sampled: np.ndarray) -> np.ndarray:
+    """The 95 % interval of every line; resamples in which all arms are alike say nothing, and all NaN stay NaN."""
+    return sampled[:, [0, 0]].T if np.isnan(sampled).all() else np.nanpercentile(sampled, [2.5, 97.5], axis=1)
+
+
+def predictors(runs: pd.DataFrame, metric: str | None = None, *, static: bool = False) -> pd.DataFrame:
+    """Return ``rank_correlation`` with a verdict about every predictor: is it better than cost?
+
+    The rule, written down before the seeds that test it were run:
+
+    - An experiment is one recipe at one q_max; it needs ten arms and two seeds.
+    - A predictor is "better" than cost in an experiment when the 95 % interval of its strength minus that of cost lies
+      above 0, "worse" when it lies below, else "undecided".
+    - It is the better predictor of quality when it is better than cost in at least two domains and worse in none.
+
+    Raises:
+        ValueError: for fewer than ten arms or two seeds, and when all arms are alike.
+    """
+    found = rank_correlation(runs, metric, static=static)
+    arms, seeds = found["arms"].iloc[0], found["seeds"].iloc[0]
+    if arms < 10 or seeds < 2:
+        raise ValueError(f"ten arms and two seeds are needed, there are {arms} and {seeds}")
+    if found["strength"].isna().all():
+        raise ValueError(f"all arms have the same {metric or metric_of(runs)}; there is nothing to rank")
+    verdicts = np.select([found["difference_low"] > 0, found["difference_high"] < 0], ["better", "worse"], "undecided")
+    return found.assign(verdict=verdicts)
+
+
+def predictors_by_title(runs: pd.DataFrame) -> dict[str, pd.DataFrame]:
+    """Return ``predictors`` of every experiment in the runs that is large enough, by what was trained."""
     found = {}
-    for group in experiments(rows):
-        title = next((row["title"] for row in group if row.get("title")), group[0]["spec"]["recipe"]["model"])
+    for group in quality_cost_groups(runs):
         try:
-            found[f"{title}, {group[0]['spec']['scale']} scale"] = predictors(group)
+            found[f"{title_of(group)}, {group['scale'].iloc[0]} scale"] = predictors(group)
         except ValueError:  # too few arms or seeds
             continue
     return found
 
 
-def predictors_figure(found: Mapping[str, Any]) -> Figure:
+def summary(runs: pd.DataFrame) -> pd.DataFrame:
+    """Return ``predictors`` of every experiment that is large enough for people: a line per experiment and predictor.
+
+    Columns: experiment, predictor, rank correlation, minus that of cost, verdict, arms, seeds; intervals are 95 %.
+    """
+    columns = ["experiment", "predictor", "rank correlation [95 %]", "minus that of cost [95 %]", "verdict", "arms",
+               "seeds"]  # fmt: skip
+    lines = []
+    for name, frame in predictors_by_title(runs).items():
+        for r in frame.itertuples():
+            cost = r.predictor == "relative_cost"
+            against = "" if cost else interval_text(r.difference, r.difference_low, r.difference_high)
+            strength = interval_text(r.strength, r.low, r.high)
+            what = (re.split(r",(?![^(]*\))", name)[0], NAMES[r.predictor])  # up to the first comma, not in brackets
+            lines.append((*what, strength, against, "" if cost else r.verdict, r.arms, r.seeds))
+    return pd.DataFrame(lines, columns=columns)
+
+
+def sentence(found: pd.DataFrame, metric: str) -> str:
+    """Return ``rank_correlation`` in words."""
+    seeds = int(found["seeds"].iloc[0])
+    said = ", ".join(f"{NAMES[r.predictor]} {interval_text(r.strength, r.low, r.high)}" for r in found.itertuples())
+    over = f"{found['arms'].iloc[0]} arms, {counted(seeds, 'seed')}"
+    how = "intervals 95 %, arms and seeds resampled" if seeds > 1 else "no interval"
+    return f"Rank correlation with quality ({metric}), positive in the expected direction: {said} ({over}; {how})."
+
+
+def predictors_figure(found: Mapping[str, pd.DataFrame]) -> Figure:
     """Draw ``predictors`` of several experiments, by name: strength with its 95 % interval."""
-    names = {"relative_cost": ("cost", "large"), "noise_exposure": ("noise exposure", "small"),
-             "share_at_q_min": ("share of steps at q_min", "medium")}  # fmt: skip
-    with plt.rc_context(STYLE):
-        figure, ax = plt.subplots(figsize=(8, 1.2 + 0.62 * len(found)))
+    with drawing(figsize=(8, 1.2 + 0.62 * len(found))) as (figure, axes):
+        ax = axes[0, 0]
         for y, frame in zip(range(len(found))[::-1], found.values(), strict=True):
             for i, r in enumerate(frame.itertuples()):
-                label, color = names[r.predictor]
                 ax.errorbar(
                     r.strength, y - 0.2 * (i - 1), xerr=[[max(r.strength - r.low, 0)], [max(r.high - r.strength, 0)]],
-                    fmt="o", color=COLORS[color], capsize=2, markersize=5, label=label if y == 0 else None,
+                    fmt="o", color=COLORS[SHADES[r.predictor]], capsize=2, markersize=5,
+                    label=NAMES[r.predictor] if y == 0 else None,
                 )  # fmt: skip
         ax.axvline(0, color="#888888", linewidth=0.8)
         labels = [textwrap.fill(name, 42) for name in found]
@@ -124,41 +161,14 @@ def predictors_figure(found: Mapping[str, Any]) -> Figure:
         ax.set_xlim(-1.05, 1.05)
         ax.set_xlabel("rank correlation with quality (expected sign)")
         ax.legend(fontsize=8, loc="lower center", bbox_to_anchor=(0.4, 1.0), ncols=3)
-        figure.tight_layout()
-    plt.close(figure)
     return figure
 
 
-def predictors_section(rows: list[Row]) -> list[str]:
-    """What predicts the quality of a schedule, over all experiments that are large enough."""
-    found = predictors_by_title(rows)
-    if not found:
-        return []
-    words = {"better": " (better than cost)", "worse": " (worse than cost)", "undecided": " (undecided)"}
-    lines = [
-        f"<li>{html.escape(name)}: "
-        + "; ".join(
-            f"{r.predictor.replace('_', ' ')} {r.strength:.2f} [{r.low:.2f}, {r.high:.2f}]"
-            + ("" if r.predictor == "relative_cost" else words[r.verdict])
-            for r in frame.itertuples()
-        )
-        + "</li>"
-        for name, frame in found.items()
-    ]
-    return [
-        "<h2>What predicts the quality of a schedule?</h2>",
-        image_tag(predictors_figure(found), "rank correlations of three predictors with quality"),
-        f"<ul>{''.join(lines)}</ul>",
-    ]
-
-
-def show_predictors(found: dict[str, pd.DataFrame]) -> None:
-    """Print tables of ``predictors`` by name."""
-    for name, frame in found.items():
-        print(f"{name} ({frame.arms.iloc[0]} arms, {frame.seeds.iloc[0]} seeds)")
-        for r in frame.itertuples():
-            line = f"  {r.predictor:<15}{r.strength:5.2f} [{r.low:+.2f}, {r.high:+.2f}]"
-            if r.predictor != "relative_cost":
-                line += f"   minus cost {r.difference:+.2f} [{r.difference_low:+.2f}, {r.difference_high:+.2f}]"
-                line += f": {r.verdict}"
-            print(line)
+def sections(runs: pd.DataFrame) -> Iterator[Section]:
+    """Yield what predicts the quality of a schedule, over all experiments that are large enough."""
+    found = predictors_by_title(runs)
+    if found:
+        alt = "rank correlations of three predictors with quality"
+        note = "Positive in the expected direction: quality rises with cost, falls with noise and with time at q_min."
+        name = "What predicts the quality of a schedule?"
+        yield Section(name, (note,), predictors_figure(found), alt, summary(runs), "left")

@@ -1,4 +1,4 @@
-"""Tables, statistics and comparisons with the paper, from result rows alone. Needs no torch.
+"""Rows as one typed table: all that is asked of a run is a column here, so that nobody else opens a row.  No torch.
 
 >>> load(Path("nowhere.jsonl")).empty
 True
@@ -8,81 +8,160 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 import pandas as pd
 
-from cpt_core.analysis.metrics import MEASURES
-from cpt_core.paths import runs_dir
+from cpt_core.analysis.metrics import MAIN, METRICS
+from cpt_core.paths import ROOT, results_dir, runs_dir
 from cpt_core.schedules.profiles import SUITE
 from cpt_core.sweeps.stores import Row, load_rows, newest
 
 TYPES = {
     "arm": "string", "savings": "string", "seed": "Int64", "scale": "string", "task": "string", "dataset": "string",
-    "model": "string", "preset": "string", "recipe": "string", "q_min": "Int64", "q_max": "Int64",
+    "model": "string", "preset": "string", "recipe": "string", "q_min": "Int64", "q_max": "Int64", "q_grad": "Int64",
     "relative_cost": "float64", "noise_exposure": "float64", "share_at_q_min": "float64", "status": "string",
     "seconds": "float64", "steps": "Int64", "bitops": "float64", "device": "string", "started": "string",
     "commit": "string", "title": "string", "error": "string", "key": "string", "aggregation": "string",
+    "recipe_but_aggregation": "string", "recipe_but_cycles": "string", "recipe_but_length": "string",
+    "total_steps": "Int64", "n_cycles": "Int64", "lr": "float64", "learning_rates": "Int64", "kind": "string",
+    "start": "Int64", "stop": "Int64", "equal_cost": "bool", "bitops_per_op": "float64", "first_loss": "float64",
+    "last_loss": "float64", "valid": "float64", "data_checksum": "string", "dirty": "boolean", "torch": "string",
+    "store": "string",
 }  # fmt: skip
 
+EQUAL_COST_ARM = re.compile(r"^RR at |delayed [\d.]+ %$|, \d+ of \d+ steps$")  # arms that only equal cost needs
 
-def load(*stores: Path) -> pd.DataFrame:
+
+def load(*stores: Path, every_rate: bool = False) -> pd.DataFrame:
     """Return one typed line per run, the row that counts of every key, from the stores given or all under ``runs/``.
 
-    Columns: those of ``TYPES``, then the test metrics as float64 (see ``table``).
+    Args:
+        stores: files of rows.
+        every_rate: keep all runs where a recipe leaves the learning rate to be chosen; else those of ``tuned``.
+
+    Returns:
+        The columns of ``table``.
 
     Raises:
         ValueError: for a file that is no store, see ``load_rows``.
     """
-    files = stores or tuple(sorted(runs_dir().glob("*/*.jsonl")))
-    return table(newest(row for file in files for row in load_rows(Path(file))).values())
+    files = [Path(file) for file in stores or sorted(runs_dir().glob("*/*.jsonl"))]
+    found = table(newest({**row, "store": _place(file)} for file in files for row in load_rows(file)).values())
+    return found if every_rate else tuned(found)
+
+
+def committed(*names: str) -> pd.DataFrame:
+    """Return the runs of the stores under ``data/results`` with these names, such as "image_digits", or of all."""
+    there = {path.stem: path for path in sorted(results_dir().glob("*.jsonl"))}
+    unknown = [name for name in names if name not in there]
+    if unknown:
+        raise ValueError(f"no rows are kept under the name {unknown[0]!r}; choose from {', '.join(there)}")
+    return load(*(there[name] for name in names or there))
 
 
 def table(rows: Iterable[Row]) -> pd.DataFrame:
     """Return one line per run: arm, seed, settings, costs, status and the test metrics (NaN when it did not finish).
 
     Metrics at q_max bits are called by their name, such as "accuracy", and "accuracy_best_valid" at the best step on
-    held-out data; "_current" marks those at the bits of the step.
+    held-out data; "_current" marks those at the bits of the step. Those of ``METRICS`` are always there. Values are as
+    stored: accuracies are shares.
+
+    Some columns of ``TYPES``: ``recipe`` is a short name that the runs of one experiment share, ``recipe_but_...`` one
+    that leaves out what an experiment may vary; ``total_steps`` those of the recipe, ``steps`` those that ran;
+    ``learning_rates`` how many there are to choose from, ``valid`` the main metric on held-out data, by which they
+    are chosen; ``start`` and ``stop`` of a deficit (0 and 0 without one, missing where there are several windows or
+    the schedule is of another kind); ``equal_cost`` marks arms that only such an experiment has; ``first_loss`` and
+    ``last_loss`` of the training. The last column, ``evaluations``, holds lists of dicts: the curves.
     """
-    lines = []
-    for row in rows:
-        spec = row["spec"]
-        line = {
-            "arm": spec["arm"],
-            "savings": _savings(spec["arm"]),
-            "seed": spec["seed"],
-            "scale": spec["scale"],
-            "task": spec["recipe"]["task"],
-            "dataset": spec["recipe"]["dataset"],
-            "model": spec["recipe"]["model"],
-            "preset": spec["preset"],
-            "recipe": recipe_key(spec["recipe"]),
-            "q_min": spec["recipe"]["q_min"],
-            "q_max": spec["q_max"],
-            "relative_cost": row["relative_cost"],
-            "noise_exposure": row["noise_exposure"],
-            "share_at_q_min": _share_at_q_min(row),
-            "status": row["status"],
-            "seconds": row.get("seconds", float("nan")),
-            "steps": row.get("steps"),
-            "bitops": row.get("bitops", {}).get("paper", float("nan")),
-            "device": row.get("device", ""),
-            "started": row["provenance"]["started"],
-            "commit": row["provenance"]["commit"],
-            "title": row.get("title", ""),
-            "error": row.get("error", ""),
-            "key": row["key"],
-            "aggregation": spec["recipe"].get("aggregation", ""),
-        }
-        for m in row.get("metrics", []):
-            if m["split"] == "test":
-                suffix = {"final": "", "best_valid": "_best_valid", "best_test": "_best_test"}[m["when"]]
-                line[f"{m['name']}{suffix}" + ("" if m["precision"] == "q_max" else "_current")] = m["value"]
-        lines.append(line)
-    metrics = list(dict.fromkeys(name for line in lines for name in line if name not in TYPES))
-    return pd.DataFrame(lines, columns=[*TYPES, *metrics]).astype({**TYPES, **dict.fromkeys(metrics, "float64")})
+    lines = [{**_settings(row["spec"]), **_outcome(row), **_metrics(row)} for row in rows]
+    found = dict.fromkeys(name for line in lines for name in line if name not in (*TYPES, "evaluations"))
+    metrics = list(dict.fromkeys([*found, *METRICS]))
+    frame = pd.DataFrame(lines, columns=[*TYPES, *metrics, "evaluations"])
+    return frame.astype({**TYPES, **dict.fromkeys(metrics, "float64"), "evaluations": "object"})
+
+
+def _settings(spec: dict[str, Any]) -> dict[str, Any]:
+    """What the spec says of a run."""
+    recipe, schedule = spec["recipe"], spec["schedule"]
+    windows = schedule.get("windows", [None, None])
+    start, stop = windows[0] if len(windows) == 1 else (None, None) if windows else (0, 0)
+    return {
+        "arm": spec["arm"],
+        "savings": _savings(spec["arm"]),
+        "seed": spec["seed"],
+        "scale": spec["scale"],
+        "preset": spec["preset"],
+        "q_max": spec["q_max"],
+        "q_grad": spec["q_grad"],
+        **{name: recipe[name] for name in ("task", "dataset", "model", "q_min", "n_cycles", "lr")},
+        "recipe": _recipe_key(recipe),
+        "recipe_but_aggregation": _recipe_key(recipe, "aggregation"),
+        "recipe_but_cycles": _recipe_key(recipe, "n_cycles"),
+        "recipe_but_length": _recipe_key(recipe, "steps", "milestones", "evaluate_every"),
+        "total_steps": recipe["steps"],
+        "learning_rates": len(recipe.get("learning_rates", ())) or 1,
+        "aggregation": recipe.get("aggregation", ""),
+        "kind": schedule["kind"],
+        "start": start,
+        "stop": stop,
+        "equal_cost": EQUAL_COST_ARM.search(spec["arm"]) is not None,
+    }
+
+
+def _outcome(row: Row) -> dict[str, Any]:
+    """What a row says of a run but its spec and its metrics."""
+    nan, where = float("nan"), row["provenance"]
+    losses, bitops = row.get("loss") or [nan], row.get("bitops", {})
+    return {
+        **{name: row[name] for name in ("relative_cost", "noise_exposure", "status", "key")},
+        **{name: row.get(name, "") for name in ("title", "error", "device", "data_checksum", "store")},
+        "share_at_q_min": _share_at_q_min(row),
+        "seconds": row.get("seconds", nan),
+        "steps": row.get("steps"),
+        "bitops": bitops.get("paper", nan),
+        "bitops_per_op": bitops.get("per_op", nan),
+        "first_loss": losses[0],
+        "last_loss": losses[-1],
+        "started": where["started"],
+        "commit": where["commit"],
+        "dirty": where["dirty"],
+        "torch": where["versions"].get("torch", ""),
+        "evaluations": row.get("evaluations", []),
+    }
+
+
+def _metrics(row: Row) -> dict[str, float]:
+    """The test metrics of a row by the names of their columns, and the main one on held-out data as "valid"."""
+    main = MAIN.get(row["spec"]["recipe"]["task"], "accuracy")
+    out = {}
+    for m in row.get("metrics", []):
+        if m["split"] == "test":
+            suffix = {"final": "", "best_valid": "_best_valid", "best_test": "_best_test"}[m["when"]]
+            out[f"{m['name']}{suffix}" + ("" if m["precision"] == "q_max" else "_current")] = m["value"]
+        elif (m["name"], m["split"], m["when"], m["precision"]) == (main, "valid", "final", "q_max"):
+            out["valid"] = m["value"]
+    return out
+
+
+def tuned(runs: pd.DataFrame) -> pd.DataFrame:
+    """Keep the runs at the learning rate that is best for their arm, where a recipe leaves it to be chosen.
+
+    The choice is made per arm by the mean of the main metric over seeds on the validation set; the test set plays no
+    part in it. A rate at which nothing finished is not chosen. Runs of recipes with one learning rate are all kept.
+
+    Paper: section 4.4 (the learning rate of every schedule is chosen on held-out data).
+    """
+    arm = ["task", "recipe", "arm", "q_max", "preset", "scale"]
+    better = [METRICS[MAIN.get(task, "accuracy")].better for task in runs["task"]]
+    means = runs.assign(score=runs["valid"] * better).groupby([*arm, "lr"])["score"].mean().fillna(-float("inf"))
+    # ties, and arms of which nothing finished, take the smallest rate: it comes first
+    best = means.reset_index().sort_values("score", ascending=False, kind="stable").drop_duplicates(arm)
+    chosen = pd.MultiIndex.from_frame(runs[[*arm, "lr"]]).isin(pd.MultiIndex.from_frame(best[[*arm, "lr"]]))
+    return runs[chosen | (runs["learning_rates"] == 1)]
 
 
 def where(runs: pd.DataFrame, conditions: Iterable[str]) -> pd.DataFrame:
@@ -107,7 +186,8 @@ def text(runs: pd.DataFrame) -> str:
     if runs.empty:
         return "no rows"
     columns = "scale dataset model q_min q_max arm seed status relative_cost".split()
-    metrics = [m for name in MEASURES if name != "loss" for m in (name, f"{name}_best_valid") if m in runs]
+    known = [m for name in METRICS if name != "loss" for m in (name, f"{name}_best_valid") if m in runs]
+    metrics = [m for m in known if runs[m].notna().any()]
     shown = runs[[*columns, *metrics, "seconds", "key"]].round(
         {"relative_cost": 3, "seconds": 1, **dict.fromkeys(metrics, 4)}
     )
@@ -115,11 +195,16 @@ def text(runs: pd.DataFrame) -> str:
     return f"{shown.to_string(index=False)}\n\n{len(runs)} rows: {counts}"
 
 
-def recipe_key(recipe: dict[str, Any]) -> str:
-    """Return a short name of a recipe: rows of one experiment share it, also at several learning rates."""
-    if len(recipe.get("learning_rates", ())) > 1:
-        recipe = {k: v for k, v in recipe.items() if k != "lr"}
-    return hashlib.sha256(json.dumps(recipe, sort_keys=True).encode()).hexdigest()[:8]
+def _place(store: Path) -> str:
+    """Where a store is, from the project's folder on; of others the last two names."""
+    return store.relative_to(ROOT).as_posix() if store.is_relative_to(ROOT) else "/".join(store.parts[-2:])
+
+
+def _recipe_key(recipe: dict[str, Any], *but: str) -> str:
+    """Return a short name of a recipe without some fields; at several learning rates it is the same."""
+    left_out = {*but, "lr"} if len(recipe.get("learning_rates", ())) > 1 else set(but)
+    kept = {name: value for name, value in recipe.items() if name not in left_out}
+    return hashlib.sha256(json.dumps(kept, sort_keys=True).encode()).hexdigest()[:8]
 
 
 def _savings(arm: str) -> str:

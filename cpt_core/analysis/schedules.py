@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-import matplotlib.pyplot as plt
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
-from cpt_core.analysis.style import COLORS, STYLE
+from cpt_core.analysis.style import COLORS, drawing
 from cpt_core.schedules.make import make_schedule
 from cpt_core.schedules.profiles import SUITE
 from cpt_core.schedules.schedule import Schedule
@@ -33,10 +32,9 @@ def figure_2(
 
 def schedules(found: Mapping[str, Schedule], title: str = "") -> Figure:
     """Draw schedules by name: precision before and after rounding at every step."""
-    with plt.rc_context(STYLE):
-        columns = 2
-        rows = -(-len(found) // columns)
-        figure, axes = plt.subplots(rows, columns, figsize=(9, 1.55 * rows), sharex=True, sharey=True, squeeze=False)
+    columns = 2
+    rows = -(-len(found) // columns)
+    with drawing(rows, columns, figsize=(9, 1.55 * rows), sharex=True, sharey=True) as (figure, axes):
         for ax, (name, schedule) in zip(axes.flat, found.items(), strict=False):
             draw_schedule(ax, schedule)
             ax.set_title(name, fontsize=9)
@@ -47,8 +45,6 @@ def schedules(found: Mapping[str, Schedule], title: str = "") -> Figure:
         for ax in axes[:, 0]:
             ax.set_ylabel("bits")
         figure.suptitle(title, fontsize=11)
-        figure.tight_layout()
-    plt.close(figure)
     return figure
 
 

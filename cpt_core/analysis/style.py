@@ -1,12 +1,15 @@
-"""How figures look: colours, titles, pictures in a page."""
+"""How figures look: colours, labels, layout, titles."""
 
 from __future__ import annotations
 
-import base64
-import io
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
-from matplotlib.figure import Figure
+import matplotlib.pyplot as plt
+import pandas as pd
+
+from cpt_core.analysis.groups import title_of
 
 # colour-blind safe (Okabe and Ito)
 COLORS = {"large": "#D55E00", "medium": "#009E73", "small": "#0072B2", "static": "#222222"}
@@ -27,19 +30,27 @@ STYLE: Any = {
 }
 
 
-def figure_title(runs: Any, arms: Any) -> str:
-    """Return what a figure shows, at which scale, over how many seeds."""
-    scale = runs["scale"].iloc[0]
-    title = next((t for t in runs["title"] if t), runs["model"].iloc[0])
-    seeds = f"{runs['seed'].nunique()} seed" + "s" * (runs["seed"].nunique() > 1)
-    lost = int(arms.diverged.sum() + arms.failed.sum())
-    note = f"; {lost} runs diverged or failed" if lost else ""
-    warning = "smoke scale: not a result. " if scale == "smoke" else ""
-    return f"{warning}{title}, {scale} scale, {seeds}{note}"
+@contextmanager
+def drawing(rows: int = 1, columns: int = 1, **options: Any) -> Iterator[tuple[Any, Any]]:
+    """Yield a figure and its axes, an array (rows, columns), in our style; lay it out in the end.
+
+    The figure is closed, so that a notebook shows it once: as the value of its cell.
+    """
+    with plt.rc_context(STYLE):
+        figure, axes = plt.subplots(rows, columns, squeeze=False, **options)
+        try:
+            yield figure, axes
+            figure.tight_layout()
+        finally:
+            plt.close(figure)
 
 
-def image_tag(figure: Figure, alt: str) -> str:
-    """Return a figure as an HTML image that needs no other file."""
-    buffer = io.BytesIO()
-    figure.savefig(buffer, format="png", dpi=130)
-    return f"<img alt='{alt}' src='data:image/png;base64,{base64.b64encode(buffer.getvalue()).decode()}'>"
+def title(runs: pd.DataFrame, what: str = "") -> str:
+    """Return the title of a figure: what was trained and is shown, over how many seeds; a warning at smoke scale."""
+    warning = "smoke scale: not a result. " if runs["scale"].iloc[0] == "smoke" else ""
+    return f"{warning}{title_of(runs)}{what}, {counted(runs['seed'].nunique(), 'seed')}"
+
+
+def counted(n: int, word: str) -> str:
+    """Return a number and a word, in the plural where it needs one."""
+    return f"{n} {word}" + "s" * (n != 1)

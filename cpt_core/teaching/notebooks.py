@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
@@ -14,6 +15,7 @@ from typing import Any
 import nbformat
 import papermill
 from nbclient.exceptions import CellTimeoutError, DeadKernelError
+from nbconvert import HTMLExporter
 from tqdm.auto import tqdm
 
 from cpt_core.analysis import report
@@ -143,10 +145,24 @@ def _run(path: Path, values: dict[str, Any], folder: Path) -> Outcome:
     except (CellTimeoutError, DeadKernelError) as failure:
         error = f"{type(failure).__name__}: {failure}"
     seconds = round(time.monotonic() - started, 1)
-    page.write_text(report.notebook_page(nbformat.read(copy, as_version=4)))
+    page.write_text(notebook_page(nbformat.read(copy, as_version=4)))
     if not error:
         state.write_text(json.dumps({"key": key, "seconds": seconds}))
     return Outcome(path.stem, "failed" if error else "done", seconds, page, error)
+
+
+def notebook_page(book: nbformat.NotebookNode) -> str:
+    """Return an executed notebook as one HTML page that needs nothing from the network."""
+    exporter = HTMLExporter()
+    for url in ("mathjax_url", "require_js_url", "jquery_url", "jupyter_widgets_base_url", "widget_renderer_url"):
+        if exporter.has_trait(url):
+            setattr(exporter, url, "")
+    for cell in book.cells:  # sliders need a kernel: keep the static figure, drop the widget
+        for output in cell.get("outputs", []):
+            output.get("data", {}).pop("application/vnd.jupyter.widget-view+json", None)
+    book.metadata.pop("widgets", None)
+    text, _ = exporter.from_notebook_node(book)
+    return re.sub(r"<script[^>]*(src=\"https?:[^\"]*\"|type=\"module\")[^>]*>.*?</script>", "", text, flags=re.S)
 
 
 def _earlier(path: Path, folder: Path) -> list[Outcome]:

@@ -1,6 +1,5 @@
 """The command behind `make reproduce`, on a notebook small enough for a test."""
 
-import json
 import subprocess
 import sys
 
@@ -10,8 +9,8 @@ import pytest
 from nbformat.v4 import new_code_cell, new_markdown_cell, new_notebook
 
 from cpt_core.analysis import quality_cost
+from cpt_core.analysis.runs import committed
 from cpt_core.paths import results_dir
-from cpt_core.sweeps import stores
 from cpt_core.teaching import notebooks as reproduce
 from cpt_core.teaching.notebooks import estimate, notebooks
 
@@ -98,14 +97,13 @@ def test_report_of_real_rows(place, tmp_path):
     place("07_small.ipynb", "print(scale)")
     store = tmp_path / "runs" / "demo" / "image.jsonl"
     store.parent.mkdir(parents=True)
-    rows = stores.load_rows(results_dir() / "image_digits.jsonl")
-    store.write_text("".join(json.dumps(r) + "\n" for r in rows))
+    store.write_text((results_dir() / "image_digits.jsonl").read_text())
     _, index = reproduce.reproduce("demo", progress=False)
     page = index.read_text()
     assert page.count("data:image/png;base64,") == 3  # the three experiments of the committed rows
     assert "mlp6 on scikit-learn digits, 8 x 8, 600 steps, q_min 4" in page
     assert "resnet8_w8 on scikit-learn digits" in page
-    first = [r for r in rows if (r["spec"]["recipe"]["model"], r["spec"]["recipe"]["q_min"]) == ("mlp6", 3)]
+    first = committed("image_digits").query("model == 'mlp6' and q_min == 3")
     accuracy = quality_cost.by_arm(first).set_index("arm").loc["CR", "mean"]
     assert f"<td>{100 * accuracy:.1f}</td>" in page
     for text in (page, (index.parent / "07_small.html").read_text()):

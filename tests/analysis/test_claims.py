@@ -1,16 +1,17 @@
-"""The ledger of claims: its rules in both directions, its measures on rows with a known answer, its own honesty."""
+"""The claims of the paper: their rules in both directions, effects of runs with a known answer, their own honesty."""
 
 import numpy as np
 import pandas as pd
 import pytest
 
 from cpt_core.analysis import statistics
-from cpt_core.analysis.claims import CONFIRMED, CONTRADICTED, OPEN, claims, combined, judge, ledger, verdict
+from cpt_core.analysis.claims import CONFIRMED, CONTRADICTED, OPEN, claims, combined, judge, judged, summary, verdict
 from cpt_core.analysis.effects import Claim
+from cpt_core.analysis.runs import table
 from cpt_core.experiments import designs, grids
 from cpt_core.paths import paper_dir, results_dir
 from cpt_core.sweeps import stores
-from tests.unit.test_experiments import row_of
+from tests.helpers import row_of
 
 pytestmark = pytest.mark.filterwarnings("ignore::cpt_core.schedules.schedule.ShortCycleWarning")
 
@@ -67,14 +68,14 @@ def test_several_experiments():
     assert of(CONFIRMED, CONFIRMED, CONTRADICTED, test="predictor", domains="abc") == OPEN
 
 
-# --- measures -------------------------------------------------------------------------------------
+# --- effects --------------------------------------------------------------------------------------
 
 IDS = {claim.id: claim for claim in claims()}
 
 
 def entry(rows, name):
     """The entry of one claim, judged by made-up rows."""
-    return judge(IDS[name], [{**row, "store": "made_up.jsonl"} for row in rows])
+    return judge(IDS[name], table({**row, "store": "somewhere/made_up.jsonl"} for row in rows))
 
 
 def rows_of(specs, value, metric="accuracy"):
@@ -104,13 +105,13 @@ def test_arms_and_groups(sign):
 def test_a_claim_about_one_domain_reads_that_domain_only():
     images = by_arm(designs.quality_cost("demo", seeds=range(3)), {"static 8": 0.9})
     assert entry(images, "images_large").verdict(False) == CONFIRMED
-    assert entry(images, "entailment_large").effects == []
+    assert entry(images, "entailment_large").effects == ()
     assert entry(images, "entailment_large").verdicts() == ("open (not run)", "open (not run)")
 
 
 def test_smoke_runs_do_not_count_and_paper_rows_count_as_such():
     smoke = by_arm(designs.quality_cost("smoke", seeds=range(3)), {"static 8": 0.9})
-    assert entry(smoke, "images_large").effects == []
+    assert entry(smoke, "images_large").effects == ()
     paper = by_arm(designs.quality_cost("paper", "cifar10", q_max=[8]), {"static 8": 0.9})
     e = entry(paper, "images_large")
     assert (e.verdict(True), e.verdict(False)) == (CONFIRMED, OPEN)
@@ -125,7 +126,7 @@ def test_aggregation(gap, said):
     sage = designs.aggregation("demo", "digits-graph", "sage", seeds=range(3))
     rows = rows_of(sage, lambda s: 0.8 + gap * (s.recipe.aggregation == "fp"))
     assert entry(rows, "sage_aggregation").verdict(False) == (CONFIRMED if gap == 0 else CONTRADICTED)
-    assert entry(rows, "gcn_aggregation").effects == []
+    assert entry(rows, "gcn_aggregation").effects == ()
 
 
 @pytest.mark.parametrize(("six", "said"), [(11.0, CONFIRMED), (9.0, CONTRADICTED)])
@@ -219,7 +220,7 @@ def test_cycles(gap, said):
     rows = rows_of(specs, lambda s: 0.8 + gap * (s.recipe.n_cycles == 8))
     assert entry(rows, "cycles").verdict(False) == said
     only = [r for r in rows if r["spec"]["recipe"]["n_cycles"] == 8]
-    assert entry(only, "cycles").effects == []
+    assert entry(only, "cycles").effects == ()
 
 
 def test_costs_are_computed():
@@ -231,9 +232,12 @@ def test_costs_are_computed():
 
 def test_a_failed_sweep_is_no_evidence():
     rows = [{**r, "status": "failed", "metrics": []} for r in by_arm(designs.quality_cost("demo", seeds=range(3)), {})]
-    entries = ledger({"x": rows})
+    entries = judged(table(rows))
     assert [e.claim for e in entries] == claims()
     assert all(e.verdict(False) == OPEN for e in entries)
+    shown = summary(entries)
+    assert shown.claim.to_list() == [c.claim for c in claims()]
+    assert shown.evidence.map(type).eq(list).all()
 
 
 # --- the list -------------------------------------------------------------------------------------
@@ -253,15 +257,15 @@ def test_the_claims_are_complete_and_can_be_settled():
 
 
 def test_a_misspelt_claim_is_refused(monkeypatch):
-    table = pd.read_csv(paper_dir() / "claims.csv", keep_default_na=False)
-    table.loc[0, "measure"] = "guess"
-    monkeypatch.setattr(pd, "read_csv", lambda *a, **k: table)
+    listed = pd.read_csv(paper_dir() / "claims.csv", keep_default_na=False)
+    listed.loc[0, "measure"] = "guess"
+    monkeypatch.setattr(pd, "read_csv", lambda *a, **k: listed)
     with pytest.raises(ValueError, match="claim ptb_costs: unknown measure 'guess'; choose from arms"):
         claims()
 
 
 def test_the_committed_rows_are_judged_by_the_rules_alone():
-    """Recompute one effect of the committed rows here, without the ledger."""
+    """Recompute one effect of the committed rows here, without the module."""
     rows = stores.load_rows(results_dir() / "graph_facebook.jsonl")
     effect = next(e for e, _ in entry(rows, "gcn_aggregation").effects if "facebook" in e.experiment)
     value = {}

@@ -4,15 +4,20 @@ import pandas as pd
 import pytest
 from scipy import stats
 
-from cpt_core.analysis import aggregation, figures, metrics, quality_cost, schedules, style
-from cpt_core.analysis.runs import table
+from cpt_core.analysis import aggregation, figures, metrics, predictors, quality_cost, schedules, style
+from cpt_core.analysis.runs import committed, load, table, tuned
 from cpt_core.experiments import designs
 from cpt_core.paths import paper_dir
 from cpt_core.schedules.make import make_schedule
 from cpt_core.sweeps import stores
 
 
-def made_up(accuracy, seeds=(0, 1, 2), statics=(2, 5, 8), **changes):
+def made_up(accuracy, seeds=(0, 1, 2), statics=(2, 5, 8)):
+    """A table of ``rows_of``."""
+    return table(rows_of(accuracy, seeds, statics))
+
+
+def rows_of(accuracy, seeds=(0, 1, 2), statics=(2, 5, 8)):
     """Rows as a grid would leave them, with accuracies that are a known function of (arm, seed)."""
     rows = []
     for spec in designs.quality_cost("demo", static=statics, seeds=seeds):
@@ -22,7 +27,7 @@ def made_up(accuracy, seeds=(0, 1, 2), statics=(2, 5, 8), **changes):
             {"name": "accuracy", "split": "test", "when": "final", "precision": p, "bits": 8, "value": value}
             for p in ("q_max", "current")
         ]
-        rows.append({**row, **changes})
+        rows.append(row)
     return rows
 
 
@@ -48,12 +53,18 @@ def test_mean_and_deviation_by_arm():
 
 
 def test_lost_runs_are_counted_and_do_not_enter_the_mean():
-    rows = made_up(lambda arm, seed, cost: 0.5)
+    rows = rows_of(lambda arm, seed, cost: 0.5)
     rows[0] |= {"status": "diverged", "metrics": []}
     rows[1] |= {"status": "failed", "metrics": []}
-    first = quality_cost.by_arm(rows).iloc[0]
+    runs = table(rows)
+    first = quality_cost.by_arm(runs).iloc[0]
     assert (first["n"], first["diverged"], first["failed"], first["mean"]) == (1, 1, 1, 0.5)
-    assert "2 runs diverged or failed" in quality_cost.figure_3(rows).get_suptitle()
+    assert "2 runs diverged or failed" in quality_cost.figure_3(runs).get_suptitle()
+
+
+def cost_line(runs, **options):
+    """What the rank correlation says of cost."""
+    return predictors.rank_correlation(runs, **options).set_index("predictor").loc["relative_cost"]
 
 
 def test_correlation_against_scipy():
@@ -63,17 +74,30 @@ def test_correlation_against_scipy():
     def accuracy(arm, seed, cost):
         return cost + noise.setdefault((arm, seed), 0.3 * rng.normal())
 
-    rows = made_up(accuracy)
-    c = quality_cost.correlation(rows)
-    runs = table(rows)
+    runs = made_up(accuracy)
+    c = cost_line(runs)
     runs = runs[~runs.arm.isin(["static 2", "static 5"])]  # the ten schedules and the baseline
     means = runs.groupby("arm")[["relative_cost", "accuracy"]].mean()
-    assert c["rho"] == pytest.approx(stats.spearmanr(means.relative_cost, means.accuracy).statistic)
-    assert c["low"] <= c["rho"] <= c["high"]
-    assert (c["arms"], c["seeds"]) == (11, 3)
-    assert quality_cost.correlation(made_up(lambda arm, seed, cost: cost))["rho"] == pytest.approx(1)
-    assert np.isnan(quality_cost.correlation(made_up(lambda arm, seed, cost: cost, seeds=(0,)))["low"])
-    assert quality_cost.correlation(made_up(lambda arm, seed, cost: -cost))["rho"] == pytest.approx(-1)
+    assert c.strength == pytest.approx(stats.spearmanr(means.relative_cost, means.accuracy).statistic)
+    assert c.low <= c.strength <= c.high
+    assert (c.arms, c.seeds) == (11, 3)
+    assert cost_line(made_up(lambda arm, seed, cost: cost)).strength == pytest.approx(1)
+    assert cost_line(made_up(lambda arm, seed, cost: -cost)).strength == pytest.approx(-1)
+
+
+def test_correlation_of_little():
+    one = made_up(lambda arm, seed, cost: cost, seeds=(0,))
+    assert cost_line(one).strength == pytest.approx(1)
+    assert np.isnan(cost_line(one)[["low", "high"]].to_list()).all()
+    assert "cost +1.00, noise" in predictors.sentence(predictors.rank_correlation(one), "accuracy")
+    assert "(11 arms, 1 seed; no interval)" in predictors.sentence(predictors.rank_correlation(one), "accuracy")
+    alike = cost_line(made_up(lambda arm, seed, cost: 0.5))
+    assert np.isnan([alike.strength, alike.low, alike.high]).all()
+    apart = table(
+        r for r in rows_of(lambda arm, seed, cost: cost) if (r["spec"]["arm"] == "CR") == (r["spec"]["seed"] == 0)
+    )
+    assert cost_line(apart).strength == pytest.approx(1)  # no seed that all arms have: of what there is
+    assert np.isnan(cost_line(apart).low)
 
 
 def test_paired_differences():
@@ -85,43 +109,43 @@ def test_paired_differences():
 
 
 def test_mixed_experiments_are_refused():
-    rows = made_up(lambda arm, seed, cost: 0.5)
-    other = [dict(r) for r in rows]
-    other[0]["spec"] = {**other[0]["spec"], "scale": "paper"}
+    rows = rows_of(lambda arm, seed, cost: 0.5)
     with pytest.raises(ValueError, match="rows mix scales: demo, paper"):
-        quality_cost.by_arm(other)
-    other = [dict(r) for r in rows]
-    other[0]["spec"] = {**other[0]["spec"], "recipe": {**other[0]["spec"]["recipe"], "q_min": 4}}
+        quality_cost.by_arm(table([*changed(rows[:1], scale="paper"), *rows[1:]]))
     with pytest.raises(ValueError, match="rows mix q_mins: 3, 4"):
-        quality_cost.by_arm(other)
+        quality_cost.by_arm(table([*changed(rows[:1], {"q_min": 4}), *rows[1:]]))
     with pytest.raises(ValueError, match="there are no rows"):
-        quality_cost.by_arm([])
+        quality_cost.by_arm(table([]))
     with pytest.raises(ValueError, match="at least three arms"):
-        quality_cost.correlation([r for r in rows if r["spec"]["arm"] == "CR"])
+        predictors.rank_correlation(table(r for r in rows if r["spec"]["arm"] == "CR"))
 
 
 def test_comparison_puts_the_papers_number_beside_ours(tmp_path, monkeypatch):
-    table = pd.read_csv(paper_dir() / "numbers.csv")
-    table.loc[len(table)] = ["figure_3", "digits", "mlp6", "CR", 8, "accuracy", 61.5, "%", "made up for this test"]
-    table.to_csv(tmp_path / "numbers.csv", index=False)
+    paper = pd.read_csv(paper_dir() / "numbers.csv")
+    paper.loc[len(paper)] = ["figure_3", "digits", "mlp6", "CR", 8, "accuracy", 61.5, "%", "made up for this test"]
+    paper.to_csv(tmp_path / "numbers.csv", index=False)
     monkeypatch.setattr(quality_cost, "paper_dir", lambda: tmp_path)
-    rows = made_up(lambda arm, seed, cost: 0.6)
-    small = quality_cost.compare_with_paper(rows, "figure_3").set_index("arm")
+    rows = rows_of(lambda arm, seed, cost: 0.6)
+    small = quality_cost.compare_with_paper(table(rows)).set_index("arm")
     assert small.paper.isna().all()  # a small run is never put beside a number of the paper
     assert small.loc["RR", "place"] == "not in the paper"
-    out = quality_cost.compare_with_paper(changed(rows, scale="paper"), "figure_3").set_index("arm")
+    at_paper_scale = table(changed(rows, scale="paper"))
+    out = quality_cost.compare_with_paper(at_paper_scale).set_index("arm")
     assert out.loc["CR", "difference"] == pytest.approx(-1.5)
     assert out.loc["CR", "place"] == "made up for this test"
     assert np.isnan(out.loc["RR", "paper"])
     assert out.loc["RR", "place"] == "drawn, no number printed"
+    shown = quality_cost.summary(at_paper_scale).set_index("arm")
+    assert shown.loc["CR", ["accuracy %", "paper"]].to_list() == ["60.0", "61.5 (made up for this test)"]
+    assert quality_cost.compare_with_paper(at_paper_scale, "figure_4").paper.isna().all()
 
 
 def test_numbers_of_the_paper_say_where_they_stand():
-    table = pd.read_csv(paper_dir() / "numbers.csv")
-    assert len(table) > 10
-    assert table.place.str.len().gt(4).all()
-    assert table.value.notna().all()
-    known = table[(table.artefact == "table_1") & (table.arm == "no deficit")].set_index("dataset").value
+    paper = pd.read_csv(paper_dir() / "numbers.csv")
+    assert len(paper) > 10
+    assert paper.place.str.len().gt(4).all()
+    assert paper.value.notna().all()
+    known = paper[(paper.artefact == "table_1") & (paper.arm == "no deficit")].set_index("dataset").value
     assert known.to_dict() == {"cifar10": 92.23, "imagenet": 67.44}
 
 
@@ -148,10 +172,8 @@ def test_a_precision_that_fails_is_named_below_the_axis():
 
 
 def test_smoke_figures_say_what_they_are():
-    rows = made_up(lambda arm, seed, cost: 0.5)
-    for r in rows:
-        r["spec"] = {**r["spec"], "scale": "smoke"}
-    assert quality_cost.figure_3(rows).get_suptitle().startswith("smoke scale: not a result")
+    smoke = table(changed(rows_of(lambda arm, seed, cost: 0.5), scale="smoke"))
+    assert quality_cost.figure_3(smoke).get_suptitle().startswith("smoke scale: not a result")
     assert "not a result" not in quality_cost.figure_3(made_up(lambda arm, seed, cost: 0.5)).get_suptitle()
 
 
@@ -171,15 +193,15 @@ def test_correlation_takes_the_seeds_that_all_arms_have():
     def accuracy(arm, seed, cost):
         return cost + 0.1 * seed + 0.2 * (len(arm) * (seed + 1) % 3)
 
-    few, more = made_up(accuracy, seeds=(0, 1)), made_up(accuracy, seeds=(0, 1, 2, 3))
+    few, more = rows_of(accuracy, seeds=(0, 1)), rows_of(accuracy, seeds=(0, 1, 2, 3))
     extra = [r for r in more if r["spec"]["arm"] == "RR" and r["spec"]["seed"] > 1]
     for r in extra:
         r["metrics"][0]["value"] = 99.0
-    assert quality_cost.correlation(few + extra) == quality_cost.correlation(few)
+    assert cost_line(table(few + extra)).equals(cost_line(table(few)))
 
 
 def both_aggregations(gap=0.01, seeds=(0, 1, 2)):
-    """Rows of both aggregations; Q-Agg is ``gap`` better, whatever the seed."""
+    """Runs of both aggregations; Q-Agg is ``gap`` better, whatever the seed."""
     rows = []
     for spec in designs.aggregation("demo", bits=(2, 8), seeds=seeds):
         value = 0.8 + 0.02 * spec.seed + gap * (spec.recipe.aggregation == "quantized")
@@ -192,7 +214,7 @@ def both_aggregations(gap=0.01, seeds=(0, 1, 2)):
             {"name": "accuracy", "split": "test", "when": "final", "precision": "q_max", "bits": 8, "value": value}
         ]
         rows.append(row)
-    return rows
+    return table(rows)
 
 
 def test_aggregations_are_compared_seed_by_seed():
@@ -200,9 +222,10 @@ def test_aggregations_are_compared_seed_by_seed():
     assert found["difference"].to_numpy() == pytest.approx(np.full(6, 0.01))
     assert sorted(found["arm"].unique()) == ["static 2", "static 8"]
     with pytest.raises(ValueError, match="rows of both aggregations are needed, there are: fp"):
-        aggregation.aggregation_difference(
-            [r for r in both_aggregations() if r["spec"]["recipe"]["aggregation"] == "fp"]
-        )
+        aggregation.aggregation_difference(both_aggregations().query("aggregation == 'fp'"))
+    shown = aggregation.summary(both_aggregations())
+    assert shown["Q-Agg minus FP-Agg, points"].to_list() == ["+1.00", "+1.00"]
+    assert shown["seeds"].to_list() == [3, 3]
 
 
 def test_figure_5_shows_curves_and_paired_differences():
@@ -223,22 +246,20 @@ def test_figure_5_shows_curves_and_paired_differences():
 
 
 def test_quality_is_minus_perplexity():
-    rows = as_perplexity(made_up(lambda arm, seed, cost: 100 - 10 * cost + seed))
-    assert metrics.metric_of(rows) == "perplexity"
-    assert quality_cost.correlation(rows)["rho"] == pytest.approx(1)  # what costs more is better
-    arms = quality_cost.by_arm(rows)
+    runs = table(as_perplexity(rows_of(lambda arm, seed, cost: 100 - 10 * cost + seed)))
+    assert metrics.metric_of(runs) == "perplexity"
+    assert cost_line(runs).strength == pytest.approx(1)  # what costs more is better
+    arms = quality_cost.by_arm(runs)
     assert arms.set_index("arm").loc["static 8", "mean"] == pytest.approx(91)
     assert quality_cost.pareto(arms, better=-1).all()
     assert quality_cost.pareto(arms, better=1).sum() == 1  # the cheapest is the largest
-    assert quality_cost.compare_with_paper(rows, "figure_7").set_index("arm").loc["static 8", "ours"] == pytest.approx(
-        91
-    )
-    assert quality_cost.paired_difference(rows, "static 8", "static 2").to_list() == pytest.approx([-8.125] * 3)
+    assert quality_cost.compare_with_paper(runs).set_index("arm").loc["static 8", "ours"] == pytest.approx(91)
+    assert quality_cost.paired_difference(runs, "static 8", "static 2").to_list() == pytest.approx([-8.125] * 3)
 
 
 def test_figure_7_turns_the_axis():
-    rows = as_perplexity(made_up(lambda arm, seed, cost: 9e3 if arm == "static 2" else 100 - 10 * cost + seed))
-    ax = figures.figure_7(rows, front=True).axes[0]
+    rows = as_perplexity(rows_of(lambda arm, seed, cost: 9e3 if arm == "static 2" else 100 - 10 * cost + seed))
+    ax = figures.figure_7(table(rows), front=True).axes[0]
     low, high = ax.get_ylim()
     assert 200 > low > high > 80  # turned, and the arm that fails is not drawn
     assert "below the axis: static 2 bits 9000" in [t.get_text() for t in ax.texts]
@@ -249,9 +270,9 @@ def test_figure_7_turns_the_axis():
 
 
 def test_tasks_do_not_mix():
-    rows = made_up(lambda arm, seed, cost: 0.5, seeds=(0,))
+    rows = rows_of(lambda arm, seed, cost: 0.5, seeds=(0,))
     with pytest.raises(ValueError, match="rows mix tasks: image, language_model"):
-        quality_cost.by_arm(rows + as_perplexity(rows))
+        quality_cost.by_arm(table(rows + as_perplexity(rows)))
 
 
 # --- a learning rate per arm ----------------------------------------------------------------------
@@ -261,7 +282,7 @@ def at_rates(valid, test, rates=(0.1, 0.2, 0.3)):
     """Rows at several learning rates: accuracies are functions of (arm, rate)."""
     out = []
     for rate in rates:
-        part = changed(made_up(lambda *_: 0, seeds=(0, 1)), {"lr": rate, "learning_rates": list(rates)})
+        part = changed(rows_of(lambda *_: 0, seeds=(0, 1)), {"lr": rate, "learning_rates": list(rates)})
         for row in part:
             arm = row["spec"]["arm"]
             pairs = (("valid", valid(arm, rate)), ("test", test(arm, rate)))
@@ -276,13 +297,28 @@ def test_the_rate_is_chosen_per_arm_on_validation_data():
         valid=lambda arm, rate: 0.9 if rate == (0.1 if arm == "CR" else 0.3) else 0.5,
         test=lambda arm, rate: 1 - rate,  # would choose 0.1 for all
     )
-    kept = quality_cost.tuned(rows)
-    assert {(r["spec"]["arm"] == "CR", r["spec"]["recipe"]["lr"]) for r in kept} == {(True, 0.1), (False, 0.3)}
-    arms = quality_cost.by_arm(rows).set_index("arm")
+    kept = tuned(table(rows))
+    assert set(zip(kept.arm == "CR", kept.lr, strict=True)) == {(True, 0.1), (False, 0.3)}
+    arms = quality_cost.by_arm(kept).set_index("arm")
     assert (arms.loc["CR", "mean"], arms.loc["CR", "n"]) == (pytest.approx(0.9), 2)
     assert arms.loc["RR", "mean"] == pytest.approx(0.7)
-    assert quality_cost.paired_difference(rows, "CR", "RR").to_list() == pytest.approx([0.2, 0.2])
-    assert "3 seeds" not in quality_cost.figure_3(rows).get_suptitle()
+    assert quality_cost.paired_difference(kept, "CR", "RR").to_list() == pytest.approx([0.2, 0.2])
+    assert "2 seeds" in quality_cost.figure_3(kept).get_suptitle()
+
+
+def test_what_is_loaded_is_tuned(tmp_path):
+    rows = at_rates(valid=lambda arm, rate: rate, test=lambda arm, rate: rate)
+    store = tmp_path / "x.jsonl"
+    for number, row in enumerate(rows):
+        stores.append_row(store, {**row, "key": str(number)})
+    assert len(load(store, every_rate=True)) == 3 * len(load(store)) == len(rows)
+    assert set(load(store).lr) == {0.3}
+    assert set(load(store).store) == {f"{tmp_path.name}/x.jsonl"}
+
+
+def test_the_rate_is_chosen_where_less_is_better():
+    rows = as_perplexity(at_rates(valid=lambda arm, rate: rate, test=lambda arm, rate: rate))
+    assert set(tuned(table(rows)).lr) == {0.1}
 
 
 def test_a_rate_that_failed_is_not_chosen():
@@ -290,12 +326,21 @@ def test_a_rate_that_failed_is_not_chosen():
     for row in rows:
         if row["spec"]["recipe"]["lr"] == 0.3:
             row |= {"status": "diverged", "metrics": []}
-    assert {r["spec"]["recipe"]["lr"] for r in quality_cost.tuned(rows)} == {0.2}
+    assert set(tuned(table(rows)).lr) == {0.2}
     for row in rows:
         row |= {"status": "failed", "metrics": []}
-    assert {r["spec"]["recipe"]["lr"] for r in quality_cost.tuned(rows)} == {0.1}  # nothing to choose by
+    assert set(tuned(table(rows)).lr) == {0.1}  # nothing to choose by
 
 
 def test_one_rate_is_never_dropped():
-    rows = made_up(lambda arm, seed, cost: 0.5)
-    assert quality_cost.tuned(rows) == rows
+    runs = made_up(lambda arm, seed, cost: 0.5)
+    assert tuned(runs).equals(runs)
+
+
+def test_rows_that_are_kept_are_found_by_name():
+    assert len(committed("image_digits")) == 105
+    assert set(committed("language_ptb", "graph_cora").store) == {
+        "data/results/language_ptb.jsonl", "data/results/graph_cora.jsonl"
+    }  # fmt: skip
+    with pytest.raises(ValueError, match="no rows are kept under the name 'digits'; choose from cycles_digits"):
+        committed("digits")

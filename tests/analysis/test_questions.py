@@ -11,30 +11,15 @@ from cpt_core.analysis.runs import table
 from cpt_core.experiments import designs
 from cpt_core.paths import paper_dir
 from cpt_core.schedules import cost
+from tests.helpers import row_of
 
 pytestmark = pytest.mark.filterwarnings("ignore::cpt_core.schedules.schedule.ShortCycleWarning")
-PROVENANCE = {"started": "2026-01-01", "commit": "0" * 40, "dirty": False, "versions": {}}
 
 
 @pytest.fixture(autouse=True)
 def close_figures():
     yield
     plt.close("all")
-
-
-def row_of(spec, value, metric="accuracy", status="ok"):
-    """A row with one metric; BitOps as the schedule has them, of one product."""
-    bits = spec.schedule.bits()
-    point = {"split": "test", "when": "final", "precision": "q_max"}
-    curve = [{"step": t, "test": {metric: value * t / spec.recipe.steps}} for t in (0, spec.recipe.steps)]
-    return {
-        "key": spec.key, "spec": spec.to_dict(), "provenance": PROVENANCE, "status": status, "title": "made up",
-        "relative_cost": cost.relative_cost(bits, spec.q_max, spec.q_grad),
-        "noise_exposure": cost.noise_exposure(bits, spec.q_max),
-        "share_at_q_min": spec.schedule.share_at(spec.schedule.q_min),
-        "metrics": [{"name": metric, "value": value, **point}] if status == "ok" else [], "evaluations": curve,
-        "bitops": {"paper": cost.total_bitops(1, bits, spec.q_grad)} if status == "ok" else {}, "steps": len(bits),
-    }  # fmt: skip
 
 
 # --- intervals ------------------------------------------------------------------------------------
@@ -53,11 +38,10 @@ def test_interval_is_students():
 def test_a_group_counts_on_seeds_that_all_its_arms_have():
     specs = designs.quality_cost("demo", schedules=["RR", "RTH"], static=[8], seeds=[0, 1])
     rows = [row_of(s, {"RR": 0.5, "RTH": 0.7, "static 8": 0.9}[s.arm]) for s in specs]
-    rows = [r for r in rows if (r["spec"]["arm"], r["spec"]["seed"]) != ("RTH", 1)]
-    runs = table(rows)
+    runs = table(r for r in rows if (r["spec"]["arm"], r["spec"]["seed"]) != ("RTH", 1))
     assert quality_cost.of_arms(runs, "large", "accuracy").to_dict() == {0: pytest.approx(0.6)}
     assert quality_cost.of_arms(runs, "RR", "accuracy").to_dict() == {0: 0.5, 1: 0.5}
-    assert quality_cost.paired_difference(rows, "static 8", "large").to_dict() == {0: pytest.approx(0.3)}
+    assert quality_cost.paired_difference(runs, "static 8", "large").to_dict() == {0: pytest.approx(0.3)}
     with pytest.raises(ValueError, match="no rows for 'small'; there are RR, RTH, static 8"):
         quality_cost.of_arms(runs, "small", "accuracy")
 
@@ -84,9 +68,14 @@ def harm(spec, seed_noise=0.0):
 
 
 @pytest.fixture(scope="module")
-def deficits():
+def deficit_rows():
     specs = designs.deficit_scan("demo", "digits", seeds=[0, 1, 2])
     return [row_of(s, harm(s, 0.01 * s.seed)) for s in specs]
+
+
+@pytest.fixture(scope="module")
+def deficits(deficit_rows):
+    return table(deficit_rows)
 
 
 def test_deficits_against_their_controls(deficits):
@@ -111,26 +100,26 @@ def test_deficits_against_their_controls(deficits):
             assert r.worse == 3
 
 
-def test_runs_that_diverged_are_counted_not_averaged(deficits):
-    lost = next(r for r in deficits if (r["spec"]["arm"], r["spec"]["seed"]) == ("[0, 400) of 800", 1))
-    rows = [{**r, "status": "diverged", "metrics": []} if r is lost else r for r in deficits]
-    found = critical_periods.deficits(rows).set_index("arm").loc["[0, 400) of 800"]
+def test_runs_that_diverged_are_counted_not_averaged(deficit_rows):
+    lost = next(r for r in deficit_rows if (r["spec"]["arm"], r["spec"]["seed"]) == ("[0, 400) of 800", 1))
+    rows = [{**r, "status": "diverged", "metrics": []} if r is lost else r for r in deficit_rows]
+    found = critical_periods.deficits(table(rows)).set_index("arm").loc["[0, 400) of 800"]
     assert (found.n, found.diverged, found.worse) == (2, 1, 2)
     assert found["mean"] == pytest.approx(0.51)
 
 
 def test_less_is_better_for_a_perplexity():
     specs = designs.deficit_scan("demo", "pydoc", seeds=[0, 1])
-    rows = [row_of(s, 10 + len(s.schedule.windows), "perplexity") for s in specs]
-    found = critical_periods.deficits(rows)
+    runs = table(row_of(s, 10 + len(s.schedule.windows), "perplexity") for s in specs)
+    found = critical_periods.deficits(runs)
     assert (found[found.place != "none"].worse == 2).all()
     assert found[found.place != "none"].difference.tolist() == [1.0] * int((found.place != "none").sum())
-    assert len(critical_periods.figure_8(rows).axes) == 4
+    assert len(critical_periods.figure_8(runs).axes) == 4
 
 
 def test_where_one_training_serves_both_experiments():
     specs = designs.deficit_scan("demo", "digits-graph", seeds=[0])  # N = 100 steps, windows within 100 steps
-    found = critical_periods.deficits([row_of(s, harm(s)) for s in specs])
+    found = critical_periods.deficits(table(row_of(s, harm(s)) for s in specs))
     shared = found[found.arm == "no deficit, 100"]
     assert sorted(shared.experiment) == ["length", "window"]
     assert found[found.experiment == "length"].groupby("place").size().to_dict() == {"none": 4, "start": 3, "end": 3}
@@ -140,7 +129,7 @@ def test_where_one_training_serves_both_experiments():
 def test_two_deficits_at_the_start_of_different_experiments(dataset):
     """At smoke scale the one window lies at the start too; a deficit of the other kind makes training longer."""
     specs = designs.deficit_scan("smoke", dataset, seeds=[0])
-    found = critical_periods.deficits([row_of(s, harm(s)) for s in specs])
+    found = critical_periods.deficits(table(row_of(s, harm(s)) for s in specs))
     n = min(found.total)
     assert found[found.experiment == "length"].arm.tolist() == [
         f"no deficit, {n}", f"no deficit, {n + n // 2}", f"[0, {n // 2}) of {n + n // 2}",
@@ -151,28 +140,33 @@ def test_two_deficits_at_the_start_of_different_experiments(dataset):
     }  # fmt: skip
 
 
-def test_rows_of_other_kinds_are_refused(deficits):
+def test_rows_of_other_kinds_are_refused(deficit_rows):
     (other,) = designs.quality_cost("demo", schedules=["CR"], static=[], seeds=[0])
-    assert critical_periods.deficit_experiments([row_of(other, 0.9)]) == []
+    assert groups.deficit_groups(table([row_of(other, 0.9)])) == []
+    mixed = table([*deficit_rows, row_of(other, 0.9)])
     with pytest.raises(ValueError, match="rows of deficits with at most one window"):
-        critical_periods.deficits([*deficits, row_of(other, 0.9)])
-    (group,) = critical_periods.deficit_experiments([*deficits, row_of(other, 0.9)])
-    assert len(group) == len(deficits)
+        critical_periods.deficits(mixed)
+    (group,) = groups.deficit_groups(mixed)
+    assert len(group) == len(deficit_rows)
+    twice = {**deficit_rows[0], "spec": {**deficit_rows[0]["spec"]}}
+    twice["spec"]["schedule"] = {**twice["spec"]["schedule"], "windows": [[0, 10], [20, 30]]}
+    with pytest.raises(ValueError, match="rows of deficits with at most one window"):
+        critical_periods.deficits(table([*deficit_rows, twice]))
 
 
 @pytest.mark.parametrize(("dataset", "arms"), [("cifar10", 9), ("imagenet", 3)])
 def test_table_1_has_every_number_of_the_paper(dataset, arms):
     specs = designs.deficit_scan("paper", dataset, seeds=[0])
-    table = critical_periods.table_1([row_of(s, 0.9) for s in specs])
+    found = critical_periods.table_1(table(row_of(s, 0.9) for s in specs))
     paper = pd.read_csv(paper_dir() / "numbers.csv")
     paper = paper[(paper.artefact == "table_1") & (paper.dataset == dataset)].set_index("arm").value
-    known = table[table.paper.notna()]
+    known = found[found.paper.notna()]
     assert dict(zip(known.paper_arm, known.paper, strict=True)) == paper.to_dict()
     assert len(known) == len(paper) == arms
     assert (known["mean"] == 90).all()
     for r in known.itertuples():  # the arm really is what the table's name says
         assert r.paper_arm == "no deficit" or r.arm.startswith(f"{r.paper_arm} of")
-    demo = [row_of(s, 0.9) for s in designs.deficit_scan("demo", "cifar10", seeds=[0])]
+    demo = table(row_of(s, 0.9) for s in designs.deficit_scan("demo", "cifar10", seeds=[0]))
     assert critical_periods.table_1(demo).paper.isna().all()
 
 
@@ -191,7 +185,7 @@ def test_figure_8_draws_every_seed(deficits):
     last = [line for line in left.lines if line.get_label() == "low precision last"]
     assert list(last[0].get_ydata()) == pytest.approx([81, 71, 51, 11])
     lengths = {spec.key for spec in designs.deficit_length("demo", "digits", seeds=[0, 1, 2])}
-    only = [r for r in deficits if r["key"] in lengths]
+    only = deficits[deficits.key.isin(lengths)]
     assert len(critical_periods.figure_8(only).axes) == 2  # the length alone, and its learning curve
 
 
@@ -207,8 +201,12 @@ def equal_rows(seeds=range(4), **changes):
     return out
 
 
+def equal_runs(**changes):
+    return table(equal_rows(**changes))
+
+
 def test_equal_cost_compares_what_costs_the_same():
-    found = equal_cost.equal_cost(equal_rows()).set_index("arm")
+    found = equal_cost.equal_cost(equal_runs()).set_index("arm")
     assert found.index.tolist() == [
         "RR", "RR delayed 10 %", "ER, 290 of 600 steps", "static 8, 238 of 600 steps", "static 4, 571 of 600 steps"
     ]  # fmt: skip
@@ -219,43 +217,48 @@ def test_equal_cost_compares_what_costs_the_same():
 
 
 def test_two_budgets_are_kept_apart():
-    rows = equal_rows() + equal_rows(budget=0.546875, delay=0.2)
-    found = equal_cost.equal_cost(rows)
+    runs = table(equal_rows() + equal_rows(budget=0.546875, delay=0.2))
+    found = equal_cost.equal_cost(runs)
     second = found[found.base == "RR at 0.547"].set_index("arm")
     assert second.index.tolist() == [
         "RR at 0.547", "RR at 0.547 delayed 20 %", "ER, 400 of 600 steps", "static 8, 328 of 600 steps", "static 5"
     ]  # fmt: skip
     assert second.spent.between(0.99, 1.001).all()
     assert len(found[found.base == "RR"]) == 5
-    assert len(equal_cost.equal_cost_figure(rows).axes) == 2
+    assert len(equal_cost.equal_cost_figure(runs).axes) == 2
     with pytest.raises(ValueError, match="no rows of RR"):
-        equal_cost.equal_cost([r for r in rows if not r["spec"]["arm"].startswith("RR")])
+        equal_cost.equal_cost(runs[~runs.arm.str.startswith("RR")])
 
 
 def test_equal_cost_of_a_perplexity_is_positive_when_better():
-    rows = [
-        row_of(s, 12.0 if s.arm == "RR" else 10.0, "perplexity")
-        for s in designs.equal_cost("demo", "pydoc", seeds=[0, 1])
-    ]
-    found = equal_cost.equal_cost(rows)
+    specs = designs.equal_cost("demo", "pydoc", seeds=[0, 1])
+    found = equal_cost.equal_cost(table(row_of(s, 12.0 if s.arm == "RR" else 10.0, "perplexity") for s in specs))
     assert (found[found.arm != "RR"].difference == 2.0).all()
 
 
-def test_quality_against_cost_leaves_them_out(deficits):
-    rows = [*deficits, *equal_rows()]
-    (group,) = groups.experiments(rows)
-    assert {r["spec"]["arm"] for r in group} == {"RR", "static 8"}
-    assert len(equal_cost.equal_cost_experiments(rows)) == 1
-    assert equal_cost.equal_cost_experiments(group) == []
+def test_quality_against_cost_leaves_them_out(deficit_rows):
+    runs = table([*deficit_rows, *equal_rows()])
+    (group,) = groups.quality_cost_groups(runs)
+    assert set(group.arm) == {"RR", "static 8"}
+    assert len(groups.equal_cost_groups(runs)) == 1
+    assert groups.equal_cost_groups(group) == []
+
+
+def test_what_is_at_paper_scale_comes_first():
+    small = [row_of(s, 0.5) for s in designs.quality_cost("demo", schedules=["CR"], static=[8], seeds=[0])]
+    large = [row_of(s, 0.5) for s in designs.quality_cost("paper", "cifar10", schedules=["CR"], q_max=[8], seeds=[0])]
+    assert [g.scale.iloc[0] for g in groups.quality_cost_groups(table(small + large))] == ["paper", "demo"]
+    (top,) = groups.top_groups(table(small))
+    assert top.arm.to_list() == ["static 8"]
 
 
 # --- predictors -----------------------------------------------------------------------------------
 
 
-def quality_rows(quality, seeds=range(3), **changes):
-    """Rows whose accuracy is a function of the schedule, the same for all seeds."""
+def quality_runs(quality, seeds=range(3), **changes):
+    """Runs whose accuracy is a function of the schedule, the same for all seeds."""
     specs = designs.quality_cost("demo", "digits", seeds=seeds, **changes)
-    return [row_of(s, 0.5 + quality(s) + 1e-4 * s.seed) for s in specs]
+    return table(row_of(s, 0.5 + quality(s) + 1e-4 * s.seed) for s in specs)
 
 
 def by_cost(spec):
@@ -267,52 +270,54 @@ def by_noise(spec):
 
 
 def test_predictors_find_what_decides():
-    cheap = predictors.predictors(quality_rows(by_cost)).set_index("predictor")
-    noisy = predictors.predictors(quality_rows(by_noise)).set_index("predictor")
+    cheap = predictors.predictors(quality_runs(by_cost)).set_index("predictor")
+    noisy = predictors.predictors(quality_runs(by_noise)).set_index("predictor")
     assert cheap.strength["relative_cost"] == pytest.approx(1)
     assert noisy.strength["noise_exposure"] == pytest.approx(1)
     assert cheap.verdict["noise_exposure"] == "worse"
     assert noisy.verdict["noise_exposure"] == "better"
     assert (cheap.arms == 11).all()
     assert (noisy.seeds == 3).all()
-    reverse = predictors.predictors(quality_rows(lambda s: -by_cost(s))).set_index("predictor")
+    reverse = predictors.predictors(quality_runs(lambda s: -by_cost(s))).set_index("predictor")
     assert reverse.strength["relative_cost"] == pytest.approx(-1)
 
 
 def test_strength_is_spearmans():
     rng = np.random.default_rng(3)
     noise = {s.key: rng.normal(0, 0.02) for s in designs.quality_cost("demo", "digits", seeds=range(3))}
-    rows = quality_rows(lambda s: by_cost(s) + noise[s.key])
-    found = predictors.predictors(rows).set_index("predictor")
-    runs = table(rows)
+    runs = quality_runs(lambda s: by_cost(s) + noise[s.key])
+    found = predictors.predictors(runs).set_index("predictor")
+    static = predictors.predictors(runs, static=True)
+    assert (static.arms == 10 + 6).all()  # 3 to 8 bits; 2 is below q_min
     runs = runs[~runs.arm.isin([f"static {b}" for b in range(2, 8)])]
     means = runs.groupby("arm").accuracy.mean()
     for name, sign in (("relative_cost", 1), ("noise_exposure", -1), ("share_at_q_min", -1)):
         x = runs.groupby("arm")[name].first()
         assert found.strength[name] == pytest.approx(sign * stats.spearmanr(x, means).statistic)
         assert found.low[name] <= found.strength[name] <= found.high[name]
-    static = predictors.predictors(rows, static=True)
-    assert (static.arms == 10 + 6).all()  # 3 to 8 bits; 2 is below q_min
 
 
 def test_too_little_for_a_prediction():
     with pytest.raises(ValueError, match="ten arms and two seeds are needed, there are 11 and 1"):
-        predictors.predictors(quality_rows(by_cost, seeds=[0]))
-    few = quality_rows(by_cost, schedules=["CR", "RR"])
+        predictors.predictors(quality_runs(by_cost, seeds=[0]))
+    few = quality_runs(by_cost, schedules=["CR", "RR"])
     with pytest.raises(ValueError, match="there are 3 and 3"):
         predictors.predictors(few)
-    alike = [row_of(s, 0.5) for s in designs.quality_cost("demo", "digits", seeds=[0, 1])]
+    alike = table(row_of(s, 0.5) for s in designs.quality_cost("demo", "digits", seeds=[0, 1]))
     with pytest.raises(ValueError, match="all arms have the same accuracy; there is nothing to rank"):
         predictors.predictors(alike)
-    enough = [row_of(s, 0.5 + by_cost(s)) for s in designs.quality_cost("demo", "digits-graph", seeds=[0, 1])]
-    assert list(predictors.predictors_by_title(few + enough)) == ["made up, demo scale"]
+    rows = [row_of(s, 0.5) for s in designs.quality_cost("demo", "digits", schedules=["CR", "RR"], seeds=[0])]
+    rows += [row_of(s, 0.5 + by_cost(s)) for s in designs.quality_cost("demo", "digits-graph", seeds=[0, 1])]
+    assert list(predictors.predictors_by_title(table(rows))) == ["made up, demo scale"]
+    assert predictors.summary(table(rows)).experiment.to_list() == ["made up"] * 3
     assert predictors.predictors_by_title(few) == {}
+    assert predictors.summary(few).empty
 
 
 def test_figure_of_predictors():
     found = {
-        "one": predictors.predictors(quality_rows(by_cost)),
-        "two": predictors.predictors(quality_rows(by_noise)),
+        "one": predictors.predictors(quality_runs(by_cost)),
+        "two": predictors.predictors(quality_runs(by_noise)),
     }
     (ax,) = predictors.predictors_figure(found).axes
     assert [t.get_text() for t in ax.get_yticklabels()] == ["one", "two"]

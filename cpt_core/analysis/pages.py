@@ -1,0 +1,84 @@
+"""Tables and pages for people: a table is made once and shown on a terminal, in Markdown or in HTML.
+
+>>> print(terminal(pd.DataFrame({"arm": ["CR", "static 8"], "cost": ["0.63", "1.00"]})))
+arm       cost
+CR        0.63
+static 8  1.00
+"""
+
+from __future__ import annotations
+
+import base64
+import io
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import jinja2
+import pandas as pd
+from markupsafe import Markup, escape
+from matplotlib.figure import Figure
+
+
+@dataclass(frozen=True)
+class Section:
+    """A part of a page.
+
+    Attributes:
+        title: its heading.
+        notes: paragraphs; words between backticks are set as code.
+        figure: stands in the page itself, no other file is needed.
+        alt: what the figure shows, in words.
+        table: a cell that is a list is folded up behind its length.
+        style: classes of the table: "left" aligns everything left.
+        points: a list of (text, place).
+    """
+
+    title: str
+    notes: tuple[str, ...] = ()
+    figure: Figure | None = None
+    alt: str = ""
+    table: pd.DataFrame | None = None
+    style: str = ""
+    points: tuple[tuple[str, str], ...] = ()
+
+
+def terminal(frame: pd.DataFrame) -> str:
+    """Return a table as text, its first column aligned left and the others right."""
+    lines = [list(map(str, line)) for line in (frame.columns, *frame.itertuples(index=False, name=None))]
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    padded = ([w.rjust(n) if i else w.ljust(n) for i, (w, n) in enumerate(zip(x, widths, strict=True))] for x in lines)
+    return "\n".join("  ".join(line).rstrip() for line in padded)
+
+
+def markdown(frame: pd.DataFrame) -> str:
+    """Return a table in Markdown."""
+    lines = [frame.columns, ["---"] * len(frame.columns), *frame.itertuples(index=False, name=None)]
+    return "\n".join(f"| {' | '.join(map(str, line))} |" for line in lines)
+
+
+def render(template: str, **values: Any) -> str:
+    """Fill in one of the templates beside this file; what goes into HTML is escaped."""
+    environment = jinja2.Environment(
+        loader=jinja2.FileSystemLoader(Path(__file__).parent),
+        autoescape=lambda name: name is not None and name.endswith(".html.j2"),
+        undefined=jinja2.StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        keep_trailing_newline=True,
+    )
+    environment.filters |= {"code": _code, "picture": _picture, "markdown": markdown}
+    return environment.get_template(template).render(values)
+
+
+def _code(text: str) -> Markup:
+    """Escape a text and set the words between backticks as code."""
+    return Markup(re.sub(r"``?([^`]+)``?", r"<code>\1</code>", str(escape(text))))
+
+
+def _picture(figure: Figure) -> str:
+    """Return a figure as the address of an image that needs no other file."""
+    buffer = io.BytesIO()
+    figure.savefig(buffer, format="png", dpi=130)
+    return f"data:image/png;base64,{base64.b64encode(buffer.getvalue()).decode()}"

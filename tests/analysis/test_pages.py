@@ -1,0 +1,63 @@
+"""Tables and pages: one table, three ways to show it."""
+
+import pandas as pd
+import pytest
+from jinja2 import UndefinedError
+from markupsafe import Markup
+from matplotlib.figure import Figure
+
+from cpt_core.analysis.metrics import METRICS, Metric, interval_text
+from cpt_core.analysis.pages import Section, markdown, render, terminal
+from cpt_core.analysis.style import counted
+
+FRAME = pd.DataFrame({"arm": ["CR", "static 8"], "n": [3, 12]})
+
+
+def page(*sections):
+    return render("page.html.j2", title="T", notes=[], sections=sections)
+
+
+def test_a_table_on_a_terminal_and_in_markdown():
+    assert terminal(FRAME) == "arm        n\nCR         3\nstatic 8  12"
+    assert markdown(FRAME) == "| arm | n |\n| --- | --- |\n| CR | 3 |\n| static 8 | 12 |"
+
+
+def test_a_table_on_a_page():
+    shown = page(Section("numbers", table=FRAME, style="left"))
+    assert "<th>arm</th><th>n</th>" in shown
+    assert "<tr><td>static 8</td><td>12</td></tr>" in shown
+    assert '<table class="left">' in shown
+
+
+def test_what_goes_into_a_page_is_escaped():
+    frame = pd.DataFrame({"<a>": ["<b>", Markup("<i>as it is</i>")]}, dtype=object)
+    shown = page(Section("<h>", ("a `<code>` & more",), table=frame, points=(("<p>", "<q>"),)))
+    assert not any(tag in shown for tag in ("<a>", "<b>", "<h>", "<p><", "<q>"))
+    assert "<p>a <code>&lt;code&gt;</code> &amp; more</p>" in shown
+    assert "<td><i>as it is</i></td>" in shown
+
+
+def test_a_list_in_a_table_is_folded_up():
+    frame = pd.DataFrame({"claim": ["x", "y"], "evidence": [["one", "two"], []]})
+    shown = page(Section("claims", table=frame))
+    assert "<summary>2 effects</summary><ul><li>one</li><li>two</li></ul>" in shown
+    assert shown.count("<details>") == 1
+
+
+def test_a_figure_stands_in_the_page_and_says_what_it_shows():
+    shown = page(Section("figure", figure=Figure(), alt="nothing at all"), Section("none"))
+    assert shown.count("<img") == 1
+    assert "<img alt='nothing at all' src='data:image/png;base64,iVBOR" in shown
+
+
+def test_a_page_without_all_of_its_values_is_refused():
+    with pytest.raises(UndefinedError, match="'sections' is undefined"):
+        render("page.html.j2", title="T", notes=[])
+
+
+def test_numbers_in_words():
+    assert METRICS["accuracy"].text([0.123, float("nan")]) == ["12.3", "–"]
+    lines = pd.DataFrame({"difference": [0.5, 0.5, float("nan")], "low": [0.25, *[float("nan")] * 2], "high": 0.75})
+    assert Metric("x", factor=2.0).intervals(lines) == ["+1.0 [+0.5, +1.5]", "+1.0", ""]
+    assert interval_text(-0.5, -1, 0) == "-0.50 [-1.00, +0.00]"
+    assert [counted(n, "seed") for n in (0, 1, 2)] == ["0 seeds", "1 seed", "2 seeds"]
