@@ -145,8 +145,7 @@ def sentence(found: pd.DataFrame, metric: str) -> str:
 
 def predictors_figure(found: Mapping[str, pd.DataFrame]) -> Figure:
     """Draw ``predictors`` of several experiments, by name: strength with its 95 % interval."""
-    with drawing(figsize=(8, 1.2 + 0.62 * len(found))) as (figure, axes):
-        ax = axes[0, 0]
+    with drawing(figsize=(8, 1.2 + 0.62 * len(found))) as (figure, ((ax,),)):
         for y, frame in zip(range(len(found))[::-1], found.values(), strict=True):
             for i, r in enumerate(frame.itertuples()):
                 ax.errorbar(

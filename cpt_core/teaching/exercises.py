@@ -13,9 +13,12 @@ from typing import Any
 
 import matplotlib.pyplot as plt
 import numpy as np
+import pandas as pd
 from matplotlib.figure import Figure
 
-from cpt_core.analysis import schedules, style
+from cpt_core.analysis import schedules
+from cpt_core.analysis.pages import terminal
+from cpt_core.analysis.style import drawing
 from cpt_core.paths import results_dir
 from cpt_core.schedules.make import make_schedule
 from cpt_core.schedules.profiles import SUITE
@@ -54,6 +57,11 @@ def reveal(question: str, answer: str, because: str) -> None:
     choice = _predictions.get(question, "")
     verdict = "" if not choice else ("  You were right." if choice == answer else f"  You said {choice}.")
     print(f"{question}: the answer is {answer}.{verdict}\n{because}")
+
+
+def show(frame: pd.DataFrame) -> None:
+    """Print a table."""
+    print(terminal(frame))
 
 
 def check(exercise: str, attempt: Any, right: Callable[[Any], bool], hint: str) -> None:
@@ -102,15 +110,13 @@ def explore_schedule(total_steps: int = 800) -> Any:
         except ValueError as error:
             print(error)
             return plt.figure()
-        with plt.rc_context(style.STYLE):
-            figure, ax = plt.subplots(figsize=(8, 2.4))
+        with drawing(figsize=(8, 2.4)) as (figure, ((ax,),)):
             schedules.draw_schedule(ax, schedule)
             ax.set(xlabel="training step", ylabel="bits")
             ax.set_title(
                 f"{name}: relative cost {schedule.relative_cost():.3f}, noise exposure {schedule.noise_exposure():.0f}",
                 fontsize=10,
             )
-        plt.close(figure)
         return figure
 
     try:

@@ -19,10 +19,14 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
+import pandas as pd
+
+from cpt_core.analysis.runs import table, tuned
 from cpt_core.experiments.detection import VOC_YEARS
 from cpt_core.experiments.graph import OGB_GRAPHS
 from cpt_core.experiments.recipe import PRESETS, SCALES, is_own
 from cpt_core.experiments.recipes import recipe
+from cpt_core.experiments.spec import RunSpec
 from cpt_core.schedules.profiles import SUITE
 from cpt_core.sweeps.stores import store_path
 
@@ -85,7 +89,7 @@ PARAMETERS: dict[str, Parameter] = {
 
 @dataclass(frozen=True)
 class Parameters:
-    """Checked parameters, as attributes, and the store that runs of this scale go to."""
+    """Checked parameters, as attributes, and the store that runs of this scale and task go to."""
 
     values: dict[str, Any]
     store: Path
@@ -96,6 +100,24 @@ class Parameters:
             return self.__dict__["values"][name]
         except KeyError:
             raise AttributeError(f"there is no parameter {name!r}") from None
+
+    def run(self, specs: Sequence[RunSpec]) -> pd.DataFrame:
+        """Run what the store of this scale does not hold yet and return a typed line per run (``analysis.runs.table``).
+
+        Smoke runs go one by one in this process; others in processes of their own, ``workers`` at a time, with a line
+        that shows how far they are. Where the learning rate is chosen, the runs at the chosen one are returned.
+
+        Args:
+            specs: of one task; none are an empty table.
+        """
+        if not specs:
+            return table([])
+        from cpt_core.sweeps.sweep import run_grid  # needs torch
+
+        smoke = self.scale == "smoke"
+        workers = 0 if smoke else self.values.get("workers")
+        store = self.store.with_name(f"{specs[0].recipe.task}.jsonl")
+        return tuned(table(run_grid(specs, store, workers=workers, progress=not smoke)))
 
 
 def check_parameters(task: str = "image", /, **given: Any) -> Parameters:

@@ -9,7 +9,7 @@ import numpy as np
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
-from cpt_core.analysis.style import COLORS, STYLE
+from cpt_core.analysis.style import COLORS, drawing
 
 # where pictures have boxes of their own, and where a model finds some: x1, y1, x2, y2 in pixels, and a word
 Boxes = Sequence[tuple[Sequence[float], str]]
@@ -18,27 +18,24 @@ Boxes = Sequence[tuple[Sequence[float], str]]
 def pictures_with_boxes(pictures: Sequence[np.ndarray], rows: Mapping[str, Sequence[Boxes]]) -> Figure:
     """Draw pictures, uint8 (H, W, 3), once per row, with the boxes that each row gives for each of them."""
     colors = [COLORS["medium"], COLORS["large"], COLORS["small"]]
-    with plt.rc_context({**STYLE, "axes.grid": False}):
-        shape = (len(rows), len(pictures))
-        figure, axes = plt.subplots(*shape, figsize=(2.2 * shape[1], 2.3 * shape[0]), squeeze=False)
+    shape = (len(rows), len(pictures))
+    with drawing(*shape, figsize=(2.2 * shape[1], 2.3 * shape[0])) as (figure, axes):
         for line, (name, boxes), color in zip(axes, rows.items(), colors, strict=False):
             line[0].set_ylabel(name, fontsize=9)
             for ax, picture, here in zip(line, pictures, boxes, strict=True):
                 ax.imshow(picture)
                 ax.set(xticks=[], yticks=[], frame_on=False)
+                ax.grid(visible=False)
                 for (x1, y1, x2, y2), word in here:
                     ax.add_patch(plt.Rectangle((x1, y1), x2 - x1, y2 - y1, fill=False, color=color, linewidth=1.6))
                     ax.text(x1, y1 - 1, word, color=color, fontsize=8, va="bottom")
-        figure.tight_layout()
-    plt.close(figure)
     return figure
 
 
 def staircase(bits: Sequence[int] = (2, 3, 4)) -> Figure:
     """Draw the quantiser: value in, value out, on a range from -1 to 1."""
     x = np.linspace(-1, 1, 801)
-    with plt.rc_context(STYLE):
-        figure, axes = plt.subplots(1, len(bits), figsize=(3.1 * len(bits), 3), sharey=True, squeeze=False)
+    with drawing(1, len(bits), figsize=(3.1 * len(bits), 3), sharey=True) as (figure, axes):
         for ax, q in zip(axes[0], bits, strict=True):
             n = 2**q - 1
             ax.plot(x, x, color="#999999", linewidth=1)
@@ -46,20 +43,15 @@ def staircase(bits: Sequence[int] = (2, 3, 4)) -> Figure:
             ax.set_title(f"{q} bits: {n + 1} levels", fontsize=10)
             ax.set_xlabel("value")
         axes[0][0].set_ylabel("quantised value")
-        figure.tight_layout()
-    plt.close(figure)
     return figure
 
 
 def training_curve(losses: Sequence[float], bits: Sequence[int]) -> Figure:
     """Draw the training loss over the bits of every step."""
-    with plt.rc_context(STYLE):
-        figure, (upper, lower) = plt.subplots(2, 1, figsize=(8, 4), sharex=True, height_ratios=(2, 1))
+    with drawing(2, figsize=(8, 4), sharex=True, height_ratios=(2, 1)) as (figure, ((upper,), (lower,))):
         upper.plot(losses, color=COLORS["static"], linewidth=1)
         upper.set_ylabel("training loss")
         lower.step(range(len(bits)), bits, where="post", color=COLORS["medium"])
         lower.set(xlabel="training step", ylabel="bits")
         lower.yaxis.set_major_locator(MaxNLocator(integer=True))
-        figure.tight_layout()
-    plt.close(figure)
     return figure
