@@ -1,0 +1,68 @@
+"""``P.run``: what the cell of an experiment does not have to say."""
+
+import pytest
+
+from cpt_core.experiments import designs
+from cpt_core.sweeps import stores, sweep
+from cpt_core.teaching.exercises import show
+from cpt_core.teaching.parameters import check_parameters
+
+
+@pytest.fixture
+def asked(monkeypatch):
+    """What ``run_grid`` is asked for, instead of running it."""
+    calls = []
+    monkeypatch.setattr(sweep, "run_grid", lambda *given, **options: calls.append((*given, options)) or [])
+    return calls
+
+
+def test_runs_come_back_as_a_table():
+    parameters = check_parameters(scale="smoke")
+    specs = designs.quality_cost("smoke", schedules=["CR"], static=[8], seeds=[0], steps=8, n_cycles=1)
+    runs = parameters.run(specs)
+    assert runs.arm.to_list() == ["CR", "static 8"]
+    assert runs.accuracy.between(0, 1).all()
+    assert (runs.first_loss > 0).all()
+    assert [row["key"] for row in stores.load_rows(parameters.store)] == runs.key.to_list()
+
+
+def test_nothing_to_run(asked):
+    assert check_parameters(scale="smoke").run([]).empty
+    assert asked == []
+
+
+@pytest.mark.parametrize(
+    ("given", "workers", "progress"),
+    [
+        ({"scale": "smoke", "workers": 3}, 0, False),
+        ({"scale": "demo", "workers": 3}, 3, True),
+        ({"scale": "demo"}, None, True),
+    ],
+)
+def test_how_runs_are_run(given, workers, progress, asked, monkeypatch, tmp_path):
+    monkeypatch.setenv("CPT_RUNS_DIR", str(tmp_path))
+    parameters = check_parameters("language_model", **given)
+    nodes = designs.quality_cost(given["scale"], "digits-graph", schedules=["CR"], static=[], seeds=[0])
+    assert parameters.run(nodes).empty
+    ((specs, store, options),) = asked
+    assert (specs, options) == (nodes, {"workers": workers, "progress": progress})
+    assert store == parameters.store.with_name("graph.jsonl")  # the task's own, not the notebook's
+    assert given["scale"] == "smoke" or store == stores.store_path("demo", "graph")
+
+
+def test_the_rate_is_chosen(monkeypatch):
+    specs = designs.quality_cost("paper", "xnli", schedules=["CR"], static=[], q_max=[8], seeds=[0])
+    rows = [
+        {**stores.describe(s), "status": "ok", "metrics": [
+            {"name": "accuracy", "split": "valid", "when": "final", "precision": "q_max", "value": s.recipe.lr}
+        ]}
+        for s in specs
+    ]  # fmt: skip
+    monkeypatch.setattr(sweep, "run_grid", lambda *_, **__: rows)
+    assert len(specs) == 3
+    assert check_parameters(scale="smoke").run(specs).lr.to_list() == [5e-5]
+
+
+def test_a_table_is_printed(capsys):
+    show(check_parameters(scale="smoke").run([])[["arm", "seed"]])
+    assert capsys.readouterr().out == "arm  seed\n"
