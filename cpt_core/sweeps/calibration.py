@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import os
 import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import torch
@@ -22,14 +24,13 @@ from filelock import FileLock
 from cpt_core.bitops.plan import count_bitops
 from cpt_core.experiments.spec import RunSpec
 from cpt_core.paths import runs_dir
-from cpt_core.quantization.convert import quantize_
-from cpt_core.quantization.scheduler import PrecisionScheduler
 from cpt_core.sweeps.process import supervise
 from cpt_core.sweeps.worker import Job, Outcome, Report
 from cpt_core.training.device import choose_device, device_name, peak_memory
-from cpt_core.training.session import quant_config, task_of
+from cpt_core.training.session import Session, task_of
 
 SECONDS = 1.0  # about the time that measuring one recipe takes, if its steps are that quick
+VERSION = 2  # of what is measured: kept measurements of another version are not taken
 CONTEXT = 600 * 2**20  # bytes that a CUDA process takes before its first tensor
 
 
@@ -98,7 +99,7 @@ def runs_per_gpu(peak_memory: int, total_memory: int, cores: int) -> int:
 def _key(spec: RunSpec, device: str) -> str:
     where = device_name(choose_device(device, spec))
     recipe = json.dumps(spec.to_dict()["recipe"], sort_keys=True)
-    return hashlib.sha256(f"{recipe} {where} {torch.__version__}".encode()).hexdigest()[:16]
+    return hashlib.sha256(f"{VERSION} {recipe} {where} {torch.__version__}".encode()).hexdigest()[:16]
 
 
 def _measure(job: Job, stop: Callable[[], bool], report: Report) -> Outcome:
@@ -128,34 +129,24 @@ def _steps(job: Job) -> Calibration:
 
 
 def _one(spec: RunSpec, name: str, batch: int) -> dict[str, float]:
-    device = torch.device(name)
     spec = replace(spec, recipe=replace(spec.recipe, batch=batch))
-    torch.manual_seed(0)
-    task = task_of(spec)(spec, device, stand_in=True)
-    model = quantize_(task.model(), quant_config(spec.recipe, seed=0))
-    PrecisionScheduler(model, spec.schedule, spec.q_grad)
-    optimizer, _ = task.optimizer(model)
-    first = next(task.batches(0))
-    model.train()
+    session = Session(task_of(spec), spec, name, stand_in=True)
+    first, lr = next(session.task.batches(0)), session.lr_at(0, [])
 
-    def step() -> None:
-        loss, _ = task.loss(model, first, None)
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad(set_to_none=True)
-        float(loss.detach())  # waits for the GPU
+    def step() -> float:
+        started = time.monotonic()
+        if not math.isfinite(session.step(first, lr)):  # then it stopped half way, and its time says nothing
+            raise ArithmeticError("the loss of random data is not finite")
+        return time.monotonic() - started
 
     step()  # the first one allocates
     times: list[float] = []
     while (len(times) < 3 and sum(times) < SECONDS) or (len(times) < 200 and sum(times) < SECONDS / 3):
-        started = time.monotonic()
-        step()
-        times.append(time.monotonic() - started)
-    per_step = sorted(times)[len(times) // 2]
-    states = [model.state_dict(), *optimizer.state.values()]
+        times.append(step())
+    states = [session.model.state_dict(), *session.optimizer.state.values()]
     tensors = [v for state in states for v in state.values() if isinstance(v, torch.Tensor)]
     return {
-        "step": per_step,
+        "step": median(times),
         "checkpoint": sum(t.numel() * t.element_size() for t in tensors),
-        "macs": count_bitops(model, task.inputs(first)).forward_macs,
+        "macs": count_bitops(session.model, session.task.inputs(first)).forward_macs,
     }
