@@ -24,8 +24,9 @@ from filelock import FileLock
 from cpt_core.bitops.plan import count_bitops
 from cpt_core.experiments.spec import RunSpec
 from cpt_core.paths import runs_dir
+from cpt_core.sweeps.options import SweepOptions
 from cpt_core.sweeps.process import supervise
-from cpt_core.sweeps.worker import Job, Outcome, Report
+from cpt_core.sweeps.worker import Job, Outcome
 from cpt_core.training.device import choose_device, device_name, peak_memory
 from cpt_core.training.session import Session, task_of
 
@@ -67,7 +68,7 @@ def measure(spec: RunSpec, device: str = "auto") -> Calibration:
     if key in known:
         return Calibration(**known[key])
     with tempfile.TemporaryDirectory() as folder:
-        job = Job(spec, Path(folder) / "calibration.jsonl", device)
+        job = Job(spec, Path(folder) / "calibration.jsonl", SweepOptions(device=device))
         row = supervise(job, work=_measure).row or {}
     if "error" in row:
         raise RuntimeError(f"{spec.recipe.model} on {spec.recipe.dataset} does not run here: {row['error']}")
@@ -102,7 +103,7 @@ def _key(spec: RunSpec, device: str) -> str:
     return hashlib.sha256(f"{VERSION} {recipe} {where} {torch.__version__}".encode()).hexdigest()[:16]
 
 
-def _measure(job: Job, stop: Callable[[], bool], report: Report) -> Outcome:
+def _measure(job: Job, should_stop: Callable[[], bool], on_start: Callable[[], None]) -> Outcome:
     """Work of the measuring process."""
     try:
         return Outcome(job.spec.key, "ran", asdict(_steps(job)))
@@ -112,7 +113,7 @@ def _measure(job: Job, stop: Callable[[], bool], report: Report) -> Outcome:
 
 def _steps(job: Job) -> Calibration:
     spec = job.spec
-    name = choose_device(job.device, spec)
+    name = choose_device(job.options.device, spec)
     small = spec.recipe.batch if name == "cuda" else min(spec.recipe.batch, 8)  # 0 is a full graph
     seconds = _one(spec, name, small)
     factor = spec.recipe.batch / small if small else 1.0

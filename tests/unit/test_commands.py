@@ -245,7 +245,7 @@ def test_run_then_results_then_report(command, place):
 
 
 def test_a_failed_run_is_shown_with_its_reason_and_its_log(command, monkeypatch):
-    def fail(job, stop, report):
+    def fail(job, should_stop):
         return {**stores.describe(job.spec), "status": "failed", "error": "Traceback\nValueError: no luck"}
 
     monkeypatch.setattr("cpt_core.sweeps.worker._row", fail)
