@@ -22,6 +22,7 @@ import torch
 from cpt_core.sweeps import stores
 from cpt_core.sweeps.stores import StoreError
 from cpt_core.sweeps.worker import Job, Outcome, run_one
+from cpt_core.tasks import TASKS
 
 GRACE_SECONDS = 60.0  # for the checkpoint of a run whose time is up
 
@@ -136,7 +137,8 @@ def _context() -> Any:
         return multiprocessing.get_context("spawn")
     context = multiprocessing.get_context("forkserver")
     with _starting:
-        context.set_forkserver_preload(["cpt_core.sweeps.worker"])
+        # a task whose extra is not installed is left out there, and missed by its own runs only
+        context.set_forkserver_preload(["cpt_core.sweeps.worker", *(f"cpt_core.tasks.{name}" for name in TASKS)])
         before = {name: os.environ.get(name) for name in ALLOCATOR}
         os.environ.update({name: value for name, value in ALLOCATOR.items() if before[name] is None})
         # Ctrl-C in a terminal reaches the server too; while it starts, nothing there would catch it
