@@ -11,6 +11,7 @@ from statistics import median
 import pandas as pd
 from tqdm.auto import tqdm
 
+from cpt_core.checks import choose
 from cpt_core.experiments.grids import find_grids
 from cpt_core.experiments.spec import RunSpec
 from cpt_core.schedules import cost
@@ -49,8 +50,7 @@ def plan(
         ValueError: for an unknown name, or a scale that none of the grids has.
     """
     found = find_grids(name)
-    if device not in DEVICES:
-        raise ValueError(f"unknown device {device!r}; choose from {', '.join(DEVICES)}")
+    choose("device", device, DEVICES)
     if scale is not None and not any(scale in grid.scales for grid in found.values()):
         raise ValueError(f"no grid of {name or 'these'} has scale {scale!r}")
     lines = []

@@ -69,8 +69,6 @@ class PrecisionRange:
 
     def figure(self) -> Any:
         """Draw the share of every seed against bits, their mean and the threshold: a matplotlib figure."""
-        pass
-
         import matplotlib.pyplot as plt
         from matplotlib.ticker import MaxNLocator
 

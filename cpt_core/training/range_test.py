@@ -35,6 +35,7 @@ import torch
 from torch import nn
 from tqdm.auto import tqdm
 
+from cpt_core.checks import choose
 from cpt_core.experiments.recipe import Recipe
 from cpt_core.experiments.spec import run_spec
 from cpt_core.quantization.convert import QuantConfig, layer_precisions, quantize_, restore_
@@ -105,8 +106,7 @@ def precision_range_test(
     Differs: "reset" compares losses of equally long trainings; the CPT paper raises the precision within one training
         and watches the training accuracy, with a threshold and a window that are not published.
     """
-    if mode not in MODES:
-        raise ValueError(f"unknown mode {mode!r}; choose from {', '.join(MODES)}")
+    choose("mode", mode, tuple(MODES))
     threshold = MODES[mode] if threshold is None else threshold
     if not 0 < threshold < 1:
         raise ValueError(f"threshold must lie between 0 and 1, got {threshold!r}")

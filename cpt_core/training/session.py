@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from cpt_core.checks import choose
 from cpt_core.experiments.graph import GraphRecipe
 from cpt_core.experiments.recipe import Recipe
 from cpt_core.experiments.spec import RunSpec
@@ -29,9 +30,7 @@ def task_of(spec: RunSpec) -> type[Task]:
     """Return the task class of a spec; ValueError names the tasks there are."""
     from cpt_core.tasks import TASKS
 
-    if spec.recipe.task not in TASKS:
-        raise ValueError(f"unknown task {spec.recipe.task!r}; choose from {', '.join(TASKS)}")
-    return TASKS[spec.recipe.task]
+    return TASKS[choose("task", spec.recipe.task, tuple(TASKS))]
 
 
 class Session:

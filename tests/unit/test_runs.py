@@ -9,6 +9,7 @@ import sys
 import threading
 import time
 from dataclasses import replace
+from multiprocessing import forkserver
 
 import pytest
 
@@ -22,6 +23,7 @@ from cpt_core.sweeps.progress import Live
 from cpt_core.sweeps.stores import StoreError
 from cpt_core.sweeps.sweep import _slots, run_grid
 from cpt_core.sweeps.worker import Job, Outcome, run_one
+from cpt_core.tasks import TASKS
 
 pytestmark = pytest.mark.filterwarnings("ignore::cpt_core.schedules.schedule.ShortCycleWarning")
 
@@ -114,6 +116,7 @@ def test_the_environment_of_now_reaches_the_runs(tmp_path, monkeypatch):
     monkeypatch.setenv("CPT_TEST_WORD", "reached")
     outcome = supervise(Job(spec, tmp_path / "b.jsonl"), work=tell)
     assert outcome.row == {"word": "reached", "threads": 1}
+    assert {f"cpt_core.tasks.{name}" for name in TASKS} < set(forkserver._forkserver._preload_modules)  # seconds a run
     two = Job(spec, tmp_path / "b.jsonl", SweepOptions(threads=2))
     assert supervise(two, work=tell).row["threads"] == 2
 
