@@ -106,32 +106,28 @@ def _key(spec: RunSpec, device: str) -> str:
 def _measure(job: Job, should_stop: Callable[[], bool], on_start: Callable[[], None]) -> Outcome:
     """Work of the measuring process."""
     try:
-        return Outcome(job.spec.key, "ran", asdict(_steps(job)))
+        return Outcome(job.spec.key, "ran", asdict(_steps(job.spec, choose_device(job.options.device, job.spec))))
     except Exception as error:
         return Outcome(job.spec.key, "ran", {"error": f"{type(error).__name__}: {error}"})
 
 
-def _steps(job: Job) -> Calibration:
-    spec = job.spec
-    name = choose_device(job.options.device, spec)
-    small = spec.recipe.batch if name == "cuda" else min(spec.recipe.batch, 8)  # 0 is a full graph
-    seconds = _one(spec, name, small)
-    factor = spec.recipe.batch / small if small else 1.0
-    if factor > 1 and seconds["step"] * factor < SECONDS:  # quick enough to measure it whole
-        small, factor = spec.recipe.batch, 1.0
-        seconds = _one(spec, name, small)
-    return Calibration(
-        seconds_per_step=seconds["step"] * factor,
-        peak_memory=int(peak_memory(name)),
-        checkpoint=int(seconds["checkpoint"]),
-        macs=round(seconds["macs"] * factor),
-        batch=small,
-    )
+def _steps(spec: RunSpec, device: str) -> Calibration:
+    """Measure whole batches on a GPU, and on a CPU where they are quick; else some samples, and multiply."""
+    whole = spec.recipe.batch  # 0 is a full graph
+    some = whole if device == "cuda" else min(whole, 8)
+    found = _steps_of(spec, device, some)
+    if some == whole:
+        return found
+    if found.seconds_per_step * whole / some < SECONDS:
+        return _steps_of(spec, device, whole)
+    factor = whole / some
+    return replace(found, seconds_per_step=found.seconds_per_step * factor, macs=round(found.macs * factor))
 
 
-def _one(spec: RunSpec, name: str, batch: int) -> dict[str, float]:
+def _steps_of(spec: RunSpec, device: str, batch: int) -> Calibration:
+    """Measure steps with batches of one size."""
     spec = replace(spec, recipe=replace(spec.recipe, batch=batch))
-    session = Session(task_of(spec), spec, name, stand_in=True)
+    session = Session(task_of(spec), spec, device, stand_in=True)
     first, lr = next(session.task.batches(0)), session.lr_at(0, [])
 
     def step() -> float:
@@ -146,8 +142,10 @@ def _one(spec: RunSpec, name: str, batch: int) -> dict[str, float]:
         times.append(step())
     states = [session.model.state_dict(), *session.optimizer.state.values()]
     tensors = [v for state in states for v in state.values() if isinstance(v, torch.Tensor)]
-    return {
-        "step": median(times),
-        "checkpoint": sum(t.numel() * t.element_size() for t in tensors),
-        "macs": count_bitops(session.model, session.task.inputs(first)).forward_macs,
-    }
+    return Calibration(
+        seconds_per_step=median(times),
+        peak_memory=peak_memory(device),
+        checkpoint=sum(t.numel() * t.element_size() for t in tensors),
+        macs=count_bitops(session.model, session.task.inputs(first)).forward_macs,
+        batch=batch,
+    )

@@ -118,16 +118,13 @@ def _seconds(spec: RunSpec, rows: list[stores.Row], device: str) -> float | None
 
 def text(frame: pd.DataFrame) -> str:
     """Return a plan as text, with totals."""
-
-    def number(value: float, form: str) -> str:
-        return "" if pd.isna(value) else form.format(value)
-
-    shown = frame.astype({"bitops": object, "hours": object, "disk": object})
-    shown["bitops"] = [number(v, "{:.2e}") for v in frame.bitops]
-    shown["hours"] = [number(v, "{:.1f}" if v >= 1 else "{:.3f}") for v in frame.hours]
-    shown["disk"] = [number(v, "{:,.0f} MB") for v in frame.disk]
+    forms = {
+        "bitops": "{:.2e}".format,
+        "hours": lambda hours: f"{hours:.1f}" if hours >= 1 else f"{hours:.3f}",
+        "disk": "{:,.0f} MB".format,
+    }
     lines = [
-        shown.to_string(index=False),
+        frame.to_string(index=False, na_rep="", formatters=forms),
         "",
         f"{len(frame)} grids, {frame.runs.sum():,} runs: {frame.done.sum():,} done, {frame.failed.sum():,} failed, "
         f"{frame.missing.sum():,} missing",

@@ -193,7 +193,7 @@ def test_a_measurement_takes_the_steps_of_training(monkeypatch):
 
     monkeypatch.setattr(calibration, "task_of", lambda spec: Watched)
     monkeypatch.setattr(calibration, "SECONDS", 0.1)
-    calibration._one(spec, "cpu", 8)
+    calibration._steps(spec, "cpu")
     assert len(seen) > 1
     assert all(norm == pytest.approx(0.001, rel=1e-3) for norm, _ in seen)
     assert all(rates == {0.0125} for _, rates in seen)
