@@ -39,9 +39,10 @@ def run_grid(
 ) -> list[Row]:
     """Run what the store does not hold yet and return the rows of all specs, in order.
 
-    Every run has a process of its own and a claim (``stores.claim``), which other sweeps respect. A run that raises, dies or
-    takes too long becomes a row with status "failed", and the others go on. Interrupted runs continue from their
-    checkpoint. Ctrl-C once: the runs write their checkpoints and the sweep ends with KeyboardInterrupt; twice: at once.
+    Every run has a process of its own and a claim, which other sweeps respect (see ``stores.claim``). A run that
+    raises, dies or takes too long becomes a row with status "failed", and the others go on. Interrupted runs continue
+    from their checkpoint. Ctrl-C once: the runs write their checkpoints and the sweep ends with KeyboardInterrupt;
+    twice: at once.
 
     Args:
         specs: the runs.
