@@ -388,6 +388,19 @@ def test_wrong_values_are_refused_before_anything_runs(choices, message, tmp_pat
     assert not (tmp_path / "rows.jsonl").exists()
 
 
+def test_options_are_one_value_and_single_ones_change_it(quick, tmp_path):
+    store, options = tmp_path / "rows.jsonl", SweepOptions(workers=0)
+    run_grid(specs_of("RR"), store, options)
+    run_grid(specs_of("RR"), store, options)
+    assert quick == ["RR"]
+    run_grid(specs_of("RR"), store, options, retry_failed=True)
+    assert quick == ["RR", "RR"]
+    with pytest.raises(TypeError, match="unexpected keyword argument 'worker'"):
+        run_grid(specs_of("RR"), store, worker=2)
+    with pytest.raises(ValueError, match="timeout=5 needs runs in processes of their own"):
+        run_grid(specs_of("RR"), store, options, timeout=5)
+
+
 # --- what people see, and GPUs --------------------------------------------------------------------
 
 
