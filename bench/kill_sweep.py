@@ -24,7 +24,6 @@ from pathlib import Path
 
 from cpt_core.experiments import designs
 from cpt_core.sweeps import stores
-from cpt_core.sweeps.leases import holder
 
 KINDS = ("sweep", "run", "writer", "ctrl-c", "ctrl-c twice")
 SWEEP = """
@@ -51,14 +50,19 @@ def start(specs: Path, store: Path) -> subprocess.Popen[str]:
     return process
 
 
-def writer(store: Path) -> int | None:
-    """Return the process that holds the lock of a store just now, as the kernel knows it."""
+def holder(lock: Path) -> int | None:
+    """Return the process that holds a lock file just now, as the kernel knows it; there may be a file and no holder."""
     try:
-        inode = store.with_name(store.name + ".lock").stat().st_ino
+        inode = lock.stat().st_ino
     except OSError:
         return None
     found = re.search(rf"FLOCK\s+ADVISORY\s+WRITE (\d+) \w+:\w+:{inode} ", Path("/proc/locks").read_text())
     return int(found[1]) if found else None
+
+
+def claims(store: Path) -> list[Path]:
+    """Return the lock files of all runs that anybody has ever claimed."""
+    return sorted((store.parent / f"{store.stem}.locks").glob("*.lock"))
 
 
 def strike(kind: str, sweep: subprocess.Popen[str], store: Path, rng: random.Random) -> bool:
@@ -72,12 +76,12 @@ def strike(kind: str, sweep: subprocess.Popen[str], store: Path, rng: random.Ran
             if sweep.poll() is None:
                 os.killpg(sweep.pid, signal.SIGINT)
     else:
-        leases = store.parent / f"{store.stem}.leases"
         deadline = time.monotonic() + 20
         while sweep.poll() is None and time.monotonic() < deadline:
-            held = sorted(leases.glob("*.lease"))
-            pid = writer(store) if kind == "writer" else holder(rng.choice(held)) if held else None
-            if pid is not None and pid != sweep.pid:
+            locks = [store.with_name(store.name + ".lock")] if kind == "writer" else claims(store)
+            held = [pid for pid in map(holder, locks) if pid is not None]
+            pid = rng.choice(held) if held else sweep.pid
+            if pid != sweep.pid:
                 try:
                     os.kill(pid, signal.SIGKILL)
                 except ProcessLookupError:
@@ -139,8 +143,9 @@ def torture(kills: int, seed: int, *, seeds: tuple[int, ...] = (0, 1), steps: in
             assert set(finished) == set(expected), "a row was lost"
             assert set(finished.values()) == {1}, f"a run was done twice: {finished.most_common(3)}"
             assert facts(store) == expected, "a resumed run differs"
-            left = [p.name for kind in ("checkpoints", "leases") for p in (store.parent / f"rows.{kind}").glob("*")]
+            left = [p.name for p in (store.parent / "rows.checkpoints").glob("*")]
             assert not left, left
+            assert {p.stem: (p.stat().st_size, holder(p)) for p in claims(store)} == dict.fromkeys(expected, (0, None))
             for log in (store.parent / "rows.logs").glob("*.log"):
                 done["resumed"] += log.read_text().count("goes on from step")
             done["failed rows"] += sum(line["status"] == "failed" for line in lines)

@@ -91,12 +91,11 @@ def run(
     typer.echo(f"{grid} at {specs[0].scale} scale: {len(specs)} runs, rows in {store}")
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # before and after the runs, as Ctrl-C
     try:
+        from cpt_core.sweeps.options import SweepOptions
         from cpt_core.sweeps.sweep import run_grid
 
-        rows = run_grid(
-            specs, store, executor=executor, workers=workers, threads=threads, device=device, per_gpu=per_gpu,
-            scheduler=scheduler, timeout=timeout, retry_failed=retry_failed,
-        )  # fmt: skip
+        options = SweepOptions(executor, workers, threads, device, per_gpu, scheduler, timeout, retry_failed)
+        rows = run_grid(specs, store, options)
     except KeyboardInterrupt as stop:
         typer.echo(f"\n{str(stop) or 'stopped before anything ran'}", err=True)
         raise typer.Exit(130) from None

@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import os
 import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import torch
@@ -22,14 +24,14 @@ from filelock import FileLock
 from cpt_core.bitops.plan import count_bitops
 from cpt_core.experiments.spec import RunSpec
 from cpt_core.paths import runs_dir
-from cpt_core.quantization.convert import quantize_
-from cpt_core.quantization.scheduler import PrecisionScheduler
+from cpt_core.sweeps.options import SweepOptions
 from cpt_core.sweeps.process import supervise
-from cpt_core.sweeps.worker import Job, Outcome, Report
+from cpt_core.sweeps.worker import Job, Outcome
 from cpt_core.training.device import choose_device, device_name, peak_memory
-from cpt_core.training.session import quant_config, task_of
+from cpt_core.training.session import Session, task_of
 
 SECONDS = 1.0  # about the time that measuring one recipe takes, if its steps are that quick
+VERSION = 2  # of what is measured: kept measurements of another version are not taken
 CONTEXT = 600 * 2**20  # bytes that a CUDA process takes before its first tensor
 
 
@@ -66,7 +68,7 @@ def measure(spec: RunSpec, device: str = "auto") -> Calibration:
     if key in known:
         return Calibration(**known[key])
     with tempfile.TemporaryDirectory() as folder:
-        job = Job(spec, Path(folder) / "calibration.jsonl", device)
+        job = Job(spec, Path(folder) / "calibration.jsonl", SweepOptions(device=device))
         row = supervise(job, work=_measure).row or {}
     if "error" in row:
         raise RuntimeError(f"{spec.recipe.model} on {spec.recipe.dataset} does not run here: {row['error']}")
@@ -98,64 +100,52 @@ def runs_per_gpu(peak_memory: int, total_memory: int, cores: int) -> int:
 def _key(spec: RunSpec, device: str) -> str:
     where = device_name(choose_device(device, spec))
     recipe = json.dumps(spec.to_dict()["recipe"], sort_keys=True)
-    return hashlib.sha256(f"{recipe} {where} {torch.__version__}".encode()).hexdigest()[:16]
+    return hashlib.sha256(f"{VERSION} {recipe} {where} {torch.__version__}".encode()).hexdigest()[:16]
 
 
-def _measure(job: Job, stop: Callable[[], bool], report: Report) -> Outcome:
+def _measure(job: Job, should_stop: Callable[[], bool], on_start: Callable[[], None]) -> Outcome:
     """Work of the measuring process."""
     try:
-        return Outcome(job.spec.key, "ran", asdict(_steps(job)))
+        return Outcome(job.spec.key, "ran", asdict(_steps(job.spec, choose_device(job.options.device, job.spec))))
     except Exception as error:
         return Outcome(job.spec.key, "ran", {"error": f"{type(error).__name__}: {error}"})
 
 
-def _steps(job: Job) -> Calibration:
-    spec = job.spec
-    name = choose_device(job.device, spec)
-    small = spec.recipe.batch if name == "cuda" else min(spec.recipe.batch, 8)  # 0 is a full graph
-    seconds = _one(spec, name, small)
-    factor = spec.recipe.batch / small if small else 1.0
-    if factor > 1 and seconds["step"] * factor < SECONDS:  # quick enough to measure it whole
-        small, factor = spec.recipe.batch, 1.0
-        seconds = _one(spec, name, small)
-    return Calibration(
-        seconds_per_step=seconds["step"] * factor,
-        peak_memory=int(peak_memory(name)),
-        checkpoint=int(seconds["checkpoint"]),
-        macs=round(seconds["macs"] * factor),
-        batch=small,
-    )
+def _steps(spec: RunSpec, device: str) -> Calibration:
+    """Measure whole batches on a GPU, and on a CPU where they are quick; else some samples, and multiply."""
+    whole = spec.recipe.batch  # 0 is a full graph
+    some = whole if device == "cuda" else min(whole, 8)
+    found = _steps_of(spec, device, some)
+    if some == whole:
+        return found
+    if found.seconds_per_step * whole / some < SECONDS:
+        return _steps_of(spec, device, whole)
+    factor = whole / some
+    return replace(found, seconds_per_step=found.seconds_per_step * factor, macs=round(found.macs * factor))
 
 
-def _one(spec: RunSpec, name: str, batch: int) -> dict[str, float]:
-    device = torch.device(name)
+def _steps_of(spec: RunSpec, device: str, batch: int) -> Calibration:
+    """Measure steps with batches of one size."""
     spec = replace(spec, recipe=replace(spec.recipe, batch=batch))
-    torch.manual_seed(0)
-    task = task_of(spec)(spec, device, stand_in=True)
-    model = quantize_(task.model(), quant_config(spec.recipe, seed=0))
-    PrecisionScheduler(model, spec.schedule, spec.q_grad)
-    optimizer, _ = task.optimizer(model)
-    first = next(task.batches(0))
-    model.train()
+    session = Session(task_of(spec), spec, device, stand_in=True)
+    first, lr = next(session.task.batches(0)), session.lr_at(0, [])
 
-    def step() -> None:
-        loss, _ = task.loss(model, first, None)
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad(set_to_none=True)
-        float(loss.detach())  # waits for the GPU
+    def step() -> float:
+        started = time.monotonic()
+        if not math.isfinite(session.step(first, lr)):  # then it stopped half way, and its time says nothing
+            raise ArithmeticError("the loss of random data is not finite")
+        return time.monotonic() - started
 
     step()  # the first one allocates
     times: list[float] = []
     while (len(times) < 3 and sum(times) < SECONDS) or (len(times) < 200 and sum(times) < SECONDS / 3):
-        started = time.monotonic()
-        step()
-        times.append(time.monotonic() - started)
-    per_step = sorted(times)[len(times) // 2]
-    states = [model.state_dict(), *optimizer.state.values()]
+        times.append(step())
+    states = [session.model.state_dict(), *session.optimizer.state.values()]
     tensors = [v for state in states for v in state.values() if isinstance(v, torch.Tensor)]
-    return {
-        "step": per_step,
-        "checkpoint": sum(t.numel() * t.element_size() for t in tensors),
-        "macs": count_bitops(model, task.inputs(first)).forward_macs,
-    }
+    return Calibration(
+        seconds_per_step=median(times),
+        peak_memory=peak_memory(device),
+        checkpoint=sum(t.numel() * t.element_size() for t in tensors),
+        macs=count_bitops(session.model, session.task.inputs(first)).forward_macs,
+        batch=batch,
+    )

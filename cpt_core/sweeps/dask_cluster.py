@@ -22,8 +22,8 @@ from typing import Any
 import torch
 
 from cpt_core.experiments.spec import RunSpec
-from cpt_core.sweeps import stores
 from cpt_core.sweeps.process import record_loss, supervise
+from cpt_core.sweeps.progress import Live, Signals
 from cpt_core.sweeps.worker import Job, Outcome
 from cpt_core.training.session import task_of
 
@@ -37,15 +37,7 @@ STOP_SECONDS = 2.0  # how often a worker asks whether the sweep was stopped
 CONNECT_SECONDS = 20
 
 
-def dask_outcomes(
-    jobs: list[Job],
-    signals: Any,
-    live: Any,
-    *,
-    scheduler: str | None,
-    slots: list[int | None],
-    per_gpu: int,
-) -> Iterator[Outcome]:
+def dask_outcomes(jobs: list[Job], signals: Signals, live: Live, slots: list[int | None]) -> Iterator[Outcome]:
     """Send the jobs to a cluster and yield what becomes of them.
 
     One job takes one thread of a worker. Where workers of an existing cluster have a resource ``GPU``, it takes
@@ -55,19 +47,20 @@ def dask_outcomes(
         ValueError: when the scheduler cannot be reached, or a worker does not see the folder of the store.
         DataNotFoundError: when a worker does not find the data of a run.
     """
-    sign = stores.place(jobs[0].store, "leases", f"sweep-{uuid.uuid4().hex}")
-    sign.parent.mkdir(parents=True, exist_ok=True)
+    options, store = jobs[0].options, jobs[0].store
+    sign = store.with_name(f"{store.stem}.{uuid.uuid4().hex}.sweep")
     sign.write_text("go")
     try:
-        with _client(scheduler, len(slots)) as client:
-            live.note("waiting for workers")
+        with _client(options.scheduler, len(slots)) as client:
+            live.note = "waiting for workers"
             while not client.nthreads() and not signals.stop.is_set():
                 live.refresh()
                 time.sleep(0.2)
-            live.note("")
+            live.note = ""
             workers = client.scheduler_info()["workers"].values()
-            gpus = scheduler is not None and any(worker["resources"].get("GPU") for worker in workers)
-            submit = partial(client.submit, pure=False, resources={"GPU": 1 / per_gpu} if gpus else None)
+            gpus = options.scheduler is not None and any(worker["resources"].get("GPU") for worker in workers)
+            share = {"GPU": 1 / (options.per_gpu or 1)} if gpus else None
+            submit = partial(client.submit, pure=False, resources=share)
             recipes = {job.spec.recipe: job.spec for job in jobs}
             checks = {submit(_check, spec, str(sign)): spec for spec in recipes.values()}
             for check, _ in _results(checks, signals, live, sign):
@@ -84,7 +77,7 @@ def dask_outcomes(
             sign.unlink()
 
 
-def _results(futures: dict[Any, Any], signals: Any, live: Any, sign: Path) -> Iterator[tuple[Any, Any]]:
+def _results(futures: dict[Any, Any], signals: Signals, live: Live, sign: Path) -> Iterator[tuple[Any, Any]]:
     """Yield the futures as they end, all of them: a sweep that stops waits for the checkpoints of its runs."""
     pending = set(futures)
     while pending:

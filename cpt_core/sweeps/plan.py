@@ -11,6 +11,7 @@ from statistics import median
 import pandas as pd
 from tqdm.auto import tqdm
 
+from cpt_core.checks import choose
 from cpt_core.experiments.grids import find_grids
 from cpt_core.experiments.spec import RunSpec
 from cpt_core.schedules import cost
@@ -49,8 +50,7 @@ def plan(
         ValueError: for an unknown name, or a scale that none of the grids has.
     """
     found = find_grids(name)
-    if device not in DEVICES:
-        raise ValueError(f"unknown device {device!r}; choose from {', '.join(DEVICES)}")
+    choose("device", device, DEVICES)
     if scale is not None and not any(scale in grid.scales for grid in found.values()):
         raise ValueError(f"no grid of {name or 'these'} has scale {scale!r}")
     lines = []
@@ -118,16 +118,13 @@ def _seconds(spec: RunSpec, rows: list[stores.Row], device: str) -> float | None
 
 def text(frame: pd.DataFrame) -> str:
     """Return a plan as text, with totals."""
-
-    def number(value: float, form: str) -> str:
-        return "" if pd.isna(value) else form.format(value)
-
-    shown = frame.astype({"bitops": object, "hours": object, "disk": object})
-    shown["bitops"] = [number(v, "{:.2e}") for v in frame.bitops]
-    shown["hours"] = [number(v, "{:.1f}" if v >= 1 else "{:.3f}") for v in frame.hours]
-    shown["disk"] = [number(v, "{:,.0f} MB") for v in frame.disk]
+    forms = {
+        "bitops": "{:.2e}".format,
+        "hours": lambda hours: f"{hours:.1f}" if hours >= 1 else f"{hours:.3f}",
+        "disk": "{:,.0f} MB".format,
+    }
     lines = [
-        shown.to_string(index=False),
+        frame.to_string(index=False, na_rep="", formatters=forms),
         "",
         f"{len(frame)} grids, {frame.runs.sum():,} runs: {frame.done.sum():,} done, {frame.failed.sum():,} failed, "
         f"{frame.missing.sum():,} missing",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import faulthandler
 import logging
+import math
 import multiprocessing
 import os
 import signal
@@ -20,7 +21,8 @@ import torch
 
 from cpt_core.sweeps import stores
 from cpt_core.sweeps.stores import StoreError
-from cpt_core.sweeps.worker import Job, Outcome, Report, run_one
+from cpt_core.sweeps.worker import Job, Outcome, run_one
+from cpt_core.tasks import TASKS
 
 GRACE_SECONDS = 60.0  # for the checkpoint of a run whose time is up
 
@@ -33,7 +35,7 @@ def supervise(
     *,
     should_stop: Callable[[], bool] = lambda: False,
     should_kill: Callable[[], bool] = lambda: False,
-    report: Report | None = None,
+    on_start: Callable[[], None] = lambda: None,
     work: Callable[..., Outcome] = run_one,
 ) -> Outcome:
     """Run a job in a new process and wait for it; a process that dies or takes too long leaves a failed row.
@@ -42,7 +44,7 @@ def supervise(
         job: the run.
         should_stop: asked all the time; the run then writes its checkpoint and ends.
         should_kill: the same, but the process is killed.
-        report: called with the number of steps done, about once a second.
+        on_start: called when the run has started: the time that it may take counts from there.
         work: what the process does; for tests.
 
     Raises:
@@ -52,67 +54,62 @@ def supervise(
     receiver, sender = context.Pipe(duplex=False)
     process = context.Process(target=_child, args=(job, sender, work, dict(os.environ)), name=f"run-{job.spec.key}")
     process.start()
-    sender.close()
-    outcome: Outcome | None = None
-    error: str | None = None
-    started: float | None = None
-    asked: float | None = None
+    sender.close()  # the last writing end is the child's now, so the pipe ends with it
+    said: dict[str, Any] = {}
+    started = asked = math.inf
+    timeout = job.options.timeout or math.inf
     late = False
     try:
+        # A pipe may end before its process (which closes it at exit) and a process before its pipe is read: wait for
+        # both. The 0.2 seconds are how soon this process notices that it should stop the other.
         talking = True
         while talking or process.is_alive():
             connection.wait([receiver if talking else process.sentinel], timeout=0.2)
             while talking and receiver.poll():
                 try:
-                    kind, *content = receiver.recv()
+                    kind, content = receiver.recv()
                 except (EOFError, OSError):  # the end, or the middle of a message at which the process was killed
                     talking = False
                     continue
-                if kind == "step":
-                    started = started or time.monotonic()
-                    if report is not None:
-                        report(*content)
-                elif kind == "outcome":
-                    (outcome,) = content
-                else:
-                    (error,) = content
+                said[kind] = content
+                if kind == "started":
+                    started = time.monotonic()
+                    on_start()
             now = time.monotonic()
-            if job.timeout is not None and started is not None and now - started > job.timeout:
-                late = True
-            if asked is None and (late or should_stop()):
+            late = late or now - started > timeout
+            if asked == math.inf and (late or should_stop()):
                 process.terminate()  # the run writes its checkpoint at the end of the step
                 asked = now
-            if should_kill() or (late and asked is not None and now - asked > GRACE_SECONDS):
+            # a run that hangs never comes to the end of its step; one that was stopped may take its time to write
+            if should_kill() or (late and now - asked > GRACE_SECONDS):
                 process.kill()
     finally:
-        if process.is_alive():
+        if process.is_alive():  # an error in this process; nobody would look after the other
             process.kill()
         process.join()
         receiver.close()
-    if error is not None:
-        raise StoreError(error)
+    if "error" in said:
+        raise StoreError(said["error"])
+    outcome = said.get("outcome")
     if outcome is not None and not (late and outcome.status == "stopped"):
-        return outcome
+        return outcome  # what it said counts, however it ended after that
     if should_kill() or (outcome is None and should_stop() and not late):
-        return Outcome(job.spec.key, "stopped")
-    return record_loss(job, f"took longer than {job.timeout:g} s" if late else _cause_of(process.exitcode))
+        return Outcome(job.spec.key, "stopped")  # died because it was told to: no failure
+    return record_loss(job, f"took longer than {timeout:g} s" if late else _cause_of(process.exitcode))
 
 
 def record_loss(job: Job, why: str) -> Outcome:
     """Store a failed row for a process that ended without one, unless it had appended its row or another has it."""
     key, store = job.spec.key, job.store
-    lease = stores.lease(store, key)
-    if not lease.acquire():
-        return Outcome(key, "busy")
-    try:
+    with stores.claim(store, key) as mine:
+        if not mine:
+            return Outcome(key, "busy")
         log_file = stores.place(store, "logs", key)
         last = _end_of(log_file)
         with suppress(OSError), open(log_file, "a") as f:
             f.write(f"{why}\n")
         row = {**stores.describe(job.spec), "status": "failed", "error": f"{why}\n{last}"}
         return Outcome(key, "ran", stores.append_row(store, row))
-    finally:
-        lease.release()
 
 
 def _end_of(path: Path, lines: int = 40) -> str:
@@ -140,7 +137,8 @@ def _context() -> Any:
         return multiprocessing.get_context("spawn")
     context = multiprocessing.get_context("forkserver")
     with _starting:
-        context.set_forkserver_preload(["cpt_core.sweeps.worker"])
+        # a task whose extra is not installed is left out there, and missed by its own runs only
+        context.set_forkserver_preload(["cpt_core.sweeps.worker", *(f"cpt_core.tasks.{name}" for name in TASKS)])
         before = {name: os.environ.get(name) for name in ALLOCATOR}
         os.environ.update({name: value for name, value in ALLOCATOR.items() if before[name] is None})
         # Ctrl-C in a terminal reaches the server too; while it starts, nothing there would catch it
@@ -165,14 +163,14 @@ def _child(job: Job, sender: Any, work: Callable[..., Outcome], environment: dic
     if job.gpu is not None:  # before CUDA starts
         visible = [v for v in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if v]
         os.environ["CUDA_VISIBLE_DEVICES"] = visible[job.gpu] if visible else str(job.gpu)
-    torch.set_num_threads(job.threads)
+    torch.set_num_threads(job.options.threads)
 
-    def send(*message: Any) -> None:
+    def send(kind: str, content: Any) -> None:
         with suppress(OSError):  # the sweep is gone; the row is in the store
-            sender.send(message)
+            sender.send((kind, content))
 
     try:
-        send("outcome", work(job, stop.is_set, lambda step: send("step", step)))
+        send("outcome", work(job, stop.is_set, lambda: send("started", None)))
     except StoreError as error:
         send("error", str(error))
 

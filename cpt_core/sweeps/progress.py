@@ -1,4 +1,4 @@
-"""What a person sees and does while a sweep runs: the line of progress, Ctrl-C."""
+"""What a person sees and does while a sweep runs: the bar of progress, Ctrl-C."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 
 from tqdm.auto import tqdm
 
-from cpt_core.sweeps.worker import Job, Outcome
+from cpt_core.sweeps.worker import Outcome
 
 
 class Signals:
@@ -41,102 +41,57 @@ class Signals:
         sys.stderr.write("\nstopping: the runs write their checkpoints; once more stops at once\n")
 
 
-def interactive() -> bool:
-    """Whether a person is looking: a terminal, or a notebook."""
-    shell = sys.modules.get("IPython") and sys.modules["IPython"].get_ipython()
-    return sys.stderr.isatty() or getattr(shell, "kernel", None) is not None
-
-
 class Live:
-    """The line of a sweep: done, running and failed runs, and the time left from the speeds measured so far."""
+    """The bar of a sweep: runs done, running and failed, a remark, and tqdm's estimate of the time left.
 
-    def __init__(self, jobs: list[Job], shown: bool) -> None:
-        self.steps = {job.spec.key: job.spec.recipe.steps for job in jobs}
-        self.kind = {job.spec.key: (job.spec.recipe, job.spec.q_max) for job in jobs}
-        self.first: dict[str, tuple[int, float]] = {}  # step and time at which a run started or went on
-        self.now: dict[str, tuple[int, float]] = {}
-        self.speeds: dict[Any, list[float]] = {}  # seconds per step of finished runs, by recipe
-        self.done: set[str] = set()
-        self.failed: set[str] = set()
-        self.text = ""
-        self.at_once = 0  # runs at a time, where they do not report how far they are
-        self.drawn = 0.0
-        line = "{desc} {n_fmt}/{total_fmt} |{bar}| {elapsed}{postfix}"
-        self.bar = tqdm(total=len(jobs), desc="runs", disable=not shown, bar_format=line)
+    Args:
+        total: runs to do.
+        progress: show the bar; None shows it to people only, in a terminal or a notebook.
+    """
+
+    def __init__(self, total: int, progress: bool | None) -> None:
+        self.total, self.done, self.failed = total, 0, 0
+        self.running: set[str] = set()
+        self.at_once = 0  # runs at a time, where they do not say that they have started
+        self.note = ""
+        self.bar = tqdm(
+            total=total,
+            desc="runs",
+            unit="run",
+            disable=None if progress is None else not progress,
+            smoothing=0,  # the speed of the whole sweep: runs that go side by side end in bunches
+            mininterval=0.5,
+            miniters=0,  # the time goes on, also while no run ends
+        )
 
     def __enter__(self) -> Live:
         return self
 
     def __exit__(self, *exception: Any) -> None:
-        self.drawn = 0.0
         self.refresh()
         self.bar.close()
 
-    def report(self, key: str, step: int) -> None:
-        """Note how far a run is."""
-        moment = (step, time.monotonic())
-        self.now[key] = moment
-        if step:  # the step at which it went on from a checkpoint, with the data read
-            self.first.setdefault(key, moment)
+    def started(self, key: str) -> None:
+        """Note that a run has started."""
+        self.running.add(key)
 
     def ended(self, outcome: Outcome) -> None:
-        """Note what became of a run."""
-        self.first.pop(outcome.key, None)
-        self.now.pop(outcome.key, None)
+        """Note what became of a run; one without a row is not done yet."""
+        self.running.discard(outcome.key)
         if outcome.row is not None:
-            self.done.add(outcome.key)
-            if outcome.row["status"] == "failed":
-                self.failed.add(outcome.key)
-            elif outcome.status == "ran" and outcome.row.get("steps"):
-                speed = outcome.row["seconds"] / outcome.row["steps"]
-                self.speeds.setdefault(self.kind[outcome.key], []).append(speed)
-            self.bar.update()
-        self.refresh()
-
-    def note(self, text: str) -> None:
-        """Show a remark."""
-        self.text = text
-
-    def seconds_left(self) -> float | None:
-        """Return the estimated time until the last run ends; None while nothing was measured."""
-        speeds = {kind: sorted(v)[len(v) // 2] for kind, v in self.speeds.items()}
-        now, first = dict(self.now), dict(self.first)
-        for key, (step, moment) in now.items():
-            start = first.get(key, (step, moment))
-            if self.kind[key] not in speeds and step > start[0]:
-                speeds[self.kind[key]] = (moment - start[1]) / (step - start[0])
-        if not speeds:
-            return None
-        usual = sum(speeds.values()) / len(speeds)
-        left = [
-            (steps - now.get(key, (0, 0.0))[0]) * speeds.get(self.kind[key], usual)
-            for key, steps in self.steps.items()
-            if key not in self.done
-        ]
-        return max(sum(left) / max(1, len(now), self.at_once), max(left, default=0.0)) if left else 0.0
+            self.done += 1
+            self.failed += outcome.row["status"] == "failed"
+        self.refresh(ended=outcome.row is not None)
 
     def summary(self) -> str:
         """Return the counts in words."""
-        words = [f"{len(self.done) - len(self.failed)} of {len(self.steps)} missing runs done"]
-        words += [f"{len(self.now)} running"] if self.now else []
-        words += [f"{len(self.failed)} failed"] if self.failed else []
+        words = [f"{self.done - self.failed} of {self.total} missing runs done"]
+        words += [f"{self.failed} failed"] if self.failed else []
         return ", ".join(words)
 
-    def refresh(self) -> None:
-        """Draw the line anew, twice a second at most."""
-        if self.bar.disable or time.monotonic() - self.drawn < 0.5:
-            return
-        self.drawn = time.monotonic()
-        left = self.seconds_left()
-        running = len(self.now) or min(self.at_once, len(self.steps) - len(self.done))
-        parts = [f"{running} running" if running or self.done else "starting", f"{len(self.failed)} failed"]
-        parts += [f"about {_words(left)} left"] if left and running else []
-        parts += [self.text] if self.text else []
-        self.bar.set_postfix_str(", ".join(parts))
-
-
-def _words(seconds: float) -> str:
-    for size, name in ((86_400, "days"), (3_600, "h"), (60, "min")):
-        if seconds >= 1.5 * size:
-            return f"{seconds / size:.1f} {name}"
-    return f"{seconds:.0f} s"
+    def refresh(self, ended: int = 0) -> None:
+        """Draw the bar anew, twice a second at most, with so many runs more that have ended."""
+        running = len(self.running) or min(self.at_once, self.total - self.done)
+        parts = [f"{running} running", f"{self.failed} failed", *([self.note] if self.note else [])]
+        self.bar.set_postfix_str(", ".join(parts), refresh=False)
+        self.bar.update(ended)

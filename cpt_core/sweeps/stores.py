@@ -1,8 +1,8 @@
-"""Where runs are kept: a file of result rows and, beside it, the curves, checkpoints, leases and logs of its runs.
+"""Where runs are kept: a file of result rows and, beside it, the curves, checkpoints, locks and logs of its runs.
 
 A store is a file of JSON lines such as ``runs/demo/image.jsonl``; a row holds the spec of a run, its status, metrics,
 costs and where it came from. Rows are appended, never edited, and any number of processes may append, also from
-several machines on a shared file system. ``image.curves/``, ``image.checkpoints/``, ``image.leases/`` and
+several machines on a shared file system. ``image.curves/``, ``image.checkpoints/``, ``image.locks/`` and
 ``image.logs/`` stand beside it. Needs no torch.
 
 >>> place(Path("runs/demo/image.jsonl"), "curves", "0123").as_posix()
@@ -17,7 +17,8 @@ import os
 import platform
 import shutil
 import subprocess
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from datetime import UTC, datetime
 from importlib import metadata
 from pathlib import Path
@@ -29,14 +30,13 @@ from filelock import FileLock, Timeout
 from cpt_core.experiments.spec import RunSpec
 from cpt_core.paths import ROOT, runs_dir
 from cpt_core.schedules import cost
-from cpt_core.sweeps.leases import Lease
 
 SCHEMA_VERSION = 1
 Row = dict[str, Any]
 STATUSES = ("ok", "diverged", "failed")
 LOCK_SECONDS = 60.0  # appending takes milliseconds: after this long something is wrong with the file system
 FREE_BYTES = 200 * 2**20  # a run is not started with less room on the disk than this
-_ENDINGS = {"curves": ".parquet", "checkpoints": ".pt", "leases": ".lease", "logs": ".log"}
+_ENDINGS = {"curves": ".parquet", "checkpoints": ".pt", "locks": ".lock", "logs": ".log"}
 
 
 class StoreError(OSError):
@@ -49,13 +49,47 @@ def store_path(scale: str, task: str) -> Path:
 
 
 def place(store: Path, kind: str, key: str) -> Path:
-    """Return the file of one run: ``kind`` is "curves", "checkpoints", "leases" or "logs"."""
+    """Return the file of one run: ``kind`` is "curves", "checkpoints", "locks" or "logs"."""
     return store.parent / f"{store.stem}.{kind}" / f"{key}{_ENDINGS[kind]}"
 
 
-def lease(store: Path, key: str) -> Lease:
-    """Return the claim on a run: who holds it does the run, the others leave it alone."""
-    return Lease(place(store, "leases", key))
+# --- who may do what ------------------------------------------------------------------------------
+def _lock(store: Path) -> FileLock:
+    """Return the lock of a store. It is the operating system's, so it ends with its holder, however that ends."""
+    return FileLock(store.with_name(store.name + ".lock"), timeout=LOCK_SECONDS)
+
+
+@contextmanager
+def claim(store: Path, key: str, seconds: float = 0.0, should_stop: Callable[[], bool] | None = None) -> Iterator[bool]:
+    """Claim a run for a ``with`` block: True for the one process that may do it, False for everybody else meanwhile.
+
+    The claim is a lock of the operating system's on an empty file of the run's. It is free at once when its holder
+    ends, also by ``kill -9``; a holder on another machine that hangs keeps it until its process or its machine is
+    ended. The file stays, for ever: that it is there says nothing, and to remove one that another process has just
+    opened would let two of them hold "the" lock.
+
+    Args:
+        store: where the run's row goes.
+        key: of the run.
+        seconds: how long to wait for another holder.
+        should_stop: asked while waiting; True ends it.
+
+    Raises:
+        StoreError: when the file cannot be written.
+    """
+    path = place(store, "locks", key)
+    lock, mine = FileLock(path), True
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        lock.acquire(timeout=seconds, poll_interval=0.2, cancel_check=should_stop)
+    except Timeout:
+        mine = False
+    except OSError as error:
+        raise StoreError(f"cannot write {path}: {error.strerror or error}; checkpoints are kept") from error
+    try:
+        yield mine
+    finally:
+        lock.release()  # of one that is not held it does nothing
 
 
 # --- rows -----------------------------------------------------------------------------------------
@@ -90,11 +124,6 @@ def append_row(store: Path, row: Row) -> Row:
     except OSError as error:
         raise StoreError(f"cannot write {store}: {error.strerror or error}; the run's checkpoint is kept") from error
     return row
-
-
-def _lock(store: Path) -> FileLock:
-    """Return the lock of a store. It is the operating system's, so it ends with its holder, however that ends."""
-    return FileLock(store.with_name(store.name + ".lock"), timeout=LOCK_SECONDS)
 
 
 def load_rows(store: Path) -> list[Row]:

@@ -10,95 +10,62 @@ Any number of sweeps may share a store, on one machine or several: each run is d
 from __future__ import annotations
 
 import os
-import queue
-import threading
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import FIRST_COMPLETED, ThreadPoolExecutor, wait
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from cpt_core.experiments.spec import RunSpec
 from cpt_core.sweeps import stores
 from cpt_core.sweeps.calibration import measure, runs_per_gpu
+from cpt_core.sweeps.options import SweepOptions
 from cpt_core.sweeps.process import supervise
-from cpt_core.sweeps.progress import Live, Signals, interactive
+from cpt_core.sweeps.progress import Live, Signals
 from cpt_core.sweeps.stores import Row
 from cpt_core.sweeps.worker import Job, Outcome, run_one
-from cpt_core.training.device import DEVICES, choose_device
+from cpt_core.training.device import choose_device
 from cpt_core.training.session import task_of
 
-EXECUTORS = ("local", "dask")
+Execute = Callable[[list[Job], Signals, Live], Iterator[Outcome]]
 
 
 def run_grid(
-    specs: Sequence[RunSpec],
-    store: Path | str,
-    *,
-    executor: str = "local",
-    workers: int | None = None,
-    threads: int = 1,
-    device: str = "auto",
-    per_gpu: int | None = None,
-    scheduler: str | None = None,
-    timeout: float | None = None,
-    retry_failed: bool = False,
-    checkpoint_seconds: float = 60.0,
-    progress: bool | None = None,
+    specs: Sequence[RunSpec], store: Path | str, options: SweepOptions | None = None, **changes: Any
 ) -> list[Row]:
     """Run what the store does not hold yet and return the rows of all specs, in order.
 
-    Every run has a process of its own and a claim on its spec, which other sweeps respect. A run that raises, dies or
-    takes too long becomes a row with status "failed", and the others go on. Interrupted runs continue from their
-    checkpoint. Ctrl-C once: the runs write their checkpoints and the sweep ends with KeyboardInterrupt; twice: at once.
+    Every run has a process of its own and a claim, which other sweeps respect (see ``stores.claim``). A run that
+    raises, dies or takes too long becomes a row with status "failed", and the others go on. Interrupted runs continue
+    from their checkpoint. Ctrl-C once: the runs write their checkpoints and the sweep ends with KeyboardInterrupt;
+    twice: at once.
 
     Args:
         specs: the runs.
         store: a file of JSON lines; made when it does not exist.
-        executor: "local" for the cores or GPUs of this machine; "dask" for a cluster (needs the extra "cluster").
-        workers: runs at a time; 0 runs them here, in this process. None takes as many as the CPU cores or the memory
-            of the GPUs allow. With ``scheduler`` the cluster decides.
-        threads: CPU threads of a run. Results depend on it in the last digits.
-        device: "auto" takes CUDA where there is one, but always the CPU at smoke scale; or "cpu", "cuda".
-        per_gpu: runs that share a GPU; None takes as many as fit, measured before they start (one on a cluster that
-            is there already).
-        scheduler: address of a Dask scheduler such as "tcp://10.0.0.5:8786"; None starts a cluster on this machine.
-        timeout: seconds after which a run is failed; not with ``workers=0``.
-        retry_failed: run specs again whose newest row says "failed"; they go on from their last checkpoint.
-        checkpoint_seconds: time between checkpoints of a run.
-        progress: show a line with what is done and how long the rest takes; None shows it to people only.
+        options: how to run them; None takes ``SweepOptions()``.
+        **changes: single options, such as ``workers=2``; see ``SweepOptions``.
 
     Raises:
         ValueError: for a wrong value or an unknown task, before anything runs.
         DataNotFoundError: when the data of a run are not there, before anything runs.
         StoreError: when the store cannot be written, before anything runs or as soon as it is noticed.
     """
-    _check(executor, workers, threads, device, per_gpu, scheduler, timeout, checkpoint_seconds)
+    options = replace(options or SweepOptions(), **changes)
     for spec in specs:
         task_of(spec)
-    store = Path(store).absolute()
+    store = Path(store).absolute()  # the runs are other processes, maybe in another folder
     stores.check_writable(store)
-    done = {row["key"] for row in stores.load_rows(store) if row["status"] != "failed" or not retry_failed}
+    retried = ("failed",) if options.retry_failed else ()
+    done = {row["key"] for row in stores.load_rows(store) if row["status"] not in retried}
     todo = list({spec.key: spec for spec in specs if spec.key not in done}.values())
     if todo:
-        jobs = [Job(spec, store, device, None, threads, checkpoint_seconds, timeout, retry_failed) for spec in todo]
-        execute: Execute
-        if executor == "dask":
-            from cpt_core.sweeps.dask_cluster import dask_outcomes
-
-            slots = [] if scheduler is not None else _slots(todo, workers, threads, device, per_gpu)
-            execute = partial(dask_outcomes, scheduler=scheduler, slots=slots, per_gpu=per_gpu or 1)
-        else:
-            for spec in {spec.recipe: spec for spec in todo}.values():  # missing data stop the sweep, not every run
-                choose_device(device, spec)
-                task_of(spec)(spec, torch.device("cpu"))
-            if workers == 0:
-                execute = _here
-            else:
-                execute = partial(_local, slots=_slots(todo, workers, threads, device, per_gpu))
-        _sweep(jobs, execute, progress)
+        _sweep([Job(spec, store, options) for spec in todo], _executor(todo, options), options.progress)
+    # read again instead of collected: another sweep may have done some, and what counts is what lies in the store
     held = {row["key"]: row for row in stores.load_rows(store)}
     for spec in specs:  # a process that was killed between its row and its checkpoint
         if held[spec.key]["status"] != "failed":
@@ -106,11 +73,25 @@ def run_grid(
     return [held[spec.key] for spec in specs]
 
 
-Execute = Callable[[list[Job], "Signals", "Live"], Iterator[Outcome]]
+def _executor(specs: list[RunSpec], options: SweepOptions) -> Execute:
+    """Return what runs the jobs of these specs; missing data stop the sweep here, and not every run alone."""
+    if options.executor == "dask":
+        from cpt_core.sweeps.dask_cluster import dask_outcomes
+
+        return partial(dask_outcomes, slots=_slots(specs, options) if options.scheduler is None else [])
+    for spec in _recipes(specs):
+        choose_device(options.device, spec)
+        task_of(spec)(spec, torch.device("cpu"))
+    return _here if options.workers == 0 else partial(_local, slots=_slots(specs, options))
+
+
+def _recipes(specs: Iterable[RunSpec]) -> list[RunSpec]:
+    """Return a spec of every recipe: its runs share data, memory and devices."""
+    return list({spec.recipe: spec for spec in specs}.values())
 
 
 def _sweep(jobs: list[Job], execute: Execute, progress: bool | None) -> None:
-    with Signals() as signals, Live(jobs, interactive() if progress is None else progress) as live:
+    with Signals() as signals, Live(len(jobs), progress) as live:
         while jobs and not signals.stop.is_set():
             again = set()
             for outcome in execute(jobs, signals, live):
@@ -119,125 +100,78 @@ def _sweep(jobs: list[Job], execute: Execute, progress: bool | None) -> None:
                     again.add(outcome.key)
             # Another sweep has these (wait for it, and take over if it dies), or somebody ended their processes.
             jobs = [replace(job, wait=True) for job in jobs if job.spec.key in again]
-            live.note("waiting for another sweep" if jobs else "")
+            live.note = "waiting for another sweep" if jobs else ""
         if signals.stop.is_set():
             raise KeyboardInterrupt(f"stopped with {live.summary()}; the same command goes on from here")
-
-
-def _check(
-    executor: str,
-    workers: int | None,
-    threads: int,
-    device: str,
-    per_gpu: int | None,
-    scheduler: str | None,
-    timeout: float | None,
-    checkpoint_seconds: float,
-) -> None:
-    if executor not in EXECUTORS:
-        raise ValueError(f"unknown executor {executor!r}; choose from {', '.join(EXECUTORS)}")
-    if device not in DEVICES:
-        raise ValueError(f"unknown device {device!r}; choose from {', '.join(DEVICES)}")
-    if scheduler is not None and executor != "dask":
-        raise ValueError(f"scheduler={scheduler!r} is for executor 'dask', not {executor!r}")
-    if scheduler is not None and workers is not None:
-        raise ValueError(f"workers={workers} is for this machine; the cluster at {scheduler} has its own")
-    for name, value, least in (("workers", workers, 0), ("threads", threads, 1), ("per_gpu", per_gpu, 1)):
-        if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < least):
-            raise ValueError(f"{name} must be a whole number of at least {least}; got {value!r}")
-    if workers == 0 and executor == "dask":
-        raise ValueError("workers=0 runs everything in this process; executor 'dask' needs at least 1")
-    if workers == 0 and timeout is not None:
-        raise ValueError(f"timeout={timeout} needs runs in processes of their own; got workers=0")
-    if timeout is not None and not timeout > 0:
-        raise ValueError(f"timeout must be more than 0 seconds; got {timeout!r}")
-    if not checkpoint_seconds >= 0:
-        raise ValueError(f"checkpoint_seconds must be 0 or more; got {checkpoint_seconds!r}")
 
 
 def _here(jobs: list[Job], signals: Signals, live: Live) -> Iterator[Outcome]:
     """One run after the other in this process."""
     before = torch.get_num_threads()
-    torch.set_num_threads(jobs[0].threads)
+    torch.set_num_threads(jobs[0].options.threads)
     try:
         for job in jobs:
             if signals.stop.is_set():
                 return
-            yield run_one(job, signals.stop.is_set, partial(live.report, job.spec.key))
+            yield run_one(job, signals.stop.is_set, partial(live.started, job.spec.key))
     finally:
         torch.set_num_threads(before)
 
 
 def _local(jobs: list[Job], signals: Signals, live: Live, slots: list[int | None]) -> Iterator[Outcome]:
     """Several runs at a time, each in a process of its own; a slot is the GPU of a run, or None."""
-    todo = deque(jobs)
-    outcomes: queue.Queue[Outcome | Exception | None] = queue.Queue()
+    free = deque(slots)  # one for every thread
 
-    def work(gpu: int | None) -> None:
+    def work(job: Job) -> Outcome:
+        if signals.stop.is_set():
+            return Outcome(job.spec.key, "stopped")
+        gpu = free.popleft()
         try:
-            while todo and not signals.stop.is_set():
-                try:
-                    job = todo.popleft()
-                except IndexError:  # another thread was quicker
-                    break
-                outcomes.put(
-                    supervise(
-                        replace(job, gpu=gpu),
-                        should_stop=signals.stop.is_set,
-                        should_kill=signals.kill.is_set,
-                        report=partial(live.report, job.spec.key),
-                    )
-                )
-        except Exception as error:  # the store cannot be written: nothing more is started, the others stop
+            return supervise(
+                replace(job, gpu=gpu),
+                should_stop=signals.stop.is_set,
+                should_kill=signals.kill.is_set,
+                on_start=partial(live.started, job.spec.key),
+            )
+        except Exception:  # the store cannot be written: nothing more is started, the others stop
             signals.stop.set()
-            outcomes.put(error)
+            raise
         finally:
-            outcomes.put(None)
+            free.append(gpu)
 
-    threads = [threading.Thread(target=work, args=(gpu,), daemon=True) for gpu in slots[: len(jobs)]]
-    for thread in threads:
-        thread.start()
-    running, problem = len(threads), None
-    try:
-        while running:
-            live.refresh()
-            try:
-                outcome = outcomes.get(timeout=0.2)
-            except queue.Empty:
-                continue
-            if outcome is None:
-                running -= 1
-            elif isinstance(outcome, Exception):
-                problem = outcome
-            else:
-                yield outcome
-    finally:
-        if running:  # the second Ctrl-C, or an error in this thread
-            signals.kill.set()
-            signals.stop.set()
-            for thread in threads:
-                thread.join()
+    problem: BaseException | None = None
+    with ThreadPoolExecutor(len(slots)) as pool:
+        pending = {pool.submit(work, job) for job in jobs}
+        try:
+            while pending:
+                ended, pending = wait(pending, timeout=0.2, return_when=FIRST_COMPLETED)
+                live.refresh()
+                for future in ended:
+                    problem = future.exception() or problem
+                    if future.exception() is None:
+                        yield future.result()
+        finally:
+            if pending:  # the second Ctrl-C, or an error in this thread
+                signals.kill.set()
+                signals.stop.set()
     if problem is not None:
-        raise problem
+        raise problem  # only now: the other runs have written their checkpoints
 
 
-def _slots(
-    specs: Sequence[RunSpec], workers: int | None, threads: int, device: str, per_gpu: int | None
-) -> list[int | None]:
+def _slots(specs: Sequence[RunSpec], options: SweepOptions) -> list[int | None]:
     """Return one entry per run at a time: the number of its GPU, round robin, or None for the CPU."""
-    cores = max(1, (os.cpu_count() or 1) // threads)
+    cores = max(1, (os.cpu_count() or 1) // options.threads)
     gpus = torch.cuda.device_count()
-    if gpus == 0 or all(choose_device(device, spec) == "cpu" for spec in specs):
-        return [None] * (workers or cores)
-    if workers is None:
-        workers = gpus * (per_gpu or _fitting(specs, device, gpus, cores))
+    if gpus == 0 or all(choose_device(options.device, spec) == "cpu" for spec in specs):
+        return [None] * (options.workers or cores)
+    workers = options.workers or gpus * (options.per_gpu or _fitting(specs, options.device, gpus, cores))
     return [i % gpus for i in range(workers)]
 
 
 def _fitting(specs: Sequence[RunSpec], device: str, gpus: int, cores: int) -> int:
     total = min(torch.cuda.get_device_properties(i).total_memory for i in range(gpus))
     try:
-        peak = max(measure(spec, device).peak_memory for spec in {s.recipe: s for s in specs}.values())
+        peak = max(measure(spec, device).peak_memory for spec in _recipes(specs))
     except RuntimeError:
         return 1  # one of them does not run at all: it will fail alone, with its reason
     return runs_per_gpu(peak, total, max(1, cores // gpus))

@@ -9,10 +9,9 @@ from __future__ import annotations
 
 import itertools
 import logging
-import time
 import traceback
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
@@ -20,13 +19,14 @@ import torch
 
 from cpt_core.experiments.spec import RunSpec
 from cpt_core.sweeps import stores
+from cpt_core.sweeps.options import SweepOptions
 from cpt_core.sweeps.stores import Row, StoreError
 from cpt_core.training.device import choose_device, device_name, peak_memory
 from cpt_core.training.session import task_of
 from cpt_core.training.train import Run, Stopped, train
 
+WAIT_SECONDS = 60.0  # for a run that another sweep has, before a worker looks after its other runs
 log = logging.getLogger(__name__)
-Report = Callable[[int], None]  # optimizer steps done
 
 
 @dataclass(frozen=True)
@@ -36,23 +36,15 @@ class Job:
     Attributes:
         spec: the run.
         store: the file its row goes to.
-        device: "cpu", "cuda", or "auto" for CUDA where there is one, but always the CPU at smoke scale.
+        options: of its sweep.
         gpu: which of the visible GPUs the process sees; None for all of them.
-        threads: CPU threads; the small networks are faster on one, and results depend on it in the last digits.
-        checkpoint_seconds: time between checkpoints.
-        timeout: seconds after which a run is failed, or None.
-        retry_failed: run again what failed before.
         wait: while another sweep has the run, wait for it a while before returning "busy".
     """
 
     spec: RunSpec
     store: Path
-    device: str = "auto"
+    options: SweepOptions = field(default_factory=SweepOptions)
     gpu: int | None = None
-    threads: int = 1
-    checkpoint_seconds: float = 60.0
-    timeout: float | None = None
-    retry_failed: bool = False
     wait: bool = False
 
 
@@ -65,61 +57,51 @@ class Outcome:
     row: Row | None = None
 
 
-def run_one(job: Job, should_stop: Callable[[], bool] | None = None, report: Report | None = None) -> Outcome:
+def run_one(
+    job: Job, should_stop: Callable[[], bool] = lambda: False, on_start: Callable[[], None] = lambda: None
+) -> Outcome:
     """Run a job in this process and append its row; a run that raises becomes a row with status "failed".
 
     The row is the last thing that is written and the checkpoint goes only after it, so a process that dies anywhere
-    loses nothing but the time since its last checkpoint. The claim on the run (its lease) is held until the end.
+    loses nothing but the time since its last checkpoint. The claim on the run is held until the end.
+
+    Args:
+        job: the run.
+        should_stop: asked after every step; the run then writes its checkpoint and ends.
+        on_start: called when the run is this process's to do.
 
     Raises:
         StoreError: when the store cannot be written; the checkpoint is kept.
     """
     key, store = job.spec.key, job.store
-    lease = stores.lease(store, key)
-
-    def stop() -> bool:
-        return lease.lost or (should_stop is not None and should_stop())
-
     try:
-        if not lease.acquire(2 * lease.seconds if job.wait else 0.0, stop):
-            return Outcome(key, "stopped" if stop() else "busy")
-        try:
-            if report is not None:
-                report(0)
-            held = stores.find_row(store, key)
-            if held is not None and not (held["status"] == "failed" and job.retry_failed):
+        with stores.claim(store, key, WAIT_SECONDS if job.wait else 0.0, should_stop) as mine:
+            if not mine:
+                return Outcome(key, "stopped" if should_stop() else "busy")
+            on_start()
+            held = stores.find_row(store, key)  # only now: it may have come while this process waited
+            if held is not None and not (held["status"] == "failed" and job.options.retry_failed):
                 return Outcome(key, "held", held)
             stores.check_free(store)
             stores.clean(store, key)
-            row = _row(job, stop, report)
-            row = stores.append_row(store, row)
+            row = stores.append_row(store, _row(job, should_stop))
             if row["status"] != "failed":
                 stores.place(store, "checkpoints", key).unlink(missing_ok=True)
             return Outcome(key, "ran", row)
-        finally:
-            lease.release()
     except Stopped:
-        return Outcome(key, "busy" if lease.lost else "stopped")
+        return Outcome(key, "stopped")
     except StoreError:
         raise
-    except OSError as error:  # the claim itself could not be written
+    except OSError as error:
         raise StoreError(f"cannot write beside {store}: {error.strerror or error}; checkpoints are kept") from error
 
 
-def _row(job: Job, stop: Callable[[], bool], report: Report | None) -> Row:
+def _row(job: Job, should_stop: Callable[[], bool]) -> Row:
     spec = job.spec
     row = stores.describe(spec)
-    device = job.device
-    reported = time.monotonic()
-
-    def on_step(step: int, model: Any, loss: float) -> None:
-        nonlocal reported
-        if report is not None and time.monotonic() - reported > 1.0:
-            reported = time.monotonic()
-            report(step + 1)
-
+    device = job.options.device
     try:
-        device = choose_device(job.device, spec)
+        device = choose_device(device, spec)
         if device == "cuda":
             torch.cuda.reset_peak_memory_stats()
         log.info("%s: %s seed %d, %s", spec.key, spec.arm, spec.seed, device)
@@ -128,9 +110,8 @@ def _row(job: Job, stop: Callable[[], bool], report: Report | None) -> Row:
             spec,
             device=device,
             checkpoint=stores.place(job.store, "checkpoints", spec.key),
-            checkpoint_seconds=job.checkpoint_seconds,
-            on_step=on_step,
-            should_stop=stop,
+            checkpoint_seconds=job.options.checkpoint_seconds,
+            should_stop=should_stop,
         )
         stores.write_curve(job.store, spec.key, run.history)
     except (Stopped, StoreError):

@@ -6,6 +6,7 @@ import sys
 
 import torch
 
+from cpt_core.checks import choose
 from cpt_core.experiments.spec import RunSpec
 
 DEVICES = ("auto", "cpu", "cuda")
@@ -28,8 +29,7 @@ def peak_memory(device: str) -> int:
 
 def choose_device(device: str, spec: RunSpec) -> str:
     """Return "cpu" or "cuda"; ValueError for an unknown name, or for CUDA where there is none."""
-    if device not in DEVICES:
-        raise ValueError(f"unknown device {device!r}; choose from {', '.join(DEVICES)}")
+    choose("device", device, DEVICES)
     if spec.scale == "smoke" or device == "cpu":
         return "cpu"
     if device == "cuda" and not torch.cuda.is_available():

@@ -5,33 +5,31 @@ from __future__ import annotations
 import itertools
 from typing import Any
 
-from torch import nn
-
 from cpt_core.bitops.plan import count_bitops
 from cpt_core.bitops.trace import CONVENTIONS
-from cpt_core.experiments.spec import RunSpec
 from cpt_core.quantization.scheduler import precision
-from cpt_core.tasks import Task
 from cpt_core.training.checkpoint import State
+from cpt_core.training.session import Session
 
 
-def evaluate(task: Task, model: nn.Module, step: int, policy: str, spec: RunSpec) -> dict[str, Any]:
-    """Evaluate both splits at one precision; the row says which."""
+def evaluate(session: Session, step: int, policy: str) -> dict[str, Any]:
+    """Evaluate both splits after ``step`` steps at one precision ("q_max" or "current"); the row says which."""
+    spec = session.spec
     bits = spec.q_max if policy == "q_max" else spec.schedule(min(step, spec.recipe.steps) - 1)
-    model.eval()
-    with precision(model, bits=bits):
-        return {"step": step, "precision": policy, "bits": bits, **task.evaluate(model)}
+    session.model.eval()
+    with precision(session.model, bits=bits):
+        return {"step": step, "precision": policy, "bits": bits, **session.task.evaluate(session.model)}
 
 
-def metrics_of(task: Task, model: nn.Module, state: State, spec: RunSpec) -> list[dict[str, Any]]:
+def metrics_of(session: Session, state: State) -> list[dict[str, Any]]:
     """Final numbers at q_max and at the current bits, and the test number at the best evaluation."""
     if state.status != "ok":
         return []
-    rows = []
+    task, rows = session.task, []
     last = state.history["evaluations"][-1]
     finals = {last["precision"]: last}
     other = "current" if last["precision"] == "q_max" else "q_max"
-    finals[other] = evaluate(task, model, state.step, other, spec)
+    finals[other] = evaluate(session, state.step, other)
     for policy in ("q_max", "current"):
         for split in ("valid", "test"):
             for name, value in finals[policy].get(split, {}).items():
@@ -55,8 +53,9 @@ def _metric(name: str, split: str, when: str, evaluation: dict[str, Any], value:
     }
 
 
-def bitops_of(task: Task, model: nn.Module, spec: RunSpec) -> dict[str, float]:
+def bitops_of(session: Session) -> dict[str, float]:
     """BitOps of the whole run, from the first batches of the task."""
+    task, model, spec = session.task, session.model, session.spec
     model.train()
     batches = list(itertools.islice(task.batches(0), task.cost_batches))
 

@@ -69,8 +69,6 @@ class PrecisionRange:
 
     def figure(self) -> Any:
         """Draw the share of every seed against bits, their mean and the threshold: a matplotlib figure."""
-        pass
-
         import matplotlib.pyplot as plt
         from matplotlib.ticker import MaxNLocator
 
@@ -104,43 +102,43 @@ def judge(
     losses = [[_mean_std(trace[-window:])[0] for trace in seed] for seed in traces]
     # before any step q_max shows the loss of the untrained model best; a continuing test sees it at its lowest bits
     start = [seed[-1 if mode == "reset" else 0][0] for seed in traces]
-    if mode == "reset":
-        shares = [
-            [(a - loss) / (a - row[-1]) if a != row[-1] else math.nan for loss in row]
-            for a, row in zip(start, losses, strict=True)
-        ]
-    else:
-        shares = [
-            [(before - loss) / a for before, loss in zip((a, *row), row, strict=False)]
-            for a, row in zip(start, losses, strict=True)
-        ]
-    evidence = (bits, tuple(start), tuple(map(tuple, losses)), tuple(map(tuple, shares)), mode, threshold, dwell, title)
+    shares = [_shares(mode, a, row) for a, row in zip(start, losses, strict=True)]
+
+    def answer(q_min: int | None, reason: str, warning: str = "") -> PrecisionRange:
+        evidence = tuple(start), tuple(map(tuple, losses)), tuple(map(tuple, shares))
+        return PrecisionRange(q_min, reason, warning, bits, *evidence, mode, threshold, dwell, title)
+
     top = bits[-1]
     reference = [row[-1] for row in losses] if mode == "reset" else [row[0] for row in losses]
     if any(math.isnan(x) for x in (*reference, *start)):
         at = top if mode == "reset" else bits[0]
-        return PrecisionRange(None, f"training diverges at {at} bits; lower the learning rate or clip", "", *evidence)
+        return answer(None, f"training diverges at {at} bits; lower the learning rate or clip")
     if mode == "reset":
         noise = [_mean_std(seed[-1][-window:])[1] / math.sqrt(window) for seed in traces]
         if any(a - b <= 2 * n for a, b, n in zip(start, reference, noise, strict=True)):
-            reason = (
+            return answer(
+                None,
                 f"training at {top} bits does not reduce the loss in {dwell} steps (from {_mean_std(start)[0]:.4g} to "
-                f"{_mean_std(reference)[0]:.4g}); no precision can be judged: try a longer dwell or another rate"
+                f"{_mean_std(reference)[0]:.4g}); no precision can be judged: try a longer dwell or another rate",
             )
-            return PrecisionRange(None, reason, "", *evidence)
     of = {q: _mean_std([row[i] for row in shares]) for i, q in enumerate(bits)}
-    passed = [q for q in bits if of[q][0] >= threshold]
-    if not passed:
-        reason = f"at no precision the loss falls by {threshold:g} of what it was at the start"
-        return PrecisionRange(None, reason, "", *evidence)
-    q_min = passed[0]
+    q_min = next((q for q in bits if of[q][0] >= threshold), None)
+    if q_min is None:
+        return answer(None, f"at no precision the loss falls by {threshold:g} of what it was at the start")
+    share = f"{of[q_min][0]:.2f}"
     if mode == "reset":
-        reason = f"{of[q_min][0]:.2f} of the loss reduction at {top} bits, at least {threshold:g}"
+        reason = f"{share} of the loss reduction at {top} bits, at least {threshold:g}"
     else:
-        reason = (
-            f"the first precision at which the loss falls, by {of[q_min][0]:.2f} of its start (at least {threshold:g})"
-        )
-    return PrecisionRange(q_min, reason, _doubt(of, q_min, threshold, len(traces)), *evidence)
+        reason = f"the first precision at which the loss falls, by {share} of its start (at least {threshold:g})"
+    return answer(q_min, reason, _doubt(of, q_min, threshold, len(traces)))
+
+
+def _shares(mode: str, start: float, losses: list[float]) -> list[float]:
+    """Of one seed, what is compared with the threshold: f(q), or how far the loss fell since the precision before."""
+    if mode == "reset":
+        whole = start - losses[-1]
+        return [(start - loss) / whole if whole else math.nan for loss in losses]
+    return [(before - loss) / start for before, loss in zip((start, *losses), losses, strict=False)]
 
 
 def _doubt(of: dict[int, tuple[float, float]], q_min: int, threshold: float, seeds: int) -> str:

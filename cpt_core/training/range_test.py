@@ -35,6 +35,7 @@ import torch
 from torch import nn
 from tqdm.auto import tqdm
 
+from cpt_core.checks import choose
 from cpt_core.experiments.recipe import Recipe
 from cpt_core.experiments.spec import run_spec
 from cpt_core.quantization.convert import QuantConfig, layer_precisions, quantize_, restore_
@@ -43,7 +44,7 @@ from cpt_core.quantization.quantizers import check_bits
 from cpt_core.quantization.scheduler import PrecisionScheduler, precision
 from cpt_core.schedules.schedule import StaticSchedule
 from cpt_core.training.precision_range import MODES, PrecisionRange, cut, judge
-from cpt_core.training.session import quant_config, task_of
+from cpt_core.training.session import Session, task_of
 
 TrainStep = Callable[[int], Any]
 
@@ -105,8 +106,7 @@ def precision_range_test(
     Differs: "reset" compares losses of equally long trainings; the CPT paper raises the precision within one training
         and watches the training accuracy, with a threshold and a window that are not published.
     """
-    if mode not in MODES:
-        raise ValueError(f"unknown mode {mode!r}; choose from {', '.join(MODES)}")
+    choose("mode", mode, tuple(MODES))
     threshold = MODES[mode] if threshold is None else threshold
     if not 0 < threshold < 1:
         raise ValueError(f"threshold must lie between 0 and 1, got {threshold!r}")
@@ -186,7 +186,7 @@ def _trials(
         if train_step is not None or optimizer is not None:
             raise ValueError("a recipe brings its own train_step and optimizer; give them for a model of your own")
         for seed in seeds:
-            yield _of_recipe(what, q_max, seed, torch.device(device)), 0
+            yield _of_recipe(what, q_max, seed, device), 0
     elif isinstance(what, nn.Module):
         if not callable(train_step) or not isinstance(optimizer, torch.optim.Optimizer):
             raise ValueError("a model of your own needs train_step(step) -> loss and the optimizer it uses")
@@ -210,29 +210,15 @@ def _trials(
         raise ValueError(f"give a Recipe or a torch module, got {what!r}")
 
 
-def _of_recipe(recipe: Recipe, q_max: int, seed: int, device: torch.device) -> _Trial:
+def _of_recipe(recipe: Recipe, q_max: int, seed: int, device: str | torch.device) -> _Trial:
     spec = run_spec(recipe, f"static {q_max}", q_max=q_max, seed=seed)
-    torch.manual_seed(seed)
-    task = task_of(spec)(spec, device)
-    model = quantize_(task.model(), quant_config(recipe, seed))
-    optimizer, lr_at = task.optimizer(model)
+    session = Session(task_of(spec), spec, device)
     batches: Iterator[Any] = iter(())
-    carry: Any = None
 
     def train_step(step: int) -> float:
-        nonlocal batches, carry
+        nonlocal batches
         if step == 0:
-            batches, carry = iter(task.batches(0)), None
-        for group in optimizer.param_groups:
-            group["lr"] = lr_at(0, [])  # the learning rate of the start throughout
-        model.train()
-        loss, carry = task.loss(model, next(batches), carry)
-        if torch.isfinite(loss):
-            loss.backward()
-            if recipe.clip is not None:
-                nn.utils.clip_grad_norm_(model.parameters(), recipe.clip)
-            optimizer.step()
-            optimizer.zero_grad(set_to_none=True)
-        return float(loss.detach())
+            batches, session.carry = session.task.batches(0), None
+        return session.step(next(batches), session.lr_at(0, []))  # the learning rate of the start throughout
 
-    return _Trial(model, train_step, optimizer, q_max, task.title)
+    return _Trial(session.model, train_step, session.optimizer, q_max, session.task.title)

@@ -16,19 +16,19 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 from tqdm.auto import tqdm
 
 from cpt_core.experiments.spec import RunSpec
-from cpt_core.quantization.convert import quantize_
-from cpt_core.quantization.scheduler import PrecisionScheduler
-from cpt_core.tasks import Task
 from cpt_core.training.checkpoint import State, load_checkpoint, save_checkpoint
 from cpt_core.training.evaluation import bitops_of, evaluate, metrics_of
-from cpt_core.training.session import quant_config
+from cpt_core.training.session import Session
+
+if TYPE_CHECKING:
+    from cpt_core.tasks import Task
 
 OnStep = Callable[[int, nn.Module, float], None]
 log = logging.getLogger(__name__)
@@ -101,60 +101,41 @@ def train(
 
     Paper: section 4 (all experiments share this loop).
     """
-    device = torch.device(device)
-    torch.manual_seed(spec.seed)
-    task = task_class(spec, device)
-    recipe = spec.recipe
-    model = task.model()
-    quantize_(model, quant_config(recipe, spec.seed))
-    optimizer, lr_at = task.optimizer(model)
-    scheduler = PrecisionScheduler(model, spec.schedule, spec.q_grad)
-    state = State()
+    session, recipe, state = Session(task_class, spec, device), spec.recipe, State()
     if checkpoint is not None and checkpoint.exists():
-        load_checkpoint(checkpoint, spec, state, model, optimizer, scheduler)
+        state = load_checkpoint(checkpoint, session)
         log.info("goes on from step %d of %d", state.step, recipe.steps)
 
     started = saved = time.monotonic()
     before = state.seconds
-    batches = task.batches(state.step)
+    batches = session.task.batches(state.step)
     bar = tqdm(total=recipe.steps, initial=state.step, desc=f"{spec.arm} seed {spec.seed}", disable=not progress)
     with bar:
-        while state.step < recipe.steps and state.status == "ok":
-            lr = lr_at(state.step, state.history["evaluations"])
-            for group in optimizer.param_groups:
-                group["lr"] = lr
-            batch = next(batches)
-            model.train()
-            loss, state.carry = task.loss(model, batch, state.carry)
-            value = float(loss.detach())
-            for column, entry in zip(
-                ("step", "loss", "bits", "lr"), (state.step, value, scheduler.get_last_bits()[0], lr), strict=True
-            ):
+        while state.step < recipe.steps:
+            lr = session.lr_at(state.step, state.history["evaluations"])
+            loss = session.step(next(batches), lr)
+            entries = {"step": state.step, "loss": loss, "bits": session.scheduler.get_last_bits()[0], "lr": lr}
+            for column, entry in entries.items():
                 state.history[column].append(entry)
-            if not math.isfinite(value):
+            if not math.isfinite(loss):  # the diverging step is in the history, but it is no step done
                 state.status = "diverged"
                 break
-            loss.backward()
-            if recipe.clip is not None:
-                nn.utils.clip_grad_norm_(model.parameters(), recipe.clip)
-            optimizer.step()
-            optimizer.zero_grad(set_to_none=True)
-            scheduler.step()
+            session.scheduler.step()
             state.step += 1
             bar.update()
             if on_step is not None:
-                on_step(state.step - 1, model, value)
+                on_step(state.step - 1, session.model, loss)
             due = recipe.evaluate_every and state.step % recipe.evaluate_every == 0
             if due and state.step < recipe.steps:
-                state.history["evaluations"].append(evaluate(task, model, state.step, recipe.eval_bits, spec))
+                state.history["evaluations"].append(evaluate(session, state.step, recipe.eval_bits))
                 log.info(
-                    "step %d of %d: loss %.4f, %s", state.step, recipe.steps, value, state.history["evaluations"][-1]
+                    "step %d of %d: loss %.4f, %s", state.step, recipe.steps, loss, state.history["evaluations"][-1]
                 )
             state.seconds = before + time.monotonic() - started
             stop = should_stop is not None and should_stop()
             if checkpoint is not None and (stop or time.monotonic() - saved > checkpoint_seconds):
                 try:
-                    save_checkpoint(checkpoint, spec, state, model, optimizer, scheduler)
+                    save_checkpoint(checkpoint, session, state)
                 except (OSError, RuntimeError) as error:  # torch raises RuntimeError when the disk is full
                     # the run may still end well, and the last checkpoint is still there
                     log.error("step %d: cannot write %s: %s", state.step, checkpoint, error)
@@ -162,10 +143,19 @@ def train(
             if stop:
                 raise Stopped(f"at step {state.step} of {recipe.steps}")
 
+    # the last evaluation is not in the loop, so that a run which died after its last step needs no other one
     if state.status == "ok":
-        state.history["evaluations"].append(evaluate(task, model, state.step, recipe.eval_bits, spec))
-    metrics = metrics_of(task, model, state, spec)
+        state.history["evaluations"].append(evaluate(session, state.step, recipe.eval_bits))
+    metrics = metrics_of(session, state)
     state.seconds = before + time.monotonic() - started
-    run = Run(spec, state.status, metrics, state.history, {}, state.seconds, model, task.title, task.checksum)
-    run.bitops = bitops_of(task, model, spec)
-    return run
+    return Run(
+        spec=spec,
+        status=state.status,
+        metrics=metrics,
+        history=state.history,
+        bitops=bitops_of(session),  # takes its time too, which is none of training
+        seconds=state.seconds,
+        model=session.model,
+        title=session.task.title,
+        checksum=session.task.checksum,
+    )

@@ -9,8 +9,9 @@ from pathlib import Path
 
 import pytest
 
+from bench.kill_sweep import claims, holder
 from cpt_core.experiments import designs
-from cpt_core.sweeps import leases, progress, stores
+from cpt_core.sweeps import progress, stores
 from cpt_core.sweeps.sweep import run_grid
 
 distributed = pytest.importorskip("distributed")
@@ -51,7 +52,7 @@ def test_a_cluster_of_its_own_listens_on_loopback_and_gives_the_same_rows(tmp_pa
     there = run_grid(specs, tmp_path / "b.jsonl", executor="dask", workers=1)
     assert numbers(there) == numbers(here)
     assert asked[0].scheduler_address.startswith("tcp://127.0.0.1:")
-    assert list((tmp_path / "b.leases").iterdir()) == []
+    assert list(tmp_path.glob("*.sweep")) == []
 
 
 def test_a_worker_that_is_killed_loses_nothing(cluster, tmp_path):
@@ -73,7 +74,7 @@ def test_a_worker_that_is_killed_loses_nothing(cluster, tmp_path):
     deadline = time.monotonic() + 200
     while not checkpoint.exists() and time.monotonic() < deadline:
         time.sleep(0.02)
-    run = leases.holder(stores.place(store, "leases", specs[0].key))
+    run = holder(stores.place(store, "locks", specs[0].key))
     worker = psutil.Process(run).parent().parent()  # the run was forked by the server of its worker
     assert worker.pid in {w["pid"] for w in cluster_workers(cluster)}
     os.kill(worker.pid, signal.SIGKILL)
@@ -110,7 +111,7 @@ def test_ctrl_c_waits_for_the_checkpoints_of_a_cluster(cluster, tmp_path, monkey
     monkeypatch.setattr(progress.Signals, "__enter__", lambda self: signals.append(self) or enter(self))
 
     def press():
-        while len(list((tmp_path / "rows.leases").glob("*.lease"))) < 2:
+        while sum(holder(claim) is not None for claim in claims(store)) < 2:
             time.sleep(0.05)
         signals[0]._handle(signal.SIGINT, None)
 
@@ -118,7 +119,7 @@ def test_ctrl_c_waits_for_the_checkpoints_of_a_cluster(cluster, tmp_path, monkey
     with pytest.raises(KeyboardInterrupt, match="0 of 3 missing runs done; the same command goes on from here"):
         run_grid(specs, store, executor="dask", scheduler=cluster.scheduler_address)
     assert len(list((tmp_path / "rows.checkpoints").glob("*.pt"))) == 2
-    assert list((tmp_path / "rows.leases").iterdir()) == []
+    assert [holder(claim) for claim in claims(store)] == [None, None]
     assert stores.load_rows(store) == []
 
 

@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import pandas as pd
 import pytest
+import torch
 
 from cpt_core import __main__ as commands
 from cpt_core.analysis import quality_cost
@@ -15,8 +16,9 @@ from cpt_core.analysis.runs import TYPES, load, table
 from cpt_core.experiments import designs, grids
 from cpt_core.experiments.grids import GRIDS
 from cpt_core.paths import results_dir
-from cpt_core.sweeps import plan, stores
+from cpt_core.sweeps import calibration, plan, stores
 from cpt_core.sweeps.calibration import Calibration, measure, runs_per_gpu
+from cpt_core.tasks import TASKS
 from cpt_core.teaching.parameters import parse
 
 pytestmark = pytest.mark.filterwarnings("ignore::cpt_core.schedules.schedule.ShortCycleWarning")
@@ -173,6 +175,43 @@ def test_a_measurement_is_kept_and_agrees_with_a_run(tmp_path):
         measure(bad)
 
 
+def test_a_measurement_takes_the_steps_of_training(monkeypatch):
+    """It clips gradients and sets the learning rate, as every step of a run does."""
+    (spec,) = designs.quality_cost("smoke", schedules=["CR"], static=[], seeds=[0], steps=20, clip=0.001, lr=0.5)
+    seen = []
+
+    class Watched(TASKS["image"]):
+        def optimizer(self, model):
+            optimizer, _ = super().optimizer(model)
+
+            def look(optimizer, *_):
+                gradients = torch.cat([p.grad.flatten() for group in optimizer.param_groups for p in group["params"]])
+                seen.append((gradients.norm().item(), {group["lr"] for group in optimizer.param_groups}))
+
+            optimizer.register_step_pre_hook(look)
+            return optimizer, lambda step, evaluations: 0.0125
+
+    monkeypatch.setattr(calibration, "task_of", lambda spec: Watched)
+    monkeypatch.setattr(calibration, "SECONDS", 0.1)
+    calibration._steps(spec, "cpu")
+    assert len(seen) > 1
+    assert all(norm == pytest.approx(0.001, rel=1e-3) for norm, _ in seen)
+    assert all(rates == {0.0125} for _, rates in seen)
+
+
+def test_measurements_of_another_version_are_not_taken(monkeypatch):
+    (spec,) = designs.quality_cost("smoke", schedules=["CR"], static=[], seeds=[0], steps=20)
+    former = calibration._key(spec, "cpu")
+    monkeypatch.setattr(calibration, "VERSION", calibration.VERSION + 1)
+    assert calibration._key(spec, "cpu") != former
+
+
+def test_random_data_on_which_training_diverges_are_no_measurement(monkeypatch):
+    (spec,) = designs.quality_cost("smoke", schedules=["CR"], static=[], seeds=[0], steps=20, clip=None, lr=1e30)
+    with pytest.raises(RuntimeError, match="the loss of random data is not finite"):
+        measure(spec)
+
+
 def test_how_many_runs_share_a_gpu():
     gigabyte = 2**30
     assert runs_per_gpu(30 * gigabyte, 24 * gigabyte, 16) == 1  # it may not fit, but one is tried
@@ -206,7 +245,7 @@ def test_run_then_results_then_report(command, place):
 
 
 def test_a_failed_run_is_shown_with_its_reason_and_its_log(command, monkeypatch):
-    def fail(job, stop, report):
+    def fail(job, should_stop):
         return {**stores.describe(job.spec), "status": "failed", "error": "Traceback\nValueError: no luck"}
 
     monkeypatch.setattr("cpt_core.sweeps.worker._row", fail)

@@ -9,18 +9,21 @@ import sys
 import threading
 import time
 from dataclasses import replace
+from multiprocessing import forkserver
 
 import pytest
 
-from bench.kill_sweep import KINDS, torture
+from bench.kill_sweep import KINDS, claims, holder, torture
 from cpt_core.experiments import designs
-from cpt_core.sweeps import leases, progress, stores
+from cpt_core.sweeps import progress, stores
 from cpt_core.sweeps import sweep as sweep_module
+from cpt_core.sweeps.options import SweepOptions
 from cpt_core.sweeps.process import supervise
 from cpt_core.sweeps.progress import Live
 from cpt_core.sweeps.stores import StoreError
 from cpt_core.sweeps.sweep import _slots, run_grid
 from cpt_core.sweeps.worker import Job, Outcome, run_one
+from cpt_core.tasks import TASKS
 
 pytestmark = pytest.mark.filterwarnings("ignore::cpt_core.schedules.schedule.ShortCycleWarning")
 
@@ -36,7 +39,7 @@ def quick(monkeypatch):
     """Count the runs and make them cheap, but leave storing and resuming as they are."""
     ran = []
 
-    def fake(job, stop, report):
+    def fake(job, should_stop):
         ran.append(job.spec.arm)
         row = stores.describe(job.spec)
         if job.spec.arm == "RR":
@@ -99,9 +102,10 @@ def test_processes_give_the_same_numbers_as_this_one_and_leave_only_results(tmp_
     apart = run_grid(specs, tmp_path / "b.jsonl", workers=2)
     assert [r["metrics"] for r in apart] == [r["metrics"] for r in here]
     assert [r["key"] for r in apart] == [s.key for s in specs]
-    for kind, count in (("curves", 2), ("logs", 2), ("checkpoints", 0), ("leases", 0)):
+    for kind, count in (("curves", 2), ("logs", 2), ("checkpoints", 0), ("locks", 2)):
         folder = tmp_path / f"b.{kind}"
         assert len(list(folder.glob("*"))) == count, kind
+    assert [p.stat().st_size for p in claims(tmp_path / "b.jsonl")] == [0, 0]
     assert "ok after" in stores.place(tmp_path / "b.jsonl", "logs", specs[0].key).read_text()
 
 
@@ -112,10 +116,12 @@ def test_the_environment_of_now_reaches_the_runs(tmp_path, monkeypatch):
     monkeypatch.setenv("CPT_TEST_WORD", "reached")
     outcome = supervise(Job(spec, tmp_path / "b.jsonl"), work=tell)
     assert outcome.row == {"word": "reached", "threads": 1}
-    assert supervise(Job(spec, tmp_path / "b.jsonl", threads=2), work=tell).row["threads"] == 2
+    assert {f"cpt_core.tasks.{name}" for name in TASKS} < set(forkserver._forkserver._preload_modules)  # seconds a run
+    two = Job(spec, tmp_path / "b.jsonl", SweepOptions(threads=2))
+    assert supervise(two, work=tell).row["threads"] == 2
 
 
-def tell(job, stop, report):
+def tell(job, stop, on_start):
     import torch
 
     return Outcome(job.spec.key, "ran", {"word": os.environ.get("CPT_TEST_WORD"), "threads": torch.get_num_threads()})
@@ -133,26 +139,26 @@ def test_a_run_that_raises_is_a_row_with_its_traceback(workers, tmp_path):
     assert "KeyError: 'vgg'" in rows[0]["error"]
 
 
-def crash(job, stop, report):
+def crash(job, stop, on_start):
     os.kill(os.getpid(), signal.SIGSEGV)
 
 
-def vanish(job, stop, report):
+def vanish(job, stop, on_start):
     os._exit(7)
 
 
-def out_of_memory(job, stop, report):
+def out_of_memory(job, stop, on_start):
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-def hang(job, stop, report):
-    report(0)
+def hang(job, stop, on_start):
+    on_start()
     print("no step ever ends", flush=True)
     time.sleep(60)
 
 
-def append_and_die(job, stop, report):
-    run_one(job, stop, report)
+def append_and_die(job, stop, on_start):
+    run_one(job, stop, on_start)
     os.kill(os.getpid(), signal.SIGKILL)
 
 
@@ -174,7 +180,7 @@ def test_a_process_that_dies_leaves_a_failed_row_with_the_reason(work, words, tm
 
 def test_a_run_that_takes_too_long_is_failed_also_when_it_hangs(tmp_path, monkeypatch):
     monkeypatch.setattr("cpt_core.sweeps.process.GRACE_SECONDS", 0.5)
-    job = Job(specs_of("CR")[0], tmp_path / "rows.jsonl", timeout=0.5)
+    job = Job(specs_of("CR")[0], tmp_path / "rows.jsonl", SweepOptions(timeout=0.5))
     outcome = supervise(job, work=hang)
     assert outcome.row["error"].startswith("took longer than 0.5 s")
     assert "no step ever ends" in outcome.row["error"]
@@ -216,7 +222,7 @@ def test_a_store_that_fills_up_stops_the_sweep_with_a_clear_error(tmp_path, monk
     assert len(ran) < 10  # and nothing more was started
 
 
-def no_room(job, stop, report):
+def no_room(job, stop, on_start):
     raise StoreError("no room, said the process of the run")
 
 
@@ -226,9 +232,8 @@ def no_room(job, stop, report):
 def test_a_run_that_another_sweep_has_is_left_to_it(tmp_path):
     spec, other = specs_of("CR", "ER", steps=20)
     store = tmp_path / "rows.jsonl"
-    claim = stores.lease(store, spec.key)
-    assert claim.acquire()
-    try:
+    with stores.claim(store, spec.key) as mine:
+        assert mine
         assert run_one(Job(spec, store)).status == "busy"
         done = []
         sweep = threading.Thread(target=lambda: done.extend(run_grid([spec, other], store, workers=1)))
@@ -238,8 +243,6 @@ def test_a_run_that_another_sweep_has_is_left_to_it(tmp_path):
             time.sleep(0.05)
         assert stores.find_row(store, spec.key) is None
         stores.append_row(store, {**stores.describe(spec), "status": "ok", "metrics": [], "by": "the other sweep"})
-    finally:
-        claim.release()
     sweep.join()
     assert [row.get("by") for row in done] == ["the other sweep", None]
     assert len(store.read_text().splitlines()) == 2
@@ -258,34 +261,26 @@ def test_a_run_whose_process_somebody_ends_is_started_again(tmp_path, monkeypatc
     assert (row["status"], len(tried)) == ("ok", 2)
 
 
-def ended_by_somebody(job, stop, report):
+def ended_by_somebody(job, stop, on_start):
     os.kill(os.getpid(), signal.SIGTERM)
-    return run_one(job, stop, report)
+    return run_one(job, stop, on_start)
 
 
-class Lost(leases.Lease):
-    """Its heartbeat found another holder."""
-
-    lost = property(lambda self: True, lambda self, value: None)
-
-
-def test_a_run_that_slept_through_its_lease_does_not_store_a_second_row(tmp_path, monkeypatch):
+def test_a_run_that_another_has_done_meanwhile_does_not_store_a_second_row(tmp_path, monkeypatch):
+    """As on a file system without locks, where two may claim a run."""
     (spec,) = specs_of("CR", steps=20)
     job = Job(spec, tmp_path / "rows.jsonl")
     other = {**stores.describe(spec), "status": "ok", "metrics": [], "by": "another"}
     row_of = run_one.__globals__["_row"]
 
-    def slept(job, stop, report):
-        row = row_of(job, stop, report)
-        stores.append_row(job.store, other)  # meanwhile
+    def meanwhile(job, should_stop):
+        row = row_of(job, should_stop)
+        stores.append_row(job.store, other)
         return row
 
-    monkeypatch.setattr("cpt_core.sweeps.worker._row", slept)
-    assert run_one(job).row == other  # the lease has not noticed yet
+    monkeypatch.setattr("cpt_core.sweeps.worker._row", meanwhile)
+    assert run_one(job).row == other
     assert len(job.store.read_text().splitlines()) == 1
-    monkeypatch.setattr(stores, "Lease", Lost)
-    assert run_one(Job(spec, tmp_path / "b.jsonl")).status == "busy"  # it has
-    assert stores.load_rows(tmp_path / "b.jsonl") == []
 
 
 @pytest.mark.slow
@@ -324,19 +319,21 @@ def test_ctrl_c_writes_checkpoints_and_the_same_command_goes_on(tmp_path):
     environment = {**os.environ, "CPT_RUNS_DIR": str(tmp_path)}
     command = [sys.executable, "-c", CTRL_C]
     sweep = subprocess.Popen(command, env=environment, text=True, stderr=subprocess.PIPE, start_new_session=True)
-    held = tmp_path / "demo" / "image.leases"
+    store = tmp_path / "demo" / "image.jsonl"
     deadline = time.monotonic() + 120
-    while len(list(held.glob("*.lease"))) < 2 and time.monotonic() < deadline:
+    pids = []
+    while len(pids) < 2 and time.monotonic() < deadline:
         time.sleep(0.05)
-    pids = [leases.holder(p) for p in held.glob("*.lease")]
+        pids = [pid for pid in map(holder, claims(store)) if pid]
     os.killpg(sweep.pid, signal.SIGINT)
     _, said = sweep.communicate()
     assert sweep.returncode == 130
     assert "stopping: the runs write their checkpoints" in said
     assert "of 4 missing runs done; the same command goes on from here" in said
     assert len(list((tmp_path / "demo" / "image.checkpoints").glob("*.pt"))) == 2
-    assert list(held.glob("*.lease")) == []
-    assert [pid for pid in pids if pid and os.path.exists(f"/proc/{pid}")] == []
+    assert len(pids) == 2
+    assert [holder(claim) for claim in claims(store)] == [None, None]
+    assert [pid for pid in pids if os.path.exists(f"/proc/{pid}")] == []
     again = subprocess.run(command, env=environment, text=True, capture_output=True)
     assert again.returncode == 0, again.stderr
     assert "4 ok" in again.stdout
@@ -391,28 +388,58 @@ def test_wrong_values_are_refused_before_anything_runs(choices, message, tmp_pat
     assert not (tmp_path / "rows.jsonl").exists()
 
 
+def test_options_are_one_value_and_single_ones_change_it(quick, tmp_path):
+    store, options = tmp_path / "rows.jsonl", SweepOptions(workers=0)
+    run_grid(specs_of("RR"), store, options)
+    run_grid(specs_of("RR"), store, options)
+    assert quick == ["RR"]
+    run_grid(specs_of("RR"), store, options, retry_failed=True)
+    assert quick == ["RR", "RR"]
+    with pytest.raises(TypeError, match="unexpected keyword argument 'worker'"):
+        run_grid(specs_of("RR"), store, worker=2)
+    with pytest.raises(ValueError, match="timeout=5 needs runs in processes of their own"):
+        run_grid(specs_of("RR"), store, options, timeout=5)
+
+
 # --- what people see, and GPUs --------------------------------------------------------------------
 
 
-def test_the_time_left_comes_from_measured_speeds(tmp_path, monkeypatch):
+def test_the_bar_shows_done_running_and_failed_runs_and_the_time_left(capsys, monkeypatch):
     now = [100.0]
-    monkeypatch.setattr("cpt_core.sweeps.progress.time.monotonic", lambda: now[0])
-    specs = specs_of("CR", "ER", "LR", "RR", steps=100)
-    jobs = [Job(spec, tmp_path / "rows.jsonl") for spec in specs]
-    with Live(jobs, shown=False) as live:
-        assert live.seconds_left() is None
-        a, b = specs[0].key, specs[1].key
-        live.report(a, 0)
-        live.report(a, 50)  # went on from a checkpoint
+    monkeypatch.setattr("tqdm.std.time", lambda: now[0])
+    with Live(4, progress=True) as live:
+        live.started("a")
+        live.started("b")
         now[0] += 10
-        live.report(a, 60)  # 10 steps in 10 seconds
-        assert live.seconds_left() == pytest.approx(40 + 3 * 100)  # one run at a time
-        live.report(b, 0)
-        assert live.seconds_left() == pytest.approx((40 + 3 * 100) / 2)
-        live.ended(Outcome(a, "ran", {"status": "ok", "steps": 100, "seconds": 200.0}))
-        assert live.seconds_left() == pytest.approx(3 * 200)
-        live.ended(Outcome(b, "ran", {"status": "failed"}))
+        live.note = "a remark"
+        live.ended(Outcome("a", "ran", {"status": "ok"}))
+        said = capsys.readouterr().err.split("\r")[-1]
+        assert "1/4 [00:10<00:30" in said
+        assert "1 running, 0 failed, a remark]" in said
+        now[0] += 10
+        live.ended(Outcome("b", "busy"))  # another sweep has it: not done
+        assert "1/4 [00:20<01:00" in capsys.readouterr().err
+        now[0] += 10
+        live.ended(Outcome("c", "ran", {"status": "failed"}))
+        said = capsys.readouterr().err
+        assert "2/4 [00:30<00:30" in said
+        assert "0 running, 1 failed" in said
+        now[0] += 10
+        live.refresh()  # no run has ended, but the time goes on
+        assert "2/4 [00:40<00:40" in capsys.readouterr().err
+        live.at_once = 8
+        now[0] += 10
+        live.refresh()
+        assert "2 running, 1 failed" in capsys.readouterr().err  # no more than there are
         assert live.summary() == "1 of 4 missing runs done, 1 failed"
+
+
+def test_nobody_is_shown_a_bar_where_nobody_looks(capsys):
+    for progress_wanted in (None, False):  # stderr is no terminal here
+        with Live(2, progress_wanted) as live:
+            live.ended(Outcome("a", "ran", {"status": "ok"}))
+        assert live.summary() == "1 of 2 missing runs done"
+    assert capsys.readouterr().err == ""
 
 
 def test_gpus_are_used_round_robin_with_as_many_runs_as_fit(monkeypatch):
@@ -420,16 +447,19 @@ def test_gpus_are_used_round_robin_with_as_many_runs_as_fit(monkeypatch):
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
     monkeypatch.setattr("os.cpu_count", lambda: 16)
     specs = designs.quality_cost("demo", schedules=["CR"], static=[], seeds=[0])
-    slots = _slots
-    assert slots(specs, None, 1, "auto", per_gpu=2) == [0, 1, 0, 1]
-    assert slots(specs, 3, 1, "auto", per_gpu=2) == [0, 1, 0]
-    assert slots(specs, None, 4, "cpu", None) == [None] * 4
-    assert slots(specs_of("CR"), 2, 1, "auto", None) == [None, None]  # smoke scale
+
+    def slots(specs, **changes):
+        return _slots(specs, SweepOptions(**changes))
+
+    assert slots(specs, per_gpu=2) == [0, 1, 0, 1]
+    assert slots(specs, workers=3, per_gpu=2) == [0, 1, 0]
+    assert slots(specs, threads=4, device="cpu") == [None] * 4
+    assert slots(specs_of("CR"), workers=2) == [None, None]  # smoke scale
     card = type("Card", (), {"total_memory": 10 * 2**30})
     monkeypatch.setattr("torch.cuda.get_device_properties", lambda i: card)
     monkeypatch.setattr(sweep_module, "measure", lambda spec, device: type("M", (), {"peak_memory": 2 * 2**30}))
-    assert slots(specs, 4, 1, "auto", None) == [0, 1, 0, 1]  # nothing to measure when the number is given
-    assert slots(specs, None, 1, "auto", None) == [0, 1] * 3  # 3 x (2 GB + its context) in nine tenths of 10 GB
+    assert slots(specs, workers=4) == [0, 1, 0, 1]  # nothing to measure when the number is given
+    assert slots(specs) == [0, 1] * 3  # 3 x (2 GB + its context) in nine tenths of 10 GB
 
 
 def test_a_run_sees_its_gpu_only(tmp_path, monkeypatch):
@@ -440,5 +470,5 @@ def test_a_run_sees_its_gpu_only(tmp_path, monkeypatch):
     assert supervise(job, work=see).row == {"visible": "GPU-7"}
 
 
-def see(job, stop, report):
+def see(job, stop, on_start):
     return Outcome(job.spec.key, "ran", {"visible": os.environ["CUDA_VISIBLE_DEVICES"]})

@@ -2,8 +2,12 @@
 
 import json
 import multiprocessing
+import os
+import signal
 import subprocess
 import sys
+import threading
+import time
 from pathlib import Path
 
 import pandas as pd
@@ -135,6 +139,114 @@ def test_a_store_that_cannot_be_written_is_noticed_before_the_work(tmp_path, mon
     monkeypatch.setattr(stores, "FREE_BYTES", 2**60)
     with pytest.raises(StoreError, match=r"only [\d]+ MB free beside .*; a run needs"):
         stores.check_writable(tmp_path / "rows.jsonl")
+
+
+# --- claims ---------------------------------------------------------------------------------------
+
+
+def test_one_claims_a_run_at_a_time_and_the_file_that_stays_is_no_claim(tmp_path):
+    store = tmp_path / "folder" / "rows.jsonl"
+    for _ in range(2):
+        with stores.claim(store, "a") as mine, stores.claim(store, "a") as second, stores.claim(store, "b") as other:
+            assert (mine, second, other) == (True, False, True)
+            with stores.claim(store, "a") as third:
+                assert not third  # the second one's end gave nothing away
+        files = stores.place(store, "locks", "a").parent
+        assert {p.name: p.stat().st_size for p in files.iterdir()} == {"a.lock": 0, "b.lock": 0}
+    with pytest.raises(KeyError), stores.claim(store, "a"):
+        raise KeyError  # a run that fails gives it back too
+    with stores.claim(store, "a") as mine:
+        assert mine
+
+
+def test_waiting_for_a_claim_ends_when_it_is_free_or_when_asked(tmp_path):
+    store, free, taken = tmp_path / "rows.jsonl", threading.Event(), threading.Event()
+
+    def hold():
+        with stores.claim(store, "a"):
+            taken.set()
+            free.wait()
+
+    thread = threading.Thread(target=hold)
+    thread.start()
+    taken.wait()
+    asked = []
+    with stores.claim(store, "a", 60, lambda: asked.append(True) or len(asked) == 3) as mine:
+        assert (mine, len(asked)) == (False, 3)
+    with stores.claim(store, "a", 0.1) as mine:
+        assert not mine
+    threading.Timer(0.3, free.set).start()
+    with stores.claim(store, "a", 60) as mine:
+        assert mine
+    thread.join()
+
+
+def hold_and_sleep(store, ready):
+    with stores.claim(store, "a"):
+        child = os.fork()  # as the processes that read images are made
+        if child == 0:
+            time.sleep(60)
+            os._exit(0)
+        ready.put(child)
+        time.sleep(60)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="forks")
+def test_a_holder_that_is_killed_loses_its_claim_at_once_also_while_its_children_live(tmp_path):
+    store, context = tmp_path / "rows.jsonl", multiprocessing.get_context("fork")
+    ready = context.Queue()
+    process = context.Process(target=hold_and_sleep, args=(store, ready))
+    process.start()
+    child = ready.get()
+    with stores.claim(store, "a") as mine:
+        assert not mine
+    os.kill(process.pid, signal.SIGKILL)
+    process.join()
+    os.kill(child, 0)  # still there
+    with stores.claim(store, "a") as mine:
+        assert mine
+    os.kill(child, signal.SIGKILL)
+
+
+def compete(store, log, stop):
+    while not stop.is_set():
+        with stores.claim(store, "a") as mine:
+            if mine:
+                with open(log, "a") as f:
+                    f.write(f"{os.getpid()} in\n")
+                time.sleep(0.005)
+                with open(log, "a") as f:
+                    f.write(f"{os.getpid()} out\n")
+
+
+def test_nobody_comes_in_between(tmp_path):
+    context = multiprocessing.get_context("fork" if sys.platform == "linux" else "spawn")
+    stop, log = context.Event(), tmp_path / "log"
+    crowd = [context.Process(target=compete, args=(tmp_path / "rows.jsonl", log, stop)) for _ in range(4)]
+    for process in crowd:
+        process.start()
+    deadline = time.monotonic() + 60
+    while time.monotonic() < deadline and (not log.exists() or len(log.read_text().splitlines()) < 100):
+        time.sleep(0.05)
+    stop.set()
+    for process in crowd:
+        process.join()
+    events = [line.split() for line in log.read_text().splitlines()]
+    assert len(events) >= 100
+    for (entered, what), (left, then) in zip(events[::2], events[1::2], strict=True):
+        assert (what, then) == ("in", "out")
+        assert entered == left
+
+
+def test_a_claim_that_cannot_be_written_says_so():
+    with (
+        pytest.raises(StoreError, match="cannot write /proc/nowhere"),
+        stores.claim(Path("/proc/nowhere/x.jsonl"), "a"),
+    ):
+        pass
+
+
+# --- curves and keys ------------------------------------------------------------------------------
 
 
 def test_curves_hold_every_step_and_its_evaluations(tmp_path):
