@@ -16,11 +16,12 @@ from scipy import stats
 
 from cpt_core.analysis import metrics
 from cpt_core.analysis.groups import experiment_name
-from cpt_core.analysis.metrics import METRICS, Measure, measure_of, metric_of
+from cpt_core.analysis.metrics import measure_of, metric_of
 from cpt_core.analysis.runs import table
 from cpt_core.analysis.statistics import spearman
 from cpt_core.analysis.style import COLORS, LABELS, STYLE, figure_title, image_tag
-from cpt_core.experiments.grids import ARTEFACTS
+from cpt_core.experiments.recipe import Metric
+from cpt_core.experiments.recipes import EXPERIMENTS
 from cpt_core.paths import paper_dir
 from cpt_core.sweeps.stores import Row
 
@@ -74,7 +75,7 @@ def figure_3(
     return figure
 
 
-def _quality(ax: Axes, arms: Any, x: str, measure: Measure) -> None:
+def _quality(ax: Axes, arms: Any, x: str, measure: Metric) -> None:
     schedules, static = arms[arms.savings != "static"], arms[arms.savings == "static"].sort_values(x)
     worst = _worst(static, measure, schedules)
     drawn = static[~worst]
@@ -102,7 +103,7 @@ def _quality(ax: Axes, arms: Any, x: str, measure: Measure) -> None:
     ax.set_xlabel(LABELS.get(x, x))
 
 
-def _worst(arms: Any, measure: Measure, schedules: Any = None) -> Any:
+def _worst(arms: Any, measure: Metric, schedules: Any = None) -> Any:
     """Which static precisions fail to train and are named, not drawn: they would squeeze the others."""
     schedules = arms[arms.savings != "static"] if schedules is None else schedules
     means = (schedules if len(schedules) else arms)["mean"]
@@ -139,7 +140,7 @@ def experiment_section(rows: list[Row]) -> str:
     rows = tuned(rows)
     arms, metric = by_arm(rows), metrics.metric_of(rows)
     measure = metrics.measure_of(metric)
-    artefact = ARTEFACTS[rows[0]["spec"]["recipe"]["task"]]
+    artefact = EXPERIMENTS[rows[0]["spec"]["recipe"]["task"]].artefact
     parts = [f"<h2>{html.escape(experiment_name(rows))}</h2>"]
     if len(arms) > 1:
         drawn = figure_3(rows, xs=("relative_cost", "noise_exposure"), front=True)
@@ -193,7 +194,7 @@ def tuned(rows: Iterable[Row]) -> list[Row]:
         rates.setdefault(row["spec"]["recipe"]["lr"], []).extend(values)
     chosen = {}
     for key, rates in found.items():
-        better = measure_of(METRICS.get(key[0], "accuracy")).better
+        better = EXPERIMENTS[key[0]].metric.better
         finished = {lr: better * float(np.mean(values)) for lr, values in rates.items() if values}
         chosen[key] = max(finished, key=lambda lr: finished[lr]) if finished else min(rates)
     return [

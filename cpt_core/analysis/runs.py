@@ -14,7 +14,7 @@ from typing import Any
 
 import pandas as pd
 
-from cpt_core.analysis.metrics import MEASURES
+from cpt_core.analysis.metrics import METRICS
 from cpt_core.paths import runs_dir
 from cpt_core.schedules.profiles import SUITE
 from cpt_core.sweeps.stores import Row, load_rows, newest
@@ -107,7 +107,7 @@ def text(runs: pd.DataFrame) -> str:
     if runs.empty:
         return "no rows"
     columns = "scale dataset model q_min q_max arm seed status relative_cost".split()
-    metrics = [m for name in MEASURES if name != "loss" for m in (name, f"{name}_best_valid") if m in runs]
+    metrics = [m for name in METRICS if name != "loss" for m in (name, f"{name}_best_valid") if m in runs]
     shown = runs[[*columns, *metrics, "seconds", "key"]].round(
         {"relative_cost": 3, "seconds": 1, **dict.fromkeys(metrics, 4)}
     )

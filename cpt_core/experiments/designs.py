@@ -131,8 +131,8 @@ def deficit_scan(
     Args:
         scale: "smoke", "demo" or "paper".
         dataset: see ``recipes.recipe``; ``model`` and ``task`` too.
-        lengths: low steps at the start; 0 is no deficit. None takes those of ``recipes.DEFICITS``.
-        windows: pairs (start, stop) of low steps, half-open. None takes those of ``recipes.DEFICITS``.
+        lengths: low steps at the start; 0 is no deficit. None takes those of ``Dataset.deficits``.
+        windows: pairs (start, stop) of low steps, half-open. None takes those of ``Dataset.deficits``.
         steps_per_epoch: what one unit of ``lengths`` and ``windows`` is, when they are given in epochs.
         seeds: None takes the recipe's.
         q_max: bits outside the deficit, and of the gradients.
