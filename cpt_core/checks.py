@@ -14,14 +14,15 @@ from pathlib import Path
 from typing import Any
 
 
-def whole(what: str, value: Any) -> int:
-    """Return ``value`` as an int; ValueError for anything that is not a whole number, booleans included."""
+def whole(what: str, value: Any, least: int | None = None) -> int:
+    """Return ``value`` as an int; ValueError for what is no whole number of at least ``least``, booleans included."""
+    wanted = "an integer" if least is None else f"a whole number of at least {least}"
     try:
-        if isinstance(value, bool):
+        if isinstance(value, bool) or (least is not None and value < least):
             raise TypeError
         return operator.index(value)
     except TypeError:
-        raise ValueError(f"{what} must be an integer, got {value!r}") from None
+        raise ValueError(f"{what} must be {wanted}, got {value!r}") from None
 
 
 def choose(what: str, value: Any, allowed: Iterable[str]) -> str:
@@ -36,8 +37,8 @@ def library(name: str, extra: str) -> Any:
     try:
         return pkgutil.resolve_name(name if ":" in name else f"{name}:")
     except ImportError as error:
-        missing = error.name or name
-        if not extra or missing.startswith("cpt_core"):
+        missing = (error.name or name).partition(".")[0]
+        if not extra or missing == "cpt_core":
             raise
         raise ImportError(f"{missing} cannot be imported; get it with: pip install 'cpt-core[{extra}]'") from error
 
