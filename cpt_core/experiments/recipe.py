@@ -144,7 +144,7 @@ class Experiment:
         metrics: the main one first.
         artefact: of the paper, which shows quality against cost, such as "figure_3".
         datasets: its data sets.
-        own: the data set whose recipes the user's own data takes.
+        own: the data set whose recipes the user's own data takes; "" where it cannot be used.
         own_large: the same for folders at paper scale, where it differs.
         extra: of the installation, without which the task cannot be imported.
         download: the function that gets its data, "module:function", called with (name, language).
@@ -156,7 +156,7 @@ class Experiment:
     metrics: tuple[Metric, ...]
     artefact: str
     datasets: tuple[Dataset, ...]
-    own: str
+    own: str = ""
     own_large: str = ""
     extra: str = ""
     download: str = ""
@@ -172,15 +172,14 @@ class Experiment:
         """The data sets by name, without those that are recipes alone."""
         return {d.name: d for d in self.datasets if d.title}
 
-    def family(self, scale: str, dataset: str) -> Dataset:
-        """Return whose recipes a data set, or data of the user's own, takes at a scale; KeyError for unknown names."""
+    def family(self, scale: str, dataset: str) -> Dataset | None:
+        """Return whose recipes a data set, or data of the user's own, takes at a scale; None where there are none."""
         if is_own(dataset):
-            large = scale == "paper" and ".npz" not in dataset
-            name = self.own_large if large and self.own_large else self.own
+            large = self.own_large and scale == "paper" and ".npz" not in dataset
+            names: tuple[str, ...] = (self.own_large if large else self.own,)
         else:
-            found = self.named[dataset]
-            name = found.like if found.like and scale not in found.recipes else dataset
-        return next(d for d in self.datasets if d.name == name)
+            names = (dataset, self.named[dataset].like) if dataset in self.named else ()
+        return next((d for name in names for d in self.datasets if d.name == name and scale in d.recipes), None)
 
     def check_dataset(self, dataset: str) -> None:
         """Raise ValueError unless ``dataset`` is one of this task or the user's own."""

@@ -13,7 +13,7 @@ from dataclasses import replace
 
 from cpt_core.checks import choose
 from cpt_core.experiments import detection, entailment, graph, image, language_model
-from cpt_core.experiments.recipe import PRESETS, SCALES, Dataset, Deficits, Experiment, Recipe, is_own
+from cpt_core.experiments.recipe import PRESETS, SCALES, Dataset, Deficits, Experiment, Recipe
 
 EXPERIMENTS: dict[str, Experiment] = {
     "image": image.EXPERIMENT,
@@ -69,11 +69,9 @@ def recipe(
 def _family(scale: str, dataset: str, task: str) -> Dataset:
     """Return whose recipes a data set, or data of the user's own, takes; ValueError names those with recipes."""
     choose("task", task, EXPERIMENTS)
-    experiment = EXPERIMENTS[task_of_dataset(dataset) or task]
-    if is_own(dataset) or dataset in experiment.named:
-        family = experiment.family(scale, dataset)
-        if scale in family.recipes:
-            return family
+    family = EXPERIMENTS[task_of_dataset(dataset) or task].family(scale, dataset)
+    if family is not None:
+        return family
     names = ", ".join(sorted(d.name for d in DATASETS.values() if scale in d.recipes))
     raise ValueError(f"no {scale} recipe for dataset {dataset!r}; choose from {names}, or your own data")
 
