@@ -85,7 +85,7 @@ AUTHORS_XNLI: Changes = {
 EXPERIMENT = Experiment(
     recipe=EntailmentRecipe, task="cpt_core.tasks.entailment:EntailmentTask", metrics=(ACCURACY,),
     artefact="figure_7", own="own-pairs", extra="text", download="cpt_core.data.entailment:download",
-    weights=("bert-base-multilingual-cased",),
+    weights=(XNLI.checkpoint,),
     datasets=(
         Dataset(
             "templates", "synthetic sentence pairs", embedded="stand for nothing in the paper",
