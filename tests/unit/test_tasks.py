@@ -4,6 +4,7 @@ import json
 import math
 import subprocess
 import sys
+from dataclasses import replace
 
 import pytest
 import torch
@@ -152,3 +153,12 @@ def test_data_is_loaded_once_and_the_last_is_kept(monkeypatch, tmp_path):
     monkeypatch.setenv("CPT_DATA_DIR", str(tmp_path))
     load_once(load, small, "size")
     assert loaded == [("digits", 8), ("cifar10", 16), ("digits", 8), ("digits", 8)]
+
+
+def test_words_and_characters_of_one_text_are_two_data_sets():
+    large = []
+    for unit in ("characters", "words"):
+        changed = replace(recipe("smoke", "pydoc"), unit=unit, steps=30)
+        task = TASKS["language_model"](run_spec(changed, "CR", q_max=8, seed=0, scale="smoke"), torch.device("cpu"))
+        large.append(len(task.data.vocabulary) > 300)
+    assert large == [False, True]
