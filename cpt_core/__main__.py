@@ -86,7 +86,7 @@ def run(
     unfit = [word for word in seeds if not (word.isdigit() and int(word) < 2**31)]
     if unfit:
         raise ValueError(f"a seed is a whole number from 0 to {2**31 - 1}; got {unfit[0]!r}")
-    specs = grids.choose(grids.grid_specs(grid, scale, list(dict.fromkeys(map(int, seeds))) or None), only)
+    specs = grids.keep(grids.grid_specs(grid, scale, list(dict.fromkeys(map(int, seeds))) or None), only)
     store = stores.store_path(specs[0].scale, specs[0].recipe.task)
     typer.echo(f"{grid} at {specs[0].scale} scale: {len(specs)} runs, rows in {store}")
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # before and after the runs, as Ctrl-C

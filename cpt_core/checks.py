@@ -1,4 +1,4 @@
-"""The one way to refuse a value: an error that names it and what is allowed.
+"""The one way to refuse: errors that name the value and what is allowed, or the library and what brings it.
 
 >>> choose("profile", "cosine", ("linear", "cosine"))
 'cosine'
@@ -7,21 +7,47 @@
 from __future__ import annotations
 
 import operator
+import os
+import pkgutil
+from collections.abc import Callable, Iterable
+from pathlib import Path
 from typing import Any
 
 
-def whole(what: str, value: Any) -> int:
-    """Return ``value`` as an int; ValueError for anything that is not a whole number, booleans included."""
+def whole(what: str, value: Any, least: int | None = None) -> int:
+    """Return ``value`` as an int; ValueError for what is no whole number of at least ``least``, booleans included."""
+    wanted = "an integer" if least is None else f"a whole number of at least {least}"
     try:
-        if isinstance(value, bool):
+        if isinstance(value, bool) or (least is not None and value < least):
             raise TypeError
         return operator.index(value)
     except TypeError:
-        raise ValueError(f"{what} must be an integer, got {value!r}") from None
+        raise ValueError(f"{what} must be {wanted}, got {value!r}") from None
 
 
-def choose(what: str, value: Any, allowed: tuple[str, ...]) -> str:
+def choose(what: str, value: Any, allowed: Iterable[str]) -> str:
     """Return ``value`` if it is one of ``allowed``; else a ValueError names them."""
-    if value not in allowed:
-        raise ValueError(f"unknown {what} {value!r}; choose from {', '.join(allowed)}")
+    if value not in (names := tuple(allowed)):
+        raise ValueError(f"unknown {what} {value!r}; choose from {', '.join(names)}")
     return value
+
+
+def library(name: str, extra: str) -> Any:
+    """Import an optional library, or "module:name" that needs one; ImportError names the extra that brings it."""
+    try:
+        return pkgutil.resolve_name(name if ":" in name else f"{name}:")
+    except ImportError as error:
+        missing = (error.name or name).partition(".")[0]
+        if not extra or missing == "cpt_core":
+            raise
+        raise ImportError(f"{missing} cannot be imported; get it with: pip install 'cpt-core[{extra}]'") from error
+
+
+def write_atomically(path: Path, write: Callable[[Path], Any]) -> None:
+    """Let ``write`` make a file beside ``path``, then put it in its place: readers see the old one or the new one."""
+    temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
+    try:
+        write(temporary)
+        os.replace(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)

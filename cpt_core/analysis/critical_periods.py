@@ -13,10 +13,11 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from cpt_core.analysis.groups import deficit_groups, experiment_name
-from cpt_core.analysis.metrics import Metric, metric_named, metric_of
+from cpt_core.analysis.metrics import intervals, metric_named, metric_of
 from cpt_core.analysis.pages import Section
 from cpt_core.analysis.statistics import interval
 from cpt_core.analysis.style import COLORS, drawing, title
+from cpt_core.experiments.recipe import Metric
 from cpt_core.paths import paper_dir
 
 
@@ -124,7 +125,7 @@ def summary(runs: pd.DataFrame) -> pd.DataFrame:
             f"{name} {metric.unit}".rstrip(): metric.text(found["mean"]),
             "std": metric.text(found["std"]),
             "n": found.n,
-            "minus control of equal length [95 %]": metric.intervals(found),
+            "minus control of equal length [95 %]": intervals(metric, found),
             "worse": [f"{r.worse} of {r.n}" if r.place != "none" else "" for r in found.itertuples()],
             "diverged": found.diverged,
             "paper": [f"{p:g}" if p == p else "–" for p in found.paper],

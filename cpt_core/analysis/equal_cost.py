@@ -12,10 +12,11 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from cpt_core.analysis.groups import equal_cost_groups, experiment_name
-from cpt_core.analysis.metrics import Metric, metric_named, metric_of
+from cpt_core.analysis.metrics import intervals, metric_named, metric_of
 from cpt_core.analysis.pages import Section
 from cpt_core.analysis.statistics import interval
 from cpt_core.analysis.style import COLORS, drawing, title
+from cpt_core.experiments.recipe import Metric
 
 
 def equal_cost(runs: pd.DataFrame, metric: str | None = None, within: float = 0.05) -> pd.DataFrame:
@@ -68,7 +69,7 @@ def summary(runs: pd.DataFrame) -> pd.DataFrame:
             f"{name} {metric.unit}".rstrip(): metric.text(found["mean"]),
             "std": metric.text(found["std"]),
             "n": found.n,
-            "better than RR by [95 %]": replace(metric, digits=metric.digits + 1).intervals(found),
+            "better than RR by [95 %]": intervals(replace(metric, digits=metric.digits + 1), found),
             "better": [f"{r.better} of {r.n}" if r.arm != r.base else "" for r in found.itertuples()],
         }
     )

@@ -1,56 +1,24 @@
-"""Metrics: how each is read, printed and compared."""
+"""Metrics: how each is read, printed and compared.  They are declared beside the tasks, in ``cpt_core.experiments``."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import dataclass
-
 import pandas as pd
 
+from cpt_core.experiments.recipe import ACCURACY, LOSS, Metric
+from cpt_core.experiments.recipes import EXPERIMENTS
 
-@dataclass(frozen=True)
-class Metric:
-    """How a metric is read.
-
-    Attributes:
-        label: for axes.
-        unit: for tables.
-        factor: from stored to printed numbers.
-        better: +1 when a larger value is better, -1 when a smaller one is.
-        digits: behind the point in tables.
-    """
-
-    label: str
-    unit: str = ""
-    factor: float = 1.0
-    better: int = 1
-    digits: int = 1
-
-    def text(self, values: Iterable[float]) -> list[str]:
-        """Return stored values as they are printed, "–" for NaN."""
-        return [f"{self.factor * v:.{self.digits}f}" if v == v else "–" for v in values]
-
-    def intervals(self, lines: pd.DataFrame) -> list[str]:
-        """Return the stored differences of lines with their intervals, such as "-0.6 [-0.8, -0.3]"; "" for NaN."""
-        scaled = self.factor * lines[["difference", "low", "high"]]
-        return [interval_text(r.difference, r.low, r.high, self.digits) for r in scaled.itertuples()]
+METRICS: dict[str, Metric] = {m.name: m for e in EXPERIMENTS.values() for m in e.metrics} | {LOSS.name: LOSS}
 
 
-METRICS = {
-    "accuracy": Metric("test accuracy (%)", "%", 100.0),
-    "map50": Metric("test mAP at IoU 0.5 (%)", "%", 100.0),
-    "map": Metric("test mAP, COCO (%)", "%", 100.0),
-    "perplexity": Metric("test perplexity (axis turned: up is better)", better=-1),
-    "loss": Metric("test loss in nats (axis turned: up is better)", better=-1, digits=3),
-}
-
-MAIN = {"detection": "map50", "language_model": "perplexity"}  # of a task; of the others it is accuracy
+def main_metric(task: str) -> Metric:
+    """Return the main metric of a task; rows may be of a task that is not here any more."""
+    return EXPERIMENTS[task].metric if task in EXPERIMENTS else ACCURACY
 
 
 def metric_of(runs: pd.DataFrame) -> str:
     """Return the name of the main metric of the task that runs belong to; ValueError when they mix metrics."""
     tasks = set(runs["task"])
-    found = {MAIN.get(task, "accuracy") for task in tasks} or {"accuracy"}
+    found = {main_metric(task).name for task in tasks} or {ACCURACY.name}
     if len(found) > 1:
         raise ValueError(f"rows mix tasks: {', '.join(sorted(tasks))}; choose one")
     return found.pop()
@@ -58,7 +26,13 @@ def metric_of(runs: pd.DataFrame) -> str:
 
 def metric_named(name: str) -> Metric:
     """Return how a metric is read, also one of a further test set such as "accuracy_es"."""
-    return METRICS.get(name.split("_")[0], Metric(name))
+    return METRICS.get(name.split("_")[0], Metric(name, name))
+
+
+def intervals(metric: Metric, lines: pd.DataFrame) -> list[str]:
+    """Return the stored differences of lines with their intervals, such as "-0.6 [-0.8, -0.3]"; "" for NaN."""
+    scaled = metric.factor * lines[["difference", "low", "high"]]
+    return [interval_text(r.difference, r.low, r.high, metric.digits) for r in scaled.itertuples()]
 
 
 def interval_text(mean: float, low: float, high: float, digits: int = 2) -> str:

@@ -11,11 +11,12 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from cpt_core.analysis.groups import at_q_max, experiment_name, quality_cost_groups
-from cpt_core.analysis.metrics import Metric, metric_named, metric_of
+from cpt_core.analysis.metrics import metric_named, metric_of
 from cpt_core.analysis.pages import Section
 from cpt_core.analysis.predictors import rank_correlation, sentence
 from cpt_core.analysis.style import COLORS, LABELS, drawing, title
-from cpt_core.experiments.grids import ARTEFACTS
+from cpt_core.experiments.recipe import Metric
+from cpt_core.experiments.recipes import EXPERIMENTS
 from cpt_core.paths import paper_dir
 
 GROUPS = ("large", "medium", "small")  # of savings
@@ -108,7 +109,11 @@ def compare_with_paper(runs: pd.DataFrame, artefact: str | None = None, metric: 
     factor, ours, first = metric_named(metric).factor, by_arm(runs, metric), runs.iloc[0]
     paper = pd.read_csv(paper_dir() / "numbers.csv")
     at_paper_scale = first["scale"] == "paper"
-    same = (paper.artefact == (artefact or ARTEFACTS[first["task"]])) & (paper.metric == metric) & at_paper_scale
+    same = (
+        (paper.artefact == (artefact or EXPERIMENTS[first["task"]].artefact))
+        & (paper.metric == metric)
+        & at_paper_scale
+    )
     known = paper[same & (paper.dataset == first["dataset"]) & (paper.model == first["model"])]
     out = ours[["arm", "q_max", "relative_cost", "mean", "std", "n"]].merge(
         known[["arm", "q_max", "value", "place"]].drop_duplicates(["arm", "q_max"]), on=["arm", "q_max"], how="left"

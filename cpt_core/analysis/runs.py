@@ -15,7 +15,7 @@ from typing import Any
 
 import pandas as pd
 
-from cpt_core.analysis.metrics import MAIN, METRICS
+from cpt_core.analysis.metrics import METRICS, main_metric
 from cpt_core.paths import ROOT, results_dir, runs_dir
 from cpt_core.schedules.profiles import SUITE
 from cpt_core.sweeps.stores import Row, load_rows, newest
@@ -136,7 +136,7 @@ def _outcome(row: Row) -> dict[str, Any]:
 
 def _metrics(row: Row) -> dict[str, float]:
     """The test metrics of a row by the names of their columns, and the main one on held-out data as "valid"."""
-    main = MAIN.get(row["spec"]["recipe"]["task"], "accuracy")
+    main = main_metric(row["spec"]["recipe"]["task"]).name
     out = {}
     for m in row.get("metrics", []):
         if m["split"] == "test":
@@ -156,7 +156,7 @@ def tuned(runs: pd.DataFrame) -> pd.DataFrame:
     Paper: section 4.4 (the learning rate of every schedule is chosen on held-out data).
     """
     arm = ["task", "recipe", "arm", "q_max", "preset", "scale"]
-    better = [METRICS[MAIN.get(task, "accuracy")].better for task in runs["task"]]
+    better = [main_metric(task).better for task in runs["task"]]
     means = runs.assign(score=runs["valid"] * better).groupby([*arm, "lr"])["score"].mean().fillna(-float("inf"))
     # ties, and arms of which nothing finished, take the smallest rate: it comes first
     best = means.reset_index().sort_values("score", ascending=False, kind="stable").drop_duplicates(arm)

@@ -26,6 +26,7 @@ import numpy as np
 from torch import nn
 
 from cpt_core.bitops.trace import CONVENTIONS, PASSES, Call, trace
+from cpt_core.checks import choose
 from cpt_core.quantization.convert import layer_precisions
 from cpt_core.quantization.precision import LayerPrecision
 from cpt_core.quantization.scheduler import Schedules, assign_schedules
@@ -108,8 +109,7 @@ def count_bitops(
     Paper: section 4.1.
     Differs: "paper" prices the float32 layers (classifier, BatchNorm) at q bits, as the authors' scripts do.
     """
-    if convention not in CONVENTIONS:
-        raise ValueError(f"unknown convention {convention!r}; choose from {', '.join(CONVENTIONS)}")
+    choose("convention", convention, CONVENTIONS)
     calls, uncounted = trace(model, inputs)
     return price(calls, uncounted, _bits_per_layer(model, calls, schedule, q_grad), convention)
 

@@ -7,12 +7,15 @@ from __future__ import annotations
 
 from pathlib import Path
 
-CHECKPOINT = "bert-base-multilingual-cased"
-BACKBONE = "resnet18"  # its ImageNet weights
-DOWNLOADS = (
-    "cifar10", "cifar100", "imagenet", "voc2007", "voc2012", BACKBONE, "ogbn-arxiv", "ogbn-products", "ptb", "xnli",
-    CHECKPOINT,
-)  # fmt: skip
+from cpt_core.checks import library
+from cpt_core.experiments.recipes import EXPERIMENTS
+
+# what can be downloaded, among it pretrained models -> its task
+DOWNLOADS: dict[str, str] = {
+    name: task
+    for task, e in EXPERIMENTS.items()
+    for name in (*(d.name for d in e.named.values() if not d.embedded), *e.weights)
+}
 
 
 def download(dataset: str, language: str = "de") -> Path:
@@ -24,25 +27,9 @@ def download(dataset: str, language: str = "de") -> Path:
 
     Raises:
         ValueError: for a data set that cannot be downloaded.
+        ImportError: without the libraries of its task: names the extra.
     """
     if dataset not in DOWNLOADS:
         raise ValueError(f"{dataset!r} cannot be downloaded; choose from {', '.join(DOWNLOADS)}")
-    if dataset.startswith("ogbn"):
-        from cpt_core.data import graphs
-
-        return graphs.download(dataset)
-    if dataset == BACKBONE or dataset.startswith("voc"):
-        from cpt_core.data import detection
-
-        return detection.download(dataset)
-    if dataset == "ptb":
-        from cpt_core.data import text
-
-        return text.download()
-    if dataset in ("xnli", CHECKPOINT):
-        from cpt_core.data import entailment
-
-        return entailment.download(dataset, language)
-    from cpt_core.data import images
-
-    return images.download(dataset)
+    experiment = EXPERIMENTS[DOWNLOADS[dataset]]
+    return library(experiment.download, experiment.extra)(dataset, language)

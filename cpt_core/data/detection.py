@@ -37,9 +37,9 @@ from torch.utils.data import DataLoader, Dataset
 from torchvision import tv_tensors
 from torchvision.transforms import v2
 
-from cpt_core.data.common import DataNotFoundError, generator_of, own_path
+from cpt_core.data.common import DataNotFoundError, Stream, epoch_order, generator_of, own_path
 from cpt_core.data.images import IMAGENET_MEAN, IMAGENET_STD
-from cpt_core.experiments.detection import DetectionRecipe
+from cpt_core.experiments.detection import EXPERIMENT, DetectionRecipe
 from cpt_core.experiments.recipe import is_own
 from cpt_core.paths import data_dir
 
@@ -153,6 +153,7 @@ def load_detection(recipe: DetectionRecipe) -> DetectionData:
 
 def _voc(dataset: str) -> tuple[list[list[tuple[Path, Path]]], tuple[str, ...], str]:
     """Return pictures and annotations to train and to test on, the classes, and a title."""
+    EXPERIMENT.check_dataset(dataset)
     if dataset in VOC:
         year, first, second = VOC[dataset]
         try:
@@ -162,9 +163,7 @@ def _voc(dataset: str) -> tuple[list[list[tuple[Path, Path]]], tuple[str, ...], 
                 f"{dataset} is not in {data_dir()}; get it with: python -m cpt_core download {dataset}"
             ) from error
         files = [list(zip(map(Path, f.images), map(Path, f.annotations), strict=True)) for f in found]
-        return files, VOC_CLASSES, f"Pascal VOC {year}"
-    if not is_own(dataset):
-        raise ValueError(f"unknown dataset {dataset!r}; choose from digit-scenes, {', '.join(VOC)}, or a folder")
+        return files, VOC_CLASSES, EXPERIMENT.named[dataset].title
     folder = voc_folder(own_path(dataset))
     files = [_listed(folder, "train"), _listed(folder, "test" if _list(folder, "test").is_file() else "val")]
     objects = (obj for _, xml in files[0] for obj in _root(xml).findall("object"))
@@ -185,11 +184,12 @@ def random_detection(recipe: DetectionRecipe) -> DetectionData:
     """
     if is_own(recipe.dataset):
         return load_detection(recipe)
-    h, w = (recipe.size, recipe.size) if recipe.dataset == "digit-scenes" else (375, 500)  # VOC's usual picture
+    sizes = EXPERIMENT.named[recipe.dataset].sizes
+    h, w = sizes.get("height", recipe.size), sizes.get("width", recipe.size)
     random = generator_of(0)
     pictures = torch.randint(0, 256, (recipe.batch, 3, h, w), generator=random, dtype=torch.uint8)
     part = tuple(_annotated(p, (h, w), [[w / 4, h / 4, w / 2, h / 2]], [0], [False]) for p in pictures)
-    names = DIGITS if recipe.dataset == "digit-scenes" else VOC_CLASSES
+    names = tuple(map(str, range(sizes["classes"])))
     return DetectionData(f"random pictures for {recipe.dataset}", names, part, part, part, "")
 
 
@@ -378,13 +378,13 @@ def backbone_weights() -> Path:
     return file
 
 
-def download(dataset: str) -> Path:
-    """Get "voc2007", "voc2012", or the weights of "resnet18"."""
-    if dataset == "resnet18":
+def download(name: str, language: str = "") -> Path:
+    """Get "voc2007", "voc2012", or the weights of "resnet18"; they have no language."""
+    if name == "resnet18":
         weights = torchvision.models.ResNet18_Weights.IMAGENET1K_V1
         torch.hub.load_state_dict_from_url(weights.url, str(data_dir()), check_hash=True, map_location="cpu")
         return data_dir() / WEIGHTS
-    year, *parts = VOC[dataset]
+    year, *parts = VOC[name]
     for part in parts:
         torchvision.datasets.VOCDetection(data_dir(), year, part, download=True)
     return data_dir()
@@ -432,7 +432,7 @@ class _Ready(Dataset):
 
 
 def _coin(*numbers: int) -> bool:
-    return bool(torch.rand((), generator=generator_of(*numbers, 2)) < 0.5)
+    return bool(torch.rand((), generator=generator_of(*numbers, Stream.IMAGE)) < 0.5)
 
 
 def aspect_groups(pictures: Sequence[Annotated], batch: int) -> list[list[int]]:
@@ -453,7 +453,7 @@ def batches(
     def keys() -> Iterator[tuple[int, int]]:
         first, position = divmod(start, len(data))
         for epoch in itertools.count(first):
-            order = torch.randperm(len(data), generator=generator_of(seed, epoch, 0)).tolist()
+            order = epoch_order(len(data), seed, epoch).tolist()
             yield from ((epoch, group) for group in order[position:])
             position = 0
 

@@ -34,10 +34,10 @@ import pandas as pd
 import torch
 from torch import Tensor
 
-from cpt_core.data.common import DataNotFoundError, generator_of, library, own_path
+from cpt_core.checks import library
+from cpt_core.data.common import DataNotFoundError, generator_of, own_path
 from cpt_core.data.templates import sentence_pairs
-from cpt_core.experiments.entailment import EntailmentRecipe
-from cpt_core.experiments.recipe import is_own
+from cpt_core.experiments.entailment import EXPERIMENT, EntailmentRecipe
 from cpt_core.paths import data_dir
 
 log = logging.getLogger(__name__)
@@ -193,8 +193,7 @@ LAYOUTS: dict[str, Callable[[Path, str], list[_File]]] = {
 
 
 def _folder(dataset: str) -> Path:
-    if dataset != "xnli" and not is_own(dataset):
-        raise ValueError(f"unknown dataset {dataset!r}; choose from templates, xnli, or a folder of your own")
+    EXPERIMENT.check_dataset(dataset)
     folder = data_dir() / "xnli" if dataset == "xnli" else own_path(dataset)
     if folder.is_dir():
         return folder

@@ -41,9 +41,9 @@ from sklearn.datasets import load_digits
 from sklearn.neighbors import kneighbors_graph
 from torch import Tensor
 
+from cpt_core.checks import library
 from cpt_core.data.common import DataNotFoundError, generator_of, own_path
-from cpt_core.experiments.graph import OGB_GRAPHS, GraphRecipe
-from cpt_core.experiments.recipe import is_own
+from cpt_core.experiments.graph import EXPERIMENT, GraphRecipe
 from cpt_core.graphs.graph import Graph, dgl_module
 from cpt_core.paths import data_dir
 
@@ -116,12 +116,11 @@ def load_graph(recipe: GraphRecipe) -> GraphData:
 
 
 def _read(dataset: str) -> _Raw:
+    EXPERIMENT.check_dataset(dataset)
     if dataset == "digits-graph":
         return _digits()
-    if dataset in OGB_GRAPHS:
+    if dataset in EXPERIMENT.named:
         return _ogb(dataset)
-    if not is_own(dataset):
-        raise ValueError(f"unknown dataset {dataset!r}; choose from digits-graph, {', '.join(OGB_GRAPHS)}, or your own")
     path = own_path(dataset)
     if path.suffix == ".npz":
         return _archive(path)
@@ -313,10 +312,9 @@ def _ogb_folder(path: Path) -> _Raw:
     if missing:
         raise ValueError(f"{path} lacks {', '.join(missing)}")
     with _quiet_ogb():
-        from ogb.io.read_graph_raw import read_csv_graph_raw
-
+        reader = library("ogb.io.read_graph_raw", "graph")
         try:
-            graph = read_csv_graph_raw(str(raw), add_inverse_edge=False)[0]
+            graph = reader.read_csv_graph_raw(str(raw), add_inverse_edge=False)[0]
         except (RuntimeError, IndexError, AssertionError) as error:
             raise ValueError(f"{path} cannot be read as an OGB graph: {type(error).__name__} {error}") from error
     source, destination = graph["edge_index"]
@@ -431,7 +429,7 @@ def _ogb(name: str) -> _Raw:
     else:
         (source, destination), features = graph["edge_index"], graph["node_feat"]
     return _Raw(
-        title={"ogbn-arxiv": "OGBN-Arxiv", "ogbn-products": "OGBN-Products"}[name],
+        title=EXPERIMENT.named[name].title,
         edges=(source, destination),
         features=features,
         labels=np.asarray(labels),
@@ -444,28 +442,24 @@ def _ogb(name: str) -> _Raw:
 
 def _ogb_dataset(name: str) -> Any:
     """Make OGB's data set object: its DGL form where DGL is installed, else its plain form."""
+    ogb = library("ogb.nodeproppred", "graph")
     if dgl_module() is not None:
-        from ogb.nodeproppred import DglNodePropPredDataset
-
-        return DglNodePropPredDataset(name, root=str(data_dir()))
-    from ogb.nodeproppred import NodePropPredDataset, dataset
-
+        return ogb.DglNodePropPredDataset(name, root=str(data_dir()))
+    dataset = library("ogb.nodeproppred.dataset", "graph")
     # OGB saves arrays with pickle; torch >= 2.6 reads them back only when told that the file is trusted
     trusting = SimpleNamespace(load=partial(torch.load, weights_only=False), save=torch.save)
     original, dataset.torch = dataset.torch, trusting
     try:
-        return NodePropPredDataset(name, root=str(data_dir()))
+        return ogb.NodePropPredDataset(name, root=str(data_dir()))
     finally:
         dataset.torch = original
 
 
-def download(name: str) -> Path:
-    """Get one of OGB's data sets through OGB, which shows its progress; asks nothing."""
+def download(name: str, language: str = "") -> Path:
+    """Get one of OGB's data sets through OGB, which shows its progress; asks nothing. They have no language."""
     sys.modules.setdefault("outdated", cast(Any, None))
-    import ogb.nodeproppred.dataset as plain
-    import ogb.nodeproppred.dataset_dgl as with_dgl
-
-    module = with_dgl if dgl_module() is not None else plain
+    kind = "dataset" if dgl_module() is None else "dataset_dgl"
+    module = library(f"ogb.nodeproppred.{kind}", "graph")
     asked, module.decide_download = module.decide_download, lambda url: True  # the user has asked for it already
     try:
         _ogb_dataset(name)
@@ -477,19 +471,10 @@ def download(name: str) -> Path:
 def evaluator(name: str) -> Any:
     """Return OGB's evaluator of a data set."""
     with _quiet_ogb():
-        from ogb.nodeproppred import Evaluator
-
-        return Evaluator(name)
+        return library("ogb.nodeproppred", "graph").Evaluator(name)
 
 
 # --- stand-ins ------------------------------------------------------------------------------------
-
-# nodes, edges, features, classes; of ogbn-products a tenth: enough for the time and memory of a batch
-SIZES = {
-    "digits-graph": (1_797, 10_000, 64, 10),
-    "ogbn-arxiv": (169_343, 1_166_243, 128, 40),
-    "ogbn-products": (244_902, 6_185_914, 100, 47),
-}
 
 
 def random_graph(recipe: GraphRecipe) -> GraphData:
@@ -497,9 +482,10 @@ def random_graph(recipe: GraphRecipe) -> GraphData:
 
     A graph of one's own is loaded instead.
     """
-    if recipe.dataset not in SIZES:
+    if recipe.dataset not in EXPERIMENT.named:
         return load_graph(recipe)
-    nodes, edges, features, classes = SIZES[recipe.dataset]
+    sizes = EXPERIMENT.named[recipe.dataset].sizes
+    nodes, edges, features, classes = (sizes[name] for name in ("nodes", "edges", "features", "classes"))
     random = generator_of(0)
     # squaring makes some nodes popular, as in real graphs
     source, destination = (torch.rand(2, edges, generator=random, dtype=torch.float64) ** 2 * nodes).long().numpy()

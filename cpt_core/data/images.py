@@ -29,15 +29,13 @@ from typing import Any
 
 import numpy as np
 import torch
-import torchvision
-from PIL import Image
 from sklearn.datasets import load_digits
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
-from torchvision.transforms import v2
 
-from cpt_core.data.common import DataNotFoundError, generator_of, own_path
-from cpt_core.experiments.image import ImageRecipe
+from cpt_core.checks import library
+from cpt_core.data.common import DataNotFoundError, Stream, epoch_order, generator_of, own_path
+from cpt_core.experiments.image import EXPERIMENT, ImageRecipe
 from cpt_core.experiments.recipe import is_own
 from cpt_core.paths import data_dir
 
@@ -129,10 +127,10 @@ def random_images(recipe: ImageRecipe) -> ImageData:
 
     One batch for training and one to evaluate on; images of one's own are loaded instead.
     """
-    known = {"digits": (10, 1), "cifar10": (10, 3), "cifar100": (100, 3), "imagenet": (1000, 3)}
-    if recipe.dataset not in known:
+    if recipe.dataset not in EXPERIMENT.named:
         return load_images(recipe)
-    classes, channels = known[recipe.dataset]
+    sizes = EXPERIMENT.named[recipe.dataset].sizes
+    classes, channels = sizes["classes"], sizes["channels"]
     generator = generator_of(0)
     shape = (2 * recipe.batch, channels, recipe.size, recipe.size)
     images = torch.randint(0, 256, shape, dtype=torch.uint8, generator=generator)
@@ -153,24 +151,14 @@ def random_images(recipe: ImageRecipe) -> ImageData:
 # --- in memory ------------------------------------------------------------------------------------
 
 
-def _load_arrays(dataset: str, size: int) -> tuple[ArrayImages, ArrayImages, str, tuple[float, ...], tuple[float, ...]]:
-    if dataset == "digits":
-        # 0..16 per pixel; scaled as if it were 0..255 so that mean 0 and std 16 / 255 give pixel / 16
-        digits = load_digits()
-        order = np.random.default_rng(0).permutation(len(digits.target))
-        images = torch.from_numpy(digits.images[order].astype(np.uint8)).unsqueeze(1)
-        both = ArrayImages(images, torch.from_numpy(digits.target[order].astype(np.int64)))
-        return both[700:], both[:700], "scikit-learn digits, 8 x 8", (0.0,), (16 / 255,)
-    if dataset in ("cifar10", "cifar100"):
-        kind = {"cifar10": torchvision.datasets.CIFAR10, "cifar100": torchvision.datasets.CIFAR100}[dataset]
-        train, test = (_cifar(kind, dataset, part) for part in (True, False))
-        title = dataset.upper().replace("CIFAR", "CIFAR-")
-        mean, std = CIFAR_MEAN, CIFAR_STD
-    elif is_own(dataset):
-        train, test, title = _own_arrays(dataset, size)
-        mean, std = IMAGENET_MEAN, IMAGENET_STD
-    else:
-        raise ValueError(f"unknown dataset {dataset!r}; choose from digits, cifar10, cifar100, imagenet, or a folder")
+Arrays = tuple[ArrayImages, ArrayImages, str, tuple[float, ...], tuple[float, ...]]  # train, test, title, mean, std
+
+
+def _load_arrays(dataset: str, size: int) -> Arrays:
+    EXPERIMENT.check_dataset(dataset)
+    if not is_own(dataset) and dataset not in READERS:
+        raise ValueError(f"{dataset} is read from disk, at sizes above {SMALL} pixels; got {size}")
+    train, test, title, mean, std = READERS[dataset](dataset) if dataset in READERS else _own_arrays(dataset, size)
     if train.images.shape[-1] != size:
         title += f", {size} x {size}"
     resized = [ArrayImages(_resize(s.images, size), s.labels) for s in (train, test)]
@@ -178,28 +166,48 @@ def _load_arrays(dataset: str, size: int) -> tuple[ArrayImages, ArrayImages, str
     return resized[0], resized[1], title, mean[:channels], std[:channels]
 
 
-def _cifar(kind: Any, name: str, train: bool) -> ArrayImages:
+def _digits(name: str) -> Arrays:
+    # 0..16 per pixel; scaled as if it were 0..255 so that mean 0 and std 16 / 255 give pixel / 16
+    digits = load_digits()
+    order = np.random.default_rng(0).permutation(len(digits.target))
+    images = torch.from_numpy(digits.images[order].astype(np.uint8)).unsqueeze(1)
+    both = ArrayImages(images, torch.from_numpy(digits.target[order].astype(np.int64)))
+    return both[700:], both[:700], "scikit-learn digits, 8 x 8", (0.0,), (16 / 255,)
+
+
+def _cifar_class(name: str) -> Any:
+    return getattr(library("torchvision.datasets", "vision"), name.upper())
+
+
+def _cifar(name: str) -> Arrays:
     try:
-        data = kind(data_dir(), train=train, download=False)
+        parts = [_cifar_class(name)(data_dir(), train=train, download=False) for train in (True, False)]
     except RuntimeError as error:
         raise DataNotFoundError(
             f"{name} is not in {data_dir()} (or is damaged); get it with: python -m cpt_core download {name}"
         ) from error
-    return ArrayImages(torch.from_numpy(data.data).permute(0, 3, 1, 2).contiguous(), torch.tensor(data.targets))
+    train, test = (
+        ArrayImages(torch.from_numpy(part.data).permute(0, 3, 1, 2).contiguous(), torch.tensor(part.targets))
+        for part in parts
+    )
+    return train, test, EXPERIMENT.named[name].title, CIFAR_MEAN, CIFAR_STD
 
 
-def _own_arrays(dataset: str, size: int) -> tuple[ArrayImages, ArrayImages, str]:
+READERS: dict[str, Callable[[str], Arrays]] = {"digits": _digits, "cifar10": _cifar, "cifar100": _cifar}
+
+
+def _own_arrays(dataset: str, size: int) -> Arrays:
     if "," in dataset:
         parts = [own_path(p) for p in dataset.split(",")]
         if len(parts) != 2:
             raise ValueError(f"two archives expected, 'train.npz,test.npz', got {dataset!r}")
-        return _archive(parts[0]), _archive(parts[1]), f"own images ({parts[0].stem})"
+        return _archive(parts[0]), _archive(parts[1]), f"own images ({parts[0].stem})", IMAGENET_MEAN, IMAGENET_STD
     folder = own_path(dataset)
     if not folder.is_dir():
         raise DataNotFoundError(f"there is no folder {folder}; give a folder or 'train.npz,test.npz'")
     if (folder / "train").is_dir():
         train, test = (_folder_arrays(folder / _split_name(folder, part), size) for part in ("train", "val"))
-        return train, test, f"own images ({folder.name})"
+        return train, test, f"own images ({folder.name})", IMAGENET_MEAN, IMAGENET_STD
     files = sorted(folder.glob("*.npz"))
     train_files = [f for f in files if "train" in f.name]
     test_files = [f for f in files if "train" not in f.name and ("test" in f.name or "val" in f.name)]
@@ -209,7 +217,8 @@ def _own_arrays(dataset: str, size: int) -> tuple[ArrayImages, ArrayImages, str]
             f"{folder} needs train/ and val/, or one *train*.npz and one *test*.npz or *val*.npz (archives there: "
             f"{names}); name two archives as 'train.npz,test.npz'"
         )
-    return _archive(train_files[0]), _archive(test_files[0]), f"own images ({folder.name})"
+    train, test = _archive(train_files[0]), _archive(test_files[0])
+    return train, test, f"own images ({folder.name})", IMAGENET_MEAN, IMAGENET_STD
 
 
 def _archive(path: Path) -> ArrayImages:
@@ -225,7 +234,8 @@ def _archive(path: Path) -> ArrayImages:
         else:  # read each key once: every access decompresses it again
             raw, offsets = z["jpeg"], z["offsets"]
             files = (raw[a:b].tobytes() for a, b in itertools.pairwise(offsets))
-            images = np.stack([np.asarray(Image.open(io.BytesIO(f)).convert("RGB")) for f in files])
+            read = library("PIL.Image", "vision").open
+            images = np.stack([np.asarray(read(io.BytesIO(f)).convert("RGB")) for f in files])
     if images.dtype != np.uint8 or images.ndim not in (3, 4) or len(images) != len(labels):
         raise ValueError(
             f"{path}: images must be uint8 (n, H, W) or (n, H, W, C) with n labels, got {images.dtype} {images.shape} "
@@ -245,8 +255,9 @@ def _split_name(folder: Path, part: str) -> str:
 
 
 def _folder_arrays(folder: Path, size: int) -> ArrayImages:
-    transform = v2.Compose([v2.Lambda(lambda image: image.convert("RGB")), v2.Resize(size), v2.CenterCrop(size)])
-    files = torchvision.datasets.ImageFolder(str(folder), transform=v2.Compose([transform, v2.PILToTensor()]))
+    v2 = library("torchvision.transforms.v2", "vision")
+    steps = [v2.Lambda(lambda image: image.convert("RGB")), v2.Resize(size), v2.CenterCrop(size), v2.PILToTensor()]
+    files = library("torchvision.datasets", "vision").ImageFolder(str(folder), transform=v2.Compose(steps))
     images, labels = zip(*(files[i] for i in range(len(files))), strict=True)
     return ArrayImages(torch.stack(images), torch.tensor(labels))
 
@@ -254,7 +265,8 @@ def _folder_arrays(folder: Path, size: int) -> ArrayImages:
 def _resize(images: Tensor, size: int) -> Tensor:
     if images.shape[-2:] == (size, size):
         return images
-    parts = [v2.functional.resize(part, [size, size], antialias=True) for part in images.split(4096)]
+    resize = library("torchvision.transforms.v2.functional", "vision").resize
+    parts = [resize(part, [size, size], antialias=True) for part in images.split(4096)]
     return torch.cat(parts)
 
 
@@ -291,10 +303,9 @@ class ArrayBatches:
         """Return the batch of an optimizer step."""
         epoch, position = divmod(step, self.steps_per_epoch)
         if epoch != self._epoch:
-            order = torch.randperm(len(self.labels), generator=generator_of(self.seed, epoch, 0))
-            self._epoch, self._order = epoch, order.to(self.device)
+            self._epoch, self._order = epoch, epoch_order(len(self.labels), self.seed, epoch).to(self.device)
         index = self._order[position * self.batch : (position + 1) * self.batch]
-        images = self._crop_and_flip(index, generator_of(self.seed, step, 1))
+        images = self._crop_and_flip(index, generator_of(self.seed, step, Stream.AUGMENT))
         return self.normalize(images), self.labels[index]
 
     def _crop_and_flip(self, index: Tensor, generator: torch.Generator) -> Tensor:
@@ -344,7 +355,7 @@ class _Seeded(Dataset):
         epoch, index = key
         image, label = self.files[index]
         with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(generator_of(self.seed, epoch, index, 2).initial_seed())
+            torch.manual_seed(generator_of(self.seed, epoch, index, Stream.IMAGE).initial_seed())
             return self.transform(image.convert("RGB")), label
 
 
@@ -353,6 +364,7 @@ class FileBatches:
 
     def __init__(self, split: Any, recipe: ImageRecipe, seed: int, device: torch.device, workers: int) -> None:
         """Prepare the random transform: resized crop and flip, as for ImageNet."""
+        v2 = library("torchvision.transforms.v2", "vision")
         steps: list[Any] = [v2.RandomResizedCrop(recipe.size, antialias=True)]
         if recipe.flip:
             steps.append(v2.RandomHorizontalFlip())
@@ -368,7 +380,7 @@ class FileBatches:
         """Yield the batches from step ``start`` on, without end."""
         epoch, position = divmod(start, self.steps_per_epoch)
         while True:
-            order = torch.randperm(len(self.data), generator=generator_of(self.seed, epoch, 0)).tolist()
+            order = epoch_order(len(self.data), self.seed, epoch).tolist()
             keys = [(epoch, i) for i in order[position * self.batch :]]
             batches = [keys[i : i + self.batch] for i in range(0, len(keys), self.batch)]
             loader = DataLoader(self.data, batch_sampler=batches, num_workers=self.workers)
@@ -378,11 +390,13 @@ class FileBatches:
 
 
 def _to_normalized() -> list[Any]:
+    v2 = library("torchvision.transforms.v2", "vision")
     return [v2.PILToTensor(), v2.ToDtype(torch.float32, scale=True), v2.Normalize(IMAGENET_MEAN, IMAGENET_STD)]
 
 
 class _Test(Dataset):
     def __init__(self, files: Any, size: int) -> None:
+        v2 = library("torchvision.transforms.v2", "vision")
         self.files = files
         self.transform = v2.Compose(
             [v2.Resize(round(size / 0.875), antialias=True), v2.CenterCrop(size), *_to_normalized()]
@@ -397,20 +411,21 @@ class _Test(Dataset):
 
 
 def _load_files(recipe: ImageRecipe) -> ImageData:
+    datasets = library("torchvision.datasets", "vision")
     if recipe.dataset == "imagenet":
         try:
-            parts = [torchvision.datasets.ImageNet(str(data_dir() / "imagenet"), split=s) for s in ("train", "val")]
+            parts = [datasets.ImageNet(str(data_dir() / "imagenet"), split=s) for s in ("train", "val")]
         except (RuntimeError, FileNotFoundError) as error:
             raise DataNotFoundError(
                 f"imagenet is not in {data_dir() / 'imagenet'}; put the three official archives there (see "
                 "data/cards/imagenet.md), then run: python -m cpt_core download imagenet"
             ) from error
-        title = "ImageNet"
+        title = EXPERIMENT.named[recipe.dataset].title
     else:
         folder = own_path(recipe.dataset)
         if not (folder / "train").is_dir() or not (folder / "val").is_dir():
             raise DataNotFoundError(f"{folder} has no train/ and val/ folders of images (ImageFolder layout)")
-        parts = [torchvision.datasets.ImageFolder(str(folder / s)) for s in ("train", "val")]
+        parts = [datasets.ImageFolder(str(folder / s)) for s in ("train", "val")]
         title = f"own images ({folder.name})"
     train, test = parts
     if train.classes != test.classes:
@@ -445,13 +460,11 @@ def evaluation_batches(split: Split, data: ImageData, size: int, device: torch.d
             yield images.to(device), labels.to(device)
 
 
-def download(dataset: str) -> Path:
-    """Get "cifar10", "cifar100", or unpack and check the archives of "imagenet"."""
-    if dataset == "imagenet":  # the archives themselves need a licence
-        for split in ("train", "val"):
-            torchvision.datasets.ImageNet(str(data_dir() / "imagenet"), split=split)
-        return data_dir() / "imagenet"
-    {"cifar10": torchvision.datasets.CIFAR10, "cifar100": torchvision.datasets.CIFAR100}[dataset](
-        data_dir(), download=True
-    )
-    return data_dir()
+def download(name: str, language: str = "") -> Path:
+    """Get "cifar10", "cifar100", or unpack and check the archives of "imagenet"; they have no language."""
+    if name != "imagenet":
+        _cifar_class(name)(data_dir(), download=True)
+        return data_dir()
+    for split in ("train", "val"):  # the archives themselves need a licence
+        library("torchvision.datasets", "vision").ImageNet(str(data_dir() / "imagenet"), split=split)
+    return data_dir() / "imagenet"

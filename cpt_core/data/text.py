@@ -10,7 +10,6 @@ from __future__ import annotations
 import hashlib
 import math
 from collections import Counter
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -18,8 +17,7 @@ import torch
 from torch import Tensor
 
 from cpt_core.data.common import DataNotFoundError, generator_of, own_path
-from cpt_core.experiments.language_model import LanguageModelRecipe
-from cpt_core.experiments.recipe import is_own
+from cpt_core.experiments.language_model import EXPERIMENT, LanguageModelRecipe
 from cpt_core.paths import data_dir
 
 EOS, UNKNOWN = "<eos>", "<unk>"
@@ -62,6 +60,7 @@ def load_text(recipe: LanguageModelRecipe) -> TextData:
         DataNotFoundError: when files are missing, naming what gets them.
         ValueError: for files that are empty, not UTF-8, too short, or not the official Penn Treebank.
     """
+    EXPERIMENT.check_dataset(recipe.dataset)
     if recipe.dataset == "pydoc":
         texts, title = _reference_text(), "Python's reference text"
     elif recipe.dataset == "ptb":
@@ -69,15 +68,13 @@ def load_text(recipe: LanguageModelRecipe) -> TextData:
         missing = [path for path in files.values() if not path.is_file()]
         if missing:
             raise DataNotFoundError(f"there is no {missing[0]}; get it with: python -m cpt_core download ptb")
-        texts, title = {split: _read(path) for split, path in files.items()}, "Penn Treebank"
+        texts, title = {split: _read(path) for split, path in files.items()}, EXPERIMENT.named["ptb"].title
         counts = {split: len(_words(text)) for split, text in texts.items()}
         if counts != PTB_WORDS:
             raise ValueError(f"{data_dir() / 'ptb'} is not the official Penn Treebank: {counts} words, not {PTB_WORDS}")
-    elif is_own(recipe.dataset):
+    else:
         folder = own_path(recipe.dataset)
         texts, title = {split: _read(_file_of(folder, split)) for split in SPLITS}, folder.name
-    else:
-        raise ValueError(f"unknown text {recipe.dataset!r}; choose from ptb, pydoc, or a folder of your own")
     whole = {split: list(text) if recipe.unit == "characters" else _words(text) for split, text in texts.items()}
     parts = {split: whole[split][: getattr(recipe, f"{split}_tokens")] for split in SPLITS}
     if len(parts["train"]) < 2 * recipe.batch:
@@ -180,11 +177,11 @@ def questions(tokens: Tensor, start: int, batch: int) -> tuple[Tensor, Tensor]:
     return pairs[0], pairs[1]
 
 
-def download(splits: Sequence[str] = SPLITS) -> Path:
-    """Download Penn Treebank as T. Mikolov prepared it, with progress and checksums; return the folder."""
-    folder = data_dir() / "ptb"
+def download(name: str, language: str = "") -> Path:
+    """Download "ptb", Penn Treebank as T. Mikolov prepared it, with progress and checksums; return the folder."""
+    folder = data_dir() / name
     folder.mkdir(parents=True, exist_ok=True)
-    for split in splits:
+    for split in SPLITS:
         path = folder / f"ptb.{split}.txt"
         if not (path.is_file() and hashlib.sha256(path.read_bytes()).hexdigest() == PTB_SHA256[split]):
             torch.hub.download_url_to_file(PTB_URL.format(split), str(path), PTB_SHA256[split])

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import asdict, replace
-from numbers import Integral
 from typing import Any
 
+from cpt_core.checks import whole
 from cpt_core.experiments.image import ImageRecipe
 from cpt_core.experiments.recipe import Deficits, Recipe
 from cpt_core.experiments.recipes import deficits, recipe
@@ -131,8 +131,8 @@ def deficit_scan(
     Args:
         scale: "smoke", "demo" or "paper".
         dataset: see ``recipes.recipe``; ``model`` and ``task`` too.
-        lengths: low steps at the start; 0 is no deficit. None takes those of ``recipes.DEFICITS``.
-        windows: pairs (start, stop) of low steps, half-open. None takes those of ``recipes.DEFICITS``.
+        lengths: low steps at the start; 0 is no deficit. None takes those of ``Dataset.deficits``.
+        windows: pairs (start, stop) of low steps, half-open. None takes those of ``Dataset.deficits``.
         steps_per_epoch: what one unit of ``lengths`` and ``windows`` is, when they are given in epochs.
         seeds: None takes the recipe's.
         q_max: bits outside the deficit, and of the gradients.
@@ -148,9 +148,9 @@ def deficit_scan(
     found, settings = deficits(scale, dataset, model, task or "image")
     r = _changed(found, task, changes)
     total = changes.get("steps", settings.window_steps or r.steps)
-    epoch = _whole("steps_per_epoch", steps_per_epoch, 1)
-    _whole("steps", total, 1)
-    starts = settings.lengths if lengths is None else [_whole("the length of a deficit", n, 0) * epoch for n in lengths]
+    epoch = whole("steps_per_epoch", steps_per_epoch, 1)
+    whole("steps", total, 1)
+    starts = settings.lengths if lengths is None else [whole("the length of a deficit", n, 0) * epoch for n in lengths]
     inner = settings.windows if windows is None else [(a * epoch, b * epoch) for a, b in map(window_of, windows)]
     runs: dict[tuple[Recipe, DeficitSchedule], str] = {}  # a run that two experiments share is listed once
 
@@ -176,12 +176,6 @@ def deficit_scan(
         for (at, schedule), name in runs.items()
         for seed in (r.seeds if seeds is None else seeds)
     ]
-
-
-def _whole(what: str, value: Any, least: int) -> int:
-    if isinstance(value, bool) or not isinstance(value, Integral) or value < least:
-        raise ValueError(f"{what} must be a whole number of at least {least}, got {value!r}")
-    return int(value)
 
 
 def _deficit_name(schedule: DeficitSchedule, settings: Deficits) -> str:

@@ -6,13 +6,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
 from typing import Any
 
 from cpt_core.experiments.designs import aggregation, deficit_length, deficit_window, equal_cost, quality_cost
-from cpt_core.experiments.recipes import RECIPES
+from cpt_core.experiments.recipe import SCALES, Dataset, Recipe
+from cpt_core.experiments.recipes import DATASETS, EXPERIMENTS
 from cpt_core.experiments.spec import RunSpec
 from cpt_core.schedules.profiles import SUITE
 
@@ -34,50 +35,17 @@ class Grid:
     scales: tuple[str, ...]
 
 
-ABOUT = {
-    "digits": "scikit-learn's digits, embedded: shows the mechanism, stands for nothing in the paper",
-    "cifar10": "CIFAR-10", "cifar100": "CIFAR-100", "imagenet": "ImageNet",
-    "digit-scenes": "synthetic scenes of scikit-learn's digits, embedded: stand for nothing in the paper",
-    "voc2012": "Pascal VOC 2012",
-    "digits-graph": "a nearest-neighbour graph over scikit-learn's digits, embedded: shows the mechanics only",
-    "ogbn-arxiv": "OGBN-Arxiv", "ogbn-products": "OGBN-Products",
-    "pydoc": "characters of Python's reference text, embedded: stands for nothing in the paper",
-    "ptb": "Penn Treebank",
-    "templates": "synthetic sentence pairs, embedded: stand for nothing in the paper",
-    "xnli": "XNLI",
-}  # fmt: skip
-
-ARTEFACTS = {  # by task
-    "image": "figure_3",
-    "detection": "figure_4",
-    "graph": "figure_6",
-    "language_model": "figure_7",
-    "entailment": "figure_7",
+DESIGNS: dict[str, tuple[Callable[..., list[RunSpec]], str]] = {  # beside quality against cost
+    "aggregation": (aggregation, "FP-Agg and Q-Agg at static 8 bits"),
+    "deficit_length": (deficit_length, "deficits at the start, with controls"),
+    "deficit_window": (deficit_window, "windows of low precision, with controls"),
+    "equal_cost": (equal_cost, "RR, delayed RR, ER and static precisions at one cost; not in the paper"),
 }
-
-
-def _quality_cost_grids() -> dict[str, Grid]:
-    """One grid for every data set and model of the recipes that is named, with the scales it has."""
-    scales: dict[str, tuple[str, ...]] = {}
-    tasks: dict[str, str] = {}
-    for scale in ("paper", "demo", "smoke"):
-        for key, r in RECIPES[scale].items():
-            if r.dataset in ABOUT and not key.startswith("own"):
-                scales[key], tasks[key] = (*scales.get(key, ()), scale), r.task
-    out = {}
-    for key, found in scales.items():
-        dataset, model = key.split("/")
-        paper = "66 runs: 10 schedules + static, q_max 6 and 8, 3 seeds" if "paper" in found else "small scale"
-        if rates := len(getattr(RECIPES[found[0]][key], "learning_rates", ())):
-            paper += f", each at {rates} learning rates: {66 * rates} in all"
-        about = f"{ABOUT[dataset]}, {model}; {paper}"
-        out[key] = Grid(ARTEFACTS[tasks[key]], about, _Make(quality_cost, dataset, model), found)
-    return out
 
 
 @dataclass(frozen=True)
 class _Make:
-    """A function of this module with data set and model filled in."""
+    """A design with data set and model filled in."""
 
     function: Callable[..., list[RunSpec]]
     dataset: str
@@ -87,40 +55,43 @@ class _Make:
         return self.function(scale, self.dataset, self.model, **choices)
 
 
-def _aggregation_grid(dataset: str, model: str, scales: tuple[str, ...]) -> Grid:
-    about = f"{ABOUT[dataset]}, {model}: FP-Agg and Q-Agg at static 8 bits"
-    return Grid("figure_5", about, _Make(aggregation, dataset, model), scales)
+def _quality_cost_grids() -> Iterator[tuple[str, Grid]]:
+    """One grid for every data set and model that has a recipe, with the scales it has."""
+    for experiment in EXPERIMENTS.values():
+        for d in experiment.named.values():
+            for model, recipes in _models(d).items():
+                largest, *_ = recipes.values()
+                runs = "66 runs: 10 schedules + static, q_max 6 and 8, 3 seeds" if "paper" in recipes else "small scale"
+                if rates := len(getattr(largest, "learning_rates", ())):
+                    runs += f", each at {rates} learning rates: {66 * rates} in all"
+                about, make = f"{d.about}, {model}; {runs}", _Make(quality_cost, d.name, model)
+                yield f"{d.name}/{model}", Grid(experiment.artefact, about, make, tuple(recipes))
 
 
-def _section_5(artefact: str, function: Callable[..., list[RunSpec]], dataset: str, model: str) -> Grid:
-    about = {
-        deficit_length: "deficits at the start, with controls",
-        deficit_window: "windows of low precision, with controls",
-        equal_cost: "RR, delayed RR, ER and static precisions at one cost; not in the paper",
-    }[function]
-    scales = ("paper",) if f"{dataset}/{model}" in RECIPES["paper"] else ("demo", "smoke")
-    return Grid(artefact, f"{ABOUT[dataset].split(',')[0]}, {model}: {about}", _Make(function, dataset, model), scales)
+def _models(d: Dataset) -> dict[str, dict[str, Recipe]]:
+    """Return the models of a data set with their recipes by scale, the largest scale first."""
+    found: dict[str, dict[str, Recipe]] = {}
+    for scale in reversed(SCALES):
+        for r in d.recipes.get(scale, ()):
+            found.setdefault(r.model, {})[scale] = r
+    return found
 
 
-# Every figure and table of the paper that rests on training runs. Counts are the paper's: 10 schedules + static, q_max
-# 6 and 8, 3 seeds; XNLI chooses among three learning rates; table 1 and figure 8 as in their captions.
-GRIDS: dict[str, Grid] = {
-    **_quality_cost_grids(),
-    "ogbn-arxiv/aggregation": _aggregation_grid("ogbn-arxiv", "gcn", ("paper",)),
-    "ogbn-products/aggregation": _aggregation_grid("ogbn-products", "sage", ("paper",)),
-    "digits-graph/aggregation": _aggregation_grid("digits-graph", "gcn", ("demo", "smoke")),
-    "cifar10/deficit_length": _section_5("table_1", deficit_length, "cifar10", "resnet74"),
-    "cifar10/deficit_window": _section_5("table_1", deficit_window, "cifar10", "resnet74"),
-    "imagenet/deficit_length": _section_5("table_1", deficit_length, "imagenet", "resnet18"),
-    "ogbn-arxiv/deficit_length": _section_5("figure_8", deficit_length, "ogbn-arxiv", "gcn"),
-    "ogbn-arxiv/deficit_window": _section_5("figure_8", deficit_window, "ogbn-arxiv", "gcn"),
-    "digits/deficit_length": _section_5("figure_8", deficit_length, "digits", "mlp6"),
-    "digits/deficit_window": _section_5("figure_8", deficit_window, "digits", "mlp6"),
-    "digits/equal_cost": _section_5("section_5", equal_cost, "digits", "mlp6"),
-    "digits-graph/deficit_length": _section_5("figure_8", deficit_length, "digits-graph", "gcn"),
-    "digits-graph/deficit_window": _section_5("figure_8", deficit_window, "digits-graph", "gcn"),
-    "digits-graph/equal_cost": _section_5("section_5", equal_cost, "digits-graph", "gcn"),
-}
+def _design_grids() -> Iterator[tuple[str, Grid]]:
+    """One grid for every further design of a data set, with its first model."""
+    for d in DATASETS.values():
+        for design, artefact in d.designs.items():
+            function, what = DESIGNS[design]
+            model, recipes = next(iter(_models(d).items()))
+            make = _Make(function, d.name, model)
+            yield f"{d.name}/{design}", Grid(artefact, f"{d.about}, {model}: {what}", make, tuple(recipes))
+
+
+# Every figure and table of the paper that rests on training runs; table 1 and figure 8 as in their captions.
+# Those of the paper come first.
+GRIDS: dict[str, Grid] = dict(
+    sorted([*_quality_cost_grids(), *_design_grids()], key=lambda named: "paper" not in named[1].scales)
+)
 
 
 def find_grids(name: str | None = None) -> dict[str, Grid]:
@@ -156,10 +127,10 @@ FILTERS: dict[str, Callable[[RunSpec], str]] = {
 }
 
 
-def choose(specs: Sequence[RunSpec], only: Sequence[str]) -> list[RunSpec]:
+def keep(specs: Sequence[RunSpec], only: Sequence[str]) -> list[RunSpec]:
     """Keep the runs that meet every condition, such as "schedule=CR,RR" or "q_max=8"; ValueError names what there is.
 
-    >>> len(choose(quality_cost("demo"), ["schedule=CR,RR"]))
+    >>> len(keep(quality_cost("demo"), ["schedule=CR,RR"]))
     10
     """
     kept = list(specs)

@@ -1,7 +1,11 @@
-"""What every recipe has, and the deficits of a critical-period experiment.  Needs no torch."""
+"""What a task of the paper is made of: recipes, data sets, metrics, deficits.  Needs no torch.
+
+A task declares all of it in a file of its own, which ends in its ``EXPERIMENT``; ``recipes.EXPERIMENTS`` lists them.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -69,6 +73,124 @@ class Deficits:
     lr_after: bool = False
     unit: int = 1
     suffix: str = ""
+
+
+@dataclass(frozen=True)
+class Metric:
+    """A number that tells how good a model is, and how it is printed.
+
+    Attributes:
+        name: in rows, such as "accuracy".
+        label: for axes.
+        unit: for tables.
+        factor: from stored to printed numbers.
+        better: +1 when a larger value is better, -1 when a smaller one is.
+        digits: behind the point in tables.
+    """
+
+    name: str
+    label: str
+    unit: str = ""
+    factor: float = 1.0
+    better: int = 1
+    digits: int = 1
+
+    def text(self, values: Iterable[float]) -> list[str]:
+        """Return stored values as they are printed, "–" for NaN."""
+        return [f"{self.factor * v:.{self.digits}f}" if v == v else "–" for v in values]
+
+
+ACCURACY = Metric("accuracy", "test accuracy (%)", "%", 100.0)
+LOSS = Metric("loss", "test loss in nats (axis turned: up is better)", better=-1, digits=3)  # every task has it
+
+Changes = Mapping[str, Mapping[str, Any]]  # model, or "" for all models -> fields of its recipe -> values
+
+
+@dataclass(frozen=True)
+class Dataset:
+    """A data set with all that is known of it; without a title, recipes that other data takes, such as "own-graph".
+
+    Attributes:
+        name: of the data set, as ``dataset`` of a recipe.
+        title: for figures and lists of grids.
+        embedded: of data that comes with the installed packages: what it is good for. All other data can be downloaded.
+        recipes: scale -> its recipes; the first model is taken when none is named.
+        like: the data set whose recipes it takes at scales at which it has none; "" for none.
+        authors: what the authors' scripts do where they differ from the paper's text.
+        deficits: scale -> model -> settings of its critical-period experiments.
+        designs: what its first model is run with besides quality against cost: a key of ``grids.DESIGNS`` -> artefact.
+        sizes: of random data in its place, for plans: counts by name, which its data module reads.
+    """
+
+    name: str
+    title: str = ""
+    embedded: str = ""
+    recipes: Mapping[str, tuple[Recipe, ...]] = field(default_factory=dict)
+    like: str = ""
+    authors: Changes = field(default_factory=dict)
+    deficits: Mapping[str, Mapping[str, Deficits]] = field(default_factory=dict)
+    designs: Mapping[str, str] = field(default_factory=dict)
+    sizes: Mapping[str, int] = field(default_factory=dict)
+
+    @property
+    def about(self) -> str:
+        """What it is."""
+        return f"{self.title}, embedded: {self.embedded}" if self.embedded else self.title
+
+
+@dataclass(frozen=True)
+class Experiment:
+    """A task of the paper, declared once.
+
+    Attributes:
+        recipe: the class of its recipes.
+        task: the class that trains it, "module:class", imported when it is asked for.
+        metrics: the main one first.
+        artefact: of the paper, which shows quality against cost, such as "figure_3".
+        datasets: its data sets.
+        own: the data set whose recipes the user's own data takes; "" where it cannot be used.
+        own_large: the same for folders at paper scale, where it differs.
+        extra: of the installation, without which the task cannot be imported.
+        download: the function that gets its data, "module:function", called with (name, language).
+        weights: pretrained models that this function gets too.
+    """
+
+    recipe: type[Recipe]
+    task: str
+    metrics: tuple[Metric, ...]
+    artefact: str
+    datasets: tuple[Dataset, ...]
+    own: str = ""
+    own_large: str = ""
+    extra: str = ""
+    download: str = ""
+    weights: tuple[str, ...] = ()
+
+    @property
+    def metric(self) -> Metric:
+        """The main metric."""
+        return self.metrics[0]
+
+    @property
+    def named(self) -> dict[str, Dataset]:
+        """The data sets by name, without those that are recipes alone."""
+        return {d.name: d for d in self.datasets if d.title}
+
+    def family(self, scale: str, dataset: str) -> Dataset | None:
+        """Return whose recipes a data set, or data of the user's own, takes at a scale; None where there are none."""
+        if is_own(dataset):
+            large = self.own_large and scale == "paper" and ".npz" not in dataset
+            names: tuple[str, ...] = (self.own_large if large else self.own,)
+        else:
+            names = (dataset, self.named[dataset].like) if dataset in self.named else ()
+        return next((d for name in names for d in self.datasets if d.name == name and scale in d.recipes), None)
+
+    def check_dataset(self, dataset: str) -> None:
+        """Raise ValueError unless ``dataset`` is one of this task or the user's own."""
+        if dataset not in self.named and not is_own(dataset):
+            raise ValueError(
+                f"unknown dataset {dataset!r}; choose from {', '.join(self.named)}, or a folder or files of your own"
+            )
 
 
 def is_own(dataset: str) -> bool:

@@ -14,7 +14,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from cpt_core.experiments.recipe import Recipe
-from cpt_core.experiments.recipes import RECIPE_CLASSES
+from cpt_core.experiments.recipes import EXPERIMENTS
 from cpt_core.schedules.make import make_schedule, schedule_from_dict
 from cpt_core.schedules.profiles import STATIC
 from cpt_core.schedules.schedule import FunctionSchedule, Schedule
@@ -75,7 +75,7 @@ class RunSpec:
             raise ValueError(f"spec version {d.get('version')!r} is not {SPEC_VERSION}")
         recipe: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in d["recipe"].items()}
         return cls(
-            RECIPE_CLASSES[recipe["task"]](**recipe),
+            EXPERIMENTS[recipe["task"]].recipe(**recipe),
             schedule_from_dict(d["schedule"]),
             d["q_max"],
             d["q_grad"],

@@ -22,6 +22,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from cpt_core.checks import choose
+
 REDUCES = ("sum", "mean")
 LEVEL3_CACHE_SIZE = 194  # of sysconf in glibc, for which DGL is built; Python has no name for it
 BACKENDS = ("auto", "dgl", "csr")
@@ -47,8 +49,7 @@ class Graph:
         self.indptr, self.indices = indptr, indices
         self.num_dst, self.num_edges = len(indptr) - 1, len(indices)
         self.num_src = self.num_dst if num_src is None else num_src
-        if backend not in BACKENDS:
-            raise ValueError(f"unknown backend {backend!r}; choose from {', '.join(BACKENDS)}")
+        choose("backend", backend, BACKENDS)
         if backend == "dgl" and (indices.is_cuda or dgl_module() is None):
             raise ValueError("backend 'dgl' needs DGL and a graph on the CPU; take 'csr'")
         self.backend = backend
@@ -128,8 +129,7 @@ class Graph:
         Returns:
             (D, F), of the type of ``h``.
         """
-        if reduce not in REDUCES:
-            raise ValueError(f"unknown reduce {reduce!r}; choose from {', '.join(REDUCES)}")
+        choose("reduce", reduce, REDUCES)
         if h.dim() != 2 or len(h) != self.num_src:
             raise ValueError(f"features must be ({self.num_src}, F): a row for every source node, got {tuple(h.shape)}")
         if not h.is_floating_point():

@@ -20,6 +20,7 @@ from typing import Any, ClassVar, Protocol
 import torch
 from torch import Tensor, nn
 
+from cpt_core.checks import choose
 from cpt_core.graphs.graph import Graph, as_graph
 
 Features = Tensor | tuple[Tensor, Tensor]  # (S, I), or those of sources and destinations
@@ -147,8 +148,7 @@ class GraphConv(nn.Module):
     ) -> None:
         """Make and initialise the parameters."""
         super().__init__()
-        if norm not in ("both", "left", "right", "none"):
-            raise ValueError(f"unknown norm {norm!r}; choose from both, left, right, none")
+        choose("norm", norm, ("both", "left", "right", "none"))
         # named as in DGL, so that one forward serves both
         self._in_feats, self._out_feats, self._norm = in_feats, out_feats, norm
         self._allow_zero_in_degree, self._activation = allow_zero_in_degree, None

@@ -25,6 +25,7 @@ from transformers import TrainerState as State
 from transformers import TrainingArguments as Arguments
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
+from cpt_core.checks import write_atomically
 from cpt_core.integrations._common import TrainerPrecision, check_eval_bits
 from cpt_core.quantization.convert import layer_precisions
 from cpt_core.quantization.scheduler import Schedules
@@ -111,10 +112,8 @@ class PrecisionCallback(TrainerCallback):
     def on_save(self, args: Arguments, state: State, control: Control, **kwargs: Any) -> None:
         """Add our state to the checkpoint that the Trainer has just written."""
         if args.should_save and not state.is_hyper_param_search:
-            path = _folder(args, state) / FILE
-            temporary = path.with_suffix(f".{os.getpid()}.tmp")
-            torch.save(self.precision.state_dict(), temporary)
-            os.replace(temporary, path)
+            path, content = _folder(args, state) / FILE, self.precision.state_dict()
+            write_atomically(path, lambda temporary: torch.save(content, temporary))
 
     def on_train_end(self, args: Arguments, state: State, control: Control, **kwargs: Any) -> None:
         """Where the Trainer has put back the best weights, put back the running ranges they had."""

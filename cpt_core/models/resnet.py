@@ -11,8 +11,9 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 
-import torchvision
 from torch import Tensor, nn
+
+from cpt_core.checks import library
 
 
 class BasicBlock(nn.Module):
@@ -78,7 +79,8 @@ class CifarResNet(nn.Module):
 
 def imagenet_resnet(depth: int, classes: int) -> nn.Module:
     """Return torchvision's ResNet-18 or -34, randomly initialised as in the paper's experiments."""
-    model = {18: torchvision.models.resnet18, 34: torchvision.models.resnet34}[depth](num_classes=classes)
+    models = library("torchvision.models", "vision")
+    model = {18: models.resnet18, 34: models.resnet34}[depth](num_classes=classes)
     initialize(model)
     return model
 

@@ -17,6 +17,7 @@ from fnmatch import fnmatchcase
 import torch
 from torch import nn
 
+from cpt_core.checks import choose
 from cpt_core.quantization import graph_layers, layers, lstm
 from cpt_core.quantization.layers import QuantizedLayer
 from cpt_core.quantization.noise import NoisePool
@@ -48,8 +49,7 @@ class QuantConfig:
 
     def __post_init__(self) -> None:
         """Check that every role has its quantiser and none is misspelt."""
-        if self.aggregation not in AGGREGATIONS:
-            raise ValueError(f"unknown aggregation {self.aggregation!r}; choose from {', '.join(AGGREGATIONS)}")
+        choose("aggregation", self.aggregation, AGGREGATIONS)
         if odd := sorted(set(self.quantizers) ^ set(QUANTIZERS)):
             raise ValueError(f"missing or unknown roles {', '.join(odd)}; give all of {', '.join(QUANTIZERS)}")
 
@@ -206,9 +206,7 @@ def _config_of(config: QuantConfig | str | None) -> QuantConfig:
         return PRESETS["all"]
     if isinstance(config, QuantConfig):
         return config
-    if config not in PRESETS:
-        raise ValueError(f"unknown preset {config!r}; choose from {', '.join(PRESETS)}")
-    return PRESETS[config]
+    return PRESETS[choose("preset", config, PRESETS)]
 
 
 def _key(seed: int, index: int) -> int:

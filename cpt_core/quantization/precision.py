@@ -8,6 +8,7 @@ from typing import Any, Self
 import torch
 from torch import Tensor, nn
 
+from cpt_core.checks import choose
 from cpt_core.quantization.fake_quantize import levels_of, quantize_gradient, round_gradient, straight_through
 from cpt_core.quantization.noise import NoisePool
 from cpt_core.quantization.quantizers import IDENTITY_BITS, Quantizer, Range, check_bits
@@ -41,8 +42,7 @@ class LayerPrecision(nn.Module):
     ) -> None:
         """Start without a precision: using the layer before one is set is an error."""
         super().__init__()
-        if running_start not in RUNNING_STARTS:
-            raise ValueError(f"unknown running_start {running_start!r}; choose from {', '.join(RUNNING_STARTS)}")
+        choose("running_start", running_start, RUNNING_STARTS)
         self.quantizers = dict(quantizers)
         self.noise = noise
         self.corrected = running_start == "corrected"

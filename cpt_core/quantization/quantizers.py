@@ -19,6 +19,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from cpt_core.checks import choose
+
 BLOCK = 1 << 18  # elements of a part of a large tensor on the CPU, per thread: 1 MB
 IDENTITY_BITS = 24  # float32 has 24 significant bits: from here on quantisation changes nothing worth simulating
 Range = tuple[Tensor, Tensor]  # (minimum, maximum - minimum), broadcastable to the tensor, float32
@@ -108,10 +110,8 @@ class Quantizer:
 
     def __post_init__(self) -> None:
         """Check the names."""
-        if self.granularity not in GRANULARITIES:
-            raise ValueError(f"unknown granularity {self.granularity!r}; choose from {', '.join(GRANULARITIES)}")
-        if self.rounding not in ("nearest", "stochastic"):
-            raise ValueError(f"unknown rounding {self.rounding!r}; choose from nearest, stochastic")
+        choose("granularity", self.granularity, GRANULARITIES)
+        choose("rounding", self.rounding, ("nearest", "stochastic"))
         if self.running and self.granularity != "per_tensor":
             raise ValueError(f"a running range needs granularity 'per_tensor', got {self.granularity!r}")
 
@@ -155,9 +155,7 @@ def quantizer_of(quantizer: Quantizer | str) -> Quantizer:
     """Return a quantiser given by value or by role; ValueError names the roles."""
     if isinstance(quantizer, Quantizer):
         return quantizer
-    if quantizer not in QUANTIZERS:
-        raise ValueError(f"unknown quantizer {quantizer!r}; choose from {', '.join(QUANTIZERS)}")
-    return QUANTIZERS[quantizer]
+    return QUANTIZERS[choose("quantizer", quantizer, QUANTIZERS)]
 
 
 def check_bits(what: str, bits: Any) -> int:

@@ -100,7 +100,7 @@ def schedule_from_dict(description: dict[str, Any]) -> Schedule:
             return DelayedSchedule(inner, d["hold"])
         return AdjustedSchedule(inner, tuple(tuple(c) for c in d["changes"]))
     parameters = dict(d.pop("profile"))
-    profile = PROFILES[choose("profile", parameters.pop("name", None), tuple(PROFILES))](**parameters)
+    profile = PROFILES[choose("profile", parameters.pop("name", None), PROFILES)](**parameters)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", ShortCycleWarning)
         return CyclicSchedule(profile=profile, **d)

@@ -119,7 +119,7 @@ class Warped(Profile):
 
     def __post_init__(self) -> None:
         """Check the values."""
-        choose("profile", self.base, tuple(name for name, kind in PROFILES.items() if kind is not Warped))
+        choose("profile", self.base, (name for name, kind in PROFILES.items() if kind is not Warped))
         if not 0 < self.power < math.inf:
             raise ValueError(f"power must be positive, got {self.power}")
 

@@ -1,4 +1,4 @@
-"""The tasks, by name.
+"""The tasks, by name; each is imported when it is asked for, so that a text run needs no torchvision.
 
 >>> sorted(TASKS)
 ['detection', 'entailment', 'graph', 'image', 'language_model']
@@ -6,17 +6,30 @@
 
 from __future__ import annotations
 
-from cpt_core.tasks.base import Task
-from cpt_core.tasks.detection import DetectionTask
-from cpt_core.tasks.entailment import EntailmentTask
-from cpt_core.tasks.graph import GraphTask
-from cpt_core.tasks.image import ImageTask
-from cpt_core.tasks.language_model import LanguageModelTask
+from collections.abc import Iterator, Mapping
 
-TASKS: dict[str, type[Task]] = {
-    "image": ImageTask,
-    "detection": DetectionTask,
-    "graph": GraphTask,
-    "language_model": LanguageModelTask,
-    "entailment": EntailmentTask,
-}
+from cpt_core.checks import library
+from cpt_core.experiments.recipes import EXPERIMENTS
+from cpt_core.tasks.base import Task
+
+
+class _Tasks(Mapping[str, type[Task]]):
+    """Name -> class, of ``EXPERIMENTS``; ImportError names the extra that a task needs."""
+
+    def __getitem__(self, name: str) -> type[Task]:
+        return library(EXPERIMENTS[name].task, EXPERIMENTS[name].extra)
+
+    def __contains__(self, name: object) -> bool:
+        return name in EXPERIMENTS
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(EXPERIMENTS)
+
+    def __len__(self) -> int:
+        return len(EXPERIMENTS)
+
+    def __repr__(self) -> str:
+        return f"tasks: {', '.join(self)}"
+
+
+TASKS = _Tasks()

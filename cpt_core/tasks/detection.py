@@ -5,29 +5,29 @@ from __future__ import annotations
 import logging
 import os
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import cast
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
-from cpt_core.data.common import library
+from cpt_core.checks import library
+from cpt_core.data.common import load_once
 from cpt_core.data.detection import (
     Annotated,
     Batch,
-    DetectionData,
     backbone_weights,
     batches,
     evaluation_batches,
     load_detection,
     random_detection,
 )
-from cpt_core.experiments.detection import DetectionRecipe
+from cpt_core.experiments.detection import EXPERIMENT, DetectionRecipe
 from cpt_core.experiments.spec import RunSpec
 from cpt_core.models.retinanet import Outputs, RetinaNet, Target, retinanet
-from cpt_core.paths import data_dir
-from cpt_core.tasks.base import Evaluation, Metrics
+from cpt_core.tasks.base import Metrics
+from cpt_core.tasks.learning_rates import LearningRate, constant
 
 WORKERS = min(4, os.cpu_count() or 1)  # processes that read pictures from disk
 VOC_IOU = 0.5
@@ -46,13 +46,14 @@ class DetectionTask:
         eight batches); the authors price 256 pictures of 224 x 224, which changes totals by a factor, ratios not.
     """
 
-    metric = "map50"
-    better = +1
+    metric = EXPERIMENT.metric.name
+    better = EXPERIMENT.metric.better
 
     def __init__(self, spec: RunSpec, device: torch.device, stand_in: bool = False) -> None:
         """Load the data of the spec's recipe, or make random pictures of the same shapes."""
         self.recipe, self.seed, self.device = cast(DetectionRecipe, spec.recipe), spec.seed, device
-        self.data = random_detection(self.recipe) if stand_in else _load(self.recipe)
+        limits = ("size", "train_images", "valid_images", "test_images")
+        self.data = random_detection(self.recipe) if stand_in else load_once(load_detection, self.recipe, *limits)
         self.weights = backbone_weights() if self.recipe.pretrained and not stand_in else None
         start = "ImageNet-pretrained backbone" if self.recipe.pretrained else "from scratch"
         self.title = f"{self.recipe.model}, {start}, on {self.data.title}"
@@ -111,11 +112,11 @@ class DetectionTask:
                 pairs.append(({**on_cpu, "boxes": on_cpu["boxes"] * scale}, original))
         return pairs, loss / len(pictures)
 
-    def optimizer(self, model: nn.Module) -> tuple[torch.optim.Optimizer, Callable[[int, Sequence[Evaluation]], float]]:
+    def optimizer(self, model: nn.Module) -> tuple[torch.optim.Optimizer, LearningRate]:
         """Return Adam and its fixed learning rate."""
         r = self.recipe
         adam = torch.optim.Adam(model.parameters(), lr=r.lr, weight_decay=r.weight_decay)
-        return adam, lambda step, evaluations: r.lr
+        return adam, constant(r.lr)
 
 
 # --- the metric -----------------------------------------------------------------------------------
@@ -184,16 +185,3 @@ def _precision(
     result = metric.compute()
     everything, hundred = 0, 2  # of all sizes; the 100 best
     return result["precision"].numpy()[..., everything, hundred], np.atleast_1d(result["classes"]).tolist()
-
-
-_loaded: dict[tuple, DetectionData] = {}
-
-
-def _load(recipe: DetectionRecipe) -> DetectionData:
-    """Load once per process: a sweep runs many recipes on the same data."""
-    r = recipe
-    key = (r.dataset, data_dir(), r.size, r.train_images, r.valid_images, r.test_images)
-    if key not in _loaded:
-        _loaded.clear()
-        _loaded[key] = load_detection(r)
-    return _loaded[key]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import logging
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
@@ -13,12 +13,13 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from cpt_core.data.common import DataNotFoundError, generator_of, library, own_path
+from cpt_core.checks import library
+from cpt_core.data.common import DataNotFoundError, epoch_order, generator_of, load_once, own_path
 from cpt_core.data.entailment import CHECKPOINTS, LABELS, EntailmentData, Pairs, load_entailment
-from cpt_core.experiments.entailment import EntailmentRecipe
+from cpt_core.experiments.entailment import EXPERIMENT, EntailmentRecipe
 from cpt_core.experiments.spec import RunSpec
-from cpt_core.paths import data_dir
-from cpt_core.tasks.base import Evaluation, Metrics
+from cpt_core.tasks.base import Metrics
+from cpt_core.tasks.learning_rates import LearningRate, linear
 
 log = logging.getLogger(__name__)
 EVALUATION_BATCH = 250
@@ -40,13 +41,15 @@ class EntailmentTask:
     Differs: validation and test accuracy are both reported; the authors' script reports the validation split.
     """
 
-    metric = "accuracy"
-    better = +1
+    metric = EXPERIMENT.metric.name
+    better = EXPERIMENT.metric.better
 
     def __init__(self, spec: RunSpec, device: torch.device, stand_in: bool = False) -> None:
         """Load and encode the data of the spec's recipe, or make random word pieces of the same shapes."""
         self.recipe, self.seed, self.device = cast(EntailmentRecipe, spec.recipe), spec.seed, device
-        self.data = _random(self.recipe) if stand_in else _load(self.recipe)
+        limits = ("train_pairs", "valid_pairs", "test_pairs")
+        made_from = ("language", "test_languages", "length", "checkpoint", "vocabulary", *limits)
+        self.data = _random(self.recipe) if stand_in else load_once(load_encoded, self.recipe, *made_from)
         self.pretrained = bool(self.recipe.checkpoint) and not stand_in
         kind = self.recipe.checkpoint or "small BERT from scratch, WordPiece of its own,"
         self.title = f"{kind} on {self.data.title}"
@@ -82,7 +85,7 @@ class EntailmentTask:
         train, batch = self.data.train, self.recipe.batch
         first, position = divmod(start, math.ceil(len(train) / batch))
         for epoch in itertools.count(first):
-            order = torch.randperm(len(train), generator=generator_of(self.seed, epoch, 0))
+            order = epoch_order(len(train), self.seed, epoch)
             for rows in order[position * batch :].split(batch):
                 yield self._batch(train, rows)
             position = 0
@@ -123,14 +126,11 @@ class EntailmentTask:
             loss += float(nn.functional.cross_entropy(logits, batch[-1], reduction="sum"))
         return {"accuracy": right / len(part), "loss": loss / len(part)}
 
-    def optimizer(self, model: nn.Module) -> tuple[torch.optim.Optimizer, Callable[[int, Sequence[Evaluation]], float]]:
+    def optimizer(self, model: nn.Module) -> tuple[torch.optim.Optimizer, LearningRate]:
         """Return AdamW and the learning rate: a line from ``lr`` to ``final_lr`` times that."""
         r = self.recipe
-
-        def lr(step: int, evaluations: Sequence[Evaluation]) -> float:
-            return r.lr * (1 - (1 - r.final_lr) * step / r.steps)
-
-        return torch.optim.AdamW(model.parameters(), lr=r.lr, weight_decay=r.weight_decay), lr
+        adamw = torch.optim.AdamW(model.parameters(), lr=r.lr, weight_decay=r.weight_decay)
+        return adamw, linear(r.lr, r.final_lr, r.steps)
 
 
 # --- pretrained models ----------------------------------------------------------------------------
@@ -238,23 +238,14 @@ def _encode(tokenizer: Any, pairs: Pairs, length: int, name: str) -> _Encoded:
     return _Encoded(pieces, sentence, lengths, pairs.labels)
 
 
-_loaded: dict[tuple, _Data] = {}
-
-
-def _load(recipe: EntailmentRecipe) -> _Data:
-    """Load and encode once per process: a sweep runs many recipes on the same data."""
-    r = recipe
-    limits = (r.train_pairs, r.valid_pairs, r.test_pairs)
-    key = (r.dataset, data_dir(), r.language, r.test_languages, limits, r.length, r.checkpoint, r.vocabulary)
-    if key not in _loaded:
-        _loaded.clear()
-        data = load_entailment(r)
-        tokenizer = _tokenizer(r, data)
-        parts = {"train": data.train, "valid": data.valid, **{f"test {k}": pairs for k, pairs in data.test.items()}}
-        train, valid, *test = (_encode(tokenizer, pairs, r.length, name) for name, pairs in parts.items())
-        size = tokenizer.get_vocab_size()
-        _loaded[key] = _Data(train, valid, dict(zip(data.test, test, strict=True)), size, data.title, data.checksum)
-    return _loaded[key]
+def load_encoded(recipe: EntailmentRecipe) -> _Data:
+    """Load the data of a recipe and encode it."""
+    data = load_entailment(recipe)
+    tokenizer = _tokenizer(recipe, data)
+    parts = {"train": data.train, "valid": data.valid, **{f"test {k}": pairs for k, pairs in data.test.items()}}
+    train, valid, *test = (_encode(tokenizer, pairs, recipe.length, name) for name, pairs in parts.items())
+    tests = dict(zip(data.test, test, strict=True))
+    return _Data(train, valid, tests, tokenizer.get_vocab_size(), data.title, data.checksum)
 
 
 def _random(recipe: EntailmentRecipe) -> _Data:

@@ -7,21 +7,22 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 
-from cpt_core.data.common import generator_of
-from cpt_core.data.graphs import GraphData, evaluator, load_graph, random_graph
-from cpt_core.experiments.graph import GraphRecipe
+from cpt_core.data.common import Stream, epoch_order, generator_of, load_once
+from cpt_core.data.graphs import evaluator, load_graph, random_graph
+from cpt_core.experiments.graph import EXPERIMENT, GraphRecipe
 from cpt_core.experiments.spec import RunSpec
 from cpt_core.graphs.graph import Graph
 from cpt_core.graphs.sampling import sample_blocks
 from cpt_core.models.gnn import GraphNet
-from cpt_core.tasks.base import Evaluation, Metrics
+from cpt_core.tasks.base import Metrics
+from cpt_core.tasks.learning_rates import LearningRate, cosine
 
 WORKERS = 2  # processes that sample from a large graph on the CPU
 LARGE = 2_000_000  # edges from which sampling is worth them
@@ -44,13 +45,14 @@ class GraphTask:
     Differs: edges of OGBN-Products are not doubled; the authors add reverse edges to a graph that has them.
     """
 
-    metric = "accuracy"
-    better = +1
+    metric = EXPERIMENT.metric.name
+    better = EXPERIMENT.metric.better
 
     def __init__(self, spec: RunSpec, device: torch.device, stand_in: bool = False) -> None:
         """Load the data of the spec's recipe, or make a random graph of the same shapes."""
         self.recipe, self.seed, self.device = cast(GraphRecipe, spec.recipe), spec.seed, device
-        self.data: GraphData = random_graph(self.recipe) if stand_in else _load(self.recipe)
+        made_from = ("self_loops", "standardize")
+        self.data = random_graph(self.recipe) if stand_in else load_once(load_graph, self.recipe, *made_from)
         self.graph = self.data.graph.to(device)
         self.features, self.labels = self.data.features.to(device), self.data.labels.to(device)
         if not self.recipe.batch:
@@ -126,7 +128,7 @@ class GraphTask:
 
     def _sampled_logits(self, model: GraphNet, nodes: Tensor) -> Tensor:
         """Logits from sampled neighbours, the same ones in every evaluation of a run, (n, classes)."""
-        random = generator_of(self.seed, 4)
+        random = generator_of(self.seed, Stream.EVALUATE)
         if self.device.type != "cpu":
             random = torch.Generator(self.device).manual_seed(random.initial_seed())
         out = []
@@ -156,14 +158,11 @@ class GraphTask:
             out[chunk] = model.layer(i, block, h[sources])
         return out
 
-    def optimizer(self, model: nn.Module) -> tuple[torch.optim.Optimizer, Callable[[int, Sequence[Evaluation]], float]]:
+    def optimizer(self, model: nn.Module) -> tuple[torch.optim.Optimizer, LearningRate]:
         """Return Adam and the learning rate: a cosine from ``lr`` to ``final_lr`` times that."""
         r = self.recipe
-
-        def lr(step: int, evaluations: Sequence[Evaluation]) -> float:
-            return r.lr * (r.final_lr + (1 - r.final_lr) * (1 + math.cos(math.pi * step / r.steps)) / 2)
-
-        return torch.optim.Adam(model.parameters(), lr=r.lr, weight_decay=r.weight_decay), lr
+        adam = torch.optim.Adam(model.parameters(), lr=r.lr, weight_decay=r.weight_decay)
+        return adam, cosine(r.lr, r.final_lr, r.steps)
 
 
 def _loss(kind: str, logits: Tensor, labels: Tensor) -> Tensor:
@@ -181,22 +180,10 @@ class _Samples(Dataset):
 
     def __getitem__(self, step: int) -> tuple[Tensor, Tensor, list[tuple[Tensor, Tensor, int]]]:
         epoch, position = divmod(step, self.per_epoch)
-        order = torch.randperm(len(self.train), generator=generator_of(self.seed, epoch, 0))
+        order = epoch_order(len(self.train), self.seed, epoch)
         seeds = self.train[order[position * self.batch : (position + 1) * self.batch]].to(self.graph.device)
-        random = generator_of(self.seed, step, 3)
+        random = generator_of(self.seed, step, Stream.SAMPLE)
         if seeds.is_cuda:
             random = torch.Generator(seeds.device).manual_seed(random.initial_seed())
         nodes, blocks = sample_blocks(self.graph, seeds, self.fanouts, random)
         return seeds, nodes, [(b.indptr, b.indices, b.num_src) for b in blocks]
-
-
-_loaded: dict[tuple, GraphData] = {}
-
-
-def _load(recipe: GraphRecipe) -> GraphData:
-    """Load once per process: a sweep runs many recipes on the same data."""
-    key = (recipe.dataset, recipe.self_loops, recipe.standardize)
-    if key not in _loaded:
-        _loaded.clear()
-        _loaded[key] = load_graph(recipe)
-    return _loaded[key]

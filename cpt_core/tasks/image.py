@@ -2,28 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import cast
 
 import torch
 from torch import Tensor, nn
 
+from cpt_core.data.common import load_once
 from cpt_core.data.images import (
     ArrayBatches,
     ArrayImages,
     Batch,
     FileBatches,
-    ImageData,
     Split,
     evaluation_batches,
     load_images,
     random_images,
 )
-from cpt_core.experiments.image import ImageRecipe
+from cpt_core.experiments.image import EXPERIMENT, ImageRecipe
 from cpt_core.experiments.spec import RunSpec
 from cpt_core.models import MODELS
-from cpt_core.tasks.base import Evaluation, Metrics
+from cpt_core.tasks.base import Metrics
+from cpt_core.tasks.learning_rates import LearningRate, milestones
 
 WORKERS = 4  # processes that read images from disk
 
@@ -35,14 +36,15 @@ class ImageTask:
     Differs: the best epoch is chosen on held-out images; the authors choose it on the test set.
     """
 
-    metric = "accuracy"
-    better = +1
+    metric = EXPERIMENT.metric.name
+    better = EXPERIMENT.metric.better
     cost_batches = 1
 
     def __init__(self, spec: RunSpec, device: torch.device, stand_in: bool = False) -> None:
         """Load the data of the spec's recipe, or make random images of the same shapes."""
         self.recipe, self.seed, self.device = cast(ImageRecipe, spec.recipe), spec.seed, device
-        self.data: ImageData = random_images(self.recipe) if stand_in else _load(self.recipe)
+        limits = ("size", "train_images", "valid_images", "test_images")
+        self.data = random_images(self.recipe) if stand_in else load_once(load_images, self.recipe, *limits)
         if stand_in and self.recipe.crop == "resized":  # that crop is done while images are read from disk
             self.recipe = replace(self.recipe, crop=0)
         self.title = f"{self.recipe.model} on {self.data.title}"
@@ -83,24 +85,8 @@ class ImageTask:
             loss += float(nn.functional.cross_entropy(logits, labels, reduction="sum"))
         return {"accuracy": right / count, "loss": loss / count}
 
-    def optimizer(self, model: nn.Module) -> tuple[torch.optim.Optimizer, Callable[[int, Sequence[Evaluation]], float]]:
+    def optimizer(self, model: nn.Module) -> tuple[torch.optim.Optimizer, LearningRate]:
         """Return SGD and the learning rate: times 0.1 at every milestone."""
         r = self.recipe
-        steps = [round(share * r.steps) for share in r.milestones]
-
-        def lr(step: int, evaluations: Sequence[Evaluation]) -> float:
-            return r.lr * 0.1 ** sum(step >= s for s in steps)
-
-        return torch.optim.SGD(model.parameters(), lr=r.lr, momentum=r.momentum, weight_decay=r.weight_decay), lr
-
-
-_loaded: dict[tuple, ImageData] = {}
-
-
-def _load(recipe: ImageRecipe) -> ImageData:
-    """Load once per process: a sweep runs many recipes on the same data."""
-    key = (recipe.dataset, recipe.size, recipe.train_images, recipe.valid_images, recipe.test_images)
-    if key not in _loaded:
-        _loaded.clear()
-        _loaded[key] = load_images(recipe)
-    return _loaded[key]
+        sgd = torch.optim.SGD(model.parameters(), lr=r.lr, momentum=r.momentum, weight_decay=r.weight_decay)
+        return sgd, milestones(r.lr, r.milestones, r.steps)

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 
-from cpt_core.data.text import TextData, columns, load_text, questions, random_text
-from cpt_core.experiments.language_model import LanguageModelRecipe
+from cpt_core.data.common import load_once
+from cpt_core.data.text import columns, load_text, questions, random_text
+from cpt_core.experiments.language_model import EXPERIMENT, LanguageModelRecipe
 from cpt_core.experiments.spec import RunSpec
 from cpt_core.models.lstm_lm import LanguageModel, State
-from cpt_core.tasks.base import Evaluation, Metrics
+from cpt_core.tasks.base import Metrics
+from cpt_core.tasks.learning_rates import LearningRate, cosine, plateau
 
 Batch = tuple[Tensor, Tensor, bool]  # words (T, B), the words after them (T, B), whether an epoch begins
 
@@ -31,14 +33,15 @@ class LanguageModelTask:
     Differs: perplexity counts every word of a text; the authors leave out the first word of every column.
     """
 
-    metric = "perplexity"
-    better = -1
+    metric = EXPERIMENT.metric.name
+    better = EXPERIMENT.metric.better
     cost_batches = 1
 
     def __init__(self, spec: RunSpec, device: torch.device, stand_in: bool = False) -> None:
         """Load the text of the spec's recipe, or make random words."""
         self.recipe, self.device = cast(LanguageModelRecipe, spec.recipe), device
-        self.data: TextData = random_text(self.recipe) if stand_in else _load(self.recipe)
+        limits = ("unit", "vocabulary", "train_tokens", "valid_tokens", "test_tokens", "batch")
+        self.data = random_text(self.recipe) if stand_in else load_once(load_text, self.recipe, *limits)
         self.columns = columns(self.data.train, self.recipe.batch).to(device)
         self.title = f"LSTM ({self.recipe.hidden} wide) on {self.data.title}"
         self.checksum = self.data.checksum
@@ -84,40 +87,9 @@ class LanguageModelTask:
         loss = total / len(tokens)
         return {"perplexity": math.exp(min(loss, 700.0)), "loss": loss}
 
-    def optimizer(self, model: nn.Module) -> tuple[torch.optim.Optimizer, Callable[[int, Sequence[Evaluation]], float]]:
+    def optimizer(self, model: nn.Module) -> tuple[torch.optim.Optimizer, LearningRate]:
         """Return SGD and the learning rate: a cosine, or cut after every evaluation that is not the best so far."""
         r = self.recipe
-
-        def cosine(step: int, evaluations: Sequence[Evaluation]) -> float:
-            return r.lr * (r.final_lr + (1 - r.final_lr) * (1 + math.cos(math.pi * step / r.steps)) / 2)
-
-        def plateau(step: int, evaluations: Sequence[Evaluation]) -> float:
-            best, cuts = math.inf, 0
-            for evaluation in evaluations:
-                loss = evaluation["valid"]["loss"]
-                cuts += not loss < best
-                best = min(best, loss)
-            return r.lr / r.lr_division**cuts
-
         trained = [p for p in model.parameters() if p.requires_grad]
-        optimizer = torch.optim.SGD(trained, lr=r.lr, weight_decay=r.weight_decay)
-        return optimizer, {"cosine": cosine, "plateau": plateau}[r.lr_rule]
-
-
-_loaded: dict[tuple, TextData] = {}
-
-
-def _load(recipe: LanguageModelRecipe) -> TextData:
-    """Load once per process: a sweep runs many recipes on the same text."""
-    key = (
-        recipe.dataset,
-        recipe.vocabulary,
-        recipe.train_tokens,
-        recipe.valid_tokens,
-        recipe.test_tokens,
-        recipe.batch,
-    )
-    if key not in _loaded:
-        _loaded.clear()
-        _loaded[key] = load_text(recipe)
-    return _loaded[key]
+        sgd = torch.optim.SGD(trained, lr=r.lr, weight_decay=r.weight_decay)
+        return sgd, cosine(r.lr, r.final_lr, r.steps) if r.lr_rule == "cosine" else plateau(r.lr, r.lr_division)

@@ -22,10 +22,8 @@ from typing import Any
 import pandas as pd
 
 from cpt_core.analysis.runs import table, tuned
-from cpt_core.experiments.detection import VOC_YEARS
-from cpt_core.experiments.graph import OGB_GRAPHS
 from cpt_core.experiments.recipe import PRESETS, SCALES, is_own
-from cpt_core.experiments.recipes import recipe
+from cpt_core.experiments.recipes import EXPERIMENTS, recipe
 from cpt_core.experiments.spec import RunSpec
 from cpt_core.schedules.profiles import SUITE
 from cpt_core.sweeps.stores import store_path
@@ -47,12 +45,9 @@ def _list_of(value: Any, test: Callable[[Any], bool]) -> bool:
     return isinstance(value, (list, tuple)) and all(test(v) for v in value)
 
 
-DATASETS = (
-    "digits", "cifar10", "cifar100", "imagenet", "digit-scenes", *VOC_YEARS, "digits-graph", *OGB_GRAPHS, "pydoc",
-    "ptb",
-)  # fmt: skip
-
-PAIRS = ("templates", "xnli")
+PAIRS, GRAPHS = (tuple(EXPERIMENTS[task].named) for task in ("entailment", "graph"))
+# sentence pairs have a parameter of their own
+DATASETS = tuple(name for e in EXPERIMENTS.values() for name in e.named if name not in PAIRS)
 
 PARAMETERS: dict[str, Parameter] = {
     "scale": Parameter(f"one of {', '.join(SCALES)}", lambda v: v in SCALES),
@@ -65,8 +60,8 @@ PARAMETERS: dict[str, Parameter] = {
         lambda v: isinstance(v, str) and (v in ("", *PAIRS) or is_own(v)),
     ),
     "graph": Parameter(
-        "one of digits-graph, ogbn-arxiv, ogbn-products, a graph of your own such as 'my-graph.npz', or '' for none",
-        lambda v: isinstance(v, str) and (v in ("", "digits-graph", *OGB_GRAPHS) or is_own(v)),
+        f"one of {', '.join(GRAPHS)}, a graph of your own such as 'my-graph.npz', or '' for none",
+        lambda v: isinstance(v, str) and (v in ("", *GRAPHS) or is_own(v)),
     ),
     "budget": Parameter(
         "a number more than 0 and at most 1, the cost relative to static q_max",

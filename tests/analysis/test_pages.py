@@ -6,9 +6,10 @@ from jinja2 import UndefinedError
 from markupsafe import Markup
 from matplotlib.figure import Figure
 
-from cpt_core.analysis.metrics import METRICS, Metric, interval_text
+from cpt_core.analysis.metrics import METRICS, interval_text, intervals
 from cpt_core.analysis.pages import Section, markdown, render, terminal
 from cpt_core.analysis.style import counted
+from cpt_core.experiments.recipe import Metric
 
 FRAME = pd.DataFrame({"arm": ["CR", "static 8"], "n": [3, 12]})
 
@@ -58,6 +59,6 @@ def test_a_page_without_all_of_its_values_is_refused():
 def test_numbers_in_words():
     assert METRICS["accuracy"].text([0.123, float("nan")]) == ["12.3", "–"]
     lines = pd.DataFrame({"difference": [0.5, 0.5, float("nan")], "low": [0.25, *[float("nan")] * 2], "high": 0.75})
-    assert Metric("x", factor=2.0).intervals(lines) == ["+1.0 [+0.5, +1.5]", "+1.0", ""]
+    assert intervals(Metric("x", "x", factor=2.0), lines) == ["+1.0 [+0.5, +1.5]", "+1.0", ""]
     assert interval_text(-0.5, -1, 0) == "-0.50 [-1.00, +0.00]"
     assert [counted(n, "seed") for n in (0, 1, 2)] == ["0 seeds", "1 seed", "2 seeds"]

@@ -11,8 +11,9 @@ import pytest
 from torch import nn
 
 from cpt_core.experiments import designs, grids
-from cpt_core.experiments.image import ImageRecipe
-from cpt_core.experiments.recipes import DEFICITS, RECIPES, deficits, recipe
+from cpt_core.experiments.graph import DEFICITS_OWN
+from cpt_core.experiments.image import DEFICITS_CIFAR, ImageRecipe
+from cpt_core.experiments.recipes import RECIPES, deficits, recipe
 from cpt_core.experiments.spec import RunSpec
 from cpt_core.tasks.image import ImageTask
 
@@ -68,14 +69,14 @@ def test_lengths_and_windows_are_the_two_halves_of_a_scan():
 
 @pytest.mark.parametrize(("scale", "dataset", "model"), SHIFTED)
 def test_learning_rates_fall_after_the_deficit(scale, dataset, model):
-    after = DEFICITS[scale][f"{dataset}/{model}"].changes["steps"]
+    after = deficits(scale, dataset, model)[1].changes["steps"]
     specs = designs.deficit_length(scale, dataset, model, seeds=[0])
     lengths = set()
     for spec in specs:
         length = spec.recipe.steps - after
         lengths.add(length)
         assert drops_of(spec.recipe) == [length + after // 2, length + 3 * after // 4]
-    assert lengths == set(DEFICITS[scale][f"{dataset}/{model}"].lengths)
+    assert lengths == set(deficits(scale, dataset, model)[1].lengths)
 
 
 @pytest.mark.parametrize("after", [4, 40, 396, 1_004, 64_000, 256_000])
@@ -87,7 +88,7 @@ def test_learning_rates_fall_after_any_deficit(after):
 
 @pytest.mark.parametrize(("scale", "dataset", "model"), SHIFTED)
 def test_windows_do_not_move_the_learning_rate(scale, dataset, model):
-    total = DEFICITS[scale][f"{dataset}/{model}"].window_steps
+    total = deficits(scale, dataset, model)[1].window_steps
     for spec in designs.deficit_window(scale, dataset, model, seeds=[0]):
         assert drops_of(spec.recipe) == [total // 2, 3 * total // 4]
 
@@ -240,8 +241,8 @@ def test_deficits_that_nobody_chose_are_shares_of_the_training():
 
 
 def test_own_data_has_the_deficits_of_its_family():
-    assert deficits("paper", "a.npz")[1] == DEFICITS["paper"]["cifar10/resnet74"]
-    assert deficits("demo", "ogbn-arxiv", task="graph")[1] == DEFICITS["demo"]["own-graph/gcn"]
+    assert deficits("paper", "a.npz")[1] == DEFICITS_CIFAR
+    assert deficits("demo", "ogbn-arxiv", task="graph")[1] == DEFICITS_OWN
     assert deficits("paper", "a.npz")[0].dataset == "a.npz"
 
 

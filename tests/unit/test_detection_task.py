@@ -12,6 +12,7 @@ from torch import nn
 
 from cpt_core.bitops import plan
 from cpt_core.bitops.ledger import BitOpsLedger
+from cpt_core.data import common
 from cpt_core.data import detection as data
 from cpt_core.data.common import DataNotFoundError
 from cpt_core.data.detection import Annotated, scenes
@@ -23,7 +24,6 @@ from cpt_core.quantization.convert import quantize_, restore_
 from cpt_core.quantization.scheduler import PrecisionScheduler, precision
 from cpt_core.quantization.summary import summary
 from cpt_core.schedules.make import make_schedule
-from cpt_core.tasks import detection as detection_task
 from cpt_core.tasks.detection import DetectionTask, mean_average_precision
 from cpt_core.teaching import demonstrations
 from cpt_core.training.train import Stopped, train
@@ -497,9 +497,9 @@ def test_costs_are_those_of_the_real_input_size(monkeypatch):
         replace(a, picture=a.picture[:, : 32 * (1 + i % 2)], size=(32 * (1 + i % 2), 64), boxes=a.boxes.clip(max=32))
         for i, a in enumerate(scenes(part, count, 64))
     ))  # fmt: skip
-    detection_task._loaded.clear()
+    common._last.clear()
     assert DetectionTask(spec(), CPU).cost_batches == 8
-    detection_task._loaded.clear()
+    common._last.clear()
     r = recipe("paper", "voc2012")
     paper = DetectionTask(run_spec(r, "CR", q_max=8, seed=0, scale="paper"), CPU, stand_in=True)
     (images,) = paper.inputs(next(paper.batches(0)))

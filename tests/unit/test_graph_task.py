@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 
+from cpt_core.data import common
 from cpt_core.experiments import designs, grids
 from cpt_core.experiments.graph import GraphRecipe
 from cpt_core.experiments.recipes import recipe, task_of_dataset
@@ -67,7 +68,7 @@ def test_backends_agree(monkeypatch):
     """The sums differ in their order only; static 8 bits, few steps: the losses stay close."""
     with_dgl = train(GraphTask, spec(steps=5))
     monkeypatch.setattr(graph_module, "dgl_module", lambda: None)
-    graph_task._loaded.clear()
+    common._last.clear()
     without = train(GraphTask, spec(steps=5))
     np.testing.assert_allclose(with_dgl.history["loss"], without.history["loss"], rtol=2e-3)
 
@@ -134,8 +135,10 @@ def test_the_raw_logit_loss_has_no_floor():
 
 
 def test_without_a_validation_split_the_best_is_called_best_on_test(monkeypatch):
-    original = graph_task._load
-    monkeypatch.setattr(graph_task, "_load", lambda r: replace(original(r), valid=torch.empty(0, dtype=torch.int64)))
+    original = graph_task.load_graph
+    monkeypatch.setattr(
+        graph_task, "load_graph", lambda r: replace(original(r), valid=torch.empty(0, dtype=torch.int64))
+    )
     run = train(GraphTask, spec(evaluate_every=4))
     assert {m["when"] for m in run.metrics} == {"final", "best_test"}
 
@@ -148,8 +151,8 @@ def test_ogb_data_is_scored_by_ogb(monkeypatch):
             calls.append({k: v.shape for k, v in pair.items()})
             return {"acc": 0.25}
 
-    original = graph_task._load
-    monkeypatch.setattr(graph_task, "_load", lambda r: replace(original(r), ogb="ogbn-arxiv"))
+    original = graph_task.load_graph
+    monkeypatch.setattr(graph_task, "load_graph", lambda r: replace(original(r), ogb="ogbn-arxiv"))
     monkeypatch.setattr(graph_task, "evaluator", lambda name: Evaluator())
     run = train(GraphTask, spec(steps=1))
     assert run.metric("accuracy") == 0.25

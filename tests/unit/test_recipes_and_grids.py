@@ -4,8 +4,8 @@ from dataclasses import replace
 import pytest
 
 from cpt_core.experiments import designs, grids
-from cpt_core.experiments.recipe import Recipe
-from cpt_core.experiments.recipes import RECIPES, recipe
+from cpt_core.experiments.recipe import SCALES, Recipe
+from cpt_core.experiments.recipes import DATASETS, EXPERIMENTS, RECIPES, recipe, task_of_dataset
 from cpt_core.experiments.spec import RunSpec, run_spec
 from cpt_core.schedules.cost import relative_cost
 from cpt_core.schedules.profiles import SUITE
@@ -147,3 +147,51 @@ def test_every_arm_is_run_at_every_learning_rate():
     assert [(s.recipe.lr, s.recipe.learning_rates) for s in fixed] == [(2e-5, ())]
     authors = designs.quality_cost("paper", "xnli", preset="authors", schedules=["CR"], static=[], q_max=[8], seeds=[0])
     assert [s.recipe.lr for s in authors] == [1e-5]
+
+
+# --- what is declared -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("task", EXPERIMENTS)
+def test_an_experiment_holds_together(task):
+    experiment = EXPERIMENTS[task]
+    families = {d.name: d for d in experiment.datasets}
+    assert len(families) == len(experiment.datasets)
+    assert {name for name in (experiment.own, experiment.own_large) if name} <= set(families)
+    for d in experiment.datasets:
+        recipes = [r for found in d.recipes.values() for r in found]
+        assert {(type(r), r.task) for r in recipes} <= {(experiment.recipe, task)}
+        assert set(d.recipes) <= set(SCALES)
+        assert all(len({r.model for r in found}) == len(found) for found in d.recipes.values())
+        assert not d.title or {r.dataset for r in recipes} <= {d.name}
+        assert not d.like or set(families[d.like].recipes) == set(SCALES)
+        assert all(model in {r.model for r in d.recipes[scale]} for scale in d.deficits for model in d.deficits[scale])
+        assert set(d.designs) <= set(grids.DESIGNS)
+        assert not d.authors or set(d.authors) - {""} <= {r.model for r in d.recipes["paper"]}
+
+
+def test_a_name_belongs_to_one_data_set_and_one_task():
+    assert len(DATASETS) == sum(len(e.named) for e in EXPERIMENTS.values())
+    for task, experiment in EXPERIMENTS.items():
+        assert {task_of_dataset(name) for name in experiment.named} == {task}
+    for unnamed in ("own-graph", "own-pictures", "own-pairs", "mnist", "my/images", "a.npz"):
+        assert task_of_dataset(unnamed) is None
+
+
+def test_stand_ins_say_what_they_are_in_every_grid():
+    for name, grid in grids.GRIDS.items():
+        d = DATASETS[name.split("/")[0]]
+        assert grid.about.startswith(d.title)
+        assert ("embedded" in grid.about) == bool(d.embedded)
+        assert bool(d.embedded) == ("paper" not in d.recipes), name
+    scales = [grid.scales[0] for grid in grids.GRIDS.values()]
+    assert scales == sorted(scales, key=lambda scale: scale != "paper")  # the paper's own come first
+
+
+def test_keep_takes_runs_that_meet_every_condition():
+    specs = designs.quality_cost("demo", seeds=[0, 1])
+    kept = grids.keep(specs, ["savings=small,static", "q_max=8"])
+    assert {s.arm for s in kept} == {a for a, m in SUITE.items() if m.savings == "small"} | {
+        f"static {b}" for b in range(2, 9)
+    }
+    assert grids.keep(specs, []) == specs

@@ -1,0 +1,52 @@
+import sys
+
+import pytest
+
+from cpt_core.checks import choose, library, whole, write_atomically
+
+
+@pytest.mark.parametrize("value", [3, True, 2.0, "3", None])
+def test_whole(value):
+    if value == 3:
+        assert whole("steps", value) == whole("steps", value, 3) == 3
+        with pytest.raises(ValueError, match="steps must be a whole number of at least 4, got 3"):
+            whole("steps", value, 4)
+    else:
+        with pytest.raises(ValueError, match=f"steps must be an integer, got {value!r}"):
+            whole("steps", value)
+        with pytest.raises(ValueError, match=f"steps must be a whole number of at least 1, got {value!r}"):
+            whole("steps", value, 1)
+
+
+def test_choose_takes_any_names():
+    for names in (("a", "b"), ["a", "b"], {"a": 1, "b": 2}, (name for name in "ab")):
+        assert choose("letter", "b", names) == "b"
+    with pytest.raises(ValueError, match=r"unknown letter 'c'; choose from a, b$"):
+        choose("letter", "c", {"a": 1, "b": 2})
+
+
+def test_library_blames_a_missing_library_and_nothing_else(tmp_path, monkeypatch):
+    assert library("json", "text").dumps([1]) == library("json:dumps", "")([1]) == "[1]"
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    with pytest.raises(ImportError, match=r"^transformers cannot be imported; .* 'cpt-core\[text\]'$"):
+        library("transformers.utils", "text")
+    with pytest.raises(ImportError, match=r"cpt_core\.nonsense") as caught:
+        library("cpt_core.nonsense", "text")
+    assert "pip install" not in str(caught.value)
+
+
+def test_a_reader_never_sees_half_a_file(tmp_path):
+    path = tmp_path / "state.json"
+    path.write_text("old")
+
+    def write(temporary):
+        temporary.write_text("half")
+        assert path.read_text() == "old"
+        raise OSError("the disk is full")
+
+    with pytest.raises(OSError, match="the disk is full"):
+        write_atomically(path, write)
+    assert [p.name for p in tmp_path.iterdir()] == ["state.json"]
+    write_atomically(path, lambda temporary: temporary.write_text("new"))
+    assert path.read_text() == "new"
+    assert [p.name for p in tmp_path.iterdir()] == ["state.json"]
