@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from cpt_core.paths import ROOT, data_dir
+from cpt_core.paths import data_dir, work_dir
 
 
 class DataNotFoundError(FileNotFoundError):
@@ -17,11 +17,11 @@ class DataNotFoundError(FileNotFoundError):
 
 
 def own_path(path: str) -> Path:
-    """Resolve a path of the user's: relative ones are looked up in the data folder, then in the project's."""
+    """Resolve a path of the user's: relative ones are looked up in the data folder, then in ``work_dir()``."""
     given = Path(path.strip()).expanduser()
     if given.is_absolute() or (data_dir() / given).exists():
         return data_dir() / given
-    return ROOT / given
+    return work_dir() / given
 
 
 def generator_of(*numbers: int) -> torch.Generator:
