@@ -1,4 +1,4 @@
-"""The command line: ``python -m cpt_core --help``."""
+"""The command line: ``python -m cpt_core --help``, or ``cpt --help`` where the package is installed."""
 
 from __future__ import annotations
 
@@ -10,6 +10,8 @@ from typing import Annotated, Any
 
 import typer
 from typer.core import TyperCommand
+
+from cpt_core.paths import CHECKOUT
 
 app = typer.Typer(
     help="Cyclic precision training: reproduce the paper's experiments.",
@@ -224,7 +226,7 @@ def reproduce(scale: Scale = "demo", notebook: Number = None, dataset: Data = No
     started = time.monotonic()
     names = ", ".join(p.stem[:2] for p in r.notebooks(notebook))
     typer.echo(f"notebooks {names} at {scale} scale: {about}")
-    outcomes, index = r.reproduce(scale, notebook, dataset, given, progress=sys.stderr.isatty())
+    outcomes, index = r.reproduce(scale, notebook, dataset, given)
     for o in outcomes:
         typer.echo(f"  {o.name:<32} {o.status:<11} {o.seconds:6.0f} s  {o.error}".rstrip())
     from cpt_core.analysis import report
@@ -238,10 +240,18 @@ def reproduce(scale: Scale = "demo", notebook: Number = None, dataset: Data = No
 
 
 @app.command()
-def notebooks() -> None:
-    """Run every notebook at smoke scale and save it with its outputs (before a commit)."""
+def notebooks(
+    copy: Annotated[Path | None, typer.Option(help="copy the notebooks and their rows to this folder instead")] = None,
+) -> None:
+    """Run every notebook at smoke scale and save it with its outputs (before a commit), or copy them to work on."""
     from cpt_core.teaching import notebooks as r
 
+    if copy is not None:
+        copies = r.copy_notebooks(copy)
+        typer.echo(f"{len(copies)} notebooks and their rows are in {copy}; next: jupyter lab {copy}")
+        return
+    if CHECKOUT is None:
+        raise ValueError("the notebooks of an installed package stay as they are; copy them with --copy FOLDER")
     for path in r.notebooks():
         started = time.monotonic()
         r.execute_in_place([path])
@@ -250,13 +260,15 @@ def notebooks() -> None:
 
 @app.command()
 def docs() -> None:
-    """Write REPRODUCING.md from the docstrings, and the README's figure from the committed rows."""
+    """Write REPRODUCING.md from the docstrings, and the README's figure from the committed rows (in a checkout)."""
     from cpt_core.analysis import quality_cost
     from cpt_core.analysis.reproducing import text
-    from cpt_core.paths import ROOT, results_dir
+    from cpt_core.paths import results_dir
     from cpt_core.sweeps import stores
 
-    (ROOT / "REPRODUCING.md").write_text(text())
+    if CHECKOUT is None:
+        raise ValueError("docs writes REPRODUCING.md and a figure into a checkout; this is an installed package")
+    (CHECKOUT / "REPRODUCING.md").write_text(text())
     rows = stores.load_rows(results_dir() / "image_digits.jsonl")
     rows = [r for r in rows if r["spec"]["recipe"]["model"] == "mlp6" and r["spec"]["recipe"]["q_min"] == 3]
     drawn = quality_cost.figure_3(rows, xs=("relative_cost", "noise_exposure"))
@@ -269,7 +281,7 @@ def download(
     dataset: Annotated[str, typer.Argument(help="cifar10, ogbn-arxiv, xnli, ...; a wrong name lists them all")],
     language: Annotated[str, typer.Option(help="of xnli's text")] = "de",
 ) -> None:
-    """Download a data set into CPT_DATA_DIR (or data/cache), with progress and checksums."""
+    """Download a data set into the data folder (CPT_DATA_DIR names another), with progress and checksums."""
     from cpt_core import data
 
     typer.echo(f"{dataset} is in {data.download(dataset, language)}")

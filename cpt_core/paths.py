@@ -38,7 +38,7 @@ def data_dir() -> Path:
 
 
 def runs_dir() -> Path:
-    """Return the folder that runs are written to: ``CPT_RUNS_DIR``, else ``runs`` of the checkout or working directory."""
+    """Return the folder that runs are written to: ``CPT_RUNS_DIR``, else ``runs`` in ``work_dir()``."""
     return Path(os.environ.get("CPT_RUNS_DIR") or work_dir() / "runs")
 
 
@@ -50,6 +50,11 @@ def results_dir() -> Path:
 def paper_dir() -> Path:
     """Return the folder of the numbers taken from the paper."""
     return CHECKOUT / "data" / "paper" if CHECKOUT else _SHIPPED / "paper"
+
+
+def cards_dir() -> Path:
+    """Return the folder of the data cards: one page per data set."""
+    return CHECKOUT / "data" / "cards" if CHECKOUT else _SHIPPED / "cards"
 
 
 def notebooks_dir() -> Path:

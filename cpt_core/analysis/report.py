@@ -12,9 +12,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-import nbformat
 import pandas as pd
-from nbconvert import HTMLExporter
 
 from cpt_core.analysis import metrics, quality_cost, schedules
 from cpt_core.analysis.aggregation import aggregation_section
@@ -196,20 +194,6 @@ def summary(scale: str) -> list[str]:
     return lines
 
 
-def notebook_page(book: nbformat.NotebookNode) -> str:
-    """Return an executed notebook as one HTML page that needs nothing from the network."""
-    exporter = HTMLExporter()
-    for url in ("mathjax_url", "require_js_url", "jquery_url", "jupyter_widgets_base_url", "widget_renderer_url"):
-        if exporter.has_trait(url):
-            setattr(exporter, url, "")
-    for cell in book.cells:  # sliders need a kernel: keep the static figure, drop the widget
-        for output in cell.get("outputs", []):
-            output.get("data", {}).pop("application/vnd.jupyter.widget-view+json", None)
-    book.metadata.pop("widgets", None)
-    text, _ = exporter.from_notebook_node(book)
-    return re.sub(r"<script[^>]*(src=\"https?:[^\"]*\"|type=\"module\")[^>]*>.*?</script>", "", text, flags=re.S)
-
-
 def _notebooks(outcomes: list[dict[str, Any]]) -> str:
     lines = []
     for o in outcomes:
@@ -232,7 +216,8 @@ def _provenance(outcomes: list[dict[str, Any]]) -> str:
 
 
 def _versions() -> str:
-    versions = ", ".join(f"{name} {metadata.version(name)}" for name in PACKAGES)
+    there = {d.name.replace("_", "-").lower(): d.version for d in metadata.distributions()}
+    versions = ", ".join(f"{name} {there[name]}" for name in PACKAGES if name in there)
     commit = stores.commit()
     where = f"{commit['commit'][:12]}{' with local changes' if commit['dirty'] else ''}" if commit["commit"] else "none"
     written = datetime.now(UTC).isoformat(timespec="minutes")

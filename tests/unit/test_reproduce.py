@@ -142,7 +142,7 @@ def test_a_data_set_goes_to_the_notebooks_of_its_task(tmp_path, monkeypatch):
     monkeypatch.setenv("CPT_RUNS_DIR", str(tmp_path))
     asked = {}
 
-    def note(path, values, folder):
+    def note(path, values, folder, place):
         asked[path.name[:2]] = values
         return reproduce.Outcome(path.stem, "done", 0.0, folder / "x.html")
 
