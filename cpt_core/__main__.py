@@ -226,7 +226,11 @@ def reproduce(scale: Scale = "demo", notebook: Number = None, dataset: Data = No
     started = time.monotonic()
     names = ", ".join(p.stem[:2] for p in r.notebooks(notebook))
     typer.echo(f"notebooks {names} at {scale} scale: {about}")
-    outcomes, index = r.reproduce(scale, notebook, dataset, given)
+    try:
+        outcomes, index = r.reproduce(scale, notebook, dataset, given)
+    except KeyboardInterrupt:
+        typer.echo("\nstopped; the same command goes on from here", err=True)
+        raise typer.Exit(130) from None
     for o in outcomes:
         typer.echo(f"  {o.name:<32} {o.status:<11} {o.seconds:6.0f} s  {o.error}".rstrip())
     from cpt_core.analysis import report

@@ -40,6 +40,9 @@ class _Client(PapermillNotebookClient):
         self.place = place
 
     def _enter(self, cell: nbformat.NotebookNode, cell_index: int) -> None:
+        self.place.kernel = getattr(self.km.provisioner, "pid", None)
+        if self.place.stopped:
+            raise KeyboardInterrupt("stopped between two cells")
         above = "\n".join(c.source for c in self.nb.cells[:cell_index] if c.cell_type == "markdown")
         headings = re.findall(r"^#+ +(.*)$", above, flags=re.MULTILINE)
         self.place.enter(headings[-1] if headings else "")

@@ -151,13 +151,20 @@ def _run_all(jobs: list[Job], seconds: dict[str, float], shown: bool) -> list[Ou
     outcomes = []
     with ThreadPoolExecutor(AT_ONCE) as pool:
         waiting = {pool.submit(_run, *job, place) for job, place in zip(jobs, places, strict=True)}
-        while waiting:
-            ended, waiting = wait(waiting, timeout=1.0, return_when=FIRST_COMPLETED)
-            for outcome in (future.result() for future in ended):
-                outcomes.append(outcome)
-                progress.ended(outcome.name, outcome.status, outcome.seconds)
-            progress.refresh()
-    progress.close()
+        try:
+            while waiting:
+                ended, waiting = wait(waiting, timeout=1.0, return_when=FIRST_COMPLETED)
+                for outcome in (future.result() for future in ended):
+                    outcomes.append(outcome)
+                    progress.ended(outcome.name, outcome.status, outcome.seconds)
+                progress.refresh()
+        except KeyboardInterrupt:  # else the pool would run all that is left
+            pool.shutdown(wait=False, cancel_futures=True)
+            for place in places:
+                place.stop()
+            raise
+        finally:
+            progress.close()
     return outcomes
 
 

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import html
+import os
+import signal
 import sys
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 
 from tqdm import tqdm
@@ -25,6 +28,8 @@ class Place:
     started: float | None = None  # None before and after the run
     section: str = ""
     bars: dict[str, str] = field(default_factory=dict)  # by widget
+    kernel: int | None = None  # its process
+    stopped: bool = False
 
     def enter(self, section: str) -> None:
         """Note that a cell of a section starts."""
@@ -35,10 +40,18 @@ class Place:
         if isinstance(text, str):
             self.bars[widget] = " ".join(html.unescape(text).replace("\u2007", " ").split())
 
+    def stop(self) -> None:
+        """End the notebook: the runs of its sweep write their checkpoints."""
+        self.stopped = True
+        if self.kernel is not None:
+            with suppress(ProcessLookupError):  # it ended just now
+                os.kill(self.kernel, signal.SIGINT)
+
     def __str__(self) -> str:
         """Return "03 Ten schedules: runs 12/85 00:34, 2 running"."""
-        sweep = " ".join(text for text in list(self.bars.values()) if text)
-        return f"{self.notebook[:2]} {self.section}{': ' if sweep else ''}{sweep}".rstrip()
+        number = self.notebook[:2]
+        title = self.section if self.section.startswith(number) else f"{number} {self.section}".rstrip()
+        return ": ".join([title, *filter(None, [" ".join(filter(None, list(self.bars.values())))])])
 
 
 class Progress:
