@@ -248,14 +248,14 @@ def notebooks(
     copy: Annotated[Path | None, typer.Option(help="copy the notebooks and their rows to this folder instead")] = None,
 ) -> None:
     """Run every notebook at smoke scale and save it with its outputs (before a commit), or copy them to work on."""
+    if copy is None and CHECKOUT is None:
+        raise ValueError("the notebooks of an installed package stay as they are; copy them with --copy FOLDER")
     from cpt_core.teaching import notebooks as r
 
     if copy is not None:
         copies = r.copy_notebooks(copy)
         typer.echo(f"{len(copies)} notebooks and their rows are in {copy}; next: jupyter lab {copy}")
         return
-    if CHECKOUT is None:
-        raise ValueError("the notebooks of an installed package stay as they are; copy them with --copy FOLDER")
     for path in r.notebooks():
         started = time.monotonic()
         r.execute_in_place([path])
@@ -265,13 +265,13 @@ def notebooks(
 @app.command()
 def docs() -> None:
     """Write REPRODUCING.md from the docstrings, and the README's figure from the committed rows (in a checkout)."""
+    if CHECKOUT is None:
+        raise ValueError("docs writes REPRODUCING.md and a figure into a checkout; this is an installed package")
     from cpt_core.analysis import quality_cost
     from cpt_core.analysis.reproducing import text
     from cpt_core.paths import results_dir
     from cpt_core.sweeps import stores
 
-    if CHECKOUT is None:
-        raise ValueError("docs writes REPRODUCING.md and a figure into a checkout; this is an installed package")
     (CHECKOUT / "REPRODUCING.md").write_text(text())
     rows = stores.load_rows(results_dir() / "image_digits.jsonl")
     rows = [r for r in rows if r["spec"]["recipe"]["model"] == "mlp6" and r["spec"]["recipe"]["q_min"] == 3]
