@@ -1,4 +1,4 @@
-"""What is built can be installed anywhere: the wheel away from the repository, the tests from the source distribution."""
+"""What is built can be installed anywhere: the wheel away from the repository, and all is in the source distribution."""
 
 import os
 import shutil
@@ -11,7 +11,6 @@ import zipfile
 from pathlib import Path
 
 import nbformat
-import papermill
 import pytest
 
 import cpt_core
