@@ -1,4 +1,4 @@
-"""What is built can be installed anywhere: the wheel away from the repository, and all is in the source distribution."""
+"""What is built can be installed anywhere, and holds everything: the wheel, away from the repository, and the sdist."""
 
 import os
 import shutil
