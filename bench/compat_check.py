@@ -73,7 +73,7 @@ def recurrent_and_graph() -> None:
     lstm = cpt.quantize_(torch.nn.LSTM(4, 8))
     with cpt.precision(lstm, bits=4):
         lstm(torch.randn(5, 2, 4))[0].sum().backward()
-    graph = cpt.Graph(torch.tensor([0, 1, 2]), torch.tensor([1, 2, 0]), 3)
+    graph = cpt.Graph.from_edges(torch.tensor([0, 1, 2]), torch.tensor([1, 2, 0]), 3)
     layer = cpt.quantize_(torch.nn.ModuleList([cpt.GraphConv(4, 2)]))
     with cpt.precision(layer, bits=4):
         layer[0](graph, torch.randn(3, 4)).sum().backward()
