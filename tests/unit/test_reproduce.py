@@ -67,6 +67,12 @@ def test_a_slow_cell_is_no_failure_but_a_lost_kernel_ends(place, monkeypatch):
     assert outcomes[0].error.startswith("CellTimeoutError")
 
 
+def test_kernels_take_no_ports(place):
+    place("07_small.ipynb", "from ipykernel.connect import get_connection_info\nprint(get_connection_info())")
+    outcomes, _ = reproduce.reproduce("demo", progress=False)
+    assert '"transport": "ipc"' in outcomes[0].page.read_text()
+
+
 def test_no_scale_of_real_runs_has_a_limit():
     assert set(kernels.LIMIT) == {"smoke"}
 
