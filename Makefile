@@ -23,7 +23,7 @@ BIN := .venv/bin
 CPT := $(BIN)/python -m cpt_core
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest
 
-.PHONY: help setup test reproduce notebooks plan paper report bench lock clean distclean
+.PHONY: help setup lint test reproduce notebooks plan paper report bench wheel compat lock clean distclean
 
 help:  ## this list
 	@grep -hE '^[a-z]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## /\1\t/' | expand -t 12
@@ -45,10 +45,12 @@ setup: .venv/.installed  ## make .venv from requirements.lock
 	@touch $@
 	@echo "setup: done; next: make reproduce, or $(BIN)/jupyter lab"
 
-test: setup  ## lint, types, tests and notebooks; no GPU, no download
+lint: setup  ## style and types
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+
+test: lint  ## lint, types, tests and notebooks; no GPU, no download
 	$(PYTEST) -n 2 --dist loadfile tests
 	@# one notebook after the other: kernels of two processes that start at once can take each other's ports
 	$(PYTEST) -p no:cacheprovider --nbval-lax --nbval-current-env --nbval-cell-timeout=300 notebooks
@@ -77,6 +79,16 @@ bench: setup  ## times as ratios: a quantised step to float32, augmentation, wha
 	$(BIN)/python -m bench.step_ratio
 	$(BIN)/python -m bench.augmentation
 	$(BIN)/python -m bench.sweep
+
+# From the source distribution, so that nothing gets into the wheel that is not in there.
+wheel: setup  ## build dist/*.whl and dist/*.tar.gz, check them, install the wheel elsewhere and run it
+	rm -rf build dist
+	$(BIN)/uv build -q --no-build-isolation -p $(BIN)/python
+	$(BIN)/uvx twine check --strict dist/*
+	$(PYTEST) tests/unit/test_wheel.py
+
+compat: setup  ## the library alone on Python 3.11 to 3.13, torch 2.6 and newest; COMPAT="--python 3.12 --torch 2.6.0"
+	$(BIN)/python -m bench.compat $(COMPAT)
 
 lock:  ## resolve requirements.lock and constraints.txt again; UP=--upgrade for newer versions
 	UV_CUSTOM_COMPILE_COMMAND="make lock" $(BIN)/uv pip compile -q pyproject.toml --all-extras --python-version 3.11 \

@@ -41,7 +41,7 @@ if TYPE_CHECKING:  # for editors and type checkers
     from cpt_core.schedules.solver import solve_schedule as solve_schedule
     from cpt_core.training.range_test import precision_range_test as precision_range_test
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 _MODULES = {
     "schedules.profiles": "SUITE PROFILES Linear Cosine Exponential Rex Warped",

@@ -1,4 +1,4 @@
-"""The command line: ``python -m cpt_core --help``."""
+"""The command line: ``python -m cpt_core --help``, or ``cpt --help`` where the package is installed."""
 
 from __future__ import annotations
 
@@ -10,6 +10,8 @@ from typing import Annotated, Any
 
 import typer
 from typer.core import TyperCommand
+
+from cpt_core.paths import CHECKOUT
 
 app = typer.Typer(
     help="Cyclic precision training: reproduce the paper's experiments.",
@@ -224,7 +226,11 @@ def reproduce(scale: Scale = "demo", notebook: Number = None, dataset: Data = No
     started = time.monotonic()
     names = ", ".join(p.stem[:2] for p in r.notebooks(notebook))
     typer.echo(f"notebooks {names} at {scale} scale: {about}")
-    outcomes, index = r.reproduce(scale, notebook, dataset, given, progress=sys.stderr.isatty())
+    try:
+        outcomes, index = r.reproduce(scale, notebook, dataset, given)
+    except KeyboardInterrupt:
+        typer.echo("\nstopped; the same command goes on from here", err=True)
+        raise typer.Exit(130) from None
     for o in outcomes:
         typer.echo(f"  {o.name:<32} {o.status:<11} {o.seconds:6.0f} s  {o.error}".rstrip())
     from cpt_core.analysis import report
@@ -238,10 +244,18 @@ def reproduce(scale: Scale = "demo", notebook: Number = None, dataset: Data = No
 
 
 @app.command()
-def notebooks() -> None:
-    """Run every notebook at smoke scale and save it with its outputs (before a commit)."""
+def notebooks(
+    copy: Annotated[Path | None, typer.Option(help="copy the notebooks and their rows to this folder instead")] = None,
+) -> None:
+    """Run every notebook at smoke scale and save it with its outputs (before a commit), or copy them to work on."""
+    if copy is None and CHECKOUT is None:
+        raise ValueError("the notebooks of an installed package stay as they are; copy them with --copy FOLDER")
     from cpt_core.teaching import notebooks as r
 
+    if copy is not None:
+        copies = r.copy_notebooks(copy)
+        typer.echo(f"{len(copies)} notebooks and their rows are in {copy}; next: jupyter lab {copy}")
+        return
     for path in r.notebooks():
         started = time.monotonic()
         r.execute_in_place([path])
@@ -250,13 +264,15 @@ def notebooks() -> None:
 
 @app.command()
 def docs() -> None:
-    """Write REPRODUCING.md from the docstrings, and the README's figure from the committed rows."""
+    """Write REPRODUCING.md from the docstrings, and the README's figure from the committed rows (in a checkout)."""
+    if CHECKOUT is None:
+        raise ValueError("docs writes REPRODUCING.md and a figure into a checkout; this is an installed package")
     from cpt_core.analysis import quality_cost
     from cpt_core.analysis.reproducing import text
     from cpt_core.analysis.runs import committed
-    from cpt_core.paths import ROOT, results_dir
+    from cpt_core.paths import results_dir
 
-    (ROOT / "REPRODUCING.md").write_text(text())
+    (CHECKOUT / "REPRODUCING.md").write_text(text())
     runs = committed("image_digits").query("model == 'mlp6' and q_min == 3")
     drawn = quality_cost.figure_3(runs, xs=("relative_cost", "noise_exposure"))
     drawn.savefig(results_dir() / "image_digits.png", dpi=110)
@@ -268,7 +284,7 @@ def download(
     dataset: Annotated[str, typer.Argument(help="cifar10, ogbn-arxiv, xnli, ...; a wrong name lists them all")],
     language: Annotated[str, typer.Option(help="of xnli's text")] = "de",
 ) -> None:
-    """Download a data set into CPT_DATA_DIR (or data/cache), with progress and checksums."""
+    """Download a data set into the data folder (CPT_DATA_DIR names another), with progress and checksums."""
     from cpt_core import data
 
     typer.echo(f"{dataset} is in {data.download(dataset, language)}")

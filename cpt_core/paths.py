@@ -1,33 +1,62 @@
-"""Where things are: every path of the project comes from here, never from the folder a program is started in."""
+"""Where things are: every path of the project comes from here.
+
+In a checkout, and in an unpacked source distribution, all lies in its folders. A wheel carries the committed rows, the
+paper's numbers and the notebooks inside the package, under ``shipped``; what it writes goes to the user's own folders,
+never beside the package.
+"""
 
 from __future__ import annotations
 
 import os
+from importlib.resources import files
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parent.parent
+from platformdirs import user_cache_path
+
+PACKAGE = Path(str(files("cpt_core")))
+
+# The folder that holds the package: a checkout, or site-packages.
+ROOT = PACKAGE.parent
+
+_SHIPPED = PACKAGE / "shipped"
+
+# The checkout that the package runs from; None when it is installed from a wheel.
+CHECKOUT = None if _SHIPPED.is_dir() else ROOT
+
+
+def work_dir() -> Path:
+    """Return the folder that relative paths of the user's mean: the checkout, else the working directory."""
+    return CHECKOUT or Path.cwd()
 
 
 def data_dir() -> Path:
-    """Return the folder that data sets are looked up in: ``CPT_DATA_DIR``, else ``data/cache``."""
-    return Path(os.environ.get("CPT_DATA_DIR") or ROOT / "data" / "cache")
+    """Return the folder of data sets: ``CPT_DATA_DIR``, else ``data/cache`` of the checkout, else the user's cache."""
+    given = os.environ.get("CPT_DATA_DIR")
+    if given:
+        return Path(given)
+    return CHECKOUT / "data" / "cache" if CHECKOUT else user_cache_path("cpt_core", appauthor=False)
 
 
 def runs_dir() -> Path:
-    """Return the folder that runs are written to: ``CPT_RUNS_DIR``, else ``runs``."""
-    return Path(os.environ.get("CPT_RUNS_DIR") or ROOT / "runs")
+    """Return the folder that runs are written to: ``CPT_RUNS_DIR``, else ``runs`` in ``work_dir()``."""
+    return Path(os.environ.get("CPT_RUNS_DIR") or work_dir() / "runs")
 
 
 def results_dir() -> Path:
     """Return the folder of the committed result rows."""
-    return ROOT / "data" / "results"
+    return CHECKOUT / "data" / "results" if CHECKOUT else _SHIPPED / "results"
 
 
 def paper_dir() -> Path:
     """Return the folder of the numbers taken from the paper."""
-    return ROOT / "data" / "paper"
+    return CHECKOUT / "data" / "paper" if CHECKOUT else _SHIPPED / "paper"
+
+
+def cards_dir() -> Path:
+    """Return the folder of the data cards: one page per data set."""
+    return CHECKOUT / "data" / "cards" if CHECKOUT else _SHIPPED / "cards"
 
 
 def notebooks_dir() -> Path:
     """Return the folder of the notebooks."""
-    return ROOT / "notebooks"
+    return CHECKOUT / "notebooks" if CHECKOUT else _SHIPPED / "notebooks"

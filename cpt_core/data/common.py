@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from cpt_core.experiments.recipe import Recipe
-from cpt_core.paths import ROOT, data_dir
+from cpt_core.paths import data_dir, work_dir
 
 R = TypeVar("R", bound=Recipe)
 T = TypeVar("T")
@@ -23,11 +23,11 @@ class DataNotFoundError(FileNotFoundError):
 
 
 def own_path(path: str) -> Path:
-    """Resolve a path of the user's: relative ones are looked up in the data folder, then in the project's."""
+    """Resolve a path of the user's: relative ones are looked up in the data folder, then in ``work_dir()``."""
     given = Path(path.strip()).expanduser()
     if given.is_absolute() or (data_dir() / given).exists():
         return data_dir() / given
-    return ROOT / given
+    return work_dir() / given
 
 
 class Stream(IntEnum):

@@ -28,7 +28,7 @@ import pandas as pd
 from filelock import FileLock, Timeout
 
 from cpt_core.experiments.spec import RunSpec
-from cpt_core.paths import ROOT, runs_dir
+from cpt_core.paths import CHECKOUT, runs_dir
 from cpt_core.schedules import cost
 
 SCHEMA_VERSION = 1
@@ -267,11 +267,13 @@ def _version(name: str) -> str:
 
 
 def commit() -> dict[str, Any]:
-    """Return the commit of the project and whether tracked files differ from it; None outside a repository."""
+    """Return the commit of the checkout and whether tracked files differ from it; None without a repository."""
 
     def git(*words: str) -> str:
-        return subprocess.run(["git", "-C", str(ROOT), *words], capture_output=True, text=True, check=True).stdout
+        return subprocess.run(["git", "-C", str(CHECKOUT), *words], capture_output=True, text=True, check=True).stdout
 
+    if CHECKOUT is None or not (CHECKOUT / ".git").exists():  # git would look for one in the folders above
+        return {"commit": None, "dirty": None}
     try:
         return {"commit": git("rev-parse", "HEAD").strip(), "dirty": bool(git("status", "--porcelain", "-uno").strip())}
     except (OSError, subprocess.CalledProcessError):

@@ -1,29 +1,29 @@
-"""Run the notebooks through papermill and collect them in one report; a second run does only what changed."""
+"""Run the notebooks and collect them in one report, where a second run does only what changed; copy them to work on.
+
+Running them needs the extra "notebooks", copying does not.
+"""
 
 from __future__ import annotations
 
+import ast
 import hashlib
 import json
-import re
+import shutil
 import time
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor, as_completed
+from concurrent.futures import FIRST_COMPLETED, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import nbformat
-import papermill
-from nbclient.exceptions import CellTimeoutError, DeadKernelError
-from nbconvert import HTMLExporter
-from tqdm.auto import tqdm
-
 from cpt_core.analysis import report
+from cpt_core.checks import library
 from cpt_core.experiments.recipes import task_of_dataset
-from cpt_core.paths import ROOT, notebooks_dir, runs_dir
+from cpt_core.paths import PACKAGE, cards_dir, notebooks_dir, paper_dir, results_dir, runs_dir
 from cpt_core.teaching.parameters import check_parameters, check_values
+from cpt_core.teaching.progress import Place, Progress
 
-# Measured on two cores: (smoke, demo) seconds, for the estimate that is printed before anything starts.
+# Measured on two cores: (smoke, demo) seconds, for the estimates that are shown.
 SECONDS = {
     "00": (6, 8), "01": (6, 6), "02": (8, 8), "03": (12, 150), "04": (15, 180), "05": (12, 120), "06": (15, 150),
     "07": (15, 180), "08": (12, 90),
@@ -31,8 +31,7 @@ SECONDS = {
 
 AT_ONCE = 2
 
-# A cell that takes longer than this has lost its kernel (it happens when many start at once) and is tried once more.
-TIMEOUT = {"smoke": 180, "demo": 1800, "paper": None}
+Job = tuple[Path, dict[str, Any], Path]  # a notebook, its parameters, the folder of its page
 
 
 @dataclass(frozen=True)
@@ -59,8 +58,35 @@ def notebooks(number: str | None = None) -> list[Path]:
 
 def parameters_of(notebook: Path) -> dict[str, Any]:
     """Return the parameters of a notebook with their defaults."""
-    inspected = papermill.inspect_notebook(str(notebook))
+    inspected = library("papermill", "notebooks").inspect_notebook(str(notebook))
     return {name: p["default"] for name, p in inspected.items()}
+
+
+def copy_notebooks(folder: Path) -> list[Path]:
+    """Copy the notebooks into a folder, and into its ``data/`` the rows, cards and paper's numbers that they speak of.
+
+    The copies run with this package wherever they lie; their runs go to ``runs/`` beside them. What they compare with
+    is read from the package, so that the rows in ``data/`` are there to be looked at.
+
+    Returns:
+        The notebooks.
+
+    Raises:
+        FileExistsError: when the folder holds one of the files already; nothing is copied then.
+    """
+    sources = {
+        folder: notebooks_dir(),
+        **{folder / "data" / d.name: d for d in (results_dir(), paper_dir(), cards_dir())},
+    }
+    suffixes = (".ipynb", ".md", ".csv", ".json", ".jsonl")
+    copies = {into / p.name: p for into, d in sources.items() for p in sorted(d.iterdir()) if p.suffix in suffixes}
+    for copy in copies:
+        if copy.exists():
+            raise FileExistsError(f"{copy} is there already; name a folder without it, nothing was copied")
+    for copy, path in copies.items():
+        copy.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copyfile(path, copy)
+    return [copy for copy in copies if copy.suffix == ".ipynb"]
 
 
 def reproduce(
@@ -78,7 +104,7 @@ def reproduce(
         dataset: for the notebooks of its task; the others keep their own data set, model and preset. Data of your own
             needs ``number``, to say which notebook it is for.
         given: more parameters, each of which at least one of the notebooks must have.
-        progress: show a bar.
+        progress: show where the notebooks are and how long the rest takes.
 
     Returns:
         The outcomes and the path of the report.
@@ -104,14 +130,10 @@ def reproduce(
         values = {name: value for name, value in wanted.items() if name in parameters}
         if number is None and data_task and tasks[path] not in (None, data_task):
             values = {name: value for name, value in values.items() if name not in ("dataset", "model", "preset")}
-        defaults = {k: _literal(v) for k, v in parameters.items()}
+        defaults = {k: ast.literal_eval(v) for k, v in parameters.items()}
         check_parameters(tasks[path] or "image", **{**defaults, **values})
         jobs.append((path, values, folder))
-    outcomes = []
-    with ThreadPoolExecutor(AT_ONCE) as pool:
-        futures = [pool.submit(_run, *job) for job in jobs]
-        for future in tqdm(as_completed(futures), total=len(jobs), desc="notebooks", disable=not progress):
-            outcomes.append(future.result())
+    outcomes = _run_all(jobs, expected(scale, chosen), progress)
     outcomes.sort(key=lambda o: o.name)
     shown = outcomes + [o for path in notebooks() if path not in chosen for o in _earlier(path, folder)]
     return outcomes, report.write(folder, scale, [vars(o) for o in sorted(shown, key=lambda o: o.name)])
@@ -119,50 +141,66 @@ def reproduce(
 
 def _task(parameters: dict[str, Any]) -> str | None:
     """The task of a notebook's data set; None for notebooks without one."""
-    return task_of_dataset(_literal(parameters["dataset"])) if "dataset" in parameters else None
+    return task_of_dataset(ast.literal_eval(parameters["dataset"])) if "dataset" in parameters else None
+
+
+def _run_all(jobs: list[Job], seconds: dict[str, float], shown: bool) -> list[Outcome]:
+    """Run ``AT_ONCE`` notebooks at a time; one that fails stops no other."""
+    places = [Place(path.stem) for path, _, _ in jobs]
+    progress = Progress(places, seconds, AT_ONCE, shown)
+    outcomes = []
+    with ThreadPoolExecutor(AT_ONCE) as pool:
+        waiting = {pool.submit(_run, *job, place) for job, place in zip(jobs, places, strict=True)}
+        try:
+            while waiting:
+                ended, waiting = wait(waiting, timeout=1.0, return_when=FIRST_COMPLETED)
+                for outcome in (future.result() for future in ended):
+                    outcomes.append(outcome)
+                    progress.ended(outcome.name, outcome.status, outcome.seconds)
+                progress.refresh()
+        except KeyboardInterrupt:  # else the pool would run all that is left
+            pool.shutdown(wait=False, cancel_futures=True)
+            for place in places:
+                place.stop()
+            raise
+        finally:
+            progress.close()
+    return outcomes
+
+
+def expected(scale: str, chosen: Sequence[Path]) -> dict[str, float]:
+    """Return the seconds that notebooks take on two cores, by name; empty for a scale that was not measured."""
+    column = {"smoke": 0, "demo": 1}.get(scale)
+    return {} if column is None else {p.stem: SECONDS.get(p.name[:2], (10, 60))[column] for p in chosen}
 
 
 def estimate(scale: str, number: str | None = None) -> float | None:
     """Return about how many seconds ``reproduce`` takes on two cores; None where it was not measured."""
-    column = {"smoke": 0, "demo": 1}.get(scale)
-    if column is None:
-        return None
-    seconds = [SECONDS.get(p.name[:2], (10, 60))[column] for p in notebooks(number)]
-    return max(max(seconds), sum(seconds) / AT_ONCE)
+    seconds = expected(scale, notebooks(number)).values()
+    return max(max(seconds), sum(seconds) / AT_ONCE) if seconds else None
 
 
-def _run(path: Path, values: dict[str, Any], folder: Path) -> Outcome:
+def _run(path: Path, values: dict[str, Any], folder: Path, place: Place) -> Outcome:
+    import nbformat
+
+    from cpt_core.teaching import kernels
+
     copy, page, state = (folder / f"{path.stem}.{ending}" for ending in ("ipynb", "html", "json"))
     key = _key(path, values)
     if page.exists() and state.exists() and json.loads(state.read_text())["key"] == key:
         return Outcome(path.stem, "up to date", json.loads(state.read_text())["seconds"], page)
-    started = time.monotonic()
+    started = place.started = time.monotonic()
     error = ""
+    copy.unlink(missing_ok=True)
     try:
-        _execute(path, copy, values)
-    except papermill.PapermillExecutionError as failure:
-        error = f"{failure.ename}: {failure.evalue}"
-    except (CellTimeoutError, DeadKernelError) as failure:
-        error = f"{type(failure).__name__}: {failure}"
+        kernels.execute(path, copy, values, place)
+    except Exception as failure:  # whatever it is, the report of the others is worth having
+        error = kernels.reason(failure)
     seconds = round(time.monotonic() - started, 1)
-    page.write_text(notebook_page(nbformat.read(copy, as_version=4)))
+    page.write_text(kernels.notebook_page(nbformat.read(copy if copy.exists() else path, as_version=4)))
     if not error:
         state.write_text(json.dumps({"key": key, "seconds": seconds}))
     return Outcome(path.stem, "failed" if error else "done", seconds, page, error)
-
-
-def notebook_page(book: nbformat.NotebookNode) -> str:
-    """Return an executed notebook as one HTML page that needs nothing from the network."""
-    exporter = HTMLExporter()
-    for url in ("mathjax_url", "require_js_url", "jquery_url", "jupyter_widgets_base_url", "widget_renderer_url"):
-        if exporter.has_trait(url):
-            setattr(exporter, url, "")
-    for cell in book.cells:  # sliders need a kernel: keep the static figure, drop the widget
-        for output in cell.get("outputs", []):
-            output.get("data", {}).pop("application/vnd.jupyter.widget-view+json", None)
-    book.metadata.pop("widgets", None)
-    text, _ = exporter.from_notebook_node(book)
-    return re.sub(r"<script[^>]*(src=\"https?:[^\"]*\"|type=\"module\")[^>]*>.*?</script>", "", text, flags=re.S)
 
 
 def _earlier(path: Path, folder: Path) -> list[Outcome]:
@@ -173,55 +211,19 @@ def _earlier(path: Path, folder: Path) -> list[Outcome]:
     return [Outcome(path.stem, "earlier", json.loads(state.read_text())["seconds"], page)]
 
 
-def _execute(path: Path, copy: Path | None, values: dict[str, Any]) -> nbformat.NotebookNode:
-    try:
-        return _execute_once(path, copy, values)
-    except (CellTimeoutError, DeadKernelError):
-        return _execute_once(path, copy, values)
-
-
-def _execute_once(path: Path, copy: Path | None, values: dict[str, Any]) -> nbformat.NotebookNode:
-    return papermill.execute_notebook(
-        str(path),
-        None if copy is None else str(copy),
-        values,
-        progress_bar=False,
-        kernel_name="python3",
-        cwd=str(notebooks_dir()),
-        execution_timeout=TIMEOUT[values.get("scale", "smoke")],
-        extra_arguments=["--IPKernelApp.log_level=40"],  # else every kernel warns of its local, unencrypted port
-    )
-
-
 def _key(path: Path, values: dict[str, Any]) -> str:
-    """Hash all that the outcome depends on: the notebook, its parameters and the code of the package."""
+    """Hash all that the outcome depends on: the notebook, its parameters, the package and the committed rows."""
     digest = hashlib.sha256(json.dumps(values, sort_keys=True).encode())
-    committed = sorted((ROOT / "data" / "results").glob("*.json*")) + sorted((ROOT / "data" / "paper").glob("*.csv"))
-    for source in [path, *sorted((ROOT / "cpt_core").rglob("*.py")), *committed]:
+    committed = [*sorted(results_dir().glob("*.json*")), *sorted(paper_dir().glob("*.csv"))]
+    for source in [path, *sorted(PACKAGE.rglob("*.py")), *committed]:
         digest.update(source.read_bytes())
     return digest.hexdigest()
 
 
-def _literal(text: str) -> Any:
-    import ast
-
-    return ast.literal_eval(text)
-
-
-def execute_in_place(paths: Sequence[Path] | None = None) -> None:
+def execute_in_place(paths: Sequence[Path]) -> None:
     """Run notebooks at their defaults (smoke scale) and save them with outputs and execution counts."""
-    for path in paths or notebooks():
-        nbformat.write(_clean(_execute(path, None, {})), path)
+    nbformat = library("nbformat", "notebooks")
+    from cpt_core.teaching import kernels
 
-
-def _clean(book: nbformat.NotebookNode) -> nbformat.NotebookNode:
-    """Remove what papermill and the machine leave behind: timings, paths, widget state."""
-    for key in ("papermill", "widgets"):
-        book.metadata.pop(key, None)
-    book.metadata["language_info"] = {"name": "python"}
-    for cell in book.cells:
-        cell.metadata.pop("papermill", None)
-        cell.metadata.pop("execution", None)
-        if cell.metadata.get("tags") == []:
-            cell.metadata.pop("tags")
-    return book
+    for path in paths:
+        nbformat.write(kernels.clean(kernels.execute(path, None, {})), path)

@@ -15,6 +15,8 @@ from packaging.specifiers import SpecifierSet
 from packaging.utils import canonicalize_name as canonical
 from packaging.version import Version
 
+import cpt_core
+
 ROOT = Path(__file__).parents[2]
 PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 PROJECT = PYPROJECT["project"]
@@ -91,8 +93,31 @@ def test_environment_yml_installs_the_lock_on_a_python_that_the_project_allows()
     assert pip == {"pip": ["-r requirements.lock", "-e ."]}
 
 
-def test_the_citation_names_this_version():
-    assert yaml.safe_load((ROOT / "CITATION.cff").read_text())["version"] == PROJECT["version"]
+def test_the_version_is_said_once_and_cited():
+    assert PROJECT["dynamic"] == ["version"]
+    assert PYPROJECT["tool"]["setuptools"]["dynamic"]["version"] == {"attr": "cpt_core.__version__"}
+    assert yaml.safe_load((ROOT / "CITATION.cff").read_text())["version"] == cpt_core.__version__
+    assert f"\n## {cpt_core.__version__}\n" in (ROOT / "CHANGELOG.md").read_text()
+
+
+def test_every_room_is_packaged():
+    rooms = {".".join(p.parent.relative_to(ROOT).parts) for p in ROOT.glob("cpt_core/**/__init__.py")}
+    shipped = PYPROJECT["tool"]["setuptools"]["package-dir"]
+    assert sorted(PYPROJECT["tool"]["setuptools"]["packages"]) == sorted(rooms | set(shipped))
+    assert all((ROOT / folder).is_dir() for folder in shipped.values())
+
+
+def test_the_page_of_the_index_has_no_links_that_end_there():
+    page = (ROOT / PROJECT["readme"]).read_text()
+    links = re.findall(r"\]\(([^)]*)\)", page)
+    assert [link for link in links if not link.startswith("https://")] == []
+    commands = set(
+        re.findall(r"^def (\w+)\(|@app.command\(\"([\w-]+)\"", (ROOT / "cpt_core/__main__.py").read_text(), re.M)
+    )
+    known = {name for pair in commands for name in pair if name}
+    assert {word for word in re.findall(r"`cpt ([\w-]+)", page)} <= known
+    extras = set(PROJECT["optional-dependencies"]) - {"dev"}
+    assert set(re.findall(r"^\| `(\w+)` \|", page, re.M)) == extras
 
 
 # --- Makefile, Dockerfile, continuous integration -------------------------------------------------
@@ -143,6 +168,36 @@ def test_the_image_leaves_out_nothing_that_is_tracked():
 def test_continuous_integration_calls_make_test_and_nothing_else():
     assert lines(".ci/run") == ["set -euo pipefail", 'cd "$(dirname "$0")/.."', "make test"]
     assert (ROOT / ".ci/run").stat().st_mode & 0o100, "not executable"
+
+
+@pytest.mark.parametrize("name", ["test", "wheel"])
+def test_workflows_call_the_makefile_and_nothing_else(name):
+    workflow = yaml.safe_load((ROOT / f".github/workflows/{name}.yml").read_text())
+    targets = re.findall(r"^([a-z]+):", (ROOT / "Makefile").read_text(), flags=re.MULTILINE)
+    for job in workflow["jobs"].values():
+        commands = [step["run"] for step in job["steps"] if "run" in step]
+        assert commands
+        assert all(command.removeprefix("make ") in targets for command in commands), commands
+        (python,) = [step["with"]["python-version"] for step in job["steps"] if "setup-python" in step.get("uses", "")]
+        assert python == PYPROJECT["tool"]["mypy"]["python_version"]
+
+
+def test_hooks_call_the_ruff_of_the_lock():
+    (repository,) = yaml.safe_load((ROOT / ".pre-commit-config.yaml").read_text())["repos"]
+    assert repository["repo"] == "local"
+    assert {hook["entry"].split()[0] for hook in repository["hooks"]} == {".venv/bin/ruff"}
+
+
+def test_forms_for_issues_are_whole():
+    forms = sorted((ROOT / ".github/ISSUE_TEMPLATE").glob("*.yml"))
+    assert [form.stem for form in forms] == ["bug", "question", "results"]
+    for form in forms:
+        read = yaml.safe_load(form.read_text())
+        assert read["name"]
+        assert read["description"]
+        ids = [part["id"] for part in read["body"]]
+        assert len(ids) == len(set(ids))
+        assert any(part.get("validations", {}).get("required") for part in read["body"])
 
 
 # --- nothing of one machine -----------------------------------------------------------------------

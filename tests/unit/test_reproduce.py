@@ -11,8 +11,11 @@ from nbformat.v4 import new_code_cell, new_markdown_cell, new_notebook
 from cpt_core.analysis import quality_cost
 from cpt_core.analysis.runs import committed
 from cpt_core.paths import results_dir
+from cpt_core.teaching import kernels
 from cpt_core.teaching import notebooks as reproduce
-from cpt_core.teaching.notebooks import estimate, notebooks
+from cpt_core.teaching import progress as progress_module
+from cpt_core.teaching.notebooks import copy_notebooks, estimate, notebooks
+from cpt_core.teaching.progress import Place, Progress
 
 
 @pytest.fixture
@@ -51,6 +54,122 @@ def test_a_failing_notebook_is_reported_and_tried_again(place):
         outcomes, index = reproduce.reproduce("demo", progress=False)
         assert [o.status for o in outcomes] == ["failed"]
     assert "RuntimeError: &lt;broken&gt; here" in index.read_text()
+
+
+def test_a_slow_cell_is_no_failure_but_a_lost_kernel_ends(place, monkeypatch):
+    monkeypatch.setattr(kernels, "LIMIT", {"smoke": 1})
+    place("07_slow.ipynb", "import time", "time.sleep(2.5)")
+    outcomes, _ = reproduce.reproduce("demo", progress=False)
+    assert [o.status for o in outcomes] == ["done"]
+    outcomes, _ = reproduce.reproduce("smoke", progress=False)
+    assert [o.status for o in outcomes] == ["failed"]
+    assert outcomes[0].error.startswith("CellTimeoutError")
+
+
+def test_kernels_take_no_ports(place):
+    place("07_small.ipynb", "from ipykernel.connect import get_connection_info\nprint(get_connection_info())")
+    outcomes, _ = reproduce.reproduce("demo", progress=False)
+    assert '"transport": "ipc"' in outcomes[0].page.read_text()
+
+
+def test_no_scale_of_real_runs_has_a_limit():
+    assert set(kernels.LIMIT) == {"smoke"}
+
+
+def test_a_killed_kernel_is_tried_once_more_and_stops_no_other(place, tmp_path):
+    die = "import os, pathlib\ntries = pathlib.Path({!r})\nwith tries.open('a') as file:\n    file.write('x')"
+    once, always = tmp_path / "once", tmp_path / "always"
+    place(
+        "07_once.ipynb", die.format(str(once)), "if tries.read_text() == 'x': os.kill(os.getpid(), 9)", "print('there')"
+    )
+    place("08_always.ipynb", die.format(str(always)), "os.kill(os.getpid(), 9)")
+    place("09_good.ipynb", "1")
+    outcomes, index = reproduce.reproduce("demo", progress=False)
+    assert [o.status for o in outcomes] == ["done", "failed", "done"]
+    assert (once.read_text(), always.read_text()) == ("xx", "xx")
+    assert outcomes[1].error.startswith("DeadKernelError")
+    assert "DeadKernelError" in index.read_text()
+    assert "there" in outcomes[0].page.read_text()
+    again, _ = reproduce.reproduce("demo", progress=False)
+    assert [o.status for o in again] == ["up to date", "failed", "up to date"]
+
+
+def test_what_is_not_a_cells_error_leaves_a_report_too(place, monkeypatch):
+    def broken(path, *others):
+        raise OSError("no space left")
+
+    place("07_small.ipynb", "1")
+    monkeypatch.setattr(kernels, "execute", broken)
+    outcomes, index = reproduce.reproduce("demo", progress=False)
+    assert [(o.status, o.error) for o in outcomes] == [("failed", "OSError: no space left")]
+    assert "no space left" in index.read_text()
+
+
+def test_the_run_says_where_it_is(place, monkeypatch, capsys):
+    monkeypatch.setattr(progress_module, "EVERY", 0.0)
+    bar = "import time\nfrom tqdm.auto import tqdm\nfor _ in tqdm(range(4), desc='runs', mininterval=0): time.sleep(1)"
+    place("07_small.ipynb", bar)
+    reproduce.reproduce("demo")
+    said = capsys.readouterr().err.splitlines()
+    assert any(line.startswith("notebooks 0/1: 07 Title: runs") and "/4" in line for line in said), said
+    assert any(line.endswith(" min left") for line in said)
+    assert said[-1].startswith("notebooks 1/1: 07_small done, ")
+
+
+def test_ctrl_c_ends_the_notebooks_and_starts_no_more(place, tmp_path, monkeypatch):
+    for number in ("05", "06", "07"):
+        place(f"{number}_long.ipynb", "import time\nfor _ in range(600): time.sleep(0.1)")
+
+    def refresh(self):
+        places = list(self.places.values())
+        if sum(p.kernel is not None for p in places) == reproduce.AT_ONCE:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(Progress, "refresh", refresh)
+    with pytest.raises(KeyboardInterrupt):
+        reproduce.reproduce("demo", progress=False)
+    folder = tmp_path / "runs" / "reproduce" / "demo"
+    assert sorted(p.name for p in folder.glob("*.ipynb")) == ["05_long.ipynb", "06_long.ipynb"]
+    assert not list(folder.glob("*.json"))
+
+
+def test_the_time_left_follows_the_pace_of_what_ended(monkeypatch):
+    clock = 1000.0
+    monkeypatch.setattr(progress_module.time, "monotonic", lambda: clock)
+    first, second = Place("01_a"), Place("02_b")
+    progress = Progress([first, second], {"01_a": 10.0, "02_b": 100.0}, at_once=2, shown=False)
+    assert progress.seconds_left() == 100.0
+    second.started = clock
+    progress.ended("01_a", "done", 20.0)  # twice as long as expected
+    clock += 50.0
+    assert progress.seconds_left() == 150.0
+    clock += 500.0
+    assert progress.seconds_left() is None  # nobody knows
+    assert Progress([Place("03_c")], {}, 2, shown=False).seconds_left() is None
+
+
+def test_a_place_reads_as_one_line():
+    place = Place("03_image_classification")
+    place.enter("03 · Image classification")
+    assert str(place) == "03 · Image classification"
+    place.enter("Ten schedules")
+    place.show("a", "runs 12/85\u2007")
+    place.show("b", 12.0)
+    place.show("c", "00:34&lt;01:00")
+    assert str(place) == "03 Ten schedules: runs 12/85 00:34<01:00"
+    place.enter("Exercises")
+    assert str(place) == "03 Exercises"
+
+
+def test_copies_hold_the_notebooks_and_what_they_speak_of(tmp_path):
+    copies = copy_notebooks(tmp_path / "mine")
+    assert [p.name for p in copies] == [p.name for p in notebooks()]
+    for part in ("README.md", "data/results/image_digits.jsonl", "data/paper/claims.csv", "data/cards/digits.md"):
+        assert (tmp_path / "mine" / part).is_file()
+    copies[0].write_text("my answers")
+    with pytest.raises(FileExistsError, match=r"00_start_here\.ipynb is there already"):
+        copy_notebooks(tmp_path / "mine")
+    assert copies[0].read_text() == "my answers"
 
 
 @pytest.mark.parametrize(
@@ -140,7 +259,7 @@ def test_a_data_set_goes_to_the_notebooks_of_its_task(tmp_path, monkeypatch):
     monkeypatch.setenv("CPT_RUNS_DIR", str(tmp_path))
     asked = {}
 
-    def note(path, values, folder):
+    def note(path, values, folder, place):
         asked[path.name[:2]] = values
         return reproduce.Outcome(path.stem, "done", 0.0, folder / "x.html")
 

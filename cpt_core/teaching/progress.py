@@ -1,0 +1,118 @@
+"""Where a reproduction is: a line on a terminal, plain lines elsewhere."""
+
+from __future__ import annotations
+
+import html
+import os
+import signal
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+
+from tqdm import tqdm
+
+# Seconds between two plain lines where nobody watches a terminal.
+EVERY = 60.0
+
+
+@dataclass
+class Place:
+    """Where one notebook is: the section that runs, and the bars that its sweep shows.
+
+    The thread that runs the notebook writes, another one reads; both do so in single steps.
+    """
+
+    notebook: str
+    started: float | None = None  # None before and after the run
+    section: str = ""
+    bars: dict[str, str] = field(default_factory=dict)  # by widget
+    kernel: int | None = None  # its process
+    stopped: bool = False
+
+    def enter(self, section: str) -> None:
+        """Note that a cell of a section starts."""
+        self.section, self.bars = section, {}
+
+    def show(self, widget: str, text: object) -> None:
+        """Note what a widget of the cell says; other values than text are positions of bars."""
+        if isinstance(text, str):
+            self.bars[widget] = " ".join(html.unescape(text).replace("\u2007", " ").split())
+
+    def stop(self) -> None:
+        """End the notebook: the runs of its sweep write their checkpoints."""
+        self.stopped = True
+        if self.kernel is not None:
+            with suppress(ProcessLookupError):  # it ended just now
+                os.kill(self.kernel, signal.SIGINT)
+
+    def __str__(self) -> str:
+        """Return "03 Ten schedules: runs 12/85 00:34, 2 running"."""
+        number = self.notebook[:2]
+        title = self.section if self.section.startswith(number) else f"{number} {self.section}".rstrip()
+        return ": ".join([title, *filter(None, [" ".join(filter(None, list(self.bars.values())))])])
+
+
+class Progress:
+    """The state of all notebooks of a reproduction.
+
+    Args:
+        places: one per notebook, in their order.
+        expected: seconds that notebooks took elsewhere, by name; {} where nothing was measured.
+        at_once: notebooks at a time.
+        shown: False is silent.
+    """
+
+    def __init__(self, places: Sequence[Place], expected: Mapping[str, float], at_once: int, shown: bool) -> None:
+        self.places = {place.notebook: place for place in places}
+        self.expected, self.at_once = expected, at_once
+        self.took: dict[str, float] = {}  # of what ran, not of what was up to date
+        self.todo = set(self.places)
+        self.plain = shown and not sys.stderr.isatty()
+        self.said = time.monotonic()
+        line = "{desc} {n_fmt}/{total_fmt} |{bar:10}| {elapsed}{postfix}"
+        self.bar = tqdm(total=len(places), desc="notebooks", disable=not shown or self.plain, bar_format=line)
+
+    def ended(self, name: str, status: str, seconds: float) -> None:
+        """Note what became of a notebook."""
+        self.todo.discard(name)
+        if status == "done":
+            self.took[name] = seconds
+        self.bar.update()
+        self._say(f"{name} {status}, {seconds:.0f} s")
+
+    def seconds_left(self) -> float | None:
+        """Return the estimated time until the last notebook ends, at the speed of those that ended; None if unknown."""
+        known = [name for name in self.took if self.expected.get(name)]
+        pace = sum(self.took[n] for n in known) / sum(self.expected[n] for n in known) if known else 1.0
+        now, left = time.monotonic(), []
+        for name in self.todo:
+            if name not in self.expected:
+                return None
+            started = self.places[name].started
+            left.append(max(0.0, pace * self.expected[name] - (now - started if started is not None else 0.0)))
+        total = max(sum(left) / self.at_once, max(left, default=0.0))
+        return total or None  # what takes longer than expected has no known end
+
+    def refresh(self) -> None:
+        """Draw the line anew, or write one when ``EVERY`` seconds have passed."""
+        self.bar.set_postfix_str(self._where())
+        if time.monotonic() - self.said >= EVERY:
+            self._say(self._where())
+
+    def close(self) -> None:
+        """Leave the line as it is."""
+        self.bar.close()
+
+    def _where(self) -> str:
+        parts = [str(p) for p in self.places.values() if p.started is not None and p.notebook in self.todo]
+        left = self.seconds_left()
+        return "; ".join([*parts, f"about {max(left / 60, 0.1):.1f} min left"] if left else parts)
+
+    def _say(self, text: str) -> None:
+        self.said = time.monotonic()
+        if self.plain and text:
+            done = len(self.places) - len(self.todo)
+            sys.stderr.write(f"notebooks {done}/{len(self.places)}: {text}\n")
+            sys.stderr.flush()

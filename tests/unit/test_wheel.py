@@ -1,0 +1,169 @@
+"""What is built can be installed anywhere, and holds everything: the wheel, away from the repository, and the sdist."""
+
+import os
+import shutil
+import subprocess
+import sys
+import sysconfig
+import tarfile
+import venv
+import zipfile
+from pathlib import Path
+
+import nbformat
+import pytest
+
+import cpt_core
+
+ROOT = Path(__file__).parents[2]
+NAME = f"cpt_core-{cpt_core.__version__}"
+
+# Made by machines; a copy without them is what a fresh clone holds.
+MADE = (".git", ".venv", "build", "dist", "*.egg-info", "__pycache__", ".*_cache", ".hypothesis", ".ipynb_checkpoints")
+
+# What only notebooks need; an installation without extras has none of these.
+EXTRA = "papermill nbformat nbclient nbconvert ipykernel IPython jupyter_client"
+
+BLOCK = "import os, sys\nsys.modules.update(dict.fromkeys(os.environ.get('CPT_BLOCKED', '').split()))\n"
+
+
+@pytest.fixture(scope="session")
+def built(tmp_path_factory):
+    """Build the source distribution from a clean copy and the wheel from that; return both."""
+    place = tmp_path_factory.mktemp("built")
+    shutil.copytree(ROOT, place / "copy", ignore=shutil.ignore_patterns(*MADE), symlinks=True)
+    for made in ("runs/demo/image.jsonl", "data/cache/cifar.bin", "data/results/x.jsonl.lock"):  # must stay out
+        (place / "copy" / made).parent.mkdir(parents=True, exist_ok=True)
+        (place / "copy" / made).write_text("{}")
+    backend = "import sys, setuptools.build_meta as b; getattr(b, sys.argv[1])(sys.argv[2])"
+    dist = place / "dist"
+    for what, where in (("build_sdist", place / "copy"), ("build_wheel", place / "unpacked" / NAME)):
+        command = [sys.executable, "-c", backend, what, dist]
+        done = subprocess.run(command, cwd=where, capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr
+        if what == "build_sdist":
+            with tarfile.open(dist / f"{NAME}.tar.gz") as archive:
+                archive.extractall(place / "unpacked", filter="data")
+    return dist / f"{NAME}.tar.gz", dist / f"{NAME}-py3-none-any.whl"
+
+
+@pytest.fixture(scope="session")
+def installed(built, tmp_path_factory):
+    """Install the wheel into an environment that has our dependencies and no other copy of the package."""
+    place = tmp_path_factory.mktemp("installed") / "venv"
+    venv.create(place)
+    packages = Path(sysconfig.get_path("purelib", vars={"base": str(place), "platbase": str(place)}))
+    python = place / "bin" / "python"
+    install = [sys.executable, "-m", "pip", "--python", python, "install", "-q", "--no-deps", built[1]]
+    done = subprocess.run(install, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    # Files of a folder named here are found, but not its .pth files, so no editable installation.
+    (packages / "dependencies.pth").write_text(f"{sysconfig.get_path('purelib')}\n")
+    (packages / "sitecustomize.py").write_text(BLOCK)
+    return place, packages / "cpt_core"
+
+
+@pytest.fixture
+def cpt(installed, tmp_path, monkeypatch):
+    """A function that runs a command of the installed package in an empty folder and returns what it says."""
+    environment, package = installed
+    folder = tmp_path / "empty"
+    folder.mkdir()
+    for name in ("PYTHONPATH", "CPT_RUNS_DIR", "CPT_DATA_DIR"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setenv("JUPYTER_PATH", str(Path(sys.prefix) / "share" / "jupyter"))  # nbconvert's templates
+    before = sorted(package.rglob("*"))
+
+    def run(*words, status=0, blocked=""):
+        command = [environment / "bin" / "cpt", *words]
+        env = {**os.environ, "CPT_BLOCKED": blocked}
+        done = subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True)
+        assert done.returncode == status, done.stdout + done.stderr
+        return done.stdout + done.stderr
+
+    run.folder, run.python = folder, environment / "bin" / "python"
+    yield run
+    assert sorted(package.rglob("*")) == before, "something was written beside the package"
+
+
+# --- what is in them ------------------------------------------------------------------------------
+
+
+def test_the_wheel_holds_the_package_and_its_data_and_nothing_that_machines_made(built):
+    names = set(zipfile.ZipFile(built[1]).namelist())
+    places = {"data/cards": "cards", "data/paper": "paper", "data/results": "results", "notebooks": "notebooks"}
+    for place, shipped in places.items():
+        for path in (ROOT / place).iterdir():
+            if path.suffix in (".md", ".csv", ".json", ".jsonl", ".ipynb"):
+                assert f"cpt_core/shipped/{shipped}/{path.name}" in names
+    for path in (ROOT / "cpt_core").rglob("*"):
+        if path.is_file() and path.suffix != ".pyc":
+            assert path.relative_to(ROOT).as_posix() in names
+    assert "cpt_core/py.typed" in names
+    assert {name.split("/")[0] for name in names} == {"cpt_core", f"{NAME}.dist-info"}
+    assert not [name for name in names if "cache" in name or "runs/" in name or name.endswith(".lock")]
+
+
+def test_the_source_distribution_holds_what_git_tracks(built):
+    with tarfile.open(built[0]) as archive:
+        held = {n.split("/", 1)[1] for n in archive.getnames() if "/" in n}
+    assert not [name for name in held if name.startswith(("runs", "data/cache")) or name.endswith(".jsonl.lock")]
+    done = subprocess.run(["git", "-C", str(ROOT), "ls-files"], capture_output=True, text=True)
+    if done.returncode or not (ROOT / ".git").exists():
+        pytest.skip("not a git checkout")
+    assert not {name for name in done.stdout.splitlines() if (ROOT / name).exists()} - held
+
+
+# --- the installed package ------------------------------------------------------------------------
+
+
+def test_without_extras_the_installed_package_knows_the_paper_and_runs(cpt):
+    where = "import cpt_core, cpt_core.paths as p; print(cpt_core.__file__, p.CHECKOUT, p.data_dir())"
+    said = subprocess.run([cpt.python, "-c", where], cwd=cpt.folder, capture_output=True, text=True).stdout.split()
+    package = Path(said[0]).parent
+    assert package.is_relative_to(cpt.python.parents[1])
+    assert said[1] == "None"
+    assert Path(said[2]) == cpt.folder.parent / "cache" / "cpt_core"
+    assert "claims" in cpt("--help", blocked=EXTRA)
+    assert "paper scale: confirmed" in cpt("claims", blocked=EXTRA)
+    assert "85 runs: 0 done" in cpt("plan", "digits/mlp6", "--no-measure", blocked=EXTRA)
+    said = cpt("run", "digits/mlp6", "--scale", "smoke", "--workers", "0", "--only", "schedule=CR", blocked=EXTRA)
+    assert f"rows in {cpt.folder / 'runs' / 'smoke' / 'image.jsonl'}" in said
+    assert "CR" in cpt("results", blocked=EXTRA)
+    rows = package / "shipped" / "results" / "image_cifar10_jpeg.jsonl"  # the report of all takes three times as long
+    assert f"report: {cpt.folder / 'runs' / 'report.html'}" in cpt("report", str(rows), blocked=EXTRA)
+    page = (cpt.folder / "runs" / "report.html").read_text()
+    assert rows.name in page
+    assert "data:image/png;base64," in page
+    said = cpt("reproduce", "--notebook", "00", "--scale", "smoke", status=2, blocked=EXTRA)
+    assert said.splitlines()[-1] == (
+        "error: papermill cannot be imported; get it with: pip install 'cpt-core[notebooks]'"
+    )
+
+
+def test_what_is_for_a_checkout_says_so(cpt):
+    assert cpt("docs", status=2).startswith("error: docs writes REPRODUCING.md and a figure into a checkout")
+    assert "copy them with --copy FOLDER" in cpt("notebooks", status=2)
+    assert not list(cpt.folder.iterdir())
+
+
+def test_copied_notebooks_run_with_the_installed_package(cpt):
+    cpt("notebooks", "--copy", "mine", blocked=EXTRA)
+    mine = cpt.folder / "mine"
+    assert (mine / "data" / "results" / "bands.json").is_file()
+    cpt("reproduce", "--notebook", "01", "--scale", "smoke")
+    assert (cpt.folder / "runs" / "reproduce" / "smoke" / "01_schedules.html").is_file()
+    asks = nbformat.v4.new_notebook(
+        cells=[
+            nbformat.v4.new_code_cell("import cpt_core, cpt_core.paths as p\nprint(cpt_core.__file__, p.runs_dir())")
+        ],
+        metadata={"kernelspec": {"name": "python3", "display_name": "Python 3", "language": "python"}},
+    )
+    nbformat.write(asks, mine / "asks.ipynb")
+    run = "import papermill; papermill.execute_notebook('asks.ipynb', 'asked.ipynb', progress_bar=False)"
+    subprocess.run([cpt.python, "-c", run], cwd=mine, check=True, capture_output=True)
+    (output,) = nbformat.read(mine / "asked.ipynb", as_version=4).cells[0].outputs
+    package, runs = map(Path, output.text.split())
+    assert package.is_relative_to(cpt.python.parents[1])
+    assert runs == mine / "runs"
