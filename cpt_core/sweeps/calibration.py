@@ -9,7 +9,6 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-import os
 import tempfile
 import time
 from collections.abc import Callable
@@ -22,6 +21,7 @@ import torch
 from filelock import FileLock
 
 from cpt_core.bitops.plan import count_bitops
+from cpt_core.checks import write_atomically
 from cpt_core.experiments.spec import RunSpec
 from cpt_core.paths import runs_dir
 from cpt_core.sweeps.options import SweepOptions
@@ -75,9 +75,8 @@ def measure(spec: RunSpec, device: str = "auto") -> Calibration:
     found = Calibration(**row)
     path.parent.mkdir(parents=True, exist_ok=True)
     with FileLock(path.with_suffix(".lock")):
-        temporary = path.with_suffix(f".{os.getpid()}.tmp")
-        temporary.write_text(json.dumps({**_known(path), key: asdict(found)}, indent=1))
-        os.replace(temporary, path)
+        text = json.dumps({**_known(path), key: asdict(found)}, indent=1)
+        write_atomically(path, lambda temporary: temporary.write_text(text))
     return found
 
 

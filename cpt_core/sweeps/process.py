@@ -19,10 +19,10 @@ from typing import Any
 
 import torch
 
+from cpt_core.experiments.recipes import EXPERIMENTS
 from cpt_core.sweeps import stores
 from cpt_core.sweeps.stores import StoreError
 from cpt_core.sweeps.worker import Job, Outcome, run_one
-from cpt_core.tasks import TASKS
 
 GRACE_SECONDS = 60.0  # for the checkpoint of a run whose time is up
 
@@ -138,7 +138,8 @@ def _context() -> Any:
     context = multiprocessing.get_context("forkserver")
     with _starting:
         # a task whose extra is not installed is left out there, and missed by its own runs only
-        context.set_forkserver_preload(["cpt_core.sweeps.worker", *(f"cpt_core.tasks.{name}" for name in TASKS)])
+        tasks = [experiment.task.partition(":")[0] for experiment in EXPERIMENTS.values()]
+        context.set_forkserver_preload(["cpt_core.sweeps.worker", *tasks])
         before = {name: os.environ.get(name) for name in ALLOCATOR}
         os.environ.update({name: value for name, value in ALLOCATOR.items() if before[name] is None})
         # Ctrl-C in a terminal reaches the server too; while it starts, nothing there would catch it

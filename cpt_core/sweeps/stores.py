@@ -27,6 +27,7 @@ from typing import Any
 import pandas as pd
 from filelock import FileLock, Timeout
 
+from cpt_core.checks import write_atomically
 from cpt_core.experiments.spec import RunSpec
 from cpt_core.paths import CHECKOUT, runs_dir
 from cpt_core.schedules import cost
@@ -215,12 +216,9 @@ def write_curve(store: Path, key: str, history: dict[str, list[Any]]) -> None:
                 frame.loc[frame["step"] == e["step"] - 1, column] = value
     path = place(store, "curves", key)
     path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_suffix(f".{os.getpid()}.tmp")
     try:
-        frame.to_parquet(temporary, index=False, compression="zstd")
-        os.replace(temporary, path)
+        write_atomically(path, lambda temporary: frame.to_parquet(temporary, index=False, compression="zstd"))
     except OSError as error:
-        temporary.unlink(missing_ok=True)
         raise StoreError(f"cannot write {path}: {error.strerror or error}; the run's checkpoint is kept") from error
 
 

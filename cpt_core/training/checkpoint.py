@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import pickle
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -10,6 +9,7 @@ from typing import Any
 
 import torch
 
+from cpt_core.checks import write_atomically
 from cpt_core.training.session import Session
 
 
@@ -37,12 +37,7 @@ def save_checkpoint(path: Path, session: Session, state: State) -> None:
         "random": torch.get_rng_state(),
         "random_cuda": torch.cuda.get_rng_state() if torch.cuda.is_initialized() else None,  # of this run's GPU
     }
-    temporary = path.with_suffix(f".{os.getpid()}.tmp")
-    try:
-        torch.save(content, temporary)
-        os.replace(temporary, path)  # a reader sees the old checkpoint or the new one, never half of one
-    finally:
-        temporary.unlink(missing_ok=True)
+    write_atomically(path, lambda temporary: torch.save(content, temporary))
 
 
 def load_checkpoint(path: Path, session: Session) -> State:
