@@ -1,0 +1,62 @@
+"""Where things are, in a checkout and in an installation."""
+
+from pathlib import Path
+
+import pytest
+
+from cpt_core import paths
+from cpt_core.data.common import own_path
+from cpt_core.sweeps import stores
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture
+def installed(tmp_path, monkeypatch):
+    """As if the package had come from a wheel, in an empty working directory."""
+    monkeypatch.setattr(paths, "CHECKOUT", None)
+    monkeypatch.setattr(stores, "CHECKOUT", None)
+    for name in ("CPT_RUNS_DIR", "CPT_DATA_DIR"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(paths, "user_cache_path", lambda name, **_: tmp_path / "cache" / name)
+    folder = tmp_path / "here"
+    folder.mkdir()
+    monkeypatch.chdir(folder)
+    return folder
+
+
+def test_in_a_checkout_all_lies_in_its_folders_wherever_a_program_starts(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for name in ("CPT_RUNS_DIR", "CPT_DATA_DIR"):
+        monkeypatch.delenv(name, raising=False)
+    assert paths.CHECKOUT == ROOT
+    assert (paths.runs_dir(), paths.data_dir()) == (ROOT / "runs", ROOT / "data" / "cache")
+    for folder in (paths.results_dir(), paths.paper_dir(), paths.cards_dir(), paths.notebooks_dir()):
+        assert folder.is_dir()
+        assert folder.is_relative_to(ROOT)
+    assert own_path("my-images/") == ROOT / "my-images"
+
+
+def test_an_installation_writes_to_the_users_folders(installed):
+    assert paths.runs_dir() == installed / "runs"
+    assert not paths.data_dir().is_relative_to(ROOT)
+    assert paths.data_dir().name == "cpt_core"
+    assert paths.results_dir() == ROOT / "cpt_core" / "shipped" / "results"
+
+
+def test_paths_of_the_users_are_looked_up_in_the_data_folder_then_in_the_working_directory(installed):
+    assert own_path("my-images/") == installed / "my-images"
+    there = paths.data_dir() / "my-images"
+    there.mkdir(parents=True)
+    assert own_path("my-images/") == there
+    assert own_path(str(installed)) == installed
+
+
+def test_variables_name_other_folders(installed, monkeypatch):
+    monkeypatch.setenv("CPT_RUNS_DIR", str(installed / "a"))
+    monkeypatch.setenv("CPT_DATA_DIR", str(installed / "b"))
+    assert (paths.runs_dir(), paths.data_dir()) == (installed / "a", installed / "b")
+
+
+def test_an_installation_has_no_commit_even_inside_a_repository(installed):
+    assert stores.commit() == {"commit": None, "dirty": None}
