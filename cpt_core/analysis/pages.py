@@ -17,7 +17,6 @@ from typing import Any
 
 import jinja2
 import pandas as pd
-from markupsafe import Markup, escape
 from matplotlib.figure import Figure
 
 
@@ -30,7 +29,8 @@ class Section:
         notes: paragraphs; words between backticks are set as code.
         figure: stands in the page itself, no other file is needed.
         alt: what the figure shows, in words.
-        table: a cell that is a list is folded up behind its length.
+        table: a cell that is a list is folded up behind its length; one that is a dict of page, name and error is a
+            link, with what went wrong.
         style: classes of the table: "left" aligns everything left.
         points: a list of (text, place).
     """
@@ -72,9 +72,9 @@ def render(template: str, **values: Any) -> str:
     return environment.get_template(template).render(values)
 
 
-def _code(text: str) -> Markup:
-    """Escape a text and set the words between backticks as code."""
-    return Markup(re.sub(r"``?([^`]+)``?", r"<code>\1</code>", str(escape(text))))
+def _code(escaped: str) -> str:
+    """Set the words between backticks as code."""
+    return re.sub(r"``?([^`]+)``?", r"<code>\1</code>", str(escaped))
 
 
 def _picture(figure: Figure) -> str:

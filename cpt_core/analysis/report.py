@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import pandas as pd
-from markupsafe import Markup
 
 from cpt_core.analysis import aggregation, claims, critical_periods, equal_cost, paper, predictors, quality_cost
 from cpt_core.analysis.groups import experiment_name, quality_cost_groups
@@ -115,16 +114,11 @@ def _of_scale(scale: str) -> pd.DataFrame:
 
 
 def _notebooks(outcomes: list[dict[str, Any]]) -> pd.DataFrame:
-    link, error = Markup("<a href='{}'>{}</a>"), Markup("<br><span class='failed'>{}</span>")
     lines = [
-        (
-            link.format(o["page"].name, o["name"]) + (error.format(o["error"]) if o["error"] else ""),
-            Markup("<span class='{0}'>{0}</span>").format(o["status"]),
-            f"{o['seconds']:.0f} s",
-        )
+        ({"page": o["page"].name, "name": o["name"], "error": o["error"]}, o["status"], f"{o['seconds']:.0f} s")
         for o in outcomes
     ]
-    return pd.DataFrame(lines, columns=["notebook", "status", "time"], dtype=object)  # str would forget what is markup
+    return pd.DataFrame(lines, columns=["notebook", "status", "time"])
 
 
 def _overview(runs: pd.DataFrame) -> pd.DataFrame:

@@ -3,7 +3,6 @@
 import pandas as pd
 import pytest
 from jinja2 import UndefinedError
-from markupsafe import Markup
 from matplotlib.figure import Figure
 
 from cpt_core.analysis.metrics import METRICS, interval_text, intervals
@@ -31,11 +30,13 @@ def test_a_table_on_a_page():
 
 
 def test_what_goes_into_a_page_is_escaped():
-    frame = pd.DataFrame({"<a>": ["<b>", Markup("<i>as it is</i>")]}, dtype=object)
+    link = {"page": "x.html?<d>", "name": "<e>", "error": "<f>"}
+    frame = pd.DataFrame({"<a>": ["<b>", link, {**link, "error": ""}, ["<g>"]]})
     shown = page(Section("<h>", ("a `<code>` & more",), table=frame, points=(("<p>", "<q>"),)))
-    assert not any(tag in shown for tag in ("<a>", "<b>", "<h>", "<p><", "<q>"))
+    assert not any(tag in shown for tag in ("<a>", "<b>", "<d>", "<e>", "<f>", "<g>", "<h>", "<p><", "<q>"))
     assert "<p>a <code>&lt;code&gt;</code> &amp; more</p>" in shown
-    assert "<td><i>as it is</i></td>" in shown
+    assert '<a href="x.html?&lt;d&gt;">&lt;e&gt;</a><br><span class="failed">&lt;f&gt;</span>' in shown
+    assert shown.count('class="failed"') == 1
 
 
 def test_a_list_in_a_table_is_folded_up():
