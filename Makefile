@@ -85,7 +85,7 @@ wheel: setup  ## build dist/*.whl and dist/*.tar.gz, check them, install the whe
 	rm -rf build dist
 	$(BIN)/uv build -q --no-build-isolation -p $(BIN)/python
 	$(BIN)/uvx twine check --strict dist/*
-	$(PYTEST) tests/unit/test_wheel.py
+	$(PYTEST) tests/test_wheel.py
 
 compat: setup  ## the library alone on Python 3.11 to 3.13, torch 2.6 and newest; COMPAT="--python 3.12 --torch 2.6.0"
 	$(BIN)/python -m bench.compat $(COMPAT)

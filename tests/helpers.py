@@ -2,10 +2,14 @@
 
 import json
 import warnings
+from dataclasses import replace
 
 import torch
 from torch import nn
 
+from cpt_core.experiments import designs
+from cpt_core.experiments.recipes import recipe
+from cpt_core.experiments.spec import run_spec
 from cpt_core.schedules import cost
 from cpt_core.schedules.make import make_schedule, schedule_from_dict
 from cpt_core.schedules.schedule import ShortCycleWarning
@@ -67,3 +71,19 @@ def row_of(spec, value, metric="accuracy", status="ok"):
         "metrics": [{"name": metric, "value": value, **point}] if status == "ok" else [], "evaluations": curve,
         "bitops": {"paper": cost.total_bitops(1, bits, spec.q_grad)} if status == "ok" else {}, "steps": len(bits),
     }  # fmt: skip
+
+
+def same(a, b):
+    """Whether two models have the same parameters, bit for bit."""
+    return all(torch.equal(p, q) for p, q in zip(a.parameters(), b.parameters(), strict=True))
+
+
+def smoke_spec(dataset, arm="static 8", seed=0, model=None, **changes):
+    """Return a run of a data set's smoke recipe with some fields changed."""
+    return run_spec(replace(recipe("smoke", dataset, model), **changes), arm, q_max=8, seed=seed, scale="smoke")
+
+
+def specs_of(*arms, seeds=(0,), **changes):
+    """Return short smoke runs of the digits, an arm and a seed each."""
+    given = {"steps": 10, "n_cycles": 2, **changes}
+    return designs.quality_cost("smoke", schedules=arms, static=[], seeds=seeds, **given)

@@ -1,10 +1,12 @@
 """Natural language inference through the one training loop: learned, resumed, padded, from checkpoints, counted."""
 
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
 import transformers
+from helpers import same, smoke_spec
 
 from cpt_core.bitops.plan import count_bitops
 from cpt_core.data.common import DataNotFoundError
@@ -21,15 +23,7 @@ from cpt_core.training.train import Stopped, train
 
 CPU = torch.device("cpu")
 TINY = {"hidden": 16, "layers": 1, "train_pairs": 300, "valid_pairs": 60, "test_pairs": 60}
-
-
-def spec(arm="static 8", seed=0, **changes):
-    r = replace(recipe("smoke", "templates"), **{"steps": 12, **TINY, **changes})
-    return run_spec(r, arm, q_max=8, seed=seed, scale="smoke")
-
-
-def same(a, b):
-    return all(torch.equal(p, q) for p, q in zip(a.parameters(), b.parameters(), strict=True))
+spec = partial(smoke_spec, "templates", steps=12, **TINY)
 
 
 def test_training_learns():

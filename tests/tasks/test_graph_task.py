@@ -1,16 +1,18 @@
 """Node classification through the one training loop: full graph and sampled, resumed, evaluated, counted."""
 
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 import pytest
 import torch
+from helpers import same, smoke_spec
 
 from cpt_core.data import common
 from cpt_core.experiments import designs, grids
 from cpt_core.experiments.graph import GraphRecipe
 from cpt_core.experiments.recipes import recipe, task_of_dataset
-from cpt_core.experiments.spec import RunSpec, run_spec
+from cpt_core.experiments.spec import RunSpec
 from cpt_core.graphs import graph as graph_module
 from cpt_core.models.gnn import GraphNet
 from cpt_core.quantization.convert import quantize_
@@ -21,20 +23,12 @@ from cpt_core.training.session import quant_config
 from cpt_core.training.train import Stopped, train
 
 CPU = torch.device("cpu")
-
-
-def spec(model="gcn", arm="static 8", seed=0, **changes):
-    r = replace(recipe("smoke", "digits-graph", model), **{"steps": 12, "evaluate_every": 0, **changes})
-    return run_spec(r, arm, q_max=8, seed=seed, scale="smoke")
-
-
-def same(a, b):
-    return all(torch.equal(p, q) for p, q in zip(a.model.parameters(), b.model.parameters(), strict=True))
+spec = partial(smoke_spec, "digits-graph", steps=12, evaluate_every=0)
 
 
 @pytest.mark.parametrize("model", ["gcn", "sage"])
 def test_training_learns(model):
-    run = train(GraphTask, spec(model, steps=40))
+    run = train(GraphTask, spec(model=model, steps=40))
     assert run.status == "ok"
     assert run.metric("accuracy") > 0.7  # chance is 0.1
     assert run.history["loss"][-1] < run.history["loss"][0] / 2
@@ -46,22 +40,22 @@ def test_training_learns(model):
 @pytest.mark.parametrize("model", ["gcn", "sage"])
 @pytest.mark.parametrize("aggregation", ["fp", "quantized"])
 def test_a_resumed_run_is_bitwise_the_same(tmp_path, model, aggregation):
-    s = spec(model, "CR", aggregation=aggregation, evaluate_every=5)
+    s = spec("CR", model=model, aggregation=aggregation, evaluate_every=5)
     whole = train(GraphTask, s)
     path = tmp_path / "c.pt"
     with pytest.raises(Stopped):
         train(GraphTask, s, checkpoint=path, should_stop=iter([False] * 6 + [True]).__next__)
     resumed = train(GraphTask, s, checkpoint=path)
-    assert same(whole, resumed)
+    assert same(whole.model, resumed.model)
     assert whole.metrics == resumed.metrics
     assert whole.bitops == resumed.bitops
 
 
 def test_workers_change_nothing(monkeypatch):
-    here = train(GraphTask, spec("sage"))
+    here = train(GraphTask, spec(model="sage"))
     monkeypatch.setattr(graph_task, "LARGE", 0)  # sample in processes of their own
-    there = train(GraphTask, spec("sage"))
-    assert same(here, there)
+    there = train(GraphTask, spec(model="sage"))
+    assert same(here.model, there.model)
 
 
 def test_backends_agree(monkeypatch):
@@ -74,7 +68,7 @@ def test_backends_agree(monkeypatch):
 
 
 def test_arms_of_one_seed_share_weights_and_samples():
-    a, b = GraphTask(spec("sage", "CR"), CPU), GraphTask(spec("sage", "static 8"), CPU)
+    a, b = GraphTask(spec("CR", model="sage"), CPU), GraphTask(spec(model="sage"), CPU)
     torch.manual_seed(0)
     first = a.model()
     torch.manual_seed(0)
@@ -83,12 +77,12 @@ def test_arms_of_one_seed_share_weights_and_samples():
     assert torch.equal(x, y)
     assert torch.equal(labels, again)
     assert torch.equal(blocks[0].indices, others[0].indices)
-    third = next(GraphTask(spec("sage", seed=1), CPU).batches(3))
+    third = next(GraphTask(spec(model="sage", seed=1), CPU).batches(3))
     assert not torch.equal(labels, third[2])
 
 
 def test_an_epoch_holds_every_training_node_once():
-    task = GraphTask(spec("sage", batch=15), CPU)
+    task = GraphTask(spec(model="sage", batch=15), CPU)
     seen = [next(task.batches(step))[2] for step in range(4)]
     assert [len(s) for s in seen] == [15, 15, 15, 5]  # 50 labelled nodes; the last batch is small, not dropped
     assert torch.bincount(torch.cat(seen)).tolist() == [5] * 10
@@ -104,7 +98,7 @@ def test_learning_rate_is_a_cosine_to_a_tenth():
 
 def test_exact_inference_is_the_full_graph_in_one_piece(monkeypatch):
     monkeypatch.setattr(graph_task, "EXACT_CHUNK", 300)  # many chunks
-    task = GraphTask(spec("sage", inference="exact"), CPU)
+    task = GraphTask(spec(model="sage", inference="exact"), CPU)
     torch.manual_seed(0)
     model = quantize_(task.model()).eval()
     with precision(model, 4):
@@ -115,13 +109,13 @@ def test_exact_inference_is_the_full_graph_in_one_piece(monkeypatch):
 
 
 def test_sampled_inference_is_repeatable_and_close_to_exact():
-    run = train(GraphTask, spec("sage", steps=40, fanout=30))
-    task = GraphTask(spec("sage", fanout=30), CPU)
+    run = train(GraphTask, spec(model="sage", steps=40, fanout=30))
+    task = GraphTask(spec(model="sage", fanout=30), CPU)
     run.model.eval()
     with precision(run.model, 8):
         first, again = task.evaluate(run.model), task.evaluate(run.model)
-        exact = GraphTask(spec("sage", inference="exact"), CPU).evaluate(run.model)
-    few = GraphTask(spec("sage", fanout=3), CPU)  # fewer than a node has: here chance takes part
+        exact = GraphTask(spec(model="sage", inference="exact"), CPU).evaluate(run.model)
+    few = GraphTask(spec(model="sage", fanout=3), CPU)  # fewer than a node has: here chance takes part
     with precision(run.model, 8):
         assert few.evaluate(run.model) == few.evaluate(run.model) != first
     assert first == again

@@ -28,12 +28,6 @@ from cpt_core.tasks import TASKS
 pytestmark = pytest.mark.filterwarnings("ignore::cpt_core.schedules.schedule.ShortCycleWarning")
 
 
-def specs_of(*arms, seeds=(0,), **changes):
-    return designs.quality_cost(
-        "smoke", schedules=arms, static=[], seeds=seeds, **{"steps": 10, "n_cycles": 2, **changes}
-    )
-
-
 @pytest.fixture
 def quick(monkeypatch):
     """Count the runs and make them cheap, but leave storing and resuming as they are."""
@@ -306,6 +300,8 @@ def test_nothing_is_lost_whoever_is_killed():
 CTRL_C = """
 import sys
 from cpt_core import __main__ as m
+
+from helpers import specs_of
 sys.argv = ["cpt_core", "run", "digits/mlp6", "--scale", "demo", "--only", "schedule=CR", "--seeds", "0", "1", "2", "3"]
 sys.argv += ["--workers", "2"]
 if __name__ == "__main__":

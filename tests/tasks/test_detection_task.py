@@ -4,10 +4,12 @@ import csv
 import itertools
 import math
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 import pytest
 import torch
+from helpers import smoke_spec
 from torch import nn
 
 from cpt_core.bitops import plan
@@ -29,11 +31,7 @@ from cpt_core.teaching import demonstrations
 from cpt_core.training.train import Stopped, train
 
 CPU = torch.device("cpu")
-
-
-def spec(arm="static 8", seed=0, **changes):
-    r = replace(recipe("smoke", "digit-scenes"), **{"steps": 6, "n_cycles": 1, **changes})
-    return run_spec(r, arm, q_max=8, seed=seed, scale="smoke")
+spec = partial(smoke_spec, "digit-scenes", steps=6, n_cycles=1)
 
 
 # --- the model ------------------------------------------------------------------------------------

@@ -5,14 +5,17 @@ import signal
 import threading
 import time
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
+from helpers import specs_of as short_specs
 
 from bench.kill_sweep import claims, holder
-from cpt_core.experiments import designs
 from cpt_core.sweeps import progress, stores
 from cpt_core.sweeps.sweep import run_grid
+
+specs_of = partial(short_specs, steps=20)
 
 distributed = pytest.importorskip("distributed")
 psutil = pytest.importorskip("psutil")
@@ -23,12 +26,6 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore::ResourceWarning"),  # sockets of the cluster, closed a moment later
     pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning"),
 ]
-
-
-def specs_of(*arms, **changes):
-    return designs.quality_cost(
-        "smoke", schedules=arms, static=[], seeds=[0], **{"steps": 20, "n_cycles": 2, **changes}
-    )
 
 
 def numbers(rows):

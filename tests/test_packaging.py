@@ -17,7 +17,7 @@ from packaging.version import Version
 
 import cpt_core
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[1]
 PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 PROJECT = PYPROJECT["project"]
 

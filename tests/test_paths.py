@@ -8,7 +8,7 @@ from cpt_core import paths
 from cpt_core.data.common import own_path
 from cpt_core.sweeps import stores
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[1]
 
 
 @pytest.fixture

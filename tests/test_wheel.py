@@ -15,7 +15,7 @@ import pytest
 
 import cpt_core
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[1]
 NAME = f"cpt_core-{cpt_core.__version__}"
 
 # Made by machines; a copy without them is what a fresh clone holds.
