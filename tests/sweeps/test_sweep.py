@@ -12,6 +12,7 @@ from dataclasses import replace
 from multiprocessing import forkserver
 
 import pytest
+from helpers import specs_of
 
 from bench.kill_sweep import KINDS, claims, holder, torture
 from cpt_core.experiments import designs
@@ -300,8 +301,6 @@ def test_nothing_is_lost_whoever_is_killed():
 CTRL_C = """
 import sys
 from cpt_core import __main__ as m
-
-from helpers import specs_of
 sys.argv = ["cpt_core", "run", "digits/mlp6", "--scale", "demo", "--only", "schedule=CR", "--seeds", "0", "1", "2", "3"]
 sys.argv += ["--workers", "2"]
 if __name__ == "__main__":
