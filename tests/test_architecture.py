@@ -20,7 +20,7 @@ ROOMS = {
     "bitops": ("quantization",),
     "integrations": ("bitops",),
     "experiments": ("schedules", "paths"),
-    "models": ("graphs", "quantization"),
+    "models": ("graphs",),
     "data": ("experiments", "graphs"),
     "tasks": ("data", "models"),
     "training": ("tasks", "bitops"),

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import itertools
 import json
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -37,67 +38,43 @@ def tiny_problem(batch: int = 32, seed: int = 0) -> tuple[Any, list[tuple[Any, A
     return model, loader, torch.nn.CrossEntropyLoss(), torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
 
 
-def quantization_table(values: list[float], bits: int) -> None:
-    """Print the anatomy of one quantisation: minimum, step, and value -> level -> quantised value."""
-    import torch
+def bitops_table(
+    model: Any,
+    inputs: tuple[Any, ...],
+    arms: Sequence[str],
+    *,
+    conventions: Sequence[str] = ("paper", "per_op"),
+    parts: Mapping[str, str] | None = None,
+    q_min: int,
+    q_max: int = 8,
+    total_steps: int,
+    n_cycles: int = 8,
+) -> None:
+    """Print the operations (MACs) of a forward pass, and the BitOps of whole trainings, one line per schedule.
 
-    from cpt_core.quantization.fake_quantize import levels_of, quantize
-
-    x = torch.tensor(values)
-    low, width = x.min(), x.max() - x.min()
-    step = width / levels_of(bits)
-    print(f"{bits} bits: {2**bits} levels from {low:.3f} to {x.max():.3f}, step {step:.4f}")
-    for value, quantized in zip(x, quantize(x, bits), strict=True):
-        level = round(float((quantized - low) / step))
-        print(f"  {value:7.3f} -> level {level:3d} -> {quantized:7.3f}   error {quantized - value:+.4f}")
-
-
-def straight_through_table(values: list[float], bits: int) -> None:
-    """Print the gradient that reaches every value through the quantiser when 1 comes from above."""
-    import torch
-
-    from cpt_core.quantization.fake_quantize import quantize
-
-    x = torch.tensor(values, requires_grad=True)
-    quantize(x, bits).sum().backward()
-    print("value    ", *(f"{v:6.2f}" for v in values))
-    print("gradient ", *(f"{g:6.2f}" for g in x.grad))  # type: ignore[union-attr]
-
-
-def rounding_bias(value: float, bits: int, draws: int = 20_000) -> dict[str, float]:
-    """Return the mean error of rounding one value of [0, 1], in steps of the grid, by rounding rule."""
-    import torch
-
-    from cpt_core.quantization.fake_quantize import levels_of, round_to_grid
-    from cpt_core.quantization.noise import NoisePool
-
-    x = torch.full((draws,), value)
-    low, width, levels = torch.tensor(0.0), torch.tensor(1.0), torch.tensor(levels_of(bits))
-    noise = {"nearest": None, "stochastic": NoisePool(0).draw(x)}
-    return {
-        rule: float((round_to_grid(x, low, width, levels, n, clip=True) - value).mean() * levels)
-        for rule, n in noise.items()
-    }
-
-
-def bitops_table(model: str, size: int, classes: int, batch: int, schedule: Any) -> None:
-    """Print forward MACs by kind of layer and the BitOps of a model of the paper, in both conventions."""
-    import torch
-
+    Args:
+        model: quantised or not; only shapes matter, so it may live on the "meta" device.
+        inputs: the arguments of its forward for one optimizer step.
+        arms: names of schedules; "STATIC" is static ``q_max``.
+        conventions: of counting, see ``count_bitops``.
+        parts: beginning of the names of layers -> what to call them together; None puts them together by kind.
+        q_min: lowest bits of the schedules; so on as for ``make_schedule``.
+    """
     from cpt_core.bitops.plan import count_bitops
-    from cpt_core.bitops.trace import CONVENTIONS, trace
-    from cpt_core.models import MODELS
-    from cpt_core.quantization.convert import quantize_
+    from cpt_core.bitops.trace import trace
 
-    network = quantize_(MODELS[model](3, size, classes), "imagenet" if size > 64 else "cifar")
-    inputs = (torch.empty(batch, 3, size, size, device="meta"),)
-    kinds: dict[str, int] = {}
-    for call in trace(network, inputs)[0]:
-        kinds[call.kind] = kinds.get(call.kind, 0) + call.macs
-    print(f"{model}, batch {batch}: " + ", ".join(f"{kind} {macs:,}" for kind, macs in kinds.items()) + " per step")
-    for convention in CONVENTIONS:
-        plan = count_bitops(network, inputs, schedule, convention=convention)
-        print(f"  {convention:<8} {plan.total:.4e} BitOps")
+    macs: Counter[str] = Counter()
+    for call in trace(model, inputs)[0]:
+        named = (word for start, word in (parts or {}).items() if call.layer.startswith(start))
+        macs[next(named, call.kind)] += call.macs
+    shares = ", ".join(f"{name} {count:,} ({100 * count / macs.total():.1f} %)" for name, count in macs.items())
+    print(f"operations of a forward pass: {macs.total():,}: {shares}")
+    print(f"{'':<8}{'cost':>6}" + "".join(f"{f'BitOps, {c}':>17}" for c in conventions))
+    for arm in arms:
+        lowest = None if arm == "STATIC" else q_min
+        schedule = make_schedule(arm, q_min=lowest, q_max=q_max, total_steps=total_steps, n_cycles=n_cycles)
+        totals = (count_bitops(model, inputs, schedule, convention=c).total for c in conventions)
+        print(f"{arm:<8}{schedule.relative_cost():>6.3f}" + "".join(f"{t:>17.4e}" for t in totals))
 
 
 def message_passing_table(edges: Sequence[tuple[int, int]], features: Sequence[float]) -> None:
@@ -116,20 +93,6 @@ def message_passing_table(edges: Sequence[tuple[int, int]], features: Sequence[f
     for node, (start, stop) in enumerate(itertools.pairwise(graph.indptr.tolist())):
         terms = [f"{features[j]:g} / sqrt({degrees[node]:g} * {degrees[j]:g})" for j in graph.indices[start:stop]]
         print(f"node {node}: {' + '.join(terms)} = {sums[node]:.3f}")
-
-
-def aggregation_error(bits: Sequence[int], neighbours: Sequence[int]) -> None:
-    """Print the error of the mean over n quantised messages, as a share of the error of one message."""
-    import torch
-
-    from cpt_core.quantization.fake_quantize import quantize
-
-    messages = torch.randn(max(neighbours), 4096, generator=torch.Generator().manual_seed(0))
-    print("neighbours " + "".join(f"{n:>7}" for n in neighbours))
-    for q in bits:
-        error = quantize(messages, q, "graph_aggregation") - messages
-        sizes = [float(error[:n].mean(0).square().mean().sqrt() / error[0].square().mean().sqrt()) for n in neighbours]
-        print(f"{q} bits     " + "".join(f"{s:>7.2f}" for s in sizes))
 
 
 def aggregation_share(nodes: int, edges: int, sizes: Sequence[int], bits: Sequence[int]) -> None:
@@ -158,69 +121,6 @@ def aggregation_share(nodes: int, edges: int, sizes: Sequence[int], bits: Sequen
         print(f"BitOps of training at {q} bits: FP-Agg {fp:5.1f} %   Q-Agg {quantized:4.1f} %")
 
 
-def hidden_ranges(bits: int, steps: Sequence[int], width: int = 64) -> None:
-    """Print how the hidden state of a fresh LSTM widens over the steps, and what one range for all steps would cost."""
-    import torch
-
-    from cpt_core.quantization.fake_quantize import levels_of, quantize, straight_through
-
-    torch.manual_seed(0)
-    with torch.no_grad():
-        hidden = torch.nn.LSTM(width, width)(torch.randn(max(steps), 20, width))[0]
-    low, whole = hidden.min(), hidden.max() - hidden.min()
-    print("step   width of its range   error with its own range   with one range for all steps")
-    for step in steps:
-        h = hidden[step - 1]
-        shared = straight_through(h, low, whole, torch.tensor(levels_of(bits)))
-        own, one = ((x - h).square().mean().sqrt() for x in (quantize(h, bits, "lstm_hidden"), shared))
-        print(f"{step:4d}   {h.max() - h.min():18.2f}   {own:24.4f}   {one:28.4f}")
-
-
-def probabilities_table(row: Sequence[float], bits: Sequence[int]) -> None:
-    """Print a row of attention probabilities at several precisions, with its sum."""
-    import torch
-
-    from cpt_core.quantization.fake_quantize import quantize
-
-    x = torch.tensor(row)
-    print("float32", *(f"{p:6.3f}" for p in row), f"  sum {sum(row):.3f}")
-    for q in bits:
-        quantized = quantize(x, q, "attention_probabilities")
-        print(f"{q} bits ", *(f"{p:6.3f}" for p in quantized), f"  sum {quantized.sum():.3f}")
-
-
-def language_model_bitops(arms: Sequence[str], q_min: int = 5, q_max: int = 8) -> None:
-    """Print the operations of a step of the paper's language model, and the BitOps of its 40 epochs for some arms."""
-    import torch
-
-    from cpt_core.bitops.plan import count_bitops
-    from cpt_core.bitops.trace import trace
-    from cpt_core.models.lstm_lm import LanguageModel
-    from cpt_core.quantization.convert import quantize_
-
-    with torch.device("meta"):
-        model = quantize_(LanguageModel(10_000, 800, 800))
-    inputs = (torch.empty(35, 20, dtype=torch.int64, device="meta"), None)
-    kinds: dict[str, int] = {}
-    for call in trace(model, inputs)[0]:
-        kinds[call.kind] = kinds.get(call.kind, 0) + call.macs
-    print("a step: " + ", ".join(f"{kind} {macs:,}" for kind, macs in kinds.items()))
-    for arm in arms:
-        cycles: dict[str, Any] = {} if arm.upper() == "STATIC" else {"q_min": q_min, "n_cycles": 2}
-        schedule = make_schedule(arm.upper(), q_max=q_max, total_steps=40 * 1327, **cycles)
-        print(f"{arm:<7} {count_bitops(model, inputs, schedule).total / 1e13:.4f} x 1e13 BitOps")
-
-
-def overlap_table(box: Sequence[float], anchors: Sequence[Sequence[float]]) -> None:
-    """Print the overlap (IoU) of an object with some anchors, and what training makes of each."""
-    import torch
-    from torchvision.ops import box_iou
-
-    for anchor, iou in zip(anchors, box_iou(torch.tensor([box]), torch.tensor(anchors))[0].tolist(), strict=True):
-        verdict = "positive" if iou >= 0.5 else "ignored" if iou >= 0.4 else "background"
-        print(f"anchor {' '.join(f'{x:3g}' for x in anchor)}   overlap {iou:.3f}   {verdict}")
-
-
 def focal_loss_table(background: int, objects: int, says: Sequence[float], of_objects: float) -> None:
     """Print how much of the loss is background, by cross entropy and by focal loss, while training goes on.
 
@@ -244,33 +144,6 @@ def focal_loss_table(background: int, objects: int, says: Sequence[float], of_ob
             empty, full = background * loss(p, 0.0, focal), objects * loss(of_objects, 1.0, focal)
             shares.append(100 * empty / (empty + full))
         print(f"{p:22g}   {shares[0]:42.1f} %   {shares[1]:8.1f} %")
-
-
-def detection_bitops(arms: Sequence[str], q_min: int = 5, q_max: int = 8) -> None:
-    """Print the operations of the paper's RetinaNet, and the BitOps of its 120 epochs at two sizes of its input."""
-    import torch
-
-    from cpt_core.bitops.plan import count_bitops
-    from cpt_core.bitops.trace import trace
-    from cpt_core.models.retinanet import retinanet
-
-    with torch.device("meta"):
-        model = retinanet("retinanet", classes=20)
-    calls = trace(model, (torch.empty(1, 3, 224, 224, device="meta"),))[0]
-    parts = {"backbone.body": "backbone", "backbone.fpn": "pyramid", "head": "two heads"}
-    macs = {name: sum(c.macs for c in calls if c.layer.startswith(start)) for start, name in parts.items()}
-    print(f"one picture of 224 x 224: {sum(macs.values()):,} operations: " + ", ".join(
-        f"{name} {100 * n / sum(macs.values()):.1f} %" for name, n in macs.items()
-    ))  # fmt: skip
-    sizes = {"256 x 224 x 224 (authors)": (256, 3, 224, 224), "4 x 608 x 832 (trained on)": (4, 3, 608, 832)}
-    print(f"{'arm':<10}{'relative':>9}" + "".join(f"{name:>30}" for name in sizes))
-    for arm in arms:
-        cycles: dict[str, Any] = {} if arm.upper() == "STATIC" else {"q_min": q_min, "n_cycles": 8}
-        schedule = make_schedule(arm.upper(), q_max=q_max, total_steps=120 * 1430, **cycles)
-        totals = (
-            count_bitops(model, (torch.empty(size, device="meta"),), schedule).total / 1e13 for size in sizes.values()
-        )
-        print(f"{arm:<10}{schedule.relative_cost():>9.3f}" + "".join(f"{t:>23,.1f} x 1e13" for t in totals))
 
 
 def pretrained_or_scratch(scale: str) -> dict[str, bool]:

@@ -1,7 +1,4 @@
-"""What only the notebooks need: predictions, self-checking exercises, bands for live numbers, sliders.
-
-This is the one module that prints.
-"""
+"""What only the notebooks need: predictions, self-checking exercises, bands for live numbers, sliders."""
 
 from __future__ import annotations
 
@@ -60,12 +57,19 @@ def reveal(question: str, answer: str, because: str) -> None:
 
 
 def check(exercise: str, attempt: Any, right: Callable[[Any], bool], hint: str) -> None:
-    """Check an exercise; ``...`` means not attempted. Wrong answers get a hint, never a traceback."""
+    """Check an exercise; ``...`` means not attempted. Wrong answers get a hint, never a traceback.
+
+    An answer that lacks what ``right`` asks of it, such as a name where a schedule belongs, is told by its kind; errors
+    of other kinds, such as a schedule that is shorter than the step asked for, are sentences and are shown.
+    """
     if attempt is ...:
         print(f"{exercise}: not attempted yet")
         return
     try:
         good = bool(right(attempt))
+    except (AttributeError, TypeError):
+        print(f"{exercise}: not yet: {type(attempt).__name__} is not the kind of answer asked for. Hint: {hint}")
+        return
     except Exception as error:
         print(f"{exercise}: not yet ({type(error).__name__}: {error}). Hint: {hint}")
         return

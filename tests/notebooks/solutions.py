@@ -47,3 +47,60 @@ WRONG = {
         "bits": "3",
     },
 }
+
+# further answers that are right, and further ones that are wrong: notebook -> exercise -> answers
+BETWEEN = "q_min=3, q_max=8, total_steps=64_000"
+ALSO_RIGHT = {
+    "00_start_here": {
+        "half": [f'cpt.make_schedule("RTH", {BETWEEN})', f'cpt.make_schedule("RR", {BETWEEN}, n_cycles=2)'],
+    },
+    "01_schedules": {"name": ['"ER"', '"eth"']},
+    "02_quantizers_and_bitops": {"values": ["2**5", "32.0"], "relative": ["80 / 192", "0.4167"]},
+    "03_image_classification": {"group": ['"Large"', '"large savings"', '" LARGE  savings"'], "largest": ["5.0"]},
+    "04_object_detection": {"overlap": ["4 / 9", "0.44"]},
+    "05_node_classification": {"divisor": ["8**0.5", "2.83"], "smallest": ['-float("inf")']},
+    "06_language": {
+        "missing": ["0.063", "-0.063"],
+        "products": ["3_584_000_000 / 700"],
+        "perplexity": ["math.exp(math.log(10_000))", "1 / (1 / 10_000)"],
+    },
+    "08_choosing_a_schedule": {
+        "half": [f'cpt.solve_schedule(0.5, {BETWEEN}, family="cosine", n_cycles=4, triangular=True)'],
+    },
+}
+ALSO_WRONG = {
+    "00_start_here": {
+        "half": [
+            '"RR"',
+            "0.4",
+            "cpt.DeficitSchedule(3, 8, [(0, 60_000)], 64_000)",
+            'cpt.make_schedule("RR", q_min=3, q_max=8, total_steps=6400)',
+            'cpt.make_schedule("RR", q_min=2, q_max=8, total_steps=64_000)',
+        ],
+        "falling": [
+            '"ETH"',
+            "cpt.DeficitSchedule(3, 8, [(16_000, 32_000)], 64_000)",
+            f'cpt.make_schedule("RTH", {BETWEEN})',
+        ],
+    },
+    "01_schedules": {
+        "name": ['"RTH"', f'cpt.make_schedule("ER", {BETWEEN})'],
+        "mine": ["lambda u: 3 + 5 * u**1.9", "cpt.FunctionSchedule(lambda u: 3 + 5 * u**1.9, total_steps=500)"],
+    },
+    "02_quantizers_and_bitops": {"values": ['"32"'], "relative": ['"0.417"', "1 / 4"]},
+    "03_image_classification": {
+        "group": ['"medium"', '"large cost"', '"not large"', '["large"]', "1"],
+        "largest": ['"static 5"'],
+    },
+    "04_object_detection": {"overlap": ['"4/9"'], "anchors": ["9 * (76 * 104)"]},
+    "05_node_classification": {"smallest": ['float("inf")', '"-inf"']},
+    "06_language": {"perplexity": ["math.log(10_000)", "9_990", '"10_000"']},
+    "08_choosing_a_schedule": {
+        "half": [
+            f'cpt.solve_schedule(0.5, {BETWEEN}, family="rex")',
+            f"cpt.solve_schedule(0.5, {BETWEEN})",
+            'cpt.solve_schedule(0.5, q_min=3, q_max=8, total_steps=6400, family="cosine")',
+            '"cosine"',
+        ],
+    },
+}

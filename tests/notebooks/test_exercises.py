@@ -1,5 +1,6 @@
 """Every exercise accepts its solution, refuses a wrong answer, and says so kindly."""
 
+import math
 import re
 from pathlib import Path
 
@@ -10,7 +11,7 @@ import cpt_core as cpt
 from cpt_core.schedules import cost
 from cpt_core.teaching import exercises
 
-from solutions import SOLUTIONS, WRONG  # isort: skip
+from solutions import ALSO_RIGHT, ALSO_WRONG, SOLUTIONS, WRONG  # isort: skip
 
 FOLDER = Path(__file__).parents[2] / "notebooks"
 
@@ -26,7 +27,7 @@ def run(name, answers, capsys):
     for variable, answer in answers.items():
         source, count = re.subn(rf"^{variable} = \.\.\..*$", f"{variable} = {answer}", source, flags=re.M)
         assert count == 1, variable
-    exec(source, {"cpt": cpt, "cost": cost, "exercises": exercises})
+    exec(source, {"cpt": cpt, "cost": cost, "exercises": exercises, "math": math})
     return capsys.readouterr().out.splitlines()
 
 
@@ -39,9 +40,39 @@ def test_exercises(name, capsys):
     assert [": not yet. Hint: " in line for line in wrong] == [True] * todo
 
 
+def cases(answers):
+    return [
+        pytest.param(name, variable, answer, id=f"{name[:2]}-{variable}-{answer}")
+        for name, exercise in answers.items()
+        for variable, further in exercise.items()
+        for answer in further
+    ]
+
+
+@pytest.mark.parametrize(("name", "variable", "answer"), cases(ALSO_RIGHT))
+def test_other_forms_of_a_right_answer_are_accepted(name, variable, answer, capsys):
+    (verdict,) = [line for line in run(name, {variable: answer}, capsys) if "not attempted" not in line]
+    assert verdict.endswith(": correct")
+
+
+@pytest.mark.parametrize(("name", "variable", "answer"), cases(ALSO_WRONG))
+def test_other_wrong_answers_get_a_hint_without_python_words(name, variable, answer, capsys):
+    (verdict,) = [line for line in run(name, {variable: answer}, capsys) if "not attempted" not in line]
+    assert ": not yet" in verdict
+    assert ". Hint: " in verdict
+    assert "has no attribute" not in verdict
+    assert "not supported" not in verdict
+
+
 def test_an_answer_of_the_wrong_kind_gets_a_hint_not_a_traceback(capsys):
     exercises.check("x", "text", lambda s: s.relative_cost() < 1, "a schedule")
-    assert "not yet (AttributeError" in capsys.readouterr().out
+    assert capsys.readouterr().out == "x: not yet: str is not the kind of answer asked for. Hint: a schedule\n"
+
+
+def test_an_error_that_is_a_sentence_is_shown(capsys):
+    short = cpt.make_schedule("LR", q_min=3, q_max=8, total_steps=800)
+    exercises.check("x", short, lambda s: s(999) == 8, "1000 steps")
+    assert re.fullmatch(r"x: not yet \(\w+: .*999.*\)\. Hint: 1000 steps\n", capsys.readouterr().out)
 
 
 def test_predictions_are_compared(capsys):

@@ -97,11 +97,11 @@ def test_thin(book):
     assert words >= 250
 
 
-def test_imports_only_the_package_and_the_standard_library(book):
+def test_imports_only_the_package_torch_and_the_standard_library(book):
     tree = ast.parse("\n".join(c.source for c in code_cells(book)))
     modules = {a.name for n in ast.walk(tree) if isinstance(n, ast.Import) for a in n.names}
     modules |= {n.module for n in ast.walk(tree) if isinstance(n, ast.ImportFrom)}
-    assert {m.split(".")[0] for m in modules} <= {"cpt_core", *sys.stdlib_module_names}
+    assert {m.split(".")[0] for m in modules} <= {"cpt_core", "torch", *sys.stdlib_module_names}
 
 
 def test_headings(book):
@@ -115,6 +115,29 @@ def test_nothing_of_one_machine(path):
     plain = re.sub(r'"image/png": "[^"]*"', "", text)
     assert not re.search(r"(?<![\w.])/(root|home|work|tmp|Users)/", plain)
     assert not re.search(r"Traceback|ipykernel_\d+", plain)
+
+
+def test_formulas_are_set_as_formulas(book):
+    for cell in book.cells:
+        if cell.cell_type == "markdown":
+            assert not re.search(r"^ {4}", cell.source, flags=re.M), f"{cell.id}: an indented block is shown as code"
+
+
+def test_ends_with_the_way_on(path):
+    book = nbformat.read(path, as_version=4)
+    way = re.search(r"^Next: .*$", book.cells[-1].source, flags=re.M)
+    assert way, "the last cell has a line that begins with Next:"
+    links = re.findall(r"\]\(([^)]+)\)", way[0])
+    assert all((FOLDER / link).exists() for link in links)
+    if path == NOTEBOOKS[-1]:
+        assert links == ["../REPRODUCING.md", "../README.md"]
+    else:
+        assert links == [NOTEBOOKS[NOTEBOOKS.index(path) + 1].name]
+
+
+def test_the_first_notebook_lists_all_others():
+    text = nbformat.read(NOTEBOOKS[0], as_version=4).cells[-1].source
+    assert re.findall(r"^\| \[\w+\]\((\w+\.ipynb)\)", text, flags=re.M) == [p.name for p in NOTEBOOKS[1:]]
 
 
 def test_listed_with_times(path):

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+from helpers import pictures, small
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -23,22 +24,6 @@ STEPS = 24
 
 def schedule_of(name="CR", total_steps=STEPS, **changes):
     return make_schedule(name, **{"q_min": 3, "q_max": 8, "total_steps": total_steps, "n_cycles": 2} | changes)
-
-
-def small(seed=0):
-    torch.manual_seed(seed)
-    return nn.Sequential(
-        nn.Conv2d(3, 4, 3, padding=1),
-        nn.BatchNorm2d(4),
-        nn.ReLU(),
-        nn.Conv2d(4, 4, 3),
-        nn.Flatten(),
-        nn.Linear(64, 5),
-    )
-
-
-def pictures(seed=0, n=4):
-    return torch.randn(n, 3, 6, 6, generator=torch.Generator().manual_seed(seed))
 
 
 def bits_of(model):

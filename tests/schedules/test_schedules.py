@@ -4,11 +4,11 @@ import os
 import pickle
 import subprocess
 import sys
-import warnings
 from pathlib import Path
 
 import numpy as np
 import pytest
+from helpers import make, quietly
 
 import cpt_core
 from cpt_core.schedules import cost
@@ -25,16 +25,6 @@ from cpt_core.schedules.schedule import (
 
 TEN = ["LR", "LT", "CR", "CT", "RR", "RTV", "RTH", "ER", "ETV", "ETH"]
 TRIANGULAR = ["LT", "CT", "RTV", "RTH", "ETV", "ETH"]
-
-
-def make(name="CR", **changes):
-    return make_schedule(name, **{"q_min": 3, "q_max": 8, "total_steps": 1600, "n_cycles": 8} | changes)
-
-
-def make_short(name, **changes):
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", ShortCycleWarning)
-        return make(name, **changes)
 
 
 def code_without_torch(statements):
@@ -172,7 +162,7 @@ END_CASES = [(*run[:4], *rule) for run in ENDS for rule in zip(CYCLE_RULES, run[
 @pytest.mark.parametrize(("run", "q_min", "steps", "n_cycles", "cycle_rule", "not_eight"), END_CASES)
 def test_bits_at_the_end_of_the_paper_s_runs(run, q_min, steps, n_cycles, cycle_rule, not_eight):
     args = {"q_min": q_min, "total_steps": steps, "n_cycles": n_cycles, "cycle_rule": cycle_rule}
-    found = {name: make_short(name, **args)(steps - 1) for name in TEN}
+    found = {name: quietly(make, name, **args)(steps - 1) for name in TEN}
     assert found == dict.fromkeys(TEN, 8) | not_eight
 
 

@@ -4,6 +4,7 @@ import pickle
 import pytest
 import torch
 import torch.nn.functional as F
+from helpers import pictures, small
 from torch import nn
 
 from cpt_core.quantization.convert import PRESETS, QuantConfig, quantize_, restore_
@@ -15,22 +16,6 @@ from cpt_core.quantization.summary import summary
 
 NEAREST = QuantConfig().with_gradient_rounding("nearest")
 BITS, Q_GRAD = 3, 5
-
-
-def small():
-    torch.manual_seed(0)
-    return nn.Sequential(
-        nn.Conv2d(3, 4, 3, padding=1),
-        nn.BatchNorm2d(4),
-        nn.ReLU(),
-        nn.Conv2d(4, 4, 3),
-        nn.Flatten(),
-        nn.Linear(64, 5),
-    )
-
-
-def pictures(n=2, seed=0):
-    return torch.randn(n, 3, 6, 6, generator=torch.Generator().manual_seed(seed))
 
 
 def quantized_names(model):

@@ -1,0 +1,298 @@
+"""The runs of critical-period experiments, with their controls."""
+
+import json
+from collections import Counter
+from dataclasses import replace
+from itertools import groupby
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+from torch import nn
+
+from cpt_core.experiments import designs, grids
+from cpt_core.experiments.image import ImageRecipe
+from cpt_core.experiments.recipes import DEFICITS, RECIPES, deficits, recipe
+from cpt_core.experiments.spec import RunSpec
+from cpt_core.tasks.image import ImageTask
+
+# --- grids of deficits ----------------------------------------------------------------------------
+
+
+SHIFTED = [("paper", "cifar10", "resnet74"), ("demo", "digits", "mlp6"), ("smoke", "digits", "mlp6")]
+
+
+def windows_of(specs):
+    return [(s.recipe.steps, s.schedule.windows) for s in specs]
+
+
+def test_every_length_has_its_controls():
+    specs = designs.deficit_scan(lengths=[0, 10, 30], windows=[(0, 20), (5, 25)], steps=100, seeds=[4])
+    found = windows_of(specs)
+    assert len(found) == len(set(found))
+    assert set(found) == {
+        (100, ()),
+        (110, ()), (110, ((0, 10),)), (110, ((100, 110),)),
+        (130, ()), (130, ((0, 30),)), (130, ((100, 130),)),
+        (100, ((0, 20),)), (100, ((5, 25),)), (100, ((80, 100),)),
+    }  # fmt: skip
+    assert {s.seed for s in specs} == {4}
+
+
+@pytest.mark.parametrize("name", [name for name in grids.GRIDS if "deficit" in name])
+def test_controls_of_every_named_grid(name):
+    for scale in grids.GRIDS[name].scales:
+        specs = grids.grid_specs(name, scale)
+        assert len({s.key for s in specs}) == len(specs)
+        assert max(Counter((s.arm, s.seed) for s in specs).values()) == 1
+        for family in {s.recipe: None for s in specs}:
+            for seed in family.seeds:
+                runs = [s.schedule.bits() for s in specs if s.recipe == family and s.seed == seed]
+                counts = [int((bits == family.q_min).sum()) for bits in runs]
+                for bits, low in zip(runs, counts, strict=True):
+                    assert (bits == 8).sum() == family.steps - low
+                ends = [low for bits, low in zip(runs, counts, strict=True) if (bits[family.steps - low :] < 8).all()]
+                assert ends.count(0) == counts.count(0) == 1
+                assert sorted(ends) == sorted(set(counts))
+
+
+def test_lengths_and_windows_are_the_two_halves_of_a_scan():
+    for scale, dataset in (("demo", "digits"), ("demo", "digits-graph"), ("paper", "cifar10")):
+        task = "graph" if "graph" in dataset else "image"
+        lengths = {s.key for s in designs.deficit_length(scale, dataset, task=task)}
+        windows = {s.key for s in designs.deficit_window(scale, dataset, task=task)}
+        assert lengths | windows == {s.key for s in designs.deficit_scan(scale, dataset, task=task)}
+        assert lengths - windows
+        assert windows - lengths
+
+
+@pytest.mark.parametrize(("scale", "dataset", "model"), SHIFTED)
+def test_learning_rates_fall_after_the_deficit(scale, dataset, model):
+    after = DEFICITS[scale][f"{dataset}/{model}"].changes["steps"]
+    specs = designs.deficit_length(scale, dataset, model, seeds=[0])
+    lengths = set()
+    for spec in specs:
+        length = spec.recipe.steps - after
+        lengths.add(length)
+        assert drops_of(spec.recipe) == [length + after // 2, length + 3 * after // 4]
+    assert lengths == set(DEFICITS[scale][f"{dataset}/{model}"].lengths)
+
+
+@pytest.mark.parametrize("after", [4, 40, 396, 1_004, 64_000, 256_000])
+def test_learning_rates_fall_after_any_deficit(after):
+    for length in (1, 3, 7, 33, 101, 999, 16_000, 99_991):
+        spec = designs.deficit_length(lengths=[length], steps=after, seeds=[0])[0]
+        assert drops_of(spec.recipe) == [length + after // 2, length + 3 * after // 4]
+
+
+@pytest.mark.parametrize(("scale", "dataset", "model"), SHIFTED)
+def test_windows_do_not_move_the_learning_rate(scale, dataset, model):
+    total = DEFICITS[scale][f"{dataset}/{model}"].window_steps
+    for spec in designs.deficit_window(scale, dataset, model, seeds=[0]):
+        assert drops_of(spec.recipe) == [total // 2, 3 * total // 4]
+
+
+def drops_of(r):
+    """Steps at which the image task lowers the learning rate, from the rates themselves."""
+    assert isinstance(r, ImageRecipe)
+    _, rate = ImageTask.optimizer(SimpleNamespace(recipe=r), nn.Linear(1, 1))
+    near = sorted({t + near for m in r.milestones for t in [int(m * r.steps)] for near in range(-3, 4)})
+    steps = [t for t in near if 1 <= t < r.steps]
+    assert rate(0, ()) == pytest.approx(r.lr)
+    assert rate(r.steps - 1, ()) == pytest.approx(r.lr * 0.01)
+    return [t for t in steps if rate(t, ()) < 0.5 * rate(t - 1, ())]
+
+
+def test_the_paper_s_deficits_on_cifar():
+    lengths = grids.grid_specs("cifar10/deficit_length")
+    assert {s.recipe.dataset for s in lengths} == {"cifar10"}
+    assert {s.recipe.model for s in lengths} == {"resnet74"}
+    starts = [0, 16_000, 32_000, 64_000, 128_000, 256_000]
+    assert spans_and_totals(lengths) == (
+        {(r + 256_000, ()) for r in starts}
+        | {(r + 256_000, ((0, r),)) for r in starts[1:]}
+        | {(r + 256_000, ((256_000, 256_000 + r),)) for r in starts[1:]}
+    )
+    windows = grids.grid_specs("cifar10/deficit_window")
+    assert spans_and_totals(windows) == {(256_000, ()), (256_000, ((128_000, 256_000),))} | {
+        (256_000, ((start, start + 128_000),)) for start in (0, 16_000, 32_000, 64_000)
+    }
+    for spec in (*lengths, *windows):
+        assert (spec.recipe.weight_decay, spec.recipe.lr, spec.recipe.batch) == (0, 0.1, 128)
+        assert (spec.schedule.q_low, spec.schedule.q_high, spec.q_max, spec.q_grad) == (3, 8, 8, 8)
+    assert Counter(s.seed for s in lengths) == dict.fromkeys((0, 1, 2), 16)
+    assert Counter(s.seed for s in windows) == dict.fromkeys((0, 1, 2), 6)
+
+
+def test_the_paper_s_deficits_on_imagenet():
+    specs = grids.grid_specs("imagenet/deficit_length")
+    epochs = {
+        (total // 5005, tuple(w // 5005 for window in windows for w in window))
+        for total, windows in spans_and_totals(specs)
+        if total % 5005 == 0
+    }
+    assert epochs == {
+        (150, ()), (175, ()), (250, ()), (175, (0, 25)), (250, (0, 100)), (175, (150, 175)), (250, (150, 250))
+    }  # fmt: skip
+    assert len(specs) == 7 * 3
+    assert {(s.recipe.model, s.recipe.weight_decay, s.schedule.q_low) for s in specs} == {("resnet18", 0, 4)}
+    assert all(w % 5005 == 0 for s in specs for window in s.schedule.windows for w in window)
+
+
+def test_the_paper_s_deficits_on_arxiv():
+    lengths = range(0, 1_001, 100)
+    specs = grids.grid_specs("ogbn-arxiv/deficit_length")
+    assert spans_and_totals(specs) == (
+        {(1_000 + r, ()) for r in lengths}
+        | {(1_000 + r, ((0, r),)) for r in lengths[1:]}
+        | {(1_000 + r, ((1_000, 1_000 + r),)) for r in lengths[1:]}
+    )
+    windows = grids.grid_specs("ogbn-arxiv/deficit_window")
+    assert spans_and_totals(windows) == {(1_000, ()), (1_000, ((500, 1_000),))} | {
+        (1_000, ((start, start + 500),)) for start in (0, 100, 200, 300, 400)
+    }
+    assert {(s.recipe.weight_decay, s.schedule.q_low, s.recipe.task) for s in (*specs, *windows)} == {(0, 3, "graph")}
+
+
+def spans_and_totals(specs):
+    assert all(s.recipe.steps == s.schedule.total_steps for s in specs)
+    return set(windows_of(specs))
+
+
+@pytest.mark.parametrize(
+    ("grid", "arms"),
+    [
+        (
+            "cifar10/deficit_length",
+            ["no deficit, 256K", "no deficit, 272K", "[0, 16K) of 272K", "[256K, 272K) of 272K"],
+        ),
+        ("cifar10/deficit_window", ["no deficit, 256K", "[0, 128K) of 256K", "[128K, 256K) of 256K"]),
+        ("imagenet/deficit_length", ["no deficit, 150", "no deficit, 175", "[0, 25) of 175", "[150, 175) of 175"]),
+        ("ogbn-arxiv/deficit_window", ["no deficit, 1000", "[0, 500) of 1000", "[500, 1000) of 1000"]),
+    ],
+)
+def test_arms_are_named_in_the_units_of_the_experiment(grid, arms):
+    found = [arm for arm, _ in groupby(s.arm for s in grids.grid_specs(grid))]
+    assert found[: len(arms)] == arms
+
+
+def test_arms_of_other_lengths_are_named_in_steps():
+    specs = designs.deficit_scan("paper", "cifar10", lengths=[16_001], windows=[], seeds=[0])
+    assert [s.arm for s in specs] == [
+        "no deficit, 272001", "[0, 16001) of 272001", "[256K, 272001) of 272001"
+    ]  # fmt: skip
+
+
+def test_units_may_be_epochs():
+    given = {"steps": 100, "seeds": [0]}
+    in_epochs = designs.deficit_scan(lengths=[0, 2], windows=[(1, 3)], steps_per_epoch=10, **given)
+    assert in_epochs == designs.deficit_scan(lengths=[0, 20], windows=[(10, 30)], **given)
+    assert designs.deficit_scan(steps_per_epoch=7) == designs.deficit_scan()  # the paper's lengths are steps already
+
+
+def test_steps_are_those_after_a_deficit_and_all_of_a_window():
+    assert {s.recipe.steps for s in designs.deficit_length(lengths=[0, 5], steps=50)} == {50, 55}
+    assert {s.recipe.steps for s in designs.deficit_window(windows=[(0, 5)], steps=50)} == {50}
+    assert {s.recipe.steps for s in designs.deficit_length(lengths=[0, 5])} == {400, 405}
+    assert {s.recipe.steps for s in designs.deficit_window(windows=[(0, 5)])} == {600}
+
+
+def test_changes_reach_the_deficits():
+    specs = designs.deficit_scan(q_min=4, lr=0.5, seeds=[7, 8], q_max=6)
+    assert {(s.schedule.q_low, s.schedule.q_high, s.q_max, s.q_grad) for s in specs} == {(4, 6, 6, 6)}
+    assert {(s.recipe.q_min, s.recipe.lr) for s in specs} == {(4, 0.5)}
+    assert {s.seed for s in specs} == {7, 8}
+    assert {s.scale for s in designs.deficit_scan("smoke")} == {"smoke"}
+
+
+@pytest.mark.parametrize("scale", RECIPES)
+def test_every_recipe_has_deficits_without_weight_decay(scale):
+    for key, plain in RECIPES[scale].items():
+        dataset, model = key.split("/")
+        if dataset.startswith("own-"):
+            continue
+        found, settings = deficits(scale, dataset, model, plain.task)
+        assert (found.weight_decay, found.q_min > 0, found.evaluate_every > 0) == (0, True, True), key
+        assert settings.lengths[0] == 0
+        specs = designs.deficit_scan(scale, dataset, model, task=plain.task, seeds=[0])
+        assert len({s.key for s in specs}) == len(specs)
+        assert {s.recipe.weight_decay for s in specs} == {0}
+        assert {s.schedule.q_low for s in specs} == {found.q_min}
+        for spec in specs:
+            again = RunSpec.from_dict(json.loads(json.dumps(spec.to_dict())))
+            assert (again, again.key) == (spec, spec.key)
+
+
+def test_deficits_that_nobody_chose_are_shares_of_the_training():
+    found, settings = deficits("paper", "cifar100", "resnet152")
+    assert found == replace(recipe("paper", "cifar100", "resnet152"), weight_decay=0.0)
+    assert settings.lengths == (0, 16_000, 32_000, 64_000)
+    assert (settings.windows, settings.window_steps) == (((0, 32_000), (16_000, 48_000)), 64_000)
+    assert (settings.lr_after, settings.unit, settings.suffix) == (True, 1, "")
+    specs = designs.deficit_length("paper", "cifar100", "resnet152", seeds=[0])
+    assert {(s.recipe.steps, *drops_of(s.recipe)) for s in specs} == {
+        (r + 64_000, r + 32_000, r + 48_000) for r in (0, 16_000, 32_000, 64_000)
+    }
+    graph, settings = deficits("paper", "ogbn-products", task="graph")
+    assert (graph.weight_decay, settings.lr_after) == (0, False)
+    unseen = deficits("smoke", "templates", task="entailment")[0]
+    assert unseen.evaluate_every == 4
+
+
+def test_own_data_has_the_deficits_of_its_family():
+    assert deficits("paper", "a.npz")[1] == DEFICITS["paper"]["cifar10/resnet74"]
+    assert deficits("demo", "ogbn-arxiv", task="graph")[1] == DEFICITS["demo"]["own-graph/gcn"]
+    assert deficits("paper", "a.npz")[0].dataset == "a.npz"
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"scale": "huge"}, "unknown scale 'huge'; choose from smoke, demo, paper"),
+        ({"dataset": "mnist"}, "no demo recipe for dataset 'mnist'"),
+        ({"model": "vgg"}, "unknown model 'vgg'"),
+        ({"dataset": "digits-graph", "task": "image"}, "is for task 'graph', not 'image'"),
+        ({"stepz": 3}, "a recipe has no stepz; it has task"),
+        ({"lengths": [0, -1]}, "the length of a deficit must be a whole number of at least 0, got -1"),
+        ({"lengths": [3.0]}, "length of a deficit must be a whole number .* got 3.0"),
+        ({"lengths": [True]}, "length of a deficit must be a whole number .* got True"),
+        ({"lengths": ["3"]}, "length of a deficit must be a whole number .* got '3'"),
+        ({"windows": [(-1, 5)]}, r"window \(-1, 5\) must satisfy"),
+        ({"windows": [(5, 5)]}, r"window \(5, 5\) must satisfy"),
+        ({"windows": [(0, 5), (5, 2)]}, r"window \(5, 2\) must satisfy"),
+        ({"windows": [(0, 601)]}, r"window \(0, 601\) must satisfy .* total_steps = 600"),
+        ({"windows": [(0, 51)], "steps": 50}, r"window \(0, 51\) must satisfy .* total_steps = 50"),
+        ({"windows": [(0, 2.5)]}, "stop of a window must be an integer, got 2.5"),
+        ({"windows": [(0, 7)], "steps_per_epoch": 100}, r"window \(0, 700\) must satisfy"),
+        ({"steps_per_epoch": 0}, "steps_per_epoch must be a whole number of at least 1, got 0"),
+        ({"steps_per_epoch": 2.0}, "steps_per_epoch must be a whole number of at least 1, got 2.0"),
+        ({"q_max": 1}, "q_min=2, q_max=1"),
+        ({"q_max": 8.0}, "q_high must be an integer, got 8.0"),
+        ({"steps": 100.5}, "steps must be a whole number of at least 1, got 100.5"),
+    ],
+)
+def test_deficits_that_do_not_fit_are_named(given, message):
+    with pytest.raises(ValueError, match=message):
+        designs.deficit_scan(**given)
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"steps": 0}, "steps must be a whole number of at least 1, got 0"),
+        ({"steps": "3"}, "steps must be a whole number of at least 1, got '3'"),
+        ({"windows": [3]}, "a window is a pair"),
+        ({"windows": [(0, 5, 9)]}, "a window is a pair"),
+        ({"windows": [(None, 5)]}, "start of a window must be an integer, got None"),
+        ({"windows": [(True, 5)]}, "start of a window must be an integer, got True"),
+        ({"steps_per_epoch": True}, "steps_per_epoch must be a whole number of at least 1, got True"),
+    ],
+)
+def test_deficits_of_no_numbers(given, message):
+    with pytest.raises(ValueError, match=message):
+        designs.deficit_scan("demo", "digits", seeds=[0], **given)
+
+
+def test_numpy_numbers_are_numbers():
+    specs = designs.deficit_scan("demo", "digits", lengths=np.arange(3), windows=(), seeds=[0])
+    assert [s.recipe.steps for s in specs] == [400, 401, 401, 401, 402, 402, 402]

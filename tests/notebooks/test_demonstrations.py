@@ -1,0 +1,29 @@
+"""Demonstrations that several notebooks share."""
+
+import torch
+
+from cpt_core.schedules import cost
+from cpt_core.teaching import demonstrations
+
+
+def table(capsys, **options):
+    model = torch.nn.Sequential(torch.nn.Linear(4, 3), torch.nn.ReLU(), torch.nn.Linear(3, 1))
+    inputs = (torch.empty(2, 4),)
+    demonstrations.bitops_table(model, inputs, ["CR", "STATIC"], q_min=3, total_steps=800, **options)
+    return capsys.readouterr().out.splitlines()
+
+
+def test_bitops_table_adds_up_by_kind_and_prices_every_schedule(capsys):
+    operations, names, cr, static = table(capsys)
+    assert operations == "operations of a forward pass: 30: Linear 30 (100.0 %)"
+    assert names.split() == ["cost", "BitOps,", "paper", "BitOps,", "per_op"]
+    assert static.split()[:3] == ["STATIC", "1.000", f"{cost.total_bitops(30, [8] * 800, q_grad=8):.4e}"]
+    assert float(static.split()[3]) < float(static.split()[2])  # the first layer computes no error product
+    assert float(cr.split()[2]) < float(static.split()[2])
+
+
+def test_bitops_table_by_parts_in_one_convention(capsys):
+    operations, names, *rows = table(capsys, parts={"0": "first"}, conventions=["per_op"])
+    assert operations == "operations of a forward pass: 30: first 24 (80.0 %), Linear 6 (20.0 %)"
+    assert names.split() == ["cost", "BitOps,", "per_op"]
+    assert [len(row.split()) for row in rows] == [3, 3]
