@@ -78,7 +78,7 @@ def same(a, b):
     return all(torch.equal(p, q) for p, q in zip(a.parameters(), b.parameters(), strict=True))
 
 
-def smoke_spec(dataset, arm="static 8", seed=0, model=None, **changes):
+def smoke_spec(dataset, /, arm="static 8", seed=0, model=None, **changes):
     """Return a run of a data set's smoke recipe with some fields changed."""
     return run_spec(replace(recipe("smoke", dataset, model), **changes), arm, q_max=8, seed=seed, scale="smoke")
 

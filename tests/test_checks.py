@@ -27,7 +27,8 @@ def test_choose_takes_any_names():
 
 def test_library_blames_a_missing_library_and_nothing_else(tmp_path, monkeypatch):
     assert library("json", "text").dumps([1]) == library("json:dumps", "")([1]) == "[1]"
-    monkeypatch.setitem(sys.modules, "transformers", None)
+    for name in ("transformers", "transformers.utils"):  # which other tests may have imported
+        monkeypatch.setitem(sys.modules, name, None)
     with pytest.raises(ImportError, match=r"^transformers cannot be imported; .* 'cpt-core\[text\]'$"):
         library("transformers.utils", "text")
     with pytest.raises(ImportError, match=r"cpt_core\.nonsense") as caught:

@@ -408,7 +408,8 @@ def test_pretrained_weights_are_asked_for_and_used(tmp_path, monkeypatch):
     import torchvision
 
     monkeypatch.setenv("CPT_DATA_DIR", str(tmp_path))
-    s = spec(model="retinanet", pretrained=True, train_images=2, valid_images=0, test_images=1)
+    s = spec(pretrained=True, train_images=2, valid_images=0, test_images=1)
+    s = replace(s, recipe=replace(s.recipe, model="retinanet"))
     with pytest.raises(
         DataNotFoundError, match=r"python -m cpt_core download resnet18, or train from scratch with pre"
     ):
