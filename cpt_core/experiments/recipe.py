@@ -80,7 +80,7 @@ class Metric:
     """A number that tells how good a model is, and how it is printed.
 
     Attributes:
-        name: in rows, such as "accuracy".
+        name: in rows, such as "accuracy"; after an underscore stands a further test set, as in "accuracy_es".
         label: for axes.
         unit: for tables.
         factor: from stored to printed numbers.
@@ -150,7 +150,7 @@ class Experiment:
         datasets: its data sets.
         own: the data set whose recipes the user's own data takes; "" where it cannot be used.
         own_large: the same for folders at paper scale, where it differs.
-        extra: of the installation, without which the task cannot be imported.
+        extra: of the installation, with the libraries that this task, or some of its data, needs.
         download: the function that gets its data, "module:function", called with (name, language).
         weights: pretrained models that this function gets too.
     """
