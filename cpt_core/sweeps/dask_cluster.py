@@ -142,7 +142,7 @@ def _client(scheduler: str | None, workers: int) -> Iterator[Any]:
             processes=False,  # the runs are processes; and so Ctrl-C reaches nobody but this one
             protocol="tcp://",
             host="127.0.0.1",  # nobody else can reach it
-            dashboard_address=None,
+            dashboard_address="127.0.0.1:0",  # None takes port 8787, and warns where that is taken
             silence_logs=logging.ERROR,
         ) as cluster,
         distributed.Client(cluster) as client,
