@@ -12,7 +12,8 @@ from collections.abc import Callable
 import torch
 from torchvision.transforms import v2
 
-from cpt_core.data.images import CIFAR_MEAN, CIFAR_STD, ArrayBatches, ArrayImages, ImageData
+from cpt_core.data.image_batches import ArrayBatches
+from cpt_core.data.images import CIFAR_MEAN, CIFAR_STD, ArrayImages, ImageData
 from cpt_core.experiments.recipes import recipe
 
 

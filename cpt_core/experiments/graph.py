@@ -106,7 +106,7 @@ DEFICITS_DIGITS_SMOKE = Deficits(
 
 EXPERIMENT = Experiment(
     recipe=GraphRecipe, task="cpt_core.tasks.graph:GraphTask", metrics=(ACCURACY,), artefact="figure_6",
-    own="own-graph", extra="graph", download="cpt_core.data.graphs:download",
+    own="own-graph", extra="graph", download="cpt_core.data.ogb:download",
     datasets=(
         Dataset(
             "digits-graph", "a nearest-neighbour graph over scikit-learn's digits",

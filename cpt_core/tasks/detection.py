@@ -14,15 +14,9 @@ from torch import Tensor, nn
 
 from cpt_core.checks import library
 from cpt_core.data.common import load_once
-from cpt_core.data.detection import (
-    Annotated,
-    Batch,
-    backbone_weights,
-    batches,
-    evaluation_batches,
-    load_detection,
-    random_detection,
-)
+from cpt_core.data.detection import backbone_weights, load_detection, random_detection
+from cpt_core.data.detection_batches import Batch, batches, evaluation_batches
+from cpt_core.data.pictures import Annotated
 from cpt_core.experiments.detection import EXPERIMENT, DetectionRecipe
 from cpt_core.experiments.spec import RunSpec
 from cpt_core.models.retinanet import Outputs, RetinaNet, Target, retinanet

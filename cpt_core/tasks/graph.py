@@ -15,7 +15,8 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 
 from cpt_core.data.common import Stream, epoch_order, generator_of, load_once
-from cpt_core.data.graphs import evaluator, load_graph, random_graph
+from cpt_core.data.graphs import load_graph, random_graph
+from cpt_core.data.ogb import evaluator
 from cpt_core.experiments.graph import EXPERIMENT, GraphRecipe
 from cpt_core.experiments.spec import RunSpec
 from cpt_core.graphs.graph import Graph

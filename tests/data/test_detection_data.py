@@ -14,15 +14,11 @@ from PIL import Image
 from cpt_core import data as data_sets
 from cpt_core.data import detection
 from cpt_core.data.common import DataNotFoundError
-from cpt_core.data.detection import (
-    Annotated,
-    annotated,
-    aspect_groups,
-    batches,
-    evaluation_batches,
-    load_detection,
-    scenes,
-)
+from cpt_core.data.detection import annotated, load_detection
+from cpt_core.data.detection_batches import aspect_groups, batches, evaluation_batches
+from cpt_core.data.images import IMAGENET_MEAN, IMAGENET_STD
+from cpt_core.data.pictures import Annotated
+from cpt_core.data.scenes import scenes
 from cpt_core.experiments.detection import DetectionRecipe
 from cpt_core.experiments.recipes import recipe
 
@@ -320,7 +316,7 @@ def test_resizing_padding_and_boxes():
     assert batch.images.shape == (2, 3, 128, 128)
     assert batch.targets[1]["boxes"].tolist() == [[0, 0, 50, 50]]
     assert not batch.images[1, :, 50:].any()
-    mean, std = torch.tensor(detection.IMAGENET_MEAN), torch.tensor(detection.IMAGENET_STD)
+    mean, std = torch.tensor(IMAGENET_MEAN), torch.tensor(IMAGENET_STD)
     torch.testing.assert_close(batch.images[1, :, 0, 0], (0 - mean) / std)
     (one,) = evaluation_batches(pictures((300, 400)), small("x/", size=608, max_size=1024), workers=0)
     assert one.sizes == [(608, 810)]
@@ -375,7 +371,8 @@ def test_many_pictures_reach_the_processes_that_read_them(own):
     write_lists(own, train=names, val=names)
     code = """
 import itertools, multiprocessing
-from cpt_core.data.detection import batches, load_detection
+from cpt_core.data.detection import load_detection
+from cpt_core.data.detection_batches import batches
 from cpt_core.experiments.detection import DetectionRecipe
 if __name__ == "__main__":
     multiprocessing.set_start_method("forkserver")

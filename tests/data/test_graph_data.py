@@ -14,7 +14,7 @@ import scipy.sparse
 import torch
 
 from cpt_core import data
-from cpt_core.data import graphs
+from cpt_core.data import graphs, ogb
 from cpt_core.data.common import DataNotFoundError
 from cpt_core.data.graphs import bidirected, load_graph, random_graph
 from cpt_core.experiments.recipes import recipe
@@ -200,7 +200,7 @@ def arxiv(request, tmp_path, monkeypatch):
     """A small data set in the real layout of ogbn-arxiv, to be read by OGB's own loader."""
     monkeypatch.setenv("CPT_DATA_DIR", str(tmp_path))
     if request.param == "without DGL":
-        for module in (graph_module, graphs):
+        for module in (graph_module, ogb):
             monkeypatch.setattr(module, "dgl_module", lambda: None)
 
     def no_input(*args):
@@ -243,7 +243,7 @@ def test_ogb_says_nothing_and_asks_no_network(arxiv, capfd):
 def test_evaluator_of_ogb_agrees_with_ours():
     rng = np.random.default_rng(0)
     labels, predicted = rng.integers(0, 4, (2, 100))
-    found = graphs.evaluator("ogbn-arxiv").eval({"y_true": labels[:, None], "y_pred": predicted[:, None]})
+    found = ogb.evaluator("ogbn-arxiv").eval({"y_true": labels[:, None], "y_pred": predicted[:, None]})
     assert found["acc"] == pytest.approx((labels == predicted).mean())
 
 

@@ -15,7 +15,8 @@ from PIL import Image
 
 from cpt_core import data
 from cpt_core.data.common import DataNotFoundError
-from cpt_core.data.images import ArrayBatches, ArrayImages, FileBatches, evaluation_batches, load_images
+from cpt_core.data.image_batches import ArrayBatches, FileBatches, evaluation_batches
+from cpt_core.data.images import ArrayImages, load_images
 from cpt_core.experiments.recipes import recipe
 
 CPU = torch.device("cpu")

@@ -14,10 +14,11 @@ from torch import nn
 
 from cpt_core.bitops import plan
 from cpt_core.bitops.ledger import BitOpsLedger
-from cpt_core.data import common
-from cpt_core.data import detection as data
+from cpt_core.data import common, detection
 from cpt_core.data.common import DataNotFoundError
-from cpt_core.data.detection import Annotated, scenes
+from cpt_core.data.detection import WEIGHTS
+from cpt_core.data.pictures import Annotated
+from cpt_core.data.scenes import scenes
 from cpt_core.experiments import designs, grids
 from cpt_core.experiments.recipes import recipe
 from cpt_core.experiments.spec import RunSpec, run_spec
@@ -417,7 +418,7 @@ def test_pretrained_weights_are_asked_for_and_used(tmp_path, monkeypatch):
     torch.manual_seed(5)
     stored = torchvision.models.resnet18().state_dict()
     stored["bn1.running_mean"] += 7
-    torch.save(stored, tmp_path / data.WEIGHTS)
+    torch.save(stored, tmp_path / WEIGHTS)
     task = DetectionTask(s, CPU)
     body = task.model().backbone.body
     assert torch.equal(body.conv1.weight, stored["conv1.weight"])
@@ -425,7 +426,7 @@ def test_pretrained_weights_are_asked_for_and_used(tmp_path, monkeypatch):
     assert body.bn1.running_mean[0] == 7
     assert isinstance(body.bn1, FrozenStatisticsBatchNorm2d)
     assert "ImageNet-pretrained backbone" in task.title
-    torch.save({k: v for k, v in stored.items() if k != "conv1.weight"}, tmp_path / data.WEIGHTS)
+    torch.save({k: v for k, v in stored.items() if k != "conv1.weight"}, tmp_path / WEIGHTS)
     with pytest.raises(ValueError, match=r"holds no weights of this backbone.*conv1\.weight"):
         task.model()
     scratch = DetectionTask(replace(s, recipe=replace(s.recipe, pretrained=False)), CPU)
@@ -442,9 +443,9 @@ def test_a_notebook_without_the_weights_says_so_and_starts_from_scratch(tmp_path
     assert "from scratch, unlike the paper's" in capsys.readouterr().out
     (first, *_) = designs.quality_cost("paper", "voc2012", preset="authors", **changes)
     assert not first.recipe.pretrained
-    (tmp_path / data.WEIGHTS).write_bytes(b"")
+    (tmp_path / WEIGHTS).write_bytes(b"")
     assert demonstrations.pretrained_or_scratch("paper") == {}
-    assert data.WEIGHTS in capsys.readouterr().out
+    assert WEIGHTS in capsys.readouterr().out
 
 
 # --- cost -----------------------------------------------------------------------------------------
@@ -492,7 +493,7 @@ def test_operations_and_costs_of_the_reference(reference_dir):
 
 def test_costs_are_those_of_the_real_input_size(monkeypatch):
     assert DetectionTask(spec(), CPU).cost_batches == 1
-    monkeypatch.setattr(data, "scenes", lambda part, count, size: tuple(
+    monkeypatch.setattr(detection, "scenes", lambda part, count, size: tuple(
         replace(a, picture=a.picture[:, : 32 * (1 + i % 2)], size=(32 * (1 + i % 2), 64), boxes=a.boxes.clip(max=32))
         for i, a in enumerate(scenes(part, count, 64))
     ))  # fmt: skip
