@@ -257,6 +257,12 @@ def test_quality_is_minus_perplexity():
     assert quality_cost.paired_difference(runs, "static 8", "static 2").to_list() == pytest.approx([-8.125] * 3)
 
 
+def test_the_front_at_equal_cost_and_at_equal_quality():
+    arms = pd.DataFrame({"relative_cost": [0.5, 0.5, 0.5, 0.6, 0.7], "mean": [0.8, 0.7, 0.8, 0.8, 0.9]})
+    # beaten: as cheap but worse; dearer and no better. Two alike do not beat each other
+    assert quality_cost.pareto(arms).tolist() == [True, False, True, False, True]
+
+
 def test_figure_7_turns_the_axis():
     rows = as_perplexity(rows_of(lambda arm, seed, cost: 9e3 if arm == "static 2" else 100 - 10 * cost + seed))
     ax = figures.figure_7(table(rows), front=True).axes[0]
