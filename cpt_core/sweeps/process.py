@@ -13,7 +13,7 @@ import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from multiprocessing import connection, forkserver
+from multiprocessing import connection, forkserver, resource_tracker
 from pathlib import Path
 from typing import Any
 
@@ -142,7 +142,9 @@ def _context() -> Any:
         context.set_forkserver_preload(["cpt_core.sweeps.worker", *tasks])
         before = {name: os.environ.get(name) for name in ALLOCATOR}
         os.environ.update({name: value for name, value in ALLOCATOR.items() if before[name] is None})
-        # Ctrl-C in a terminal reaches the server too; while it starts, nothing there would catch it
+        # Ctrl-C in a terminal reaches the server too; while it starts, nothing there would catch it. The tracker of
+        # resources goes first: starting it inside would end the block before the server takes it over
+        resource_tracker.ensure_running()
         signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
         try:
             forkserver.ensure_running()

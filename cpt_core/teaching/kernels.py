@@ -120,9 +120,11 @@ def notebook_page(book: nbformat.NotebookNode) -> str:
     for url in ("mathjax_url", "require_js_url", "jquery_url", "jupyter_widgets_base_url", "widget_renderer_url"):
         if exporter.has_trait(url):
             setattr(exporter, url, "")
-    for cell in book.cells:  # sliders need a kernel: keep the static figure, drop the widget
-        for output in cell.get("outputs", []):
-            output.get("data", {}).pop("application/vnd.jupyter.widget-view+json", None)
+    for cell in book.cells:  # sliders and bars need a kernel; a static figure beside them is an output of its own
+        if "outputs" in cell:
+            cell.outputs = [
+                o for o in cell.outputs if "application/vnd.jupyter.widget-view+json" not in o.get("data", {})
+            ]
     book.metadata.pop("widgets", None)
     text, _ = exporter.from_notebook_node(book)
     return re.sub(r"<script[^>]*(src=\"https?:[^\"]*\"|type=\"module\")[^>]*>.*?</script>", "", text, flags=re.S)

@@ -191,7 +191,8 @@ def _run(path: Path, values: dict[str, Any], folder: Path, place: Place) -> Outc
         return Outcome(path.stem, "up to date", json.loads(state.read_text())["seconds"], page)
     started = place.started = time.monotonic()
     error = ""
-    copy.unlink(missing_ok=True)
+    for old in (copy, state):  # a page that is replaced is of no earlier run any more, also when this one fails
+        old.unlink(missing_ok=True)
     try:
         kernels.execute(path, copy, values, place)
     except Exception as failure:  # whatever it is, the report of the others is worth having

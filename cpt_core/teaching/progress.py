@@ -108,7 +108,8 @@ class Progress:
     def _where(self) -> str:
         parts = [str(p) for p in self.places.values() if p.started is not None and p.notebook in self.todo]
         left = self.seconds_left()
-        return "; ".join([*parts, f"about {max(left / 60, 0.1):.1f} min left"] if left else parts)
+        # first, for a terminal cuts the line at its width
+        return "; ".join([f"about {max(left / 60, 0.1):.1f} min left", *parts] if left else parts)
 
     def _say(self, text: str) -> None:
         self.said = time.monotonic()

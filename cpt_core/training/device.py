@@ -30,8 +30,8 @@ def peak_memory(device: str) -> int:
 def choose_device(device: str, spec: RunSpec) -> str:
     """Return "cpu" or "cuda"; ValueError for an unknown name, or for CUDA where there is none."""
     choose("device", device, DEVICES)
-    if spec.scale == "smoke" or device == "cpu":
-        return "cpu"
     if device == "cuda" and not torch.cuda.is_available():
         raise ValueError("device 'cuda' was asked for, but torch sees no CUDA device")
+    if spec.scale == "smoke" or device == "cpu":
+        return "cpu"
     return "cuda" if torch.cuda.is_available() else "cpu"

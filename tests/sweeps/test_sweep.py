@@ -12,6 +12,7 @@ from dataclasses import replace
 from multiprocessing import forkserver
 
 import pytest
+import torch
 from helpers import specs_of
 
 from bench.kill_sweep import KINDS, claims, holder, torture
@@ -467,3 +468,23 @@ def test_a_run_sees_its_gpu_only(tmp_path, monkeypatch):
 
 def see(job, stop, on_start):
     return Outcome(job.spec.key, "ran", {"visible": os.environ["CUDA_VISIBLE_DEVICES"]})
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_ctrl_c_cannot_reach_the_server_of_processes_while_it_starts():
+    code = """
+from multiprocessing import forkserver
+from cpt_core.sweeps.process import _context
+_context()
+status = open(f"/proc/{forkserver._forkserver._forkserver_pid}/status").read()
+blocked, ignored = (int(status.split(name)[1].split()[0], 16) for name in ("SigBlk:", "SigIgn:"))
+print((blocked | ignored) >> 1 & 1)  # SIGINT is number 2
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.stdout.strip() == "1", done.stderr
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
+def test_cuda_that_is_not_there_is_refused_at_every_scale(tmp_path):
+    with pytest.raises(ValueError, match="device 'cuda' was asked for"):
+        run_grid(specs_of("CR"), tmp_path / "rows.jsonl", device="cuda")
