@@ -68,7 +68,7 @@ def command(monkeypatch, capsys):
         (["run", "digits/mlp6", "--only", "schedule=CR", "savings=large"], "no run meets"),
         (["run", "digits/mlp6", "--only", "q_max=6"], "no q_max '6' in this grid; choose from 8"),
         (["run", "digits/mlp6", "--seeds", "0", "one"], "a seed is a whole number from 0 to 2147483647; got 'one'"),
-        (["run", "digits/mlp6", "--workers", "-3"], "workers must be a whole number of at least 0; got -3"),
+        (["run", "digits/mlp6", "--workers", "-3"], "of at least 0, at most 1024; got -3"),
         (["run", "digits/mlp6", "--threads", "0"], "threads must be a whole number of at least 1"),
         (["run", "digits/mlp6", "--timeout", "0"], "timeout must be more than 0 seconds"),
         (["run", "digits/mlp6", "--executor", "ray"], "unknown executor 'ray'; choose from local, dask"),

@@ -157,8 +157,8 @@ def tuned(runs: pd.DataFrame) -> pd.DataFrame:
     """
     arm = ["task", "recipe", "arm", "q_max", "preset", "scale"]
     better = [main_metric(task).better for task in runs["task"]]
-    means = runs.assign(score=runs["valid"] * better).groupby([*arm, "lr"])["score"].mean().fillna(-float("inf"))
-    # ties, and arms of which nothing finished, take the smallest rate: it comes first
+    means = runs.assign(score=runs["valid"] * better).groupby([*arm, "lr"])["score"].mean()
+    # ties, and arms of which nothing finished, take the smallest rate: it comes first; NaN is sorted to the end
     best = means.reset_index().sort_values("score", ascending=False, kind="stable").drop_duplicates(arm)
     chosen = pd.MultiIndex.from_frame(runs[[*arm, "lr"]]).isin(pd.MultiIndex.from_frame(best[[*arm, "lr"]]))
     return runs[chosen | (runs["learning_rates"] == 1)]

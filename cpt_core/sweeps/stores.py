@@ -109,7 +109,7 @@ def append_row(store: Path, row: Row) -> Row:
         with _lock(store), open(store, "a+b", buffering=0) as f:
             f.seek(0)
             content = f.read()
-            end = content.rfind(b"\n") + 1
+            end = _end(store, content)
             held = newest(_parse(store, content[:end])).get(row["key"])
             if held is not None and held["status"] != "failed":
                 return held
@@ -136,8 +136,7 @@ def load_rows(store: Path) -> list[Row]:
     if not Path(store).exists():
         return []
     content = Path(store).read_bytes()
-    # what follows the last newline is torn, or nothing
-    return list(newest(_parse(store, content[: content.rfind(b"\n") + 1])).values())
+    return list(newest(_parse(store, content[: _end(store, content)])).values())
 
 
 def newest(rows: Iterable[Row]) -> dict[str, Row]:
@@ -148,6 +147,14 @@ def newest(rows: Iterable[Row]) -> dict[str, Row]:
         if held is None or row["status"] != "failed" or held["status"] == "failed":
             out[row["key"]] = row
     return out
+
+
+def _end(store: Path, content: bytes) -> int:
+    """Where the whole lines end. What follows was torn off a row; anything else is no store, and not ours to cut."""
+    end = content.rfind(b"\n") + 1
+    if not content[end:].startswith((b"{", b"\0")) and end < len(content):
+        raise ValueError(f"{store} is no file of rows: it ends with {content[end:][:60].decode(errors='replace')!r}")
+    return end
 
 
 def _parse(store: Path, content: bytes) -> list[Row]:
@@ -215,8 +222,8 @@ def write_curve(store: Path, key: str, history: dict[str, list[Any]]) -> None:
                     frame[column] = float("nan")
                 frame.loc[frame["step"] == e["step"] - 1, column] = value
     path = place(store, "curves", key)
-    path.parent.mkdir(parents=True, exist_ok=True)
     try:
+        path.parent.mkdir(parents=True, exist_ok=True)
         write_atomically(path, lambda temporary: frame.to_parquet(temporary, index=False, compression="zstd"))
     except OSError as error:
         raise StoreError(f"cannot write {path}: {error.strerror or error}; the run's checkpoint is kept") from error

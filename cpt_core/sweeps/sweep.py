@@ -35,7 +35,7 @@ Execute = Callable[[list[Job], Signals, Live], Iterator[Outcome]]
 
 
 def run_grid(
-    specs: Sequence[RunSpec], store: Path | str, options: SweepOptions | None = None, **changes: Any
+    specs: Iterable[RunSpec], store: Path | str, options: SweepOptions | None = None, **changes: Any
 ) -> list[Row]:
     """Run what the store does not hold yet and return the rows of all specs, in order.
 
@@ -55,8 +55,10 @@ def run_grid(
         DataNotFoundError: when the data of a run are not there, before anything runs.
         StoreError: when the store cannot be written, before anything runs or as soon as it is noticed.
     """
-    options = replace(options or SweepOptions(), **changes)
+    options, specs = replace(options or SweepOptions(), **changes), list(specs)
     for spec in specs:
+        if not isinstance(spec, RunSpec):
+            raise TypeError(f"specs must be a list of RunSpec, as the designs return it; got {spec!r} in it")
         task_of(spec)
     store = Path(store).absolute()  # the runs are other processes, maybe in another folder
     stores.check_writable(store)

@@ -350,3 +350,8 @@ def test_rows_that_are_kept_are_found_by_name():
     }  # fmt: skip
     with pytest.raises(ValueError, match="no rows are kept under the name 'digits'; choose from cycles_digits"):
         committed("digits")
+
+
+def test_an_interval_holds_the_middle_95_percent_of_the_resamples():
+    low, high = predictors._bounds(np.arange(101.0)[None])
+    assert (low.tolist(), high.tolist()) == ([2.5], [97.5])

@@ -322,3 +322,13 @@ def test_figure_of_predictors():
     (ax,) = predictors.predictors_figure(found).axes
     assert [t.get_text() for t in ax.get_yticklabels()] == ["one", "two"]
     assert len(ax.containers) == 6
+
+
+def test_only_finished_runs_compare_aggregations_and_every_q_max_has_its_own_deficits():
+    specs = designs.aggregation("demo", bits=(8,), seeds=[0, 1])
+    rows = [row_of(s, 0.8, status="diverged" if s.seed == 0 else "ok") for s in specs]
+    (group,) = groups.aggregation_groups(table(rows))
+    assert set(group["seed"]) == {1}
+    runs = table(row_of(s, 0.9) for s in designs.deficit_scan("smoke", "digits", seeds=[0]))
+    found = groups.deficit_groups(pd.concat([runs, runs.assign(q_max=6)]))
+    assert sorted(group["q_max"].unique().tolist() for group in found) == [[6], [8]]

@@ -39,6 +39,16 @@ def test_the_newest_row_counts_but_no_failure_hides_a_result(tmp_path):
     assert list(stores.newest([row("a"), row("a", 2, "failed")]).values()) == [row("a")]
 
 
+@pytest.mark.parametrize("text", ["my notes", "my notes\n", "\n\nmine"])
+def test_a_file_that_is_no_store_is_left_as_it_is(text, tmp_path):
+    notes = tmp_path / "notes.txt"
+    notes.write_text(text)
+    for use in (lambda: stores.append_row(notes, row("a")), lambda: stores.load_rows(notes)):
+        with pytest.raises(ValueError, match=r"notes\.txt"):
+            use()
+    assert notes.read_text() == text
+
+
 @pytest.mark.parametrize("torn", ['{"schema": 1, "key": "b", "va', '{"schema": 1, "key": "b", "x": "\udcc3', "{}"])
 def test_a_torn_last_line_is_left_out_and_then_cut_off(torn, tmp_path):
     store = tmp_path / "rows.jsonl"
@@ -247,6 +257,13 @@ def test_a_claim_that_cannot_be_written_says_so():
 
 
 # --- curves and keys ------------------------------------------------------------------------------
+
+
+def test_a_curve_that_cannot_be_written_stops_the_sweep(tmp_path):
+    (tmp_path / "rows.curves").write_text("a file where the folder goes")
+    history = {"step": [0], "loss": [0.5], "bits": [3], "lr": [0.1], "evaluations": []}
+    with pytest.raises(StoreError, match=r"cannot write .*abc\.parquet: .*exists; the run's checkpoint is kept"):
+        stores.write_curve(tmp_path / "rows.jsonl", "abc", history)
 
 
 def test_curves_hold_every_step_and_its_evaluations(tmp_path):

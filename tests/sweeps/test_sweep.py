@@ -17,7 +17,7 @@ from helpers import specs_of
 
 from bench.kill_sweep import KINDS, claims, holder, torture
 from cpt_core.experiments import designs
-from cpt_core.sweeps import progress, stores
+from cpt_core.sweeps import progress, stores, worker
 from cpt_core.sweeps import sweep as sweep_module
 from cpt_core.sweeps.options import SweepOptions
 from cpt_core.sweeps.process import supervise
@@ -365,14 +365,18 @@ def test_missing_data_stop_the_sweep_before_anything_runs(tmp_path):
     [
         ({"executor": "cloud"}, "unknown executor 'cloud'; choose from local, dask"),
         ({"device": "tpu"}, "unknown device 'tpu'; choose from auto, cpu, cuda"),
-        ({"workers": -1}, "workers must be a whole number of at least 0; got -1"),
-        ({"workers": 1.5}, r"workers must be a whole number of at least 0; got 1\.5"),
-        ({"threads": 0}, "threads must be a whole number of at least 1; got 0"),
-        ({"per_gpu": 0}, "per_gpu must be a whole number of at least 1; got 0"),
+        ({"workers": -1}, "workers must be a whole number of at least 0, at most 1024; got -1"),
+        ({"workers": 1.5}, r"workers must be a whole number of at least 0, at most 1024; got 1\.5"),
+        ({"threads": 0}, "threads must be a whole number of at least 1, at most 1024; got 0"),
+        ({"threads": None}, "threads must be a whole number of at least 1, at most 1024; got None"),
+        ({"threads": 10**6}, "threads must be a whole number of at least 1, at most 1024; got 1000000"),
+        ({"per_gpu": 0}, "per_gpu must be a whole number of at least 1, at most 1024; got 0"),
         ({"workers": 0, "timeout": 5}, "timeout=5 needs runs in processes of their own; got workers=0"),
         ({"workers": 0, "executor": "dask"}, "executor 'dask' needs at least 1"),
         ({"timeout": 0}, "timeout must be more than 0 seconds; got 0"),
         ({"timeout": float("nan")}, "timeout must be more than 0 seconds; got nan"),
+        ({"timeout": "5"}, "timeout must be more than 0 seconds; got '5'"),
+        ({"checkpoint_seconds": None}, "checkpoint_seconds must be 0 or more; got None"),
         ({"checkpoint_seconds": -1}, "checkpoint_seconds must be 0 or more; got -1"),
         ({"scheduler": "tcp://x:1"}, "scheduler='tcp://x:1' is for executor 'dask', not 'local'"),
         ({"scheduler": "tcp://x:1", "executor": "dask", "workers": 2}, "the cluster at tcp://x:1 has its own"),
@@ -382,6 +386,21 @@ def test_wrong_values_are_refused_before_anything_runs(choices, message, tmp_pat
     with pytest.raises(ValueError, match=message):
         run_grid(specs_of("CR", steps=20), tmp_path / "rows.jsonl", **choices)
     assert not (tmp_path / "rows.jsonl").exists()
+
+
+def test_specs_may_come_one_by_one_but_must_be_specs(quick, tmp_path):
+    rows = run_grid((spec for spec in specs_of("LR", "CR")), tmp_path / "rows.jsonl", workers=0)
+    assert [row["status"] for row in rows] == ["ok", "ok"]
+    assert quick == ["LR", "CR"]
+    with pytest.raises(TypeError, match=r"specs must be a list of RunSpec.*got 'CR' in it"):
+        run_grid(["CR"], tmp_path / "other.jsonl", workers=0)
+
+
+def test_a_row_has_twenty_points_of_a_run_with_the_last_evaluation_and_no_number_that_json_lacks():
+    assert worker._spread(list(range(3))) == [0, 1, 2]
+    assert worker._spread(list(range(50))) == list(range(1, 50, 3))
+    assert worker._curve([1.0, 2.0, float("nan"), float("inf"), 3.0, -float("inf")]) == [1.0, 2.0, 3.0]
+    assert worker._curve([float(i) for i in range(40)]) == [0.5 + 2 * i for i in range(20)]
 
 
 def test_options_are_one_value_and_single_ones_change_it(quick, tmp_path):

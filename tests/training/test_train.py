@@ -1,3 +1,4 @@
+import math
 import os
 import signal
 import subprocess
@@ -12,7 +13,7 @@ from cpt_core.experiments import designs
 from cpt_core.experiments.recipes import recipe
 from cpt_core.experiments.spec import run_spec
 from cpt_core.tasks import TASKS
-from cpt_core.training.session import task_of
+from cpt_core.training.session import Session, task_of
 from cpt_core.training.train import Stopped, train
 
 
@@ -112,7 +113,7 @@ SCRIPT = """
 import sys, torch
 from pathlib import Path
 from cpt_core.experiments.spec import RunSpec
-from cpt_core.training.session import task_of
+from cpt_core.training.session import Session, task_of
 from cpt_core.training.train import train
 import json
 torch.set_num_threads(1)
@@ -203,3 +204,12 @@ def test_nothing_is_left_but_the_checkpoint(tmp_path):
     spec = spec_of(steps=10, n_cycles=1)
     train(task_of(spec), spec, checkpoint=tmp_path / "run.pt", checkpoint_seconds=0.0)
     assert os.listdir(tmp_path) == ["run.pt"]
+
+
+def test_a_loss_that_is_not_finite_changes_no_weight(monkeypatch):
+    session = Session(TASKS["image"], spec_of())
+    before = {name: value.clone() for name, value in session.model.named_parameters()}
+    loss = TASKS["image"].loss
+    monkeypatch.setattr(TASKS["image"], "loss", lambda *a: (loss(*a)[0] * float("nan"), None))
+    assert math.isnan(session.step(next(iter(session.task.batches(0))), 0.1))
+    assert all(torch.equal(before[name], value) for name, value in session.model.named_parameters())
