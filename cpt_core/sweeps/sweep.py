@@ -10,6 +10,7 @@ Any number of sweeps may share a store, on one machine or several: each run is d
 from __future__ import annotations
 
 import os
+import sys
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, ThreadPoolExecutor, wait
@@ -19,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from tqdm.auto import tqdm
 
 from cpt_core.experiments.spec import RunSpec
 from cpt_core.sweeps import stores
@@ -102,6 +104,10 @@ def _sweep(jobs: list[Job], execute: Execute, progress: bool | None) -> None:
                     again.add(outcome.key)
             # Another sweep has these (wait for it, and take over if it dies), or somebody ended their processes.
             jobs = [replace(job, wait=True) for job in jobs if job.spec.key in again]
+            if jobs and not live.note and not signals.stop.is_set():  # a log shows no bar
+                first = stores.place(jobs[0].store, "locks", jobs[0].spec.key)
+                said = "runs are another sweep's, or somebody ended their processes; waiting for"
+                tqdm.write(f"{len(jobs)} {said} {first}", sys.stderr)
             live.note = "waiting for another sweep" if jobs else ""
         if signals.stop.is_set():
             raise KeyboardInterrupt(f"stopped with {live.summary()}; the same command goes on from here")

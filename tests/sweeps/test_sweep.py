@@ -388,6 +388,24 @@ def test_wrong_values_are_refused_before_anything_runs(choices, message, tmp_pat
     assert not (tmp_path / "rows.jsonl").exists()
 
 
+def test_a_sweep_that_waits_for_another_says_so_also_without_a_bar(quick, tmp_path, capsys):
+    store, (spec,) = tmp_path / "rows.jsonl", specs_of("CR")
+    held, free = threading.Event(), threading.Event()
+
+    def other():
+        with stores.claim(store, spec.key):
+            held.set()
+            free.wait(30)
+
+    threading.Thread(target=other).start()
+    held.wait(30)
+    threading.Timer(1, free.set).start()
+    run_grid([spec], store, workers=0)
+    said = capsys.readouterr().err
+    where = stores.place(store, "locks", spec.key)
+    assert said.count(f"1 runs are another sweep's, or somebody ended their processes; waiting for {where}") == 1
+
+
 def test_specs_may_come_one_by_one_but_must_be_specs(quick, tmp_path):
     rows = run_grid((spec for spec in specs_of("LR", "CR")), tmp_path / "rows.jsonl", workers=0)
     assert [row["status"] for row in rows] == ["ok", "ok"]
