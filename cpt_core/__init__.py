@@ -54,6 +54,7 @@ _MODULES = {
     "quantization.quantizers": "Quantizer QUANTIZERS",
     "quantization.fake_quantize": "quantize",
     "quantization.convert": "quantize_ restore_ QuantConfig",
+    "quantization.coverage": "QuantizationWarning",
     "quantization.summary": "summary",
     "quantization.scheduler": "PrecisionScheduler precision",
     "bitops.plan": "count_bitops BitOpsPlan",

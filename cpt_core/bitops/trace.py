@@ -31,7 +31,7 @@ from cpt_core.bitops.macs import (
 )
 from cpt_core.graphs.graph import Graph, as_graph
 from cpt_core.graphs.layers import GraphConv, SAGEConv
-from cpt_core.quantization.convert import attention_kinds, module_kind
+from cpt_core.quantization.coverage import attention_kinds, module_kind
 from cpt_core.quantization.precision import LayerPrecision
 
 CONVENTIONS = ("paper", "per_op")

@@ -18,6 +18,7 @@ from __future__ import annotations
 import copy
 import importlib
 import sys
+from contextlib import nullcontext
 from typing import Any, Self
 
 import torch
@@ -69,6 +70,21 @@ def quantized_attention(
 
     Differs: the authors have a layer of their own; its numbers are the same (tested).
     """
+    half = module.precision.half_dtype(query)
+    with nullcontext() if half is None else torch.autocast(query.device.type, enabled=False):
+        context, probabilities = _attend(module, query, key, value, attention_mask, scaling, dropout)
+    return (context, probabilities) if half is None else (context.to(half), probabilities.to(half))
+
+
+def _attend(
+    module: Any,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float | None,
+    dropout: float,
+) -> tuple[Tensor, Tensor]:
     p = module.precision
     scores = p.gradient("grad", p.operand("query", query) @ p.operand("key", key.transpose(2, 3)))
     scores = scores * (query.shape[-1] ** -0.5 if scaling is None else scaling)

@@ -7,9 +7,7 @@
 
 from __future__ import annotations
 
-import importlib
-import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from difflib import get_close_matches
 from fnmatch import fnmatchcase
@@ -18,7 +16,17 @@ import torch
 from torch import nn
 
 from cpt_core.checks import choose
-from cpt_core.quantization import graph_layers, layers, lstm
+from cpt_core.quantization.coverage import (
+    after_first_pass,
+    callable_,
+    conversions,
+    convertible,
+    forget_first_pass,
+    in_float32,
+    own_layers,
+    parts_of_wholes,
+    warn_of_float32,
+)
 from cpt_core.quantization.layers import QuantizedLayer
 from cpt_core.quantization.noise import NoisePool
 from cpt_core.quantization.precision import LayerPrecision
@@ -79,7 +87,7 @@ def quantize_(
 
     Args:
         model: any module. Exact ``nn.Conv1d/2d/3d``, ``nn.Linear``, ``nn.LSTM``, ``GraphConv`` and mean ``SAGEConv``
-            (ours and DGL's), and the self-attention of transformers' encoders (``attention_layers.SELF_ATTENTION``)
+            (ours and DGL's), and the self-attention of transformers' encoders (``attention.SELF_ATTENTION``)
             are converted; subclasses with a forward of their own are not, ``summary(model)`` lists them.
         config: a ``QuantConfig``, the name of a preset ("all", "cifar", "imagenet"), or None for "all".
         filter_fn: ``filter_fn(module, name) -> bool``; False keeps that module in float32.
@@ -89,7 +97,11 @@ def quantize_(
 
     Raises:
         ValueError: for an unknown preset, a pattern that matches nothing, attention of a kind that cannot be quantised,
-            or when nothing would be converted; the model is unchanged then.
+            a layer with a ``forward`` of its instance, or when nothing would be converted; the model is unchanged then.
+
+    Warns:
+        QuantizationWarning: when more than a tenth of the weights stays in float32 although nobody asked for that, and
+            in the first forward pass of a module that uses a converted layer's weight without calling the layer.
     """
     config = _config_of(config)
     names = [name for name, _ in model.named_modules() if name]
@@ -104,20 +116,27 @@ def quantize_(
             raise ValueError(f"float32 pattern {pattern!r} matches a part of {parts[hits[0]]!r}; name the whole layer")
     if any(isinstance(m, LayerPrecision) for m in model.modules()):
         raise ValueError("the model is converted already; call restore_(model) first")
-    chosen = []
+    asked = {n for n in names if any(fnmatchcase(part, p) for p in config.float32 for part in _with_parents(n))}
+    chosen = {}
     for name, module in convertible(model):
-        if any(fnmatchcase(part, pattern) for pattern in config.float32 for part in _with_parents(name)):
-            continue
-        if filter_fn is None or filter_fn(module, name):
-            chosen.append(module)
+        if name not in asked and (filter_fn is None or filter_fn(module, name)):
+            chosen[name] = module
+        else:
+            asked.add(name)
     if not chosen:
         kinds = ", ".join(dict.fromkeys(kind.__name__ for kind in conversions()))
-        raise ValueError(f"nothing to quantise: no {kinds} in {type(model).__name__} was selected")
+        others = "".join(f"; {count} {what}" for what, count in in_float32(model, asked)[1].items())
+        raise ValueError(f"nothing to quantise: no {kinds} in {type(model).__name__} was selected{others}")
     noise = NoisePool(config.seed)
     found = conversions()
-    for module in chosen:  # before the first is changed
+    for name, module in chosen.items():  # before the first is changed
         found[type(module)].check(module)
-    for index, module in enumerate(chosen):
+        if "forward" in vars(module):
+            raise ValueError(
+                f"layer {name!r} has a forward of its own, put on this one object (accelerate's hooks do so), which "
+                "would run instead of the quantised one; call quantize_ before that, or leave the layer in float32"
+            )
+    for index, (name, module) in enumerate(chosen.items()):
         found[type(module)].from_float(
             module,
             noise,
@@ -126,21 +145,12 @@ def quantize_(
             running_start=config.running_start,
             aggregation=config.aggregation,
         )
+        module.precision.name = name  # type: ignore[union-attr]
+    for module in model.modules():
+        if callable_(module) and any(own_layers(module)):
+            module.register_forward_hook(after_first_pass)
+    warn_of_float32(model, asked)
     return model
-
-
-def conversions() -> dict[type[nn.Module], type[QuantizedLayer]]:
-    """Return what can be converted: float32 class -> quantised class.
-
-    With the layers of DGL and the models of transformers that the program uses.
-    """
-    found = {**layers.CONVERSIONS, **lstm.CONVERSIONS, **graph_layers.CONVERSIONS}
-    if "dgl.nn" in sys.modules:
-        found |= importlib.import_module("cpt_core.quantization.dgl_layers").CONVERSIONS
-    # versions of transformers without this name (before 5) have other attention modules, which stay in float32
-    if hasattr(sys.modules.get("transformers.modeling_utils"), "ALL_ATTENTION_FUNCTIONS"):
-        found |= importlib.import_module("cpt_core.quantization.attention").conversions()
-    return found
 
 
 def restore_(model: nn.Module) -> nn.Module:
@@ -148,8 +158,10 @@ def restore_(model: nn.Module) -> nn.Module:
     converted = [m for m in model.modules() if isinstance(m, QuantizedLayer)]
     if not converted:
         raise ValueError("the model has no quantised layers")
-    for module in converted:
-        module.to_float()
+    for module in model.modules():
+        forget_first_pass(module)
+    for layer in converted:
+        layer.to_float()
     return model
 
 
@@ -159,41 +171,6 @@ def layer_precisions(model: nn.Module) -> dict[str, LayerPrecision]:
     if not found:
         raise ValueError("the model has no quantised layers; call quantize_(model) first")
     return found
-
-
-def attention_kinds() -> set[type[nn.Module]]:
-    """Return the classes of self-attention that can be converted, of the models that the program uses."""
-    return {kind for kind, quantized in conversions().items() if quantized.KIND == "attention"}
-
-
-def module_kind(module: nn.Module) -> type[nn.Module]:
-    """Return the class of a module, or the one it had before it was converted."""
-    return module.FLOAT if isinstance(module, QuantizedLayer) else type(module)
-
-
-def convertible(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """Yield the modules that ``quantize_`` can convert, by name."""
-    # nn.TransformerEncoderLayer reads the weights of its Linear modules past their forward in evaluation
-    fused = {
-        id(m) for layer in model.modules() if isinstance(layer, nn.TransformerEncoderLayer) for m in layer.modules()
-    }
-    found, parts = conversions(), parts_of_wholes(model)
-    for name, module in model.named_modules():
-        if type(module) in found and id(module) not in fused and name not in parts:
-            if not found[type(module)].why_not(module):
-                yield name, module
-
-
-def parts_of_wholes(model: nn.Module) -> dict[str, str]:
-    """Modules inside a layer that is quantised as a whole: name of the part -> name of that layer."""
-    found = conversions()
-    whole = {kind for kind, quantized in found.items() if quantized.WHOLE}
-    out: dict[str, str] = {}
-    for name, module in model.named_modules():
-        kind = module_kind(module)
-        if kind in whole and not found[kind].why_not(module):
-            out |= {f"{name}.{part}".lstrip("."): name for part, _ in module.named_modules() if part}
-    return out
 
 
 def _with_parents(name: str) -> list[str]:

@@ -33,7 +33,7 @@ class QuantDGLSAGEConv(_QuantGraph, SAGEConv):
         if edge_weight is not None:
             raise ValueError("a quantised graph convolution takes no edge weights")
         dropped = tuple(map(self.feat_drop, feat)) if isinstance(feat, tuple) else self.feat_drop(feat)
-        h = sage_convolution(self, self.precision, as_graph(graph), dropped)
+        h = self._in_float32(sage_convolution, as_graph(graph), dropped)
         h = h if self.activation is None else self.activation(h)
         return h if self.norm is None else self.norm(h)
 

@@ -5,14 +5,14 @@ FP-Agg keeps the sum over neighbours in float32; Q-Agg quantises what enters it,
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from torch import Tensor, nn
 
-from cpt_core.graphs.graph import as_graph
+from cpt_core.graphs.graph import Graph, as_graph
 from cpt_core.graphs.layers import Features, GraphConv, SAGEConv, graph_convolution, sage_convolution
-from cpt_core.quantization.layers import QuantizedLayer
+from cpt_core.quantization.layers import QuantizedLayer, in_float32
 from cpt_core.quantization.quantizers import Quantizer
 
 
@@ -35,6 +35,10 @@ class _QuantGraph(QuantizedLayer):
         """Whether the sum over neighbours is quantised (Q-Agg)."""
         return "aggregation" in self.precision.quantizers
 
+    def _in_float32(self, convolution: Callable[..., Tensor], graph: Graph, features: Features, *rest: Any) -> Tensor:
+        x = features[0] if isinstance(features, tuple) else features
+        return in_float32(self.precision, x, convolution, self, self.precision, graph, features, *rest)
+
 
 class _QuantGraphConv(_QuantGraph):
     def forward(
@@ -43,7 +47,7 @@ class _QuantGraphConv(_QuantGraph):
         """(S, I) -> (D, O)."""
         if weight is not None or edge_weight is not None:
             raise ValueError("a quantised graph convolution takes neither edge weights nor a weight from outside")
-        return graph_convolution(self, self.precision, as_graph(graph), feat, self.weight)  # type: ignore[attr-defined]
+        return self._in_float32(graph_convolution, as_graph(graph), feat, self.weight)  # type: ignore[attr-defined]
 
     @classmethod
     def why_not(cls, module: nn.Module) -> str:
@@ -65,7 +69,7 @@ class QuantSAGEConv(_QuantGraph, SAGEConv):
 
     def forward(self, graph: Any, features: Features) -> Tensor:
         """(S, I) -> (D, O)."""
-        return sage_convolution(self, self.precision, as_graph(graph), features)
+        return self._in_float32(sage_convolution, as_graph(graph), features)
 
 
 CONVERSIONS: dict[type[nn.Module], type[QuantizedLayer]] = {c.FLOAT: c for c in (QuantGraphConv, QuantSAGEConv)}

@@ -12,9 +12,10 @@ torch.Size([3, 2])
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import ClassVar, Self
+from collections.abc import Callable, Mapping
+from typing import Any, ClassVar, Self
 
+import torch
 from torch import Tensor, nn
 
 from cpt_core.quantization.noise import NoisePool
@@ -80,6 +81,24 @@ class QuantizedLayer:
         return p.operand("input", x), p.operand("weight", weight), quantized_bias
 
 
+def in_float32(precision: LayerPrecision, x: Tensor, products: Callable[..., Tensor], *inputs: Any) -> Tensor:
+    """Return ``products(*inputs)``, computed in float32 where ``x`` would be computed in half precision.
+
+    The result is rounded to what the plain layer would return; the gradient is quantised before it is rounded, too.
+    """
+    half = precision.half_dtype(x)
+    if half is None:
+        return products(*inputs)
+    with torch.autocast(x.device.type, enabled=False):
+        return products(*map(_float32, inputs)).to(half)
+
+
+def _float32(value: Any) -> Any:
+    if isinstance(value, tuple):  # features of sources and destinations
+        return tuple(map(_float32, value))
+    return value.float() if isinstance(value, Tensor) and value.is_floating_point() else value
+
+
 class _QuantConv(QuantizedLayer):
     """A convolution with quantised input, weight (one range per output channel), bias and output gradient.
 
@@ -91,6 +110,9 @@ class _QuantConv(QuantizedLayer):
 
     def forward(self, x: Tensor) -> Tensor:
         """Convolve; shapes as in the module this was made from."""
+        return in_float32(self.precision, x, self._convolve, x)
+
+    def _convolve(self, x: Tensor) -> Tensor:
         x, weight, bias = self._operands(x, self.weight, self.bias)  # type: ignore[attr-defined]
         return self.precision.gradient("grad", self._conv_forward(x, weight, bias))  # type: ignore[attr-defined]
 
@@ -121,6 +143,9 @@ class QuantLinear(QuantizedLayer, nn.Linear):
 
     def forward(self, x: Tensor) -> Tensor:
         """Multiply; x (..., in_features), result (..., out_features)."""
+        return in_float32(self.precision, x, self._multiply, x)
+
+    def _multiply(self, x: Tensor) -> Tensor:
         x, weight, bias = self._operands(x, self.weight, self.bias)
         return self.precision.gradient("grad", nn.functional.linear(x, weight, bias))
 

@@ -15,10 +15,16 @@ from cpt_core.quantization.quantizers import IDENTITY_BITS, Quantizer, Range, ch
 
 RUNNING_DECAY = 0.9  # weight of the old value; torch's BatchNorm counts its momentum the other way round
 RUNNING_STARTS = ("corrected", "zero")
+HALF = (torch.float16, torch.bfloat16)  # 11 and 8 significant bits: a grid of 8 bits does not survive them
 
 
 class LayerPrecision(nn.Module):
     """Bits, running ranges and rounding noise of one quantised layer: all that conversion adds to a module.
+
+    Attributes:
+        name: of the layer in the model that was converted, for messages.
+        called: whether the layer's own forward has run; False only when its parent's has run without it, and None as
+            long as nobody can know.
 
     Args:
         quantizers: the quantiser of every role of the layer, such as "input", "weight", "bias", "grad".
@@ -50,6 +56,8 @@ class LayerPrecision(nn.Module):
         self.q_grad: int | None = None
         self.q_max: int | None = None  # of the schedule that drives the layer, for precision(model, "q_max")
         self.is_set = self.quantizes = self.quantizes_gradient = False
+        self.name = ""
+        self.called: bool | None = None
         self.calibrated = not self.corrected  # whether the running ranges can be used
         float32: Any = {"dtype": torch.float32, "device": "cpu"}  # whatever torch's defaults are
         self.register_buffer("levels", torch.zeros((), **float32), persistent=False)
@@ -74,16 +82,33 @@ class LayerPrecision(nn.Module):
             self.grad_levels.fill_(levels_of(q_grad))
 
     def require_bits(self) -> None:
-        """Raise RuntimeError as long as nobody has set a precision."""
+        """Raise RuntimeError as long as nobody has set a precision; every quantised layer asks first."""
         if not self.is_set:
             raise RuntimeError(
                 "this quantised layer has no precision yet: make a PrecisionScheduler(model, schedule), "
                 "or use `with precision(model, bits=8):`"
             )
+        if not torch.compiler.is_compiling() and not self.called:  # in this order: compiled code is not guarded on it
+            self.called = True
+
+    def half_dtype(self, x: Tensor) -> torch.dtype | None:
+        """Return the half precision in which a plain layer would answer ``x``, None for full precision.
+
+        Under autocast, or in a model of that type. Quantised products run in float32 there and only their results are
+        rounded: bfloat16 would leave 17 of the 256 values of an 8-bit grid between 10 and 11.
+        """
+        if not (self.quantizes or self.quantizes_gradient):
+            return None
+        if x.dtype in HALF:
+            return x.dtype
+        autocast = x.dtype == torch.float32 and not x.is_meta and torch.is_autocast_enabled(x.device.type)
+        return torch.get_autocast_dtype(x.device.type) if autocast else None
 
     def operand(self, role: str, x: Tensor) -> Tensor:
         """Return an operand of the layer's product, quantised with the straight-through estimator."""
         self.require_bits()
+        if x.dtype in HALF and (self.quantizes or self.quantizes_gradient):
+            x = x.float()
         if not self.quantizes or x.numel() == 0:
             return x
         stored = self.running_range(role)

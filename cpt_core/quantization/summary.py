@@ -13,8 +13,10 @@ from dataclasses import dataclass
 from torch import nn
 from torch.nn.parameter import is_lazy
 
-from cpt_core.quantization.convert import attention_kinds, conversions, convertible, module_kind, parts_of_wholes
+from cpt_core.quantization.coverage import attention_kinds, convertible, float32_reason, module_kind, parts_of_wholes
 from cpt_core.quantization.layers import QuantizedLayer
+
+NOT_CALLED = "converted, but its parent ran without calling it"
 
 
 @dataclass(frozen=True)
@@ -68,19 +70,8 @@ def summary(model: nn.Module) -> Summary:
             layer = modules[parts.get(name, name)]  # the module itself, or the whole that it is a part of
             quantized = isinstance(layer, QuantizedLayer)
             kind = module_kind(module).__name__
-            reason = "" if quantized else _reason(layer, id(layer) in left_out)
+            reason = "" if quantized else float32_reason(layer, id(layer) in left_out)
+            if isinstance(layer, QuantizedLayer) and layer.precision.called is False:
+                quantized, reason = False, NOT_CALLED
             rows.append(LayerSummary(name, kind, parameters, quantized, reason))
     return Summary(tuple(rows))
-
-
-def _reason(module: nn.Module, convertible: bool) -> str:
-    if convertible:
-        return "left out"
-    found = conversions()
-    if type(module) in found:
-        why_not = found[type(module)].why_not(module)
-        return why_not or "inside nn.TransformerEncoderLayer, whose fused path bypasses it"
-    for kind in found:
-        if isinstance(module, kind):
-            return f"a subclass of {kind.__name__}"
-    return "no quantised form"

@@ -1,5 +1,6 @@
 import copy
 import pickle
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -8,6 +9,7 @@ from helpers import pictures, small
 from torch import nn
 
 from cpt_core.quantization.convert import PRESETS, QuantConfig, quantize_, restore_
+from cpt_core.quantization.coverage import QuantizationWarning
 from cpt_core.quantization.fake_quantize import levels_of, quantize, quantize_gradient
 from cpt_core.quantization.layers import QuantConv2d, QuantLinear
 from cpt_core.quantization.quantizers import QUANTIZERS, Quantizer
@@ -246,7 +248,11 @@ UNCONVERTED = {
 @pytest.mark.parametrize("kind", list(UNCONVERTED))
 def test_what_is_not_converted_is_listed_with_its_reason(kind):
     make, reasons = UNCONVERTED[kind]
-    model = quantize_(nn.ModuleDict({"other": make(), "linear": nn.Linear(2, 2)}))
+    warned = (
+        nullcontext() if kind in ("embedding", "lazy") else pytest.warns(QuantizationWarning, match="stay in float32")
+    )
+    with warned:
+        model = quantize_(nn.ModuleDict({"other": make(), "linear": nn.Linear(2, 2)}))
     table = summary(model)
     assert quantized_names(model) == ["linear"]
     assert all(row.reason for row in table.float32)
@@ -259,7 +265,8 @@ def test_what_is_not_converted_is_listed_with_its_reason(kind):
 def test_unconverted_parts_still_run():
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(4, 4), nn.TransformerEncoderLayer(4, 2, 8, batch_first=True), nn.Linear(4, 4))
-    quantize_(model)
+    with pytest.warns(QuantizationWarning, match=r"2 Linear \(inside nn.TransformerEncoderLayer"):
+        quantize_(model)
     x = torch.randn(2, 3, 4)
     with precision(model, 8):
         model(x).sum().backward()

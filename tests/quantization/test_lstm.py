@@ -7,6 +7,7 @@ from torch import nn
 from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence, pack_sequence, pad_packed_sequence
 
 from cpt_core.quantization.convert import QuantConfig, quantize_, restore_
+from cpt_core.quantization.coverage import QuantizationWarning
 from cpt_core.quantization.fake_quantize import levels_of, quantize, quantize_gradient
 from cpt_core.quantization.lstm import QuantLSTM, _Recurrence, _Steps
 from cpt_core.quantization.quantizers import QUANTIZERS, Quantizer
@@ -317,7 +318,8 @@ def test_conversion_in_place_and_back():
 
 
 def test_a_projection_is_listed_not_converted():
-    model = quantize_(nn.ModuleList([nn.LSTM(5, 4, proj_size=2), nn.Linear(3, 2)]))
+    with pytest.warns(QuantizationWarning, match=r"1 LSTM \(it has a projection"):
+        model = quantize_(nn.ModuleList([nn.LSTM(5, 4, proj_size=2), nn.Linear(3, 2)]))
     assert type(model[0]) is nn.LSTM
     assert [r.reason for r in summary(model).float32] == ["it has a projection (proj_size)"]
 
