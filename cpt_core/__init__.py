@@ -14,6 +14,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:  # for editors and type checkers
+    from cpt_core.bitops.check import check as check
     from cpt_core.bitops.ledger import BitOpsLedger as BitOpsLedger
     from cpt_core.bitops.plan import BitOpsPlan as BitOpsPlan
     from cpt_core.bitops.plan import count_bitops as count_bitops
@@ -23,6 +24,7 @@ if TYPE_CHECKING:  # for editors and type checkers
     from cpt_core.quantization.convert import QuantConfig as QuantConfig
     from cpt_core.quantization.convert import quantize_ as quantize_
     from cpt_core.quantization.convert import restore_ as restore_
+    from cpt_core.quantization.coverage import QuantizationWarning as QuantizationWarning
     from cpt_core.quantization.fake_quantize import quantize as quantize
     from cpt_core.quantization.quantizers import QUANTIZERS as QUANTIZERS
     from cpt_core.quantization.quantizers import Quantizer as Quantizer
@@ -58,6 +60,7 @@ _MODULES = {
     "quantization.summary": "summary",
     "quantization.scheduler": "PrecisionScheduler precision",
     "bitops.plan": "count_bitops BitOpsPlan",
+    "bitops.check": "check",
     "bitops.ledger": "BitOpsLedger",
     "training.precision_range": "PrecisionRange",
     "training.range_test": "precision_range_test RangeTestWarning",

@@ -1,0 +1,286 @@
+"""Look before training: which products of a step run quantised, and which do not.
+
+``summary`` lists what was converted and ``count_bitops`` prices shapes; neither sees what a program does with a
+weight. ``check`` runs one step and watches every product that torch executes.
+
+>>> from cpt_core.quantization.convert import QuantConfig, quantize_
+>>> model = quantize_(nn.Sequential(nn.Linear(4, 3), nn.Linear(3, 2)), QuantConfig(float32=("1",)))
+>>> found = check(model, (torch.ones(5, 4),))
+>>> found.ok, f"{found.quantized_share:.0%}", [p.layer for p in found.float32]
+(True, '67%', ['1'])
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import flop_registry
+
+from cpt_core.quantization.convert import layer_precisions
+from cpt_core.quantization.coverage import QuantizationWarning
+from cpt_core.quantization.precision import HALF
+from cpt_core.quantization.scheduler import precision
+
+BITS = 8  # any number would do: what is watched is whether an operand was rounded
+
+
+@dataclass(frozen=True)
+class Product:
+    """The products of one kind that a layer executed in one step.
+
+    Attributes:
+        layer: the innermost module in whose forward it ran; "" is the model itself.
+        operation: torch's name of it, such as "addmm" or "convolution".
+        backward: an error or weight-gradient product; else one of the forward pass.
+        quantized: all of its operands came from a grid.
+        reads: parameters that it takes as they are, by name: float32 weights.
+        macs: multiply-accumulates of a step.
+    """
+
+    layer: str
+    operation: str
+    backward: bool
+    quantized: bool
+    reads: tuple[str, ...]
+    macs: int
+
+
+@dataclass(frozen=True)
+class Check:
+    """What ran in one step; ``print`` it.
+
+    Attributes:
+        products: all products, forward and backward, in the order in which they first ran.
+        bypassed: layers that ``summary`` lists as quantised and whose weight took part in the step without a quantised
+            product, or with others besides, each with the module that used it in float32; "?" where a tensor was made
+            from the weight first.
+        unused: layers that took no part in the step.
+        mispriced: layer -> (MACs executed, MACs that ``count_bitops`` prices) where they differ in the forward pass.
+    """
+
+    products: tuple[Product, ...]
+    bypassed: Mapping[str, str]
+    unused: tuple[str, ...] = ()
+    mispriced: Mapping[str, tuple[int, int]] = field(default_factory=dict)
+
+    @property
+    def ok(self) -> bool:
+        """Whether every layer that is listed as quantised ran quantised, and every product is priced."""
+        return not self.bypassed and not self.mispriced
+
+    @property
+    def float32(self) -> list[Product]:
+        """The products of the forward pass that ran unquantised, the largest first."""
+        return sorted((p for p in self.products if not p.backward and not p.quantized), key=lambda p: -p.macs)
+
+    @property
+    def quantized_share(self) -> float:
+        """MACs of the forward pass that ran quantised, of all."""
+        forward = [p for p in self.products if not p.backward]
+        return sum(p.macs for p in forward if p.quantized) / max(1, sum(p.macs for p in forward))
+
+    def __str__(self) -> str:
+        """Return a table of the products, then what is wrong."""
+        names = {
+            p: (p.layer or "(model)") + (f" (reads {', '.join(p.reads)})" if p.reads else "") for p in self.products
+        }
+        width = max([len(n) for n in names.values()] + [5])
+        lines = [f"{'layer':<{width}}  {'product':<24} {'pass':<8}  {'MACs':>15}  precision"]
+        for p, name in names.items():
+            pass_, kind = "backward" if p.backward else "forward", "quantised" if p.quantized else "float32"
+            lines.append(f"{name:<{width}}  {p.operation:<24} {pass_:<8}  {p.macs:>15,}  {kind}")
+        macs = sum(p.macs for p in self.products if not p.backward)
+        lines.append(f"quantised: {self.quantized_share:.1%} of the {macs:,} MACs of a forward pass")
+        for layer, reader in self.bypassed.items():
+            lines.append(f"listed as quantised, but used in float32: {layer} (by {reader or 'the model'})")
+        if self.unused:
+            lines.append(f"took no part in the step: {', '.join(self.unused)}")
+        for layer, (ran, priced) in self.mispriced.items():
+            lines.append(f"executed and priced MACs differ: {layer or '(model)'}: {ran:,} ran, {priced:,} priced")
+        return "\n".join(lines)
+
+
+def check(model: nn.Module, inputs: tuple[Any, ...]) -> Check:
+    """Run one step of a converted model and tell which of its products were quantised.
+
+    A forward pass at 8 bits in the mode the model is in, and the backward pass of the sum of its outputs, both eager.
+    Gradients, statistics, running ranges, bits and random numbers are afterwards what they were.
+
+    Args:
+        model: converted by ``quantize_``; on the device of the inputs.
+        inputs: the arguments of its forward; real data of any batch size.
+
+    Raises:
+        ValueError: when nothing in the model is quantised.
+    """
+    layers = layer_precisions(model)
+    watch = _Watch(model)
+    with _as_it_was(model), precision(model, BITS, BITS), torch.compiler.set_stance("force_eager"), torch.enable_grad():
+        with warnings.catch_warnings(), watch.modules(model), watch:
+            warnings.simplefilter("ignore", QuantizationWarning)  # the answer says it, and the summary from now on
+            used = _step(model, inputs, watch)
+    products = tuple(Product(*key, macs) for key, macs in watch.macs.items())
+    ran = {p.layer for p in products if p.quantized and not p.backward}
+    plain = {p.layer: p.layer for p in products if not p.quantized}
+    read = {parameter: p.layer for p in products if not p.backward for parameter in p.reads}
+    bypassed, unused = {}, []
+    for name in layers:
+        own = _own_parameters(model, name)
+        reader = plain.get(name, next((read[n] for n in own if n in read), None))
+        if reader is not None:
+            bypassed[name] = reader
+        elif name not in ran and own & used:
+            bypassed[name] = "?"
+        elif name not in ran:
+            unused.append(name)
+    return Check(products, bypassed, tuple(unused))
+
+
+def _own_parameters(model: nn.Module, layer: str) -> set[str]:
+    """Names of the parameters of a layer that no module outside it shares."""
+    holders: dict[int, list[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        holders.setdefault(id(parameter), []).append(name)
+    prefix = f"{layer}." if layer else ""
+    return {names[0] for names in holders.values() if all(name.startswith(prefix) for name in names)}
+
+
+def _step(model: nn.Module, inputs: tuple[Any, ...], watch: _Watch) -> set[str]:
+    """Run forward and backward; return the names of the parameters that took part."""
+    outputs = [y for y in _tensors(model(*inputs)) if y.requires_grad]
+    if not outputs:
+        return set()
+    watch.backward = True
+    trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    gradients = torch.autograd.grad([y.float().sum() for y in outputs], list(trained.values()), allow_unused=True)
+    return {name for name, gradient in zip(trained, gradients, strict=True) if gradient is not None}
+
+
+class _Watch(TorchDispatchMode):
+    """Collect every product, and follow the tensors that were rounded to a grid.
+
+    A storage counts as quantised from the rounding on, through what only moves or scales its values; one that is
+    made from it by moving values counts as well.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.backward = False
+        self.macs: Counter[tuple[str, str, bool, bool, tuple[str, ...]]] = Counter()
+        self._path: list[str] = []
+        self._rounded: set[StorageWeakRef] = set()
+        self._layer_of: dict[StorageWeakRef, str] = {}  # whose operand a storage was, for the backward pass
+        self._parameters = {_storage(p): name for name, p in model.named_parameters() if _storage(p) is not None}
+
+    @contextmanager
+    def modules(self, model: nn.Module) -> Iterator[None]:
+        """Keep account of the module that is running."""
+        handles = []
+        for name, module in model.named_modules():
+            handles.append(module.register_forward_pre_hook(partial(self._enter, name), prepend=True))
+            handles.append(module.register_forward_hook(self._leave, always_call=True))
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
+
+    def _enter(self, name: str, *_: Any) -> None:
+        self._path.append(name)
+
+    def _leave(self, *_: Any) -> None:
+        self._path.pop()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        name = func._schema.name.removeprefix("aten::")
+        if func.overloadpacket in flop_registry:
+            self._product(func, name, args, kwargs or {}, out)
+        else:
+            self._follow(name.removesuffix("_"), name.endswith("_"), args, out)
+        return out
+
+    def _product(self, func: Any, name: str, args: Any, kwargs: Any, out: Any) -> None:
+        operands = [a for a in args if isinstance(a, Tensor)]
+        operands = operands[1:] if name in ("addmm", "baddbmm") else operands
+        if "convolution" in name and not name.endswith("backward"):
+            operands = operands[:2]  # without the bias
+        keys = [_storage(a) for a in operands]
+        known = [self._layer_of[k] for k in keys if k in self._layer_of]
+        layer = self._path[-1] if self._path else known[0] if known else ""
+        if not self.backward:
+            self._layer_of |= dict.fromkeys((k for k in keys if k is not None), layer)
+        quantized = all(map(self.on_grid, operands))
+        reads = tuple(self._parameters[k] for k in keys if k in self._parameters)
+        macs = int(flop_registry[func.overloadpacket](*args, **kwargs, out_val=out)) // 2
+        self.macs[layer, name, self.backward, quantized, reads] += macs
+
+    def on_grid(self, operand: Tensor) -> bool:
+        """Whether an operand of a product is quantised."""
+        return _storage(operand) in self._rounded and operand.dtype not in HALF
+
+    def _follow(self, name: str, in_place: bool, args: Any, out: Any) -> None:
+        target = next((_storage(t) for t in _tensors(out)), None)
+        if target is None:
+            return
+        sources = [k for a in _tensors(args) if (k := _storage(a)) is not None]
+        if name == "round":
+            self._rounded.add(target)
+        elif name in _MOVES:
+            sources = sources[1:] if name == "copy" else sources  # copy_(target, source)
+            if sources and all(k in self._rounded for k in sources):
+                self._rounded.add(target)
+                if known := [self._layer_of[k] for k in sources if k in self._layer_of]:
+                    self._layer_of[target] = known[0]
+        elif in_place and name not in _SCALES:
+            self._rounded.discard(target)
+
+
+# what moves values without changing them (to a wider type at most: products in half precision do not count) ...
+_MOVES = frozenset(
+    "copy clone contiguous _to_copy cat stack index index_select gather expand constant_pad_nd reflection_pad1d "
+    "reflection_pad2d reflection_pad3d replication_pad1d replication_pad2d replication_pad3d im2col".split()
+)
+_SCALES = frozenset(("mul", "div", "add", "sub"))  # ... and what takes a grid to a grid, in place
+
+
+def _storage(x: Tensor) -> StorageWeakRef | None:
+    try:
+        return StorageWeakRef(x.untyped_storage())
+    except (NotImplementedError, RuntimeError):  # sparse tensors have none
+        return None
+
+
+def _tensors(value: Any) -> list[Tensor]:
+    if isinstance(value, Tensor):
+        return [value] if value.is_floating_point() else []
+    if isinstance(value, Mapping):
+        return _tensors(tuple(value.values()))
+    return [t for v in value for t in _tensors(v)] if isinstance(value, (tuple, list)) else []
+
+
+@contextmanager
+def _as_it_was(model: nn.Module) -> Iterator[None]:
+    """Put buffers, the rounding noise and torch's random numbers back afterwards."""
+    pool = next(iter(layer_precisions(model).values())).noise
+    buffers = [(b, b.detach().clone()) for b in model.buffers()]
+    noise = pool.state_dict()
+    devices = sorted({p.device.index or 0 for p in model.parameters() if p.is_cuda})
+    try:
+        with torch.random.fork_rng(devices):
+            yield
+    finally:
+        with torch.no_grad():
+            for buffer, value in buffers:
+                buffer.copy_(value)
+        pool.load_state_dict(noise)

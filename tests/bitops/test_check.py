@@ -1,0 +1,155 @@
+"""What ``check`` says of a model is what runs in it."""
+
+import copy
+
+import pytest
+import torch
+from helpers import pictures, small
+from torch import nn
+from torch.nn import functional as F
+
+from cpt_core.bitops.check import check
+from cpt_core.quantization.convert import QuantConfig, quantize_
+from cpt_core.quantization.precision import LayerPrecision
+from cpt_core.quantization.scheduler import PrecisionScheduler, precision
+from cpt_core.quantization.summary import summary
+from cpt_core.schedules.make import make_schedule
+
+
+class Past(nn.Module):
+    """``read`` says how the weight of a converted child is used past its forward."""
+
+    def __init__(self, read):
+        super().__init__()
+        self.called, self.passed, self.read = nn.Linear(4, 4), nn.Linear(4, 4, bias=False), read
+
+    def forward(self, x):
+        return F.linear(self.called(x), self.read(self.passed.weight))
+
+
+@pytest.mark.parametrize(
+    ("read", "by"),
+    [(lambda w: w, "1"), (lambda w: w - w.mean(), "?"), (lambda w: w.clone(), "?"), (lambda w: w.T, "1")],
+    ids=["as it is", "standardised", "cloned", "transposed"],
+)
+def test_a_weight_that_is_used_past_its_layer_is_found(read, by):
+    model = quantize_(nn.Sequential(nn.Linear(4, 4), Past(read)))
+    found = check(model, (torch.ones(3, 4),))
+    assert not found.ok
+    assert found.bypassed == {"1.passed": by}
+    assert [p.layer for p in found.float32] == ["1"]
+    assert found.quantized_share == pytest.approx(2 / 3)
+    assert "listed as quantised, but used in float32: 1.passed" in str(found)
+    assert [row.name for row in summary(model).quantized] == ["0", "1.called"]
+
+
+def test_a_layer_that_runs_quantised_and_not_is_found():
+    class Twice(Past):
+        def forward(self, x):
+            return self.passed(super().forward(x))
+
+    assert check(quantize_(Twice(lambda w: w)), (torch.ones(3, 4),)).bypassed == {"passed": ""}
+
+
+def test_a_layer_that_is_not_used_is_not_called_bypassed():
+    class Part(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.used, self.idle = nn.Linear(4, 4), nn.Linear(4, 4)
+
+        def forward(self, x):
+            return self.used(x)
+
+    found = check(quantize_(Part()), (torch.ones(3, 4),))
+    assert (found.ok, found.bypassed, found.unused) == (True, {}, ("idle",))
+    assert "took no part in the step: idle" in str(found)
+
+
+def test_every_product_is_listed_with_its_precision_and_its_macs():
+    model = quantize_(nn.Sequential(nn.Linear(4, 3), nn.Linear(3, 2)), QuantConfig(float32=("1",)))
+    found = check(model, (torch.ones(5, 4),))
+    rows = [(p.layer, p.operation, p.backward, p.quantized, p.reads, p.macs) for p in found.products]
+    assert rows == [
+        ("0", "addmm", False, True, (), 60),
+        ("1", "addmm", False, False, ("1.weight",), 30),
+        ("1", "mm", True, False, ("1.weight",), 30),  # dx = dy w
+        ("1", "mm", True, False, (), 30),  # dw = x dy
+        ("0", "mm", True, True, (), 60),  # dw alone: the input needs no gradient
+    ]
+
+
+@pytest.mark.parametrize("q_grad", ["kept", "lost"])
+def test_gradients_that_are_not_quantised_are_found(monkeypatch, q_grad):
+    if q_grad == "lost":
+        monkeypatch.setattr(LayerPrecision, "gradient", lambda self, role, y: y)
+    found = check(quantize_(small()), (pictures(),))
+    assert found.ok == (q_grad == "kept")
+    assert all(p.quantized == (q_grad == "kept") for p in found.products if p.backward)
+
+
+def test_rounding_that_is_undone_is_found(monkeypatch):
+    operand = LayerPrecision.operand
+    monkeypatch.setattr(LayerPrecision, "operand", lambda self, role, x: operand(self, role, x) + 0 * x)
+    found = check(quantize_(small()), (pictures(),))
+    assert not any(p.quantized for p in found.products if not p.backward)
+    assert set(found.bypassed) == {"0", "3", "5"}
+
+
+@pytest.mark.parametrize("at", ["nothing", "scheduler", "evaluation"])
+def test_the_model_is_left_as_it_was(at):
+    torch.manual_seed(0)
+    x, model = pictures(), quantize_(small()).train(at != "evaluation")
+    if at == "scheduler":
+        scheduler = PrecisionScheduler(model, make_schedule("CR", q_min=3, q_max=8, total_steps=80))
+        model(x).sum().backward()
+    twin, gradients = copy.deepcopy(model), [copy.deepcopy(p.grad) for p in model.parameters()]
+    random = torch.get_rng_state()
+
+    check(model, (x,))
+    assert torch.equal(torch.get_rng_state(), random)
+    assert model.training == (at != "evaluation")
+    assert not any(m._forward_pre_hooks for m in model.modules())
+    for parameter, before in zip(model.parameters(), gradients, strict=True):
+        assert parameter.grad is before is None or torch.equal(parameter.grad, before)
+    for a, b in zip(model.buffers(), twin.buffers(), strict=True):
+        assert torch.equal(a, b)
+    if at == "scheduler":
+        assert scheduler.get_last_bits() == [3]
+
+    for m in (model, twin):
+        with precision(m, 4, 4):
+            m.zero_grad()
+            m(x).square().sum().backward()
+    for a, b in zip(model.parameters(), twin.parameters(), strict=True):
+        assert torch.equal(a.grad, b.grad)  # the noise goes on where it was, too
+
+
+def test_the_model_is_left_as_it_was_when_it_fails():
+    class Fails(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer, self.norm = nn.Linear(4, 4), nn.BatchNorm1d(4)
+
+        def forward(self, x):
+            self.norm(self.layer(x))
+            raise KeyError("broken")
+
+    model = quantize_(Fails())
+    before = copy.deepcopy(model.norm.running_mean)
+    with pytest.raises(KeyError, match="broken"):
+        check(model, (torch.randn(3, 4),))
+    assert torch.equal(model.norm.running_mean, before)
+    assert not any(m._forward_pre_hooks for m in model.modules())
+    assert not model.layer.precision.is_set
+
+
+def test_a_model_that_is_not_converted_is_refused():
+    with pytest.raises(ValueError, match="no quantised layers"):
+        check(small(), (pictures(),))
+
+
+def test_a_compiled_model_is_checked_in_eager_mode():
+    model = quantize_(nn.Sequential(nn.Linear(4, 3), nn.ReLU()))
+    found = check(torch.compile(model, backend="aot_eager"), (torch.ones(2, 4),))
+    assert found.ok
+    assert [p.layer for p in found.products if not p.backward] == ["_orig_mod.0"]
