@@ -21,6 +21,7 @@ from cpt_core.quantization.scheduler import precision
 from cpt_core.quantization.summary import summary
 
 vision = torchvision.models
+BLOCK = vision.convnext.CNBlockConfig
 IMAGE = lambda: (torch.randn(2, 3, 32, 32),)  # noqa: E731
 TOKENS = lambda: (torch.randint(1, 60, (2, 7)),)  # noqa: E731
 ROWS = lambda: (torch.randn(9, 8),)  # noqa: E731
@@ -90,7 +91,7 @@ MODELS = {
     "shufflenet": (vision.shufflenet_v2_x0_5, IMAGE),
     "squeezenet": (vision.squeezenet1_1, IMAGE),
     "convnext": (
-        lambda: vision.ConvNeXt([vision.convnext.CNBlockConfig(8, 16, 1), vision.convnext.CNBlockConfig(16, None, 1)]),
+        lambda: vision.ConvNeXt([BLOCK(8, 16, 1), BLOCK(16, None, 1)]),
         IMAGE,
     ),
     "densenet": (lambda: vision.DenseNet(8, (2, 2), 16), IMAGE),
