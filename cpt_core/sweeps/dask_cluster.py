@@ -1,4 +1,4 @@
-"""The same runs on a Dask cluster: an existing scheduler, or one of this machine that listens on loopback only.
+"""The same runs on a Dask cluster: an existing scheduler, or one inside this process that takes work from nobody else.
 
 Workers need this package, the data, and the folder of the store on a file system that all of them share. Every run is
 a process of its own beside its worker, so a run that dies does not take the worker with it; when a worker dies, its
@@ -140,9 +140,10 @@ def _client(scheduler: str | None, workers: int) -> Iterator[Any]:
             n_workers=workers,
             threads_per_worker=1,
             processes=False,  # the runs are processes; and so Ctrl-C reaches nobody but this one
-            protocol="tcp://",
-            host="127.0.0.1",  # nobody else can reach it
-            dashboard_address="127.0.0.1:0",  # None takes port 8787, and warns where that is taken
+            protocol="inproc://",  # no port that takes work: Dask has no passwords, and loopback is everybody's here
+            # the status pages only show things; without an address they take port 8787, or listen to the network
+            dashboard_address="127.0.0.1:0",
+            worker_dashboard_address="127.0.0.1:0",
             silence_logs=logging.ERROR,
         ) as cluster,
         distributed.Client(cluster) as client,

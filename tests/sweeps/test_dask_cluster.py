@@ -4,6 +4,7 @@ import os
 import signal
 import threading
 import time
+import urllib.request
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -40,15 +41,27 @@ def cluster():
         yield found
 
 
-def test_a_cluster_of_its_own_listens_on_loopback_and_gives_the_same_rows(tmp_path, monkeypatch):
-    asked = []
-    local = distributed.LocalCluster
-    monkeypatch.setattr(distributed, "LocalCluster", lambda **how: asked.append(local(**how)) or asked[-1])
+def test_a_cluster_of_its_own_takes_work_from_nobody_else_and_gives_the_same_rows(tmp_path, monkeypatch):
+    """All that listens is on loopback, and speaks HTTP: the status pages."""
+    local, answers = distributed.LocalCluster, []
+
+    def listening():
+        return {c.laddr for c in psutil.Process().net_connections("inet") if c.status == psutil.CONN_LISTEN}
+
+    def watched(**how):
+        before = listening()
+        found = local(**how)
+        for host, port in listening() - before:
+            with urllib.request.urlopen(f"http://{host}:{port}/health", timeout=20) as answer:
+                answers.append((host, answer.read()))
+        return found
+
+    monkeypatch.setattr(distributed, "LocalCluster", watched)
     specs = specs_of("CR", "ER")
     here = run_grid(specs, tmp_path / "a.jsonl", workers=0)
     there = run_grid(specs, tmp_path / "b.jsonl", executor="dask", workers=1)
     assert numbers(there) == numbers(here)
-    assert asked[0].scheduler_address.startswith("tcp://127.0.0.1:")
+    assert answers == [("127.0.0.1", b"ok")] * 2  # of the scheduler and of the worker
     assert list(tmp_path.glob("*.sweep")) == []
 
 
