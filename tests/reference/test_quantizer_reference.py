@@ -35,7 +35,7 @@ def reference(reference_dir):
 
 
 def cases(reference, part, *layers):
-    """The vectors of a part of the file, all of them or those of some layers; a file without any would check nothing."""
+    """The vectors of a part of the file, all or those of some layers; one without any would check nothing."""
     found = [case for case in reference.get(part, ()) if not layers or case["layer"] in layers]
     assert found, f"the reference holds no vector of {', '.join(layers) or part}"
     return found
