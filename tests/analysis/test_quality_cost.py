@@ -5,11 +5,13 @@ import pytest
 from scipy import stats
 
 from cpt_core.analysis import aggregation, figures, metrics, predictors, quality_cost, schedules, style
+from cpt_core.analysis import paper as printed
 from cpt_core.analysis.runs import committed, load, table, tuned
 from cpt_core.experiments import designs
 from cpt_core.paths import paper_dir
 from cpt_core.schedules.make import make_schedule
 from cpt_core.sweeps import stores
+from tests.helpers import row_of
 
 
 def made_up(accuracy, seeds=(0, 1, 2), statics=(2, 5, 8)):
@@ -147,6 +149,16 @@ def test_numbers_of_the_paper_say_where_they_stand():
     assert paper.value.notna().all()
     known = paper[(paper.artefact == "table_1") & (paper.arm == "no deficit")].set_index("dataset").value
     assert known.to_dict() == {"cifar10": 92.23, "imagenet": 67.44}
+
+
+def test_ours_stand_beside_the_numbers_of_the_paper_in_its_units():
+    choices = {"schedules": ["CR"], "static": [8], "q_max": [8], "seeds": [0, 1]}
+    specs = designs.quality_cost("paper", "ptb", task="language_model", **choices)
+    rows = [{**row_of(s, 100.0, "perplexity"), "bitops": {"paper": 9.1555e13 + 1e11 * s.seed}} for s in specs]
+    found = printed.summary(table(rows)).set_index(["what", "arm"])["ours +- std (n)"]
+    assert found["figure 7: ptb, lstm", "static 8"] == "9.16 +- 0.01 (2)"
+    assert found["figure 7: ptb, lstm", "RR"] == "not run"
+    assert set(found["table 1: cifar10, resnet74"]) == {"not run"}
 
 
 def test_figure_3_draws_every_point():

@@ -1,5 +1,4 @@
 import csv
-import warnings
 
 import pytest
 import torch
@@ -197,9 +196,9 @@ def test_errors_name_the_choices():
         count_bitops(nn.Sequential(nn.ReLU()), (torch.empty(1, 4),))
 
 
-def test_fixed_statistics_cost_less():
-    norm = nn.Sequential(nn.BatchNorm2d(2))
+@pytest.mark.parametrize(("affine", "training", "fixed"), [(True, 5, 2), (False, 4, 1)])
+def test_fixed_statistics_and_no_affine_cost_less(affine, training, fixed):
+    norm = nn.Sequential(nn.BatchNorm2d(2, affine=affine), nn.Conv2d(2, 1, 1))  # something must be trained
     x = torch.empty(1, 2, 3, 3)
-    assert count_bitops(norm, (x,)).forward_macs == 5 * 18
-    with warnings.catch_warnings():
-        assert count_bitops(norm.eval(), (x,)).forward_macs == 2 * 18
+    assert count_bitops(norm, (x,)).macs["0"] == training * 18
+    assert count_bitops(norm.eval(), (x,)).macs["0"] == fixed * 18

@@ -15,7 +15,7 @@ from cpt_core import data as data_sets
 from cpt_core.data import detection
 from cpt_core.data.common import DataNotFoundError
 from cpt_core.data.detection import annotated, load_detection
-from cpt_core.data.detection_batches import aspect_groups, batches, evaluation_batches
+from cpt_core.data.detection_batches import _coin, aspect_groups, batches, evaluation_batches
 from cpt_core.data.images import IMAGENET_MEAN, IMAGENET_STD
 from cpt_core.data.pictures import Annotated
 from cpt_core.data.scenes import scenes
@@ -361,6 +361,11 @@ def test_mirroring_moves_the_boxes():
     plain = small("x/", size=96, max_size=97, batch=1)
     for batch in itertools.islice(batches((scene,), plain, 0, 0, 0), 6):
         assert np.array_equal(batch.targets[0]["boxes"], scene.boxes)
+
+
+def test_half_of_the_pictures_are_mirrored():
+    tosses = [_coin(seed, epoch, index) for seed in range(3) for epoch in range(10) for index in range(100)]
+    assert abs(sum(tosses) / 3000 - 0.5) < 0.035  # four standard deviations
 
 
 def test_many_pictures_reach_the_processes_that_read_them(own):

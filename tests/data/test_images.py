@@ -2,6 +2,8 @@ import functools
 import hashlib
 import http.server
 import io
+import itertools
+import json
 import pickle
 import tarfile
 import threading
@@ -18,6 +20,8 @@ from cpt_core.data.common import DataNotFoundError
 from cpt_core.data.image_batches import ArrayBatches, FileBatches, evaluation_batches
 from cpt_core.data.images import ArrayImages, load_images
 from cpt_core.experiments.recipes import recipe
+from cpt_core.experiments.spec import RunSpec
+from cpt_core.paths import results_dir
 
 CPU = torch.device("cpu")
 
@@ -48,6 +52,12 @@ def test_digits_split():
     assert x.min() == 0
     assert x.max() == pytest.approx(1.0)
     assert y.dtype == torch.int64
+
+
+@pytest.mark.parametrize("store", ["image_digits", "deficit_digits"])
+def test_digits_are_split_as_they_were_for_the_committed_rows(store):
+    row = json.loads((results_dir() / f"{store}.jsonl").read_text().splitlines()[0])
+    assert load_images(RunSpec.from_dict(row["spec"]).recipe).checksum == row["data_checksum"]
 
 
 # --- batches --------------------------------------------------------------------------------------
@@ -109,6 +119,18 @@ def test_batches_are_functions_of_seed_and_step():
     assert not torch.equal(batches_of(images, seed=1)(5)[1], y)
 
 
+def test_every_offset_is_as_likely_as_the_others_and_so_is_a_mirror():
+    image = torch.randint(0, 256, (1, 6, 6), dtype=torch.uint8)
+    x, _ = batches_of(image.expand(2500, 1, 6, 6), batch=2500)(0)
+    padded = torch.nn.functional.pad(image, (2, 2, 2, 2))
+    places = list(itertools.product(range(5), range(5), (False, True)))
+    number = {_window(padded, *place).numpy().tobytes(): i for i, place in enumerate(places)}
+    counts = torch.bincount(torch.tensor([number[found.numpy().tobytes()] for found in x]), minlength=50).view(25, 2)
+    assert len(number) == 50
+    assert 60 < counts.sum(1).min() <= counts.sum(1).max() < 150  # of 100
+    assert abs(float(counts.sum(0)[1]) / 2500 - 0.5) < 0.04  # four standard deviations
+
+
 # --- CIFAR in its real layout ---------------------------------------------------------------------
 
 
@@ -140,6 +162,10 @@ def test_cifar_through_torchvision(data_folder, monkeypatch):
     assert images.title == "CIFAR-10"
     original = torchvision.datasets.CIFAR10(data_folder, train=False).data[3]
     assert torch.equal(images.test.images[3], torch.from_numpy(original).permute(2, 0, 1))
+    x, _ = next(evaluation_batches(images.test, images, 32, CPU, 0))
+    for channel, (mean, std) in enumerate(((0.4914, 0.2023), (0.4822, 0.1994), (0.4465, 0.2010))):
+        wanted = (torch.from_numpy(original[..., channel]) / 255 - mean) / std
+        assert torch.allclose(x[3, channel], wanted, atol=1e-5)
     shrunk = load_images(small("cifar10", size=16))
     assert shrunk.test.images.shape[-2:] == (16, 16)
     assert shrunk.title == "CIFAR-10, 16 x 16"
@@ -235,6 +261,12 @@ def test_image_folder_from_disk_resumes(data_folder):
     assert torch.equal(worker_x, x)
     x, y = next(evaluation_batches(images.test, images, 72, CPU, 0))
     assert x.shape == (6, 3, 72, 72)
+    assert sorted(images.train.indices + images.valid.indices) == list(range(12))
+    assert images.valid.indices not in ([0, 1], [10, 11])  # files come class by class: a part at an end is one class
+    red = Image.new("RGB", (80, 80), (255, 0, 0))
+    (pixel,) = next(evaluation_batches([(red, 0)], images, 72, CPU, 0))[0][..., 36, 36]
+    wanted = [(1 - 0.485) / 0.229, -0.456 / 0.224, -0.406 / 0.225]
+    assert pixel.tolist() == pytest.approx(wanted, rel=1e-5)
 
 
 def test_imagenet_in_its_real_layout(data_folder):

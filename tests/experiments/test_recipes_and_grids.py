@@ -4,7 +4,7 @@ from dataclasses import replace
 import pytest
 
 from cpt_core.experiments import designs, grids
-from cpt_core.experiments.recipe import SCALES, Recipe
+from cpt_core.experiments.recipe import SCALES, Recipe, is_own
 from cpt_core.experiments.recipes import DATASETS, EXPERIMENTS, RECIPES, recipe, task_of_dataset
 from cpt_core.experiments.spec import RunSpec, run_spec
 from cpt_core.schedules.cost import relative_cost
@@ -66,7 +66,7 @@ def test_key_depends_on_everything_but_the_seeds_of_the_grid():
     spec = run_spec(recipe("demo"), "CR", q_max=8, seed=0)
     assert replace(spec, recipe=replace(spec.recipe, seeds=(7,))).key == spec.key
     for other in (
-        run_spec(recipe("demo"), "CR", q_max=8, seed=1),
+        *(run_spec(recipe("demo"), "CR", q_max=8, seed=seed) for seed in (1, 256, 1_000, 2**32)),
         run_spec(recipe("demo"), "RR", q_max=8, seed=0),
         run_spec(recipe("demo"), "CR", q_max=8, seed=0, q_grad=6),
         run_spec(replace(recipe("demo"), lr=0.031), "CR", q_max=8, seed=0),
@@ -176,6 +176,12 @@ def test_a_name_belongs_to_one_data_set_and_one_task():
         assert {task_of_dataset(name) for name in experiment.named} == {task}
     for unnamed in ("own-graph", "own-pictures", "own-pairs", "mnist", "my/images", "a.npz"):
         assert task_of_dataset(unnamed) is None
+
+
+@pytest.mark.parametrize("path", ["my/images", "images/", "a.npz,b.npz", "C:\\data\\images", "images\\"])
+def test_paths_are_ones_own_on_every_system(path):
+    assert is_own(path)
+    assert not any(map(is_own, DATASETS))
 
 
 def test_stand_ins_say_what_they_are_in_every_grid():

@@ -6,7 +6,7 @@ import torch
 import transformers
 from transformers import BertConfig, BertForSequenceClassification, BertLMHeadModel
 
-from cpt_core.quantization.attention import SELF_ATTENTION
+from cpt_core.quantization.attention import SELF_ATTENTION, quantized_attention
 from cpt_core.quantization.convert import QuantConfig, layer_precisions, quantize_, restore_
 from cpt_core.quantization.fake_quantize import levels_of, quantize, quantize_gradient
 from cpt_core.quantization.quantizers import Quantizer
@@ -73,6 +73,18 @@ def test_attention_is_the_plain_composition(bits):
     assert len(found[0]) == 8
     for ours, theirs in zip(*found, strict=True):
         assert torch.allclose(ours, theirs, atol=1e-5)
+
+
+@pytest.mark.parametrize("scaling", [None, 0.1, 2.0])
+def test_scores_have_the_scaling_that_is_asked_for(scaling):
+    module = quantize_(bert().eval()).bert.encoder.layer[0].attention.self
+    query, key, value = torch.randn(3, 2, 2, 9, 8)
+    with precision(module, 4):
+        context, probabilities = quantized_attention(module, query, key, value, None, scaling)
+    scores = quantize(query, 4, "attention_query") @ quantize(key.transpose(-1, -2), 4, "attention_key")
+    expected = (scores * (8**-0.5 if scaling is None else scaling)).softmax(-1)
+    assert torch.allclose(probabilities, expected, atol=1e-6)
+    assert context.shape == (2, 9, 2, 8)
 
 
 def test_both_products_are_quantised_and_the_rest_is_not():

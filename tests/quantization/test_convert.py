@@ -1,4 +1,5 @@
 import copy
+import itertools
 import pickle
 from contextlib import nullcontext
 
@@ -8,7 +9,7 @@ import torch.nn.functional as F
 from helpers import pictures, small
 from torch import nn
 
-from cpt_core.quantization.convert import PRESETS, QuantConfig, quantize_, restore_
+from cpt_core.quantization.convert import PRESETS, QuantConfig, layer_precisions, quantize_, restore_
 from cpt_core.quantization.coverage import QuantizationWarning
 from cpt_core.quantization.fake_quantize import levels_of, quantize, quantize_gradient
 from cpt_core.quantization.layers import QuantConv2d, QuantLinear
@@ -471,6 +472,17 @@ def test_every_layer_has_noise_of_its_own_and_a_seed_decides_it():
     assert not torch.equal(first[0], first[1])
     assert all(torch.equal(a, b) for a, b in zip(first, again, strict=True))
     assert not torch.equal(first[0], other[0])
+
+
+def test_every_layer_has_compiled_noise_of_its_own_and_a_seed_decides_it():
+    def keys(seed):
+        model = quantize_(nn.Sequential(*(nn.Linear(2, 2) for _ in range(5))), QuantConfig(seed=seed))
+        return [int(p.noise_key) for p in layer_precisions(model).values()]
+
+    first = sorted(keys(0))
+    assert min(b - a for a, b in itertools.pairwise(first)) >= 2**20  # calls before two layers have the same noise
+    assert keys(0) == keys(0)
+    assert not set(first) & set(keys(1))
 
 
 def test_loss_scaling_by_powers_of_two_scales_gradients_exactly():

@@ -292,6 +292,18 @@ def test_plan_and_ledger_agree_by_hand(kind, aggregation):
     assert sums["convs.0"] == pytest.approx(products * (bits * bits + bits * 8).sum() / full)  # no error product
 
 
+@pytest.mark.parametrize("kind", ["gcn", "sage"])
+def test_a_sum_behind_its_product_has_an_error_also_in_the_first_layer(kind):
+    """The features need no gradient, but the weight of the product before the sum does."""
+    g, x = graph(), features()
+    model = quantize_(GraphNet(kind, 6, 3, layers=1))
+    with precision(model, 4, q_grad=8), BitOpsLedger(model) as ledger:
+        model(g, x).sum().backward()
+    plan = count_bitops(model, (g, x), make_schedule("STATIC", q_max=4, total_steps=1), convention="per_op", q_grad=8)
+    assert plan.bitops["convs.0 (aggregation)"] == dict.fromkeys(("forward", "error"), g.num_edges * 3 * 32**2)
+    assert ledger.by_layer("per_op") == plan.by_layer
+
+
 def test_operations_of_dgls_layers():
     plans = [
         count_bitops(quantize_(layer), (g, features()), convention="per_op")

@@ -8,7 +8,7 @@ from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence, pack_sequen
 
 from cpt_core.quantization.convert import QuantConfig, quantize_, restore_
 from cpt_core.quantization.coverage import QuantizationWarning
-from cpt_core.quantization.fake_quantize import levels_of, quantize, quantize_gradient
+from cpt_core.quantization.fake_quantize import levels_of, quantize, quantize_gradient, straight_through
 from cpt_core.quantization.lstm import QuantLSTM, _Recurrence, _Steps
 from cpt_core.quantization.quantizers import QUANTIZERS, Quantizer
 from cpt_core.quantization.scheduler import precision
@@ -255,12 +255,14 @@ def test_other_quantisers_work_per_step_too(granularity):
 
 
 @pytest.mark.parametrize("start", ["corrected", "zero"])
-def test_running_ranges_move_once_per_step(start):
-    module = lstm_of(5, 4, config=QuantConfig(running_start=start))
-    x = torch.randn(6, 3, 5)
+def test_running_ranges_move_once_per_step_in_the_order_of_the_direction(start):
+    module = lstm_of(5, 4, bidirectional=True, config=QuantConfig(running_start=start))
+    x, zero = torch.randn(6, 3, 5), torch.zeros(1, 3, 4)
     with precision(module, 8):
-        y = torch.cat([torch.zeros(1, 3, 4), module(x)[0].detach()])
-    for role, steps in (("input_l0", x), ("hidden_l0", y[:-1])):
+        forth, back = module(x)[0].detach().split(4, -1)
+    seen = {"input_l0": x, "hidden_l0": torch.cat([zero, forth[:-1]])}
+    seen |= {"input_l0_reverse": x.flip(0), "hidden_l0_reverse": torch.cat([zero, back.flip(0)[:-1]])}
+    for role, steps in seen.items():
         low, width, weight = torch.zeros(3)
         for value in steps:
             low = 0.9 * low + 0.1 * value.min()
@@ -290,6 +292,20 @@ def test_evaluation_uses_running_ranges():
         expected = module(x.clamp(float(low / weight), float((low + width) / weight)))[0]
         assert same(module(x)[0], expected)
         before = module.precision.get_running()
+        p, operand = module.precision, module.precision.operand
+        h, c = torch.zeros(3, 4), torch.zeros(3, 4)
+        for x_t, y_t in zip(x, module(x)[0], strict=True):  # hidden states on their stored range, step by step
+            gates = torch.zeros(())
+            for value, role, kind in ((x_t, "input_l0", "ih"), (h, "hidden_l0", "hh")):
+                weight, bias = getattr(module, f"weight_{kind}_l0"), getattr(module, f"bias_{kind}_l0")
+                gates = gates + nn.functional.linear(
+                    straight_through(value, *p.running_range(role), p.levels, True),
+                    operand("weight", weight), operand("bias", bias),
+                )  # fmt: skip
+            i, f, g, o = gates.chunk(4, 1)
+            c = torch.sigmoid(f) * c + torch.sigmoid(i) * torch.tanh(g)
+            h = torch.sigmoid(o) * torch.tanh(c)
+            assert same(y_t, h)
         module(10 * x)
     assert all(torch.equal(v, before[k]) for k, v in module.precision.get_running().items())
 

@@ -245,6 +245,11 @@ def test_noise_differs_between_seeds_and_calls(source):
     assert len({tuple(d.tolist()) for d in draws}) == 21
 
 
+def test_another_seed_has_other_numbers_not_the_same_ones_in_another_order():
+    sums = [float(NoisePool(seed).draw(torch.empty(NoisePool.SIZE)).double().sum()) for seed in (5, 6)]
+    assert abs(sums[0] - sums[1]) > 1  # their spread is 800
+
+
 def test_more_noise_than_the_pool_holds():
     shape = (2 * NoisePool.SIZE // 1000 + 7, 1000)
     noise = NoisePool(seed=3).draw(torch.empty(shape))

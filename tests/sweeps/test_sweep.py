@@ -10,6 +10,7 @@ import threading
 import time
 from dataclasses import replace
 from multiprocessing import forkserver
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -46,6 +47,16 @@ def quick(monkeypatch):
     return ran
 
 
+def files_of(store, spec):
+    return [stores.place(store, kind, spec.key) for kind in ("checkpoints", "curves")]
+
+
+def touch(*paths):
+    for path in paths:
+        path.parent.mkdir(exist_ok=True)
+        path.touch()
+
+
 class TestStore:
     def test_what_is_there_is_not_run_again(self, quick, tmp_path):
         store = tmp_path / "rows.jsonl"
@@ -68,6 +79,25 @@ class TestStore:
         run_grid(specs_of("RR", "CR"), store, workers=0, retry_failed=True)
         assert quick == ["RR", "CR", "RR"]
         assert len(store.read_text().splitlines()) == 3  # appended, not edited
+
+    def test_what_a_killed_process_left_half_written_goes_before_its_run(self, quick, tmp_path):
+        store, (spec, other) = tmp_path / "rows.jsonl", specs_of("CR", "LR")
+        left, kept = (
+            [place.with_name(f"{place.name}.123.tmp") for place in files_of(store, s)]
+            for s in (spec, other)  # the other's may be a living sweep's
+        )
+        touch(*left, *kept)
+        run_grid([spec], store, workers=0)
+        assert [path.exists() for path in (*left, *kept)] == [False] * 2 + [True] * 2
+
+    def test_a_checkpoint_goes_with_the_row_but_stays_with_a_failure(self, quick, tmp_path):
+        store, (good, bad) = tmp_path / "rows.jsonl", specs_of("CR", "RR")
+        for retry in (False, True):  # a run that has just ended, and one that was killed between row and checkpoint
+            touch(*(stores.place(store, "checkpoints", spec.key) for spec in (good, bad)))
+            run_grid([good, bad], store, workers=0, retry_failed=retry)
+            assert not stores.place(store, "checkpoints", good.key).exists()
+            assert stores.place(store, "checkpoints", bad.key).exists()
+        assert quick == ["CR", "RR", "RR"]
 
     def test_nothing_to_do_starts_nothing(self, quick, tmp_path, monkeypatch):
         run_grid(specs_of("CR"), tmp_path / "rows.jsonl", workers=0)
@@ -488,11 +518,19 @@ def test_gpus_are_used_round_robin_with_as_many_runs_as_fit(monkeypatch):
     assert slots(specs, workers=3, per_gpu=2) == [0, 1, 0]
     assert slots(specs, threads=4, device="cpu") == [None] * 4
     assert slots(specs_of("CR"), workers=2) == [None, None]  # smoke scale
-    card = type("Card", (), {"total_memory": 10 * 2**30})
-    monkeypatch.setattr("torch.cuda.get_device_properties", lambda i: card)
-    monkeypatch.setattr(sweep_module, "measure", lambda spec, device: type("M", (), {"peak_memory": 2 * 2**30}))
+    memory, peaks = [10 * 2**30] * 2, {"mlp6": 2 * 2**30, "mlp4": 3 * 2**30}
+    monkeypatch.setattr("torch.cuda.get_device_properties", lambda i: SimpleNamespace(total_memory=memory[i]))
+    monkeypatch.setattr(
+        sweep_module, "measure", lambda spec, device: SimpleNamespace(peak_memory=peaks[spec.recipe.model])
+    )
     assert slots(specs, workers=4) == [0, 1, 0, 1]  # nothing to measure when the number is given
     assert slots(specs) == [0, 1] * 3  # 3 x (2 GB + its context) in nine tenths of 10 GB
+    larger = [replace(spec, recipe=replace(spec.recipe, model="mlp4")) for spec in specs]
+    assert slots([*specs, *larger]) == [0, 1] * 2  # whichever of them meet on a GPU
+    memory[1] = 80 * 2**30
+    assert slots(specs) == [0, 1] * 3  # the smaller of the two
+    memory.reverse()
+    assert slots(specs) == [0, 1] * 3
 
 
 def test_a_run_sees_its_gpu_only(tmp_path, monkeypatch):

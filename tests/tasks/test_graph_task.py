@@ -37,6 +37,13 @@ def test_training_learns(model):
     assert ("GCN" if model == "gcn" else "GraphSAGE") in run.title
 
 
+def test_a_full_graph_is_trained_on_its_training_nodes():
+    task = GraphTask(spec(), CPU)
+    _, _, labels, rows = next(task.batches(7))
+    assert torch.equal(rows, task.data.train)
+    assert torch.equal(labels, task.data.labels[rows])
+
+
 @pytest.mark.parametrize("model", ["gcn", "sage"])
 @pytest.mark.parametrize("aggregation", ["fp", "quantized"])
 def test_a_resumed_run_is_bitwise_the_same(tmp_path, model, aggregation):

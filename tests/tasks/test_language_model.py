@@ -198,6 +198,33 @@ def test_perplexity_by_hand(folder):
     assert found["perplexity"] == pytest.approx(math.exp(sum(nll) / len(nll)), rel=1e-5)
 
 
+class Remembering(nn.Module):
+    """Counts the words that it has seen in its state."""
+
+    def __init__(self, words):
+        super().__init__()
+        self.words, self.seen = words, []
+
+    def forward(self, words, state):
+        self.seen.append(state)
+        return torch.zeros(*words.shape, self.words), (state or 0) + len(words)
+
+
+def test_evaluation_carries_the_state_through_each_text_too(folder):
+    t = task()
+    model = Remembering(len(t.data.vocabulary))
+    t.evaluate(model)
+    lengths = [math.ceil(len(part) / 3) for part in (t.data.valid, t.data.test)]  # in three columns
+    assert model.seen == [at or None for length in lengths for at in range(0, length, 5)]
+
+
+def test_the_best_evaluation_is_that_of_the_lowest_perplexity(folder):
+    run = train(LanguageModelTask, spec("static 8", evaluate_every=4, lr=5.0))
+    by_valid = sorted(run.history["evaluations"], key=lambda e: e["valid"]["perplexity"])
+    assert by_valid[0]["test"]["perplexity"] != by_valid[-1]["test"]["perplexity"]
+    assert run.metric("perplexity", when="best_valid") == by_valid[0]["test"]["perplexity"]
+
+
 def test_the_state_is_carried_and_begins_anew_with_an_epoch(folder):
     t = task(dropout=0.0)
     torch.manual_seed(0)

@@ -108,6 +108,9 @@ def test_noise_is_no_progress():
     wobble = [3.0, *[2.9, 3.1] * 4]
     found = judge([[wobble[:8], wobble[:8]]], (2, 8), "reset", 0.8, 8, "")
     assert found.q_min is None
+    for swing, q_min in ((0.2, None), (0.05, 2)):  # a fall by 0.1, of which +- 0.12 and +- 0.03 are noise
+        trace = [3.0, *[2.9 + swing, 2.9 - swing] * 4][:8]
+        assert judge([[trace, trace]], (2, 8), "reset", 0.8, 8, "").q_min == q_min
 
 
 def test_continuing_takes_the_first_precision_at_which_the_loss_falls():
@@ -196,6 +199,12 @@ def test_the_precision_is_really_set():
     bits.clear()
     run(model, spy, optimizer, seeds=(0,), mode="continuing")
     assert bits == [(2, 8)] * 8 + [(4, 8)] * 8 + [(8, 8)] * 8
+
+
+def test_thresholds_that_nobody_chose():
+    model, train_step, optimizer, _ = problem()
+    found = {mode: run(model, train_step, optimizer, mode=mode).threshold for mode in ("reset", "continuing")}
+    assert found == {"reset": 0.8, "continuing": 0.05}
 
 
 def test_continuing_goes_on_from_precision_to_precision():

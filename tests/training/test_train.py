@@ -8,11 +8,13 @@ from dataclasses import replace
 
 import pytest
 import torch
+from torch import nn
 
 from cpt_core.experiments import designs
 from cpt_core.experiments.recipes import recipe
 from cpt_core.experiments.spec import run_spec
 from cpt_core.tasks import TASKS
+from cpt_core.training.evaluation import evaluate
 from cpt_core.training.session import Session, task_of
 from cpt_core.training.train import Stopped, train
 
@@ -59,6 +61,34 @@ def test_evaluation_precision_makes_a_difference():
     assert at["q_max"][1] != at["current"][1]
 
 
+def test_evaluation_is_no_training_and_current_bits_are_those_of_the_last_step(monkeypatch):
+    session, seen = Session(TASKS["image"], spec_of("CR")), []
+    monkeypatch.setattr(session.task, "evaluate", lambda model: seen.append(model.training) or {})
+    bits = session.spec.schedule.bits().tolist()
+    steps = [t for t in range(1, 190) if bits[t - 1] != bits[t]] + [190]  # those before the bits change, and the last
+    assert [evaluate(session, t, "current")["bits"] for t in steps] == [bits[t - 1] for t in steps]
+    assert evaluate(session, 1, "q_max")["bits"] == 8
+    assert not any(seen)
+
+
+def test_accuracy_and_loss_by_hand():
+    task = TASKS["image"](spec_of(), torch.device("cpu"))
+    weight = torch.randn(64, 10, generator=torch.Generator().manual_seed(0))
+    found = task.evaluate(lambda images: images.flatten(1) @ weight)
+    for name in ("valid", "test"):
+        part = getattr(task.data, name)
+        chances = (part.images.flatten(1) / 16 @ weight).log_softmax(1)  # pixels from 0 to 16
+        accuracy = float((chances.argmax(1) == part.labels).float().mean())
+        loss = -float(chances[range(len(part)), part.labels].mean())
+        assert found[name] == pytest.approx({"accuracy": accuracy, "loss": loss}, rel=1e-4)
+
+
+def test_a_seed_decides_the_initial_weights():
+    first, again, other = (Session(TASKS["image"], spec_of(seed=seed)).model.fc.weight for seed in (0, 0, 1))
+    assert torch.equal(first, again)
+    assert not torch.equal(first, other)
+
+
 def test_arms_of_one_seed_are_paired():
     first = {}
 
@@ -94,6 +124,14 @@ def test_bitops_of_a_run(run):
     squares = sum(int(q * q + 16 * q) for q in run.spec.schedule.bits())
     assert run.bitops["paper"] == 64 * layers * squares / 1024
     assert run.bitops["per_op"] > 64 * 3 * 320 * run.spec.recipe.steps  # the classifier alone, in float32
+
+
+def test_gradients_are_clipped_to_the_norm_of_the_recipe():
+    session = Session(TASKS["image"], spec_of(clip=0.01, weight_decay=0.0))
+    before = [p.detach().clone() for p in session.model.parameters()]
+    session.step(next(session.task.batches(0)), lr=0.5)  # the first step: momentum has gathered nothing yet
+    moved = [p.detach() - b for p, b in zip(session.model.parameters(), before, strict=True)]
+    assert float(nn.utils.get_total_norm(moved)) == pytest.approx(0.5 * 0.01, rel=1e-3)
 
 
 def test_divergence_is_a_status():
