@@ -43,6 +43,11 @@ def library(name: str, extra: str) -> Any:
         raise ImportError(f"{missing} cannot be imported; get it with: pip install 'cpt-core[{extra}]'") from error
 
 
+def write_text(path: Path, text: str) -> None:
+    """Write a text file in UTF-8, whatever the locale; readers see the old one or the new one."""
+    write_atomically(path, lambda temporary: temporary.write_text(text, encoding="utf-8"))
+
+
 def write_atomically(path: Path, write: Callable[[Path], Any]) -> None:
     """Let ``write`` make a file beside ``path``, then put it in its place: readers see the old one or the new one."""
     temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
