@@ -3,7 +3,7 @@
 >>> page_name("03_image_classification", {})
 '03_image_classification'
 >>> page_name("03_image_classification", {"dataset": "my pictures/", "seeds": [0, 1]})
-'03_image_classification.my-pictures-0-1-5ea2c4ab'
+'03_image_classification.my-pictures-0-1-e9f736f0'
 """
 
 from __future__ import annotations

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import ast
 import atexit
+import re
 import shutil
 import sys
 import tempfile
@@ -147,13 +148,17 @@ def check_parameters(task: str = "image", /, **given: Any) -> Parameters:
 
 
 def parse(assignments: Sequence[str]) -> dict[str, Any]:
-    """Read "name=value" words; a value is a Python literal or a bare word, in lists too.
+    """Read "name=value" texts, one or several in each; a value is a Python literal or bare words, in lists too.
+
+    A value goes on to the next " name=": it may hold spaces.
 
     >>> parse(["dataset=cifar10", "schedules=[CR, RR]", "seeds=[0, 1]"])
     {'dataset': 'cifar10', 'schedules': ['CR', 'RR'], 'seeds': [0, 1]}
+    >>> parse(["dataset=my pictures/ seeds=[0, 1]"])
+    {'dataset': 'my pictures/', 'seeds': [0, 1]}
     """
     found: dict[str, Any] = {}
-    for assignment in assignments:
+    for assignment in (part for text in assignments for part in re.split(r"\s+(?=\w+=)", text.strip())):
         name, sign, text = assignment.partition("=")
         if not sign:
             raise ValueError(f"a parameter is written NAME=VALUE; got {assignment!r}")
