@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from cpt_core.analysis import report
-from cpt_core.checks import library
+from cpt_core.checks import library, offer
 from cpt_core.experiments.recipes import task_of_dataset
 from cpt_core.paths import cards_dir, notebooks_dir, paper_dir, results_dir, runs_dir
 from cpt_core.teaching.outcomes import Job, Outcome, earlier
@@ -39,7 +39,7 @@ def notebooks(number: str | None = None) -> list[Path]:
         return found
     chosen = [p for p in found if p.name.startswith(number)]
     if not number or len(chosen) != 1:
-        raise ValueError(f"no notebook {number!r}; choose from {', '.join(p.name[:2] for p in found)}")
+        raise ValueError(f"no notebook {number!r}; {offer(number, [p.name[:2] for p in found])}")
     return chosen
 
 

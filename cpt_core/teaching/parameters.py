@@ -14,7 +14,7 @@ import re
 import shutil
 import sys
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
 from pathlib import Path
@@ -129,9 +129,7 @@ def check_parameters(task: str = "image", /, **given: Any) -> Parameters:
     check_values(given)
     for name in _injected():
         if name not in given:
-            near = get_close_matches(name, given, n=1)
-            hint = f"; did you mean {near[0]!r}?" if near else ""
-            raise ValueError(f"this notebook has no parameter {name!r}{hint} It has: {', '.join(given)}")
+            raise ValueError(f"this notebook has no parameter {name!r}{_meant(name, given)} It has {', '.join(given)}")
     scale, preset = given.get("scale", "smoke"), given.get("preset", "ours")
     wanted = [(given["dataset"], given.get("model") or None, task)] if "dataset" in given else []
     wanted += [(given["pairs"], None, "entailment")] if given.get("pairs") else []
@@ -197,8 +195,11 @@ def check_values(given: dict[str, Any]) -> None:
     """Check names and values alone."""
     for name, value in given.items():
         if name not in PARAMETERS:
-            near = get_close_matches(name, PARAMETERS, n=1)
-            hint = f"; did you mean {near[0]!r}?" if near else ""
-            raise ValueError(f"unknown parameter {name!r}{hint} Parameters: {', '.join(PARAMETERS)}")
+            raise ValueError(f"unknown parameter {name!r}{_meant(name, PARAMETERS)} There is {', '.join(PARAMETERS)}")
         if not PARAMETERS[name].accepts(value):
             raise ValueError(f"{name} must be {PARAMETERS[name].allowed}; got {value!r}")
+
+
+def _meant(name: str, names: Iterable[str]) -> str:
+    near = get_close_matches(name, names, n=1)
+    return f"; did you mean {near[0]!r}?" if near else "."

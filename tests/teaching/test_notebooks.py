@@ -294,7 +294,7 @@ def test_wrong_values_are_refused_before_anything_starts(place, tmp_path, argume
 @pytest.mark.parametrize(
     ("injected", "message"),
     [
-        ({"scael": "demo"}, "this notebook has no parameter 'scael'; did you mean 'scale'? It has: scale, seeds"),
+        ({"scael": "demo"}, "this notebook has no parameter 'scael'; did you mean 'scale'? It has scale, seeds"),
         ({"workers": 2}, "this notebook has no parameter 'workers'"),
         ({"seeds": 0}, "seeds must be a list of whole numbers"),
         ({"scale": "papre"}, "scale must be one of smoke, demo, paper; got 'papre'"),
