@@ -19,6 +19,11 @@ else
 PACKAGES := -c constraints.txt setuptools -e '.[vision,graph,text,lightning,notebooks,cluster,dev]'
 endif
 
+# What the user gives goes to the recipes as it was written, through the environment: a name may hold spaces, quotes or $.
+GIVEN := NB SCALE DATASET PARAMS GRID
+$(foreach name,$(GIVEN),$(eval override $(name) := $$(value $(name))))
+export $(GIVEN)
+
 BIN := .venv/bin
 CPT := $(BIN)/python -m cpt_core
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest
@@ -56,21 +61,20 @@ test: lint  ## lint, types, tests and notebooks; no GPU, no download
 	$(PYTEST) -p no:cacheprovider --nbval-lax --nbval-current-env --nbval-cell-timeout=300 notebooks
 	@echo "make test: all checks passed"
 
-PARAMETERS = $(if $(PARAMS),--parameter $(PARAMS))
+NARROWED = $${NB:+--notebook "$$NB"} $${DATASET:+--dataset "$$DATASET"} $${PARAMS:+--parameter "$$PARAMS"}
 
 reproduce: setup  ## run the notebooks and write a report; NB=03 SCALE=smoke|demo|paper DATASET=cifar10
-	$(CPT) reproduce $(if $(NB),--notebook $(NB)) $(if $(SCALE),--scale $(SCALE)) $(if $(DATASET),--dataset $(DATASET)) \
-	  $(PARAMETERS)
+	@$(CPT) reproduce $${SCALE:+--scale "$$SCALE"} $(NARROWED)
 
 notebooks: setup  ## run the notebooks again and keep their outputs in place
 	$(CPT) notebooks
 
 plan: setup  ## what there is to run, what is done, what the rest takes here; GRID=figure_3
-	$(CPT) plan $(GRID)
+	@$(CPT) plan $${GRID:+"$$GRID"}
 
 paper: setup  ## a notebook at the paper's scale, GPU days: make paper NB=03 PARAMS="dataset=cifar10 schedules=[CR,RR] seeds=[0]"
 	$(if $(NB),,$(error make paper needs the number of a notebook, for example NB=03))
-	$(CPT) reproduce --scale paper --notebook $(NB) $(PARAMETERS)
+	@$(CPT) reproduce --scale paper $(NARROWED)
 
 report: setup  ## one HTML page of all stored results, beside the paper's
 	$(CPT) report
@@ -96,9 +100,12 @@ lock:  ## resolve requirements.lock and constraints.txt again; UP=--upgrade for 
 	UV_CUSTOM_COMPILE_COMMAND="make lock" $(BIN)/uv pip compile -q pyproject.toml --all-extras --python-version 3.11 \
 	  --no-annotate --no-emit-index-url --no-deps -c requirements.lock -o constraints.txt
 
-clean:  ## remove runs/ and caches; never data/ or .venv
-	rm -rf runs build dist *.egg-info .pytest_cache .ruff_cache .mypy_cache .hypothesis
-	find . \( -path ./.venv -o -path ./data -o -path ./.git \) -prune -o \
+clean:  ## remove caches, builds, pages and reports; RUNS=delete also rows, checkpoints and all else of runs/
+	rm -rf runs/reproduce runs/report.html build dist *.egg-info .pytest_cache .ruff_cache .mypy_cache .hypothesis
+	@if [ "$(RUNS)" = delete ]; then rm -rf runs; elif [ -d runs ]; then \
+	  find runs -name '*.jsonl' -exec sh -c 'echo "kept: $$1 ($$(wc -l < "$$1") rows)"' sh {} \; ; \
+	  echo "runs/ is kept, with the checkpoints of its rows; make clean RUNS=delete removes it"; fi
+	find . \( -path ./.venv -o -path ./data -o -path ./runs -o -path ./.git \) -prune -o \
 	  \( -name __pycache__ -o -name .ipynb_checkpoints \) -type d -exec rm -rf {} +
 
 distclean: clean  ## clean, and remove .venv too

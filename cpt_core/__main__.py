@@ -231,15 +231,19 @@ def reproduce(scale: Scale = "demo", notebook: Number = None, dataset: Data = No
     except KeyboardInterrupt:
         typer.echo("\nstopped; the same command goes on from here", err=True)
         raise typer.Exit(130) from None
+    width = max(len(o.name) for o in outcomes)
     for o in outcomes:
-        typer.echo(f"  {o.name:<32} {o.status:<11} {o.seconds:6.0f} s  {o.error}".rstrip())
-    from cpt_core.analysis import report
+        typer.echo(f"  {o.name:<{width}} {o.status:<11} {o.seconds:6.0f} s  {o.error}".rstrip())
+    failed = [o for o in outcomes if o.failed]
+    if not failed:  # old results below a failure would look like its own
+        from cpt_core.analysis import report
 
-    for line in report.summary(scale):
-        typer.echo(line)
+        for line in report.summary(scale):
+            typer.echo(line)
     typer.echo(f"took {time.monotonic() - started:.0f} s")
     typer.echo(f"report: {index}")
-    if any(o.status == "failed" for o in outcomes):
+    if failed:
+        typer.echo(f"failed: {', '.join(o.name for o in failed)}; the same command tries again", err=True)
         raise typer.Exit(1)
 
 
@@ -270,9 +274,10 @@ def docs() -> None:
     from cpt_core.analysis import quality_cost
     from cpt_core.analysis.reproducing import text
     from cpt_core.analysis.runs import committed
+    from cpt_core.checks import write_text
     from cpt_core.paths import results_dir
 
-    (CHECKOUT / "REPRODUCING.md").write_text(text())
+    write_text(CHECKOUT / "REPRODUCING.md", text())
     runs = committed("image_digits").query("model == 'mlp6' and q_min == 3")
     drawn = quality_cost.figure_3(runs, xs=("relative_cost", "noise_exposure"))
     drawn.savefig(results_dir() / "image_digits.png", dpi=110)

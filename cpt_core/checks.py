@@ -9,7 +9,8 @@ from __future__ import annotations
 import operator
 import os
 import pkgutil
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
@@ -26,10 +27,18 @@ def whole(what: str, value: Any, least: int | None = None) -> int:
 
 
 def choose(what: str, value: Any, allowed: Iterable[str]) -> str:
-    """Return ``value`` if it is one of ``allowed``; else a ValueError names them."""
+    """Return ``value`` if it is one of ``allowed``; else a ValueError names them, of many the three nearest."""
     if value not in (names := tuple(allowed)):
-        raise ValueError(f"unknown {what} {value!r}; choose from {', '.join(names)}")
+        raise ValueError(f"unknown {what} {value!r}; {offer(value, names)}")
     return value
+
+
+def offer(value: Any, names: Sequence[str]) -> str:
+    """Return what there is instead of a wrong name: all names, or of more than a line the three nearest."""
+    listed = ", ".join(names)
+    if len(listed) <= 160:
+        return f"choose from {listed}"
+    return f"the nearest of {len(names)} are {', '.join(get_close_matches(str(value), names, n=3, cutoff=0.0))}"
 
 
 def library(name: str, extra: str) -> Any:
@@ -41,6 +50,11 @@ def library(name: str, extra: str) -> Any:
         if not extra or missing == "cpt_core":
             raise
         raise ImportError(f"{missing} cannot be imported; get it with: pip install 'cpt-core[{extra}]'") from error
+
+
+def write_text(path: Path, text: str) -> None:
+    """Write a text file in UTF-8, whatever the locale; readers see the old one or the new one."""
+    write_atomically(path, lambda temporary: temporary.write_text(text, encoding="utf-8"))
 
 
 def write_atomically(path: Path, write: Callable[[Path], Any]) -> None:

@@ -1,6 +1,6 @@
 import pytest
 
-from cpt_core.checks import choose, library, whole, write_atomically
+from cpt_core.checks import choose, library, offer, whole, write_atomically
 
 
 @pytest.mark.parametrize("value", [3, True, 2.0, "3", None])
@@ -21,6 +21,16 @@ def test_choose_takes_any_names():
         assert choose("letter", "b", names) == "b"
     with pytest.raises(ValueError, match=r"unknown letter 'c'; choose from a, b$"):
         choose("letter", "c", {"a": 1, "b": 2})
+
+
+def test_of_many_names_the_nearest_are_offered():
+    many = [f"cifar{i}/resnet{j}" for i in range(10) for j in range(10)]
+    with pytest.raises(
+        ValueError, match=r"^unknown grid 'cifar3/resnt4'; the nearest of 100 are cifar3/resnet4, "
+    ) as said:
+        choose("grid", "cifar3/resnt4", many)
+    assert str(said.value).count("cifar") == 4
+    assert offer("?", many).count("cifar") == offer(None, many).count("cifar") == 3  # nothing is near, three are shown
 
 
 def test_library_blames_a_missing_library_and_nothing_else():

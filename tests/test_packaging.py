@@ -1,6 +1,8 @@
 """The files that install the project agree with each other, and nothing is tied to one machine."""
 
+import os
 import re
+import shutil
 import subprocess
 import sys
 import tomllib
@@ -131,6 +133,72 @@ def test_makefile_dockerfile_and_conda_set_the_same_variables():
     for name, value in conda.items():
         assert exported.get(name) == value, f"{name} differs in the Makefile"
         assert in_image.get(name) == value, f"{name} differs in the Dockerfile"
+
+
+@pytest.fixture
+def make(tmp_path):
+    """Call the Makefile in an empty folder, where Python only says what it was called with."""
+    for name in ("Makefile", "requirements.lock", "pyproject.toml"):
+        shutil.copy(ROOT / name, tmp_path)
+    python = tmp_path / ".venv" / "bin" / "python"
+    python.parent.mkdir(parents=True)
+    python.write_text('#!/bin/sh\nfor word in "$@"; do printf \'%s\\n\' "$word"; done\n')
+    python.chmod(0o755)
+    for made in (".packages", ".installed"):
+        (tmp_path / ".venv" / made).touch()
+
+    def call(*words, **environment):
+        given = {"PATH": os.environ["PATH"], **environment}
+        done = subprocess.run(["make", "-C", tmp_path, "-s", *words], capture_output=True, text=True, env=given)
+        return done.returncode, [line for line in done.stdout.splitlines() if not line.startswith("make")], done.stderr
+
+    return call
+
+
+ODD = ["my pictures/", "a$b/", "a$$b/", 'it\'s "mine"/', "a;b/", "$(HOME)/", "`id`/", "*", "\\a\\"]
+
+
+@pytest.mark.parametrize("odd", ODD)
+def test_make_hands_over_what_it_is_given(odd, make):
+    called = ["-m", "cpt_core", "reproduce", "--dataset", odd]
+    assert make("reproduce", f"DATASET={odd}") == make("reproduce", DATASET=odd) == (0, called, "")
+    wanted = [
+        "-m",
+        "cpt_core",
+        "reproduce",
+        "--scale",
+        "paper",
+        "--notebook",
+        "03",
+        "--parameter",
+        f"dataset={odd} q=[1, 2]",
+    ]
+    assert make("paper", "NB=03", f"PARAMS=dataset={odd} q=[1, 2]") == (0, wanted, "")
+    assert make("plan", f"GRID={odd}") == (0, ["-m", "cpt_core", "plan", odd], "")
+
+
+def test_make_asks_for_nothing_that_is_not_given(make):
+    assert make("reproduce") == (0, ["-m", "cpt_core", "reproduce"], "")
+    status, _, said = make("paper")
+    assert status == 2
+    assert "make paper needs the number of a notebook" in said
+
+
+def test_make_clean_keeps_rows_and_says_so(make, tmp_path):
+    rows, checkpoint = tmp_path / "runs/paper/image.jsonl", tmp_path / "runs/paper/image.checkpoints/0.pt"
+    page, cache, mine = (tmp_path / p for p in ("runs/reproduce/demo/index.html", ".ruff_cache/0/x", "data/a/b"))
+    for path in (rows, checkpoint, page, cache, mine):
+        path.parent.mkdir(parents=True)
+        path.write_text("1\n2\n")
+    status, said, _ = make("clean")
+    assert status == 0
+    assert said == ["kept: runs/paper/image.jsonl (2 rows)", said[1]]
+    assert "make clean RUNS=delete" in said[1]
+    assert [p.exists() for p in (rows, checkpoint, page, cache, mine)] == [True, True, False, False, True]
+    assert make("distclean")[0] == 0
+    assert [p.exists() for p in (rows, checkpoint, tmp_path / ".venv")] == [True, True, False]
+    assert make("clean", "RUNS=delete") == (0, [], "")
+    assert [p.exists() for p in (tmp_path / "runs", mine)] == [False, True]
 
 
 def test_hadolint_accepts_the_dockerfile():

@@ -29,8 +29,8 @@ class Section:
         notes: paragraphs; words between backticks are set as code.
         figure: stands in the page itself, no other file is needed.
         alt: what the figure shows, in words.
-        table: a cell that is a list is folded up behind its length; one that is a dict of page, name and error is a
-            link, with what went wrong.
+        table: a cell that is a list is folded up behind its length; one that is a dict of page, name, failed and
+            error is a link, and one to the page of what went wrong.
         style: classes of the table: "left" aligns everything left.
         points: a list of (text, place).
     """

@@ -19,6 +19,7 @@ from cpt_core.analysis.pages import Section, render
 from cpt_core.analysis.reproducing import harvest
 from cpt_core.analysis.runs import load, table, tuned
 from cpt_core.analysis.schedules import figure_2
+from cpt_core.checks import write_text
 from cpt_core.experiments.grids import GRIDS
 from cpt_core.paths import results_dir, runs_dir
 from cpt_core.schedules.schedule import ShortCycleWarning
@@ -42,7 +43,7 @@ def write(folder: Path, scale: str, outcomes: list[dict[str, Any]]) -> Path:
     ]
     index = folder / "index.html"
     title = f"Cyclic precision training, reproduced at {scale} scale"
-    index.write_text(render("page.html.j2", title=title, notes=notes, sections=sections))
+    write_text(index, render("page.html.j2", title=title, notes=notes, sections=sections))
     return index
 
 
@@ -77,7 +78,7 @@ def write_report(files: Sequence[Path] | None = None, out: Path | None = None) -
     out = out or runs_dir() / "report.html"
     out.parent.mkdir(parents=True, exist_ok=True)
     title = "Cyclic precision training: figures and tables from stored runs"
-    out.write_text(render("page.html.j2", title=title, notes=[note], sections=sections))
+    write_text(out, render("page.html.j2", title=title, notes=[note], sections=sections))
     return out
 
 
@@ -114,10 +115,11 @@ def _of_scale(scale: str) -> pd.DataFrame:
 
 
 def _notebooks(outcomes: list[dict[str, Any]]) -> pd.DataFrame:
-    lines = [
-        ({"page": o["page"].name, "name": o["name"], "error": o["error"]}, o["status"], f"{o['seconds']:.0f} s")
-        for o in outcomes
-    ]
+    """A line per page: the good one and, where that was the last try, the failure with its reason."""
+    lines = []
+    for o in outcomes:
+        links = {"page": o["page"] and o["page"].name, "failed": o["failed"] and o["failed"].name}
+        lines.append(({**links, "name": o["name"], "error": o["error"]}, o["status"], f"{o['seconds']:.0f} s"))
     return pd.DataFrame(lines, columns=["notebook", "status", "time"])
 
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from cpt_core.checks import library
+from cpt_core.checks import library, offer
 from cpt_core.experiments.recipes import EXPERIMENTS
 
 # what can be downloaded, among it pretrained models -> its task
@@ -30,6 +30,6 @@ def download(dataset: str, language: str = "de") -> Path:
         ImportError: without the libraries of its task: names the extra.
     """
     if dataset not in DOWNLOADS:
-        raise ValueError(f"{dataset!r} cannot be downloaded; choose from {', '.join(DOWNLOADS)}")
+        raise ValueError(f"{dataset!r} cannot be downloaded; {offer(dataset, list(DOWNLOADS))}")
     experiment = EXPERIMENTS[DOWNLOADS[dataset]]
     return library(experiment.download, experiment.extra)(dataset, language)

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from difflib import get_close_matches
 from typing import Any
 
+from cpt_core.checks import offer
 from cpt_core.experiments.designs import aggregation, deficit_length, deficit_window, equal_cost, quality_cost
 from cpt_core.experiments.recipe import SCALES, Dataset, Recipe
 from cpt_core.experiments.recipes import DATASETS, EXPERIMENTS
@@ -98,10 +98,8 @@ def find_grids(name: str | None = None) -> dict[str, Grid]:
     """Return the grids of a name or of an artefact such as "figure_3"; all without a name. ValueError says what is."""
     found = {key: grid for key, grid in GRIDS.items() if name in (None, key, grid.artefact)}
     if not found:
-        artefacts = sorted({grid.artefact for grid in GRIDS.values()})
-        near = get_close_matches(name or "", [*GRIDS, *artefacts], n=1)
-        hint = f"; did you mean {near[0]!r}?" if near else ""
-        raise ValueError(f"no grid {name!r}{hint} Grids: {', '.join(GRIDS)}; or one of {', '.join(artefacts)}")
+        names = [*GRIDS, *sorted({grid.artefact for grid in GRIDS.values()})]
+        raise ValueError(f"no grid {name!r}; {offer(name, names)}; `plan --no-measure` lists them all")
     return found
 
 
@@ -116,7 +114,7 @@ def grid_specs(name: str, scale: str | None = None, seeds: Sequence[int] | None 
         raise ValueError(f"{name!r} is several grids; choose one of {', '.join(find_grids(name))}")
     grid = GRIDS[name]
     if scale is not None and scale not in grid.scales:
-        raise ValueError(f"grid {name!r} has no scale {scale!r}; choose from {', '.join(grid.scales)}")
+        raise ValueError(f"grid {name!r} has no scale {scale!r}; {offer(scale, grid.scales)}")
     return grid.make(scale or grid.scales[0], **({} if seeds is None else {"seeds": seeds}))
 
 
@@ -142,7 +140,7 @@ def keep(specs: Sequence[RunSpec], only: Sequence[str]) -> list[RunSpec]:
         there = {FILTERS[name](spec): None for spec in specs}
         unknown = [value for value in wanted if value not in there]
         if unknown:
-            raise ValueError(f"no {name} {unknown[0]!r} in this grid; choose from {', '.join(there)}")
+            raise ValueError(f"no {name} {unknown[0]!r} in this grid; {offer(unknown[0], list(there))}")
         kept = [spec for spec in kept if FILTERS[name](spec) in wanted]
     if not kept:
         raise ValueError(f"no run meets {' and '.join(only)}")

@@ -9,6 +9,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from cpt_core.checks import offer
+
 SCALES = ("smoke", "demo", "paper")
 PRESETS = ("ours", "authors")
 
@@ -188,9 +190,7 @@ class Experiment:
     def check_dataset(self, dataset: str) -> None:
         """Raise ValueError unless ``dataset`` is one of this task or the user's own."""
         if dataset not in self.named and not is_own(dataset):
-            raise ValueError(
-                f"unknown dataset {dataset!r}; choose from {', '.join(self.named)}, or a folder or files of your own"
-            )
+            raise ValueError(f"unknown dataset {dataset!r}; {offer(dataset, list(self.named))}, or files of your own")
 
 
 def is_own(dataset: str) -> bool:

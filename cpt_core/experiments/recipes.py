@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from cpt_core.checks import choose
+from cpt_core.checks import choose, offer
 from cpt_core.experiments import detection, entailment, graph, image, language_model
 from cpt_core.experiments.recipe import PRESETS, SCALES, Dataset, Deficits, Experiment, Recipe
 
@@ -72,8 +72,8 @@ def _family(scale: str, dataset: str, task: str) -> Dataset:
     family = EXPERIMENTS[task_of_dataset(dataset) or task].family(scale, dataset)
     if family is not None:
         return family
-    names = ", ".join(sorted(d.name for d in DATASETS.values() if scale in d.recipes))
-    raise ValueError(f"no {scale} recipe for dataset {dataset!r}; choose from {names}, or your own data")
+    names = sorted(d.name for d in DATASETS.values() if scale in d.recipes)
+    raise ValueError(f"no {scale} recipe for dataset {dataset!r}; {offer(dataset, names)}, or your own data")
 
 
 def deficits(

@@ -1,4 +1,4 @@
-"""Run one notebook in a kernel through papermill, and make it a page. Needs the extra "notebooks".
+"""Run one notebook in a kernel through papermill. Needs the extra "notebooks".
 
 No cell has a limit of time but at smoke scale: a slow machine is no failure. Kernels listen on sockets of the file
 system, for two that start at once can take each other's ports and then wait for ever; one that dies is tried once more.
@@ -9,12 +9,12 @@ from __future__ import annotations
 import re
 import tempfile
 from pathlib import Path
+from textwrap import shorten
 from typing import Any
 
 import nbformat
 import papermill
 from nbclient.exceptions import CellTimeoutError
-from nbconvert import HTMLExporter
 from papermill.clientwrap import PapermillNotebookClient
 from papermill.engines import NBClientEngine, papermill_engines
 
@@ -49,7 +49,8 @@ class _Client(PapermillNotebookClient):
             raise KeyboardInterrupt("stopped between two cells")
         above = "\n".join(c.source for c in self.nb.cells[:cell_index] if c.cell_type == "markdown")
         headings = re.findall(r"^#+ +(.*)$", above, flags=re.MULTILINE)
-        self.place.enter(headings[-1] if headings else "")
+        cells = sum(c.cell_type == "code" for c in self.nb.cells[: cell_index + 1])
+        self.place.enter(headings[-1] if headings else "", cells)
 
     def handle_comm_msg(self, outs: list[Any], msg: dict[str, Any], cell_index: int) -> None:
         super().handle_comm_msg(outs, msg, cell_index)
@@ -90,7 +91,8 @@ def execute(path: Path, copy: Path | None, values: dict[str, Any], place: Place 
     place = place or Place(path.stem)
     try:
         return _execute_once(path, copy, values, place)
-    except LOST:
+    except LOST as failure:
+        place.say(f"{reason(failure, place)}; it is tried once more")
         return _execute_once(path, copy, values, place)
 
 
@@ -107,37 +109,12 @@ def _execute_once(path: Path, copy: Path | None, values: dict[str, Any], place: 
     )
 
 
-def reason(failure: Exception) -> str:
+def reason(failure: Exception, place: Place) -> str:
     """Return why a notebook failed, in one line."""
     if isinstance(failure, papermill.PapermillExecutionError):
-        return f"{failure.ename}: {failure.evalue}"
-    return f"{type(failure).__name__}: {failure}"
-
-
-def notebook_page(book: nbformat.NotebookNode) -> str:
-    """Return an executed notebook as one HTML page that needs nothing from the network."""
-    exporter = HTMLExporter()
-    for url in ("mathjax_url", "require_js_url", "jquery_url", "jupyter_widgets_base_url", "widget_renderer_url"):
-        if exporter.has_trait(url):
-            setattr(exporter, url, "")
-    for cell in book.cells:  # sliders and bars need a kernel; a static figure beside them is an output of its own
-        if "outputs" in cell:
-            cell.outputs = [
-                o for o in cell.outputs if "application/vnd.jupyter.widget-view+json" not in o.get("data", {})
-            ]
-    book.metadata.pop("widgets", None)
-    text, _ = exporter.from_notebook_node(book)
-    return re.sub(r"<script[^>]*(src=\"https?:[^\"]*\"|type=\"module\")[^>]*>.*?</script>", "", text, flags=re.S)
-
-
-def clean(book: nbformat.NotebookNode) -> nbformat.NotebookNode:
-    """Remove what papermill and the machine leave behind: timings, paths, widget state."""
-    for key in ("papermill", "widgets"):
-        book.metadata.pop(key, None)
-    book.metadata["language_info"] = {"name": "python"}
-    for cell in book.cells:
-        cell.metadata.pop("papermill", None)
-        cell.metadata.pop("execution", None)
-        if cell.metadata.get("tags") == []:
-            cell.metadata.pop("tags")
-    return book
+        said = f"{failure.ename}: {failure.evalue}"
+    elif isinstance(failure, CellTimeoutError):
+        said = f"cell limit of {LIMIT['smoke']} s exceeded"
+    else:
+        said = f"{type(failure).__name__}: {failure}"
+    return shorten(said.rstrip(".: "), 400) + (f" (cell {place.cell})" if place.cell else "")

@@ -6,20 +6,18 @@ Running them needs the extra "notebooks", copying does not.
 from __future__ import annotations
 
 import ast
-import hashlib
-import json
 import shutil
 import time
 from collections.abc import Sequence
 from concurrent.futures import FIRST_COMPLETED, ThreadPoolExecutor, wait
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from cpt_core.analysis import report
-from cpt_core.checks import library
+from cpt_core.checks import library, offer
 from cpt_core.experiments.recipes import task_of_dataset
-from cpt_core.paths import PACKAGE, cards_dir, notebooks_dir, paper_dir, results_dir, runs_dir
+from cpt_core.paths import cards_dir, notebooks_dir, paper_dir, results_dir, runs_dir
+from cpt_core.teaching.outcomes import Job, Outcome, earlier
 from cpt_core.teaching.parameters import check_parameters, check_values
 from cpt_core.teaching.progress import Place, Progress
 
@@ -31,18 +29,7 @@ SECONDS = {
 
 AT_ONCE = 2
 
-Job = tuple[Path, dict[str, Any], Path]  # a notebook, its parameters, the folder of its page
-
-
-@dataclass(frozen=True)
-class Outcome:
-    """What became of one notebook."""
-
-    name: str
-    status: str  # "done", "up to date", "failed", or "earlier" for what another call has run
-    seconds: float
-    page: Path
-    error: str = ""
+SPEED = ("workers",)  # parameters that change nothing of what a page shows
 
 
 def notebooks(number: str | None = None) -> list[Path]:
@@ -52,7 +39,7 @@ def notebooks(number: str | None = None) -> list[Path]:
         return found
     chosen = [p for p in found if p.name.startswith(number)]
     if not number or len(chosen) != 1:
-        raise ValueError(f"no notebook {number!r}; choose from {', '.join(p.name[:2] for p in found)}")
+        raise ValueError(f"no notebook {number!r}; {offer(number, [p.name[:2] for p in found])}")
     return chosen
 
 
@@ -121,7 +108,6 @@ def reproduce(
             raise ValueError(f"no chosen notebook has a parameter {name!r}")
     jobs = []
     folder = runs_dir() / "reproduce" / scale
-    folder.mkdir(parents=True, exist_ok=True)
     tasks = {path: _task(parameters) for path, parameters in accepted.items()}
     data_task = task_of_dataset(wanted["dataset"]) if "dataset" in wanted else None
     if "dataset" in wanted and data_task is None and len({t for t in tasks.values() if t}) > 1:
@@ -132,11 +118,14 @@ def reproduce(
             values = {name: value for name, value in values.items() if name not in ("dataset", "model", "preset")}
         defaults = {k: ast.literal_eval(v) for k, v in parameters.items()}
         check_parameters(tasks[path] or "image", **{**defaults, **values})
-        jobs.append((path, values, folder))
-    outcomes = _run_all(jobs, expected(scale, chosen), progress)
-    outcomes.sort(key=lambda o: o.name)
-    shown = outcomes + [o for path in notebooks() if path not in chosen for o in _earlier(path, folder)]
-    return outcomes, report.write(folder, scale, [vars(o) for o in sorted(shown, key=lambda o: o.name)])
+        given = {k: v for k, v in values.items() if k not in ("scale", *SPEED) and v != defaults[k]}
+        jobs.append(Job(path, values, given, folder))
+    folder.mkdir(parents=True, exist_ok=True)
+    outcomes = sorted(_run_all(jobs, expected(scale, chosen), progress), key=lambda o: o.name)
+    names = {o.name for o in outcomes}
+    former = [o for o in earlier(folder, [path.stem for path in notebooks()]) if o.name not in names]
+    shown = sorted([*outcomes, *former], key=lambda o: o.name)
+    return outcomes, report.write(folder, scale, [{**vars(o), "name": o.name} for o in shown])
 
 
 def _task(parameters: dict[str, Any]) -> str | None:
@@ -146,17 +135,18 @@ def _task(parameters: dict[str, Any]) -> str | None:
 
 def _run_all(jobs: list[Job], seconds: dict[str, float], shown: bool) -> list[Outcome]:
     """Run ``AT_ONCE`` notebooks at a time; one that fails stops no other."""
-    places = [Place(path.stem) for path, _, _ in jobs]
+    places = [Place(job.notebook.stem) for job in jobs]
     progress = Progress(places, seconds, AT_ONCE, shown)
     outcomes = []
+    keys = [job.key() for job in jobs]  # before anything runs: data that changes meanwhile is seen the next time
     with ThreadPoolExecutor(AT_ONCE) as pool:
-        waiting = {pool.submit(_run, *job, place) for job, place in zip(jobs, places, strict=True)}
+        waiting = {pool.submit(_run, *each) for each in zip(jobs, keys, places, strict=True)}
         try:
             while waiting:
                 ended, waiting = wait(waiting, timeout=1.0, return_when=FIRST_COMPLETED)
                 for outcome in (future.result() for future in ended):
                     outcomes.append(outcome)
-                    progress.ended(outcome.name, outcome.status, outcome.seconds)
+                    progress.ended(outcome.notebook, outcome.status, outcome.seconds, outcome.error)
                 progress.refresh()
         except KeyboardInterrupt:  # else the pool would run all that is left
             pool.shutdown(wait=False, cancel_futures=True)
@@ -180,51 +170,39 @@ def estimate(scale: str, number: str | None = None) -> float | None:
     return max(max(seconds), sum(seconds) / AT_ONCE) if seconds else None
 
 
-def _run(path: Path, values: dict[str, Any], folder: Path, place: Place) -> Outcome:
+def _run(job: Job, key: str, place: Place) -> Outcome:
     import nbformat
 
-    from cpt_core.teaching import kernels
+    from cpt_core.teaching import export, kernels
 
-    copy, page, state = (folder / f"{path.stem}.{ending}" for ending in ("ipynb", "html", "json"))
-    key = _key(path, values)
-    if page.exists() and state.exists() and json.loads(state.read_text())["key"] == key:
-        return Outcome(path.stem, "up to date", json.loads(state.read_text())["seconds"], page)
+    if job.up_to_date(key):
+        job.forget_failure()
+        return job.outcome("up to date")
     started = place.started = time.monotonic()
-    error = ""
-    for old in (copy, state):  # a page that is replaced is of no earlier run any more, also when this one fails
-        old.unlink(missing_ok=True)
+    copy, error = job.file("running.ipynb"), ""
     try:
-        kernels.execute(path, copy, values, place)
-    except Exception as failure:  # whatever it is, the report of the others is worth having
-        error = kernels.reason(failure)
-    seconds = round(time.monotonic() - started, 1)
-    page.write_text(kernels.notebook_page(nbformat.read(copy if copy.exists() else path, as_version=4)))
-    if not error:
-        state.write_text(json.dumps({"key": key, "seconds": seconds}))
-    return Outcome(path.stem, "failed" if error else "done", seconds, page, error)
-
-
-def _earlier(path: Path, folder: Path) -> list[Outcome]:
-    """What an earlier call left of a notebook that this one does not run."""
-    page, state = folder / f"{path.stem}.html", folder / f"{path.stem}.json"
-    if not (page.exists() and state.exists()):
-        return []
-    return [Outcome(path.stem, "earlier", json.loads(state.read_text())["seconds"], page)]
-
-
-def _key(path: Path, values: dict[str, Any]) -> str:
-    """Hash all that the outcome depends on: the notebook, its parameters, the package and the committed rows."""
-    digest = hashlib.sha256(json.dumps(values, sort_keys=True).encode())
-    committed = [*sorted(results_dir().glob("*.json*")), *sorted(paper_dir().glob("*.csv"))]
-    for source in [path, *sorted(PACKAGE.rglob("*.py")), *committed]:
-        digest.update(source.read_bytes())
-    return digest.hexdigest()
+        try:
+            kernels.execute(job.notebook, copy, dict(job.values), place)
+        except Exception as failure:  # whatever it is, the report of the others is worth having
+            if place.stopped:  # that is no failure
+                raise
+            error = kernels.reason(failure, place)
+        seconds = round(time.monotonic() - started, 1)
+        book = nbformat.read(copy if copy.exists() else job.notebook, as_version=4)
+    finally:
+        copy.unlink(missing_ok=True)
+    page = export.notebook_page(book, job.file("html").stem, error and f"This run failed: {error}")
+    if error:
+        job.keep_failure(page, nbformat.writes(book), error)
+    else:
+        job.keep(page, nbformat.writes(book), key, seconds)
+    return job.outcome("failed" if error else "done", seconds)
 
 
 def execute_in_place(paths: Sequence[Path]) -> None:
     """Run notebooks at their defaults (smoke scale) and save them with outputs and execution counts."""
     nbformat = library("nbformat", "notebooks")
-    from cpt_core.teaching import kernels
+    from cpt_core.teaching import export, kernels
 
     for path in paths:
-        nbformat.write(kernels.clean(kernels.execute(path, None, {})), path)
+        nbformat.write(export.clean(kernels.execute(path, None, {})), path)

@@ -10,10 +10,11 @@ from __future__ import annotations
 
 import ast
 import atexit
+import re
 import shutil
 import sys
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
 from pathlib import Path
@@ -128,9 +129,7 @@ def check_parameters(task: str = "image", /, **given: Any) -> Parameters:
     check_values(given)
     for name in _injected():
         if name not in given:
-            near = get_close_matches(name, given, n=1)
-            hint = f"; did you mean {near[0]!r}?" if near else ""
-            raise ValueError(f"this notebook has no parameter {name!r}{hint} It has: {', '.join(given)}")
+            raise ValueError(f"this notebook has no parameter {name!r}{_meant(name, given)} It has {', '.join(given)}")
     scale, preset = given.get("scale", "smoke"), given.get("preset", "ours")
     wanted = [(given["dataset"], given.get("model") or None, task)] if "dataset" in given else []
     wanted += [(given["pairs"], None, "entailment")] if given.get("pairs") else []
@@ -147,13 +146,17 @@ def check_parameters(task: str = "image", /, **given: Any) -> Parameters:
 
 
 def parse(assignments: Sequence[str]) -> dict[str, Any]:
-    """Read "name=value" words; a value is a Python literal or a bare word, in lists too.
+    """Read "name=value" texts, one or several in each; a value is a Python literal or bare words, in lists too.
+
+    A value goes on to the next " name=": it may hold spaces.
 
     >>> parse(["dataset=cifar10", "schedules=[CR, RR]", "seeds=[0, 1]"])
     {'dataset': 'cifar10', 'schedules': ['CR', 'RR'], 'seeds': [0, 1]}
+    >>> parse(["dataset=my pictures/ seeds=[0, 1]"])
+    {'dataset': 'my pictures/', 'seeds': [0, 1]}
     """
     found: dict[str, Any] = {}
-    for assignment in assignments:
+    for assignment in (part for text in assignments for part in re.split(r"\s+(?=\w+=)", text.strip())):
         name, sign, text = assignment.partition("=")
         if not sign:
             raise ValueError(f"a parameter is written NAME=VALUE; got {assignment!r}")
@@ -192,8 +195,11 @@ def check_values(given: dict[str, Any]) -> None:
     """Check names and values alone."""
     for name, value in given.items():
         if name not in PARAMETERS:
-            near = get_close_matches(name, PARAMETERS, n=1)
-            hint = f"; did you mean {near[0]!r}?" if near else ""
-            raise ValueError(f"unknown parameter {name!r}{hint} Parameters: {', '.join(PARAMETERS)}")
+            raise ValueError(f"unknown parameter {name!r}{_meant(name, PARAMETERS)} There is {', '.join(PARAMETERS)}")
         if not PARAMETERS[name].accepts(value):
             raise ValueError(f"{name} must be {PARAMETERS[name].allowed}; got {value!r}")
+
+
+def _meant(name: str, names: Iterable[str]) -> str:
+    near = get_close_matches(name, names, n=1)
+    return f"; did you mean {near[0]!r}?" if near else "."

@@ -27,13 +27,19 @@ class Place:
     notebook: str
     started: float | None = None  # None before and after the run
     section: str = ""
+    cell: int = 0  # the number that the page shows beside it
     bars: dict[str, str] = field(default_factory=dict)  # by widget
     kernel: int | None = None  # its process
     stopped: bool = False
+    said: list[str] = field(default_factory=list)  # what is still to be shown
 
-    def enter(self, section: str) -> None:
+    def enter(self, section: str, cell: int = 0) -> None:
         """Note that a cell of a section starts."""
-        self.section, self.bars = section, {}
+        self.section, self.cell, self.bars = section, cell, {}
+
+    def say(self, text: str) -> None:
+        """Have a line shown."""
+        self.said.append(text)
 
     def show(self, widget: str, text: object) -> None:
         """Note what a widget of the cell says; other values than text are positions of bars."""
@@ -71,16 +77,18 @@ class Progress:
         self.todo = set(self.places)
         self.plain = shown and not sys.stderr.isatty()
         self.said = time.monotonic()
+        self.begun: set[str] = set()
         line = "{desc} {n_fmt}/{total_fmt} |{bar:10}| {elapsed}{postfix}"
         self.bar = tqdm(total=len(places), desc="notebooks", disable=not shown or self.plain, bar_format=line)
 
-    def ended(self, name: str, status: str, seconds: float) -> None:
+    def ended(self, name: str, status: str, seconds: float, error: str = "") -> None:
         """Note what became of a notebook."""
+        self._say_what_is_new()
         self.todo.discard(name)
         if status == "done":
             self.took[name] = seconds
         self.bar.update()
-        self._say(f"{name} {status}, {seconds:.0f} s")
+        self._say(f"{name} {status}, {seconds:.0f} s" + (f": {error}" if error else ""), always=bool(error))
 
     def seconds_left(self) -> float | None:
         """Return the estimated time until the last notebook ends, at the speed of those that ended; None if unknown."""
@@ -96,7 +104,8 @@ class Progress:
         return total or None  # what takes longer than expected has no known end
 
     def refresh(self) -> None:
-        """Draw the line anew, or write one when ``EVERY`` seconds have passed."""
+        """Draw the line anew, or write one when ``EVERY`` seconds have passed and when a notebook starts."""
+        self._say_what_is_new()
         self.bar.set_postfix_str(self._where())
         if time.monotonic() - self.said >= EVERY:
             self._say(self._where())
@@ -111,9 +120,21 @@ class Progress:
         # first, for a terminal cuts the line at its width
         return "; ".join([f"about {max(left / 60, 0.1):.1f} min left", *parts] if left else parts)
 
-    def _say(self, text: str) -> None:
+    def _say_what_is_new(self) -> None:
+        for name, place in self.places.items():
+            if place.started is not None and name not in self.begun:
+                self.begun.add(name)
+                self._say(f"{name} starts")
+            while place.said:
+                self._say(f"{name}: {place.said.pop(0)}", always=True)
+
+    def _say(self, text: str, always: bool = False) -> None:
+        """Write a line; on a terminal, whose line shows what goes on, only what is to be said there too."""
         self.said = time.monotonic()
+        done = len(self.places) - len(self.todo)
+        line = f"notebooks {done}/{len(self.places)}: {text}"
         if self.plain and text:
-            done = len(self.places) - len(self.todo)
-            sys.stderr.write(f"notebooks {done}/{len(self.places)}: {text}\n")
+            sys.stderr.write(f"{line}\n")
             sys.stderr.flush()
+        elif always and not self.bar.disable:
+            self.bar.write(line, sys.stderr)

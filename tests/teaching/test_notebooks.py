@@ -1,12 +1,16 @@
 """The command behind `make reproduce`, on a notebook small enough for a test."""
 
+import contextlib
+import io
+import os
+import re
 import subprocess
 import sys
 
 import nbformat
 import papermill
 import pytest
-from nbformat.v4 import new_code_cell, new_markdown_cell, new_notebook
+from nbformat.v4 import new_code_cell, new_markdown_cell, new_notebook, new_output
 
 from cpt_core.analysis import quality_cost
 from cpt_core.analysis.runs import committed
@@ -26,8 +30,9 @@ def place(tmp_path, monkeypatch):
     monkeypatch.setattr(reproduce, "notebooks_dir", lambda: folder)
     monkeypatch.setenv("CPT_RUNS_DIR", str(tmp_path / "runs"))
 
-    def write(name, *code):
-        parameters = new_code_cell('scale = "smoke"\nseeds = []', metadata={"tags": ["parameters"]})
+    def write(name, *code, **more):
+        lines = ['scale = "smoke"', "seeds = []", *(f"{parameter} = {value}" for parameter, value in more.items())]
+        parameters = new_code_cell("\n".join(lines), metadata={"tags": ["parameters"]})
         cells = [new_markdown_cell("# Title"), parameters, *(new_code_cell(c) for c in code)]
         kernel = {"name": "python3", "display_name": "Python 3", "language": "python"}
         nbformat.write(new_notebook(cells=cells, metadata={"kernelspec": kernel}), folder / name)
@@ -35,10 +40,25 @@ def place(tmp_path, monkeypatch):
     return write
 
 
+@pytest.fixture
+def quick(monkeypatch):
+    """Run the last cell of a notebook without a kernel."""
+
+    def execute(path, copy, values, place):
+        book = nbformat.read(path, as_version=4)
+        said = io.StringIO()
+        with contextlib.redirect_stdout(said):
+            exec(book.cells[-1].source, {"seeds": [], **values})
+        book.cells[-1].outputs = [new_output("stream", text=said.getvalue())]
+        nbformat.write(book, copy)
+
+    monkeypatch.setattr(kernels, "execute", execute)
+
+
 def test_runs_once_then_only_what_changed(place):
     place("07_small.ipynb", "print('scale is', scale, seeds)")
     outcomes, index = reproduce.reproduce("demo", given={"seeds": [3]}, progress=False)
-    assert [(o.name, o.status) for o in outcomes] == [("07_small", "done")]
+    assert [(o.name, o.status) for o in outcomes] == [("07_small (seeds=[3])", "done")]
     assert "scale is demo [3]" in outcomes[0].page.read_text()
     again, _ = reproduce.reproduce("demo", given={"seeds": [3]}, progress=False)
     assert [o.status for o in again] == ["up to date"]
@@ -52,27 +72,97 @@ def test_a_failing_notebook_is_reported_and_tried_again(place):
     place("07_bad.ipynb", "raise RuntimeError('<broken> here')")
     for _ in range(2):
         outcomes, index = reproduce.reproduce("demo", progress=False)
-        assert [o.status for o in outcomes] == ["failed"]
-    assert "RuntimeError: &lt;broken&gt; here" in index.read_text()
+        assert [(o.status, o.page) for o in outcomes] == [("failed", None)]
+    assert "RuntimeError: &lt;broken&gt; here (cell 3)" in index.read_text()
 
 
-def test_a_page_that_a_failed_run_replaced_is_made_again(place):
-    place("07_picky.ipynb", "assert seeds != [13]")
-    assert [o.status for o in reproduce.reproduce("demo", progress=False)[0]] == ["done"]
-    assert [o.status for o in reproduce.reproduce("demo", given={"seeds": [13]}, progress=False)[0]] == ["failed"]
+def test_a_failed_run_keeps_the_good_page_and_shows_its_own_beside_it(place):
+    place("07_picky.ipynb", "print('fine')")
+    (good,), _ = reproduce.reproduce("demo", progress=False)
+    place("07_picky.ipynb", "raise ValueError('first\\nlast')")
+    for _ in range(2):
+        (bad,), index = reproduce.reproduce("demo", progress=False)
+        assert (bad.status, bad.error) == ("failed", "ValueError: first last (cell 3)")
+        assert bad.page == good.page
+        assert "fine" in good.page.read_text()
+        assert "This run failed: ValueError: first last" in bad.failed.read_text()
+        links = re.findall('href="([^"]*)"', index.read_text())
+        assert links == [good.page.name, bad.failed.name] == ["07_picky.html", "07_picky.failed.html"]
+        assert "failed: ValueError: first last (cell 3)</a>" in index.read_text()
+    place("07_picky.ipynb", "print('new')")
+    (again,), index = reproduce.reproduce("demo", progress=False)
+    assert (again.status, again.failed, again.error) == ("done", None, "")
+    assert not bad.failed.exists()
+    assert "failed" not in index.read_text().split("</style>")[1]
+
+
+def test_a_failure_that_is_over_is_forgotten_without_a_run(place, quick, tmp_path):
+    place("07_good.ipynb", "1")
+    former = (tmp_path / "notebooks" / "07_good.ipynb").read_bytes()
+    (good,), _ = reproduce.reproduce("demo", progress=False)
+    place("07_good.ipynb", "1 / 0")
+    (bad,), _ = reproduce.reproduce("demo", progress=False)
+    (tmp_path / "notebooks" / "07_good.ipynb").write_bytes(former)
     (again,), _ = reproduce.reproduce("demo", progress=False)
-    assert again.status == "done"
-    assert "AssertionError" not in again.page.read_text()
+    assert (again.status, again.page, again.failed) == ("up to date", good.page, None)
+    assert not bad.failed.exists()
 
 
-def test_a_slow_cell_is_no_failure_but_a_lost_kernel_ends(place, monkeypatch):
+def test_other_parameters_have_a_page_of_their_own(place, quick):
+    place("07_picky.ipynb", "assert seeds != [13]\nprint('seeds are', seeds)")
+    (good,), _ = reproduce.reproduce("demo", progress=False)
+    (bad,), _ = reproduce.reproduce("demo", given={"seeds": [13]}, progress=False)
+    (other,), _ = reproduce.reproduce("demo", given={"seeds": [4]}, progress=False)
+    (again,), index = reproduce.reproduce("demo", given={"seeds": []}, progress=False)
+    assert [o.status for o in (good, bad, other, again)] == ["done", "failed", "done", "up to date"]
+    assert (bad.page, bad.given, bad.error) == (None, "seeds=[13]", "AssertionError")
+    assert (other.given, again.given) == ("seeds=[4]", "")
+    assert good.page == again.page != other.page
+    assert "seeds are []" in again.page.read_text()
+    assert "seeds are [4]" in other.page.read_text()
+    page = index.read_text()
+    assert "07_picky (seeds=[13])" in page
+    assert all(f'href="{shown.name}"' in page for shown in (again.page, other.page, bad.failed))
+    assert page.count("earlier</td>") == 2
+
+
+def test_pages_of_data_of_the_users_own_are_made_again_when_the_data_changes(place, quick, tmp_path, monkeypatch):
+    monkeypatch.setenv("CPT_DATA_DIR", str(tmp_path))
+    own = tmp_path / "my $frac$ pictures"
+    own.mkdir()
+    (own / "a.png").write_bytes(b"one")
+    place("05_own.ipynb", "print('ran')", dataset="'digits-graph'")
+
+    def status():
+        (outcome,), _ = reproduce.reproduce("demo", "05", f"{own.name}/", progress=False)
+        assert re.fullmatch(r"05_own\.[a-zA-Z0-9-]+", outcome.page.stem)
+        return outcome.status
+
+    assert [status(), status()] == ["done", "up to date"]
+    os.utime(own / "a.png", (1, 1))
+    assert status() == "up to date"  # the same pictures, copied anew
+    (own / "a.png").write_bytes(b"two")
+    assert [status(), status()] == ["done", "up to date"]
+    (own / "a.png").rename(own / "b.png")
+    assert [status(), status()] == ["done", "up to date"]
+
+
+def test_a_slow_cell_is_no_failure_but_a_lost_kernel_ends(place, monkeypatch, capfd):
     monkeypatch.setattr(kernels, "LIMIT", {"smoke": 1})
     place("07_slow.ipynb", "import time", "time.sleep(2.5)")
     outcomes, _ = reproduce.reproduce("demo", progress=False)
     assert [o.status for o in outcomes] == ["done"]
-    outcomes, _ = reproduce.reproduce("smoke", progress=False)
+    capfd.readouterr()
+    outcomes, _ = reproduce.reproduce("smoke")
+    said = capfd.readouterr()
+    assert said.out == ""
+    assert re.sub(r"\d+ s", "N s", said.err).splitlines() == [
+        "notebooks 0/1: 07_slow starts",
+        "notebooks 0/1: 07_slow: cell limit of N s exceeded (cell 4); it is tried once more",
+        "notebooks 1/1: 07_slow failed, N s: cell limit of N s exceeded (cell 4)",
+    ]
     assert [o.status for o in outcomes] == ["failed"]
-    assert outcomes[0].error.startswith("CellTimeoutError")
+    assert outcomes[0].error == "cell limit of 1 s exceeded (cell 4)"
 
 
 def test_kernels_take_no_ports(place):
@@ -114,7 +204,7 @@ def test_what_is_not_a_cells_error_leaves_a_report_too(place, monkeypatch):
     assert "no space left" in index.read_text()
 
 
-def test_the_run_says_where_it_is(place, monkeypatch, capsys):
+def test_the_run_says_where_it_is(place, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(progress_module, "EVERY", 0.0)
     bar = "import time\nfrom tqdm.auto import tqdm\nfor _ in tqdm(range(4), desc='runs', mininterval=0): time.sleep(1)"
     place("07_small.ipynb", bar)
@@ -122,24 +212,27 @@ def test_the_run_says_where_it_is(place, monkeypatch, capsys):
     said = capsys.readouterr().err.splitlines()
     assert any(line.startswith("notebooks 0/1: ") and "07 Title: runs" in line and "/4" in line for line in said), said
     assert any(" min left" in line for line in said)
+    assert said[0] == "notebooks 0/1: 07_small starts"
     assert said[-1].startswith("notebooks 1/1: 07_small done, ")
+    assert "0/4" not in next((tmp_path / "runs").rglob("07_small.html")).read_text()
 
 
-def test_ctrl_c_ends_the_notebooks_and_starts_no_more(place, tmp_path, monkeypatch):
+def test_ctrl_c_ends_the_notebooks_and_starts_no_more(place, tmp_path, monkeypatch, capfd):
     for number in ("05", "06", "07"):
-        place(f"{number}_long.ipynb", "import time\nfor _ in range(600): time.sleep(0.1)")
+        begin = f"import time, pathlib\npathlib.Path({str(tmp_path / f'began {number}')!r}).touch()\n"
+        place(f"{number}_long.ipynb", begin + "for _ in range(600): time.sleep(0.1)")
 
     def refresh(self):
-        places = list(self.places.values())
-        if sum(p.kernel is not None for p in places) == reproduce.AT_ONCE:
+        if len(list(tmp_path.glob("began *"))) == reproduce.AT_ONCE:
             raise KeyboardInterrupt
 
     monkeypatch.setattr(Progress, "refresh", refresh)
     with pytest.raises(KeyboardInterrupt):
         reproduce.reproduce("demo", progress=False)
+    assert capfd.readouterr() == ("", "")
     folder = tmp_path / "runs" / "reproduce" / "demo"
-    assert sorted(p.name for p in folder.glob("*.ipynb")) == ["05_long.ipynb", "06_long.ipynb"]
-    assert not list(folder.glob("*.json"))
+    assert list(folder.iterdir()) == []
+    assert sorted(p.name for p in tmp_path.glob("began *")) == ["began 05", "began 06"]
 
 
 def test_the_time_left_follows_the_pace_of_what_ended(monkeypatch):
@@ -201,7 +294,7 @@ def test_wrong_values_are_refused_before_anything_starts(place, tmp_path, argume
 @pytest.mark.parametrize(
     ("injected", "message"),
     [
-        ({"scael": "demo"}, "this notebook has no parameter 'scael'; did you mean 'scale'? It has: scale, seeds"),
+        ({"scael": "demo"}, "this notebook has no parameter 'scael'; did you mean 'scale'? It has scale, seeds"),
         ({"workers": 2}, "this notebook has no parameter 'workers'"),
         ({"seeds": 0}, "seeds must be a list of whole numbers"),
         ({"scale": "papre"}, "scale must be one of smoke, demo, paper; got 'papre'"),
@@ -268,9 +361,9 @@ def test_a_data_set_goes_to_the_notebooks_of_its_task(tmp_path, monkeypatch):
     monkeypatch.setenv("CPT_RUNS_DIR", str(tmp_path))
     asked = {}
 
-    def note(path, values, folder, place):
-        asked[path.name[:2]] = values
-        return reproduce.Outcome(path.stem, "done", 0.0, folder / "x.html")
+    def note(job, key, place):
+        asked[job.notebook.name[:2]] = job.values
+        return reproduce.Outcome(job.notebook.stem, "", "done", 0.0, job.folder / "x.html")
 
     monkeypatch.setattr(reproduce, "_run", note)
     reproduce.reproduce("demo", dataset="cifar10", given={"model": "resnet20", "seeds": [1]}, progress=False)

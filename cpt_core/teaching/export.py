@@ -1,0 +1,85 @@
+"""An executed notebook as one HTML page that needs nothing from the network. Needs the extra "notebooks"."""
+
+from __future__ import annotations
+
+import re
+from html import escape
+from typing import Any
+
+import nbformat
+from jinja2 import pass_context
+from latex2mathml.converter import convert
+from nbconvert import HTMLExporter
+from nbconvert.filters.markdown_mistune import IPythonRenderer, MarkdownWithMath
+
+# nbconvert's page without the scripts that it would fetch: MathJax, RequireJS, Mermaid.
+TEMPLATE = "{% extends 'lab/index.html.j2' %}" + "".join(
+    f"{{% block {name} %}}{{% endblock %}}"
+    for name in ("html_head_js", "html_head_js_mathjax", "html_head_js_mermaidjs", "jupyter_widgets")
+)
+
+
+class _Renderer(IPythonRenderer):
+    """Formulas as MathML, which browsers show by themselves; links that lead somewhere from where the page is."""
+
+    def inline_math(self, body: str) -> str:
+        """Set a formula in a line of text."""
+        return convert(body)
+
+    def block_math(self, body: str) -> str:
+        """Set a formula on lines of its own."""
+        return convert(body, display="block")
+
+    def latex_environment(self, name: str, body: str) -> str:
+        """Set a formula that is written without dollars."""
+        return convert(f"\\begin{{{name}}}{body}\\end{{{name}}}", display="block")
+
+    def link(self, text: str, url: str, title: str | None = None) -> str:
+        """Link to the page beside this one where a notebook is meant; files of the checkout are named alone."""
+        if url.startswith("../"):
+            return text
+        return super().link(text, re.sub(r"^(\d\d_\w+)\.ipynb\b", r"\1.html", url), title)
+
+
+class _Exporter(HTMLExporter):
+    @pass_context
+    def markdown2html(self, context: Any, source: str) -> str:
+        """Render a cell of text."""
+        return MarkdownWithMath(renderer=_Renderer(escape=False, anchor_link_text="¶")).render(source)
+
+
+def notebook_page(book: nbformat.NotebookNode, title: str = "notebook", note: str = "") -> str:
+    """Return an executed notebook as one HTML page.
+
+    Args:
+        book: stays as it is.
+        title: of the page.
+        note: a line of text above it all.
+    """
+    book = without_widgets(nbformat.from_dict(book))
+    if note:
+        book.cells.insert(0, nbformat.v4.new_markdown_cell(f"> {escape(note, quote=False)}"))
+    text, _ = _Exporter(raw_template=TEMPLATE).from_notebook_node(book, {"metadata": {"name": title}})
+    return text
+
+
+def without_widgets(book: nbformat.NotebookNode) -> nbformat.NotebookNode:
+    """Remove sliders and bars, which need a kernel; a static figure beside them is an output of its own."""
+    view = "application/vnd.jupyter.widget-view+json"
+    for cell in book.cells:
+        if "outputs" in cell:
+            cell.outputs = [output for output in cell.outputs if view not in output.get("data", {})]
+    book.metadata.pop("widgets", None)
+    return book
+
+
+def clean(book: nbformat.NotebookNode) -> nbformat.NotebookNode:
+    """Remove what papermill and the machine leave behind: timings, paths, widgets."""
+    without_widgets(book).metadata.pop("papermill", None)
+    book.metadata["language_info"] = {"name": "python"}
+    for cell in book.cells:
+        cell.metadata.pop("papermill", None)
+        cell.metadata.pop("execution", None)
+        if cell.metadata.get("tags") == []:
+            cell.metadata.pop("tags")
+    return book

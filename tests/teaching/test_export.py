@@ -1,0 +1,69 @@
+"""Exported notebooks: formulas that browsers show by themselves, nothing from the network, no widgets."""
+
+import re
+
+import nbformat
+import pytest
+from nbformat.v4 import new_code_cell, new_markdown_cell, new_notebook, new_output
+
+from cpt_core.paths import notebooks_dir
+from cpt_core.teaching.export import clean, notebook_page
+from cpt_core.teaching.notebooks import notebooks
+
+FORMULA = re.compile(r"\$\$.+?\$\$|(?<!\\)\$[^$\n]+?\$", re.DOTALL)
+
+
+def text_of(page):
+    """What of a page is text: no code, no styles, no pictures."""
+    body = page[page.index("<main>") :]
+    return re.sub(r"<(pre|style|annotation)\b.*?</\1>|<img[^>]*>", "", body, flags=re.DOTALL)
+
+
+@pytest.mark.parametrize("path", notebooks(), ids=lambda path: path.stem)
+def test_every_formula_of_a_notebook_is_shown_without_the_network(path):
+    book = nbformat.read(path, as_version=4)
+    written = [m for cell in book.cells if cell.cell_type == "markdown" for m in FORMULA.findall(cell.source)]
+    page = notebook_page(book, path.stem)
+    assert len(re.findall("<math[ >]", page)) == len(written)
+    assert len(re.findall('<math[^>]*display="block"', page)) == sum(formula.startswith("$$") for formula in written)
+    assert not re.search(r"\$|\\[a-zA-Z]{2,}|merror", text_of(page))
+    assert "<script" not in page
+    assert not re.search(r"""(?:src|href)=["'](?!data:|#)[^"']*:|@import|url\((?!["']?data:)""", page)
+    assert set(re.findall(r'href="([^#"][^"]*)"', page)) <= {f"{p.stem}.html" for p in notebooks()}
+    assert f"<title>{path.stem}</title>" in page
+
+
+def test_there_are_formulas():
+    found = [f for p in notebooks() for f in FORMULA.findall(p.read_text(encoding="utf-8"))]
+    assert len(found) > 50
+    assert {f.startswith("$$") for f in found} == {True, False}
+
+
+def test_a_formula_keeps_its_parts():
+    book = new_notebook(cells=[new_markdown_cell(r"With $q_{\min} < \frac{1}{2}$, `$HOME` and 5 \$." "\n\n$$x^2$$")])
+    page = notebook_page(book)
+    assert re.search(r"<msub><mi>q</mi>.*min.*</msub>.*<mfrac>.*<mn>1</mn>.*<mn>2</mn>.*</mfrac></mrow></math>", page)
+    assert re.search(r'display="block"[^>]*><mrow><msup><mi>x</mi><mn>2</mn></msup></mrow></math>', page)
+    assert "<code>$HOME</code>" in page
+    assert "5 $." in page
+
+
+def test_widgets_and_bars_are_no_part_of_pages_and_of_committed_outputs():
+    view = {"application/vnd.jupyter.widget-view+json": {"model_id": "1"}, "text/plain": ["runs:   0%|  | 0/85"]}
+    outputs = [new_output("display_data", view), new_output("stream", text="12 runs\n")]
+    book = new_notebook(cells=[new_code_cell("1", outputs=outputs)], metadata={"widgets": {"state": {}}})
+    page = notebook_page(book)
+    assert "0/85" not in page
+    assert "12 runs" in page
+    assert len(book.cells[0].outputs) == 2  # the page is a copy
+    assert [o.output_type for o in clean(book).cells[0].outputs] == ["stream"]
+    assert "widgets" not in book.metadata
+
+
+def test_a_note_is_text():
+    assert "ValueError: &lt;b&gt; is wrong" in notebook_page(new_notebook(), "x", "ValueError: <b> is wrong")
+
+
+def test_committed_notebooks_hold_no_widgets():
+    for path in sorted(notebooks_dir().glob("*.ipynb")):
+        assert "widget-view" not in path.read_text(encoding="utf-8"), path.name
