@@ -17,7 +17,7 @@ import pandas as pd
 
 from cpt_core.analysis.metrics import METRICS, main_metric
 from cpt_core.paths import ROOT, results_dir, runs_dir
-from cpt_core.schedules.profiles import SUITE
+from cpt_core.schedules.profiles import savings_of
 from cpt_core.sweeps.stores import Row, load_rows, newest
 
 TYPES = {
@@ -91,7 +91,7 @@ def _settings(spec: dict[str, Any]) -> dict[str, Any]:
     start, stop = windows[0] if len(windows) == 1 else (None, None) if windows else (0, 0)
     return {
         "arm": spec["arm"],
-        "savings": _savings(spec["arm"]),
+        "savings": savings_of(spec["arm"]),
         "seed": spec["seed"],
         "scale": spec["scale"],
         "preset": spec["preset"],
@@ -205,10 +205,6 @@ def _recipe_key(recipe: dict[str, Any], *but: str) -> str:
     left_out = {*but, "lr"} if len(recipe.get("learning_rates", ())) > 1 else set(but)
     kept = {name: value for name, value in recipe.items() if name not in left_out}
     return hashlib.sha256(json.dumps(kept, sort_keys=True).encode()).hexdigest()[:8]
-
-
-def _savings(arm: str) -> str:
-    return SUITE[arm].savings if arm in SUITE else "static" if arm.startswith("static ") else "own"
 
 
 def _share_at_q_min(row: Row) -> float:

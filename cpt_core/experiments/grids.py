@@ -15,7 +15,7 @@ from cpt_core.experiments.designs import aggregation, deficit_length, deficit_wi
 from cpt_core.experiments.recipe import SCALES, Dataset, Recipe
 from cpt_core.experiments.recipes import DATASETS, EXPERIMENTS
 from cpt_core.experiments.spec import RunSpec
-from cpt_core.schedules.profiles import SUITE
+from cpt_core.schedules.profiles import savings_of
 
 
 @dataclass(frozen=True)
@@ -120,7 +120,7 @@ def grid_specs(name: str, scale: str | None = None, seeds: Sequence[int] | None 
 
 FILTERS: dict[str, Callable[[RunSpec], str]] = {
     "schedule": lambda spec: spec.arm,
-    "savings": lambda spec: SUITE[spec.arm].savings if spec.arm in SUITE else "static",
+    "savings": lambda spec: savings_of(spec.arm),
     "q_max": lambda spec: str(spec.q_max),
 }
 

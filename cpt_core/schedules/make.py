@@ -7,7 +7,7 @@ from typing import Any
 
 from cpt_core.checks import choose, whole
 from cpt_core.schedules.deficit import AdjustedSchedule, DeficitSchedule, DelayedSchedule
-from cpt_core.schedules.profiles import PROFILES, STATIC, SUITE, Profile
+from cpt_core.schedules.profiles import PROFILES, SCHEDULES, STATIC, Profile
 from cpt_core.schedules.schedule import CyclicSchedule, Schedule, ShortCycleWarning, StaticSchedule, TableSchedule
 
 
@@ -22,7 +22,7 @@ def make_schedule(
     profile: Profile | None = None,
     delay: float = 0.0,
 ) -> Schedule:
-    """Make one of the paper's ten schedules, or the static baseline, by name.
+    """Make one of the paper's ten schedules, another of ``SCHEDULES``, or the static baseline, by name.
 
     Args:
         name: LR LT CR CT RR RTV RTH ER ETV ETH, or STATIC.
@@ -48,10 +48,10 @@ def make_schedule(
         if delay:
             raise ValueError(f"STATIC has nothing to delay, got delay={delay}")
         return StaticSchedule(q_max, total_steps)
-    choose("schedule", name, (*SUITE, STATIC))
+    choose("schedule", name, (*SCHEDULES, STATIC))
     if q_min is None:
         raise ValueError(f"{name} needs q_min, an integer between 1 and q_max = {q_max}")
-    entry = SUITE[name]
+    entry = SCHEDULES[name]
     standard = PROFILES[entry.profile]()
     if profile is not None and type(profile) is not type(standard):
         raise ValueError(f"{name} has a {entry.profile} profile, got {profile!r}; use CyclicSchedule for other mixes")

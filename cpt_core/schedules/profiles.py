@@ -1,6 +1,6 @@
 """Profiles, the growth curves of a cycle, and the suite of the paper's ten schedules.  Paper: sections 3.1, 3.2.
 
-Add a schedule here: a profile, if it needs a new one, and a line of ``SUITE``.
+Add a schedule here: a profile, if it needs a new one, with its line of ``PROFILES``, and a line of ``SCHEDULES``.
 """
 
 from __future__ import annotations
@@ -143,12 +143,12 @@ PROFILES: dict[str, type[Profile]] = {
 
 @dataclass(frozen=True)
 class SuiteEntry:
-    """One of the paper's named schedules."""
+    """A named schedule: a profile, how it is turned, and the paper's group of savings ("own" for all but its ten)."""
 
     profile: str
-    triangular: bool
-    mirror: str
-    savings: str
+    triangular: bool = False
+    mirror: str = "horizontal"
+    savings: str = "own"
 
 
 # Linear and cosine are their own mirror images, so they have one triangular form.  Paper: sections 3.1 and 3.2.
@@ -165,4 +165,15 @@ SUITE: dict[str, SuiteEntry] = {
     "ETH": SuiteEntry("exponential", True, "horizontal", "small"),
 }
 
+# Every name that ``make_schedule`` takes; add yours, such as ``"PR": SuiteEntry("parabola")``.  The paper's grids,
+# claims and figure 2 keep to ``SUITE``.
+SCHEDULES: dict[str, SuiteEntry] = {
+    **SUITE,
+}
+
 STATIC = "STATIC"
+
+
+def savings_of(arm: str) -> str:
+    """Return the paper's group of an arm, "large", "medium" or "small"; "static" or "own" for arms that have none."""
+    return SUITE[arm].savings if arm in SUITE else "static" if arm.startswith("static ") else "own"

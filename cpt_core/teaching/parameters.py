@@ -26,7 +26,7 @@ from cpt_core.analysis.runs import table, tuned
 from cpt_core.experiments.recipe import PRESETS, SCALES, is_own
 from cpt_core.experiments.recipes import EXPERIMENTS, recipe
 from cpt_core.experiments.spec import RunSpec
-from cpt_core.schedules.profiles import SUITE
+from cpt_core.schedules.profiles import SCHEDULES
 from cpt_core.sweeps.stores import store_path
 
 
@@ -70,7 +70,7 @@ PARAMETERS: dict[str, Parameter] = {
     ),
     "model": Parameter("the name of a model, or '' for the first of the data set", lambda v: isinstance(v, str)),
     "preset": Parameter(f"one of {', '.join(PRESETS)}", lambda v: v in PRESETS),
-    "schedules": Parameter(f"a list of {', '.join(SUITE)}", lambda v: _list_of(v, lambda s: s in list(SUITE))),
+    "schedules": Parameter(f"a list of {', '.join(SCHEDULES)}", lambda v: _list_of(v, lambda s: s in list(SCHEDULES))),
     "seeds": Parameter(
         "a list of whole numbers from 0 to 2147483647, [] for the recipe's",
         lambda v: _list_of(v, lambda s: _whole(s, 0, 2**31 - 1)),

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from cpt_core.schedules.deficit import DeficitSchedule, DelayedSchedule
 from cpt_core.schedules.make import make_schedule, schedule_from_dict
-from cpt_core.schedules.profiles import SUITE
+from cpt_core.schedules.profiles import SCHEDULES, SUITE
 from cpt_core.schedules.schedule import CYCLE_RULES, CyclicSchedule, ShortCycleWarning
 from cpt_core.schedules.solver import solve_schedule
 
@@ -38,7 +38,7 @@ def settings_of(draw, names, rules=CYCLE_RULES, max_width=31):
     name = draw(st.sampled_from(sorted(names)))
     q_max = draw(st.integers(1, 32))
     q_min = q_max if name == "STATIC" else draw(st.integers(max(1, q_max - max_width), q_max))
-    if name in SUITE and SUITE[name].triangular:
+    if name in SCHEDULES and SCHEDULES[name].triangular:
         n_cycles = 2 * draw(st.integers(1, 8))
     else:
         n_cycles = draw(st.integers(1, 16))
@@ -47,8 +47,8 @@ def settings_of(draw, names, rules=CYCLE_RULES, max_width=31):
     return name, args | {"cycle_rule": draw(st.sampled_from(rules))}
 
 
-EVERY = settings_of([*SUITE, "STATIC"])
-CYCLIC = settings_of(SUITE)
+EVERY = settings_of([*SCHEDULES, "STATIC"])
+CYCLIC, PAPER = settings_of(SCHEDULES), settings_of(SUITE)
 
 
 def cycles_and_positions(args):
@@ -73,7 +73,7 @@ def test_length_and_bounds(case):
     assert (schedule.q_min, schedule.q_max, schedule.total_steps) == tuple(args.values())[:3]
 
 
-@given(CYCLIC)
+@given(PAPER)
 def test_values_follow_the_formula(case):
     name, args = case
     schedule = quietly(make_schedule, name, **args)
@@ -98,7 +98,7 @@ def test_bits_rise_and_fall_by_whole_cycles(case):
     cycles = np.array([cycle for cycle, _ in cycles_and_positions(args)])
     for cycle in range(cycles.max() + 1):
         steps = np.diff(bits[cycles == cycle])
-        falls = name[1] == "T" and cycle % 2 == 0
+        falls = SCHEDULES[name].triangular and cycle % 2 == 0
         assert (steps <= 0).all() if falls else (steps >= 0).all()
 
 
