@@ -13,7 +13,8 @@ import torch
 from torchvision.transforms import v2
 
 from cpt_core.data.image_batches import ArrayBatches
-from cpt_core.data.images import CIFAR_MEAN, CIFAR_STD, ArrayImages, ImageData
+from cpt_core.data.image_readers import ArrayImages
+from cpt_core.data.images import CIFAR_MEAN, CIFAR_STD, ImageData
 from cpt_core.experiments.recipes import recipe
 
 

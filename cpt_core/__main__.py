@@ -171,9 +171,11 @@ def range_test(
     figure: Annotated[Path | None, typer.Option(help="draw the answer into this file")] = None,
 ) -> None:
     """Find the lowest precision that still trains a data set's model: the precision range test."""
+    from cpt_core.data.files import check_data
     from cpt_core.experiments.recipes import recipe
 
     r = recipe(scale, dataset, model, task=task)
+    check_data(r)
     if figure is not None and not figure.parent.is_dir():
         raise FileNotFoundError(f"there is no folder {figure.parent}")
     import warnings
@@ -289,7 +291,7 @@ def download(
     dataset: Annotated[str, typer.Argument(help="cifar10, ogbn-arxiv, xnli, ...; a wrong name lists them all")],
     language: Annotated[str, typer.Option(help="of xnli's text")] = "de",
 ) -> None:
-    """Download a data set into the data folder (CPT_DATA_DIR names another), with progress and checksums."""
+    """Download a data set into the data folder (CPT_DATA_DIR names another), with progress."""
     from cpt_core import data
 
     typer.echo(f"{dataset} is in {data.download(dataset, language)}")

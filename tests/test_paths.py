@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from cpt_core import paths
-from cpt_core.data.common import own_path
+from cpt_core.data.files import own_path
 from cpt_core.sweeps import stores
 
 ROOT = Path(__file__).parents[1]

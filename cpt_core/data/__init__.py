@@ -19,7 +19,11 @@ DOWNLOADS: dict[str, str] = {
 
 
 def download(dataset: str, language: str = "de") -> Path:
-    """Download a data set through its own library, with progress and checksums, and return where it is.
+    """Download a data set, with progress, and return where it is.
+
+    What is got is compared with a published checksum where there is one: CIFAR, Pascal VOC, Penn Treebank, ImageNet's
+    archives and the weights of ResNet-18. OGB publishes none, see ``ogb.download``; the Hugging Face hub's client
+    compares sizes.
 
     Args:
         dataset: one of ``DOWNLOADS``, among them pretrained models.

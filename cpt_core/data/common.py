@@ -1,33 +1,22 @@
-"""What all data share: errors for data that is not there, paths of the user's own, random numbers by key."""
+"""What all data share: random numbers by key, whole numbers, sizes of splits, and memory of what was loaded last."""
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable
+from collections.abc import Callable, Sized
 from enum import IntEnum
-from pathlib import Path
 from typing import Any, TypeVar
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from cpt_core.experiments.recipe import Recipe
+from cpt_core.data.files import fingerprint
+from cpt_core.experiments.recipe import Recipe, is_own
 from cpt_core.paths import data_dir, work_dir
 
 R = TypeVar("R", bound=Recipe)
 T = TypeVar("T")
-
-
-class DataNotFoundError(FileNotFoundError):
-    """A data set is not on this machine; the message names the command that gets it."""
-
-
-def own_path(path: str) -> Path:
-    """Resolve a path of the user's: relative ones are looked up in the data folder, then in ``work_dir()``."""
-    given = Path(path.strip()).expanduser()
-    if given.is_absolute() or (data_dir() / given).exists():
-        return data_dir() / given
-    return work_dir() / given
 
 
 class Stream(IntEnum):
@@ -57,13 +46,70 @@ _last: dict[Callable[..., Any], tuple[tuple, Any]] = {}
 def load_once(load: Callable[[R], T], recipe: R, *fields: str) -> T:
     """Return ``load(recipe)``, from memory if the last call loaded the same: a sweep runs many recipes on one data set.
 
+    Files that changed since, and another data folder, are noticed.
+
     Args:
         load: of it, the last result is kept in this process.
         recipe: names the data set.
         fields: of the recipe, on which what is loaded depends too.
     """
-    key = (recipe.dataset, data_dir(), *(getattr(recipe, name) for name in fields))
+    where = recipe.dataset, data_dir().absolute(), work_dir().absolute(), fingerprint(recipe)
+    key = (*where, *(getattr(recipe, name) for name in fields))
     if load not in _last or _last[load][0] != key:
         _last.pop(load, None)  # there may not be memory for both
         _last[load] = key, load(recipe)
     return _last[load][1]
+
+
+def whole_numbers(what: str, values: Any, missing: int | None = None) -> np.ndarray:
+    """Return numbers of shape (n,) or (n, 1) as (n,) int64.
+
+    Args:
+        what: they are, for the errors.
+        values: an array.
+        missing: what NaN stands for; None refuses it.
+
+    Raises:
+        ValueError: for other shapes, for what is no number, and for numbers that are not whole: names the first.
+    """
+    given = np.asarray(values)
+    if given.ndim == 2 and given.shape[1] == 1:
+        given = given[:, 0]
+    if given.ndim != 1 or given.dtype.kind not in "iufb":
+        raise ValueError(f"{what} must be whole numbers of shape (n,), got {given.dtype} {given.shape}")
+    if given.dtype.kind == "f":
+        given = given if missing is None else np.where(np.isnan(given), missing, given)
+        wrong = ~(np.isfinite(given) & (given == np.floor(given)) & (np.abs(given) < 2.0**53))
+    else:
+        wrong = np.zeros(len(given), bool) if given.dtype.kind != "u" else given > np.iinfo(np.int64).max
+    if wrong.any():
+        first = int(wrong.argmax())
+        raise ValueError(f"{what} must be whole numbers, number {first} is {given[first]:.6g}")
+    return given.astype(np.int64)
+
+
+def split_sizes(recipe: Any, there: int) -> tuple[int | None, int]:
+    """Return how many of ``there`` training samples are trained on (None: all that are left) and how many held out.
+
+    Named data must have what the recipe wants. Data of one's own may be smaller: where the wanted do not fit, or where
+    more would be held out than trained on, at most a tenth is held out and all the rest trained on.
+
+    Args:
+        recipe: with ``train_images`` and ``valid_images``.
+        there: samples that are not test samples.
+
+    Raises:
+        ValueError: when there are too few.
+    """
+    train, valid = recipe.train_images, recipe.valid_images
+    if is_own(recipe.dataset) and there > 1 and valid + (valid if train is None else train) > there:
+        return None, min(valid, max(1, there // 10))
+    if (wanted := valid + (1 if train is None else train)) > there:
+        raise ValueError(f"{recipe.dataset}: {wanted} training and validation images wanted, there are {there}")
+    return train, valid
+
+
+def titled(title: str, recipe: Any, train: Sized, valid: Sized) -> str:
+    """Return a title that says how many images there are, where ``split_sizes`` found fewer than the recipe wants."""
+    as_wanted = len(valid) == recipe.valid_images and recipe.train_images in (None, len(train))
+    return title if as_wanted else f"{title}, {len(train):,} training and {len(valid):,} validation images"

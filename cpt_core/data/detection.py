@@ -27,11 +27,13 @@ from xml.etree import ElementTree
 import numpy as np
 import torch
 import torchvision
-from PIL import Image, UnidentifiedImageError
+from PIL import Image
 from torch import Tensor
 
-from cpt_core.data.common import DataNotFoundError, generator_of, own_path
+from cpt_core.data.colours import rgb
+from cpt_core.data.common import generator_of, split_sizes, titled
 from cpt_core.data.detection_batches import END_OF_JPEG
+from cpt_core.data.files import DataNotFoundError, own_path, reading
 from cpt_core.data.pictures import Annotated, DetectionData, annotated_picture
 from cpt_core.data.scenes import DIGITS, SCENES, scenes
 from cpt_core.experiments.detection import EXPERIMENT, DetectionRecipe
@@ -43,6 +45,8 @@ VOC_CLASSES = tuple(
     "sofa train tvmonitor".split()
 )
 
+
+LONGEST = 200  # characters of an id: file systems take 255 for a name
 
 # name -> year and the splits to train and to test on
 VOC = {"voc2012": ("2012", "train", "val"), "voc2007": ("2007", "trainval", "test")}
@@ -66,16 +70,14 @@ def load_detection(recipe: DetectionRecipe) -> DetectionData:
         return DetectionData(title, DIGITS, train, valid, test, _checksum(train + valid + test))
     files, classes, title = _voc(r.dataset)
     order = np.random.default_rng(0).permutation(len(files[0]))
-    if r.valid_images + (r.train_images or 1) > len(order):
-        wanted = f"{r.valid_images} to hold out and {r.train_images or 'some'} to train on"
-        raise ValueError(f"{r.dataset}: {len(order)} training pictures are there, wanted are {wanted}")
-    held, rest = order[: r.valid_images], order[r.valid_images :][: r.train_images]
+    used, count = split_sizes(r, len(order))
+    held, rest = order[:count], order[count:][:used]
     chosen = ([files[0][i] for i in sorted(rest)], [files[0][i] for i in sorted(held)], files[1][: r.test_images])
     train, valid, test = (tuple(annotated(image, xml, classes) for image, xml in part) for part in chosen)
     for name, part in (("training", train), ("validation", valid), ("test", test)):
         if part and all(a.difficult.all() for a in part):
             raise ValueError(f"{r.dataset}: there is no object that counts on any of {len(part)} {name} pictures")
-    return DetectionData(title, classes, train, valid, test, _checksum(train + valid + test))
+    return DetectionData(titled(title, r, train, valid), classes, train, valid, test, _checksum(train + valid + test))
 
 
 def _voc(dataset: str) -> tuple[list[list[tuple[Path, Path]]], tuple[str, ...], str]:
@@ -151,9 +153,12 @@ def _listed(folder: Path, part: str) -> list[tuple[Path, Path]]:
     path = _list(folder, part)
     if not path.is_file():
         raise DataNotFoundError(f"there is no {path}: a list of picture ids, one per line")
-    ids = [line.split()[0] for line in path.read_text().splitlines() if line.strip()]
+    with reading(path):
+        ids = [line.split()[0] for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
     if not ids:
         raise ValueError(f"{path} is empty")
+    if wrong := [i for i in ids if not i.isprintable() or len(i) > LONGEST]:
+        raise ValueError(f"{path}: {wrong[0][:40]!r} is no picture id")
     name, count = Counter(ids).most_common(1)[0]
     if count > 1:
         raise ValueError(f"{path} names {name!r} twice")
@@ -161,12 +166,8 @@ def _listed(folder: Path, part: str) -> list[tuple[Path, Path]]:
 
 
 def _root(xml: Path) -> ElementTree.Element:
-    try:
+    with reading(xml):
         return ElementTree.parse(xml).getroot()
-    except FileNotFoundError as error:
-        raise DataNotFoundError(f"there is no annotation {xml}") from error
-    except ElementTree.ParseError as error:
-        raise ValueError(f"{xml} is no XML: {error}") from error
 
 
 def annotated(image: Path, xml: Path, classes: Sequence[str]) -> Annotated:
@@ -214,15 +215,12 @@ def _check_picture(path: Path) -> tuple[int, int]:
     """Return height and width; a file that breaks off is found here, before any training."""
     if not path.is_file():
         raise DataNotFoundError(f"there is no picture {path}")
-    try:
-        with Image.open(path) as image:
-            with path.open("rb") as file:
-                file.seek(max(0, path.stat().st_size - 64))
-                if image.format != "JPEG" or END_OF_JPEG not in file.read():  # an unusual end: look at all of it
-                    image.load()
-            return image.height, image.width
-    except (OSError, SyntaxError, UnidentifiedImageError) as error:
-        raise ValueError(f"{path} is no whole picture: {error}") from error
+    with reading(path), Image.open(path) as image:
+        with path.open("rb") as file:
+            file.seek(max(0, path.stat().st_size - 64))
+            if image.format != "JPEG" or END_OF_JPEG not in file.read():  # an unusual end: look at all of it
+                rgb(image)
+        return image.height, image.width
 
 
 WEIGHTS = "resnet18-f37072fd.pth"  # torchvision's ResNet18_Weights.IMAGENET1K_V1

@@ -35,7 +35,8 @@ import torch
 from torch import Tensor
 
 from cpt_core.checks import library
-from cpt_core.data.common import DataNotFoundError, generator_of, own_path
+from cpt_core.data.common import generator_of
+from cpt_core.data.files import DataNotFoundError, own_path, reading
 from cpt_core.data.templates import sentence_pairs
 from cpt_core.experiments.entailment import EXPERIMENT, EntailmentRecipe
 from cpt_core.paths import data_dir
@@ -106,9 +107,10 @@ def load_entailment(recipe: EntailmentRecipe) -> EntailmentData:
         found, title = _templates(wanted), "synthetic sentence pairs"
     else:
         folder = _folder(recipe.dataset)
-        found = {split: _read(folder, split, languages, recipe.language) for split, languages in wanted.items()}
+        read = {split: _read(folder, split, languages, recipe.language) for split, languages in wanted.items()}
+        found = {split: parts for split, (parts, _) in read.items()}
         title = "XNLI" if recipe.dataset == "xnli" else f"own pairs ({folder.name})"
-        title += f", {recipe.language}"
+        title += f", {recipe.language}" if read["train"][1] else ""  # else the recipe's language is a mere name
     limits = {"train": recipe.train_pairs, "valid": recipe.valid_pairs, "test": recipe.test_pairs}
     digest = hashlib.sha256()
     for split, parts in found.items():
@@ -201,8 +203,8 @@ def _folder(dataset: str) -> Path:
     raise DataNotFoundError(f"there is no folder {folder}{hint}")
 
 
-def _read(folder: Path, split: str, languages: tuple[str, ...], default: str) -> dict[str, Pairs]:
-    """Return the pairs of a split by language."""
+def _read(folder: Path, split: str, languages: tuple[str, ...], default: str) -> tuple[dict[str, Pairs], bool]:
+    """Return the pairs of a split by language, and whether the files say what language they are in."""
     layouts = {form: find for form, find in LAYOUTS.items() if any(find(folder, s) for s in SPLITS)}
     if not layouts:
         raise ValueError(f"{folder} holds no sentence pairs; it needs one of: {'; '.join(LAYOUTS)}")
@@ -212,9 +214,12 @@ def _read(folder: Path, split: str, languages: tuple[str, ...], default: str) ->
         raise ValueError(f"{folder} has no {split} split; its layout is {form}")
     there = {file.language for file in files if file.language}
     parts: dict[str, list[pd.DataFrame]] = {}
+    said = False
     for file in files:
         if file.language is None or file.language in languages:
-            for language, rows in _rows(file, default).groupby("language", sort=False):
+            whole, in_file = _rows(file, default)
+            said |= in_file
+            for language, rows in whole.groupby("language", sort=False):
                 there.add(language)
                 if language in languages:
                     parts.setdefault(language, []).append(_checked(file, rows))
@@ -226,18 +231,23 @@ def _read(folder: Path, split: str, languages: tuple[str, ...], default: str) ->
         if rows.empty:
             raise ValueError(f"{folder}: no {split} pair in {language} has a label")
         out[language] = Pairs(list(rows.premise), list(rows.hypothesis), torch.tensor(list(rows.label)))
-    return out
+    return out, said
 
 
-def _rows(file: _File, default: str) -> pd.DataFrame:
-    """Return a file's rows with the columns language, premise, hypothesis, label, numbered from 1."""
+def _rows(file: _File, default: str) -> tuple[pd.DataFrame, bool]:
+    """Return a file's rows with the columns language, premise, hypothesis, label, numbered from 1; see ``_read``."""
     reader, options = READERS[file.path.suffix[1:]]
     datasets = library("datasets", "text")
     if reader == "csv":  # all columns are text: "007" stays what it is, and an empty field is no missing number
-        with file.path.open(encoding="utf-8", newline="") as text:
+        with reading(file.path), file.path.open(encoding="utf-8", newline="") as text:
             plain = {"delimiter": options.get("sep", ","), "quoting": options.get("quoting", csv.QUOTE_MINIMAL)}
-            header = next(csv.reader(text, **plain), [])
-        _check_columns(file, header)
+            lines = csv.reader(text, **plain)
+            header = next(lines, [])
+            _check_columns(file, header)
+            for fields in lines:  # with one field too many in every row, pandas would shift all columns
+                if len(fields) > len(header):
+                    line = f"{file.path}, line {lines.line_num}"
+                    raise ValueError(f"{line}: {len(fields)} fields under {len(header)} names; are quotes missing?")
         kinds = datasets.Features({name: datasets.Value("string") for name in header})
         options = {**options, "keep_default_na": False, "na_filter": False, "features": kinds}
     with tempfile.TemporaryDirectory(prefix="cpt-pairs-") as cache:  # the library's own cache would be in the home
@@ -254,7 +264,7 @@ def _rows(file: _File, default: str) -> pd.DataFrame:
                 keep_in_memory=True,
                 **options,
             )
-        except (datasets.exceptions.DatasetGenerationError, OSError, ValueError) as error:
+        except Exception as error:
             reason = "it has no rows" if "corresponds to no data" in str(error) else error.__cause__ or error
             raise ValueError(f"{file.path}: cannot be read: {reason}") from error
         finally:
@@ -270,12 +280,14 @@ def _rows(file: _File, default: str) -> pd.DataFrame:
         )
     out = pd.DataFrame(named)
     out.index = pd.RangeIndex(1, len(out) + 1)
-    return out
+    return out, file.language is not None or "language" in file.columns or "language" in frame
 
 
 def _check_columns(file: _File, header: list[str]) -> None:
     if lacking := [name for name in file.columns.values() if name not in header]:
-        raise ValueError(f"{file.path}: needs the columns {', '.join(lacking)}; it has {', '.join(header) or 'none'}")
+        raise ValueError(
+            f"{file.path}: needs the columns {', '.join(lacking)}; it has {', '.join(header)[:200] or 'none'}"
+        )
 
 
 def _checked(file: _File, rows: pd.DataFrame) -> pd.DataFrame:

@@ -2,28 +2,21 @@
 
 from __future__ import annotations
 
-import contextlib
-import io
-import logging
 import pickle
-import sys
-import warnings
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 import pandas as pd
 from sklearn.datasets import load_digits
 from sklearn.neighbors import kneighbors_graph
 
-from cpt_core.checks import library
-from cpt_core.data.common import DataNotFoundError
-
-log = logging.getLogger(__name__)
+from cpt_core.data.common import whole_numbers
+from cpt_core.data.files import DataNotFoundError, reading
 
 SPLITS = ("train", "valid", "test")
+ROWS = 1 << 17  # lines of a table that are read at a time
 
 
 @dataclass
@@ -35,7 +28,6 @@ class RawGraph:
     features: np.ndarray
     labels: np.ndarray
     split: dict[str, np.ndarray]
-    symmetric: bool = False  # every edge is there in both directions, each once
     classes: int | None = None
     ogb: str | None = None
 
@@ -74,82 +66,100 @@ def read_archive(path: Path) -> RawGraph:
     """Read a graph from an ``.npz`` archive of the documented layout."""
     if not path.is_file():
         raise DataNotFoundError(f"there is no archive {path}")
-    with np.load(path, allow_pickle=False) as z:
+    with reading(path), path.open("rb") as file, np.load(file, allow_pickle=False) as z:
         arrays = {key: z[key] for key in z.files}
-    found: dict[str, np.ndarray] = {}
-    for what, names in NAMES.items():
-        key = next((n for n in names if n in arrays), None)
-        if key is not None:
-            found[what] = arrays[key]
-        elif what == "features" and {"feat_indptr", "feat_indices", "feat_shape"} <= arrays.keys():
-            found[what] = _dense(path.name, *(arrays[f"feat_{part}"] for part in ("indptr", "indices", "shape")))
-        else:
-            raise ValueError(f"{path.name}: needs one of {', '.join(names)}; it has {', '.join(arrays)}")
+        found: dict[str, np.ndarray] = {}
+        for what, names in NAMES.items():
+            key = next((n for n in names if n in arrays), None)
+            if key is not None:
+                found[what] = arrays[key]
+            elif what == "features" and {"feat_indptr", "feat_indices", "feat_shape"} <= arrays.keys():
+                found[what] = _dense(path, *(arrays[f"feat_{part}"] for part in ("indptr", "indices", "shape")))
+            else:
+                raise ValueError(f"{path}: needs one of {', '.join(names)}; it has {', '.join(arrays)}")
+        labels = whole_numbers(f"{path}: labels", found["labels"], missing=-1)
     edges = found["edges"]
     if edges.ndim != 2 or 2 not in edges.shape or not np.issubdtype(edges.dtype, np.integer):
-        raise ValueError(f"{path.name}: edges must be whole numbers (2, E) or (E, 2), got {edges.dtype} {edges.shape}")
+        raise ValueError(f"{path}: edges must be whole numbers (2, E) or (E, 2), got {edges.dtype} {edges.shape}")
     source, destination = edges if edges.shape[0] == 2 and "edge_index" in arrays else edges.T
     return RawGraph(
         title=f"own graph ({path.stem})",
         edges=(source, destination),
         features=found["features"],
-        labels=found["labels"],
-        split={part: _indices(path.name, part, found[part]) for part in SPLITS},
+        labels=labels,
+        split={part: _indices(path, part, found[part], len(labels)) for part in SPLITS},
     )
 
 
-def _dense(name: str, indptr: np.ndarray, indices: np.ndarray, shape: np.ndarray) -> np.ndarray:
-    rows, columns = map(int, shape)
-    if len(indptr) != rows + 1 or indptr[-1] != len(indices) or (len(indices) and indices.max() >= columns):
-        raise ValueError(f"{name}: feat_indptr and feat_indices do not fit feat_shape {(rows, columns)}")
-    features = np.zeros((rows, columns), dtype=np.float32)
-    features[np.repeat(np.arange(rows), np.diff(indptr)), indices] = 1
+def _dense(path: Path, *csr: np.ndarray) -> np.ndarray:
+    """Return a matrix of ones and zeros, given in CSR form without its values."""
+    names = ("feat_indptr", "feat_indices", "feat_shape")
+    ends, places, size = (whole_numbers(f"{path}: {n}", part) for n, part in zip(names, csr, strict=True))
+    fits = len(size) == 2 and len(ends) == size[0] + 1 and ends[0] == 0 and ends[-1] == len(places)
+    if not fits or (np.diff(ends) < 0).any() or ((places < 0) | (places >= size[1])).any():
+        raise ValueError(f"{path}: feat_indptr and feat_indices do not fit feat_shape {tuple(size.tolist())}")
+    features = np.zeros(size, dtype=np.float32)
+    features[np.repeat(np.arange(size[0]), np.diff(ends)), places] = 1
     return features
 
 
-def _indices(name: str, part: str, given: np.ndarray) -> np.ndarray:
+def _indices(path: Path, part: str, given: np.ndarray, nodes: int) -> np.ndarray:
+    """Return the node numbers of a split; of several masks, (splits, N) or PyG's (N, splits), the first is taken."""
     if given.dtype != bool:
         return given
-    if given.ndim not in (1, 2):
-        raise ValueError(f"{name}: masks of the {part} split must be (N,) or (splits, N), got {given.shape}")
-    return np.flatnonzero(given if given.ndim == 1 else given[0])
+    wanted = f"{path}: masks of the {part} split must be (N,), (splits, N) or (N, splits) with N = {nodes}"
+    if given.ndim not in (1, 2) or nodes not in given.shape:
+        raise ValueError(f"{wanted}, got {given.shape}")
+    if given.shape == (nodes, nodes):
+        raise ValueError(f"{wanted}; {given.shape} could be either: keep one mask, (N,)")
+    return np.flatnonzero(given if given.ndim == 1 else given[0] if given.shape[1] == nodes else given[:, 0])
 
 
-def read_ogb_folder(path: Path) -> RawGraph:
-    """A graph of one's own in OGB's raw layout, through OGB's reader."""
-    raw = path / "raw"
-    needed = [raw / f"{n}.csv.gz" for n in ("node-feat", "node-label", "num-node-list", "num-edge-list")]
+def read_ogb_folder(path: Path, title: str) -> RawGraph:
+    """Read a graph in OGB's raw layout, from its text alone: what OGB keeps in ``processed/`` could run code."""
     splits = sorted(p for p in (path / "split").glob("*") if p.is_dir())
     if len(splits) != 1:
         raise ValueError(f"{path} needs exactly one folder in split/, it has {len(splits)}")
-    needed += [splits[0] / f"{part}.csv.gz" for part in SPLITS]
-    missing = [p.relative_to(path).as_posix() for p in needed if not p.exists()]
-    if missing:
+    parts = ("edge", "node-feat", "node-label", "num-node-list", "num-edge-list")
+    files = {part: path / "raw" / f"{part}.csv.gz" for part in parts}
+    files |= {part: splits[0] / f"{part}.csv.gz" for part in SPLITS}
+    if missing := [p.relative_to(path).as_posix() for p in files.values() if not p.exists()]:
         raise ValueError(f"{path} lacks {', '.join(missing)}")
-    with quiet_ogb():
-        reader = library("ogb.io.read_graph_raw", "graph")
-        try:
-            graph = reader.read_csv_graph_raw(str(raw), add_inverse_edge=False)[0]
-        except (RuntimeError, IndexError, AssertionError) as error:
-            raise ValueError(f"{path} cannot be read as an OGB graph: {type(error).__name__} {error}") from error
-    source, destination = graph["edge_index"]
-    announced, there = int(_csv(raw / "num-edge-list.csv.gz")[0]), len(_csv(raw / "edge.csv.gz")) // 2
-    if announced != there:  # OGB would take the first of them
-        raise ValueError(f"{path}: num-edge-list announces {announced} edges, edge.csv.gz has {there}")
+    edges, features = _csv(files["edge"], np.int64, 2), _csv(files["node-feat"], np.float32)
+    for name, there in (("edge", edges), ("node", features)):
+        announced = _csv(files[f"num-{name}-list"], np.int64, 1).ravel().tolist()
+        if announced != [len(there)]:
+            file = {"edge": "edge", "node": "node-feat"}[name]
+            raise ValueError(f"{path}: num-{name}-list announces {announced} {name}s, {file}.csv.gz has {len(there)}")
     return RawGraph(
-        title=f"own graph ({path.name})",
-        edges=(source, destination),
-        features=graph["node_feat"],
-        labels=_csv(raw / "node-label.csv.gz"),
-        split={part: _csv(splits[0] / f"{part}.csv.gz") for part in SPLITS},
+        title=title,
+        edges=(edges[:, 0], edges[:, 1]),
+        features=features,
+        labels=whole_numbers(f"{files['node-label']}: labels", _csv(files["node-label"], None, 1), missing=-1),
+        split={part: _csv(files[part], np.int64, 1).ravel() for part in SPLITS},
     )
 
 
-def _csv(path: Path) -> np.ndarray:
-    try:
-        return pd.read_csv(path, compression="gzip", header=None).to_numpy().reshape(-1)
-    except pd.errors.EmptyDataError:
-        return np.empty(0, dtype=np.int64)
+def _csv(path: Path, kind: type | None, columns: int | None = None) -> np.ndarray:
+    """Return a table of numbers without a header, (lines, columns), in one type or (None) as it is written."""
+    with reading(path):
+        if path.stat().st_size == 0:  # a table without lines is some bytes of gzip
+            raise ValueError("the file is empty")
+        try:
+            # in pieces: a float64 copy of the features of a large graph would take gigabytes
+            tables = pd.read_csv(path, compression="gzip", header=None, chunksize=ROWS)
+            table = np.concatenate([_typed(piece.to_numpy(), kind) for piece in tables])
+        except pd.errors.EmptyDataError:
+            return np.empty((0, columns or 1), dtype=kind or np.int64)
+        if columns and table.shape[1] != columns:
+            raise ValueError(f"{columns} columns expected, got {table.shape[1]}")
+        return table
+
+
+def _typed(values: np.ndarray, kind: type | None) -> np.ndarray:
+    if values.dtype.kind not in ("iu" if kind is np.int64 else "iufb"):
+        raise ValueError(f"{'whole ' if kind is np.int64 else ''}numbers expected, got {values.dtype}")
+    return values.astype(kind or values.dtype)
 
 
 class _PlanetoidUnpickler(pickle.Unpickler):
@@ -170,26 +180,30 @@ class _PlanetoidUnpickler(pickle.Unpickler):
 
 def read_planetoid(graph_file: Path) -> RawGraph:
     """Cora, CiteSeer or PubMed as Planetoid's files have them, with their standard split."""
-    prefix = graph_file.name.removesuffix("graph")
+    folder, prefix = graph_file.parent, graph_file.name.removesuffix("graph")
 
     def part(name: str) -> Any:
-        path = graph_file.with_name(prefix + name)
-        if not path.exists():
-            raise ValueError(f"{graph_file.parent} lacks {path.name}")
-        with path.open("rb") as stream:
+        path = folder / f"{prefix}{name}"
+        with reading(path), path.open("rb") as stream:
             return _PlanetoidUnpickler(stream, encoding="latin1").load()
 
-    y, ally, ty = part("y"), part("ally"), part("ty")
-    test = np.loadtxt(graph_file.with_name(prefix + "test.index"), dtype=np.int64)
-    nodes = int(max(test.max() + 1, len(ally) + len(ty)))  # CiteSeer: some test numbers name no row
-    features = np.zeros((nodes, part("allx").shape[1]), dtype=np.float32)
-    one_hot = np.zeros((nodes, ally.shape[1]))
-    features[: len(ally)], one_hot[: len(ally)] = part("allx").toarray(), ally
-    features[test], one_hot[test] = part("tx").toarray(), ty
-    neighbours = part("graph")
-    source = np.concatenate([np.full(len(v), k) for k, v in neighbours.items()])
-    destination = np.concatenate([np.asarray(v, dtype=np.int64) for v in neighbours.values()])
-    labels = np.where(one_hot.any(1), one_hot.argmax(1), -1)
+    for name in ("y", "tx", "ty", "allx", "ally", "test.index"):
+        if not (folder / f"{prefix}{name}").exists():
+            raise ValueError(f"{folder} lacks {prefix}{name}")
+    with reading(folder):
+        y, ally, ty = part("y"), part("ally"), part("ty")
+        test = np.loadtxt(folder / f"{prefix}test.index", dtype=np.int64, ndmin=1)
+        if test.min() < 0:
+            raise ValueError(f"{folder}: {prefix}test.index names node {test.min()}")
+        nodes = int(max(test.max() + 1, len(ally) + len(ty)))  # CiteSeer: some test numbers name no row
+        features = np.zeros((nodes, part("allx").shape[1]), dtype=np.float32)
+        one_hot = np.zeros((nodes, ally.shape[1]))
+        features[: len(ally)], one_hot[: len(ally)] = part("allx").toarray(), ally
+        features[test], one_hot[test] = part("tx").toarray(), ty
+        neighbours = part("graph")
+        source = np.concatenate([np.full(len(v), k) for k, v in neighbours.items()])
+        destination = np.concatenate([np.asarray(v, dtype=np.int64) for v in neighbours.values()])
+        labels = np.where(one_hot.any(1), one_hot.argmax(1), -1)
     return RawGraph(
         title=f"own graph ({prefix.split('.')[1]}, Planetoid split)",
         edges=(source, destination),
@@ -201,17 +215,3 @@ def read_planetoid(graph_file: Path) -> RawGraph:
             "test": np.sort(test),
         },
     )
-
-
-@contextlib.contextmanager
-def quiet_ogb() -> Iterator[None]:
-    """Import OGB without its question to the network for newer versions, and keep what it prints for the log."""
-    sys.modules.setdefault("outdated", cast(Any, None))
-    printed = io.StringIO()
-    try:
-        with contextlib.redirect_stdout(printed), contextlib.redirect_stderr(printed), warnings.catch_warnings():
-            warnings.filterwarnings("ignore", "The given NumPy array is not writable")  # it is read only
-            yield
-    finally:
-        if printed.getvalue().strip():
-            log.debug("ogb: %s", printed.getvalue())

@@ -28,7 +28,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from cpt_core.data.common import DataNotFoundError, generator_of, own_path
+from cpt_core.data.common import generator_of, whole_numbers
+from cpt_core.data.files import DataNotFoundError, own_path
 from cpt_core.data.graph_readers import SPLITS, RawGraph, read_archive, read_digits, read_ogb_folder, read_planetoid
 from cpt_core.data.ogb import read_ogb
 from cpt_core.experiments.graph import EXPERIMENT, GraphRecipe
@@ -71,9 +72,9 @@ def load_graph(recipe: GraphRecipe) -> GraphData:
         DataNotFoundError: when the files are not there; nothing is downloaded.
         ValueError: when the files do not have the documented layout, or their contents do not fit together.
     """
-    raw = _read(recipe.dataset)
+    raw = _read(recipe)
     features, labels, classes = _checked(recipe.dataset, raw)
-    graph = bidirected(*raw.edges, len(labels), recipe.self_loops, raw.symmetric)
+    graph = bidirected(*raw.edges, len(labels), recipe.self_loops)
     raw.edges = (np.empty(0), np.empty(0))  # free them: on a large graph they are gigabytes
     if recipe.standardize:
         mean, std = features.mean(0), features.std(0, correction=0)
@@ -86,17 +87,18 @@ def load_graph(recipe: GraphRecipe) -> GraphData:
     return GraphData(raw.title, graph, features, labels, classes, train, valid, test, checksum, raw.ogb)
 
 
-def _read(dataset: str) -> RawGraph:
+def _read(recipe: GraphRecipe) -> RawGraph:
+    dataset = recipe.dataset
     EXPERIMENT.check_dataset(dataset)
     if dataset == "digits-graph":
         return read_digits()
     if dataset in EXPERIMENT.named:
-        return read_ogb(dataset)
+        return read_ogb(recipe)
     path = own_path(dataset)
     if path.suffix == ".npz":
         return read_archive(path)
     if (path / "raw" / "edge.csv.gz").exists():
-        return read_ogb_folder(path)
+        return read_ogb_folder(path, f"own graph ({path.name})")
     for folder in (path, path / "raw"):
         if found := sorted(folder.glob("ind.*.graph")):
             return read_planetoid(found[0])
@@ -105,31 +107,24 @@ def _read(dataset: str) -> RawGraph:
     raise ValueError(f"{path} holds no graph: neither raw/edge.csv.gz (OGB's layout) nor ind.*.graph (Planetoid)")
 
 
-def bidirected(
-    source: np.ndarray, destination: np.ndarray, nodes: int, self_loops: bool, symmetric: bool = False
-) -> Graph:
+def bidirected(source: np.ndarray, destination: np.ndarray, nodes: int, self_loops: bool) -> Graph:
     """Return the graph with every edge in both directions, each once; self-loops of the input are dropped.
 
     Args:
         source, destination: (E,) node numbers, checked.
         nodes: N.
         self_loops: add one to every node.
-        symmetric: the edges are bidirected already; saves memory on large graphs.
     """
     # one int64 key per edge, sorted by destination, then source: on 124 million edges this is what takes the memory
-    both = 1 if symmetric else 2
     count = len(source)
-    keys = np.empty(both * count + (nodes if self_loops else 0), dtype=np.int64)
-    np.multiply(destination, nodes, out=keys[:count], dtype=np.int64, casting="unsafe")
-    keys[:count] += source
-    if not symmetric:
-        np.multiply(source, nodes, out=keys[count : 2 * count], dtype=np.int64, casting="unsafe")
-        keys[count : 2 * count] += destination
-    given = keys[: both * count]
+    keys = np.empty(2 * count + (nodes if self_loops else 0), dtype=np.int64)
     loops: Any = source == destination
-    given[np.concatenate([loops] * both)] = -1
+    for given, (to, of) in ((keys[:count], (destination, source)), (keys[count : 2 * count], (source, destination))):
+        np.multiply(to, nodes, out=given, dtype=np.int64, casting="unsafe")
+        given += of
+        given[loops] = -1
     if self_loops:
-        keys[both * count :] = np.arange(nodes, dtype=np.int64) * (nodes + 1)
+        keys[2 * count :] = np.arange(nodes, dtype=np.int64) * (nodes + 1)
     keys.sort()
     keep: Any = np.empty(len(keys), dtype=bool)
     keep[:1] = True
@@ -149,26 +144,25 @@ def bidirected(
 
 def _checked(name: str, raw: RawGraph) -> tuple[Tensor, Tensor, int]:
     """Check that arrays fit together; return features, labels and the number of classes."""
-    labels = np.asarray(raw.labels).reshape(-1)
-    if not np.issubdtype(labels.dtype, np.integer):
-        wrong = ~np.isnan(labels) & (labels != np.floor(labels))
-        if wrong.any():
-            raise ValueError(f"{name}: labels must be whole numbers, node {int(wrong.argmax())} has {labels[wrong][0]}")
-        labels = np.nan_to_num(labels, nan=-1)
-    labels = labels.astype(np.int64)
+    labels = whole_numbers(f"{name}: labels", raw.labels)
     nodes = len(labels)
     if nodes == 0 or raw.features.ndim != 2 or len(raw.features) != nodes:
         raise ValueError(f"{name}: {nodes} labels need features of shape ({nodes}, F), got {raw.features.shape}")
-    if not np.isfinite(raw.features).all():
-        first = int(np.argmin(np.isfinite(raw.features).all(1)))
-        count = int((~np.isfinite(raw.features)).sum())
-        raise ValueError(f"{name}: {count} features are NaN or infinite, the first in node {first}")
+    if raw.features.dtype.kind not in "iufb":
+        raise ValueError(f"{name}: features must be real numbers, got {raw.features.dtype}")
+    with np.errstate(over="ignore"):  # what is infinite as float32 is found below
+        features = np.require(raw.features, dtype=np.float32, requirements=["C", "W"])
+    if not (finite := np.isfinite(features)).all():
+        first, count = int(np.argmin(finite.all(1))), int((~finite).sum())
+        raise ValueError(f"{name}: {count} features are NaN or infinite, the first in node {first} (as float32)")
     if labels.min() < -1:
         raise ValueError(f"{name}: labels must be 0, 1, ... or -1 for none, got {labels.min()}")
     classes = raw.classes or int(labels.max()) + 1
     if labels.max() >= classes:
         raise ValueError(f"{name}: labels must be below {classes}, got {labels.max()}")
     for ends in raw.edges:
+        if ends.dtype.kind not in "iu" or len(ends) != len(raw.edges[0]):
+            raise ValueError(f"{name}: every edge needs two whole numbers, got {ends.dtype} {ends.shape}")
         if len(ends) and (ends.min() < 0 or ends.max() >= nodes):
             bad = ends.min() if ends.min() < 0 else ends.max()
             raise ValueError(f"{name}: edges must name nodes 0..{nodes - 1}, got {bad}")
@@ -191,7 +185,6 @@ def _checked(name: str, raw: RawGraph) -> tuple[Tensor, Tensor, int]:
         used[index] = part
     if not len(raw.split["train"]) or not len(raw.split["test"]):
         raise ValueError(f"{name}: the train and the test split need at least one node each")
-    features = np.require(raw.features, dtype=np.float32, requirements=["C", "W"])
     return torch.from_numpy(features), torch.from_numpy(labels), classes
 
 

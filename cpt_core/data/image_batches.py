@@ -12,7 +12,8 @@ from torch.utils.data import DataLoader, Dataset
 
 from cpt_core.checks import library
 from cpt_core.data.common import Stream, epoch_order, generator_of
-from cpt_core.data.images import IMAGENET_MEAN, IMAGENET_STD, ArrayImages, Batch, ImageData, Split
+from cpt_core.data.image_readers import ArrayImages
+from cpt_core.data.images import IMAGENET_MEAN, IMAGENET_STD, Batch, ImageData, Split
 from cpt_core.experiments.image import ImageRecipe
 
 

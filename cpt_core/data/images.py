@@ -19,8 +19,6 @@ Shapes: N images, C channels, H x W pixels.
 from __future__ import annotations
 
 import hashlib
-import io
-import itertools
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -33,7 +31,9 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from cpt_core.checks import library
-from cpt_core.data.common import DataNotFoundError, generator_of, own_path
+from cpt_core.data.common import generator_of, split_sizes, titled
+from cpt_core.data.files import DataNotFoundError, own_path
+from cpt_core.data.image_readers import ArrayImages, image_folders, read_own
 from cpt_core.experiments.image import EXPERIMENT, ImageRecipe
 from cpt_core.experiments.recipe import is_own
 from cpt_core.paths import data_dir
@@ -48,22 +48,6 @@ IMAGENET_MEAN, IMAGENET_STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 
 
 CIFAR_MEAN, CIFAR_STD = (0.4914, 0.4822, 0.4465), (0.2023, 0.1994, 0.2010)
-
-
-@dataclass(frozen=True)
-class ArrayImages:
-    """Images in memory: uint8 (N, C, H, W) and labels int64 (N,)."""
-
-    images: Tensor
-    labels: Tensor
-
-    def __len__(self) -> int:
-        """Return N."""
-        return len(self.labels)
-
-    def __getitem__(self, index: Any) -> ArrayImages:
-        """Return a part."""
-        return ArrayImages(self.images[index], self.labels[index])
 
 
 Split = ArrayImages | Dataset
@@ -105,18 +89,17 @@ def load_images(recipe: ImageRecipe) -> ImageData:
     if recipe.size > SMALL:
         return _load_files(recipe)
     train, test, title, mean, std = _load_arrays(recipe.dataset, recipe.size)
-    wanted = (recipe.train_images or 0) + recipe.valid_images
-    if wanted > len(train) or recipe.valid_images >= len(train):
-        raise ValueError(f"{recipe.dataset}: {wanted} training and validation images wanted, there are {len(train)}")
+    classes = int(train.labels.max()) + 1
+    used, held = split_sizes(recipe, len(train))
     order = torch.randperm(len(train), generator=torch.Generator().manual_seed(0))
-    valid, rest = train[order[: recipe.valid_images]], train[order[recipe.valid_images :]]
-    train, test = rest[: recipe.train_images], test[: recipe.test_images]
+    valid, rest = train[order[:held]], train[order[held:]]
+    train, test = rest[:used], test[: recipe.test_images]
     digest = hashlib.sha256()
     for split in (train, valid, test):
         digest.update(split.images.numpy().tobytes() + split.labels.numpy().tobytes())
     return ImageData(
-        title=title,
-        classes=int(max(train.labels.max(), test.labels.max())) + 1,
+        title=titled(title, recipe, train, valid),
+        classes=classes,
         channels=train.images.shape[1],
         mean=mean,
         std=std,
@@ -160,7 +143,11 @@ def _load_arrays(dataset: str, size: int) -> Arrays:
     EXPERIMENT.check_dataset(dataset)
     if not is_own(dataset) and dataset not in READERS:
         raise ValueError(f"{dataset} is read from disk, at sizes above {SMALL} pixels; got {size}")
-    train, test, title, mean, std = READERS[dataset](dataset) if dataset in READERS else _own_arrays(dataset, size)
+    if is_own(dataset):
+        found: Arrays = (*read_own(dataset, size), IMAGENET_MEAN, IMAGENET_STD)
+    else:
+        found = READERS[dataset](dataset)
+    train, test, title, mean, std = found
     if train.images.shape[-1] != size:
         title += f", {size} x {size}"
     resized = [ArrayImages(_resize(s.images, size), s.labels) for s in (train, test)]
@@ -198,72 +185,6 @@ def _cifar(name: str) -> Arrays:
 READERS: dict[str, Callable[[str], Arrays]] = {"digits": _digits, "cifar10": _cifar, "cifar100": _cifar}
 
 
-def _own_arrays(dataset: str, size: int) -> Arrays:
-    if "," in dataset:
-        parts = [own_path(p) for p in dataset.split(",")]
-        if len(parts) != 2:
-            raise ValueError(f"two archives expected, 'train.npz,test.npz', got {dataset!r}")
-        return _archive(parts[0]), _archive(parts[1]), f"own images ({parts[0].stem})", IMAGENET_MEAN, IMAGENET_STD
-    folder = own_path(dataset)
-    if not folder.is_dir():
-        raise DataNotFoundError(f"there is no folder {folder}; give a folder or 'train.npz,test.npz'")
-    if (folder / "train").is_dir():
-        train, test = (_folder_arrays(folder / _split_name(folder, part), size) for part in ("train", "val"))
-        return train, test, f"own images ({folder.name})", IMAGENET_MEAN, IMAGENET_STD
-    files = sorted(folder.glob("*.npz"))
-    train_files = [f for f in files if "train" in f.name]
-    test_files = [f for f in files if "train" not in f.name and ("test" in f.name or "val" in f.name)]
-    if len(train_files) != 1 or len(test_files) != 1:
-        names = ", ".join(f.name for f in files) or "none"
-        raise ValueError(
-            f"{folder} needs train/ and val/, or one *train*.npz and one *test*.npz or *val*.npz (archives there: "
-            f"{names}); name two archives as 'train.npz,test.npz'"
-        )
-    train, test = _archive(train_files[0]), _archive(test_files[0])
-    return train, test, f"own images ({folder.name})", IMAGENET_MEAN, IMAGENET_STD
-
-
-def _archive(path: Path) -> ArrayImages:
-    if not path.is_file():
-        raise DataNotFoundError(f"there is no archive {path}")
-    with np.load(path, allow_pickle=False) as z:
-        keys = set(z.files)
-        if "labels" not in keys or not ("data" in keys or {"jpeg", "offsets"} <= keys):
-            raise ValueError(f"{path}: needs labels and either data or jpeg + offsets, has {', '.join(sorted(keys))}")
-        labels = torch.from_numpy(z["labels"].astype(np.int64))
-        if "data" in keys:
-            images = z["data"]
-        else:  # read each key once: every access decompresses it again
-            raw, offsets = z["jpeg"], z["offsets"]
-            files = (raw[a:b].tobytes() for a, b in itertools.pairwise(offsets))
-            read = library("PIL.Image", "vision").open
-            images = np.stack([np.asarray(read(io.BytesIO(f)).convert("RGB")) for f in files])
-    if images.dtype != np.uint8 or images.ndim not in (3, 4) or len(images) != len(labels):
-        raise ValueError(
-            f"{path}: images must be uint8 (n, H, W) or (n, H, W, C) with n labels, got {images.dtype} {images.shape} "
-            f"and {len(labels)} labels"
-        )
-    if len(labels) == 0 or int(labels.min()) < 0:
-        raise ValueError(f"{path}: labels must be 0, 1, ..., and at least one")
-    tensor = torch.from_numpy(images)
-    tensor = tensor.unsqueeze(1) if tensor.dim() == 3 else tensor.permute(0, 3, 1, 2)
-    return ArrayImages(tensor.contiguous(), labels)
-
-
-def _split_name(folder: Path, part: str) -> str:
-    if part == "val" and not (folder / "val").is_dir():
-        raise ValueError(f"{folder} has train/ but no val/")
-    return part
-
-
-def _folder_arrays(folder: Path, size: int) -> ArrayImages:
-    v2 = library("torchvision.transforms.v2", "vision")
-    steps = [v2.Lambda(lambda image: image.convert("RGB")), v2.Resize(size), v2.CenterCrop(size), v2.PILToTensor()]
-    files = library("torchvision.datasets", "vision").ImageFolder(str(folder), transform=v2.Compose(steps))
-    images, labels = zip(*(files[i] for i in range(len(files))), strict=True)
-    return ArrayImages(torch.stack(images), torch.tensor(labels))
-
-
 def _resize(images: Tensor, size: int) -> Tensor:
     if images.shape[-2:] == (size, size):
         return images
@@ -285,20 +206,14 @@ def _load_files(recipe: ImageRecipe) -> ImageData:
         title = EXPERIMENT.named[recipe.dataset].title
     else:
         folder = own_path(recipe.dataset)
-        if not (folder / "train").is_dir() or not (folder / "val").is_dir():
-            raise DataNotFoundError(f"{folder} has no train/ and val/ folders of images (ImageFolder layout)")
-        parts = [datasets.ImageFolder(str(folder / s)) for s in ("train", "val")]
-        title = f"own images ({folder.name})"
+        parts, title = [*image_folders(folder)], f"own images ({folder.name})"
     train, test = parts
-    if train.classes != test.classes:
-        raise ValueError(f"{recipe.dataset}: train/ and val/ must have the same classes")
+    used, count = split_sizes(recipe, len(train))
     order = torch.randperm(len(train), generator=torch.Generator().manual_seed(0)).tolist()
-    if recipe.valid_images >= len(train):
-        raise ValueError(f"{recipe.dataset}: {recipe.valid_images} images to hold out, there are {len(train)}")
-    held, rest = order[: recipe.valid_images], order[recipe.valid_images :][: recipe.train_images]
+    held, rest = order[:count], order[count:][:used]
     names = "\n".join(f"{Path(path).name} {label}" for path, label in train.samples + test.samples)
     return ImageData(
-        title=title,
+        title=titled(title, recipe, rest, held),
         classes=len(train.classes),
         channels=3,
         mean=IMAGENET_MEAN,

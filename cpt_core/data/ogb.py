@@ -1,88 +1,109 @@
-"""The data sets of the Open Graph Benchmark through its own library, without its questions and look-ups."""
+"""The data sets of the Open Graph Benchmark: their raw files, read as text, and OGB's evaluator.
+
+OGB's own loader keeps a pickle in ``processed/``, which runs code when it is loaded; it is neither made nor read here.
+"""
 
 from __future__ import annotations
 
+import contextlib
+import hashlib
+import io
+import logging
+import shutil
 import sys
-from functools import partial
-from pathlib import Path
-from types import SimpleNamespace
+import tempfile
+import zipfile
+from collections.abc import Iterator
+from pathlib import Path, PurePosixPath
 from typing import Any, cast
 
-import numpy as np
 import torch
 
 from cpt_core.checks import library
-from cpt_core.data.common import DataNotFoundError
-from cpt_core.data.graph_readers import RawGraph, quiet_ogb
-from cpt_core.experiments.graph import EXPERIMENT
-from cpt_core.graphs.graph import dgl_module
+from cpt_core.data.files import DataNotFoundError, reading, sources
+from cpt_core.data.graph_readers import RawGraph, read_ogb_folder
+from cpt_core.experiments.graph import EXPERIMENT, GraphRecipe
 from cpt_core.paths import data_dir
 
+log = logging.getLogger(__name__)
 
-def _ogb_folder_of(name: str) -> Path:
-    folder = data_dir() / name.replace("-", "_")
-    return folder.with_name(f"{folder.name}_dgl") if folder.with_name(f"{folder.name}_dgl").exists() else folder
-
-
-def read_ogb(name: str) -> RawGraph:
-    """A data set of OGB through its own loader, with its official split."""
-    folder = _ogb_folder_of(name)
-    get = f"get it with: python -m cpt_core download {name}"
-    if not (folder / "raw").is_dir() and not (folder / "processed").is_dir():
-        raise DataNotFoundError(f"{name} is not in {folder.parent}; {get}")
-    if not list(folder.glob("RELEASE_v*.txt")):  # OGB would ask whether to update, and wait for an answer
-        raise DataNotFoundError(f"{folder} is incomplete (no RELEASE_v1.txt); remove it and {get}")
-    (folder / "processed").mkdir(exist_ok=True)  # OGB saves into it without making it
-    with quiet_ogb():
-        data = _ogb_dataset(name)
-    split = {part: np.asarray(index) for part, index in data.get_idx_split().items()}
-    graph, labels = data[0]
-    if dgl_module() is not None:
-        source, destination = (e.numpy() for e in graph.edges())
-        features = graph.ndata["feat"].numpy()
-    else:
-        (source, destination), features = graph["edge_index"], graph["node_feat"]
-    return RawGraph(
-        title=EXPERIMENT.named[name].title,
-        edges=(source, destination),
-        features=features,
-        labels=np.asarray(labels),
-        split=split,
-        symmetric=name == "ogbn-products",  # OGB adds its reverse edges
-        classes=int(data.num_classes),
-        ogb=name,
-    )
+URL = "https://snap.stanford.edu/ogb/data/nodeproppred/{}.zip"
+# nodes, edges (each once), features and classes, as OGB states them
+OFFICIAL = {"ogbn-arxiv": (169_343, 1_166_243, 128, 40), "ogbn-products": (2_449_029, 61_859_140, 100, 47)}
 
 
-def _ogb_dataset(name: str) -> Any:
-    """Make OGB's data set object: its DGL form where DGL is installed, else its plain form."""
-    ogb = library("ogb.nodeproppred", "graph")
-    if dgl_module() is not None:
-        return ogb.DglNodePropPredDataset(name, root=str(data_dir()))
-    dataset = library("ogb.nodeproppred.dataset", "graph")
-    # OGB saves arrays with pickle; torch >= 2.6 reads them back only when told that the file is trusted
-    trusting = SimpleNamespace(load=partial(torch.load, weights_only=False), save=torch.save)
-    original, dataset.torch = dataset.torch, trusting
-    try:
-        return ogb.NodePropPredDataset(name, root=str(data_dir()))
-    finally:
-        dataset.torch = original
+def read_ogb(recipe: GraphRecipe) -> RawGraph:
+    """Return a data set of OGB with its official split; ValueError where its counts are not the official ones."""
+    name = recipe.dataset
+    found = [folder for folder in sources(recipe) if (folder / "raw").is_dir()]
+    if not found:
+        raise DataNotFoundError(f"{name} is not in {data_dir()}; get it with: python -m cpt_core download {name}")
+    graph = read_ogb_folder(found[-1], EXPERIMENT.named[name].title)
+    *official, graph.classes = OFFICIAL[name]
+    counts = [len(graph.labels), len(graph.edges[0]), graph.features.shape[1]]
+    if counts != official:
+        raise ValueError(f"{found[-1]} is not the official {name}: nodes, edges, features {counts}, not {official}")
+    graph.ogb = name
+    return graph
 
 
 def download(name: str, language: str = "") -> Path:
-    """Get one of OGB's data sets through OGB, which shows its progress; asks nothing. They have no language."""
-    sys.modules.setdefault("outdated", cast(Any, None))
-    kind = "dataset" if dgl_module() is None else "dataset_dgl"
-    module = library(f"ogb.nodeproppred.{kind}", "graph")
-    asked, module.decide_download = module.decide_download, lambda url: True  # the user has asked for it already
-    try:
-        _ogb_dataset(name)
-    finally:
-        module.decide_download = asked
-    return _ogb_folder_of(name)
+    """Get the raw files of one of OGB's data sets over https, with progress. They have no language.
+
+    OGB publishes no checksum. That of the first download is kept beside the data, as ``<folder>.sha256``, and later
+    downloads must have it; what is read is checked against the official counts.
+
+    Raises:
+        ValueError: when the archive is not the one that was downloaded first, or is damaged.
+    """
+    folder = data_dir() / EXPERIMENT.named[name].folders[0]
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    kept = folder.with_name(f"{folder.name}.sha256")
+    with tempfile.TemporaryDirectory(dir=folder.parent, prefix=f"{folder.name}-") as temporary:
+        archive, unpacked = Path(temporary, "archive.zip"), Path(temporary, folder.name)
+        torch.hub.download_url_to_file(URL.format(name.removeprefix("ogbn-")), str(archive))
+        with archive.open("rb") as stream:
+            digest = hashlib.file_digest(stream, "sha256").hexdigest()
+        if kept.exists() and kept.read_text().strip() != digest:
+            raise ValueError(
+                f"the archive of {name} has the SHA-256 {digest}, not that of the first download, in {kept}; remove "
+                "that file if OGB has made a new release"
+            )
+        _unpack(archive, unpacked)
+        kept.write_text(f"{digest}\n")
+        shutil.rmtree(folder, ignore_errors=True)
+        unpacked.rename(folder)
+    return folder
+
+
+def _unpack(archive: Path, folder: Path) -> None:
+    """Unpack the raw files and the split of an archive, nothing else."""
+    with reading(archive), zipfile.ZipFile(archive) as z:
+        for member in z.infolist():
+            _, *inner = PurePosixPath(member.filename).parts or ("",)
+            if inner[:1] in (["raw"], ["split"]) and member.filename.endswith(".csv.gz") and ".." not in inner:
+                target = folder.joinpath(*inner)
+                target.parent.mkdir(parents=True, exist_ok=True)
+                with z.open(member) as packed, target.open("wb") as out:
+                    shutil.copyfileobj(packed, out)
+    if not (folder / "raw" / "edge.csv.gz").exists():
+        raise ValueError(f"{archive} holds no raw/edge.csv.gz")
 
 
 def evaluator(name: str) -> Any:
     """Return OGB's evaluator of a data set."""
-    with quiet_ogb():
+    with _quiet():
         return library("ogb.nodeproppred", "graph").Evaluator(name)
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """Import OGB without its question to the network for newer versions, and keep what it prints for the log."""
+    sys.modules.setdefault("outdated", cast(Any, None))
+    printed = io.StringIO()
+    try:
+        with contextlib.redirect_stdout(printed), contextlib.redirect_stderr(printed):
+            yield
+    finally:
+        if printed.getvalue().strip():
+            log.debug("ogb: %s", printed.getvalue())

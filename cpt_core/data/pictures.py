@@ -7,9 +7,10 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from PIL import Image
 from torch import Tensor
 from torchvision.transforms import v2
+
+from cpt_core.data.colours import open_rgb
 
 
 @dataclass(frozen=True)
@@ -37,11 +38,7 @@ class Annotated:
         """Return the picture, uint8 (3, H, W); ValueError names a file that is damaged."""
         if isinstance(self.picture, Tensor):
             return self.picture
-        try:
-            with Image.open(self.picture) as image:
-                return v2.functional.pil_to_tensor(image.convert("RGB"))
-        except (OSError, SyntaxError) as error:
-            raise ValueError(f"{self.picture} is damaged: {error}") from error
+        return v2.functional.pil_to_tensor(open_rgb(self.picture))
 
 
 @dataclass(frozen=True)

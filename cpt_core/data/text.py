@@ -16,7 +16,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from cpt_core.data.common import DataNotFoundError, generator_of, own_path
+from cpt_core.data.common import generator_of
+from cpt_core.data.files import DataNotFoundError, own_path, reading
 from cpt_core.experiments.language_model import EXPERIMENT, LanguageModelRecipe
 from cpt_core.paths import data_dir
 
@@ -79,7 +80,8 @@ def load_text(recipe: LanguageModelRecipe) -> TextData:
     parts = {split: whole[split][: getattr(recipe, f"{split}_tokens")] for split in SPLITS}
     if len(parts["train"]) < 2 * recipe.batch:
         raise ValueError(
-            f"the training text has {len(parts['train'])} {recipe.unit}, too few for a batch of {recipe.batch} columns"
+            f"{recipe.dataset}: the training text has {len(parts['train'])} {recipe.unit}, too few for a batch of "
+            f"{recipe.batch} columns"
         )
     start = "\n" if recipe.unit == "characters" else EOS
     common = [unit for unit, _ in Counter(parts["train"]).most_common(recipe.vocabulary)]
@@ -119,10 +121,10 @@ def _file_of(folder: Path, split: str) -> Path:
 
 
 def _read(path: Path) -> str:
-    try:
+    with reading(path):
         text = path.read_text(encoding="utf-8")
-    except UnicodeDecodeError as error:
-        raise ValueError(f"{path} is not UTF-8: {error}") from error
+    if "\0" in text:  # UTF-16, or no text at all
+        raise ValueError(f"{path} is no text in UTF-8: it holds NUL characters")
     if not text.strip():
         raise ValueError(f"{path} has no words")
     return text
@@ -178,7 +180,7 @@ def questions(tokens: Tensor, start: int, batch: int) -> tuple[Tensor, Tensor]:
 
 
 def download(name: str, language: str = "") -> Path:
-    """Download "ptb", Penn Treebank as T. Mikolov prepared it, with progress and checksums; return the folder."""
+    """Download "ptb", Penn Treebank as T. Mikolov prepared it, with progress, and check it; return the folder."""
     folder = data_dir() / name
     folder.mkdir(parents=True, exist_ok=True)
     for split in SPLITS:

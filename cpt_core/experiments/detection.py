@@ -76,7 +76,12 @@ EXPERIMENT = Experiment(
         Metric("map50", "test mAP at IoU 0.5 (%)", "%", 100.0),
         Metric("map", "test mAP, COCO (%)", "%", 100.0),
     ),
-    own="own-pictures", extra="vision", download="cpt_core.data.detection:download", weights=("resnet18",),
+    own="own-pictures", card="own-pictures.md",
+    layouts=tuple(
+        f"{place}Annotations {place}JPEGImages {place}ImageSets/Main/train.txt"
+        for place in ("", "VOC*/", "VOCdevkit/VOC*/")
+    ),
+    extra="vision", download="cpt_core.data.detection:download", weights=("resnet18",),
     datasets=(
         Dataset(
             "digit-scenes", "synthetic scenes of scikit-learn's digits", embedded="stand for nothing in the paper",
@@ -87,10 +92,10 @@ EXPERIMENT = Experiment(
             },
             sizes={"classes": 10},
         ),
-        Dataset("voc2007", "Pascal VOC 2007", like="own-pictures", sizes=VOC_SIZES),
+        Dataset("voc2007", "Pascal VOC 2007", like="own-pictures", sizes=VOC_SIZES, folders=("VOCdevkit/VOC2007",)),
         Dataset(
             "voc2012", "Pascal VOC 2012", recipes={"paper": (VOC2012,)}, like="own-pictures", authors=AUTHORS_VOC,
-            sizes=VOC_SIZES,
+            sizes=VOC_SIZES, folders=("VOCdevkit/VOC2012",),
         ),
         Dataset(
             "own-pictures",

@@ -84,7 +84,12 @@ AUTHORS_XNLI: Changes = {
 
 EXPERIMENT = Experiment(
     recipe=EntailmentRecipe, task="cpt_core.tasks.entailment:EntailmentTask", metrics=(ACCURACY,),
-    artefact="figure_7", own="own-pairs", extra="text", download="cpt_core.data.entailment:download",
+    artefact="figure_7", own="own-pairs", card="own-pairs.md",
+    layouts=(
+        "XNLI-1.0/xnli.test.tsv XNLI-MT-1.0*/multinli/multinli.train.*.tsv", "*/train-*.parquet */test-*.parquet",
+        "train.[cjp]*|train.tsv test.[cjp]*|test.tsv",
+    ),
+    extra="text", download="cpt_core.data.entailment:download",
     weights=(XNLI.checkpoint,),
     datasets=(
         Dataset(
@@ -94,7 +99,7 @@ EXPERIMENT = Experiment(
                 "demo": (TEMPLATES,),
             },
         ),
-        Dataset("xnli", "XNLI", recipes={"paper": (XNLI,)}, like="own-pairs", authors=AUTHORS_XNLI),
+        Dataset("xnli", "XNLI", recipes={"paper": (XNLI,)}, like="own-pairs", authors=AUTHORS_XNLI, folders=("xnli",)),
         Dataset(
             "own-pairs",
             recipes={

@@ -106,7 +106,9 @@ DEFICITS_DIGITS_SMOKE = Deficits(
 
 EXPERIMENT = Experiment(
     recipe=GraphRecipe, task="cpt_core.tasks.graph:GraphTask", metrics=(ACCURACY,), artefact="figure_6",
-    own="own-graph", extra="graph", download="cpt_core.data.ogb:download",
+    own="own-graph", card="own-graphs.md",
+    layouts=("edge_index.npy|edges.npy", "raw/edge.csv.gz", "ind.*.graph|raw/ind.*.graph"),
+    extra="graph", download="cpt_core.data.ogb:download",
     datasets=(
         Dataset(
             "digits-graph", "a nearest-neighbour graph over scikit-learn's digits",
@@ -130,11 +132,13 @@ EXPERIMENT = Experiment(
             deficits={"paper": {"gcn": DEFICITS_ARXIV}},
             designs={"aggregation": "figure_5", "deficit_length": "figure_8", "deficit_window": "figure_8"},
             sizes={"nodes": 169_343, "edges": 1_166_243, "features": 128, "classes": 40},
+            folders=("ogbn_arxiv", "ogbn_arxiv_dgl"),
         ),
         Dataset(  # random data has a tenth of its nodes: enough for the time and memory of a batch
             "ogbn-products", "OGBN-Products", recipes={"paper": (PRODUCTS,)}, like="own-graph",
             authors=AUTHORS_PRODUCTS, designs={"aggregation": "figure_5"},
             sizes={"nodes": 244_902, "edges": 6_185_914, "features": 100, "classes": 47},
+            folders=("ogbn_products", "ogbn_products_dgl"),
         ),
         Dataset(
             "own-graph",

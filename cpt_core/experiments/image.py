@@ -114,6 +114,8 @@ def _models(base: ImageRecipe, dataset: str, *models: str) -> tuple[ImageRecipe,
 EXPERIMENT = Experiment(
     recipe=ImageRecipe, task="cpt_core.tasks.image:ImageTask", metrics=(ACCURACY,), artefact="figure_3",
     own="cifar10", own_large="imagenet", extra="vision", download="cpt_core.data.images:download",
+    card="own-images.md",
+    layouts=("train/*/* val/*/*", "*train*.npz *test*.npz|*val*.npz", "labels.npy data.npy", "labels.npy jpeg.npy"),
     datasets=(
         Dataset(
             "digits", "scikit-learn's digits", embedded="shows the mechanism, stands for nothing in the paper",
@@ -129,7 +131,7 @@ EXPERIMENT = Experiment(
             sizes={"classes": 10, "channels": 1},
         ),
         Dataset(
-            "cifar10", "CIFAR-10",
+            "cifar10", "CIFAR-10", folders=("cifar-10-batches-py",),
             recipes={
                 "smoke": (replace(CIFAR_DEMO, steps=40, n_cycles=2, train_images=500, valid_images=100,
                                   test_images=100, seeds=(0,)),),
@@ -147,12 +149,13 @@ EXPERIMENT = Experiment(
         Dataset(
             "cifar100", "CIFAR-100",
             recipes={"paper": _models(CIFAR, "cifar100", "resnet74", "resnet152", "mobilenetv2")},
-            authors=AUTHORS_CIFAR, sizes={"classes": 100, "channels": 3},
+            authors=AUTHORS_CIFAR, sizes={"classes": 100, "channels": 3}, folders=("cifar-100-python",),
         ),
         Dataset(
             "imagenet", "ImageNet", recipes={"paper": _models(IMAGENET, "imagenet", "resnet18", "resnet34")},
             authors=AUTHORS_IMAGENET, deficits={"paper": {"resnet18": DEFICITS_IMAGENET}},
             designs={"deficit_length": "table_1"}, sizes={"classes": 1000, "channels": 3},
+            folders=("imagenet",),
         ),
     ),
 )  # fmt: skip

@@ -78,7 +78,8 @@ AUTHORS_PTB: Changes = {
 EXPERIMENT = Experiment(
     recipe=LanguageModelRecipe, task="cpt_core.tasks.language_model:LanguageModelTask", artefact="figure_7",
     metrics=(Metric("perplexity", "test perplexity (axis turned: up is better)", better=-1),),
-    own="ptb", download="cpt_core.data.text:download",
+    own="ptb", card="own-text.md", layouts=("*train.txt *valid.txt *test.txt",),
+    download="cpt_core.data.text:download",
     datasets=(
         Dataset(
             "pydoc", "characters of Python's reference text", embedded="stands for nothing in the paper",
@@ -89,7 +90,7 @@ EXPERIMENT = Experiment(
             },
         ),
         Dataset(
-            "ptb", "Penn Treebank",
+            "ptb", "Penn Treebank", folders=("ptb",),
             recipes={
                 "smoke": (replace(PTB_DEMO, steps=30, train_tokens=20_000, vocabulary=500, valid_tokens=2_000,
                                   test_tokens=4_000, seeds=(0,)),),

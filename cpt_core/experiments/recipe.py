@@ -122,6 +122,7 @@ class Dataset:
         deficits: scale -> model -> settings of its critical-period experiments.
         designs: what its first model is run with besides quality against cost: a key of ``grids.DESIGNS`` -> artefact.
         sizes: of random data in its place, for plans: counts by name, which its data module reads.
+        folders: below the data folder, one of which it is read from; () for embedded data.
     """
 
     name: str
@@ -133,6 +134,7 @@ class Dataset:
     deficits: Mapping[str, Mapping[str, Deficits]] = field(default_factory=dict)
     designs: Mapping[str, str] = field(default_factory=dict)
     sizes: Mapping[str, int] = field(default_factory=dict)
+    folders: tuple[str, ...] = ()
 
     @property
     def about(self) -> str:
@@ -152,6 +154,9 @@ class Experiment:
         datasets: its data sets.
         own: the data set whose recipes the user's own data takes; "" where it cannot be used.
         own_large: the same for folders at paper scale, where it differs.
+        layouts: what the user's own data may look like: patterns of names in a folder or archive, all of which it
+            holds; "|" stands between those of which one is enough.
+        card: the page of ``data/cards`` on data of one's own.
         extra: of the installation, with the libraries that this task, or some of its data, needs.
         download: the function that gets its data, "module:function", called with (name, language).
         weights: pretrained models that this function gets too.
@@ -164,6 +169,8 @@ class Experiment:
     datasets: tuple[Dataset, ...]
     own: str = ""
     own_large: str = ""
+    layouts: tuple[str, ...] = ()
+    card: str = ""
     extra: str = ""
     download: str = ""
     weights: tuple[str, ...] = ()

@@ -53,8 +53,15 @@ class Graph:
         if backend == "dgl" and (indices.is_cuda or dgl_module() is None):
             raise ValueError("backend 'dgl' needs DGL and a graph on the CPU; take 'csr'")
         self.backend = backend
+        for name, part in (("indptr", indptr), ("indices", indices)):
+            if part.dim() != 1 or part.dtype not in (torch.int32, torch.int64) or part.dtype != indices.dtype:
+                got = f"{part.dtype} {tuple(part.shape)}"
+                raise ValueError(f"{name} must be (n,), of int32 or int64 as the other is, got {got}")
         if self.num_dst < 0 or int(indptr[0]) != 0 or int(indptr[-1]) != self.num_edges:
             raise ValueError(f"indptr must go from 0 to the number of edges, {self.num_edges}")
+        if bool((indptr[1:] < indptr[:-1]).any()):  # else a kernel would read beyond the edges
+            node = int((indptr[1:] < indptr[:-1]).int().argmax())
+            raise ValueError(f"indptr must ascend, at node {node} it goes from {indptr[node]} to {indptr[node + 1]}")
         if self.num_edges:
             low, high = map(int, torch.aminmax(indices))
             if low < 0 or high >= self.num_src:
@@ -65,6 +72,11 @@ class Graph:
     @classmethod
     def from_edges(cls, source: Tensor, destination: Tensor, num_nodes: int, backend: str = "auto") -> Graph:
         """Return the graph of edges source[k] -> destination[k], both (E,); parallel edges count as often as given."""
+        if source.dim() != 1 or source.shape != destination.shape:
+            raise ValueError(
+                f"source and destination must be (E,), an entry per edge, got {tuple(source.shape)} and "
+                f"{tuple(destination.shape)}"
+            )
         if len(source) and (min(int(source.min()), int(destination.min())) < 0):
             raise ValueError("edges must name nodes 0 or above, got a negative number")
         if len(destination) and int(destination.max()) >= num_nodes:

@@ -14,8 +14,9 @@ import torch
 from torch import Tensor, nn
 
 from cpt_core.checks import library
-from cpt_core.data.common import DataNotFoundError, epoch_order, generator_of, load_once, own_path
+from cpt_core.data.common import epoch_order, generator_of, load_once
 from cpt_core.data.entailment import CHECKPOINTS, LABELS, EntailmentData, Pairs, load_entailment
+from cpt_core.data.files import DataNotFoundError, own_path
 from cpt_core.experiments.entailment import EXPERIMENT, EntailmentRecipe
 from cpt_core.experiments.spec import RunSpec
 from cpt_core.tasks.base import Metrics

@@ -11,7 +11,8 @@ from torch import Tensor, nn
 
 from cpt_core.data.common import load_once
 from cpt_core.data.image_batches import ArrayBatches, FileBatches, evaluation_batches
-from cpt_core.data.images import ArrayImages, Batch, Split, load_images, random_images
+from cpt_core.data.image_readers import ArrayImages
+from cpt_core.data.images import Batch, Split, load_images, random_images
 from cpt_core.experiments.image import EXPERIMENT, ImageRecipe
 from cpt_core.experiments.spec import RunSpec
 from cpt_core.models import MODELS

@@ -153,8 +153,8 @@ def pretrained_or_scratch(scale: str) -> dict[str, bool]:
     """
     if scale != "paper":
         return {}
-    from cpt_core.data.common import DataNotFoundError
     from cpt_core.data.detection import backbone_weights
+    from cpt_core.data.files import DataNotFoundError
 
     try:
         print(f"the backbone starts from {backbone_weights().name}")

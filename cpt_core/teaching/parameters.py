@@ -23,6 +23,7 @@ from typing import Any
 import pandas as pd
 
 from cpt_core.analysis.runs import table, tuned
+from cpt_core.data.files import check_data
 from cpt_core.experiments.recipe import PRESETS, SCALES, is_own
 from cpt_core.experiments.recipes import EXPERIMENTS, recipe
 from cpt_core.experiments.spec import RunSpec
@@ -117,7 +118,7 @@ class Parameters:
 
 
 def check_parameters(task: str = "image", /, **given: Any) -> Parameters:
-    """Check the parameters of a notebook; raise ValueError that names what is allowed.
+    """Check the parameters of a notebook, and that its data is there; errors name what is allowed.
 
     Names that papermill injected and that the notebook does not have are refused here too. The store of smoke runs is
     a fresh temporary file, so that they really run; other scales keep theirs under ``runs/``, so that they resume.
@@ -125,6 +126,10 @@ def check_parameters(task: str = "image", /, **given: Any) -> Parameters:
     Args:
         task: of the runs of this notebook, a key of ``TASKS``.
         given: the parameters.
+
+    Raises:
+        ValueError: for a wrong name or value, and for data of one's own that is laid out for another task.
+        DataNotFoundError: when the data is not there.
     """
     check_values(given)
     for name in _injected():
@@ -138,6 +143,7 @@ def check_parameters(task: str = "image", /, **given: Any) -> Parameters:
         found = recipe(scale, dataset, model, preset, own_task)
         if found.task != own_task:
             raise ValueError(f"{dataset!r} is for another notebook: its task is {found.task!r}, not {own_task!r}")
+        check_data(found)
     if scale != "smoke":
         return Parameters(dict(given), store_path(scale, task))
     folder = tempfile.mkdtemp(prefix="cpt-smoke-")

@@ -10,8 +10,8 @@ import pytest
 
 from cpt_core import data
 from cpt_core.data import entailment, templates
-from cpt_core.data.common import DataNotFoundError
 from cpt_core.data.entailment import LABELS, load_entailment
+from cpt_core.data.files import DataNotFoundError
 from cpt_core.data.templates import sentence_pairs
 from cpt_core.experiments.recipes import recipe
 
@@ -225,10 +225,12 @@ def test_rows_are_named_by_their_number_in_the_file(tmp_path):
 
 
 def test_files_that_cannot_be_read(tmp_path):
-    folder = write_flat(tmp_path / "mine", "csv")
-    (folder / "train.csv").write_text("premise,hypothesis,label\na,b,0\na,b,0,c,d\n")
-    with pytest.raises(ValueError, match=r"train\.csv: cannot be read: .*line 3"):
-        load_entailment(own(folder))
+    for ending, mark in (("csv", ","), ("tsv", "\t")):
+        folder = write_flat(tmp_path / ending, ending)
+        rows = [["premise", "hypothesis", "label"], *[["a", "b", "0"]] * 2, *[["a", "b", "0", "c"]] * 2]
+        (folder / f"train.{ending}").write_text("\n".join(mark.join(row) for row in rows))
+        with pytest.raises(ValueError, match=rf"train\.{ending}, line 4: 4 fields under 3 names"):
+            load_entailment(own(folder))
     folder = write_flat(tmp_path / "other", "parquet")
     (folder / "train.parquet").write_bytes(b"nonsense")
     with pytest.raises(ValueError, match=r"train\.parquet: cannot be read: "):

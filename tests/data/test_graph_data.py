@@ -3,10 +3,13 @@
 import gzip
 import io
 import pickle
+import shutil
 import subprocess
 import sys
+import zipfile
 from collections import defaultdict
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -15,10 +18,9 @@ import torch
 
 from cpt_core import data
 from cpt_core.data import graphs, ogb
-from cpt_core.data.common import DataNotFoundError
+from cpt_core.data.files import DataNotFoundError
 from cpt_core.data.graphs import bidirected, load_graph, random_graph
 from cpt_core.experiments.recipes import recipe
-from cpt_core.graphs import graph as graph_module
 
 NODES = 60
 
@@ -92,10 +94,6 @@ def test_large_edge_lists_are_read_in_pieces(monkeypatch):
     both = bidirected(source, destination, 50, True)
     assert torch.equal(whole.indptr, both.indptr)
     assert torch.equal(whole.indices, both.indices)
-    rows = torch.repeat_interleave(torch.arange(50), both.indptr.diff().long())
-    again = bidirected(both.indices.numpy(), rows.numpy(), 50, True, symmetric=True)
-    assert torch.equal(both.indptr, again.indptr)
-    assert torch.equal(both.indices, again.indices)
 
 
 # --- layouts --------------------------------------------------------------------------------------
@@ -195,43 +193,59 @@ def test_stand_ins_have_the_shapes_of_the_data():
 # --- OGB itself -----------------------------------------------------------------------------------
 
 
-@pytest.fixture(params=["with DGL", "without DGL"])
-def arxiv(request, tmp_path, monkeypatch):
-    """A small data set in the real layout of ogbn-arxiv, to be read by OGB's own loader."""
+@pytest.fixture
+def arxiv(tmp_path, monkeypatch):
+    """A small data set in the real layout of ogbn-arxiv, with counts of its own."""
     monkeypatch.setenv("CPT_DATA_DIR", str(tmp_path))
-    if request.param == "without DGL":
-        for module in (graph_module, ogb):
-            monkeypatch.setattr(module, "dgl_module", lambda: None)
-
-    def no_input(*args):
-        raise AssertionError("OGB waits for an answer")
-
-    monkeypatch.setattr("builtins.input", no_input)
+    monkeypatch.setitem(ogb.OFFICIAL, "ogbn-arxiv", (NODES, 150, 4, 40))
     return write_ogb(tmp_path / "ogbn_arxiv")
 
 
-def test_ogb_first_and_second_load(arxiv):
-    r = recipe("paper", "ogbn-arxiv")
-    first, second = load_graph(r), load_graph(r)
-    assert list((arxiv / "processed").iterdir())  # the second load reads what the first one wrote
-    assert first.checksum == second.checksum
-    assert first.title == "OGBN-Arxiv"
-    assert first.classes == 40
+class Bomb:
+    """Code in a pickle: it makes a file where it is loaded."""
+
+    def __init__(self, path):
+        self.path = path
+
+    def __reduce__(self):
+        return (open, (str(self.path), "w"))
+
+
+def test_ogb(arxiv, tmp_path):
+    for name in ("data_processed", "dgl_data_processed", "geometric_data_processed.pt"):  # what OGB would load
+        (arxiv / "processed").mkdir(exist_ok=True)
+        torch.save(Bomb(tmp_path / "executed"), arxiv / "processed" / name)
+    found = load_graph(recipe("paper", "ogbn-arxiv"))
+    assert not (tmp_path / "executed").exists()
+    assert (found.title, found.classes, found.ogb) == ("OGBN-Arxiv", 40, "ogbn-arxiv")
     a = arrays()
-    assert torch.equal(first.labels, torch.from_numpy(a["labels"]))
-    assert torch.equal(first.test, torch.from_numpy(a["test_idx"]))
+    assert torch.equal(found.labels, torch.from_numpy(a["labels"]))
+    assert torch.equal(found.test, torch.from_numpy(a["test_idx"]))
     expected = bidirected(*a["edge_index"], NODES, self_loops=True)
-    assert torch.equal(first.graph.indices, expected.indices)
-    torch.testing.assert_close(first.features.mean(0), torch.zeros(4), atol=1e-6, rtol=0)
+    assert torch.equal(found.graph.indices, expected.indices)
+    torch.testing.assert_close(found.features.mean(0), torch.zeros(4), atol=1e-6, rtol=0)
 
 
-def test_ogb_says_nothing_and_asks_no_network(arxiv, capfd):
+def test_a_planted_pickle_would_run(tmp_path):
+    """The test above can fail: loaded as OGB loads it, the file runs."""
+    torch.save(Bomb(tmp_path / "executed"), tmp_path / "data_processed")
+    torch.load(tmp_path / "data_processed", weights_only=False).close()
+    assert (tmp_path / "executed").exists()
+
+
+def test_other_counts_are_not_ogbs(arxiv, monkeypatch):
+    monkeypatch.setitem(ogb.OFFICIAL, "ogbn-arxiv", (NODES, 151, 4, 40))
+    with pytest.raises(ValueError, match=r"is not the official ogbn-arxiv: .* \[60, 150, 4\], not \[60, 151, 4\]"):
+        load_graph(recipe("paper", "ogbn-arxiv"))
+
+
+def test_ogbs_evaluator_says_nothing_and_asks_no_network():
     code = (
         "import socket, builtins\n"
         "def refuse(*a, **k): raise AssertionError('network or input')\n"
         "socket.socket.connect = refuse; builtins.input = refuse\n"
-        "from cpt_core.data.graphs import load_graph; from cpt_core.experiments.recipes import recipe\n"
-        "load_graph(recipe('paper', 'ogbn-arxiv'))\n"
+        "from cpt_core.data.ogb import evaluator\n"
+        "evaluator('ogbn-arxiv')\n"
         "import sys; assert sys.modules['outdated'] is None  # what would ask for newer versions"
     )
     done = subprocess.run(
@@ -254,26 +268,39 @@ def test_missing_ogb_data_names_the_command(tmp_path, monkeypatch, dataset):
         load_graph(recipe("paper", dataset))
 
 
-def test_an_ogb_folder_without_its_release_is_incomplete(arxiv):
-    (arxiv / "RELEASE_v1.txt").unlink()
-    with pytest.raises(DataNotFoundError, match="incomplete"):
-        load_graph(recipe("paper", "ogbn-arxiv"))
+def zipped(folder, **more):
+    """What OGB's server has: the folder in an archive, under another name."""
+    packed = io.BytesIO()
+    with zipfile.ZipFile(packed, "w") as z:
+        for path in sorted(p for p in folder.rglob("*") if p.is_file()):
+            z.write(path, Path("arxiv", path.relative_to(folder)))
+        for name, text in more.items():
+            z.writestr(name, text)
+    return packed.getvalue()
 
 
-def test_download_goes_through_ogb_and_asks_nothing(tmp_path, monkeypatch):
-    monkeypatch.setenv("CPT_DATA_DIR", str(tmp_path))
-    import ogb.nodeproppred.dataset_dgl as theirs
-
-    urls = []
-
-    def fetch(url, folder):
-        urls.append(url)
-        raise OSError("no network in tests")
-
-    monkeypatch.setattr(theirs, "download_url", fetch)
-    with pytest.raises(OSError, match="no network in tests"):
-        data.download("ogbn-products")  # 1.4 GB: OGB would ask first
-    assert urls == ["http://snap.stanford.edu/ogb/data/nodeproppred/products.zip"]
+def test_a_download_of_ogb_is_https_and_the_same_as_the_first(arxiv, tmp_path, monkeypatch):
+    served = {"": zipped(arxiv, **{"arxiv/processed/data_processed": "x", "arxiv/raw/../../../out.csv.gz": "x"})}
+    asked = []
+    monkeypatch.setattr(
+        torch.hub, "download_url_to_file", lambda url, to: (asked.append(url), Path(to).write_bytes(served[""]))
+    )
+    before = load_graph(recipe("paper", "ogbn-arxiv")).checksum
+    shutil.rmtree(arxiv)
+    assert data.download("ogbn-arxiv") == arxiv
+    assert asked == ["https://snap.stanford.edu/ogb/data/nodeproppred/arxiv.zip"]
+    assert load_graph(recipe("paper", "ogbn-arxiv")).checksum == before
+    assert not (arxiv / "processed").exists()
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["ogbn_arxiv", "ogbn_arxiv.sha256"]
+    data.download("ogbn-arxiv")  # the same archive again
+    served[""] = zipped(arxiv)  # another one
+    with pytest.raises(ValueError, match=r"not that of the first download, in .*ogbn_arxiv\.sha256"):
+        data.download("ogbn-arxiv")
+    (tmp_path / "ogbn_arxiv.sha256").unlink()
+    served[""] = served[""][:-40]
+    with pytest.raises(ValueError, match=r"archive\.zip cannot be read: BadZipFile"):
+        data.download("ogbn-arxiv")
+    assert load_graph(recipe("paper", "ogbn-arxiv")).checksum == before
 
 
 # --- bad content ----------------------------------------------------------------------------------
@@ -292,7 +319,7 @@ def changed(name, index, value):
         (changed("features", (5, 0), np.inf), "1 features are NaN or infinite, the first in node 5"),
         ({"features": np.zeros((NODES - 1, 4))}, r"60 labels need features of shape \(60, F\), got \(59, 4\)"),
         (changed("labels", 2, -7), "labels must be 0, 1, ... or -1 for none, got -7"),
-        ({"labels": np.linspace(0, 1, NODES)}, "labels must be whole numbers, node 1 has 0.0169"),
+        ({"labels": np.linspace(0, 1, NODES)}, r"labels must be whole numbers, number 1 is 0\.0169"),
         (changed("edge_index", (0, 0), NODES), r"edges must name nodes 0\.\.59, got 60"),
         (changed("edge_index", (1, 9), -2), r"edges must name nodes 0\.\.59, got -2"),
         ({"edge_index": np.zeros((3, 5), dtype=int)}, r"\(2, E\) or \(E, 2\), got int64 \(3, 5\)"),
@@ -339,7 +366,7 @@ def test_integer_features_and_missing_labels_are_welcome(tmp_path):
         (lambda f: (f / "split" / "other").mkdir(), r"exactly one folder in split/, it has 2"),
         (
             lambda f: write_csv(f / "raw" / "num-edge-list.csv.gz", [999]),
-            "announces 999 edges, edge.csv.gz has 150",
+            r"announces \[999\] edges, edge\.csv\.gz has 150",
         ),
         (
             lambda f: write_csv(f / "split" / "time" / "test.csv.gz", [NODES]),

@@ -16,9 +16,10 @@ import torchvision
 from PIL import Image
 
 from cpt_core import data
-from cpt_core.data.common import DataNotFoundError
+from cpt_core.data.files import DataNotFoundError
 from cpt_core.data.image_batches import ArrayBatches, FileBatches, evaluation_batches
-from cpt_core.data.images import ArrayImages, load_images
+from cpt_core.data.image_readers import ArrayImages
+from cpt_core.data.images import load_images
 from cpt_core.experiments.recipes import recipe
 from cpt_core.experiments.spec import RunSpec
 from cpt_core.paths import results_dir

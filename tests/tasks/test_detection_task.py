@@ -15,8 +15,8 @@ from torch import nn
 from cpt_core.bitops import plan
 from cpt_core.bitops.ledger import BitOpsLedger
 from cpt_core.data import common, detection
-from cpt_core.data.common import DataNotFoundError
 from cpt_core.data.detection import WEIGHTS
+from cpt_core.data.files import DataNotFoundError
 from cpt_core.data.pictures import Annotated
 from cpt_core.data.scenes import scenes
 from cpt_core.experiments import designs, grids

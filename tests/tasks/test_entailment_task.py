@@ -9,7 +9,7 @@ import transformers
 from helpers import same, smoke_spec
 
 from cpt_core.bitops.plan import count_bitops
-from cpt_core.data.common import DataNotFoundError
+from cpt_core.data.files import DataNotFoundError
 from cpt_core.data.templates import sentence_pairs
 from cpt_core.experiments.entailment import EntailmentRecipe
 from cpt_core.experiments.recipes import recipe, task_of_dataset

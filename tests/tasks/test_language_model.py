@@ -10,7 +10,7 @@ from torch import nn
 
 from cpt_core import data
 from cpt_core.data import text
-from cpt_core.data.common import DataNotFoundError
+from cpt_core.data.files import DataNotFoundError
 from cpt_core.experiments import designs, grids
 from cpt_core.experiments.language_model import LanguageModelRecipe
 from cpt_core.experiments.recipes import recipe
@@ -103,8 +103,13 @@ def test_files_are_found_and_missed(folder):
 
 @pytest.mark.parametrize(
     ("content", "message"),
-    [(b"", "has no words"), (b" \n\n", "has no words"), (b"caf\xe9\n", "is not UTF-8"), (b"a b\n", "3 words, too few")],
-)
+    [
+        (b"", "has no words"),
+        (b" \n\n", "has no words"),
+        (b"caf\xe9\n", "cannot be read: UnicodeDecodeError: 'utf-8'"),
+        (b"a b\n", "3 words, too few"),
+    ],
+)  # fmt: skip
 def test_bad_text(folder, content, message):
     (folder / "toy.train.txt").write_bytes(content)
     with pytest.raises(ValueError, match=message):

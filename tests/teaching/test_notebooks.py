@@ -8,6 +8,7 @@ import subprocess
 import sys
 
 import nbformat
+import numpy as np
 import papermill
 import pytest
 from nbformat.v4 import new_code_cell, new_markdown_cell, new_notebook, new_output
@@ -359,6 +360,14 @@ def test_command_line_helps():
 
 def test_a_data_set_goes_to_the_notebooks_of_its_task(tmp_path, monkeypatch):
     monkeypatch.setenv("CPT_RUNS_DIR", str(tmp_path))
+    monkeypatch.setenv("CPT_DATA_DIR", str(tmp_path))
+    for name in ("cifar-10-batches-py", "my-text", "my-pairs"):
+        (tmp_path / name).mkdir()
+    for name in ("train.txt", "valid.txt", "test.txt"):
+        (tmp_path / "my-text" / name).touch()
+    for name in ("train.csv", "test.csv"):
+        (tmp_path / "my-pairs" / name).touch()
+    np.savez(tmp_path / "my.npz", edge_index=np.zeros((2, 1), int))
     asked = {}
 
     def note(job, key, place):
@@ -378,3 +387,15 @@ def test_a_data_set_goes_to_the_notebooks_of_its_task(tmp_path, monkeypatch):
         reproduce.reproduce("demo", dataset="my.npz", progress=False)
     with pytest.raises(ValueError, match="'ogbn-arxiv' is for another notebook: its task is 'graph', not 'image'"):
         reproduce.reproduce("demo", "03", "ogbn-arxiv", progress=False)
+    asked.clear()
+    for number, dataset, given, message in (
+        ("05", "nothere.npz", {}, r"there is no file or folder .*nothere\.npz"),
+        ("04", "nothere/", {}, r"there is no file or folder .*nothere"),
+        ("04", "my-text/", {}, r"my-text is no data for this task \(detection\); it needs .*own-pictures\.md"),
+        ("03", "my.npz", {}, r"my\.npz is no data for this task \(image\)"),
+        ("06", "my-text/", {"pairs": "my-text/"}, r"my-text is no data for this task \(entailment\)"),
+        ("03", "cifar100", {}, "python -m cpt_core download cifar100"),
+    ):
+        with pytest.raises((ValueError, FileNotFoundError), match=message):
+            reproduce.reproduce("paper", number, dataset, given, progress=False)
+    assert asked == {}, "a notebook was started"

@@ -1,0 +1,470 @@
+"""Files of data: every reader under damage, every kind of data given to every task, fingerprints, what is kept."""
+
+import gzip
+import io
+import os
+import pickle
+import zipfile
+import zlib
+from collections import defaultdict
+from dataclasses import replace
+
+import numpy as np
+import pandas as pd
+import pytest
+import scipy.sparse
+from PIL import Image
+
+from cpt_core.data import common
+from cpt_core.data.colours import rgb
+from cpt_core.data.common import load_once, split_sizes, titled, whole_numbers
+from cpt_core.data.detection import load_detection
+from cpt_core.data.entailment import load_entailment
+from cpt_core.data.files import DataNotFoundError, check_data, fingerprint
+from cpt_core.data.graphs import load_graph
+from cpt_core.data.images import load_images
+from cpt_core.data.text import load_text
+from cpt_core.experiments.recipes import DATASETS, EXPERIMENTS, recipe
+
+LOAD = {
+    "image": load_images, "detection": load_detection, "graph": load_graph, "language_model": load_text,
+    "entailment": load_entailment,
+}  # fmt: skip
+CHANGES = {"entailment": {"language": "en", "test_languages": ("en",)}, "language_model": {"batch": 2}}
+
+
+@pytest.fixture(autouse=True)
+def data_folder(tmp_path, monkeypatch):
+    monkeypatch.setenv("CPT_DATA_DIR", str(tmp_path))
+    return tmp_path
+
+
+def own(task, dataset, **changes):
+    return replace(recipe("smoke", dataset, task=task), **{**CHANGES.get(task, {}), **changes})
+
+
+# --- one small data set of every layout -----------------------------------------------------------
+
+
+def picture(size=(12, 10), kind="PNG"):
+    out = io.BytesIO()
+    Image.fromarray(np.random.default_rng(0).integers(0, 256, (*size, 3), dtype=np.uint8)).save(out, kind)
+    return out.getvalue()
+
+
+def archive(**arrays):
+    out = io.BytesIO()
+    np.savez(out, **arrays)
+    return out.getvalue()
+
+
+def table(values, form="%d"):
+    out = io.StringIO()
+    np.savetxt(out, np.asarray(values), fmt=form, delimiter=",")
+    return gzip.compress(out.getvalue().encode())
+
+
+GRAPH = {
+    "edge_index": np.array([[0, 1, 2, 3], [1, 2, 3, 4]]), "features": np.eye(6, 3, dtype=np.float32),
+    "labels": np.array([0, 1, 0, 1, 0, 1]), "train_idx": np.array([0, 1]), "valid_idx": np.array([2]),
+    "test_idx": np.array([3, 4]),
+}  # fmt: skip
+XML = (
+    '<?xml version="1.0" encoding="utf-8"?><annotation><size><width>40</width><height>30</height></size><object>'
+    "<name>cat</name><bndbox><xmin>2</xmin><ymin>2</ymin><xmax>20</xmax><ymax>20</ymax></bndbox></object></annotation>"
+)
+PAIRS = pd.DataFrame({"premise": ["a", "b", "c"], "hypothesis": ["d", "e", "f"], "label": [0, 1, 2]})
+
+
+def image_archives():
+    images = np.zeros((12, 16, 16, 3), np.uint8)
+    return {f"{part}.npz": archive(data=images, labels=np.arange(12) % 2) for part in ("train", "test")}
+
+
+def jpeg_archives():
+    one = np.frombuffer(picture(kind="JPEG"), np.uint8)
+    packed = archive(jpeg=np.tile(one, 12), offsets=np.arange(13) * len(one), labels=np.arange(12) % 2)
+    return {"train.npz": packed, "test.npz": packed}
+
+
+def image_folder(classes=(("a", "b"), ("a", "b"))):
+    return {
+        f"{part}/{kind}/{i}.png": picture()
+        for part, kinds in zip(("train", "val"), classes, strict=True) for kind in kinds for i in range(4)
+    }  # fmt: skip
+
+
+def boxes():
+    lists = {f"ImageSets/Main/{part}.txt": b"x\ny\n" for part in ("train", "test")}
+    pairs = {f"JPEGImages/{i}.jpg": picture((30, 40), "JPEG") for i in "xy"}
+    return {**lists, **pairs, **{f"Annotations/{i}.xml": XML.encode() for i in "xy"}}
+
+
+def ogb_folder():
+    raw = {
+        "edge": table(GRAPH["edge_index"].T), "node-feat": table(GRAPH["features"], "%.1f"),
+        "node-label": table(GRAPH["labels"]), "num-node-list": table([6]), "num-edge-list": table([4]),
+    }  # fmt: skip
+    split = {f"split/time/{part}.csv.gz": table(GRAPH[f"{part}_idx"]) for part in ("train", "valid", "test")}
+    return {**{f"raw/{name}.csv.gz": content for name, content in raw.items()}, **split}
+
+
+def planetoid():
+    one_hot, x = np.eye(3, dtype=np.int32)[np.arange(10) % 3], scipy.sparse.csr_matrix(np.ones((10, 3), np.float32))
+    parts = {"y": one_hot[:4], "allx": x[:7], "ally": one_hot[:7], "tx": x[7:], "ty": one_hot[7:]}
+    parts["graph"] = defaultdict(list, {i: [(i + 1) % 10] for i in range(10)})
+    files = {f"ind.tiny.{name}": pickle.dumps(value, protocol=2) for name, value in parts.items()}
+    return {**files, "ind.tiny.test.index": b"7\n8\n9"}
+
+
+def pairs(ending):
+    out = io.BytesIO()
+    if ending == "parquet":
+        PAIRS.to_parquet(out)
+    elif ending == "jsonl":
+        PAIRS.to_json(out, orient="records", lines=True)
+    else:
+        PAIRS.to_csv(out, index=False, sep="\t" if ending == "tsv" else ",")
+    return {f"{part}.{ending}": out.getvalue() for part in ("train", "valid", "test")}
+
+
+LAYOUTS = {  # name -> task, its files
+    "images in archives": ("image", image_archives), "packed images": ("image", jpeg_archives),
+    "folders of images": ("image", image_folder), "boxes": ("detection", boxes),
+    "graph in an archive": ("graph", lambda: {"g.npz": archive(**GRAPH)}), "OGB's layout": ("graph", ogb_folder),
+    "Planetoid": ("graph", planetoid),
+    "text": ("language_model", lambda: {f"{part}.txt": b"one two three\n" * 9 for part in ("train", "valid", "test")}),
+    "pairs as csv": ("entailment", lambda: pairs("csv")), "pairs as parquet": ("entailment", lambda: pairs("parquet")),
+    "pairs as jsonl": ("entailment", lambda: pairs("jsonl")), "pairs as tsv": ("entailment", lambda: pairs("tsv")),
+}  # fmt: skip
+
+
+def write(folder, files):
+    """Write files; return the data set's name."""
+    for name, content in files.items():
+        path = folder / "mine" / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(content)
+    return "mine/g.npz" if list(files) == ["g.npz"] else "mine/"
+
+
+# --- damage ---------------------------------------------------------------------------------------
+
+
+class Code:
+    """What must never be unpickled."""
+
+    def __reduce__(self):
+        return (pytest.fail, ("code of a file ran",))
+
+
+def empty_zip_member():
+    out = io.BytesIO()
+    with zipfile.ZipFile(out, "w") as z:
+        z.writestr("data.npy", "")
+        z.writestr("labels.npy", "")
+    return out.getvalue()
+
+
+DAMAGE = {
+    "empty": lambda whole: b"",
+    "half": lambda whole: whole[: len(whole) // 2],
+    "noise": lambda whole: np.random.default_rng(0).bytes(200),
+    "zeros": lambda whole: bytes(300),
+    "code": lambda whole: pickle.dumps(Code()),
+    "zip": lambda whole: empty_zip_member(),
+    "gzip of noise": lambda whole: gzip.compress(np.random.default_rng(1).bytes(200)),
+}
+HALVES_MAY_BE_WHOLE = (".txt", ".csv", ".tsv", ".jsonl")
+
+
+def refusal(asked):
+    """What the loader says against the data; None where it loads."""
+    try:
+        LOAD[asked.task](asked)
+    except (ValueError, DataNotFoundError) as error:
+        return str(error)
+    return None
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_every_damaged_file_is_named_with_a_reason(layout, data_folder):
+    task, make = LAYOUTS[layout]
+    files = make()
+    dataset = write(data_folder, files)
+    LOAD[task](own(task, dataset))
+    seen = set()
+    for name in files:
+        if (kind := name.replace("test", "").replace("y.", "x.").replace("/b/", "/a/")) in seen or name[-5] in "123":
+            continue  # one of a kind is enough
+        seen.add(kind)
+        path = data_folder / "mine" / name
+        for damage, change in DAMAGE.items():
+            path.write_bytes(change(files[name]))
+            said = refusal(own(task, dataset))
+            if said is None:
+                assert (damage, path.suffix) in {("half", s) for s in HALVES_MAY_BE_WHOLE}, (name, damage)
+            else:
+                assert str(data_folder / "mine") in said or "mine/" in said, (name, damage, said)
+                assert "\n" not in said, (name, damage, said)
+                assert len(said) < 400, (name, damage, said)
+        path.write_bytes(files[name])
+    LOAD[task](own(task, dataset))
+
+
+def huge(shape, kind="|u1"):
+    """An .npz whose only member says that it is as large as ``shape``."""
+    out = io.BytesIO()
+    np.lib.format.write_array_header_1_0(out, {"descr": kind, "fortran_order": False, "shape": shape})
+    packed = io.BytesIO()
+    with zipfile.ZipFile(packed, "w") as z:
+        z.writestr("data.npy", out.getvalue())
+        z.writestr("labels.npy", _npy(np.arange(3)))
+    return packed.getvalue()
+
+
+def _npy(array):
+    out = io.BytesIO()
+    np.save(out, array)
+    return out.getvalue()
+
+
+def bomb():
+    """A picture in a few bytes whose header says 40,000 x 40,000 pixels."""
+    whole = picture((1, 1))
+    header = b"IHDR" + (40_000).to_bytes(4) * 2 + whole[24:29]
+    return whole[:12] + header + zlib.crc32(header).to_bytes(4) + whole[33:]
+
+
+def graph(**changes):
+    return {"g.npz": archive(**{k: v for k, v in {**GRAPH, **changes}.items() if v is not None})}
+
+
+def sparse(**changes):
+    csr = {"feat_indptr": np.arange(7), "feat_indices": np.zeros(6, int), "feat_shape": np.array([6, 3]), **changes}
+    return graph(features=None, **csr)
+
+
+def masks(form):
+    """The split as masks of one form, of which the first is the split."""
+    out = {}
+    for name, part in (("train", "train_idx"), ("val", "valid_idx"), ("test", "test_idx")):
+        mask = np.zeros((3, 6), bool)
+        mask[0, GRAPH[part]] = True
+        out[f"{name}_mask"] = form(mask)
+    return graph(train_idx=None, valid_idx=None, test_idx=None, **out)
+
+
+def images(**changes):
+    whole = {"data": np.zeros((12, 16, 16), np.uint8), "labels": np.arange(12) % 2, **changes}
+    return {"train.npz": archive(**whole), "test.npz": archive(**whole)}
+
+
+WHOLE = "labels must be whole numbers"
+
+
+def changed(files, **contents):
+    """Replace the content of files by the ends of their names."""
+    ends = {end.replace("_", "."): content for end, content in contents.items()}
+    return {name: next((c for e, c in ends.items() if name.endswith(e)), whole) for name, whole in files.items()}
+
+
+@pytest.mark.parametrize(
+    ("task", "files", "message"),
+    [
+        ("image", lambda: image_folder((("a", "b"), ("b", "c"))),
+         r"mine/val: class 'c' is unknown; those of train/ are a, b"),
+        ("image", lambda: {**image_folder(), "train/a/0.png": bomb()},
+         r"train/a/0\.png cannot be read: DecompressionBombError"),
+        ("image", lambda: {"train.npz": huge((1 << 20,) * 3), "test.npz": b""},
+         r"train\.npz cannot be read: .*(Memory|allocate|too big)"),
+        ("image", lambda: images(data=np.zeros((12, 8, 8, 4), np.uint8)),
+         r"train\.npz: images must have 1 or 3 channels, .* got 4"),
+        ("image", lambda: {**images(), "test.npz": images(labels=np.full(12, 7))["test.npz"]},
+         r"test\.npz: label 7 is unknown; train\.npz has 0\.\.1"),
+        ("image", lambda: {**images(), "test.npz": image_archives()["test.npz"]}, "images have 1 and 3 channels"),
+        ("image", lambda: images(labels=np.linspace(0, 2.99, 12)), rf"train\.npz: {WHOLE}, number 1 is 0\.27"),
+        ("image", lambda: images(labels=np.arange(12) * 1j), rf"train\.npz: {WHOLE} .* got complex128"),
+        ("image", lambda: images(labels=np.zeros((12, 2), int)), rf"{WHOLE} of shape \(n,\), got int64 \(12, 2\)"),
+        ("image", lambda: images(labels=np.array(["a"] * 12)), rf"{WHOLE} .* got <U1"),
+        ("detection", lambda: changed(boxes(), x_xml=XML.replace("utf-8", "klingon").encode()),
+         r"x\.xml cannot be read: LookupError"),
+        ("detection", lambda: changed(boxes(), x_jpg=bomb()), r"x\.jpg cannot be read: DecompressionBombError"),
+        ("graph", lambda: graph(labels=np.linspace(0, 2.99, 6)), rf"g\.npz: {WHOLE}, number 1 is 0\.598"),
+        ("graph", lambda: graph(labels=np.arange(6) * 1j), rf"g\.npz: {WHOLE} .* got complex128"),
+        ("graph", lambda: graph(features=np.full((6, 3), 1e300)),
+         r"18 features are NaN or infinite, the first in node 0 \(as float32\)"),
+        ("graph", lambda: graph(features=np.eye(6, 3) * 1j), r"features must be real numbers, got complex128"),
+        ("graph", lambda: graph(features=np.full((6, 3), "x")), r"features must be real numbers, got <U1"),
+        ("graph", lambda: sparse(feat_indices=np.array([0, 1, 2, -1, 0, 0])), r"do not fit feat_shape \(6, 3\)"),
+        ("graph", lambda: sparse(feat_indptr=np.array([0, 4, 2, 3, 4, 5, 6])), r"do not fit feat_shape \(6, 3\)"),
+        ("graph", lambda: sparse(feat_shape=np.array([6, 1 << 50])), r"g\.npz cannot be read: .*Memory"),
+        ("graph", lambda: masks(lambda m: m[:, :5]), r"masks of the train split must be .* N = 6, got \(3, 5\)"),
+        ("graph", lambda: masks(lambda m: np.tile(m, (2, 1))), r"\(6, 6\) could be either: keep one mask"),
+        ("graph", lambda: changed(ogb_folder(), edge_csv_gz=table([[0, 1, 2]] * 4)),
+         r"edge\.csv\.gz cannot be read: .* 2 columns expected, got 3"),
+        ("graph", lambda: changed(ogb_folder(), label_csv_gz=table(np.arange(6) / 4, "%.2f")),
+         rf"node-label\.csv\.gz: {WHOLE}, number 1 is 0\.25"),
+        ("graph", lambda: changed(ogb_folder(), feat_csv_gz=gzip.compress(b"a,b\n" * 6)),
+         r"node-feat\.csv\.gz cannot be read: .*numbers expected"),
+        ("graph", lambda: changed(planetoid(), test_index=b"-7\n8\n9"), r"test\.index names node -7"),
+    ],
+)  # fmt: skip
+def test_hostile_content_is_refused_with_its_reason(task, files, message, data_folder):
+    dataset = write(data_folder, files())
+    with pytest.raises(ValueError, match=message):
+        LOAD[task](own(task, dataset))
+
+
+# --- content that is read rightly -----------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "form", [lambda m: m, lambda m: m.T, lambda m: m[0]], ids=["(splits, N)", "(N, splits)", "(N,)"]
+)
+def test_masks_of_every_form(form, data_folder):
+    found = load_graph(own("graph", write(data_folder, masks(form))))
+    assert [found.train.tolist(), found.valid.tolist(), found.test.tolist()] == [[0, 1], [2], [3, 4]]
+
+
+@pytest.mark.parametrize("size", [16, 72])  # in memory and from disk
+def test_classes_of_val_are_numbered_by_those_of_train(size, data_folder):
+    dataset = write(data_folder, image_folder((("a", "b", "c"), ("b", "c"))))
+    found = load_images(own("image", dataset, size=size, valid_images=0, train_images=None))
+    labels = found.test.labels.tolist() if size == 16 else [label for _, label in found.test]
+    assert labels == [1] * 4 + [2] * 4
+    assert found.classes == 3
+
+
+def test_labels_in_a_column_and_as_whole_floats(data_folder):
+    found = load_images(own("image", write(data_folder, images(labels=(np.arange(12.0) % 2)[:, None])), size=16))
+    assert found.test.labels.tolist() == [0, 1] * 6
+    assert whole_numbers("labels", np.array([1.0, np.nan]), missing=-1).tolist() == [1, -1]
+
+
+def test_pictures_of_every_kind_become_rgb(tmp_path):
+    ramp = np.linspace(0, 0xFFFF, 256).astype(np.uint16).reshape(16, 16)
+    Image.fromarray(ramp).save(tmp_path / "deep.png")
+    with Image.open(tmp_path / "deep.png") as deep:
+        assert deep.mode.startswith("I;16")
+        assert np.array_equal(np.asarray(rgb(deep))[..., 0], ramp >> 8)
+    colours = Image.fromarray(np.random.default_rng(0).integers(0, 256, (8, 8, 3), dtype=np.uint8))
+    for mode in ("RGBA", "CMYK"):
+        assert np.array_equal(np.asarray(rgb(colours.convert(mode))), np.asarray(colours)), mode
+    few = colours.quantize(8)
+    assert np.array_equal(np.asarray(rgb(few)), np.asarray(few.convert("RGB")))
+    grey = np.asarray(rgb(colours.convert("L")))
+    assert (grey == grey[..., :1]).all()
+    with pytest.raises(ValueError, match="8 or 16 bits expected, got PIL's mode F"):
+        rgb(Image.fromarray(np.ones((2, 2), np.float32)))
+
+
+# --- at a glance ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("task", EXPERIMENTS)
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_data_of_another_task_is_refused_at_a_glance(layout, task, data_folder):
+    right, make = LAYOUTS[layout]
+    asked = own(task, write(data_folder, make()))
+    if task == right:
+        check_data(asked)
+    else:
+        with pytest.raises(ValueError, match=rf"mine.* is no data for this task \({task}\); it needs .*own-\w+\.md"):
+            check_data(asked)
+
+
+@pytest.mark.parametrize("task", EXPERIMENTS)
+@pytest.mark.parametrize("dataset", ["nowhere/", "nowhere.npz"])
+def test_own_data_that_is_not_there(task, dataset):
+    with pytest.raises(DataNotFoundError, match=r"there is no file or folder .*nowhere"):
+        check_data(own(task, dataset))
+
+
+@pytest.mark.parametrize("dataset", DATASETS)
+def test_named_data_that_is_not_there(dataset, data_folder):
+    found = DATASETS[dataset]
+    asked = recipe(next(scale for scale in ("smoke", "paper") if scale in found.recipes or found.like), dataset)
+    if found.embedded:
+        check_data(asked)
+        assert fingerprint(asked) == ""
+        return
+    with pytest.raises(DataNotFoundError, match=f"python -m cpt_core download {dataset}"):
+        check_data(asked)
+    (data_folder / found.folders[0]).mkdir(parents=True)
+    check_data(asked)
+
+
+def test_cards_of_own_data_are_there():
+    from cpt_core.paths import cards_dir
+
+    for experiment in EXPERIMENTS.values():
+        assert (cards_dir() / experiment.card).is_file()
+
+
+# --- what is kept ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_changed_file_is_another_fingerprint(layout, data_folder):
+    task, make = LAYOUTS[layout]
+    files = make()
+    asked = own(task, write(data_folder, files))
+    before = fingerprint(asked)
+    assert before == fingerprint(asked) != ""
+    path = data_folder / "mine" / list(files)[-1]
+    content, stat = path.read_bytes(), path.stat()
+    path.write_bytes(bytes(len(content)))
+    assert (path.stat().st_size, fingerprint(asked) == before) == (stat.st_size, False)
+    path.write_bytes(content)
+    os.utime(path, ns=(stat.st_atime_ns, stat.st_mtime_ns))
+    assert fingerprint(asked) == before
+    path.unlink()
+    assert fingerprint(asked) != before
+
+
+def test_what_was_loaded_is_loaded_again_when_anything_changed(data_folder, tmp_path_factory, monkeypatch):
+    monkeypatch.setattr(common, "_last", {})
+    task, make = LAYOUTS["text"]
+    files = make()
+    words = own(task, write(data_folder, files))
+    fields = ("unit", "batch")
+    first = load_once(load_text, words, *fields)
+    assert load_once(load_text, replace(words, steps=words.steps + 1), *fields) is first
+    assert len(load_once(load_text, replace(words, unit="characters"), *fields).train) > len(first.train)
+    (data_folder / "mine" / "train.txt").write_bytes(b"quite another text\n" * 9)
+    assert "another" in load_once(load_text, words, *fields).vocabulary
+    elsewhere = tmp_path_factory.mktemp("elsewhere")
+    write(elsewhere, {**files, "train.txt": b"a third text\n" * 9})
+    monkeypatch.setenv("CPT_DATA_DIR", str(elsewhere))
+    assert "third" in load_once(load_text, words, *fields).vocabulary
+
+
+# --- sizes of splits ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("wanted", "there", "sizes"),
+    [
+        ((500, 100), 600, (500, 100)), ((500, 100), 360, (None, 36)), ((500, 10), 360, (None, 10)),
+        ((500, 0), 360, (None, 0)), ((None, 5), 12, (None, 5)), ((None, 5_000), 600, (None, 60)),
+        ((10, 10), 3, (None, 1)),
+    ],
+)  # fmt: skip
+def test_sizes_follow_ones_own_data(wanted, there, sizes):
+    asked = own("image", "mine/", train_images=wanted[0], valid_images=wanted[1])
+    assert split_sizes(asked, there) == sizes
+    used, held = sizes
+    rest = range(there - held)[:used]
+    assert (titled("mine", asked, rest, range(held)) == "mine") == (sizes == wanted)
+    if sum(filter(None, wanted)) > there:
+        with pytest.raises(ValueError, match=rf"images wanted, there are {there}"):
+            split_sizes(replace(asked, dataset="cifar10"), there)
+
+
+@pytest.mark.parametrize("size", [16, 72])
+def test_a_small_folder_is_used_whole_and_says_so(size, data_folder):
+    found = load_images(own("image", write(data_folder, image_folder()), size=size))
+    assert (len(found.train), len(found.valid), len(found.test)) == (7, 1, 8)
+    assert found.title.endswith("7 training and 1 validation images")
+    assert "mine" in found.title
