@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import zipfile
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -62,9 +62,14 @@ def fingerprint(recipe: Recipe) -> str:
     data differ, as their times do: what was trained on is told by the ``data_checksum`` of a row. Pretrained weights
     are not part of it. Embedded data, and data that is not there, have the fingerprint "".
     """
+    return fingerprint_of(sources(recipe))
+
+
+def fingerprint_of(paths: Iterable[Path]) -> str:
+    """Return the fingerprint of files and of all that is in folders."""
     digest = hashlib.sha256()
     found = False
-    for source in sources(recipe):
+    for source in paths:
         for path in [source] if source.is_file() else sorted(p for p in source.rglob("*") if p.is_file()):
             found, stat = True, path.stat()
             digest.update(f"{path.relative_to(source.parent)}\0{stat.st_size}\0{stat.st_mtime_ns}\n".encode())

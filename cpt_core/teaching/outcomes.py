@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from cpt_core.checks import write_text
+from cpt_core.data.files import fingerprint_of, own_path
 from cpt_core.experiments.recipe import is_own
 from cpt_core.paths import PACKAGE, paper_dir, results_dir
 
@@ -86,9 +87,7 @@ class Job:
         shown = {**self.given, "scale": self.values.get("scale")}
         own = [v for name, v in shown.items() if name in DATA and is_own(v)]
         if own:
-            from cpt_core.data.fingerprint import fingerprint  # needs torch
-
-            shown["fingerprints"] = [fingerprint(path) for path in own]
+            shown["fingerprints"] = [fingerprint_of(map(own_path, data.split(","))) for data in own]
         digest = hashlib.sha256(json.dumps(shown, sort_keys=True).encode())
         committed = [*sorted(results_dir().glob("*.json*")), *sorted(paper_dir().glob("*.csv"))]
         for source in [self.notebook, *sorted(PACKAGE.rglob("*.py")), *committed]:
