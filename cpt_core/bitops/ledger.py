@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from cpt_core.bitops.trace import CONVENTIONS, PASSES, Call, watch
+from cpt_core.bitops.trace import CONVENTIONS, PASSES, Call, Watch, compiled_parts
 from cpt_core.quantization.layers import QuantizedLayer
 from cpt_core.quantization.precision import LayerPrecision
 from cpt_core.schedules.cost import FULL_PRECISION
@@ -19,8 +19,11 @@ class BitOpsLedger:
 
     Use it as a context manager around training. Forward passes count while the model is in training mode; error and
     weight-gradient products count when their backward pass runs, so skipped backward passes, recomputation and early
-    stops show up. It reads Python numbers only and does not change the computation; it does not see inside a model
-    that was compiled.
+    stops show up. It reads Python numbers only and does not change the computation. Of products inside a
+    ``torch.autograd.Function`` it sees the forward pass alone, as the plan does.
+
+    Attributes:
+        unpriced: layer -> forward MACs so far that "paper" leaves out and "per_op" prices, see ``BitOpsPlan``.
 
     >>> import torch
     >>> model = torch.nn.Sequential(torch.nn.Linear(4, 2))
@@ -35,16 +38,25 @@ class BitOpsLedger:
         self.model = model
         self._sums: dict[str, dict[str, Counter[str]]] = {c: {} for c in CONVENTIONS}
         self._once: set[tuple[str, tuple[int, int]]] = set()
+        self.unpriced: Counter[str] = Counter()
 
     def __enter__(self) -> BitOpsLedger:
         """Start to count."""
-        self._context = watch(self.model, self._on_call)
+        self._context = Watch(self.model, self._on_call, unseen=self.unseen).on()
         self._context.__enter__()
         return self
 
     def __exit__(self, *exception: Any) -> None:
         """Stop counting."""
         self._context.__exit__(*exception)
+
+    @property
+    def unseen(self) -> tuple[str, ...]:
+        """Names of the modules that are compiled: it does not see inside them.
+
+        In a model that holds one it sees layers alone: other products are missing from "per_op" and ``unpriced``.
+        """
+        return compiled_parts(self.model)
 
     def by_layer(self, convention: str = "paper") -> dict[str, float]:
         """Return the BitOps of every layer so far."""
@@ -58,17 +70,22 @@ class BitOpsLedger:
         """Return the BitOps so far, in units of one 32 x 32-bit MAC."""
         return sum(sum(passes.values()) for passes in self._sums[convention].values()) / FULL_PRECISION**2
 
-    def _on_call(self, module: nn.Module, call: Call, outputs: list[Tensor]) -> None:
+    def _on_call(self, module: Any, call: Call, outputs: list[Tensor]) -> None:
         if not self.model.training:
             return
-        own = _bits_in_force([module.precision]) if isinstance(module, QuantizedLayer) and call.owner else None
-        model = own or _bits_in_force([m for m in self.model.modules() if isinstance(m, LayerPrecision)])
+        quantized = isinstance(module, QuantizedLayer) and call.owner is not None
+        own = _bits_in_force([module.precision]) if quantized else None
         full = (FULL_PRECISION, FULL_PRECISION)
-        bits = {"paper": model or full, "per_op": own or full}
+        bits = {"per_op": own or full}
+        if call.passes("paper"):
+            everywhere = [m for m in self.model.modules() if isinstance(m, LayerPrecision)]
+            bits["paper"] = own or _bits_in_force(everywhere) or full
         if call.once:
             if (call.layer, bits["per_op"]) in self._once:
                 return
             self._once.add((call.layer, bits["per_op"]))
+        if "paper" not in bits:
+            self.unpriced[call.layer] += call.macs
         self._add(call, bits, ("forward",))
         backward = iter([call])  # counted once, whichever of the outputs the gradient comes through first
 

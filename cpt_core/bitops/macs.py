@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import sys
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -13,9 +14,9 @@ from cpt_core.graphs.graph import as_graph
 from cpt_core.graphs.layers import GraphConv, MatrixNorm, SAGEConv
 
 
-def conv_macs(module: nn.Module, inputs: tuple[Any, ...], y: Tensor) -> int:
+def conv_macs(module: Any, inputs: tuple[Any, ...], y: Tensor) -> int:
     """MACs of a convolution: outputs times kernel elements times input channels per group (biases are free)."""
-    return y.numel() * module.weight[0].numel()  # type: ignore[index]
+    return y.numel() * math.prod(module.kernel_size) * (module.in_channels // module.groups)
 
 
 def linear_macs(module: nn.Module, inputs: tuple[Any, ...], y: Tensor) -> int:
@@ -28,15 +29,17 @@ def layer_norm_macs(module: nn.Module, inputs: tuple[Any, ...], y: Tensor) -> in
     return 4 * y.numel()
 
 
-def lstm_macs(module: Any, inputs: tuple[Any, ...], y: Tensor) -> int:
-    """MACs of the first input product of an LSTM; those behind it are ``lstm_inner_macs``."""
-    return rows_of(y) * units_of(module) // module.num_layers * 4 * module.input_size
+def recurrent_macs(module: Any, inputs: tuple[Any, ...], y: Tensor) -> int:
+    """MACs of the first input product of an LSTM, GRU or RNN; those behind it are ``recurrent_inner_macs``."""
+    return rows_of(y) * units_of(module) // module.num_layers * GATES_OF[module.mode] * module.input_size
 
 
-def lstm_inner_macs(module: Any, inputs: tuple[Any, ...], y: Tensor) -> int:
-    """MACs of the products with hidden states, and of the input products of higher layers."""
+def recurrent_inner_macs(module: Any, inputs: tuple[Any, ...], y: Tensor) -> int:
+    """MACs of the products with hidden states, of the input products of higher layers, and of an LSTM's projections."""
     above = units_of(module) // module.num_layers * (module.num_layers - 1) * y.shape[-1]  # y: what the layers hand on
-    return rows_of(y) * 4 * (units_of(module) * module.hidden_size + above)
+    state = module.proj_size or module.hidden_size
+    gates = GATES_OF[module.mode] * (units_of(module) * state + above)
+    return rows_of(y) * (gates + units_of(module) * module.proj_size)
 
 
 def lstm_gate_operations(module: Any, inputs: tuple[Any, ...], y: Tensor) -> int:
@@ -59,7 +62,7 @@ def rows_of(y: Tensor) -> int:
 
 
 def units_of(module: Any) -> int:
-    """Return the hidden units of an LSTM, over all its layers and directions."""
+    """Return the hidden units of an LSTM, GRU or RNN, over all its layers and directions."""
     return module.num_layers * (2 if module.bidirectional else 1) * module.hidden_size
 
 
@@ -69,11 +72,10 @@ def attention_macs(module: Any, inputs: tuple[Any, ...], y: Tensor) -> int:
     return 2 * hidden.numel() * hidden.shape[1]
 
 
-def norm_macs(module: nn.Module, inputs: tuple[Any, ...], y: Tensor) -> int:
+def norm_macs(module: Any, inputs: tuple[Any, ...], y: Tensor) -> int:
     """Elementwise operations of a normalisation: 5 per element, 4 without affine, 2 or 1 with fixed statistics."""
-    affine = getattr(module, "weight", None) is not None
     fixed = not module.training and getattr(module, "running_mean", None) is not None
-    return y.numel() * ((2 if affine else 1) if fixed else (5 if affine else 4))
+    return y.numel() * ((2 if module.affine else 1) if fixed else (5 if module.affine else 4))
 
 
 def graph_conv_macs(module: Any, inputs: tuple[Any, ...], y: Tensor) -> int:
@@ -100,7 +102,7 @@ MACS: dict[type[nn.Module], Callable[[Any, tuple[Any, ...], Tensor], int]] = {
     nn.BatchNorm3d: norm_macs,
     nn.LayerNorm: layer_norm_macs,
     MatrixNorm: layer_norm_macs,
-    nn.LSTM: lstm_macs,
+    nn.LSTM: recurrent_macs,
     GraphConv: graph_conv_macs,
     SAGEConv: sage_conv_macs,
 }
@@ -111,7 +113,11 @@ AGGREGATED: dict[type[nn.Module], Callable[[Any], int]] = {
     SAGEConv: lambda m: min(m._in_src_feats, m._out_feats),
 }
 
-AGGREGATION, ATTENTION, GATES, UPSAMPLING = "aggregation", "attention", "gates", "upsampling"
+# Layers that the authors' counters do not know; their products are in float32, like those of plain functions.
+PLAIN: tuple[type[nn.Module], ...] = (nn.GRU, nn.RNN)
+GATES_OF = {"LSTM": 4, "GRU": 3, "RNN_TANH": 1, "RNN_RELU": 1}
+
+AGGREGATION, ATTENTION, GATES, UPSAMPLING, PRODUCTS = "aggregation", "attention", "gates", "upsampling", "products"
 
 
 def pyramid_kinds() -> set[type[nn.Module]]:

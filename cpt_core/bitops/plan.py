@@ -7,7 +7,9 @@ Two conventions price them:
   authors price it, and the upsampling of feature pyramids;
 - ``"per_op"``: what is quantised at its bits, the rest at 32, and only the products that are computed (the first
   layer, for example, needs no error product). It also counts what the authors leave out: the sums over neighbours in
-  graph convolutions, an operation per edge and feature, and both products of attention.
+  graph convolutions, an operation per edge and feature, both products of attention, and every product outside the
+  layers known here, at 32 bits: matmul or attention as a plain function, GRUs, transposed convolutions. The total of
+  "paper" is without these; the plan holds them as ``unpriced``.
 
 >>> import torch
 >>> plan = count_bitops(torch.nn.Sequential(torch.nn.Linear(4, 2)), (torch.ones(1, 4),))
@@ -25,6 +27,7 @@ from typing import Any
 import numpy as np
 from torch import nn
 
+from cpt_core.bitops.macs import UPSAMPLING
 from cpt_core.bitops.trace import CONVENTIONS, PASSES, Call, trace
 from cpt_core.checks import choose
 from cpt_core.quantization.convert import layer_precisions
@@ -42,20 +45,22 @@ class BitOpsPlan:
         steps: optimizer steps counted.
         macs: forward MACs of one step by layer.
         bitops: layer -> pass -> squared bits x MACs, exact integers.
-        uncounted: operation -> output elements of one forward pass, for everything that is not priced: elementwise
-            work, pooling, and products written as plain functions; by "paper" also "aggregation" and "attention", the
-            operations of sums over neighbours and of attention's products; by "per_op" also "upsampling", which copies.
+        unpriced: layer -> MACs of one forward pass that "paper" leaves out and "per_op" prices: products that no known
+            layer reports, both products of attention, sums over neighbours. The total is without them.
+        uncounted: operation -> output elements of one forward pass, for what no convention prices: elementwise work
+            and pooling; by "per_op" also "upsampling", which copies.
     """
 
     convention: str
     steps: int
     macs: Mapping[str, int]
     bitops: Mapping[str, Mapping[str, int]]
+    unpriced: Mapping[str, int]
     uncounted: Mapping[str, int]
 
     @property
     def forward_macs(self) -> int:
-        """MACs of the forward pass of one step."""
+        """MACs of the forward pass of one step, without those that are ``unpriced``."""
         return sum(self.macs.values())
 
     @property
@@ -70,7 +75,7 @@ class BitOpsPlan:
 
     @property
     def total(self) -> float:
-        """BitOps of the run."""
+        """BitOps of the run, without what is ``unpriced``."""
         return sum(sum(passes.values()) for passes in self.bitops.values()) / FULL_PRECISION**2
 
     def __str__(self) -> str:
@@ -79,6 +84,17 @@ class BitOpsPlan:
         lines = [f"{'layer':<{width}}  {'MACs/step':>15}  {'BitOps':>12}"]
         lines += [f"{n:<{width}}  {self.macs[n]:>15,}  {b:>12.5g}" for n, b in self.by_layer.items()]
         lines.append(f"{'total':<{width}}  {self.forward_macs:>15,}  {self.total:>12.5g}")
+        if self.unpriced:
+            missing = sum(self.unpriced.values())
+            most = sorted(self.unpriced, key=lambda layer: -self.unpriced[layer])
+            named = [f"{layer} {self.unpriced[layer]:,}" for layer in most[:3]]
+            if len(most) > 3:
+                named.append(f"{len(most) - 3} more in .unpriced")
+            share = missing / (self.forward_macs + missing)
+            lines.append(
+                f"total is without {missing:,} MACs per step ({share:.1%} of the forward pass), which "
+                f'"{self.convention}" does not price: {", ".join(named)}'
+            )
         if self.uncounted:
             lines.append("not counted: " + ", ".join(f"{op} ({n:,} elements)" for op, n in self.uncounted.items()))
         return "\n".join(lines)
@@ -94,7 +110,8 @@ def count_bitops(
 ) -> BitOpsPlan:
     """Count the BitOps of training ``model`` for a whole schedule, before it runs.
 
-    The forward pass is traced once on the ``meta`` device: no data is computed and the model is not touched.
+    The forward pass is traced once on the ``meta`` device: no data is computed and the model is not touched. Of a model
+    that asks for data while it runs (detectors, layers of DGL) a copy runs on the data given; a warning says so.
 
     Args:
         model: any module; converted by ``quantize_`` or not.
@@ -104,7 +121,8 @@ def count_bitops(
         q_grad: gradient bits; None takes the schedule's ``q_max``.
 
     Raises:
-        ValueError: for an unknown convention, or when nothing in the model can be counted.
+        ValueError: for an unknown convention, when nothing in the model can be counted, when it cannot be copied, or
+            when it asks for data and has none, being on ``meta`` itself.
 
     Paper: section 4.1.
     Differs: "paper" prices the float32 layers (classifier, BatchNorm) at q bits, as the authors' scripts do.
@@ -126,10 +144,14 @@ def price(
     """
     result: dict[str, Counter[str]] = {}
     macs: Counter[str] = Counter()
-    left_out: Counter[str] = Counter(uncounted)
+    unpriced: Counter[str] = Counter()
+    copied: Counter[str] = Counter()
     for call in calls:
         if not call.passes(convention):
-            left_out[call.kind] += call.macs
+            if call.kind == UPSAMPLING:
+                copied[call.kind] += call.macs
+            else:
+                unpriced[call.layer] += call.macs
             continue
         result.setdefault(call.layer, Counter())
         macs[call.layer] += call.macs
@@ -141,7 +163,8 @@ def price(
             q = np.unique(q)
         for name in call.passes(convention):
             result[call.layer][name] += call.macs * int((q * (q if name == "forward" else g)).sum())
-    return BitOpsPlan(convention, len(bits[""][0]), dict(macs), {k: dict(v) for k, v in result.items()}, dict(left_out))
+    bitops = {k: dict(v) for k, v in result.items()}
+    return BitOpsPlan(convention, len(bits[""][0]), dict(macs), bitops, dict(unpriced), {**uncounted, **copied})
 
 
 def _float32(like: tuple[np.ndarray, np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
@@ -155,7 +178,9 @@ def _bits_per_layer(
         one = np.array([FULL_PRECISION])
         return {"": (one, one)}
     converted = any(isinstance(m, LayerPrecision) for m in model.modules())
-    names = list(layer_precisions(model)) if converted else list(dict.fromkeys(c.owner for c in calls if c.owner))
+    names = (
+        list(layer_precisions(model)) if converted else list(dict.fromkeys(c.owner for c in calls if c.owner)) or [""]
+    )
     bits = {}
     for s, layers in assign_schedules(schedule, names).values():
         pair = (s.bits(), np.full(s.total_steps, q_grad or s.q_max))

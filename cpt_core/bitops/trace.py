@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-import copy
 import sys
+import textwrap
+import traceback
+import warnings
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -13,32 +15,37 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode
+from torch.utils.hooks import RemovableHandle
 
+from cpt_core.bitops.copies import inputs_of, shadow_of, tensors_in
 from cpt_core.bitops.macs import (
     AGGREGATED,
     AGGREGATION,
     ATTENTION,
     GATES,
     MACS,
+    PLAIN,
+    PRODUCTS,
     UPSAMPLING,
     attention_macs,
     lstm_gate_operations,
-    lstm_inner_macs,
     pyramid_kinds,
+    recurrent_inner_macs,
+    recurrent_macs,
     sums_before_product,
     upsampled,
 )
-from cpt_core.graphs.graph import Graph, as_graph
+from cpt_core.bitops.products import name_of, products_of
+from cpt_core.graphs.graph import as_graph
 from cpt_core.graphs.layers import GraphConv, SAGEConv
 from cpt_core.quantization.coverage import attention_kinds, module_kind
-from cpt_core.quantization.precision import LayerPrecision
 
 CONVENTIONS = ("paper", "per_op")
 PASSES = ("forward", "error", "weight")  # y = x w;  dx = dy w;  dw = x dy
 
 # what a convention does not price: the authors' counters do not see some products, and see copies as operations
-LEFT_OUT = {"paper": (AGGREGATION, ATTENTION), "per_op": (UPSAMPLING,)}
+LEFT_OUT = {"paper": (AGGREGATION, ATTENTION, PRODUCTS), "per_op": (UPSAMPLING,)}
 
 
 @dataclass(frozen=True)
@@ -79,7 +86,7 @@ def _counted(model: nn.Module) -> dict[str, nn.Module]:
     found: dict[str, nn.Module] = {}
     for name, module in model.named_modules():
         inside = any(name.startswith(f"{outer}.") or outer == "" for outer in found)
-        if not inside and _entry(MACS, module) is not None:
+        if not inside and (_entry(MACS, module) is not None or isinstance(module, PLAIN)):
             found[name] = module
     return found
 
@@ -90,33 +97,140 @@ def _beside(model: nn.Module) -> dict[str, nn.Module]:
     return {name: module for name, module in model.named_modules() if module_kind(module) in kinds}
 
 
-def _tensors(value: Any) -> list[Tensor]:
-    """The floating tensors of a layer's output: a tensor, a tuple such as an LSTM's, a dict such as a pyramid's."""
-    if isinstance(value, Tensor):
-        return [value] if value.is_floating_point() else []
-    if isinstance(value, Mapping):
-        return _tensors(tuple(value.values()))
-    return [t for v in value for t in _tensors(v)] if isinstance(value, (tuple, list)) else []
+def compiled_parts(model: nn.Module) -> tuple[str, ...]:
+    """Return the names of the modules that ``torch.compile`` has wrapped or compiles in place."""
+    found = (n for n, m in model.named_modules() if hasattr(m, "_orig_mod") or m._compiled_call_impl is not None)
+    return tuple(found)
 
 
-@contextmanager
-def watch(model: nn.Module, on_call: Callable[[nn.Module, Call, list[Tensor]], None]) -> Iterator[None]:
-    """Report every call of a layer that can be counted, together with its outputs."""
+# Operations that move, rename or create data cost nothing by any convention.
+_FREE = frozenset(
+    "view _unsafe_view reshape expand permute transpose t detach alias clone copy contiguous slice select unbind "
+    "squeeze unsqueeze flatten cat stack split split_with_sizes chunk narrow unfold as_strided _to_copy empty "
+    "zeros ones full empty_like zeros_like ones_like arange new_zeros new_ones empty_strided lift_fresh".split()
+)
 
-    def report(name: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
-        outputs = _tensors(output)
+BESIDE = ("bmm", "_scaled_dot_product", "upsample_nearest")  # what attention and pyramids report themselves
+
+
+class Watch(TorchDispatchMode):
+    """Report every call of a layer that can be counted, and every product that runs in the model outside of them.
+
+    Layers report through hooks. Other products are seen as operations of torch while a module of the model runs; the
+    innermost module gives them their name. Use ``with watch.on():``.
+
+    Args:
+        model: what to watch.
+        on_call: called with the module, the call and its outputs.
+        on_other: called with the name and the output elements of every operation that nothing reports.
+        unseen: modules not to look into. What runs in them cannot be told from what runs around them, so if there are
+            any, only layers are reported.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        on_call: Callable[[nn.Module, Call, list[Tensor]], None],
+        on_other: Callable[[str, int], None] = lambda name, elements: None,
+        unseen: Collection[str] = (),
+    ) -> None:
+        super().__init__()
+        self.model, self.on_call, self.on_other, self.unseen = model, on_call, on_other, unseen
+        self.layers, self.wholes = _counted(model), _beside(model)
+        self.running: list[tuple[str, bool]] = []  # modules whose forward runs, the innermost last
+        self.inside = self.beside = 0
+        self.last: tuple[list[Call], Tensor] | None = None  # autograd marks an output after its operation has run
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """Let compiled functions inside the model stay compiled."""
+        return True
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Watch:
+        return self
+
+    @contextmanager
+    def on(self) -> Iterator[None]:
+        """Watch inside a ``with`` block."""
+        handles: list[RemovableHandle] = []
+        for name, module in self.model.named_modules():
+            if any(outer in ("", name) or name.startswith(f"{outer}.") for outer in self.unseen):
+                continue
+            if name in self.layers or name in self.wholes:
+                handles.append(module.register_forward_hook(partial(self._report, name), with_kwargs=True))
+            if not self.unseen and not isinstance(module, torch.jit.ScriptModule):
+                handles.append(module.register_forward_pre_hook(partial(self._enter, name), prepend=True))
+                handles.append(module.register_forward_hook(partial(self._leave, name), always_call=True))
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
+
+    def _report(self, name: str, module: nn.Module, args: Any, kwargs: dict[str, Any], output: Any) -> None:
+        outputs = [t for t in tensors_in(output) if t.is_floating_point()]
         for call in _calls_of(name, module, (*args, *kwargs.values()), output, outputs[0]):
-            on_call(module, call, outputs)
+            self.on_call(module, call, outputs)
 
-    handles = [
-        module.register_forward_hook(partial(report, name), with_kwargs=True)
-        for name, module in (_counted(model) | _beside(model)).items()
-    ]
-    try:
-        yield
-    finally:
-        for handle in handles:
-            handle.remove()
+    def _enter(self, name: str, module: nn.Module, *_: Any) -> None:
+        self._report_last()
+        if not self.running:
+            self.__enter__()
+        # nothing is looked for inside a layer: there the mode only takes time
+        paused = name in self.layers and _get_current_dispatch_mode() is self
+        if paused:
+            self.__exit__(None, None, None)
+        self.running.append((name, paused))
+        self.inside += name in self.layers
+        self.beside += name in self.wholes
+
+    def _leave(self, name: str, module: nn.Module, *_: Any) -> None:
+        if not self.running or self.running[-1][0] != name:  # something failed before it had entered
+            return
+        self._report_last()
+        paused = self.running.pop()[1]
+        if paused:
+            self.__enter__()
+        self.inside -= name in self.layers
+        self.beside -= name in self.wholes
+        if not self.running:
+            self.__exit__(None, None, None)
+
+    def _report_last(self) -> None:
+        """Report the operation that ran last: a gradient comes back only if its output needs one."""
+        if self.last is not None:
+            (calls, output), self.last = self.last, None
+            for call in calls:
+                if not output.requires_grad:
+                    call = replace(call, trainable=False, error=False, weight=False)
+                self.on_call(self.model, call, [output])
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self._report_last()
+        if func is torch.ops.aten._local_scalar_dense.default and args[0].is_meta and args[0].dtype == torch.bool:
+            return False  # without data, "is all of this mask true?" cannot be known: the general case is counted
+        out = func(*args, **(kwargs or {}))
+        name = name_of(func)
+        first = out[0] if isinstance(out, (tuple, list)) and out else out
+        reported = self.inside or (self.beside and name.startswith(BESIDE))
+        if not reported and name not in _FREE and isinstance(first, Tensor):
+            found = products_of(func, args, kwargs or {}, out)
+            if found:
+                layer = f"{self.running[-1][0]} ({PRODUCTS})".lstrip()
+                self.last = [Call(layer, PRODUCTS, p.macs, True, p.error, p.weight) for p in found], first
+            else:
+                self.on_other(name, first.numel())
+        return out
+
+
+def _unwatched(model: nn.Module) -> nn.Module:
+    """Take the hooks of whoever watches the original, such as a ledger, from a copy of a model."""
+    for module in model.modules():
+        for hooks in (module._forward_hooks, module._forward_pre_hooks):
+            for key, hook in list(hooks.items()):
+                if isinstance(getattr(getattr(hook, "func", None), "__self__", None), Watch):
+                    del hooks[key]
+    return model
 
 
 def _calls_of(name: str, module: nn.Module, inputs: tuple[Any, ...], whole: Any, output: Tensor) -> Iterator[Call]:
@@ -124,7 +238,7 @@ def _calls_of(name: str, module: nn.Module, inputs: tuple[Any, ...], whole: Any,
     grad = torch.is_grad_enabled()
     parts = (v.values() if isinstance(v, Mapping) else v if isinstance(v, tuple) else (v,) for v in inputs)
     features = next(x for part in parts for x in part if isinstance(x, Tensor))
-    weights = (p for n, p in module.named_parameters() if n.rpartition(".")[2].startswith("weight"))
+    weights = (p for n, p in module.named_parameters() if any(w.startswith("weight") for w in n.split(".")))
     call = Call(
         layer=name,
         kind=module_kind(module).__name__,
@@ -134,6 +248,9 @@ def _calls_of(name: str, module: nn.Module, inputs: tuple[Any, ...], whole: Any,
         weight=grad and any(p.requires_grad for p in weights),
         owner=name,
     )
+    if isinstance(module, PLAIN):
+        call = replace(call, layer=f"{name} ({PRODUCTS})".lstrip(), kind=PRODUCTS, owner=None)
+        yield replace(call, macs=recurrent_macs(module, inputs, output))
     if (macs := _entry(MACS, module)) is not None:
         yield replace(call, macs=int(macs(module, inputs, output)))
     if (summed := _entry(AGGREGATED, module)) is not None:
@@ -148,9 +265,10 @@ def _calls_of(name: str, module: nn.Module, inputs: tuple[Any, ...], whole: Any,
             owner=name if getattr(module, "quantizes_aggregation", False) else None,
             once=first and features is graph.constant,
         )
-    if isinstance(module, nn.LSTM):
+    if isinstance(module, (nn.LSTM, *PLAIN)):
         inner = replace(call, error=call.error or call.weight)  # the products behind the first
-        yield replace(inner, macs=lstm_inner_macs(module, inputs, output))
+        yield replace(inner, macs=recurrent_inner_macs(module, inputs, output))
+    if isinstance(module, nn.LSTM):
         gates = lstm_gate_operations(module, inputs, output)
         yield replace(inner, layer=f"{name} ({GATES})".lstrip(), kind=GATES, macs=gates, weight=False, owner=None)
     if module_kind(module) in pyramid_kinds():
@@ -164,66 +282,39 @@ def _calls_of(name: str, module: nn.Module, inputs: tuple[Any, ...], whole: Any,
 
 
 def trace(model: nn.Module, inputs: tuple[Any, ...]) -> tuple[list[Call], dict[str, int]]:
-    """Return the calls of one forward pass and what no layer reported; runs a copy of the model on ``meta``."""
-    shadow = copy.deepcopy(model).to("meta")
-    for module in shadow.modules():
-        if isinstance(module, LayerPrecision):
-            module.set_bits(None, None)
-    calls: list[Call] = []
-    uncounted = _Uncounted(shadow)
-    with watch(shadow, lambda module, call, outputs: calls.append(call)), torch.enable_grad(), uncounted:
-        shadow(*_to_meta(inputs, {}))
+    """Return the calls of one forward pass, and the output elements of operations that nothing reports.
+
+    A copy of the model runs: on ``meta``, where nothing is computed; a model that needs data to run runs, with a
+    warning, on the data given.
+    """
+    shadow = _unwatched(shadow_of(model, meta=True))
+    try:
+        calls, others = _run(shadow, inputs, meta=True)
+    except Exception as problem:
+        said = textwrap.shorten(str(problem) or type(problem).__name__, 160)
+        said = f"{_where(problem, shadow)} does not run on shapes alone ({said})"
+        given = [*model.parameters(), *model.buffers(), *tensors_in(inputs)]
+        if any(t.is_meta for t in given):
+            raise ValueError(f"{said}; give the model and its inputs real data, on a device that computes") from problem
+        with torch.random.fork_rng([t.device for t in given if t.is_cuda]):
+            calls, others = _run(_unwatched(shadow_of(model, meta=False)), inputs, meta=False)
+        warnings.warn(f"{said}; a copy of it was counted on the data given", stacklevel=3)
     if not calls:
         raise ValueError(f"nothing to count in {type(model).__name__}: no {', '.join(k.__name__ for k in MACS)}")
-    return calls, dict(uncounted.elements)
+    return calls, others
 
 
-def _to_meta(value: Any, memo: dict[int, Tensor]) -> Any:
-    if isinstance(value, Tensor):
-        return memo.setdefault(id(value), value.detach().to("meta").requires_grad_(value.requires_grad))
-    if isinstance(value, Graph):  # the edges stay where they are: only their numbers matter
-        shadow = copy.copy(value)
-        constant = value.constant
-        return shadow.set_constant(None if constant is None else _to_meta(constant, memo))
-    if isinstance(value, (tuple, list)):
-        return type(value)(_to_meta(v, memo) for v in value)
-    if isinstance(value, dict):
-        return {k: _to_meta(v, memo) for k, v in value.items()}
-    return value
+def _run(shadow: nn.Module, inputs: tuple[Any, ...], meta: bool) -> tuple[list[Call], dict[str, int]]:
+    calls: list[Call] = []
+    others: Counter[str] = Counter()
+    watch = Watch(shadow, lambda module, call, outputs: calls.append(call), lambda name, n: others.update({name: n}))
+    with watch.on(), torch.enable_grad(), torch.compiler.set_stance("force_eager"):
+        shadow(*inputs_of(inputs, meta, {}))
+    return calls, dict(others)
 
 
-# Operations that move, rename or create data cost nothing by any convention.
-_FREE = frozenset(
-    "view _unsafe_view reshape expand permute transpose t detach alias clone copy contiguous slice select unbind "
-    "squeeze unsqueeze flatten cat stack split split_with_sizes chunk narrow unfold as_strided _to_copy empty "
-    "zeros ones full empty_like zeros_like ones_like arange new_zeros new_ones empty_strided lift_fresh".split()
-)
-
-BESIDE = ("bmm", "_scaled_dot_product", "upsample_nearest")  # what attention and pyramids report themselves
-
-
-class _Uncounted(TorchDispatchMode):
-    """Collect the operations that run outside the layers which report their own MACs."""
-
-    def __init__(self, model: nn.Module) -> None:
-        super().__init__()
-        self.elements: Counter[str] = Counter()
-        self.inside = self.beside = 0
-        for what, modules in (("inside", _counted(model)), ("beside", _beside(model))):
-            for module in modules.values():  # the model is a throw-away copy: the hooks need no removal
-                module.register_forward_pre_hook(partial(self._count, what, 1))
-                module.register_forward_hook(partial(self._count, what, -1))
-
-    def _count(self, what: str, by: int, module: nn.Module, *_: Any) -> None:
-        setattr(self, what, getattr(self, what) + by)
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is torch.ops.aten._local_scalar_dense.default and args[0].dtype == torch.bool:
-            return False  # without data, "is all of this mask true?" cannot be known: the general case is counted
-        out = func(*args, **(kwargs or {}))
-        name = func._schema.name.removeprefix("aten::").removesuffix("_")
-        first = out[0] if isinstance(out, (tuple, list)) and out else out
-        reported = self.inside or (self.beside and name.startswith(BESIDE))
-        if not reported and name not in _FREE and isinstance(first, Tensor):
-            self.elements[name] += first.numel()
-        return out
+def _where(problem: Exception, model: nn.Module) -> str:
+    """Name the innermost module that was running when an exception was raised."""
+    names = {id(m): f"{type(m).__name__} {name!r}" if name else type(m).__name__ for name, m in model.named_modules()}
+    frames = [id(frame.f_locals.get("self")) for frame, _ in traceback.walk_tb(problem.__traceback__)]
+    return next((names[i] for i in reversed(frames) if i in names), type(model).__name__)

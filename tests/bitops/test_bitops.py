@@ -100,7 +100,7 @@ def test_gradient_bits_of_your_own():
     assert count_bitops(model, (torch.empty(1, 4),), schedule, q_grad=8).total == 2 * 12 * (36 + 2 * 48) / 1024
 
 
-def test_plain_functions_are_listed_not_lost():
+def test_plain_functions_are_priced_or_told_not_lost():
     class Model(nn.Module):
         def __init__(self):
             super().__init__()
@@ -110,8 +110,12 @@ def test_plain_functions_are_listed_not_lost():
             y = self.layer(x)
             return (y @ y.T).softmax(-1)
 
-    plan = count_bitops(Model(), (torch.empty(3, 4),))
-    assert plan.uncounted == {"mm": 9, "_softmax": 9}
+    paper, per_op = (count_bitops(Model(), (torch.empty(3, 4),), convention=c) for c in CONVENTIONS)
+    assert paper.macs == {"layer": 48}
+    assert paper.unpriced == {"(products)": 36}
+    assert per_op.macs == {"layer": 48, "(products)": 36}
+    assert per_op.by_layer == {"layer": 2 * 48, "(products)": 3 * 36}
+    assert paper.uncounted == per_op.uncounted == {"_softmax": 9}
 
 
 MODELS_TO_TRAIN = {

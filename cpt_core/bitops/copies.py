@@ -1,0 +1,72 @@
+"""A copy of a model to count on: without data where shapes are enough, and never the model itself."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from torch import Tensor, nn
+from torch.nn.utils.rnn import PackedSequence
+
+from cpt_core.graphs.graph import Graph
+from cpt_core.quantization.precision import LayerPrecision
+
+
+def shadow_of(model: nn.Module, meta: bool) -> nn.Module:
+    """Return a copy of a model in float32, on the ``meta`` device if asked for.
+
+    Raises:
+        ValueError: when the model holds something that cannot be copied.
+    """
+    # a tensor that the model keeps from its last forward pass has a history, with which it cannot be copied
+    memo: dict[int, Any] = {
+        id(t): _bare(t, meta) for m in model.modules() for v in vars(m).values() for t in tensors_in(v) if t.grad_fn
+    }
+    try:
+        shadow = copy.deepcopy(model, memo)
+    except (RuntimeError, TypeError) as problem:
+        raise ValueError(
+            f"cannot copy {type(model).__name__}, and operations are counted on a copy: {problem}; remove what the "
+            "model keeps from an earlier forward pass, or count while it trains, with BitOpsLedger"
+        ) from problem
+    for module in shadow.modules():
+        if isinstance(module, LayerPrecision):
+            module.set_bits(None, None)
+    return shadow.to("meta") if meta else shadow
+
+
+def inputs_of(value: Any, meta: bool, memo: dict[int, Tensor]) -> Any:
+    """Return a copy of the arguments of a forward pass, on the ``meta`` device if asked for."""
+    if isinstance(value, Tensor):
+        return memo.setdefault(id(value), _bare(value, meta).requires_grad_(value.requires_grad))
+    if isinstance(value, Graph):  # the edges stay where they are: only their numbers matter
+        shadow = copy.copy(value)
+        constant = value.constant
+        return shadow.set_constant(None if constant is None else inputs_of(constant, meta, memo))
+    if isinstance(value, PackedSequence):  # its sizes stay on the CPU
+        data, sizes, *order = value
+        return PackedSequence(inputs_of(data, meta, memo), sizes, *inputs_of(order, meta, memo))
+    if isinstance(value, tuple) and hasattr(value, "_make"):
+        return value._make(inputs_of(v, meta, memo) for v in value)
+    if isinstance(value, (tuple, list)):
+        return type(value)(inputs_of(v, meta, memo) for v in value)
+    if isinstance(value, dict):
+        return {k: inputs_of(v, meta, memo) for k, v in value.items()}
+    return value
+
+
+def tensors_in(value: Any) -> Iterator[Tensor]:
+    """Yield the tensors of nested lists, tuples and dicts."""
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, Mapping):
+        for part in value.values():
+            yield from tensors_in(part)
+    elif isinstance(value, (tuple, list)):
+        for part in value:
+            yield from tensors_in(part)
+
+
+def _bare(tensor: Tensor, meta: bool) -> Tensor:
+    return tensor.detach().to("meta") if meta else tensor.detach().clone()

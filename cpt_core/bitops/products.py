@@ -1,0 +1,131 @@
+"""Products that no layer reports: what a matmul, convolution or attention written as a plain function costs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.flop_counter import flop_registry
+
+
+@dataclass(frozen=True)
+class Product:
+    """One product of two operands.
+
+    Attributes:
+        macs: multiply-accumulates; each of the gradients takes as many.
+        error: the first operand needs a gradient.
+        weight: the second one does.
+    """
+
+    macs: int
+    error: bool
+    weight: bool
+
+
+Count = Callable[[tuple[Any, ...], Any], Iterator[Product]]
+FUSED_ATTENTION = (
+    "flash_attention flash_attention_for_cpu efficient_attention cudnn_attention fused_attention_overrideable "
+    "attention_math_for_mps"
+).split()
+
+
+def products_of(operation: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> list[Product]:
+    """Return the products that an operation of torch computes; most compute none.
+
+    Convolutions, and operations for which the program has registered a formula, are counted by torch's own
+    ``flop_registry``; matrices by ``OWN``, which knows more of them and tells the operands of fused attention apart.
+    """
+    name = name_of(operation)
+    if name in OWN:
+        return list(OWN[name](args, out))
+    flops = flop_registry.get(operation._overloadpacket)
+    if flops is None:
+        return []
+    first, second = [*(a for a in args if isinstance(a, Tensor)), None, None][:2]
+    return [_product(flops(*args, **kwargs, out_val=out) // 2, first, second)]
+
+
+@cache
+def name_of(operation: Any) -> str:
+    """Return the name of an operation, without "aten::" and the mark of operations in place."""
+    return str(operation._schema.name).removeprefix("aten::").removesuffix("_")
+
+
+def _needs(value: Any) -> bool:
+    return isinstance(value, Tensor) and value.requires_grad
+
+
+def _product(macs: int, first: Any, second: Any) -> Product:
+    return Product(int(macs), _needs(first), _needs(second))
+
+
+def _attention(args: tuple[Any, ...], out: Any) -> Iterator[Product]:
+    """Both products of fused attention, as the unfused form has them: Q K', then P V; masks save nothing."""
+    q, k, v = args[:3]
+    scores = _product(q.numel() * k.shape[-2], q, k)
+    yield scores
+    yield Product(q.numel() // q.shape[-1] * v.shape[-2] * v.shape[-1], scores.error or scores.weight, _needs(v))
+
+
+def _times_columns(first: int) -> Count:
+    """Every element of the first operand, if it is stored, meets every column of the second (one of a vector)."""
+
+    def count(args: tuple[Any, ...], out: Any) -> Iterator[Product]:
+        x, w = args[first : first + 2]
+        stored = x.numel() if x.layout == torch.strided else x._nnz()
+        yield _product(stored * (w.shape[-1] if w.dim() > 1 else 1), x, w)
+
+    return count
+
+
+def _grouped(args: tuple[Any, ...], out: Any) -> Iterator[Product]:
+    """A product per group, of experts for example: rows (or columns) belong to one group each."""
+    x, w = args[:2]
+    yield _product(x.shape[-2] * w.numel() if x.dim() > w.dim() else x.numel() * w.shape[-1], x, w)
+
+
+def _linear(args: tuple[Any, ...], out: Any) -> Iterator[Product]:
+    yield _product(out.numel() * args[0].shape[-1], *args[:2])
+
+
+def _deformable(args: tuple[Any, ...], out: Any) -> Iterator[Product]:
+    yield _product(out.numel() * args[1][0].numel(), *args[:2])
+
+
+def _bilinear(args: tuple[Any, ...], out: Any) -> Iterator[Product]:
+    """Both products of ``nn.Bilinear``: t = x A, a row (O, J) for every x of I, then y = t z."""
+    x, weight, z = args[:3]
+    outputs, wide, narrow = weight.shape
+    rows = x.numel() // wide
+    first = _product(rows * outputs * wide * narrow, x, weight)
+    yield first
+    yield Product(rows * outputs * narrow, first.error or first.weight, _needs(z))
+
+
+def _fast_path(*weights: int) -> Count:
+    """Fused self-attention of torch's encoders without gradients: products with its weights, and attention's two."""
+
+    def count(args: tuple[Any, ...], out: Any) -> Iterator[Product]:
+        x, tokens = args[0], args[0].shape[1]
+        per_token = sum(args[i].numel() for i in weights) + 2 * tokens * x.shape[-1]
+        yield Product(x.numel() // x.shape[-1] * per_token, False, False)
+
+    return count
+
+
+OWN: dict[str, Count] = {
+    **dict.fromkeys(("mm", "bmm", "mv", "dot", "vdot", "_int_mm"), _times_columns(0)),
+    **dict.fromkeys(("addmm", "baddbmm", "addbmm", "addmv", "_addmm_activation", "_sparse_addmm"), _times_columns(1)),
+    "_grouped_mm": _grouped,
+    "linear": _linear,
+    "_trilinear": _bilinear,
+    "torchvision::deform_conv2d": _deformable,
+    "_native_multi_head_attention": _fast_path(5, 7),
+    "_transformer_encoder_layer_fwd": _fast_path(3, 5, 14, 16),
+    **{f"_scaled_dot_product_{kind}": _attention for kind in FUSED_ATTENTION},
+}

@@ -1,0 +1,195 @@
+"""What is counted is a copy: packed sequences, parametrised weights, kept tensors, models that ask for data."""
+
+import dgl
+import pytest
+import torch
+from torch import nn
+from torch.nn.utils import parametrizations
+from torch.nn.utils.rnn import pack_sequence
+from torchvision.models.detection import retinanet_resnet50_fpn
+
+from cpt_core.bitops.ledger import BitOpsLedger
+from cpt_core.bitops.plan import count_bitops
+from cpt_core.bitops.trace import CONVENTIONS
+from cpt_core.quantization.convert import quantize_
+from cpt_core.quantization.scheduler import precision
+
+
+def state_of(model):
+    return [t.clone() for t in (*model.state_dict().values(), torch.get_rng_state())]
+
+
+def unchanged(model, before):
+    return all(torch.equal(a, b) for a, b in zip(state_of(model), before, strict=True))
+
+
+# --- packed sequences -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("make", [nn.LSTM, nn.GRU, nn.RNN, lambda *sizes: quantize_(nn.LSTM(*sizes))])
+def test_packed_sequences(make):
+    model = make(5, 4)
+    packed = pack_sequence([torch.randn(length, 5) for length in (4, 7, 2)], enforce_sorted=False)
+    for module in model.modules():
+        if hasattr(module, "set_bits"):
+            module.set_bits(None, None)
+    with BitOpsLedger(model) as ledger:
+        model(packed)[0].data.sum().backward()
+    for convention in CONVENTIONS:
+        plan = count_bitops(model, (packed,), convention=convention)
+        assert plan.by_pass["forward"] == ledger.by_pass(convention)["forward"]
+        weights = sum(p.numel() for n, p in model.named_parameters() if n.startswith("weight"))
+        assert {**plan.macs, **plan.unpriced}["" if isinstance(model, nn.LSTM) else "(products)"] == 13 * weights
+
+
+# --- weights that are computed --------------------------------------------------------------------
+
+COMPUTED = {
+    "weight_norm": parametrizations.weight_norm,
+    "spectral_norm": parametrizations.spectral_norm,
+    "orthogonal": parametrizations.orthogonal,
+    "weight_norm, old": nn.utils.weight_norm,
+    "spectral_norm, old": nn.utils.spectral_norm,
+}
+
+
+@pytest.mark.filterwarnings("ignore:.torch.nn.utils.weight_norm. is deprecated:FutureWarning")
+@pytest.mark.parametrize("layer", [lambda: nn.Linear(8, 4), lambda: nn.Conv1d(8, 4, 1)])
+@pytest.mark.parametrize("name", COMPUTED)
+def test_parametrised_layers_cost_what_they_would_without(name, layer):
+    bare = nn.Sequential(layer())
+    x = torch.randn(3, 8, 8)
+    expected = count_bitops(bare, (x,), convention="per_op").bitops["0"]
+    model = nn.Sequential(COMPUTED[name](layer()))
+    model(x)  # the old forms keep the weight that they computed last
+    before = state_of(model)
+    assert count_bitops(model, (x,), convention="per_op").bitops["0"] == expected
+    assert unchanged(model, before)
+    with BitOpsLedger(model) as ledger:
+        model(x).sum().backward()
+    assert ledger.by_layer("per_op")["0"] == sum(expected.values()) / 32**2
+
+
+# --- models that keep something -------------------------------------------------------------------
+
+
+class Keeps(nn.Module):
+    """Keeps what it computed, as RAFT keeps its pyramid."""
+
+    def __init__(self, where):
+        super().__init__()
+        self.layer, self.where = nn.Linear(4, 4), where
+
+    def forward(self, x):
+        y = self.layer(x)
+        self.kept = self.where(y)
+        return y
+
+
+class Holder:
+    def __init__(self, value):
+        self.value = value
+
+
+@pytest.mark.parametrize("where", [lambda y: y, lambda y: [y, (y, {"a": y})]])
+def test_a_model_that_keeps_tensors_with_a_history(where):
+    model, x = Keeps(where), torch.randn(2, 4)
+    before = count_bitops(model, (x,))
+    model(x)
+    assert count_bitops(model, (x,)) == before
+    assert model.layer.weight.device.type == "cpu"
+
+
+def test_what_cannot_be_copied_is_refused_in_words():
+    model, x = Keeps(Holder), torch.randn(2, 4)
+    model(x)
+    with pytest.raises(ValueError, match=r"cannot copy Keeps, .* remove what the model keeps from an earlier forward"):
+        count_bitops(model, (x,))
+
+
+# --- models that ask for data ---------------------------------------------------------------------
+
+
+class Chooses(nn.Module):
+    """Its second layer sees as many rows as are positive."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.norm, self.second = nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 2)
+
+    def forward(self, x):
+        x = nn.functional.dropout(self.norm(self.first(x.add_(0))), 0.5)
+        return self.second(x[(x[:, 0] > -9).nonzero().squeeze(1)])
+
+
+def test_a_model_that_asks_for_data_is_counted_on_data_and_says_so():
+    model, x = Chooses(), torch.randn(6, 4)
+    given, before = x.clone(), state_of(model)
+    with pytest.warns(UserWarning, match=r"Chooses does not run on shapes alone .* counted on the data given"):
+        plan = count_bitops(model, (x,))
+    assert plan.macs == {"first": 6 * 16, "norm": 5 * 24, "second": 6 * 8}
+    assert unchanged(model, before)
+    assert torch.equal(x, given)
+
+
+@pytest.mark.parametrize("where", ["model", "inputs"])
+def test_without_data_it_is_refused_in_words(where):
+    model, x = Chooses(), torch.randn(6, 4)
+    model, x = (model.to("meta"), x) if where == "model" else (model, x.to("meta"))
+    with pytest.raises(
+        ValueError, match=r"^Chooses does not run on shapes alone .*; give the model and its inputs real"
+    ):
+        count_bitops(nn.Sequential(model)[0], (x,))
+    with pytest.raises(ValueError, match=r"^Chooses '0' does not run"):
+        count_bitops(nn.Sequential(model), (x,))
+
+
+def test_inputs_that_do_not_fit_get_torchs_own_words():
+    with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
+        count_bitops(nn.Sequential(nn.Linear(2, 2)), (torch.ones(1, 3),))
+
+
+def test_a_detector_of_torchvision():
+    sizes = {"min_size": 64, "max_size": 64, "weights": None, "weights_backbone": None}
+    model = quantize_(retinanet_resnet50_fpn(**sizes, num_classes=3))
+    images, targets = [torch.rand(3, 64, 64)], [{"boxes": torch.tensor([[1.0, 1, 9, 9]]), "labels": torch.tensor([1])}]
+    with pytest.warns(UserWarning, match="RetinaNet does not run on shapes alone"):
+        plan = count_bitops(model, (images, targets))
+    with precision(model, "float"), BitOpsLedger(model) as ledger:
+        model(images, targets)
+    assert ledger.by_pass()["forward"] == plan.by_pass["forward"] > 8e8
+
+
+EDGES = ([0, 1, 2, 0], [1, 2, 0, 2])
+LAYERS_OF_DGL = {
+    # MACs of a forward pass on three nodes with six features each
+    "SAGE gcn": (lambda: dgl.nn.SAGEConv(6, 4, "gcn"), 3 * 24),
+    "SAGE pool": (lambda: dgl.nn.SAGEConv(6, 4, "pool"), 3 * (36 + 24 + 24)),
+    "SAGE mean": (lambda: dgl.nn.SAGEConv(6, 4, "mean"), 3 * 48),
+    "GraphConv": (lambda: dgl.nn.GraphConv(6, 4), 3 * 24),
+    "GAT": (lambda: dgl.nn.GATConv(6, 4, 2), 3 * 48),
+    "GATv2": (lambda: dgl.nn.GATv2Conv(6, 4, 2), 2 * 3 * 48),
+    "GIN": (lambda: dgl.nn.GINConv(nn.Linear(6, 4)), 3 * 24),
+    "TAG": (lambda: dgl.nn.TAGConv(6, 4, k=2), 3 * 3 * 24),
+}
+
+
+@pytest.mark.parametrize("name", LAYERS_OF_DGL)
+def test_layers_of_dgl(name):
+    make, macs = LAYERS_OF_DGL[name]
+    layer, graph, x = make(), dgl.graph(EDGES), torch.randn(3, 6)
+    with pytest.warns(UserWarning, match=f"{type(layer).__name__} does not run on shapes alone"):
+        plan = count_bitops(layer, (graph, x))
+    assert plan.forward_macs == macs
+    with BitOpsLedger(layer) as ledger:
+        layer(graph, x)
+    assert ledger.by_pass()["forward"] == macs
+    assert ledger.unpriced == plan.unpriced
+
+
+def test_the_lstm_inside_a_layer_of_dgl():
+    layer, graph, x = dgl.nn.SAGEConv(6, 4, "lstm"), dgl.graph(EDGES), torch.randn(3, 6)
+    with pytest.warns(UserWarning, match="does not run on shapes alone"):
+        plan = count_bitops(layer, (graph, x))
+    assert plan.macs["lstm"] == 4 * 4 * 6 * (6 + 6)  # an edge is a step of a sequence
+    assert plan.macs["fc_neigh"] == plan.macs["fc_self"] == 3 * 24

@@ -1,0 +1,367 @@
+"""Products that no layer reports: a table of models against torch's own counter, and plan against ledger."""
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
+from torch.utils.flop_counter import FlopCounterMode
+from torchvision import models as tv
+from torchvision.models.swin_transformer import PatchMergingV2, SwinTransformerBlockV2
+from torchvision.ops import DeformConv2d
+from transformers import (
+    BertConfig,
+    BertModel,
+    DebertaV2Config,
+    DebertaV2Model,
+    GPT2Config,
+    GPT2LMHeadModel,
+    LlamaConfig,
+    LlamaForCausalLM,
+    MixtralConfig,
+    MixtralForCausalLM,
+)
+
+from cpt_core.bitops.copies import tensors_in
+from cpt_core.bitops.ledger import BitOpsLedger
+from cpt_core.bitops.plan import count_bitops
+from cpt_core.bitops.trace import CONVENTIONS, trace
+from cpt_core.quantization.convert import convertible, quantize_
+from cpt_core.quantization.scheduler import PrecisionScheduler
+from cpt_core.schedules.make import make_schedule
+from cpt_core.schedules.schedule import FunctionSchedule
+
+SMALL = {"vocab_size": 50, "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 24}
+WINDOWS = ([4, 4], 8, [2, 2], [2, 2], [4, 4])
+DISENTANGLED = {"relative_attention": True, "pos_att_type": ["p2c", "c2p"], "position_buckets": 8}
+
+
+class Plain(nn.Module):
+    """A function of an input and a parameter, beside a layer."""
+
+    def __init__(self, function, *shape):
+        super().__init__()
+        self.layer, self.weight, self.function = nn.Linear(8, 8), nn.Parameter(torch.randn(shape)), function
+
+    def forward(self, x):
+        return self.function(self.layer(x), self.weight)
+
+
+class Borrowed(nn.Module):
+    """A parent that computes its children's products itself, as Swin does."""
+
+    def __init__(self):
+        super().__init__()
+        self.attn = nn.Module()
+        self.attn.qkv, self.out = nn.Linear(8, 24), nn.Linear(8, 3)
+
+    def forward(self, x):
+        q, k, v = F.linear(x, self.attn.qkv.weight, self.attn.qkv.bias).chunk(3, -1)
+        return self.out(F.scaled_dot_product_attention(q, k, v))
+
+
+def sequences():
+    return torch.randn(2, 5, 8)
+
+
+def images():
+    return torch.randn(2, 3, 32, 32)
+
+
+def tokens():
+    return torch.ones(2, 7, dtype=torch.int64)
+
+
+def encoder(**kwargs):
+    return nn.TransformerEncoder(nn.TransformerEncoderLayer(8, 2, 16, 0.0, batch_first=True, **kwargs), 2)
+
+
+# name -> (model, inputs, whether torch's counter sees all its products)
+ZOO = {
+    "matmul": (lambda: Plain(torch.matmul, 8, 3), sequences),
+    "bmm": (lambda: Plain(torch.bmm, 2, 8, 3), sequences),
+    "baddbmm": (lambda: Plain(lambda x, w: torch.baddbmm(w, x, x.mT), 2, 5, 5), sequences),
+    "addmm": (lambda: Plain(lambda x, w: torch.addmm(w, x[0], x[1].T), 5, 5), sequences),
+    "einsum": (lambda: Plain(lambda x, w: torch.einsum("btc,cd->bdt", x, w), 8, 3), sequences),
+    "attention": (lambda: Plain(lambda x, w: F.scaled_dot_product_attention(x @ w, x, x), 8, 8), sequences),
+    "functional convolution": (lambda: Plain(lambda x, w: F.conv1d(x, w), 3, 5, 2), sequences),
+    "borrowed weights": (Borrowed, sequences),
+    "ConvTranspose2d": (lambda: nn.ConvTranspose2d(3, 4, 3, stride=2), images),
+    "ConvTranspose1d, groups": (lambda: nn.ConvTranspose1d(6, 4, 3, groups=2), lambda: torch.randn(2, 6, 5)),
+    "TransformerEncoder": (encoder, sequences),
+    "GRU": (lambda: nn.GRU(8, 6, num_layers=2, bidirectional=True), sequences),
+    "RNN": (lambda: nn.RNN(8, 6, batch_first=True), sequences),
+    "GRUCell": (lambda: nn.GRUCell(8, 6), lambda: torch.randn(5, 8)),
+    "LSTMCell": (lambda: nn.LSTMCell(8, 6), lambda: torch.randn(5, 8)),
+    "resnet18": (tv.resnet18, images),
+    "mobilenet": (tv.mobilenet_v3_small, images),
+    "vit": (lambda: tv.VisionTransformer(32, 8, 2, 2, 16, 32, num_classes=5), images),
+    "swin": (lambda: tv.SwinTransformer(*WINDOWS, stochastic_depth_prob=0.0), images),
+    "swin v2": (
+        lambda: tv.SwinTransformer(
+            *WINDOWS, stochastic_depth_prob=0.0, block=SwinTransformerBlockV2, downsample_layer=PatchMergingV2
+        ),
+        images,
+    ),
+    "bert": (lambda: BertModel(BertConfig(**SMALL)), tokens),
+    "deberta": (lambda: DebertaV2Model(DebertaV2Config(**SMALL, **DISENTANGLED)), tokens),
+    "gpt2": (lambda: GPT2LMHeadModel(GPT2Config(vocab_size=50, n_embd=16, n_layer=2, n_head=2)), tokens),
+    "llama": (
+        lambda: LlamaForCausalLM(LlamaConfig(**SMALL | {"num_attention_heads": 4}, num_key_value_heads=2)),
+        tokens,
+    ),
+}
+# what torch's counter does not know, by hand: MACs of a forward pass
+BY_HAND = {
+    "vector": (lambda: Plain(torch.matmul, 8), sequences, 10 * 8 * 8 + 10 * 8),
+    "in place": (lambda: Plain(lambda x, w: (x[0] * 1).addmm_(x[1], w), 8, 8), sequences, 10 * 8 * 8 + 5 * 8 * 8),
+    "Bilinear": (lambda: nn.Bilinear(8, 8, 3), lambda: (sequences(), sequences()), 10 * (3 * 8 * 8 + 3 * 8)),
+    "DeformConv2d": (
+        lambda: DeformConv2d(3, 4, 3, padding=1),
+        lambda: (torch.randn(2, 3, 6, 6), torch.zeros(2, 18, 6, 6)),
+        2 * 4 * 36 * 3 * 9,
+    ),
+    "MultiheadAttention, three widths": (
+        lambda: nn.MultiheadAttention(8, 2, kdim=6, vdim=4),
+        lambda: (torch.randn(5, 2, 8), torch.randn(3, 2, 6), torch.randn(3, 2, 4)),
+        2 * (5 * 8 * 8 + 3 * 6 * 8 + 3 * 4 * 8 + 2 * 5 * 3 * 8 + 5 * 8 * 8),
+    ),
+    "Mixtral, two of four experts": (
+        lambda: MixtralForCausalLM(MixtralConfig(**SMALL, num_key_value_heads=2, num_local_experts=4)),
+        tokens,
+        # per token: four attention layers, router, experts of three layers; products of attention; vocabulary
+        2 * (14 * (4 * 16 * 16 + 4 * 16 + 2 * 3 * 16 * 24) + 2 * 2 * 7 * 7 * 16) + 14 * 16 * 50,
+    ),
+}
+ELEMENTWISE = ("BatchNorm2d", "LayerNorm", "gates")  # counted by both conventions; no products
+
+
+def made(entry):
+    torch.manual_seed(0)
+    model, inputs = entry[0](), entry[1]()
+    return model, inputs if isinstance(inputs, tuple) else (inputs,)
+
+
+def loss_of(output):
+    output = dict(output) if hasattr(output, "keys") else output
+    return sum(t.float().square().sum() for t in tensors_in(output) if t.requires_grad)
+
+
+@pytest.mark.parametrize("name", [*ZOO, *BY_HAND])
+def test_no_product_is_lost(name):
+    entry = ZOO.get(name) or BY_HAND[name]
+    model, inputs = made(entry)
+    elementwise = sum(c.macs for c in trace(model, inputs)[0] if c.kind in ELEMENTWISE)
+    paper, per_op = (count_bitops(model, inputs, convention=c) for c in CONVENTIONS)
+    assert not per_op.unpriced
+    assert per_op.forward_macs == paper.forward_macs + sum(paper.unpriced.values())
+    if name in ZOO:
+        with FlopCounterMode(display=False) as flops:
+            model(*inputs)
+        expected = flops.get_total_flops() / 2
+    else:
+        expected = entry[2]
+    assert per_op.forward_macs - elementwise == expected
+
+
+@pytest.mark.parametrize("name", [n for n in (*ZOO, *BY_HAND) if n not in ("resnet18", "mobilenet", "swin")])
+def test_plan_equals_ledger(name):
+    model, inputs = made(ZOO.get(name) or BY_HAND[name])
+    quantised = any(True for _ in convertible(model))
+    schedule, scheduler = FunctionSchedule(lambda u: 3 + 5 * u if quantised else 32, total_steps=2), None
+    if quantised:
+        scheduler = PrecisionScheduler(quantize_(model), schedule)
+    with BitOpsLedger(model) as ledger:
+        for _ in range(2):
+            loss_of(model(*inputs)).backward()
+            if scheduler is not None:
+                scheduler.step()
+    for convention in CONVENTIONS:
+        plan = count_bitops(model, inputs, schedule, convention=convention)
+        assert ledger.by_layer(convention) == plan.by_layer
+        assert ledger.by_pass(convention) == plan.by_pass
+    assert ledger.unpriced == {k: 2 * v for k, v in count_bitops(model, inputs).unpriced.items()}
+
+
+def test_the_plan_says_what_its_total_lacks():
+    plan = count_bitops(Borrowed(), (sequences(),))
+    assert plan.total == 3 * 10 * 8 * 3
+    assert plan.unpriced == {"(products)": 10 * 8 * 24 + 2 * 2 * 5 * 5 * 8}
+    assert str(plan).splitlines()[-3:-1] == [
+        f"total  {240:>15,}  {720:>12}",
+        'total is without 2,720 MACs per step (91.9% of the forward pass), which "paper" does not price: '
+        "(products) 2,720",
+    ]
+    vit = count_bitops(*made(ZOO["vit"]))
+    assert "encoder.layers.encoder_layer_0.self_attention (products) 5" in str(vit)
+    assert "total is without" not in str(count_bitops(*made(ZOO["vit"]), convention="per_op"))
+    assert "total is without" not in str(count_bitops(*made(ZOO["resnet18"])))
+    gpt2 = str(count_bitops(*made(ZOO["gpt2"])))
+    assert "7 more in .unpriced" in gpt2
+
+
+@pytest.mark.parametrize(
+    ("function", "passes"),
+    [
+        (lambda layer, w, x: x @ w, {"forward": 80, "weight": 80}),  # data
+        (lambda layer, w, x: layer(x) @ w, {"forward": 80, "error": 80, "weight": 80}),
+        (lambda layer, w, x: layer(x) @ w.detach(), {"forward": 80, "error": 80}),
+        (lambda layer, w, x: layer(x).detach() @ w.detach(), {"forward": 80}),
+        (lambda layer, w, x: torch.no_grad()(torch.matmul)(layer(x), w), {"forward": 80}),
+        (lambda layer, w, x: F.scaled_dot_product_attention(x, x, layer(x)), {"forward": 800, "weight": 400}),
+        (lambda layer, w, x: F.scaled_dot_product_attention(layer(x), x, x), {"forward": 800, "error": 800}),
+    ],
+)
+def test_only_products_that_are_computed_are_priced(function, passes):
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer, self.weight = nn.Linear(8, 8), nn.Parameter(torch.randn(8))
+
+        def forward(self, x):
+            return function(self.layer, self.weight, x) + 0 * self.layer(x).sum()
+
+    model, x = Model(), sequences()
+    with BitOpsLedger(model) as ledger:
+        model(x).sum().backward()
+    for found in (ledger, count_bitops(model, (x,), convention="per_op")):
+        bitops = found._sums["per_op"] if isinstance(found, BitOpsLedger) else found.bitops
+        assert {k: v / 32**2 for k, v in bitops["(products)"].items()} == passes
+
+
+def test_a_product_of_sparse_matrices_costs_what_they_hold():
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = nn.Linear(8, 3)
+
+        def forward(self, adjacency, x):
+            return adjacency @ self.layer(x)
+
+    model, edges = Model(), torch.tensor([[0, 1, 2, 2], [1, 2, 0, 1]])
+    adjacency = torch.sparse_coo_tensor(edges, torch.ones(4), (3, 3), check_invariants=True).coalesce()
+    with BitOpsLedger(model) as ledger:
+        model(adjacency, torch.randn(3, 8)).sum().backward()
+    assert ledger.unpriced == {"(products)": 4 * 3}
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"num_layers": 2}, {"bidirectional": True}, {"num_layers": 3, "bidirectional": True}]
+)
+def test_lstm_with_projections(options):
+    """Every weight meets every vector once; torch's counter sees the steps of an LSTM with projections."""
+    model, x = nn.LSTM(8, 6, proj_size=2, **options).to("meta"), torch.randn(2, 5, 8, device="meta")
+    weights = sum(p.numel() for n, p in model.named_parameters() if n.startswith("weight"))
+    calls, _ = trace(model, (x,))
+    macs = sum(c.macs for c in calls if c.kind == "LSTM")
+    with FlopCounterMode(display=False) as flops:
+        model(x)
+    assert flops.get_total_flops() == 2 * macs == 2 * 10 * weights
+
+
+# --- the ledger -----------------------------------------------------------------------------------
+
+
+def test_the_ledger_changes_nothing():
+    def run(watched):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.utils.parametrizations.spectral_norm(nn.Conv1d(5, 5, 3, padding=1)), encoder())
+        if watched:
+            with BitOpsLedger(model) as ledger:
+                model(sequences()).square().sum().backward()
+            assert ledger.total("per_op") > 0
+        else:
+            model(sequences()).square().sum().backward()
+        return [*model.state_dict().values(), *(p.grad for p in model.parameters())], model
+
+    (plain, _), (watched, model) = run(False), run(True)
+    assert all(torch.equal(a, b) for a, b in zip(plain, watched, strict=True))
+    assert not any(m._forward_hooks or m._forward_pre_hooks for m in model.modules())
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_the_ledger_sees_recomputed_products(reentrant):
+    class Model(nn.Module):
+        def __init__(self, again):
+            super().__init__()
+            self.first, self.block, self.again = nn.Linear(8, 8), Borrowed(), again
+
+        def forward(self, x):
+            x = self.first(x)
+            return checkpoint(self.block, x, use_reentrant=reentrant) if self.again else self.block(x)
+
+    totals = []
+    for again in (False, True):
+        model = Model(again)
+        with BitOpsLedger(model) as ledger:
+            model(sequences()).sum().backward()
+        totals.append((ledger.unpriced["block (products)"], ledger.by_pass("per_op")))
+    (once, before), (twice, after) = totals
+    assert twice == 2 * once
+    assert (after["error"], after["weight"]) == (before["error"], before["weight"])
+
+
+def test_the_ledger_survives_a_failing_forward_pass():
+    model = Plain(lambda x, w: x @ w, 8, 3)
+    with BitOpsLedger(model) as ledger:
+        with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
+            model(torch.randn(5, 7))
+        model(torch.randn(5, 8)).sum().backward()
+        torch.randn(5, 8) @ torch.randn(8, 3)  # not in the model
+    assert ledger.unpriced == {"(products)": 5 * 8 * 3}
+
+
+def test_a_plan_inside_a_ledger_is_no_training():
+    model, x = Borrowed(), sequences()
+    with BitOpsLedger(model) as ledger:
+        model(x).sum().backward()
+        before = ledger.total("per_op")
+        assert count_bitops(model, (x,)).unpriced == ledger.unpriced
+        assert ledger.total("per_op") == before
+
+
+def test_the_ledger_says_that_it_cannot_see_inside_compiled_modules():
+    model, x = Borrowed(), sequences()
+    assert BitOpsLedger(model).unseen == ()
+    expected = count_bitops(model, (x,), convention="per_op").by_layer
+    model.out.compile(backend="eager")
+    ledger = BitOpsLedger(model)
+    assert ledger.unseen == ("out",)
+    assert BitOpsLedger(torch.compile(model, backend="eager")).unseen == ("", "_orig_mod.out")
+    with ledger, torch.no_grad():
+        model(x)
+    assert ledger.by_layer("per_op") == {}
+    assert count_bitops(model, (x,), convention="per_op").by_layer == expected  # the plan sees everything
+
+
+@pytest.mark.parametrize("make", [lambda: nn.MultiheadAttention(8, 2, batch_first=True), encoder])
+def test_fused_kernels_of_evaluation_cost_what_their_parts_cost(make):
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.frozen, self.head = make().requires_grad_(False), nn.Linear(8, 3)
+
+        def forward(self, x):
+            y = self.frozen(*(x,) * (3 if isinstance(self.frozen, nn.MultiheadAttention) else 1))
+            return self.head(y[0] if isinstance(y, tuple) else y)
+
+    model, x = Model(), sequences()
+    totals = []
+    for frozen in (False, True):
+        model.frozen.train(not frozen)
+        with BitOpsLedger(model) as ledger:
+            model(x).sum().backward()
+        totals.append(ledger.total("per_op"))
+    assert totals[0] == totals[1] == count_bitops(model, (x,), convention="per_op").total
+
+
+def test_a_quantised_model_that_is_one_layer_has_its_own_bits():
+    model, x = quantize_(nn.Linear(4, 3)), torch.randn(2, 4)
+    schedule = make_schedule("STATIC", q_max=4, total_steps=1)
+    PrecisionScheduler(model, schedule)
+    with BitOpsLedger(model) as ledger:
+        model(x).sum().backward()
+    assert (
+        ledger.total("per_op") == count_bitops(model, (x,), schedule, convention="per_op").total == 2 * 24 * 16 / 1024
+    )
+    assert count_bitops(nn.Linear(4, 3), (x,), schedule).total == 3 * 24 * 16 / 1024  # not converted
