@@ -28,7 +28,7 @@ BIN := .venv/bin
 CPT := $(BIN)/python -m cpt_core
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest
 
-.PHONY: help setup lint test reproduce notebooks plan paper report bench wheel compat lock clean distclean
+.PHONY: help setup lint test reproduce notebooks plan paper report bench mutants wheel compat lock clean distclean
 
 help:  ## this list
 	@grep -hE '^[a-z]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## /\1\t/' | expand -t 12
@@ -83,6 +83,9 @@ bench: setup  ## times as ratios: a quantised step to float32, augmentation, wha
 	$(BIN)/python -m bench.step_ratio
 	$(BIN)/python -m bench.augmentation
 	$(BIN)/python -m bench.sweep
+
+mutants: setup  ## break a copy in 120 small ways, each of which must turn a test red: ten minutes; ONLY=bitops JOBS=2
+	$(BIN)/python -m bench.mutants $(if $(ONLY),--only $(ONLY)) $(if $(JOBS),-j $(JOBS))
 
 # From the source distribution, so that nothing gets into the wheel that is not in there.
 wheel: setup  ## build dist/*.whl and dist/*.tar.gz, check them, install the wheel elsewhere and run it

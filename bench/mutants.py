@@ -1,0 +1,154 @@
+"""Small wrong changes of the package, one at a time, each of which must turn a test red: ``python -m bench.mutants``.
+
+``mutants.toml`` lists them: in which file which text becomes which other one, and the tests that must notice. Every
+mutant is put into a copy of the checkout, where those tests run; the working tree is left alone. The same tests run
+once without a mutant: they must be green then, or their red says nothing.
+
+    python -m bench.mutants                     # all of them, about ten minutes on two cores
+    python -m bench.mutants --only bitops lstm  # those whose file or description holds a word
+
+Ends with 1 when a mutant survives, when its text is not in its file exactly once, or when its tests do not run.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+import tomllib
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+TABLE = Path(__file__).with_suffix(".toml")
+LEFT_OUT = (".*", "*.egg-info", "build", "dist", "runs", "cache")  # made by machines, or not read by tests
+SECONDS = 900  # after this long a test hangs
+GREEN, RED = 0, 1  # what pytest ends with; all else is a test that did not run
+
+
+@dataclass(frozen=True)
+class Mutant:
+    """A wrong change.
+
+    Attributes:
+        file: below ``cpt_core``.
+        what: goes wrong, in words.
+        before: a text that is in the file exactly once.
+        after: what stands there instead.
+        tests: below ``tests``, files or single tests, of which at least one must turn red.
+    """
+
+    file: str
+    what: str
+    before: str
+    after: str
+    tests: tuple[str, ...]
+
+    def __str__(self) -> str:
+        return f"{self.file}: {self.what}"
+
+
+def table(path: Path = TABLE) -> list[Mutant]:
+    """Return the mutants of a file of TOML: a table per file of the package, a line per mutant."""
+    files = tomllib.loads(path.read_text(encoding="utf-8"))
+    return [
+        Mutant(file, what, before, after, tuple(tests))
+        for file, mutants in files.items()
+        for what, (before, after, *tests) in mutants.items()
+    ]
+
+
+def problem(mutant: Mutant, root: Path = ROOT) -> str:
+    """Return why a mutant cannot be tried, or ""."""
+    path = root / "cpt_core" / mutant.file
+    if not path.is_file():
+        return "there is no such file"
+    source = path.read_text(encoding="utf-8")
+    if (count := source.count(mutant.before)) != 1 or mutant.before == mutant.after:
+        return f"{mutant.before!r} is in the file {count} times, it must be there once and change"
+    try:
+        ast.parse(source.replace(mutant.before, mutant.after) if path.suffix == ".py" else "")
+    except SyntaxError:
+        return f"{mutant.after!r} makes no Python of it"
+    for test in mutant.tests:
+        file, _, name = test.partition("::")
+        path = root / "tests" / file
+        parts = re.sub(r"\[.*", "", name).split("::") if name else []
+        text = path.read_text(encoding="utf-8") if path.is_file() else None
+        if text is None or not all(re.search(rf"^ *(def|class) {part}\b", text, re.M) for part in parts):
+            return f"there is no test {test}"
+    return "" if mutant.tests else "no test is named"
+
+
+def run(tests: Sequence[str], mutant: Mutant | None = None, root: Path = ROOT) -> tuple[int, str]:
+    """Run tests in a copy of the checkout, with a mutant or without; return what pytest ended with, and its output."""
+    with tempfile.TemporaryDirectory(prefix="mutant-") as folder:
+        copy = Path(folder) / "checkout"
+        shutil.copytree(root, copy, ignore=shutil.ignore_patterns(*LEFT_OUT))
+        if mutant is not None:
+            path = copy / "cpt_core" / mutant.file
+            text = path.read_text(encoding="utf-8").replace(mutant.before, mutant.after)
+            path.write_text(text, encoding="utf-8")
+        command = [sys.executable, "-m", "pytest", "-x", "-q", "--tb=short", "-p", "no:cacheprovider"]
+        environment = {**os.environ, "PYTHONPATH": str(copy), "OMP_NUM_THREADS": "1", "DGLBACKEND": "pytorch"}
+        environment["PYTEST_DISABLE_PLUGIN_AUTOLOAD"] = "1"  # seconds a start, and no test here needs one
+        try:
+            done = subprocess.run(
+                [*command, *(f"tests/{test}" for test in tests)],
+                cwd=copy, env=environment, timeout=SECONDS, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+            )  # fmt: skip
+        except subprocess.TimeoutExpired:
+            return -1, f"no end after {SECONDS} s"
+        return done.returncode, done.stdout
+
+
+def tried(mutant: Mutant, root: Path = ROOT) -> str:
+    """Return "killed by" and the test that noticed, or what else became of a mutant."""
+    if why := problem(mutant, root):
+        return f"STALE: {why}"
+    status, said = run(mutant.tests, mutant, root)
+    if status == RED:
+        return "killed by " + ", ".join(re.findall(r"^FAILED tests/(\S+)", said, re.M))
+    return "SURVIVED" if status == GREEN else f"NOT TRIED, its tests did not run:\n{said[-2000:]}"
+
+
+def canary(mutants: Sequence[Mutant], jobs: int, root: Path = ROOT) -> bool:
+    """Try all mutants, print a line for each, and return whether every one was killed by tests that are green else."""
+    named = sorted({test for mutant in mutants for test in mutant.tests})
+    with ThreadPoolExecutor(jobs) as pool:
+        sound = pool.submit(run, named, None, root)
+        good = []
+        for mutant, said in zip(mutants, pool.map(lambda m: tried(m, root), mutants), strict=True):
+            good.append(said.startswith("killed"))
+            print(f"{mutant}: {said}", flush=True)
+        status, said = sound.result()
+    if status != GREEN:
+        print(f"the tests are not green without a mutant either:\n{said[-2000:]}")
+    return status == GREEN and all(good)
+
+
+def main() -> None:
+    """Run it from the command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("-j", "--jobs", type=int, default=os.cpu_count() or 1, help="mutants at a time")
+    parser.add_argument("--only", nargs="+", metavar="WORD", help="those whose file or description holds a word")
+    given = parser.parse_args()
+    chosen = [m for m in table() if not given.only or any(word in str(m) for word in given.only)]
+    if not chosen:
+        sys.exit(f"no mutant has {' or '.join(given.only)} in its file or description")
+    began = time.monotonic()
+    alive = canary(chosen, given.jobs)
+    print(f"{len(chosen)} mutants in {time.monotonic() - began:.0f} s: {'all killed' if alive else 'NOT ALL KILLED'}")
+    sys.exit(not alive)
+
+
+if __name__ == "__main__":
+    main()
