@@ -16,7 +16,7 @@ from cpt_core.data.common import DataNotFoundError
 from cpt_core.data.graph_readers import RawGraph, quiet_ogb
 from cpt_core.experiments.graph import EXPERIMENT
 from cpt_core.graphs.graph import dgl_module
-from cpt_core.paths import data_dir
+from cpt_core.paths import command, data_dir
 
 
 def _ogb_folder_of(name: str) -> Path:
@@ -27,7 +27,7 @@ def _ogb_folder_of(name: str) -> Path:
 def read_ogb(name: str) -> RawGraph:
     """A data set of OGB through its own loader, with its official split."""
     folder = _ogb_folder_of(name)
-    get = f"get it with: python -m cpt_core download {name}"
+    get = f"get it with: {command(f'download {name}')}"
     if not (folder / "raw").is_dir() and not (folder / "processed").is_dir():
         raise DataNotFoundError(f"{name} is not in {folder.parent}; {get}")
     if not list(folder.glob("RELEASE_v*.txt")):  # OGB would ask whether to update, and wait for an answer
