@@ -56,7 +56,9 @@ def holder(lock: Path) -> int | None:
         inode = lock.stat().st_ino
     except OSError:
         return None
-    found = re.search(rf"FLOCK\s+ADVISORY\s+WRITE (\d+) \w+:\w+:{inode} ", Path("/proc/locks").read_text())
+    found = re.search(
+        rf"FLOCK\s+ADVISORY\s+WRITE (\d+) \w+:\w+:{inode} ", Path("/proc/locks").read_text(encoding="utf-8")
+    )
     return int(found[1]) if found else None
 
 

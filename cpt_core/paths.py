@@ -8,6 +8,8 @@ never beside the package.
 from __future__ import annotations
 
 import os
+import shlex
+import sys
 from importlib.resources import files
 from pathlib import Path
 
@@ -60,3 +62,11 @@ def cards_dir() -> Path:
 def notebooks_dir() -> Path:
     """Return the folder of the notebooks."""
     return CHECKOUT / "notebooks" if CHECKOUT else _SHIPPED / "notebooks"
+
+
+def command(words: str) -> str:
+    """Return a command of this package as it can be typed here: by this Python, whether or not it is on the path."""
+    python = Path(sys.executable)
+    if python.is_relative_to(Path.cwd()):
+        python = python.relative_to(Path.cwd())
+    return f"{shlex.quote(str(python))} -m cpt_core {words}"

@@ -126,3 +126,21 @@ def test_public_names_resolve():
     with pytest.raises(AttributeError, match="no attribute 'nonsense'"):
         _ = cpt_core.nonsense
     assert callable(cpt_core.precision)  # a module of this name would hide the function
+
+
+def opens_text(call):
+    """Whether a call opens a file as text: read_text, write_text, or open without "b" in its mode."""
+    name, of = getattr(call.func, "id", ""), ""
+    if isinstance(call.func, ast.Attribute):
+        name, of = call.func.attr, ast.unparse(call.func.value)
+        if name in ("read_text", "write_text"):
+            return True
+    modes = [a.value for a in call.args[-1:] if isinstance(a, ast.Constant) and isinstance(a.value, str)]
+    return name == "open" and of not in ("os", "Image") and not any("b" in mode for mode in modes)
+
+
+@pytest.mark.parametrize("path", FILES, ids=room_of)
+def test_text_files_are_utf_8_whatever_the_locale(path):
+    calls = [node for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))) if isinstance(node, ast.Call)]
+    bare = [c.lineno for c in calls if opens_text(c) and not any(k.arg == "encoding" for k in c.keywords)]
+    assert not bare, f"{path}: lines {bare} do not say encoding="

@@ -1,7 +1,9 @@
 """The command line: plans, runs, results, reports, and what it says to wrong input."""
 
 import base64
+import os
 import re
+import subprocess
 import sys
 from dataclasses import replace
 
@@ -336,6 +338,33 @@ def test_claims_on_the_command_line(command):
     assert "Delaying low precision avoids the damage (section 5, closing remark)" in said
     assert "contradicted: GCN (FP-Agg) on own graph (facebook_ogb_layout), 2 to 8 bits: CR minus static 8" in said
     assert "paper scale: confirmed, exact; smaller: –" in said
+
+
+def test_a_locale_without_utf_8_changes_no_file_and_stops_no_command(place):
+    script = """if True:
+        import sys
+        from pathlib import Path
+        from cpt_core.__main__ import main
+        from cpt_core.analysis import report
+        from cpt_core.data.fingerprint import fingerprint
+        from cpt_core.teaching.outcomes import Job
+
+        here = Path(sys.argv.pop())
+        job = Job(Path(report.__file__), {}, {}, here)
+        job.keep_failure("–", "–", "not – found")
+        outcome = {**vars(job.outcome("failed")), "name": "–"}
+        page = report.write(here, "smoke", [outcome])
+        assert "not \u2013 found" in page.read_text(encoding="utf-8")
+        Path(here / "b\\udcc3\\udcb6x").mkdir()  # as a file system of UTF-8 shows it here
+        (here / "b\\udcc3\\udcb6x" / "a").write_bytes(b"1")
+        assert fingerprint(str(here / "b\\udcc3\\udcb6x") + "/") != fingerprint(str(here / "none") + "/")
+        main()
+    """
+    words = [sys.executable, "-c", script.replace("–", "\\u2013"), "claims", str(place)]
+    locale = {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
+    done = subprocess.run(words, capture_output=True, env={**os.environ, **locale})
+    assert done.returncode == 0, done.stderr.decode()
+    assert "paper scale: confirmed, exact; smaller: –".encode() in done.stdout
 
 
 def test_pareto_front():

@@ -1,5 +1,7 @@
 """Where things are, in a checkout and in an installation."""
 
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -60,3 +62,19 @@ def test_variables_name_other_folders(installed, monkeypatch):
 
 def test_an_installation_has_no_commit_even_inside_a_repository(installed):
     assert stores.commit() == {"commit": None, "dirty": None}
+
+
+def test_commands_in_messages_work_as_they_are_typed(tmp_path, monkeypatch):
+    """Without the environment on the path, and wherever one is."""
+    for folder in (tmp_path, Path(sys.executable).parents[2]):
+        monkeypatch.chdir(folder)
+        done = subprocess.run(
+            paths.command("--help"),
+            shell=True,
+            capture_output=True,
+            text=True,
+            env={"PATH": "", "PYTHONPATH": str(ROOT)},
+        )
+        assert done.returncode == 0, done.stderr
+        assert "download" in done.stdout
+    assert paths.command("plan") == f"{Path(sys.executable).relative_to(Path.cwd())} -m cpt_core plan"

@@ -75,7 +75,7 @@ def harvest(kind: str) -> Iterator[tuple[str, str]]:
     """Yield (place in the code, text) of every ``Paper:`` or ``Differs:`` line."""
     for path in sorted((ROOT / "cpt_core").rglob("*.py")):
         place = path.relative_to(ROOT).as_posix()
-        source = path.read_text()
+        source = path.read_text(encoding="utf-8")
         for node in ast.walk(ast.parse(source)):
             if isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef)):
                 name = "" if isinstance(node, ast.Module) else f" {node.name}"

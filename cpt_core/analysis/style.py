@@ -46,9 +46,13 @@ def drawing(rows: int = 1, columns: int = 1, **options: Any) -> Iterator[tuple[A
 
 
 def title(runs: pd.DataFrame, what: str = "") -> str:
-    """Return the title of a figure: what was trained and is shown, over how many seeds; a warning at smoke scale."""
+    """Return the title of a figure: what was trained and is shown, over how many seeds; a warning at smoke scale.
+
+    The name of the user's own data is no formula, also with dollars in it.
+    """
     warning = "smoke scale: not a result. " if runs["scale"].iloc[0] == "smoke" else ""
-    return f"{warning}{title_of(runs)}{what}, {counted(runs['seed'].nunique(), 'seed')}"
+    named = title_of(runs).replace("$", r"\$")
+    return f"{warning}{named}{what}, {counted(runs['seed'].nunique(), 'seed')}"
 
 
 def counted(n: int, word: str) -> str:

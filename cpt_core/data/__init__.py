@@ -8,6 +8,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from cpt_core.checks import library, offer
+from cpt_core.data.network import from_the_network
 from cpt_core.experiments.recipes import EXPERIMENTS
 
 # what can be downloaded, among it pretrained models -> its task
@@ -32,8 +33,11 @@ def download(dataset: str, language: str = "de") -> Path:
     Raises:
         ValueError: for a data set that cannot be downloaded.
         ImportError: without the libraries of its task: names the extra.
+        ConnectionError: without a network: names the data set and the address that did not answer.
     """
     if dataset not in DOWNLOADS:
         raise ValueError(f"{dataset!r} cannot be downloaded; {offer(dataset, list(DOWNLOADS))}")
     experiment = EXPERIMENTS[DOWNLOADS[dataset]]
-    return library(experiment.download, experiment.extra)(dataset, language)
+    get = library(experiment.download, experiment.extra)
+    with from_the_network(dataset):
+        return get(dataset, language)

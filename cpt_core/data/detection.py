@@ -38,7 +38,7 @@ from cpt_core.data.pictures import Annotated, DetectionData, annotated_picture
 from cpt_core.data.scenes import DIGITS, SCENES, scenes
 from cpt_core.experiments.detection import EXPERIMENT, DetectionRecipe
 from cpt_core.experiments.recipe import is_own
-from cpt_core.paths import data_dir
+from cpt_core.paths import command, data_dir
 
 VOC_CLASSES = tuple(
     "aeroplane bicycle bird boat bottle bus car cat chair cow diningtable dog horse motorbike person pottedplant sheep "
@@ -89,7 +89,7 @@ def _voc(dataset: str) -> tuple[list[list[tuple[Path, Path]]], tuple[str, ...], 
             found = [torchvision.datasets.VOCDetection(data_dir(), year, part) for part in (first, second)]
         except (RuntimeError, FileNotFoundError) as error:
             raise DataNotFoundError(
-                f"{dataset} is not in {data_dir()}; get it with: python -m cpt_core download {dataset}"
+                f"{dataset} is not in {data_dir()}; get it with: {command(f'download {dataset}')}"
             ) from error
         files = [list(zip(map(Path, f.images), map(Path, f.annotations), strict=True)) for f in found]
         return files, VOC_CLASSES, EXPERIMENT.named[dataset].title
@@ -231,7 +231,7 @@ def backbone_weights() -> Path:
     file = data_dir() / WEIGHTS
     if not file.is_file():
         raise DataNotFoundError(
-            f"there are no ImageNet weights {file}; get them with: python -m cpt_core download resnet18, or train from "
+            f"there are no ImageNet weights {file}; get them with: {command('download resnet18')}, or train from "
             "scratch with pretrained=False"
         )
     return file

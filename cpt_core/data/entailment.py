@@ -39,7 +39,7 @@ from cpt_core.data.common import generator_of
 from cpt_core.data.files import DataNotFoundError, own_path, reading
 from cpt_core.data.templates import sentence_pairs
 from cpt_core.experiments.entailment import EXPERIMENT, EntailmentRecipe
-from cpt_core.paths import data_dir
+from cpt_core.paths import command, data_dir
 
 log = logging.getLogger(__name__)
 LABELS = ("entailment", "neutral", "contradiction")
@@ -199,7 +199,7 @@ def _folder(dataset: str) -> Path:
     folder = data_dir() / "xnli" if dataset == "xnli" else own_path(dataset)
     if folder.is_dir():
         return folder
-    hint = "; get it with: python -m cpt_core download xnli" if dataset == "xnli" else ""
+    hint = f"; get it with: {command('download xnli')}" if dataset == "xnli" else ""
     raise DataNotFoundError(f"there is no folder {folder}{hint}")
 
 

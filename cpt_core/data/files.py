@@ -11,7 +11,7 @@ from pathlib import Path
 
 from cpt_core.experiments.recipe import Recipe, is_own
 from cpt_core.experiments.recipes import EXPERIMENTS
-from cpt_core.paths import data_dir, work_dir
+from cpt_core.paths import command, data_dir, work_dir
 
 
 class DataNotFoundError(FileNotFoundError):
@@ -87,7 +87,7 @@ def check_data(recipe: Recipe) -> None:
     experiment.check_dataset(recipe.dataset)
     if not is_own(recipe.dataset):
         if experiment.named[recipe.dataset].folders and not sources(recipe):
-            get = f"get it with: python -m cpt_core download {recipe.dataset}"
+            get = f"get it with: {command(f'download {recipe.dataset}')}"
             raise DataNotFoundError(f"{recipe.dataset} is not in {data_dir()}; {get}")
         return
     for path in sources(recipe):

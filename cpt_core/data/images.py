@@ -36,7 +36,7 @@ from cpt_core.data.files import DataNotFoundError, own_path
 from cpt_core.data.image_readers import ArrayImages, image_folders, read_own
 from cpt_core.experiments.image import EXPERIMENT, ImageRecipe
 from cpt_core.experiments.recipe import is_own
-from cpt_core.paths import data_dir
+from cpt_core.paths import command, data_dir
 
 Batch = tuple[Tensor, Tensor]  # images float32 (N, C, H, W), normalised; labels int64 (N,)
 
@@ -173,7 +173,7 @@ def _cifar(name: str) -> Arrays:
         parts = [_cifar_class(name)(data_dir(), train=train, download=False) for train in (True, False)]
     except RuntimeError as error:
         raise DataNotFoundError(
-            f"{name} is not in {data_dir()} (or is damaged); get it with: python -m cpt_core download {name}"
+            f"{name} is not in {data_dir()} (or is damaged); get it with: {command(f'download {name}')}"
         ) from error
     train, test = (
         ArrayImages(torch.from_numpy(part.data).permute(0, 3, 1, 2).contiguous(), torch.tensor(part.targets))
@@ -201,7 +201,7 @@ def _load_files(recipe: ImageRecipe) -> ImageData:
         except (RuntimeError, FileNotFoundError) as error:
             raise DataNotFoundError(
                 f"imagenet is not in {data_dir() / 'imagenet'}; put the three official archives there (see "
-                "data/cards/imagenet.md), then run: python -m cpt_core download imagenet"
+                f"data/cards/imagenet.md), then run: {command('download imagenet')}"
             ) from error
         title = EXPERIMENT.named[recipe.dataset].title
     else:
@@ -227,9 +227,13 @@ def _load_files(recipe: ImageRecipe) -> ImageData:
 
 def download(name: str, language: str = "") -> Path:
     """Get "cifar10", "cifar100", or unpack and check the archives of "imagenet"; they have no language."""
-    if name != "imagenet":
-        _cifar_class(name)(data_dir(), download=True)
-        return data_dir()
-    for split in ("train", "val"):  # the archives themselves need a licence
-        library("torchvision.datasets", "vision").ImageNet(str(data_dir() / "imagenet"), split=split)
+    try:
+        if name != "imagenet":
+            _cifar_class(name)(data_dir(), download=True)
+            return data_dir()
+        for split in ("train", "val"):  # the archives themselves need a licence
+            library("torchvision.datasets", "vision").ImageNet(str(data_dir() / "imagenet"), split=split)
+    except RuntimeError as error:  # torchvision's for archives that are damaged or not there
+        card = "imagenet" if name == "imagenet" else "cifar"
+        raise DataNotFoundError(f"{error} See data/cards/{card}.md") from error
     return data_dir() / "imagenet"

@@ -23,7 +23,7 @@ from cpt_core.checks import library
 from cpt_core.data.files import DataNotFoundError, reading, sources
 from cpt_core.data.graph_readers import RawGraph, read_ogb_folder
 from cpt_core.experiments.graph import EXPERIMENT, GraphRecipe
-from cpt_core.paths import data_dir
+from cpt_core.paths import command, data_dir
 
 log = logging.getLogger(__name__)
 
@@ -37,7 +37,7 @@ def read_ogb(recipe: GraphRecipe) -> RawGraph:
     name = recipe.dataset
     found = [folder for folder in sources(recipe) if (folder / "raw").is_dir()]
     if not found:
-        raise DataNotFoundError(f"{name} is not in {data_dir()}; get it with: python -m cpt_core download {name}")
+        raise DataNotFoundError(f"{name} is not in {data_dir()}; get it with: {command(f'download {name}')}")
     graph = read_ogb_folder(found[-1], EXPERIMENT.named[name].title)
     *official, graph.classes = OFFICIAL[name]
     counts = [len(graph.labels), len(graph.edges[0]), graph.features.shape[1]]
@@ -64,13 +64,13 @@ def download(name: str, language: str = "") -> Path:
         torch.hub.download_url_to_file(URL.format(name.removeprefix("ogbn-")), str(archive))
         with archive.open("rb") as stream:
             digest = hashlib.file_digest(stream, "sha256").hexdigest()
-        if kept.exists() and kept.read_text().strip() != digest:
+        if kept.exists() and kept.read_text(encoding="utf-8").strip() != digest:
             raise ValueError(
                 f"the archive of {name} has the SHA-256 {digest}, not that of the first download, in {kept}; remove "
                 "that file if OGB has made a new release"
             )
         _unpack(archive, unpacked)
-        kept.write_text(f"{digest}\n")
+        kept.write_text(f"{digest}\n", encoding="utf-8")
         shutil.rmtree(folder, ignore_errors=True)
         unpacked.rename(folder)
     return folder

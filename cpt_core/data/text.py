@@ -19,7 +19,7 @@ from torch import Tensor
 from cpt_core.data.common import generator_of
 from cpt_core.data.files import DataNotFoundError, own_path, reading
 from cpt_core.experiments.language_model import EXPERIMENT, LanguageModelRecipe
-from cpt_core.paths import data_dir
+from cpt_core.paths import command, data_dir
 
 EOS, UNKNOWN = "<eos>", "<unk>"
 SPLITS = ("train", "valid", "test")
@@ -68,7 +68,7 @@ def load_text(recipe: LanguageModelRecipe) -> TextData:
         files = {split: data_dir() / "ptb" / f"ptb.{split}.txt" for split in SPLITS}
         missing = [path for path in files.values() if not path.is_file()]
         if missing:
-            raise DataNotFoundError(f"there is no {missing[0]}; get it with: python -m cpt_core download ptb")
+            raise DataNotFoundError(f"there is no {missing[0]}; get it with: {command('download ptb')}")
         texts, title = {split: _read(path) for split, path in files.items()}, EXPERIMENT.named["ptb"].title
         counts = {split: len(_words(text)) for split, text in texts.items()}
         if counts != PTB_WORDS:

@@ -21,7 +21,7 @@ import torch
 from filelock import FileLock
 
 from cpt_core.bitops.plan import count_bitops
-from cpt_core.checks import write_atomically
+from cpt_core.checks import write_text
 from cpt_core.experiments.spec import RunSpec
 from cpt_core.paths import runs_dir
 from cpt_core.sweeps.options import SweepOptions
@@ -76,13 +76,13 @@ def measure(spec: RunSpec, device: str = "auto") -> Calibration:
     path.parent.mkdir(parents=True, exist_ok=True)
     with FileLock(path.with_suffix(".lock")):
         text = json.dumps({**_known(path), key: asdict(found)}, indent=1)
-        write_atomically(path, lambda temporary: temporary.write_text(text))
+        write_text(path, text)
     return found
 
 
 def _known(path: Path) -> dict[str, dict[str, Any]]:
     try:
-        return json.loads(path.read_text())
+        return json.loads(path.read_text(encoding="utf-8"))
     except (FileNotFoundError, ValueError):  # none yet, or damaged: it is measured again
         return {}
 

@@ -49,7 +49,7 @@ def dask_outcomes(jobs: list[Job], signals: Signals, live: Live, slots: list[int
     """
     options, store = jobs[0].options, jobs[0].store
     sign = store.with_name(f"{store.stem}.{uuid.uuid4().hex}.sweep")
-    sign.write_text("go")
+    sign.write_text("go", encoding="utf-8")
     try:
         with _client(options.scheduler, len(slots)) as client:
             live.note = "waiting for workers"
@@ -73,7 +73,7 @@ def dask_outcomes(jobs: list[Job], signals: Signals, live: Live, slots: list[int
                     yield record_loss(job, "its workers died again and again") if died else future.result()
     finally:
         with suppress(OSError):
-            sign.write_text("stop")  # to the runs that a second Ctrl-C or an error leaves behind
+            sign.write_text("stop", encoding="utf-8")  # to the runs that a second Ctrl-C or an error leaves behind
             sign.unlink()
 
 
@@ -82,8 +82,8 @@ def _results(futures: dict[Any, Any], signals: Signals, live: Live, sign: Path) 
     pending = set(futures)
     while pending:
         live.refresh()
-        if signals.stop.is_set() and sign.read_text() != "stop":
-            sign.write_text("stop")
+        if signals.stop.is_set() and sign.read_text(encoding="utf-8") != "stop":
+            sign.write_text("stop", encoding="utf-8")
         for future in [f for f in pending if f.done()]:
             pending.discard(future)
             yield future, futures[future]
@@ -97,7 +97,7 @@ def _check(spec: RunSpec, sign: str) -> None:
 
 def _told_to_stop(sign: str) -> bool:
     try:
-        return Path(sign).read_text() == "stop"
+        return Path(sign).read_text(encoding="utf-8") == "stop"
     except FileNotFoundError:
         raise ValueError(
             f"the worker at {distributed.get_worker().address} does not see {Path(sign).parent}: the store must be on "
@@ -117,7 +117,10 @@ def _work(job: Job, sign: str, slots: list[int | None]) -> Outcome:
     def stopped() -> bool:
         if not asked[1] and time.monotonic() - asked[0] > STOP_SECONDS:
             with suppress(OSError):
-                asked[:] = [time.monotonic(), not Path(sign).exists() or Path(sign).read_text() == "stop"]
+                asked[:] = [
+                    time.monotonic(),
+                    not Path(sign).exists() or Path(sign).read_text(encoding="utf-8") == "stop",
+                ]
         return bool(asked[1])
 
     if slots:  # a cluster of this machine, whose workers are numbered

@@ -106,7 +106,7 @@ def record_loss(job: Job, why: str) -> Outcome:
             return Outcome(key, "busy")
         log_file = stores.place(store, "logs", key)
         last = _end_of(log_file)
-        with suppress(OSError), open(log_file, "a") as f:
+        with suppress(OSError), open(log_file, "a", encoding="utf-8") as f:
             f.write(f"{why}\n")
         row = {**stores.describe(job.spec), "status": "failed", "error": f"{why}\n{last}"}
         return Outcome(key, "ran", stores.append_row(store, row))
@@ -116,7 +116,7 @@ def _end_of(path: Path, lines: int = 40) -> str:
     """Return the last lines of a log, without the list of modules that a crash dump ends with."""
     if not path.exists():
         return ""
-    said = path.read_text(errors="replace").splitlines()
+    said = path.read_text(encoding="utf-8", errors="replace").splitlines()
     return "\n".join([line for line in said if not line.startswith("Extension modules:")][-lines:])
 
 

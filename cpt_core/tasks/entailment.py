@@ -19,6 +19,7 @@ from cpt_core.data.entailment import CHECKPOINTS, LABELS, EntailmentData, Pairs,
 from cpt_core.data.files import DataNotFoundError, own_path
 from cpt_core.experiments.entailment import EXPERIMENT, EntailmentRecipe
 from cpt_core.experiments.spec import RunSpec
+from cpt_core.paths import command
 from cpt_core.tasks.base import Metrics
 from cpt_core.tasks.learning_rates import LearningRate, linear
 
@@ -146,7 +147,7 @@ def checkpoint_folder(name: str) -> Path:
     """
     folder = own_path(name)
     if not folder.is_dir():
-        hint = f"; get it with: python -m cpt_core download {name}" if name in CHECKPOINTS else ""
+        hint = f"; get it with: {command(f'download {name}')}" if name in CHECKPOINTS else ""
         raise DataNotFoundError(f"there is no pretrained model in {folder}{hint}")
     if not (folder / "config.json").exists():
         raise ValueError(f"{folder} holds no pretrained model: it has no config.json")

@@ -209,7 +209,7 @@ def learn_by_heart(spec: Any, at_least: float = 0.3) -> Figure:
 
 def show_range_tests() -> None:
     """Print the committed range tests: the share of q_max's loss reduction at each precision, and both q_min."""
-    tests = json.loads((results_dir() / "range_tests.json").read_text())["tests"]
+    tests = json.loads((results_dir() / "range_tests.json").read_text(encoding="utf-8"))["tests"]
     print(f"{'':<29}{'f(2)':>14}{'f(3)':>14}{'f(4)':>14}   q_min found   here  paper")
     for name, test in tests.items():
         cells = []

@@ -89,7 +89,7 @@ def in_band(name: str, value: float) -> None:
 
     Bands are kept in ``data/results/bands.json`` with the seeds and the command that measured them.
     """
-    band = json.loads((results_dir() / "bands.json").read_text())["bands"][name]
+    band = json.loads((results_dir() / "bands.json").read_text(encoding="utf-8"))["bands"][name]
     if not band["low"] <= value <= band["high"]:
         raise AssertionError(f"{name} = {value:.4f} lies outside its band {band['low']:.4f}..{band['high']:.4f}")
     print(f"{name}: inside the band of {len(band['values'])} seeds")

@@ -28,7 +28,7 @@ def pictures_with_boxes(pictures: Sequence[np.ndarray], rows: Mapping[str, Seque
                 ax.grid(visible=False)
                 for (x1, y1, x2, y2), word in here:
                     ax.add_patch(plt.Rectangle((x1, y1), x2 - x1, y2 - y1, fill=False, color=color, linewidth=1.6))
-                    ax.text(x1, y1 - 1, word, color=color, fontsize=8, va="bottom")
+                    ax.text(x1, y1 - 1, word, color=color, fontsize=8, va="bottom", parse_math=False)
     return figure
 
 

@@ -88,7 +88,8 @@ class PrecisionRange:
         ax.spines[["top", "right"]].set_visible(False)
         ax.grid(alpha=0.25)
         ax.legend(fontsize=8, loc="lower right", frameon=False)
-        figure.suptitle(f"Precision range test, {self.dwell} steps at each precision\n{self.title}", fontsize=9)
+        said = f"Precision range test, {self.dwell} steps at each precision\n{self.title}"
+        figure.suptitle(said, fontsize=9, parse_math=False)
         figure.tight_layout()
         plt.close(figure)
         return figure

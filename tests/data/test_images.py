@@ -336,7 +336,7 @@ def test_download_goes_through_torchvision(data_folder, tmp_path_factory, monkey
         threading.Thread(target=server.serve_forever, daemon=True).start()
         monkeypatch.setattr(kind, "url", f"http://127.0.0.1:{server.server_port}/{archive.name}")
         monkeypatch.setattr(kind, "tgz_md5", "0" * 32)
-        with pytest.raises(RuntimeError, match="not found or corrupted"):
+        with pytest.raises(DataNotFoundError, match="not found or corrupted"):
             data.download("cifar10")
         monkeypatch.setattr(kind, "tgz_md5", hashlib.md5(archive.read_bytes()).hexdigest())
         data.download("cifar10")

@@ -1,0 +1,49 @@
+"""Downloads without a network: the error names the data set and the address."""
+
+import socket
+import urllib.request
+
+import pytest
+
+from cpt_core import data
+from cpt_core.data.common import DataNotFoundError
+
+NOWHERE = "http://127.0.0.1:9/x.zip"  # the discard port: nobody listens
+
+
+def fetch():
+    urllib.request.urlopen(NOWHERE, timeout=5)
+
+
+def fetch_otherwise():
+    try:
+        socket.create_connection(("localhost", 9), timeout=5)
+    except OSError as error:
+        raise ValueError("please check your internet connection") from error
+
+
+def fetch_and_fill_the_disk():
+    with pytest.raises(OSError, match="refused"):
+        fetch()
+    raise OSError(28, "No space left on device")
+
+
+@pytest.mark.parametrize(
+    ("get", "error", "message"),
+    [
+        (fetch, ConnectionError, rf"^ptb was not downloaded from {NOWHERE}: .*refused.*; a download needs a network$"),
+        (fetch_otherwise, ConnectionError, r"^ptb was not downloaded from localhost: .*refused.*; a download needs"),
+        (fetch_and_fill_the_disk, OSError, r"^\[Errno 28\] No space left on device$"),
+    ],
+)
+def test_a_download_without_a_network_names_the_address(get, error, message, monkeypatch):
+    monkeypatch.setattr(data, "library", lambda name, extra: lambda dataset, language: get())
+    for _ in range(2):
+        with pytest.raises(error, match=message):
+            data.download("ptb")
+
+
+def test_archives_that_are_not_there_are_named(tmp_path, monkeypatch):
+    monkeypatch.setenv("CPT_DATA_DIR", str(tmp_path))
+    with pytest.raises(DataNotFoundError, match=r"devkit.* is not present .* See data/cards/imagenet\.md$"):
+        data.download("imagenet")
