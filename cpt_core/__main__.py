@@ -130,11 +130,11 @@ def results(
             raise FileNotFoundError(f"there is no file {path}")
     frame = runs.where(runs.load(*(store or []), every_rate=True), only)
     flat = frame.drop(columns="evaluations")  # the only column of lists
-    for out, write in ((csv, flat.to_csv), (parquet, flat.to_parquet)):
+    for out, write in ((csv, runs.write_csv), (parquet, runs.write_parquet)):
         if out is not None:
             if not out.parent.is_dir():
                 raise FileNotFoundError(f"there is no folder {out.parent}")
-            write(out, index=False)
+            write(flat, out)
             typer.echo(f"{len(frame)} rows written to {out}")
     if csv is None and parquet is None:
         typer.echo(f"{runs.text(frame)} in {', '.join(map(str, store)) if store else runs_dir()}")
@@ -209,7 +209,7 @@ def claims(
 
     for entry in judged(load(*all_stores())):
         at_paper, smaller = entry.verdicts()
-        typer.echo(f"{entry.claim.claim} ({entry.claim.place})\n  paper scale: {at_paper}; smaller: {smaller}")
+        typer.echo(f"{entry.claim.claim} ({entry.claim.place})\n  paper scale: {at_paper}; smaller scales: {smaller}")
         for line in entry.evidence() if evidence else []:
             typer.echo(f"    {line}")
 

@@ -9,7 +9,7 @@ import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from cpt_core.analysis.groups import aggregation_groups, experiment_name
+from cpt_core.analysis.groups import aggregation_groups, named
 from cpt_core.analysis.pages import Section
 from cpt_core.analysis.style import COLORS, drawing, title
 
@@ -98,7 +98,6 @@ def _without_aggregation(name: str) -> str:
 
 def sections(runs: pd.DataFrame) -> Iterator[Section]:
     """Yield figure 5 for every recipe that was run with both aggregations at static q_max."""
-    for group in aggregation_groups(runs):
-        name = _without_aggregation(experiment_name(group))
-        drawn = figure_5(group, int(group["q_max"].iloc[0]))
-        yield Section(f"Figure 5: {name}", (), drawn, "validation accuracy with FP-Agg and Q-Agg", summary(group))
+    for name, group in named(aggregation_groups(runs)):
+        heading, alt = f"Figure 5: {_without_aggregation(name)}", "validation accuracy with FP-Agg and Q-Agg"
+        yield Section(heading, (), figure_5(group, int(group["q_max"].iloc[0])), alt, summary(group))

@@ -11,10 +11,11 @@ effects in the claim's direction, and a *test*, the rule that turns an effect in
 - ``exact``: confirmed or contradicted by computation.
 
 Intervals are Student's t of differences paired by seed, in points of the metric (percent of the perplexity). With fewer
-than three seeds the verdict is open. Over the experiments of one scale a claim is confirmed or contradicted when at
-least one experiment says so and none the opposite; where they disagree it is open. A correlation is claimed for every
-domain: it is confirmed when all experiments confirm it; a better predictor needs two domains. Many comparisons are
-made: of twenty intervals one misses by chance.
+than three seeds the verdict is open; correlations need ten arms and two seeds (``predictors.predictors``). Over the
+experiments of one scale a claim is confirmed or contradicted when at least one experiment says so and none the
+opposite; where they disagree it is open. A correlation is claimed for every domain: it is confirmed when all
+experiments confirm it; a better predictor needs two domains. Many comparisons are made: of twenty intervals one misses
+by chance.
 
 >>> verdict("more", 0.0, (1.2, 0.4, 2.0), n=5)
 'confirmed'
@@ -64,6 +65,11 @@ def combined(votes: Iterable[tuple[str, str]], test: str = "more") -> str:
     return decided.pop()
 
 
+def _on(votes: Iterable[tuple[str, str]], word: str) -> str:
+    """The data sets on which a verdict was reached, each once."""
+    return ", ".join(dict.fromkeys(dataset for verdict, dataset in votes if verdict == word))
+
+
 @dataclass(frozen=True)
 class Entry:
     """A claim with every effect that the runs show, and its verdict."""
@@ -77,14 +83,17 @@ class Entry:
         return combined(at, self.claim.test)
 
     def verdicts(self) -> tuple[str, str]:
-        """Return the verdicts at paper scale and at smaller scales in words; "–" where only one of them can be."""
+        """Return the verdicts at paper scale and at smaller scales in words; "–" where only one of them can be.
+
+        They name the data: smaller scales use stand-ins, also for claims that name a data set of the paper.
+        """
         if any(e.scale == "exact" for e, _ in self.effects):
             return f"{self.verdict(True)}, exact", "–"
         words = []
         for paper_scale in (True, False):
-            said = Counter(v for e, v in self.effects if (e.scale == "paper") == paper_scale)
-            counts = ", ".join(f"{n} {word}" for word, n in sorted(said.items()))
-            words.append(f"{self.verdict(paper_scale)} ({counts})" if said else "open (not run)")
+            at = [(v, e.dataset) for e, v in self.effects if (e.scale == "paper") == paper_scale]
+            counts = [f"{n} {word} on {_on(at, word)}" for word, n in sorted(Counter(v for v, _ in at).items())]
+            words.append(f"{self.verdict(paper_scale)} ({'; '.join(counts)})" if at else "open (not run)")
         return words[0], words[1]
 
     def evidence(self) -> list[str]:
@@ -134,7 +143,8 @@ def section(runs: pd.DataFrame) -> Section:
     """Return the claims as a part of a page."""
     note = (
         "Confirmed, contradicted or open by written rules (docstring of `cpt_core/analysis/claims.py`), from the rows "
-        "of this page. What small runs contradict may hold at the paper's scale."
+        "of this page. Smaller scales have small models, and stand-ins for the data that a claim or the paper names: "
+        "what they contradict may hold at the paper's scale."
     )
     shown = summary(judged(runs)).drop(columns=["rows", "settled by"])
     return Section("Claims of the paper", (note,), table=shown, style="left claims")

@@ -12,7 +12,7 @@ import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from cpt_core.analysis.groups import deficit_groups, experiment_name
+from cpt_core.analysis.groups import deficit_groups, named
 from cpt_core.analysis.metrics import intervals, metric_named, metric_of
 from cpt_core.analysis.pages import Section
 from cpt_core.analysis.statistics import interval
@@ -160,7 +160,7 @@ def figure_8(runs: pd.DataFrame, metric: str | None = None) -> Figure:
             ax.plot([], [], color=COLORS["static"], label="control: q_max, same length")
             ax.tick_params(labelleft=True)  # shared, but for the learning curve's axis beside it
             _learning_curve(ax, runs, min(part.total), name, drawn)
-            ax.legend(fontsize=8, loc="lower left")
+            ax.legend(fontsize=8, loc="lower left", bbox_to_anchor=(0, 1), ncols=3)  # above the axes: over no point
         if drawn.better < 0:
             axes[0][0].invert_yaxis()
         axes[0][0].set_ylabel(drawn.label)
@@ -222,8 +222,7 @@ def _learning_curve(ax: Axes, runs: pd.DataFrame, total: int, name: str, metric:
 
 def sections(runs: pd.DataFrame) -> Iterator[Section]:
     """Yield figure 8 and table 1 of every critical-period experiment of which anything ran."""
-    for group in deficit_groups(runs):
+    for name, group in named(deficit_groups(runs)):
         if (group["status"] != "failed").any():
-            name = experiment_name(group).split(", q_min")[0].rsplit(",", 1)[0]
             drawn, alt = figure_8(group), "quality after a deficit, with controls"
             yield Section(f"Critical learning periods: {name}", (), drawn, alt, summary(group))

@@ -21,7 +21,10 @@ Interval = tuple[float, float, float]  # mean, low, high
 
 @dataclass(frozen=True)
 class Effect:
-    """What one experiment says: an effect in the claim's direction with its 95 % interval, and over how many seeds."""
+    """What one experiment says: an effect in the claim's direction with its 95 % interval, and over how many seeds.
+
+    ``n`` of a correlation is the number of arms; what is said names both.
+    """
 
     experiment: str
     scale: str
@@ -30,6 +33,7 @@ class Effect:
     what: str
     stores: tuple[str, ...] = ()
     domain: str = ""
+    dataset: str = ""
 
     def __str__(self) -> str:
         """Return it in words; exact ones have no interval."""
@@ -63,11 +67,18 @@ class Claim:
 def _effect(runs: pd.DataFrame, differences: Iterable[float], what: str) -> Effect:
     """Make an effect of paired differences in stored units, positive in the claim's direction."""
     values = metric_named(metric_of(runs)).factor * np.asarray(list(differences), dtype=float)
-    return Effect(_name(runs), runs["scale"].iloc[0], statistics.interval(values), len(values), what, _stores(runs))
+    return Effect(
+        _name(runs), runs["scale"].iloc[0], statistics.interval(values), len(values), what, _stores(runs),
+        dataset=_dataset(runs),
+    )  # fmt: skip
 
 
 def _stores(runs: pd.DataFrame) -> tuple[str, ...]:
     return tuple(sorted({store.rpartition("/")[2] for store in runs["store"] if store}))
+
+
+def _dataset(runs: pd.DataFrame) -> str:
+    return str(runs["dataset"].iloc[0]).rstrip("/")
 
 
 def _name(runs: pd.DataFrame) -> str:
@@ -128,7 +139,9 @@ def _correlation(runs: pd.DataFrame, claim: Claim) -> Iterator[Effect]:
             interval = (line.strength, line.low, line.high)
             what = f"rank correlation {over}"
         first = group.iloc[0]
-        yield Effect(_name(group), first["scale"], interval, int(line.arms), what, _stores(group), first["task"])
+        yield Effect(
+            _name(group), first["scale"], interval, int(line.arms), what, _stores(group), first["task"], _dataset(group)
+        )
 
 
 def _deficit_length(runs: pd.DataFrame, claim: Claim) -> Iterator[Effect]:

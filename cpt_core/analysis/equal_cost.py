@@ -11,7 +11,7 @@ import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from cpt_core.analysis.groups import equal_cost_groups, experiment_name
+from cpt_core.analysis.groups import equal_cost_groups, named
 from cpt_core.analysis.metrics import intervals, metric_named, metric_of
 from cpt_core.analysis.pages import Section
 from cpt_core.analysis.statistics import interval
@@ -90,7 +90,7 @@ def equal_cost_figure(runs: pd.DataFrame, metric: str | None = None) -> Figure:
         for ax, base in zip(axes[:, 0], bases, strict=True):
             _gains(ax, found[(found.base == base) & (found.arm != base)].reset_index(drop=True), wide, drawn)
             ax.set_title(f"at the cost of {base}", fontsize=9, loc="left")
-        what = f"{drawn.label.split(' (')[0]} {drawn.unit}"
+        what = f"{drawn.label.split(' (')[0]} {drawn.unit}".rstrip()
         axes[-1, 0].set_xlabel(f"difference to RR at the same BitOps in {what}; right is better")
         figure.suptitle(title(finished), fontsize=10)
     return figure
@@ -114,11 +114,11 @@ def _gains(ax: Axes, arms: pd.DataFrame, wide: pd.DataFrame, metric: Metric) -> 
 
 def sections(runs: pd.DataFrame) -> Iterator[Section]:
     """Yield what the same BitOps buy, for every recipe where that was tried."""
-    for group in equal_cost_groups(runs):
+    for name, group in named(equal_cost_groups(runs)):
         try:
             found = equal_cost(group)
         except ValueError:  # RR itself is missing or failed
             continue
         if (found.arm != found.base).any():
             drawn, alt = equal_cost_figure(group), "differences to RR at the same cost"
-            yield Section(f"Equal cost: {experiment_name(group)}", (), drawn, alt, summary(group))
+            yield Section(f"Equal cost: {name}", (), drawn, alt, summary(group))

@@ -9,7 +9,11 @@ An experiment is what may be compared; those at paper scale come first.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import pandas as pd
+
+from cpt_core.analysis.metrics import counted
 
 
 def quality_cost_groups(runs: pd.DataFrame) -> list[pd.DataFrame]:
@@ -72,7 +76,20 @@ def title_of(runs: pd.DataFrame) -> str:
 
 
 def experiment_name(runs: pd.DataFrame) -> str:
-    """Return what was trained, how long and between which bits, for headings."""
-    first = runs.iloc[0]
-    bits = f"q_min {first['q_min']}, q_max {first['q_max']}"
-    return f"{title_of(runs)}, {first['total_steps']:,} steps, {bits}, {first['scale']} scale"
+    """Return what was trained, and how long, in how many cycles and between which bits where all runs share that."""
+    first, parts = runs.iloc[0], [title_of(runs)]
+    if runs["total_steps"].nunique() == 1:
+        parts.append(f"{first['total_steps']:,} steps")
+    if (runs["kind"] == "cyclic").any() and runs["n_cycles"].nunique() == 1:
+        parts.append(counted(first["n_cycles"], "cycle"))
+    parts += [f"q_min {first['q_min']}, q_max {first['q_max']}", f"{first['scale']} scale"]
+    return ", ".join(parts if first["preset"] == "ours" else [*parts, f"{first['preset']}' preset"])
+
+
+def named(parts: Iterable[pd.DataFrame]) -> list[tuple[str, pd.DataFrame]]:
+    """Return experiments with their names; where two are called alike, the key of the recipe tells them apart."""
+    parts = list(parts)
+    names = [experiment_name(part) for part in parts]
+    recipes = [f", recipe {part['recipe'].iloc[0]}" for part in parts]
+    ends = ["" if names.count(name) == 1 else recipe for name, recipe in zip(names, recipes, strict=True)]
+    return [(name + end, part) for name, end, part in zip(names, ends, parts, strict=True)]

@@ -40,3 +40,14 @@ def interval_text(mean: float, low: float, high: float, digits: int = 2) -> str:
     if mean != mean:
         return ""
     return f"{mean:+.{digits}f}" + (f" [{low:+.{digits}f}, {high:+.{digits}f}]" if low == low else "")
+
+
+def spread_text(metric: Metric, mean: float, std: float, n: int) -> str:
+    """Return a stored mean with its standard deviation over n seeds; one seed has none: "82.4 +- 3.2 (n = 5)"."""
+    shown, spread = metric.text([mean, std])
+    return f"{shown} +- {spread} (n = {n})" if n > 1 else f"{shown} (n = {n})"
+
+
+def counted(n: int, word: str) -> str:
+    """Return a number and a word, in the plural where it needs one."""
+    return f"{n} {word}{'' if n == 1 else 's'}"

@@ -31,7 +31,7 @@ class Section:
         alt: what the figure shows, in words.
         table: a cell that is a list is folded up behind its length; one that is a dict of page, name, failed and
             error is a link, and one to the page of what went wrong.
-        style: classes of the table: "left" aligns everything left.
+        style: classes of the table: "left" aligns everything left, "folded" folds it up behind its number of lines.
         points: a list of (text, place).
     """
 

@@ -7,9 +7,12 @@ import pandas as pd
 
 from cpt_core.analysis import critical_periods
 from cpt_core.analysis.groups import deficit_groups
+from cpt_core.analysis.metrics import spread_text
+from cpt_core.experiments.recipe import Metric
 from cpt_core.paths import paper_dir
 
 UNITS = {"%": 100.0, "1e13 BitOps": 1e-13}  # of the paper's numbers
+PRINTED = Metric("", "", digits=2)
 
 
 def summary(runs: pd.DataFrame) -> pd.DataFrame:
@@ -25,10 +28,10 @@ def summary(runs: pd.DataFrame) -> pd.DataFrame:
         else:
             same &= runs["arm"] == p.arm
         values = runs.loc[same, p.metric].dropna() * UNITS[p.unit]
-        ours = f"{values.mean():.2f} +- {values.std():.2f} ({len(values)})" if len(values) else "not run"
+        ours = spread_text(PRINTED, values.mean(), values.std(), len(values)) if len(values) else "not run"
         name = f"{p.artefact.replace('_', ' ')}: {p.dataset}, {p.model}"
         lines.append((name, p.arm, p.metric, f"{p.value:g} {p.unit}", ours, p.place))
-    return pd.DataFrame(lines, columns=["what", "arm", "metric", "paper", "ours +- std (n)", "where it stands"])
+    return pd.DataFrame(lines, columns=["what", "arm", "metric", "paper", "ours +- std", "where it stands"])
 
 
 def table_1() -> pd.DataFrame:

@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import re
 import textwrap
+from collections import Counter
 from collections.abc import Iterator, Mapping
 
 import numpy as np
 import pandas as pd
 from matplotlib.figure import Figure
 
-from cpt_core.analysis.groups import at_q_max, quality_cost_groups, title_of
-from cpt_core.analysis.metrics import interval_text, metric_named, metric_of
+from cpt_core.analysis.groups import at_q_max, named, quality_cost_groups, title_of
+from cpt_core.analysis.metrics import counted, interval_text, metric_named, metric_of
 from cpt_core.analysis.pages import Section
 from cpt_core.analysis.statistics import spearman
-from cpt_core.analysis.style import COLORS, counted, drawing
+from cpt_core.analysis.style import COLORS, drawing
 
 PREDICTORS = {"relative_cost": 1, "noise_exposure": -1, "share_at_q_min": -1}  # name -> expected sign
 NAMES = {"relative_cost": "cost", "noise_exposure": "noise exposure", "share_at_q_min": "share of steps at q_min"}
@@ -27,8 +28,12 @@ def rank_correlation(
     """Return the rank correlation over arms of mean quality with cost, noise exposure and share of steps at q_min.
 
     The strength is Spearman's correlation with the sign turned so that the expected direction counts as positive:
-    quality rises with cost, falls with noise and with time at q_min. Intervals are a bootstrap that resamples arms and
-    seeds together: how far other schedules and other seeds might have moved the number. They are NaN for one seed.
+    quality rises with cost, falls with noise and with time at q_min.
+
+    Intervals are a bootstrap that resamples arms and seeds together. Both are samples: the claim is about schedules in
+    general, not about these ten, and a handful that lie at three levels of cost say less of it than their points do.
+    Seeds alone leave the arms as they are, and give intervals that a single other schedule would leave. All that shows
+    such a number takes it from here, with this interval. They are NaN for one seed.
 
     Args:
         runs: of one experiment; of several q_max the largest counts. The ten schedules and static q_max take part, on
@@ -106,14 +111,18 @@ def predictors(runs: pd.DataFrame, metric: str | None = None, *, static: bool = 
 
 
 def predictors_by_title(runs: pd.DataFrame) -> dict[str, pd.DataFrame]:
-    """Return ``predictors`` of every experiment in the runs that is large enough, by what was trained."""
+    """Return ``predictors`` of every experiment in the runs that is large enough, by what was trained.
+
+    Where two experiments train the same, they go by their whole names.
+    """
     found = {}
-    for group in quality_cost_groups(runs):
+    for name, group in named(quality_cost_groups(runs)):
         try:
-            found[f"{title_of(group)}, {group['scale'].iloc[0]} scale"] = predictors(group)
+            found[name] = (f"{title_of(group)}, {group['scale'].iloc[0]} scale", predictors(group))
         except ValueError:  # too few arms or seeds
             continue
-    return found
+    titles = Counter(title for title, _ in found.values())
+    return {title if titles[title] == 1 else name: frame for name, (title, frame) in found.items()}
 
 
 def summary(runs: pd.DataFrame) -> pd.DataFrame:
@@ -123,14 +132,15 @@ def summary(runs: pd.DataFrame) -> pd.DataFrame:
     """
     columns = ["experiment", "predictor", "rank correlation [95 %]", "minus that of cost [95 %]", "verdict", "arms",
                "seeds"]  # fmt: skip
-    lines = []
-    for name, frame in predictors_by_title(runs).items():
+    lines, found = [], predictors_by_title(runs)
+    short = {name: re.split(r",(?![^(]*\))", name)[0] for name in found}  # up to the first comma, not in brackets
+    for name, frame in found.items():
+        shown = short[name] if list(short.values()).count(short[name]) == 1 else name
         for r in frame.itertuples():
             cost = r.predictor == "relative_cost"
             against = "" if cost else interval_text(r.difference, r.difference_low, r.difference_high)
             strength = interval_text(r.strength, r.low, r.high)
-            what = (re.split(r",(?![^(]*\))", name)[0], NAMES[r.predictor])  # up to the first comma, not in brackets
-            lines.append((*what, strength, against, "" if cost else r.verdict, r.arms, r.seeds))
+            lines.append((shown, NAMES[r.predictor], strength, against, "" if cost else r.verdict, r.arms, r.seeds))
     return pd.DataFrame(lines, columns=columns)
 
 

@@ -10,16 +10,17 @@ import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from cpt_core.analysis.groups import at_q_max, experiment_name, quality_cost_groups
+from cpt_core.analysis.groups import at_q_max, named, quality_cost_groups
 from cpt_core.analysis.metrics import metric_named, metric_of
 from cpt_core.analysis.pages import Section
 from cpt_core.analysis.predictors import rank_correlation, sentence
-from cpt_core.analysis.style import COLORS, LABELS, drawing, title
+from cpt_core.analysis.style import COLORS, LABELS, drawing, legend_below, title
 from cpt_core.experiments.recipe import Metric
 from cpt_core.experiments.recipes import EXPERIMENTS
 from cpt_core.paths import paper_dir
 
 GROUPS = ("large", "medium", "small")  # of savings
+SILENT = {"paper": "not in the paper", "diverged": 0, "failed": 0}  # columns that a page needs where they say more
 
 
 def by_arm(runs: pd.DataFrame, metric: str | None = None) -> pd.DataFrame:
@@ -189,7 +190,7 @@ def figure_3(
         for ax, x in zip(axes[0], xs, strict=True):  # now that the limits of the shared axis stand
             _name_points(ax, arms[arms.savings != "static"], x)
         axes[0][0].set_ylabel(drawn.label)
-        axes[0][0].legend(fontsize=8, loc="lower right")
+        legend_below(figure, axes[0][0])
         lost = int(arms.diverged.sum() + arms.failed.sum())
         note = f"; {lost} runs diverged or failed" if lost else ""
         figure.suptitle(title(runs, f", {runs['scale'].iloc[0]} scale") + note, fontsize=10)
@@ -203,17 +204,18 @@ def _quality(ax: Axes, arms: pd.DataFrame, x: str, metric: Metric) -> None:
     if len(drawn):
         ax.errorbar(
             drawn[x], drawn["mean"], drawn["std"].fillna(0), color=COLORS["static"], marker="s",
-            markersize=4, linewidth=1, capsize=2, label="static precision (bits)", zorder=1,
+            markersize=8, linewidth=1, capsize=2, label="static precision (bits)", zorder=1,
         )  # fmt: skip
     for r in drawn.itertuples():
-        place = (getattr(r, x), r.mean)
-        ax.annotate(r.arm.split()[-1], place, (-4, -13), textcoords="offset points", fontsize=8, ha="right")
-    for group in GROUPS:
+        bits = r.arm.split()[-1]  # in the point itself: nothing can lie over it
+        ax.text(getattr(r, x), r.mean, bits, color="white", fontsize=6.5, ha="center", va="center_baseline", zorder=4)
+    for group in (*GROUPS, "own"):
         part = schedules[schedules.savings == group]
         if len(part):
             ax.errorbar(
                 part[x], part["mean"], part["std"].fillna(0), color=COLORS[group], fmt="o", markersize=5,
-                capsize=2, linewidth=1, alpha=0.9, label=f"{group} savings", zorder=2,
+                capsize=2, linewidth=1, alpha=0.9, zorder=2,
+                label="own schedule" if group == "own" else f"{group} savings",
             )  # fmt: skip
     if x == "noise_exposure":
         ax.set_xscale("log", base=2)
@@ -258,10 +260,18 @@ def _name_points(ax: Axes, arms: pd.DataFrame, x: str, gap: float = 0.05) -> Non
 
 def sections(runs: pd.DataFrame) -> Iterator[Section]:
     """Yield the figure, the rank correlations and the table of every experiment of quality against cost."""
-    for group in quality_cost_groups(runs):
+    for name, group in sorted(named(quality_cost_groups(runs)), key=_most_arms_first):
         arms, metric = by_arm(group), metric_of(group)
         several = len(arms) > 1
         drawn = figure_3(group, xs=("relative_cost", "noise_exposure"), front=True) if several else None
         ranked = (arms["mean"].notna() & arms.savings.isin(GROUPS)).sum() >= 3  # runs that failed have no mean
         notes = (sentence(rank_correlation(group), metric),) if ranked else ()
-        yield Section(experiment_name(group), notes, drawn, f"{metric} against cost", summary(group))
+        shown = summary(group)
+        silent = [column for column, said in SILENT.items() if (shown[column] == said).all()]
+        yield Section(name, notes, drawn, f"{metric} against cost", shown.drop(columns=silent))
+
+
+def _most_arms_first(experiment: tuple[str, pd.DataFrame]) -> tuple[bool, int]:
+    """Order experiments for a page: paper scale first, then those that show most."""
+    _, runs = experiment
+    return runs["scale"].iloc[0] != "paper", -runs["arm"].nunique()

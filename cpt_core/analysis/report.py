@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from datetime import UTC, datetime
 from importlib import metadata
 from pathlib import Path
@@ -13,8 +13,8 @@ from typing import Any
 import pandas as pd
 
 from cpt_core.analysis import aggregation, claims, critical_periods, equal_cost, paper, predictors, quality_cost
-from cpt_core.analysis.groups import experiment_name, quality_cost_groups
-from cpt_core.analysis.metrics import metric_named, metric_of
+from cpt_core.analysis.groups import named, quality_cost_groups
+from cpt_core.analysis.metrics import counted, metric_named, metric_of, spread_text
 from cpt_core.analysis.pages import Section, render
 from cpt_core.analysis.reproducing import harvest
 from cpt_core.analysis.runs import load, table, tuned
@@ -26,6 +26,14 @@ from cpt_core.schedules.schedule import ShortCycleWarning
 from cpt_core.sweeps import stores
 
 PACKAGES = ("cpt-core", "torch", "torchvision", "numpy", "papermill", "jupyterlab")
+WORDS = (
+    "An arm is what a model is trained with: one of the schedules, or a static precision (static 5: always 5 bits). "
+    "Its relative cost is its BitOps divided by those of static q_max; by it the paper groups the schedules into "
+    "large, medium and small savings. BitOps are in units of one 32 x 32-bit product: a multiply-accumulate of an "
+    "a-bit and a b-bit number counts as a b / 32^2.",
+    "The noise exposure of an arm is the mean of 4^-q over its steps, divided by that of static q_max (so that has 1): "
+    "the variance of rounding errors at q bits goes with 4^-q.",
+)
 QUESTIONS = (quality_cost, aggregation, critical_periods, equal_cost)
 
 
@@ -62,23 +70,23 @@ def write_report(files: Sequence[Path] | None = None, out: Path | None = None) -
     nothing = Section("Results", ("No rows are stored yet; `make plan` lists the grids.",))
     alt = "precision over training steps for the ten schedules"
     sections = [
-        Section("What has been run", table=_overview(stored), style="left"),
-        Section("Figure 2: the ten schedules", (), figure_2(), alt),
         claims.section(runs),
         *(shown or [nothing]),
         *predictors.sections(runs),
-        Section("Numbers printed in the paper", table=paper.summary(runs), style="left"),
+        Section("Figure 2: the ten schedules", (), figure_2(), alt),
+        *_run_or_not("What has been run", _overview(stored)),
+        *_run_or_not("Numbers printed in the paper", paper.summary(runs)),
         Section("Differences from the paper", points=tuple((entry, place) for place, entry in harvest("Differs"))),
         Section("Where this comes from", (_versions(),), table=_sources(stored), style="left"),
     ]
     note = (
         "Made from result rows alone. Training at low precision is simulated; bit operations (BitOps) count work, they "
-        "are not seconds. +- is the standard deviation over seeds (n - 1)."
+        "are not seconds. +- is the standard deviation over seeds (n - 1); one seed has none."
     )
     out = out or runs_dir() / "report.html"
     out.parent.mkdir(parents=True, exist_ok=True)
     title = "Cyclic precision training: figures and tables from stored runs"
-    write_text(out, render("page.html.j2", title=title, notes=[note], sections=sections))
+    write_text(out, render("page.html.j2", title=title, notes=[note, *WORDS], sections=sections))
     return out
 
 
@@ -91,9 +99,9 @@ def all_stores() -> list[Path]:
 def summary(scale: str) -> list[str]:
     """Return what the stored runs of a scale say, in a few lines."""
     lines = []
-    for runs in quality_cost_groups(_of_scale(scale)):
+    for experiment, runs in named(quality_cost_groups(_of_scale(scale))):
         counts = ", ".join(f"{n} {status}" for status, n in runs["status"].value_counts().items())
-        lines.append(f"{experiment_name(runs)}: {counts}")
+        lines.append(f"{experiment}: {counts}")
         name, arms = metric_of(runs), quality_cost.by_arm(runs)
         if arms["mean"].isna().all():  # every run failed
             continue
@@ -103,7 +111,7 @@ def summary(scale: str) -> list[str]:
             (mean,) = metric.text([runs.loc[runs["savings"] == group, name].mean()])
             said += [f"{group} savings {mean}"] if mean != "–" else []
         for r in arms[arms.arm == f"static {arms.q_max.max()}"].itertuples():
-            said.append(f"{r.arm} bits " + " +- ".join(metric.text([r.mean, r.std])))
+            said.append(f"{r.arm} bits {spread_text(metric, r.mean, r.std, r.n)}")
         lines.append(f"  {name} {metric.unit}".rstrip() + f": {', '.join(said)}")
     return lines
 
@@ -132,11 +140,20 @@ def _overview(runs: pd.DataFrame) -> pd.DataFrame:
             keys = {spec.key for spec in grid.make(grid.scales[0])}
         there = int(runs["key"].isin(keys).sum())
         left = left[~left["key"].isin(keys)]
-        state = f"{there} of {len(keys)} runs stored" if there else "not run"
+        state = f"{there} of {counted(len(keys), 'run')} stored" if there else "not run"
         lines.append((grid.artefact.replace("_", " "), name, grid.about, grid.scales[0], state))
     others = Counter(zip(left["dataset"].str.rstrip("/") + "/" + left["model"], left["scale"], strict=True))
-    lines += [("", name, "not one of the grids", at, f"{n} runs stored") for (name, at), n in others.items()]
+    lines += [("", name, "not one of the grids", at, f"{counted(n, 'run')} stored") for (name, at), n in others.items()]
     return pd.DataFrame(lines, columns=["what", "grid", "about", "scale", "state"])
+
+
+def _run_or_not(title: str, lines: pd.DataFrame) -> Iterator[Section]:
+    """A table, with the lines that say "not run" folded up behind it."""
+    missing = lines.eq("not run").any(axis=1)
+    if not missing.all():
+        yield Section(title, table=lines[~missing], style="left")
+    if missing.any():
+        yield Section(f"{title}: not run", table=lines[missing], style="left folded")
 
 
 def _sources(runs: pd.DataFrame) -> pd.DataFrame:

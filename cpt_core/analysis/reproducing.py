@@ -12,9 +12,9 @@ import warnings
 from collections.abc import Iterator
 
 from cpt_core.analysis import claims
+from cpt_core.analysis.metrics import counted
 from cpt_core.analysis.pages import render
 from cpt_core.analysis.runs import committed, load
-from cpt_core.analysis.style import counted
 from cpt_core.experiments.grids import find_grids, grid_specs
 from cpt_core.paths import ROOT, results_dir
 from cpt_core.schedules.schedule import ShortCycleWarning

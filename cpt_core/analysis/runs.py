@@ -33,6 +33,7 @@ TYPES = {
     "store": "string",
 }  # fmt: skip
 
+FORMULA = r"^([=+\-@\t\r])"
 EQUAL_COST_ARM = re.compile(r"^RR at |delayed [\d.]+ %$|, \d+ of \d+ steps$")  # arms that only equal cost needs
 
 
@@ -193,6 +194,18 @@ def text(runs: pd.DataFrame) -> str:
     )
     counts = ", ".join(f"{n} {status}" for status, n in runs["status"].value_counts().items())
     return f"{shown.to_string(index=False)}\n\n{len(runs)} rows: {counts}"
+
+
+def write_csv(runs: pd.DataFrame, path: Path) -> None:
+    """Write runs to a CSV file; text that a spreadsheet would take for a formula gets an apostrophe before it."""
+    safe = {name: runs[name].str.replace(FORMULA, r"'\1", regex=True) for name in runs.select_dtypes("string")}
+    header = runs.columns.str.replace(FORMULA, r"'\1", regex=True)
+    runs.assign(**safe).to_csv(path, index=False, header=list(header))
+
+
+def write_parquet(runs: pd.DataFrame, path: Path) -> None:
+    """Write runs to a Parquet file, types and all."""
+    runs.to_parquet(path, index=False)
 
 
 def _place(store: Path) -> str:

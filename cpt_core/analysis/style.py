@@ -10,9 +10,10 @@ import matplotlib.pyplot as plt
 import pandas as pd
 
 from cpt_core.analysis.groups import title_of
+from cpt_core.analysis.metrics import counted
 
 # colour-blind safe (Okabe and Ito)
-COLORS = {"large": "#D55E00", "medium": "#009E73", "small": "#0072B2", "static": "#222222"}
+COLORS = {"large": "#D55E00", "medium": "#009E73", "small": "#0072B2", "static": "#222222", "own": "#CC79A7"}
 
 LABELS = {
     "relative_cost": "training cost relative to static q_max (BitOps)",
@@ -37,12 +38,17 @@ def drawing(rows: int = 1, columns: int = 1, **options: Any) -> Iterator[tuple[A
     The figure is closed, so that a notebook shows it once: as the value of its cell.
     """
     with plt.rc_context(STYLE):
-        figure, axes = plt.subplots(rows, columns, squeeze=False, **options)
+        figure, axes = plt.subplots(rows, columns, squeeze=False, layout="constrained", **options)
         try:
             yield figure, axes
-            figure.tight_layout()
         finally:
             plt.close(figure)
+
+
+def legend_below(figure: Any, ax: Any) -> None:
+    """Put the legend of one of several alike axes below all of them, where it hides nothing."""
+    handles, labels = ax.get_legend_handles_labels()
+    figure.legend(handles, labels, fontsize=8, loc="outside lower center", ncols=len(labels))
 
 
 def title(runs: pd.DataFrame, what: str = "") -> str:
@@ -53,8 +59,3 @@ def title(runs: pd.DataFrame, what: str = "") -> str:
     warning = "smoke scale: not a result. " if runs["scale"].iloc[0] == "smoke" else ""
     named = title_of(runs).replace("$", r"\$")
     return f"{warning}{named}{what}, {counted(runs['seed'].nunique(), 'seed')}"
-
-
-def counted(n: int, word: str) -> str:
-    """Return a number and a word, in the plural where it needs one."""
-    return f"{n} {word}" + "s" * (n != 1)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import os
 import zipfile
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -72,7 +73,7 @@ def fingerprint_of(paths: Iterable[Path]) -> str:
     for source in paths:
         for path in [source] if source.is_file() else sorted(p for p in source.rglob("*") if p.is_file()):
             found, stat = True, path.stat()
-            digest.update(f"{path.relative_to(source.parent)}\0{stat.st_size}\0{stat.st_mtime_ns}\n".encode())
+            digest.update(os.fsencode(f"{path.relative_to(source.parent)}\0{stat.st_size}\0{stat.st_mtime_ns}\n"))
     return digest.hexdigest()[:16] if found else ""
 
 

@@ -1,7 +1,7 @@
 """The tasks, by name; each is imported when it is asked for, so that a text run needs no torchvision.
 
->>> sorted(TASKS)
-['detection', 'entailment', 'graph', 'image', 'language_model']
+>>> TASKS["image"].metric
+'accuracy'
 """
 
 from __future__ import annotations

@@ -115,7 +115,7 @@ def test_smoke_runs_do_not_count_and_paper_rows_count_as_such():
     paper = by_arm(designs.quality_cost("paper", "cifar10", q_max=[8]), {"static 8": 0.9})
     e = entry(paper, "images_large")
     assert (e.verdict(True), e.verdict(False)) == (CONFIRMED, OPEN)
-    assert e.verdicts() == ("confirmed (1 confirmed)", "open (not run)")
+    assert e.verdicts() == ("confirmed (1 confirmed on cifar10)", "open (not run)")
 
 
 @pytest.mark.parametrize(("gap", "said"), [(0.01, CONFIRMED), (0.0, CONTRADICTED), (-0.01, CONTRADICTED)])

@@ -5,9 +5,8 @@ import pytest
 from jinja2 import UndefinedError
 from matplotlib.figure import Figure
 
-from cpt_core.analysis.metrics import METRICS, interval_text, intervals
+from cpt_core.analysis.metrics import METRICS, counted, interval_text, intervals
 from cpt_core.analysis.pages import Section, markdown, render, terminal
-from cpt_core.analysis.style import counted
 from cpt_core.experiments.recipe import Metric
 
 FRAME = pd.DataFrame({"arm": ["CR", "static 8"], "n": [3, 12]})

@@ -1,0 +1,258 @@
+"""The report as a reader meets it: order, headings, words, numbers that agree, arms of one's own, hostile names."""
+
+import base64
+import html
+import json
+import re
+
+import matplotlib.colors
+import pandas as pd
+import pytest
+from matplotlib.figure import Figure
+
+from cpt_core.analysis import claims, figures, groups, paper, predictors, quality_cost, report, runs, style
+from cpt_core.analysis.equal_cost import equal_cost_figure
+from cpt_core.experiments import designs
+from cpt_core.paths import ROOT, results_dir
+from cpt_core.schedules.schedule import FunctionSchedule
+from cpt_core.sweeps import stores
+from tests.helpers import row_of
+
+pytestmark = pytest.mark.filterwarnings("ignore::cpt_core.schedules.schedule.ShortCycleWarning")
+
+
+def plain(page):
+    """A page as text: no pictures, no tags."""
+    page = re.sub(r"src='data:[^']*'|<style>.*?</style>", "", page, flags=re.S)
+    return html.unescape(re.sub(r"<[^>]*>", " ", page))
+
+
+def written(rows, folder):
+    """The page about rows, as HTML."""
+    store = folder / "made_up.jsonl"
+    for row in rows:
+        stores.append_row(store, {"schema": stores.SCHEMA_VERSION, **row})
+    return report.write_report([store], folder / "page.html").read_text()
+
+
+def rows_of(specs, **changes):
+    return [{**row_of(spec, 0.5 + 0.01 * i), **changes} for i, spec in enumerate(specs)]
+
+
+@pytest.fixture(scope="module")
+def stored():
+    return runs.load(*sorted(results_dir().glob("*.jsonl")))
+
+
+@pytest.fixture(scope="module")
+def page(tmp_path_factory):
+    return report.write_report(
+        sorted(results_dir().glob("*.jsonl")), tmp_path_factory.mktemp("r") / "p.html"
+    ).read_text()
+
+
+@pytest.fixture
+def quick(monkeypatch):
+    """Pages without what does not depend on rows."""
+    monkeypatch.setattr(report, "GRIDS", {})
+    monkeypatch.setattr(report, "figure_2", Figure)
+
+
+# --- what stands where ----------------------------------------------------------------------------
+
+
+def test_verdicts_and_figures_come_first_and_what_was_not_run_last(page):
+    headings = [html.unescape(h) for h in re.findall(r"<h2[^>]*>([^<]*)</h2>", page)]
+    assert headings[0] == "Claims of the paper"
+    assert headings[1].startswith("mlp6 on scikit-learn digits, 8 x 8, 600 steps, 4 cycles")  # the most arms
+    place = {name: headings.index(name) for name in headings}
+    assert place["What predicts the quality of a schedule?"] < place["What has been run"]
+    assert place["What has been run"] < place["What has been run: not run"]
+    before, folded = page.split("What has been run: not run</h2>")
+    assert "<td>not run</td>" not in before
+    assert folded.lstrip().startswith("<details><summary>")
+    assert "cifar10/resnet74" in folded
+    links = re.findall(r'<a href="#(part-\d+)">([^<]*)</a>', page)
+    assert [html.unescape(name) for _, name in links] == headings
+    assert re.findall(r'<h2 id="(part-\d+)">', page) == [target for target, _ in links]
+
+
+def test_the_report_is_one_page_that_needs_nothing_else(page):
+    assert re.findall(r"(?:src|href)=['\"](?!data:|#)[^'\"]*", page) == []
+    assert not re.search(r"https?://|<script|@import|url\(", page)
+    images = re.findall(r"src='data:image/png;base64,([^']*)'", page)
+    # figure 2; quality and cost: four on images, two on detection, six on graphs (figure 5 for three), three on
+    # language; two on critical periods, three at equal cost, one of predictors
+    assert len(images) == 25 == len(re.findall(r"<img alt='[^']{15,}'", page))
+    assert all(base64.b64decode(i).startswith(b"\x89PNG") for i in images)
+    digits = runs.committed("image_digits", "image_digits_fresh")
+    network = digits[(digits.model == "mlp6") & (digits.q_min == 3) & (digits.arm == "CR")]
+    assert f"<td>{100 * network.accuracy.mean():.1f}</td>" in page
+    for words in (
+        "Critical learning periods: mlp6 on scikit-learn digits", "Equal cost: mlp6 on scikit-learn digits",
+        "92.23 %", "table 1, +-0.09", "Claims of the paper", "contradicted (", "confirmed, exact", "Pareto front",
+        "data/results/image_digits.jsonl",
+        "the authors choose it on the test set",
+    ):  # fmt: skip
+        assert words in page
+
+
+def test_a_report_of_nothing_says_so(quick, tmp_path):
+    assert "No rows are stored yet" in report.write_report([], tmp_path / "empty.html").read_text()
+
+
+def test_headings_differ(page, stored):
+    headings = re.findall(r"<h2[^>]*>([^<]*)</h2>", page)
+    assert len(set(headings)) == len(headings) > 30
+    specs = [s for lr in (0.1, 0.2) for s in designs.quality_cost("demo", schedules=["CR"], static=[8], lr=lr)]
+    parts = groups.quality_cost_groups(runs.table(rows_of(specs)))
+    names = [name for name, _ in groups.named(parts)]
+    assert len(set(names)) == len(parts) == 2
+    assert all(re.search(r", demo scale, recipe [0-9a-f]{8}$", name) for name in names)
+
+
+def test_words_are_explained_before_they_are_used(page):
+    text = plain(page)
+    explained = text[: text.index("Claims of the paper")]
+    for word in ("arm", "relative cost", "savings", "noise exposure", "mean of 4^-q", "32 x 32-bit", "n - 1"):
+        assert word in explained, word
+
+
+def test_one_is_singular_and_one_seed_has_no_deviation(page, quick, tmp_path):
+    specs = designs.quality_cost("paper", "cifar10", q_max=[8], schedules=["CR"], seeds=[0])
+    cost = designs.quality_cost("paper", "ptb", q_max=[8], schedules=["CR"], static=[], seeds=[0])
+    rows = rows_of(specs) + [{**row_of(s, 90.0, "perplexity"), "bitops": {"paper": 7e13}} for s in cost]
+    one = written(rows, tmp_path)
+    for text in (plain(page), plain(one)):
+        assert not re.search(r"nan\b", text)
+        assert not re.search(r"(?<![\d.,])1 (runs|effects|arms|seeds|lines)\b", text)
+    assert "7.00 (n = 1)" in plain(one)
+    numbers = paper.summary(runs.table(rows))["ours +- std"]
+    assert set(numbers) == {"not run", "7.00 (n = 1)"}
+
+
+def test_columns_that_say_nothing_are_left_out(page, quick, tmp_path):
+    assert "not in the paper" not in page.replace("ours, not in the paper", "").replace(
+        "one cost; not in the paper", ""
+    )
+    failed = rows_of(designs.quality_cost("demo", schedules=["CR", "RR"], static=[8], seeds=[0]))
+    failed[0] |= {"status": "diverged", "metrics": []}
+    assert "<th>diverged</th>" in written(failed, tmp_path)
+    assert "<th>diverged</th>" not in page.split("Critical learning periods")[0]
+
+
+# --- one number, one interval ---------------------------------------------------------------------
+
+
+def test_report_ledger_and_notebook_show_one_interval_for_a_correlation(page, stored):
+    correlations = [claim for claim in claims.claims() if claim.measure == "correlation"]
+    ledger = "\n".join(line for claim in correlations for line in claims.judge(claim, stored).evidence())
+    cells = json.loads((ROOT / "notebooks" / "08_choosing_a_schedule.ipynb").read_text())["cells"]
+    printed = "".join("".join(out.get("text", [])) for cell in cells for out in cell.get("outputs", []))
+    notebook = printed[printed.index("all seeds\n") : printed.index("fresh seeds\n")]
+    text, found = plain(page), predictors.predictors_by_title(stored)
+    assert len(found) == ledger.count("rank correlation") == len(re.findall(" cost +[+-]", notebook)) == 5
+    for frame in found.values():
+        r = frame.set_index("predictor").loc["relative_cost"]
+        number = f"{r.strength:+.2f} [{r.low:+.2f}, {r.high:+.2f}]"
+        assert f"{r.arms} arms, {r.seeds} seeds: {number}" in ledger
+        assert f"cost {number}, noise exposure" in text  # under its figure
+        assert text.count(number) >= 3  # there, in the ledger, in the table of predictors
+        assert re.search(rf" cost +{re.escape(number)}", notebook)
+
+
+def test_experiments_of_one_title_are_all_judged():
+    specs = [s for n in (4, 8) for s in designs.quality_cost("demo", static=[8], seeds=[0, 1], n_cycles=n)]
+    found = predictors.predictors_by_title(runs.table(rows_of(specs)))
+    assert len(found) == 2
+    assert len(set(predictors.summary(runs.table(rows_of(specs))).experiment)) == 2
+
+
+# --- arms of one's own ----------------------------------------------------------------------------
+
+
+def with_an_own_arm(specs):
+    """Specs, and for every seed one that is called "mine"."""
+    from dataclasses import replace
+
+    own = {}
+    for spec in specs:
+        curve = FunctionSchedule(lambda u: 3 + 5 * u, total_steps=spec.recipe.steps)
+        own[spec.recipe, spec.seed] = replace(spec, schedule=curve, arm="mine")
+    return [*specs, *own.values()]
+
+
+def test_an_own_arm_has_a_colour_and_a_name():
+    specs = with_an_own_arm(designs.quality_cost("demo", static=[2, 8], seeds=[0, 1]))
+    figure = figures.figure_3(runs.table(rows_of(specs)), xs=("relative_cost", "noise_exposure"), front=True)
+    assert "mine" in {t.get_text() for t in figure.axes[0].texts}
+    assert "own schedule" in {t.get_text() for t in figure.legends[0].get_texts()}
+    drawn = {matplotlib.colors.to_hex(line.get_color()).upper() for line in figure.axes[0].lines}
+    assert style.COLORS["own"] in drawn
+    assert len(set(style.COLORS.values())) == len(style.COLORS)
+
+
+@pytest.mark.parametrize(
+    ("specs", "draw"),
+    [
+        (lambda: designs.quality_cost("demo", seeds=[0, 1]), figures.figure_3),
+        (lambda: designs.aggregation("demo", seeds=[0, 1]), figures.figure_5),
+        (lambda: designs.deficit_scan("demo", seeds=[0, 1]), figures.figure_8),
+        (lambda: designs.equal_cost("demo", seeds=[0, 1]), equal_cost_figure),
+    ],
+)
+def test_every_figure_is_drawn_with_an_own_arm(specs, draw, tmp_path):
+    rows = rows_of(with_an_own_arm(specs()), title="made up")
+    for row in rows:
+        row["evaluations"] = [{"step": s, "valid": {"accuracy": 0.5}, "test": {"accuracy": 0.5}} for s in (1, 2)]
+    table = runs.table(rows)
+    drawn = draw(table[table["kind"] == "deficit"] if draw is figures.figure_8 else table)
+    drawn.savefig(tmp_path / "x.png")
+    assert (tmp_path / "x.png").stat().st_size > 5_000
+
+
+def test_legends_lie_over_no_point():
+    specs = designs.quality_cost("demo", seeds=[0, 1])
+    figure = figures.figure_3(runs.table(rows_of(specs)), xs=("relative_cost", "noise_exposure"), front=True)
+    figure.draw_without_rendering()
+    (legend,) = figure.legends
+    box = legend.get_window_extent()
+    assert figure.bbox.x0 <= box.x0 < box.x1 <= figure.bbox.x1
+    assert figure.bbox.y0 <= box.y0
+    assert all(box.y1 < ax.get_window_extent().y0 for ax in figure.axes)
+
+
+# --- what others wrote ----------------------------------------------------------------------------
+
+HOSTILE = "<script>alert('x')</script>&\""
+
+
+def test_what_rows_say_is_text_on_the_page(quick, tmp_path):
+    from dataclasses import replace
+
+    specs = [replace(s, arm=HOSTILE) if s.arm == "CR" else s for s in designs.quality_cost("demo", seeds=[0, 1, 2])]
+    bad = {"title": HOSTILE, "error": HOSTILE, "device": HOSTILE}
+    rows = [{**row, **bad} for row in rows_of(specs)]
+    for row in rows:
+        row["provenance"] = {**row["provenance"], "versions": {"torch": HOSTILE}}
+    shown = written(rows, tmp_path)
+    assert HOSTILE not in shown
+    assert "<script>" not in shown
+    assert html.unescape(shown).count(HOSTILE) > 10  # headings, arms, evidence, stores
+    evidence = re.search(r"<details><summary>1 effect</summary><ul><li>([^\n]*)</li>", shown.split("trades quality")[1])
+    assert html.escape(HOSTILE, quote=False).split("&amp;")[0] in evidence[1].replace("&#39;", "'")
+
+
+@pytest.mark.parametrize("start", ["=", "+", "-", "@", "\t", "\r"])
+def test_text_in_a_csv_file_is_no_formula(start, tmp_path):
+    specs = designs.quality_cost("demo", schedules=["CR"], static=[8], seeds=[0])
+    rows = rows_of(specs, title=f"{start}1+1", error="a = b")
+    rows[0]["metrics"].append({**rows[0]["metrics"][0], "name": f"{start}m", "value": -0.25})
+    frame = runs.table(rows).drop(columns="evaluations")
+    runs.write_csv(frame, tmp_path / "x.csv")
+    read = pd.read_csv(tmp_path / "x.csv", lineterminator="\n")
+    assert read.title.tolist() == [f"'{start}1+1"] * 2
+    assert read.error.tolist() == ["a = b"] * 2
+    assert read[f"'{start}m"].iloc[0] == -0.25  # numbers stay numbers
+    assert frame.title.tolist() == [f"{start}1+1"] * 2  # the table itself is as it was
+    assert quality_cost.by_arm(frame)["n"].tolist() == [1, 1]
