@@ -19,6 +19,7 @@ from matplotlib.figure import Figure
 from cpt_core.analysis import schedules
 from cpt_core.analysis.pages import terminal
 from cpt_core.analysis.style import drawing
+from cpt_core.experiments.recipe import is_own
 from cpt_core.paths import results_dir
 from cpt_core.schedules.make import make_schedule
 from cpt_core.schedules.profiles import SUITE
@@ -93,6 +94,24 @@ def in_band(name: str, value: float) -> None:
     if not band["low"] <= value <= band["high"]:
         raise AssertionError(f"{name} = {value:.4f} lies outside its band {band['low']:.4f}..{band['high']:.4f}")
     print(f"{name}: inside the band of {len(band['values'])} seeds")
+
+
+def finding(statement: str, holds: pd.Series, runs: pd.DataFrame, dataset: str) -> None:
+    """Print whether a statement holds for every run; where it must, on data that is not your own, assert it.
+
+    Args:
+        statement: such as "every run finished".
+        holds: whether it does, run by run.
+        runs: a line per run, with ``arm`` and ``seed``.
+        dataset: what they were trained on.
+
+    Raises:
+        AssertionError: on a known data set, naming the runs for which it does not hold.
+    """
+    against = ", ".join(f"{run.arm} seed {run.seed}" for run in runs[~holds].itertuples())
+    if against and not is_own(dataset):
+        raise AssertionError(f"{statement}: not so in {against}")
+    print(f"{statement}: {f'not so in {against}' if against else 'yes'}")
 
 
 def bits_as_text(bits: Any, points: int = 32) -> str:

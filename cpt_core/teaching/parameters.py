@@ -106,6 +106,9 @@ class Parameters:
 
         Args:
             specs: of one task; none are an empty table.
+
+        Raises:
+            RuntimeError: when runs failed: how many, and the reason of the first.
         """
         if not specs:
             return table([])
@@ -114,7 +117,13 @@ class Parameters:
         smoke = self.scale == "smoke"
         workers = 0 if smoke else self.values.get("workers")
         store = self.store.with_name(f"{specs[0].recipe.task}.jsonl")
-        return tuned(table(run_grid(specs, store, workers=workers, progress=not smoke)))
+        runs = table(run_grid(specs, store, workers=workers, progress=not smoke))
+        if len(failed := runs[runs.status == "failed"]):
+            first = failed.iloc[0]
+            reason = first.error.strip().splitlines()[-1]
+            which = f"{first.arm} seed {first.seed}"
+            raise RuntimeError(f"{len(failed)} of {len(runs)} runs failed, {which} with: {reason}")
+        return tuned(runs)
 
 
 def check_parameters(task: str = "image", /, **given: Any) -> Parameters:

@@ -5,6 +5,7 @@ import re
 from pathlib import Path
 
 import nbformat
+import pandas as pd
 import pytest
 
 import cpt_core as cpt
@@ -92,3 +93,13 @@ def test_bands_reject_what_lies_outside(capsys):
     assert capsys.readouterr().out == "smoke accuracy of ER: inside the band of 12 seeds\n"
     with pytest.raises(AssertionError, match="outside its band"):
         exercises.in_band("smoke accuracy of ER", 0.35)
+
+
+def test_what_must_hold_is_a_finding_on_data_of_ones_own(capsys):
+    runs = pd.DataFrame({"arm": ["CR", "RR"], "seed": [0, 1], "first_loss": [2.0, 2.0], "last_loss": [1.0, 3.0]})
+    fell = runs.last_loss < runs.first_loss
+    exercises.finding("the loss fell", fell, runs, "my-images/")
+    exercises.finding("the loss fell", fell[:1], runs[:1], "digits")
+    assert capsys.readouterr().out == "the loss fell: not so in RR seed 1\nthe loss fell: yes\n"
+    with pytest.raises(AssertionError, match="the loss fell: not so in RR seed 1"):
+        exercises.finding("the loss fell", fell, runs, "digits")

@@ -158,3 +158,12 @@ def test_bands_have_controls_that_fail():
         assert all(band["low"] <= v <= band["high"] for v in band["values"]), name
         assert band["control"], name
         assert not any(band["low"] <= v <= band["high"] for v in band["control"]), name
+
+
+def test_what_is_said_of_runs_is_said_in_words(book):
+    """On data of one's own no training need go well: only what is true of any data is asserted, with its reason."""
+    for cell in code_cells(book):
+        for node in ast.walk(ast.parse(cell.source)):
+            if isinstance(node, ast.Assert) and "runs" in ast.unparse(node.test):
+                assert node.msg is not None, cell.source
+                assert not re.search(r"loss|status", ast.unparse(node.test)), cell.source

@@ -66,3 +66,13 @@ def test_the_rate_is_chosen(monkeypatch):
 def test_a_table_is_printed(capsys):
     show(check_parameters(scale="smoke").run([])[["arm", "seed"]])
     assert capsys.readouterr().out == "arm  seed\n"
+
+
+def test_failed_runs_are_told_in_one_line(monkeypatch):
+    specs = designs.quality_cost("smoke", schedules=["CR", "RR"], static=[], seeds=[0])
+    failed = {"status": "failed", "error": "Traceback (most recent call last):\n  ...\nValueError: no such thing\n"}
+    rows = [{**stores.describe(s), "status": "ok", "metrics": []} for s in specs]
+    rows[1] |= failed
+    monkeypatch.setattr(sweep, "run_grid", lambda *given, **options: rows)
+    with pytest.raises(RuntimeError, match=r"^1 of 2 runs failed, RR seed 0 with: ValueError: no such thing$"):
+        check_parameters(scale="smoke").run(specs)
