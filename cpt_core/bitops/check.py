@@ -14,9 +14,9 @@ from __future__ import annotations
 
 import warnings
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -24,8 +24,11 @@ import torch
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils.flop_counter import flop_registry
 
+from cpt_core.bitops.copies import tensors_in
+from cpt_core.bitops.macs import ATTENTION, PRODUCTS
+from cpt_core.bitops.plan import count_bitops
+from cpt_core.bitops.products import name_of, products_of
 from cpt_core.quantization.convert import layer_precisions
 from cpt_core.quantization.coverage import QuantizationWarning
 from cpt_core.quantization.precision import HALF
@@ -35,7 +38,7 @@ BITS = 8  # any number would do: what is watched is whether an operand was round
 
 
 @dataclass(frozen=True)
-class Product:
+class Executed:
     """The products of one kind that a layer executed in one step.
 
     Attributes:
@@ -65,13 +68,13 @@ class Check:
             product, or with others besides, each with the module that used it in float32; "?" where a tensor was made
             from the weight first.
         unused: layers that took no part in the step.
-        mispriced: layer -> (MACs executed, MACs that ``count_bitops`` prices) where they differ in the forward pass.
+        mispriced: layer -> (MACs executed, MACs that ``count_bitops`` prices) of the forward pass, where they differ.
     """
 
-    products: tuple[Product, ...]
+    products: tuple[Executed, ...]
     bypassed: Mapping[str, str]
-    unused: tuple[str, ...] = ()
-    mispriced: Mapping[str, tuple[int, int]] = field(default_factory=dict)
+    unused: tuple[str, ...]
+    mispriced: Mapping[str, tuple[int, int]]
 
     @property
     def ok(self) -> bool:
@@ -79,7 +82,7 @@ class Check:
         return not self.bypassed and not self.mispriced
 
     @property
-    def float32(self) -> list[Product]:
+    def float32(self) -> list[Executed]:
         """The products of the forward pass that ran unquantised, the largest first."""
         return sorted((p for p in self.products if not p.backward and not p.quantized), key=lambda p: -p.macs)
 
@@ -129,7 +132,7 @@ def check(model: nn.Module, inputs: tuple[Any, ...]) -> Check:
         with warnings.catch_warnings(), watch.modules(model), watch:
             warnings.simplefilter("ignore", QuantizationWarning)  # the answer says it, and the summary from now on
             used = _step(model, inputs, watch)
-    products = tuple(Product(*key, macs) for key, macs in watch.macs.items())
+    products = tuple(Executed(*key, macs) for key, macs in watch.macs.items())
     ran = {p.layer for p in products if p.quantized and not p.backward}
     plain = {p.layer: p.layer for p in products if not p.quantized}
     read = {parameter: p.layer for p in products if not p.backward for parameter in p.reads}
@@ -143,7 +146,20 @@ def check(model: nn.Module, inputs: tuple[Any, ...]) -> Check:
             bypassed[name] = "?"
         elif name not in ran:
             unused.append(name)
-    return Check(products, bypassed, tuple(unused))
+    return Check(products, bypassed, tuple(unused), _mispriced(model, inputs, products))
+
+
+def _mispriced(model: nn.Module, inputs: tuple[Any, ...], products: Sequence[Executed]) -> dict[str, tuple[int, int]]:
+    """Compare the MACs of the forward pass, layer by layer, with the plan that prices every operation by itself."""
+    ran: Counter[str] = Counter()
+    for p in products:
+        ran[p.layer] += 0 if p.backward else p.macs
+    plan = count_bitops(model, inputs, convention="per_op").macs
+    named = {layer: [layer, *(f"{layer} ({part})".lstrip() for part in (ATTENTION, PRODUCTS))] for layer in ran}
+    priced = {layer: sum(plan.get(name, 0) for name in names) for layer, names in named.items()}
+    known = {name for names in named.values() for name in names}
+    more = {name: (0, macs) for name, macs in plan.items() if name.endswith(f"({PRODUCTS})") and name not in known}
+    return {layer: (ran[layer], macs) for layer, macs in priced.items() if ran[layer] != macs} | more
 
 
 def _own_parameters(model: nn.Module, layer: str) -> set[str]:
@@ -157,7 +173,7 @@ def _own_parameters(model: nn.Module, layer: str) -> set[str]:
 
 def _step(model: nn.Module, inputs: tuple[Any, ...], watch: _Watch) -> set[str]:
     """Run forward and backward; return the names of the parameters that took part."""
-    outputs = [y for y in _tensors(model(*inputs)) if y.requires_grad]
+    outputs = [y for y in _floating(model(*inputs)) if y.requires_grad]
     if not outputs:
         return set()
     watch.backward = True
@@ -203,18 +219,18 @@ class _Watch(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
-        name = func._schema.name.removeprefix("aten::")
-        if func.overloadpacket in flop_registry:
-            self._product(func, name, args, kwargs or {}, out)
+        if found := products_of(func, args, kwargs or {}, out):
+            self._product(name_of(func), args, sum(product.macs for product in found))
         else:
-            self._follow(name.removesuffix("_"), name.endswith("_"), args, out)
+            self._follow(func, args, out)
         return out
 
-    def _product(self, func: Any, name: str, args: Any, kwargs: Any, out: Any) -> None:
+    def _product(self, name: str, args: Any, macs: int) -> None:
         operands = [a for a in args if isinstance(a, Tensor)]
-        operands = operands[1:] if name in ("addmm", "baddbmm") else operands
-        if "convolution" in name and not name.endswith("backward"):
-            operands = operands[:2]  # without the bias
+        if name in _ADDS:
+            operands = operands[1:]
+        elif name in _BIASED:
+            operands = operands[:2]
         keys = [_storage(a) for a in operands]
         known = [self._layer_of[k] for k in keys if k in self._layer_of]
         layer = self._path[-1] if self._path else known[0] if known else ""
@@ -222,18 +238,18 @@ class _Watch(TorchDispatchMode):
             self._layer_of |= dict.fromkeys((k for k in keys if k is not None), layer)
         quantized = all(map(self.on_grid, operands))
         reads = tuple(self._parameters[k] for k in keys if k in self._parameters)
-        macs = int(flop_registry[func.overloadpacket](*args, **kwargs, out_val=out)) // 2
         self.macs[layer, name, self.backward, quantized, reads] += macs
 
     def on_grid(self, operand: Tensor) -> bool:
         """Whether an operand of a product is quantised."""
         return _storage(operand) in self._rounded and operand.dtype not in HALF
 
-    def _follow(self, name: str, in_place: bool, args: Any, out: Any) -> None:
-        target = next((_storage(t) for t in _tensors(out)), None)
+    def _follow(self, func: Any, args: Any, out: Any) -> None:
+        name, in_place = name_of(func), func._schema.name.endswith("_")
+        target = next(map(_storage, _floating(out)), None)
         if target is None:
             return
-        sources = [k for a in _tensors(args) if (k := _storage(a)) is not None]
+        sources = [k for a in _floating(args) if (k := _storage(a)) is not None]
         if name == "round":
             self._rounded.add(target)
         elif name in _MOVES:
@@ -245,6 +261,9 @@ class _Watch(TorchDispatchMode):
         elif in_place and name not in _SCALES:
             self._rounded.discard(target)
 
+
+_ADDS = ("addmm", "baddbmm", "addbmm", "addmv", "_addmm_activation")  # the first operand is added to the product ...
+_BIASED = ("convolution", "linear", "torchvision::deform_conv2d")  # ... or the third
 
 # what moves values without changing them (to a wider type at most: products in half precision do not count) ...
 _MOVES = frozenset(
@@ -261,12 +280,8 @@ def _storage(x: Tensor) -> StorageWeakRef | None:
         return None
 
 
-def _tensors(value: Any) -> list[Tensor]:
-    if isinstance(value, Tensor):
-        return [value] if value.is_floating_point() else []
-    if isinstance(value, Mapping):
-        return _tensors(tuple(value.values()))
-    return [t for v in value for t in _tensors(v)] if isinstance(value, (tuple, list)) else []
+def _floating(value: Any) -> list[Tensor]:
+    return [t for t in tensors_in(value) if t.is_floating_point()]
 
 
 @contextmanager

@@ -118,10 +118,18 @@ def _fast_path(*weights: int) -> Count:
     return count
 
 
+def _recurrent(args: tuple[Any, ...], out: Any) -> Iterator[Product]:
+    """A fused recurrent layer, one direction (oneDNN's) or all of them (cuDNN's): every row meets every weight."""
+    x, first, second = args[:3]
+    weights = [w for w in first if w.dim() == 2] if isinstance(first, (tuple, list)) else [first, second]
+    yield _product(x.numel() // x.shape[-1] * sum(w.numel() for w in weights), x, weights[0])
+
+
 OWN: dict[str, Count] = {
     **dict.fromkeys(("mm", "bmm", "mv", "dot", "vdot", "_int_mm"), _times_columns(0)),
     **dict.fromkeys(("addmm", "baddbmm", "addbmm", "addmv", "_addmm_activation", "_sparse_addmm"), _times_columns(1)),
     "_grouped_mm": _grouped,
+    **dict.fromkeys(("mkldnn_rnn_layer", "_cudnn_rnn", "miopen_rnn"), _recurrent),
     "linear": _linear,
     "_trilinear": _bilinear,
     "torchvision::deform_conv2d": _deformable,

@@ -9,6 +9,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from cpt_core.bitops.check import check
+from cpt_core.bitops.macs import MACS
 from cpt_core.quantization.convert import QuantConfig, quantize_
 from cpt_core.quantization.precision import LayerPrecision
 from cpt_core.quantization.scheduler import PrecisionScheduler, precision
@@ -85,6 +86,14 @@ def test_gradients_that_are_not_quantised_are_found(monkeypatch, q_grad):
     found = check(quantize_(small()), (pictures(),))
     assert found.ok == (q_grad == "kept")
     assert all(p.quantized == (q_grad == "kept") for p in found.products if p.backward)
+
+
+def test_a_plan_that_prices_other_products_than_run_is_found(monkeypatch):
+    monkeypatch.setitem(MACS, nn.Linear, lambda module, inputs, y: y.numel())
+    found = check(quantize_(small()), (pictures(),))
+    assert found.mispriced == {"5": (len(pictures()) * 64 * 5, len(pictures()) * 5)}
+    assert not found.ok
+    assert "executed and priced MACs differ: 5: " in str(found)
 
 
 def test_rounding_that_is_undone_is_found(monkeypatch):
