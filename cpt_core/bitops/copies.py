@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence
 
 from cpt_core.graphs.graph import Graph
+from cpt_core.quantization.coverage import forget_first_pass
 from cpt_core.quantization.precision import LayerPrecision
 
 
@@ -31,6 +32,7 @@ def shadow_of(model: nn.Module, meta: bool) -> nn.Module:
             "model keeps from an earlier forward pass, or count while it trains, with BitOpsLedger"
         ) from problem
     for module in shadow.modules():
+        forget_first_pass(module)  # the model itself will say it when it trains
         if isinstance(module, LayerPrecision):
             module.set_bits(None, None)
     return shadow.to("meta") if meta else shadow

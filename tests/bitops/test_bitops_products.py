@@ -31,6 +31,9 @@ from cpt_core.quantization.scheduler import PrecisionScheduler
 from cpt_core.schedules.make import make_schedule
 from cpt_core.schedules.schedule import FunctionSchedule
 
+# that some of these stay in float32 is what they are here for
+pytestmark = pytest.mark.filterwarnings("ignore::cpt_core.QuantizationWarning")
+
 SMALL = {"vocab_size": 50, "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 24}
 WINDOWS = ([4, 4], 8, [2, 2], [2, 2], [4, 4])
 DISENTANGLED = {"relative_attention": True, "pos_att_type": ["p2c", "c2p"], "position_buckets": 8}

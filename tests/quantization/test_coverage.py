@@ -10,6 +10,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
+from cpt_core.bitops.plan import count_bitops
 from cpt_core.quantization.convert import QuantConfig, quantize_, restore_
 from cpt_core.quantization.coverage import QuantizationWarning
 from cpt_core.quantization.precision import HALF
@@ -60,6 +61,13 @@ def test_what_is_called_is_not_named():
         with precision(model, bits):
             model(torch.ones(2, 4))
         assert len(summary(model).quantized) == 4
+
+
+def test_counting_leaves_the_word_to_training():
+    model = quantize_(Past("child"))
+    assert count_bitops(model, (torch.ones(2, 4),)).forward_macs == 32
+    with precision(model, 4), pytest.warns(QuantizationWarning, match="did not call"):
+        model(torch.ones(2, 4))
 
 
 def test_restoring_takes_the_watch_away():
