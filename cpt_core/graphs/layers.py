@@ -29,8 +29,11 @@ Features = Tensor | tuple[Tensor, Tensor]  # (S, I), or those of sources and des
 class Precision(Protocol):
     """What a layer asks before it uses an operand and after it made an output; ``LayerPrecision`` has it."""
 
-    bits: int | None
     quantizers: dict[str, Any]
+
+    @property
+    def bits(self) -> int | None:
+        """Forward bits; None for float32."""
 
     def operand(self, role: str, x: Tensor) -> Tensor:
         """Return an operand as it enters the product or the sum."""

@@ -154,13 +154,24 @@ def quantize_(
 
 
 def restore_(model: nn.Module) -> nn.Module:
-    """Undo ``quantize_``: the original classes again, the same parameters; ValueError when nothing is converted."""
-    converted = [m for m in model.modules() if isinstance(m, QuantizedLayer)]
+    """Undo ``quantize_``: the original classes again, the same parameters.
+
+    Raises:
+        ValueError: when nothing is converted, or something has changed the class of a converted layer since, as a
+            parametrisation does; the model is unchanged then.
+    """
+    converted = {name: m for name, m in model.named_modules() if isinstance(m, QuantizedLayer)}
     if not converted:
         raise ValueError("the model has no quantised layers")
+    for name, module in converted.items():
+        if "FLOAT" not in vars(type(module)):  # quantize_ did not make it
+            raise ValueError(
+                f"layer {name!r} was made a {type(module).__name__} after quantize_; undo that first "
+                "(a parametrisation with torch.nn.utils.parametrize.remove_parametrizations)"
+            )
     for module in model.modules():
         forget_first_pass(module)
-    for layer in converted:
+    for layer in converted.values():
         layer.to_float()
     return model
 

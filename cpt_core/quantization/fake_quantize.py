@@ -6,7 +6,8 @@
 [0.0, 0.0, 1.0]
 
 The hot path. Scales are float32, results keep the input's dtype; NaN and infinity propagate, so that loss scalers see
-them.
+them. Gradients of gradients (``create_graph=True``) take every rounding as the identity, that of gradients too; the
+LSTM alone refuses them.
 """
 
 from __future__ import annotations
@@ -17,7 +18,15 @@ import torch
 from torch import Tensor
 
 from cpt_core.quantization.noise import LongNoise, NoisePool, hash_noise
-from cpt_core.quantization.quantizers import IDENTITY_BITS, Quantizer, check_bits, in_parts, quantizer_of, rows_of_part
+from cpt_core.quantization.quantizers import (
+    IDENTITY_BITS,
+    Quantizer,
+    check_bits,
+    check_floating,
+    in_parts,
+    quantizer_of,
+    rows_of_part,
+)
 
 MIN_SCALE = 1e-8  # smallest step of a grid; a constant tensor has range 0 and comes back unchanged
 
@@ -98,12 +107,14 @@ class _StraightThrough(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, low: Tensor, width: Tensor, levels: Tensor, clip: bool) -> Tensor:
-        return round_to_grid(x, low, width, levels, None, clip)
+    def forward(
+        ctx: Any, x: Tensor, low: Tensor, width: Tensor, levels: Tensor, noise: Tensor | LongNoise | None, clip: bool
+    ) -> Tensor:
+        return round_to_grid(x, low, width, levels, noise, clip)
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None, None]:
-        return gradient, None, None, None, None
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None, None, None]:
+        return gradient, None, None, None, None, None
 
 
 def straight_through(x: Tensor, low: Tensor, width: Tensor, levels: Tensor, clip: bool = False) -> Tensor:
@@ -111,7 +122,7 @@ def straight_through(x: Tensor, low: Tensor, width: Tensor, levels: Tensor, clip
 
     Paper: figure 1. The gradient passes unchanged everywhere, also for clipped values.
     """
-    return _StraightThrough.apply(x, low, width, levels, clip)
+    return _StraightThrough.apply(x, low, width, levels, None, clip)
 
 
 def quantize(x: Tensor, bits: int, quantizer: Quantizer | str = "conv_input") -> Tensor:
@@ -123,8 +134,9 @@ def quantize(x: Tensor, bits: int, quantizer: Quantizer | str = "conv_input") ->
         quantizer: a ``Quantizer`` or a role of ``QUANTIZERS``; its rounding and running range play no part here.
 
     Raises:
-        ValueError: for an unknown role or bits outside 1..32.
+        ValueError: for an unknown role, bits outside 1..32, or a tensor of integers, booleans or complex numbers.
     """
+    check_floating(x)
     quantizer = quantizer_of(quantizer)
     check_bits("bits", bits)
     if bits >= IDENTITY_BITS or x.numel() == 0:
@@ -164,7 +176,9 @@ def round_gradient(
             assert pool is not None
             long = gradient.numel() > NoisePool.SIZE
             noise = pool.draw_long(gradient) if long else pool.draw(gradient)
-    return round_to_grid(gradient, low, width, levels, noise, quantizer.clips)
+    # with create_graph=True the gradient has one of its own, which passes the rounding
+    rounded = _StraightThrough.apply if gradient.requires_grad else round_to_grid
+    return rounded(gradient, low, width, levels, noise, quantizer.clips)
 
 
 def quantize_gradient(

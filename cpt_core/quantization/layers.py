@@ -71,7 +71,7 @@ class QuantizedLayer:
         """Raise ValueError for a module of class ``FLOAT`` that must not silently stay in float32."""
 
     def to_float(self) -> None:
-        """Undo ``from_float``, in place."""
+        """Undo ``from_float``, in place; only for exactly this class, see ``restore_``."""
         del self.precision
         self.__class__ = self.FLOAT  # type: ignore[assignment]
 

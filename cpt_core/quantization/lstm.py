@@ -32,7 +32,7 @@ from torch.nn.utils.rnn import PackedSequence
 from cpt_core.quantization.fake_quantize import round_to_grid, straight_through
 from cpt_core.quantization.layers import QuantizedLayer
 from cpt_core.quantization.precision import LayerPrecision
-from cpt_core.quantization.quantizers import Quantizer, Range, per_channel
+from cpt_core.quantization.quantizers import Quantizer, Range, check_floating, per_channel
 
 State = tuple[Tensor, Tensor]
 
@@ -63,9 +63,8 @@ class _Steps:
         found = p.running_range(self.role)
         if found is not None:
             return round_to_grid(h, *found, p.levels, None, clip=True)
-        quantizer = p.quantizers[self.role]
-        self.ranges.append(quantizer.range_of(h))
-        return round_to_grid(h, *self.ranges[-1], p.levels, None, quantizer.clips)
+        self.ranges.append(p.quantizers[self.role].range_of(h))
+        return round_to_grid(h, *p.or_running(self.role, *self.ranges[-1]), p.levels, None, p.clips(self.role))
 
 
 class _Recurrence(torch.autograd.Function):
@@ -181,6 +180,8 @@ class QuantLSTM(QuantizedLayer, nn.LSTM):
         packed = input if isinstance(input, PackedSequence) else None
         x = input if packed is None else packed.data
         assert isinstance(x, Tensor)
+        for tensor in (x, *(hx or ())):
+            check_floating(tensor)  # the result would be cut to its dtype
         dtype = torch.promote_types(x.dtype, torch.float32)
         alone = packed is None and x.dim() == 2  # one sequence without a batch
         if packed is None:
@@ -269,8 +270,9 @@ class QuantLSTM(QuantizedLayer, nn.LSTM):
             return straight_through(x, low, width, p.levels, quantizer.clips)
         if quantizer.running and self.training:
             p.track(role, *(part.flip(0) if cell.endswith("_reverse") else part for part in (low, width)))
+        low, width = p.or_running(role, low, width)
         low, width = (part.repeat_interleave(counts, output_size=len(x)).unsqueeze(1) for part in (low, width))
-        return straight_through(x, low, width, p.levels, quantizer.clips)
+        return straight_through(x, low, width, p.levels, p.clips(role))
 
     def _gradient(self, y: Tensor, sizes: tuple[int, ...]) -> Tensor:
         """Quantise the gradient of the input product, (N, 4 H), step by step."""

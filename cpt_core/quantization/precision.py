@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any, Self
+from typing import Self
 
 import torch
 from torch import Tensor, nn
@@ -11,11 +11,12 @@ from torch import Tensor, nn
 from cpt_core.checks import choose
 from cpt_core.quantization.fake_quantize import levels_of, quantize_gradient, round_gradient, straight_through
 from cpt_core.quantization.noise import NoisePool
-from cpt_core.quantization.quantizers import IDENTITY_BITS, Quantizer, Range, check_bits
+from cpt_core.quantization.quantizers import IDENTITY_BITS, Quantizer, Range, check_bits, check_floating
 
 RUNNING_DECAY = 0.9  # weight of the old value; torch's BatchNorm counts its momentum the other way round
 RUNNING_STARTS = ("corrected", "zero")
 HALF = (torch.float16, torch.bfloat16)  # 11 and 8 significant bits: a grid of 8 bits does not survive them
+Bits = tuple[int | None, int | None]  # forward and gradient bits; None is float32
 
 
 class LayerPrecision(nn.Module):
@@ -33,14 +34,17 @@ class LayerPrecision(nn.Module):
         running_start: "corrected" divides a running range by the weight it has gathered, so that the first
             evaluations are right; "zero" is the authors' rule, which starts at 0 and does not.
 
-    The numbers live in 0-d non-persistent buffers that are filled in place: a change of bits recompiles nothing and
-    adds no ``state_dict`` key. ``bits`` and ``q_grad`` are the same numbers for Python: None means float32.
+    ``in_force`` alone says what the bits are. The products read ``levels`` and ``grad_levels``, 0-d tensors that are
+    filled from it in place, so that a change of bits recompiles nothing. They are no buffers: what copies, averages or
+    broadcasts the buffers of a model (``AveragedModel``, ``functional_call``, DDP) would change the grid behind the
+    bits. Running ranges and the key of compiled noise are buffers; none is in the ``state_dict``.
+
+    Copies (``deepcopy``, pickle, ``AveragedModel``) keep the bits in force when they were made and are driven by no
+    scheduler: use them inside ``precision(copy, ...)`` or give them a ``PrecisionScheduler`` of their own.
 
     Differs: running ranges are bias-corrected by default.
     """
 
-    levels: Tensor
-    grad_levels: Tensor
     noise_key: Tensor
 
     def __init__(
@@ -52,34 +56,53 @@ class LayerPrecision(nn.Module):
         self.quantizers = dict(quantizers)
         self.noise = noise
         self.corrected = running_start == "corrected"
-        self.bits: int | None = None
-        self.q_grad: int | None = None
+        self.key = key
         self.q_max: int | None = None  # of the schedule that drives the layer, for precision(model, "q_max")
+        self.calibrated = not self.corrected  # whether the running ranges are known to be filled
+        self.levels, self.grad_levels = (torch.zeros((), dtype=torch.float32, device="cpu") for _ in range(2))
+        self._in_force: Bits | None = None
+        # what follows from it; compiled code reads these and would be specialised to the bits themselves
         self.is_set = self.quantizes = self.quantizes_gradient = False
         self.name = ""
         self.called: bool | None = None
-        self.calibrated = not self.corrected  # whether the running ranges can be used
-        float32: Any = {"dtype": torch.float32, "device": "cpu"}  # whatever torch's defaults are
-        self.register_buffer("levels", torch.zeros((), **float32), persistent=False)
-        self.register_buffer("grad_levels", torch.zeros((), **float32), persistent=False)
-        self.register_buffer("noise_key", torch.tensor(key, dtype=torch.int64, device="cpu"), persistent=False)
+        self.register_buffer("noise_key", self._start("noise_key"), persistent=False)
         for role, quantizer in self.quantizers.items():
             if quantizer.running:  # running minimum, running width, and the weight both have gathered
-                self.register_buffer(f"running_{role}", torch.zeros(3, **float32), persistent=False)
+                self.register_buffer(f"running_{role}", self._start(f"running_{role}"), persistent=False)
+
+    @property
+    def in_force(self) -> Bits | None:
+        """The bits (forward, gradient), None as long as nobody has set any; assign what it was to put that back."""
+        return self._in_force
+
+    @in_force.setter
+    def in_force(self, value: Bits | None) -> None:
+        if value != self._in_force:
+            self._in_force, self.is_set = value, value is not None
+            self.quantizes, self.quantizes_gradient = (
+                q is not None and q < IDENTITY_BITS for q in value or (None, None)
+            )
+            self._fill()
+
+    def _fill(self) -> None:
+        for q, levels in zip(self.in_force or (), (self.levels, self.grad_levels), strict=False):
+            if q is not None:
+                levels.fill_(levels_of(q))
+
+    @property
+    def bits(self) -> int | None:
+        """Forward bits; None for float32, or when none are set."""
+        return self.in_force[0] if self.in_force else None
+
+    @property
+    def q_grad(self) -> int | None:
+        """Gradient bits, likewise."""
+        return self.in_force[1] if self.in_force else None
 
     def set_bits(self, bits: int | None, q_grad: int | None) -> None:
         """Set forward and gradient bits, each 1..32 or None for float32; 24 and more is the identity."""
         bits = None if bits is None else check_bits("bits", bits)
-        q_grad = None if q_grad is None else check_bits("q_grad", q_grad)
-        if self.is_set and (bits, q_grad) == (self.bits, self.q_grad):
-            return
-        self.is_set, self.bits, self.q_grad = True, bits, q_grad
-        self.quantizes = bits is not None and bits < IDENTITY_BITS
-        self.quantizes_gradient = q_grad is not None and q_grad < IDENTITY_BITS
-        if bits is not None:
-            self.levels.fill_(levels_of(bits))
-        if q_grad is not None:
-            self.grad_levels.fill_(levels_of(q_grad))
+        self.in_force = bits, None if q_grad is None else check_bits("q_grad", q_grad)
 
     def require_bits(self) -> None:
         """Raise RuntimeError as long as nobody has set a precision; every quantised layer asks first."""
@@ -111,6 +134,8 @@ class LayerPrecision(nn.Module):
             x = x.float()
         if not self.quantizes or x.numel() == 0:
             return x
+        check_floating(x)
+        self.follow(x)
         stored = self.running_range(role)
         if stored is not None:
             return straight_through(x, *stored, self.levels, True)
@@ -118,20 +143,42 @@ class LayerPrecision(nn.Module):
         minimum, width = quantizer.range_of(x.detach())
         if quantizer.running and self.training:
             self.track(role, minimum, width)
-        return straight_through(x, minimum, width, self.levels, quantizer.clips)
+        return straight_through(x, *self.or_running(role, minimum, width), self.levels, self.clips(role))
 
     def running_range(self, role: str) -> Range | None:
         """Return the stored range of a role where it is used: in evaluation, once training has filled it."""
         if not self.quantizers[role].running or self.training or not self.calibrated:
             return None
+        return self._stored(role)[:2]
+
+    def or_running(self, role: str, minimum: Tensor, width: Tensor) -> Range:
+        """Return the range at hand, or in evaluation the stored one where it has been filled since ``train(False)``.
+
+        An average of models (``AveragedModel``) gets its running ranges like that. Decided on the device.
+        """
+        if self.training or not self.quantizers[role].running:
+            return minimum, width
+        low, wide, weight = self._stored(role)
+        return torch.where(weight > 0, low, minimum), torch.where(weight > 0, wide, width)
+
+    def clips(self, role: str) -> bool:
+        """Whether values can lie outside the range of their role."""
+        quantizer = self.quantizers[role]
+        return quantizer.clips or (quantizer.running and not self.training)
+
+    def _stored(self, role: str) -> tuple[Tensor, Tensor, Tensor]:
         minimum, width, weight = self.get_buffer(f"running_{role}").unbind()
-        return (minimum / weight, width / weight) if self.corrected else (minimum, width)
+        return (minimum / weight, width / weight, weight) if self.corrected else (minimum, width, weight)
 
     def track(self, role: str, minimum: Tensor, width: Tensor) -> None:
         """Let a running range follow the range of one call (0-d), or those of several calls one after the other (T,).
 
-        running = 0.9 running + 0.1 current; a call that is not finite leaves it alone.
+        running = 0.9 running + 0.1 current; a call that is not finite leaves it alone, and so does a forward pass
+        inside a backward pass: activation checkpointing runs it a second time. (Not seen where a module is compiled
+        by itself and then checkpointed; a compiled model may checkpoint its parts.)
         """
+        if not torch.compiler.is_compiling() and torch._C._current_graph_task_id() != -1:
+            return
         running = self.get_buffer(f"running_{role}")
         now = torch.stack([minimum, width, torch.ones_like(width)])
         if now.dim() == 1:
@@ -171,15 +218,36 @@ class LayerPrecision(nn.Module):
     def set_running(self, state: Mapping[str, Tensor]) -> None:
         """Restore what ``get_running`` returned."""
         for name, value in state.items():
+            if self.noise_key.is_meta:  # where copies are lost
+                self._move(value.device)
             self.get_buffer(name).copy_(value)
         self.train(self.training)
 
+    def follow(self, x: Tensor) -> None:
+        """Be where ``x`` is, also when something other than ``to`` moved the model there, such as FSDP."""
+        if self.levels.device != x.device and not x.is_meta:
+            self._move(x.device)
+
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
         # follow the model to another device but stay in float32 when it is cast to half precision
-        for name, buffer in self._buffers.items():
-            assert buffer is not None
-            self._buffers[name] = buffer.to(fn(buffer.new_empty(0)).device)
+        self._move(fn(self.levels.new_empty(0)).device)
         return self
+
+    @torch.inference_mode(False)  # what is made in a forward pass is written to elsewhere
+    def _move(self, device: torch.device) -> None:
+        if self.noise_key.is_meta:  # there are no numbers on meta, and to_empty brings none
+            self._buffers.update({name: self._start(name) for name in self._buffers})
+            self.calibrated = not self.corrected
+        self._buffers.update({name: buffer.to(device) for name, buffer in self.named_buffers()})
+        if device != self.levels.device:
+            self.levels, self.grad_levels = (torch.empty_like(self.levels, device=device) for _ in range(2))
+            self._fill()
+
+    def _start(self, name: str) -> Tensor:
+        """Return what a buffer holds before any training."""
+        if name == "noise_key":
+            return torch.tensor(self.key, dtype=torch.int64, device="cpu")
+        return torch.zeros(3, dtype=torch.float32, device="cpu")
 
     def extra_repr(self) -> str:
         """Show the current bits."""

@@ -169,3 +169,9 @@ def check_bits(what: str, bits: Any) -> int:
     if not 1 <= value <= 32:
         raise ValueError(f"{what} must be an integer from 1 to 32, got {bits!r}")
     return value
+
+
+def check_floating(x: Tensor) -> None:
+    """Raise ValueError for a tensor whose grid would be cut to whole numbers, or that has no order."""
+    if not x.is_floating_point():
+        raise ValueError(f"only floating tensors can be quantised, got {x.dtype}; convert it with .float() first")

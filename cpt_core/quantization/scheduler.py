@@ -11,6 +11,7 @@
 
 from __future__ import annotations
 
+import re
 import warnings
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -25,6 +26,7 @@ from cpt_core.quantization.quantizers import check_bits
 from cpt_core.schedules.schedule import Schedule
 
 Schedules = Schedule | Mapping[str, Schedule]
+_WRAPPER = re.compile(r"\b_(orig_mod|fsdp_wrapped_module|checkpoint_wrapped_module)\.")
 
 
 class PrecisionScheduler:
@@ -38,6 +40,7 @@ class PrecisionScheduler:
         q_grad: gradient bits; None takes each schedule's ``q_max``.
 
     The constructor applies step 0; call ``step()`` after ``optimizer.step()``. Past the last step the last bits stay.
+    Copies of the model, an ``AveragedModel`` too, are not driven: evaluate them inside ``precision(copy, "q_max")``.
 
     Paper: section 3 (weights and activations at q_t bits, gradients at q_max).
     Differs: the authors' CIFAR sweeps keep 8-bit gradients at q_max = 6; give ``q_grad=8`` for that.
@@ -87,16 +90,18 @@ class PrecisionScheduler:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue from ``state_dict()``; ValueError when it belongs to other schedules or layers."""
-        mine = self.state_dict()
+        """Continue from ``state_dict()``; ValueError when it belongs to other schedules or layers.
+
+        Names may differ by what DDP or ``torch.compile`` puts before or into them ("module.", "_orig_mod.").
+        """
+        theirs, mine = _bare(state), _bare(self.state_dict())
         for key in ("schedules", "q_grad"):
-            if _plain(state[key]) != _plain(mine[key]):
+            if _plain(theirs[key]) != _plain(mine[key]):
                 raise ValueError(f"the checkpoint has {key} {state[key]!r}, this scheduler {mine[key]!r}")
-        if set(state["layers"]) != set(self._layers):
-            odd = sorted(set(state["layers"]) ^ set(self._layers))
+        if odd := sorted(set(theirs["layers"]) ^ set(mine["layers"])):
             raise ValueError(f"the checkpoint's quantised layers differ from the model's: {', '.join(odd)}")
-        for name, layer in self._layers.items():
-            layer.set_running(state["layers"][name])
+        for name, layer in zip(mine["layers"], self._layers.values(), strict=True):
+            layer.set_running(theirs["layers"][name])
         self._noise().load_state_dict(state["noise"])
         self.last_step = int(state["last_step"])
         self._apply()
@@ -132,21 +137,22 @@ def precision(model: nn.Module, bits: int | str, q_grad: int | str | None = None
         q_grad: gradient bits; None keeps those in force, or takes ``bits`` where there are none; with "float" gradients
             are not quantised either.
 
+    The backward pass belongs into the block, too. A copy of the model that is made inside keeps the bits of the block.
+
     Raises:
         ValueError: for other values, or "q_max" when no ``PrecisionScheduler`` has been made.
     """
     layers = layer_precisions(model)
     wanted = {name: (_resolve("bits", bits, layer, name), layer) for name, layer in layers.items()}
-    before = [(layer, layer.is_set, layer.bits, layer.q_grad) for layer in layers.values()]
+    before = [(layer, layer.in_force) for layer in layers.values()]
     try:
         for name, (value, layer) in wanted.items():
-            kept = layer.q_grad if layer.is_set and value is not None else value
+            kept = layer.q_grad if layer.in_force and value is not None else value
             layer.set_bits(value, kept if q_grad is None else _resolve("q_grad", q_grad, layer, name))
         yield model
     finally:
-        for layer, was_set, old_bits, old_grad in before:
-            layer.set_bits(old_bits, old_grad)
-            layer.is_set = was_set
+        for layer, in_force in before:
+            layer.in_force = in_force
 
 
 def _resolve(what: str, value: int | str, layer: LayerPrecision, name: str) -> int | None:
@@ -159,6 +165,18 @@ def _resolve(what: str, value: int | str, layer: LayerPrecision, name: str) -> i
     if isinstance(value, str):
         raise ValueError(f"{what} must be an integer from 1 to 32, 'q_max' or 'float', got {value!r}")
     return check_bits(what, value)
+
+
+def _bare(state: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a scheduler's state with the names that layers and patterns have in the model that nothing wraps."""
+    prefix, names = "", [_WRAPPER.sub("", f"{name}.") for name in state["layers"]]
+    while names and all(name.startswith(f"{prefix}module.") for name in names):
+        prefix += "module."
+
+    def bare(values: Mapping[str, Any]) -> dict[str, Any]:
+        return {_WRAPPER.sub("", f"{name}.").removeprefix(prefix)[:-1]: value for name, value in values.items()}
+
+    return {**state, "layers": bare(state["layers"]), "schedules": bare(state["schedules"])}
 
 
 def _plain(value: Any) -> Any:

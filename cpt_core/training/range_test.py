@@ -194,16 +194,15 @@ def _trials(
         if convert:
             quantize_(what, config)
         layers = layer_precisions(what).values()
-        former = [(layer, layer.is_set, layer.bits, layer.q_grad, layer.q_max) for layer in layers]
+        former = [(layer, layer.in_force, layer.q_max) for layer in layers]
         trial = _Trial(what, train_step, optimizer, q_max, type(what).__name__)
         try:
             for seed in seeds:
                 yield trial, seed * dwell
         finally:
             trial.put_back()
-            for layer, is_set, bits, q_grad, top in former:
-                layer.set_bits(bits, q_grad)
-                layer.is_set, layer.q_max = is_set, top
+            for layer, in_force, top in former:
+                layer.in_force, layer.q_max = in_force, top
             if convert:
                 restore_(what)
     else:

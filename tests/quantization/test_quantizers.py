@@ -8,7 +8,8 @@ import torch
 from torch import nn
 
 from cpt_core.quantization import fake_quantize, quantizers
-from cpt_core.quantization.fake_quantize import levels_of, quantize, quantize_gradient, round_to_grid, straight_through
+from cpt_core.quantization.fake_quantize import levels_of, quantize, quantize_gradient, round_to_grid
+from cpt_core.quantization.lstm import QuantLSTM
 from cpt_core.quantization.noise import NoisePool, _noise, hash_noise
 from cpt_core.quantization.precision import LayerPrecision
 from cpt_core.quantization.quantizers import GRANULARITIES, QUANTIZERS, Quantizer, check_bits
@@ -272,15 +273,6 @@ def test_hash_noise_depends_on_key_and_position_only():
     assert not torch.equal(noise, hash_noise(torch.empty(4, 5), key + 1))
 
 
-def test_gradients_of_gradients_pass_straight_through():
-    x = torch.tensor([0.2, 0.9, 0.0, 1.0], requires_grad=True)
-    y = straight_through(x, torch.tensor(0.0), torch.tensor(1.0), torch.tensor(3.0), clip=True)
-    (first,) = torch.autograd.grad((y**3).sum(), x, create_graph=True)
-    (second,) = torch.autograd.grad(first.sum(), x)
-    torch.testing.assert_close(first, 3 * y**2)
-    torch.testing.assert_close(second, 6 * y)
-
-
 # --- checks ---------------------------------------------------------------------------------------
 
 
@@ -288,6 +280,24 @@ def test_gradients_of_gradients_pass_straight_through():
 def test_bits_that_are_none(bits):
     with pytest.raises(ValueError, match="bits must be an integer from 1 to 32"):
         quantize(image(), bits)
+
+
+@pytest.mark.parametrize("dtype", [torch.int64, torch.uint8, torch.bool, torch.complex64])
+@pytest.mark.parametrize("bits", [2, 24])
+def test_what_has_no_fractions_or_no_order_is_refused(dtype, bits):
+    x = torch.ones(2, 3, 4, dtype=dtype)
+    lstm = QuantLSTM.from_float(nn.LSTM(4, 3))
+    lstm.precision.set_bits(4, 8)
+    message = f"only floating tensors can be quantised, got {dtype}"
+    for call in (
+        lambda: quantize(x, bits),
+        lambda: quantize(x[:0], bits),
+        lambda: running_layer().operand("input", x),
+        lambda: lstm(x),
+        lambda: lstm(torch.ones(2, 3, 4), (torch.zeros(1, 3, 3, dtype=dtype),) * 2),
+    ):
+        with pytest.raises(ValueError, match=message):
+            call()
 
 
 @pytest.mark.parametrize("bits", [8, 8.0, np.int64(8), np.float64(8), torch.tensor(8)])

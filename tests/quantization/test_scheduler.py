@@ -1,5 +1,6 @@
 import copy
 import datetime
+import itertools
 import os
 import subprocess
 import sys
@@ -10,10 +11,9 @@ import torch
 import torch.distributed as dist
 from helpers import pictures, small
 from torch import nn
-from torch.utils.checkpoint import checkpoint
 
 import cpt_core as cpt
-from cpt_core.quantization.convert import QuantConfig, quantize_
+from cpt_core.quantization.convert import QuantConfig, layer_precisions, quantize_
 from cpt_core.quantization.scheduler import PrecisionScheduler, precision
 from cpt_core.schedules.make import make_schedule
 from cpt_core.schedules.schedule import FunctionSchedule, StaticSchedule
@@ -100,12 +100,15 @@ def test_importing_the_parts_does_not_hide_the_context_manager():
 def test_steps_follow_the_schedule(schedule, device):
     model = quantize_(small().to(device))
     scheduler = PrecisionScheduler(model, schedule)
-    places = [b.data_ptr() for b in model.buffers()]
+    layers = layer_precisions(model).values()
+    numbers = [t for p in layers for t in (p.levels, p.grad_levels, *p.buffers())]
+    places = [t.data_ptr() for t in numbers]
     for bits in schedule.bits().tolist():
         assert scheduler.get_last_bits() == [bits]
         assert bits_of(model) == [bits] * 3
         assert q_grads_of(model) == [schedule.q_max] * 3
-        assert [b.data_ptr() for b in model.buffers()] == places  # filled in place, as recorded graphs need it
+        now = [t for p in layers for t in (p.levels, p.grad_levels, *p.buffers())]
+        assert [t.data_ptr() for t in now] == places  # filled in place, as recorded graphs need it
         scheduler.step()
 
 
@@ -277,6 +280,52 @@ def test_a_function_schedule_continues_from_its_table(tmp_path):
     assert again.last_step == 1
 
 
+class Wrapper(nn.Module):
+    """Names of layers as DDP and ``torch.compile`` make them; both themselves are below."""
+
+    def __init__(self, **children):
+        super().__init__()
+        for name, child in children.items():
+            self.add_module(name, child)
+
+
+WRAPPED = {
+    "bare": lambda m: m,
+    "ddp": lambda m: Wrapper(module=m),
+    "compiled": lambda m: Wrapper(_orig_mod=m),
+    "ddp, compiled": lambda m: Wrapper(module=Wrapper(_orig_mod=m)),
+    "compiled average of ddp": lambda m: Wrapper(_orig_mod=Wrapper(module=Wrapper(module=m))),
+    "a part compiled": lambda m: Wrapper(**{name: Wrapper(_orig_mod=part) for name, part in m.named_children()}),
+}
+MODELS = {
+    "layers": small,
+    "a part named module": lambda: Wrapper(module=nn.Linear(2, 2), head=nn.Linear(2, 2)),
+    "one layer": lambda: nn.Linear(2, 2),  # without a name, and without parts
+}
+
+
+PAIRS = itertools.product(MODELS, WRAPPED, WRAPPED)
+
+
+@pytest.mark.parametrize(
+    ("model", "source", "target"), [p for p in PAIRS if not {"one layer", "a part compiled"} <= set(p)]
+)
+def test_a_state_does_not_depend_on_what_wraps_the_model(model, source, target):
+    schedulers = []
+    for wrapper in (source, target):
+        wrapped = WRAPPED[wrapper](quantize_(MODELS[model]()))
+        first, *rest = layer_precisions(wrapped)
+        patterns = {first: schedule_of("CR")} | ({"*": schedule_of("LR")} if rest else {})
+        schedulers.append(PrecisionScheduler(wrapped, patterns))
+    theirs, mine = (list(scheduler._layers.values()) for scheduler in schedulers)
+    for number, layer in enumerate(theirs):
+        layer.running_input.fill_(number + 1)
+    schedulers[0].step()
+    schedulers[1].load_state_dict(schedulers[0].state_dict())
+    assert schedulers[1].last_step == 1
+    assert [layer.running_input[0] for layer in mine] == list(range(1, len(theirs) + 1))
+
+
 @pytest.mark.parametrize(
     ("schedule", "q_grad", "config", "message"),
     [
@@ -423,6 +472,9 @@ def test_one_compiled_graph_serves_a_whole_cycle(counter, device):
         for scheduler in schedulers:
             scheduler.step()
     assert counter.frame_count == 1
+    again = PrecisionScheduler(compiled, schedule)  # its layers have other names
+    again.load_state_dict(schedulers[0].state_dict())
+    assert again.last_step == STEPS
     for layer in ("conv1", "conv2"):
         found, expected = (getattr(m, layer).precision.running_input for m in (model, eager))
         torch.testing.assert_close(found, expected)
@@ -451,23 +503,6 @@ def test_compiled_gradients_are_rounded_anew_in_every_call(counter):
     assert error.abs().max() < 5  # unbiased
 
 
-@pytest.mark.parametrize("use_reentrant", [True, False])
-@pytest.mark.parametrize("bits", [3, 8])
-def test_gradient_checkpointing_sees_the_same_bits(use_reentrant, bits):
-    results, seen = [], []
-    for wrapped in (False, True):
-        model = block(seed=1)
-        model.conv2.register_forward_pre_hook(lambda m, _: seen.append(m.precision.bits))
-        x = pictures(5).requires_grad_()
-        with precision(model, bits, q_grad=4):
-            y = checkpoint(model, x, use_reentrant=use_reentrant) if wrapped else model(x)
-            y.square().sum().backward()
-        results.append([y.detach(), x.grad, *(p.grad for p in model.parameters())])
-    assert seen == [bits] * 3  # the third is the recomputation
-    for found, expected in zip(*results, strict=True):
-        assert torch.equal(found, expected)
-
-
 def distributed_worker(rank, folder):
     torch.set_num_threads(1)
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
@@ -481,7 +516,8 @@ def distributed_worker(rank, folder):
     for t in range(5):
         bits.append(bits_of(model))
         train_step(parallel, optimizer, scheduler, seed=10 * t + rank)
-    torch.save({"bits": bits, "model": model.state_dict()}, f"{folder}/{rank}.pt")
+    state = {"bits": bits, "model": model.state_dict(), "precision": scheduler.state_dict()}
+    torch.save(state, f"{folder}/{rank}.pt")
     dist.destroy_process_group()
 
 
@@ -490,6 +526,9 @@ def test_two_processes_stay_together(tmp_path):
     first, second = (torch.load(tmp_path / f"{rank}.pt", weights_only=True) for rank in (0, 1))
     expected = schedule_of(total_steps=5, n_cycles=1, q_min=7).bits().tolist()
     assert first["bits"] == second["bits"] == [[b] * 3 for b in expected]
+    bare = PrecisionScheduler(quantize_(small()), schedule_of(total_steps=5, n_cycles=1, q_min=7))
+    bare.load_state_dict(first["precision"])
+    assert bare.last_step == 5
     start = small().state_dict()
     for name in (n for n, _ in small().named_parameters()):
         assert torch.equal(first["model"][name], second["model"][name])

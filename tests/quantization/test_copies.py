@@ -1,0 +1,191 @@
+"""Whatever copies, averages, saves or loads a converted model: its products use the bits that it reports."""
+
+import copy
+import io
+import pickle
+
+import pytest
+import torch
+from helpers import pictures, small
+from torch import nn
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
+
+from cpt_core.quantization.convert import QuantConfig, layer_precisions, quantize_
+from cpt_core.quantization.lstm import QuantLSTM
+from cpt_core.quantization.scheduler import PrecisionScheduler, precision
+from cpt_core.schedules.make import make_schedule
+from cpt_core.schedules.schedule import FunctionSchedule
+
+NEAREST = QuantConfig().with_gradient_rounding("nearest")
+
+
+def saved_and_loaded(model):
+    file = io.BytesIO()
+    torch.save(model, file)
+    file.seek(0)
+    return torch.load(file, weights_only=False)
+
+
+def of_its_state(model, assign=False, start=None):
+    """Return another model, at 6 bits, with the weights of this one."""
+    other = small(seed=9) if start is None else start
+    PrecisionScheduler(quantize_(other, NEAREST), make_schedule("STATIC", q_max=6, total_steps=4))
+    if start is not None and not assign:
+        other.to_empty(device="cpu")
+    other.load_state_dict(copy.deepcopy(model.state_dict()), assign=assign)
+    other.eval()(pictures())  # what is on meta still comes now
+    assert not any(b.is_meta for b in other.buffers())
+    return other.train()
+
+
+def on_meta():
+    with torch.device("meta"):
+        return small()
+
+
+EMA = {"multi_avg_fn": get_ema_multi_avg_fn(0.5), "use_buffers": True}
+WAYS = {
+    "deepcopy": copy.deepcopy,
+    "pickle": lambda model: pickle.loads(pickle.dumps(model)),
+    "torch.save": saved_and_loaded,
+    "casts": lambda model: copy.deepcopy(model).double().float(),
+    "average": AveragedModel,
+    "average in evaluation": lambda model: AveragedModel(model).eval(),  # and never told again
+    "average with buffers": lambda model: AveragedModel(model, use_buffers=True),
+    "ema with buffers": lambda model: AveragedModel(model, **EMA).eval(),
+    "state_dict": of_its_state,
+    "state_dict, assigned": lambda model: of_its_state(model, True),
+    "from meta, to_empty": lambda model: of_its_state(model, False, on_meta()),
+    "from meta, assigned": lambda model: of_its_state(model, True, on_meta()),
+}
+
+
+def train(model, scheduler, steps):
+    for seed in range(steps):
+        model.zero_grad()
+        model(pictures(seed)).square().mean().backward()
+        with torch.no_grad():
+            for p in model.parameters():
+                p -= 0.01 * p.grad
+        scheduler.step()
+
+
+def results(model):
+    """Return output and gradients of a batch; the running ranges stay as they are."""
+    x = pictures(99).requires_grad_()
+    running = [layer.get_running() for layer in layer_precisions(model).values()]
+    y = model(x)
+    y.square().sum().backward()
+    for layer, state in zip(layer_precisions(model).values(), running, strict=True):
+        for name, value in state.items():
+            layer.get_buffer(name).copy_(value)
+    return [y.detach(), x.grad]
+
+
+def converted_anew(model):
+    """Return a model converted anew, with the weights, the running ranges and the reported bits of another."""
+    twin, inner = quantize_(small(seed=8), NEAREST), model.module if isinstance(model, AveragedModel) else model
+    twin.load_state_dict(inner.state_dict())
+    for own, layer in zip(layer_precisions(twin).values(), layer_precisions(model).values(), strict=True):
+        own.set_bits(layer.bits, layer.q_grad)
+        own.set_running(layer.get_running())
+    return twin.train(model.training)
+
+
+@pytest.mark.parametrize("inside", [False, True], ids=["outside", "inside"])
+@pytest.mark.parametrize("way", list(WAYS))
+def test_a_copy_computes_with_the_bits_that_it_reports(way, inside):
+    model = quantize_(small(), NEAREST)
+    schedule = FunctionSchedule(lambda u: 3 + 5 * u, total_steps=5)
+    scheduler = PrecisionScheduler(model, schedule)
+    if inside:
+        with precision(model, 2):
+            twin = WAYS[way](model)
+    else:
+        twin = WAYS[way](model)
+    for _ in range(2):  # the model goes on: other weights, ranges and bits than the copy was made with
+        train(model, scheduler, 2)
+        if isinstance(twin, AveragedModel):
+            twin.update_parameters(model)
+    assert scheduler.get_last_bits() != [schedule(0)]
+    expected = (6, 6) if "state_dict" in way or "meta" in way else (2 if inside else 3, schedule.q_max)
+    assert {(layer.bits, layer.q_grad) for layer in layer_precisions(twin).values()} == {expected}
+
+    def compare():
+        for found, wanted in zip(results(twin), results(converted_anew(twin)), strict=True):
+            assert torch.equal(found, wanted)
+
+    compare()  # as it is, then in both modes, then at other bits
+    for mode in (True, False):
+        twin.train(mode)
+        compare()
+        with precision(twin, 4, q_grad=5):
+            compare()
+    with precision(model.train(mode), *expected):
+        assert not torch.equal(results(model)[0], results(twin)[0])  # a copy, not the same
+
+
+def test_an_average_made_before_there_are_bits_says_so():
+    model = quantize_(small())
+    average = AveragedModel(model, use_buffers=True)
+    PrecisionScheduler(model, make_schedule("STATIC", q_max=6, total_steps=4))
+    average.update_parameters(model)
+    with pytest.raises(RuntimeError, match="no precision yet"):
+        average(pictures())
+    with precision(average, 6), precision(model, 6):
+        assert torch.equal(average(pictures()), model(pictures()))
+
+
+def test_buffers_of_other_bits_change_nothing():
+    model = quantize_(small())
+    with precision(model, 2):
+        held = {k: v.clone() for k, v in [*model.named_parameters(), *model.named_buffers()]}
+    with precision(model, 8):
+        expected = model(pictures())
+        assert torch.equal(torch.func.functional_call(model, held, pictures()), expected)
+
+
+def test_the_bits_cannot_be_set_past_their_grid():
+    layer = quantize_(nn.Linear(2, 2)).precision
+    for name in ("bits", "q_grad"):
+        with pytest.raises(AttributeError):
+            setattr(layer, name, 4)
+    layer.in_force = 4, 5
+    assert (layer.bits, layer.q_grad, layer.levels, layer.grad_levels) == (4, 5, 15, 31)
+
+
+def test_an_average_in_evaluation_gets_the_ranges_of_an_lstm():
+    model = QuantLSTM.from_float(nn.LSTM(4, 3, bidirectional=True))
+    average = AveragedModel(model).eval()
+    with precision(model, 4), precision(average, 4):
+        for k in (1, 2):
+            model(k * torch.randn(5, 2, 4, generator=torch.Generator().manual_seed(k)))
+        average.update_parameters(model)
+        x = 3 * torch.randn(5, 2, 4, generator=torch.Generator().manual_seed(3))
+        expected = model.eval()(x)[0]
+        assert torch.equal(average(x)[0], expected)
+        assert not torch.equal(model.train()(x)[0], expected)
+
+
+def test_a_model_from_meta_takes_a_state_of_the_scheduler():
+    source, target = quantize_(small(), NEAREST), quantize_(on_meta(), NEAREST)
+    schedulers = [PrecisionScheduler(m, make_schedule("STATIC", q_max=4, total_steps=4)) for m in (source, target)]
+    train(source, schedulers[0], 2)
+    target.load_state_dict(source.state_dict(), assign=True)
+    schedulers[1].load_state_dict(schedulers[0].state_dict())
+    assert torch.equal(target.eval()(pictures(3)), source.eval()(pictures(3)))
+    assert not torch.equal(target.train()(pictures(3)), source(pictures(3)))
+
+
+def test_a_model_from_meta_starts_anew():
+    model = quantize_(small(), NEAREST)
+    with precision(model, 4):
+        model(pictures())
+        first = copy.deepcopy(model.eval())  # calibrated
+        first.to("meta").to_empty(device="cpu")
+        first.load_state_dict(model.state_dict())
+        for layer in layer_precisions(model).values():
+            layer.set_running({name: torch.zeros(3) for name in layer.get_running() if name != "noise_key"})
+        assert torch.equal(first(pictures()), model(pictures()))
+        keys = [[layer.noise_key for layer in layer_precisions(m).values()] for m in (first, model)]
+        assert keys[0] == keys[1]
