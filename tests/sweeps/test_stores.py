@@ -90,10 +90,15 @@ def test_not_a_number_is_not_written(tmp_path):
 def test_a_row_is_on_the_disk_before_its_writer_goes_on(tmp_path, monkeypatch):
     """The checkpoint is removed next: a row that a power cut takes away would take the run with it."""
     store, forced = tmp_path / "rows.jsonl", []
-    monkeypatch.setattr(os, "fsync", lambda file: forced.append(Path(f"/proc/self/fd/{file}").read_bytes()))
+
+    def fsync(file):
+        place = Path(f"/proc/self/fd/{file}")
+        forced.append(place.read_bytes() if place.is_file() else b"")  # or a folder
+
+    monkeypatch.setattr(os, "fsync", fsync)
     for key in ("a", "b"):
         stores.append_row(store, row(key))
-        assert forced[-1] == store.read_bytes()  # with all of the row in it
+        assert store.read_bytes() in forced  # with all of the row in it
 
 
 def write_many(store, worker):

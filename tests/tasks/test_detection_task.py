@@ -281,6 +281,12 @@ def test_average_precision_by_hand(detections, objects, expected):
     assert (result["map50"], result["map50_11point"]) == pytest.approx(expected, abs=1e-6)
 
 
+@pytest.mark.parametrize(("width", "expected"), [(5.1, 1.0), (4.9, 0.0)])
+def test_voc_counts_overlaps_from_a_half_on(width, expected):
+    result = mean_average_precision([(found([[0, 0, width, 10]], [0.9], [0]), picture([A], [0]))])
+    assert result["map50"] == pytest.approx(expected)
+
+
 def test_coco_counts_overlaps():
     result = mean_average_precision([(found([[0, 0, 8.2, 10]], [0.9], [0]), picture([A], [0]))])
     assert result["map"] == pytest.approx(0.7)  # an overlap of 0.82 is enough at 0.5, 0.55, ..., 0.8
