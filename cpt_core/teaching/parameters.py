@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import ast
 import atexit
+import json
 import re
 import shutil
 import sys
@@ -23,11 +24,12 @@ from typing import Any
 import pandas as pd
 
 from cpt_core.analysis.runs import table, tuned
+from cpt_core.checks import write_text
 from cpt_core.experiments.recipe import PRESETS, SCALES, is_own
 from cpt_core.experiments.recipes import EXPERIMENTS, recipe
 from cpt_core.experiments.spec import RunSpec
 from cpt_core.schedules.profiles import SUITE
-from cpt_core.sweeps.stores import store_path
+from cpt_core.sweeps.stores import load_rows, store_path
 
 
 @dataclass(frozen=True)
@@ -138,11 +140,28 @@ def check_parameters(task: str = "image", /, **given: Any) -> Parameters:
         found = recipe(scale, dataset, model, preset, own_task)
         if found.task != own_task:
             raise ValueError(f"{dataset!r} is for another notebook: its task is {found.task!r}, not {own_task!r}")
+    for dataset, _, own_task in wanted:
+        if scale != "smoke" and is_own(dataset):
+            _check_unchanged(dataset, store_path(scale, own_task))
     if scale != "smoke":
         return Parameters(dict(given), store_path(scale, task))
     folder = tempfile.mkdtemp(prefix="cpt-smoke-")
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
     return Parameters(dict(given), Path(folder) / f"{task}.jsonl")
+
+
+def _check_unchanged(dataset: str, store: Path) -> None:
+    """Raise ValueError when data of the user's own is not what the stored runs of that name were trained on."""
+    from cpt_core.data.fingerprint import fingerprint  # needs torch
+
+    kept, now = store.with_suffix(".data.json"), fingerprint(dataset)
+    known = json.loads(kept.read_text(encoding="utf-8")) if kept.exists() else {}
+    if known.get(dataset, now) != now and any(r["spec"]["recipe"]["dataset"] == dataset for r in load_rows(store)):
+        shown = "would be shown as runs on what it is now; give the changed data a name of its own"
+        raise ValueError(f"{dataset} has changed since the runs stored in {store}, which {shown}")
+    if known.get(dataset) != now:
+        kept.parent.mkdir(parents=True, exist_ok=True)
+        write_text(kept, json.dumps({**known, dataset: now}))
 
 
 def parse(assignments: Sequence[str]) -> dict[str, Any]:

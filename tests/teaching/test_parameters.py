@@ -50,6 +50,32 @@ def test_how_runs_are_run(given, workers, progress, asked, monkeypatch, tmp_path
     assert given["scale"] == "smoke" or store == stores.store_path("demo", "graph")
 
 
+def test_runs_on_data_that_has_changed_are_not_taken_for_runs_on_what_it_is_now(tmp_path, monkeypatch):
+    monkeypatch.setenv("CPT_RUNS_DIR", str(tmp_path / "runs"))
+    own = tmp_path / "mine"
+    own.mkdir()
+    given = {"scale": "demo", "dataset": f"{own}/"}
+
+    def change(content):
+        (own / "a.png").write_bytes(content)
+
+    change(b"1")
+    check_parameters("image", **given)
+    change(b"22")
+    store = check_parameters("image", **given).store  # nothing has run
+    (spec,) = designs.quality_cost("demo", given["dataset"], schedules=["CR"], static=[], seeds=[0], q_max=[8])
+    stores.append_row(store, {**stores.describe(spec), "status": "failed", "error": "x"})
+    check_parameters("image", **given)
+    check_parameters("image", scale="demo", dataset=f"{tmp_path}/other/")
+    change(b"333")
+    for _ in range(2):
+        with pytest.raises(ValueError, match=r"mine/ has changed since the runs stored in .*image\.jsonl, which"):
+            check_parameters("image", **given)
+    check_parameters("image", **{**given, "scale": "smoke"})  # its rows are kept nowhere
+    change(b"22")
+    check_parameters("image", **given)
+
+
 def test_the_rate_is_chosen(monkeypatch):
     specs = designs.quality_cost("paper", "xnli", schedules=["CR"], static=[], q_max=[8], seeds=[0])
     rows = [
