@@ -5,6 +5,7 @@ from __future__ import annotations
 import signal
 import sys
 import time
+import warnings
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -178,7 +179,6 @@ def range_test(
     check_data(r)
     if figure is not None and not figure.parent.is_dir():
         raise FileNotFoundError(f"there is no folder {figure.parent}")
-    import warnings
 
     from cpt_core.experiments.spec import run_spec
     from cpt_core.training.device import choose_device
@@ -300,7 +300,9 @@ def download(
 def main() -> None:
     """Run a command; wrong values end with one line, not a traceback."""
     try:
-        app()
+        with warnings.catch_warnings():
+            warnings.showwarning = lambda message, *_, **__: typer.echo(f"warning: {message}", err=True)
+            app()
     except (ValueError, OSError, ImportError) as error:
         typer.echo(f"error: {error}", err=True)
         raise SystemExit(2) from None

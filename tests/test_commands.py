@@ -22,7 +22,6 @@ from cpt_core.sweeps.calibration import Calibration, measure, runs_per_gpu
 from cpt_core.tasks import TASKS
 from cpt_core.teaching.parameters import parse
 
-pytestmark = pytest.mark.filterwarnings("ignore::cpt_core.schedules.schedule.ShortCycleWarning")
 DIGITS = results_dir() / "image_digits.jsonl"
 
 
@@ -200,6 +199,17 @@ def test_a_measurement_takes_the_steps_of_training(monkeypatch):
     assert len(seen) > 1
     assert all(norm == pytest.approx(0.001, rel=1e-3) for norm, _ in seen)
     assert all(rates == {0.0125} for _, rates in seen)
+
+
+def test_a_plan_needs_no_folder_that_can_be_written(place):
+    (place / "runs").write_text("a file where the folder should be")
+    words = [sys.executable, "-m", "cpt_core", "plan", "digits/mlp6", "--scale", "smoke"]
+    done = subprocess.run(words, capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (
+        0,
+        f"warning: measurements cannot be kept in {place / 'runs'}: File exists\n",
+    )
+    assert "missing runs one after the other here" in done.stdout
 
 
 def test_measurements_of_another_version_are_not_taken(monkeypatch):

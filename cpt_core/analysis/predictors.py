@@ -165,7 +165,7 @@ def predictors_figure(found: Mapping[str, pd.DataFrame]) -> Figure:
                 )  # fmt: skip
         ax.axvline(0, color="#888888", linewidth=0.8)
         labels = [textwrap.fill(name, 42) for name in found]
-        ax.set_yticks(range(len(found))[::-1], labels, fontsize=8)
+        ax.set_yticks(range(len(found))[::-1], labels, fontsize=8, parse_math=False)
         ax.set_ylim(-0.6, len(found) - 0.4)
         ax.set_xlim(-1.05, 1.05)
         ax.set_xlabel("rank correlation with quality (expected sign)")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from datetime import UTC, datetime
@@ -22,7 +21,6 @@ from cpt_core.analysis.schedules import figure_2
 from cpt_core.checks import write_text
 from cpt_core.experiments.grids import GRIDS
 from cpt_core.paths import results_dir, runs_dir
-from cpt_core.schedules.schedule import ShortCycleWarning
 from cpt_core.sweeps import stores
 
 PACKAGES = ("cpt-core", "torch", "torchvision", "numpy", "papermill", "jupyterlab")
@@ -135,9 +133,7 @@ def _overview(runs: pd.DataFrame) -> pd.DataFrame:
     """How many runs of every grid are stored, and what is stored besides."""
     lines, left = [], runs
     for name, grid in GRIDS.items():
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", ShortCycleWarning)
-            keys = {spec.key for spec in grid.make(grid.scales[0])}
+        keys = {spec.key for spec in grid.make(grid.scales[0])}
         there = int(runs["key"].isin(keys).sum())
         left = left[~left["key"].isin(keys)]
         state = f"{there} of {counted(len(keys), 'run')} stored" if there else "not run"

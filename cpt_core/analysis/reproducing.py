@@ -8,7 +8,6 @@ from __future__ import annotations
 import ast
 import re
 import textwrap
-import warnings
 from collections.abc import Iterator
 
 from cpt_core.analysis import claims
@@ -17,7 +16,6 @@ from cpt_core.analysis.pages import render
 from cpt_core.analysis.runs import committed, load
 from cpt_core.experiments.grids import find_grids, grid_specs
 from cpt_core.paths import ROOT, results_dir
-from cpt_core.schedules.schedule import ShortCycleWarning
 
 
 def text() -> str:
@@ -39,10 +37,8 @@ def text() -> str:
 
 def _paper_scale(name: str) -> dict[str, set[str]]:
     """The keys of the runs of a grid or an artefact at paper scale, by grid."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", ShortCycleWarning)
-        at_paper = [key for key, grid in find_grids(name).items() if "paper" in grid.scales]
-        return {key: {spec.key for spec in grid_specs(key, "paper")} for key in at_paper}
+    at_paper = [key for key, grid in find_grids(name).items() if "paper" in grid.scales]
+    return {key: {spec.key for spec in grid_specs(key, "paper")} for key in at_paper}
 
 
 def _grids(name: str) -> str:

@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -16,6 +17,7 @@ from cpt_core.experiments.recipe import SCALES, Dataset, Recipe
 from cpt_core.experiments.recipes import DATASETS, EXPERIMENTS
 from cpt_core.experiments.spec import RunSpec
 from cpt_core.schedules.profiles import savings_of
+from cpt_core.schedules.schedule import ShortCycleWarning
 
 
 @dataclass(frozen=True)
@@ -45,14 +47,16 @@ DESIGNS: dict[str, tuple[Callable[..., list[RunSpec]], str]] = {  # beside quali
 
 @dataclass(frozen=True)
 class _Make:
-    """A design with data set and model filled in."""
+    """A design with data set and model filled in. Its settings are given: that some cycles are short is no news."""
 
     function: Callable[..., list[RunSpec]]
     dataset: str
     model: str
 
     def __call__(self, scale: str, **choices: Any) -> list[RunSpec]:
-        return self.function(scale, self.dataset, self.model, **choices)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", ShortCycleWarning)
+            return self.function(scale, self.dataset, self.model, **choices)
 
 
 def _quality_cost_grids() -> Iterator[tuple[str, Grid]]:

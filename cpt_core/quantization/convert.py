@@ -163,10 +163,10 @@ def restore_(model: nn.Module) -> nn.Module:
     converted = {name: m for name, m in model.named_modules() if isinstance(m, QuantizedLayer)}
     if not converted:
         raise ValueError("the model has no quantised layers")
-    for name, module in converted.items():
-        if "FLOAT" not in vars(type(module)):  # quantize_ did not make it
+    for name, layer in converted.items():
+        if "FLOAT" not in vars(type(layer)):  # quantize_ did not make it
             raise ValueError(
-                f"layer {name!r} was made a {type(module).__name__} after quantize_; undo that first "
+                f"layer {name!r} was made a {type(layer).__name__} after quantize_; undo that first "
                 "(a parametrisation with torch.nn.utils.parametrize.remove_parametrizations)"
             )
     for module in model.modules():

@@ -11,6 +11,7 @@ import json
 import math
 import tempfile
 import time
+import warnings
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -57,7 +58,8 @@ class Calibration:
 def measure(spec: RunSpec, device: str = "auto") -> Calibration:
     """Measure a few steps in a process of their own, or return what an earlier call measured.
 
-    Measurements are kept in ``runs/calibration.json``, by recipe, device and version of torch.
+    Measurements are kept in ``runs/calibration.json``, by recipe, device and version of torch; a folder that cannot be
+    written is a warning.
 
     Raises:
         RuntimeError: when the steps fail, with the reason.
@@ -73,17 +75,19 @@ def measure(spec: RunSpec, device: str = "auto") -> Calibration:
     if "error" in row:
         raise RuntimeError(f"{spec.recipe.model} on {spec.recipe.dataset} does not run here: {row['error']}")
     found = Calibration(**row)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with FileLock(path.with_suffix(".lock")):
-        text = json.dumps({**_known(path), key: asdict(found)}, indent=1)
-        write_text(path, text)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with FileLock(path.with_suffix(".lock")):
+            write_text(path, json.dumps({**_known(path), key: asdict(found)}, indent=1))
+    except OSError as error:
+        warnings.warn(f"measurements cannot be kept in {path.parent}: {error.strerror or error}", stacklevel=2)
     return found
 
 
 def _known(path: Path) -> dict[str, dict[str, Any]]:
     try:
         return json.loads(path.read_text(encoding="utf-8"))
-    except (FileNotFoundError, ValueError):  # none yet, or damaged: it is measured again
+    except (OSError, ValueError):  # none yet, or damaged: it is measured again
         return {}
 
 
