@@ -93,6 +93,11 @@ def command(monkeypatch, capsys):
         (["reproduce", "-p", "workers=many"], "workers must be a whole number from 0 to 1024; got 'many'"),
         (["reproduce", "-p", "workers=2", "workers=3"], "parameter 'workers' is given twice"),
         (["reproduce", "--notebook", "00", "-p", "workers=2"], "no chosen notebook has a parameter 'workers'"),
+        (["reproduce", "--notebook", "05", "--dataset", "nothere.npz"], "there is no file or folder"),
+        (["reproduce", "--notebook", "04", "--dataset", "cpt_core/data/"], "data is no data for this task (detection)"),
+        (["reproduce", "--notebook", "03", "--dataset", "cifar10"], "python -m cpt_core download cifar10"),
+        (["range-test", "nothere/"], "there is no file or folder"),
+        (["range-test", "cpt_core/data/", "--task", "graph"], "is no data for this task (graph)"),
         (["download", "mnist"], "mnist"),
         (["conquer"], "No such command 'conquer'"),
     ],
@@ -106,6 +111,14 @@ def test_wrong_input_ends_with_one_clear_line_before_any_work(words, message, co
     assert "Traceback" not in said
     assert len(said) < 500
     assert [p for p in (place / "runs").rglob("*.jsonl") if p.read_text()] == []
+
+
+def test_an_empty_archive_is_no_ctrl_d(command, place):
+    (place / "empty.npz").touch()
+    status, _, said = command("range-test", f"{place}/empty.npz", "--task", "graph")
+    assert status == 2
+    assert "empty.npz cannot be read: " in said
+    assert "Aborted" not in said
 
 
 @pytest.mark.parametrize("words", [["--help"], ["run", "--help"], ["plan", "--help"], ["results", "--help"]])

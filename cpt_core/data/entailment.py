@@ -9,7 +9,7 @@ Your own pairs, as ``dataset``, a folder in one of three layouts (the first that
   ``premise``, ``hypothesis``, ``label``;
 - flat files ``train``, ``validation`` (or ``valid``, ``dev``) and ``test`` with the ending ``.parquet``, ``.jsonl``,
   ``.json``, ``.csv`` or ``.tsv`` and the columns ``premise``, ``hypothesis``, ``label``, and, for several languages,
-  ``language``; without that column all text counts as the recipe's language.
+  ``language``; without that column all text counts as the recipe's language, and the title names none.
 
 Labels are names or numbers: entailment (0), neutral (1), contradiction (2); "contradictory", as XNLI's training files
 spell it, is the same. Rows whose label is "-" or -1, on which the annotators did not agree, are left out and counted in

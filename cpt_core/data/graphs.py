@@ -8,7 +8,7 @@ Your own graph, as ``dataset`` (every edge is taken in both directions, whatever
   ``feat_shape`` as in a CSR matrix;
   ``labels`` or ``node_labels`` (N,): 0, 1, ..., or -1 for nodes without a label;
   and a split: ``train_idx``, ``valid_idx``, ``test_idx`` with node numbers, or ``train_masks``, ``val_masks``,
-  ``test_masks`` (N,) or (splits, N), of which the first is taken;
+  ``test_masks`` (N,), (splits, N), or (N, splits) as PyG writes them, of which the first split is taken;
 - a folder ``"my-graph/"`` in OGB's raw layout: ``raw/{edge,node-feat,node-label,num-node-list,num-edge-list}.csv.gz``
   and ``split/<name>/{train,valid,test}.csv.gz``;
 - a folder with the files ``ind.<name>.*`` of Planetoid (Cora, CiteSeer, PubMed).

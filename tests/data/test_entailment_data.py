@@ -139,7 +139,9 @@ def test_the_hubs_layout(tmp_path, shards):
     ],
 )  # fmt: skip
 def test_flat_files(tmp_path, ending, valid):
-    check(load_entailment(own(write_flat(tmp_path / "mine", ending, valid))))
+    found = load_entailment(own(write_flat(tmp_path / "mine", ending, valid)))
+    check(found)
+    assert found.title == "own pairs (mine), 6 training pairs"  # "en" is the recipe's word, not theirs
 
 
 def test_names_of_labels_and_a_column_of_languages(tmp_path):
@@ -151,6 +153,7 @@ def test_names_of_labels_and_a_column_of_languages(tmp_path):
     found = load_entailment(own(folder, test_languages=("es",)))
     assert found.train.labels.tolist() == [0, 1, 2, 0, 1, 2]
     assert found.test["es"].premises == ["otra"] * 4
+    assert found.title == "own pairs (mine), en, 6 training pairs"
     with pytest.raises(ValueError, match=r"no train pairs in de; there is en, es"):
         load_entailment(own(folder, language="de"))
 

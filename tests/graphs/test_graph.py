@@ -115,6 +115,21 @@ def test_graphs_and_blocks_of_dgl():
         (lambda: triangle().aggregate(torch.ones(3, 1, dtype=torch.int64)), r"floating point, got torch.int64"),
         (lambda: triangle().aggregate(torch.ones(3, 1), "max"), "unknown reduce 'max'; choose from sum, mean"),
         (lambda: triangle().set_constant(torch.ones(3, 1, requires_grad=True)), "cannot require a gradient"),
+        (
+            lambda: Graph(torch.tensor([0, 5, 2]), torch.tensor([0, 1])),
+            "must ascend, at node 1 it goes from 5 to 2",
+        ),
+        (lambda: Graph(torch.tensor([0, -3, 2]), torch.tensor([0, 1])), "indptr must ascend, at node 0 .* to -3"),
+        (
+            lambda: Graph(torch.tensor([0, 1]).int(), torch.tensor([0])),
+            "of int32 or int64 .* got torch.int32",
+        ),
+        (lambda: Graph(torch.tensor([0.0, 1]), torch.tensor([0.0])), "of int32 or int64 .* got torch.float32"),
+        (lambda: Graph(torch.tensor([0, 1]), torch.tensor([[0]])), r"indices must be \(n,\), .* \(1, 1\)"),
+        (
+            lambda: Graph.from_edges(torch.tensor([0, 1]), torch.tensor([1]), 2),
+            r"an entry per edge, got \(2,\) and",
+        ),
     ],
 )
 def test_bad_input(make, message):
