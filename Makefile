@@ -12,9 +12,10 @@ export MALLOC_MMAP_THRESHOLD_ := 1073741824
 export MALLOC_TRIM_THRESHOLD_ := 4294967296
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-# The lock holds Linux wheels; elsewhere pip chooses, held to the tested versions of what is used directly.
+# The lock holds Linux wheels, named by their hashes; elsewhere pip chooses, held to the tested versions of what is used
+# directly.
 ifeq ($(shell uname -s),Linux)
-PACKAGES := -r requirements.lock
+PACKAGES := --require-hashes -r requirements.lock
 else
 PACKAGES := -c constraints.txt setuptools -e '.[vision,graph,text,lightning,notebooks,cluster,dev]'
 endif
@@ -79,10 +80,11 @@ paper: setup  ## a notebook at the paper's scale, GPU days: make paper NB=03 PAR
 report: setup  ## one HTML page of all stored results, beside the paper's
 	$(CPT) report
 
-bench: setup  ## times as ratios: a quantised step to float32, augmentation, what a sweep adds to training
+bench: setup  ## times: a quantised step to float32, augmentation, what a sweep adds to training, a store of 100,000 rows
 	$(BIN)/python -m bench.step_ratio
 	$(BIN)/python -m bench.augmentation
 	$(BIN)/python -m bench.sweep
+	$(BIN)/python -m bench.stores
 
 mutants: setup  ## break a copy in 120 small ways, each of which must turn a test red: ten minutes; ONLY=bitops JOBS=2
 	$(BIN)/python -m bench.mutants $(if $(ONLY),--only $(ONLY)) $(if $(JOBS),-j $(JOBS))
@@ -99,7 +101,7 @@ compat: setup  ## the library alone on Python 3.11 to 3.13, torch 2.6 and newest
 
 lock:  ## resolve requirements.lock and constraints.txt again; UP=--upgrade for newer versions
 	UV_CUSTOM_COMPILE_COMMAND="make lock" $(BIN)/uv pip compile -q pyproject.toml --all-extras --python-version 3.11 \
-	  --no-annotate --no-emit-index-url $(UP) -o requirements.lock
+	  --no-annotate --no-emit-index-url --generate-hashes $(UP) -o requirements.lock
 	UV_CUSTOM_COMPILE_COMMAND="make lock" $(BIN)/uv pip compile -q pyproject.toml --all-extras --python-version 3.11 \
 	  --no-annotate --no-emit-index-url --no-deps -c requirements.lock -o constraints.txt
 

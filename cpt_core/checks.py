@@ -58,10 +58,24 @@ def write_text(path: Path, text: str) -> None:
 
 
 def write_atomically(path: Path, write: Callable[[Path], Any]) -> None:
-    """Let ``write`` make a file beside ``path``, then put it in its place: readers see the old one or the new one."""
+    """Let ``write`` make a file beside ``path``, then put it in its place: readers see the old one or the new one.
+
+    Both ways on the disk too, so that the machine may stop at any moment.
+    """
     temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
     try:
         write(temporary)
+        sync(temporary)
         os.replace(temporary, path)
+        sync(path.parent)
     finally:
         temporary.unlink(missing_ok=True)
+
+
+def sync(path: Path) -> None:
+    """Wait until the disk has a file, or the names in a folder."""
+    number = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(number)
+    finally:
+        os.close(number)

@@ -25,8 +25,9 @@ PROJECT = PYPROJECT["project"]
 
 
 def lines(name: str) -> list[str]:
-    """The lines of a file of the project that say something: no comments, no blanks."""
-    stripped = (re.sub(r"(^|\s)#.*", "", line).strip() for line in (ROOT / name).read_text().splitlines())
+    """The lines of a file of the project that say something: no comments, no blanks, no hashes of the line before."""
+    text = re.sub(r" \\\n +--hash=sha256:[0-9a-f]{64}", "", (ROOT / name).read_text())
+    stripped = (re.sub(r"(^|\s)#.*", "", line).strip() for line in text.splitlines())
     return [line for line in stripped if line]
 
 
@@ -70,6 +71,14 @@ def test_the_lock_pins_what_builds_the_package():
         assert pins("requirements.lock")[canonical(requirement.name)] in requirement.specifier
 
 
+def test_the_lock_names_the_files_of_every_package_by_their_hashes_and_no_index():
+    text = (ROOT / "requirements.lock").read_text()
+    pinned = r"[\w.\[\]-]+==[^\s]+(?: ; [^\\\n]+)? \\\n(?:    --hash=sha256:[0-9a-f]{64}(?: \\)?\n)+"
+    assert re.sub(rf"^(#.*\n)*({pinned})+$", "", text, flags=re.MULTILINE) == ""
+    assert "--require-hashes -r requirements.lock" in (ROOT / "Makefile").read_text()
+    assert "--hash" not in (ROOT / "constraints.txt").read_text()
+
+
 def test_constraints_are_the_pins_of_the_direct_dependencies():
     locked = pins("requirements.lock")
     assert pins("constraints.txt") == {name: locked[name] for name in direct()}
@@ -92,7 +101,7 @@ def test_environment_yml_installs_the_lock_on_a_python_that_the_project_allows()
     python = conda[0].removeprefix("python=")
     assert python in SpecifierSet(PROJECT["requires-python"])
     assert PYPROJECT["tool"]["mypy"]["python_version"] == python
-    assert pip == {"pip": ["-r requirements.lock", "-e ."]}
+    assert pip == {"pip": ["-r requirements.lock"]}  # with hashes in it, pip refuses a folder beside it
 
 
 def test_the_version_is_said_once_and_cited():

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import math
+from functools import cache
 from statistics import median
 
 import pandas as pd
@@ -42,9 +43,9 @@ def plan(
 
     Returns:
         Columns grid, artefact, scale, runs, done, failed, missing; bitops of all runs (convention "paper"); hours of
-        the missing runs, one after the other on one CPU core or GPU; disk in MB for the missing runs and the checkpoint
-        of one; note. Hours come from stored rows of this device where there are any, else from the measured steps,
-        which leave evaluation and reading images out.
+        the missing runs, one after the other on one CPU core or GPU; disk in MB for the missing runs and the two
+        checkpoints of one; note. Hours come from stored rows of this device where there are any, else from the
+        measured steps, which leave evaluation and reading images out.
 
     Raises:
         ValueError: for an unknown name, or a scale that none of the grids has.
@@ -53,6 +54,7 @@ def plan(
     choose("device", device, DEVICES)
     if scale is not None and not any(scale in grid.scales for grid in found.values()):
         raise ValueError(f"no grid of {name or 'these'} has scale {scale!r}")
+    rows_of = cache(lambda store: {row["key"]: row for row in stores.load_rows(store)})  # grids share stores
     lines = []
     bar = tqdm(found.items(), desc="measuring", disable=not (progress and measured), leave=False)
     for key, grid in bar:
@@ -61,7 +63,7 @@ def plan(
             continue
         line = {"grid": key, "artefact": grid.artefact, "scale": at}
         specs = grid.make(at)
-        rows = {row["key"]: row for row in stores.load_rows(stores.store_path(at, specs[0].recipe.task))}
+        rows = rows_of(stores.store_path(at, specs[0].recipe.task))
         status = [rows[spec.key]["status"] if spec.key in rows else None for spec in specs]
         missing = [spec for spec, s in zip(specs, status, strict=True) if s is None]
         line |= {
@@ -100,7 +102,7 @@ def _price(specs: list[RunSpec], missing: list[RunSpec], rows: list[stores.Row],
     return {
         "bitops": bitops,
         "hours": seconds / 3600,
-        "disk": math.ceil((curves + (found.checkpoint if missing else 0)) / 1e6),
+        "disk": math.ceil((curves + (2 * found.checkpoint if missing else 0)) / 1e6),
     }
 
 

@@ -17,7 +17,7 @@ import os
 import platform
 import shutil
 import subprocess
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from datetime import UTC, datetime
 from importlib import metadata
@@ -27,13 +27,14 @@ from typing import Any
 import pandas as pd
 from filelock import FileLock, Timeout
 
-from cpt_core.checks import write_atomically
+from cpt_core.checks import sync, write_atomically
 from cpt_core.experiments.spec import RunSpec
 from cpt_core.paths import CHECKOUT, runs_dir
 from cpt_core.schedules import cost
+from cpt_core.sweeps.lines import SCHEMA_VERSION, START, Mark, Row, look, newest
+from cpt_core.sweeps.lines import find_row as find_row
+from cpt_core.sweeps.lines import load_rows as load_rows
 
-SCHEMA_VERSION = 1
-Row = dict[str, Any]
 STATUSES = ("ok", "diverged", "failed")
 LOCK_SECONDS = 60.0  # appending takes milliseconds: after this long something is wrong with the file system
 FREE_BYTES = 200 * 2**20  # a run is not started with less room on the disk than this
@@ -94,103 +95,71 @@ def claim(store: Path, key: str, seconds: float = 0.0, should_stop: Callable[[],
 
 
 # --- rows -----------------------------------------------------------------------------------------
-def append_row(store: Path, row: Row) -> Row:
+def append_row(store: Path, row: Row, since: Mark = START) -> Row:
     """Append a row as one line and return the row that counts.
 
     A finished row of the same run stays: then nothing is appended, and that row is returned. A torn last line of an
-    interrupted writer is cut off first.
+    interrupted writer is cut off first. The store is looked through before it is locked; under the lock only what
+    came meanwhile is.
+
+    Args:
+        store: the file.
+        row: what to append.
+        since: up to there the caller has looked already, and there is no finished row of this run.
 
     Raises:
         StoreError: when it cannot be written; the file is then as it was before.
         ValueError: for a row with a number that is not finite.
     """
-    line = (json.dumps(row, sort_keys=True, allow_nan=False) + "\n").encode()
+    key, line = row["key"], (json.dumps(row, sort_keys=True, allow_nan=False) + "\n").encode()
     try:
-        with _lock(store), open(store, "a+b", buffering=0) as f:
-            f.seek(0)
-            content = f.read()
-            end = _end(store, content)
-            held = newest(_parse(store, content[:end])).get(row["key"])
+        found: list[Row] = []
+        if store.exists():
+            with open(store, "rb") as reader:
+                found, since = look(store, reader, key, since)
+        with _lock(store), open(store, "ab", buffering=0) as f, open(store, "rb") as reader:
+            new, whole = look(store, reader, key, since)
+            held = newest(found + new).get(key)
             if held is not None and held["status"] != "failed":
                 return held
-            if end < len(content):
-                f.truncate(end)
+            f.truncate(whole.end)
             try:
                 if f.write(line) != len(line):
                     raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
                 os.fsync(f.fileno())
             except OSError:
-                f.truncate(end)
+                f.truncate(whole.end)
                 raise
+            if whole.end == 0:
+                sync(store.parent)
     except OSError as error:
-        raise StoreError(f"cannot write {store}: {error.strerror or error}; the run's checkpoint is kept") from error
+        raise StoreError(f"cannot write {store}: {error.strerror or error}; {_kept(store, key)}") from error
     return row
 
 
-def load_rows(store: Path) -> list[Row]:
-    """Return the newest row of every key, in the order the keys first appeared; a torn last line is left out.
-
-    Raises:
-        ValueError: for a broken line anywhere else, or a row of another schema version.
-    """
-    if not Path(store).exists():
-        return []
-    content = Path(store).read_bytes()
-    return list(newest(_parse(store, content[: _end(store, content)])).values())
-
-
-def newest(rows: Iterable[Row]) -> dict[str, Row]:
-    """Return the row of every key that counts: the last one, but no failure where there is a result."""
-    out: dict[str, Row] = {}
-    for row in rows:
-        held = out.get(row["key"])
-        if held is None or row["status"] != "failed" or held["status"] == "failed":
-            out[row["key"]] = row
-    return out
-
-
-def _end(store: Path, content: bytes) -> int:
-    """Where the whole lines end. What follows was torn off a row; anything else is no store, and not ours to cut."""
-    end = content.rfind(b"\n") + 1
-    if not content[end:].startswith((b"{", b"\0")) and end < len(content):
-        raise ValueError(f"{store} is no file of rows: it ends with {content[end:][:60].decode(errors='replace')!r}")
-    return end
-
-
-def _parse(store: Path, content: bytes) -> list[Row]:
-    rows = []
-    for number, line in enumerate(content.split(b"\n")[:-1], 1):
-        try:
-            row = json.loads(line)
-        except (json.JSONDecodeError, UnicodeDecodeError) as error:
-            raise ValueError(
-                f"{store}, line {number} is no JSON: {line[:60].decode(errors='replace')!r}; remove "
-                "that line to use the rest"
-            ) from error
-        if not isinstance(row, dict) or row.get("schema") != SCHEMA_VERSION:
-            schema = row.get("schema") if isinstance(row, dict) else None
-            raise ValueError(f"{store}, line {number}: schema {schema!r} is not {SCHEMA_VERSION}")
-        missing = [name for name in ("key", "spec", "status") if name not in row]
-        if missing:
-            raise ValueError(f"{store}, line {number} has no {', '.join(missing)}")
-        rows.append(row)
-    return rows
-
-
-def find_row(store: Path, key: str) -> Row | None:
-    """Return the newest row of one run."""
-    return next((row for row in load_rows(store) if row["key"] == key), None)
+def _kept(store: Path, key: str) -> str:
+    """What is left of a run whose result cannot be written: on a full disk, its checkpoint may be missing too."""
+    there = place(store, "checkpoints", key).exists()
+    return "the run's last checkpoint is kept" if there else "the run has no checkpoint"
 
 
 def check_writable(store: Path) -> None:
-    """Try whether rows can be appended, before work is put into them; StoreError says why not."""
+    """Try whether a store and what lies beside it can be written, before work is put into it; StoreError says why not.
+
+    A store that does not exist is not made: a sweep that is refused leaves none.
+    """
     store = Path(store)
     try:
         store.parent.mkdir(parents=True, exist_ok=True)
         if store.is_dir():
             raise IsADirectoryError(errno.EISDIR, "it is a folder, not a file of rows")
-        with open(store, "ab"), _lock(store):
-            pass
+        for kind in _ENDINGS:
+            folder = place(store, kind, "").parent
+            if folder.exists() and not folder.is_dir():
+                raise NotADirectoryError(errno.ENOTDIR, f"{folder.name} beside it is a file, not a folder of {kind}")
+        with _lock(store):  # makes a file in that folder
+            if store.exists():
+                open(store, "ab").close()
     except Timeout as error:
         raise StoreError(f"cannot write {store}: {error.lock_file} is held by another process") from error
     except OSError as error:
@@ -226,13 +195,20 @@ def write_curve(store: Path, key: str, history: dict[str, list[Any]]) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         write_atomically(path, lambda temporary: frame.to_parquet(temporary, index=False, compression="zstd"))
     except OSError as error:
-        raise StoreError(f"cannot write {path}: {error.strerror or error}; the run's checkpoint is kept") from error
+        raise StoreError(f"cannot write {path}: {error.strerror or error}; {_kept(store, key)}") from error
 
 
 def clean(store: Path, key: str) -> None:
     """Remove what writers of this run left half written when they were killed. Only its holder may call this."""
     for kind in ("checkpoints", "curves"):
         for path in place(store, kind, key).parent.glob(f"{key}.*.tmp"):
+            path.unlink(missing_ok=True)
+
+
+def remove_checkpoints(store: Path, keys: Collection[str]) -> None:
+    """Remove all checkpoints of finished runs: the newest, the one before, and those that were set aside."""
+    for path in place(store, "checkpoints", "").parent.glob("*"):
+        if path.name.partition(".")[0] in keys:
             path.unlink(missing_ok=True)
 
 

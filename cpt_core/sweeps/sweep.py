@@ -25,6 +25,7 @@ from tqdm.auto import tqdm
 from cpt_core.experiments.spec import RunSpec
 from cpt_core.sweeps import stores
 from cpt_core.sweeps.calibration import measure, runs_per_gpu
+from cpt_core.sweeps.lines import mark
 from cpt_core.sweeps.options import SweepOptions
 from cpt_core.sweeps.process import supervise
 from cpt_core.sweeps.progress import Live, Signals
@@ -64,17 +65,19 @@ def run_grid(
         task_of(spec)
     store = Path(store).absolute()  # the runs are other processes, maybe in another folder
     stores.check_writable(store)
+    now = mark(store)
+    held = {row["key"]: row for row in stores.load_rows(store)}
     retried = ("failed",) if options.retry_failed else ()
-    done = {row["key"] for row in stores.load_rows(store) if row["status"] not in retried}
+    done = {key for key, row in held.items() if row["status"] not in retried}
     todo = list({spec.key: spec for spec in specs if spec.key not in done}.values())
     if todo:
-        _sweep([Job(spec, store, options) for spec in todo], _executor(todo, options), options.progress)
-    # read again instead of collected: another sweep may have done some, and what counts is what lies in the store
-    held = {row["key"]: row for row in stores.load_rows(store)}
-    for spec in specs:  # a process that was killed between its row and its checkpoint
-        if held[spec.key]["status"] != "failed":
-            stores.place(store, "checkpoints", spec.key).unlink(missing_ok=True)
-    return [held[spec.key] for spec in specs]
+        _sweep([Job(spec, store, options, since=now) for spec in todo], _executor(todo, options), options.progress)
+        # read again instead of collected: another sweep may have done some, and what counts is what lies in the store
+        held = {row["key"]: row for row in stores.load_rows(store)}
+    rows = [held[spec.key] for spec in specs]
+    # also of a process that was killed between its row and its checkpoint
+    stores.remove_checkpoints(store, {row["key"] for row in rows if row["status"] != "failed"})
+    return rows
 
 
 def _executor(specs: list[RunSpec], options: SweepOptions) -> Execute:

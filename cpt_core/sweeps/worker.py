@@ -19,6 +19,7 @@ import torch
 
 from cpt_core.experiments.spec import RunSpec
 from cpt_core.sweeps import stores
+from cpt_core.sweeps.lines import START, Mark, mark
 from cpt_core.sweeps.options import SweepOptions
 from cpt_core.sweeps.stores import Row, StoreError
 from cpt_core.training.device import choose_device, device_name, peak_memory
@@ -39,6 +40,7 @@ class Job:
         options: of its sweep.
         gpu: which of the visible GPUs the process sees; None for all of them.
         wait: while another sweep has the run, wait for it a while before returning "busy".
+        since: up to there the sweep has read the store, and found that this run is to be done.
     """
 
     spec: RunSpec
@@ -46,6 +48,7 @@ class Job:
     options: SweepOptions = field(default_factory=SweepOptions)
     gpu: int | None = None
     wait: bool = False
+    since: Mark = START
 
 
 @dataclass(frozen=True)
@@ -79,14 +82,15 @@ def run_one(
             if not mine:
                 return Outcome(key, "stopped" if should_stop() else "busy")
             on_start()
-            held = stores.find_row(store, key)  # only now: it may have come while this process waited
+            now = mark(store)  # before looking, so that nothing comes unseen in between
+            held = stores.find_row(store, key, job.since)  # only now: it may have come while this process waited
             if held is not None and not (held["status"] == "failed" and job.options.retry_failed):
                 return Outcome(key, "held", held)
             stores.check_free(store)
             stores.clean(store, key)
-            row = stores.append_row(store, _row(job, should_stop))
+            row = stores.append_row(store, _row(job, should_stop), now)
             if row["status"] != "failed":
-                stores.place(store, "checkpoints", key).unlink(missing_ok=True)
+                stores.remove_checkpoints(store, {key})
             return Outcome(key, "ran", row)
     except Stopped:
         return Outcome(key, "stopped")

@@ -15,6 +15,7 @@ import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -23,7 +24,7 @@ from torch import nn
 from tqdm.auto import tqdm
 
 from cpt_core.experiments.spec import RunSpec
-from cpt_core.training.checkpoint import State, load_checkpoint, save_checkpoint
+from cpt_core.training.checkpoint import State, resume, save_checkpoint
 from cpt_core.training.evaluation import bitops_of, evaluate, metrics_of
 from cpt_core.training.session import Session
 
@@ -92,8 +93,9 @@ def train(
         task_class: a value of ``TASKS``.
         spec: what to run.
         device: "cpu" or "cuda".
-        checkpoint: a file; a run that finds it goes on from it, on the CPU bit for bit. It is written every
-            ``checkpoint_seconds`` and left there: remove it when the result is safe. None keeps none.
+        checkpoint: a file; a run that finds it goes on from it, on the CPU bit for bit; one that is damaged is set
+            aside. It is written every ``checkpoint_seconds`` and left there, as is the one before it, also when the
+            run raises: remove both when the result is safe. None keeps none.
         checkpoint_seconds: see ``checkpoint``.
         progress: show a progress bar.
         on_step: ``on_step(step, model, loss)`` after every optimizer step, for probes.
@@ -101,9 +103,9 @@ def train(
 
     Paper: section 4 (all experiments share this loop).
     """
-    session, recipe, state = Session(task_class, spec, device), spec.recipe, State()
-    if checkpoint is not None and checkpoint.exists():
-        state = load_checkpoint(checkpoint, session)
+    make, recipe = partial(Session, task_class, spec, device), spec.recipe
+    session, state = (make(), State()) if checkpoint is None else resume(checkpoint, make)
+    if state.step:
         log.info("goes on from step %d of %d", state.step, recipe.steps)
 
     started = saved = time.monotonic()

@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from pathlib import Path
@@ -13,11 +14,13 @@ from pathlib import Path
 import pandas as pd
 import pytest
 from filelock import FileLock
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from cpt_core.experiments import designs
 from cpt_core.experiments.spec import RunSpec
 from cpt_core.paths import results_dir
-from cpt_core.sweeps import stores
+from cpt_core.sweeps import lines, stores
 from cpt_core.sweeps.stores import StoreError
 
 
@@ -124,7 +127,7 @@ def test_many_writers(tmp_path):
 FULL = """
 import resource, sys
 from pathlib import Path
-from cpt_core.sweeps import stores
+from cpt_core.sweeps import lines, stores
 store = Path(sys.argv[1])
 resource.setrlimit(resource.RLIMIT_FSIZE, (store.stat().st_size + 100, resource.RLIM_INFINITY))
 stores.append_row(store, {"schema": 1, "key": "b", "status": "ok", "spec": {}, "value": "x" * 5000})
@@ -132,15 +135,19 @@ stores.append_row(store, {"schema": 1, "key": "b", "status": "ok", "spec": {}, "
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="needs a limit on the size of files")
-def test_a_disk_that_fills_up_in_the_middle_of_a_row(tmp_path):
+@pytest.mark.parametrize(("saved", "left"), [(True, "the run's last checkpoint is kept"), (False, "has no checkpoint")])
+def test_a_disk_that_fills_up_in_the_middle_of_a_row(saved, left, tmp_path):
     """A limit on the size of files stands for the disk: the kernel writes a part of the row and then refuses."""
     store = tmp_path / "rows.jsonl"
     stores.append_row(store, row("a"))
+    if saved:
+        stores.place(store, "checkpoints", "b").parent.mkdir()
+        stores.place(store, "checkpoints", "b").touch()
     before = store.read_bytes()
     command = [sys.executable, "-c", FULL, str(store)]
     done = subprocess.run(command, capture_output=True, text=True)
     assert "StoreError: cannot write" in done.stderr
-    assert "the run's checkpoint is kept" in done.stderr
+    assert left in done.stderr
     assert store.read_bytes() == before
 
 
@@ -159,11 +166,98 @@ def test_a_store_that_cannot_be_written_is_noticed_before_the_work(tmp_path, mon
         stores.check_writable(tmp_path / "file" / "rows.jsonl")
     with pytest.raises(StoreError, match="it is a folder, not a file of rows"):
         stores.check_writable(tmp_path)
+    for kind in ("curves", "checkpoints", "locks", "logs"):
+        (tmp_path / f"taken {kind}.{kind}").touch()
+        with pytest.raises(StoreError, match=f"{kind} beside it is a file, not a folder of {kind}; nothing"):
+            stores.check_writable(tmp_path / f"taken {kind}.jsonl")
     with pytest.raises(StoreError, match="cannot write /proc/"):  # read-only for everybody, root too
         stores.check_writable(Path("/proc/nowhere/rows.jsonl"))
     monkeypatch.setattr(stores, "FREE_BYTES", 2**60)
     with pytest.raises(StoreError, match=r"only [\d]+ MB free beside .*; a run needs"):
         stores.check_writable(tmp_path / "rows.jsonl")
+
+
+# --- only what came since -------------------------------------------------------------------------
+
+ROWS = st.lists(st.tuples(st.sampled_from("abc"), st.sampled_from(["ok", "failed"]), st.integers(0, 60)), max_size=8)
+
+
+@given(ROWS, ROWS, st.integers(1, 200), st.booleans(), st.booleans())
+@settings(max_examples=50)
+def test_a_run_is_found_as_reading_everything_finds_it(before, after, block, torn, edited):
+    def text(rows):
+        return "".join(json.dumps(row(key, "x" * n, status)) + "\n" for key, status, n in rows)
+
+    def plainly(content, key):
+        return stores.newest(map(json.loads, content.splitlines())).get(key)
+
+    with tempfile.TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patch:
+        patch.setattr(lines, "BLOCK", block)
+        store = Path(folder) / "rows.jsonl"
+        store.write_text(text(before) + ('{"schema"' if torn else ""))
+        mark = lines.mark(store)
+        assert mark.end == len(text(before))
+        now = text(before[edited:]) + text(after)  # somebody may have removed the first line meanwhile
+        store.write_text(now)
+        came = now.removeprefix(text(before))  # all of it, if there is another beginning
+        for key in "abc":
+            assert stores.find_row(store, key) == plainly(now, key)
+            assert stores.find_row(store, key, mark) == plainly(came, key)
+
+
+def test_a_row_costs_the_same_in_a_large_store(tmp_path, monkeypatch):
+    """With a mark, what was there before is neither read nor parsed."""
+    read, costs = lines._read, {}
+    for rows in (10, 1000):
+        store = tmp_path / f"{rows}.jsonl"
+        store.write_text("".join(json.dumps(row(str(i), "x" * 1000)) + "\n" for i in range(rows)))
+        mark, sizes, parsed = lines.mark(store), [], []
+        monkeypatch.setattr(lines, "_read", lambda *a, s=sizes: (out := read(*a), s.append(len(out)))[0])
+        monkeypatch.setattr(lines, "_parsed", lambda line, p=parsed: p.append(line))
+        assert stores.append_row(store, row("new"), mark) == row("new")
+        costs[rows] = (sum(sizes), len(parsed))
+    assert costs[10] == costs[1000]
+    assert costs[10][0] < 10 * lines.TAIL
+
+
+def test_a_result_that_came_after_the_mark_counts(tmp_path):
+    store = tmp_path / "rows.jsonl"
+    stores.append_row(store, row("a", 1, "failed"))
+    mark = lines.mark(store)
+    stores.append_row(store, row("b"))
+    stores.append_row(store, row("a", 2))
+    assert stores.append_row(store, row("a", 3), mark) == row("a", 2)
+    assert len(store.read_text().splitlines()) == 3
+
+
+def test_a_result_that_comes_while_a_writer_waits_for_the_lock_counts(tmp_path, monkeypatch):
+    store, lock = tmp_path / "rows.jsonl", stores._lock
+
+    def first_the_other(path):
+        monkeypatch.setattr(stores, "_lock", lock)
+        stores.append_row(store, row("a", 1))
+        return lock(path)
+
+    monkeypatch.setattr(stores, "_lock", first_the_other)
+    assert stores.append_row(store, row("a", 2)) == row("a", 1)
+    assert stores.load_rows(store) == [row("a", 1)]
+
+
+def test_a_row_is_on_the_disk_when_it_is_said_to_be(tmp_path, monkeypatch):
+    store, synced, fsync = tmp_path / "rows.jsonl", [], os.fsync
+    monkeypatch.setattr(os, "fsync", lambda n: synced.append((os.fstat(n).st_ino, store.stat().st_size)) or fsync(n))
+    stores.append_row(store, row("a"))
+    size = store.stat().st_size
+    assert synced == [(store.stat().st_ino, size), (tmp_path.stat().st_ino, size)]  # the file, then its name
+    stores.append_row(store, row("b"))
+    assert synced[2:] == [(store.stat().st_ino, store.stat().st_size)]
+
+
+def test_any_text_that_a_writer_may_write_is_read_again(tmp_path):
+    """A file name that is not UTF-8 stands in a traceback as half of a surrogate pair."""
+    store, odd = tmp_path / "rows.jsonl", row("a", ["\udcc3", "\u2028\x00\n", 2**64 - 1, -0.0, 5e-324, {"": None}])
+    stores.append_row(store, odd)
+    assert repr(stores.load_rows(store)) == repr([dict(sorted(odd.items()))])
 
 
 # --- claims ---------------------------------------------------------------------------------------
@@ -277,7 +371,7 @@ def test_a_claim_that_cannot_be_written_says_so():
 def test_a_curve_that_cannot_be_written_stops_the_sweep(tmp_path):
     (tmp_path / "rows.curves").write_text("a file where the folder goes")
     history = {"step": [0], "loss": [0.5], "bits": [3], "lr": [0.1], "evaluations": []}
-    with pytest.raises(StoreError, match=r"cannot write .*abc\.parquet: .*exists; the run's checkpoint is kept"):
+    with pytest.raises(StoreError, match=r"cannot write .*abc\.parquet: .*exists; the run has no checkpoint"):
         stores.write_curve(tmp_path / "rows.jsonl", "abc", history)
 
 
@@ -325,5 +419,6 @@ def test_keys_never_change():
 def test_the_committed_rows_still_have_their_keys(path):
     rows = [json.loads(line) for line in path.read_text().splitlines()]
     assert rows
+    assert repr(stores.load_rows(path)) == repr(list(stores.newest(rows).values()))  # as the plain parser reads them
     for r in rows:
         assert RunSpec.from_dict(r["spec"]).key == r["key"]

@@ -165,6 +165,40 @@ def test_a_run_that_raises_is_a_row_with_its_traceback(workers, tmp_path):
     assert "KeyError: 'vgg'" in rows[0]["error"]
 
 
+def fail_at_the_end(session):
+    raise RuntimeError("the last evaluation failed")
+
+
+def test_a_run_that_raises_keeps_its_checkpoints_and_goes_on_when_retried(tmp_path, monkeypatch, caplog):
+    (spec,), store, how = specs_of("CR", steps=20), tmp_path / "rows.jsonl", {"workers": 0, "checkpoint_seconds": 0.0}
+    (calm,) = run_grid([spec], tmp_path / "calm.jsonl", workers=0)
+    with monkeypatch.context() as patch:
+        patch.setattr("cpt_core.training.train.bitops_of", fail_at_the_end)
+        (row,) = run_grid([spec], store, **how)
+    assert "the last evaluation failed" in row["error"]
+    folder = tmp_path / "rows.checkpoints"
+    assert {p.name for p in folder.iterdir()} == {f"{spec.key}.pt", f"{spec.key}.previous.pt"}
+    (folder / f"{spec.key}.pt").write_bytes(b"half of it")
+    caplog.set_level("INFO")
+    (row,) = run_grid([spec], store, retry_failed=True, **how)
+    assert [row[name] for name in ("status", "metrics", "loss")] == [calm[n] for n in ("status", "metrics", "loss")]
+    assert "goes on from step 19 of 20" in caplog.text
+    assert list(folder.iterdir()) == []  # the damaged one too, now that the row is there
+
+
+def test_checkpoints_that_a_killed_process_left_behind_its_row_are_removed(quick, tmp_path):
+    specs, store = specs_of("CR", "RR"), tmp_path / "rows.jsonl"  # RR fails
+    other = "0123456789abcdef"
+    run_grid(specs, store, workers=0)
+    folder = tmp_path / "rows.checkpoints"
+    folder.mkdir()
+    for key in (*(spec.key for spec in specs), other):
+        (folder / f"{key}.pt").touch()
+        (folder / f"{key}.previous.pt").touch()
+    run_grid(specs, store, workers=0)
+    assert {p.name.partition(".")[0] for p in folder.iterdir()} == {specs[1].key, other}
+
+
 def crash(job, stop, on_start):
     os.kill(os.getpid(), signal.SIGSEGV)
 
@@ -387,7 +421,7 @@ def test_missing_data_stop_the_sweep_before_anything_runs(tmp_path):
     bad = replace(good, recipe=replace(good.recipe, dataset="nowhere/"))
     with pytest.raises(FileNotFoundError, match="there is no folder"):
         run_grid([good, bad], tmp_path / "rows.jsonl")
-    assert stores.load_rows(tmp_path / "rows.jsonl") == []
+    assert not (tmp_path / "rows.jsonl").exists()
 
 
 @pytest.mark.parametrize(

@@ -1,13 +1,19 @@
+import logging
 import math
 import os
+import random
 import signal
 import subprocess
 import sys
+import tempfile
 import textwrap
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
+from hypothesis import assume, example, given, settings
+from hypothesis import strategies as st
 from torch import nn
 
 from cpt_core.experiments import designs
@@ -190,19 +196,88 @@ def test_a_killed_run_resumes_bit_for_bit(model, tmp_path):
     assert again.metrics == straight.metrics  # a process that died after its last step ends the run from there
 
 
-def test_a_checkpoint_of_another_run_or_a_broken_one_is_refused(tmp_path):
+def stop_at(step, spec, checkpoint, **options):
+    asked = iter(range(step))
+    with pytest.raises(Stopped, match=f"at step {step} of {spec.recipe.steps}"):
+        train(task_of(spec), spec, checkpoint=checkpoint, should_stop=lambda: next(asked) == step - 1, **options)
+
+
+def test_a_checkpoint_of_another_run_is_refused_and_left_alone(tmp_path):
     spec, checkpoint = spec_of(steps=20, n_cycles=1), tmp_path / "run.pt"
-    asked = iter(range(20))
-    with pytest.raises(Stopped, match="at step 11 of 20"):
-        train(task_of(spec), spec, checkpoint=checkpoint, should_stop=lambda: next(asked) == 10)
+    stop_at(11, spec, checkpoint)
     other = spec_of(steps=20, n_cycles=1, seed=5)
     with pytest.raises(ValueError, match=f"belongs to run {spec.key}, not to {other.key}"):
         train(task_of(other), other, checkpoint=checkpoint)
-    content = checkpoint.read_bytes()
-    for damaged in (b"", content[: len(content) // 2], b"nonsense"):
-        checkpoint.write_bytes(damaged)
-        with pytest.raises(ValueError, match=r"run\.pt cannot be read; remove it to start the run again"):
-            train(task_of(spec), spec, checkpoint=checkpoint)
+    assert os.listdir(tmp_path) == ["run.pt"]
+
+
+@pytest.fixture(scope="module")
+def stopped(tmp_path_factory):
+    """A short run: its undisturbed result, and the bytes of its two checkpoints when it was stopped at step 11."""
+    spec, checkpoint = spec_of(steps=20, n_cycles=1), tmp_path_factory.mktemp("stopped") / "run.pt"
+    stop_at(11, spec, checkpoint, checkpoint_seconds=0.0)
+    files = [checkpoint.read_bytes(), checkpoint.with_name("run.previous.pt").read_bytes()]
+    return spec, train(task_of(spec), spec), files
+
+
+def zeros(content, at, length):
+    return content[:at] + bytes(len(content[at : at + length])) + content[at + length :]
+
+
+def noise(content, at, length):
+    return content[:at] + random.Random(at).randbytes(len(content[at : at + length])) + content[at + length :]
+
+
+def one_bit(content, at, length):
+    return content[:at] + bytes([content[at] ^ 1 << length % 8]) + content[at + 1 :]
+
+
+def cut_off(content, at, length):
+    return content[:at]
+
+
+def cut_out(content, at, length):
+    return content[:at] + content[at + length :]
+
+
+def longer(content, at, length):
+    return content + content[at : at + length]
+
+
+@pytest.mark.parametrize("damage", [zeros, noise, one_bit, cut_off, cut_out, longer])
+@given(st.floats(0, 1, exclude_max=True), st.integers(1, 600), st.booleans())
+@example(0.0, 64, True)
+@settings(max_examples=6)
+def test_a_damaged_checkpoint_changes_no_number(damage, stopped, share, length, both):
+    spec, straight, files = stopped
+    assume(damage(files[0], int(share * len(files[0])), length) != files[0])
+    with tempfile.TemporaryDirectory() as folder, tempfile.TemporaryFile("w+") as said:
+        checkpoint, steps, handler = Path(folder) / "run.pt", [], logging.StreamHandler(said)
+        for name, content, hurt in zip(("run.pt", "run.previous.pt"), files, (True, both), strict=True):
+            harmed = damage(content, int(share * len(content)), length) if hurt else content
+            checkpoint.with_name(name).write_bytes(harmed)
+        logging.getLogger("cpt_core").addHandler(handler)
+        run = train(task_of(spec), spec, checkpoint=checkpoint, on_step=lambda step, *_: steps.append(step))
+        logging.getLogger("cpt_core").removeHandler(handler)
+        said.seek(0)
+        lines = said.read().splitlines()
+        left = {"run.damaged.pt"} | ({"run.previous.damaged.pt"} if both else {"run.previous.pt"})
+        assert set(os.listdir(folder)) == left
+    assert steps[0] == (0 if both else 10)
+    assert (run.history, run.metrics, run.bitops) == (straight.history, straight.metrics, straight.bitops)
+    assert len(lines) == 1 + both
+    assert lines[0].startswith(f"{checkpoint} is damaged: kept as run.damaged.pt; the run goes back to the checkpoint")
+
+
+def test_a_whole_checkpoint_is_on_the_disk_before_it_is_the_newest(tmp_path, monkeypatch):
+    """A machine that stops between two of these leaves the older checkpoint or the newer one."""
+    events, fsync, rename = [], os.fsync, os.replace
+    monkeypatch.setattr(os, "fsync", lambda n: events.append(os.readlink(f"/proc/self/fd/{n}")) or fsync(n))
+    monkeypatch.setattr(os, "replace", lambda a, b: events.append((str(a), str(b))) or rename(a, b))
+    checkpoint, spec = tmp_path / "run.pt", spec_of(steps=20, n_cycles=1)
+    stop_at(11, spec, checkpoint)
+    temporary = f"{checkpoint}.{os.getpid()}.tmp"
+    assert events == [temporary, (temporary, str(checkpoint)), str(tmp_path)]
 
 
 def test_a_run_that_was_stopped_goes_on_bit_for_bit(tmp_path):
@@ -238,10 +313,10 @@ def test_cuda_learns_as_the_cpu_does(run):
     )
 
 
-def test_nothing_is_left_but_the_checkpoint(tmp_path):
+def test_nothing_is_left_but_two_checkpoints(tmp_path):
     spec = spec_of(steps=10, n_cycles=1)
     train(task_of(spec), spec, checkpoint=tmp_path / "run.pt", checkpoint_seconds=0.0)
-    assert os.listdir(tmp_path) == ["run.pt"]
+    assert sorted(os.listdir(tmp_path)) == ["run.previous.pt", "run.pt"]
 
 
 def test_a_loss_that_is_not_finite_changes_no_weight(monkeypatch):

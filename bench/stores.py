@@ -1,0 +1,75 @@
+"""What a store of many rows costs: reading it, finding a run, appending a row.  CPU seconds, medians.
+
+    python -m bench.stores --rows 100000
+
+The rows are the committed ones again and again, under other keys. A sweep appends with a mark: it knows how far it has
+read; without one the whole store is looked through first, before it is locked.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from cpt_core.paths import results_dir
+from cpt_core.sweeps import stores
+from cpt_core.sweeps.lines import mark
+
+
+def fill(store: Path, count: int) -> dict[str, Any]:
+    """Write a store and return one of its rows."""
+    lines = [line for path in sorted(results_dir().glob("*.jsonl")) for line in path.read_text().splitlines()]
+    rows = [json.loads(line) for line in lines]
+    with open(store, "w") as file:
+        for i in range(count):
+            file.write(json.dumps({**rows[i % len(rows)], "key": f"{i:016x}"}, sort_keys=True) + "\n")
+    return rows[0]
+
+
+def seconds(call: Callable[[int], Any], repeats: int) -> float:
+    """Return the median CPU time of a call, which is told its number."""
+    times = []
+    for i in range(repeats):
+        began = time.process_time()
+        call(i)
+        times.append(time.process_time() - began)
+    return median(times)
+
+
+def measure(store: Path, count: int, repeats: int) -> str:
+    """Return the line of one size."""
+    row = fill(store, count)
+    end = mark(store)
+
+    def of(name: str, number: int) -> dict[str, Any]:
+        return {**row, "key": hashlib.sha256(f"{name} {number}".encode()).hexdigest()[:16]}
+
+    appended = seconds(lambda i: stores.append_row(store, of("a", i), end), repeats)
+    looked = seconds(lambda i: stores.append_row(store, of("b", i)), repeats)
+    found = seconds(lambda i: stores.find_row(store, of("a", i)["key"]), repeats)
+    read = seconds(lambda i: stores.load_rows(store), repeats)
+    size = store.stat().st_size / 1e6
+    return f"{count:8} {size:6.0f} {read:8.2f} {1e3 * found:8.1f} {1e3 * appended:10.2f} {1e3 * looked:18.2f}"
+
+
+def main() -> None:
+    """Print one line per size."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rows", type=int, nargs="+", default=[1_000, 100_000])
+    parser.add_argument("--repeats", type=int, default=5)
+    given = parser.parse_args()
+    print(f"{'rows':>8} {'MB':>6} {'read s':>8} {'find ms':>8} {'append ms':>10} {'without a mark ms':>18}")
+    with tempfile.TemporaryDirectory() as folder:
+        for count in given.rows:
+            print(measure(Path(folder) / f"{count}.jsonl", count, given.repeats))
+
+
+if __name__ == "__main__":
+    main()
