@@ -1,6 +1,5 @@
 import copy
 import datetime
-import itertools
 import os
 import subprocess
 import sys
@@ -278,52 +277,6 @@ def test_a_function_schedule_continues_from_its_table(tmp_path):
     again = PrecisionScheduler(quantize_(small()), FunctionSchedule(lambda u: 3.0 + 5.0 * u, total_steps=STEPS))
     again.load_state_dict(torch.load(tmp_path / "state.pt", weights_only=True))
     assert again.last_step == 1
-
-
-class Wrapper(nn.Module):
-    """Names of layers as DDP and ``torch.compile`` make them; both themselves are below."""
-
-    def __init__(self, **children):
-        super().__init__()
-        for name, child in children.items():
-            self.add_module(name, child)
-
-
-WRAPPED = {
-    "bare": lambda m: m,
-    "ddp": lambda m: Wrapper(module=m),
-    "compiled": lambda m: Wrapper(_orig_mod=m),
-    "ddp, compiled": lambda m: Wrapper(module=Wrapper(_orig_mod=m)),
-    "compiled average of ddp": lambda m: Wrapper(_orig_mod=Wrapper(module=Wrapper(module=m))),
-    "a part compiled": lambda m: Wrapper(**{name: Wrapper(_orig_mod=part) for name, part in m.named_children()}),
-}
-MODELS = {
-    "layers": small,
-    "a part named module": lambda: Wrapper(module=nn.Linear(2, 2), head=nn.Linear(2, 2)),
-    "one layer": lambda: nn.Linear(2, 2),  # without a name, and without parts
-}
-
-
-PAIRS = itertools.product(MODELS, WRAPPED, WRAPPED)
-
-
-@pytest.mark.parametrize(
-    ("model", "source", "target"), [p for p in PAIRS if not {"one layer", "a part compiled"} <= set(p)]
-)
-def test_a_state_does_not_depend_on_what_wraps_the_model(model, source, target):
-    schedulers = []
-    for wrapper in (source, target):
-        wrapped = WRAPPED[wrapper](quantize_(MODELS[model]()))
-        first, *rest = layer_precisions(wrapped)
-        patterns = {first: schedule_of("CR")} | ({"*": schedule_of("LR")} if rest else {})
-        schedulers.append(PrecisionScheduler(wrapped, patterns))
-    theirs, mine = (list(scheduler._layers.values()) for scheduler in schedulers)
-    for number, layer in enumerate(theirs):
-        layer.running_input.fill_(number + 1)
-    schedulers[0].step()
-    schedulers[1].load_state_dict(schedulers[0].state_dict())
-    assert schedulers[1].last_step == 1
-    assert [layer.running_input[0] for layer in mine] == list(range(1, len(theirs) + 1))
 
 
 @pytest.mark.parametrize(
