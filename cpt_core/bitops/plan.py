@@ -178,9 +178,8 @@ def _bits_per_layer(
         one = np.array([FULL_PRECISION])
         return {"": (one, one)}
     converted = any(isinstance(m, LayerPrecision) for m in model.modules())
-    names = (
-        list(layer_precisions(model)) if converted else list(dict.fromkeys(c.owner for c in calls if c.owner)) or [""]
-    )
+    owners = dict.fromkeys(c.owner for c in calls if c.owner is not None)
+    names = list(layer_precisions(model) if converted else owners or [""])
     bits = {}
     for s, layers in assign_schedules(schedule, names).values():
         pair = (s.bits(), np.full(s.total_steps, q_grad or s.q_max))

@@ -118,7 +118,7 @@ class Chooses(nn.Module):
         self.first, self.norm, self.second = nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 2)
 
     def forward(self, x):
-        x = nn.functional.dropout(self.norm(self.first(x.add_(0))), 0.5)
+        x = nn.functional.dropout(self.norm(self.first(x.add_(1))), 0.5)
         return self.second(x[(x[:, 0] > -9).nonzero().squeeze(1)])
 
 
