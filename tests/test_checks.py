@@ -54,6 +54,8 @@ def test_a_reader_never_sees_half_a_file(tmp_path):
     with pytest.raises(OSError, match="the disk is full"):
         write_atomically(path, write)
     assert [p.name for p in tmp_path.iterdir()] == ["state.json"]
-    write_atomically(path, lambda temporary: temporary.write_text("new"))
+    with path.open() as reader:
+        write_atomically(path, lambda temporary: temporary.write_text("new"))
+        assert reader.read() == "old"  # the file it has opened is another one now
     assert path.read_text() == "new"
     assert [p.name for p in tmp_path.iterdir()] == ["state.json"]

@@ -4,7 +4,7 @@ import pandas as pd
 import pytest
 from scipy import stats
 
-from cpt_core.analysis import aggregation, figures, metrics, predictors, quality_cost, schedules, style
+from cpt_core.analysis import aggregation, figures, metrics, predictors, quality_cost, schedules, statistics, style
 from cpt_core.analysis import paper as printed
 from cpt_core.analysis.runs import committed, load, table, tuned
 from cpt_core.experiments import designs
@@ -67,6 +67,18 @@ def test_lost_runs_are_counted_and_do_not_enter_the_mean():
 def cost_line(runs, **options):
     """What the rank correlation says of cost."""
     return predictors.rank_correlation(runs, **options).set_index("predictor").loc["relative_cost"]
+
+
+def test_alike_values_share_their_rank():
+    x, ys = np.array([1.0, 2, 2, 3, 4, 4]), np.array([[5.0, 5, 1, 2, 2, 7], [3, 1, 1, 1, 2, 2]])
+    expected = [stats.spearmanr(x, y).statistic for y in ys]
+    assert statistics.spearman(x, ys).tolist() == pytest.approx(expected)
+
+
+def test_seeds_that_disagree_leave_the_correlation_open():
+    """A seed in which quality rises with cost, and one in which it falls a little less steeply."""
+    line = cost_line(made_up(lambda arm, seed, cost: 0.5 + (0.1, -0.09)[seed] * cost, seeds=(0, 1)))
+    assert (line.strength, line.low, line.high) == pytest.approx((1, -1, 1))
 
 
 def test_correlation_against_scipy():

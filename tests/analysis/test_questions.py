@@ -216,6 +216,14 @@ def test_equal_cost_compares_what_costs_the_same():
     assert np.isnan(found.difference["RR"])
 
 
+@pytest.mark.parametrize(("spent", "compared"), [(0.94, False), (0.96, True), (1.04, True), (1.06, False)])
+def test_what_costs_five_percent_more_or_less_is_compared(spent, compared):
+    runs = equal_runs()
+    rr = runs.bitops[runs.arm == "RR"].iloc[0]
+    runs.loc[runs.arm == "static 8", "bitops"] = spent * rr
+    assert ("static 8" in set(equal_cost.equal_cost(runs).arm)) == compared
+
+
 def test_two_budgets_are_kept_apart():
     runs = table(equal_rows() + equal_rows(budget=0.546875, delay=0.2))
     found = equal_cost.equal_cost(runs)
