@@ -9,6 +9,8 @@ from __future__ import annotations
 import hashlib
 import json
 import re
+import warnings
+from collections import Counter, defaultdict
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -37,6 +39,10 @@ FORMULA = r"^([=+\-@\t\r])"
 EQUAL_COST_ARM = re.compile(r"^RR at |delayed [\d.]+ %$|, \d+ of \d+ steps$")  # arms that only equal cost needs
 
 
+class OtherDataWarning(UserWarning):
+    """Runs of one recipe were trained on different data under one name; they are not put together."""
+
+
 def load(*stores: Path, every_rate: bool = False) -> pd.DataFrame:
     """Return one typed line per run, the row that counts of every key, from the stores given or all under ``runs/``.
 
@@ -47,12 +53,44 @@ def load(*stores: Path, every_rate: bool = False) -> pd.DataFrame:
     Returns:
         The columns of ``table``.
 
+    Warns:
+        OtherDataWarning: about runs that are left out because most runs of their recipe had other data.
+
     Raises:
         ValueError: for a file that is no store, see ``load_rows``.
     """
     files = [Path(file) for file in stores or sorted(runs_dir().glob("*/*.jsonl"))]
-    found = table(newest({**row, "store": _place(file)} for file in files for row in load_rows(file)).values())
+    rows = [{**row, "store": _place(file)} for file in files for row in load_rows(file)]
+    found = table(newest(_of_one_data(rows)).values())
     return found if every_rate else tuned(found)
+
+
+def _of_one_data(rows: list[Row]) -> list[Row]:
+    """Keep, of every recipe, the rows on the data that most have (the newest of equally many), and those on none."""
+    checksums: dict[str, set[str]] = defaultdict(set)
+    for row in rows:
+        if row.get("data_checksum"):
+            checksums[row["spec"]["recipe"]["dataset"]].add(row["data_checksum"])
+    recipes: dict[str, list[Row]] = defaultdict(list)
+    for row in rows:  # a data set may have several checksums for good: recipes take parts of it
+        if row.get("data_checksum") and len(checksums[row["spec"]["recipe"]["dataset"]]) > 1:
+            recipes[_recipe_key(row["spec"]["recipe"])].append(row)
+    left_out: set[int] = set()
+    for mine in recipes.values():
+        ordered = sorted(mine, key=lambda row: row["provenance"]["started"], reverse=True)
+        kept = Counter(row["data_checksum"] for row in ordered).most_common(1)[0][0]
+        other = [row for row in mine if row["data_checksum"] != kept]
+        if other:
+            left_out.update(map(id, other))
+            names = " and ".join(sorted({row["data_checksum"] for row in other}))
+            dataset, stores = other[0]["spec"]["recipe"]["dataset"], ", ".join(sorted({row["store"] for row in other}))
+            warnings.warn(
+                f"{len(other)} runs on {dataset} in {stores} are left out: their data (checksum {names}) are not those "
+                f"of the other {len(mine) - len(other)} ({kept})",
+                OtherDataWarning,
+                stacklevel=3,
+            )
+    return [row for row in rows if id(row) not in left_out]
 
 
 def committed(*names: str) -> pd.DataFrame:

@@ -24,6 +24,7 @@ import torch
 from cpt_core.experiments.spec import RunSpec
 from cpt_core.sweeps.process import record_loss, supervise
 from cpt_core.sweeps.progress import Live, Signals
+from cpt_core.sweeps.stores import check_same_data, load_rows
 from cpt_core.sweeps.worker import Job, Outcome
 from cpt_core.training.session import task_of
 
@@ -44,7 +45,8 @@ def dask_outcomes(jobs: list[Job], signals: Signals, live: Live, slots: list[int
     ``1 / per_gpu`` of it. ``slots`` are the runs at a time on this machine, each with its GPU or None.
 
     Raises:
-        ValueError: when the scheduler cannot be reached, or a worker does not see the folder of the store.
+        ValueError: when the scheduler cannot be reached, or a worker does not see the folder of the store, or sees
+            other data than those of the rows in it.
         DataNotFoundError: when a worker does not find the data of a run.
     """
     options, store = jobs[0].options, jobs[0].store
@@ -63,8 +65,9 @@ def dask_outcomes(jobs: list[Job], signals: Signals, live: Live, slots: list[int
             submit = partial(client.submit, pure=False, resources=share)
             recipes = {job.spec.recipe: job.spec for job in jobs}
             checks = {submit(_check, spec, str(sign)): spec for spec in recipes.values()}
-            for check, _ in _results(checks, signals, live, sign):
-                check.result()  # raises what was raised there
+            rows = load_rows(store)
+            for check, spec in _results(checks, signals, live, sign):
+                check_same_data(store, rows, spec, check.result())  # raises what was raised there, too
             if not signals.stop.is_set():
                 futures = {submit(_work, job, str(sign), slots): job for job in jobs}
                 for future, job in _results(futures, signals, live, sign):
@@ -90,9 +93,9 @@ def _results(futures: dict[Any, Any], signals: Signals, live: Live, sign: Path) 
         time.sleep(0.1)
 
 
-def _check(spec: RunSpec, sign: str) -> None:
+def _check(spec: RunSpec, sign: str) -> str:
     _told_to_stop(sign)
-    task_of(spec)(spec, torch.device("cpu"))
+    return task_of(spec)(spec, torch.device("cpu")).checksum
 
 
 def _told_to_stop(sign: str) -> bool:

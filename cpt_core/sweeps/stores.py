@@ -17,7 +17,7 @@ import os
 import platform
 import shutil
 import subprocess
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager
 from datetime import UTC, datetime
 from importlib import metadata
@@ -172,6 +172,23 @@ def check_free(store: Path) -> None:
     free = shutil.disk_usage(store.parent).free
     if free < FREE_BYTES:
         raise StoreError(f"only {free / 2**20:.0f} MB free beside {store}; a run needs {FREE_BYTES / 2**20:.0f} MB")
+
+
+def check_same_data(store: Path, rows: Iterable[Row], spec: RunSpec, checksum: str) -> None:
+    """Refuse to go on beside rows of the same recipe that were trained on other data under the same name.
+
+    Raises:
+        ValueError: names the data and what can be done.
+    """
+    recipe = spec.to_dict()["recipe"]
+    known = [row["data_checksum"] for row in rows if "data_checksum" in row and row["spec"]["recipe"] == recipe]
+    if other := sorted(set(known) - {checksum}):
+        count = sum(one != checksum for one in known)
+        raise ValueError(
+            f"the data of {recipe['dataset']!r} have changed: {count} rows in {store} are of checksum "
+            f"{' and '.join(other)}, what is there now has {checksum}; put those data back, or keep the new rows "
+            "apart: set CPT_RUNS_DIR to another folder, or give the data another name"
+        )
 
 
 # --- curves ---------------------------------------------------------------------------------------

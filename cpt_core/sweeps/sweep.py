@@ -22,6 +22,7 @@ from typing import Any
 import torch
 from tqdm.auto import tqdm
 
+from cpt_core.experiments.recipe import is_own
 from cpt_core.experiments.spec import RunSpec
 from cpt_core.sweeps import stores
 from cpt_core.sweeps.calibration import measure, runs_per_gpu
@@ -54,7 +55,8 @@ def run_grid(
         **changes: single options, such as ``workers=2``; see ``SweepOptions``.
 
     Raises:
-        ValueError: for a wrong value or an unknown task, before anything runs.
+        ValueError: for a wrong value, an unknown task, or data that are not those of the rows in the store, before
+            anything runs.
         DataNotFoundError: when the data of a run are not there, before anything runs.
         StoreError: when the store cannot be written, before anything runs or as soon as it is noticed.
     """
@@ -70,6 +72,7 @@ def run_grid(
     retried = ("failed",) if options.retry_failed else ()
     done = {key for key, row in held.items() if row["status"] not in retried}
     todo = list({spec.key: spec for spec in specs if spec.key not in done}.values())
+    _check_data(specs, todo, held.values(), store, options)
     if todo:
         _sweep([Job(spec, store, options, since=now) for spec in todo], _executor(todo, options), options.progress)
         # read again instead of collected: another sweep may have done some, and what counts is what lies in the store
@@ -81,15 +84,34 @@ def run_grid(
 
 
 def _executor(specs: list[RunSpec], options: SweepOptions) -> Execute:
-    """Return what runs the jobs of these specs; missing data stop the sweep here, and not every run alone."""
+    """Return what runs the jobs of these specs."""
     if options.executor == "dask":
         from cpt_core.sweeps.dask_cluster import dask_outcomes
 
         return partial(dask_outcomes, slots=_slots(specs, options) if options.scheduler is None else [])
-    for spec in _recipes(specs):
-        choose_device(options.device, spec)
-        task_of(spec)(spec, torch.device("cpu"))
     return _here if options.workers == 0 else partial(_local, slots=_slots(specs, options))
+
+
+def _check_data(
+    specs: list[RunSpec], todo: list[RunSpec], rows: Iterable[Row], store: Path, options: SweepOptions
+) -> None:
+    """Refuse missing and changed data here, and not in every run alone; the workers of a cluster look for themselves.
+
+    Where nothing is to be run the rows are enough, but one's own data are looked at if they are there.
+    """
+    here = set() if options.executor == "dask" else {spec.recipe for spec in todo}
+    for spec in _recipes(specs):
+        if spec.recipe in here:
+            choose_device(options.device, spec)
+        elif not is_own(spec.recipe.dataset):
+            continue
+        try:
+            checksum = task_of(spec)(spec, torch.device("cpu")).checksum
+        except FileNotFoundError:
+            if spec.recipe in here:
+                raise
+        else:
+            stores.check_same_data(store, rows, spec, checksum)
 
 
 def _recipes(specs: Iterable[RunSpec]) -> list[RunSpec]:

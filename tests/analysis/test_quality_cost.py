@@ -1,3 +1,5 @@
+import json
+
 import matplotlib.colors
 import numpy as np
 import pandas as pd
@@ -6,12 +8,12 @@ from scipy import stats
 
 from cpt_core.analysis import aggregation, figures, metrics, predictors, quality_cost, schedules, statistics, style
 from cpt_core.analysis import paper as printed
-from cpt_core.analysis.runs import committed, load, table, tuned
+from cpt_core.analysis.runs import OtherDataWarning, committed, load, table, tuned
 from cpt_core.experiments import designs
 from cpt_core.paths import paper_dir
 from cpt_core.schedules.make import make_schedule
 from cpt_core.sweeps import stores
-from tests.helpers import row_of
+from tests.helpers import PROVENANCE, row_of
 
 
 def made_up(accuracy, seeds=(0, 1, 2), statics=(2, 5, 8)):
@@ -379,3 +381,31 @@ def test_rows_that_are_kept_are_found_by_name():
 def test_an_interval_holds_the_middle_95_percent_of_the_resamples():
     low, high = predictors._bounds(np.arange(101.0)[None])
     assert (low.tolist(), high.tolist()) == ([2.5], [97.5])
+
+
+def test_runs_on_other_data_are_left_out_and_said(tmp_path):
+    specs = designs.quality_cost("demo", "digits", "mlp6", schedules=["CR"], static=[], seeds=range(5))
+    (elsewhere,) = designs.quality_cost("demo", "digits", "resnet8_w8", schedules=["CR"], static=[], seeds=[0])
+    rows = [{**row_of(spec, 0.5), "schema": 1, "data_checksum": "aa"} for spec in specs]
+    rows += [{**row_of(elsewhere, 0.5), "schema": 1, "data_checksum": "cc"}]  # a recipe that takes another part
+    old, new = tmp_path / "old.jsonl", tmp_path / "new.jsonl"
+    old.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    assert len(load(old)) == 6
+
+    def add(count, started="2026-02-01"):
+        later = [
+            {**row, "data_checksum": "bb", "provenance": {**PROVENANCE, "started": started}} for row in rows[:count]
+        ]
+        new.write_text("".join(json.dumps(row) + "\n" for row in later))
+
+    add(2)
+    said = (
+        r"2 runs on digits in .*new.jsonl are left out: their data \(checksum bb\) are not those of the other 5 \(aa\)"
+    )
+    with pytest.warns(OtherDataWarning, match=said):
+        found = load(old, new)
+    assert sorted(found.data_checksum) == ["aa"] * 5 + ["cc"]  # also the rows of the same keys
+    for started, kept in (("2026-02-01", "bb"), ("2025-12-31", "aa")):
+        add(5, started)
+        with pytest.warns(OtherDataWarning, match="5 runs on digits"):
+            assert sorted(load(old, new).data_checksum) == [kept] * 5 + ["cc"]

@@ -3,6 +3,7 @@
 import json
 import os
 import random
+import shutil
 import signal
 import subprocess
 import sys
@@ -12,11 +13,13 @@ from dataclasses import replace
 from multiprocessing import forkserver
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 from helpers import specs_of
 
 from bench.kill_sweep import KINDS, claims, holder, torture
+from cpt_core.data import common
 from cpt_core.experiments import designs
 from cpt_core.sweeps import progress, stores, worker
 from cpt_core.sweeps import sweep as sweep_module
@@ -422,6 +425,54 @@ def test_missing_data_stop_the_sweep_before_anything_runs(tmp_path):
     with pytest.raises(FileNotFoundError, match="there is no folder"):
         run_grid([good, bad], tmp_path / "rows.jsonl")
     assert not (tmp_path / "rows.jsonl").exists()
+
+
+@pytest.fixture
+def own_specs(tmp_path, monkeypatch):
+    """Runs on images of one's own, of two seeds; ``own_images`` makes them."""
+    monkeypatch.setenv("CPT_DATA_DIR", str(tmp_path))
+    own_images(tmp_path, seed=0)
+    changes = {"size": 8, "train_images": None, "valid_images": 0, "test_images": None, "batch": 8, "crop": 0}
+    (spec,) = specs_of("CR", **changes)
+    return [replace(spec, recipe=replace(spec.recipe, dataset="mine/"), seed=seed) for seed in (0, 1)]
+
+
+def own_images(folder, seed):
+    rng = np.random.default_rng(seed)
+    (folder / "mine").mkdir(exist_ok=True)
+    for split in ("train", "val"):
+        images = rng.integers(0, 256, (12, 8, 8), dtype=np.uint8)
+        np.savez(folder / "mine" / f"my_{split}.npz", data=images, labels=np.arange(12) % 3)
+    common._last.clear()  # as in another process
+
+
+CHANGED = r"the data of 'mine/' have changed: 1 rows in .*rows\.jsonl are of checksum"
+
+
+def test_rows_of_other_data_are_neither_returned_nor_added_to(own_specs, tmp_path):
+    store, (first, second) = tmp_path / "rows.jsonl", own_specs
+    (row,) = run_grid([first], store, workers=0)
+    assert run_grid([first], store, workers=0) == [row]
+    own_images(tmp_path, seed=1)
+    for specs in ([first], [second], [first, second]):
+        with pytest.raises(ValueError, match=CHANGED):
+            run_grid(specs, store, workers=0)
+    assert stores.load_rows(store) == [row]
+    own_images(tmp_path, seed=0)  # put back
+    assert len(run_grid([first, second], store, workers=0)) == 2
+    shutil.rmtree(tmp_path / "mine")
+    common._last.clear()
+    assert run_grid([first], store, workers=0) == [row]  # rows can be read where the data are not
+
+
+@pytest.mark.slow
+def test_the_workers_of_a_cluster_look_at_the_data_too(quick, own_specs, tmp_path):
+    pytest.importorskip("distributed")
+    store, (first, second) = tmp_path / "rows.jsonl", own_specs
+    stores.append_row(store, {**stores.describe(first), "status": "ok", "data_checksum": "that of other data"})
+    with pytest.raises(ValueError, match=CHANGED):
+        run_grid([second], store, executor="dask", workers=1)
+    assert quick == []
 
 
 @pytest.mark.parametrize(
