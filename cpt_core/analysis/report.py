@@ -125,7 +125,8 @@ def _notebooks(outcomes: list[dict[str, Any]]) -> pd.DataFrame:
     lines = []
     for o in outcomes:
         links = {"page": o["page"] and o["page"].name, "failed": o["failed"] and o["failed"].name}
-        lines.append(({**links, "name": o["name"], "error": o["error"]}, o["status"], f"{o['seconds']:.0f} s"))
+        time = f"{o['seconds']:.0f} s" if o["seconds"] else "–"
+        lines.append(({**links, "name": o["name"], "error": o["error"]}, o["status"], time))
     return pd.DataFrame(lines, columns=["notebook", "status", "time"])
 
 

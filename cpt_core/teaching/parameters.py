@@ -14,6 +14,7 @@ import re
 import shutil
 import sys
 import tempfile
+import warnings
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
@@ -27,7 +28,9 @@ from cpt_core.data.files import check_data
 from cpt_core.experiments.recipe import PRESETS, SCALES, is_own
 from cpt_core.experiments.recipes import EXPERIMENTS, recipe
 from cpt_core.experiments.spec import RunSpec
+from cpt_core.schedules.make import make_schedule
 from cpt_core.schedules.profiles import SCHEDULES
+from cpt_core.schedules.schedule import ShortCycleWarning
 from cpt_core.sweeps.stores import store_path
 
 
@@ -144,6 +147,12 @@ def check_parameters(task: str = "image", /, **given: Any) -> Parameters:
     for name in _injected():
         if name not in given:
             raise ValueError(f"this notebook has no parameter {name!r}{_meant(name, given)} It has {', '.join(given)}")
+    shape = {name: given[name] for name in ("q_min", "q_max", "n_cycles", "total_steps") if name in given}
+    if len(shape) == 4:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", ShortCycleWarning)  # the notebook shows it
+            for name in SCHEDULES:
+                make_schedule(name, **shape)
     scale, preset = given.get("scale", "smoke"), given.get("preset", "ours")
     wanted = [(given["dataset"], given.get("model") or None, task)] if "dataset" in given else []
     wanted += [(given["pairs"], None, "entailment")] if given.get("pairs") else []
