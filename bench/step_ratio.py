@@ -44,12 +44,21 @@ class Outputs(nn.Module):
         return self.lstm(x)[0]
 
 
-class Encoder(nn.Module):
-    """One layer of BERT-base."""
+def readme() -> nn.Module:
+    """The network of the README's examples."""
+    return nn.Sequential(nn.Linear(64, 32), nn.ReLU(), nn.Linear(32, 10))
 
-    def __init__(self) -> None:
+
+SMALL_BERT = {"num_hidden_layers": 2, "hidden_size": 128, "num_attention_heads": 4, "intermediate_size": 512}
+
+
+class Encoder(nn.Module):
+    """One layer of BERT-base, or what is given."""
+
+    def __init__(self, **given: int) -> None:
         super().__init__()
-        self.bert = BertModel(BertConfig(num_hidden_layers=1, vocab_size=2), add_pooling_layer=False)
+        config = BertConfig(**{"num_hidden_layers": 1, "vocab_size": 2, **given})
+        self.bert = BertModel(config, add_pooling_layer=False)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.bert(inputs_embeds=x).last_hidden_state
@@ -87,6 +96,7 @@ PLAIN = {"simulated": QuantConfig()}
 BOTH = {"FP-Agg": QuantConfig(), "Q-Agg": QuantConfig(aggregation="quantized")}
 CASES: dict[str, Case] = {
     "ResNet-20, batch 128": (lambda: MODELS["resnet20"](3, 32, 10), random(128, 3, 32, 32), 7, PLAIN),
+    "ResNet-18, batch 8, 112 pixels": (lambda: MODELS["resnet18"](3, 112, 1000), random(8, 3, 112, 112), 9, PLAIN),
     "ResNet-74, batch 32": (lambda: MODELS["resnet74"](3, 32, 10), random(32, 3, 32, 32), 7, PLAIN),
     "MobileNet-V2 block, 64x32x16x16": (lambda: InvertedResidual(32, 32, 6, 1), random(64, 32, 16, 16), 25, PLAIN),
     "RetinaNet, batch 4, 320 pixels": (Detector, random(4, 3, 320, 320), 5, PLAIN),
@@ -94,6 +104,8 @@ CASES: dict[str, Case] = {
     "LSTM 800, 35 steps, batch 20": (lambda: Outputs(800), random(35, 20, 800), 9, PLAIN),
     "LSTM 200, 35 steps, batch 20": (lambda: Outputs(200), random(35, 20, 200), 25, PLAIN),
     "BERT layer 768, 128 tokens, batch 16": (Encoder, random(16, 128, 768), 7, PLAIN),
+    "small BERT, 2 x 128, 64 tokens, batch 16": (lambda: Encoder(**SMALL_BERT), random(16, 64, 128), 25, PLAIN),
+    "README's network, batch 16": (readme, random(16, 64), 200, PLAIN),
     "GCN layer 128 -> 512, arxiv size": (lambda: GraphConv(128, 512), arxiv, 7, BOTH),
 }
 

@@ -1,5 +1,7 @@
 """Tables and pages: one table, three ways to show it."""
 
+import re
+
 import pandas as pd
 import pytest
 from jinja2 import UndefinedError
@@ -31,11 +33,14 @@ def test_a_table_on_a_page():
 def test_what_goes_into_a_page_is_escaped():
     link = {"page": "x.html?<d>", "name": "<e>", "error": "<f>"}
     frame = pd.DataFrame({"<a>": ["<b>", link, {**link, "error": ""}, ["<g>"]]})
-    shown = page(Section("<h>", ("a `<code>` & more",), table=frame, points=(("<p>", "<q>"),)))
-    assert not any(tag in shown for tag in ("<a>", "<b>", "<d>", "<e>", "<f>", "<g>", "<h>", "<p><", "<q>"))
+    section = Section("<h>", ("a `<code>` & more",), Figure(), "'<i>", frame, points=(("<j>", "<k>"),))
+    folded = Section("<l>", ("<m>",), table=frame, style="folded")
+    shown = render("page.html.j2", title="<n>", notes=["<o>"], sections=[section, folded, section, section])
+    assert not re.search("<[a-o]>", shown)
+    assert "alt='&#39;&lt;i&gt;'" in shown
     assert "<p>a <code>&lt;code&gt;</code> &amp; more</p>" in shown
     assert '<a href="x.html?&lt;d&gt;">&lt;e&gt;</a><br><span class="failed">&lt;f&gt;</span>' in shown
-    assert shown.count('class="failed"') == 1
+    assert shown.count('class="failed"') == 4  # of each table one of two
 
 
 def test_a_list_in_a_table_is_folded_up():
