@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import os
 import zipfile
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -65,7 +66,8 @@ def fingerprint(recipe: Recipe) -> str:
     digest = hashlib.sha256()
     found = False
     for source in sources(recipe):
-        for path in [source] if source.is_file() else sorted(p for p in source.rglob("*") if p.is_file()):
+        below = (Path(folder, name) for folder, _, names in os.walk(source, followlinks=True) for name in names)
+        for path in [source] if source.is_file() else sorted(p for p in below if p.is_file()):
             found, stat = True, path.stat()
             digest.update(f"{path.relative_to(source.parent)}\0{stat.st_size}\0{stat.st_mtime_ns}\n".encode())
     return digest.hexdigest()[:16] if found else ""

@@ -424,6 +424,16 @@ def test_a_changed_file_is_another_fingerprint(layout, data_folder):
     assert fingerprint(asked) != before
 
 
+def test_files_behind_links_count(data_folder):
+    asked = own("image", write(data_folder, image_folder()))
+    folder = data_folder / "mine" / "train" / "a"
+    folder.rename(data_folder / "elsewhere")
+    folder.symlink_to(data_folder / "elsewhere")
+    before = fingerprint(asked)
+    (data_folder / "elsewhere" / "0.png").unlink()
+    assert fingerprint(asked) != before
+
+
 def test_what_was_loaded_is_loaded_again_when_anything_changed(data_folder, tmp_path_factory, monkeypatch):
     monkeypatch.setattr(common, "_last", {})
     task, make = LAYOUTS["text"]
@@ -453,9 +463,9 @@ def test_what_was_loaded_is_loaded_again_when_anything_changed(data_folder, tmp_
 @pytest.mark.parametrize(
     ("wanted", "there", "sizes"),
     [
-        ((500, 100), 600, (500, 100)), ((500, 100), 360, (None, 36)), ((500, 10), 360, (None, 10)),
-        ((500, 0), 360, (None, 0)), ((None, 5), 12, (None, 5)), ((None, 5_000), 600, (None, 60)),
-        ((10, 10), 3, (None, 1)),
+        ((500, 100), 600, (500, 100)), ((500, 100), 360, (324, 36)), ((500, 10), 360, (350, 10)),
+        ((500, 0), 360, (360, 0)), ((None, 5), 12, (None, 5)), ((None, 5_000), 600, (None, 60)),
+        ((10, 10), 3, (2, 1)), ((350, 100), 400, (350, 40)),
     ],
 )  # fmt: skip
 def test_sizes_follow_ones_own_data(wanted, there, sizes):
