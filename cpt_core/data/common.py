@@ -92,7 +92,7 @@ def split_sizes(recipe: Any, there: int) -> tuple[int | None, int]:
     """Return how many of ``there`` training samples are trained on (None: all that are left) and how many held out.
 
     Named data must have what the recipe wants. Data of one's own may be smaller: where the wanted do not fit, or where
-    more would be held out than trained on, at most a tenth is held out and all the rest trained on.
+    more would be held out than trained on, at most a tenth is held out and the rest trained on.
 
     Args:
         recipe: with ``train_images`` and ``valid_images``.
@@ -103,7 +103,8 @@ def split_sizes(recipe: Any, there: int) -> tuple[int | None, int]:
     """
     train, valid = recipe.train_images, recipe.valid_images
     if is_own(recipe.dataset) and there > 1 and valid + (valid if train is None else train) > there:
-        return None, min(valid, max(1, there // 10))
+        held = min(valid, max(1, there // 10))
+        return train and min(train, there - held), held
     if (wanted := valid + (1 if train is None else train)) > there:
         raise ValueError(f"{recipe.dataset}: {wanted} training and validation images wanted, there are {there}")
     return train, valid

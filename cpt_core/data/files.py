@@ -71,7 +71,8 @@ def fingerprint_of(paths: Iterable[Path]) -> str:
     digest = hashlib.sha256()
     found = False
     for source in paths:
-        for path in [source] if source.is_file() else sorted(p for p in source.rglob("*") if p.is_file()):
+        below = (Path(folder, name) for folder, _, names in os.walk(source, followlinks=True) for name in names)
+        for path in [source] if source.is_file() else sorted(p for p in below if p.is_file()):
             found, stat = True, path.stat()
             digest.update(os.fsencode(f"{path.relative_to(source.parent)}\0{stat.st_size}\0{stat.st_mtime_ns}\n"))
     return digest.hexdigest()[:16] if found else ""

@@ -343,7 +343,7 @@ def test_labels_in_a_column_and_as_whole_floats(data_folder):
 
 
 def test_pictures_of_every_kind_become_rgb(tmp_path):
-    ramp = np.linspace(0, 0xFFFF, 256).astype(np.uint16).reshape(16, 16)
+    ramp = (np.arange(256, dtype=np.uint16) * 256 + 7).reshape(16, 16)
     Image.fromarray(ramp).save(tmp_path / "deep.png")
     with Image.open(tmp_path / "deep.png") as deep:
         assert deep.mode.startswith("I;16")
@@ -416,10 +416,21 @@ def test_a_changed_file_is_another_fingerprint(layout, data_folder):
     content, stat = path.read_bytes(), path.stat()
     path.write_bytes(bytes(len(content)))
     assert (path.stat().st_size, fingerprint(asked) == before) == (stat.st_size, False)
-    path.write_bytes(content)
-    os.utime(path, ns=(stat.st_atime_ns, stat.st_mtime_ns))
-    assert fingerprint(asked) == before
+    for content_now, same in ((content + b"x", False), (content, True)):
+        path.write_bytes(content_now)
+        os.utime(path, ns=(stat.st_atime_ns, stat.st_mtime_ns))
+        assert (fingerprint(asked) == before) == same
     path.unlink()
+    assert fingerprint(asked) != before
+
+
+def test_files_behind_links_count(data_folder):
+    asked = own("image", write(data_folder, image_folder()))
+    folder = data_folder / "mine" / "train" / "a"
+    folder.rename(data_folder / "elsewhere")
+    folder.symlink_to(data_folder / "elsewhere")
+    before = fingerprint(asked)
+    (data_folder / "elsewhere" / "0.png").unlink()
     assert fingerprint(asked) != before
 
 
@@ -432,12 +443,18 @@ def test_what_was_loaded_is_loaded_again_when_anything_changed(data_folder, tmp_
     first = load_once(load_text, words, *fields)
     assert load_once(load_text, replace(words, steps=words.steps + 1), *fields) is first
     assert len(load_once(load_text, replace(words, unit="characters"), *fields).train) > len(first.train)
+    first = load_once(load_text, words, *fields)
     (data_folder / "mine" / "train.txt").write_bytes(b"quite another text\n" * 9)
     assert "another" in load_once(load_text, words, *fields).vocabulary
     elsewhere = tmp_path_factory.mktemp("elsewhere")
-    write(elsewhere, {**files, "train.txt": b"a third text\n" * 9})
+    write(elsewhere, {**files, "train.txt": b"quite a like text!\n" * 9})
+    for name in files:  # as a copy that keeps the times
+        stat = (data_folder / "mine" / name).stat()
+        os.utime(elsewhere / "mine" / name, ns=(stat.st_atime_ns, stat.st_mtime_ns))
+    before = fingerprint(words)
     monkeypatch.setenv("CPT_DATA_DIR", str(elsewhere))
-    assert "third" in load_once(load_text, words, *fields).vocabulary
+    assert fingerprint(words) == before
+    assert "like" in load_once(load_text, words, *fields).vocabulary
 
 
 # --- sizes of splits ------------------------------------------------------------------------------
@@ -446,9 +463,9 @@ def test_what_was_loaded_is_loaded_again_when_anything_changed(data_folder, tmp_
 @pytest.mark.parametrize(
     ("wanted", "there", "sizes"),
     [
-        ((500, 100), 600, (500, 100)), ((500, 100), 360, (None, 36)), ((500, 10), 360, (None, 10)),
-        ((500, 0), 360, (None, 0)), ((None, 5), 12, (None, 5)), ((None, 5_000), 600, (None, 60)),
-        ((10, 10), 3, (None, 1)),
+        ((500, 100), 600, (500, 100)), ((500, 100), 360, (324, 36)), ((500, 10), 360, (350, 10)),
+        ((500, 0), 360, (360, 0)), ((None, 5), 12, (None, 5)), ((None, 5_000), 600, (None, 60)),
+        ((10, 10), 3, (2, 1)), ((350, 100), 400, (350, 40)),
     ],
 )  # fmt: skip
 def test_sizes_follow_ones_own_data(wanted, there, sizes):

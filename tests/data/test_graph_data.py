@@ -280,7 +280,7 @@ def zipped(folder, **more):
 
 
 def test_a_download_of_ogb_is_https_and_the_same_as_the_first(arxiv, tmp_path, monkeypatch):
-    served = {"": zipped(arxiv, **{"arxiv/processed/data_processed": "x", "arxiv/raw/../../../out.csv.gz": "x"})}
+    served = {"": zipped(arxiv, **{"arxiv/processed/x.csv.gz": "x", "arxiv/raw/../../../out.csv.gz": "x"})}
     asked = []
     monkeypatch.setattr(
         torch.hub, "download_url_to_file", lambda url, to: (asked.append(url), Path(to).write_bytes(served[""]))
