@@ -241,7 +241,7 @@ def test_files_that_cannot_be_read(tmp_path):
 
 
 def test_missing_data(tmp_path):
-    with pytest.raises(DataNotFoundError, match=r"no folder .*xnli; get it with: python -m cpt_core download xnli$"):
+    with pytest.raises(DataNotFoundError, match=r"no folder .*xnli; get it with: .*python -m cpt_core download xnli$"):
         load_entailment(own("xnli"))
     with pytest.raises(DataNotFoundError, match=r"no folder .*nowhere$"):
         load_entailment(own("nowhere/"))
@@ -256,7 +256,7 @@ def test_missing_data(tmp_path):
     (folder / "test.csv").unlink()
     with pytest.raises(ValueError, match=r"mine has no test split; its layout is \{train,validation,test\}"):
         load_entailment(own(folder))
-    with pytest.raises(ValueError, match="unknown dataset 'snli'; choose from templates, xnli, or a folder"):
+    with pytest.raises(ValueError, match="unknown dataset 'snli'; choose from templates, xnli, or files of your own"):
         load_entailment(replace(own("mine/"), dataset="snli"))
 
 

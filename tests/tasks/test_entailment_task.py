@@ -213,7 +213,11 @@ def test_checkpoints_that_cannot_be_used(tmp_path, monkeypatch):
     (tmp_path / "empty").mkdir()
     write_checkpoint(tmp_path / "gpt", kind="gpt2")
     for name, error, message in (
-        ("bert-base-multilingual-cased", DataNotFoundError, "with: python -m cpt_core download bert-base-multilingual"),
+        (
+            "bert-base-multilingual-cased",
+            DataNotFoundError,
+            r"with: .*python -m cpt_core download bert-base-multilingual",
+        ),
         ("nowhere", DataNotFoundError, r"no pretrained model in .*nowhere$"),
         ("empty", ValueError, r"empty holds no pretrained model: it has no config\.json"),
         ("gpt", ValueError, r"gpt holds a model of type 'gpt2'; only 'bert' can be used"),
