@@ -203,7 +203,6 @@ def learn_by_heart(spec: Any, at_least: float = 0.3) -> Figure:
         f"{scores[0]:.0f} % before, {scores[1]:.0f} % after",
         fontsize=9,
     )
-    figure.tight_layout()
     return figure
 
 
