@@ -43,6 +43,7 @@ def read_ogb(recipe: GraphRecipe) -> RawGraph:
     counts = [len(graph.labels), len(graph.edges[0]), graph.features.shape[1]]
     if counts != official:
         raise ValueError(f"{found[-1]} is not the official {name}: nodes, edges, features {counts}, not {official}")
+    evaluator(name)  # without its library this ends here, not at the first evaluation
     graph.ogb = name
     return graph
 
@@ -55,7 +56,9 @@ def download(name: str, language: str = "") -> Path:
 
     Raises:
         ValueError: when the archive is not the one that was downloaded first, or is damaged.
+        ImportError: without the libraries of the extra ``graph``.
     """
+    evaluator(name)  # without its library there would be no use for the data
     folder = data_dir() / EXPERIMENT.named[name].folders[0]
     folder.parent.mkdir(parents=True, exist_ok=True)
     kept = folder.with_name(f"{folder.name}.sha256")
