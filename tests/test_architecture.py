@@ -128,6 +128,10 @@ def test_public_names_resolve():
     assert callable(cpt_core.precision)  # a module of this name would hide the function
 
 
+# whose open is not that of text: descriptors, pictures, members of archives
+OPEN_BYTES = ("os", "Image", "library('PIL.Image', 'vision')", "z")
+
+
 def opens_text(call):
     """Whether a call opens a file as text: read_text, write_text, or open without "b" in its mode."""
     name, of = getattr(call.func, "id", ""), ""
@@ -136,7 +140,7 @@ def opens_text(call):
         if name in ("read_text", "write_text"):
             return True
     modes = [a.value for a in call.args[-1:] if isinstance(a, ast.Constant) and isinstance(a.value, str)]
-    return name == "open" and of not in ("os", "Image") and not any("b" in mode for mode in modes)
+    return name == "open" and of not in OPEN_BYTES and not any("b" in mode for mode in modes)
 
 
 @pytest.mark.parametrize("path", FILES, ids=room_of)

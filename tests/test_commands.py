@@ -185,7 +185,7 @@ def test_a_measurement_is_kept_and_agrees_with_a_run(tmp_path):
     (spec,) = designs.quality_cost("smoke", schedules=["CR"], static=[], seeds=[0], steps=20)
     found = measure(spec)
     assert found.macs * 1024 == 64 * (64 * 32 + 5 * 32 * 32 + 32 * 10) * 1024
-    assert 0 < found.seconds_per_step < 1
+    assert found.seconds_per_step > 0
     assert found.peak_memory > 10**8
     assert found.checkpoint > 4 * (64 * 32 + 5 * 32 * 32 + 32 * 10) * 2  # weights and their momentum
     assert measure(spec) == found  # not measured again: times would differ

@@ -169,8 +169,8 @@ def test_ours_stand_beside_the_numbers_of_the_paper_in_its_units():
     choices = {"schedules": ["CR"], "static": [8], "q_max": [8], "seeds": [0, 1]}
     specs = designs.quality_cost("paper", "ptb", task="language_model", **choices)
     rows = [{**row_of(s, 100.0, "perplexity"), "bitops": {"paper": 9.1555e13 + 1e11 * s.seed}} for s in specs]
-    found = printed.summary(table(rows)).set_index(["what", "arm"])["ours +- std (n)"]
-    assert found["figure 7: ptb, lstm", "static 8"] == "9.16 +- 0.01 (2)"
+    found = printed.summary(table(rows)).set_index(["what", "arm"])["ours +- std"]
+    assert found["figure 7: ptb, lstm", "static 8"] == "9.16 +- 0.01 (n = 2)"
     assert found["figure 7: ptb, lstm", "RR"] == "not run"
     assert set(found["table 1: cifar10, resnet74"]) == {"not run"}
 

@@ -6,7 +6,7 @@ import urllib.request
 import pytest
 
 from cpt_core import data
-from cpt_core.data.common import DataNotFoundError
+from cpt_core.data.files import DataNotFoundError
 
 NOWHERE = "http://127.0.0.1:9/x.zip"  # the discard port: nobody listens
 

@@ -308,7 +308,9 @@ def test_whole_numbers_of_any_kind_are_bits(bits):
 
 
 def test_unknown_names_list_the_choices():
-    with pytest.raises(ValueError, match=f"unknown quantizer 'weight'; choose from {', '.join(QUANTIZERS)}"):
+    with pytest.raises(
+        ValueError, match=f"unknown quantizer 'weight'; the nearest of {len(QUANTIZERS)} are lstm_weight, "
+    ):
         quantize(image(), 4, "weight")
     with pytest.raises(ValueError, match=f"unknown granularity 'rows'; choose from {', '.join(GRANULARITIES)}"):
         Quantizer("rows")

@@ -107,7 +107,7 @@ def test_missing_data_and_unshared_folders_stop_the_sweep(cluster, tmp_path):
     with pytest.raises(FileNotFoundError, match="there is no folder"):
         run_grid([bad], tmp_path / "rows.jsonl", **how)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Path, "write_text", lambda self, text: None)  # as if the workers were on another machine
+        patch.setattr(Path, "write_text", lambda self, text, **how: None)  # as if the workers were on another machine
         with pytest.raises(ValueError, match=r"does not see .*a file system that all workers share"):
             run_grid([good], tmp_path / "rows.jsonl", **how)
     assert stores.load_rows(tmp_path / "rows.jsonl") == []
