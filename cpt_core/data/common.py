@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Sized
+from collections.abc import Callable, Iterator, Sized
+from contextlib import contextmanager
 from enum import IntEnum
 from typing import Any, TypeVar
 
 import numpy as np
 import torch
+from threadpoolctl import threadpool_limits
 from torch import Tensor
 
 from cpt_core.data.files import fingerprint
@@ -38,6 +40,18 @@ def generator_of(*numbers: int) -> torch.Generator:
 def epoch_order(count: int, seed: int, epoch: int) -> Tensor:
     """Return the order of the samples (or batches) of an epoch, (count,) int64."""
     return torch.randperm(count, generator=generator_of(seed, epoch, Stream.ORDER))
+
+
+@contextmanager
+def one_thread() -> Iterator[None]:
+    """Compute with one thread: what is made of data must not depend on how many there are."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        with threadpool_limits(1):
+            yield
+    finally:
+        torch.set_num_threads(before)
 
 
 _last: dict[Callable[..., Any], tuple[tuple, Any]] = {}

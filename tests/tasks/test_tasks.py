@@ -11,7 +11,7 @@ import torch
 
 from cpt_core.data import common
 from cpt_core.data.common import Stream, epoch_order, generator_of, load_once
-from cpt_core.experiments.recipes import EXPERIMENTS, recipe
+from cpt_core.experiments.recipes import DATASETS, EXPERIMENTS, recipe
 from cpt_core.experiments.spec import run_spec
 from cpt_core.tasks import TASKS, learning_rates
 
@@ -162,3 +162,20 @@ def test_words_and_characters_of_one_text_are_two_data_sets():
         task = TASKS["language_model"](run_spec(changed, "CR", q_max=8, seed=0, scale="smoke"), torch.device("cpu"))
         large.append(len(task.data.vocabulary) > 300)
     assert large == [False, True]
+
+
+@pytest.mark.parametrize("dataset", [d for d in DATASETS.values() if d.embedded], ids=lambda d: d.name)
+def test_the_checksum_of_data_does_not_depend_on_the_number_of_threads(dataset):
+    found = set()
+    before = torch.get_num_threads()
+    try:
+        for threads in (1, 2, 3):
+            torch.set_num_threads(threads)
+            common._last.clear()
+            (chosen, *_) = dataset.recipes["smoke"]
+            found.add(
+                TASKS[chosen.task](run_spec(chosen, "CR", q_max=8, seed=0, scale="smoke"), torch.device("cpu")).checksum
+            )
+    finally:
+        torch.set_num_threads(before)
+    assert len(found) == 1
