@@ -38,7 +38,7 @@ QUESTIONS = (quality_cost, aggregation, critical_periods, equal_cost)
 def write(folder: Path, scale: str, outcomes: list[dict[str, Any]]) -> Path:
     """Write ``index.html`` into ``folder``: notebooks, figures and tables from the runs of this scale, versions."""
     runs = _of_scale(scale)
-    notes = ["A simulation: bit operations (BitOps) count work at low precision, they are not seconds."]
+    notes = ["A simulation: bit operations (BitOps) count work at low precision, they are not seconds.", *WORDS]
     if scale == "smoke":
         notes.append("Smoke runs show that everything runs; they are not a result.")
     spent = f"Notebook time {sum(o['seconds'] for o in outcomes):.0f} s in all."

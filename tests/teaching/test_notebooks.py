@@ -325,6 +325,7 @@ def test_report_of_real_rows(place, tmp_path):
     assert page.count("data:image/png;base64,") == 3  # the three experiments of the committed rows
     assert "mlp6 on scikit-learn digits, 8 x 8, 600 steps, 4 cycles, q_min 4" in page
     assert "resnet8_w8 on scikit-learn digits" in page
+    assert all(word in page for word in ("An arm is what a model is trained with", "The noise exposure of an arm is"))
     first = committed("image_digits").query("model == 'mlp6' and q_min == 3")
     accuracy = quality_cost.by_arm(first).set_index("arm").loc["CR", "mean"]
     assert f"<td>{100 * accuracy:.1f}</td>" in page
