@@ -166,7 +166,7 @@ def round_gradient(
     """Return a quantised gradient on its own range; what the backward pass of ``quantize_gradient`` does."""
     if gradient.numel() == 0:
         return gradient
-    low, width = quantizer.range_of(gradient)
+    low, width = quantizer.range_of(gradient.detach())
     noise: Tensor | LongNoise | None = None
     if quantizer.rounding == "stochastic":
         if torch.compiler.is_compiling():

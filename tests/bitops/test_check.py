@@ -88,6 +88,19 @@ def test_gradients_that_are_not_quantised_are_found(monkeypatch, q_grad):
     assert all(p.quantized == (q_grad == "kept") for p in found.products if p.backward)
 
 
+def test_values_written_over_a_grid_are_found(monkeypatch):
+    operand = LayerPrecision.operand
+
+    def overwritten(self, role, x):
+        y = operand(self, role, x)
+        with torch.no_grad():
+            return y.sigmoid_()
+
+    monkeypatch.setattr(LayerPrecision, "operand", overwritten)
+    found = check(quantize_(nn.Linear(4, 3)), (torch.ones(2, 4),))
+    assert not any(p.quantized for p in found.products if not p.backward)
+
+
 def test_a_plan_that_prices_other_products_than_run_is_found(monkeypatch):
     monkeypatch.setitem(MACS, nn.Linear, lambda module, inputs, y: y.numel())
     found = check(quantize_(small()), (pictures(),))
