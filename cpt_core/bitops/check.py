@@ -29,6 +29,7 @@ from cpt_core.bitops.copies import tensors_in
 from cpt_core.bitops.macs import ATTENTION, PRODUCTS
 from cpt_core.bitops.plan import count_bitops
 from cpt_core.bitops.products import name_of, products_of
+from cpt_core.kernels.operators import FAMILIES
 from cpt_core.quantization.convert import layer_precisions
 from cpt_core.quantization.coverage import QuantizationWarning
 from cpt_core.quantization.precision import HALF
@@ -250,7 +251,7 @@ class _Watch(TorchDispatchMode):
         if target is None:
             return
         sources = [k for a in _floating(args) if (k := _storage(a)) is not None]
-        if name == "round":
+        if name in _ROUNDS:
             self._rounded.add(target)
         elif name in _MOVES:
             sources = sources[1:] if name == "copy" else sources  # copy_(target, source)
@@ -262,6 +263,7 @@ class _Watch(TorchDispatchMode):
             self._rounded.discard(target)
 
 
+_ROUNDS = frozenset(f"{family}::{name}" for family in FAMILIES for name in ("round_to_grid", "fake_quantize"))
 _ADDS = ("addmm", "baddbmm", "addbmm", "addmv", "_addmm_activation")  # the first operand is added to the product ...
 _BIASED = ("convolution", "linear", "torchvision::deform_conv2d")  # ... or the third
 
@@ -287,9 +289,7 @@ def _floating(value: Any) -> list[Tensor]:
 @contextmanager
 def _as_it_was(model: nn.Module) -> Iterator[None]:
     """Put buffers, the rounding noise and torch's random numbers back afterwards."""
-    pool = next(iter(layer_precisions(model).values())).noise
     buffers = [(b, b.detach().clone()) for b in model.buffers()]
-    noise = pool.state_dict()
     devices = sorted({p.device.index or 0 for p in model.parameters() if p.is_cuda})
     try:
         with torch.random.fork_rng(devices):
@@ -298,4 +298,3 @@ def _as_it_was(model: nn.Module) -> Iterator[None]:
         with torch.no_grad():
             for buffer, value in buffers:
                 buffer.copy_(value)
-        pool.load_state_dict(noise)

@@ -28,7 +28,6 @@ from cpt_core.quantization.coverage import (
     warn_of_float32,
 )
 from cpt_core.quantization.layers import QuantizedLayer
-from cpt_core.quantization.noise import NoisePool
 from cpt_core.quantization.precision import LayerPrecision
 from cpt_core.quantization.quantizers import QUANTIZERS, Quantizer
 
@@ -127,7 +126,6 @@ def quantize_(
         kinds = ", ".join(dict.fromkeys(kind.__name__ for kind in conversions()))
         others = "".join(f"; {count} {what}" for what, count in in_float32(model, asked)[1].items())
         raise ValueError(f"nothing to quantise: no {kinds} in {type(model).__name__} was selected{others}")
-    noise = NoisePool(config.seed)
     found = conversions()
     for name, module in chosen.items():  # before the first is changed
         found[type(module)].check(module)
@@ -139,7 +137,6 @@ def quantize_(
     for index, (name, module) in enumerate(chosen.items()):
         found[type(module)].from_float(
             module,
-            noise,
             quantizers=config.quantizers,
             key=_key(config.seed, index),
             running_start=config.running_start,

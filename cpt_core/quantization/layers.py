@@ -18,7 +18,6 @@ from typing import Any, ClassVar, Self
 import torch
 from torch import Tensor, nn
 
-from cpt_core.quantization.noise import NoisePool
 from cpt_core.quantization.precision import LayerPrecision
 from cpt_core.quantization.quantizers import QUANTIZERS, Quantizer
 
@@ -35,7 +34,6 @@ class QuantizedLayer:
     def from_float(
         cls,
         module: nn.Module,
-        noise: NoisePool | None = None,
         *,
         quantizers: Mapping[str, Quantizer] = QUANTIZERS,
         key: int = 0,
@@ -49,7 +47,7 @@ class QuantizedLayer:
             raise ValueError(f"this {cls.FLOAT.__name__} cannot be quantised: {reason}")
         roles = cls.roles(module, quantizers, aggregation)
         device = next((p.device for p in module.parameters()), None)
-        precision = LayerPrecision(roles, noise or NoisePool(), key, running_start).to(device)
+        precision = LayerPrecision(roles, key, running_start).to(device)
         precision.train(module.training)
         module.__class__ = cls  # type: ignore[assignment]
         module.precision = precision

@@ -29,10 +29,11 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.nn.utils.rnn import PackedSequence
 
-from cpt_core.quantization.fake_quantize import round_to_grid, straight_through
+from cpt_core.kernels.operators import round_to_grid
+from cpt_core.kernels.reference import per_channel
 from cpt_core.quantization.layers import QuantizedLayer
 from cpt_core.quantization.precision import LayerPrecision
-from cpt_core.quantization.quantizers import Quantizer, Range, check_floating, per_channel
+from cpt_core.quantization.quantizers import Quantizer, Range, check_floating
 
 State = tuple[Tensor, Tensor]
 
@@ -267,12 +268,12 @@ class QuantLSTM(QuantizedLayer, nn.LSTM):
         else:
             parts = [(len(part), quantizer.range_of(part)) for part in x.detach().split(sizes)]
             low, width = (torch.cat([r[k].expand(n, 1) for n, r in parts]) for k in (0, 1))
-            return straight_through(x, low, width, p.levels, quantizer.clips)
+            return round_to_grid(x, low, width, p.levels, clip=quantizer.clips)
         if quantizer.running and self.training:
             p.track(role, *(part.flip(0) if cell.endswith("_reverse") else part for part in (low, width)))
         low, width = p.or_running(role, low, width)
         low, width = (part.repeat_interleave(counts, output_size=len(x)).unsqueeze(1) for part in (low, width))
-        return straight_through(x, low, width, p.levels, p.clips(role))
+        return round_to_grid(x, low, width, p.levels, clip=p.clips(role))
 
     def _gradient(self, y: Tensor, sizes: tuple[int, ...]) -> Tensor:
         """Quantise the gradient of the input product, (N, 4 H), step by step."""

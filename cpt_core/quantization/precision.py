@@ -9,11 +9,13 @@ import torch
 from torch import Tensor, nn
 
 from cpt_core.checks import choose
-from cpt_core.quantization.fake_quantize import levels_of, quantize_gradient, round_gradient, straight_through
-from cpt_core.quantization.noise import NoisePool
-from cpt_core.quantization.quantizers import IDENTITY_BITS, Quantizer, Range, check_bits, check_floating
+from cpt_core.kernels.execution import execution
+from cpt_core.kernels.operators import fake_quantize, round_to_grid, track_
+from cpt_core.kernels.reference import RUNNING_DECAY, Range
+from cpt_core.quantization.fake_quantize import levels_of, quantize_gradient, round_gradient
+from cpt_core.quantization.quantizers import IDENTITY_BITS, Quantizer, check_bits, check_floating
+from cpt_core.quantization.reuse import Reuse
 
-RUNNING_DECAY = 0.9  # weight of the old value; torch's BatchNorm counts its momentum the other way round
 RUNNING_STARTS = ("corrected", "zero")
 HALF = (torch.float16, torch.bfloat16)  # 11 and 8 significant bits: a grid of 8 bits does not survive them
 Bits = tuple[int | None, int | None]  # forward and gradient bits; None is float32
@@ -29,15 +31,14 @@ class LayerPrecision(nn.Module):
 
     Args:
         quantizers: the quantiser of every role of the layer, such as "input", "weight", "bias", "grad".
-        noise: the pool shared by the layers of a model.
-        key: start of this layer's noise in compiled code; different in every layer.
+        key: start of this layer's rounding noise; different in every layer.
         running_start: "corrected" divides a running range by the weight it has gathered, so that the first
             evaluations are right; "zero" is the authors' rule, which starts at 0 and does not.
 
     ``in_force`` alone says what the bits are. The products read ``levels`` and ``grad_levels``, 0-d tensors that are
     filled from it in place, so that a change of bits recompiles nothing. They are no buffers: what copies, averages or
     broadcasts the buffers of a model (``AveragedModel``, ``functional_call``, DDP) would change the grid behind the
-    bits. Running ranges and the key of compiled noise are buffers; none is in the ``state_dict``.
+    bits. Running ranges and the key of the noise are buffers; none is in the ``state_dict``.
 
     Copies (``deepcopy``, pickle, ``AveragedModel``) keep the bits in force when they were made and are driven by no
     scheduler: use them inside ``precision(copy, ...)`` or give them a ``PrecisionScheduler`` of their own.
@@ -47,14 +48,11 @@ class LayerPrecision(nn.Module):
 
     noise_key: Tensor
 
-    def __init__(
-        self, quantizers: Mapping[str, Quantizer], noise: NoisePool, key: int = 0, running_start: str = "corrected"
-    ) -> None:
+    def __init__(self, quantizers: Mapping[str, Quantizer], key: int = 0, running_start: str = "corrected") -> None:
         """Start without a precision: using the layer before one is set is an error."""
         super().__init__()
         choose("running_start", running_start, RUNNING_STARTS)
         self.quantizers = dict(quantizers)
-        self.noise = noise
         self.corrected = running_start == "corrected"
         self.key = key
         self.q_max: int | None = None  # of the schedule that drives the layer, for precision(model, "q_max")
@@ -65,6 +63,7 @@ class LayerPrecision(nn.Module):
         self.is_set = self.quantizes = self.quantizes_gradient = False
         self.name = ""
         self.called: bool | None = None
+        self.reuse = Reuse()
         self.register_buffer("noise_key", self._start("noise_key"), persistent=False)
         for role, quantizer in self.quantizers.items():
             if quantizer.running:  # running minimum, running width, and the weight both have gathered
@@ -77,6 +76,7 @@ class LayerPrecision(nn.Module):
 
     @in_force.setter
     def in_force(self, value: Bits | None) -> None:
+        self.reuse.clear()
         if value != self._in_force:
             self._in_force, self.is_set = value, value is not None
             self.quantizes, self.quantizes_gradient = (
@@ -102,6 +102,8 @@ class LayerPrecision(nn.Module):
     def set_bits(self, bits: int | None, q_grad: int | None) -> None:
         """Set forward and gradient bits, each 1..32 or None for float32; 24 and more is the identity."""
         bits = None if bits is None else check_bits("bits", bits)
+        if not self.is_set:
+            execution()  # here, before anything is traced
         self.in_force = bits, None if q_grad is None else check_bits("q_grad", q_grad)
 
     def require_bits(self) -> None:
@@ -136,14 +138,16 @@ class LayerPrecision(nn.Module):
             return x
         check_floating(x)
         self.follow(x)
-        stored = self.running_range(role)
-        if stored is not None:
-            return straight_through(x, *stored, self.levels, True)
         quantizer = self.quantizers[role]
-        minimum, width = quantizer.range_of(x.detach())
-        if quantizer.running and self.training:
-            self.track(role, minimum, width)
-        return straight_through(x, *self.or_running(role, minimum, width), self.levels, self.clips(role))
+        if quantizer.running and not self.training:
+            stored = self.running_range(role) or self.or_running(role, *quantizer.range_of(x.detach()))
+            return round_to_grid(x, *stored, self.levels, clip=True)
+        if role == "weight" and not torch.compiler.is_compiling():  # which would be guarded on the bits
+            return self.reuse(x, self.bits, lambda: fake_quantize(x, self.levels, quantizer.granularity)[0])
+        y, low, width = fake_quantize(x, self.levels, quantizer.granularity)
+        if quantizer.running:
+            self.track(role, low, width)
+        return y
 
     def running_range(self, role: str) -> Range | None:
         """Return the stored range of a role where it is used: in evaluation, once training has filled it."""
@@ -173,17 +177,17 @@ class LayerPrecision(nn.Module):
     def track(self, role: str, minimum: Tensor, width: Tensor) -> None:
         """Let a running range follow the range of one call (0-d), or those of several calls one after the other (T,).
 
-        running = 0.9 running + 0.1 current; a call that is not finite leaves it alone, and so does a forward pass
-        inside a backward pass: activation checkpointing runs it a second time. (Not seen where a module is compiled
-        by itself and then checkpointed; a compiled model may checkpoint its parts.)
+        running = 0.9 running + 0.1 current, see ``kernels.reference.track``; a call that is not finite leaves it alone,
+        and so does a forward pass inside a backward pass: activation checkpointing runs it a second time. (Not seen
+        where a module is compiled by itself and then checkpointed; a compiled model may checkpoint its parts.)
         """
         if not torch.compiler.is_compiling() and torch._C._current_graph_task_id() != -1:
             return
         running = self.get_buffer(f"running_{role}")
-        now = torch.stack([minimum, width, torch.ones_like(width)])
-        if now.dim() == 1:
-            running.copy_(torch.where(now.isfinite().all(), torch.lerp(now, running, RUNNING_DECAY), running))
+        if minimum.dim() == 0:
+            track_(running, minimum, width)
             return
+        now = torch.stack([minimum, width, torch.ones_like(width)])
         counts = now.isfinite().all(0)
         later = counts.flip(0).cumsum(0).flip(0) - counts.int()  # calls that count and come after this one
         shares = torch.where(counts, (1 - RUNNING_DECAY) * RUNNING_DECAY**later, 0.0)
@@ -192,6 +196,7 @@ class LayerPrecision(nn.Module):
     def train(self, mode: bool = True) -> Self:
         """Set the mode; on the way to evaluation see whether the running ranges have been filled."""
         super().train(mode)
+        self.reuse.clear()
         if not mode and self.corrected:
             ranges = [b for n, b in self.named_buffers() if n.startswith("running_")]
             self.calibrated = all(not b.is_meta and float(b[2]) > 0 for b in ranges)
@@ -201,15 +206,14 @@ class LayerPrecision(nn.Module):
         """Return the layer's output; the gradient that comes back through it is quantised."""
         if not self.quantizes_gradient or not y.requires_grad:
             return y
-        if torch.compiler.is_compiling():  # eager noise comes from the pool, compiled noise from a hash of the key
-            key = self.noise_key.clone()
-            self.noise_key.add_(1)
-            return quantize_gradient(y, self.grad_levels, self.quantizers[role], None, key)
-        return quantize_gradient(y, self.grad_levels, self.quantizers[role], self.noise)
+        key = self.noise_key
+        if torch.compiler.is_compiling():  # eager code adds 1 in the backward pass, which compiled code cannot do
+            self.noise_key = key + 1
+        return quantize_gradient(y, self.grad_levels, self.quantizers[role], key)
 
     def quantized_gradient(self, role: str, gradient: Tensor) -> Tensor:
         """Return a gradient, quantised: for layers that write their backward pass themselves."""
-        return round_gradient(gradient, self.grad_levels, self.quantizers[role], self.noise, None)
+        return round_gradient(gradient, self.grad_levels, self.quantizers[role], self.noise_key)
 
     def get_running(self) -> dict[str, Tensor]:
         """Return copies of what training changes besides the bits, for a checkpoint."""

@@ -1,97 +1,27 @@
 """Quantisers: one range per tensor, channel, row or position, and the quantiser of every role.  Paper: figure 1.
 
 A tensor is rounded to a uniform grid of ``2**q`` levels between the minimum and the maximum of its range;
-``fake_quantize`` does the rounding. Add a quantiser here: a granularity, if it needs a new one, or a role.
+``fake_quantize`` does the rounding. Add a quantiser here: a role, and in ``kernels/reference.py`` a granularity if it
+needs a new one.
 
+>>> import torch
 >>> QUANTIZERS["conv_weight"].range_of(torch.tensor([[0.0, 1.0], [2.0, 5.0]]))[1].tolist()
 [[1.0], [3.0]]
-
-Shapes: N batch, C channels, F features, L positions.  Ranges are float32.
 """
 
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from cpt_core.checks import choose
+from cpt_core.kernels.operators import range_of
+from cpt_core.kernels.reference import GRANULARITIES, Range, clips
 
-BLOCK = 1 << 18  # elements of a part of a large tensor on the CPU, per thread: 1 MB
 IDENTITY_BITS = 24  # float32 has 24 significant bits: from here on quantisation changes nothing worth simulating
-Range = tuple[Tensor, Tensor]  # (minimum, maximum - minimum), broadcastable to the tensor, float32
-
-
-# aminmax of a whole tensor is fast on the CPU; aminmax(dim=...) and min(dim) are 15-20 times slower than amin + amax.
-def per_tensor(x: Tensor) -> Range:
-    """One range for the whole tensor, 0-d."""
-    low, high = torch.aminmax(x)
-    low = low.float()
-    return low, high.float() - low
-
-
-def per_channel(x: Tensor) -> Range:
-    """One range per slice of the first dimension (output channel), shape (C, 1, ...)."""
-    dims = tuple(range(1, x.dim())) or None
-    return _min_and_width(x, dims) if dims else per_tensor(x)
-
-
-def per_row(x: Tensor) -> Range:
-    """One range per row of the last dimension, shape (..., 1)."""
-    return _min_and_width(x, (-1,))
-
-
-def per_position(x: Tensor) -> Range:
-    """One range per position, shared by the batch: extremes over the first and the last dimension, shape (..., 1).
-
-    For (N, F) this is one range; for (N, L, F) one per position l, shape (L, 1).
-    """
-    if x.dim() < 3:
-        return per_tensor(x)
-    low, width = _min_and_width(x, (0, -1))
-    return low.squeeze(0), width.squeeze(0)
-
-
-def per_sample_mean(x: Tensor) -> Range:
-    """One range: the mean over the batch of every sample's minimum and maximum, shape (1, ..., 1)."""
-    dims = tuple(range(1, x.dim()))
-    low, high = x.amin(dims, keepdim=True).float(), x.amax(dims, keepdim=True).float()
-    low = low.mean(0, keepdim=True)
-    return low, high.mean(0, keepdim=True) - low
-
-
-def in_parts(x: Tensor) -> bool:
-    """Whether a tensor is worked on part by part: large ones on the CPU, so that a part stays in the cache."""
-    return x.is_cpu and x.numel() > 2 * BLOCK and not torch.compiler.is_compiling()
-
-
-def rows_of_part(x: Tensor) -> int:
-    """Rows of a part of a large tensor."""
-    return max(1, BLOCK * torch.get_num_threads() * len(x) // x.numel())
-
-
-def _min_and_width(x: Tensor, dims: tuple[int, ...]) -> Range:
-    if 0 not in dims and x.dim() > 1 and in_parts(x):
-        parts = x.split(rows_of_part(x))  # each is read from memory once
-        pairs = [(p.amin(dims, True), p.amax(dims, True)) for p in parts]
-        low, high = (torch.cat(values) for values in zip(*pairs, strict=True))
-    else:
-        low, high = x.amin(dims, keepdim=True), x.amax(dims, keepdim=True)
-    low = low.float()
-    return low, high.float() - low
-
-
-GRANULARITIES: dict[str, Callable[[Tensor], Range]] = {
-    "per_tensor": per_tensor,
-    "per_channel": per_channel,
-    "per_row": per_row,
-    "per_position": per_position,
-    "per_sample_mean": per_sample_mean,
-}
 
 
 @dataclass(frozen=True)
@@ -117,12 +47,12 @@ class Quantizer:
 
     def range_of(self, x: Tensor) -> Range:
         """Return the range of a tensor that is not empty."""
-        return GRANULARITIES[self.granularity](x)
+        return range_of(x, self.granularity)
 
     @property
     def clips(self) -> bool:
         """Whether values of the tensor itself can lie outside its range."""
-        return self.granularity == "per_sample_mean" or self.rounding == "stochastic"
+        return clips(self.granularity, self.rounding == "stochastic")
 
 
 # The roles of the authors' layers.

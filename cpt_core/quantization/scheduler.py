@@ -86,7 +86,6 @@ class PrecisionScheduler:
             "q_grad": self.q_grad,
             "schedules": {pattern: schedule.to_dict() for pattern, (schedule, _) in self.schedules.items()},
             "layers": {name: layer.get_running() for name, layer in self._layers.items()},
-            "noise": self._noise().state_dict(),
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -102,12 +101,8 @@ class PrecisionScheduler:
             raise ValueError(f"the checkpoint's quantised layers differ from the model's: {', '.join(odd)}")
         for name, layer in zip(mine["layers"], self._layers.values(), strict=True):
             layer.set_running(theirs["layers"][name])
-        self._noise().load_state_dict(state["noise"])
         self.last_step = int(state["last_step"])
         self._apply()
-
-    def _noise(self) -> Any:
-        return next(iter(self._layers.values())).noise  # one pool, shared by the model's layers
 
 
 def assign_schedules(schedule: Schedules, layers: Iterable[str]) -> dict[str, tuple[Schedule, list[str]]]:

@@ -474,7 +474,7 @@ def test_every_layer_has_noise_of_its_own_and_a_seed_decides_it():
     assert not torch.equal(first[0], other[0])
 
 
-def test_every_layer_has_compiled_noise_of_its_own_and_a_seed_decides_it():
+def test_the_noise_of_two_layers_stays_apart():
     def keys(seed):
         model = quantize_(nn.Sequential(*(nn.Linear(2, 2) for _ in range(5))), QuantConfig(seed=seed))
         return [int(p.noise_key) for p in layer_precisions(model).values()]

@@ -6,9 +6,10 @@ import torch
 from torch import nn
 from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence, pack_sequence, pad_packed_sequence
 
+from cpt_core.kernels.operators import round_to_grid
 from cpt_core.quantization.convert import QuantConfig, quantize_, restore_
 from cpt_core.quantization.coverage import QuantizationWarning
-from cpt_core.quantization.fake_quantize import levels_of, quantize, quantize_gradient, straight_through
+from cpt_core.quantization.fake_quantize import levels_of, quantize, quantize_gradient
 from cpt_core.quantization.lstm import QuantLSTM, _Recurrence, _Steps
 from cpt_core.quantization.quantizers import QUANTIZERS, Quantizer
 from cpt_core.quantization.scheduler import precision
@@ -299,7 +300,7 @@ def test_evaluation_uses_running_ranges():
             for value, role, kind in ((x_t, "input_l0", "ih"), (h, "hidden_l0", "hh")):
                 weight, bias = getattr(module, f"weight_{kind}_l0"), getattr(module, f"bias_{kind}_l0")
                 gates = gates + nn.functional.linear(
-                    straight_through(value, *p.running_range(role), p.levels, True),
+                    round_to_grid(value, *p.running_range(role), p.levels, clip=True),
                     operand("weight", weight), operand("bias", bias),
                 )  # fmt: skip
             i, f, g, o = gates.chunk(4, 1)

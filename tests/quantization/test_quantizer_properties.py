@@ -7,8 +7,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
-from cpt_core.quantization.fake_quantize import levels_of, quantize, quantize_gradient, straight_through
-from cpt_core.quantization.noise import NoisePool, hash_noise
+from cpt_core.kernels.operators import round_to_grid
+from cpt_core.kernels.reference import hash_noise
+from cpt_core.quantization.fake_quantize import levels_of, quantize, quantize_gradient
 from cpt_core.quantization.quantizers import GRANULARITIES, Quantizer
 
 BITS = st.integers(1, 12)
@@ -116,7 +117,7 @@ def test_gradient_passes_straight_through(x, bits, granularity):
 def test_gradient_passes_clipped_values_too(x, bits):
     leaf = torch.from_numpy(x).requires_grad_()
     low, width = torch.tensor(x.mean()), torch.tensor(np.ptp(x) / 4)  # much is outside
-    y = straight_through(leaf, low, width, torch.tensor(levels_of(bits)), clip=True)
+    y = round_to_grid(leaf, low, width, torch.tensor(levels_of(bits)), clip=True)
     y.backward(torch.full_like(y, -3.0))
     assert torch.equal(leaf.grad, torch.full_like(leaf, -3.0))
     np.testing.assert_array_equal(y.detach().numpy(), numpy_quantize(x, bits, low.numpy(), width.numpy()))
@@ -125,16 +126,16 @@ def test_gradient_passes_clipped_values_too(x, bits):
 # --- stochastic rounding --------------------------------------------------------------------------
 
 
-def rounded_gradient(upstream, bits, pool):
+def rounded_gradient(upstream, bits, key):
     x = torch.zeros_like(upstream, requires_grad=True)
     quantizer = Quantizer("per_tensor", rounding="stochastic")
-    quantize_gradient(x, torch.tensor(levels_of(bits)), quantizer, pool).backward(upstream)
+    quantize_gradient(x, torch.tensor(levels_of(bits)), quantizer, key).backward(upstream)
     return x.grad
 
 
-@given(tensors(), BITS, st.integers(-(2**40), 2**40))
+@given(tensors(), BITS, st.integers(-(2**63), 2**63 - 1))
 def test_stochastic_rounding_takes_a_neighbour_on_the_grid(x, bits, seed):
-    found = rounded_gradient(torch.from_numpy(x), bits, NoisePool(seed)).numpy()
+    found = rounded_gradient(torch.from_numpy(x), bits, torch.tensor(seed)).numpy()
     low, width = numpy_range(x, "per_tensor")
     step = step_of(width, bits)
     slack = rounding_error(x)
@@ -149,8 +150,8 @@ def test_stochastic_rounding_takes_a_neighbour_on_the_grid(x, bits, seed):
 def test_stochastic_rounding_is_unbiased(bits):
     torch.manual_seed(0)
     x = torch.randn(500)
-    pool, draws = NoisePool(seed=1), 2000
-    mean = sum(rounded_gradient(x, bits, pool).double() for _ in range(draws)) / draws
+    key, draws = torch.tensor(1), 2000
+    mean = sum(rounded_gradient(x, bits, key).double() for _ in range(draws)) / draws
     step = (x.max() - x.min()) / (2**bits - 1)
     share = (x - x.min()) / step % 1
     deviation = step * (share * (1 - share) / draws).sqrt() + 1e-6
@@ -163,30 +164,34 @@ def test_stochastic_rounding_is_unbiased(bits):
 @pytest.mark.parametrize("bits", [2, 8])
 def test_extremes_and_zeros_are_not_moved(bits):
     torch.manual_seed(0)
-    x, pool = torch.randn(500), NoisePool(seed=2)
+    x, key = torch.randn(500), torch.tensor(2)
     for _ in range(200):
-        found = rounded_gradient(x, bits, pool)
+        found = rounded_gradient(x, bits, key)
         assert found[x.argmin()] == x.min()
         torch.testing.assert_close(found[x.argmax()], x.max())
-    assert torch.equal(rounded_gradient(torch.zeros(7, 3), bits, pool), torch.zeros(7, 3))
-    assert torch.equal(rounded_gradient(torch.full((5,), 0.3), bits, pool), torch.full((5,), 0.3))
+    assert torch.equal(rounded_gradient(torch.zeros(7, 3), bits, key), torch.zeros(7, 3))
+    assert torch.equal(rounded_gradient(torch.full((5,), 0.3), bits, key), torch.full((5,), 0.3))
 
 
 # --- noise ----------------------------------------------------------------------------------------
 
 
-@given(st.integers(-(2**63), 2**63), st.integers(0, 50), SHAPES)
-def test_noise_pool_continues_from_its_state(seed, calls, shape):
-    like = torch.empty(shape)
-    pool = NoisePool(seed)
-    for _ in range(calls):
-        pool.draw(like)
-    twin = NoisePool()
-    twin.load_state_dict(pool.state_dict())
-    first, second = pool.draw(like), pool.draw(like)
-    assert first.shape == like.shape
-    assert torch.equal(twin.draw(like), first)
-    assert torch.equal(twin.draw(like), second)
+def splitmix_and_finaliser(key, place):
+    """Return the noise of one element, in Python's integers."""
+    z = (key + 0x9E3779B97F4A7C15) % 2**64
+    z = (z ^ z >> 30) * 0xBF58476D1CE4E5B9 % 2**64
+    z = (z ^ z >> 27) * 0x94D049BB133111EB % 2**64
+    z ^= z >> 31
+    h = place % 2**32 ^ z % 2**32 ^ (place >> 32) * 0x9E3779B1 % 2**32
+    h = ((h ^ h >> 16) * 0x7FEB352D) % 2**32 ^ z >> 32
+    h = (h ^ h >> 15) * 0x846CA68B % 2**32
+    return ((h ^ h >> 16) >> 8) * 2.0**-24 - 0.5
+
+
+@given(st.integers(-(2**63), 2**63 - 1), st.integers(0, 2**40) | st.integers(2**32 - 9, 2**32))
+def test_noise_is_a_function_of_key_and_place(key, start):
+    expected = [splitmix_and_finaliser(key, place) for place in range(start, start + 9)]
+    assert hash_noise(torch.tensor(key), start, 9).tolist() == expected
 
 
 def is_uniform(noise):
@@ -208,17 +213,15 @@ def correlation(a, b):
     return float(torch.corrcoef(torch.stack([a.flatten(), b.flatten()]).double())[0, 1])
 
 
-def drawn(source, calls, n):
-    if source == "pool":
-        pool = NoisePool(seed=5)
-        return [pool.draw(torch.empty(n)) for _ in range(calls)]
-    return [hash_noise(torch.empty(n), torch.tensor((1 << 40) + i)) for i in range(calls)]
+def drawn(calls, n):
+    """Noise of neighbouring keys, as the calls of one layer have them, and of the first keys of neighbouring layers."""
+    keys = [(1 << 40) + i for i in range(calls // 2)] + [(7 + i) << 20 for i in range(calls // 2)]
+    return [hash_noise(torch.tensor(key), 0, n) for key in keys]
 
 
-@pytest.mark.parametrize("source", ["pool", "hash"])
-def test_noise_is_uniform_and_not_repeated(source):
+def test_noise_is_uniform_and_not_repeated():
     n = 1 << 16
-    draws = drawn(source, 6, n)
+    draws = drawn(6, n)
     assert all(is_uniform(noise) for noise in draws)
     limit = 5 / n**0.5
     for i, noise in enumerate(draws):
@@ -238,22 +241,13 @@ def test_no_noise_fails_the_check_for_uniform_noise():
     assert is_uniform(torch.rand(n, generator=torch.Generator().manual_seed(0)) - 0.5)
 
 
-@pytest.mark.parametrize("source", ["pool", "hash"])
-def test_noise_differs_between_seeds_and_calls(source):
-    draws = drawn(source, 20, 100)
-    draws += [NoisePool(6).draw(torch.empty(100))]
-    assert len({tuple(d.tolist()) for d in draws}) == 21
+def test_noise_differs_between_keys():
+    assert len({tuple(d.tolist()) for d in drawn(20, 100)}) == 20
 
 
-def test_another_seed_has_other_numbers_not_the_same_ones_in_another_order():
-    sums = [float(NoisePool(seed).draw(torch.empty(NoisePool.SIZE)).double().sum()) for seed in (5, 6)]
-    assert abs(sums[0] - sums[1]) > 1  # their spread is 800
-
-
-def test_more_noise_than_the_pool_holds():
-    shape = (2 * NoisePool.SIZE // 1000 + 7, 1000)
-    noise = NoisePool(seed=3).draw(torch.empty(shape))
-    assert noise.shape == shape
-    assert is_uniform(noise[:100])
-    assert is_uniform(noise[-100:])
-    assert abs(correlation(noise[:100], noise[-100:])) < 5 / 100_000**0.5
+def test_another_key_has_other_numbers_not_the_same_ones_in_another_order():
+    sums = [float(noise.double().sum()) for noise in drawn(4, 1 << 20)]
+    assert min(abs(a - b) for i, a in enumerate(sums) for b in sums[:i]) > 0.1  # their spread is 400
+    # an exclusive or with the key alone would give the same blocks of numbers in another order
+    blocks = [noise.view(-1, 1 << 8).double().sum(1) for noise in drawn(4, 1 << 20)]
+    assert all(len(set(a.tolist()) & set(b.tolist())) < 40 for i, a in enumerate(blocks) for b in blocks[:i])

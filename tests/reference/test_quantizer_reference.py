@@ -13,7 +13,6 @@ from cpt_core.graphs.graph import Graph
 from cpt_core.graphs.layers import GraphConv, SAGEConv
 from cpt_core.quantization.convert import QuantConfig, quantize_
 from cpt_core.quantization.fake_quantize import levels_of, quantize, quantize_gradient
-from cpt_core.quantization.noise import NoisePool
 from cpt_core.quantization.precision import LayerPrecision
 from cpt_core.quantization.quantizers import Quantizer
 from cpt_core.quantization.scheduler import precision
@@ -79,7 +78,7 @@ def test_every_running_range(reference):
     wrong = []
     for case in cases(reference, "running"):
         roles = {"input": Quantizer("per_tensor", running=True)}
-        layer = LayerPrecision(roles, NoisePool(), running_start="zero")
+        layer = LayerPrecision(roles, running_start="zero")
         for i, batch in enumerate(case["train"]):
             layer.set_bits(int(batch["bits"]), None)
             found = {"output": layer.operand("input", tensor(batch["input"]))}

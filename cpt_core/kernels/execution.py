@@ -1,0 +1,109 @@
+"""Which execution of the quantised operator is active, and why.
+
+>>> execution().cpu in ("cpp", "reference")
+True
+
+``CPT_KERNELS=reference`` (or ``cpp``, ``triton``) forces one; what is forced and not there is an error.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import logging
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+
+from cpt_core.checks import choose
+from cpt_core.kernels import cpp, operators
+
+EXECUTIONS = ("reference", "cpp", "triton")
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Execution:
+    """What runs the quantised operator; ``print`` it.
+
+    Attributes:
+        cpu: "cpp" or "reference", for tensors on the CPU.
+        cuda: "triton" or "reference", for those on a GPU.
+        why: the reason of either.
+    """
+
+    cpu: str
+    cuda: str
+    why: dict[str, str]
+
+    def __str__(self) -> str:
+        """Return a line for either."""
+        return f"on a CPU: {self.cpu} ({self.why['cpu']})\non CUDA: {self.cuda} ({self.why['cuda']})"
+
+
+def execution() -> Execution:
+    """Return the active execution; builds or loads the kernels if no quantised layer has done so yet.
+
+    Raises:
+        ValueError: for an unknown name in ``CPT_KERNELS``.
+        RuntimeError: when ``CPT_KERNELS`` names what is not there.
+    """
+    global _active
+    if _active is None:
+        asked = os.environ.get("CPT_KERNELS", "")
+        if asked:
+            choose("CPT_KERNELS", asked, EXECUTIONS)
+        _active = _find(asked)
+        operators.use("cpt_reference" if asked == "reference" else "cpt")
+        log.info("quantised operator: %s", str(_active).replace("\n", "; "))
+    return _active
+
+
+@contextmanager
+def reference() -> Iterator[None]:
+    """Run the plain execution inside a ``with`` block, whatever is active outside: for comparisons."""
+    execution()
+    before = operators.active
+    operators.use("cpt_reference")
+    try:
+        yield
+    finally:
+        operators.active = before
+
+
+_active: Execution | None = None
+
+
+def _find(asked: str) -> Execution:
+    if asked == "reference":
+        return Execution("reference", "reference", dict.fromkeys(("cpu", "cuda"), "CPT_KERNELS=reference"))
+    cpu, why_cpu = _cpp(asked == "cpp")
+    cuda, why_cuda = _triton(asked == "triton")
+    return Execution(cpu, cuda, {"cpu": why_cpu, "cuda": why_cuda})
+
+
+def _cpp(forced: bool) -> tuple[str, str]:
+    try:
+        return "cpp", cpp.load()
+    except cpp.NoKernelsError as error:
+        if forced:
+            raise RuntimeError(f"CPT_KERNELS=cpp asks for the C++ kernels, but {error}") from None
+        return "reference", f"no C++ kernels: {error}"
+
+
+def _triton(forced: bool) -> tuple[str, str]:
+    why_not = ""
+    if not torch.cuda.is_available():
+        why_not = "torch sees no CUDA device"
+    elif importlib.util.find_spec("triton") is None:
+        why_not = "triton is not installed"
+    if not why_not:
+        from cpt_core.kernels import triton_kernels
+
+        triton_kernels.register(operators.LIBRARIES["cpt"])
+        return "triton", torch.cuda.get_device_name()
+    if forced:
+        raise RuntimeError(f"CPT_KERNELS=triton asks for the Triton kernels, but {why_not}")
+    return "reference", why_not

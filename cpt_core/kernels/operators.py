@@ -1,0 +1,121 @@
+"""The registered operators ``torch.ops.cpt.*``: one node each for autograd, compilers, fake tensors and CUDA graphs.
+
+The schemas, what they do without numbers (fake tensors), their gradients, and the plain execution behind them; C++ and
+Triton put theirs before it (``execution.py``). ``torch.ops.cpt_reference.*`` are the same and always plain.
+
+>>> fake_quantize(torch.tensor([0.0, 0.2, 1.0]), torch.tensor(1.0), "per_tensor")[0].tolist()
+[0.0, 0.0, 1.0]
+
+Gradients pass every rounding unchanged (straight-through estimator). Under Inductor the operators are taken apart, so
+that rounding fuses with what stands around it.
+"""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from cpt_core.kernels import reference
+
+SCHEMAS = {
+    "range": "(Tensor x, str granularity) -> (Tensor, Tensor)",
+    "round_to_grid": "(Tensor x, Tensor low, Tensor width, Tensor levels, Tensor? key, bool clip) -> Tensor",
+    "fake_quantize": "(Tensor x, Tensor levels, str granularity, Tensor? key) -> (Tensor, Tensor, Tensor)",
+    "track_": "(Tensor(a!) running, Tensor low, Tensor width) -> ()",
+}
+PLAIN = {
+    "range": reference.range_of,
+    "round_to_grid": reference.round_to_grid,
+    "fake_quantize": reference.fake_quantize,
+    "track_": reference.track,
+}
+FAMILIES = ("cpt", "cpt_reference")
+
+
+def range_of(x: Tensor, granularity: str) -> reference.Range:
+    """Return the ranges of a tensor that is not empty, see ``reference.GRANULARITIES``."""
+    return active.range(x, granularity)
+
+
+def round_to_grid(
+    x: Tensor, low: Tensor, width: Tensor, levels: Tensor, key: Tensor | None = None, clip: bool = False
+) -> Tensor:
+    """Round to the grid of a given range; arguments as those of ``reference.round_to_grid``."""
+    return active.round_to_grid(x, low, width, levels, key, clip)
+
+
+def fake_quantize(
+    x: Tensor, levels: Tensor, granularity: str, key: Tensor | None = None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Round a tensor that is not empty on its own range; return it, and the range."""
+    return active.fake_quantize(x, levels, granularity, key)
+
+
+def track_(running: Tensor, low: Tensor, width: Tensor) -> None:
+    """Let a running range follow that of one call, in place, see ``reference.track``."""
+    active.track_(running, low, width)
+
+
+def use(family: str) -> None:
+    """Choose the operators that the functions above call: "cpt" or "cpt_reference"."""
+    global active
+    active = getattr(torch.ops, family)
+
+
+# --- registration -----------------------------------------------------------------------------------------------------
+
+
+def _fake_round(x: Tensor, *_: Any) -> Tensor:
+    _teach_inductor()
+    return torch.empty_like(x)
+
+
+def _fake_quantize(x: Tensor, levels: Tensor, granularity: str, key: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+    _teach_inductor()
+    return torch.empty_like(x), *reference.range_of(x, granularity)
+
+
+def _gradient(ctx: Any, gradient: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
+    return gradient, *[None] * ctx.others
+
+
+def _setup(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+    ctx.others = len(inputs) - 1
+    ctx.set_materialize_grads(False)
+    if isinstance(output, tuple):
+        ctx.mark_non_differentiable(*output[1:])
+
+
+def _register(family: str) -> torch.library.Library:
+    library = torch.library.Library(family, "DEF")
+    fakes = {"range": reference.range_of, "round_to_grid": _fake_round, "fake_quantize": _fake_quantize}
+    for name, schema in SCHEMAS.items():
+        library.define(f"{name}{schema}")
+        library.impl(name, PLAIN[name], "CompositeExplicitAutograd")
+        torch.library.register_fake(f"{family}::{name}", fakes.get(name, lambda *_: None), lib=library)
+    for name in ("round_to_grid", "fake_quantize"):
+        torch.library.register_autograd(f"{family}::{name}", _gradient, setup_context=_setup, lib=library)
+    return library
+
+
+def _teach_inductor() -> None:
+    """Let Inductor take the operators apart; called while a model is traced, and only where Inductor is at work."""
+    if _taught or "torch._inductor.compile_fx" not in sys.modules:
+        return
+    from torch._inductor import decomposition
+
+    table = decomposition.decompositions
+    for family in FAMILIES:
+        for name in SCHEMAS:
+            if name != "track_":
+                table[getattr(getattr(torch.ops, family), name).default] = PLAIN[name]
+    decomposition.fast_random_decomps.cache_clear()
+    _taught.append(True)
+
+
+_taught: list[bool] = []
+LIBRARIES = {family: _register(family) for family in FAMILIES}  # as long as these live, the operators exist
+active: Any = torch.ops.cpt

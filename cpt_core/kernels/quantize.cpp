@@ -1,0 +1,558 @@
+// The quantised operator on a CPU: range and rounding in two passes, or in one where a range is a few rows.
+//
+// Bit-identical to reference.py: the same operations in the same order, compiled without contraction to fused
+// multiply-adds. The compiler vectorises the loops. NaN and infinity come out as there.
+//
+// A tensor is seen as it lies in memory, [r1][k1][r2][k2]: one range for every (k1, k2), shared over r1 and r2. Whole
+// tensor: k1 = k2 = 1. Rows: r1 = k2 = 1. Positions: k2 = 1. Transposed keys of attention: r1 = 1.
+
+#include <ATen/ATen.h>
+#include <ATen/Parallel.h>
+#include <torch/csrc/autograd/custom_function.h>
+#include <torch/csrc/autograd/function.h>
+#include <torch/csrc/autograd/functions/utils.h>
+#include <torch/library.h>
+
+#include <algorithm>
+#include <cmath>
+#include <cstring>
+#include <limits>
+#include <numeric>
+#include <optional>
+#include <string>
+#include <tuple>
+#include <vector>
+
+namespace {
+
+using at::Tensor;
+using std::optional;
+
+constexpr float MIN_SCALE = 1e-8f;
+constexpr float RUNNING_DECAY = 0.9f, NEW_SHARE = 0.1f;
+constexpr int64_t GRAIN = 1 << 15;  // elements that are worth a thread
+constexpr int64_t CHUNK = 1 << 12;  // elements between two looks at the upper half of their number
+
+// --- noise -------------------------------------------------------------------------------------------------------
+
+struct Key {
+  uint32_t first = 0, second = 0;
+
+  explicit Key(int64_t key) {
+    uint64_t z = static_cast<uint64_t>(key) + 0x9E3779B97F4A7C15ull;
+    z = (z ^ (z >> 30)) * 0xBF58476D1CE4E5B9ull;
+    z = (z ^ (z >> 27)) * 0x94D049BB133111EBull;
+    z ^= z >> 31;
+    first = static_cast<uint32_t>(z);
+    second = static_cast<uint32_t>(z >> 32);
+  }
+};
+
+// noise of place i, uniform in [-0.5, 0.5); `start` is the key's first half mixed with the upper half of i
+inline float noise(uint32_t i, uint32_t start, uint32_t second) {
+  uint32_t h = i ^ start;
+  h = (h ^ (h >> 16)) * 0x7FEB352Du;
+  h ^= second;
+  h = (h ^ (h >> 15)) * 0x846CA68Bu;
+  h ^= h >> 16;
+  return static_cast<float>(static_cast<int32_t>(h >> 8)) * 0x1p-24f - 0.5f;
+}
+
+// --- ranges ------------------------------------------------------------------------------------------------------
+
+// Extremes of a stretch, as integers in the order of the floats: reductions over integers are vectorised without
+// assumptions about NaN, and NaN ends up beyond the infinities.
+struct Extremes {
+  int32_t low = std::numeric_limits<int32_t>::max(), high = std::numeric_limits<int32_t>::min();
+};
+
+inline int32_t ordered(int32_t bits) { return bits ^ ((bits >> 31) & 0x7FFFFFFF); }  // its own inverse
+
+inline int32_t load(const float* x) {
+  int32_t bits;
+  std::memcpy(&bits, x, sizeof bits);
+  return ordered(bits);
+}
+
+inline float value(int32_t order) {
+  int32_t bits = ordered(order);
+  float x;
+  std::memcpy(&x, &bits, sizeof x);
+  return x;
+}
+
+inline void extend(Extremes& e, const float* x, int64_t n) {
+  int32_t low = e.low, high = e.high;
+  for (int64_t i = 0; i < n; ++i) {
+    const int32_t v = load(x + i);
+    low = v < low ? v : low;
+    high = v > high ? v : high;
+  }
+  e.low = low;
+  e.high = high;
+}
+
+inline void join(Extremes& e, const Extremes& other) {
+  e.low = std::min(e.low, other.low);
+  e.high = std::max(e.high, other.high);
+}
+
+inline void finish(const Extremes& e, float& low, float& width) {
+  constexpr int32_t infinity = 0x7F800000;
+  if (e.high > infinity || e.low < ordered(static_cast<int32_t>(0xFF800000))) {
+    low = width = std::numeric_limits<float>::quiet_NaN();
+  } else {
+    low = value(e.low);
+    width = value(e.high) - low;
+  }
+}
+
+inline float scale_of(float width, float levels) {
+  const float s = width / levels;
+  return s < MIN_SCALE ? MIN_SCALE : s;  // NaN stays NaN
+}
+
+// --- rounding ----------------------------------------------------------------------------------------------------
+
+struct Grid {
+  float levels;
+  bool clip;
+  optional<Key> key;
+};
+
+inline void round_plain(const float* x, float* y, int64_t n, float low, float scale) {
+  for (int64_t i = 0; i < n; ++i) y[i] = std::rint((x[i] - low) / scale) * scale + low;
+}
+
+inline void round_clipped(const float* x, float* y, int64_t n, float low, float scale, float levels) {
+  for (int64_t i = 0; i < n; ++i) {
+    float v = (x[i] - low) / scale;
+    v = v < 0.f ? 0.f : v;
+    v = v > levels ? levels : v;
+    y[i] = std::rint(v) * scale + low;
+  }
+}
+
+inline void round_noisy(const float* x, float* y, int64_t n, float low, float scale, const Grid& g, int64_t place,
+                        int64_t step) {
+  const uint32_t second = g.key->second, by = static_cast<uint32_t>(step);
+  const float levels = g.levels;
+  const bool clip = g.clip;
+  while (n > 0) {  // as far as the upper half of the place is one number
+    const uint32_t upper = static_cast<uint32_t>(place >> 32);
+    const int64_t left = ((static_cast<int64_t>(upper) + 1) << 32) - place;
+    const int64_t count = std::min(n, (left + step - 1) / step);
+    const uint32_t start = g.key->first ^ (upper * 0x9E3779B1u), from = static_cast<uint32_t>(place);
+    for (int64_t i = 0; i < count; ++i) {
+      float v = (x[i] - low) / scale + noise(from + static_cast<uint32_t>(i) * by, start, second);
+      if (clip) {
+        v = v < 0.f ? 0.f : v;
+        v = v > levels ? levels : v;
+      }
+      y[i] = std::rint(v) * scale + low;
+    }
+    x += count;
+    y += count;
+    n -= count;
+    place += count * step;
+  }
+}
+
+// a stretch with one range for every element
+inline void round_columns(const float* x, float* y, int64_t n, const float* low, const float* scale, const Grid& g,
+                          int64_t place, int64_t step) {
+  if (g.key) {
+    for (int64_t i = 0; i < n; ++i) round_noisy(x + i, y + i, 1, low[i], scale[i], g, place + i * step, step);
+    return;
+  }
+  const float levels = g.clip ? g.levels : std::numeric_limits<float>::infinity();
+  const float least = g.clip ? 0.f : -std::numeric_limits<float>::infinity();
+  for (int64_t i = 0; i < n; ++i) {
+    float v = (x[i] - low[i]) / scale[i];
+    v = v < least ? least : v;
+    v = v > levels ? levels : v;
+    y[i] = std::rint(v) * scale[i] + low[i];
+  }
+}
+
+// --- layouts -----------------------------------------------------------------------------------------------------
+
+struct Layout {
+  int64_t r1 = 1, k1 = 1, r2 = 1, k2 = 1;
+  std::vector<int64_t> order;              // dimensions as they lie in memory, outermost first
+  std::vector<int64_t> sizes, places;      // of those: size, and how far apart neighbours are when read row by row
+};
+
+// The dimensions of a tensor without gaps as they lie in memory; nothing where there are gaps or overlaps.
+optional<std::vector<int64_t>> memory_order(const Tensor& x) {
+  std::vector<int64_t> order;
+  for (int64_t d = 0; d < x.dim(); ++d)
+    if (x.size(d) != 1) order.push_back(d);
+  std::stable_sort(order.begin(), order.end(), [&](int64_t a, int64_t b) { return x.stride(a) > x.stride(b); });
+  int64_t expected = 1;
+  for (auto d = order.rbegin(); d != order.rend(); ++d) {
+    if (x.stride(*d) != expected) return std::nullopt;
+    expected *= x.size(*d);
+  }
+  return order;
+}
+
+// How a tensor without gaps falls into ranges; nothing where its dimensions alternate more often than [r1][k1][r2][k2].
+optional<Layout> layout_of(const Tensor& x, const std::vector<bool>& kept) {
+  auto order = memory_order(x);
+  if (!order) return std::nullopt;
+  Layout l;
+  std::vector<int64_t> apart(x.dim(), 1);
+  for (int64_t d = x.dim() - 2; d >= 0; --d) apart[d] = apart[d + 1] * x.size(d + 1);
+  int64_t* at[4] = {&l.r1, &l.k1, &l.r2, &l.k2};
+  std::vector<std::pair<bool, int64_t>> groups;
+  for (int64_t d : *order) {
+    if (!groups.empty() && groups.back().first == kept[d]) {
+      groups.back().second *= x.size(d);
+    } else {
+      groups.emplace_back(kept[d], x.size(d));
+    }
+    l.order.push_back(d);
+    l.sizes.push_back(x.size(d));
+    l.places.push_back(apart[d]);
+  }
+  // from the inside: the last group is r2 or k2
+  int64_t slot = 3;
+  for (auto g = groups.rbegin(); g != groups.rend(); ++g, --slot) {
+    if (g->first != (slot % 2 == 1)) --slot;
+    if (slot < 0) return std::nullopt;
+    *at[slot] = g->second;
+  }
+  return l;
+}
+
+// Calls f(offset in memory, count, place of the first, step of the places) for stretches of the innermost dimension.
+template <typename F>
+void stretches(const Layout& l, int64_t begin, int64_t end, const F& f) {
+  const int64_t dims = static_cast<int64_t>(l.sizes.size());
+  if (dims == 0) {
+    if (begin < end) f(begin, 1, 0, 1);
+    return;
+  }
+  // places that follow each other in memory and when read row by row are one stretch
+  int64_t inner = 1, first = dims;
+  while (first > 0 && l.places[first - 1] == inner) inner *= l.sizes[--first];
+  int64_t step = 1;
+  if (first == dims) {
+    step = l.places[dims - 1];
+    inner = l.sizes[--first];
+  }
+  while (begin < end) {
+    int64_t block = begin / inner, place = (begin % inner) * step;
+    const int64_t count = std::min(end - begin, inner - begin % inner);
+    for (int64_t d = first - 1; d >= 0; --d) {
+      place += (block % l.sizes[d]) * l.places[d];
+      block /= l.sizes[d];
+    }
+    f(begin, count, place, step);
+    begin += count;
+  }
+}
+
+void round_stretch(const Layout& l, const float* x, float* y, int64_t begin, int64_t end, float low, float scale,
+                   const Grid& g) {
+  if (g.key) {
+    stretches(l, begin, end, [&](int64_t at, int64_t n, int64_t place, int64_t step) {
+      round_noisy(x + at, y + at, n, low, scale, g, place, step);
+    });
+  } else if (g.clip) {
+    round_clipped(x + begin, y + begin, end - begin, low, scale, g.levels);
+  } else {
+    round_plain(x + begin, y + begin, end - begin, low, scale);
+  }
+}
+
+void ranges(const Layout& l, const float* x, float* low, float* width) {
+  const int64_t count = l.k1 * l.k2, inner = l.r2 * l.k2, n = l.r1 * l.k1 * inner;
+  if (count == 1) {
+    std::vector<Extremes> found(at::get_num_threads());
+    at::parallel_for(0, n, GRAIN, [&](int64_t begin, int64_t end) {
+      extend(found[at::get_thread_num()], x + begin, end - begin);
+    });
+    for (size_t i = 1; i < found.size(); ++i) join(found[0], found[i]);
+    finish(found[0], *low, *width);
+    return;
+  }
+  const int64_t grain = std::max<int64_t>(1, GRAIN / (l.r1 * inner));
+  at::parallel_for(0, l.k1, grain, [&](int64_t begin, int64_t end) {
+    std::vector<Extremes> found(l.k2);
+    std::vector<int32_t> lows(l.k2), highs(l.k2);
+    for (int64_t k = begin; k < end; ++k) {
+      if (l.k2 == 1) {
+        Extremes e;
+        for (int64_t r = 0; r < l.r1; ++r) extend(e, x + (r * l.k1 + k) * inner, inner);
+        finish(e, low[k], width[k]);
+        continue;
+      }
+      std::fill(lows.begin(), lows.end(), Extremes().low);
+      std::fill(highs.begin(), highs.end(), Extremes().high);
+      for (int64_t r = 0; r < l.r1; ++r) {
+        const float* row = x + (r * l.k1 + k) * inner;
+        for (int64_t s = 0; s < l.r2; ++s, row += l.k2) {
+          int32_t *a = lows.data(), *b = highs.data();
+          for (int64_t j = 0; j < l.k2; ++j) {
+            const int32_t v = load(row + j);
+            a[j] = v < a[j] ? v : a[j];
+            b[j] = v > b[j] ? v : b[j];
+          }
+        }
+      }
+      for (int64_t j = 0; j < l.k2; ++j) finish({lows[j], highs[j]}, low[k * l.k2 + j], width[k * l.k2 + j]);
+    }
+  });
+}
+
+// Rounds on given ranges, or, where `x` is read once and a range is a few rows, finds them on the way.
+void rounded(const Layout& l, const float* x, float* y, float* low, float* width, const Grid& g, bool find) {
+  const int64_t count = l.k1 * l.k2, inner = l.r2 * l.k2, n = l.r1 * l.k1 * inner;
+  if (count == 1) {
+    if (find) ranges(l, x, low, width);
+    const float a = *low, s = scale_of(*width, g.levels);
+    at::parallel_for(0, n, GRAIN, [&](int64_t begin, int64_t end) { round_stretch(l, x, y, begin, end, a, s, g); });
+    return;
+  }
+  const bool at_once = find && l.r1 == 1 && l.k2 == 1;
+  if (find && !at_once) ranges(l, x, low, width);
+  const int64_t rows = l.r1 * l.k1, grain = std::max<int64_t>(1, GRAIN / inner);
+  at::parallel_for(0, rows, grain, [&](int64_t begin, int64_t end) {
+    std::vector<float> scales(l.k2);
+    for (int64_t row = begin; row < end; ++row) {
+      const int64_t k = row % l.k1, from = row * inner;
+      if (l.k2 == 1) {
+        if (at_once) {
+          Extremes e;
+          extend(e, x + from, inner);
+          finish(e, low[k], width[k]);
+        }
+        round_stretch(l, x, y, from, from + inner, low[k], scale_of(width[k], g.levels), g);
+        continue;
+      }
+      for (int64_t j = 0; j < l.k2; ++j) scales[j] = scale_of(width[k * l.k2 + j], g.levels);
+      for (int64_t s = 0; s < l.r2; ++s) {
+        const int64_t at = from + s * l.k2;
+        stretches(l, at, at + l.k2, [&](int64_t begin, int64_t n, int64_t place, int64_t step) {
+          round_columns(x + begin, y + begin, n, low + k * l.k2 + (begin - at), scales.data() + (begin - at), g, place,
+                        step);
+        });
+      }
+    }
+  });
+}
+
+// --- operators ---------------------------------------------------------------------------------------------------
+
+// The shape of the ranges of a granularity: which dimensions are kept, and how many there are.
+struct Kept {
+  std::vector<bool> mask;
+  std::vector<int64_t> shape;
+};
+
+optional<Kept> kept_of(const Tensor& x, const std::string& granularity) {
+  const int64_t dims = x.dim();
+  Kept k;
+  k.mask.assign(dims, false);
+  if (granularity == "per_tensor" || (granularity == "per_channel" && dims < 2) ||
+      (granularity == "per_position" && dims < 3)) {
+    return k;
+  }
+  if (granularity == "per_channel") {
+    k.mask[0] = true;
+  } else if (granularity == "per_row") {
+    for (int64_t d = 0; d < dims - 1; ++d) k.mask[d] = true;
+  } else if (granularity == "per_position") {
+    for (int64_t d = 1; d < dims - 1; ++d) k.mask[d] = true;
+  } else {
+    return std::nullopt;
+  }
+  for (int64_t d = granularity == "per_position" ? 1 : 0; d < dims; ++d) k.shape.push_back(k.mask[d] ? x.size(d) : 1);
+  return k;
+}
+
+// An empty tensor for ranges: the shape that broadcasts to x, its numbers in the order in which x lies in memory.
+Tensor empty_ranges(const Tensor& x, const Kept& kept, const Layout& l) {
+  std::vector<int64_t> strides(x.dim(), 1);
+  int64_t next = 1;
+  for (auto d = l.order.rbegin(); d != l.order.rend(); ++d) {
+    if (kept.mask[*d]) {
+      strides[*d] = next;
+      next *= x.size(*d);
+    }
+  }
+  const size_t skipped = kept.mask.size() - kept.shape.size();
+  if (kept.shape.empty()) return at::empty({}, x.options());
+  return at::empty_strided(kept.shape, std::vector<int64_t>(strides.begin() + skipped, strides.end()), x.options());
+}
+
+float number(const Tensor& levels) { return *levels.const_data_ptr<float>(); }
+
+Grid grid_of(const Tensor& levels, const optional<Tensor>& key, bool clip) {
+  TORCH_CHECK(levels.numel() == 1 && levels.scalar_type() == at::kFloat, "levels must be one float32");
+  Grid g{number(levels), clip, std::nullopt};
+  if (key) {
+    TORCH_CHECK(key->numel() == 1 && key->scalar_type() == at::kLong, "the key of the noise must be one int64");
+    g.key.emplace(*key->const_data_ptr<int64_t>());
+  }
+  return g;
+}
+
+// x in float32 and without gaps, its dimensions in memory as torch would lay out a result of it.
+Tensor dense(const Tensor& x) {
+  if (x.scalar_type() == at::kFloat && memory_order(x)) return x;
+  Tensor y = at::empty_like(x, x.options().dtype(at::kFloat));
+  return y.copy_(x);
+}
+
+const char* const REFERENCE = "cpt_reference::";
+
+template <typename Signature, typename... Args>
+auto reference(const char* name, Args&&... args) {
+  auto op = c10::Dispatcher::singleton().findSchemaOrThrow((std::string(REFERENCE) + name).c_str(), "");
+  return op.template typed<Signature>().call(std::forward<Args>(args)...);
+}
+
+std::tuple<Tensor, Tensor> range(const Tensor& x, std::string_view granularity) {
+  const std::string name(granularity);
+  const auto kept = kept_of(x, name);
+  const Tensor held = dense(x);
+  const auto l = kept ? layout_of(held, kept->mask) : std::nullopt;
+  if (!l || x.numel() == 0) {
+    return reference<std::tuple<Tensor, Tensor>(const Tensor&, std::string_view)>("range", x, granularity);
+  }
+  Tensor low = empty_ranges(held, *kept, *l), width = at::empty_like(low);
+  ranges(*l, held.const_data_ptr<float>(), low.mutable_data_ptr<float>(), width.mutable_data_ptr<float>());
+  return {low, width};
+}
+
+using Three = std::tuple<Tensor, Tensor, Tensor>;
+
+// `out` may be `held` itself
+optional<Three> quantized(const Tensor& held, Tensor out, const Tensor& levels, const std::string& granularity,
+                          const optional<Tensor>& key) {
+  const auto kept = kept_of(held, granularity);
+  const auto l = kept ? layout_of(held, kept->mask) : std::nullopt;
+  if (!l) return std::nullopt;
+  Tensor low = empty_ranges(held, *kept, *l), width = at::empty_like(low);
+  if (!out.defined()) out = at::empty_like(held);
+  rounded(*l, held.const_data_ptr<float>(), out.mutable_data_ptr<float>(), low.mutable_data_ptr<float>(),
+          width.mutable_data_ptr<float>(), grid_of(levels, key, key.has_value()), true);
+  return Three{out, low, width};
+}
+
+Three fake_quantize(const Tensor& x, const Tensor& levels, std::string_view granularity, const optional<Tensor>& key) {
+  if (x.numel() > 0) {
+    const Tensor held = dense(x);
+    auto found = quantized(held, held.is_same(x) ? Tensor() : held, levels, std::string(granularity), key);
+    if (found) {
+      auto& [y, low, width] = *found;
+      return {y.to(x.scalar_type()), low, width};
+    }
+  }
+  using Signature = Three(const Tensor&, const Tensor&, std::string_view, const optional<Tensor>&);
+  return reference<Signature>("fake_quantize", x, levels, granularity, key);
+}
+
+Tensor round_to_grid(const Tensor& x, const Tensor& low, const Tensor& width, const Tensor& levels,
+                     const optional<Tensor>& key, bool clip) {
+  using Signature = Tensor(const Tensor&, const Tensor&, const Tensor&, const Tensor&, const optional<Tensor>&, bool);
+  const int64_t dims = x.dim(), missing = dims - low.dim();
+  if (x.numel() == 0 || missing < 0 || low.sizes() != width.sizes() || low.scalar_type() != at::kFloat ||
+      width.scalar_type() != at::kFloat) {
+    return reference<Signature>("round_to_grid", x, low, width, levels, key, clip);
+  }
+  std::vector<bool> mask(dims, false);
+  bool fits = true;
+  for (int64_t d = 0; d < low.dim(); ++d) {
+    mask[d + missing] = low.size(d) != 1;
+    fits = fits && (low.size(d) == 1 || low.size(d) == x.size(d + missing));
+  }
+  const Tensor held = dense(x);
+  const auto l = fits ? layout_of(held, mask) : std::nullopt;
+  if (!l) return reference<Signature>("round_to_grid", x, low, width, levels, key, clip);
+  // ranges in the order in which x lies in memory
+  Tensor a = low, w = width;
+  if (low.numel() > 1) {
+    std::vector<int64_t> order;
+    for (int64_t d : l->order)
+      if (mask[d]) order.push_back(d - missing);
+    for (int64_t d = 0; d < low.dim(); ++d)
+      if (!mask[d + missing]) order.push_back(d);
+    a = low.permute(order).contiguous();
+    w = width.permute(order).contiguous();
+  }
+  Tensor out = held.is_same(x) ? at::empty_like(held) : held;
+  rounded(*l, held.const_data_ptr<float>(), out.mutable_data_ptr<float>(), const_cast<float*>(a.const_data_ptr<float>()),
+          const_cast<float*>(w.const_data_ptr<float>()), grid_of(levels, key, clip), false);
+  return out.to(x.scalar_type());
+}
+
+void track_(const Tensor& running, const Tensor& low, const Tensor& width) {
+  float* r = running.mutable_data_ptr<float>();
+  const float now[3] = {*low.const_data_ptr<float>(), *width.const_data_ptr<float>(), 1.f};
+  if (!std::isfinite(now[0]) || !std::isfinite(now[1])) return;
+  for (int i = 0; i < 3; ++i) r[i] = r[i] * RUNNING_DECAY + now[i] * NEW_SHARE;
+}
+
+// --- autograd ----------------------------------------------------------------------------------------------------
+
+using torch::autograd::AutogradContext;
+using torch::autograd::variable_list;
+
+struct Round : torch::autograd::Function<Round> {
+  static Tensor forward(AutogradContext*, const Tensor& x, const Tensor& low, const Tensor& width, const Tensor& levels,
+                        const optional<Tensor>& key, bool clip) {
+    at::AutoDispatchBelowADInplaceOrView guard;
+    static auto op = c10::Dispatcher::singleton()
+                         .findSchemaOrThrow("cpt::round_to_grid", "")
+                         .typed<decltype(round_to_grid)>();
+    return op.call(x, low, width, levels, key, clip);
+  }
+  static variable_list backward(AutogradContext*, variable_list grads) {
+    return {grads[0], Tensor(), Tensor(), Tensor(), Tensor(), Tensor()};
+  }
+};
+
+struct FakeQuantize : torch::autograd::Function<FakeQuantize> {
+  static variable_list forward(AutogradContext* ctx, const Tensor& x, const Tensor& levels, std::string_view granularity,
+                               const optional<Tensor>& key) {
+    at::AutoDispatchBelowADInplaceOrView guard;
+    static auto op = c10::Dispatcher::singleton()
+                         .findSchemaOrThrow("cpt::fake_quantize", "")
+                         .typed<decltype(fake_quantize)>();
+    auto [y, low, width] = op.call(x, levels, granularity, key);
+    ctx->mark_non_differentiable({low, width});
+    return {y, low, width};
+  }
+  static variable_list backward(AutogradContext*, variable_list grads) {
+    return {grads[0], Tensor(), Tensor(), Tensor()};
+  }
+};
+
+Tensor round_autograd(const Tensor& x, const Tensor& low, const Tensor& width, const Tensor& levels,
+                      const optional<Tensor>& key, bool clip) {
+  return Round::apply(x, low, width, levels, key, clip);
+}
+
+Three fake_quantize_autograd(const Tensor& x, const Tensor& levels, std::string_view granularity,
+                             const optional<Tensor>& key) {
+  auto found = FakeQuantize::apply(x, levels, granularity, key);
+  return {found[0], found[1], found[2]};
+}
+
+}  // namespace
+
+TORCH_LIBRARY_IMPL(cpt, CPU, m) {
+  m.impl("range", range);
+  m.impl("round_to_grid", round_to_grid);
+  m.impl("fake_quantize", fake_quantize);
+  m.impl("track_", track_);
+}
+
+TORCH_LIBRARY_IMPL(cpt, AutogradCPU, m) {
+  m.impl("round_to_grid", round_autograd);
+  m.impl("fake_quantize", fake_quantize_autograd);
+}

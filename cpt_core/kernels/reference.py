@@ -1,0 +1,219 @@
+"""The plain execution: ranges, rounding to the grid and its noise in torch's own operations.  Paper: figure 1.
+
+    n = 2**q - 1        s = max(range / n, 1e-8)        x_q = round(clip((x - min) / s, 0, n)) * s + min
+
+It is what the other executions are held to, bit for bit, and runs wherever they do not.
+
+Shapes: N batch, C channels, F features, L positions.  Ranges are float32.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+MIN_SCALE = 1e-8  # smallest step of a grid; a constant tensor has range 0 and comes back unchanged
+RUNNING_DECAY = 0.9  # weight of the old value; torch's BatchNorm counts its momentum the other way round
+BLOCK = 1 << 18  # elements of a part of a large tensor on the CPU, per thread: 1 MB
+Range = tuple[Tensor, Tensor]  # (minimum, maximum - minimum), broadcastable to the tensor, float32
+
+
+# aminmax of a whole tensor is fast on the CPU; aminmax(dim=...) and min(dim) are 15-20 times slower than amin + amax.
+def per_tensor(x: Tensor) -> Range:
+    """One range for the whole tensor, 0-d."""
+    low, high = torch.aminmax(x)
+    low = low.float()
+    return low, high.float() - low
+
+
+def per_channel(x: Tensor) -> Range:
+    """One range per slice of the first dimension (output channel), shape (C, 1, ...)."""
+    dims = tuple(range(1, x.dim())) or None
+    return _min_and_width(x, dims) if dims else per_tensor(x)
+
+
+def per_row(x: Tensor) -> Range:
+    """One range per row of the last dimension, shape (..., 1)."""
+    return _min_and_width(x, (-1,))
+
+
+def per_position(x: Tensor) -> Range:
+    """One range per position, shared by the batch: extremes over the first and the last dimension, shape (..., 1).
+
+    For (N, F) this is one range; for (N, L, F) one per position l, shape (L, 1).
+    """
+    if x.dim() < 3:
+        return per_tensor(x)
+    low, width = _min_and_width(x, (0, -1))
+    return low.squeeze(0), width.squeeze(0)
+
+
+def per_sample_mean(x: Tensor) -> Range:
+    """One range: the mean over the batch of every sample's minimum and maximum, shape (1, ..., 1)."""
+    dims = tuple(range(1, x.dim()))
+    low, high = x.amin(dims, keepdim=True).float(), x.amax(dims, keepdim=True).float()
+    low = low.mean(0, keepdim=True)
+    return low, high.mean(0, keepdim=True) - low
+
+
+def in_parts(x: Tensor) -> bool:
+    """Whether a tensor is worked on part by part: large ones on the CPU, so that a part stays in the cache."""
+    return x.is_cpu and x.numel() > 2 * BLOCK and not torch.compiler.is_compiling()
+
+
+def rows_of_part(x: Tensor) -> int:
+    """Rows of a part of a large tensor."""
+    return max(1, BLOCK * torch.get_num_threads() * len(x) // x.numel())
+
+
+def _min_and_width(x: Tensor, dims: tuple[int, ...]) -> Range:
+    if 0 not in dims and x.dim() > 1 and in_parts(x):
+        parts = x.split(rows_of_part(x))  # each is read from memory once
+        pairs = [(p.amin(dims, True), p.amax(dims, True)) for p in parts]
+        low, high = (torch.cat(values) for values in zip(*pairs, strict=True))
+    else:
+        low, high = x.amin(dims, keepdim=True), x.amax(dims, keepdim=True)
+    low = low.float()
+    return low, high.float() - low
+
+
+GRANULARITIES: dict[str, Callable[[Tensor], Range]] = {
+    "per_tensor": per_tensor,
+    "per_channel": per_channel,
+    "per_row": per_row,
+    "per_position": per_position,
+    "per_sample_mean": per_sample_mean,
+}
+
+
+def range_of(x: Tensor, granularity: str) -> Range:
+    """Return the ranges of a tensor that is not empty."""
+    return GRANULARITIES[granularity](x)
+
+
+def round_to_grid(x: Tensor, low: Tensor, width: Tensor, levels: Tensor, key: Tensor | None, clip: bool) -> Tensor:
+    """Round ``x`` to the grid low + k * width / levels, k = 0..levels.
+
+    One allocation, then in place: sub, div, (noise, clip,) round, mul, add. Without ``clip`` the range must come from
+    ``x`` itself: its extremes then round to 0 and n.
+
+    Args:
+        x: any shape and floating dtype; the grid is float32, the result has the dtype of ``x``.
+        low: minimum of the range, float32, broadcastable to x.
+        width: maximum - minimum, likewise.
+        levels: n = 2**q - 1, 0-d float32: a tensor, so that one compiled graph serves every q.
+        key: of the noise of stochastic rounding, 0-d int64; None for rounding half to even.
+        clip: bring values outside the range to its ends.
+    """
+    scale = (width / levels).clamp_min(MIN_SCALE)  # s = max(range / n, 1e-8)
+    y = x.float() if x.dtype != torch.float32 else x
+    if in_parts(y) and y.is_contiguous():
+        out = _round_in_parts(y, low, scale, levels, key, clip)
+    else:
+        noise = None if key is None else hash_noise(key, 0, y.numel()).view(y.shape)
+        out = _round(y - low, low, scale, levels, noise, clip)
+    return out if x.dtype == torch.float32 else out.to(x.dtype)
+
+
+def _round(y: Tensor, low: Tensor, scale: Tensor, levels: Tensor, noise: Tensor | None, clip: bool) -> Tensor:
+    """Finish ``y`` = x - low, in place."""
+    y = y.div_(scale)
+    if noise is not None:
+        y = y.add_(noise)
+    if clip and y.is_cpu and not torch.compiler.is_compiling() and type(levels) is Tensor:
+        y = y.clamp_(0.0, float(levels))  # scalar bounds are much faster than tensor bounds on the CPU
+    elif clip:
+        y = y.clamp_(torch.zeros_like(levels), levels)
+    return y.round_().mul_(scale).add_(low)
+
+
+def _round_in_parts(x: Tensor, low: Tensor, scale: Tensor, levels: Tensor, key: Tensor | None, clip: bool) -> Tensor:
+    """Do the same to one part after the other: each stays in the processor's cache over all the operations."""
+    out = torch.empty_like(x)
+    y = out
+    if low.numel() == 1:
+        low, scale, x, y = low.reshape(()), scale.reshape(()), x.view(-1), out.view(-1)
+    row = x.numel() // len(x)
+    rows = rows_of_part(x)
+    by_row = low.dim() == x.dim() and len(low) == len(x)  # else the range is shared by the first dimension
+    for start in range(0, len(x), rows):
+        source, target = x[start : start + rows], y[start : start + rows]
+        a, s = (low[start : start + rows], scale[start : start + rows]) if by_row else (low, scale)
+        noise = None if key is None else hash_noise(key, start * row, source.numel()).view(source.shape)
+        torch.sub(source, a, out=target)
+        _round(target, a, s, levels, noise, clip)
+    return out
+
+
+def fake_quantize(x: Tensor, levels: Tensor, granularity: str, key: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+    """Round a tensor that is not empty on its own range; return it with the range.
+
+    Args:
+        x: any shape and floating dtype.
+        levels: n = 2**q - 1, 0-d float32.
+        granularity: a key of ``GRANULARITIES``.
+        key: of stochastic rounding, 0-d int64; None for rounding half to even.
+    """
+    low, width = range_of(x, granularity)
+    return round_to_grid(x, low, width, levels, key, clips(granularity, key is not None)), low, width
+
+
+def clips(granularity: str, stochastic: bool) -> bool:
+    """Whether values of the tensor itself can lie outside its range."""
+    return stochastic or granularity == "per_sample_mean"
+
+
+def track(running: Tensor, low: Tensor, width: Tensor) -> None:
+    """Let a running range (3,) follow the range of one call, both 0-d, in place.
+
+    running = 0.9 running + 0.1 (low, width, 1), two products and a sum; a range that is not finite leaves it alone.
+    """
+    now = torch.stack([low, width, torch.ones_like(width)])
+    after = running * RUNNING_DECAY + now * (1 - RUNNING_DECAY)
+    running.copy_(torch.where(now.isfinite().all(), after, running))
+
+
+def hash_noise(key: Tensor, start: int, count: int) -> Tensor:
+    """Return the noise of the elements ``start`` to ``start + count`` (row by row), uniform in [-0.5, 0.5), float32.
+
+    A pure function of key and place: the same in every execution, for any number of threads and layout in memory.
+    ``key`` is scrambled to 64 bits by splitmix64's finaliser, then enters a 32-bit finaliser of the place at two
+    points, so that the noise of two keys is no rearrangement of one sequence.
+
+    Args:
+        key: 0-d int64, different in every call.
+        start: first element.
+        count: how many.
+    """
+    first, second = _key_halves(key)
+    place = torch.arange(start, start + count, device=key.device, dtype=torch.int64)
+    h = place.to(torch.int32) ^ first  # wraps, as all that follows
+    if start + count > 1 << 32:
+        h ^= (place >> 32).to(torch.int32) * _GOLDEN
+    h ^= (h >> 16) & 0xFFFF
+    h *= _MIX[0]
+    h ^= second
+    h ^= (h >> 15) & 0x1FFFF
+    h *= _MIX[1]
+    h ^= (h >> 16) & 0xFFFF
+    return ((h >> 8) & 0xFFFFFF).float().mul_(2.0**-24).sub_(0.5)
+
+
+def _signed(word: int, bits: int) -> int:
+    return word - (1 << bits) if word >> (bits - 1) else word
+
+
+_GOLDEN = _signed(0x9E3779B1, 32)
+_MIX = (0x7FEB352D, _signed(0x846CA68B, 32))
+_STEP, *_MIX64 = (_signed(w, 64) for w in (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB))
+
+
+def _key_halves(key: Tensor) -> tuple[Tensor, Tensor]:
+    """Return two int32 from a key."""
+    z = key + _STEP
+    z = (z ^ ((z >> 30) & ((1 << 34) - 1))) * _MIX64[0]
+    z = (z ^ ((z >> 27) & ((1 << 37) - 1))) * _MIX64[1]
+    z = z ^ ((z >> 31) & ((1 << 33) - 1))
+    return z.to(torch.int32), (z >> 32).to(torch.int32)

@@ -1,0 +1,194 @@
+"""Every execution of the operator against the plain one: bit for bit, for all layouts, types and granularities."""
+
+import pytest
+import torch
+
+from cpt_core.kernels import execution as execution_module
+from cpt_core.kernels import operators, reference
+from cpt_core.kernels.execution import execution
+from cpt_core.kernels.reference import GRANULARITIES, hash_noise
+
+NAN, INF = float("nan"), float("inf")
+
+
+def normal(*shape):
+    return torch.randn(shape, generator=torch.Generator().manual_seed(len(shape)))
+
+
+LAYOUTS = {
+    "(n)": normal(3000),
+    "(n, f)": normal(40, 300),
+    "(n, l, f)": normal(5, 7, 33),
+    "(n, c, h, w)": normal(4, 6, 8, 10),
+    "large": normal(700, 900),
+    "channels_last": normal(4, 6, 8, 10).contiguous(memory_format=torch.channels_last),
+    "channels_last_3d": normal(2, 6, 3, 4, 5).contiguous(memory_format=torch.channels_last_3d),
+    "transposed": normal(40, 300).t(),
+    "queries": normal(3, 9, 4, 8).transpose(1, 2),
+    "keys": normal(3, 9, 4, 8).transpose(1, 2).transpose(2, 3),
+    "any order": normal(2, 3, 4, 5, 6).permute(4, 0, 3, 1, 2),
+    "gaps": normal(40, 300)[:, ::3],
+    "repeated": normal(5, 1).expand(5, 9),
+    "offset": normal(50, 31)[7:],
+    "one": normal(1, 1, 1),
+    "0-d": normal(),
+    "float64": normal(40, 300).double(),
+    "bfloat16": normal(40, 300).bfloat16(),
+    "float16": normal(4, 6, 8, 10).half(),
+    "a NaN": normal(9, 30).index_fill(1, torch.tensor([3]), NAN),
+    "a negative NaN": -normal(9, 30).index_fill(1, torch.tensor([3]), NAN),
+    "a NaN in a row": normal(9, 30).index_fill(0, torch.tensor([3]), NAN),
+    "infinity": torch.tensor([[1.0, INF], [2.0, 3.0]]),
+    "-infinity": torch.tensor([[1.0, -INF], [2.0, 3.0]]),
+    "constant": torch.full((4, 5), 3.3),
+    "zeros": torch.zeros(4, 5),
+    "tiny": normal(4, 5) * 1e-12,
+    "huge": normal(4, 5) * 1e38,
+    "ties": torch.arange(16.0).view(2, 8),
+}
+
+
+def same(found, expected):
+    return all(
+        a.shape == b.shape and a.dtype == b.dtype and torch.equal(a.isnan(), b.isnan())
+        and torch.equal(a.nan_to_num(7.0), b.nan_to_num(7.0))
+        for a, b in zip(found, expected, strict=True)
+    )  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def compiled():
+    """The operators that C++ stands behind."""
+    assert execution().cpu == "cpp", execution()
+    return torch.ops.cpt
+
+
+@pytest.mark.parametrize("granularity", sorted(GRANULARITIES))
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_cpp_is_bit_identical(compiled, layout, granularity):
+    x, plain = LAYOUTS[layout], torch.ops.cpt_reference
+    if granularity == "per_sample_mean" and x.dim() == 0:
+        pytest.skip("nothing to take the mean over")
+    assert same(compiled.range(x, granularity), plain.range(x, granularity))
+    for bits in (1, 4, 16):
+        for key in (None, torch.tensor(7)):
+            levels = torch.tensor(2.0**bits - 1)
+            found, expected = (ops.fake_quantize(x, levels, granularity, key) for ops in (compiled, plain))
+            assert same(found, expected)
+            assert found[0].stride() == expected[0].stride()  # what is computed with it takes the same path
+            for clip in (False, True):
+                args = x * 1.1 + 0.01, expected[1], expected[2], levels, key, clip
+                assert same([compiled.round_to_grid(*args)], [plain.round_to_grid(*args)])
+
+
+def test_the_comparison_sees_one_wrong_bit():
+    x = torch.ones(3)
+    assert not same([x], [torch.nextafter(x, torch.tensor(2.0))])
+    assert not same([x.double()], [x])
+    assert not same([torch.tensor([NAN])], [torch.tensor([7.0])])
+
+
+@pytest.mark.parametrize("threads", [1, 2, 3])
+def test_threads_change_no_bit(compiled, threads):
+    before = torch.get_num_threads()
+    x, levels, key = normal(400, 900), torch.tensor(7.0), torch.tensor(3)
+    expected = torch.ops.cpt_reference.fake_quantize(x, levels, "per_tensor", key)
+    torch.set_num_threads(threads)
+    try:
+        assert same(compiled.fake_quantize(x, levels, "per_tensor", key), expected)
+        assert same(compiled.fake_quantize(x, levels, "per_row", None)[1:], torch.ops.cpt_reference.range(x, "per_row"))
+    finally:
+        torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize("now", [(1.0, 2.0), (NAN, 1.0), (0.3, INF), (-1e-3, 0.0)])
+def test_running_ranges_are_followed_alike(compiled, now):
+    found, expected = (torch.tensor([0.3, 1.7, 0.6]) for _ in range(2))
+    for _ in range(5):
+        compiled.track_(found, *map(torch.tensor, now))
+        torch.ops.cpt_reference.track_(expected, *map(torch.tensor, now))
+    assert torch.equal(found, expected)
+    assert (expected[0] == torch.tensor(0.3)) == (not torch.tensor(now).isfinite().all())
+
+
+def test_noise_goes_by_the_place_of_an_element_not_by_where_it_lies():
+    x, levels, key = normal(4, 6, 8, 10), torch.tensor(3.0), torch.tensor(11)
+    for granularity in ("per_tensor", "per_position", "per_row"):
+        found = [
+            operators.fake_quantize(y, levels, granularity, key)[0]
+            for y in (
+                x,
+                x.contiguous(memory_format=torch.channels_last),
+                x.permute(3, 1, 0, 2).clone().permute(2, 1, 3, 0),
+            )
+        ]
+        assert all(torch.equal(found[0], other) for other in found[1:])
+
+
+@pytest.mark.parametrize("key", [None, 5])
+@pytest.mark.parametrize("granularity", sorted(GRANULARITIES))
+def test_parts_change_no_bit(monkeypatch, granularity, key):
+    shapes = [(37, 50), (5, 7, 30), (3, 4, 6, 11), (1, 1200), (999,)]
+    for shape in shapes:
+        if granularity == "per_sample_mean" and len(shape) == 1:
+            continue
+        x, found = normal(*shape), []
+        for block in (10**9, 64):  # in one piece first
+            monkeypatch.setattr(reference, "BLOCK", block)
+            found.append(
+                reference.fake_quantize(x, torch.tensor(7.0), granularity, None if key is None else torch.tensor(key))
+            )
+        assert same(*found), shape
+
+
+def test_parts_are_really_used(monkeypatch):
+    calls = []
+    monkeypatch.setattr(reference, "_round_in_parts", lambda x, *rest: calls.append(x.numel()) or x.clone())
+    x, levels = torch.rand(2 * reference.BLOCK + 1), torch.tensor(7.0)
+    for y in (x, x[:-1], x[::2].repeat(3)[::2]):
+        reference.fake_quantize(y, levels, "per_tensor", None)
+    assert calls == [len(x)]
+
+
+# --- the operators as nodes ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("family", operators.FAMILIES)
+@pytest.mark.parametrize("key", [None, 4])
+def test_the_gradient_passes_straight_through(family, key):
+    ops, key = getattr(torch.ops, family), None if key is None else torch.tensor(key)
+    x = normal(4, 5).requires_grad_()
+    upstream = torch.arange(20.0).view(4, 5)
+    y, low, width = ops.fake_quantize(x, torch.tensor(3.0), "per_row", key)
+    assert not low.requires_grad
+    assert not width.requires_grad
+    y.backward(upstream)
+    assert torch.equal(x.grad, upstream)
+    ops.round_to_grid(x, low, width, torch.tensor(3.0), key, True).backward(upstream)
+    assert torch.equal(x.grad, 2 * upstream)
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # opcheck reads it
+@pytest.mark.parametrize("family", operators.FAMILIES)
+@pytest.mark.parametrize("name", ["range", "round_to_grid", "fake_quantize", "track_"])
+def test_operators_keep_torch_s_rules(family, name):
+    x, levels = normal(4, 5).requires_grad_(), torch.tensor(3.0)
+    low, width = reference.per_row(x.detach())
+    args = {
+        "range": (x.detach(), "per_row"),
+        "round_to_grid": (x, low, width, levels, None, True),
+        "fake_quantize": (x, levels, "per_channel", torch.tensor(3)),
+        "track_": (torch.zeros(3), low[0, 0], width[0, 0]),
+    }[name]
+    torch.library.opcheck(getattr(getattr(torch.ops, family), name).default, args)
+
+
+def test_reference_inside_a_block_only():
+    outside = operators.active
+    with execution_module.reference():
+        assert operators.active is torch.ops.cpt_reference
+    assert operators.active is outside
+
+
+def test_empty_noise():
+    assert hash_noise(torch.tensor(1), 0, 0).shape == (0,)
