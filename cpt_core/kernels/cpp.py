@@ -1,4 +1,4 @@
-"""Build ``quantize.cpp`` once, into the user's cache, and load it.
+"""Build ``operators.cpp`` once, into the user's cache, and load it.
 
 The library's name holds what it depends on: source, flags, torch, instructions of the processor. It is written beside
 its place and moved there, under a lock: processes that start at once build it once.
@@ -20,7 +20,7 @@ import torch
 from filelock import FileLock
 from platformdirs import user_cache_path
 
-SOURCE = Path(__file__).with_name("quantize.cpp")
+SOURCES = sorted(Path(__file__).parent.glob("*.cpp")) + sorted(Path(__file__).parent.glob("*.h"))
 # No contraction: a fused multiply-add rounds once where torch's operations round twice. The others let loops with
 # rounding and comparisons be vectorised and change no result.
 FLAGS = ("-O3", "-fPIC", "-shared", "-fopenmp", "-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math")
@@ -51,7 +51,13 @@ def load() -> str:
         NoKernelsError: when there is no compiler, or it fails.
     """
     flags = (*FLAGS, *WIDE.get(capability(), ()))
-    facts = (SOURCE.read_text(encoding="utf-8"), *flags, torch.__version__, sys.platform, platform.machine())
+    facts = (
+        *(path.read_text(encoding="utf-8") for path in SOURCES),
+        *flags,
+        torch.__version__,
+        sys.platform,
+        platform.machine(),
+    )
     name = f"cpt_{hashlib.sha256(repr(facts).encode()).hexdigest()[:16]}.so"
     folder = cache_dir()
     library = folder / name
@@ -95,7 +101,7 @@ def _build(library: Path, flags: tuple[str, ...]) -> None:
     handle, part = tempfile.mkstemp(suffix=".so", dir=library.parent)
     os.close(handle)
     try:
-        command = [found, "-std=c++20", *flags, *(f"-I{path}" for path in includes), str(SOURCE), "-o", part]
+        command = [found, "-std=c++20", *flags, *(f"-I{path}" for path in includes), str(SOURCES[0]), "-o", part]
         command += [f"-L{path}" for path in cpp_extension.library_paths()] + ["-lc10", "-ltorch_cpu", "-ltorch"]
         done = subprocess.run(command, capture_output=True, text=True)
         if done.returncode:

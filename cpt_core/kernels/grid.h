@@ -1,4 +1,4 @@
-// The quantised operator on a CPU: range and rounding in two passes, or in one where a range is a few rows.
+// Ranges and rounding of a CPU's tensors: in two passes, or in one where a range is a few rows.
 //
 // Bit-identical to reference.py: the same operations in the same order, compiled without contraction to fused
 // multiply-adds. The compiler vectorises the loops. NaN and infinity come out as there.
@@ -6,21 +6,16 @@
 // A tensor is seen as it lies in memory, [r1][k1][r2][k2]: one range for every (k1, k2), shared over r1 and r2. Whole
 // tensor: k1 = k2 = 1. Rows: r1 = k2 = 1. Positions: k2 = 1. Transposed keys of attention: r1 = 1.
 
+#pragma once
+
 #include <ATen/ATen.h>
 #include <ATen/Parallel.h>
-#include <torch/csrc/autograd/custom_function.h>
-#include <torch/csrc/autograd/function.h>
-#include <torch/csrc/autograd/functions/utils.h>
-#include <torch/library.h>
 
 #include <algorithm>
 #include <cmath>
 #include <cstring>
 #include <limits>
-#include <numeric>
 #include <optional>
-#include <string>
-#include <tuple>
 #include <vector>
 
 namespace {
@@ -29,9 +24,7 @@ using at::Tensor;
 using std::optional;
 
 constexpr float MIN_SCALE = 1e-8f;
-constexpr float RUNNING_DECAY = 0.9f, NEW_SHARE = 0.1f;
 constexpr int64_t GRAIN = 1 << 15;  // elements that are worth a thread
-constexpr int64_t CHUNK = 1 << 12;  // elements between two looks at the upper half of their number
 
 // --- noise -------------------------------------------------------------------------------------------------------
 
@@ -344,215 +337,4 @@ void rounded(const Layout& l, const float* x, float* y, float* low, float* width
   });
 }
 
-// --- operators ---------------------------------------------------------------------------------------------------
-
-// The shape of the ranges of a granularity: which dimensions are kept, and how many there are.
-struct Kept {
-  std::vector<bool> mask;
-  std::vector<int64_t> shape;
-};
-
-optional<Kept> kept_of(const Tensor& x, const std::string& granularity) {
-  const int64_t dims = x.dim();
-  Kept k;
-  k.mask.assign(dims, false);
-  if (granularity == "per_tensor" || (granularity == "per_channel" && dims < 2) ||
-      (granularity == "per_position" && dims < 3)) {
-    return k;
-  }
-  if (granularity == "per_channel") {
-    k.mask[0] = true;
-  } else if (granularity == "per_row") {
-    for (int64_t d = 0; d < dims - 1; ++d) k.mask[d] = true;
-  } else if (granularity == "per_position") {
-    for (int64_t d = 1; d < dims - 1; ++d) k.mask[d] = true;
-  } else {
-    return std::nullopt;
-  }
-  for (int64_t d = granularity == "per_position" ? 1 : 0; d < dims; ++d) k.shape.push_back(k.mask[d] ? x.size(d) : 1);
-  return k;
-}
-
-// An empty tensor for ranges: the shape that broadcasts to x, its numbers in the order in which x lies in memory.
-Tensor empty_ranges(const Tensor& x, const Kept& kept, const Layout& l) {
-  std::vector<int64_t> strides(x.dim(), 1);
-  int64_t next = 1;
-  for (auto d = l.order.rbegin(); d != l.order.rend(); ++d) {
-    if (kept.mask[*d]) {
-      strides[*d] = next;
-      next *= x.size(*d);
-    }
-  }
-  const size_t skipped = kept.mask.size() - kept.shape.size();
-  if (kept.shape.empty()) return at::empty({}, x.options());
-  return at::empty_strided(kept.shape, std::vector<int64_t>(strides.begin() + skipped, strides.end()), x.options());
-}
-
-float number(const Tensor& levels) { return *levels.const_data_ptr<float>(); }
-
-Grid grid_of(const Tensor& levels, const optional<Tensor>& key, bool clip) {
-  TORCH_CHECK(levels.numel() == 1 && levels.scalar_type() == at::kFloat, "levels must be one float32");
-  Grid g{number(levels), clip, std::nullopt};
-  if (key) {
-    TORCH_CHECK(key->numel() == 1 && key->scalar_type() == at::kLong, "the key of the noise must be one int64");
-    g.key.emplace(*key->const_data_ptr<int64_t>());
-  }
-  return g;
-}
-
-// x in float32 and without gaps, its dimensions in memory as torch would lay out a result of it.
-Tensor dense(const Tensor& x) {
-  if (x.scalar_type() == at::kFloat && memory_order(x)) return x;
-  Tensor y = at::empty_like(x, x.options().dtype(at::kFloat));
-  return y.copy_(x);
-}
-
-const char* const REFERENCE = "cpt_reference::";
-
-template <typename Signature, typename... Args>
-auto reference(const char* name, Args&&... args) {
-  auto op = c10::Dispatcher::singleton().findSchemaOrThrow((std::string(REFERENCE) + name).c_str(), "");
-  return op.template typed<Signature>().call(std::forward<Args>(args)...);
-}
-
-std::tuple<Tensor, Tensor> range(const Tensor& x, std::string_view granularity) {
-  const std::string name(granularity);
-  const auto kept = kept_of(x, name);
-  const Tensor held = dense(x);
-  const auto l = kept ? layout_of(held, kept->mask) : std::nullopt;
-  if (!l || x.numel() == 0) {
-    return reference<std::tuple<Tensor, Tensor>(const Tensor&, std::string_view)>("range", x, granularity);
-  }
-  Tensor low = empty_ranges(held, *kept, *l), width = at::empty_like(low);
-  ranges(*l, held.const_data_ptr<float>(), low.mutable_data_ptr<float>(), width.mutable_data_ptr<float>());
-  return {low, width};
-}
-
-using Three = std::tuple<Tensor, Tensor, Tensor>;
-
-// `out` may be `held` itself
-optional<Three> quantized(const Tensor& held, Tensor out, const Tensor& levels, const std::string& granularity,
-                          const optional<Tensor>& key) {
-  const auto kept = kept_of(held, granularity);
-  const auto l = kept ? layout_of(held, kept->mask) : std::nullopt;
-  if (!l) return std::nullopt;
-  Tensor low = empty_ranges(held, *kept, *l), width = at::empty_like(low);
-  if (!out.defined()) out = at::empty_like(held);
-  rounded(*l, held.const_data_ptr<float>(), out.mutable_data_ptr<float>(), low.mutable_data_ptr<float>(),
-          width.mutable_data_ptr<float>(), grid_of(levels, key, key.has_value()), true);
-  return Three{out, low, width};
-}
-
-Three fake_quantize(const Tensor& x, const Tensor& levels, std::string_view granularity, const optional<Tensor>& key) {
-  if (x.numel() > 0) {
-    const Tensor held = dense(x);
-    auto found = quantized(held, held.is_same(x) ? Tensor() : held, levels, std::string(granularity), key);
-    if (found) {
-      auto& [y, low, width] = *found;
-      return {y.to(x.scalar_type()), low, width};
-    }
-  }
-  using Signature = Three(const Tensor&, const Tensor&, std::string_view, const optional<Tensor>&);
-  return reference<Signature>("fake_quantize", x, levels, granularity, key);
-}
-
-Tensor round_to_grid(const Tensor& x, const Tensor& low, const Tensor& width, const Tensor& levels,
-                     const optional<Tensor>& key, bool clip) {
-  using Signature = Tensor(const Tensor&, const Tensor&, const Tensor&, const Tensor&, const optional<Tensor>&, bool);
-  const int64_t dims = x.dim(), missing = dims - low.dim();
-  if (x.numel() == 0 || missing < 0 || low.sizes() != width.sizes() || low.scalar_type() != at::kFloat ||
-      width.scalar_type() != at::kFloat) {
-    return reference<Signature>("round_to_grid", x, low, width, levels, key, clip);
-  }
-  std::vector<bool> mask(dims, false);
-  bool fits = true;
-  for (int64_t d = 0; d < low.dim(); ++d) {
-    mask[d + missing] = low.size(d) != 1;
-    fits = fits && (low.size(d) == 1 || low.size(d) == x.size(d + missing));
-  }
-  const Tensor held = dense(x);
-  const auto l = fits ? layout_of(held, mask) : std::nullopt;
-  if (!l) return reference<Signature>("round_to_grid", x, low, width, levels, key, clip);
-  // ranges in the order in which x lies in memory
-  Tensor a = low, w = width;
-  if (low.numel() > 1) {
-    std::vector<int64_t> order;
-    for (int64_t d : l->order)
-      if (mask[d]) order.push_back(d - missing);
-    for (int64_t d = 0; d < low.dim(); ++d)
-      if (!mask[d + missing]) order.push_back(d);
-    a = low.permute(order).contiguous();
-    w = width.permute(order).contiguous();
-  }
-  Tensor out = held.is_same(x) ? at::empty_like(held) : held;
-  rounded(*l, held.const_data_ptr<float>(), out.mutable_data_ptr<float>(), const_cast<float*>(a.const_data_ptr<float>()),
-          const_cast<float*>(w.const_data_ptr<float>()), grid_of(levels, key, clip), false);
-  return out.to(x.scalar_type());
-}
-
-void track_(const Tensor& running, const Tensor& low, const Tensor& width) {
-  float* r = running.mutable_data_ptr<float>();
-  const float now[3] = {*low.const_data_ptr<float>(), *width.const_data_ptr<float>(), 1.f};
-  if (!std::isfinite(now[0]) || !std::isfinite(now[1])) return;
-  for (int i = 0; i < 3; ++i) r[i] = r[i] * RUNNING_DECAY + now[i] * NEW_SHARE;
-}
-
-// --- autograd ----------------------------------------------------------------------------------------------------
-
-using torch::autograd::AutogradContext;
-using torch::autograd::variable_list;
-
-struct Round : torch::autograd::Function<Round> {
-  static Tensor forward(AutogradContext*, const Tensor& x, const Tensor& low, const Tensor& width, const Tensor& levels,
-                        const optional<Tensor>& key, bool clip) {
-    at::AutoDispatchBelowADInplaceOrView guard;
-    static auto op = c10::Dispatcher::singleton()
-                         .findSchemaOrThrow("cpt::round_to_grid", "")
-                         .typed<decltype(round_to_grid)>();
-    return op.call(x, low, width, levels, key, clip);
-  }
-  static variable_list backward(AutogradContext*, variable_list grads) {
-    return {grads[0], Tensor(), Tensor(), Tensor(), Tensor(), Tensor()};
-  }
-};
-
-struct FakeQuantize : torch::autograd::Function<FakeQuantize> {
-  static variable_list forward(AutogradContext* ctx, const Tensor& x, const Tensor& levels, std::string_view granularity,
-                               const optional<Tensor>& key) {
-    at::AutoDispatchBelowADInplaceOrView guard;
-    static auto op = c10::Dispatcher::singleton()
-                         .findSchemaOrThrow("cpt::fake_quantize", "")
-                         .typed<decltype(fake_quantize)>();
-    auto [y, low, width] = op.call(x, levels, granularity, key);
-    ctx->mark_non_differentiable({low, width});
-    return {y, low, width};
-  }
-  static variable_list backward(AutogradContext*, variable_list grads) {
-    return {grads[0], Tensor(), Tensor(), Tensor()};
-  }
-};
-
-Tensor round_autograd(const Tensor& x, const Tensor& low, const Tensor& width, const Tensor& levels,
-                      const optional<Tensor>& key, bool clip) {
-  return Round::apply(x, low, width, levels, key, clip);
-}
-
-Three fake_quantize_autograd(const Tensor& x, const Tensor& levels, std::string_view granularity,
-                             const optional<Tensor>& key) {
-  auto found = FakeQuantize::apply(x, levels, granularity, key);
-  return {found[0], found[1], found[2]};
-}
-
 }  // namespace
-
-TORCH_LIBRARY_IMPL(cpt, CPU, m) {
-  m.impl("range", range);
-  m.impl("round_to_grid", round_to_grid);
-  m.impl("fake_quantize", fake_quantize);
-  m.impl("track_", track_);
-}
-
-TORCH_LIBRARY_IMPL(cpt, AutogradCPU, m) {
-  m.impl("round_to_grid", round_autograd);
-  m.impl("fake_quantize", fake_quantize_autograd);
-}
