@@ -86,7 +86,9 @@ def _find(asked: str) -> Execution:
 
 def _cpp(forced: bool) -> tuple[str, str]:
     try:
-        return "cpp", cpp.load()
+        where = cpp.load()
+        operators.gradient_node = True
+        return "cpp", where
     except cpp.NoKernelsError as error:
         if forced:
             raise RuntimeError(f"CPT_KERNELS=cpp asks for the C++ kernels, but {error}") from None

@@ -41,14 +41,19 @@ struct Key {
   }
 };
 
-// noise of place i, uniform in [-0.5, 0.5); `start` is the key's first half mixed with the upper half of i
-inline float noise(uint32_t i, uint32_t start, uint32_t second) {
-  uint32_t h = i ^ start;
+// Random bits of a pair of neighbours, 16 for either; `start` is the key's first half, mixed with the upper half of the
+// pair's number.
+inline uint32_t hash(uint32_t pair, uint32_t start, uint32_t second) {
+  uint32_t h = pair ^ start;
   h = (h ^ (h >> 16)) * 0x7FEB352Du;
   h ^= second;
   h = (h ^ (h >> 15)) * 0x846CA68Bu;
-  h ^= h >> 16;
-  return static_cast<float>(static_cast<int32_t>(h >> 8)) * 0x1p-24f - 0.5f;
+  return h ^ (h >> 16);
+}
+
+// uniform in (-0.5, 0.5)
+inline float noise(uint32_t bits) {
+  return static_cast<float>(static_cast<int32_t>(bits)) * 0x1p-16f + (0x1p-17f - 0.5f);
 }
 
 // --- ranges ------------------------------------------------------------------------------------------------------
@@ -117,32 +122,50 @@ inline void round_plain(const float* x, float* y, int64_t n, float low, float sc
   for (int64_t i = 0; i < n; ++i) y[i] = std::rint((x[i] - low) / scale) * scale + low;
 }
 
-inline void round_clipped(const float* x, float* y, int64_t n, float low, float scale, float levels) {
-  for (int64_t i = 0; i < n; ++i) {
-    float v = (x[i] - low) / scale;
-    v = v < 0.f ? 0.f : v;
-    v = v > levels ? levels : v;
-    y[i] = std::rint(v) * scale + low;
-  }
+inline float clipped(float v, float least, float levels) {
+  v = v < least ? least : v;
+  return v > levels ? levels : v;  // NaN stays NaN
 }
 
+inline void round_clipped(const float* x, float* y, int64_t n, float low, float scale, float levels) {
+  for (int64_t i = 0; i < n; ++i) y[i] = std::rint(clipped((x[i] - low) / scale, 0.f, levels)) * scale + low;
+}
+
+constexpr float INF = std::numeric_limits<float>::infinity();
+
+// `place` is that of the first element, `step` how far apart the places are
 inline void round_noisy(const float* x, float* y, int64_t n, float low, float scale, const Grid& g, int64_t place,
                         int64_t step) {
-  const uint32_t second = g.key->second, by = static_cast<uint32_t>(step);
-  const float levels = g.levels;
-  const bool clip = g.clip;
-  while (n > 0) {  // as far as the upper half of the place is one number
-    const uint32_t upper = static_cast<uint32_t>(place >> 32);
-    const int64_t left = ((static_cast<int64_t>(upper) + 1) << 32) - place;
-    const int64_t count = std::min(n, (left + step - 1) / step);
-    const uint32_t start = g.key->first ^ (upper * 0x9E3779B1u), from = static_cast<uint32_t>(place);
-    for (int64_t i = 0; i < count; ++i) {
-      float v = (x[i] - low) / scale + noise(from + static_cast<uint32_t>(i) * by, start, second);
-      if (clip) {
-        v = v < 0.f ? 0.f : v;
-        v = v > levels ? levels : v;
+  constexpr int64_t CHUNK = 512;
+  const float least = g.clip ? 0.f : -INF, levels = g.clip ? g.levels : INF;
+  uint32_t pairs[CHUNK / 2 + 1];
+  uint16_t bits[CHUNK + 2];
+  while (n > 0) {
+    int64_t count = std::min(n, CHUNK);
+    const int64_t pair = place >> 1, odd = place & 1;
+    const uint32_t upper = static_cast<uint32_t>(pair >> 32), from = static_cast<uint32_t>(pair);
+    const uint32_t start = g.key->first ^ (upper * 0x9E3779B1u), second = g.key->second;
+    const int64_t left = ((static_cast<int64_t>(upper) + 1) << 33) - place;  // as far as `upper` is the same
+    count = std::min(count, (left + step - 1) / step);
+    const uint16_t* u = bits;
+    if (step == 1) {
+      const int64_t used = (odd + count + 1) / 2;
+      for (int64_t i = 0; i < used; ++i) pairs[i] = hash(from + static_cast<uint32_t>(i), start, second);
+      for (int64_t i = 0; i < used; ++i) {
+        bits[2 * i] = static_cast<uint16_t>(pairs[i]);
+        bits[2 * i + 1] = static_cast<uint16_t>(pairs[i] >> 16);
       }
-      y[i] = std::rint(v) * scale + low;
+      u += odd;
+    } else {
+      const uint64_t by = static_cast<uint64_t>(step), at = static_cast<uint64_t>(place);
+      for (int64_t i = 0; i < count; ++i) {
+        const uint64_t here = at + static_cast<uint64_t>(i) * by;
+        bits[i] = static_cast<uint16_t>(hash(static_cast<uint32_t>(here >> 1), start, second) >> (16 * (here & 1)));
+      }
+    }
+    for (int64_t i = 0; i < count; ++i) {
+      const float v = (x[i] - low) / scale + noise(u[i]);
+      y[i] = std::rint(clipped(v, least, levels)) * scale + low;
     }
     x += count;
     y += count;
@@ -158,13 +181,9 @@ inline void round_columns(const float* x, float* y, int64_t n, const float* low,
     for (int64_t i = 0; i < n; ++i) round_noisy(x + i, y + i, 1, low[i], scale[i], g, place + i * step, step);
     return;
   }
-  const float levels = g.clip ? g.levels : std::numeric_limits<float>::infinity();
-  const float least = g.clip ? 0.f : -std::numeric_limits<float>::infinity();
+  const float least = g.clip ? 0.f : -INF, levels = g.clip ? g.levels : INF;
   for (int64_t i = 0; i < n; ++i) {
-    float v = (x[i] - low[i]) / scale[i];
-    v = v < least ? least : v;
-    v = v > levels ? levels : v;
-    y[i] = std::rint(v) * scale[i] + low[i];
+    y[i] = std::rint(clipped((x[i] - low[i]) / scale[i], least, levels)) * scale[i] + low[i];
   }
 }
 
@@ -235,15 +254,23 @@ void stretches(const Layout& l, int64_t begin, int64_t end, const F& f) {
     step = l.places[dims - 1];
     inner = l.sizes[--first];
   }
+  int64_t at[64], base = 0, within = begin % inner, block = begin / inner;  // counters of the outer dimensions
+  for (int64_t d = first - 1; d >= 0; --d) {
+    at[d] = block % l.sizes[d];
+    base += at[d] * l.places[d];
+    block /= l.sizes[d];
+  }
   while (begin < end) {
-    int64_t block = begin / inner, place = (begin % inner) * step;
-    const int64_t count = std::min(end - begin, inner - begin % inner);
-    for (int64_t d = first - 1; d >= 0; --d) {
-      place += (block % l.sizes[d]) * l.places[d];
-      block /= l.sizes[d];
-    }
-    f(begin, count, place, step);
+    const int64_t count = std::min(end - begin, inner - within);
+    f(begin, count, base + within * step, step);
     begin += count;
+    within = 0;
+    for (int64_t d = first - 1; d >= 0; --d) {
+      base += l.places[d];
+      if (++at[d] < l.sizes[d]) break;
+      base -= at[d] * l.places[d];
+      at[d] = 0;
+    }
   }
 }
 
@@ -264,8 +291,12 @@ void ranges(const Layout& l, const float* x, float* low, float* width) {
   const int64_t count = l.k1 * l.k2, inner = l.r2 * l.k2, n = l.r1 * l.k1 * inner;
   if (count == 1) {
     std::vector<Extremes> found(at::get_num_threads());
+    // from the end, which whoever made the tensor wrote last: what is read last, rounding reads first
     at::parallel_for(0, n, GRAIN, [&](int64_t begin, int64_t end) {
-      extend(found[at::get_thread_num()], x + begin, end - begin);
+      for (int64_t at = end; at > begin;) {
+        const int64_t count = std::min(at - begin, GRAIN / 2);
+        extend(found[at::get_thread_num()], x + (at -= count), count);
+      }
     });
     for (size_t i = 1; i < found.size(); ++i) join(found[0], found[i]);
     finish(found[0], *low, *width);

@@ -1,6 +1,10 @@
 // The operators of a CPU, see operators.py for what they are.
 
+#include <ATen/core/TorchDispatchUtils.h>
+#include <c10/core/impl/TorchDispatchModeTLS.h>
 #include <torch/csrc/autograd/custom_function.h>
+#include <torch/csrc/autograd/function.h>
+#include <torch/csrc/autograd/functions/utils.h>
 #include <torch/library.h>
 
 #include <string>
@@ -209,7 +213,75 @@ Three fake_quantize_autograd(const Tensor& x, const Tensor& levels, std::string_
   return {found[0], found[1], found[2]};
 }
 
+// Quantises the gradient of an output, in place where nobody else holds it.
+struct RoundGradient : torch::autograd::Node {
+  Tensor levels;
+  optional<Tensor> key;
+  std::string granularity;
+
+  variable_list apply(variable_list&& grads) override {
+    Tensor gradient = std::move(grads[0]);
+    if (!gradient.defined() || gradient.numel() == 0) return {gradient};
+    Tensor rounded;
+    const bool own = gradient.use_count() == 1 && gradient.storage().use_count() == 1 && !at::GradMode::is_enabled() &&
+                     gradient.layout() == at::kStrided && gradient.scalar_type() == at::kFloat &&
+                     gradient.device().is_cpu() && memory_order(gradient) && !gradient.is_inference() &&
+                     !at::impl::tensor_has_dispatch(gradient) && c10::impl::TorchDispatchModeTLS::stack_len() == 0;
+    if (own) {
+      at::AutoDispatchBelowADInplaceOrView guard;
+      if (quantized(gradient, gradient, levels, granularity, key)) rounded = std::move(gradient);
+    }
+    if (!rounded.defined()) {
+      static auto op = c10::Dispatcher::singleton()
+                           .findSchemaOrThrow("cpt::fake_quantize", "")
+                           .typed<decltype(fake_quantize)>();
+      rounded = std::get<0>(op.call(gradient, levels, granularity, key));
+    }
+    if (key) {
+      at::NoGradGuard no_grad;
+      key->add_(1);
+    }
+    return {rounded};
+  }
+
+  std::string name() const override { return "RoundGradient"; }
+
+  void release_variables() override {}
+};
+
+// Nodes are held by one kind of pointer or another, depending on the release of torch.
+template <typename T>
+auto make_node() {
+  if constexpr (std::is_same_v<decltype(torch::autograd::Edge::function), std::shared_ptr<torch::autograd::Node>>) {
+    return std::make_shared<T>();
+  } else {
+    return c10::make_intrusive<T>();
+  }
+}
+
+Tensor quantize_gradient(const Tensor& y, const Tensor& levels, const optional<Tensor>& key,
+                         std::string_view granularity) {
+  Tensor same;
+  {
+    at::AutoDispatchBelowADInplaceOrView guard;
+    same = at::alias(y);  // an alias, but no view to autograd: an in-place ReLU may follow
+  }
+  if (at::GradMode::is_enabled() && y.requires_grad()) {
+    auto node = make_node<RoundGradient>();
+    node->levels = levels;
+    node->key = key;
+    node->granularity = std::string(granularity);
+    node->set_next_edges(torch::autograd::collect_next_edges(y));
+    torch::autograd::set_history(same, node);
+  }
+  return same;
+}
+
 }  // namespace
+
+TORCH_LIBRARY_FRAGMENT(cpt, m) {
+  m.def("quantize_gradient(Tensor y, Tensor levels, Tensor? key, str granularity) -> Tensor");
+}
 
 TORCH_LIBRARY_IMPL(cpt, CPU, m) {
   m.impl("range", range);
@@ -221,4 +293,5 @@ TORCH_LIBRARY_IMPL(cpt, CPU, m) {
 TORCH_LIBRARY_IMPL(cpt, AutogradCPU, m) {
   m.impl("round_to_grid", round_autograd);
   m.impl("fake_quantize", fake_quantize_autograd);
+  m.impl("quantize_gradient", quantize_gradient);
 }

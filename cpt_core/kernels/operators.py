@@ -59,6 +59,11 @@ def track_(running: Tensor, low: Tensor, width: Tensor) -> None:
     active.track_(running, low, width)
 
 
+def has_gradient_node(y: Tensor) -> bool:
+    """Whether C++ can quantise the gradient of this output, ``torch.ops.cpt.quantize_gradient``."""
+    return y.is_cpu and active is torch.ops.cpt and gradient_node and not torch.compiler.is_compiling()
+
+
 def use(family: str) -> None:
     """Choose the operators that the functions above call: "cpt" or "cpt_reference"."""
     global active
@@ -107,15 +112,30 @@ def _teach_inductor() -> None:
         return
     from torch._inductor import decomposition
 
-    table = decomposition.decompositions
-    for family in FAMILIES:
-        for name in SCHEMAS:
-            if name != "track_":
-                table[getattr(getattr(torch.ops, family), name).default] = PLAIN[name]
+    for ops in (getattr(torch.ops, family) for family in FAMILIES):
+        for name, parts in {"range": reference.range_of, "round_to_grid": _round, "fake_quantize": _quantize}.items():
+            decomposition.decompositions[getattr(ops, name).default] = parts
     decomposition.fast_random_decomps.cache_clear()
     _taught.append(True)
+
+
+def _round(x: Tensor, low: Tensor, width: Tensor, levels: Tensor, key: Tensor | None, clip: bool) -> Tensor:
+    """``reference.round_to_grid`` without a change in place: what a graph may hold."""
+    scale = (width / levels).clamp_min(reference.MIN_SCALE)
+    y = (x.float() - low) / scale
+    if key is not None:
+        y = y + reference.hash_noise(key, 0, x.numel()).view(x.shape)
+    if clip:
+        y = torch.minimum(torch.maximum(y, torch.zeros_like(levels)), levels)
+    return (y.round() * scale + low).to(x.dtype)
+
+
+def _quantize(x: Tensor, levels: Tensor, granularity: str, key: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+    low, width = reference.range_of(x, granularity)
+    return _round(x, low, width, levels, key, reference.clips(granularity, key is not None)), low, width
 
 
 _taught: list[bool] = []
 LIBRARIES = {family: _register(family) for family in FAMILIES}  # as long as these live, the operators exist
 active: Any = torch.ops.cpt
+gradient_node = False  # the C++ kernels bring it

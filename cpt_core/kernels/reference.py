@@ -176,11 +176,12 @@ def track(running: Tensor, low: Tensor, width: Tensor) -> None:
 
 
 def hash_noise(key: Tensor, start: int, count: int) -> Tensor:
-    """Return the noise of the elements ``start`` to ``start + count`` (row by row), uniform in [-0.5, 0.5), float32.
+    """Return the noise of the elements ``start`` to ``start + count`` (row by row), in (-0.5, 0.5), float32.
 
     A pure function of key and place: the same in every execution, for any number of threads and layout in memory.
     ``key`` is scrambled to 64 bits by splitmix64's finaliser, then enters a 32-bit finaliser of the place at two
-    points, so that the noise of two keys is no rearrangement of one sequence.
+    points, so that the noise of two keys is no rearrangement of one sequence. A hash serves two neighbours: u takes
+    2**16 values, symmetric about 0.
 
     Args:
         key: 0-d int64, different in every call.
@@ -188,17 +189,16 @@ def hash_noise(key: Tensor, start: int, count: int) -> Tensor:
         count: how many.
     """
     first, second = _key_halves(key)
-    place = torch.arange(start, start + count, device=key.device, dtype=torch.int64)
-    h = place.to(torch.int32) ^ first  # wraps, as all that follows
-    if start + count > 1 << 32:
-        h ^= (place >> 32).to(torch.int32) * _GOLDEN
-    h ^= (h >> 16) & 0xFFFF
-    h *= _MIX[0]
-    h ^= second
-    h ^= (h >> 15) & 0x1FFFF
-    h *= _MIX[1]
-    h ^= (h >> 16) & 0xFFFF
-    return ((h >> 8) & 0xFFFFFF).float().mul_(2.0**-24).sub_(0.5)
+    pair = torch.arange(start >> 1, (start + count + 1) >> 1, device=key.device, dtype=torch.int64)
+    h = pair.to(torch.int32) ^ first  # wraps, as all that follows
+    if start + count > 1 << 33:
+        h = h ^ (pair >> 32).to(torch.int32) * _GOLDEN
+    h = (h ^ ((h >> 16) & 0xFFFF)) * _MIX[0]
+    h = h ^ second
+    h = (h ^ ((h >> 15) & 0x1FFFF)) * _MIX[1]
+    h = h ^ ((h >> 16) & 0xFFFF)
+    halves = torch.stack([h & 0xFFFF, (h >> 16) & 0xFFFF], 1).flatten().narrow(0, start & 1, count)
+    return halves.float() * 2.0**-16 + (2.0**-17 - 0.5)
 
 
 def _signed(word: int, bits: int) -> int:

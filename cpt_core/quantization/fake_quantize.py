@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from cpt_core.kernels import operators
 from cpt_core.kernels.execution import execution
 from cpt_core.kernels.operators import fake_quantize
 from cpt_core.quantization.quantizers import IDENTITY_BITS, Quantizer, check_bits, check_floating, quantizer_of
@@ -89,4 +90,7 @@ def quantize_gradient(y: Tensor, levels: Tensor, quantizer: Quantizer, key: Tens
 
     Paper: figure 1. Weight gradients themselves and the update stay in full precision.
     """
+    stochastic = quantizer.rounding == "stochastic"
+    if operators.has_gradient_node(y):
+        return torch.ops.cpt.quantize_gradient(y, levels, key if stochastic else None, quantizer.granularity)
     return _QuantizeGradient.apply(y, levels, quantizer, key)
