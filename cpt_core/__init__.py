@@ -21,6 +21,8 @@ if TYPE_CHECKING:  # for editors and type checkers
     from cpt_core.graphs.graph import Graph as Graph
     from cpt_core.graphs.layers import GraphConv as GraphConv
     from cpt_core.graphs.layers import SAGEConv as SAGEConv
+    from cpt_core.kernels.execution import Execution as Execution
+    from cpt_core.kernels.execution import execution as execution
     from cpt_core.quantization.convert import QuantConfig as QuantConfig
     from cpt_core.quantization.convert import quantize_ as quantize_
     from cpt_core.quantization.convert import restore_ as restore_
@@ -53,6 +55,7 @@ _MODULES = {
     "schedules.solver": "solve_schedule",
     "graphs.graph": "Graph",
     "graphs.layers": "GraphConv SAGEConv",
+    "kernels.execution": "execution Execution",
     "quantization.quantizers": "Quantizer QUANTIZERS",
     "quantization.fake_quantize": "quantize",
     "quantization.convert": "quantize_ restore_ QuantConfig",

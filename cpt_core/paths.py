@@ -39,6 +39,12 @@ def data_dir() -> Path:
     return CHECKOUT / "data" / "cache" if CHECKOUT else user_cache_path("cpt_core", appauthor=False)
 
 
+def kernels_dir() -> Path:
+    """Return the folder of compiled kernels: ``CPT_KERNELS_DIR``, else in the user's cache."""
+    given = os.environ.get("CPT_KERNELS_DIR")
+    return Path(given) if given else user_cache_path("cpt_core", appauthor=False) / "kernels"
+
+
 def runs_dir() -> Path:
     """Return the folder that runs are written to: ``CPT_RUNS_DIR``, else ``runs`` in ``work_dir()``."""
     return Path(os.environ.get("CPT_RUNS_DIR") or work_dir() / "runs")

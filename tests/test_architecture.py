@@ -16,7 +16,7 @@ ROOMS = {
     "checks": (),
     "schedules": ("checks",),
     "graphs": ("checks", "paths"),
-    "kernels": ("checks",),
+    "kernels": ("checks", "paths"),
     "quantization": ("schedules", "graphs", "kernels"),
     "bitops": ("quantization",),
     "integrations": ("bitops",),

@@ -7,6 +7,7 @@ its place and moved there, under a lock: processes that start at once build it o
 from __future__ import annotations
 
 import hashlib
+import logging
 import os
 import platform
 import shutil
@@ -18,8 +19,10 @@ from pathlib import Path
 
 import torch
 from filelock import FileLock
-from platformdirs import user_cache_path
 
+from cpt_core.paths import kernels_dir
+
+log = logging.getLogger(__name__)
 SOURCES = sorted(Path(__file__).parent.glob("*.cpp")) + sorted(Path(__file__).parent.glob("*.h"))
 # No contraction: a fused multiply-add rounds once where torch's operations round twice. The others let loops with
 # rounding and comparisons be vectorised and change no result.
@@ -39,11 +42,6 @@ def compiler() -> str | None:
     return shutil.which(os.environ.get("CXX") or "g++") or (None if "CXX" in os.environ else shutil.which("clang++"))
 
 
-def cache_dir() -> Path:
-    """Return the folder of built kernels: ``CPT_KERNELS_DIR``, else in the user's cache."""
-    return Path(os.environ.get("CPT_KERNELS_DIR") or user_cache_path("cpt_core", appauthor=False) / "kernels")
-
-
 def load() -> str:
     """Load the kernels, build them first if need be, and return what they are.
 
@@ -51,31 +49,33 @@ def load() -> str:
         NoKernelsError: when there is no compiler, or it fails.
     """
     flags = (*FLAGS, *WIDE.get(capability(), ()))
-    facts = (
-        *(path.read_text(encoding="utf-8") for path in SOURCES),
-        *flags,
-        torch.__version__,
-        sys.platform,
-        platform.machine(),
-    )
+    sources = [(path.name, path.read_text(encoding="utf-8")) for path in SOURCES]
+    facts = (*sources, *flags, torch.__version__, sys.platform, platform.machine())
     name = f"cpt_{hashlib.sha256(repr(facts).encode()).hexdigest()[:16]}.so"
-    folder = cache_dir()
+    folder = kernels_dir()
     library = folder / name
-    if not library.exists():
-        if sys.platform == "win32":
-            raise NoKernelsError("they are not built on Windows")
-        if compiler() is None:
-            raise NoKernelsError(f"there is no C++ compiler ({os.environ.get('CXX') or 'g++ or clang++'})")
+    if library.exists():
         try:
-            folder.mkdir(parents=True, exist_ok=True)
-            with FileLock(folder / f"{name}.lock"):
-                if not library.exists():
-                    _build(library, flags)
-        except OSError:  # a cache that cannot be written to: build for this process alone
-            with tempfile.TemporaryDirectory(prefix="cpt_kernels_") as own:
-                _build(Path(own) / name, flags)
-                _load(Path(own) / name)
-            return f"built for this process, since {folder} cannot be written"
+            _load(library)
+        except NoKernelsError as error:  # cut short on a full disk, say
+            log.warning("%s; they are built again", error)
+        else:
+            return f"{capability()}, {library}"
+    if sys.platform == "win32":
+        raise NoKernelsError("they are not built on Windows")
+    if compiler() is None:
+        raise NoKernelsError(f"there is no C++ compiler ({os.environ.get('CXX') or 'g++ or clang++'})")
+    before = library.stat().st_mtime_ns if library.exists() else None
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with FileLock(folder / f"{name}.lock"):
+            if not library.exists() or library.stat().st_mtime_ns == before:  # nobody has built them meanwhile
+                _build(library, flags)
+    except OSError:  # a cache that cannot be written to
+        with tempfile.TemporaryDirectory(prefix="cpt_kernels_") as own:
+            _build(Path(own) / name, flags)
+            _load(Path(own) / name)
+        return f"{capability()}, built for this process alone: {folder} cannot be written to"
     _load(library)
     return f"{capability()}, {library}"
 

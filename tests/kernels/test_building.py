@@ -1,0 +1,126 @@
+"""The C++ kernels are built once, wherever that is possible, and what is active is said."""
+
+import os
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+import torch
+
+import cpt_core as cpt
+from cpt_core.kernels import cpp, operators
+from cpt_core.kernels import execution as module
+
+SHOW = "import cpt_core as cpt; print(cpt.execution())"
+
+
+@pytest.fixture
+def fake(tmp_path, monkeypatch):
+    """A compiler that copies the library that is there already, and keeps count."""
+    built = Path(cpt.execution().why["cpu"].removeprefix(f"{cpp.capability()}, "))
+    assert built.is_file()
+    script, count = tmp_path / "c++", tmp_path / "count"
+    script.write_text(
+        f'#!/bin/sh\necho built >> {count}\nwhile [ "$1" != -o ]; do shift; done\nsleep 0.3; cp {built} "$2"\n'
+    )
+    script.chmod(0o755)
+    monkeypatch.setenv("CXX", str(script))
+    monkeypatch.setenv("CPT_KERNELS_DIR", str(tmp_path / "cache"))
+    monkeypatch.delenv("CPT_KERNELS", raising=False)
+    return count
+
+
+def run(code=SHOW, **env):
+    """Return exit code and output of a process of its own."""
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        capture_output=True,
+        text=True,
+        env=os.environ | env,
+        cwd=Path(__file__).parents[2],
+    )
+    return done.returncode, done.stdout + done.stderr
+
+
+def test_two_processes_at_once_build_once_and_a_third_builds_nothing(fake):
+    with ThreadPoolExecutor(2) as pool:
+        found = [f.result() for f in [pool.submit(run) for _ in range(2)]]
+    assert all(code == 0 and "on a CPU: cpp" in out for code, out in found), found
+    assert "on a CPU: cpp" in run()[1]
+    assert fake.read_text() == "built\n"
+
+
+def test_a_cache_that_cannot_be_written_to(fake, tmp_path):
+    (tmp_path / "file").write_text("")
+    code, out = run(CPT_KERNELS_DIR=str(tmp_path / "file" / "cache"))
+    assert code == 0
+    assert "on a CPU: cpp" in out
+    assert "built for this process alone" in out
+
+
+def test_a_library_that_is_cut_short_is_built_again(fake, tmp_path):
+    run()
+    (library,) = (tmp_path / "cache").glob("*.so")
+    library.write_bytes(b"nothing")
+    code, out = run()
+    assert code == 0
+    assert "on a CPU: cpp" in out
+    assert fake.read_text() == "built\nbuilt\n"
+
+
+def test_nothing_is_built_at_import(fake, tmp_path):
+    assert run("import cpt_core as cpt; cpt.quantize_; cpt.QuantConfig; cpt.PrecisionScheduler")[0] == 0
+    assert not (tmp_path / "cache").exists()
+
+
+@pytest.fixture
+def undecided(monkeypatch):
+    """As if no quantised layer had run yet."""
+    monkeypatch.setattr(module, "_active", None)
+    monkeypatch.setattr(cpp, "_load", lambda library: None)
+    before, node = operators.active, operators.gradient_node
+    yield
+    operators.active, operators.gradient_node = before, node
+
+
+def test_without_a_compiler_the_plain_execution_runs_and_says_why(undecided, tmp_path, monkeypatch):
+    monkeypatch.setenv("CPT_KERNELS_DIR", str(tmp_path))
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    monkeypatch.delenv("CPT_KERNELS", raising=False)
+    found = cpt.execution()
+    assert found.cpu == "reference"
+    assert "no C++ compiler (no-such-compiler)" in str(found)
+    monkeypatch.setattr(module, "_active", None)
+    monkeypatch.setenv("CPT_KERNELS", "cpp")
+    with pytest.raises(RuntimeError, match=r"CPT_KERNELS=cpp asks for .* but there is no C\+\+ compiler"):
+        cpt.execution()
+
+
+def test_a_compiler_that_fails_says_what(undecided, tmp_path, monkeypatch):
+    script = tmp_path / "c++"
+    script.write_text("#!/bin/sh\necho 'x.h:1: fatal error: Python.h: no such file' >&2\nexit 1\n")
+    script.chmod(0o755)
+    monkeypatch.setenv("CPT_KERNELS_DIR", str(tmp_path / "cache"))
+    monkeypatch.setenv("CXX", str(script))
+    monkeypatch.delenv("CPT_KERNELS", raising=False)
+    assert "fatal error: Python.h: no such file" in cpt.execution().why["cpu"]
+    assert list((tmp_path / "cache").glob("*.so")) == []
+
+
+def test_one_execution_can_be_forced(undecided, monkeypatch):
+    monkeypatch.setenv("CPT_KERNELS", "reference")
+    assert (cpt.execution().cpu, cpt.execution().cuda) == ("reference", "reference")
+    assert operators.active is torch.ops.cpt_reference
+    monkeypatch.setattr(module, "_active", None)
+    monkeypatch.setenv("CPT_KERNELS", "fast")
+    with pytest.raises(ValueError, match="unknown CPT_KERNELS 'fast'; choose from reference, cpp, triton"):
+        cpt.execution()
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
+def test_triton_needs_a_device(undecided, monkeypatch):
+    monkeypatch.setenv("CPT_KERNELS", "triton")
+    with pytest.raises(RuntimeError, match="asks for the Triton kernels, but torch sees no CUDA device"):
+        cpt.execution()
