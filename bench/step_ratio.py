@@ -1,7 +1,8 @@
 """Time of a simulated low-precision training step relative to the float32 step: ``python -m bench.step_ratio``.
 
-Both variants run interleaved in one process, one thread, and the ratio of the medians is printed: these ratios are
-comparable between machines, the milliseconds are not.  A step is forward, backward and SGD; q cycles from 3 to 8 and
+For every execution of the quantised operator: plain torch, C++, and the whole model through ``torch.compile``. All run
+interleaved in one process, one thread, and ratios of medians are printed, with those of minima in brackets: they are
+comparable between machines, the milliseconds are not. A step is forward, backward and SGD; q cycles from 3 to 8 and
 gradients have 8 bits, rounded stochastically.
 """
 
@@ -11,7 +12,9 @@ import argparse
 import os
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from contextlib import nullcontext
+from dataclasses import dataclass, field
 from itertools import cycle
 from typing import Any
 
@@ -22,6 +25,7 @@ from transformers import BertConfig, BertModel
 from cpt_core.data.graphs import bidirected
 from cpt_core.graphs.graph import Graph
 from cpt_core.graphs.layers import GraphConv
+from cpt_core.kernels.execution import execution, reference
 from cpt_core.models import MODELS
 from cpt_core.models.mobilenet import InvertedResidual
 from cpt_core.models.retinanet import retinanet
@@ -90,71 +94,111 @@ def random(*shape: int) -> Callable[[], tuple[torch.Tensor]]:
     return lambda: (torch.randn(shape),)
 
 
-# name -> (model, its inputs, rounds, quantised variants)
-Case = tuple[Callable[[], nn.Module], Callable[[], tuple[Any, ...]], int, dict[str, QuantConfig]]
-PLAIN = {"simulated": QuantConfig()}
+@dataclass(frozen=True)
+class Case:
+    """What is timed.
+
+    Attributes:
+        make: the float32 model.
+        inputs: its inputs.
+        rounds: how often all variants run.
+        configs: what is quantised, by name.
+        compiled: whether ``torch.compile`` is timed as well; whole deep networks take it minutes.
+    """
+
+    make: Callable[[], nn.Module]
+    inputs: Callable[[], tuple[Any, ...]]
+    rounds: int
+    configs: dict[str, QuantConfig] = field(default_factory=lambda: {"": QuantConfig()})
+    compiled: bool = False
+
+
 BOTH = {"FP-Agg": QuantConfig(), "Q-Agg": QuantConfig(aggregation="quantized")}
-CASES: dict[str, Case] = {
-    "ResNet-20, batch 128": (lambda: MODELS["resnet20"](3, 32, 10), random(128, 3, 32, 32), 7, PLAIN),
-    "ResNet-18, batch 8, 112 pixels": (lambda: MODELS["resnet18"](3, 112, 1000), random(8, 3, 112, 112), 9, PLAIN),
-    "ResNet-74, batch 32": (lambda: MODELS["resnet74"](3, 32, 10), random(32, 3, 32, 32), 7, PLAIN),
-    "MobileNet-V2 block, 64x32x16x16": (lambda: InvertedResidual(32, 32, 6, 1), random(64, 32, 16, 16), 25, PLAIN),
-    "RetinaNet, batch 4, 320 pixels": (Detector, random(4, 3, 320, 320), 5, PLAIN),
-    "linear block 768, 2048 rows": (linear_block, random(2048, 768), 15, PLAIN),
-    "LSTM 800, 35 steps, batch 20": (lambda: Outputs(800), random(35, 20, 800), 9, PLAIN),
-    "LSTM 200, 35 steps, batch 20": (lambda: Outputs(200), random(35, 20, 200), 25, PLAIN),
-    "BERT layer 768, 128 tokens, batch 16": (Encoder, random(16, 128, 768), 7, PLAIN),
-    "small BERT, 2 x 128, 64 tokens, batch 16": (lambda: Encoder(**SMALL_BERT), random(16, 64, 128), 25, PLAIN),
-    "README's network, batch 16": (readme, random(16, 64), 200, PLAIN),
-    "GCN layer 128 -> 512, arxiv size": (lambda: GraphConv(128, 512), arxiv, 7, BOTH),
+CASES = {
+    "ResNet-20, batch 128": Case(lambda: MODELS["resnet20"](3, 32, 10), random(128, 3, 32, 32), 7),
+    "ResNet-18, batch 8, 112 pixels": Case(lambda: MODELS["resnet18"](3, 112, 1000), random(8, 3, 112, 112), 9),
+    "ResNet-74, batch 32": Case(lambda: MODELS["resnet74"](3, 32, 10), random(32, 3, 32, 32), 7),
+    "MobileNet-V2 block, 64x32x16x16": Case(
+        lambda: InvertedResidual(32, 32, 6, 1), random(64, 32, 16, 16), 25, compiled=True
+    ),
+    "RetinaNet, batch 4, 320 pixels": Case(Detector, random(4, 3, 320, 320), 5),
+    "linear block 768, 2048 rows": Case(linear_block, random(2048, 768), 15, compiled=True),
+    "LSTM 800, 35 steps, batch 20": Case(lambda: Outputs(800), random(35, 20, 800), 9),
+    "LSTM 200, 35 steps, batch 20": Case(lambda: Outputs(200), random(35, 20, 200), 25),
+    "BERT layer 768, 128 tokens, batch 16": Case(Encoder, random(16, 128, 768), 7, compiled=True),
+    "small BERT, 2 x 128, 64 tokens, batch 16": Case(lambda: Encoder(**SMALL_BERT), random(16, 64, 128), 25),
+    "README's network, batch 16": Case(readme, random(16, 64), 200),
+    "GCN layer 128 -> 512, arxiv size": Case(lambda: GraphConv(128, 512), arxiv, 7, BOTH),
 }
 
 
-def stepper(model: nn.Module, inputs: tuple[Any, ...], config: QuantConfig | None) -> Callable[[], float]:
-    """Return a function that runs one training step and returns its seconds."""
+def stepper(
+    model: nn.Module, inputs: tuple[Any, ...], config: QuantConfig | None = None, how: str = ""
+) -> Callable[[], float]:
+    """Return a function that runs one training step and returns its seconds; ``how``: "reference" or "compiled"."""
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3, momentum=0.9)
     layers = list(layer_precisions(quantize_(model, config)).values()) if config else []
+    called = torch.compile(model) if how == "compiled" else model
     bits = cycle(range(3, 9))
 
     def step() -> float:
-        start = time.perf_counter()
-        q = next(bits)
-        for layer in layers:
-            layer.set_bits(q, 8)
-        model(*inputs).square().mean().backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        return time.perf_counter() - start
+        with reference() if how == "reference" else nullcontext():
+            start = time.perf_counter()
+            q = next(bits)
+            for layer in layers:
+                layer.set_bits(q, 8)
+            called(*inputs).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            return time.perf_counter() - start
 
     return step
 
 
+def measure(variants: Mapping[Any, Callable[[], float]], rounds: int) -> dict[Any, list[float]]:
+    """Return the seconds of every variant, after a first round that warms up."""
+    times: dict[Any, list[float]] = {key: [] for key in variants}
+    for i in range(rounds + 1):
+        for key, step in variants.items():
+            seconds = step()
+            if i:
+                times[key].append(seconds)
+    return times
+
+
+def ratio(times: list[float], base: list[float]) -> str:
+    """Return the ratio of the medians, and that of the minima in brackets."""
+    return f"{statistics.median(times) / statistics.median(base):.2f} ({min(times) / min(base):.2f})"
+
+
 def main() -> None:
-    """Print one line per case."""
+    """Print one line per case and configuration."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--only", default="", help="part of a case's name")
-    only = parser.parse_args().only
+    parser.add_argument("--fast", action="store_true", help="leave out torch.compile, which takes minutes")
+    given = parser.parse_args()
     torch.set_num_threads(1)
     tuned = "MALLOC_MMAP_THRESHOLD_" in os.environ
     print(f"torch {torch.__version__}, 1 thread, allocator thresholds {'set' if tuned else 'NOT set (see Makefile)'}")
-    for name, (make, inputs_of, rounds, configs) in CASES.items():
-        if only not in name:
+    print(f"load of the machine {os.getloadavg()[0]:.1f} on {os.cpu_count()} cores\n{execution()}")
+    ways = ["reference", *([execution().cpu] if execution().cpu != "reference" else [])]
+    print(f"{'times a float32 step: median (minimum)':<49}" + "".join(f"{way:>15}" for way in [*ways, "compiled"]))
+    for name, case in CASES.items():
+        if given.only not in name:
             continue
         torch.manual_seed(0)
-        inputs = inputs_of()
-        variants = {"float32": stepper(make(), inputs, None)}
-        variants |= {key: stepper(make(), inputs, config) for key, config in configs.items()}
-        times: dict[str, list[float]] = {key: [] for key in variants}
-        for i in range(rounds + 1):
-            for key, step in variants.items():
-                seconds = step()
-                if i:  # the first round warms up
-                    times[key].append(seconds)
-        medians = {key: statistics.median(t) for key, t in times.items()}
-        for key in configs:
-            ratio = medians[key] / medians["float32"]
-            told = f"{name}, {key}" if len(configs) > 1 else name
-            print(f"{told:<41} {ratio:5.2f}x   float32 {medians['float32'] * 1e3:7.1f} ms, {rounds} rounds", flush=True)
+        inputs = case.inputs()
+        variants = {("float32", ""): stepper(case.make(), inputs)}
+        for key, config in case.configs.items():
+            tried = [*ways, *(["compiled"] if case.compiled and not given.fast else [])]
+            variants |= {(key, way): stepper(case.make(), inputs, config, way) for way in tried}
+        times = measure(variants, case.rounds)
+        base = times["float32", ""]
+        for key in case.configs:
+            told = f"{name}, {key}" if key else name
+            cells = [ratio(times[key, way], base) if (key, way) in variants else "-" for way in [*ways, "compiled"]]
+            milliseconds = f"{statistics.median(base) * 1e3:.1f} ({min(base) * 1e3:.1f}) ms"
+            print(f"{told:<49}" + "".join(f"{c:>15}" for c in cells) + f"   float32 {milliseconds}", flush=True)
 
 
 if __name__ == "__main__":
