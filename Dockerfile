@@ -19,10 +19,10 @@ ENV NVIDIA_VISIBLE_DEVICES=all \
     MALLOC_MMAP_THRESHOLD_=1073741824 \
     MALLOC_TRIM_THRESHOLD_=4294967296
 
-# libgomp1 is for DGL, git for the commit that every result names, make for the same commands as outside.
+# libgomp1 is for DGL, g++ for the C++ and Triton kernels (built on first use), git for the commit that every result names, make for the same commands as outside.
 # hadolint ignore=DL3008 # Debian serves only the newest build of a package, so a pinned one soon cannot be installed
 RUN apt-get update \
-    && apt-get install -y --no-install-recommends ca-certificates git libgomp1 make \
+    && apt-get install -y --no-install-recommends ca-certificates g++ git libgomp1 make \
     && if ! command -v python3.11; then apt-get install -y --no-install-recommends python3 python3-venv; fi \
     && rm -rf /var/lib/apt/lists/* \
     && useradd --create-home --uid 1000 cpt \
