@@ -8,6 +8,9 @@ import pytest
 import torch
 from hypothesis import settings
 
+from cpt_core.kernels import cpp
+from cpt_core.kernels.execution import execution
+
 torch.set_num_threads(1)
 
 # The same examples in every run, and no folder of found ones beside the sources.
@@ -28,3 +31,12 @@ WITH_CUDA = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), 
 def device(request: pytest.FixtureRequest) -> Iterator[torch.device]:
     with torch.backends.cudnn.flags(enabled=True, deterministic=True):
         yield torch.device(request.param)
+
+
+@pytest.fixture(scope="session")
+def cpp_kernels() -> None:
+    """Skips where there is no C++ compiler, or another execution is forced; where there is one, they must be active."""
+    found = execution()
+    if found.cpu != "cpp":
+        assert os.environ.get("CPT_KERNELS") or cpp.compiler() is None, str(found)
+        pytest.skip(f"on a CPU: {found.cpu} ({found.why['cpu']})")

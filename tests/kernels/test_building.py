@@ -17,7 +17,7 @@ SHOW = "import cpt_core as cpt; print(cpt.execution())"
 
 
 @pytest.fixture
-def fake(tmp_path, monkeypatch):
+def fake(cpp_kernels, tmp_path, monkeypatch):
     """A compiler that copies the library that is there already, and keeps count."""
     built = Path(cpt.execution().why["cpu"].removeprefix(f"{cpp.capability()}, "))
     assert built.is_file()
