@@ -8,7 +8,8 @@ Launches are operations that start at least one kernel; views and allocations st
 the host knows something that the device had to compute first, or copies that are not both pinned and non-blocking, by
 the line of the project that asks. Tensors of two devices in one operation are refused, as CUDA refuses them.
 
-Not seen: kernels inside one operation, memory, time, ``torch.compile``. Say "cuda:0": for "cuda" C++ asks a driver.
+Not seen: kernels inside one operation (one quantised operator is one), memory, time, ``torch.compile``. Say "cuda:0":
+for "cuda" C++ asks a driver.
 """
 
 import sys
@@ -20,6 +21,8 @@ from unittest.mock import patch
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
+
+from cpt_core.kernels.execution import reference
 
 CUDA = torch.device("cuda", 0)
 ROOT = Path(__file__).parents[1]
@@ -153,6 +156,7 @@ class Phantom(TorchDispatchMode):
         assert Phantom.active is None
         Phantom.active = self
         self._stack = ExitStack()
+        self._stack.enter_context(reference())  # the kernels for tensors of the CPU see what these are
         for target, name, new in _patches():
             self._stack.enter_context(patch.object(target, name, new))
         self._lift = torch._C._only_lift_cpu_tensors()
@@ -173,8 +177,8 @@ class Phantom(TorchDispatchMode):
         given = tree_flatten((args, kwargs))[0]
         ours = [x for x in given if isinstance(x, PhantomTensor)]
         wanted = torch.device(kwargs["device"]).type if kwargs.get("device") is not None else None
-        if name in ("zeros", "new_zeros") and self.whole and torch._C._current_graph_task_id() != -1:
-            kwargs["device"], wanted = CUDA, "cuda"  # autograd's own, which is where the output is
+        if self.whole and torch._C._current_graph_task_id() != -1 and (wanted == "cpu" or name == "zeros"):
+            kwargs["device"], wanted = CUDA, "cuda"  # autograd makes it where C++ says that the output is
         if not ours and wanted != "cuda":
             return func(*args, **kwargs)
 
