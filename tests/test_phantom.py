@@ -71,8 +71,8 @@ def graph():
     return Graph.from_edges(edges[0], edges[1], 50, "csr").to(CUDA)
 
 
-# What a quantised layer starts in its forward pass (a sum for the loss is in it) and in its backward pass, and how often
-# the host waits. Every quantised operator counts as one. A change that needs fewer lowers them for good.
+# What a quantised layer starts forward (a sum for the loss is in it) and backward, and how often the host waits. Every
+# quantised operator counts as one. A change that needs fewer lowers them for good.
 BUDGET = {
     "conv": (lambda: nn.Conv2d(4, 4, 3, bias=False), (2, 4, 6, 6), {}, (5, 4, 0)),
     "conv with bias": (lambda: nn.Conv2d(4, 4, 3), (2, 4, 6, 6), {}, (6, 4, 0)),
