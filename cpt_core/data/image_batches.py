@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -11,7 +12,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
 from cpt_core.checks import library
-from cpt_core.data.common import Stream, epoch_order, generator_of
+from cpt_core.data.common import Stream, epoch_order, generator_of, send
 from cpt_core.data.image_readers import ArrayImages
 from cpt_core.data.images import IMAGENET_MEAN, IMAGENET_STD, Batch, ImageData, Split
 from cpt_core.experiments.image import ImageRecipe
@@ -50,23 +51,27 @@ class ArrayBatches:
         """Return the batch of an optimizer step."""
         epoch, position = divmod(step, self.steps_per_epoch)
         if epoch != self._epoch:
-            self._epoch, self._order = epoch, epoch_order(len(self.labels), self.seed, epoch).to(self.device)
+            self._epoch, self._order = epoch, send(epoch_order(len(self.labels), self.seed, epoch), self.device)
         index = self._order[position * self.batch : (position + 1) * self.batch]
         images = self._crop_and_flip(index, generator_of(self.seed, step, Stream.AUGMENT))
         return self.normalize(images), self.labels[index]
 
     def _crop_and_flip(self, index: Tensor, generator: torch.Generator) -> Tensor:
         n = len(index)
+        drawn = torch.zeros(3, n, dtype=torch.int64)  # row and column of the window, whether it is mirrored
+        if self.pad:
+            drawn[:2] = torch.randint(0, 2 * self.pad + 1, (2, n), generator=generator)
+        if self.flip:
+            drawn[2] = torch.rand(n, generator=generator) < 0.5
+        row, column, mirrored = send(drawn, self.device)
         if self.pad:
             # every position of the window as a view, then one gather: an offset of its own for each image
             windows = self.images.unfold(2, self.size, 1).unfold(3, self.size, 1)
-            offsets = torch.randint(0, 2 * self.pad + 1, (2, n), generator=generator).to(self.device)
-            images = windows[index, :, offsets[0], offsets[1]]
+            images = windows[index, :, row, column]
         else:
             images = self.images[index]
         if self.flip:
-            flip = torch.rand(n, generator=generator).to(self.device) < 0.5
-            images = torch.where(flip[:, None, None, None], images.flip(-1), images)
+            images = torch.where(mirrored.bool()[:, None, None, None], images.flip(-1), images)
         return images
 
     def iterate(self, start: int) -> Iterator[Batch]:
@@ -78,12 +83,24 @@ class ArrayBatches:
 
 
 class _Normalize:
+    """Pixels 0..255 as uint8 -> float32 of mean 0, on the device."""
+
     def __init__(self, data: ImageData, device: torch.device) -> None:
-        self.mean = 255 * torch.tensor(data.mean, device=device).view(1, -1, 1, 1)
-        self.std = 255 * torch.tensor(data.std, device=device).view(1, -1, 1, 1)
+        self.mean = send(255 * torch.tensor(data.mean).view(1, -1, 1, 1), device)
+        self.std = send(255 * torch.tensor(data.std).view(1, -1, 1, 1), device)
 
     def __call__(self, images: Tensor) -> Tensor:
         return images.float().sub_(self.mean).div_(self.std)
+
+
+class _NormalizeFiles:
+    """The same for images from disk, rounded as torchvision rounds it."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.mean, self.std = (send(torch.tensor(x).view(-1, 1, 1), device) for x in (IMAGENET_MEAN, IMAGENET_STD))
+
+    def __call__(self, images: Tensor) -> Tensor:
+        return images.float().mul_(1 / 255).sub_(self.mean).div_(self.std)
 
 
 class _Seeded(Dataset):
@@ -112,8 +129,9 @@ class FileBatches:
         steps: list[Any] = [v2.RandomResizedCrop(recipe.size, antialias=True)]
         if recipe.flip:
             steps.append(v2.RandomHorizontalFlip())
-        self.data = _Seeded(split, v2.Compose([*steps, *_to_normalized()]), seed)
+        self.data = _Seeded(split, v2.Compose([*steps, v2.PILToTensor()]), seed)
         self.seed, self.batch, self.device, self.workers = seed, recipe.batch, device, workers
+        self.normalize = _NormalizeFiles(device)
 
     @property
     def steps_per_epoch(self) -> int:
@@ -122,20 +140,24 @@ class FileBatches:
 
     def iterate(self, start: int) -> Iterator[Batch]:
         """Yield the batches from step ``start`` on, without end."""
-        epoch, position = divmod(start, self.steps_per_epoch)
-        while True:
+        for images, labels in _loaded(self.data, self._keys(start), self.device, self.workers):
+            yield self.normalize(images), labels
+
+    def _keys(self, start: int) -> Iterator[list[tuple[int, int]]]:
+        first, position = divmod(start, self.steps_per_epoch)
+        for epoch in itertools.count(first):  # one loader for all of them: workers start once
             order = epoch_order(len(self.data), self.seed, epoch).tolist()
             keys = [(epoch, i) for i in order[position * self.batch :]]
-            batches = [keys[i : i + self.batch] for i in range(0, len(keys), self.batch)]
-            loader = DataLoader(self.data, batch_sampler=batches, num_workers=self.workers)
-            for images, labels in loader:
-                yield images.to(self.device, non_blocking=True), labels.to(self.device, non_blocking=True)
-            epoch, position = epoch + 1, 0
+            yield from (keys[i : i + self.batch] for i in range(0, len(keys), self.batch))
+            position = 0
 
 
-def _to_normalized() -> list[Any]:
-    v2 = library("torchvision.transforms.v2", "vision")
-    return [v2.PILToTensor(), v2.ToDtype(torch.float32, scale=True), v2.Normalize(IMAGENET_MEAN, IMAGENET_STD)]
+def _loaded(data: Dataset, keys: Iterable[list[Any]], device: torch.device, workers: int) -> Iterator[Batch]:
+    """Yield the batches of these keys on the device; workers read ahead, and a GPU copies while it computes."""
+    # a generator of its own: the loader draws a number at its start, and torch's stream belongs to the model
+    options: Any = {"num_workers": workers, "pin_memory": device.type != "cpu", "generator": generator_of(0)}
+    for images, labels in DataLoader(data, batch_sampler=keys, **options):
+        yield images.to(device, non_blocking=True), labels.to(device, non_blocking=True)
 
 
 class _Test(Dataset):
@@ -143,7 +165,7 @@ class _Test(Dataset):
         v2 = library("torchvision.transforms.v2", "vision")
         self.files = files
         self.transform = v2.Compose(
-            [v2.Resize(round(size / 0.875), antialias=True), v2.CenterCrop(size), *_to_normalized()]
+            [v2.Resize(round(size / 0.875), antialias=True), v2.CenterCrop(size), v2.PILToTensor()]
         )
 
     def __len__(self) -> int:
@@ -160,7 +182,8 @@ def evaluation_batches(split: Split, data: ImageData, size: int, device: torch.d
         normalize = _Normalize(data, device)
         for start in range(0, len(split), 1000):
             part = split[start : start + 1000]
-            yield normalize(part.images.to(device)), part.labels.to(device)
+            yield normalize(send(part.images, device)), send(part.labels, device)
     else:
-        for images, labels in DataLoader(_Test(split, size), batch_size=250, num_workers=workers):
-            yield images.to(device), labels.to(device)
+        files, scale = _Test(split, size), _NormalizeFiles(device)
+        for images, labels in _loaded(files, torch.arange(len(files)).split(250), device, workers):
+            yield scale(images), labels

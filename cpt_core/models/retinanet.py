@@ -73,7 +73,7 @@ class BoxHead(RetinaNetRegressionHead):
         for target, offsets, anchor, matched in zip(
             targets, head_outputs["bbox_regression"], anchors, matched_idxs, strict=True
         ):
-            positive = matched >= 0
+            (positive,) = torch.where(matched >= 0)  # as numbers: a mask is counted at every use, and a GPU waited for
             wanted = self.box_coder.encode_single(target["boxes"][matched[positive]], anchor[positive])
             loss = nn.functional.smooth_l1_loss(offsets[positive], wanted, reduction="sum", beta=SMOOTH_L1_BETA)
             losses.append(loss / max(1, wanted.numel()))

@@ -135,8 +135,8 @@ def _steps_of(spec: RunSpec, device: str, batch: int) -> Calibration:
 
     def step() -> float:
         started = time.monotonic()
-        if not math.isfinite(session.step(first, lr)):  # then it stopped half way, and its time says nothing
-            raise ArithmeticError("the loss of random data is not finite")
+        if not math.isfinite(float(session.step(first, lr))):  # waits for the end of the step on a GPU, too
+            raise ArithmeticError("the loss of random data is not finite")  # nothing was trained
         return time.monotonic() - started
 
     step()  # the first one allocates

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any, Protocol
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, Protocol, cast
 
 import torch
 from torch import Tensor, nn
@@ -13,6 +13,23 @@ from cpt_core.experiments.spec import RunSpec
 Batch = Any
 Metrics = dict[str, float]
 Evaluation = dict[str, Any]  # step, precision, bits, and the metrics of every split
+
+
+def on_gpu(device: torch.device) -> bool:
+    """Whether an optimizer must be fused there; on the CPU the plain ones are what results were made with."""
+    return device.type != "cpu"
+
+
+def sums(parts: Iterable[tuple[Tensor, ...]]) -> list[float]:
+    """Sum what every batch of a split yields (0-d each), in order and in float64, on the device: one read at the end.
+
+    >>> sums((torch.tensor(count), torch.tensor(0.5)) for count in (3, 4))
+    [7.0, 1.0]
+    """
+    total: Tensor | float = 0.0
+    for part in parts:
+        total = total + torch.stack([value.double() for value in part])
+    return cast(Tensor, total).tolist()
 
 
 class Task(Protocol):
@@ -42,7 +59,10 @@ class Task(Protocol):
         """Yield the training batches from optimizer step ``start`` on: a pure function of (seed, step)."""
 
     def loss(self, model: nn.Module, batch: Batch, carry: Any) -> tuple[Tensor, Any]:
-        """Return the training loss (0-d) of a batch, and what the next step needs of this one (or None)."""
+        """Return the training loss (0-d) of a batch, and what the next step needs of this one; nothing waits for a GPU.
+
+        The latter is None, a tensor, or tensors in tuples.
+        """
 
     def inputs(self, batch: Batch) -> tuple[Any, ...]:
         """Return the arguments that the model is called with for a batch, to count operations."""
@@ -51,4 +71,7 @@ class Task(Protocol):
         """Return the metrics on "valid" and "test"; a split that does not exist is left out."""
 
     def optimizer(self, model: nn.Module) -> tuple[torch.optim.Optimizer, Callable[[int, Sequence[Evaluation]], float]]:
-        """Return the optimizer, and the learning rate as a function of the step and the evaluations so far."""
+        """Return the optimizer, and the learning rate as a function of the step and the evaluations so far.
+
+        On a GPU the optimizer is a fused one: it reads there whether a loss was not finite, and then does nothing.
+        """

@@ -13,14 +13,14 @@ import torch
 from torch import Tensor, nn
 
 from cpt_core.checks import library
-from cpt_core.data.common import load_once
+from cpt_core.data.common import load_once, send
 from cpt_core.data.detection import backbone_weights, load_detection, random_detection
 from cpt_core.data.detection_batches import Batch, batches, evaluation_batches
 from cpt_core.data.pictures import Annotated
 from cpt_core.experiments.detection import EXPERIMENT, DetectionRecipe
 from cpt_core.experiments.spec import RunSpec
 from cpt_core.models.retinanet import Outputs, RetinaNet, Target, retinanet
-from cpt_core.tasks.base import Metrics
+from cpt_core.tasks.base import Metrics, on_gpu, sums
 from cpt_core.tasks.learning_rates import LearningRate, constant
 
 WORKERS = min(4, os.cpu_count() or 1)  # processes that read pictures from disk
@@ -71,11 +71,11 @@ class DetectionTask:
 
     def loss(self, model: nn.Module, batch: Batch, carry: None) -> tuple[Tensor, None]:
         """Return the sum of focal loss and smooth L1."""
-        images = batch.images.to(self.device, non_blocking=True)
+        images = send(batch.images, self.device)
         return self._loss(model, images, model(images), batch), None
 
     def _loss(self, model: nn.Module, images: Tensor, outputs: Outputs, batch: Batch) -> Tensor:
-        targets = [{name: t.to(self.device) for name, t in target.items()} for target in batch.targets]
+        targets = [{name: send(t, self.device) for name, t in target.items()} for target in batch.targets]
         losses = cast(RetinaNet, model).losses(images, outputs, targets)
         return losses["classification"] + losses["bbox_regression"]
 
@@ -94,22 +94,26 @@ class DetectionTask:
 
         Pictures come back in groups of like shape, each with its detections: boxes, scores, labels.
         """
-        pairs, loss = [], 0.0
-        for batch in evaluation_batches(pictures, self.recipe, WORKERS):
-            images = batch.images.to(self.device)
-            outputs = model(images)
-            loss += float(self._loss(model, images, outputs, batch)) * len(images)
-            found = cast(RetinaNet, model).detections(images, outputs, batch.sizes)
-            for target, (height, width), original in zip(found, batch.sizes, batch.originals, strict=True):
-                scale = torch.tensor([original.size[1] / width, original.size[0] / height] * 2)
-                on_cpu = {name: t.cpu() for name, t in target.items()}
-                pairs.append(({**on_cpu, "boxes": on_cpu["boxes"] * scale}, original))
+        pairs = []
+
+        def measured() -> Iterator[tuple[Tensor]]:
+            for batch in evaluation_batches(pictures, self.recipe, WORKERS):
+                images = send(batch.images, self.device)
+                outputs = model(images)
+                yield (self._loss(model, images, outputs, batch).double() * len(images),)
+                found = cast(RetinaNet, model).detections(images, outputs, batch.sizes)
+                for target, (height, width), original in zip(found, batch.sizes, batch.originals, strict=True):
+                    scale = torch.tensor([original.size[1] / width, original.size[0] / height] * 2)
+                    on_cpu = {name: t.cpu() for name, t in target.items()}
+                    pairs.append(({**on_cpu, "boxes": on_cpu["boxes"] * scale}, original))
+
+        (loss,) = sums(measured())
         return pairs, loss / len(pictures)
 
     def optimizer(self, model: nn.Module) -> tuple[torch.optim.Optimizer, LearningRate]:
         """Return Adam and its fixed learning rate."""
         r = self.recipe
-        adam = torch.optim.Adam(model.parameters(), lr=r.lr, weight_decay=r.weight_decay)
+        adam = torch.optim.Adam(model.parameters(), lr=r.lr, weight_decay=r.weight_decay, fused=on_gpu(self.device))
         return adam, constant(r.lr)
 
 

@@ -14,13 +14,13 @@ import torch
 from torch import Tensor, nn
 
 from cpt_core.checks import library
-from cpt_core.data.common import epoch_order, generator_of, load_once
+from cpt_core.data.common import epoch_order, generator_of, load_once, send
 from cpt_core.data.entailment import CHECKPOINTS, LABELS, EntailmentData, Pairs, load_entailment
 from cpt_core.data.files import DataNotFoundError, own_path
 from cpt_core.experiments.entailment import EXPERIMENT, EntailmentRecipe
 from cpt_core.experiments.spec import RunSpec
 from cpt_core.paths import command
-from cpt_core.tasks.base import Metrics
+from cpt_core.tasks.base import Metrics, on_gpu, sums
 from cpt_core.tasks.learning_rates import LearningRate, linear
 
 log = logging.getLogger(__name__)
@@ -99,7 +99,7 @@ class EntailmentTask:
         hidden = torch.arange(width) >= lengths[:, None]
         mask = torch.zeros(len(rows), 1, 1, width).masked_fill_(hidden[:, None, None], torch.finfo(torch.float32).min)
         pieces, sentence = part.pieces[rows, :width].long(), part.sentence[rows, :width].long()
-        return cast(Batch, tuple(t.to(self.device) for t in (pieces, mask, sentence, part.labels[rows])))
+        return cast(Batch, tuple(send(t, self.device) for t in (pieces, mask, sentence, part.labels[rows])))
 
     def inputs(self, batch: Batch) -> tuple[Tensor, Tensor, Tensor]:
         """Return what the model is called with: word pieces, mask, which sentence each belongs to."""
@@ -120,18 +120,21 @@ class EntailmentTask:
 
     @torch.no_grad()
     def _measure(self, model: nn.Module, part: _Encoded) -> Metrics:
-        right = loss = 0.0
-        for rows in torch.arange(len(part)).split(EVALUATION_BATCH):
-            batch = self._batch(part, rows)
-            logits = model(*self.inputs(batch)).logits
-            right += float((logits.argmax(1) == batch[-1]).sum())
-            loss += float(nn.functional.cross_entropy(logits, batch[-1], reduction="sum"))
+        def measured() -> Iterator[tuple[Tensor, Tensor]]:
+            for rows in torch.arange(len(part)).split(EVALUATION_BATCH):
+                batch = self._batch(part, rows)
+                logits = model(*self.inputs(batch)).logits
+                loss = nn.functional.cross_entropy(logits, batch[-1], reduction="sum")
+                yield (logits.argmax(1) == batch[-1]).sum(), loss
+
+        right, loss = sums(measured())
         return {"accuracy": right / len(part), "loss": loss / len(part)}
 
     def optimizer(self, model: nn.Module) -> tuple[torch.optim.Optimizer, LearningRate]:
         """Return AdamW and the learning rate: a line from ``lr`` to ``final_lr`` times that."""
         r = self.recipe
-        adamw = torch.optim.AdamW(model.parameters(), lr=r.lr, weight_decay=r.weight_decay)
+        fused = on_gpu(self.device)
+        adamw = torch.optim.AdamW(model.parameters(), lr=r.lr, weight_decay=r.weight_decay, fused=fused)
         return adamw, linear(r.lr, r.final_lr, r.steps)
 
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 
-from cpt_core.data.common import Stream, epoch_order, generator_of, load_once
+from cpt_core.data.common import Stream, epoch_order, generator_of, load_once, send
 from cpt_core.data.graphs import load_graph, random_graph
 from cpt_core.data.ogb import evaluator
 from cpt_core.experiments.graph import EXPERIMENT, GraphRecipe
@@ -22,7 +22,7 @@ from cpt_core.experiments.spec import RunSpec
 from cpt_core.graphs.graph import Graph
 from cpt_core.graphs.sampling import sample_blocks
 from cpt_core.models.gnn import GraphNet
-from cpt_core.tasks.base import Metrics
+from cpt_core.tasks.base import Metrics, on_gpu, sums
 from cpt_core.tasks.learning_rates import LearningRate, cosine
 
 WORKERS = 2  # processes that sample from a large graph on the CPU
@@ -56,6 +56,7 @@ class GraphTask:
         self.data = random_graph(self.recipe) if stand_in else load_once(load_graph, self.recipe, *made_from)
         self.graph = self.data.graph.to(device)
         self.features, self.labels = self.data.features.to(device), self.data.labels.to(device)
+        self.rows = {name: getattr(self.data, name).to(device) for name in ("train", "valid", "test")}
         if not self.recipe.batch:
             self.graph.set_constant(self.features)
         kind = {"gcn": "GCN", "sage": "GraphSAGE"}[self.recipe.model]
@@ -79,12 +80,12 @@ class GraphTask:
     def batches(self, start: int) -> Iterator[Batch]:
         """Yield the batches from step ``start`` on, without end."""
         if not self.recipe.batch:
-            rows = self.data.train.to(self.device)
+            rows = self.rows["train"]
             return itertools.repeat((self.graph, self.features, self.labels[rows], rows))
         return self._sampled(start)
 
     def _sampled(self, start: int) -> Iterator[Batch]:
-        samples = _Samples(self.graph, self.data.train, self.recipe.batch, self.fanouts, self.seed)
+        samples = _Samples(self.graph, self.rows["train"], self.recipe.batch, self.fanouts, self.seed)
         if self.device.type == "cpu" and self.graph.num_edges > LARGE:
             # a generator of its own: the loader would draw from the one that dropout uses
             parts: Any = DataLoader(
@@ -93,8 +94,7 @@ class GraphTask:
         else:
             parts = map(samples.__getitem__, itertools.count(start))
         for seeds, nodes, blocks in parts:
-            graphs = [Graph(indptr, indices, sources) for indptr, indices, sources in blocks]
-            yield graphs, self.features[nodes], self.labels[seeds], None
+            yield blocks, self.features[nodes], self.labels[seeds], None
 
     def inputs(self, batch: Batch) -> tuple[Any, ...]:
         """Return what the model is called with."""
@@ -109,23 +109,24 @@ class GraphTask:
     @torch.no_grad()
     def evaluate(self, model: nn.Module) -> dict[str, Metrics]:
         """Return accuracy (share of nodes, 0..1) and mean loss of every split that is not empty."""
-        splits = {name: part for name in ("valid", "test") if len(part := getattr(self.data, name))}
+        splits = {name: part for name in ("valid", "test") if len(part := self.rows[name])}
         net = cast(GraphNet, model)
         if not self.recipe.batch or self.recipe.inference == "exact":
             whole = net(self.graph, self.features) if not self.recipe.batch else self._exact(net)
-            logits = {name: whole[part.to(self.device)] for name, part in splits.items()}
+            logits = {name: whole[part] for name, part in splits.items()}
         else:
             logits = {name: self._sampled_logits(net, part) for name, part in splits.items()}
         return {name: self._measure(logits[name], part) for name, part in splits.items()}
 
     def _measure(self, logits: Tensor, nodes: Tensor) -> Metrics:
-        labels = self.labels[nodes.to(self.device)]
+        labels = self.labels[nodes]
         predicted = logits.argmax(1)
-        accuracy = int((predicted == labels).sum()) / len(labels)
+        right, loss = sums([((predicted == labels).sum(), _loss(self.recipe.loss, logits, labels))])
+        accuracy = right / len(labels)
         if self.data.ogb:
             pair = {"y_true": labels.cpu().numpy()[:, None], "y_pred": predicted.cpu().numpy()[:, None]}
             accuracy = float(evaluator(self.data.ogb).eval(pair)["acc"])
-        return {"accuracy": accuracy, "loss": float(_loss(self.recipe.loss, logits, labels))}
+        return {"accuracy": accuracy, "loss": loss}
 
     def _sampled_logits(self, model: GraphNet, nodes: Tensor) -> Tensor:
         """Logits from sampled neighbours, the same ones in every evaluation of a run, (n, classes)."""
@@ -133,7 +134,7 @@ class GraphTask:
         if self.device.type != "cpu":
             random = torch.Generator(self.device).manual_seed(random.initial_seed())
         out = []
-        for seeds in nodes.to(self.device).split(EVALUATION_BATCH):
+        for seeds in nodes.split(EVALUATION_BATCH):
             sources, blocks = sample_blocks(self.graph, seeds, self.fanouts, random)
             out.append(model(blocks, self.features[sources]))
         return torch.cat(out)
@@ -162,7 +163,7 @@ class GraphTask:
     def optimizer(self, model: nn.Module) -> tuple[torch.optim.Optimizer, LearningRate]:
         """Return Adam and the learning rate: a cosine from ``lr`` to ``final_lr`` times that."""
         r = self.recipe
-        adam = torch.optim.Adam(model.parameters(), lr=r.lr, weight_decay=r.weight_decay)
+        adam = torch.optim.Adam(model.parameters(), lr=r.lr, weight_decay=r.weight_decay, fused=on_gpu(self.device))
         return adam, cosine(r.lr, r.final_lr, r.steps)
 
 
@@ -178,13 +179,15 @@ class _Samples(Dataset):
     def __init__(self, graph: Graph, train: Tensor, batch: int, fanouts: list[int], seed: int) -> None:
         self.graph, self.train, self.batch, self.fanouts, self.seed = graph, train, batch, fanouts, seed
         self.per_epoch = math.ceil(len(train) / batch)
+        self._epoch, self._order = -1, train  # the nodes in the order of an epoch
 
-    def __getitem__(self, step: int) -> tuple[Tensor, Tensor, list[tuple[Tensor, Tensor, int]]]:
+    def __getitem__(self, step: int) -> tuple[Tensor, Tensor, list[Graph]]:
         epoch, position = divmod(step, self.per_epoch)
-        order = epoch_order(len(self.train), self.seed, epoch)
-        seeds = self.train[order[position * self.batch : (position + 1) * self.batch]].to(self.graph.device)
+        if epoch != self._epoch:
+            order = send(epoch_order(len(self.train), self.seed, epoch), self.train.device)
+            self._epoch, self._order = epoch, self.train[order]
+        seeds = self._order[position * self.batch : (position + 1) * self.batch]
         random = generator_of(self.seed, step, Stream.SAMPLE)
         if seeds.is_cuda:
             random = torch.Generator(seeds.device).manual_seed(random.initial_seed())
-        nodes, blocks = sample_blocks(self.graph, seeds, self.fanouts, random)
-        return seeds, nodes, [(b.indptr, b.indices, b.num_src) for b in blocks]
+        return seeds, *sample_blocks(self.graph, seeds, self.fanouts, random)

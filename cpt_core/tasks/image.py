@@ -16,7 +16,7 @@ from cpt_core.data.images import Batch, Split, load_images, random_images
 from cpt_core.experiments.image import EXPERIMENT, ImageRecipe
 from cpt_core.experiments.spec import RunSpec
 from cpt_core.models import MODELS
-from cpt_core.tasks.base import Metrics
+from cpt_core.tasks.base import Metrics, on_gpu, sums
 from cpt_core.tasks.learning_rates import LearningRate, milestones
 
 WORKERS = 4  # processes that read images from disk
@@ -70,16 +70,20 @@ class ImageTask:
 
     @torch.no_grad()
     def _measure(self, model: nn.Module, part: Split) -> Metrics:
+        def measured() -> Iterator[tuple[Tensor, Tensor]]:
+            for images, labels in evaluation_batches(part, self.data, self.recipe.size, self.device, WORKERS):
+                logits = model(images)
+                loss = nn.functional.cross_entropy(logits, labels, reduction="sum")
+                yield (logits.argmax(1) == labels).sum(), loss
+
         count = len(part)  # type: ignore[arg-type]
-        right, loss = 0.0, 0.0
-        for images, labels in evaluation_batches(part, self.data, self.recipe.size, self.device, WORKERS):
-            logits = model(images)
-            right += float((logits.argmax(1) == labels).sum())
-            loss += float(nn.functional.cross_entropy(logits, labels, reduction="sum"))
+        right, loss = sums(measured())
         return {"accuracy": right / count, "loss": loss / count}
 
     def optimizer(self, model: nn.Module) -> tuple[torch.optim.Optimizer, LearningRate]:
         """Return SGD and the learning rate: times 0.1 at every milestone."""
         r = self.recipe
-        sgd = torch.optim.SGD(model.parameters(), lr=r.lr, momentum=r.momentum, weight_decay=r.weight_decay)
+        sgd = torch.optim.SGD(
+            model.parameters(), lr=r.lr, momentum=r.momentum, weight_decay=r.weight_decay, fused=on_gpu(self.device)
+        )
         return sgd, milestones(r.lr, r.milestones, r.steps)

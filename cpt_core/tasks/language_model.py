@@ -9,12 +9,12 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from cpt_core.data.common import load_once
+from cpt_core.data.common import load_once, send
 from cpt_core.data.text import columns, load_text, questions, random_text
 from cpt_core.experiments.language_model import EXPERIMENT, LanguageModelRecipe
 from cpt_core.experiments.spec import RunSpec
 from cpt_core.models.lstm_lm import LanguageModel, State
-from cpt_core.tasks.base import Metrics
+from cpt_core.tasks.base import Metrics, on_gpu, sums
 from cpt_core.tasks.learning_rates import LearningRate, cosine, plateau
 
 Batch = tuple[Tensor, Tensor, bool]  # words (T, B), the words after them (T, B), whether an epoch begins
@@ -79,11 +79,15 @@ class LanguageModelTask:
     @torch.no_grad()
     def _measure(self, model: nn.Module, tokens: Tensor) -> Metrics:
         r = self.recipe
-        words, targets = (x.to(self.device) for x in questions(tokens, self.data.start, r.evaluation_batch))
-        total, state = 0.0, None
-        for x, y in zip(words.split(r.length), targets.split(r.length), strict=True):
-            logits, state = model(x, state)
-            total += float(nn.functional.cross_entropy(logits.flatten(0, 1), y.flatten(), reduction="sum"))
+        words, targets = (send(x, self.device) for x in questions(tokens, self.data.start, r.evaluation_batch))
+
+        def measured() -> Iterator[tuple[Tensor]]:
+            state = None
+            for x, y in zip(words.split(r.length), targets.split(r.length), strict=True):
+                logits, state = model(x, state)
+                yield (nn.functional.cross_entropy(logits.flatten(0, 1), y.flatten(), reduction="sum"),)
+
+        (total,) = sums(measured())
         loss = total / len(tokens)
         return {"perplexity": math.exp(min(loss, 700.0)), "loss": loss}
 
@@ -91,5 +95,5 @@ class LanguageModelTask:
         """Return SGD and the learning rate: a cosine, or cut after every evaluation that is not the best so far."""
         r = self.recipe
         trained = [p for p in model.parameters() if p.requires_grad]
-        sgd = torch.optim.SGD(trained, lr=r.lr, weight_decay=r.weight_decay)
+        sgd = torch.optim.SGD(trained, lr=r.lr, weight_decay=r.weight_decay, fused=on_gpu(self.device))
         return sgd, cosine(r.lr, r.final_lr, r.steps) if r.lr_rule == "cosine" else plateau(r.lr, r.lr_division)

@@ -104,7 +104,9 @@ def load_checkpoint(path: Path, session: Session) -> State:
         raise ValueError(f"{path} cannot be read; remove it to start the run again") from error
     if content["key"] != session.spec.key:
         raise ValueError(f"{path} belongs to run {content['key']}, not to {session.spec.key}")
-    session.carry = content["state"].pop("carry")
+    session.carry = _on(session.device, content["state"].pop("carry"))
+    for saved, own in zip(content["optimizer"]["param_groups"], session.optimizer.param_groups, strict=False):
+        saved["fused"] = own.get("fused")  # of this device, which may be another one
     session.model.load_state_dict(content["model"])
     session.optimizer.load_state_dict(content["optimizer"])
     session.scheduler.load_state_dict(content["precision"])
@@ -112,6 +114,13 @@ def load_checkpoint(path: Path, session: Session) -> State:
     if content["random_cuda"] is not None and torch.cuda.is_available():
         torch.cuda.set_rng_state(content["random_cuda"])
     return State(**content["state"])
+
+
+def _on(device: torch.device, carry: Any) -> Any:
+    """Return tensors, or tuples of tensors, on a device."""
+    if isinstance(carry, torch.Tensor):
+        return carry.to(device)
+    return tuple(_on(device, part) for part in carry) if isinstance(carry, tuple) else carry
 
 
 def _verify(path: Path) -> None:

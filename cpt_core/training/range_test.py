@@ -214,10 +214,11 @@ def _of_recipe(recipe: Recipe, q_max: int, seed: int, device: str | torch.device
     session = Session(task_of(spec), spec, device)
     batches: Iterator[Any] = iter(())
 
-    def train_step(step: int) -> float:
+    def train_step(step: int) -> torch.Tensor:
         nonlocal batches
         if step == 0:
-            batches, session.carry = session.task.batches(0), None
+            batches = session.task.batches(0)
+            session.reset()  # another precision may have diverged
         return session.step(next(batches), session.lr_at(0, []))  # the learning rate of the start throughout
 
     return _Trial(session.model, train_step, session.optimizer, q_max, session.task.title)

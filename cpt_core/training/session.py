@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import math
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from cpt_core.checks import choose
 from cpt_core.experiments.graph import GraphRecipe
@@ -49,27 +48,45 @@ class Session:
         lr_at: the learning rate as a function of the step and the evaluations so far.
         scheduler: drives the bits of the model; whoever trains through the schedule steps it.
         carry: what the next step needs of the last one, such as the hidden state of an LSTM, or None.
+        diverged: 1 on the device once a loss was not finite, else 0: float32, 0-d, as fused optimizers want it.
+
+    Raises:
+        ValueError: on a GPU, for a task whose optimizer is not fused: the others cannot leave a step out by themselves.
     """
 
     def __init__(
         self, task_class: type[Task], spec: RunSpec, device: str | torch.device = "cpu", *, stand_in: bool = False
     ) -> None:
         torch.manual_seed(spec.seed)
-        self.spec = spec
-        self.task = task_class(spec, torch.device(device), stand_in)
+        self.spec, self.device = spec, torch.device(device)
+        self.task = task_class(spec, self.device, stand_in)
         self.model = quantize_(self.task.model(), quant_config(spec.recipe, spec.seed))
         self.optimizer, self.lr_at = self.task.optimizer(self.model)
         self.scheduler = PrecisionScheduler(self.model, spec.schedule, spec.q_grad)
-        self.carry: Any = None
+        self.reset()
 
-    def step(self, batch: Any, lr: float) -> float:
-        """Do one optimizer step at the bits in force and return the loss; one that is not finite changes no weight."""
+    def reset(self) -> None:
+        """Forget what steps leave for the next one, apart from what is trained."""
+        self.carry: Any = None
+        self.diverged = torch.zeros((), device=self.device)
+        if self.device.type != "cpu":
+            if not all(group.get("fused") for group in self.optimizer.param_groups):
+                raise ValueError(f"on {self.device} a task's optimizer must be fused, got {self.optimizer}")
+            self.optimizer.found_inf = self.diverged  # type: ignore[attr-defined]  # as GradScaler tells optimizers
+
+    def step(self, batch: Any, lr: float) -> Tensor:
+        """Do one optimizer step at the bits in force and return the loss, (0-d) on the device.
+
+        From the first loss that is not finite on, no weight changes any more. Nothing here waits for a GPU: there the
+        optimizer is called all the same, and reads on the device whether to do anything.
+        """
         for group in self.optimizer.param_groups:
             group["lr"] = lr
         self.model.train()  # an evaluation may have come before
         loss, self.carry = self.task.loss(self.model, batch, self.carry)
-        value = float(loss.detach())  # waits for the GPU
-        if math.isfinite(value):
+        value = loss.detach()
+        self.diverged.logical_or_(~value.isfinite())
+        if self.device.type != "cpu" or not self.diverged:
             loss.backward()
             if self.spec.recipe.clip is not None:
                 nn.utils.clip_grad_norm_(self.model.parameters(), self.spec.recipe.clip)

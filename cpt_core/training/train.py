@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from tqdm.auto import tqdm
 
 from cpt_core.experiments.spec import RunSpec
@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from cpt_core.tasks import Task
 
 OnStep = Callable[[int, nn.Module, float], None]
+READ_EVERY = 50  # optimizer steps whose losses a GPU keeps until they are read together: reading waits for it
 log = logging.getLogger(__name__)
 
 
@@ -98,7 +99,7 @@ def train(
             run raises: remove both when the result is safe. None keeps none.
         checkpoint_seconds: see ``checkpoint``.
         progress: show a progress bar.
-        on_step: ``on_step(step, model, loss)`` after every optimizer step, for probes.
+        on_step: ``on_step(step, model, loss)`` after every optimizer step, for probes; every loss is then read at once.
         should_stop: asked after every step; when it says so, the checkpoint is written and ``Stopped`` raised.
 
     Paper: section 4 (all experiments share this loop).
@@ -111,31 +112,35 @@ def train(
     started = saved = time.monotonic()
     before = state.seconds
     batches = session.task.batches(state.step)
+    losses: list[Tensor] = []  # of the last steps, not read yet
+    at_once = session.device.type == "cpu" or on_step is not None
     bar = tqdm(total=recipe.steps, initial=state.step, desc=f"{spec.arm} seed {spec.seed}", disable=not progress)
     with bar:
         while state.step < recipe.steps:
             lr = session.lr_at(state.step, state.history["evaluations"])
-            loss = session.step(next(batches), lr)
-            entries = {"step": state.step, "loss": loss, "bits": session.scheduler.get_last_bits()[0], "lr": lr}
+            losses.append(session.step(next(batches), lr))
+            entries = {"step": state.step, "bits": session.scheduler.get_last_bits()[0], "lr": lr}
             for column, entry in entries.items():
                 state.history[column].append(entry)
-            if not math.isfinite(loss):  # the diverging step is in the history, but it is no step done
-                state.status = "diverged"
-                break
+            done = state.step + 1
+            evaluates = recipe.evaluate_every and done % recipe.evaluate_every == 0 and done < recipe.steps
+            stop = should_stop is not None and should_stop()
+            saves = checkpoint is not None and (stop or time.monotonic() - saved > checkpoint_seconds)
+            if at_once or evaluates or stop or saves or done == recipe.steps or len(losses) == READ_EVERY:
+                read(losses, state)
+                if state.status != "ok":
+                    break
             session.scheduler.step()
-            state.step += 1
+            state.step = done
             bar.update()
             if on_step is not None:
-                on_step(state.step - 1, session.model, loss)
-            due = recipe.evaluate_every and state.step % recipe.evaluate_every == 0
-            if due and state.step < recipe.steps:
+                on_step(state.step - 1, session.model, state.history["loss"][-1])
+            if evaluates:
                 state.history["evaluations"].append(evaluate(session, state.step, recipe.eval_bits))
-                log.info(
-                    "step %d of %d: loss %.4f, %s", state.step, recipe.steps, loss, state.history["evaluations"][-1]
-                )
+                loss, found = state.history["loss"][-1], state.history["evaluations"][-1]
+                log.info("step %d of %d: loss %.4f, %s", state.step, recipe.steps, loss, found)
             state.seconds = before + time.monotonic() - started
-            stop = should_stop is not None and should_stop()
-            if checkpoint is not None and (stop or time.monotonic() - saved > checkpoint_seconds):
+            if checkpoint is not None and saves:
                 try:
                     save_checkpoint(checkpoint, session, state)
                 except (OSError, RuntimeError) as error:  # torch raises RuntimeError when the disk is full
@@ -161,3 +166,22 @@ def train(
         title=session.task.title,
         checksum=session.task.checksum,
     )
+
+
+def read(losses: list[Tensor], state: State) -> None:
+    """Move the losses of the last steps from the device into the history, the one at ``state.step`` last.
+
+    The run ends at the first one that is not finite, as if nothing had come after it: that step is in the history, but
+    it is no step done.
+    """
+    values = torch.stack(losses).tolist()
+    losses.clear()
+    end = next((i for i, value in enumerate(values, 1) if not math.isfinite(value)), None)
+    if end is not None:
+        state.status = "diverged"
+        late = len(values) - end
+        state.step -= late
+        for column in ("step", "bits", "lr"):
+            del state.history[column][state.step + 1 :]
+        del values[end:]
+    state.history["loss"] += values

@@ -1,0 +1,294 @@
+"""A pretended GPU: tensors that say they are on cuda:0 and compute on the CPU, while what a GPU would do is counted.
+
+    with Phantom() as gpu:
+        model.to("cuda:0")(x.to("cuda:0"))
+    gpu.launches, gpu.waits
+
+Launches are operations that start at least one kernel; views and allocations start none. Waits are those after which
+the host knows something that the device had to compute first, or copies that are not both pinned and non-blocking, by
+the line of the project that asks. Tensors of two devices in one operation are refused, as CUDA refuses them.
+
+Not seen: kernels inside one operation (one quantised operator is one), memory, time, ``torch.compile``. Say "cuda:0":
+for "cuda" C++ asks a driver.
+"""
+
+import sys
+from collections import Counter
+from contextlib import ExitStack
+from pathlib import Path
+from unittest.mock import patch
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
+
+from cpt_core.kernels.execution import reference
+
+CUDA = torch.device("cuda", 0)
+ROOT = Path(__file__).parents[1]
+NO_KERNEL = set(
+    "view _unsafe_view reshape _reshape_alias expand permute transpose t detach alias slice select unbind squeeze "
+    "unsqueeze split split_with_sizes narrow unfold as_strided diagonal chunk empty empty_like empty_strided new_empty "
+    "new_empty_strided lift_fresh resize_ record_stream _local_scalar_dense is_same_size device _nnz crow_indices "
+    "col_indices values sym_size sym_stride".split()
+)
+DATA_DEPENDENT = {
+    **dict.fromkeys("_local_scalar_dense equal is_nonzero".split(), "read"),  # of a number
+    **dict.fromkeys("nonzero masked_select _unique2 unique_dim unique_consecutive bincount".split(), "shape"),
+}
+INDEXING = ("index", "index_put", "index_put_", "_index_put_impl_")
+COPIES = ("_to_copy", "copy_")
+
+
+class MixedDevices(RuntimeError):
+    """Tensors of the CPU and of the GPU in one operation."""
+
+
+class PhantomTensor(torch.Tensor):
+    """For Python a tensor on cuda:0; for C++ one without memory on the CPU, so that autograd needs no driver."""
+
+    @staticmethod
+    def __new__(cls, held, requires_grad=False):
+        places = {}
+        if held.layout is torch.strided:
+            places = {"strides": held.stride(), "storage_offset": held.storage_offset()}
+        self = torch.Tensor._make_wrapper_subclass(
+            cls, held.size(), dtype=held.dtype, device="cpu", requires_grad=requires_grad, **places
+        )
+        self.held = held
+        return self
+
+    device = property(lambda self: CUDA)
+    is_cuda = property(lambda self: True)
+    is_cpu = property(lambda self: False)
+
+    def to(self, *args, **kwargs):
+        other = args and isinstance(args[0], torch.Tensor)
+        device, dtype, *_ = (args[0].device, args[0].dtype) if other else torch._C._nn._parse_to(*args, **kwargs)
+        if device is None or device.type == "cuda":
+            return self if dtype in (None, self.dtype) else super().to(dtype)
+        if device.type == "meta":
+            return torch.empty_strided(self.size(), self.stride(), dtype=dtype or self.dtype, device="meta")
+        caller = sys._getframe(1).f_code.co_filename
+        if caller.endswith("clip_grad.py") or "/torch/optim/" in caller:
+            return self  # these ask C++ where a tensor is
+        return self.cpu() if dtype is None else self.cpu().to(dtype)
+
+    def cpu(self, *_, **__):
+        return _Down.apply(self)
+
+    def tolist(self):
+        Phantom.active.wait("read")
+        return self.held.tolist()
+
+    def numpy(self, **_):
+        raise TypeError("can't convert cuda:0 device type tensor to numpy. Use Tensor.cpu() first")
+
+    def __deepcopy__(self, memo):
+        if id(self) not in memo:
+            copy = PhantomTensor(self.held.detach().clone(), self.requires_grad)
+            memo[id(self)] = _parameter(copy, self.requires_grad) if getattr(self, "_is_param", False) else copy
+        return memo[id(self)]
+
+    def __repr__(self, **_):
+        return f"Phantom({self.held!r})"
+
+    @classmethod
+    def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
+        if func is torch.ops.prim.device.default:
+            return CUDA
+        raise RuntimeError(f"{func} of a phantom outside of its mode")
+
+
+class _Down(torch.autograd.Function):
+    """A copy to the host."""
+
+    @staticmethod
+    def forward(ctx, x):
+        Phantom.active.wait("copy to host")
+        return x.held.detach().clone()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return PhantomTensor(gradient)
+
+
+def _parameter(tensor, requires_grad):
+    tensor = tensor.detach().requires_grad_(requires_grad)
+    tensor._is_param = True  # isinstance(..., nn.Parameter) looks at this
+    return tensor
+
+
+class Phantom(TorchDispatchMode):
+    """Inside this context there is a GPU, cuda:0.
+
+    Attributes:
+        launches: how often every operation was started on it.
+        waits: how often the host waited for it, by reason and place, such as "read training/train.py:170".
+        whole: whether gradients that autograd makes up belong on it; False for a program that runs on the CPU.
+    """
+
+    active = None
+
+    def __init__(self):
+        super().__init__()
+        self.launches, self.waits, self.whole = Counter(), Counter(), True
+
+    def clear(self):
+        self.launches.clear()
+        self.waits.clear()
+
+    def wait(self, why):
+        frame, outside = sys._getframe(1), None
+        while frame is not None:
+            file = frame.f_code.co_filename
+            if file.startswith(str(ROOT / "cpt_core")):
+                place = f"{Path(file).relative_to(ROOT / 'cpt_core')}:{frame.f_lineno}"
+                break
+            if outside is None and "site-packages" in file and "/torch/" not in file:
+                outside = f"{file.split('site-packages/')[-1]}:{frame.f_lineno}"
+            frame = frame.f_back
+        else:
+            place = "elsewhere"
+        self.waits[f"{why} {place}" + (f" ({outside})" if outside else "")] += 1
+
+    def __enter__(self):
+        assert Phantom.active is None
+        Phantom.active = self
+        self._stack = ExitStack()
+        self._stack.enter_context(reference())  # the kernels for tensors of the CPU see what these are
+        for target, name, new in _patches():
+            self._stack.enter_context(patch.object(target, name, new))
+        self._lift = torch._C._only_lift_cpu_tensors()
+        torch._C._set_only_lift_cpu_tensors(True)
+        return super().__enter__()
+
+    def __exit__(self, *exception):
+        super().__exit__(*exception)
+        torch._C._set_only_lift_cpu_tensors(self._lift)
+        self._stack.close()
+        Phantom.active = None
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func is torch.ops.prim.device.default:
+            return CUDA
+        kwargs = dict(kwargs or {})
+        name = func._schema.name.split("::")[-1]
+        given = tree_flatten((args, kwargs))[0]
+        ours = [x for x in given if isinstance(x, PhantomTensor)]
+        wanted = torch.device(kwargs["device"]).type if kwargs.get("device") is not None else None
+        if self.whole and torch._C._current_graph_task_id() != -1 and (wanted == "cpu" or name == "zeros"):
+            kwargs["device"], wanted = CUDA, "cuda"  # autograd makes it where C++ says that the output is
+        if not ours and wanted != "cuda":
+            return func(*args, **kwargs)
+
+        here = wanted == "cuda" or (bool(ours) and wanted is None)  # where the result is
+        self._check(func, name, args, given, ours)
+        self._count(name, args, kwargs, given, here)
+        if wanted == "cuda":
+            kwargs["device"] = torch.device("cpu")
+        flat, form = tree_flatten((args, kwargs))
+        plain_args, plain_kwargs = tree_unflatten([x.held if isinstance(x, PhantomTensor) else x for x in flat], form)
+        out = func(*plain_args, **plain_kwargs)
+        if not here:
+            return out
+        if name == "copy_" and not isinstance(args[0], PhantomTensor):
+            return args[0]
+        changed = {id(x.held): x for x in ours} if func._schema.is_mutable else {}  # in place: the same object again
+
+        def wrap(x):
+            if not isinstance(x, torch.Tensor) or isinstance(x, PhantomTensor):
+                return x
+            return changed[id(x)] if id(x) in changed else PhantomTensor(x)
+
+        return tree_map(wrap, out)
+
+    def _check(self, func, name, args, given, ours):
+        others = [x for x in given if isinstance(x, torch.Tensor) and not isinstance(x, PhantomTensor)]
+        # CUDA takes 0-d tensors of the CPU as numbers, copies them, and copies indices that lie on the CPU
+        strange = [x for x in others if x.dim() > 0 and not x.is_meta]
+        allowed = name in COPIES or (name in INDEXING and isinstance(args[0], PhantomTensor))
+        if ours and strange and not allowed:
+            shapes = [tuple(x.shape) for x in strange]
+            raise MixedDevices(
+                f"Expected all tensors to be on the same device, found cuda:0 and cpu {shapes} in {func}"
+            )
+
+    def _count(self, name, args, kwargs, given, here):
+        if name in DATA_DEPENDENT:
+            self.wait(DATA_DEPENDENT[name])
+        if name == "repeat_interleave" and kwargs.get("output_size") is None:
+            self.wait("shape")
+        if name in INDEXING:
+            indices = [x for x in args[1] if x is not None]
+            if any(x.dtype in (torch.bool, torch.uint8) for x in indices):
+                self.wait("shape")
+            if any(not isinstance(x, PhantomTensor) for x in indices):
+                self.wait("copy to device")
+        if name in COPIES:
+            source = args[1] if name == "copy_" else args[0]
+            there = isinstance(args[0], PhantomTensor) if name == "copy_" else here
+            if isinstance(source, PhantomTensor) and not there and kwargs.get("device") != torch.device("meta"):
+                self.wait("copy to host")
+            elif not isinstance(source, PhantomTensor) and there:
+                non_blocking = kwargs.get("non_blocking", name == "copy_" and len(args) > 2 and args[2])
+                if not (non_blocking and getattr(source, "_pinned", False)):
+                    self.wait("copy to device")
+        if here and name not in NO_KERNEL:
+            self.launches[name] += 1
+
+
+def _patches():
+    """What of torch looks for a device itself: target, name, substitute."""
+    save, generator, csr = torch.save, torch.Generator, torch.sparse_csr_tensor
+
+    def apply(self, move, recurse=True):
+        for child in self.children():
+            child._apply(move)
+        for key, value in self._parameters.items():
+            if value is not None:
+                with torch.no_grad():
+                    moved = move(value)
+                if isinstance(moved, PhantomTensor):
+                    self._parameters[key] = _parameter(moved, value.requires_grad)
+                elif moved is not value:
+                    self._parameters[key] = torch.nn.Parameter(moved.detach(), value.requires_grad)
+        self._buffers.update({key: move(value) for key, value in self._buffers.items() if value is not None})
+        return self
+
+    def down(x):  # what a file of CUDA tensors is once it is read with map_location="cpu"
+        if isinstance(x, dict):
+            return {key: down(value) for key, value in x.items()}
+        if isinstance(x, (tuple, list)):
+            return type(x)(map(down, x))
+        return x.held.detach().clone() if isinstance(x, PhantomTensor) else x
+
+    def save_down(content, *args, **kwargs):
+        with _disable_current_modes():
+            save(down(content), *args, **kwargs)
+
+    def sparse_csr_tensor(indptr, indices, values, **kwargs):
+        if not isinstance(values, PhantomTensor):
+            return csr(indptr, indices, values, **kwargs)
+        with _disable_current_modes():
+            return PhantomTensor(csr(indptr.held, indices.held, values.held, **kwargs))
+
+    def pin_memory(self):
+        assert not isinstance(self, PhantomTensor), "cannot pin a tensor of the GPU"
+        pinned = self.clone()
+        pinned._pinned = True
+        return pinned
+
+    class Generator:
+        def __new__(cls, device="cpu"):
+            return generator("cpu")
+
+    return [
+        (torch.nn.Module, "_apply", apply),
+        (torch.nn.RNNBase, "flatten_parameters", lambda self: None),
+        (torch.cuda, "_lazy_init", lambda: None),
+        (torch.Tensor, "pin_memory", pin_memory),
+        (torch, "save", save_down),
+        (torch, "sparse_csr_tensor", sparse_csr_tensor),
+        (torch, "Generator", Generator),
+    ]
