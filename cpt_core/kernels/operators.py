@@ -107,8 +107,8 @@ def _register(family: str) -> torch.library.Library:
 
 
 def _teach_inductor() -> None:
-    """Let Inductor take the operators apart; called while a model is traced, and only where Inductor is at work."""
-    if _taught or "torch._inductor.compile_fx" not in sys.modules:
+    """Let Inductor take the operators apart; called while a model is traced, where Inductor has been asked for."""
+    if _taught or "torch._inductor" not in sys.modules or not torch.compiler.is_compiling():
         return
     from torch._inductor import decomposition
 
