@@ -101,9 +101,11 @@ def _triton(forced: bool) -> tuple[str, str]:
         why_not = "torch sees no CUDA device"
     elif importlib.util.find_spec("triton") is None:
         why_not = "triton is not installed"
-    if not why_not:
+    else:
         from cpt_core.kernels import triton_kernels
 
+        why_not = triton_kernels.why_not()
+    if not why_not:
         triton_kernels.register(operators.LIBRARIES["cpt"])
         return "triton", torch.cuda.get_device_name()
     if forced:

@@ -1,0 +1,337 @@
+"""The Triton kernels: their numbers in Triton's interpreter, bit for bit, and their machine code for three GPUs."""
+
+import importlib.util
+from functools import partial
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+
+from cpt_core.kernels import operators, reference, tiles
+from cpt_core.kernels.execution import execution
+from cpt_core.kernels.reference import GRANULARITIES
+
+triton = pytest.importorskip("triton", reason="triton is not installed: it comes with torch for CUDA")
+
+NAN, INF = float("nan"), float("inf")
+WITH_CUDA = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
+WHOLE = {"TILE": 4096, "FUSED": 16384, "WIDE": 2**30}  # rows in one block
+PARTS = {"TILE": 256, "FUSED": 4, "PARTS": 3, "BLOCKS": 2, "DIVIDED": 8, "WIDE": 0}  # several of everything, 64 bits
+KEPT = sorted(tiles.KEPT)
+
+
+def normal(*shape):
+    return torch.randn(shape, generator=torch.Generator().manual_seed(len(shape)))
+
+
+LAYOUTS = {
+    "(n)": normal(77),
+    "(n, f)": normal(7, 23),
+    "(n, l, f)": normal(3, 5, 11),
+    "channels_last": normal(2, 3, 5, 7).contiguous(memory_format=torch.channels_last),
+    "channels_last_3d": normal(2, 3, 3, 2, 4).contiguous(memory_format=torch.channels_last_3d),
+    "transposed": normal(7, 20).t(),
+    "queries": normal(2, 5, 3, 4).transpose(1, 2),
+    "keys": normal(2, 5, 3, 4).transpose(1, 2).transpose(2, 3),
+    "any order": normal(2, 3, 4, 2, 3).permute(4, 0, 3, 1, 2),
+    "gaps": normal(6, 24)[:, ::3],
+    "repeated": normal(5, 1).expand(5, 9),
+    "all the same": normal(1).expand(4, 3, 6),
+    "offset": normal(9, 13)[4:],
+    "one": normal(1, 1, 1),
+    "0-d": normal(),
+}
+VALUES = {
+    "float64": normal(4, 30).double(),
+    "bfloat16": normal(4, 30).bfloat16(),
+    "float16": normal(4, 30).half(),
+    "a NaN": normal(5, 20).index_fill(1, torch.tensor([3]), NAN),
+    "a negative NaN": -normal(5, 20).index_fill(1, torch.tensor([3]), NAN),
+    "a NaN in a row": normal(5, 20).index_fill(0, torch.tensor([3]), NAN),
+    "infinity": torch.tensor([[1.0, INF], [2.0, 3.0]]),
+    "-infinity": torch.tensor([[1.0, -INF], [2.0, 3.0]]),
+    "constant": torch.full((4, 5), 3.3),
+    "zeros": torch.zeros(4, 5),
+    "tiny": normal(4, 5) * 1e-12,
+    "huge": normal(4, 5) * 1e38,
+}
+
+
+def same(found, expected):
+    return all(
+        a.shape == b.shape and a.dtype == b.dtype and torch.equal(a.isnan(), b.isnan())
+        and torch.equal(a.nan_to_num(7.0), b.nan_to_num(7.0))
+        for a, b in zip(found, expected, strict=True)
+    )  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def interpreted():
+    """The module once more, its kernels made for the interpreter, whoever has imported triton before and how."""
+    spec = importlib.util.find_spec("cpt_core.kernels.triton_kernels")
+    module = importlib.util.module_from_spec(spec)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TRITON_INTERPRET", "1")
+        spec.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture(scope="module", params=["interpreter", pytest.param("cuda", marks=WITH_CUDA)])
+def kernels(request):
+    """The operators that Triton stands behind, as functions of tensors on the CPU."""
+    if request.param == "cuda":
+        assert execution().cuda == "triton", execution()
+        family, device = torch.ops.cpt, "cuda"
+    else:
+        library = operators._register("cpt_interpreted")
+        request.getfixturevalue("interpreted").register(library, "CPU")
+        family, device = torch.ops.cpt_interpreted, "cpu"
+
+    def run(name, *args):
+        moved = [a.to(device) if isinstance(a, torch.Tensor) else a for a in args]
+        with np.errstate(all="ignore"):  # the interpreter computes with numpy, which warns of infinities
+            found = getattr(family, name)(*moved)
+        for before, after in zip(args, moved, strict=True):
+            if name == "track_" and before is not after:
+                before.copy_(after)
+        return found.cpu() if isinstance(found, torch.Tensor) else found and [t.cpu() for t in found]
+
+    yield SimpleNamespace(**{name.rstrip("_"): partial(run, name) for name in operators.SCHEMAS})
+    if request.param != "cuda":
+        library._destroy()
+
+
+@pytest.fixture
+def cut(monkeypatch):
+    """Set the sizes of tiles."""
+
+    def set_sizes(sizes):
+        for name, value in sizes.items():
+            monkeypatch.setattr(tiles, name, value)
+        tiles.plan_of.cache_clear()
+
+    yield set_sizes
+    tiles.plan_of.cache_clear()
+
+
+def check(kernels, x, granularity, bits, key):
+    found, expected = (
+        f(x, torch.tensor(2.0**bits - 1), granularity, key) for f in (kernels.fake_quantize, reference.fake_quantize)
+    )
+    assert same(found, expected)
+    assert found[0].stride() == expected[0].stride()  # what is computed with it takes the same path
+
+
+@pytest.mark.parametrize("granularity", KEPT)
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_layouts(kernels, cut, layout, granularity):
+    x = LAYOUTS[layout]
+    cut(WHOLE)
+    check(kernels, x, granularity, 3, None)
+    cut(PARTS)
+    check(kernels, x, granularity, 5, torch.tensor(-7))
+
+
+@pytest.mark.parametrize("sizes", [WHOLE, PARTS], ids=["whole", "parts"])
+@pytest.mark.parametrize("values", VALUES)
+def test_values(kernels, cut, values, sizes):
+    cut(sizes)
+    check(kernels, VALUES[values], "per_row" if sizes is WHOLE else "per_tensor", 8, None)
+
+
+@pytest.mark.parametrize("bits", range(1, 17))
+def test_ties_of_every_precision(kernels, bits):
+    n = 2**bits - 1  # a grid of step 1
+    x = torch.cat([torch.arange(0.0, min(n, 40), 0.5), torch.tensor([n - 0.5, n])])
+    check(kernels, x, "per_tensor", bits, None)
+    check(kernels, x, "per_tensor", bits, torch.tensor(bits))
+
+
+@pytest.mark.parametrize("layout", ["(n, l, f)", "channels_last", "keys", "gaps", "0-d"])
+def test_ranges_alone(kernels, cut, layout):
+    for sizes in (WHOLE, PARTS):
+        cut(sizes)
+        for granularity in KEPT:
+            x = LAYOUTS[layout]
+            assert same(kernels.range(x, granularity), reference.range_of(x, granularity))
+
+
+@pytest.mark.parametrize("granularity", sorted(GRANULARITIES))
+def test_rounding_to_a_given_range(kernels, granularity):
+    for layout in ("(n, l, f)", "channels_last"):
+        x, levels = LAYOUTS[layout], torch.tensor(7.0)
+        low, width = reference.range_of(x, granularity)
+        for key, clip in ((None, False), (None, True), (torch.tensor(2), True)):
+            args = x * 1.1 + 0.01, low, width, levels, key, clip  # values on either side of the range
+            assert same([kernels.round_to_grid(*args)], [reference.round_to_grid(*args)])
+    expected = reference.round_to_grid(x, low, width.expand_as(x).clone(), levels, None, True)
+    assert same([kernels.round_to_grid(x, low, width.expand_as(x).clone(), levels, None, True)], [expected])
+
+
+def test_the_mean_of_samples_has_its_range_from_torch(kernels):
+    check(kernels, LAYOUTS["channels_last"], "per_sample_mean", 3, None)
+    check(kernels, LAYOUTS["(n, l, f)"], "per_sample_mean", 3, torch.tensor(1))
+
+
+def test_empty_tensors(kernels):
+    low = torch.zeros(())
+    assert kernels.round_to_grid(torch.empty(0, 3), low, low, low, None, False).shape == (0, 3)
+    y, low, width = kernels.fake_quantize(torch.empty(0, 3), low, "per_row", None)
+    assert (y.shape, low.shape, width.shape) == ((0, 3), (0, 1), (0, 1))
+    for granularity in ("per_tensor", "per_position"):
+        with pytest.raises(ValueError, match=rf"shape \(0, 3\) has no range {granularity}: it is empty"):
+            kernels.range(torch.empty(0, 3), granularity)
+
+
+def uniform(key, i):
+    """The noise of one element, in Python's whole numbers."""
+    z = (key + 0x9E3779B97F4A7C15) % 2**64
+    z = (z ^ (z >> 30)) * 0xBF58476D1CE4E5B9 % 2**64
+    z = (z ^ (z >> 27)) * 0x94D049BB133111EB % 2**64
+    second, first = divmod(z ^ (z >> 31), 2**32)
+    above, below = divmod(i // 2, 2**32)
+    h = first ^ below ^ (above * 0x9E3779B1 % 2**32)
+    h = (h ^ (h >> 16)) * 0x7FEB352D % 2**32 ^ second
+    h = (h ^ (h >> 15)) * 0x846CA68B % 2**32
+    h = h ^ (h >> 16)
+    return ((h >> 16 if i % 2 else h % 2**16) + 0.5) / 2**16 - 0.5
+
+
+@pytest.mark.parametrize("start", [0, 2**31 - 3, 2**34 - 5])
+@pytest.mark.parametrize("key", [0, 5, -(2**63), 2**63 - 1])
+def test_noise_is_the_hash_of_key_and_place(interpreted, key, start):
+    expected = [uniform(key, i) for i in range(start, start + 150)]
+    assert interpreted.hash_noise(torch.tensor(key), start, 150).tolist() == expected
+    assert reference.hash_noise(torch.tensor(key), start, 150).tolist() == expected
+
+
+@pytest.mark.parametrize("now", [(1.0, 2.0), (NAN, 1.0), (0.3, INF), (-INF, INF), (-1e-3, 0.0)])
+def test_running_ranges(kernels, now):
+    found, expected = (torch.tensor([0.3, 1.7, 0.6]) for _ in range(2))
+    for _ in range(3):
+        kernels.track(found, *map(torch.tensor, now))
+        reference.track(expected, *map(torch.tensor, now))
+    assert torch.equal(found, expected)
+    assert (found[2] == 0.6) != np.isfinite(now).all()
+
+
+def test_every_operator_has_a_kernel(interpreted):
+    with torch.library._scoped_library("cpt_registered", "DEF") as library:
+        for name, schema in operators.SCHEMAS.items():
+            library.define(name + schema)
+        interpreted.register(library)
+        has = torch._C._dispatch_has_kernel_for_dispatch_key
+        assert all(has(f"cpt_registered::{name}", "CUDA") for name in operators.SCHEMAS)
+
+
+def test_kernels_that_cannot_run_are_named_with_the_reason(monkeypatch):
+    from cpt_core.kernels import execution as module
+    from cpt_core.kernels import triton_kernels
+
+    def failing(*args, **kwargs):
+        raise RuntimeError("Failed to find C compiler.\nPlease specify via CC environment variable.")
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch, "zeros", failing)
+    reason = "Triton's kernels do not run (RuntimeError: Failed to find C compiler.)"
+    assert module._triton(False) == ("reference", reason)
+    assert triton_kernels.why_not() == reason
+    with pytest.raises(RuntimeError, match=r"CPT_KERNELS=triton asks for the Triton kernels, but Triton's kernels do"):
+        module._triton(True)
+
+
+PLANS = [  # shape, its strides or None, granularity, programs of every launch
+    ((64, 64, 3, 3), None, "per_channel", [64]),
+    ((64, 64, 3, 3), (576, 1, 192, 64), "per_channel", [64]),
+    ((768, 3072), None, "per_row", [768]),
+    ((32, 12, 64, 128), (98304, 64, 1, 768), "per_row", [768]),  # keys
+    ((32, 128, 768), None, "per_position", [384, 768]),
+    ((169343, 512), None, "per_row", [21168]),
+    ((20, 650), None, "per_tensor", [1]),
+    ((128, 16, 32, 32), None, "per_tensor", [512, 512]),
+    ((256, 64, 112, 112), None, "per_tensor", [392, 6272]),
+]
+
+
+@pytest.mark.parametrize(("shape", "strides", "granularity", "programs"), PLANS)
+def test_rows_that_fit_in_a_tile_take_one_launch(shape, strides, granularity, programs):
+    strides = strides or tiles.contiguous(shape)
+    plan = tiles.plan_of(shape, strides, strides, tiles.range_shape(shape, granularity)[1], False)
+    assert [t.programs for t in ([plan.whole] if plan.whole else [plan.extremes, plan.rounding])] == programs
+
+
+# --- without a device: machine code -------------------------------------------------------------------
+
+
+class Gpu:
+    """What Triton asks of a driver in order to compile, for a GPU that is not there."""
+
+    def __init__(self, capability):
+        self.capability = capability
+
+    def get_current_device(self):
+        return -self.capability
+
+    def get_current_stream(self, device):
+        return 0
+
+    def get_current_target(self):
+        return triton.backends.compiler.GPUTarget("cuda", self.capability, 32)
+
+
+@pytest.fixture
+def compiled_for(monkeypatch, tmp_path):
+    """Choose a GPU; get what would be launched on it: (name, compiled kernel). It takes tensors on meta: no numbers."""
+    launches, driver = [], triton.runtime.driver
+    before = dict(vars(driver))
+
+    def launch(kernel, grid):
+        return lambda *args, **kw: launches.append((kernel.fn.__name__, kernel.warmup(*args, grid=grid, **kw)))
+
+    def choose(capability):
+        driver.set_active(Gpu(capability))
+        return launches
+
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    monkeypatch.setattr(triton.JITFunction, "__getitem__", launch)
+    yield choose
+    vars(driver).clear()
+    vars(driver).update(before)
+
+
+def meta(*shape, dtype=torch.float32):
+    return torch.empty(shape, device="meta", dtype=dtype)
+
+
+@pytest.mark.parametrize("capability", [80, 90, 100])
+def test_machine_code(compiled_for, cut, capability):
+    from cpt_core.kernels import triton_kernels
+
+    launches = compiled_for(capability)
+    cut({"TILE": 512, "FUSED": 512})  # four elements per thread instead of sixteen: ptxas is done sooner
+    levels, key = meta(), meta(dtype=torch.int64)
+    triton_kernels.fake_quantize(meta(64, 32, 3, 3), levels, "per_channel", None)
+    triton_kernels.fake_quantize(meta(32, 128, 768), levels, "per_position", key)
+    triton_kernels.range_of(meta(64, 64, 56, 56), "per_tensor")
+    triton_kernels.track(meta(3), levels, levels)
+    triton_kernels.hash_noise(key, 0, 8)
+    codes = {name: kernel.asm["ptx"] for name, kernel in launches}
+    assert list(codes) == ["_whole_rows", "_extremes", "_round", "_join", "_track", "_draw"]
+    assert all(len(kernel.asm["cubin"]) > 1000 for _, kernel in launches)
+    for name, code in codes.items():
+        assert f".target sm_{capability}" in code
+        assert not [word for word in ("fma.rn", "div.full", "div.approx", ".ftz", ".local") if word in code], name
+        assert ("div.rn.f32" in code) == ("cvt.rni.f32.f32" in code) == (name in ("_whole_rows", "_round"))
+        assert "ld.global.v4" in code or name in ("_join", "_track", "_draw")  # 16 bytes at once
+
+
+def test_large_tensors_have_64_bit_offsets(compiled_for):
+    from cpt_core.kernels import triton_kernels
+
+    launches = compiled_for(90)
+    triton_kernels.fake_quantize(meta(2**16, 2**17), meta(), "per_tensor", meta(dtype=torch.int64))
+    triton_kernels.fake_quantize(meta(2**10, 2**15), meta(), "per_tensor", None)
+    assert [name for name, _ in launches] == ["_extremes", "_round"] * 2
+    from_32_bits = ["mad.wide.s32" in kernel.asm["ptx"] for _, kernel in launches]  # an address from an index
+    assert from_32_bits == [False, False, True, True]
