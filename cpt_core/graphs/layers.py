@@ -95,7 +95,7 @@ def _constant_aggregate(
     def compute() -> Tensor:
         return _of_sums(p).gradient("grad", _aggregate(p, graph, x, scale(), reduce))
 
-    if x is not graph.constant:  # compiled code is guarded on what the key holds
+    if x is not graph.constant or torch.compiler.is_compiling():  # which would be compiled anew for every key
         return compute()
     # what enters the sum depends on x, norm and, with Q-Agg, on quantiser and bits: all of it is in the key
     quantizer = p.quantizers.get("aggregation")

@@ -104,6 +104,6 @@ _FAKES: dict[str, Any] = {
     "scale_round_add": lambda x, *_: torch.empty_like(x),
     "round_scale_round": lambda g, *_: (torch.empty_like(g), g.new_empty(g.shape[1:])),
 }
-_BACKWARD = {"scale_round": _back, "scale_round_add": _back_add, "round_scale_round": _back_twice}
+_BACKWARD: dict[str, Any] = {"scale_round": _back, "scale_round_add": _back_add, "round_scale_round": _back_twice}
 for _family in operators.FAMILIES:
     _define(_family)

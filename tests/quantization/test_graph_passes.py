@@ -162,3 +162,92 @@ def test_what_is_rounded_in_passing_is_seen(backend, config):
     assert found.ok, str(found)
     assert all(p.quantized for p in found.products), str(found)
     assert {p.layer for p in found.products if p.backward} == {"convs.0", "convs.1", "convs.2"}
+
+
+# --- kept --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("config", [FP, Q], ids=["FP-Agg", "Q-Agg"])
+@pytest.mark.parametrize("first", ["training", "evaluation"])
+def test_training_and_evaluation_share_what_is_kept(monkeypatch, config, first):
+    g, x, calls = graph(), features(NODES), []
+    model, original = quantize_(GraphNet("gcn", 6, 4, hidden=8, dropout=0.0), config), Graph.aggregate
+    monkeypatch.setattr(Graph, "aggregate", lambda self, h, r="sum": calls.append(h.shape[1]) or original(self, h, r))
+    expected = {}
+    for constant in (None, x):
+        g.set_constant(constant)
+        calls.clear()
+        for evaluates in (first == "evaluation", first == "training"):
+            for bits in (3, 5, 3):
+                with precision(model.train(not evaluates), bits, q_grad=8), torch.inference_mode(evaluates):
+                    y = model(g, x)
+                assert torch.equal(y, expected.setdefault((evaluates, bits), y))
+                if not evaluates:
+                    y.sum().backward()
+    assert calls.count(6) == (1 if config is FP else 2)
+
+
+def test_a_sum_behind_its_product_is_not_kept():
+    g, x = graph(), features(NODES)
+    g.set_constant(x)
+    model = quantize_(GraphConv(6, 4), Q)
+    with precision(model, 3, q_grad=5):
+        before = model(g, x).detach()
+        nn.init.constant_(model.weight, 1.0)
+        assert not torch.equal(model(g, x), before)
+
+
+# --- compiled ----------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def counter():
+    from torch._dynamo.testing import CompileCounterWithBackend  # slow to import
+
+    torch._dynamo.reset()
+    yield CompileCounterWithBackend("aot_eager")
+    torch._dynamo.reset()
+
+
+@pytest.mark.parametrize(
+    ("kind", "aggregation", "backend", "constant"),
+    [("gcn", "quantized", "auto", True), ("sage", "fp", "csr", False)],
+)
+def test_one_compiled_graph_serves_every_precision(kind, aggregation, backend, constant, counter):
+    torch.manual_seed(0)
+    config = replace(NEAREST, aggregation=aggregation)
+    model, g, x = (
+        quantize_(GraphNet(kind, 6, 4, hidden=8, layers=2, dropout=0.0), config),
+        graph(backend),
+        features(NODES),
+    )
+    other, same = copy.deepcopy(model), graph("csr")
+    g.set_constant(x if constant else None)
+    compiled, counts = torch.compile(model, fullgraph=True, backend=counter), []
+    for bits in (3, 4, 5, 6, 7, 8, 3):
+        results = []
+        for m, call, on in ((other, other, same), (model, compiled, g)):
+            with precision(m, bits, q_grad=8):
+                m.zero_grad()
+                y = call(on, x)
+                y.square().sum().backward()
+                results.append([y.detach(), *(p.grad for p in m.parameters())])
+        for found, expected in zip(*results, strict=True):
+            torch.testing.assert_close(found, expected)
+        counts.append(counter.frame_count)
+    assert counts == [1] + [2] * 6  # the degrees are found in the first
+
+
+def test_compiled_gradients_are_rounded_anew_in_every_layer_and_call(counter):
+    """Several gradients of a layer take their keys from one buffer, which was once changed before they were read."""
+    model, g, x = quantize_(GraphNet("gcn", 6, 8, hidden=8, layers=2, dropout=0.0), Q), graph("csr"), features(NODES)
+    compiled, found = torch.compile(model, fullgraph=True, backend=counter), []
+    keys = [layer.precision.noise_key.item() for layer in model.convs]
+    with precision(model, 8, q_grad=2):
+        for _ in range(3):
+            model.zero_grad()
+            compiled(g, x).square().sum().backward()
+            found.append(model.convs[0].weight.grad)
+    assert len(torch.stack(found).unique(dim=0)) == 3
+    drawn = [layer.precision.noise_key.item() - key for layer, key in zip(model.convs, keys, strict=True)]
+    assert drawn == [6, 9]  # behind product and bias, and behind the sum where its operand needs a gradient
