@@ -29,6 +29,7 @@ from cpt_core.bitops.copies import tensors_in
 from cpt_core.bitops.macs import ATTENTION, PRODUCTS
 from cpt_core.bitops.plan import count_bitops
 from cpt_core.bitops.products import name_of, products_of
+from cpt_core.kernels import graph
 from cpt_core.kernels.operators import FAMILIES
 from cpt_core.quantization.convert import layer_precisions
 from cpt_core.quantization.coverage import QuantizationWarning
@@ -263,7 +264,9 @@ class _Watch(TorchDispatchMode):
             self._rounded.discard(target)
 
 
-_ROUNDS = frozenset(f"{family}::{name}" for family in FAMILIES for name in ("round_to_grid", "fake_quantize"))
+_ROUNDS = frozenset(
+    f"{family}::{name}" for family in FAMILIES for name in ("round_to_grid", "fake_quantize", *graph.ON_GRID)
+)
 _ADDS = ("addmm", "baddbmm", "addbmm", "addmv", "_addmm_activation")  # the first operand is added to the product ...
 _BIASED = ("convolution", "linear", "torchvision::deform_conv2d")  # ... or the third
 

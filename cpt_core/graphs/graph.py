@@ -1,7 +1,7 @@
 """Graphs and the operation that runs on them: the sum, or mean, over in-neighbours.  Paper: equation 1.
 
 One class, two ways to compute the same numbers and gradients: DGL on the CPU, where it is about twice as fast, and
-torch's sparse CSR product with a stored transpose on CUDA and wherever DGL is not installed.
+torch's sparse CSR product with a stored transpose on CUDA, in compiled code and wherever DGL is not installed.
 
 >>> graph = Graph.from_edges(torch.tensor([0, 1]), torch.tensor([2, 2]), num_nodes=3)
 >>> graph.aggregate(torch.tensor([[1.0], [2.0], [4.0]])).tolist()
@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import importlib
 import os
-import warnings
 from collections.abc import Callable, Hashable
 from functools import cached_property, lru_cache
 from typing import Any
@@ -23,6 +22,7 @@ import torch
 from torch import Tensor
 
 from cpt_core.checks import choose
+from cpt_core.graphs import csr
 
 REDUCES = ("sum", "mean")
 LEVEL3_CACHE_SIZE = 194  # of sysconf in glibc, for which DGL is built; Python has no name for it
@@ -36,7 +36,7 @@ class Graph:
         indptr: (D + 1,) int32 or int64, ascending from 0 to E; the edges into node i are ``indptr[i]:indptr[i + 1]``.
         indices: (E,) of the same type: the source of every edge.
         num_src: S; None takes D (an ordinary graph; sampled blocks have more sources than destinations).
-        backend: "dgl", "csr", or "auto": DGL on the CPU if it is installed, else CSR.
+        backend: "dgl", "csr", or "auto": DGL on the CPU if it is installed, else, and in compiled code, CSR.
 
     Raises:
         ValueError: for an edge that names no node, or an ``indptr`` that does not fit.
@@ -68,6 +68,7 @@ class Graph:
                 raise ValueError(f"edges must name nodes 0..{self.num_src - 1}, got {low if low < 0 else high}")
         self.constant: Tensor | None = None
         self._kept: dict[Hashable, Tensor] = {}
+        self._made: dict[str, Any] = {}
 
     @classmethod
     def from_edges(cls, source: Tensor, destination: Tensor, num_nodes: int, backend: str = "auto") -> Graph:
@@ -81,7 +82,7 @@ class Graph:
             raise ValueError("edges must name nodes 0 or above, got a negative number")
         if len(destination) and int(destination.max()) >= num_nodes:
             raise ValueError(f"edges must name nodes 0..{num_nodes - 1}, got {int(destination.max())}")
-        indptr, order = _by(destination, num_nodes)
+        indptr, order = csr.grouped(destination, num_nodes)
         kind = torch.int32 if max(num_nodes, len(source)) < 2**31 else torch.int64
         return cls(indptr.to(kind), source[order].to(kind), num_nodes, backend)
 
@@ -112,7 +113,8 @@ class Graph:
         """What computes the sums: "dgl" or "csr"."""
         if self.backend != "auto":
             return self.backend
-        return "dgl" if self.indices.is_cpu and dgl_module() is not None else "csr"
+        eager = not torch.compiler.is_compiling()  # compilers stop at what DGL does
+        return "dgl" if eager and self.indices.is_cpu and dgl_module() is not None else "csr"
 
     def to(self, device: torch.device | str) -> Graph:
         """Return the graph on another device; constant features do not move with it."""
@@ -121,15 +123,21 @@ class Graph:
         backend = "csr" if self.backend == "csr" else "auto"
         return Graph(self.indptr.to(device), self.indices.to(device), self.num_src, backend)
 
-    @cached_property
+    @property
     def in_degrees(self) -> Tensor:
         """Edges into every destination, (D,) float32."""
-        return self.indptr.diff().float()
+        return self._once("in_degrees", lambda: self.indptr.diff().float())
 
-    @cached_property
+    @property
     def out_degrees(self) -> Tensor:
         """Edges out of every source, (S,) float32."""
-        return torch.bincount(self.indices, minlength=self.num_src).float()
+        return self._once("out_degrees", lambda: csr.counts(self.indices, self.num_src).float())
+
+    def _once(self, name: str, make: Callable[[], Any]) -> Any:
+        # no cached_property: it has a lock, at which compilers stop
+        if name not in self._made:
+            self._made[name] = make()
+        return self._made[name]
 
     def aggregate(self, h: Tensor, reduce: str = "sum") -> Tensor:
         """Return the sum or mean of the features of every node's in-neighbours; 0 where there are none.
@@ -150,7 +158,8 @@ class Graph:
         if self._dgl_can(h):
             out = dgl_module().ops.copy_u_sum(self._dgl, wide.contiguous())
         else:
-            out = _CsrSum.apply(wide, self)
+            back = self._back if wide.requires_grad and torch.is_grad_enabled() else (None, None)
+            out = torch.ops.cpt_graphs.sum(wide, self.indptr, self.indices, *back)
         if reduce == "mean":
             out = out / self.in_degrees.to(out).clamp_min(1).unsqueeze(1)
         return out.to(h.dtype)
@@ -171,7 +180,9 @@ class Graph:
     def set_constant(self, features: Tensor | None) -> Graph:
         """Declare input features that never change: what layers aggregate of them is computed once and kept.
 
-        A quantised aggregation keeps one table per bit width, (D, F) float32 each. Returns the graph itself.
+        A quantised aggregation keeps one table per bit width, (D, F) float32 each. A layer with fewer outputs than
+        inputs sums behind its product, which is not constant; compiled code keeps nothing, since it would be compiled
+        anew for every bit width. Returns the graph itself.
         """
         if features is not None and features.requires_grad:
             raise ValueError("constant features cannot require a gradient")
@@ -199,40 +210,9 @@ class Graph:
             return dgl.graph(parts, num_nodes=self.num_dst)
         return dgl.create_block(parts, num_src_nodes=self.num_src, num_dst_nodes=self.num_dst)
 
-    def matrix(self, dtype: torch.dtype = torch.float32, transposed: bool = False) -> Tensor:
-        """Return the (D, S) adjacency matrix of ones as a sparse CSR tensor, or its transpose; made once."""
-        key = (dtype, transposed)
-        if key not in self._matrices:
-            if transposed:
-                rows = torch.arange(self.num_dst, device=self.device, dtype=self.indices.dtype)
-                indptr, order = _by(self.indices, self.num_src)
-                back = rows.repeat_interleave(self.indptr.diff())[order]
-                made = _csr(indptr.to(back.dtype), back, (self.num_src, self.num_dst), dtype)
-            else:
-                made = _csr(self.indptr, self.indices, (self.num_dst, self.num_src), dtype)
-            self._matrices[key] = made
-        return self._matrices[key]
-
-    @cached_property
-    def _matrices(self) -> dict[tuple[torch.dtype, bool], Tensor]:
-        return {}
-
-
-class _CsrSum(torch.autograd.Function):
-    """The adjacency matrix times features; the backward pass uses the stored transpose."""
-
-    @staticmethod
-    def forward(ctx: Any, h: Tensor, graph: Graph) -> Tensor:
-        ctx.graph = graph
-        if h.is_meta:
-            return h.new_empty(graph.num_dst, h.shape[1])
-        return torch.mm(graph.matrix(h.dtype), h)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        if gradient.is_meta:
-            return gradient.new_empty(ctx.graph.num_src, gradient.shape[1]), None
-        return torch.mm(ctx.graph.matrix(gradient.dtype, transposed=True), gradient), None
+    @property
+    def _back(self) -> csr.Edges:
+        return self._once("back", lambda: csr.transposed(self.indptr, self.indices, self.num_src))
 
 
 def as_graph(graph: Any) -> Graph:
@@ -266,17 +246,3 @@ def dgl_limit() -> float:
     except (ValueError, OSError):
         cache = 0
     return 0.9 * (cache if cache > 0 else 40 << 20) / 2000  # DGL takes 40 MB where the system does not say
-
-
-def _by(nodes: Tensor, count: int) -> tuple[Tensor, Tensor]:
-    """Return (count + 1,) offsets and the order that groups edges by a node."""
-    indptr = torch.zeros(count + 1, dtype=torch.int64, device=nodes.device)
-    torch.cumsum(torch.bincount(nodes, minlength=count), 0, out=indptr[1:])
-    return indptr, torch.argsort(nodes, stable=True)
-
-
-def _csr(indptr: Tensor, indices: Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-    ones = torch.ones(len(indices), dtype=dtype, device=indices.device)
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "Sparse CSR tensor support is in beta")
-        return torch.sparse_csr_tensor(indptr, indices, ones, size=shape, check_invariants=False)

@@ -41,6 +41,26 @@ class Precision(Protocol):
     def gradient(self, role: str, y: Tensor) -> Tensor:
         """Return an output whose gradient comes back as the precision wants it."""
 
+    def scaled_operand(self, role: str, x: Tensor, scale: Tensor | None) -> Tensor:
+        """Return the operand made of ``x * scale``; what ``scaled_operand`` of this module returns."""
+
+    def scaled_and_biased(self, h: Tensor, output: bool, scale: Tensor | None, bias: Tensor | None) -> Tensor:
+        """Return ``h * scale + bias``; what ``scaled_and_biased`` of this module returns."""
+
+
+def scaled_operand(p: Precision, role: str, x: Tensor, scale: Tensor | None) -> Tensor:
+    """Return the operand made of ``x * scale``: x (N, F), scale (N, 1)."""
+    return p.operand(role, x if scale is None else x * scale)
+
+
+def scaled_and_biased(p: Precision, h: Tensor, output: bool, scale: Tensor | None, bias: Tensor | None) -> Tensor:
+    """Return ``h * scale + bias``, (N, F): ``h`` is an ``output`` of the precision, and both terms are operands."""
+    if output:
+        h = p.gradient("grad", h)
+    if scale is not None:
+        h = h * scale
+    return h if bias is None else p.gradient("grad", p.operand("input", h) + p.operand("bias", bias))
+
 
 class _Float32:
     """Nothing is quantised."""
@@ -54,23 +74,33 @@ class _Float32:
     def gradient(self, role: str, y: Tensor) -> Tensor:
         return y
 
+    scaled_operand, scaled_and_biased = scaled_operand, scaled_and_biased
+
 
 FLOAT32: Any = _Float32()
 
 
-def _aggregate(p: Precision, graph: Graph, h: Tensor, reduce: str) -> Tensor:
-    if "aggregation" not in p.quantizers:  # FP-Agg
-        return graph.aggregate(h, reduce)
-    return p.gradient("grad", graph.aggregate(p.operand("aggregation", h), reduce))
+def _of_sums(p: Precision) -> Precision:
+    """The precision of sums over neighbours; with FP-Agg none."""
+    return p if "aggregation" in p.quantizers else FLOAT32
+
+
+def _aggregate(p: Precision, graph: Graph, x: Tensor, scale: Tensor | None, reduce: str) -> Tensor:
+    return graph.aggregate(_of_sums(p).scaled_operand("aggregation", x, scale), reduce)
 
 
 def _constant_aggregate(
-    p: Precision, graph: Graph, x: Tensor, norm: str, reduce: str, h: Callable[[], Tensor]
+    p: Precision, graph: Graph, x: Tensor, norm: str, reduce: str, scale: Callable[[], Tensor | None]
 ) -> Tensor:
+    def compute() -> Tensor:
+        return _of_sums(p).gradient("grad", _aggregate(p, graph, x, scale(), reduce))
+
+    if x is not graph.constant or torch.compiler.is_compiling():  # which would be compiled anew for every key
+        return compute()
     # what enters the sum depends on x, norm and, with Q-Agg, on quantiser and bits: all of it is in the key
     quantizer = p.quantizers.get("aggregation")
     key = (norm, reduce, quantizer, p.bits if quantizer else None)
-    return graph.keep(x, key, lambda: _aggregate(p, graph, h(), reduce))
+    return graph.keep(x, key, compute)
 
 
 def _pair(features: Features, graph: Graph) -> tuple[Tensor, Tensor]:
@@ -94,24 +124,22 @@ def graph_convolution(layer: Any, p: Precision, graph: Graph, features: Features
             "allow_zero_in_degree=True"
         )
 
-    def scaled() -> Tensor:  # D_out^-1/2 H
-        return x * _power(graph.out_degrees, layer._norm, "left", x) if layer._norm in ("left", "both") else x
+    def scale(side: str, like: Tensor) -> Tensor | None:  # D_out^-1/2 on the left, D_in^-1/2 on the right
+        return _power(graph, layer._norm, side, like) if layer._norm in (side, "both") else None
 
     if layer._in_feats > layer._out_feats:  # the product first: fewer features to sum
-        h = p.gradient("grad", p.operand("input", scaled()) @ p.operand("weight", weight))
-        h = _aggregate(p, graph, h, "sum")
+        h = p.gradient("grad", p.scaled_operand("input", x, scale("left", x)) @ p.operand("weight", weight))
+        h, output = _aggregate(p, graph, h, None, "sum"), _of_sums(p) is p
     else:
-        h = _constant_aggregate(p, graph, x, layer._norm, "sum", scaled)
-        h = p.gradient("grad", p.operand("input", h) @ p.operand("weight", weight))
-    if layer._norm in ("right", "both"):
-        h = h * _power(graph.in_degrees, layer._norm, "right", h)
-    if layer.bias is not None:
-        h = p.gradient("grad", p.operand("input", h) + p.operand("bias", layer.bias))
+        h = _constant_aggregate(p, graph, x, layer._norm, "sum", lambda: scale("left", x))
+        h, output = p.operand("input", h) @ p.operand("weight", weight), True
+    h = p.scaled_and_biased(h, output, scale("right", h), layer.bias)
     return h if layer._activation is None else layer._activation(h)
 
 
-def _power(degrees: Tensor, norm: str, side: str, like: Tensor) -> Tensor:
+def _power(graph: Graph, norm: str, side: str, like: Tensor) -> Tensor:
     """Degrees^-1/2 as a column, or 1 / degrees where only one side is normalised; degree 0 counts as 1."""
+    degrees = graph.out_degrees if side == "left" else graph.in_degrees
     exponent = -1.0 if norm == side else -0.5
     return degrees.to(like).clamp_min(1).pow(exponent).unsqueeze(1)
 
@@ -124,13 +152,11 @@ def sage_convolution(layer: Any, p: Precision, graph: Graph, features: Features)
         return p.gradient("grad", nn.functional.linear(p.operand("input", x), p.operand("weight", linear.weight)))
 
     if layer._in_src_feats > layer._out_feats:
-        neighbours = _aggregate(p, graph, product(source, layer.fc_neigh), "mean")
+        neighbours = _aggregate(p, graph, product(source, layer.fc_neigh), None, "mean")
+        neighbours = _of_sums(p).gradient("grad", neighbours)
     else:
-        neighbours = product(_constant_aggregate(p, graph, source, "", "mean", lambda: source), layer.fc_neigh)
-    h = product(destination, layer.fc_self) + neighbours
-    if layer.fc_self.bias is None:
-        return h
-    return p.gradient("grad", p.operand("input", h) + p.operand("bias", layer.fc_self.bias))
+        neighbours = product(_constant_aggregate(p, graph, source, "", "mean", lambda: None), layer.fc_neigh)
+    return p.scaled_and_biased(product(destination, layer.fc_self) + neighbours, False, None, layer.fc_self.bias)
 
 
 class GraphConv(nn.Module):

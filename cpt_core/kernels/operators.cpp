@@ -10,6 +10,7 @@
 #include <string>
 #include <tuple>
 
+#include "graph.h"
 #include "grid.h"
 
 namespace {
@@ -167,6 +168,29 @@ void track_(const Tensor& running, const Tensor& low, const Tensor& width) {
   for (int i = 0; i < 3; ++i) r[i] = r[i] * RUNNING_DECAY + now[i] * NEW_SHARE;
 }
 
+// --- graph convolutions ------------------------------------------------------------------------------------------
+
+Tensor scale_round(const Tensor& x, const Tensor& scale, const Tensor& levels) {
+  if (fits(x) && fits_rows(x, scale)) return round_rows(x, scale, std::nullopt, number(levels));
+  return reference<decltype(scale_round)>("scale_round", x, scale, levels);
+}
+
+Tensor scale_round_add(const Tensor& x, const optional<Tensor>& scale, const Tensor& bias, const Tensor& levels) {
+  if (fits(x) && fits_rows(x, scale) && fits_columns(x, bias)) return round_rows(x, scale, bias, number(levels));
+  return reference<decltype(scale_round_add)>("scale_round_add", x, scale, bias, levels);
+}
+
+std::tuple<Tensor, Tensor> round_scale_round(const Tensor& gradient, const optional<Tensor>& scale,
+                                             const Tensor& levels, const optional<Tensor>& key) {
+  if (!fits(gradient) || !fits_rows(gradient, scale)) {
+    return reference<decltype(round_scale_round)>("round_scale_round", gradient, scale, levels, key);
+  }
+  const Grid first = grid_of(levels, key, key.has_value());
+  Grid second = first;
+  if (key) second.key.emplace(*key->const_data_ptr<int64_t>() + 1);
+  return round_twice(gradient, scale, first, second);
+}
+
 // --- autograd ----------------------------------------------------------------------------------------------------
 
 using torch::autograd::AutogradContext;
@@ -288,6 +312,9 @@ TORCH_LIBRARY_IMPL(cpt, CPU, m) {
   m.impl("round_to_grid", round_to_grid);
   m.impl("fake_quantize", fake_quantize);
   m.impl("track_", track_);
+  m.impl("scale_round", scale_round);
+  m.impl("scale_round_add", scale_round_add);
+  m.impl("round_scale_round", round_scale_round);
 }
 
 TORCH_LIBRARY_IMPL(cpt, AutogradCPU, m) {

@@ -8,12 +8,64 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
+from cpt_core.graphs import layers
 from cpt_core.graphs.graph import Graph, as_graph
 from cpt_core.graphs.layers import Features, GraphConv, SAGEConv, graph_convolution, sage_convolution
+from cpt_core.kernels.graph import round_scale_round, scale_round, scale_round_add
 from cpt_core.quantization.layers import QuantizedLayer, in_float32
+from cpt_core.quantization.precision import HALF, LayerPrecision
 from cpt_core.quantization.quantizers import Quantizer
+
+
+class _ScaledAndBiased(torch.autograd.Function):
+    """``scale_round_add`` of a product; its gradient is quantised behind the bias, and again behind the scaling."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, h: Tensor, scale: Tensor | None, bias: Tensor, levels: Tensor, grad_levels: Tensor, key: Tensor | None
+    ) -> Tensor:
+        ctx.scale, ctx.levels, ctx.key = scale, grad_levels, key
+        return scale_round_add(h, scale, bias, levels)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        of_product, of_bias = round_scale_round(gradient, ctx.scale, ctx.levels, ctx.key)
+        if ctx.key is not None:
+            ctx.key.add_(2)
+        return of_product, None, of_bias, None, None, None
+
+
+class GraphPrecision(LayerPrecision):
+    """The precision of a graph convolution: scaling by degree, rounding and bias in one pass where that is the same."""
+
+    def scaled_operand(self, role: str, x: Tensor, scale: Tensor | None) -> Tensor:
+        """Return the operand made of ``x * scale``, see ``graphs.layers``."""
+        if scale is None or not self._by_rows(role, x):
+            return layers.scaled_operand(self, role, x, scale)
+        return scale_round(x, scale, self.levels)
+
+    def scaled_and_biased(self, h: Tensor, output: bool, scale: Tensor | None, bias: Tensor | None) -> Tensor:
+        """Return ``h * scale + bias``, see ``graphs.layers``."""
+        q = self.quantizers["grad"]
+        whole = q.granularity in ("per_tensor", "per_position")  # the same for (N, F)
+        if bias is None or not self._by_rows("input", h) or not whole:
+            return layers.scaled_and_biased(self, h, output, scale, bias)
+        terms = h, scale, self.operand("bias", bias), self.levels
+        if not (output and self.quantizes_gradient and h.requires_grad):
+            return self.gradient("grad", scale_round_add(*terms))
+        key = self.noise_key if q.rounding == "stochastic" else None
+        return _ScaledAndBiased.apply(*terms, self.grad_levels, key)
+
+    def _by_rows(self, role: str, x: Tensor) -> bool:
+        """Whether an operand is quantised here and now, with a range per row; compilers fuse the plain chain."""
+        self.require_bits()
+        if torch.compiler.is_compiling() or not self.quantizes or x.numel() == 0 or x.dtype in HALF:
+            return False
+        self.follow(x)
+        return self.quantizers[role].granularity == "per_row"
 
 
 class _QuantGraph(QuantizedLayer):
@@ -23,6 +75,7 @@ class _QuantGraph(QuantizedLayer):
     """
 
     KIND = "graph"
+    PRECISION = GraphPrecision
 
     @classmethod
     def roles(cls, module: nn.Module, quantizers: Mapping[str, Quantizer], aggregation: str) -> dict[str, Quantizer]:

@@ -27,6 +27,7 @@ class QuantizedLayer:
 
     FLOAT: ClassVar[type[nn.Module]]
     KIND: ClassVar[str]  # prefix of the roles in QUANTIZERS
+    PRECISION: ClassVar[type[LayerPrecision]] = LayerPrecision
     WHOLE: ClassVar[bool] = False  # its child modules are parts of it, never converted by themselves
     precision: LayerPrecision
 
@@ -47,7 +48,7 @@ class QuantizedLayer:
             raise ValueError(f"this {cls.FLOAT.__name__} cannot be quantised: {reason}")
         roles = cls.roles(module, quantizers, aggregation)
         device = next((p.device for p in module.parameters()), None)
-        precision = LayerPrecision(roles, key, running_start).to(device)
+        precision = cls.PRECISION(roles, key, running_start).to(device)
         precision.train(module.training)
         module.__class__ = cls  # type: ignore[assignment]
         module.precision = precision

@@ -1,0 +1,78 @@
+"""The sum over in-neighbours as an operator, ``torch.ops.cpt_graphs.sum``: a product with a sparse matrix of ones.
+
+One operator, so that compilers, which know no sparse tensors, take it as it is.
+
+>>> indptr, indices = torch.tensor([0, 0, 2]), torch.tensor([0, 1])
+>>> torch.ops.cpt_graphs.sum(torch.tensor([[1.0], [2.0]]), indptr, indices, None, None).tolist()
+[[0.0], [3.0]]
+"""
+
+from __future__ import annotations
+
+import warnings
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+SCHEMA = "(Tensor h, Tensor indptr, Tensor indices, Tensor? back_indptr, Tensor? back_indices) -> Tensor"
+Edges = tuple[Tensor, Tensor]  # (D + 1,) offsets and (E,) sources, see ``Graph``
+
+
+def transposed(indptr: Tensor, indices: Tensor, num_src: int) -> Edges:
+    """Return the same edges the other way round, of the same type."""
+    rows = torch.arange(len(indptr) - 1, device=indices.device, dtype=indices.dtype)
+    back, order = grouped(indices, num_src)
+    return back.to(indices.dtype), rows.repeat_interleave(indptr.diff(), output_size=len(indices))[order]
+
+
+def grouped(nodes: Tensor, count: int) -> Edges:
+    """Return (count + 1,) offsets and the order that groups edges by a node."""
+    indptr = torch.zeros(count + 1, dtype=torch.int64, device=nodes.device)
+    torch.cumsum(counts(nodes, count), 0, out=indptr[1:])
+    return indptr, torch.argsort(nodes, stable=True)
+
+
+def counts(nodes: Tensor, count: int) -> Tensor:
+    """Return how often each of the nodes 0..count - 1 occurs, (count,) int64."""
+    return torch.zeros(count, dtype=torch.int64, device=nodes.device).index_add_(
+        0, nodes, torch.ones((), dtype=torch.int64, device=nodes.device).expand(len(nodes))
+    )
+
+
+def _sum(h: Tensor, indptr: Tensor, indices: Tensor, *_: Tensor | None) -> Tensor:
+    _swallow_warning()
+    return torch.mm(_matrix(indptr, indices, h.new_ones(len(indices)), len(h)), h)
+
+
+def _matrix(indptr: Tensor, indices: Tensor, values: Tensor, columns: int) -> Tensor:
+    return torch.sparse_csr_tensor(indptr, indices, values, (len(indptr) - 1, columns), check_invariants=False)
+
+
+@cache
+def _swallow_warning() -> None:
+    """Make the first sparse tensor, at which torch warns."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "Sparse CSR tensor support is in beta")
+        _matrix(torch.zeros(1, dtype=torch.int64), torch.zeros(0, dtype=torch.int64), torch.zeros(0), 0)
+
+
+def _fake_sum(h: Tensor, indptr: Tensor, *_: Tensor | None) -> Tensor:
+    return h.new_empty(len(indptr) - 1, h.shape[1])
+
+
+def _keep_edges(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+    ctx.save_for_backward(*inputs[1:])
+
+
+def _backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+    indptr, indices, *back = ctx.saved_tensors
+    return torch.ops.cpt_graphs.sum(gradient, *back, indptr, indices), None, None, None, None
+
+
+LIBRARY = torch.library.Library("cpt_graphs", "DEF")
+LIBRARY.define(f"sum{SCHEMA}")
+LIBRARY.impl("sum", _sum, "CompositeExplicitAutograd")
+torch.library.register_fake("cpt_graphs::sum", _fake_sum, lib=LIBRARY)
+torch.library.register_autograd("cpt_graphs::sum", _backward, setup_context=_keep_edges, lib=LIBRARY)

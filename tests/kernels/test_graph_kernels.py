@@ -1,0 +1,116 @@
+"""The operators of graph convolutions against the plain chains that they stand for, bit for bit."""
+
+import pytest
+import torch
+
+from cpt_core.kernels import graph, operators
+from cpt_core.kernels.execution import execution
+
+NAN, INF = float("nan"), float("inf")
+
+
+def normal(*shape):
+    return torch.randn(shape, generator=torch.Generator().manual_seed(shape[-1]))
+
+
+LAYOUTS = {
+    "(n, f)": normal(300, 40),
+    "large": normal(400, 900),
+    "odd": normal(37, 13),
+    "one column": normal(50, 1),
+    "one row": normal(1, 50),
+    "offset": normal(50, 31)[7:],
+    "transposed": normal(40, 300).t(),
+    "gaps": normal(40, 300)[:, ::3],
+    "expanded": normal(1, 9).expand(5, 9),
+    "float64": normal(40, 30).double(),
+    "a NaN": normal(9, 30).index_fill(0, torch.tensor([3]), NAN),
+    "infinity": torch.tensor([[1.0, INF], [2.0, 3.0]]),
+    "constant": torch.full((4, 5), 3.3),
+    "tiny": normal(4, 5) * 1e-12,
+    "huge": normal(4, 5) * 1e38,
+    "ties": torch.arange(16.0).view(2, 8),
+}
+
+
+def same(found, expected):
+    return all(
+        a.shape == b.shape and a.dtype == b.dtype and torch.equal(a.isnan(), b.isnan())
+        and torch.equal(a.nan_to_num(7.0), b.nan_to_num(7.0)) and a.stride() == b.stride()
+        for a, b in zip(found, expected, strict=True)
+    )  # fmt: skip
+
+
+def plain(name, x, scale, bias, levels, key):
+    """What an operator stands for, in roundings and torch's own operations alone."""
+    quantize = torch.ops.cpt_reference.fake_quantize
+    if name == "round_scale_round":
+        once = quantize(x, levels, "per_position", key)[0]
+        scaled = once if scale is None else once * scale
+        twice = quantize(scaled, levels, "per_position", None if key is None else key + 1)[0]
+        return twice, once.sum(0)
+    y = quantize(x if scale is None else x * scale, levels, "per_row", None)[0]
+    return [y + bias if name == "scale_round_add" else y]
+
+
+def call(ops, name, x, scale, bias, levels, key):
+    args = {"scale_round": (scale, levels), "scale_round_add": (scale, bias, levels)}.get(name, (scale, levels, key))
+    found = getattr(ops, name)(x, *args)
+    return found if name == "round_scale_round" else [found]
+
+
+def cases(x):
+    scale, bias = normal(len(x), 1).abs().to(x), normal(x.shape[1]).to(x)
+    for name in graph.SCHEMAS:
+        for s in (scale, *[None] * (name != "scale_round")):
+            for levels in map(torch.tensor, (1.0, 15.0, 65535.0)):
+                for key in (None, torch.tensor(-7)) if name == "round_scale_round" else (None,):
+                    yield name, x, s, bias, levels, key
+
+
+@pytest.fixture(scope="module", autouse=True)
+def compiled():
+    """C++ stands behind the operators."""
+    assert execution().cpu == "cpp", execution()
+
+
+@pytest.mark.parametrize("family", operators.FAMILIES)
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_one_pass_is_the_chain(family, layout):
+    for case in cases(LAYOUTS[layout]):
+        assert same(call(getattr(torch.ops, family), *case), plain(*case)), case[0]
+
+
+@pytest.mark.parametrize("threads", [2, 3])
+def test_threads_change_no_bit(threads):
+    x, before = normal(200, 500), torch.get_num_threads()
+    expected = [plain(*case) for case in cases(x)]
+    torch.set_num_threads(threads)
+    try:
+        assert all(same(call(torch.ops.cpt, *case), e) for case, e in zip(cases(x), expected, strict=True))
+    finally:
+        torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize(
+    ("name", "scaled"), [(name, s) for name in graph.SCHEMAS for s in (True, False) if s or name != "scale_round"]
+)
+def test_gradients_pass_the_roundings_unchanged(name, scaled):
+    x, bias = normal(6, 5).requires_grad_(), normal(5).requires_grad_()
+    scale = normal(6, 1).abs() if scaled else None
+    y = call(torch.ops.cpt, name, x, scale, bias, torch.tensor(3.0), torch.tensor(1))
+    expected = x if scale is None else x * scale
+    expected = {"scale_round": [expected], "scale_round_add": [expected + bias]}.get(name, [expected, x.sum(0)])
+    wanted = [x, bias] if name == "scale_round_add" else [x]
+    upstream = [normal(*e.shape) for e in expected]
+    for found, right in zip(*(torch.autograd.grad(v, wanted, upstream) for v in (y, expected)), strict=True):
+        torch.testing.assert_close(found, right)
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # opcheck reads it
+@pytest.mark.parametrize("family", operators.FAMILIES)
+@pytest.mark.parametrize("name", graph.SCHEMAS)
+def test_operators_keep_torch_s_rules(family, name):
+    x, scale, bias, levels = normal(4, 5).requires_grad_(), normal(4, 1), normal(5).requires_grad_(), torch.tensor(3.0)
+    args = {"scale_round": (scale, levels), "scale_round_add": (scale, bias, levels)}.get(name, (None, levels, None))
+    torch.library.opcheck(getattr(getattr(torch.ops, family), name).default, (x, *args))
