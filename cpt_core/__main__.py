@@ -180,10 +180,14 @@ def range_test(
     if figure is not None and not figure.parent.is_dir():
         raise FileNotFoundError(f"there is no folder {figure.parent}")
 
+    import torch
+
     from cpt_core.experiments.spec import run_spec
+    from cpt_core.machine import usable_cores
     from cpt_core.training.device import choose_device
     from cpt_core.training.range_test import RangeTestWarning, precision_range_test
 
+    torch.set_num_threads(min(torch.get_num_threads(), usable_cores()))  # torch knows no quotas
     device = choose_device(device, run_spec(r, f"static {q_max}", q_max=q_max, seed=0, scale=scale))
     warnings.simplefilter("ignore", RangeTestWarning)  # it is part of the answer
     found = precision_range_test(

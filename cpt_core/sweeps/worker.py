@@ -39,6 +39,7 @@ class Job:
         store: the file its row goes to.
         options: of its sweep.
         gpu: which of the visible GPUs the process sees; None for all of them.
+        sharing: how many runs share the cores and the memory of its machine.
         wait: while another sweep has the run, wait for it a while before returning "busy".
         since: up to there the sweep has read the store, and found that this run is to be done.
     """
@@ -47,6 +48,7 @@ class Job:
     store: Path
     options: SweepOptions = field(default_factory=SweepOptions)
     gpu: int | None = None
+    sharing: int = 1
     wait: bool = False
     since: Mark = START
 

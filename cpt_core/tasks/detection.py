@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from typing import cast
@@ -19,11 +18,12 @@ from cpt_core.data.detection_batches import Batch, batches, evaluation_batches
 from cpt_core.data.pictures import Annotated
 from cpt_core.experiments.detection import EXPERIMENT, DetectionRecipe
 from cpt_core.experiments.spec import RunSpec
+from cpt_core.machine import usable_cores
 from cpt_core.models.retinanet import Outputs, RetinaNet, Target, retinanet
 from cpt_core.tasks.base import Metrics, on_gpu, sums
 from cpt_core.tasks.learning_rates import LearningRate, constant
 
-WORKERS = min(4, os.cpu_count() or 1)  # processes that read pictures from disk
+WORKERS = min(4, usable_cores())  # processes that read pictures from disk
 VOC_IOU = 0.5
 COCO_IOUS = tuple(0.5 + 0.05 * i for i in range(10))
 

@@ -19,8 +19,11 @@ def device_name(device: str) -> str:
 
 def peak_memory(device: str) -> int:
     """Return the bytes that torch has reserved on the GPU, or the largest resident size of this process."""
-    if device == "cuda":
-        return torch.cuda.max_memory_reserved()
+    return torch.cuda.max_memory_reserved() if device == "cuda" else host_memory()
+
+
+def host_memory() -> int:
+    """Return the largest resident size that this process had, in bytes."""
     import resource  # not on Windows
 
     size = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
