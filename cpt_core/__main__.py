@@ -43,7 +43,7 @@ Scale = Annotated[str, typer.Option(help="smoke (seconds), demo (minutes) or pap
 Number = Annotated[str | None, typer.Option(help="one notebook, such as 03; all when left out")]
 Data = Annotated[str | None, typer.Option(help="a named data set, or your own images or graph")]
 Given = Annotated[list[str], typer.Option("--parameter", "-p", help="NAME=VALUE of a notebook, such as seeds=[0,1]")]
-Device = Annotated[str, typer.Option(help="auto (CUDA where there is one), cpu or cuda")]
+Device = Annotated[str, typer.Option(help="auto (at paper scale CUDA where there is one), cpu or cuda")]
 AtScale = Annotated[str | None, typer.Option("--scale", help="smoke, demo or paper; the largest of a grid if left out")]
 Only = Annotated[list[str], typer.Option(help="runs to keep, such as schedule=CR,RR savings=small q_max=8")]
 

@@ -207,7 +207,7 @@ class MatrixNorm(nn.Module):
 
 
 def _spread_norm(x: Tensor) -> Tensor:
-    """The same up to rounding, as work for a whole GPU, whose layer norm leaves a row, here all, to one of its blocks."""
+    """The same up to rounding, for a whole GPU: its layer norm leaves a row, here all there is, to one block."""
     wide = x.float()
     variance, mean = torch.var_mean(wide, correction=0)
     return ((wide - mean) * torch.rsqrt(variance + LAYER_NORM_EPS)).to(x.dtype)

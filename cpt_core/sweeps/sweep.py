@@ -32,6 +32,7 @@ from cpt_core.sweeps.process import supervise
 from cpt_core.sweeps.progress import Live, Signals
 from cpt_core.sweeps.stores import Row
 from cpt_core.sweeps.worker import Job, Outcome, run_one
+from cpt_core.training.arithmetic import lay_out
 from cpt_core.training.device import choose_device
 from cpt_core.training.session import task_of
 
@@ -106,12 +107,14 @@ def _check_data(
         elif not is_own(spec.recipe.dataset):
             continue
         try:
-            checksum = task_of(spec)(spec, torch.device("cpu")).checksum
+            task = task_of(spec)(spec, torch.device("cpu"))
         except FileNotFoundError:
             if spec.recipe in here:
                 raise
         else:
-            stores.check_same_data(store, rows, spec, checksum)
+            stores.check_same_data(store, rows, spec, task.checksum)
+            if spec.recipe.channels_last:
+                lay_out(task.model(), spec.recipe)
 
 
 def _recipes(specs: Iterable[RunSpec]) -> list[RunSpec]:

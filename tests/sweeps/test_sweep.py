@@ -600,13 +600,14 @@ def test_gpus_are_used_round_robin_with_as_many_runs_as_fit(monkeypatch):
     monkeypatch.setattr(sweep_module, "usable_memory", lambda: 64 * 2**30)
     specs = designs.quality_cost("demo", schedules=["CR"], static=[], seeds=[0])
 
-    def slots(specs, **changes):
-        return _slots(specs, SweepOptions(**changes))
+    def slots(specs, device="cuda", **changes):
+        return _slots(specs, SweepOptions(device=device, **changes))
 
     assert slots(specs, per_gpu=2) == [0, 1, 0, 1]
     assert slots(specs, workers=3, per_gpu=2) == [0, 1, 0]
     assert slots(specs, threads=4, device="cpu") == [None] * 4
     assert slots(specs_of("CR"), workers=2) == [None, None]  # smoke scale
+    assert slots(specs, "auto", workers=2) == [None, None]  # demo scale
     memory, peaks = [10 * 2**30] * 2, {"mlp6": 2 * 2**30, "mlp4": 3 * 2**30}
     hosts = dict.fromkeys(peaks, 2**30)
     monkeypatch.setattr("torch.cuda.get_device_properties", lambda i: SimpleNamespace(total_memory=memory[i]))
