@@ -215,7 +215,7 @@ class Graph:
             if transposed:
                 rows = torch.arange(self.num_dst, device=self.device, dtype=self.indices.dtype)
                 indptr, order = _by(self.indices, self.num_src)
-                back = rows.repeat_interleave(self.indptr.diff())[order]
+                back = rows.repeat_interleave(self.indptr.diff(), output_size=self.num_edges)[order]
                 made = _csr(indptr.to(back.dtype), back, (self.num_src, self.num_dst), dtype)
             else:
                 made = _csr(self.indptr, self.indices, (self.num_dst, self.num_src), dtype)
