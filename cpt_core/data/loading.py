@@ -56,10 +56,6 @@ def loader(data: Dataset, device: torch.device, workers: int, **keys: Any) -> Da
     """
     pinned = device.type == "cuda" and torch.cuda.is_available()
     ahead = PREFETCH if workers else None
-    options: Any = {
-        "num_workers": workers,
-        "prefetch_factor": ahead,
-        "pin_memory": pinned,
-        "generator": generator_of(0),
-    }
-    return DataLoader(data, **options, **keys)
+    return DataLoader(
+        data, num_workers=workers, prefetch_factor=ahead, pin_memory=pinned, generator=generator_of(0), **keys
+    )
