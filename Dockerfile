@@ -1,5 +1,6 @@
 # Build:  docker build -t cpt .
-# Run:    docker run --rm --gpus all -p 127.0.0.1:8888:8888 cpt       (no GPU: leave --gpus all out)
+# Run:    docker run --rm --gpus all --ipc=host -p 127.0.0.1:8888:8888 cpt       (no GPU: leave --gpus all out)
+#         --ipc=host, or --shm-size=8g: images from disk come through /dev/shm, of which a container has 64 MB
 # Keep:   -v cpt-runs:/home/cpt/cpt/runs -v cpt-data:/home/cpt/cpt/data/cache    runs and data sets outlive a container
 # Test:   docker build --target test .                                (needs no GPU)
 #

@@ -27,6 +27,8 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
+from cpt_core.machine import usable_cores
+
 ROOT = Path(__file__).parents[1]
 TABLE = Path(__file__).with_suffix(".toml")
 LEFT_OUT = (".*", "*.egg-info", "build", "dist", "runs", "cache")  # made by machines, or not read by tests
@@ -138,7 +140,7 @@ def canary(mutants: Sequence[Mutant], jobs: int, root: Path = ROOT) -> bool:
 def main() -> None:
     """Run it from the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("-j", "--jobs", type=int, default=os.cpu_count() or 1, help="mutants at a time")
+    parser.add_argument("-j", "--jobs", type=int, default=usable_cores(), help="mutants at a time")
     parser.add_argument("--only", nargs="+", metavar="WORD", help="those whose file or description holds a word")
     given = parser.parse_args()
     chosen = [m for m in table() if not given.only or any(word in str(m) for word in given.only)]

@@ -43,7 +43,7 @@ Scale = Annotated[str, typer.Option(help="smoke (seconds), demo (minutes) or pap
 Number = Annotated[str | None, typer.Option(help="one notebook, such as 03; all when left out")]
 Data = Annotated[str | None, typer.Option(help="a named data set, or your own images or graph")]
 Given = Annotated[list[str], typer.Option("--parameter", "-p", help="NAME=VALUE of a notebook, such as seeds=[0,1]")]
-Device = Annotated[str, typer.Option(help="auto (CUDA where there is one), cpu or cuda")]
+Device = Annotated[str, typer.Option(help="auto (at paper scale CUDA where there is one), cpu or cuda")]
 AtScale = Annotated[str | None, typer.Option("--scale", help="smoke, demo or paper; the largest of a grid if left out")]
 Only = Annotated[list[str], typer.Option(help="runs to keep, such as schedule=CR,RR savings=small q_max=8")]
 
@@ -180,10 +180,14 @@ def range_test(
     if figure is not None and not figure.parent.is_dir():
         raise FileNotFoundError(f"there is no folder {figure.parent}")
 
+    import torch
+
     from cpt_core.experiments.spec import run_spec
+    from cpt_core.machine import usable_cores
     from cpt_core.training.device import choose_device
     from cpt_core.training.range_test import RangeTestWarning, precision_range_test
 
+    torch.set_num_threads(min(torch.get_num_threads(), usable_cores()))  # torch knows no quotas
     device = choose_device(device, run_spec(r, f"static {q_max}", q_max=q_max, seed=0, scale=scale))
     warnings.simplefilter("ignore", RangeTestWarning)  # it is part of the answer
     found = precision_range_test(

@@ -1,6 +1,7 @@
 """The rules that keep the house readable: rooms import one way, and what needs no torch imports without it."""
 
 import ast
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -14,6 +15,7 @@ PACKAGE = ROOT / "cpt_core"
 ROOMS = {
     "paths": (),
     "checks": (),
+    "machine": (),
     "schedules": ("checks",),
     "graphs": ("checks", "paths"),
     "kernels": ("checks", "paths"),
@@ -22,7 +24,7 @@ ROOMS = {
     "integrations": ("bitops",),
     "experiments": ("schedules", "paths"),
     "models": ("graphs",),
-    "data": ("experiments", "graphs"),
+    "data": ("experiments", "graphs", "machine"),
     "tasks": ("data", "models"),
     "training": ("tasks", "bitops"),
     "sweeps": ("training",),
@@ -30,7 +32,16 @@ ROOMS = {
     "teaching": ("analysis",),
     "__main__": ("teaching",),
 }
-WITHOUT_TORCH = ("schedules", "experiments", "analysis", "sweeps.stores", "teaching.parameters", "checks", "paths")
+WITHOUT_TORCH = (
+    "schedules",
+    "experiments",
+    "analysis",
+    "sweeps.stores",
+    "teaching.parameters",
+    "checks",
+    "paths",
+    "machine",
+)
 
 
 def room_of(path):
@@ -116,6 +127,13 @@ def test_the_library_never_chooses_a_device_or_prints():
         if room_of(path) not in ("teaching", "__main__"):
             calls = [n for n in ast.walk(ast.parse(text)) if isinstance(n, ast.Call)]
             assert not [c for c in calls if isinstance(c.func, ast.Name) and c.func.id == "print"], path.name
+
+
+def test_cores_are_counted_in_one_place():
+    """What a job may use is less than what the machine has: see ``cpt_core.machine``."""
+    counted = re.compile(r"cpu_count|sched_getaffinity")
+    found = [p for p in [*FILES, *sorted((ROOT / "bench").glob("*.py"))] if counted.search(p.read_text())]
+    assert found == [PACKAGE / "machine.py"]
 
 
 def test_public_names_resolve():

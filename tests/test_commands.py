@@ -146,7 +146,9 @@ def test_a_plan_counts_what_is_done_failed_and_missing(command, place):
 
 
 def test_a_plan_knows_the_price_before_anything_runs(monkeypatch):
-    known = Calibration(seconds_per_step=0.5, peak_memory=1, checkpoint=10**6, macs=1024 * 1000, batch=64)
+    known = Calibration(
+        seconds_per_step=0.5, peak_memory=1, host_memory=1, checkpoint=10**6, macs=1024 * 1000, batch=64
+    )
     monkeypatch.setattr(plan, "measure", lambda spec, device: known)
     (line,) = plan.plan("digits/mlp6", "smoke").itertuples()
     specs = grids.grid_specs("digits/mlp6", "smoke")
@@ -245,9 +247,14 @@ def test_random_data_on_which_training_diverges_are_no_measurement(monkeypatch):
 
 def test_how_many_runs_share_a_gpu():
     gigabyte = 2**30
-    assert runs_per_gpu(30 * gigabyte, 24 * gigabyte, 16) == 1  # it may not fit, but one is tried
-    assert runs_per_gpu(1 * gigabyte, 24 * gigabyte, 4) == 4  # no more than cores
-    assert runs_per_gpu(4 * gigabyte, 24 * gigabyte, 16) == 4
+
+    def packed(on_gpu, on_host, cores=16):
+        return runs_per_gpu(on_gpu * gigabyte, 24 * gigabyte, on_host * gigabyte, 64 * gigabyte, cores)
+
+    assert packed(30, 1) == packed(1, 90) == 1  # it may not fit, but one is tried
+    assert packed(1, 1, cores=4) == 4  # no more than cores
+    assert packed(4, 1) == 4
+    assert packed(1, 10) == 5  # nine tenths of the machine's memory
 
 
 def test_run_then_results_then_report(command, place):

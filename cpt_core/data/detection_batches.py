@@ -5,19 +5,21 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import Dataset
 from torchvision import tv_tensors
 from torchvision.transforms import v2
 
-from cpt_core.data.common import Stream, epoch_order, generator_of
+from cpt_core.data.common import Stream, epoch_order, generator_of, send
 from cpt_core.data.images import IMAGENET_MEAN, IMAGENET_STD
+from cpt_core.data.loading import loader
 from cpt_core.data.pictures import Annotated
 from cpt_core.experiments.detection import DetectionRecipe
 
+CPU = torch.device("cpu")
 MULTIPLE = 32  # sides of a padded batch
 
 
@@ -29,7 +31,7 @@ class Batch:
     """Pictures made ready for a model, and their objects.
 
     Attributes:
-        images: float32 (N, 3, H, W), normalised, padded with zeros to multiples of 32.
+        images: float32 (N, 3, H, W), normalised, padded with zeros to multiples of 32; as they are read, uint8.
         targets: of every image, boxes float32 (n, 4) in pixels of ``images`` and labels int64 (n,).
         sizes: height and width of every image without its padding.
         originals: the pictures they were made from.
@@ -40,9 +42,14 @@ class Batch:
     sizes: list[tuple[int, int]]
     originals: list[Annotated]
 
+    def pin_memory(self) -> Batch:
+        """Return it in memory from which a GPU copies while it computes; torch's loader calls this."""
+        pinned = [{name: t.pin_memory() for name, t in target.items()} for target in self.targets]
+        return replace(self, images=self.images.pin_memory(), targets=pinned)
+
 
 class _Ready(Dataset):
-    """Groups of pictures made ready: resized, perhaps mirrored, normalised, padded. Keys: (epoch, group)."""
+    """Groups of pictures as they are read: resized, perhaps mirrored, padded. Keys: (epoch, group)."""
 
     def __init__(
         self, pictures: Sequence[Annotated], groups: Sequence[Sequence[int]], recipe: DetectionRecipe, seed: int | None
@@ -57,7 +64,7 @@ class _Ready(Dataset):
         images, targets = zip(*(self._item(index, epoch) for index in self.groups[group]), strict=True)
         sizes = [(i.shape[-2], i.shape[-1]) for i in images]
         height, width = (MULTIPLE * math.ceil(max(s) / MULTIPLE) for s in zip(*sizes, strict=True))
-        padded = torch.zeros(len(images), 3, height, width)
+        padded = torch.zeros(len(images), 3, height, width, dtype=torch.uint8)
         for place, image in zip(padded, images, strict=True):
             place[:, : image.shape[-2], : image.shape[-1]] = image
         return Batch(padded, list(targets), sizes, [self.pictures[i] for i in self.groups[group]])
@@ -72,8 +79,7 @@ class _Ready(Dataset):
         if self.seed is not None and self.recipe.flip and _coin(self.seed, epoch, index):
             image, boxes = v2.functional.horizontal_flip(image), v2.functional.horizontal_flip(boxes)
         image, boxes = sized(image, boxes)
-        ready = v2.functional.normalize(image.float() / 255, list(IMAGENET_MEAN), list(IMAGENET_STD))
-        return ready.as_subclass(Tensor), {
+        return image.as_subclass(Tensor), {
             "boxes": boxes.as_subclass(Tensor),
             "labels": torch.from_numpy(picture.labels[keep]),
         }
@@ -90,9 +96,14 @@ def aspect_groups(pictures: Sequence[Annotated], batch: int) -> list[list[int]]:
 
 
 def batches(
-    pictures: Sequence[Annotated], recipe: DetectionRecipe, seed: int, start: int, workers: int
+    pictures: Sequence[Annotated],
+    recipe: DetectionRecipe,
+    seed: int,
+    start: int,
+    workers: int,
+    device: torch.device = CPU,
 ) -> Iterator[Batch]:
-    """Yield training batches from step ``start`` on, without end: a pure function of (seed, step).
+    """Yield training batches on the device from step ``start`` on, without end: a pure function of (seed, step).
 
     The groups are the same in every epoch, their order is not. Files are read by worker processes.
     """
@@ -105,20 +116,31 @@ def batches(
             yield from ((epoch, group) for group in order[position:])
             position = 0
 
-    return _loaded(data, keys(), workers)
+    return _loaded(data, keys(), workers, device)
 
 
-def evaluation_batches(pictures: Sequence[Annotated], recipe: DetectionRecipe, workers: int) -> Iterator[Batch]:
-    """Yield a split once, without mirroring."""
+def evaluation_batches(
+    pictures: Sequence[Annotated], recipe: DetectionRecipe, workers: int, device: torch.device = CPU
+) -> Iterator[Batch]:
+    """Yield a split once, without mirroring, on the device."""
     data = _Ready(pictures, aspect_groups(pictures, recipe.batch), recipe, None)
-    return _loaded(data, ((0, group) for group in range(len(data))), workers)
+    return _loaded(data, ((0, group) for group in range(len(data))), workers, device)
 
 
-def _loaded(data: _Ready, keys: Iterator[tuple[int, int]], workers: int) -> Iterator[Batch]:
-    in_memory = isinstance(data.pictures[0].picture, Tensor)
-    # a generator of its own: the loader draws a number at every start, and torch's stream belongs to the model
-    return iter(
-        DataLoader(
-            data, sampler=keys, batch_size=None, num_workers=0 if in_memory else workers, generator=generator_of(0)
-        )
-    )
+def bytes_read(recipe: DetectionRecipe) -> int:
+    """Return how many bytes of pictures may lie in a batch of training and one of evaluation."""
+    return 2 * recipe.batch * 3 * (MULTIPLE * math.ceil(recipe.max_size / MULTIPLE)) ** 2
+
+
+def _loaded(data: _Ready, keys: Iterator[tuple[int, int]], workers: int, device: torch.device) -> Iterator[Batch]:
+    mean, std = (send(torch.tensor(x).view(-1, 1, 1), device) for x in (IMAGENET_MEAN, IMAGENET_STD))
+
+    def ready(batch: Batch) -> Batch:
+        images = send(batch.images, device).float().div_(255).sub_(mean).div_(std)
+        for image, (height, width) in zip(images, batch.sizes, strict=True):
+            image[:, height:].zero_()
+            image[:, :, width:].zero_()
+        targets = [{name: send(t, device) for name, t in target.items()} for target in batch.targets]
+        return replace(batch, images=images, targets=targets)
+
+    return map(ready, loader(data, device, workers, sampler=keys, batch_size=None))

@@ -4,18 +4,21 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import Dataset
 
 from cpt_core.checks import library
 from cpt_core.data.common import Stream, epoch_order, generator_of, send
 from cpt_core.data.image_readers import ArrayImages
 from cpt_core.data.images import IMAGENET_MEAN, IMAGENET_STD, Batch, ImageData, Split
+from cpt_core.data.loading import loader
 from cpt_core.experiments.image import ImageRecipe
+
+EVALUATION_BATCH = 250  # images from disk
 
 
 class ArrayBatches:
@@ -120,6 +123,11 @@ class _Seeded(Dataset):
             return self.transform(image.convert("RGB")), label
 
 
+def bytes_read(recipe: ImageRecipe) -> int:
+    """Return how many bytes of images lie in a batch of training and one of evaluation."""
+    return 3 * recipe.size**2 * (recipe.batch + EVALUATION_BATCH)
+
+
 class FileBatches:
     """Batches of images read from disk by worker processes; same contract as ``ArrayBatches``."""
 
@@ -140,8 +148,12 @@ class FileBatches:
 
     def iterate(self, start: int) -> Iterator[Batch]:
         """Yield the batches from step ``start`` on, without end."""
-        for images, labels in _loaded(self.data, self._keys(start), self.device, self.workers):
-            yield self.normalize(images), labels
+        read = loader(self.data, self.device, self.workers, batch_sampler=self._keys(start))
+        return map(self._ready, read)
+
+    def _ready(self, read: Batch) -> Batch:
+        images, labels = (send(x, self.device) for x in read)
+        return self.normalize(images), labels
 
     def _keys(self, start: int) -> Iterator[list[tuple[int, int]]]:
         first, position = divmod(start, self.steps_per_epoch)
@@ -150,14 +162,6 @@ class FileBatches:
             keys = [(epoch, i) for i in order[position * self.batch :]]
             yield from (keys[i : i + self.batch] for i in range(0, len(keys), self.batch))
             position = 0
-
-
-def _loaded(data: Dataset, keys: Iterable[list[Any]], device: torch.device, workers: int) -> Iterator[Batch]:
-    """Yield the batches of these keys on the device; workers read ahead, and a GPU copies while it computes."""
-    # a generator of its own: the loader draws a number at its start, and torch's stream belongs to the model
-    options: Any = {"num_workers": workers, "pin_memory": device.type != "cpu", "generator": generator_of(0)}
-    for images, labels in DataLoader(data, batch_sampler=keys, **options):
-        yield images.to(device, non_blocking=True), labels.to(device, non_blocking=True)
 
 
 class _Test(Dataset):
@@ -184,6 +188,6 @@ def evaluation_batches(split: Split, data: ImageData, size: int, device: torch.d
             part = split[start : start + 1000]
             yield normalize(send(part.images, device)), send(part.labels, device)
     else:
-        files, scale = _Test(split, size), _NormalizeFiles(device)
-        for images, labels in _loaded(files, torch.arange(len(files)).split(250), device, workers):
-            yield scale(images), labels
+        scale = _NormalizeFiles(device)
+        for images, labels in loader(_Test(split, size), device, workers, batch_size=EVALUATION_BATCH):
+            yield scale(send(images, device)), send(labels, device)

@@ -53,6 +53,7 @@ class EntailmentRecipe(Recipe):
 
     def __post_init__(self) -> None:
         """Check the choices."""
+        super().__post_init__()
         choose("padding", self.padding, ("max", "longest"))
         if not self.test_languages:
             raise ValueError("test_languages must name at least one language")

@@ -48,6 +48,7 @@ class GraphRecipe(Recipe):
 
     def __post_init__(self) -> None:
         """Check the choices."""
+        super().__post_init__()
         for name, allowed in (
             ("norm", ("matrix", "node", "none")),
             ("loss", ("cross_entropy", "nll_raw")),

@@ -48,6 +48,7 @@ class LanguageModelRecipe(Recipe):
 
     def __post_init__(self) -> None:
         """Check the choices."""
+        super().__post_init__()
         choose("lr_rule", self.lr_rule, ("plateau", "cosine"))
         choose("unit", self.unit, ("words", "characters"))
         if self.lr_rule == "plateau" and not self.evaluate_every:

@@ -6,13 +6,16 @@ A task declares all of it in a file of its own, which ends in its ``EXPERIMENT``
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 from cpt_core.checks import offer
 
 SCALES = ("smoke", "demo", "paper")
 PRESETS = ("ours", "authors")
+
+# Of fields that recipes had not from the start: their default is left out of specs, which keep their keys; so it stays.
+LATER = {"later": True}
 
 
 @dataclass(frozen=True)
@@ -34,7 +37,15 @@ class Recipe:
         running_start: rule of the running ranges, see ``LayerPrecision``.
         cycle_rule: see ``CyclicSchedule``.
         eval_bits: "q_max" or "current": bits of every evaluation but the last, which is done at both.
+        autocast: "bfloat16" computes under autocast: what passes between layers is rounded, quantised products are as
+            exact as before. "" is off.
+        tf32: float32 products may take TF32's 11 bits, on GPUs that have it; cuDNN's convolutions too, which else do
+            so in torch. Dequantised operands are then rounded once more.
+        channels_last: pictures are stored with their channels last, which changes the speed of convolutions and the
+            last digits of their results.
         seeds: seeds of a full grid at this scale; no part of a single run.
+
+    The paper has float32 only: nothing of the arithmetic is changed in its settings.
     """
 
     task: str
@@ -52,7 +63,27 @@ class Recipe:
     running_start: str = "corrected"
     cycle_rule: str = "exact"
     eval_bits: str = "q_max"
+    autocast: str = field(default="", metadata=LATER)
+    tf32: bool = field(default=False, metadata=LATER)
+    channels_last: bool = field(default=False, metadata=LATER)
     seeds: tuple[int, ...] = field(default=(0, 1, 2), compare=False)
+
+    def __post_init__(self) -> None:
+        """Check the arithmetic."""
+        if self.autocast not in ("", "bfloat16"):
+            raise ValueError(f"autocast must be 'bfloat16', or '' for none, got {self.autocast!r}")
+        for name in ("tf32", "channels_last"):
+            if not isinstance(value := getattr(self, name), bool):
+                raise ValueError(f"{name} must be true or false, got {value!r}")
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the JSON form, the part of a spec that its key is made of."""
+        found = {}
+        for f in fields(self):
+            value = getattr(self, f.name)
+            if f.name != "seeds" and not (f.metadata == LATER and value == f.default):
+                found[f.name] = list(value) if isinstance(value, tuple) else value
+        return found
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 from cpt_core.experiments.recipe import Recipe
@@ -55,10 +55,9 @@ class RunSpec:
 
     def to_dict(self) -> dict[str, Any]:
         """Return the canonical JSON form."""
-        recipe = {k: list(v) if isinstance(v, tuple) else v for k, v in asdict(self.recipe).items() if k != "seeds"}
         return {
             "version": SPEC_VERSION,
-            "recipe": recipe,
+            "recipe": self.recipe.to_dict(),
             "schedule": self.schedule.to_dict(),
             "q_max": self.q_max,
             "q_grad": self.q_grad,

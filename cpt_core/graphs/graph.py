@@ -46,13 +46,10 @@ class Graph:
 
     def __init__(self, indptr: Tensor, indices: Tensor, num_src: int | None = None, backend: str = "auto") -> None:
         """Check and keep the edges; nothing is copied."""
-        self.indptr, self.indices = indptr, indices
-        self.num_dst, self.num_edges = len(indptr) - 1, len(indices)
-        self.num_src = self.num_dst if num_src is None else num_src
+        self._keep_edges(indptr, indices, num_src, backend)
         choose("backend", backend, BACKENDS)
         if backend == "dgl" and (indices.is_cuda or dgl_module() is None):
             raise ValueError("backend 'dgl' needs DGL and a graph on the CPU; take 'csr'")
-        self.backend = backend
         for name, part in (("indptr", indptr), ("indices", indices)):
             if part.dim() != 1 or part.dtype not in (torch.int32, torch.int64) or part.dtype != indices.dtype:
                 got = f"{part.dtype} {tuple(part.shape)}"
@@ -66,9 +63,21 @@ class Graph:
             low, high = map(int, torch.aminmax(indices))
             if low < 0 or high >= self.num_src:
                 raise ValueError(f"edges must name nodes 0..{self.num_src - 1}, got {low if low < 0 else high}")
+
+    def _keep_edges(self, indptr: Tensor, indices: Tensor, num_src: int | None, backend: str) -> None:
+        self.indptr, self.indices, self.backend = indptr, indices, backend
+        self.num_dst, self.num_edges = len(indptr) - 1, len(indices)
+        self.num_src = self.num_dst if num_src is None else num_src
         self.constant: Tensor | None = None
         self._kept: dict[Hashable, Tensor] = {}
         self._made: dict[str, Any] = {}
+
+    @classmethod
+    def _unchecked(cls, indptr: Tensor, indices: Tensor, num_src: int, backend: str) -> Graph:
+        """Return the graph of edges that are right already, such as a part of one: every check waits for the GPU."""
+        graph = cls.__new__(cls)
+        graph._keep_edges(indptr, indices, num_src, backend)
+        return graph
 
     @classmethod
     def from_edges(cls, source: Tensor, destination: Tensor, num_nodes: int, backend: str = "auto") -> Graph:
@@ -101,7 +110,7 @@ class Graph:
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Copy and pickle the edges alone: what is derived from them is made again."""
-        return Graph, (self.indptr, self.indices, self.num_src, self.backend)
+        return Graph._unchecked, (self.indptr, self.indices, self.num_src, self.backend)
 
     @property
     def device(self) -> torch.device:
@@ -121,7 +130,7 @@ class Graph:
         if torch.device(device) == self.device:
             return self
         backend = "csr" if self.backend == "csr" else "auto"
-        return Graph(self.indptr.to(device), self.indices.to(device), self.num_src, backend)
+        return Graph._unchecked(self.indptr.to(device), self.indices.to(device), self.num_src, backend)
 
     @property
     def in_degrees(self) -> Tensor:

@@ -28,11 +28,11 @@ from cpt_core.paths import runs_dir
 from cpt_core.sweeps.options import SweepOptions
 from cpt_core.sweeps.process import supervise
 from cpt_core.sweeps.worker import Job, Outcome
-from cpt_core.training.device import choose_device, device_name, peak_memory
+from cpt_core.training.device import choose_device, device_name, host_memory, peak_memory
 from cpt_core.training.session import Session, task_of
 
 SECONDS = 1.0  # about the time that measuring one recipe takes, if its steps are that quick
-VERSION = 2  # of what is measured: kept measurements of another version are not taken
+VERSION = 3  # of what is measured: kept measurements of another version are not taken
 CONTEXT = 600 * 2**20  # bytes that a CUDA process takes before its first tensor
 
 
@@ -43,6 +43,7 @@ class Calibration:
     Attributes:
         seconds_per_step: of training, on one CPU thread or one GPU; evaluation and reading images are not in it.
         peak_memory: bytes, see ``training.device``.
+        host_memory: bytes that its process takes of the machine's memory.
         checkpoint: bytes on disk.
         macs: forward multiply-accumulates of one step, as convention "paper" counts them.
         batch: samples of the measured steps; a CPU measures large models on fewer, and multiplies.
@@ -50,6 +51,7 @@ class Calibration:
 
     seconds_per_step: float
     peak_memory: int
+    host_memory: int
     checkpoint: int
     macs: int
     batch: int
@@ -91,13 +93,21 @@ def _known(path: Path) -> dict[str, dict[str, Any]]:
         return {}
 
 
-def runs_per_gpu(peak_memory: int, total_memory: int, cores: int) -> int:
-    """Return how many runs share a GPU: as many as fit into nine tenths of its memory, but one per CPU core at most.
+def runs_per_gpu(on_gpu: int, gpu_memory: int, on_host: int, memory: int, cores: int) -> int:
+    """Return how many runs share a GPU: one per CPU core at most, and as many as fit into nine tenths of both memories.
 
-    >>> runs_per_gpu(peak_memory=2 * 2**30, total_memory=24 * 2**30, cores=16)
+    Args:
+        on_gpu: bytes that a run takes there, without its CUDA context.
+        gpu_memory: bytes of the GPU.
+        on_host: bytes that the process of a run takes of the machine's memory.
+        memory: bytes of that memory, and
+        cores: CPU cores, for the runs of this GPU.
+
+    >>> runs_per_gpu(2 * 2**30, 24 * 2**30, on_host=3 * 2**30, memory=64 * 2**30, cores=16)
     8
     """
-    return max(1, min(int(0.9 * total_memory / (peak_memory + CONTEXT)), cores))
+    fitting = min(gpu_memory / (on_gpu + CONTEXT), memory / on_host)
+    return max(1, min(int(0.9 * fitting), cores))
 
 
 def _key(spec: RunSpec, device: str) -> str:
@@ -148,6 +158,7 @@ def _steps_of(spec: RunSpec, device: str, batch: int) -> Calibration:
     return Calibration(
         seconds_per_step=median(times),
         peak_memory=peak_memory(device),
+        host_memory=host_memory(),
         checkpoint=sum(t.numel() * t.element_size() for t in tensors),
         macs=count_bitops(session.model, session.task.inputs(first)).forward_macs,
         batch=batch,

@@ -126,8 +126,11 @@ def _work(job: Job, sign: str, slots: list[int | None]) -> Outcome:
                 ]
         return bool(asked[1])
 
+    worker = distributed.get_worker()
     if slots:  # a cluster of this machine, whose workers are numbered
-        job = replace(job, gpu=slots[distributed.get_worker().name])
+        job = replace(job, gpu=slots[worker.name], sharing=len(slots))
+    else:
+        job = replace(job, sharing=worker.state.nthreads)
     return supervise(job, should_stop=stopped)
 
 

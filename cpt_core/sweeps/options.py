@@ -24,7 +24,8 @@ class SweepOptions:
         workers: runs at a time; 0 runs them here, in this process. None takes as many as the CPU cores or the memory
             of the GPUs allow. With ``scheduler`` the cluster decides.
         threads: CPU threads of a run; small networks are faster on one. Results depend on it in the last digits.
-        device: "auto" takes CUDA where there is one, but always the CPU at smoke scale; or "cpu", "cuda".
+        device: "auto" takes CUDA where there is one at paper scale, the CPU at the others, whose networks are too small
+            to gain by it; or "cpu", "cuda". Smoke scale is always on the CPU.
         per_gpu: runs that share a GPU; None takes as many as fit, measured before they start (one on a cluster that
             is there already).
         scheduler: address of a Dask scheduler such as "tcp://10.0.0.5:8786"; None starts a cluster on this machine.

@@ -20,6 +20,7 @@ from typing import Any
 import torch
 
 from cpt_core.experiments.recipes import EXPERIMENTS
+from cpt_core.machine import share_with
 from cpt_core.sweeps import stores
 from cpt_core.sweeps.stores import StoreError
 from cpt_core.sweeps.worker import Job, Outcome, run_one
@@ -167,6 +168,7 @@ def _child(job: Job, sender: Any, work: Callable[..., Outcome], environment: dic
         visible = [v for v in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if v]
         os.environ["CUDA_VISIBLE_DEVICES"] = visible[job.gpu] if visible else str(job.gpu)
     torch.set_num_threads(job.options.threads)
+    share_with(job.sharing)
 
     def send(kind: str, content: Any) -> None:
         with suppress(OSError):  # the sweep is gone; the row is in the store

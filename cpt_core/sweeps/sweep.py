@@ -9,7 +9,6 @@ Any number of sweeps may share a store, on one machine or several: each run is d
 
 from __future__ import annotations
 
-import os
 import sys
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -24,6 +23,7 @@ from tqdm.auto import tqdm
 
 from cpt_core.experiments.recipe import is_own
 from cpt_core.experiments.spec import RunSpec
+from cpt_core.machine import usable_cores, usable_memory
 from cpt_core.sweeps import stores
 from cpt_core.sweeps.calibration import measure, runs_per_gpu
 from cpt_core.sweeps.lines import mark
@@ -32,6 +32,7 @@ from cpt_core.sweeps.process import supervise
 from cpt_core.sweeps.progress import Live, Signals
 from cpt_core.sweeps.stores import Row
 from cpt_core.sweeps.worker import Job, Outcome, run_one
+from cpt_core.training.arithmetic import lay_out
 from cpt_core.training.device import choose_device
 from cpt_core.training.session import task_of
 
@@ -106,12 +107,14 @@ def _check_data(
         elif not is_own(spec.recipe.dataset):
             continue
         try:
-            checksum = task_of(spec)(spec, torch.device("cpu")).checksum
+            task = task_of(spec)(spec, torch.device("cpu"))
         except FileNotFoundError:
             if spec.recipe in here:
                 raise
         else:
-            stores.check_same_data(store, rows, spec, checksum)
+            stores.check_same_data(store, rows, spec, task.checksum)
+            if spec.recipe.channels_last:
+                lay_out(task.model(), spec.recipe)
 
 
 def _recipes(specs: Iterable[RunSpec]) -> list[RunSpec]:
@@ -161,7 +164,7 @@ def _local(jobs: list[Job], signals: Signals, live: Live, slots: list[int | None
         gpu = free.popleft()
         try:
             return supervise(
-                replace(job, gpu=gpu),
+                replace(job, gpu=gpu, sharing=len(slots)),
                 should_stop=signals.stop.is_set,
                 should_kill=signals.kill.is_set,
                 on_start=partial(live.started, job.spec.key),
@@ -193,7 +196,7 @@ def _local(jobs: list[Job], signals: Signals, live: Live, slots: list[int | None
 
 def _slots(specs: Sequence[RunSpec], options: SweepOptions) -> list[int | None]:
     """Return one entry per run at a time: the number of its GPU, round robin, or None for the CPU."""
-    cores = max(1, (os.cpu_count() or 1) // options.threads)
+    cores = max(1, usable_cores() // options.threads)
     gpus = torch.cuda.device_count()
     if gpus == 0 or all(choose_device(options.device, spec) == "cpu" for spec in specs):
         return [None] * (options.workers or cores)
@@ -204,7 +207,8 @@ def _slots(specs: Sequence[RunSpec], options: SweepOptions) -> list[int | None]:
 def _fitting(specs: Sequence[RunSpec], device: str, gpus: int, cores: int) -> int:
     total = min(torch.cuda.get_device_properties(i).total_memory for i in range(gpus))
     try:
-        peak = max(measure(spec, device).peak_memory for spec in _recipes(specs))
+        found = [measure(spec, device) for spec in _recipes(specs)]
     except RuntimeError:
         return 1  # one of them does not run at all: it will fail alone, with its reason
-    return runs_per_gpu(peak, total, max(1, cores // gpus))
+    on_gpu, on_host = max(f.peak_memory for f in found), max(f.host_memory for f in found)
+    return runs_per_gpu(on_gpu, total, on_host, usable_memory() // gpus, max(1, cores // gpus))

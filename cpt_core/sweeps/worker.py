@@ -22,6 +22,7 @@ from cpt_core.sweeps import stores
 from cpt_core.sweeps.lines import START, Mark, mark
 from cpt_core.sweeps.options import SweepOptions
 from cpt_core.sweeps.stores import Row, StoreError
+from cpt_core.training.arithmetic import cuda_provenance
 from cpt_core.training.device import choose_device, device_name, peak_memory
 from cpt_core.training.session import task_of
 from cpt_core.training.train import Run, Stopped, train
@@ -39,6 +40,7 @@ class Job:
         store: the file its row goes to.
         options: of its sweep.
         gpu: which of the visible GPUs the process sees; None for all of them.
+        sharing: how many runs share the cores and the memory of its machine.
         wait: while another sweep has the run, wait for it a while before returning "busy".
         since: up to there the sweep has read the store, and found that this run is to be done.
     """
@@ -47,6 +49,7 @@ class Job:
     store: Path
     options: SweepOptions = field(default_factory=SweepOptions)
     gpu: int | None = None
+    sharing: int = 1
     wait: bool = False
     since: Mark = START
 
@@ -108,6 +111,7 @@ def _row(job: Job, should_stop: Callable[[], bool]) -> Row:
         device = choose_device(device, spec)
         if device == "cuda":
             torch.cuda.reset_peak_memory_stats()
+            row["provenance"]["cuda"] = cuda_provenance(spec.recipe)
         log.info("%s: %s seed %d, %s", spec.key, spec.arm, spec.seed, device)
         run = train(
             task_of(spec),

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from typing import cast
@@ -13,9 +12,10 @@ import torch
 from torch import Tensor, nn
 
 from cpt_core.checks import library
-from cpt_core.data.common import load_once, send
+from cpt_core.data.common import load_once
 from cpt_core.data.detection import backbone_weights, load_detection, random_detection
-from cpt_core.data.detection_batches import Batch, batches, evaluation_batches
+from cpt_core.data.detection_batches import Batch, batches, bytes_read, evaluation_batches
+from cpt_core.data.loading import readers
 from cpt_core.data.pictures import Annotated
 from cpt_core.experiments.detection import EXPERIMENT, DetectionRecipe
 from cpt_core.experiments.spec import RunSpec
@@ -23,7 +23,6 @@ from cpt_core.models.retinanet import Outputs, RetinaNet, Target, retinanet
 from cpt_core.tasks.base import Metrics, on_gpu, sums
 from cpt_core.tasks.learning_rates import LearningRate, constant
 
-WORKERS = min(4, os.cpu_count() or 1)  # processes that read pictures from disk
 VOC_IOU = 0.5
 COCO_IOUS = tuple(0.5 + 0.05 * i for i in range(10))
 
@@ -49,6 +48,8 @@ class DetectionTask:
         limits = ("size", "train_images", "valid_images", "test_images")
         self.data = random_detection(self.recipe) if stand_in else load_once(load_detection, self.recipe, *limits)
         self.weights = backbone_weights() if self.recipe.pretrained and not stand_in else None
+        in_memory = isinstance(self.data.train[0].picture, Tensor)
+        self.workers = 0 if in_memory else readers(bytes_read(self.recipe))
         start = "ImageNet-pretrained backbone" if self.recipe.pretrained else "from scratch"
         self.title = f"{self.recipe.model}, {start}, on {self.data.title}"
         self.checksum = self.data.checksum
@@ -63,7 +64,7 @@ class DetectionTask:
 
     def batches(self, start: int) -> Iterator[Batch]:
         """Yield training batches from step ``start`` on."""
-        return batches(self.data.train, self.recipe, self.seed, start, WORKERS)
+        return batches(self.data.train, self.recipe, self.seed, start, self.workers, self.device)
 
     def inputs(self, batch: Batch) -> tuple[Tensor]:
         """Return the pictures."""
@@ -71,12 +72,10 @@ class DetectionTask:
 
     def loss(self, model: nn.Module, batch: Batch, carry: None) -> tuple[Tensor, None]:
         """Return the sum of focal loss and smooth L1."""
-        images = send(batch.images, self.device)
-        return self._loss(model, images, model(images), batch), None
+        return self._loss(model, model(batch.images), batch), None
 
-    def _loss(self, model: nn.Module, images: Tensor, outputs: Outputs, batch: Batch) -> Tensor:
-        targets = [{name: send(t, self.device) for name, t in target.items()} for target in batch.targets]
-        losses = cast(RetinaNet, model).losses(images, outputs, targets)
+    def _loss(self, model: nn.Module, outputs: Outputs, batch: Batch) -> Tensor:
+        losses = cast(RetinaNet, model).losses(batch.images, outputs, batch.targets)
         return losses["classification"] + losses["bbox_regression"]
 
     def evaluate(self, model: nn.Module) -> dict[str, Metrics]:
@@ -97,11 +96,10 @@ class DetectionTask:
         pairs = []
 
         def measured() -> Iterator[tuple[Tensor]]:
-            for batch in evaluation_batches(pictures, self.recipe, WORKERS):
-                images = send(batch.images, self.device)
-                outputs = model(images)
-                yield (self._loss(model, images, outputs, batch).double() * len(images),)
-                found = cast(RetinaNet, model).detections(images, outputs, batch.sizes)
+            for batch in evaluation_batches(pictures, self.recipe, self.workers, self.device):
+                outputs = model(batch.images)
+                yield (self._loss(model, outputs, batch).double() * len(batch.images),)
+                found = cast(RetinaNet, model).detections(batch.images, outputs, batch.sizes)
                 for target, (height, width), original in zip(found, batch.sizes, batch.originals, strict=True):
                     scale = torch.tensor([original.size[1] / width, original.size[0] / height] * 2)
                     on_cpu = {name: t.cpu() for name, t in target.items()}

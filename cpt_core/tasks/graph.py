@@ -12,20 +12,22 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import Dataset
 
 from cpt_core.data.common import Stream, epoch_order, generator_of, load_once, send
 from cpt_core.data.graphs import load_graph, random_graph
+from cpt_core.data.loading import loader
 from cpt_core.data.ogb import evaluator
 from cpt_core.experiments.graph import EXPERIMENT, GraphRecipe
 from cpt_core.experiments.spec import RunSpec
 from cpt_core.graphs.graph import Graph
 from cpt_core.graphs.sampling import sample_blocks
+from cpt_core.machine import usable_cores
 from cpt_core.models.gnn import GraphNet
 from cpt_core.tasks.base import Metrics, on_gpu, sums
 from cpt_core.tasks.learning_rates import LearningRate, cosine
 
-WORKERS = 2  # processes that sample from a large graph on the CPU
+WORKERS = 2  # processes at most that sample from a large graph on the CPU
 LARGE = 2_000_000  # edges from which sampling is worth them
 EVALUATION_BATCH = 4096
 EXACT_CHUNK = 1 << 18  # nodes
@@ -87,10 +89,8 @@ class GraphTask:
     def _sampled(self, start: int) -> Iterator[Batch]:
         samples = _Samples(self.graph, self.rows["train"], self.recipe.batch, self.fanouts, self.seed)
         if self.device.type == "cpu" and self.graph.num_edges > LARGE:
-            # a generator of its own: the loader would draw from the one that dropout uses
-            parts: Any = DataLoader(
-                samples, None, sampler=itertools.count(start), num_workers=WORKERS, generator=torch.Generator()
-            )
+            workers = min(WORKERS, usable_cores())
+            parts: Any = loader(samples, self.device, workers, sampler=itertools.count(start), batch_size=None)
         else:
             parts = map(samples.__getitem__, itertools.count(start))
         for seeds, nodes, blocks in parts:

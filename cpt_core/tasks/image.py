@@ -10,16 +10,15 @@ import torch
 from torch import Tensor, nn
 
 from cpt_core.data.common import load_once
-from cpt_core.data.image_batches import ArrayBatches, FileBatches, evaluation_batches
+from cpt_core.data.image_batches import ArrayBatches, FileBatches, bytes_read, evaluation_batches
 from cpt_core.data.image_readers import ArrayImages
 from cpt_core.data.images import Batch, Split, load_images, random_images
+from cpt_core.data.loading import readers
 from cpt_core.experiments.image import EXPERIMENT, ImageRecipe
 from cpt_core.experiments.spec import RunSpec
 from cpt_core.models import MODELS
 from cpt_core.tasks.base import Metrics, on_gpu, sums
 from cpt_core.tasks.learning_rates import LearningRate, milestones
-
-WORKERS = 4  # processes that read images from disk
 
 
 class ImageTask:
@@ -40,6 +39,7 @@ class ImageTask:
         self.data = random_images(self.recipe) if stand_in else load_once(load_images, self.recipe, *limits)
         if stand_in and self.recipe.crop == "resized":  # that crop is done while images are read from disk
             self.recipe = replace(self.recipe, crop=0)
+        self.workers = 0 if isinstance(self.data.train, ArrayImages) else readers(bytes_read(self.recipe))
         self.title = f"{self.recipe.model} on {self.data.title}"
         self.checksum = self.data.checksum
 
@@ -52,7 +52,7 @@ class ImageTask:
         """Yield augmented training batches from step ``start`` on."""
         if isinstance(self.data.train, ArrayImages):
             return ArrayBatches(self.data.train, self.data, self.recipe, self.seed, self.device).iterate(start)
-        return FileBatches(self.data.train, self.recipe, self.seed, self.device, WORKERS).iterate(start)
+        return FileBatches(self.data.train, self.recipe, self.seed, self.device, self.workers).iterate(start)
 
     def loss(self, model: nn.Module, batch: Batch, carry: None) -> tuple[Tensor, None]:
         """Return the mean cross entropy."""
@@ -71,7 +71,7 @@ class ImageTask:
     @torch.no_grad()
     def _measure(self, model: nn.Module, part: Split) -> Metrics:
         def measured() -> Iterator[tuple[Tensor, Tensor]]:
-            for images, labels in evaluation_batches(part, self.data, self.recipe.size, self.device, WORKERS):
+            for images, labels in evaluation_batches(part, self.data, self.recipe.size, self.device, self.workers):
                 logits = model(images)
                 loss = nn.functional.cross_entropy(logits, labels, reduction="sum")
                 yield (logits.argmax(1) == labels).sum(), loss

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import platform
 import warnings
 from collections.abc import Callable, Iterator
@@ -20,6 +19,7 @@ from cpt_core.analysis import schedules
 from cpt_core.analysis.pages import terminal
 from cpt_core.analysis.style import drawing
 from cpt_core.experiments.recipe import is_own
+from cpt_core.machine import usable_cores
 from cpt_core.paths import results_dir
 from cpt_core.schedules.make import make_schedule
 from cpt_core.schedules.profiles import SUITE
@@ -30,7 +30,7 @@ _predictions: dict[str, str] = {}
 def show_environment() -> None:
     """Print versions and device; never compared between machines."""
     packages = {name: metadata.version(name) for name in ("cpt-core", "torch", "numpy")}
-    device = f"{os.cpu_count()} CPU cores"
+    device = f"{usable_cores()} CPU cores"
     try:
         import torch
 

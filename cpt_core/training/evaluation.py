@@ -17,7 +17,7 @@ def evaluate(session: Session, step: int, policy: str) -> dict[str, Any]:
     spec = session.spec
     bits = spec.q_max if policy == "q_max" else spec.schedule(min(step, spec.recipe.steps) - 1)
     session.model.eval()
-    with precision(session.model, bits=bits):
+    with precision(session.model, bits=bits), session.arithmetic():
         return {"step": step, "precision": policy, "bits": bits, **session.task.evaluate(session.model)}
 
 

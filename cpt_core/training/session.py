@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -13,6 +14,7 @@ from cpt_core.experiments.recipe import Recipe
 from cpt_core.experiments.spec import RunSpec
 from cpt_core.quantization.convert import PRESETS, QuantConfig, quantize_
 from cpt_core.quantization.scheduler import PrecisionScheduler
+from cpt_core.training.arithmetic import arithmetic, check_arithmetic, lay_out
 
 if TYPE_CHECKING:  # the range test of one's own model takes no task, so it does without what the tasks import
     from cpt_core.tasks import Task
@@ -42,6 +44,7 @@ class Session:
         stand_in: random data of the same shapes instead of the task's own.
 
     Attributes:
+        arithmetic: enters how a forward pass is computed, in training and evaluation.
         task: the data set with its model, loss and metric.
         model: converted, at the bits of step 0.
         optimizer: of the task.
@@ -57,10 +60,13 @@ class Session:
     def __init__(
         self, task_class: type[Task], spec: RunSpec, device: str | torch.device = "cpu", *, stand_in: bool = False
     ) -> None:
-        torch.manual_seed(spec.seed)
         self.spec, self.device = spec, torch.device(device)
+        check_arithmetic(spec.recipe, self.device)
+        self.arithmetic = partial(arithmetic, spec.recipe, self.device)
+        torch.manual_seed(spec.seed)
         self.task = task_class(spec, self.device, stand_in)
         self.model = quantize_(self.task.model(), quant_config(spec.recipe, spec.seed))
+        lay_out(self.model, spec.recipe)
         self.optimizer, self.lr_at = self.task.optimizer(self.model)
         self.scheduler = PrecisionScheduler(self.model, spec.schedule, spec.q_grad)
         self.reset()
@@ -83,7 +89,8 @@ class Session:
         for group in self.optimizer.param_groups:
             group["lr"] = lr
         self.model.train()  # an evaluation may have come before
-        loss, self.carry = self.task.loss(self.model, batch, self.carry)
+        with self.arithmetic():
+            loss, self.carry = self.task.loss(self.model, batch, self.carry)
         value = loss.detach()
         self.diverged.logical_or_(~value.isfinite())
         if self.device.type != "cpu" or not self.diverged:

@@ -74,6 +74,31 @@ def test_key_depends_on_everything_but_the_seeds_of_the_grid():
         assert other.key != spec.key
 
 
+LATER = {"autocast": ("", "bfloat16"), "tf32": (False, True), "channels_last": (False, True)}
+
+
+@pytest.mark.parametrize("name", LATER)
+def test_a_field_that_came_later_is_in_specs_where_it_is_not_the_default(name):
+    """All rows from before it was there have keys without it."""
+    default, other = LATER[name]
+    plain = run_spec(recipe("demo"), "CR", q_max=8, seed=0)
+    assert name not in plain.to_dict()["recipe"]
+    assert replace(plain, recipe=replace(plain.recipe, **{name: default})).key == plain.key == "ce573962865680b4"
+    changed = replace(plain, recipe=replace(plain.recipe, **{name: other}))
+    assert changed.key != plain.key
+    assert changed.to_dict()["recipe"] == {**plain.to_dict()["recipe"], name: other}
+    assert RunSpec.from_dict(changed.to_dict()) == changed != plain
+
+
+def test_every_task_refuses_an_arithmetic_that_there_is_not():
+    for task, experiment in EXPERIMENTS.items():
+        some = next(r for d in experiment.datasets for recipes in d.recipes.values() for r in recipes)
+        assert some.task == task
+        for name, wrong in (("autocast", "float16"), ("autocast", None), ("tf32", 1), ("channels_last", "yes")):
+            with pytest.raises(ValueError, match=rf"{name} must be .*, got {wrong!r}"):
+                replace(some, **{name: wrong})
+
+
 def test_static_arms_keep_the_gradient_bits_and_are_cheaper():
     spec = run_spec(recipe("demo"), "static 5", q_max=8, seed=0)
     assert spec.q_grad == 8

@@ -7,6 +7,7 @@ import sys
 import dgl
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from cpt_core.graphs import graph as graph_module
 from cpt_core.graphs.graph import Graph, as_graph, dgl_module, importlib
@@ -264,6 +265,30 @@ def test_a_sample_is_a_function_of_the_generator():
     assert torch.equal(sample(1)[0], sample(1)[0])
     assert torch.equal(sample(1)[1][0].indices, sample(1)[1][0].indices)
     assert not torch.equal(sample(1)[1][1].indices, sample(2)[1][1].indices)
+
+
+@pytest.mark.parametrize("backend", ["dgl", "csr"])
+def test_samples_of_a_checked_graph_are_not_checked_again(backend):
+    """Every check reads a number back, for which a GPU must be waited for."""
+    reads = []
+
+    class Reads(TorchDispatchMode):
+        def __torch_dispatch__(self, operation, types, args=(), kwargs=None):
+            if operation.overloadpacket is torch.ops.aten._local_scalar_dense:
+                reads.append(operation)
+            return operation(*args, **(kwargs or {}))
+
+    with Reads():
+        graph = Graph.from_edges(*random_edges(), 30, backend)
+    assert reads
+    reads.clear()
+    with Reads():
+        _, blocks = sample_blocks(graph, torch.arange(20), [5, None], torch.Generator().manual_seed(0))
+        blocks += [graph.to("meta"), copy.deepcopy(graph), pickle.loads(pickle.dumps(blocks[0]))]
+    assert not reads
+    for block in blocks:
+        assert block.backend == ("auto" if block.device.type == "meta" and backend == "dgl" else backend)
+        assert (block.num_dst, block.num_edges) == (len(block.indptr) - 1, len(block.indices))
 
 
 def test_every_neighbour_is_equally_likely_as_with_dgl():

@@ -10,9 +10,12 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from cpt_core.bitops.ledger import BitOpsLedger
 from cpt_core.bitops.plan import count_bitops
+from cpt_core.graphs import layers as graph_layers
 from cpt_core.graphs.graph import Graph
 from cpt_core.graphs.layers import GraphConv, MatrixNorm, SAGEConv
 from cpt_core.models.gnn import GraphNet
@@ -203,6 +206,43 @@ def test_matrix_norm_is_over_everything():
     assert y.mean().abs() < 1e-5
     assert y.var(correction=0) == pytest.approx(1, abs=1e-4)
     assert not list(MatrixNorm().parameters())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("scale", [3.0, 1e-3])
+def test_matrix_norm_of_a_gpu_is_that_of_the_cpu(dtype, scale):
+    x = (torch.randn(50, 8, generator=torch.Generator().manual_seed(0)) * scale + 5 * scale).to(dtype)
+    upstream = torch.randn(50, 8, generator=torch.Generator().manual_seed(1)).to(dtype)
+    found = []
+    for norm in (MatrixNorm(), graph_layers._spread_norm):
+        mine = x.clone().requires_grad_()
+        y = norm(mine)
+        assert y.dtype == dtype
+        found.append((y, *torch.autograd.grad(y, mine, upstream)))
+    for one, other in zip(*found, strict=True):
+        close = {"rtol": 1e-4, "atol": 1e-5} if dtype == torch.float32 else {"rtol": 2e-2, "atol": 2e-2}
+        torch.testing.assert_close(one * scale, other * scale, **close)
+
+
+def test_matrix_norm_of_a_device(device):
+    x = torch.randn(500, 8, generator=torch.Generator().manual_seed(0)) * 3 + 5
+    torch.testing.assert_close(MatrixNorm()(x.to(device)).cpu(), MatrixNorm()(x), rtol=1e-5, atol=1e-6)
+
+
+def test_matrix_norm_is_no_layer_norm_of_one_row_on_a_gpu():
+    """CUDA's layer norm has a block of threads for every row: one for the whole graph.  Needs no GPU."""
+    ran = []
+
+    class Listed(TorchDispatchMode):
+        def __torch_dispatch__(self, operation, types, args=(), kwargs=None):
+            ran.append(operation.overloadpacket)
+            return operation(*args, **(kwargs or {}))
+
+    for device, layer_norm in (("cpu", True), ("cuda:0", False)):
+        ran.clear()
+        with FakeTensorMode(), Listed():
+            assert MatrixNorm()(torch.empty(50, 8, device=device)).shape == (50, 8)
+        assert (torch.ops.aten.native_layer_norm in ran) == layer_norm
 
 
 # --- constant features ----------------------------------------------------------------------------

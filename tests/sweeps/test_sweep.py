@@ -10,6 +10,7 @@ import sys
 import threading
 import time
 from dataclasses import replace
+from functools import partial
 from multiprocessing import forkserver
 from types import SimpleNamespace
 
@@ -21,6 +22,7 @@ from helpers import specs_of
 from bench.kill_sweep import KINDS, claims, holder, torture
 from cpt_core.data import common
 from cpt_core.experiments import designs
+from cpt_core.machine import usable_cores
 from cpt_core.sweeps import progress, stores, worker
 from cpt_core.sweeps import sweep as sweep_module
 from cpt_core.sweeps.options import SweepOptions
@@ -594,21 +596,26 @@ def test_nobody_is_shown_a_bar_where_nobody_looks(capsys):
 def test_gpus_are_used_round_robin_with_as_many_runs_as_fit(monkeypatch):
     monkeypatch.setattr("torch.cuda.device_count", lambda: 2)
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
-    monkeypatch.setattr("os.cpu_count", lambda: 16)
+    monkeypatch.setattr(sweep_module, "usable_cores", lambda: 16)
+    monkeypatch.setattr(sweep_module, "usable_memory", lambda: 64 * 2**30)
     specs = designs.quality_cost("demo", schedules=["CR"], static=[], seeds=[0])
 
-    def slots(specs, **changes):
-        return _slots(specs, SweepOptions(**changes))
+    def slots(specs, device="cuda", **changes):
+        return _slots(specs, SweepOptions(device=device, **changes))
 
     assert slots(specs, per_gpu=2) == [0, 1, 0, 1]
     assert slots(specs, workers=3, per_gpu=2) == [0, 1, 0]
     assert slots(specs, threads=4, device="cpu") == [None] * 4
     assert slots(specs_of("CR"), workers=2) == [None, None]  # smoke scale
+    assert slots(specs, "auto", workers=2) == [None, None]  # demo scale
     memory, peaks = [10 * 2**30] * 2, {"mlp6": 2 * 2**30, "mlp4": 3 * 2**30}
+    hosts = dict.fromkeys(peaks, 2**30)
     monkeypatch.setattr("torch.cuda.get_device_properties", lambda i: SimpleNamespace(total_memory=memory[i]))
-    monkeypatch.setattr(
-        sweep_module, "measure", lambda spec, device: SimpleNamespace(peak_memory=peaks[spec.recipe.model])
-    )
+
+    def measured(spec, device):
+        return SimpleNamespace(peak_memory=peaks[spec.recipe.model], host_memory=hosts[spec.recipe.model])
+
+    monkeypatch.setattr(sweep_module, "measure", measured)
     assert slots(specs, workers=4) == [0, 1, 0, 1]  # nothing to measure when the number is given
     assert slots(specs) == [0, 1] * 3  # 3 x (2 GB + its context) in nine tenths of 10 GB
     larger = [replace(spec, recipe=replace(spec.recipe, model="mlp4")) for spec in specs]
@@ -617,6 +624,8 @@ def test_gpus_are_used_round_robin_with_as_many_runs_as_fit(monkeypatch):
     assert slots(specs) == [0, 1] * 3  # the smaller of the two
     memory.reverse()
     assert slots(specs) == [0, 1] * 3
+    hosts["mlp6"] = 12 * 2**30  # two of them in the GPU's half of the machine's memory
+    assert slots(specs) == [0, 1] * 2
 
 
 def test_a_run_sees_its_gpu_only(tmp_path, monkeypatch):
@@ -631,9 +640,25 @@ def see(job, stop, on_start):
     return Outcome(job.spec.key, "ran", {"visible": os.environ["CUDA_VISIBLE_DEVICES"]})
 
 
+def count(job, stop, on_start):
+    return Outcome(job.spec.key, "ran", {"cores": usable_cores(), "sharing": job.sharing})
+
+
+def test_runs_at_the_same_time_share_the_cores(tmp_path, monkeypatch):
+    for sharing in (1, 2, 1000):
+        job = Job(specs_of("CR")[0], tmp_path / "rows.jsonl", sharing=sharing)
+        assert supervise(job, work=count).row["cores"] == max(1, usable_cores() // sharing)
+    monkeypatch.setattr(sweep_module, "supervise", partial(supervise, work=count))
+    jobs = [Job(spec, tmp_path / "rows.jsonl") for spec in specs_of("CR", "RR")]
+    signals, live = SimpleNamespace(stop=threading.Event(), kill=threading.Event()), Live(2, False)
+    shares = [o.row["sharing"] for o in sweep_module._local(jobs, signals, live, slots=[None] * 3)]
+    assert shares == [3, 3]
+
+
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 def test_ctrl_c_cannot_reach_the_server_of_processes_while_it_starts():
     code = """
+from functools import partial
 from multiprocessing import forkserver
 from cpt_core.sweeps.process import _context
 _context()

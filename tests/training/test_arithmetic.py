@@ -1,0 +1,184 @@
+"""Autocast, TF32 and channels last: fields of a recipe that are in force in training and evaluation, or are refused."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from helpers import same, smoke_spec, specs_of
+
+from cpt_core.experiments.recipe import SCALES
+from cpt_core.experiments.recipes import RECIPES, recipe
+from cpt_core.experiments.spec import run_spec
+from cpt_core.sweeps import worker
+from cpt_core.sweeps.sweep import run_grid
+from cpt_core.sweeps.worker import Job, run_one
+from cpt_core.training.arithmetic import arithmetic, cuda_provenance
+from cpt_core.training.device import choose_device
+from cpt_core.training.evaluation import evaluate
+from cpt_core.training.session import Session, task_of
+from cpt_core.training.train import Stopped, train
+
+pytestmark = pytest.mark.filterwarnings("ignore::cpt_core.schedules.schedule.ShortCycleWarning")
+SHORT = {"steps": 4, "n_cycles": 2, "evaluate_every": 2}
+
+
+def digits(**changes):
+    return smoke_spec("digits", model="resnet8_w8", **{**SHORT, **changes})
+
+
+def at(scale, **changes):
+    return run_spec(replace(recipe(scale, "cifar10"), **changes), "CR", q_max=8, seed=0, scale=scale)
+
+
+@pytest.fixture
+def flags():
+    """Torch's own settings, which are put back."""
+    before = torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32
+    torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32 = False, True
+    yield lambda: (torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32)
+    torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32 = before
+
+
+def test_no_named_recipe_changes_the_arithmetic():
+    for scale in SCALES:
+        for name, r in RECIPES[scale].items():
+            assert (r.autocast, r.tf32, r.channels_last) == ("", False, False), name
+
+
+@pytest.mark.parametrize("autocast", ["", "bfloat16"])
+@pytest.mark.parametrize("channels_last", [False, True])
+def test_what_passes_between_layers_in_training_and_evaluation(autocast, channels_last):
+    spec = digits(autocast=autocast, channels_last=channels_last)
+    session = Session(task_of(spec), spec)
+    (middle,) = (m for name, m in session.model.named_modules() if name == "layer2.0.bn1")
+    seen = []
+
+    def note(module, inputs, output):
+        (x,) = inputs
+        last = x.is_contiguous(memory_format=torch.channels_last) and not x.is_contiguous()
+        seen.append((module.training, x.dtype == torch.bfloat16, last))
+
+    middle.register_forward_hook(note)
+    session.step(next(session.task.batches(0)), 0.01)
+    evaluate(session, 1, "q_max")
+    assert set(seen) == {(training, autocast != "", channels_last) for training in (True, False)}
+    assert all(p.dtype == torch.float32 for p in session.model.parameters())
+    assert all(v.dtype == torch.float32 for state in session.optimizer.state.values() for v in state.values())
+
+
+SMALL = {
+    "digits": {}, "digit-scenes": {"batch": 2, "train_images": 4, "valid_images": 2, "test_images": 2},
+    "digits-graph": {}, "pydoc": {"valid_tokens": 500, "test_tokens": 500}, "templates": {},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("dataset", SMALL)
+def test_every_task_trains_under_autocast(dataset):
+    small = {**SHORT, **SMALL[dataset], "steps": 2, "evaluate_every": 0}
+    specs = [smoke_spec(dataset, **small, autocast=autocast) for autocast in ("", "bfloat16")]
+    plain, rounded = (train(task_of(spec), spec) for spec in specs)
+    assert rounded.status == plain.status == "ok"
+    assert rounded.history["loss"] != plain.history["loss"]
+    assert rounded.history["loss"] == pytest.approx(plain.history["loss"], rel=0.1)
+    assert rounded.metric("loss") != plain.metric("loss")
+
+
+def test_a_run_goes_on_as_if_it_had_not_been_stopped(tmp_path):
+    spec = digits(autocast="bfloat16", channels_last=True, steps=6)
+    whole, steps = train(task_of(spec), spec), iter(range(6))
+    with pytest.raises(Stopped):
+        train(task_of(spec), spec, checkpoint=tmp_path / "c.pt", should_stop=lambda: next(steps) == 3)
+    resumed = train(task_of(spec), spec, checkpoint=tmp_path / "c.pt")
+    assert resumed.history == whole.history
+    assert same(resumed.model, whole.model)
+
+
+REFUSED = {
+    "tf32": ({"tf32": True}, "tf32 is for CUDA; this run of mlp6 on digits is on device cpu"),
+    "channels_last": ({"channels_last": True}, "channels_last is for convolutions in two dimensions; mlp6 has none"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_would_have_no_effect_is_refused_before_anything_runs(name, tmp_path):
+    changes, message = REFUSED[name]
+    (spec,) = specs_of("CR", **changes)
+    with pytest.raises(ValueError, match=message):
+        Session(task_of(spec), spec)
+    with pytest.raises(ValueError, match=message):
+        run_grid([spec], tmp_path / "rows.jsonl", workers=0)
+    assert not (tmp_path / "rows.jsonl").exists()
+
+
+def pretend(monkeypatch, capability):
+    """A machine with a GPU, as far as torch is asked about it."""
+    monkeypatch.setattr("torch.cuda.is_available", lambda: capability is not None)
+    monkeypatch.setattr("torch.cuda.get_device_capability", lambda device=None: capability)
+    monkeypatch.setattr("torch.cuda.get_device_name", lambda device=None: "some GPU")
+    monkeypatch.setattr("torch.backends.cudnn.version", lambda: 91002)
+    monkeypatch.setattr("torch.utils.collect_env.get_nvidia_driver_version", lambda run: "580.65.06")
+
+
+def test_tf32_is_refused_by_gpus_that_do_not_have_it(monkeypatch):
+    spec = at("paper", tf32=True)
+    pretend(monkeypatch, (8, 0))
+    assert choose_device("cuda", spec) == "cuda"
+    pretend(monkeypatch, (7, 5))
+    with pytest.raises(ValueError, match=r"tf32 needs a GPU of compute capability 8\.0; some GPU has 7\.5"):
+        choose_device("cuda", spec)
+
+
+CHOSEN = {  # scale, device asked for -> on a machine with a GPU
+    ("smoke", "auto"): "cpu", ("smoke", "cuda"): "cpu", ("demo", "auto"): "cpu", ("demo", "cuda"): "cuda",
+    ("demo", "cpu"): "cpu", ("paper", "auto"): "cuda", ("paper", "cuda"): "cuda", ("paper", "cpu"): "cpu",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("scale", "asked"), CHOSEN)
+def test_demos_are_too_small_to_be_sent_to_a_gpu_unasked(scale, asked, monkeypatch):
+    spec = at(scale)
+    pretend(monkeypatch, (9, 0))
+    assert choose_device(asked, spec) == CHOSEN[scale, asked]
+    pretend(monkeypatch, None)
+    if asked != "cuda":
+        assert choose_device(asked, spec) == "cpu"
+
+
+@pytest.mark.parametrize("tf32", [False, True])
+def test_a_run_on_cuda_sets_tf32_for_both_libraries_and_its_row_says_so(tf32, flags, monkeypatch):
+    found = digits(tf32=tf32).recipe
+    with arithmetic(found, torch.device("cpu")):
+        assert flags() == (False, True)  # not the CPU's to change
+    with arithmetic(found, torch.device("cuda")):
+        assert flags() == (tf32, tf32)
+    assert flags() == (tf32, tf32)  # the backward pass comes after
+    torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32 = False, True
+    pretend(monkeypatch, (9, 0))
+    said = cuda_provenance(found)
+    assert said == {
+        "gpu": "some GPU", "runtime": torch.version.cuda, "cudnn": 91002, "driver": "580.65.06",
+        "tf32": {"cublas": tf32, "cudnn": tf32},
+    }  # fmt: skip
+
+
+def test_only_rows_of_cuda_say_what_it_was(tmp_path, monkeypatch, flags):
+    (spec,) = specs_of("CR")
+    assert "cuda" not in run_one(Job(spec, tmp_path / "cpu.jsonl")).row["provenance"]
+    pretend(monkeypatch, (9, 0))
+    monkeypatch.setattr("torch.cuda.reset_peak_memory_stats", lambda: None)
+    monkeypatch.setattr(worker, "choose_device", lambda device, spec: "cuda")
+    row = run_one(Job(spec, tmp_path / "cuda.jsonl")).row  # fails: there is none
+    assert row["provenance"]["cuda"]["gpu"] == row["device"] == "some GPU"
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+def test_products_on_a_gpu_are_of_float32_or_tf32(flags):
+    x = torch.randn(256, 256, generator=torch.Generator().manual_seed(0)).cuda()
+    w = torch.randn(64, 256, 1, 1, generator=torch.Generator().manual_seed(1)).cuda()
+    exact = x.double() @ w.double()[:, :, 0, 0].T
+    for tf32, low, high in ((False, 0, 2e-5), (True, 2e-4, 3e-3)):
+        with arithmetic(digits(tf32=tf32).recipe, torch.device("cuda")):
+            for found in (x @ w[:, :, 0, 0].T, torch.conv2d(x[:, :, None, None], w)[:, :, 0, 0]):
+                error = ((found - exact).abs().max() / exact.abs().max()).item()
+                assert low <= error < high
