@@ -13,12 +13,13 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Iterable
 from functools import partial
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import increment_version
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 WARM_UP = 3  # steps of one kind, one after the other, before it is recorded: libraries choose and allocate in them
@@ -90,14 +91,17 @@ class Capture:
         work: one step; all its numbers lie in tensors.
         recorder: of the device.
         state: what the step depends on besides tensors, such as which layers quantise at all.
+        written: tensors that the step changes and others look at: a replay would leave their versions as they were.
 
     Attributes:
         replayed: steps that were replayed.
         why_not: why no more is recorded, "" as long as nothing went wrong.
     """
 
-    def __init__(self, work: Work, recorder: Recorder, state: Callable[[], Hashable]) -> None:
-        self.work, self.recorder, self.state = work, recorder, state
+    def __init__(
+        self, work: Work, recorder: Recorder, state: Callable[[], Hashable], written: Iterable[Tensor] = ()
+    ) -> None:
+        self.work, self.recorder, self.state, self.written = work, recorder, state, list(written)
         self.replayed, self.why_not = 0, ""
         self.reset()
 
@@ -122,7 +126,9 @@ class Capture:
             return self(batch, carry)
         self.replayed += 1
         self._former = ("", [])  # the row of equal steps ends: the last batch of an epoch is not recorded
-        return found(leaves)
+        result = found(leaves)
+        increment_version(self.written)
+        return result
 
     def _repeats(self, kind: Hashable, leaves: list[Any]) -> bool:
         former, before = self._former

@@ -68,7 +68,7 @@ class Session:
         self._layers = list(layer_precisions(self.model).values())
         self.capture: Capture | None = None
         if not (reason := why_not(self.device, self.task.fixed_shape)):
-            self.capture = Capture(self._advance, recorder_of(self.device), self._kind)
+            self.capture = Capture(self._advance, recorder_of(self.device), self._kind, self.model.parameters())
             self.lr = torch.zeros((), device=self.device)
             make_capturable(self.optimizer, self.lr)
             self.optimizer.register_load_state_dict_post_hook(self._follow)
@@ -92,7 +92,9 @@ class Session:
 
     def _kind(self) -> tuple[Any, ...]:
         """What a step depends on besides tensors; sums over neighbours of constant features are kept for every q."""
-        return tuple((p.quantizes, p.quantizes_gradient, "aggregation" in p.quantizers and p.bits) for p in self._layers)
+        return tuple(
+            (p.quantizes, p.quantizes_gradient, "aggregation" in p.quantizers and p.bits) for p in self._layers
+        )
 
     def reset(self) -> None:
         """Forget what steps leave for the next one, apart from what is trained."""

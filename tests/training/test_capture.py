@@ -1,5 +1,6 @@
 """Captured steps: the numbers of the steps that they replace, over a whole schedule; what is not captured says why."""
 
+import copy
 from functools import partial
 
 import pytest
@@ -85,25 +86,40 @@ def test_a_new_learning_rate_and_a_loss_that_is_not_finite_reach_replayed_steps(
     spec = spec_of(name, clip=0.1)
     one = Session(task_of(spec), spec)
     batches = one.task.batches(0)
-    for step in range(5):
-        one.step(next(batches), 0.1 / (step + 1))
-    assert one.captured
-    before = [p.detach().clone() for p in one.model.parameters()]
-    batch = next(batches)
-    one.step(batch, 0.0)  # momentum alone moves nothing at rate 0
-    assert all(torch.equal(a, b) for a, b in zip(before, one.model.parameters(), strict=True))
+    for _ in range(4):
+        one.step(next(batches), 0.1)
+    for lr in (0.05, 0.0):
+        before = [p.detach().clone() for p in one.model.parameters()]
+        one.step(next(batches), lr)
+        stays = [torch.equal(a, b) for a, b in zip(before, one.model.parameters(), strict=True)]
+        assert all(stays) if lr == 0 else not any(stays[-2:])  # the last layer: others may have no gradient
+    assert one.captured >= 2
     with torch.no_grad():
-        last = list(one.model.parameters())[-1].fill_(float("nan"))
-    before = [p.detach().clone() for p in one.model.parameters() if p is not last]
+        *others, last = one.model.parameters()
+        last.fill_(float("nan"))
+    before = [p.detach().clone() for p in others]
     assert not one.step(next(batches), 0.1).isfinite()
-    assert all(torch.equal(a, b) for a, b in zip(before, (p for p in one.model.parameters() if p is not last), strict=True))
+    assert all(torch.equal(a, b) for a, b in zip(before, others, strict=True))
+
+
+def test_who_calls_the_model_between_replayed_steps_sees_its_new_weights(recorders):
+    """Quantised weights are kept as long as their weights have one version."""
+    spec = spec_of("images")
+    one = Session(task_of(spec), spec)
+    batches = one.task.batches(0)
+    for _ in range(6):
+        one.step(next(batches), 0.1)
+        images, _ = next(batches)
+        expected = copy.deepcopy(one.model)(images)
+        assert torch.equal(one.model(images), expected)
+    assert one.captured
 
 
 def test_losses_are_the_callers_to_keep(recorders):
     spec = spec_of("images")
     one = Session(task_of(spec), spec)
     batches = one.task.batches(0)
-    losses = [one.step(next(batches), 0.1) for _ in range(5)]
+    losses = [one.step(next(batches), 0.1) for _ in range(4)]
     kept = [float(loss) for loss in losses]
     one.step(next(batches), 0.1)
     assert one.captured > 1
