@@ -66,6 +66,8 @@ def why_not(device: torch.device, fixed_shape: bool) -> str:
     """Return why the steps of a task are not captured, "" where they are."""
     if device.type != "cuda":
         return f"the device is {device.type}"
+    if not torch.cuda.is_available():  # a device that only says that it is one
+        return "torch sees no CUDA device"
     if os.environ.get(VARIABLE, "1") == "0":
         return f"{VARIABLE}=0"
     return "" if fixed_shape else "shapes differ from step to step"

@@ -1,4 +1,4 @@
-"""torch.compile: a change of bits compiles nothing anew, over a whole cycle of them; convolutions: test_scheduler.py."""
+"""torch.compile: a change of bits compiles nothing anew in a whole cycle.  Convolutions: test_scheduler.py."""
 
 import pytest
 import torch

@@ -170,6 +170,7 @@ def test_a_number_that_python_keeps_is_noticed(recorders, eager):
 )  # fmt: skip
 def test_where_steps_are_captured(device, fixed, value, reason, monkeypatch):
     monkeypatch.setenv("CPT_CAPTURE", value)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     assert capture.why_not(torch.device(device), fixed) == reason
 
 
