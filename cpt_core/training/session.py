@@ -131,6 +131,11 @@ class Session:
 
     def _advance(self, batch: Any, carry: Any) -> tuple[Tensor, Any]:
         """Forward, backward and update: the loss of a batch, and what the next step needs."""
+        if self.capture is not None:
+            for (
+                layer
+            ) in self._layers:  # a recorded step has to round the weights itself, not to use what others rounded
+                layer.reuse.clear()
         loss, carry = self.task.loss(self.model, batch, carry)
         value = loss.detach()
         self.diverged.logical_or_(~value.isfinite())

@@ -1,6 +1,7 @@
 """Captured steps: the numbers of the steps that they replace, over a whole schedule; what is not captured says why."""
 
 import copy
+import itertools
 from functools import partial
 
 import pytest
@@ -9,6 +10,7 @@ from helpers import smoke_spec
 from tape import TapeRecorder
 
 from cpt_core.graphs import graph
+from cpt_core.quantization import reuse
 from cpt_core.tasks import TASKS
 from cpt_core.training import capture, session
 from cpt_core.training.session import Session, task_of
@@ -102,17 +104,20 @@ def test_a_new_learning_rate_and_a_loss_that_is_not_finite_reach_replayed_steps(
     assert all(torch.equal(a, b) for a, b in zip(before, others, strict=True))
 
 
-def test_who_calls_the_model_between_replayed_steps_sees_its_new_weights(recorders):
-    """Quantised weights are kept as long as their weights have one version."""
+def test_who_calls_the_model_between_steps_neither_sees_nor_leaves_old_weights(recorders, monkeypatch):
+    """Quantised weights are kept as long as their weights have one version; a tape must not be told from a GPU."""
+    monkeypatch.setattr(reuse, "is_in_torch_dispatch_mode", lambda: False)
     spec = spec_of("images")
-    one = Session(task_of(spec), spec)
-    batches = one.task.batches(0)
-    for _ in range(6):
-        one.step(next(batches), 0.1)
-        images, _ = next(batches)
-        expected = copy.deepcopy(one.model)(images)
-        assert torch.equal(one.model(images), expected)
-    assert one.captured
+    one, other = Session(task_of(spec), spec), Session(task_of(spec), spec)
+    monkeypatch.setattr(other.capture, "_repeats", lambda *_: False)
+    losses: list = [[], []]
+    for each, seen in zip((one, other), losses, strict=True):  # an optimizer's step makes all layers forget
+        for batch in itertools.islice(each.task.batches(0), 5):
+            seen.append(each.step(batch, 0.1))
+            fresh = copy.deepcopy(each.model)(batch[0])
+            assert torch.equal(each.model(batch[0]), fresh)
+    assert torch.equal(*map(torch.stack, losses))
+    assert (one.captured > 0, other.captured) == (True, 0)
 
 
 def test_losses_are_the_callers_to_keep(recorders):
