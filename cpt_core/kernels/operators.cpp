@@ -219,6 +219,7 @@ struct FakeQuantize : torch::autograd::Function<FakeQuantize> {
                          .typed<decltype(fake_quantize)>();
     auto [y, low, width] = op.call(x, levels, granularity, key);
     ctx->mark_non_differentiable({low, width});
+    ctx->set_materialize_grads(false);  // no zeros for ranges that nothing is derived by
     return {y, low, width};
   }
   static variable_list backward(AutogradContext*, variable_list grads) {

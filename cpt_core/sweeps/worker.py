@@ -142,6 +142,7 @@ def _results(run: Run, device: str) -> Row:
         "seconds": round(run.seconds, 3),
         "device": device_name(device),
         "peak_memory": peak_memory(device),
+        **({"captured": {"steps": run.captured, "why_not": run.why_not_captured}} if device == "cuda" else {}),
         "title": run.title,
         "data_checksum": run.checksum,
     }

@@ -41,6 +41,8 @@ class Task(Protocol):
         title: what is measured on which data, for figures and rows.
         checksum: of the data.
         cost_batches: over how many batches operations are averaged: 1 where all steps do the same work.
+        fixed_shape: whether every step runs the same operations on the same shapes, so that a GPU can replay one; the
+            last batch of an epoch may be smaller.
     """
 
     metric: str
@@ -48,6 +50,7 @@ class Task(Protocol):
     title: str
     checksum: str
     cost_batches: int
+    fixed_shape: bool
 
     def __init__(self, spec: RunSpec, device: torch.device, stand_in: bool = False) -> None:
         """Load the data; with ``stand_in`` make random data of the same shapes, so that nothing need be there."""

@@ -41,6 +41,7 @@ class DetectionTask:
 
     metric = EXPERIMENT.metric.name
     better = EXPERIMENT.metric.better
+    fixed_shape = False  # how many anchors count is decided by the data
 
     def __init__(self, spec: RunSpec, device: torch.device, stand_in: bool = False) -> None:
         """Load the data of the spec's recipe, or make random pictures of the same shapes."""

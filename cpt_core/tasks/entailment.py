@@ -57,6 +57,7 @@ class EntailmentTask:
         self.title = f"{kind} on {self.data.title}"
         self.checksum = self.data.checksum
         self.cost_batches = 8 if self.recipe.padding == "longest" else 1  # batches differ in length
+        self.fixed_shape = self.recipe.padding == "max"
 
     def model(self) -> nn.Module:
         """Return BERT with a classifier of three labels; attention written out, so that it can be quantised."""

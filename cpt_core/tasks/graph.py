@@ -67,6 +67,7 @@ class GraphTask:
         self.title = f"{kind} ({aggregation}{loss}) on {self.data.title}"
         self.checksum = self.data.checksum
         self.cost_batches = 8 if self.recipe.batch else 1  # samples differ in size
+        self.fixed_shape = not self.recipe.batch
 
     def model(self) -> nn.Module:
         """Return the recipe's model."""

@@ -31,6 +31,7 @@ class ImageTask:
     metric = EXPERIMENT.metric.name
     better = EXPERIMENT.metric.better
     cost_batches = 1
+    fixed_shape = True
 
     def __init__(self, spec: RunSpec, device: torch.device, stand_in: bool = False) -> None:
         """Load the data of the spec's recipe, or make random images of the same shapes."""

@@ -36,6 +36,7 @@ class LanguageModelTask:
     metric = EXPERIMENT.metric.name
     better = EXPERIMENT.metric.better
     cost_batches = 1
+    fixed_shape = True
 
     def __init__(self, spec: RunSpec, device: torch.device, stand_in: bool = False) -> None:
         """Load the text of the spec's recipe, or make random words."""

@@ -33,6 +33,7 @@ class State:
     step: int = 0
     seconds: float = 0.0
     status: str = "ok"
+    captured: int = 0  # steps that were replayed
     history: dict[str, list[Any]] = field(
         default_factory=lambda: {"step": [], "loss": [], "bits": [], "lr": [], "evaluations": []}
     )

@@ -12,9 +12,10 @@ from cpt_core.checks import choose
 from cpt_core.experiments.graph import GraphRecipe
 from cpt_core.experiments.recipe import Recipe
 from cpt_core.experiments.spec import RunSpec
-from cpt_core.quantization.convert import PRESETS, QuantConfig, quantize_
+from cpt_core.quantization.convert import PRESETS, QuantConfig, layer_precisions, quantize_
 from cpt_core.quantization.scheduler import PrecisionScheduler
 from cpt_core.training.arithmetic import arithmetic, check_arithmetic, lay_out
+from cpt_core.training.capture import Capture, make_capturable, recorder_of, why_not
 
 if TYPE_CHECKING:  # the range test of one's own model takes no task, so it does without what the tasks import
     from cpt_core.tasks import Task
@@ -52,6 +53,7 @@ class Session:
         scheduler: drives the bits of the model; whoever trains through the schedule steps it.
         carry: what the next step needs of the last one, such as the hidden state of an LSTM, or None.
         diverged: 1 on the device once a loss was not finite, else 0: float32, 0-d, as fused optimizers want it.
+        capture: records the step and replays it; None where steps are not captured, and ``why_not_captured`` says why.
 
     Raises:
         ValueError: on a GPU, for a task whose optimizer is not fused: the others cannot leave a step out by themselves.
@@ -69,13 +71,44 @@ class Session:
         lay_out(self.model, spec.recipe)
         self.optimizer, self.lr_at = self.task.optimizer(self.model)
         self.scheduler = PrecisionScheduler(self.model, spec.schedule, spec.q_grad)
+        self._layers = list(layer_precisions(self.model).values())
+        self.capture: Capture | None = None
+        if not (reason := why_not(self.device, self.task.fixed_shape)):
+            self.capture = Capture(self._advance, recorder_of(self.device), self._kind, self.model.parameters())
+            self.lr = torch.zeros((), device=self.device)
+            make_capturable(self.optimizer, self.lr)
+            self.optimizer.register_load_state_dict_post_hook(self._follow)
+        self._why_not = reason
         self.reset()
+
+    @property
+    def why_not_captured(self) -> str:
+        """Why steps are not replayed, "" where they are or will be."""
+        return self.capture.why_not if self.capture else self._why_not
+
+    @property
+    def captured(self) -> int:
+        """Steps that were replayed so far."""
+        return self.capture.replayed if self.capture else 0
+
+    def _follow(self, optimizer: torch.optim.Optimizer) -> None:
+        assert self.capture is not None
+        make_capturable(optimizer, self.lr)
+        self.capture.reset()  # it writes to the state that was exchanged
+
+    def _kind(self) -> tuple[Any, ...]:
+        """What a step depends on besides tensors; sums over neighbours of constant features are kept for every q."""
+        return tuple(
+            (p.quantizes, p.quantizes_gradient, "aggregation" in p.quantizers and p.bits) for p in self._layers
+        )
 
     def reset(self) -> None:
         """Forget what steps leave for the next one, apart from what is trained."""
         self.carry: Any = None
         self.diverged = torch.zeros((), device=self.device)
-        if self.device.type != "cpu":
+        if self.capture is not None:
+            self.capture.reset()
+        if self._on_device:
             if not all(group.get("fused") for group in self.optimizer.param_groups):
                 raise ValueError(f"on {self.device} a task's optimizer must be fused, got {self.optimizer}")
             self.optimizer.found_inf = self.diverged  # type: ignore[attr-defined]  # as GradScaler tells optimizers
@@ -86,17 +119,35 @@ class Session:
         From the first loss that is not finite on, no weight changes any more. Nothing here waits for a GPU: there the
         optimizer is called all the same, and reads on the device whether to do anything.
         """
+        if self.capture is None or not self.model.training:  # an evaluation may have come before
+            self.model.train()
+        if self.capture is not None:
+            self.lr.fill_(lr)
+            loss, self.carry = self.capture(batch, self.carry)
+            return loss
         for group in self.optimizer.param_groups:
             group["lr"] = lr
-        self.model.train()  # an evaluation may have come before
+        loss, self.carry = self._advance(batch, self.carry)
+        return loss
+
+    @property
+    def _on_device(self) -> bool:
+        """Whether the step asks nothing of the host."""
+        return self.device.type != "cpu" or self.capture is not None
+
+    def _advance(self, batch: Any, carry: Any) -> tuple[Tensor, Any]:
+        """Forward, backward and update: the loss of a batch, and what the next step needs."""
+        if self.capture is not None:
+            for layer in self._layers:  # a recorded step rounds the weights itself, and uses nothing from outside
+                layer.reuse.clear()
         with self.arithmetic():
-            loss, self.carry = self.task.loss(self.model, batch, self.carry)
+            loss, carry = self.task.loss(self.model, batch, carry)
         value = loss.detach()
         self.diverged.logical_or_(~value.isfinite())
-        if self.device.type != "cpu" or not self.diverged:
+        if self._on_device or not self.diverged:
             loss.backward()
             if self.spec.recipe.clip is not None:
                 nn.utils.clip_grad_norm_(self.model.parameters(), self.spec.recipe.clip)
             self.optimizer.step()
             self.optimizer.zero_grad(set_to_none=True)
-        return value
+        return value, carry

@@ -54,6 +54,8 @@ class Run:
         seconds: time spent training and evaluating, over all sessions of a resumed run.
         model: the trained model, still converted.
         title, checksum: of the data.
+        captured: optimizer steps that were replayed from a recording, see ``capture``.
+        why_not_captured: why the others were not, or "".
     """
 
     spec: RunSpec
@@ -65,6 +67,8 @@ class Run:
     model: nn.Module
     title: str
     checksum: str
+    captured: int = 0
+    why_not_captured: str = ""
 
     def metric(self, name: str, split: str = "test", when: str = "final", precision: str = "q_max") -> float:
         """Return one metric; KeyError when the run has no such number."""
@@ -110,7 +114,7 @@ def train(
         log.info("goes on from step %d of %d", state.step, recipe.steps)
 
     started = saved = time.monotonic()
-    before = state.seconds
+    before, captured = state.seconds, state.captured
     batches = session.task.batches(state.step)
     losses: list[Tensor] = []  # of the last steps, not read yet
     at_once = session.device.type == "cpu" or on_step is not None
@@ -139,7 +143,7 @@ def train(
                 state.history["evaluations"].append(evaluate(session, state.step, recipe.eval_bits))
                 loss, found = state.history["loss"][-1], state.history["evaluations"][-1]
                 log.info("step %d of %d: loss %.4f, %s", state.step, recipe.steps, loss, found)
-            state.seconds = before + time.monotonic() - started
+            state.seconds, state.captured = before + time.monotonic() - started, captured + session.captured
             if checkpoint is not None and saves:
                 try:
                     save_checkpoint(checkpoint, session, state)
@@ -165,6 +169,8 @@ def train(
         model=session.model,
         title=session.task.title,
         checksum=session.task.checksum,
+        captured=captured + session.captured,
+        why_not_captured=session.why_not_captured,
     )
 
 

@@ -75,11 +75,12 @@ class StopAt(transformers.TrainerCallback):
         control.should_training_stop = control.should_save = state.global_step == self.step
 
 
-def test_every_forward_pass_has_the_bits_of_its_optimizer_step(tmp_path):
+def test_every_forward_pass_has_the_bits_of_its_optimizer_step(tmp_path, device):
     schedule = schedule_of()
-    trainer = trainer_of(tmp_path, PrecisionCallback(schedule, q_grad=6))
+    trainer = trainer_of(tmp_path, PrecisionCallback(schedule, q_grad=6), use_cpu=device.type == "cpu")
     seen = probe(trainer.model)
     trainer.train()
+    assert trainer.model.device.type == device.type
     assert trainer.state.global_step == STEPS
     assert seen == [(True, {b}, {6}) for b in schedule.bits().tolist() for _ in range(ACCUMULATED)]
 

@@ -101,9 +101,9 @@ def per_batch(bits):
     return [{int(b)} for b in bits for _ in range(ACCUMULATED)]
 
 
-def test_every_forward_pass_has_the_bits_of_its_optimizer_step(tmp_path):
+def test_every_forward_pass_has_the_bits_of_its_optimizer_step(tmp_path, device):
     schedule, module = schedule_of(), module_of()
-    trainer = trainer_of(tmp_path, PrecisionCallback(schedule, q_grad=6))
+    trainer = trainer_of(tmp_path, PrecisionCallback(schedule, q_grad=6), accelerator=device.type)
     trainer.fit(module, TRAIN, TEST)
     assert trainer.global_step == STEPS
     assert [entry for entry in module.seen if entry[0] == "train"] == [

@@ -1,0 +1,62 @@
+"""The first hour on a GPU, in parts of less than ten minutes: is it right, how fast is it, and the first runs.
+
+    python -m bench.gpu checks      the tests that need CUDA; quantisers, layers and tasks against the CPU
+    python -m bench.gpu speed       a training step: float32, quantised, captured, one operation at a time
+    python -m bench.gpu memory      the peak of the same steps
+    python -m bench.gpu packing     1 to 16 processes that share the GPU
+    python -m bench.gpu evidence    runs of the Penn Treebank figure, into the ordinary store
+
+Every part is a list of stages. What a stage found is a line of ``runs/gpu/PART.jsonl`` as soon as it ends, a failure
+too, and the same command goes on with the stages that are left; a summary, ``PART.json``, is written at the end of
+every call. ``--dry`` is the rehearsal: all of it on the CPU, small.
+
+Exit status: 0 when every stage is done or was left out for a stated reason, 1 when some failed, 3 when some are left.
+"""
+
+from __future__ import annotations
+
+import argparse
+import faulthandler
+import sys
+
+import torch
+
+from bench.gpu.parts import PARTS
+from bench.gpu.stages import Options, forget_failures, run_stages, summary, where
+from cpt_core.paths import runs_dir
+
+SPARE = 60.0  # seconds after the limit at which a stage that hangs is ended, and its traceback written
+
+
+def main(words: list[str] | None = None) -> int:
+    """Run a part from the command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("part", choices=list(PARTS))
+    parser.add_argument("--dry", action="store_true", help="a rehearsal on the CPU, small")
+    parser.add_argument("--seconds", type=float, default=500.0, help="no stage is started after so many")
+    parser.add_argument("--only", default="", help="stages with one of these in their name, separated by commas")
+    parser.add_argument("--again", action="store_true", help="try stages again that failed")
+    parser.add_argument("--workers", type=int, help="runs at a time of the part evidence")
+    given = parser.parse_args(words)
+    device = "cpu" if given.dry else "cuda"
+    if device == "cuda" and not torch.cuda.is_available():
+        parser.error("torch sees no CUDA device; --dry rehearses on the CPU")
+    folder = runs_dir() / ("gpu-dry" if given.dry else "gpu")
+    options = Options(given.part, device, given.dry, given.seconds, given.workers, folder)
+    if given.again:
+        forget_failures(options.rows)
+    asked = given.only.split(",")
+    stages = {n: s for n, s in PARTS[given.part](options).items() if any(word in n for word in asked)}
+    if not stages:
+        parser.error(f"no stage of {given.part} has one of {given.only!r} in its name")
+    here = where(device)
+    faulthandler.dump_traceback_later(given.seconds + SPARE, exit=True)
+    try:
+        done = run_stages(stages, options, here)
+    finally:
+        faulthandler.cancel_dump_traceback_later()
+    return summary(options, list(stages), done, here)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

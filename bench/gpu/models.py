@@ -1,0 +1,225 @@
+"""The models of ``bench.gpu``, on random data in the sizes of the paper, and the ways to run a training step of them.
+
+"per operation" is what the fused quantisers are to be compared with: the formulas one torch operation after the other,
+with fresh noise for every gradient.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from bench.gpu.stages import LeftOutError
+from cpt_core.experiments.recipe import Recipe
+from cpt_core.experiments.recipes import recipe
+from cpt_core.experiments.spec import run_spec
+from cpt_core.graphs.layers import GraphConv
+from cpt_core.quantization.convert import restore_
+from cpt_core.training.session import Session, task_of
+
+KINDS = (
+    "float32", "float32 captured", "float32 TF32", "quantised", "quantised captured", "quantised TF32",
+    "quantised captured TF32", "per operation",
+)  # fmt: skip
+DRY_BERT = {"padding": "max", "hidden": 16, "layers": 1, "batch": 4, "train_pairs": 200}
+
+
+def _paper(dataset: str, model: str, **changes: Any) -> Recipe:
+    own = changes.pop("like", model)
+    return replace(recipe("paper", dataset, own), model=model, **changes)
+
+
+# name -> recipe at full size, recipe of the rehearsal; all with random data of these shapes
+MODELS: dict[str, tuple[Callable[[], Recipe], Callable[[], Recipe]]] = {
+    "ResNet-20": (
+        lambda: _paper("cifar10", "resnet20", like="resnet74"), lambda: recipe("smoke", "digits", "resnet8_w8"),
+    ),
+    "ResNet-74": (
+        lambda: _paper("cifar10", "resnet74"), lambda: replace(recipe("smoke", "digits", "resnet8_w8"), batch=8),
+    ),
+    "ResNet-18, ImageNet size": (
+        lambda: _paper("imagenet", "resnet18"),
+        lambda: replace(recipe("smoke", "digits", "resnet8_w8"), batch=4, flip=True),
+    ),
+    "mBERT": (
+        lambda: _paper("xnli", "bert", batch=32, padding="max"),
+        lambda: replace(recipe("smoke", "templates"), **DRY_BERT),
+    ),
+    "PTB LSTM": (
+        lambda: _paper("ptb", "lstm"), lambda: replace(recipe("smoke", "pydoc"), length=8, hidden=8, embedding=8),
+    ),
+    "Arxiv GCN": (
+        lambda: _paper("ogbn-arxiv", "gcn"), lambda: replace(recipe("smoke", "digits-graph", "gcn"), hidden=8),
+    ),
+}  # fmt: skip
+
+
+def session_of(name: str, kind: str, device: str, dry: bool) -> Session:
+    """Return a model's session, its steps of one kind; LeftOutError where there is no such kind."""
+    r = MODELS[name][dry]()
+    spec = run_spec(r, "CR", q_max=8, seed=0, scale="smoke" if dry else "paper")
+    with environment(CPT_CAPTURE="1" if "captured" in kind else "0"):
+        session = Session(task_of(spec), spec, device, stand_in=not dry)
+    if "captured" in kind and session.capture is None:
+        raise LeftOutError(f"steps are not captured: {session.why_not_captured}")
+    if kind.startswith("float32") or kind == "per operation":
+        restore_(session.model)
+    if kind == "per operation":
+        take_apart(session.model)
+    return session
+
+
+@contextmanager
+def environment(**values: str) -> Any:
+    """Set variables of the environment inside the block."""
+    before = {name: os.environ.get(name) for name in values}
+    os.environ.update(values)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            os.environ.pop(name) if value is None else os.environ.update({name: value})
+
+
+@contextmanager
+def tf32(on: bool) -> Any:
+    """Allow, or forbid, TF32 in products and convolutions inside the block."""
+    parts = (torch.backends.cuda.matmul, torch.backends.cudnn)
+    before = [part.allow_tf32 for part in parts]
+    for part in parts:
+        part.allow_tf32 = on
+    try:
+        yield
+    finally:
+        for part, value in zip(parts, before, strict=True):
+            part.allow_tf32 = value
+
+
+# --- one operation at a time ----------------------------------------------------------------------
+
+BITS, Q_GRAD = 5, 8
+
+
+def round_plainly(x: Tensor, dims: tuple[int, ...], bits: int, noise: bool = False) -> Tensor:
+    """Round to 2**bits levels between the extremes over ``dims``."""
+    n = 2.0**bits - 1
+    low = x.amin(dims, keepdim=True)
+    high = x.amax(dims, keepdim=True)
+    scale = torch.clamp((high - low) / n, min=1e-8)
+    k = (x - low) / scale
+    if noise:
+        k = k + (torch.rand_like(k) - 0.5)
+    return torch.round(torch.clamp(k, 0.0, n)) * scale + low
+
+
+class _Through(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, dims: tuple[int, ...], bits: int) -> Tensor:
+        return round_plainly(x, dims, bits)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
+        return gradient, None, None
+
+
+class _Behind(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, y: Tensor, dims: tuple[int, ...]) -> Tensor:
+        ctx.dims = dims
+        return y.view_as(y)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        return round_plainly(gradient, ctx.dims, Q_GRAD, noise=True), None
+
+
+def _all(x: Tensor) -> tuple[int, ...]:
+    return tuple(range(x.dim()))
+
+
+def _operand(x: Tensor, dims: tuple[int, ...]) -> Tensor:
+    return _Through.apply(x, dims, BITS)
+
+
+def _tracked(module: nn.Module, x: Tensor) -> Tensor:
+    """The input of a layer that keeps a running range, which takes two more reductions of it."""
+    low = x.detach().min()
+    module.running_low = 0.9 * module.running_low + 0.1 * low
+    module.running_width = 0.9 * module.running_width + 0.1 * (x.detach().max() - low)
+    return _operand(x, _all(x))
+
+
+def _biased(module: nn.Module) -> Tensor | None:
+    return None if module.bias is None else _operand(module.bias, (-1,))
+
+
+class PlainConv2d(nn.Conv2d):
+    """A quantised convolution."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self._conv_forward(_tracked(self, x), _operand(self.weight, (1, 2, 3)), _biased(self))
+        return _Behind.apply(y, _all(y))
+
+
+class PlainLinear(nn.Linear):
+    """A quantised linear layer; one range of the gradient per position."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = nn.functional.linear(_tracked(self, x), _operand(self.weight, (-1,)), _biased(self))
+        return _Behind.apply(y, (0, -1))
+
+
+class PlainLSTM(nn.LSTM):
+    """A quantised LSTM of one layer, a time step after the other."""
+
+    def forward(self, x: Tensor, state: Any = None) -> Any:
+        h, c = (s[0] for s in state) if state else (x.new_zeros(x.shape[1], self.hidden_size) for _ in range(2))
+        out = []
+        for step in x.unbind(0):
+            w, u = _operand(self.weight_ih_l0, (-1,)), _operand(self.weight_hh_l0, (-1,))
+            a = nn.functional.linear(_tracked(self, step), w, _operand(self.bias_ih_l0, (-1,)))
+            b = nn.functional.linear(_tracked(self, h), u)
+            i, f, g, o = (_Behind.apply(a, (-1,)) + _Behind.apply(b, (-1,))).chunk(4, 1)
+            c = f.sigmoid() * c + i.sigmoid() * g.tanh()
+            h = o.sigmoid() * c.tanh()
+            out.append(h)
+        return torch.stack(out), (h[None], c[None])
+
+
+class PlainGraphConv(GraphConv):
+    """A quantised graph convolution that sums in float32; the degrees of both sides as in the fused layer."""
+
+    def forward(self, graph: Any, x: Tensor) -> Tensor:
+        out, into = (d.clamp_min(1).rsqrt().unsqueeze(1) for d in (graph.out_degrees, graph.in_degrees))
+        h = x * out
+        if self._in_feats <= self._out_feats:
+            h = graph.aggregate(h)
+        h = _operand(h, (-1,)) @ _operand(self.weight, (-1,))
+        h = _Behind.apply(h, _all(h))
+        if self._in_feats > self._out_feats:
+            h = graph.aggregate(h)
+        h = _operand(h * into, (-1,)) + _biased(self)
+        return _Behind.apply(h, _all(h))
+
+
+PLAIN = {nn.Conv2d: PlainConv2d, nn.Linear: PlainLinear, nn.LSTM: PlainLSTM, GraphConv: PlainGraphConv}
+
+
+def take_apart(model: nn.Module) -> int:
+    """Give the layers of a float32 model the plain quantisers, in place; return how many. Decoders stay as they are."""
+    count = 0
+    for module in model.modules():
+        if type(module) in PLAIN:
+            device = next(module.parameters()).device
+            module.running_low = module.running_width = torch.zeros((), device=device)
+            module.__class__ = PLAIN[type(module)]
+            count += 1
+    if not count:
+        raise LeftOutError("no layer of this model has a plain quantiser")
+    return count

@@ -1,0 +1,263 @@
+"""The parts of ``bench.gpu``: for each the stages, by name, in the order in which they are worth most."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from bench.gpu import checks
+from bench.gpu.models import KINDS, MODELS, session_of, tf32
+from bench.gpu.stages import Options, Stage, ended, read
+from cpt_core.experiments import designs
+from cpt_core.experiments.spec import RunSpec
+from cpt_core.paths import CHECKOUT
+from cpt_core.sweeps import stores
+from cpt_core.sweeps.sweep import run_grid
+from cpt_core.training.device import peak_memory
+from cpt_core.training.session import Session
+
+WARM_UP = 5  # the captured kind records its step after three
+
+
+def checks_of(options: Options) -> dict[str, Stage]:
+    """The tests that need CUDA, and what must be the same on both devices."""
+    return {
+        "versions": partial(checks.versions, options.device),
+        "tests": partial(_tests, options),
+        "quantisers": partial(checks.quantisers, options.device),
+        **{f"layer {name}": partial(checks.layer, name, options.device) for name in checks.LAYERS},
+        **{f"task {name}": partial(checks.task, name, options.device) for name in checks.TASKS},
+    }
+
+
+def _tests(options: Options) -> dict[str, Any]:
+    """Run the tests that are marked ``gpu``; of a rehearsal one that is not."""
+    assert CHECKOUT is not None
+    which = ["-m", "gpu", "tests"]
+    if options.dry:
+        which = ["-m", "not gpu", "tests/graphs/test_graph.py", "-k", "agree_on_a_device"]
+    elif importlib.util.find_spec("xdist"):
+        which += ["-n", "4"]
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-rfE",
+               "--continue-on-collection-errors", *which]  # fmt: skip
+    done = subprocess.run(command, cwd=CHECKOUT, capture_output=True, text=True, timeout=min(300.0, options.seconds))
+    lines = done.stdout.strip().splitlines()
+    bad = [found for found in lines if found.startswith(("FAILED", "ERROR"))]
+    lacking = [
+        found for found in bad if "ModuleNotFoundError" in found
+    ]  # files of tests for libraries that are not here
+    failed = [found for found in bad if found not in lacking]
+    found = {"summary": lines[-1] if lines else done.stderr[-500:], "failures": failed, "left_out": lacking}
+    wrong = bool(failed) or done.returncode not in (0, 1, 2) or (done.returncode > 0 and not lacking)
+    return found | {"failed": f"pytest ended with {done.returncode}" if wrong else ""}
+
+
+def steps_of(options: Options) -> dict[str, Stage]:
+    """Every model in every kind, the kinds of a model one after the other."""
+    kinds = [kind for kind in KINDS if not (options.dry and "TF32" in kind)]
+    make = speed if options.part == "speed" else memory
+    return {f"{name}, {kind}": partial(make, name, kind, options) for name in MODELS for kind in kinds}
+
+
+def _step(name: str, kind: str, options: Options) -> tuple[Session, Callable[[], torch.Tensor]]:
+    session = session_of(name, kind, options.device, options.dry)
+    batches, lr = session.task.batches(0), session.lr_at(0, [])
+
+    def step() -> torch.Tensor:
+        loss = session.step(next(batches), 1e-3 * lr)
+        if "quantised" in kind:
+            session.scheduler.step()
+        return loss
+
+    return session, step
+
+
+def speed(name: str, kind: str, options: Options) -> dict[str, Any]:
+    """Milliseconds of a step: back to back, alone on the device, and of the host that starts it; and the ratio."""
+    session, step = _step(name, kind, options)
+    with tf32("TF32" in kind):
+        for _ in range(WARM_UP):
+            loss = step()
+        found: dict[str, Any] = timed(step, 2 if options.dry else 20, options.device)
+    found["failed"] = _wrong(session, kind, loss)
+    base = ended(read(options.rows)).get(f"{name}, float32", {}).get("values")
+    return found | ({"ratio": found["ms"] / base["ms"]} if base else {})
+
+
+def _wrong(session: Session, kind: str, loss: torch.Tensor) -> str:
+    """What makes a measurement worthless, or ""."""
+    if not bool(loss.isfinite()):
+        return f"the loss is {float(loss)}"
+    return f"no step was captured: {session.why_not_captured}" if "captured" in kind and not session.captured else ""
+
+
+def timed(step: Callable[[], Any], repeats: int, device: str) -> dict[str, float]:
+    """Medians of single steps, and the mean of steps back to back."""
+    cuda = device == "cuda"
+    hosts, devices = [], []
+    for _ in range(repeats):
+        if cuda:
+            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            torch.cuda.synchronize()
+            start.record()
+        began = time.perf_counter()
+        step()
+        hosts.append(1e3 * (time.perf_counter() - began))
+        if cuda:
+            end.record()
+            torch.cuda.synchronize()
+            devices.append(start.elapsed_time(end))
+    began = time.perf_counter()
+    for _ in range(repeats):
+        step()
+    if cuda:
+        torch.cuda.synchronize()
+    together = 1e3 * (time.perf_counter() - began) / repeats
+    middle = repeats // 2
+    return {"ms": together, "device_ms": sorted(devices or hosts)[middle], "host_ms": sorted(hosts)[middle]}
+
+
+def memory(name: str, kind: str, options: Options) -> dict[str, Any]:
+    """Peak bytes of tensors, and what the process takes of the device."""
+    if options.device == "cuda":
+        torch.cuda.reset_peak_memory_stats()
+    session, step = _step(name, kind, options)
+    with tf32("TF32" in kind):
+        for _ in range(WARM_UP):
+            loss = step()
+    found: dict[str, Any] = {"process_mb": peak_memory(options.device) / 2**20, "failed": _wrong(session, kind, loss)}
+    if options.device == "cuda":
+        found["tensors_mb"] = torch.cuda.max_memory_allocated() / 2**20
+    return found
+
+
+# --- several processes ----------------------------------------------------------------------------
+
+PACKED = "import sys; from bench.gpu.parts import packed; packed(sys.argv[1], sys.argv[2], float(sys.argv[3]))"
+COUNTS = (1, 2, 4, 8, 16)
+
+
+def packing_of(options: Options) -> dict[str, Stage]:
+    """1 to 16 processes that train the Penn Treebank LSTM at once, captured and not."""
+    kinds = ("quantised",) if options.device == "cpu" else ("quantised captured", "quantised")
+    counts = COUNTS[:2] if options.dry else COUNTS
+    return {f"{n} at a time, {kind}": partial(packing, n, kind, options) for kind in kinds for n in counts}
+
+
+def packed(kind: str, device: str, seconds: float) -> None:
+    """Work of one of the processes: steps for a while, all starting when the other end says so."""
+    torch.set_num_threads(1)
+    options = Options("packing", device, device == "cpu", seconds, None, Path())
+    _, step = _step("PTB LSTM", kind, options)
+    for _ in range(WARM_UP):
+        float(step())
+    print("ready", flush=True)
+    sys.stdin.readline()
+    began, count = time.monotonic(), 0
+    while time.monotonic() - began < seconds:
+        for _ in range(10):
+            loss = step()
+        float(loss)  # waits for the device
+        count += 10
+    print(count / (time.monotonic() - began), flush=True)
+
+
+def packing(count: int, kind: str, options: Options) -> dict[str, Any]:
+    """Steps per second of all processes together."""
+    command = [sys.executable, "-c", PACKED, kind, options.device, "0.3" if options.dry else "10"]
+    pipe = subprocess.PIPE
+    processes = [
+        subprocess.Popen(command, cwd=CHECKOUT, stdin=pipe, stdout=pipe, stderr=pipe, text=True) for _ in range(count)
+    ]
+    try:
+        for process in processes:
+            assert process.stdout is not None
+            if process.stdout.readline() != "ready\n":
+                raise RuntimeError(f"a process of {count} ended: {process.communicate()[1][-800:]}")
+        for process in processes:
+            assert process.stdin is not None
+            process.stdin.write("go\n")
+            process.stdin.flush()
+        rates = [float(process.communicate(timeout=120)[0]) for process in processes]
+    finally:
+        for process in processes:
+            if process.poll() is None:
+                process.kill()
+    return {"steps_per_second": sum(rates), "slowest": min(rates), "fastest": max(rates)}
+
+
+# --- runs -----------------------------------------------------------------------------------------
+
+FIRST = ("CR", "RR", "LT", "static 8", "static 5")
+STATIC = (8, 6, 5, 3)
+
+
+def treebank(dry: bool) -> list[RunSpec]:
+    """The left side of figure 7, what says most first: five arms of seed 0, its others, then the other seeds."""
+    if dry:
+        small = {"steps": 8, "n_cycles": 1, "valid_tokens": 200, "test_tokens": 200}
+        found = designs.quality_cost("smoke", "pydoc", schedules=["CR"], static=[8], seeds=[0], **small)
+    else:
+        found = designs.quality_cost("paper", "ptb", "lstm", static=STATIC, q_max=[8])
+    return sorted(found, key=lambda spec: (spec.seed, FIRST.index(spec.arm) if spec.arm in FIRST else len(FIRST)))
+
+
+def evidence_of(options: Options) -> dict[str, Stage]:
+    """One stage, which is never done for good: the store knows what is."""
+    return {f"runs until {time.strftime('%Y-%m-%d %H:%M:%S')}": partial(evidence, options)}
+
+
+def evidence(options: Options) -> dict[str, Any]:
+    """Run what the store does not hold; at the limit the runs write their checkpoints, and the next call goes on."""
+    specs = treebank(options.dry)
+    store = stores.store_path(specs[0].scale, specs[0].recipe.task)
+    workers = 0 if options.dry else options.workers or best_packing(options)
+    # as Ctrl-C does: asked while runs are at work, they stop at the end of a step
+    bell = threading.Timer(options.seconds, os.kill, (os.getpid(), signal.SIGINT))
+    bell.daemon = True
+    bell.start()
+    try:
+        run_grid(specs, store, workers=workers, device=options.device, checkpoint_seconds=30.0, retry_failed=True)
+    except KeyboardInterrupt:
+        pass  # what is left is said below
+    finally:
+        bell.cancel()
+    held = {row["key"]: row for row in stores.load_rows(store)}
+    rows = [held[spec.key] for spec in specs if spec.key in held]
+    status = {s: sum(row["status"] == s for row in rows) for s in stores.STATUSES}
+    broken = {"failed": f"{status['failed']} runs failed; see the rows of {store}"} if status["failed"] else {}
+    arms = {f"{row['spec']['arm']} seed {row['spec']['seed']}": _quality(row) for row in rows if row["status"] == "ok"}
+    found = {"store": str(store), "runs": len(specs), "left": len(specs) - len(rows), "workers": workers, **status}
+    return {**found, "perplexity": arms, **broken}
+
+
+def _quality(row: dict[str, Any]) -> float:
+    wanted = {"name": "perplexity", "split": "test", "when": "final", "precision": "q_max"}
+    return next(m["value"] for m in row["metrics"] if all(m[k] == v for k, v in wanted.items()))
+
+
+def best_packing(options: Options) -> int:
+    """How many captured runs at a time did most steps per second; 4 where the part "packing" has not been run."""
+    rows = ended(read(replace(options, part="packing").rows))
+    rates = {
+        int(stage.split()[0]): row["values"]["steps_per_second"]
+        for stage, row in rows.items() if row["status"] == "ok" and stage.endswith("captured")
+    }  # fmt: skip
+    return max(rates, key=rates.__getitem__) if rates else 4
+
+
+PARTS: dict[str, Callable[[Options], dict[str, Stage]]] = {
+    "checks": checks_of, "speed": steps_of, "memory": steps_of, "packing": packing_of, "evidence": evidence_of,
+}  # fmt: skip

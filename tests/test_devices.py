@@ -1,0 +1,115 @@
+"""What runs on a GPU runs here on the CPU too: sampling, every task with stop and resume, workers, captured steps."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from conftest import WITH_CUDA
+
+from bench.gpu import checks
+from cpt_core.experiments.recipes import recipe
+from cpt_core.experiments.spec import run_spec
+from cpt_core.graphs.graph import Graph
+from cpt_core.graphs.layers import SAGEConv
+from cpt_core.graphs.sampling import sample_blocks
+from cpt_core.quantization.convert import quantize_
+from cpt_core.quantization.scheduler import precision
+from cpt_core.sweeps import worker
+from cpt_core.sweeps.options import SweepOptions
+from cpt_core.sweeps.process import supervise
+from cpt_core.sweeps.worker import Job, run_one
+from cpt_core.training.device import device_name
+from cpt_core.training.session import Session, task_of
+from cpt_core.training.train import train
+
+ON_CPU = ("GraphSAGE",)  # the others are stopped and resumed there by their own tests
+EVERY = [*((name, "cpu") for name in ON_CPU), *(pytest.param(n, "cuda", marks=WITH_CUDA) for n in checks.TASKS)]
+
+
+@pytest.mark.parametrize(("name", "where"), EVERY)
+def test_every_task_trains_stops_and_resumes(name, where):
+    found = checks.task(name, where)
+    assert "failed" not in found, found
+    assert where == "cuda" or (found["repeat"], found["resumed"]) == (0, 0)
+
+
+@pytest.mark.parametrize("name", checks.LAYERS)
+def test_layers_give_the_numbers_of_the_cpu(name, device):
+    found = checks.layer(name, device.type)
+    assert "failed" not in found, found
+
+
+def test_quantisers_give_the_numbers_of_the_cpu(device):
+    found = checks.quantisers(device.type)
+    assert "failed" not in found, found
+
+
+def test_sampled_neighbourhoods_on_a_device(device):
+    source, target = torch.unique(torch.randint(0, 60, (2, 900), generator=torch.Generator().manual_seed(0)), dim=1)
+    edges = set(zip(source.tolist(), target.tolist(), strict=True))
+    graph = Graph.from_edges(source, target, 60, "csr").to(device)
+    x = torch.randn(60, 8, device=device)
+    torch.manual_seed(0)
+    layer = quantize_(SAGEConv(8, 16).to(device))
+    seeds = torch.tensor([5, 0, 17], device=device)
+    nodes, (block,) = sample_blocks(graph, seeds, [4], torch.Generator(device).manual_seed(1))
+    again, _ = sample_blocks(graph, seeds, [4], torch.Generator(device).manual_seed(1))
+    assert torch.equal(nodes, again)
+    assert block.in_degrees.tolist() == graph.in_degrees[seeds].clamp_max(4).tolist()
+    into = torch.repeat_interleave(seeds, block.indptr.diff())
+    assert set(zip(nodes[block.indices.long()].tolist(), into.tolist(), strict=True)) <= edges
+    with precision(layer, 16):
+        here = layer(block, x[nodes])
+        there = layer.to("cpu")(block.to("cpu"), x[nodes].cpu())
+    assert here.device.type == device.type
+    torch.testing.assert_close(here.cpu(), there, atol=1e-3, rtol=1e-3)
+
+
+def demo(**changes):
+    """A short run at a scale that takes a GPU."""
+    small = replace(recipe("demo", "digits", "mlp6"), steps=6, n_cycles=1, train_images=200, evaluate_every=0)
+    return run_spec(replace(small, **changes), "static 8", q_max=8, seed=0, scale="demo")
+
+
+WAYS = [(run_one, "cpu"), *(pytest.param(way, "cuda", marks=WITH_CUDA) for way in (run_one, supervise))]
+
+
+@pytest.mark.parametrize(("way", "where"), WAYS)
+def test_a_worker_runs_on_its_device(way, where, tmp_path):
+    gpu = 0 if way is supervise else None
+    row = way(Job(demo(), tmp_path / "rows.jsonl", SweepOptions(device=where), gpu=gpu)).row
+    assert (row["status"], row["device"]) == ("ok", device_name(where))
+    assert ("captured" in row) == (where == "cuda")
+
+
+CAPTURED = {
+    ("digits", "mlp6"): {}, ("digits", "resnet8_w8"): {}, ("pydoc", None): {}, ("digits-graph", "gcn"): {},
+    ("templates", None): {"padding": "max"},
+}  # fmt: skip
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+@pytest.mark.parametrize(("dataset", "model"), CAPTURED)
+def test_captured_steps_are_those_that_they_replace(dataset, model, monkeypatch):
+    base = replace(recipe("smoke", dataset, model), steps=12, n_cycles=1, **CAPTURED[dataset, model])
+    spec = run_spec(base, "CR", q_max=8, seed=0, scale="smoke")
+    losses = []
+    for value in ("0", "1"):
+        monkeypatch.setenv("CPT_CAPTURE", value)
+        one = Session(task_of(spec), spec, "cuda")
+        batches, lr = one.task.batches(0), one.lr_at(0, [])
+        losses.append([])
+        for _ in range(12):
+            losses[-1].append(one.step(next(batches), lr))
+            one.scheduler.step()
+        assert (one.captured > 0) == (value == "1"), one.why_not_captured
+    torch.testing.assert_close(*map(torch.stack, losses), atol=1e-3, rtol=1e-3)
+
+
+def test_the_row_of_a_run_on_a_gpu_says_what_was_captured(monkeypatch):
+    spec = demo()
+    run = train(task_of(spec), spec)
+    monkeypatch.setattr(worker, "peak_memory", lambda device: 1)
+    assert worker._results(run, "cuda")["captured"] == {"steps": 0, "why_not": "the device is cpu"}
+    assert "captured" not in worker._results(run, "cpu")

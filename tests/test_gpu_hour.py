@@ -1,0 +1,176 @@
+"""``bench.gpu`` in its rehearsal on the CPU: every part runs, fails, stops and goes on."""
+
+import json
+import time
+from contextlib import nullcontext
+from functools import partial
+
+import pytest
+import torch
+from torch import nn
+
+from bench.gpu import __main__ as hour
+from bench.gpu import models, parts, stages
+from cpt_core.graphs.graph import Graph
+from cpt_core.graphs.layers import GraphConv
+from cpt_core.quantization.convert import quantize_
+from cpt_core.quantization.scheduler import precision
+from cpt_core.sweeps import stores
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path, monkeypatch):
+    monkeypatch.setenv("CPT_RUNS_DIR", str(tmp_path))
+    monkeypatch.setattr(stages, "commit", dict)  # asking git takes its time
+    return tmp_path / "gpu-dry"
+
+
+def read(folder, part):
+    return json.loads((folder / f"{part}.json").read_text()), stages.read(folder / f"{part}.jsonl")
+
+
+@pytest.mark.parametrize(
+    ("part", "only", "ok", "left_out"),
+    [
+        ("checks", "versions,quantisers,layer linear,task multilayer", 4, 0),
+        ("speed", "PTB LSTM", 3, 2),
+        ("memory", "ResNet-20", 3, 2),
+    ],
+)
+def test_parts_run_on_the_cpu_and_are_not_repeated(part, only, ok, left_out, folder):
+    assert hour.main([part, "--dry", "--only", only]) == 0
+    told, rows = read(folder, part)
+    assert (told["ok"], len(told["left out"]), told["failed"], told["left"]) == (ok, left_out, {}, [])
+    assert set(told["left out"].values()) <= {"steps are not captured: the device is cpu"}
+    assert hour.main([part, "--dry", "--only", only]) == 0
+    assert read(folder, part) == (told, rows)
+    if part == "speed":
+        assert told["values"]["PTB LSTM, float32"]["ms"] > 0
+        assert told["values"]["PTB LSTM, quantised"]["ratio"] > 0
+
+
+def test_the_steps_of_processes_are_counted_together(folder):
+    assert hour.main(["packing", "--dry", "--only", "1 at a time"]) == 0
+    (found,) = read(folder, "packing")[0]["values"].values()
+    assert found["steps_per_second"] == found["slowest"] > 0
+
+
+def test_runs_go_into_the_ordinary_store_and_a_call_that_was_stopped_goes_on(folder, monkeypatch):
+    specs = parts.treebank(dry=True)
+    store = stores.store_path("smoke", "language_model")
+
+    def one(given, *args, **options):
+        run_grid(given[:1], *args, **options)
+        raise KeyboardInterrupt
+
+    run_grid = parts.run_grid
+    monkeypatch.setattr(parts, "run_grid", one)
+    assert hour.main(["evidence", "--dry"]) == 3
+    (found,) = read(folder, "evidence")[0]["values"].values()
+    assert (found["ok"], found["left"]) == (1, 1)
+    monkeypatch.setattr(parts, "run_grid", run_grid)
+    monkeypatch.setattr(parts, "evidence_of", lambda options: {"runs": partial(parts.evidence, options)})
+    monkeypatch.setitem(hour.PARTS, "evidence", parts.evidence_of)
+    assert hour.main(["evidence", "--dry"]) == 0
+    assert [row["key"] for row in stores.load_rows(store)] == [spec.key for spec in specs]
+
+
+def test_what_says_most_is_run_first():
+    specs = parts.treebank(dry=False)
+    assert len(specs) == 42
+    assert [(s.arm, s.seed) for s in specs[:5]] == [(arm, 0) for arm in parts.FIRST]
+    assert [s.seed for s in specs] == [0] * 14 + [1] * 14 + [2] * 14
+    assert {s.arm for s in specs} >= {f"static {b}" for b in (8, 6, 5, 3)}
+    assert {(s.q_max, s.recipe.steps) for s in specs} == {(8, 53_120)}
+
+
+def fake(monkeypatch, **given):
+    monkeypatch.setitem(hour.PARTS, "speed", lambda options: given)
+
+
+def test_a_stage_that_fails_leaves_the_others_alone_and_is_tried_again_when_asked(folder, monkeypatch):
+    calls = []
+
+    def breaks():
+        calls.append("breaks")
+        if len(calls) < 3:
+            raise ZeroDivisionError("no luck")
+        return {}
+
+    def missing():
+        raise ImportError("ogb cannot be imported")
+
+    fake(monkeypatch, first=lambda: {"ms": 1.0}, breaks=breaks, missing=missing, wrong=lambda: {"failed": "NaN"})
+    assert hour.main(["speed", "--dry"]) == 1
+    told, rows = read(folder, "speed")
+    assert told["failed"] == {"breaks": "ZeroDivisionError: no luck", "wrong": "NaN"}
+    assert told["left out"] == {"missing": "ogb cannot be imported"}
+    assert "in breaks" in next(r["traceback"] for r in rows if r["stage"] == "breaks" and "traceback" in r)
+    assert hour.main(["speed", "--dry"]) == 1
+    assert calls == ["breaks"]
+    for status in (1, 1):
+        assert hour.main(["speed", "--dry", "--again"]) == status
+    assert list(read(folder, "speed")[0]["failed"]) == ["wrong"]
+
+
+def test_a_part_stops_at_its_limit_and_goes_on(folder, monkeypatch):
+    fake(monkeypatch, slow=lambda: time.sleep(0.05) or {}, next=lambda: {"ms": 2.0})
+    assert hour.main(["speed", "--dry", "--seconds", "0.02"]) == 3
+    assert read(folder, "speed")[0]["left"] == ["next"]
+    assert hour.main(["speed", "--dry"]) == 0
+
+
+def test_a_stage_that_ends_its_process_is_tried_twice(folder, monkeypatch):
+    fake(monkeypatch, deadly=lambda: {"ms": 1.0}, next=lambda: {"ms": 2.0})
+    begun = {"stage": "deadly", "status": "started", "where": {}}
+    stages.append(folder / "speed.jsonl", begun)
+    stages.append(folder / "speed.jsonl", begun)
+    with open(folder / "speed.jsonl", "a") as file:
+        file.write('{"stage": "next", "sta')  # killed while it wrote
+    assert hour.main(["speed", "--dry"]) == 1
+    told, rows = read(folder, "speed")
+    assert told["failed"] == {"deadly": "it ended its process 2 times"}
+    assert told["values"] == {"next": {"ms": 2.0}}
+    assert len(rows) == 4
+
+
+def test_without_cuda_it_says_so(capsys):
+    if torch.cuda.is_available():
+        pytest.skip("there is a CUDA device")
+    with pytest.raises(SystemExit):
+        hour.main(["speed"])
+    assert "torch sees no CUDA device; --dry rehearses on the CPU" in capsys.readouterr().err
+
+
+GRAPH = Graph.from_edges(*torch.randint(0, 30, (2, 200), generator=torch.Generator().manual_seed(0)), 30, "csr")
+SAME_WORK = {
+    "convolution": (lambda: nn.Conv2d(3, 4, 3), (torch.randn(2, 3, 8, 8),)),
+    "linear": (lambda: nn.Linear(6, 4), (torch.randn(5, 7, 6),)),
+    "LSTM": (lambda: nn.LSTM(6, 4), (torch.randn(5, 3, 6),)),
+    "GCN that widens": (lambda: GraphConv(6, 9), (GRAPH, torch.randn(30, 6))),
+    "GCN that narrows": (lambda: GraphConv(9, 6), (GRAPH, torch.randn(30, 9))),
+}
+
+
+@pytest.mark.parametrize("name", SAME_WORK)
+def test_one_operation_after_the_other_computes_the_same(name):
+    """What is compared in time is the same in numbers; gradients but for the noise of their rounding."""
+    make, inputs = SAME_WORK[name]
+    torch.manual_seed(0)
+    fused, plain = (nn.Sequential(make()) for _ in range(2))
+    plain.load_state_dict(fused.state_dict())
+    for p in [*fused.parameters(), *plain.parameters()]:
+        if p.dim() == 1 and name == "LSTM":
+            nn.init.zeros_(p)  # the second bias of torch's LSTM
+    quantize_(fused)
+    assert models.take_apart(plain) == 1
+    results = []
+    for model, at in ((fused, precision(fused, models.BITS, q_grad=models.Q_GRAD)), (plain, nullcontext())):
+        with at:
+            y = model[0](*inputs)
+            y = y[0] if isinstance(y, tuple) else y
+            y.square().sum().backward()
+        results.append((y.detach(), model[0].get_parameter("weight_ih_l0" if name == "LSTM" else "weight").grad))
+    torch.testing.assert_close(*(y for y, _ in results), atol=1e-5, rtol=1e-5)
+    (a, b) = (grad for _, grad in results)
+    assert float((a - b).norm() / a.norm()) < 0.05

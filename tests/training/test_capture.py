@@ -1,0 +1,193 @@
+"""Captured steps: the numbers of the steps that they replace, over a whole schedule; what is not captured says why."""
+
+import copy
+import itertools
+from functools import partial
+
+import pytest
+import torch
+from helpers import smoke_spec
+from tape import TapeRecorder
+
+from cpt_core.graphs import graph
+from cpt_core.quantization import reuse
+from cpt_core.tasks import TASKS
+from cpt_core.training import capture, session
+from cpt_core.training.session import Session, task_of
+from cpt_core.training.train import Stopped, train
+
+# batches of two sizes; milestones, a cosine, and a rate that follows the evaluations
+RUNS = {
+    "images": partial(smoke_spec, "digits", model="resnet8_w8", train_images=90, batch=16, crop=1,
+                      valid_images=40, test_images=40),
+    "words": partial(smoke_spec, "pydoc", dropout=0.2, train_tokens=2_000, batch=8, length=9, embedding=8, hidden=8,
+                     valid_tokens=200, test_tokens=200, lr_rule="plateau"),
+    "graph": partial(smoke_spec, "digits-graph", model="gcn", dropout=0.3, hidden=8),
+    "quantised sums": partial(smoke_spec, "digits-graph", model="gcn", aggregation="quantized", hidden=8),
+    "sentences": partial(smoke_spec, "templates", padding="max", train_pairs=90, valid_pairs=20,
+                         test_pairs=20, batch=16, length=20, hidden=16, layers=1),
+}  # fmt: skip
+
+
+@pytest.fixture
+def recorders(monkeypatch):
+    """Let sessions on the CPU capture their steps; returns the recorders that were made."""
+    made = []
+
+    def recorder_of(device):
+        made.append(TapeRecorder())
+        return made[-1]
+
+    monkeypatch.setattr(session, "why_not", lambda device, fixed_shape: "" if fixed_shape else "shapes differ")
+    monkeypatch.setattr(session, "recorder_of", recorder_of)
+    monkeypatch.setattr(graph, "dgl_module", lambda: None)  # its operations are not torch's: a tape would miss them
+    return made
+
+
+@pytest.fixture
+def eager(monkeypatch):
+    """A context in which nothing repeats often enough to be recorded."""
+
+    def run(call, *args, **kwargs):
+        with monkeypatch.context() as patch:
+            patch.setattr(capture, "WARM_UP", 10**9)
+            return call(*args, **kwargs)
+
+    return run
+
+
+def spec_of(name, **changes):
+    steps = 60 if name == "quantised sums" else 18  # sums are kept for every q, and so are recordings
+    return RUNS[name](arm="LR", q_min=3, evaluate_every=7, **{"steps": steps, "n_cycles": 1} | changes)
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_replayed_steps_are_those_they_replace_bit_for_bit(name, recorders, eager, tmp_path):
+    spec, file = spec_of(name), tmp_path / "run.pt"
+    plain = eager(train, task_of(spec), spec)
+    bits = set(plain.history["bits"])
+    assert bits == {3, 4, 5, 6, 7, 8}
+    run = train(task_of(spec), spec)
+    assert (plain.captured, run.captured > 8) == (0, True)
+    assert (run.history, run.metrics) == (plain.history, plain.metrics)
+    assert len(recorders[1].tapes) == (len(bits) if name == "quantised sums" else 1)
+    stop_at(11, spec, file)
+    resumed = train(task_of(spec), spec, checkpoint=file)
+    assert (resumed.history, resumed.metrics) == (plain.history, plain.metrics)
+    assert resumed.captured > 4
+
+
+def stop_at(step, spec, file):
+    asked = iter(range(step))
+    with pytest.raises(Stopped):
+        train(task_of(spec), spec, checkpoint=file, should_stop=lambda: next(asked) == step - 1)
+
+
+@pytest.mark.parametrize("name", ["images", "words"])
+def test_a_new_learning_rate_and_a_loss_that_is_not_finite_reach_replayed_steps(name, recorders):
+    spec = spec_of(name, clip=0.1)
+    one = Session(task_of(spec), spec)
+    batches = one.task.batches(0)
+    for _ in range(4):
+        one.step(next(batches), 0.1)
+    for lr in (0.05, 0.0):
+        before = [p.detach().clone() for p in one.model.parameters()]
+        one.step(next(batches), lr)
+        stays = [torch.equal(a, b) for a, b in zip(before, one.model.parameters(), strict=True)]
+        assert all(stays) if lr == 0 else not any(stays[-2:])  # the last layer: others may have no gradient
+    assert one.captured >= 2
+    with torch.no_grad():
+        *others, last = one.model.parameters()
+        last.fill_(float("nan"))
+    before = [p.detach().clone() for p in others]
+    assert not one.step(next(batches), 0.1).isfinite()
+    assert all(torch.equal(a, b) for a, b in zip(before, others, strict=True))
+
+
+def test_who_calls_the_model_between_steps_neither_sees_nor_leaves_old_weights(recorders, monkeypatch):
+    """Quantised weights are kept as long as their weights have one version; a tape must not be told from a GPU."""
+    monkeypatch.setattr(reuse, "is_in_torch_dispatch_mode", lambda: False)
+    spec = spec_of("images")
+    one, other = Session(task_of(spec), spec), Session(task_of(spec), spec)
+    monkeypatch.setattr(other.capture, "_repeats", lambda *_: False)
+    losses: list = [[], []]
+    for each, seen in zip((one, other), losses, strict=True):  # an optimizer's step makes all layers forget
+        for batch in itertools.islice(each.task.batches(0), 5):
+            seen.append(each.step(batch, 0.1))
+            fresh = copy.deepcopy(each.model)(batch[0])
+            assert torch.equal(each.model(batch[0]), fresh)
+    assert torch.equal(*map(torch.stack, losses))
+    assert (one.captured > 0, other.captured) == (True, 0)
+
+
+def test_losses_are_the_callers_to_keep(recorders):
+    spec = spec_of("images")
+    one = Session(task_of(spec), spec)
+    batches = one.task.batches(0)
+    losses = [one.step(next(batches), 0.1) for _ in range(4)]
+    kept = [float(loss) for loss in losses]
+    one.step(next(batches), 0.1)
+    assert one.captured > 1
+    assert list(map(float, losses)) == kept
+
+
+def test_what_cannot_be_recorded_goes_on_and_says_why(recorders, eager, monkeypatch, caplog):
+    spec = spec_of("images")
+    task = task_of(spec)
+    plain = eager(train, task, spec)
+
+    class Reads(task):
+        def loss(self, model, batch, carry):
+            loss, carry = super().loss(model, batch, carry)
+            assert float(loss.detach()) > 0
+            return loss, carry
+
+    run = train(Reads, spec)
+    assert (run.captured, run.history) == (0, plain.history)
+    assert "_local_scalar_dense.default reads a number on the host" in run.why_not_captured
+    (line,) = [r.getMessage() for r in caplog.records if r.name == capture.__name__]
+    assert line.startswith("the steps of this run cannot be captured and go on one launch at a time: RuntimeError")
+
+
+def test_a_number_that_python_keeps_is_noticed(recorders, eager):
+    """The control: a step that a recording would freeze gives other losses, and this test would see them."""
+    spec = spec_of("words")
+
+    class Drifts(task_of(spec)):
+        calls = 0
+
+        def loss(self, model, batch, carry):
+            self.calls += 1
+            loss, carry = super().loss(model, batch, carry)
+            return loss * (1 + 0.01 * self.calls), carry
+
+    frozen, plain = train(Drifts, spec), eager(train, Drifts, spec)
+    assert frozen.history["loss"][:4] == plain.history["loss"][:4]
+    assert frozen.history["loss"][-1] != plain.history["loss"][-1]
+
+
+@pytest.mark.parametrize(
+    ("device", "fixed", "value", "reason"),
+    [
+        ("cpu", True, "1", "the device is cpu"), ("cuda", True, "1", ""), ("cuda", True, "0", "CPT_CAPTURE=0"),
+        ("cuda", False, "1", "shapes differ from step to step"),
+    ],
+)  # fmt: skip
+def test_where_steps_are_captured(device, fixed, value, reason, monkeypatch):
+    monkeypatch.setenv("CPT_CAPTURE", value)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    assert capture.why_not(torch.device(device), fixed) == reason
+
+
+FIXED = {
+    ("digits", None): True, ("pydoc", None): True, ("digits-graph", "gcn"): True, ("digits-graph", "sage"): False,
+    ("templates", None): False, ("digit-scenes", None): False,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("dataset", "model"), FIXED)
+def test_tasks_know_whether_their_steps_are_alike(dataset, model):
+    spec = smoke_spec(dataset, model=model)
+    task = TASKS[spec.recipe.task](spec, torch.device("cpu"))
+    assert task.fixed_shape == FIXED[dataset, model]
+    assert Session(TASKS[spec.recipe.task], spec).why_not_captured == "the device is cpu"
