@@ -267,11 +267,11 @@ def _patches():
         with _disable_current_modes():
             save(down(content), *args, **kwargs)
 
-    def sparse_csr_tensor(indptr, indices, values, **kwargs):
+    def sparse_csr_tensor(indptr, indices, values, *size, **kwargs):
         if not isinstance(values, PhantomTensor):
-            return csr(indptr, indices, values, **kwargs)
+            return csr(indptr, indices, values, *size, **kwargs)
         with _disable_current_modes():
-            return PhantomTensor(csr(indptr.held, indices.held, values.held, **kwargs))
+            return PhantomTensor(csr(indptr.held, indices.held, values.held, *size, **kwargs))
 
     def pin_memory(self):
         assert not isinstance(self, PhantomTensor), "cannot pin a tensor of the GPU"

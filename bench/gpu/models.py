@@ -62,7 +62,7 @@ MODELS: dict[str, tuple[Callable[[], Recipe], Callable[[], Recipe]]] = {
 
 def session_of(name: str, kind: str, device: str, dry: bool) -> Session:
     """Return a model's session, its steps of one kind; LeftOutError where there is no such kind."""
-    r = MODELS[name][dry]()
+    r = replace(MODELS[name][dry](), tf32="TF32" in kind)
     spec = run_spec(r, "CR", q_max=8, seed=0, scale="smoke" if dry else "paper")
     with environment(CPT_CAPTURE="1" if "captured" in kind else "0"):
         session = Session(task_of(spec), spec, device, stand_in=not dry)
@@ -85,20 +85,6 @@ def environment(**values: str) -> Any:
     finally:
         for name, value in before.items():
             os.environ.pop(name) if value is None else os.environ.update({name: value})
-
-
-@contextmanager
-def tf32(on: bool) -> Any:
-    """Allow, or forbid, TF32 in products and convolutions inside the block."""
-    parts = (torch.backends.cuda.matmul, torch.backends.cudnn)
-    before = [part.allow_tf32 for part in parts]
-    for part in parts:
-        part.allow_tf32 = on
-    try:
-        yield
-    finally:
-        for part, value in zip(parts, before, strict=True):
-            part.allow_tf32 = value
 
 
 # --- one operation at a time ----------------------------------------------------------------------

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from bench.gpu import checks
-from bench.gpu.models import KINDS, MODELS, session_of, tf32
+from bench.gpu.models import KINDS, MODELS, session_of
 from bench.gpu.stages import Options, Stage, ended, read
 from cpt_core.experiments import designs
 from cpt_core.experiments.spec import RunSpec
@@ -87,10 +87,9 @@ def _step(name: str, kind: str, options: Options) -> tuple[Session, Callable[[],
 def speed(name: str, kind: str, options: Options) -> dict[str, Any]:
     """Milliseconds of a step: back to back, alone on the device, and of the host that starts it; and the ratio."""
     session, step = _step(name, kind, options)
-    with tf32("TF32" in kind):
-        for _ in range(WARM_UP):
-            loss = step()
-        found: dict[str, Any] = timed(step, 2 if options.dry else 20, options.device)
+    for _ in range(WARM_UP):
+        loss = step()
+    found: dict[str, Any] = timed(step, 2 if options.dry else 20, options.device)
     found["failed"] = _wrong(session, kind, loss)
     base = ended(read(options.rows)).get(f"{name}, float32", {}).get("values")
     return found | ({"ratio": found["ms"] / base["ms"]} if base else {})
@@ -134,9 +133,8 @@ def memory(name: str, kind: str, options: Options) -> dict[str, Any]:
     if options.device == "cuda":
         torch.cuda.reset_peak_memory_stats()
     session, step = _step(name, kind, options)
-    with tf32("TF32" in kind):
-        for _ in range(WARM_UP):
-            loss = step()
+    for _ in range(WARM_UP):
+        loss = step()
     found: dict[str, Any] = {"process_mb": peak_memory(options.device) / 2**20, "failed": _wrong(session, kind, loss)}
     if options.device == "cuda":
         found["tensors_mb"] = torch.cuda.max_memory_allocated() / 2**20
