@@ -197,7 +197,7 @@ class Phantom(TorchDispatchMode):
         changed = {id(x.held): x for x in ours} if func._schema.is_mutable else {}  # in place: the same object again
 
         def wrap(x):
-            if not isinstance(x, torch.Tensor) or isinstance(x, PhantomTensor):
+            if not isinstance(x, torch.Tensor) or isinstance(x, PhantomTensor) or x.is_meta:
                 return x
             return changed[id(x)] if id(x) in changed else PhantomTensor(x)
 
