@@ -28,10 +28,21 @@ bool is_float(std::initializer_list<const Tensor*> tensors) {
   return std::all_of(tensors.begin(), tensors.end(), [](auto x) { return x->scalar_type() == at::kFloat; });
 }
 
+Tensor first_rows(const Tensor& x, int64_t rows) { return x.size(0) == rows ? x : x.narrow(0, 0, rows); }
+
 // Calls f(begin, end) for parts of `rows` rows of `width` elements.
 template <typename F>
 void by_rows(int64_t rows, int64_t width, const F& f) {
   at::parallel_for(0, rows, std::max<int64_t>(1, GRAIN / width), f);
+}
+
+// gates += the part of the input, (rows, 4 width) each
+void add_input(const float* x_gates, float* gates, int64_t rows, int64_t width) {
+  by_rows(rows, 4 * width, [&](int64_t begin, int64_t end) {
+    const float* __restrict x = x_gates;
+    float* __restrict y = gates;
+    for (int64_t j = begin * 4 * width; j < end * 4 * width; ++j) y[j] += x[j];
+  });
 }
 
 // c = c f + i g, from gates (rows, 4, width)
@@ -126,19 +137,18 @@ Eight lstm_forward(const Tensor& x_gates, const Tensor& weight, const optional<T
     } else {
       at::mm_out(step, operand, w);
     }
-    step.add_(added.narrow(0, from, size));
+    add_input(added.const_data_ptr<float>() + from * 4 * n, step.mutable_data_ptr<float>(), size, n);
     step.narrow(1, 0, 2 * n).sigmoid_();
     step.narrow(1, 2 * n, n).tanh_();
     step.narrow(1, 3 * n, n).sigmoid_();
     const float* four = step.const_data_ptr<float>();
     if (save) std::copy(cell, cell + size * n, before.mutable_data_ptr<float>() + at * n);
     next_cell(four, cell, size, n);
-    at::tanh_out(tanh, c.narrow(0, 0, size));
+    at::tanh_out(tanh, first_rows(c, size));
     next_hidden(four, tanh.const_data_ptr<float>(), hidden.mutable_data_ptr<float>() + from * n, state, size, n);
   }
-  if (!save) gates = at::empty({0}, added.options()), operands = before = tanh_c = Tensor();
-  auto none = [&](const Tensor& x) { return x.defined() ? x : at::empty({0}, added.options()); };
-  return {hidden, h, c, ranges, gates, none(operands), none(before), none(tanh_c)};
+  auto saved = [&](const Tensor& x) { return save ? x : at::empty({0}, added.options()); };
+  return {hidden, h, c, ranges, saved(gates), saved(operands), saved(before), saved(tanh_c)};
 }
 
 // What a step of the backward pass reads and writes, (rows, width) each; the gates and their gradients are four of them.
@@ -205,15 +215,15 @@ Four lstm_backward(const Tensor& d_out, const Tensor& d_h, const Tensor& d_c, co
   const auto parts = rows_of(rows, steps, sizes, !reverse);
   for (auto [from, size] : parts) {
     const int64_t at = from * n;
-    Tensor after = behind.narrow(0, from, size), part_h = state.narrow(0, 0, size), part_c = cell.narrow(0, 0, size);
+    Tensor after = behind.narrow(0, from, size), part_h = first_rows(state, size), part_c = first_rows(cell, size);
     const Step s{from_out.const_data_ptr<float>() + at,     part_h.const_data_ptr<float>(),
                  gates.const_data_ptr<float>() + 4 * at,    before.const_data_ptr<float>() + at,
                  tanh_c.const_data_ptr<float>() + at,       dh.mutable_data_ptr<float>(),
                  dc.mutable_data_ptr<float>(),              to_c.mutable_data_ptr<float>(),
                  d_gates.mutable_data_ptr<float>() + 4 * at, part_c.mutable_data_ptr<float>()};
     through_output(s, size, n);
-    Tensor sum = dc.narrow(0, 0, size);
-    at::addcmul_out(sum, part_c, dh.narrow(0, 0, size), to_c.narrow(0, 0, size));
+    Tensor sum = first_rows(dc, size);
+    at::addcmul_out(sum, part_c, first_rows(dh, size), first_rows(to_c, size));
     through_gates(s, size, n);
     if (grad_levels) {
       quantized(d_gates.narrow(0, from, size), after, *grad_levels, granularity,
