@@ -151,7 +151,7 @@ Eight lstm_forward(const Tensor& x_gates, const Tensor& weight, const optional<T
   return {hidden, h, c, ranges, saved(gates), saved(operands), saved(before), saved(tanh_c)};
 }
 
-// What a step of the backward pass reads and writes, (rows, width) each; the gates and their gradients are four of them.
+// What a step of the backward pass reads and writes, (rows, width) each; four of these for gates and their gradients.
 struct Step {
   const float *d_out, *d_h, *gates, *before, *tanh_c;
   float *dh, *dc, *to_c, *d_gates, *d_c;

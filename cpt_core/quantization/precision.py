@@ -166,9 +166,9 @@ class LayerPrecision(nn.Module):
         return torch.where(weight > 0, low, minimum), torch.where(weight > 0, wide, width)
 
     def stored_range(self, role: str) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-        """Return both for an operator that rounds several times: minimum, width, and a number, all of them 0-d.
+        """Return minimum, width and weight for an operator that decides as ``running_range`` and ``or_running`` do.
 
-        The stored range counts if the number is above 0, or None; all None where every tensor has a range of its own.
+        All None: every tensor has a range of its own. Weight None: the stored range counts; else where it is above 0.
         """
         if self.training or not self.quantizers[role].running:
             return None, None, None
@@ -222,9 +222,10 @@ class LayerPrecision(nn.Module):
         return quantize_gradient(y, self.grad_levels, self.quantizers[role], key)
 
     def gradient_noise(self, role: str, count: int) -> tuple[Tensor | None, str, Tensor | None, bool]:
-        """Return levels, granularity and key of ``count`` gradients that an operator quantises in its backward pass.
+        """Return what an operator that quantises ``count`` gradients in its backward pass has to know.
 
-        None and None where it does not, or without noise; last, whether the operator is to add 1 to the key each time.
+        The levels, None where it leaves them alone; the granularity; the key of the noise, None for none; and whether
+        the backward pass is to add 1 to the key for each of them, as eager code does.
         """
         quantizer = self.quantizers[role]
         if not self.quantizes_gradient:
