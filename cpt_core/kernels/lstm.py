@@ -82,7 +82,8 @@ def forward(
                     own = ops.range(operand, granularity)
                     found = [torch.where(filled > 0, stored, now) for stored, now in zip(found, own, strict=True)]
                 operand = ops.round_to_grid(operand, *found, levels, None, True)
-        step = torch.nn.functional.linear(operand, weight, bias).add_(x_part)
+        product = operand.mm(weight.t()) if bias is None else torch.addmm(bias, operand, weight.t())
+        step = product.add_(x_part)
         four = step.view(size, 4, hidden_size)
         four[:, :2].sigmoid_(), four[:, 2].tanh_(), four[:, 3].sigmoid_()
         i, f, g, o = four.unbind(1)
@@ -151,7 +152,7 @@ def backward(
         torch.mul(slope[:, 3], dh, out=four[:, 3])
         if grad_levels is not None and step.numel():
             after.copy_(ops.fake_quantize(step, grad_levels, grad_granularity, now)[0])
-        new = (after @ weight, dc * f_part)
+        new = (after.mm(weight), dc * f_part)
         d_h, d_c = (
             n if size == len(old) else torch.cat([n, old[size:]]) for n, old in zip(new, (d_h, d_c), strict=True)
         )
@@ -244,7 +245,7 @@ def _gradient(ops: Any, ctx: Any, d_out: Any, d_h: Any, d_c: Any, *_: Any) -> tu
         behind = d_gates
     elif ctx.advance and key is not None and gates.numel():
         key.add_(ctx.steps[0])
-    d_weight = behind.t() @ operands if ctx.needs_input_grad[1] else None
+    d_weight = behind.t().mm(operands) if ctx.needs_input_grad[1] else None
     d_bias = behind.sum(0) if ctx.has_bias and ctx.needs_input_grad[2] else None
     return d_gates, d_weight, d_bias, d_h, d_c, *[None] * (len(ctx.needs_input_grad) - 5)
 
