@@ -30,7 +30,7 @@ from cpt_core.bitops.macs import ATTENTION, PRODUCTS
 from cpt_core.bitops.plan import count_bitops
 from cpt_core.bitops.products import name_of, products_of
 from cpt_core.kernels import graph
-from cpt_core.kernels.operators import FAMILIES
+from cpt_core.kernels.operators import FAMILIES, LOOPS
 from cpt_core.quantization.convert import layer_precisions
 from cpt_core.quantization.coverage import QuantizationWarning
 from cpt_core.quantization.precision import HALF
@@ -220,6 +220,9 @@ class _Watch(TorchDispatchMode):
         self._path.pop()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if (loop := LOOPS.get(func._schema.name)) is not None:  # its plain execution, which gives the same bits
+            with self:
+                return loop(*args, **(kwargs or {}))
         out = func(*args, **(kwargs or {}))
         if found := products_of(func, args, kwargs or {}, out):
             self._product(name_of(func), args, sum(product.macs for product in found))

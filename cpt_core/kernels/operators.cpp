@@ -323,3 +323,5 @@ TORCH_LIBRARY_IMPL(cpt, AutogradCPU, m) {
   m.impl("fake_quantize", fake_quantize_autograd);
   m.impl("quantize_gradient", quantize_gradient);
 }
+
+#include "lstm.h"

@@ -13,12 +13,13 @@ that rounding fuses with what stands around it.
 from __future__ import annotations
 
 import sys
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from cpt_core.kernels import reference
+from cpt_core.kernels import lstm, reference
 
 SCHEMAS = {
     "range": "(Tensor x, str granularity) -> (Tensor, Tensor)",
@@ -33,6 +34,8 @@ PLAIN = {
     "track_": reference.track,
 }
 FAMILIES = ("cpt", "cpt_reference")
+# operators with products inside -> their plain execution, for those who look into it
+LOOPS = {f"{f}::{name}": partial(loop, getattr(torch.ops, f)) for f in FAMILIES for name, loop in lstm.PLAIN.items()}
 
 
 def range_of(x: Tensor, granularity: str) -> reference.Range:
@@ -62,6 +65,11 @@ def track_(running: Tensor, low: Tensor, width: Tensor) -> None:
 def has_gradient_node(y: Tensor) -> bool:
     """Whether C++ can quantise the gradient of this output, ``torch.ops.cpt.quantize_gradient``."""
     return y.is_cpu and active is torch.ops.cpt and gradient_node and not torch.compiler.is_compiling()
+
+
+def recurrence(*args: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Run the steps of a quantised LSTM; arguments as those of ``lstm.forward``, of whose results the first four."""
+    return active.lstm_forward(*args)[:4]
 
 
 def use(family: str) -> None:
@@ -103,6 +111,7 @@ def _register(family: str) -> torch.library.Library:
         torch.library.register_fake(f"{family}::{name}", fakes.get(name, lambda *_: None), lib=library)
     for name in ("round_to_grid", "fake_quantize"):
         torch.library.register_autograd(f"{family}::{name}", _gradient, setup_context=_setup, lib=library)
+    lstm.register(library, family)
     return library
 
 

@@ -7,7 +7,7 @@ time step, and both weights. The gates, the cell state and the hidden state itse
     i, f, o = sigmoid(gates)   g = tanh(gates)   c_t = f c_{t-1} + i g   h_t = o tanh(c_t)
 
 Written step by step this quantises the weights 2 T times; here they are quantised once and the input product of all
-steps is one product, with the same bits in the result. The recurrence is one autograd Function.
+steps is one product, with the same bits in the result. The recurrence is one operator, ``cpt_core.kernels.lstm``.
 
 Shapes: T steps, B sequences, I inputs, H hidden; N = B_0 + ... + B_{T-1} rows, step after step, as in a
 ``PackedSequence``.
@@ -21,125 +21,17 @@ torch.Size([7, 2, 3])
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 from torch.nn.utils.rnn import PackedSequence
 
-from cpt_core.kernels.operators import round_to_grid
-from cpt_core.kernels.reference import per_channel
+from cpt_core.kernels.operators import fake_quantize, range_of, recurrence, round_to_grid
 from cpt_core.quantization.layers import QuantizedLayer
-from cpt_core.quantization.precision import LayerPrecision
-from cpt_core.quantization.quantizers import Quantizer, Range, check_floating
+from cpt_core.quantization.quantizers import Quantizer, check_floating
 
 State = tuple[Tensor, Tensor]
-
-
-@dataclass
-class _Steps:
-    """The time steps of one direction of one layer, and how the hidden state is quantised in them.
-
-    ``sizes`` holds the sequences of every step, which never grow in number: a ``PackedSequence`` is sorted by length.
-    """
-
-    sizes: tuple[int, ...]
-    reverse: bool
-    precision: LayerPrecision
-    role: str  # of the hidden state
-    ranges: list[Range] = field(default_factory=list)  # those of the forward pass, step by step
-
-    def split(self, *tensors: Tensor) -> list[tuple[Tensor, ...]]:
-        """The rows of every step of several tensors, in the order in which the steps are computed."""
-        steps = list(zip(*(tensor.split(self.sizes) for tensor in tensors), strict=True))
-        return steps[::-1] if self.reverse else steps
-
-    def quantize(self, h: Tensor) -> Tensor:
-        """Quantise the hidden state of a step, without autograd."""
-        p = self.precision
-        if not p.quantizes or h.numel() == 0:
-            return h
-        found = p.running_range(self.role)
-        if found is not None:
-            return round_to_grid(h, *found, p.levels, None, clip=True)
-        self.ranges.append(p.quantizers[self.role].range_of(h))
-        return round_to_grid(h, *p.or_running(self.role, *self.ranges[-1]), p.levels, None, p.clips(self.role))
-
-
-class _Recurrence(torch.autograd.Function):
-    """All steps of an LSTM layer in one direction, from the input part of the gates.
-
-    The gradient is written out, so that a step takes a dozen operations, and the weight gradient is one product at the
-    end. The gradient behind the product with h is quantised per step, as a step-by-step program does.
-    """
-
-    @staticmethod
-    def forward(
-        ctx: Any, x_gates: Tensor, weight: Tensor, bias: Tensor | None, h0: Tensor, c0: Tensor, steps: _Steps
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """x_gates (N, 4 H), weight (4 H, H), bias (4 H,), h0 and c0 (B, H) -> hidden states (N, H), h and c (B, H)."""
-        width = weight.shape[1]
-        columns: list[list[Tensor]] = [[], [], [], [], []]
-        gates, operands, before, tanh_c, out = columns
-        h, c = h0, c0
-        for (x_part,) in steps.split(x_gates):
-            size = len(x_part)
-            operand = steps.quantize(h[:size])
-            step = nn.functional.linear(operand, weight, bias).add_(x_part)
-            four = step.view(size, 4, width)
-            four[:, :2].sigmoid_(), four[:, 2].tanh_(), four[:, 3].sigmoid_()
-            i, f, g, o = four.unbind(1)
-            cell = (c[:size] * f).add_(i * g)
-            tanh = torch.tanh(cell)
-            for column, value in zip((gates, operands, before, tanh_c), (step, operand, c[:size], tanh), strict=True):
-                column.append(value)
-            out.append(o * tanh)
-            # sequences that have ended, or not begun in reverse, keep their state
-            h, c = (new if size == len(old) else torch.cat([new, old[size:]]) for new, old in ((out[-1], h), (cell, c)))
-        *saved, hidden = (torch.cat(column[::-1] if steps.reverse else column) for column in columns)
-        ctx.save_for_backward(weight, *saved)
-        ctx.steps, ctx.has_bias = steps, bias is not None
-        return hidden, h, c
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, d_out: Tensor, d_h: Tensor, d_c: Tensor) -> tuple[Tensor | None, ...]:
-        """The chain rule, from the last step to the first."""
-        weight, gates, operands, before, tanh_c = ctx.saved_tensors
-        steps: _Steps = ctx.steps
-        p, width = steps.precision, weight.shape[1]
-        four = gates.view(-1, 4, width)
-        i, f, g, o = four.unbind(1)
-        # what the gradients of c and h are multiplied with, for all steps at once
-        slopes = four * (1 - four)  # of the sigmoids
-        slopes[:, 2] = 1 - g * g
-        slopes[:, 0] *= g
-        slopes[:, 1] *= before
-        slopes[:, 2] *= i
-        slopes[:, 3] *= tanh_c
-        to_c = o * (1 - tanh_c * tanh_c)
-        d_gates = torch.empty_like(gates)  # what the input product gets
-        behind = torch.empty_like(gates) if p.quantizes_gradient else d_gates  # what the product with h gets
-        for out_part, slope, c_part, f_part, step, after in reversed(
-            steps.split(d_out, slopes, to_c, f, d_gates, behind)
-        ):
-            size = len(step)
-            dh = out_part + d_h[:size]
-            dc = torch.addcmul(d_c[:size], dh, c_part)
-            four = step.view(size, 4, width)
-            torch.mul(slope[:, :3], dc.unsqueeze(1), out=four[:, :3])
-            torch.mul(slope[:, 3], dh, out=four[:, 3])
-            if p.quantizes_gradient:
-                after.copy_(p.quantized_gradient("grad", step))
-            new = (after @ weight, dc * f_part)
-            d_h, d_c = (
-                n if size == len(old) else torch.cat([n, old[size:]]) for n, old in zip(new, (d_h, d_c), strict=True)
-            )
-        d_weight = behind.t() @ operands if ctx.needs_input_grad[1] else None
-        d_bias = behind.sum(0) if ctx.has_bias and ctx.needs_input_grad[2] else None
-        return d_gates, d_weight, d_bias, d_h, d_c, None
+Steps = tuple[int, tuple[int, ...]]  # how many, and the sequences of each; nothing where all have the same
 
 
 class QuantLSTM(QuantizedLayer, nn.LSTM):
@@ -151,6 +43,9 @@ class QuantLSTM(QuantizedLayer, nn.LSTM):
     Several layers, both directions, ``batch_first``, packed sequences, no bias, sequences without a batch: as in
     ``nn.LSTM``. Layers with a projection (``proj_size``) are not converted. Without quantisation ("float", or 24 bits
     and more) torch's own fused LSTM runs. Output and gates are computed in float32 also under autocast.
+
+    ``torch.compile`` refuses to trace any ``nn.LSTM``; with ``torch._dynamo.config.allow_rnn = True`` it takes this one
+    into its graph, where a layer in one direction is one node, and one more in the backward pass.
 
     Paper: section 4.4 (Penn Treebank).
     """
@@ -193,25 +88,28 @@ class QuantLSTM(QuantizedLayer, nn.LSTM):
             hx = (hx[0].unsqueeze(1), hx[1].unsqueeze(1))
         if packed is not None:
             sizes = tuple(packed.batch_sizes.tolist())
+            steps, batch = len(sizes), max(sizes, default=0)
             hx = None if hx is None else self.permute_hidden(hx, packed.sorted_indices)
         else:
-            sizes = (x.shape[0],) * x.shape[1] if self.batch_first else (x.shape[1],) * x.shape[0]
-        if not sizes:
+            sizes = ()
+            steps, batch = (x.shape[1], x.shape[0]) if self.batch_first else (x.shape[0], x.shape[1])
+        if steps == 0:
             raise ValueError("the sequences of an LSTM need at least one step")
         if hx is None:
-            zero = x.new_zeros(self.num_layers * self._directions, sizes[0], self.hidden_size)
+            zero = x.new_zeros(self.num_layers * self._directions, batch, self.hidden_size)
             hx = (zero, zero)
         self.check_forward_args(x, hx, None if packed is None else packed.batch_sizes)
         if packed is None:
             x = (x.transpose(0, 1) if self.batch_first else x).flatten(0, 1)
         with torch.autocast(x.device.type, enabled=False):
-            y, state = self._layers(x.to(dtype), sizes, (hx[0].to(dtype), hx[1].to(dtype)))
+            h, c = hx[0].to(dtype), hx[1].to(dtype)
+            y, state = self._layers(x.to(dtype), (steps, sizes if len(set(sizes)) > 1 else ()), (h, c))
         y = y.to(x.dtype)
         state = (state[0].to(hx[0].dtype), state[1].to(hx[1].dtype))
         if packed is not None:
             packed = PackedSequence(y, packed.batch_sizes, packed.sorted_indices, packed.unsorted_indices)
             return packed, self.permute_hidden(state, packed.unsorted_indices)
-        y = y.unflatten(0, (len(sizes), sizes[0]))
+        y = y.unflatten(0, (steps, batch))
         y = y.transpose(0, 1) if self.batch_first else y
         if alone:
             return y.squeeze(0 if self.batch_first else 1), (state[0].squeeze(1), state[1].squeeze(1))
@@ -221,66 +119,75 @@ class QuantLSTM(QuantizedLayer, nn.LSTM):
     def _directions(self) -> int:
         return 2 if self.bidirectional else 1
 
-    def _layers(self, x: Tensor, sizes: tuple[int, ...], hx: State) -> tuple[Tensor, State]:
+    def _layers(self, x: Tensor, steps: Steps, hx: State) -> tuple[Tensor, State]:
         """x (N, I) -> y (N, directions H), state (layers directions, B, H) twice."""
         ends: list[State] = []
         cells = _cells(self)
         for layer in range(self.num_layers):
             span = range(layer * self._directions, (layer + 1) * self._directions)
-            found = [self._cell(cells[k], x, sizes, hx[0][k], hx[1][k]) for k in span]
+            found = [self._cell(cells[k], x, steps, hx[0][k], hx[1][k]) for k in span]
             ends += [(h, c) for _, h, c in found]
             x = torch.cat([y for y, _, _ in found], -1)
             if self.dropout and len(ends) < len(hx[0]):
                 x = nn.functional.dropout(x, self.dropout, self.training)
         return x, (torch.stack([h for h, _ in ends]), torch.stack([c for _, c in ends]))
 
-    def _cell(
-        self, cell: str, x: Tensor, sizes: tuple[int, ...], h: Tensor, c: Tensor
-    ) -> tuple[Tensor, Tensor, Tensor]:
+    def _cell(self, cell: str, x: Tensor, steps: Steps, h: Tensor, c: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """One direction of one layer: x (N, I), h and c (B, H) -> y (N, H), h and c."""
-        p = self.precision
+        p, role = self.precision, f"hidden_{cell}"
         (w, b), (u, d) = (self._quantized_weights(kind, cell, x.dtype) for kind in ("ih", "hh"))
-        x_gates = self._gradient(nn.functional.linear(self._input(cell, x, sizes), w, b), sizes)
-        steps = _Steps(sizes, cell.endswith("_reverse"), p, f"hidden_{cell}")
-        result = _Recurrence.apply(x_gates, u, d, h, c, steps)
-        if self.training and steps.ranges and p.quantizers[steps.role].running:
-            p.track(steps.role, *(torch.stack(part) for part in zip(*steps.ranges, strict=True)))
-        return result
+        x_gates = self._gradient(nn.functional.linear(self._input(cell, x, steps), w, b), steps)
+        save = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (x_gates, u, d, h, c))
+        y, h, c, ranges = recurrence(
+            x_gates, u, d, h, c, *steps, cell.endswith("_reverse"),
+            p.levels if p.quantizes else None, p.quantizers[role].granularity, *p.stored_range(role), save,
+            *p.gradient_noise("grad", steps[0] if save else 0),
+        )  # fmt: skip
+        if self.training and p.quantizers[role].running and ranges.numel():
+            p.track(role, *ranges)
+        return y, h, c
 
     def _quantized_weights(self, kind: str, cell: str, dtype: torch.dtype) -> tuple[Tensor, Tensor | None]:
         p = self.precision
         weight = p.operand("weight", getattr(self, f"weight_{kind}_{cell}").to(dtype))
         return weight, p.operand("bias", getattr(self, f"bias_{kind}_{cell}").to(dtype)) if self.bias else None
 
-    def _input(self, cell: str, x: Tensor, sizes: tuple[int, ...]) -> Tensor:
+    def _input(self, cell: str, x: Tensor, steps: Steps) -> Tensor:
         """Quantise x (N, I), every step on its own range."""
         p, role = self.precision, f"input_{cell}"
         quantizer = p.quantizers[role]
         if not p.quantizes or x.numel() == 0 or p.running_range(role) is not None:
             return p.operand(role, x)
-        counts = torch.tensor(sizes, device=x.device)
-        if quantizer.granularity == "per_tensor" and sizes[0] == sizes[-1]:  # the common case: one reduction
-            low, width = (part.flatten() for part in per_channel(x.detach().unflatten(0, (len(sizes), sizes[0]))))
-        elif quantizer.granularity == "per_tensor":
-            low, width = (
-                torch.stack(part) for part in zip(*map(quantizer.range_of, x.detach().split(sizes)), strict=True)
-            )
-        else:
-            parts = [(len(part), quantizer.range_of(part)) for part in x.detach().split(sizes)]
-            low, width = (torch.cat([r[k].expand(n, 1) for n, r in parts]) for k in (0, 1))
-            return round_to_grid(x, low, width, p.levels, clip=quantizer.clips)
+        count, sizes = steps
+        if not sizes and quantizer.granularity == "per_tensor":  # the common case: a step is as a channel
+            x = x.unflatten(0, (count, -1))
+            if self.training or not quantizer.running:
+                y, low, width = fake_quantize(x, p.levels, "per_channel")
+                self._track(cell, low.flatten(), width.flatten())
+                return y.flatten(0, 1)
+            found = p.or_running(role, *range_of(x.detach(), "per_channel"))
+            return round_to_grid(x, *found, p.levels, clip=True).flatten(0, 1)
+        parts = x.detach().split(sizes or len(x) // count)
+        ranges = [quantizer.range_of(part) for part in parts]
         if quantizer.running and self.training:
-            p.track(role, *(part.flip(0) if cell.endswith("_reverse") else part for part in (low, width)))
-        low, width = p.or_running(role, low, width)
-        low, width = (part.repeat_interleave(counts, output_size=len(x)).unsqueeze(1) for part in (low, width))
-        return round_to_grid(x, low, width, p.levels, clip=p.clips(role))
+            self._track(cell, *(torch.stack(found) for found in zip(*ranges, strict=True)))
+        rows = [torch.cat([r[k].expand(len(part), 1) for r, part in zip(ranges, parts, strict=True)]) for k in (0, 1)]
+        found = p.or_running(role, *rows)
+        return round_to_grid(x, *found, p.levels, clip=p.clips(role))
 
-    def _gradient(self, y: Tensor, sizes: tuple[int, ...]) -> Tensor:
+    def _track(self, cell: str, low: Tensor, width: Tensor) -> None:
+        """Let the running range of the input follow the ranges of all steps, (T,), in the order of the direction."""
+        if self.precision.quantizers[f"input_{cell}"].running:
+            low, width = (r.flip(0) if cell.endswith("_reverse") else r for r in (low, width))
+            self.precision.track(f"input_{cell}", low, width)
+
+    def _gradient(self, y: Tensor, steps: Steps) -> Tensor:
         """Quantise the gradient of the input product, (N, 4 H), step by step."""
         p = self.precision
         if p.quantizers["grad"].granularity == "per_row":  # a row belongs to one step: all steps at once
             return p.gradient("grad", y)
-        return torch.cat([p.gradient("grad", part) for part in y.split(sizes)])
+        count, sizes = steps
+        return torch.cat([p.gradient("grad", part) for part in y.split(sizes or len(y) // count)])
 
 
 def _cells(module: nn.Module) -> list[str]:

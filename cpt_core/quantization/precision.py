@@ -12,7 +12,7 @@ from cpt_core.checks import choose
 from cpt_core.kernels.execution import execution
 from cpt_core.kernels.operators import fake_quantize, round_to_grid, track_
 from cpt_core.kernels.reference import RUNNING_DECAY, Range
-from cpt_core.quantization.fake_quantize import levels_of, quantize_gradient, round_gradient
+from cpt_core.quantization.fake_quantize import levels_of, quantize_gradient
 from cpt_core.quantization.quantizers import IDENTITY_BITS, Quantizer, check_bits, check_floating
 from cpt_core.quantization.reuse import Reuse
 
@@ -165,6 +165,16 @@ class LayerPrecision(nn.Module):
         low, wide, weight = self._stored(role)
         return torch.where(weight > 0, low, minimum), torch.where(weight > 0, wide, width)
 
+    def stored_range(self, role: str) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+        """Return minimum, width and weight for an operator that decides as ``running_range`` and ``or_running`` do.
+
+        All None: every tensor has a range of its own. Weight None: the stored range counts; else where it is above 0.
+        """
+        if self.training or not self.quantizers[role].running:
+            return None, None, None
+        low, wide, weight = self._stored(role)
+        return low, wide, None if self.calibrated else weight
+
     def clips(self, role: str) -> bool:
         """Whether values can lie outside the range of their role."""
         quantizer = self.quantizers[role]
@@ -211,9 +221,21 @@ class LayerPrecision(nn.Module):
             self.noise_key = key + 1
         return quantize_gradient(y, self.grad_levels, self.quantizers[role], key)
 
-    def quantized_gradient(self, role: str, gradient: Tensor) -> Tensor:
-        """Return a gradient, quantised: for layers that write their backward pass themselves."""
-        return round_gradient(gradient, self.grad_levels, self.quantizers[role], self.noise_key)
+    def gradient_noise(self, role: str, count: int) -> tuple[Tensor | None, str, Tensor | None, bool]:
+        """Return what an operator that quantises ``count`` gradients in its backward pass has to know.
+
+        The levels, None where it leaves them alone; the granularity; the key of the noise, None for none; and whether
+        the backward pass is to add 1 to the key for each of them, as eager code does.
+        """
+        quantizer = self.quantizers[role]
+        if not self.quantizes_gradient:
+            return None, quantizer.granularity, None, False
+        if quantizer.rounding == "nearest":
+            return self.grad_levels, quantizer.granularity, None, False
+        key, compiling = self.noise_key, torch.compiler.is_compiling()
+        if compiling:
+            self.noise_key = key + count
+        return self.grad_levels, quantizer.granularity, key, not compiling
 
     def get_running(self) -> dict[str, Tensor]:
         """Return copies of what training changes besides the bits, for a checkpoint."""

@@ -10,6 +10,8 @@ from torch.nn import functional as F
 
 from cpt_core.bitops.check import check
 from cpt_core.bitops.macs import MACS
+from cpt_core.kernels.operators import recurrence
+from cpt_core.quantization import lstm
 from cpt_core.quantization.convert import QuantConfig, quantize_
 from cpt_core.quantization.precision import LayerPrecision
 from cpt_core.quantization.scheduler import PrecisionScheduler, precision
@@ -175,3 +177,19 @@ def test_a_compiled_model_is_checked_in_eager_mode():
     found = check(torch.compile(model, backend="aot_eager"), (torch.ones(2, 4),))
     assert found.ok
     assert [p.layer for p in found.products if not p.backward] == ["_orig_mod.0"]
+
+
+@pytest.mark.parametrize("hidden", ["quantised", "float32"])
+def test_the_products_inside_the_steps_of_an_lstm_are_seen(monkeypatch, hidden):
+    if hidden == "float32":
+        levels = 8  # the place of the argument
+        monkeypatch.setattr(lstm, "recurrence", lambda *a: recurrence(*a[:levels], None, *a[levels + 1 :]))
+    found = check(quantize_(nn.LSTM(4, 3)), (torch.ones(5, 2, 4),))
+    rows = {(p.operation, p.backward, p.quantized): p.macs for p in found.products}
+    first, second = 10 * 12 * 4, 10 * 12 * 3  # rows, gates, inputs or hidden
+    if hidden == "quantised":
+        assert rows == {("addmm", False, True): first + second, ("mm", True, True): first + 2 * second}
+        assert found.ok
+    else:
+        assert rows[("addmm", False, False)] == second
+        assert set(found.bypassed) == {""}

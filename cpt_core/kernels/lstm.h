@@ -1,0 +1,243 @@
+// The recurrence of a quantised LSTM on a CPU, see lstm.py: products, sigmoid and tanh are torch's own on the same
+// slices as there, and so is addcmul, which fuses its multiply-add. What lies between them is a loop or two per step.
+
+#pragma once
+
+namespace {
+
+using at::SymInt;
+using at::SymIntArrayRef;
+
+using Four = std::tuple<Tensor, Tensor, Tensor, Tensor>;
+using Eight = std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor>;
+
+// The rows of the steps: where each begins, and how many there are; in the order in which they are computed.
+std::vector<std::pair<int64_t, int64_t>> rows_of(int64_t rows, int64_t steps, at::IntArrayRef sizes, bool reverse) {
+  std::vector<std::pair<int64_t, int64_t>> found;
+  int64_t at = 0;
+  for (int64_t t = 0; t < steps; ++t) {
+    const int64_t size = sizes.empty() ? rows / steps : sizes[t];
+    found.emplace_back(at, size);
+    at += size;
+  }
+  if (reverse) std::reverse(found.begin(), found.end());
+  return found;
+}
+
+bool is_float(std::initializer_list<const Tensor*> tensors) {
+  return std::all_of(tensors.begin(), tensors.end(), [](auto x) { return x->scalar_type() == at::kFloat; });
+}
+
+Tensor first_rows(const Tensor& x, int64_t rows) { return x.size(0) == rows ? x : x.narrow(0, 0, rows); }
+
+// Calls f(begin, end) for parts of `rows` rows of `width` elements.
+template <typename F>
+void by_rows(int64_t rows, int64_t width, const F& f) {
+  at::parallel_for(0, rows, std::max<int64_t>(1, GRAIN / width), f);
+}
+
+// gates += the part of the input, (rows, 4 width) each
+void add_input(const float* x_gates, float* gates, int64_t rows, int64_t width) {
+  by_rows(rows, 4 * width, [&](int64_t begin, int64_t end) {
+    const float* __restrict x = x_gates;
+    float* __restrict y = gates;
+    for (int64_t j = begin * 4 * width; j < end * 4 * width; ++j) y[j] += x[j];
+  });
+}
+
+// c = c f + i g, from gates (rows, 4, width)
+void next_cell(const float* gates, float* c, int64_t rows, int64_t width) {
+  by_rows(rows, width, [&](int64_t begin, int64_t end) {
+    for (int64_t row = begin; row < end; ++row) {
+      const float *__restrict i = gates + row * 4 * width, *__restrict f = i + width, *__restrict g = f + width;
+      float* __restrict cell = c + row * width;
+      for (int64_t j = 0; j < width; ++j) {
+        const float kept = cell[j] * f[j], added = i[j] * g[j];
+        cell[j] = kept + added;
+      }
+    }
+  });
+}
+
+// h = o tanh(c), twice
+void next_hidden(const float* gates, const float* tanh_c, float* out, float* state, int64_t rows, int64_t width) {
+  by_rows(rows, width, [&](int64_t begin, int64_t end) {
+    for (int64_t row = begin; row < end; ++row) {
+      const float *__restrict o = gates + (row * 4 + 3) * width, *__restrict tanh = tanh_c + row * width;
+      float *__restrict a = out + row * width, *__restrict b = state + row * width;
+      for (int64_t j = 0; j < width; ++j) a[j] = b[j] = o[j] * tanh[j];
+    }
+  });
+}
+
+// Puts the hidden state on the grid, a range for all of it, into `out`.
+void on_grid(const float* h, float* out, int64_t n, const optional<float>& levels, float* low, float* width,
+             bool stored) {
+  if (!levels) {
+    std::copy(h, h + n, out);
+    return;
+  }
+  Layout l;
+  l.r2 = n;
+  rounded(l, h, out, low, width, Grid{*levels, stored, std::nullopt}, !stored);
+}
+
+Eight lstm_forward(const Tensor& x_gates, const Tensor& weight, const optional<Tensor>& bias, const Tensor& h0,
+                   const Tensor& c0, int64_t steps, at::IntArrayRef sizes, bool reverse,
+                   const optional<Tensor>& levels, std::string_view granularity, const optional<Tensor>& low,
+                   const optional<Tensor>& width, const optional<Tensor>& filled, bool save,
+                   const optional<Tensor>& grad_levels, std::string_view grad_granularity, const optional<Tensor>& key,
+                   bool advance) {
+  if (!is_float({&x_gates, &weight, &h0, &c0}) || (levels && granularity != "per_tensor") || x_gates.numel() == 0) {
+    using Signature = Eight(const Tensor&, const Tensor&, const optional<Tensor>&, const Tensor&, const Tensor&, SymInt,
+                            SymIntArrayRef, bool, const optional<Tensor>&, std::string_view, const optional<Tensor>&,
+                            const optional<Tensor>&, const optional<Tensor>&, bool, const optional<Tensor>&,
+                            std::string_view, const optional<Tensor>&, bool);
+    return reference<Signature>("lstm_forward", x_gates, weight, bias, h0, c0, SymInt(steps),
+                                c10::fromIntArrayRefSlow(sizes), reverse, levels, granularity, low, width, filled, save,
+                                grad_levels, grad_granularity, key, advance);
+  }
+  const int64_t rows = x_gates.size(0), n = weight.size(1);
+  const auto parts = rows_of(rows, steps, sizes, reverse);
+  int64_t most = 0;
+  for (auto [at, size] : parts) most = std::max(most, size);
+  const Tensor added = x_gates.contiguous(), w = weight.t();
+  const int64_t kept = save ? rows : most;  // else every step overwrites the one before
+  Tensor hidden = at::empty({rows, n}, added.options()), gates = at::empty({kept, 4 * n}, added.options());
+  Tensor operands = at::empty({kept, n}, added.options()), before = at::empty({kept, n}, added.options());
+  Tensor tanh_c = at::empty({kept, n}, added.options());
+  Tensor h = h0.clone(at::MemoryFormat::Contiguous), c = c0.clone(at::MemoryFormat::Contiguous);
+  optional<float> top;
+  if (levels) top = number(*levels);
+  const bool stored = low.has_value(), taken = stored && (!filled || number(*filled) > 0.f);
+  Tensor ranges = at::empty({2, top && !stored ? steps : 0}, added.options());
+  float* state = h.mutable_data_ptr<float>();
+  float* cell = c.mutable_data_ptr<float>();
+  for (int64_t t = 0; t < steps; ++t) {
+    const auto [from, size] = parts[t];
+    const int64_t at = save ? from : 0;
+    Tensor operand = operands.narrow(0, at, size), step = gates.narrow(0, at, size), tanh = tanh_c.narrow(0, at, size);
+    float found[2];
+    if (taken) {
+      found[0] = number(*low);
+      found[1] = number(*width);
+    }
+    if (stored && !taken) {  // its own range, and the operations of one that is stored
+      Layout l;
+      l.r2 = size * n;
+      ::ranges(l, state, &found[0], &found[1]);
+    }
+    on_grid(state, operand.mutable_data_ptr<float>(), size * n, top, &found[0], &found[1], stored);
+    if (top && !stored) {
+      ranges.mutable_data_ptr<float>()[t] = found[0];
+      ranges.mutable_data_ptr<float>()[steps + t] = found[1];
+    }
+    if (bias) {
+      at::addmm_out(step, *bias, operand, w);
+    } else {
+      at::mm_out(step, operand, w);
+    }
+    add_input(added.const_data_ptr<float>() + from * 4 * n, step.mutable_data_ptr<float>(), size, n);
+    step.narrow(1, 0, 2 * n).sigmoid_();
+    step.narrow(1, 2 * n, n).tanh_();
+    step.narrow(1, 3 * n, n).sigmoid_();
+    const float* four = step.const_data_ptr<float>();
+    if (save) std::copy(cell, cell + size * n, before.mutable_data_ptr<float>() + at * n);
+    next_cell(four, cell, size, n);
+    at::tanh_out(tanh, first_rows(c, size));
+    next_hidden(four, tanh.const_data_ptr<float>(), hidden.mutable_data_ptr<float>() + from * n, state, size, n);
+  }
+  auto saved = [&](const Tensor& x) { return save ? x : at::empty({0}, added.options()); };
+  return {hidden, h, c, ranges, saved(gates), saved(operands), saved(before), saved(tanh_c)};
+}
+
+// What a step of the backward pass reads and writes, (rows, width) each; four of these for gates and their gradients.
+struct Step {
+  const float *d_out, *d_h, *gates, *before, *tanh_c;
+  float *dh, *dc, *to_c, *d_gates, *d_c;
+};
+
+// dh = d_out + d_h, and what it is multiplied with on its way to c
+void through_output(const Step& s, int64_t rows, int64_t width) {
+  by_rows(rows, width, [&](int64_t begin, int64_t end) {
+    for (int64_t row = begin; row < end; ++row) {
+      const int64_t at = row * width;
+      const float *__restrict d_out = s.d_out + at, *__restrict d_h = s.d_h + at, *__restrict tanh = s.tanh_c + at;
+      const float* __restrict o = s.gates + 4 * at + 3 * width;
+      float *__restrict dh = s.dh + at, *__restrict to_c = s.to_c + at;
+      for (int64_t j = 0; j < width; ++j) {
+        dh[j] = d_out[j] + d_h[j];
+        to_c[j] = o[j] * (1.f - tanh[j] * tanh[j]);
+      }
+    }
+  });
+}
+
+// the gradients of the four gates before sigmoid and tanh, and of the cell state before the step
+void through_gates(const Step& s, int64_t rows, int64_t width) {
+  by_rows(rows, width, [&](int64_t begin, int64_t end) {
+    for (int64_t row = begin; row < end; ++row) {
+      const int64_t at = row * width;
+      const float *__restrict i = s.gates + 4 * at, *__restrict f = i + width, *__restrict g = f + width;
+      const float *__restrict o = g + width, *__restrict before = s.before + at, *__restrict tanh = s.tanh_c + at;
+      const float *__restrict dh = s.dh + at, *__restrict dc = s.dc + at;
+      float *__restrict to = s.d_gates + 4 * at, *__restrict d_c = s.d_c + at;
+      for (int64_t j = 0; j < width; ++j) {
+        to[j] = i[j] * (1.f - i[j]) * g[j] * dc[j];
+        to[width + j] = f[j] * (1.f - f[j]) * before[j] * dc[j];
+        to[2 * width + j] = (1.f - g[j] * g[j]) * i[j] * dc[j];
+        to[3 * width + j] = o[j] * (1.f - o[j]) * tanh[j] * dh[j];
+        d_c[j] = dc[j] * f[j];
+      }
+    }
+  });
+}
+
+Four lstm_backward(const Tensor& d_out, const Tensor& d_h, const Tensor& d_c, const Tensor& weight, const Tensor& gates,
+                   const Tensor& before, const Tensor& tanh_c, int64_t steps, at::IntArrayRef sizes, bool reverse,
+                   const optional<Tensor>& grad_levels, std::string_view grad_granularity,
+                   const optional<Tensor>& key) {
+  const std::string granularity(grad_granularity);
+  if (!is_float({&d_out, &d_h, &d_c, &weight, &gates}) || gates.numel() == 0 ||
+      (grad_levels && !kept_of(gates, granularity))) {
+    using Signature = Four(const Tensor&, const Tensor&, const Tensor&, const Tensor&, const Tensor&, const Tensor&,
+                           const Tensor&, SymInt, SymIntArrayRef, bool, const optional<Tensor>&, std::string_view,
+                           const optional<Tensor>&);
+    return reference<Signature>("lstm_backward", d_out, d_h, d_c, weight, gates, before, tanh_c, SymInt(steps),
+                                c10::fromIntArrayRefSlow(sizes), reverse, grad_levels, grad_granularity, key);
+  }
+  const int64_t rows = gates.size(0), n = weight.size(1), most = d_h.size(0);
+  const Tensor from_out = d_out.contiguous();
+  Tensor state = d_h.clone(at::MemoryFormat::Contiguous), cell = d_c.clone(at::MemoryFormat::Contiguous);
+  Tensor d_gates = at::empty_like(gates), behind = grad_levels ? at::empty_like(gates) : d_gates;
+  Tensor dh = at::empty({most, n}, gates.options()), dc = at::empty_like(dh), to_c = at::empty_like(dh);
+  Tensor now = key ? key->clone() : Tensor();
+  const auto parts = rows_of(rows, steps, sizes, !reverse);
+  for (auto [from, size] : parts) {
+    const int64_t at = from * n;
+    Tensor after = behind.narrow(0, from, size), part_h = first_rows(state, size), part_c = first_rows(cell, size);
+    const Step s{from_out.const_data_ptr<float>() + at,     part_h.const_data_ptr<float>(),
+                 gates.const_data_ptr<float>() + 4 * at,    before.const_data_ptr<float>() + at,
+                 tanh_c.const_data_ptr<float>() + at,       dh.mutable_data_ptr<float>(),
+                 dc.mutable_data_ptr<float>(),              to_c.mutable_data_ptr<float>(),
+                 d_gates.mutable_data_ptr<float>() + 4 * at, part_c.mutable_data_ptr<float>()};
+    through_output(s, size, n);
+    Tensor sum = first_rows(dc, size);
+    at::addcmul_out(sum, part_c, first_rows(dh, size), first_rows(to_c, size));
+    through_gates(s, size, n);
+    if (grad_levels) {
+      quantized(d_gates.narrow(0, from, size), after, *grad_levels, granularity,
+                key ? optional<Tensor>(now) : std::nullopt);
+      if (key) ++*now.mutable_data_ptr<int64_t>();
+    }
+    at::mm_out(part_h, after, weight);
+  }
+  return {d_gates, grad_levels ? behind : at::empty({0}, gates.options()), state, cell};
+}
+
+}  // namespace
+
+TORCH_LIBRARY_IMPL(cpt, CPU, m) {
+  m.impl("lstm_forward", lstm_forward);
+  m.impl("lstm_backward", lstm_backward);
+}

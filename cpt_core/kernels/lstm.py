@@ -1,0 +1,254 @@
+"""The recurrence of a quantised LSTM as two operators, forward and backward, and their plain execution.
+
+All steps of one layer in one direction, from the input part of the gates on:
+
+    gates_t = x_gates_t + q(h_{t-1}) U' + b        i, f, o = sigmoid(gates)   g = tanh(gates)
+    c_t = f c_{t-1} + i g                          h_t = o tanh(c_t)
+
+The gradient is written out, so that a step takes a dozen operations, and the weight gradient is one product at the end.
+The gradient behind the product with h is quantised per step, as a step-by-step program does.
+
+Shapes: T steps, B sequences, H hidden; N = B_0 + ... + B_{T-1} rows, step after step, as in a ``PackedSequence``. The
+sequences of a step never grow in number: a ``PackedSequence`` is sorted by length.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+STEPS = "SymInt steps, SymInt[] sizes, bool reverse"
+GRADIENT = "Tensor? grad_levels, str grad_granularity, Tensor? key"
+SCHEMAS = {
+    "lstm_forward": "(Tensor x_gates, Tensor weight, Tensor? bias, Tensor h0, Tensor c0, "
+    f"{STEPS}, Tensor? levels, str granularity, Tensor? low, Tensor? width, Tensor? filled, bool save, "
+    f"{GRADIENT}, bool advance) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
+    "lstm_backward": "(Tensor d_out, Tensor d_h, Tensor d_c, Tensor weight, Tensor gates, Tensor before, "
+    f"Tensor tanh_c, {STEPS}, {GRADIENT}) -> (Tensor, Tensor, Tensor, Tensor)",
+}
+
+
+def forward(
+    ops: Any, x_gates: Tensor, weight: Tensor, bias: Tensor | None, h0: Tensor, c0: Tensor,
+    steps: int, sizes: Sequence[int], reverse: bool,
+    levels: Tensor | None, granularity: str, low: Tensor | None, width: Tensor | None, filled: Tensor | None,
+    save: bool, *_: Any,
+) -> tuple[Tensor, ...]:  # fmt: skip
+    """Run all steps.
+
+    Args:
+        ops: the operators that quantise, such as ``torch.ops.cpt``.
+        x_gates: (N, 4 H).
+        weight: (4 H, H), quantised.
+        bias: (4 H,), quantised.
+        h0: (B, H).
+        c0: likewise.
+        steps: T.
+        sizes: sequences of every step; empty where there are N / T in each.
+        reverse: from the last step to the first.
+        levels: n = 2**q - 1 of the hidden state; None leaves it alone.
+        granularity: of the hidden state's ranges.
+        low: with ``width`` a stored range, which is taken for all steps instead; values outside it are clipped.
+        width: its width.
+        filled: the stored range is taken only if this number is above 0, which is decided on the device.
+        save: return what the backward pass needs; else empty tensors.
+        *_: what the backward pass is to know: bits, granularity and key of the gradient, see ``backward``, and
+            whether it adds 1 to the key for every step.
+
+    Returns:
+        Hidden states (N, H), the last h and c (B, H); the ranges of the hidden state, (2, T) in the order in which the
+        steps are computed, if it has one of its own per step, else empty; then gates (N, 4 H), quantised hidden states,
+        cell states before the step, and tanh(c), each (N, H).
+    """
+    hidden_size = weight.shape[1]
+    out: list[Tensor] = []
+    columns: list[list[Tensor]] = [[], [], [], []]  # gates, operands, c before the step, tanh(c)
+    ranges: list[tuple[Tensor, Tensor]] = []
+    h, c = h0.contiguous(), c0.contiguous()
+    for (x_part,) in _split(steps, sizes, reverse, x_gates):
+        size = len(x_part)
+        operand = h[:size]
+        if levels is not None and operand.numel():
+            if low is None or width is None:
+                operand, *found = ops.fake_quantize(operand, levels, granularity, None)
+                ranges.append((found[0], found[1]))
+            else:
+                found = [low, width]
+                if filled is not None:
+                    own = ops.range(operand, granularity)
+                    found = [torch.where(filled > 0, stored, now) for stored, now in zip(found, own, strict=True)]
+                operand = ops.round_to_grid(operand, *found, levels, None, True)
+        product = operand.mm(weight.t()) if bias is None else torch.addmm(bias, operand, weight.t())
+        step = product.add_(x_part)
+        four = step.view(size, 4, hidden_size)
+        four[:, :2].sigmoid_(), four[:, 2].tanh_(), four[:, 3].sigmoid_()
+        i, f, g, o = four.unbind(1)
+        cell = (c[:size] * f).add_(i * g)
+        tanh = torch.tanh(cell)
+        out.append(o * tanh)
+        if save:
+            for column, value in zip(columns, (step, operand, c[:size], tanh), strict=True):
+                column.append(value)
+        # sequences that have ended, or not begun in reverse, keep their state
+        h, c = (new if size == len(old) else torch.cat([new, old[size:]]) for new, old in ((out[-1], h), (cell, c)))
+    hidden = _cat(out, reverse)
+    saved = [_cat(column, reverse) if save else x_gates.new_empty(0) for column in columns]
+    return hidden, h, c, _ranges(ranges if granularity == "per_tensor" else [], x_gates), *saved
+
+
+def backward(
+    ops: Any, d_out: Tensor, d_h: Tensor, d_c: Tensor, weight: Tensor, gates: Tensor, before: Tensor, tanh_c: Tensor,
+    steps: int, sizes: Sequence[int], reverse: bool,
+    grad_levels: Tensor | None, grad_granularity: str, key: Tensor | None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    """Apply the chain rule, from the last step to the first.
+
+    Args:
+        ops: as in ``forward``.
+        d_out: gradient of the hidden states, (N, H).
+        d_h: of the last h, (B, H).
+        d_c: of the last c, likewise.
+        weight: as in ``forward``.
+        gates: what ``forward`` returned, as the following.
+        before: likewise.
+        tanh_c: likewise.
+        steps: as in ``forward``, as the following.
+        sizes: likewise.
+        reverse: likewise.
+        grad_levels: n = 2**q - 1 of the gradient behind the product with h; None leaves it alone.
+        grad_granularity: of its ranges, step by step.
+        key: of its noise in the first step that is computed, and one more in every step; None rounds half to even.
+
+    Returns:
+        The gradients of ``x_gates`` and of what the product with h gave, (N, 4 H), the second quantised (empty where
+        it is the first), and of h0 and c0, (B, H).
+    """
+    hidden_size = weight.shape[1]
+    d_h, d_c = d_h.contiguous(), d_c.contiguous()
+    four = gates.view(-1, 4, hidden_size)
+    i, f, g, o = four.unbind(1)
+    # what the gradients of c and h are multiplied with, for all steps at once
+    slopes = four * (1 - four)  # of the sigmoids
+    slopes[:, 2] = 1 - g * g
+    slopes[:, 0] *= g
+    slopes[:, 1] *= before
+    slopes[:, 2] *= i
+    slopes[:, 3] *= tanh_c
+    to_c = o * (1 - tanh_c * tanh_c)
+    d_gates = torch.empty_like(gates)
+    behind = d_gates if grad_levels is None else torch.empty_like(gates)
+    keys = [None] * steps if key is None else (key + torch.arange(steps, device=key.device)).unbind()
+    parts = _split(steps, sizes, not reverse, d_out, slopes, to_c, f, d_gates, behind)
+    for (out_part, slope, c_part, f_part, step, after), now in zip(parts, keys, strict=True):
+        size = len(step)
+        dh = out_part + d_h[:size]
+        dc = torch.addcmul(d_c[:size], dh, c_part)
+        four = step.view(size, 4, hidden_size)
+        torch.mul(slope[:, :3], dc.unsqueeze(1), out=four[:, :3])
+        torch.mul(slope[:, 3], dh, out=four[:, 3])
+        if grad_levels is not None and step.numel():
+            after.copy_(ops.fake_quantize(step, grad_levels, grad_granularity, now)[0])
+        new = (after.mm(weight), dc * f_part)
+        d_h, d_c = (
+            n if size == len(old) else torch.cat([n, old[size:]]) for n, old in zip(new, (d_h, d_c), strict=True)
+        )
+    return d_gates, gates.new_empty(0) if grad_levels is None else behind, d_h, d_c
+
+
+PLAIN: dict[str, Callable[..., tuple[Tensor, ...]]] = {"lstm_forward": forward, "lstm_backward": backward}
+
+
+def _split(steps: int, sizes: Sequence[int], reverse: bool, *tensors: Tensor) -> list[tuple[Tensor, ...]]:
+    """The rows of every step of several tensors, from the last step to the first if ``reverse``."""
+    sizes = list(sizes) or [len(tensors[0]) // steps] * steps
+    found = list(zip(*(tensor.split(sizes) for tensor in tensors), strict=True))
+    return found[::-1] if reverse else found
+
+
+def _cat(column: list[Tensor], reverse: bool) -> Tensor:
+    return torch.cat(column[::-1] if reverse else column)
+
+
+def _ranges(ranges: list[tuple[Tensor, Tensor]], like: Tensor) -> Tensor:
+    if not ranges:
+        return like.new_empty((2, 0), dtype=torch.float32)
+    return torch.stack([torch.stack(part) for part in zip(*ranges, strict=True)])
+
+
+# --- registration -----------------------------------------------------------------------------------------------------
+
+
+def register(library: torch.library.Library, family: str) -> None:
+    """Define the operators in a family, with their plain execution, fake tensors and gradient."""
+    ops = getattr(torch.ops, family)
+    for name, schema in SCHEMAS.items():
+        library.define(f"{name}{schema}")
+        library.impl(name, partial(PLAIN[name], ops), "CompositeExplicitAutograd")
+    torch.library.register_fake(f"{family}::lstm_forward", _fake_forward, lib=library)
+    torch.library.register_fake(f"{family}::lstm_backward", _fake_backward, lib=library)
+    gradient = partial(_gradient, ops)
+    torch.library.register_autograd(f"{family}::lstm_forward", gradient, setup_context=_setup, lib=library)
+    torch.library.register_autograd(f"{family}::lstm_backward", _refuse, lib=library)
+
+
+def _fake_forward(
+    x_gates: Tensor, weight: Tensor, bias: Tensor | None, h0: Tensor, c0: Tensor,
+    steps: int, sizes: Sequence[int], reverse: bool,
+    levels: Tensor | None, granularity: str, low: Tensor | None, width: Tensor | None, filled: Tensor | None,
+    save: bool, *_: Any,
+) -> tuple[Tensor, ...]:  # fmt: skip
+    rows, hidden_size = len(x_gates), weight.shape[1]
+    kept = levels is not None and granularity == "per_tensor" and low is None and x_gates.numel() > 0
+    wide = x_gates.shape if save else (0,)
+    narrow = (rows, hidden_size) if save else (0,)
+    return (
+        x_gates.new_empty((rows, hidden_size)),
+        torch.empty_like(h0, memory_format=torch.contiguous_format),
+        torch.empty_like(c0, memory_format=torch.contiguous_format),
+        x_gates.new_empty((2, steps if kept else 0), dtype=torch.float32),
+        *(x_gates.new_empty(shape) for shape in (wide, narrow, narrow, narrow)),
+    )
+
+
+def _fake_backward(
+    d_out: Tensor, d_h: Tensor, d_c: Tensor, weight: Tensor, gates: Tensor, before: Tensor, tanh_c: Tensor,
+    steps: int, sizes: Sequence[int], reverse: bool, grad_levels: Tensor | None, *_: Any,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    behind = gates.new_empty(0) if grad_levels is None else torch.empty_like(gates)
+    empty = partial(torch.empty_like, memory_format=torch.contiguous_format)
+    return torch.empty_like(gates), behind, empty(d_h), empty(d_c)
+
+
+def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    _, weight, bias, h0, _, steps, sizes, reverse, *_, grad_levels, grad_granularity, key, advance = inputs
+    ctx.steps, ctx.has_bias, ctx.state = (steps, sizes, reverse), bias is not None, h0.shape
+    # these change in place between forward and backward passes, as they should: not saved, which would be an error
+    ctx.quantizes, ctx.advance = (grad_levels, grad_granularity, key), advance
+    ctx.save_for_backward(weight, *output[4:])
+    ctx.set_materialize_grads(False)
+    ctx.mark_non_differentiable(*output[3:])
+
+
+def _gradient(ops: Any, ctx: Any, d_out: Any, d_h: Any, d_c: Any, *_: Any) -> tuple[Tensor | None, ...]:
+    weight, gates, operands, before, tanh_c = ctx.saved_tensors
+    levels, _, key = ctx.quantizes
+    if d_out is None:
+        d_out = torch.zeros_like(before)
+    d_h, d_c = (gates.new_zeros(ctx.state) if d is None else d for d in (d_h, d_c))
+    found = ops.lstm_backward(d_out, d_h, d_c, weight, gates, before, tanh_c, *ctx.steps, *ctx.quantizes)
+    d_gates, behind, d_h, d_c = found
+    if levels is None:
+        behind = d_gates
+    elif ctx.advance and key is not None and gates.numel():
+        key.add_(ctx.steps[0])
+    d_weight = behind.t().mm(operands) if ctx.needs_input_grad[1] else None
+    d_bias = behind.sum(0) if ctx.has_bias and ctx.needs_input_grad[2] else None
+    return d_gates, d_weight, d_bias, d_h, d_c, *[None] * (len(ctx.needs_input_grad) - 5)
+
+
+def _refuse(ctx: Any, *_: Any) -> None:
+    raise RuntimeError("trying to differentiate twice: the quantised LSTM has no gradients of gradients")

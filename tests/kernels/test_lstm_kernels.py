@@ -1,0 +1,172 @@
+"""The recurrence of the LSTM in C++ against the plain loop: bit for bit, for all shapes, ranges and gradients."""
+
+import pytest
+import torch
+
+from cpt_core.kernels import operators
+from cpt_core.kernels.execution import execution
+
+NAN = float("nan")
+STEPS = {
+    "one step": (1, (), 3),
+    "one sequence": (9, (), 1),
+    "equal": (5, (), 4),
+    "packed": (6, (5, 5, 3, 2, 2, 1), 5),
+    "packed, one left": (3, (2, 1, 1), 2),
+    "none": (4, (), 0),
+}
+OPTIONS = {
+    "as trained": {},
+    "reverse": {"reverse": True},
+    "no bias": {"bias": False},
+    "nothing quantised": {"levels": None, "grad_levels": None, "key": None},
+    "hidden state alone": {"grad_levels": None, "key": None},
+    "gradient alone": {"levels": None},
+    "nearest": {"key": None},
+    "stored": {"stored": (-0.2, 0.3, None)},
+    "stored, not yet filled": {"stored": (NAN, NAN, 0.0)},
+    "stored, filled since": {"stored": (-0.2, 0.3, 1.0), "reverse": True},
+    "per row": {"granularity": "per_row"},
+    "per sample": {"granularity": "per_sample_mean", "grad_granularity": "per_sample_mean"},
+    "gradient per tensor": {"grad_granularity": "per_tensor"},
+    "gradient per position": {"grad_granularity": "per_position", "key": None},
+    "a NaN": {"broken": NAN},
+    "infinity": {"broken": float("inf")},
+    "float64": {"dtype": torch.float64},
+    "gaps": {"gaps": True},
+}  # fmt: skip
+
+
+def tensors(steps, width, *, bias=True, dtype=torch.float32, broken=None, gaps=False, **_):
+    count, sizes, batch = steps
+    rows = sum(sizes) or count * batch
+    generator = torch.Generator().manual_seed(rows + width)
+    shapes = {"x": (rows, 4 * width), "w": (4 * width, width), "b": (4 * width,), "h": (batch, width)}
+    found = {k: torch.randn(s, generator=generator, dtype=dtype) for k, s in (shapes | {"c": shapes["h"]}).items()}
+    if broken is not None and rows:
+        found["x"][rows // 2, 1] = broken
+    if gaps:
+        found = {k: t.repeat_interleave(2, -1)[..., ::2] if k in "hc" else t for k, t in found.items()}
+    return [t.requires_grad_() if k != "b" or bias else None for k, t in found.items()]
+
+
+def arguments(steps, *, reverse=False, levels=7.0, granularity="per_tensor", stored=(None, None, None), save=True,
+              grad_levels=255.0, grad_granularity="per_row", key=4, advance=True, **_):  # fmt: skip
+    def number(value, dtype=torch.float32):
+        return None if value is None else torch.tensor(value, dtype=dtype)
+
+    return [
+        *steps[:2], reverse, number(levels), granularity, *map(number, stored), save,
+        number(grad_levels), grad_granularity, number(key, torch.int64), advance,
+    ]  # fmt: skip
+
+
+def run(ops, steps, width, options):
+    """All that the operators return, and the key afterwards."""
+    inputs, rest = tensors(steps, width, **options), arguments(steps, **options)
+    results = ops.lstm_forward(*inputs, *rest)
+    y, h, c = results[:3]
+    loss = (y * torch.linspace(-1, 1, y.numel()).view(y.shape)).sum() + h.cos().sum() - (c * c).sum()
+    found = torch.autograd.grad(loss, [t for t in inputs if t is not None])
+    return [*results, *found, *([] if rest[-2] is None else [rest[-2]])]
+
+
+@pytest.fixture(scope="module")
+def compiled():
+    """The operators that C++ stands behind."""
+    assert execution().cpu == "cpp", execution()
+    return torch.ops.cpt
+
+
+def check(found, expected):
+    for k, (a, b) in enumerate(zip(found, expected, strict=True)):
+        assert (a.shape, a.dtype, a.stride()) == (b.shape, b.dtype, b.stride()), k
+        assert torch.equal(a.isnan(), b.isnan()), k
+        assert torch.equal(a.nan_to_num(7.0), b.nan_to_num(7.0)), k
+
+
+@pytest.mark.parametrize("options", OPTIONS)
+@pytest.mark.parametrize("steps", STEPS)
+def test_cpp_is_bit_identical(compiled, steps, options):
+    for width in (1, 5, 16, 37):
+        check(*(run(ops, STEPS[steps], width, OPTIONS[options]) for ops in (compiled, torch.ops.cpt_reference)))
+
+
+def test_cpp_is_bit_identical_where_threads_share_the_work(compiled):
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        check(*(run(ops, (2, (), 120), 300, {}) for ops in (compiled, torch.ops.cpt_reference)))
+    finally:
+        torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize(("options", "plain"), [("as trained", False), ("per row", True), ("float64", True)])
+def test_which_execution_runs(compiled, options, plain):
+    with torch.autograd.profiler.profile() as profile:
+        run(compiled, STEPS["packed"], 5, OPTIONS[options])
+    assert any(event.name == "cpt_reference::lstm_forward" for event in profile.function_events) == plain
+
+
+@pytest.mark.parametrize("family", operators.FAMILIES)
+def test_every_step_has_noise_of_its_own(family):
+    """The key counts the steps; where it does not count, as in compiled code, nothing changes."""
+    ops = getattr(torch.ops, family)
+    *_, key = first = run(ops, STEPS["packed"], 5, {})
+    assert int(key) == 4 + 6
+    *_, key = again = run(ops, STEPS["packed"], 5, {"advance": False})
+    assert int(key) == 4
+    check(first[:-1], again[:-1])
+    other = run(ops, STEPS["packed"], 5, {"key": 5})
+    check(first[:8], other[:8])
+    assert not torch.equal(first[9], other[9])  # the gradient of the weight
+
+
+@pytest.mark.parametrize("family", operators.FAMILIES)
+def test_the_steps_of_a_backward_pass_take_one_key_after_the_other(family):
+    ops, levels = getattr(torch.ops, family), torch.tensor(3.0)
+    inputs = [t.detach() for t in tensors((2, (), 3), 5)]
+    out, h, c, _, gates, _, before, tanh_c = ops.lstm_forward(*inputs, *arguments((2, (), 3)))
+
+    def backward(rows, h, c, steps, key):
+        parts = (t[rows] for t in (gates, before, tanh_c))
+        return ops.lstm_backward(
+            out[rows], h, c, inputs[1], *parts, steps, (), False, levels, "per_row", torch.tensor(key)
+        )
+
+    whole = backward(slice(0, 6), h, c, 2, 4)
+    last = backward(slice(3, 6), h, c, 1, 4)
+    first = backward(slice(0, 3), *last[2:], 1, 5)
+    check(whole, [*(torch.cat(pair) for pair in zip(first[:2], last[:2], strict=True)), *first[2:]])
+
+
+@pytest.mark.parametrize("family", operators.FAMILIES)
+def test_without_a_backward_pass_nothing_is_kept_for_it(family):
+    results = getattr(torch.ops, family).lstm_forward(
+        *tensors(STEPS["packed"], 5), *arguments(STEPS["packed"], save=False)
+    )
+    kept = getattr(torch.ops, family).lstm_forward(*tensors(STEPS["packed"], 5), *arguments(STEPS["packed"]))
+    assert [t.numel() for t in results[4:]] == [0] * 4
+    check(results[:4], kept[:4])
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # opcheck reads it
+@pytest.mark.parametrize("options", ["as trained", "stored", "nothing quantised"])
+def test_operators_keep_torch_s_rules(options):
+    chosen = OPTIONS[options] | {"advance": False}
+    inputs, rest = tensors(STEPS["packed"], 5, **chosen), arguments(STEPS["packed"], **chosen)
+    rules = ("test_schema", "test_autograd_registration", "test_faketensor")  # compiled: test_lstm_compiled.py
+    torch.library.opcheck(torch.ops.cpt.lstm_forward.default, (*inputs, *rest), test_utils=rules)
+    inputs = [t.detach() for t in inputs]
+    hidden, h, c, _, gates, _, before, tanh_c = torch.ops.cpt.lstm_forward(*inputs, *rest)
+    given = hidden, h, c, inputs[1], gates, before, tanh_c, *rest[:3], *rest[-4:-1]
+    torch.library.opcheck(torch.ops.cpt.lstm_backward.default, given, test_utils=rules)
+
+
+@pytest.mark.parametrize("family", operators.FAMILIES)
+def test_a_second_derivative_is_refused(family):
+    inputs = tensors(STEPS["equal"], 5)
+    y = getattr(torch.ops, family).lstm_forward(*inputs, *arguments(STEPS["equal"]))[0]
+    (first,) = torch.autograd.grad((y**3).sum(), inputs[0], create_graph=True)
+    with pytest.raises(RuntimeError, match="differentiate twice"):
+        first.square().sum().backward()
