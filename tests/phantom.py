@@ -23,6 +23,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
 from cpt_core.kernels.execution import reference
+from cpt_core.kernels.operators import FAMILIES
 
 CUDA = torch.device("cuda", 0)
 ROOT = Path(__file__).parents[1]
@@ -38,6 +39,9 @@ DATA_DEPENDENT = {
 }
 INDEXING = ("index", "index_put", "index_put_", "_index_put_impl_")
 COPIES = ("_to_copy", "copy_")
+
+
+KERNELS = ("range", "round_to_grid", "fake_quantize", "track_")  # of Triton, a launch or two each
 
 
 class MixedDevices(RuntimeError):
@@ -173,7 +177,13 @@ class Phantom(TorchDispatchMode):
         if func is torch.ops.prim.device.default:
             return CUDA
         kwargs = dict(kwargs or {})
-        name = func._schema.name.split("::")[-1]
+        family, name = func._schema.name.split("::")
+        if family in FAMILIES and name not in KERNELS:  # CUDA has no kernel of its own for it: its plain operations run
+            super().__enter__()
+            try:
+                return func._op_dk(torch._C.DispatchKey.CompositeExplicitAutograd, *args, **kwargs)
+            finally:
+                super().__exit__(None, None, None)
         given = tree_flatten((args, kwargs))[0]
         ours = [x for x in given if isinstance(x, PhantomTensor)]
         wanted = torch.device(kwargs["device"]).type if kwargs.get("device") is not None else None

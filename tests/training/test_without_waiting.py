@@ -48,7 +48,7 @@ WAITS = {
     "images": (0, 2),
     "gcn": (0, 2),
     "gcn, Q-Agg": (0, 2),
-    "lstm": (1, 2),
+    "lstm": (0, 2),
     "bert": (0, 2),
     "sage": (8, 18),
     "sage, exact": (8, 5),
