@@ -128,12 +128,24 @@ def _teach_inductor() -> None:
     _taught.append(True)
 
 
+def _noise(key: Tensor, count: int) -> Tensor:
+    """``reference.hash_noise`` from the first element on, likewise."""
+    first, second = reference.key_halves(key)
+    pair = torch.arange((count + 1) >> 1, device=key.device, dtype=torch.int64)
+    h = pair.to(torch.int32) ^ first ^ (pair >> 32).to(torch.int32) * reference.GOLDEN
+    h = (h ^ ((h >> 16) & 0xFFFF)) * reference.MIX[0] ^ second
+    h = (h ^ ((h >> 15) & 0x1FFFF)) * reference.MIX[1]
+    h = h ^ ((h >> 16) & 0xFFFF)
+    halves = torch.stack([h & 0xFFFF, (h >> 16) & 0xFFFF], 1).flatten().narrow(0, 0, count)
+    return halves.float() * 2.0**-16 + (2.0**-17 - 0.5)
+
+
 def _round(x: Tensor, low: Tensor, width: Tensor, levels: Tensor, key: Tensor | None, clip: bool) -> Tensor:
     """``reference.round_to_grid`` without a change in place: what a graph may hold."""
     scale = (width / levels).clamp_min(reference.MIN_SCALE)
     y = (x.float() - low) / scale
     if key is not None:
-        y = y + reference.hash_noise(key, 0, x.numel()).view(x.shape)
+        y = y + _noise(key, x.numel()).view(x.shape)
     if clip:
         y = torch.minimum(torch.maximum(y, torch.zeros_like(levels)), levels)
     return (y.round() * scale + low).to(x.dtype)

@@ -188,29 +188,31 @@ def hash_noise(key: Tensor, start: int, count: int) -> Tensor:
         start: first element.
         count: how many.
     """
-    first, second = _key_halves(key)
+    first, second = key_halves(key)
     pair = torch.arange(start >> 1, (start + count + 1) >> 1, device=key.device, dtype=torch.int64)
-    h = pair.to(torch.int32) ^ first  # wraps, as all that follows
+    h = pair.to(torch.int32).bitwise_xor_(first)  # wraps, as all that follows; in place, which is three times as fast
     if start + count > 1 << 33:
-        h = h ^ (pair >> 32).to(torch.int32) * _GOLDEN
-    h = (h ^ ((h >> 16) & 0xFFFF)) * _MIX[0]
-    h = h ^ second
-    h = (h ^ ((h >> 15) & 0x1FFFF)) * _MIX[1]
-    h = h ^ ((h >> 16) & 0xFFFF)
-    halves = torch.stack([h & 0xFFFF, (h >> 16) & 0xFFFF], 1).flatten().narrow(0, start & 1, count)
-    return halves.float() * 2.0**-16 + (2.0**-17 - 0.5)
+        h.bitwise_xor_((pair >> 32).to(torch.int32).mul_(GOLDEN))
+    moved = torch.empty_like(h)
+    for shift, mask, factor, then in ((16, 0xFFFF, MIX[0], second), (15, 0x1FFFF, MIX[1], None), (16, 0xFFFF, 1, None)):
+        torch.bitwise_right_shift(h, shift, out=moved)
+        h.bitwise_xor_(moved.bitwise_and_(mask)).mul_(factor)
+        if then is not None:
+            h.bitwise_xor_(then)
+    halves = h.bitwise_xor_(CENTRE).view(torch.int16).narrow(0, start & 1, count)  # 16 bits less 2**15, the lower first
+    return halves.float().mul_(2.0**-16).add_(2.0**-17)
 
 
 def _signed(word: int, bits: int) -> int:
     return word - (1 << bits) if word >> (bits - 1) else word
 
 
-_GOLDEN = _signed(0x9E3779B1, 32)
-_MIX = (0x7FEB352D, _signed(0x846CA68B, 32))
+GOLDEN, CENTRE = _signed(0x9E3779B1, 32), _signed(0x80008000, 32)
+MIX = (0x7FEB352D, _signed(0x846CA68B, 32))
 _STEP, *_MIX64 = (_signed(w, 64) for w in (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB))
 
 
-def _key_halves(key: Tensor) -> tuple[Tensor, Tensor]:
+def key_halves(key: Tensor) -> tuple[Tensor, Tensor]:
     """Return two int32 from a key."""
     z = key + _STEP
     z = (z ^ ((z >> 30) & ((1 << 34) - 1))) * _MIX64[0]
