@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from helpers import WITH_CUDA
 from hypothesis import settings
 
 from cpt_core.kernels import cpp
@@ -22,9 +23,6 @@ settings.load_profile("repeatable")
 def reference_dir() -> Path:
     """The folder of the reference values; CPT_REFERENCE_DIR names another one with files of that format."""
     return Path(os.environ.get("CPT_REFERENCE_DIR") or Path(__file__).parent / "reference" / "data")
-
-
-WITH_CUDA = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
 
 
 @pytest.fixture(params=["cpu", pytest.param("cuda", marks=WITH_CUDA)])

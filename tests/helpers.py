@@ -4,6 +4,7 @@ import json
 import warnings
 from dataclasses import replace
 
+import pytest
 import torch
 from torch import nn
 
@@ -14,6 +15,7 @@ from cpt_core.schedules import cost
 from cpt_core.schedules.make import make_schedule, schedule_from_dict
 from cpt_core.schedules.schedule import ShortCycleWarning
 
+WITH_CUDA = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
 NAN, INF = float("nan"), float("inf")
 PROVENANCE = {"started": "2026-01-01", "commit": "0" * 40, "dirty": False, "versions": {}}
 

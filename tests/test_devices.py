@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from conftest import WITH_CUDA
+from helpers import WITH_CUDA
 
 from bench.gpu import checks
 from cpt_core.experiments.recipes import recipe

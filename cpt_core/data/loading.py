@@ -54,7 +54,7 @@ def loader(data: Dataset, device: torch.device, workers: int, **keys: Any) -> Da
         workers: processes that read; 0 reads here.
         **keys: the batches: ``batch_sampler``, or ``sampler`` with ``batch_size=None``.
     """
-    pinned = device.type == "cuda" and torch.cuda.is_available()
+    pinned = device.type == "cuda"
     ahead = PREFETCH if workers else None
     return DataLoader(
         data, num_workers=workers, prefetch_factor=ahead, pin_memory=pinned, generator=generator_of(0), **keys

@@ -18,6 +18,7 @@ from typing import Any, Literal
 import torch
 
 from cpt_core.experiments.spec import RunSpec
+from cpt_core.kernels.execution import execution
 from cpt_core.sweeps import stores
 from cpt_core.sweeps.lines import START, Mark, mark
 from cpt_core.sweeps.options import SweepOptions
@@ -112,6 +113,7 @@ def _row(job: Job, should_stop: Callable[[], bool]) -> Row:
         if device == "cuda":
             torch.cuda.reset_peak_memory_stats()
             row["provenance"]["cuda"] = cuda_provenance(spec.recipe)
+        row["provenance"]["kernels"] = getattr(execution(), device)
         log.info("%s: %s seed %d, %s", spec.key, spec.arm, spec.seed, device)
         run = train(
             task_of(spec),

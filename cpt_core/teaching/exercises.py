@@ -34,8 +34,11 @@ def show_environment() -> None:
     try:
         import torch
 
+        from cpt_core.kernels.execution import execution
+
         if torch.cuda.is_available():
             device += f", {torch.cuda.get_device_name()}"
+        device += f"; rounding on a CPU: {execution().cpu}"
     except ImportError:
         pass
     print(f"python {platform.python_version()}, " + ", ".join(f"{k} {v}" for k, v in packages.items()), f"({device})")

@@ -11,7 +11,7 @@ from phantom import CUDA, Phantom
 from PIL import Image
 from torch.utils.data import DataLoader
 
-from cpt_core.data import image_batches
+from cpt_core.data import loading
 from cpt_core.data.detection import random_detection
 from cpt_core.data.detection_batches import _Ready
 from cpt_core.data.image_batches import FileBatches, _Test, evaluation_batches
@@ -70,7 +70,7 @@ class Loader(DataLoader):
 
 
 def test_images_from_disk_reach_a_gpu_without_waiting(monkeypatch):
-    monkeypatch.setattr(image_batches, "DataLoader", Loader)
+    monkeypatch.setattr(loading, "DataLoader", Loader)
     monkeypatch.setattr(Loader, "started", 0)
     torch.manual_seed(0)
     wanted = list(islice(files(CPU).iterate(0), 5))  # two epochs and a half

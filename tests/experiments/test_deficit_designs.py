@@ -8,6 +8,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+import torch
 from torch import nn
 
 from cpt_core.experiments import designs, grids
@@ -96,7 +97,7 @@ def test_windows_do_not_move_the_learning_rate(scale, dataset, model):
 def drops_of(r):
     """Steps at which the image task lowers the learning rate, from the rates themselves."""
     assert isinstance(r, ImageRecipe)
-    _, rate = ImageTask.optimizer(SimpleNamespace(recipe=r), nn.Linear(1, 1))
+    _, rate = ImageTask.optimizer(SimpleNamespace(recipe=r, device=torch.device("cpu")), nn.Linear(1, 1))
     near = sorted({t + near for m in r.milestones for t in [int(m * r.steps)] for near in range(-3, 4)})
     steps = [t for t in near if 1 <= t < r.steps]
     assert rate(0, ()) == pytest.approx(r.lr)

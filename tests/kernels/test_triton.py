@@ -7,6 +7,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
+from helpers import WITH_CUDA
 
 from cpt_core.kernels import operators, reference, tiles
 from cpt_core.kernels.execution import execution
@@ -15,7 +16,6 @@ from cpt_core.kernels.reference import GRANULARITIES
 triton = pytest.importorskip("triton", reason="triton is not installed: it comes with torch for CUDA")
 
 NAN, INF = float("nan"), float("inf")
-WITH_CUDA = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
 WHOLE = {"TILE": 4096, "FUSED": 16384, "WIDE": 2**30}  # rows in one block
 PARTS = {"TILE": 256, "FUSED": 4, "PARTS": 3, "BLOCKS": 2, "DIVIDED": 8, "WIDE": 0}  # several of everything, 64 bits
 KEPT = sorted(tiles.KEPT)

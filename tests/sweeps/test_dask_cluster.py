@@ -114,7 +114,7 @@ def test_missing_data_and_unshared_folders_stop_the_sweep(cluster, tmp_path):
 
 
 def test_ctrl_c_waits_for_the_checkpoints_of_a_cluster(cluster, tmp_path, monkeypatch):
-    specs = specs_of("CR", "ER", "LR", steps=2000)
+    specs = specs_of("CR", "ER", "LR", steps=20_000)  # too many to end before the signal
     store = tmp_path / "rows.jsonl"
     signals = []
     enter = progress.Signals.__enter__
