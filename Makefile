@@ -86,7 +86,7 @@ bench: setup  ## times: a quantised step to float32, augmentation, what a sweep 
 	$(BIN)/python -m bench.sweep
 	$(BIN)/python -m bench.stores
 
-mutants: setup  ## break a copy in 120 small ways, each of which must turn a test red: ten minutes; ONLY=bitops JOBS=2
+mutants: setup  ## break a copy in 180 small ways, each of which must turn a test red: twenty minutes; ONLY=bitops JOBS=2
 	$(BIN)/python -m bench.mutants $(if $(ONLY),--only $(ONLY)) $(if $(JOBS),-j $(JOBS))
 
 # From the source distribution, so that nothing gets into the wheel that is not in there.
