@@ -19,6 +19,8 @@ from cpt_core.training.session import Session, task_of
 from cpt_core.training.train import Stopped, train
 
 GPU = "cuda:0"
+# torch's loader pins nothing where there is no GPU, and says so
+pytestmark = pytest.mark.filterwarnings("ignore:'pin_memory' argument is set as true but no accelerator")
 
 # task -> data set and fields of a small run
 RUNS = {
