@@ -57,6 +57,8 @@ lint: setup  ## style and types
 	$(BIN)/mypy
 
 test: lint  ## lint, types, tests and notebooks; no GPU, no download
+	@# builds the C++ kernels where they are not built yet, so that no test waits for them
+	@$(BIN)/python -c "import cpt_core; print(cpt_core.execution())"
 	$(PYTEST) -n 2 --dist loadfile tests
 	@# one notebook after the other: kernels of two processes that start at once can take each other's ports
 	$(PYTEST) -p no:cacheprovider --nbval-lax --nbval-current-env --nbval-cell-timeout=300 notebooks

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Self
+from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
@@ -142,7 +142,7 @@ class LayerPrecision(nn.Module):
         if quantizer.running and not self.training:
             stored = self.running_range(role) or self.or_running(role, *quantizer.range_of(x.detach()))
             return round_to_grid(x, *stored, self.levels, clip=True)
-        if role == "weight" and not torch.compiler.is_compiling():  # which would be guarded on the bits
+        if role == "weight" and not quantizer.running and not torch.compiler.is_compiling():  # guarded on the bits
             return self.reuse(x, self.bits, lambda: fake_quantize(x, self.levels, quantizer.granularity)[0])
         y, low, width = fake_quantize(x, self.levels, quantizer.granularity)
         if quantizer.running:
@@ -274,6 +274,12 @@ class LayerPrecision(nn.Module):
         if name == "noise_key":
             return torch.tensor(self.key, dtype=torch.int64, device="cpu")
         return torch.zeros(3, dtype=torch.float32, device="cpu")
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Find the kernels in the process that a stored layer comes to."""
+        super().__setstate__(state)
+        if self.is_set:
+            execution()
 
     def extra_repr(self) -> str:
         """Show the current bits."""

@@ -124,3 +124,12 @@ def test_triton_needs_a_device(undecided, monkeypatch):
     monkeypatch.setenv("CPT_KERNELS", "triton")
     with pytest.raises(RuntimeError, match="asks for the Triton kernels, but torch sees no CUDA device"):
         cpt.execution()
+
+
+def test_a_stored_model_finds_the_kernels_in_its_new_process(cpp_kernels, tmp_path):
+    model = cpt.quantize_(torch.nn.Sequential(torch.nn.Linear(2, 2)))
+    with cpt.precision(model, 4):
+        torch.save(model, tmp_path / "model.pt")
+    load = f"import torch; torch.load({str(tmp_path / 'model.pt')!r}, weights_only=False)"
+    code, out = run(f"{load}; from cpt_core.kernels import operators; print(operators.gradient_node)")
+    assert (code, out.splitlines()[-1]) == (0, "True"), out

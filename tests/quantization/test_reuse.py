@@ -168,3 +168,11 @@ def test_a_check_sees_every_product(model):
     found = cpt.check(model, (x(),))
     assert found.ok
     assert found.quantized_share == 1
+
+
+def test_a_weight_with_a_running_range_is_tracked():
+    config = cpt.QuantConfig(quantizers={**cpt.QUANTIZERS, "linear_weight": cpt.Quantizer("per_tensor", running=True)})
+    model = quantize_(Shared(), config)
+    with precision(model, 4):
+        model(x())
+    assert model.layer.precision.running_weight[2] > 0
