@@ -115,6 +115,8 @@ def test_a_weight_that_has_changed_is_quantised_anew(model, count, change):
 
 
 def test_other_bits_are_other_weights(model):
+    reuse, weight = Reuse(), torch.zeros(1)
+    assert [reuse(weight, bits, lambda bits=bits: weight + bits).item() for bits in (8, 8, 4)] == [8, 8, 4]
     outputs = []
     with precision(model, 8):
         outputs.append(model(x()))
