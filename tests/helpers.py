@@ -20,6 +20,31 @@ NAN, INF = float("nan"), float("inf")
 PROVENANCE = {"started": "2026-01-01", "commit": "0" * 40, "dirty": False, "versions": {}}
 
 
+def normal(*shape):
+    """Return normal numbers, the same for a shape in every call."""
+    return torch.randn(shape, generator=torch.Generator().manual_seed(len(shape)))
+
+
+# Numbers at which a grid is easily got wrong.
+EDGES = {
+    "infinity": torch.tensor([[1.0, INF], [2.0, 3.0]]),
+    "-infinity": torch.tensor([[1.0, -INF], [2.0, 3.0]]),
+    "constant": torch.full((4, 5), 3.3),
+    "zeros": torch.zeros(4, 5),
+    "tiny": normal(4, 5) * 1e-12,
+    "huge": normal(4, 5) * 1e38,
+}
+
+
+def identical(found, expected):
+    """Whether tensors agree in shape, type and every bit, NaN with NaN."""
+    return all(
+        a.shape == b.shape and a.dtype == b.dtype and torch.equal(a.isnan(), b.isnan())
+        and torch.equal(a.nan_to_num(7.0), b.nan_to_num(7.0))
+        for a, b in zip(found, expected, strict=True)
+    )  # fmt: skip
+
+
 def make(name="CR", **changes):
     """Return a schedule of the suite, 8 cycles in 1,600 steps between 3 and 8 bits but for the changes."""
     return make_schedule(name, **{"q_min": 3, "q_max": 8, "total_steps": 1600, "n_cycles": 8} | changes)

@@ -2,17 +2,11 @@
 
 import pytest
 import torch
+from helpers import EDGES, INF, NAN, identical, normal
 
 from cpt_core.kernels import execution as execution_module
 from cpt_core.kernels import operators, reference
 from cpt_core.kernels.reference import GRANULARITIES, hash_noise
-
-NAN, INF = float("nan"), float("inf")
-
-
-def normal(*shape):
-    return torch.randn(shape, generator=torch.Generator().manual_seed(len(shape)))
-
 
 LAYOUTS = {
     "(n)": normal(3000),
@@ -37,22 +31,9 @@ LAYOUTS = {
     "a NaN": normal(9, 30).index_fill(1, torch.tensor([3]), NAN),
     "a negative NaN": -normal(9, 30).index_fill(1, torch.tensor([3]), NAN),
     "a NaN in a row": normal(9, 30).index_fill(0, torch.tensor([3]), NAN),
-    "infinity": torch.tensor([[1.0, INF], [2.0, 3.0]]),
-    "-infinity": torch.tensor([[1.0, -INF], [2.0, 3.0]]),
-    "constant": torch.full((4, 5), 3.3),
-    "zeros": torch.zeros(4, 5),
-    "tiny": normal(4, 5) * 1e-12,
-    "huge": normal(4, 5) * 1e38,
+    **EDGES,
     "ties": torch.arange(16.0).view(2, 8),
 }
-
-
-def same(found, expected):
-    return all(
-        a.shape == b.shape and a.dtype == b.dtype and torch.equal(a.isnan(), b.isnan())
-        and torch.equal(a.nan_to_num(7.0), b.nan_to_num(7.0))
-        for a, b in zip(found, expected, strict=True)
-    )  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -67,23 +48,23 @@ def test_cpp_is_bit_identical(compiled, layout, granularity):
     x, plain = LAYOUTS[layout], torch.ops.cpt_reference
     if granularity == "per_sample_mean" and x.dim() == 0:
         pytest.skip("nothing to take the mean over")
-    assert same(compiled.range(x, granularity), plain.range(x, granularity))
+    assert identical(compiled.range(x, granularity), plain.range(x, granularity))
     for bits in (1, 4, 16):
         for key in (None, torch.tensor(7)):
             levels = torch.tensor(2.0**bits - 1)
             found, expected = (ops.fake_quantize(x, levels, granularity, key) for ops in (compiled, plain))
-            assert same(found, expected)
+            assert identical(found, expected)
             assert found[0].stride() == expected[0].stride()  # what is computed with it takes the same path
             for clip in (False, True):
                 args = x * 1.1 + 0.01, expected[1], expected[2], levels, key, clip
-                assert same([compiled.round_to_grid(*args)], [plain.round_to_grid(*args)])
+                assert identical([compiled.round_to_grid(*args)], [plain.round_to_grid(*args)])
 
 
 def test_the_comparison_sees_one_wrong_bit():
     x = torch.ones(3)
-    assert not same([x], [torch.nextafter(x, torch.tensor(2.0))])
-    assert not same([x.double()], [x])
-    assert not same([torch.tensor([NAN])], [torch.tensor([7.0])])
+    assert not identical([x], [torch.nextafter(x, torch.tensor(2.0))])
+    assert not identical([x.double()], [x])
+    assert not identical([torch.tensor([NAN])], [torch.tensor([7.0])])
 
 
 @pytest.mark.parametrize("threads", [1, 2, 3])
@@ -93,8 +74,10 @@ def test_threads_change_no_bit(compiled, threads):
     expected = torch.ops.cpt_reference.fake_quantize(x, levels, "per_tensor", key)
     torch.set_num_threads(threads)
     try:
-        assert same(compiled.fake_quantize(x, levels, "per_tensor", key), expected)
-        assert same(compiled.fake_quantize(x, levels, "per_row", None)[1:], torch.ops.cpt_reference.range(x, "per_row"))
+        assert identical(compiled.fake_quantize(x, levels, "per_tensor", key), expected)
+        assert identical(
+            compiled.fake_quantize(x, levels, "per_row", None)[1:], torch.ops.cpt_reference.range(x, "per_row")
+        )
     finally:
         torch.set_num_threads(before)
 
@@ -136,7 +119,7 @@ def test_parts_change_no_bit(monkeypatch, granularity, key):
             found.append(
                 reference.fake_quantize(x, torch.tensor(7.0), granularity, None if key is None else torch.tensor(key))
             )
-        assert same(*found), shape
+        assert identical(*found), shape
 
 
 def test_parts_are_really_used(monkeypatch):

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from helpers import WITH_CUDA
+from helpers import EDGES, INF, NAN, WITH_CUDA, identical, normal
 
 from cpt_core.kernels import operators, reference, tiles
 from cpt_core.kernels.execution import execution
@@ -15,14 +15,9 @@ from cpt_core.kernels.reference import GRANULARITIES
 
 triton = pytest.importorskip("triton", reason="triton is not installed: it comes with torch for CUDA")
 
-NAN, INF = float("nan"), float("inf")
 WHOLE = {"TILE": 4096, "FUSED": 16384, "WIDE": 2**30}  # rows in one block
 PARTS = {"TILE": 256, "FUSED": 4, "PARTS": 3, "BLOCKS": 2, "DIVIDED": 8, "WIDE": 0}  # several of everything, 64 bits
 KEPT = sorted(tiles.KEPT)
-
-
-def normal(*shape):
-    return torch.randn(shape, generator=torch.Generator().manual_seed(len(shape)))
 
 
 LAYOUTS = {
@@ -49,21 +44,8 @@ VALUES = {
     "a NaN": normal(5, 20).index_fill(1, torch.tensor([3]), NAN),
     "a negative NaN": -normal(5, 20).index_fill(1, torch.tensor([3]), NAN),
     "a NaN in a row": normal(5, 20).index_fill(0, torch.tensor([3]), NAN),
-    "infinity": torch.tensor([[1.0, INF], [2.0, 3.0]]),
-    "-infinity": torch.tensor([[1.0, -INF], [2.0, 3.0]]),
-    "constant": torch.full((4, 5), 3.3),
-    "zeros": torch.zeros(4, 5),
-    "tiny": normal(4, 5) * 1e-12,
-    "huge": normal(4, 5) * 1e38,
+    **EDGES,
 }
-
-
-def same(found, expected):
-    return all(
-        a.shape == b.shape and a.dtype == b.dtype and torch.equal(a.isnan(), b.isnan())
-        and torch.equal(a.nan_to_num(7.0), b.nan_to_num(7.0))
-        for a, b in zip(found, expected, strict=True)
-    )  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -119,7 +101,7 @@ def check(kernels, x, granularity, bits, key):
     found, expected = (
         f(x, torch.tensor(2.0**bits - 1), granularity, key) for f in (kernels.fake_quantize, reference.fake_quantize)
     )
-    assert same(found, expected)
+    assert identical(found, expected)
     assert found[0].stride() == expected[0].stride()  # what is computed with it takes the same path
 
 
@@ -154,7 +136,7 @@ def test_ranges_alone(kernels, cut, layout):
         cut(sizes)
         for granularity in KEPT:
             x = LAYOUTS[layout]
-            assert same(kernels.range(x, granularity), reference.range_of(x, granularity))
+            assert identical(kernels.range(x, granularity), reference.range_of(x, granularity))
 
 
 @pytest.mark.parametrize("granularity", sorted(GRANULARITIES))
@@ -164,9 +146,9 @@ def test_rounding_to_a_given_range(kernels, granularity):
         low, width = reference.range_of(x, granularity)
         for key, clip in ((None, False), (None, True), (torch.tensor(2), True)):
             args = x * 1.1 + 0.01, low, width, levels, key, clip  # values on either side of the range
-            assert same([kernels.round_to_grid(*args)], [reference.round_to_grid(*args)])
+            assert identical([kernels.round_to_grid(*args)], [reference.round_to_grid(*args)])
     expected = reference.round_to_grid(x, low, width.expand_as(x).clone(), levels, None, True)
-    assert same([kernels.round_to_grid(x, low, width.expand_as(x).clone(), levels, None, True)], [expected])
+    assert identical([kernels.round_to_grid(x, low, width.expand_as(x).clone(), levels, None, True)], [expected])
 
 
 def test_the_mean_of_samples_has_its_range_from_torch(kernels):
