@@ -16,6 +16,7 @@ ROOMS = {
     "paths": (),
     "checks": (),
     "machine": (),
+    "provenance": ("paths",),
     "schedules": ("checks",),
     "graphs": ("checks", "paths"),
     "kernels": ("checks", "paths"),
@@ -27,7 +28,7 @@ ROOMS = {
     "data": ("experiments", "graphs", "machine"),
     "tasks": ("data", "models"),
     "training": ("tasks", "bitops"),
-    "sweeps": ("training",),
+    "sweeps": ("training", "provenance"),
     "analysis": ("sweeps",),
     "teaching": ("analysis",),
     "__main__": ("teaching",),
@@ -41,6 +42,7 @@ WITHOUT_TORCH = (
     "checks",
     "paths",
     "machine",
+    "provenance",
 )
 
 

@@ -11,6 +11,7 @@ from typing import Any
 
 import pandas as pd
 
+from cpt_core import provenance
 from cpt_core.analysis import aggregation, claims, critical_periods, equal_cost, paper, predictors, quality_cost
 from cpt_core.analysis.groups import named, quality_cost_groups
 from cpt_core.analysis.metrics import counted, metric_named, metric_of, spread_text
@@ -21,7 +22,6 @@ from cpt_core.analysis.schedules import figure_2
 from cpt_core.checks import write_text
 from cpt_core.experiments.grids import GRIDS
 from cpt_core.paths import results_dir, runs_dir
-from cpt_core.sweeps import stores
 
 PACKAGES = ("cpt-core", "torch", "torchvision", "numpy", "papermill", "jupyterlab")
 WORDS = (
@@ -170,7 +170,7 @@ def _sources(runs: pd.DataFrame) -> pd.DataFrame:
 def _versions() -> str:
     installed = {d.metadata["Name"].lower(): d.version for d in metadata.distributions() if d.metadata["Name"]}
     versions = ", ".join(f"{name} {installed[name]}" for name in PACKAGES if name in installed)
-    commit = stores.commit()
+    commit = provenance.commit()
     where = f"{commit['commit'][:12]}{' with local changes' if commit['dirty'] else ''}" if commit["commit"] else "none"
     written = datetime.now(UTC).isoformat(timespec="minutes")
     return f"Written {written} with {versions}; commit {where}."

@@ -168,7 +168,7 @@ def _outcome(row: Row) -> dict[str, Any]:
         "started": where["started"],
         "commit": where["commit"],
         "dirty": where["dirty"],
-        "torch": where["versions"].get("torch", ""),
+        "torch": where.get("versions", {}).get("torch", ""),
         "evaluations": row.get("evaluations", []),
     }
 

@@ -14,13 +14,9 @@ from __future__ import annotations
 import errno
 import json
 import os
-import platform
 import shutil
-import subprocess
 from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager
-from datetime import UTC, datetime
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +25,8 @@ from filelock import FileLock, Timeout
 
 from cpt_core.checks import sync, write_atomically
 from cpt_core.experiments.spec import RunSpec
-from cpt_core.paths import CHECKOUT, runs_dir
+from cpt_core.paths import runs_dir
+from cpt_core.provenance import source
 from cpt_core.schedules import cost
 from cpt_core.sweeps.lines import SCHEMA_VERSION, START, Mark, Row, look, newest
 from cpt_core.sweeps.lines import find_row as find_row
@@ -239,7 +236,7 @@ def load_curve(store: Path | str, key: str) -> pd.DataFrame:
 
 # --- what is known before a run -------------------------------------------------------------------
 def describe(spec: RunSpec) -> Row:
-    """Return the part of a row that is known before the run: the spec, its costs and its provenance."""
+    """Return the part of a row that is known before the run: the spec, its costs and where it comes from."""
     bits = spec.schedule.bits()
     return {
         "schema": SCHEMA_VERSION,
@@ -248,31 +245,5 @@ def describe(spec: RunSpec) -> Row:
         "relative_cost": cost.relative_cost(bits, spec.q_max, spec.q_grad),
         "noise_exposure": cost.noise_exposure(bits, spec.q_max),
         "share_at_q_min": spec.schedule.share_at(spec.schedule.q_min),
-        "provenance": {
-            "started": datetime.now(UTC).isoformat(timespec="seconds"),
-            "versions": {name: _version(name) for name in ("cpt-core", "torch", "numpy", "torchvision")},
-            "python": platform.python_version(),
-            **commit(),
-        },
+        "provenance": source(),
     }
-
-
-def _version(name: str) -> str:
-    try:
-        return metadata.version(name)
-    except metadata.PackageNotFoundError:
-        return "not installed"
-
-
-def commit() -> dict[str, Any]:
-    """Return the commit of the checkout and whether tracked files differ from it; None without a repository."""
-
-    def git(*words: str) -> str:
-        return subprocess.run(["git", "-C", str(CHECKOUT), *words], capture_output=True, text=True, check=True).stdout
-
-    if CHECKOUT is None or not (CHECKOUT / ".git").exists():  # git would look for one in the folders above
-        return {"commit": None, "dirty": None}
-    try:
-        return {"commit": git("rev-parse", "HEAD").strip(), "dirty": bool(git("status", "--porcelain", "-uno").strip())}
-    except (OSError, subprocess.CalledProcessError):
-        return {"commit": None, "dirty": None}

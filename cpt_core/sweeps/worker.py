@@ -19,6 +19,7 @@ import torch
 
 from cpt_core.experiments.spec import RunSpec
 from cpt_core.kernels.execution import execution
+from cpt_core.provenance import machine, versions
 from cpt_core.sweeps import stores
 from cpt_core.sweeps.lines import START, Mark, mark
 from cpt_core.sweeps.options import SweepOptions
@@ -113,7 +114,7 @@ def _row(job: Job, should_stop: Callable[[], bool]) -> Row:
         if device == "cuda":
             torch.cuda.reset_peak_memory_stats()
             row["provenance"]["cuda"] = cuda_provenance(spec.recipe)
-        row["provenance"]["kernels"] = getattr(execution(), device)
+        row["provenance"] |= {"machine": machine(), "kernels": getattr(execution(), device)}
         log.info("%s: %s seed %d, %s", spec.key, spec.arm, spec.seed, device)
         run = train(
             task_of(spec),
@@ -123,11 +124,13 @@ def _row(job: Job, should_stop: Callable[[], bool]) -> Row:
             checkpoint_seconds=job.options.checkpoint_seconds,
             should_stop=should_stop,
         )
+        row["provenance"]["versions"] = versions()
         stores.write_curve(job.store, spec.key, run.history)
     except (Stopped, StoreError):
         raise
     except Exception:
         log.exception("failed")
+        row["provenance"]["versions"] = versions()
         return {**row, "status": "failed", "error": traceback.format_exc(), "device": device_name(device)}
     log.info("%s after %.1f s", run.status, run.seconds)
     return {**row, **_results(run, device)}

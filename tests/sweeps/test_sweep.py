@@ -121,7 +121,13 @@ def test_rows_are_complete(tmp_path):
     assert row["device"] == "cpu"
     assert row["bitops"].keys() == {"paper", "per_op"}
     assert row["peak_memory"] > 10**8
-    assert {"commit", "dirty", "versions", "started"} <= set(row["provenance"])
+    assert {"commit", "dirty", "versions", "started", "python", "machine", "kernels"} == set(row["provenance"])
+    assert {"torch", "numpy", "scikit-learn", "cpt-core"} <= set(row["provenance"]["versions"])
+    assert "not installed" not in row["provenance"]["versions"].values()
+    there = row["provenance"]["machine"]
+    assert there["threads"] == torch.get_num_threads()
+    assert there["capability"]
+    assert there["cpu"]
     assert json.loads(store.read_text()) == row
     assert str(tmp_path) not in json.dumps(row)
     assert len(stores.load_curve(store, row["key"])) == 20
