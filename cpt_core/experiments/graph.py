@@ -10,18 +10,18 @@ The metric is test accuracy. Embedded stand-in: a nearest-neighbour graph over s
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
-from cpt_core.checks import choose
-from cpt_core.experiments.recipe import ACCURACY, Changes, Dataset, Deficits, Experiment, Recipe
+from cpt_core.checks import choose, whole
+from cpt_core.experiments.recipe import ACCURACY, LATER, Changes, Dataset, Deficits, Experiment, Recipe
 
 
 @dataclass(frozen=True)
 class GraphRecipe(Recipe):
-    """Node classification with Adam and a cosine learning rate. A ``batch`` of 0 trains on the full graph.
+    """Node classification with Adam. A ``batch`` of 0 trains on the full graph.
 
     Attributes:
-        final_lr: learning rate at the end as a share of ``lr``.
+        final_lr: learning rate at the end of a cosine as a share of ``lr``.
         hidden: width of the hidden layers; ``layers`` the number of graph convolutions.
         dropout: on the input of every layer but the first.
         norm: after every hidden layer: "matrix" (over all nodes and features), "node" or "none".
@@ -32,6 +32,9 @@ class GraphRecipe(Recipe):
         aggregation: the sum over neighbours in float32, "fp" (FP-Agg), or "quantized" (Q-Agg).
         fanout: neighbours sampled for every node and layer when training in batches.
         inference: "sampled" evaluates with samples as in training, "exact" with all neighbours, layer by layer.
+        lr_rule: "cosine" from ``lr`` to ``final_lr`` times that, "constant", or "step": times 0.1 at 50 and 75 %.
+        degrees: rising in-degrees, self-loops counted, at which strata of nodes begin; evaluation then also gives the
+            accuracy of every stratum, such as "accuracy_degree17" from 17 to below the next. () is no strata.
     """
 
     final_lr: float = 0.1
@@ -45,6 +48,8 @@ class GraphRecipe(Recipe):
     aggregation: str = "fp"
     fanout: int = 32
     inference: str = "sampled"
+    lr_rule: str = field(default="cosine", metadata=LATER)
+    degrees: tuple[int, ...] = field(default=(), metadata=LATER)
 
     def __post_init__(self) -> None:
         """Check the choices."""
@@ -54,8 +59,11 @@ class GraphRecipe(Recipe):
             ("loss", ("cross_entropy", "nll_raw")),
             ("aggregation", ("fp", "quantized")),
             ("inference", ("sampled", "exact")),
+            ("lr_rule", ("cosine", "constant", "step")),
         ):
             choose(name, getattr(self, name), allowed)
+        if list(self.degrees) != sorted({whole("degrees", d, 0) for d in self.degrees}):
+            raise ValueError(f"degrees must rise from stratum to stratum, got {self.degrees}")
 
 
 ARXIV = GraphRecipe(

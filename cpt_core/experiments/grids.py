@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from cpt_core.checks import offer
+from cpt_core.experiments import questions
 from cpt_core.experiments.designs import aggregation, deficit_length, deficit_window, equal_cost, quality_cost
 from cpt_core.experiments.recipe import SCALES, Dataset, Recipe
 from cpt_core.experiments.recipes import DATASETS, EXPERIMENTS
@@ -98,11 +99,26 @@ GRIDS: dict[str, Grid] = dict(
 )
 
 
+def _question(name: str) -> Grid:
+    make, about = questions.GRIDS[name]
+    question = name.split("/")[0]
+    return Grid(question, f"PREREGISTRATION.md, {question.upper()}: {about}", lambda scale, **c: make(**c), ("demo",))
+
+
+# The questions of PREREGISTRATION.md; a name or "h1" finds them, lists of what the paper needs leave them out.
+QUESTIONS: dict[str, Grid] = {name: _question(name) for name in questions.GRIDS}
+
+
 def find_grids(name: str | None = None) -> dict[str, Grid]:
-    """Return the grids of a name or of an artefact such as "figure_3"; all without a name. ValueError says what is."""
-    found = {key: grid for key, grid in GRIDS.items() if name in (None, key, grid.artefact)}
+    """Return the grids of a name or of an artefact such as "figure_3" or "h1"; without a name all of the paper.
+
+    Raises:
+        ValueError: for an unknown name; it says what there is.
+    """
+    known = GRIDS if name is None else {**GRIDS, **QUESTIONS}
+    found = {key: grid for key, grid in known.items() if name in (None, key, grid.artefact)}
     if not found:
-        names = [*GRIDS, *sorted({grid.artefact for grid in GRIDS.values()})]
+        names = [*known, *sorted({grid.artefact for grid in known.values()})]
         raise ValueError(f"no grid {name!r}; {offer(name, names)}; `plan --no-measure` lists them all")
     return found
 
@@ -113,10 +129,9 @@ def grid_specs(name: str, scale: str | None = None, seeds: Sequence[int] | None 
     Raises:
         ValueError: for an unknown grid or scale.
     """
-    if name not in GRIDS:
+    if (grid := {**GRIDS, **QUESTIONS}.get(name)) is None:
         find_grids(name)  # names what there is, unless it is an artefact
         raise ValueError(f"{name!r} is several grids; choose one of {', '.join(find_grids(name))}")
-    grid = GRIDS[name]
     if scale is not None and scale not in grid.scales:
         raise ValueError(f"grid {name!r} has no scale {scale!r}; {offer(scale, grid.scales)}")
     return grid.make(scale or grid.scales[0], **({} if seeds is None else {"seeds": seeds}))

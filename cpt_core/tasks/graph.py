@@ -25,7 +25,7 @@ from cpt_core.graphs.sampling import sample_blocks
 from cpt_core.machine import usable_cores
 from cpt_core.models.gnn import GraphNet
 from cpt_core.tasks.base import Metrics, on_gpu, sums
-from cpt_core.tasks.learning_rates import LearningRate, cosine
+from cpt_core.tasks.learning_rates import LearningRate, constant, cosine, milestones
 
 WORKERS = 2  # processes at most that sample from a large graph on the CPU
 LARGE = 2_000_000  # edges from which sampling is worth them
@@ -37,7 +37,7 @@ Batch = tuple[Graph | list[Graph], Tensor, Tensor, Tensor | None]
 
 
 class GraphTask:
-    """Adam with a cosine learning rate, cross entropy, accuracy.
+    """Adam, cross entropy, accuracy.
 
     With a batch size, seed nodes come in random order, ``fanout`` neighbours of every node are sampled per layer, and
     a step is a mini-batch; without, a step is an epoch on the full graph.
@@ -127,7 +127,16 @@ class GraphTask:
         if self.data.ogb:
             pair = {"y_true": labels.cpu().numpy()[:, None], "y_pred": predicted.cpu().numpy()[:, None]}
             accuracy = float(evaluator(self.data.ogb).eval(pair)["acc"])
-        return {"accuracy": accuracy, "loss": loss}
+        return {"accuracy": accuracy, "loss": loss} | self._by_degree(predicted == labels, nodes)
+
+    def _by_degree(self, right: Tensor, nodes: Tensor) -> Metrics:
+        """Accuracy of the strata of in-degree that have nodes."""
+        degrees = self.graph.in_degrees[nodes]
+        found = {}
+        for low, high in itertools.pairwise((*self.recipe.degrees, math.inf)):
+            if (inside := (degrees >= low) & (degrees < high)).any():
+                found[f"accuracy_degree{low}"] = float(right[inside].double().mean())
+        return found
 
     def _sampled_logits(self, model: GraphNet, nodes: Tensor) -> Tensor:
         """Logits from sampled neighbours, the same ones in every evaluation of a run, (n, classes)."""
@@ -162,10 +171,16 @@ class GraphTask:
         return out
 
     def optimizer(self, model: nn.Module) -> tuple[torch.optim.Optimizer, LearningRate]:
-        """Return Adam and the learning rate: a cosine from ``lr`` to ``final_lr`` times that."""
+        """Return Adam and the learning rate by the recipe's rule."""
         r = self.recipe
         adam = torch.optim.Adam(model.parameters(), lr=r.lr, weight_decay=r.weight_decay, fused=on_gpu(self.device))
-        return adam, cosine(r.lr, r.final_lr, r.steps)
+        return adam, _learning_rate(r)
+
+
+def _learning_rate(r: GraphRecipe) -> LearningRate:
+    if r.lr_rule == "step":
+        return milestones(r.lr, (0.5, 0.75), r.steps)
+    return cosine(r.lr, r.final_lr, r.steps) if r.lr_rule == "cosine" else constant(r.lr)
 
 
 def _loss(kind: str, logits: Tensor, labels: Tensor) -> Tensor:
