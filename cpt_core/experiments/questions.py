@@ -25,8 +25,9 @@ from cpt_core.schedules.solver import solve_schedule
 FACEBOOK = "facebook_ogb_layout/"  # Facebook's page-page graph in OGB's raw layout, below the data folder
 Q_MIN, Q_MAX = 2, 8
 FIRST_SEED = 100  # no run before these had such seeds
+STEPS = {"gcn": 160, "sage": 120, "lstm": 160}  # H1 and H2, by model
 
-# H1: how many steps two cycles spend at 2, 3, ... 8 bits, from low to high. Found by ``bench/twelve_schedules.py``.
+# H1: how many of 160 steps two cycles spend at 2, 3, ... 8 bits. Found by ``bench/twelve_schedules.py``.
 TWELVE: tuple[tuple[tuple[int, ...], tuple[int, ...]], ...] = (
     ((3, 6, 41, 18, 3, 1, 8), (0, 4, 20, 38, 1, 1, 16)),
     ((4, 3, 7, 57, 1, 0, 8), (0, 10, 40, 13, 0, 1, 16)),
@@ -59,7 +60,7 @@ def noise(dataset: str = FACEBOOK, seeds: Sequence[int] | None = None) -> list[R
         dataset: a graph of one's own, or "pydoc".
         seeds: None takes those of the preregistration.
     """
-    r = _recipe(dataset, 160)
+    r = _recipe(dataset)
     n = 8 if r.task == "graph" else 16  # runs on characters differ more by seed, and cost less
     return [
         _spec(r, schedule, f"schedule {i}", seed) for i, schedule in enumerate(twelve(), 1) for seed in _seeds(seeds, n)
@@ -90,7 +91,7 @@ def against_static(
         model: of the dataset; None takes the first.
         seeds: None takes those of the preregistration.
     """
-    r = _recipe(dataset, 120 if model == "sage" else 160, model)
+    r = _recipe(dataset, model=model)
     arms: dict[str, Schedule] = {}
     for bits in (5, 3):
         arms[f"static {bits}"] = StaticSchedule(bits, r.steps)
@@ -165,9 +166,9 @@ def _seeds(seeds: Sequence[int] | None, n: int) -> Sequence[int]:
     return range(FIRST_SEED, FIRST_SEED + n) if seeds is None else seeds
 
 
-def _recipe(dataset: str, steps: int, model: str | None = None) -> Recipe:
+def _recipe(dataset: str, steps: int | None = None, model: str | None = None) -> Recipe:
     found = recipe("demo", dataset, model, task="graph")
-    return replace(found, steps=steps, n_cycles=2, q_min=Q_MIN, evaluate_every=0)
+    return replace(found, steps=steps or STEPS[found.model], n_cycles=2, q_min=Q_MIN, evaluate_every=0)
 
 
 def _spec(r: Recipe, schedule: Schedule, arm: str, seed: int) -> RunSpec:

@@ -1,0 +1,95 @@
+"""The runs of PREREGISTRATION.md are what it says: arms, seeds, costs, and what the twelve schedules have in common."""
+
+import re
+from itertools import groupby
+
+import numpy as np
+import pytest
+from scipy.stats import rankdata
+
+from cpt_core.experiments import grids, questions
+from cpt_core.paths import ROOT
+from cpt_core.schedules import cost
+from tests.helpers import price
+
+
+@pytest.mark.parametrize("name", grids.QUESTIONS)
+def test_a_question_has_the_runs_and_the_seeds_that_the_document_names(name):
+    specs = grids.grid_specs(name)
+    assert len({s.key for s in specs}) == len(specs)
+    (told,) = re.findall(rf"{name} +# (\d+) runs|{name} +(\d+) runs", (ROOT / "PREREGISTRATION.md").read_text("utf-8"))
+    assert str(len(specs)) in told
+    seeds = {s.seed for s in specs}
+    assert seeds == set(range(100, 100 + len(seeds)))
+    for _, arm in groupby(specs, key=lambda s: (s.arm, s.recipe)):
+        assert {s.seed for s in arm} == seeds
+    assert {s.q_max for s in specs} == {8}
+    assert grids.find_grids(name.split("/")[0])[name].artefact == name.split("/")[0]
+
+
+def test_questions_stay_out_of_the_lists_of_the_paper():
+    assert not set(grids.QUESTIONS) & set(grids.find_grids())
+    assert set(grids.find_grids("h4")) == {"h4/gradients", "h4/aggregation"}
+    assert {s.seed for s in grids.grid_specs("h1/characters", seeds=[3])} == {3}
+    with pytest.raises(ValueError, match=r"no grid 'h9'; the nearest of \d+ are h4"):
+        grids.find_grids("h9")
+
+
+def test_the_twelve_schedules_have_one_cost_and_differ_in_nothing_together():
+    schedules = questions.twelve()
+    assert len(schedules) == 12
+    bits = np.array([s.bits() for s in schedules])
+    assert bits.shape == (12, 160)
+    assert {int(cost.step_cost(b, 8).sum()) for b in bits} == {round(0.55 * 192 * 160)}
+    assert (bits[:, -16:] == 8).all()
+    for half in (bits[:, :80], bits[:, 80:]):
+        assert (np.diff(half) >= 0).all()
+        assert (half[:, -8:] == 8).all()
+    noise = np.array([s.noise_exposure() for s in schedules])
+    assert (np.diff(noise) > 0).all()
+    assert noise[-1] / noise[0] > 3.4
+    share = (bits == 2).mean(1)
+    date = np.array([questions.noise_date(s) for s in schedules])
+    assert share.min() > 0
+    assert share.max() / share.min() > 10
+    assert np.ptp(date) > 0.3
+    x = np.array([np.log(noise), share, date])
+    for correlations in (np.corrcoef(x), np.corrcoef(rankdata(x, axis=1))):
+        assert np.abs(correlations[~np.eye(3, dtype=bool)]).max() < 0.2
+
+
+def test_the_date_of_noise():
+    early, late = questions.twelve()[4], questions.twelve()[5]
+    weights = [4.0**-b for b in early.bits().tolist()]
+    by_hand = sum(w * (t + 0.5) / 160 for t, w in enumerate(weights)) / sum(weights)
+    assert questions.noise_date(early) == pytest.approx(by_hand)
+    assert questions.noise_date(late) > 2 * questions.noise_date(early)
+
+
+@pytest.mark.parametrize("steps", [120, 160])
+@pytest.mark.parametrize("bits", [5, 3])
+def test_the_least_noisy_cyclic_schedule_costs_what_static_costs_and_cycles(bits, steps):
+    schedule = questions.least_noisy(bits, steps)
+    assert price(schedule.bits()) == pytest.approx(price([bits]), rel=1e-3)
+    assert schedule.bits()[-1] == 8
+    assert schedule.bits().min() < bits
+    assert schedule.noise_exposure() > 4.0 ** (8 - bits)  # as it must be: noise is convex in the bits
+    assert schedule.noise_exposure() < 3 * 4.0 ** (8 - bits)
+
+
+def test_deficits_recover_for_equally_long_and_have_controls():
+    specs = questions.deficit_dates(seeds=[100])
+    assert len(specs) == 30
+    for rule in questions.LR_RULES:
+        low = [s for s in specs if s.recipe.lr_rule == rule and s.schedule.windows]
+        assert [s.schedule.windows for s in low] == [((start, start + 16),) for start in (0, 12, 24, 36, 48)]
+        assert {s.recipe.steps - s.schedule.windows[0][1] for s in low} == {32}
+        controls = [s for s in specs if s.recipe.lr_rule == rule and not s.schedule.windows]
+        assert [s.recipe for s in controls] == [s.recipe for s in low]
+
+
+def test_gradients_and_aggregation_cross_what_they_compare():
+    found = {(int(s.schedule(0)), s.q_grad) for s in questions.gradients(seeds=[100])}
+    assert found == {(8, 8), (8, 6), (6, 8), (6, 6)}
+    both = {(int(s.schedule(0)), s.recipe.aggregation) for s in questions.aggregation_by_degree(seeds=[100])}
+    assert both == {(q, kind) for q in (8, 4, 3) for kind in ("fp", "quantized")}
