@@ -15,6 +15,7 @@ from typing import Any
 
 from cpt_core.experiments.recipe import Recipe
 from cpt_core.experiments.recipes import EXPERIMENTS
+from cpt_core.schedules.layered import LayeredSchedule
 from cpt_core.schedules.make import make_schedule, schedule_from_dict
 from cpt_core.schedules.profiles import STATIC
 from cpt_core.schedules.schedule import FunctionSchedule, Schedule
@@ -28,7 +29,7 @@ class RunSpec:
 
     Attributes:
         recipe: data, model, optimizer.
-        schedule: forward bits of every step.
+        schedule: forward bits of every step; a ``LayeredSchedule`` where layers differ.
         q_max: bits of the static baseline the run is compared with, and of its evaluation.
         q_grad: gradient bits.
         seed: of initial weights, data order, augmentation and rounding noise; arms of one seed share the first three.
@@ -48,7 +49,8 @@ class RunSpec:
 
     def __post_init__(self) -> None:
         """Check that recipe and schedule have one length; store a curve of one's own as the bits it gives."""
-        if isinstance(self.schedule, FunctionSchedule):  # a function has no JSON form and no stable key
+        # a function has no JSON form and no stable key; a layered schedule may hold one
+        if isinstance(self.schedule, (FunctionSchedule, LayeredSchedule)):
             object.__setattr__(self, "schedule", schedule_from_dict(self.schedule.to_dict()))
         if self.schedule.total_steps != self.recipe.steps:
             raise ValueError(f"the schedule has {self.schedule.total_steps} steps, the recipe {self.recipe.steps}")

@@ -23,6 +23,7 @@ from torch import nn
 from cpt_core.quantization.convert import layer_precisions
 from cpt_core.quantization.precision import LayerPrecision
 from cpt_core.quantization.quantizers import check_bits
+from cpt_core.schedules.layered import LayeredSchedule
 from cpt_core.schedules.schedule import Schedule
 
 Schedules = Schedule | Mapping[str, Schedule]
@@ -35,8 +36,8 @@ class PrecisionScheduler:
     Args:
         model: a model converted by ``quantize_``.
         schedule: one schedule for all layers, or a mapping from patterns of layer names to schedules, such as
-            ``{"layer4.*": s1, "*": s2}``: the first pattern that matches a layer decides. Patterns must cover every
-            layer and each must match some layer.
+            ``{"layer4.*": s1, "*": s2}``, or a ``LayeredSchedule``: the first pattern that matches a layer decides.
+            Patterns must cover every layer and each must match some layer.
         q_grad: gradient bits; None takes each schedule's ``q_max``.
 
     The constructor applies step 0; call ``step()`` after ``optimizer.step()``. Past the last step the last bits stay.
@@ -107,38 +108,53 @@ class PrecisionScheduler:
 
 def assign_schedules(schedule: Schedules, layers: Iterable[str]) -> dict[str, tuple[Schedule, list[str]]]:
     """Return pattern -> (schedule, names of its layers); ValueError when the patterns do not fit the layers."""
+    schedule = schedule.by_pattern if isinstance(schedule, LayeredSchedule) else schedule
     given = {"*": schedule} if isinstance(schedule, Schedule) else dict(schedule)
     if len({s.total_steps for s in given.values()}) != 1:
         raise ValueError(f"schedules must have one length, got {[s.total_steps for s in given.values()]} steps")
     assigned: dict[str, tuple[Schedule, list[str]]] = {pattern: (s, []) for pattern, s in given.items()}
     for name in layers:
-        pattern = next((p for p in given if fnmatchcase(name, p)), None)
-        if pattern is None:
-            raise ValueError(f"layer {name!r} matches none of the patterns {', '.join(given)}; add '*' for the rest")
-        assigned[pattern][1].append(name)
+        assigned[pattern_of(name, given)][1].append(name)
     idle = [p for p, (_, names) in assigned.items() if not names]
     if idle:
         raise ValueError(f"pattern {idle[0]!r} matches no layer that is left; layers: {', '.join(layers)}")
     return assigned
 
 
+def pattern_of(layer: str, patterns: Iterable[str]) -> str:
+    """Return the first pattern that matches the name of a layer; ValueError when none does."""
+    patterns = list(patterns)
+    found = next((p for p in patterns if fnmatchcase(layer, p)), None)
+    if found is None:
+        raise ValueError(f"layer {layer!r} matches none of the patterns {', '.join(patterns)}; add '*' for the rest")
+    return found
+
+
 @contextmanager
-def precision(model: nn.Module, bits: int | str, q_grad: int | str | None = None) -> Iterator[nn.Module]:
+def precision(
+    model: nn.Module, bits: int | str | Mapping[str, int], q_grad: int | str | None = None
+) -> Iterator[nn.Module]:
     """Run ``model`` at a fixed precision inside a ``with`` block, then put the former one back.
 
     Args:
         model: a model converted by ``quantize_``.
-        bits: 1 to 32, "q_max" (of the schedule that drives each layer), or "float" for no quantisation.
+        bits: 1 to 32, "q_max" (of the schedule that drives each layer), "float" for no quantisation, or a mapping from
+            patterns of layer names to bits, of which the first that matches a layer decides.
         q_grad: gradient bits; None keeps those in force, or takes ``bits`` where there are none; with "float" gradients
             are not quantised either.
 
     The backward pass belongs into the block, too. A copy of the model that is made inside keeps the bits of the block.
 
     Raises:
-        ValueError: for other values, or "q_max" when no ``PrecisionScheduler`` has been made.
+        ValueError: for other values, patterns that do not cover every layer, or "q_max" when no
+            ``PrecisionScheduler`` has been made.
     """
     layers = layer_precisions(model)
-    wanted = {name: (_resolve("bits", bits, layer, name), layer) for name, layer in layers.items()}
+    by_pattern = bits if isinstance(bits, Mapping) else {"*": bits}
+    wanted = {
+        name: (_resolve("bits", by_pattern[pattern_of(name, by_pattern)], layer, name), layer)
+        for name, layer in layers.items()
+    }
     before = [(layer, layer.in_force) for layer in layers.values()]
     try:
         for name, (value, layer) in wanted.items():

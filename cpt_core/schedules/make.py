@@ -7,8 +7,11 @@ from typing import Any
 
 from cpt_core.checks import choose, whole
 from cpt_core.schedules.deficit import AdjustedSchedule, DeficitSchedule, DelayedSchedule
+from cpt_core.schedules.layered import LayeredSchedule
 from cpt_core.schedules.profiles import PROFILES, SCHEDULES, STATIC, Profile
 from cpt_core.schedules.schedule import CyclicSchedule, Schedule, ShortCycleWarning, StaticSchedule, TableSchedule
+
+KINDS = ("static", "cyclic", "table", "deficit", "adjusted", "delayed", "layered")
 
 
 def make_schedule(
@@ -87,13 +90,16 @@ def schedule_from_dict(description: dict[str, Any]) -> Schedule:
     A schedule that does not end at q_max warned when it was made; it is rebuilt without another warning.
     """
     d = dict(description)
-    kind = choose("kind", d.pop("kind", None), ("static", "cyclic", "table", "deficit", "adjusted", "delayed"))
+    kind = choose("kind", d.pop("kind", None), KINDS)
     if kind == "static":
         return StaticSchedule(**d)
     if kind == "table":
         return TableSchedule(tuple(tuple(run) for run in d["runs"]))
     if kind == "deficit":
         return DeficitSchedule(**{**d, "windows": tuple(tuple(w) for w in d["windows"])})
+    if kind == "layered":
+        parts = ((tuple(p["layers"]), schedule_from_dict(p["schedule"]), p["macs"]) for p in d["parts"])
+        return LayeredSchedule(tuple(parts))
     if kind in ("adjusted", "delayed"):
         inner: Any = schedule_from_dict(d["schedule"])
         if kind == "delayed":

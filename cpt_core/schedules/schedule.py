@@ -74,13 +74,13 @@ class Schedule:
         """Return the precision at a step before rounding."""
         return float(self.values()[self._check_step(step)])
 
-    def relative_cost(self, q_grad: int | None = None) -> float:
-        """Return the training cost relative to static ``q_max``; gradients have ``q_grad`` (``q_max``) bits."""
-        return cost.relative_cost(self._bits, self.q_max, q_grad)
+    def relative_cost(self, q_grad: int | None = None, q_max: int | None = None) -> float:
+        """Return the training cost relative to static ``q_max`` (its own); gradients have ``q_grad`` (q_max) bits."""
+        return cost.relative_cost(self._bits, self.q_max if q_max is None else q_max, q_grad)
 
-    def noise_exposure(self) -> float:
-        """Return the mean of 4**-q over the steps, relative to static ``q_max`` (1 = no extra noise)."""
-        return cost.noise_exposure(self._bits, self.q_max)
+    def noise_exposure(self, q_max: int | None = None) -> float:
+        """Return the mean of 4**-q over the steps, relative to static ``q_max`` (its own; 1 = no extra noise)."""
+        return cost.noise_exposure(self._bits, self.q_max if q_max is None else q_max)
 
     def share_at(self, bits: int) -> float:
         """Return the share of steps that run at exactly ``bits`` bits."""

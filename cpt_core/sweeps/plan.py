@@ -95,7 +95,8 @@ def _price(specs: list[RunSpec], missing: list[RunSpec], rows: list[stores.Row],
     wanted = {spec.key for spec in missing}
     bitops, seconds, curves = 0.0, 0.0, 0.0
     for spec in specs:
-        bitops += cost.total_bitops(found.macs, spec.schedule.bits(), spec.q_grad)
+        static = cost.total_bitops(found.macs, [spec.q_max] * spec.recipe.steps, spec.q_grad)
+        bitops += static * spec.schedule.relative_cost(spec.q_grad, spec.q_max)
         if spec.key in wanted:
             seconds += _seconds(spec, rows, device) or found.seconds_per_step * spec.recipe.steps
             curves += CURVE_BYTES * spec.recipe.steps + RUN_BYTES

@@ -27,7 +27,6 @@ from cpt_core.checks import sync, write_atomically
 from cpt_core.experiments.spec import RunSpec
 from cpt_core.paths import runs_dir
 from cpt_core.provenance import source
-from cpt_core.schedules import cost
 from cpt_core.sweeps.lines import SCHEMA_VERSION, START, Mark, Row, look, newest
 from cpt_core.sweeps.lines import find_row as find_row
 from cpt_core.sweeps.lines import load_rows as load_rows
@@ -237,13 +236,12 @@ def load_curve(store: Path | str, key: str) -> pd.DataFrame:
 # --- what is known before a run -------------------------------------------------------------------
 def describe(spec: RunSpec) -> Row:
     """Return the part of a row that is known before the run: the spec, its costs and where it comes from."""
-    bits = spec.schedule.bits()
     return {
         "schema": SCHEMA_VERSION,
         "key": spec.key,
         "spec": spec.to_dict(),
-        "relative_cost": cost.relative_cost(bits, spec.q_max, spec.q_grad),
-        "noise_exposure": cost.noise_exposure(bits, spec.q_max),
+        "relative_cost": spec.schedule.relative_cost(spec.q_grad, spec.q_max),
+        "noise_exposure": spec.schedule.noise_exposure(spec.q_max),
         "share_at_q_min": spec.schedule.share_at(spec.schedule.q_min),
         "provenance": source(),
     }

@@ -8,16 +8,21 @@ from typing import Any
 from cpt_core.bitops.plan import count_bitops
 from cpt_core.bitops.trace import CONVENTIONS
 from cpt_core.quantization.scheduler import precision
+from cpt_core.schedules.layered import LayeredSchedule
 from cpt_core.training.checkpoint import State
 from cpt_core.training.session import Session
 
 
 def evaluate(session: Session, step: int, policy: str) -> dict[str, Any]:
-    """Evaluate both splits after ``step`` steps at one precision ("q_max" or "current"); the row says which."""
-    spec = session.spec
-    bits = spec.q_max if policy == "q_max" else spec.schedule(min(step, spec.recipe.steps) - 1)
+    """Evaluate both splits after ``step`` steps at one precision ("q_max" or "current"); the row says which.
+
+    ``bits`` of a layered schedule are the highest of any layer.
+    """
+    spec, last = session.spec, min(step, session.spec.recipe.steps) - 1
+    bits = spec.q_max if policy == "q_max" else spec.schedule(last)
+    layered = policy == "current" and isinstance(spec.schedule, LayeredSchedule)
     session.model.eval()
-    with precision(session.model, bits=bits), session.arithmetic():
+    with precision(session.model, bits=spec.schedule.at(last) if layered else bits), session.arithmetic():
         return {"step": step, "precision": policy, "bits": bits, **session.task.evaluate(session.model)}
 
 

@@ -25,11 +25,8 @@ True
 
 from __future__ import annotations
 
-import copy
-import math
 import warnings
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 import torch
 from torch import nn
@@ -37,16 +34,10 @@ from tqdm.auto import tqdm
 
 from cpt_core.checks import choose
 from cpt_core.experiments.recipe import Recipe
-from cpt_core.experiments.spec import run_spec
-from cpt_core.quantization.convert import QuantConfig, layer_precisions, quantize_, restore_
-from cpt_core.quantization.layers import QuantizedLayer
+from cpt_core.quantization.convert import QuantConfig
 from cpt_core.quantization.quantizers import check_bits
-from cpt_core.quantization.scheduler import PrecisionScheduler, precision
-from cpt_core.schedules.schedule import StaticSchedule
 from cpt_core.training.precision_range import MODES, PrecisionRange, cut, judge
-from cpt_core.training.session import Session, task_of
-
-TrainStep = Callable[[int], Any]
+from cpt_core.training.trials import TrainStep, trials
 
 
 class RangeTestWarning(UserWarning):
@@ -123,7 +114,7 @@ def precision_range_test(
     plan = [[q] * dwell for q in all_bits] if mode == "reset" else [[q for q in all_bits for _ in range(dwell)]]
     traces = []  # per seed: the losses of every precision
     with tqdm(total=len(seeds) * len(all_bits) * dwell, desc="range test", disable=not progress) as bar:
-        for trial, first in _trials(what, train_step, optimizer, q_max, seeds, dwell, config, device):
+        for trial, first in trials(what, train_step, optimizer, q_max, seeds, dwell, config, device):
             steps = [trial.losses(part, first, q_max, bar) for part in plan]
             traces.append(steps if mode == "reset" else cut(steps[0], len(all_bits), dwell))
             title = trial.title
@@ -131,94 +122,3 @@ def precision_range_test(
     if found.warning:
         warnings.warn(found.warning, RangeTestWarning, stacklevel=2)
     return found
-
-
-class _Trial:
-    """A model that can be put back to where it started."""
-
-    def __init__(self, model: nn.Module, train_step: TrainStep, optimizer: Any, q_max: int, title: str) -> None:
-        self.model, self.train_step, self.optimizer, self.title = model, train_step, optimizer, title
-        self.scheduler = PrecisionScheduler(model, StaticSchedule(q_max, 1))  # knows running ranges and rounding noise
-        self.before = copy.deepcopy(self._state())
-
-    def _state(self) -> tuple[Any, ...]:
-        random = (torch.get_rng_state(), torch.cuda.get_rng_state() if torch.cuda.is_initialized() else None)
-        return self.model.state_dict(), self.optimizer.state_dict(), self.scheduler.state_dict(), *random
-
-    def put_back(self) -> None:
-        """Restore weights, optimizer, running ranges and random numbers."""
-        model, optimizer, scheduler, random, random_cuda = copy.deepcopy(self.before)
-        self.model.load_state_dict(model)
-        self.optimizer.load_state_dict(optimizer)
-        self.optimizer.zero_grad(set_to_none=True)
-        self.scheduler.load_state_dict(scheduler)
-        torch.set_rng_state(random)
-        if random_cuda is not None:
-            torch.cuda.set_rng_state(random_cuda)
-
-    def losses(self, bits: Sequence[int], first: int, q_grad: int, bar: Any) -> list[float]:
-        """Train from the start, step i at ``bits[i]``; a diverged training ends with NaN."""
-        self.put_back()
-        out: list[float] = []
-        for i, q in enumerate(bits):
-            with precision(self.model, bits=q, q_grad=q_grad):
-                loss = self.train_step(first + i)
-            out.append(float(loss.detach() if isinstance(loss, torch.Tensor) else loss))
-            bar.update()
-            if not math.isfinite(out[-1]):
-                bar.update(len(bits) - len(out))
-                return out + [math.nan] * (len(bits) - len(out))
-        return out
-
-
-def _trials(
-    what: Recipe | nn.Module,
-    train_step: TrainStep | None,
-    optimizer: Any,
-    q_max: int,
-    seeds: Sequence[int],
-    dwell: int,
-    config: QuantConfig | str | None,
-    device: str | torch.device,
-) -> Iterator[tuple[_Trial, int]]:
-    """Yield for every seed what to train, and the number of its first batch."""
-    if isinstance(what, Recipe):
-        if train_step is not None or optimizer is not None:
-            raise ValueError("a recipe brings its own train_step and optimizer; give them for a model of your own")
-        for seed in seeds:
-            yield _of_recipe(what, q_max, seed, device), 0
-    elif isinstance(what, nn.Module):
-        if not callable(train_step) or not isinstance(optimizer, torch.optim.Optimizer):
-            raise ValueError("a model of your own needs train_step(step) -> loss and the optimizer it uses")
-        convert = not any(isinstance(m, QuantizedLayer) for m in what.modules())
-        if convert:
-            quantize_(what, config)
-        layers = layer_precisions(what).values()
-        former = [(layer, layer.in_force, layer.q_max) for layer in layers]
-        trial = _Trial(what, train_step, optimizer, q_max, type(what).__name__)
-        try:
-            for seed in seeds:
-                yield trial, seed * dwell
-        finally:
-            trial.put_back()
-            for layer, in_force, top in former:
-                layer.in_force, layer.q_max = in_force, top
-            if convert:
-                restore_(what)
-    else:
-        raise ValueError(f"give a Recipe or a torch module, got {what!r}")
-
-
-def _of_recipe(recipe: Recipe, q_max: int, seed: int, device: str | torch.device) -> _Trial:
-    spec = run_spec(recipe, f"static {q_max}", q_max=q_max, seed=seed)
-    session = Session(task_of(spec), spec, device)
-    batches: Iterator[Any] = iter(())
-
-    def train_step(step: int) -> torch.Tensor:
-        nonlocal batches
-        if step == 0:
-            batches = session.task.batches(0)
-            session.reset()  # another precision may have diverged
-        return session.step(next(batches), session.lr_at(0, []))  # the learning rate of the start throughout
-
-    return _Trial(session.model, train_step, session.optimizer, q_max, session.task.title)

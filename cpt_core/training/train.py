@@ -49,7 +49,8 @@ class Run:
         status: "ok", or "diverged" when the loss became non-finite (training stops there).
         metrics: one dict per number: name, split, value, ``when`` ("final", "best_valid" or "best_test"), and the
             ``precision`` ("q_max" or "current") and ``bits`` of the evaluation.
-        history: columns ``step``, ``loss``, ``bits``, ``lr`` of every step, and ``evaluations``, a list of dicts.
+        history: columns ``step``, ``loss``, ``bits`` (the highest of any layer), ``lr`` of every step, and
+            ``evaluations``, a list of dicts.
         bitops: BitOps of the steps that ran, by convention.
         seconds: time spent training and evaluating, over all sessions of a resumed run.
         model: the trained model, still converted.
@@ -123,7 +124,7 @@ def train(
         while state.step < recipe.steps:
             lr = session.lr_at(state.step, state.history["evaluations"])
             losses.append(session.step(next(batches), lr))
-            entries = {"step": state.step, "bits": session.scheduler.get_last_bits()[0], "lr": lr}
+            entries = {"step": state.step, "bits": max(session.scheduler.get_last_bits()), "lr": lr}
             for column, entry in entries.items():
                 state.history[column].append(entry)
             done = state.step + 1

@@ -1,0 +1,230 @@
+"""Bits where they matter: the schedule of a budget that loses least, by measured sensitivities.  Beyond the paper.
+
+If the quality lost is sum w(t, l) * 4**-q(t, l) over steps and layers, and a step of a layer costs its MACs times
+q**2 + 2 q q_grad, then at the optimum no bit can be moved to where it saves more: w * 4**-q / cost is level, so q is
+about log4(w / MACs) plus a constant, rounded and bounded. ``allocate`` solves the problem in whole bits.
+
+With w constant no schedule beats static precision. In two lines: 4**-q is convex and falls with q, and q grows with the
+cost c as a concave function (the cost is convex in q), so noise is a convex function n(c) of what a step costs; by
+Jensen's inequality the mean of n(c_t) is at least n(mean of c_t), the noise of static precision at the same cost. (In
+whole bits: of the two neighbouring precisions, interleaved, where the budget lies between them.)
+
+>>> bits = static_of_cost(0.5, q_max=8, total_steps=10).bits()
+>>> sorted(set(bits.tolist()))
+[4, 5]
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Sequence
+from numbers import Real
+
+import numpy as np
+from numpy.typing import NDArray
+
+from cpt_core.checks import choose, whole
+from cpt_core.schedules.cost import step_cost
+from cpt_core.schedules.layered import LayeredSchedule
+from cpt_core.schedules.profiles import Array
+from cpt_core.schedules.schedule import Schedule, StaticSchedule, TableSchedule, check_range
+from cpt_core.schedules.sensitivity import FLOOR, OVER, Sensitivity
+
+TOLERANCE = 1e-3  # of the budget, from below
+ALIKE = 1e-9  # relative difference of two gains below which they are one
+Counts = NDArray[np.int64]  # (places, precisions): how many steps of a place run at each
+
+
+def allocate(
+    sensitivity: Sensitivity,
+    budget: float,
+    q_min: int,
+    q_max: int,
+    over: str = "both",
+    *,
+    total_steps: int | None = None,
+    q_grad: int | None = None,
+    floor: float = FLOOR,
+) -> Schedule:
+    """Return the schedule of a BitOps budget that loses least by a measured sensitivity.
+
+    Args:
+        sensitivity: where a bit matters how much, from ``cpt.sensitivity``.
+        budget: BitOps of the quantised layers relative to training them at static ``q_max`` bits. What runs in float32
+            beside them does the same work whatever the bits are, and is not in it.
+        q_min: lowest bits.
+        q_max: highest bits.
+        over: "time" gives all layers the same bits, "layers" each group its own throughout (of two neighbouring
+            precisions where the budget asks for it), "both" each group its own in every window.
+        total_steps: length of the training; None takes that of the sensitivity, others stretch its windows.
+        q_grad: gradient bits; ``q_max`` when None. Give the same to ``PrecisionScheduler``, which else takes the
+            highest bits of each schedule.
+        floor: smallest response of a place, see ``Sensitivity.weights``.
+
+    Returns:
+        A ``TableSchedule`` over time, else a ``LayeredSchedule``; ``PrecisionScheduler`` takes both. It costs at most
+        the budget and at least 99.9 % of it, and no exchange of one bit between two places, a step of a group each,
+        that keeps to this would lose less.
+
+    Raises:
+        ValueError: for a budget that these bits and steps cannot meet, and for a sensitivity without any response.
+    """
+    choose("over", over, OVER)
+    total = whole("total_steps", sensitivity.steps if total_steps is None else total_steps, 1)
+    edges = [round(stop * total / sensitivity.steps) for _, stop in sensitivity.windows]
+    steps = np.diff([0, *edges])
+    if over != "layers" and steps.min() < 1:
+        raise ValueError(f"{total} steps are too few for {len(steps)} windows")
+    macs = np.array(sensitivity.macs, dtype=float)
+    if over == "time":
+        weights = sensitivity.weights("time", floor)
+        counts = spread_bits(weights, np.ones(len(steps)), steps, budget, q_min, q_max, q_grad)
+        return _table([counts], q_min)
+    if over == "layers":
+        weights, steps = sensitivity.weights("layers", floor)[None], np.array([total])
+    else:
+        weights = sensitivity.product(floor)
+    shape = weights.shape
+    places = [np.broadcast_to(x, shape).ravel() for x in (macs[None], steps[:, None])]
+    found = spread_bits(weights.ravel(), *places, budget, q_min, q_max, q_grad).reshape(*shape, -1)
+    parts = zip(sensitivity.groups, found.transpose(1, 0, 2), sensitivity.macs, strict=True)
+    return LayeredSchedule(tuple((names, _table([counts], q_min), m) for names, counts, m in parts))
+
+
+def static_of_cost(
+    budget: float, q_max: int, total_steps: int, q_min: int = 2, q_grad: int | None = None
+) -> StaticSchedule | TableSchedule:
+    """Return static precision at a relative cost: one precision, or the two next to it interleaved step by step.
+
+    It costs the budget or up to a step more. Arguments and errors are those of ``allocate``.
+    """
+    bits = np.arange(q_min, q_max + 1)
+    prices = step_cost(bits, q_max if q_grad is None else q_grad) / int(step_cost(q_max, q_grad or q_max))
+    check_budget(budget, float(prices[0]), q_min, q_max)
+    low = int(np.flatnonzero(prices <= budget * (1 + 1e-9))[-1])
+    if low == len(bits) - 1 or math.isclose(prices[low], budget):
+        return StaticSchedule(int(bits[low]), total_steps)
+    counts = np.zeros((1, len(bits)), dtype=np.int64)
+    counts[0, low + 1] = math.ceil((budget - prices[low]) / (prices[low + 1] - prices[low]) * total_steps)
+    counts[0, low] = total_steps - counts[0, low + 1]
+    return _table([counts], q_min)
+
+
+def _table(parts: Sequence[Counts], q_min: int) -> TableSchedule:
+    """Make a schedule of places one after the other, the steps of each precision spread evenly within a place."""
+    bits = np.concatenate([_interleaved(counts, q_min) for part in parts for counts in part])
+    edges = [0, *(np.flatnonzero(np.diff(bits)) + 1).tolist(), len(bits)]
+    return TableSchedule(tuple((int(bits[a]), b - a) for a, b in itertools.pairwise(edges)))
+
+
+def _interleaved(counts: NDArray[np.int64], q_min: int) -> NDArray[np.int64]:
+    bits = np.repeat(np.arange(len(counts)) + q_min, counts)
+    when = np.concatenate([(np.arange(n) + 0.5) / n for n in counts if n])
+    return bits[np.argsort(when, kind="stable")]
+
+
+def spread_bits(
+    weights: Array, macs: Array, steps: NDArray[np.int64], budget: float, q_min: int, q_max: int,
+    q_grad: int | None = None,
+) -> Counts:  # fmt: skip
+    """Return how many steps of every place run at ``q_min`` ... ``q_max`` bits, (places, precisions).
+
+    It minimises sum w * 4**-q at cost MACs * (q**2 + 2 q q_grad) per step: bits are given out one at a time where they
+    save most noise for their cost, which is optimal as each further bit of a step saves less and costs more; places
+    with the same gain share what is left alike. Single steps are then exchanged, to meet the budget and as long as
+    that helps. ``weights`` (> 0), ``macs`` and ``steps`` are (places,); ``budget`` is relative to static ``q_max``.
+
+    Raises:
+        ValueError: for a budget that cannot be met.
+    """
+    check_range(q_min, q_max, int(np.sum(steps)))
+    bits = np.arange(q_min, q_max + 1)
+    grade = q_max if q_grad is None else q_grad
+    share = macs / (macs * steps).sum() / int(step_cost(q_max, grade))
+    cost = share[:, None] * step_cost(bits, grade)[None]  # of a step, (places, precisions); all at q_max sum to 1
+    loss = weights[:, None] * 4.0 ** -bits[None]
+    check_budget(budget, float((cost[:, 0] * steps).sum()), q_min, q_max)
+    counts = _given_out(cost, loss, steps, float(budget))
+    return _exchanged(counts, cost, loss, float(budget))
+
+
+def check_budget(budget: float, lowest: float, q_min: int, q_max: int) -> None:
+    """Raise ValueError unless a budget is a number from ``lowest`` to 1, the cost of static ``q_max``."""
+    if isinstance(budget, bool) or not isinstance(budget, Real) or not math.isfinite(budget):
+        raise ValueError(f"budget must be a number, the cost relative to static q_max; got {budget!r}")
+    if not lowest * (1 - 1e-9) <= budget <= 1 + 1e-9:
+        raise ValueError(
+            f"budget {budget!r} cannot be met between {q_min} and {q_max} bits; budgets lie between {lowest:.4f} and 1"
+        )
+
+
+def _given_out(cost: Array, loss: Array, steps: NDArray[np.int64], budget: float) -> Counts:
+    """Give bits out by what they save for their cost, a place's steps at a time, until the budget is spent."""
+    level = np.zeros(len(steps), dtype=int)
+    counts = np.zeros(cost.shape, dtype=np.int64)
+    counts[:, 0] = steps
+    left = budget - float((cost[:, 0] * steps).sum())
+    price, gain = np.diff(cost, axis=1), -np.diff(loss, axis=1)
+    while (open_ := np.flatnonzero(level < price.shape[1])).size:
+        rates = gain[open_, level[open_]] / price[open_, level[open_]]
+        best = open_[rates >= rates.max() * (1 - ALIKE)]
+        prices = price[best, level[best]]
+        wanted = float((prices * steps[best]).sum())
+        raised = (
+            steps[best] if wanted <= left * (1 + 1e-12) + 1e-15 else (steps[best] * max(left, 0.0) / wanted).astype(int)
+        )
+        counts[best, level[best]] -= raised
+        counts[best, level[best] + 1] += raised
+        left -= float((prices * raised).sum())
+        if (raised < steps[best]).any():
+            break
+        level[best] += 1
+    return counts
+
+
+def _exchanged(counts: Counts, cost: Array, loss: Array, budget: float) -> Counts:
+    """Move single steps by a bit, one or two at a time: to meet the budget first, then as long as less is lost."""
+    slack = TOLERANCE * budget
+    for _ in range(10_000):
+        missing = budget - float((counts * cost).sum())
+        moves, prices, losses = _moves(counts, cost, loss)
+        pair_price, pair_loss = prices[:, None] + prices[None], losses[:, None] + losses[None]
+        # a step moves once, so two moves need two steps; the move of nothing makes singles of pairs
+        at = np.array([m[:2] for m in moves])
+        alone = counts[at[:, 0], at[:, 1]] < 2
+        pair_price[(at[:, None] == at[None]).all(-1) & (alone & (at[:, 0] >= 0))[:, None]] = np.inf
+        left = missing - pair_price
+        fits = (left >= -1e-12) & (left <= slack)
+        if not -1e-12 <= missing <= slack:
+            if not fits.any():
+                off = np.maximum(-left, left - slack)  # how far beside the band
+                a, b = np.unravel_index(np.argmin(off), off.shape)
+                if off[a, b] >= max(-missing, missing - slack) * (1 - 1e-9):
+                    raise ValueError(
+                        f"{int(counts.sum())} steps are too few to cost {budget!r} to {100 * TOLERANCE:g} %; "
+                        f"the nearest is {budget - missing:.4f}"
+                    )
+            else:
+                a, b = np.unravel_index(np.argmin(np.where(fits, pair_loss, np.inf)), fits.shape)
+        else:
+            gains = np.where(fits, pair_loss, np.inf)
+            a, b = np.unravel_index(np.argmin(gains), gains.shape)
+            if not gains[a, b] < -1e-12 * float((counts * loss).sum()):
+                break
+        for p, q, way in (moves[a], moves[b]):
+            if p >= 0:
+                counts[p, q] -= 1
+                counts[p, q + way] += 1
+    return counts
+
+
+def _moves(counts: Counts, cost: Array, loss: Array) -> tuple[list[tuple[int, int, int]], Array, Array]:
+    """List (place, precision, +1 or -1) of every possible move of one step, the first does nothing; price and loss."""
+    moves = [(-1, 0, 0)]
+    for p, q in zip(*np.nonzero(counts), strict=True):
+        moves += [(int(p), int(q), way) for way in (1, -1) if 0 <= q + way < counts.shape[1]]
+    at, to = np.array([m[:2] for m in moves]).T, np.array([m[1] + m[2] for m in moves])
+    prices, losses = (x[at[0], to] - x[at[0], at[1]] for x in (cost, loss))
+    prices[0] = losses[0] = 0.0
+    return moves, prices, losses

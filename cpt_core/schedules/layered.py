@@ -1,0 +1,106 @@
+"""A schedule for every group of layers, as one value that specs and rows can hold.  Beyond the paper."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from cpt_core.checks import whole
+from cpt_core.schedules import cost
+from cpt_core.schedules.profiles import Array
+from cpt_core.schedules.schedule import Schedule
+
+
+@dataclass(frozen=True)
+class LayeredSchedule(Schedule):
+    """Groups of layers, each with its own schedule: ``((patterns of layer names, schedule, MACs), ...)``.
+
+    A group's MACs, multiply-accumulates of one forward pass, are its weight in ``relative_cost``, ``noise_exposure``
+    and ``share_at``; those of a whole model are in ``count_bitops(...).macs``. ``bits`` are the highest of any layer,
+    at which the convention "paper" prices the work outside the quantised layers; ``at(step)`` are those of each.
+
+    >>> from cpt_core.schedules.schedule import StaticSchedule
+    >>> s = LayeredSchedule(((("conv*",), StaticSchedule(4, 10), 30), (("fc",), StaticSchedule(8, 10), 10)))
+    >>> s(0), s.at(0), round(s.relative_cost(q_grad=8), 3)
+    (8, {'conv*': 4, 'fc': 8}, 0.562)
+
+    Raises:
+        ValueError: for no group, a group without patterns, a pattern in two groups, schedules of several lengths, a
+            schedule that is layered itself, or MACs below 1.
+    """
+
+    parts: tuple[tuple[tuple[str, ...], Schedule, int], ...]
+    kind: ClassVar[str] = "layered"
+
+    def __post_init__(self) -> None:
+        """Check the groups."""
+        parts = tuple((tuple(patterns), s, whole("the MACs of a group", macs, 1)) for patterns, s, macs in self.parts)
+        object.__setattr__(self, "parts", parts)
+        names = [name for patterns, _, _ in parts for name in patterns]
+        if not parts or not all(patterns for patterns, _, _ in parts):
+            raise ValueError(f"a layered schedule needs groups of layers, each with a pattern; got {self.parts!r}")
+        if twice := sorted({name for name in names if names.count(name) > 1}):
+            raise ValueError(f"pattern {twice[0]!r} is in two groups")
+        for _, schedule, _ in parts:
+            if not isinstance(schedule, Schedule) or isinstance(schedule, LayeredSchedule):
+                raise ValueError(f"a group has a schedule that is not layered itself, got {schedule!r}")
+        if len({s.total_steps for _, s, _ in parts}) > 1:
+            raise ValueError(f"schedules must have one length, got {[s.total_steps for _, s, _ in parts]} steps")
+
+    @property
+    def q_min(self) -> int:  # type: ignore[override]
+        """The lowest bits of any group."""
+        return min(s.q_min for _, s, _ in self.parts)
+
+    @property
+    def q_max(self) -> int:  # type: ignore[override]
+        """The highest bits of any group."""
+        return max(s.q_max for _, s, _ in self.parts)
+
+    @property
+    def total_steps(self) -> int:  # type: ignore[override]
+        """The number of optimizer steps."""
+        return self.parts[0][1].total_steps
+
+    @property
+    def by_pattern(self) -> dict[str, Schedule]:
+        """Pattern -> schedule, as ``PrecisionScheduler`` takes it."""
+        return {name: schedule for patterns, schedule, _ in self.parts for name in patterns}
+
+    def at(self, step: int) -> dict[str, int]:
+        """Return pattern -> bits at a 0-based optimizer step."""
+        return {name: schedule(step) for name, schedule in self.by_pattern.items()}
+
+    def by_group(self) -> NDArray[np.int64]:
+        """Return the bits of every group and step, shape (groups, total_steps)."""
+        return np.stack([s.bits() for _, s, _ in self.parts])
+
+    def _mean(self, values: Array) -> float:
+        """Mean over groups, weighted by MACs, of a number for each."""
+        return float(np.average(values, weights=[macs for _, _, macs in self.parts]))
+
+    def values(self) -> Array:
+        """Return the highest bits of any group at every step as floats."""
+        return self.by_group().max(0).astype(np.float64)
+
+    def relative_cost(self, q_grad: int | None = None, q_max: int | None = None) -> float:
+        """Return the cost of the quantised layers relative to static ``q_max``, see ``Schedule``."""
+        top = self.q_max if q_max is None else q_max
+        return self._mean(np.array([cost.relative_cost(s.bits(), top, q_grad) for _, s, _ in self.parts]))
+
+    def noise_exposure(self, q_max: int | None = None) -> float:
+        """Return the mean of 4**-q over steps and MACs, relative to static ``q_max``."""
+        top = self.q_max if q_max is None else q_max
+        return self._mean(np.array([cost.noise_exposure(s.bits(), top) for _, s, _ in self.parts]))
+
+    def share_at(self, bits: int) -> float:
+        """Return the share of the work, steps times MACs, that runs at exactly ``bits`` bits."""
+        return self._mean(np.array([s.share_at(bits) for _, s, _ in self.parts]))
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return a JSON-able description; ``schedule_from_dict`` gives an equal schedule."""
+        parts = [{"layers": list(names), "macs": macs, "schedule": s.to_dict()} for names, s, macs in self.parts]
+        return {"kind": self.kind, "parts": parts}

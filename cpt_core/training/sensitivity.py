@@ -1,0 +1,237 @@
+"""Measure where a bit less costs quality: in which part of the training, and in which layers.  Beyond the paper.
+
+Trainings with one bit less in one window of time, or in one group of layers, are compared with one at ``base`` bits
+throughout, from the same weights and on the same batches. ``cpt_core.allocate`` makes a schedule of the answer.
+
+>>> import torch
+>>> _ = torch.manual_seed(0)
+>>> model = torch.nn.Sequential(torch.nn.Linear(8, 32), torch.nn.ReLU(), torch.nn.Linear(32, 2))
+>>> optimizer = torch.optim.SGD(model.parameters(), lr=0.2)
+>>> batches = [(x, (x.sum(1) > 0).long()) for x in torch.randn(20, 64, 8, generator=torch.Generator().manual_seed(0))]
+>>> def train_step(step):
+...     x, y = batches[step % len(batches)]
+...     loss = torch.nn.functional.cross_entropy(model(x), y)
+...     loss.backward()
+...     optimizer.step()
+...     optimizer.zero_grad()
+...     return loss
+>>> found = sensitivity(model, train_step, optimizer, base=3, windows=2, steps=20, seeds=(0, 1))
+>>> found.windows, found.groups, found.macs
+(((0, 10), (10, 20)), (('0',), ('2',)), (16384, 4096))
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections import Counter
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from dataclasses import replace
+from fnmatch import fnmatchcase
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+from tqdm.auto import tqdm
+
+from cpt_core.bitops.trace import Call, Watch
+from cpt_core.checks import choose, whole
+from cpt_core.experiments.recipe import Recipe
+from cpt_core.quantization.convert import QuantConfig, layer_precisions
+from cpt_core.quantization.quantizers import check_bits
+from cpt_core.quantization.scheduler import precision
+from cpt_core.schedules.sensitivity import Sensitivity
+from cpt_core.training.estimate import GradientRecorder
+from cpt_core.training.trials import Bits, TrainStep, Trial, trials
+
+RECORDED = 5  # steps of every window from which the estimate is made
+
+
+def sensitivity(
+    what: Recipe | nn.Module,
+    train_step: TrainStep | None = None,
+    optimizer: torch.optim.Optimizer | None = None,
+    *,
+    base: int = 4,
+    q_max: int = 8,
+    windows: int = 8,
+    layers: int | Sequence[Sequence[str] | str] = 4,
+    steps: int | None = None,
+    metric: str | None = None,
+    quality: Callable[[], float] | None = None,
+    estimate: bool = True,
+    seeds: Sequence[int] = (0, 1, 2, 3, 4),
+    config: QuantConfig | str | None = None,
+    device: str | torch.device = "cpu",
+    progress: bool = False,
+) -> Sensitivity:
+    """Measure the quality lost by one bit less in every window of time and in every group of layers.
+
+    It takes ``1 + windows + groups`` trainings a seed, and one to estimate the same from gradients: minutes at demo
+    scale. What is lost in windows and in layers is measured, what is lost in both at once is taken to be their product.
+
+    Args:
+        what: a recipe (its data must be there), or a model of your own, which needs ``train_step`` and ``optimizer``.
+            A model is converted for the test if it is not yet, and left with the weights, the optimizer state and the
+            random state that it had before.
+        train_step: ``train_step(step) -> loss`` does one whole optimizer step of your model on batch number ``step``,
+            the same batch whenever the number is the same, and returns the loss.
+        optimizer: the one that ``train_step`` uses.
+        base: bits of the training that the others are compared with. Near the bits you can afford; where one bit less
+            costs nothing, there is nothing to measure.
+        q_max: bits of all gradients, and of the evaluation.
+        windows: into how many the training is cut.
+        layers: at most how many groups of layers, cut in the order of the model; or the groups, each a pattern of layer
+            names or several, of which the first that matches a layer decides.
+        steps: optimizer steps of a training; None takes the recipe's, and 100 for a model of your own.
+        metric: of a recipe: None takes the main one of the task, on held-out data; "loss" is less noisy.
+        quality: of a model of your own: called after every training, at q_max bits, larger is better. None takes the
+            mean loss of some further steps at q_max bits, an eighth as many as there were.
+        estimate: make the estimate too, see ``training.estimate``.
+        seeds: repetitions, to know the noise: of a recipe initial weights, batches and rounding noise; your own model
+            keeps its weights and takes other batches.
+        config: of ``quantize_``, for a model of your own; None quantises all layers.
+        device: of a recipe's model.
+        progress: show a bar.
+
+    Raises:
+        ValueError: for values that make no measurement, before anything is trained; for a recipe whose learning rate
+            waits for evaluations, or that holds out no data; when training at ``base`` bits diverges.
+    """
+    base, q_max = check_bits("base", base), check_bits("q_max", q_max)
+    if not 2 <= base <= q_max:
+        raise ValueError(f"base must lie between 2 and q_max = {q_max}, got {base}")
+    seeds = tuple(whole("a seed", s, 0) for s in seeds)
+    if not seeds:
+        raise ValueError("seeds must name at least one")
+    if isinstance(what, Recipe):
+        if quality is not None:
+            raise ValueError("a recipe brings its own quality; choose one of its metrics with metric=")
+        if getattr(what, "lr_rule", "") == "plateau":
+            raise ValueError("the learning rate of this recipe waits for evaluations; give one with lr_rule='cosine'")
+        what = what if steps is None else replace(what, steps=steps)
+        steps = what.steps
+    elif metric is not None:
+        raise ValueError("a model of your own has no metrics; give quality=, a function that returns one")
+    steps = whole("steps", 100 if steps is None else steps, 1)
+    if whole("windows", windows, 1) > steps:
+        raise ValueError(f"windows must be at most the number of steps, {steps}, got {windows}")
+    edges = [steps * i // windows for i in range(windows + 1)]
+    spans = tuple(itertools.pairwise(edges))
+    if not isinstance(layers, int):
+        layers = [(g,) if isinstance(g, str) else tuple(g) for g in layers]
+    tail = 0 if isinstance(what, Recipe) or quality is not None else max(1, steps // 8)
+    lost: list[tuple[list[float], list[float], list[float]]] = []
+    estimates = []
+    bar = tqdm(desc="sensitivity", unit=" steps", disable=not progress)
+    found = trials(what, train_step, optimizer, q_max, seeds, steps + tail, config, device, falling=True)
+    with bar:
+        for number, (trial, first) in enumerate(found):
+            name, better, judge = _judge(trial, q_max, metric, quality)
+            if number == 0:
+                macs_of = _macs(trial, first)
+                groups = _groups(list(layer_precisions(trial.model)), layers)
+
+            def run(bits: list[Bits], trial: Trial = trial, first: int = first, judge: Any = judge) -> float:
+                losses = trial.losses([*bits, *[q_max] * tail], first, q_max, bar)
+                if not math.isfinite(losses[-1]):
+                    return math.nan
+                return float(np.mean(losses[steps:])) if tail else judge()
+
+            reference = run([base] * steps)
+            if math.isnan(reference):
+                raise ValueError(f"training diverges at {base} bits; take a higher base, a lower learning rate or clip")
+            over_time = [run([base - (a <= t < b) for t in range(steps)]) for a, b in spans]
+            less: list[Bits] = [{n: base - (n in g) for n in layer_precisions(trial.model)} for g in groups]
+            over_layers = [run([bits] * steps) for bits in less]
+            lost.append(([reference], *([better * (reference - x) for x in part] for part in (over_time, over_layers))))
+            if estimate and number == 0:
+                estimates = _estimate(trial, first, base, q_max, spans, groups)
+            title = trial.title
+    references, times, grouped = zip(*lost, strict=True)
+    return Sensitivity(
+        title, name, base, steps, spans, groups, tuple(sum(macs_of[n] for n in g) for g in groups), seeds,
+        tuple(r[0] for r in references), tuple(map(tuple, times)), tuple(map(tuple, grouped)), tuple(estimates),
+    )  # fmt: skip
+
+
+def _judge(
+    trial: Trial, q_max: int, metric: str | None, quality: Callable[[], float] | None
+) -> tuple[str, int, Callable[[], float]]:
+    """Return what is measured, +1 if larger is better, and the function that measures it after a training."""
+    session = trial.session
+    if session is None:
+
+        def judge() -> float:
+            assert quality is not None
+            with precision(trial.model, bits=q_max):
+                return float(quality())
+
+        return ("quality", 1, judge) if quality is not None else ("loss", -1, lambda: math.nan)
+    name = session.task.metric if metric is None else choose("metric", metric, (session.task.metric, "loss"))
+
+    def held_out() -> float:
+        session.model.eval()
+        with precision(session.model, bits=q_max), session.arithmetic():
+            found = session.task.evaluate(session.model)
+        if "valid" not in found:
+            raise ValueError("a sensitivity needs held-out data; give the recipe some, such as valid_images=200")
+        return float(found["valid"][name])
+
+    if metric != "loss":
+        return name, session.task.better, held_out
+    return name, -1, held_out
+
+
+def _macs(trial: Trial, first: int) -> Counter[str]:
+    """Count the forward multiply-accumulates of every quantised layer in one step, and put the model back."""
+    calls: list[Call] = []
+    watch = Watch(trial.model, lambda module, call, outputs: calls.append(call))
+    trial.put_back()
+    with precision(trial.model, bits=8, q_grad=8), watch.on():
+        trial.train_step(first)
+    names = layer_precisions(trial.model)
+    found: Counter[str] = Counter()
+    for call in calls:
+        if call.layer in names and call.passes("paper"):
+            found[call.layer] += call.macs
+    if idle := [n for n in names if not found[n]]:
+        raise ValueError(f"layer {idle[0]!r} did nothing in a step; leave it in float32 (config=), then it has no bits")
+    return found
+
+
+def _groups(names: list[str], layers: int | Sequence[tuple[str, ...]]) -> tuple[tuple[str, ...], ...]:
+    """Cut layers into groups: into so many of about one size, in their order, or by patterns."""
+    if isinstance(layers, int):
+        count = min(whole("layers", layers, 1), len(names))
+        return tuple(tuple(str(n) for n in part) for part in np.array_split(np.array(names), count))
+    found: list[list[str]] = [[] for _ in layers]
+    for name in names:
+        group = next((i for i, ps in enumerate(layers) if any(fnmatchcase(name, p) for p in ps)), None)
+        if group is None:
+            raise ValueError(f"layer {name!r} is in none of the groups; layers: {', '.join(names)}")
+        found[group].append(name)
+    if empty := [ps for ps, g in zip(layers, found, strict=True) if not g]:
+        raise ValueError(f"group {empty[0]!r} has no layer that is left; layers: {', '.join(names)}")
+    return tuple(map(tuple, found))
+
+
+def _estimate(
+    trial: Trial, first: int, base: int, q_max: int, spans: Sequence[tuple[int, int]], groups: Sequence[Sequence[str]]
+) -> list[tuple[float, ...]]:
+    """Train once at ``base`` bits and return the mean estimate of every window and group."""
+    recorder = GradientRecorder(trial.model, trial.optimizer)
+    trial.put_back()
+    found = []
+    for start, stop in spans:
+        recorder.found.clear()
+        every = max(1, (stop - start) // RECORDED)
+        for step in range(start, stop):
+            recorded = (step - start) % every == 0
+            with precision(trial.model, bits=base, q_grad=q_max), recorder.on() if recorded else nullcontext():
+                trial.train_step(first + step)
+        steps = -(-(stop - start) // every)
+        found.append(tuple(sum(recorder.found[n] for n in g) / steps for g in groups))
+    return found
