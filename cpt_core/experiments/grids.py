@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from cpt_core.checks import offer
-from cpt_core.experiments import questions
+from cpt_core.experiments import allocation, questions
 from cpt_core.experiments.designs import aggregation, deficit_length, deficit_window, equal_cost, quality_cost
 from cpt_core.experiments.recipe import SCALES, Dataset, Recipe
 from cpt_core.experiments.recipes import DATASETS, EXPERIMENTS
@@ -100,13 +100,13 @@ GRIDS: dict[str, Grid] = dict(
 
 
 def _question(name: str) -> Grid:
-    make, about = questions.GRIDS[name]
+    make, about = {**questions.GRIDS, **allocation.GRIDS}[name]
     question = name.split("/")[0]
     return Grid(question, f"PREREGISTRATION.md, {question.upper()}: {about}", lambda scale, **c: make(**c), ("demo",))
 
 
 # The questions of PREREGISTRATION.md; a name or "h1" finds them, lists of what the paper needs leave them out.
-QUESTIONS: dict[str, Grid] = {name: _question(name) for name in questions.GRIDS}
+QUESTIONS: dict[str, Grid] = {name: _question(name) for name in (*questions.GRIDS, *allocation.GRIDS)}
 
 
 def find_grids(name: str | None = None) -> dict[str, Grid]:

@@ -86,8 +86,8 @@ def allocate(
     else:
         weights = sensitivity.product(floor)
     shape = weights.shape
-    places = [np.broadcast_to(x, shape).ravel() for x in (macs[None], steps[:, None])]
-    found = spread_bits(weights.ravel(), *places, budget, q_min, q_max, q_grad).reshape(*shape, -1)
+    work, length = (np.broadcast_to(x, shape).ravel() for x in (macs[None], steps[:, None]))
+    found = spread_bits(weights.ravel(), work, length, budget, q_min, q_max, q_grad).reshape(*shape, -1)
     parts = zip(sensitivity.groups, found.transpose(1, 0, 2), sensitivity.macs, strict=True)
     return LayeredSchedule(tuple((names, _table([counts], q_min), m) for names, counts, m in parts))
 
@@ -171,9 +171,7 @@ def _given_out(cost: Array, loss: Array, steps: NDArray[np.int64], budget: float
         best = open_[rates >= rates.max() * (1 - ALIKE)]
         prices = price[best, level[best]]
         wanted = float((prices * steps[best]).sum())
-        raised = (
-            steps[best] if wanted <= left * (1 + 1e-12) + 1e-15 else (steps[best] * max(left, 0.0) / wanted).astype(int)
-        )
+        raised = (steps[best] * (1.0 if wanted <= left + 1e-12 else max(left, 0.0) / wanted)).astype(int)
         counts[best, level[best]] -= raised
         counts[best, level[best] + 1] += raised
         left -= float((prices * raised).sum())

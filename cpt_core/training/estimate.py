@@ -14,7 +14,7 @@ Biases, hidden states of an LSTM and inputs that need no gradient (those of the 
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -36,7 +36,7 @@ class GradientRecorder:
     def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         self.layers: dict[str, Any] = {n: m for n, m in model.named_modules() if isinstance(m, QuantizedLayer)}
         self.optimizer = optimizer
-        self.found: Counter[str] = Counter()
+        self.found: dict[str, float] = defaultdict(float)
 
     @contextmanager
     def on(self) -> Iterator[None]:

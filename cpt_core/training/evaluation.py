@@ -20,9 +20,9 @@ def evaluate(session: Session, step: int, policy: str) -> dict[str, Any]:
     """
     spec, last = session.spec, min(step, session.spec.recipe.steps) - 1
     bits = spec.q_max if policy == "q_max" else spec.schedule(last)
-    layered = policy == "current" and isinstance(spec.schedule, LayeredSchedule)
+    by_layer = policy != "q_max" and isinstance(spec.schedule, LayeredSchedule) and spec.schedule.at(last)
     session.model.eval()
-    with precision(session.model, bits=spec.schedule.at(last) if layered else bits), session.arithmetic():
+    with precision(session.model, bits=by_layer or bits), session.arithmetic():
         return {"step": step, "precision": policy, "bits": bits, **session.task.evaluate(session.model)}
 
 

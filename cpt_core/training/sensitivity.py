@@ -120,11 +120,9 @@ def sensitivity(
         raise ValueError(f"windows must be at most the number of steps, {steps}, got {windows}")
     edges = [steps * i // windows for i in range(windows + 1)]
     spans = tuple(itertools.pairwise(edges))
-    if not isinstance(layers, int):
-        layers = [(g,) if isinstance(g, str) else tuple(g) for g in layers]
+    cut = layers if isinstance(layers, int) else [(g,) if isinstance(g, str) else tuple(g) for g in layers]
     tail = 0 if isinstance(what, Recipe) or quality is not None else max(1, steps // 8)
-    lost: list[tuple[list[float], list[float], list[float]]] = []
-    estimates = []
+    references, in_windows, in_groups, estimates = [], [], [], []
     bar = tqdm(desc="sensitivity", unit=" steps", disable=not progress)
     found = trials(what, train_step, optimizer, q_max, seeds, steps + tail, config, device, falling=True)
     with bar:
@@ -132,7 +130,7 @@ def sensitivity(
             name, better, judge = _judge(trial, q_max, metric, quality)
             if number == 0:
                 macs_of = _macs(trial, first)
-                groups = _groups(list(layer_precisions(trial.model)), layers)
+                groups = _groups(list(layer_precisions(trial.model)), cut)
 
             def run(bits: list[Bits], trial: Trial = trial, first: int = first, judge: Any = judge) -> float:
                 losses = trial.losses([*bits, *[q_max] * tail], first, q_max, bar)
@@ -146,14 +144,15 @@ def sensitivity(
             over_time = [run([base - (a <= t < b) for t in range(steps)]) for a, b in spans]
             less: list[Bits] = [{n: base - (n in g) for n in layer_precisions(trial.model)} for g in groups]
             over_layers = [run([bits] * steps) for bits in less]
-            lost.append(([reference], *([better * (reference - x) for x in part] for part in (over_time, over_layers))))
+            references.append(reference)
+            in_windows.append(tuple(better * (reference - x) for x in over_time))
+            in_groups.append(tuple(better * (reference - x) for x in over_layers))
             if estimate and number == 0:
                 estimates = _estimate(trial, first, base, q_max, spans, groups)
             title = trial.title
-    references, times, grouped = zip(*lost, strict=True)
     return Sensitivity(
         title, name, base, steps, spans, groups, tuple(sum(macs_of[n] for n in g) for g in groups), seeds,
-        tuple(r[0] for r in references), tuple(map(tuple, times)), tuple(map(tuple, grouped)), tuple(estimates),
+        tuple(references), tuple(in_windows), tuple(in_groups), tuple(estimates),
     )  # fmt: skip
 
 

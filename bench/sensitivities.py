@@ -1,0 +1,54 @@
+"""Measure where bits matter in the tasks of H5 and keep the answers: ``python -m bench.sensitivities``.
+
+Writes ``data/results/sensitivity.json``, from which the schedules of ``h5/...`` are made. ``--only NAME`` measures one
+case; several processes may do one each at a time.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+
+import torch
+from filelock import FileLock
+
+from cpt_core.checks import write_text
+from cpt_core.experiments.allocation import CASES, FILE, Q_MAX, Case
+from cpt_core.paths import results_dir
+from cpt_core.provenance import machine, source, versions
+from cpt_core.schedules.sensitivity import Sensitivity
+from cpt_core.training.sensitivity import sensitivity
+
+
+def measured(case: Case) -> Sensitivity:
+    """Measure one case on its own seeds, 50 and up."""
+    return sensitivity(case.recipe, base=case.bits, q_max=Q_MAX, seeds=range(50, 50 + case.measured))
+
+
+def main() -> None:
+    """Measure and write."""
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--only", choices=list(CASES), help="one case; the others stay as they are")
+    only = parser.parse_args().only
+    torch.set_num_threads(1)
+    path = results_dir() / FILE
+    for name in [only] if only else CASES:
+        started = time.monotonic()
+        found = measured(CASES[name])
+        print(f"{name}: {found.title}\n{found}\n", flush=True)
+        seconds, where = (
+            round(time.monotonic() - started, 1),
+            {**source(), "machine": machine(), "versions": versions()},
+        )
+        with FileLock(path.with_name(f"{path.name}.lock")):
+            held = json.loads(path.read_text(encoding="utf-8"))["cases"] if path.exists() else {}
+            held[name] = {**found.to_dict(), "seconds": seconds, "provenance": where}
+            ordered = {name: held[name] for name in CASES if name in held}
+            write_text(
+                path, json.dumps({"command": "python -m bench.sensitivities", "cases": ordered}, indent=1) + "\n"
+            )
+
+
+if __name__ == "__main__":
+    main()
