@@ -124,7 +124,7 @@ def stored(case: str) -> Sensitivity:
     held = json.loads(path.read_text(encoding="utf-8"))["cases"] if path.exists() else {}
     if case not in held:
         raise ValueError(
-            f"no sensitivity of {case!r} in {path}; measure it: python -m bench.sensitivities --only {case}"
+            f"{path} has no sensitivity of {case!r}; measure it: python -m bench.sensitivities --only {case}"
         )
     return Sensitivity.from_dict(held[case])
 

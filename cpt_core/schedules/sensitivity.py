@@ -79,9 +79,10 @@ class Sensitivity:
 
     def even(self, over: str) -> Array:
         """Return what the responses would be if all work were alike: their sum, shared out by time or by MACs."""
-        mean = np.nanmean(self.response(over), axis=0)
-        share = np.ones(len(mean)) / len(mean) if over == "time" else np.array(self.macs) / sum(self.macs)
-        return share * mean.sum()
+        mean = self.response(over).mean(0)
+        share = np.ones(len(mean)) if over == "time" else np.array(self.macs, dtype=float)
+        known = np.isfinite(mean)  # a place where training diverged has no response
+        return share * mean[known].sum() / share[known].sum() if known.any() else share * np.nan
 
     def weights(self, over: str, floor: float = FLOOR) -> Array:
         """Return the responses as ``allocate`` uses them, all positive: (windows,) or (groups,).
@@ -95,19 +96,20 @@ class Sensitivity:
             ValueError: when a bit less costs nothing in all places together: then there is nothing to allocate by.
         """
         w, even = self.response(over), self.even(over)
-        diverged, mean = np.isnan(w).any(0), np.nanmean(w, axis=0)
+        mean = w.mean(0)
+        diverged = np.isnan(mean)
         if not even.sum() > 0:
             raise ValueError(
                 f"one bit less than {self.base} costs no {self.quality} over {over}, {self.title}: "
                 "nothing can be allocated by it; measure at a lower base, with more seeds, or keep a static precision"
             )
         if len(w) > 1:
-            error = np.nan_to_num(np.nanvar(w, axis=0, ddof=1)) / len(w)
-            spread = max(0.0, float(np.mean((mean - even) ** 2 - error)))
+            error = w.var(0, ddof=1) / len(w)
+            spread = max(0.0, float(np.mean(((mean - even) ** 2 - error)[~diverged])))
             kept = spread / (spread + error) if spread else np.zeros(len(mean))
             mean = even + kept * (mean - even)
         found = np.maximum(mean, floor * even)
-        return np.where(diverged, (found / even).max() * even, found)
+        return np.where(diverged, (found / even)[~diverged].max() * even, found)
 
     def product(self, floor: float = FLOOR) -> Array:
         """Return the weights of every window and group, (windows, groups): those of the groups times those of time."""

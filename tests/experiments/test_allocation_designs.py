@@ -1,0 +1,76 @@
+"""The runs of H5: one cost, made from stored sensitivities alone, none of their seeds used twice."""
+
+import json
+
+import pytest
+
+from cpt_core.experiments import allocation
+from cpt_core.experiments.allocation import CASES, allocated, low_then_high, stored
+from cpt_core.experiments.spec import RunSpec
+from cpt_core.schedules.schedule import StaticSchedule
+from cpt_core.schedules.sensitivity import Sensitivity
+
+
+def made_up(steps, base=4):
+    spans = tuple((steps * i // 8, steps * (i + 1) // 8) for i in range(8))
+    return Sensitivity(
+        "made up", "accuracy", base, steps, spans, (("body.0", "body.2"), ("body.4",)), (300, 20), (50, 51),
+        (0.8, 0.8), ((0.01,) * 7 + (0.05,),) * 2, ((0.02, 0.02),) * 2,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_all_arms_cost_the_same(case):
+    c = CASES[case]
+    specs = allocated(case, [0], sensitivity=made_up(c.recipe.steps, c.bits))
+    *arms, full = specs
+    assert [s.arm.split(" at ")[0] for s in specs] == [
+        "static", "over time", "over layers", "over both", "low then high", "static 8",
+    ]  # fmt: skip
+    for spec in arms:
+        spent = spec.schedule.relative_cost(8, 8)
+        step = 1.5 / spec.recipe.steps  # of two neighbouring precisions the dearer one gets a step too much
+        assert c.budget * (1 - 1e-3) <= spent <= c.budget * (1 + (step if "low" in spec.arm else 1e-9)), spec.arm
+        assert spec.schedule.q_min >= c.bits - 1  # nothing is lower than what was measured
+    assert arms[0].schedule == StaticSchedule(c.bits, c.recipe.steps)
+    assert full.schedule.relative_cost(8, 8) == 1
+
+
+def test_the_seeds_of_the_test_are_not_those_of_the_measurement():
+    for case, c in CASES.items():
+        tested = {s.seed for s in allocated(case, sensitivity=made_up(c.recipe.steps, c.bits))}
+        assert tested == set(range(100, 100 + c.seeds))
+        assert c.measured <= 50
+
+
+def test_specs_with_layers_come_back_from_json():
+    spec = next(s for s in allocated("digits", [1], sensitivity=made_up(600)) if "both" in s.arm)
+    again = RunSpec.from_dict(json.loads(json.dumps(spec.to_dict())))
+    assert again == spec
+    assert again.key == spec.key
+
+
+def test_a_budget_between_two_precisions():
+    specs = allocated("digits", [0], budget=0.45, sensitivity=made_up(600))
+    assert specs[0].arm == "static at 0.450"
+    assert set(specs[0].schedule.bits().tolist()) == {4, 5}
+
+
+def test_low_then_high_is_low_until_shortly_before_half():
+    schedule = low_then_high(80 / 192, 600)
+    bits = schedule.bits()
+    assert set(bits[:270].tolist()) == {3}
+    assert bits[270:].min() == 4
+    assert bits[270:].max() == 5
+
+
+def test_without_a_measurement_the_error_says_how_to_make_one(tmp_path, monkeypatch):
+    monkeypatch.setattr(allocation, "results_dir", lambda: tmp_path)
+    stored.cache_clear()
+    with pytest.raises(ValueError, match="no sensitivity of 'digits'; measure it: python -m bench.sensitivities --only"):
+        allocated("digits")
+    (tmp_path / allocation.FILE).write_text(json.dumps({"cases": {"digits": made_up(600).to_dict()}}))
+    assert stored("digits") == made_up(600)
+    stored.cache_clear()
+    with pytest.raises(ValueError, match="unknown case 'mnist'"):
+        allocated("mnist")
