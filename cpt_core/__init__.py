@@ -33,8 +33,10 @@ if TYPE_CHECKING:  # for editors and type checkers
     from cpt_core.quantization.scheduler import PrecisionScheduler as PrecisionScheduler
     from cpt_core.quantization.scheduler import precision as precision
     from cpt_core.quantization.summary import summary as summary
+    from cpt_core.schedules.allocation import allocate as allocate
     from cpt_core.schedules.deficit import DeficitSchedule as DeficitSchedule
     from cpt_core.schedules.deficit import DelayedSchedule as DelayedSchedule
+    from cpt_core.schedules.layered import LayeredSchedule as LayeredSchedule
     from cpt_core.schedules.make import make_schedule as make_schedule
     from cpt_core.schedules.make import schedule_from_dict as schedule_from_dict
     from cpt_core.schedules.profiles import PROFILES as PROFILES
@@ -42,8 +44,10 @@ if TYPE_CHECKING:  # for editors and type checkers
     from cpt_core.schedules.profiles import Rex as Rex
     from cpt_core.schedules.schedule import CyclicSchedule as CyclicSchedule
     from cpt_core.schedules.schedule import FunctionSchedule as FunctionSchedule
+    from cpt_core.schedules.sensitivity import Sensitivity as Sensitivity
     from cpt_core.schedules.solver import solve_schedule as solve_schedule
     from cpt_core.training.range_test import precision_range_test as precision_range_test
+    from cpt_core.training.sensitivity import sensitivity as sensitivity
 
 __version__ = "0.2.0"
 
@@ -53,6 +57,9 @@ _MODULES = {
     "schedules.deficit": "DeficitSchedule DelayedSchedule",
     "schedules.make": "make_schedule schedule_from_dict",
     "schedules.solver": "solve_schedule",
+    "schedules.layered": "LayeredSchedule",
+    "schedules.sensitivity": "Sensitivity",
+    "schedules.allocation": "allocate",
     "graphs.graph": "Graph",
     "graphs.layers": "GraphConv SAGEConv",
     "kernels.execution": "execution Execution",
@@ -67,6 +74,7 @@ _MODULES = {
     "bitops.ledger": "BitOpsLedger",
     "training.precision_range": "PrecisionRange",
     "training.range_test": "precision_range_test RangeTestWarning",
+    "training.sensitivity": "sensitivity",
 }
 _HOME = {name: module for module, names in _MODULES.items() for name in names.split()}
 

@@ -64,7 +64,7 @@ class Case:
 
 
 CASES: dict[str, Case] = {
-    "digits": Case("digits", "image", 4, 40, 24),
+    "digits": Case("digits", "image", 4, 40, 40),
     "facebook": Case("facebook_ogb_layout/", "graph", 3, 16, 8),
     "characters": Case("pydoc", "language_model", 3, 20, 16),
     "cifar10-jpeg": Case("cifar10-jpeg/", "image", 3, 10, 6),

@@ -32,6 +32,8 @@ from cpt_core.schedules.schedule import Schedule, StaticSchedule, TableSchedule,
 from cpt_core.schedules.sensitivity import FLOOR, OVER, Sensitivity
 
 TOLERANCE = 1e-3  # of the budget, from below
+EXACT = 1e-12  # what is left of the budget, and of a gain, by the arithmetic alone
+MOST = 1_000  # places
 ALIKE = 1e-9  # relative difference of two gains below which they are one
 Counts = NDArray[np.int64]  # (places, precisions): how many steps of a place run at each
 
@@ -139,6 +141,8 @@ def spread_bits(
         ValueError: for a budget that cannot be met.
     """
     check_range(q_min, q_max, int(np.sum(steps)))
+    if len(weights) > MOST:
+        raise ValueError(f"bits are given to at most {MOST} places, windows times groups; got {len(weights)}")
     bits = np.arange(q_min, q_max + 1)
     grade = q_max if q_grad is None else q_grad
     share = macs / (macs * steps).sum() / int(step_cost(q_max, grade))
@@ -184,45 +188,52 @@ def _given_out(cost: Array, loss: Array, steps: NDArray[np.int64], budget: float
 def _exchanged(counts: Counts, cost: Array, loss: Array, budget: float) -> Counts:
     """Move single steps by a bit, one or two at a time: to meet the budget first, then as long as less is lost."""
     slack = TOLERANCE * budget
-    for _ in range(10_000):
+    while True:
         missing = budget - float((counts * cost).sum())
-        moves, prices, losses = _moves(counts, cost, loss)
-        pair_price, pair_loss = prices[:, None] + prices[None], losses[:, None] + losses[None]
-        # a step moves once, so two moves need two steps; the move of nothing makes singles of pairs
-        at = np.array([m[:2] for m in moves])
-        alone = counts[at[:, 0], at[:, 1]] < 2
-        pair_price[(at[:, None] == at[None]).all(-1) & (alone & (at[:, 0] >= 0))[:, None]] = np.inf
-        left = missing - pair_price
-        fits = (left >= -1e-12) & (left <= slack)
-        if not -1e-12 <= missing <= slack:
-            if not fits.any():
-                off = np.maximum(-left, left - slack)  # how far beside the band
-                a, b = np.unravel_index(np.argmin(off), off.shape)
-                if off[a, b] >= max(-missing, missing - slack) * (1 - 1e-9):
-                    raise ValueError(
-                        f"{int(counts.sum())} steps are too few to cost {budget!r} to {100 * TOLERANCE:g} %; "
-                        f"the nearest is {budget - missing:.4f}"
-                    )
-            else:
-                a, b = np.unravel_index(np.argmin(np.where(fits, pair_loss, np.inf)), fits.shape)
-        else:
-            gains = np.where(fits, pair_loss, np.inf)
-            a, b = np.unravel_index(np.argmin(gains), gains.shape)
-            if not gains[a, b] < -1e-12 * float((counts * loss).sum()):
-                break
-        for p, q, way in (moves[a], moves[b]):
-            if p >= 0:
-                counts[p, q] -= 1
-                counts[p, q + way] += 1
-    return counts
+        moves, held, prices, losses = _moves(counts, cost, loss)
+        a, b = np.triu_indices(len(moves))
+        possible = (a != b) | (held[a] > 1)  # the same move twice needs two steps
+        a, b = a[possible], b[possible]
+        left, lost = missing - prices[a] - prices[b], losses[a] + losses[b]
+        fits = (left >= -EXACT) & (left <= slack)
+        off = np.maximum(-left, left - slack)  # how far beside what the budget allows
+        if fits.any():
+            best = int(np.argmin(np.where(fits, lost, np.inf)))
+            if -EXACT <= missing <= slack and lost[best] >= -EXACT * float((counts * loss).sum()):
+                return counts
+            chosen = [a[best], b[best]]
+        elif off.min() < max(-missing, missing - slack) * (1 - 1e-9):
+            chosen = [a[np.argmin(off)], b[np.argmin(off)]]
+        else:  # two pairs at once, of the nearest thousand
+            near = np.flatnonzero((held[a] > 3) & (held[b] > 3))
+            near = near[np.argsort(np.abs(left[near] - missing))[:1000]]
+            both = left[near][:, None] + left[near] - missing
+            lost = np.where((both >= -EXACT) & (both <= slack), lost[near][:, None] + lost[near], np.inf)
+            if not np.isfinite(lost).any():
+                raise ValueError(
+                    f"{int(counts.sum())} steps are too few to cost {budget!r} to {100 * TOLERANCE:g} %; "
+                    f"the nearest is {budget - missing:.4f}"
+                )
+            first, second = np.unravel_index(np.argmin(lost), lost.shape)
+            chosen = [a[near[first]], b[near[first]], a[near[second]], b[near[second]]]
+        for p, q, way in (moves[i] for i in chosen if i):
+            counts[p, q] -= 1
+            counts[p, q + way] += 1
 
 
-def _moves(counts: Counts, cost: Array, loss: Array) -> tuple[list[tuple[int, int, int]], Array, Array]:
-    """List (place, precision, +1 or -1) of every possible move of one step, the first does nothing; price and loss."""
-    moves = [(-1, 0, 0)]
-    for p, q in zip(*np.nonzero(counts), strict=True):
-        moves += [(int(p), int(q), way) for way in (1, -1) if 0 <= q + way < counts.shape[1]]
-    at, to = np.array([m[:2] for m in moves]).T, np.array([m[1] + m[2] for m in moves])
-    prices, losses = (x[at[0], to] - x[at[0], at[1]] for x in (cost, loss))
-    prices[0] = losses[0] = 0.0
-    return moves, prices, losses
+def _moves(
+    counts: Counts, cost: Array, loss: Array
+) -> tuple[list[tuple[int, int, int]], NDArray[np.int64], Array, Array]:
+    """List (place, precision, +1 or -1) of every possible move of a step; how many steps could make it, price, loss.
+
+    The first move does nothing.
+    """
+    moves = [
+        (int(p), int(q), way)
+        for p, q in zip(*np.nonzero(counts), strict=True)
+        for way in (1, -1)
+        if 0 <= q + way < counts.shape[1]
+    ]
+    p, q, way = np.array(moves, dtype=int).reshape(-1, 3).T
+    prices, losses = (np.append(0.0, x[p, q + way] - x[p, q]) for x in (cost, loss))
+    return [(-1, 0, 0), *moves], np.append(4, counts[p, q]), prices, losses

@@ -37,11 +37,12 @@ class GradientRecorder:
         self.layers: dict[str, Any] = {n: m for n, m in model.named_modules() if isinstance(m, QuantizedLayer)}
         self.optimizer = optimizer
         self.found: dict[str, float] = defaultdict(float)
+        self._handles: list[Any] = []
 
     @contextmanager
     def on(self) -> Iterator[None]:
         """Record the steps inside a ``with`` block."""
-        handles: list[Any] = []
+        handles = self._handles
         for name, layer in self.layers.items():
             handles.append(layer.register_forward_pre_hook(partial(self._inputs, name), with_kwargs=True))
             for parameter, weight in layer.named_parameters(recurse=False):
@@ -50,13 +51,13 @@ class GradientRecorder:
         try:
             yield
         finally:
-            for handle in handles:
-                handle.remove()
+            while handles:
+                handles.pop().remove()
 
     def _inputs(self, name: str, layer: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
         for x in (*args, *kwargs.values()):
             if isinstance(x, Tensor) and x.is_floating_point() and x.requires_grad:
-                x.register_hook(partial(self._add, name, "input", x.detach()))
+                self._handles.append(x.register_hook(partial(self._add, name, "input", x.detach())))
 
     @torch.no_grad()
     def _add(self, name: str, role: str, x: Tensor, gradient: Tensor) -> None:

@@ -120,7 +120,11 @@ def sensitivity(
         raise ValueError(f"windows must be at most the number of steps, {steps}, got {windows}")
     edges = [steps * i // windows for i in range(windows + 1)]
     spans = tuple(itertools.pairwise(edges))
-    cut = layers if isinstance(layers, int) else [(g,) if isinstance(g, str) else tuple(g) for g in layers]
+    cut = (
+        whole("layers", layers, 1)
+        if isinstance(layers, int)
+        else [(g,) if isinstance(g, str) else tuple(g) for g in layers]
+    )
     tail = 0 if isinstance(what, Recipe) or quality is not None else max(1, steps // 8)
     references, in_windows, in_groups, estimates = [], [], [], []
     bar = tqdm(desc="sensitivity", unit=" steps", disable=not progress)
@@ -201,10 +205,14 @@ def _macs(trial: Trial, first: int) -> Counter[str]:
     return found
 
 
+def _patterns(group: Sequence[str] | str) -> tuple[str, ...]:
+    return (group,) if isinstance(group, str) else tuple(group)
+
+
 def _groups(names: list[str], layers: int | Sequence[tuple[str, ...]]) -> tuple[tuple[str, ...], ...]:
     """Cut layers into groups: into so many of about one size, in their order, or by patterns."""
     if isinstance(layers, int):
-        count = min(whole("layers", layers, 1), len(names))
+        count = min(layers, len(names))
         return tuple(tuple(str(n) for n in part) for part in np.array_split(np.array(names), count))
     found: list[list[str]] = [[] for _ in layers]
     for name in names:
