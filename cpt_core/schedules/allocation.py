@@ -192,7 +192,8 @@ def _exchanged(counts: Counts, cost: Array, loss: Array, budget: float) -> Count
         missing = budget - float((counts * cost).sum())
         moves, held, prices, losses = _moves(counts, cost, loss)
         a, b = np.triu_indices(len(moves))
-        possible = (a != b) | (held[a] > 1)  # the same move twice needs two steps
+        source = np.array([p * counts.shape[1] + q for p, q, _ in moves])
+        possible = (source[a] != source[b]) | (held[a] > 1)  # each moves a step of its own
         a, b = a[possible], b[possible]
         left, lost = missing - prices[a] - prices[b], losses[a] + losses[b]
         fits = (left >= -EXACT) & (left <= slack)
