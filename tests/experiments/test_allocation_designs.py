@@ -1,12 +1,14 @@
 """The runs of H5: one cost, made from stored sensitivities alone, none of their seeds used twice."""
 
 import json
+import re
 
 import pytest
 
-from cpt_core.experiments import allocation
+from cpt_core.experiments import allocation, grids
 from cpt_core.experiments.allocation import CASES, allocated, low_then_high, stored
 from cpt_core.experiments.spec import RunSpec
+from cpt_core.paths import ROOT
 from cpt_core.schedules.schedule import StaticSchedule
 from cpt_core.schedules.sensitivity import Sensitivity
 
@@ -41,6 +43,15 @@ def test_the_seeds_of_the_test_are_not_those_of_the_measurement():
         tested = {s.seed for s in allocated(case, sensitivity=made_up(c.recipe.steps, c.bits))}
         assert tested == set(range(100, 100 + c.seeds))
         assert c.measured <= 50
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_the_document_names_the_runs(case):
+    text = "".join(path.read_text("utf-8") for path in sorted(ROOT.glob("PREREGISTRATION*.md")))
+    (told,) = re.findall(rf"h5/{case} +#? *(\d+) runs", text)
+    assert int(told) == len(allocated(case, sensitivity=made_up(CASES[case].recipe.steps, CASES[case].bits)))
+    assert f"{CASES[case].seeds} seeds" in text
+    assert grids.QUESTIONS[f"h5/{case}"].artefact == "h5"
 
 
 def test_specs_with_layers_come_back_from_json():
