@@ -108,7 +108,7 @@ class TestStore:
         monkeypatch.setattr(stores, "results_dir", lambda: tmp_path)
         tree = {"commit": "1234567890", "dirty": True}
         monkeypatch.setattr(sweep_module, "commit", lambda: tree)
-        with pytest.raises(StoreError, match="rows.jsonl: tracked files differ from commit 1234567"):
+        with pytest.raises(StoreError, match=r"rows\.jsonl: tracked files differ from commit 1234567"):
             run_grid(specs_of("CR"), tmp_path / "rows.jsonl", workers=0)
         assert quick == []
         assert not (tmp_path / "rows.jsonl").exists()
