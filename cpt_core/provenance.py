@@ -56,10 +56,11 @@ def commit() -> dict[str, Any]:
 
 def versions() -> dict[str, str]:
     """Return the versions of the libraries that this process has imported."""
-    return {name: _version(name) for name, module in LIBRARIES.items() if module in sys.modules}
+    return {name: version(name) for name, module in LIBRARIES.items() if module in sys.modules}
 
 
-def _version(name: str) -> str:
+def version(name: str) -> str:
+    """Return the version of a library as it is installed here, or "not installed"."""
     try:
         return metadata.version(name)
     except metadata.PackageNotFoundError:

@@ -9,8 +9,7 @@ quantisation grid, and training makes that grow: after a tenth of a run two mach
 seeds do. Then is asked what rounding cannot change, and the rest as far as it can be:
 
 - key, status, costs, BitOps, steps and the checksum of the data agree exactly;
-- the first recorded loss, before the paths part, agrees to ``FIRST_LOSS``. Other instructions, two threads and other
-  kernels moved it by 1 % at most in 140 runs on digits, graphs and characters; another seed moves it by 1 to 10 %;
+- the first recorded loss, the mean of the first twentieth of the run, agrees to ``FIRST_LOSS``;
 - the final main metric, at q_max bits on the test set, differs by no more than seeds do: see ``allowed``.
 """
 
@@ -35,13 +34,13 @@ from cpt_core.checks import whole
 from cpt_core.data.files import DataNotFoundError, check_data
 from cpt_core.experiments.recipes import EXPERIMENTS
 from cpt_core.experiments.spec import RunSpec
-from cpt_core.provenance import commit
+from cpt_core.provenance import commit, version
 from cpt_core.schedules.schedule import ShortCycleWarning
 from cpt_core.sweeps.lines import Row, load_rows
 from cpt_core.sweeps.sweep import run_grid
 from cpt_core.training.session import task_of
 
-FIRST_LOSS = 0.02  # relative
+FIRST_LOSS = 0.05  # relative
 SPREADS = 5  # standard deviations between seeds
 BAND = 0.05  # for the final metric where a store has too few seeds: of accuracy or mAP (shares of 1), or relative
 RELATIVE = ("perplexity",)  # metrics whose band is a share of the stored value
@@ -254,9 +253,7 @@ def _differing(row: Row, found: Row) -> Iterator[str]:
         yield "device"
     elif row["device"] != "cpu":
         yield "order of sums (a GPU chooses it)"
-    for name, version in then.get("versions", {}).items():
-        if name != "cpt-core" and version != now["versions"].get(name):
-            yield name
+    yield from (name for name, old in then.get("versions", {}).items() if name != "cpt-core" and old != version(name))
 
 
 # --- what is allowed where bits cannot be asked for -----------------------------------------------
