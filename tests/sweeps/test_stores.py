@@ -480,3 +480,26 @@ def test_the_committed_rows_still_have_their_keys(path):
     assert repr(stores.load_rows(path)) == repr(list(stores.newest(rows).values()))  # as the plain parser reads them
     for r in rows:
         assert RunSpec.from_dict(r["spec"]).key == r["key"]
+
+
+def without_source(folder):
+    """Name the rows of the stores in a folder that do not say from which commit and on what machine they come."""
+    for path in sorted(folder.glob("*.jsonl")):
+        for r in map(json.loads, path.read_text().splitlines()):
+            where = r.get("provenance", {})
+            if where.get("dirty") is not False or not where.get("commit") or not where.get("machine"):
+                yield f"{path.name}: {r['key']}"
+
+
+def test_rows_without_a_clean_commit_or_a_machine_are_named(tmp_path):
+    good = {"commit": "1" * 40, "dirty": False, "machine": {"cpu": "some"}}
+    bad = [
+        {**good, "dirty": True},
+        {**good, "dirty": None, "commit": None},
+        {**good, "commit": None},
+        {**good, "machine": {}},
+        {},
+    ]
+    rows = [{**row(str(i)), "provenance": where} for i, where in enumerate([good, *bad, good])]
+    (tmp_path / "x.jsonl").write_text("".join(json.dumps(r) + "\n" for r in rows))
+    assert list(without_source(tmp_path)) == [f"x.jsonl: {i}" for i in range(1, 6)]
