@@ -165,6 +165,12 @@ def test_rows_that_do_not_say_where_they_come_from_are_said_to(row):
     assert verify.compare(row, found, []).differs[-1] == "order of sums (a GPU chooses it)"
 
 
+def test_early_rows_hold_no_evaluations(row):
+    found = copy.deepcopy(row)
+    del row["evaluations"], row["provenance"]["machine"]
+    assert verify.compare(row, found, []).verdict == "within tolerance"
+
+
 def test_another_commit_or_version_of_this_package_excuses_nothing(row):
     found = copy.deepcopy(row)
     row["provenance"] |= {"commit": "3" * 40, "started": "2020-01-01"}
@@ -176,10 +182,10 @@ def test_another_commit_or_version_of_this_package_excuses_nothing(row):
 @pytest.mark.parametrize(
     ("path", "factor", "verdict"),
     [
-        (("loss", 0), 1.04, "within tolerance"),
-        (("loss", 0), 0.96, "within tolerance"),
-        (("loss", 0), 1.06, "NOT REPRODUCED"),
-        (("loss", 0), 0.94, "NOT REPRODUCED"),
+        (("loss", 0), 1.09, "within tolerance"),
+        (("loss", 0), 0.92, "within tolerance"),
+        (("loss", 0), 1.12, "NOT REPRODUCED"),
+        (("loss", 0), 0.9, "NOT REPRODUCED"),
         (("loss", 9), 2.0, "within tolerance"),
         (("evaluations", -1, "test", "accuracy"), 2.0, "within tolerance"),
         (("bitops", "paper"), 1 + 2**-52, "NOT REPRODUCED"),
