@@ -29,7 +29,7 @@ BIN := .venv/bin
 CPT := $(BIN)/python -m cpt_core
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest
 
-.PHONY: help setup lint test reproduce notebooks plan paper report bench mutants wheel compat lock clean distclean
+.PHONY: help setup lint test reproduce notebooks plan paper report evidence bench mutants wheel compat lock clean distclean
 
 help:  ## this list
 	@grep -hE '^[a-z]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## /\1\t/' | expand -t 12
@@ -81,6 +81,10 @@ paper: setup  ## a notebook at the paper's scale, GPU days: make paper NB=03 PAR
 
 report: setup  ## one HTML page of all stored results, beside the paper's
 	$(CPT) report
+
+evidence: setup  ## what the rows say of every claim of the paper, then one row of every store run again and compared
+	@$(CPT) claims --evidence
+	@$(CPT) verify --rows 1 --cheapest --skip-missing data/results/*.jsonl
 
 bench: setup  ## times: a quantised step to float32, augmentation, what a sweep adds to training, a store of 100,000 rows
 	$(BIN)/python -m bench.step_ratio

@@ -115,6 +115,43 @@ def run(
         raise typer.Exit(1)
 
 
+@app.command()
+def verify(
+    store: Annotated[list[Path], typer.Argument(help="files of rows, such as data/results/image_digits.jsonl")],
+    rows: Annotated[int, typer.Option(help="how many of every store to run again")] = 5,
+    seed: Annotated[int, typer.Option(help="of the choice of rows")] = 0,
+    cheapest: Annotated[bool, typer.Option("--cheapest", help="those that took the least time, not any")] = False,
+    skip_missing: Annotated[
+        bool, typer.Option("--skip-missing", help="leave out stores whose data is not here, and say so")
+    ] = False,
+) -> None:
+    """Run stored rows again and compare: bit for bit on the same machine, within a tolerance on others."""
+    from cpt_core.sweeps import verify as v
+
+    samples = [v.sample(path, rows, seed, cheapest) for path in store]
+    skipped = [one for one in samples if one.missing]
+    if skipped and not skip_missing:
+        raise FileNotFoundError(f"{skipped[0].store}: {skipped[0].missing}; --skip-missing leaves such stores out")
+    chosen = [one for one in samples if not one.missing]
+    count, seconds = sum(len(one.picked) for one in chosen), sum(one.seconds for one in chosen)
+    typer.echo(f"{count} rows of {len(chosen)} stores to run again; they took {seconds:.0f} s")
+    findings = []
+    try:
+        for one in chosen:
+            typer.echo(one.store)
+            for finding in v.verify(one):
+                typer.echo(f"  {finding}")
+                findings.append(finding)
+    except KeyboardInterrupt:
+        typer.echo(f"\nstopped after {len(findings)} of {count} rows", err=True)
+        raise typer.Exit(130) from None
+    for one in skipped:
+        typer.echo(f"skipped {one.store}: {one.missing}")
+    typer.echo(v.summary(findings) + (f"; {len(skipped)} of {len(samples)} stores skipped" if skipped else ""))
+    if not all(finding.reproduced for finding in findings):
+        raise typer.Exit(1)
+
+
 @app.command(cls=Many)
 def results(
     store: Annotated[list[Path] | None, typer.Argument(help="files of rows; all under runs/ when left out")] = None,

@@ -16,7 +16,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from cpt_core.paths import CHECKOUT
+from cpt_core.paths import CHECKOUT, ROOT, results_dir
 
 CPU_INFO = Path("/proc/cpuinfo")
 # Modules that may take part in a run, by the distribution that installs them.
@@ -36,7 +36,10 @@ def source() -> dict[str, Any]:
 
 
 def commit() -> dict[str, Any]:
-    """Return the commit of the checkout and whether tracked files differ from it; None without a repository."""
+    """Return the commit of the checkout and whether tracked files differ from it; None without a repository.
+
+    The rows kept under ``data/results`` take no part in a run: one that has just come makes the next one not dirty.
+    """
 
     def git(*words: str) -> str:
         return subprocess.run(["git", "-C", str(CHECKOUT), *words], capture_output=True, text=True, check=True).stdout
@@ -44,17 +47,20 @@ def commit() -> dict[str, Any]:
     if CHECKOUT is None or not (CHECKOUT / ".git").exists():  # git would look for one in the folders above
         return {"commit": None, "dirty": None}
     try:
-        return {"commit": git("rev-parse", "HEAD").strip(), "dirty": bool(git("status", "--porcelain", "-uno").strip())}
+        but_rows = ("--", ".", f":(exclude){results_dir().relative_to(ROOT).as_posix()}")
+        changed = git("status", "--porcelain", "-uno", *but_rows).strip()
+        return {"commit": git("rev-parse", "HEAD").strip(), "dirty": bool(changed)}
     except (OSError, subprocess.CalledProcessError):
         return {"commit": None, "dirty": None}
 
 
 def versions() -> dict[str, str]:
     """Return the versions of the libraries that this process has imported."""
-    return {name: _version(name) for name, module in LIBRARIES.items() if module in sys.modules}
+    return {name: version(name) for name, module in LIBRARIES.items() if module in sys.modules}
 
 
-def _version(name: str) -> str:
+def version(name: str) -> str:
+    """Return the version of a library as it is installed here, or "not installed"."""
     try:
         return metadata.version(name)
     except metadata.PackageNotFoundError:

@@ -186,6 +186,16 @@ def test_make_hands_over_what_it_is_given(odd, make):
     assert make("plan", f"GRID={odd}") == (0, ["-m", "cpt_core", "plan", odd], "")
 
 
+def test_make_evidence_runs_a_row_of_every_store_again(make, tmp_path):
+    stores = [tmp_path / "data" / "results" / name for name in ("a.jsonl", "b.jsonl", "no_rows.json")]
+    stores[0].parent.mkdir(parents=True)
+    for path in stores:
+        path.touch()
+    verified = ["verify", "--rows", "1", "--cheapest", "--skip-missing", *(f"data/results/{s}.jsonl" for s in "ab")]
+    called = ["-m", "cpt_core", "claims", "--evidence", "-m", "cpt_core", *verified]
+    assert make("evidence") == (0, called, "")
+
+
 def test_make_asks_for_nothing_that_is_not_given(make):
     assert make("reproduce") == (0, ["-m", "cpt_core", "reproduce"], "")
     status, _, said = make("paper")

@@ -57,13 +57,8 @@ def test_versions_are_those_of_what_was_imported(monkeypatch):
 
 
 def test_a_changed_file_makes_a_checkout_dirty(tmp_path, monkeypatch):
-    def git(*words):
-        subprocess.run(["git", "-C", str(tmp_path), "-c", "user.name=x", "-c", "user.email=x@x", *words], check=True)
-
     (tmp_path / "file").write_text("one")
-    git("init", "-q")
-    git("add", "file")
-    git("commit", "-qm", "first")
+    _commit_all(tmp_path)
     monkeypatch.setattr(provenance, "CHECKOUT", tmp_path)
     clean = provenance.commit()
     (tmp_path / "new").write_text("not tracked")
@@ -72,3 +67,21 @@ def test_a_changed_file_makes_a_checkout_dirty(tmp_path, monkeypatch):
     assert provenance.commit() == clean
     (tmp_path / "file").write_text("two")
     assert provenance.commit() == {**clean, "dirty": True}
+
+
+def test_a_row_that_came_makes_no_checkout_dirty(tmp_path, monkeypatch):
+    rows = tmp_path / "data" / "results" / "x.jsonl"
+    rows.parent.mkdir(parents=True)
+    rows.write_text("one\n")
+    (tmp_path / "data" / "card").write_text("one")
+    _commit_all(tmp_path)
+    monkeypatch.setattr(provenance, "CHECKOUT", tmp_path)
+    rows.write_text("one\ntwo\n")
+    assert provenance.commit()["dirty"] is False
+    (tmp_path / "data" / "card").write_text("two")
+    assert provenance.commit()["dirty"] is True
+
+
+def _commit_all(folder):
+    for words in (["init", "-q"], ["add", "."], ["-c", "user.name=x", "-c", "user.email=x@x", "commit", "-qm", "x"]):
+        subprocess.run(["git", "-C", str(folder), *words], check=True)

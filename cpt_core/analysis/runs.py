@@ -60,9 +60,12 @@ def load(*stores: Path, every_rate: bool = False) -> pd.DataFrame:
         ValueError: for a file that is no store, see ``load_rows``.
     """
     files = [Path(file) for file in stores or sorted(runs_dir().glob("*/*.jsonl"))]
-    rows = [{**row, "store": _place(file)} for file in files for row in load_rows(file)]
-    found = table(newest(_of_one_data(rows)).values())
+    found = table(newest(_of_one_data(_read(files))).values())
     return found if every_rate else tuned(found)
+
+
+def _read(files: Iterable[Path]) -> list[Row]:
+    return [{**row, "store": _place(file)} for file in files for row in load_rows(file)]
 
 
 def _of_one_data(rows: list[Row]) -> list[Row]:
@@ -94,12 +97,18 @@ def _of_one_data(rows: list[Row]) -> list[Row]:
 
 
 def committed(*names: str) -> pd.DataFrame:
-    """Return the runs of the stores under ``data/results`` with these names, such as "image_digits", or of all."""
+    """Return the runs of the stores under ``data/results`` with these names, such as "image_digits", or of all.
+
+    Where several stores hold a run, the row that counts among all of them is taken, whichever were named.
+    """
     there = {path.stem: path for path in sorted(results_dir().glob("*.jsonl"))}
     unknown = [name for name in names if name not in there]
     if unknown:
         raise ValueError(f"no rows are kept under the name {unknown[0]!r}; choose from {', '.join(there)}")
-    return load(*(there[name] for name in names or there))
+    rows = _read(dict.fromkeys([*(there[name] for name in names), *there.values()]))
+    places = {_place(there[name]) for name in names or there}
+    named = {row["key"] for row in rows if row["store"] in places}
+    return tuned(table(newest(_of_one_data([row for row in rows if row["key"] in named])).values()))
 
 
 def table(rows: Iterable[Row]) -> pd.DataFrame:

@@ -51,13 +51,26 @@ def load_rows(store: Path) -> list[Row]:
 
 
 def newest(rows: Iterable[Row]) -> dict[str, Row]:
-    """Return the row of every key that counts: the last one, but no failure where there is a result."""
+    """Return the row of every key that counts: the one rule for all who read rows, of one store or of several.
+
+    A finished row counts before a failed one, one from a clean tree before any other, then the one that started last;
+    of rows that agree in all this, one chosen by its content. In which order, or in which file, they come says nothing.
+    """
     out: dict[str, Row] = {}
     for row in rows:
         held = out.get(row["key"])
-        if held is None or row["status"] != "failed" or held["status"] == "failed":
+        if held is None or _rank(row) > _rank(held) or (_rank(row) == _rank(held) and _content(row) > _content(held)):
             out[row["key"]] = row
     return out
+
+
+def _rank(row: Row) -> tuple[bool, bool, str]:
+    where = row.get("provenance", {})
+    return row["status"] != "failed", where.get("dirty") is False, where.get("started", "")
+
+
+def _content(row: Row) -> str:
+    return json.dumps({name: value for name, value in row.items() if name != "store"}, sort_keys=True)
 
 
 def find_row(store: Path, key: str, since: Mark = START) -> Row | None:

@@ -25,7 +25,7 @@ from filelock import FileLock, Timeout
 
 from cpt_core.checks import sync, write_atomically
 from cpt_core.experiments.spec import RunSpec
-from cpt_core.paths import runs_dir
+from cpt_core.paths import results_dir, runs_dir
 from cpt_core.provenance import source
 from cpt_core.sweeps.lines import SCHEMA_VERSION, START, Mark, Row, look, newest
 from cpt_core.sweeps.lines import find_row as find_row
@@ -107,6 +107,7 @@ def append_row(store: Path, row: Row, since: Mark = START) -> Row:
         StoreError: when it cannot be written; the file is then as it was before.
         ValueError: for a row with a number that is not finite.
     """
+    check_source(store, row.get("provenance", {}))
     key, line = row["key"], (json.dumps(row, sort_keys=True, allow_nan=False) + "\n").encode()
     try:
         found: list[Row] = []
@@ -161,6 +162,26 @@ def check_writable(store: Path) -> None:
     except OSError as error:
         raise StoreError(f"cannot write {store}: {error.strerror or error}; nothing was started") from error
     check_free(store)
+
+
+def check_source(store: Path, where: dict[str, Any]) -> None:
+    """Refuse to keep rows under ``data/results`` that no commit gives again; other stores take any.
+
+    Args:
+        store: the file.
+        where: the "commit" and "dirty" of the tree that the rows come from.
+
+    Raises:
+        StoreError: names the store, and what to do.
+    """
+    if where.get("dirty") is False or not Path(store).resolve().is_relative_to(results_dir().resolve()):
+        return
+    commit = where.get("commit")
+    reason = f"tracked files differ from commit {commit[:7]}" if commit else "there is no commit to name"
+    raise StoreError(
+        f"cannot write {store}: {reason}, and rows that are kept must come from one; commit the changes, or take a "
+        f"store under {runs_dir()}"
+    )
 
 
 def check_free(store: Path) -> None:

@@ -24,6 +24,7 @@ from tqdm.auto import tqdm
 from cpt_core.experiments.recipe import is_own
 from cpt_core.experiments.spec import RunSpec
 from cpt_core.machine import usable_cores, usable_memory
+from cpt_core.provenance import commit
 from cpt_core.sweeps import stores
 from cpt_core.sweeps.calibration import measure, runs_per_gpu
 from cpt_core.sweeps.lines import mark
@@ -59,7 +60,8 @@ def run_grid(
         ValueError: for a wrong value, an unknown task, or data that are not those of the rows in the store, before
             anything runs.
         DataNotFoundError: when the data of a run are not there, before anything runs.
-        StoreError: when the store cannot be written, before anything runs or as soon as it is noticed.
+        StoreError: when the store cannot be written, before anything runs or as soon as it is noticed; also for one
+            under ``data/results`` when the tree differs from its commit.
     """
     options, specs = replace(options or SweepOptions(), **changes), list(specs)
     for spec in specs:
@@ -75,6 +77,7 @@ def run_grid(
     todo = list({spec.key: spec for spec in specs if spec.key not in done}.values())
     _check_data(specs, todo, held.values(), store, options)
     if todo:
+        stores.check_source(store, commit())
         _sweep([Job(spec, store, options, since=now) for spec in todo], _executor(todo, options), options.progress)
         # read again instead of collected: another sweep may have done some, and what counts is what lies in the store
         held = {row["key"]: row for row in stores.load_rows(store)}

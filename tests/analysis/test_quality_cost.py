@@ -378,6 +378,28 @@ def test_rows_that_are_kept_are_found_by_name():
         committed("digits")
 
 
+def test_a_run_that_lies_in_two_stores_is_the_same_one_whichever_is_asked_for(tmp_path, monkeypatch):
+    monkeypatch.setattr("cpt_core.analysis.runs.results_dir", lambda: tmp_path)
+    spec, other = designs.quality_cost("demo", "digits", "mlp6", schedules=["CR", "RR"], static=[], seeds=[0])
+
+    def keep(name, *rows):
+        (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps({**row, "schema": 1}) + "\n" for row in rows))
+
+    early, late = (
+        {**row_of(spec, value), "provenance": {**PROVENANCE, "started": day}}
+        for value, day in ((0.5, "2026-01-01"), (0.7, "2026-01-02"))
+    )
+    for first, second in ((early, late), (late, early)):
+        keep("a", first)
+        keep("b", second, row_of(other, 0.6))
+        for names, arms in ((["a"], ["CR"]), (["b"], ["CR", "RR"]), (["b", "a"], ["CR", "RR"]), ([], ["CR", "RR"])):
+            found = committed(*names)
+            assert found.arm.tolist() == arms
+            assert found.accuracy[0] == 0.7
+        assert load(tmp_path / "a.jsonl", tmp_path / "b.jsonl").accuracy[0] == 0.7
+        assert load(tmp_path / "b.jsonl", tmp_path / "a.jsonl").accuracy[0] == 0.7
+
+
 def test_an_interval_holds_the_middle_95_percent_of_the_resamples():
     low, high = predictors._bounds(np.arange(101.0)[None])
     assert (low.tolist(), high.tolist()) == ([2.5], [97.5])

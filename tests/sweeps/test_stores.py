@@ -1,5 +1,6 @@
 """The file of rows, and what lies beside it."""
 
+import itertools
 import json
 import multiprocessing
 import os
@@ -40,6 +41,63 @@ def test_the_newest_row_counts_but_no_failure_hides_a_result(tmp_path):
     assert stores.find_row(store, "c") is None
     assert stores.load_rows(tmp_path / "none.jsonl") == []
     assert list(stores.newest([row("a"), row("a", 2, "failed")]).values()) == [row("a")]
+
+
+def from_tree(started, dirty=False, status="ok", value=1):
+    return {**row("a", value, status), "provenance": {"started": started, "commit": "0" * 40, "dirty": dirty}}
+
+
+# each counts before the next: finished, then clean, then late; a tree without a commit is not clean
+RANKED = [
+    from_tree("2026-11-22T10:00:00+00:00"),
+    from_tree("2026-11-21T10:00:00+00:00", status="diverged"),
+    from_tree("2026-11-21T09:00:00+00:00"),
+    from_tree("2026-11-23T10:00:00+00:00", dirty=True),
+    from_tree("2026-11-23T09:00:00+00:00", dirty=None),
+    from_tree("2026-11-24T10:00:00+00:00", status="failed"),
+    from_tree("2026-11-24T09:00:00+00:00", status="failed"),
+    from_tree("2026-11-25T10:00:00+00:00", dirty=True, status="failed"),
+    row("a", status="failed"),
+]
+
+
+@pytest.mark.parametrize(("first", "second"), list(itertools.combinations(RANKED, 2)))
+def test_one_key_has_one_winner_in_whatever_order_it_comes(first, second, tmp_path):
+    assert list(stores.newest([first, second]).values()) == [first]
+    assert list(stores.newest([second, first]).values()) == [first]
+    store = tmp_path / "rows.jsonl"
+    store.write_text(f"{json.dumps(first)}\n{json.dumps(second)}\n")
+    assert stores.load_rows(store) == [first]
+    assert stores.find_row(store, "a") == first
+
+
+def test_rows_of_one_moment_are_told_apart_by_content_not_by_place():
+    one, other = ({**from_tree("2026-11-22T10:00:00+00:00", value=v), "store": s} for v, s in ((1, "z"), (2, "a")))
+    assert stores.newest([one, other]) == stores.newest([other, one]) == {"a": other}
+
+
+@pytest.mark.parametrize(
+    ("where", "reason"),
+    [
+        ({"commit": "1234567890", "dirty": True}, "tracked files differ from commit 1234567, and rows"),
+        ({"commit": None, "dirty": None}, "there is no commit to name, and rows"),
+        ({}, "there is no commit to name"),
+    ],
+)
+def test_rows_that_no_commit_gives_again_are_not_kept(where, reason, tmp_path, monkeypatch):
+    monkeypatch.setattr(stores, "results_dir", lambda: tmp_path / "results")
+    (tmp_path / "results").mkdir()
+    for place, message in (("results/x.jsonl", reason), ("runs/../results/x.jsonl", reason), ("x.jsonl", "")):
+        (tmp_path / "runs").mkdir(exist_ok=True)
+        kept = {**row("a"), "provenance": where}
+        if message:
+            with pytest.raises(StoreError, match=f"x.jsonl: {message}.*; commit the changes, or take a store under"):
+                stores.append_row(tmp_path / place, kept)
+        else:
+            assert stores.append_row(tmp_path / place, kept) == kept
+    assert not list((tmp_path / "results").iterdir())
+    clean = from_tree("2026-11-22T10:00:00+00:00")
+    assert stores.append_row(tmp_path / "results" / "x.jsonl", clean) == clean
 
 
 @pytest.mark.parametrize("text", ["my notes", "my notes\n", "\n\nmine"])
@@ -422,3 +480,26 @@ def test_the_committed_rows_still_have_their_keys(path):
     assert repr(stores.load_rows(path)) == repr(list(stores.newest(rows).values()))  # as the plain parser reads them
     for r in rows:
         assert RunSpec.from_dict(r["spec"]).key == r["key"]
+
+
+def without_source(folder):
+    """Name the rows of the stores in a folder that do not say from which commit and on what machine they come."""
+    for path in sorted(folder.glob("*.jsonl")):
+        for r in map(json.loads, path.read_text().splitlines()):
+            where = r.get("provenance", {})
+            if where.get("dirty") is not False or not where.get("commit") or not where.get("machine"):
+                yield f"{path.name}: {r['key']}"
+
+
+def test_rows_without_a_clean_commit_or_a_machine_are_named(tmp_path):
+    good = {"commit": "1" * 40, "dirty": False, "machine": {"cpu": "some"}}
+    bad = [
+        {**good, "dirty": True},
+        {**good, "dirty": None, "commit": None},
+        {**good, "commit": None},
+        {**good, "machine": {}},
+        {},
+    ]
+    rows = [{**row(str(i)), "provenance": where} for i, where in enumerate([good, *bad, good])]
+    (tmp_path / "x.jsonl").write_text("".join(json.dumps(r) + "\n" for r in rows))
+    assert list(without_source(tmp_path)) == [f"x.jsonl: {i}" for i in range(1, 6)]

@@ -104,6 +104,21 @@ class TestStore:
             assert stores.place(store, "checkpoints", bad.key).exists()
         assert quick == ["CR", "RR", "RR"]
 
+    def test_what_is_kept_comes_from_a_clean_tree(self, quick, tmp_path, monkeypatch):
+        monkeypatch.setattr(stores, "results_dir", lambda: tmp_path)
+        tree = {"commit": "1234567890", "dirty": True}
+        monkeypatch.setattr(sweep_module, "commit", lambda: tree)
+        with pytest.raises(StoreError, match=r"rows\.jsonl: tracked files differ from commit 1234567"):
+            run_grid(specs_of("CR"), tmp_path / "rows.jsonl", workers=0)
+        assert quick == []
+        assert not (tmp_path / "rows.jsonl").exists()
+        tree["dirty"] = False
+        monkeypatch.setattr("cpt_core.provenance.commit", lambda: tree)
+        assert len(run_grid(specs_of("CR"), tmp_path / "rows.jsonl", workers=0)) == 1
+        tree["dirty"] = True  # what is there may be asked for
+        assert len(run_grid(specs_of("CR"), tmp_path / "rows.jsonl", workers=0)) == 1
+        assert quick == ["CR"]
+
     def test_nothing_to_do_starts_nothing(self, quick, tmp_path, monkeypatch):
         run_grid(specs_of("CR"), tmp_path / "rows.jsonl", workers=0)
         monkeypatch.setattr(sweep_module, "supervise", None)

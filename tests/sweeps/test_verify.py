@@ -1,0 +1,349 @@
+"""Rows that are run again: what must agree, where, and what is said when it does not."""
+
+import copy
+import json
+import sys
+from dataclasses import replace
+from statistics import stdev
+
+import pytest
+from helpers import PROVENANCE, row_of, smoke_spec, specs_of
+
+from cpt_core import __main__ as commands
+from cpt_core.experiments import designs
+from cpt_core.paths import PACKAGE
+from cpt_core.sweeps import verify
+from cpt_core.sweeps.stores import describe, load_rows
+from cpt_core.sweeps.sweep import run_grid
+
+pytestmark = pytest.mark.filterwarnings("ignore::cpt_core.schedules.schedule.ShortCycleWarning")
+ON_TEST = {"name": "accuracy", "split": "test", "when": "final", "precision": "q_max"}
+
+
+@pytest.fixture(scope="module")
+def stored(tmp_path_factory):
+    """A store with two runs from a clean tree and one that failed."""
+    store = tmp_path_factory.mktemp("stored") / "rows.jsonl"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("cpt_core.provenance.commit", lambda: {"commit": "1" * 40, "dirty": False})
+        rows = run_grid(specs_of("CR", "LR"), store, workers=0)
+    assert [row["status"] for row in rows] == ["ok", "ok"]
+    failed = {**describe(specs_of("RR")[0]), "status": "failed", "error": "boom"}
+    with open(store, "a") as f:
+        f.write(json.dumps(failed) + "\n")
+    return store
+
+
+@pytest.fixture
+def row(stored):
+    return copy.deepcopy(load_rows(stored)[0])
+
+
+@pytest.fixture
+def command(monkeypatch, capsys):
+    def run(*words):
+        monkeypatch.setattr(sys, "argv", ["cpt", "verify", *map(str, words)])
+        with pytest.raises(SystemExit) as end:
+            commands.main()
+        said = capsys.readouterr()
+        return end.value.code or 0, said.out, said.err
+
+    return run
+
+
+@pytest.fixture
+def as_stored(stored, monkeypatch):
+    """Instead of running, a run gives what the store had at first; what was run is counted."""
+    ran, rows = [], {row["key"]: row for row in load_rows(stored)}
+    monkeypatch.setattr(verify, "run_again", lambda row: ran.append(row["key"]) or rows[row["key"]])
+    return ran
+
+
+def test_stored_rows_repeat_bit_for_bit(command, stored, monkeypatch):
+    here = lambda *args, workers, **options: run_grid(*args, workers=0, **options)  # noqa: E731 - a process takes seconds
+    monkeypatch.setattr(verify, "run_grid", here)
+    status, said, _ = command(stored)
+    assert status == 0
+    lines = said.splitlines()
+    assert lines[0].startswith("2 rows of 1 stores to run again; they took ")
+    assert sorted(line.split(maxsplit=1)[1] for line in lines[2:4]) == [
+        "CR seed 0: bit for bit",
+        "LR seed 0: bit for bit",
+    ]
+    assert lines[4].startswith("2 bit for bit by commit ")
+
+
+def last_bit(x):
+    return x * (1 + 2**-52)
+
+
+def change(row, *path, by=last_bit):
+    for name in path[:-1]:
+        row = row[name]
+    row[path[-1]] = by(row[path[-1]])
+
+
+TAMPERED = {
+    "loss 3 of 10 is ": ("loss", 2),
+    "valid accuracy final at q_max is ": ("metrics", 0, "value"),
+    "bitops per_op is ": ("bitops", "per_op"),
+    "test loss at q_max after step 10 is ": ("evaluations", -1, "test", "loss"),
+    "relative_cost is ": ("relative_cost",),
+    "noise_exposure is ": ("noise_exposure",),
+}
+OTHER = {
+    "steps is 10, stored 11": ("steps",),
+    "data_checksum is ": ("data_checksum",),
+    "key is ": ("key",),
+    "status is ok, stored okok": ("status",),
+}
+
+
+def more(x):
+    return x + 1 if isinstance(x, int) else 2 * x
+
+
+@pytest.mark.parametrize(
+    ("said", "path", "by"), [(*t, last_bit) for t in TAMPERED.items()] + [(*o, more) for o in OTHER.items()]
+)
+def test_the_last_bit_of_any_number_counts_on_the_same_machine(said, path, by, row):
+    found, whole = copy.deepcopy(row), verify.compare(row, copy.deepcopy(row), [])
+    assert (whole.verdict, whole.differs, whole.reproduced) == ("bit for bit", (), True)
+    change(row, *path, by=by)
+    finding = verify.compare(row, found, [])
+    assert (finding.verdict, finding.differs, finding.reproduced) == ("NOT REPRODUCED", (), False)
+    assert len(finding.said) == 1
+    assert finding.said[0].startswith(said)
+
+
+def test_a_number_that_is_missing_or_new_counts_and_many_are_cut_short(row):
+    found = copy.deepcopy(row)
+    gone = row["metrics"].pop()
+    finding = verify.compare(row, found, [])
+    assert finding.said[0] == f"{gone['split']} accuracy {gone['when']} at q_max is {gone['value']}, stored None"
+    row["loss"] = [1.0] * 10
+    assert verify.compare(row, found, []).said[3:] == ("and 9 more numbers",)
+
+
+def test_a_run_that_fails_now_is_not_reproduced(row):
+    failed = {**row, "status": "failed", "error": "Traceback\n  somewhere\nValueError: no such thing\n"}
+    finding = verify.compare(row, failed, [])
+    assert str(finding).endswith("CR seed 0: NOT REPRODUCED: the run failed: ValueError: no such thing")
+
+
+# --- other machines -------------------------------------------------------------------------------
+DIFFERENT = [
+    (("machine", "cpu"), "cpu"),
+    (("machine", "threads"), "threads"),
+    (("machine", "switches"), "switches"),
+    (("versions", "torch"), "torch"),
+    (("python",), "python"),
+    (("kernels",), "kernels"),
+]
+
+
+@pytest.mark.parametrize(("path", "name"), DIFFERENT)
+def test_what_computed_a_row_is_compared_and_named(path, name, row):
+    found = copy.deepcopy(row)
+    change(row["provenance"], *path, by=lambda _: "another")
+    finding = verify.compare(row, found, [])
+    assert (finding.verdict, finding.differs) == ("bit for bit", (name,))
+    assert str(finding).endswith(f"bit for bit; differs in: {name}")
+    change(row, "loss", 5)
+    assert verify.compare(row, found, []).verdict == "within tolerance"
+
+
+def test_rows_that_do_not_say_where_they_come_from_are_said_to(row):
+    found = copy.deepcopy(row)
+    row["provenance"] = {**row["provenance"], "dirty": True, "commit": "2" * 40}
+    assert verify.compare(row, found, []).differs == ("code (the row's tree had changes, or no commit)",)
+    del row["provenance"]["machine"], row["provenance"]["dirty"]
+    assert [why.split()[0] for why in verify.compare(row, found, []).differs] == ["machine", "code"]
+    row["device"] = "some GPU"
+    assert verify.compare(row, found, []).differs[-1] == "device"
+    found["device"] = "some GPU"
+    assert verify.compare(row, found, []).differs[-1] == "order of sums (a GPU chooses it)"
+
+
+def test_early_rows_hold_no_evaluations(row):
+    found = copy.deepcopy(row)
+    del row["evaluations"], row["provenance"]["machine"]
+    assert verify.compare(row, found, []).verdict == "within tolerance"
+
+
+def test_another_commit_or_version_of_this_package_excuses_nothing(row):
+    found = copy.deepcopy(row)
+    row["provenance"] |= {"commit": "3" * 40, "started": "2020-01-01"}
+    row["provenance"]["versions"]["cpt-core"] = "0.0.1"
+    change(row, "loss", 5)
+    assert verify.compare(row, found, []).verdict == "NOT REPRODUCED"
+
+
+@pytest.mark.parametrize(
+    ("path", "factor", "verdict"),
+    [
+        (("loss", 0), 1.09, "within tolerance"),
+        (("loss", 0), 0.92, "within tolerance"),
+        (("loss", 0), 1.12, "NOT REPRODUCED"),
+        (("loss", 0), 0.9, "NOT REPRODUCED"),
+        (("loss", 9), 2.0, "within tolerance"),
+        (("evaluations", -1, "test", "accuracy"), 2.0, "within tolerance"),
+        (("bitops", "paper"), 1 + 2**-52, "NOT REPRODUCED"),
+        (("relative_cost",), 1 + 2**-52, "NOT REPRODUCED"),
+        (("steps",), 2, "NOT REPRODUCED"),
+        (("data_checksum",), 2, "NOT REPRODUCED"),
+        (("status",), 2, "NOT REPRODUCED"),
+        (("key",), 2, "NOT REPRODUCED"),
+    ],
+)
+def test_what_is_asked_of_another_machine(path, factor, verdict, row):
+    found = copy.deepcopy(row)
+    row["provenance"]["machine"]["cpu"] = "another"
+    change(row, *path, by=lambda x: x * factor)
+    assert verify.compare(row, found, []).verdict == verdict
+
+
+@pytest.mark.parametrize(("off", "verdict"), [(0.04, "within tolerance"), (0.06, "NOT REPRODUCED")])
+@pytest.mark.parametrize("sign", [-1, 1])
+def test_the_final_metric_on_another_machine(off, verdict, sign, row):
+    found = copy.deepcopy(row)
+    row["provenance"]["machine"]["cpu"] = "another"
+    (metric,) = (m for m in row["metrics"] if m.items() >= ON_TEST.items())
+    metric["value"] += sign * off
+    finding = verify.compare(row, found, [])
+    assert finding.verdict == verdict
+    assert finding.said[1].endswith("(0.0500 allowed: without seeds to compare)")
+
+
+def test_a_run_may_diverge_a_little_later_on_another_machine(row):
+    row |= {"status": "diverged", "metrics": []}
+    found = copy.deepcopy(row) | {"steps": 12}
+    assert verify.compare(row, found, []).verdict == "NOT REPRODUCED"
+    row["provenance"]["machine"]["cpu"] = "another"
+    assert verify.compare(row, found, []).verdict == "within tolerance"
+    assert verify.compare(row, found | {"status": "ok"}, []).verdict == "NOT REPRODUCED"
+
+
+def test_seeds_tell_how_far_a_metric_may_be_off():
+    def rows(arm, values, dataset="digits", metric="accuracy"):
+        specs = designs.quality_cost("demo", dataset, schedules=[arm], static=[], seeds=range(len(values)))
+        return [row_of(spec, value, metric) for spec, value in zip(specs, values, strict=True)]
+
+    calm, wild = [0.80, 0.81, 0.82, 0.83], [0.5, 0.7, 0.9]
+    cr, lr, rr = rows("CR", calm), rows("LR", wild), rows("RR", calm)
+    every = cr + lr + rr
+    said = "5 standard deviations between seeds"
+    assert verify.allowed(cr[0], every) == (pytest.approx(5 * stdev(calm)), said)
+    assert verify.allowed(lr[0], every) == (pytest.approx(5 * stdev(wild)), said)  # of its own arm
+    lucky = rows("ER", [0.8, 0.8001])
+    assert verify.allowed(lucky[0], every + lucky)[0] == pytest.approx(5 * stdev(calm))  # the median of the arms
+    assert verify.allowed(cr[0], rows("CR", [0.8] * 4))[0] == pytest.approx(0.005)
+    for few in ([], cr[:1], cr[:2] + rr[:2], rows("CR", calm, "cifar10")):  # one recipe, three degrees of freedom
+        assert verify.allowed(cr[0], few) == (0.05, "without seeds to compare")
+    (text,) = rows("CR", [80.0], "pydoc", "perplexity")
+    assert verify.allowed(text, [])[0] == pytest.approx(4.0)
+
+
+def test_a_rerun_has_the_threads_the_device_and_the_kernels_of_its_row(row, monkeypatch):
+    import os
+
+    asked = []
+
+    def grid(specs, store, **options):
+        asked.append((os.environ.get("CPT_KERNELS"), [spec.key for spec in specs], options))
+        return [row]
+
+    monkeypatch.setattr(verify, "run_grid", grid)
+    monkeypatch.delenv("CPT_KERNELS", raising=False)
+    row["provenance"] |= {"machine": {"threads": 3}, "kernels": "reference"}
+    verify.run_again(row)
+    row["provenance"]["kernels"] = "cpp"
+    verify.run_again(row)
+    monkeypatch.setenv("CPT_KERNELS", "cpp")
+    verify.run_again(row | {"device": "some GPU", "provenance": {"kernels": "reference"}})
+    assert [kernels for kernels, *_ in asked] == ["reference", None, "cpp"]
+    assert {tuple(keys) for _, keys, _ in asked} == {(row["key"],)}
+    common = {"workers": 1, "progress": False}
+    assert [options for *_, options in asked] == [
+        {"threads": 3, "device": "cpu", **common},
+        {"threads": 3, "device": "cpu", **common},
+        {"threads": 1, "device": "cuda", **common},
+    ]
+
+
+# --- which rows, and the command ------------------------------------------------------------------
+def test_finished_rows_are_picked_at_random_or_by_seconds(tmp_path):
+    specs, store = specs_of("CR", seeds=range(12)), tmp_path / "rows.jsonl"
+    rows = [{**row_of(s, 0.5), "schema": 1, "seconds": 20.0 - i, "device": "cpu"} for i, s in enumerate(specs)]
+    rows[11] |= {"status": "failed"}
+    rows[10] |= {"status": "diverged"}
+    store.write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+    def seeds(**how):
+        return [row["spec"]["seed"] for row in verify.sample(store, **how).picked]
+
+    assert seeds(rows=3, cheapest=True) == [10, 9, 8]
+    assert sorted(seeds(rows=99)) == list(range(11))
+    assert len(set(seeds())) == 5
+    assert seeds(seed=1) == seeds(seed=1)
+    assert len({tuple(seeds(seed=s)) for s in range(6)}) == 6
+    assert verify.sample(store, 2, cheapest=True).seconds == 21.0
+    with pytest.raises(ValueError, match="rows must be a whole number of at least 1, got 0"):
+        verify.sample(store, 0)
+    with pytest.raises(FileNotFoundError, match="there is no file"):
+        verify.sample(tmp_path / "none.jsonl")
+    store.write_text(json.dumps(rows[11]) + "\n")
+    with pytest.raises(ValueError, match="has no finished row"):
+        verify.sample(store)
+
+
+def test_one_row_that_is_not_reproduced_is_status_1(command, as_stored, stored, tmp_path):
+    assert command(stored, "--rows", 1)[0] == 0
+    rows = load_rows(stored)
+    change(rows[1], "loss", 0)
+    store = tmp_path / "rows.jsonl"
+    store.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    status, said, _ = command(stored, store)
+    assert status == 1
+    assert "LR seed 0: NOT REPRODUCED: loss 1 of 10 is " in said
+    assert "3 bit for bit, 1 NOT REPRODUCED by commit " in said
+    assert len(as_stored) == 5
+
+
+def test_data_that_is_missing_is_said_before_anything_runs(command, as_stored, stored, tmp_path, monkeypatch):
+    monkeypatch.setenv("CPT_DATA_DIR", str(tmp_path))
+    spec = smoke_spec("digits")
+    spec = replace(spec, recipe=replace(spec.recipe, dataset="cifar10"))
+    far = tmp_path / "far.jsonl"
+    far.write_text(json.dumps({**row_of(spec, 0.5), "schema": 1, "seconds": 1.0, "device": "cpu"}) + "\n")
+    status, said, error = command(stored, far)
+    assert (status, said, as_stored) == (2, "", [])
+    assert f"{far}: cifar10 is not in {tmp_path}; get it with: " in error
+    assert "--skip-missing" in error
+    status, said, _ = command(far, stored, "--skip-missing")
+    assert (status, len(as_stored)) == (0, 2)
+    lines = said.splitlines()
+    assert lines[-2].startswith(f"skipped {far}: cifar10 is not in ")
+    assert lines[-1].endswith("; 1 of 2 stores skipped")
+
+
+def test_a_row_of_a_gpu_needs_one(row, tmp_path, monkeypatch):
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    store = tmp_path / "rows.jsonl"
+    store.write_text(json.dumps(row | {"device": "some GPU"}) + "\n")
+    assert verify.sample(store).missing == f"{row['key']} ran on some GPU, and torch sees no CUDA device here"
+
+
+def test_the_page_states_the_tolerances_that_are_used():
+    page = (PACKAGE / "analysis" / "REPRODUCING.md.j2").read_text()
+    for words in (
+        f"losses within {100 * verify.FIRST_LOSS:.0f} %",
+        f"within {verify.SPREADS} standard deviations between seeds",
+        f"{verify.BAND} of accuracy and mAP (shares of 1), {100 * verify.BAND:.0f} % of the perplexity",
+    ):
+        assert words in page
+
+
+def test_made_up_rows_have_what_rows_have(row):
+    assert PROVENANCE.keys() <= row["provenance"].keys()
+    assert verify.final(row_of(specs_of("CR")[0], 0.7)) == 0.7
