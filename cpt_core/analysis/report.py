@@ -101,7 +101,7 @@ def summary(scale: str) -> list[str]:
         counts = ", ".join(f"{n} {status}" for status, n in runs["status"].value_counts().items())
         lines.append(f"{experiment}: {counts}")
         name, arms = metric_of(runs), quality_cost.by_arm(runs)
-        if arms["mean"].isna().all():  # every run failed
+        if (arms.n == arms.diverged).all():  # no run finished
             continue
         metric = metric_named(name)
         said = []
