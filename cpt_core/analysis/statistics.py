@@ -19,9 +19,8 @@ def paired(a: pd.DataFrame, b: pd.DataFrame, value: str) -> pd.Series:
     the worst value of its task (``runs.table``); a seed at which every run of both sides diverged compares nothing and
     is left out.
     """
-    both = by_seed(a, value).join(by_seed(b, value), how="inner", lsuffix="_a", rsuffix="_b")
-    lost = (both["diverged_a"] == 1) & (both["diverged_b"] == 1)
-    return (both[f"{value}_a"] - both[f"{value}_b"])[~lost].rename("difference")
+    x, y = by_seed(a, value), by_seed(b, value)
+    return (x[value] - y[value])[x["diverged"] + y["diverged"] < 2].rename("difference")
 
 
 def by_seed(runs: pd.DataFrame, value: str) -> pd.DataFrame:
