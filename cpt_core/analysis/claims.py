@@ -45,6 +45,7 @@ from cpt_core.analysis.effects import EFFECTS, LEAST_SEEDS, Claim, Effect, Inter
 from cpt_core.analysis.metrics import counted
 from cpt_core.analysis.pages import Section
 from cpt_core.analysis.statistics import ALPHA
+from cpt_core.checks import choose
 from cpt_core.paths import paper_dir
 
 CONFIRMED, SMALLER, CONTRADICTED = "confirmed", "smaller than claimed", "contradicted"
@@ -57,12 +58,13 @@ SMALLER_SCALES = {
     "correlation": ("same sign", "opposite sign"),
     "predictor": ("better predictor", "worse predictor"),
 }
+TESTS = (*SMALLER_SCALES, "exact")
 
 
 def verdict(test: str, margin: float, effect: Interval, n: int) -> str:
     """Return the word for one effect over n seeds; the rules are those of the module's docstring."""
     mean, low, high = effect
-    if test == "exact":
+    if choose("test", test, TESTS) == "exact":
         return CONFIRMED if mean > 0 else CONTRADICTED
     if n < LEAST_SEEDS or not (low <= mean <= high):
         return OPEN
@@ -70,10 +72,8 @@ def verdict(test: str, margin: float, effect: Interval, n: int) -> str:
         return CONTRADICTED if high < 0 else SMALLER if high < margin else CONFIRMED if low > 0 else OPEN
     if test == "no_worse":
         return CONFIRMED if low > -margin else CONTRADICTED if high < -margin else OPEN
-    if test == "equal":
-        inside, outside = -margin < low and high < margin, low > margin or high < -margin
-        return CONFIRMED if inside else CONTRADICTED if outside else OPEN
-    raise ValueError(f"unknown test {test!r}; choose from {', '.join(SMALLER_SCALES)}, exact")
+    inside, outside = -margin < low and high < margin, low > margin or high < -margin
+    return CONFIRMED if inside else CONTRADICTED if outside else OPEN
 
 
 def said(claim: Claim, effect: Effect, alpha: float = ALPHA) -> str:
@@ -146,7 +146,9 @@ class Entry:
         return sorted({name for e, _ in self.effects for name in e.stores})
 
     def rule(self) -> str:
-        """Return the date of the rule, and whether rows are older."""
+        """Return the date of the rule, and whether rows are older; a line that was just written has no date yet."""
+        if not self.claim.since:
+            return "undated"
         starts = [start for e, _ in self.effects for part in (e, *e.others) for start in part.started]
         older = pd.to_datetime(pd.Series(starts), utc=True, format="ISO8601") < pd.Timestamp(self.claim.since)
         mark = "; rows older than the rule" if len(older) and older.all() else "; some rows older than the rule"

@@ -33,8 +33,8 @@ def deficits(runs: pd.DataFrame, metric: str | None = None) -> pd.DataFrame:
     Returns:
         Columns: experiment ("length": low steps at the start make training longer; "window": they lie within a fixed
         length), arm, recipe (as in ``runs``), place ("none", "start", "inside", "end"), start, stop, total (steps);
-        mean, std, n and how many of them diverged; difference to the control with low and high (95 %, paired), worse (seeds below
-        the control); paper_arm, the name in the paper's table 1.
+        mean, std, n and how many of them diverged; difference to the control with low and high (95 %, paired), worse
+        (seeds below the control); paper_arm, the name in the paper's table 1.
 
     Paper: section 5, figure 8, table 1.
     """

@@ -11,7 +11,7 @@ import numpy as np
 import pandas as pd
 
 from cpt_core.analysis import aggregation, critical_periods, groups, predictors, quality_cost, statistics
-from cpt_core.analysis.metrics import metric_named, metric_of
+from cpt_core.analysis.metrics import interval_text, metric_named, metric_of
 from cpt_core.experiments.recipes import recipe
 from cpt_core.schedules.make import make_schedule
 from cpt_core.schedules.profiles import SUITE
@@ -60,16 +60,15 @@ class Effect:
         """Return it in words; exact ones have no interval."""
         if self.scale == "exact":
             return self.what
-        lost = f", {self.diverged} of {len(self.started)} runs diverged" if self.diverged else ""
-        return f"{self.experiment}: {'; '.join(e.number() for e in (self, *self.others))}{lost}"
+        return f"{self.experiment}: {'; '.join(e.number() for e in (self, *self.others))}"
 
     def number(self) -> str:
         """Return what was compared with its effect."""
         mean, low, high = self.interval
+        lost = f", {self.diverged} of {len(self.started)} runs diverged" if self.diverged else ""
         if mean != mean:
-            return f"{self.what}: no seed to compare"
-        shown = f" [{low:+.2f}, {high:+.2f}]" if low == low else ""
-        return f"{self.what}: {mean:+.2f}{shown}, n = {self.n}"
+            return f"{self.what}: no seed to compare{lost}"
+        return f"{self.what}: {interval_text(mean, low, high)}, n = {self.n}{lost}"
 
 
 @dataclass(frozen=True)
@@ -96,7 +95,7 @@ class Claim:
 
 
 def _effect(runs: pd.DataFrame, differences: Iterable[float], what: str, others: tuple[Effect, ...] = ()) -> Effect:
-    """Make an effect of differences by seed, as stored and positive in the claim's direction; runs are those compared."""
+    """Make an effect of differences by seed, as stored and positive in the claim's direction; of the runs compared."""
     values = metric_named(metric_of(runs)).factor * np.asarray(list(differences), dtype=float)
     return _of(runs, lambda alpha: statistics.interval(values, alpha), len(values), what, others)
 

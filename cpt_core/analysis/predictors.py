@@ -189,8 +189,8 @@ def sections(runs: pd.DataFrame) -> Iterator[Section]:
     if found:
         alt = "rank correlations of three predictors with quality"
         note = (
-            "Positive in the expected direction: quality rises with cost, falls with noise and with time at q_min. Every "
-            "line stands for itself; the claims above test all of them together. In the paper's suite cost has three "
+            "Positive in the expected direction: quality rises with cost, falls with noise and with time at q_min. "
+            "Every line stands for itself; the claims above test all of them together. In the paper's suite cost has three "
             "levels and little between them, so that these ten schedules can hardly tell cost from noise."
         )
         name = "What predicts the quality of a schedule?"

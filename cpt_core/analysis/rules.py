@@ -12,6 +12,7 @@ import ast
 import hashlib
 import inspect
 import json
+import textwrap
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -26,17 +27,20 @@ LINE = ("measure", "a", "b", "tasks", "test", "margin")
 def fingerprint(claim: Claim) -> str:
     """Return eight hexadecimal digits that change with the rule of a claim; not with comments, docstrings or layout."""
     line = [getattr(claim, name) for name in LINE]
-    code = [source(function) for function in (*CODE, EFFECTS[claim.measure])]
+    code = [words_of(function) for function in (*CODE, EFFECTS[claim.measure])]
     return hashlib.sha256(json.dumps([line, code]).encode()).hexdigest()[:8]
 
 
-def source(function: Callable[..., Any]) -> str:
-    """Return the code of a function without its comments and docstrings."""
-    tree = ast.parse(inspect.getsource(function))
+def words_of(function: Callable[..., Any]) -> list[list[str]]:
+    """Return what a function is made of, the same on every Python: without comments and docstrings."""
+    tree = ast.parse(textwrap.dedent(inspect.getsource(function)))
     for node in ast.walk(tree):
         if isinstance(node, ast.FunctionDef) and ast.get_docstring(node):
             node.body = node.body[1:]
-    return ast.unparse(tree)
+    return [
+        [type(node).__name__, *(repr(v) for _, v in ast.iter_fields(node) if isinstance(v, (str, int, float)))]
+        for node in ast.walk(tree)
+    ]
 
 
 def renewed(claim: Claim, now: str) -> Claim:

@@ -31,8 +31,8 @@ TYPES = {
     "recipe_but_aggregation": "string", "recipe_but_cycles": "string", "recipe_but_length": "string",
     "total_steps": "Int64", "n_cycles": "Int64", "lr": "float64", "learning_rates": "Int64", "kind": "string",
     "start": "Int64", "stop": "Int64", "equal_cost": "bool", "bitops_per_op": "float64", "first_loss": "float64",
-    "last_loss": "float64", "valid": "float64", "diverged": "bool", "data_checksum": "string", "dirty": "boolean", "torch": "string",
-    "store": "string",
+    "last_loss": "float64", "valid": "float64", "diverged": "bool", "data_checksum": "string",
+    "dirty": "boolean", "torch": "string", "store": "string",
 }  # fmt: skip
 
 FORMULA = r"^([=+\-@\t\r])"
@@ -111,8 +111,8 @@ def committed(*names: str) -> pd.DataFrame:
 def table(rows: Iterable[Row]) -> pd.DataFrame:
     """Return one line per run: arm, seed, settings, costs, status and the test metrics.
 
-    ``diverged`` marks runs that broke: their loss was not finite, or an error of their own ended them. They count: their
-    metrics are the worst value of their task (``Experiment.worst``). A run that failed for a reason outside of it, such
+    ``diverged`` marks runs that broke: their loss was not finite, or an error of their own ended them. They count, with
+    the worst value of their task as metrics (``Experiment.worst``). A run that failed for a reason outside of it, such
     as memory, time or missing data, has NaN and is to be run again.
 
     Metrics at q_max bits are called by their name, such as "accuracy", and "accuracy_best_valid" at the best step on

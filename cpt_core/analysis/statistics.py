@@ -8,7 +8,6 @@ import numpy as np
 import pandas as pd
 from scipy import stats
 
-
 ALPHA = 0.05  # of all intervals that are shown: they hold 95 %
 
 

@@ -78,6 +78,11 @@ AUTHORS_PTB: Changes = {
     "": dict(n_cycles=8, lr_division=4.0, eval_bits="current", running_start="zero", cycle_rule="floor_plus_one"),
 }
 
+PERPLEXITY = Metric(
+    "perplexity", "test perplexity (axis turned: up is better)", better=-1,
+    worst=lambda words: words,  # of a model to which all words are alike
+)  # fmt: skip
+
 
 def known_words(recipe: Mapping[str, Any]) -> int:
     """Return how many words or characters a recipe's text has about, where it does not say so itself."""
@@ -86,8 +91,7 @@ def known_words(recipe: Mapping[str, Any]) -> int:
 
 EXPERIMENT = Experiment(
     recipe=LanguageModelRecipe, task="cpt_core.tasks.language_model:LanguageModelTask", artefact="figure_7",
-    metrics=(Metric("perplexity", "test perplexity (axis turned: up is better)", better=-1, worst=lambda words: words),),
-    outputs=known_words,
+    metrics=(PERPLEXITY,), outputs=known_words,
     own="ptb", card="own-text.md", layouts=("*train.txt *valid.txt *test.txt",),
     download="cpt_core.data.text:download",
     datasets=(
