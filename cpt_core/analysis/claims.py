@@ -169,9 +169,9 @@ class Entry:
         tested, parts = self._tested(paper_scale), []
         for word in dict.fromkeys(v for _, v in tested if v != OPEN):
             there = [e for e, v in tested if v == word]
-            places = "; ".join(f"{e.place}, n {e.n}" for e in there)
+            places = ", ".join(f"{e.place} ({e.bits}, n {e.n})" for e in there)
             of = f"in {len(there)} of {counted(len(tested), 'experiment')}"
-            parts.append(f"{self._named(word, there[0])} {of} ({places})")
+            parts.append(f"{self._named(word, there[0])} {of}: {places}")
         whole = self.verdict(paper_scale)
         head = "" if len(parts) == 1 and whole != OPEN else f"{whole}: "
         undecided = dict.fromkeys(e.dataset for e, v in tested if v == OPEN)

@@ -25,7 +25,7 @@ class Effect:
     """What one experiment says, in the direction of a claim.
 
     Attributes:
-        experiment: what was trained, in words; ``place`` the same in short: data set, model, q_min.
+        experiment: what was trained, in words; ``place`` the same in short: data set and model; ``bits`` its q_min.
         scale: of the runs; "exact" of what is computed.
         at: the effect with its interval at 1 - alpha, from alpha.
         n: seeds that were compared.
@@ -44,6 +44,7 @@ class Effect:
     n: int
     what: str
     place: str = ""
+    bits: str = ""
     stores: tuple[str, ...] = ()
     task: str = ""
     dataset: str = ""
@@ -107,7 +108,7 @@ def _of(
     dataset = str(first["dataset"]).rstrip("/")
     return Effect(
         f"{groups.title_of(runs)}, {first['q_min']} to {runs['q_max'].max()} bits", str(first["scale"]), at, n, what,
-        f"{dataset}/{first['model']}, q_min {first['q_min']}",
+        f"{dataset}/{first['model']}", f"q_min {first['q_min']}",
         tuple(sorted({store.rpartition("/")[2] for store in runs["store"] if store})), str(first["task"]), dataset,
         tuple(runs["started"]), int(runs["diverged"].sum()), others,
     )  # fmt: skip

@@ -190,8 +190,8 @@ def sections(runs: pd.DataFrame) -> Iterator[Section]:
         alt = "rank correlations of three predictors with quality"
         note = (
             "Positive in the expected direction: quality rises with cost, falls with noise and with time at q_min. "
-            "Every line stands for itself; the claims above test all of them together. In the paper's suite cost has three "
-            "levels and little between them, so that these ten schedules can hardly tell cost from noise."
+            "Every line stands for itself; the claims above test all of them together. In the paper's suite cost has "
+            "three levels and little between them, so that these ten schedules can hardly tell cost from noise."
         )
         name = "What predicts the quality of a schedule?"
         yield Section(name, (note,), predictors_figure(found), alt, summary(runs), "left")

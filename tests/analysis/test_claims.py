@@ -9,8 +9,21 @@ from scipy import stats
 
 from cpt_core.analysis import statistics
 from cpt_core.analysis.claims import (
-    CONFIRMED, CONTRADICTED, MIXED, OPEN, SMALLER, SMALLER_SCALES, TESTS, claims, combined, holm, judge, judged, said,
-    summary, verdict,
+    CONFIRMED,
+    CONTRADICTED,
+    MIXED,
+    OPEN,
+    SMALLER,
+    SMALLER_SCALES,
+    TESTS,
+    claims,
+    combined,
+    holm,
+    judge,
+    judged,
+    said,
+    summary,
+    verdict,
 )  # fmt: skip
 from cpt_core.analysis.effects import Claim, Effect
 from cpt_core.analysis.runs import table
@@ -187,7 +200,8 @@ def test_smaller_scales_say_what_was_found_and_where(a, word):
     at_paper, smaller = e.verdicts()
     assert at_paper == "open (not run)"
     assert smaller == (
-        f"{word} in 1 of 2 experiments (digits/mlp6, q_min 3, n 4); open on digits-graph; fewer than 3 seeds on templates"
+        f"{word} in 1 of 2 experiments (digits/mlp6, q_min 3, n 4); open on digits-graph; "
+        "fewer than 3 seeds on templates"
     )
     assert CONFIRMED not in " ".join(e.evidence())
     assert {test for test in TESTS if test != "exact"} == set(SMALLER_SCALES)

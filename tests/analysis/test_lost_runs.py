@@ -1,7 +1,6 @@
 """Runs that diverged or failed: they count, in every question, and are shown. Rows are made up, in both directions."""
 
 import numpy as np
-import pandas as pd
 import pytest
 
 from cpt_core.analysis import aggregation, critical_periods, equal_cost, groups, paper, predictors, quality_cost, report
@@ -161,7 +160,9 @@ def test_a_rate_at_which_runs_diverged_is_not_preferred():
 
 def test_equal_cost_keeps_arms_that_diverged():
     specs = designs.equal_cost("demo", "digits", seeds=range(3))
-    rows = lost([row_of(s, 0.8) for s in specs], lambda arm, seed: arm.startswith("static 4") or (arm, seed) == ("RR", 0))
+    rows = lost(
+        [row_of(s, 0.8) for s in specs], lambda arm, seed: arm.startswith("static 4") or (arm, seed) == ("RR", 0)
+    )
     found = equal_cost.equal_cost(table(rows)).set_index("arm")
     four = found.loc["static 4, 571 of 600 steps"]
     assert four.spent == pytest.approx(1, abs=0.01)

@@ -26,7 +26,14 @@ def test_a_changed_rule_has_another_fingerprint(monkeypatch):
     claim = IDS["entailment_small"]
     old = rules.fingerprint(claim)
     assert old == rules.fingerprint(replace(claim, claim="in other words", place="section 9", grids="", since=""))
-    for change in ({"measure": "delay"}, {"a": "ER"}, {"b": "static 6"}, {"tasks": ""}, {"test": "equal"}, {"margin": 1.0}):
+    for change in (
+        {"measure": "delay"},
+        {"a": "ER"},
+        {"b": "static 6"},
+        {"tasks": ""},
+        {"test": "equal"},
+        {"margin": 1.0},
+    ):
         assert rules.fingerprint(replace(claim, **change)) != old, change
 
     def verdict(test, margin, effect, n):
@@ -62,12 +69,20 @@ def test_comments_and_docstrings_are_no_rule():
 
 @pytest.mark.parametrize(
     ("since", "mark"),
-    [("2025-12-31", ""), ("2026-01-01T12:00:00", "; rows older than the rule"), ("2026-01-02", "; rows older than the rule")],
+    [
+        ("2025-12-31", ""),
+        ("2026-01-01T12:00:00", "; rows older than the rule"),
+        ("2026-01-02", "; rows older than the rule"),
+    ],
 )
 def test_rows_that_are_older_than_the_rule_are_marked(since, mark):
     rows = by_arm(designs.quality_cost("demo", seeds=range(3)), {})  # started on the first of January 2026
-    e = judge(replace(IDS["cpt_improves"], since=f"{since}+00:00" if "T" in since else f"{since}T00:00:00+00:00"), table(rows))
+    e = judge(
+        replace(IDS["cpt_improves"], since=f"{since}+00:00" if "T" in since else f"{since}T00:00:00+00:00"), table(rows)
+    )
     assert e.rule() == f"{since[:10]} {'12' if 'T' in since else '00'}:00 UTC{mark}"
     assert judge(replace(IDS["cpt_improves"], since=""), table(rows)).rule() == "undated"
-    later = [{**r, "provenance": {**r["provenance"], "started": "2027-01-01"}} if r["spec"]["seed"] else r for r in rows]
+    later = [
+        {**r, "provenance": {**r["provenance"], "started": "2027-01-01"}} if r["spec"]["seed"] else r for r in rows
+    ]
     assert entry(later, "cpt_improves").rule().endswith("UTC; some rows older than the rule")
