@@ -348,7 +348,7 @@ def test_claims_on_the_command_line(command):
     assert status == 0
     assert "Delaying low precision avoids the damage (section 5, closing remark)" in said
     assert "opposite sign in " in said
-    assert "facebook_ogb_layout/gcn, q_min 2, n " in said  # not OGBN-Arxiv
+    assert "facebook_ogb_layout/gcn (q_min 2, n " in said  # not OGBN-Arxiv
     assert "opposite sign: GCN (FP-Agg) on own graph (facebook_ogb_layout), 2 to 8 bits: CR minus static 8" in said
     assert "paper scale: confirmed, exact\n  smaller scales: –\n  rule of 2" in said
 

@@ -186,7 +186,7 @@ def test_smoke_runs_do_not_count_and_paper_rows_count_as_such():
     e = entry(paper, "images_large")
     assert (e.verdict(True), e.verdict(False)) == (CONFIRMED, OPEN)
     assert e.verdicts() == (
-        "confirmed in 1 of 1 experiment (cifar10/resnet74, q_min 3, n 3)", "open (not run)"
+        "confirmed in 1 of 1 experiment: cifar10/resnet74 (q_min 3, n 3)", "open (not run)"
     )  # fmt: skip
 
 
@@ -200,7 +200,7 @@ def test_smaller_scales_say_what_was_found_and_where(a, word):
     at_paper, smaller = e.verdicts()
     assert at_paper == "open (not run)"
     assert smaller == (
-        f"{word} in 1 of 2 experiments (digits/mlp6, q_min 3, n 4); open on digits-graph; "
+        f"{word} in 1 of 2 experiments: digits/mlp6 (q_min 3, n 4); open on digits-graph; "
         "fewer than 3 seeds on templates"
     )
     assert CONFIRMED not in " ".join(e.evidence())
@@ -212,7 +212,7 @@ def test_data_sets_that_disagree():
     other = by_arm(designs.quality_cost("demo", "digits-graph", seeds=range(3)), {"CR": 0.7})
     e = entry(one + other, "cpt_improves")
     assert e.verdict(False) == MIXED
-    assert e.verdicts()[1].startswith("mixed: same sign in 1 of 2 experiments (digits/mlp6")
+    assert e.verdicts()[1].startswith("mixed: same sign in 1 of 2 experiments: digits/mlp6")
 
 
 @pytest.mark.parametrize(("gap", "said"), [(0.01, CONFIRMED), (0.003, SMALLER), (0.0, SMALLER), (-0.01, CONTRADICTED)])
@@ -299,7 +299,7 @@ def test_lost_time_is_no_damage():
 
     e = entry(rows_of(specs, value), "deficit_length")
     assert e.verdict(False) == MIXED
-    assert e.verdicts()[1] == "mixed in 1 of 1 experiment (digits/mlp6, q_min 2, n 3)"
+    assert e.verdicts()[1] == "mixed in 1 of 1 experiment: digits/mlp6 (q_min 2, n 3)"
     normal, (as_long,) = e.effects[0][0], e.effects[0][0].others
     assert normal.what.startswith("400 steps at q_max minus")
     assert as_long.what.startswith("800 steps at q_max minus")
