@@ -243,14 +243,15 @@ def range_test(
 def claims(
     evidence: Annotated[bool, typer.Option(help="show the effects behind every verdict")] = False,
 ) -> None:
-    """Show the claims of the paper: confirmed, contradicted or open by the committed rows and those under runs/."""
+    """Show the claims of the paper, and what the committed rows and those under runs/ say of each."""
     from cpt_core.analysis.claims import judged
     from cpt_core.analysis.report import all_stores
     from cpt_core.analysis.runs import load
 
     for entry in judged(load(*all_stores())):
         at_paper, smaller = entry.verdicts()
-        typer.echo(f"{entry.claim.claim} ({entry.claim.place})\n  paper scale: {at_paper}; smaller scales: {smaller}")
+        typer.echo(f"{entry.claim.claim} ({entry.claim.place})")
+        typer.echo(f"  paper scale: {at_paper}\n  smaller scales: {smaller}\n  rule of {entry.rule()}")
         for line in entry.evidence() if evidence else []:
             typer.echo(f"    {line}")
 

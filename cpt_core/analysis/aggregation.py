@@ -11,6 +11,7 @@ from matplotlib.figure import Figure
 
 from cpt_core.analysis.groups import aggregation_groups, named
 from cpt_core.analysis.pages import Section
+from cpt_core.analysis.statistics import paired
 from cpt_core.analysis.style import COLORS, drawing, title
 
 NAMES = {"fp": ("FP-Agg", COLORS["small"]), "quantized": ("Q-Agg", COLORS["large"])}
@@ -26,11 +27,14 @@ def aggregation_difference(runs: pd.DataFrame, metric: str = "accuracy") -> pd.D
     for column in ("dataset", "model", "scale", "q_max"):
         if runs[column].nunique() > 1:
             raise ValueError(f"rows mix {column}s: {', '.join(sorted(map(str, runs[column].unique())))}; choose one")
-    wide = runs.pivot_table(index=["arm", "seed"], columns="aggregation", values=metric, aggfunc="first")
-    if not {"fp", "quantized"} <= set(wide.columns):
-        raise ValueError(f"rows of both aggregations are needed, there are: {', '.join(wide.columns) or 'none'}")
-    difference = (wide["quantized"] - wide["fp"]).dropna()
-    return difference.rename("difference").reset_index()
+    kinds = sorted(runs["aggregation"].unique())
+    if not {"fp", "quantized"} <= set(kinds):
+        raise ValueError(f"rows of both aggregations are needed, there are: {', '.join(kinds) or 'none'}")
+    found = {
+        arm: paired(part[part["aggregation"] == "quantized"], part[part["aggregation"] == "fp"], metric)
+        for arm, part in runs.groupby("arm")
+    }
+    return pd.concat(found, names=["arm", "seed"]).rename("difference").reset_index()
 
 
 def summary(runs: pd.DataFrame) -> pd.DataFrame:
@@ -43,6 +47,7 @@ def summary(runs: pd.DataFrame) -> pd.DataFrame:
             "Q-Agg minus FP-Agg, points": [f"{100 * mean:+.2f}" for mean in points["mean"]],
             "std": [f"{100 * std:.2f}" if std == std else "–" for std in points["std"]],
             "seeds": points["count"].to_numpy(),
+            "diverged": runs.groupby("arm")["diverged"].sum().reindex(points.index).to_numpy(),
         }
     )
 
@@ -65,16 +70,22 @@ def figure_5(runs: pd.DataFrame, bits: int = 8) -> Figure:
 
 
 def _curves(ax: Axes, runs: pd.DataFrame, bits: int) -> None:
-    finished = runs[(runs["status"] == "ok") & (runs["arm"] == f"static {bits}")]
+    part = runs[runs["arm"] == f"static {bits}"]
     for kind, (name, color) in NAMES.items():
+        mine = part[part["aggregation"] == kind]
         curves = [
             [(e["step"], 100 * e.get("valid", e["test"])["accuracy"]) for e in evaluations]
-            for evaluations in finished.loc[finished["aggregation"] == kind, "evaluations"]
+            for evaluations in mine.loc[mine["status"] == "ok", "evaluations"]
         ]
-        if not curves:
+        lost = int(mine["diverged"].sum())
+        label = f"{name}, static {bits} bits" + (f" ({lost} of {len(mine)} diverged)" if lost else "")
+        if not curves and not lost:
             raise ValueError(f"no finished run of static {bits} with {name}")
+        if not curves:
+            ax.plot([], [], color=color, label=label)
+            continue
         steps, values = np.array(curves[0])[:, 0], np.array([[v for _, v in c] for c in curves])
-        ax.plot(steps, values.mean(0), color=color, label=f"{name}, static {bits} bits", linewidth=1.4)
+        ax.plot(steps, values.mean(0), color=color, label=label, linewidth=1.4)
         ax.fill_between(steps, values.min(0), values.max(0), color=color, alpha=0.15, linewidth=0)
     ax.set(xlabel="training step", ylabel="validation accuracy (%)")
     ax.legend(loc="lower right", fontsize=8)

@@ -15,7 +15,7 @@ from matplotlib.figure import Figure
 from cpt_core.analysis.groups import deficit_groups, named
 from cpt_core.analysis.metrics import intervals, metric_named, metric_of
 from cpt_core.analysis.pages import Section
-from cpt_core.analysis.statistics import interval
+from cpt_core.analysis.statistics import interval, paired
 from cpt_core.analysis.style import COLORS, drawing, title
 from cpt_core.experiments.recipe import Metric
 from cpt_core.paths import paper_dir
@@ -33,8 +33,8 @@ def deficits(runs: pd.DataFrame, metric: str | None = None) -> pd.DataFrame:
     Returns:
         Columns: experiment ("length": low steps at the start make training longer; "window": they lie within a fixed
         length), arm, recipe (as in ``runs``), place ("none", "start", "inside", "end"), start, stop, total (steps);
-        mean, std, n and diverged runs; difference to the control with low and high (95 %, paired), worse (seeds below
-        the control); paper_arm, the name in the paper's table 1.
+        mean, std, n and how many of them diverged; difference to the control with low and high (95 %, paired), worse
+        (seeds below the control); paper_arm, the name in the paper's table 1.
 
     Paper: section 5, figure 8, table 1.
     """
@@ -48,7 +48,7 @@ def deficits(runs: pd.DataFrame, metric: str | None = None) -> pd.DataFrame:
     lines = []
     for key, family in families.items():
         total = int(family["total_steps"].iloc[0])
-        control = family[family["stop"] == 0].groupby("seed")[metric].first()
+        control = family[family["stop"] == 0]
         at_start = int(max(family.loc[family["start"] == 0, "stop"], default=0))
         length = not is_window[key] and total - at_start == after
         for arm, part in family.groupby("arm", sort=False):
@@ -73,16 +73,16 @@ def _normal_length(candidates: list[pd.DataFrame], families: list[pd.DataFrame])
     return max(left, key=lambda n: (n in unharmed, left[n], n), default=0)
 
 
-def _against(part: pd.DataFrame, control: pd.Series, metric: str) -> dict[str, Any]:
+def _against(part: pd.DataFrame, control: pd.DataFrame, metric: str) -> dict[str, Any]:
     """One arm beside its control, by seed."""
     start, stop, total = (int(part[name].iloc[0]) for name in ("start", "stop", "total_steps"))
     values = part.groupby("seed")[metric].first()
-    difference = (values - control).dropna() if stop else values.iloc[:0]
+    difference = paired(part, control, metric) if stop else values.iloc[:0]
     mean, low, high = interval(difference)
     return {
         "place": "none" if not stop else "start" if not start else "end" if stop == total else "inside",
         "start": start, "stop": stop, "mean": values.mean(), "std": values.std(), "n": int(values.count()),
-        "diverged": int((part["status"] == "diverged").sum()), "difference": mean, "low": low, "high": high,
+        "diverged": int(part["diverged"].sum()), "difference": mean, "low": low, "high": high,
         "worse": int((metric_named(metric).better * difference < 0).sum()),
     }  # fmt: skip
 

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import cache
 
 import numpy as np
 import pandas as pd
 
 from cpt_core.analysis import aggregation, critical_periods, groups, predictors, quality_cost, statistics
-from cpt_core.analysis.metrics import metric_named, metric_of
+from cpt_core.analysis.metrics import interval_text, metric_named, metric_of
 from cpt_core.experiments.recipes import recipe
 from cpt_core.schedules.make import make_schedule
 from cpt_core.schedules.profiles import SUITE
@@ -21,27 +22,54 @@ Interval = tuple[float, float, float]  # mean, low, high
 
 @dataclass(frozen=True)
 class Effect:
-    """What one experiment says: an effect in the claim's direction with its 95 % interval, and over how many seeds.
+    """What one experiment says, in the direction of a claim.
 
-    ``n`` of a correlation is the number of arms; what is said names both.
+    Attributes:
+        experiment: what was trained, in words; ``place`` the same in short: data set and model; ``bits`` its q_min.
+        scale: of the runs; "exact" of what is computed.
+        at: the effect with its interval at 1 - alpha, from alpha.
+        n: seeds that were compared.
+        what: what was compared.
+        stores: that the runs are in.
+        task: of the runs.
+        dataset: of the runs.
+        started: when the runs that were compared were started, ISO.
+        diverged: how many of them did.
+        others: the same effect against further controls; all have to agree.
     """
 
     experiment: str
     scale: str
-    interval: Interval
+    at: Callable[[float], Interval]
     n: int
     what: str
+    place: str = ""
+    bits: str = ""
     stores: tuple[str, ...] = ()
-    domain: str = ""
+    task: str = ""
     dataset: str = ""
+    started: tuple[str, ...] = ()
+    diverged: int = 0
+    others: tuple[Effect, ...] = ()
+
+    @property
+    def interval(self) -> Interval:
+        """The effect with the interval that is shown."""
+        return self.at(statistics.ALPHA)
 
     def __str__(self) -> str:
         """Return it in words; exact ones have no interval."""
         if self.scale == "exact":
             return self.what
+        return f"{self.experiment}: {'; '.join(e.number() for e in (self, *self.others))}"
+
+    def number(self) -> str:
+        """Return what was compared with its effect."""
         mean, low, high = self.interval
-        shown = f" [{low:+.2f}, {high:+.2f}]" if low == low else ""
-        return f"{self.experiment}: {self.what}: {mean:+.2f}{shown}, n = {self.n}"
+        lost = f", {self.diverged} of {len(self.started)} runs diverged" if self.diverged else ""
+        if mean != mean:
+            return f"{self.what}: no seed to compare{lost}"
+        return f"{self.what}: {interval_text(mean, low, high)}, n = {self.n}{lost}"
 
 
 @dataclass(frozen=True)
@@ -49,7 +77,8 @@ class Claim:
     """One line of ``claims.csv``.
 
     ``a`` and ``b`` are what is compared, ``tasks`` limits it to a task ("" for all), ``grids`` are those of the paper's
-    scale that decide it.
+    scale that decide it. ``since`` says when its rule was changed last (UTC), ``rule`` is the fingerprint of that rule
+    (``rules.fingerprint``): `git log -S RULE data/paper/claims.csv` names the commit.
     """
 
     id: str
@@ -62,27 +91,27 @@ class Claim:
     test: str
     margin: float
     grids: str
+    since: str
+    rule: str
 
 
-def _effect(runs: pd.DataFrame, differences: Iterable[float], what: str) -> Effect:
-    """Make an effect of paired differences in stored units, positive in the claim's direction."""
+def _effect(runs: pd.DataFrame, differences: Iterable[float], what: str, others: tuple[Effect, ...] = ()) -> Effect:
+    """Make an effect of differences by seed, as stored and positive in the claim's direction; of the runs compared."""
     values = metric_named(metric_of(runs)).factor * np.asarray(list(differences), dtype=float)
+    return _of(runs, lambda alpha: statistics.interval(values, alpha), len(values), what, others)
+
+
+def _of(
+    runs: pd.DataFrame, at: Callable[[float], Interval], n: int, what: str, others: tuple[Effect, ...] = ()
+) -> Effect:
+    first = runs.iloc[0]
+    dataset = str(first["dataset"]).rstrip("/")
     return Effect(
-        _name(runs), runs["scale"].iloc[0], statistics.interval(values), len(values), what, _stores(runs),
-        dataset=_dataset(runs),
+        f"{groups.title_of(runs)}, {first['q_min']} to {runs['q_max'].max()} bits", str(first["scale"]), at, n, what,
+        f"{dataset}/{first['model']}", f"q_min {first['q_min']}",
+        tuple(sorted({store.rpartition("/")[2] for store in runs["store"] if store})), str(first["task"]), dataset,
+        tuple(runs["started"]), int(runs["diverged"].sum()), others,
     )  # fmt: skip
-
-
-def _stores(runs: pd.DataFrame) -> tuple[str, ...]:
-    return tuple(sorted({store.rpartition("/")[2] for store in runs["store"] if store}))
-
-
-def _dataset(runs: pd.DataFrame) -> str:
-    return str(runs["dataset"].iloc[0]).rstrip("/")
-
-
-def _name(runs: pd.DataFrame) -> str:
-    return f"{groups.title_of(runs)}, {runs['q_min'].iloc[0]} to {runs['q_max'].iloc[0]} bits"
 
 
 def _quality(runs: pd.DataFrame) -> pd.DataFrame:
@@ -92,21 +121,20 @@ def _quality(runs: pd.DataFrame) -> pd.DataFrame:
     return runs.assign(quality=values)
 
 
-def _minus(runs: pd.DataFrame, a: str, b: str) -> pd.Series:
-    """Quality of ``a`` minus that of ``b`` by seed, arms or groups of savings; empty when there is no such arm."""
+def _minus(runs: pd.DataFrame, a: str, b: str, words: str = "") -> Iterator[Effect]:
+    """Quality of ``a`` minus that of ``b``, arms or groups of savings; nothing when one of them was not run."""
     runs = _quality(runs)
     try:
-        return (quality_cost.of_arms(runs, a, "quality") - quality_cost.of_arms(runs, b, "quality")).dropna()
+        sides = quality_cost.runs_of(runs, a), quality_cost.runs_of(runs, b)
     except ValueError:
-        return pd.Series(dtype=float)
+        return
+    yield _effect(pd.concat(sides), statistics.paired(*sides, "quality"), f"{a} minus {b}{words}")
 
 
 def _arms(runs: pd.DataFrame, claim: Claim) -> Iterator[Effect]:
     for group in groups.quality_cost_groups(runs):
         if group["aggregation"].iloc[0] in ("", "fp") and group["q_max"].iloc[0] == 8:
-            differences = _minus(group, claim.a, claim.b)
-            if len(differences):
-                yield _effect(group, differences, f"{claim.a} minus {claim.b}")
+            yield from _minus(group, claim.a, claim.b)
 
 
 def _aggregation(runs: pd.DataFrame, claim: Claim) -> Iterator[Effect]:
@@ -118,34 +146,33 @@ def _aggregation(runs: pd.DataFrame, claim: Claim) -> Iterator[Effect]:
 def _top_bits(runs: pd.DataFrame, claim: Claim) -> Iterator[Effect]:
     """Static training at its own q_max, gradients included, in one recipe: ``a`` minus ``b``."""
     for group in groups.top_groups(runs):
-        differences = _minus(group, claim.a, claim.b)
-        if len(differences):
-            yield _effect(group, differences, f"{claim.a} minus {claim.b}, gradients too")
+        yield from _minus(group, claim.a, claim.b, ", gradients too")
 
 
 def _correlation(runs: pd.DataFrame, claim: Claim) -> Iterator[Effect]:
     """Rank correlation of cost and quality; with ``a`` what a predictor's is more than that of cost."""
+    columns = ("difference", "difference_low", "difference_high") if claim.a else ("strength", "low", "high")
+    what = f"strength of {claim.a.replace('_', ' ')} minus that of cost" if claim.a else "rank correlation"
     for group in groups.quality_cost_groups(runs):
+
+        @cache
+        def line(alpha: float, group: pd.DataFrame = group) -> pd.Series:
+            found = predictors.predictors(group, alpha=alpha).set_index("predictor")
+            return found.loc[claim.a or "relative_cost"]
+
+        def at(alpha: float, line: Callable[[float], pd.Series] = line) -> Interval:
+            mean, low, high = line(alpha)[list(columns)]
+            return mean, low, high
+
         try:
-            found = predictors.predictors(group).set_index("predictor")
+            first = line(statistics.ALPHA)
         except ValueError:  # too few arms or seeds
             continue
-        line = found.loc[claim.a or "relative_cost"]
-        over = f"over {line.arms} arms, {line.seeds} seeds"
-        if claim.a:
-            interval = (line.difference, line.difference_low, line.difference_high)
-            what = f"strength of {claim.a.replace('_', ' ')} minus that of cost {over}"
-        else:
-            interval = (line.strength, line.low, line.high)
-            what = f"rank correlation {over}"
-        first = group.iloc[0]
-        yield Effect(
-            _name(group), first["scale"], interval, int(line.arms), what, _stores(group), first["task"], _dataset(group)
-        )
+        yield _of(group, at, int(first.seeds), f"{what} over {first.arms} arms")
 
 
 def _deficit_length(runs: pd.DataFrame, claim: Claim) -> Iterator[Effect]:
-    """The longest deficit at the start against the weaker of two trainings without one.
+    """The longest deficit at the start against two trainings without one, which have to agree.
 
     Lasting damage shows against both: worse than the normal training alone (else low steps are worth less than good
     ones, but harm nothing), and worse than training of the same length at q_max (else it is the length that harms).
@@ -157,15 +184,12 @@ def _deficit_length(runs: pd.DataFrame, claim: Claim) -> Iterator[Effect]:
         if deficits.empty:
             continue
         longest = deficits.sort_values("stop").iloc[-1]
-        controls = {
-            f"{r.total} steps at q_max": _by_seed(group, r.arm, r.recipe)
-            for r in clean[clean.total.isin([longest.total, clean.total.min()])].itertuples()
-        }
-        if controls:
-            weaker = min(controls, key=lambda name: controls[name].mean())
-            differences = controls[weaker] - _by_seed(group, longest.arm, longest.recipe)
-            what = f"{weaker} minus a deficit of {longest.stop} of {longest.total} steps"
-            yield _effect(group, differences.dropna(), what)
+        effects: tuple[Effect, ...] = ()
+        for r in clean[clean.total.isin([longest.total, clean.total.min()])].sort_values("total").itertuples():
+            what = f"{r.total} steps at q_max minus a deficit of {longest.stop} of {longest.total} steps"
+            effects += (_arm_minus(group, (r.arm, r.recipe), (longest.arm, longest.recipe), what),)
+        if effects:
+            yield replace(effects[0], others=effects[1:])
 
 
 def _deficit_window(runs: pd.DataFrame, claim: Claim) -> Iterator[Effect]:
@@ -175,24 +199,26 @@ def _deficit_window(runs: pd.DataFrame, claim: Claim) -> Iterator[Effect]:
         inner = found[(found.experiment == "window") & found.place.isin(["start", "inside"])].sort_values("start")
         if len(inner) > 1 and inner.start.iloc[0] == 0:
             first, last = inner.iloc[0], inner.iloc[-1]
-            differences = _by_seed(group, last.arm, first.recipe) - _by_seed(group, first.arm, first.recipe)
-            yield _effect(group, differences.dropna(), f"window {last.arm} minus {first.arm}")
+            what = f"window {last.arm} minus {first.arm}"
+            yield _arm_minus(group, (last.arm, first.recipe), (first.arm, first.recipe), what)
 
 
-def _by_seed(runs: pd.DataFrame, arm: str, recipe: str) -> pd.Series:
-    part = _quality(runs[(runs["recipe"] == recipe) & (runs["arm"] == arm)])
-    return part.groupby("seed")["quality"].first()
+def _arm_minus(runs: pd.DataFrame, a: tuple[str, str], b: tuple[str, str], what: str) -> Effect:
+    """Quality of ``a`` minus that of ``b``, each an arm of a recipe."""
+    runs = _quality(runs)
+    x, y = (runs[(runs["arm"] == arm) & (runs["recipe"] == recipe)] for arm, recipe in (a, b))
+    return _effect(pd.concat([x, y]), statistics.paired(x, y, "quality"), what)
 
 
 def _cycles(runs: pd.DataFrame, claim: Claim) -> Iterator[Effect]:
-    """The same schedule with ``a`` and with ``b`` cycles, in recipes that differ in nothing else."""
+    """The same schedules with ``a`` and with ``b`` cycles, in recipes that differ in nothing else."""
     for group in groups.cycle_groups(runs):
-        wide = _quality(group).pivot_table(index=["arm", "seed"], columns="n_cycles", values="quality")
-        if {int(claim.a), int(claim.b)} <= set(wide.columns):
-            both = (wide[int(claim.a)] - wide[int(claim.b)]).dropna()
-            if len(both):
-                arms = ", ".join(sorted(both.index.unique("arm")))
-                yield _effect(group, both.groupby("seed").mean(), f"{claim.a} minus {claim.b} cycles of {arms}")
+        sides = [_quality(group[group["n_cycles"] == int(n)]) for n in (claim.a, claim.b)]
+        arms = sorted(set(sides[0]["arm"]) & set(sides[1]["arm"]))
+        if arms:
+            x, y = (side[side["arm"].isin(arms)] for side in sides)
+            what = f"{claim.a} minus {claim.b} cycles of {', '.join(arms)}"
+            yield _effect(pd.concat([x, y]), statistics.paired(x, y, "quality"), what)
 
 
 def _delay(runs: pd.DataFrame, claim: Claim) -> Iterator[Effect]:
@@ -201,11 +227,12 @@ def _delay(runs: pd.DataFrame, claim: Claim) -> Iterator[Effect]:
         for arm in group["arm"].unique():
             base = re.fullmatch(r"(RR.*) delayed [\d.]+ %", arm)
             if base:
-                yield _effect(group, _minus(group, arm, base[1]), f"{arm} minus {base[1]}, at one cost")
+                yield from _minus(group, arm, base[1], ", at one cost")
 
 
 def _exact(name: str, right: bool, what: str) -> Iterator[Effect]:
-    yield Effect(name, "exact", (1.0 if right else -1.0,) * 3, LEAST_SEEDS, what)
+    value = 1.0 if right else -1.0
+    yield Effect(name, "exact", lambda alpha: (value, value, value), LEAST_SEEDS, what)
 
 
 def _ptb_costs(runs: pd.DataFrame, claim: Claim) -> Iterator[Effect]:

@@ -14,7 +14,7 @@ from matplotlib.figure import Figure
 from cpt_core.analysis.groups import equal_cost_groups, named
 from cpt_core.analysis.metrics import intervals, metric_named, metric_of
 from cpt_core.analysis.pages import Section
-from cpt_core.analysis.statistics import interval
+from cpt_core.analysis.statistics import interval, paired
 from cpt_core.analysis.style import COLORS, drawing, title
 from cpt_core.experiments.recipe import Metric
 
@@ -29,28 +29,32 @@ def equal_cost(runs: pd.DataFrame, metric: str | None = None, within: float = 0.
 
     Returns:
         For each budget (RR, or RR bent to a budget) one line per arm: base, arm, spent (BitOps as a share of those of
-        the base), mean, std, n; difference to the base in quality, positive when better, with low and high (95 %,
-        paired over seeds), better (seeds above the base).
+        the base), mean, std, n and how many of them diverged; difference to the base in quality, positive when better,
+        with low and high (95 %, paired over seeds), better (seeds above the base), pairs. A run that diverged counts
+        with the worst value of the task and the BitOps that it would have spent.
     """
     metric = metric or metric_of(runs)
-    runs = runs[runs["status"] == "ok"]
+    runs = runs[runs[metric].notna()]
+    planned = runs["relative_cost"] * runs["total_steps"]
+    unit = (runs["bitops"] / planned)[~runs["diverged"]].median()
+    runs = runs.assign(bitops=runs["bitops"].where(~runs["diverged"], unit * planned))
     lines = []
     for base in [a for a in runs["arm"].unique() if re.fullmatch(r"RR( at [\d.]+)?", a)]:
-        reference = runs[runs["arm"] == base].set_index("seed")
+        reference = runs[runs["arm"] == base]
         # RR of other budgets, delayed or not, belongs to them even where its cost is near
         other = runs["arm"].str.startswith("RR") & ~runs["arm"].str.match(rf"{re.escape(base)}( delayed|$)")
         for arm, part in runs[~other].groupby("arm", sort=False):
             spent = float(part["bitops"].mean() / reference["bitops"].mean())
             if abs(spent - 1) <= within:
-                values = part.set_index("seed")[metric]
-                gains = (metric_named(metric).better * (values - reference[metric])).dropna()
+                values, gains = part[metric], metric_named(metric).better * paired(part, reference, metric)
                 gains = gains if arm != base else gains.iloc[:0]
                 mean, low, high = interval(gains)
                 lines.append(
                     {
                         "base": base, "arm": arm, "spent": spent, "mean": values.mean(), "std": values.std(),
-                        "n": int(values.count()), "difference": mean, "low": low, "high": high,
-                        "better": int((gains > 0).sum()),
+                        "n": int(values.count()), "diverged": int(part["diverged"].sum()),
+                        "difference": mean, "low": low, "high": high,
+                        "better": int((gains > 0).sum()), "pairs": len(gains),
                     }
                 )  # fmt: skip
     if not lines:
@@ -70,7 +74,8 @@ def summary(runs: pd.DataFrame) -> pd.DataFrame:
             "std": metric.text(found["std"]),
             "n": found.n,
             "better than RR by [95 %]": intervals(replace(metric, digits=metric.digits + 1), found),
-            "better": [f"{r.better} of {r.n}" if r.arm != r.base else "" for r in found.itertuples()],
+            "better": [f"{r.better} of {r.pairs}" if r.arm != r.base else "" for r in found.itertuples()],
+            "diverged": found.diverged,
         }
     )
 
@@ -82,24 +87,25 @@ def equal_cost_figure(runs: pd.DataFrame, metric: str | None = None) -> Figure:
     """
     name = metric or metric_of(runs)
     drawn, found = metric_named(name), equal_cost(runs, name)
-    finished = runs[runs["status"] == "ok"]
-    wide = finished.pivot_table(index="seed", columns="arm", values=name, aggfunc="first") * drawn.better * drawn.factor
+    counted = runs[runs[name].notna()]
     bases = list(found.base.unique())
     size = (7.5, 0.6 + 1.9 * len(bases))
     with drawing(len(bases), figsize=size, sharex=True) as (figure, axes):
         for ax, base in zip(axes[:, 0], bases, strict=True):
-            _gains(ax, found[(found.base == base) & (found.arm != base)].reset_index(drop=True), wide, drawn)
+            _gains(ax, found[(found.base == base) & (found.arm != base)].reset_index(drop=True), counted, drawn)
             ax.set_title(f"at the cost of {base}", fontsize=9, loc="left")
         what = f"{drawn.label.split(' (')[0]} {drawn.unit}".rstrip()
         axes[-1, 0].set_xlabel(f"difference to RR at the same BitOps in {what}; right is better")
-        figure.suptitle(title(finished), fontsize=10)
+        lost = int(counted["diverged"].sum())
+        figure.suptitle(title(counted) + (f"; {lost} runs diverged" if lost else ""), fontsize=10)
     return figure
 
 
-def _gains(ax: Axes, arms: pd.DataFrame, wide: pd.DataFrame, metric: Metric) -> None:
-    """Draw the arms of one budget from the top down; ``wide`` holds the quality of every seed and arm."""
+def _gains(ax: Axes, arms: pd.DataFrame, runs: pd.DataFrame, metric: Metric) -> None:
+    """Draw the arms of one budget from the top down."""
     for y, r in zip(range(len(arms))[::-1], arms.itertuples(), strict=True):
-        gains = (wide[r.arm] - wide[r.base]).dropna()
+        pairs = paired(runs[runs["arm"] == r.arm], runs[runs["arm"] == r.base], metric.name)
+        gains = metric.better * metric.factor * pairs
         group = "static" if r.arm.startswith("static") else "large" if "RR" in r.arm else "small"
         ax.plot(gains, np.full(len(gains), y), "o", color=COLORS[group], alpha=0.3, markersize=4)
         ax.errorbar(
@@ -117,7 +123,7 @@ def sections(runs: pd.DataFrame) -> Iterator[Section]:
     for name, group in named(equal_cost_groups(runs)):
         try:
             found = equal_cost(group)
-        except ValueError:  # RR itself is missing or failed
+        except ValueError:  # RR itself is missing
             continue
         if (found.arm != found.base).any():
             drawn, alt = equal_cost_figure(group), "differences to RR at the same cost"

@@ -25,8 +25,8 @@ def quality_cost_groups(runs: pd.DataFrame) -> list[pd.DataFrame]:
 
 
 def aggregation_groups(runs: pd.DataFrame) -> list[pd.DataFrame]:
-    """Pick the finished runs of static q_max, by recipe, where there are some of both aggregations."""
-    top = runs[(runs["status"] == "ok") & (runs["aggregation"] != "") & at_top(runs)]
+    """Pick the runs of static q_max that count, by recipe, where there are some of both aggregations."""
+    top = runs[runs["accuracy"].notna() & (runs["aggregation"] != "") & at_top(runs)]
     parts = _split(top, "recipe_but_aggregation", "q_max", "scale")
     return [part for part in parts if part["aggregation"].nunique() == 2]
 

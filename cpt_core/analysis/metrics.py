@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 import pandas as pd
 
 from cpt_core.experiments.recipe import ACCURACY, LOSS, Metric
@@ -13,6 +16,11 @@ METRICS: dict[str, Metric] = {m.name: m for e in EXPERIMENTS.values() for m in e
 def main_metric(task: str) -> Metric:
     """Return the main metric of a task; rows may be of a task that is not here any more."""
     return EXPERIMENTS[task].metric if task in EXPERIMENTS else ACCURACY
+
+
+def worst_value(task: str, metric: Metric, recipe: Mapping[str, Any]) -> float:
+    """Return what a run that diverged counts; NaN where nothing is stated, or the task is not here any more."""
+    return EXPERIMENTS[task].worst(metric, recipe) if task in EXPERIMENTS else float("nan")
 
 
 def metric_of(runs: pd.DataFrame) -> str:

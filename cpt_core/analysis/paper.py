@@ -27,8 +27,9 @@ def summary(runs: pd.DataFrame) -> pd.DataFrame:
             same &= np.array([pair in arms for pair in zip(runs["arm"], runs["recipe"], strict=True)], dtype=bool)
         else:
             same &= runs["arm"] == p.arm
-        values = runs.loc[same, p.metric].dropna() * UNITS[p.unit]
+        values, lost = runs.loc[same, p.metric].dropna() * UNITS[p.unit], int(runs.loc[same, "diverged"].sum())
         ours = spread_text(PRINTED, values.mean(), values.std(), len(values)) if len(values) else "not run"
+        ours += f", {lost} diverged" if lost else ""
         name = f"{p.artefact.replace('_', ' ')}: {p.dataset}, {p.model}"
         lines.append((name, p.arm, p.metric, f"{p.value:g} {p.unit}", ours, p.place))
     return pd.DataFrame(lines, columns=["what", "arm", "metric", "paper", "ours +- std", "where it stands"])

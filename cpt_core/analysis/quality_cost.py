@@ -14,17 +14,21 @@ from cpt_core.analysis.groups import at_q_max, named, quality_cost_groups
 from cpt_core.analysis.metrics import metric_named, metric_of
 from cpt_core.analysis.pages import Section
 from cpt_core.analysis.predictors import rank_correlation, sentence
+from cpt_core.analysis.statistics import by_seed, paired
 from cpt_core.analysis.style import COLORS, LABELS, drawing, legend_below, title
 from cpt_core.experiments.recipe import Metric
 from cpt_core.experiments.recipes import EXPERIMENTS
 from cpt_core.paths import paper_dir
 
 GROUPS = ("large", "medium", "small")  # of savings
-SILENT = {"paper": "not in the paper", "diverged": 0, "failed": 0}  # columns that a page needs where they say more
+SILENT = {"paper": "not in the paper", "failed": 0}  # columns that a page needs where they say more
 
 
 def by_arm(runs: pd.DataFrame, metric: str | None = None) -> pd.DataFrame:
-    """Return mean, standard deviation (n - 1) and n of a metric per arm, with costs and the number of diverged runs.
+    """Return mean, standard deviation (n - 1) and n of a metric per arm, with costs and lost runs.
+
+    ``diverged`` are those of the n that broke and count with the worst value of the task, ``failed`` those that do not
+    count and are to be run again (``runs.table``).
 
     Args:
         runs: of one experiment.
@@ -40,7 +44,8 @@ def by_arm(runs: pd.DataFrame, metric: str | None = None) -> pd.DataFrame:
     for column in ("dataset", "model", "scale", "preset", "q_min", "recipe"):
         if runs[column].nunique() > 1:
             raise ValueError(f"rows mix {column}s: {', '.join(sorted(map(str, runs[column].unique())))}; choose one")
-    groups = runs.groupby(["q_max", "arm"], sort=False)
+    failed = (runs["status"] == "failed") & ~runs["diverged"]
+    groups = runs.assign(failed=failed).groupby(["q_max", "arm"], sort=False)
     out = groups.agg(
         savings=("savings", "first"),
         relative_cost=("relative_cost", "first"),
@@ -49,8 +54,8 @@ def by_arm(runs: pd.DataFrame, metric: str | None = None) -> pd.DataFrame:
         mean=(metric, "mean"),
         std=(metric, "std"),
         n=(metric, "count"),
-        diverged=("status", lambda status: int((status == "diverged").sum())),
-        failed=("status", lambda status: int((status == "failed").sum())),
+        diverged=("diverged", "sum"),
+        failed=("failed", "sum"),
     )
     return out.reset_index()
 
@@ -76,7 +81,7 @@ def paired_difference(
     """
     metric = metric or metric_of(runs)
     runs = at_q_max(runs, q_max)
-    return (of_arms(runs, a, metric) - of_arms(runs, b, metric)).dropna()
+    return paired(runs_of(runs, a), runs_of(runs, b), metric)
 
 
 def of_arms(runs: pd.DataFrame, name: str, value: str) -> pd.Series:
@@ -84,12 +89,15 @@ def of_arms(runs: pd.DataFrame, name: str, value: str) -> pd.Series:
 
     Of a group only the seeds count that all its arms in the table have. ValueError when there is no such arm.
     """
+    return by_seed(runs_of(runs, name), value)[value]
+
+
+def runs_of(runs: pd.DataFrame, name: str) -> pd.DataFrame:
+    """Return the runs of an arm or of a savings group ("large", "medium", "small"); ValueError when there are none."""
     part = runs[runs["savings" if name in GROUPS else "arm"] == name]
     if part.empty:
         raise ValueError(f"no rows for {name!r}; there are {', '.join(sorted(runs['arm'].unique()))}")
-    return (
-        part.pivot_table(index="seed", columns="arm", values=value, aggfunc="first", dropna=False).dropna().mean(axis=1)
-    )
+    return part
 
 
 def compare_with_paper(runs: pd.DataFrame, artefact: str | None = None, metric: str | None = None) -> pd.DataFrame:
@@ -192,7 +200,7 @@ def figure_3(
         axes[0][0].set_ylabel(drawn.label)
         legend_below(figure, axes[0][0])
         lost = int(arms.diverged.sum() + arms.failed.sum())
-        note = f"; {lost} runs diverged or failed" if lost else ""
+        note = f"; {lost} runs diverged or failed" if lost else ""  # those that diverged are in the means
         figure.suptitle(title(runs, f", {runs['scale'].iloc[0]} scale") + note, fontsize=10)
     return figure
 
@@ -264,7 +272,8 @@ def sections(runs: pd.DataFrame) -> Iterator[Section]:
         arms, metric = by_arm(group), metric_of(group)
         several = len(arms) > 1
         drawn = figure_3(group, xs=("relative_cost", "noise_exposure"), front=True) if several else None
-        ranked = (arms["mean"].notna() & arms.savings.isin(GROUPS)).sum() >= 3  # runs that failed have no mean
+        # runs that failed have no mean; where all diverged there is nothing to rank
+        ranked = (arms["mean"].notna() & arms.savings.isin(GROUPS)).sum() >= 3 and (arms.n > arms.diverged).any()
         notes = (sentence(rank_correlation(group), metric),) if ranked else ()
         shown = summary(group)
         silent = [column for column, said in SILENT.items() if (shown[column] == said).all()]

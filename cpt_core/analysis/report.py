@@ -101,7 +101,7 @@ def summary(scale: str) -> list[str]:
         counts = ", ".join(f"{n} {status}" for status, n in runs["status"].value_counts().items())
         lines.append(f"{experiment}: {counts}")
         name, arms = metric_of(runs), quality_cost.by_arm(runs)
-        if arms["mean"].isna().all():  # every run failed
+        if (arms.n == arms.diverged).all():  # no run finished
             continue
         metric = metric_named(name)
         said = []
@@ -161,9 +161,10 @@ def _sources(runs: pd.DataFrame) -> pd.DataFrame:
     for store, part in runs.groupby("store"):
         devices, torch, commits = (", ".join(sorted(set(part[name]))) for name in ("device", "torch", "commit"))
         hours, days = part["seconds"].sum() / 3600, f"{part['day'].min()} to {part['day'].max()}"
-        failed = int((part["status"] == "failed").sum())
-        lines.append((store, len(part), failed, devices, f"{hours:.2f}", torch, commits, days))
-    columns = ["store", "runs that count", "failed", "device", "hours", "torch", "commit", "started"]
+        diverged = int(part["diverged"].sum())
+        failed = int(((part["status"] == "failed") & ~part["diverged"]).sum())
+        lines.append((store, len(part), diverged, failed, devices, f"{hours:.2f}", torch, commits, days))
+    columns = ["store", "runs that count", "diverged", "failed", "device", "hours", "torch", "commit", "started"]
     return pd.DataFrame(lines, columns=columns)
 
 

@@ -17,7 +17,7 @@ from typing import Any
 
 import pandas as pd
 
-from cpt_core.analysis.metrics import METRICS, main_metric
+from cpt_core.analysis.metrics import METRICS, main_metric, metric_named, worst_value
 from cpt_core.paths import ROOT, results_dir, runs_dir
 from cpt_core.schedules.profiles import savings_of
 from cpt_core.sweeps.stores import Row, load_rows, newest
@@ -31,11 +31,17 @@ TYPES = {
     "recipe_but_aggregation": "string", "recipe_but_cycles": "string", "recipe_but_length": "string",
     "total_steps": "Int64", "n_cycles": "Int64", "lr": "float64", "learning_rates": "Int64", "kind": "string",
     "start": "Int64", "stop": "Int64", "equal_cost": "bool", "bitops_per_op": "float64", "first_loss": "float64",
-    "last_loss": "float64", "valid": "float64", "data_checksum": "string", "dirty": "boolean", "torch": "string",
-    "store": "string",
+    "last_loss": "float64", "valid": "float64", "diverged": "bool", "data_checksum": "string",
+    "dirty": "boolean", "torch": "string", "store": "string",
 }  # fmt: skip
 
 FORMULA = r"^([=+\-@\t\r])"
+# failures that say nothing of the arm: memory, time, files, libraries, the device, the end of the process
+OUTSIDE = re.compile(
+    r"\Atook longer than|\Athe process of the run|CUDA error|"
+    r"^[\w.]*(MemoryError|OSError|FileNotFoundError|PermissionError|ImportError|ModuleNotFoundError)\b",
+    re.M,
+)
 EQUAL_COST_ARM = re.compile(r"^RR at |delayed [\d.]+ %$|, \d+ of \d+ steps$")  # arms that only equal cost needs
 
 
@@ -112,7 +118,11 @@ def committed(*names: str) -> pd.DataFrame:
 
 
 def table(rows: Iterable[Row]) -> pd.DataFrame:
-    """Return one line per run: arm, seed, settings, costs, status and the test metrics (NaN when it did not finish).
+    """Return one line per run: arm, seed, settings, costs, status and the test metrics.
+
+    ``diverged`` marks runs that broke: their loss was not finite, or an error of their own ended them. They count, with
+    the worst value of their task as metrics (``Experiment.worst``). A run that failed for a reason outside of it, such
+    as memory, time or missing data, has NaN and is to be run again.
 
     Metrics at q_max bits are called by their name, such as "accuracy", and "accuracy_best_valid" at the best step on
     held-out data; "_current" marks those at the bits of the step. Those of ``METRICS`` are always there. Values are as
@@ -125,11 +135,26 @@ def table(rows: Iterable[Row]) -> pd.DataFrame:
     the schedule is of another kind); ``equal_cost`` marks arms that only such an experiment has; ``first_loss`` and
     ``last_loss`` of the training. The last column, ``evaluations``, holds lists of dicts: the curves.
     """
+    rows = list(rows)
     lines = [{**_settings(row["spec"]), **_outcome(row), **_metrics(row)} for row in rows]
+    _count_diverged(lines, rows)
     found = dict.fromkeys(name for line in lines for name in line if name not in (*TYPES, "evaluations"))
     metrics = list(dict.fromkeys([*found, *METRICS]))
     frame = pd.DataFrame(lines, columns=[*TYPES, *metrics, "evaluations"])
     return frame.astype({**TYPES, **dict.fromkeys(metrics, "float64"), "evaluations": "object"})
+
+
+def _count_diverged(lines: list[dict[str, Any]], rows: list[Row]) -> None:
+    """Give the lines of runs that diverged the worst value of their task in every metric that their data set has."""
+    names: dict[str, dict[str, None]] = defaultdict(dict)
+    for line, row in zip(lines, rows, strict=True):
+        names[line["dataset"]] |= dict.fromkeys(_metrics(row))
+    for line, row in zip(lines, rows, strict=True):
+        if line["diverged"]:
+            main = main_metric(line["task"])
+            for name in (main.name, *names[line["dataset"]], "valid"):
+                metric = main if name == "valid" else metric_named(name)
+                line[name] = worst_value(line["task"], metric, row["spec"]["recipe"])
 
 
 def _settings(spec: dict[str, Any]) -> dict[str, Any]:
@@ -163,10 +188,12 @@ def _settings(spec: dict[str, Any]) -> dict[str, Any]:
 def _outcome(row: Row) -> dict[str, Any]:
     """What a row says of a run but its spec and its metrics."""
     nan, where = float("nan"), row["provenance"]
+    failed = row["status"] == "failed" and not OUTSIDE.search(row.get("error", ""))
     losses, bitops = row.get("loss") or [nan], row.get("bitops", {})
     return {
         **{name: row[name] for name in ("relative_cost", "noise_exposure", "status", "key")},
         **{name: row.get(name, "") for name in ("title", "error", "device", "data_checksum", "store")},
+        "diverged": row["status"] == "diverged" or failed,
         "share_at_q_min": _share_at_q_min(row),
         "seconds": row.get("seconds", nan),
         "steps": row.get("steps"),
@@ -199,15 +226,17 @@ def tuned(runs: pd.DataFrame) -> pd.DataFrame:
     """Keep the runs at the learning rate that is best for their arm, where a recipe leaves it to be chosen.
 
     The choice is made per arm by the mean of the main metric over seeds on the validation set; the test set plays no
-    part in it. A rate at which nothing finished is not chosen. Runs of recipes with one learning rate are all kept.
+    part in it. A rate at which a smaller share of the runs diverged goes first, whatever the others reached. A rate of
+    which no run counts is not chosen. Runs of recipes with one learning rate are all kept.
 
     Paper: section 4.4 (the learning rate of every schedule is chosen on held-out data).
     """
     arm = ["task", "recipe", "arm", "q_max", "preset", "scale"]
     better = [main_metric(task).better for task in runs["task"]]
-    means = runs.assign(score=runs["valid"] * better).groupby([*arm, "lr"])["score"].mean()
-    # ties, and arms of which nothing finished, take the smallest rate: it comes first; NaN is sorted to the end
-    best = means.reset_index().sort_values("score", ascending=False, kind="stable").drop_duplicates(arm)
+    counted = runs.assign(score=runs["valid"] * better, lost=runs["diverged"].where(runs["valid"].notna()))
+    means = counted.astype({"lost": "float64"}).groupby([*arm, "lr"])[["lost", "score"]].mean().reset_index()
+    # ties, and arms of which no run counts, take the smallest rate: it comes first; NaN is sorted to the end
+    best = means.sort_values(["lost", "score"], ascending=[True, False], kind="stable").drop_duplicates(arm)
     chosen = pd.MultiIndex.from_frame(runs[[*arm, "lr"]]).isin(pd.MultiIndex.from_frame(best[[*arm, "lr"]]))
     return runs[chosen | (runs["learning_rates"] == 1)]
 

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from cpt_core.data.common import generator_of
 from cpt_core.data.files import DataNotFoundError, own_path, reading
-from cpt_core.experiments.language_model import EXPERIMENT, LanguageModelRecipe
+from cpt_core.experiments.language_model import EXPERIMENT, LanguageModelRecipe, known_words
 from cpt_core.paths import command, data_dir
 
 EOS, UNKNOWN = "<eos>", "<unk>"
@@ -152,7 +152,7 @@ def _reference_text() -> dict[str, str]:
 
 def random_text(recipe: LanguageModelRecipe) -> TextData:
     """Random words of the same shapes, so that steps can be timed without data."""
-    known = recipe.vocabulary or (100 if recipe.unit == "characters" else 10_000)
+    known = known_words(recipe.to_dict())
     generator = generator_of(0)
     sizes = (recipe.batch * (recipe.length + 1), 100, 100)
     train, valid, test = (torch.randint(known, (size,), generator=generator) for size in sizes)

@@ -74,8 +74,8 @@ VOC_SIZES = {"classes": 20, "height": 375, "width": 500}  # of the usual picture
 EXPERIMENT = Experiment(
     recipe=DetectionRecipe, task="cpt_core.tasks.detection:DetectionTask", artefact="figure_4",
     metrics=(
-        Metric("map50", "test mAP at IoU 0.5 (%)", "%", 100.0),
-        Metric("map", "test mAP, COCO (%)", "%", 100.0),
+        Metric("map50", "test mAP at IoU 0.5 (%)", "%", 100.0, worst=lambda _: 0.0),
+        Metric("map", "test mAP, COCO (%)", "%", 100.0, worst=lambda _: 0.0),
     ),
     own="own-pictures", card="own-pictures.md",
     layouts=tuple(

@@ -99,8 +99,12 @@ EXPERIMENT = Experiment(
                 "smoke": (replace(TEMPLATES, steps=40, n_cycles=2, valid_pairs=300, test_pairs=300, seeds=(0,)),),
                 "demo": (TEMPLATES,),
             },
+            sizes={"classes": 3},
         ),
-        Dataset("xnli", "XNLI", recipes={"paper": (XNLI,)}, like="own-pairs", authors=AUTHORS_XNLI, folders=("xnli",)),
+        Dataset(
+            "xnli", "XNLI", recipes={"paper": (XNLI,)}, like="own-pairs", authors=AUTHORS_XNLI, folders=("xnli",),
+            sizes={"classes": 3},
+        ),
         Dataset(
             "own-pairs",
             recipes={

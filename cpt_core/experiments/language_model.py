@@ -8,7 +8,9 @@ The metric is test perplexity. Embedded stand-in: characters of Python's referen
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from typing import Any
 
 from cpt_core.checks import choose
 from cpt_core.experiments.recipe import Changes, Dataset, Experiment, Metric, Recipe
@@ -76,9 +78,20 @@ AUTHORS_PTB: Changes = {
     "": dict(n_cycles=8, lr_division=4.0, eval_bits="current", running_start="zero", cycle_rule="floor_plus_one"),
 }
 
+PERPLEXITY = Metric(
+    "perplexity", "test perplexity (axis turned: up is better)", better=-1,
+    worst=lambda words: words,  # of a model to which all words are alike
+)  # fmt: skip
+
+
+def known_words(recipe: Mapping[str, Any]) -> int:
+    """Return how many words or characters a recipe's text has about, where it does not say so itself."""
+    return recipe.get("vocabulary") or (100 if recipe.get("unit") == "characters" else 10_000)
+
+
 EXPERIMENT = Experiment(
     recipe=LanguageModelRecipe, task="cpt_core.tasks.language_model:LanguageModelTask", artefact="figure_7",
-    metrics=(Metric("perplexity", "test perplexity (axis turned: up is better)", better=-1),),
+    metrics=(PERPLEXITY,), outputs=known_words,
     own="ptb", card="own-text.md", layouts=("*train.txt *valid.txt *test.txt",),
     download="cpt_core.data.text:download",
     datasets=(

@@ -5,7 +5,8 @@ A task declares all of it in a file of its own, which ends in its ``EXPERIMENT``
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+import math
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any
 
@@ -119,6 +120,8 @@ class Metric:
         factor: from stored to printed numbers.
         better: +1 when a larger value is better, -1 when a smaller one is.
         digits: behind the point in tables.
+        worst: what a run counts that diverged, stored: that of a model that has learned nothing, by the number of its
+            outputs (classes or words; infinite where it is not known). None where there is no such value.
     """
 
     name: str
@@ -127,13 +130,14 @@ class Metric:
     factor: float = 1.0
     better: int = 1
     digits: int = 1
+    worst: Callable[[float], float] | None = None
 
     def text(self, values: Iterable[float]) -> list[str]:
         """Return stored values as they are printed, "–" for NaN."""
         return [f"{self.factor * v:.{self.digits}f}" if v == v else "–" for v in values]
 
 
-ACCURACY = Metric("accuracy", "test accuracy (%)", "%", 100.0)
+ACCURACY = Metric("accuracy", "test accuracy (%)", "%", 100.0, worst=lambda classes: 1 / classes)  # chance
 LOSS = Metric("loss", "test loss in nats (axis turned: up is better)", better=-1, digits=3)  # every task has it
 
 Changes = Mapping[str, Mapping[str, Any]]  # model, or "" for all models -> fields of its recipe -> values
@@ -181,6 +185,7 @@ class Experiment:
         recipe: the class of its recipes.
         task: the class that trains it, "module:class", imported when it is asked for.
         metrics: the main one first.
+        outputs: of a model, classes or words, from its recipe in JSON form; None takes the classes of the data set.
         artefact: of the paper, which shows quality against cost, such as "figure_3".
         datasets: its data sets.
         own: the data set whose recipes the user's own data takes; "" where it cannot be used.
@@ -205,6 +210,7 @@ class Experiment:
     extra: str = ""
     download: str = ""
     weights: tuple[str, ...] = ()
+    outputs: Callable[[Mapping[str, Any]], float] | None = None
 
     @property
     def metric(self) -> Metric:
@@ -215,6 +221,19 @@ class Experiment:
     def named(self) -> dict[str, Dataset]:
         """The data sets by name, without those that are recipes alone."""
         return {d.name: d for d in self.datasets if d.title}
+
+    def worst(self, metric: Metric, recipe: Mapping[str, Any]) -> float:
+        """Return what a run of this recipe, in JSON form, counts that diverged; NaN where nothing is stated.
+
+        Chance accuracy, 0 for data of one's own, whose classes are not known here; the perplexity of a model to which
+        all words are alike; no mAP.
+        """
+        if metric.worst is None:
+            return math.nan
+        if self.outputs is not None:
+            return metric.worst(self.outputs(recipe))
+        dataset = self.named.get(recipe["dataset"])
+        return metric.worst(dataset.sizes.get("classes", math.inf) if dataset else math.inf)
 
     def family(self, scale: str, dataset: str) -> Dataset | None:
         """Return whose recipes a data set, or data of the user's own, takes at a scale; None where there are none."""

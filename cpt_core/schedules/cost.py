@@ -68,7 +68,8 @@ def noise_exposure(bits: ArrayLike, q_max: int) -> float:
     """Return the mean of ``4**-q`` over the steps, relative to training at static ``q_max``.
 
     The variance of rounding to a q-bit grid is proportional to ``4**-q``: this is the mean noise a run is exposed
-    to, as a multiple of the baseline's. In small runs it predicts the quality of a schedule better than its cost.
+    to, as a multiple of the baseline's. Whether it predicts the quality of a schedule better than its cost does is a
+    claim that is tested, not known (``noise_decides`` in ``data/paper/claims.csv``).
     """
     q = np.asarray(bits, dtype=np.float64)
     return float(np.mean(4.0 ** (q_max - q)))

@@ -1,12 +1,31 @@
 """The claims of the paper: their rules in both directions, effects of runs with a known answer, their own honesty."""
 
+from dataclasses import replace
+
 import numpy as np
 import pandas as pd
 import pytest
+from scipy import stats
 
 from cpt_core.analysis import statistics
-from cpt_core.analysis.claims import CONFIRMED, CONTRADICTED, OPEN, claims, combined, judge, judged, summary, verdict
-from cpt_core.analysis.effects import Claim
+from cpt_core.analysis.claims import (
+    CONFIRMED,
+    CONTRADICTED,
+    MIXED,
+    OPEN,
+    SMALLER,
+    SMALLER_SCALES,
+    TESTS,
+    claims,
+    combined,
+    holm,
+    judge,
+    judged,
+    said,
+    summary,
+    verdict,
+)  # fmt: skip
+from cpt_core.analysis.effects import Claim, Effect
 from cpt_core.analysis.runs import table
 from cpt_core.experiments import designs, grids
 from cpt_core.paths import paper_dir, results_dir
@@ -24,9 +43,12 @@ pytestmark = pytest.mark.filterwarnings("ignore::cpt_core.schedules.schedule.Sho
         ("more", 0, -2.0, -0.1, 3, CONTRADICTED),
         ("more", 0, 0.1, 2.0, 2, OPEN),  # two seeds settle nothing
         ("more", 0, -2.0, -0.1, 2, OPEN),
-        ("more", 0.5, -0.3, 0.4, 5, CONTRADICTED),  # an effect of 0.5 is ruled out
+        ("more", 0.5, 0.1, 0.6, 5, CONFIRMED),
         ("more", 0.5, -0.3, 0.6, 5, OPEN),
-        ("more", 0.5, 0.1, 0.4, 5, CONFIRMED),  # smaller than claimed, but there
+        ("more", 0.5, 0.1, 0.4, 5, SMALLER),  # there, but 0.5 is ruled out
+        ("more", 0.5, -0.3, 0.4, 5, SMALLER),
+        ("more", 0.5, 0.1, 0.4, 2, OPEN),
+        ("more", 0.5, -0.3, -0.1, 5, CONTRADICTED),
         ("no_worse", 0.5, -0.4, 1.0, 5, CONFIRMED),
         ("no_worse", 0.5, -0.6, 1.0, 5, OPEN),
         ("no_worse", 0.5, -2.0, -0.6, 5, CONTRADICTED),
@@ -37,6 +59,8 @@ pytestmark = pytest.mark.filterwarnings("ignore::cpt_core.schedules.schedule.Sho
         ("correlation", 0, 0.2, 0.9, 11, CONFIRMED),
         ("correlation", 0, -0.1, 0.9, 11, OPEN),
         ("correlation", 0, -0.9, -0.2, 11, CONTRADICTED),
+        ("correlation", 0, 0.2, 0.9, 2, OPEN),
+        ("predictor", 0, 0.2, 0.9, 3, CONFIRMED),
         ("more", 0, float("nan"), float("nan"), 9, OPEN),
     ],
 )
@@ -57,15 +81,61 @@ def test_several_experiments():
 
     assert of(CONFIRMED, OPEN) == CONFIRMED
     assert of(CONTRADICTED, OPEN) == CONTRADICTED
-    assert of(CONFIRMED, CONTRADICTED) == OPEN
-    assert of() == OPEN
+    assert of(CONFIRMED, CONTRADICTED) == of(CONFIRMED, SMALLER) == of(CONFIRMED, MIXED) == of(MIXED) == MIXED
+    assert of(SMALLER, OPEN) == SMALLER
+    assert of() == of(OPEN, OPEN) == OPEN
     assert of(CONFIRMED, OPEN, test="correlation") == OPEN  # claimed for every domain
     assert of(CONFIRMED, CONFIRMED, test="correlation") == CONFIRMED
     assert of(CONTRADICTED, OPEN, test="correlation") == CONTRADICTED
+    assert of(CONFIRMED, CONTRADICTED, test="correlation") == MIXED
     assert of(CONFIRMED, CONFIRMED, test="predictor") == OPEN  # one domain
     assert of(CONFIRMED, CONFIRMED, OPEN, test="predictor", domains="aba") == CONFIRMED
     assert of(CONFIRMED, OPEN, test="predictor", domains="ab") == OPEN
-    assert of(CONFIRMED, CONFIRMED, CONTRADICTED, test="predictor", domains="abc") == OPEN
+    assert of(CONFIRMED, CONFIRMED, CONTRADICTED, test="predictor", domains="abc") == MIXED
+
+
+def students(*values):
+    """An effect of differences by seed."""
+    return Effect("made up", "demo", lambda alpha: statistics.interval(values, alpha), len(values), "a minus b")
+
+
+def by_p_value(pvalues, alpha=0.05):
+    """Holm's step-down as it is written in books."""
+    order = np.argsort(pvalues)
+    stands = np.zeros(len(pvalues), dtype=bool)
+    for rank, i in enumerate(order):
+        if pvalues[i] > alpha / (len(pvalues) - rank):
+            break
+        stands[i] = True
+    return stands.tolist()
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_holm(seed):
+    """Against p-values of scipy: which of several experiments stand."""
+    rng = np.random.default_rng(seed)
+    effects = [students(*rng.normal(shift, 1, 5)) for shift in (3, -2, 2, 1.5, 1, 0)]
+    claim = replace(IDS["schedule_controls"], margin=0.0)
+    words = holm([lambda alpha, e=e: said(claim, e, alpha) for e in effects])
+    samples = [np.random.default_rng(seed).normal(0, 1, 30).reshape(6, 5)[i] for i in range(6)]
+    pvalues = [stats.ttest_1samp(x + s, 0).pvalue for x, s in zip(samples, (3, -2, 2, 1.5, 1, 0), strict=True)]
+    assert [w != OPEN for w in words] == by_p_value(pvalues)
+    assert {w for w, e in zip(words, effects, strict=True) if e.interval[0] < 0} <= {CONTRADICTED, OPEN}
+
+
+def test_holm_takes_what_one_experiment_alone_would_settle():
+    weak, strong = students(0.1, 0.9, 0.5, 0.2, 0.6), students(1.0, 1.1, 0.9, 1.0, 1.0)
+    claim = IDS["schedule_controls"]
+    assert 0.025 / 2 < stats.ttest_1samp([0.1, 0.9, 0.5, 0.2, 0.6], 0).pvalue < 0.05
+    none = students(-1, 1, 0.5, -0.5, 0.1)
+
+    def of(*effects):
+        return holm([lambda alpha, e=e: said(claim, e, alpha) for e in effects])
+
+    assert of(weak) == [CONFIRMED]
+    assert of(weak, none, none) == [OPEN] * 3
+    assert of(weak, strong) == [CONFIRMED] * 2  # the strong one is decided first: then there is one left
+    assert holm([]) == []
 
 
 # --- effects --------------------------------------------------------------------------------------
@@ -91,10 +161,10 @@ def by_arm(specs, values, metric="accuracy"):
 def test_arms_and_groups(sign):
     specs = designs.quality_cost("demo", seeds=range(3))
     rows = by_arm(specs, {"ER": 0.8 + 0.1 * sign, "ETH": 0.8 + 0.1 * sign, "CR": 0.8 + 0.05 * sign})
-    said = CONFIRMED if sign > 0 else CONTRADICTED
+    word = CONFIRMED if sign > 0 else CONTRADICTED
     for name, effect in (("schedule_controls", 10), ("cpt_improves", 5), ("other_schedules", 5), ("images_small", 10)):
         e = entry(rows, name)
-        assert e.verdict(False) == said
+        assert e.verdict(False) == word
         assert e.verdict(True) == OPEN  # demo rows say nothing at paper scale
         assert e.effects[0][0].interval[0] == pytest.approx(effect * sign, abs=0.05)
         assert e.effects[0][0].n == 3
@@ -115,17 +185,44 @@ def test_smoke_runs_do_not_count_and_paper_rows_count_as_such():
     paper = by_arm(designs.quality_cost("paper", "cifar10", q_max=[8]), {"static 8": 0.9})
     e = entry(paper, "images_large")
     assert (e.verdict(True), e.verdict(False)) == (CONFIRMED, OPEN)
-    assert e.verdicts() == ("confirmed (1 confirmed on cifar10)", "open (not run)")
+    assert e.verdicts() == (
+        "confirmed in 1 of 1 experiment: cifar10/resnet74 (q_min 3, n 3)", "open (not run)"
+    )  # fmt: skip
 
 
-@pytest.mark.parametrize(("gap", "said"), [(0.01, CONFIRMED), (0.0, CONTRADICTED), (-0.01, CONTRADICTED)])
+@pytest.mark.parametrize(("a", "word"), [(0.9, "same sign"), (0.7, "opposite sign")])
+def test_smaller_scales_say_what_was_found_and_where(a, word):
+    images = by_arm(designs.quality_cost("demo", seeds=range(4)), {"static 8": a})
+    graphs = rows_of(designs.quality_cost("demo", "digits-graph", seeds=range(3)), lambda s: 0.8)
+    few = by_arm(designs.quality_cost("demo", "templates", seeds=range(2)), {"static 8": a})
+    claim = replace(IDS["images_large"], tasks="")
+    e = judge(claim, table(images + graphs + few))
+    at_paper, smaller = e.verdicts()
+    assert at_paper == "open (not run)"
+    assert smaller == (
+        f"{word} in 1 of 2 experiments: digits/mlp6 (q_min 3, n 4); open on digits-graph; "
+        "fewer than 3 seeds on templates"
+    )
+    assert CONFIRMED not in " ".join(e.evidence())
+    assert {test for test in TESTS if test != "exact"} == set(SMALLER_SCALES)
+
+
+def test_data_sets_that_disagree():
+    one = by_arm(designs.quality_cost("demo", seeds=range(3)), {"CR": 0.9})
+    other = by_arm(designs.quality_cost("demo", "digits-graph", seeds=range(3)), {"CR": 0.7})
+    e = entry(one + other, "cpt_improves")
+    assert e.verdict(False) == MIXED
+    assert e.verdicts()[1].startswith("mixed: same sign in 1 of 2 experiments: digits/mlp6")
+
+
+@pytest.mark.parametrize(("gap", "said"), [(0.01, CONFIRMED), (0.003, SMALLER), (0.0, SMALLER), (-0.01, CONTRADICTED)])
 def test_aggregation(gap, said):
     specs = designs.aggregation("demo", "digits-graph", seeds=range(3))
     rows = rows_of(specs, lambda s: 0.8 + gap * (s.recipe.aggregation == "fp"))
     assert entry(rows, "gcn_aggregation").verdict(False) == said
     sage = designs.aggregation("demo", "digits-graph", "sage", seeds=range(3))
     rows = rows_of(sage, lambda s: 0.8 + gap * (s.recipe.aggregation == "fp"))
-    assert entry(rows, "sage_aggregation").verdict(False) == (CONFIRMED if gap == 0 else CONTRADICTED)
+    assert entry(rows, "sage_aggregation").verdict(False) == (CONFIRMED if abs(gap) < 0.005 else CONTRADICTED)
     assert entry(rows, "gcn_aggregation").effects == ()
 
 
@@ -147,7 +244,11 @@ def test_correlation(sign):
     rows = rows_of(specs, lambda s: 0.5 + 0.1 * sign * float(s.schedule.bits().mean()))
     e = entry(rows, "cost_decides")
     assert e.verdict(False) == (CONFIRMED if sign > 0 else CONTRADICTED)
-    assert e.effects[0][0].n == 11
+    assert e.effects[0][0].n == 3  # seeds, not arms
+    assert "over 11 arms" in e.evidence()[0]
+    two = [r for r in rows if r["spec"]["seed"] < 2]
+    assert entry(two, "cost_decides").verdict(False) == OPEN
+    assert entry(two, "cost_decides").verdicts()[1] == "open: fewer than 3 seeds on digits"
 
 
 def test_a_better_predictor():
@@ -158,7 +259,10 @@ def test_a_better_predictor():
     graphs = rows_of(designs.quality_cost("demo", "digits-graph", seeds=range(3)), by_noise)
     assert entry(images, "noise_decides").verdict(False) == OPEN  # one domain is too few
     e = entry(images + graphs, "noise_decides")
-    assert e.verdict(False) == CONFIRMED
+    # each by itself, but not two together: in this suite of schedules even quality that is noise alone stays open
+    assert [said(e.claim, effect) for effect, _ in e.effects] == [CONFIRMED] * 2
+    assert e.verdict(False) == OPEN
+    assert "open (better predictor by itself, not among 2)" in e.evidence()[0]
     assert "strength of noise exposure minus that of cost" in e.evidence()[0]
     price = rows_of(designs.quality_cost("demo", seeds=range(3)), lambda s: 0.5 + 0.1 * s.schedule.relative_cost())
     assert entry(price, "noise_decides").effects[0][1] == CONTRADICTED
@@ -186,7 +290,7 @@ def test_critical_periods(sign):
 
 
 def test_lost_time_is_no_damage():
-    """Low steps that are worth less than good ones, but more than nothing: better than without, worse than as long."""
+    """Low steps that are worth less than good ones, but more than nothing: the two controls disagree."""
     specs = designs.deficit_length("demo", "digits", seeds=range(3))
 
     def value(s):
@@ -194,12 +298,16 @@ def test_lost_time_is_no_damage():
         return 0.5 + (s.recipe.steps - low / 2) / 10_000
 
     e = entry(rows_of(specs, value), "deficit_length")
-    assert e.verdict(False) == CONTRADICTED
-    assert e.effects[0][0].what.startswith("400 steps at q_max minus")
-    harmed_by_length = rows_of(specs, lambda s: 0.5 - s.recipe.steps / 10_000)
-    e = entry(harmed_by_length, "deficit_length")
-    assert e.effects[0][0].what.startswith("800 steps at q_max minus")
-    assert abs(e.effects[0][0].interval[0]) < 0.1
+    assert e.verdict(False) == MIXED
+    assert e.verdicts()[1] == "mixed in 1 of 1 experiment: digits/mlp6 (q_min 2, n 3)"
+    normal, (as_long,) = e.effects[0][0], e.effects[0][0].others
+    assert normal.what.startswith("400 steps at q_max minus")
+    assert as_long.what.startswith("800 steps at q_max minus")
+    assert normal.interval[0] < 0 < as_long.interval[0]
+    assert f"{normal.number()}; {as_long.number()}" in e.evidence()[0]
+    rng = np.random.default_rng(0)
+    harmed_by_length = rows_of(specs, lambda s: 0.5 - s.recipe.steps / 10_000 + 1e-3 * rng.normal())
+    assert entry(harmed_by_length, "deficit_length").verdict(False) == OPEN  # worse than one, like the other
 
 
 @pytest.mark.parametrize("sign", [1, -1])

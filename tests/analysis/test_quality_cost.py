@@ -56,13 +56,13 @@ def test_mean_and_deviation_by_arm():
     assert arms.loc["static 5", "relative_cost"] == pytest.approx(105 / 192)
 
 
-def test_lost_runs_are_counted_and_do_not_enter_the_mean():
+def test_runs_that_diverged_enter_the_mean_as_chance_and_those_that_failed_do_not():
     rows = rows_of(lambda arm, seed, cost: 0.5)
     rows[0] |= {"status": "diverged", "metrics": []}
-    rows[1] |= {"status": "failed", "metrics": []}
+    rows[1] |= {"status": "failed", "metrics": [], "error": "took longer than 60 s"}
     runs = table(rows)
     first = quality_cost.by_arm(runs).iloc[0]
-    assert (first["n"], first["diverged"], first["failed"], first["mean"]) == (1, 1, 1, 0.5)
+    assert (first["n"], first["diverged"], first["failed"], first["mean"]) == (2, 1, 1, pytest.approx(0.3))
     assert "2 runs diverged or failed" in quality_cost.figure_3(runs).get_suptitle()
 
 

@@ -100,12 +100,12 @@ def test_deficits_against_their_controls(deficits):
             assert r.worse == 3
 
 
-def test_runs_that_diverged_are_counted_not_averaged(deficit_rows):
+def test_runs_that_diverged_count_as_chance(deficit_rows):
     lost = next(r for r in deficit_rows if (r["spec"]["arm"], r["spec"]["seed"]) == ("[0, 400) of 800", 1))
     rows = [{**r, "status": "diverged", "metrics": []} if r is lost else r for r in deficit_rows]
     found = critical_periods.deficits(table(rows)).set_index("arm").loc["[0, 400) of 800"]
-    assert (found.n, found.diverged, found.worse) == (2, 1, 2)
-    assert found["mean"] == pytest.approx(0.51)
+    assert (found.n, found.diverged, found.worse) == (3, 1, 3)
+    assert found["mean"] == pytest.approx((0.5 + 0.1 + 0.52) / 3)
 
 
 def test_less_is_better_for_a_perplexity():
@@ -332,9 +332,9 @@ def test_figure_of_predictors():
     assert len(ax.containers) == 6
 
 
-def test_only_finished_runs_compare_aggregations_and_every_q_max_has_its_own_deficits():
+def test_runs_that_count_compare_aggregations_and_every_q_max_has_its_own_deficits():
     specs = designs.aggregation("demo", bits=(8,), seeds=[0, 1])
-    rows = [row_of(s, 0.8, status="diverged" if s.seed == 0 else "ok") for s in specs]
+    rows = [row_of(s, 0.8, status="failed" if s.seed == 0 else "ok") | {"error": "took longer than 9 s"} for s in specs]
     (group,) = groups.aggregation_groups(table(rows))
     assert set(group["seed"]) == {1}
     runs = table(row_of(s, 0.9) for s in designs.deficit_scan("smoke", "digits", seeds=[0]))

@@ -1,0 +1,212 @@
+"""Runs that diverged or failed: they count, in every question, and are shown. Rows are made up, in both directions."""
+
+import numpy as np
+import pytest
+
+from cpt_core.analysis import aggregation, critical_periods, equal_cost, groups, paper, predictors, quality_cost, report
+from cpt_core.analysis.claims import CONFIRMED, CONTRADICTED, OPEN
+from cpt_core.analysis.metrics import METRICS
+from cpt_core.analysis.runs import table, tuned
+from cpt_core.experiments import designs
+from cpt_core.experiments.recipes import DATASETS, EXPERIMENTS, recipe
+from tests.analysis.test_claims import by_arm, entry, rows_of
+from tests.helpers import row_of
+
+pytestmark = pytest.mark.filterwarnings("ignore::cpt_core.schedules.schedule.ShortCycleWarning")
+
+
+def lost(rows, which, status="diverged", error=""):
+    """Rows of which some ended without a result."""
+    return [
+        {**r, "status": status, "metrics": [], "error": error} if which(r["spec"]["arm"], r["spec"]["seed"]) else r
+        for r in rows
+    ]
+
+
+def test_an_arm_that_diverges_everywhere_has_lost():
+    rows = by_arm(designs.quality_cost("demo", seeds=range(4)), {})
+    for arm, word in (("CR", CONTRADICTED), ("static 8", CONFIRMED)):
+        e = entry(lost(rows, lambda a, seed, arm=arm: a == arm), "cpt_improves")
+        assert e.verdict(False) == word
+        effect = e.effects[0][0]
+        assert effect.n == 4
+        assert effect.interval[0] == pytest.approx(70 if arm == "static 8" else -70, abs=0.1)  # 80 %, and chance
+        assert e.evidence()[0].endswith("n = 4, 4 of 8 runs diverged")
+
+
+def test_survivors_confirm_nothing():
+    """An arm that is better wherever it ends, and diverges in half of its runs."""
+    rows = by_arm(designs.quality_cost("demo", seeds=range(6)), {"CR": 0.85})
+    assert entry(rows, "cpt_improves").verdict(False) == CONFIRMED
+    e = entry(lost(rows, lambda arm, seed: arm == "CR" and seed < 3), "cpt_improves")
+    assert e.verdict(False) == OPEN
+    assert (e.effects[0][0].n, e.effects[0][0].diverged) == (6, 3)
+    group = entry(lost(rows, lambda arm, seed: arm == "RR"), "schedule_controls")
+    assert group.verdict(False) == CONFIRMED  # the group of large savings has not gone with RR
+    assert group.effects[0][0].interval[0] == pytest.approx(35, abs=0.1)
+
+
+def test_a_correlation_keeps_the_arms_that_diverged():
+    rows = rows_of(designs.quality_cost("demo", seeds=range(3)), lambda s: 0.5 + 0.1 * float(s.schedule.bits().mean()))
+    cheap = entry(lost(rows, lambda arm, seed: arm == "RR"), "cost_decides")
+    assert "over 11 arms" in cheap.evidence()[0]
+    dear = entry(lost(rows, lambda arm, seed: arm == "static 8"), "cost_decides")
+    assert dear.effects[0][0].interval[0] < cheap.effects[0][0].interval[0] - 0.4  # the dearest is now the worst
+
+
+def test_where_both_diverge_nothing_is_compared():
+    specs = designs.aggregation("demo", "digits-graph", "sage", seeds=range(5))
+    rows = rows_of(specs, lambda s: 0.8)
+    e = entry(lost(rows, lambda arm, seed: seed < 3), "sage_aggregation")
+    assert (e.effects[0][0].n, e.verdict(False)) == (2, OPEN)
+    e = entry(lost(rows, lambda arm, seed: True), "sage_aggregation")
+    assert e.verdict(False) == OPEN
+    assert "no seed to compare" in e.evidence()[0]
+
+
+@pytest.mark.parametrize(
+    ("error", "counts"),
+    [
+        ("Traceback\n  File ...\nValueError: found NaN in the boxes", True),
+        ("Traceback\n  File ...\ntorch.OutOfMemoryError: CUDA out of memory", False),
+        ("took longer than 60 s\n", False),
+    ],
+)
+def test_errors_of_a_run_count_and_others_do_not(error, counts):
+    rows = by_arm(designs.quality_cost("demo", seeds=range(3)), {})
+    e = entry(lost(rows, lambda arm, seed: arm == "CR", "failed", error), "cpt_improves")
+    assert e.effects[0][0].n == (3 if counts else 0)
+    assert e.verdict(False) == (CONTRADICTED if counts else OPEN)
+
+
+# --- what such a run counts -----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("dataset", "changes", "name", "worst"),
+    [
+        ("digits", {}, "accuracy", 0.1),
+        ("cifar100", {}, "accuracy", 0.01),
+        ("templates", {}, "accuracy", 1 / 3),
+        ("my/pictures", {}, "accuracy", 0.0),  # how many classes is not known here
+        ("ptb", {}, "perplexity", 10_000),
+        ("ptb", {"vocabulary": 2_000}, "perplexity", 2_000),
+        ("pydoc", {}, "perplexity", 100),
+        ("digit-scenes", {}, "map50", 0.0),
+    ],
+)
+def test_the_worst_value_of_every_task(dataset, changes, name, worst):
+    scale = "paper" if dataset in ("cifar100", "ptb") else "demo"
+    found = recipe(scale, dataset).to_dict() | changes
+    assert EXPERIMENTS[found["task"]].worst(METRICS[name], found) == pytest.approx(worst)
+    assert np.isnan(EXPERIMENTS[found["task"]].worst(METRICS["loss"], found))
+
+
+def test_every_named_data_set_says_how_many_classes_there_are():
+    for name, data in DATASETS.items():
+        assert "classes" in data.sizes or name in ("ptb", "pydoc"), name
+    for experiment in EXPERIMENTS.values():
+        assert all(metric.worst is not None for metric in experiment.metrics)
+
+
+def test_all_metrics_of_the_data_set_are_those_of_chance():
+    specs = designs.quality_cost("demo", "templates", schedules=["CR"], static=[8], seeds=[0])
+    rows = [row_of(s, 0.8) for s in specs]
+    more = [{**rows[0]["metrics"][0], "name": "accuracy_es"}, {**rows[0]["metrics"][0], "when": "best_valid"}]
+    rows[0]["metrics"] += more
+    other = [row_of(s, 0.8) for s in designs.quality_cost("demo", schedules=["CR"], static=[], seeds=[0])]
+    line = table([*lost(rows, lambda arm, seed: arm == "static 8"), *lost(other, lambda arm, seed: True)])
+    runs = line.set_index(["dataset", "arm"])
+    for name in ("accuracy", "accuracy_es", "accuracy_best_valid", "valid"):
+        assert runs.loc[("templates", "static 8"), name] == pytest.approx(1 / 3)
+    assert runs.loc[("digits", "CR"), "accuracy"] == pytest.approx(0.1)
+    assert np.isnan(runs.loc[("digits", "CR"), "accuracy_es"])  # no such test set
+    assert np.isnan(runs.loc[("templates", "static 8"), "perplexity"])
+
+
+# --- a learning rate ------------------------------------------------------------------------------
+
+
+def at_rates(valid):
+    """Rows at three rates, three seeds, with one metric on held-out data."""
+    out = []
+    for rate in (0.1, 0.2, 0.3):
+        for s in designs.quality_cost("demo", "digits", schedules=["CR"], static=[], seeds=range(3)):
+            row = row_of(s, 0.5)
+            row["spec"]["recipe"] |= {"lr": rate, "learning_rates": [0.1, 0.2, 0.3]}
+            row["metrics"].append({**row["metrics"][0], "split": "valid", "value": valid[rate]})
+            out.append(row)
+    return out
+
+
+def at(rows, rate, seeds, status="diverged", error=""):
+    return [
+        {**r, "status": status, "metrics": [], "error": error}
+        if r["spec"]["recipe"]["lr"] == rate and r["spec"]["seed"] in seeds else r for r in rows
+    ]  # fmt: skip
+
+
+def test_a_rate_at_which_runs_diverged_is_not_preferred():
+    rows = at_rates({0.1: 0.3, 0.2: 0.5, 0.3: 0.99})
+    assert set(tuned(table(rows)).lr) == {0.3}
+    assert set(tuned(table(at(rows, 0.3, [1]))).lr) == {0.2}  # 0.69 on average, and one run lost
+    assert set(tuned(table(at(at(at(rows, 0.3, [1, 2]), 0.2, [0]), 0.1, [0, 1]))).lr) == {0.2}  # the fewest
+    memory = at(rows, 0.3, [1], "failed", "torch.OutOfMemoryError: CUDA out of memory")
+    assert set(tuned(table(memory)).lr) == {0.3}
+
+
+# --- tables and figures ---------------------------------------------------------------------------
+
+
+def test_equal_cost_keeps_arms_that_diverged():
+    specs = designs.equal_cost("demo", "digits", seeds=range(3))
+    rows = lost(
+        [row_of(s, 0.8) for s in specs], lambda arm, seed: arm.startswith("static 4") or (arm, seed) == ("RR", 0)
+    )
+    found = equal_cost.equal_cost(table(rows)).set_index("arm")
+    four = found.loc["static 4, 571 of 600 steps"]
+    assert four.spent == pytest.approx(1, abs=0.01)
+    assert (four.n, four.diverged, four.pairs, four["mean"]) == (3, 3, 2, pytest.approx(0.1))  # of seed 0 both
+    assert four.difference == pytest.approx(-0.7)
+    assert found.loc["RR delayed 10 %", "difference"] == pytest.approx(0.7 / 3)
+    assert equal_cost.summary(table(rows)).diverged.tolist() == found.diverged.tolist()
+    figure = equal_cost.equal_cost_figure(table(rows))
+    assert "4 runs diverged" in figure.get_suptitle()
+
+
+def test_aggregations_that_diverge_are_compared_and_drawn():
+    specs = designs.aggregation("demo", "digits-graph", bits=(8,), seeds=range(3))
+    rows = [
+        {**row_of(s, 0.8), **({"status": "diverged", "metrics": []} if s.recipe.aggregation == "quantized" else {})}
+        for s in specs
+    ]
+    (group,) = groups.aggregation_groups(table(rows))
+    assert aggregation.aggregation_difference(group).difference.tolist() == pytest.approx([-0.7] * 3)
+    shown = aggregation.summary(group)
+    assert shown[["seeds", "diverged"]].to_numpy().tolist() == [[3, 3]]
+    labels = [line.get_label() for line in aggregation.figure_5(group).axes[0].lines]
+    assert "Q-Agg, static 8 bits (3 of 3 diverged)" in labels
+    assert "FP-Agg, static 8 bits" in labels
+
+
+def test_every_table_counts_them():
+    specs = designs.quality_cost("demo", seeds=range(3))
+    runs = table(lost(rows_of(specs, lambda s: s.schedule.relative_cost()), lambda arm, seed: (arm, seed) == ("RR", 1)))
+    assert quality_cost.summary(runs).set_index("arm").diverged["RR"] == 1
+    assert predictors.summary(runs).diverged.tolist() == [1, 1, 1]
+    deficits = [row_of(s, 0.9) for s in designs.deficit_scan("demo", "digits", seeds=range(3))]
+    found = critical_periods.summary(table(lost(deficits, lambda arm, seed: arm == "[0, 200) of 600" and seed == 1)))
+    assert found.diverged.sum() == 2  # a deficit of both experiments
+    costs = designs.quality_cost("paper", "ptb", q_max=[8], schedules=["CR"], static=[], seeds=[0, 1])
+    rows = [row_of(s, 90.0, "perplexity") | {"bitops": {"paper": 7e13}} for s in costs]
+    said = paper.summary(table(lost(rows, lambda arm, seed: seed == 1)))["ours +- std"]
+    assert "7.00 +- 0.00 (n = 2), 1 diverged" in set(said)
+
+
+def test_a_report_of_runs_that_all_diverged(tmp_path, monkeypatch):
+    rows = lost(by_arm(designs.quality_cost("demo", seeds=[0, 1]), {}), lambda arm, seed: True)
+    monkeypatch.setattr(report, "_of_scale", lambda scale: table(rows))
+    assert report.summary("demo")[0].endswith(f"{len(rows)} diverged")
+    (section,) = quality_cost.sections(table(rows))
+    assert (section.table.diverged == 2).all()
+    assert section.notes == ()

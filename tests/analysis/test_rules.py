@@ -1,0 +1,73 @@
+"""The dates of the claims' rules: a rule that changes needs a new one, and rows from before it are marked."""
+
+from dataclasses import replace
+
+import pandas as pd
+import pytest
+
+from cpt_core.analysis import rules
+from cpt_core.analysis.claims import CONFIRMED, claims, judge
+from cpt_core.analysis.runs import table
+from cpt_core.experiments import designs
+from tests.analysis.test_claims import IDS, by_arm, entry
+
+pytestmark = pytest.mark.filterwarnings("ignore::cpt_core.schedules.schedule.ShortCycleWarning")
+
+
+def test_the_date_of_every_rule_is_that_of_its_last_change():
+    """Red after a change of a rule: ``python -m bench.rules`` dates it; rows from before are then marked."""
+    found = claims()
+    assert [c.id for c in found if c.rule != rules.fingerprint(c)] == []
+    assert all(pd.Timestamp(c.since).tzinfo is not None for c in found)
+    assert pd.Timestamp("2026-01-01", tz="UTC") < pd.Timestamp(max(c.since for c in found))
+
+
+def test_a_changed_rule_has_another_fingerprint(monkeypatch):
+    claim = IDS["entailment_small"]
+    old = rules.fingerprint(claim)
+    assert old == rules.fingerprint(replace(claim, claim="in other words", place="section 9", grids="", since=""))
+    other = {"measure": "delay", "a": "ER", "b": "static 6", "tasks": "", "test": "equal", "margin": 1.0}
+    assert set(other) == set(rules.LINE)
+    for name, value in other.items():
+        assert rules.fingerprint(replace(claim, **{name: value})) != old, name
+
+    def verdict(test, margin, effect, n):
+        """Another rule."""
+        return CONFIRMED
+
+    monkeypatch.setattr(rules, "CODE", (verdict, *rules.CODE[1:]))
+    assert rules.fingerprint(claim) != old
+    new = rules.renewed(claim, "2030-01-01T00:00:00+00:00")
+    assert new.since == "2030-01-01T00:00:00+00:00"
+    assert rules.renewed(new, "2031-01-01T00:00:00+00:00") == new
+
+
+def first(x):
+    """Documented."""
+    return x + 1  # a comment
+
+
+def test_comments_and_docstrings_are_no_rule():
+    old = rules.words_of(first)
+
+    def first_(x):
+        return x + 1
+
+    first_.__name__ = "first"
+    assert [w for w in rules.words_of(first_) if w[0] != "FunctionDef"] == [w for w in old if w[0] != "FunctionDef"]
+
+    def other(x):
+        return x - 1
+
+    assert [w for w in rules.words_of(other) if w[0] != "FunctionDef"] != [w for w in old if w[0] != "FunctionDef"]
+
+
+@pytest.mark.parametrize(("since", "older"), [("2025-12-31T10:00", False), ("2026-01-01T00:01", True)])
+def test_rows_that_are_older_than_the_rule_are_marked(since, older):
+    rows = by_arm(designs.quality_cost("demo", seeds=range(3)), {})  # started on the first of January 2026
+    e = judge(replace(IDS["cpt_improves"], since=f"{since}:00+00:00"), table(rows))
+    assert e.rule() == f"{since.replace('T', ' ')} UTC" + ("; rows older than the rule" if older else "")
+    assert judge(replace(IDS["cpt_improves"], since=""), table(rows)).rule() == "undated"
+    new = {**rows[0]["provenance"], "started": "2999-01-01"}
+    later = [{**r, "provenance": new} if r["spec"]["seed"] else r for r in rows]
+    assert entry(later, "cpt_improves").rule().endswith("UTC; some rows older than the rule")
