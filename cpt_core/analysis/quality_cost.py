@@ -10,6 +10,7 @@ import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
+from cpt_core.analysis import printed
 from cpt_core.analysis.groups import at_q_max, named, quality_cost_groups
 from cpt_core.analysis.metrics import metric_named, metric_of
 from cpt_core.analysis.pages import Section
@@ -18,7 +19,6 @@ from cpt_core.analysis.statistics import by_seed, paired
 from cpt_core.analysis.style import COLORS, LABELS, drawing, legend_below, title
 from cpt_core.experiments.recipe import Metric
 from cpt_core.experiments.recipes import EXPERIMENTS
-from cpt_core.paths import paper_dir
 
 GROUPS = ("large", "medium", "small")  # of savings
 SILENT = {"paper": "not in the paper", "failed": 0}  # columns that a page needs where they say more
@@ -116,7 +116,7 @@ def compare_with_paper(runs: pd.DataFrame, artefact: str | None = None, metric: 
     """
     metric = metric or metric_of(runs)
     factor, ours, first = metric_named(metric).factor, by_arm(runs, metric), runs.iloc[0]
-    paper = pd.read_csv(paper_dir() / "numbers.csv")
+    paper = printed.of_arms()
     at_paper_scale = first["scale"] == "paper"
     same = (
         (paper.artefact == (artefact or EXPERIMENTS[first["task"]].artefact))

@@ -116,8 +116,8 @@ def table(rows: Iterable[Row]) -> pd.DataFrame:
     as memory, time or missing data, has NaN and is to be run again.
 
     Metrics at q_max bits are called by their name, such as "accuracy", and "accuracy_best_valid" at the best step on
-    held-out data; "_current" marks those at the bits of the step. Those of ``METRICS`` are always there. Values are as
-    stored: accuracies are shares.
+    held-out data, or "accuracy_best_test" where there are none; "_current" marks those at the bits of the step. Those
+    of ``METRICS`` are always there. Values are as stored: accuracies are shares.
 
     Some columns of ``TYPES``: ``recipe`` is a short name that the runs of one experiment share, ``recipe_but_...`` one
     that leaves out what an experiment may vary; ``total_steps`` those of the recipe, ``steps`` those that ran;
@@ -254,8 +254,8 @@ def text(runs: pd.DataFrame) -> str:
     if runs.empty:
         return "no rows"
     columns = "scale dataset model q_min q_max arm seed status relative_cost".split()
-    known = [m for name in METRICS if name != "loss" for m in (name, f"{name}_best_valid") if m in runs]
-    metrics = [m for m in known if runs[m].notna().any()]
+    known = [name + when for name in METRICS if name != "loss" for when in ("", "_best_valid", "_best_test")]
+    metrics = [m for m in known if m in runs and runs[m].notna().any()]
     shown = runs[[*columns, *metrics, "seconds", "key"]].round(
         {"relative_cost": 3, "seconds": 1, **dict.fromkeys(metrics, 4)}
     )

@@ -97,6 +97,14 @@ def aggregation(
     ]  # fmt: skip
 
 
+def q_agg(scale: str = "demo", dataset: str = "digits-graph", model: str | None = None, **given: Any) -> list[RunSpec]:
+    """Return the runs of ``quality_cost`` with Q-Agg: neighbours are summed at low precision too.
+
+    Paper: section 4.3, the Q-Agg half of figure 6.
+    """
+    return quality_cost(scale, dataset, model, task="graph", aggregation="quantized", **given)
+
+
 def _changed(found: Recipe, task: str | None, changes: dict[str, Any]) -> Recipe:
     """Return a recipe with other values for some fields; ValueError for another task or unknown fields."""
     if task is not None and found.task != task:
