@@ -48,7 +48,7 @@ def command(monkeypatch, capsys):
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["plan", "figure_33"], "no grid 'figure_33'; the nearest of 44 are figure_3, figure_"),
+        (["plan", "figure_33"], "no grid 'figure_33'; the nearest of 47 are figure_3, figure_"),
         (["plan", "cifar10/resnet47"], "are cifar10/resnet74, "),
         (["plan", "digits/mlp6", "--scale", "paper"], "no grid of digits/mlp6 has scale 'paper'"),
         (["plan", "digits/mlp6", "--device", "tpu"], "unknown device 'tpu'"),

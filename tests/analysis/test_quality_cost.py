@@ -12,7 +12,7 @@ from cpt_core.experiments import designs
 from cpt_core.paths import paper_dir
 from cpt_core.schedules.make import make_schedule
 from cpt_core.sweeps import stores
-from tests.helpers import PROVENANCE, row_of
+from tests.helpers import PROVENANCE, quietly, row_of
 
 
 def made_up(accuracy, seeds=(0, 1, 2), statics=(2, 5, 8)):
@@ -391,3 +391,22 @@ def test_runs_on_other_data_are_left_out_and_said(tmp_path):
         add(5, started)
         with pytest.warns(OtherDataWarning, match="5 runs on digits"):
             assert sorted(load(old, new).data_checksum) == [kept] * 5 + ["cc"]
+
+
+def test_every_q_max_and_aggregation_has_a_row_of_panels():
+    """The paper draws q_max 6 and 8, and of graphs both aggregations."""
+    both = [*designs.quality_cost("paper", "ogbn-arxiv", seeds=[0]), *designs.q_agg("paper", "ogbn-arxiv", seeds=[0])]
+    rows = [row_of(s, 0.7 if s.recipe.aggregation == "fp" else 0.6) for s in both]
+    figure = figures.figure_6(table(rows), xs=("relative_cost", "noise_exposure"))
+    named = [ax.get_title() for ax in figure.axes[::2]]
+    assert named == ["q_max 8, FP-Agg", "q_max 8, Q-Agg", "q_max 6, FP-Agg", "q_max 6, Q-Agg"]
+    drawn = [
+        {round(y, 6) for line in ax.lines if line.get_marker() == "o" for y in line.get_ydata()} for ax in figure.axes
+    ]
+    assert drawn == [{70.0}, {70.0}, {60.0}, {60.0}] * 2
+    assert len(figures.figure_6(table(rows), q_max=6).axes) == 2
+    (alone,) = figures.figure_3(table(rows[:22]), q_max=8).axes
+    assert alone.get_title() == ""
+    other = [row_of(s, 0.5) for s in quietly(designs.quality_cost, "demo", "digits-graph", seeds=[0])]
+    with pytest.raises(ValueError, match="rows mix datasets: digits-graph, ogbn-arxiv"):
+        figures.figure_6(table([*rows, *other]))
