@@ -46,6 +46,12 @@ def cycle_groups(runs: pd.DataFrame) -> list[pd.DataFrame]:
     return _split(cyclic, "recipe_but_cycles", "q_max", "scale")
 
 
+def fanout_groups(runs: pd.DataFrame, aggregations: bool = False) -> list[pd.DataFrame]:
+    """Pick the runs of static q_max on sampled neighbours, by recipe but for their number, and for the aggregation."""
+    sampled = runs[runs["fanout"].notna() & at_top(runs)]
+    return _split(sampled, "recipe_but_fanout", "q_max", "scale", *([] if aggregations else ["aggregation"]))
+
+
 def deficit_groups(runs: pd.DataFrame) -> list[pd.DataFrame]:
     """Pick the runs of critical-period experiments: one recipe but for its length."""
     return _split(runs[runs["kind"] == "deficit"], "recipe_but_length", "preset", "q_max", "scale")

@@ -105,7 +105,7 @@ EXPERIMENT = Experiment(
         ),
         Dataset(
             "xnli", "XNLI", recipes={"paper": (XNLI,)}, like="own-pairs", authors=AUTHORS_XNLI, folders=("xnli",),
-            sizes={"classes": 3},
+            designs={"cycles": "section_4.4"}, sizes={"classes": 3},
         ),
         Dataset(
             "own-pairs",

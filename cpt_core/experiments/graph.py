@@ -154,7 +154,8 @@ EXPERIMENT = Experiment(
         ),
         Dataset(  # random data has a tenth of its nodes: enough for the time and memory of a batch
             "ogbn-products", "OGBN-Products", recipes={"paper": (PRODUCTS,)}, like="own-graph",
-            authors=AUTHORS_PRODUCTS, designs={"aggregation": "figure_5", "q_agg": "figure_6"},
+            authors=AUTHORS_PRODUCTS, 
+            designs={"aggregation": "figure_5", "q_agg": "figure_6", "fanout": "section_4.3"},
             sizes={"nodes": 244_902, "edges": 6_185_914, "features": 100, "classes": 47},
             folders=("ogbn_products", "ogbn_products_dgl"),
         ),
