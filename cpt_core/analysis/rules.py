@@ -18,7 +18,7 @@ from dataclasses import replace
 from typing import Any
 
 from cpt_core.analysis import claims, statistics
-from cpt_core.analysis.effects import Claim, named_arm
+from cpt_core.analysis.effects import Claim, arm_minus, minus, named_arm, quality_of
 from cpt_core.analysis.measures import MEASURES
 
 CODE = (
@@ -29,6 +29,9 @@ CODE = (
     statistics.paired,
     statistics.interval,
     named_arm,
+    minus,
+    arm_minus,
+    quality_of,
     claims.meant,
 )
 LINE = ("measure", "a", "b", "tasks", "only", "test", "margin", "grids")
