@@ -4,6 +4,8 @@
 - The ten schedules and static precision, 2 cycles, q_max 6 and 8, three seeds, each at three learning rates of which
   validation data chooses: 198 runs.
 
+Differs: section 4.4 of the paper calls ETH once a schedule of large savings; it is one of small savings (section 3.2).
+
 The metric is test accuracy. Embedded stand-in: synthetic sentence pairs, with a small BERT from scratch.
 """
 

@@ -186,7 +186,7 @@ def test_smoke_runs_do_not_count_and_paper_rows_count_as_such():
     e = entry(paper, "imagenet_large")
     assert (e.verdict(True), e.verdict(False)) == (CONFIRMED, OPEN)
     assert e.verdicts() == (
-        "confirmed in 1 of 1 experiment: cifar10/resnet74 (q_min 3, n 3)", "open (not run)"
+        "confirmed in 1 of 1 experiment: imagenet/resnet18 (q_min 4, n 3)", "open (not run)"
     )  # fmt: skip
 
 
@@ -353,7 +353,7 @@ def test_a_failed_sweep_is_no_evidence():
 
 def test_the_claims_are_complete_and_can_be_settled():
     found = claims()
-    assert len(found) >= 18
+    assert len(found) >= 50
     assert len(IDS) == len(found)
     for claim in found:
         assert claim.place.startswith(("section", "abstract", "ours, not in the paper"))
@@ -387,5 +387,6 @@ def test_the_committed_rows_are_judged_by_the_rules_alone():
             value[spec["recipe"]["aggregation"], spec["seed"]] = accuracy
     seeds = sorted({seed for _, seed in value})
     differences = [100 * (value["fp", s] - value["quantized", s]) for s in seeds]
-    assert effect.interval == pytest.approx(statistics.interval(differences))
+    (on_test_nodes,) = effect.others  # figure 5 has validation nodes
+    assert on_test_nodes.interval == pytest.approx(statistics.interval(differences))
     assert isinstance(IDS["gcn_aggregation"], Claim)

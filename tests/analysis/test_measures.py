@@ -169,5 +169,7 @@ def test_the_majority_of_the_tasks():
     assert of(images, graphs) == OPEN  # two tasks are too few to speak of domains
     assert of(images, words, ("graph", OPEN)) == OPEN
     assert of(images, ("image", CONTRADICTED), graphs, words) == OPEN  # one task that disagrees with itself
+    halves = [(t, v) for t, v in zip("abcd", (CONFIRMED, CONFIRMED, OPEN, OPEN), strict=True)]
+    assert of(*halves) == OPEN  # half is no majority
     against = [(task, CONTRADICTED) for task in ("image", "graph")]
     assert of(*against, words) == CONTRADICTED
