@@ -21,7 +21,7 @@ def main() -> None:
     old = claims()
     new = [renewed(claim, now) for claim in old]
     lines = pd.DataFrame(map(asdict, new))
-    lines["margin"] = [f"{margin:g}" if test not in ("exact", "correlation", "predictor") else ""
+    lines["margin"] = [f"{margin:g}" if margin or test in ("more", "no_worse", "equal") else ""
                        for margin, test in zip(lines["margin"], lines["test"], strict=True)]  # fmt: skip
     lines.to_csv(paper_dir() / "claims.csv", index=False)
     changed = [b.id for a, b in zip(old, new, strict=True) if a != b]

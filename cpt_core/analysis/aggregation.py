@@ -9,12 +9,12 @@ import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from cpt_core.analysis.groups import aggregation_groups, named
+from cpt_core.analysis.groups import AGGREGATIONS, aggregation_groups, named
 from cpt_core.analysis.pages import Section
 from cpt_core.analysis.statistics import paired
 from cpt_core.analysis.style import COLORS, drawing, title
 
-NAMES = {"fp": ("FP-Agg", COLORS["small"]), "quantized": ("Q-Agg", COLORS["large"])}
+COLORED = {"fp": COLORS["small"], "quantized": COLORS["large"]}
 
 
 def aggregation_difference(runs: pd.DataFrame, metric: str = "accuracy") -> pd.DataFrame:
@@ -65,14 +65,14 @@ def figure_5(runs: pd.DataFrame, bits: int = 8) -> Figure:
     with drawing(1, 2, figsize=(10, 3.8)) as (figure, axes):
         _curves(axes[0, 0], runs, bits)
         _differences(axes[0, 1], aggregation_difference(runs))
-        figure.suptitle(_without_aggregation(title(runs)), fontsize=10)
+        figure.suptitle(title(runs), fontsize=10)
     return figure
 
 
 def _curves(ax: Axes, runs: pd.DataFrame, bits: int) -> None:
     part = runs[runs["arm"] == f"static {bits}"]
-    for kind, (name, color) in NAMES.items():
-        mine = part[part["aggregation"] == kind]
+    for kind, color in COLORED.items():
+        name, mine = AGGREGATIONS[kind], part[part["aggregation"] == kind]
         curves = [
             [(e["step"], 100 * e.get("valid", e["test"])["accuracy"]) for e in evaluations]
             for evaluations in mine.loc[mine["status"] == "ok", "evaluations"]
@@ -103,12 +103,8 @@ def _differences(ax: Axes, found: pd.DataFrame) -> None:
     ax.set_ylabel("Q-Agg minus FP-Agg\ntest accuracy, points; a dot per seed")
 
 
-def _without_aggregation(name: str) -> str:
-    return name.replace(" (FP-Agg)", "").replace(" (Q-Agg)", "")
-
-
 def sections(runs: pd.DataFrame) -> Iterator[Section]:
     """Yield figure 5 for every recipe that was run with both aggregations at static q_max."""
     for name, group in named(aggregation_groups(runs)):
-        heading, alt = f"Figure 5: {_without_aggregation(name)}", "validation accuracy with FP-Agg and Q-Agg"
+        heading, alt = f"Figure 5: {name}", "validation accuracy with FP-Agg and Q-Agg"
         yield Section(heading, (), figure_5(group, int(group["q_max"].iloc[0])), alt, summary(group))

@@ -12,13 +12,13 @@ import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
+from cpt_core.analysis import printed
 from cpt_core.analysis.groups import deficit_groups, named
 from cpt_core.analysis.metrics import intervals, metric_named, metric_of
 from cpt_core.analysis.pages import Section
 from cpt_core.analysis.statistics import interval, paired
 from cpt_core.analysis.style import COLORS, drawing, title
 from cpt_core.experiments.recipe import Metric
-from cpt_core.paths import paper_dir
 
 
 def deficits(runs: pd.DataFrame, metric: str | None = None) -> pd.DataFrame:
@@ -106,7 +106,7 @@ def table_1(runs: pd.DataFrame, metric: str | None = None) -> pd.DataFrame:
     metric = metric or metric_of(runs)
     found, first = deficits(runs, metric), runs.iloc[0]
     found[["mean", "std", "difference", "low", "high"]] *= metric_named(metric).factor
-    paper = pd.read_csv(paper_dir() / "numbers.csv")
+    paper = printed.of_arms()
     same = (paper.artefact == "table_1") & (paper.dataset == first["dataset"]) & (paper.model == first["model"])
     same &= (paper.metric == metric) & (first["scale"] == "paper")
     known = paper[same].set_index("arm").value

@@ -9,11 +9,14 @@ An experiment is what may be compared; those at paper scale come first.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable
 
 import pandas as pd
 
 from cpt_core.analysis.metrics import counted
+
+AGGREGATIONS = {"fp": "FP-Agg", "quantized": "Q-Agg"}
 
 
 def quality_cost_groups(runs: pd.DataFrame) -> list[pd.DataFrame]:
@@ -43,6 +46,12 @@ def cycle_groups(runs: pd.DataFrame) -> list[pd.DataFrame]:
     return _split(cyclic, "recipe_but_cycles", "q_max", "scale")
 
 
+def fanout_groups(runs: pd.DataFrame, aggregations: bool = False) -> list[pd.DataFrame]:
+    """Pick the runs of static q_max on sampled neighbours, by recipe but for their number, and for the aggregation."""
+    sampled = runs[runs["fanout"].notna() & at_top(runs)]
+    return _split(sampled, "recipe_but_fanout", "q_max", "scale", *([] if aggregations else ["aggregation"]))
+
+
 def deficit_groups(runs: pd.DataFrame) -> list[pd.DataFrame]:
     """Pick the runs of critical-period experiments: one recipe but for its length."""
     return _split(runs[runs["kind"] == "deficit"], "recipe_but_length", "preset", "q_max", "scale")
@@ -70,9 +79,10 @@ def at_q_max(runs: pd.DataFrame, q_max: int | None) -> pd.DataFrame:
 
 
 def title_of(runs: pd.DataFrame) -> str:
-    """Return what was trained, in words."""
+    """Return what was trained, in words; of two aggregations it names none."""
     first = runs.iloc[0]
-    return next((title for title in runs["title"] if title), f"{first['model']} on {first['dataset']}")
+    title = next((title for title in runs["title"] if title), f"{first['model']} on {first['dataset']}")
+    return re.sub(r" \((FP|Q)-Agg\)", "", title) if runs["aggregation"].nunique() > 1 else title
 
 
 def experiment_name(runs: pd.DataFrame) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from itertools import product
 from typing import Any
 
 import numpy as np
@@ -10,7 +11,8 @@ import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from cpt_core.analysis.groups import at_q_max, named, quality_cost_groups
+from cpt_core.analysis import printed
+from cpt_core.analysis.groups import AGGREGATIONS, at_q_max, named, quality_cost_groups
 from cpt_core.analysis.metrics import metric_named, metric_of
 from cpt_core.analysis.pages import Section
 from cpt_core.analysis.predictors import rank_correlation, sentence
@@ -18,7 +20,6 @@ from cpt_core.analysis.statistics import by_seed, paired
 from cpt_core.analysis.style import COLORS, LABELS, drawing, legend_below, title
 from cpt_core.experiments.recipe import Metric
 from cpt_core.experiments.recipes import EXPERIMENTS
-from cpt_core.paths import paper_dir
 
 GROUPS = ("large", "medium", "small")  # of savings
 SILENT = {"paper": "not in the paper", "failed": 0}  # columns that a page needs where they say more
@@ -116,7 +117,7 @@ def compare_with_paper(runs: pd.DataFrame, artefact: str | None = None, metric: 
     """
     metric = metric or metric_of(runs)
     factor, ours, first = metric_named(metric).factor, by_arm(runs, metric), runs.iloc[0]
-    paper = pd.read_csv(paper_dir() / "numbers.csv")
+    paper = printed.of_arms()
     at_paper_scale = first["scale"] == "paper"
     same = (
         (paper.artefact == (artefact or EXPERIMENTS[first["task"]].artefact))
@@ -171,13 +172,13 @@ def figure_3(
     """Draw quality against cost, one point per schedule: mean over seeds, bar = one standard deviation.
 
     Static precisions are joined by a line, the equal-cost baseline that the paper lacks. Up is better in every figure:
-    the axis of perplexities is turned.
+    the axis of perplexities is turned. Every q_max has a row of panels, and so has every aggregation.
 
     Args:
-        runs: of one experiment.
+        runs: of one experiment, which may have several q_max and both aggregations.
         xs: one panel for each of "relative_cost", "noise_exposure", "share_at_q_min".
         metric: a column of ``runs``, None for the main one of the task; accuracies are drawn in percent.
-        q_max: None takes the largest in the runs.
+        q_max: None draws all in the runs.
         front: join the arms that no other arm beats in both cost and quality (the Pareto front) by a dotted line.
 
     Paper: figures 3, 4 (detection), 6 (graphs) and 7 (language).
@@ -185,24 +186,40 @@ def figure_3(
     """
     name = metric or metric_of(runs)
     drawn = metric_named(name)
-    arms = at_q_max(by_arm(runs, name), q_max).copy()
-    arms[["mean", "std"]] *= drawn.factor  # from here on in the units that are drawn
-    with drawing(1, len(xs), figsize=(5.4 * len(xs) + 0.6, 4.4), sharey=True) as (figure, axes):
-        for ax, x in zip(axes[0], xs, strict=True):
+    rows = _rows(runs if q_max is None else runs[runs["q_max"] == q_max], name, drawn.factor)
+    size = (5.4 * len(xs) + 0.6, 4.4 * len(rows))
+    with drawing(len(rows), len(xs), figsize=size, sharey=True) as (figure, axes):
+        panels = list(zip(axes.flat, *zip(*product(rows.values(), xs), strict=True), strict=True))
+        for ax, arms, x in panels:
             _quality(ax, arms, x, drawn)
             if front and x == "relative_cost":
                 best = arms[pareto(arms, drawn.better) & ~_worst(arms, drawn)].sort_values(x)
                 ax.step(best[x], best["mean"], where="post", color="#888888", linestyle=":", label="Pareto front")
         if drawn.better < 0:
             axes[0][0].invert_yaxis()  # shared
-        for ax, x in zip(axes[0], xs, strict=True):  # now that the limits of the shared axis stand
+        for ax, arms, x in panels:  # now that the limits of the shared axis stand
             _name_points(ax, arms[arms.savings != "static"], x)
-        axes[0][0].set_ylabel(drawn.label)
+        for line, what in zip(axes, rows, strict=True):
+            line[0].set_ylabel(drawn.label)
+            line[0].set_title(what, fontsize=9)
         legend_below(figure, axes[0][0])
-        lost = int(arms.diverged.sum() + arms.failed.sum())
+        lost = int(sum(arms.diverged.sum() + arms.failed.sum() for arms in rows.values()))
         note = f"; {lost} runs diverged or failed" if lost else ""  # those that diverged are in the means
         figure.suptitle(title(runs, f", {runs['scale'].iloc[0]} scale") + note, fontsize=10)
     return figure
+
+
+def _rows(runs: pd.DataFrame, metric: str, factor: float) -> dict[str, pd.DataFrame]:
+    """Arms, in drawn units, of every q_max and aggregation by their names, the largest q_max and FP-Agg first."""
+    if runs["recipe_but_aggregation"].nunique() != 1:
+        by_arm(runs, metric)  # says what is wrong
+    found = {}
+    for (top, kind), part in sorted(runs.groupby(["q_max", "aggregation"]), key=lambda p: (-p[0][0], p[0][1])):
+        words = [f"q_max {top}"] if runs["q_max"].nunique() > 1 else []
+        words += [AGGREGATIONS[kind]] if runs["aggregation"].nunique() > 1 else []
+        arms = by_arm(part, metric)
+        found[", ".join(words)] = arms.assign(mean=factor * arms["mean"], std=factor * arms["std"])
+    return found
 
 
 def _quality(ax: Axes, arms: pd.DataFrame, x: str, metric: Metric) -> None:

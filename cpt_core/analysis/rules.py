@@ -18,16 +18,29 @@ from dataclasses import replace
 from typing import Any
 
 from cpt_core.analysis import claims, statistics
-from cpt_core.analysis.effects import EFFECTS, Claim
+from cpt_core.analysis.effects import Claim, arm_minus, minus, named_arm, quality_of
+from cpt_core.analysis.measures import MEASURES
 
-CODE = (claims.verdict, claims.said, claims.holm, claims.combined, statistics.paired, statistics.interval)
-LINE = ("measure", "a", "b", "tasks", "test", "margin")
+CODE = (
+    claims.verdict,
+    claims.said,
+    claims.holm,
+    claims.combined,
+    statistics.paired,
+    statistics.interval,
+    named_arm,
+    minus,
+    arm_minus,
+    quality_of,
+    claims.meant,
+)
+LINE = ("measure", "a", "b", "tasks", "only", "test", "margin", "grids")
 
 
 def fingerprint(claim: Claim) -> str:
     """Return eight hexadecimal digits that change with the rule of a claim; not with comments, docstrings or layout."""
     line = [getattr(claim, name) for name in LINE]
-    code = [words_of(function) for function in (*CODE, EFFECTS[claim.measure])]
+    code = [words_of(function) for function in (*CODE, MEASURES[claim.measure])]
     return hashlib.sha256(json.dumps([line, code]).encode()).hexdigest()[:8]
 
 

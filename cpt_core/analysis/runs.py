@@ -28,8 +28,9 @@ TYPES = {
     "relative_cost": "float64", "noise_exposure": "float64", "share_at_q_min": "float64", "status": "string",
     "seconds": "float64", "steps": "Int64", "bitops": "float64", "device": "string", "started": "string",
     "commit": "string", "title": "string", "error": "string", "key": "string", "aggregation": "string",
-    "recipe_but_aggregation": "string", "recipe_but_cycles": "string", "recipe_but_length": "string",
-    "total_steps": "Int64", "n_cycles": "Int64", "lr": "float64", "learning_rates": "Int64", "kind": "string",
+    "recipe_but_aggregation": "string", "recipe_but_cycles": "string", "recipe_but_fanout": "string",
+    "recipe_but_length": "string", "total_steps": "Int64", "n_cycles": "Int64", "fanout": "Int64", "lr": "float64",
+    "learning_rates": "Int64", "kind": "string",
     "start": "Int64", "stop": "Int64", "equal_cost": "bool", "bitops_per_op": "float64", "first_loss": "float64",
     "last_loss": "float64", "valid": "float64", "diverged": "bool", "data_checksum": "string",
     "dirty": "boolean", "torch": "string", "store": "string",
@@ -125,8 +126,8 @@ def table(rows: Iterable[Row]) -> pd.DataFrame:
     as memory, time or missing data, has NaN and is to be run again.
 
     Metrics at q_max bits are called by their name, such as "accuracy", and "accuracy_best_valid" at the best step on
-    held-out data; "_current" marks those at the bits of the step. Those of ``METRICS`` are always there. Values are as
-    stored: accuracies are shares.
+    held-out data, or "accuracy_best_test" where there are none; "_current" marks those at the bits of the step. Those
+    of ``METRICS`` are always there. Values are as stored: accuracies are shares.
 
     Some columns of ``TYPES``: ``recipe`` is a short name that the runs of one experiment share, ``recipe_but_...`` one
     that leaves out what an experiment may vary; ``total_steps`` those of the recipe, ``steps`` those that ran;
@@ -174,10 +175,12 @@ def _settings(spec: dict[str, Any]) -> dict[str, Any]:
         "recipe": _recipe_key(recipe),
         "recipe_but_aggregation": _recipe_key(recipe, "aggregation"),
         "recipe_but_cycles": _recipe_key(recipe, "n_cycles"),
+        "recipe_but_fanout": _recipe_key(recipe, "fanout", "aggregation"),
         "recipe_but_length": _recipe_key(recipe, "steps", "milestones", "evaluate_every"),
         "total_steps": recipe["steps"],
         "learning_rates": len(recipe.get("learning_rates", ())) or 1,
         "aggregation": recipe.get("aggregation", ""),
+        "fanout": recipe.get("fanout") if recipe["batch"] else None,
         "kind": schedule["kind"],
         "start": start,
         "stop": stop,
@@ -263,8 +266,8 @@ def text(runs: pd.DataFrame) -> str:
     if runs.empty:
         return "no rows"
     columns = "scale dataset model q_min q_max arm seed status relative_cost".split()
-    known = [m for name in METRICS if name != "loss" for m in (name, f"{name}_best_valid") if m in runs]
-    metrics = [m for m in known if runs[m].notna().any()]
+    known = [name + when for name in METRICS if name != "loss" for when in ("", "_best_valid", "_best_test")]
+    metrics = [m for m in known if m in runs and runs[m].notna().any()]
     shown = runs[[*columns, *metrics, "seconds", "key"]].round(
         {"relative_cost": 3, "seconds": 1, **dict.fromkeys(metrics, 4)}
     )

@@ -97,6 +97,54 @@ def aggregation(
     ]  # fmt: skip
 
 
+def q_agg(scale: str = "demo", dataset: str = "digits-graph", model: str | None = None, **given: Any) -> list[RunSpec]:
+    """Return the runs of ``quality_cost`` with Q-Agg: neighbours are summed at low precision too.
+
+    Paper: section 4.3, the Q-Agg half of figure 6.
+    """
+    return quality_cost(scale, dataset, model, task="graph", aggregation="quantized", **given)
+
+
+def fanout(
+    scale: str = "demo",
+    dataset: str = "ogbn-products",
+    model: str | None = None,
+    *,
+    fanouts: Sequence[int] = (8, 16, 32, 64),
+    seeds: Sequence[int] | None = None,
+    **changes: Any,
+) -> list[RunSpec]:
+    """Return the runs that compare numbers of sampled neighbours at static 8 bits, with FP-Agg and with Q-Agg.
+
+    Raises:
+        ValueError: for a recipe that trains on the full graph.
+
+    Paper: section 4.3 (32 neighbours).
+    Differs: the other numbers of neighbours are ours.
+    """
+    specs = [s for n in fanouts for s in aggregation(scale, dataset, model, seeds=seeds, fanout=n, **changes)]
+    if any(not s.recipe.batch for s in specs):
+        raise ValueError(f"{specs[0].recipe.model} on {dataset} trains on the full graph: no neighbours are sampled")
+    return specs
+
+
+def cycles(
+    scale: str = "demo",
+    dataset: str = "digits",
+    model: str | None = None,
+    *,
+    n_cycles: Sequence[int] = (1, 2),
+    **given: Any,
+) -> list[RunSpec]:
+    """Return the runs that compare numbers of cycles: the schedules that are not triangular, which need an even number.
+
+    Paper: section 4.4 (one and two cycles on XNLI).
+    """
+    repeated = [name for name, entry in SUITE.items() if not entry.triangular]
+    given = {"schedules": repeated, "static": (), **given}
+    return [s for n in n_cycles for s in quality_cost(scale, dataset, model, n_cycles=n, **given)]
+
+
 def _changed(found: Recipe, task: str | None, changes: dict[str, Any]) -> Recipe:
     """Return a recipe with other values for some fields; ValueError for another task or unknown fields."""
     if task is not None and found.task != task:

@@ -13,7 +13,16 @@ from typing import Any
 
 from cpt_core.checks import offer
 from cpt_core.experiments import allocation, questions
-from cpt_core.experiments.designs import aggregation, deficit_length, deficit_window, equal_cost, quality_cost
+from cpt_core.experiments.designs import (
+    aggregation,
+    cycles,
+    deficit_length,
+    deficit_window,
+    equal_cost,
+    fanout,
+    q_agg,
+    quality_cost,
+)
 from cpt_core.experiments.recipe import SCALES, Dataset, Recipe
 from cpt_core.experiments.recipes import DATASETS, EXPERIMENTS
 from cpt_core.experiments.spec import RunSpec
@@ -40,6 +49,9 @@ class Grid:
 
 DESIGNS: dict[str, tuple[Callable[..., list[RunSpec]], str]] = {  # beside quality against cost
     "aggregation": (aggregation, "FP-Agg and Q-Agg at static 8 bits"),
+    "q_agg": (q_agg, "quality against cost with Q-Agg"),
+    "fanout": (fanout, "8 to 64 sampled neighbours at static 8 bits, with FP-Agg and Q-Agg"),
+    "cycles": (cycles, "one and two cycles"),
     "deficit_length": (deficit_length, "deficits at the start, with controls"),
     "deficit_window": (deficit_window, "windows of low precision, with controls"),
     "equal_cost": (equal_cost, "RR, delayed RR, ER and static precisions at one cost; not in the paper"),

@@ -5,7 +5,13 @@
 - Each with the ten schedules and static precision, 8 cycles, q_max 6 and 8, three seeds: 66 runs a model.
 - Critical periods: CIFAR-10 with ResNet-74, ImageNet with ResNet-18.
 
-The metric is test accuracy. Embedded stand-in: scikit-learn's digits.
+The metric is test accuracy at the end, at q_max bits. Training takes all images, as the paper's does: nothing is held
+out, and the best epoch, which the authors report, is chosen on the test set and called so ("best_test").
+
+Embedded stand-in: scikit-learn's digits.
+
+Differs: the paper does not say which epoch it reports; the authors' scripts keep the best one on the test set, at the
+    bits of the step.
 """
 
 from __future__ import annotations
@@ -52,7 +58,7 @@ DIGITS_RESNET = replace(  # BatchNorm makes networks robust: here the effect all
 CIFAR = ImageRecipe(
     task="image", dataset="cifar10", model="resnet74", quantized="cifar",
     steps=64_000, batch=128, lr=0.1, q_min=3, n_cycles=8,  # paper 4.2
-    crop=4, flip=True, valid_images=5_000, evaluate_every=2_000,
+    crop=4, flip=True, evaluate_every=391,  # an epoch of all 50,000 images
 )  # fmt: skip
 
 CIFAR_DEMO = replace(  # 16 x 16 pixels, 2 bits: the paper's setting in five seconds
@@ -60,31 +66,33 @@ CIFAR_DEMO = replace(  # 16 x 16 pixels, 2 bits: the paper's setting in five sec
     valid_images=1_000, test_images=2_000, evaluate_every=150, seeds=(0, 1, 2),
 )  # fmt: skip
 
+# Differs: ImageNet's weight decay is 1e-4, that of the settings the paper cites and of the authors' code; the paper's
+# text says 1e-5.
 IMAGENET = ImageRecipe(
     task="image", dataset="imagenet", model="resnet18", quantized="imagenet",
     steps=90 * 5005, batch=256, lr=0.1, q_min=4, n_cycles=8,
-    weight_decay=1e-4,  # the paper's text says 1e-5; the settings it cites, and the authors' code, have 1e-4
-    size=224, crop="resized", flip=True, valid_images=10_000, evaluate_every=5 * 5005,
+    weight_decay=1e-4,
+    size=224, crop="resized", flip=True, evaluate_every=5005,
 )  # fmt: skip
 
 # What the authors' scripts do where they differ from the paper's text; "" applies to every model.
-# Differs: the defaults follow the paper except for ImageNet's weight decay, see there.
+# Differs: MobileNet-V2 is trained as the paper's text says (rate 0.1, q_min 3), in the authors' scripts with rate 0.03
+# and q_min 4; ImageNet's rate falls after 50 and 75 % of training, in the scripts after epochs 30 and 60 of 90.
 AUTHORS_CIFAR: Changes = {
-    "": dict(
-        valid_images=0, eval_bits="current", running_start="zero", cycle_rule="floor_plus_one", evaluate_every=390
-    ),
+    "": dict(eval_bits="current", running_start="zero", cycle_rule="floor_plus_one", evaluate_every=390),
     "mobilenetv2": dict(lr=0.03, q_min=4),
 }
 
 AUTHORS_IMAGENET: Changes = {
     "": dict(
-        valid_images=0, eval_bits="current", running_start="zero", cycle_rule="floor", evaluate_every=5005,
-        milestones=(30 / 90, 60 / 90), weight_decay=1e-4,
+        eval_bits="current", running_start="zero", cycle_rule="floor", milestones=(30 / 90, 60 / 90), weight_decay=1e-4
     ),
 }  # fmt: skip
 
 # Differs: section 5 speaks of the settings of section 4; its deficits are longer than that training. Lengths, learning
-# rates and the missing weight decay are those of the authors' scripts.
+# rates and the missing weight decay are those of the authors' scripts; preset "authors" changes nothing else there.
+# Differs: that the decay of the learning rate does not matter to deficits (footnote 5) has no grid: its decays are not
+# given. `designs.deficit_scan` takes `milestones=` of any.
 DEFICITS_CIFAR = Deficits(
     dict(steps=256_000, weight_decay=0.0), lengths=(0, 16_000, 32_000, 64_000, 128_000, 256_000),
     windows=((0, 128_000), (16_000, 144_000), (32_000, 160_000), (64_000, 192_000)), window_steps=256_000,

@@ -34,9 +34,9 @@ class DetectionTask:
 
     Paper: section 4.2.
     Differs: from scratch, BatchNorm uses the statistics of the batch; the paper starts from a pretrained backbone only,
-        whose statistics stay frozen. The best evaluation is chosen on held-out pictures; the authors' script keeps the
-        last and the best on the test pictures. BitOps are those of the pictures that are trained on (an average over
-        eight batches); the authors price 256 pictures of 224 x 224, which changes totals by a factor, ratios not.
+        whose statistics stay frozen. BitOps are those of the pictures that are trained on (an average over eight
+        batches); the authors price 256 pictures of 224 x 224, which changes totals by a factor, ratios not.
+    Differs: pictures are padded to multiples of 32; the authors pad by a further 32 where they are multiples already.
     """
 
     metric = EXPERIMENT.metric.name

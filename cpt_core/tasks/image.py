@@ -25,7 +25,6 @@ class ImageTask:
     """SGD with a step-wise learning rate, cross entropy, accuracy.
 
     Paper: section 4.2.
-    Differs: the best epoch is chosen on held-out images; the authors choose it on the test set.
     """
 
     metric = EXPERIMENT.metric.name

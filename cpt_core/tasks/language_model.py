@@ -27,7 +27,8 @@ class LanguageModelTask:
 
     Paper: section 4.4.
     Differs: the learning rate is cut by what evaluation at q_max bits says; the authors' rule sees the bits of the
-        step, and cuts after a cycle has begun anew (``eval_bits="current"``).
+        step, and cuts after a cycle has begun anew (``eval_bits="current"``). It is cut where the validation loss is
+        not the best so far, as in the authors' script; the paper's words are that it does not improve between epochs.
     Differs: dropout also on the embeddings, as the authors' code and the settings it follows have it
         (``drop_embedding=False`` for the paper's text).
     Differs: perplexity counts every word of a text; the authors leave out the first word of every column.

@@ -9,8 +9,10 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
+import pandas as pd
 from matplotlib.figure import Figure
 
+from cpt_core.analysis.equal_cost import equal_cost
 from cpt_core.paths import results_dir
 from cpt_core.schedules.make import make_schedule
 from cpt_core.schedules.solver import solve_schedule
@@ -243,3 +245,16 @@ def show_budgets(
                 f"{budget:<7} {family:<12}{power:6.3f}  {found.relative_cost():.4f}   {found.noise_exposure():14.1f}   "
                 f"{found.share_at(q_min):.3f}"
             )
+
+
+def show_equal_cost(experiments: Mapping[str, pd.DataFrame]) -> None:
+    """Print, for experiments by name, what three ways to spend the BitOps of a schedule did against it."""
+    ways = {"the same, delayed": " delayed ", "8 bits, stopped early": "static 8,", "fewer bits": "static [2-7]"}
+    for name, runs in experiments.items():
+        found = equal_cost(runs)
+        for way, pattern in ways.items():
+            said = [
+                f"{r.arm} {'better than' if r.low > 0 else 'worse than' if r.high < 0 else 'not told from'} {r.base}"
+                for r in found[(found.arm != found.base) & found.arm.str.contains(pattern)].itertuples()
+            ]
+            print(f"{name}, {way}: {'; '.join(said) or 'not run'}")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import platform
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from importlib import metadata
 from typing import Any
@@ -16,7 +16,10 @@ import pandas as pd
 from matplotlib.figure import Figure
 
 from cpt_core.analysis import schedules
+from cpt_core.analysis.effects import LEAST_SEEDS
+from cpt_core.analysis.metrics import interval_text
 from cpt_core.analysis.pages import terminal
+from cpt_core.analysis.statistics import interval
 from cpt_core.analysis.style import drawing
 from cpt_core.experiments.recipe import is_own
 from cpt_core.machine import usable_cores
@@ -115,6 +118,22 @@ def finding(statement: str, holds: pd.Series, runs: pd.DataFrame, dataset: str) 
     if against and not is_own(dataset):
         raise AssertionError(f"{statement}: not so in {against}")
     print(f"{statement}: {f'not so in {against}' if against else 'yes'}")
+
+
+def direction(values: Iterable[float]) -> int:
+    """Return 1 or -1 where the 95 % interval of differences lies above or below 0, else 0; two seeds say nothing."""
+    values = list(values)
+    _, low, high = interval(values)
+    return 0 if len(values) < LEAST_SEEDS else int(low > 0) - int(high < 0)
+
+
+def compare(what: str, differences: Iterable[float], unit: str = "points", digits: int = 2) -> None:
+    """Print paired differences, a value per seed, with their interval, and in words what may be said of them."""
+    values = list(differences)
+    few = f"fewer than {LEAST_SEEDS} seeds say nothing" if len(values) < LEAST_SEEDS else "cannot be told from 0"
+    said = {1: "above 0", -1: "below 0", 0: few}[direction(values)]
+    shown = f"{interval_text(*interval(values), digits)} {unit}".rstrip()
+    print(f"{what}: {shown}, n = {len(values)}: {said}")
 
 
 def bits_as_text(bits: Any, points: int = 32) -> str:

@@ -7,13 +7,12 @@ import pytest
 from scipy import stats
 
 from cpt_core.analysis import aggregation, figures, metrics, predictors, quality_cost, schedules, statistics, style
-from cpt_core.analysis import paper as printed
 from cpt_core.analysis.runs import OtherDataWarning, committed, load, table, tuned
 from cpt_core.experiments import designs
 from cpt_core.paths import paper_dir
 from cpt_core.schedules.make import make_schedule
 from cpt_core.sweeps import stores
-from tests.helpers import PROVENANCE, row_of
+from tests.helpers import PROVENANCE, quietly, row_of
 
 
 def made_up(accuracy, seeds=(0, 1, 2), statics=(2, 5, 8)):
@@ -137,10 +136,12 @@ def test_mixed_experiments_are_refused():
 
 
 def test_comparison_puts_the_papers_number_beside_ours(tmp_path, monkeypatch):
-    paper = pd.read_csv(paper_dir() / "numbers.csv")
-    paper.loc[len(paper)] = ["figure_3", "digits", "mlp6", "CR", 8, "accuracy", 61.5, "%", "made up for this test"]
-    paper.to_csv(tmp_path / "numbers.csv", index=False)
-    monkeypatch.setattr(quality_cost, "paper_dir", lambda: tmp_path)
+    same = {"artefact": "figure_3", "dataset": "digits", "model": "mlp6", "arm": "CR", "q_max": 8, "metric": "accuracy"}
+    made_up_line = {**same, "value": 61.5, "unit": "%", "place": "made up for this test"}
+    against = {**same, "minus": "static", "value": 2.0, "unit": "points", "place": "no accuracy, but a difference"}
+    lines = [pd.read_csv(paper_dir() / "numbers.csv"), pd.DataFrame([against, made_up_line])]
+    pd.concat(lines).to_csv(tmp_path / "numbers.csv", index=False)
+    monkeypatch.setattr("cpt_core.analysis.printed.paper_dir", lambda: tmp_path)
     rows = rows_of(lambda arm, seed, cost: 0.6)
     small = quality_cost.compare_with_paper(table(rows)).set_index("arm")
     assert small.paper.isna().all()  # a small run is never put beside a number of the paper
@@ -154,25 +155,6 @@ def test_comparison_puts_the_papers_number_beside_ours(tmp_path, monkeypatch):
     shown = quality_cost.summary(at_paper_scale).set_index("arm")
     assert shown.loc["CR", ["accuracy %", "paper"]].to_list() == ["60.0", "61.5 (made up for this test)"]
     assert quality_cost.compare_with_paper(at_paper_scale, "figure_4").paper.isna().all()
-
-
-def test_numbers_of_the_paper_say_where_they_stand():
-    paper = pd.read_csv(paper_dir() / "numbers.csv")
-    assert len(paper) > 10
-    assert paper.place.str.len().gt(4).all()
-    assert paper.value.notna().all()
-    known = paper[(paper.artefact == "table_1") & (paper.arm == "no deficit")].set_index("dataset").value
-    assert known.to_dict() == {"cifar10": 92.23, "imagenet": 67.44}
-
-
-def test_ours_stand_beside_the_numbers_of_the_paper_in_its_units():
-    choices = {"schedules": ["CR"], "static": [8], "q_max": [8], "seeds": [0, 1]}
-    specs = designs.quality_cost("paper", "ptb", task="language_model", **choices)
-    rows = [{**row_of(s, 100.0, "perplexity"), "bitops": {"paper": 9.1555e13 + 1e11 * s.seed}} for s in specs]
-    found = printed.summary(table(rows)).set_index(["what", "arm"])["ours +- std"]
-    assert found["figure 7: ptb, lstm", "static 8"] == "9.16 +- 0.01 (n = 2)"
-    assert found["figure 7: ptb, lstm", "RR"] == "not run"
-    assert set(found["table 1: cifar10, resnet74"]) == {"not run"}
 
 
 def test_figure_3_draws_every_point():
@@ -431,3 +413,22 @@ def test_runs_on_other_data_are_left_out_and_said(tmp_path):
         add(5, started)
         with pytest.warns(OtherDataWarning, match="5 runs on digits"):
             assert sorted(load(old, new).data_checksum) == [kept] * 5 + ["cc"]
+
+
+def test_every_q_max_and_aggregation_has_a_row_of_panels():
+    """The paper draws q_max 6 and 8, and of graphs both aggregations."""
+    both = [*designs.quality_cost("paper", "ogbn-arxiv", seeds=[0]), *designs.q_agg("paper", "ogbn-arxiv", seeds=[0])]
+    rows = [row_of(s, 0.7 if s.recipe.aggregation == "fp" else 0.6) for s in both]
+    figure = figures.figure_6(table(rows), xs=("relative_cost", "noise_exposure"))
+    named = [ax.get_title() for ax in figure.axes[::2]]
+    assert named == ["q_max 8, FP-Agg", "q_max 8, Q-Agg", "q_max 6, FP-Agg", "q_max 6, Q-Agg"]
+    drawn = [
+        {round(y, 6) for line in ax.lines if line.get_marker() == "o" for y in line.get_ydata()} for ax in figure.axes
+    ]
+    assert drawn == [{70.0}, {70.0}, {60.0}, {60.0}] * 2
+    assert len(figures.figure_6(table(rows), q_max=6).axes) == 2
+    (alone,) = figures.figure_3(table(rows[:22]), q_max=8).axes
+    assert alone.get_title() == ""
+    other = [row_of(s, 0.5) for s in quietly(designs.quality_cost, "demo", "digits-graph", seeds=[0])]
+    with pytest.raises(ValueError, match="rows mix datasets: digits-graph, ogbn-arxiv"):
+        figures.figure_6(table([*rows, *other]))

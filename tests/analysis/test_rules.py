@@ -25,8 +25,17 @@ def test_the_date_of_every_rule_is_that_of_its_last_change():
 def test_a_changed_rule_has_another_fingerprint(monkeypatch):
     claim = IDS["entailment_small"]
     old = rules.fingerprint(claim)
-    assert old == rules.fingerprint(replace(claim, claim="in other words", place="section 9", grids="", since=""))
-    other = {"measure": "delay", "a": "ER", "b": "static 6", "tasks": "", "test": "equal", "margin": 1.0}
+    assert old == rules.fingerprint(replace(claim, claim="in other words", place="section 9", since=""))
+    other = {
+        "measure": "delay",
+        "a": "ER",
+        "b": "static 6",
+        "tasks": "",
+        "test": "equal",
+        "margin": 1.0,
+        "only": "q_max=6",
+        "grids": "",
+    }
     assert set(other) == set(rules.LINE)
     for name, value in other.items():
         assert rules.fingerprint(replace(claim, **{name: value})) != old, name

@@ -25,6 +25,31 @@ def test_paper_settings_for_imagenet():
     assert (r.crop, r.size, r.weight_decay, r.quantized) == ("resized", 224, 1e-4, "imagenet")
 
 
+@pytest.mark.parametrize(
+    ("dataset", "there", "epochs"), [("cifar10", 50_000, 164), ("imagenet", 1_281_167, 90), ("voc2012", 5_717, 120)]
+)
+@pytest.mark.parametrize("preset", ["ours", "authors"])
+def test_the_papers_trainings_take_all_pictures(dataset, there, epochs, preset):
+    """Nothing is held out where the paper tunes nothing; steps are so many epochs of all there is."""
+    r = recipe("paper", dataset, None, preset)
+    assert (r.train_images, r.valid_images, r.test_images) == (None, 0, None)
+    epoch = -(-there // r.batch)
+    assert r.steps / epoch == pytest.approx(epochs, abs=0.5)  # CIFAR's is given in steps
+    assert recipe("demo", "cifar10").valid_images == 1_000  # small scales hold some out
+    if preset == "ours":
+        assert r.evaluate_every == (5 if dataset == "voc2012" else 1) * epoch
+
+
+def test_q_agg_has_the_grid_of_fp_agg():
+    """Figure 6 has both; static q_max is a run that figure 5 has too."""
+    for dataset in ("ogbn-arxiv", "ogbn-products"):
+        fp, q = (grids.grid_specs(f"{dataset}/{name}") for name in (recipe("paper", dataset).model, "q_agg"))
+        assert {s.recipe.aggregation for s in q} == {"quantized"}
+        back = [replace(s, recipe=replace(s.recipe, aggregation="fp")) for s in q]
+        assert [s.key for s in back] == [s.key for s in fp]
+        assert len({s.key for s in q} & {s.key for s in grids.grid_specs(f"{dataset}/aggregation")}) == 3
+
+
 def test_authors_settings():
     r = recipe("paper", "cifar10", "mobilenetv2", "authors")
     assert (r.lr, r.q_min, r.cycle_rule, r.eval_bits, r.running_start) == (0.03, 4, "floor_plus_one", "current", "zero")
