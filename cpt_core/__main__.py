@@ -206,16 +206,25 @@ def range_test(
 def claims(
     evidence: Annotated[bool, typer.Option(help="show the effects behind every verdict")] = False,
 ) -> None:
-    """Show the claims of the paper: confirmed, contradicted or open by the committed rows and those under runs/."""
+    """Show the claims of the paper: confirmed, contradicted or open by the committed rows and those under runs/.
+
+    After them come the preregistered questions, as far as they are answered.
+    """
+    from cpt_core.analysis.answers import answers
     from cpt_core.analysis.claims import judged
     from cpt_core.analysis.report import all_stores
     from cpt_core.analysis.runs import load
 
-    for entry in judged(load(*all_stores())):
+    runs = load(*all_stores())
+    for entry in judged(runs):
         at_paper, smaller = entry.verdicts()
         typer.echo(f"{entry.claim.claim} ({entry.claim.place})\n  paper scale: {at_paper}; smaller scales: {smaller}")
         for line in entry.evidence() if evidence else []:
             typer.echo(f"    {line}")
+    for a in answers(runs):
+        typer.echo(f"{a.question}: {a.asks} (PREREGISTRATION.md)\n  {a.word}")
+        for effect in (*a.primary, *a.secondary) if evidence else ():
+            typer.echo(f"    {effect}")
 
 
 @app.command(cls=Many)
