@@ -243,17 +243,26 @@ def range_test(
 def claims(
     evidence: Annotated[bool, typer.Option(help="show the effects behind every verdict")] = False,
 ) -> None:
-    """Show the claims of the paper, and what the committed rows and those under runs/ say of each."""
+    """Show the claims of the paper, and what the committed rows and those under runs/ say of each.
+
+    After them come the preregistered questions, as far as they are answered.
+    """
+    from cpt_core.analysis.answers import answers
     from cpt_core.analysis.claims import judged
     from cpt_core.analysis.report import all_stores
     from cpt_core.analysis.runs import load
 
-    for entry in judged(load(*all_stores())):
+    runs = load(*all_stores())
+    for entry in judged(runs):
         at_paper, smaller = entry.verdicts()
         typer.echo(f"{entry.claim.claim} ({entry.claim.place})")
         typer.echo(f"  paper scale: {at_paper}\n  smaller scales: {smaller}\n  rule of {entry.rule()}")
         for line in entry.evidence() if evidence else []:
             typer.echo(f"    {line}")
+    for a in answers(runs):
+        typer.echo(f"{a.question}: {a.asks} (PREREGISTRATION.md)\n  {a.word}")
+        for effect in (*a.primary, *a.secondary) if evidence else ():
+            typer.echo(f"    {effect}")
 
 
 @app.command(cls=Many)

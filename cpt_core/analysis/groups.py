@@ -11,10 +11,12 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable
+from functools import cache
 
 import pandas as pd
 
 from cpt_core.analysis.metrics import counted
+from cpt_core.experiments.grids import QUESTIONS, grid_specs
 
 AGGREGATIONS = {"fp": "FP-Agg", "quantized": "Q-Agg"}
 
@@ -63,7 +65,14 @@ def equal_cost_groups(runs: pd.DataFrame) -> list[pd.DataFrame]:
     return [part for part in parts if part["equal_cost"].any()]
 
 
+@cache
+def preregistered() -> frozenset[str]:
+    """Return the keys of the runs of ``PREREGISTRATION.md``: they answer its questions, nothing is pooled with them."""
+    return frozenset(spec.key for name in QUESTIONS for spec in grid_specs(name))
+
+
 def _split(runs: pd.DataFrame, *columns: str) -> list[pd.DataFrame]:
+    runs = runs[~runs["key"].isin(preregistered())]
     parts = [part for _, part in runs.groupby(list(columns), sort=False)]
     return sorted(parts, key=lambda part: part["scale"].iloc[0] != "paper")
 

@@ -12,7 +12,16 @@ from typing import Any
 import pandas as pd
 
 from cpt_core import provenance
-from cpt_core.analysis import aggregation, claims, critical_periods, equal_cost, paper, predictors, quality_cost
+from cpt_core.analysis import (
+    aggregation,
+    claims,
+    critical_periods,
+    equal_cost,
+    paper,
+    predictors,
+    preregistered,
+    quality_cost,
+)
 from cpt_core.analysis.groups import named, quality_cost_groups
 from cpt_core.analysis.metrics import counted, metric_named, metric_of, spread_text
 from cpt_core.analysis.pages import Section, render
@@ -69,6 +78,7 @@ def write_report(files: Sequence[Path] | None = None, out: Path | None = None) -
     alt = "precision over training steps for the ten schedules"
     sections = [
         claims.section(runs),
+        *preregistered.sections(runs),
         *(shown or [nothing]),
         *predictors.sections(runs),
         Section("Figure 2: the ten schedules", (), figure_2(), alt),

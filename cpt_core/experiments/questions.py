@@ -10,9 +10,11 @@ import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import cache, partial
+from typing import cast
 
 import numpy as np
 
+from cpt_core.experiments.graph import GraphRecipe
 from cpt_core.experiments.recipe import Recipe
 from cpt_core.experiments.recipes import recipe
 from cpt_core.experiments.spec import RunSpec
@@ -46,6 +48,8 @@ TWELVE: tuple[tuple[tuple[int, ...], tuple[int, ...]], ...] = (
 WINDOW, RECOVERY = 16, 32  # H3: steps of low precision, and steps after them
 STARTS = (0, 12, 24, 36, 48)
 LR_RULES = ("constant", "step", "cosine")
+
+OUTPUTS = {FACEBOOK: 4, "pydoc": 102, "ptb": 2000}  # classes or words: a run that diverged counts as chance
 
 DEGREES = (0, 5, 12, 30)  # H4: in-degrees at which strata begin, self-loops counted
 
@@ -138,6 +142,19 @@ def deficit_dates(dataset: str = FACEBOOK, seeds: Sequence[int] | None = None) -
                 what = f"[{start}, {start + WINDOW})" if windows else "no deficit"
                 specs += [_spec(r, schedule, f"{what} of {r.steps}, {rule}", s) for s in _seeds(seeds, 10)]
     return specs
+
+
+def learning_rate_sums(spec: RunSpec) -> tuple[float, float]:
+    """Return the learning rate, relative to its start, summed over the deficit of a run of H3 and over what follows."""
+    r = cast(GraphRecipe, spec.recipe)
+    t = np.arange(r.steps)
+    rates = {
+        "constant": np.ones(r.steps),
+        "step": 0.1 ** ((t >= round(0.5 * r.steps)) + (t >= round(0.75 * r.steps)).astype(float)),
+        "cosine": r.final_lr + (1 - r.final_lr) * (1 + np.cos(np.pi * t / r.steps)) / 2,
+    }[r.lr_rule]
+    ((start, stop),) = cast(DeficitSchedule, spec.schedule).windows
+    return float(rates[start:stop].sum()), float(rates[stop:].sum())
 
 
 def gradients(dataset: str = "ptb", seeds: Sequence[int] | None = None) -> list[RunSpec]:
