@@ -31,12 +31,17 @@ SWITCH = 0.45  # of the training: a twentieth before the learning rate falls fir
 STATIC, LATE = "static", "low then high"
 
 
+class NotMeasuredError(ValueError):
+    """The schedules of H5 cannot be made yet: their sensitivities are not stored."""
+
+
 @dataclass(frozen=True)
 class Case:
     """A task of H5.
 
     Attributes:
         dataset: see ``recipes.recipe``; ``task`` too.
+        outputs: classes or characters: a run that diverged counts as chance.
         bits: static precision at whose cost all arms are. Sensitivities are measured with one bit less than that, and
             nothing runs lower than what was measured.
         seeds: how many the test has, from 100 on.
@@ -46,6 +51,7 @@ class Case:
 
     dataset: str
     task: str
+    outputs: int
     bits: int
     seeds: int
     measured: int
@@ -64,10 +70,10 @@ class Case:
 
 
 CASES: dict[str, Case] = {
-    "digits": Case("digits", "image", 4, 40, 40),
-    "facebook": Case("facebook_ogb_layout/", "graph", 3, 16, 8),
-    "characters": Case("pydoc", "language_model", 3, 20, 16),
-    "cifar10-jpeg": Case("cifar10-jpeg/", "image", 3, 10, 6),
+    "digits": Case("digits", "image", 10, 4, 40, 40),
+    "facebook": Case("facebook_ogb_layout/", "graph", 4, 3, 16, 8),
+    "characters": Case("pydoc", "language_model", 102, 3, 20, 16),
+    "cifar10-jpeg": Case("cifar10-jpeg/", "image", 10, 3, 10, 6),
 }
 
 
@@ -91,7 +97,8 @@ def allocated(
         sensitivity: None takes the stored one.
 
     Raises:
-        ValueError: for an unknown case, a budget that cannot be met, and when no sensitivity is stored.
+        ValueError: for an unknown case and a budget that cannot be met.
+        NotMeasuredError: when no sensitivity is stored.
     """
     c = CASES[choose("case", case, CASES)]
     r, level = c.recipe, c.budget if budget is None else budget
@@ -119,11 +126,11 @@ def low_then_high(budget: float, total_steps: int) -> TableSchedule:
 
 @cache
 def stored(case: str) -> Sensitivity:
-    """Return the stored sensitivity of a case; ValueError says how it is measured when there is none."""
+    """Return the stored sensitivity of a case; NotMeasuredError says how it is measured when there is none."""
     path = results_dir() / FILE
     held = json.loads(path.read_text(encoding="utf-8"))["cases"] if path.exists() else {}
     if case not in held:
-        raise ValueError(
+        raise NotMeasuredError(
             f"{path} has no sensitivity of {case!r}; measure it: python -m bench.sensitivities --only {case}"
         )
     return Sensitivity.from_dict(held[case])

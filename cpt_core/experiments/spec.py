@@ -49,8 +49,8 @@ class RunSpec:
 
     def __post_init__(self) -> None:
         """Check that recipe and schedule have one length; store a curve of one's own as the bits it gives."""
-        # a function has no JSON form and no stable key; a layered schedule may hold one
-        if isinstance(self.schedule, (FunctionSchedule, LayeredSchedule)):
+        parts = self.schedule.parts if isinstance(self.schedule, LayeredSchedule) else (((), self.schedule, 0),)
+        if any(isinstance(s, FunctionSchedule) for _, s, _ in parts):  # has no JSON form and no stable key
             object.__setattr__(self, "schedule", schedule_from_dict(self.schedule.to_dict()))
         if self.schedule.total_steps != self.recipe.steps:
             raise ValueError(f"the schedule has {self.schedule.total_steps} steps, the recipe {self.recipe.steps}")

@@ -20,6 +20,7 @@ import itertools
 import math
 from collections.abc import Sequence
 from numbers import Real
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -176,9 +177,13 @@ def _given_out(cost: Array, loss: Array, steps: NDArray[np.int64], budget: float
         prices = price[best, level[best]]
         wanted = float((prices * steps[best]).sum())
         raised = (steps[best] * (1.0 if wanted <= left + 1e-12 else max(left, 0.0) / wanted)).astype(int)
+        left -= float((prices * raised).sum())
+        for i in np.argsort(raised - steps[best] * 1.0, kind="stable"):  # of what is left, one step more where it fits
+            if raised[i] < steps[best[i]] and prices[i] <= left + EXACT:
+                raised[i] += 1
+                left -= float(prices[i])
         counts[best, level[best]] -= raised
         counts[best, level[best] + 1] += raised
-        left -= float((prices * raised).sum())
         if (raised < steps[best]).any():
             break
         level[best] += 1
@@ -203,23 +208,27 @@ def _exchanged(counts: Counts, cost: Array, loss: Array, budget: float) -> Count
             if -EXACT <= missing <= slack and lost[best] >= -EXACT * float((counts * loss).sum()):
                 return counts
             chosen = [a[best], b[best]]
+        elif (four := _two_pairs(left, missing, lost, (held[a] > 3) & (held[b] > 3), slack)) is not None:
+            chosen = [*a[four], *b[four]]
         elif off.min() < max(-missing, missing - slack) * (1 - 1e-9):
             chosen = [a[np.argmin(off)], b[np.argmin(off)]]
-        else:  # two pairs at once, of the nearest thousand
-            near = np.flatnonzero((held[a] > 3) & (held[b] > 3))
-            near = near[np.argsort(np.abs(left[near] - missing))[:1000]]
-            both = left[near][:, None] + left[near] - missing
-            lost = np.where((both >= -EXACT) & (both <= slack), lost[near][:, None] + lost[near], np.inf)
-            if not np.isfinite(lost).any():
-                raise ValueError(
-                    f"{int(counts.sum())} steps are too few to cost {budget!r} to {100 * TOLERANCE:g} %; "
-                    f"the nearest is {budget - missing:.4f}"
-                )
-            first, second = np.unravel_index(np.argmin(lost), lost.shape)
-            chosen = [a[near[first]], b[near[first]], a[near[second]], b[near[second]]]
+        else:
+            raise ValueError(
+                f"{int(counts.sum())} steps are too few to cost {budget!r} to {100 * TOLERANCE:g} %; "
+                f"the nearest is {budget - missing:.4f}"
+            )
         for p, q, way in (moves[i] for i in chosen if i):
             counts[p, q] -= 1
             counts[p, q + way] += 1
+
+
+def _two_pairs(left: Array, missing: float, lost: Array, usable: NDArray[np.bool_], slack: float) -> Any:
+    """Return which two pairs of moves, of the thousand of least price, meet the budget and lose least; None: no two."""
+    near = np.flatnonzero(usable)
+    near = near[np.argsort(np.abs(left[near] - missing), kind="stable")[:1000]]
+    both = left[near][:, None] + left[near] - missing
+    losses = np.where((both >= -EXACT) & (both <= slack), lost[near][:, None] + lost[near], np.inf)
+    return near[list(np.unravel_index(np.argmin(losses), losses.shape))] if np.isfinite(losses).any() else None
 
 
 def _moves(

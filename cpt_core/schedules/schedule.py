@@ -259,6 +259,10 @@ class TableSchedule(Schedule):
         bits, steps = zip(*self.runs, strict=True)
         return np.repeat(np.array(bits, dtype=np.float64), steps)
 
+    def to_dict(self) -> dict[str, Any]:
+        """Return a JSON-able description; ``schedule_from_dict`` gives an equal schedule."""
+        return {"kind": self.kind, "runs": [list(run) for run in self.runs]}  # asdict takes long for many runs
+
 
 @dataclass(frozen=True)
 class FunctionSchedule(Schedule):

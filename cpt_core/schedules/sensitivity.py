@@ -17,7 +17,9 @@ import numpy as np
 from scipy import stats
 
 from cpt_core.checks import choose
+from cpt_core.schedules.layered import LayeredSchedule
 from cpt_core.schedules.profiles import Array
+from cpt_core.schedules.schedule import Schedule
 
 OVER = ("time", "layers", "both")
 FLOOR = 0.05  # smallest response of a place, as a share of what it had if all work were alike
@@ -115,6 +117,19 @@ class Sensitivity:
         """Return the weights of every window and group, (windows, groups): those of the groups times those of time."""
         time = self.weights("time", floor)
         return time[:, None] / time.mean() * self.weights("layers", floor)[None, :]
+
+    def promised(self, schedule: Schedule, floor: float = FLOOR) -> float:
+        """Return the quality that a schedule of this length loses by the model: sum w(t, l) * 4**-q(t, l)."""
+        if schedule.total_steps != self.steps:
+            raise ValueError(f"the schedule has {schedule.total_steps} steps, the sensitivity {self.steps}")
+        if isinstance(schedule, LayeredSchedule):
+            bits = schedule.by_group()
+            if tuple(names for names, _, _ in schedule.parts) != self.groups:
+                raise ValueError(f"the schedule has other groups of layers than {self.groups}")
+        else:
+            bits = np.tile(schedule.bits(), (len(self.groups), 1))
+        noise = np.add.reduceat(4.0**-bits, [start for start, _ in self.windows], axis=1)
+        return float((self.product(floor) * noise.T).sum())
 
     def agreement(self, over: str) -> float:
         """Return Spearman's rank correlation of the measured with the estimated responses; NaN without an estimate.

@@ -1,0 +1,181 @@
+"""H5 from rows that were made up so that the answer is known, in both directions."""
+
+import math
+from dataclasses import replace
+
+import matplotlib.pyplot as plt
+import numpy as np
+import pandas as pd
+import pytest
+
+from cpt_core.analysis import allocation
+from cpt_core.analysis.allocation import ARMS, allocation_figure, effects, jensen_figure, sections, summary, verdict
+from cpt_core.analysis.runs import table
+from cpt_core.experiments.allocation import CASES, NotMeasuredError, allocated
+from tests.experiments.test_allocation_designs import made_up
+from tests.helpers import row_of
+
+
+@pytest.fixture(autouse=True)
+def measured(monkeypatch):
+    """Every case has ten seeds and a made-up sensitivity; figures are closed."""
+    stored = {case: made_up(c.recipe.steps, c.bits) for case, c in CASES.items()}
+    for case, c in CASES.items():
+        monkeypatch.setitem(CASES, case, replace(c, seeds=10))
+    for module in ("cpt_core.experiments.allocation", "cpt_core.analysis.allocation"):
+        monkeypatch.setattr(f"{module}.stored", stored.__getitem__)
+    yield
+    plt.close("all")
+
+
+def rows(gains=(), own=0.0, lost=(), cases=CASES, spread=0.1):
+    """Rows of H5 with known gains on static, {(case, arm): points or %}; static at its own bits gets ``own``."""
+    gains, found = dict(gains), []
+    for case in cases:
+        noise = np.random.default_rng(0).normal(size=1000)
+        for i, spec in enumerate(allocated(case)):
+            arm = spec.arm.split(" at ")[0]
+            gain = 5.0 if arm == "static 8" else gains.get((case, arm), 0.0)
+            gain += 3 * math.sin(spec.seed) + spread * noise[i]  # what a seed has in all arms, and noise
+            status = "diverged" if (case, arm, spec.seed) in lost else "ok"
+            perplexity = spec.recipe.task == "language_model"
+
+            def value(gain, perplexity=perplexity):
+                return 10 * math.exp(-gain / 100) if perplexity else 0.5 + gain / 100
+
+            row = row_of(spec, value(gain), "perplexity" if perplexity else "accuracy", status)
+            if status == "ok":
+                at_own = value(gain + (own if arm == "static" else 0.0))
+                row["metrics"].append(dict(row["metrics"][0], value=at_own, precision="current"))
+            found.append(row)
+    return table(found)
+
+
+def line(found, case, arm):
+    return found[(found["case"] == case) & (found["arm"] == arm)].iloc[0]
+
+
+def test_known_gains_are_found_with_their_sign_and_nothing_else():
+    found = effects(
+        rows({("facebook", "over both"): 0.5, ("digits", "over time"): -2.0, ("characters", "over both"): 3})
+    )
+    assert len(found) == 16
+    won = line(found, "facebook", "over both")
+    assert (won.word, won.unit, won.n) == ("wins", "points", 10)
+    assert won["mean"] == pytest.approx(0.5, abs=0.1)
+    assert won["low"] < won["mean"] < won["high"]
+    assert line(found, "digits", "over time").word == "loses"
+    assert line(found, "characters", "over both")["mean"] == pytest.approx(3, abs=0.1)
+    assert line(found, "characters", "over both").unit == "%"
+    assert (found["word"] == "open").sum() == 13
+    assert line(found, "digits", "over time").full == pytest.approx(5, abs=0.1)
+    assert verdict(found).startswith("bits here, not there: over both, facebook: +0.5")
+    assert "digits" not in verdict(found)
+
+
+def test_without_an_effect_nothing_beats_static_and_the_most_is_told():
+    found = effects(rows())
+    assert set(found["word"]) == {"open"}
+    mine = found[found["arm"] != "low then high"]
+    best = mine.loc[(mine["high"] / mine["full"]).idxmax()]
+    assert verdict(found).startswith(
+        f"nothing beat static: at most {best.high:+.2f} {best.unit} ({best.arm}, {best.case}"
+    )
+
+
+def test_what_wins_here_and_loses_there_is_mixed():
+    found = effects(rows({("facebook", "over time"): 1.0, ("digits", "over time"): -2.0}))
+    assert verdict(found).startswith("mixed, as what wins here loses elsewhere: over time, facebook")
+
+
+def test_low_then_high_is_judged_by_itself():
+    found = effects(rows({("facebook", "low then high"): 1.0}))
+    assert line(found, "facebook", "low then high").word == "wins"
+    assert verdict(found).startswith("nothing beat static")
+
+
+def test_holm_is_over_all_cases_and_arms():
+    found = effects(rows())
+    p = np.sort(found["p"])
+    assert np.sort(found["adjusted"])[0] == pytest.approx(min(1, 16 * p[0]))
+
+
+def test_the_better_evaluation_of_static_is_the_opponent():
+    one, other = effects(rows(own=-2.0)), effects(rows(own=+2.0))
+    assert set(one["opponent"]) == {"8 bits"}
+    assert set(other["opponent"]) == {"own bits"}
+    mean = line(other, "digits", "over both")["mean"]
+    assert mean == pytest.approx(-2.0, abs=0.1)
+    assert line(other, "digits", "over both").word == "loses"
+
+
+def test_runs_that_diverged_count_as_chance():
+    lost = {("digits", "over both", s) for s in range(100, 110)}
+    found = effects(rows(lost=lost))
+    assert line(found, "digits", "over both").lost == 10
+    assert line(found, "digits", "over both")["mean"] == pytest.approx(-40, abs=2)  # from 50 % to 10 %
+    assert line(found, "digits", "over both").word == "loses"
+    against = effects(rows(lost={("characters", "static", s) for s in range(100, 110)}))
+    assert line(against, "characters", "over time")["mean"] == pytest.approx(100 * math.log(102 / 10), abs=2)
+
+
+def test_missing_runs_leave_a_case_open_and_the_family_as_it_is():
+    found = effects(rows({("facebook", "over both"): 0.5}, cases=["facebook"]))
+    assert set(found["word"][found["case"] == "digits"]) == {"open: 0 of 60 runs"}
+    assert line(found, "facebook", "over both").word == "wins"
+    assert line(found, "facebook", "over both").adjusted == pytest.approx(16 * line(found, "facebook", "over both").p)
+    assert verdict(found) == "open: runs of digits, characters, cifar10-jpeg are missing"
+    assert effects(table([]))["n"].sum() == 0
+
+
+def test_an_arm_that_is_static_itself_is_no_win(monkeypatch):
+    """The weights of ``over layers`` were drawn to equal ones: the arm is static precision and differs by nothing."""
+    found = effects(rows(own=+2.0))
+    schedules = {s.arm.split(" at ")[0]: s.schedule for s in allocated("digits", [100])}
+    assert allocation._bits(schedules["static"]) == {(4,) * 600}
+    static = allocation._bits(schedules["static"])
+    monkeypatch.setattr(allocation, "_bits", lambda schedule: static)
+    alike = effects(rows({("facebook", "over both"): 0.5}))
+    assert set(alike["word"]) == {"static precision itself"}
+    assert set(alike["p"]) == {1.0}
+    assert set(found["word"]) == {"loses"}
+
+
+def test_promises_are_those_of_the_model():
+    found = effects(rows())
+    assert (found.loc[found["arm"].isin(["over time", "over both"]), "promised"] > 0).all()
+    late = line(found, "digits", "low then high").promised
+    assert late < line(found, "digits", "over both").promised
+
+
+def test_page_table_and_figures():
+    runs = rows({("facebook", "over both"): 0.5})
+    (section,) = sections(runs)
+    assert "bits here, not there" in section.notes[0]
+    shown = summary(effects(runs))
+    assert list(shown["arm"][:4]) == list(ARMS)
+    assert shown["outcome"].tolist().count("wins") == 1
+    assert allocation_figure(effects(runs)).axes
+    assert not list(sections(table([])))
+    with pytest.raises(ValueError, match="no case of H5 is answered yet"):
+        allocation_figure(effects(table([])))
+
+
+def test_before_anything_is_measured_there_is_no_section(monkeypatch):
+    def missing(case):
+        raise NotMeasuredError(case)
+
+    monkeypatch.setattr("cpt_core.experiments.allocation.stored", missing)
+    assert not list(sections(table([])))
+    with pytest.raises(NotMeasuredError):
+        effects(table([]))
+
+
+def test_every_schedule_lies_on_or_above_the_line_of_static_precisions():
+    axes = jensen_figure().axes[0]
+    static, *schedules = (line.get_xydata() for line in axes.lines)
+    points = pd.DataFrame(np.concatenate(schedules), columns=["cost", "noise"])
+    assert len(points) == 10
+    order = np.argsort(static[:, 0])
+    on_line = np.interp(points["cost"], static[order, 0], static[order, 1])
+    assert (points["noise"] > on_line).all()
