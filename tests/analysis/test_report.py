@@ -85,7 +85,7 @@ def test_the_report_is_one_page_that_needs_nothing_else(page):
     # language; two on critical periods, three at equal cost, one of predictors
     assert len(images) == 25 == len(re.findall(r"<img alt='[^']{15,}'", page))
     assert all(base64.b64decode(i).startswith(b"\x89PNG") for i in images)
-    digits = runs.committed("image_digits", "image_digits_fresh")
+    digits = runs.committed("image_digits")
     network = digits[(digits.model == "mlp6") & (digits.q_min == 3) & (digits.arm == "CR")]
     assert f"<td>{100 * network.accuracy.mean():.1f}</td>" in page
     for words in (
