@@ -503,3 +503,7 @@ def test_rows_without_a_clean_commit_or_a_machine_are_named(tmp_path):
     rows = [{**row(str(i)), "provenance": where} for i, where in enumerate([good, *bad, good])]
     (tmp_path / "x.jsonl").write_text("".join(json.dumps(r) + "\n" for r in rows))
     assert list(without_source(tmp_path)) == [f"x.jsonl: {i}" for i in range(1, 6)]
+
+
+def test_committed_rows_come_from_a_clean_commit_and_name_their_machine():
+    assert list(without_source(results_dir())) == []
