@@ -250,7 +250,8 @@ def where(runs: pd.DataFrame, conditions: Iterable[str]) -> pd.DataFrame:
         name, _, text = condition.partition("=")
         name = "arm" if name == "schedule" else name
         if name not in TYPES or not text:
-            raise ValueError(f"--only takes NAME=VALUE with {', '.join(TYPES)}; got {condition!r}")
+            names = ", ".join(column for column in TYPES if not column.startswith("recipe_but"))
+            raise ValueError(f"--only takes NAME=VALUE with {names}; got {condition!r}")
         wanted = [value.strip() for value in text.split(",")]
         there = runs[name].astype("string").dropna()
         unknown = [value for value in wanted if value not in set(there)]
