@@ -103,6 +103,40 @@ def test_learning_rate_is_a_cosine_to_a_tenth():
     assert isinstance(task.optimizer(task.model())[0], torch.optim.Adam)
 
 
+def test_other_rules_of_the_learning_rate():
+    task = GraphTask(spec(steps=100, lr=1e-2, lr_rule="step"), CPU)
+    _, lr = task.optimizer(task.model())
+    assert [lr(step, []) for step in (49, 50, 74, 75, 99)] == pytest.approx([1e-2, 1e-3, 1e-3, 1e-4, 1e-4])
+    task = GraphTask(spec(steps=100, lr=1e-2, lr_rule="constant"), CPU)
+    _, lr = task.optimizer(task.model())
+    assert {lr(step, []) for step in range(100)} == {1e-2}
+
+
+def test_accuracy_by_in_degree():
+    task = GraphTask(spec(degrees=(0, 10, 12, 10_000)), CPU)
+    torch.manual_seed(0)
+    model = quantize_(task.model()).eval()
+    with precision(model, bits=8), torch.no_grad():
+        found = task.evaluate(model)["test"]
+        predicted = model(task.graph, task.features).argmax(1)
+        without = GraphTask(spec(), CPU).evaluate(model)["test"]
+    nodes = task.rows["test"]
+    right, degree = (predicted == task.labels)[nodes], task.graph.in_degrees[nodes]
+    strata = {0: degree < 10, 10: (degree >= 10) & (degree < 12), 12: degree >= 12}  # nobody has 10,000 neighbours
+    told = {f"accuracy_degree{low}": float(right[inside].float().mean()) for low, inside in strata.items()}
+    assert {name: value for name, value in found.items() if "degree" in name} == pytest.approx(told)
+    assert found["accuracy"] == pytest.approx(
+        np.dot([float(s.float().mean()) for s in strata.values()], list(told.values()))
+    )
+    assert without == {name: found[name] for name in ("accuracy", "loss")}
+
+
+@pytest.mark.parametrize(("degrees", "words"), [((5, 2), "must rise"), ((2, 2), "must rise"), ((-1,), "at least 0")])
+def test_strata_of_in_degree_rise(degrees, words):
+    with pytest.raises(ValueError, match=words):
+        spec(degrees=degrees)
+
+
 def test_exact_inference_is_the_full_graph_in_one_piece(monkeypatch):
     monkeypatch.setattr(graph_task, "EXACT_CHUNK", 300)  # many chunks
     task = GraphTask(spec(model="sage", inference="exact"), CPU)
@@ -201,14 +235,14 @@ def test_own_graphs_and_their_recipes():
         recipe("demo", "x/", task="text")
 
 
-@pytest.mark.parametrize("field", ["norm", "loss", "aggregation", "inference"])
+@pytest.mark.parametrize("field", ["norm", "loss", "aggregation", "inference", "lr_rule"])
 def test_unknown_choices(field):
     with pytest.raises(ValueError, match=f"unknown {field} 'nonsense'; choose from"):
         designs.quality_cost("smoke", "digits-graph", **{field: "nonsense"})
 
 
 def test_a_spec_survives_json():
-    s = spec(aggregation="quantized")
+    s = spec(aggregation="quantized", degrees=(0, 5))
     again = RunSpec.from_dict(s.to_dict())
     assert again == s
     assert isinstance(again.recipe, GraphRecipe)
