@@ -11,11 +11,13 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable
+from contextlib import suppress
 from functools import cache
 
 import pandas as pd
 
 from cpt_core.analysis.metrics import counted
+from cpt_core.experiments.allocation import NotMeasuredError
 from cpt_core.experiments.grids import QUESTIONS, grid_specs
 
 AGGREGATIONS = {"fp": "FP-Agg", "quantized": "Q-Agg"}
@@ -67,8 +69,15 @@ def equal_cost_groups(runs: pd.DataFrame) -> list[pd.DataFrame]:
 
 @cache
 def preregistered() -> frozenset[str]:
-    """Return the keys of the runs of ``PREREGISTRATION.md``: they answer its questions, nothing is pooled with them."""
-    return frozenset(spec.key for name in QUESTIONS for spec in grid_specs(name))
+    """Return the keys of the runs of ``PREREGISTRATION.md``: they answer its questions, nothing is pooled with them.
+
+    Runs of H5 can be there only when what their schedules are made of is stored.
+    """
+    keys: set[str] = set()
+    for name in QUESTIONS:
+        with suppress(NotMeasuredError):
+            keys.update(spec.key for spec in grid_specs(name))
+    return frozenset(keys)
 
 
 def _split(runs: pd.DataFrame, *columns: str) -> list[pd.DataFrame]:

@@ -14,6 +14,7 @@ import pandas as pd
 from cpt_core import provenance
 from cpt_core.analysis import (
     aggregation,
+    allocation,
     claims,
     critical_periods,
     equal_cost,
@@ -79,6 +80,7 @@ def write_report(files: Sequence[Path] | None = None, out: Path | None = None) -
     sections = [
         claims.section(runs),
         *preregistered.sections(runs),
+        *allocation.sections(runs),
         *(shown or [nothing]),
         *predictors.sections(runs),
         Section("Figure 2: the ten schedules", (), figure_2(), alt),

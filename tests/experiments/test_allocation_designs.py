@@ -5,6 +5,7 @@ import re
 
 import pytest
 
+from bench import sensitivities
 from cpt_core.experiments import allocation, grids
 from cpt_core.experiments.allocation import CASES, allocated, low_then_high, stored
 from cpt_core.experiments.spec import RunSpec
@@ -73,6 +74,28 @@ def test_low_then_high_is_low_until_shortly_before_half():
     assert set(bits[:270].tolist()) == {3}
     assert bits[270:].min() == 4
     assert bits[270:].max() == 5
+
+
+def test_what_the_command_measures_is_what_the_schedules_are_made_of(tmp_path, monkeypatch):
+    """On the case's own recipe, at its bits, on seeds from 50 on that no test has; a second case joins the first."""
+    calls = []
+
+    def measure(r, **given):
+        calls.append((r, given["base"], list(given["seeds"])))
+        return made_up(r.steps, given["base"])
+
+    for module in (allocation, sensitivities):
+        monkeypatch.setattr(module, "results_dir", lambda: tmp_path)
+    monkeypatch.setattr(sensitivities, "sensitivity", measure)
+    stored.cache_clear()
+    for case in ("facebook", "digits"):
+        monkeypatch.setattr("sys.argv", ["sensitivities", "--only", case])
+        sensitivities.main()
+    assert calls[0] == (CASES["facebook"].recipe, 3, list(range(50, 58)))
+    assert list(json.loads((tmp_path / allocation.FILE).read_text())["cases"]) == ["digits", "facebook"]
+    assert stored("digits") == made_up(600)
+    assert stored("facebook") == made_up(64, 3)
+    stored.cache_clear()
 
 
 def test_without_a_measurement_the_error_says_how_to_make_one(tmp_path, monkeypatch):
