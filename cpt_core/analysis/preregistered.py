@@ -54,15 +54,17 @@ def outcome(runs: pd.DataFrame) -> list[str]:
     return [sentence(found, "H2"), sentence(found, "H1"), f"{asks} {bits[0].upper()}{bits[1:]}."]
 
 
-def primary(found: Sequence[Answer]) -> pd.DataFrame:
-    """Return the effects that decide, a line each, with 95 % intervals and the margins they are held against."""
-    lines = [(*_line(a, e), f"{e.margin:g}", f"{e.p():.2g}") for a in found for e in a.primary]
+def primary(found: Sequence[Answer], question: str | None = None) -> pd.DataFrame:
+    """Return the effects that decide, of one question or all, with 95 % intervals and their margins."""
+    shown = [a for a in found if question in (None, a.question)]
+    lines = [(*_line(a, e), f"{e.margin:g}", f"{e.p():.2g}") for a in shown for e in a.primary]
     return pd.DataFrame(lines, columns=[*EFFECT, "margin +-", "p (two-sided)"])
 
 
-def secondary(found: Sequence[Answer]) -> pd.DataFrame:
+def secondary(found: Sequence[Answer], question: str | None = None) -> pd.DataFrame:
     """Return all else that the document promises, with 95 % intervals; it decides nothing."""
-    return pd.DataFrame([_line(a, e) for a in found for e in a.secondary], columns=EFFECT)
+    shown = [a for a in found if question in (None, a.question)]
+    return pd.DataFrame([_line(a, e) for a in shown for e in a.secondary], columns=EFFECT)
 
 
 def _line(a: Answer, e: Estimate) -> tuple[str, str, str, int]:
