@@ -58,7 +58,7 @@ def primary(found: Sequence[Answer], question: str | None = None) -> pd.DataFram
     """Return the effects that decide, of one question or all, with 95 % intervals and their margins."""
     shown = [a for a in found if question in (None, a.question)]
     lines = [(*_line(a, e), f"{e.margin:g}", f"{e.p():.2g}") for a in shown for e in a.primary]
-    return pd.DataFrame(lines, columns=[*EFFECT, "margin +-", "p (two-sided)"])
+    return pd.DataFrame(lines, columns=[*EFFECT, "margin +-", "p (against 0)"])
 
 
 def secondary(found: Sequence[Answer], question: str | None = None) -> pd.DataFrame:
