@@ -321,20 +321,22 @@ def notebooks(
 
 @app.command()
 def docs() -> None:
-    """Write REPRODUCING.md from the docstrings, and the README's figure from the committed rows (in a checkout)."""
+    """Write REPRODUCING.md from the docstrings, the README's outcome and figure from committed rows (in a checkout)."""
     if CHECKOUT is None:
         raise ValueError("docs writes REPRODUCING.md and a figure into a checkout; this is an installed package")
     from cpt_core.analysis import quality_cost
-    from cpt_core.analysis.reproducing import text
+    from cpt_core.analysis.reproducing import readme, text
     from cpt_core.analysis.runs import committed
     from cpt_core.checks import write_text
     from cpt_core.paths import results_dir
 
     write_text(CHECKOUT / "REPRODUCING.md", text())
+    page = CHECKOUT / "README.md"
+    write_text(page, readme(page.read_text(encoding="utf-8")))
     runs = committed("image_digits").query("model == 'mlp6' and q_min == 3")
     drawn = quality_cost.figure_3(runs, xs=("relative_cost", "noise_exposure"))
     drawn.savefig(results_dir() / "image_digits.png", dpi=110)
-    typer.echo("REPRODUCING.md and data/results/image_digits.png written")
+    typer.echo("REPRODUCING.md, the outcome in README.md and data/results/image_digits.png written")
 
 
 @app.command()

@@ -30,10 +30,24 @@ def test_reproducing_is_up_to_date():
     assert (ROOT / "REPRODUCING.md").read_text() == reproducing.text(), "run: python -m cpt_core docs"
 
 
-def test_the_readme_example_runs():
-    """The three-line example, cut out of the README and run as it stands there."""
-    readme = (ROOT / "README.md").read_text()
-    code = readme.split("<!-- example -->")[1].split("```python")[1].split("```")[0]
+def test_the_readme_says_what_the_rows_say():
+    page = (ROOT / "README.md").read_text()
+    assert reproducing.readme(page) == page, "run: python -m cpt_core docs"
+    outcome = page.split(reproducing.OUTCOME[0])[1].split(reproducing.OUTCOME[1])[0]
+    assert [line[:4] for line in outcome.splitlines() if line.startswith("- ")] == ["- H2", "- H1", "- H5"]
+    assert reproducing.readme(page.replace(outcome, "an older outcome")) == page
+    with pytest.raises(ValueError, match=r"README\.md must have the lines"):
+        reproducing.readme(page.replace(reproducing.OUTCOME[1], ""))
+
+
+README = (ROOT / "README.md").read_text().split("<!-- example -->")[1:]
+
+
+@pytest.mark.parametrize("example", README, ids=["three lines", "which precision and where"])
+def test_the_readme_examples_run(example):
+    """The examples, cut out of the README and run as they stand there; a mark begins one, of one block or more."""
+    blocks = [b.split("```")[0] for b in example.split("```python")[1:]]
+    code = "\n".join(b for b in blocks if "PrecisionCallback" not in b)
     assert code.count("cpt.") >= 3
     subprocess.run([sys.executable, "-W", "error", "-c", code], check=True, cwd=ROOT)
 

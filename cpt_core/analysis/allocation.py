@@ -125,6 +125,14 @@ def verdict(found: pd.DataFrame) -> str:
     return f"bits here, not there: {said}" if clean else f"mixed, as what wins here loses elsewhere: {said}"
 
 
+def outcome(runs: pd.DataFrame) -> str:
+    """Return ``verdict`` of runs, also where nothing has been measured yet."""
+    try:
+        return verdict(effects(runs))
+    except NotMeasuredError:
+        return "not run yet: where bits matter has not been measured in all tasks"
+
+
 def summary(found: pd.DataFrame) -> pd.DataFrame:
     """Return ``effects`` for people."""
     numbers = found.assign(

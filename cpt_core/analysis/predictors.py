@@ -154,6 +154,16 @@ def summary(runs: pd.DataFrame) -> pd.DataFrame:
     return pd.DataFrame(lines, columns=columns)
 
 
+def tally(found: Mapping[str, pd.DataFrame]) -> str:
+    """Return in words how often each predictor is better than cost, from ``predictors_by_title``."""
+    lines = []
+    for name in (n for n in NAMES if n != "relative_cost"):
+        verdicts = [frame.set_index("predictor")["verdict"][name] for frame in found.values()]
+        counts = ", ".join(f"{word} in {verdicts.count(word)}" for word in ("better", "undecided", "worse"))
+        lines.append(f"{NAMES[name]} against cost, of {counted(len(verdicts), 'experiment')}: {counts}")
+    return "\n".join(lines)
+
+
 def sentence(found: pd.DataFrame, metric: str) -> str:
     """Return ``rank_correlation`` in words."""
     seeds = int(found["seeds"].iloc[0])

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Sequence
 
 import numpy as np
 import pandas as pd
 from matplotlib.figure import Figure
 
+from cpt_core.analysis import allocation
 from cpt_core.analysis.answers import Answer, answers, over_schedules
+from cpt_core.analysis.estimates import Estimate
 from cpt_core.analysis.metrics import interval_text
 from cpt_core.analysis.pages import Section
 from cpt_core.analysis.style import COLORS, drawing
+
+EFFECT = ["", "effect", "mean [95 %]", "seeds"]
 
 
 def summary(found: Sequence[Answer]) -> pd.DataFrame:
@@ -25,14 +30,49 @@ def summary(found: Sequence[Answer]) -> pd.DataFrame:
     return pd.DataFrame(lines, columns=columns)
 
 
-def secondary(found: Sequence[Answer]) -> pd.DataFrame:
+def sentence(found: Sequence[Answer], question: str) -> str:
+    """Return what became of a question, such as "H2", in words: what it asks, its outcome, its primary effects."""
+    a = next(a for a in found if a.question == question)
+    word = re.sub("(confirmed|contradicted): ", "", a.word)
+    effects = "; ".join(f"{e.what}: {_interval(e)}, n = {len(e.values)}" for e in a.primary)
+    if len(a.primary) > 2:  # too many for a sentence: how far they reach
+        ends = {(e.margin, e.unit): max(x.interval()[1] for x in a.primary if x.unit == e.unit) for e in a.primary}
+        reach = " and ".join(f"{end:+.2f} {unit} (margin {margin:g})" for (margin, unit), end in ends.items())
+        seeds = {e.what.partition(",")[0]: len(e.values) for e in a.primary}
+        effects = (
+            f"the 95 % intervals reach up to {reach}; {', '.join(f'{task}: n = {n}' for task, n in seeds.items())}"
+        )
+    said = [part for part in (word, effects) if part]
+    return " ".join([f"{question}: {a.asks}", *(f"{part[0].upper()}{part[1:]}." for part in said)])
+
+
+def outcome(runs: pd.DataFrame) -> list[str]:
+    """Return what rows say of schedules and static precision at equal cost: a line each for H2, H1 and H5."""
+    found = answers(runs)
+    bits = allocation.outcome(runs)
+    asks = "H5: Do bits put where they matter beat static precision of equal cost?"
+    return [sentence(found, "H2"), sentence(found, "H1"), f"{asks} {bits[0].upper()}{bits[1:]}."]
+
+
+def primary(found: Sequence[Answer], question: str | None = None) -> pd.DataFrame:
+    """Return the effects that decide, of one question or all, with 95 % intervals and their margins."""
+    shown = [a for a in found if question in (None, a.question)]
+    lines = [(*_line(a, e), f"{e.margin:g}", f"{e.p():.2g}") for a in shown for e in a.primary]
+    return pd.DataFrame(lines, columns=[*EFFECT, "margin +-", "p (against 0)"])
+
+
+def secondary(found: Sequence[Answer], question: str | None = None) -> pd.DataFrame:
     """Return all else that the document promises, with 95 % intervals; it decides nothing."""
-    lines = [
-        (a.question, e.what, f"{interval_text(e.mean, *e.interval())} {e.unit}".strip(), len(e.values))
-        for a in found
-        for e in a.secondary
-    ]
-    return pd.DataFrame(lines, columns=["", "effect", "mean [95 %]", "seeds"])
+    shown = [a for a in found if question in (None, a.question)]
+    return pd.DataFrame([_line(a, e) for a in shown for e in a.secondary], columns=EFFECT)
+
+
+def _line(a: Answer, e: Estimate) -> tuple[str, str, str, int]:
+    return a.question, e.what, _interval(e), len(e.values)
+
+
+def _interval(e: Estimate) -> str:
+    return f"{interval_text(e.mean, *e.interval())} {e.unit}".strip()
 
 
 def answers_figure(found: Sequence[Answer]) -> Figure:

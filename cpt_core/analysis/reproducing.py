@@ -10,12 +10,14 @@ import re
 import textwrap
 from collections.abc import Iterator
 
-from cpt_core.analysis import claims
+from cpt_core.analysis import claims, preregistered
 from cpt_core.analysis.metrics import counted
 from cpt_core.analysis.pages import render
 from cpt_core.analysis.runs import committed, load
 from cpt_core.experiments.grids import find_grids, grid_specs
 from cpt_core.paths import ROOT, results_dir
+
+OUTCOME = ("<!-- outcome: python -m cpt_core docs -->", "<!-- end of outcome -->")
 
 
 def text() -> str:
@@ -33,6 +35,16 @@ def text() -> str:
         evidence=[(entry.claim.claim, entry.evidence()) for entry in entries],
         lines=lines,
     )
+
+
+def readme(page: str) -> str:
+    """Return the README with the outcome of the questions about equal cost as the committed rows have it."""
+    begin, end = OUTCOME
+    if page.count(begin) != 1 or page.count(end) != 1:
+        raise ValueError(f"README.md must have the lines {begin} and {end} once, the outcome goes between them")
+    before, rest = page.split(begin)
+    lines = "\n".join(_wrapped(line) for line in preregistered.outcome(committed()))
+    return f"{before}{begin}\n\n{lines}\n\n{end}{rest.split(end)[1]}"
 
 
 def _paper_scale(name: str) -> dict[str, set[str]]:
