@@ -254,6 +254,27 @@ def test_the_page_and_the_figure_show_what_is_answered():
         preregistered.answers_figure(answers.answers(table([])))
 
 
+def test_outcomes_are_said_in_words():
+    made = [row for grid in H2 for row in rows(grid, lambda s: -3.0 * s.arm.startswith("cyclic"), sd=0.0)]
+    first, second, third = preregistered.outcome(table(made))
+    assert first == (
+        "H2: Does a cyclic schedule beat the static precision of its cost? No schedule beats static by the margin; "
+        "static is better in 6 of 6; alike within the margin in 0. The 95 % intervals reach up to -3.00 points "
+        "(margin 0.2) and -3.00 % (margin 2); Facebook GCN: n = 10, characters: n = 20, Facebook GraphSAGE: n = 20."
+    )
+    assert second == "H1: At one cost, does noise decide? Open: 0 of 288 runs."
+    assert third.startswith("H5: Do bits put where they matter beat static precision of equal cost? ")
+    found = answers.answers(table([*made, *rows("h3/facebook", lambda s: deficit_loss(s, date=-1), sd=0.001)]))
+    said = preregistered.sentence(found, "H3")
+    assert said.startswith(
+        "H3: Does the date of a deficit matter? Earlier is worse. Loss, latest minus earliest, at equal "
+    )
+    assert said.endswith("points, n = 10.")
+    assert len(preregistered.primary(found)) == 7
+    assert set(preregistered.primary(found, "H3")[""]) == {"H3"}
+    assert set(preregistered.secondary(found, "H2")[""]) == {"H2"}
+
+
 def before(runs, written):
     """Preregistered runs that were started before the document was committed (seconds since 1970)."""
     runs = runs[runs["key"].isin(groups.preregistered())]

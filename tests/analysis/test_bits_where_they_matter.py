@@ -167,6 +167,7 @@ def test_before_anything_is_measured_there_is_no_section(monkeypatch):
 
     monkeypatch.setattr("cpt_core.experiments.allocation.stored", missing)
     assert not list(sections(table([])))
+    assert allocation.outcome(table([])).startswith("not run yet")
     with pytest.raises(NotMeasuredError):
         effects(table([]))
 

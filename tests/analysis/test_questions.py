@@ -278,14 +278,17 @@ def by_noise(spec):
 
 
 def test_predictors_find_what_decides():
-    cheap = predictors.predictors(quality_runs(by_cost)).set_index("predictor")
-    noisy = predictors.predictors(quality_runs(by_noise)).set_index("predictor")
+    one, two = (predictors.predictors(quality_runs(by)) for by in (by_cost, by_noise))
+    cheap, noisy = one.set_index("predictor"), two.set_index("predictor")
     assert cheap.strength["relative_cost"] == pytest.approx(1)
     assert noisy.strength["noise_exposure"] == pytest.approx(1)
     assert cheap.verdict["noise_exposure"] == "worse"
     assert noisy.verdict["noise_exposure"] == "better"
     assert (cheap.arms == 11).all()
     assert (noisy.seeds == 3).all()
+    assert predictors.tally({"a": one, "b": two, "c": two}).splitlines()[0] == (
+        "noise exposure against cost, of 3 experiments: better in 2, undecided in 0, worse in 1"
+    )
     reverse = predictors.predictors(quality_runs(lambda s: -by_cost(s))).set_index("predictor")
     assert reverse.strength["relative_cost"] == pytest.approx(-1)
 

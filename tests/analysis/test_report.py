@@ -166,7 +166,7 @@ def test_report_ledger_and_notebook_show_one_interval_for_a_correlation(page, st
     ledger = "\n".join(line for claim in correlations for line in claims.judge(claim, stored).evidence())
     cells = json.loads((ROOT / "notebooks" / "08_choosing_a_schedule.ipynb").read_text())["cells"]
     printed = "".join("".join(out.get("text", [])) for cell in cells for out in cell.get("outputs", []))
-    notebook = printed[printed.index("all seeds\n") : printed.index("fresh seeds\n")]
+    notebook = printed[printed.index("minus that of cost [95 %]") : printed.index("noise exposure against cost")]
     text, found = plain(page), predictors.predictors_by_title(stored)
     assert len(found) == ledger.count("rank correlation") == len(re.findall(" cost +[+-]", notebook)) == 5
     for frame in found.values():
