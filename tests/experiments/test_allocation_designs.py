@@ -76,6 +76,15 @@ def test_low_then_high_is_low_until_shortly_before_half():
     assert bits[270:].max() == 5
 
 
+def test_keys_of_the_stored_schedules_never_change():
+    """Rows are found by them: neither the stored sensitivities nor what is made of them may change."""
+    keys = {case: next(s.key for s in allocated(case, [100]) if "over both" in s.arm) for case in CASES}
+    assert keys == {
+        "digits": "7277872d0930dc95", "facebook": "bb227b0486f62e67",
+        "characters": "3444bceac861c6ad", "cifar10-jpeg": "eba3f02b5ed40085",
+    }  # fmt: skip
+
+
 def test_what_the_command_measures_is_what_the_schedules_are_made_of(tmp_path, monkeypatch):
     """On the case's own recipe, at its bits, on seeds from 50 on that no test has; a second case joins the first."""
     calls = []
