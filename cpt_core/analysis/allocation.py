@@ -8,6 +8,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -21,10 +22,8 @@ from cpt_core.analysis.metrics import interval_text
 from cpt_core.analysis.pages import Section
 from cpt_core.analysis.style import COLORS, drawing
 from cpt_core.experiments.allocation import CASES, LATE, Q_MAX, STATIC, NotMeasuredError, allocated, stored
-from cpt_core.schedules import cost
 from cpt_core.schedules.layered import LayeredSchedule
-from cpt_core.schedules.make import make_schedule
-from cpt_core.schedules.profiles import SUITE
+from cpt_core.schedules.profiles import Array
 from cpt_core.schedules.schedule import Schedule
 from cpt_core.schedules.sensitivity import OVER
 
@@ -59,46 +58,100 @@ def effects(runs: pd.DataFrame) -> pd.DataFrame:
     return pd.DataFrame(lines, columns=columns)
 
 
-def _case(case: str, known: pd.DataFrame) -> Iterator[dict[str, Any]]:
+@dataclass
+class _Arms:
+    """The runs of a case, by arm: quality at 8 bits and at their own (one a seed), runs lost, schedules, BitOps."""
+
+    unit: str
+    top: dict[str, Array]
+    own: dict[str, Array]
+    lost: dict[str, int]
+    schedules: dict[str, Schedule]
+    bitops: dict[str, dict[str, float]]  # by convention
+
+    @property
+    def opponent(self) -> tuple[Array, str]:
+        """The better of static's two evaluations, by its mean, and where that is."""
+        top, own = self.top[STATIC], self.own[STATIC]
+        return (top, f"{Q_MAX} bits") if top.mean() >= own.mean() else (own, "own bits")
+
+
+def _arms(case: str, known: pd.DataFrame) -> _Arms | str:
+    """Collect the runs of a case; where some are missing, say so."""
     specs = allocated(case)
     there = sum(spec.key in known.index for spec in specs)
-    perplexity = specs[0].recipe.task == "language_model"
-    unit = "%" if perplexity else "points"
     if there < len(specs):
-        word = f"open: {there} of {len(specs)} runs"
+        return f"open: {there} of {len(specs)} runs"
+    rows = known.loc[[spec.key for spec in specs]].assign(name=[spec.arm.split(" at ")[0] for spec in specs])
+    parts = {str(arm): part for arm, part in rows.groupby("name", sort=False)}
+
+    def quality(column: str) -> dict[str, Array]:
+        return {arm: _quality(part, column, case) for arm, part in parts.items()}
+
+    return _Arms(
+        "%" if CASES[case].task == "language_model" else "points", quality(""), quality("_current"),
+        {arm: int((part["status"] != "ok").sum()) for arm, part in parts.items()},
+        dict(zip(rows["name"], [spec.schedule for spec in specs], strict=True)),
+        {c: {arm: float(part[c].mean()) for arm, part in parts.items()} for c in ("bitops", "bitops_per_op")},
+    )  # fmt: skip
+
+
+def _case(case: str, known: pd.DataFrame) -> Iterator[dict[str, Any]]:
+    arms = _arms(case, known)
+    if isinstance(arms, str):
         for arm in ARMS:
-            yield {"case": case, "arm": arm, "unit": unit, "p": math.nan, "word": word, "n": 0, "lost": 0}
+            yield {"case": case, "arm": arm, "p": math.nan, "word": arms, "n": 0, "lost": 0}
         return
-    schedules = {spec.arm.split(" at ")[0]: spec.schedule for spec in specs}
-    at_top, own = (dict[str, list[float]]((arm, []) for arm in schedules) for _ in range(2))
-    lost = dict.fromkeys(schedules, 0)
-    for spec in specs:
-        arm, row = spec.arm.split(" at ")[0], known.loc[spec.key]
-        lost[arm] += row["status"] != "ok"
-        at_top[arm].append(_quality(row, "", perplexity, CASES[case].outputs))
-        own[arm].append(_quality(row, "_current", perplexity, CASES[case].outputs))
-    top, low = np.array(at_top[STATIC]), np.array(own[STATIC])
-    static, opponent = (top, f"{Q_MAX} bits") if top.mean() >= low.mean() else (low, "own bits")
-    full = float(np.mean(at_top[f"static {Q_MAX}"]) - static.mean())
-    s = stored(case)
-    scale = 100 / float(np.mean(s.reference)) if perplexity else 100.0
+    (static, opponent), s = arms.opponent, stored(case)
+    scale = 100 / float(np.mean(s.reference)) if arms.unit == "%" else 100.0
     for arm in ARMS:
-        found = Estimate(arm, unit, np.array(at_top[arm]) - static)
-        low_bound, high_bound = found.interval()
-        same = _bits(schedules[arm]) == _bits(schedules[STATIC])
+        found = Estimate(arm, arms.unit, arms.top[arm] - static)
+        low, high = found.interval()
+        same = _bits(arms.schedules[arm]) == _bits(arms.schedules[STATIC])
         yield {
-            "case": case, "arm": arm, "unit": unit, "mean": found.mean, "low": low_bound, "high": high_bound,
+            "case": case, "arm": arm, "unit": arms.unit, "mean": found.mean, "low": low, "high": high,
             "p": 1.0 if same else found.p(), "word": "static precision itself" if same else "", "n": len(static),
-            "lost": lost[arm] + lost[STATIC], "opponent": opponent, "static": float(static.mean()), "full": full,
-            "promised": scale * (s.promised(schedules[STATIC]) - s.promised(schedules[arm])),
+            "lost": arms.lost[arm] + arms.lost[STATIC], "opponent": opponent, "static": float(static.mean()),
+            "full": float(arms.top[f"static {Q_MAX}"].mean() - static.mean()),
+            "promised": scale * (s.promised(arms.schedules[STATIC]) - s.promised(arms.schedules[arm])),
         }  # fmt: skip
 
 
-def _quality(row: pd.Series, column: str, perplexity: bool, outputs: int) -> float:
+def secondary(runs: pd.DataFrame) -> pd.DataFrame:
+    """Return what else the document promises, for people; it decides nothing. Arguments and errors are ``effects``'."""
+    known, lines = runs.drop_duplicates("key", keep="last").set_index("key"), []
+    for case in CASES:
+        arms = _arms(case, known)
+        if isinstance(arms, str):
+            continue
+
+        def add(what: str, a: Array, b: Array, case: str = case, unit: str = arms.unit) -> None:
+            e = Estimate(what, unit, a - b)
+            lines.append((case, what, f"{interval_text(e.mean, *e.interval())} {unit}"))
+
+        (static, _), full = arms.opponent, arms.top[f"static {Q_MAX}"]
+        for arm in ARMS:
+            add(f"{arm}, minus static at {Q_MAX} bits", arms.top[arm], arms.top[STATIC])
+            add(f"{arm}, minus static at its own bits", arms.top[arm], arms.own[STATIC])
+            way = (arms.top[arm].mean() - static.mean()) / (full.mean() - static.mean())
+            lines.append((case, f"{arm}, share of the way from static to static {Q_MAX}", f"{100 * way:.0f} %"))
+            for convention, name in (("bitops", "paper"), ("bitops_per_op", "per_op")):
+                share = arms.bitops[convention][arm] / arms.bitops[convention][STATIC]
+                lines.append((case, f"{arm}, BitOps of the whole model beside static's ({name})", f"{share:.3f}"))
+        for other in ALLOCATED[:2]:
+            add(f"{ALLOCATED[2]}, minus {other}", arms.top[ALLOCATED[2]], arms.top[other])
+        for over in OVER[:2]:
+            shown = f"{stored(case).agreement(over):+.2f}"
+            lines.append((case, f"rank correlation over {over}: measured w, and estimated from gradients", shown))
+    return pd.DataFrame(lines, columns=["task", "effect", "mean [95 %]"])
+
+
+def _quality(rows: pd.DataFrame, column: str, case: str) -> Array:
     """Points of accuracy, or 100 times minus the logarithm of the perplexity; chance where a run was lost."""
-    name = "perplexity" if perplexity else "accuracy"
-    value = row[name + column] if row["status"] == "ok" else outputs if perplexity else 1 / outputs
-    return float(-100 * math.log(value) if perplexity else 100 * value)
+    perplexity, outputs = CASES[case].task == "language_model", CASES[case].outputs
+    values = rows[("perplexity" if perplexity else "accuracy") + column].to_numpy(dtype=float)
+    values = np.where(rows["status"] == "ok", values, outputs if perplexity else 1 / outputs)
+    return -100 * np.log(values) if perplexity else 100 * values
 
 
 def _bits(schedule: Schedule) -> set[tuple[int, ...]]:
@@ -207,32 +260,6 @@ def _draw_gains(ax: Axes, lines: pd.DataFrame) -> None:
     ax.tick_params(labelsize=7)
 
 
-def jensen_figure(q_min: int = 3, q_max: int = 8, total_steps: int = 64_000) -> Figure:
-    """Draw why no schedule beats static precision where all work is alike: noise is a convex function of cost.
-
-    The line joins the static precisions; whatever changes its bits lies at the mean of the points that it visits, which
-    is on the line or above it.
-    """
-    bits = np.arange(q_min, q_max + 1)
-    static = [(cost.relative_cost([q], q_max), cost.noise_exposure([q], q_max)) for q in bits]
-    with drawing(figsize=(6.4, 3.8)) as (figure, axes):
-        ax = axes[0, 0]
-        ax.plot(*zip(*static, strict=True), "o-", color=COLORS["static"], markersize=5, label="static")
-        for q, (x, y) in zip(bits, static, strict=True):
-            ax.annotate(str(q), (x, y), textcoords="offset points", xytext=(-8, -10), fontsize=8)
-        labels = set()
-        for name in SUITE:
-            s = make_schedule(name, q_min=q_min, q_max=q_max, total_steps=total_steps)
-            group = s.savings or ""
-            label = "" if group in labels else f"schedules, {group} savings"
-            labels.add(group)
-            ax.plot(s.relative_cost(), s.noise_exposure(), "D", color=COLORS[group], markersize=5, label=label or None)
-        ax.set(yscale="log", xlabel="cost relative to static q_max (BitOps)", ylabel="noise: mean 4^-q, relative")
-        ax.legend(fontsize=8)
-        figure.suptitle("At equal cost, static precision has the least noise", fontsize=10)
-    return figure
-
-
 def sections(runs: pd.DataFrame) -> Iterator[Section]:
     """Yield what H5 came to, once all runs of a case are there."""
     try:
@@ -248,3 +275,4 @@ def sections(runs: pd.DataFrame) -> Iterator[Section]:
     )
     alt = "schedules made from sensitivities, and their gain on static precision of equal cost"
     yield Section("Bits where they matter", notes, allocation_figure(found), alt, summary(found), "left")
+    yield Section("Bits where they matter: other effects", table=secondary(runs), style="left folded")

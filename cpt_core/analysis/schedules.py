@@ -1,4 +1,4 @@
-"""Figures of schedules.  Paper: figure 2."""
+"""Figures of schedules: their bits, their cost and noise.  Paper: figure 2."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
 from cpt_core.analysis.style import COLORS, drawing
+from cpt_core.schedules import cost
 from cpt_core.schedules.make import make_schedule
 from cpt_core.schedules.profiles import SUITE
 from cpt_core.schedules.schedule import Schedule
@@ -56,3 +57,38 @@ def draw_schedule(ax: Axes, schedule: Schedule) -> None:
     ax.step(steps, schedule.bits(), color=color, where="post", linewidth=1.6)
     ax.set_ylim(schedule.q_min - 0.6, schedule.q_max + 0.6)
     ax.yaxis.set_major_locator(MaxNLocator(integer=True))
+
+
+def jensen_figure(q_min: int = 3, q_max: int = 8, total_steps: int = 64_000) -> Figure:
+    """Draw why no schedule beats static precision where all work is alike: noise is a convex function of cost.
+
+    The line joins the static precisions; whatever changes its bits lies at the mean of the points that it visits, which
+    is on the line or above it.
+    """
+    bits = np.arange(q_min, q_max + 1)
+    static = [(cost.relative_cost([q], q_max), cost.noise_exposure([q], q_max)) for q in bits]
+    between = np.linspace(static[0][0], 1, 400)  # two precisions, interleaved: straight, but for the scale of the axis
+    with drawing(figsize=(6.4, 3.8)) as (figure, axes):
+        ax = axes[0, 0]
+        costs, noises = zip(*static, strict=True)
+        ax.plot(
+            between,
+            np.interp(between, costs, noises),
+            color=COLORS["static"],
+            linewidth=1,
+            label="static, or two interleaved",
+        )
+        ax.plot(costs, noises, "o", color=COLORS["static"], markersize=5)
+        for q, (x, y) in zip(bits, static, strict=True):
+            ax.annotate(str(q), (x, y), textcoords="offset points", xytext=(-8, -10), fontsize=8)
+        labels = set()
+        for name in SUITE:
+            s = make_schedule(name, q_min=q_min, q_max=q_max, total_steps=total_steps)
+            group = s.savings or ""
+            label = "" if group in labels else f"schedules, {group} savings"
+            labels.add(group)
+            ax.plot(s.relative_cost(), s.noise_exposure(), "D", color=COLORS[group], markersize=5, label=label or None)
+        ax.set(yscale="log", xlabel="cost relative to static q_max (BitOps)", ylabel="noise: mean 4^-q, relative")
+        ax.legend(fontsize=8)
+        figure.suptitle("At equal cost, static precision has the least noise", fontsize=10)
+    return figure

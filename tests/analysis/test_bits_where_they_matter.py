@@ -9,8 +9,18 @@ import pandas as pd
 import pytest
 
 from cpt_core.analysis import allocation
-from cpt_core.analysis.allocation import ARMS, allocation_figure, effects, jensen_figure, sections, summary, verdict
+from cpt_core.analysis.allocation import (
+    ARMS,
+    allocation_figure,
+    effects,
+    jensen_figure,
+    secondary,
+    sections,
+    summary,
+    verdict,
+)
 from cpt_core.analysis.runs import table
+from cpt_core.analysis.schedules import jensen_figure
 from cpt_core.experiments.allocation import CASES, NotMeasuredError, allocated
 from tests.experiments.test_allocation_designs import made_up
 from tests.helpers import row_of
@@ -148,9 +158,22 @@ def test_promises_are_those_of_the_model():
     assert late < line(found, "digits", "over both").promised
 
 
+def test_other_effects_are_told_too():
+    told = secondary(rows({("facebook", "over both"): 0.5, ("facebook", "over time"): 0.2}, own=-2.0))
+    told = told[told["task"] == "facebook"].set_index("effect")["mean [95 %]"]
+    assert told["over both, minus static at 8 bits"].startswith("+0.5")
+    assert told["over both, minus static at its own bits"].startswith("+2.5")
+    assert told["over both, minus over time"].startswith("+0.3")
+    assert told["over both, share of the way from static to static 8"] in ("9 %", "10 %", "11 %")
+    # rows of one product of one layer: the highest bits of each step are counted
+    assert float(told["over both, BitOps of the whole model beside static's (paper)"]) > 1
+    assert told["low then high, BitOps of the whole model beside static's (paper)"] == "1.003"
+
+
 def test_page_table_and_figures():
     runs = rows({("facebook", "over both"): 0.5})
-    (section,) = sections(runs)
+    section, others = sections(runs)
+    assert len(others.table) == 4 * (4 * 5 + 2 + 2)
     assert "bits here, not there" in section.notes[0]
     shown = summary(effects(runs))
     assert list(shown["arm"][:4]) == list(ARMS)
@@ -174,9 +197,9 @@ def test_before_anything_is_measured_there_is_no_section(monkeypatch):
 
 def test_every_schedule_lies_on_or_above_the_line_of_static_precisions():
     axes = jensen_figure().axes[0]
-    static, *schedules = (line.get_xydata() for line in axes.lines)
+    line, static, *schedules = (line.get_xydata() for line in axes.lines)
     points = pd.DataFrame(np.concatenate(schedules), columns=["cost", "noise"])
     assert len(points) == 10
-    order = np.argsort(static[:, 0])
-    on_line = np.interp(points["cost"], static[order, 0], static[order, 1])
-    assert (points["noise"] > on_line).all()
+    assert (points["noise"] > np.interp(points["cost"], static[:, 0], static[:, 1])).all()
+    assert line[:, 1] == pytest.approx(np.interp(line[:, 0], static[:, 0], static[:, 1]))
+    assert (np.diff(np.diff(static[:, 1]) / np.diff(static[:, 0])) > 0).all()  # convex
