@@ -234,13 +234,14 @@ def allocation_figure(found: pd.DataFrame) -> Figure:
 
 
 def _draw_bits(ax: Axes, schedule: Schedule, static: int) -> None:
-    """Draw the mean bits of a twentieth of the steps at a time, a line per group of layers."""
+    """Draw the mean bits of a fortieth of the steps at a time, a line per group of layers."""
     parts = schedule.parts if isinstance(schedule, LayeredSchedule) else ((("all layers",), schedule, 1),)
     for names, inner, _ in parts:
-        edges = np.linspace(0, inner.total_steps, 21).astype(int)
+        edges = np.linspace(0, inner.total_steps, 41).astype(int)
         means = [inner.bits()[a:b].mean() for a, b in itertools.pairwise(edges)]
         ax.plot(edges[:-1], means, drawstyle="steps-post", linewidth=1.4, label=names[0])
     ax.axhline(static, color=COLORS["static"], linestyle="--", linewidth=0.8)
+    ax.set_ylim(static - 1.5, max(static + 1.5, schedule.q_max + 0.5))
     ax.yaxis.set_major_locator(MaxNLocator(integer=True))
     ax.tick_params(labelsize=7)
     ax.legend(fontsize=6)

@@ -13,7 +13,6 @@ from cpt_core.analysis.allocation import (
     ARMS,
     allocation_figure,
     effects,
-    jensen_figure,
     secondary,
     sections,
     summary,
