@@ -312,7 +312,7 @@ def test_results_are_typed(tmp_path):
     assert runs.dtypes.drop([c for c in runs if c not in TYPES]).to_dict().keys() == TYPES.keys()
     assert {str(runs[c].dtype) for c in ("seed", "q_max", "steps")} == {"Int64"}
     assert runs.accuracy.between(0, 1).all()
-    assert len(runs) == len(set(runs.key)) == 105
+    assert len(runs) == len(set(runs.key)) == len(DIGITS.read_text().splitlines())
 
 
 def test_parameters_of_notebooks_as_words():
@@ -329,7 +329,7 @@ def test_a_report_of_runs_that_failed(ok, place):
         row = {**stores.describe(spec), **(done if spec.arm in ok else {"status": "failed", "error": "x"})}
         stores.append_row(store, row)
     page = write_report([store]).read_text()
-    assert ("Rank correlation" in page) == (len(ok) == 3)
+    assert ("Rank correlation" in page) == bool(ok)  # runs that failed count beside those that did not
     assert page.count("<td>1</td>") >= 4  # four runs, finished or failed
     assert f"{4 - len(ok)} failed" in summary("demo")[0]
 
