@@ -161,7 +161,7 @@ def _bits(schedule: Schedule) -> set[tuple[int, ...]]:
 
 
 def verdict(found: pd.DataFrame) -> str:
-    """Return the outcome of H5 in a line, as the document words it, from ``effects``."""
+    """Return the outcome of H5 from ``effects``, as the document words it, with every win and every loss."""
     mine = found[found["arm"].isin(ALLOCATED)]
     wins, loses = (set(mine["arm"][mine["word"] == word]) for word in (WINS, LOSES))
     if missing := [case for case in CASES if found["word"][found["case"] == case].str.startswith("open: ").any()]:
@@ -172,10 +172,16 @@ def verdict(found: pd.DataFrame) -> str:
             f"nothing beat static: at most {best.high:+.2f} {best.unit} ({best.arm}, {best.case}, of {best.full:.2f} "
             f"between static and static {Q_MAX})"
         )
-    lines = mine[mine["word"] == WINS]
-    said = "; ".join(f"{r.arm}, {r.case}: {interval_text(r.mean, r.low, r.high)} {r.unit}" for r in lines.itertuples())
-    clean = sorted(wins - loses)
-    return f"bits here, not there: {said}" if clean else f"mixed, as what wins here loses elsewhere: {said}"
+    said = []
+    for word, arms in (
+        ("bits here, not there", wins - loses),
+        ("mixed, as what wins here loses elsewhere", wins & loses),
+        ("worse than static", loses - wins),
+    ):
+        lines = mine[mine["arm"].isin(arms) & mine["word"].isin((WINS, LOSES))]
+        effects = (f"{r.arm}, {r.case}: {interval_text(r.mean, r.low, r.high)} {r.unit}" for r in lines.itertuples())
+        said += [f"{word}: {'; '.join(effects)}"] if arms else []
+    return ". ".join(said)
 
 
 def outcome(runs: pd.DataFrame) -> str:

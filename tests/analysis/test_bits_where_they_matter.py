@@ -79,7 +79,7 @@ def test_known_gains_are_found_with_their_sign_and_nothing_else():
     assert (found["word"] == "open").sum() == 13
     assert line(found, "digits", "over time").full == pytest.approx(5, abs=0.1)
     assert verdict(found).startswith("bits here, not there: over both, facebook: +0.5")
-    assert "digits" not in verdict(found)
+    assert ". worse than static: over time, digits: -" in verdict(found)  # a loss of another arm is no secret
 
 
 def test_without_an_effect_nothing_beats_static_and_the_most_is_told():
@@ -94,7 +94,13 @@ def test_without_an_effect_nothing_beats_static_and_the_most_is_told():
 
 def test_what_wins_here_and_loses_there_is_mixed():
     found = effects(rows({("facebook", "over time"): 1.0, ("digits", "over time"): -2.0}))
-    assert verdict(found).startswith("mixed, as what wins here loses elsewhere: over time, facebook")
+    assert verdict(found).startswith("mixed, as what wins here loses elsewhere: over time, digits: -2")
+    assert "over time, facebook: +" in verdict(found)
+    both = effects(
+        rows({("facebook", "over time"): 1.0, ("digits", "over time"): -2.0, ("facebook", "over both"): 1.0})
+    )
+    assert verdict(both).startswith("bits here, not there: over both, facebook: +")
+    assert ". mixed, as what wins here loses elsewhere: over time, " in verdict(both)
 
 
 def test_low_then_high_is_judged_by_itself():
