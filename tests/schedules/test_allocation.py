@@ -129,6 +129,10 @@ def test_noise_in_the_measurement_is_not_followed():
     exact, noisy = measured(time=time, seeds=2), measured(time=time, seeds=2, noise=2.0)
     assert np.ptp(exact.weights("time")) == pytest.approx(np.ptp(exact.estimates("time")[0]))
     assert np.ptp(noisy.weights("time")) == pytest.approx(0, abs=1e-9)
+    between = measured(time=time, seeds=2, noise=0.5)  # a standard error of 0.5 in each
+    spread = np.var(time) - 0.5**2
+    expected = time.mean() + spread / (spread + 0.5**2) * (time - time.mean())
+    assert between.weights("time") == pytest.approx(expected / (40 * between.added))
     assert (allocate(noisy, 80 / 192, 2, 8, "time").bits() == 4).all()
     assert not (allocate(exact, 80 / 192, 2, 8, "time").bits() == 4).all()
 
