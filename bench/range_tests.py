@@ -16,7 +16,7 @@ import torch
 
 from cpt_core.experiments.recipes import recipe
 from cpt_core.paths import results_dir
-from cpt_core.sweeps.stores import commit
+from cpt_core.provenance import commit
 from cpt_core.training.range_test import RangeTestWarning, precision_range_test
 
 # task, data set, model, dwell, precisions below 8 bits, seeds

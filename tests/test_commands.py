@@ -347,7 +347,7 @@ def test_a_range_test_says_what_it_found(command, place):
 def test_claims_on_the_command_line(command):
     status, said, _ = command("claims", "--evidence")
     assert status == 0
-    assert "Delaying low precision avoids the damage (section 5, closing remark)" in said
+    assert "A delayed RR is better than RR of the same cost (ours, not in the paper" in said
     assert "opposite sign in " in said
     assert "facebook_ogb_layout/gcn (q_min 2, n " in said  # not OGBN-Arxiv
     assert "opposite sign: GCN (FP-Agg) on own graph (facebook_ogb_layout), 2 to 8 bits: CR minus static 8" in said

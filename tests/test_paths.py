@@ -6,9 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from cpt_core import paths
+from cpt_core import paths, provenance
 from cpt_core.data.files import own_path
-from cpt_core.sweeps import stores
 
 ROOT = Path(__file__).parents[1]
 
@@ -17,7 +16,7 @@ ROOT = Path(__file__).parents[1]
 def installed(tmp_path, monkeypatch):
     """As if the package had come from a wheel, in an empty working directory."""
     monkeypatch.setattr(paths, "CHECKOUT", None)
-    monkeypatch.setattr(stores, "CHECKOUT", None)
+    monkeypatch.setattr(provenance, "CHECKOUT", None)
     for name in ("CPT_RUNS_DIR", "CPT_DATA_DIR"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr(paths, "user_cache_path", lambda name, **_: tmp_path / "cache" / name)
@@ -61,7 +60,7 @@ def test_variables_name_other_folders(installed, monkeypatch):
 
 
 def test_an_installation_has_no_commit_even_inside_a_repository(installed):
-    assert stores.commit() == {"commit": None, "dirty": None}
+    assert provenance.commit() == {"commit": None, "dirty": None}
 
 
 def test_commands_in_messages_work_as_they_are_typed(tmp_path, monkeypatch):

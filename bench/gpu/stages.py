@@ -19,7 +19,7 @@ import torch
 
 from cpt_core.checks import write_text
 from cpt_core.data.files import DataNotFoundError
-from cpt_core.sweeps.stores import commit
+from cpt_core.provenance import commit
 
 TRIES = 2  # a stage that ended its process this often is not tried again
 

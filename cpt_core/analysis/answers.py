@@ -2,6 +2,7 @@
 
 An answer is given when all runs of its question are there. A run that diverged or failed counts as chance.
 
+>>> from cpt_core.analysis.runs import table
 >>> [answer.word for answer in answers(table([]))][:1]
 ['open: 0 of 288 runs']
 """
