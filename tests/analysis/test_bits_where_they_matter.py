@@ -103,6 +103,24 @@ def test_what_wins_here_and_loses_there_is_mixed():
     assert ". mixed, as what wins here loses elsewhere: over time, " in verdict(both)
 
 
+def test_of_a_winner_the_other_tasks_and_the_cost_of_the_whole_model_are_told():
+    found = effects(rows({("facebook", "over both"): 1.0}))
+    found["bitops"], found["bitops_per_op"] = 1.0, 1.0
+    of_both = found["arm"] == "over both"
+    found.loc[of_both & (found["case"] == "facebook"), "bitops"] = 1.04
+    digits, characters = (of_both & (found["case"] == case) for case in ("digits", "characters"))
+    found.loc[digits, ["word", "mean", "low", "high"]] = "open", -1.69, -3.05, -0.33
+    found.loc[characters, "word"] = "static precision itself"
+    found = found[found["case"] != "cifar10-jpeg"]
+    found = pd.concat([found, effects(rows()).query("case == 'cifar10-jpeg'").assign(word="static precision itself")])
+    said = verdict(found)
+    assert "points (BitOps of the whole model: 1.04 of static's as the paper counts, 1.00 per_op)" in said
+    assert ". open after Holm's correction: over both, digits: -1.69 [-3.05, -0.33] points. static prec" in said
+    assert said.endswith("static precision itself: over both, characters; over both, cifar10-jpeg")
+    shown = summary(found)["BitOps of the whole model (paper, per_op)"]
+    assert shown[(found["case"] == "facebook").to_numpy()].iloc[2] == "1.040, 1.000"
+
+
 def test_low_then_high_is_judged_by_itself():
     found = effects(rows({("facebook", "low then high"): 1.0}))
     assert line(found, "facebook", "low then high").word == "wins"
