@@ -192,17 +192,17 @@ def verdict(found: pd.DataFrame) -> str:
     said += [f"open after Holm's correction: {'; '.join(_gains(rest[undecided]))}"] if undecided.any() else []
     same = [f"{r.arm}, {r.case}" for r in rest[~undecided].itertuples()]
     said += [f"static precision itself: {'; '.join(same)}"] if same else []
-    return ". ".join(said)
+    return ". ".join([said[0], *(f"{part[0].upper()}{part[1:]}" for part in said[1:])])
 
 
 def _gains(lines: pd.DataFrame) -> list[str]:
-    """Gains in words; where the BitOps of the whole model are not those of static, they are told."""
+    """Gains in words; where the BitOps of the whole model are not those of static, a win tells them."""
     said = []
     for r in lines.itertuples():
         alike = max(abs(r.bitops - 1), abs(r.bitops_per_op - 1)) < 0.005
         whole = f"{r.bitops:.2f} of static's as the paper counts, {r.bitops_per_op:.2f} per_op"
         gain = f"{r.arm}, {r.case}: {interval_text(r.mean, r.low, r.high)} {r.unit}"
-        said.append(gain if alike else f"{gain} (BitOps of the whole model: {whole})")
+        said.append(f"{gain} (BitOps of the whole model: {whole})" if r.word == WINS and not alike else gain)
     return said
 
 
