@@ -18,6 +18,7 @@ from typing import Any, ClassVar, Self
 import torch
 from torch import Tensor, nn
 
+from cpt_core.quantization.integer import linear_on_codes
 from cpt_core.quantization.precision import LayerPrecision
 from cpt_core.quantization.quantizers import QUANTIZERS, Quantizer
 
@@ -40,6 +41,7 @@ class QuantizedLayer:
         key: int = 0,
         running_start: str = "corrected",
         aggregation: str = "fp",
+        integer: bool = False,
     ) -> Self:
         """Turn ``module``, exactly of class ``FLOAT``, into this class, in place; return it."""
         if type(module) is not cls.FLOAT:
@@ -49,6 +51,7 @@ class QuantizedLayer:
         roles = cls.roles(module, quantizers, aggregation)
         device = next((p.device for p in module.parameters()), None)
         precision = cls.PRECISION(roles, key, running_start).to(device)
+        precision.integer = integer
         precision.train(module.training)
         module.__class__ = cls  # type: ignore[assignment]
         module.precision = precision
@@ -145,6 +148,8 @@ class QuantLinear(QuantizedLayer, nn.Linear):
         return in_float32(self.precision, x, self._multiply, x)
 
     def _multiply(self, x: Tensor) -> Tensor:
+        if self.precision.on_codes and x.numel():
+            return linear_on_codes(self.precision, x, self.weight, self.bias)
         x, weight, bias = self._operands(x, self.weight, self.bias)
         return self.precision.gradient("grad", nn.functional.linear(x, weight, bias))
 
