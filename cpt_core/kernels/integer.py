@@ -17,6 +17,7 @@ Shapes: M rows and N columns of a product, K elements of a sum.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -59,42 +60,56 @@ class QuantizedTensor(NamedTuple):
         levels = torch.tensor(2.0**bits - 1, device=x.device)
         return cls.on(x, *operators.range_of(x, granularity), levels)
 
+    @property
+    def zero(self) -> Tensor:
+        """The code nearest to the value 0, float32; at the end of the codes where 0 is far outside the range."""
+        return (-self.low / self.scale - self.half).round().clamp(-128, 127).nan_to_num(0)
+
+    @property
+    def rest(self) -> Tensor:
+        """The value of that code, float32."""
+        return (self.zero + self.half) * self.scale + self.low
+
+    @property
+    def one_step(self) -> bool:
+        """Whether all elements share one range."""
+        return self.scale.numel() == 1
+
     def dequantize(self) -> Tensor:
         """Return the values, float32: bit for bit those of the simulation."""
         return (self.codes + self.half).mul_(self.scale).add_(self.low)
 
+    def laid_out(self, arrange: Callable[[Tensor], Tensor]) -> QuantizedTensor:
+        """Return the tensor with codes, and ranges where there are several, in another shape or order."""
+        low, scale = (v.reshape(()) if self.one_step else arrange(v) for v in (self.low, self.scale))
+        return QuantizedTensor(arrange(self.codes), low, scale, self.half)
+
     def t(self) -> QuantizedTensor:
         """Return the transposed matrix."""
-        low, scale = (v.t() if v.dim() == 2 else v for v in (self.low, self.scale))
-        return QuantizedTensor(self.codes.t(), low, scale, self.half)
+        return self.laid_out(Tensor.t)
 
     def matrix(self) -> QuantizedTensor:
         """Return the tensor as a matrix, all dimensions but the last as its rows."""
-        columns = self.codes.shape[-1]
-        low, scale = (
-            v.expand(*self.codes.shape[:-1], v.shape[-1]).reshape(-1, v.shape[-1]) if v.numel() > 1 else v.reshape(())
-            for v in (self.low, self.scale)
-        )
-        return QuantizedTensor(self.codes.reshape(-1, columns), low, scale, self.half)
-
-
-def varies(x: Tensor, dim: int) -> bool:
-    """Whether a scale of a matrix has several numbers along one of its dimensions."""
-    return x.dim() == 2 and x.shape[dim] > 1
+        outer = self.codes.shape[:-1]
+        return self.laid_out(lambda v: v.expand(*outer, v.shape[-1]).reshape(-1, v.shape[-1]))
 
 
 def has_integer_form(a: QuantizedTensor, b: QuantizedTensor) -> bool:
-    """Whether the steps of both leave the sum of the product of two matrices."""
-    return not (varies(a.scale, 1) or varies(b.scale, 0))
+    """Whether no step of two matrices differs along the sum of their product."""
+    return (a.one_step or a.scale.shape[1] == 1) and (b.one_step or b.scale.shape[0] == 1)
 
 
-def matmul(a: QuantizedTensor, b: QuantizedTensor, bias: Tensor | None = None) -> Tensor:
+def matmul(
+    a: QuantizedTensor, b: QuantizedTensor, bias: Tensor | None = None, shifts: Tensor | None = None
+) -> Tensor:
     """Return ``a @ b + bias``, float32.
 
     Args:
-        a: (M, K), its scale 0-d or (M, 1).
-        b: (K, N), its scale 0-d or (1, N).
+        a: (M, K), its ranges 0-d or (M, 1).
+        b: (K, N), its ranges 0-d or (1, N).
         bias: (N,) or None.
+        shifts: (P, N), the sums of b that the rest of a is multiplied by, for row m those of m modulo P; where a sum
+            holds padding, which has no rest, they are not all alike. None: the sums over all of b.
 
     Raises:
         ValueError: for steps that differ along K.
@@ -103,39 +118,49 @@ def matmul(a: QuantizedTensor, b: QuantizedTensor, bias: Tensor | None = None) -
         raise ValueError(f"steps differ along the sum: {tuple(a.scale.shape)} and {tuple(b.scale.shape)}")
     K = a.codes.shape[1]
     if K <= LONGEST:
-        return _matmul(a, b, bias)
-    parts = range(0, K, LONGEST)
-    return sum(
-        _matmul(
-            a._replace(codes=a.codes[:, k : k + LONGEST]),
-            b._replace(codes=b.codes[k : k + LONGEST]),
-            None if k else bias,
-        )
-        for k in parts
-    )  # type: ignore[return-value]
+        return _matmul(a, b, bias, shifts)
+    y = _matmul(*_part(a, b, 0), bias, shifts)
+    for start in range(LONGEST, K, LONGEST):
+        y += _matmul(*_part(a, b, start), None, None if shifts is None else torch.zeros_like(shifts))
+    return y
 
 
-def _matmul(a: QuantizedTensor, b: QuantizedTensor, bias: Tensor | None) -> Tensor:
+def _part(a: QuantizedTensor, b: QuantizedTensor, start: int) -> tuple[QuantizedTensor, QuantizedTensor]:
+    end = start + LONGEST
+    return a._replace(codes=a.codes[:, start:end]), b._replace(codes=b.codes[start:end])
+
+
+def _matmul(a: QuantizedTensor, b: QuantizedTensor, bias: Tensor | None, shifts: Tensor | None) -> Tensor:
     (M, K), N = a.codes.shape, b.codes.shape[1]
-    sums_a, zero_a, rest_a, scale_a = _side(a, M, 1)
-    sums_b, zero_b, rest_b, scale_b = _side(b, N, 0)
+    zero_a, rest_a, scale_a = _along(a, M)
+    zero_b, rest_b, scale_b = _along(b, N)
+    sums_a, sums_b = sum_codes(a.codes, 1), sum_codes(b.codes, 0)
     shifted_a, shifted_b = sums_a - K * zero_a, sums_b - K * zero_b
+    if shifts is None:
+        shifts = (scale_b * shifted_b + K * rest_b).unsqueeze(0)
     product = int_mm(a.codes, b.codes)
     operators.active.affine_(
         product,
         torch.stack([sums_a, zero_a]),
         torch.stack([scale_a, scale_a * shifted_a, rest_a]),
         torch.stack([zero_b, shifted_b]),
-        torch.stack([scale_b, rest_b, scale_b * shifted_b + K * rest_b, scale_b.new_zeros(N) if bias is None else bias]),
+        torch.stack([scale_b, rest_b, torch.zeros_like(scale_b) if bias is None else bias]),
+        shifts,
     )
     return product.view(torch.float32)
 
 
-def _side(x: QuantizedTensor, length: int, dim: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return what follows the rows (dim 1 is summed) or columns (dim 0) of a product: sums of codes, z, r and s."""
-    low, scale = (v.reshape(-1).expand(length) for v in (x.low, x.scale))
-    zero = (-low / scale - x.half).round().clamp(-128, 127).nan_to_num(0)
-    return sum_codes(x.codes, dim), zero.int(), (zero + x.half) * scale + low, scale
+def _along(x: QuantizedTensor, length: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Return z, r and s of every row or column of a product."""
+    zero, rest, scale = (v.reshape(-1).expand(length) for v in (x.zero, x.rest, x.scale))
+    return zero.int(), rest, scale
+
+
+def sum_values(x: QuantizedTensor) -> Tensor:
+    """Return the sums of a matrix over its rows, (N,) float32; its ranges 0-d."""
+    zero, rest, scale = x.zero, x.rest, x.scale
+    rows = len(x.codes)
+    return scale * (sum_codes(x.codes, 0) - rows * zero.int()) + rows * rest
 
 
 def sum_codes(codes: Tensor, dim: int) -> Tensor:

@@ -26,8 +26,8 @@ SCHEMAS = {
     "round_to_grid": "(Tensor x, Tensor low, Tensor width, Tensor levels, Tensor? key, bool clip) -> Tensor",
     "fake_quantize": "(Tensor x, Tensor levels, str granularity, Tensor? key) -> (Tensor, Tensor, Tensor)",
     "encode": "(Tensor x, Tensor low, Tensor width, Tensor levels, Tensor? key, bool clip) -> Tensor",
-    "affine_": "(Tensor(a!) product, Tensor row_codes, Tensor row_values, Tensor column_codes, Tensor column_values)"
-    " -> ()",
+    "affine_": "(Tensor(a!) product, Tensor row_codes, Tensor row_values, Tensor column_codes, Tensor column_values, "
+    "Tensor shifts) -> ()",
     "track_": "(Tensor(a!) running, Tensor low, Tensor width) -> ()",
 }
 PLAIN = {

@@ -235,19 +235,26 @@ def key_halves(key: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def affine(
-    product: Tensor, row_codes: Tensor, row_values: Tensor, column_codes: Tensor, column_values: Tensor
+    product: Tensor,
+    row_codes: Tensor,
+    row_values: Tensor,
+    column_codes: Tensor,
+    column_values: Tensor,
+    shifts: Tensor,
 ) -> None:
-    """Turn the sums of codes into the product of the values, in place: the storage holds float32 afterwards.
+    """Turn sums of products of codes into those of values, in place: the storage holds float32 afterwards.
 
     Args:
-        product: sums k_a k_b, int32 (M, N).
+        product: sums k_a k_b, int32 (M, N); the names are those of ``kernels.integer``.
         row_codes: of a: sum k and z, int32 (2, M).
         row_values: of a: s, s sum (k - z) and r, float32 (3, M).
         column_codes: of b: z and sum (k - z), int32 (2, N).
-        column_values: of b: s, r, s sum (k - z) + K r, and the bias, float32 (4, N).
+        column_values: of b: s and r, and the bias, float32 (3, N).
+        shifts: what r of a is multiplied by, float32 (P, N): row m takes that of m modulo P.
     """
     (sums, zero_a), (scale_a, scaled, rest_a) = row_codes.unsqueeze(-1), row_values.unsqueeze(-1)
-    (zero_b, sums_b), (scale_b, rest_b, both, bias) = column_codes, column_values
+    (zero_b, sums_b), (scale_b, rest_b, bias) = column_codes, column_values
     t = (product - zero_b * sums - zero_a * sums_b).float()
-    y = (scale_a * scale_b) * t + scaled * rest_b + rest_a * both + bias
+    y = (scale_a * scale_b) * t + scaled * rest_b
+    y = y + rest_a * shifts.repeat(len(product) // max(1, len(shifts)), 1) + bias
     product.copy_(y.view(torch.int32))

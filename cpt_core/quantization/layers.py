@@ -18,7 +18,7 @@ from typing import Any, ClassVar, Self
 import torch
 from torch import Tensor, nn
 
-from cpt_core.quantization.integer import linear_on_codes
+from cpt_core.quantization.integer import Geometry, conv2d_on_codes, linear_on_codes
 from cpt_core.quantization.precision import LayerPrecision
 from cpt_core.quantization.quantizers import QUANTIZERS, Quantizer
 
@@ -129,6 +129,20 @@ class QuantConv2d(_QuantConv, nn.Conv2d):
     """``nn.Conv2d`` with quantised operands; groups, dilation and every padding as in the original."""
 
     FLOAT = nn.Conv2d
+
+    def _convolve(self, x: Tensor) -> Tensor:
+        if self.precision.on_codes and x.numel() and x.dim() == 4 and not self.not_on_codes():
+            geometry = Geometry(self.stride, self.padding, self.dilation)  # type: ignore[arg-type]
+            return conv2d_on_codes(self.precision, x, self.weight, self.bias, geometry)
+        return super()._convolve(x)
+
+    def not_on_codes(self) -> str:
+        """Return why the products of this layer have no integer form, or ""."""
+        if self.groups > 1:
+            return f"it has {self.groups} groups"
+        if self.padding_mode != "zeros" or isinstance(self.padding, str):
+            return f"its padding is {self.padding if isinstance(self.padding, str) else self.padding_mode!r}"
+        return ""
 
 
 class QuantConv3d(_QuantConv, nn.Conv3d):
