@@ -18,6 +18,7 @@ Shapes: M rows and N columns of a product, K elements of a sum.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import lru_cache
 from typing import NamedTuple
 
 import torch
@@ -99,9 +100,7 @@ def has_integer_form(a: QuantizedTensor, b: QuantizedTensor) -> bool:
     return (a.one_step or a.scale.shape[1] == 1) and (b.one_step or b.scale.shape[0] == 1)
 
 
-def matmul(
-    a: QuantizedTensor, b: QuantizedTensor, bias: Tensor | None = None, shifts: Tensor | None = None
-) -> Tensor:
+def matmul(a: QuantizedTensor, b: QuantizedTensor, bias: Tensor | None = None, shifts: Tensor | None = None) -> Tensor:
     """Return ``a @ b + bias``, float32.
 
     Args:
@@ -179,3 +178,11 @@ def int_mm(a: Tensor, b: Tensor) -> Tensor:
     a = torch.nn.functional.pad(a, (0, K_ - K, 0, rows - M))
     b = torch.nn.functional.pad(b, (0, N_ - N, 0, K_ - K))
     return torch._int_mm(a, b)[:M, :N].contiguous()
+
+
+@lru_cache
+def multiplies_codes(device: torch.device) -> bool:
+    """Whether a device has instructions for products of 8-bit integers, so that they are faster than float32."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_capability(device) >= (7, 5)
+    return device.type == "cpu" and torch.cpu._is_vnni_supported()

@@ -28,12 +28,11 @@ from cpt_core.quantization.coverage import (
     warn_of_float32,
 )
 from cpt_core.quantization.layers import QuantizedLayer
-from cpt_core.quantization.precision import LayerPrecision
+from cpt_core.quantization.precision import EXECUTIONS, LayerPrecision
 from cpt_core.quantization.quantizers import QUANTIZERS, Quantizer
 
 FilterFn = Callable[[nn.Module, str], bool]
 AGGREGATIONS = ("fp", "quantized")
-EXECUTIONS = ("simulated", "integer")
 
 
 @dataclass(frozen=True)
@@ -47,6 +46,8 @@ class QuantConfig:
         running_start: "corrected" or the authors' "zero", see ``LayerPrecision``.
         seed: of the noise of stochastic rounding.
         aggregation: sums over neighbours in graph convolutions: "fp" (FP-Agg, float32) or "quantized" (Q-Agg).
+        execution: "simulated", in float32; "integer", on codes of 8 bits where a product has an integer form (a table of
+            ``summary`` says which); or "auto", "integer" on devices that multiply such codes faster than float32.
     """
 
     float32: tuple[str, ...] = ()
@@ -151,7 +152,7 @@ def quantize_(
             key=_key(config.seed, index),
             running_start=config.running_start,
             aggregation=config.aggregation,
-            integer=config.execution == "integer",
+            execution=config.execution,
         )
         module.precision.name = name  # type: ignore[union-attr]
     for module in model.modules():

@@ -25,6 +25,7 @@ from cpt_core.quantization.precision import LayerPrecision
 Operand = Tensor | QuantizedTensor
 
 
+@torch.compiler.disable
 def linear_on_codes(precision: LayerPrecision, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """Return the product (..., O) of x (..., C), weight (O, C) and bias (O,), all quantised."""
     quantized_bias = None if bias is None else precision.operand("bias", bias)
@@ -36,13 +37,14 @@ class _Linear(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, precision: LayerPrecision) -> Tensor:
         a, w = precision.encoded("input", x).matrix(), precision.encoded("weight", weight)
         ctx.save_for_backward(*a, *w)
-        ctx.shape, ctx.gradient = x.shape, rounding_of(precision)
+        ctx.shape, ctx.gradient = x.shape, GradientRounding(precision)
         return product(a, w.t(), bias).view(*x.shape[:-1], len(weight))
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        a, w = QuantizedTensor(*ctx.saved_tensors[:4]), QuantizedTensor(*ctx.saved_tensors[4:])
+        saved = ctx.saved_tensors  # once: activation checkpointing allows no more
+        a, w = QuantizedTensor(*saved[:4]), QuantizedTensor(*saved[4:])
         g = ctx.gradient(gradient)
         g = g.matrix() if isinstance(g, QuantizedTensor) else g.reshape(-1, g.shape[-1])
         of_x, of_w, of_b = ctx.needs_input_grad[:3]
@@ -62,6 +64,7 @@ class Geometry(NamedTuple):
     dilation: tuple[int, int]
 
 
+@torch.compiler.disable
 def conv2d_on_codes(
     precision: LayerPrecision, x: Tensor, weight: Tensor, bias: Tensor | None, geometry: Geometry
 ) -> Tensor:
@@ -78,7 +81,7 @@ class _Conv2d(torch.autograd.Function):
         a, w = precision.encoded("input", x), precision.encoded("weight", weight)
         a = a._replace(codes=channels_last(a.codes))
         ctx.save_for_backward(*a, *w)
-        ctx.geometry, ctx.gradient = geometry, rounding_of(precision)
+        ctx.geometry, ctx.gradient = geometry, GradientRounding(precision)
         if not a.one_step:
             return conv2d(a.dequantize(), w.dequantize(), bias, *geometry)
         kernel = w.codes.shape[2:]
@@ -94,7 +97,8 @@ class _Conv2d(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        a, w = QuantizedTensor(*ctx.saved_tensors[:4]), QuantizedTensor(*ctx.saved_tensors[4:])
+        saved = ctx.saved_tensors  # once: activation checkpointing allows no more
+        a, w = QuantizedTensor(*saved[:4]), QuantizedTensor(*saved[4:])
         g, geometry = ctx.gradient(gradient), ctx.geometry
         of_x, of_w, of_b = ctx.needs_input_grad[:3]
         if isinstance(g, QuantizedTensor):
@@ -170,9 +174,7 @@ def windows(
         ends = [p + (n - 1) * a + 1 for p, n, a in zip(padding, inner, apart, strict=True)]
         around[:, padding[0] : ends[0] : apart[0], padding[1] : ends[1] : apart[1]] = codes
         codes = around
-    outer = [
-        (n - d * (k - 1) - 1) // s + 1 for n, k, s, d in zip(size, kernel, stride, dilation, strict=True)
-    ]
+    outer = [(n - d * (k - 1) - 1) // s + 1 for n, k, s, d in zip(size, kernel, stride, dilation, strict=True)]
     image, row, column, _ = codes.stride()
     strides = (image, row * stride[0], column * stride[1], row * dilation[0], column * dilation[1], 1)
     seen = codes.as_strided((N, *outer, *kernel, C), strides).reshape(N * outer[0] * outer[1], -1)
@@ -192,10 +194,11 @@ def _pixels(x: QuantizedTensor) -> QuantizedTensor:
 # --- what all layers share --------------------------------------------------------------------------------------------
 
 
-class rounding_of:  # noqa: N801 - called like a function
-    """How a layer quantises a gradient in a backward pass, as it was in the forward pass."""
+class GradientRounding:
+    """How a layer quantises a gradient in the backward pass; decided in the forward pass, as in the simulation."""
 
     def __init__(self, precision: LayerPrecision) -> None:
+        """Note what is in force."""
         self.precision, self.quantizes, self.bits = precision, precision.quantizes_gradient, precision.q_grad
 
     def __call__(self, gradient: Tensor) -> Operand:

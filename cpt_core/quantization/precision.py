@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from cpt_core.checks import choose
 from cpt_core.kernels.execution import execution
-from cpt_core.kernels.integer import MOST_BITS, QuantizedTensor
+from cpt_core.kernels.integer import MOST_BITS, QuantizedTensor, multiplies_codes
 from cpt_core.kernels.operators import fake_quantize, round_to_grid, track_
 from cpt_core.kernels.reference import RUNNING_DECAY, Range
 from cpt_core.quantization.fake_quantize import levels_of, quantize_gradient
@@ -18,6 +18,7 @@ from cpt_core.quantization.quantizers import IDENTITY_BITS, Quantizer, check_bit
 from cpt_core.quantization.reuse import Reuse
 
 RUNNING_STARTS = ("corrected", "zero")
+EXECUTIONS = ("simulated", "integer", "auto")
 HALF = (torch.float16, torch.bfloat16)  # 11 and 8 significant bits: a grid of 8 bits does not survive them
 Bits = tuple[int | None, int | None]  # forward and gradient bits; None is float32
 
@@ -27,7 +28,7 @@ class LayerPrecision(nn.Module):
 
     Attributes:
         name: of the layer in the model that was converted, for messages.
-        integer: whether products are computed on codes where they have an integer form.
+        execution: of ``EXECUTIONS``, see ``QuantConfig``.
         called: whether the layer's own forward has run; False only when its parent's has run without it, and None as
             long as nobody can know.
 
@@ -64,7 +65,7 @@ class LayerPrecision(nn.Module):
         # what follows from it; compiled code reads these and would be specialised to the bits themselves
         self.is_set = self.quantizes = self.quantizes_gradient = False
         self.name = ""
-        self.integer = False
+        self.execution = "simulated"
         self.called: bool | None = None
         self.reuse = Reuse()
         self.register_buffer("noise_key", self._start("noise_key"), persistent=False)
@@ -132,10 +133,13 @@ class LayerPrecision(nn.Module):
         autocast = x.dtype == torch.float32 and not x.is_meta and torch.is_autocast_enabled(x.device.type)
         return torch.get_autocast_dtype(x.device.type) if autocast else None
 
-    @property
-    def on_codes(self) -> bool:
-        """Whether the forward product is computed on codes now: the layer is asked to, and the bits fit."""
-        return self.integer and self.bits is not None and self.bits <= MOST_BITS
+    def on_codes(self, x: Tensor) -> bool:
+        """Whether products with ``x`` are computed on codes now: the layer is asked to, and the bits fit."""
+        if self.execution == "simulated" or self.bits is None or self.bits > MOST_BITS or x.numel() == 0:
+            return False
+        if x.is_meta or x.dtype != torch.float32:
+            return False
+        return self.execution == "integer" or multiplies_codes(x.device)
 
     def operand(self, role: str, x: Tensor) -> Tensor:
         """Return an operand of the layer's product, quantised with the straight-through estimator."""
