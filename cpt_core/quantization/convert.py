@@ -46,8 +46,8 @@ class QuantConfig:
         running_start: "corrected" or the authors' "zero", see ``LayerPrecision``.
         seed: of the noise of stochastic rounding.
         aggregation: sums over neighbours in graph convolutions: "fp" (FP-Agg, float32) or "quantized" (Q-Agg).
-        execution: "simulated", in float32; "integer", on codes of 8 bits where a product has an integer form (a table of
-            ``summary`` says which); or "auto", "integer" on devices that multiply such codes faster than float32.
+        execution: "simulated", in float32; "integer", on codes of 8 bits where a product has an integer form, as
+            ``summary`` shows; or "auto", "integer" on devices with instructions for such products.
     """
 
     float32: tuple[str, ...] = ()

@@ -48,8 +48,12 @@ KINDS = st.sampled_from(["two-sided", "one-sided", "negative", "far from 0", "co
 def drawn(kind, *shape, seed=0):
     x = torch.randn(shape, generator=torch.Generator().manual_seed(seed))
     return {
-        "two-sided": x, "one-sided": x.relu(), "negative": -x.abs() - 0.2, "far from 0": x + 30, "constant": x * 0 + 0.7,
-    }[kind]  # fmt: skip
+        "two-sided": x,
+        "one-sided": x.relu(),
+        "negative": -x.abs() - 0.2,
+        "far from 0": x + 30,
+        "constant": x * 0 + 0.7,
+    }[kind]
 
 
 @settings(max_examples=60, deadline=None)
@@ -140,31 +144,34 @@ def test_layers_compute_what_the_simulation_does(name, shared, kind):
             assert distance(y, z.double()) < 1e-5  # of float32 sums, whose own error is about as large
 
 
-def test_no_float_product_runs_where_all_have_an_integer_form():
+class FloatProducts(torch.utils._python_dispatch.TorchDispatchMode):
+    """Count the products in float32 of two tensors that are not small."""
+
+    NAMES = "mm", "addmm", "convolution", "convolution_backward"
+
+    def __init__(self, least):
+        super().__init__()
+        self.least, self.count = least, 0
+
+    def __torch_dispatch__(self, op, types, args=(), kwargs=None):
+        large = [a for a in args if isinstance(a, torch.Tensor) and a.numel() >= self.least]
+        self.count += op.overloadpacket.__name__ in self.NAMES and len(large) > 1
+        return op(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize(("name", "left", "named"), [("linear", 1, 2), ("padded", 1, 1), ("sequence", 2, 2)])
+def test_no_float_product_runs_where_all_have_an_integer_form(name, left, named):
     """Shared steps leave nothing to float32; the authors' steps leave what ``summary`` says."""
-    for name, left, named in (("linear", 1, 2), ("padded", 1, 1), ("sequence", 2, 2)):
-        layer, shape = LAYERS[name]
-        for shared in (True, False):
-            model = convert(layer, "integer", shared)
-            seen = []
-
-            class Watch(torch.utils._python_dispatch.TorchDispatchMode):
-                def __torch_dispatch__(self, op, types, args=(), kwargs=None, seen=seen):
-                    big = [a for a in args if isinstance(a, torch.Tensor) and a.numel() >= layer.weight.numel()]
-                    if (
-                        op.overloadpacket.__name__ in ("mm", "addmm", "convolution", "convolution_backward")
-                        and len(big) > 1
-                    ):
-                        seen.append(op)
-                    return op(*args, **(kwargs or {}))
-
-            x = torch.randn(shape).repeat(4, *[1] * (len(shape) - 1))
-            gradient = torch.randn_like(layer(x))
-            with Watch():
-                passes(model, x, gradient)
-            row = next(r for r in cpt.summary(model).rows if r.name == "0")
-            assert len(seen) == (0 if shared else left), (name, shared, seen)
-            assert len(row.simulated) == (0 if shared else named)  # whether there are sequences is not known
+    layer, shape = LAYERS[name]
+    x = torch.randn(shape).repeat(4, *[1] * (len(shape) - 1))
+    gradient = torch.randn_like(layer(x))
+    for shared in (True, False):
+        model = convert(layer, "integer", shared)
+        with FloatProducts(layer.weight.numel()) as products:
+            passes(model, x, gradient)
+        assert products.count == (0 if shared else left)
+        row = next(r for r in cpt.summary(model).rows if r.name == "0")
+        assert len(row.simulated) == (0 if shared else named)  # whether there are sequences is not known
 
 
 def test_summary_says_what_stays_simulated():
@@ -180,21 +187,22 @@ def test_summary_says_what_stays_simulated():
     assert "codes" not in str(cpt.summary(cpt.quantize_(model)))
 
 
+def kept_bytes(execution):
+    """Bytes that a convolution keeps between the passes."""
+    model, x = convert(nn.Conv2d(16, 16, 3, padding=1), execution), torch.randn(8, 16, 12, 12, requires_grad=True)
+    held = {}
+
+    def keep(tensor):
+        held[tensor.data_ptr()] = tensor.numel() * tensor.element_size()
+        return tensor
+
+    with cpt.precision(model, 8, q_grad=8), torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        model(x)
+    return sum(held.values())
+
+
 def test_codes_are_what_is_kept_between_the_passes():
-    saved = {}
-    for e in ("simulated", "integer"):
-        model, x = convert(nn.Conv2d(16, 16, 3, padding=1), e), torch.randn(8, 16, 12, 12, requires_grad=True)
-        held = []
-        with (
-            cpt.precision(model, 8, q_grad=8),
-            torch.autograd.graph.saved_tensors_hooks(
-                lambda t: (held.append(t), t)[1],
-                lambda t: t,  # noqa: B023
-            ),
-        ):
-            model(x)
-        saved[e] = sum({t.data_ptr(): t.numel() * t.element_size() for t in held}.values())
-    assert saved["integer"] < 0.3 * saved["simulated"]
+    assert kept_bytes("integer") < 0.3 * kept_bytes("simulated")
 
 
 def train(model, steps=6, checkpoint=False):
@@ -276,7 +284,6 @@ def test_what_has_no_codes_is_named():
 
 
 def test_bitops_are_those_of_the_simulation():
-    schedule = cpt.make_schedule("CR", q_min=3, q_max=8, total_steps=64)
     x = torch.randn(4, 3, 8, 8)
     on_codes, simulated = (cpt.count_bitops(network(e), (x,)).total for e in ("integer", "simulated"))
     assert on_codes == simulated
