@@ -43,7 +43,8 @@ def effects(runs: pd.DataFrame) -> pd.DataFrame:
         case, arm, unit ("points", or "%" of the perplexity), mean, low, high (95 %), p (two-sided), adjusted (Holm over
         all cases times arms), word ("wins", "loses", "open", or what is missing), n, lost (runs of arm and opponent
         that diverged or failed), opponent ("8 bits" or "own bits"), static (its quality), full (gain of static 8 on
-        it), promised (gain by the model). NaN where a case has missing runs.
+        it), promised (gain by the model), bitops and bitops_per_op (those of the whole model, relative to static's, by
+        both conventions). NaN where a case has missing runs.
 
     Raises:
         NotMeasuredError: when no sensitivity is stored.
@@ -54,7 +55,9 @@ def effects(runs: pd.DataFrame) -> pd.DataFrame:
     for line, p in zip(lines, adjusted, strict=True):
         line["adjusted"] = p
         line["word"] = line["word"] or ("open" if not p < LEVEL else WINS if line["mean"] > 0 else LOSES)
-    columns = "case arm unit mean low high p adjusted word n lost opponent static full promised".split()
+    columns = (
+        "case arm unit mean low high p adjusted word n lost opponent static full promised bitops bitops_per_op".split()
+    )
     return pd.DataFrame(lines, columns=columns)
 
 
@@ -114,6 +117,7 @@ def _case(case: str, known: pd.DataFrame) -> Iterator[dict[str, Any]]:
             "lost": arms.lost[arm] + arms.lost[STATIC], "opponent": opponent, "static": float(static.mean()),
             "full": float(arms.top[f"static {Q_MAX}"].mean() - static.mean()),
             "promised": scale * (s.promised(arms.schedules[STATIC]) - s.promised(arms.schedules[arm])),
+            **{convention: of[arm] / of[STATIC] for convention, of in arms.bitops.items()},
         }  # fmt: skip
 
 
@@ -161,7 +165,10 @@ def _bits(schedule: Schedule) -> set[tuple[int, ...]]:
 
 
 def verdict(found: pd.DataFrame) -> str:
-    """Return the outcome of H5 from ``effects``, as the document words it, with every win and every loss."""
+    """Return the outcome of H5 from ``effects``, as the document words it, with every win and every loss.
+
+    Of an arm that wins and nowhere loses, all other tasks are told too.
+    """
     mine = found[found["arm"].isin(ALLOCATED)]
     wins, loses = (set(mine["arm"][mine["word"] == word]) for word in (WINS, LOSES))
     if missing := [case for case in CASES if found["word"][found["case"] == case].str.startswith("open: ").any()]:
@@ -179,9 +186,24 @@ def verdict(found: pd.DataFrame) -> str:
         ("worse than static", loses - wins),
     ):
         lines = mine[mine["arm"].isin(arms) & mine["word"].isin((WINS, LOSES))]
-        effects = (f"{r.arm}, {r.case}: {interval_text(r.mean, r.low, r.high)} {r.unit}" for r in lines.itertuples())
-        said += [f"{word}: {'; '.join(effects)}"] if arms else []
-    return ". ".join(said)
+        said += [f"{word}: {'; '.join(_gains(lines))}"] if arms else []
+    rest = mine[mine["arm"].isin(wins - loses) & (mine["word"] != WINS)]
+    undecided = rest["word"] == "open"
+    said += [f"open after Holm's correction: {'; '.join(_gains(rest[undecided]))}"] if undecided.any() else []
+    same = [f"{r.arm}, {r.case}" for r in rest[~undecided].itertuples()]
+    said += [f"static precision itself: {'; '.join(same)}"] if same else []
+    return ". ".join([said[0], *(f"{part[0].upper()}{part[1:]}" for part in said[1:])])
+
+
+def _gains(lines: pd.DataFrame) -> list[str]:
+    """Gains in words; where the BitOps of the whole model are not those of static, a win tells them."""
+    said = []
+    for r in lines.itertuples():
+        alike = max(abs(r.bitops - 1), abs(r.bitops_per_op - 1)) < 0.005
+        whole = f"{r.bitops:.2f} of static's as the paper counts, {r.bitops_per_op:.2f} per_op"
+        gain = f"{r.arm}, {r.case}: {interval_text(r.mean, r.low, r.high)} {r.unit}"
+        said.append(f"{gain} (BitOps of the whole model: {whole})" if r.word == WINS and not alike else gain)
+    return said
 
 
 def outcome(runs: pd.DataFrame) -> str:
@@ -204,6 +226,9 @@ def summary(found: pd.DataFrame) -> pd.DataFrame:
             "gain on static [95 %]": numbers["gain"],
             "promised": [f"{x:+.2f}" if x == x else "–" for x in numbers["promised"]],
             f"static {Q_MAX} on static": [f"{x:+.2f}" if x == x else "–" for x in numbers["full"]],
+            "BitOps of the whole model (paper, per_op)": [
+                f"{r.bitops:.3f}, {r.bitops_per_op:.3f}" if r.n else "–" for r in numbers.itertuples()
+            ],
             "p": [f"{x:.2g}" if x == x else "–" for x in numbers["p"]],
             "p (Holm)": [f"{x:.2g}" if x == x else "–" for x in numbers["adjusted"]],
             "outcome": numbers["word"],

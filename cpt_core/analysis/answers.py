@@ -153,12 +153,12 @@ def _noise(q: Question, *frames: pd.DataFrame) -> Answer:
         secondary.append(Estimate(f"{task}, noise 0.1 of the training later", unit, 0.1 * slopes[2]))
         for values, name in zip(x.T, ("noise", "share at 2 bits", "date"), strict=True):
             secondary.append(Estimate(f"{task}, rank correlation with {name}", "", spearman(y, values)))
-    p = [effect.p() for effect in primary]
+    p = float(np.max([effect.p() for effect in primary]))  # NaN stays NaN
     direction = _direction(
         primary, "confirmed: at one cost, noisier schedules are worse", "contradicted: noisier schedules are better"
     )
     small = "no effect worth naming" if all(effect.small for effect in primary) else ""
-    return Answer(q.name, q.asks, tuple(primary), max(p), (direction if max(p) < 0.01 else "", small), tuple(secondary))
+    return Answer(q.name, q.asks, tuple(primary), p, (direction if p < 0.01 else "", small), tuple(secondary))
 
 
 def over_schedules(runs: pd.DataFrame) -> pd.DataFrame:
@@ -199,7 +199,7 @@ def _static(q: Question, *frames: pd.DataFrame) -> Answer:
             primary.append(Estimate(name, unit, (schedule - better).to_numpy(), H2_MARGINS[unit]))
             for values, where in ((at_top[arm], "8 bits"), (at_own[arm], "its own bits")):
                 secondary.append(Estimate(f"{name} at {where}", unit, (schedule - values).to_numpy()))
-    p = max(effect.p(effect.margin, "below") for effect in primary)
+    p = float(np.max([effect.p(effect.margin, "below") for effect in primary]))
     wins, loses = (_standing(primary, side, 0.025) for side in ("above", "below"))
     word = f"a schedule wins in {len(wins)} of {len(primary)} ({'; '.join(wins)})" if wins else ""
     alike = [effect.what for effect in primary if effect.small]

@@ -129,7 +129,15 @@ def minus(runs: pd.DataFrame, a: str, b: str, words: str = "") -> Iterator[Effec
         sides = quality_cost.runs_of(runs, x), quality_cost.runs_of(runs, y)
     except ValueError:
         return
-    yield effect_of(pd.concat(sides), statistics.paired(*sides, "quality"), f"{x} minus {y}{words}")
+    what = " minus ".join(_called(side, name) for side, name in zip(sides, (x, y), strict=True))
+    yield effect_of(pd.concat(sides), statistics.paired(*sides, "quality"), what + words)
+
+
+def _called(side: pd.DataFrame, name: str) -> str:
+    """An arm, or a group of savings with the arms that stand for it where some of the suite were not run."""
+    arms = [arm for arm, profile in SUITE.items() if profile.savings == name]
+    there = [arm for arm in arms if arm in set(side["arm"])]
+    return name if there == arms else f"{name} ({', '.join(there)} alone)"
 
 
 def named_arm(runs: pd.DataFrame, name: str) -> str:

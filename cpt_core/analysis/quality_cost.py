@@ -61,6 +61,21 @@ def by_arm(runs: pd.DataFrame, metric: str | None = None) -> pd.DataFrame:
     return out.reset_index()
 
 
+def on_common_seeds(runs: pd.DataFrame, metric: str | None = None) -> pd.DataFrame:
+    """Return the runs on the seeds that all arms have; all runs where there is no such seed.
+
+    Means over different seeds may differ by their seeds alone. Arms of which no run has a value do not count.
+
+    Args:
+        runs: of one experiment; an arm at another q_max is another arm.
+        metric: a column of ``runs``; None takes the main one of the task.
+    """
+    valued = runs[runs[metric or metric_of(runs)].notna()]
+    arms = valued.drop_duplicates(["seed", "q_max", "arm"]).groupby("seed").size()
+    common = runs[runs["seed"].isin(arms.index[arms == len(valued.drop_duplicates(["q_max", "arm"]))])]
+    return common if len(common) else runs
+
+
 def pareto(arms: pd.DataFrame, better: int = 1) -> pd.Series:
     """Return which arms of ``by_arm`` no other arm beats: none is as cheap and better, or as good and cheaper.
 
@@ -136,9 +151,15 @@ def compare_with_paper(runs: pd.DataFrame, artefact: str | None = None, metric: 
 
 
 def summary(runs: pd.DataFrame) -> pd.DataFrame:
-    """Return the arms of one experiment for people, by cost, beside the paper's numbers."""
+    """Return the arms of one experiment for people, by cost, beside the paper's numbers.
+
+    Means are over all n seeds of an arm; the Pareto front is that of the seeds that all arms have.
+    """
     name = metric_of(runs)
     metric, arms = metric_named(name), by_arm(runs)
+    compared = by_arm(on_common_seeds(runs))
+    best = compared[["q_max", "arm"]][pareto(compared, metric.better)]
+    front = pd.MultiIndex.from_frame(arms[["q_max", "arm"]]).isin(pd.MultiIndex.from_frame(best))
     paper = [
         r.place if r.paper != r.paper else f"{r.paper:g} ({r.place})" for r in compare_with_paper(runs).itertuples()
     ]
@@ -153,7 +174,7 @@ def summary(runs: pd.DataFrame) -> pd.DataFrame:
             "std": metric.text(arms["std"]),
             "n": arms.n,
             "paper": paper,
-            "Pareto front": pareto(arms, metric.better).map({True: "yes", False: ""}),
+            "Pareto front": np.where(front, "yes", ""),
             "diverged": arms.diverged,
             "failed": arms.failed,
         }
@@ -171,8 +192,9 @@ def figure_3(
 ) -> Figure:
     """Draw quality against cost, one point per schedule: mean over seeds, bar = one standard deviation.
 
-    Static precisions are joined by a line, the equal-cost baseline that the paper lacks. Up is better in every figure:
-    the axis of perplexities is turned. Every q_max has a row of panels, and so has every aggregation.
+    The arms of a row of panels are drawn on the seeds that all of them have, if there are any. Static precisions are
+    joined by a line, the equal-cost baseline that the paper lacks. Up is better in every figure: the axis of
+    perplexities is turned. Every q_max has a row of panels, and so has every aggregation.
 
     Args:
         runs: of one experiment, which may have several q_max and both aggregations.
@@ -186,7 +208,11 @@ def figure_3(
     """
     name = metric or metric_of(runs)
     drawn = metric_named(name)
-    rows = _rows(runs if q_max is None else runs[runs["q_max"] == q_max], name, drawn.factor)
+    runs = runs if q_max is None else runs[runs["q_max"] == q_max]
+    lost = int((runs["diverged"] | (runs["status"] == "failed")).sum())
+    parts = [on_common_seeds(part, name) for _, part in runs.groupby(["q_max", "aggregation"], sort=False)]
+    runs = pd.concat(parts) if parts else runs
+    rows = _rows(runs, name, drawn.factor)
     size = (5.4 * len(xs) + 0.6, 4.4 * len(rows))
     with drawing(len(rows), len(xs), figsize=size, sharey=True) as (figure, axes):
         panels = list(zip(axes.flat, *zip(*product(rows.values(), xs), strict=True), strict=True))
@@ -203,7 +229,6 @@ def figure_3(
             line[0].set_ylabel(drawn.label)
             line[0].set_title(what, fontsize=9)
         legend_below(figure, axes[0][0])
-        lost = int(sum(arms.diverged.sum() + arms.failed.sum() for arms in rows.values()))
         note = f"; {lost} runs diverged or failed" if lost else ""  # those that diverged are in the means
         figure.suptitle(title(runs, f", {runs['scale'].iloc[0]} scale") + note, fontsize=10)
     return figure

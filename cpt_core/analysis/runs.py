@@ -37,10 +37,11 @@ TYPES = {
 }  # fmt: skip
 
 FORMULA = r"^([=+\-@\t\r])"
-# failures that say nothing of the arm: memory, time, files, libraries, the device, the end of the process
+# failures that say nothing of the arm: memory, time, files, libraries, network, the device, the end of the process
 OUTSIDE = re.compile(
-    r"\Atook longer than|\Athe process of the run|CUDA error|"
-    r"^[\w.]*(MemoryError|OSError|FileNotFoundError|PermissionError|ImportError|ModuleNotFoundError)\b",
+    r"\Atook longer than|\Athe process of the run|CUDA error|CUDA out of memory|DefaultCPUAllocator|DataLoader worker|"
+    r"^[\w.]*(MemoryError|OSError|NotFoundError|PermissionError|DirectoryError|FileExistsError|StoreError|ImportError|"
+    r"ConnectionError|ConnectionResetError|BrokenPipeError|TimeoutError|URLError|HTTPError|KeyboardInterrupt)\b",
     re.M,
 )
 EQUAL_COST_ARM = re.compile(r"^RR at |delayed [\d.]+ %$|, \d+ of \d+ steps$")  # arms that only equal cost needs

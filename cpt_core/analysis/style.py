@@ -58,4 +58,6 @@ def title(runs: pd.DataFrame, what: str = "") -> str:
     """
     warning = "smoke scale: not a result. " if runs["scale"].iloc[0] == "smoke" else ""
     named = title_of(runs).replace("$", r"\$")
-    return f"{warning}{named}{what}, {counted(runs['seed'].nunique(), 'seed')}"
+    seeds = runs.groupby(["recipe", "q_max", "arm"])["seed"].nunique()
+    fewer = f"{seeds.min()} to " if seeds.min() < seeds.max() else ""
+    return f"{warning}{named}{what}, {fewer}{counted(seeds.max(), 'seed')}"

@@ -97,7 +97,8 @@ class PrecisionScheduler:
         theirs, mine = _bare(state), _bare(self.state_dict())
         for key in ("schedules", "q_grad"):
             if _plain(theirs[key]) != _plain(mine[key]):
-                raise ValueError(f"the checkpoint has {key} {state[key]!r}, this scheduler {mine[key]!r}")
+                said = f"the checkpoint has {key} {_short(state[key])}, this scheduler {_short(mine[key])}"
+                raise ValueError(said)
         if odd := sorted(set(theirs["layers"]) ^ set(mine["layers"])):
             raise ValueError(f"the checkpoint's quantised layers differ from the model's: {', '.join(odd)}")
         for name, layer in zip(mine["layers"], self._layers.values(), strict=True):
@@ -188,6 +189,12 @@ def _bare(state: Mapping[str, Any]) -> dict[str, Any]:
         return {_WRAPPER.sub("", f"{name}.").removeprefix(prefix)[:-1]: value for name, value in values.items()}
 
     return {**state, "layers": bare(state["layers"]), "schedules": bare(state["schedules"])}
+
+
+def _short(value: Any) -> str:
+    """Write a value for an error: a schedule that changes at every step has megabytes."""
+    text = repr(value)
+    return text if len(text) <= 1000 else f"{text[:1000]} ... ({len(text)} characters)"
 
 
 def _plain(value: Any) -> Any:

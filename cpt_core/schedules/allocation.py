@@ -1,13 +1,14 @@
 """Bits where they matter: the schedule of a budget that loses least, by measured sensitivities.  Beyond the paper.
 
 If the quality lost is sum w(t, l) * 4**-q(t, l) over steps and layers, and a step of a layer costs its MACs times
-q**2 + 2 q q_grad, then at the optimum no bit can be moved to where it saves more: w * 4**-q / cost is level, so q is
-about log4(w / MACs) plus a constant, rounded and bounded. ``allocate`` solves the problem in whole bits.
+q**2 + 2 q q_grad, then at the optimum no bit can be moved to where it saves more: w * 4**-q / (MACs * (q + q_grad)) is
+level, so q is about log4(w / MACs) plus a constant, rounded and bounded. ``allocate`` solves the problem in whole bits.
 
-With w constant no schedule beats static precision. In two lines: 4**-q is convex and falls with q, and q grows with the
-cost c as a concave function (the cost is convex in q), so noise is a convex function n(c) of what a step costs; by
-Jensen's inequality the mean of n(c_t) is at least n(mean of c_t), the noise of static precision at the same cost. (In
-whole bits: of the two neighbouring precisions, interleaved, where the budget lies between them.)
+With w / MACs the same everywhere no schedule beats static precision. In two lines, for the work of one MAC: 4**-q is
+convex and falls with q, and q grows with the cost c as a concave function (the cost is convex in q), so noise is a
+convex function n(c) of what a step costs; by Jensen's inequality the mean of n(c_t) is at least n(mean of c_t), the
+noise of static precision at the same cost. (In whole bits: of the two neighbouring precisions, interleaved, where the
+budget lies between them.)
 
 >>> bits = static_of_cost(0.5, q_max=8, total_steps=10).bits()
 >>> sorted(set(bits.tolist()))
@@ -29,7 +30,7 @@ from cpt_core.checks import choose, whole
 from cpt_core.schedules.cost import step_cost
 from cpt_core.schedules.layered import LayeredSchedule
 from cpt_core.schedules.profiles import Array
-from cpt_core.schedules.schedule import Schedule, StaticSchedule, TableSchedule, check_range
+from cpt_core.schedules.schedule import MAX_BITS, Schedule, StaticSchedule, TableSchedule, check_range
 from cpt_core.schedules.sensitivity import FLOOR, OVER, Sensitivity
 
 TOLERANCE = 1e-3  # of the budget, from below
@@ -68,12 +69,17 @@ def allocate(
     Returns:
         A ``TableSchedule`` over time, else a ``LayeredSchedule``; ``PrecisionScheduler`` takes both. It costs at most
         the budget and at least 99.9 % of it, and no exchange of one bit between two places, a step of a group each,
-        that keeps to this would lose less.
+        that keeps to this would lose less (with a handful of steps in a place, many bits moved at once still may).
+        Evaluate it at stated bits, such as ``precision(model, bits=q_max)``: its own highest bits, "q_max" for
+        schedulers and callbacks, may be fewer than ``q_max``.
 
     Raises:
-        ValueError: for a budget that these bits and steps cannot meet, and for a sensitivity without any response.
+        ValueError: for a budget that these bits and steps cannot meet, also where the exchange of steps finds no way to
+            meet it with a few steps; for bits out of 1 to 32; for a sensitivity without any response.
     """
     choose("over", over, OVER)
+    if not isinstance(sensitivity, Sensitivity):
+        raise ValueError(f"give what cpt.sensitivity returned, or Sensitivity.from_dict(...), got {sensitivity!r}")
     total = whole("total_steps", sensitivity.steps if total_steps is None else total_steps, 1)
     edges = [round(stop * total / sensitivity.steps) for _, stop in sensitivity.windows]
     steps = np.diff([0, *edges])
@@ -102,8 +108,10 @@ def static_of_cost(
 
     It costs the budget or up to a step more. Arguments and errors are those of ``allocate``.
     """
+    q_min, q_max, grade = check_all_bits(q_min, q_max, q_grad)
+    total_steps = whole("total_steps", total_steps, 1)
     bits = np.arange(q_min, q_max + 1)
-    prices = step_cost(bits, q_max if q_grad is None else q_grad) / int(step_cost(q_max, q_grad or q_max))
+    prices = step_cost(bits, grade) / int(step_cost(q_max, grade))
     check_budget(budget, float(prices[0]), q_min, q_max)
     low = int(np.flatnonzero(prices <= budget * (1 + 1e-9))[-1])
     if low == len(bits) - 1 or math.isclose(prices[low], budget):
@@ -141,17 +149,26 @@ def spread_bits(
     Raises:
         ValueError: for a budget that cannot be met.
     """
-    check_range(q_min, q_max, int(np.sum(steps)))
+    q_min, q_max, grade = check_all_bits(q_min, q_max, q_grad)
     if len(weights) > MOST:
         raise ValueError(f"bits are given to at most {MOST} places, windows times groups; got {len(weights)}")
     bits = np.arange(q_min, q_max + 1)
-    grade = q_max if q_grad is None else q_grad
     share = macs / (macs * steps).sum() / int(step_cost(q_max, grade))
     cost = share[:, None] * step_cost(bits, grade)[None]  # of a step, (places, precisions); all at q_max sum to 1
     loss = weights[:, None] * 4.0 ** -bits[None]
     check_budget(budget, float((cost[:, 0] * steps).sum()), q_min, q_max)
     counts = _given_out(cost, loss, steps, float(budget))
     return _exchanged(counts, cost, loss, float(budget))
+
+
+def check_all_bits(q_min: Any, q_max: Any, q_grad: Any) -> tuple[int, int, int]:
+    """Return q_min, q_max and gradient bits (``q_max`` when None); ValueError unless whole, in order, from 1 to 32."""
+    low, high = whole("q_min", q_min), whole("q_max", q_max)
+    check_range(low, high, 1)
+    grade = high if q_grad is None else whole("q_grad", q_grad, 1)
+    if grade > MAX_BITS:
+        raise ValueError(f"q_grad must be at most {MAX_BITS}, got {q_grad!r}")
+    return low, high, grade
 
 
 def check_budget(budget: float, lowest: float, q_min: int, q_max: int) -> None:
@@ -215,7 +232,7 @@ def _exchanged(counts: Counts, cost: Array, loss: Array, budget: float) -> Count
         else:
             raise ValueError(
                 f"{int(counts.sum())} steps are too few to cost {budget!r} to {100 * TOLERANCE:g} %; "
-                f"the nearest is {budget - missing:.4f}"
+                f"the nearest that was found is {budget - missing:.4f}"
             )
         for p, q, way in (moves[i] for i in chosen if i):
             counts[p, q] -= 1

@@ -239,17 +239,17 @@ class TableSchedule(Schedule):
             raise ValueError(f"runs must be pairs (bits, steps) with steps >= 1, got {self.runs}")
         check_range(self.q_min, self.q_max, self.total_steps)
 
-    @property
+    @cached_property
     def q_min(self) -> int:  # type: ignore[override]
         """The lowest bits."""
         return min(b for b, _ in self.runs)
 
-    @property
+    @cached_property
     def q_max(self) -> int:  # type: ignore[override]
         """The highest bits."""
         return max(b for b, _ in self.runs)
 
-    @property
+    @cached_property
     def total_steps(self) -> int:  # type: ignore[override]
         """The number of optimizer steps."""
         return sum(s for _, s in self.runs)

@@ -11,6 +11,7 @@ step. It is measured in windows of time and in groups of layers, and taken to be
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass, fields
+from numbers import Real
 from typing import Any
 
 import numpy as np
@@ -95,11 +96,19 @@ class Sensitivity:
         diverged, the largest of all is taken. With one seed nothing is known of the noise, and nothing is moved.
 
         Raises:
-            ValueError: when a bit less costs nothing in all places together: then there is nothing to allocate by.
+            ValueError: when a bit less costs nothing in all places together, or training diverged in every one: then
+                there is nothing to allocate by. For a ``floor`` that is no share.
         """
         w, even = self.response(over), self.even(over)
         mean = w.mean(0)
-        diverged = np.isnan(mean)
+        diverged = ~np.isfinite(mean)
+        if isinstance(floor, bool) or not isinstance(floor, Real) or not 0 <= floor <= 1:
+            raise ValueError(f"floor must lie between 0 and 1, got {floor!r}")
+        if diverged.all():
+            raise ValueError(
+                f"training diverged with one bit less than {self.base} in every place over {over}, {self.title}: "
+                "nothing can be allocated by it; measure at a higher base"
+            )
         if not even.sum() > 0:
             raise ValueError(
                 f"one bit less than {self.base} costs no {self.quality} over {over}, {self.title}: "

@@ -27,6 +27,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import nn
@@ -55,6 +56,7 @@ def precision_range_test(
     mode: str = "reset",
     threshold: float | None = None,
     seeds: Sequence[int] = (0, 1, 2),
+    stateful: Sequence[Any] = (),
     config: QuantConfig | str | None = None,
     device: str | torch.device = "cpu",
     progress: bool = False,
@@ -68,6 +70,8 @@ def precision_range_test(
         train_step: ``train_step(step) -> loss`` does one whole optimizer step of your model on batch number ``step``,
             the same batch whenever the number is the same, and returns the loss.
         optimizer: the one that ``train_step`` uses.
+        stateful: what else ``train_step`` changes and is to be put back before every training, such as an LR scheduler
+            or a GradScaler: objects with ``state_dict`` and ``load_state_dict``.
         q_max: bits of the training that the others are compared with, and of all gradients.
         bits: precisions to try below q_max; None takes 2 to q_max - 1.
         dwell: optimizer steps at each precision; the second half is the window in which losses are averaged. Below 80
@@ -88,7 +92,7 @@ def precision_range_test(
         or does not reduce the loss: then no precision can be judged.
 
     Raises:
-        ValueError: for values that make no test, before anything is trained.
+        ValueError: for values that make no test, before anything is trained; when trainings differ in learning rate.
 
     Warns:
         RangeTestWarning: when a share is within two standard deviations over seeds of the threshold.
@@ -114,7 +118,7 @@ def precision_range_test(
     plan = [[q] * dwell for q in all_bits] if mode == "reset" else [[q for q in all_bits for _ in range(dwell)]]
     traces = []  # per seed: the losses of every precision
     with tqdm(total=len(seeds) * len(all_bits) * dwell, desc="range test", disable=not progress) as bar:
-        for trial, first in trials(what, train_step, optimizer, q_max, seeds, dwell, config, device):
+        for trial, first in trials(what, train_step, optimizer, q_max, seeds, dwell, config, device, stateful=stateful):
             steps = [trial.losses(part, first, q_max, bar) for part in plan]
             traces.append(steps if mode == "reset" else cut(steps[0], len(all_bits), dwell))
             title = trial.title

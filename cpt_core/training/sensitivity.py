@@ -25,8 +25,8 @@ from __future__ import annotations
 import itertools
 import math
 from collections import Counter
-from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import closing, nullcontext
 from dataclasses import replace
 from fnmatch import fnmatchcase
 from typing import Any
@@ -44,7 +44,7 @@ from cpt_core.quantization.quantizers import check_bits
 from cpt_core.quantization.scheduler import precision
 from cpt_core.schedules.sensitivity import Sensitivity
 from cpt_core.training.estimate import GradientRecorder
-from cpt_core.training.trials import Bits, TrainStep, Trial, trials
+from cpt_core.training.trials import Bits, TrainStep, Trial, number, trials
 
 RECORDED = 5  # steps of every window from which the estimate is made
 
@@ -63,6 +63,7 @@ def sensitivity(
     quality: Callable[[], float] | None = None,
     estimate: bool = True,
     seeds: Sequence[int] = (0, 1, 2, 3, 4),
+    stateful: Sequence[Any] = (),
     config: QuantConfig | str | None = None,
     device: str | torch.device = "cpu",
     progress: bool = False,
@@ -77,8 +78,11 @@ def sensitivity(
             A model is converted for the test if it is not yet, and left with the weights, the optimizer state and the
             random state that it had before.
         train_step: ``train_step(step) -> loss`` does one whole optimizer step of your model on batch number ``step``,
-            the same batch whenever the number is the same, and returns the loss.
+            the same batch whenever the number is the same, and returns the loss. Numbers do not begin at 0: they go on
+            from one seed to the next.
         optimizer: the one that ``train_step`` uses.
+        stateful: what else ``train_step`` changes and is to be put back before every training, such as an LR scheduler
+            or a GradScaler: objects with ``state_dict`` and ``load_state_dict``.
         base: bits of the training that the others are compared with. Near the bits you can afford; where one bit less
             costs nothing, there is nothing to measure.
         q_max: bits of all gradients, and of the evaluation.
@@ -98,14 +102,17 @@ def sensitivity(
 
     Raises:
         ValueError: for values that make no measurement, before anything is trained; for a recipe whose learning rate
-            waits for evaluations, or that holds out no data; when training at ``base`` bits diverges.
+            waits for evaluations, or that holds out no data; when training at ``base`` bits diverges; when trainings
+            differ in more than bits, their learning rates.
     """
     base, q_max = check_bits("base", base), check_bits("q_max", q_max)
     if not 2 <= base <= q_max:
         raise ValueError(f"base must lie between 2 and q_max = {q_max}, got {base}")
-    seeds = tuple(whole("a seed", s, 0) for s in seeds)
-    if not seeds:
-        raise ValueError("seeds must name at least one")
+    if not isinstance(seeds, Iterable) or not (found := tuple(seeds)):
+        raise ValueError(f"seeds must name at least one, as (0, 1, 2) does; got {seeds!r}")
+    seeds = tuple(whole("a seed", s, 0) for s in found)
+    if len(set(seeds)) < len(seeds):
+        raise ValueError(f"seeds must differ, a seed twice is the same training; got {seeds}")
     if isinstance(what, Recipe):
         if quality is not None:
             raise ValueError("a recipe brings its own quality; choose one of its metrics with metric=")
@@ -115,24 +122,23 @@ def sensitivity(
         steps = what.steps
     elif metric is not None:
         raise ValueError("a model of your own has no metrics; give quality=, a function that returns one")
+    if quality is not None and not callable(quality):
+        raise ValueError(f"quality must be a function without arguments that returns a number, got {quality!r}")
     steps = whole("steps", 100 if steps is None else steps, 1)
     if whole("windows", windows, 1) > steps:
         raise ValueError(f"windows must be at most the number of steps, {steps}, got {windows}")
     edges = [steps * i // windows for i in range(windows + 1)]
     spans = tuple(itertools.pairwise(edges))
-    cut = (
-        whole("layers", layers, 1)
-        if isinstance(layers, int)
-        else [(g,) if isinstance(g, str) else tuple(g) for g in layers]
-    )
+    cut = whole("layers", layers, 1) if isinstance(layers, int) else _patterns(layers)
     tail = 0 if isinstance(what, Recipe) or quality is not None else max(1, steps // 8)
-    references, in_windows, in_groups, estimates = [], [], [], []
+    references: list[float] = []
+    in_windows, in_groups, estimates = [], [], []
     bar = tqdm(desc="sensitivity", unit=" steps", disable=not progress)
-    found = trials(what, train_step, optimizer, q_max, seeds, steps + tail, config, device, falling=True)
-    with bar:
-        for number, (trial, first) in enumerate(found):
+    started = trials(what, train_step, optimizer, q_max, seeds, steps + tail, config, device, True, stateful)
+    with bar, closing(started):  # whatever happens, the model is put back now, not when an error is forgotten
+        for trial, first in started:
             name, better, judge = _judge(trial, q_max, metric, quality)
-            if number == 0:
+            if not references:
                 macs_of = _macs(trial, first)
                 groups = _groups(list(layer_precisions(trial.model)), cut)
 
@@ -140,18 +146,22 @@ def sensitivity(
                 losses = trial.losses([*bits, *[q_max] * tail], first, q_max, bar)
                 if not math.isfinite(losses[-1]):
                     return math.nan
-                return float(np.mean(losses[steps:])) if tail else judge()
+                value = float(np.mean(losses[steps:])) if tail else judge()
+                return value if math.isfinite(value) else math.nan
 
             reference = run([base] * steps)
             if math.isnan(reference):
-                raise ValueError(f"training diverges at {base} bits; take a higher base, a lower learning rate or clip")
+                said = "" if quality is None else ", or quality= gave no finite number"
+                raise ValueError(
+                    f"training diverges at {base} bits; take a higher base, a lower learning rate or clip{said}"
+                )
             over_time = [run([base - (a <= t < b) for t in range(steps)]) for a, b in spans]
             less: list[Bits] = [{n: base - (n in g) for n in layer_precisions(trial.model)} for g in groups]
             over_layers = [run([bits] * steps) for bits in less]
             references.append(reference)
             in_windows.append(tuple(better * (reference - x) for x in over_time))
             in_groups.append(tuple(better * (reference - x) for x in over_layers))
-            if estimate and number == 0:
+            if estimate and len(references) == 1:
                 estimates = _estimate(trial, first, base, q_max, spans, groups)
             title = trial.title
     return Sensitivity(
@@ -170,7 +180,7 @@ def _judge(
         def judge() -> float:
             assert quality is not None
             with precision(trial.model, bits=q_max):
-                return float(quality())
+                return number("quality must return what is larger when better", quality())
 
         return ("quality", 1, judge) if quality is not None else ("loss", -1, lambda: math.nan)
     name = session.task.metric if metric is None else choose("metric", metric, (session.task.metric, "loss"))
@@ -205,8 +215,16 @@ def _macs(trial: Trial, first: int) -> Counter[str]:
     return found
 
 
-def _patterns(group: Sequence[str] | str) -> tuple[str, ...]:
-    return (group,) if isinstance(group, str) else tuple(group)
+def _patterns(layers: Any) -> list[tuple[str, ...]]:
+    """Return the patterns of every group; ValueError for what names none."""
+    try:
+        found = [(g,) if isinstance(g, str) else tuple(g) for g in layers]
+        if not found or any(not isinstance(p, str) for g in found for p in g):
+            raise TypeError
+    except TypeError:
+        wanted = "layers must be a whole number, or patterns of layer names by group"
+        raise ValueError(f"{wanted}; got {layers!r}") from None
+    return found
 
 
 def _groups(names: list[str], layers: int | Sequence[tuple[str, ...]]) -> tuple[tuple[str, ...], ...]:

@@ -227,6 +227,18 @@ def test_runs_that_diverged_count_as_chance():
     assert found.primary[0].mean == pytest.approx(-100 * math.log(2000 / 10), abs=0.2)
 
 
+@pytest.mark.parametrize("grid", ["h2/facebook", "h2/characters", "h2/sage"])
+def test_a_run_without_its_value_leaves_the_test_without_an_answer(grid):
+    tasks = ("h2/facebook", "h2/characters", "h2/sage")
+    made = table([r for task in tasks for r in rows(task, lambda s: -float("cyclic" in s.arm))])
+    assert "confirmed" in next(a.word for a in answers.answers(made) if a.question == "H2")
+    lacks = made["key"] == grids.grid_specs(grid)[0].key
+    made.loc[lacks, ["accuracy", "accuracy_current", "perplexity", "perplexity_current"]] = math.nan
+    (h2,) = (a for a in answers.answers(made) if a.question == "H2")
+    assert math.isnan(h2.p)
+    assert "confirmed" not in h2.word
+
+
 def test_nothing_is_said_before_all_runs_are_there():
     made = rows("h3/facebook", lambda s: deficit_loss(s, date=-1))
     assert answer("H3", made[1:]).word == "open: 299 of 300 runs"

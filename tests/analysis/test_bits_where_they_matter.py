@@ -79,7 +79,7 @@ def test_known_gains_are_found_with_their_sign_and_nothing_else():
     assert (found["word"] == "open").sum() == 13
     assert line(found, "digits", "over time").full == pytest.approx(5, abs=0.1)
     assert verdict(found).startswith("bits here, not there: over both, facebook: +0.5")
-    assert ". worse than static: over time, digits: -" in verdict(found)  # a loss of another arm is no secret
+    assert ". Worse than static: over time, digits: -" in verdict(found)  # a loss of another arm is no secret
 
 
 def test_without_an_effect_nothing_beats_static_and_the_most_is_told():
@@ -100,7 +100,25 @@ def test_what_wins_here_and_loses_there_is_mixed():
         rows({("facebook", "over time"): 1.0, ("digits", "over time"): -2.0, ("facebook", "over both"): 1.0})
     )
     assert verdict(both).startswith("bits here, not there: over both, facebook: +")
-    assert ". mixed, as what wins here loses elsewhere: over time, " in verdict(both)
+    assert ". Mixed, as what wins here loses elsewhere: over time, " in verdict(both)
+
+
+def test_of_a_winner_the_other_tasks_and_the_cost_of_the_whole_model_are_told():
+    found = effects(rows({("facebook", "over both"): 1.0}))
+    found["bitops"], found["bitops_per_op"] = 1.0, 1.0
+    of_both = found["arm"] == "over both"
+    found.loc[of_both & (found["case"] == "facebook"), "bitops"] = 1.04
+    digits, characters = (of_both & (found["case"] == case) for case in ("digits", "characters"))
+    found.loc[digits, ["word", "mean", "low", "high"]] = "open", -1.69, -3.05, -0.33
+    found.loc[characters, "word"] = "static precision itself"
+    found = found[found["case"] != "cifar10-jpeg"]
+    found = pd.concat([found, effects(rows()).query("case == 'cifar10-jpeg'").assign(word="static precision itself")])
+    said = verdict(found)
+    assert "points (BitOps of the whole model: 1.04 of static's as the paper counts, 1.00 per_op)" in said
+    assert ". Open after Holm's correction: over both, digits: -1.69 [-3.05, -0.33] points. Static prec" in said
+    assert said.endswith("static precision itself: over both, characters; over both, cifar10-jpeg")
+    shown = summary(found)["BitOps of the whole model (paper, per_op)"]
+    assert shown[(found["case"] == "facebook").to_numpy()].iloc[2] == "1.040, 1.000"
 
 
 def test_low_then_high_is_judged_by_itself():

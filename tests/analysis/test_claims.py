@@ -172,6 +172,12 @@ def test_arms_and_groups(sign):
     assert entry(two, "schedule_controls").verdict(False) == OPEN
 
 
+def test_a_group_that_was_not_run_whole_names_the_arms_that_stand_for_it():
+    rows = by_arm(designs.quality_cost("demo", schedules=["CR", "ER", "ETH"], seeds=range(3)), {})
+    assert entry(rows, "cifar_medium").effects[0][0].what == "medium (CR alone) minus static 8"
+    assert entry(rows, "cifar_small").effects[0][0].what == "small minus static 8"
+
+
 def test_a_claim_about_one_domain_reads_that_domain_only():
     images = by_arm(designs.quality_cost("demo", seeds=range(3)), {"static 8": 0.9})
     assert entry(images, "imagenet_large").verdict(False) == CONFIRMED

@@ -68,7 +68,13 @@ def test_where_both_diverge_nothing_is_compared():
     ("error", "counts"),
     [
         ("Traceback\n  File ...\nValueError: found NaN in the boxes", True),
+        ("Traceback\n  File ...\nRuntimeError: expected scalar type Float but found Double", True),
         ("Traceback\n  File ...\ntorch.OutOfMemoryError: CUDA out of memory", False),
+        ("Traceback\n  File ...\nRuntimeError: [enforce fail] DefaultCPUAllocator: not enough memory", False),
+        ("Traceback\n  File ...\ncpt_core.data.files.DataNotFoundError: CIFAR-10 is not in data", False),
+        ("Traceback\n  File ...\ncpt_core.sweeps.stores.StoreError: cannot write rows.jsonl", False),
+        ("Traceback\n  File ...\nModuleNotFoundError: No module named 'dgl'", False),
+        ("Traceback\n  File ...\nurllib.error.URLError: <urlopen error timed out>", False),
         ("took longer than 60 s\n", False),
     ],
 )

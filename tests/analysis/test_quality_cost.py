@@ -195,6 +195,34 @@ def test_figure_2_draws_values_and_bits():
     assert np.array_equal(after.get_ydata(), schedule.bits())
 
 
+def test_means_are_compared_on_the_seeds_that_all_arms_have():
+    """Seeds that only some arms have, and that are lucky, lift no point and put no arm on the front."""
+
+    def accuracy(arm, seed, cost):
+        return 0.5 + 0.1 * cost + 0.3 * (seed > 1)
+
+    few = rows_of(accuracy, seeds=(0, 1), statics=(5, 8))
+    more = [r for r in rows_of(accuracy, seeds=(2, 3), statics=(5, 8)) if not r["spec"]["arm"].startswith("static 5")]
+    runs = table(few + more)
+    assert sorted(quality_cost.on_common_seeds(runs)["seed"].unique()) == [0, 1]
+    front = quality_cost.summary(runs).set_index("arm")
+    assert front["n"].to_dict()["static 5"] == 2
+    assert front["n"].to_dict()["CR"] == 4
+    assert front.loc["static 5", "Pareto front"] == "yes"  # 80 % of RR with all its seeds would beat its 55 %
+    figure = quality_cost.figure_3(runs)
+    assert figure.get_suptitle().endswith(", 2 seeds")
+    drawn = np.concatenate([line.get_ydata() for line in figure.axes[0].lines if len(line.get_ydata())])
+    assert drawn.max() < 61
+    apart = table([r for r in few if r["spec"]["arm"] != "CR"] + [r for r in more if r["spec"]["arm"] == "CR"])
+    assert len(quality_cost.on_common_seeds(apart)) == len(apart)  # no such seed
+    uneven = table(few + [r for r in more if r["spec"]["arm"] == "CR"][:1])
+    assert style.title(uneven).endswith(", 2 to 3 seeds")
+    failed = [
+        {**r, "status": "failed", "metrics": [], "error": "MemoryError"} if r["spec"]["arm"] == "CR" else r for r in few
+    ]
+    assert len(quality_cost.on_common_seeds(table(failed))) == len(few)
+
+
 def test_correlation_takes_the_seeds_that_all_arms_have():
     """An arm with more seeds than the others must not bring its own seeds into the comparison."""
 

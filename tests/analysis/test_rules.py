@@ -1,11 +1,13 @@
 """The dates of the claims' rules: a rule that changes needs a new one, and rows from before it are marked."""
 
+import re
 from dataclasses import replace
 
 import pandas as pd
 import pytest
 
-from cpt_core.analysis import rules
+from cpt_core.analysis import claims as claims_
+from cpt_core.analysis import groups, measures, predictors, rules, runs, statistics
 from cpt_core.analysis.claims import CONFIRMED, claims, judge
 from cpt_core.analysis.runs import table
 from cpt_core.experiments import designs
@@ -49,6 +51,35 @@ def test_a_changed_rule_has_another_fingerprint(monkeypatch):
     new = rules.renewed(claim, "2030-01-01T00:00:00+00:00")
     assert new.since == "2030-01-01T00:00:00+00:00"
     assert rules.renewed(new, "2031-01-01T00:00:00+00:00") == new
+
+
+@pytest.mark.parametrize(
+    ("module", "name", "claim"),
+    [
+        (claims_, "_majority", "cost_decides"),
+        (claims_, "LEAST_SEEDS", "cpt_improves"),
+        (statistics, "by_seed", "cpt_improves"),
+        (statistics, "ALPHA", "cpt_improves"),
+        (predictors, "rank_correlation", "noise_decides"),
+        (predictors, "PREDICTORS", "noise_decides"),
+        (measures, "_lengths", "deficit_length"),
+        (groups, "preregistered", "cpt_improves"),
+        (runs, "OUTSIDE", "cpt_improves"),
+    ],
+)
+def test_what_a_rule_calls_on_is_part_of_it(module, name, claim, monkeypatch):
+    old, there = rules.fingerprint(IDS[claim]), getattr(module, name)
+    changed = {int: 2, float: 0.1, dict: {"relative_cost": 1}}.get(type(there), another)
+    monkeypatch.setattr(module, name, re.compile("no memory") if isinstance(there, re.Pattern) else changed)
+    assert rules.fingerprint(IDS[claim]) != old
+
+
+def another(*_, **__):
+    """Another rule."""
+    return 1 + 1
+
+
+another.__module__ = rules.__name__
 
 
 def first(x):

@@ -279,6 +279,18 @@ def test_a_function_schedule_continues_from_its_table(tmp_path):
     assert again.last_step == 1
 
 
+def test_a_long_schedule_does_not_fill_the_error():
+    model = quantize_(small())
+    state = PrecisionScheduler(
+        model, FunctionSchedule(lambda u: 3 + round(1e4 * u) % 2, total_steps=10_001)
+    ).state_dict()
+    with pytest.raises(
+        ValueError, match=r"the checkpoint has schedules .* characters\), this scheduler .*'CR'"
+    ) as found:
+        PrecisionScheduler(model, schedule_of()).load_state_dict(state)
+    assert len(str(found.value)) < 3_000
+
+
 @pytest.mark.parametrize(
     ("schedule", "q_grad", "config", "message"),
     [

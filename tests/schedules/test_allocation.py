@@ -2,6 +2,7 @@
 
 import itertools
 import json
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -154,6 +155,31 @@ def test_without_any_response_nothing_is_allocated():
         allocate(measured(time=[-1.0] * WINDOWS), 0.5, 2, 8, "time")
 
 
+@pytest.mark.parametrize(("over", "lost"), [("time", "in_windows"), ("layers", "in_groups")])
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_where_all_diverged_higher_bits_are_advised(over, lost, value):
+    s = measured()
+    s = replace(s, **{lost: tuple((value,) * len(row) for row in getattr(s, lost))})
+    with pytest.raises(ValueError, match=r"diverged with one bit less than 4 in every place.*measure at a higher base"):
+        allocate(s, 0.5, 2, 8, over)
+
+
+def test_an_infinite_response_counts_as_diverged():
+    finite, infinite = (measured(time=[1.0] * 6 + [2.0, x]) for x in (float("nan"), float("inf")))
+    assert infinite.weights("time").tolist() == finite.weights("time").tolist()
+
+
+@pytest.mark.parametrize("floor", [-0.1, 1.5, float("nan"), float("inf"), "low", True])
+def test_a_floor_is_a_share(floor):
+    with pytest.raises(ValueError, match="floor must lie between 0 and 1, got"):
+        allocate(measured(), 0.5, 2, 8, floor=floor)
+
+
+def test_what_is_no_sensitivity_is_refused():
+    with pytest.raises(ValueError, match=r"give what cpt.sensitivity returned, or Sensitivity.from_dict\(...\)"):
+        allocate(measured().to_dict(), 0.5, 2, 8)
+
+
 def test_it_comes_back_from_json():
     s = measured(time=[1.0] * 7 + [float("nan")], estimated=((1.0, 2.0, 3.0),) * WINDOWS)
     text = json.dumps(s.to_dict(), allow_nan=False)
@@ -183,6 +209,12 @@ def test_agreement_with_the_estimate():
         (dict(budget="half"), "budget must be a number"),
         (dict(over="space"), "unknown over 'space'; choose from time, layers, both"),
         (dict(q_min=9), "1 <= q_min <= q_max"),
+        (dict(q_min=2.5), "q_min must be an integer, got 2.5"),
+        (dict(q_min="2"), "q_min must be an integer, got '2'"),
+        (dict(q_max=True), "q_max must be an integer, got True"),
+        (dict(q_grad=0), "q_grad must be a whole number of at least 1, got 0"),
+        (dict(q_grad=-3), "q_grad must be a whole number of at least 1, got -3"),
+        (dict(q_grad=64), "q_grad must be at most 32, got 64"),
         (dict(total_steps=4), "4 steps are too few for 8 windows"),
         (dict(total_steps=9, budget=0.451), "9 steps are too few to cost 0.451 to 0.1 %"),
     ],
@@ -191,3 +223,35 @@ def test_bad_values_are_refused(change, said):
     values = dict(budget=0.5, q_min=2, q_max=8, over="time")
     with pytest.raises(ValueError, match=said.replace("(", r"\(")):
         allocate(measured(), **{**values, **change})
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (dict(q_min=9), "1 <= q_min <= q_max"),
+        (dict(total_steps=0), "total_steps must be a whole number of at least 1, got 0"),
+        (dict(total_steps=2.5), "total_steps must be a whole number"),
+        (dict(q_grad=0), "q_grad must be a whole number of at least 1, got 0"),
+    ],
+)
+def test_static_precision_of_no_sense_is_refused(change, said):
+    with pytest.raises(ValueError, match=said):
+        static_of_cost(**{**dict(budget=0.5, q_max=8, total_steps=10), **change})
+
+
+def test_a_long_schedule_is_driven_without_reading_it_all_at_every_step():
+    """A budget interleaves two precisions step by step: as many runs as steps."""
+    schedule = static_of_cost(0.45, 8, 20_000)
+    counted = []
+
+    class Watched(tuple):
+        def __iter__(self):
+            counted.append(len(self))
+            return super().__iter__()
+
+    assert len(schedule.runs) > 5_000
+    object.__setattr__(schedule, "runs", Watched(schedule.runs))
+    assert {(schedule(t), schedule.q_min, schedule.q_max, schedule.total_steps) for t in range(100)} == {
+        (4, 4, 5, 20_000), (5, 4, 5, 20_000)
+    }  # fmt: skip
+    assert len(counted) <= 4

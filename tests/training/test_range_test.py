@@ -167,6 +167,25 @@ def test_the_model_is_put_back_after_an_error():
     assert torch.equal(model[0].weight, weight)
 
 
+def test_every_precision_has_the_same_learning_rates_or_is_refused():
+    model, train_step, optimizer, _ = problem()
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 5)
+    rates = []
+
+    def decays(step):
+        rates.append(optimizer.param_groups[0]["lr"])
+        loss = train_step(step)
+        scheduler.step()
+        return loss
+
+    run(model, decays, optimizer, stateful=[scheduler])
+    assert rates == pytest.approx([*[0.2] * 5, *[0.02] * 3] * 6)
+    with pytest.raises(ValueError, match="name the LR scheduler in stateful="):
+        run(model, decays, optimizer)
+    with pytest.raises(ValueError, match="a recipe keeps nothing else"):
+        run(recipe("smoke", "digits"), stateful=[scheduler])
+
+
 def test_every_precision_sees_the_same_batches_from_the_same_weights():
     model, train_step, optimizer, seen = problem(dropout=0.5)
     first = []

@@ -76,6 +76,82 @@ def test_a_model_is_left_as_it_was():
     assert not model[0].weight._backward_hooks
 
 
+def decaying(optimizer, train_step):
+    """A train_step with the usual LR scheduler inside."""
+    scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 9)
+    rates = []
+
+    def decays(step):
+        rates.append(optimizer.param_groups[0]["lr"])
+        loss = train_step(step)
+        scheduler.step()
+        return loss
+
+    return scheduler, decays, rates
+
+
+@pytest.mark.parametrize("windows", [1, 2])
+def test_every_training_has_the_same_learning_rates_or_is_refused(windows):
+    model, train_step, optimizer, _ = problem()
+    weight = model[0].weight.detach().clone()
+    scheduler, decays, rates = decaying(optimizer, train_step)
+    few = {**SHORT, "windows": windows, "estimate": False}
+    sensitivity(model, decays, optimizer, stateful=[scheduler], **few)
+    trainings = [rates[i : i + 9] for i in range(1, 1 + 9 * (1 + windows + 2), 9)]
+    assert trainings == [trainings[0]] * len(trainings)
+    assert trainings[0][0] > 10 * trainings[0][-1]
+    assert (scheduler.last_epoch, optimizer.param_groups[0]["lr"]) == (0, 0.2)
+    with pytest.raises(ValueError, match=r"another \[.*name the LR scheduler in stateful="):
+        sensitivity(model, decays, optimizer, **few)
+    assert torch.equal(model[0].weight, weight)
+    for bad in (scheduler, [optimizer, 1]):
+        with pytest.raises(ValueError, match="stateful must list objects with state_dict and load_state_dict"):
+            sensitivity(model, train_step, optimizer, stateful=bad, **few)
+
+
+def test_every_training_is_in_the_mode_of_the_first():
+    model, train_step, optimizer, _ = problem()
+    modes = set()
+
+    def watched(step):
+        modes.add((model.training, model[1].training, model[3].training))
+        return train_step(step)
+
+    model[1].eval()  # statistics that stay
+    before = [m.training for m in model.modules()]
+    sensitivity(model, watched, optimizer, quality=lambda: float(model.eval().training), **SHORT)
+    assert modes == {(True, False, True)}
+    assert [m.training for m in model.modules()] == before
+
+
+def test_a_model_is_put_back_at_once_after_an_error():
+    """Not when the error is forgotten: a notebook keeps it for long, and trains on meanwhile."""
+    model, train_step, optimizer, seen = problem()
+    weight = model[0].weight.detach().clone()
+
+    def breaks(step):
+        if len(seen) > 11:
+            raise RuntimeError("no more data")
+        return train_step(step)
+
+    with pytest.raises(RuntimeError, match="no more data") as kept:
+        sensitivity(model, breaks, optimizer, **SHORT)
+    assert type(model[0]) is nn.Linear
+    assert torch.equal(model[0].weight, weight)
+    assert kept.value.__traceback__ is not None
+
+
+@pytest.mark.parametrize("value", [None, "half", torch.ones(2)])
+def test_what_is_no_number_is_refused_by_name(value):
+    model, train_step, optimizer, _ = problem()
+    with pytest.raises(ValueError, match="train_step must return the loss, one number; got"):
+        sensitivity(model, lambda step: (train_step(step), value)[1], optimizer, **SHORT)
+    with pytest.raises(ValueError, match="quality must return what is larger when better, one number; got"):
+        sensitivity(model, train_step, optimizer, quality=lambda: value, **SHORT)
+    with pytest.raises(ValueError, match=r"diverges at 3 bits.* or quality= gave no finite number"):
+        sensitivity(model, train_step, optimizer, quality=lambda: float("inf"), **SHORT)
+
+
 def test_work_is_counted_as_the_plan_counts_it():
     model, train_step, optimizer, _ = problem()
     found = sensitivity(model, train_step, optimizer, estimate=False, **{**SHORT, "seeds": (0,)})
@@ -154,6 +230,12 @@ def test_the_estimate_by_hand():
         (dict(windows=0), "windows must be a whole number of at least 1"),
         (dict(windows=9), "windows must be at most the number of steps, 8, got 9"),
         (dict(seeds=()), "seeds must name at least one"),
+        (dict(seeds=3), "seeds must name at least one, as .* does; got 3"),
+        (dict(seeds=(1, 0, 1)), "seeds must differ"),
+        (dict(layers=None), "layers must be a whole number, or patterns of layer names by group; got None"),
+        (dict(layers=[]), "layers must be a whole number, or patterns"),
+        (dict(layers=[0, 4]), "layers must be a whole number, or patterns"),
+        (dict(quality="accuracy"), "quality must be a function without arguments"),
         (dict(seeds=(-1,)), "a seed must be a whole number of at least 0"),
         (dict(layers=0), "layers must be a whole number of at least 1, got 0"),
         (dict(metric="loss"), "a model of your own has no metrics"),
