@@ -166,12 +166,13 @@ class LayerPrecision(nn.Module):
         check_floating(x)
         self.follow(x)
         quantizer = self.quantizers[role]
-        if quantizer.running and not self.training:
-            return QuantizedTensor.on(x, *self._evaluated(role, x), self.levels, clip=True)
-        low, width = quantizer.range_of(x)
-        if quantizer.running:
-            self.track(role, low, width)
-        return QuantizedTensor.on(x, low, width, self.levels, clip=quantizer.clips)
+        if self.training or not quantizer.running:
+            low, width = quantizer.range_of(x)
+            if quantizer.running:
+                self.track(role, low, width)
+        else:
+            low, width = self._evaluated(role, x)
+        return QuantizedTensor.on(x, low, width, self.levels, clip=self.clips(role))
 
     def encoded_gradient(self, role: str, gradient: Tensor) -> QuantizedTensor:
         """Return the codes of a gradient on its own range, as ``gradient`` rounds it in the backward pass."""

@@ -89,6 +89,11 @@ def test_long_sums_do_not_overflow(K):
     assert distance(matmul(a, a.t()), exact) < NEAR
 
 
+def test_a_bias_counts_once():
+    a = QuantizedTensor.of(torch.randn(2, integer.LONGEST + 50), 8, "per_tensor")
+    assert torch.allclose(matmul(a, a.t(), torch.full((2,), 1e4)), matmul(a, a.t()) + 1e4, rtol=1e-5)
+
+
 def test_steps_that_differ_along_the_sum_are_refused():
     a = QuantizedTensor.of(torch.randn(4, 6), 4, "per_row")
     with pytest.raises(ValueError, match=r"steps differ along the sum: \(1, 4\)"):
