@@ -8,6 +8,9 @@ left there, |r| <= s / 2 where the range holds 0. A product over K elements is
 The first sum is exact: sum k_a k_b in int32, less z_b sum k_a and z_a sum (k_b - z_b). What is multiplied afterwards
 is no larger than it, so that nothing cancels. Steps may differ along a product's rows or columns, not along K.
 
+Differs: libraries of integer products (torchao, oneDNN's quantised layers) have zero points that are whole numbers, and
+    so no r: that is another grid than the paper's code has, which starts at a tensor's minimum.
+
 >>> a = QuantizedTensor.of(torch.tensor([[0.0, 1.0]]), 2, "per_tensor")
 >>> a.codes.tolist(), matmul(a, a.t()).tolist()
 ([[-2, 1]], [[1.0]])
