@@ -11,9 +11,9 @@ is no larger than it, so that nothing cancels. Steps may differ along a product'
 Differs: libraries of integer products (torchao, oneDNN's quantised layers) have zero points that are whole numbers, and
     so no r: that is another grid than the paper's code has, which starts at a tensor's minimum.
 
->>> a = QuantizedTensor.of(torch.tensor([[0.0, 1.0]]), 2, "per_tensor")
+>>> a = QuantizedTensor.of(torch.tensor([[0.0, 3.0]]), 2, "per_tensor")
 >>> a.codes.tolist(), matmul(a, a.t()).tolist()
-([[-2, 1]], [[1.0]])
+([[-2, 1]], [[9.0]])
 
 Shapes: M rows and N columns of a product, K elements of a sum.
 """
