@@ -1,9 +1,10 @@
-"""Time of a simulated low-precision training step relative to the float32 step: ``python -m bench.step_ratio``.
+"""Time of a low-precision training step relative to the float32 step: ``python -m bench.step_ratio``.
 
-For every execution of the quantised operator: plain torch, C++, and the whole model through ``torch.compile``. All run
-interleaved in one process, one thread, and ratios of medians are printed, with those of minima in brackets: they are
-comparable between machines, the milliseconds are not. A step is forward, backward and SGD; q cycles from 3 to 8 and
-gradients have 8 bits, rounded stochastically.
+Simulated, for every execution of the quantised operator: plain torch, C++, and the whole model through
+``torch.compile``; on codes, ``QuantConfig(execution="integer")``, with the authors' steps and with shared ones. All
+run interleaved in one process, one thread, and ratios of medians are printed, with those of minima in brackets: they
+are comparable between machines, the milliseconds are not. A step is forward, backward and SGD; q cycles from 3 to 8
+and gradients have 8 bits, rounded stochastically.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import statistics
 import time
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import cycle
 from typing import Any
 
@@ -113,6 +114,7 @@ class Case:
     compiled: bool = False
 
 
+ON_CODES = "integer", "shared steps"
 BOTH = {"FP-Agg": QuantConfig(), "Q-Agg": QuantConfig(aggregation="quantized")}
 CASES = {
     "ResNet-20, batch 128": Case(lambda: MODELS["resnet20"](3, 32, 10), random(128, 3, 32, 32), 7),
@@ -135,7 +137,10 @@ CASES = {
 def stepper(
     model: nn.Module, inputs: tuple[Any, ...], config: QuantConfig | None = None, how: str = ""
 ) -> Callable[[], float]:
-    """Return a function that runs one training step and returns its seconds; ``how``: "reference" or "compiled"."""
+    """Return a function that runs one training step and returns its seconds; ``how``: of the columns below."""
+    if config and how in ON_CODES:
+        config = replace(config, execution="integer")
+        config = config.with_shared_steps() if how == ON_CODES[1] else config
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3, momentum=0.9)
     layers = list(layer_precisions(quantize_(model, config)).values()) if config else []
     called = torch.compile(model) if how == "compiled" else model
@@ -181,8 +186,9 @@ def main() -> None:
     tuned = "MALLOC_MMAP_THRESHOLD_" in os.environ
     print(f"torch {torch.__version__}, 1 thread, allocator thresholds {'set' if tuned else 'NOT set (see Makefile)'}")
     print(f"load of the machine {os.getloadavg()[0]:.1f} on {os.cpu_count()} cores\n{execution()}")
+    last = ["compiled", *ON_CODES]
     ways = ["reference", *([execution().cpu] if execution().cpu != "reference" else [])]
-    print(f"{'times a float32 step: median (minimum)':<49}" + "".join(f"{way:>15}" for way in [*ways, "compiled"]))
+    print(f"{'times a float32 step: median (minimum)':<49}" + "".join(f"{way:>15}" for way in [*ways, *last]))
     for name, case in CASES.items():
         if given.only not in name:
             continue
@@ -190,13 +196,13 @@ def main() -> None:
         inputs = case.inputs()
         variants = {("float32", ""): stepper(case.make(), inputs)}
         for key, config in case.configs.items():
-            tried = [*ways, *(["compiled"] if case.compiled and not given.fast else [])]
+            tried = [*ways, *(["compiled"] if case.compiled and not given.fast else []), *ON_CODES]
             variants |= {(key, way): stepper(case.make(), inputs, config, way) for way in tried}
         times = measure(variants, case.rounds)
         base = times["float32", ""]
         for key in case.configs:
             told = f"{name}, {key}" if key else name
-            cells = [ratio(times[key, way], base) if (key, way) in variants else "-" for way in [*ways, "compiled"]]
+            cells = [ratio(times[key, way], base) if (key, way) in variants else "-" for way in [*ways, *last]]
             milliseconds = f"{statistics.median(base) * 1e3:.1f} ({min(base) * 1e3:.1f}) ms"
             print(f"{told:<49}" + "".join(f"{c:>15}" for c in cells) + f"   float32 {milliseconds}", flush=True)
 

@@ -51,7 +51,7 @@ Tensor round_rows(const Tensor& x, const optional<Tensor>& scale, const optional
       Extremes e;
       extend(e, in, n);
       finish(e, low, width);
-      round_plain(in, out, n, low, scale_of(width, levels));
+      round_plain(in, out, n, low, scale_of(width, levels), levels);
       if (add)
         for (int64_t i = 0; i < n; ++i) out[i] += add[i];
     }
@@ -63,7 +63,7 @@ void round_row(const float* x, float* y, int64_t n, float low, float scale, cons
   if (g.key) {
     round_noisy(x, y, n, low, scale, g, place, 1);
   } else {
-    round_plain(x, y, n, low, scale);
+    round_plain(x, y, n, low, scale, g.levels);
   }
 }
 

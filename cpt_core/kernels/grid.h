@@ -118,8 +118,17 @@ struct Grid {
   optional<Key> key;
 };
 
-inline void round_plain(const float* x, float* y, int64_t n, float low, float scale) {
-  for (int64_t i = 0; i < n; ++i) y[i] = std::rint((x[i] - low) / scale) * scale + low;
+// What is written of a grid point k, a whole number: its value, or its code, centred so that 8 bits fit.
+inline void put(float& y, float k, float low, float scale, float) { y = k * scale + low; }
+
+inline void put(int8_t& y, float k, float, float, float levels) {
+  const float centre = (levels + 1.f) / 2.f;
+  y = static_cast<int8_t>(static_cast<int32_t>((k > 0.f ? k : 0.f) - centre));  // NaN is in the scale
+}
+
+template <typename T>
+inline void round_plain(const float* x, T* y, int64_t n, float low, float scale, float levels) {
+  for (int64_t i = 0; i < n; ++i) put(y[i], std::rint((x[i] - low) / scale), low, scale, levels);
 }
 
 inline float clipped(float v, float least, float levels) {
@@ -127,14 +136,16 @@ inline float clipped(float v, float least, float levels) {
   return v > levels ? levels : v;  // NaN stays NaN
 }
 
-inline void round_clipped(const float* x, float* y, int64_t n, float low, float scale, float levels) {
-  for (int64_t i = 0; i < n; ++i) y[i] = std::rint(clipped((x[i] - low) / scale, 0.f, levels)) * scale + low;
+template <typename T>
+inline void round_clipped(const float* x, T* y, int64_t n, float low, float scale, float levels) {
+  for (int64_t i = 0; i < n; ++i) put(y[i], std::rint(clipped((x[i] - low) / scale, 0.f, levels)), low, scale, levels);
 }
 
 constexpr float INF = std::numeric_limits<float>::infinity();
 
 // `place` is that of the first element, `step` how far apart the places are
-inline void round_noisy(const float* x, float* y, int64_t n, float low, float scale, const Grid& g, int64_t place,
+template <typename T>
+inline void round_noisy(const float* x, T* y, int64_t n, float low, float scale, const Grid& g, int64_t place,
                         int64_t step) {
   constexpr int64_t CHUNK = 512;
   const float least = g.clip ? 0.f : -INF, levels = g.clip ? g.levels : INF;
@@ -165,7 +176,7 @@ inline void round_noisy(const float* x, float* y, int64_t n, float low, float sc
     }
     for (int64_t i = 0; i < count; ++i) {
       const float v = (x[i] - low) / scale + noise(u[i]);
-      y[i] = std::rint(clipped(v, least, levels)) * scale + low;
+      put(y[i], std::rint(clipped(v, least, levels)), low, scale, g.levels);
     }
     x += count;
     y += count;
@@ -175,7 +186,8 @@ inline void round_noisy(const float* x, float* y, int64_t n, float low, float sc
 }
 
 // a stretch with one range for every element
-inline void round_columns(const float* x, float* y, int64_t n, const float* low, const float* scale, const Grid& g,
+template <typename T>
+inline void round_columns(const float* x, T* y, int64_t n, const float* low, const float* scale, const Grid& g,
                           int64_t place, int64_t step) {
   if (g.key) {
     for (int64_t i = 0; i < n; ++i) round_noisy(x + i, y + i, 1, low[i], scale[i], g, place + i * step, step);
@@ -183,7 +195,7 @@ inline void round_columns(const float* x, float* y, int64_t n, const float* low,
   }
   const float least = g.clip ? 0.f : -INF, levels = g.clip ? g.levels : INF;
   for (int64_t i = 0; i < n; ++i) {
-    y[i] = std::rint(clipped((x[i] - low[i]) / scale[i], least, levels)) * scale[i] + low[i];
+    put(y[i], std::rint(clipped((x[i] - low[i]) / scale[i], least, levels)), low[i], scale[i], g.levels);
   }
 }
 
@@ -274,7 +286,8 @@ void stretches(const Layout& l, int64_t begin, int64_t end, const F& f) {
   }
 }
 
-void round_stretch(const Layout& l, const float* x, float* y, int64_t begin, int64_t end, float low, float scale,
+template <typename T>
+void round_stretch(const Layout& l, const float* x, T* y, int64_t begin, int64_t end, float low, float scale,
                    const Grid& g) {
   if (g.key) {
     stretches(l, begin, end, [&](int64_t at, int64_t n, int64_t place, int64_t step) {
@@ -283,7 +296,7 @@ void round_stretch(const Layout& l, const float* x, float* y, int64_t begin, int
   } else if (g.clip) {
     round_clipped(x + begin, y + begin, end - begin, low, scale, g.levels);
   } else {
-    round_plain(x + begin, y + begin, end - begin, low, scale);
+    round_plain(x + begin, y + begin, end - begin, low, scale, g.levels);
   }
 }
 
@@ -332,7 +345,8 @@ void ranges(const Layout& l, const float* x, float* low, float* width) {
 }
 
 // Rounds on given ranges, or, where `x` is read once and a range is a few rows, finds them on the way.
-void rounded(const Layout& l, const float* x, float* y, float* low, float* width, const Grid& g, bool find) {
+template <typename T>
+void rounded(const Layout& l, const float* x, T* y, float* low, float* width, const Grid& g, bool find) {
   const int64_t count = l.k1 * l.k2, inner = l.r2 * l.k2, n = l.r1 * l.k1 * inner;
   if (count == 1) {
     if (find) ranges(l, x, low, width);

@@ -12,6 +12,7 @@
 
 #include "graph.h"
 #include "grid.h"
+#include "integer.h"
 
 namespace {
 
@@ -127,23 +128,23 @@ Three fake_quantize(const Tensor& x, const Tensor& levels, std::string_view gran
   return reference<Signature>("fake_quantize", x, levels, granularity, key);
 }
 
-Tensor round_to_grid(const Tensor& x, const Tensor& low, const Tensor& width, const Tensor& levels,
-                     const optional<Tensor>& key, bool clip) {
-  using Signature = Tensor(const Tensor&, const Tensor&, const Tensor&, const Tensor&, const optional<Tensor>&, bool);
-  const int64_t dims = x.dim(), missing = dims - low.dim();
-  if (x.numel() == 0 || missing < 0 || low.sizes() != width.sizes() || low.scalar_type() != at::kFloat ||
+// The elements of x on the grid of given ranges: their values (float) or their codes (int8_t); nothing where the
+// ranges do not fit. `out` may be `held` itself.
+template <typename T>
+optional<Tensor> on_grid(const Tensor& held, Tensor out, const Tensor& low, const Tensor& width, const Tensor& levels,
+                         const optional<Tensor>& key, bool clip) {
+  const int64_t dims = held.dim(), missing = dims - low.dim();
+  if (missing < 0 || low.sizes() != width.sizes() || low.scalar_type() != at::kFloat ||
       width.scalar_type() != at::kFloat) {
-    return reference<Signature>("round_to_grid", x, low, width, levels, key, clip);
+    return std::nullopt;
   }
   std::vector<bool> mask(dims, false);
-  bool fits = true;
   for (int64_t d = 0; d < low.dim(); ++d) {
     mask[d + missing] = low.size(d) != 1;
-    fits = fits && (low.size(d) == 1 || low.size(d) == x.size(d + missing));
+    if (low.size(d) != 1 && low.size(d) != held.size(d + missing)) return std::nullopt;
   }
-  const Tensor held = dense(x);
-  const auto l = fits ? layout_of(held, mask) : std::nullopt;
-  if (!l) return reference<Signature>("round_to_grid", x, low, width, levels, key, clip);
+  const auto l = layout_of(held, mask);
+  if (!l) return std::nullopt;
   // ranges in the order in which x lies in memory
   Tensor a = low, w = width;
   if (low.numel() > 1) {
@@ -155,10 +156,30 @@ Tensor round_to_grid(const Tensor& x, const Tensor& low, const Tensor& width, co
     a = low.permute(order).contiguous();
     w = width.permute(order).contiguous();
   }
-  Tensor out = held.is_same(x) ? at::empty_like(held) : held;
-  rounded(*l, held.const_data_ptr<float>(), out.mutable_data_ptr<float>(), const_cast<float*>(a.const_data_ptr<float>()),
+  rounded(*l, held.const_data_ptr<float>(), out.mutable_data_ptr<T>(), const_cast<float*>(a.const_data_ptr<float>()),
           const_cast<float*>(w.const_data_ptr<float>()), grid_of(levels, key, clip), false);
-  return out.to(x.scalar_type());
+  return out;
+}
+
+using OnGrid = Tensor(const Tensor&, const Tensor&, const Tensor&, const Tensor&, const optional<Tensor>&, bool);
+
+Tensor round_to_grid(const Tensor& x, const Tensor& low, const Tensor& width, const Tensor& levels,
+                     const optional<Tensor>& key, bool clip) {
+  if (x.numel() > 0) {
+    const Tensor held = dense(x);
+    const Tensor out = held.is_same(x) ? at::empty_like(held) : held;
+    if (on_grid<float>(held, out, low, width, levels, key, clip)) return out.to(x.scalar_type());
+  }
+  return reference<OnGrid>("round_to_grid", x, low, width, levels, key, clip);
+}
+
+Tensor encode(const Tensor& x, const Tensor& low, const Tensor& width, const Tensor& levels,
+              const optional<Tensor>& key, bool clip) {
+  if (x.numel() > 0) {
+    const Tensor held = dense(x), out = at::empty_like(held, held.options().dtype(at::kChar));
+    if (on_grid<int8_t>(held, out, low, width, levels, key, clip)) return out;
+  }
+  return reference<OnGrid>("encode", x, low, width, levels, key, clip);
 }
 
 void track_(const Tensor& running, const Tensor& low, const Tensor& width) {
@@ -312,6 +333,8 @@ TORCH_LIBRARY_IMPL(cpt, CPU, m) {
   m.impl("range", range);
   m.impl("round_to_grid", round_to_grid);
   m.impl("fake_quantize", fake_quantize);
+  m.impl("encode", encode);
+  m.impl("affine_", affine_);
   m.impl("track_", track_);
   m.impl("scale_round", scale_round);
   m.impl("scale_round_add", scale_round_add);

@@ -25,12 +25,17 @@ SCHEMAS = {
     "range": "(Tensor x, str granularity) -> (Tensor, Tensor)",
     "round_to_grid": "(Tensor x, Tensor low, Tensor width, Tensor levels, Tensor? key, bool clip) -> Tensor",
     "fake_quantize": "(Tensor x, Tensor levels, str granularity, Tensor? key) -> (Tensor, Tensor, Tensor)",
+    "encode": "(Tensor x, Tensor low, Tensor width, Tensor levels, Tensor? key, bool clip) -> Tensor",
+    "affine_": "(Tensor(a!) product, Tensor row_codes, Tensor row_values, Tensor column_codes, Tensor column_values, "
+    "Tensor shifts) -> ()",
     "track_": "(Tensor(a!) running, Tensor low, Tensor width) -> ()",
 }
 PLAIN = {
     "range": reference.range_of,
     "round_to_grid": reference.round_to_grid,
     "fake_quantize": reference.fake_quantize,
+    "encode": reference.encode,
+    "affine_": reference.affine,
     "track_": reference.track,
 }
 FAMILIES = ("cpt", "cpt_reference")
@@ -55,6 +60,13 @@ def fake_quantize(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Round a tensor that is not empty on its own range; return it, and the range."""
     return active.fake_quantize(x, levels, granularity, key)
+
+
+def encode(
+    x: Tensor, low: Tensor, width: Tensor, levels: Tensor, key: Tensor | None = None, clip: bool = False
+) -> Tensor:
+    """Return the codes of ``round_to_grid``, int8; they have no gradient."""
+    return active.encode(x, low, width, levels, key, clip)
 
 
 def track_(running: Tensor, low: Tensor, width: Tensor) -> None:
@@ -86,6 +98,10 @@ def _fake_round(x: Tensor, *_: Any) -> Tensor:
     return torch.empty_like(x)
 
 
+def _fake_encode(x: Tensor, *_: Any) -> Tensor:
+    return torch.empty_like(x, dtype=torch.int8)
+
+
 def _fake_quantize(x: Tensor, levels: Tensor, granularity: str, key: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
     _teach_inductor()
     return torch.empty_like(x), *reference.range_of(x, granularity)
@@ -105,6 +121,7 @@ def _setup(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
 def _register(family: str) -> torch.library.Library:
     library = torch.library.Library(family, "DEF")
     fakes = {"range": reference.range_of, "round_to_grid": _fake_round, "fake_quantize": _fake_quantize}
+    fakes["encode"] = _fake_encode
     for name, schema in SCHEMAS.items():
         library.define(f"{name}{schema}")
         library.impl(name, PLAIN[name], "CompositeExplicitAutograd")

@@ -147,6 +147,19 @@ def _round_in_parts(x: Tensor, low: Tensor, scale: Tensor, levels: Tensor, key: 
     return out
 
 
+def encode(x: Tensor, low: Tensor, width: Tensor, levels: Tensor, key: Tensor | None, clip: bool) -> Tensor:
+    """Return k - 2**(q - 1), int8, of the grid points that ``round_to_grid`` returns; q at most 8.
+
+    NaN has code 0: it is in the range.
+    """
+    y = (x.float() - low) / (width / levels).clamp_min(MIN_SCALE)
+    if key is not None:
+        y = y.add_(hash_noise(key, 0, y.numel()).view(y.shape))
+    if clip:
+        y = y.clamp_(torch.zeros_like(levels), levels)
+    return y.round_().clamp_min_(0).nan_to_num_(0).sub_((levels + 1) / 2).to(torch.int8)
+
+
 def fake_quantize(x: Tensor, levels: Tensor, granularity: str, key: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
     """Round a tensor that is not empty on its own range; return it with the range.
 
@@ -219,3 +232,29 @@ def key_halves(key: Tensor) -> tuple[Tensor, Tensor]:
     z = (z ^ ((z >> 27) & ((1 << 37) - 1))) * _MIX64[1]
     z = z ^ ((z >> 31) & ((1 << 33) - 1))
     return z.to(torch.int32), (z >> 32).to(torch.int32)
+
+
+def affine(
+    product: Tensor,
+    row_codes: Tensor,
+    row_values: Tensor,
+    column_codes: Tensor,
+    column_values: Tensor,
+    shifts: Tensor,
+) -> None:
+    """Turn sums of products of codes into those of values, in place: the storage holds float32 afterwards.
+
+    Args:
+        product: sums k_a k_b, int32 (M, N); the names are those of ``kernels.integer``.
+        row_codes: of a: sum k and z, int32 (2, M).
+        row_values: of a: s, s sum (k - z) and r, float32 (3, M).
+        column_codes: of b: z and sum (k - z), int32 (2, N).
+        column_values: of b: s and r, and the bias, float32 (3, N).
+        shifts: what r of a is multiplied by, float32 (P, N): row m takes that of m modulo P.
+    """
+    (sums, zero_a), (scale_a, scaled, rest_a) = row_codes.unsqueeze(-1), row_values.unsqueeze(-1)
+    (zero_b, sums_b), (scale_b, rest_b, bias) = column_codes, column_values
+    t = (product - zero_b * sums - zero_a * sums_b).float()
+    y = (scale_a * scale_b) * t + scaled * rest_b
+    y = y + rest_a * shifts.repeat(len(product) // max(1, len(shifts)), 1) + bias
+    product.copy_(y.view(torch.int32))

@@ -89,8 +89,11 @@ def _uniform(key, index, WIDE: tl.constexpr):
 
 
 @triton.jit
-def _on_grid(v, low, width, levels, key, index, NOISE: tl.constexpr, CLIP: tl.constexpr, WIDE: tl.constexpr):
-    """Round values to the grid, in the order of the plain path."""
+def _on_grid(
+    v, low, width, levels, key, index,
+    NOISE: tl.constexpr, CLIP: tl.constexpr, WIDE: tl.constexpr, CODES: tl.constexpr,
+):  # fmt: skip
+    """Round values to the grid, in the order of the plain path; or return their codes."""
     n = tl.load(levels)
     scale = tl.maximum(tl.div_rn(width, n), MIN_SCALE, propagate_nan=ALL)
     v = tl.div_rn(v - low, scale)
@@ -98,7 +101,11 @@ def _on_grid(v, low, width, levels, key, index, NOISE: tl.constexpr, CLIP: tl.co
         v = v + _uniform(key, index, WIDE)
     if CLIP:
         v = tl.minimum(tl.maximum(v, 0.0, propagate_nan=ALL), n, propagate_nan=ALL)
-    return _rint(v) * scale + low
+    k = _rint(v)
+    if CODES:
+        return (tl.where(k > 0.0, k, 0.0) - (n + 1.0) * 0.5).to(tl.int8)  # NaN is in the range
+    else:
+        return k * scale + low
 
 
 @triton.jit
@@ -152,7 +159,7 @@ def _join(least, most, low, width, splits, row_sizes, row_range, SPLITS: tl.cons
 def _round(
     x, y, low, width, least, most, levels, key, rows, columns, parts, splits,
     row_sizes, row_x, row_y, row_logical, row_range, column_sizes, column_x, column_y, column_logical,
-    SPLITS: tl.constexpr, ONE: tl.constexpr, NOISE: tl.constexpr, CLIP: tl.constexpr,
+    SPLITS: tl.constexpr, ONE: tl.constexpr, NOISE: tl.constexpr, CLIP: tl.constexpr, CODES: tl.constexpr,
     LOOPS: tl.constexpr, R: tl.constexpr, C: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
     """Round a part of R rows; with SPLITS > 1 join the parts of their range first, and store it."""
@@ -180,7 +187,7 @@ def _round(
         inside = (row < rows) & (c < columns)
         v = tl.load(x + _offset(c, column_sizes, column_x), mask=inside, other=0.0)
         index = logical + _offset(c, column_sizes, column_logical)
-        v = _on_grid(v, minimum, wide, levels, key, index, NOISE, CLIP, WIDE)
+        v = _on_grid(v, minimum, wide, levels, key, index, NOISE, CLIP, WIDE, CODES)
         tl.store(y + _offset(c, column_sizes, column_y), v, mask=inside)
 
 
@@ -201,8 +208,33 @@ def _whole_rows(
     tl.store(low + at, minimum, mask=row < rows)
     tl.store(width + at, wide, mask=row < rows)
     index = _offset(row, row_sizes, row_logical) + _offset(c, column_sizes, column_logical)
-    v = _on_grid(v, minimum, wide, levels, key, index, NOISE, CLIP, WIDE)
+    v = _on_grid(v, minimum, wide, levels, key, index, NOISE, CLIP, WIDE, False)
     tl.store(y + _offset(row, row_sizes, row_y) + _offset(c, column_sizes, column_y), v, mask=inside)
+
+
+@triton.jit
+def _affine(
+    product, row_codes, row_values, column_codes, column_values, shifts, rows, columns, period, blocks,
+    R: tl.constexpr, C: tl.constexpr,
+):  # fmt: skip
+    """Write float32 over the int32 of R x C sums of codes."""
+    m = tl.program_id(0) // blocks * R + tl.arange(0, R)[:, None]
+    n = tl.program_id(0) % blocks * C + tl.arange(0, C)[None, :]
+    row, column = m < rows, n < columns
+    sums, zero_a = tl.load(row_codes + m, mask=row, other=0), tl.load(row_codes + rows + m, mask=row, other=0)
+    scale_a, scaled = tl.load(row_values + m, mask=row, other=0), tl.load(row_values + rows + m, mask=row, other=0)
+    rest_a = tl.load(row_values + 2 * rows + m, mask=row, other=0)
+    zero_b = tl.load(column_codes + n, mask=column, other=0)
+    sums_b = tl.load(column_codes + columns + n, mask=column, other=0)
+    scale_b = tl.load(column_values + n, mask=column, other=0)
+    rest_b = tl.load(column_values + columns + n, mask=column, other=0)
+    bias = tl.load(column_values + 2 * columns + n, mask=column, other=0)
+    shift = tl.load(shifts + m % period * columns + n, mask=row & column, other=0)
+    at = product + m.to(tl.int64) * columns + n
+    k = tl.load(at, mask=row & column, other=0)
+    t = (k - zero_b * sums - zero_a * sums_b).to(tl.float32)
+    y = (scale_a * scale_b) * t + scaled * rest_b + rest_a * shift + bias
+    tl.store(at, y.to(tl.int32, bitcast=True), mask=row & column)
 
 
 @triton.jit
@@ -242,7 +274,18 @@ def round_to_grid(x: Tensor, low: Tensor, width: Tensor, levels: Tensor, key: Te
     """Round ``x`` to the grid of a given range, as ``reference.round_to_grid``."""
     if x.dtype != torch.float32:
         return round_to_grid(x.float(), low, width, levels, key, clip).to(x.dtype)
-    y = torch.empty_like(x)
+    return _on_given_grid(x, torch.empty_like(x), low, width, levels, key, clip)
+
+
+def encode(x: Tensor, low: Tensor, width: Tensor, levels: Tensor, key: Tensor | None, clip: bool) -> Tensor:
+    """Return the codes of ``round_to_grid``, as ``reference.encode``."""
+    return _on_given_grid(x.float(), torch.empty_like(x, dtype=torch.int8), low, width, levels, key, clip)
+
+
+def _on_given_grid(
+    x: Tensor, y: Tensor, low: Tensor, width: Tensor, levels: Tensor, key: Tensor | None, clip: bool
+) -> Tensor:
+    """Round ``x`` into ``y``: values, or codes where that is int8."""
     low, width = low.broadcast_to(x.shape), width.broadcast_to(x.shape)
     if low.stride() != width.stride():
         low, width = low.contiguous(), width.contiguous()
@@ -273,6 +316,18 @@ def fake_quantize(x: Tensor, levels: Tensor, granularity: str, key: Tensor | Non
     return y, low, width
 
 
+def affine(
+    product: Tensor, row_codes: Tensor, row_values: Tensor, column_codes: Tensor, column_values: Tensor, shifts: Tensor
+) -> None:
+    """Turn sums of products of codes into those of values, in place, as ``reference.affine``."""
+    rows, columns = product.shape
+    C = min(power_of_2(columns), 256)
+    R = max(1, 1024 // C)
+    blocks = triton.cdiv(columns, C)
+    args = (product, row_codes, row_values, column_codes, column_values, shifts, rows, columns, len(shifts), blocks)
+    _launch(_affine, triton.cdiv(rows, R) * blocks, product, *args, R=R, C=C, warps=4)
+
+
 def track(running: Tensor, low: Tensor, width: Tensor) -> None:
     """Let a running range (3,) follow the range of one call, in place, as ``reference.track``."""
     _launch(_track, 1, running, running, low, width)
@@ -301,6 +356,8 @@ def register(library: torch.library.Library, key: str = "CUDA") -> None:
     library.impl("range", range_of, key)
     library.impl("round_to_grid", round_to_grid, key)
     library.impl("fake_quantize", fake_quantize, key)
+    library.impl("encode", encode, key)
+    library.impl("affine_", affine, key)
     library.impl("track_", track, key)
 
 
@@ -333,6 +390,7 @@ def _round_to(
     counts = (t.rows.length, t.columns.length, t.parts, plan.extremes.parts)
     args = (x, y, *ranges, levels, key if noisy else levels, *counts, *t.rows, *t.columns[:-1])
     constants = {"SPLITS": splits, "ONE": not any(t.rows.range), "NOISE": noisy, "CLIP": clip, "LOOPS": t.loops}
+    constants["CODES"] = y.dtype == torch.int8
     _launch(_round, t.programs, x, *args, **constants, R=t.R, C=t.C, WIDE=plan.wide, warps=t.warps)
 
 

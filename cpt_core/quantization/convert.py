@@ -28,7 +28,7 @@ from cpt_core.quantization.coverage import (
     warn_of_float32,
 )
 from cpt_core.quantization.layers import QuantizedLayer
-from cpt_core.quantization.precision import LayerPrecision
+from cpt_core.quantization.precision import EXECUTIONS, LayerPrecision
 from cpt_core.quantization.quantizers import QUANTIZERS, Quantizer
 
 FilterFn = Callable[[nn.Module, str], bool]
@@ -46,6 +46,8 @@ class QuantConfig:
         running_start: "corrected" or the authors' "zero", see ``LayerPrecision``.
         seed: of the noise of stochastic rounding.
         aggregation: sums over neighbours in graph convolutions: "fp" (FP-Agg, float32) or "quantized" (Q-Agg).
+        execution: "simulated", in float32; "integer", on codes of 8 bits where a product has an integer form, as
+            ``summary`` shows; or "auto", "integer" on devices with instructions for such products.
     """
 
     float32: tuple[str, ...] = ()
@@ -53,12 +55,21 @@ class QuantConfig:
     running_start: str = "corrected"
     seed: int = 0
     aggregation: str = "fp"
+    execution: str = "simulated"
 
     def __post_init__(self) -> None:
         """Check that every role has its quantiser and none is misspelt."""
         choose("aggregation", self.aggregation, AGGREGATIONS)
+        choose("execution", self.execution, EXECUTIONS)
         if odd := sorted(set(self.quantizers) ^ set(QUANTIZERS)):
             raise ValueError(f"missing or unknown roles {', '.join(odd)}; give all of {', '.join(QUANTIZERS)}")
+
+    def with_shared_steps(self) -> QuantConfig:
+        """Return a copy with one range per tensor wherever the authors have one per row, channel or position.
+
+        With it all three products of a linear layer or convolution have an integer form, see ``execution``.
+        """
+        return replace(self, quantizers={k: replace(q, granularity="per_tensor") for k, q in self.quantizers.items()})
 
     def with_gradient_rounding(self, rounding: str) -> QuantConfig:
         """Return a copy whose gradient quantisers round "nearest" (as tests need) or "stochastic"."""
@@ -141,6 +152,7 @@ def quantize_(
             key=_key(config.seed, index),
             running_start=config.running_start,
             aggregation=config.aggregation,
+            execution=config.execution,
         )
         module.precision.name = name  # type: ignore[union-attr]
     for module in model.modules():

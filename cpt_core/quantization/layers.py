@@ -18,8 +18,11 @@ from typing import Any, ClassVar, Self
 import torch
 from torch import Tensor, nn
 
+from cpt_core.quantization.integer import Geometry, conv2d_on_codes, linear_on_codes
 from cpt_core.quantization.precision import LayerPrecision
 from cpt_core.quantization.quantizers import QUANTIZERS, Quantizer
+
+PASSES = ("forward", "error", "weight")  # y = x w;  dx = dy w;  dw = x dy
 
 
 class QuantizedLayer:
@@ -40,6 +43,7 @@ class QuantizedLayer:
         key: int = 0,
         running_start: str = "corrected",
         aggregation: str = "fp",
+        execution: str = "simulated",
     ) -> Self:
         """Turn ``module``, exactly of class ``FLOAT``, into this class, in place; return it."""
         if type(module) is not cls.FLOAT:
@@ -49,6 +53,7 @@ class QuantizedLayer:
         roles = cls.roles(module, quantizers, aggregation)
         device = next((p.device for p in module.parameters()), None)
         precision = cls.PRECISION(roles, key, running_start).to(device)
+        precision.execution = execution
         precision.train(module.training)
         module.__class__ = cls  # type: ignore[assignment]
         module.precision = precision
@@ -68,6 +73,14 @@ class QuantizedLayer:
     @classmethod
     def check(cls, module: nn.Module) -> None:
         """Raise ValueError for a module of class ``FLOAT`` that must not silently stay in float32."""
+
+    def simulated_products(self) -> dict[str, str]:
+        """Return which of the products ``PASSES`` have no integer form here, with the reason."""
+        return dict.fromkeys(PASSES, f"a {self.FLOAT.__name__} has no integer form")
+
+    def _shared(self, role: str) -> bool:
+        """Whether one range serves a whole tensor."""
+        return self.precision.quantizers[role].granularity in ("per_tensor", "per_sample_mean")
 
     def to_float(self) -> None:
         """Undo ``from_float``, in place; only for exactly this class, see ``restore_``."""
@@ -127,6 +140,27 @@ class QuantConv2d(_QuantConv, nn.Conv2d):
 
     FLOAT = nn.Conv2d
 
+    def _convolve(self, x: Tensor) -> Tensor:
+        if x.dim() == 4 and self.precision.on_codes(x) and not self.not_on_codes():
+            geometry = Geometry(self.stride, self.padding, self.dilation)  # type: ignore[arg-type]
+            return conv2d_on_codes(self.precision, x, self.weight, self.bias, geometry)
+        return super()._convolve(x)
+
+    def not_on_codes(self) -> str:
+        """Return why no product of this layer has an integer form, or ""."""
+        if self.groups > 1:
+            return f"it has {self.groups} groups"
+        if self.padding_mode != "zeros" or isinstance(self.padding, str):
+            return f"its padding is {self.padding if isinstance(self.padding, str) else self.padding_mode!r}"
+        return "" if self._shared("input") else "its inputs have several ranges"
+
+    def simulated_products(self) -> dict[str, str]:
+        """Return which products have no integer form here, with the reason."""
+        if reason := self.not_on_codes():
+            return dict.fromkeys(PASSES, reason)
+        found = {} if self._shared("weight") else {"error": "weights have a range per channel"}
+        return found if self._shared("grad") else dict.fromkeys(PASSES[1:], "gradients have several ranges") | found
+
 
 class QuantConv3d(_QuantConv, nn.Conv3d):
     """``nn.Conv3d`` with quantised operands."""
@@ -145,8 +179,19 @@ class QuantLinear(QuantizedLayer, nn.Linear):
         return in_float32(self.precision, x, self._multiply, x)
 
     def _multiply(self, x: Tensor) -> Tensor:
+        if self.precision.on_codes(x):
+            return linear_on_codes(self.precision, x, self.weight, self.bias)
         x, weight, bias = self._operands(x, self.weight, self.bias)
         return self.precision.gradient("grad", nn.functional.linear(x, weight, bias))
+
+    def simulated_products(self) -> dict[str, str]:
+        """Return which products have no integer form here, with the reason."""
+        found = {} if self._shared("weight") else {"error": "weights have a range per row"}
+        if not self._shared("grad"):
+            found["weight"] = "gradients of sequences have a range per position"
+        if not self._shared("input"):
+            found["weight"] = "inputs have several ranges"
+        return found
 
 
 CONVERSIONS: dict[type[nn.Module], type[QuantizedLayer]] = {

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from cpt_core.checks import choose
 from cpt_core.kernels.execution import execution
+from cpt_core.kernels.integer import MOST_BITS, QuantizedTensor, multiplies_codes
 from cpt_core.kernels.operators import fake_quantize, round_to_grid, track_
 from cpt_core.kernels.reference import RUNNING_DECAY, Range
 from cpt_core.quantization.fake_quantize import levels_of, quantize_gradient
@@ -17,6 +18,7 @@ from cpt_core.quantization.quantizers import IDENTITY_BITS, Quantizer, check_bit
 from cpt_core.quantization.reuse import Reuse
 
 RUNNING_STARTS = ("corrected", "zero")
+EXECUTIONS = ("simulated", "integer", "auto")
 HALF = (torch.float16, torch.bfloat16)  # 11 and 8 significant bits: a grid of 8 bits does not survive them
 Bits = tuple[int | None, int | None]  # forward and gradient bits; None is float32
 
@@ -26,6 +28,7 @@ class LayerPrecision(nn.Module):
 
     Attributes:
         name: of the layer in the model that was converted, for messages.
+        execution: of ``EXECUTIONS``, see ``QuantConfig``.
         called: whether the layer's own forward has run; False only when its parent's has run without it, and None as
             long as nobody can know.
 
@@ -62,6 +65,7 @@ class LayerPrecision(nn.Module):
         # what follows from it; compiled code reads these and would be specialised to the bits themselves
         self.is_set = self.quantizes = self.quantizes_gradient = False
         self.name = ""
+        self.execution = "simulated"
         self.called: bool | None = None
         self.reuse = Reuse()
         self.register_buffer("noise_key", self._start("noise_key"), persistent=False)
@@ -129,6 +133,14 @@ class LayerPrecision(nn.Module):
         autocast = x.dtype == torch.float32 and not x.is_meta and torch.is_autocast_enabled(x.device.type)
         return torch.get_autocast_dtype(x.device.type) if autocast else None
 
+    def on_codes(self, x: Tensor) -> bool:
+        """Whether products with ``x`` are computed on codes now: the layer is asked to, and the bits fit."""
+        if self.execution == "simulated" or self.bits is None or self.bits > MOST_BITS or x.numel() == 0:
+            return False
+        if x.is_meta or x.dtype != torch.float32:
+            return False
+        return self.execution == "integer" or multiplies_codes(x.device)
+
     def operand(self, role: str, x: Tensor) -> Tensor:
         """Return an operand of the layer's product, quantised with the straight-through estimator."""
         self.require_bits()
@@ -140,14 +152,40 @@ class LayerPrecision(nn.Module):
         self.follow(x)
         quantizer = self.quantizers[role]
         if quantizer.running and not self.training:
-            stored = self.running_range(role) or self.or_running(role, *quantizer.range_of(x.detach()))
-            return round_to_grid(x, *stored, self.levels, clip=True)
+            return round_to_grid(x, *self._evaluated(role, x), self.levels, clip=True)
         if role == "weight" and not quantizer.running and not torch.compiler.is_compiling():  # guarded on the bits
             return self.reuse(x, self.bits, lambda: fake_quantize(x, self.levels, quantizer.granularity)[0])
         y, low, width = fake_quantize(x, self.levels, quantizer.granularity)
         if quantizer.running:
             self.track(role, low, width)
         return y
+
+    def encoded(self, role: str, x: Tensor) -> QuantizedTensor:
+        """Return the same operand as codes; for at most ``MOST_BITS`` bits, and without a gradient."""
+        self.require_bits()
+        check_floating(x)
+        self.follow(x)
+        quantizer = self.quantizers[role]
+        if self.training or not quantizer.running:
+            low, width = quantizer.range_of(x)
+            if quantizer.running:
+                self.track(role, low, width)
+        else:
+            low, width = self._evaluated(role, x)
+        return QuantizedTensor.on(x, low, width, self.levels, clip=self.clips(role))
+
+    def encoded_gradient(self, role: str, gradient: Tensor) -> QuantizedTensor:
+        """Return the codes of a gradient on its own range, as ``gradient`` rounds it in the backward pass."""
+        quantizer = self.quantizers[role]
+        key = self.noise_key if quantizer.rounding == "stochastic" else None
+        ranges = quantizer.range_of(gradient)
+        rounded = QuantizedTensor.on(gradient, *ranges, self.grad_levels, key, quantizer.clips)
+        if key is not None:
+            key.add_(1)
+        return rounded
+
+    def _evaluated(self, role: str, x: Tensor) -> Range:
+        return self.running_range(role) or self.or_running(role, *self.quantizers[role].range_of(x.detach()))
 
     def running_range(self, role: str) -> Range | None:
         """Return the stored range of a role where it is used: in evaluation, once training has filled it."""

@@ -14,20 +14,37 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from cpt_core.quantization.coverage import attention_kinds, convertible, float32_reason, module_kind, parts_of_wholes
-from cpt_core.quantization.layers import QuantizedLayer
+from cpt_core.quantization.layers import PASSES, QuantizedLayer
 
 NOT_CALLED = "converted, but its parent ran without calling it"
 
 
 @dataclass(frozen=True)
 class LayerSummary:
-    """One module with parameters of its own: what it is, and why it is in float32 if it is."""
+    """One module with parameters of its own: what it is, and why it is in float32 if it is.
+
+    Attributes:
+        reason: why it is in float32, or "".
+        simulated: of a layer that is to multiply codes: the products that do not (of "forward", "error", "weight"),
+            with the reason; None where all are simulated because nobody asked for more.
+    """
 
     name: str
     kind: str
     parameters: int
     quantized: bool
     reason: str
+    simulated: dict[str, str] | None = None
+
+    def __str__(self) -> str:
+        """Return how it is computed."""
+        if not self.quantized:
+            return f"float32 ({self.reason})"
+        if self.simulated is None:
+            return "quantised"
+        on_codes = ", ".join(p for p in PASSES if p not in self.simulated) or "none"
+        why = "; ".join(f"{p} simulated: {reason}" for p, reason in self.simulated.items())
+        return f"quantised, on codes: {on_codes}" + (f" ({why})" if why else "")
 
 
 @dataclass(frozen=True)
@@ -51,8 +68,7 @@ class Summary:
         width = max([len(r.name) for r in self.rows] + [6])
         lines = [f"{'module':<{width}}  {'kind':<16} {'parameters':>10}  precision"]
         for r in self.rows:
-            precision = "quantised" if r.quantized else f"float32 ({r.reason})"
-            lines.append(f"{r.name or '(model)':<{width}}  {r.kind:<16} {r.parameters:>10,}  {precision}")
+            lines.append(f"{r.name or '(model)':<{width}}  {r.kind:<16} {r.parameters:>10,}  {r}")
         return "\n".join(lines)
 
 
@@ -73,5 +89,8 @@ def summary(model: nn.Module) -> Summary:
             reason = "" if quantized else float32_reason(layer, id(layer) in left_out)
             if isinstance(layer, QuantizedLayer) and layer.precision.called is False:
                 quantized, reason = False, NOT_CALLED
-            rows.append(LayerSummary(name, kind, parameters, quantized, reason))
+            simulated = None
+            if isinstance(layer, QuantizedLayer) and quantized and layer.precision.execution != "simulated":
+                simulated = layer.simulated_products()
+            rows.append(LayerSummary(name, kind, parameters, quantized, reason, simulated))
     return Summary(tuple(rows))

@@ -75,7 +75,7 @@ def kernels(request):
         with np.errstate(all="ignore"):  # the interpreter computes with numpy, which warns of infinities
             found = getattr(family, name)(*moved)
         for before, after in zip(args, moved, strict=True):
-            if name == "track_" and before is not after:
+            if name.endswith("_") and before is not after and isinstance(before, torch.Tensor):
                 before.copy_(after)
         return found.cpu() if isinstance(found, torch.Tensor) else found and [t.cpu() for t in found]
 
@@ -103,6 +103,11 @@ def check(kernels, x, granularity, bits, key):
     )
     assert identical(found, expected)
     assert found[0].stride() == expected[0].stride()  # what is computed with it takes the same path
+    if bits <= 8:
+        given = x, *expected[1:], torch.tensor(2.0**bits - 1), key, key is not None
+        codes, plain = kernels.encode(*given), reference.encode(*given)
+        assert torch.equal(codes, plain)
+        assert codes.stride() == found[0].stride()
 
 
 @pytest.mark.parametrize("granularity", KEPT)
@@ -196,6 +201,19 @@ def test_running_ranges(kernels, now):
         reference.track(expected, *map(torch.tensor, now))
     assert torch.equal(found, expected)
     assert (found[2] == 0.6) != np.isfinite(now).all()
+
+
+@pytest.mark.parametrize(("M", "N", "period"), [(1, 1, 1), (37, 5, 1), (6, 300, 3), (70, 33, 7)])
+def test_products_of_codes(kernels, M, N, period):
+    g = torch.Generator().manual_seed(0)
+    product = torch.randint(-(2**20), 2**20, (M, N), generator=g, dtype=torch.int32)
+    codes = [torch.randint(-128, 128, (2, n), generator=g, dtype=torch.int32) for n in (M, N)]
+    tables = codes[0], normal(3, M), codes[1], normal(3, N), normal(period, N)
+    found, expected = product.clone(), product.clone()
+    kernels.affine(found, *tables)
+    reference.affine(expected, *tables)
+    assert torch.equal(found, expected)
+    assert not torch.equal(found, product)
 
 
 def test_every_operator_has_a_kernel(interpreted):
@@ -306,6 +324,17 @@ def test_machine_code(compiled_for, cut, capability):
         assert not [word for word in ("fma.rn", "div.full", "div.approx", ".ftz", ".local") if word in code], name
         assert ("div.rn.f32" in code) == ("cvt.rni.f32.f32" in code) == (name in ("_whole_rows", "_round"))
         assert "ld.global.v4" in code or name in ("_join", "_track", "_draw")  # 16 bytes at once
+    launches.clear()
+    ints = partial(meta, dtype=torch.int32)
+    assert triton_kernels.encode(meta(64, 512), levels, levels, levels, key, True).dtype == torch.int8
+    triton_kernels.affine(ints(64, 512), ints(2, 64), meta(3, 64), ints(2, 512), meta(3, 512), meta(1, 512))
+    codes = {name: kernel.asm["ptx"] for name, kernel in launches}
+    assert list(codes) == ["_round", "_affine"]
+    for name, code in codes.items():
+        assert f".target sm_{capability}" in code
+        assert not [word for word in ("fma.rn", "div.full", "div.approx", ".ftz", ".local") if word in code], name
+    assert "div.rn.f32" in codes["_round"]
+    assert "ld.global.v4" in codes["_round"]
 
 
 def test_large_tensors_have_64_bit_offsets(compiled_for):

@@ -1,0 +1,191 @@
+"""Products of quantised operands, computed on their codes: int8 x int8 -> int32, and back to float32.
+
+A quantised tensor is x = s (k - z) + r: codes k of 8 bits, a step s, the code z nearest to the value 0, and what is
+left there, |r| <= s / 2 where the range holds 0. A product over K elements is
+
+    a b = s_a s_b sum (k_a - z_a)(k_b - z_b)  +  s_a r_b sum (k_a - z_a)  +  r_a (s_b sum (k_b - z_b) + K r_b)
+
+The first sum is exact: sum k_a k_b in int32, less z_b sum k_a and z_a sum (k_b - z_b). What is multiplied afterwards
+is no larger than it, so that nothing cancels. Steps may differ along a product's rows or columns, not along K.
+
+Differs: libraries of integer products (torchao, oneDNN's quantised layers) have zero points that are whole numbers, and
+    so no r: that is another grid than the paper's code has, which starts at a tensor's minimum.
+
+>>> a = QuantizedTensor.of(torch.tensor([[0.0, 3.0]]), 2, "per_tensor")
+>>> a.codes.tolist(), matmul(a, a.t()).tolist()
+([[-2, 1]], [[9.0]])
+
+Shapes: M rows and N columns of a product, K elements of a sum.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import lru_cache
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from cpt_core.kernels import operators
+from cpt_core.kernels.reference import MIN_SCALE
+
+MOST_BITS = 8  # codes are int8
+LONGEST = 1 << 15  # of a sum: 255 * 255 * 2**15 < 2**31
+CUDA_MULTIPLE, CUDA_LEAST = 8, 32  # sizes that ``torch._int_mm`` takes on CUDA
+
+
+class QuantizedTensor(NamedTuple):
+    """A tensor on its grid: low + k * scale, k = 0..2**bits - 1.
+
+    Attributes:
+        codes: k - 2**(bits - 1), int8.
+        low: minimum of the range, float32, broadcastable to the codes.
+        scale: the step of the grid, likewise.
+        half: 2**(bits - 1), 0-d float32.
+    """
+
+    codes: Tensor
+    low: Tensor
+    scale: Tensor
+    half: Tensor
+
+    @classmethod
+    def on(
+        cls, x: Tensor, low: Tensor, width: Tensor, levels: Tensor, key: Tensor | None = None, clip: bool = False
+    ) -> QuantizedTensor:
+        """Round to a given grid of at most 8 bits; arguments as those of ``reference.round_to_grid``."""
+        codes = operators.encode(x, low, width, levels, key, clip)
+        return cls(codes, low, (width / levels).clamp_min(MIN_SCALE), (levels + 1) / 2)
+
+    @classmethod
+    def of(cls, x: Tensor, bits: int, granularity: str) -> QuantizedTensor:
+        """Round a tensor to ``bits`` bits on its own range."""
+        levels = torch.tensor(2.0**bits - 1, device=x.device)
+        return cls.on(x, *operators.range_of(x, granularity), levels)
+
+    @property
+    def zero(self) -> Tensor:
+        """The code nearest to the value 0, float32; at the end of the codes where 0 is far outside the range."""
+        return (-self.low / self.scale - self.half).round().clamp(-128, 127).nan_to_num(0)
+
+    @property
+    def rest(self) -> Tensor:
+        """The value of that code, float32."""
+        return (self.zero + self.half) * self.scale + self.low
+
+    @property
+    def one_step(self) -> bool:
+        """Whether all elements share one range."""
+        return self.scale.numel() == 1
+
+    def dequantize(self) -> Tensor:
+        """Return the values, float32: bit for bit those of the simulation."""
+        return (self.codes + self.half).mul_(self.scale).add_(self.low)
+
+    def laid_out(self, arrange: Callable[[Tensor], Tensor]) -> QuantizedTensor:
+        """Return the tensor with codes, and ranges where there are several, in another shape or order."""
+        low, scale = (v.reshape(()) if self.one_step else arrange(v) for v in (self.low, self.scale))
+        return QuantizedTensor(arrange(self.codes), low, scale, self.half)
+
+    def t(self) -> QuantizedTensor:
+        """Return the transposed matrix."""
+        return self.laid_out(Tensor.t)
+
+    def matrix(self) -> QuantizedTensor:
+        """Return the tensor as a matrix, all dimensions but the last as its rows."""
+        outer = self.codes.shape[:-1]
+        return self.laid_out(lambda v: v.expand(*outer, v.shape[-1]).reshape(-1, v.shape[-1]))
+
+
+def has_integer_form(a: QuantizedTensor, b: QuantizedTensor) -> bool:
+    """Whether no step of two matrices differs along the sum of their product."""
+    return (a.one_step or a.scale.shape[1] == 1) and (b.one_step or b.scale.shape[0] == 1)
+
+
+def matmul(a: QuantizedTensor, b: QuantizedTensor, bias: Tensor | None = None, shifts: Tensor | None = None) -> Tensor:
+    """Return ``a @ b + bias``, float32.
+
+    Args:
+        a: (M, K), its ranges 0-d or (M, 1).
+        b: (K, N), its ranges 0-d or (1, N).
+        bias: (N,) or None.
+        shifts: (P, N), the sums of b that the rest of a is multiplied by, for row m those of m modulo P; where a sum
+            holds padding, which has no rest, they are not all alike. None: the sums over all of b.
+
+    Raises:
+        ValueError: for steps that differ along K.
+    """
+    if not has_integer_form(a, b):
+        raise ValueError(f"steps differ along the sum: {tuple(a.scale.shape)} and {tuple(b.scale.shape)}")
+    K = a.codes.shape[1]
+    if K <= LONGEST:
+        return _matmul(a, b, bias, shifts)
+    y = _matmul(*_part(a, b, 0), bias, shifts)
+    for start in range(LONGEST, K, LONGEST):
+        y += _matmul(*_part(a, b, start), None, None if shifts is None else torch.zeros_like(shifts))
+    return y
+
+
+def _part(a: QuantizedTensor, b: QuantizedTensor, start: int) -> tuple[QuantizedTensor, QuantizedTensor]:
+    end = start + LONGEST
+    return a._replace(codes=a.codes[:, start:end]), b._replace(codes=b.codes[start:end])
+
+
+def _matmul(a: QuantizedTensor, b: QuantizedTensor, bias: Tensor | None, shifts: Tensor | None) -> Tensor:
+    (M, K), N = a.codes.shape, b.codes.shape[1]
+    zero_a, rest_a, scale_a = _along(a, M)
+    zero_b, rest_b, scale_b = _along(b, N)
+    sums_a, sums_b = sum_codes(a.codes, 1), sum_codes(b.codes, 0)
+    shifted_a, shifted_b = sums_a - K * zero_a, sums_b - K * zero_b
+    if shifts is None:
+        shifts = (scale_b * shifted_b + K * rest_b).unsqueeze(0)
+    product = int_mm(a.codes, b.codes)
+    operators.active.affine_(
+        product,
+        torch.stack([sums_a, zero_a]),
+        torch.stack([scale_a, scale_a * shifted_a, rest_a]),
+        torch.stack([zero_b, shifted_b]),
+        torch.stack([scale_b, rest_b, torch.zeros_like(scale_b) if bias is None else bias]),
+        shifts,
+    )
+    return product.view(torch.float32)
+
+
+def _along(x: QuantizedTensor, length: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Return z, r and s of every row or column of a product."""
+    zero, rest, scale = (v.reshape(-1).expand(length) for v in (x.zero, x.rest, x.scale))
+    return zero.int(), rest, scale
+
+
+def sum_values(x: QuantizedTensor) -> Tensor:
+    """Return the sums of a matrix over its rows, (N,) float32; its ranges 0-d."""
+    zero, rest, scale = x.zero, x.rest, x.scale
+    rows = len(x.codes)
+    return scale * (sum_codes(x.codes, 0) - rows * zero.int()) + rows * rest
+
+
+def sum_codes(codes: Tensor, dim: int) -> Tensor:
+    """Return the sums of a matrix of codes over its columns (dim 1) or rows (dim 0), int32; faster than ``sum``."""
+    ones = codes.new_ones(codes.shape[dim], 1)
+    return int_mm(codes if dim else codes.t(), ones).squeeze(1)
+
+
+def int_mm(a: Tensor, b: Tensor) -> Tensor:
+    """Return the product of two int8 matrices of any size, int32."""
+    (M, K), N = a.shape, b.shape[1]
+    if not a.is_cuda or 0 in (M, K, N):
+        return torch._int_mm(a, b)
+    rows = max(M, CUDA_LEAST)
+    K_, N_ = (-(-size // CUDA_MULTIPLE) * CUDA_MULTIPLE for size in (K, N))
+    a = torch.nn.functional.pad(a, (0, K_ - K, 0, rows - M))
+    b = torch.nn.functional.pad(b, (0, N_ - N, 0, K_ - K))
+    return torch._int_mm(a, b)[:M, :N].contiguous()
+
+
+@lru_cache
+def multiplies_codes(device: torch.device) -> bool:
+    """Whether a device has instructions for products of 8-bit integers, so that they are faster than float32."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_capability(device) >= (7, 5)
+    return device.type == "cpu" and torch.cpu._is_vnni_supported()

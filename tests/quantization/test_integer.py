@@ -1,0 +1,302 @@
+"""Products on codes: as exact as the simulation, and the same in every other respect."""
+
+import copy
+import pickle
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+import cpt_core as cpt
+from cpt_core.kernels import integer, operators
+from cpt_core.kernels.execution import execution, reference
+from cpt_core.kernels.integer import QuantizedTensor, matmul
+from cpt_core.quantization.convert import layer_precisions
+
+NEAR = 1e-6
+
+
+def distance(y, exact):
+    """Error relative to the numbers that a product adds up."""
+    return float((y.double() - exact).norm() / exact.norm().clamp_min(1e-30))
+
+
+def values64(x):
+    return (x.codes.double() + x.half.double()) * x.scale.double() + x.low.double()
+
+
+def convert(layer, execution, shared=True, **kwargs):
+    config = cpt.QuantConfig(execution=execution, **kwargs)
+    return cpt.quantize_(nn.Sequential(copy.deepcopy(layer)), config.with_shared_steps() if shared else config)
+
+
+def passes(model, x, gradient, q=8, q_grad=8):
+    """Output, and the gradients of input and parameters."""
+    x = x.clone().requires_grad_()
+    model.zero_grad()
+    with cpt.precision(model, q, q_grad=q_grad):
+        y = model(x)
+        y.backward(gradient)
+    return [y.detach(), x.grad, *(p.grad.clone() for p in model.parameters())]
+
+
+KINDS = st.sampled_from(["two-sided", "one-sided", "negative", "far from 0", "constant"])
+
+
+def drawn(kind, *shape, seed=0):
+    x = torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+    return {
+        "two-sided": x,
+        "one-sided": x.relu(),
+        "negative": -x.abs() - 0.2,
+        "far from 0": x + 30,
+        "constant": x * 0 + 0.7,
+    }[kind]
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    sizes=st.tuples(st.integers(1, 40), st.integers(1, 300), st.integers(1, 40)),
+    bits=st.tuples(st.integers(1, 8), st.integers(1, 8)),
+    kinds=st.tuples(KINDS, KINDS),
+    by_row=st.tuples(st.booleans(), st.booleans()),
+    plain=st.booleans(),
+)
+def test_a_product_of_codes_is_that_of_the_values(sizes, bits, kinds, by_row, plain):
+    (M, K, N), names = sizes, [("per_tensor", "per_row")[rows] for rows in by_row]
+    execution()
+    a = QuantizedTensor.of(drawn(kinds[0], M, K), bits[0], names[0])
+    b = QuantizedTensor.of(drawn(kinds[1], N, K, seed=1), bits[1], names[1])
+    bias = drawn("two-sided", N, seed=2)
+    exact = values64(a) @ values64(b).T + bias
+    if plain:
+        with reference():
+            y = matmul(a, b.t(), bias)
+    else:
+        y = matmul(a, b.t(), bias)
+    terms = values64(a).abs() @ values64(b).abs().T  # where the sum cancels, its terms say how exact it can be
+    assert float((y - exact).abs().max() / (terms + bias.abs()).max()) < NEAR
+
+
+@pytest.mark.parametrize("K", [8192, integer.LONGEST + 100, 3 * integer.LONGEST])
+def test_long_sums_do_not_overflow(K):
+    x = torch.ones(3, K)
+    x[0, 0] = 0  # all codes but one at the end of their range
+    a = QuantizedTensor.of(x, 8, "per_tensor")
+    exact = values64(a) @ values64(a).T
+    assert distance(matmul(a, a.t()), exact) < NEAR
+
+
+def test_a_bias_counts_once():
+    a = QuantizedTensor.of(torch.randn(2, integer.LONGEST + 50), 8, "per_tensor")
+    assert torch.allclose(matmul(a, a.t(), torch.full((2,), 1e4)), matmul(a, a.t()) + 1e4, rtol=1e-5)
+
+
+def test_steps_that_differ_along_the_sum_are_refused():
+    a = QuantizedTensor.of(torch.randn(4, 6), 4, "per_row")
+    with pytest.raises(ValueError, match=r"steps differ along the sum: \(1, 4\)"):
+        matmul(a.t(), a)
+
+
+@pytest.mark.parametrize("granularity", ["per_tensor", "per_row", "per_channel", "per_position"])
+@pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last])
+@pytest.mark.parametrize("noise", [None, 7])
+def test_codes_are_those_of_the_simulation(granularity, layout, noise):
+    execution()
+    x = torch.randn(3, 4, 5, 6).to(memory_format=layout)
+    key = None if noise is None else torch.tensor(noise)
+    for bits in range(1, 9):
+        levels = torch.tensor(2.0**bits - 1)
+        low, width = operators.range_of(x, granularity)
+        there = QuantizedTensor.on(x, low, width, levels, key, clip=key is not None)
+        assert there.codes.is_contiguous(memory_format=layout)
+        with reference():
+            plain = QuantizedTensor.on(x, low, width, levels, key, clip=key is not None)
+        assert torch.equal(there.codes, plain.codes)
+        simulated = operators.round_to_grid(x, low, width, levels, key, key is not None)
+        assert torch.equal(there.dequantize(), simulated)
+
+
+LAYERS = {
+    "linear": (nn.Linear(40, 24), (16, 40)),
+    "sequence": (nn.Linear(40, 24, bias=False), (4, 9, 40)),
+    "vector": (nn.Linear(40, 24), (40,)),
+    "convolution": (nn.Conv2d(5, 7, 3), (4, 5, 9, 10)),
+    "padded": (nn.Conv2d(5, 7, 3, padding=1, bias=False), (4, 5, 9, 10)),
+    "strided": (nn.Conv2d(5, 7, 3, padding=2, stride=2), (4, 5, 9, 10)),
+    "uneven": (nn.Conv2d(5, 7, (3, 2), padding=(0, 1), stride=(1, 3)), (2, 5, 9, 10)),
+    "dilated": (nn.Conv2d(5, 7, 3, padding=1, dilation=2), (4, 5, 9, 10)),
+    "1x1": (nn.Conv2d(5, 7, 1, stride=2), (4, 5, 9, 10)),
+    "1x1, padded": (nn.Conv2d(5, 7, 1, padding=1), (4, 5, 4, 4)),
+}
+
+
+@pytest.mark.parametrize("name", LAYERS)
+@pytest.mark.parametrize("shared", [True, False], ids=["shared steps", "authors' steps"])
+@pytest.mark.parametrize("kind", ["two-sided", "one-sided", "far from 0"])
+def test_layers_compute_what_the_simulation_does(name, shared, kind):
+    layer, shape = LAYERS[name]
+    x = drawn(kind, *shape)
+    gradient = torch.randn_like(layer(x))
+    for q, q_grad in ((2, 8), (3, 6), (8, 8), (4, None), (4, 12)):
+        on_codes, simulated = (
+            passes(convert(layer, e, shared), x, gradient, q, q_grad) for e in ("integer", "simulated")
+        )
+        for y, z in zip(on_codes, simulated, strict=True):
+            assert y.shape == z.shape
+            assert distance(y, z.double()) < 1e-5  # of float32 sums, whose own error is about as large
+
+
+class FloatProducts(torch.utils._python_dispatch.TorchDispatchMode):
+    """Count the products in float32 of two tensors that are not small."""
+
+    NAMES = "mm", "addmm", "convolution", "convolution_backward"
+
+    def __init__(self, least):
+        super().__init__()
+        self.least, self.count = least, 0
+
+    def __torch_dispatch__(self, op, types, args=(), kwargs=None):
+        large = [a for a in args if isinstance(a, torch.Tensor) and a.numel() >= self.least]
+        self.count += op.overloadpacket.__name__ in self.NAMES and len(large) > 1
+        return op(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize(("name", "left", "named"), [("linear", 1, 2), ("padded", 1, 1), ("sequence", 2, 2)])
+def test_no_float_product_runs_where_all_have_an_integer_form(name, left, named):
+    """Shared steps leave nothing to float32; the authors' steps leave what ``summary`` says."""
+    layer, shape = LAYERS[name]
+    x = torch.randn(shape).repeat(4, *[1] * (len(shape) - 1))
+    gradient = torch.randn_like(layer(x))
+    for shared in (True, False):
+        model = convert(layer, "integer", shared)
+        with FloatProducts(layer.weight.numel()) as products:
+            passes(model, x, gradient)
+        assert products.count == (0 if shared else left)
+        row = next(r for r in cpt.summary(model).rows if r.name == "0")
+        assert len(row.simulated) == (0 if shared else named)  # whether there are sequences is not known
+
+
+def test_summary_says_what_stays_simulated():
+    model = nn.Sequential(
+        nn.Conv2d(4, 4, 3, groups=4), nn.Conv2d(4, 8, 3), nn.Flatten(), nn.Linear(8, 2), nn.LSTM(2, 2)
+    )
+    text = str(cpt.summary(cpt.quantize_(model, cpt.QuantConfig(execution="integer"))))
+    assert "forward simulated: it has 4 groups" in text
+    assert "on codes: forward, weight (error simulated: weights have a range per channel)" in text
+    assert "on codes: forward (error simulated: weights have a range per row; weight simulated: gradients of" in text
+    assert "on codes: none (forward simulated: a LSTM has no integer form" in text
+    cpt.restore_(model)
+    assert "codes" not in str(cpt.summary(cpt.quantize_(model)))
+
+
+def kept_bytes(execution):
+    """Bytes that a convolution keeps between the passes."""
+    model, x = convert(nn.Conv2d(16, 16, 3, padding=1), execution), torch.randn(8, 16, 12, 12, requires_grad=True)
+    held = {}
+
+    def keep(tensor):
+        held[tensor.data_ptr()] = tensor.numel() * tensor.element_size()
+        return tensor
+
+    with cpt.precision(model, 8, q_grad=8), torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        model(x)
+    return sum(held.values())
+
+
+def test_codes_are_what_is_kept_between_the_passes():
+    assert kept_bytes("integer") < 0.3 * kept_bytes("simulated")
+
+
+def train(model, steps=6, checkpoint=False):
+    torch.manual_seed(0)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    schedule = cpt.make_schedule("CR", q_min=3, q_max=8, total_steps=steps, n_cycles=1)
+    scheduler = cpt.PrecisionScheduler(model, schedule)
+    losses = []
+    for step in range(steps):
+        x = torch.randn(8, 3, 8, 8, generator=torch.Generator().manual_seed(step))
+        y = torch.utils.checkpoint.checkpoint(model, x, use_reentrant=False) if checkpoint else model(x)
+        loss = y.square().mean()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        scheduler.step()
+        losses.append(float(loss.detach()))
+    return losses, optimizer, scheduler
+
+
+def network(execution="integer", **kwargs):
+    torch.manual_seed(1)
+    layers = nn.Conv2d(3, 8, 3, padding=1), nn.BatchNorm2d(8), nn.ReLU(), nn.Flatten(), nn.Linear(512, 4)
+    return cpt.quantize_(nn.Sequential(*layers), cpt.QuantConfig(execution=execution, **kwargs).with_shared_steps())
+
+
+def test_training_is_that_of_the_simulation_and_repeats():
+    on_codes, again, simulated = train(network())[0], train(network())[0], train(network("simulated"))[0]
+    assert on_codes == again
+    assert on_codes == pytest.approx(simulated, rel=0.02)  # a code that flips is a step of a 3-bit grid
+    assert on_codes[0] == pytest.approx(simulated[0], rel=1e-5)
+    assert train(network(), checkpoint=True)[0] == on_codes
+
+
+def test_evaluation_uses_running_ranges_and_autocast_rounds_results():
+    models = [network(), network("simulated")]
+    x = torch.randn(4, 3, 8, 8)
+    for model in models:
+        train(model)
+    models[1].load_state_dict(models[0].state_dict())
+    for a, b in zip(*(layer_precisions(m).values() for m in models), strict=True):
+        b.set_running(a.get_running())
+    outputs = []
+    for model in models:
+        model.eval()
+        with cpt.precision(model, 8):
+            outputs.append(model(3 * x))  # beyond what training has seen
+            with torch.autocast("cpu", torch.bfloat16):
+                assert model(x).dtype == torch.bfloat16
+    assert torch.allclose(*outputs, rtol=1e-4, atol=1e-4)
+
+
+def test_copies_storage_restoring_and_other_precisions():
+    model, x = network(), torch.randn(4, 3, 8, 8)
+    with cpt.precision(model, 4, q_grad=8):
+        expected = model(x)
+        for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+            with cpt.precision(other, 4, q_grad=8):
+                assert torch.equal(other(x), expected)
+    for bits in (12, 32):  # too wide for codes: simulated
+        with cpt.precision(model, bits):
+            assert not layer_precisions(model)["0"].on_codes(x)
+            assert model(x).isfinite().all()
+    plain = copy.deepcopy(model)
+    cpt.restore_(plain)
+    with cpt.precision(model, 32):
+        assert torch.equal(model.eval()(x), plain.eval()(x))
+
+
+def test_what_has_no_codes_is_named():
+    assert passes(convert(nn.Linear(4, 3), "integer"), torch.full((2, 4), torch.nan), torch.ones(2, 3))[0].isnan().all()
+    with pytest.raises(ValueError, match="unknown execution 'int8'; choose from simulated, integer, auto"):
+        cpt.QuantConfig(execution="int8")
+    model, x = convert(nn.Linear(4, 3), "integer"), torch.randn(2, 4, requires_grad=True)
+    with cpt.precision(model, 8):
+        (g,) = torch.autograd.grad(model(x).square().sum(), x, create_graph=True)
+    with pytest.raises(RuntimeError, match="once_differentiable"):
+        g.sum().backward()
+
+
+def test_bitops_are_those_of_the_simulation():
+    x = torch.randn(4, 3, 8, 8)
+    on_codes, simulated = (cpt.count_bitops(network(e), (x,)).total for e in ("integer", "simulated"))
+    assert on_codes == simulated
+
+
+def test_auto_follows_the_machine(monkeypatch):
+    model = network("auto")
+    for fast in (True, False):
+        monkeypatch.setattr("cpt_core.quantization.precision.multiplies_codes", lambda device, fast=fast: fast)
+        with cpt.precision(model, 8):
+            assert layer_precisions(model)["0"].on_codes(torch.randn(1, 3, 8, 8)) is fast
