@@ -116,7 +116,7 @@ def test_of_a_winner_the_other_tasks_and_the_cost_of_the_whole_model_are_told():
     said = verdict(found)
     assert "points (BitOps of the whole model: 1.04 of static's as the paper counts, 1.00 per_op)" in said
     assert ". Open after Holm's correction: over both, digits: -1.69 [-3.05, -0.33] points. Static prec" in said
-    assert said.endswith("static precision itself: over both, characters; over both, cifar10-jpeg")
+    assert said.endswith("Static precision itself: over both, characters; over both, cifar10-jpeg")
     shown = summary(found)["BitOps of the whole model (paper, per_op)"]
     assert shown[(found["case"] == "facebook").to_numpy()].iloc[2] == "1.040, 1.000"
 
