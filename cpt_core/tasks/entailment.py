@@ -211,13 +211,25 @@ def _tokenizer(recipe: EntailmentRecipe, data: EntailmentData) -> Any:
         folder = checkpoint_folder(recipe.checkpoint)
         auto = library("transformers", "text").AutoTokenizer
         return auto.from_pretrained(folder, local_files_only=True).backend_tokenizer
-    made = tokenizers.Tokenizer(tokenizers.models.WordPiece(unk_token="[UNK]"))
-    made.normalizer = tokenizers.normalizers.BertNormalizer()
-    made.pre_tokenizer = tokenizers.pre_tokenizers.BertPreTokenizer()
+    text = data.train.premises + data.train.hypotheses
+    normalizer, words = tokenizers.normalizers.BertNormalizer(), tokenizers.pre_tokenizers.BertPreTokenizer()
+
+    def tokenizer(vocabulary: dict[str, int]) -> Any:
+        made = tokenizers.Tokenizer(tokenizers.models.WordPiece(vocabulary, unk_token="[UNK]"))
+        made.normalizer, made.pre_tokenizer = normalizer, words
+        made.add_special_tokens(list(SPECIAL))
+        return made
+
+    # The trainer numbers the letters inside words in the order of a table that every process orders anew, and breaks
+    # ties by these numbers. Named beforehand they have their numbers, and one text gives the same pieces everywhere.
+    starts = (words.pre_tokenize_str(normalizer.normalize_str("a" + letter)) for letter in set().union(*text))
+    inside = sorted({letter for found in starts for letter in found[0][0][1:]})
     trainer = tokenizers.trainers.WordPieceTrainer(
-        vocab_size=recipe.vocabulary, special_tokens=list(SPECIAL), show_progress=False
+        vocab_size=recipe.vocabulary, special_tokens=[*SPECIAL, *(f"##{x}" for x in inside)], show_progress=False
     )
-    made.train_from_iterator(data.train.premises + data.train.hypotheses, trainer)
+    learning = tokenizer({})
+    learning.train_from_iterator(text, trainer)
+    made = tokenizer(learning.get_vocab())  # anew: to this one "##a" in a text is no special token
     made.post_processor = tokenizers.processors.BertProcessing(
         *((token, made.token_to_id(token)) for token in ("[SEP]", "[CLS]"))
     )

@@ -1,5 +1,8 @@
 """Natural language inference through the one training loop: learned, resumed, padded, from checkpoints, counted."""
 
+import json
+import subprocess
+import sys
 from dataclasses import replace
 from functools import partial
 
@@ -9,6 +12,7 @@ import transformers
 from helpers import same, smoke_spec
 
 from cpt_core.bitops.plan import count_bitops
+from cpt_core.data.entailment import EntailmentData, Pairs
 from cpt_core.data.files import DataNotFoundError
 from cpt_core.data.templates import sentence_pairs
 from cpt_core.experiments.entailment import EntailmentRecipe
@@ -114,6 +118,28 @@ def test_word_pieces_come_from_the_training_text_and_mark_both_sentences(tmp_pat
     own = entailment_task._tokenizer(r, entailment_task.load_entailment(r))
     assert "##uo" not in own.get_vocab()
     assert "[UNK]" in own.encode("a quokka").tokens
+
+
+def test_every_process_learns_the_same_word_pieces():
+    code = """
+from dataclasses import replace
+from cpt_core.experiments.recipes import recipe
+from cpt_core.tasks.entailment import _tokenizer, load_entailment
+r = replace(recipe("smoke", "templates"), vocabulary=120)
+print(_tokenizer(r, load_entailment(r)).to_str())
+"""
+    one, other = (subprocess.run([sys.executable, "-c", code], capture_output=True, text=True) for _ in range(2))
+    assert json.loads(one.stdout)["model"]["vocab"] == json.loads(other.stdout)["model"]["vocab"], one.stderr
+    assert len(json.loads(one.stdout)["model"]["vocab"]) == 120
+
+
+def test_a_piece_or_a_letter_of_any_script_in_a_text_is_an_ordinary_word():
+    text = ("ΟΔΟΣ İstanbul naïve ##a 日本語", "don't [x] ##a ##ab")
+    pairs = Pairs(text, text, torch.zeros(2, dtype=torch.int64))
+    learned = entailment_task._tokenizer(recipe("smoke", "templates"), EntailmentData(pairs, pairs, {}, "", ""))
+    assert learned.encode("##a", add_special_tokens=False).tokens == ["#", "#", "a"]
+    assert learned.decode(learned.encode("a", "a").ids) == "a a"
+    assert not {"[UNK]"} & set(learned.encode(*text).tokens)
 
 
 def test_long_pairs_are_cut_and_counted(caplog):
