@@ -26,9 +26,19 @@ AGGREGATIONS = {"fp": "FP-Agg", "quantized": "Q-Agg"}
 def quality_cost_groups(runs: pd.DataFrame) -> list[pd.DataFrame]:
     """Split runs into experiments of quality against cost: one recipe, one preset, one q_max.
 
-    Runs of critical periods and those that only equal cost needs are left out.
+    Left out are runs of critical periods, those that only equal cost needs, those on codes or with shared steps, and an
+    arm that was run only to be compared with these.
     """
-    return _split(runs[(runs["kind"] != "deficit") & ~runs["equal_cost"]], "recipe", "preset", "q_max", "scale")
+    other = (runs["kind"] == "deficit") | runs["equal_cost"] | (runs["execution"] != "simulated") | runs["shared_steps"]
+    compared = set(runs.loc[runs["execution"] != "simulated", "recipe_but_execution"])
+    parts = _split(runs[~other], "recipe", "preset", "q_max", "scale")
+    return [p for p in parts if p["arm"].nunique() > 1 or p["recipe_but_execution"].iloc[0] not in compared]
+
+
+def execution_groups(runs: pd.DataFrame) -> list[pd.DataFrame]:
+    """Pick the runs of arms that were run both simulated and on codes, by recipe but for that."""
+    parts = _split(runs, "recipe_but_execution", "arm", "preset", "q_max", "scale")
+    return [part for part in parts if part["execution"].nunique() == 2]
 
 
 def aggregation_groups(runs: pd.DataFrame) -> list[pd.DataFrame]:

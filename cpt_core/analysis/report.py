@@ -18,6 +18,7 @@ from cpt_core.analysis import (
     claims,
     critical_periods,
     equal_cost,
+    execution,
     paper,
     predictors,
     preregistered,
@@ -42,7 +43,7 @@ WORDS = (
     "The noise exposure of an arm is the mean of 4^-q over its steps, divided by that of static q_max (so that has 1): "
     "the variance of rounding errors at q bits goes with 4^-q.",
 )
-QUESTIONS = (quality_cost, aggregation, critical_periods, equal_cost)
+QUESTIONS = (quality_cost, aggregation, critical_periods, equal_cost, execution)
 
 
 def write(folder: Path, scale: str, outcomes: list[dict[str, Any]]) -> Path:

@@ -12,7 +12,7 @@ from typing import Any
 
 from cpt_core.checks import whole
 from cpt_core.experiments.image import ImageRecipe
-from cpt_core.experiments.recipe import Deficits, Recipe
+from cpt_core.experiments.recipe import EXECUTIONS, Deficits, Recipe
 from cpt_core.experiments.recipes import deficits, recipe
 from cpt_core.experiments.spec import RunSpec, run_spec
 from cpt_core.schedules import cost
@@ -315,6 +315,38 @@ def equal_cost(
     ]
     arms = list({spec.key: spec for spec in arms}.values())
     return [replace(spec, seed=seed) for spec in arms for seed in (r.seeds if seeds is None else seeds)]
+
+
+def execution(
+    scale: str = "demo",
+    dataset: str = "digits",
+    model: str | None = None,
+    *,
+    task: str | None = None,
+    arm: str = "CR",
+    seeds: Sequence[int] | None = None,
+    **changes: Any,
+) -> list[RunSpec]:
+    """Return runs of one schedule with simulated products and with products on codes, each with two kinds of steps.
+
+    The steps of the grids are those of the paper's code, or one per tensor, with which all products have an integer
+    form. Runs of one seed differ in nothing else. The test set is looked at ten times, for curves.
+
+    Args:
+        scale: "smoke", "demo" or "paper".
+        dataset: see ``recipes.recipe``; ``model`` and ``task`` too.
+        arm: a schedule's name, or "static 5".
+        seeds: None takes 0 to 9.
+        changes: other values for fields of the recipe.
+    """
+    r = recipe(scale, dataset, model, task=task or "image")
+    r = _changed(r, task, {"evaluate_every": max(1, changes.get("steps", r.steps) // 10), **changes})
+    return [
+        run_spec(replace(r, execution=how, shared_steps=shared), arm, q_max=8, seed=seed, scale=scale)
+        for shared in (False, True)
+        for how in EXECUTIONS
+        for seed in (range(10) if seeds is None else seeds)
+    ]
 
 
 def _price(spec: RunSpec) -> float:

@@ -14,6 +14,7 @@ from cpt_core.checks import offer
 
 SCALES = ("smoke", "demo", "paper")
 PRESETS = ("ours", "authors")
+EXECUTIONS = ("simulated", "integer")
 
 # Of fields that recipes had not from the start: their default is left out of specs, which keep their keys; so it stays.
 LATER = {"later": True}
@@ -44,6 +45,9 @@ class Recipe:
             so in torch. Dequantised operands are then rounded once more.
         channels_last: pictures are stored with their channels last, which changes the speed of convolutions and the
             last digits of their results.
+        execution: "simulated", products in float32; or "integer", on codes, where they have an integer form. No "auto":
+            a run has to say what it did.
+        shared_steps: one range per tensor instead of one per row, channel or position, see ``QuantConfig``.
         seeds: seeds of a full grid at this scale; no part of a single run.
 
     The paper has float32 only: nothing of the arithmetic is changed in its settings.
@@ -67,13 +71,17 @@ class Recipe:
     autocast: str = field(default="", metadata=LATER)
     tf32: bool = field(default=False, metadata=LATER)
     channels_last: bool = field(default=False, metadata=LATER)
+    execution: str = field(default="simulated", metadata=LATER)
+    shared_steps: bool = field(default=False, metadata=LATER)
     seeds: tuple[int, ...] = field(default=(0, 1, 2), compare=False)
 
     def __post_init__(self) -> None:
         """Check the arithmetic."""
         if self.autocast not in ("", "bfloat16"):
             raise ValueError(f"autocast must be 'bfloat16', or '' for none, got {self.autocast!r}")
-        for name in ("tf32", "channels_last"):
+        if self.execution not in EXECUTIONS:
+            raise ValueError(f"execution must be {' or '.join(map(repr, EXECUTIONS))}, got {self.execution!r}")
+        for name in ("tf32", "channels_last", "shared_steps"):
             if not isinstance(value := getattr(self, name), bool):
                 raise ValueError(f"{name} must be true or false, got {value!r}")
 

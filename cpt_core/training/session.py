@@ -25,7 +25,10 @@ def quant_config(recipe: Recipe, seed: int) -> QuantConfig:
     """Return what a recipe quantises, and how."""
     base = PRESETS[recipe.quantized]
     aggregation = recipe.aggregation if isinstance(recipe, GraphRecipe) else "fp"
-    return QuantConfig(base.float32, base.quantizers, recipe.running_start, seed, aggregation)
+    config = QuantConfig(
+        base.float32, base.quantizers, recipe.running_start, seed, aggregation, execution=recipe.execution
+    )
+    return config.with_shared_steps() if recipe.shared_steps else config
 
 
 def task_of(spec: RunSpec) -> type[Task]:

@@ -99,7 +99,10 @@ def test_key_depends_on_everything_but_the_seeds_of_the_grid():
         assert other.key != spec.key
 
 
-LATER = {"autocast": ("", "bfloat16"), "tf32": (False, True), "channels_last": (False, True)}
+LATER = {
+    "autocast": ("", "bfloat16"), "tf32": (False, True), "channels_last": (False, True),
+    "execution": ("simulated", "integer"), "shared_steps": (False, True),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", LATER)
@@ -119,7 +122,10 @@ def test_every_task_refuses_an_arithmetic_that_there_is_not():
     for task, experiment in EXPERIMENTS.items():
         some = next(r for d in experiment.datasets for recipes in d.recipes.values() for r in recipes)
         assert some.task == task
-        for name, wrong in (("autocast", "float16"), ("autocast", None), ("tf32", 1), ("channels_last", "yes")):
+        for name, wrong in (
+            ("autocast", "float16"), ("autocast", None), ("tf32", 1), ("channels_last", "yes"),
+            ("execution", "auto"), ("shared_steps", "no"),
+        ):  # fmt: skip
             with pytest.raises(ValueError, match=rf"{name} must be .*, got {wrong!r}"):
                 replace(some, **{name: wrong})
 

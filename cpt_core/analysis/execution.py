@@ -1,0 +1,123 @@
+"""Products on codes beside simulated ones: numbers, table, figure.  Beyond the paper.
+
+Runs of one seed share weights, data and order. They differ in the last digits of a product, and from there on in all
+that follows, as two seeds of the rounding noise would.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+import pandas as pd
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
+from cpt_core.analysis.groups import execution_groups, named
+from cpt_core.analysis.metrics import intervals, metric_named, metric_of
+from cpt_core.analysis.pages import Section
+from cpt_core.analysis.statistics import interval, paired
+from cpt_core.analysis.style import COLORS, drawing, legend_below, title
+from cpt_core.experiments.recipe import LOSS
+
+# what is compared -> (execution, shared steps) of both sides
+COMPARISONS = {
+    "integer minus simulated": (("integer", False), ("simulated", False)),
+    "integer minus simulated, shared steps": (("integer", True), ("simulated", True)),
+    "shared steps minus the paper's, simulated": (("simulated", True), ("simulated", False)),
+}
+COLORED = dict(zip(COMPARISONS, (COLORS["small"], COLORS["medium"], COLORS["large"]), strict=True))
+
+
+def execution_difference(runs: pd.DataFrame, metric: str | None = None) -> pd.DataFrame:
+    """Compare how products are computed, by seed.
+
+    Args:
+        runs: of one recipe but for the execution and the steps (``designs.execution``).
+        metric: None takes the main one of the task.
+
+    Returns:
+        For each of ``COMPARISONS`` that both sides have: difference (as stored, positive when the first is larger) with
+        low and high (95 %, paired over seeds), std of the second side, pairs, and how many of both diverged.
+    """
+    metric = metric or metric_of(runs)
+    lines = []
+    for name, sides in COMPARISONS.items():
+        first, second = (_side(runs, *side) for side in sides)
+        pairs = paired(first, second, metric)
+        if len(pairs):
+            mean, low, high = interval(pairs)
+            lines.append(
+                {
+                    "comparison": name, "difference": mean, "low": low, "high": high, "std": second[metric].std(),
+                    "pairs": len(pairs), "diverged": int(first["diverged"].sum() + second["diverged"].sum()),
+                }
+            )  # fmt: skip
+    return pd.DataFrame(lines, columns="comparison difference low high std pairs diverged".split())
+
+
+def _side(runs: pd.DataFrame, execution: str, shared: bool) -> pd.DataFrame:
+    return runs[(runs["execution"] == execution) & (runs["shared_steps"] == shared)]
+
+
+def summary(runs: pd.DataFrame) -> pd.DataFrame:
+    """Return ``execution_difference`` for people, of the main metric and of the test loss; runs as there."""
+    parts = []
+    for metric in (metric_named(metric_of(runs)), LOSS):
+        found = execution_difference(runs, metric.name)
+        cells = {
+            "comparison": found["comparison"],
+            "of": f"{metric.name} {metric.unit}".rstrip(),
+            "difference [95 %]": intervals(metric, found),
+            "std over seeds": metric.text(found["std"]),
+            "pairs": found["pairs"],
+            "diverged": found["diverged"],
+        }
+        parts.append(pd.DataFrame(cells))
+    return pd.concat(parts, ignore_index=True)
+
+
+def execution_figure(runs: pd.DataFrame) -> Figure:
+    """Draw the test loss while training, and what the comparisons change of it: mean and 95 % interval over seeds."""
+    with drawing(1, 2, figsize=(10, 3.8)) as (figure, axes):
+        losses, differences = axes[0]
+        for shared, color in ((False, COLORS["small"]), (True, COLORS["large"])):
+            for execution, style in (("simulated", "-"), ("integer", "--")):
+                steps, values = _curves(_side(runs, execution, shared))
+                label = f"{execution}, {'shared steps' if shared else 'steps of the paper'}"
+                losses.plot(steps, values.mean(0), style, color=color, label=label, linewidth=1.4)
+        losses.set(xlabel="training step", ylabel="test loss in nats")
+        losses.legend(fontsize=8)
+        for name, sides in COMPARISONS.items():
+            _difference(differences, name, *(_side(runs, *side) for side in sides))
+        differences.axhline(0, color="#888888", linewidth=0.8)
+        differences.set(xlabel="training step", ylabel="difference of the test loss, paired by seed")
+        legend_below(figure, differences)
+        figure.suptitle(title(runs), fontsize=10)
+    return figure
+
+
+def _curves(runs: pd.DataFrame) -> tuple[np.ndarray, np.ndarray]:
+    """Return steps (E,) and test losses (S, E) of the seeds that finished, ordered by seed."""
+    found = [
+        [(e["step"], e["test"]["loss"]) for e in evaluations]
+        for evaluations in runs[runs["status"] == "ok"].sort_values("seed")["evaluations"]
+    ]
+    curves = np.array(found).reshape(len(found), -1, 2)
+    return (curves[0, :, 0], curves[..., 1]) if found else (np.zeros(0), np.zeros((1, 0)))
+
+
+def _difference(ax: Axes, name: str, first: pd.DataFrame, second: pd.DataFrame) -> None:
+    """Draw the band of one comparison, on the seeds at which both sides finished."""
+    both = set(first.loc[first["status"] == "ok", "seed"]) & set(second.loc[second["status"] == "ok", "seed"])
+    (steps, a), (_, b) = (_curves(part[part["seed"].isin(both)]) for part in (first, second))
+    mean, low, high = np.array([interval(column) for column in (a - b).T]).reshape(-1, 3).T
+    ax.plot(steps, mean, color=COLORED[name], label=name, linewidth=1.4)
+    ax.fill_between(steps, low, high, color=COLORED[name], alpha=0.15, linewidth=0)
+
+
+def sections(runs: pd.DataFrame) -> Iterator[Section]:
+    """Yield what computing on codes changes, for every recipe that was run in both ways."""
+    for name, group in named(execution_groups(runs)):
+        alt = "test loss with simulated products and with products on codes"
+        yield Section(f"Products on codes: {name}", (), execution_figure(group), alt, summary(group))

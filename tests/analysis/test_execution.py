@@ -1,0 +1,92 @@
+"""Products on codes beside simulated ones: which runs are compared, and what is said. Rows are made up."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from cpt_core.analysis import execution, groups, report
+from cpt_core.analysis.runs import table
+from cpt_core.experiments import designs
+from cpt_core.experiments.spec import RunSpec
+from cpt_core.training.session import Session, task_of
+from tests.helpers import row_of, smoke_spec
+
+WAYS = {("simulated", False): 0.80, ("integer", False): 0.81, ("simulated", True): 0.70, ("integer", True): 0.70}
+
+
+def rows(seeds=range(6), **changes):
+    """Accuracies by way with noise by seed; a test loss that is twice what is missing."""
+    made = []
+    for spec in designs.execution("demo", "digits", seeds=seeds, **changes):
+        noise = np.random.default_rng(spec.seed).normal(0, 0.02)
+        value = WAYS[spec.recipe.execution, spec.recipe.shared_steps] + noise
+        evaluations = [{"step": step, "test": {"loss": 2 * (1 - value) + 1 / step}} for step in (10, 20)]
+        row = row_of(spec, value)
+        loss = {**row["metrics"][0], "name": "loss", "value": 2 * (1 - value)}
+        made.append({**row, "metrics": [*row["metrics"], loss], "evaluations": evaluations})
+    return made
+
+
+def test_the_design_varies_nothing_but_how_products_are_computed():
+    specs = designs.execution("demo", "digits", "resnet8_w8", seeds=[3, 4], arm="static 5")
+    assert len({s.key for s in specs}) == len(specs) == 8
+    assert [(s.recipe.execution, s.recipe.shared_steps) for s in specs[::2]] == list(WAYS)
+    assert (
+        len({replace(s, recipe=replace(s.recipe, execution="simulated", shared_steps=False)).key for s in specs}) == 2
+    )
+    assert {s.recipe.evaluate_every for s in specs} == {40}
+    assert all(RunSpec.from_dict(s.to_dict()) == s for s in specs)
+    assert len(designs.execution("smoke", "pydoc")) == 40
+
+
+@pytest.mark.parametrize(("how", "shared"), WAYS)
+def test_a_recipe_says_how_its_products_are_computed(how, shared):
+    spec = smoke_spec("digits", execution=how, shared_steps=shared)
+    layers = [m.precision for m in Session(task_of(spec), spec).model.modules() if hasattr(m, "precision")]
+    assert layers
+    for precision in layers:
+        assert precision.execution == how
+        assert ({q.granularity for q in precision.quantizers.values()} == {"per_tensor"}) is shared
+
+
+def test_differences_are_paired_by_seed():
+    found = execution.execution_difference(table(rows())).set_index("comparison")
+    assert found["difference"].tolist() == pytest.approx([0.01, 0, -0.1])
+    assert (found["high"] - found["low"]).tolist() == pytest.approx([0, 0, 0], abs=1e-9)
+    assert found["pairs"].tolist() == [6, 6, 6]
+    some = [r for r in rows() if not r["spec"]["recipe"].get("shared_steps")]
+    assert execution.execution_difference(table(some))["comparison"].tolist() == ["integer minus simulated"]
+    said = execution.summary(table(rows()))
+    assert said["of"].tolist() == ["accuracy %"] * 3 + ["loss"] * 3
+    assert said["difference [95 %]"].tolist()[::3] == ["+1.0 [+1.0, +1.0]", "-0.020 [-0.020, -0.020]"]
+
+
+def test_a_run_that_diverged_counts_and_has_no_curve():
+    ended = {"status": "diverged", "metrics": [], "evaluations": []}
+    lost = [r["spec"]["seed"] == 2 and "execution" in r["spec"]["recipe"] for r in rows()]
+    made = [{**r, **ended} if gone else r for r, gone in zip(rows(), lost, strict=True)]
+    found = execution.execution_difference(table(made)).set_index("comparison")
+    assert found["diverged"].tolist() == [1, 1, 0]
+    assert found["pairs"].tolist() == [6, 6, 6]
+    assert found["difference"].tolist() == pytest.approx([0.01 * 5 / 6 - 0.7 / 6, -0.1, -0.1], abs=0.005)
+    drawn = execution.execution_figure(table(made)).axes[1]
+    assert drawn.lines[0].get_ydata() == pytest.approx([-0.02, -0.02])
+
+
+def test_the_figure_shows_the_four_losses_and_the_three_differences():
+    losses, differences = execution.execution_figure(table(rows())).axes
+    values = np.mean([r["evaluations"][1]["test"]["loss"] for r in rows() if r["spec"]["recipe"].get("shared_steps")])
+    assert [line.get_linestyle() for line in losses.lines] == ["-", "--", "-", "--"]
+    assert losses.lines[2].get_ydata()[1] == pytest.approx(values)
+    assert [line.get_ydata()[0] for line in differences.lines[:3]] == pytest.approx([-0.02, 0, 0.2])
+
+
+def test_they_are_an_experiment_of_their_own():
+    runs = table([*rows(), *(row_of(s, 0.8) for s in designs.quality_cost("demo", seeds=range(2)))])
+    assert [len(part) for part in groups.execution_groups(runs)] == [24]
+    (rest,) = groups.quality_cost_groups(runs)
+    assert set(rest["execution"]) == {"simulated"}
+    assert not rest["shared_steps"].any()
+    assert execution in report.QUESTIONS
+    assert [s.title.split(":")[0] for s in execution.sections(runs)] == ["Products on codes"]
