@@ -13,11 +13,12 @@ import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from cpt_core.analysis.groups import execution_groups, named
+from cpt_core.analysis.groups import experiment_name
 from cpt_core.analysis.metrics import intervals, metric_named, metric_of
 from cpt_core.analysis.pages import Section
 from cpt_core.analysis.statistics import interval, paired
 from cpt_core.analysis.style import COLORS, drawing, legend_below, title
+from cpt_core.experiments.grids import find_grids
 from cpt_core.experiments.recipe import LOSS
 
 # what is compared -> (execution, shared steps) of both sides
@@ -29,11 +30,25 @@ COMPARISONS = {
 COLORED = dict(zip(COMPARISONS, (COLORS["small"], COLORS["medium"], COLORS["large"]), strict=True))
 
 
+def executions(runs: pd.DataFrame) -> list[pd.DataFrame]:
+    """Return the runs of every grid of ``designs.execution`` of which there are some of both kinds.
+
+    With columns ``execution`` and ``shared_steps`` as in their recipes.
+    """
+    parts = []
+    for grid in find_grids("execution").values():
+        recipes = {spec.key: spec.recipe for spec in grid.make(grid.scales[0])}
+        part = runs[runs["key"].isin(recipes)]
+        ways = {name: [getattr(recipes[key], name) for key in part["key"]] for name in ("execution", "shared_steps")}
+        parts.append(part.assign(**ways))
+    return [part for part in parts if part["execution"].nunique() > 1]
+
+
 def execution_difference(runs: pd.DataFrame, metric: str | None = None) -> pd.DataFrame:
     """Compare how products are computed, by seed.
 
     Args:
-        runs: of one recipe but for the execution and the steps (``designs.execution``).
+        runs: one of ``executions``.
         metric: None takes the main one of the task.
 
     Returns:
@@ -117,7 +132,7 @@ def _difference(ax: Axes, name: str, first: pd.DataFrame, second: pd.DataFrame) 
 
 
 def sections(runs: pd.DataFrame) -> Iterator[Section]:
-    """Yield what computing on codes changes, for every recipe that was run in both ways."""
-    for name, group in named(execution_groups(runs)):
+    """Yield what computing on codes changes, for every model that was run in both ways."""
+    for part in executions(runs):
         alt = "test loss with simulated products and with products on codes"
-        yield Section(f"Products on codes: {name}", (), execution_figure(group), alt, summary(group))
+        yield Section(f"Products on codes: {experiment_name(part)}", (), execution_figure(part), alt, summary(part))

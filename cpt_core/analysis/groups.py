@@ -26,19 +26,9 @@ AGGREGATIONS = {"fp": "FP-Agg", "quantized": "Q-Agg"}
 def quality_cost_groups(runs: pd.DataFrame) -> list[pd.DataFrame]:
     """Split runs into experiments of quality against cost: one recipe, one preset, one q_max.
 
-    Left out are runs of critical periods, those that only equal cost needs, those on codes or with shared steps, and an
-    arm that was run only to be compared with these.
+    Runs of critical periods and those that only equal cost needs are left out.
     """
-    other = (runs["kind"] == "deficit") | runs["equal_cost"] | (runs["execution"] != "simulated") | runs["shared_steps"]
-    compared = set(runs.loc[runs["execution"] != "simulated", "recipe_but_execution"])
-    parts = _split(runs[~other], "recipe", "preset", "q_max", "scale")
-    return [p for p in parts if p["arm"].nunique() > 1 or p["recipe_but_execution"].iloc[0] not in compared]
-
-
-def execution_groups(runs: pd.DataFrame) -> list[pd.DataFrame]:
-    """Pick the runs of arms that were run both simulated and on codes, by recipe but for that."""
-    parts = _split(runs, "recipe_but_execution", "arm", "preset", "q_max", "scale")
-    return [part for part in parts if part["execution"].nunique() == 2]
+    return _split(runs[(runs["kind"] != "deficit") & ~runs["equal_cost"]], "recipe", "preset", "q_max", "scale")
 
 
 def aggregation_groups(runs: pd.DataFrame) -> list[pd.DataFrame]:
@@ -79,7 +69,7 @@ def equal_cost_groups(runs: pd.DataFrame) -> list[pd.DataFrame]:
 
 @cache
 def preregistered() -> frozenset[str]:
-    """Return the keys of the runs of ``PREREGISTRATION.md``: they answer its questions, nothing is pooled with them.
+    """Return the keys of the runs of ``QUESTIONS``, as of ``PREREGISTRATION.md``: nothing is pooled with them.
 
     Runs of H5 can be there only when what their schedules are made of is stored.
     """

@@ -19,6 +19,7 @@ from cpt_core.experiments.designs import (
     deficit_length,
     deficit_window,
     equal_cost,
+    execution,
     fanout,
     q_agg,
     quality_cost,
@@ -117,8 +118,21 @@ def _question(name: str) -> Grid:
     return Grid(question, f"PREREGISTRATION.md, {question.upper()}: {about}", lambda scale, **c: make(**c), ("demo",))
 
 
-# The questions of PREREGISTRATION.md; a name or "h1" finds them, lists of what the paper needs leave them out.
-QUESTIONS: dict[str, Grid] = {name: _question(name) for name in (*questions.GRIDS, *allocation.GRIDS)}
+# Models of digits, characters and synthetic sentence pairs whose products are computed in several ways.
+_EXECUTED = {"mlp6": "digits", "resnet8_w8": "digits", "lstm": "pydoc", "bert_small": "templates"}
+
+
+def _execution_grid(model: str) -> Grid:
+    about = f"{_EXECUTED[model]}, {model}: CR simulated and on codes, with the paper's steps and shared ones, ten seeds"
+    return Grid("execution", about, _Make(execution, _EXECUTED[model], model), ("demo",))
+
+
+# Questions beyond the paper, those of PREREGISTRATION.md and how products are computed; a name or "h1" finds them.
+# Lists of what the paper needs leave them out, and their runs are pooled with no others.
+QUESTIONS: dict[str, Grid] = {
+    **{name: _question(name) for name in (*questions.GRIDS, *allocation.GRIDS)},
+    **{f"execution/{model}": _execution_grid(model) for model in _EXECUTED},
+}
 
 
 def find_grids(name: str | None = None) -> dict[str, Grid]:

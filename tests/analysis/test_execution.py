@@ -7,7 +7,7 @@ import pytest
 
 from cpt_core.analysis import execution, groups, report
 from cpt_core.analysis.runs import table
-from cpt_core.experiments import designs
+from cpt_core.experiments import designs, grids
 from cpt_core.experiments.spec import RunSpec
 from cpt_core.training.session import Session, task_of
 from tests.helpers import row_of, smoke_spec
@@ -26,6 +26,12 @@ def rows(seeds=range(6), **changes):
         loss = {**row["metrics"][0], "name": "loss", "value": 2 * (1 - value)}
         made.append({**row, "metrics": [*row["metrics"], loss], "evaluations": evaluations})
     return made
+
+
+def of(made):
+    """The one experiment that rows are of."""
+    (part,) = execution.executions(table(made))
+    return part
 
 
 def test_the_design_varies_nothing_but_how_products_are_computed():
@@ -51,13 +57,13 @@ def test_a_recipe_says_how_its_products_are_computed(how, shared):
 
 
 def test_differences_are_paired_by_seed():
-    found = execution.execution_difference(table(rows())).set_index("comparison")
+    found = execution.execution_difference(of(rows())).set_index("comparison")
     assert found["difference"].tolist() == pytest.approx([0.01, 0, -0.1])
     assert (found["high"] - found["low"]).tolist() == pytest.approx([0, 0, 0], abs=1e-9)
     assert found["pairs"].tolist() == [6, 6, 6]
     some = [r for r in rows() if not r["spec"]["recipe"].get("shared_steps")]
-    assert execution.execution_difference(table(some))["comparison"].tolist() == ["integer minus simulated"]
-    said = execution.summary(table(rows()))
+    assert execution.execution_difference(of(some))["comparison"].tolist() == ["integer minus simulated"]
+    said = execution.summary(of(rows()))
     assert said["of"].tolist() == ["accuracy %"] * 3 + ["loss"] * 3
     assert said["difference [95 %]"].tolist()[::3] == ["+1.0 [+1.0, +1.0]", "-0.020 [-0.020, -0.020]"]
 
@@ -66,16 +72,16 @@ def test_a_run_that_diverged_counts_and_has_no_curve():
     ended = {"status": "diverged", "metrics": [], "evaluations": []}
     lost = [r["spec"]["seed"] == 2 and "execution" in r["spec"]["recipe"] for r in rows()]
     made = [{**r, **ended} if gone else r for r, gone in zip(rows(), lost, strict=True)]
-    found = execution.execution_difference(table(made)).set_index("comparison")
+    found = execution.execution_difference(of(made)).set_index("comparison")
     assert found["diverged"].tolist() == [1, 1, 0]
     assert found["pairs"].tolist() == [6, 6, 6]
     assert found["difference"].tolist() == pytest.approx([0.01 * 5 / 6 - 0.7 / 6, -0.1, -0.1], abs=0.005)
-    drawn = execution.execution_figure(table(made)).axes[1]
+    drawn = execution.execution_figure(of(made)).axes[1]
     assert drawn.lines[0].get_ydata() == pytest.approx([-0.02, -0.02])
 
 
 def test_the_figure_shows_the_four_losses_and_the_three_differences():
-    losses, differences = execution.execution_figure(table(rows())).axes
+    losses, differences = execution.execution_figure(of(rows())).axes
     values = np.mean([r["evaluations"][1]["test"]["loss"] for r in rows() if r["spec"]["recipe"].get("shared_steps")])
     assert [line.get_linestyle() for line in losses.lines] == ["-", "--", "-", "--"]
     assert losses.lines[2].get_ydata()[1] == pytest.approx(values)
@@ -84,9 +90,18 @@ def test_the_figure_shows_the_four_losses_and_the_three_differences():
 
 def test_they_are_an_experiment_of_their_own():
     runs = table([*rows(), *(row_of(s, 0.8) for s in designs.quality_cost("demo", seeds=range(2)))])
-    assert [len(part) for part in groups.execution_groups(runs)] == [24]
+    assert [len(part) for part in execution.executions(runs)] == [24]
     (rest,) = groups.quality_cost_groups(runs)
-    assert set(rest["execution"]) == {"simulated"}
-    assert not rest["shared_steps"].any()
+    assert len(rest) == 34
     assert execution in report.QUESTIONS
     assert [s.title.split(":")[0] for s in execution.sections(runs)] == ["Products on codes"]
+    assert execution.executions(rest) == []
+
+
+def test_their_grids_are_found_by_name_and_are_no_part_of_the_paper():
+    found = grids.find_grids("execution")
+    assert {name: {s.recipe.model for s in grids.grid_specs(name)} for name in found} == {
+        f"execution/{model}": {model} for model in ("mlp6", "resnet8_w8", "lstm", "bert_small")
+    }
+    assert all(len(grids.grid_specs(name)) == 40 for name in found)
+    assert not set(found) & set(grids.GRIDS)
