@@ -1,7 +1,9 @@
 """Time of a low-precision training step relative to the float32 step: ``python -m bench.step_ratio``.
 
 Simulated, for every execution of the quantised operator: plain torch, C++, and the whole model through
-``torch.compile``; on codes, ``QuantConfig(execution="integer")``, with the authors' steps and with shared ones. All
+``torch.compile``; on codes, ``QuantConfig(execution="integer")``, with the authors' steps and with shared ones. Beside
+it what others offer: bfloat16 under autocast, unquantised, and, where torchao is installed (nothing here needs it), its
+training with int8 products and its fake quantisation of linear layers, for models that have no others. All
 run interleaved in one process, one thread, and ratios of medians are printed, with those of minima in brackets: they
 are comparable between machines, the milliseconds are not. A step is forward, backward and SGD; q cycles from 3 to 8
 and gradients have 8 bits, rounded stochastically.
@@ -10,6 +12,7 @@ and gradients have 8 bits, rounded stochastically.
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import os
 import statistics
 import time
@@ -47,6 +50,11 @@ class Outputs(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.lstm(x)[0]
+
+
+def convolutions() -> nn.Module:
+    """Two 3 x 3 convolutions of 64 channels with ReLU."""
+    return nn.Sequential(nn.Conv2d(64, 64, 3, padding=1), nn.ReLU(), nn.Conv2d(64, 64, 3, padding=1))
 
 
 def readme() -> nn.Module:
@@ -115,6 +123,7 @@ class Case:
 
 
 ON_CODES = "integer", "shared steps"
+AUTOCAST, TORCHAO = "bf16 autocast", ("torchao int8", "torchao QAT")
 BOTH = {"FP-Agg": QuantConfig(), "Q-Agg": QuantConfig(aggregation="quantized")}
 CASES = {
     "ResNet-20, batch 128": Case(lambda: MODELS["resnet20"](3, 32, 10), random(128, 3, 32, 32), 7),
@@ -124,10 +133,14 @@ CASES = {
         lambda: InvertedResidual(32, 32, 6, 1), random(64, 32, 16, 16), 25, compiled=True
     ),
     "RetinaNet, batch 4, 320 pixels": Case(Detector, random(4, 3, 320, 320), 5),
+    "convolutions 32x64x32x32": Case(convolutions, random(32, 64, 32, 32), 9),
     "linear block 768, 2048 rows": Case(linear_block, random(2048, 768), 15, compiled=True),
     "LSTM 800, 35 steps, batch 20": Case(lambda: Outputs(800), random(35, 20, 800), 9),
     "LSTM 200, 35 steps, batch 20": Case(lambda: Outputs(200), random(35, 20, 200), 25),
     "BERT layer 768, 128 tokens, batch 16": Case(Encoder, random(16, 128, 768), 7, compiled=True),
+    "multilingual BERT's encoder, 128 tokens, batch 8": Case(
+        lambda: Encoder(num_hidden_layers=12), random(8, 128, 768), 3
+    ),
     "small BERT, 2 x 128, 64 tokens, batch 16": Case(lambda: Encoder(**SMALL_BERT), random(16, 64, 128), 25),
     "README's network, batch 16": Case(readme, random(16, 64), 200),
     "GCN layer 128 -> 512, arxiv size": Case(lambda: GraphConv(128, 512), arxiv, 7, BOTH),
@@ -141,6 +154,8 @@ def stepper(
     if config and how in ON_CODES:
         config = replace(config, execution="integer")
         config = config.with_shared_steps() if how == ON_CODES[1] else config
+    if how in TORCHAO:
+        with_torchao(model, how)
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3, momentum=0.9)
     layers = list(layer_precisions(quantize_(model, config)).values()) if config else []
     called = torch.compile(model) if how == "compiled" else model
@@ -148,16 +163,42 @@ def stepper(
 
     def step() -> float:
         with reference() if how == "reference" else nullcontext():
+            rounds = torch.autocast("cpu", torch.bfloat16) if how == AUTOCAST else nullcontext()
             start = time.perf_counter()
             q = next(bits)
             for layer in layers:
                 layer.set_bits(q, 8)
-            called(*inputs).square().mean().backward()
+            with rounds:
+                y = called(*inputs)
+            y.float().square().mean().backward()
             optimizer.step()
             optimizer.zero_grad()
             return time.perf_counter() - start
 
     return step
+
+
+def with_torchao(model: nn.Module, how: str) -> None:
+    """Convert the linear layers of a model with torchao: to int8 products, or to fake quantisation at 8 bits."""
+    from torchao import quantization as ao
+
+    if how == TORCHAO[0]:
+        from torchao.prototype.quantized_training import int8_mixed_precision_training
+
+        ao.quantize_(model, int8_mixed_precision_training())
+        return
+    from torchao.quantization import qat
+
+    tokens = qat.IntxFakeQuantizeConfig(torch.int8, "per_token", is_symmetric=False)
+    channels = qat.IntxFakeQuantizeConfig(torch.int8, "per_channel")
+    ao.quantize_(model, qat.QATConfig(activation_config=tokens, weight_config=channels, step="prepare"))
+
+
+def others(model: nn.Module) -> list[str]:
+    """Return what a model can be compared with: torchao converts linear layers alone."""
+    layers = [m for m in model.modules() if isinstance(m, (nn.Linear, nn.LSTM, nn.Conv2d, GraphConv))]
+    linear = importlib.util.find_spec("torchao") is not None and all(isinstance(m, nn.Linear) for m in layers)
+    return [AUTOCAST, *(TORCHAO if linear else ())]
 
 
 def measure(variants: Mapping[Any, Callable[[], float]], rounds: int) -> dict[Any, list[float]]:
@@ -186,7 +227,7 @@ def main() -> None:
     tuned = "MALLOC_MMAP_THRESHOLD_" in os.environ
     print(f"torch {torch.__version__}, 1 thread, allocator thresholds {'set' if tuned else 'NOT set (see Makefile)'}")
     print(f"load of the machine {os.getloadavg()[0]:.1f} on {os.cpu_count()} cores\n{execution()}")
-    last = ["compiled", *ON_CODES]
+    last = ["compiled", *ON_CODES, AUTOCAST, *(TORCHAO if importlib.util.find_spec("torchao") else ())]
     ways = ["reference", *([execution().cpu] if execution().cpu != "reference" else [])]
     print(f"{'times a float32 step: median (minimum)':<49}" + "".join(f"{way:>15}" for way in [*ways, *last]))
     for name, case in CASES.items():
@@ -198,11 +239,13 @@ def main() -> None:
         for key, config in case.configs.items():
             tried = [*ways, *(["compiled"] if case.compiled and not given.fast else []), *ON_CODES]
             variants |= {(key, way): stepper(case.make(), inputs, config, way) for way in tried}
+        variants |= {("", way): stepper(case.make(), inputs, None, way) for way in others(case.make())}
         times = measure(variants, case.rounds)
         base = times["float32", ""]
         for key in case.configs:
             told = f"{name}, {key}" if key else name
-            cells = [ratio(times[key, way], base) if (key, way) in variants else "-" for way in [*ways, *last]]
+            found = [times.get((key, way), times.get(("", way))) for way in [*ways, *last]]
+            cells = [ratio(seconds, base) if seconds else "-" for seconds in found]
             milliseconds = f"{statistics.median(base) * 1e3:.1f} ({min(base) * 1e3:.1f}) ms"
             print(f"{told:<49}" + "".join(f"{c:>15}" for c in cells) + f"   float32 {milliseconds}", flush=True)
 
