@@ -93,8 +93,10 @@ LAYERS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
 }
 
 
-def layer(name: str, device: str) -> dict[str, Any]:
+def layer(name: str, device: str, on_codes: bool = False) -> dict[str, Any]:
     """Largest difference of output and gradients, relative to the largest number, at 8 bits, rounded to nearest.
+
+    On codes, with shared steps, so that all products that can be are computed on them on both devices.
 
     A number near the middle between two levels may fall to the other side when a sum is added up in another order:
     one level is 1/255 of a range.
@@ -102,7 +104,8 @@ def layer(name: str, device: str) -> dict[str, Any]:
     make, shape = LAYERS[name]
     torch.manual_seed(0)
     x = torch.randn(shape)
-    model = quantize_(make(), QuantConfig())
+    config = QuantConfig(execution="integer").with_shared_steps() if on_codes else QuantConfig()
+    model = quantize_(make(), config)
     for module in model.modules():
         if hasattr(module, "quantizers"):
             module.quantizers = {role: replace(q, rounding="nearest") for role, q in module.quantizers.items()}

@@ -25,7 +25,8 @@ from cpt_core.training.session import Session, task_of
 
 KINDS = (
     "float32", "float32 captured", "float32 TF32", "quantised", "quantised captured", "quantised TF32",
-    "quantised captured TF32", "per operation",
+    "quantised captured TF32", "quantised integer captured", "quantised integer shared steps captured",
+    "per operation",
 )  # fmt: skip
 DRY_BERT = {"padding": "max", "hidden": 16, "layers": 1, "batch": 4, "train_pairs": 200}
 
@@ -62,7 +63,8 @@ MODELS: dict[str, tuple[Callable[[], Recipe], Callable[[], Recipe]]] = {
 
 def session_of(name: str, kind: str, device: str, dry: bool) -> Session:
     """Return a model's session, its steps of one kind; LeftOutError where there is no such kind."""
-    r = replace(MODELS[name][dry](), tf32="TF32" in kind)
+    execution = "integer" if "integer" in kind else "simulated"
+    r = replace(MODELS[name][dry](), tf32="TF32" in kind, execution=execution, shared_steps="shared steps" in kind)
     spec = run_spec(r, "CR", q_max=8, seed=0, scale="smoke" if dry else "paper")
     with environment(CPT_CAPTURE="1" if "captured" in kind else "0"):
         session = Session(task_of(spec), spec, device, stand_in=not dry)

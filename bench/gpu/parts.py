@@ -38,6 +38,7 @@ def checks_of(options: Options) -> dict[str, Stage]:
         "tests": partial(_tests, options),
         "quantisers": partial(checks.quantisers, options.device),
         **{f"layer {name}": partial(checks.layer, name, options.device) for name in checks.LAYERS},
+        **{f"layer {name} on codes": partial(checks.layer, name, options.device, True) for name in checks.LAYERS},
         **{f"task {name}": partial(checks.task, name, options.device) for name in checks.TASKS},
     }
 

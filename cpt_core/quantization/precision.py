@@ -133,9 +133,16 @@ class LayerPrecision(nn.Module):
         autocast = x.dtype == torch.float32 and not x.is_meta and torch.is_autocast_enabled(x.device.type)
         return torch.get_autocast_dtype(x.device.type) if autocast else None
 
+    @property
+    def fits_codes(self) -> tuple[bool, bool]:
+        """Whether the layer is asked to compute on codes and they hold the bits in force, forward and of gradients."""
+        asked = self.execution != "simulated"
+        forward, gradient = (asked and q is not None and q <= MOST_BITS for q in self.in_force or (None, None))
+        return forward, gradient
+
     def on_codes(self, x: Tensor) -> bool:
         """Whether products with ``x`` are computed on codes now: the layer is asked to, and the bits fit."""
-        if self.execution == "simulated" or self.bits is None or self.bits > MOST_BITS or x.numel() == 0:
+        if not self.fits_codes[0] or x.numel() == 0:
             return False
         if x.is_meta or x.dtype != torch.float32:
             return False

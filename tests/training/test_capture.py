@@ -2,6 +2,7 @@
 
 import copy
 import itertools
+from dataclasses import replace
 from functools import partial
 
 import pytest
@@ -11,6 +12,7 @@ from tape import TapeRecorder
 
 from cpt_core.graphs import graph
 from cpt_core.quantization import reuse
+from cpt_core.schedules.schedule import TableSchedule
 from cpt_core.tasks import TASKS
 from cpt_core.training import capture, session
 from cpt_core.training.session import Session, task_of
@@ -26,6 +28,8 @@ RUNS = {
     "quantised sums": partial(smoke_spec, "digits-graph", model="gcn", aggregation="quantized", hidden=8),
     "sentences": partial(smoke_spec, "templates", padding="max", train_pairs=90, valid_pairs=20,
                          test_pairs=20, batch=16, length=20, hidden=16, layers=1),
+    "images on codes": partial(smoke_spec, "digits", model="resnet8_w8", train_images=90, batch=16, valid_images=40,
+                               test_images=40, execution="integer", shared_steps=True),
 }  # fmt: skip
 
 
@@ -75,6 +79,15 @@ def test_replayed_steps_are_those_they_replace_bit_for_bit(name, recorders, eage
     resumed = train(task_of(spec), spec, checkpoint=file)
     assert (resumed.history, resumed.metrics) == (plain.history, plain.metrics)
     assert resumed.captured > 4
+
+
+def test_bits_that_codes_do_not_hold_are_recorded_by_themselves(recorders, eager):
+    spec = spec_of("images on codes")
+    spec = replace(spec, schedule=TableSchedule(((7, 6), (10, 6), (7, 6))))
+    plain, run = eager(train, task_of(spec), spec), train(task_of(spec), spec)
+    assert run.history == plain.history
+    assert run.captured > 4
+    assert len(recorders[1].tapes) == 2
 
 
 def stop_at(step, spec, file):
