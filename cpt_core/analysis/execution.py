@@ -27,6 +27,7 @@ COMPARISONS = {
     "integer minus simulated, shared steps": (("integer", True), ("simulated", True)),
     "shared steps minus the paper's, simulated": (("simulated", True), ("simulated", False)),
 }
+WAYS = [(how, shared) for shared in (False, True) for how in ("simulated", "integer")]
 COLORED = dict(zip(COMPARISONS, (COLORS["small"], COLORS["medium"], COLORS["large"]), strict=True))
 
 
@@ -96,11 +97,10 @@ def execution_figure(runs: pd.DataFrame) -> Figure:
     """Draw the test loss while training, and what the comparisons change of it: mean and 95 % interval over seeds."""
     with drawing(1, 2, figsize=(10, 3.8)) as (figure, axes):
         losses, differences = axes[0]
-        for shared, color in ((False, COLORS["small"]), (True, COLORS["large"])):
-            for execution, style in (("simulated", "-"), ("integer", "--")):
-                steps, values = _curves(_side(runs, execution, shared))
-                label = f"{execution}, {'shared steps' if shared else 'steps of the paper'}"
-                losses.plot(steps, values.mean(0), style, color=color, label=label, linewidth=1.4)
+        for how, shared in WAYS:
+            steps, values = _curves(_side(runs, how, shared))
+            color, style = COLORS["large" if shared else "small"], "-" if how == "simulated" else "--"
+            losses.plot(steps, values.mean(0), style, color=color, label=_name(how, shared), linewidth=1.4)
         losses.set(xlabel="training step", ylabel="test loss in nats")
         losses.legend(fontsize=8)
         for name, sides in COMPARISONS.items():
@@ -108,6 +108,64 @@ def execution_figure(runs: pd.DataFrame) -> Figure:
         differences.axhline(0, color="#888888", linewidth=0.8)
         differences.set(xlabel="training step", ylabel="difference of the test loss, paired by seed")
         legend_below(figure, differences)
+        figure.suptitle(title(runs), fontsize=10)
+    return figure
+
+
+def quality_seconds(runs: pd.DataFrame) -> pd.DataFrame:
+    """Return what the ways to compute products took and gave; runs as for ``execution_difference``.
+
+    Columns way, mean, std, n, diverged, seconds (median of whole runs, evaluations and all) and ratio, that of the
+    seconds to those of simulated products with the same steps.
+    """
+    metric, lines = metric_of(runs), []
+    for how, shared in WAYS:
+        part, base = _side(runs, how, shared), _side(runs, "simulated", shared)
+        seconds = part.loc[part["status"] == "ok", "seconds"].median()
+        lines.append(
+            {
+                "way": _name(how, shared), "mean": part[metric].mean(), "std": part[metric].std(),
+                "n": int(part[metric].count()), "diverged": int(part["diverged"].sum()), "seconds": seconds,
+                "ratio": seconds / base.loc[base["status"] == "ok", "seconds"].median(),
+            }
+        )  # fmt: skip
+    return pd.DataFrame(lines)
+
+
+def _name(how: str, shared: bool) -> str:
+    return f"{how}, {'shared steps' if shared else 'steps of the paper'}"
+
+
+def seconds_summary(runs: pd.DataFrame) -> pd.DataFrame:
+    """Return ``quality_seconds`` for people; runs as there."""
+    metric, found = metric_named(metric_of(runs)), quality_seconds(runs)
+    return pd.DataFrame(
+        {
+            "products": found["way"],
+            f"{metric.name} {metric.unit}".rstrip(): metric.text(found["mean"]),
+            "std": metric.text(found["std"]),
+            "n": found["n"],
+            "diverged": found["diverged"],
+            "seconds of a run": found["seconds"].map("{:.1f}".format),
+            "times simulated": found["ratio"].map("{:.2f}".format),
+        }
+    )
+
+
+def seconds_figure(runs: pd.DataFrame) -> Figure:
+    """Draw quality against the seconds that a run took, a dot per seed."""
+    metric = metric_named(metric_of(runs))
+    with drawing(figsize=(6.5, 3.8)) as (figure, axes):
+        ax = axes[0, 0]
+        for how, shared in WAYS:
+            part = _side(runs, how, shared)
+            part = part[part["status"] == "ok"]
+            shown = {"marker": "o" if how == "simulated" else "D", "color": COLORS["large" if shared else "small"]}
+            ax.plot(part["seconds"], metric.factor * part[metric.name], linestyle="", label=_name(how, shared), **shown)
+        ax.set(xlabel="seconds of a run", ylabel=metric.label, xlim=(0, None))
+        if metric.better < 0:
+            ax.invert_yaxis()
+        ax.legend(fontsize=8)
         figure.suptitle(title(runs), fontsize=10)
     return figure
 
@@ -136,3 +194,6 @@ def sections(runs: pd.DataFrame) -> Iterator[Section]:
     for part in executions(runs):
         alt = "test loss with simulated products and with products on codes"
         yield Section(f"Products on codes: {experiment_name(part)}", (), execution_figure(part), alt, summary(part))
+        alt, note = "quality against the seconds of a run", "Several runs shared the machine: seconds are only near."
+        heading = f"Quality against seconds: {experiment_name(part)}"
+        yield Section(heading, (note,), seconds_figure(part), alt, seconds_summary(part))

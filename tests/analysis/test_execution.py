@@ -24,7 +24,8 @@ def rows(seeds=range(6), **changes):
         evaluations = [{"step": step, "test": {"loss": 2 * (1 - value) + 1 / step}} for step in (10, 20)]
         row = row_of(spec, value)
         loss = {**row["metrics"][0], "name": "loss", "value": 2 * (1 - value)}
-        made.append({**row, "metrics": [*row["metrics"], loss], "evaluations": evaluations})
+        seconds = 1.0 + spec.recipe.shared_steps + 0.5 * (spec.recipe.execution == "integer") + 0.01 * spec.seed
+        made.append({**row, "metrics": [*row["metrics"], loss], "evaluations": evaluations, "seconds": seconds})
     return made
 
 
@@ -88,13 +89,29 @@ def test_the_figure_shows_the_four_losses_and_the_three_differences():
     assert [line.get_ydata()[0] for line in differences.lines[:3]] == pytest.approx([-0.02, 0, 0.2])
 
 
+def test_quality_against_seconds():
+    runs = of(rows(seeds=range(3)))
+    found = execution.quality_seconds(runs)
+    assert found["way"].tolist()[::3] == ["simulated, steps of the paper", "integer, shared steps"]
+    assert found["seconds"].tolist() == pytest.approx([1.01, 1.51, 2.01, 2.51])
+    assert found["ratio"].tolist() == pytest.approx([1, 1.51 / 1.01, 1, 2.51 / 2.01])
+    assert execution.seconds_summary(runs)["times simulated"].tolist() == ["1.00", "1.50", "1.00", "1.25"]
+    (ax,) = execution.seconds_figure(runs).axes
+    assert [line.get_xdata().tolist() for line in ax.lines[1:3]] == [[1.5, 1.51, 1.52], [2.0, 2.01, 2.02]]
+    specs = designs.execution("demo", "pydoc", seeds=[0, 1])
+    words = of([row_of(s, 9 - s.seed, "perplexity") for s in specs])
+    assert execution.seconds_figure(words.assign(seconds=1.0)).axes[0].yaxis_inverted()
+
+
 def test_they_are_an_experiment_of_their_own():
     runs = table([*rows(), *(row_of(s, 0.8) for s in designs.quality_cost("demo", seeds=range(2)))])
     assert [len(part) for part in execution.executions(runs)] == [24]
     (rest,) = groups.quality_cost_groups(runs)
     assert len(rest) == 34
     assert execution in report.QUESTIONS
-    assert [s.title.split(":")[0] for s in execution.sections(runs)] == ["Products on codes"]
+    assert [s.title.split(":")[0] for s in execution.sections(runs)] == [
+        "Products on codes", "Quality against seconds",
+    ]  # fmt: skip
     assert execution.executions(rest) == []
 
 
