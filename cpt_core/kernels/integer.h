@@ -14,7 +14,10 @@ namespace {
 // In place: the storage of `product` holds float32 afterwards. What the tables hold is said in reference.py.
 void affine_(const Tensor& product, const Tensor& row_codes, const Tensor& row_values, const Tensor& column_codes,
              const Tensor& column_values, const Tensor& shifts) {
-  const int64_t rows = product.size(0), columns = product.size(1), period = shifts.size(0);
+  const int64_t rows = product.size(0), columns = product.size(1), period = shifts.size(0), total = shifts.size(1);
+  const int64_t groups = std::max<int64_t>(1, total / std::max<int64_t>(1, columns)), height = rows / groups;
+  TORCH_CHECK(groups * columns == total && groups * height == rows, "tables of ", total, " columns for ", rows, " x ",
+              columns, " sums");
   const auto check = [](const Tensor& t, int64_t height, int64_t length, at::ScalarType type) {
     TORCH_CHECK(t.is_contiguous() && t.scalar_type() == type && t.dim() == 2 && t.size(0) == height &&
                     t.size(1) == length,
@@ -23,25 +26,28 @@ void affine_(const Tensor& product, const Tensor& row_codes, const Tensor& row_v
   check(product, rows, columns, at::kInt);
   check(row_codes, 2, rows, at::kInt);
   check(row_values, 3, rows, at::kFloat);
-  check(column_codes, 2, columns, at::kInt);
-  check(column_values, 3, columns, at::kFloat);
-  check(shifts, period, columns, at::kFloat);
+  check(column_codes, 2, total, at::kInt);
+  check(column_values, 3, total, at::kFloat);
+  check(shifts, period, total, at::kFloat);
   const int32_t *sum = row_codes.const_data_ptr<int32_t>(), *row_zero = sum + rows;
   const float *row_scale = row_values.const_data_ptr<float>(), *scaled = row_scale + rows, *row_rest = scaled + rows;
-  const int32_t *zero = column_codes.const_data_ptr<int32_t>(), *column_sum = zero + columns;
-  const float *scale = column_values.const_data_ptr<float>(), *rest = scale + columns, *bias = rest + columns;
+  const int32_t *zero = column_codes.const_data_ptr<int32_t>(), *column_sum = zero + total;
+  const float *scale = column_values.const_data_ptr<float>(), *rest = scale + total, *bias = rest + total;
   const float* shift = shifts.const_data_ptr<float>();
   int32_t* p = product.mutable_data_ptr<int32_t>();
   const int64_t grain = std::max<int64_t>(1, GRAIN / std::max<int64_t>(1, columns));
   at::parallel_for(0, rows, grain, [&](int64_t begin, int64_t end) {
     for (int64_t m = begin; m < end; ++m) {
       int32_t* row = p + m * columns;
-      const float* by = shift + (m % period) * columns;
+      const int64_t first = m / height * columns;
+      const int32_t *zeros = zero + first, *sums = column_sum + first;
+      const float *scales = scale + first, *rests = rest + first, *biases = bias + first;
+      const float* by = shift + (m % period) * total + first;
       const int32_t s = sum[m], z = row_zero[m];
       const float a = row_scale[m], b = scaled[m], c = row_rest[m];
       for (int64_t n = 0; n < columns; ++n) {
-        const float t = static_cast<float>(row[n] - zero[n] * s - z * column_sum[n]);
-        row[n] = std::bit_cast<int32_t>((a * scale[n]) * t + b * rest[n] + c * by[n] + bias[n]);
+        const float t = static_cast<float>(row[n] - zeros[n] * s - z * sums[n]);
+        row[n] = std::bit_cast<int32_t>((a * scales[n]) * t + b * rests[n] + c * by[n] + biases[n]);
       }
     }
   });

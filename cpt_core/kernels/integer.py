@@ -15,7 +15,7 @@ Differs: libraries of integer products (torchao, oneDNN's quantised layers) have
 >>> a.codes.tolist(), matmul(a, a.t()).tolist()
 ([[-2, 1]], [[9.0]])
 
-Shapes: M rows and N columns of a product, K elements of a sum.
+Shapes: M rows and N columns of a product, K elements of a sum, G products at once.
 """
 
 from __future__ import annotations
@@ -89,8 +89,8 @@ class QuantizedTensor(NamedTuple):
         return QuantizedTensor(arrange(self.codes), low, scale, self.half)
 
     def t(self) -> QuantizedTensor:
-        """Return the transposed matrix."""
-        return self.laid_out(Tensor.t)
+        """Return the tensor with its last two dimensions exchanged."""
+        return self.laid_out(lambda v: v.transpose(-2, -1))
 
     def matrix(self) -> QuantizedTensor:
         """Return the tensor as a matrix, all dimensions but the last as its rows."""
@@ -99,16 +99,16 @@ class QuantizedTensor(NamedTuple):
 
 
 def has_integer_form(a: QuantizedTensor, b: QuantizedTensor) -> bool:
-    """Whether no step of two matrices differs along the sum of their product."""
-    return (a.one_step or a.scale.shape[1] == 1) and (b.one_step or b.scale.shape[0] == 1)
+    """Whether no step of two matrices, or of many pairs, differs along the sum of their product."""
+    return (a.one_step or a.scale.shape[-1] == 1) and (b.one_step or b.scale.shape[-2] == 1)
 
 
 def matmul(a: QuantizedTensor, b: QuantizedTensor, bias: Tensor | None = None, shifts: Tensor | None = None) -> Tensor:
-    """Return ``a @ b + bias``, float32.
+    """Return ``a @ b + bias``, float32; of matrices, or of as many pairs as the leading dimensions have.
 
     Args:
-        a: (M, K), its ranges 0-d or (M, 1).
-        b: (K, N), its ranges 0-d or (1, N).
+        a: (..., M, K), its ranges 0-d or (..., M, 1).
+        b: (..., K, N), its ranges 0-d or (..., 1, N); the leading dimensions as those of ``a``.
         bias: (N,) or None.
         shifts: (P, N), the sums of b that the rest of a is multiplied by, for row m those of m modulo P; where a sum
             holds padding, which has no rest, they are not all alike. None: the sums over all of b.
@@ -118,7 +118,7 @@ def matmul(a: QuantizedTensor, b: QuantizedTensor, bias: Tensor | None = None, s
     """
     if not has_integer_form(a, b):
         raise ValueError(f"steps differ along the sum: {tuple(a.scale.shape)} and {tuple(b.scale.shape)}")
-    K = a.codes.shape[1]
+    K = a.codes.shape[-1]
     if K <= LONGEST:
         return _matmul(a, b, bias, shifts)
     y = _matmul(*_part(a, b, 0), bias, shifts)
@@ -129,32 +129,39 @@ def matmul(a: QuantizedTensor, b: QuantizedTensor, bias: Tensor | None = None, s
 
 def _part(a: QuantizedTensor, b: QuantizedTensor, start: int) -> tuple[QuantizedTensor, QuantizedTensor]:
     end = start + LONGEST
-    return a._replace(codes=a.codes[:, start:end]), b._replace(codes=b.codes[start:end])
+    return a._replace(codes=a.codes[..., start:end]), b._replace(codes=b.codes[..., start:end, :])
 
 
 def _matmul(a: QuantizedTensor, b: QuantizedTensor, bias: Tensor | None, shifts: Tensor | None) -> Tensor:
-    (M, K), N = a.codes.shape, b.codes.shape[1]
-    zero_a, rest_a, scale_a = _along(a, M)
-    zero_b, rest_b, scale_b = _along(b, N)
-    sums_a, sums_b = sum_codes(a.codes, 1), sum_codes(b.codes, 0)
-    shifted_a, shifted_b = sums_a - K * zero_a, sums_b - K * zero_b
-    if shifts is None:
-        shifts = (scale_b * shifted_b + K * rest_b).unsqueeze(0)
+    column_codes, column_values, sums = column_tables(b, bias)
     product = int_mm(a.codes, b.codes)
-    operators.active.affine_(
-        product,
-        torch.stack([sums_a, zero_a]),
-        torch.stack([scale_a, scale_a * shifted_a, rest_a]),
-        torch.stack([zero_b, shifted_b]),
-        torch.stack([scale_b, rest_b, torch.zeros_like(scale_b) if bias is None else bias]),
-        shifts,
-    )
+    rows = product.view(-1, product.shape[-1])
+    operators.active.affine_(rows, *row_tables(a), column_codes, column_values, sums if shifts is None else shifts)
     return product.view(torch.float32)
 
 
-def _along(x: QuantizedTensor, length: int) -> tuple[Tensor, Tensor, Tensor]:
+def row_tables(a: QuantizedTensor) -> tuple[Tensor, Tensor]:
+    """Return what ``reference.affine`` takes of the rows of a product."""
+    zero, rest, scale = _along(a, (*a.codes.shape[:-1], 1))
+    sums = sum_codes(a.codes, -1).flatten()
+    return torch.stack([sums, zero]), torch.stack([scale, scale * (sums - a.codes.shape[-1] * zero), rest])
+
+
+def column_tables(b: QuantizedTensor, bias: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
+    """Return what ``reference.affine`` takes of the columns of a product, with a bias (N,)."""
+    *outer, K, N = b.codes.shape
+    zero, rest, scale = _along(b, (*outer, 1, N))
+    shifted = sum_codes(b.codes, -2).flatten() - K * zero
+    added = torch.zeros_like(scale) if bias is None else bias.expand(*outer, N).flatten()
+    shifts = (scale * shifted + K * rest).unsqueeze(0)
+    return torch.stack([zero, shifted]), torch.stack([scale, rest, added]), shifts
+
+
+def _along(x: QuantizedTensor, shape: tuple[int, ...]) -> tuple[Tensor, Tensor, Tensor]:
     """Return z, r and s of every row or column of a product."""
-    zero, rest, scale = (v.reshape(-1).expand(length) for v in (x.zero, x.rest, x.scale))
+    zero, rest, scale = (
+        (v.reshape(()) if x.one_step else v).expand(shape).flatten() for v in (x.zero, x.rest, x.scale)
+    )
     return zero.int(), rest, scale
 
 
@@ -162,25 +169,31 @@ def sum_values(x: QuantizedTensor) -> Tensor:
     """Return the sums of a matrix over its rows, (N,) float32; its ranges 0-d."""
     zero, rest, scale = x.zero, x.rest, x.scale
     rows = len(x.codes)
-    return scale * (sum_codes(x.codes, 0) - rows * zero.int()) + rows * rest
+    return scale * (sum_codes(x.codes, -2) - rows * zero.int()) + rows * rest
 
 
 def sum_codes(codes: Tensor, dim: int) -> Tensor:
-    """Return the sums of a matrix of codes over its columns (dim 1) or rows (dim 0), int32; faster than ``sum``."""
-    ones = codes.new_ones(codes.shape[dim], 1)
-    return int_mm(codes if dim else codes.t(), ones).squeeze(1)
+    """Return the sums of codes over columns (dim -1) or rows (dim -2), int32; faster than ``sum``."""
+    rows = codes if dim == -1 else codes.transpose(-2, -1)
+    return int_mm(rows.flatten(0, -2), codes.new_ones(codes.shape[dim], 1)).view(rows.shape[:-1])
 
 
-def int_mm(a: Tensor, b: Tensor) -> Tensor:
-    """Return the product of two int8 matrices of any size, int32."""
+def int_mm(a: Tensor, b: Tensor, out: Tensor | None = None) -> Tensor:
+    """Return the product of int8 matrices of any size, or of as many pairs as there are, int32."""
+    if a.dim() > 2:  # no library multiplies many at once
+        product = a.new_empty((*a.shape[:-1], b.shape[-1]), dtype=torch.int32)
+        for x, y, found in zip(*(t.flatten(0, -3) for t in (a, b, product)), strict=True):
+            int_mm(x, y, found)
+        return product
     (M, K), N = a.shape, b.shape[1]
     if not a.is_cuda or 0 in (M, K, N):
-        return torch._int_mm(a, b)
+        return torch._int_mm(a, b) if out is None else torch._int_mm(a, b, out=out)
     rows = max(M, CUDA_LEAST)
     K_, N_ = (-(-size // CUDA_MULTIPLE) * CUDA_MULTIPLE for size in (K, N))
     a = torch.nn.functional.pad(a, (0, K_ - K, 0, rows - M))
     b = torch.nn.functional.pad(b, (0, N_ - N, 0, K_ - K))
-    return torch._int_mm(a, b)[:M, :N].contiguous()
+    product = torch._int_mm(a, b)[:M, :N]
+    return product.contiguous() if out is None else out.copy_(product)
 
 
 @lru_cache

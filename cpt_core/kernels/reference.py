@@ -244,17 +244,22 @@ def affine(
 ) -> None:
     """Turn sums of products of codes into those of values, in place: the storage holds float32 afterwards.
 
+    No size is 0.
+
     Args:
-        product: sums k_a k_b, int32 (M, N); the names are those of ``kernels.integer``.
+        product: sums k_a k_b, int32 (M, N), of G products below each other; the names are those of ``kernels.integer``.
         row_codes: of a: sum k and z, int32 (2, M).
         row_values: of a: s, s sum (k - z) and r, float32 (3, M).
-        column_codes: of b: z and sum (k - z), int32 (2, N).
-        column_values: of b: s and r, and the bias, float32 (3, N).
-        shifts: what r of a is multiplied by, float32 (P, N): row m takes that of m modulo P.
+        column_codes: of b: z and sum (k - z), int32 (2, G N).
+        column_values: of b: s and r, and the bias, float32 (3, G N).
+        shifts: what r of a is multiplied by, float32 (P, G N): row m of a product takes that of m modulo P.
     """
-    (sums, zero_a), (scale_a, scaled, rest_a) = row_codes.unsqueeze(-1), row_values.unsqueeze(-1)
-    (zero_b, sums_b), (scale_b, rest_b, bias) = column_codes, column_values
-    t = (product - zero_b * sums - zero_a * sums_b).float()
+    M, N = product.shape
+    G = shifts.shape[1] // N
+    (sums, zero_a), (scale_a, scaled, rest_a) = (v.view(len(v), G, -1, 1) for v in (row_codes, row_values))
+    (zero_b, sums_b), (scale_b, rest_b, bias) = (v.view(len(v), G, 1, N) for v in (column_codes, column_values))
+    t = (product.view(G, -1, N) - zero_b * sums - zero_a * sums_b).float()
     y = (scale_a * scale_b) * t + scaled * rest_b
-    y = y + rest_a * shifts.repeat(len(product) // max(1, len(shifts)), 1) + bias
-    product.copy_(y.view(torch.int32))
+    shift = shifts.view(-1, G, N).repeat(M // (G * len(shifts)), 1, 1).transpose(0, 1)
+    y = y + rest_a * shift + bias
+    product.copy_(y.view(M, N).view(torch.int32))

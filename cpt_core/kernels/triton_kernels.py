@@ -214,7 +214,7 @@ def _whole_rows(
 
 @triton.jit
 def _affine(
-    product, row_codes, row_values, column_codes, column_values, shifts, rows, columns, period, blocks,
+    product, row_codes, row_values, column_codes, column_values, shifts, rows, columns, period, total, blocks,
     R: tl.constexpr, C: tl.constexpr,
 ):  # fmt: skip
     """Write float32 over the int32 of R x C sums of codes."""
@@ -224,17 +224,18 @@ def _affine(
     sums, zero_a = tl.load(row_codes + m, mask=row, other=0), tl.load(row_codes + rows + m, mask=row, other=0)
     scale_a, scaled = tl.load(row_values + m, mask=row, other=0), tl.load(row_values + rows + m, mask=row, other=0)
     rest_a = tl.load(row_values + 2 * rows + m, mask=row, other=0)
-    zero_b = tl.load(column_codes + n, mask=column, other=0)
-    sums_b = tl.load(column_codes + columns + n, mask=column, other=0)
-    scale_b = tl.load(column_values + n, mask=column, other=0)
-    rest_b = tl.load(column_values + columns + n, mask=column, other=0)
-    bias = tl.load(column_values + 2 * columns + n, mask=column, other=0)
-    shift = tl.load(shifts + m % period * columns + n, mask=row & column, other=0)
+    here, inside = m // (rows // (total // columns)) * columns + n, row & column
+    zero_b = tl.load(column_codes + here, mask=inside, other=0)
+    sums_b = tl.load(column_codes + total + here, mask=inside, other=0)
+    scale_b = tl.load(column_values + here, mask=inside, other=0)
+    rest_b = tl.load(column_values + total + here, mask=inside, other=0)
+    bias = tl.load(column_values + 2 * total + here, mask=inside, other=0)
+    shift = tl.load(shifts + m % period * total + here, mask=inside, other=0)
     at = product + m.to(tl.int64) * columns + n
-    k = tl.load(at, mask=row & column, other=0)
+    k = tl.load(at, mask=inside, other=0)
     t = (k - zero_b * sums - zero_a * sums_b).to(tl.float32)
     y = (scale_a * scale_b) * t + scaled * rest_b + rest_a * shift + bias
-    tl.store(at, y.to(tl.int32, bitcast=True), mask=row & column)
+    tl.store(at, y.to(tl.int32, bitcast=True), mask=inside)
 
 
 @triton.jit
@@ -324,8 +325,9 @@ def affine(
     C = min(power_of_2(columns), 256)
     R = max(1, 1024 // C)
     blocks = triton.cdiv(columns, C)
-    args = (product, row_codes, row_values, column_codes, column_values, shifts, rows, columns, len(shifts), blocks)
-    _launch(_affine, triton.cdiv(rows, R) * blocks, product, *args, R=R, C=C, warps=4)
+    tables = (row_codes, row_values, column_codes, column_values, shifts)
+    sizes = (rows, columns, *shifts.shape, blocks)
+    _launch(_affine, triton.cdiv(rows, R) * blocks, product, product, *tables, *sizes, R=R, C=C, warps=4)
 
 
 def track(running: Tensor, low: Tensor, width: Tensor) -> None:

@@ -5,6 +5,10 @@ around them are ordinary ``QuantLinear`` layers.
 
     scores = q(Q) q(K')     P = dropout(softmax(scores / sqrt(d) + mask))     context = q(P) q(V)
 
+With ``execution="integer"`` codes are kept between the passes, and products run on them where they have an integer
+form: the gradients of queries and probabilities, and all six with shared steps. It saves memory, not time, so that
+"auto" leaves them simulated.
+
 transformers chooses the function that computes attention by name, from a model's configuration. A converted module is
 given a configuration of its own that names the function here; "eager" and "sdpa" models are converted alike.
 
@@ -25,7 +29,9 @@ import torch
 from torch import Tensor, nn
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from cpt_core.quantization.layers import QuantizedLayer
+from cpt_core.quantization.integer import product_on_codes
+from cpt_core.quantization.layers import PASSES, QuantizedLayer
+from cpt_core.quantization.precision import LayerPrecision
 
 NAME = "cpt_quantized"
 CONVERTIBLE = ("eager", "sdpa")  # the others want other masks
@@ -71,6 +77,8 @@ def quantized_attention(
     Differs: the authors have a layer of their own; its numbers are the same (tested).
     """
     half = module.precision.half_dtype(query)
+    if half is not None and module.precision.quantizes:
+        query, key, value = query.float(), key.float(), value.float()
     with nullcontext() if half is None else torch.autocast(query.device.type, enabled=False):
         context, probabilities = _attend(module, query, key, value, attention_mask, scaling, dropout)
     return (context, probabilities) if half is None else (context.to(half), probabilities.to(half))
@@ -86,15 +94,21 @@ def _attend(
     dropout: float,
 ) -> tuple[Tensor, Tensor]:
     p = module.precision
-    scores = p.gradient("grad", p.operand("query", query) @ p.operand("key", key.transpose(2, 3)))
+    scores = _multiply(p, ("query", "key"), query, key.transpose(2, 3))
     scores = scores * (query.shape[-1] ** -0.5 if scaling is None else scaling)
     if attention_mask is not None and attention_mask.dtype == torch.bool:
         scores = scores.masked_fill(~attention_mask, torch.finfo(scores.dtype).min)
     elif attention_mask is not None:
         scores = scores + attention_mask
     probabilities = nn.functional.dropout(scores.softmax(-1), dropout, module.training)
-    context = p.gradient("grad", p.operand("probabilities", probabilities) @ p.operand("value", value))
+    context = _multiply(p, ("probabilities", "value"), probabilities, value)
     return context.transpose(1, 2).contiguous(), probabilities
+
+
+def _multiply(p: LayerPrecision, roles: tuple[str, str], a: Tensor, b: Tensor) -> Tensor:
+    if p.execution == "integer" and p.on_codes(a):
+        return product_on_codes(p, roles, a, b)
+    return p.gradient("grad", p.operand(roles[0], a) @ p.operand(roles[1], b))
 
 
 class _QuantAttention(QuantizedLayer):
@@ -128,6 +142,18 @@ class _QuantAttention(QuantizedLayer):
         module.float_config, module.config = module.config, copy.copy(module.config)
         module.config._attn_implementation = NAME
         return module
+
+    def simulated_products(self) -> dict[str, str]:
+        """Return which products are simulated, with the reason; "weight" are the gradients of keys and values."""
+        if self.precision.execution == "auto":
+            return dict.fromkeys(PASSES, "many small products are no faster on codes")
+        reasons = {
+            "forward": {"key": "keys have a range per feature", "value": "values have one per token"},
+            "weight": dict.fromkeys(("query", "probabilities", "grad"), "the tokens have ranges of their own"),
+        }
+        by_row = {r for r, q in self.precision.quantizers.items() if q.granularity in ("per_row", "per_position")}
+        found = {k: [why for role, why in of.items() if role in by_row] for k, of in reasons.items()}
+        return {k: ", ".join(dict.fromkeys(why)) for k, why in found.items() if why}
 
     def to_float(self) -> None:
         """Undo ``from_float``, in place."""

@@ -203,12 +203,14 @@ def test_running_ranges(kernels, now):
     assert (found[2] == 0.6) != np.isfinite(now).all()
 
 
-@pytest.mark.parametrize(("M", "N", "period"), [(1, 1, 1), (37, 5, 1), (6, 300, 3), (70, 33, 7)])
-def test_products_of_codes(kernels, M, N, period):
+@pytest.mark.parametrize(
+    ("M", "N", "period", "many"), [(1, 1, 1, 1), (37, 5, 1, 1), (6, 300, 3, 1), (70, 33, 7, 1), (70, 33, 1, 5)]
+)
+def test_products_of_codes(kernels, M, N, period, many):
     g = torch.Generator().manual_seed(0)
     product = torch.randint(-(2**20), 2**20, (M, N), generator=g, dtype=torch.int32)
-    codes = [torch.randint(-128, 128, (2, n), generator=g, dtype=torch.int32) for n in (M, N)]
-    tables = codes[0], normal(3, M), codes[1], normal(3, N), normal(period, N)
+    codes = [torch.randint(-128, 128, (2, n), generator=g, dtype=torch.int32) for n in (M, many * N)]
+    tables = codes[0], normal(3, M), codes[1], normal(3, many * N), normal(period, many * N)
     found, expected = product.clone(), product.clone()
     kernels.affine(found, *tables)
     reference.affine(expected, *tables)

@@ -1,0 +1,149 @@
+"""Products of attention on codes: those of the simulation, and what is kept and said."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.utils.checkpoint import checkpoint
+from transformers import BertConfig, BertModel
+
+import cpt_core as cpt
+from cpt_core.kernels.execution import execution, reference
+from cpt_core.kernels.integer import QuantizedTensor, matmul
+from cpt_core.quantization.attention import quantized_attention
+from cpt_core.quantization.convert import layer_precisions
+
+SIZE = {"num_hidden_layers": 2, "hidden_size": 32, "num_attention_heads": 4, "intermediate_size": 48, "vocab_size": 30}
+
+
+def values64(x):
+    return (x.codes.double() + x.half.double()) * x.scale.double() + x.low.double()
+
+
+@settings(max_examples=30, deadline=None)
+@given(
+    outer=st.lists(st.integers(1, 4), min_size=1, max_size=2),
+    sizes=st.tuples(st.integers(1, 20), st.integers(1, 70), st.integers(1, 20)),
+    bits=st.integers(1, 8),
+    shift=st.sampled_from([0.0, 0.5, 30.0]),
+    names=st.tuples(*[st.sampled_from(["per_tensor", "per_row", "per_position"])] * 2),
+    plain=st.booleans(),
+)
+def test_many_products_of_codes_are_those_of_the_values(outer, sizes, bits, shift, names, plain):
+    execution()
+    M, K, N = sizes
+    g = torch.Generator().manual_seed(0)
+    a = QuantizedTensor.of(torch.rand(*outer, M, K, generator=g) + shift, bits, names[0])
+    b = QuantizedTensor.of(torch.randn(*outer, N, K, generator=g) - shift, bits, names[1]).t()
+    exact = values64(a) @ values64(b)
+    if plain:
+        with reference():
+            y = matmul(a, b)
+    else:
+        y = matmul(a, b)
+    assert y.shape == exact.shape
+    terms = values64(a).abs() @ values64(b).abs()
+    assert float((y - exact).abs().max() / terms.max()) < 1e-6
+
+
+def test_long_sums_of_many_products():
+    x = torch.ones(2, 3, 40_000)
+    x[:, 0, 0] = 0
+    a = QuantizedTensor.of(x, 8, "per_tensor")
+    assert torch.allclose(matmul(a, a.t()).double(), values64(a) @ values64(a).mT, rtol=1e-6)
+
+
+def bert(execution, shared, seed=0):
+    torch.manual_seed(seed)
+    config = cpt.QuantConfig(execution=execution)
+    model = BertModel(BertConfig(**SIZE, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0))
+    return cpt.quantize_(model, config.with_shared_steps() if shared else config)
+
+
+def attend(execution, shared, q=8, q_grad=8, half=None, mask=None):
+    """Context, probabilities, and the gradients of queries, keys and values."""
+    module = next(m for n, m in bert(execution, shared).named_modules() if n.endswith("attention.self"))
+    g = torch.Generator().manual_seed(3)
+    inputs = [torch.randn(3, 7, 4, 8, generator=g).to(half).transpose(1, 2) for _ in range(3)]
+    inputs = [x.requires_grad_() for x in inputs]
+    with cpt.precision(module, q, q_grad=q_grad):
+        context, probabilities = quantized_attention(module, *inputs, mask)
+        context.backward(torch.randn(context.shape, generator=g).to(half))
+    return [context.detach(), probabilities.detach(), *(x.grad for x in inputs)]
+
+
+MASK = torch.zeros(3, 1, 1, 7).masked_fill(torch.arange(7) > 4, torch.finfo().min)
+
+
+@pytest.mark.parametrize("shared", [True, False], ids=["shared steps", "authors' steps"])
+@pytest.mark.parametrize(("q", "q_grad"), [(2, 8), (5, 6), (8, 8), (4, None), (4, 12), (12, 8)])
+def test_attention_computes_what_the_simulation_does(shared, q, q_grad):
+    for mask in (None, MASK):
+        on_codes, simulated = (attend(e, shared, q, q_grad, mask=mask) for e in ("integer", "simulated"))
+        for y, z in zip(on_codes, simulated, strict=True):
+            assert y.shape == z.shape
+            assert float((y - z).norm() / z.norm()) < 1e-5
+
+
+def test_half_precision_is_computed_in_float32():
+    on_codes, simulated = (attend(e, True, half=torch.bfloat16) for e in ("integer", "simulated"))
+    for y, z in zip(on_codes, simulated, strict=True):
+        assert y.dtype == z.dtype == torch.bfloat16
+        assert torch.allclose(y.float(), z.float(), rtol=0.01, atol=0.01)
+
+
+class Products(torch.utils._python_dispatch.TorchDispatchMode):
+    """Count the products of many matrices in float32, and those of codes."""
+
+    def __init__(self):
+        super().__init__()
+        self.float32 = self.codes = 0
+
+    def __torch_dispatch__(self, op, types, args=(), kwargs=None):
+        self.float32 += op.overloadpacket.__name__ == "bmm"
+        self.codes += op.overloadpacket.__name__ == "_int_mm" and args[1].shape[1] > 1  # no sums
+        return op(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize(
+    ("execution", "shared", "left"),
+    [("integer", True, ()), ("integer", False, ("forward", "weight")), ("auto", True, ("forward", "error", "weight"))],
+)
+def test_products_run_where_the_summary_says(execution, shared, left):
+    with Products() as products:
+        attend(execution, shared)
+    assert products.float32 == 2 * len(left)  # of scores and of context
+    assert products.codes == 3 * 4 * 2 * (3 - len(left))  # for every sample and head
+    row = next(r for r in cpt.summary(bert(execution, shared)).rows if r.name.endswith("0.attention.self"))
+    assert set(row.simulated) == set(left)
+
+
+def test_probabilities_are_kept_as_codes():
+    def kept(execution):
+        held = {}
+
+        def keep(x):
+            held[x.data_ptr()] = x.dtype
+            return x
+
+        with torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x):
+            attend(execution, True)
+        return list(held.values())
+
+    assert kept("simulated").count(torch.int8) == 0
+    assert kept("integer").count(torch.int8) == 4  # queries, keys, probabilities, values
+
+
+def test_an_encoder_trains_as_simulated_and_checkpoints_repeat_it():
+    ids = torch.randint(0, 30, (4, 9), generator=torch.Generator().manual_seed(0))
+    found = []
+    for how in ("integer", "simulated", "checkpoint"):
+        model = bert("simulated" if how == "simulated" else "integer", True)
+        with cpt.precision(model, 8, q_grad=8):
+            y = checkpoint(model, ids, use_reentrant=False) if how == "checkpoint" else model(ids)
+            y.last_hidden_state.square().mean().backward()
+        assert layer_precisions(model)["encoder.layer.0.attention.self"].noise_key % 2**20 == 2
+        found.append(torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None]))
+    on_codes, simulated, again = found
+    assert torch.equal(on_codes, again)
+    assert float((on_codes - simulated).norm() / simulated.norm()) < 0.05  # codes flip where float sums differ
