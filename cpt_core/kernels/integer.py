@@ -20,9 +20,9 @@ Shapes: M rows and N columns of a product, K elements of a sum, G products at on
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import lru_cache
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -55,7 +55,11 @@ class QuantizedTensor(NamedTuple):
         cls, x: Tensor, low: Tensor, width: Tensor, levels: Tensor, key: Tensor | None = None, clip: bool = False
     ) -> QuantizedTensor:
         """Round to a given grid of at most 8 bits; arguments as those of ``reference.round_to_grid``."""
-        codes = operators.encode(x, low, width, levels, key, clip)
+        return cls.with_codes(operators.encode(x, low, width, levels, key, clip), low, width, levels)
+
+    @classmethod
+    def with_codes(cls, codes: Tensor, low: Tensor, width: Tensor, levels: Tensor) -> QuantizedTensor:
+        """Return the tensor whose codes are given, and the range and number of steps of its grid."""
         return cls(codes, low, (width / levels).clamp_min(MIN_SCALE), (levels + 1) / 2)
 
     @classmethod
@@ -134,9 +138,14 @@ def _part(a: QuantizedTensor, b: QuantizedTensor, start: int) -> tuple[Quantized
 
 def _matmul(a: QuantizedTensor, b: QuantizedTensor, bias: Tensor | None, shifts: Tensor | None) -> Tensor:
     column_codes, column_values, sums = column_tables(b, bias)
-    product = int_mm(a.codes, b.codes)
-    rows = product.view(-1, product.shape[-1])
-    operators.active.affine_(rows, *row_tables(a), column_codes, column_values, sums if shifts is None else shifts)
+    columns = (column_codes, column_values, sums if shifts is None else shifts)
+    return multiply(operators.active, a, b.codes, columns)
+
+
+def multiply(ops: Any, a: QuantizedTensor, codes: Tensor, columns: Sequence[Any]) -> Tensor:
+    """Return the product with codes (..., K, N), given the tables of their columns; ``ops``: as ``torch.ops.cpt``."""
+    product = int_mm(a.codes, codes)
+    ops.affine_(product.view(-1, product.shape[-1]), *row_tables(a), *columns)
     return product.view(torch.float32)
 
 

@@ -1,5 +1,6 @@
 // The recurrence of a quantised LSTM on a CPU, see lstm.py: products, sigmoid and tanh are torch's own on the same
 // slices as there, and so is addcmul, which fuses its multiply-add. What lies between them is a loop or two per step.
+// On codes, which tables of columns ask for, a step's product with the weights is one of int8 matrices.
 
 #pragma once
 
@@ -70,16 +71,57 @@ void next_hidden(const float* gates, const float* tanh_c, float* out, float* sta
   });
 }
 
-// Puts the hidden state on the grid, a range for all of it, into `out`.
-void on_grid(const float* h, float* out, int64_t n, const optional<float>& levels, float* low, float* width,
-             bool stored) {
+// Puts the hidden state on the grid, a range for all of it, into `out`: its values or its codes.
+void on_grid(const float* h, const Tensor& out, const optional<float>& levels, float* low, float* width, bool stored) {
+  const int64_t n = out.numel();
   if (!levels) {
-    std::copy(h, h + n, out);
+    std::copy(h, h + n, out.mutable_data_ptr<float>());
     return;
   }
   Layout l;
   l.r2 = n;
-  rounded(l, h, out, low, width, Grid{*levels, stored, std::nullopt}, !stored);
+  const Grid g{*levels, stored, std::nullopt};
+  if (out.scalar_type() == at::kChar) {
+    rounded(l, h, out.mutable_data_ptr<int8_t>(), low, width, g, !stored);
+  } else {
+    rounded(l, h, out.mutable_data_ptr<float>(), low, width, g, !stored);
+  }
+}
+
+// What `affine_` takes of the columns of a product on codes; undefined where the product is one of values.
+struct Columns {
+  Tensor codes, values, shifts;
+
+  Columns(const optional<Tensor>& a, const optional<Tensor>& b, const optional<Tensor>& c) {
+    if (a && b && c) codes = *a, values = *b, shifts = *c;
+  }
+  explicit operator bool() const { return codes.defined(); }
+};
+
+// out (rows, columns), float32, = codes (rows, n), on one range or a range each, times weight (n, columns)
+void multiply(const Tensor& out, const Tensor& codes, const float* low, const float* width, bool by_row, float levels,
+              const Tensor& weight, const Columns& columns) {
+  const int64_t rows = codes.size(0), n = codes.size(1);
+  const float half = (levels + 1.f) / 2.f;
+  Tensor row_codes = at::empty({2, rows}, codes.options().dtype(at::kInt));
+  Tensor row_values = at::empty({3, rows}, codes.options().dtype(at::kFloat));
+  int32_t* whole = row_codes.mutable_data_ptr<int32_t>();
+  float* values = row_values.mutable_data_ptr<float>();
+  const int8_t* k = codes.const_data_ptr<int8_t>();
+  for (int64_t row = 0; row < rows; ++row, k += n) {
+    int32_t sum = 0;
+    for (int64_t j = 0; j < n; ++j) sum += k[j];
+    const float from = low[by_row ? row : 0], scale = scale_of(width[by_row ? row : 0], levels);
+    const float near = std::rint(-from / scale - half), zero = near == near ? std::clamp(near, -128.f, 127.f) : 0.f;
+    whole[row] = sum;
+    whole[rows + row] = static_cast<int32_t>(zero);
+    values[row] = scale;
+    values[rows + row] = scale * static_cast<float>(sum - static_cast<int32_t>(n) * whole[rows + row]);
+    values[2 * rows + row] = (zero + half) * scale + from;
+  }
+  Tensor sums = out.view(at::kInt);
+  at::_int_mm_out(sums, codes, weight);
+  affine_(sums, row_codes, row_values, columns.codes, columns.values, columns.shifts);
 }
 
 Eight lstm_forward(const Tensor& x_gates, const Tensor& weight, const optional<Tensor>& bias, const Tensor& h0,
@@ -87,15 +129,19 @@ Eight lstm_forward(const Tensor& x_gates, const Tensor& weight, const optional<T
                    const optional<Tensor>& levels, std::string_view granularity, const optional<Tensor>& low,
                    const optional<Tensor>& width, const optional<Tensor>& filled, bool save,
                    const optional<Tensor>& grad_levels, std::string_view grad_granularity, const optional<Tensor>& key,
-                   bool advance) {
-  if (!is_float({&x_gates, &weight, &h0, &c0}) || (levels && granularity != "per_tensor") || x_gates.numel() == 0) {
+                   bool advance, const optional<Tensor>& column_codes, const optional<Tensor>& column_values,
+                   const optional<Tensor>& shifts) {
+  const Columns columns(column_codes, column_values, shifts);
+  if (!is_float({&x_gates, &h0, &c0}) || !(columns || is_float({&weight})) || (levels && granularity != "per_tensor") ||
+      x_gates.numel() == 0) {
     using Signature = Eight(const Tensor&, const Tensor&, const optional<Tensor>&, const Tensor&, const Tensor&, SymInt,
                             SymIntArrayRef, bool, const optional<Tensor>&, std::string_view, const optional<Tensor>&,
                             const optional<Tensor>&, const optional<Tensor>&, bool, const optional<Tensor>&,
-                            std::string_view, const optional<Tensor>&, bool);
+                            std::string_view, const optional<Tensor>&, bool, const optional<Tensor>&,
+                            const optional<Tensor>&, const optional<Tensor>&);
     return reference<Signature>("lstm_forward", x_gates, weight, bias, h0, c0, SymInt(steps),
                                 c10::fromIntArrayRefSlow(sizes), reverse, levels, granularity, low, width, filled, save,
-                                grad_levels, grad_granularity, key, advance);
+                                grad_levels, grad_granularity, key, advance, column_codes, column_values, shifts);
   }
   const int64_t rows = x_gates.size(0), n = weight.size(1);
   const auto parts = rows_of(rows, steps, sizes, reverse);
@@ -104,13 +150,14 @@ Eight lstm_forward(const Tensor& x_gates, const Tensor& weight, const optional<T
   const Tensor added = x_gates.contiguous(), w = weight.t();
   const int64_t kept = save ? rows : most;  // else every step overwrites the one before
   Tensor hidden = at::empty({rows, n}, added.options()), gates = at::empty({kept, 4 * n}, added.options());
-  Tensor operands = at::empty({kept, n}, added.options()), before = at::empty({kept, n}, added.options());
-  Tensor tanh_c = at::empty({kept, n}, added.options());
+  Tensor operands = at::empty({kept, n}, added.options().dtype(columns ? at::kChar : at::kFloat)), before = at::empty_like(operands, at::kFloat);
+  Tensor tanh_c = at::empty_like(before);
   Tensor h = h0.clone(at::MemoryFormat::Contiguous), c = c0.clone(at::MemoryFormat::Contiguous);
   optional<float> top;
   if (levels) top = number(*levels);
   const bool stored = low.has_value(), taken = stored && (!filled || number(*filled) > 0.f);
-  Tensor ranges = at::empty({2, top && !stored ? steps : 0}, added.options());
+  const bool told = columns || (top && !stored);
+  Tensor ranges = at::empty({2, told ? steps : 0}, added.options());
   float* state = h.mutable_data_ptr<float>();
   float* cell = c.mutable_data_ptr<float>();
   for (int64_t t = 0; t < steps; ++t) {
@@ -127,12 +174,14 @@ Eight lstm_forward(const Tensor& x_gates, const Tensor& weight, const optional<T
       l.r2 = size * n;
       ::ranges(l, state, &found[0], &found[1]);
     }
-    on_grid(state, operand.mutable_data_ptr<float>(), size * n, top, &found[0], &found[1], stored);
-    if (top && !stored) {
+    on_grid(state, operand, top, &found[0], &found[1], stored);
+    if (told) {
       ranges.mutable_data_ptr<float>()[t] = found[0];
       ranges.mutable_data_ptr<float>()[steps + t] = found[1];
     }
-    if (bias) {
+    if (columns) {
+      multiply(step, operand, &found[0], &found[1], false, *top, w, columns);
+    } else if (bias) {
       at::addmm_out(step, *bias, operand, w);
     } else {
       at::mm_out(step, operand, w);
@@ -149,6 +198,21 @@ Eight lstm_forward(const Tensor& x_gates, const Tensor& weight, const optional<T
   }
   auto saved = [&](const Tensor& x) { return save ? x : at::empty({0}, added.options()); };
   return {hidden, h, c, ranges, saved(gates), saved(operands), saved(before), saved(tanh_c)};
+}
+
+// The values of codes (rows, n), on one range or a range each, into `out`.
+void values_of(const Tensor& codes, const float* low, const float* width, bool by_row, float levels,
+               const Tensor& out) {
+  const int64_t n = codes.size(1);
+  const int8_t* k = codes.const_data_ptr<int8_t>();
+  float* y = out.mutable_data_ptr<float>();
+  by_rows(codes.size(0), n, [&](int64_t begin, int64_t end) {
+    for (int64_t row = begin; row < end; ++row) {
+      const float from = low[by_row ? row : 0], scale = scale_of(width[by_row ? row : 0], levels);
+      const float half = (levels + 1.f) / 2.f;
+      for (int64_t j = row * n; j < (row + 1) * n; ++j) y[j] = (static_cast<float>(k[j]) + half) * scale + from;
+    }
+  });
 }
 
 // What a step of the backward pass reads and writes, (rows, width) each; four of these for gates and their gradients.
@@ -195,16 +259,20 @@ void through_gates(const Step& s, int64_t rows, int64_t width) {
 
 Four lstm_backward(const Tensor& d_out, const Tensor& d_h, const Tensor& d_c, const Tensor& weight, const Tensor& gates,
                    const Tensor& before, const Tensor& tanh_c, int64_t steps, at::IntArrayRef sizes, bool reverse,
-                   const optional<Tensor>& grad_levels, std::string_view grad_granularity,
-                   const optional<Tensor>& key) {
+                   const optional<Tensor>& grad_levels, std::string_view grad_granularity, const optional<Tensor>& key,
+                   const optional<Tensor>& column_codes, const optional<Tensor>& column_values,
+                   const optional<Tensor>& shifts) {
   const std::string granularity(grad_granularity);
-  if (!is_float({&d_out, &d_h, &d_c, &weight, &gates}) || gates.numel() == 0 ||
+  const Columns columns(column_codes, column_values, shifts);
+  if (!is_float({&d_out, &d_h, &d_c, &gates}) || !(columns || is_float({&weight})) || gates.numel() == 0 ||
       (grad_levels && !kept_of(gates, granularity))) {
     using Signature = Four(const Tensor&, const Tensor&, const Tensor&, const Tensor&, const Tensor&, const Tensor&,
                            const Tensor&, SymInt, SymIntArrayRef, bool, const optional<Tensor>&, std::string_view,
+                           const optional<Tensor>&, const optional<Tensor>&, const optional<Tensor>&,
                            const optional<Tensor>&);
     return reference<Signature>("lstm_backward", d_out, d_h, d_c, weight, gates, before, tanh_c, SymInt(steps),
-                                c10::fromIntArrayRefSlow(sizes), reverse, grad_levels, grad_granularity, key);
+                                c10::fromIntArrayRefSlow(sizes), reverse, grad_levels, grad_granularity, key,
+                                column_codes, column_values, shifts);
   }
   const int64_t rows = gates.size(0), n = weight.size(1), most = d_h.size(0);
   const Tensor from_out = d_out.contiguous();
@@ -225,12 +293,19 @@ Four lstm_backward(const Tensor& d_out, const Tensor& d_h, const Tensor& d_c, co
     Tensor sum = first_rows(dc, size);
     at::addcmul_out(sum, part_c, first_rows(dh, size), first_rows(to_c, size));
     through_gates(s, size, n);
-    if (grad_levels) {
-      quantized(d_gates.narrow(0, from, size), after, *grad_levels, granularity,
-                key ? optional<Tensor>(now) : std::nullopt);
-      if (key) ++*now.mutable_data_ptr<int64_t>();
+    const Tensor before_grid = d_gates.narrow(0, from, size);
+    const optional<Tensor> noise = key ? optional<Tensor>(now) : std::nullopt;
+    if (columns) {
+      const auto [low, width] = range(before_grid, granularity);
+      const Tensor codes = encode(before_grid, low, width, *grad_levels, noise, noise.has_value());
+      const float *lows = low.const_data_ptr<float>(), *widths = width.const_data_ptr<float>();
+      values_of(codes, lows, widths, low.numel() > 1, number(*grad_levels), after);
+      multiply(part_h, codes, lows, widths, low.numel() > 1, number(*grad_levels), weight, columns);
+    } else {
+      if (grad_levels) quantized(before_grid, after, *grad_levels, granularity, noise);
+      at::mm_out(part_h, after, weight);
     }
-    at::mm_out(part_h, after, weight);
+    if (key) ++*now.mutable_data_ptr<int64_t>();
   }
   return {d_gates, grad_levels ? behind : at::empty({0}, gates.options()), state, cell};
 }

@@ -8,6 +8,9 @@ All steps of one layer in one direction, from the input part of the gates on:
 The gradient is written out, so that a step takes a dozen operations, and the weight gradient is one product at the end.
 The gradient behind the product with h is quantised per step, as a step-by-step program does.
 
+Given the weight's codes, and the tables that ``reference.affine`` takes of the columns of a product, the products with
+it are those of codes, and what is kept of the hidden states are codes.
+
 Shapes: T steps, B sequences, H hidden; N = B_0 + ... + B_{T-1} rows, step after step, as in a ``PackedSequence``. The
 sequences of a step never grow in number: a ``PackedSequence`` is sorted by length.
 """
@@ -21,14 +24,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from cpt_core.kernels.reference import clips
+
 STEPS = "SymInt steps, SymInt[] sizes, bool reverse"
 GRADIENT = "Tensor? grad_levels, str grad_granularity, Tensor? key"
+COLUMNS = "Tensor? column_codes=None, Tensor? column_values=None, Tensor? shifts=None"
 SCHEMAS = {
     "lstm_forward": "(Tensor x_gates, Tensor weight, Tensor? bias, Tensor h0, Tensor c0, "
     f"{STEPS}, Tensor? levels, str granularity, Tensor? low, Tensor? width, Tensor? filled, bool save, "
-    f"{GRADIENT}, bool advance) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
+    f"{GRADIENT}, bool advance, {COLUMNS}) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
     "lstm_backward": "(Tensor d_out, Tensor d_h, Tensor d_c, Tensor weight, Tensor gates, Tensor before, "
-    f"Tensor tanh_c, {STEPS}, {GRADIENT}) -> (Tensor, Tensor, Tensor, Tensor)",
+    f"Tensor tanh_c, {STEPS}, {GRADIENT}, {COLUMNS}) -> (Tensor, Tensor, Tensor, Tensor)",
 }
 
 
@@ -36,15 +42,15 @@ def forward(
     ops: Any, x_gates: Tensor, weight: Tensor, bias: Tensor | None, h0: Tensor, c0: Tensor,
     steps: int, sizes: Sequence[int], reverse: bool,
     levels: Tensor | None, granularity: str, low: Tensor | None, width: Tensor | None, filled: Tensor | None,
-    save: bool, *_: Any,
+    save: bool, *rest: Any,
 ) -> tuple[Tensor, ...]:  # fmt: skip
     """Run all steps.
 
     Args:
         ops: the operators that quantise, such as ``torch.ops.cpt``.
         x_gates: (N, 4 H).
-        weight: (4 H, H), quantised.
-        bias: (4 H,), quantised.
+        weight: (4 H, H), quantised; or its codes.
+        bias: (4 H,), quantised; on codes it is in the tables.
         h0: (B, H).
         c0: likewise.
         steps: T.
@@ -56,14 +62,17 @@ def forward(
         width: its width.
         filled: the stored range is taken only if this number is above 0, which is decided on the device.
         save: return what the backward pass needs; else empty tensors.
-        *_: what the backward pass is to know: bits, granularity and key of the gradient, see ``backward``, and
-            whether it adds 1 to the key for every step.
+        *rest: what the backward pass is to know: bits, granularity and key of the gradient, see ``backward``, and
+            whether it adds 1 to the key for every step; then the three tables of the columns of h U', or None.
 
     Returns:
         Hidden states (N, H), the last h and c (B, H); the ranges of the hidden state, (2, T) in the order in which the
-        steps are computed, if it has one of its own per step, else empty; then gates (N, 4 H), quantised hidden states,
-        cell states before the step, and tanh(c), each (N, H).
+        steps are computed, if it has one of its own per step, or on codes, else empty; then gates (N, 4 H), quantised
+        hidden states or their codes, cell states before the step, and tanh(c), each (N, H).
     """
+    from cpt_core.kernels.integer import QuantizedTensor, multiply  # it needs the operators
+
+    tables = rest[4:] if any(t is not None for t in rest[4:]) else None
     hidden_size = weight.shape[1]
     out: list[Tensor] = []
     columns: list[list[Tensor]] = [[], [], [], []]  # gates, operands, c before the step, tanh(c)
@@ -73,16 +82,25 @@ def forward(
         size = len(x_part)
         operand = h[:size]
         if levels is not None and operand.numel():
-            if low is None or width is None:
-                operand, *found = ops.fake_quantize(operand, levels, granularity, None)
-                ranges.append((found[0], found[1]))
-            else:
+            found: Sequence[Tensor] = ()
+            if low is not None and width is not None:
                 found = [low, width]
                 if filled is not None:
                     own = ops.range(operand, granularity)
                     found = [torch.where(filled > 0, stored, now) for stored, now in zip(found, own, strict=True)]
+            if tables is not None:
+                clip, found = bool(found), found or ops.range(operand, granularity)
+                operand = ops.encode(operand, *found, levels, None, clip)
+                ranges.append((found[0], found[1]))
+            elif found:
                 operand = ops.round_to_grid(operand, *found, levels, None, True)
-        product = operand.mm(weight.t()) if bias is None else torch.addmm(bias, operand, weight.t())
+            else:
+                operand, *found = ops.fake_quantize(operand, levels, granularity, None)
+                ranges.append((found[0], found[1]))
+        if tables is not None and levels is not None:
+            product = multiply(ops, QuantizedTensor.with_codes(operand, found[0], found[1], levels), weight.t(), tables)
+        else:
+            product = operand.mm(weight.t()) if bias is None else torch.addmm(bias, operand, weight.t())
         step = product.add_(x_part)
         four = step.view(size, 4, hidden_size)
         four[:, :2].sigmoid_(), four[:, 2].tanh_(), four[:, 3].sigmoid_()
@@ -103,7 +121,7 @@ def forward(
 def backward(
     ops: Any, d_out: Tensor, d_h: Tensor, d_c: Tensor, weight: Tensor, gates: Tensor, before: Tensor, tanh_c: Tensor,
     steps: int, sizes: Sequence[int], reverse: bool,
-    grad_levels: Tensor | None, grad_granularity: str, key: Tensor | None,
+    grad_levels: Tensor | None, grad_granularity: str, key: Tensor | None, *tables: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """Apply the chain rule, from the last step to the first.
 
@@ -122,11 +140,14 @@ def backward(
         grad_levels: n = 2**q - 1 of the gradient behind the product with h; None leaves it alone.
         grad_granularity: of its ranges, step by step.
         key: of its noise in the first step that is computed, and one more in every step; None rounds half to even.
+        *tables: of the columns of the gradient's product with codes of ``weight``, or None.
 
     Returns:
         The gradients of ``x_gates`` and of what the product with h gave, (N, 4 H), the second quantised (empty where
         it is the first), and of h0 and c0, (B, H).
     """
+    from cpt_core.kernels.integer import QuantizedTensor, multiply
+
     hidden_size = weight.shape[1]
     d_h, d_c = d_h.contiguous(), d_c.contiguous()
     four = gates.view(-1, 4, hidden_size)
@@ -150,9 +171,17 @@ def backward(
         four = step.view(size, 4, hidden_size)
         torch.mul(slope[:, :3], dc.unsqueeze(1), out=four[:, :3])
         torch.mul(slope[:, 3], dh, out=four[:, 3])
-        if grad_levels is not None and step.numel():
-            after.copy_(ops.fake_quantize(step, grad_levels, grad_granularity, now)[0])
-        new = (after.mm(weight), dc * f_part)
+        if grad_levels is not None and any(t is not None for t in tables):
+            low, width = ops.range(step, grad_granularity)
+            codes = ops.encode(step, low, width, grad_levels, now, clips(grad_granularity, now is not None))
+            rounded = QuantizedTensor.with_codes(codes, low, width, grad_levels)
+            after.copy_(rounded.dequantize())
+            product = multiply(ops, rounded, weight, tables)
+        else:
+            if grad_levels is not None and step.numel():
+                after.copy_(ops.fake_quantize(step, grad_levels, grad_granularity, now)[0])
+            product = after.mm(weight)
+        new = (product, dc * f_part)
         d_h, d_c = (
             n if size == len(old) else torch.cat([n, old[size:]]) for n, old in zip(new, (d_h, d_c), strict=True)
         )
@@ -224,7 +253,7 @@ def _fake_backward(
 
 
 def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    _, weight, bias, h0, _, steps, sizes, reverse, *_, grad_levels, grad_granularity, key, advance = inputs
+    _, weight, bias, h0, _, steps, sizes, reverse, *_, grad_levels, grad_granularity, key, advance = inputs[:18]
     ctx.steps, ctx.has_bias, ctx.state = (steps, sizes, reverse), bias is not None, h0.shape
     # these change in place between forward and backward passes, as they should: not saved, which would be an error
     ctx.quantizes, ctx.advance = (grad_levels, grad_granularity, key), advance
@@ -235,19 +264,40 @@ def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> Non
 
 def _gradient(ops: Any, ctx: Any, d_out: Any, d_h: Any, d_c: Any, *_: Any) -> tuple[Tensor | None, ...]:
     weight, gates, operands, before, tanh_c = ctx.saved_tensors
-    levels, _, key = ctx.quantizes
-    if d_out is None:
-        d_out = torch.zeros_like(before)
-    d_h, d_c = (gates.new_zeros(ctx.state) if d is None else d for d in (d_h, d_c))
-    found = ops.lstm_backward(d_out, d_h, d_c, weight, gates, before, tanh_c, *ctx.steps, *ctx.quantizes)
-    d_gates, behind, d_h, d_c = found
-    if levels is None:
-        behind = d_gates
-    elif ctx.advance and key is not None and gates.numel():
-        key.add_(ctx.steps[0])
+    given = (d_out, d_h, d_c), ctx.state, weight, (gates, before, tanh_c), ctx.steps, ctx.quantizes, ctx.advance
+    d_gates, behind, d_h, d_c = gradients(ops, *given)
     d_weight = behind.t().mm(operands) if ctx.needs_input_grad[1] else None
     d_bias = behind.sum(0) if ctx.has_bias and ctx.needs_input_grad[2] else None
     return d_gates, d_weight, d_bias, d_h, d_c, *[None] * (len(ctx.needs_input_grad) - 5)
+
+
+def gradients(
+    ops: Any, given: Sequence[Tensor | None], state: Sequence[int], weight: Tensor, saved: Sequence[Tensor],
+    steps: tuple[Any, ...], quantizes: tuple[Any, ...], advance: bool, tables: Sequence[Tensor | None] = (None,) * 3,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    """Return what ``backward`` does, all of them whole, and let the key of the noise go on.
+
+    Args:
+        ops: as in ``forward``, as the other names.
+        given: gradients of the hidden states and of the last h and c; None where there is none.
+        state: (B, H).
+        weight: as in ``backward``.
+        saved: gates, cell states before the step, tanh(c).
+        steps: T, sizes, reverse.
+        quantizes: levels, granularity and key of the gradient.
+        advance: whether the key is to count the steps.
+        tables: as in ``backward``.
+    """
+    gates, before, _ = saved
+    levels, _, key = quantizes
+    d_out = torch.zeros_like(before) if given[0] is None else given[0]
+    d_h, d_c = (gates.new_zeros(state) if d is None else d for d in given[1:])
+    d_gates, behind, d_h, d_c = ops.lstm_backward(d_out, d_h, d_c, weight, *saved, *steps, *quantizes, *tables)
+    if levels is None:
+        behind = d_gates
+    elif advance and key is not None and gates.numel():
+        key.add_(steps[0])
+    return d_gates, behind, d_h, d_c
 
 
 def _refuse(ctx: Any, *_: Any) -> None:

@@ -10,6 +10,7 @@ Shapes: N batch, C and O channels in and out, H and W height and width (of the o
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -26,18 +27,43 @@ Operand = Tensor | QuantizedTensor
 
 
 @torch.compiler.disable
-def linear_on_codes(precision: LayerPrecision, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """Return the product (..., O) of x (..., C), weight (O, C) and bias (O,), all quantised."""
+def linear_on_codes(
+    precision: LayerPrecision,
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    codes: QuantizedTensor | None = None,
+    parts: Sequence[int] = (),
+) -> Tensor:
+    """Return the product (..., O) of x (..., C), weight (O, C) and bias (O,), all quantised.
+
+    Args:
+        precision: of the layer.
+        x: the input.
+        weight: likewise.
+        bias: likewise, or None.
+        codes: those of ``x`` where a layer finds the ranges itself.
+        parts: rows of the parts of the output whose gradients are quantised by themselves; empty for one part.
+    """
     quantized_bias = None if bias is None else precision.operand("bias", bias)
-    return _Linear.apply(x, weight, quantized_bias, precision)
+    return _Linear.apply(x, weight, quantized_bias, precision, codes, parts)
 
 
 class _Linear(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, precision: LayerPrecision) -> Tensor:
-        a, w = precision.encoded("input", x).matrix(), precision.encoded("weight", weight)
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        precision: LayerPrecision,
+        codes: QuantizedTensor | None,
+        parts: Sequence[int],
+    ) -> Tensor:
+        a = (precision.encoded("input", x) if codes is None else codes).matrix()
+        w = precision.encoded("weight", weight)
         ctx.save_for_backward(*a, *w)
-        ctx.shape, ctx.gradient = x.shape, GradientRounding(precision)
+        ctx.shape, ctx.gradient = x.shape, GradientRounding(precision, parts)
         return product(a, w.t(), bias).view(*x.shape[:-1], len(weight))
 
     @staticmethod
@@ -52,7 +78,7 @@ class _Linear(torch.autograd.Function):
             product(g, w).view(ctx.shape) if of_x else None,
             product(g.t(), a) if of_w else None,
             sums(g) if of_b else None,
-            None,
+            *[None] * 3,
         )
 
 
@@ -221,18 +247,35 @@ def _pixels(x: QuantizedTensor) -> QuantizedTensor:
 class GradientRounding:
     """How a layer quantises a gradient in the backward pass; decided in the forward pass, as in the simulation."""
 
-    def __init__(self, precision: LayerPrecision) -> None:
-        """Note what is in force."""
+    def __init__(self, precision: LayerPrecision, parts: Sequence[int] = ()) -> None:
+        """Note what is in force; ``parts``: rows that are quantised by themselves, the last first."""
         self.precision, self.quantizes, self.bits = precision, precision.quantizes_gradient, precision.q_grad
+        self.parts = parts
+
+    @property
+    def encodes(self) -> bool:
+        """Whether a gradient gets codes."""
+        return self.quantizes and self.bits is not None and self.bits <= MOST_BITS
 
     def __call__(self, gradient: Tensor) -> Operand:
         """Return codes, or values where the gradient has too many bits for codes."""
         if not self.quantizes:
             return gradient
-        if self.bits is not None and self.bits <= MOST_BITS:
-            return self.precision.encoded_gradient("grad", gradient)
         p = self.precision
-        return round_gradient(gradient, p.grad_levels, p.quantizers["grad"], p.noise_key)
+        if not self.encodes:
+            found = [round_gradient(g, p.grad_levels, p.quantizers["grad"], p.noise_key) for g in self._split(gradient)]
+            return torch.cat(found[::-1])
+        codes = [p.encoded_gradient("grad", g) for g in self._split(gradient)][::-1]
+        return codes[0] if len(codes) == 1 else in_rows(codes)
+
+    def _split(self, gradient: Tensor) -> Sequence[Tensor]:
+        return gradient.split(self.parts)[::-1] if self.parts else (gradient,)
+
+
+def in_rows(parts: Sequence[QuantizedTensor]) -> QuantizedTensor:
+    """Return matrices on grids of equally many levels below each other; a range is 0-d or one of a row."""
+    low, scale = (torch.cat([getattr(x, name).expand(len(x.codes), 1) for x in parts]) for name in ("low", "scale"))
+    return QuantizedTensor(torch.cat([x.codes for x in parts]), low, scale, parts[0].half)
 
 
 def product(a: Operand, b: Operand, bias: Tensor | None = None) -> Tensor:

@@ -26,8 +26,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence
 
+from cpt_core.kernels.integer import QuantizedTensor
 from cpt_core.kernels.operators import fake_quantize, range_of, recurrence, round_to_grid
-from cpt_core.quantization.layers import QuantizedLayer
+from cpt_core.kernels.reference import Range
+from cpt_core.quantization.integer import linear_on_codes
+from cpt_core.quantization.integer_lstm import recurrence_on_codes
+from cpt_core.quantization.layers import PASSES, QuantizedLayer
 from cpt_core.quantization.quantizers import Quantizer, check_floating
 
 State = tuple[Tensor, Tensor]
@@ -135,6 +139,8 @@ class QuantLSTM(QuantizedLayer, nn.LSTM):
     def _cell(self, cell: str, x: Tensor, steps: Steps, h: Tensor, c: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """One direction of one layer: x (N, I), h and c (B, H) -> y (N, H), h and c."""
         p, role = self.precision, f"hidden_{cell}"
+        if p.on_codes(x) and not self.not_on_codes():
+            return self._cell_on_codes(cell, x, steps, h, c)
         (w, b), (u, d) = (self._quantized_weights(kind, cell, x.dtype) for kind in ("ih", "hh"))
         x_gates = self._gradient(nn.functional.linear(self._input(cell, x, steps), w, b), steps)
         save = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (x_gates, u, d, h, c))
@@ -147,10 +153,41 @@ class QuantLSTM(QuantizedLayer, nn.LSTM):
             p.track(role, *ranges)
         return y, h, c
 
+    def _cell_on_codes(self, cell: str, x: Tensor, steps: Steps, h: Tensor, c: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        p, role = self.precision, f"hidden_{cell}"
+        count, sizes = steps
+        by_row = p.quantizers["grad"].granularity == "per_row"  # a row belongs to one step
+        parts = () if by_row else sizes or (len(x) // count,) * count
+        (w, b), (u, d) = (self._weights(kind, cell, x.dtype) for kind in ("ih", "hh"))
+        x_gates = linear_on_codes(p, x, w, b, self._encoded_input(cell, x, steps), parts)
+        whole = count, sizes, cell.endswith("_reverse")
+        y, h, c, ranges = recurrence_on_codes(p, role, x_gates, u, d, (h, c), whole)
+        if self.training and p.quantizers[role].running:
+            p.track(role, *ranges)
+        return y, h, c
+
+    def not_on_codes(self) -> str:
+        """Return why no product of this layer has an integer form, or ""."""
+        role = next(r for r in self.precision.quantizers if r.startswith("hidden_"))
+        return (
+            "" if self.precision.quantizers[role].granularity == "per_tensor" else "hidden states have several ranges"
+        )
+
+    def simulated_products(self) -> dict[str, str]:
+        """Return which products of inputs and hidden states have no integer form here, with the reason."""
+        if reason := self.not_on_codes():
+            return dict.fromkeys(PASSES, reason)
+        found = {} if self._shared("weight") else {"error": "weights have a range per row"}
+        return found | {"weight": "every step has ranges of its own"}
+
+    def _weights(self, kind: str, cell: str, dtype: torch.dtype) -> tuple[Tensor, Tensor | None]:
+        weight = getattr(self, f"weight_{kind}_{cell}").to(dtype)
+        return weight, getattr(self, f"bias_{kind}_{cell}").to(dtype) if self.bias else None
+
     def _quantized_weights(self, kind: str, cell: str, dtype: torch.dtype) -> tuple[Tensor, Tensor | None]:
-        p = self.precision
-        weight = p.operand("weight", getattr(self, f"weight_{kind}_{cell}").to(dtype))
-        return weight, p.operand("bias", getattr(self, f"bias_{kind}_{cell}").to(dtype)) if self.bias else None
+        weight, bias = self._weights(kind, cell, dtype)
+        weight = self.precision.operand("weight", weight)
+        return weight, None if bias is None else self.precision.operand("bias", bias)
 
     def _input(self, cell: str, x: Tensor, steps: Steps) -> Tensor:
         """Quantise x (N, I), every step on its own range."""
@@ -159,21 +196,42 @@ class QuantLSTM(QuantizedLayer, nn.LSTM):
         if not p.quantizes or x.numel() == 0 or p.running_range(role) is not None:
             return p.operand(role, x)
         count, sizes = steps
-        if not sizes and quantizer.granularity == "per_tensor":  # the common case: a step is as a channel
-            x = x.unflatten(0, (count, -1))
-            if self.training or not quantizer.running:
-                y, low, width = fake_quantize(x, p.levels, "per_channel")
-                self._track(cell, low.flatten(), width.flatten())
-                return y.flatten(0, 1)
-            found = p.or_running(role, *range_of(x.detach(), "per_channel"))
-            return round_to_grid(x, *found, p.levels, clip=True).flatten(0, 1)
-        parts = x.detach().split(sizes or len(x) // count)
-        ranges = [quantizer.range_of(part) for part in parts]
+        if not sizes and quantizer.granularity == "per_tensor" and (self.training or not quantizer.running):
+            steps_apart = x.unflatten(0, (count, -1))  # a step is as a channel
+            y, low, width = fake_quantize(steps_apart, p.levels, "per_channel")
+            self._track(cell, low.flatten(), width.flatten())
+            return y.flatten(0, 1)
+        return round_to_grid(x, *self._ranges(cell, x.detach(), steps), p.levels, clip=p.clips(role))
+
+    def _encoded_input(self, cell: str, x: Tensor, steps: Steps) -> QuantizedTensor:
+        """Return the codes of what ``_input`` returns."""
+        p, role = self.precision, f"input_{cell}"
+        if p.running_range(role) is not None:
+            return p.encoded(role, x)
+        p.follow(x)
+        x = x.detach()
+        return QuantizedTensor.on(x, *self._ranges(cell, x, steps), p.levels, clip=p.clips(role))
+
+    def _ranges(self, cell: str, x: Tensor, steps: Steps) -> Range:
+        """Return the ranges of x (N, I), every step its own, as those of its rows."""
+        p, role = self.precision, f"input_{cell}"
+        quantizer = p.quantizers[role]
+        count, sizes = steps
+        if not sizes and quantizer.granularity == "per_tensor":
+            found = range_of(x.unflatten(0, (count, -1)), "per_channel")
+            of_steps = [r.flatten() for r in found]
+            rows = [r.expand(count, len(x) // count, 1).reshape(-1, 1) for r in found]
+        else:
+            parts = x.split(sizes or len(x) // count)
+            ranges = [quantizer.range_of(part) for part in parts]
+            of_steps = [torch.stack(found) for found in zip(*ranges, strict=True)] if quantizer.running else []
+            rows = [
+                torch.cat([r.expand(len(part), 1) for r, part in zip(found, parts, strict=True)])
+                for found in zip(*ranges, strict=True)
+            ]
         if quantizer.running and self.training:
-            self._track(cell, *(torch.stack(found) for found in zip(*ranges, strict=True)))
-        rows = [torch.cat([r[k].expand(len(part), 1) for r, part in zip(ranges, parts, strict=True)]) for k in (0, 1)]
-        found = p.or_running(role, *rows)
-        return round_to_grid(x, *found, p.levels, clip=p.clips(role))
+            self._track(cell, *of_steps)
+        return p.or_running(role, *rows)
 
     def _track(self, cell: str, low: Tensor, width: Tensor) -> None:
         """Let the running range of the input follow the ranges of all steps, (T,), in the order of the direction."""

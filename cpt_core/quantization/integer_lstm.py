@@ -1,0 +1,100 @@
+"""The steps of an LSTM on codes: products with the hidden state, int8 x int8 -> int32.
+
+The hidden state of a step has one range, and every row of the weight: their product has an integer form. So has that
+of a gradient with the weight where the weight has one range. The gradient of the weight is a sum over steps, each of
+which has ranges of its own: it is computed in float32, on the values of the codes that were kept.
+
+Shapes: as in ``quantization.lstm``.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from cpt_core.kernels import operators
+from cpt_core.kernels.integer import QuantizedTensor, column_tables
+from cpt_core.kernels.lstm import gradients
+from cpt_core.quantization.integer import GradientRounding
+from cpt_core.quantization.precision import LayerPrecision
+
+Steps = tuple[int, tuple[int, ...], bool]  # how many; the sequences of each, if they differ; from the last to the first
+
+
+@torch.compiler.disable
+def recurrence_on_codes(
+    precision: LayerPrecision,
+    role: str,
+    x_gates: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    state: tuple[Tensor, Tensor],
+    steps: Steps,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Return hidden states (N, H), the last h and c (B, H), and the ranges of the hidden state (2, T).
+
+    Args:
+        precision: of the layer.
+        role: of the hidden state.
+        x_gates: what the input adds to the gates, (N, 4 H).
+        weight: (4 H, H), not quantised.
+        bias: (4 H,), likewise.
+        state: the first h and c, (B, H).
+        steps: T, the sequences of each, and the direction.
+    """
+    quantized_bias = None if bias is None else precision.operand("bias", bias)
+    given = x_gates, weight, quantized_bias, *state
+    save = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in given)
+    return _Recurrence.apply(*given, precision, role, steps, save)
+
+
+class _Recurrence(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x_gates: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        h: Tensor,
+        c: Tensor,
+        precision: LayerPrecision,
+        role: str,
+        steps: Steps,
+        save: bool,
+    ) -> tuple[Tensor, ...]:
+        p = precision
+        u = p.encoded("weight", weight)
+        quantizes = p.levels, p.quantizers[role].granularity, *p.stored_range(role)
+        no_gradient = None, "", None, False
+        *found, ranges, gates, codes, before, tanh = operators.active.lstm_forward(
+            x_gates, u.codes, None, h, c, *steps, *quantizes, save, *no_gradient, *column_tables(u.t(), bias)
+        )
+        low, scale, half = QuantizedTensor.with_codes(codes, ranges[0], ranges[1], p.levels)[1:]
+        ctx.save_for_backward(*u, low, scale, half, codes, gates, before, tanh)
+        ctx.state, ctx.steps, ctx.gradient = h.shape, steps, GradientRounding(p)
+        *ctx.noise, ctx.advance = p.gradient_noise("grad", steps[0])
+        ctx.mark_non_differentiable(ranges)
+        ctx.set_materialize_grads(False)
+        return *found, ranges
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *given: Tensor | None) -> tuple[Tensor | None, ...]:
+        saved = ctx.saved_tensors  # once: activation checkpointing allows no more
+        u, (low, scale, half, codes, *kept) = QuantizedTensor(*saved[:4]), saved[4:]
+        integer = ctx.gradient.encodes and u.one_step
+        weight, tables = (u.codes, column_tables(u)) if integer else (u.dequantize(), ())
+        d_gates, behind, d_h, d_c = gradients(
+            operators.active, given[:3], ctx.state, weight, kept, ctx.steps, ctx.noise, ctx.advance, tables
+        )
+        of_w, of_b = ctx.needs_input_grad[1:3]
+        d_weight = None
+        if of_w:
+            count, sizes, reverse = ctx.steps
+            rows = torch.tensor(sizes or [len(codes) // count] * count, device=codes.device)
+            low, scale = ((v.flip(0) if reverse else v).repeat_interleave(rows).unsqueeze(1) for v in (low, scale))
+            d_weight = behind.t() @ QuantizedTensor(codes, low, scale, half).dequantize()
+        return d_gates, d_weight, behind.sum(0) if of_b else None, d_h, d_c, *[None] * 4
