@@ -74,8 +74,11 @@ class _Linear(torch.autograd.Function):
         g = ctx.gradient(gradient)
         g = g.matrix() if isinstance(g, QuantizedTensor) else g.reshape(-1, g.shape[-1])
         of_x, of_w, of_b = ctx.needs_input_grad[:3]
+        dx = product(g, w).view(ctx.shape) if of_x else None
+        if isinstance(g, QuantizedTensor) and not has_integer_form(g.t(), a):
+            g = g.dequantize()  # once
         return (
-            product(g, w).view(ctx.shape) if of_x else None,
+            dx,
             product(g.t(), a) if of_w else None,
             sums(g) if of_b else None,
             *[None] * 3,

@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from cpt_core.kernels import operators
+from cpt_core.kernels.integer import QuantizedTensor, column_tables
 
 NAN = float("nan")
 STEPS = {
@@ -168,3 +169,29 @@ def test_a_second_derivative_is_refused(family):
     (first,) = torch.autograd.grad((y**3).sum(), inputs[0], create_graph=True)
     with pytest.raises(RuntimeError, match="differentiate twice"):
         first.square().sum().backward()
+
+
+ON_CODES = (
+    "as trained", "reverse", "nearest", "stored", "stored, not yet filled", "stored, filled since",
+    "gradient per tensor", "gradient per position", "a NaN",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("options", ON_CODES)
+@pytest.mark.parametrize("steps", ["one step", "equal", "packed"])
+def test_cpp_is_bit_identical_on_codes(compiled, steps, options):
+    options = OPTIONS[options]
+    for width in (1, 5, 37):
+        found = []
+        x, weight, bias, h, c = (t.detach() for t in tensors(STEPS[steps], width, **options))
+        u = QuantizedTensor.of(weight, 5, "per_tensor")
+        *rest, levels, granularity, key, _ = arguments(STEPS[steps], **options)
+        for ops in (compiled, torch.ops.cpt_reference):
+            tables = column_tables(u.t(), bias)
+            results = ops.lstm_forward(x, u.codes, None, h, c, *rest, None, "", None, False, *tables)
+            hidden, h_n, c_n, ranges, gates, operands, before, tanh_c = results
+            assert operands.dtype == torch.int8
+            assert ranges.shape[1] == rest[0]
+            kept = hidden, h_n, c_n, u.codes, gates, before, tanh_c
+            found.append([*results, *ops.lstm_backward(*kept, *rest[:3], levels, granularity, key, *column_tables(u))])
+        check(*found)
