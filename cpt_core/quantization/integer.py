@@ -267,9 +267,9 @@ class GradientRounding:
         p = self.precision
         if not self.encodes:
             found = [round_gradient(g, p.grad_levels, p.quantizers["grad"], p.noise_key) for g in self._split(gradient)]
-            return torch.cat(found[::-1])
+            return torch.cat(found[::-1]) if self.parts else found[0]
         codes = [p.encoded_gradient("grad", g) for g in self._split(gradient)][::-1]
-        return codes[0] if len(codes) == 1 else in_rows(codes)
+        return in_rows(codes) if self.parts else codes[0]
 
     def _split(self, gradient: Tensor) -> Sequence[Tensor]:
         return gradient.split(self.parts)[::-1] if self.parts else (gradient,)

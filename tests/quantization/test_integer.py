@@ -181,13 +181,19 @@ def test_no_float_product_runs_where_all_have_an_integer_form(name, left, named)
 
 def test_summary_says_what_stays_simulated():
     model = nn.Sequential(
-        nn.Conv2d(4, 4, 3, groups=4), nn.Conv2d(4, 8, 3), nn.Flatten(), nn.Linear(8, 2), nn.LSTM(2, 2)
+        nn.Conv2d(4, 4, 3, groups=4),
+        nn.Conv2d(4, 8, 3),
+        nn.Flatten(),
+        nn.Linear(8, 2),
+        nn.LSTM(2, 2),
+        nn.Conv1d(2, 2, 1),
     )
     text = str(cpt.summary(cpt.quantize_(model, cpt.QuantConfig(execution="integer"))))
     assert "forward simulated: it has 4 groups" in text
     assert "on codes: forward, weight (error simulated: weights have a range per channel)" in text
     assert "on codes: forward (error simulated: weights have a range per row; weight simulated: gradients of" in text
-    assert "on codes: none (forward simulated: a LSTM has no integer form" in text
+    assert "on codes: forward (error simulated: weights have a range per row; weight simulated: every step" in text
+    assert "on codes: none (forward simulated: a Conv1d has no integer form" in text
     cpt.restore_(model)
     assert "codes" not in str(cpt.summary(cpt.quantize_(model)))
 
