@@ -180,14 +180,8 @@ def test_no_float_product_runs_where_all_have_an_integer_form(name, left, named)
 
 
 def test_summary_says_what_stays_simulated():
-    model = nn.Sequential(
-        nn.Conv2d(4, 4, 3, groups=4),
-        nn.Conv2d(4, 8, 3),
-        nn.Flatten(),
-        nn.Linear(8, 2),
-        nn.LSTM(2, 2),
-        nn.Conv1d(2, 2, 1),
-    )
+    layers = nn.Conv2d(4, 4, 3, groups=4), nn.Conv2d(4, 8, 3), nn.Linear(8, 2), nn.LSTM(2, 2), nn.Conv1d(2, 2, 1)
+    model = nn.Sequential(*layers)
     text = str(cpt.summary(cpt.quantize_(model, cpt.QuantConfig(execution="integer"))))
     assert "forward simulated: it has 4 groups" in text
     assert "on codes: forward, weight (error simulated: weights have a range per channel)" in text
