@@ -85,7 +85,7 @@ class QuantizedTensor(NamedTuple):
 
     def dequantize(self) -> Tensor:
         """Return the values, float32: bit for bit those of the simulation."""
-        return (self.codes + self.half).mul_(self.scale).add_(self.low)
+        return self.codes.float().add_(self.half).mul_(self.scale).add_(self.low)
 
     def laid_out(self, arrange: Callable[[Tensor], Tensor]) -> QuantizedTensor:
         """Return the tensor with codes, and ranges where there are several, in another shape or order."""

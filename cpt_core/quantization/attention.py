@@ -27,9 +27,11 @@ from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from cpt_core.quantization.integer import product_on_codes
+from cpt_core.kernels.integer import QuantizedTensor
+from cpt_core.quantization.integer import GradientRounding, product
 from cpt_core.quantization.layers import PASSES, QuantizedLayer
 from cpt_core.quantization.precision import LayerPrecision
 
@@ -109,6 +111,30 @@ def _multiply(p: LayerPrecision, roles: tuple[str, str], a: Tensor, b: Tensor) -
     if p.execution == "integer" and p.on_codes(a):
         return product_on_codes(p, roles, a, b)
     return p.gradient("grad", p.operand(roles[0], a) @ p.operand(roles[1], b))
+
+
+@torch.compiler.disable
+def product_on_codes(precision: LayerPrecision, roles: tuple[str, str], a: Tensor, b: Tensor) -> Tensor:
+    """Return the products (..., M, N) of a (..., M, K) and b (..., K, N), both quantised, each in its role."""
+    return _Product.apply(a, b, precision, roles)
+
+
+class _Product(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, a: Tensor, b: Tensor, precision: LayerPrecision, roles: tuple[str, str]) -> Tensor:
+        a_, b_ = (precision.encoded(role, x) for role, x in zip(roles, (a, b), strict=True))
+        ctx.save_for_backward(*a_, *b_)
+        ctx.gradient = GradientRounding(precision)
+        return product(a_, b_)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        saved = ctx.saved_tensors  # once: activation checkpointing allows no more
+        a, b = QuantizedTensor(*saved[:4]), QuantizedTensor(*saved[4:])
+        g = ctx.gradient(gradient)
+        of_a, of_b = ctx.needs_input_grad[:2]
+        return product(g, b.t()) if of_a else None, product(a.t(), g) if of_b else None, None, None
 
 
 class _QuantAttention(QuantizedLayer):

@@ -85,30 +85,6 @@ class _Linear(torch.autograd.Function):
         )
 
 
-@torch.compiler.disable
-def product_on_codes(precision: LayerPrecision, roles: tuple[str, str], a: Tensor, b: Tensor) -> Tensor:
-    """Return the products (..., M, N) of a (..., M, K) and b (..., K, N), both quantised, each in its role."""
-    return _Product.apply(a, b, precision, roles)
-
-
-class _Product(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, a: Tensor, b: Tensor, precision: LayerPrecision, roles: tuple[str, str]) -> Tensor:
-        a_, b_ = (precision.encoded(role, x) for role, x in zip(roles, (a, b), strict=True))
-        ctx.save_for_backward(*a_, *b_)
-        ctx.gradient = GradientRounding(precision)
-        return product(a_, b_)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        saved = ctx.saved_tensors  # once: activation checkpointing allows no more
-        a, b = QuantizedTensor(*saved[:4]), QuantizedTensor(*saved[4:])
-        g = ctx.gradient(gradient)
-        of_a, of_b = ctx.needs_input_grad[:2]
-        return product(g, b.t()) if of_a else None, product(a.t(), g) if of_b else None, None, None
-
-
 class Geometry(NamedTuple):
     """Stride, padding (the same on both sides) and dilation of a convolution, each of height and width."""
 
