@@ -142,6 +142,8 @@ class LayerPrecision(nn.Module):
 
     def on_codes(self, x: Tensor) -> bool:
         """Whether products with ``x`` are computed on codes now: the layer is asked to, and the bits fit."""
+        if self.execution == "simulated":  # first: what is simulated does not look at the bits, see ``in_force``
+            return False
         if not self.fits_codes[0] or x.numel() == 0:
             return False
         if x.is_meta or x.dtype != torch.float32:
