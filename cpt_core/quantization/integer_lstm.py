@@ -94,7 +94,8 @@ class _Recurrence(torch.autograd.Function):
         d_weight = None
         if of_w:
             count, sizes, reverse = ctx.steps
-            rows = torch.tensor(sizes or [len(codes) // count] * count, device=codes.device)
-            low, scale = ((v.flip(0) if reverse else v).repeat_interleave(rows).unsqueeze(1) for v in (low, scale))
+            rows = sizes or [len(codes) // count] * count
+            of_steps = ((v.flip(0) if reverse else v) for v in (low, scale))
+            low, scale = (torch.cat([x.expand(n, 1) for x, n in zip(v, rows, strict=True)]) for v in of_steps)
             d_weight = behind.t() @ QuantizedTensor(codes, low, scale, half).dequantize()
         return d_gates, d_weight, behind.sum(0) if of_b else None, d_h, d_c, *[None] * 4
