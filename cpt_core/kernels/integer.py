@@ -188,7 +188,7 @@ def sum_codes(codes: Tensor, dim: int) -> Tensor:
 
 
 def int_mm(a: Tensor, b: Tensor, out: Tensor | None = None) -> Tensor:
-    """Return the product of int8 matrices of any size, or of as many pairs as there are, int32."""
+    """Return the product of int8 matrices of any size, or of as many pairs as there are, int32; a matrix in ``out``."""
     if a.dim() > 2:  # no library multiplies many at once
         product = a.new_empty((*a.shape[:-1], b.shape[-1]), dtype=torch.int32)
         for x, y, found in zip(*(t.flatten(0, -3) for t in (a, b, product)), strict=True):

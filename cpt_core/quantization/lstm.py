@@ -26,7 +26,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence
 
-from cpt_core.kernels.integer import QuantizedTensor
+from cpt_core.kernels.integer import LONGEST, QuantizedTensor
 from cpt_core.kernels.operators import fake_quantize, range_of, recurrence, round_to_grid
 from cpt_core.kernels.reference import Range
 from cpt_core.quantization.integer import linear_on_codes
@@ -172,9 +172,9 @@ class QuantLSTM(QuantizedLayer, nn.LSTM):
     def not_on_codes(self) -> str:
         """Return why no product of this layer has an integer form, or ""."""
         role = next(r for r in self.precision.quantizers if r.startswith("hidden_"))
-        return (
-            "" if self.precision.quantizers[role].granularity == "per_tensor" else "hidden states have several ranges"
-        )
+        if self.precision.quantizers[role].granularity != "per_tensor":
+            return "hidden states have several ranges"
+        return "sums over the gates overflow 32 bits" if 4 * self.hidden_size > LONGEST else ""
 
     def simulated_products(self) -> dict[str, str]:
         """Return which products of inputs and hidden states have no integer form here, with the reason."""

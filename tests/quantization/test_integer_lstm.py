@@ -107,14 +107,19 @@ def test_products_run_where_the_summary_says(shared, left):
     assert set(row.simulated) == ({"weight"} if shared else {"error", "weight"})
 
 
-def test_hidden_states_with_several_ranges_stay_simulated():
+@pytest.mark.parametrize(
+    ("granularity", "longest", "why"),
+    [("per_row", 1 << 15, "hidden states have several ranges"), ("per_tensor", 4 * WIDTH - 1, "sums over the gates")],
+)
+def test_what_has_no_integer_form_stays_simulated(granularity, longest, why, monkeypatch):
+    monkeypatch.setattr("cpt_core.quantization.lstm.LONGEST", longest)
     config = cpt.QuantConfig(execution="integer")
-    roles = config.quantizers | {"lstm_hidden": Quantizer("per_row")}
+    roles = config.quantizers | {"lstm_hidden": Quantizer(granularity)}
     module = cpt.quantize_(nn.LSTM(WIDTH, WIDTH), replace(config, quantizers=roles))
     with torch.autograd.profiler.profile() as profile:
         passes(module, given())
     assert not any(event.name == "aten::_int_mm" for event in profile.function_events)
-    assert "on codes: none (forward simulated: hidden states have several ranges" in str(cpt.summary(module))
+    assert f"on codes: none (forward simulated: {why}" in str(cpt.summary(module))
 
 
 def test_hidden_states_are_kept_as_codes():
