@@ -18,7 +18,7 @@ from torch.autograd.function import once_differentiable
 from torch.nn.functional import conv2d
 from torch.nn.grad import conv2d_input, conv2d_weight
 
-from cpt_core.kernels.integer import MOST_BITS, QuantizedTensor, has_integer_form, matmul, sum_values
+from cpt_core.kernels.integer import QuantizedTensor, has_integer_form, matmul, sum_values
 from cpt_core.quantization.fake_quantize import round_gradient
 from cpt_core.quantization.precision import LayerPrecision
 
@@ -195,19 +195,19 @@ def _pixels(x: QuantizedTensor) -> QuantizedTensor:
 
 
 class GradientRounding:
-    """How a layer quantises a gradient in the backward pass; decided in the forward pass, as in the simulation."""
+    """Quantises a gradient in the backward pass; whether, is decided in the forward pass, as in the simulation."""
 
     def __init__(self, precision: LayerPrecision) -> None:
         """Note what is in force."""
-        self.precision, self.quantizes, self.bits = precision, precision.quantizes_gradient, precision.q_grad
+        self.precision, self.quantizes = precision, precision.quantizes_gradient
 
     def __call__(self, gradient: Tensor) -> Operand:
         """Return codes, or values where the gradient has too many bits for codes."""
         if not self.quantizes:
             return gradient
-        if self.bits is not None and self.bits <= MOST_BITS:
-            return self.precision.encoded_gradient("grad", gradient)
         p = self.precision
+        if p.fits_codes[1]:  # asked now, as the levels are read: bits may have changed since the forward pass
+            return p.encoded_gradient("grad", gradient)
         return round_gradient(gradient, p.grad_levels, p.quantizers["grad"], p.noise_key)
 
 
