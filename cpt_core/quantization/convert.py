@@ -47,7 +47,8 @@ class QuantConfig:
         seed: of the noise of stochastic rounding.
         aggregation: sums over neighbours in graph convolutions: "fp" (FP-Agg, float32) or "quantized" (Q-Agg).
         execution: "simulated", in float32; "integer", on codes of 8 bits where a product has an integer form, as
-            ``summary`` shows; or "auto", "integer" on devices with instructions for such products.
+            ``summary`` shows; or "auto", "integer" on devices with instructions for such products, else "simulated".
+            "integer" runs on the others too, slower than float32: a warning says so.
             More than 8 bits, and inputs in float64, are simulated in any case.
     """
 

@@ -70,8 +70,9 @@ def export(
 
     ``torch.export.save(program, "model.pt2")`` writes it, ``torch.export.load("model.pt2").module()`` runs it where
     this package is not installed. Weights and biases of quantised layers are int8 codes, a quarter of float32 (fewer
-    bits take a byte, too), which every call turns into float32; inputs are rounded on the running ranges of training,
-    or on their own range where the layer has none. Layers in float32 stay as they are, and so does ``model``.
+    bits take a byte, too) beside some 30 kB of text per layer; every call turns them into float32: this saves memory,
+    not time. Inputs are rounded on the running ranges of training, or on their own range where the layer has none.
+    Layers in float32 stay as they are, and so does ``model``.
 
     The numbers are those of ``with precision(model, bits): model(...)`` on the CPU, bit for bit, of layers whose
     ``execution`` is "simulated"; an LSTM's up to the rounding of its gates, and products on codes ("integer") up to

@@ -11,6 +11,7 @@ from helpers import identical, pictures, small
 from torch import nn
 
 import cpt_core as cpt
+from cpt_core.kernels.reference import BLOCK
 from cpt_core.models.resnet import CifarResNet
 from cpt_core.quantization.convert import layer_precisions
 
@@ -125,6 +126,13 @@ def test_a_program_holds_operations_of_torch_only():
     assert {op.namespace for op in called - {operator.getitem}} == {"aten"}
     assert torch.ops.aten.conv2d.default in called
     assert not any("stack_trace" in node.meta for node in program.graph.nodes)
+
+
+def test_a_batch_may_outgrow_what_is_rounded_in_one_part():
+    model = filled(nn.Sequential(nn.Linear(70_000, 2)), *numbers(2, 70_000))
+    program, x = cpt.export(model, numbers(2, 70_000)), numbers(9, 70_000)
+    assert x[0].numel() > 2 * BLOCK
+    assert torch.equal(program.module()(*x), evaluated(model, x, 8))
 
 
 SHARED = cpt.QuantConfig().with_shared_steps().quantizers
