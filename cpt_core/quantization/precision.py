@@ -82,7 +82,7 @@ class LayerPrecision(nn.Module):
         self._in_force: Bits | None = None
         # what follows from it; compiled code reads these and would be specialised to the bits themselves
         self.is_set = self.quantizes = self.quantizes_gradient = False
-        self.fits_codes = False, False  # whether codes hold the bits, forward and of gradients, where they are asked for
+        self.fits_codes = False, False  # whether codes are asked for and hold the bits, forward and of gradients
         self.name = ""
         self.execution = "simulated"
         self.called: bool | None = None
@@ -102,12 +102,12 @@ class LayerPrecision(nn.Module):
         self.reuse.clear()
         if value != self._in_force:
             self._in_force, self.is_set = value, value is not None
-            self.quantizes, self.quantizes_gradient = (
-                q is not None and q < IDENTITY_BITS for q in value or (None, None)
-            )
-            asked, fits = self.execution != "simulated", self.fits_codes[1]  # None leaves the levels as they are
-            fits = fits if self.q_grad is None else asked and self.q_grad <= MOST_BITS
-            self.fits_codes = asked and self.bits is not None and self.bits <= MOST_BITS, fits
+            bits, q_grad = value or (None, None)
+            self.quantizes, self.quantizes_gradient = (q is not None and q < IDENTITY_BITS for q in (bits, q_grad))
+            asked = self.execution != "simulated"
+            # None leaves the levels of gradients as they are, and a backward pass may still read them
+            gradient = self.fits_codes[1] if q_grad is None else asked and q_grad <= MOST_BITS
+            self.fits_codes = asked and bits is not None and bits <= MOST_BITS, gradient
             self._fill()
 
     def _fill(self) -> None:
