@@ -79,6 +79,29 @@ def recurrent_and_graph() -> None:
         layer[0](graph, torch.randn(3, 4)).sum().backward()
 
 
+def codes() -> None:
+    x, gradients = batch(0)[0], []
+    for execution in ("simulated", "integer"):
+        torch.manual_seed(0)
+        config = cpt.QuantConfig(execution=execution).with_shared_steps().with_gradient_rounding("nearest")
+        model = cpt.quantize_(torch.nn.Sequential(torch.nn.Linear(16, 1)), config)
+        with cpt.precision(model, bits=8):
+            model(x).square().mean().backward()
+            model(x[:1]).square().mean().backward()
+        gradients.append(torch.cat([p.grad.flatten() for p in model.parameters()]))
+    assert torch.allclose(*gradients, atol=1e-4)
+
+
+def exported() -> None:
+    model, x = cpt.quantize_(network()), batch(0)[0]
+    with cpt.precision(model, bits=8):
+        model(x)
+        expected = model.eval()(x[:5])
+    with tempfile.TemporaryDirectory() as folder:
+        torch.export.save(cpt.export(model, (x,)), f"{folder}/model.pt2")
+        assert torch.equal(torch.export.load(f"{folder}/model.pt2").module()(x[:5]), expected)
+
+
 def operations() -> None:
     schedule = cpt.make_schedule("CR", q_min=3, q_max=8, total_steps=80, n_cycles=4)
     assert cpt.count_bitops(cpt.quantize_(network()), (batch(0)[0],), schedule)
@@ -98,7 +121,7 @@ def digits() -> None:
     assert done.returncode == 0, done.stderr.strip().splitlines()[-1]
 
 
-PARTS = (schedules, solver, training, recurrent_and_graph, operations, range_test, digits)
+PARTS = (schedules, solver, training, recurrent_and_graph, codes, exported, operations, range_test, digits)
 
 
 def main() -> int:

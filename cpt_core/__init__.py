@@ -27,6 +27,7 @@ if TYPE_CHECKING:  # for editors and type checkers
     from cpt_core.quantization.convert import quantize_ as quantize_
     from cpt_core.quantization.convert import restore_ as restore_
     from cpt_core.quantization.coverage import QuantizationWarning as QuantizationWarning
+    from cpt_core.quantization.export import export as export
     from cpt_core.quantization.fake_quantize import quantize as quantize
     from cpt_core.quantization.quantizers import QUANTIZERS as QUANTIZERS
     from cpt_core.quantization.quantizers import Quantizer as Quantizer
@@ -68,6 +69,7 @@ _MODULES = {
     "quantization.convert": "quantize_ restore_ QuantConfig",
     "quantization.coverage": "QuantizationWarning",
     "quantization.summary": "summary",
+    "quantization.export": "export",
     "quantization.scheduler": "PrecisionScheduler precision",
     "bitops.plan": "count_bitops BitOpsPlan",
     "bitops.check": "check",

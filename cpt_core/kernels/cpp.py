@@ -93,7 +93,10 @@ def _load(library: Path) -> None:
 
 
 def _build(library: Path, flags: tuple[str, ...]) -> None:
-    from torch.utils import cpp_extension  # takes half a second, and is needed once
+    try:
+        from torch.utils import cpp_extension  # takes half a second, and is needed once
+    except ImportError as error:  # older releases of torch need setuptools, which an environment may lack
+        raise NoKernelsError(f"torch cannot build them: {error}") from None
 
     includes = [*cpp_extension.include_paths(), sysconfig.get_paths()["include"]]
     found = compiler()

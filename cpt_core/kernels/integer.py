@@ -196,13 +196,18 @@ def int_mm(a: Tensor, b: Tensor, out: Tensor | None = None) -> Tensor:
         return product
     (M, K), N = a.shape, b.shape[1]
     if not a.is_cuda or 0 in (M, K, N):
-        return torch._int_mm(a, b) if out is None else torch._int_mm(a, b, out=out)
+        return torch._int_mm(_row(a), _row(b)) if out is None else torch._int_mm(_row(a), _row(b), out=out)
     rows = max(M, CUDA_LEAST)
     K_, N_ = (-(-size // CUDA_MULTIPLE) * CUDA_MULTIPLE for size in (K, N))
     a = torch.nn.functional.pad(a, (0, K_ - K, 0, rows - M))
     b = torch.nn.functional.pad(b, (0, N_ - N, 0, K_ - K))
     product = torch._int_mm(a, b)[:M, :N]
     return product.contiguous() if out is None else out.copy_(product)
+
+
+def _row(x: Tensor) -> Tensor:
+    """Return a transposed column with the strides of a row, which torch 2.6 takes for a column on the CPU."""
+    return x.as_strided(x.shape, (x.shape[1], 1)) if x.stride() == (1, 1) else x
 
 
 @lru_cache

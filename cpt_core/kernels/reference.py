@@ -60,7 +60,7 @@ def per_sample_mean(x: Tensor) -> Range:
 
 def in_parts(x: Tensor) -> bool:
     """Whether a tensor is worked on part by part: large ones on the CPU, so that a part stays in the cache."""
-    return x.is_cpu and x.numel() > 2 * BLOCK and not torch.compiler.is_compiling()
+    return x.is_cpu and not torch.compiler.is_compiling() and x.numel() > 2 * BLOCK  # sizes may be symbols there
 
 
 def rows_of_part(x: Tensor) -> int:

@@ -48,7 +48,8 @@ class QuantConfig:
         aggregation: sums over neighbours in graph convolutions: "fp" (FP-Agg, float32) or "quantized" (Q-Agg).
         execution: "simulated", in float32; "integer", on codes of 8 bits where a product has an integer form, as
             ``summary`` shows; or "auto", "integer" on devices with instructions for such products, but not for
-            attention's, which it does not make faster. More than 8 bits, and inputs in float64, are simulated in any
+            attention's, which it does not make faster, and "simulated" elsewhere. "integer" runs on all devices, on
+            some slower than float32: a warning says so. More than 8 bits, and inputs in float64, are simulated in any
             case.
     """
 

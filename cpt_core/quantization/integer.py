@@ -19,7 +19,7 @@ from torch.autograd.function import once_differentiable
 from torch.nn.functional import conv2d
 from torch.nn.grad import conv2d_input, conv2d_weight
 
-from cpt_core.kernels.integer import MOST_BITS, QuantizedTensor, has_integer_form, matmul, sum_values
+from cpt_core.kernels.integer import QuantizedTensor, has_integer_form, matmul, sum_values
 from cpt_core.quantization.fake_quantize import round_gradient
 from cpt_core.quantization.precision import LayerPrecision
 
@@ -224,17 +224,16 @@ def _pixels(x: QuantizedTensor) -> QuantizedTensor:
 
 
 class GradientRounding:
-    """How a layer quantises a gradient in the backward pass; decided in the forward pass, as in the simulation."""
+    """Quantises a gradient in the backward pass; whether, is decided in the forward pass, as in the simulation."""
 
     def __init__(self, precision: LayerPrecision, parts: Sequence[int] = ()) -> None:
         """Note what is in force; ``parts``: rows that are quantised by themselves, the last first."""
-        self.precision, self.quantizes, self.bits = precision, precision.quantizes_gradient, precision.q_grad
-        self.parts = parts
+        self.precision, self.quantizes, self.parts = precision, precision.quantizes_gradient, parts
 
     @property
     def encodes(self) -> bool:
-        """Whether a gradient gets codes."""
-        return self.quantizes and self.bits is not None and self.bits <= MOST_BITS
+        """Whether a gradient gets codes; asked when it comes, as the levels are: bits may have changed by then."""
+        return self.quantizes and self.precision.fits_codes[1]
 
     def __call__(self, gradient: Tensor) -> Operand:
         """Return codes, or values where the gradient has too many bits for codes."""

@@ -21,6 +21,7 @@ torch.Size([7, 2, 3])
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import nullcontext
 
 import torch
 from torch import Tensor, nn
@@ -108,7 +109,8 @@ class QuantLSTM(QuantizedLayer, nn.LSTM):
         self.check_forward_args(x, hx, None if packed is None else packed.batch_sizes)
         if packed is None:
             x = (x.transpose(0, 1) if self.batch_first else x).flatten(0, 1)
-        with torch.autocast(x.device.type, enabled=False):
+        kind = x.device.type
+        with torch.autocast(kind, enabled=False) if torch.is_autocast_enabled(kind) else nullcontext():
             h, c = hx[0].to(dtype), hx[1].to(dtype)
             y, state = self._layers(x.to(dtype), (steps, sizes if len(set(sizes)) > 1 else ()), (h, c))
         y = y.to(x.dtype)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Mapping
 from typing import Any, Self
 
@@ -21,6 +22,23 @@ RUNNING_STARTS = ("corrected", "zero")
 EXECUTIONS = ("simulated", "integer", "auto")
 HALF = (torch.float16, torch.bfloat16)  # 11 and 8 significant bits: a grid of 8 bits does not survive them
 Bits = tuple[int | None, int | None]  # forward and gradient bits; None is float32
+
+
+@torch.compiler.assume_constant_result
+def _multiplies_codes(execution: str, device: torch.device) -> bool:
+    """Whether products are to be computed on codes on a device; warns once of one where that is slow."""
+    fast = multiplies_codes(device)
+    if execution == "integer" and not fast and device not in _warned:
+        _warned.add(device)
+        warnings.warn(
+            f"this device ({device}) has no instructions for products of 8-bit integers: execution='integer' computes "
+            "them all the same, and is slower there than float32; execution='auto' would simulate them",
+            stacklevel=2,
+        )
+    return fast or execution == "integer"
+
+
+_warned: set[torch.device] = set()
 
 
 class LayerPrecision(nn.Module):
@@ -64,6 +82,7 @@ class LayerPrecision(nn.Module):
         self._in_force: Bits | None = None
         # what follows from it; compiled code reads these and would be specialised to the bits themselves
         self.is_set = self.quantizes = self.quantizes_gradient = False
+        self.fits_codes = False, False  # whether codes are asked for and hold the bits, forward and of gradients
         self.name = ""
         self.execution = "simulated"
         self.called: bool | None = None
@@ -83,9 +102,12 @@ class LayerPrecision(nn.Module):
         self.reuse.clear()
         if value != self._in_force:
             self._in_force, self.is_set = value, value is not None
-            self.quantizes, self.quantizes_gradient = (
-                q is not None and q < IDENTITY_BITS for q in value or (None, None)
-            )
+            bits, q_grad = value or (None, None)
+            self.quantizes, self.quantizes_gradient = (q is not None and q < IDENTITY_BITS for q in (bits, q_grad))
+            asked = self.execution != "simulated"
+            # None leaves the levels of gradients as they are, and a backward pass may still read them
+            gradient = self.fits_codes[1] if q_grad is None else asked and q_grad <= MOST_BITS
+            self.fits_codes = asked and bits is not None and bits <= MOST_BITS, gradient
             self._fill()
 
     def _fill(self) -> None:
@@ -133,22 +155,13 @@ class LayerPrecision(nn.Module):
         autocast = x.dtype == torch.float32 and not x.is_meta and torch.is_autocast_enabled(x.device.type)
         return torch.get_autocast_dtype(x.device.type) if autocast else None
 
-    @property
-    def fits_codes(self) -> tuple[bool, bool]:
-        """Whether the layer is asked to compute on codes and they hold the bits in force, forward and of gradients."""
-        asked = self.execution != "simulated"
-        forward, gradient = (asked and q is not None and q <= MOST_BITS for q in self.in_force or (None, None))
-        return forward, gradient
-
     def on_codes(self, x: Tensor) -> bool:
         """Whether products with ``x`` are computed on codes now: the layer is asked to, and the bits fit."""
-        if self.execution == "simulated":  # first: what is simulated does not look at the bits, see ``in_force``
-            return False
-        if not self.fits_codes[0] or x.numel() == 0:
+        if self.execution == "simulated" or not self.fits_codes[0] or x.numel() == 0:
             return False
         if x.is_meta or x.dtype != torch.float32:
             return False
-        return self.execution == "integer" or multiplies_codes(x.device)
+        return _multiplies_codes(self.execution, x.device)
 
     def operand(self, role: str, x: Tensor) -> Tensor:
         """Return an operand of the layer's product, quantised with the straight-through estimator."""

@@ -13,10 +13,12 @@ from dataclasses import dataclass
 from torch import nn
 from torch.nn.parameter import is_lazy
 
+from cpt_core.kernels.integer import multiplies_codes
 from cpt_core.quantization.coverage import attention_kinds, convertible, float32_reason, module_kind, parts_of_wholes
 from cpt_core.quantization.layers import PASSES, QuantizedLayer
 
 NOT_CALLED = "converted, but its parent ran without calling it"
+SLOW = "auto: this device does not multiply codes"
 
 
 @dataclass(frozen=True)
@@ -91,6 +93,7 @@ def summary(model: nn.Module) -> Summary:
                 quantized, reason = False, NOT_CALLED
             simulated = None
             if isinstance(layer, QuantizedLayer) and quantized and layer.precision.execution != "simulated":
-                simulated = layer.simulated_products()
+                slow = layer.precision.execution == "auto" and not multiplies_codes(layer.precision.levels.device)
+                simulated = dict.fromkeys(PASSES, SLOW) if slow else layer.simulated_products()
             rows.append(LayerSummary(name, kind, parameters, quantized, reason, simulated))
     return Summary(tuple(rows))

@@ -109,6 +109,15 @@ def test_a_compiler_that_fails_says_what(undecided, tmp_path, monkeypatch):
     assert list((tmp_path / "cache").glob("*.so")) == []
 
 
+def test_without_what_torch_builds_with_the_plain_execution_runs(undecided, tmp_path, monkeypatch):
+    monkeypatch.setenv("CPT_KERNELS_DIR", str(tmp_path / "cache"))
+    monkeypatch.delenv("CPT_KERNELS", raising=False)
+    monkeypatch.delattr(torch.utils, "cpp_extension", raising=False)
+    monkeypatch.setitem(sys.modules, "torch.utils.cpp_extension", None)
+    found = cpt.execution()
+    assert (found.cpu, "torch cannot build them" in found.why["cpu"]) == ("reference", cpp.compiler() is not None)
+
+
 def test_one_execution_can_be_forced(undecided, monkeypatch):
     monkeypatch.setenv("CPT_KERNELS", "reference")
     assert (cpt.execution().cpu, cpt.execution().cuda) == ("reference", "reference")

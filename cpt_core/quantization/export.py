@@ -1,0 +1,185 @@
+"""Hand a trained model over for inference: a program of torch alone, its quantised weights held as 8-bit codes.
+
+>>> from cpt_core.quantization.convert import quantize_
+>>> model = quantize_(nn.Sequential(nn.Linear(4, 3)))
+>>> with precision(model, 8):
+...     _ = model(torch.randn(16, 4))  # training fills the running ranges
+>>> program = export(model.eval(), (torch.zeros(2, 4),))
+>>> program.module()(torch.ones(5, 4)).shape
+torch.Size([5, 3])
+
+A quantised weight w is int8 codes k, a step s and a minimum m for each of its ranges: w = (k + 2**(bits - 1)) s + m.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from functools import partial
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_map
+
+from cpt_core.kernels import lstm, operators
+from cpt_core.kernels.integer import MOST_BITS, QuantizedTensor
+from cpt_core.quantization.convert import layer_precisions
+from cpt_core.quantization.coverage import forget_first_pass
+from cpt_core.quantization.layers import QuantizedLayer
+from cpt_core.quantization.precision import HALF, LayerPrecision
+from cpt_core.quantization.scheduler import precision
+
+
+class Codes(nn.Module):
+    """A quantised parameter: what a layer of an exported model has in its place, under its name.
+
+    Attributes:
+        codes: int8, in the shape of the parameter.
+        scale: the step of the grid, float32, broadcastable to the codes.
+        low: its minimum, likewise.
+    """
+
+    codes: Tensor
+    scale: Tensor
+    low: Tensor
+
+    def __init__(self, x: QuantizedTensor, dtype: torch.dtype) -> None:
+        """Keep the numbers; ``dtype`` is what products are computed in."""
+        super().__init__()
+        self.offset, self.dtype = float(x.half), dtype
+        for name in ("codes", "scale", "low"):
+            self.register_buffer(name, getattr(x, name))
+
+    def forward(self) -> Tensor:
+        """Return the values, bit for bit those of the simulation."""
+        values = (self.codes.float() + self.offset) * self.scale + self.low
+        return values if self.dtype == torch.float32 else values.to(self.dtype)
+
+
+def export(
+    model: nn.Module,
+    inputs: tuple[Any, ...],
+    bits: int | str | Mapping[str, int] = 8,
+    *,
+    dynamic_shapes: Any = None,
+) -> torch.export.ExportedProgram:
+    """Return ``model``, as it evaluates at ``bits``, as a program of torch's own operations.
+
+    ``torch.export.save(program, "model.pt2")`` writes it, ``torch.export.load("model.pt2").module()`` runs it where
+    this package is not installed. Weights and biases of quantised layers are int8 codes, a quarter of float32 (fewer
+    bits take a byte, too) beside some 30 kB of text per layer; every call turns them into float32: this saves memory,
+    not time. Inputs are rounded on the running ranges of training, or on their own range where the layer has none.
+    Layers in float32 stay as they are, and so does ``model``.
+
+    The numbers are those of ``with precision(model, bits): model(...)`` on the CPU, bit for bit, of layers whose
+    ``execution`` is "simulated"; an LSTM's up to the rounding of its gates, and products on codes ("integer") up to
+    the rounding of their float32 sums.
+
+    Args:
+        model: converted by ``quantize_``, trained, in evaluation mode.
+        inputs: the arguments of its forward, an example of two or more where the batch is to be free.
+        bits: 1 to 8, "q_max" of the schedules, or a mapping from patterns of layer names, see ``precision``.
+        dynamic_shapes: which sizes are free, as ``torch.export.export`` takes it; None frees the first of every tensor
+            where the model allows that. An LSTM keeps the sizes of the example.
+
+    Returns:
+        The program. An output that is a mapping, as those of transformers are, becomes a plain dict.
+
+    Raises:
+        ValueError: for a model that is not converted, is in training mode or has running ranges that nothing has
+            filled; for other bits; for graph convolutions, whose graphs a program does not take; for a layer whose
+            parent uses its weights itself, or whose parameters something has replaced, as a parametrisation does.
+    """
+    _check(model, bits)
+    with precision(model, bits, q_grad="float"):
+        for name, layer in layer_precisions(model).items():
+            if layer.bits is None or layer.bits > MOST_BITS:
+                raise ValueError(f"layer {name!r} would have {layer.bits} bits; codes of a byte hold {MOST_BITS}")
+        deployed = copy.deepcopy(model)  # which keeps these bits
+    with torch.no_grad():
+        for name, layer in layer_precisions(deployed).items():
+            _encode_parameters_(deployed.get_submodule(name), layer)
+        for module in deployed.modules():
+            forget_first_pass(module)
+        deployed.register_forward_hook(_plain_output)
+        shapes = tree_map(_first_free, inputs) if dynamic_shapes is None else dynamic_shapes
+        with _in_torch_operations():
+            program = torch.export.export(deployed, inputs, dynamic_shapes=shapes, strict=False)
+    for part in program.graph_module.modules():
+        if isinstance(part, torch.fx.GraphModule):
+            part.graph.eliminate_dead_code()  # torch 2.6 cannot read some of it
+            for node in part.graph.nodes:
+                node.meta.pop("stack_trace", None)  # a third of a program's text, and the paths of this machine
+            part.recompile()
+    return program
+
+
+def _check(model: nn.Module, bits: int | str | Mapping[str, int]) -> None:
+    for value in bits.values() if isinstance(bits, Mapping) else (bits,):
+        if value != "q_max" and value not in range(1, MOST_BITS + 1):
+            raise ValueError(
+                f"bits must be an integer from 1 to {MOST_BITS} (codes of a byte) or 'q_max', got {value!r}"
+            )
+    layers = layer_precisions(model)
+    for name, module in model.named_modules():
+        if module.training:
+            raise ValueError(f"{name or 'the model'} is in training mode, a program only evaluates: call model.eval()")
+    for name, layer in layers.items():
+        module = model.get_submodule(name)
+        assert isinstance(module, QuantizedLayer)
+        if module.KIND == "graph":
+            raise ValueError(f"layer {name!r} is a {module.FLOAT.__name__}, and a program takes no graphs")
+        if "FLOAT" not in vars(type(module)):  # quantize_ did not make it
+            raise ValueError(f"layer {name!r} was made a {type(module).__name__} after quantize_; undo that first")
+        if layer.called is False:
+            raise ValueError(
+                f"layer {name!r} is not called by the module that holds it, which may use its weights itself; leave "
+                f"it in float32: QuantConfig(float32=({name!r}, ...))"
+            )
+        for role, quantizer in layer.quantizers.items():
+            if quantizer.running and not layer.get_buffer(f"running_{role}")[2] > 0:
+                raise ValueError(
+                    f"layer {name!r} has no running range of its {role} yet, on which evaluation rounds: train the "
+                    "model first, or run it on a few batches in training mode"
+                )
+
+
+def _encode_parameters_(module: nn.Module, layer: LayerPrecision) -> None:
+    """Put codes in the place of a layer's parameters."""
+    layer.execution = "simulated"
+    for name, parameter in list(module.named_parameters(recurse=False)):
+        role = name.partition("_")[0]  # "weight" of weight_ih_l0
+        wide = parameter.float() if parameter.dtype in HALF else parameter
+        codes = Codes(layer.encoded(role, wide.detach()), wide.dtype)
+        delattr(module, name)
+        setattr(module, name, codes)
+    del layer.noise_key
+    vars(layer)["operand"] = partial(_operand, layer.operand)
+
+
+def _operand(of_data: Any, role: str, x: Tensor | Codes) -> Tensor:
+    return x() if isinstance(x, Codes) else of_data(role, x)
+
+
+def _plain_output(module: nn.Module, args: Any, output: Any) -> Any:
+    """Forward hook: a program that returns a class of transformers could not be loaded without it."""
+    return dict(output) if isinstance(output, Mapping) else output
+
+
+def _first_free(x: Any) -> dict[int, Any] | None:
+    return {0: torch.export.Dim.AUTO} if isinstance(x, Tensor) and x.dim() else None
+
+
+@contextmanager
+def _in_torch_operations() -> Iterator[None]:
+    """Let quantised layers call what the operators of this package are made of, which is what a program may hold."""
+    plain = SimpleNamespace(**operators.PLAIN)
+    plain.lstm_forward = partial(lstm.PLAIN["lstm_forward"], plain)
+    before, operators.active = operators.active, plain
+    try:
+        yield
+    finally:
+        operators.active = before

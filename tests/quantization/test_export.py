@@ -1,0 +1,238 @@
+"""A model handed over for inference: torch alone runs it, on weights of a byte, and finds the same numbers."""
+
+import copy
+import operator
+import subprocess
+import sys
+
+import pytest
+import torch
+from helpers import identical, pictures, small
+from torch import nn
+
+import cpt_core as cpt
+from cpt_core.kernels.reference import BLOCK
+from cpt_core.models.resnet import CifarResNet
+from cpt_core.quantization.convert import layer_precisions
+
+
+def filled(model, *inputs, **config):
+    """Convert, fill the running ranges as training does, and go to evaluation."""
+    torch.manual_seed(0)
+    cpt.quantize_(model, cpt.QuantConfig(**config))
+    with cpt.precision(model, 8), torch.no_grad():
+        for _ in range(3):
+            model(*inputs)
+    return model.eval()
+
+
+class Language(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.lstm = nn.LSTM(6, 5, batch_first=True, bidirectional=True)
+        self.head = nn.Linear(10, 3)
+
+    def forward(self, x):
+        return self.head(self.lstm(x)[0])
+
+
+def perceptron():
+    return nn.Sequential(nn.Linear(12, 16), nn.ReLU(), nn.Linear(16, 5, bias=False))
+
+
+def bert():
+    transformers = pytest.importorskip("transformers")
+    config = transformers.BertConfig(
+        vocab_size=20, hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=32,
+        max_position_embeddings=8, num_labels=3,
+    )  # fmt: skip
+    return transformers.BertForSequenceClassification(config)
+
+
+def words(n):
+    return torch.arange(6 * n).view(n, 6) % 20, torch.ones(n, 6, dtype=torch.int64)
+
+
+def numbers(*shape):
+    return (3 * torch.randn(shape, generator=torch.Generator().manual_seed(len(shape))),)
+
+
+# what makes the model, an example, other inputs, bits
+MODELS = {
+    "perceptron": (perceptron, numbers(2, 12), numbers(7, 12), 8),
+    "convolutions": (lambda: CifarResNet(1, 10, width=4), numbers(2, 3, 8, 8), numbers(5, 3, 8, 8), 3),
+    "recurrent": (Language, numbers(2, 4, 6), numbers(2, 4, 6), 8),
+    "attention": (bert, words(2), words(5), 4),
+}
+ALONE = """
+import sys
+sys.modules["cpt_core"] = sys.modules["transformers"] = None  # importing one is an error
+import torch
+for name, inputs in torch.load("inputs.pt").items():
+    torch.save(torch.export.load(f"{name}.pt2").module()(*inputs), f"{name}.pt")
+"""
+
+
+def evaluated(model, inputs, bits):
+    with cpt.precision(model, bits), torch.no_grad():
+        return model(*inputs)
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory):
+    """What a process without this package makes of the programs, and the evaluation, by model."""
+    folder, expected, inputs = tmp_path_factory.mktemp("programs"), {}, {}
+    for name, (make, example, others, bits) in MODELS.items():
+        torch.manual_seed(1)
+        model = filled(make(), *example)
+        torch.export.save(cpt.export(model, example, bits), folder / f"{name}.pt2")
+        expected[name], inputs[name] = evaluated(model, others, bits), others
+    torch.save(inputs, folder / "inputs.pt")
+    done = subprocess.run([sys.executable, "-c", ALONE], cwd=folder, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return {name: (torch.load(folder / f"{name}.pt"), expected[name]) for name in MODELS}
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_torch_alone_finds_the_same_numbers(name, alone):
+    found, expected = alone[name]
+    if name == "attention":
+        assert type(found) is dict
+        found, expected = found["logits"], expected.logits
+    assert found.unique().numel() > 1
+    if name == "recurrent":  # whose gates have a kernel of their own
+        assert torch.allclose(found, expected, rtol=1e-5, atol=1e-6)
+    else:
+        assert torch.equal(found, expected)
+
+
+def test_weights_are_bytes_and_the_file_a_quarter(tmp_path):
+    model = filled(nn.Sequential(nn.Linear(512, 512), nn.ReLU(), nn.Linear(512, 512)), *numbers(4, 512))
+    program = cpt.export(model, numbers(2, 512))
+    torch.export.save(program, tmp_path / "program.pt2")
+    torch.save(model.state_dict(), tmp_path / "weights.pt")
+    sizes = [(tmp_path / name).stat().st_size for name in ("program.pt2", "weights.pt")]
+    assert sizes[0] < 0.3 * sizes[1]
+    assert {f"{layer}.{name}.codes" for layer in (0, 2) for name in ("weight", "bias")} <= program.state_dict.keys()
+    held = [*program.state_dict.values(), *(c for c in program.constants.values() if isinstance(c, torch.Tensor))]
+    assert {x.dtype for x in held if x.numel() > 512} == {torch.int8}
+    assert str(tmp_path.parent) not in program.graph_module.print_readable(print_output=False)
+
+
+def test_a_program_holds_operations_of_torch_only():
+    model = filled(small(), pictures())
+    program = cpt.export(model, (pictures(),))
+    called = {node.target for node in program.graph.nodes if node.op == "call_function"}
+    assert {op.namespace for op in called - {operator.getitem}} == {"aten"}
+    assert torch.ops.aten.conv2d.default in called
+    assert not any("stack_trace" in node.meta for node in program.graph.nodes)
+
+
+def test_a_batch_may_outgrow_what_is_rounded_in_one_part():
+    model = filled(nn.Sequential(nn.Linear(70_000, 2)), *numbers(2, 70_000))
+    program, x = cpt.export(model, numbers(2, 70_000)), numbers(9, 70_000)
+    assert x[0].numel() > 2 * BLOCK
+    assert torch.equal(program.module()(*x), evaluated(model, x, 8))
+
+
+SHARED = cpt.QuantConfig().with_shared_steps().quantizers
+CONFIGS = {
+    "shared steps": {"quantizers": SHARED},
+    "authors' running ranges": {"running_start": "zero"},
+    "its own range": {"quantizers": cpt.QUANTIZERS | {"conv_input": cpt.Quantizer("per_sample_mean")}},
+    "weights with running ranges": {
+        "quantizers": SHARED | {"linear_weight": cpt.Quantizer("per_tensor", running=True)}
+    },
+    "layers in float32": {"float32": ("3",)},
+}
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_any_configuration(name):
+    model = filled(small(), pictures(), **CONFIGS[name])
+    program = cpt.export(model, (pictures(),), 4)
+    assert torch.equal(program.module()(2 * pictures(1, n=6)), evaluated(model, (2 * pictures(1, n=6),), 4))
+
+
+def test_products_on_codes_agree_up_to_their_rounding():
+    model = filled(small(), pictures(), execution="integer")
+    x = pictures(1)
+    assert torch.allclose(cpt.export(model, (x,)).module()(x), evaluated(model, (x,), 8), rtol=1e-5, atol=1e-5)
+
+
+def test_bits_of_every_layer_and_of_the_schedule():
+    model, x = filled(perceptron(), *numbers(4, 12)), numbers(6, 12)
+    by_layer = {"0": 3, "*": 7}
+    assert torch.equal(cpt.export(model, x, by_layer).module()(*x), evaluated(model, x, by_layer))
+    cpt.PrecisionScheduler(model, cpt.make_schedule("CR", q_min=2, q_max=5, total_steps=8, n_cycles=1))
+    assert torch.equal(cpt.export(model, x, "q_max").module()(*x), evaluated(model, x, 5))
+    cpt.PrecisionScheduler(model, cpt.make_schedule("CR", q_min=2, q_max=12, total_steps=8, n_cycles=1))
+    with pytest.raises(ValueError, match="layer '0' would have 12 bits; codes of a byte hold 8"):
+        cpt.export(model, x, "q_max")
+
+
+def test_the_model_stays_as_it_is_and_free_sizes_can_be_chosen():
+    model, x = filled(perceptron(), *numbers(4, 12)), numbers(6, 12)
+    other, before = copy.deepcopy(model), evaluated(model, x, 8)
+    program = cpt.export(model, x, dynamic_shapes=({},))
+    assert identical(model.state_dict().values(), other.state_dict().values())
+    assert [p.in_force for p in layer_precisions(model).values()] == [None, None]
+    assert torch.equal(evaluated(model, x, 8), before)
+    with pytest.raises((RuntimeError, AssertionError), match="6"):  # the sizes of the example alone
+        program.module()(*numbers(5, 12))
+    for m in (model, other):
+        m.train()
+        with cpt.precision(m, 4, q_grad=8):
+            m(*x).square().sum().backward()
+    assert identical([p.grad for p in model.parameters()], [p.grad for p in other.parameters()])
+
+
+@pytest.mark.parametrize("bits", [0, 9, 24, 2.5, "float", "8", None, {"0": 8, "*": 16}])
+def test_other_bits_are_refused(bits):
+    model = filled(perceptron(), *numbers(4, 12))
+    with pytest.raises(ValueError, match=r"bits must be an integer from 1 to 8 \(codes of a byte\) or 'q_max', got"):
+        cpt.export(model, numbers(2, 12), bits)
+
+
+def test_models_that_cannot_be_handed_over_are_refused():
+    x = numbers(2, 12)
+    with pytest.raises(ValueError, match="no quantised layers; call quantize_"):
+        cpt.export(perceptron().eval(), x)
+    model = cpt.quantize_(perceptron())
+    with pytest.raises(
+        ValueError, match=r"the model is in training mode, a program only evaluates: call model.eval\(\)"
+    ):
+        cpt.export(model, x)
+    with pytest.raises(ValueError, match="layer '0' has no running range of its input yet"):
+        cpt.export(model.eval(), x)
+    model = filled(perceptron(), *x)
+    model[2].train()
+    with pytest.raises(ValueError, match="2 is in training mode"):
+        cpt.export(model, x)
+    model = filled(perceptron(), *x)
+    nn.utils.parametrize.register_parametrization(model[0], "weight", nn.Identity())
+    model.eval()
+    with pytest.raises(ValueError, match="layer '0' was made a ParametrizedQuantLinear after quantize_; undo that"):
+        cpt.export(model, x)
+    graphs = cpt.quantize_(nn.ModuleList([cpt.GraphConv(4, 2)])).eval()
+    with pytest.raises(ValueError, match="layer '0' is a GraphConv, and a program takes no graphs"):
+        cpt.export(graphs, ())
+
+
+class Bypassing(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = nn.Linear(12, 4), nn.Linear(4, 3)
+
+    def forward(self, x):
+        return nn.functional.linear(self.first(x), self.second.weight)
+
+
+@pytest.mark.filterwarnings("ignore:Bypassing did not call")
+def test_a_layer_whose_weights_are_used_past_it_is_refused():
+    model = filled(Bypassing(), *numbers(4, 12))
+    with pytest.raises(ValueError, match=r"layer 'second' is not called .* QuantConfig\(float32=\('second', ...\)\)"):
+        cpt.export(model, numbers(2, 12))
+    cpt.restore_(model.train())
+    model = filled(model, *numbers(4, 12), float32=("second",))
+    assert torch.equal(cpt.export(model, numbers(2, 12)).module()(*numbers(5, 12)), evaluated(model, numbers(5, 12), 8))

@@ -1,0 +1,284 @@
+"""What else a training does, with products on codes: nothing else may notice that they are."""
+
+import copy
+import warnings
+from dataclasses import replace
+
+import pytest
+import torch
+from helpers import identical, pictures, small, smoke_spec
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+import cpt_core as cpt
+from cpt_core.quantization import precision as precisions
+from cpt_core.quantization.convert import layer_precisions
+from cpt_core.training import session
+from cpt_core.training.session import Session, task_of
+from cpt_core.training.train import Stopped, train
+
+STEPS = 6
+
+
+def config(execution="integer", **kwargs):
+    return cpt.QuantConfig(execution=execution, **kwargs).with_shared_steps()
+
+
+def converted(execution="integer", seed=0):
+    return cpt.quantize_(small(seed), config(execution))
+
+
+def schedule_of(total_steps=STEPS):
+    return cpt.make_schedule("CR", q_min=3, q_max=8, total_steps=total_steps, n_cycles=1)
+
+
+def step(model, seed=0, call=None):
+    """Forward and backward: the output and all gradients."""
+    model.zero_grad()
+    y = (call or model)(pictures(seed))
+    y.square().mean().backward()
+    return [y.detach().clone(), *(p.grad.clone() for p in model.parameters())]
+
+
+def trained(model, call=None, between=lambda model: None):
+    """Train a few steps, through ``call``: losses, parameters, running ranges and keys of the noise."""
+    optimizer, scheduler = torch.optim.SGD(model.parameters(), 0.1), cpt.PrecisionScheduler(model, schedule_of())
+    losses = []
+    for seed in range(STEPS):
+        losses.append(step(model, seed, call)[0].square().mean())
+        optimizer.step()
+        scheduler.step()
+        between(model)
+    ranges = [v for p in layer_precisions(model).values() for v in p.get_running().values()]
+    return [torch.stack(losses), *(p.detach() for p in model.parameters()), *ranges]
+
+
+# --- machines ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def slow(monkeypatch):
+    """A machine without instructions for products of 8-bit integers."""
+    monkeypatch.setattr(precisions, "multiplies_codes", lambda device: False)
+    monkeypatch.setattr("cpt_core.quantization.summary.multiplies_codes", lambda device: False)
+    monkeypatch.setattr(precisions, "_warned", set())
+
+
+def test_where_integers_are_slow_it_is_said_once(slow):
+    model, again = converted(), converted()
+    with cpt.precision(model, 8), pytest.warns(UserWarning, match=r"\(cpu\) has no instructions .* slower .*'auto'"):
+        found = step(model)
+    with cpt.precision(again, 8), warnings.catch_warnings(action="error"):
+        assert identical(step(again), found)
+    assert all(p.on_codes(torch.ones(1)) is False for p in layer_precisions(model).values())  # no bits, no codes
+
+
+def test_where_integers_are_slow_compiled_code_says_so_too(slow):
+    torch._dynamo.reset()
+    model = converted()
+    with cpt.precision(model, 8), pytest.warns(UserWarning, match="has no instructions for products of 8-bit"):
+        torch.compile(model, backend="eager")(pictures())
+
+
+def test_auto_simulates_where_integers_are_slow(slow):
+    model, simulated = converted("auto"), converted("simulated")
+    with warnings.catch_warnings(action="error"):
+        assert identical(trained(model), trained(simulated))
+    rows = [row for row in cpt.summary(model).rows if row.quantized]
+    reasons = {reason for row in rows for reason in row.simulated.values()}
+    assert len(rows) == 3
+    assert reasons == {"auto: this device does not multiply codes"}
+    assert all(len(row.simulated) == 3 for row in rows)
+    assert "forward simulated: auto: this device does not multiply codes" in str(cpt.summary(model))
+
+
+# --- bits and modes ---------------------------------------------------------------------------------------------------
+
+
+def test_evaluation_between_steps_leaves_no_trace():
+    def evaluate(model):
+        model.eval()
+        with torch.inference_mode(), cpt.precision(model, 8):
+            model(3 * pictures(100))
+        with torch.no_grad(), cpt.precision(model, "float"):
+            model(pictures(100))
+        model.train()
+
+    assert identical(trained(converted()), trained(converted(), between=evaluate))
+
+
+@pytest.mark.parametrize("q_grad", [6, 12])
+def test_gradients_are_rounded_as_the_simulation_does_whatever_bits_were_set_between(q_grad):
+    """The levels are those at the time of the backward pass: codes of 8 bits do not hold those of 12."""
+    found = []
+    for execution in ("integer", "simulated"):
+        model = converted(execution)
+        with cpt.precision(model, 8, q_grad=8):
+            y = model(pictures())
+        with cpt.precision(model, 8, q_grad=q_grad):
+            y.square().mean().backward()
+        found.append([p.grad for p in model.parameters()])
+    for a, b in zip(*found, strict=True):
+        assert torch.allclose(a, b, rtol=1e-3, atol=1e-4 * float(b.abs().max()) + 1e-6)
+
+
+def test_restoring_gives_the_plain_model_back_and_another_execution_can_follow():
+    model, plain = converted(), small()
+    trained(model)
+    plain.load_state_dict(model.state_dict())
+    cpt.restore_(model)
+    assert identical(step(model), step(plain))
+    model, plain = cpt.quantize_(model, config("simulated")), cpt.quantize_(plain, config("simulated"))
+    with cpt.precision(model, 5), cpt.precision(plain, 5):
+        assert identical(step(model), step(plain))
+
+
+def test_a_copy_made_in_the_middle_trains_on_as_the_model_does():
+    model = converted()
+    trained(model)
+    other = copy.deepcopy(model)
+    assert identical(trained(model), trained(other))
+
+
+# --- what torch does with a model -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("use_reentrant", [True, False], ids=["reentrant", "not reentrant"])
+def test_activation_checkpointing_changes_nothing(use_reentrant):
+    model = converted()
+    found = trained(model, lambda x: checkpoint(model, x.requires_grad_(), use_reentrant=use_reentrant))
+    assert identical(found, trained(converted()))
+
+
+def test_gradients_accumulate():
+    model = converted()
+    with cpt.precision(model, 4, q_grad=8):
+        single = [step(model, seed)[1:] for seed in (1, 2)]
+        for p in layer_precisions(model).values():
+            p.noise_key.sub_(2)
+        model.zero_grad()
+        for seed in (1, 2):
+            model(pictures(seed)).square().mean().backward()
+    total = [a + b for a, b in zip(*single, strict=True)]
+    assert identical([p.grad for p in model.parameters()], total)
+
+
+def test_autocast_rounds_results_and_nothing_before():
+    model, x = cpt.quantize_(nn.Sequential(nn.Linear(8, 4)), config()), torch.randn(3, 8)
+    with cpt.precision(model, 8):
+        full = model(x)
+        with torch.autocast("cpu", torch.bfloat16):
+            half = model(x)
+            assert layer_precisions(model)["0"].on_codes(x)
+    assert half.dtype == torch.bfloat16
+    assert torch.equal(half, full.bfloat16())
+    found = []
+    for execution in ("integer", "simulated"):
+        model = converted(execution)
+        with cpt.precision(model, 8), torch.autocast("cpu", torch.bfloat16):
+            found.append(step(model)[0])
+    assert torch.allclose(*found, rtol=0.02, atol=0.02)
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # torch where a graph breaks
+@pytest.mark.parametrize("execution", ["integer", "auto"])
+def test_compiled_it_computes_the_same_and_a_change_of_bits_compiles_nothing_anew(execution):
+    from torch._dynamo.testing import CompileCounterWithBackend  # slow to import
+
+    torch._dynamo.reset()
+    counter = CompileCounterWithBackend("aot_eager")
+    model, eager = converted(execution), converted(execution)
+    compiled = torch.compile(model, backend=counter)
+    frames = set()
+    for seed, bits in enumerate((3, 5, 8, 4)):
+        with cpt.precision(model, bits, q_grad=8), cpt.precision(eager, bits, q_grad=8):
+            assert identical(step(model, seed, compiled), step(eager, seed))
+        frames.add(counter.frame_count)
+    assert len(frames) == 1
+    torch._dynamo.reset()
+
+
+# --- training loops ---------------------------------------------------------------------------------------------------
+
+
+def test_a_resumed_run_is_bitwise_the_same(monkeypatch, tmp_path):
+    plain = session.quant_config
+    monkeypatch.setattr(
+        session, "quant_config", lambda *args: replace(plain(*args), execution="integer").with_shared_steps()
+    )
+    spec = smoke_spec("digits", "CR", model="resnet8_w8", steps=8, n_cycles=1, evaluate_every=3)
+    assert {p.execution for p in layer_precisions(Session(task_of(spec), spec).model).values()} == {"integer"}
+    straight, asked = train(task_of(spec), spec), iter(range(8))
+    with pytest.raises(Stopped):
+        train(task_of(spec), spec, checkpoint=tmp_path / "run.pt", should_stop=lambda: next(asked) == 4)
+    resumed = train(task_of(spec), spec, checkpoint=tmp_path / "run.pt")
+    assert (resumed.history, resumed.metrics, resumed.bitops) == (straight.history, straight.metrics, straight.bitops)
+    assert identical(resumed.model.state_dict().values(), straight.model.state_dict().values())
+    assert len(set(straight.history["bits"])) > 1
+
+
+class Classifier(nn.Module):
+    """``small`` as the Trainer of transformers wants it."""
+
+    def __init__(self):
+        super().__init__()
+        self.net = small()
+
+    def forward(self, x, labels):
+        logits = self.net(x)
+        return {"loss": nn.functional.cross_entropy(logits, labels), "logits": logits}
+
+
+def test_the_trainer_of_transformers(tmp_path):
+    transformers = pytest.importorskip("transformers")
+    pytest.importorskip("accelerate")
+    from cpt_core.integrations.hf import PrecisionCallback
+
+    examples = [{"x": x, "labels": i % 5} for i, x in enumerate(pictures(n=STEPS * 4))]
+
+    def run(folder, model, resume=None):
+        arguments = transformers.TrainingArguments(
+            str(folder), max_steps=STEPS, per_device_train_batch_size=4, learning_rate=0.01, use_cpu=True,
+            report_to=[], disable_tqdm=True, save_strategy="steps", save_steps=4, dataloader_pin_memory=False,
+        )  # fmt: skip
+        trainer = transformers.Trainer(
+            model,
+            arguments,
+            train_dataset=examples,
+            eval_dataset=examples[:4],
+            callbacks=[PrecisionCallback(schedule_of())],
+        )
+        trainer.train(resume_from_checkpoint=resume)
+        return [*model.state_dict().values(), torch.tensor(trainer.evaluate()["eval_loss"])]
+
+    whole = run(tmp_path, cpt.quantize_(Classifier(), config()))
+    resumed = run(tmp_path, cpt.quantize_(Classifier(), config()), str(tmp_path / "checkpoint-4"))
+    assert identical(whole, resumed)
+
+
+@pytest.mark.filterwarnings("ignore:The '.*_dataloader' does not have many workers")
+def test_the_trainer_of_lightning(tmp_path):
+    pl = pytest.importorskip("lightning.pytorch")
+    from cpt_core.integrations.lightning import PrecisionCallback
+
+    class Module(pl.LightningModule):
+        def __init__(self):
+            super().__init__()
+            self.net = small()
+
+        def training_step(self, x, index):
+            return self.net(x).square().mean()
+
+        def configure_optimizers(self):
+            return torch.optim.SGD(self.parameters(), 0.1)
+
+    loader = torch.utils.data.DataLoader([x for seed in range(STEPS) for x in pictures(seed)], batch_size=4)
+    module = cpt.quantize_(Module(), config())
+    trainer = pl.Trainer(
+        max_epochs=1, accelerator="cpu", logger=False, enable_checkpointing=False, enable_progress_bar=False,
+        enable_model_summary=False, default_root_dir=tmp_path, callbacks=[PrecisionCallback(schedule_of())],
+    )  # fmt: skip
+    trainer.fit(module, loader)
+    alone = converted()
+    trained(alone)
+    assert identical(module.state_dict().values(), alone.state_dict().values())
