@@ -10,7 +10,7 @@ from helpers import identical, make
 from torch import nn
 
 import cpt_core as cpt
-from cpt_core.bitops import measure
+from cpt_core.bitops import step
 from cpt_core.bitops.measure import measure_cost
 from cpt_core.schedules.layered import LayeredSchedule
 from cpt_core.schedules.measured import MeasuredCost
@@ -21,7 +21,7 @@ from cpt_core.schedules.schedule import StaticSchedule, TableSchedule
 def clock(monkeypatch):
     """A clock that only ``Busy`` moves."""
     now = SimpleNamespace(ticks=0)
-    monkeypatch.setattr(measure, "time", SimpleNamespace(perf_counter=lambda: float(now.ticks)))
+    monkeypatch.setattr(step, "time", SimpleNamespace(perf_counter=lambda: float(now.ticks)))
     return now
 
 
