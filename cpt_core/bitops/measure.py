@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import statistics
 from collections import Counter, defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -45,7 +45,8 @@ def measure_cost(
 
     A step is the forward pass and the backward pass of its outputs, for a gradient of random numbers; the loss and the
     optimizer, whose work does not depend on bits, are left out. All widths take turns, ``repeats`` times after one
-    round that warms up, and medians count. Whole steps run undisturbed; in others, which alternate with them, every
+    round that warms up, and medians count, relative to their round: a machine that is busy meanwhile slows all widths
+    of a round. Whole steps run undisturbed; in others, which alternate with them, every
     module that ``summary`` lists is timed: its forward, without the modules inside, and the backward of what that left
     in the graph. Its share of such a step is its share of the whole. All steps are eager, as ``execution`` and the mode
     of the model have it.
@@ -74,23 +75,24 @@ def measure_cost(
         raise ValueError("the model is in evaluation mode; call model.train() to measure training steps")
     plans = _plans(model, inputs, widths, q_grad, convention)
     names = [row.name for row in summary(model).rows]
-    whole_steps: defaultdict[int, list[float]] = defaultdict(list)
+    rounds: list[dict[int, float]] = []
     parts: defaultdict[int, list[dict[str, float]]] = defaultdict(list)
     saved: dict[int, Counter[str | None]] = {}
     with as_it_was(model), torch.compiler.set_stance("force_eager"), torch.enable_grad():
         step = TrainingStep(model, inputs, {name: model.get_submodule(name) for name in names})
         for repeat in range(repeats + 1):
+            rounds.append({})
             for q in widths:
                 with precision(model, q, q_grad):  # on entry layers forget the weights that they keep from step to step
                     if not repeat:
                         saved[q] = step.saved()
-                    seconds = step.seconds()
+                    rounds[-1][q] = step.seconds()
                 with precision(model, q, q_grad):
                     shares = step.shares()
                 if repeat:
-                    whole_steps[q].append(seconds)
                     parts[q].append(shares)
-    steps = {q: Spent(statistics.median(whole_steps[q]), saved[q].total(), plans[q].total) for q in widths}
+    seconds = _typical(rounds[1:])
+    steps = {q: Spent(seconds[q], saved[q].total(), plans[q].total) for q in widths}
 
     def part(name: str, q: int) -> Spent:
         share = statistics.median(shares[name] for shares in parts[q])
@@ -114,6 +116,13 @@ def _asked(schedule: Schedule | None, bits: Sequence[int] | None, q_grad: int | 
         raise ValueError("bits must name at least one bit width, got none")
     highest = schedule.q_max if schedule is not None else widths[-1]
     return widths, highest if q_grad is None else check_bits("q_grad", q_grad)
+
+
+def _typical(rounds: Sequence[Mapping[int, float]]) -> dict[int, float]:
+    """Return medians by bits over rounds, of the share in a round's own median: all of a slow round is slower."""
+    levels = [statistics.median(times.values()) for times in rounds]
+    shares = {q: [times[q] / level for times, level in zip(rounds, levels, strict=True)] for q in rounds[0]}
+    return {q: statistics.median(of) * statistics.median(levels) for q, of in shares.items()}
 
 
 def _plans(

@@ -35,8 +35,8 @@ WAYS = {
 }
 Q_GRAD = 8
 KINDS = ("linear", "convolutions")
-SIZES = {"smoke": (512, 32), "demo": (2048, 128), "paper": (2048, 128)}  # rows of the one, pictures of the other
-REPEATS = {"smoke": 3, "demo": 7, "paper": 15}
+SIZES = {"smoke": (384, 24), "demo": (2048, 128), "paper": (2048, 128)}  # rows of the one, pictures of the other
+REPEATS = {"smoke": 5, "demo": 7, "paper": 15}
 HUES = COLORS["small"], COLORS["large"], COLORS["medium"]
 ROOFS = {"float32": torch.float32, "bfloat16": torch.bfloat16, "int8": torch.int8}
 
@@ -60,7 +60,8 @@ def ways(kind: str, scale: str, bits: Sequence[int]) -> pd.DataFrame:
     """Measure a step of a network in every way of computing it, all of them in turns.
 
     Returns:
-        A line per way and bits, in text: milliseconds and saved MiB, and what they are of float32's.
+        A line per way and bits, in text: medians of milliseconds and of their ratios to float32's in the same
+        round, saved MiB, and what they are of float32's.
     """
     model, inputs = network(kind, scale)
     half = partial(torch.autocast, inputs[0].device.type, torch.bfloat16)
@@ -80,16 +81,16 @@ def ways(kind: str, scale: str, bits: Sequence[int]) -> pd.DataFrame:
                     seconds[key].append(step.seconds())
                 else:
                     saved[key] = step.saved().total() / 2**20
-    ms = {key: 1e3 * statistics.median(values) for key, values in seconds.items()}
-    plain_ms, plain_saved = ms["float32", ""], saved["float32", ""]
+    plain = "float32", ""
+    shares = {key: [a / b for a, b in zip(seconds[key], seconds[plain], strict=True)] for key in steps}  # of one round
     return pd.DataFrame(
         {
             f"{kind}, {scale}": [way for way, _ in steps],
             "bits": [q for _, q in steps],
-            "ms": [f"{ms[key]:.1f}" for key in steps],
-            "of float32": [f"{ms[key] / plain_ms:.2f}" for key in steps],
+            "ms": [f"{1e3 * statistics.median(seconds[key]):.1f}" for key in steps],
+            "of float32": [f"{statistics.median(shares[key]):.2f}" for key in steps],
             "saved MiB": [f"{saved[key]:.2f}" for key in steps],
-            "saved of float32": [f"{saved[key] / plain_saved:.2f}" for key in steps],
+            "saved of float32": [f"{saved[key] / saved[plain]:.2f}" for key in steps],
         }
     )
 

@@ -93,6 +93,21 @@ def test_medians_count_and_the_first_round_does_not(clock):
     assert next(durations, None) is None
 
 
+def test_a_machine_that_gets_busy_meanwhile_changes_no_ratio(clock):
+    passes = iter(range(27))  # nine warm up, then there are six in each round, two at each width
+
+    class Busier(nn.Module):
+        def forward(self, x):
+            if not x.is_meta:  # three times slower from the second round's last width on
+                clock.ticks += model[0].precision.bits * (1 if next(passes) < 19 else 3)
+            return x
+
+    model = cpt.quantize_(nn.Sequential(nn.Linear(4, 4), Busier()))
+    measured = measure_cost(model, (torch.ones(2, 4),), bits=(2, 4, 8), repeats=3)
+    assert [measured.seconds(q) for q in (2, 4, 8)] == [2, 4, 8]
+    assert next(passes, None) is None
+
+
 def test_codes_are_what_is_saved():
     inputs = (torch.randn(16, 64),)
     operands = (
