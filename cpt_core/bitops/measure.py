@@ -46,10 +46,9 @@ def measure_cost(
     A step is the forward pass and the backward pass of its outputs, for a gradient of random numbers; the loss and the
     optimizer, whose work does not depend on bits, are left out. All widths take turns, ``repeats`` times after one
     round that warms up, and medians count, relative to their round: a machine that is busy meanwhile slows all widths
-    of a round. Whole steps run undisturbed; in others, which alternate with them, every
-    module that ``summary`` lists is timed: its forward, without the modules inside, and the backward of what that left
-    in the graph. Its share of such a step is its share of the whole. All steps are eager, as ``execution`` and the mode
-    of the model have it.
+    of a round. Whole steps run undisturbed; in others, which alternate with them, quantised layers and other modules
+    with parameters are timed, each by its forward, without those inside it, and the backward of what that left in the
+    graph. A module's share of such a step is its share of the whole. All steps are eager.
 
     The model is afterwards what it was: parameters, gradients, running ranges, noise, bits, and torch's random numbers;
     only ``summary`` knows from then on which layers its forward pass called.
@@ -59,7 +58,8 @@ def measure_cost(
         inputs: the arguments of its forward for one step; real data of the batch size that is meant.
         schedule: whose bit widths are measured, its ``q_max`` always with them.
         bits: the bit widths, instead of a schedule.
-        q_grad: gradient bits of all steps; None takes ``q_max``, or the highest of ``bits``.
+        q_grad: gradient bits of all steps; None takes ``q_max``, or the highest of ``bits``. With more than 8 no layer
+            has its backward products on codes.
         repeats: of every kind of step.
         convention: of the BitOps, see ``count_bitops``.
 
@@ -70,11 +70,11 @@ def measure_cost(
     widths, q_grad = _asked(schedule, bits, q_grad)
     repeats = whole("repeats", repeats, 1)
     choose("convention", convention, CONVENTIONS)
-    layer_precisions(model)  # at least one
+    listed = {*layer_precisions(model), *(row.name for row in summary(model).rows)}
     if not model.training:
         raise ValueError("the model is in evaluation mode; call model.train() to measure training steps")
     plans = _plans(model, inputs, widths, q_grad, convention)
-    names = [row.name for row in summary(model).rows]
+    names = [name for name, _ in model.named_modules() if name in listed]
     rounds: list[dict[int, float]] = []
     parts: defaultdict[int, list[dict[str, float]]] = defaultdict(list)
     saved: dict[int, Counter[str | None]] = {}

@@ -46,7 +46,8 @@ class MeasuredCost:
         q_grad: gradient bits, those of all widths.
         convention: of the BitOps, see ``count_bitops``.
         steps: bits -> what a whole step takes; seconds are medians.
-        layers: layer -> bits -> its part, for every module that ``summary`` lists; what is not in it is ``other``.
+        layers: layer -> bits -> its part, for every quantised layer and every other module with parameters of its own
+            that ran; what is in none of them is ``other``.
     """
 
     device: str

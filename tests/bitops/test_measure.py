@@ -71,6 +71,22 @@ def test_time_belongs_to_the_innermost_module_forward_and_backward(clock):
     assert measured.other(8).seconds == pytest.approx(30)
 
 
+def test_a_layer_whose_weights_are_in_its_parts_has_a_line():
+    graph = cpt.Graph(torch.tensor([0, 1, 3]), torch.tensor([0, 0, 1]), 2)
+
+    class Network(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.conv = cpt.SAGEConv(3, 4)
+
+        def forward(self, x):
+            return self.conv(graph, x)
+
+    measured = measure_cost(cpt.quantize_(Network()), (torch.randn(2, 3),), bits=[8], repeats=1)
+    assert list(measured.layers) == ["conv"]
+    assert measured.other(8).bitops == 0
+
+
 def test_a_module_that_does_not_run_has_no_line(clock):
     class Idle(nn.Sequential):
         def forward(self, x):
