@@ -46,9 +46,9 @@ def measure_cost(
     A step is the forward pass and the backward pass of its outputs, for a gradient of random numbers; the loss and the
     optimizer, whose work does not depend on bits, are left out. All widths take turns, ``repeats`` times after one
     round that warms up, and medians count, relative to their round: a machine that is busy meanwhile slows all widths
-    of a round. Whole steps run undisturbed; in others, which alternate with them, quantised layers and other modules
-    with parameters are timed, each by its forward, without those inside it, and the backward of what that left in the
-    graph. A module's share of such a step is its share of the whole. All steps are eager.
+    of a round. Whole steps run undisturbed, each after another of its own bits, in which quantised layers and other
+    modules with parameters are timed: the forward of each, without those inside it, and the backward of what that left
+    in the graph. A module's share of such a step is its share of the whole. All steps are eager.
 
     The model is afterwards what it was: parameters, gradients, running ranges, noise, bits, and torch's random numbers;
     only ``summary`` knows from then on which layers its forward pass called.
@@ -65,7 +65,8 @@ def measure_cost(
 
     Raises:
         ValueError: for values out of range, neither or both of schedule and bits, a schedule with other bits in other
-            layers, a model that is not converted, is in evaluation mode, or has no output that needs a gradient.
+            layers, a model that is not converted, is in evaluation mode, has no output that needs a gradient, or is
+            neither on the CPU nor on a GPU with CUDA.
     """
     widths, q_grad = _asked(schedule, bits, q_grad)
     repeats = whole("repeats", repeats, 1)
@@ -84,13 +85,12 @@ def measure_cost(
             rounds.append({})
             for q in widths:
                 with precision(model, q, q_grad):  # on entry layers forget the weights that they keep from step to step
-                    if not repeat:
+                    if repeat:
+                        parts[q].append(step.shares())
+                    else:
                         saved[q] = step.saved()
+                with precision(model, q, q_grad):  # after a step of its own kind, as in training
                     rounds[-1][q] = step.seconds()
-                with precision(model, q, q_grad):
-                    shares = step.shares()
-                if repeat:
-                    parts[q].append(shares)
     seconds = _typical(rounds[1:])
     steps = {q: Spent(seconds[q], saved[q].total(), plans[q].total) for q in widths}
 
@@ -143,4 +143,4 @@ def _said(device: torch.device) -> str:
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
     threads = torch.get_num_threads()
-    return f"CPU, {threads} thread{'s' * (threads > 1)}" if device.type == "cpu" else device.type
+    return f"CPU, {threads} thread{'s' * (threads > 1)}"

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from cpt_core.bitops.copies import floating_in, storage_of, tensors_in
+from cpt_core.checks import choose
 
 
 class TrainingStep:
@@ -30,6 +31,9 @@ class TrainingStep:
         inputs: the arguments of its forward.
         modules: those of its modules that ``shares`` and ``saved`` tell apart, by name.
         around: makes the context of the forward pass, such as ``torch.autocast``.
+
+    Raises:
+        ValueError: for a model on another device than the CPU or a GPU with CUDA.
 
     What runs inside a module is its own unless a module inside is told apart; and so is the backward pass of every
     node of the graph that was made meanwhile: nodes are numbered as they are made.
@@ -45,6 +49,7 @@ class TrainingStep:
         self.model, self.inputs, self.modules, self.around = model, inputs, modules or {}, around
         self.trained = [t for t in (*model.parameters(), *tensors_in(inputs)) if t.requires_grad]
         self.device = next((t.device for t in self.trained), torch.device("cpu"))
+        choose("device of a model to time", self.device.type, ("cpu", "cuda"))
         self._gradients: list[Tensor] | None = None  # of the outputs, the same in every step
         self._running: list[str] = []  # names of modules, the innermost last
         self._spans: list[tuple[str, Any, Any]] = []  # a module's name, and marks of time at start and end

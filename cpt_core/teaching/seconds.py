@@ -74,13 +74,14 @@ def ways(kind: str, scale: str, bits: Sequence[int]) -> pd.DataFrame:
         steps |= {(way, str(q)): (step, partial(precision, step.model, q, Q_GRAD)) for q in bits}
     seconds: dict[tuple[str, str], list[float]] = {key: [] for key in steps}
     saved = {}
-    for repeat in range(REPEATS[scale] + 1):
+    for repeat in range(REPEATS[scale]):
         for key, (step, at_its_bits) in steps.items():
             with at_its_bits():
-                if repeat:
-                    seconds[key].append(step.seconds())
-                else:
+                if not repeat:
                     saved[key] = step.saved().total() / 2**20
+                step.seconds()
+            with at_its_bits():  # after a step of its own kind, as in training
+                seconds[key].append(step.seconds())
     plain = "float32", ""
     shares = {key: [a / b for a, b in zip(seconds[key], seconds[plain], strict=True)] for key in steps}  # of one round
     return pd.DataFrame(
@@ -161,8 +162,9 @@ def roofline(
             ways = [(way, m) for (of, way), m in found.items() if of == kind]
             for (way, m), marker, color in zip(ways, "os^", HUES, strict=False):
                 points = _points(kind, scale, m, bits, codes="codes" in way)
-                for layer, at in points.items():
-                    ax.annotate(layer, at, xytext=(5, -3), textcoords="offset points", fontsize=8, color=color)
+                for index, (layer, at) in enumerate(points.items()):  # above and below by turns, where points coincide
+                    place = (5, -8 if index % 2 else 2)
+                    ax.annotate(layer, at, xytext=place, textcoords="offset points", fontsize=8, color=color)
                 ax.plot(*zip(*points.values(), strict=True), marker, color=color, markersize=5, label=way)
             ax.set(xscale="log", yscale="log", xlabel="operations per byte moved", title=f"{kind}, {bits} bits")
         line[0].set_ylabel("operations per second")

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from helpers import identical, make
+from helpers import WITH_CUDA, identical, make
 from torch import nn
 
 import cpt_core as cpt
@@ -96,8 +96,17 @@ def test_a_module_that_does_not_run_has_no_line(clock):
     assert list(measure_cost(model, (torch.ones(2, 4),), bits=[8], repeats=1).layers) == ["0", "1"]
 
 
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=WITH_CUDA)])
+def test_parts_are_some_of_the_whole(device):
+    model, (x,) = network()
+    measured = measure_cost(model.to(device), (x.to(device),), bits=[4], repeats=3)
+    assert list(measured.layers) == ["0", "1", "4"]
+    assert all(0 < part[4].seconds < measured.seconds(4) for part in measured.layers.values())
+    assert 0 < measured.other(4).seconds < measured.seconds(4)
+
+
 def test_medians_count_and_the_first_round_does_not(clock):
-    durations = iter([500, 900, 500, 4, 1, 100, 1, 6, 1])  # warming up: what is saved first; then undisturbed, watched
+    durations = iter([500, 900, 1, 4, 1, 100, 1, 6])  # warming up; then a step that is watched, and one that is not
 
     class Slow(nn.Module):
         def forward(self, x):
@@ -110,12 +119,12 @@ def test_medians_count_and_the_first_round_does_not(clock):
 
 
 def test_a_machine_that_gets_busy_meanwhile_changes_no_ratio(clock):
-    passes = iter(range(27))  # nine warm up, then there are six in each round, two at each width
+    passes = iter(range(24))  # six warm up, then there are six in each round, two at each width
 
     class Busier(nn.Module):
         def forward(self, x):
             if not x.is_meta:  # three times slower from the second round's last width on
-                clock.ticks += model[0].precision.bits * (1 if next(passes) < 19 else 3)
+                clock.ticks += model[0].precision.bits * (1 if next(passes) < 16 else 3)
             return x
 
     model = cpt.quantize_(nn.Sequential(nn.Linear(4, 4), Busier()))
@@ -282,3 +291,5 @@ def test_models_that_are_refused():
         measure_cost(model.train().requires_grad_(False), inputs, bits=[8])
     with pytest.raises(ValueError, match="the model has no quantised layers"):
         measure_cost(nn.Linear(2, 2), inputs, bits=[8])
+    with pytest.raises(ValueError, match="unknown device of a model to time 'meta'; choose from cpu, cuda"):
+        measure_cost(network()[0].to("meta"), (inputs[0].to("meta"),), bits=[8])
