@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:  # for editors and type checkers
     from cpt_core.bitops.check import check as check
     from cpt_core.bitops.ledger import BitOpsLedger as BitOpsLedger
+    from cpt_core.bitops.measure import measure_cost as measure_cost
     from cpt_core.bitops.plan import BitOpsPlan as BitOpsPlan
     from cpt_core.bitops.plan import count_bitops as count_bitops
     from cpt_core.graphs.graph import Graph as Graph
@@ -40,6 +41,7 @@ if TYPE_CHECKING:  # for editors and type checkers
     from cpt_core.schedules.layered import LayeredSchedule as LayeredSchedule
     from cpt_core.schedules.make import make_schedule as make_schedule
     from cpt_core.schedules.make import schedule_from_dict as schedule_from_dict
+    from cpt_core.schedules.measured import MeasuredCost as MeasuredCost
     from cpt_core.schedules.profiles import PROFILES as PROFILES
     from cpt_core.schedules.profiles import SUITE as SUITE
     from cpt_core.schedules.profiles import Rex as Rex
@@ -57,6 +59,7 @@ _MODULES = {
     "schedules.schedule": "CyclicSchedule FunctionSchedule TableSchedule StaticSchedule",
     "schedules.deficit": "DeficitSchedule DelayedSchedule",
     "schedules.make": "make_schedule schedule_from_dict",
+    "schedules.measured": "MeasuredCost",
     "schedules.solver": "solve_schedule",
     "schedules.layered": "LayeredSchedule",
     "schedules.sensitivity": "Sensitivity",
@@ -73,6 +76,7 @@ _MODULES = {
     "quantization.scheduler": "PrecisionScheduler precision",
     "bitops.plan": "count_bitops BitOpsPlan",
     "bitops.check": "check",
+    "bitops.measure": "measure_cost",
     "bitops.ledger": "BitOpsLedger",
     "training.precision_range": "PrecisionRange",
     "training.range_test": "precision_range_test RangeTestWarning",

@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from cpt_core.bitops.copies import tensors_in
+from cpt_core.bitops.copies import as_it_was, floating_in, storage_of
 from cpt_core.bitops.macs import ATTENTION, PRODUCTS
 from cpt_core.bitops.plan import count_bitops
 from cpt_core.bitops.products import name_of, products_of
@@ -130,7 +130,7 @@ def check(model: nn.Module, inputs: tuple[Any, ...]) -> Check:
     """
     layers = layer_precisions(model)
     watch = _Watch(model)
-    with _as_it_was(model), precision(model, BITS, BITS), torch.compiler.set_stance("force_eager"), torch.enable_grad():
+    with as_it_was(model), precision(model, BITS, BITS), torch.compiler.set_stance("force_eager"), torch.enable_grad():
         with warnings.catch_warnings(), watch.modules(model), watch:
             warnings.simplefilter("ignore", QuantizationWarning)  # the answer says it, and the summary from now on
             used = _step(model, inputs, watch)
@@ -175,7 +175,7 @@ def _own_parameters(model: nn.Module, layer: str) -> set[str]:
 
 def _step(model: nn.Module, inputs: tuple[Any, ...], watch: _Watch) -> set[str]:
     """Run forward and backward; return the names of the parameters that took part."""
-    outputs = [y for y in _floating(model(*inputs)) if y.requires_grad]
+    outputs = [y for y in floating_in(model(*inputs)) if y.requires_grad]
     if not outputs:
         return set()
     watch.backward = True
@@ -198,7 +198,7 @@ class _Watch(TorchDispatchMode):
         self._path: list[str] = []
         self._rounded: set[StorageWeakRef] = set()
         self._layer_of: dict[StorageWeakRef, str] = {}  # whose operand a storage was, for the backward pass
-        self._parameters = {_storage(p): name for name, p in model.named_parameters() if _storage(p) is not None}
+        self._parameters = {storage_of(p): name for name, p in model.named_parameters() if storage_of(p) is not None}
 
     @contextmanager
     def modules(self, model: nn.Module) -> Iterator[None]:
@@ -236,7 +236,7 @@ class _Watch(TorchDispatchMode):
             operands = operands[1:]
         elif name in _BIASED:
             operands = operands[:2]
-        keys = [_storage(a) for a in operands]
+        keys = [storage_of(a) for a in operands]
         known = [self._layer_of[k] for k in keys if k in self._layer_of]
         layer = self._path[-1] if self._path else known[0] if known else ""
         if not self.backward:
@@ -247,14 +247,14 @@ class _Watch(TorchDispatchMode):
 
     def on_grid(self, operand: Tensor) -> bool:
         """Whether an operand of a product is quantised."""
-        return _storage(operand) in self._rounded and operand.dtype not in HALF
+        return storage_of(operand) in self._rounded and operand.dtype not in HALF
 
     def _follow(self, func: Any, args: Any, out: Any) -> None:
         name, in_place = name_of(func), func._schema.name.endswith("_")
-        target = next(map(_storage, _floating(out)), None)
+        target = next(map(storage_of, floating_in(out)), None)
         if target is None:
             return
-        sources = [k for a in _floating(args) if (k := _storage(a)) is not None]
+        sources = [k for a in floating_in(args) if (k := storage_of(a)) is not None]
         if name in _ROUNDS:
             self._rounded.add(target)
         elif name in _MOVES:
@@ -279,28 +279,3 @@ _MOVES = frozenset(
     "reflection_pad2d reflection_pad3d replication_pad1d replication_pad2d replication_pad3d im2col".split()
 )
 _SCALES = frozenset(("mul", "div", "add", "sub"))  # ... and what takes a grid to a grid, in place
-
-
-def _storage(x: Tensor) -> StorageWeakRef | None:
-    try:
-        return StorageWeakRef(x.untyped_storage())
-    except (NotImplementedError, RuntimeError):  # sparse tensors have none
-        return None
-
-
-def _floating(value: Any) -> list[Tensor]:
-    return [t for t in tensors_in(value) if t.is_floating_point()]
-
-
-@contextmanager
-def _as_it_was(model: nn.Module) -> Iterator[None]:
-    """Put buffers, the rounding noise and torch's random numbers back afterwards."""
-    buffers = [(b, b.detach().clone()) for b in model.buffers()]
-    devices = sorted({p.device.index or 0 for p in model.parameters() if p.is_cuda})
-    try:
-        with torch.random.fork_rng(devices):
-            yield
-    finally:
-        with torch.no_grad():
-            for buffer, value in buffers:
-                buffer.copy_(value)

@@ -1,12 +1,15 @@
-"""A copy of a model to count on: without data where shapes are enough, and never the model itself."""
+"""What is counted on: a copy of a model, without data where shapes are enough, or the model, left as it was."""
 
 from __future__ import annotations
 
 import copy
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
+import torch
 from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.utils.rnn import PackedSequence
 
 from cpt_core.graphs.graph import Graph
@@ -68,6 +71,33 @@ def tensors_in(value: Any) -> Iterator[Tensor]:
     elif isinstance(value, (tuple, list)):
         for part in value:
             yield from tensors_in(part)
+
+
+def floating_in(value: Any) -> list[Tensor]:
+    """Return the floating-point tensors of nested lists, tuples and dicts."""
+    return [t for t in tensors_in(value) if t.is_floating_point()]
+
+
+def storage_of(x: Tensor) -> StorageWeakRef | None:
+    """Return what tells whose memory a tensor uses; None for a sparse tensor, which has none of its own."""
+    try:
+        return StorageWeakRef(x.untyped_storage())
+    except (NotImplementedError, RuntimeError):
+        return None
+
+
+@contextmanager
+def as_it_was(model: nn.Module) -> Iterator[None]:
+    """Put buffers, the rounding noise and torch's random numbers back afterwards."""
+    buffers = [(b, b.detach().clone()) for b in model.buffers()]
+    devices = sorted({p.device.index or 0 for p in model.parameters() if p.is_cuda})
+    try:
+        with torch.random.fork_rng(devices):
+            yield
+    finally:
+        with torch.no_grad():
+            for buffer, value in buffers:
+                buffer.copy_(value)
 
 
 def _bare(tensor: Tensor, meta: bool) -> Tensor:

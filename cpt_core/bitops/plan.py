@@ -129,7 +129,7 @@ def count_bitops(
     """
     choose("convention", convention, CONVENTIONS)
     calls, uncounted = trace(model, inputs)
-    return price(calls, uncounted, _bits_per_layer(model, calls, schedule, q_grad), convention)
+    return price(calls, uncounted, bits_per_layer(model, calls, schedule, q_grad), convention)
 
 
 def price(
@@ -171,9 +171,10 @@ def _float32(like: tuple[np.ndarray, np.ndarray]) -> tuple[np.ndarray, np.ndarra
     return np.full_like(like[0], FULL_PRECISION), np.full_like(like[1], FULL_PRECISION)
 
 
-def _bits_per_layer(
+def bits_per_layer(
     model: nn.Module, calls: list[Call], schedule: Schedules | None, q_grad: int | None
 ) -> dict[str, tuple[np.ndarray, np.ndarray]]:
+    """Return the (forward bits, gradient bits) of every step, by layer, as ``price`` takes them."""
     if schedule is None:
         one = np.array([FULL_PRECISION])
         return {"": (one, one)}

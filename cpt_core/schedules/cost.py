@@ -12,10 +12,14 @@ True
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 FULL_PRECISION = 32  # bits of an unquantised operand
+Cost = Callable[[int], float]  # bits -> what a step at them costs in another unit, such as ``MeasuredCost.seconds``
 
 
 def step_cost(bits: ArrayLike, q_grad: ArrayLike) -> NDArray[np.int64]:
@@ -33,18 +37,30 @@ def step_cost(bits: ArrayLike, q_grad: ArrayLike) -> NDArray[np.int64]:
     return q * q + 2 * q * g
 
 
-def relative_cost(bits: ArrayLike, q_max: int, q_grad: int | None = None) -> float:
+def relative_cost(bits: ArrayLike, q_max: int, q_grad: int | None = None, cost: Cost | None = None) -> float:
     """Return the mean cost of the steps divided by that of training at static ``q_max`` bits.
 
     Args:
         bits: forward bits of every step, shape (steps,).
         q_max: bits of the static baseline.
         q_grad: gradient bits of both; ``q_max`` when None.
+        cost: of a step by its bits; ``step_cost`` when None.
 
     Paper: section 4.1 (cost relative to the static baseline).
+
+    >>> relative_cost([4, 8], q_max=8, cost={4: 1.0, 8: 2.0}.__getitem__)
+    0.75
     """
     q_grad = q_max if q_grad is None else q_grad
-    return float(step_cost(bits, q_grad).mean() / step_cost(q_max, q_grad))
+    return float(costs_of(bits, q_grad, cost).mean() / costs_of(q_max, q_grad, cost))
+
+
+def costs_of(bits: ArrayLike, q_grad: int, cost: Cost | None = None) -> NDArray[Any]:
+    """Return what every step costs, in the shape of ``bits``: by ``cost``, or ``step_cost`` when that is None."""
+    if cost is None:
+        return step_cost(bits, q_grad)
+    widths, where = np.unique(_integers("bits", bits), return_inverse=True)
+    return np.array([cost(int(q)) for q in widths], dtype=np.float64)[where].reshape(np.shape(bits))
 
 
 def total_bitops(macs: float, bits: ArrayLike, q_grad: ArrayLike) -> float:

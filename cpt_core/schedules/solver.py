@@ -13,13 +13,14 @@ from __future__ import annotations
 import itertools
 import math
 import warnings
+from collections.abc import Mapping
 from numbers import Real
 from typing import Any
 
 import numpy as np
 from scipy.optimize import bisect
 
-from cpt_core.schedules import cost
+from cpt_core.schedules.cost import Cost, costs_of, relative_cost
 from cpt_core.schedules.deficit import AdjustedSchedule, DelayedSchedule
 from cpt_core.schedules.make import delay_steps
 from cpt_core.schedules.profiles import PROFILES, Warped
@@ -41,8 +42,9 @@ def solve_schedule(
     mirror: str = "horizontal",
     delay: float = 0.0,
     q_grad: int | None = None,
+    cost: Cost | None = None,
 ) -> Schedule:
-    """Return a schedule whose ``relative_cost(q_grad)`` is the budget, to 0.1 % of it.
+    """Return a schedule whose ``relative_cost(q_grad)``, or that by another cost, is the budget, to 0.1 % of it.
 
     Args:
         budget: cost relative to training at static ``q_max``. 1 gives static ``q_max``.
@@ -54,7 +56,8 @@ def solve_schedule(
             schedules its own family gives that schedule again.
         triangular: see ``CyclicSchedule``; so is ``mirror``.
         delay: share of the steps that are held at ``q_max`` first. The rest is made cheaper by what that costs.
-        q_grad: gradient bits; ``q_max`` when None.
+        q_grad: gradient bits; ``q_max`` when None. A cost of your own knows its gradient bits itself.
+        cost: what is spent instead of BitOps, bits -> cost of a step, such as ``measure_cost(...).seconds``.
 
     Returns:
         A ``CyclicSchedule`` of a ``Warped`` profile; one with a few steps moved by a bit (``AdjustedSchedule``) where
@@ -62,7 +65,8 @@ def solve_schedule(
 
     Raises:
         ValueError: for a budget that is no number or that these bits and this delay cannot meet, naming those that
-            they can; for values that make no schedule.
+            they can; for values that make no schedule; for a cost that is no positive number at some bits between
+            q_min and q_max.
     """
     if isinstance(budget, bool) or not isinstance(budget, Real) or math.isnan(budget):
         raise ValueError(f"budget must be a number, the cost relative to static q_max; got {budget!r}")
@@ -79,9 +83,16 @@ def solve_schedule(
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", ShortCycleWarning)
         bent(1.0)  # checks the values
-        lowest = (hold + steps * cost.relative_cost([q_min], q_max, q_grad)) / total_steps
+        if cost is not None:
+            _check_cost(cost, q_min, q_max)
+        cheapest = relative_cost([q_min], q_max, q_grad, cost)
+        lowest = (hold + steps * cheapest) / total_steps
         if abs(budget - 1) <= TOLERANCE:
             return StaticSchedule(q_max, total_steps)
+        if cheapest >= 1 and q_min < q_max:
+            raise ValueError(
+                f"budget {budget!r} cannot be met: a step at {q_min} bits costs {cheapest:.4f} of one at {q_max}"
+            )
         if not lowest * (1 - TOLERANCE) <= budget <= 1:
             held = f" with {hold} of {total_steps} steps held at {q_max} bits" if hold else ""
             raise ValueError(
@@ -92,7 +103,7 @@ def solve_schedule(
         share = (budget * total_steps - hold) / steps if hold else budget
 
         def excess(exponent: float) -> float:
-            return bent(2.0**exponent).relative_cost(q_grad) - share
+            return relative_cost(bent(2.0**exponent).bits(), q_max, q_grad, cost) - share
 
         low, high = POWERS
         if excess(low) <= 0:
@@ -102,35 +113,45 @@ def solve_schedule(
         else:
             exponent = bisect(excess, low, high, xtol=1e-9)  # a staircase: ends at the step that holds the budget
     solved = bent(2.0**exponent)  # warns when it does not end at q_max
-    schedule = _adjusted(solved, budget * total_steps - hold, TOLERANCE * budget * total_steps, q_grad)
+    costs = {q: float(costs_of(q, q_grad, cost)) for q in range(q_min, q_max + 1)}
+    schedule = _adjusted(solved, budget * total_steps - hold, TOLERANCE * budget * total_steps, costs)
     whole: Schedule = DelayedSchedule(schedule, hold) if hold else schedule
-    if abs(whole.relative_cost(q_grad) - budget) > TOLERANCE * budget:
+    spent = relative_cost(whole.bits(), q_max, q_grad, cost)
+    if abs(spent - budget) > TOLERANCE * budget:
         raise ValueError(
-            f"{total_steps} steps are too few to cost {budget!r} to {100 * TOLERANCE:g} %; "
-            f"the nearest is {whole.relative_cost(q_grad):.4f}"
+            f"{total_steps} steps are too few to cost {budget!r} to {100 * TOLERANCE:g} %; the nearest is {spent:.4f}"
         )
     return whole
 
 
+def _check_cost(cost: Cost, q_min: int, q_max: int) -> None:
+    """Raise ValueError unless a cost is a function that gives a positive number for all bits."""
+    if not callable(cost):
+        raise ValueError(f"cost must be a function, bits -> cost of a step, such as measured.seconds; got {cost!r}")
+    found = {q: cost(q) for q in range(q_min, q_max + 1)}
+    for q, value in found.items():
+        if isinstance(value, bool) or not isinstance(value, Real) or not 0 < value < math.inf:
+            raise ValueError(f"a step must cost a positive number; cost gives {value!r} at {q} bits")
+
+
 def _adjusted(
-    schedule: CyclicSchedule, wanted: float, tolerance: float, q_grad: int
+    schedule: CyclicSchedule, wanted: float, tolerance: float, costs: Mapping[int, float]
 ) -> CyclicSchedule | AdjustedSchedule:
     """Move single steps by a bit, those nearest to it first, until the steps cost ``wanted`` steps at q_max.
 
-    Each round makes the one or two moves that bring the cost nearest to what is wanted.
+    Each round makes the one or two moves that bring the cost nearest to what is wanted. ``costs``: of a step, by bits.
     """
-    top = int(cost.step_cost(schedule.q_max, q_grad))
+    top = costs[schedule.q_max]
     values, bits = schedule.values(), schedule.bits().copy()
-    missing = wanted * top - int(cost.step_cost(bits, q_grad).sum())
+    missing = wanted * top - sum(c * np.count_nonzero(bits == q) for q, c in costs.items())
     changes: dict[int, int] = {}
     while abs(missing) > tolerance * top:
-        moves = []  # (change of the cost, step, new bits)
+        moves: list[tuple[float, int, int]] = []  # (change of the cost, step, new bits)
         for q, way in itertools.product(range(schedule.q_min, schedule.q_max + 1), (1, -1)):
             steps = np.flatnonzero(bits == q)
             if len(steps) and schedule.q_min <= q + way <= schedule.q_max:
                 near = int(steps[np.argmax(way * values[steps])])
-                price = int(cost.step_cost(q + way, q_grad)) - int(cost.step_cost(q, q_grad))
-                moves.append((price, near, q + way))
+                moves.append((costs[q + way] - costs[q], near, q + way))
         pairs: list[Any] = [(m,) for m in moves]
         pairs += [(a, b) for a, b in itertools.combinations(moves, 2) if a[1] != b[1]]
         best = min(pairs, key=lambda chosen: abs(missing - sum(m[0] for m in chosen)), default=())

@@ -24,6 +24,11 @@ SOLUTIONS = {
         "lowest": "(4**2 + 2 * 4 * 8) / 192",
         "bits": "4",
     },
+    "09_from_bitops_to_seconds": {
+        "relative": "(0.4 * 20 + 0.6 * 40) / 40",
+        "schedule": "cpt.solve_schedule(0.75, 4, 16, 64_000, cost=lambda q: 20 if q <= 8 else 40)",
+        "intensity": "2 * 512 * 384 * 1536 / (512 * 384 + 384 * 1536 + 4 * 512 * 1536)",
+    },
 }
 WRONG = {
     "00_start_here": {
@@ -45,6 +50,11 @@ WRONG = {
         "half": 'cpt.make_schedule("CR", q_min=3, q_max=8, total_steps=64_000)',
         "lowest": "0.5",
         "bits": "3",
+    },
+    "09_from_bitops_to_seconds": {
+        "relative": "0.6",
+        "schedule": "cpt.solve_schedule(0.75, 4, 16, 64_000)",
+        "intensity": "2 * 512 * 384 * 1536 / (4 * (512 * 384 + 384 * 1536 + 512 * 1536))",
     },
 }
 

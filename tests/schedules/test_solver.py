@@ -5,9 +5,12 @@ from dataclasses import replace
 import numpy as np
 import pytest
 from helpers import INF, NAN, make, price, quietly
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from cpt_core.schedules.deficit import AdjustedSchedule
 from cpt_core.schedules.make import make_schedule
+from cpt_core.schedules.measured import MeasuredCost, Spent
 from cpt_core.schedules.profiles import PROFILES, SUITE, Warped
 from cpt_core.schedules.schedule import CyclicSchedule, ShortCycleWarning, StaticSchedule
 from cpt_core.schedules.solver import solve_schedule
@@ -224,3 +227,86 @@ def test_vertical_triangles_are_solved_too(name, family):
 
 def test_a_numpy_number_is_a_budget():
     assert solve_schedule(np.float32(0.5), 3, 8, 6_400).relative_cost() == pytest.approx(0.5, rel=1e-3)
+
+
+# --- budgets in other units -----------------------------------------------------------------------
+
+
+def spent(schedule, cost):
+    """Mean cost of the steps relative to static q_max, one step after the other."""
+    bits = schedule.bits().tolist()
+    return sum(cost(q) for q in bits) / len(bits) / cost(schedule.q_max)
+
+
+@pytest.mark.parametrize("q_grad", [None, 6])
+@pytest.mark.parametrize("delay", [0, 0.1])
+@pytest.mark.parametrize("budget", [0.45, 0.6, 0.9995, 1])
+def test_bitops_as_a_cost_of_ones_own_give_the_same_schedule(budget, delay, q_grad):
+    def bitops(q):
+        return 1e-9 * (q * q + 2 * q * (q_grad or 8))
+
+    known = quietly(solve_schedule, budget, 3, 8, 6_400, delay=delay, q_grad=q_grad)
+    found = quietly(solve_schedule, budget, 3, 8, 6_400, delay=delay, cost=bitops)
+    assert found.bits().tolist() == known.bits().tolist()
+
+
+@settings(deadline=None, max_examples=40)
+@given(
+    steps=st.lists(st.floats(0, 1), min_size=5, max_size=5).filter(lambda s: sum(s) > 0.05),
+    share=st.floats(0.01, 0.99),
+    family=st.sampled_from(sorted(FAMILIES)),
+    delay=st.sampled_from([0, 0.2]),
+)
+def test_budgets_are_met_in_any_cost_that_rises_with_bits(steps, share, family, delay):
+    of = dict(zip(range(3, 9), np.cumsum([1.0, *steps]).tolist(), strict=True))
+    hold = 0.2 if delay else 0.0
+    lowest = hold + (1 - hold) * of[3] / of[8]
+    budget = lowest + share * (1 - lowest)
+    schedule = quietly(solve_schedule, budget, 3, 8, 6_400, family=family, delay=delay, cost=of.__getitem__)
+    assert (schedule.q_min if budget < 0.999 else 3, schedule.q_max, schedule.total_steps) == (3, 8, 6_400)
+    assert spent(schedule, of.__getitem__) == pytest.approx(budget, rel=1e-3)
+
+
+def test_a_machine_with_two_speeds_is_paid_for_steps_of_the_slow_one():
+    """8 bits and fewer cost alike, more cost twice as much: the budget is the share of steps above 8 bits."""
+    schedule = solve_schedule(0.7, 4, 16, 6_400, cost=lambda q: 1.0 if q <= 8 else 2.0)
+    assert np.mean(schedule.bits() > 8) == pytest.approx(0.4, abs=2e-3)
+    assert (schedule(0), schedule(6_399)) == (4, 16)
+
+
+@pytest.mark.parametrize(
+    ("cost", "message"),
+    [
+        ({3: 0.97, 4: 1.0, 5: 1.0, 6: 1.0, 7: 1.0, 8: 1.0}, r"between 3 and 8 bits; budgets lie between 0\.9700 and 1"),
+        (dict.fromkeys(range(3, 9), 2.0), r"0\.7 cannot be met: a step at 3 bits costs 1\.0000 of one at 8"),
+        (
+            {3: 2.1, **dict.fromkeys(range(4, 9), 2.0)},
+            r"0\.7 cannot be met: a step at 3 bits costs 1\.0500 of one at 8",
+        ),
+        (
+            {q: q if q != 6 else NAN for q in range(3, 9)},
+            "a step must cost a positive number; cost gives nan at 6 bits",
+        ),
+        ({q: q if q != 6 else 0 for q in range(3, 9)}, "cost gives 0 at 6 bits"),
+        ({q: q if q != 6 else "6" for q in range(3, 9)}, "cost gives '6' at 6 bits"),
+        ({q: q for q in range(3, 8)}, "cost gives None at 8 bits"),
+    ],
+)
+def test_costs_that_buy_nothing_and_costs_that_are_none(cost, message):
+    with pytest.raises(ValueError, match=message):
+        solve_schedule(0.7, 3, 8, 6_400, cost=cost.get)
+
+
+def test_a_cost_is_a_function():
+    with pytest.raises(ValueError, match=r"cost must be a function, bits -> cost of a step.*; got 'seconds'"):
+        solve_schedule(0.7, 3, 8, 6_400, cost="seconds")
+
+
+def test_measured_seconds_are_a_cost():
+    steps = {q: Spent(seconds, 100, 1.0) for q, seconds in ((3, 0.5), (4, 0.5), (5, 0.6), (6, 0.8))}
+    measured = MeasuredCost("a machine", 6, "paper", steps, {})
+    schedule = solve_schedule(0.8, 3, 6, 6_400, cost=measured.seconds)
+    assert measured.relative_cost(schedule) == pytest.approx(0.8, rel=1e-3)
+    with pytest.raises(ValueError, match=r"^7 bits were not measured; measured: 3, 4, 5, 6$"):
+        solve_schedule(0.8, 3, 8, 6_400, cost=measured.seconds)
+    assert solve_schedule(1, 6, 6, 10, cost=measured.seconds) == StaticSchedule(6, 10)

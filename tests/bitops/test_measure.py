@@ -1,0 +1,295 @@
+"""Measured costs: whose the time and the memory are, and a model that is left as it was. Time is a counter here."""
+
+import copy
+import json
+from types import SimpleNamespace
+
+import pytest
+import torch
+from helpers import WITH_CUDA, identical, make
+from torch import nn
+
+import cpt_core as cpt
+from cpt_core.bitops import step
+from cpt_core.bitops.measure import measure_cost
+from cpt_core.schedules.layered import LayeredSchedule
+from cpt_core.schedules.measured import MeasuredCost
+from cpt_core.schedules.schedule import StaticSchedule, TableSchedule
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    """A clock that only ``Busy`` moves."""
+    now = SimpleNamespace(ticks=0)
+    monkeypatch.setattr(step, "time", SimpleNamespace(perf_counter=lambda: float(now.ticks)))
+    return now
+
+
+class Pass(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, clock, there, back):
+        ctx.clock, ctx.back = clock, back
+        clock.ticks += there
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx, gradient):
+        ctx.clock.ticks += ctx.back
+        return gradient, None, None, None
+
+
+class Busy(nn.Module):
+    """Takes some time forward and backward; listed by ``summary`` where it has a weight."""
+
+    def __init__(self, clock, there, back, weight=True, inner=None):
+        super().__init__()
+        self.clock, self.there, self.back, self.inner = clock, there, back, inner
+        self.weight = nn.Parameter(torch.ones(())) if weight else None
+
+    def forward(self, x):
+        x = Pass.apply(x, self.clock, self.there, self.back)
+        if self.inner is not None:
+            x = Pass.apply(self.inner(x), self.clock, self.there, self.back)
+        return x if self.weight is None else x * self.weight
+
+
+def network(**config):
+    torch.manual_seed(0)
+    layers = [nn.Conv2d(2, 4, 3, padding=1), nn.BatchNorm2d(4), nn.ReLU(), nn.Flatten(), nn.Linear(64, 8)]
+    return cpt.quantize_(nn.Sequential(*layers), cpt.QuantConfig(**config)), (torch.randn(6, 2, 4, 4),)
+
+
+def test_time_belongs_to_the_innermost_module_forward_and_backward(clock):
+    inner = Busy(clock, 5, 7)
+    model = nn.Sequential(
+        nn.Linear(4, 4), Busy(clock, 1, 2), Busy(clock, 10, 20, weight=False), Busy(clock, 3, 4, inner=inner)
+    )
+    measured = measure_cost(cpt.quantize_(model), (torch.ones(2, 4),), bits=(3, 8), repeats=2)
+    assert measured.seconds(3) == measured.seconds(8) == 3 + 30 + 2 * 7 + 12
+    parts = {name: spent[8].seconds for name, spent in measured.layers.items()}
+    assert parts == pytest.approx({"0": 0, "1": 3, "3": 2 * 7, "3.inner": 12})
+    assert measured.other(8).seconds == pytest.approx(30)
+
+
+def test_a_layer_whose_weights_are_in_its_parts_has_a_line():
+    graph = cpt.Graph(torch.tensor([0, 1, 3]), torch.tensor([0, 0, 1]), 2)
+
+    class Network(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.conv = cpt.SAGEConv(3, 4)
+
+        def forward(self, x):
+            return self.conv(graph, x)
+
+    measured = measure_cost(cpt.quantize_(Network()), (torch.randn(2, 3),), bits=[8], repeats=1)
+    assert list(measured.layers) == ["conv"]
+    assert measured.other(8).bitops == 0
+
+
+def test_a_module_that_does_not_run_has_no_line(clock):
+    class Idle(nn.Sequential):
+        def forward(self, x):
+            return self[1](self[0](x))
+
+    model = cpt.quantize_(Idle(nn.Linear(4, 4), Busy(clock, 1, 1), Busy(clock, 1, 1)))
+    assert list(measure_cost(model, (torch.ones(2, 4),), bits=[8], repeats=1).layers) == ["0", "1"]
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=WITH_CUDA)])
+def test_parts_are_some_of_the_whole(device):
+    model, (x,) = network()
+    measured = measure_cost(model.to(device), (x.to(device),), bits=[4], repeats=3)
+    assert list(measured.layers) == ["0", "1", "4"]
+    assert all(0 < part[4].seconds < measured.seconds(4) for part in measured.layers.values())
+    assert 0 < measured.other(4).seconds < measured.seconds(4)
+
+
+def test_medians_count_and_the_first_round_does_not(clock):
+    durations = iter([500, 900, 1, 4, 1, 100, 1, 6])  # warming up; then a step that is watched, and one that is not
+
+    class Slow(nn.Module):
+        def forward(self, x):
+            clock.ticks += 0 if x.is_meta else next(durations)
+            return x
+
+    model = cpt.quantize_(nn.Sequential(nn.Linear(4, 4), Slow()))
+    assert measure_cost(model, (torch.ones(2, 4),), bits=[8], repeats=3).seconds(8) == 6
+    assert next(durations, None) is None
+
+
+def test_a_machine_that_gets_busy_meanwhile_changes_no_ratio(clock):
+    passes = iter(range(24))  # six warm up, then there are six in each round, two at each width
+
+    class Busier(nn.Module):
+        def forward(self, x):
+            if not x.is_meta:  # three times slower from the second round's last width on
+                clock.ticks += model[0].precision.bits * (1 if next(passes) < 16 else 3)
+            return x
+
+    model = cpt.quantize_(nn.Sequential(nn.Linear(4, 4), Busier()))
+    measured = measure_cost(model, (torch.ones(2, 4),), bits=(2, 4, 8), repeats=3)
+    assert [measured.seconds(q) for q in (2, 4, 8)] == [2, 4, 8]
+    assert next(passes, None) is None
+
+
+def test_codes_are_what_is_saved():
+    inputs = (torch.randn(16, 64),)
+    operands = (
+        16 * 64 + 16 * 32 + 32 * 8
+    )  # inputs of both layers, and the weight of the second: the first sends no error
+    found = {}
+    for execution in ("simulated", "integer"):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(64, 32, bias=False), nn.Linear(32, 8, bias=False))
+        config = cpt.QuantConfig(execution=execution).with_shared_steps()
+        found[execution] = measure_cost(cpt.quantize_(model, config), inputs, bits=(4, 8), repeats=1)
+    assert found["simulated"].steps[4].saved_bytes == 4 * operands
+    first, second = (found["integer"].layers[name][4].saved_bytes for name in "01")
+    ranges = 6 * 4  # minimum, step and half of two operands
+    assert (first, second) == (16 * 64 + 64 * 32 + ranges, 16 * 32 + 32 * 8 + ranges)  # a function saves both operands
+    assert found["integer"].other(4).saved_bytes == 0
+
+
+def test_what_is_dropped_in_the_forward_pass_is_not_held():
+    class Aside(nn.Module):
+        def forward(self, x):
+            (x * x).exp()  # a graph that nothing keeps
+            return x.relu()
+
+    model = cpt.quantize_(nn.Sequential(nn.Linear(4, 5), Aside()))
+    other = measure_cost(model, (torch.ones(3, 4),), bits=[8], repeats=1).other(8)
+    assert other.saved_bytes == 3 * 5 * 4  # the result of relu
+
+
+def test_storages_count_once_and_parameters_buffers_and_inputs_never():
+    class Twice(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.scale = nn.Parameter(torch.ones(4))
+            self.register_buffer("mask", torch.ones(4))
+
+        def forward(self, x):
+            y = x * self.scale  # saves the input and a parameter
+            return (y * y.view(-1, 2, 2).view(-1, 4)) * self.mask  # saves one storage twice, and a buffer
+
+    model = nn.Sequential(Twice(), nn.Linear(4, 1))
+    measured = measure_cost(cpt.quantize_(model), (torch.ones(3, 4),), bits=[8], repeats=1)
+    assert measured.layers["0"][8].saved_bytes == 3 * 4 * 4
+
+
+def test_bitops_are_those_of_the_plan_with_all_parts_of_a_layer():
+    class Recurrent(nn.Sequential):
+        def forward(self, x):
+            return self[1](self[0](x))[0]
+
+    model, inputs = cpt.quantize_(Recurrent(nn.Linear(4, 6), nn.LSTM(6, 5))), (torch.randn(3, 2, 4),)
+    for convention in ("paper", "per_op"):
+        measured = measure_cost(model, inputs, bits=(3, 8), q_grad=6, repeats=1, convention=convention)
+        for q in (3, 8):
+            plan = cpt.count_bitops(model, inputs, StaticSchedule(q, 1), q_grad=6, convention=convention)
+            assert measured.steps[q].bitops == plan.total
+            assert measured.layers["1"][q].bitops == pytest.approx(plan.total - plan.by_layer["0"])
+            assert measured.other(q).bitops == pytest.approx(0)
+
+
+@pytest.mark.parametrize("execution", ["simulated", "integer"])
+def test_the_model_is_left_as_it_was(execution):
+    model, inputs = network(execution=execution)
+    schedule = make("CR", total_steps=40, n_cycles=2)
+    twins = model, copy.deepcopy(model)
+    made = [(cpt.PrecisionScheduler(m, schedule), torch.optim.SGD(m.parameters(), lr=0.1)) for m in twins]
+
+    def train(model, scheduler, optimizer):
+        torch.manual_seed(1)
+        for _ in range(3):
+            model(torch.randn(6, 2, 4, 4)).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            scheduler.step()
+
+    for twin, driven in zip(twins, made, strict=True):
+        train(twin, *driven)
+        twin[4](torch.randn(2, 64)).sum().backward()  # some gradients are there, others are None
+    model[1].eval()  # frozen statistics
+    twins[1][1].eval()
+    before = [m.training for m in model.modules()]
+    random = torch.get_rng_state()
+    measure_cost(model, inputs, schedule, repeats=1)
+    assert torch.equal(torch.get_rng_state(), random)
+    assert [m.training for m in model.modules()] == before
+    assert not any(m._forward_pre_hooks for m in model.modules())
+    assert [p.grad is None for p in model.parameters()] == [p.grad is None for p in twins[1].parameters()]
+    for kind in ("named_parameters", "named_buffers"):
+        a, b = (list(t for _, t in getattr(m, kind)()) for m in twins)
+        assert identical(a, b)
+    assert identical([model[4].weight.grad], [twins[1][4].weight.grad])
+    for twin, driven in zip(twins, made, strict=True):
+        train(twin, *driven)
+    assert identical(list(twins[0].parameters()), list(twins[1].parameters()))
+
+
+def test_bits_of_a_schedule_and_its_measured_cost(clock):
+    class ByBits(nn.Module):
+        def forward(self, x):
+            clock.ticks += {3: 1, 5: 2, 8: 4}.get(model[0].precision.bits, 0)
+            return x
+
+    model = cpt.quantize_(nn.Sequential(nn.Linear(4, 4), ByBits()))
+    schedule = TableSchedule(((3, 10), (5, 20), (3, 10)))
+    measured = measure_cost(model, (torch.ones(2, 4),), schedule, repeats=1)
+    assert (measured.bits, measured.q_grad) == ((3, 5), 5)
+    assert measured.relative_cost(schedule) == pytest.approx((20 * 1 + 20 * 2) / 40 / 2)
+    measured = measure_cost(model, (torch.ones(2, 4),), bits=[8, 5, 3, 5], q_grad=6, repeats=1)
+    assert (measured.bits, measured.q_grad) == ((3, 5, 8), 6)
+    assert [measured.seconds(q) for q in measured.bits] == [1, 2, 4]
+    assert measured.relative_cost(StaticSchedule(8, 10)) == 1
+    with pytest.raises(ValueError, match=r"^4 bits were not measured; measured: 3, 5, 8$"):
+        measured.relative_cost(TableSchedule(((3, 10), (4, 10))))
+    layered = LayeredSchedule(((("*",), schedule, 1),))
+    with pytest.raises(ValueError, match="a layered schedule cannot be priced"):
+        measured.relative_cost(layered)
+    with pytest.raises(ValueError, match="give one schedule for all layers, or bits=; got LayeredSchedule"):
+        measure_cost(model, (torch.ones(2, 4),), layered)
+    assert MeasuredCost.from_dict(json.loads(json.dumps(measured.to_dict()))) == measured
+
+
+def test_the_table_has_all_bits_layers_and_the_rest(clock):
+    model = cpt.quantize_(nn.Sequential(nn.Linear(4, 4), Busy(clock, 1, 2), Busy(clock, 1, 0, weight=False)))
+    lines = str(measure_cost(model, (torch.ones(2, 4),), bits=(3, 8), repeats=1)).splitlines()
+    assert lines[0].endswith("gradients of 8 bits")
+    assert [line.split()[0] for line in lines[1:] if line] == ["bits", "3", "8", "layer", "0", "1", "(other)"]
+    assert lines[2].split()[:3] == ["3", "4000.000", "1.000"]
+    assert lines[-2].split()[1:3] == ["3000.000", "3000.000"]
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({}, "give a schedule, or the bits to measure"),
+        ({"bits": (3,), "schedule": make()}, "give a schedule, or the bits to measure"),
+        ({"bits": ()}, "bits must name at least one bit width"),
+        ({"bits": (0, 8)}, "bits must"),
+        ({"bits": (3.5,)}, "bits must"),
+        ({"bits": (3,), "q_grad": 99}, "q_grad must"),
+        ({"bits": (3,), "repeats": 0}, "repeats must be a whole number of at least 1, got 0"),
+        ({"bits": (3,), "convention": "mine"}, "unknown convention 'mine'"),
+        ({"schedule": {"*": make()}}, "give one schedule for all layers, or bits=; got dict"),
+    ],
+)
+def test_values_that_are_refused(given, message):
+    model, inputs = network()
+    with pytest.raises(ValueError, match=message):
+        measure_cost(model, inputs, **given)
+
+
+def test_models_that_are_refused():
+    model, inputs = network()
+    with pytest.raises(ValueError, match=r"the model is in evaluation mode; call model.train\(\)"):
+        measure_cost(model.eval(), inputs, bits=[8])
+    with pytest.raises(ValueError, match="no output of Sequential needs a gradient"):
+        measure_cost(model.train().requires_grad_(False), inputs, bits=[8])
+    with pytest.raises(ValueError, match="the model has no quantised layers"):
+        measure_cost(nn.Linear(2, 2), inputs, bits=[8])
+    with pytest.raises(ValueError, match="unknown device of a model to time 'meta'; choose from cpu, cuda"):
+        measure_cost(network()[0].to("meta"), (inputs[0].to("meta"),), bits=[8])
