@@ -69,7 +69,7 @@ class Graph:
         self.num_dst, self.num_edges = len(indptr) - 1, len(indices)
         self.num_src = self.num_dst if num_src is None else num_src
         self.constant: Tensor | None = None
-        self._kept: dict[Hashable, Tensor] = {}
+        self._kept: dict[Hashable, Any] = {}
         self._made: dict[str, Any] = {}
 
     @classmethod
@@ -189,9 +189,9 @@ class Graph:
     def set_constant(self, features: Tensor | None) -> Graph:
         """Declare input features that never change: what layers aggregate of them is computed once and kept.
 
-        A quantised aggregation keeps one table per bit width, (D, F) float32 each. A layer with fewer outputs than
-        inputs sums behind its product, which is not constant; compiled code keeps nothing, since it would be compiled
-        anew for every bit width. Returns the graph itself.
+        A quantised aggregation keeps one table per bit width, (D, F) float32 each, and products on codes keep those of
+        their input, a byte each. A layer with fewer outputs than inputs sums behind its product, which is not constant;
+        compiled code keeps nothing, since it would be compiled anew for every bit width. Returns the graph itself.
         """
         if features is not None and features.requires_grad:
             raise ValueError("constant features cannot require a gradient")
@@ -199,16 +199,28 @@ class Graph:
         self._version = None if features is None else features._version
         return self
 
-    def keep(self, features: Tensor, key: Hashable, compute: Callable[[], Tensor]) -> Tensor:
-        """Return ``compute()``, or what it returned before for ``key``, if ``features`` are the constant ones."""
-        if features is not self.constant:
-            return compute()
-        if features._version != self._version:  # changed in place after all
-            self.set_constant(features)
+    def keep(self, features: Tensor, key: Hashable, compute: Callable[[], Any]) -> Any:
+        """Return ``compute()``, or what it returned before for ``key``.
+
+        That is if ``features`` are the constant ones, or a table that is kept itself.
+        """
+        if features is self.constant:
+            if features._version != self._version:  # changed in place after all
+                self.set_constant(features)
+        else:
+            table = next((k for k, kept in self._kept.items() if kept is features), None)
+            if table is None:
+                return compute()
+            key = table, key
         if key not in self._kept:
             with torch.inference_mode(False), torch.no_grad():  # training may use what evaluation computed
                 self._kept[key] = compute()
         return self._kept[key]
+
+    @property
+    def transposed(self) -> Graph:
+        """The graph of the same edges the other way round, made once: along it gradients go back."""
+        return self._once("transposed", lambda: Graph._unchecked(*self._back, self.num_dst, self.backend))
 
     @cached_property
     def _dgl(self) -> Any:

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -24,12 +24,21 @@ from cpt_core.checks import choose
 from cpt_core.graphs.graph import Graph, as_graph
 
 Features = Tensor | tuple[Tensor, Tensor]  # (S, I), or those of sources and destinations
+Keep = Callable[[Any, Callable[[], Any]], Any]  # what is computed of constant features is kept, see ``Graph.keep``
+
+
+class Tail(NamedTuple):
+    """What follows a product or a sum h: ``h * scale(h) + bias``."""
+
+    scale: Callable[[Tensor], Tensor | None]
+    bias: Tensor | None
 
 
 class Precision(Protocol):
     """What a layer asks before it uses an operand and after it made an output; ``LayerPrecision`` has it."""
 
     quantizers: dict[str, Any]
+    execution: str
 
     @property
     def bits(self) -> int | None:
@@ -47,6 +56,22 @@ class Precision(Protocol):
     def scaled_and_biased(self, h: Tensor, output: bool, scale: Tensor | None, bias: Tensor | None) -> Tensor:
         """Return ``h * scale + bias``; what ``scaled_and_biased`` of this module returns."""
 
+    def product(
+        self,
+        x: Tensor,
+        scale: Tensor | None,
+        weight: Tensor,
+        keep: Keep,
+        linear: bool = False,
+        tail: Tail | None = None,
+    ) -> Tensor:
+        """Return the product of operands; what ``product`` of this module returns."""
+
+    def neighbour_sum(
+        self, graph: Graph, x: Tensor, scale: Tensor | None, reduce: str, tail: Tail | None = None
+    ) -> Tensor:
+        """Return the sum or mean over neighbours; what ``neighbour_sum`` of this module returns."""
+
 
 def scaled_operand(p: Precision, role: str, x: Tensor, scale: Tensor | None) -> Tensor:
     """Return the operand made of ``x * scale``: x (N, F), scale (N, 1)."""
@@ -62,10 +87,46 @@ def scaled_and_biased(p: Precision, h: Tensor, output: bool, scale: Tensor | Non
     return h if bias is None else p.gradient("grad", p.operand("input", h) + p.operand("bias", bias))
 
 
+def product(
+    p: Precision,
+    x: Tensor,
+    scale: Tensor | None,
+    weight: Tensor,
+    keep: Keep,
+    linear: bool = False,
+    tail: Tail | None = None,
+) -> Tensor:
+    """Return ``(x * scale) @ weight``, (N, O), and what follows it.
+
+    Args:
+        p: what quantises the operands.
+        x: (N, I).
+        scale: (N, 1) or None.
+        weight: (I, O); of a ``linear`` product (O, I).
+        keep: keeps what is computed of x alone where x is constant.
+        linear: whether the weight is that of a linear layer.
+        tail: what follows.
+    """
+    operands = p.scaled_operand("input", x, scale), p.operand("weight", weight)
+    return _followed(p, nn.functional.linear(*operands) if linear else torch.matmul(*operands), tail)
+
+
+def neighbour_sum(
+    p: Precision, graph: Graph, x: Tensor, scale: Tensor | None, reduce: str, tail: Tail | None = None
+) -> Tensor:
+    """Return the sum or mean of ``x * scale`` over every node's in-neighbours, (D, F), and what follows it."""
+    return _followed(p, graph.aggregate(p.scaled_operand("aggregation", x, scale), reduce), tail)
+
+
+def _followed(p: Precision, h: Tensor, tail: Tail | None) -> Tensor:
+    return p.gradient("grad", h) if tail is None else p.scaled_and_biased(h, True, tail.scale(h), tail.bias)
+
+
 class _Float32:
     """Nothing is quantised."""
 
     bits = None
+    execution = "simulated"
     quantizers: ClassVar[dict[str, Any]] = {}
 
     def operand(self, role: str, x: Tensor) -> Tensor:
@@ -75,6 +136,7 @@ class _Float32:
         return y
 
     scaled_operand, scaled_and_biased = scaled_operand, scaled_and_biased
+    product, neighbour_sum = product, neighbour_sum
 
 
 FLOAT32: Any = _Float32()
@@ -86,22 +148,21 @@ def _of_sums(p: Precision) -> Precision:
     return p if "aggregation" in p.quantizers else FLOAT32
 
 
-def _aggregate(p: Precision, graph: Graph, x: Tensor, scale: Tensor | None, reduce: str) -> Tensor:
-    return graph.aggregate(_of_sums(p).scaled_operand("aggregation", x, scale), reduce)
-
-
-def _constant_aggregate(
+def _constant_sum(
     p: Precision, graph: Graph, x: Tensor, norm: str, reduce: str, scale: Callable[[], Tensor | None]
 ) -> Tensor:
     def compute() -> Tensor:
-        return _of_sums(p).gradient("grad", _aggregate(p, graph, x, scale(), reduce))
+        return _of_sums(p).neighbour_sum(graph, x, scale(), reduce)
 
     if x is not graph.constant or torch.compiler.is_compiling():  # which would be compiled anew for every key
         return compute()
-    # what enters the sum depends on x, norm and, with Q-Agg, on quantiser and bits: all of it is in the key
+    # what enters the sum depends on x, norm and, with Q-Agg, on quantiser, bits and execution: all of it is in the key
     quantizer = p.quantizers.get("aggregation")
-    key = (norm, reduce, quantizer, p.bits if quantizer else None)
-    return graph.keep(x, key, compute)
+    return graph.keep(x, (norm, reduce, quantizer, *((p.bits, p.execution) if quantizer else ())), compute)
+
+
+def _keep(graph: Graph, x: Tensor, *what: Any) -> Keep:
+    return lambda key, compute: graph.keep(x, (*what, key), compute)
 
 
 def _pair(features: Features, graph: Graph) -> tuple[Tensor, Tensor]:
@@ -128,13 +189,17 @@ def graph_convolution(layer: Any, p: Precision, graph: Graph, features: Features
     def scale(side: str, like: Tensor) -> Tensor | None:  # D_out^-1/2 on the left, D_in^-1/2 on the right
         return _power(graph, layer._norm, side, like) if layer._norm in (side, "both") else None
 
+    tail = Tail(lambda h: scale("right", h), layer.bias)
     if layer._in_feats > layer._out_feats:  # the product first: fewer features to sum
-        h = p.gradient("grad", p.scaled_operand("input", x, scale("left", x)) @ p.operand("weight", weight))
-        h, output = _aggregate(p, graph, h, None, "sum"), _of_sums(p) is p
+        h = p.product(x, scale("left", x), weight, _keep(graph, x, layer._norm))
+        if _of_sums(p) is p:
+            h = p.neighbour_sum(graph, h, None, "sum", tail)
+        else:
+            h = graph.aggregate(h, "sum")
+            h = p.scaled_and_biased(h, False, tail.scale(h), tail.bias)
     else:
-        h = _constant_aggregate(p, graph, x, layer._norm, "sum", lambda: scale("left", x))
-        h, output = p.operand("input", h) @ p.operand("weight", weight), True
-    h = p.scaled_and_biased(h, output, scale("right", h), layer.bias)
+        h = _constant_sum(p, graph, x, layer._norm, "sum", lambda: scale("left", x))
+        h = p.product(h, None, weight, _keep(graph, h), tail=tail)
     return h if layer._activation is None else layer._activation(h)
 
 
@@ -149,15 +214,16 @@ def sage_convolution(layer: Any, p: Precision, graph: Graph, features: Features)
     """The mean GraphSAGE layer, in either precision.  Paper: section 4.3."""
     source, destination = _pair(features, graph)
 
-    def product(x: Tensor, linear: nn.Linear) -> Tensor:
-        return p.gradient("grad", nn.functional.linear(p.operand("input", x), p.operand("weight", linear.weight)))
+    def product(x: Tensor, rows_of: Tensor, linear: nn.Linear) -> Tensor:
+        return p.product(x, None, linear.weight, _keep(graph, rows_of, len(x)), linear=True)
 
     if layer._in_src_feats > layer._out_feats:
-        neighbours = _aggregate(p, graph, product(source, layer.fc_neigh), None, "mean")
-        neighbours = _of_sums(p).gradient("grad", neighbours)
+        neighbours = _of_sums(p).neighbour_sum(graph, product(source, source, layer.fc_neigh), None, "mean")
     else:
-        neighbours = product(_constant_aggregate(p, graph, source, "", "mean", lambda: None), layer.fc_neigh)
-    return p.scaled_and_biased(product(destination, layer.fc_self) + neighbours, False, None, layer.fc_self.bias)
+        mean = _constant_sum(p, graph, source, "", "mean", lambda: None)
+        neighbours = product(mean, mean, layer.fc_neigh)
+    own = product(destination, destination if isinstance(features, tuple) else source, layer.fc_self)
+    return p.scaled_and_biased(own + neighbours, False, None, layer.fc_self.bias)
 
 
 class GraphConv(nn.Module):

@@ -3,6 +3,8 @@
 
 #pragma once
 
+#include <tuple>
+
 #include "grid.h"
 
 namespace {
@@ -59,7 +61,8 @@ Tensor round_rows(const Tensor& x, const optional<Tensor>& scale, const optional
   return y;
 }
 
-void round_row(const float* x, float* y, int64_t n, float low, float scale, const Grid& g, int64_t place) {
+template <typename T>
+void round_row(const float* x, T* y, int64_t n, float low, float scale, const Grid& g, int64_t place) {
   if (g.key) {
     round_noisy(x, y, n, low, scale, g, place, 1);
   } else {
@@ -102,6 +105,97 @@ std::tuple<Tensor, Tensor> round_twice(const Tensor& x, const optional<Tensor>& 
     }
   });
   return {y, sums};
+}
+
+// The same, the second rounding as codes, with its range. Between the two there are codes as well, a quarter of the
+// memory; their sums are exact.
+std::tuple<Tensor, Tensor, Tensor, Tensor> encode_twice(const Tensor& x, const optional<Tensor>& scale,
+                                                        const Grid& first, const Grid& second) {
+  const Rows rows(x);
+  const int64_t n = rows.length;
+  Layout whole;
+  whole.r2 = x.numel();
+  float low, width;
+  ranges(whole, x.const_data_ptr<float>(), &low, &width);
+  Tensor codes = at::empty_like(x, x.options().dtype(at::kChar)), after = at::empty({2}, x.options());
+  const float *from = x.const_data_ptr<float>(), *by = numbers(scale), step = scale_of(width, first.levels);
+  const float half = (first.levels + 1.f) / 2.f;
+  int8_t* to = codes.mutable_data_ptr<int8_t>();
+  const auto values = [&](int64_t row, float* place) {  // of the first rounding, scaled
+    const int8_t* k = to + row * n;
+    for (int64_t i = 0; i < n; ++i) place[i] = (static_cast<float>(k[i]) + half) * step + low;
+    if (by)
+      for (int64_t i = 0; i < n; ++i) place[i] *= by[row];
+  };
+  std::vector<Extremes> found(at::get_num_threads());
+  std::vector<std::vector<int64_t>> totals(found.size());
+  at::parallel_for(0, rows.count, rows.grain, [&](int64_t begin, int64_t end) {
+    std::vector<float> place(n);
+    Extremes e = found[at::get_thread_num()];
+    auto& sums = totals[at::get_thread_num()];
+    sums.resize(n);
+    for (int64_t row = begin; row < end; ++row) {
+      int8_t* k = to + row * n;
+      round_row(from + row * n, k, n, low, step, first, row * n);
+      for (int64_t i = 0; i < n; ++i) sums[i] += k[i];
+      values(row, place.data());
+      extend(e, place.data(), n);
+    }
+    found[at::get_thread_num()] = e;
+  });
+  for (size_t i = 1; i < found.size(); ++i) join(found[0], found[i]);
+  Tensor sums = at::empty({n}, x.options());
+  for (int64_t i = 0; i < n; ++i) {
+    int64_t total = rows.count * static_cast<int64_t>(half);
+    for (const auto& part : totals) total += part.empty() ? 0 : part[i];
+    sums.mutable_data_ptr<float>()[i] = static_cast<float>(static_cast<double>(total) * static_cast<double>(step) +
+                                                           static_cast<double>(rows.count) * static_cast<double>(low));
+  }
+  float* range = after.mutable_data_ptr<float>();
+  finish(found[0], range[0], range[1]);
+  const float least = range[0], again = scale_of(range[1], second.levels);
+  at::parallel_for(0, rows.count, rows.grain, [&](int64_t begin, int64_t end) {
+    std::vector<float> place(n);
+    for (int64_t row = begin; row < end; ++row) {
+      values(row, place.data());
+      round_row(place.data(), to + row * n, n, least, again, second, row * n);
+    }
+  });
+  return {codes, after[0], after[1], sums};
+}
+
+// Sums of the rows of codes that edges lead from, in int32; what makes values of them is said in integer.py.
+template <typename Index>
+Tensor sum_rows(const Tensor& codes, int64_t zero, float scale, float rest, const Tensor& indptr,
+                const Tensor& indices) {
+  constexpr int64_t AHEAD = 12, LINE = 64;
+  const int64_t count = indptr.size(0) - 1, n = codes.size(1), edges = indices.size(0);
+  Tensor y = at::empty({count, n}, codes.options().dtype(at::kFloat));
+  const int8_t* from = codes.const_data_ptr<int8_t>();
+  const Index *start = indptr.const_data_ptr<Index>(), *source = indices.const_data_ptr<Index>();
+  float* to = y.mutable_data_ptr<float>();
+  const int64_t grain = std::max<int64_t>(1, GRAIN * count / std::max<int64_t>(1, n * edges));
+  at::parallel_for(0, count, grain, [&](int64_t begin, int64_t end) {
+    std::vector<int32_t> place(n);
+    int32_t* sums = place.data();
+    for (int64_t row = begin; row < end; ++row) {
+      std::fill(place.begin(), place.end(), 0);
+      for (int64_t e = start[row]; e < start[row + 1]; ++e) {
+        if (e + AHEAD < edges) {  // the rows lie anywhere
+          const int8_t* later = from + source[e + AHEAD] * n;
+          for (int64_t i = 0; i < n; i += LINE) __builtin_prefetch(later + i);
+        }
+        const int8_t* k = from + source[e] * n;
+        for (int64_t i = 0; i < n; ++i) sums[i] += k[i];
+      }
+      const int64_t degree = start[row + 1] - start[row];
+      const float offset = static_cast<float>(degree) * rest;
+      for (int64_t i = 0; i < n; ++i) {
+        to[row * n + i] = scale * static_cast<float>(sums[i] - degree * zero) + offset;
+      }
+    }
+  });
+  return y;
 }
 
 }  // namespace

@@ -212,6 +212,29 @@ std::tuple<Tensor, Tensor> round_scale_round(const Tensor& gradient, const optio
   return round_twice(gradient, scale, first, second);
 }
 
+std::tuple<Tensor, Tensor, Tensor, Tensor> round_scale_encode(const Tensor& gradient, const optional<Tensor>& scale,
+                                                              const Tensor& levels, const optional<Tensor>& key) {
+  if (!fits(gradient) || !fits_rows(gradient, scale)) {
+    return reference<decltype(round_scale_encode)>("round_scale_encode", gradient, scale, levels, key);
+  }
+  const Grid first = grid_of(levels, key, key.has_value());
+  Grid second = first;
+  if (key) second.key.emplace(*key->const_data_ptr<int64_t>() + 1);
+  return encode_twice(gradient, scale, first, second);
+}
+
+Tensor sum_neighbours(const Tensor& codes, const Tensor& zero, const Tensor& scale, const Tensor& rest,
+                      const Tensor& indptr, const Tensor& indices) {
+  const bool wide = indices.scalar_type() == at::kLong;
+  TORCH_CHECK(codes.dim() == 2 && codes.scalar_type() == at::kChar, "codes must be int8, a row for every node");
+  TORCH_CHECK(indptr.dim() == 1 && indptr.size(0) > 0 && indices.dim() == 1 && indptr.is_contiguous() &&
+                  indices.is_contiguous() && indptr.scalar_type() == indices.scalar_type() &&
+                  (wide || indices.scalar_type() == at::kInt),
+              "edges must be int32 or int64 without gaps");
+  const auto sum = wide ? sum_rows<int64_t> : sum_rows<int32_t>;
+  return sum(codes.contiguous(), static_cast<int64_t>(number(zero)), number(scale), number(rest), indptr, indices);
+}
+
 // --- autograd ----------------------------------------------------------------------------------------------------
 
 using torch::autograd::AutogradContext;
@@ -339,6 +362,8 @@ TORCH_LIBRARY_IMPL(cpt, CPU, m) {
   m.impl("scale_round", scale_round);
   m.impl("scale_round_add", scale_round_add);
   m.impl("round_scale_round", round_scale_round);
+  m.impl("round_scale_encode", round_scale_encode);
+  m.impl("sum_neighbours", sum_neighbours);
 }
 
 TORCH_LIBRARY_IMPL(cpt, AutogradCPU, m) {

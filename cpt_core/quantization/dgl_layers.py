@@ -27,6 +27,8 @@ class QuantDGLSAGEConv(_QuantGraph, SAGEConv):
 
     FLOAT = SAGEConv
     WHOLE = True
+    MEAN = True
+    ALONG_ROWS = "error"
 
     def forward(self, graph: Any, feat: Features, edge_weight: Tensor | None = None) -> Tensor:
         """(S, I) -> (D, O)."""

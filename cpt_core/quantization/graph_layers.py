@@ -6,18 +6,21 @@ FP-Agg keeps the sum over neighbours in float32; Q-Agg quantises what enters it,
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 
 from cpt_core.graphs import layers
 from cpt_core.graphs.graph import Graph, as_graph
-from cpt_core.graphs.layers import Features, GraphConv, SAGEConv, graph_convolution, sage_convolution
+from cpt_core.graphs.layers import Features, GraphConv, Keep, SAGEConv, Tail, graph_convolution, sage_convolution
 from cpt_core.kernels.graph import round_scale_round, scale_round, scale_round_add
-from cpt_core.quantization.layers import QuantizedLayer, in_float32
+from cpt_core.quantization.graph_integer import ONE_RANGE, WHOLE, product_on_codes, sum_on_codes
+from cpt_core.quantization.layers import PASSES, QuantizedLayer, in_float32
 from cpt_core.quantization.precision import HALF, LayerPrecision
 from cpt_core.quantization.quantizers import Quantizer
+
+SUMS = ("aggregation", "aggregation error")  # over neighbours, and back
 
 
 class _ScaledAndBiased(torch.autograd.Function):
@@ -50,14 +53,41 @@ class GraphPrecision(LayerPrecision):
     def scaled_and_biased(self, h: Tensor, output: bool, scale: Tensor | None, bias: Tensor | None) -> Tensor:
         """Return ``h * scale + bias``, see ``graphs.layers``."""
         q = self.quantizers["grad"]
-        whole = q.granularity in ("per_tensor", "per_position")  # the same for (N, F)
-        if bias is None or not self._by_rows("input", h) or not whole:
+        if bias is None or not self._by_rows("input", h) or q.granularity not in WHOLE:
             return layers.scaled_and_biased(self, h, output, scale, bias)
         terms = h, scale, self.operand("bias", bias), self.levels
         if not (output and self.quantizes_gradient and h.requires_grad):
             return self.gradient("grad", scale_round_add(*terms))
         key = self.noise_key if q.rounding == "stochastic" else None
         return _ScaledAndBiased.apply(*terms, self.grad_levels, key)
+
+    def rounded_and_biased(self, h: Tensor, scale: Tensor | None, bias: Tensor) -> Tensor:
+        """Return the operand made of ``h * scale``, plus a bias that is rounded already; without gradients."""
+        if self._by_rows("input", h):
+            return scale_round_add(h, scale, bias, self.levels)
+        return self.operand("input", h if scale is None else h * scale) + bias
+
+    def product(
+        self,
+        x: Tensor,
+        scale: Tensor | None,
+        weight: Tensor,
+        keep: Keep,
+        linear: bool = False,
+        tail: Tail | None = None,
+    ) -> Tensor:
+        """Return ``(x * scale) @ weight`` and what follows it, see ``graphs.layers``; on codes if asked to."""
+        if self.on_codes(x):
+            return product_on_codes(self, x, scale, weight, keep, linear, tail)
+        return layers.product(self, x, scale, weight, keep, linear, tail)
+
+    def neighbour_sum(
+        self, graph: Graph, x: Tensor, scale: Tensor | None, reduce: str, tail: Tail | None = None
+    ) -> Tensor:
+        """Return the sum over neighbours and what follows it, likewise."""
+        if self.on_codes(x):
+            return sum_on_codes(self, graph, x, scale, reduce, tail)
+        return layers.neighbour_sum(self, graph, x, scale, reduce, tail)
 
     def _by_rows(self, role: str, x: Tensor) -> bool:
         """Whether an operand is quantised here and now, with a range per row; compilers fuse the plain chain."""
@@ -76,12 +106,33 @@ class _QuantGraph(QuantizedLayer):
 
     KIND = "graph"
     PRECISION = GraphPrecision
+    MEAN: ClassVar[bool] = False  # over neighbours, not their sum
+    ALONG_ROWS: ClassVar[str] = "forward"  # the product that sums over the rows of a weight
 
     @classmethod
     def roles(cls, module: nn.Module, quantizers: Mapping[str, Quantizer], aggregation: str) -> dict[str, Quantizer]:
         """With FP-Agg nothing quantises the sum over neighbours."""
         roles = super().roles(module, quantizers, aggregation)
         return {role: q for role, q in roles.items() if role != "aggregation" or aggregation == "quantized"}
+
+    @property
+    def products(self) -> tuple[str, ...]:
+        """With Q-Agg the sum over neighbours, and that of its gradient, have quantised operands as well."""
+        return (*PASSES, *SUMS) if self.quantizes_aggregation else PASSES
+
+    def simulated_products(self) -> dict[str, str]:
+        """Return which products and sums have no integer form here, with the reason."""
+        reasons = {
+            "weight": {self.ALONG_ROWS: "weights have a range per row"},
+            "input": {"weight": "inputs have a range per node"},
+            "grad": dict.fromkeys(("weight", SUMS[1]), "gradients have a range per node"),
+            "aggregation": {SUMS[0]: "features have a range per node"},
+        }
+        several = [role for role, q in self.precision.quantizers.items() if q.granularity not in ONE_RANGE]
+        found = {product: why for role in several for product, why in reasons.get(role, {}).items()}
+        if self.MEAN:
+            found[SUMS[1]] = "a mean divides every node's gradient by its own degree"
+        return {product: found[product] for product in self.products if product in found}
 
     @property
     def quantizes_aggregation(self) -> bool:
@@ -119,6 +170,8 @@ class QuantSAGEConv(_QuantGraph, SAGEConv):
 
     FLOAT = SAGEConv
     WHOLE = True
+    MEAN = True
+    ALONG_ROWS = "error"
 
     def forward(self, graph: Any, features: Features) -> Tensor:
         """(S, I) -> (D, O)."""

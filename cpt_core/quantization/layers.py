@@ -74,8 +74,13 @@ class QuantizedLayer:
     def check(cls, module: nn.Module) -> None:
         """Raise ValueError for a module of class ``FLOAT`` that must not silently stay in float32."""
 
+    @property
+    def products(self) -> tuple[str, ...]:
+        """The products of the layer, by name."""
+        return PASSES
+
     def simulated_products(self) -> dict[str, str]:
-        """Return which of the products ``PASSES`` have no integer form here, with the reason."""
+        """Return which of its ``products`` have no integer form here, with the reason."""
         return dict.fromkeys(PASSES, f"a {self.FLOAT.__name__} has no integer form")
 
     def _shared(self, role: str) -> bool:

@@ -27,8 +27,9 @@ class LayerSummary:
 
     Attributes:
         reason: why it is in float32, or "".
-        simulated: of a layer that is to multiply codes: the products that do not (of "forward", "error", "weight"),
-            with the reason; None where all are simulated because nobody asked for more.
+        simulated: of a layer that is to multiply codes: the products that do not, with the reason; None where all are
+            simulated because nobody asked for more.
+        products: all of them: "forward", "error" and "weight", and the sums of graph convolutions.
     """
 
     name: str
@@ -37,6 +38,7 @@ class LayerSummary:
     quantized: bool
     reason: str
     simulated: dict[str, str] | None = None
+    products: tuple[str, ...] = PASSES
 
     def __str__(self) -> str:
         """Return how it is computed."""
@@ -44,7 +46,7 @@ class LayerSummary:
             return f"float32 ({self.reason})"
         if self.simulated is None:
             return "quantised"
-        on_codes = ", ".join(p for p in PASSES if p not in self.simulated) or "none"
+        on_codes = ", ".join(p for p in self.products if p not in self.simulated) or "none"
         why = "; ".join(f"{p} simulated: {reason}" for p, reason in self.simulated.items())
         return f"quantised, on codes: {on_codes}" + (f" ({why})" if why else "")
 
@@ -91,9 +93,11 @@ def summary(model: nn.Module) -> Summary:
             reason = "" if quantized else float32_reason(layer, id(layer) in left_out)
             if isinstance(layer, QuantizedLayer) and layer.precision.called is False:
                 quantized, reason = False, NOT_CALLED
-            simulated = None
+            simulated: dict[str, str] | None = None
+            products: tuple[str, ...] = PASSES
             if isinstance(layer, QuantizedLayer) and quantized and layer.precision.execution != "simulated":
                 slow = layer.precision.execution == "auto" and not multiplies_codes(layer.precision.levels.device)
-                simulated = dict.fromkeys(PASSES, SLOW) if slow else layer.simulated_products()
-            rows.append(LayerSummary(name, kind, parameters, quantized, reason, simulated))
+                products = layer.products
+                simulated = dict.fromkeys(products, SLOW) if slow else layer.simulated_products()
+            rows.append(LayerSummary(name, kind, parameters, quantized, reason, simulated, products))
     return Summary(tuple(rows))

@@ -1,0 +1,170 @@
+"""Graph convolutions on codes: their products, and with Q-Agg the sums over neighbours, forward and backward.
+
+A sum has an integer form where all that enters it has one step: int8 codes are added in int32, and a multiple of the
+degree makes values of the sum. The authors' range per node rules that out for features, not for gradients, which have
+one range; ``QuantConfig.with_shared_steps()`` allows both. What has no integer form is the simulation.
+
+Shapes: N nodes (S sources, D destinations of a block), F features, I inputs, O outputs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from cpt_core.graphs.graph import Graph
+from cpt_core.graphs.layers import Keep, Tail
+from cpt_core.kernels.graph import round_scale_encode, sum_neighbours
+from cpt_core.kernels.integer import QuantizedTensor
+from cpt_core.quantization.integer import GradientRounding, Operand, product, sums, values
+
+if TYPE_CHECKING:
+    from cpt_core.quantization.graph_layers import GraphPrecision
+
+WHOLE = ("per_tensor", "per_position")  # granularities that are the same for (N, F)
+ONE_RANGE = (*WHOLE, "per_sample_mean")  # those of which (N, F) has one range
+LARGEST_DEGREE = 1 << 24  # 2**24 codes, of 128 at most, are summed in int32
+
+
+@torch.compiler.disable
+def product_on_codes(
+    p: GraphPrecision, x: Tensor, scale: Tensor | None, weight: Tensor, keep: Keep, linear: bool, tail: Tail | None
+) -> Tensor:
+    """Return ``(x * scale) @ weight`` and what follows it; arguments as those of ``graphs.layers.product``."""
+
+    def encode() -> QuantizedTensor:
+        return p.encoded("input", x if scale is None else x * scale)
+
+    quantizer = p.quantizers["input"]
+    codes = encode if quantizer.running else lambda: keep(("codes", quantizer, p.bits), encode)  # a range to follow
+    bias = None if tail is None or tail.bias is None else p.operand("bias", tail.bias)
+    return _Product.apply(x, weight, bias, codes, scale, linear, After(p, tail))
+
+
+class _Product(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        codes: Callable[[], QuantizedTensor],
+        scale: Tensor | None,
+        linear: bool,
+        after: After,
+    ) -> Tensor:
+        a, w = codes(), after.precision.encoded("weight", weight)
+        ctx.save_for_backward(*a, *w)
+        ctx.scale, ctx.linear, ctx.after = scale, linear, after
+        return after.forward(product(a, w.t() if linear else w), bias)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        saved = ctx.saved_tensors
+        a, w = QuantizedTensor(*saved[:4]), QuantizedTensor(*saved[4:])
+        of_x, of_w = ctx.needs_input_grad[:2]
+        g, of_bias = ctx.after.backward(gradient, of_x or of_w)
+        error = product(g, w if ctx.linear else w.t()) if of_x else None
+        return (
+            error if error is None or ctx.scale is None else error.mul_(ctx.scale),
+            (product(g.t(), a) if ctx.linear else product(a.t(), g)) if of_w else None,
+            of_bias,
+            *[None] * 4,
+        )
+
+
+@torch.compiler.disable
+def sum_on_codes(
+    p: GraphPrecision, graph: Graph, x: Tensor, scale: Tensor | None, reduce: str, tail: Tail | None
+) -> Tensor:
+    """Return the sum over neighbours and what follows it; arguments as those of ``graphs.layers.neighbour_sum``."""
+    bias = None if tail is None or tail.bias is None else p.operand("bias", tail.bias)
+    return _Sum.apply(x, bias, graph, scale, reduce == "mean", After(p, tail))
+
+
+class _Sum(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, bias: Tensor | None, graph: Graph, scale: Tensor | None, mean: bool, after: After
+    ) -> Tensor:
+        ctx.graph, ctx.scale, ctx.mean, ctx.after = graph, scale, mean, after
+        p = after.precision
+        if p.quantizers["aggregation"].granularity in ONE_RANGE:
+            h = total(graph, p.encoded("aggregation", x if scale is None else x * scale))
+        else:
+            h = graph.aggregate(p.scaled_operand("aggregation", x, scale))
+        return after.forward(h.div_(_divisors(graph)) if mean else h, bias)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        of_x = ctx.needs_input_grad[0]
+        g, of_bias = ctx.after.backward(gradient, of_x)
+        error = None
+        if of_x:
+            error = total(ctx.graph.transposed, values(g) / _divisors(ctx.graph) if ctx.mean else g)
+            error = error if ctx.scale is None else error.mul_(ctx.scale)
+        return error, of_bias, *[None] * 4
+
+
+def total(graph: Graph, x: Operand) -> Tensor:
+    """Return the sum over every node's in-neighbours, (D, F) float32: on codes where those of x have one step.
+
+    Raises:
+        ValueError: for codes, where more edges than ``LARGEST_DEGREE`` lead to a node.
+    """
+    if not (isinstance(x, QuantizedTensor) and x.one_step):
+        return graph.aggregate(values(x))
+    if graph.num_edges > LARGEST_DEGREE and (most := int(graph.in_degrees.max())) > LARGEST_DEGREE:
+        raise ValueError(
+            f"a sum of codes has at most {LARGEST_DEGREE:,} terms, {most:,} edges lead to a node; "
+            "take execution 'simulated'"
+        )
+    return sum_neighbours(x, graph.indptr, graph.indices)
+
+
+def _divisors(graph: Graph) -> Tensor:
+    return graph.in_degrees.clamp_min(1).unsqueeze(1)
+
+
+class After:
+    """What follows a product or a sum h, ``h * scale + bias`` with both terms rounded, and what comes back to h.
+
+    Args:
+        precision: of the layer.
+        tail: scale and bias; None for neither.
+    """
+
+    def __init__(self, precision: GraphPrecision, tail: Tail | None) -> None:
+        """Note what is in force."""
+        self.precision, self.rounding = precision, GradientRounding(precision)
+        self.scale_of = (lambda h: None) if tail is None else tail.scale
+        self.biased = tail is not None and tail.bias is not None
+
+    def forward(self, h: Tensor, bias: Tensor | None) -> Tensor:
+        """Return what follows h, (N, F), which may be changed; the bias is rounded already."""
+        self.scale = self.scale_of(h)
+        if bias is not None:
+            return self.precision.rounded_and_biased(h, self.scale, bias)
+        return h if self.scale is None else h.mul_(self.scale)
+
+    def backward(self, gradient: Tensor, further: bool) -> tuple[Operand, Tensor | None]:
+        """Return the gradient of h, rounded if it goes ``further``, and that of the bias."""
+        g, of_bias = gradient, None
+        if self.biased:
+            if further and self.rounding.on_codes(gradient) and self.precision.quantizers["grad"].granularity in WHOLE:
+                key = self.rounding.key
+                found = round_scale_encode(gradient, self.scale, self.precision.grad_levels, key)
+                if key is not None:
+                    key.add_(2)
+                return found
+            once = self.rounding(gradient)
+            g, of_bias = values(once), sums(once)
+        if not further:
+            return g, of_bias
+        return self.rounding(g if self.scale is None else g * self.scale), of_bias
