@@ -38,20 +38,37 @@ const float* scaled(const float* row, const float* scale, std::vector<float>& pl
   return to;
 }
 
-// round(x * scale) + bias, one range per row
-Tensor round_rows(const Tensor& x, const optional<Tensor>& scale, const optional<Tensor>& bias, float levels) {
+// of all rows, scaled
+Extremes extremes(const Rows& rows, const float* from, const float* by) {
+  std::vector<Extremes> found(at::get_num_threads());
+  at::parallel_for(0, rows.count, rows.grain, [&](int64_t begin, int64_t end) {
+    std::vector<float> place(rows.length);
+    Extremes e = found[at::get_thread_num()];
+    for (int64_t row = begin; row < end; ++row) {
+      extend(e, scaled(from + row * rows.length, by ? by + row : nullptr, place), rows.length);
+    }
+    found[at::get_thread_num()] = e;
+  });
+  for (size_t i = 1; i < found.size(); ++i) join(found[0], found[i]);
+  return found[0];
+}
+
+// round(x * scale) + bias, one range per row or for the whole
+Tensor round_rows(const Tensor& x, const optional<Tensor>& scale, const optional<Tensor>& bias, float levels,
+                  bool whole) {
   const Rows rows(x);
   const int64_t n = rows.length;
   Tensor y = at::empty_like(x);
   const float *from = x.const_data_ptr<float>(), *by = numbers(scale), *add = numbers(bias);
+  const Extremes all = whole ? extremes(rows, from, by) : Extremes();
   float* to = y.mutable_data_ptr<float>();
   at::parallel_for(0, rows.count, rows.grain, [&](int64_t begin, int64_t end) {
     std::vector<float> place(n);
     for (int64_t row = begin; row < end; ++row) {
       const float* in = scaled(from + row * n, by ? by + row : nullptr, place);
       float *out = to + row * n, low, width;
-      Extremes e;
-      extend(e, in, n);
+      Extremes e = all;
+      if (!whole) extend(e, in, n);
       finish(e, low, width);
       round_plain(in, out, n, low, scale_of(width, levels), levels);
       if (add)
@@ -121,23 +138,32 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> encode_twice(const Tensor& x, const o
   const float *from = x.const_data_ptr<float>(), *by = numbers(scale), step = scale_of(width, first.levels);
   const float half = (first.levels + 1.f) / 2.f;
   int8_t* to = codes.mutable_data_ptr<int8_t>();
-  const auto values = [&](int64_t row, float* place) {  // of the first rounding, scaled
+  const auto values = [to, n, half, step, low, by](int64_t row, float* place) {  // of the first rounding, scaled
     const int8_t* k = to + row * n;
     for (int64_t i = 0; i < n; ++i) place[i] = (static_cast<float>(k[i]) + half) * step + low;
-    if (by)
-      for (int64_t i = 0; i < n; ++i) place[i] *= by[row];
+    if (by) {
+      const float factor = by[row];
+      for (int64_t i = 0; i < n; ++i) place[i] *= factor;
+    }
   };
   std::vector<Extremes> found(at::get_num_threads());
   std::vector<std::vector<int64_t>> totals(found.size());
   at::parallel_for(0, rows.count, rows.grain, [&](int64_t begin, int64_t end) {
+    constexpr int64_t FEW = 1 << 16;  // rows whose codes are summed in int32
     std::vector<float> place(n);
+    std::vector<int32_t> some(n);
     Extremes e = found[at::get_thread_num()];
-    auto& sums = totals[at::get_thread_num()];
-    sums.resize(n);
+    auto& all = totals[at::get_thread_num()];
+    all.resize(n);
     for (int64_t row = begin; row < end; ++row) {
       int8_t* k = to + row * n;
+      int32_t* sums = some.data();
       round_row(from + row * n, k, n, low, step, first, row * n);
       for (int64_t i = 0; i < n; ++i) sums[i] += k[i];
+      if ((row + 1) % FEW == 0 || row + 1 == end) {
+        for (int64_t i = 0; i < n; ++i) all[i] += sums[i];
+        std::fill(some.begin(), some.end(), 0);
+      }
       values(row, place.data());
       extend(e, place.data(), n);
     }

@@ -1,11 +1,11 @@
-"""Operators of graph convolutions: roundings by row together with the scaling by degree and the bias beside them.
+"""Operators of graph convolutions: roundings together with the scaling by degree and the bias beside them.
 
 Each stands for a chain of plain operations and gives the same bits; on a CPU, C++ runs it in one pass over the rows
 (``graph.h``), as long as a row is in the cache. Two of them are on codes (``integer.py``): the sum over neighbours,
 and the rounding of a gradient whose codes enter a product or a sum.
 
 >>> x, degrees, bias = torch.tensor([[0.0, 0.2, 1.0]]), torch.tensor([[2.0]]), torch.tensor([1.0, 1.0, 1.0])
->>> scale_round_add(x, degrees, bias, torch.tensor(1.0)).tolist()
+>>> scale_round_add(x, degrees, bias, torch.tensor(1.0), "per_row").tolist()
 [[1.0, 1.0, 3.0]]
 
 Shapes: N nodes, F features; scales (N, 1), bias (F,), all float32.
@@ -25,14 +25,14 @@ from cpt_core.kernels.reference import MIN_SCALE
 PART = 1 << 24  # numbers that the plain sum over neighbours gathers at a time
 
 
-def scale_round(x: Tensor, scale: Tensor, levels: Tensor) -> Tensor:
-    """Return ``x * scale``, rounded on one range per row; (N, F) as x."""
-    return operators.active.scale_round(x, scale, levels)
+def scale_round(x: Tensor, scale: Tensor, levels: Tensor, granularity: str) -> Tensor:
+    """Return ``x * scale``, rounded; (N, F) as x."""
+    return operators.active.scale_round(x, scale, levels, granularity)
 
 
-def scale_round_add(x: Tensor, scale: Tensor | None, bias: Tensor, levels: Tensor) -> Tensor:
-    """Return ``bias`` plus ``x * scale``, that rounded on one range per row; (N, F)."""
-    return operators.active.scale_round_add(x, scale, bias, levels)
+def scale_round_add(x: Tensor, scale: Tensor | None, bias: Tensor, levels: Tensor, granularity: str) -> Tensor:
+    """Return ``bias`` plus ``x * scale``, that rounded; (N, F)."""
+    return operators.active.scale_round_add(x, scale, bias, levels, granularity)
 
 
 def round_scale_round(
@@ -69,8 +69,8 @@ def sum_neighbours(x: QuantizedTensor, indptr: Tensor, indices: Tensor) -> Tenso
 
 
 SCHEMAS = {
-    "scale_round": "(Tensor x, Tensor scale, Tensor levels) -> Tensor",
-    "scale_round_add": "(Tensor x, Tensor? scale, Tensor bias, Tensor levels) -> Tensor",
+    "scale_round": "(Tensor x, Tensor scale, Tensor levels, str granularity) -> Tensor",
+    "scale_round_add": "(Tensor x, Tensor? scale, Tensor bias, Tensor levels, str granularity) -> Tensor",
     "round_scale_round": "(Tensor gradient, Tensor? scale, Tensor levels, Tensor? key) -> (Tensor, Tensor)",
 }
 ON_CODES = {
@@ -89,11 +89,13 @@ def _define(family: str) -> None:
     """Add the operators to a family, plain: made of its own ``fake_quantize``, whatever that runs on."""
     ops, library = getattr(torch.ops, family), operators.LIBRARIES[family]
 
-    def plain_scale_round(x: Tensor, scale: Tensor | None, levels: Tensor) -> Tensor:
-        return ops.fake_quantize(_scaled(x, scale), levels, "per_row", None)[0]
+    def plain_scale_round(x: Tensor, scale: Tensor | None, levels: Tensor, granularity: str) -> Tensor:
+        return ops.fake_quantize(_scaled(x, scale), levels, granularity, None)[0]
 
-    def plain_scale_round_add(x: Tensor, scale: Tensor | None, bias: Tensor, levels: Tensor) -> Tensor:
-        return plain_scale_round(x, scale, levels) + bias
+    def plain_scale_round_add(
+        x: Tensor, scale: Tensor | None, bias: Tensor, levels: Tensor, granularity: str
+    ) -> Tensor:
+        return plain_scale_round(x, scale, levels, granularity) + bias
 
     def plain_round_scale_round(
         gradient: Tensor, scale: Tensor | None, levels: Tensor, key: Tensor | None
@@ -149,11 +151,11 @@ def _keep_scale(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
 
 
 def _back(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-    return _scaled(gradient, *ctx.saved_tensors), None, None
+    return _scaled(gradient, *ctx.saved_tensors), None, None, None
 
 
 def _back_add(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-    return _scaled(gradient, *ctx.saved_tensors), None, gradient.sum(0), None
+    return _scaled(gradient, *ctx.saved_tensors), None, gradient.sum(0), None, None
 
 
 def _back_twice(ctx: Any, of_first: Tensor, of_sum: Tensor) -> tuple[Tensor | None, ...]:

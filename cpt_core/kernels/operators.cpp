@@ -191,14 +191,26 @@ void track_(const Tensor& running, const Tensor& low, const Tensor& width) {
 
 // --- graph convolutions ------------------------------------------------------------------------------------------
 
-Tensor scale_round(const Tensor& x, const Tensor& scale, const Tensor& levels) {
-  if (fits(x) && fits_rows(x, scale)) return round_rows(x, scale, std::nullopt, number(levels));
-  return reference<decltype(scale_round)>("scale_round", x, scale, levels);
+// Whether rows are rounded on one range, or on one each; nothing where it is neither.
+optional<bool> whole_of(std::string_view granularity) {
+  if (granularity == "per_row") return false;
+  if (granularity == "per_tensor" || granularity == "per_position") return true;
+  return std::nullopt;
 }
 
-Tensor scale_round_add(const Tensor& x, const optional<Tensor>& scale, const Tensor& bias, const Tensor& levels) {
-  if (fits(x) && fits_rows(x, scale) && fits_columns(x, bias)) return round_rows(x, scale, bias, number(levels));
-  return reference<decltype(scale_round_add)>("scale_round_add", x, scale, bias, levels);
+Tensor scale_round(const Tensor& x, const Tensor& scale, const Tensor& levels, std::string_view granularity) {
+  const auto whole = whole_of(granularity);
+  if (whole && fits(x) && fits_rows(x, scale)) return round_rows(x, scale, std::nullopt, number(levels), *whole);
+  return reference<decltype(scale_round)>("scale_round", x, scale, levels, granularity);
+}
+
+Tensor scale_round_add(const Tensor& x, const optional<Tensor>& scale, const Tensor& bias, const Tensor& levels,
+                       std::string_view granularity) {
+  const auto whole = whole_of(granularity);
+  if (whole && fits(x) && fits_rows(x, scale) && fits_columns(x, bias)) {
+    return round_rows(x, scale, bias, number(levels), *whole);
+  }
+  return reference<decltype(scale_round_add)>("scale_round_add", x, scale, bias, levels, granularity);
 }
 
 std::tuple<Tensor, Tensor> round_scale_round(const Tensor& gradient, const optional<Tensor>& scale,

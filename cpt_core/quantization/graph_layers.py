@@ -28,17 +28,24 @@ class _ScaledAndBiased(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, h: Tensor, scale: Tensor | None, bias: Tensor, levels: Tensor, grad_levels: Tensor, key: Tensor | None
+        ctx: Any,
+        h: Tensor,
+        scale: Tensor | None,
+        bias: Tensor,
+        levels: Tensor,
+        granularity: str,
+        grad_levels: Tensor,
+        key: Tensor | None,
     ) -> Tensor:
         ctx.scale, ctx.levels, ctx.key = scale, grad_levels, key
-        return scale_round_add(h, scale, bias, levels)
+        return scale_round_add(h, scale, bias, levels, granularity)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         of_product, of_bias = round_scale_round(gradient, ctx.scale, ctx.levels, ctx.key)
         if ctx.key is not None:
             ctx.key.add_(2)
-        return of_product, None, of_bias, None, None, None
+        return of_product, None, of_bias, None, None, None, None
 
 
 class GraphPrecision(LayerPrecision):
@@ -46,16 +53,16 @@ class GraphPrecision(LayerPrecision):
 
     def scaled_operand(self, role: str, x: Tensor, scale: Tensor | None) -> Tensor:
         """Return the operand made of ``x * scale``, see ``graphs.layers``."""
-        if scale is None or not self._by_rows(role, x):
+        if scale is None or not self._in_one_pass(role, x):
             return layers.scaled_operand(self, role, x, scale)
-        return scale_round(x, scale, self.levels)
+        return scale_round(x, scale, self.levels, self.quantizers[role].granularity)
 
     def scaled_and_biased(self, h: Tensor, output: bool, scale: Tensor | None, bias: Tensor | None) -> Tensor:
         """Return ``h * scale + bias``, see ``graphs.layers``."""
         q = self.quantizers["grad"]
-        if bias is None or not self._by_rows("input", h) or q.granularity not in WHOLE:
+        if bias is None or not self._in_one_pass("input", h) or q.granularity not in WHOLE:
             return layers.scaled_and_biased(self, h, output, scale, bias)
-        terms = h, scale, self.operand("bias", bias), self.levels
+        terms = h, scale, self.operand("bias", bias), self.levels, self.quantizers["input"].granularity
         if not (output and self.quantizes_gradient and h.requires_grad):
             return self.gradient("grad", scale_round_add(*terms))
         key = self.noise_key if q.rounding == "stochastic" else None
@@ -63,8 +70,8 @@ class GraphPrecision(LayerPrecision):
 
     def rounded_and_biased(self, h: Tensor, scale: Tensor | None, bias: Tensor) -> Tensor:
         """Return the operand made of ``h * scale``, plus a bias that is rounded already; without gradients."""
-        if self._by_rows("input", h):
-            return scale_round_add(h, scale, bias, self.levels)
+        if self._in_one_pass("input", h):
+            return scale_round_add(h, scale, bias, self.levels, self.quantizers["input"].granularity)
         return self.operand("input", h if scale is None else h * scale) + bias
 
     def product(
@@ -89,13 +96,14 @@ class GraphPrecision(LayerPrecision):
             return sum_on_codes(self, graph, x, scale, reduce, tail)
         return layers.neighbour_sum(self, graph, x, scale, reduce, tail)
 
-    def _by_rows(self, role: str, x: Tensor) -> bool:
-        """Whether an operand is quantised here and now, with a range per row; compilers fuse the plain chain."""
+    def _in_one_pass(self, role: str, x: Tensor) -> bool:
+        """Whether an operand is quantised here and now, on its own range; compilers fuse the plain chain."""
         self.require_bits()
         if torch.compiler.is_compiling() or not self.quantizes or x.numel() == 0 or x.dtype in HALF:
             return False
         self.follow(x)
-        return self.quantizers[role].granularity == "per_row"
+        q = self.quantizers[role]
+        return q.granularity in ("per_row", *WHOLE) and not q.running
 
 
 class _QuantGraph(QuantizedLayer):

@@ -22,12 +22,14 @@ LAYOUTS = {
     "ties": torch.arange(16.0).view(2, 8),
 }
 
+GRANULARITIES = ("per_row", "per_tensor", "per_position", "per_channel")
+
 
 def same_with_strides(found, expected):
     return identical(found, expected) and all(a.stride() == b.stride() for a, b in zip(found, expected, strict=True))
 
 
-def plain(name, x, scale, bias, levels, key):
+def plain(name, x, scale, bias, levels, key, granularity="per_row"):
     """What an operator stands for, in roundings and torch's own operations alone."""
     quantize = torch.ops.cpt_reference.fake_quantize
     if name == "round_scale_round":
@@ -35,12 +37,17 @@ def plain(name, x, scale, bias, levels, key):
         scaled = once if scale is None else once * scale
         twice = quantize(scaled, levels, "per_position", None if key is None else key + 1)[0]
         return twice, once.sum(0)
-    y = quantize(x if scale is None else x * scale, levels, "per_row", None)[0]
+    y = quantize(x if scale is None else x * scale, levels, granularity, None)[0]
     return [y + bias if name == "scale_round_add" else y]
 
 
-def call(ops, name, x, scale, bias, levels, key):
-    args = {"scale_round": (scale, levels), "scale_round_add": (scale, bias, levels)}.get(name, (scale, levels, key))
+def arguments(name, scale, bias, levels, key, granularity="per_row"):
+    own = {"scale_round": (scale, levels, granularity), "scale_round_add": (scale, bias, levels, granularity)}
+    return own.get(name, (scale, levels, key))
+
+
+def call(ops, name, x, *given):
+    args = arguments(name, *given)
     found = getattr(ops, name)(x, *args)
     return found if name == "round_scale_round" else [found]
 
@@ -50,8 +57,10 @@ def cases(x):
     for name in graph.SCHEMAS:
         for s in (scale, *[None] * (name != "scale_round")):
             for levels in map(torch.tensor, (1.0, 15.0, 65535.0)):
-                for key in (None, torch.tensor(-7)) if name == "round_scale_round" else (None,):
-                    yield name, x, s, bias, levels, key
+                if name == "round_scale_round":
+                    yield from ((name, x, s, bias, levels, key) for key in (None, torch.tensor(-7)))
+                else:
+                    yield from ((name, x, s, bias, levels, None, g) for g in GRANULARITIES)
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -97,5 +106,5 @@ def test_gradients_pass_the_roundings_unchanged(name, scaled):
 @pytest.mark.parametrize("name", graph.SCHEMAS)
 def test_operators_keep_torch_s_rules(family, name):
     x, scale, bias, levels = normal(4, 5).requires_grad_(), normal(4, 1), normal(5).requires_grad_(), torch.tensor(3.0)
-    args = {"scale_round": (scale, levels), "scale_round_add": (scale, bias, levels)}.get(name, (None, levels, None))
+    args = arguments(name, None if name == "round_scale_round" else scale, bias, levels, None)
     torch.library.opcheck(getattr(getattr(torch.ops, family), name).default, (x, *args))
