@@ -134,7 +134,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> encode_twice(const Tensor& x, const o
   whole.r2 = x.numel();
   float low, width;
   ranges(whole, x.const_data_ptr<float>(), &low, &width);
-  Tensor codes = at::empty_like(x, x.options().dtype(at::kChar)), after = at::empty({2}, x.options());
+  Tensor codes = at::empty_like(x, x.options().dtype(at::kChar));
   const float *from = x.const_data_ptr<float>(), *by = numbers(scale), step = scale_of(width, first.levels);
   const float half = (first.levels + 1.f) / 2.f;
   int8_t* to = codes.mutable_data_ptr<int8_t>();
@@ -177,17 +177,17 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> encode_twice(const Tensor& x, const o
     sums.mutable_data_ptr<float>()[i] = static_cast<float>(static_cast<double>(total) * static_cast<double>(step) +
                                                            static_cast<double>(rows.count) * static_cast<double>(low));
   }
-  float* range = after.mutable_data_ptr<float>();
-  finish(found[0], range[0], range[1]);
-  const float least = range[0], again = scale_of(range[1], second.levels);
+  finish(found[0], low, width);  // `values` keeps the first
+  const Tensor after = at::full({}, low, x.options()), across = at::full({}, width, x.options());
+  const float again = scale_of(width, second.levels);
   at::parallel_for(0, rows.count, rows.grain, [&](int64_t begin, int64_t end) {
     std::vector<float> place(n);
     for (int64_t row = begin; row < end; ++row) {
       values(row, place.data());
-      round_row(place.data(), to + row * n, n, least, again, second, row * n);
+      round_row(place.data(), to + row * n, n, low, again, second, row * n);
     }
   });
-  return {codes, after[0], after[1], sums};
+  return {codes, after, across, sums};
 }
 
 // Sums of the rows of codes that edges lead from, in int32; what makes values of them is said in integer.py.

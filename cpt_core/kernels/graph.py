@@ -85,6 +85,10 @@ def _scaled(x: Tensor, scale: Tensor | None) -> Tensor:
     return x if scale is None else x * scale
 
 
+def _next(key: Tensor | None) -> Tensor | None:
+    return None if key is None else key + 1
+
+
 def _define(family: str) -> None:
     """Add the operators to a family, plain: made of its own ``fake_quantize``, whatever that runs on."""
     ops, library = getattr(torch.ops, family), operators.LIBRARIES[family]
@@ -101,8 +105,7 @@ def _define(family: str) -> None:
         gradient: Tensor, scale: Tensor | None, levels: Tensor, key: Tensor | None
     ) -> tuple[Tensor, Tensor]:
         once = ops.fake_quantize(gradient, levels, "per_tensor", key)[0]
-        second = None if key is None else key + 1
-        return ops.fake_quantize(_scaled(once, scale), levels, "per_tensor", second)[0], once.sum(0)
+        return ops.fake_quantize(_scaled(once, scale), levels, "per_tensor", _next(key))[0], once.sum(0)
 
     def plain_round_scale_encode(
         gradient: Tensor, scale: Tensor | None, levels: Tensor, key: Tensor | None
@@ -114,8 +117,7 @@ def _define(family: str) -> None:
         totals, rows = codes.sum(0), len(codes)  # exact: int64
         of_bias = ((totals + rows * half.long()).double() * step.double() + rows * low.double()).float()
         low, width = ops.range(once, "per_tensor")
-        second = None if key is None else key + 1
-        return ops.encode(once, low, width, levels, second, key is not None), low, width, of_bias
+        return ops.encode(once, low, width, levels, _next(key), key is not None), low, width, of_bias
 
     plain = (plain_scale_round, plain_scale_round_add, plain_round_scale_round)
     for (name, schema), run in zip(SCHEMAS.items(), plain, strict=True):

@@ -108,3 +108,73 @@ def test_operators_keep_torch_s_rules(family, name):
     x, scale, bias, levels = normal(4, 5).requires_grad_(), normal(4, 1), normal(5).requires_grad_(), torch.tensor(3.0)
     args = arguments(name, None if name == "round_scale_round" else scale, bias, levels, None)
     torch.library.opcheck(getattr(getattr(torch.ops, family), name).default, (x, *args))
+
+
+# --- on codes ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("threads", [1, 3])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_codes_of_a_gradient_rounded_twice_are_those_of_its_values(layout, threads):
+    x, before = LAYOUTS[layout], torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        for scale in (None, normal(len(x), 1).abs().to(x)):
+            for levels in map(torch.tensor, (1.0, 7.0, 255.0)):
+                for key in (None, torch.tensor(-7)):
+                    found = torch.ops.cpt.round_scale_encode(x, scale, levels, key)
+                    expected = torch.ops.cpt_reference.round_scale_encode(x, scale, levels, key)
+                    assert identical(found, expected)
+                    codes, low, width, of_bias = found
+                    step = (width / levels).clamp_min(1e-8)
+                    values, _ = plain("round_scale_round", x, scale, None, levels, key)
+                    assert identical([((codes + (levels + 1) / 2) * step + low).to(x)], [values])
+                    once = torch.ops.cpt_reference.fake_quantize(x, levels, "per_tensor", key)[0].double()
+                    near = 1e-6 * float(once.nan_to_num(0).abs().sum(0).max())  # of exact sums
+                    torch.testing.assert_close(of_bias, once.sum(0).float(), rtol=0, atol=near, equal_nan=True)
+    finally:
+        torch.set_num_threads(before)
+
+
+def edges(kind, sources, rows, count):
+    drawn = torch.Generator().manual_seed(count)
+    destination = torch.randint(rows, (count,), generator=drawn).div(2, rounding_mode="floor")  # half have none
+    indptr = torch.cat([torch.zeros(1, dtype=torch.int64), torch.bincount(destination, minlength=rows).cumsum(0)])
+    return indptr.to(kind), torch.randint(sources, (count,), generator=drawn).to(kind)
+
+
+@pytest.mark.parametrize("kind", [torch.int32, torch.int64])
+@pytest.mark.parametrize("sizes", [(50, 40, 300, 6), (3, 9, 2, 1), (7, 5, 0, 4), (300, 200, 5000, 130)])
+@pytest.mark.parametrize("transposed", [False, True])
+def test_sums_of_codes_are_exact(kind, sizes, transposed, monkeypatch):
+    monkeypatch.setattr(graph, "PART", 64)
+    sources, rows, count, features = sizes
+    indptr, indices = edges(kind, sources, rows, count)
+    codes = torch.randint(-128, 128, (features, sources), dtype=torch.int8).t()
+    codes = codes if transposed else codes.contiguous()
+    numbers = torch.tensor(-128.0), torch.tensor(1.0), torch.tensor(0.0)  # then the sums are whole numbers
+    found = torch.ops.cpt.sum_neighbours(codes, *numbers, indptr, indices)
+    dense = torch.zeros(rows, sources, dtype=torch.int64)
+    nodes = torch.arange(rows).repeat_interleave(indptr.diff().long())
+    dense.index_put_((nodes, indices.long()), torch.ones(count, dtype=torch.int64), accumulate=True)
+    assert torch.equal(found, (dense @ (codes.long() + 128)).float())
+    for numbers in ((17.0, 0.3, 0.1), (0.0, 2.0, -1.0)):
+        given = (codes, *map(torch.tensor, numbers), indptr, indices)
+        assert identical([torch.ops.cpt.sum_neighbours(*given)], [torch.ops.cpt_reference.sum_neighbours(*given)])
+
+
+@pytest.mark.parametrize("family", operators.FAMILIES)
+def test_operators_on_codes_keep_torch_s_rules_and_refuse_other_types(family):
+    ops, rule = getattr(torch.ops, family), {"test_utils": ("test_schema", "test_faketensor")}
+    torch.library.opcheck(ops.round_scale_encode.default, (normal(4, 5), None, torch.tensor(3.0), None), **rule)
+    codes, (indptr, indices) = torch.ones(5, 3, dtype=torch.int8), edges(torch.int32, 5, 4, 9)
+    numbers = torch.tensor(1.0), torch.tensor(1.0), torch.tensor(0.0)
+    torch.library.opcheck(ops.sum_neighbours.default, (codes, *numbers, indptr, indices), **rule)
+
+
+def test_wrong_types_are_refused():
+    numbers, (indptr, indices) = (torch.tensor(1.0),) * 3, edges(torch.int32, 5, 4, 9)
+    with pytest.raises(RuntimeError, match="codes must be int8"):
+        torch.ops.cpt.sum_neighbours(torch.ones(5, 3), *numbers, indptr, indices)
+    with pytest.raises(RuntimeError, match="edges must be int32 or int64"):
+        torch.ops.cpt.sum_neighbours(torch.ones(5, 3, dtype=torch.int8), *numbers, indptr, indices.long())
