@@ -142,6 +142,11 @@ class Graph:
         """Edges out of every source, (S,) float32."""
         return self._once("out_degrees", lambda: csr.counts(self.indices, self.num_src).float())
 
+    @property
+    def largest_in_degree(self) -> int:
+        """Edges into the destination that has most."""
+        return self._once("largest_in_degree", lambda: int(self.indptr.diff().max()) if self.num_dst else 0)
+
     def _once(self, name: str, make: Callable[[], Any]) -> Any:
         # no cached_property: it has a lock, at which compilers stop
         if name not in self._made:

@@ -120,9 +120,9 @@ def total(graph: Graph, x: Operand) -> Tensor:
     """
     if not (isinstance(x, QuantizedTensor) and x.one_step):
         return graph.aggregate(values(x))
-    if graph.num_edges > LARGEST_DEGREE and (most := int(graph.in_degrees.max())) > LARGEST_DEGREE:
+    if graph.num_edges > LARGEST_DEGREE and graph.largest_in_degree > LARGEST_DEGREE:
         raise ValueError(
-            f"a sum of codes has at most {LARGEST_DEGREE:,} terms, {most:,} edges lead to a node; "
+            f"a sum of codes has at most {LARGEST_DEGREE:,} terms, {graph.largest_in_degree:,} edges lead to a node; "
             "take execution 'simulated'"
         )
     return sum_neighbours(x, graph.indptr, graph.indices)

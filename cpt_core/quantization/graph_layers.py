@@ -51,6 +51,11 @@ class _ScaledAndBiased(torch.autograd.Function):
 class GraphPrecision(LayerPrecision):
     """The precision of a graph convolution: scaling by degree, rounding and bias in one pass where that is the same."""
 
+    @property
+    def keeps_by_bits(self) -> bool:
+        """Whether the layer keeps sums of quantised features, or their codes, see ``Graph.set_constant``."""
+        return "aggregation" in self.quantizers or self.fits_codes[0]
+
     def scaled_operand(self, role: str, x: Tensor, scale: Tensor | None) -> Tensor:
         """Return the operand made of ``x * scale``, see ``graphs.layers``."""
         if scale is None or not self._in_one_pass(role, x):

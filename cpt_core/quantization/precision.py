@@ -155,6 +155,11 @@ class LayerPrecision(nn.Module):
         autocast = x.dtype == torch.float32 and not x.is_meta and torch.is_autocast_enabled(x.device.type)
         return torch.get_autocast_dtype(x.device.type) if autocast else None
 
+    @property
+    def keeps_by_bits(self) -> bool:
+        """Whether what the layer computes of constant features is kept, and is another thing for every bit width."""
+        return False
+
     def on_codes(self, x: Tensor) -> bool:
         """Whether products with ``x`` are computed on codes now: the layer is asked to, and the bits fit."""
         if self.execution == "simulated" or not self.fits_codes[0] or x.numel() == 0:

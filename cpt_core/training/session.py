@@ -100,13 +100,12 @@ class Session:
         self.capture.reset()  # it writes to the state that was exchanged
 
     def _kind(self) -> tuple[Any, ...]:
-        """What a step depends on besides tensors: sums over neighbours of constant features are kept for every q.
+        """What a step depends on besides tensors: what is computed of constant features is kept for every q.
 
         And more bits than codes have are simulated in any case.
         """
         return tuple(
-            (p.quantizes, p.quantizes_gradient, "aggregation" in p.quantizers and p.bits, p.fits_codes)
-            for p in self._layers
+            (p.quantizes, p.quantizes_gradient, p.keeps_by_bits and p.bits, p.fits_codes) for p in self._layers
         )
 
     def reset(self) -> None:
