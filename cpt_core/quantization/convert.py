@@ -70,7 +70,8 @@ class QuantConfig:
     def with_shared_steps(self) -> QuantConfig:
         """Return a copy with one range per tensor wherever the authors have one per row, channel or position.
 
-        With it all three products of a linear layer or convolution have an integer form, see ``execution``.
+        With it all three products of a linear layer, convolution or graph convolution have an integer form, and so have
+        the sums over neighbours of Q-Agg, see ``execution``.
         """
         return replace(self, quantizers={k: replace(q, granularity="per_tensor") for k, q in self.quantizers.items()})
 

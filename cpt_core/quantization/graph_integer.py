@@ -145,6 +145,7 @@ class After:
         self.precision, self.rounding = precision, GradientRounding(precision)
         self.scale_of = (lambda h: None) if tail is None else tail.scale
         self.biased = tail is not None and tail.bias is not None
+        self.scale: Tensor | None = None
 
     def forward(self, h: Tensor, bias: Tensor | None) -> Tensor:
         """Return what follows h, (N, F), which may be changed; the bias is rounded already."""
@@ -157,9 +158,11 @@ class After:
         """Return the gradient of h, rounded if it goes ``further``, and that of the bias."""
         g, of_bias = gradient, None
         if self.biased:
-            if further and self.rounding.on_codes(gradient) and self.precision.quantizers["grad"].granularity in WHOLE:
-                key = self.rounding.key
-                found = round_scale_encode(gradient, self.scale, self.precision.grad_levels, key)
+            p = self.precision
+            quantizer = p.quantizers["grad"]
+            if further and self.rounding.on_codes(gradient) and quantizer.granularity in WHOLE:  # in two passes
+                key = p.noise_key if quantizer.rounding == "stochastic" else None
+                found = round_scale_encode(gradient, self.scale, p.grad_levels, key)
                 if key is not None:
                     key.add_(2)
                 return found

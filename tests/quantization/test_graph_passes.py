@@ -85,6 +85,7 @@ CASES = {
     "ranges per tensor": (
         lambda: GraphConv(6, 9), graph, own(graph_input=Quantizer("per_tensor", running=True)), {},
     ),
+    "shared steps": (lambda: GraphConv(6, 9), graph, Q.with_shared_steps(), {}),
     "gradient ranges per row": (
         lambda: GraphConv(6, 9), graph, own(graph_grad=Quantizer("per_row", rounding="stochastic")), {},
     ),
