@@ -223,7 +223,7 @@ class Ran(TorchDispatchMode):
         self.names = []
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        self.names.append(func._schema.name)
+        self.names.append(func._schema.name.replace("cpt_reference", "cpt"))
         return func(*args, **(kwargs or {}))
 
     def count(self, *names):
