@@ -209,10 +209,9 @@ class Graph:
 
         That is if ``features`` are the constant ones, or a table that is kept itself.
         """
-        if features is self.constant:
-            if features._version != self._version:  # changed in place after all
-                self.set_constant(features)
-        else:
+        if self.constant is not None and self.constant._version != self._version:  # changed in place after all
+            self.set_constant(self.constant)
+        if features is not self.constant:
             table = next((k for k, kept in self._kept.items() if kept is features), None)
             if table is None:
                 return compute()
@@ -225,7 +224,12 @@ class Graph:
     @property
     def transposed(self) -> Graph:
         """The graph of the same edges the other way round, made once: along it gradients go back."""
-        return self._once("transposed", lambda: Graph._unchecked(*self._back, self.num_dst, self.backend))
+
+        def make() -> Graph:
+            indptr, indices, *_ = self._dgl.adj_tensors("csr") if self.kernel == "dgl" else self._back  # DGL is faster
+            return Graph._unchecked(indptr, indices, self.num_dst, self.backend)
+
+        return self._once("transposed", make)
 
     @cached_property
     def _dgl(self) -> Any:

@@ -217,6 +217,39 @@ def test_constant_features_are_summed_once_per_key():
     assert not kept.is_inference()  # training may use what evaluation computed
 
 
+def test_what_is_computed_of_a_kept_table_is_kept_with_it():
+    graph = Graph.from_edges(*random_edges(), 30)
+    x, calls = torch.randn(30, 5), []
+    graph.set_constant(x)
+
+    def kept():
+        table = graph.keep(x, "sum", lambda: graph.aggregate(x))
+        return table, graph.keep(table, "twice", lambda: calls.append(1) or 2 * table)
+
+    table, twice = kept()
+    assert kept()[1] is twice
+    assert len(calls) == 1
+    assert graph.keep(2 * table, "twice", lambda: "another tensor") == "another tensor"
+    x.add_(1)  # changed in place after all
+    assert graph.keep(table, "twice", lambda: "no longer kept") == "no longer kept"
+    assert torch.equal(kept()[1], 2 * graph.aggregate(x))
+
+
+@pytest.mark.parametrize("backend", ["dgl", "csr"])
+@pytest.mark.parametrize("sources", [30, 50])
+def test_edges_the_other_way_round(backend, sources):
+    drawn = torch.Generator().manual_seed(0)
+    destination, source = torch.randint(30, (99,), generator=drawn).sort().values, torch.randint(sources, (99,))
+    indptr = torch.cat([torch.zeros(1, dtype=torch.int64), torch.bincount(destination, minlength=30).cumsum(0)])
+    graph = Graph(indptr, source, sources, backend)
+    back, matrix = graph.transposed, torch.zeros(30, sources)
+    matrix.index_put_((destination, source), torch.ones(99), accumulate=True)
+    assert graph.transposed is back
+    assert (back.num_src, back.num_dst, back.kernel) == (30, sources, backend)
+    assert torch.equal(back.aggregate(torch.eye(30)), matrix.T)
+    assert (graph.largest_in_degree, back.largest_in_degree) == (matrix.sum(1).max(), matrix.sum(0).max())
+
+
 # --- sampling -------------------------------------------------------------------------------------
 
 
