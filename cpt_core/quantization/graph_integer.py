@@ -157,10 +157,12 @@ class After:
     def backward(self, gradient: Tensor, further: bool) -> tuple[Operand, Tensor | None]:
         """Return the gradient of h, rounded if it goes ``further``, and that of the bias."""
         g, of_bias = gradient, None
+        if gradient.numel() == 0:
+            return gradient, gradient.sum(0) if self.biased else None
         if self.biased:
             p = self.precision
             quantizer = p.quantizers["grad"]
-            if further and self.rounding.on_codes(gradient) and quantizer.granularity in WHOLE:  # in two passes
+            if further and self.rounding.encodes and quantizer.granularity in WHOLE:  # in two passes
                 key = p.noise_key if quantizer.rounding == "stochastic" else None
                 found = round_scale_encode(gradient, self.scale, p.grad_levels, key)
                 if key is not None:
