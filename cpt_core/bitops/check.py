@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import warnings
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -33,7 +33,7 @@ from cpt_core.kernels import graph
 from cpt_core.kernels.operators import FAMILIES, LOOPS
 from cpt_core.quantization.convert import layer_precisions
 from cpt_core.quantization.coverage import QuantizationWarning
-from cpt_core.quantization.precision import HALF
+from cpt_core.quantization.precision import HALF, LayerPrecision
 from cpt_core.quantization.scheduler import precision
 
 BITS = 8  # any number would do: what is watched is whether an operand was rounded
@@ -119,7 +119,8 @@ def check(model: nn.Module, inputs: tuple[Any, ...]) -> Check:
     """Run one step of a converted model and tell which of its products were quantised.
 
     A forward pass at 8 bits in the mode the model is in, and the backward pass of the sum of its outputs, both eager.
-    Gradients, statistics, running ranges, bits and random numbers are afterwards what they were.
+    Gradients, statistics, running ranges, bits and random numbers are afterwards what they were. What a layer computes
+    on codes is checked as its simulation, which has the same operands; ``summary`` says which products are on codes.
 
     Args:
         model: converted by ``quantize_``; on the device of the inputs.
@@ -130,7 +131,10 @@ def check(model: nn.Module, inputs: tuple[Any, ...]) -> Check:
     """
     layers = layer_precisions(model)
     watch = _Watch(model)
-    with as_it_was(model), precision(model, BITS, BITS), torch.compiler.set_stance("force_eager"), torch.enable_grad():
+    with (
+        as_it_was(model), precision(model, BITS, BITS), _simulated(layers.values()),
+        torch.compiler.set_stance("force_eager"), torch.enable_grad(),
+    ):  # fmt: skip
         with warnings.catch_warnings(), watch.modules(model), watch:
             warnings.simplefilter("ignore", QuantizationWarning)  # the answer says it, and the summary from now on
             used = _step(model, inputs, watch)
@@ -149,6 +153,19 @@ def check(model: nn.Module, inputs: tuple[Any, ...]) -> Check:
         elif name not in ran:
             unused.append(name)
     return Check(products, bypassed, tuple(unused), _mispriced(model, inputs, products))
+
+
+@contextmanager
+def _simulated(layers: Iterable[LayerPrecision]) -> Iterator[None]:
+    """Multiply in float32 inside the block: codes are other tensors than those that were rounded to a grid."""
+    before = {p: p.execution for p in layers}
+    try:
+        for p in before:
+            p.execution = "simulated"
+        yield
+    finally:
+        for p, execution in before.items():
+            p.execution = execution
 
 
 def _mispriced(model: nn.Module, inputs: tuple[Any, ...], products: Sequence[Executed]) -> dict[str, tuple[int, int]]:

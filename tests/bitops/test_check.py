@@ -193,3 +193,24 @@ def test_the_products_inside_the_steps_of_an_lstm_are_seen(monkeypatch, hidden):
     else:
         assert rows[("addmm", False, False)] == second
         assert set(found.bypassed) == {""}
+
+
+@pytest.mark.parametrize("make", [
+    lambda: (nn.Sequential(nn.Conv2d(3, 4, 3), nn.Flatten(), nn.Linear(64, 5)), torch.randn(2, 3, 6, 6)),
+    lambda: (nn.LSTM(4, 3), torch.randn(5, 2, 4)),
+])  # fmt: skip
+def test_what_is_computed_on_codes_is_checked_as_its_simulation(make):
+    torch.manual_seed(0)
+    model, x = make()
+    wanted = check(quantize_(copy.deepcopy(model)), (x,))
+    model = quantize_(model, QuantConfig(execution="integer").with_shared_steps())
+    with precision(model, 5, 8):
+        before = model(x)
+        found = check(model, (x,))
+        assert found.ok
+        assert (found.products, found.quantized_share) == (wanted.products, 1)
+        layers = [m for m in model.modules() if isinstance(m, LayerPrecision)]
+        assert all((p.execution, p.fits_codes) == ("integer", (True, True)) for p in layers)
+        after = model(x)
+    for a, b in zip(*((y if isinstance(y, tuple) else (y,)) for y in (before, after)), strict=True):
+        assert not isinstance(a, torch.Tensor) or torch.equal(a, b)
