@@ -143,45 +143,60 @@ inline void round_clipped(const float* x, T* y, int64_t n, float low, float scal
 
 constexpr float INF = std::numeric_limits<float>::infinity();
 
-// `place` is that of the first element, `step` how far apart the places are
-template <typename T>
-inline void round_noisy(const float* x, T* y, int64_t n, float low, float scale, const Grid& g, int64_t place,
-                        int64_t step) {
-  constexpr int64_t CHUNK = 512;
-  const float least = g.clip ? 0.f : -INF, levels = g.clip ? g.levels : INF;
+constexpr int64_t CHUNK = 512;  // elements whose noise is drawn at once
+
+// Random bits of elements that lie `step` apart when read row by row, the first at `place`; at most CHUNK.
+inline void draw(uint16_t* bits, int64_t n, int64_t place, int64_t step, const Key& key) {
   uint32_t pairs[CHUNK / 2 + 1];
-  uint16_t bits[CHUNK + 2];
+  uint16_t halves[CHUNK + 2];
   while (n > 0) {
-    int64_t count = std::min(n, CHUNK);
-    const int64_t pair = place >> 1, odd = place & 1;
+    const int64_t pair = place >> 1;
+    const uint32_t odd = static_cast<uint32_t>(place & 1), by = static_cast<uint32_t>(step);
     const uint32_t upper = static_cast<uint32_t>(pair >> 32), from = static_cast<uint32_t>(pair);
-    const uint32_t start = g.key->first ^ (upper * 0x9E3779B1u), second = g.key->second;
-    const int64_t left = ((static_cast<int64_t>(upper) + 1) << 33) - place;  // as far as `upper` is the same
-    count = std::min(count, (left + step - 1) / step);
-    const uint16_t* u = bits;
+    const uint32_t start = key.first ^ (upper * 0x9E3779B1u), second = key.second;
+    int64_t count = n, last = (n - 1) * step;
+    while (count > 1 && ((place + last) >> 33 != upper || last >> 31)) {  // one `upper` and 32 bits, nearly always
+      count = (count + 1) / 2;
+      last = (count - 1) * step;
+    }
     if (step == 1) {
       const int64_t used = (odd + count + 1) / 2;
       for (int64_t i = 0; i < used; ++i) pairs[i] = hash(from + static_cast<uint32_t>(i), start, second);
       for (int64_t i = 0; i < used; ++i) {
-        bits[2 * i] = static_cast<uint16_t>(pairs[i]);
-        bits[2 * i + 1] = static_cast<uint16_t>(pairs[i] >> 16);
+        halves[2 * i] = static_cast<uint16_t>(pairs[i]);
+        halves[2 * i + 1] = static_cast<uint16_t>(pairs[i] >> 16);
       }
-      u += odd;
+      std::memcpy(bits, halves + odd, count * sizeof *bits);
     } else {
-      const uint64_t by = static_cast<uint64_t>(step), at = static_cast<uint64_t>(place);
-      for (int64_t i = 0; i < count; ++i) {
-        const uint64_t here = at + static_cast<uint64_t>(i) * by;
-        bits[i] = static_cast<uint16_t>(hash(static_cast<uint32_t>(here >> 1), start, second) >> (16 * (here & 1)));
+      for (uint32_t i = 0; i < static_cast<uint32_t>(count); ++i) {
+        const uint32_t far = odd + i * by;
+        bits[i] = static_cast<uint16_t>(hash(from + (far >> 1), start, second) >> (16 * (far & 1)));
       }
     }
-    for (int64_t i = 0; i < count; ++i) {
-      const float v = (x[i] - low) / scale + noise(u[i]);
-      put(y[i], std::rint(clipped(v, least, levels)), low, scale, g.levels);
-    }
-    x += count;
-    y += count;
+    bits += count;
     n -= count;
     place += count * step;
+  }
+}
+
+template <typename T>
+inline void round_drawn(const float* x, T* y, const uint16_t* bits, int64_t n, float low, float scale, const Grid& g) {
+  const float least = g.clip ? 0.f : -INF, most = g.clip ? g.levels : INF, levels = g.levels;
+  for (int64_t i = 0; i < n; ++i) {
+    const float v = (x[i] - low) / scale + noise(bits[i]);
+    put(y[i], std::rint(clipped(v, least, most)), low, scale, levels);
+  }
+}
+
+// `place` is that of the first element, `step` how far apart the places are
+template <typename T>
+inline void round_noisy(const float* x, T* y, int64_t n, float low, float scale, const Grid& g, int64_t place,
+                        int64_t step) {
+  uint16_t bits[CHUNK];
+  for (int64_t at = 0; at < n; at += CHUNK) {
+    const int64_t count = std::min(n - at, CHUNK);
+    draw(bits, count, place + at * step, step, *g.key);
+    round_drawn(x + at, y + at, bits, count, low, scale, g);
   }
 }
 
@@ -290,9 +305,22 @@ template <typename T>
 void round_stretch(const Layout& l, const float* x, T* y, int64_t begin, int64_t end, float low, float scale,
                    const Grid& g) {
   if (g.key) {
-    stretches(l, begin, end, [&](int64_t at, int64_t n, int64_t place, int64_t step) {
-      round_noisy(x + at, y + at, n, low, scale, g, place, step);
+    uint16_t bits[CHUNK];  // of elements that follow each other in memory, whatever their places: stretches are short
+    int64_t drawn = 0;
+    stretches(l, begin, end, [&](int64_t, int64_t n, int64_t place, int64_t step) {
+      while (n > 0) {
+        const int64_t count = std::min(n, CHUNK - drawn);
+        draw(bits + drawn, count, place, step, *g.key);
+        place += count * step;
+        n -= count;
+        drawn += count;
+        if (drawn < CHUNK) break;
+        round_drawn(x + begin, y + begin, bits, drawn, low, scale, g);
+        begin += drawn;
+        drawn = 0;
+      }
     });
+    round_drawn(x + begin, y + begin, bits, drawn, low, scale, g);
   } else if (g.clip) {
     round_clipped(x + begin, y + begin, end - begin, low, scale, g.levels);
   } else {
