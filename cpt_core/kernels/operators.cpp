@@ -13,6 +13,7 @@
 #include "graph.h"
 #include "grid.h"
 #include "integer.h"
+#include "pixels.h"
 
 namespace {
 
@@ -187,6 +188,13 @@ void track_(const Tensor& running, const Tensor& low, const Tensor& width) {
   const float now[3] = {*low.const_data_ptr<float>(), *width.const_data_ptr<float>(), 1.f};
   if (!std::isfinite(now[0]) || !std::isfinite(now[1])) return;
   for (int i = 0; i < 3; ++i) r[i] = r[i] * RUNNING_DECAY + now[i] * NEW_SHARE;
+}
+
+Tensor pixel_products(const Tensor& gradient, const Tensor& x, const Tensor& zero, at::IntArrayRef kernel,
+                      at::IntArrayRef stride, at::IntArrayRef padding, at::IntArrayRef dilation) {
+  const auto found = fast_pixel_products(gradient, x, zero, kernel, stride, padding, dilation);
+  if (found) return *found;
+  return reference<decltype(pixel_products)>("pixel_products", gradient, x, zero, kernel, stride, padding, dilation);
 }
 
 // --- graph convolutions ------------------------------------------------------------------------------------------
@@ -371,6 +379,9 @@ TORCH_LIBRARY_IMPL(cpt, CPU, m) {
   m.impl("encode", encode);
   m.impl("affine_", affine_);
   m.impl("track_", track_);
+  m.impl("window_sums", window_sums);
+  m.impl("affine_windows_", affine_windows_);
+  m.impl("pixel_products", pixel_products);
   m.impl("scale_round", scale_round);
   m.impl("scale_round_add", scale_round_add);
   m.impl("round_scale_round", round_scale_round);

@@ -11,14 +11,15 @@ Shapes: N batch, C and O channels in and out, H and W height and width (of the o
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
-from torch.nn.functional import conv2d
 from torch.nn.grad import conv2d_input, conv2d_weight
 
+from cpt_core.kernels import convolution
+from cpt_core.kernels.convolution import Geometry
 from cpt_core.kernels.integer import QuantizedTensor, has_integer_form, matmul, sum_values
 from cpt_core.quantization.fake_quantize import round_gradient
 from cpt_core.quantization.precision import LayerPrecision
@@ -85,14 +86,6 @@ class _Linear(torch.autograd.Function):
         )
 
 
-class Geometry(NamedTuple):
-    """Stride, padding (the same on both sides) and dilation of a convolution, each of height and width."""
-
-    stride: tuple[int, int]
-    padding: tuple[int, int]
-    dilation: tuple[int, int]
-
-
 @torch.compiler.disable
 def conv2d_on_codes(
     precision: LayerPrecision, x: Tensor, weight: Tensor, bias: Tensor | None, geometry: Geometry
@@ -108,20 +101,10 @@ class _Conv2d(torch.autograd.Function):
         ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, precision: LayerPrecision, geometry: Geometry
     ) -> Tensor:
         a, w = precision.encoded("input", x), precision.encoded("weight", weight)
-        a = a._replace(codes=channels_last(a.codes))
+        a = channels_last(a)
         ctx.save_for_backward(*a, *w)
         ctx.geometry, ctx.gradient = geometry, GradientRounding(precision)
-        if not a.one_step:
-            return conv2d(a.dequantize(), w.dequantize(), bias, *geometry)
-        kernel = w.codes.shape[2:]
-        columns, shape = windows(a, kernel, *geometry)
-        rows = w.laid_out(lambda v: v.permute(0, 2, 3, 1).reshape(len(v), -1))
-        shifts = None
-        if any(geometry.padding):
-            ones = x.new_ones(1, 1, *x.shape[2:], dtype=torch.float32)
-            shifts = conv2d(ones, w.dequantize().sum(1, keepdim=True), None, *geometry).flatten(2)[0].t().contiguous()
-        y = matmul(columns, rows.t(), bias, shifts)
-        return y.view(*shape, len(weight)).permute(0, 3, 1, 2)
+        return convolution.conv2d(a, w, bias, geometry)
 
     @staticmethod
     @once_differentiable
@@ -131,7 +114,7 @@ class _Conv2d(torch.autograd.Function):
         g, geometry = ctx.gradient(gradient), ctx.geometry
         of_x, of_w, of_b = ctx.needs_input_grad[:3]
         if isinstance(g, QuantizedTensor):
-            g = g._replace(codes=channels_last(g.codes))
+            g = channels_last(g)
         return (
             _conv2d_input(g, w, a.codes.shape, geometry) if of_x else None,
             _conv2d_weight(g, a, w.codes.shape, geometry) if of_w else None,
@@ -142,77 +125,20 @@ class _Conv2d(torch.autograd.Function):
 
 
 def _conv2d_input(g: Operand, w: QuantizedTensor, shape: torch.Size, geometry: Geometry) -> Tensor:
-    stride, padding, dilation = geometry
-    kernel = w.codes.shape[2:]
-    reach = [d * (k - 1) for d, k in zip(dilation, kernel, strict=True)]
-    whole = isinstance(g, QuantizedTensor) and g.one_step and w.one_step
-    if not whole or any(p > r for p, r in zip(padding, reach, strict=True)):
-        return conv2d_input(shape, values(w), values(g), *geometry)
-    assert isinstance(g, QuantizedTensor)
-    before = (reach[0] - padding[0], reach[1] - padding[1])
-    size = (shape[2] + reach[0], shape[3] + reach[1])
-    columns, _ = windows(g, kernel, (1, 1), before, dilation, apart=stride, size=size)
-    matrix = w.laid_out(lambda v: v.flip(2, 3).permute(2, 3, 0, 1).reshape(-1, v.shape[1]))
-    ones = g.low.new_ones(1, 1, *g.codes.shape[2:])
-    weights = w.dequantize().sum(0, keepdim=True)
-    shifts = conv2d_input((1, *shape[1:]), weights, ones, *geometry).flatten(2)[0].t().contiguous()
-    y = matmul(columns, matrix, None, shifts)
-    return y.view(shape[0], *shape[2:], shape[1]).permute(0, 3, 1, 2)
+    if isinstance(g, QuantizedTensor) and g.one_step and w.one_step:
+        return convolution.conv2d_input(g, w, shape, geometry)
+    return conv2d_input(shape, values(w), values(g), *geometry)
 
 
 def _conv2d_weight(g: Operand, a: QuantizedTensor, shape: torch.Size, geometry: Geometry) -> Tensor:
-    if not (isinstance(g, QuantizedTensor) and g.one_step and a.one_step):
-        return conv2d_weight(values(a), shape, values(g), *geometry)
-    columns, _ = windows(a, shape[2:], *geometry)
-    # without the rest of a, which padding does not have; it follows
-    columns = columns._replace(low=-(a.zero + a.half) * a.scale)
-    y = matmul(_pixels(g).t(), columns).view(shape[0], *shape[2:], shape[1]).permute(0, 3, 1, 2)
-    size = g.codes.shape[1:]
-    over_batch = sum_values(g.laid_out(lambda v: v.permute(0, 2, 3, 1).reshape(len(v), -1)))
-    over_batch = over_batch.view(1, *size[1:], size[0]).permute(0, 3, 1, 2)
-    ones = over_batch.new_ones(1, 1, *a.codes.shape[2:])
-    return y + a.rest * conv2d_weight(ones, (shape[0], 1, *shape[2:]), over_batch, *geometry)
+    if isinstance(g, QuantizedTensor) and g.one_step:
+        return convolution.conv2d_weight(g, a, shape[2:], geometry)
+    return conv2d_weight(values(a), shape, values(g), *geometry)
 
 
-def windows(
-    x: QuantizedTensor,
-    kernel: torch.Size,
-    stride: tuple[int, int],
-    padding: tuple[int, int],
-    dilation: tuple[int, int],
-    apart: tuple[int, int] = (1, 1),
-    size: tuple[int, int] | None = None,
-) -> tuple[QuantizedTensor, tuple[int, int, int]]:
-    """Return what every position of a kernel sees, (N * P * Q, I * J * C), and (N, P, Q).
-
-    Args:
-        x: (N, C, H, W), channels last in memory, its range 0-d.
-        kernel: its size.
-        stride: of the kernel.
-        padding: zeros in front of the first row and column, and, without ``size``, behind the last.
-        dilation: of the kernel.
-        apart: distance of the tensor's rows and columns from each other, with zeros between them.
-        size: of the tensor with all zeros.
-    """
-    N, C, *inner = x.codes.shape
-    codes = x.codes.permute(0, 2, 3, 1)
-    if size is None:
-        size = (inner[0] + 2 * padding[0], inner[1] + 2 * padding[1])
-    if size != tuple(inner):
-        around = x.zero.to(torch.int8).expand(N, *size, C).clone()
-        ends = [p + (n - 1) * a + 1 for p, n, a in zip(padding, inner, apart, strict=True)]
-        around[:, padding[0] : ends[0] : apart[0], padding[1] : ends[1] : apart[1]] = codes
-        codes = around
-    outer = [(n - d * (k - 1) - 1) // s + 1 for n, k, s, d in zip(size, kernel, stride, dilation, strict=True)]
-    image, row, column, _ = codes.stride()
-    strides = (image, row * stride[0], column * stride[1], row * dilation[0], column * dilation[1], 1)
-    seen = codes.as_strided((N, *outer, *kernel, C), strides).reshape(N * outer[0] * outer[1], -1)
-    return x._replace(codes=seen, low=x.low.reshape(()), scale=x.scale.reshape(())), (N, outer[0], outer[1])
-
-
-def channels_last(codes: Tensor) -> Tensor:
-    """Return codes (N, C, H, W) with channels last in memory."""
-    return codes.permute(0, 2, 3, 1).contiguous().permute(0, 3, 1, 2)
+def channels_last(x: QuantizedTensor) -> QuantizedTensor:
+    """Return (N, C, H, W) with the codes of a pixel's channels beside each other in memory."""
+    return x._replace(codes=x.codes.permute(0, 2, 3, 1).contiguous().permute(0, 3, 1, 2))
 
 
 def _pixels(x: QuantizedTensor) -> QuantizedTensor:

@@ -1,0 +1,210 @@
+"""Convolutions on codes: each product against float64 on the same codes, whichever way it is computed."""
+
+from contextlib import nullcontext
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.nn.functional import conv2d
+from torch.nn.grad import conv2d_input, conv2d_weight
+
+from cpt_core.kernels import convolution, integer, operators
+from cpt_core.kernels.convolution import Geometry
+from cpt_core.kernels.execution import execution, reference
+from cpt_core.kernels.integer import QuantizedTensor
+
+NEAR = 1e-6
+KINDS = {
+    "two-sided": lambda x: x,
+    "one-sided": lambda x: x.relu(),
+    "negative": lambda x: -x.abs() - 0.2,
+    "far from 0": lambda x: x + 30,
+    "constant": lambda x: x * 0 + 0.7,
+    "one large": lambda x: x.abs() * 1e-3 + (x == x.max()),
+}
+
+
+def normal(*shape, seed=0):
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+def bytes_of(*shape, seed=0):
+    return torch.randint(-128, 128, shape, dtype=torch.int8, generator=torch.Generator().manual_seed(seed))
+
+
+def last(codes):
+    return codes.permute(0, 2, 3, 1).contiguous().permute(0, 3, 1, 2)
+
+
+def quantized(x, bits, granularity="per_tensor"):
+    q = QuantizedTensor.of(x, bits, granularity)
+    return q._replace(codes=last(q.codes)) if granularity == "per_tensor" else q
+
+
+def values(x):
+    return (x.codes.double() + x.half.double()) * x.scale.double() + x.low.double()
+
+
+def near(y, exact, terms):
+    """Whether y is exact to ``NEAR`` of the numbers added up: a sum may cancel."""
+    return y.dtype == torch.float32 and float((y - exact).abs().max() / terms.max().clamp_min(1e-30)) < NEAR
+
+
+def three_products(a, w, g, bias, geometry):
+    """Each product on codes, in float64, and of the absolute values."""
+    shapes = a.codes.shape, w.codes.shape
+    pairs = ((convolution.conv2d(a, w, bias, geometry), lambda a, w, g: conv2d(a, w, None, *geometry)),)
+    if w.one_step:
+        by_input = convolution.conv2d_input(g, w, shapes[0], geometry)
+        pairs += ((by_input, lambda a, w, g: conv2d_input(shapes[0], w, g, *geometry)),)
+    by_weight = convolution.conv2d_weight(g, a, shapes[1][2:], geometry)
+    pairs += ((by_weight, lambda a, w, g: conv2d_weight(a, shapes[1], g, *geometry)),)
+    exact = [values(x) for x in (a, w, g)]
+    for i, (y, product) in enumerate(pairs):
+        plus = bias.double().view(-1, 1, 1) if i == 0 and bias is not None else torch.zeros(())
+        yield y, product(*exact) + plus, product(*(x.abs() for x in exact)) + plus.abs()
+
+
+@pytest.mark.parametrize("how", [nullcontext, reference], ids=["as it runs", "plain"])
+@settings(max_examples=60, deadline=None)
+@given(
+    sizes=st.tuples(st.integers(1, 4), st.integers(1, 40), st.integers(1, 40)),
+    image=st.tuples(st.integers(1, 12), st.integers(1, 12)),
+    kernel=st.tuples(st.integers(1, 4), st.integers(1, 4)),
+    stride=st.tuples(st.integers(1, 3), st.integers(1, 3)),
+    padding=st.tuples(st.integers(0, 3), st.integers(0, 3)),
+    dilation=st.tuples(st.integers(1, 2), st.integers(1, 2)),
+    bits=st.tuples(*[st.integers(1, 8)] * 3),
+    kinds=st.tuples(*[st.sampled_from(sorted(KINDS))] * 3),
+    by_channel=st.booleans(),
+    with_bias=st.booleans(),
+)
+def test_products_of_codes_are_those_of_the_values(
+    how, sizes, image, kernel, stride, padding, dilation, bits, kinds, by_channel, with_bias
+):
+    execution()
+    (N, C, outputs), geometry = sizes, Geometry(stride, padding, dilation)
+    reach = [d * (k - 1) + 1 for d, k in zip(dilation, kernel, strict=True)]
+    image = [max(n, r - 2 * p) for n, r, p in zip(image, reach, padding, strict=True)]
+    out = [(n + 2 * p - r) // s + 1 for n, p, r, s in zip(image, padding, reach, stride, strict=True)]
+    drawn = normal(N, C, *image), normal(outputs, C, *kernel, seed=1), normal(N, outputs, *out, seed=2)
+    x, weight, gradient = (KINDS[kind](t) for kind, t in zip(kinds, drawn, strict=True))
+    bias = normal(outputs, seed=3) if with_bias else None
+    with how():
+        a, g = quantized(x, bits[0]), quantized(gradient, bits[2])
+        w = quantized(weight, bits[1], "per_channel" if by_channel else "per_tensor")
+        for y, exact, terms in three_products(a, w, g, bias, geometry):
+            assert near(y, exact, terms)
+
+
+def test_ways_to_compute_differ_in_no_bit(monkeypatch):
+    execution()
+    a, w, g = quantized(normal(3, 20, 9, 11), 8), quantized(normal(17, 20, 3, 3), 8), quantized(normal(3, 17, 5, 6), 8)
+    runs = []
+    for library in (convolution.has_library, lambda device: False):
+        monkeypatch.setattr(convolution, "has_library", library)
+        runs.append([y for y, *_ in three_products(a, w, g, None, Geometry((2, 2), (1, 1), (1, 1)))])
+    with reference():
+        runs.append([y for y, *_ in three_products(a, w, g, None, Geometry((2, 2), (1, 1), (1, 1)))])
+    for other in runs[1:]:
+        for y, z in zip(runs[0], other, strict=True):
+            assert torch.equal(y, z)
+
+
+@pytest.mark.parametrize(
+    ("image", "kernel", "geometry"),
+    [
+        ((18, 4), (3, 3), Geometry((1, 2), (0, 0), (1, 1))),  # a stride to a single column
+        ((5, 17), (1, 7), Geometry((2, 3), (1, 1), (1, 3))),
+        ((2, 1), (4, 2), Geometry((1, 1), (1, 1), (1, 2))),  # a window that sees nothing but padding
+    ],
+)
+def test_geometries_that_a_library_gets_wrong(image, kernel, geometry):
+    execution()
+    codes, weight = last(bytes_of(2, 16, *image)), bytes_of(8, 16, *kernel, seed=1)
+    with reference():
+        expected, zero = convolution.window_products(codes, 5, weight, geometry)
+        expected = expected - zero * weight.int().flatten(1).sum(1)
+    sums, zero = convolution.window_products(codes, 5, weight, geometry)
+    assert torch.equal(sums.int() - zero * weight.int().flatten(1).sum(1), expected)
+
+
+@pytest.mark.parametrize("zero", [-128, 0, 127])
+@pytest.mark.parametrize("C", [57, 58, 300])  # 514 products are below 2**24
+def test_sums_beyond_float32_are_exact(zero, C):
+    execution()
+    codes = last(torch.where(bytes_of(2, C, 4, 4) < 100, torch.tensor(127 if zero < 0 else -128, dtype=torch.int8), 0))
+    weight = torch.where(bytes_of(3, C, 3, 3, seed=1) < 120, torch.tensor(-128, dtype=torch.int8), 1)
+    geometry = Geometry((1, 1), (1, 1), (1, 1))
+    sums, least = convolution.window_products(codes, zero, weight, geometry)
+    around = torch.nn.functional.pad(codes.double() - zero, (1, 1, 1, 1)) + least  # least: zero, or zero + 128
+    exact = conv2d(around, weight.double()).permute(0, 2, 3, 1).reshape(-1, 3)
+    assert torch.equal(sums.double(), exact)
+    assert sums.dtype == torch.int32 or float(exact.abs().max()) < convolution.EXACT
+
+
+def test_sums_beyond_int32_are_divided():
+    execution()
+    C = integer.LONGEST // 9 + 100
+    x, weight = torch.ones(1, C, 3, 3), torch.ones(2, C, 3, 3)
+    x[0, 0], weight[:, 0] = 0, 0  # all codes but a few at the end of their range
+    a, w = quantized(x, 8), quantized(weight, 8)
+    y = convolution.conv2d(a, w, torch.tensor([0.0, 1e4]), Geometry((1, 1), (0, 0), (1, 1)))
+    assert y.flatten().tolist() == pytest.approx([(C - 1) * 9, (C - 1) * 9 + 1e4], rel=NEAR)
+    large = quantized(normal(1, 1, 182, 182), 8)
+    with pytest.raises(ValueError, match="a kernel of 182 x 182: its sums may overflow, at most 32768 codes"):
+        convolution.conv2d(large, large, None, Geometry((1, 1), (0, 0), (1, 1)))
+
+
+SIZES = {
+    "16 channels": ((2, 8, 8, 16), 16, (3, 3), (1, 1), (1, 1), (1, 1)),
+    "32 channels, stride 2": ((2, 9, 7, 32), 32, (3, 3), (2, 2), (1, 1), (1, 1)),
+    "uneven": ((3, 7, 10, 5), 19, (2, 3), (1, 3), (0, 2), (2, 1)),
+    "more taps than registers": ((2, 6, 6, 3), 33, (5, 5), (1, 1), (2, 2), (1, 1)),
+    "more pixels than int32 holds": ((2, 270, 260, 1), 1, (1, 1), (1, 1), (0, 0), (1, 1)),
+}
+
+
+@pytest.mark.parametrize("name", SIZES)
+@pytest.mark.parametrize("threads", [1, 3])
+def test_sums_over_pixels_are_exact(name, threads):
+    execution()
+    shape, outputs, *sizes = SIZES[name]
+    kernel, stride, padding, dilation = sizes
+    out = [(n + 2 * p - d * (k - 1) - 1) // s + 1 for n, k, s, p, d in zip(shape[1:3], *sizes, strict=True)]
+    x, g, zero = bytes_of(*shape), bytes_of(shape[0], *out, outputs, seed=1), torch.tensor(-77, dtype=torch.int8)
+    if name.startswith("more pixels"):
+        x, g, zero = torch.full_like(x, 127), torch.full_like(g, 127), torch.tensor(-128, dtype=torch.int8)
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        found = [
+            (ops.pixel_products(g, x, zero, *sizes), ops.window_sums(x, zero, *sizes))
+            for ops in (torch.ops.cpt, torch.ops.cpt_reference)
+        ]
+    finally:
+        torch.set_num_threads(before)
+    away = (x.double() - zero).permute(0, 3, 1, 2)
+    exact = conv2d_weight(away, (outputs, shape[3], *kernel), g.double().permute(0, 3, 1, 2), stride, padding, dilation)
+    ones = torch.ones(shape[0], 1, *out, dtype=torch.float64)
+    seen = conv2d_weight(away, (1, shape[3], *kernel), ones, stride, padding, dilation)
+    exact = torch.cat([exact, seen]).permute(0, 2, 3, 1).flatten(1)
+    window = conv2d(away.sum(1, keepdim=True), torch.ones(1, 1, *kernel).double(), None, stride, padding, dilation)
+    for products, sums in found:
+        assert products.dtype == torch.int64
+        assert torch.equal(products.double(), exact)
+        assert torch.equal(sums.double(), window[:, 0])
+
+
+def test_what_does_not_fit_is_refused():
+    execution()
+    x, g, zero = bytes_of(2, 5, 5, 4), bytes_of(2, 3, 3, 6), torch.tensor(0, dtype=torch.int8)
+    if operators.active is not torch.ops.cpt or execution().cpu != "cpp":
+        pytest.skip("no C++ kernels")
+    with pytest.raises(RuntimeError, match="a gradient of another shape than the output"):
+        torch.ops.cpt.pixel_products(g, x, zero, [3, 3], [1, 1], [1, 1], [1, 1])
+    with pytest.raises(RuntimeError, match="a kernel that does not fit"):
+        torch.ops.cpt.window_sums(x, zero, [6, 6], [1, 1], [0, 0], [1, 1])
+    with pytest.raises(RuntimeError, match="codes are int8, channels last"):
+        torch.ops.cpt.window_sums(x.permute(0, 3, 1, 2), zero, [3, 3], [1, 1], [0, 0], [1, 1])
