@@ -137,7 +137,7 @@ def conv2d_weight(g: QuantizedTensor, a: QuantizedTensor, kernel: torch.Size, ge
     if of_a.has_rest:
         N, P, Q, _ = gradient.shape
         rows, columns = (_inside(x, *sizes) for sizes in zip(x.shape[1:3], (P, Q), kernel, *geometry, strict=True))
-        batch = sum_codes(gradient.reshape(N, -1), 0).view(P, Q, -1).double() - N * of_g.zero
+        batch = sum_codes(gradient.reshape(N, -1), -2).view(P, Q, -1).double() - N * of_g.zero
         unpadded = of_g.scale * batch + N * of_g.rest
         y = y + of_a.rest * torch.einsum("pqo,pi,qj->oij", unpadded, rows, columns).unsqueeze(-1)
     return y.permute(0, 3, 1, 2).to(torch.float32, memory_format=torch.contiguous_format)
@@ -166,7 +166,7 @@ def _convolve(a: QuantizedTensor, w: QuantizedTensor, grid: Grid, shifts: Tensor
     scales = _filled(shifts, (2, outputs), grid.scale * scale)
     scales[1] = grid.scale * rest
     zeros = _filled(seen, (2, outputs), zero)
-    zeros[1] = least * sum_codes(w.codes.reshape(outputs, -1), 1)
+    zeros[1] = least * sum_codes(w.codes.reshape(outputs, -1), -1)
     operators.active.affine_windows_(sums, seen.view(-1), zeros, scales, shifts.contiguous())
     return sums.view(torch.float32).view(*seen.shape, outputs).permute(0, 3, 1, 2)
 
@@ -257,8 +257,8 @@ def _filled(like: Tensor, shape: tuple[int, ...], value: Any) -> Tensor:
 def window_sums(codes: Tensor, zero: Tensor, kernel: Any, stride: Any, padding: Any, dilation: Any) -> Tensor:
     """Return the sums of k - z over what every position of a kernel sees, (N, P, Q) int32; padding counts as z."""
     N, H, W, C = codes.shape
-    pixels = sum_codes(codes.reshape(-1, C), 1) - C * zero.int()
-    seen = windows(pixels.view(N, H, W, 1), kernel, stride, padding, dilation).sum(1, dtype=torch.int32)
+    pixels = sum_codes(codes, -1) - C * zero.int()
+    seen = windows(pixels.unsqueeze(3), kernel, stride, padding, dilation).sum(1, dtype=torch.int32)
     sizes = zip((H, W), kernel, stride, padding, dilation, strict=True)
     return seen.view(N, *((n + 2 * p - d * (k - 1) - 1) // s + 1 for n, k, s, p, d in sizes))
 
@@ -293,8 +293,8 @@ def pixel_products(
     for start in range(0, len(rows), LONGEST):
         part, seen = rows[start : start + LONGEST], columns[start : start + LONGEST]
         sums[:-1] += int_mm(part.t(), seen)
-        sums[:-1] -= (zero.int() * sum_codes(part, 0)).unsqueeze(1)
-        sums[-1] += sum_codes(seen, 0) - len(part) * zero.int()
+        sums[:-1] -= (zero.int() * sum_codes(part, -2)).unsqueeze(1)
+        sums[-1] += sum_codes(seen, -2) - len(part) * zero.int()
     return sums
 
 
