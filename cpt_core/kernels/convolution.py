@@ -5,7 +5,8 @@ With x = s (k - z) + r, a convolution is, at every position and for every output
     s_a s_w sum (k_a - z_a)(k_w - z_w)  +  s_a r_w sum (k_a - z_a)  +  r_a sum w
 
 summed over what a window holds of a; padding is 0, which k_a = z_a stands for, and has no r_a. The first sum is
-sum (k_a - z_a) k_w, by a library's integer convolution, less z_w times the second, which is one number per position.
+sum k_a k_w, by an integer convolution, less z_a sum k_w, one number per channel, and less z_w times the second sum, one
+number per position.
 The gradient of the input is the convolution of the output's gradient, its pixels the stride apart, with the turned
 weights; that of the weights is a product over pixels of its own.
 
@@ -189,9 +190,8 @@ def window_products(codes: Tensor, zero: Any, weight: Tensor, geometry: Geometry
     """
     x, taps = codes.permute(0, 2, 3, 1), weight[0, 0].numel()  # channels can be divided, a channel's taps cannot
     if has_library(x.device) and operators.active is torch.ops.cpt and taps * MOST < EXACT:
-        return _by_library(
-            padded(x.view(torch.uint8) ^ 128, geometry.padding, zero + 128), weight, geometry
-        ), zero + 128
+        around = padded(x.view(torch.uint8) ^ 128, geometry.padding, zero + 128)
+        return _by_library(around, weight, geometry), zero + 128
     rows = weight.permute(0, 2, 3, 1).reshape(len(weight), -1)
     return int_mm(windows(x, weight.shape[2:], *geometry, fill=zero), rows.t()), zero
 
