@@ -107,15 +107,13 @@ def has_integer_form(a: QuantizedTensor, b: QuantizedTensor) -> bool:
     return (a.one_step or a.scale.shape[-1] == 1) and (b.one_step or b.scale.shape[-2] == 1)
 
 
-def matmul(a: QuantizedTensor, b: QuantizedTensor, bias: Tensor | None = None, shifts: Tensor | None = None) -> Tensor:
+def matmul(a: QuantizedTensor, b: QuantizedTensor, bias: Tensor | None = None) -> Tensor:
     """Return ``a @ b + bias``, float32; of matrices, or of as many pairs as the leading dimensions have.
 
     Args:
         a: (..., M, K), its ranges 0-d or (..., M, 1).
         b: (..., K, N), its ranges 0-d or (..., 1, N); the leading dimensions as those of ``a``.
         bias: (N,) or None.
-        shifts: (P, N), the sums of b that the rest of a is multiplied by, for row m those of m modulo P; where a sum
-            holds padding, which has no rest, they are not all alike. None: the sums over all of b.
 
     Raises:
         ValueError: for steps that differ along K.
@@ -124,22 +122,16 @@ def matmul(a: QuantizedTensor, b: QuantizedTensor, bias: Tensor | None = None, s
         raise ValueError(f"steps differ along the sum: {tuple(a.scale.shape)} and {tuple(b.scale.shape)}")
     K = a.codes.shape[-1]
     if K <= LONGEST:
-        return _matmul(a, b, bias, shifts)
-    y = _matmul(*_part(a, b, 0), bias, shifts)
+        return multiply(operators.active, a, b.codes, column_tables(b, bias))
+    y = matmul(*_part(a, b, 0), bias)
     for start in range(LONGEST, K, LONGEST):
-        y += _matmul(*_part(a, b, start), None, None if shifts is None else torch.zeros_like(shifts))
+        y += matmul(*_part(a, b, start))
     return y
 
 
 def _part(a: QuantizedTensor, b: QuantizedTensor, start: int) -> tuple[QuantizedTensor, QuantizedTensor]:
     end = start + LONGEST
     return a._replace(codes=a.codes[..., start:end]), b._replace(codes=b.codes[..., start:end, :])
-
-
-def _matmul(a: QuantizedTensor, b: QuantizedTensor, bias: Tensor | None, shifts: Tensor | None) -> Tensor:
-    column_codes, column_values, sums = column_tables(b, bias)
-    columns = (column_codes, column_values, sums if shifts is None else shifts)
-    return multiply(operators.active, a, b.codes, columns)
 
 
 def multiply(ops: Any, a: QuantizedTensor, codes: Tensor, columns: Sequence[Any]) -> Tensor:
@@ -206,8 +198,10 @@ def int_mm(a: Tensor, b: Tensor, out: Tensor | None = None) -> Tensor:
 
 
 def _row(x: Tensor) -> Tensor:
-    """Return a transposed column with the strides of a row, which torch 2.6 takes for a column on the CPU."""
-    return x.as_strided(x.shape, (x.shape[1], 1)) if x.stride() == (1, 1) else x
+    """Return a matrix of one row or column with the strides of rows: torch 2.6 reads others wrong on the CPU."""
+    if x.shape[1] == 1:
+        return x.as_strided(x.shape, (x.stride(0), 1))
+    return x.as_strided(x.shape, (x.shape[1], 1)) if x.shape[0] == 1 and x.stride(1) == 1 else x
 
 
 @lru_cache
