@@ -43,13 +43,13 @@ def test_the_readme_says_what_the_rows_say():
 README = (ROOT / "README.md").read_text().split("<!-- example -->")[1:]
 
 
-@pytest.mark.parametrize("example", README, ids=["three lines", "which precision and where"])
-def test_the_readme_examples_run(example):
+@pytest.mark.parametrize("example", README, ids=["three lines", "which precision and where", "deploy"])
+def test_the_readme_examples_run(example, tmp_path):
     """The examples, cut out of the README and run as they stand there; a mark begins one, of one block or more."""
     blocks = [b.split("```")[0] for b in example.split("```python")[1:]]
     code = "\n".join(b for b in blocks if "PrecisionCallback" not in b)
     assert code.count("cpt.") >= 3
-    subprocess.run([sys.executable, "-W", "error", "-c", code], check=True, cwd=ROOT)
+    subprocess.run([sys.executable, "-W", "error", "-c", code], check=True, cwd=tmp_path)
 
 
 def test_links_of_the_pages_lead_somewhere():

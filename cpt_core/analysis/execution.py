@@ -106,7 +106,7 @@ def execution_figure(runs: pd.DataFrame) -> Figure:
         for name, sides in COMPARISONS.items():
             _difference(differences, name, *(_side(runs, *side) for side in sides))
         differences.axhline(0, color="#888888", linewidth=0.8)
-        differences.set(xlabel="training step", ylabel="difference of the test loss, paired by seed")
+        differences.set(xlabel="training step", ylabel="difference of the test loss")
         legend_below(figure, differences)
         figure.suptitle(title(runs), fontsize=10)
     return figure
@@ -165,7 +165,8 @@ def seconds_figure(runs: pd.DataFrame) -> Figure:
         ax.set(xlabel="seconds of a run", ylabel=metric.label, xlim=(0, None))
         if metric.better < 0:
             ax.invert_yaxis()
-        ax.legend(fontsize=8)
+        handles, labels = ax.get_legend_handles_labels()
+        figure.legend(handles, labels, fontsize=8, loc="outside lower center", ncols=2)
         figure.suptitle(title(runs), fontsize=10)
     return figure
 
