@@ -65,7 +65,8 @@ class _Linear(torch.autograd.Function):
         w = precision.encoded("weight", weight)
         ctx.save_for_backward(*a, *w)
         ctx.shape, ctx.gradient = x.shape, GradientRounding(precision, parts)
-        return product(a, w.t(), bias).view(*x.shape[:-1], len(weight))
+        y = product(a, w.t(), bias).view(*x.shape[:-1], len(weight))
+        return y.detach()  # no view to autograd: an in-place ReLU may follow
 
     @staticmethod
     @once_differentiable
@@ -104,7 +105,7 @@ class _Conv2d(torch.autograd.Function):
         a = channels_last(a)
         ctx.save_for_backward(*a, *w)
         ctx.geometry, ctx.gradient = geometry, GradientRounding(precision)
-        return convolution.conv2d(a, w, bias, geometry)
+        return convolution.conv2d(a, w, bias, geometry).detach()  # as above
 
     @staticmethod
     @once_differentiable

@@ -283,3 +283,21 @@ def test_the_trainer_of_lightning(tmp_path):
     alone = converted()
     trained(alone)
     assert identical(module.state_dict().values(), alone.state_dict().values())
+
+
+@pytest.mark.parametrize("shared", [True, False])
+@pytest.mark.parametrize("kind", ["linear", "conv"])
+def test_the_output_may_be_changed_in_place(kind, shared):
+    def make():
+        torch.manual_seed(0)
+        return nn.Linear(6, 5) if kind == "linear" else nn.Conv2d(6, 5, 3)
+
+    found = []
+    for inplace in (True, False):
+        config = cpt.QuantConfig(execution="integer")
+        model = cpt.quantize_(nn.Sequential(make(), nn.ReLU(inplace)), config.with_shared_steps() if shared else config)
+        torch.manual_seed(1)
+        with cpt.precision(model, 8):
+            model(torch.randn(2, 6) if kind == "linear" else torch.randn(2, 6, 5, 5)).square().sum().backward()
+        found.append(model[0].weight.grad)
+    assert torch.equal(*found)
