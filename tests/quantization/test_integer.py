@@ -89,6 +89,12 @@ def test_long_sums_do_not_overflow(K):
     assert distance(matmul(a, a.t()), exact) < NEAR
 
 
+@pytest.mark.parametrize("rows", [9_000_000, 18_000_000])
+def test_sums_over_very_many_rows_do_not_overflow(rows):
+    x = QuantizedTensor(torch.full((rows, 1), -128, dtype=torch.int8), *map(torch.tensor, (-1.0, 1 / 255, 128.0)))
+    assert float(integer.sum_values(x)) == pytest.approx(-rows)
+
+
 def test_a_bias_counts_once():
     a = QuantizedTensor.of(torch.randn(2, integer.LONGEST + 50), 8, "per_tensor")
     assert torch.allclose(matmul(a, a.t(), torch.full((2,), 1e4)), matmul(a, a.t()) + 1e4, rtol=1e-5)
