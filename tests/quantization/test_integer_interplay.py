@@ -301,3 +301,26 @@ def test_the_output_may_be_changed_in_place(kind, shared):
             model(torch.randn(2, 6) if kind == "linear" else torch.randn(2, 6, 5, 5)).square().sum().backward()
         found.append(model[0].weight.grad)
     assert torch.equal(*found)
+
+
+@pytest.mark.parametrize("kind", ["linear", "conv", "lstm"])
+def test_evaluation_on_running_ranges_lets_nan_through(kind):
+    makes = {
+        "linear": (nn.Linear(6, 5), (4, 6)),
+        "conv": (nn.Conv2d(6, 5, 3), (4, 6, 5, 5)),
+        "lstm": (nn.LSTM(6, 5), (4, 2, 6)),
+    }
+    layer, shape = makes[kind]
+    model = cpt.quantize_(nn.Sequential(layer), config())
+    bad = torch.randn(shape)
+    bad[1] = torch.nan
+    for averaged in (False, True):
+        with cpt.precision(model, 8):
+            if not averaged:
+                model(torch.randn(shape))
+                model.eval()
+            else:  # ranges that are filled after the model is set to evaluate
+                layer.precision.calibrated = False
+            y = model(bad)
+            assert not model(bad.nan_to_num(0))[0].isnan().any()
+        assert (y[0] if kind == "lstm" else y)[1].isnan().all()
