@@ -288,10 +288,8 @@ def test_what_has_no_codes_is_named():
     with pytest.raises(ValueError, match="unknown execution 'int8'; choose from simulated, integer, auto"):
         cpt.QuantConfig(execution="int8")
     model, x = convert(nn.Linear(4, 3), "integer"), torch.randn(2, 4, requires_grad=True)
-    with cpt.precision(model, 8):
-        (g,) = torch.autograd.grad(model(x).square().sum(), x, create_graph=True)
-    with pytest.raises(RuntimeError, match="once_differentiable"):
-        g.sum().backward()
+    with cpt.precision(model, 8), pytest.raises(RuntimeError, match="gradients of gradients"):
+        torch.autograd.grad(model(x).square().sum(), x, create_graph=True)
 
 
 def test_bitops_are_those_of_the_simulation():

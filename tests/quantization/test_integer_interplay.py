@@ -11,6 +11,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import cpt_core as cpt
+from cpt_core.graphs.graph import Graph
 from cpt_core.quantization import precision as precisions
 from cpt_core.quantization.convert import layer_precisions
 from cpt_core.training import session
@@ -324,3 +325,22 @@ def test_evaluation_on_running_ranges_lets_nan_through(kind):
             y = model(bad)
             assert not model(bad.nan_to_num(0))[0].isnan().any()
         assert (y[0] if kind == "lstm" else y)[1].isnan().all()
+
+
+@pytest.mark.parametrize("kind", ["linear", "conv", "lstm", "graph"])
+def test_gradients_of_gradients_are_refused_and_not_left_out(kind):
+    ring = Graph.from_edges(torch.arange(4), torch.arange(4).roll(1), 4)
+    makes = {
+        "linear": (nn.Linear(6, 5), (4, 6)),
+        "conv": (nn.Conv2d(6, 5, 3), (4, 6, 5, 5)),
+        "lstm": (nn.LSTM(6, 5), (4, 2, 6)),
+        "graph": (cpt.GraphConv(6, 5), (4, 6)),
+    }
+    layer, shape = makes[kind]
+    model = cpt.quantize_(nn.Sequential(layer), config())
+    x = torch.randn(shape, requires_grad=True)
+    with cpt.precision(model, 8):
+        y = layer(ring, x) if kind == "graph" else layer(x)
+        y = y[0] if kind == "lstm" else y
+        with pytest.raises(RuntimeError, match=r"gradients of gradients.*simulated"):
+            torch.autograd.grad(y.sum(), x, create_graph=True)
