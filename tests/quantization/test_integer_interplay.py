@@ -344,3 +344,14 @@ def test_gradients_of_gradients_are_refused_and_not_left_out(kind):
         y = y[0] if kind == "lstm" else y
         with pytest.raises(RuntimeError, match=r"gradients of gradients.*simulated"):
             torch.autograd.grad(y.sum(), x, create_graph=True)
+
+
+@pytest.mark.parametrize("shape", [(1, 4, 8, 8), (1, 3, 2, 8), (1, 3, 1, 1)], ids=["channels", "height", "both"])
+def test_a_convolution_says_what_torch_says_of_a_wrong_shape(shape):
+    said = []
+    for execution in ("simulated", "integer"):
+        model = cpt.quantize_(nn.Sequential(nn.Conv2d(3, 5, 3)), config(execution))
+        with cpt.precision(model, 8), pytest.raises(RuntimeError) as caught:
+            model(torch.randn(shape))
+        said.append(str(caught.value))
+    assert said[0] == said[1]
