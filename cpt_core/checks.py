@@ -15,6 +15,15 @@ from pathlib import Path
 from typing import Any
 
 
+def arguments(inputs: Any) -> None:
+    """Raise ValueError for inputs that ``model(*inputs)`` would take apart: a tensor by itself is one of its rows."""
+    if not isinstance(inputs, (tuple, list)):
+        raise ValueError(
+            f"inputs must be a tuple of the arguments of forward, got a {type(inputs).__name__}; "
+            "of one argument x it is (x,)"
+        )
+
+
 def whole(what: str, value: Any, least: int | None = None) -> int:
     """Return ``value`` as an int; ValueError for what is no whole number of at least ``least``, booleans included."""
     wanted = "an integer" if least is None else f"a whole number of at least {least}"

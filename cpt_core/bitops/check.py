@@ -29,6 +29,7 @@ from cpt_core.bitops.copies import as_it_was, floating_in, storage_of
 from cpt_core.bitops.macs import ATTENTION, PRODUCTS
 from cpt_core.bitops.plan import count_bitops
 from cpt_core.bitops.products import name_of, products_of
+from cpt_core.checks import arguments
 from cpt_core.kernels import graph
 from cpt_core.kernels.operators import FAMILIES, LOOPS
 from cpt_core.quantization.convert import layer_precisions
@@ -129,6 +130,7 @@ def check(model: nn.Module, inputs: tuple[Any, ...]) -> Check:
     Raises:
         ValueError: when nothing in the model is quantised.
     """
+    arguments(inputs)
     layers = layer_precisions(model)
     watch = _Watch(model)
     with (

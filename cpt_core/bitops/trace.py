@@ -37,6 +37,7 @@ from cpt_core.bitops.macs import (
     upsampled,
 )
 from cpt_core.bitops.products import name_of, products_of
+from cpt_core.checks import arguments
 from cpt_core.graphs.graph import as_graph
 from cpt_core.graphs.layers import GraphConv, SAGEConv
 from cpt_core.quantization.coverage import attention_kinds, module_kind
@@ -287,6 +288,7 @@ def trace(model: nn.Module, inputs: tuple[Any, ...]) -> tuple[list[Call], dict[s
     A copy of the model runs: on ``meta``, where nothing is computed; a model that needs data to run runs, with a
     warning, on the data given.
     """
+    arguments(inputs)
     shadow = _unwatched(shadow_of(model, meta=True))
     try:
         calls, others = _run(shadow, inputs, meta=True)

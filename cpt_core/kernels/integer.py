@@ -32,6 +32,7 @@ from cpt_core.kernels.reference import MIN_SCALE
 
 MOST_BITS = 8  # codes are int8
 LONGEST = 1 << 15  # of a sum: 255 * 255 * 2**15 < 2**31
+MOST_ROWS = 1 << 23  # of a sum of codes: 128 * 2**23 < 2**31
 CUDA_MULTIPLE, CUDA_LEAST = 8, 32  # sizes that ``torch._int_mm`` takes on CUDA
 
 
@@ -170,7 +171,8 @@ def sum_values(x: QuantizedTensor) -> Tensor:
     """Return the sums of a matrix over its rows, (N,) float32; its ranges 0-d."""
     zero, rest, scale = x.zero, x.rest, x.scale
     rows = len(x.codes)
-    return scale * (sum_codes(x.codes, -2) - rows * zero.int()) + rows * rest
+    found = sum(sum_codes(part, -2).long() for part in x.codes.split(MOST_ROWS))
+    return scale * (found - rows * zero.long()) + rows * rest
 
 
 def sum_codes(codes: Tensor, dim: int) -> Tensor:

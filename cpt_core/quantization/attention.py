@@ -27,11 +27,10 @@ from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from cpt_core.kernels.integer import QuantizedTensor
-from cpt_core.quantization.integer import GradientRounding, product
+from cpt_core.quantization.integer import GradientRounding, first_order, product
 from cpt_core.quantization.layers import PASSES, QuantizedLayer
 from cpt_core.quantization.precision import LayerPrecision
 
@@ -128,7 +127,7 @@ class _Product(torch.autograd.Function):
         return product(a_, b_)
 
     @staticmethod
-    @once_differentiable
+    @first_order
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         saved = ctx.saved_tensors  # once: activation checkpointing allows no more
         a, b = QuantizedTensor(*saved[:4]), QuantizedTensor(*saved[4:])

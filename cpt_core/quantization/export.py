@@ -24,6 +24,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
+from cpt_core.checks import arguments
 from cpt_core.kernels import lstm, operators
 from cpt_core.kernels.integer import MOST_BITS, QuantizedTensor
 from cpt_core.quantization.convert import layer_precisions
@@ -93,6 +94,7 @@ def export(
             filled; for other bits; for graph convolutions, whose graphs a program does not take; for a layer whose
             parent uses its weights itself, or whose parameters something has replaced, as a parametrisation does.
     """
+    arguments(inputs)
     _check(model, bits)
     with precision(model, bits, q_grad="float"):
         for name, layer in layer_precisions(model).items():

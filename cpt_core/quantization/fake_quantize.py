@@ -7,7 +7,8 @@
 
 The rounding itself is an operator with several executions, ``cpt_core.kernels``. Scales are float32, results keep the
 input's dtype; NaN and infinity propagate, so that loss scalers see them. Gradients pass a rounding unchanged, also
-those of clipped values; gradients of gradients (``create_graph=True``) do likewise, only the LSTM refuses them.
+those of clipped values; gradients of gradients (``create_graph=True``) do likewise; only the LSTM and products on codes
+refuse them.
 """
 
 from __future__ import annotations

@@ -14,13 +14,12 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from cpt_core.graphs.graph import Graph
 from cpt_core.graphs.layers import Keep, Tail
 from cpt_core.kernels.graph import round_scale_encode, sum_neighbours
 from cpt_core.kernels.integer import QuantizedTensor
-from cpt_core.quantization.integer import GradientRounding, Operand, product, sums, values
+from cpt_core.quantization.integer import GradientRounding, Operand, first_order, product, sums, values
 
 if TYPE_CHECKING:
     from cpt_core.quantization.graph_layers import GraphPrecision
@@ -63,7 +62,7 @@ class _Product(torch.autograd.Function):
         return after.forward(product(a, w.t() if linear else w), bias)
 
     @staticmethod
-    @once_differentiable
+    @first_order
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         saved = ctx.saved_tensors
         a, w = QuantizedTensor(*saved[:4]), QuantizedTensor(*saved[4:])
@@ -101,7 +100,7 @@ class _Sum(torch.autograd.Function):
         return after.forward(h.div_(_divisors(graph)) if mean else h, bias)
 
     @staticmethod
-    @once_differentiable
+    @first_order
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         of_x = ctx.needs_input_grad[0]
         g, of_bias = ctx.after.backward(gradient, of_x)

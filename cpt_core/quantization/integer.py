@@ -10,12 +10,12 @@ Shapes: N batch, C and O channels in and out, H and W height and width (of the o
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import wraps
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 from torch.nn.grad import conv2d_input, conv2d_weight
 
 from cpt_core.kernels import convolution
@@ -25,6 +25,20 @@ from cpt_core.quantization.fake_quantize import round_gradient
 from cpt_core.quantization.precision import LayerPrecision
 
 Operand = Tensor | QuantizedTensor
+
+
+def first_order(backward: Callable[..., Any]) -> Callable[..., Any]:
+    """Let a backward pass refuse to be differentiated: a second one would leave out all that it saved as codes."""
+
+    @wraps(backward)
+    def checked(ctx: Any, *gradients: Any) -> Any:
+        if torch.is_grad_enabled():
+            raise RuntimeError(
+                "products on codes have no gradients of gradients (create_graph=True); take execution 'simulated'"
+            )
+        return backward(ctx, *gradients)
+
+    return checked
 
 
 @torch.compiler.disable
@@ -65,10 +79,11 @@ class _Linear(torch.autograd.Function):
         w = precision.encoded("weight", weight)
         ctx.save_for_backward(*a, *w)
         ctx.shape, ctx.gradient = x.shape, GradientRounding(precision, parts)
-        return product(a, w.t(), bias).view(*x.shape[:-1], len(weight))
+        y = product(a, w.t(), bias).view(*x.shape[:-1], len(weight))
+        return y.detach()  # no view to autograd: an in-place ReLU may follow
 
     @staticmethod
-    @once_differentiable
+    @first_order
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         saved = ctx.saved_tensors  # once: activation checkpointing allows no more
         a, w = QuantizedTensor(*saved[:4]), QuantizedTensor(*saved[4:])
@@ -104,10 +119,10 @@ class _Conv2d(torch.autograd.Function):
         a = channels_last(a)
         ctx.save_for_backward(*a, *w)
         ctx.geometry, ctx.gradient = geometry, GradientRounding(precision)
-        return convolution.conv2d(a, w, bias, geometry)
+        return convolution.conv2d(a, w, bias, geometry).detach()  # as above
 
     @staticmethod
-    @once_differentiable
+    @first_order
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         saved = ctx.saved_tensors  # once: activation checkpointing allows no more
         a, w = QuantizedTensor(*saved[:4]), QuantizedTensor(*saved[4:])

@@ -13,12 +13,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from cpt_core.kernels import operators
 from cpt_core.kernels.integer import QuantizedTensor, column_tables
 from cpt_core.kernels.lstm import gradients
-from cpt_core.quantization.integer import GradientRounding
+from cpt_core.quantization.integer import GradientRounding, first_order
 from cpt_core.quantization.precision import LayerPrecision
 
 Steps = tuple[int, tuple[int, ...], bool]  # how many; the sequences of each, if they differ; from the last to the first
@@ -81,7 +80,7 @@ class _Recurrence(torch.autograd.Function):
         return *found, ranges
 
     @staticmethod
-    @once_differentiable
+    @first_order
     def backward(ctx: Any, *given: Tensor | None) -> tuple[Tensor | None, ...]:
         saved = ctx.saved_tensors  # once: activation checkpointing allows no more
         u, (low, scale, half, codes, *kept) = QuantizedTensor(*saved[:4]), saved[4:]

@@ -146,10 +146,17 @@ class QuantConv2d(_QuantConv, nn.Conv2d):
     FLOAT = nn.Conv2d
 
     def _convolve(self, x: Tensor) -> Tensor:
-        if x.dim() == 4 and self.precision.on_codes(x) and not self.not_on_codes():
+        if self.precision.on_codes(x) and self._takes(x) and not self.not_on_codes():
             geometry = Geometry(self.stride, self.padding, self.dilation)  # type: ignore[arg-type]
             return conv2d_on_codes(self.precision, x, self.weight, self.bias, geometry)
         return super()._convolve(x)
+
+    def _takes(self, x: Tensor) -> bool:
+        """Whether ``x`` is a batch that the layer can convolve; of another torch says what is wrong."""
+        if x.dim() != 4 or x.shape[1] != self.in_channels or isinstance(self.padding, str):
+            return False
+        sizes = zip(x.shape[2:], self.padding, self.dilation, self.kernel_size, strict=True)
+        return all(n + 2 * p > d * (k - 1) for n, p, d, k in sizes)
 
     def not_on_codes(self) -> str:
         """Return why no product of this layer has an integer form, or ""."""

@@ -215,7 +215,8 @@ class QuantLSTM(QuantizedLayer, nn.LSTM):
             return p.encoded(role, x)
         p.follow(x)
         x = x.detach()
-        return QuantizedTensor.on(x, *self._ranges(cell, x, steps), p.levels, clip=p.clips(role))
+        low, width = self._ranges(cell, x, steps)
+        return QuantizedTensor.on(x, p.marked(role, x, low), width, p.levels, clip=p.clips(role))
 
     def _ranges(self, cell: str, x: Tensor, steps: Steps) -> Range:
         """Return the ranges of x (N, I), every step its own, as those of its rows."""

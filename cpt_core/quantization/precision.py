@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from cpt_core.checks import choose
 from cpt_core.kernels.execution import execution
 from cpt_core.kernels.integer import MOST_BITS, QuantizedTensor, multiplies_codes
-from cpt_core.kernels.operators import fake_quantize, round_to_grid, track_
+from cpt_core.kernels.operators import fake_quantize, range_of, round_to_grid, track_
 from cpt_core.kernels.reference import RUNNING_DECAY, Range
 from cpt_core.quantization.fake_quantize import levels_of, quantize_gradient
 from cpt_core.quantization.quantizers import IDENTITY_BITS, Quantizer, check_bits, check_floating
@@ -199,7 +199,15 @@ class LayerPrecision(nn.Module):
                 self.track(role, low, width)
         else:
             low, width = self._evaluated(role, x)
+            low = self.marked(role, x, low)
         return QuantizedTensor.on(x, low, width, self.levels, clip=self.clips(role))
+
+    def marked(self, role: str, x: Tensor, low: Tensor) -> Tensor:
+        """Return the minimum of a stored range, NaN if ``x`` holds any: there is no code for it."""
+        if self.training or not self.quantizers[role].running:
+            return low
+        own = range_of(x, "per_tensor")[0]
+        return torch.where(own.isnan(), own, low)
 
     def encoded_gradient(self, role: str, gradient: Tensor) -> QuantizedTensor:
         """Return the codes of a gradient on its own range, as ``gradient`` rounds it in the backward pass."""

@@ -11,6 +11,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import cpt_core as cpt
+from cpt_core.graphs.graph import Graph
 from cpt_core.quantization import precision as precisions
 from cpt_core.quantization.convert import layer_precisions
 from cpt_core.training import session
@@ -283,3 +284,74 @@ def test_the_trainer_of_lightning(tmp_path):
     alone = converted()
     trained(alone)
     assert identical(module.state_dict().values(), alone.state_dict().values())
+
+
+@pytest.mark.parametrize("shared", [True, False])
+@pytest.mark.parametrize("kind", ["linear", "conv"])
+def test_the_output_may_be_changed_in_place(kind, shared):
+    def make():
+        torch.manual_seed(0)
+        return nn.Linear(6, 5) if kind == "linear" else nn.Conv2d(6, 5, 3)
+
+    found = []
+    for inplace in (True, False):
+        config = cpt.QuantConfig(execution="integer")
+        model = cpt.quantize_(nn.Sequential(make(), nn.ReLU(inplace)), config.with_shared_steps() if shared else config)
+        torch.manual_seed(1)
+        with cpt.precision(model, 8):
+            model(torch.randn(2, 6) if kind == "linear" else torch.randn(2, 6, 5, 5)).square().sum().backward()
+        found.append(model[0].weight.grad)
+    assert torch.equal(*found)
+
+
+@pytest.mark.parametrize("kind", ["linear", "conv", "lstm"])
+def test_evaluation_on_running_ranges_lets_nan_through(kind):
+    makes = {
+        "linear": (nn.Linear(6, 5), (4, 6)),
+        "conv": (nn.Conv2d(6, 5, 3), (4, 6, 5, 5)),
+        "lstm": (nn.LSTM(6, 5), (4, 2, 6)),
+    }
+    layer, shape = makes[kind]
+    model = cpt.quantize_(nn.Sequential(layer), config())
+    bad = torch.randn(shape)
+    bad[1] = torch.nan
+    for averaged in (False, True):
+        with cpt.precision(model, 8):
+            if not averaged:
+                model(torch.randn(shape))
+                model.eval()
+            else:  # ranges that are filled after the model is set to evaluate
+                layer.precision.calibrated = False
+            y = model(bad)
+            assert not model(bad.nan_to_num(0))[0].isnan().any()
+        assert (y[0] if kind == "lstm" else y)[1].isnan().all()
+
+
+@pytest.mark.parametrize("kind", ["linear", "conv", "lstm", "graph"])
+def test_gradients_of_gradients_are_refused_and_not_left_out(kind):
+    ring = Graph.from_edges(torch.arange(4), torch.arange(4).roll(1), 4)
+    makes = {
+        "linear": (nn.Linear(6, 5), (4, 6)),
+        "conv": (nn.Conv2d(6, 5, 3), (4, 6, 5, 5)),
+        "lstm": (nn.LSTM(6, 5), (4, 2, 6)),
+        "graph": (cpt.GraphConv(6, 5), (4, 6)),
+    }
+    layer, shape = makes[kind]
+    model = cpt.quantize_(nn.Sequential(layer), config())
+    x = torch.randn(shape, requires_grad=True)
+    with cpt.precision(model, 8):
+        y = layer(ring, x) if kind == "graph" else layer(x)
+        y = y[0] if kind == "lstm" else y
+        with pytest.raises(RuntimeError, match=r"gradients of gradients.*simulated"):
+            torch.autograd.grad(y.sum(), x, create_graph=True)
+
+
+@pytest.mark.parametrize("shape", [(1, 4, 8, 8), (1, 3, 2, 8), (1, 3, 1, 1)], ids=["channels", "height", "both"])
+def test_a_convolution_says_what_torch_says_of_a_wrong_shape(shape):
+    said = []
+    for execution in ("simulated", "integer"):
+        model = cpt.quantize_(nn.Sequential(nn.Conv2d(3, 5, 3)), config(execution))
+        with cpt.precision(model, 8), pytest.raises(RuntimeError) as caught:
+            model(torch.randn(shape))
+        said.append(str(caught.value))
+    assert said[0] == said[1]
