@@ -119,7 +119,9 @@ class _Conv2d(torch.autograd.Function):
         a = channels_last(a)
         ctx.save_for_backward(*a, *w)
         ctx.geometry, ctx.gradient = geometry, GradientRounding(precision)
-        return convolution.conv2d(a, w, bias, geometry).detach()  # as above
+        y = convolution.conv2d(a, w, bias, geometry).detach()  # as above
+        # as a convolution of torch: what follows may rely on the layout, as view does
+        return y if any(map(_is_channels_last, (x, weight))) else y.contiguous()
 
     @staticmethod
     @first_order
@@ -154,6 +156,10 @@ def _conv2d_weight(g: Operand, a: QuantizedTensor, shape: torch.Size, geometry: 
 def channels_last(x: QuantizedTensor) -> QuantizedTensor:
     """Return (N, C, H, W) with the codes of a pixel's channels beside each other in memory."""
     return x._replace(codes=x.codes.permute(0, 2, 3, 1).contiguous().permute(0, 3, 1, 2))
+
+
+def _is_channels_last(x: Tensor) -> bool:
+    return x.is_contiguous(memory_format=torch.channels_last) and not x.is_contiguous()
 
 
 def _pixels(x: QuantizedTensor) -> QuantizedTensor:

@@ -355,3 +355,14 @@ def test_a_convolution_says_what_torch_says_of_a_wrong_shape(shape):
             model(torch.randn(shape))
         said.append(str(caught.value))
     assert said[0] == said[1]
+
+
+@pytest.mark.parametrize("of_input", [torch.contiguous_format, torch.channels_last])
+@pytest.mark.parametrize("of_weight", [torch.contiguous_format, torch.channels_last])
+def test_the_result_of_a_convolution_lies_in_memory_as_the_simulated_one_does(of_input, of_weight):
+    layer = nn.Conv2d(6, 5, 3).to(memory_format=of_weight)
+    x = torch.randn(2, 6, 5, 5).contiguous(memory_format=of_input)
+    codes = cpt.quantize_(nn.Sequential(copy.deepcopy(layer)), config())
+    simulated = cpt.quantize_(nn.Sequential(layer))
+    with cpt.precision(codes, 8), cpt.precision(simulated, 8):
+        assert codes(x).stride() == simulated(x).stride()
