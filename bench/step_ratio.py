@@ -127,6 +127,11 @@ AUTOCAST, TORCHAO = "bf16 autocast", ("torchao int8", "torchao QAT")
 BOTH = {"FP-Agg": QuantConfig(), "Q-Agg": QuantConfig(aggregation="quantized")}
 CASES = {
     "ResNet-20, batch 128": Case(lambda: MODELS["resnet20"](3, 32, 10), random(128, 3, 32, 32), 7),
+    "ResNet-20, batch 128, channels last": Case(
+        lambda: MODELS["resnet20"](3, 32, 10).to(memory_format=torch.channels_last),
+        lambda: (torch.randn(128, 3, 32, 32).contiguous(memory_format=torch.channels_last),),
+        7,
+    ),
     "ResNet-18, batch 8, 112 pixels": Case(lambda: MODELS["resnet18"](3, 112, 1000), random(8, 3, 112, 112), 9),
     "ResNet-74, batch 32": Case(lambda: MODELS["resnet74"](3, 32, 10), random(32, 3, 32, 32), 7),
     "MobileNet-V2 block, 64x32x16x16": Case(
