@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import statistics
 from collections import Counter, defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -111,6 +111,8 @@ def _asked(schedule: Schedule | None, bits: Sequence[int] | None, q_grad: int | 
         if not isinstance(schedule, Schedule) or isinstance(schedule, LayeredSchedule):
             raise ValueError(f"give one schedule for all layers, or bits=; got {type(schedule).__name__}")
         bits = [*schedule.bits().tolist(), schedule.q_max]
+    if bits is not None and not isinstance(bits, Iterable):
+        raise ValueError(f"bits must be the widths to measure, such as (3, 8), got {bits!r}")
     widths = sorted({check_bits("bits", q) for q in bits or ()})
     if not widths:
         raise ValueError("bits must name at least one bit width, got none")

@@ -269,6 +269,7 @@ def test_the_table_has_all_bits_layers_and_the_rest(clock):
         ({}, "give a schedule, or the bits to measure"),
         ({"bits": (3,), "schedule": make()}, "give a schedule, or the bits to measure"),
         ({"bits": ()}, "bits must name at least one bit width"),
+        ({"bits": 8}, r"bits must be the widths to measure, such as \(3, 8\), got 8"),
         ({"bits": (0, 8)}, "bits must"),
         ({"bits": (3.5,)}, "bits must"),
         ({"bits": (3,), "q_grad": 99}, "q_grad must"),
