@@ -88,8 +88,9 @@ def test_the_report_is_one_page_that_needs_nothing_else(page):
     images = re.findall(r"src='data:image/png;base64,([^']*)'", page)
     asked = sum(name in page for name in ("Preregistered questions</h2>", "Bits where they matter</h2>"))
     # figure 2; quality and cost: four on images, two on detection, six on graphs (figure 5 for three), three on
-    # language; two on critical periods, three at equal cost, one of predictors; preregistered questions as answered
-    assert len(images) == asked + 25
+    # language; two on critical periods, three at equal cost, one of predictors; four models on codes, two each;
+    # preregistered questions as answered
+    assert len(images) == asked + 33
     assert len(images) == len(re.findall(r"<img alt='[^']{15,}'", page))
     assert all(base64.b64decode(i).startswith(b"\x89PNG") for i in images)
     digits = runs.committed("image_digits")

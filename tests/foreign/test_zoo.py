@@ -15,6 +15,7 @@ from torch.nn import functional as F
 
 from cpt_core.bitops import check as checking
 from cpt_core.bitops.check import check
+from cpt_core.bitops.copies import floating_in
 from cpt_core.quantization.convert import quantize_
 from cpt_core.quantization.coverage import QuantizationWarning
 from cpt_core.quantization.scheduler import precision
@@ -158,7 +159,7 @@ def test_what_is_listed_as_quantised_runs_quantised(name, monkeypatch):
         quantize_(model)
         with precision(model, 2, 2):
             y = model(*x)
-            sum(t.sum() for t in checking._floating(y)).backward()
+            sum(t.sum() for t in floating_in(y)).backward()
     said = " ".join(str(w.message) for w in seen if w.category is QuantizationWarning)
     assert SAID[name] in said if name in SAID else "of the weights stay in float32" not in said
 

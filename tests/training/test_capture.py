@@ -11,6 +11,7 @@ from helpers import smoke_spec
 from tape import TapeRecorder
 
 from cpt_core.graphs import graph
+from cpt_core.kernels import convolution
 from cpt_core.quantization import reuse
 from cpt_core.schedules.schedule import TableSchedule
 from cpt_core.tasks import TASKS
@@ -45,6 +46,9 @@ def recorders(monkeypatch):
 
     monkeypatch.setattr(session, "why_not", lambda device, fixed_shape: "" if fixed_shape else "shapes differ")
     monkeypatch.setattr(session, "recorder_of", recorder_of)
+    on_device = classmethod(lambda cls, x: cls(*(v.reshape(()) for v in (x.zero, x.rest, x.scale))))
+    monkeypatch.setattr(convolution.Grid, "of", on_device)  # as on a GPU: on a CPU the host reads these numbers
+    monkeypatch.setattr(convolution, "has_library", lambda device: False)  # nor are there weights that a library packs
     monkeypatch.setattr(graph, "dgl_module", lambda: None)  # its operations are not torch's: a tape would miss them
     return made
 
