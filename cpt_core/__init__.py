@@ -19,6 +19,9 @@ if TYPE_CHECKING:  # for editors and type checkers
     from cpt_core.bitops.measure import measure_cost as measure_cost
     from cpt_core.bitops.plan import BitOpsPlan as BitOpsPlan
     from cpt_core.bitops.plan import count_bitops as count_bitops
+    from cpt_core.formats.format import FORMATS as FORMATS
+    from cpt_core.formats.format import Format as Format
+    from cpt_core.formats.ladder import FormatLadder as FormatLadder
     from cpt_core.graphs.graph import Graph as Graph
     from cpt_core.graphs.layers import GraphConv as GraphConv
     from cpt_core.graphs.layers import SAGEConv as SAGEConv
@@ -64,6 +67,8 @@ _MODULES = {
     "schedules.layered": "LayeredSchedule",
     "schedules.sensitivity": "Sensitivity",
     "schedules.allocation": "allocate",
+    "formats.format": "FORMATS Format",
+    "formats.ladder": "FormatLadder",
     "graphs.graph": "Graph",
     "graphs.layers": "GraphConv SAGEConv",
     "kernels.execution": "execution Execution",

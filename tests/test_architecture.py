@@ -18,8 +18,9 @@ ROOMS = {
     "machine": (),
     "provenance": ("paths",),
     "schedules": ("checks",),
+    "formats": ("schedules",),
     "graphs": ("checks", "paths"),
-    "kernels": ("checks", "paths"),
+    "kernels": ("checks", "paths", "formats"),
     "quantization": ("schedules", "graphs", "kernels"),
     "bitops": ("quantization",),
     "integrations": ("bitops",),
@@ -35,6 +36,7 @@ ROOMS = {
 }
 WITHOUT_TORCH = (
     "schedules",
+    "formats",
     "experiments",
     "analysis",
     "sweeps.stores",
@@ -91,7 +93,7 @@ def test_rooms_stand_in_no_circle():
 
 
 def test_the_core_knows_no_experiments():
-    for core in ("schedules", "quantization", "bitops"):
+    for core in ("schedules", "formats", "quantization", "bitops"):
         assert not below(core) & {"experiments", "data", "models", "tasks", "training", "sweeps", "analysis"}
 
 

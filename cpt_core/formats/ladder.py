@@ -1,0 +1,125 @@
+"""Ladders of formats: what a schedule climbs, a format for each of its levels.  Beyond the paper.
+
+A schedule says which level is in force at a step; the ladder says what that level is. On the ladder of the paper,
+``AFFINE``, level q is the affine grid of q bits, and levels of 24 and more are float32. Whatever works on schedules,
+such as solver, deficits, delays, allocation and range test, works on any ladder.
+
+>>> ladder = FormatLadder({3: "mxfp4", 4: "nvfp4", 6: "e3m2", 8: "e4m3"})
+>>> ladder.levels, str(ladder[6]), ladder.bits(3)
+((3, 4, 6, 8), 'e3m2', 4)
+>>> str(ladder.filled()[5])
+'nvfp4'
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from cpt_core.checks import whole
+from cpt_core.formats.format import FORMATS, MOST_AFFINE, Format
+
+MOST_LEVEL = 32
+
+
+class FormatLadder:
+    """A format for every level; a value: equal ladders are equal, and hash alike.
+
+    Args:
+        formats: level, 1 to 32 -> format or its name. Levels need not follow each other, but a schedule that stands on
+            one that is missing is refused: see ``filled``.
+
+    Raises:
+        ValueError: for no levels, levels that are no whole numbers from 1 to 32, and what is no format.
+    """
+
+    def __init__(self, formats: Mapping[int, Format | str]) -> None:
+        """Read the formats."""
+        if not isinstance(formats, Mapping) or not formats:
+            raise ValueError(f"a ladder is a mapping, level -> format, of at least one level; got {formats!r}")
+        found = {}
+        for level, value in formats.items():
+            found[_level(level)] = Format.of(value)
+        self._formats = dict(sorted(found.items()))
+
+    @classmethod
+    def affine(cls) -> FormatLadder:
+        """Return the paper's: level q is the affine grid of q bits, from 24 on float32."""
+        return AFFINE
+
+    @property
+    def levels(self) -> tuple[int, ...]:
+        """The levels, from the lowest up."""
+        return tuple(self._formats)
+
+    def __getitem__(self, level: int) -> Format:
+        """Return the format of a level; ValueError names those there are."""
+        level = _level(level)
+        if level not in self._formats:
+            raise ValueError(
+                f"the ladder has a hole at level {level}: its levels are {', '.join(map(str, self._formats))}; "
+                "ladder.filled() holds each format until the next"
+            )
+        return self._formats[level]
+
+    def bits(self, level: int) -> int:
+        """Return the bits of an element at a level, which BitOps count."""
+        return self[level].bits
+
+    def check(self, levels: Iterable[int]) -> None:
+        """Raise ValueError unless all levels of a schedule are here."""
+        for level in dict.fromkeys(levels):
+            self[int(level)]
+
+    def filled(self) -> FormatLadder:
+        """Return the ladder without holes: between two levels the format of the lower one."""
+        found: dict[int, Format] = {}
+        for level in range(self.levels[0], self.levels[-1] + 1):
+            found[level] = self._formats.get(level) or found[level - 1]
+        return FormatLadder(found)
+
+    def to_dict(self) -> dict[str, str]:
+        """Return a JSON-able description; ``from_dict`` gives an equal ladder."""
+        return {str(level): str(value) for level, value in self._formats.items()}
+
+    @classmethod
+    def from_dict(cls, description: Mapping[Any, str]) -> FormatLadder:
+        """Rebuild a ladder from ``to_dict()``."""
+        return cls({int(level): value for level, value in description.items()})
+
+    def __eq__(self, other: object) -> bool:
+        """Whether both have the same formats at the same levels."""
+        return isinstance(other, FormatLadder) and self._formats == other._formats
+
+    def __hash__(self) -> int:
+        """Return a hash of levels and formats."""
+        return hash(tuple(self._formats.items()))
+
+    def __repr__(self) -> str:
+        """Return what makes it."""
+        if self == AFFINE:
+            return "FormatLadder.affine()"
+        return f"FormatLadder({ {level: str(value) for level, value in self._formats.items()} })"
+
+
+def _level(level: Any) -> int:
+    if not 1 <= (number := whole("level", level)) <= MOST_LEVEL:
+        raise ValueError(f"levels are whole numbers from 1 to {MOST_LEVEL}, got {level!r}")
+    return number
+
+
+def ladder_of(value: FormatLadder | Mapping[int, Format | str] | None) -> FormatLadder:
+    """Return a ladder given as one, as a mapping, or None for the paper's."""
+    if value is None:
+        return AFFINE
+    return value if isinstance(value, FormatLadder) else FormatLadder(value)
+
+
+AFFINE = FormatLadder(
+    {q: Format.affine(q) if q <= MOST_AFFINE else FORMATS["float32"] for q in range(1, MOST_LEVEL + 1)}
+)
+LADDERS: Mapping[str, FormatLadder] = {
+    "affine": AFFINE,
+    "minifloat": FormatLadder({4: "e2m1", 5: "e2m2", 6: "e3m2", 7: "e3m3", 8: "e4m3"}),
+    "mx": FormatLadder({1: "mxfp4", 2: "mxfp6_e2m3", 3: "mxfp8_e4m3", 4: "bf16"}),
+}
