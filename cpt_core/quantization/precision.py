@@ -1,4 +1,4 @@
-"""The precision of one quantised layer: bits, running ranges, rounding noise.  All that conversion adds to a module."""
+"""The precision of one quantised layer: bits in force and what they do to operands and gradients."""
 
 from __future__ import annotations
 
@@ -7,18 +7,16 @@ from collections.abc import Callable, Mapping
 from typing import Any, Self
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from cpt_core.checks import choose
 from cpt_core.kernels.execution import execution
 from cpt_core.kernels.integer import MOST_BITS, QuantizedTensor, multiplies_codes
-from cpt_core.kernels.operators import fake_quantize, range_of, round_to_grid, track_
-from cpt_core.kernels.reference import RUNNING_DECAY, Range
+from cpt_core.kernels.operators import fake_quantize, round_to_grid
 from cpt_core.quantization.fake_quantize import levels_of, quantize_gradient
 from cpt_core.quantization.quantizers import IDENTITY_BITS, Quantizer, check_bits, check_floating
 from cpt_core.quantization.reuse import Reuse
+from cpt_core.quantization.running import RunningState
 
-RUNNING_STARTS = ("corrected", "zero")
 EXECUTIONS = ("simulated", "integer", "auto")
 HALF = (torch.float16, torch.bfloat16)  # 11 and 8 significant bits: a grid of 8 bits does not survive them
 Bits = tuple[int | None, int | None]  # forward and gradient bits; None is float32
@@ -41,7 +39,7 @@ def _multiplies_codes(execution: str, device: torch.device) -> bool:
 _warned: set[torch.device] = set()
 
 
-class LayerPrecision(nn.Module):
+class LayerPrecision(RunningState):
     """Bits, running ranges and rounding noise of one quantised layer: all that conversion adds to a module.
 
     Attributes:
@@ -67,17 +65,10 @@ class LayerPrecision(nn.Module):
     Differs: running ranges are bias-corrected by default.
     """
 
-    noise_key: Tensor
-
     def __init__(self, quantizers: Mapping[str, Quantizer], key: int = 0, running_start: str = "corrected") -> None:
         """Start without a precision: using the layer before one is set is an error."""
-        super().__init__()
-        choose("running_start", running_start, RUNNING_STARTS)
-        self.quantizers = dict(quantizers)
-        self.corrected = running_start == "corrected"
-        self.key = key
+        super().__init__(quantizers, key, running_start)
         self.q_max: int | None = None  # of the schedule that drives the layer, for precision(model, "q_max")
-        self.calibrated = not self.corrected  # whether the running ranges are known to be filled
         self.levels, self.grad_levels = (torch.zeros((), dtype=torch.float32, device="cpu") for _ in range(2))
         self._in_force: Bits | None = None
         # what follows from it; compiled code reads these and would be specialised to the bits themselves
@@ -87,10 +78,6 @@ class LayerPrecision(nn.Module):
         self.execution = "simulated"
         self.called: bool | None = None
         self.reuse = Reuse()
-        self.register_buffer("noise_key", self._start("noise_key"), persistent=False)
-        for role, quantizer in self.quantizers.items():
-            if quantizer.running:  # running minimum, running width, and the weight both have gathered
-                self.register_buffer(f"running_{role}", self._start(f"running_{role}"), persistent=False)
 
     @property
     def in_force(self) -> Bits | None:
@@ -179,7 +166,7 @@ class LayerPrecision(nn.Module):
         self.follow(x)
         quantizer = self.quantizers[role]
         if quantizer.running and not self.training:
-            return round_to_grid(x, *self._evaluated(role, x), self.levels, clip=True)
+            return round_to_grid(x, *self.evaluated(role, x), self.levels, clip=True)
         if role == "weight" and not quantizer.running and not torch.compiler.is_compiling():  # guarded on the bits
             return self.reuse(x, self.bits, lambda: fake_quantize(x, self.levels, quantizer.granularity)[0])
         y, low, width = fake_quantize(x, self.levels, quantizer.granularity)
@@ -198,16 +185,9 @@ class LayerPrecision(nn.Module):
             if quantizer.running:
                 self.track(role, low, width)
         else:
-            low, width = self._evaluated(role, x)
+            low, width = self.evaluated(role, x)
             low = self.marked(role, x, low)
         return QuantizedTensor.on(x, low, width, self.levels, clip=self.clips(role))
-
-    def marked(self, role: str, x: Tensor, low: Tensor) -> Tensor:
-        """Return the minimum of a stored range, NaN if ``x`` holds any: there is no code for it."""
-        if self.training or not self.quantizers[role].running:
-            return low
-        own = range_of(x, "per_tensor")[0]
-        return torch.where(own.isnan(), own, low)
 
     def encoded_gradient(self, role: str, gradient: Tensor) -> QuantizedTensor:
         """Return the codes of a gradient on its own range, as ``gradient`` rounds it in the backward pass."""
@@ -219,71 +199,10 @@ class LayerPrecision(nn.Module):
             key.add_(1)
         return rounded
 
-    def _evaluated(self, role: str, x: Tensor) -> Range:
-        return self.running_range(role) or self.or_running(role, *self.quantizers[role].range_of(x.detach()))
-
-    def running_range(self, role: str) -> Range | None:
-        """Return the stored range of a role where it is used: in evaluation, once training has filled it."""
-        if not self.quantizers[role].running or self.training or not self.calibrated:
-            return None
-        return self._stored(role)[:2]
-
-    def or_running(self, role: str, minimum: Tensor, width: Tensor) -> Range:
-        """Return the range at hand, or in evaluation the stored one where it has been filled since ``train(False)``.
-
-        An average of models (``AveragedModel``) gets its running ranges like that. Decided on the device.
-        """
-        if self.training or not self.quantizers[role].running:
-            return minimum, width
-        low, wide, weight = self._stored(role)
-        return torch.where(weight > 0, low, minimum), torch.where(weight > 0, wide, width)
-
-    def stored_range(self, role: str) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-        """Return minimum, width and weight for an operator that decides as ``running_range`` and ``or_running`` do.
-
-        All None: every tensor has a range of its own. Weight None: the stored range counts; else where it is above 0.
-        """
-        if self.training or not self.quantizers[role].running:
-            return None, None, None
-        low, wide, weight = self._stored(role)
-        return low, wide, None if self.calibrated else weight
-
-    def clips(self, role: str) -> bool:
-        """Whether values can lie outside the range of their role."""
-        quantizer = self.quantizers[role]
-        return quantizer.clips or (quantizer.running and not self.training)
-
-    def _stored(self, role: str) -> tuple[Tensor, Tensor, Tensor]:
-        minimum, width, weight = self.get_buffer(f"running_{role}").unbind()
-        return (minimum / weight, width / weight, weight) if self.corrected else (minimum, width, weight)
-
-    def track(self, role: str, minimum: Tensor, width: Tensor) -> None:
-        """Let a running range follow the range of one call (0-d), or those of several calls one after the other (T,).
-
-        running = 0.9 running + 0.1 current, see ``kernels.reference.track``; a call that is not finite leaves it alone,
-        and so does a forward pass inside a backward pass: activation checkpointing runs it a second time. (Not seen
-        where a module is compiled by itself and then checkpointed; a compiled model may checkpoint its parts.)
-        """
-        if not torch.compiler.is_compiling() and torch._C._current_graph_task_id() != -1:
-            return
-        running = self.get_buffer(f"running_{role}")
-        if minimum.dim() == 0:
-            track_(running, minimum, width)
-            return
-        now = torch.stack([minimum, width, torch.ones_like(width)])
-        counts = now.isfinite().all(0)
-        later = counts.flip(0).cumsum(0).flip(0) - counts.int()  # calls that count and come after this one
-        shares = torch.where(counts, (1 - RUNNING_DECAY) * RUNNING_DECAY**later, 0.0)
-        running.mul_(RUNNING_DECAY ** counts.sum()).add_((torch.where(counts, now, 0.0) * shares).sum(1))
-
     def train(self, mode: bool = True) -> Self:
-        """Set the mode; on the way to evaluation see whether the running ranges have been filled."""
-        super().train(mode)
+        """Set the mode, see ``RunningState``."""
         self.reuse.clear()
-        if not mode and self.corrected:
-            ranges = [b for n, b in self.named_buffers() if n.startswith("running_")]
-            self.calibrated = all(not b.is_meta and float(b[2]) > 0 for b in ranges)
-        return self
+        return super().train(mode)
 
     def gradient(self, role: str, y: Tensor) -> Tensor:
         """Return the layer's output; the gradient that comes back through it is quantised."""
@@ -310,18 +229,6 @@ class LayerPrecision(nn.Module):
             self.noise_key = key + count
         return self.grad_levels, quantizer.granularity, key, not compiling
 
-    def get_running(self) -> dict[str, Tensor]:
-        """Return copies of what training changes besides the bits, for a checkpoint."""
-        return {k: v.clone() for k, v in self.named_buffers() if k.startswith(("running_", "noise_key"))}
-
-    def set_running(self, state: Mapping[str, Tensor]) -> None:
-        """Restore what ``get_running`` returned."""
-        for name, value in state.items():
-            if self.noise_key.is_meta:  # where copies are lost
-                self._move(value.device)
-            self.get_buffer(name).copy_(value)
-        self.train(self.training)
-
     def follow(self, x: Tensor) -> None:
         """Be where ``x`` is, also when something other than ``to`` moved the model there, such as FSDP."""
         if self.levels.device != x.device and not x.is_meta:
@@ -334,19 +241,10 @@ class LayerPrecision(nn.Module):
 
     @torch.inference_mode(False)  # what is made in a forward pass is written to elsewhere
     def _move(self, device: torch.device) -> None:
-        if self.noise_key.is_meta:  # there are no numbers on meta, and to_empty brings none
-            self._buffers.update({name: self._start(name) for name in self._buffers})
-            self.calibrated = not self.corrected
-        self._buffers.update({name: buffer.to(device) for name, buffer in self.named_buffers()})
+        super()._move(device)
         if device != self.levels.device:
             self.levels, self.grad_levels = (torch.empty_like(self.levels, device=device) for _ in range(2))
             self._fill()
-
-    def _start(self, name: str) -> Tensor:
-        """Return what a buffer holds before any training."""
-        if name == "noise_key":
-            return torch.tensor(self.key, dtype=torch.int64, device="cpu")
-        return torch.zeros(3, dtype=torch.float32, device="cpu")
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Find the kernels in the process that a stored layer comes to."""

@@ -1,0 +1,141 @@
+"""What training leaves in a quantised layer besides its parameters: running ranges, and the key of its noise."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Self
+
+import torch
+from torch import Tensor, nn
+
+from cpt_core.checks import choose
+from cpt_core.kernels.operators import range_of, track_
+from cpt_core.kernels.reference import RUNNING_DECAY, Range
+from cpt_core.quantization.quantizers import Quantizer
+
+RUNNING_STARTS = ("corrected", "zero")
+
+
+class RunningState(nn.Module):
+    """The buffers of a ``LayerPrecision``, and the range that a tensor is given where a running one is kept.
+
+    Attributes:
+        noise_key: of the stochastic rounding; counts on with every gradient.
+        running_ROLE: (3,), running minimum, running width, and the weight both have gathered.
+        corrected: whether the first two are divided by the third.
+        calibrated: whether the running ranges are known to be filled.
+
+    Arguments as those of ``LayerPrecision``.
+    """
+
+    noise_key: Tensor
+
+    def __init__(self, quantizers: Mapping[str, Quantizer], key: int, running_start: str) -> None:
+        super().__init__()
+        choose("running_start", running_start, RUNNING_STARTS)
+        self.quantizers = dict(quantizers)
+        self.corrected = running_start == "corrected"
+        self.key = key
+        self.calibrated = not self.corrected
+        self.register_buffer("noise_key", self._start("noise_key"), persistent=False)
+        for role, quantizer in self.quantizers.items():
+            if quantizer.running:
+                self.register_buffer(f"running_{role}", self._start(f"running_{role}"), persistent=False)
+
+    def _start(self, name: str) -> Tensor:
+        """Return what a buffer holds before any training."""
+        if name == "noise_key":
+            return torch.tensor(self.key, dtype=torch.int64, device="cpu")
+        return torch.zeros(3, dtype=torch.float32, device="cpu")
+
+    @torch.inference_mode(False)  # what is made in a forward pass is written to elsewhere
+    def _move(self, device: torch.device) -> None:
+        if self.noise_key.is_meta:  # there are no numbers on meta, and to_empty brings none
+            self._buffers.update({name: self._start(name) for name in self._buffers})
+            self.calibrated = not self.corrected
+        self._buffers.update({name: buffer.to(device) for name, buffer in self.named_buffers()})
+
+    def evaluated(self, role: str, x: Tensor) -> Range:
+        """Return the range on which evaluation rounds an operand whose running range is kept."""
+        return self.running_range(role) or self.or_running(role, *self.quantizers[role].range_of(x.detach()))
+
+    def running_range(self, role: str) -> Range | None:
+        """Return the stored range of a role where it is used: in evaluation, once training has filled it."""
+        return self._stored(role)[:2] if self.calibrated and self._uses_stored(role) else None
+
+    def or_running(self, role: str, minimum: Tensor, width: Tensor) -> Range:
+        """Return the range at hand, or in evaluation the stored one where it has been filled since ``train(False)``.
+
+        An average of models (``AveragedModel``) gets its running ranges like that. Decided on the device.
+        """
+        if not self._uses_stored(role):
+            return minimum, width
+        low, wide, weight = self._stored(role)
+        return torch.where(weight > 0, low, minimum), torch.where(weight > 0, wide, width)
+
+    def stored_range(self, role: str) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+        """Return minimum, width and weight for an operator that decides as ``running_range`` and ``or_running`` do.
+
+        All None: every tensor has a range of its own. Weight None: the stored range counts; else where it is above 0.
+        """
+        if not self._uses_stored(role):
+            return None, None, None
+        low, wide, weight = self._stored(role)
+        return low, wide, None if self.calibrated else weight
+
+    def marked(self, role: str, x: Tensor, low: Tensor) -> Tensor:
+        """Return the minimum of a stored range, NaN if ``x`` holds any: there is no code for it."""
+        if not self._uses_stored(role):
+            return low
+        own = range_of(x, "per_tensor")[0]
+        return torch.where(own.isnan(), own, low)
+
+    def clips(self, role: str) -> bool:
+        """Whether values can lie outside the range of their role."""
+        return self.quantizers[role].clips or self._uses_stored(role)
+
+    def _uses_stored(self, role: str) -> bool:
+        return self.quantizers[role].running and not self.training
+
+    def _stored(self, role: str) -> tuple[Tensor, Tensor, Tensor]:
+        minimum, width, weight = self.get_buffer(f"running_{role}").unbind()
+        return (minimum / weight, width / weight, weight) if self.corrected else (minimum, width, weight)
+
+    def track(self, role: str, minimum: Tensor, width: Tensor) -> None:
+        """Let a running range follow the range of one call (0-d), or those of several calls one after the other (T,).
+
+        running = 0.9 running + 0.1 current, see ``kernels.reference.track``; a call that is not finite leaves it alone,
+        and so does a forward pass inside a backward pass: activation checkpointing runs it a second time. (Not seen
+        where a module is compiled by itself and then checkpointed; a compiled model may checkpoint its parts.)
+        """
+        if not torch.compiler.is_compiling() and torch._C._current_graph_task_id() != -1:
+            return
+        running = self.get_buffer(f"running_{role}")
+        if minimum.dim() == 0:
+            track_(running, minimum, width)
+            return
+        now = torch.stack([minimum, width, torch.ones_like(width)])
+        counts = now.isfinite().all(0)
+        later = counts.flip(0).cumsum(0).flip(0) - counts.int()  # calls that count and come after this one
+        shares = torch.where(counts, (1 - RUNNING_DECAY) * RUNNING_DECAY**later, 0.0)
+        running.mul_(RUNNING_DECAY ** counts.sum()).add_((torch.where(counts, now, 0.0) * shares).sum(1))
+
+    def train(self, mode: bool = True) -> Self:
+        """Set the mode; on the way to evaluation see whether the running ranges have been filled."""
+        super().train(mode)
+        if not mode and self.corrected:
+            ranges = [b for n, b in self.named_buffers() if n.startswith("running_")]
+            self.calibrated = all(not b.is_meta and float(b[2]) > 0 for b in ranges)
+        return self
+
+    def get_running(self) -> dict[str, Tensor]:
+        """Return copies of what training changes besides the bits, for a checkpoint."""
+        return {k: v.clone() for k, v in self.named_buffers() if k.startswith(("running_", "noise_key"))}
+
+    def set_running(self, state: Mapping[str, Tensor]) -> None:
+        """Restore what ``get_running`` returned."""
+        for name, value in state.items():
+            if self.noise_key.is_meta:  # where copies are lost
+                self._move(value.device)
+            self.get_buffer(name).copy_(value)
+        self.train(self.training)
