@@ -48,6 +48,7 @@ if TYPE_CHECKING:  # for editors and type checkers
     from cpt_core.schedules.profiles import PROFILES as PROFILES
     from cpt_core.schedules.profiles import SUITE as SUITE
     from cpt_core.schedules.profiles import Rex as Rex
+    from cpt_core.schedules.roles import RoleSchedules as RoleSchedules
     from cpt_core.schedules.schedule import CyclicSchedule as CyclicSchedule
     from cpt_core.schedules.schedule import FunctionSchedule as FunctionSchedule
     from cpt_core.schedules.sensitivity import Sensitivity as Sensitivity
@@ -63,6 +64,7 @@ _MODULES = {
     "schedules.deficit": "DeficitSchedule DelayedSchedule",
     "schedules.make": "make_schedule schedule_from_dict",
     "schedules.measured": "MeasuredCost",
+    "schedules.roles": "RoleSchedules",
     "schedules.solver": "solve_schedule",
     "schedules.layered": "LayeredSchedule",
     "schedules.sensitivity": "Sensitivity",

@@ -41,8 +41,8 @@ class Precision(Protocol):
     execution: str
 
     @property
-    def bits(self) -> int | None:
-        """Forward bits; None for float32."""
+    def forward_format(self) -> Any:
+        """The number format of operands; None for float32."""
 
     def operand(self, role: str, x: Tensor) -> Tensor:
         """Return an operand as it enters the product or the sum."""
@@ -125,7 +125,7 @@ def _followed(p: Precision, h: Tensor, tail: Tail | None) -> Tensor:
 class _Float32:
     """Nothing is quantised."""
 
-    bits = None
+    forward_format = None
     execution = "simulated"
     quantizers: ClassVar[dict[str, Any]] = {}
 
@@ -156,9 +156,9 @@ def _constant_sum(
 
     if x is not graph.constant or torch.compiler.is_compiling():  # which would be compiled anew for every key
         return compute()
-    # what enters the sum depends on x, norm and, with Q-Agg, on quantiser, bits and execution: all of it is in the key
+    # what enters the sum depends on x, norm and, with Q-Agg, on quantiser, format and execution: all is in the key
     quantizer = p.quantizers.get("aggregation")
-    return graph.keep(x, (norm, reduce, quantizer, *((p.bits, p.execution) if quantizer else ())), compute)
+    return graph.keep(x, (norm, reduce, quantizer, *((p.forward_format, p.execution) if quantizer else ())), compute)
 
 
 def _keep(graph: Graph, x: Tensor, *what: Any) -> Keep:

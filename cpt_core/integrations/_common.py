@@ -12,7 +12,7 @@ from cpt_core.quantization.precision import LayerPrecision
 from cpt_core.quantization.quantizers import check_bits
 from cpt_core.quantization.scheduler import PrecisionScheduler, Schedules
 from cpt_core.schedules import cost
-from cpt_core.schedules.schedule import Schedule
+from cpt_core.schedules.schedule import Levels, Schedule
 
 EvalBits = int | str
 EVAL_BITS = ("q_max", "current", "float")
@@ -69,7 +69,8 @@ class TrainerPrecision(PrecisionScheduler):
         if self._eval_bits is not None:
             for layers, bits in zip(self._groups.values(), self._bits_of_evaluation(), strict=True):
                 for layer in layers:
-                    layer.set_bits(bits, None if bits is None else layer.q_grad)
+                    gradients = (None, None) if bits is None else layer.in_force[2:]  # type: ignore[index]
+                    layer.set_levels(Levels(bits, bits, *gradients))
 
     def _bits_of_evaluation(self) -> list[int] | list[None]:
         if self._eval_bits == "current":
@@ -81,9 +82,9 @@ class TrainerPrecision(PrecisionScheduler):
 
     def _so_far(self, schedule: Schedule) -> NDArray[np.float64]:
         """Return ``cost.relative_cost`` of the first 1, 2, ... steps at once, shape (total_steps,)."""
-        q_grad = self.q_grad or schedule.q_max
-        means = np.cumsum(cost.step_cost(schedule.bits(), q_grad)) / np.arange(1, schedule.total_steps + 1)
-        return means / cost.step_cost(schedule.q_max, q_grad)
+        spent = cost.role_costs(schedule.levels(self.q_grad))
+        means = np.cumsum(spent) / np.arange(1, schedule.total_steps + 1)
+        return means / cost.step_cost(schedule.q_max, self.q_grad or schedule.q_max)
 
     def logs(self, steps: int) -> dict[str, float]:
         """Return what to log after so many optimizer steps; nothing after none.

@@ -23,7 +23,7 @@ import copy
 import importlib
 import sys
 from contextlib import nullcontext
-from typing import Any, Self
+from typing import Any, ClassVar, Self
 
 import torch
 from torch import Tensor, nn
@@ -109,7 +109,7 @@ def _attend(
 def _multiply(p: LayerPrecision, roles: tuple[str, str], a: Tensor, b: Tensor) -> Tensor:
     if p.execution == "integer" and p.on_codes(a):
         return product_on_codes(p, roles, a, b)
-    return p.gradient("grad", p.operand(roles[0], a) @ p.operand(roles[1], b))
+    return p.multiplied(torch.matmul, p.operand(roles[0], a), p.operand(roles[1], b))
 
 
 @torch.compiler.disable
@@ -140,6 +140,8 @@ class _QuantAttention(QuantizedLayer):
     """Self-attention with both products quantised; no running ranges: the tensors at hand in evaluation too."""
 
     KIND = "attention"
+    SPLITS = True
+    SUMS: ClassVar = {"key": -2, "value": -2}
     config: Any
     float_config: Any
 

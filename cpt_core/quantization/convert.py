@@ -16,6 +16,8 @@ import torch
 from torch import nn
 
 from cpt_core.checks import choose
+from cpt_core.formats.format import Format
+from cpt_core.formats.ladder import FormatLadder
 from cpt_core.quantization.coverage import (
     after_first_pass,
     callable_,
@@ -28,11 +30,13 @@ from cpt_core.quantization.coverage import (
     warn_of_float32,
 )
 from cpt_core.quantization.layers import QuantizedLayer
+from cpt_core.quantization.levels import ladders_of
 from cpt_core.quantization.precision import EXECUTIONS, LayerPrecision
 from cpt_core.quantization.quantizers import QUANTIZERS, Quantizer
 
 FilterFn = Callable[[nn.Module, str], bool]
 AGGREGATIONS = ("fp", "quantized")
+Ladder = FormatLadder | Mapping[int, Format | str] | Mapping[str, FormatLadder | Mapping[int, Format | str]] | None
 
 
 @dataclass(frozen=True)
@@ -51,6 +55,10 @@ class QuantConfig:
             attention's, which it does not make faster, and "simulated" elsewhere. "integer" runs on all devices, on
             some slower than float32: a warning says so. More than 8 bits, and inputs in float64, are simulated in any
             case.
+        ladder: what the levels of schedules are: a ``FormatLadder``, or level -> format; None is the paper's, where
+            level q is the affine grid of q bits. For roles apart role -> ladder, the roles "activation", "weight" and
+            "gradient", or instead of that "error" and "weight_gradient"; kept as ``Levels`` of ladders. Formats other
+            than affine grids are simulated.
     """
 
     float32: tuple[str, ...] = ()
@@ -59,6 +67,7 @@ class QuantConfig:
     seed: int = 0
     aggregation: str = "fp"
     execution: str = "simulated"
+    ladder: Ladder = field(default=None, hash=False)
 
     def __post_init__(self) -> None:
         """Check that every role has its quantiser and none is misspelt."""
@@ -66,6 +75,7 @@ class QuantConfig:
         choose("execution", self.execution, EXECUTIONS)
         if odd := sorted(set(self.quantizers) ^ set(QUANTIZERS)):
             raise ValueError(f"missing or unknown roles {', '.join(odd)}; give all of {', '.join(QUANTIZERS)}")
+        object.__setattr__(self, "ladder", ladders_of(self.ladder))
 
     def with_shared_steps(self) -> QuantConfig:
         """Return a copy with one range per tensor wherever the authors have one per row, channel or position.
@@ -157,6 +167,7 @@ def quantize_(
             running_start=config.running_start,
             aggregation=config.aggregation,
             execution=config.execution,
+            ladder=config.ladder,  # type: ignore[arg-type]  # Levels since the configuration was made
         )
         module.precision.name = name  # type: ignore[union-attr]
     for module in model.modules():

@@ -39,7 +39,9 @@ def product_on_codes(
         return p.encoded("input", x if scale is None else x * scale)
 
     quantizer = p.quantizers["input"]
-    codes = encode if quantizer.running else lambda: keep(("codes", quantizer, p.bits), encode)  # a range to follow
+    codes = (
+        encode if quantizer.running else lambda: keep(("codes", quantizer, p.forward_format), encode)
+    )  # a range to follow
     bias = None if tail is None or tail.bias is None else p.operand("bias", tail.bias)
     return _Product.apply(x, weight, bias, codes, scale, linear, After(p, tail))
 

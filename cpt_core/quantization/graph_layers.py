@@ -158,6 +158,8 @@ class _QuantGraph(QuantizedLayer):
 
 
 class _QuantGraphConv(_QuantGraph):
+    SUMS: ClassVar = {"weight": -2}
+
     def forward(
         self, graph: Any, feat: Features, weight: Tensor | None = None, edge_weight: Tensor | None = None
     ) -> Tensor:

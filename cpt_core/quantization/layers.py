@@ -18,9 +18,11 @@ from typing import Any, ClassVar, Self
 import torch
 from torch import Tensor, nn
 
+from cpt_core.formats.ladder import AFFINE, FormatLadder
 from cpt_core.quantization.integer import Geometry, conv2d_on_codes, linear_on_codes
 from cpt_core.quantization.precision import LayerPrecision
 from cpt_core.quantization.quantizers import QUANTIZERS, Quantizer
+from cpt_core.schedules.schedule import Levels
 
 PASSES = ("forward", "error", "weight")  # y = x w;  dx = dy w;  dw = x dy
 
@@ -32,6 +34,8 @@ class QuantizedLayer:
     KIND: ClassVar[str]  # prefix of the roles in QUANTIZERS
     PRECISION: ClassVar[type[LayerPrecision]] = LayerPrecision
     WHOLE: ClassVar[bool] = False  # its child modules are parts of it, never converted by themselves
+    SPLITS: ClassVar[bool] = False  # gradients can differ between backward products, operands be rotated
+    SUMS: ClassVar[Mapping[str, int]] = {}  # role -> dimension over which its product sums, where it is not the last
     precision: LayerPrecision
 
     @classmethod
@@ -44,6 +48,7 @@ class QuantizedLayer:
         running_start: str = "corrected",
         aggregation: str = "fp",
         execution: str = "simulated",
+        ladder: FormatLadder | Levels = AFFINE,
     ) -> Self:
         """Turn ``module``, exactly of class ``FLOAT``, into this class, in place; return it."""
         if type(module) is not cls.FLOAT:
@@ -53,7 +58,8 @@ class QuantizedLayer:
         roles = cls.roles(module, quantizers, aggregation)
         device = next((p.device for p in module.parameters()), None)
         precision = cls.PRECISION(roles, key, running_start).to(device)
-        precision.execution = execution
+        precision.execution, precision.splits, precision.sums = execution, cls.SPLITS, cls.SUMS
+        precision.ladders = Levels(*[ladder] * 4) if isinstance(ladder, FormatLadder) else ladder
         precision.train(module.training)
         module.__class__ = cls  # type: ignore[assignment]
         module.precision = precision
@@ -124,6 +130,8 @@ class _QuantConv(QuantizedLayer):
     """
 
     KIND = "conv"
+    SPLITS = True
+    SUMS: ClassVar = {"input": 1, "weight": 1, "grad": 1}  # over channels (and places)
 
     def forward(self, x: Tensor) -> Tensor:
         """Convolve; shapes as in the module this was made from."""
@@ -131,7 +139,7 @@ class _QuantConv(QuantizedLayer):
 
     def _convolve(self, x: Tensor) -> Tensor:
         x, weight, bias = self._operands(x, self.weight, self.bias)  # type: ignore[attr-defined]
-        return self.precision.gradient("grad", self._conv_forward(x, weight, bias))  # type: ignore[attr-defined]
+        return self.precision.multiplied(self._conv_forward, x, weight, bias)  # type: ignore[attr-defined]
 
 
 class QuantConv1d(_QuantConv, nn.Conv1d):
@@ -185,6 +193,7 @@ class QuantLinear(QuantizedLayer, nn.Linear):
 
     FLOAT = nn.Linear
     KIND = "linear"
+    SPLITS = True
 
     def forward(self, x: Tensor) -> Tensor:
         """Multiply; x (..., in_features), result (..., out_features)."""
@@ -194,7 +203,7 @@ class QuantLinear(QuantizedLayer, nn.Linear):
         if self.precision.on_codes(x):
             return linear_on_codes(self.precision, x, self.weight, self.bias)
         x, weight, bias = self._operands(x, self.weight, self.bias)
-        return self.precision.gradient("grad", nn.functional.linear(x, weight, bias))
+        return self.precision.multiplied(nn.functional.linear, x, weight, bias)
 
     def simulated_products(self) -> dict[str, str]:
         """Return which products have no integer form here, with the reason."""

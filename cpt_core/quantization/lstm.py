@@ -27,8 +27,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence
 
+from cpt_core.kernels.formats import grid_of, parts_of, round_in_range
 from cpt_core.kernels.integer import LONGEST, QuantizedTensor
-from cpt_core.kernels.operators import fake_quantize, range_of, recurrence, round_to_grid
+from cpt_core.kernels.operators import fake_quantize, range_of, recurrence
 from cpt_core.kernels.reference import Range
 from cpt_core.quantization.integer import linear_on_codes
 from cpt_core.quantization.integer_lstm import recurrence_on_codes
@@ -79,7 +80,7 @@ class QuantLSTM(QuantizedLayer, nn.LSTM):
         """Run over sequences; arguments and results as those of ``nn.LSTM``."""
         p = self.precision
         p.require_bits()
-        if not (p.quantizes or p.quantizes_gradient):
+        if not p.active:
             return nn.LSTM.forward(self, input, hx)
         packed = input if isinstance(input, PackedSequence) else None
         x = input if packed is None else packed.data
@@ -201,12 +202,15 @@ class QuantLSTM(QuantizedLayer, nn.LSTM):
         if not p.quantizes or x.numel() == 0 or p.running_range(role) is not None:
             return p.operand(role, x)
         count, sizes = steps
-        if not sizes and quantizer.granularity == "per_tensor" and (self.training or not quantizer.running):
+        granularity, format = parts_of(quantizer.granularity)
+        if not sizes and granularity == "per_tensor" and (self.training or not quantizer.running):
             steps_apart = x.unflatten(0, (count, -1))  # a step is as a channel
-            y, low, width = fake_quantize(steps_apart, p.levels, "per_channel")
+            grid = "per_channel" if format is None else grid_of("per_channel", format)
+            y, low, width = fake_quantize(steps_apart, p.levels, grid)
             self._track(cell, low.flatten(), width.flatten())
             return y.flatten(0, 1)
-        return round_to_grid(x, *self._ranges(cell, x.detach(), steps), p.levels, clip=p.clips(role))
+        ranges = self._ranges(cell, x.detach(), steps)
+        return round_in_range(x, *ranges, p.levels, quantizer.granularity, None, p.clips(role))
 
     def _encoded_input(self, cell: str, x: Tensor, steps: Steps) -> QuantizedTensor:
         """Return the codes of what ``_input`` returns."""
@@ -223,7 +227,7 @@ class QuantLSTM(QuantizedLayer, nn.LSTM):
         p, role = self.precision, f"input_{cell}"
         quantizer = p.quantizers[role]
         count, sizes = steps
-        if not sizes and quantizer.granularity == "per_tensor":
+        if not sizes and parts_of(quantizer.granularity)[0] == "per_tensor":
             found = range_of(x.unflatten(0, (count, -1)), "per_channel")
             of_steps = [r.flatten() for r in found]
             rows = [r.expand(count, len(x) // count, 1).reshape(-1, 1) for r in found]
@@ -248,7 +252,7 @@ class QuantLSTM(QuantizedLayer, nn.LSTM):
     def _gradient(self, y: Tensor, steps: Steps) -> Tensor:
         """Quantise the gradient of the input product, (N, 4 H), step by step."""
         p = self.precision
-        if p.quantizers["grad"].granularity == "per_row":  # a row belongs to one step: all steps at once
+        if parts_of(p.quantizers["grad"].granularity)[0] == "per_row":  # a row belongs to one step: all steps at once
             return p.gradient("grad", y)
         count, sizes = steps
         return torch.cat([p.gradient("grad", part) for part in y.split(sizes or len(y) // count)])

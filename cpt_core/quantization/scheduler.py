@@ -11,6 +11,7 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 import warnings
 from collections.abc import Iterable, Iterator, Mapping
@@ -18,13 +19,14 @@ from contextlib import contextmanager
 from fnmatch import fnmatchcase
 from typing import Any
 
+import numpy as np
 from torch import nn
 
 from cpt_core.quantization.convert import layer_precisions
 from cpt_core.quantization.precision import LayerPrecision
 from cpt_core.quantization.quantizers import check_bits
 from cpt_core.schedules.layered import LayeredSchedule
-from cpt_core.schedules.schedule import Schedule
+from cpt_core.schedules.schedule import Levels, Schedule
 
 Schedules = Schedule | Mapping[str, Schedule]
 _WRAPPER = re.compile(r"\b_(orig_mod|fsdp_wrapped_module|checkpoint_wrapped_module)\.")
@@ -38,9 +40,11 @@ class PrecisionScheduler:
         schedule: one schedule for all layers, or a mapping from patterns of layer names to schedules, such as
             ``{"layer4.*": s1, "*": s2}``, or a ``LayeredSchedule``: the first pattern that matches a layer decides.
             Patterns must cover every layer and each must match some layer.
-        q_grad: gradient bits; None takes each schedule's ``q_max``.
+        q_grad: gradient level; None takes each schedule's ``q_max``, or what a ``RoleSchedules`` says.
 
-    The constructor applies step 0; call ``step()`` after ``optimizer.step()``. Past the last step the last bits stay.
+    Levels are bits on the paper's ladder, see ``QuantConfig(ladder=...)``. Holes in a ladder, and formats that a layer
+    cannot take, are errors here, before training. The constructor applies step 0; call ``step()`` after
+    ``optimizer.step()``. Past the last step the last bits stay.
     Copies of the model, an ``AveragedModel`` too, are not driven: evaluate them inside ``precision(copy, "q_max")``.
 
     Paper: section 3 (weights and activations at q_t bits, gradients at q_max).
@@ -55,6 +59,10 @@ class PrecisionScheduler:
         self._layers = layer_precisions(model)
         self._groups = {p: [self._layers[n] for n in names] for p, (_, names) in self.schedules.items()}
         self.total_steps = next(iter(self.schedules.values()))[0].total_steps
+        for pattern, (s, _) in self.schedules.items():
+            used = set(zip(*(np.asarray(v).tolist() for v in s.levels(self.q_grad)), strict=True))
+            for layer, levels in itertools.product(self._groups[pattern], sorted(used)):
+                layer.check_levels(Levels(*levels))
         self._apply()
 
     def step(self) -> None:
@@ -72,10 +80,12 @@ class PrecisionScheduler:
         return [schedule(step) for schedule, _ in self.schedules.values()]
 
     def _apply(self) -> None:
-        for (pattern, (schedule, _)), bits in zip(self.schedules.items(), self.get_last_bits(), strict=True):
+        step = min(self.last_step, self.total_steps - 1)
+        for pattern, (schedule, _) in self.schedules.items():
+            levels = schedule.levels_at(step, self.q_grad)
             for layer in self._groups[pattern]:
                 layer.q_max = schedule.q_max
-                layer.set_bits(bits, self.q_grad or schedule.q_max)
+                layer.set_levels(levels)
 
     def state_dict(self) -> dict[str, Any]:
         """Return everything a resumed run needs that the model's ``state_dict`` lacks: plain values and tensors.
@@ -159,8 +169,9 @@ def precision(
     before = [(layer, layer.in_force) for layer in layers.values()]
     try:
         for name, (value, layer) in wanted.items():
-            kept = layer.q_grad if layer.in_force and value is not None else value
-            layer.set_bits(value, kept if q_grad is None else _resolve("q_grad", q_grad, layer, name))
+            kept = layer.in_force[2:] if layer.in_force and value is not None else (value, value)
+            gradients = kept if q_grad is None else [_resolve("q_grad", q_grad, layer, name)] * 2
+            layer.set_levels(Levels(value, value, *gradients))
         yield model
     finally:
         for layer, in_force in before:

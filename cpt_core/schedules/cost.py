@@ -37,6 +37,12 @@ def step_cost(bits: ArrayLike, q_grad: ArrayLike) -> NDArray[np.int64]:
     return q * q + 2 * q * g
 
 
+def role_costs(levels: tuple[ArrayLike, ArrayLike, ArrayLike, ArrayLike]) -> NDArray[np.int64]:
+    """Return ``a w + e w + g a`` per step for ``Levels``, in the unit of ``step_cost``: products by their operands."""
+    a, w, e, g = (_integers("levels", v) for v in levels)
+    return a * w + e * w + g * a
+
+
 def relative_cost(bits: ArrayLike, q_max: int, q_grad: int | None = None, cost: Cost | None = None) -> float:
     """Return the mean cost of the steps divided by that of training at static ``q_max`` bits.
 

@@ -10,8 +10,9 @@ from typing import Any, ClassVar
 import numpy as np
 
 from cpt_core.checks import whole
+from cpt_core.schedules import cost
 from cpt_core.schedules.profiles import Array
-from cpt_core.schedules.schedule import CyclicSchedule, Schedule, check_range, set_integers
+from cpt_core.schedules.schedule import FLOAT32, CyclicSchedule, Levels, Schedule, check_range, set_integers
 
 
 @dataclass(frozen=True)
@@ -142,13 +143,19 @@ class AdjustedSchedule(AroundSchedule):
 
 @dataclass(frozen=True)
 class DelayedSchedule(AroundSchedule):
-    """``hold`` steps at ``q_max`` bits, then another schedule: low precision, but not at the start.
+    """``hold`` steps at ``q_max``, or without quantisation, then another schedule: low precision, but not at the start.
+
+    Args:
+        schedule: the other one.
+        hold: steps before it.
+        level: of these steps, gradients included: None for ``q_max``, or ``FLOAT32``.
 
     Paper: section 5 (the closing remark, that a delay of low precision avoids the damage; not tested there).
     """
 
     schedule: CyclicSchedule | AdjustedSchedule
     hold: int
+    level: int | None = None
     kind: ClassVar[str] = "delayed"
 
     def __post_init__(self) -> None:
@@ -158,6 +165,8 @@ class DelayedSchedule(AroundSchedule):
             raise ValueError(f"only a cyclic schedule can be delayed, got {self.schedule!r}")
         if self.hold < 0:
             raise ValueError(f"hold must be at least 0 steps, got {self.hold}")
+        if self.level not in (None, FLOAT32):
+            raise ValueError(f"a delay holds q_max (level None) or float32 (level {FLOAT32}), got {self.level!r}")
 
     @property
     def total_steps(self) -> int:  # type: ignore[override]
@@ -166,11 +175,34 @@ class DelayedSchedule(AroundSchedule):
 
     def values(self) -> Array:
         """Return the precision of every step before rounding, shape (total_steps,)."""
-        return np.concatenate([np.full(self.hold, float(self.q_max)), self.schedule.values()])
+        return np.concatenate([np.full(self.hold, float(self.level or self.q_max)), self.schedule.values()])
+
+    def levels(self, q_grad: int | None = None) -> Levels:
+        """Return the levels of every step and role; gradients are not quantised as long as nothing is."""
+        found = super().levels(q_grad)
+        if self.level is None:
+            return found
+        gradients = np.where(np.arange(self.total_steps) < self.hold, self.level, found.error)
+        return found._replace(error=gradients, weight_gradient=gradients)
+
+    def levels_at(self, step: int, q_grad: int | None = None) -> Levels:
+        """Return the levels of a step."""
+        if self.level is not None and self._check_step(step) < self.hold:
+            return Levels(*[self.level] * 4)
+        return super().levels_at(step, q_grad)
+
+    def relative_cost(self, q_grad: int | None = None, q_max: int | None = None) -> float:
+        """Return the training cost relative to static ``q_max``, see ``Schedule``."""
+        if self.level is None:
+            return super().relative_cost(q_grad, q_max)
+        top = self.q_max if q_max is None else q_max
+        spent = cost.role_costs(self.levels(top if q_grad is None else q_grad)).mean()
+        return float(spent / cost.step_cost(top, top if q_grad is None else q_grad))
 
     def to_dict(self) -> dict[str, Any]:
         """Return a JSON-able description; ``schedule_from_dict`` gives an equal schedule."""
-        return {"kind": self.kind, "schedule": self.schedule.to_dict(), "hold": self.hold}
+        held = {} if self.level is None else {"level": self.level}
+        return {"kind": self.kind, "schedule": self.schedule.to_dict(), "hold": self.hold, **held}
 
 
 def window_of(window: Any) -> tuple[int, int]:

@@ -9,9 +9,18 @@ from cpt_core.checks import choose, whole
 from cpt_core.schedules.deficit import AdjustedSchedule, DeficitSchedule, DelayedSchedule
 from cpt_core.schedules.layered import LayeredSchedule
 from cpt_core.schedules.profiles import PROFILES, SCHEDULES, STATIC, Profile
-from cpt_core.schedules.schedule import CyclicSchedule, Schedule, ShortCycleWarning, StaticSchedule, TableSchedule
+from cpt_core.schedules.roles import RoleSchedules
+from cpt_core.schedules.schedule import (
+    FLOAT32,
+    CyclicSchedule,
+    Schedule,
+    ShortCycleWarning,
+    StaticSchedule,
+    TableSchedule,
+)
 
-KINDS = ("static", "cyclic", "table", "deficit", "adjusted", "delayed", "layered")
+KINDS = ("static", "cyclic", "table", "deficit", "adjusted", "delayed", "layered", "roles")
+DELAYS_AT = ("q_max", "float32")
 
 
 def make_schedule(
@@ -24,6 +33,7 @@ def make_schedule(
     cycle_rule: str = "exact",
     profile: Profile | None = None,
     delay: float = 0.0,
+    delay_at: str = "q_max",
 ) -> Schedule:
     """Make one of the paper's ten schedules, another of ``SCHEDULES``, or the static baseline, by name.
 
@@ -37,6 +47,7 @@ def make_schedule(
         profile: another constant for the same profile, such as ``Rex(d=0.5)``; the result has no ``name``.
         delay: share of the steps that are held at ``q_max`` first; the cycles share the others. A delay makes training
             dearer; ``solve_schedule`` delays at a given cost.
+        delay_at: "q_max", or "float32": these steps are not quantised at all.
 
     Raises:
         ValueError: for an unknown name or values that make no schedule.
@@ -60,6 +71,7 @@ def make_schedule(
         raise ValueError(f"{name} has a {entry.profile} profile, got {profile!r}; use CyclicSchedule for other mixes")
     chosen = standard if profile is None else profile
     hold = delay_steps(delay, total_steps)
+    level = {"q_max": None, "float32": FLOAT32}[choose("delay_at", delay_at, DELAYS_AT)]
     schedule = CyclicSchedule(
         profile=chosen,
         q_min=q_min,
@@ -71,7 +83,7 @@ def make_schedule(
         cycle_rule=cycle_rule,
         name=name if chosen == standard else "",
     )
-    return DelayedSchedule(schedule, hold) if hold else schedule
+    return DelayedSchedule(schedule, hold, level) if hold else schedule
 
 
 def delay_steps(delay: float, total_steps: int) -> int:
@@ -97,13 +109,15 @@ def schedule_from_dict(description: dict[str, Any]) -> Schedule:
         return TableSchedule(tuple(tuple(run) for run in d["runs"]))
     if kind == "deficit":
         return DeficitSchedule(**{**d, "windows": tuple(tuple(w) for w in d["windows"])})
+    if kind == "roles":
+        return RoleSchedules(**{name: schedule_from_dict(part) for name, part in d.items()})
     if kind == "layered":
         parts = ((tuple(p["layers"]), schedule_from_dict(p["schedule"]), p["macs"]) for p in d["parts"])
         return LayeredSchedule(tuple(parts))
     if kind in ("adjusted", "delayed"):
         inner: Any = schedule_from_dict(d["schedule"])
         if kind == "delayed":
-            return DelayedSchedule(inner, d["hold"])
+            return DelayedSchedule(inner, d["hold"], d.get("level"))
         return AdjustedSchedule(inner, tuple(tuple(c) for c in d["changes"]))
     parameters = dict(d.pop("profile"))
     profile = PROFILES[choose("profile", parameters.pop("name", None), PROFILES)](**parameters)

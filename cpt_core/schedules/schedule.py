@@ -18,7 +18,7 @@ import warnings
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from functools import cached_property
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -28,10 +28,20 @@ from cpt_core.schedules import cost
 from cpt_core.schedules.profiles import PROFILES, SUITE, Array, Profile
 
 MAX_BITS = 32
+FLOAT32 = 32  # the level of what is not quantised
 
 
 class ShortCycleWarning(UserWarning):
     """The cycles have too few steps for the bits to reach ``q_max`` at the end of a cycle."""
+
+
+class Levels(NamedTuple):
+    """Something for every role: levels of a step (None is float32, too), or of every step, arrays (total_steps,)."""
+
+    activation: Any
+    weight: Any
+    error: Any  # the output's gradient where it is multiplied with weights
+    weight_gradient: Any  # and where with activations
 
 
 class Schedule:
@@ -73,6 +83,16 @@ class Schedule:
     def value(self, step: int) -> float:
         """Return the precision at a step before rounding."""
         return float(self.values()[self._check_step(step)])
+
+    def levels(self, q_grad: int | None = None) -> Levels:
+        """Return the levels of every step and role: weights and activations the same, gradients ``q_grad`` (q_max)."""
+        gradients = np.full(self.total_steps, self.q_max if q_grad is None else q_grad)
+        return Levels(self._bits, self._bits, gradients, gradients)
+
+    def levels_at(self, step: int, q_grad: int | None = None) -> Levels:
+        """Return the levels of a 0-based optimizer step."""
+        bits, gradients = self(step), self.q_max if q_grad is None else q_grad
+        return Levels(bits, bits, gradients, gradients)
 
     def relative_cost(self, q_grad: int | None = None, q_max: int | None = None) -> float:
         """Return the training cost relative to static ``q_max`` (its own); gradients have ``q_grad`` (q_max) bits."""

@@ -104,9 +104,7 @@ class Session:
 
         And more bits than codes have are simulated in any case.
         """
-        return tuple(
-            (p.quantizes, p.quantizes_gradient, p.keeps_by_bits and p.bits, p.fits_codes) for p in self._layers
-        )
+        return tuple((*p.constants(), p.keeps_by_bits and p.forward_format) for p in self._layers)
 
     def reset(self) -> None:
         """Forget what steps leave for the next one, apart from what is trained."""

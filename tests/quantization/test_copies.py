@@ -150,7 +150,7 @@ def test_the_bits_cannot_be_set_past_their_grid():
     for name in ("bits", "q_grad"):
         with pytest.raises(AttributeError):
             setattr(layer, name, 4)
-    layer.in_force = 4, 5
+    layer.set_bits(4, 5)
     assert (layer.bits, layer.q_grad, layer.levels, layer.grad_levels) == (4, 5, 15, 31)
 
 
