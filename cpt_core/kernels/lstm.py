@@ -24,6 +24,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from cpt_core.kernels.formats import parts_of
 from cpt_core.kernels.reference import clips
 
 STEPS = "SymInt steps, SymInt[] sizes, bool reverse"
@@ -57,7 +58,7 @@ def forward(
         sizes: sequences of every step; empty where there are N / T in each.
         reverse: from the last step to the first.
         levels: n = 2**q - 1 of the hidden state; None leaves it alone.
-        granularity: of the hidden state's ranges.
+        granularity: of the hidden state's ranges, or its grid (``kernels.formats``); codes are of the affine one alone.
         low: with ``width`` a stored range, which is taken for all steps instead; values outside it are clipped.
         width: its width.
         filled: the stored range is taken only if this number is above 0, which is decided on the device.
@@ -73,6 +74,8 @@ def forward(
     from cpt_core.kernels.integer import QuantizedTensor, multiply  # it needs the operators
 
     tables = rest[4:] if any(t is not None for t in rest[4:]) else None
+    _check_codes(tables is not None, granularity, rest[1])
+    whole, format = parts_of(granularity)
     hidden_size = weight.shape[1]
     out: list[Tensor] = []
     columns: list[list[Tensor]] = [[], [], [], []]  # gates, operands, c before the step, tanh(c)
@@ -93,7 +96,11 @@ def forward(
                 operand = ops.encode(operand, *found, levels, None, clip)
                 ranges.append((found[0], found[1]))
             elif found:
-                operand = ops.round_to_grid(operand, *found, levels, None, True)
+                operand = (
+                    ops.round_to_grid(operand, *found, levels, None, True)
+                    if format is None
+                    else ops.round_in_range(operand, *found, levels, granularity, None, True)
+                )
             else:
                 operand, *found = ops.fake_quantize(operand, levels, granularity, None)
                 ranges.append((found[0], found[1]))
@@ -115,7 +122,7 @@ def forward(
         h, c = (new if size == len(old) else torch.cat([new, old[size:]]) for new, old in ((out[-1], h), (cell, c)))
     hidden = _cat(out, reverse)
     saved = [_cat(column, reverse) if save else x_gates.new_empty(0) for column in columns]
-    return hidden, h, c, _ranges(ranges if granularity == "per_tensor" else [], x_gates), *saved
+    return hidden, h, c, _ranges(ranges if whole == "per_tensor" else [], x_gates), *saved
 
 
 def backward(
@@ -138,7 +145,7 @@ def backward(
         sizes: likewise.
         reverse: likewise.
         grad_levels: n = 2**q - 1 of the gradient behind the product with h; None leaves it alone.
-        grad_granularity: of its ranges, step by step.
+        grad_granularity: of its ranges, step by step, or its grid.
         key: of its noise in the first step that is computed, and one more in every step; None rounds half to even.
         *tables: of the columns of the gradient's product with codes of ``weight``, or None.
 
@@ -148,6 +155,7 @@ def backward(
     """
     from cpt_core.kernels.integer import QuantizedTensor, multiply
 
+    _check_codes(any(t is not None for t in tables), grad_granularity)
     hidden_size = weight.shape[1]
     d_h, d_c = d_h.contiguous(), d_c.contiguous()
     four = gates.view(-1, 4, hidden_size)
@@ -191,6 +199,12 @@ def backward(
 PLAIN: dict[str, Callable[..., tuple[Tensor, ...]]] = {"lstm_forward": forward, "lstm_backward": backward}
 
 
+def _check_codes(on_codes: bool, *grids: str) -> None:
+    """Raise ValueError for products on codes of anything but the affine grid."""
+    if on_codes and any(parts_of(grid)[1] is not None for grid in grids):
+        raise ValueError(f"only the affine grid has codes, got the grids {', '.join(grids)}")
+
+
 def _split(steps: int, sizes: Sequence[int], reverse: bool, *tensors: Tensor) -> list[tuple[Tensor, ...]]:
     """The rows of every step of several tensors, from the last step to the first if ``reverse``."""
     sizes = list(sizes) or [len(tensors[0]) // steps] * steps
@@ -231,7 +245,7 @@ def _fake_forward(
     save: bool, *_: Any,
 ) -> tuple[Tensor, ...]:  # fmt: skip
     rows, hidden_size = len(x_gates), weight.shape[1]
-    kept = levels is not None and granularity == "per_tensor" and low is None and x_gates.numel() > 0
+    kept = levels is not None and parts_of(granularity)[0] == "per_tensor" and low is None and x_gates.numel() > 0
     wide = x_gates.shape if save else (0,)
     narrow = (rows, hidden_size) if save else (0,)
     return (

@@ -19,12 +19,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from cpt_core.kernels import lstm, reference
+from cpt_core.kernels import formats, lstm, reference
 
 SCHEMAS = {
     "range": "(Tensor x, str granularity) -> (Tensor, Tensor)",
     "round_to_grid": "(Tensor x, Tensor low, Tensor width, Tensor levels, Tensor? key, bool clip) -> Tensor",
     "fake_quantize": "(Tensor x, Tensor levels, str granularity, Tensor? key) -> (Tensor, Tensor, Tensor)",
+    "round_in_range": "(Tensor x, Tensor low, Tensor width, Tensor levels, str grid, Tensor? key, bool clip) -> Tensor",
     "encode": "(Tensor x, Tensor low, Tensor width, Tensor levels, Tensor? key, bool clip) -> Tensor",
     "affine_": "(Tensor(a!) product, Tensor row_codes, Tensor row_values, Tensor column_codes, Tensor column_values, "
     "Tensor shifts) -> ()",
@@ -33,7 +34,8 @@ SCHEMAS = {
 PLAIN = {
     "range": reference.range_of,
     "round_to_grid": reference.round_to_grid,
-    "fake_quantize": reference.fake_quantize,
+    "fake_quantize": formats.fake_quantize,
+    "round_in_range": formats.round_in_range,
     "encode": reference.encode,
     "affine_": reference.affine,
     "track_": reference.track,
@@ -58,8 +60,20 @@ def round_to_grid(
 def fake_quantize(
     x: Tensor, levels: Tensor, granularity: str, key: Tensor | None = None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Round a tensor that is not empty on its own range; return it, and the range."""
+    """Round a tensor that is not empty on its own range; return it, and the range.
+
+    ``granularity`` may be a grid, see ``kernels.formats``; then the format in it counts and ``levels`` do not.
+    """
     return active.fake_quantize(x, levels, granularity, key)
+
+
+def round_in_range(
+    x: Tensor, low: Tensor, width: Tensor, levels: Tensor, grid: str, key: Tensor | None = None, clip: bool = False
+) -> Tensor:
+    """Round to any grid of a given range; arguments as those of ``formats.round_in_range``."""
+    if "|" not in grid:
+        return active.round_to_grid(x, low, width, levels, key, clip)
+    return active.round_in_range(x, low, width, levels, grid, key, clip)
 
 
 def encode(
@@ -102,8 +116,19 @@ def _fake_encode(x: Tensor, *_: Any) -> Tensor:
     return torch.empty_like(x, dtype=torch.int8)
 
 
+def _fake_in_range(x: Tensor, low: Tensor, width: Tensor, levels: Tensor, grid: str, *_: Any) -> Tensor:
+    _check(x, grid)
+    return _fake_round(x)
+
+
+def _check(x: Tensor, grid: str) -> None:
+    if (format := formats.parts_of(grid)[1]) is not None:
+        formats.check_blocks(x.shape, format)
+
+
 def _fake_quantize(x: Tensor, levels: Tensor, granularity: str, key: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
     _teach_inductor()
+    _check(x, granularity)
     return torch.empty_like(x), *reference.range_of(x, granularity)
 
 
@@ -121,12 +146,12 @@ def _setup(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
 def _register(family: str) -> torch.library.Library:
     library = torch.library.Library(family, "DEF")
     fakes = {"range": reference.range_of, "round_to_grid": _fake_round, "fake_quantize": _fake_quantize}
-    fakes["encode"] = _fake_encode
+    fakes |= {"encode": _fake_encode, "round_in_range": _fake_in_range}
     for name, schema in SCHEMAS.items():
         library.define(f"{name}{schema}")
         library.impl(name, PLAIN[name], "CompositeExplicitAutograd")
         torch.library.register_fake(f"{family}::{name}", fakes.get(name, lambda *_: None), lib=library)
-    for name in ("round_to_grid", "fake_quantize"):
+    for name in ("round_to_grid", "fake_quantize", "round_in_range"):
         torch.library.register_autograd(f"{family}::{name}", _gradient, setup_context=_setup, lib=library)
     lstm.register(library, family)
     return library
@@ -138,23 +163,13 @@ def _teach_inductor() -> None:
         return
     from torch._inductor import decomposition
 
+    parts_of = {"range": reference.range_of, "round_to_grid": _round, "fake_quantize": _quantize}
+    parts_of["round_in_range"] = formats.round_in_range
     for ops in (getattr(torch.ops, family) for family in FAMILIES):
-        for name, parts in {"range": reference.range_of, "round_to_grid": _round, "fake_quantize": _quantize}.items():
+        for name, parts in parts_of.items():
             decomposition.decompositions[getattr(ops, name).default] = parts
     decomposition.fast_random_decomps.cache_clear()
     _taught.append(True)
-
-
-def _noise(key: Tensor, count: int) -> Tensor:
-    """``reference.hash_noise`` from the first element on, likewise."""
-    first, second = reference.key_halves(key)
-    pair = torch.arange((count + 1) >> 1, device=key.device, dtype=torch.int64)
-    h = pair.to(torch.int32) ^ first ^ (pair >> 32).to(torch.int32) * reference.GOLDEN
-    h = (h ^ ((h >> 16) & 0xFFFF)) * reference.MIX[0] ^ second
-    h = (h ^ ((h >> 15) & 0x1FFFF)) * reference.MIX[1]
-    h = h ^ ((h >> 16) & 0xFFFF)
-    halves = torch.stack([h & 0xFFFF, (h >> 16) & 0xFFFF], 1).flatten().narrow(0, 0, count)
-    return halves.float() * 2.0**-16 + (2.0**-17 - 0.5)
 
 
 def _round(x: Tensor, low: Tensor, width: Tensor, levels: Tensor, key: Tensor | None, clip: bool) -> Tensor:
@@ -162,13 +177,15 @@ def _round(x: Tensor, low: Tensor, width: Tensor, levels: Tensor, key: Tensor | 
     scale = (width / levels).clamp_min(reference.MIN_SCALE)
     y = (x.float() - low) / scale
     if key is not None:
-        y = y + _noise(key, x.numel()).view(x.shape)
+        y = y + reference.traced_noise(key, x.numel()).view(x.shape)
     if clip:
         y = torch.minimum(torch.maximum(y, torch.zeros_like(levels)), levels)
     return (y.round() * scale + low).to(x.dtype)
 
 
 def _quantize(x: Tensor, levels: Tensor, granularity: str, key: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+    if formats.parts_of(granularity)[1] is not None:
+        return formats.quantize_to(x, granularity, levels, key)
     low, width = reference.range_of(x, granularity)
     return _round(x, low, width, levels, key, reference.clips(granularity, key is not None)), low, width
 

@@ -89,8 +89,8 @@ GRANULARITIES: dict[str, Callable[[Tensor], Range]] = {
 
 
 def range_of(x: Tensor, granularity: str) -> Range:
-    """Return the ranges of a tensor that is not empty."""
-    return GRANULARITIES[granularity](x)
+    """Return the ranges of a tensor that is not empty; of a grid (``kernels.formats``) those of its granularity."""
+    return GRANULARITIES[granularity.partition("|")[0]](x)
 
 
 def round_to_grid(x: Tensor, low: Tensor, width: Tensor, levels: Tensor, key: Tensor | None, clip: bool) -> Tensor:
@@ -175,7 +175,7 @@ def fake_quantize(x: Tensor, levels: Tensor, granularity: str, key: Tensor | Non
 
 def clips(granularity: str, stochastic: bool) -> bool:
     """Whether values of the tensor itself can lie outside its range."""
-    return stochastic or granularity == "per_sample_mean"
+    return stochastic or granularity.partition("|")[0] == "per_sample_mean"
 
 
 def track(running: Tensor, low: Tensor, width: Tensor) -> None:
@@ -214,6 +214,25 @@ def hash_noise(key: Tensor, start: int, count: int) -> Tensor:
             h.bitwise_xor_(then)
     halves = h.bitwise_xor_(CENTRE).view(torch.int16).narrow(0, start & 1, count)  # 16 bits less 2**15, the lower first
     return halves.float().mul_(2.0**-16).add_(2.0**-17)
+
+
+def traced_noise(key: Tensor, count: int) -> Tensor:
+    """Return ``hash_noise`` from the first element on, without a change in place: what a graph may hold."""
+    first, second = key_halves(key)
+    pair = torch.arange((count + 1) >> 1, device=key.device, dtype=torch.int64)
+    h = pair.to(torch.int32) ^ first ^ (pair >> 32).to(torch.int32) * GOLDEN
+    h = (h ^ ((h >> 16) & 0xFFFF)) * MIX[0] ^ second
+    h = (h ^ ((h >> 15) & 0x1FFFF)) * MIX[1]
+    h = h ^ ((h >> 16) & 0xFFFF)
+    halves = torch.stack([h & 0xFFFF, (h >> 16) & 0xFFFF], 1).flatten().narrow(0, 0, count)
+    return halves.float() * 2.0**-16 + (2.0**-17 - 0.5)
+
+
+def noise_of(key: Tensor, x: Tensor) -> Tensor:
+    """Return the noise of all elements of a tensor, in its shape."""
+    if torch.compiler.is_compiling():
+        return traced_noise(key, x.numel()).view(x.shape)
+    return hash_noise(key, 0, x.numel()).view(x.shape)
 
 
 def _signed(word: int, bits: int) -> int:

@@ -13,14 +13,18 @@ refuse them.
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from cpt_core.checks import whole
+from cpt_core.formats.format import Format
 from cpt_core.kernels import operators
 from cpt_core.kernels.execution import execution
-from cpt_core.kernels.operators import fake_quantize
+from cpt_core.kernels.formats import UNSCALED, check_blocks, grid_of
+from cpt_core.kernels.operators import fake_quantize, round_in_range
 from cpt_core.quantization.quantizers import IDENTITY_BITS, Quantizer, check_bits, check_floating, quantizer_of
 
 
@@ -29,25 +33,84 @@ def levels_of(bits: int) -> float:
     return float(2**bits - 1)
 
 
-def quantize(x: Tensor, bits: int, quantizer: Quantizer | str = "conv_input") -> Tensor:
-    """Quantise a tensor to ``bits`` bits on its own range, with the straight-through estimator.
+def quantize(
+    x: Tensor,
+    bits: int | None = None,
+    quantizer: Quantizer | str | None = None,
+    *,
+    format: Format | str | None = None,
+    seed: int | None = None,
+) -> Tensor:
+    """Quantise a tensor to ``bits`` bits, or to a number format, on its own range; straight-through estimator.
+
+    >>> quantize(torch.tensor([0.3, 5.1, -1000.0]), format="e4m3").tolist()
+    [0.3125, 5.0, -448.0]
 
     Args:
         x: floating tensor of any shape; empty tensors come back as they are.
-        bits: 1 to 32; 24 and more is the identity.
-        quantizer: a ``Quantizer`` or a role of ``QUANTIZERS``; its rounding and running range play no part here.
+        bits: of the affine grid, 1 to 32; 24 and more is the identity.
+        quantizer: a ``Quantizer`` or a role of ``QUANTIZERS``, "conv_input" where ``bits`` are given; its granularity
+            counts, its rounding and running range play no part here.
+        format: instead of ``bits``: a ``Format`` or its name. Without a granularity of its own and without a
+            quantiser, minifloats and powers of two are not scaled, and the others have one range per tensor.
+        seed: of the noise of a format that rounds stochastically, an integer; the same seed, the same numbers.
 
     Raises:
-        ValueError: for an unknown role, bits outside 1..32, or a tensor of integers, booleans or complex numbers.
+        ValueError: for an unknown role or format, bits outside 1..32, both or neither of bits and format; a tensor of
+            integers, booleans or complex numbers, or of a type with fewer values than the format; blocks that do not
+            divide the last dimension, or hold NaN or infinity; a seed that is missing, or that nothing uses.
     """
     check_floating(x)
-    quantizer = quantizer_of(quantizer)
-    check_bits("bits", bits)
-    if bits >= IDENTITY_BITS or x.numel() == 0:
+    if (bits is None) == (format is None):
+        raise ValueError(f"give either bits or a format, got bits={bits!r} and format={format!r}")
+    if format is None:
+        quantizer = quantizer_of(quantizer or "conv_input")
+        identity = check_bits("bits", bits) >= IDENTITY_BITS
+        grid, levels, key = quantizer.granularity, levels_of(bits or 1), _key(seed, None)
+    else:
+        format = Format.of(format)
+        identity = format.is_identity
+        grid, levels, key = _grid(format, quantizer), levels_of(format.bits), _key(seed, format)
+        if not identity:
+            _check(x, format)
+    if identity or x.numel() == 0:
         return x
     execution()
-    levels = torch.tensor(levels_of(bits), dtype=torch.float32, device=x.device)
-    return fake_quantize(x, levels, quantizer.granularity)[0]
+    n = torch.tensor(levels, dtype=torch.float32, device=x.device)
+    if grid.startswith(UNSCALED):
+        none = torch.zeros_like(n)
+        return round_in_range(x, none, none, n, grid, None if key is None else key.to(x.device))
+    return fake_quantize(x, n, grid, None if key is None else key.to(x.device))[0]
+
+
+def _grid(format: Format, quantizer: Quantizer | str | None) -> str:
+    """Return the grid of a format where no layer says what its role is."""
+    if quantizer is not None:
+        return grid_of(quantizer_of(quantizer).granularity, format)
+    scaled = format.kind in ("affine", "symmetric") or format.scale == "e4m3"
+    return grid_of("per_tensor" if scaled and format.scale != "e8m0" else UNSCALED, format)
+
+
+def _key(seed: int | None, format: Format | None) -> Tensor | None:
+    if (format is not None and format.rounding == "stochastic") != (seed is not None):
+        what = "a grid of bits" if format is None else f"format {format}"
+        raise ValueError(f"stochastic rounding needs a seed, and nothing else takes one; got seed={seed!r} for {what}")
+    return None if seed is None else torch.tensor(whole("seed", seed), dtype=torch.int64)
+
+
+def _check(x: Tensor, format: Format) -> None:
+    """Raise ValueError for a format wider than the tensor's type, and for blocks that cannot be rounded."""
+    kind = torch.finfo(x.dtype)
+    significand = 1 - int(math.log2(kind.eps))
+    exponent = math.log2(kind.smallest_normal)
+    needed = {"symmetric": format.bits - 1, "affine": format.bits}.get(format.kind, format.significand)
+    floating = format.kind in ("minifloat", "log2")
+    if needed > significand or (floating and not exponent <= format.least_exponent):
+        raise ValueError(f"format {format} is wider than the tensor's type, {x.dtype}; convert it with .float() first")
+    check_blocks(x.shape, format)
+    if format.block and not torch.compiler.is_compiling() and not x.is_meta and not bool((sound := x.isfinite()).all()):
+        place = tuple((~sound).nonzero()[0].tolist())
+        raise ValueError(f"a block of {format} cannot hold {x[place].item()}, which stands at {place}")
 
 
 class _QuantizeGradient(torch.autograd.Function):

@@ -1,0 +1,161 @@
+"""Formats as values: every value of every small format, names, ladders, bad input."""
+
+from dataclasses import replace
+
+import ml_dtypes
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from cpt_core.formats.format import CLIPPINGS, FORMATS, GRANULARITIES, ROUNDINGS, Format
+from cpt_core.formats.ladder import AFFINE, FormatLadder, ladder_of
+
+THEIRS = {
+    "e4m3": ml_dtypes.float8_e4m3fn,
+    "e5m2": ml_dtypes.float8_e5m2,
+    "e3m2": ml_dtypes.float6_e3m2fn,
+    "e2m3": ml_dtypes.float6_e2m3fn,
+    "e2m1": ml_dtypes.float4_e2m1fn,
+    "e3m4": ml_dtypes.float8_e3m4,
+    "e4m3:specials=infinity": ml_dtypes.float8_e4m3,
+    "bf16": ml_dtypes.bfloat16,
+    "fp16": np.float16,
+}
+
+
+@pytest.mark.parametrize("name", THEIRS)
+def test_every_value_is_that_of_ml_dtypes(name):
+    format, dtype = Format.of(name), np.dtype(THEIRS[name])
+    codes = np.arange(2**format.bits).astype(np.uint8 if format.bits <= 8 else np.uint16)
+    with np.errstate(invalid="ignore"):  # NaN among them
+        values = codes.view(dtype).astype(np.float32)
+    assert np.array_equal(format.values().numpy(), np.unique(values[np.isfinite(values)] + 0.0))
+    assert format.largest == float(ml_dtypes.finfo(dtype).max)
+    assert format.bits == ml_dtypes.finfo(dtype).bits
+    assert bool(np.isinf(values).any()) == (format.specials == "infinity")
+    assert bool(np.isnan(values).any()) == (format.specials != "none")
+
+
+@pytest.mark.parametrize(("name", "dtype"), [("e4m3", torch.float8_e4m3fn), ("e5m2", torch.float8_e5m2)])
+def test_every_value_is_that_of_torch(name, dtype):
+    values = torch.arange(256).to(torch.uint8).view(dtype).float()
+    assert torch.equal(FORMATS[name].values(), values[values.isfinite()].unique())
+    assert FORMATS[name].largest == torch.finfo(dtype).max
+
+
+def test_scales_are_those_of_torch():
+    scales = torch.arange(255).to(torch.uint8).view(torch.float8_e8m0fnu).float()  # the last is NaN
+    assert scales[[0, 127, 254]].tolist() == [2.0**-127, 1.0, 2.0**127]
+
+
+def test_other_values():
+    assert FORMATS["affine2"].values().tolist() == pytest.approx([0, 1 / 3, 2 / 3, 1])
+    assert FORMATS["symmetric3"].values().tolist() == [-3, -2, -1, 0, 1, 2, 3]
+    assert FORMATS["log2_3"].values().tolist() == [-1, -0.5, -0.25, 0, 0.25, 0.5, 1]
+    assert FORMATS["mxint8"].values().tolist() == list(range(-127, 128))
+    assert FORMATS["nvfp4"].values().tolist() == FORMATS["e2m1"].values().tolist()
+    for name, format in FORMATS.items():
+        if format.bits <= 8:
+            found = format.values()
+            assert found.dtype == torch.float32 and bool((found.diff() > 0).all()), name
+            assert len(found) <= 2**format.bits
+            assert float(found.abs().max()) == pytest.approx(format.largest)
+    with pytest.raises(ValueError, match="at most 16 bits"):
+        FORMATS["float32"].values()
+
+
+def options():
+    return st.fixed_dictionaries(
+        {},
+        optional={
+            "granularity": st.sampled_from(GRANULARITIES),
+            "rounding": st.sampled_from(ROUNDINGS),
+            "clipping": st.sampled_from(CLIPPINGS),
+            "percentile": st.floats(50, 100, exclude_min=True),
+            "hadamard": st.sampled_from([0, 2, 16, 32]),
+            "saturate": st.booleans(),
+        },
+    )
+
+
+elements = st.one_of(
+    st.builds(Format.affine, st.integers(1, 23)),
+    st.builds(Format.symmetric, st.integers(2, 23)),
+    st.builds(Format.log2, st.integers(2, 8)),
+    st.builds(
+        Format.minifloat, st.integers(2, 8), st.integers(0, 23), st.sampled_from([None, "none", "nan", "infinity"])
+    ),
+)
+blocks = st.one_of(
+    st.builds(Format.nvfp4, st.integers(1, 64)),
+    st.builds(
+        Format.mx, elements.filter(lambda f: f.kind in ("minifloat", "symmetric")), st.integers(1, 64),
+        partial=st.booleans(),
+    ),
+    st.sampled_from(list(FORMATS.values())),
+)  # fmt: skip
+
+
+@given(st.one_of(elements, blocks), options())
+def test_a_name_gives_the_format_back(format, chosen):
+    format = replace(format, **chosen)
+    assert Format.of(str(format)) == format
+    assert Format.of(format) is format
+    assert hash(Format.of(str(format))) == hash(format)
+
+
+@pytest.mark.parametrize(
+    ("make", "words"),
+    [
+        (lambda: Format.of("e9m9"), "2 to 8 bits of exponent"),
+        (lambda: Format.of("nonsense"), "unknown format 'nonsense'"),
+        (lambda: Format.of(8), "a format is a Format or its name, got 8"),
+        (lambda: Format.of("e4m3:nonsense=1"), "unknown option of a format 'nonsense'"),
+        (lambda: Format.of("e4m3:rounding=up"), "unknown rounding 'up'; choose from nearest, stochastic"),
+        (lambda: Format.affine(0), "affine formats have 1 to 23 bits, got 0"),
+        (lambda: Format.symmetric(1), "symmetric formats have 2 to 23 bits, got 1"),
+        (lambda: Format.log2(9), "log2 formats have 2 to 8 bits, got 9"),
+        (lambda: Format.minifloat(1, 2), "2 to 8 bits of exponent"),
+        (lambda: Format.mx("affine4"), "blocks of minifloats or whole numbers"),
+        (lambda: Format.mx("e2m1", block=0), "block must be a whole number of at least 1, got 0"),
+        (lambda: Format.minifloat(4, 3, hadamard=12), "power of two as its size, got 12"),
+        (lambda: Format.affine(4, percentile=50), "percentile must lie above 50"),
+        (lambda: Format.affine(4, clipping="mse"), "unknown clipping 'mse'"),
+        (lambda: Format.affine(4, granularity="per_cow"), "unknown granularity 'per_cow'"),
+    ],
+)
+def test_bad_formats_are_refused(make, words):
+    with pytest.raises(ValueError, match=words):
+        make()
+
+
+def test_ladders():
+    ladder = FormatLadder({8: "e4m3", 3: "mxfp4", 4: Format.nvfp4()})
+    assert ladder.levels == (3, 4, 8)
+    assert str(ladder[4]) == "nvfp4" and ladder.bits(3) == 4
+    assert ladder == FormatLadder.from_dict(ladder.to_dict()) == ladder_of(ladder)
+
+
+@given(st.dictionaries(st.integers(1, 32), st.one_of(elements, blocks), min_size=1, max_size=6))
+def test_ladders_come_back_from_their_description(formats):
+    ladder = FormatLadder(formats)
+    assert FormatLadder.from_dict(ladder.to_dict()) == ladder
+    filled = ladder.filled()
+    filled.check(range(min(formats), max(formats) + 1))
+    assert all(filled[level] == ladder[level] for level in ladder.levels)
+
+
+@pytest.mark.parametrize("bad", [{}, {0: "e4m3"}, {33: "e4m3"}, {1.5: "e4m3"}, {True: "e4m3"}, {4: "e9"}, ["e4m3"], None])
+def test_bad_ladders_are_refused(bad):
+    with pytest.raises(ValueError, match=r"ladder is a mapping|level|unknown format"):
+        FormatLadder(bad)
+
+
+def test_a_hole_is_named():
+    ladder = FormatLadder({3: "e2m1", 8: "e4m3"})
+    with pytest.raises(ValueError, match=r"hole at level 5: its levels are 3, 8; ladder.filled\(\)"):
+        ladder.check([3, 8, 5])
+    assert str(ladder.filled()[7]) == "e2m1"
+    assert str(AFFINE[24]) == "float32" and AFFINE[23] == Format.affine(23)

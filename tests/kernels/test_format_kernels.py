@@ -1,0 +1,316 @@
+"""Rounding to formats: against all values of an element, against casts of other libraries, against the specification."""
+
+import math
+
+import ml_dtypes
+import numpy as np
+import pytest
+import torch
+from helpers import INF, NAN, normal
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from cpt_core.formats.format import FORMATS, Format
+from cpt_core.kernels import formats, reference
+from cpt_core.kernels.elements import round_elements
+
+SMALL = [n for n, f in FORMATS.items() if f.kind != "affine" and not f.block and f.bits <= 8]
+SMALL += ["e2m2", "e3m3", "e3m0", "e4m0", "e5m1", "e4m3:specials=infinity", "e3m4", "e8m0", "e6m1", "e5m10"]
+NINE = torch.tensor(511.0)  # levels, of which formats take no notice
+BLOCKS = [n for n, f in FORMATS.items() if f.block]
+
+
+def numbers(format):
+    """Values of a format, midpoints, what lies beside both, beyond the largest, tiny and random numbers."""
+    values = format.values()
+    middles = (values[1:].double() + values[:-1].double()).div(2).float()
+    near = torch.cat([values, middles])
+    beside = [torch.nextafter(near, torch.tensor(side)) for side in (-INF, INF)]
+    most = torch.tensor([1.0, 1.01, 1.06, 1.2, 1.5, 2.0, 7.3]) * format.largest
+    tiny = torch.tensor([0.0, 1e-45, 1e-38, 2e-38])
+    rest = normal(500, 4).flatten() * torch.logspace(-12, 12, 500, 2).repeat(4)
+    last = torch.tensor([torch.finfo().max])
+    found = torch.cat([near, *beside, most, -most, last, tiny, -tiny, rest])
+    return found[found.isfinite()]
+
+
+def oracle(x, format):
+    """The nearest value, the one with an even code of two; by looking at all of them."""
+    half = format.values()[format.values() >= 0].double()
+    x = x.double()
+    above = torch.bucketize(x.abs(), half).clamp(1, len(half) - 1)
+    low, high = half[above - 1], half[above]
+    up = (x.abs() - low > high - x.abs()) | ((x.abs() - low == high - x.abs()) & (above % 2 == 0))
+    return (torch.where(up, high, low).clamp(max=half[-1]) * x.sign()).float()
+
+
+@pytest.mark.parametrize("name", SMALL)
+def test_every_format_rounds_to_the_nearest_value(name):
+    format = Format.of(name)
+    x = numbers(format)
+    assert torch.equal(round_elements(x, None, format), oracle(x, format))
+    values = format.values()
+    assert torch.equal(round_elements(values, None, format), values)
+
+
+CASTS = {
+    "e4m3": ml_dtypes.float8_e4m3fn,
+    "e5m2": ml_dtypes.float8_e5m2,
+    "e3m2": ml_dtypes.float6_e3m2fn,
+    "e2m3": ml_dtypes.float6_e2m3fn,
+    "e2m1": ml_dtypes.float4_e2m1fn,
+    "e4m3:specials=infinity": ml_dtypes.float8_e4m3,
+    "e3m4": ml_dtypes.float8_e3m4,
+    "bf16": ml_dtypes.bfloat16,
+    "fp16": np.float16,
+}
+
+
+@pytest.mark.parametrize("name", CASTS)
+def test_casts_of_ml_dtypes_round_alike(name):
+    """Theirs overflow where ours saturate, but for formats without any special value."""
+    format = Format.of(name)
+    x = numbers(format)
+    with np.errstate(over="ignore"):
+        theirs = torch.from_numpy(x.numpy().astype(CASTS[name]).astype(np.float32))
+    saturates = format.specials == "none"
+    found = round_elements(x, None, format if saturates else Format.of(f"{name}:saturate=0"))
+    assert torch.equal(found.nan_to_num(7.0), theirs.nan_to_num(7.0))
+    assert torch.equal(found.isnan(), theirs.isnan())
+    assert saturates or not bool(found.isfinite().all())  # some did overflow
+
+
+@pytest.mark.parametrize(("name", "dtype"), [("e4m3", torch.float8_e4m3fn), ("e5m2", torch.float8_e5m2)])
+def test_casts_of_torch_round_alike(name, dtype):
+    x = numbers(Format.of(name)).clamp(-Format.of(name).largest, Format.of(name).largest)
+    assert torch.equal(round_elements(x, None, Format.of(name)), x.to(dtype).float())
+
+
+@pytest.mark.parametrize("name", ["bf16", "fp16", "e8m10", "e5m21", "e8m22", "e5m23", "e8m7:saturate=0"])
+def test_wide_formats_round_by_their_steps(name):
+    format = Format.of(name)
+    x = torch.cat([normal(4000) * 2.0 ** torch.arange(-140, 60).repeat(20), torch.tensor([3.4e38, -3.4e38, 0.0, 65520])])
+    e = torch.frexp(x.double()).exponent - 1
+    step = 2.0 ** (e.clamp(min=format.least_exponent).double() - format.mantissa)
+    expected = (x.double() / step).round() * step
+    if format.saturate:
+        expected = expected.clamp(-format.largest, format.largest)
+    else:
+        expected[expected.abs() > format.largest] *= INF
+    assert torch.equal(round_elements(x, None, format), expected.float())
+    with_noise = round_elements(x, None, format, torch.tensor(3)).double()
+    finite = expected.isfinite() & with_noise.isfinite() & (x.abs() < format.largest)
+    assert bool(((with_noise - x.double()).abs() < step)[finite].all())
+
+
+@pytest.mark.parametrize("name", [*SMALL, "bf16", "fp16"])
+def test_what_is_not_finite_is_never_hidden(name):
+    format = Format.of(name)
+    x = torch.tensor([INF, -INF, NAN, 1.0])
+    for key in (None, torch.tensor(5)):
+        found = round_elements(x, None, format, key).tolist()
+        if format.specials == "infinity":
+            assert found[:2] == [INF, -INF]
+        else:
+            assert all(math.isnan(v) for v in found[:2])
+        assert math.isnan(found[2])
+        assert found[3] == 1 or format.kind == "minifloat"
+
+
+@pytest.mark.parametrize("name", ["e4m3", "e2m1", "symmetric4", "log2_4", "e5m2"])
+def test_overflow_instead_of_saturation(name):
+    format = Format.of(f"{name}:saturate=0")
+    half = format.values()[-1] - format.values()[-2]
+    found = round_elements(torch.tensor([format.largest, format.largest + half * 0.4, format.largest * 4]), None, format)
+    assert found[:2].tolist() == [format.largest] * 2
+    assert found[2] == INF if format.specials == "infinity" else found[2].isnan()
+
+
+@pytest.mark.parametrize("name", [n for n in SMALL if n != "e8m0"])
+def test_noise_stays_between_the_neighbours_and_is_unbiased(name):
+    format = Format.of(name)
+    values = format.values()[:: max(1, 2**format.bits // 64)]
+    x = torch.cat([values, values[:-1].lerp(values[1:], 0.3), torch.tensor([0.3, -0.7]) * format.values().diff().min()])
+    all_values = format.values()
+    above = torch.bucketize(x, all_values).clamp(1, len(all_values) - 1)
+    low, high = all_values[above - 1], all_values[above]
+    draws = torch.stack([round_elements(x, None, format, torch.tensor(k)) for k in range(400)])
+    at = (all_values == x[:, None]).any(1)
+    assert torch.equal(draws[:, at], x[at].expand(400, -1))
+    assert bool(((draws == low) | (draws == high) | at).all())
+    bias = ((draws.double().mean(0) - x) / (high - low))[~at]
+    assert float(bias.abs().max()) < 5 * 0.5 / 20  # standard deviations of a mean of 400
+    assert float(bias.mean().abs()) < 5 * 0.5 / 20 / math.sqrt(len(bias))
+
+
+def mx_by_specification(x, element, block):
+    """OCP MX 1.0, section 6.3, in numpy: the shared exponent, then elements that saturate."""
+    out = np.empty_like(x)
+    half = element.values().numpy().astype(np.float64)
+    unit = 1.0
+    if element.kind == "symmetric":  # MXINT8: fractions with 6 bits behind the point
+        unit = 2.0 ** (2 - element.bits)
+    emax = math.floor(math.log2(half[-1] * unit))
+    for at in np.ndindex(*x.shape[:-1], -(-x.shape[-1] // block)):
+        part = x[at[:-1]][at[-1] * block : (at[-1] + 1) * block].astype(np.float64)
+        if not np.isfinite(part).all():
+            rounded = np.full_like(part, np.nan)
+        else:
+            most = np.abs(part).max()
+            scale = 2.0 ** np.clip(math.floor(math.log2(most)) - emax, -127, 127) if most else 2.0**-127
+            rounded = oracle64(part / scale / unit, half) * scale * unit
+        out[at[:-1]][at[-1] * block : (at[-1] + 1) * block] = rounded
+    return out
+
+
+def oracle64(x, values):
+    """Nearest of float64 values, even code of two."""
+    half = values[values >= 0]
+    above = np.clip(np.searchsorted(half, np.abs(x)), 1, len(half) - 1)
+    low, high = np.abs(x) - half[above - 1], half[above] - np.abs(x)
+    up = (low > high) | ((low == high) & (above % 2 == 0))
+    return np.where(up, half[above], half[above - 1]) * np.sign(x)
+
+
+HARD = [
+    normal(3, 4, 64) * 2.0 ** torch.arange(-30, 34),
+    torch.zeros(2, 32),
+    normal(2, 64) * 1e-38,
+    normal(2, 64) * 1e-44,
+    normal(2, 64).clamp(-3, 3) * 1e38,
+    normal(5, 32).index_fill(1, torch.tensor([3]), NAN),
+    torch.cat([normal(1, 32), torch.full((1, 32), INF)]),
+    2.0 ** torch.arange(-16, 16.0)[None],
+]
+
+
+@pytest.mark.parametrize("name", [n for n in BLOCKS if n != "nvfp4"])
+@pytest.mark.parametrize("case", range(len(HARD)))
+def test_blocks_are_those_of_the_specification(name, case):
+    format, x = FORMATS[name], HARD[case]
+    found = formats.fake_quantize(x, NINE, f"per_tensor|{name}", None)[0]
+    bare = Format.of(str(format).replace("mxint8", "symmetric8").replace("mxfp4", "e2m1").split("_")[-1])
+    assert np.array_equal(found.numpy(), mx_by_specification(x.numpy(), bare, 32), equal_nan=True)
+
+
+def test_the_last_block_may_be_shorter():
+    x = normal(3, 70)
+    found = formats.fake_quantize(x, NINE, "per_row|mxfp4:partial=1", None)[0]
+    assert np.array_equal(found.numpy(), mx_by_specification(x.numpy(), Format.minifloat(2, 1), 32))
+    for ops in (torch.ops.cpt, torch.ops.cpt_reference):
+        with pytest.raises(ValueError, match=r"blocks of 32 do not divide .*\(3, 70\); with partial=True"):
+            ops.fake_quantize(x, NINE, "per_row|mxfp4", None)
+        with pytest.raises(ValueError, match="blocks of 32 do not divide"):
+            ops.fake_quantize(x[0, 0], NINE, "per_tensor|mxfp4:partial=1", None)
+
+
+def nvfp4_by_numpy(x, block):
+    t = np.float32(np.abs(x).max()) / np.float32(6 * 448)
+    parts = x.reshape(-1, block)
+    most = np.abs(parts).max(1, keepdims=True) / np.float32(6) / t
+    s = np.minimum(most, np.float32(448)).astype(ml_dtypes.float8_e4m3fn).astype(np.float32) * t
+    with np.errstate(invalid="ignore", divide="ignore"):
+        ratio = np.clip(parts / s, -6, 6).astype(ml_dtypes.float4_e2m1fn).astype(np.float32)
+    return np.where(s == 0, 0, ratio * s).reshape(x.shape)
+
+
+@pytest.mark.parametrize("spread", [0, 1, 3])
+def test_nvfp4(spread):
+    x = normal(6, 5, 64) * 10.0 ** (spread * normal(6, 5, 4)).repeat_interleave(16, -1)
+    found = formats.fake_quantize(x, NINE, "per_row|nvfp4", None)[0]  # one float32 scale, whatever the role's ranges
+    expected = torch.from_numpy(nvfp4_by_numpy(x.numpy(), 16))
+    assert float((found - expected).abs().max()) <= float(x.abs().max()) * 1e-6
+    assert torch.equal(found, found.clone()) and bool((found != x).any())
+    own = formats.fake_quantize(x, NINE, "per_row|nvfp4:granularity=per_row", None)[0]
+    by_row = [formats.fake_quantize(row, NINE, "per_tensor|nvfp4", None)[0] for row in x.flatten(0, 1)]
+    assert torch.equal(own, torch.stack(by_row).view_as(x))
+
+
+finite = st.floats(-(2.0**100), 2.0**100, width=32)
+rows = st.lists(finite, min_size=32, max_size=32)
+named = st.sampled_from([n for n in FORMATS if n != "float32" and FORMATS[n].kind != "affine"])
+
+
+@settings(deadline=None, max_examples=150)
+@given(rows, named, st.integers(-20, 20))
+def test_rounding_is_idempotent_monotone_and_near(values, name, power):
+    x, format = torch.tensor(values), FORMATS[name]
+    grid = f"per_tensor|{name}"
+    y = formats.fake_quantize(x, NINE, grid, None)[0]
+    order = x.argsort()
+    if format.scale != "e4m3":  # blocks of nvfp4 have grids of their own inside one row
+        assert bool((y[order].diff() >= 0).all())
+    if format.scale == "e8m0":
+        assert torch.equal(y, -formats.fake_quantize(-x, NINE, grid, None)[0])
+        assert torch.equal(formats.fake_quantize(y, NINE, grid, None)[0], y)
+        small = float(x.abs().max()) < 1e-20  # scales end
+        scaled = formats.fake_quantize(x * 2.0**power, NINE, grid, None)[0]
+        assert small or torch.equal(scaled, y * 2.0**power)
+    if not format.block and format.bits <= 8:
+        plain = round_elements(x, None, format)
+        assert torch.equal(round_elements(plain, None, format), plain)
+
+
+@pytest.mark.parametrize("granularity", sorted(reference.GRANULARITIES))
+@pytest.mark.parametrize("name", ["e4m3", "symmetric4", "log2_4", "e2m1", "affine4:rounding=nearest"])
+def test_a_scale_brings_the_largest_of_a_range_to_the_largest_value(granularity, name):
+    x, format = normal(4, 5, 6), Format.of(name)
+    y, low, width = formats.fake_quantize(x, NINE, f"{granularity}|{name}", None)
+    assert all(torch.equal(a, b) for a, b in zip((low, width), reference.range_of(x, granularity), strict=True))
+    if format.kind == "affine":
+        expected = reference.fake_quantize(x, torch.tensor(15.0), granularity, None)[0]
+        clipped = torch.minimum(torch.maximum(expected, low), low + width)
+        assert torch.equal(y, expected if granularity != "per_sample_mean" else y)
+        assert torch.allclose(y, clipped)
+        return
+    s = torch.maximum(-low, low + width) / format.largest
+    assert torch.allclose(y, oracle(x / s, format) * s, rtol=1e-6)
+
+
+def test_a_range_of_zeros_or_of_tiny_numbers_is_rounded_all_the_same():
+    for name in ("e4m3", "symmetric8", "nvfp4", "mxfp4", "log2_3"):
+        grid = f"per_row|{name}"
+        assert formats.fake_quantize(torch.zeros(2, 32), NINE, grid, None)[0].abs().sum() == 0
+        assert bool(formats.fake_quantize(normal(2, 32) * 1e-44, NINE, grid, None)[0].isfinite().all())
+
+
+def test_not_a_number_spreads_over_its_range_alone():
+    for name in ("e4m3", "mxfp8_e4m3", "mxint8", "symmetric4"):
+        for bad in (NAN, INF, -INF):
+            x = normal(2, 32)
+            x[0, 7] = bad
+            y = formats.fake_quantize(x, NINE, f"per_row|{name}", None)[0]
+            assert bool(y[0].isnan().all()) and bool(y[1].isfinite().all())
+
+
+@pytest.mark.parametrize("name", ["e4m3", "e2m1", "symmetric3", "affine3", "mxfp4", "nvfp4", "mxfp8_e4m3"])
+@pytest.mark.parametrize("granularity", ["per_row", "per_tensor", "per_position", "per_channel"])
+def test_rms_is_never_worse(name, granularity):
+    x = normal(3, 4, 64)
+    error = {}
+    for clip in ("none", "rms"):
+        y = formats.fake_quantize(x, NINE, f"{granularity}|{name}:clipping={clip}:rounding=nearest", None)[0]
+        error[clip] = (y - x).square()
+    if FORMATS[name].block:
+        size = FORMATS[name].block
+        before, after = (error[c].view(-1, size).sum(-1) for c in ("none", "rms"))
+    else:
+        low = reference.range_of(x, granularity)[0]
+        before, after = (error[c].sum_to_size(low.shape) for c in ("none", "rms"))
+    assert bool((after <= before).all())
+    assert after.sum() < before.sum() * (0.99 if FORMATS[name].bits < 8 else 1.0001)
+
+
+def test_percentile():
+    x = torch.cat([torch.arange(1.0, 101), torch.tensor([1e4])])[torch.randperm(101)]
+    found = formats.fake_quantize(x, NINE, "per_tensor|symmetric8:clipping=percentile:percentile=99.0", None)[0]
+    assert float(found.max()) == pytest.approx(float(np.percentile(x.numpy(), 99)))
+    y = formats.fake_quantize(x, NINE, "per_tensor|affine8:clipping=percentile:percentile=90.0", None)[0]
+    assert [float(y.min()), float(y.max())] == pytest.approx([np.percentile(x, 10), np.percentile(x, 90)])
+    x = normal(5, 7, 40)
+    for granularity in reference.GRANULARITIES:
+        if granularity != "per_sample_mean":
+            y = formats.fake_quantize(x, NINE, f"{granularity}|symmetric8:clipping=percentile:percentile=75.0", None)[0]
+            axes = {"per_row": 2, "per_channel": (1, 2), "per_position": (0, 2), "per_tensor": None}[granularity]
+            most = np.abs(y.numpy()).max(axis=axes)
+            assert np.allclose(most, np.percentile(np.abs(x.numpy()), 75, axis=axes), rtol=1e-5)
