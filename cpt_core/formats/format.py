@@ -11,6 +11,7 @@ on a precision schedule. Nothing here computes on tensors: ``cpt_core.kernels.fo
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
@@ -208,7 +209,7 @@ class Format:
     @property
     def greatest_exponent(self) -> int:
         """Of the largest number."""
-        return int(np.floor(np.log2(self.largest)))
+        return math.frexp(self.largest)[1] - 1
 
     @property
     def largest(self) -> float:

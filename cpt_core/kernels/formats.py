@@ -27,7 +27,7 @@ its block, or of what shares its own range, NaN, so that loss scalers see it.
 from __future__ import annotations
 
 import math
-from functools import lru_cache, partial
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -48,11 +48,15 @@ def grid_of(granularity: str, format: Format) -> str:
     return granularity if format.plain_affine else f"{format.granularity or granularity}|{format}"
 
 
-@lru_cache(maxsize=1024)
 def parts_of(grid: str) -> tuple[str, Format | None]:
     """Return the granularity of a grid, and its format; None for the affine grid that ``levels`` tell of."""
-    granularity, _, name = grid.partition("|")
-    return granularity, Format.of(name) if name else None
+    if grid not in _parts:  # a dict: compilers do not follow a cached function
+        granularity, _, name = grid.partition("|")
+        _parts[grid] = granularity, Format.of(name) if name else None
+    return _parts[grid]
+
+
+_parts: dict[str, tuple[str, Format | None]] = {}
 
 
 def fake_quantize(x: Tensor, levels: Tensor, grid: str, key: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
@@ -118,9 +122,7 @@ def _scale(largest: Tensor, format: Format) -> Tensor:
     return (largest / format.largest).clamp_min(LEAST_SCALE)
 
 
-def _in_blocks(
-    x: Tensor, low: Tensor, width: Tensor, granularity: str, format: Format, key: Tensor | None
-) -> Tensor:
+def _in_blocks(x: Tensor, low: Tensor, width: Tensor, granularity: str, format: Format, key: Tensor | None) -> Tensor:
     check_blocks(x.shape, format)
     size = x.shape[-1]
     rows = functional.pad(x, (0, -size % format.block)) if format.partial else x
@@ -135,7 +137,7 @@ def _in_blocks(
             whole = whole.amax()
         whole = (whole / (format.largest * SCALE.largest)).clamp_min(LEAST_SCALE)
         if whole.dim():
-            whole = whole.expand(x.shape[:-1] + (1,)).expand(*x.shape[:-1], shape[-1] // format.block).reshape(-1, 1)
+            whole = whole.expand((*x.shape[:-1], 1)).expand(*x.shape[:-1], shape[-1] // format.block).reshape(-1, 1)
         scaled = partial(_two_scales, whole=whole, format=format)
     y = round_elements(rows, clipping.chosen(rows, largest, scaled, format), format, key)
     return y.reshape(shape)[..., :size]

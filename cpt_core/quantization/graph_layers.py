@@ -19,6 +19,7 @@ from cpt_core.quantization.graph_integer import ONE_RANGE, WHOLE, product_on_cod
 from cpt_core.quantization.layers import PASSES, QuantizedLayer, in_float32
 from cpt_core.quantization.precision import HALF, LayerPrecision
 from cpt_core.quantization.quantizers import Quantizer
+from cpt_core.schedules.schedule import Levels
 
 SUMS = ("aggregation", "aggregation error")  # over neighbours, and back
 
@@ -127,6 +128,12 @@ class _QuantGraph(QuantizedLayer):
         """With FP-Agg nothing quantises the sum over neighbours."""
         roles = super().roles(module, quantizers, aggregation)
         return {role: q for role, q in roles.items() if role != "aggregation" or aggregation == "quantized"}
+
+    @classmethod
+    def lengths(cls, module: Any) -> Levels:
+        """Features; what is added to the bias has those of the output."""
+        inside, out = int(getattr(module, "_in_feats", 0) or module._in_src_feats), int(module._out_feats)
+        return Levels((inside, out), (inside,), (out,), (out,))
 
     @property
     def products(self) -> tuple[str, ...]:

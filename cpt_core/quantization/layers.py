@@ -59,6 +59,7 @@ class QuantizedLayer:
         device = next((p.device for p in module.parameters()), None)
         precision = cls.PRECISION(roles, key, running_start).to(device)
         precision.execution, precision.splits, precision.sums = execution, cls.SPLITS, cls.SUMS
+        precision.lengths = cls.lengths(module)
         precision.ladders = Levels(*[ladder] * 4) if isinstance(ladder, FormatLadder) else ladder
         precision.train(module.training)
         module.__class__ = cls  # type: ignore[assignment]
@@ -70,6 +71,11 @@ class QuantizedLayer:
         """Return the quantiser of every role of the layer: those of its ``KIND``, and that of biases."""
         own = f"{cls.KIND}_"
         return {role.removeprefix(own): q for role, q in quantizers.items() if role.startswith(own) or role == "bias"}
+
+    @classmethod
+    def lengths(cls, module: nn.Module) -> Levels:
+        """Return the lengths that blocks of each role have to divide, as far as the module tells them."""
+        return Levels((), (), (), ())
 
     @classmethod
     def why_not(cls, module: nn.Module) -> str:
@@ -133,6 +139,12 @@ class _QuantConv(QuantizedLayer):
     SPLITS = True
     SUMS: ClassVar = {"input": 1, "weight": 1, "grad": 1}  # over channels (and places)
 
+    @classmethod
+    def lengths(cls, module: Any) -> Levels:
+        """Channels."""
+        inside, out = module.in_channels, module.out_channels
+        return Levels((inside,), (inside // module.groups,), (out,), (out,))
+
     def forward(self, x: Tensor) -> Tensor:
         """Convolve; shapes as in the module this was made from."""
         return in_float32(self.precision, x, self._convolve, x)
@@ -194,6 +206,11 @@ class QuantLinear(QuantizedLayer, nn.Linear):
     FLOAT = nn.Linear
     KIND = "linear"
     SPLITS = True
+
+    @classmethod
+    def lengths(cls, module: Any) -> Levels:
+        """Features."""
+        return Levels((module.in_features,), (module.in_features,), (module.out_features,), (module.out_features,))
 
     def forward(self, x: Tensor) -> Tensor:
         """Multiply; x (..., in_features), result (..., out_features)."""

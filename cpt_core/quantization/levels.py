@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any, Self
 
 import torch
@@ -29,6 +30,7 @@ class LevelState(RunningState):
         name: of the layer in the model that was converted, for messages.
         execution: see ``QuantConfig``.
         ladders: what a level is, for every role of ``Levels``.
+        lengths: of the dimensions over which products sum, for every role of ``Levels``: blocks must divide them.
         splits: whether the layer can quantise its gradient for each backward product by itself, and rotate operands.
         q_max: of the schedule that drives the layer.
         quantizers: the quantiser of every role, with the format of the level in force.
@@ -47,6 +49,7 @@ class LevelState(RunningState):
         self.execution = "simulated"
         self.ladders = Levels(AFFINE, AFFINE, AFFINE, AFFINE)
         self.splits = False
+        self.lengths = Levels((), (), (), ())
         self.q_max: int | None = None
         self.reuse = Reuse()
         self.given = self.quantizers
@@ -94,6 +97,8 @@ class LevelState(RunningState):
         """Return the quantisers with the formats of their roles; the paper's grids leave them as they are."""
         roles = {**dict.fromkeys(self.given, "activation"), **ON_LADDER}
         found = {role: quantizer.on(getattr(formats, roles[role])) for role, quantizer in self.given.items()}
+        if "bias" in found and formats.weight and formats.weight.block:  # a bias is no operand of a product
+            found["bias"] = self.given["bias"].on(replace(formats.weight, partial=True))
         if _apart(formats) and "grad" in found:
             found["weight_grad"] = self.given["grad"].on(formats.weight_gradient)
         return found
@@ -161,9 +166,16 @@ class LevelState(RunningState):
                 "convolution or attention, with one size; got "
                 + ", ".join(f"{size} for {role}" for role, size in zip(Levels._fields, sizes, strict=True))
             )
-        for role, format in formats._asdict().items():
-            rounding = format.rounding if format else None
-            if rounding == "stochastic" and role in ("activation", "weight"):
+        for role, format, lengths in zip(Levels._fields, formats, self.lengths, strict=True):
+            if format is None:
+                continue
+            block = max(format.hadamard, 0 if format.partial else format.block)
+            if uneven := [n for n in lengths if block and n % block]:
+                raise ValueError(
+                    f"{where}: blocks of {block} ({format} for {role}) do not divide its {uneven[0]} features; "
+                    "with partial=True the last block may be shorter, or leave the layer in float32"
+                )
+            if format.rounding == "stochastic" and role in ("activation", "weight"):
                 raise ValueError(
                     f"{where}: operands are rounded to nearest, gradients may be stochastically; got {format}"
                 )

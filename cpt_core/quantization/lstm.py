@@ -22,19 +22,21 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from contextlib import nullcontext
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence
 
-from cpt_core.kernels.formats import grid_of, parts_of, round_in_range
+from cpt_core.kernels.formats import grid_of
 from cpt_core.kernels.integer import LONGEST, QuantizedTensor
-from cpt_core.kernels.operators import fake_quantize, range_of, recurrence
+from cpt_core.kernels.operators import fake_quantize, range_of, recurrence, round_in_range
 from cpt_core.kernels.reference import Range
 from cpt_core.quantization.integer import linear_on_codes
 from cpt_core.quantization.integer_lstm import recurrence_on_codes
 from cpt_core.quantization.layers import PASSES, QuantizedLayer
 from cpt_core.quantization.quantizers import Quantizer, check_floating
+from cpt_core.schedules.schedule import Levels
 
 State = tuple[Tensor, Tensor]
 Steps = tuple[int, tuple[int, ...]]  # how many, and the sequences of each; nothing where all have the same
@@ -66,6 +68,13 @@ class QuantLSTM(QuantizedLayer, nn.LSTM):
     def why_not(cls, module: nn.Module) -> str:
         """A projection would be a third product, which nobody has said how to quantise."""
         return "it has a projection (proj_size)" if module.proj_size else ""
+
+    @classmethod
+    def lengths(cls, module: Any) -> Levels:
+        """Inputs of every layer, hidden states, gates."""
+        deeper = {module.hidden_size * (1 + module.bidirectional)} if module.num_layers > 1 else set()
+        inside = tuple(sorted({module.input_size, module.hidden_size} | deeper))
+        return Levels(inside, inside, (4 * module.hidden_size,), (4 * module.hidden_size,))
 
     @classmethod
     def roles(cls, module: nn.Module, quantizers: Mapping[str, Quantizer], aggregation: str) -> dict[str, Quantizer]:
@@ -202,10 +211,9 @@ class QuantLSTM(QuantizedLayer, nn.LSTM):
         if not p.quantizes or x.numel() == 0 or p.running_range(role) is not None:
             return p.operand(role, x)
         count, sizes = steps
-        granularity, format = parts_of(quantizer.granularity)
-        if not sizes and granularity == "per_tensor" and (self.training or not quantizer.running):
+        if not sizes and quantizer.ranges == "per_tensor" and (self.training or not quantizer.running):
             steps_apart = x.unflatten(0, (count, -1))  # a step is as a channel
-            grid = "per_channel" if format is None else grid_of("per_channel", format)
+            grid = "per_channel" if quantizer.format is None else grid_of("per_channel", quantizer.format)
             y, low, width = fake_quantize(steps_apart, p.levels, grid)
             self._track(cell, low.flatten(), width.flatten())
             return y.flatten(0, 1)
@@ -227,7 +235,7 @@ class QuantLSTM(QuantizedLayer, nn.LSTM):
         p, role = self.precision, f"input_{cell}"
         quantizer = p.quantizers[role]
         count, sizes = steps
-        if not sizes and parts_of(quantizer.granularity)[0] == "per_tensor":
+        if not sizes and quantizer.ranges == "per_tensor":
             found = range_of(x.unflatten(0, (count, -1)), "per_channel")
             of_steps = [r.flatten() for r in found]
             rows = [r.expand(count, len(x) // count, 1).reshape(-1, 1) for r in found]
@@ -252,7 +260,7 @@ class QuantLSTM(QuantizedLayer, nn.LSTM):
     def _gradient(self, y: Tensor, steps: Steps) -> Tensor:
         """Quantise the gradient of the input product, (N, 4 H), step by step."""
         p = self.precision
-        if parts_of(p.quantizers["grad"].granularity)[0] == "per_row":  # a row belongs to one step: all steps at once
+        if p.quantizers["grad"].ranges == "per_row":  # a row belongs to one step: all steps at once
             return p.gradient("grad", y)
         count, sizes = steps
         return torch.cat([p.gradient("grad", part) for part in y.split(sizes or len(y) // count)])

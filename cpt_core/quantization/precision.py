@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from cpt_core.formats.format import Format
-from cpt_core.kernels.formats import rotate
 from cpt_core.kernels.integer import QuantizedTensor, multiplies_codes
 from cpt_core.kernels.operators import fake_quantize
+from cpt_core.kernels.rotation import rotate
 from cpt_core.quantization.fake_quantize import quantize_gradient, round_gradient
 from cpt_core.quantization.levels import LevelState
 from cpt_core.quantization.quantizers import Quantizer, check_floating
@@ -121,7 +121,7 @@ class LayerPrecision(LevelState):
 
     def _rounded(self, role: str, quantizer: Quantizer, levels: Tensor, x: Tensor) -> Tensor:
         if quantizer.hadamard and role != "bias":
-            x = rotate(x, quantizer.hadamard)
+            x = rotate(x, quantizer.hadamard, self.key)
         if quantizer.running and not self.training:
             return quantizer.round_in(x, self.evaluated(role, x), levels)
         if role == "weight" and not quantizer.running and not torch.compiler.is_compiling():  # guarded on the bits

@@ -19,8 +19,8 @@ from torch import Tensor
 
 from cpt_core.checks import choose
 from cpt_core.formats.format import Format
-from cpt_core.kernels.formats import grid_of, parts_of, round_in_range
-from cpt_core.kernels.operators import range_of, round_to_grid
+from cpt_core.kernels.formats import grid_of, parts_of
+from cpt_core.kernels.operators import range_of, round_in_range
 from cpt_core.kernels.reference import GRANULARITIES, Range, clips
 
 IDENTITY_BITS = 24  # float32 has 24 significant bits: from here on quantisation changes nothing worth simulating
@@ -36,6 +36,7 @@ class Quantizer:
         running: keep a running range during training and use it in evaluation.
 
     Attributes:
+        ranges: the granularity without the format.
         format: the format, None for the paper's grids.
         hadamard: size of the rotation of the operands, 0 for none.
         along_sum: whether it works along the dimension over which a product sums, as blocks and rotations do.
@@ -44,19 +45,21 @@ class Quantizer:
     granularity: str
     rounding: str = "nearest"
     running: bool = False
+    ranges: str = field(init=False, repr=False, compare=False)
     format: Format | None = field(init=False, repr=False, compare=False)
     hadamard: int = field(init=False, repr=False, compare=False)
     along_sum: bool = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         """Check the names."""
-        granularity, format = parts_of(self.granularity)
+        ranges, format = parts_of(self.granularity)
+        object.__setattr__(self, "ranges", ranges)
         object.__setattr__(self, "format", format)  # read here: compilers do not follow the reading
         object.__setattr__(self, "hadamard", format.hadamard if format else 0)
         object.__setattr__(self, "along_sum", format is not None and bool(format.block or format.hadamard))
-        choose("granularity", granularity, GRANULARITIES)
+        choose("granularity", ranges, GRANULARITIES)
         choose("rounding", self.rounding, ("nearest", "stochastic"))
-        if self.running and granularity != "per_tensor":
+        if self.running and ranges != "per_tensor":
             raise ValueError(f"a running range needs granularity 'per_tensor', got {self.granularity!r}")
 
     def on(self, format: Format | None) -> Quantizer:
@@ -68,8 +71,6 @@ class Quantizer:
 
     def round_in(self, x: Tensor, range: Range, levels: Tensor) -> Tensor:
         """Round a tensor in a given range, to nearest; what is outside goes to its ends."""
-        if self.format is None:
-            return round_to_grid(x, *range, levels, None, True)
         return round_in_range(x, *range, levels, self.granularity, None, True)
 
     def range_of(self, x: Tensor) -> Range:

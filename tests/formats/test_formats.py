@@ -147,7 +147,9 @@ def test_ladders_come_back_from_their_description(formats):
     assert all(filled[level] == ladder[level] for level in ladder.levels)
 
 
-@pytest.mark.parametrize("bad", [{}, {0: "e4m3"}, {33: "e4m3"}, {1.5: "e4m3"}, {True: "e4m3"}, {4: "e9"}, ["e4m3"], None])
+@pytest.mark.parametrize(
+    "bad", [{}, {0: "e4m3"}, {33: "e4m3"}, {1.5: "e4m3"}, {True: "e4m3"}, {4: "e9"}, ["e4m3"], None]
+)
 def test_bad_ladders_are_refused(bad):
     with pytest.raises(ValueError, match=r"ladder is a mapping|level|unknown format"):
         FormatLadder(bad)

@@ -89,7 +89,9 @@ def test_casts_of_torch_round_alike(name, dtype):
 @pytest.mark.parametrize("name", ["bf16", "fp16", "e8m10", "e5m21", "e8m22", "e5m23", "e8m7:saturate=0"])
 def test_wide_formats_round_by_their_steps(name):
     format = Format.of(name)
-    x = torch.cat([normal(4000) * 2.0 ** torch.arange(-140, 60).repeat(20), torch.tensor([3.4e38, -3.4e38, 0.0, 65520])])
+    x = torch.cat(
+        [normal(4000) * 2.0 ** torch.arange(-140, 60).repeat(20), torch.tensor([3.4e38, -3.4e38, 0.0, 65520])]
+    )
     e = torch.frexp(x.double()).exponent - 1
     step = 2.0 ** (e.clamp(min=format.least_exponent).double() - format.mantissa)
     expected = (x.double() / step).round() * step
@@ -121,7 +123,9 @@ def test_what_is_not_finite_is_never_hidden(name):
 def test_overflow_instead_of_saturation(name):
     format = Format.of(f"{name}:saturate=0")
     half = format.values()[-1] - format.values()[-2]
-    found = round_elements(torch.tensor([format.largest, format.largest + half * 0.4, format.largest * 4]), None, format)
+    found = round_elements(
+        torch.tensor([format.largest, format.largest + half * 0.4, format.largest * 4]), None, format
+    )
     assert found[:2].tolist() == [format.largest] * 2
     assert found[2] == INF if format.specials == "infinity" else found[2].isnan()
 

@@ -1,0 +1,324 @@
+"""Levels of schedules as number formats, and roles with schedules of their own, in layers that train."""
+
+import pytest
+import torch
+from torch import nn
+
+import cpt_core as cpt
+from cpt_core.formats.ladder import AFFINE, LADDERS
+from cpt_core.kernels.operators import fake_quantize
+from cpt_core.kernels.rotation import rotate
+from cpt_core.quantization.convert import layer_precisions
+from cpt_core.schedules.schedule import Levels, StaticSchedule, TableSchedule
+
+LADDER = cpt.FormatLadder({3: "mxfp4", 4: "nvfp4", 6: "e3m2", 8: "e4m3"})
+NINE = torch.tensor(9.0)
+CYCLE = TableSchedule(((3, 1), (4, 1), (6, 1), (8, 1)))
+GRAPH = cpt.Graph.from_edges(torch.tensor([0, 1, 2, 3]), torch.tensor([1, 2, 3, 0]), 4)
+
+
+class OnGraph(nn.Module):
+    def __init__(self, kind):
+        super().__init__()
+        self.layer = kind(32, 64)
+
+    def forward(self, x):
+        return self.layer(GRAPH, x)
+
+
+def made(kind):
+    torch.manual_seed(0)
+    return {
+        "linear": lambda: (nn.Linear(32, 64), torch.randn(4, 32)),
+        "sequence": lambda: (nn.Linear(32, 64), torch.randn(4, 3, 32)),
+        "convolution": lambda: (nn.Conv2d(32, 64, 3), torch.randn(2, 32, 6, 6)),
+        "lstm": lambda: (nn.LSTM(32, 32), torch.randn(5, 4, 32)),
+        "gcn": lambda: (OnGraph(cpt.GraphConv), torch.randn(4, 32)),
+        "sage": lambda: (OnGraph(cpt.SAGEConv), torch.randn(4, 32)),
+    }[kind]()
+
+
+KINDS = ("linear", "sequence", "convolution", "lstm", "gcn", "sage")
+
+
+def output(model, x):
+    y = model(x)
+    return y[0] if isinstance(y, tuple) else y
+
+
+def trained(model, x, schedule, steps=4):
+    """Losses and the last gradients of a training over a schedule."""
+    model = nn.Sequential(model)
+    scheduler = cpt.PrecisionScheduler(model, schedule)
+    optimizer, losses = torch.optim.SGD(model.parameters(), 0.1), []
+    for step in range(steps):
+        optimizer.zero_grad()
+        loss = output(model, x).square().mean()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.detach())
+        if step < steps - 1:
+            scheduler.step()
+    return torch.stack(losses), [p.grad for p in model.parameters()]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("aggregation", ["fp", "quantized"])
+def test_the_papers_ladder_written_out_is_the_paper(kind, aggregation):
+    written = cpt.FormatLadder({q: f"affine{q}" for q in range(1, 9)})
+    results = []
+    for ladder in (None, written, {"activation": None, "weight": written, "gradient": AFFINE}):
+        model, x = made(kind)
+        config = cpt.QuantConfig(ladder=ladder, aggregation=aggregation)
+        results.append(trained(cpt.quantize_(nn.Sequential(model), config), x, CYCLE))
+    for losses, gradients in results[1:]:
+        assert torch.equal(losses, results[0][0])
+        assert all(map(torch.equal, gradients, results[0][1]))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_layer_trains_and_is_evaluated_on_a_ladder(kind):
+    model, x = made(kind)
+    losses, gradients = trained(cpt.quantize_(nn.Sequential(model), cpt.QuantConfig(ladder=LADDER)), x, CYCLE)
+    model_, x = made(kind)
+    plain, _ = trained(cpt.quantize_(nn.Sequential(model_)), x, CYCLE)
+    assert losses.isfinite().all()
+    assert all(g.isfinite().all() for g in gradients)
+    assert not torch.equal(losses, plain)
+    model.eval()
+    assert output(model, x).isfinite().all()
+
+
+def test_a_linear_layer_multiplies_what_the_formats_make_of_its_operands():
+    model, x = made("linear")
+    cpt.quantize_(nn.Sequential(model), cpt.QuantConfig(ladder=LADDER))
+    x.requires_grad_()
+    for level, format in ((3, "mxfp4"), (4, "nvfp4"), (6, "e3m2"), (8, "e4m3")):
+        x.grad = None
+        model.precision.set_bits(level, None)
+        y = model(x)
+        of_input = fake_quantize(x.detach(), NINE, f"per_tensor|{format}")[0]
+        of_weight = fake_quantize(model.weight.detach(), NINE, f"per_row|{format}")[0]
+        bias = f"per_tensor|{format}:partial=1" if "mx" in format else f"per_tensor|{format}"
+        of_bias = fake_quantize(model.bias.detach(), NINE, bias)[0]
+        assert torch.equal(y, nn.functional.linear(of_input, of_weight, of_bias))
+        y.sum().backward()
+        assert torch.equal(x.grad, torch.ones_like(y) @ of_weight)  # straight through
+
+
+def test_blocks_of_convolutions_lie_along_the_channels():
+    model, x = made("convolution")
+    cpt.quantize_(nn.Sequential(model), cpt.QuantConfig(ladder={8: "mxfp4"}))
+    model.precision.set_bits(8, None)
+    by_channels = fake_quantize(x.movedim(1, -1).contiguous(), NINE, "per_tensor|mxfp4")[0].movedim(-1, 1)
+    weight = fake_quantize(model.weight.detach().movedim(1, -1), NINE, "per_channel|mxfp4")[0].movedim(-1, 1)
+    expected = nn.functional.conv2d(by_channels, weight)
+    bias = fake_quantize(model.bias.detach(), NINE, "per_tensor|mxfp4")[0]
+    assert torch.allclose(model(x), expected + bias[:, None, None], atol=1e-5)
+
+
+def test_gradients_have_the_format_of_their_level():
+    model, x = made("linear")
+    cpt.quantize_(nn.Sequential(model), cpt.QuantConfig(ladder=LADDER).with_gradient_rounding("nearest"))
+    model.precision.set_bits(None, 3)
+    gradient = torch.randn(4, 64)
+    x.requires_grad_()
+    model(x).backward(gradient)
+    rounded = fake_quantize(gradient, NINE, "per_position|mxfp4")[0]
+    assert torch.allclose(x.grad, rounded @ model.weight.detach(), atol=1e-6)
+    assert torch.allclose(model.weight.grad, rounded.t() @ x.detach(), atol=1e-6)
+
+
+@pytest.mark.parametrize("kind", ["linear", "sequence", "convolution"])
+def test_both_backward_products_have_a_precision_of_their_own(kind):
+    results = {}
+    for name, levels in {
+        "error": Levels(None, None, 3, None),
+        "weight": Levels(None, None, None, 3),
+        "both": Levels(None, None, 3, 3),
+        "none": Levels(None, None, None, None),
+    }.items():
+        model, x = made(kind)
+        cpt.quantize_(nn.Sequential(model), cpt.QuantConfig().with_gradient_rounding("nearest"))
+        model.precision.set_levels(levels)
+        x.requires_grad_()
+        y = model(x)
+        gradients = torch.autograd.grad(y, [x, model.weight, model.bias], torch.linspace(-1, 2, y.numel()).view_as(y))
+        results[name] = [y.detach(), *gradients]
+    none, both = results["none"], results["both"]
+    assert not torch.equal(both[1], none[1])
+    assert not torch.equal(both[2], none[2])
+    for name, (of_input, of_weight) in {"error": (both, none), "weight": (none, both)}.items():
+        y, dx, dw, db = results[name]
+        assert torch.equal(y, none[0])
+        assert torch.allclose(dx, of_input[1], atol=1e-6)
+        assert torch.allclose(dw, of_weight[2], atol=1e-5)
+        assert torch.allclose(db, of_weight[3], atol=1e-5)
+
+
+def test_stochastic_gradients_apart_draw_noise_of_their_own():
+    model, x = made("linear")
+    cpt.quantize_(nn.Sequential(model))
+    model.precision.set_levels(Levels(8, 8, 3, 4))
+    before = int(model.precision.noise_key)
+    model(x.requires_grad_()).sum().backward()
+    assert int(model.precision.noise_key) == before + 2
+
+
+def test_a_rotation_of_both_operands_leaves_the_product_alone():
+    model, x = made("sequence")
+    plain = nn.functional.linear(x, model.weight, model.bias)
+    ladder = cpt.FormatLadder({8: cpt.Format.affine(20, hadamard=16)})
+    cpt.quantize_(
+        nn.Sequential(model), cpt.QuantConfig(ladder={"activation": ladder, "weight": ladder, "gradient": None})
+    )
+    model.precision.set_bits(8, None)
+    x.requires_grad_()
+    y = model(x)
+    assert torch.allclose(y, plain, atol=1e-4)
+    gradient = torch.randn_like(y)
+    dx, dw = torch.autograd.grad(y, [x, model.weight], gradient)
+    assert torch.allclose(dx, gradient @ model.weight, atol=1e-4)
+    assert torch.allclose(dw, gradient.flatten(0, 1).t() @ x.detach().flatten(0, 1), atol=1e-3)
+
+
+def test_a_rotation_spreads_an_outlier_over_its_block():
+    model, x = made("linear")
+    x[:, 0] = 100.0
+    errors = []
+    for hadamard in (0, 32):
+        model, _ = made("linear")
+        ladder = {4: cpt.Format.affine(4, hadamard=hadamard)}
+        cpt.quantize_(
+            nn.Sequential(model), cpt.QuantConfig(ladder={"activation": ladder, "weight": ladder, "gradient": None})
+        )
+        model.precision.set_bits(4, None)
+        found = model.precision.operand("input", x)
+        back = rotate(found, 32, model.precision.key, inverse=True) if hadamard else found
+        errors.append(float((back - x)[:, 1:].square().mean()))
+    assert errors[1] < errors[0]
+
+
+def test_roles_have_schedules_of_their_own():
+    model, x = made("linear")
+    cpt.quantize_(nn.Sequential(model))
+    roles = cpt.RoleSchedules(weight=CYCLE, activation=8, error=6, weight_gradient="float32")
+    scheduler = cpt.PrecisionScheduler(nn.Sequential(model), roles)
+    seen = []
+    for step in range(4):
+        seen.append(model.precision.in_force)
+        if step < 3:
+            scheduler.step()
+    assert seen == [(8, q, 6, 32) for q in (3, 4, 6, 8)]
+    twin, _ = made("linear")
+    cpt.quantize_(nn.Sequential(twin))
+    other = cpt.PrecisionScheduler(nn.Sequential(twin), roles)
+    other.load_state_dict(scheduler.state_dict())
+    assert twin.precision.in_force == model.precision.in_force
+    with cpt.precision(model, bits=2):
+        assert model.precision.in_force == (2, 2, 6, 32)
+    assert model.precision.in_force == (8, 8, 6, 32)
+    assert model(x).isfinite().all()
+
+
+def test_one_schedule_is_that_schedule_for_every_role():
+    results = []
+    for schedule in (CYCLE, cpt.RoleSchedules(weight=CYCLE, activation=CYCLE, gradient=8)):
+        model, x = made("convolution")
+        results.append(trained(cpt.quantize_(nn.Sequential(model)), x, schedule))
+    assert torch.equal(results[0][0], results[1][0])
+
+
+def test_a_float_phase_quantises_nothing():
+    model, x = made("linear")
+    plain, _ = made("linear")
+    schedule = cpt.make_schedule("CR", q_min=3, q_max=8, total_steps=40, n_cycles=1, delay=0.1, delay_at="float32")
+    cpt.quantize_(nn.Sequential(model))
+    scheduler = cpt.PrecisionScheduler(nn.Sequential(model), schedule)
+    for own, weight in ((model, model.weight), (plain, plain.weight)):
+        own(x).square().sum().backward()
+        assert weight.grad is not None
+    assert torch.equal(model.weight.grad, plain.weight.grad)
+    for _ in range(4):
+        scheduler.step()
+    assert model.precision.in_force == (3, 3, 8, 8)
+
+
+@pytest.mark.parametrize(
+    ("config", "schedule", "said"),
+    [
+        ({"ladder": {3: "mxfp4", 8: "e4m3"}}, TableSchedule(((3, 1), (5, 1), (8, 1))), "hole at level 5"),
+        (
+            {"ladder": {8: cpt.Format.mx("e2m1", block=24)}},
+            StaticSchedule(8, 4),
+            "blocks of 24 .* '0'.* 32 features|'0'",
+        ),
+        ({"ladder": {8: "e4m3:rounding=stochastic"}}, StaticSchedule(8, 4), "operands are rounded to nearest"),
+        ({"ladder": {8: "affine8:hadamard=16"}}, StaticSchedule(8, 4), "one size; got 16 for activation"),
+    ],
+)
+def test_what_a_layer_cannot_take_is_refused_before_training(config, schedule, said):
+    model, _ = made("linear")
+    model = nn.Sequential(model)
+    cpt.quantize_(model, cpt.QuantConfig(**config))
+    with pytest.raises(ValueError, match=said):
+        cpt.PrecisionScheduler(model, schedule)
+    assert model[0].precision.in_force is None
+
+
+@pytest.mark.parametrize("kind", ["lstm", "gcn", "sage"])
+def test_layers_with_one_gradient_say_so(kind):
+    model, _ = made(kind)
+    model = cpt.quantize_(nn.Sequential(model))
+    with pytest.raises(ValueError, match="once for both backward products"):
+        cpt.PrecisionScheduler(model, cpt.RoleSchedules(weight=CYCLE, activation=8, error=8, weight_gradient=4))
+
+
+@pytest.mark.parametrize(
+    ("ladder", "said"),
+    [
+        ({"weight": None}, "roles missing: activation, error, weight_gradient"),
+        ({"weights": None}, "unknown role 'weights'"),
+        ({"weight": None, "activation": None, "gradient": None, "error": None}, "not both"),
+        ({3: "e9m9"}, "unknown format|minifloats"),
+        ({}, "at least one level"),
+        ("e4m3", "a ladder is a mapping"),
+    ],
+)
+def test_bad_ladders_of_a_configuration_are_refused(ladder, said):
+    with pytest.raises(ValueError, match=said):
+        cpt.QuantConfig(ladder=ladder)
+
+
+def test_compiled_models_follow_a_ladder():
+    model, x = made("linear")
+    model = cpt.quantize_(nn.Sequential(model), cpt.QuantConfig(ladder=LADDERS["minifloat"]))
+    compiled = torch.compile(model, backend="aot_eager")
+    for mode in (True, False):
+        model.train(mode)
+        for level in (4, 6, 8):
+            with cpt.precision(model, bits=level):
+                assert torch.equal(compiled(x), model(x)), (mode, level)
+
+
+def test_products_on_codes_are_those_of_the_affine_levels_alone():
+    model, x = made("linear")
+    config = cpt.QuantConfig(ladder={4: "e2m1", 8: "affine8"}, execution="integer")
+    cpt.quantize_(nn.Sequential(model), config)
+    precision = next(iter(layer_precisions(nn.Sequential(model)).values()))
+    precision.set_bits(8, 8)
+    assert precision.on_codes(x)
+    precision.set_bits(4, 8)
+    assert not precision.on_codes(x)
+
+
+def test_two_affine_widths_multiply_on_codes_as_simulated():
+    results = []
+    for execution in ("simulated", "integer"):
+        model, x = made("linear")
+        cpt.quantize_(nn.Sequential(model), cpt.QuantConfig(execution=execution).with_gradient_rounding("nearest"))
+        model.precision.set_levels(Levels(8, 3, 6, 6))
+        x.requires_grad_()
+        results.append([model(x), *torch.autograd.grad(model(x).square().sum(), [x, model.weight])])
+    for a, b in zip(*results, strict=True):
+        assert torch.allclose(a, b, rtol=1e-4, atol=1e-4)
