@@ -247,7 +247,7 @@ def claims(
 
     After them come the preregistered questions, as far as they are answered.
     """
-    from cpt_core.analysis.answers import answers
+    from cpt_core.analysis import answers, other_formats
     from cpt_core.analysis.claims import judged
     from cpt_core.analysis.report import all_stores
     from cpt_core.analysis.runs import load
@@ -259,7 +259,7 @@ def claims(
         typer.echo(f"  paper scale: {at_paper}\n  smaller scales: {smaller}\n  rule of {entry.rule()}")
         for line in entry.evidence() if evidence else []:
             typer.echo(f"    {line}")
-    for a in answers(runs):
+    for a in (*answers.answers(runs), *other_formats.answers(runs)):
         typer.echo(f"{a.question}: {a.asks} (PREREGISTRATION.md)\n  {a.word}")
         for effect in (*a.primary, *a.secondary) if evidence else ():
             typer.echo(f"    {effect}")

@@ -24,7 +24,7 @@ ROOMS = {
     "quantization": ("schedules", "graphs", "kernels"),
     "bitops": ("quantization",),
     "integrations": ("bitops",),
-    "experiments": ("schedules", "paths"),
+    "experiments": ("schedules", "formats", "paths"),
     "models": ("graphs",),
     "data": ("experiments", "graphs", "machine"),
     "tasks": ("data", "models"),

@@ -18,6 +18,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
 from cpt_core.analysis.estimates import Estimate, holm
+from cpt_core.analysis.estimates import quality as quality_of
 from cpt_core.analysis.metrics import interval_text
 from cpt_core.analysis.pages import Section
 from cpt_core.analysis.style import COLORS, drawing
@@ -81,7 +82,7 @@ class _Arms:
 
 def _arms(case: str, known: pd.DataFrame) -> _Arms | str:
     """Collect the runs of a case; where some are missing, say so."""
-    specs = allocated(case)
+    specs, c = allocated(case), CASES[case]
     there = sum(spec.key in known.index for spec in specs)
     if there < len(specs):
         return f"open: {there} of {len(specs)} runs"
@@ -89,13 +90,13 @@ def _arms(case: str, known: pd.DataFrame) -> _Arms | str:
     parts = {str(arm): part for arm, part in rows.groupby("name", sort=False)}
 
     def quality(column: str) -> dict[str, Array]:
-        return {arm: _quality(part, column, case) for arm, part in parts.items()}
+        return {arm: quality_of(part, c.task, c.outputs, column) for arm, part in parts.items()}
 
     return _Arms(
         "%" if CASES[case].task == "language_model" else "points", quality(""), quality("_current"),
         {arm: int((part["status"] != "ok").sum()) for arm, part in parts.items()},
         dict(zip(rows["name"], [spec.schedule for spec in specs], strict=True)),
-        {c: {arm: float(part[c].mean()) for arm, part in parts.items()} for c in ("bitops", "bitops_per_op")},
+        {name: {arm: float(part[name].mean()) for arm, part in parts.items()} for name in ("bitops", "bitops_per_op")},
     )  # fmt: skip
 
 
@@ -148,14 +149,6 @@ def secondary(runs: pd.DataFrame) -> pd.DataFrame:
             shown = f"{stored(case).agreement(over):+.2f}"
             lines.append((case, f"rank correlation over {over}: measured w, and estimated from gradients", shown))
     return pd.DataFrame(lines, columns=["task", "effect", "mean [95 %]"])
-
-
-def _quality(rows: pd.DataFrame, column: str, case: str) -> Array:
-    """Points of accuracy, or 100 times minus the logarithm of the perplexity; chance where a run was lost."""
-    perplexity, outputs = CASES[case].task == "language_model", CASES[case].outputs
-    values = rows[("perplexity" if perplexity else "accuracy") + column].to_numpy(dtype=float)
-    values = np.where(rows["status"] == "ok", values, outputs if perplexity else 1 / outputs)
-    return -100 * np.log(values) if perplexity else 100 * values
 
 
 def _bits(schedule: Schedule) -> set[tuple[int, ...]]:

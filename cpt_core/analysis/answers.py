@@ -83,10 +83,11 @@ def answers(runs: pd.DataFrame) -> list[Answer]:
         frames = [_frame(part, known) for part in specs.values()]
         found.append(replace(q.answer(q, *frames), lost=sum(int(f["lost"].sum()) for f in frames)))
     adjusted = holm([a.p for a in found])
-    return [_worded(a, p) for a, p in zip(found, adjusted, strict=True)]
+    return [worded(a, p) for a, p in zip(found, adjusted, strict=True)]
 
 
-def _worded(answer: Answer, adjusted: float) -> Answer:
+def worded(answer: Answer, adjusted: float) -> Answer:
+    """Return an answer with its p-value after Holm's correction, and the word that follows from it."""
     if not answer.primary:
         return answer
     stands, otherwise = answer.words
@@ -200,7 +201,7 @@ def _static(q: Question, *frames: pd.DataFrame) -> Answer:
             for values, where in ((at_top[arm], "8 bits"), (at_own[arm], "its own bits")):
                 secondary.append(Estimate(f"{name} at {where}", unit, (schedule - values).to_numpy()))
     p = float(np.max([effect.p(effect.margin, "below") for effect in primary]))
-    wins, loses = (_standing(primary, side, 0.025) for side in ("above", "below"))
+    wins, loses = (standing(primary, side, 0.025) for side in ("above", "below"))
     word = f"a schedule wins in {len(wins)} of {len(primary)} ({'; '.join(wins)})" if wins else ""
     alike = [effect.what for effect in primary if effect.small]
     more = [f"static is better in {len(loses)} of {len(primary)}", f"alike within the margin in {len(alike)}"]
@@ -209,8 +210,8 @@ def _static(q: Question, *frames: pd.DataFrame) -> Answer:
     return Answer(q.name, q.asks, tuple(primary), p, (stands, word), tuple(secondary))
 
 
-def _standing(effects: Sequence[Estimate], side: str, level: float) -> list[str]:
-    """The effects that lie on one side of 0, with Holm's correction over all of them."""
+def standing(effects: Sequence[Estimate], side: str, level: float) -> list[str]:
+    """Return the effects that lie on one side of 0, with Holm's correction over all of them."""
     adjusted = holm([effect.p(0.0, side) for effect in effects])
     return [effect.what for effect, p in zip(effects, adjusted, strict=True) if p < level]
 

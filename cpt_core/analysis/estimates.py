@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
+import pandas as pd
 from scipy import stats
 
 from cpt_core.analysis.metrics import interval_text
@@ -61,6 +62,21 @@ class Estimate:
         """Return it in words."""
         shown = interval_text(self.mean, *self.interval())
         return f"{self.what}: {shown} {self.unit}, n = {len(self.values)}, p = {self.p():.2g}"
+
+
+def quality(rows: pd.DataFrame, task: str, outputs: int, column: str = "") -> np.ndarray:
+    """Return points of accuracy, or 100 times minus the logarithm of the perplexity; chance where a run was lost.
+
+    Args:
+        rows: runs of one task.
+        task: "language_model" has a perplexity.
+        outputs: classes or words.
+        column: what follows the name of the metric, such as "_current".
+    """
+    perplexity = task == "language_model"
+    values = rows[("perplexity" if perplexity else "accuracy") + column].to_numpy(dtype=float)
+    values = np.where(rows["status"] == "ok", values, outputs if perplexity else 1 / outputs)
+    return -100 * np.log(values) if perplexity else 100 * values
 
 
 def holm(p: Sequence[float]) -> list[float]:

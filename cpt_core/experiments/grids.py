@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from cpt_core.checks import offer
-from cpt_core.experiments import allocation, questions
+from cpt_core.experiments import allocation, other_formats, questions
 from cpt_core.experiments.designs import (
     aggregation,
     cycles,
@@ -112,8 +112,15 @@ GRIDS: dict[str, Grid] = dict(
 )
 
 
+_ASKED: dict[str, tuple[Callable[..., list[RunSpec]], str]] = {
+    **questions.GRIDS,
+    **allocation.GRIDS,
+    **other_formats.GRIDS,
+}
+
+
 def _question(name: str) -> Grid:
-    make, about = {**questions.GRIDS, **allocation.GRIDS}[name]
+    make, about = _ASKED[name]
     question = name.split("/")[0]
     return Grid(question, f"PREREGISTRATION.md, {question.upper()}: {about}", lambda scale, **c: make(**c), ("demo",))
 
@@ -130,7 +137,7 @@ def _execution_grid(model: str) -> Grid:
 # Questions beyond the paper, those of PREREGISTRATION.md and how products are computed; a name or "h1" finds them.
 # Lists of what the paper needs leave them out, and their runs are pooled with no others.
 QUESTIONS: dict[str, Grid] = {
-    **{name: _question(name) for name in (*questions.GRIDS, *allocation.GRIDS)},
+    **{name: _question(name) for name in _ASKED},
     **{f"execution/{model}": _execution_grid(model) for model in _EXECUTED},
 }
 

@@ -10,7 +10,8 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any
 
-from cpt_core.checks import offer
+from cpt_core.checks import choose, offer
+from cpt_core.formats.ladder import LADDERS
 
 SCALES = ("smoke", "demo", "paper")
 PRESETS = ("ours", "authors")
@@ -48,6 +49,8 @@ class Recipe:
         execution: "simulated", products in float32; or "integer", on codes, where they have an integer form. No "auto":
             a run has to say what it did.
         shared_steps: one range per tensor instead of one per row, channel or position, see ``QuantConfig``.
+        ladder: what the levels of the schedule are, a key of ``formats.ladder.LADDERS``; "affine" is the paper's, where
+            level q is q bits.
         seeds: seeds of a full grid at this scale; no part of a single run.
 
     The paper has float32 only: nothing of the arithmetic is changed in its settings.
@@ -73,6 +76,7 @@ class Recipe:
     channels_last: bool = field(default=False, metadata=LATER)
     execution: str = field(default="simulated", metadata=LATER)
     shared_steps: bool = field(default=False, metadata=LATER)
+    ladder: str = field(default="affine", metadata=LATER)
     seeds: tuple[int, ...] = field(default=(0, 1, 2), compare=False)
 
     def __post_init__(self) -> None:
@@ -81,6 +85,7 @@ class Recipe:
             raise ValueError(f"autocast must be 'bfloat16', or '' for none, got {self.autocast!r}")
         if self.execution not in EXECUTIONS:
             raise ValueError(f"execution must be {' or '.join(map(repr, EXECUTIONS))}, got {self.execution!r}")
+        choose("ladder", self.ladder, LADDERS)
         for name in ("tf32", "channels_last", "shared_steps"):
             if not isinstance(value := getattr(self, name), bool):
                 raise ValueError(f"{name} must be true or false, got {value!r}")

@@ -118,8 +118,11 @@ def ladder_of(value: FormatLadder | Mapping[int, Format | str] | None) -> Format
 AFFINE = FormatLadder(
     {q: Format.affine(q) if q <= MOST_AFFINE else FORMATS["float32"] for q in range(1, MOST_LEVEL + 1)}
 )
+# Those of recipes: keys of specs. Blocks of the second may be shorter at the end of a row, so that any layer has them.
 LADDERS: Mapping[str, FormatLadder] = {
     "affine": AFFINE,
     "minifloat": FormatLadder({4: "e2m1", 5: "e2m2", 6: "e3m2", 7: "e3m3", 8: "e4m3"}),
-    "mx": FormatLadder({1: "mxfp4", 2: "mxfp6_e2m3", 3: "mxfp8_e4m3", 4: "bf16"}),
+    "mx": FormatLadder(
+        {1: "mxfp4:partial=1", 2: "mxfp6_e2m3:partial=1", 3: "mxfp8_e4m3:partial=1", 4: "bf16"},
+    ),
 }

@@ -15,6 +15,7 @@ from tqdm.auto import tqdm
 from cpt_core.checks import choose
 from cpt_core.experiments.grids import find_grids
 from cpt_core.experiments.spec import RunSpec
+from cpt_core.formats.ladder import LADDERS
 from cpt_core.schedules import cost
 from cpt_core.sweeps import stores
 from cpt_core.sweeps.calibration import measure
@@ -95,8 +96,9 @@ def _price(specs: list[RunSpec], missing: list[RunSpec], rows: list[stores.Row],
     wanted = {spec.key for spec in missing}
     bitops, seconds, curves = 0.0, 0.0, 0.0
     for spec in specs:
-        static = cost.total_bitops(found.macs, [spec.q_max] * spec.recipe.steps, spec.q_grad)
-        bitops += static * spec.schedule.relative_cost(spec.q_grad, spec.q_max)
+        bits = LADDERS[spec.recipe.ladder].bits
+        static = cost.total_bitops(found.macs, [bits(spec.q_max)] * spec.recipe.steps, bits(spec.q_grad))
+        bitops += static * spec.relative_cost
         if spec.key in wanted:
             seconds += _seconds(spec, rows, device) or found.seconds_per_step * spec.recipe.steps
             curves += CURVE_BYTES * spec.recipe.steps + RUN_BYTES

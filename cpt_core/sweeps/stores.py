@@ -261,8 +261,8 @@ def describe(spec: RunSpec) -> Row:
         "schema": SCHEMA_VERSION,
         "key": spec.key,
         "spec": spec.to_dict(),
-        "relative_cost": spec.schedule.relative_cost(spec.q_grad, spec.q_max),
-        "noise_exposure": spec.schedule.noise_exposure(spec.q_max),
+        "relative_cost": spec.relative_cost,
+        "noise_exposure": spec.schedule.noise_exposure(spec.q_max) if spec.recipe.ladder == "affine" else None,
         "share_at_q_min": spec.schedule.share_at(spec.schedule.q_min),
         "provenance": source(),
     }

@@ -12,6 +12,7 @@ from cpt_core.checks import choose
 from cpt_core.experiments.graph import GraphRecipe
 from cpt_core.experiments.recipe import Recipe
 from cpt_core.experiments.spec import RunSpec
+from cpt_core.formats.ladder import LADDERS
 from cpt_core.quantization.convert import PRESETS, QuantConfig, layer_precisions, quantize_
 from cpt_core.quantization.scheduler import PrecisionScheduler
 from cpt_core.training.arithmetic import arithmetic, check_arithmetic, lay_out
@@ -25,8 +26,9 @@ def quant_config(recipe: Recipe, seed: int) -> QuantConfig:
     """Return what a recipe quantises, and how."""
     base = PRESETS[recipe.quantized]
     aggregation = recipe.aggregation if isinstance(recipe, GraphRecipe) else "fp"
+    ladder = LADDERS[recipe.ladder]
     config = QuantConfig(
-        base.float32, base.quantizers, recipe.running_start, seed, aggregation, execution=recipe.execution
+        base.float32, base.quantizers, recipe.running_start, seed, aggregation, recipe.execution, ladder
     )
     return config.with_shared_steps() if recipe.shared_steps else config
 
