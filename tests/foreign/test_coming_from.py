@@ -1,0 +1,148 @@
+"""COMING_FROM.md: our names exist, theirs too where the library is installed, and what is called equal is."""
+
+import importlib
+import re
+from pathlib import Path
+
+import pytest
+import torch
+
+import cpt_core as cpt
+from cpt_core.formats.format import FORMATS, Format
+from cpt_core.quantization.from_torchao import meaning_of
+from cpt_core.quantization.quantizers import Quantizer
+
+PAGE = (Path(__file__).parents[2] / "COMING_FROM.md").read_text(encoding="utf-8")
+OURS = {"cpt": cpt, "FORMATS": FORMATS, "Format": Format, "Quantizer": Quantizer}
+MODULES = {
+    "torchao": (
+        "torchao.float8 torchao.quantization torchao.quantization.qat torchao.prototype.qat "
+        "torchao.prototype.mx_formats torchao.prototype.mx_formats.config torchao.prototype.quantized_training "
+        "torchao.prototype.moe_training.config"
+    ),
+    "Brevitas": "brevitas.quant brevitas.quant.shifted_scaled_int brevitas.quant.float_quant_ocp "
+    "brevitas.quant.mx_quant_ocp",
+    "QPyTorch": "qtorch",
+    "Transformer Engine": "transformer_engine.common.recipe",
+    "microxcaling": "mx.formats mx.specs",
+}
+
+
+def rows():
+    """Section, their name, our names and what differs, of every row of a table."""
+    for section in PAGE.split("\n## ")[1:]:
+        for line in section.splitlines():
+            if line.startswith("| `"):
+                theirs, ours, differs = (cell.strip() for cell in line.strip("|").split(" |"))
+                yield section.splitlines()[0], theirs.strip("`"), re.findall("`(.+?)`", ours), differs
+
+
+ROWS = list(rows())
+
+
+def theirs(section, name):
+    """Evaluate a name of theirs, if the library is installed."""
+    names = {"torch": torch}
+    for module in MODULES[section].split():
+        names |= vars(pytest.importorskip(module))
+    return eval(name, names)
+
+
+def test_every_library_has_its_table():
+    assert {section for section, *_ in ROWS} == set(MODULES)
+    assert len(ROWS) > 40
+
+
+@pytest.mark.parametrize("name", sorted({name for *_, ours, _ in ROWS for name in ours}))
+def test_our_names_exist(name):
+    assert isinstance(eval(name, dict(OURS)), (Format, Quantizer))
+
+
+@pytest.mark.parametrize("name", sorted(set(re.findall(r"`((?:cpt|FORMATS|Format|Quantizer)\b[^`]*)`", PAGE))))
+def test_our_names_in_the_text_exist(name):
+    if name not in ("Format.HYBRID", "Quantizer"):  # theirs
+        assert eval(name, {**OURS, "x": torch.ones(4)}) is not None
+
+
+@pytest.mark.parametrize(("section", "name"), [row[:2] for row in ROWS])
+def test_their_names_exist(section, name):
+    theirs(section, name)
+
+
+@pytest.mark.parametrize(("name", "ours"), [row[1:3] for row in ROWS if row[0] == "torchao"])
+def test_from_torchao_is_what_the_table_says(name, ours):
+    config = theirs("torchao", name)
+    if not ours:
+        with pytest.raises(ValueError, match="means something else"):
+            meaning_of(config)
+        return
+    meaning = meaning_of(config)
+    formats = [value for each in ours if isinstance(value := eval(each, dict(OURS)), Format)]
+    assert [str(f).partition(":partial")[0] for f in (meaning.weight, meaning.gradient) if f] == list(map(str, formats))
+    granularity = next(
+        (q.granularity for each in ours if isinstance(q := eval(each, dict(OURS)), Quantizer)), "per_tensor"
+    )
+    assert meaning.granularities == (granularity, granularity)
+
+
+def rounded_by_torchao(config, x):
+    from torchao.float8.float8_scaling_utils import hp_tensor_to_float8_dynamic
+    from torchao.float8.float8_training_tensor import GemmInputRole, LinearMMConfig
+    from torchao.prototype.mx_formats.mx_tensor import MXTensor
+    from torchao.prototype.mx_formats.nvfp4_tensor import NVFP4Tensor, per_tensor_amax_to_scale
+    from torchao.quantization.qat.fake_quantizer import FakeQuantizerBase
+
+    name = type(config).__name__
+    if name == "Float8LinearConfig":
+        role = {"gemm_input_role": GemmInputRole.WEIGHT}
+        cast = hp_tensor_to_float8_dynamic(x, config.cast_config_weight.target_dtype, LinearMMConfig(), **role)
+        return cast.to_original_precision()
+    if name.startswith("MX"):
+        dtype = getattr(config, "dtype", None) or config.weight_dtype
+        return MXTensor.to_mx(x, dtype, config.block_size, config.scaling_mode).dequantize(torch.float32)
+    if name.startswith("NVFP4"):
+        scale = per_tensor_amax_to_scale(x.abs().max())
+        return NVFP4Tensor.to_nvfp4(x, per_tensor_scale=scale).dequantize(torch.float32)
+    return FakeQuantizerBase.from_config(config)(x)
+
+
+def rounded_by_brevitas(quantizer, x):
+    from brevitas.nn import QuantLinear
+
+    layer = QuantLinear(x.shape[1], x.shape[0], bias=False, weight_quant=quantizer)
+    layer.weight.data.copy_(x)
+    return layer.quant_weight().value.detach()
+
+
+def rounded_by_microxcaling(element, x):
+    from mx.mx_ops import quantize_mx_op
+    from mx.specs import MxSpecs
+
+    specs = MxSpecs()
+    specs["block_size"] = 32
+    return quantize_mx_op(x, specs, elem_format=element, axes=[-1], round="even")
+
+
+ROUNDED = {"torchao": rounded_by_torchao, "Brevitas": rounded_by_brevitas, "microxcaling": rounded_by_microxcaling}
+EQUAL = [(s, n, o, int(found[1] or 0)) for s, n, o, d in ROWS if (found := re.match(r"(?:equal|to (\d) ulp)", d))]
+
+
+@pytest.mark.parametrize(("section", "name", "ours", "ulp"), EQUAL)
+def test_what_is_called_equal_is(section, name, ours, ulp):
+    """Of numbers as weights are, and, but for NVFP4, of many halves between two numbers of the grid."""
+    value = theirs(section, name)
+    form, quantizer = (*(eval(each, dict(OURS)) for each in ours), Quantizer("per_tensor"))[:2]
+    if isinstance(quantizer, Format):  # that of gradients
+        quantizer = Quantizer("per_tensor")
+    x = torch.randn(64, 64, generator=torch.Generator().manual_seed(0))
+    for given in (x, x * 0.02, *([] if form.scale == "e4m3" else [(x * 16).round() / 16])):
+        expected = ROUNDED[section](value, given)
+        found = cpt.quantize(given, format=form, quantizer=quantizer)
+        assert found.unique().numel() > 6
+        apart = (found.view(torch.int32) - expected.contiguous().view(torch.int32))[found != expected].abs()
+        assert not apart.numel() or apart.max() <= ulp
+
+
+def test_the_comparisons_cover_three_libraries():
+    assert {row[0] for row in EQUAL} == set(ROUNDED)
+    assert importlib.import_module("cpt_core.quantization.from_torchao").__doc__
