@@ -81,22 +81,20 @@ def from_torchao(config: Any) -> QuantConfig:
     Raises:
         ValueError: for a configuration that means something else; it names what differs.
 
-    Differs: biases and their gradients are rounded here, never there; a tensor of zeros stays 0, where
-        ``Float8FakeQuantizeConfig`` makes it NaN. Gradients pass a rounding unchanged, where torchao's also go through
-        the scale and, for ``Float8FakeQuantizeConfig``, are themselves rounded to float8 without one.
+    Differs: biases and their gradients are rounded here, never there. A gradient passes a rounding unchanged, where
+        torchao's also goes through the scale, and that of its float8 fake quantisation through a cast to float8 without
+        a scale, in which small ones become 0; zeros alone are 0 here and NaN there. Blocks of NVFP4 far below the
+        tensor's largest number have scales below 2**-6 here, not there.
     """
     meaning = meaning_of(config)
     inputs, weights = meaning.granularities
-    settings: dict[str, Any] = {
-        "quantizers": {
-            **QUANTIZERS,
-            "linear_input": Quantizer(inputs),
-            "linear_weight": Quantizer(weights),
-            "linear_grad": Quantizer("per_tensor"),
-        },
-        "ladder": {role: meaning.ladder(getattr(meaning, role)) for role in ("activation", "weight", "gradient")},
+    linear = {
+        "linear_input": Quantizer(inputs),
+        "linear_weight": Quantizer(weights),
+        "linear_grad": Quantizer("per_tensor"),
     }
-    return QuantConfig(**settings)
+    ladder = {role: meaning.ladder(getattr(meaning, role)) for role in ("activation", "weight", "gradient")}
+    return QuantConfig(quantizers={**QUANTIZERS, **linear}, ladder=ladder)
 
 
 def meaning_of(config: Any) -> Meaning:
@@ -158,7 +156,7 @@ def _refuse(config: Any, *why: str) -> NoReturn:
 
 
 def _float8_training(read: _Reading) -> Meaning:
-    found = []
+    found: dict[str, Format] = {}
     for operand, other in (("input", "grad_weight"), ("weight", "grad_input"), ("grad_output", "grad_weight")):
         name = f"cast_config_{operand}"
         for cast in (read[name], read[f"{name}_for_{other}"]):
@@ -166,10 +164,10 @@ def _float8_training(read: _Reading) -> Meaning:
                 read.differences.append(f"{operand} stays in high precision in a product: here it is rounded for all")
             elif cast.scaling_granularity.value != "tensorwise":
                 read.differences.append(f"{operand} is scaled axiswise: {ANEW}")
-        found.append(read.format_of(operand, cast.target_dtype))
+        found[operand] = read.format_of(operand, cast.target_dtype)
     if read["round_scales_to_power_of_2"]:
         read.differences.append("scales are powers of two: here the scale of a range is amax / largest")
-    return Meaning(*found)
+    return Meaning(found["input"], found["weight"], found["grad_output"])
 
 
 def _float8_fake(read: _Reading) -> Meaning:
@@ -199,9 +197,10 @@ def _mx(read: _Reading) -> Meaning:
             "(ScaleCalculationMode.FLOOR)"
         )
     names = ("dtype", "dtype") if hasattr(read.config, "dtype") else ("activation_dtype", "weight_dtype")
-    elements, block = [read.element(name) for name in names], read["block_size"]
+    (inputs, weights), block = map(read.element, names), read["block_size"]
     read.check()
-    return Meaning(*(Format.mx(element, block=block, partial=True) for element in elements))  # biases are blocks, too
+    options: dict[str, Any] = {"block": block, "partial": True}  # partial: biases are blocks, too
+    return Meaning(Format.mx(inputs, **options), Format.mx(weights, **options))
 
 
 def _nvfp4(read: _Reading) -> Meaning:

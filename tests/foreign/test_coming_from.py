@@ -1,6 +1,6 @@
 """COMING_FROM.md: our names exist, theirs too where the library is installed, and what is called equal is."""
 
-import importlib
+import copy
 import re
 from pathlib import Path
 
@@ -9,8 +9,9 @@ import torch
 
 import cpt_core as cpt
 from cpt_core.formats.format import FORMATS, Format
-from cpt_core.quantization.from_torchao import meaning_of
+from cpt_core.quantization.from_torchao import from_torchao, meaning_of
 from cpt_core.quantization.quantizers import Quantizer
+from cpt_core.schedules.schedule import StaticSchedule
 
 PAGE = (Path(__file__).parents[2] / "COMING_FROM.md").read_text(encoding="utf-8")
 OURS = {"cpt": cpt, "FORMATS": FORMATS, "Format": Format, "Quantizer": Quantizer}
@@ -77,12 +78,11 @@ def test_from_torchao_is_what_the_table_says(name, ours):
             meaning_of(config)
         return
     meaning = meaning_of(config)
-    formats = [value for each in ours if isinstance(value := eval(each, dict(OURS)), Format)]
-    assert [str(f).partition(":partial")[0] for f in (meaning.weight, meaning.gradient) if f] == list(map(str, formats))
-    granularity = next(
-        (q.granularity for each in ours if isinstance(q := eval(each, dict(OURS)), Quantizer)), "per_tensor"
-    )
-    assert meaning.granularities == 2 * tuple(granularity or ["per_tensor"])
+    values = [eval(each, dict(OURS)) for each in ours]
+    found = [str(f).partition(":partial")[0] for f in (meaning.weight, meaning.gradient) if f]
+    assert found == [str(value) for value in values if isinstance(value, Format)]
+    spans = [value.granularity for value in values if isinstance(value, Quantizer)] or ["per_tensor"]
+    assert meaning.granularities == (*spans, *spans)
 
 
 def rounded_by_torchao(config, x):
@@ -143,6 +143,40 @@ def test_what_is_called_equal_is(section, name, ours, ulp):
         assert not apart.numel() or apart.max() <= ulp
 
 
+STRAIGHT_THROUGH = "QATConfig(activation_config={0}, weight_config={0})"
+FLOAT8 = STRAIGHT_THROUGH.format("Float8FakeQuantizeConfig(granularity=PerTensor())")
+MXFP8 = "MXFakeQuantizeConfig(torch.float8_e4m3fn, scaling_mode=ScaleCalculationMode.FLOOR)"
+
+
+@pytest.mark.parametrize(
+    ("name", "gradients"),
+    [("Float8LinearConfig(emulate=True)", True), (STRAIGHT_THROUGH.format(MXFP8), True), (FLOAT8, False)],
+)
+def test_layers_compute_what_those_of_torchao_do(name, gradients):
+    """Forward and, but for what torchao does to gradients of its float8 fake quantisation, backward."""
+    config = theirs("torchao", name)
+    torch.manual_seed(0)
+    ours = torch.nn.Sequential(
+        torch.nn.Linear(64, 96, bias=False), torch.nn.ReLU(), torch.nn.Linear(96, 32, bias=False)
+    )
+    other = copy.deepcopy(ours)
+    if "LinearConfig" in name:
+        theirs("torchao", "convert_to_float8_training")(other, config=config)
+    else:
+        theirs("torchao", "quantize_")(other, config)
+    converted = from_torchao(config)
+    cpt.PrecisionScheduler(cpt.quantize_(ours, converted), StaticSchedule(converted.ladder.weight.levels[0], 1))
+
+    x, gradient = torch.randn(48, 64), torch.randn(48, 32)
+    found, expected = [], []
+    for model, results in ((ours, found), (other, expected)):
+        given = x.clone().requires_grad_()
+        y = model(given)
+        y.backward(gradient)
+        results += [y, given.grad, model[0].weight.grad, model[2].weight.grad]
+    for a, b in zip(found[: 4 if gradients else 1], expected, strict=False):
+        assert torch.linalg.norm(a - b) <= 1e-6 * torch.linalg.norm(b)
+
+
 def test_the_comparisons_cover_three_libraries():
     assert {row[0] for row in EQUAL} == set(ROUNDED)
-    assert importlib.import_module("cpt_core.quantization.from_torchao").__doc__
