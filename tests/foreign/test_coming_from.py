@@ -3,6 +3,7 @@
 import copy
 import re
 from pathlib import Path
+from pkgutil import resolve_name
 
 import pytest
 import torch
@@ -86,41 +87,33 @@ def test_from_torchao_is_what_the_table_says(name, ours):
 
 
 def rounded_by_torchao(config, x):
-    from torchao.float8.float8_scaling_utils import hp_tensor_to_float8_dynamic
-    from torchao.float8.float8_training_tensor import GemmInputRole, LinearMMConfig
-    from torchao.prototype.mx_formats.mx_tensor import MXTensor
-    from torchao.prototype.mx_formats.nvfp4_tensor import NVFP4Tensor, per_tensor_amax_to_scale
-    from torchao.quantization.qat.fake_quantizer import FakeQuantizerBase
-
     name = type(config).__name__
     if name == "Float8LinearConfig":
-        role = {"gemm_input_role": GemmInputRole.WEIGHT}
-        cast = hp_tensor_to_float8_dynamic(x, config.cast_config_weight.target_dtype, LinearMMConfig(), **role)
-        return cast.to_original_precision()
+        training = resolve_name("torchao.float8.float8_training_tensor")
+        cast = resolve_name("torchao.float8.float8_scaling_utils:hp_tensor_to_float8_dynamic")
+        dtype, role = config.cast_config_weight.target_dtype, training.GemmInputRole.WEIGHT
+        return cast(x, dtype, training.LinearMMConfig(), gemm_input_role=role).to_original_precision()
     if name.startswith("MX"):
         dtype = getattr(config, "dtype", None) or config.weight_dtype
-        return MXTensor.to_mx(x, dtype, config.block_size, config.scaling_mode).dequantize(torch.float32)
+        to_mx = resolve_name("torchao.prototype.mx_formats.mx_tensor:MXTensor.to_mx")
+        return to_mx(x, dtype, config.block_size, config.scaling_mode).dequantize(torch.float32)
     if name.startswith("NVFP4"):
-        scale = per_tensor_amax_to_scale(x.abs().max())
-        return NVFP4Tensor.to_nvfp4(x, per_tensor_scale=scale).dequantize(torch.float32)
-    return FakeQuantizerBase.from_config(config)(x)
+        blocks = resolve_name("torchao.prototype.mx_formats.nvfp4_tensor")
+        scale = blocks.per_tensor_amax_to_scale(x.abs().max())
+        return blocks.NVFP4Tensor.to_nvfp4(x, per_tensor_scale=scale).dequantize(torch.float32)
+    return resolve_name("torchao.quantization.qat.fake_quantizer:FakeQuantizerBase.from_config")(config)(x)
 
 
 def rounded_by_brevitas(quantizer, x):
-    from brevitas.nn import QuantLinear
-
-    layer = QuantLinear(x.shape[1], x.shape[0], bias=False, weight_quant=quantizer)
+    layer = resolve_name("brevitas.nn:QuantLinear")(x.shape[1], x.shape[0], bias=False, weight_quant=quantizer)
     layer.weight.data.copy_(x)
     return layer.quant_weight().value.detach()
 
 
 def rounded_by_microxcaling(element, x):
-    from mx.mx_ops import quantize_mx_op
-    from mx.specs import MxSpecs
-
-    specs = MxSpecs()
+    specs = resolve_name("mx.specs:MxSpecs")()
     specs["block_size"] = 32
-    return quantize_mx_op(x, specs, elem_format=element, axes=[-1], round="even")
+    return resolve_name("mx.mx_ops:quantize_mx_op")(x, specs, elem_format=element, axes=[-1], round="even")
 
 
 ROUNDED = {"torchao": rounded_by_torchao, "Brevitas": rounded_by_brevitas, "microxcaling": rounded_by_microxcaling}

@@ -10,11 +10,13 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 from cpt_core.formats.format import FORMATS, Format
-from cpt_core.quantization.convert import QuantConfig
+from cpt_core.quantization.convert import QuantConfig, quantize_
 from cpt_core.quantization.from_torchao import Meaning, from_torchao, meaning_of
 from cpt_core.quantization.quantizers import Quantizer
+from cpt_core.quantization.scheduler import precision
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 E2M1 = getattr(torch, "float4_e2m1fn_x2", None)  # torch has it since 2.8
@@ -186,3 +188,23 @@ def test_a_schedule_stands_at_the_bits_of_the_weights():
     assert found.ladder.weight.levels[0] == 4
     assert str(found.ladder.activation[4]) == "e4m3"
     assert {str(found.ladder.error[level]) for level in found.ladder.weight.levels} == {"float32"}
+
+
+@pytest.mark.parametrize(
+    "given", [Float8LinearConfig(), NVFP4Fake(), MXFake(**FLOOR), QATConfig(None, None, NVFP4Fake())]
+)
+def test_a_converted_model_runs_on_every_level(given):
+    """With a bias whose length blocks do not divide; level 32 is float32 itself."""
+    torch.manual_seed(0)
+    model, x = nn.Sequential(nn.Linear(64, 40), nn.ReLU(), nn.Linear(40, 10)), torch.randn(8, 64)
+    plain = model(x)
+    found = from_torchao(given)
+    quantize_(model, found)
+    apart = []
+    for level in found.ladder.weight.levels:
+        with precision(model, level):
+            y = model(x)
+            y.sum().backward()
+        apart.append(float((y - plain).detach().abs().max()))
+    assert apart[0] > apart[1] > apart[2] == 0
+    assert all(p.grad.isfinite().all() for p in model.parameters())
