@@ -19,7 +19,7 @@ from cpt_core.quantization.quantizers import Quantizer
 from cpt_core.quantization.scheduler import precision
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
-E2M1 = getattr(torch, "float4_e2m1fn_x2", None)  # torch has it since 2.8
+E2M1 = type("dtype", (), {"__str__": lambda _: "torch.float4_e2m1fn_x2"})()  # torch has it since 2.8
 
 
 class ScalingType(Enum):
@@ -120,6 +120,7 @@ SAME = [
     (Float8Dynamic(E4M3, E5M2, [PerRow(), PerRow()], set_inductor_config=False), Meaning(E4, E5, granularities=ROWS)),
     (Float8WeightOnly(), Meaning(None, E4, granularities=ROWS)),
     (MXFake(**FLOOR), Meaning(MXFP8, MXFP8)),
+    (MXFake(E2M1, **FLOOR), Meaning(Format.mx("e2m1", partial=True), Format.mx("e2m1", partial=True))),
     (MXDynamic(E4M3, E5M2, block_size=16, **FLOOR), Meaning(Format.mx("e4m3", block=16, partial=True), MX16)),
     (NVFP4Fake(), Meaning(NVFP4, NVFP4)),
     (NVFP4Dynamic(), Meaning(NVFP4, NVFP4)),
@@ -190,9 +191,7 @@ def test_a_schedule_stands_at_the_bits_of_the_weights():
     assert {str(found.ladder.error[level]) for level in found.ladder.weight.levels} == {"float32"}
 
 
-@pytest.mark.parametrize(
-    "given", [Float8LinearConfig(), NVFP4Fake(), MXFake(**FLOOR), QATConfig(None, None, NVFP4Fake())]
-)
+@pytest.mark.parametrize("given", [Float8LinearConfig(), NVFP4Fake(), MXFake(**FLOOR), NVFP4WeightOnly()])
 def test_a_converted_model_runs_on_every_level(given):
     """With a bias whose length blocks do not divide; level 32 is float32 itself."""
     torch.manual_seed(0)
