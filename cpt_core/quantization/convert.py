@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from difflib import get_close_matches
 from fnmatch import fnmatchcase
+from typing import Any
 
 import torch
 from torch import nn
@@ -76,6 +77,13 @@ class QuantConfig:
         if odd := sorted(set(self.quantizers) ^ set(QUANTIZERS)):
             raise ValueError(f"missing or unknown roles {', '.join(odd)}; give all of {', '.join(QUANTIZERS)}")
         object.__setattr__(self, "ladder", ladders_of(self.ladder))
+
+    @classmethod
+    def from_torchao(cls, config: Any) -> QuantConfig:
+        """Return what means the same as a configuration of torchao; ValueError says what differs, see the module."""
+        from cpt_core.quantization.from_torchao import from_torchao
+
+        return from_torchao(config)
 
     def with_shared_steps(self) -> QuantConfig:
         """Return a copy with one range per tensor wherever the authors have one per row, channel or position.
