@@ -19,7 +19,7 @@ from cpt_core.graphs.graph import Graph
 from cpt_core.graphs.layers import Keep, Tail
 from cpt_core.kernels.graph import round_scale_encode, sum_neighbours
 from cpt_core.kernels.integer import QuantizedTensor
-from cpt_core.quantization.integer import GradientRounding, Operand, first_order, product, sums, values
+from cpt_core.quantization.integer import GradientRounding, Operand, first_order, product, saved_operands, sums, values
 
 if TYPE_CHECKING:
     from cpt_core.quantization.graph_layers import GraphPrecision
@@ -66,8 +66,7 @@ class _Product(torch.autograd.Function):
     @staticmethod
     @first_order
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        saved = ctx.saved_tensors
-        a, w = QuantizedTensor(*saved[:4]), QuantizedTensor(*saved[4:])
+        a, w = saved_operands(ctx)
         of_x, of_w = ctx.needs_input_grad[:2]
         g, of_bias = ctx.after.backward(gradient, of_x or of_w)
         error = product(g, w if ctx.linear else w.t()) if of_x else None
