@@ -33,7 +33,7 @@ LARGEST_DEGREE = 1 << 24  # 2**24 codes, of 128 at most, are summed in int32
 def product_on_codes(
     p: GraphPrecision, x: Tensor, scale: Tensor | None, weight: Tensor, keep: Keep, linear: bool, tail: Tail | None
 ) -> Tensor:
-    """Return ``(x * scale) @ weight`` and what follows it; arguments as those of ``graphs.layers.product``."""
+    """Return ``(x * scale) @ weight`` and what follows it; arguments as those of ``Precision.product``."""
 
     def encode() -> QuantizedTensor:
         return p.encoded("input", x if scale is None else x * scale)
@@ -82,7 +82,7 @@ class _Product(torch.autograd.Function):
 def sum_on_codes(
     p: GraphPrecision, graph: Graph, x: Tensor, scale: Tensor | None, reduce: str, tail: Tail | None
 ) -> Tensor:
-    """Return the sum over neighbours and what follows it; arguments as those of ``graphs.layers.neighbour_sum``."""
+    """Return the sum over neighbours and what follows it; arguments as those of ``Precision.neighbour_sum``."""
     bias = None if tail is None or tail.bias is None else p.operand("bias", tail.bias)
     return _Sum.apply(x, bias, graph, scale, reduce == "mean", After(p, tail))
 
