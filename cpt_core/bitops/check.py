@@ -17,7 +17,6 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
@@ -25,7 +24,7 @@ from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from cpt_core.bitops.copies import as_it_was, floating_in, storage_of
+from cpt_core.bitops.copies import as_it_was, floating_in, followed, storage_of
 from cpt_core.bitops.macs import ATTENTION, PRODUCTS
 from cpt_core.bitops.plan import count_bitops
 from cpt_core.bitops.products import name_of, products_of
@@ -137,7 +136,7 @@ def check(model: nn.Module, inputs: tuple[Any, ...]) -> Check:
         as_it_was(model), precision(model, BITS, BITS), _simulated(layers.values()),
         torch.compiler.set_stance("force_eager"), torch.enable_grad(),
     ):  # fmt: skip
-        with warnings.catch_warnings(), watch.modules(model), watch:
+        with warnings.catch_warnings(), followed(dict(model.named_modules()), watch.enter, watch.leave), watch:
             warnings.simplefilter("ignore", QuantizationWarning)  # the answer says it, and the summary from now on
             used = _step(model, inputs, watch)
     products = tuple(Executed(*key, macs) for key, macs in watch.macs.items())
@@ -219,23 +218,12 @@ class _Watch(TorchDispatchMode):
         self._layer_of: dict[StorageWeakRef, str] = {}  # whose operand a storage was, for the backward pass
         self._parameters = {storage_of(p): name for name, p in model.named_parameters() if storage_of(p) is not None}
 
-    @contextmanager
-    def modules(self, model: nn.Module) -> Iterator[None]:
-        """Keep account of the module that is running."""
-        handles = []
-        for name, module in model.named_modules():
-            handles.append(module.register_forward_pre_hook(partial(self._enter, name), prepend=True))
-            handles.append(module.register_forward_hook(self._leave, always_call=True))
-        try:
-            yield
-        finally:
-            for handle in handles:
-                handle.remove()
-
-    def _enter(self, name: str, *_: Any) -> None:
+    def enter(self, name: str, *_: Any) -> None:
+        """Note that a module is running, the innermost last."""
         self._path.append(name)
 
-    def _leave(self, *_: Any) -> None:
+    def leave(self, *_: Any) -> None:
+        """Note that it has run."""
         self._path.pop()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

@@ -1,10 +1,14 @@
-"""What is counted on: a copy of a model, without data where shapes are enough, or the model, left as it was."""
+"""What is counted on: a copy of a model, without data where shapes are enough, or the model, left as it was.
+
+And what tells which of its modules is running.
+"""
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -98,6 +102,21 @@ def as_it_was(model: nn.Module) -> Iterator[None]:
         with torch.no_grad():
             for buffer, value in buffers:
                 buffer.copy_(value)
+
+
+@contextmanager
+def followed(
+    modules: Mapping[str, nn.Module], enter: Callable[..., None], leave: Callable[..., None]
+) -> Iterator[None]:
+    """Inside the block call ``enter(name, module, ...)`` before every forward pass of the modules, ``leave`` after it.
+
+    Before all other hooks, and also after a forward pass that failed: arguments behind the name are those of hooks.
+    """
+    with ExitStack() as hooks:
+        for name, module in modules.items():
+            hooks.enter_context(module.register_forward_pre_hook(partial(enter, name), prepend=True))
+            hooks.enter_context(module.register_forward_hook(partial(leave, name), always_call=True))
+        yield
 
 
 def _bare(tensor: Tensor, meta: bool) -> Tensor:

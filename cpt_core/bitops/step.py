@@ -10,16 +10,15 @@ from __future__ import annotations
 import time
 from bisect import bisect_right
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
-from functools import partial
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from cpt_core.bitops.copies import floating_in, storage_of, tensors_in
+from cpt_core.bitops.copies import floating_in, followed, storage_of, tensors_in
 from cpt_core.checks import choose
 
 
@@ -120,19 +119,10 @@ class TrainingStep:
             self._gradients = [torch.randn_like(y) for y in outputs]
         torch.autograd.grad(outputs, self.trained, self._gradients, allow_unused=True)
 
-    @contextmanager
-    def _following(self) -> Iterator[None]:
-        """Keep account of the module that is running."""
+    def _following(self) -> AbstractContextManager[None]:
+        """Keep account of the module that is running, from now on."""
         self._running, self._spans, self._from, self._owner = [], [], [], []
-        handles = []
-        for name, module in self.modules.items():
-            handles.append(module.register_forward_pre_hook(partial(self._enter, name), prepend=True))
-            handles.append(module.register_forward_hook(self._leave, always_call=True))
-        try:
-            yield
-        finally:
-            for handle in handles:
-                handle.remove()
+        return followed(self.modules, self._enter, self._leave)
 
     def _enter(self, name: str, *_: Any) -> None:
         self._pause()

@@ -8,7 +8,7 @@ import traceback
 import warnings
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -16,9 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode
-from torch.utils.hooks import RemovableHandle
 
-from cpt_core.bitops.copies import inputs_of, shadow_of, tensors_in
+from cpt_core.bitops.copies import followed, inputs_of, shadow_of, tensors_in
 from cpt_core.bitops.macs import (
     AGGREGATED,
     AGGREGATION,
@@ -153,20 +152,15 @@ class Watch(TorchDispatchMode):
     @contextmanager
     def on(self) -> Iterator[None]:
         """Watch inside a ``with`` block."""
-        handles: list[RemovableHandle] = []
-        for name, module in self.model.named_modules():
-            if any(outer in ("", name) or name.startswith(f"{outer}.") for outer in self.unseen):
-                continue
-            if name in self.layers or name in self.wholes:
-                handles.append(module.register_forward_hook(partial(self._report, name), with_kwargs=True))
-            if not self.unseen and not isinstance(module, torch.jit.ScriptModule):
-                handles.append(module.register_forward_pre_hook(partial(self._enter, name), prepend=True))
-                handles.append(module.register_forward_hook(partial(self._leave, name), always_call=True))
-        try:
+        inner = {} if self.unseen else dict(self.model.named_modules())
+        inner = {name: module for name, module in inner.items() if not isinstance(module, torch.jit.ScriptModule)}
+        with ExitStack() as hooks:
+            for name, module in (self.layers | self.wholes).items():
+                if not any(outer in ("", name) or name.startswith(f"{outer}.") for outer in self.unseen):
+                    report = partial(self._report, name)
+                    hooks.enter_context(module.register_forward_hook(report, with_kwargs=True))
+            hooks.enter_context(followed(inner, self._enter, self._leave))
             yield
-        finally:
-            for handle in handles:
-                handle.remove()
 
     def _report(self, name: str, module: nn.Module, args: Any, kwargs: dict[str, Any], output: Any) -> None:
         outputs = [t for t in tensors_in(output) if t.is_floating_point()]

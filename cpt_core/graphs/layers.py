@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Any, ClassVar, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -34,27 +34,42 @@ class Tail(NamedTuple):
     bias: Tensor | None
 
 
-class Precision(Protocol):
-    """What a layer asks before it uses an operand and after it made an output; ``LayerPrecision`` has it."""
+class Precision:
+    """How a layer computes: with operands as they are, in float32. ``GraphPrecision`` quantises them.
 
-    quantizers: dict[str, Any]
-    execution: str
+    A layer asks it before it uses an operand and after it made an output.
+    """
+
+    execution = "simulated"
+
+    def __init__(self) -> None:
+        """Quantise nothing."""
+        self.quantizers: dict[str, Any] = {}
 
     @property
     def forward_format(self) -> Any:
         """The number format of operands; None for float32."""
+        return None
 
     def operand(self, role: str, x: Tensor) -> Tensor:
         """Return an operand as it enters the product or the sum."""
+        return x
 
     def gradient(self, role: str, y: Tensor) -> Tensor:
         """Return an output whose gradient comes back as the precision wants it."""
+        return y
 
     def scaled_operand(self, role: str, x: Tensor, scale: Tensor | None) -> Tensor:
-        """Return the operand made of ``x * scale``; what ``scaled_operand`` of this module returns."""
+        """Return the operand made of ``x * scale``: x (N, F), scale (N, 1)."""
+        return self.operand(role, x if scale is None else x * scale)
 
     def scaled_and_biased(self, h: Tensor, output: bool, scale: Tensor | None, bias: Tensor | None) -> Tensor:
-        """Return ``h * scale + bias``; what ``scaled_and_biased`` of this module returns."""
+        """Return ``h * scale + bias``, (N, F): ``h`` is an ``output`` of the precision, and both terms are operands."""
+        if output:
+            h = self.gradient("grad", h)
+        if scale is not None:
+            h = h * scale
+        return h if bias is None else self.gradient("grad", self.operand("input", h) + self.operand("bias", bias))
 
     def product(
         self,
@@ -65,81 +80,32 @@ class Precision(Protocol):
         linear: bool = False,
         tail: Tail | None = None,
     ) -> Tensor:
-        """Return the product of operands; what ``product`` of this module returns."""
+        """Return ``(x * scale) @ weight``, (N, O), and what follows it.
+
+        Args:
+            x: (N, I).
+            scale: (N, 1) or None.
+            weight: (I, O); of a ``linear`` product (O, I).
+            keep: keeps what is computed of x alone where x is constant.
+            linear: whether the weight is that of a linear layer.
+            tail: what follows.
+        """
+        operands = self.scaled_operand("input", x, scale), self.operand("weight", weight)
+        return self._followed(nn.functional.linear(*operands) if linear else torch.matmul(*operands), tail)
 
     def neighbour_sum(
         self, graph: Graph, x: Tensor, scale: Tensor | None, reduce: str, tail: Tail | None = None
     ) -> Tensor:
-        """Return the sum or mean over neighbours; what ``neighbour_sum`` of this module returns."""
+        """Return the sum or mean of ``x * scale`` over every node's in-neighbours, (D, F), and what follows it."""
+        return self._followed(graph.aggregate(self.scaled_operand("aggregation", x, scale), reduce), tail)
+
+    def _followed(self, h: Tensor, tail: Tail | None) -> Tensor:
+        if tail is None:
+            return self.gradient("grad", h)
+        return self.scaled_and_biased(h, True, tail.scale(h), tail.bias)
 
 
-def scaled_operand(p: Precision, role: str, x: Tensor, scale: Tensor | None) -> Tensor:
-    """Return the operand made of ``x * scale``: x (N, F), scale (N, 1)."""
-    return p.operand(role, x if scale is None else x * scale)
-
-
-def scaled_and_biased(p: Precision, h: Tensor, output: bool, scale: Tensor | None, bias: Tensor | None) -> Tensor:
-    """Return ``h * scale + bias``, (N, F): ``h`` is an ``output`` of the precision, and both terms are operands."""
-    if output:
-        h = p.gradient("grad", h)
-    if scale is not None:
-        h = h * scale
-    return h if bias is None else p.gradient("grad", p.operand("input", h) + p.operand("bias", bias))
-
-
-def product(
-    p: Precision,
-    x: Tensor,
-    scale: Tensor | None,
-    weight: Tensor,
-    keep: Keep,
-    linear: bool = False,
-    tail: Tail | None = None,
-) -> Tensor:
-    """Return ``(x * scale) @ weight``, (N, O), and what follows it.
-
-    Args:
-        p: what quantises the operands.
-        x: (N, I).
-        scale: (N, 1) or None.
-        weight: (I, O); of a ``linear`` product (O, I).
-        keep: keeps what is computed of x alone where x is constant.
-        linear: whether the weight is that of a linear layer.
-        tail: what follows.
-    """
-    operands = p.scaled_operand("input", x, scale), p.operand("weight", weight)
-    return _followed(p, nn.functional.linear(*operands) if linear else torch.matmul(*operands), tail)
-
-
-def neighbour_sum(
-    p: Precision, graph: Graph, x: Tensor, scale: Tensor | None, reduce: str, tail: Tail | None = None
-) -> Tensor:
-    """Return the sum or mean of ``x * scale`` over every node's in-neighbours, (D, F), and what follows it."""
-    return _followed(p, graph.aggregate(p.scaled_operand("aggregation", x, scale), reduce), tail)
-
-
-def _followed(p: Precision, h: Tensor, tail: Tail | None) -> Tensor:
-    return p.gradient("grad", h) if tail is None else p.scaled_and_biased(h, True, tail.scale(h), tail.bias)
-
-
-class _Float32:
-    """Nothing is quantised."""
-
-    forward_format = None
-    execution = "simulated"
-    quantizers: ClassVar[dict[str, Any]] = {}
-
-    def operand(self, role: str, x: Tensor) -> Tensor:
-        return x
-
-    def gradient(self, role: str, y: Tensor) -> Tensor:
-        return y
-
-    scaled_operand, scaled_and_biased = scaled_operand, scaled_and_biased
-    product, neighbour_sum = product, neighbour_sum
-
-
-FLOAT32: Any = _Float32()
+FLOAT32 = Precision()
 LAYER_NORM_EPS = 1e-5  # what torch adds to the variance
 
 

@@ -29,8 +29,7 @@ import torch
 from torch import Tensor, nn
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from cpt_core.kernels.integer import QuantizedTensor
-from cpt_core.quantization.integer import GradientRounding, first_order, product
+from cpt_core.quantization.integer import GradientRounding, first_order, product, saved_operands
 from cpt_core.quantization.layers import PASSES, QuantizedLayer
 from cpt_core.quantization.precision import LayerPrecision
 
@@ -129,8 +128,7 @@ class _Product(torch.autograd.Function):
     @staticmethod
     @first_order
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        saved = ctx.saved_tensors  # once: activation checkpointing allows no more
-        a, b = QuantizedTensor(*saved[:4]), QuantizedTensor(*saved[4:])
+        a, b = saved_operands(ctx)
         g = ctx.gradient(gradient)
         of_a, of_b = ctx.needs_input_grad[:2]
         return product(g, b.t()) if of_a else None, product(a.t(), g) if of_b else None, None, None

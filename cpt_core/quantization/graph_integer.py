@@ -19,7 +19,7 @@ from cpt_core.graphs.graph import Graph
 from cpt_core.graphs.layers import Keep, Tail
 from cpt_core.kernels.graph import round_scale_encode, sum_neighbours
 from cpt_core.kernels.integer import QuantizedTensor
-from cpt_core.quantization.integer import GradientRounding, Operand, first_order, product, sums, values
+from cpt_core.quantization.integer import GradientRounding, Operand, first_order, product, saved_operands, sums, values
 
 if TYPE_CHECKING:
     from cpt_core.quantization.graph_layers import GraphPrecision
@@ -33,7 +33,7 @@ LARGEST_DEGREE = 1 << 24  # 2**24 codes, of 128 at most, are summed in int32
 def product_on_codes(
     p: GraphPrecision, x: Tensor, scale: Tensor | None, weight: Tensor, keep: Keep, linear: bool, tail: Tail | None
 ) -> Tensor:
-    """Return ``(x * scale) @ weight`` and what follows it; arguments as those of ``graphs.layers.product``."""
+    """Return ``(x * scale) @ weight`` and what follows it; arguments as those of ``Precision.product``."""
 
     def encode() -> QuantizedTensor:
         return p.encoded("input", x if scale is None else x * scale)
@@ -66,8 +66,7 @@ class _Product(torch.autograd.Function):
     @staticmethod
     @first_order
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        saved = ctx.saved_tensors
-        a, w = QuantizedTensor(*saved[:4]), QuantizedTensor(*saved[4:])
+        a, w = saved_operands(ctx)
         of_x, of_w = ctx.needs_input_grad[:2]
         g, of_bias = ctx.after.backward(gradient, of_x or of_w)
         error = product(g, w if ctx.linear else w.t()) if of_x else None
@@ -83,7 +82,7 @@ class _Product(torch.autograd.Function):
 def sum_on_codes(
     p: GraphPrecision, graph: Graph, x: Tensor, scale: Tensor | None, reduce: str, tail: Tail | None
 ) -> Tensor:
-    """Return the sum over neighbours and what follows it; arguments as those of ``graphs.layers.neighbour_sum``."""
+    """Return the sum over neighbours and what follows it; arguments as those of ``Precision.neighbour_sum``."""
     bias = None if tail is None or tail.bias is None else p.operand("bias", tail.bias)
     return _Sum.apply(x, bias, graph, scale, reduce == "mean", After(p, tail))
 

@@ -49,7 +49,7 @@ class _ScaledAndBiased(torch.autograd.Function):
         return of_product, None, of_bias, None, None, None, None
 
 
-class GraphPrecision(LayerPrecision):
+class GraphPrecision(LayerPrecision, layers.Precision):
     """The precision of a graph convolution: scaling by degree, rounding and bias in one pass where that is the same."""
 
     @property
@@ -58,16 +58,16 @@ class GraphPrecision(LayerPrecision):
         return "aggregation" in self.quantizers or self.fits_codes[0]
 
     def scaled_operand(self, role: str, x: Tensor, scale: Tensor | None) -> Tensor:
-        """Return the operand made of ``x * scale``, see ``graphs.layers``."""
+        """Return the operand made of ``x * scale``, in one pass over them."""
         if scale is None or not self._in_one_pass(role, x):
-            return layers.scaled_operand(self, role, x, scale)
+            return super().scaled_operand(role, x, scale)
         return scale_round(x, scale, self.levels, self.quantizers[role].granularity)
 
     def scaled_and_biased(self, h: Tensor, output: bool, scale: Tensor | None, bias: Tensor | None) -> Tensor:
-        """Return ``h * scale + bias``, see ``graphs.layers``."""
+        """Return ``h * scale + bias``, likewise."""
         q = self.quantizers["grad"]
         if bias is None or not self._in_one_pass("input", h) or q.granularity not in WHOLE:
-            return layers.scaled_and_biased(self, h, output, scale, bias)
+            return super().scaled_and_biased(h, output, scale, bias)
         terms = h, scale, self.operand("bias", bias), self.levels, self.quantizers["input"].granularity
         if not (output and self.quantizes_gradient and h.requires_grad):
             return self.gradient("grad", scale_round_add(*terms))
@@ -89,10 +89,10 @@ class GraphPrecision(LayerPrecision):
         linear: bool = False,
         tail: Tail | None = None,
     ) -> Tensor:
-        """Return ``(x * scale) @ weight`` and what follows it, see ``graphs.layers``; on codes if asked to."""
+        """Return ``(x * scale) @ weight`` and what follows it, on codes if asked to."""
         if self.on_codes(x):
             return product_on_codes(self, x, scale, weight, keep, linear, tail)
-        return layers.product(self, x, scale, weight, keep, linear, tail)
+        return super().product(x, scale, weight, keep, linear, tail)
 
     def neighbour_sum(
         self, graph: Graph, x: Tensor, scale: Tensor | None, reduce: str, tail: Tail | None = None
@@ -100,7 +100,7 @@ class GraphPrecision(LayerPrecision):
         """Return the sum over neighbours and what follows it, likewise."""
         if self.on_codes(x):
             return sum_on_codes(self, graph, x, scale, reduce, tail)
-        return layers.neighbour_sum(self, graph, x, scale, reduce, tail)
+        return super().neighbour_sum(graph, x, scale, reduce, tail)
 
     def _in_one_pass(self, role: str, x: Tensor) -> bool:
         """Whether an operand is quantised here and now, on its own range; compilers fuse the plain chain."""

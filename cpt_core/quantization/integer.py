@@ -85,8 +85,7 @@ class _Linear(torch.autograd.Function):
     @staticmethod
     @first_order
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        saved = ctx.saved_tensors  # once: activation checkpointing allows no more
-        a, w = QuantizedTensor(*saved[:4]), QuantizedTensor(*saved[4:])
+        a, w = saved_operands(ctx)
         g = ctx.gradient(gradient)
         g = g.matrix() if isinstance(g, QuantizedTensor) else g.reshape(-1, g.shape[-1])
         of_x, of_w, of_b = ctx.needs_input_grad[:3]
@@ -168,6 +167,13 @@ def _pixels(x: QuantizedTensor) -> QuantizedTensor:
 
 
 # --- what all layers share --------------------------------------------------------------------------------------------
+
+
+def saved_operands(ctx: Any) -> tuple[QuantizedTensor, QuantizedTensor]:
+    """Return the operands a and b of a product that ``ctx.save_for_backward(*a, *b)`` has kept."""
+    saved = ctx.saved_tensors  # once: activation checkpointing allows no more
+    half = len(saved) // 2
+    return QuantizedTensor(*saved[:half]), QuantizedTensor(*saved[half:])
 
 
 class GradientRounding:

@@ -27,7 +27,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cpt_core.checks import choose, whole
-from cpt_core.schedules.cost import step_cost
+from cpt_core.schedules.cost import check_several, step_cost
 from cpt_core.schedules.layered import LayeredSchedule
 from cpt_core.schedules.profiles import Array
 from cpt_core.schedules.schedule import MAX_BITS, Schedule, StaticSchedule, TableSchedule, check_range
@@ -176,6 +176,7 @@ def check_budget(budget: float, lowest: float, q_min: int, q_max: int) -> None:
     if isinstance(budget, bool) or not isinstance(budget, Real) or not math.isfinite(budget):
         raise ValueError(f"budget must be a number, the cost relative to static q_max; got {budget!r}")
     if not lowest * (1 - 1e-9) <= budget <= 1 + 1e-9:
+        check_several(budget, q_min, q_max)
         raise ValueError(
             f"budget {budget!r} cannot be met between {q_min} and {q_max} bits; budgets lie between {lowest:.4f} and 1"
         )

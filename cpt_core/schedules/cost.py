@@ -69,6 +69,12 @@ def costs_of(bits: ArrayLike, q_grad: int, cost: Cost | None = None) -> NDArray[
     return np.array([cost(int(q)) for q in widths], dtype=np.float64)[where].reshape(np.shape(bits))
 
 
+def check_several(budget: float, q_min: int, q_max: int) -> None:
+    """Raise ValueError for a budget other than 1 where there is one precision alone."""
+    if q_min == q_max:
+        raise ValueError(f"budget {budget!r} cannot be met: q_min and q_max are both {q_max}, and static bits cost 1")
+
+
 def total_bitops(macs: float, bits: ArrayLike, q_grad: ArrayLike) -> float:
     """Return the BitOps of a run: ``macs * sum_t (q_t**2 + 2 q_t q_grad) / 32**2``.
 

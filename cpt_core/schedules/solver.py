@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 from scipy.optimize import bisect
 
-from cpt_core.schedules.cost import Cost, costs_of, relative_cost
+from cpt_core.schedules.cost import Cost, check_several, costs_of, relative_cost
 from cpt_core.schedules.deficit import AdjustedSchedule, DelayedSchedule
 from cpt_core.schedules.make import delay_steps
 from cpt_core.schedules.profiles import PROFILES, Warped
@@ -89,7 +89,8 @@ def solve_schedule(
         lowest = (hold + steps * cheapest) / total_steps
         if abs(budget - 1) <= TOLERANCE:
             return StaticSchedule(q_max, total_steps)
-        if cheapest >= 1 and q_min < q_max:
+        check_several(budget, q_min, q_max)
+        if cheapest >= 1:
             raise ValueError(
                 f"budget {budget!r} cannot be met: a step at {q_min} bits costs {cheapest:.4f} of one at {q_max}"
             )

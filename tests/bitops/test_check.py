@@ -81,6 +81,12 @@ def test_every_product_is_listed_with_its_precision_and_its_macs():
     ]
 
 
+def test_what_a_hook_of_a_module_computes_is_the_module_s():
+    model = nn.Sequential(nn.Linear(4, 4), nn.ReLU())
+    model[1].register_forward_pre_hook(lambda module, inputs: inputs[0] @ torch.eye(4))
+    assert [p.layer for p in check(quantize_(model), (torch.ones(3, 4),)).float32] == ["1"]
+
+
 @pytest.mark.parametrize("q_grad", ["kept", "lost"])
 def test_gradients_that_are_not_quantised_are_found(monkeypatch, q_grad):
     if q_grad == "lost":

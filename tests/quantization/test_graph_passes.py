@@ -9,9 +9,8 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from cpt_core.bitops.check import check
-from cpt_core.graphs import layers
 from cpt_core.graphs.graph import Graph
-from cpt_core.graphs.layers import GraphConv, SAGEConv
+from cpt_core.graphs.layers import GraphConv, Precision, SAGEConv
 from cpt_core.models.gnn import GraphNet
 from cpt_core.quantization.convert import QuantConfig, quantize_
 from cpt_core.quantization.graph_layers import GraphPrecision
@@ -105,8 +104,8 @@ def plain(monkeypatch):
     """Call to take the plain chains from then on."""
 
     def take():
-        monkeypatch.setattr(GraphPrecision, "scaled_operand", layers.scaled_operand)
-        monkeypatch.setattr(GraphPrecision, "scaled_and_biased", layers.scaled_and_biased)
+        monkeypatch.setattr(GraphPrecision, "scaled_operand", Precision.scaled_operand)
+        monkeypatch.setattr(GraphPrecision, "scaled_and_biased", Precision.scaled_and_biased)
 
     return take
 

@@ -259,6 +259,7 @@ def test_the_trainer_of_transformers(tmp_path):
 
 
 @pytest.mark.filterwarnings("ignore:The '.*_dataloader' does not have many workers")
+@pytest.mark.filterwarnings("ignore:Be aware that when using `ckpt_path`")  # the resumed run keeps no checkpoints
 def test_the_trainer_of_lightning(tmp_path):
     pl = pytest.importorskip("lightning.pytorch")
     from cpt_core.integrations.lightning import PrecisionCallback
@@ -268,22 +269,39 @@ def test_the_trainer_of_lightning(tmp_path):
             super().__init__()
             self.net = small()
 
+        def train_dataloader(self):  # a step is an epoch
+            return torch.utils.data.DataLoader(pictures(self.current_epoch), batch_size=4)
+
+        def test_dataloader(self):
+            return torch.utils.data.DataLoader(pictures(), batch_size=4)
+
         def training_step(self, x, index):
             return self.net(x).square().mean()
+
+        def test_step(self, x, index):
+            self.log("loss", self.net(x).square().mean())
 
         def configure_optimizers(self):
             return torch.optim.SGD(self.parameters(), 0.1)
 
-    loader = torch.utils.data.DataLoader([x for seed in range(STEPS) for x in pictures(seed)], batch_size=4)
-    module = cpt.quantize_(Module(), config())
-    trainer = pl.Trainer(
-        max_epochs=1, accelerator="cpu", logger=False, enable_checkpointing=False, enable_progress_bar=False,
-        enable_model_summary=False, default_root_dir=tmp_path, callbacks=[PrecisionCallback(schedule_of())],
-    )  # fmt: skip
-    trainer.fit(module, loader)
+    def run(resume=None):
+        """What was trained, and its loss at 5 bits."""
+        module = cpt.quantize_(Module(), config())
+        keepers = [] if resume else [pl.callbacks.ModelCheckpoint(tmp_path, "{epoch}", save_top_k=-1)]
+        trainer = pl.Trainer(
+            max_epochs=STEPS, reload_dataloaders_every_n_epochs=1, accelerator="cpu", logger=False,
+            enable_progress_bar=False, enable_model_summary=False, default_root_dir=tmp_path,
+            callbacks=[PrecisionCallback(schedule_of(), eval_bits=5), *keepers], enable_checkpointing=not resume,
+        )  # fmt: skip
+        trainer.fit(module, ckpt_path=resume)
+        return [*module.state_dict().values(), torch.tensor(trainer.test(module, verbose=False)[0]["loss"])]
+
     alone = converted()
     trained(alone)
-    assert identical(module.state_dict().values(), alone.state_dict().values())
+    with cpt.precision(alone.eval(), 5), torch.no_grad():
+        expected = [*alone.state_dict().values(), alone(pictures()).square().mean()]
+    assert identical(run(), expected)
+    assert identical(run(tmp_path / "epoch=3.ckpt"), expected)
 
 
 @pytest.mark.parametrize("shared", [True, False])

@@ -205,6 +205,7 @@ def test_agreement_with_the_estimate():
     [
         (dict(budget=0.05), "budgets lie between 0.1875 and 1"),
         (dict(budget=1.2), "budgets lie between"),
+        (dict(budget=0.9, q_min=8, q_max=8), "budget 0.9 cannot be met: q_min and q_max are both 8, and static"),
         (dict(budget=float("nan")), "budget must be a number"),
         (dict(budget="half"), "budget must be a number"),
         (dict(over="space"), "unknown over 'space'; choose from time, layers, both"),
