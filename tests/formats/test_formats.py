@@ -45,6 +45,7 @@ def test_every_value_is_that_of_torch(name, dtype):
     assert FORMATS[name].largest == torch.finfo(dtype).max
 
 
+@pytest.mark.skipif(not hasattr(torch, "float8_e8m0fnu"), reason="torch has had it since 2.7")
 def test_scales_are_those_of_torch():
     scales = torch.arange(255).to(torch.uint8).view(torch.float8_e8m0fnu).float()  # the last is NaN
     assert scales[[0, 127, 254]].tolist() == [2.0**-127, 1.0, 2.0**127]
