@@ -28,7 +28,7 @@ def round_elements(x: Tensor, scale: Tensor | None, format: Format, key: Tensor 
         format: not affine.
         key: of the noise of stochastic rounding, 0-d int64; None for rounding half to even.
     """
-    by_row = scale is not None and scale.dim() == x.dim() and len(scale) == len(x)
+    by_row = scale is not None and scale.dim() == x.dim() > 0 and len(scale) == len(x)
     if not reference.in_parts(x) or not (by_row or scale is None or scale.numel() == 1):
         return _rounded(x, scale, format, None if key is None else reference.noise_of(key, x))
     out = torch.empty_like(x, memory_format=torch.contiguous_format)
