@@ -86,8 +86,9 @@ evidence: setup  ## what the rows say of every claim of the paper, then one row 
 	@$(CPT) claims --evidence
 	@$(CPT) verify --rows 1 --cheapest --skip-missing data/results/*.jsonl
 
-bench: setup  ## times: a quantised step to float32, augmentation, what a sweep adds to training, a store of 100,000 rows
+bench: setup  ## times: a quantised step to float32, rounding to formats, augmentation, what a sweep adds, a store of 100,000 rows
 	$(BIN)/python -m bench.step_ratio
+	$(BIN)/python -m bench.formats
 	$(BIN)/python -m bench.augmentation
 	$(BIN)/python -m bench.sweep
 	$(BIN)/python -m bench.stores

@@ -28,19 +28,16 @@ def round_elements(x: Tensor, scale: Tensor | None, format: Format, key: Tensor 
         format: not affine.
         key: of the noise of stochastic rounding, 0-d int64; None for rounding half to even.
     """
-    if not reference.in_parts(x) or (not (whole := scale is None or scale.numel() == 1) and not _by_row(x, scale)):
+    by_row = scale is not None and scale.dim() == x.dim() > 0 and len(scale) == len(x)
+    if not reference.in_parts(x) or not (by_row or scale is None or scale.numel() == 1):
         return _rounded(x, scale, format, None if key is None else reference.noise_of(key, x))
     out = torch.empty_like(x, memory_format=torch.contiguous_format)
     rows, row = reference.rows_of_part(x), x.numel() // len(x)
     for start in range(0, len(x), rows):  # each part stays in the processor's cache
         part, end = x[start : start + rows], start + rows
         noise = None if key is None else reference.hash_noise(key, start * row, part.numel()).view(part.shape)
-        out[start:end] = _rounded(part, scale if whole or scale is None else scale[start:end], format, noise)
+        out[start:end] = _rounded(part, scale[start:end] if by_row and scale is not None else scale, format, noise)
     return out
-
-
-def _by_row(x: Tensor, scale: Tensor) -> bool:
-    return scale.dim() == x.dim() and len(scale) == len(x)
 
 
 def into(own: Tensor) -> Tensor | None:

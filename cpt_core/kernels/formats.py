@@ -88,7 +88,8 @@ def round_in_range(
         clip: of a grid without a format, see ``reference.round_to_grid``; formats always do.
 
     Raises:
-        ValueError: for a row that blocks do not divide, and a format that rounds stochastically but has no key.
+        ValueError: for a row that blocks do not divide, a format that rounds stochastically but has no key, and one
+            that clips but has no scale.
     """
     granularity, format = parts_of(grid)
     if format is None:
@@ -105,6 +106,8 @@ def round_in_range(
         low, width = clipping.ends(y, low, width, format)
         rounded = clipping.affine(y, low, width, format, key)
     elif granularity == UNSCALED or (format.kind == "minifloat" and format.bits >= WIDE):
+        if format.clipping != "none":
+            raise ValueError(f"{format} has no scale here, so there is no range to clip: give it a granularity")
         rounded = round_elements(y, None, format, key)
     else:
         scaled = partial(_scale, format=format)

@@ -52,7 +52,8 @@ def quantize(
         quantizer: a ``Quantizer`` or a role of ``QUANTIZERS``, "conv_input" where ``bits`` are given; its granularity
             counts, its rounding and running range play no part here.
         format: instead of ``bits``: a ``Format`` or its name. Without a granularity of its own and without a
-            quantiser, minifloats and powers of two are not scaled, and the others have one range per tensor.
+            quantiser, minifloats and powers of two are not scaled, and the others have one range per tensor. Its
+            Hadamard rotation plays no part here: it is one of a product's operands.
         seed: of the noise of a format that rounds stochastically, an integer; the same seed, the same numbers.
 
     Raises:

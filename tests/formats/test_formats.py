@@ -45,6 +45,7 @@ def test_every_value_is_that_of_torch(name, dtype):
     assert FORMATS[name].largest == torch.finfo(dtype).max
 
 
+@pytest.mark.skipif(not hasattr(torch, "float8_e8m0fnu"), reason="torch has had it since 2.7")
 def test_scales_are_those_of_torch():
     scales = torch.arange(255).to(torch.uint8).view(torch.float8_e8m0fnu).float()  # the last is NaN
     assert scales[[0, 127, 254]].tolist() == [2.0**-127, 1.0, 2.0**127]
@@ -59,7 +60,8 @@ def test_other_values():
     for name, format in FORMATS.items():
         if format.bits <= 8:
             found = format.values()
-            assert found.dtype == torch.float32 and bool((found.diff() > 0).all()), name
+            assert found.dtype == torch.float32
+            assert bool((found.diff() > 0).all()), name
             assert len(found) <= 2**format.bits
             assert float(found.abs().max()) == pytest.approx(format.largest)
     with pytest.raises(ValueError, match="at most 16 bits"):
@@ -134,7 +136,8 @@ def test_bad_formats_are_refused(make, words):
 def test_ladders():
     ladder = FormatLadder({8: "e4m3", 3: "mxfp4", 4: Format.nvfp4()})
     assert ladder.levels == (3, 4, 8)
-    assert str(ladder[4]) == "nvfp4" and ladder.bits(3) == 4
+    assert str(ladder[4]) == "nvfp4"
+    assert ladder.bits(3) == 4
     assert ladder == FormatLadder.from_dict(ladder.to_dict()) == ladder_of(ladder)
 
 
@@ -160,4 +163,5 @@ def test_a_hole_is_named():
     with pytest.raises(ValueError, match=r"hole at level 5: its levels are 3, 8; ladder.filled\(\)"):
         ladder.check([3, 8, 5])
     assert str(ladder.filled()[7]) == "e2m1"
-    assert str(AFFINE[24]) == "float32" and AFFINE[23] == Format.affine(23)
+    assert str(AFFINE[24]) == "float32"
+    assert AFFINE[23] == Format.affine(23)

@@ -1,4 +1,4 @@
-"""Rounding to formats: against all values of an element, against casts of other libraries, against the specification."""
+"""Rounding to formats: against all values of an element, casts of other libraries, the specification of blocks."""
 
 import math
 
@@ -224,7 +224,8 @@ def test_nvfp4(spread):
     found = formats.fake_quantize(x, NINE, "per_row|nvfp4", None)[0]  # one float32 scale, whatever the role's ranges
     expected = torch.from_numpy(nvfp4_by_numpy(x.numpy(), 16))
     assert float((found - expected).abs().max()) <= float(x.abs().max()) * 1e-6
-    assert torch.equal(found, found.clone()) and bool((found != x).any())
+    assert torch.equal(found, found.clone())
+    assert bool((found != x).any())
     own = formats.fake_quantize(x, NINE, "per_row|nvfp4:granularity=per_row", None)[0]
     by_row = [formats.fake_quantize(row, NINE, "per_tensor|nvfp4", None)[0] for row in x.flatten(0, 1)]
     assert torch.equal(own, torch.stack(by_row).view_as(x))
@@ -284,7 +285,8 @@ def test_not_a_number_spreads_over_its_range_alone():
             x = normal(2, 32)
             x[0, 7] = bad
             y = formats.fake_quantize(x, NINE, f"per_row|{name}", None)[0]
-            assert bool(y[0].isnan().all()) and bool(y[1].isfinite().all())
+            assert bool(y[0].isnan().all())
+            assert bool(y[1].isfinite().all())
 
 
 @pytest.mark.parametrize("name", ["e4m3", "e2m1", "symmetric3", "affine3", "mxfp4", "nvfp4", "mxfp8_e4m3"])

@@ -224,7 +224,8 @@ def test_every_operator_has_a_kernel(interpreted):
             library.define(name + schema)
         interpreted.register(library)
         has = torch._C._dispatch_has_kernel_for_dispatch_key
-        assert all(has(f"cpt_registered::{name}", "CUDA") for name in operators.SCHEMAS)
+        plain = {"round_in_range"}  # made of torch's own operations on every device
+        assert all(has(f"cpt_registered::{name}", "CUDA") != (name in plain) for name in operators.SCHEMAS)
 
 
 def test_kernels_that_cannot_run_are_named_with_the_reason(monkeypatch):

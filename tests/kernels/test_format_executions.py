@@ -1,0 +1,325 @@
+"""Grids of formats in every execution, in autograd, in compiled code, in the recurrence; ``quantize``; rotations."""
+
+import pytest
+import torch
+from helpers import INF, NAN, identical, normal
+
+from cpt_core.formats.format import FORMATS, Format
+from cpt_core.kernels import formats, operators, reference
+from cpt_core.kernels.elements import round_elements
+from cpt_core.kernels.rotation import rotate
+from cpt_core.quantization.fake_quantize import quantize, quantize_gradient
+from cpt_core.quantization.quantizers import QUANTIZERS, Quantizer
+
+N = torch.tensor(15.0)
+GRIDS = ["per_row|e4m3", "per_tensor|e5m2", "per_channel|symmetric4", "per_position|log2_4", "per_row|bf16"]
+GRIDS += ["per_tensor|mxfp8_e4m3:partial=1", "per_row|nvfp4:partial=1", "per_sample_mean|e2m1", "per_row|float32"]
+GRIDS += ["per_row|affine3:clipping=rms", "per_row|e2m1:clipping=rms", "per_channel|e2m1:clipping=percentile"]
+LAYOUTS = {
+    "(n, l, f)": normal(5, 7, 33),
+    "(n, f)": normal(40, 48),
+    "(n)": normal(77),
+    "0-d": normal(),
+    "channels_last": normal(4, 6, 8, 10).contiguous(memory_format=torch.channels_last),
+    "transposed": normal(40, 32).t(),
+    "gaps": normal(40, 96)[:, ::3],
+    "bfloat16": normal(40, 64).bfloat16(),
+    "float16": normal(40, 64).half(),
+    "float64": normal(40, 64).double(),
+}
+
+
+@pytest.mark.parametrize("grid", GRIDS)
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_all_executions_round_alike(cpp_kernels, layout, grid):
+    x = LAYOUTS[layout]
+    if x.dim() == 0 and ("partial" in grid or grid.startswith(("per_row", "per_sample_mean"))):
+        pytest.skip("no rows, no blocks, no samples")
+    for key in (None, torch.tensor(7)):
+        expected = formats.quantize_to(x, grid, N, key)
+        assert expected[0].dtype == x.dtype
+        assert expected[0].shape == x.shape
+        for ops in (torch.ops.cpt, torch.ops.cpt_reference):
+            found = ops.fake_quantize(x, N, grid, key)
+            assert identical(found, expected)
+            assert identical(found[1:], reference.range_of(x, grid.partition("|")[0]))
+            again = ops.round_in_range(x, *found[1:], N, grid, key, False)
+            assert identical([again], [expected[0]])
+    if x.dtype != torch.float32:
+        assert identical([expected[0]], [formats.quantize_to(x.float(), grid, N, key)[0].to(x.dtype)])
+
+
+def test_a_grid_without_a_format_is_the_one_of_levels():
+    x = normal(6, 9)
+    assert formats.grid_of("per_row", Format.affine(4)) == "per_row"
+    assert formats.parts_of("per_row") == ("per_row", None)
+    assert formats.grid_of("per_row", Format.affine(4, granularity="per_tensor")).startswith("per_tensor|affine4")
+    expected = reference.fake_quantize(x, N, "per_row", None)
+    assert identical(torch.ops.cpt.fake_quantize(x, N, "per_row", None), expected)
+    assert identical(formats.quantize_to(x, "per_row", N, None), expected)
+    stored = operators.round_in_range(x, *expected[1:], N, "per_row", clip=True)
+    assert identical([stored], [operators.round_to_grid(x, *expected[1:], N, clip=True)])
+    named = torch.ops.cpt.fake_quantize(x, torch.tensor(1.0), "per_row|affine4:rounding=nearest", torch.tensor(3))
+    assert identical(named, expected)  # its own n, its own rounding
+
+
+@pytest.mark.parametrize("name", ["e4m3", "mxfp4", "nvfp4", "symmetric4", "affine4:rounding=nearest", "e2m1"])
+def test_large_tensors_are_those_of_their_parts(name):
+    x = normal(1100, 512)
+    assert reference.in_parts(x)
+    for granularity in ("per_row", "per_tensor"):
+        for key in (None, torch.tensor(4)):
+            grid = f"{granularity}|{name}"
+            found, low, width = formats.quantize_to(x, grid, N, key)
+            some = slice(600, 603)
+            if granularity == "per_row":
+                low, width = low[some], width[some]
+            if key is None and name != "nvfp4":
+                part = formats.round_in_range(x[some], low, width, N, grid, key, False)
+                assert torch.equal(found[some], part)
+            near = float(Format.of(name).values().diff().max() / Format.of(name).values().max())
+            near *= 1.5 if name == "mxfp4" else 1  # the largest of a block may stand for less than it is
+            assert float((found - x).abs().max()) <= near * float(x.abs().max()) * 1.01
+    if ":" not in name:
+        noise = reference.hash_noise(torch.tensor(4), 0, x.numel()).view(x.shape)
+        with_noise = round_elements(x.repeat(2, 1), None, FORMATS[name], torch.tensor(4))[: len(x)]
+        steps = with_noise - round_elements(x, None, FORMATS[name])
+        assert bool((steps * noise >= 0).all())
+        assert bool(steps.any())
+
+
+@pytest.mark.parametrize("family", ["cpt", "cpt_reference"])
+@pytest.mark.parametrize("grid", GRIDS)
+def test_gradients_pass_unchanged(cpp_kernels, family, grid):
+    ops = getattr(torch.ops, family)
+    x, g = normal(4, 6, 8).requires_grad_(), normal(4, 6, 8) * 3
+    y, low, width = ops.fake_quantize(x, N, grid, None)
+    assert not low.requires_grad
+    assert not width.requires_grad
+    stored = ops.round_in_range(x, low / 4, width / 4, N, grid, None, True)
+    for result in (y, stored):
+        assert torch.equal(torch.autograd.grad(result, x, g, retain_graph=True)[0], g)
+
+
+@pytest.mark.parametrize("rounding", ["nearest", "stochastic"])
+def test_gradients_are_rounded_to_formats(cpp_kernels, rounding):
+    """By the node in C++, which knows no formats itself, and by the one in Python."""
+    x, g = normal(6, 8), normal(6, 8)
+    expected = formats.quantize_to(g, "per_row|e5m2", N, torch.tensor(5) if rounding == "stochastic" else None)[0]
+    y = x.clone().requires_grad_()
+    key = torch.tensor(5)
+    out = torch.ops.cpt.quantize_gradient(y * 1, N, key if rounding == "stochastic" else None, "per_row|e5m2")
+    out.backward(g.clone())
+    assert torch.equal(y.grad, expected)
+    assert int(key) == (6 if rounding == "stochastic" else 5)
+    y.grad, key = None, torch.tensor(5)
+    quantize_gradient(y * 1, N, Quantizer("per_row", rounding), key)  # the plain grid still has a node
+
+
+def test_compiled_code_rounds_alike(cpp_kernels):
+    torch._dynamo.reset()
+
+    def step(x, key):
+        a = torch.ops.cpt.fake_quantize(x, N, "per_row|e4m3", None)[0]
+        b = torch.ops.cpt.fake_quantize(x, N, "per_tensor|mxfp4", key)[0]
+        c = torch.ops.cpt.round_in_range(x, x[2, 0], x[2, 1], N, "unscaled|e5m2", None, True)
+        return a, b, c
+
+    x, key = normal(9, 32), torch.tensor(11)
+    x[0, 3], x[1, 2] = INF, NAN
+    x.requires_grad_()
+    compiled = torch.compile(step, fullgraph=True)(x, key)
+    for found, expected in zip(compiled, step(x, key), strict=True):
+        assert torch.equal(found.isnan(), expected.isnan())
+        assert torch.allclose(found, expected, rtol=1e-6, atol=0, equal_nan=True)
+    compiled[0].sum().backward()
+    assert torch.equal(x.grad, torch.ones_like(x))
+
+
+def test_graph_operators_take_grids(cpp_kernels):
+    from cpt_core.kernels.graph import scale_round_add
+
+    x, scale, bias = normal(9, 32), torch.rand(9, 1) + 0.5, normal(32)
+    expected = formats.quantize_to(x * scale, "per_row|e4m3", N, None)[0] + bias
+    for ops in (torch.ops.cpt, torch.ops.cpt_reference):
+        assert torch.equal(ops.scale_round_add(x, scale, bias, N, "per_row|e4m3"), expected)
+    assert scale_round_add(x, None, bias, N, "per_row|mxfp4").shape == x.shape
+
+
+def lstm(ops, grid, stored, filled=None, grad=None, key=None):
+    T, B, H = 4, 3, 32
+    x, weight, bias = normal(T * B, 4 * H), normal(4 * H, H) / 6, normal(4 * H)
+    low, width = stored or (None, None)
+    state = normal(B, H), normal(B, H)
+    rest = (None, "per_row", None) if grad is None else (N, grad, key)
+    out = ops.lstm_forward(x, weight, bias, *state, T, [], False, N, grid, low, width, filled, True, *rest, False)
+    back = None
+    if grad is not None:
+        gates, _, before, tanh_c = out[4:]
+        zeros = torch.zeros(B, H)
+        back = ops.lstm_backward(normal(T * B, H), zeros, zeros, weight, gates, before, tanh_c, T, [], False, *rest)
+    return out, back
+
+
+@pytest.mark.parametrize("grid", ["per_tensor|e4m3", "per_row|mxfp4", "per_tensor|e2m1:clipping=rms"])
+@pytest.mark.parametrize("stored", [None, (torch.tensor(-0.25), torch.tensor(0.5))])
+def test_the_recurrence_takes_grids(cpp_kernels, grid, stored):
+    key = torch.tensor(2)
+    found, back = lstm(torch.ops.cpt, grid, stored, grad="per_row|e5m2", key=key)
+    expected, plain = lstm(torch.ops.cpt_reference, grid, stored, grad="per_row|e5m2", key=key)
+    assert identical(found, expected)
+    assert identical(back, plain)
+    ranges, gates, operands = found[3], found[4], found[5]
+    assert ranges.shape == (2, 4 if grid.startswith("per_tensor") and stored is None else 0)
+    hidden = torch.cat([normal(3, 32), found[0]])[: len(operands)]  # what every step took in
+    for step, operand in zip(hidden.split(3), operands.split(3), strict=True):
+        if stored is None:
+            rounded = formats.quantize_to(step, grid, N, None)[0]
+        else:
+            rounded = formats.round_in_range(step, *stored, N, grid, None, True)
+        assert torch.equal(operand, rounded)
+    if stored is not None and "mx" not in grid:
+        assert float(operands.abs().max()) <= 0.25
+    later = lstm(torch.ops.cpt, grid, (torch.tensor(-9.0), torch.tensor(18.0)), filled=torch.tensor(0.0))[0]
+    assert torch.equal(later[5], lstm(torch.ops.cpt, grid, None)[0][5])  # not filled: own ranges
+    last = back[1][-3:]
+    assert torch.equal(last, formats.quantize_to(back[0][-3:], "per_row|e5m2", N, key)[0])
+    assert gates.shape == (12, 128)
+
+
+def test_stochastic_formats_need_a_key():
+    with pytest.raises(ValueError, match="e4m3:rounding=stochastic rounds stochastically and needs a key"):
+        torch.ops.cpt_reference.fake_quantize(normal(3, 4), N, "per_row|e4m3:rounding=stochastic", None)
+
+
+# --- quantize -------------------------------------------------------------------------------------------------------
+
+
+def test_quantize_takes_bits_as_before():
+    x = normal(5, 6)
+    expected = reference.fake_quantize(x, N, "per_tensor", None)[0]
+    for found in (quantize(x, 4), quantize(x, bits=4, quantizer="conv_input"), quantize(x, 4, "conv_input")):
+        assert torch.equal(found, expected)
+    assert torch.equal(quantize(x, format="affine4"), expected)
+    assert quantize(x, 24) is x
+    assert quantize(x, format="float32") is x
+    assert torch.equal(quantize(x, 4, "linear_weight"), reference.fake_quantize(x, N, "per_row", None)[0])
+    assert torch.equal(quantize(x, format="affine4", quantizer="linear_weight"), quantize(x, 4, "linear_weight"))
+    assert torch.equal(quantize(x, format="affine12"), quantize(x, 12))
+
+
+@pytest.mark.parametrize("name", [n for n in FORMATS if n != "float32"])
+def test_quantize_rounds_to_every_format(name):
+    x, format = normal(6, 64) * 3, FORMATS[name]
+    y = quantize(x, format=name)
+    if format.kind in ("minifloat", "log2") and not format.block:
+        expected = round_elements(x, None, format)  # no scale
+        assert format.bits > 8 or set(y.flatten().tolist()) <= set(format.values().tolist())
+    else:
+        expected = formats.quantize_to(x, f"per_tensor|{name}", torch.tensor(2.0**format.bits - 1), None)[0]
+        if format.plain_affine:
+            expected = quantize(x, format.bits)
+    assert torch.equal(y, expected)
+    for role in ("linear_weight", "conv_weight"):
+        grid = formats.grid_of(QUANTIZERS[role].granularity, format)
+        n = torch.tensor(2.0**format.bits - 1)
+        assert torch.equal(quantize(x, format=format, quantizer=role), formats.fake_quantize(x, n, grid, None)[0])
+    own = quantize(x, format=Format.of(f"{name}:granularity=per_row"))
+    assert torch.equal(own, formats.quantize_to(x, f"per_row|{name}:granularity=per_row", N, None)[0])
+
+
+def test_quantize_passes_gradients_and_keeps_types():
+    for name in ("e4m3", "mxfp4", "nvfp4", "symmetric4", "log2_3"):
+        for dtype in (torch.float32, torch.bfloat16, torch.float16, torch.float64):
+            x = normal(4, 32).to(dtype).requires_grad_()
+            y = quantize(x, format=name)
+            y.backward(torch.full_like(y, 2.0))
+            assert y.dtype == dtype
+            assert x.grad.unique().tolist() == [2.0]
+    assert quantize(torch.empty(0, 32), format="mxfp4").shape == (0, 32)
+
+
+def test_quantize_rounds_stochastically_with_a_seed():
+    format = Format.of("e4m3:rounding=stochastic")
+    x = normal(100, 30)
+    found = [quantize(x, format=format, seed=s) for s in (0, 0, 1)]
+    assert torch.equal(found[0], found[1])
+    assert not torch.equal(found[0], found[2])
+    assert set(found[0].flatten().tolist()) <= set(format.values().tolist())
+
+
+@pytest.mark.parametrize(
+    ("call", "words"),
+    [
+        (lambda x: quantize(x), "either bits or a format, got bits=None and format=None"),
+        (lambda x: quantize(x, 8, format="e4m3"), "either bits or a format, got bits=8"),
+        (lambda x: quantize(x.int(), format="e4m3"), r"only floating tensors.*torch.int32"),
+        (lambda x: quantize(x, format="e4m99"), "minifloat formats have 3 to 32 bits, got 104"),
+        (lambda x: quantize(x, format="int8"), "unknown format 'int8'"),
+        (lambda x: quantize(x, format="e4m3", quantizer="weights"), "unknown quantizer 'weights'"),
+        (lambda x: quantize(x, format="e4m3:rounding=stochastic"), "needs a seed"),
+        (lambda x: quantize(x, format="e4m3", seed=1), "nothing else takes one; got seed=1 for format e4m3"),
+        (lambda x: quantize(x, 8, seed=1), "nothing else takes one"),
+        (lambda x: quantize(x, format="e4m3:clipping=rms"), "no scale here, so there is no range to clip"),
+        (lambda x: quantize(x, format="bf16:clipping=rms", quantizer="linear_weight"), "no scale here"),
+        (lambda x: quantize(x, format="e4m3:rounding=stochastic", seed=1.5), "seed must be an integer, got 1.5"),
+        (lambda x: quantize(x.bfloat16(), format="fp16"), r"fp16 is wider than the tensor's type, torch.bfloat16"),
+        (lambda x: quantize(x.bfloat16(), format="e8m10"), "e8m10 is wider"),
+        (lambda x: quantize(x.half(), format="bf16"), r"bf16 is wider.*torch.float16"),
+        (lambda x: quantize(x.bfloat16(), format="affine12"), "affine12 is wider"),
+        (lambda x: quantize(x.half(), format="symmetric14"), "symmetric14 is wider"),
+        (lambda x: quantize(x.half(), format="log2_8"), "log2_8 is wider"),
+        (lambda x: quantize(x[:, :30], format="mxfp4"), r"blocks of 32 .* shape \(4, 30\); with partial=True"),
+        (lambda x: quantize(x.index_fill(1, torch.tensor([5]), NAN), format="mxfp4"), r"nan, which stands at \(0, 5\)"),
+        (lambda x: quantize(-x.index_fill(0, torch.tensor([2]), INF), format="nvfp4"), r"-inf, which .* at \(2, 0\)"),
+    ],
+)
+def test_quantize_refuses(call, words):
+    with pytest.raises(ValueError, match=words):
+        call(normal(4, 32))
+
+
+def test_quantize_never_hides_what_is_not_finite():
+    found = quantize(torch.tensor([NAN, INF, -INF, 1e9]), format="e5m2").tolist()
+    assert found[0] != found[0]  # NaN
+    assert found[1:] == [INF, -INF, 57344.0]
+    found = quantize(torch.tensor([NAN, INF, -INF, 1e9]), format="e4m3")
+    assert found.isnan().tolist() == [True, True, True, False]
+    assert float(found[3]) == 448
+
+
+# --- rotation -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("size", [1, 2, 16, 32])
+def test_a_rotation_keeps_lengths_and_products(size):
+    a, b = normal(3, 5, 64), normal(7, 64)
+    turned = rotate(a, size, 3)
+    assert turned.shape == a.shape
+    assert torch.allclose(turned.norm(dim=-1), a.norm(dim=-1), rtol=1e-5)
+    assert torch.allclose(rotate(turned, size, 3, inverse=True), a, atol=1e-5)
+    assert torch.allclose(turned @ rotate(b, size, 3).t(), a @ b.t(), atol=1e-4)
+    matrix = rotate(torch.eye(64), size, 3)
+    assert torch.allclose(matrix @ matrix.t(), torch.eye(64), atol=1e-6)
+    assert torch.allclose(matrix.abs().amax(1), torch.full((64,), size**-0.5))
+    if size > 2:
+        assert not torch.equal(turned, rotate(a, size, 4))
+    x = a.double().clone().requires_grad_()
+    assert torch.autograd.gradcheck(lambda v: rotate(v[:1, :1], size, 3), (x,))
+
+
+def test_a_rotation_spreads_what_stands_out():
+    x = normal(4, 64)
+    x[:, 3] = 100.0
+    assert float(rotate(x, 64, 0).abs().max()) < 30
+    assert rotate(x.bfloat16(), 16, 0).dtype == torch.bfloat16
+    compiled = torch.compile(lambda v: rotate(v, 16, 5), backend="aot_eager", fullgraph=True)
+    assert torch.equal(compiled(x), rotate(x, 16, 5))
+
+
+@pytest.mark.parametrize(
+    ("size", "words"), [(12, "power of two"), (0, "at least 1"), (128, r"do not divide .*\(4, 64\)")]
+)
+def test_rotations_that_do_not_fit_are_refused(size, words):
+    with pytest.raises(ValueError, match=words):
+        rotate(normal(4, 64), size, 0)
