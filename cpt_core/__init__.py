@@ -19,6 +19,7 @@ if TYPE_CHECKING:  # for editors and type checkers
     from cpt_core.bitops.measure import measure_cost as measure_cost
     from cpt_core.bitops.plan import BitOpsPlan as BitOpsPlan
     from cpt_core.bitops.plan import count_bitops as count_bitops
+    from cpt_core.formats.costs import COSTS as COSTS
     from cpt_core.formats.format import FORMATS as FORMATS
     from cpt_core.formats.format import Format as Format
     from cpt_core.formats.ladder import FormatLadder as FormatLadder
@@ -69,6 +70,7 @@ _MODULES = {
     "schedules.layered": "LayeredSchedule",
     "schedules.sensitivity": "Sensitivity",
     "schedules.allocation": "allocate",
+    "formats.costs": "COSTS Cost Operands",
     "formats.format": "FORMATS Format",
     "formats.ladder": "FormatLadder",
     "graphs.graph": "Graph",

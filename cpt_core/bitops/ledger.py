@@ -1,4 +1,4 @@
-"""The ledger: BitOps that really ran, counted while a model trains.  Paper: section 4.1."""
+"""The ledger: BitOps that really ran, and their other costs, counted while a model trains.  Paper: section 4.1."""
 
 from __future__ import annotations
 
@@ -6,9 +6,13 @@ from collections import Counter
 from collections.abc import Mapping
 from typing import Any
 
+import pandas as pd
 from torch import Tensor, nn
 
+from cpt_core.bitops import tally
+from cpt_core.bitops.tally import IN_FLOAT32, Tally, widest
 from cpt_core.bitops.trace import CONVENTIONS, PASSES, Call, Watch, compiled_parts
+from cpt_core.formats.costs import FLOAT32, Operands
 from cpt_core.quantization.layers import QuantizedLayer
 from cpt_core.quantization.precision import LayerPrecision
 from cpt_core.schedules.cost import FULL_PRECISION
@@ -36,8 +40,8 @@ class BitOpsLedger:
     def __init__(self, model: nn.Module) -> None:
         """Watch ``model``, converted or not."""
         self.model = model
-        self._sums: dict[str, dict[str, Counter[str]]] = {c: {} for c in CONVENTIONS}
-        self._once: set[tuple[str, tuple[int, int]]] = set()
+        self._work = {convention: Tally() for convention in CONVENTIONS}
+        self._once: set[tuple[str, Operands]] = set()
         self.unpriced: Counter[str] = Counter()
 
     def __enter__(self) -> BitOpsLedger:
@@ -58,55 +62,66 @@ class BitOpsLedger:
         """
         return compiled_parts(self.model)
 
+    def bitops(self, convention: str = "paper") -> dict[str, Counter[str]]:
+        """Return layer -> pass -> squared bits x MACs so far, exact integers."""
+        return self._work[convention].squared_bits()
+
     def by_layer(self, convention: str = "paper") -> dict[str, float]:
         """Return the BitOps of every layer so far."""
-        return {layer: sum(passes.values()) / FULL_PRECISION**2 for layer, passes in self._sums[convention].items()}
+        return {layer: sum(passes.values()) / FULL_PRECISION**2 for layer, passes in self.bitops(convention).items()}
 
     def by_pass(self, convention: str = "paper") -> dict[str, float]:
         """Return the BitOps of the forward, error and weight-gradient products so far."""
-        return {p: sum(b[p] for b in self._sums[convention].values()) / FULL_PRECISION**2 for p in PASSES}
+        found = self.bitops(convention)
+        return {p: sum(b[p] for b in found.values()) / FULL_PRECISION**2 for p in PASSES}
 
     def total(self, convention: str = "paper") -> float:
         """Return the BitOps so far, in units of one 32 x 32-bit MAC."""
-        return sum(sum(passes.values()) for passes in self._sums[convention].values()) / FULL_PRECISION**2
+        return sum(sum(passes.values()) for passes in self.bitops(convention).values()) / FULL_PRECISION**2
+
+    def costs(self, convention: str = "paper") -> dict[str, float]:
+        """Return the totals so far by every cost of ``COSTS``, each in its unit."""
+        return {**tally.totals(self._work[convention].prices()), "bitops": self.total(convention)}
+
+    def table(self, convention: str = "paper") -> pd.DataFrame:
+        """Return all costs so far: a line per layer, and the total."""
+        return tally.table(self._work[convention].prices())
 
     def _on_call(self, module: Any, call: Call, outputs: list[Tensor]) -> None:
         if not self.model.training:
             return
         quantized = isinstance(module, QuantizedLayer) and call.owner is not None
-        own = _bits_in_force([module.precision]) if quantized else None
-        full = (FULL_PRECISION, FULL_PRECISION)
-        bits = {"per_op": own or full}
+        own = _in_force(module.precision) if quantized else None
+        formats = {"per_op": own or IN_FLOAT32}
         if call.passes("paper"):
             everywhere = [m for m in self.model.modules() if isinstance(m, LayerPrecision)]
-            bits["paper"] = own or _bits_in_force(everywhere) or full
+            formats["paper"] = own or widest([_in_force(m) for m in everywhere] or [IN_FLOAT32])
         if call.once:
-            if (call.layer, bits["per_op"]) in self._once:
+            if (call.layer, formats["per_op"]) in self._once:
                 return
-            self._once.add((call.layer, bits["per_op"]))
-        if "paper" not in bits:
+            self._once.add((call.layer, formats["per_op"]))
+        if "paper" not in formats:
             self.unpriced[call.layer] += call.macs
-        self._add(call, bits, ("forward",))
+        self._add(call, formats, ("forward",))
         backward = iter([call])  # counted once, whichever of the outputs the gradient comes through first
 
         def on_gradient(gradient: Tensor) -> None:
             for found in backward:
-                self._add(found, bits, ("error", "weight"))
+                self._add(found, formats, ("error", "weight"))
 
         for output in outputs if call.trainable else ():
             if output.requires_grad:
                 output.register_hook(on_gradient)
 
-    def _add(self, call: Call, bits: Mapping[str, tuple[int, int]], passes: tuple[str, ...]) -> None:
-        for convention, (q, g) in bits.items():
-            for name in call.passes(convention):
-                if name in passes:
-                    sums = self._sums[convention].setdefault(call.layer, Counter())
-                    sums[name] += call.macs * q * (q if name == "forward" else g)
+    def _add(self, call: Call, formats: Mapping[str, Operands], passes: tuple[str, ...]) -> None:
+        for convention, operands in formats.items():
+            ran = tuple(name for name in call.passes(convention) if name in passes)
+            self._work[convention].add(call, ran, operands)
 
 
-def _bits_in_force(layers: list[LayerPrecision]) -> tuple[int, int] | None:
-    if not layers:
-        return None
-    q = max(layer.bits or FULL_PRECISION for layer in layers)
-    return q, max(layer.q_grad or FULL_PRECISION for layer in layers)
+def _in_force(layer: LayerPrecision) -> Operands:
+    """Return the formats of a layer's operands now."""
+    if layer.in_force is None:
+        return IN_FLOAT32
+    roles = zip(layer.formats_in_force, layer.in_force, layer.ladders, strict=True)
+    return Operands(*(f or (FLOAT32 if level is None else ladder.priced(level)) for f, level, ladder in roles))

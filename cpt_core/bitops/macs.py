@@ -133,5 +133,9 @@ def upsampled(module: Any, y: Mapping[str, Tensor]) -> int:
 
 def sums_before_product(module: Any) -> bool:
     """Whether a graph convolution sums over neighbours first: the narrower side is summed."""
-    inputs = module._in_feats if hasattr(module, "_in_feats") else module._in_src_feats
-    return inputs <= module._out_feats
+    return inputs_of_product(module) <= int(module._out_feats)
+
+
+def inputs_of_product(module: Any) -> int:
+    """Return the features that a graph convolution takes."""
+    return int(module._in_feats if hasattr(module, "_in_feats") else module._in_src_feats)

@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 from cpt_core.bitops.copies import as_it_was
-from cpt_core.bitops.plan import BitOpsPlan, bits_per_layer, price
+from cpt_core.bitops.plan import BitOpsPlan, formats_per_layer, price
 from cpt_core.bitops.step import TrainingStep
 from cpt_core.bitops.trace import CONVENTIONS, trace
 from cpt_core.checks import choose, whole
@@ -132,8 +132,8 @@ def _plans(
 ) -> dict[int, BitOpsPlan]:
     """Return the BitOps of one step at each of the bit widths."""
     calls, uncounted = trace(model, inputs)
-    static = {q: bits_per_layer(model, calls, StaticSchedule(q, 1), q_grad) for q in widths}
-    return {q: price(calls, uncounted, bits, convention) for q, bits in static.items()}
+    static = {q: formats_per_layer(model, calls, StaticSchedule(q, 1), q_grad) for q in widths}
+    return {q: price(calls, uncounted, formats, convention) for q, formats in static.items()}
 
 
 def _bitops(plan: BitOpsPlan, layer: str) -> float:

@@ -1,4 +1,4 @@
-"""The plan: BitOps of a model, counted before it trains.  Paper: section 4.1.
+"""The plan: BitOps of a model, and its other costs, counted before it trains.  Paper: section 4.1.
 
 Every layer reports the multiply-accumulates (MACs) of its own call; a pass costs MACs * b_a * b_b / 32**2.
 Two conventions price them:
@@ -15,25 +15,34 @@ Two conventions price them:
 >>> plan = count_bitops(torch.nn.Sequential(torch.nn.Linear(4, 2)), (torch.ones(1, 4),))
 >>> plan.forward_macs, plan.total
 (8, 24.0)
+>>> plan.costs["traffic"]  # bytes: 4 + 8 elements in, 2 out, three times
+168.0
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+import pandas as pd
 from torch import nn
 
+from cpt_core.bitops import tally
 from cpt_core.bitops.macs import UPSAMPLING
+from cpt_core.bitops.tally import IN_FLOAT32, Tally, rank
 from cpt_core.bitops.trace import CONVENTIONS, PASSES, Call, trace
 from cpt_core.checks import choose
+from cpt_core.formats.costs import Operands
+from cpt_core.formats.format import Format
+from cpt_core.formats.ladder import AFFINE, MOST_LEVEL, FormatLadder
 from cpt_core.quantization.convert import layer_precisions
 from cpt_core.quantization.precision import LayerPrecision
 from cpt_core.quantization.scheduler import Schedules, assign_schedules
 from cpt_core.schedules.cost import FULL_PRECISION
+from cpt_core.schedules.schedule import Schedule
 
 
 @dataclass(frozen=True)
@@ -49,6 +58,7 @@ class BitOpsPlan:
             layer reports, both products of attention, sums over neighbours. The total is without them.
         uncounted: operation -> output elements of one forward pass, for what no convention prices: elementwise work
             and pooling; by "per_op" also "upsampling", which copies.
+        prices: layer -> name of ``COSTS`` -> total of the run, in the unit of that cost.
     """
 
     convention: str
@@ -57,6 +67,7 @@ class BitOpsPlan:
     bitops: Mapping[str, Mapping[str, int]]
     unpriced: Mapping[str, int]
     uncounted: Mapping[str, int]
+    prices: Mapping[str, Mapping[str, float]]
 
     @property
     def forward_macs(self) -> int:
@@ -77,6 +88,15 @@ class BitOpsPlan:
     def total(self) -> float:
         """BitOps of the run, without what is ``unpriced``."""
         return sum(sum(passes.values()) for passes in self.bitops.values()) / FULL_PRECISION**2
+
+    @property
+    def costs(self) -> dict[str, float]:
+        """Totals by every cost of ``COSTS``, each in its unit, without what is ``unpriced``."""
+        return {**tally.totals(self.prices), "bitops": self.total}
+
+    def table(self) -> pd.DataFrame:
+        """Return all costs: a line per layer, and the total."""
+        return tally.table(self.prices)
 
     def __str__(self) -> str:
         """Return a table by layer."""
@@ -108,7 +128,7 @@ def count_bitops(
     convention: str = "paper",
     q_grad: int | None = None,
 ) -> BitOpsPlan:
-    """Count the BitOps of training ``model`` for a whole schedule, before it runs.
+    """Count the BitOps of training ``model`` for a whole schedule, before it runs, and its other costs.
 
     The forward pass is traced once on the ``meta`` device: no data is computed and the model is not touched. Of a model
     that asks for data while it runs (detectors, layers of DGL) a copy runs on the data given; a warning says so.
@@ -118,7 +138,7 @@ def count_bitops(
         inputs: the arguments of its forward for ONE optimizer step (the whole batch); only shapes matter.
         schedule: as for ``PrecisionScheduler``; None counts one step at 32 bits.
         convention: "paper" or "per_op", see the module.
-        q_grad: gradient bits; None takes the schedule's ``q_max``.
+        q_grad: gradient bits; None takes the schedule's ``q_max``. All bits are levels where a layer has ladders.
 
     Raises:
         ValueError: for an unknown convention, when nothing in the model can be counted, when it cannot be copied, or
@@ -129,63 +149,89 @@ def count_bitops(
     """
     choose("convention", convention, CONVENTIONS)
     calls, uncounted = trace(model, inputs)
-    return price(calls, uncounted, bits_per_layer(model, calls, schedule, q_grad), convention)
+    return price(calls, uncounted, formats_per_layer(model, calls, schedule, q_grad), convention)
+
+
+InForce = tuple[tuple[Operands, int], ...]  # the formats of a layer's operands, each with its number of steps
 
 
 def price(
-    calls: list[Call],
-    uncounted: Mapping[str, int],
-    bits: Mapping[str, tuple[np.ndarray, np.ndarray]],
-    convention: str,
+    calls: list[Call], uncounted: Mapping[str, int], formats: Mapping[str, InForce], convention: str
 ) -> BitOpsPlan:
-    """Price the calls of one step at the (forward bits, gradient bits) of every step, by layer; see ``count_bitops``.
+    """Price the calls of one step at the formats in force in a run, by layer; see ``count_bitops``.
 
-    Layers that ``bits`` does not name are in float32; the key "" holds the bits at which "paper" prices them.
+    Layers that ``formats`` does not name are in float32; the key "" holds those at which "paper" prices them.
     """
-    result: dict[str, Counter[str]] = {}
+    work = Tally()
     macs: Counter[str] = Counter()
     unpriced: Counter[str] = Counter()
     copied: Counter[str] = Counter()
+    everywhere = formats[""]
+    steps = sum(n for _, n in everywhere)
+    plain = everywhere if convention == "paper" else ((IN_FLOAT32, steps),)
     for call in calls:
-        if not call.passes(convention):
+        if not (passes := call.passes(convention)):
             if call.kind == UPSAMPLING:
                 copied[call.kind] += call.macs
             else:
                 unpriced[call.layer] += call.macs
             continue
-        result.setdefault(call.layer, Counter())
         macs[call.layer] += call.macs
-        if call.owner is not None and call.owner in bits:
-            q, g = bits[call.owner]
-        else:
-            q, g = bits[""] if convention == "paper" else _float32(bits[""])
+        found = formats.get(call.owner, plain) if call.owner is not None else plain
         if call.once:
-            q = np.unique(q)
-        for name in call.passes(convention):
-            result[call.layer][name] += call.macs * int((q * (q if name == "forward" else g)).sum())
-    bitops = {k: dict(v) for k, v in result.items()}
-    return BitOpsPlan(convention, len(bits[""][0]), dict(macs), bitops, dict(unpriced), {**uncounted, **copied})
+            found = tuple({(o.activation, o.weight): (o, 1) for o, _ in found}.values())
+        for operands, times in found:
+            work.add(call, passes, operands, times)
+    bitops = {k: dict(v) for k, v in work.squared_bits().items()}
+    left = {**uncounted, **copied}
+    return BitOpsPlan(convention, steps, dict(macs), bitops, dict(unpriced), left, work.prices())
 
 
-def _float32(like: tuple[np.ndarray, np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
-    return np.full_like(like[0], FULL_PRECISION), np.full_like(like[1], FULL_PRECISION)
-
-
-def bits_per_layer(
+def formats_per_layer(
     model: nn.Module, calls: list[Call], schedule: Schedules | None, q_grad: int | None
-) -> dict[str, tuple[np.ndarray, np.ndarray]]:
-    """Return the (forward bits, gradient bits) of every step, by layer, as ``price`` takes them."""
+) -> dict[str, InForce]:
+    """Return the formats of the operands of every layer, with the number of their steps, as ``price`` takes them.
+
+    A layer that is not converted is on the paper's ladder.
+    """
     if schedule is None:
-        one = np.array([FULL_PRECISION])
-        return {"": (one, one)}
-    converted = any(isinstance(m, LayerPrecision) for m in model.modules())
+        return {"": ((IN_FLOAT32, 1),)}
+    precisions = layer_precisions(model) if any(isinstance(m, LayerPrecision) for m in model.modules()) else {}
     owners = dict.fromkeys(c.owner for c in calls if c.owner is not None)
-    names = list(layer_precisions(model) if converted else owners or [""])
-    bits = {}
-    for s, layers in assign_schedules(schedule, names).values():
-        pair = (s.bits(), np.full(s.total_steps, q_grad or s.q_max))
-        bits.update(dict.fromkeys(layers, pair))
-    # work outside the quantised layers has no bits of its own: "paper" takes the highest of each step
-    pairs = list(bits.values())
-    bits[""] = (np.max([q for q, _ in pairs], axis=0), np.max([g for _, g in pairs], axis=0))
-    return bits
+    groups: dict[tuple[int, tuple[FormatLadder, ...]], tuple[Schedule, list[str]]] = {}
+    for s, layers in assign_schedules(schedule, list(precisions or owners or [""])).values():
+        for name in layers:
+            of_roles = precisions[name].ladders if name in precisions else (AFFINE,) * len(Operands._fields)
+            groups.setdefault((id(s), tuple(of_roles)), (s, []))[1].append(name)
+
+    ladders = dict.fromkeys(ladder for _, of_roles in groups for ladder in of_roles)
+    table = sorted({ladder.priced(x) for ladder in ladders for x in ladder.levels}, key=rank)
+    places = {ladder: _places(ladder, table) for ladder in ladders}
+    formats: dict[str, InForce] = {}
+    widest = np.array(0)
+    for (_, of_roles), (s, names) in groups.items():
+        rows: list[np.ndarray] = []
+        for ladder, levels in zip(of_roles, s.levels(q_grad), strict=True):
+            rows.append(places[ladder][levels])
+            ladder.check(levels[rows[-1] < 0][:1])
+        formats.update(dict.fromkeys(names, _counted(rows, table)))
+        widest = np.maximum(widest, rows)
+    # work outside the quantised layers has no formats of its own: "paper" takes the widest of each step
+    formats[""] = _counted(widest, table)
+    return formats
+
+
+def _places(ladder: FormatLadder, table: list[Format]) -> np.ndarray:
+    """Return where in a table the format of every level is; -1 for levels that the ladder does not have."""
+    found = np.full(MOST_LEVEL + 1, -1)
+    for level in ladder.levels:
+        found[level] = table.index(ladder.priced(level))
+    return found
+
+
+def _counted(rows: Sequence[np.ndarray] | np.ndarray, table: list[Format]) -> InForce:
+    """Count the steps of every combination of formats, given as places in a table, shape (roles, steps)."""
+    shape = (len(table),) * len(Operands._fields)
+    codes, steps = np.unique(np.ravel_multi_index(tuple(rows), shape), return_counts=True)
+    combinations = np.transpose(np.unravel_index(codes, shape)).tolist()
+    return tuple((Operands(*(table[i] for i in c)), n) for c, n in zip(combinations, steps.tolist(), strict=True))

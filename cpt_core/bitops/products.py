@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
 
@@ -20,14 +20,17 @@ class Product:
         macs: multiply-accumulates; each of the gradients takes as many.
         error: the first operand needs a gradient.
         weight: the second one does.
+        elements: of the first operand, of the second, of the result; 0 for what a fused operation keeps to itself.
     """
 
     macs: int
     error: bool
     weight: bool
+    elements: tuple[int, int, int]
 
 
 Count = Callable[[tuple[Any, ...], Any], Iterator[Product]]
+SPARSE = (torch.sparse_coo, torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc)
 FUSED_ATTENTION = (
     "flash_attention flash_attention_for_cpu efficient_attention cudnn_attention fused_attention_overrideable "
     "attention_math_for_mps"
@@ -42,12 +45,18 @@ def products_of(operation: Any, args: tuple[Any, ...], kwargs: dict[str, Any], o
     """
     name = name_of(operation)
     if name in OWN:
-        return list(OWN[name](args, out))
+        *inner, last = OWN[name](args, out)
+        return [*inner, _with_result(last, out)]
     flops = flop_registry.get(operation._overloadpacket)
     if flops is None:
         return []
     first, second = [*(a for a in args if isinstance(a, Tensor)), None, None][:2]
-    return [_product(flops(*args, **kwargs, out_val=out) // 2, first, second)]
+    return [_with_result(_product(flops(*args, **kwargs, out_val=out) // 2, first, second), out)]
+
+
+def _with_result(product: Product, out: Any) -> Product:
+    result = out[0] if isinstance(out, (tuple, list)) else out
+    return replace(product, elements=(*product.elements[:2], _stored(result)))
 
 
 @cache
@@ -60,8 +69,15 @@ def _needs(value: Any) -> bool:
     return isinstance(value, Tensor) and value.requires_grad
 
 
+def _stored(value: Any) -> int:
+    """Elements that a tensor stores: those of a sparse one that are not 0."""
+    if not isinstance(value, Tensor):
+        return 0
+    return value._nnz() if value.layout in SPARSE else value.numel()
+
+
 def _product(macs: int, first: Any, second: Any) -> Product:
-    return Product(int(macs), _needs(first), _needs(second))
+    return Product(int(macs), _needs(first), _needs(second), (_stored(first), _stored(second), 0))
 
 
 def _attention(args: tuple[Any, ...], out: Any) -> Iterator[Product]:
@@ -69,7 +85,8 @@ def _attention(args: tuple[Any, ...], out: Any) -> Iterator[Product]:
     q, k, v = args[:3]
     scores = _product(q.numel() * k.shape[-2], q, k)
     yield scores
-    yield Product(q.numel() // q.shape[-1] * v.shape[-2] * v.shape[-1], scores.error or scores.weight, _needs(v))
+    macs = q.numel() // q.shape[-1] * v.shape[-2] * v.shape[-1]
+    yield Product(macs, scores.error or scores.weight, _needs(v), (0, v.numel(), 0))
 
 
 def _times_columns(first: int) -> Count:
@@ -77,8 +94,7 @@ def _times_columns(first: int) -> Count:
 
     def count(args: tuple[Any, ...], out: Any) -> Iterator[Product]:
         x, w = args[first : first + 2]
-        stored = x.numel() if x.layout == torch.strided else x._nnz()
-        yield _product(stored * (w.shape[-1] if w.dim() > 1 else 1), x, w)
+        yield _product(_stored(x) * (w.shape[-1] if w.dim() > 1 else 1), x, w)
 
     return count
 
@@ -104,7 +120,7 @@ def _bilinear(args: tuple[Any, ...], out: Any) -> Iterator[Product]:
     rows = x.numel() // wide
     first = _product(rows * outputs * wide * narrow, x, weight)
     yield first
-    yield Product(rows * outputs * narrow, first.error or first.weight, _needs(z))
+    yield Product(rows * outputs * narrow, first.error or first.weight, _needs(z), (0, z.numel(), 0))
 
 
 def _fast_path(*weights: int) -> Count:
@@ -112,8 +128,9 @@ def _fast_path(*weights: int) -> Count:
 
     def count(args: tuple[Any, ...], out: Any) -> Iterator[Product]:
         x, tokens = args[0], args[0].shape[1]
-        per_token = sum(args[i].numel() for i in weights) + 2 * tokens * x.shape[-1]
-        yield Product(x.numel() // x.shape[-1] * per_token, False, False)
+        stored = sum(args[i].numel() for i in weights)
+        per_token = stored + 2 * tokens * x.shape[-1]
+        yield Product(x.numel() // x.shape[-1] * per_token, False, False, (x.numel(), stored, 0))
 
     return count
 
@@ -122,7 +139,9 @@ def _recurrent(args: tuple[Any, ...], out: Any) -> Iterator[Product]:
     """A fused recurrent layer, one direction (oneDNN's) or all of them (cuDNN's): every row meets every weight."""
     x, first, second = args[:3]
     weights = [w for w in first if w.dim() == 2] if isinstance(first, (tuple, list)) else [first, second]
-    yield _product(x.numel() // x.shape[-1] * sum(w.numel() for w in weights), x, weights[0])
+    stored = sum(w.numel() for w in weights)
+    product = _product(x.numel() // x.shape[-1] * stored, x, weights[0])
+    yield replace(product, elements=(x.numel(), stored, 0))
 
 
 OWN: dict[str, Count] = {

@@ -18,6 +18,15 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode
 
 from cpt_core.bitops.copies import followed, inputs_of, shadow_of, tensors_in
+from cpt_core.bitops.elements import (
+    Elements,
+    attention_elements,
+    gate_elements,
+    graph_elements,
+    recurrent_elements,
+    sum_elements,
+    upsampled_elements,
+)
 from cpt_core.bitops.macs import (
     AGGREGATED,
     AGGREGATION,
@@ -60,6 +69,7 @@ class Call:
     weight: bool  # the weight-gradient product is computed: the weight needs one
     owner: str | None = None  # the layer at whose bits it runs; None: float32 (FP-Agg)
     once: bool = False  # computed once per bit width in a whole run: the sum of constant features
+    elements: Elements = (0, 0, 0)  # of the first operand, of the second (the weight), of the result
 
     def passes(self, convention: str) -> tuple[str, ...]:
         """Return the passes of a training step that this call causes."""
@@ -68,6 +78,11 @@ class Call:
         if convention == "paper":
             return PASSES
         return ("forward", *(("error",) if self.error else ()), *(("weight",) if self.weight else ()))
+
+    def moved(self, name: str) -> Elements:
+        """Return the elements of a pass's product: operands, as ``costs.PASSES`` orders them, and result."""
+        x, w, y = self.elements
+        return {"forward": (x, w, y), "error": (y, w, x), "weight": (y, x, w)}[name]
 
 
 def _entry(table: Mapping[type[nn.Module], Any], module: nn.Module) -> Any:
@@ -212,7 +227,10 @@ class Watch(TorchDispatchMode):
             found = products_of(func, args, kwargs or {}, out)
             if found:
                 layer = f"{self.running[-1][0]} ({PRODUCTS})".lstrip()
-                self.last = [Call(layer, PRODUCTS, p.macs, True, p.error, p.weight) for p in found], first
+                self.last = (
+                    [Call(layer, PRODUCTS, p.macs, True, p.error, p.weight, elements=p.elements) for p in found],
+                    first,
+                )
             else:
                 self.on_other(name, first.numel())
         return out
@@ -233,7 +251,8 @@ def _calls_of(name: str, module: nn.Module, inputs: tuple[Any, ...], whole: Any,
     grad = torch.is_grad_enabled()
     parts = (v.values() if isinstance(v, Mapping) else v if isinstance(v, tuple) else (v,) for v in inputs)
     features = next(x for part in parts for x in part if isinstance(x, Tensor))
-    weights = (p for n, p in module.named_parameters() if any(w.startswith("weight") for w in n.split(".")))
+    weights = [p for n, p in module.named_parameters() if any(w.startswith("weight") for w in n.split("."))]
+    stored = sum(p.numel() for p in weights)
     call = Call(
         layer=name,
         kind=module_kind(module).__name__,
@@ -242,12 +261,19 @@ def _calls_of(name: str, module: nn.Module, inputs: tuple[Any, ...], whole: Any,
         error=grad and features.requires_grad,
         weight=grad and any(p.requires_grad for p in weights),
         owner=name,
+        elements=(features.numel(), stored, output.numel()),
     )
+    if isinstance(module, (nn.LSTM, *PLAIN)):
+        first_elements, inner_elements = recurrent_elements(module, features, output, stored)
+        call = replace(call, elements=first_elements)
     if isinstance(module, PLAIN):
         call = replace(call, layer=f"{name} ({PRODUCTS})".lstrip(), kind=PRODUCTS, owner=None)
         yield replace(call, macs=recurrent_macs(module, inputs, output))
     if (macs := _entry(MACS, module)) is not None:
-        yield replace(call, macs=int(macs(module, inputs, output)))
+        counted = replace(call, macs=int(macs(module, inputs, output)))
+        if _entry(AGGREGATED, module) is not None:
+            counted = replace(counted, elements=graph_elements(module, counted.macs, stored))
+        yield counted
     if (summed := _entry(AGGREGATED, module)) is not None:
         graph, first = as_graph(inputs[0]), sums_before_product(module)
         yield replace(
@@ -259,18 +285,21 @@ def _calls_of(name: str, module: nn.Module, inputs: tuple[Any, ...], whole: Any,
             weight=False,
             owner=name if getattr(module, "quantizes_aggregation", False) else None,
             once=first and features is graph.constant,
+            elements=sum_elements(graph, summed(module)),
         )
     if isinstance(module, (nn.LSTM, *PLAIN)):
-        inner = replace(call, error=call.error or call.weight)  # the products behind the first
+        inner = replace(call, error=call.error or call.weight, elements=inner_elements)  # behind the first
         yield replace(inner, macs=recurrent_inner_macs(module, inputs, output))
     if isinstance(module, nn.LSTM):
-        gates = lstm_gate_operations(module, inputs, output)
-        yield replace(inner, layer=f"{name} ({GATES})".lstrip(), kind=GATES, macs=gates, weight=False, owner=None)
+        gates = replace(inner, layer=f"{name} ({GATES})".lstrip(), kind=GATES, weight=False, owner=None)
+        operations = lstm_gate_operations(module, inputs, output)
+        yield replace(gates, macs=operations, elements=gate_elements(module, output))
     if module_kind(module) in pyramid_kinds():
         copies = replace(call, layer=f"{name} ({UPSAMPLING})".lstrip(), kind=UPSAMPLING, weight=False, owner=None)
-        yield replace(copies, macs=upsampled(module, whole))
+        yield replace(copies, macs=upsampled(module, whole), elements=upsampled_elements(module, whole))
     if module_kind(module) in attention_kinds():
         products = replace(call, layer=f"{name} ({ATTENTION})".lstrip(), kind=ATTENTION)
+        products = replace(products, elements=attention_elements(module, features))
         yield replace(
             products, macs=attention_macs(module, inputs, output), error=call.trainable, weight=call.trainable
         )

@@ -13,10 +13,12 @@ such as solver, deficits, delays, allocation and range test, works on any ladder
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from functools import cache
 from typing import Any
 
 from cpt_core.checks import whole
+from cpt_core.formats.costs import Operands, cost_named
 from cpt_core.formats.format import FORMATS, MOST_AFFINE, Format
 
 MOST_LEVEL = 32
@@ -65,6 +67,45 @@ class FormatLadder:
     def bits(self, level: int) -> int:
         """Return the bits of an element at a level, which BitOps count."""
         return self[level].bits
+
+    def priced(self, level: int) -> Format:
+        """Return what is priced at a level: its format, but for what BitOps count otherwise.
+
+        Levels 24 to 31 of the paper's ladder have the numbers of float32 and count as floats of 24 to 31 bits.
+        """
+        found = self[level]
+        if found.is_identity and MOST_AFFINE < level < found.bits and self == AFFINE:
+            return Format.minifloat(8, level - 9)
+        return found
+
+    def cost(self, name: str = "bitops", gradients: Format | str | int | None = None) -> Callable[[int], float]:
+        """Return a function, level -> cost of a training step, such as ``solve_schedule(budget, ..., cost=...)`` takes.
+
+        A step is a forward product and two backward products of the same size, see ``Cost.step``; weights and
+        activations are at the level, the output's gradient at another.
+
+        Args:
+            name: of ``COSTS``.
+            gradients: format of the output's gradient or its name, or a level of this ladder; None takes the highest
+                level, which on the paper's ladder is float32: give it ``q_max`` for the paper's convention.
+
+        Raises:
+            ValueError: for another name or format; the function, for a level that the ladder does not have.
+
+        >>> AFFINE.cost("ace", gradients=8)(4), FormatLadder({4: "e2m1", 8: "e4m3"}).cost("ace")(4)
+        (80.0, 80.0)
+        """
+        cost = cost_named(name)
+        if gradients is None:
+            gradients = self.levels[-1]
+        g = Format.of(gradients) if isinstance(gradients, (Format, str)) else self.priced(gradients)
+
+        @cache
+        def step(level: int) -> float:
+            q = self.priced(level)
+            return cost.step(Operands(q, q, g, g))
+
+        return step
 
     def check(self, levels: Iterable[int]) -> None:
         """Raise ValueError unless all levels of a schedule are here."""

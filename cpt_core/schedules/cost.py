@@ -3,6 +3,7 @@
 One multiply-accumulate (MAC) of a ``b_a``-bit with a ``b_b``-bit operand costs ``b_a * b_b / 32**2`` full-precision
 MACs.  A training step of a layer does three products of (nearly) the same size: the forward product (q x q), the
 error product and the weight-gradient product (both q x q_grad).  Nothing here needs torch.
+Other costs, and formats other than the paper's, have their prices from ``cpt_core.formats``.
 
 >>> int(step_cost(8, 8)) == 3 * 64
 True
@@ -18,8 +19,11 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
+from cpt_core.formats.costs import Operands, cost_named
+from cpt_core.formats.ladder import FormatLadder, ladder_of
+
 FULL_PRECISION = 32  # bits of an unquantised operand
-Cost = Callable[[int], float]  # bits -> what a step at them costs in another unit, such as ``MeasuredCost.seconds``
+StepCost = Callable[[int], float]  # bits -> what a step at them costs in another unit, such as ``MeasuredCost.seconds``
 
 
 def step_cost(bits: ArrayLike, q_grad: ArrayLike) -> NDArray[np.int64]:
@@ -43,25 +47,78 @@ def role_costs(levels: tuple[ArrayLike, ArrayLike, ArrayLike, ArrayLike]) -> NDA
     return a * w + e * w + g * a
 
 
-def relative_cost(bits: ArrayLike, q_max: int, q_grad: int | None = None, cost: Cost | None = None) -> float:
+def relative_cost(
+    bits: ArrayLike,
+    q_max: int,
+    q_grad: int | None = None,
+    cost: StepCost | str | None = None,
+    ladder: FormatLadder | None = None,
+) -> float:
     """Return the mean cost of the steps divided by that of training at static ``q_max`` bits.
 
     Args:
-        bits: forward bits of every step, shape (steps,).
+        bits: forward bits of every step, or levels of a ladder, shape (steps,).
         q_max: bits of the static baseline.
         q_grad: gradient bits of both; ``q_max`` when None.
-        cost: of a step by its bits; ``step_cost`` when None.
+        cost: of a step by its bits; a name of ``COSTS`` prices the formats of a ladder; ``step_cost`` when None.
+        ladder: on which bits are levels; the paper's when None. A function knows its own.
 
     Paper: section 4.1 (cost relative to the static baseline).
 
     >>> relative_cost([4, 8], q_max=8, cost={4: 1.0, 8: 2.0}.__getitem__)
     0.75
+    >>> relative_cost([4, 8], q_max=8), round(relative_cost([4, 8], q_max=8, cost="traffic"), 3)
+    (0.7083333333333334, 0.944)
     """
     q_grad = q_max if q_grad is None else q_grad
+    cost = function_of(cost, q_grad, ladder)
     return float(costs_of(bits, q_grad, cost).mean() / costs_of(q_max, q_grad, cost))
 
 
-def costs_of(bits: ArrayLike, q_grad: int, cost: Cost | None = None) -> NDArray[Any]:
+def relative_role_cost(
+    levels: tuple[ArrayLike, ArrayLike, ArrayLike, ArrayLike],
+    q_max: int,
+    q_grad: int | None = None,
+    cost: StepCost | str | None = None,
+    ladder: FormatLadder | None = None,
+) -> float:
+    """Return the same of steps whose roles have ``Levels`` apart, by ``role_costs`` or the name of a cost.
+
+    Raises:
+        ValueError: as ``function_of``; for a function, which knows one level of a step.
+    """
+    q_grad = q_max if q_grad is None else q_grad
+    baseline = function_of(cost, q_grad, ladder)
+    if baseline is None:
+        return float(role_costs(levels).mean() / step_cost(q_max, q_grad))
+    if callable(cost):
+        raise ValueError("roles with levels of their own are priced by the name of a cost; a function knows one level")
+    price, on = cost_named(cost or "bitops"), ladder_of(ladder)
+    combinations, steps = np.unique(np.stack([_integers("levels", v) for v in levels]), axis=1, return_counts=True)
+    prices = [price.step(Operands(*map(on.priced, found))) for found in combinations.T.tolist()]
+    return float(np.average(prices, weights=steps) / baseline(q_max))
+
+
+def function_of(cost: StepCost | str | None, q_grad: int, ladder: FormatLadder | None = None) -> StepCost | None:
+    """Return the function that a cost is, or that a name of ``COSTS`` means on a ladder; None stays without one.
+
+    Raises:
+        ValueError: for another name, and for what is neither; for a ladder beside a function; for gradient bits that
+            are no level of it.
+    """
+    if isinstance(cost, str) or (cost is None and ladder is not None):
+        return ladder_of(ladder).cost(cost or "bitops", gradients=q_grad)
+    if cost is not None and not callable(cost):
+        raise ValueError(
+            "cost must be a function, bits -> cost of a step, such as measured.seconds, or a name of COSTS; "
+            f"got {cost!r}"
+        )
+    if ladder is not None:
+        raise ValueError("a cost that is a function knows its formats; give a ladder with the name of a cost")
+    return cost
+
+
+def costs_of(bits: ArrayLike, q_grad: int, cost: StepCost | None = None) -> NDArray[Any]:
     """Return what every step costs, in the shape of ``bits``: by ``cost``, or ``step_cost`` when that is None."""
     if cost is None:
         return step_cost(bits, q_grad)

@@ -10,7 +10,8 @@ from typing import Any, ClassVar
 import numpy as np
 
 from cpt_core.checks import whole
-from cpt_core.schedules import cost
+from cpt_core.formats.ladder import FormatLadder
+from cpt_core.schedules.cost import StepCost, relative_role_cost
 from cpt_core.schedules.profiles import Array
 from cpt_core.schedules.schedule import FLOAT32, CyclicSchedule, Levels, Schedule, check_range, set_integers
 
@@ -191,13 +192,18 @@ class DelayedSchedule(AroundSchedule):
             return Levels(*[self.level] * 4)
         return super().levels_at(step, q_grad)
 
-    def relative_cost(self, q_grad: int | None = None, q_max: int | None = None) -> float:
+    def relative_cost(
+        self,
+        q_grad: int | None = None,
+        q_max: int | None = None,
+        cost: StepCost | str | None = None,
+        ladder: FormatLadder | None = None,
+    ) -> float:
         """Return the training cost relative to static ``q_max``, see ``Schedule``."""
         if self.level is None:
-            return super().relative_cost(q_grad, q_max)
+            return super().relative_cost(q_grad, q_max, cost, ladder)
         top = self.q_max if q_max is None else q_max
-        spent = cost.role_costs(self.levels(top if q_grad is None else q_grad)).mean()
-        return float(spent / cost.step_cost(top, top if q_grad is None else q_grad))
+        return relative_role_cost(self.levels(top if q_grad is None else q_grad), top, q_grad, cost, ladder)
 
     def to_dict(self) -> dict[str, Any]:
         """Return a JSON-able description; ``schedule_from_dict`` gives an equal schedule."""

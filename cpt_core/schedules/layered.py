@@ -9,7 +9,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cpt_core.checks import whole
-from cpt_core.schedules import cost
+from cpt_core.formats.ladder import FormatLadder
+from cpt_core.schedules.cost import StepCost, noise_exposure, relative_cost
 from cpt_core.schedules.profiles import Array
 from cpt_core.schedules.schedule import Schedule
 
@@ -86,15 +87,21 @@ class LayeredSchedule(Schedule):
         """Return the highest bits of any group at every step as floats."""
         return self.by_group().max(0).astype(np.float64)
 
-    def relative_cost(self, q_grad: int | None = None, q_max: int | None = None) -> float:
+    def relative_cost(
+        self,
+        q_grad: int | None = None,
+        q_max: int | None = None,
+        cost: StepCost | str | None = None,
+        ladder: FormatLadder | None = None,
+    ) -> float:
         """Return the cost of the quantised layers relative to static ``q_max``, see ``Schedule``."""
         top = self.q_max if q_max is None else q_max
-        return self._mean(np.array([cost.relative_cost(s.bits(), top, q_grad) for _, s, _ in self.parts]))
+        return self._mean(np.array([relative_cost(s.bits(), top, q_grad, cost, ladder) for _, s, _ in self.parts]))
 
     def noise_exposure(self, q_max: int | None = None) -> float:
         """Return the mean of 4**-q over steps and MACs, relative to static ``q_max``."""
         top = self.q_max if q_max is None else q_max
-        return self._mean(np.array([cost.noise_exposure(s.bits(), top) for _, s, _ in self.parts]))
+        return self._mean(np.array([noise_exposure(s.bits(), top) for _, s, _ in self.parts]))
 
     def share_at(self, bits: int) -> float:
         """Return the share of the work, steps times MACs, that runs at exactly ``bits`` bits."""

@@ -15,7 +15,8 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from cpt_core.checks import whole
-from cpt_core.schedules import cost
+from cpt_core.formats.ladder import FormatLadder
+from cpt_core.schedules.cost import StepCost, relative_role_cost
 from cpt_core.schedules.profiles import Array
 from cpt_core.schedules.schedule import FLOAT32, Levels, Schedule, StaticSchedule
 
@@ -105,10 +106,16 @@ class RoleSchedules(Schedule):
         self._refuse(q_grad)
         return Levels(*(s(step) for s in self.parts))
 
-    def relative_cost(self, q_grad: int | None = None, q_max: int | None = None) -> float:
+    def relative_cost(
+        self,
+        q_grad: int | None = None,
+        q_max: int | None = None,
+        cost: StepCost | str | None = None,
+        ladder: FormatLadder | None = None,
+    ) -> float:
         """Return the training cost relative to static ``q_max`` (its own) with gradients of ``q_grad`` (q_max) bits."""
         top = self.q_max if q_max is None else q_max
-        return float(cost.role_costs(self.levels()).mean() / cost.step_cost(top, top if q_grad is None else q_grad))
+        return relative_role_cost(self.levels(), top, q_grad, cost, ladder)
 
     def _refuse(self, q_grad: int | None) -> None:
         if q_grad is not None:

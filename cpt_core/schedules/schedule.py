@@ -24,7 +24,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cpt_core.checks import choose, whole
-from cpt_core.schedules import cost
+from cpt_core.formats.ladder import FormatLadder
+from cpt_core.schedules.cost import StepCost, noise_exposure, relative_cost
 from cpt_core.schedules.profiles import PROFILES, SUITE, Array, Profile
 
 MAX_BITS = 32
@@ -94,13 +95,22 @@ class Schedule:
         bits, gradients = self(step), self.q_max if q_grad is None else q_grad
         return Levels(bits, bits, gradients, gradients)
 
-    def relative_cost(self, q_grad: int | None = None, q_max: int | None = None) -> float:
-        """Return the training cost relative to static ``q_max`` (its own); gradients have ``q_grad`` (q_max) bits."""
-        return cost.relative_cost(self._bits, self.q_max if q_max is None else q_max, q_grad)
+    def relative_cost(
+        self,
+        q_grad: int | None = None,
+        q_max: int | None = None,
+        cost: StepCost | str | None = None,
+        ladder: FormatLadder | None = None,
+    ) -> float:
+        """Return the training cost relative to static ``q_max`` (its own); gradients have ``q_grad`` (q_max) bits.
+
+        By BitOps, a name of ``COSTS``, or a function, bits -> cost of a step; on a ladder, bits are its levels.
+        """
+        return relative_cost(self._bits, self.q_max if q_max is None else q_max, q_grad, cost, ladder)
 
     def noise_exposure(self, q_max: int | None = None) -> float:
         """Return the mean of 4**-q over the steps, relative to static ``q_max`` (its own; 1 = no extra noise)."""
-        return cost.noise_exposure(self._bits, self.q_max if q_max is None else q_max)
+        return noise_exposure(self._bits, self.q_max if q_max is None else q_max)
 
     def share_at(self, bits: int) -> float:
         """Return the share of steps that run at exactly ``bits`` bits."""

@@ -20,7 +20,8 @@ from typing import Any
 import numpy as np
 from scipy.optimize import bisect
 
-from cpt_core.schedules.cost import Cost, check_several, costs_of, relative_cost
+from cpt_core.formats.ladder import FormatLadder
+from cpt_core.schedules.cost import StepCost, check_several, costs_of, function_of, relative_cost
 from cpt_core.schedules.deficit import AdjustedSchedule, DelayedSchedule
 from cpt_core.schedules.make import delay_steps
 from cpt_core.schedules.profiles import PROFILES, Warped
@@ -42,7 +43,8 @@ def solve_schedule(
     mirror: str = "horizontal",
     delay: float = 0.0,
     q_grad: int | None = None,
-    cost: Cost | None = None,
+    cost: StepCost | str | None = None,
+    ladder: FormatLadder | None = None,
 ) -> Schedule:
     """Return a schedule whose ``relative_cost(q_grad)``, or that by another cost, is the budget, to 0.1 % of it.
 
@@ -57,7 +59,9 @@ def solve_schedule(
         triangular: see ``CyclicSchedule``; so is ``mirror``.
         delay: share of the steps that are held at ``q_max`` first. The rest is made cheaper by what that costs.
         q_grad: gradient bits; ``q_max`` when None. A cost of your own knows its gradient bits itself.
-        cost: what is spent instead of BitOps, bits -> cost of a step, such as ``measure_cost(...).seconds``.
+        cost: what is spent instead of BitOps: a name of ``COSTS``, or a function, bits -> cost of a step, such as
+            ``measure_cost(...).seconds``.
+        ladder: on which all bits are levels, for a cost by name; the paper's when None.
 
     Returns:
         A ``CyclicSchedule`` of a ``Warped`` profile; one with a few steps moved by a bit (``AdjustedSchedule``) where
@@ -76,6 +80,7 @@ def solve_schedule(
     hold = delay_steps(delay, total_steps)
     steps = total_steps - hold
     q_grad = q_max if q_grad is None else q_grad
+    cost = function_of(cost, q_grad, ladder)
 
     def bent(power: float) -> CyclicSchedule:
         return CyclicSchedule(Warped(family, power), q_min, q_max, steps, n_cycles, triangular, mirror)
@@ -125,10 +130,8 @@ def solve_schedule(
     return whole
 
 
-def _check_cost(cost: Cost, q_min: int, q_max: int) -> None:
-    """Raise ValueError unless a cost is a function that gives a positive number for all bits."""
-    if not callable(cost):
-        raise ValueError(f"cost must be a function, bits -> cost of a step, such as measured.seconds; got {cost!r}")
+def _check_cost(cost: StepCost, q_min: int, q_max: int) -> None:
+    """Raise ValueError unless a cost gives a positive number for all bits."""
     found = {q: cost(q) for q in range(q_min, q_max + 1)}
     for q, value in found.items():
         if isinstance(value, bool) or not isinstance(value, Real) or not 0 < value < math.inf:

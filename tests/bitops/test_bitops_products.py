@@ -234,7 +234,7 @@ def test_only_products_that_are_computed_are_priced(function, passes):
     with BitOpsLedger(model) as ledger:
         model(x).sum().backward()
     for found in (ledger, count_bitops(model, (x,), convention="per_op")):
-        bitops = found._sums["per_op"] if isinstance(found, BitOpsLedger) else found.bitops
+        bitops = found.bitops("per_op") if isinstance(found, BitOpsLedger) else found.bitops
         assert {k: v / 32**2 for k, v in bitops["(products)"].items()} == passes
 
 

@@ -1,0 +1,196 @@
+"""Plan and ledger by every cost: elements by hand, totals by hand, plan equals ledger, ladders."""
+
+import pytest
+import torch
+from torch import nn
+from transformers import BertConfig
+from transformers.models.bert.modeling_bert import BertSelfAttention
+
+from cpt_core.bitops.ledger import BitOpsLedger
+from cpt_core.bitops.plan import count_bitops
+from cpt_core.bitops.trace import CONVENTIONS, trace
+from cpt_core.formats.costs import COSTS, Operands
+from cpt_core.formats.ladder import LADDERS, FormatLadder
+from cpt_core.graphs.graph import Graph
+from cpt_core.graphs.layers import GraphConv, SAGEConv
+from cpt_core.quantization.convert import QuantConfig, quantize_
+from cpt_core.quantization.scheduler import PrecisionScheduler
+from cpt_core.schedules.roles import RoleSchedules
+from cpt_core.schedules.schedule import FunctionSchedule, StaticSchedule, TableSchedule
+
+
+class Plain(nn.Module):
+    def forward(self, x):
+        return x @ x.T
+
+
+class Alone(nn.Module):
+    """A layer in a model, whatever it is called with."""
+
+    def __init__(self, layer):
+        super().__init__()
+        self.layer = layer
+
+    def forward(self, *inputs):
+        return self.layer(*inputs)
+
+
+def ring():
+    """Four nodes, each with an edge from its neighbour and from itself."""
+    return Graph(torch.arange(0, 9, 2), torch.tensor([0, 3, 0, 1, 1, 2, 2, 3]))
+
+
+ATTENTION = BertConfig(hidden_size=6, num_attention_heads=2)
+HAND = {
+    "linear": (lambda: nn.Linear(7, 3), lambda: (torch.empty(2, 5, 7),), [(70, 21, 30)]),
+    "conv": (lambda: nn.Conv2d(4, 6, 3, padding=1), lambda: (torch.empty(2, 4, 5, 5),), [(200, 216, 300)]),
+    "batch norm": (lambda: nn.BatchNorm1d(3), lambda: (torch.empty(5, 3),), [(15, 3, 15)]),
+    # 5 steps of 2 sequences, 3 wide in, 4 units: input products, products with states, gates
+    "lstm": (
+        lambda: nn.LSTM(3, 4), lambda: (torch.empty(5, 2, 3),),
+        [(30, 48, 160), (40, 64, 160), (160, 0, 80)],
+    ),
+    # two layers both ways: behind the first product, 4 of states and 2 of the first layer's 8 features
+    "deep lstm": (
+        lambda: nn.LSTM(3, 4, num_layers=2, bidirectional=True), lambda: (torch.empty(5, 2, 3),),
+        [(30, 96, 320), (10 * (16 + 8), 4 * 64 + 2 * 16 * 8, 10 * 16 * (4 + 2)), (640, 0, 320)],
+    ),
+    "gru": (lambda: nn.GRU(3, 4), lambda: (torch.empty(5, 2, 3),), [(30, 36, 120), (40, 48, 120)]),
+    # the narrower side is summed: the product comes first
+    "graph": (lambda: GraphConv(5, 3), lambda: (ring(), torch.empty(4, 5)), [(20, 15, 12), (12, 8, 12)]),
+    "sage": (lambda: SAGEConv(3, 5), lambda: (ring(), torch.empty(4, 3)), [(24, 30, 40), (12, 8, 12)]),
+    "function": (Plain, lambda: (torch.empty(3, 4),), [(12, 12, 9)]),
+    # 3 linear layers of 6 x 6 on 2 x 5 tokens; scores of 2 heads
+    "attention": (
+        lambda: BertSelfAttention(ATTENTION), lambda: (torch.empty(2, 5, 6),),
+        [*[(60, 36, 60)] * 3, (60 + 100, 120, 100 + 60)],
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", HAND)
+def test_elements_by_hand(case):
+    make, inputs, expected = HAND[case]
+    calls, _ = trace(Alone(make()), inputs())
+    assert [c.elements for c in calls if c.macs] == expected
+
+
+def model_and_input(ladder=None):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 3), nn.ReLU(), nn.Linear(3, 2))
+    return quantize_(model, QuantConfig(float32=("2",), ladder=ladder)), torch.randn(5, 4)
+
+
+def only(**ladders):
+    """Ladders of some roles; the others are on the paper's."""
+    return dict.fromkeys(Operands._fields) | ladders
+
+
+def test_totals_by_hand():
+    model, x = model_and_input()
+    plan = count_bitops(model, (x,), TableSchedule(((4, 3), (8, 1))), convention="per_op")
+    assert plan.costs.keys() == COSTS.keys()
+    # the first layer needs no error product: activations x weights, then gradients of 8 bits x activations
+    first = {q: (20 * q / 8 + 12 * q / 8 + 15 * 4) + (15 + 20 * q / 8 + 12 * 4) for q in (4, 8)}
+    second = 4 * 3 * (15 + 6 + 10)  # in float32, three products
+    assert plan.costs["traffic"] == 3 * first[4] + first[8] + 4 * second
+    assert plan.prices["0"]["traffic"] == 3 * first[4] + first[8]
+    adders = 60 * (3 * (16 + 32 + 32 + 32) + (64 + 32) * 2) + 4 * 3 * 30 * (24 * 24 + 8 + 32)
+    assert plan.costs["multiplier"] == adders
+    assert plan.costs["ace"] == 1024 * plan.total == 1024 * plan.costs["bitops"]
+    assert plan.prices["2"]["energy"] == pytest.approx(4 * 3 * 30 * 4.6)
+
+
+def test_a_table_has_a_line_per_layer_and_a_column_per_cost():
+    model, x = model_and_input()
+    plan = count_bitops(model, (x,), StaticSchedule(8, 2))
+    table = plan.table()
+    assert list(table.index) == ["0", "2", "total"]
+    assert list(table.columns) == [f"{name} ({cost.unit})" for name, cost in COSTS.items()]
+    assert table.loc["total"].tolist() == pytest.approx(list(plan.costs.values()))
+    assert table.loc["0"].tolist() == list(plan.prices["0"].values())
+
+
+MODELS = {
+    "linear": lambda: (model_and_input()[0], torch.randn(5, 4)),
+    "conv": lambda: (
+        quantize_(nn.Sequential(nn.Conv2d(2, 3, 3), nn.BatchNorm2d(3), nn.Flatten(), nn.Linear(12, 2))),
+        torch.randn(4, 2, 4, 4),
+    ),
+    "function": lambda: (quantize_(nn.Sequential(nn.Linear(4, 3), Plain())), torch.randn(5, 4)),
+}
+
+
+@pytest.mark.parametrize("convention", CONVENTIONS)
+@pytest.mark.parametrize("name", MODELS)
+def test_plan_equals_ledger_by_every_cost(name, convention):
+    model, x = MODELS[name]()
+    schedule = FunctionSchedule(lambda u: 3 + 5 * u, total_steps=3)
+    scheduler = PrecisionScheduler(model, schedule)
+    plan = count_bitops(model, (x,), schedule, convention=convention)
+    with BitOpsLedger(model) as ledger:
+        for _ in range(3):
+            model(x).sum().backward()
+            scheduler.step()
+    assert ledger.costs(convention) == pytest.approx(plan.costs)
+    assert ledger.total(convention) == plan.total
+    assert ledger.table(convention).loc["total"].tolist() == pytest.approx(list(plan.costs.values()))
+    assert min(plan.costs.values()) > 0
+
+
+def test_layers_are_priced_on_their_ladders():
+    schedule, ladder = TableSchedule(((1, 3), (4, 1))), LADDERS["mx"]
+    plans = {}
+    for name, given in {"plain": None, "all": ladder, "one": only(weight_gradient=ladder)}.items():
+        model, x = model_and_input(given)
+        plans[name] = count_bitops(model, (x,), schedule, convention="per_op")
+    # level 1 is mxfp4, gradients and level 4 are bf16
+    assert plans["all"].prices["0"]["ace"] == 60 * (3 * (4 * 4 + 16 * 4) + 2 * 16 * 16)
+    assert plans["all"].bitops["0"] == {"forward": 60 * (3 * 16 + 256), "weight": 60 * (3 * 64 + 256)}
+    assert plans["plain"].bitops["0"] == {"forward": 60 * (3 * 1 + 16), "weight": 60 * (3 * 4 + 16)}
+    # a role of its own: the weight-gradient product reads its gradient and the activations
+    assert plans["one"].bitops["0"] == {"forward": 60 * (3 * 1 + 16), "weight": 60 * 16 * (3 * 1 + 4)}
+
+
+def test_the_paper_prices_the_rest_at_the_widest_formats_of_each_step():
+    model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 4))
+    ladders = only(weight=FormatLadder({1: "e2m1", 2: "affine2", 4: "bf16", 8: "affine8"}))
+    quantize_(model, QuantConfig(ladder=ladders))
+    schedules = {"0": TableSchedule(((1, 1), (4, 1))), "2": TableSchedule(((8, 1), (2, 1)))}
+    plan = count_bitops(model, (torch.empty(5, 4),), schedules)
+    # activations of 1, then 4 bits in one layer, 8, then 2 in the other; weights 4, 16 and 8, 2; gradients 4 and 8
+    expected = {"forward": 8 * 8 + 4 * 16, "error": 8 * (8 + 16), "weight": 8 * (8 + 4)}
+    assert plan.bitops["1"] == {name: 100 * bits for name, bits in expected.items()}
+
+
+@pytest.mark.parametrize("convention", CONVENTIONS)
+def test_plan_equals_ledger_with_roles_apart_on_a_ladder(convention):
+    model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 4))
+    quantize_(model, QuantConfig(ladder=only(weight=LADDERS["minifloat"], error={6: "e5m2", 8: "e4m3"})))
+    x = torch.randn(5, 4)
+    cycle = TableSchedule(((4, 2), (8, 1)))
+    schedule = RoleSchedules(weight=cycle, activation=8, error=6, weight_gradient="float32")
+    scheduler = PrecisionScheduler(model, schedule)
+    plan = count_bitops(model, (x,), schedule, convention=convention)
+    with BitOpsLedger(model) as ledger:
+        for _ in range(3):
+            model(x).sum().backward()
+            scheduler.step()
+    assert plan.bitops["2"] == {
+        "forward": 80 * 8 * (2 * 4 + 8), "error": 80 * 8 * (2 * 4 + 8), "weight": 80 * 32 * 3 * 8,
+    }  # fmt: skip
+    assert ledger.bitops(convention) == plan.bitops
+    assert ledger.costs(convention) == pytest.approx(plan.costs)
+
+
+def test_a_ladder_with_a_hole_in_a_schedule_is_refused():
+    model, x = model_and_input(only(error=LADDERS["minifloat"]))
+    with pytest.raises(ValueError, match="the ladder has a hole at level 3: its levels are 4, 5"):
+        count_bitops(model, (x,), StaticSchedule(6, 2), q_grad=3)
+    assert count_bitops(model, (x,), StaticSchedule(6, 2), q_grad=4).total > 0
+
+
+def test_levels_that_are_float32_count_their_bits_as_they_did():
+    model, x = model_and_input()
+    plan = count_bitops(model, (x,), TableSchedule(((24, 1), (31, 2), (32, 1))), q_grad=27)
+    assert plan.total == 90 * sum(q * q + 2 * q * 27 for q in (24, 31, 31, 32)) / 1024
