@@ -163,7 +163,7 @@ class After:
         if self.biased:
             p = self.precision
             quantizer = p.quantizers["grad"]
-            if further and self.rounding.encodes and quantizer.granularity in WHOLE:  # in two passes
+            if further and self.rounding.encodes and quantizer.granularity in WHOLE and not p.observed:  # in two passes
                 key = p.noise_key if quantizer.rounding == "stochastic" else None
                 found = round_scale_encode(gradient, self.scale, p.grad_levels, key)
                 if key is not None:
