@@ -21,14 +21,15 @@ from typing import TYPE_CHECKING, Any, Protocol, Self
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch._C._functorch import is_functorch_wrapped_tensor
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
 from cpt_core.checks import whole
 from cpt_core.formats.format import Format
-from cpt_core.kernels.operators import fake_quantize
+from cpt_core.kernels.integer import MOST_BITS
+from cpt_core.kernels.operators import encode, fake_quantize
+from cpt_core.kernels.reference import clips
 from cpt_core.quantization.convert import layer_precisions
 from cpt_core.quantization.layers import QuantizedLayer
 from cpt_core.quantization.lstm import QuantLSTM
@@ -85,7 +86,7 @@ class Recording:
     A step ends with an ``optimizer.step()`` of torch that changes parameters of the model and follows a forward pass of
     it in training mode: passes whose gradients accumulate are one step, and so are several optimizers that step one
     after the other. What the block leaves unfinished counts as a step. Passes in evaluation mode are not recorded, nor
-    is anything that stays in float32; a sum or code of constant features that a graph keeps is recorded when it is made.
+    is anything that stays in float32; sums and codes of constant features that a graph keeps are recorded when made.
 
     Losses and parameters are bit for bit those of a training that nobody records. A model that is copied or stored
     inside the block is not recorded in its copy.
@@ -95,7 +96,7 @@ class Recording:
         """Check the arguments; recording starts with the block."""
         self.every, self.step = whole("every", every, 1), whole("step", step, 0)
         if _is_compiled(model):
-            raise ValueError("a compiled model says nothing of its roundings; record one that torch.compile has not seen")
+            raise ValueError("a compiled model says nothing of its roundings; record one that is not compiled")
         self._layers = layer_precisions(model)
         self._model, self._modules = model, dict(model.named_modules())
         self._first = self.step
@@ -222,7 +223,7 @@ class Recording:
         if step not in self._kept:
             known = f"{len(self._kept)} from {self.steps[0]} to {self.steps[-1]}" if self._kept else "none"
             raise ValueError(f"step {step!r} is not recorded; recorded steps: {known}")
-        found = {}
+        found: dict[str, float | None] = {}
         for row in self._rows(step):
             place = f"{row['layer'] or 'model'}/{row['role']}"
             found |= {f"{place}/{name}": row[name] for name in ("bits", *STATISTICS)}
@@ -277,17 +278,14 @@ class _Observer:
         levels, key = p.grad_levels if gradient else p.levels, p.noise_key if stochastic else None
         bits = p.q_grad if gradient else p.bits
         granularity, *format = grid.split("|")
-        parts = [x]
-        used = grid
+        parts, used = [x.detach()], grid
         if rows and granularity == "per_tensor":
             if len(set(rows)) == 1:  # a part is as a channel
-                parts, used = [x.unflatten(0, (len(rows), -1))], "|".join(["per_channel", *format])
+                parts, used = [parts[0].unflatten(0, (len(rows), -1))], "|".join(["per_channel", *format])
             else:
-                parts = list(x.split(list(rows)))
-        values = len(Format.of(format[0]).values()) if format else 2.0 ** (bits or 0)
+                parts = list(parts[0].split(list(rows)))
         for part in parts:
-            found = _sums(part.detach(), *fake_quantize(part.detach(), levels, used, key), values)
-            self.sums.setdefault((self.name, role, bits, grid), []).append(found)
+            self.sums.setdefault((self.name, role, bits, grid), []).append(_sums(part, levels, used, key, bits or 0))
 
     def __deepcopy__(self, memo: Any) -> None:
         """A copy of a layer is not recorded."""
@@ -297,20 +295,25 @@ class _Observer:
         return type(None), ()
 
 
-def _sums(x: Tensor, rounded: Tensor, low: Tensor, width: Tensor, values: float) -> Tensor:
-    """Return what ``SUMS`` names, float64."""
+def _sums(x: Tensor, levels: Tensor, grid: str, key: Tensor | None, bits: int) -> Tensor:
+    """Round ``x`` on its own ranges; return what ``SUMS`` names, float64."""
+    granularity, *format = grid.split("|")
+    rounded, low, width = fake_quantize(x, levels, grid, key)
+    if not format and bits <= MOST_BITS:  # codes are counted ten times as fast
+        used = _distinct(encode(x, low, width, levels, key, clips(granularity, key is not None)), low)
+    else:
+        used = _distinct(rounded, low)
+    values = len(Format.of(format[0]).values()) if format else 2**bits
     high, slack = low + width, 1e-6 * (low.abs() + width)  # the ends themselves are rounded
-    zeros = x == 0
-    used = _distinct(rounded, low)
     found = (
         x.new_tensor(x.numel(), dtype=torch.float64),
         torch.linalg.vector_norm(x, dtype=torch.float64).square(),
         torch.linalg.vector_norm(rounded - x, dtype=torch.float64).square(),
-        ((x < low - slack) | (x > high + slack)).sum(),
-        x.numel() - zeros.sum(),
-        ((rounded == 0) & ~zeros).sum(),
+        torch.count_nonzero((x < low - slack) | (x > high + slack)),
+        torch.count_nonzero(x),
+        torch.count_nonzero((rounded == 0) & (x != 0)),
         used.sum(),
-        x.new_tensor(used.numel() * values, dtype=torch.float64),
+        x.new_tensor(float(used.numel() * values), dtype=torch.float64),
         low.min(),
         -high.max(),
     )
@@ -318,17 +321,21 @@ def _sums(x: Tensor, rounded: Tensor, low: Tensor, width: Tensor, values: float)
 
 
 def _distinct(rounded: Tensor, low: Tensor) -> Tensor:
-    """Return how many distinct values there are on every range, (ranges,); ``low``: broadcastable to the tensor."""
+    """Return how many distinct values or codes there are on every range, (ranges,); ``low`` as it is broadcast."""
     sizes = (1,) * (rounded.dim() - low.dim()) + tuple(low.shape)
     own = [d for d, size in enumerate(sizes) if size > 1]
     ranges = math.prod(rounded.shape[d] for d in own)
-    ordered = rounded.movedim(own, list(range(len(own)))).reshape(ranges, -1).sort(-1).values
+    of_ranges = rounded.movedim(own, list(range(len(own)))).reshape(ranges, -1)
+    if rounded.dtype == torch.int8:
+        found = torch.zeros(ranges, 256, dtype=torch.bool, device=rounded.device)
+        return found.scatter_(1, of_ranges.long() + 128, True).sum(-1)
+    ordered = of_ranges.sort(-1).values
     return (ordered[:, 1:] != ordered[:, :-1]).sum(-1) + 1
 
 
 def _has_numbers(x: Tensor) -> bool:
     """Whether a tensor holds numbers now: no tracer, simulation or recording of kernels looks at them."""
-    if type(x) not in (Tensor, nn.Parameter) or x.is_meta or is_functorch_wrapped_tensor(x):
+    if type(x) not in (Tensor, nn.Parameter) or x.is_meta:
         return False
     return not (is_in_torch_dispatch_mode() or (x.is_cuda and torch.cuda.is_current_stream_capturing()))
 
