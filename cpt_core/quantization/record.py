@@ -16,6 +16,7 @@ from __future__ import annotations
 import math
 import weakref
 from collections.abc import Callable, Iterator, Sequence
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any, Protocol, Self
 
 import numpy as np
@@ -27,21 +28,23 @@ from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
 from cpt_core.checks import whole
 from cpt_core.formats.format import Format
+from cpt_core.kernels.formats import grid_of
 from cpt_core.kernels.integer import MOST_BITS
 from cpt_core.kernels.operators import encode, fake_quantize
 from cpt_core.kernels.reference import clips
 from cpt_core.quantization.convert import layer_precisions
 from cpt_core.quantization.layers import QuantizedLayer
+from cpt_core.quantization.levels import ON_LADDER
 from cpt_core.quantization.lstm import QuantLSTM
 from cpt_core.quantization.precision import LayerPrecision
 
 if TYPE_CHECKING:
     import pandas as pd
 
-GRADIENT = "grad"  # the role that is rounded in the backward pass
+GRADIENTS = {"grad": "error", "weight_grad": "weight_gradient"}  # what is rounded in the backward pass: role -> level
 LEAST_GRADIENT_TO_NOISE = math.sqrt(3)
 STATISTICS = ("low", "high", "relative_error", "snr_db", "clipped", "underflow", "levels_used", "gradient_to_noise")
-COLUMNS = ("step", "layer", "role", "bits", "grid", "elements", *STATISTICS)
+COLUMNS = ("step", "layer", "role", "level", "bits", "grid", "elements", *STATISTICS)
 MOST_STEPS = 2000  # that are kept; beyond, every second is forgotten
 # what is summed of a tensor; of the last two the least is kept
 SUMS = ("elements", "squares", "errors", "clipped", "nonzero", "underflow", "used", "available", "low", "-high")
@@ -50,7 +53,7 @@ NOT_SEEN = "no eager code rounded it in training at a recorded step"
 COMPILED = "it is compiled: such code says nothing"
 RECURRENCE = "rounded inside the recurrence: the gradient that the input's product has, with other noise"
 
-Key = tuple[str, str, int | None, str]  # layer, role, bits, grid
+Key = tuple[str, str, int, int, str]  # layer, role, level, bits, grid
 
 
 class ScalarWriter(Protocol):
@@ -183,21 +186,21 @@ class Recording:
                 if f"{name}/{role}" not in self._seen:
                     reasons[f"{name}/{role}"] = COMPILED if compiled else NOT_SEEN
             if isinstance(layer, QuantLSTM):
-                reasons[f"{name}/{GRADIENT} of the hidden state's product"] = RECURRENCE
+                reasons[f"{name}/grad of the hidden state's product"] = RECURRENCE
         return reasons
 
     def table(self) -> pd.DataFrame:
         """Return a row per recorded step, layer and role; with x what was rounded and q(x) what came of it:
 
         =================  ================================================================================
-        bits, grid         of the rounding; grid is the granularity of its ranges
+        level, bits, grid  in force: the level on its ladder, bits of an element; granularity and format, if any
         elements           of x, all passes of the step together
         low, high          ends of the range, the least and the greatest of several
         relative_error     ||q(x) - x|| / ||x||
         snr_db             signal-to-noise ratio 20 log10(||x|| / ||q(x) - x||), in dB
-        clipped            share of the elements outside their range
+        clipped            share of the elements outside their range; None where a format finds its ends by itself
         underflow          share of the elements other than 0 that became 0
-        levels_used        distinct values of q(x) / values that there are, mean over the ranges
+        levels_used        distinct values of q(x) / values of an element, mean over the ranges (or blocks)
         gradient_to_noise  of gradients: ||x|| / ||q(x) - x||, see below
         =================  ================================================================================
 
@@ -211,7 +214,7 @@ class Recording:
         import pandas as pd
 
         rows = [row for step in self._kept for row in self._rows(step)]
-        return pd.DataFrame(rows, columns=list(COLUMNS)).astype({"bits": "Int64"})
+        return pd.DataFrame(rows, columns=list(COLUMNS))
 
     def scalars(self, step: int | None = None) -> dict[str, float]:
         """Return the numbers of a recorded step, of the last one by default, by name: "layer/role/snr_db".
@@ -226,7 +229,7 @@ class Recording:
         found: dict[str, float | None] = {}
         for row in self._rows(step):
             place = f"{row['layer'] or 'model'}/{row['role']}"
-            found |= {f"{place}/{name}": row[name] for name in ("bits", *STATISTICS)}
+            found |= {f"{place}/{name}": row[name] for name in ("level", *STATISTICS)}
         return {name: float(value) for name, value in found.items() if value is not None}
 
     def write(self, writer: ScalarWriter) -> None:
@@ -238,7 +241,7 @@ class Recording:
                     writer.add_scalar(tag, value, step)
 
     def _rows(self, step: int) -> Iterator[dict[str, Any]]:
-        for (layer, role, bits, grid), sums in self._kept[step].items():
+        for (layer, role, level, bits, grid), sums in self._kept[step].items():
             s = dict(zip(SUMS, sums.tolist(), strict=True))
             signal, noise = math.sqrt(s["squares"]), math.sqrt(s["errors"])
             ratio = signal / noise if noise else math.inf
@@ -246,6 +249,7 @@ class Recording:
                 "step": step,
                 "layer": layer,
                 "role": role,
+                "level": level,
                 "bits": bits,
                 "grid": grid,
                 "elements": int(s["elements"]),
@@ -253,10 +257,10 @@ class Recording:
                 "high": -s["-high"],
                 "relative_error": 1 / ratio if ratio else math.inf,
                 "snr_db": 20 * math.log10(ratio) if ratio else -math.inf,
-                "clipped": s["clipped"] / s["elements"],
+                "clipped": None if math.isnan(s["clipped"]) else s["clipped"] / s["elements"],
                 "underflow": s["underflow"] / max(s["nonzero"], 1),
                 "levels_used": s["used"] / s["available"],
-                "gradient_to_noise": ratio if role == GRADIENT else None,
+                "gradient_to_noise": ratio if role in GRADIENTS else None,
             }
 
 
@@ -269,23 +273,25 @@ class _Observer:
     @torch.no_grad()
     def __call__(self, role: str, x: Tensor, rows: Sequence[int] = ()) -> None:
         """Round ``x`` as its role wants; ``rows``: of parts with ranges of their own, the steps of an LSTM."""
-        p, gradient = self.precision, role == GRADIENT
-        if x.numel() == 0 or not (gradient or p.quantizes) or not _has_numbers(x):
+        if x.numel() == 0 or not _has_numbers(x):
             return
-        quantizer = p.quantizers[role]
-        grid = quantizer.granularity
-        stochastic = gradient and quantizer.rounding == "stochastic"
-        levels, key = p.grad_levels if gradient else p.levels, p.noise_key if stochastic else None
-        bits = p.q_grad if gradient else p.bits
-        granularity, *format = grid.split("|")
-        parts, used = [x.detach()], grid
-        if rows and granularity == "per_tensor":
+        p, gradient = self.precision, role in GRADIENTS
+        quantizer, place = p.quantizers[role], GRADIENTS.get(role) or ON_LADDER.get(role, "activation")
+        level, format = getattr(p.in_force, place), getattr(p.formats_in_force, place)
+        if format is None:
+            return
+        levels = p.levels_for(role)
+        if gradient:
+            levels = p.grad_levels if role == "grad" else p.weight_grad_levels
+        key = p.noise_key if gradient and quantizer.rounding == "stochastic" else None
+        parts, grid = [x.detach()], quantizer.granularity
+        if rows and quantizer.ranges == "per_tensor":
             if len(set(rows)) == 1:  # a part is as a channel
-                parts, used = [parts[0].unflatten(0, (len(rows), -1))], "|".join(["per_channel", *format])
+                parts, grid = [parts[0].unflatten(0, (len(rows), -1))], grid_of("per_channel", format)
             else:
                 parts = list(parts[0].split(list(rows)))
-        for part in parts:
-            self.sums.setdefault((self.name, role, bits, grid), []).append(_sums(part, levels, used, key, bits or 0))
+        of_key = self.sums.setdefault((self.name, role, level, format.bits, quantizer.granularity), [])
+        of_key += [_sums(part, levels, grid, key, format) for part in parts]
 
     def __deepcopy__(self, memo: Any) -> None:
         """A copy of a layer is not recorded."""
@@ -295,29 +301,47 @@ class _Observer:
         return type(None), ()
 
 
-def _sums(x: Tensor, levels: Tensor, grid: str, key: Tensor | None, bits: int) -> Tensor:
+def _sums(x: Tensor, levels: Tensor, grid: str, key: Tensor | None, format: Format) -> Tensor:
     """Round ``x`` on its own ranges; return what ``SUMS`` names, float64."""
-    granularity, *format = grid.split("|")
     rounded, low, width = fake_quantize(x, levels, grid, key)
-    if not format and bits <= MOST_BITS:  # codes are counted ten times as fast
-        used = _distinct(encode(x, low, width, levels, key, clips(granularity, key is not None)), low)
+    high = low + width
+    if format.plain_affine and format.bits <= MOST_BITS:  # codes are counted ten times as fast
+        used = _distinct(encode(x, low, width, levels, key, clips(grid, key is not None)), low)
+    elif format.block:  # of every block
+        rest = -x.shape[-1] % format.block
+        blocks = torch.cat([rounded, rounded[..., -1:].expand(*x.shape[:-1], rest)], -1).reshape(-1, format.block)
+        used = _distinct(blocks, blocks[:, :1])
     else:
         used = _distinct(rounded, low)
-    values = len(Format.of(format[0]).values()) if format else 2**bits
-    high, slack = low + width, 1e-6 * (low.abs() + width)  # the ends themselves are rounded
     found = (
         x.new_tensor(x.numel(), dtype=torch.float64),
         torch.linalg.vector_norm(x, dtype=torch.float64).square(),
         torch.linalg.vector_norm(rounded - x, dtype=torch.float64).square(),
-        torch.count_nonzero((x < low - slack) | (x > high + slack)),
+        _clipped(x, low, high, format),
         torch.count_nonzero(x),
         torch.count_nonzero((rounded == 0) & (x != 0)),
         used.sum(),
-        x.new_tensor(float(used.numel() * values), dtype=torch.float64),
+        x.new_tensor(float(used.numel() * _values(format)), dtype=torch.float64),
         low.min(),
         -high.max(),
     )
     return torch.stack([v.double() for v in found])
+
+
+def _clipped(x: Tensor, low: Tensor, high: Tensor, format: Format) -> Tensor:
+    """Return how many elements lie outside their range; NaN where a format finds its ends by itself."""
+    if format.block or format.clipping != "none":
+        return x.new_tensor(math.nan)
+    if format.kind != "affine":
+        high = torch.maximum(-low, high)
+        low = -high
+    slack = 1e-6 * torch.maximum(low.abs(), high.abs())  # the ends themselves are rounded
+    return torch.count_nonzero((x < low - slack) | (x > high + slack))
+
+
+@lru_cache
+def _values(format: Format) -> int:
+    return 2**format.bits if format.kind == "affine" or format.bits > 16 else len(format.values())
 
 
 def _distinct(rounded: Tensor, low: Tensor) -> Tensor:

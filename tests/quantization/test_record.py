@@ -162,7 +162,7 @@ def test_statistics_of_an_input_by_hand():
     _, recording = one_pass(torch.tensor([[0.0, 0.25, 1.25, 3.0]]), torch.eye(4))
     row = row_of(recording, "input")
     squares, errors = 0.25**2 + 1.25**2 + 9, 2 * 0.25**2
-    assert (row["step"], row["layer"], row["bits"], row["grid"]) == (0, "0", 2, "per_tensor")
+    assert (row["step"], row["layer"], row["level"], row["bits"], row["grid"]) == (0, "0", 2, 2, "per_tensor")
     assert (row["elements"], row["low"], row["high"], row["clipped"]) == (4, 0, 3, 0)
     assert row["relative_error"] == pytest.approx(math.sqrt(errors / squares))
     assert row["snr_db"] == pytest.approx(10 * math.log10(squares / errors))
@@ -413,7 +413,7 @@ def test_scalars_and_writers(model):
     scalars = recording.scalars()
     assert scalars["1/input/snr_db"] == row_of_layer(recording, "1", "input", 2)["snr_db"]
     assert "1/input/gradient_to_noise" not in scalars
-    assert {name.split("/")[-1] for name in scalars} == {"bits", *STATISTICS}
+    assert {name.split("/")[-1] for name in scalars} == {"level", *STATISTICS}
     with pytest.raises(ValueError, match="step 1 is not recorded; recorded steps: 2 from 0 to 2"):
         recording.scalars(1)
 
