@@ -129,7 +129,13 @@ class Recording:
         self._collect()
         for hook in self._hooks:
             hook.remove()
+        self._hooks = []
         _RECORDED.difference_update(self._layers.values())
+
+    @property
+    def open(self) -> bool:
+        """Whether the block is under way."""
+        return bool(self._hooks)
 
     # --- while it runs ------------------------------------------------------------------------------------------------
 
@@ -198,7 +204,7 @@ class Recording:
         low, high          ends of the range, the least and the greatest of several
         relative_error     ||q(x) - x|| / ||x||
         snr_db             signal-to-noise ratio 20 log10(||x|| / ||q(x) - x||), in dB
-        clipped            share of the elements outside their range; None where a format finds its ends by itself
+        clipped            share of the elements outside their range; NaN where a format finds its ends by itself
         underflow          share of the elements other than 0 that became 0
         levels_used        distinct values of q(x) / values of an element, mean over the ranges (or blocks)
         gradient_to_noise  of gradients: ||x|| / ||q(x) - x||, see below
@@ -214,7 +220,7 @@ class Recording:
         import pandas as pd
 
         rows = [row for step in self._kept for row in self._rows(step)]
-        return pd.DataFrame(rows, columns=list(COLUMNS))
+        return pd.DataFrame(rows, columns=list(COLUMNS)).astype(dict.fromkeys(STATISTICS, float))
 
     def scalars(self, step: int | None = None) -> dict[str, float]:
         """Return the numbers of a recorded step, of the last one by default, by name: "layer/role/snr_db".

@@ -79,6 +79,11 @@ CONFIGS = {
     "integer": cpt.QuantConfig(aggregation="quantized", execution="integer"),
     "shared steps": cpt.QuantConfig(aggregation="quantized", execution="integer").with_shared_steps(),
 }
+LADDER = cpt.QuantConfig(
+    ladder={3: "e2m1", 4: "mx(e2m1,2):partial=1", 5: "e4m3", 6: "symmetric6", 7: "e5m2", 8: "e4m3"}
+)
+APART = {"activation": None, "weight": None, "error": {8: "e4m3:rounding=stochastic"}, "weight_gradient": {8: "e5m2"}}
+CONFIGS |= {"ladder": LADDER}
 pytestmark = pytest.mark.filterwarnings("ignore:this device:UserWarning")
 
 
@@ -130,11 +135,32 @@ def test_training_is_the_same_bit_for_bit_and_every_role_is_seen(kind, config):
     bias = {(n, "bias") for n, _ in expected}
     assert set(zip(table["layer"], table["role"], strict=True)) | bias == expected | bias
     assert not any(p.observer for p in layer_precisions(model).values())
-    numbers = table[["low", "high", "relative_error", "clipped", "underflow", "levels_used"]]
-    assert numbers.notna().all(axis=None)
+    assert table[["low", "high", "relative_error", "underflow", "levels_used"]].notna().all(axis=None)
+    assert (table["clipped"].isna() == table["grid"].str.contains("mx")).all()
     assert (table["high"] >= table["low"]).all()
     assert table["levels_used"].between(0, 1).all()
     assert (table["levels_used"] > 0).all()
+
+
+@pytest.mark.parametrize("kind", ["linear", "convolution", "attention"])
+def test_both_gradients_of_a_product_are_seen(kind):
+    def converted():
+        torch.manual_seed(0)
+        model, call = KINDS[kind]()
+        return cpt.quantize_(model, cpt.QuantConfig(ladder=APART)), call
+
+    alone = trained(*converted())
+    model, call = converted()
+    recording = cpt.record(model, every=1)
+    assert identical(trained(model, call, recording), alone)
+    table = recording.table()
+    gradients = table[table["role"].isin(["grad", "weight_grad"])]
+    assert gradients.groupby("role")["grid"].agg(lambda grids: grids.iloc[0].split("|")[1]).to_dict() == {
+        "grad": "e4m3:rounding=stochastic", "weight_grad": "e5m2",
+    }  # fmt: skip
+    assert gradients["gradient_to_noise"].gt(1).all()
+    assert (gradients["level"] == 8).all()
+    assert not recording.unseen
 
 
 # --- every statistic by hand ------------------------------------------------------------------------------------------
@@ -182,16 +208,9 @@ def test_ranges_of_several_rows_by_hand():
 @pytest.mark.parametrize("granularity", ["per_tensor", "per_row", "per_position", "per_channel", "per_sample_mean"])
 def test_codes_and_values_are_counted_alike(granularity):
     for key in (None, torch.tensor(5)):
-        codes, values = (
-            dict(
-                zip(
-                    recorder.SUMS,
-                    recorder._sums(drawn(3, 4, 50), torch.tensor(15.0), granularity, key, bits),
-                    strict=True,
-                )
-            )
-            for bits in (4, 9)  # 9 are too many for codes
-        )
+        formats = cpt.Format.affine(4), cpt.Format.affine(9)  # 9 bits are too many for codes
+        both = [recorder._sums(drawn(3, 4, 50), torch.tensor(15.0), granularity, key, format) for format in formats]
+        codes, values = (dict(zip(recorder.SUMS, sums.tolist(), strict=True)) for sums in both)
         assert (codes["used"], codes["available"]) == (values["used"], values["available"] / 2**5)
         assert codes["used"] > 12 * codes["available"] / 16
 
@@ -203,6 +222,25 @@ def test_what_lies_outside_its_range_is_clipped():
     _, recording = one_pass(torch.tensor([[0.0, 2.0], [0.0, 6.0]]), torch.eye(2), config=config)
     row = row_of(recording, "input")
     assert (row["low"], row["high"], row["clipped"]) == (0, 4, 0.25)
+
+
+def test_statistics_of_a_format_by_hand():
+    """On e2m1 with scale 1 the values 6, 1.2, 0.2, -3 become 6, 1, 0, -3, four of fifteen values."""
+    _, recording = one_pass(torch.tensor([[6.0, 1.2, 0.2, -3.0]]), torch.eye(4), 3, 8, LADDER)
+    row = row_of(recording, "input")
+    assert (row["level"], row["bits"], row["grid"], row["clipped"]) == (3, 4, "per_tensor|e2m1", 0)
+    assert row["relative_error"] == pytest.approx(math.sqrt(2 * 0.2**2 / (36 + 1.2**2 + 0.2**2 + 9)), rel=1e-5)
+    assert (row["underflow"], row["levels_used"]) == (0.25, 4 / 15)
+
+
+def test_blocks_have_values_of_their_own():
+    """Of every block of four, the last of two, e2m1 with a power of two: 2 of 15 values, then 1."""
+    config = cpt.QuantConfig(ladder={2: "mx(e2m1,4):partial=1"})
+    _, recording = one_pass(torch.tensor([[1.0, 1.0, 2.0, 2.0, 300.0, 300.0]]), torch.eye(6), 2, 2, config)
+    row = row_of(recording, "input")
+    assert row["levels_used"] == pytest.approx(1.5 / 15)
+    assert math.isnan(row["clipped"])
+    assert (row["low"], row["high"]) == (1, 300)
 
 
 def test_gradients_have_the_noise_of_the_training():
