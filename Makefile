@@ -89,6 +89,7 @@ evidence: setup  ## what the rows say of every claim of the paper, then one row 
 bench: setup  ## times: a quantised step to float32, rounding to formats, augmentation, what a sweep adds, a store of 100,000 rows
 	$(BIN)/python -m bench.step_ratio
 	$(BIN)/python -m bench.formats
+	$(BIN)/python -m bench.record
 	$(BIN)/python -m bench.augmentation
 	$(BIN)/python -m bench.sweep
 	$(BIN)/python -m bench.stores

@@ -36,6 +36,8 @@ if TYPE_CHECKING:  # for editors and type checkers
     from cpt_core.quantization.fake_quantize import quantize as quantize
     from cpt_core.quantization.quantizers import QUANTIZERS as QUANTIZERS
     from cpt_core.quantization.quantizers import Quantizer as Quantizer
+    from cpt_core.quantization.record import Recording as Recording
+    from cpt_core.quantization.record import record as record
     from cpt_core.quantization.scheduler import PrecisionScheduler as PrecisionScheduler
     from cpt_core.quantization.scheduler import precision as precision
     from cpt_core.quantization.summary import summary as summary
@@ -81,6 +83,7 @@ _MODULES = {
     "quantization.convert": "quantize_ restore_ QuantConfig",
     "quantization.coverage": "QuantizationWarning",
     "quantization.summary": "summary",
+    "quantization.record": "record Recording",
     "quantization.export": "export",
     "quantization.scheduler": "PrecisionScheduler precision",
     "bitops.plan": "count_bitops BitOpsPlan",

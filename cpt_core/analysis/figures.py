@@ -1,4 +1,4 @@
-"""The paper's figures by number.  Needs matplotlib, not torch.
+"""The paper's figures by number, and two of what rounding does.  Needs matplotlib, not torch.
 
 Savings groups keep their colour everywhere; what is printed on an axis is always relative to static q_max. Figures 3,
 4, 6 and 7 are of one kind: the task of the runs says which metric is drawn.
@@ -7,8 +7,19 @@ Savings groups keep their colour everywhere; what is printed on an axis is alway
 from cpt_core.analysis.aggregation import figure_5
 from cpt_core.analysis.critical_periods import figure_8
 from cpt_core.analysis.quality_cost import figure_3
+from cpt_core.analysis.rounding import error_over_training, histograms
 from cpt_core.analysis.schedules import figure_2
 
 figure_4 = figure_6 = figure_7 = figure_3
 
-__all__ = ["figure_2", "figure_3", "figure_4", "figure_5", "figure_6", "figure_7", "figure_8"]
+__all__ = [
+    "error_over_training",
+    "figure_2",
+    "figure_3",
+    "figure_4",
+    "figure_5",
+    "figure_6",
+    "figure_7",
+    "figure_8",
+    "histograms",
+]

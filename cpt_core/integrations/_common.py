@@ -8,8 +8,10 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import nn
 
+from cpt_core.checks import whole
 from cpt_core.quantization.precision import LayerPrecision
 from cpt_core.quantization.quantizers import check_bits
+from cpt_core.quantization.record import Recording
 from cpt_core.quantization.scheduler import PrecisionScheduler, Schedules
 from cpt_core.schedules import cost
 from cpt_core.schedules.schedule import Levels, Schedule
@@ -29,6 +31,11 @@ def check_eval_bits(value: Any) -> EvalBits:
         raise ValueError(f"eval_bits must be {names} or an integer from 1 to 32, got {value!r}") from None
 
 
+def check_record_every(value: Any) -> int | None:
+    """Return ``value`` when one of so many steps can be recorded, None for none; else raise ValueError."""
+    return None if value is None else whole("record_every", value, 1)
+
+
 class TrainerPrecision(PrecisionScheduler):
     """A ``PrecisionScheduler`` that knows when its model is being evaluated, and at which bits.
 
@@ -43,6 +50,7 @@ class TrainerPrecision(PrecisionScheduler):
     """
 
     _eval_bits: EvalBits | None = None  # None while the model trains
+    recording: Recording | None = None
 
     def __init__(
         self, model: nn.Module, schedule: Schedules, q_grad: int | None, total_steps: float | None = None
@@ -58,6 +66,26 @@ class TrainerPrecision(PrecisionScheduler):
             )
         self.model = model
         self._relative_cost = {p: self._so_far(schedule) for p, (schedule, _) in self.schedules.items()}
+
+    def start_recording(self, every: int | None, step: int) -> None:
+        """Record one step of so many from a step on, None for none; ``stop_recording`` ends it."""
+        self.stop_recording()
+        self._told = -1
+        if every is not None:
+            self.recording = Recording(self.model, every, step).__enter__()
+
+    def stop_recording(self) -> None:
+        """Take recording off the model; what it found stays."""
+        if self.recording is not None and self.recording.open:
+            self.recording.__exit__()
+
+    def recorded(self) -> dict[str, float]:
+        """Return the scalars of the last recorded step, once."""
+        steps = self.recording.steps if self.recording is not None else []
+        if self.recording is None or not steps or steps[-1] == self._told:
+            return {}
+        self._told = steps[-1]
+        return self.recording.scalars()
 
     def evaluate_at(self, eval_bits: EvalBits | None) -> None:
         """Set the bits of an evaluation; None goes back to those of training."""

@@ -26,7 +26,7 @@ from transformers import TrainingArguments as Arguments
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from cpt_core.checks import write_atomically
-from cpt_core.integrations._common import TrainerPrecision, check_eval_bits
+from cpt_core.integrations._common import TrainerPrecision, check_eval_bits, check_record_every
 from cpt_core.quantization.convert import layer_precisions
 from cpt_core.quantization.scheduler import Schedules
 
@@ -45,6 +45,8 @@ class PrecisionCallback(TrainerCallback):
             schedule), "float" (no quantisation) or 1 to 32. It may be assigned later: ``callback.eval_bits = 4``.
         resume_from: the checkpoint folder that a resumed run continues from, where that is not
             ``<output_dir>/checkpoint-<step>``.
+        record_every: record what quantisation did, one optimizer step of so many (``cpt_core.record``); None for never.
+            The log gets the scalars of the last recorded step, ``callback.precision.recording`` has all.
 
     Raises:
         ValueError: for other ``eval_bits``; when the Trainer is made with a model that is not converted; at the start
@@ -66,16 +68,20 @@ class PrecisionCallback(TrainerCallback):
         q_grad: int | None = None,
         eval_bits: int | str = "q_max",
         resume_from: str | os.PathLike[str] | None = None,
+        record_every: int | None = None,
     ) -> None:
         """Keep the settings; the model comes with the Trainer."""
         self.schedule, self.q_grad = schedule, q_grad
         self.eval_bits = check_eval_bits(eval_bits)
         self.resume_from = resume_from
+        self.record_every = check_record_every(record_every)
         self._switch = _Switch(self)
 
     def remove(self) -> None:
-        """Take the switch away from the model; the bits of training stay."""
+        """Take the switch and recording away from the model; the bits of training stay."""
         model = self.precision.model if hasattr(self, "precision") else None
+        if model is not None:
+            self.precision.stop_recording()
         if getattr(model, _Switch.NAME, None) is self._switch:  # not that of another callback
             self.precision.evaluate_at(None)
             delattr(model, _Switch.NAME)
@@ -104,6 +110,7 @@ class PrecisionCallback(TrainerCallback):
                     f"cannot continue from {path}: {error}; give the checkpoint folder of this very run as "
                     "resume_from, or start again without resume_from_checkpoint"
                 ) from error
+        self.precision.start_recording(self.record_every, state.global_step)
 
     def on_step_end(self, args: Arguments, state: State, control: Control, **kwargs: Any) -> None:
         """Go to the bits of the next optimizer step."""
@@ -117,6 +124,7 @@ class PrecisionCallback(TrainerCallback):
 
     def on_train_end(self, args: Arguments, state: State, control: Control, **kwargs: Any) -> None:
         """Where the Trainer has put back the best weights, put back the running ranges they had."""
+        self.precision.stop_recording()
         if args.load_best_model_at_end and state.best_model_checkpoint:
             ranges = _read(Path(state.best_model_checkpoint) / FILE)["layers"]
             for name, layer in layer_precisions(self.precision.model).items():
@@ -128,6 +136,8 @@ class PrecisionCallback(TrainerCallback):
         entries = self.precision.logs(state.global_step)
         if not {"loss", "train_loss"} & logs.keys():  # those two are in entries of training only
             entries |= self.precision.eval_logs()
+        else:
+            entries |= self.precision.recorded()
         logs.update(entries)
         state.log_history[-1].update(entries)
 

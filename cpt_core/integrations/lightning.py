@@ -16,7 +16,7 @@ from typing import Any
 
 from lightning.pytorch import Callback, LightningModule, Trainer
 
-from cpt_core.integrations._common import TrainerPrecision, check_eval_bits
+from cpt_core.integrations._common import TrainerPrecision, check_eval_bits, check_record_every
 from cpt_core.quantization.scheduler import Schedules
 
 
@@ -30,6 +30,8 @@ class PrecisionCallback(Callback):
         q_grad: gradient bits; None takes each schedule's ``q_max``.
         eval_bits: precision of validation, test and prediction: "q_max", "current" (of the schedule), "float" (no
             quantisation) or 1 to 32. It may be assigned later: ``callback.eval_bits = 4``.
+        record_every: record what quantisation did, one optimizer step of so many (``cpt_core.record``); None for never.
+            Loggers get the scalars, ``callback.precision.recording`` has all.
 
     Raises:
         ValueError: for other ``eval_bits``; at the start of training, when the module is not converted, the steps
@@ -41,10 +43,17 @@ class PrecisionCallback(Callback):
     ``eval_bits`` with every validation and test.
     """
 
-    def __init__(self, schedule: Schedules, q_grad: int | None = None, eval_bits: int | str = "q_max") -> None:
+    def __init__(
+        self,
+        schedule: Schedules,
+        q_grad: int | None = None,
+        eval_bits: int | str = "q_max",
+        record_every: int | None = None,
+    ) -> None:
         """Keep the settings; the module comes with the Trainer."""
         self.schedule, self.q_grad = schedule, q_grad
         self.eval_bits = check_eval_bits(eval_bits)
+        self.record_every = check_record_every(record_every)
         self.precision: TrainerPrecision | None = None
         self._saved: dict[str, Any] | None = None  # Lightning loads states before there is a scheduler
 
@@ -71,7 +80,7 @@ class PrecisionCallback(Callback):
                 f"training starts at step {trainer.global_step}, but its checkpoint has no state of {self.state_key}; "
                 "give one that was written with this callback, or start again without ckpt_path"
             )
-        self._follow(trainer, pl_module)
+        self._follow(trainer, pl_module).start_recording(self.record_every, trainer.global_step)
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
@@ -79,6 +88,18 @@ class PrecisionCallback(Callback):
         """Go to the bits of the next optimizer step when there was one, and log those of the last."""
         precision = self._follow(trainer, pl_module)  # nothing moves while gradients accumulate
         pl_module.log_dict(precision.logs(trainer.global_step))
+        if scalars := precision.recorded():
+            for logger in trainer.loggers:
+                logger.log_metrics(scalars, step=precision.recording.steps[-1])  # type: ignore[union-attr]
+
+    def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Take recording off the module, also after an error."""
+        if self.precision is not None:
+            self.precision.stop_recording()
+
+    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
+        """Likewise."""
+        self.teardown(trainer, pl_module, "fit")
 
     def _follow(self, trainer: Trainer, pl_module: LightningModule) -> TrainerPrecision:
         precision = self._restored(pl_module)

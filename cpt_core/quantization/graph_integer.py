@@ -19,6 +19,7 @@ from cpt_core.graphs.graph import Graph
 from cpt_core.graphs.layers import Keep, Tail
 from cpt_core.kernels.graph import round_scale_encode, sum_neighbours
 from cpt_core.kernels.integer import QuantizedTensor
+from cpt_core.kernels.operators import fake_quantize
 from cpt_core.quantization.integer import GradientRounding, Operand, first_order, product, saved_operands, sums, values
 
 if TYPE_CHECKING:
@@ -165,6 +166,8 @@ class After:
             if further and self.rounding.encodes and quantizer.granularity in WHOLE:  # in two passes
                 key = p.noise_key if quantizer.rounding == "stochastic" else None
                 found = round_scale_encode(gradient, self.scale, p.grad_levels, key)
+                if p.observed:
+                    self._observe_both(gradient, key)
                 if key is not None:
                     key.add_(2)
                 return found
@@ -173,3 +176,14 @@ class After:
         if not further:
             return g, of_bias
         return self.rounding(g if self.scale is None else g * self.scale), of_bias
+
+    def _observe_both(self, gradient: Tensor, key: Tensor | None) -> None:
+        """Show both gradients that ``round_scale_encode`` rounds, the second when the key is that of its noise."""
+        p = self.precision
+        p.observe("grad", gradient)
+        once = fake_quantize(gradient, p.grad_levels, "per_tensor", key)[0]
+        if key is not None:
+            key.add_(1)
+        p.observe("grad", once if self.scale is None else once * self.scale)
+        if key is not None:
+            key.sub_(1)

@@ -194,10 +194,15 @@ class GradientRounding:
             return gradient
         p = self.precision
         if not self.encodes:
-            found = [round_gradient(g, p.grad_levels, p.quantizers["grad"], p.noise_key) for g in self._split(gradient)]
+            found = [self._rounded(g) for g in self._split(gradient)]
             return torch.cat(found[::-1]) if self.parts else found[0]
         codes = [p.encoded_gradient("grad", g) for g in self._split(gradient)][::-1]
         return in_rows(codes) if self.parts else codes[0]
+
+    def _rounded(self, gradient: Tensor) -> Tensor:
+        p = self.precision
+        p.observe("grad", gradient)
+        return round_gradient(gradient, p.grad_levels, p.quantizers["grad"], p.noise_key)
 
     def _split(self, gradient: Tensor) -> Sequence[Tensor]:
         return gradient.split(self.parts)[::-1] if self.parts else (gradient,)

@@ -145,6 +145,11 @@ class QuantLSTM(QuantizedLayer, nn.LSTM):
         for layer in range(self.num_layers):
             span = range(layer * self._directions, (layer + 1) * self._directions)
             found = [self._cell(cells[k], x, steps, hx[0][k], hx[1][k]) for k in span]
+            for k, (y, _, _) in zip(span, found, strict=True) if self.precision.observed else ():
+                rows = steps[1] or (len(x) // steps[0],) * steps[0]
+                self.precision.observe(f"input_{cells[k]}", x, rows)
+                before = _hidden_before(y, hx[0][k], rows, cells[k].endswith("_reverse"))
+                self.precision.observe(f"hidden_{cells[k]}", before, rows)
             ends += [(h, c) for _, h, c in found]
             x = torch.cat([y for y, _, _ in found], -1)
             if self.dropout and len(ends) < len(hx[0]):
@@ -264,6 +269,15 @@ class QuantLSTM(QuantizedLayer, nn.LSTM):
             return p.gradient("grad", y)
         count, sizes = steps
         return torch.cat([p.gradient("grad", part) for part in y.split(sizes or len(y) // count)])
+
+
+def _hidden_before(y: Tensor, h: Tensor, rows: tuple[int, ...], reverse: bool) -> Tensor:
+    """Return the hidden states that enter the steps, (N, H): y (N, H) behind them, h (B, H) before the first."""
+    behind = y.split(rows)
+    if reverse:  # sequences that end earlier begin with states of h
+        later = zip(rows, (*behind[1:], h[:0]), strict=True)
+        return torch.cat([torch.cat([states, h[len(states) : n]]) for n, states in later])
+    return torch.cat([h[: rows[0]], *(states[:n] for states, n in zip(behind[:-1], rows[1:], strict=True))])
 
 
 def _cells(module: nn.Module) -> list[str]:

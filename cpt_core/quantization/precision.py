@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -60,6 +61,8 @@ class LayerPrecision(LevelState):
 
     Differs: running ranges are bias-corrected by default.
     """
+
+    observer: Callable[..., None] | None = None  # of the roundings of a recorded step, see ``record``
 
     def __init__(self, quantizers: Mapping[str, Quantizer], key: int = 0, running_start: str = "corrected") -> None:
         """Start without a precision: using the layer before one is set is an error."""
@@ -124,6 +127,7 @@ class LayerPrecision(LevelState):
             x = rotate(x, quantizer.hadamard, self.key)
         if quantizer.running and not self.training:
             return quantizer.round_in(x, self.evaluated(role, x), levels)
+        self.observe(role, x)
         if role == "weight" and not quantizer.running and not torch.compiler.is_compiling():  # guarded on the bits
             state = self.in_force and self.in_force.weight
             return self.reuse(x, state, lambda: fake_quantize(x, levels, quantizer.granularity)[0])
@@ -137,6 +141,7 @@ class LayerPrecision(LevelState):
         self.require_bits()
         check_floating(x)
         self.follow(x)
+        self.observe(role, x)
         quantizer = self.quantizers[role]
         if self.training or not quantizer.running:
             low, width = quantizer.range_of(x)
@@ -149,6 +154,7 @@ class LayerPrecision(LevelState):
 
     def encoded_gradient(self, role: str, gradient: Tensor) -> QuantizedTensor:
         """Return the codes of a gradient on its own range, as ``gradient`` rounds it in the backward pass."""
+        self.observe(role, gradient)
         quantizer = self.quantizers[role]
         key = self.noise_key if quantizer.rounding == "stochastic" else None
         ranges = quantizer.range_of(gradient)
@@ -176,8 +182,15 @@ class LayerPrecision(LevelState):
         if torch.compiler.is_compiling():  # eager code adds 1 in the backward pass, which compiled code cannot do
             self.noise_key = key + 1
         if quantizer.along_sum and (dim := self.sums.get(role, -1)) != -1:
-            return quantize_gradient(y.transpose(dim, -1), self.grad_levels, quantizer, key).transpose(dim, -1)
-        return quantize_gradient(y, self.grad_levels, quantizer, key)
+            turned = quantize_gradient(y.transpose(dim, -1), self.grad_levels, quantizer, key)
+            return self._shown(role, turned).transpose(dim, -1)
+        return self._shown(role, quantize_gradient(y, self.grad_levels, quantizer, key))
+
+    def _shown(self, role: str, y: Tensor) -> Tensor:
+        """Show the gradient of what ``quantize_gradient`` returned, when it comes and is not yet rounded."""
+        if self.observed:
+            y.register_hook(partial(self.observe, role))
+        return y
 
     def rounded_gradients(self, gradient: Tensor) -> tuple[Tensor, Tensor]:
         """Return an output's gradient as the error product takes it, and as the weight gradient does."""
@@ -187,12 +200,23 @@ class LayerPrecision(LevelState):
             if format is None:
                 return gradient
             quantizer = self.quantizers[role]
-            if not quantizer.along_sum:
-                return round_gradient(gradient, levels, quantizer, self.noise_key)
-            return round_gradient(gradient.transpose(dim, -1), levels, quantizer, self.noise_key).transpose(dim, -1)
+            turned = gradient.transpose(dim, -1) if quantizer.along_sum else gradient
+            self.observe(role, turned)
+            turned = round_gradient(turned, levels, quantizer, self.noise_key)
+            return turned.transpose(dim, -1) if quantizer.along_sum else turned
 
         error = rounded(formats.error, "grad", self.grad_levels)
         return error, rounded(formats.weight_gradient, "weight_grad", self.weight_grad_levels)
+
+    @property
+    def observed(self) -> bool:
+        """Whether someone looks at what is rounded now; in this order: compiled code is not guarded on it."""
+        return not torch.compiler.is_compiling() and self.observer is not None and self.training
+
+    def observe(self, role: str, x: Tensor, rows: Sequence[int] = ()) -> None:
+        """Show a tensor that is about to be rounded, whose parts of so many ``rows`` have ranges of their own."""
+        if self.observed and self.observer is not None:
+            self.observer(role, x, rows)
 
     def gradient_noise(self, role: str, count: int) -> tuple[Tensor | None, str, Tensor | None, bool]:
         """Return what an operator that quantises ``count`` gradients in its backward pass has to know.

@@ -239,6 +239,28 @@ def test_the_log_tells_bits_and_cost(tmp_path, capsys):
     assert capsys.readouterr().out.count("'relative_cost'") == len(history) - 1
 
 
+def test_the_log_tells_what_quantisation_did(tmp_path):
+    callback = PrecisionCallback(schedule_of(), record_every=4)
+    alone = trainer_of(tmp_path, PrecisionCallback(schedule_of()))
+    alone.train()
+    trainer = trainer_of(tmp_path, callback)
+    trainer.train()
+    steps = [e for e in trainer.state.log_history if "loss" in e]
+    assert [e["loss"] for e in steps] == [e["loss"] for e in alone.state.log_history if "loss" in e]
+    assert [e["step"] for e in steps if "classifier/input/snr_db" in e] == [1, 5, 9]  # steps 0, 4 and 8 have ended
+    recording = callback.precision.recording
+    assert recording.steps == [0, 4, 8]
+    assert steps[4]["classifier/input/snr_db"] == recording.scalars(4)["classifier/input/snr_db"]
+    assert not recording.open
+    assert not any(p.observer for p in precisions_of(trainer.model))
+
+
+@pytest.mark.parametrize("every", [0, 2.5, "often"])
+def test_other_numbers_of_steps_to_record_are_refused(every):
+    with pytest.raises(ValueError, match="record_every must be a whole number of at least 1"):
+        PrecisionCallback(schedule_of(), record_every=every)
+
+
 def test_schedules_per_layer_have_entries_of_their_own(tmp_path):
     first, rest = schedule_of("ER", q_max=6), schedule_of()
     trainer = trainer_of(tmp_path, PrecisionCallback({"classifier": first, "*": rest}))

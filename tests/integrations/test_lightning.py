@@ -101,6 +101,30 @@ def per_batch(bits):
     return [{int(b)} for b in bits for _ in range(ACCUMULATED)]
 
 
+def test_loggers_get_what_quantisation_did(tmp_path):
+    callback, log, module = PrecisionCallback(schedule_of(), record_every=5), Log(), module_of()
+    trainer_of(tmp_path, callback, logger=log).fit(module, TRAIN, TEST)
+    recording = callback.precision.recording
+    assert recording.steps == [0, 5, 10]
+    name = "net.2/grad/gradient_to_noise"
+    assert log.of(name) == [recording.scalars(step)[name] for step in recording.steps]
+    assert not recording.open
+    alone = module_of()
+    trainer_of(tmp_path, PrecisionCallback(schedule_of())).fit(alone, TRAIN, TEST)
+    assert torch.equal(alone.net[0].weight, module.net[0].weight)
+
+
+def test_an_error_ends_the_recording(tmp_path):
+    class Failing(Callback):
+        def on_train_batch_end(self, *args):
+            raise KeyError
+
+    callback = PrecisionCallback(schedule_of(), record_every=1)
+    with pytest.raises(KeyError):
+        trainer_of(tmp_path, callback, Failing()).fit(module_of(), TRAIN, TEST)
+    assert not callback.precision.recording.open
+
+
 def test_every_forward_pass_has_the_bits_of_its_optimizer_step(tmp_path, device):
     schedule, module = schedule_of(), module_of()
     trainer = trainer_of(tmp_path, PrecisionCallback(schedule, q_grad=6), accelerator=device.type)

@@ -1,0 +1,390 @@
+"""What quantisation did to the tensors of a training, per layer and role, without changing it.  Beyond the paper.
+
+::
+
+    with cpt.record(model, every=100) as recording:
+        ...  # the training loop
+    recording.table()
+
+In a recorded step every tensor that a layer rounds is rounded a second time, on the same grid and with the same noise,
+and what that did to it is summed up on its device; when the step ends, one transfer brings the sums of all layers to
+the host. Between recorded steps nothing is left but a counter.
+"""
+
+from __future__ import annotations
+
+import math
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from functools import lru_cache
+from typing import TYPE_CHECKING, Any, Protocol, Self
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_post_hook
+from torch.utils._python_dispatch import is_in_torch_dispatch_mode
+
+from cpt_core.checks import whole
+from cpt_core.formats.format import Format
+from cpt_core.kernels.formats import grid_of
+from cpt_core.kernels.integer import MOST_BITS
+from cpt_core.kernels.operators import encode, fake_quantize
+from cpt_core.kernels.reference import clips
+from cpt_core.quantization.convert import layer_precisions
+from cpt_core.quantization.layers import QuantizedLayer
+from cpt_core.quantization.levels import ON_LADDER
+from cpt_core.quantization.lstm import QuantLSTM
+from cpt_core.quantization.precision import LayerPrecision
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+GRADIENTS = {"grad": "error", "weight_grad": "weight_gradient"}  # what is rounded in the backward pass: role -> level
+LEAST_GRADIENT_TO_NOISE = math.sqrt(3)
+STATISTICS = ("low", "high", "relative_error", "snr_db", "clipped", "underflow", "levels_used", "gradient_to_noise")
+COLUMNS = ("step", "layer", "role", "level", "bits", "grid", "elements", *STATISTICS)
+MOST_STEPS = 2000  # that are kept; beyond, every second is forgotten
+# what is summed of a tensor; of the last two the least is kept
+SUMS = ("elements", "squares", "errors", "clipped", "nonzero", "underflow", "used", "available", "low", "-high")
+
+NOT_SEEN = "no eager code rounded it in training at a recorded step"
+COMPILED = "it is compiled: such code says nothing"
+RECURRENCE = "rounded inside the recurrence: the gradient that the input's product has, with other noise"
+
+Key = tuple[str, str, int, int, str]  # layer, role, level, bits, grid
+
+
+class ScalarWriter(Protocol):
+    """What takes scalars, as ``torch.utils.tensorboard.SummaryWriter`` does."""
+
+    def add_scalar(self, tag: str, scalar_value: float, global_step: int) -> Any:
+        """Write one number of one step."""
+
+
+def record(model: nn.Module, every: int = 100, step: int = 0) -> Recording:
+    """Return a ``Recording`` of a converted model; use it in a ``with`` block around the training loop.
+
+    Args:
+        model: converted by ``quantize_``; wrapped in DDP too, where every process records its own part of a batch.
+        every: record one optimizer step of so many, the first one included.
+        step: number of the first optimizer step inside the block, for a resumed training.
+
+    Raises:
+        ValueError: for ``every`` below 1, a negative ``step``, a model that is not converted or is recorded already,
+            and the result of ``torch.compile``, of which nothing could be seen.
+    """
+    return Recording(model, every, step)
+
+
+class Recording:
+    """What quantisation did, step by step; made by ``record``.
+
+    Attributes:
+        step: number of the optimizer step that is under way.
+        every: one step of so many is recorded. Memory is bounded: with more than ``MOST_STEPS`` recorded, every second
+            is forgotten and ``every`` doubles.
+
+    A step ends with an ``optimizer.step()`` of torch that changes parameters of the model and follows a forward pass of
+    it in training mode: passes whose gradients accumulate are one step, and so are several optimizers that step one
+    after the other. What the block leaves unfinished counts as a step. Passes in evaluation mode are not recorded, nor
+    is anything that stays in float32; sums and codes of constant features that a graph keeps are recorded when made.
+
+    Losses and parameters are bit for bit those of a training that nobody records. A model that is copied or stored
+    inside the block is not recorded in its copy.
+    """
+
+    def __init__(self, model: nn.Module, every: int = 100, step: int = 0) -> None:
+        """Check the arguments; recording starts with the block."""
+        self.every, self.step = whole("every", every, 1), whole("step", step, 0)
+        if _is_compiled(model):
+            raise ValueError("a compiled model says nothing of its roundings; record one that is not compiled")
+        self._layers = layer_precisions(model)
+        self._model, self._modules = model, dict(model.named_modules())
+        self._first = self.step
+        self._own = {id(p) for p in model.parameters()}
+        self._passes = self._counted = 0
+        self._sums: dict[Key, list[Tensor]] = {}  # of the step under way, on the device
+        self._kept: dict[int, dict[Key, np.ndarray]] = {}
+        self._seen: set[str] = set()
+        self._written = -1
+        self._hooks: list[Any] = []
+
+    def __enter__(self) -> Self:
+        """Start; ValueError when a layer is recorded already."""
+        if odd := [name for name, p in self._layers.items() if p in _RECORDED]:
+            raise ValueError(f"layer {odd[0]!r} is recorded already; leave that block first")
+        _RECORDED.update(self._layers.values())
+        self._hooks = [
+            self._model.register_forward_pre_hook(self._before_pass),
+            register_optimizer_step_post_hook(self._after_step),
+        ]
+        self._watch((self.step - self._first) % self.every == 0)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Stop, and keep what has been seen of the step under way."""
+        self._watch(False)
+        self._collect()
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks = []
+        _RECORDED.difference_update(self._layers.values())
+
+    @property
+    def open(self) -> bool:
+        """Whether the block is under way."""
+        return bool(self._hooks)
+
+    # --- while it runs ------------------------------------------------------------------------------------------------
+
+    def _before_pass(self, module: nn.Module, args: object) -> None:
+        if not torch.compiler.is_compiling() and module.training:
+            self._passes += 1
+
+    def _after_step(self, optimizer: Optimizer, args: object, kwargs: object) -> None:
+        if not any(id(p) in self._own for group in optimizer.param_groups for p in group["params"]):
+            return
+        if self._passes and self._passes == self._counted:  # another optimizer of the same step
+            return
+        self._counted = self._passes
+        self._collect()
+        self.step += 1
+        self._watch((self.step - self._first) % self.every == 0)
+
+    def _watch(self, on: bool) -> None:
+        for name, precision in self._layers.items():
+            precision.observer = _Observer(name, precision, self._sums) if on else None
+
+    def _collect(self) -> None:
+        """Bring the sums of the step to the host."""
+        if not self._sums:
+            return
+        found = [sums for of_key in self._sums.values() for sums in of_key]
+        host = iter(torch.stack([sums.to(found[0].device) for sums in found]).cpu().numpy())  # the one transfer
+        kept = {}
+        for key, of_key in self._sums.items():
+            several = np.stack([next(host) for _ in of_key])
+            kept[key] = np.concatenate([several[:, :-2].sum(0), several[:, -2:].min(0)])
+        self._kept[self.step] = kept
+        self._seen |= {f"{layer}/{role}" for layer, role, *_ in kept}
+        self._sums.clear()
+        if len(self._kept) > MOST_STEPS:
+            self._kept = {step: self._kept[step] for step in list(self._kept)[::2]}
+            self.every *= 2
+
+    # --- what it found ------------------------------------------------------------------------------------------------
+
+    @property
+    def steps(self) -> list[int]:
+        """Numbers of the recorded steps."""
+        return list(self._kept)
+
+    @property
+    def unseen(self) -> dict[str, str]:
+        """What is rounded in training and has no row so far, "layer/role", with the reason."""
+        reasons: dict[str, str] = {}
+        for name, precision in self._layers.items():
+            layer = self._modules[name]
+            compiled = any(_is_compiled(self._modules[parent]) for parent in _parents(name))
+            for role in _roles(layer, precision):
+                if f"{name}/{role}" not in self._seen:
+                    reasons[f"{name}/{role}"] = COMPILED if compiled else NOT_SEEN
+            if isinstance(layer, QuantLSTM):
+                reasons[f"{name}/grad of the hidden state's product"] = RECURRENCE
+        return reasons
+
+    def table(self) -> pd.DataFrame:
+        """Return a row per recorded step, layer and role; with x what was rounded and q(x) what came of it:
+
+        =================  ================================================================================
+        level, bits, grid  in force: the level on its ladder, bits of an element; granularity and format, if any
+        elements           of x, all passes of the step together
+        low, high          ends of the range, the least and the greatest of several
+        relative_error     ||q(x) - x|| / ||x||
+        snr_db             signal-to-noise ratio 20 log10(||x|| / ||q(x) - x||), in dB
+        clipped            share of the elements outside their range; NaN where a format finds its ends by itself
+        underflow          share of the elements other than 0 that became 0
+        levels_used        distinct values of q(x) / values of an element, mean over the ranges (or blocks)
+        gradient_to_noise  of gradients: ||x|| / ||q(x) - x||, see below
+        =================  ================================================================================
+
+        With sigma the standard deviation of the rounding noise and d elements, ||q(x) - x|| is sigma sqrt(d). Training
+        with quantised gradients is expected to stall where ||gradient|| / (sigma sqrt(d)) falls below sqrt(3), which is
+        ``LEAST_GRADIENT_TO_NOISE`` or 4.8 dB (Chmiel et al., FP4 All the Way, arXiv 2505.19115).
+
+        Differs: that rule is about the gradient of all parameters and all noise in it; here are one layer's gradient of
+            its output and the noise of rounding this tensor.
+        """
+        import pandas as pd
+
+        rows = [row for step in self._kept for row in self._rows(step)]
+        return pd.DataFrame(rows, columns=list(COLUMNS)).astype(dict.fromkeys(STATISTICS, float))
+
+    def scalars(self, step: int | None = None) -> dict[str, float]:
+        """Return the numbers of a recorded step, of the last one by default, by name: "layer/role/snr_db".
+
+        Raises:
+            ValueError: for a step that is not recorded, or when none is.
+        """
+        step = (self.steps or [-1])[-1] if step is None else step
+        if step not in self._kept:
+            known = f"{len(self._kept)} from {self.steps[0]} to {self.steps[-1]}" if self._kept else "none"
+            raise ValueError(f"step {step!r} is not recorded; recorded steps: {known}")
+        found: dict[str, float | None] = {}
+        for row in self._rows(step):
+            place = f"{row['layer'] or 'model'}/{row['role']}"
+            found |= {f"{place}/{name}": row[name] for name in ("level", *STATISTICS)}
+        return {name: float(value) for name, value in found.items() if value is not None}
+
+    def write(self, writer: ScalarWriter) -> None:
+        """Write the scalars of all steps that have been recorded since the last call; ``SummaryWriter`` takes them."""
+        for step in self.steps:
+            if step > self._written:
+                self._written = step
+                for tag, value in self.scalars(step).items():
+                    writer.add_scalar(tag, value, step)
+
+    def _rows(self, step: int) -> Iterator[dict[str, Any]]:
+        for (layer, role, level, bits, grid), sums in self._kept[step].items():
+            s = dict(zip(SUMS, sums.tolist(), strict=True))
+            signal, noise = math.sqrt(s["squares"]), math.sqrt(s["errors"])
+            ratio = signal / noise if noise else math.inf
+            yield {
+                "step": step,
+                "layer": layer,
+                "role": role,
+                "level": level,
+                "bits": bits,
+                "grid": grid,
+                "elements": int(s["elements"]),
+                "low": s["low"],
+                "high": -s["-high"],
+                "relative_error": 1 / ratio if ratio else math.inf,
+                "snr_db": 20 * math.log10(ratio) if ratio else -math.inf,
+                "clipped": None if math.isnan(s["clipped"]) else s["clipped"] / s["elements"],
+                "underflow": s["underflow"] / max(s["nonzero"], 1),
+                "levels_used": s["used"] / s["available"],
+                "gradient_to_noise": ratio if role in GRADIENTS else None,
+            }
+
+
+class _Observer:
+    """Sums up what rounding does to the tensors of one layer; ``LayerPrecision.observe`` calls it."""
+
+    def __init__(self, name: str, precision: LayerPrecision, sums: dict[Key, list[Tensor]]) -> None:
+        self.name, self.precision, self.sums = name, precision, sums
+
+    @torch.no_grad()
+    def __call__(self, role: str, x: Tensor, rows: Sequence[int] = ()) -> None:
+        """Round ``x`` as its role wants; ``rows``: of parts with ranges of their own, the steps of an LSTM."""
+        if x.numel() == 0 or not _has_numbers(x):
+            return
+        p, gradient = self.precision, role in GRADIENTS
+        quantizer, place = p.quantizers[role], GRADIENTS.get(role) or ON_LADDER.get(role, "activation")
+        level, format = getattr(p.in_force, place), getattr(p.formats_in_force, place)
+        if format is None:
+            return
+        levels = p.levels_for(role)
+        if gradient:
+            levels = p.grad_levels if role == "grad" else p.weight_grad_levels
+        key = p.noise_key if gradient and quantizer.rounding == "stochastic" else None
+        parts, grid = [x.detach()], quantizer.granularity
+        if rows and quantizer.ranges == "per_tensor":
+            if len(set(rows)) == 1:  # a part is as a channel
+                parts, grid = [parts[0].unflatten(0, (len(rows), -1))], grid_of("per_channel", format)
+            else:
+                parts = list(parts[0].split(list(rows)))
+        of_key = self.sums.setdefault((self.name, role, level, format.bits, quantizer.granularity), [])
+        of_key += [_sums(part, levels, grid, key, format) for part in parts]
+
+    def __deepcopy__(self, memo: Any) -> None:
+        """A copy of a layer is not recorded."""
+
+    def __reduce__(self) -> tuple[Callable[[], None], tuple[()]]:
+        """Neither is one that was stored."""
+        return type(None), ()
+
+
+def _sums(x: Tensor, levels: Tensor, grid: str, key: Tensor | None, format: Format) -> Tensor:
+    """Round ``x`` on its own ranges; return what ``SUMS`` names, float64."""
+    rounded, low, width = fake_quantize(x, levels, grid, key)
+    high = low + width
+    if format.plain_affine and format.bits <= MOST_BITS:  # codes are counted ten times as fast
+        used = _distinct(encode(x, low, width, levels, key, clips(grid, key is not None)), low)
+    elif format.block:  # of every block
+        rest = -x.shape[-1] % format.block
+        blocks = torch.cat([rounded, rounded[..., -1:].expand(*x.shape[:-1], rest)], -1).reshape(-1, format.block)
+        used = _distinct(blocks, blocks[:, :1])
+    else:
+        used = _distinct(rounded, low)
+    found = (
+        x.new_tensor(x.numel(), dtype=torch.float64),
+        torch.linalg.vector_norm(x, dtype=torch.float64).square(),
+        torch.linalg.vector_norm(rounded - x, dtype=torch.float64).square(),
+        _clipped(x, low, high, format),
+        torch.count_nonzero(x),
+        torch.count_nonzero((rounded == 0) & (x != 0)),
+        used.sum(),
+        x.new_tensor(float(used.numel() * _values(format)), dtype=torch.float64),
+        low.min(),
+        -high.max(),
+    )
+    return torch.stack([v.double() for v in found])
+
+
+def _clipped(x: Tensor, low: Tensor, high: Tensor, format: Format) -> Tensor:
+    """Return how many elements lie outside their range; NaN where a format finds its ends by itself."""
+    if format.block or format.clipping != "none":
+        return x.new_tensor(math.nan)
+    if format.kind != "affine":
+        high = torch.maximum(-low, high)
+        low = -high
+    slack = 1e-6 * torch.maximum(low.abs(), high.abs())  # the ends themselves are rounded
+    return torch.count_nonzero((x < low - slack) | (x > high + slack))
+
+
+@lru_cache
+def _values(format: Format) -> int:
+    return 2**format.bits if format.kind == "affine" or format.bits > 16 else len(format.values())
+
+
+def _distinct(rounded: Tensor, low: Tensor) -> Tensor:
+    """Return how many distinct values or codes there are on every range, (ranges,); ``low`` as it is broadcast."""
+    sizes = (1,) * (rounded.dim() - low.dim()) + tuple(low.shape)
+    own = [d for d, size in enumerate(sizes) if size > 1]
+    ranges = math.prod(rounded.shape[d] for d in own)
+    of_ranges = rounded.movedim(own, list(range(len(own)))).reshape(ranges, -1)
+    if rounded.dtype == torch.int8:
+        found = torch.zeros(ranges, 256, dtype=torch.bool, device=rounded.device)
+        return found.scatter_(1, of_ranges.long() + 128, True).sum(-1)
+    ordered = of_ranges.sort(-1).values
+    return (ordered[:, 1:] != ordered[:, :-1]).sum(-1) + 1
+
+
+def _has_numbers(x: Tensor) -> bool:
+    """Whether a tensor holds numbers now: no tracer, simulation or recording of kernels looks at them."""
+    if type(x) not in (Tensor, nn.Parameter) or x.is_meta:
+        return False
+    return not (is_in_torch_dispatch_mode() or (x.is_cuda and torch.cuda.is_current_stream_capturing()))
+
+
+def _is_compiled(module: nn.Module) -> bool:
+    return hasattr(module, "_orig_mod") or module._compiled_call_impl is not None
+
+
+def _parents(name: str) -> list[str]:
+    """Return the names of a module and of all that it is in, of "a.b" "", "a" and "a.b"."""
+    parts = name.split(".")
+    return ["", *(".".join(parts[: i + 1]) for i in range(len(parts)) if name)]
+
+
+def _roles(layer: nn.Module, precision: LayerPrecision) -> list[str]:
+    """Return the roles of a layer; that of a bias only where it has one."""
+    whole_layer = isinstance(layer, QuantizedLayer) and layer.WHOLE
+    biased = any("bias" in name.split(".")[-1] for name, _ in layer.named_parameters(recurse=whole_layer))
+    return [role for role in precision.quantizers if biased or role != "bias"]
+
+
+_RECORDED: weakref.WeakSet[LayerPrecision] = weakref.WeakSet()

@@ -1,0 +1,513 @@
+"""What ``record`` says of roundings, and that nothing else notices it."""
+
+import copy
+import math
+import pickle
+
+import pytest
+import torch
+from helpers import identical
+from torch import nn
+from torch.nn.utils.rnn import pack_sequence
+from torch.utils.checkpoint import checkpoint
+
+import cpt_core as cpt
+from cpt_core.graphs.graph import Graph
+from cpt_core.kernels.operators import fake_quantize
+from cpt_core.models.gnn import GraphNet
+from cpt_core.quantization import record as recorder
+from cpt_core.quantization.convert import layer_precisions
+from cpt_core.quantization.record import COLUMNS, COMPILED, LEAST_GRADIENT_TO_NOISE, STATISTICS
+
+STEPS = 6
+
+
+def drawn(*shape, seed=0):
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+# --- models of every kind: a model and its call for a step ------------------------------------------------------------
+
+
+def linear():
+    model = nn.Sequential(nn.Linear(6, 5), nn.ReLU(inplace=True), nn.Linear(5, 3, bias=False))
+    return model, lambda step: model(drawn(2, 4, 6, seed=step))
+
+
+def convolution():
+    parts = nn.Conv1d(2, 4, 3), nn.Unflatten(1, (2, 2)), nn.Conv2d(2, 4, 2), nn.ReLU(inplace=True)
+    model = nn.Sequential(*parts, nn.Unflatten(1, (2, 2)), nn.Conv3d(2, 2, (2, 1, 2)))
+    return model, lambda step: model(drawn(3, 2, 9, seed=step))
+
+
+def lstm():
+    model = nn.LSTM(3, 4, num_layers=2, bidirectional=True)
+    return model, lambda step: model(drawn(5, 2, 3, seed=step))[0]
+
+
+def packed_lstm():
+    model = nn.LSTM(3, 4, bidirectional=True)
+    return model, lambda step: model(pack_sequence([drawn(n, 3, seed=step + n) for n in (4, 3, 1)]))[0].data
+
+
+def graph_net(kind):
+    model = GraphNet(kind, 6, 3, 8, 2, dropout=0.0)
+    graph = Graph(torch.tensor([0, 2, 3, 5]), torch.tensor([1, 2, 0, 0, 1]), 3)
+    return model, lambda step: model(graph, drawn(3, 6, seed=step))
+
+
+def attention():
+    transformers = pytest.importorskip("transformers")
+    sizes = {"hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 8}
+    config = transformers.BertConfig(vocab_size=2, max_position_embeddings=8, hidden_dropout_prob=0.0, **sizes)
+    config.attention_probs_dropout_prob = 0.0
+    model = transformers.BertModel(config, add_pooling_layer=False)
+    return model, lambda step: model(inputs_embeds=drawn(2, 5, 8, seed=step)).last_hidden_state
+
+
+KINDS = {
+    "linear": linear,
+    "convolution": convolution,
+    "lstm": lstm,
+    "packed lstm": packed_lstm,
+    "gcn": lambda: graph_net("gcn"),
+    "sage": lambda: graph_net("sage"),
+    "attention": attention,
+}
+CONFIGS = {
+    "simulated": cpt.QuantConfig(aggregation="quantized"),
+    "integer": cpt.QuantConfig(aggregation="quantized", execution="integer"),
+    "shared steps": cpt.QuantConfig(aggregation="quantized", execution="integer").with_shared_steps(),
+}
+LADDER = cpt.QuantConfig(
+    ladder={3: "e2m1", 4: "mx(e2m1,2):partial=1", 5: "e4m3", 6: "symmetric6", 7: "e5m2", 8: "e4m3"}
+)
+APART = {"activation": None, "weight": None, "error": {8: "e4m3:rounding=stochastic"}, "weight_gradient": {8: "e5m2"}}
+CONFIGS |= {"ladder": LADDER}
+pytestmark = pytest.mark.filterwarnings("ignore:this device:UserWarning")
+
+
+def made(kind, config="simulated"):
+    torch.manual_seed(0)
+    model, call = KINDS[kind]()
+    cpt.quantize_(model, CONFIGS[config])
+    return model, call
+
+
+def trained(model, call, record=None, accumulate=2):
+    """Train: losses, parameters, running ranges and keys; and the recording."""
+    schedule = cpt.make_schedule("CR", q_min=3, q_max=8, total_steps=STEPS, n_cycles=1)
+    scheduler, optimizer = cpt.PrecisionScheduler(model, schedule), torch.optim.SGD(model.parameters(), 0.1)
+    losses = []
+
+    def train():
+        for step in range(STEPS):
+            for part in range(accumulate):
+                loss = call(10 * step + part).square().mean()
+                loss.backward()
+                losses.append(loss.detach())
+            optimizer.step()
+            optimizer.zero_grad()
+            scheduler.step()
+
+    if record is None:
+        train()
+    else:
+        with record:
+            train()
+    ranges = [v for p in layer_precisions(model).values() for v in p.get_running().values()]
+    return [torch.stack(losses), *(p.detach() for p in model.parameters()), *ranges]
+
+
+@pytest.mark.parametrize("config", CONFIGS)
+@pytest.mark.parametrize("kind", KINDS)
+def test_training_is_the_same_bit_for_bit_and_every_role_is_seen(kind, config):
+    alone = trained(*made(kind, config))
+    model, call = made(kind, config)
+    recording = cpt.record(model, every=1)
+    assert identical(trained(model, call, recording), alone)
+    assert recording.steps == list(range(STEPS))
+    assert {k for k, why in recording.unseen.items() if why != recorder.RECURRENCE} == set()
+    assert all(("of the hidden" in k) == (why == recorder.RECURRENCE) for k, why in recording.unseen.items())
+    assert len(recording.unseen) == ("lstm" in kind)
+    table = recording.table()
+    expected = {(name, role) for name, p in layer_precisions(model).items() for role in p.quantizers}
+    bias = {(n, "bias") for n, _ in expected}
+    assert set(zip(table["layer"], table["role"], strict=True)) | bias == expected | bias
+    assert not any(p.observer for p in layer_precisions(model).values())
+    assert table[["low", "high", "relative_error", "underflow", "levels_used"]].notna().all(axis=None)
+    assert (table["clipped"].isna() == table["grid"].str.contains("mx")).all()
+    assert (table["high"] >= table["low"]).all()
+    assert table["levels_used"].between(0, 1).all()
+    assert (table["levels_used"] > 0).all()
+
+
+@pytest.mark.parametrize("kind", ["linear", "convolution", "attention"])
+def test_both_gradients_of_a_product_are_seen(kind):
+    def converted():
+        torch.manual_seed(0)
+        model, call = KINDS[kind]()
+        return cpt.quantize_(model, cpt.QuantConfig(ladder=APART)), call
+
+    alone = trained(*converted())
+    model, call = converted()
+    recording = cpt.record(model, every=1)
+    assert identical(trained(model, call, recording), alone)
+    table = recording.table()
+    gradients = table[table["role"].isin(["grad", "weight_grad"])]
+    assert gradients.groupby("role")["grid"].agg(lambda grids: grids.iloc[0].split("|")[1]).to_dict() == {
+        "grad": "e4m3:rounding=stochastic", "weight_grad": "e5m2",
+    }  # fmt: skip
+    assert gradients["gradient_to_noise"].gt(1).all()
+    assert (gradients["level"] == 8).all()
+    assert not recording.unseen
+
+
+# --- every statistic by hand ------------------------------------------------------------------------------------------
+
+
+def row_of(recording, role, step=None):
+    table = recording.table()
+    (row,) = table[(table["role"] == role) & (table["step"] == (step or 0))].to_dict("records")
+    return row
+
+
+def one_pass(x, weight, bits=2, q_grad=2, config=None, gradient=None):
+    layer = nn.Linear(weight.shape[1], len(weight), bias=False)
+    with torch.no_grad():
+        layer.weight.copy_(weight)
+    cpt.quantize_(model := nn.Sequential(layer), config)
+    with cpt.precision(model, bits, q_grad), cpt.record(model, every=1) as recording:
+        y = model(x)
+        y.backward(torch.ones_like(y) if gradient is None else gradient)
+    return model, recording
+
+
+def test_statistics_of_an_input_by_hand():
+    """On 0, 1, 2, 3 the values become 0, 0, 1, 3: errors 0, 0.25, 0.25, 0."""
+    _, recording = one_pass(torch.tensor([[0.0, 0.25, 1.25, 3.0]]), torch.eye(4))
+    row = row_of(recording, "input")
+    squares, errors = 0.25**2 + 1.25**2 + 9, 2 * 0.25**2
+    assert (row["step"], row["layer"], row["level"], row["bits"], row["grid"]) == (0, "0", 2, 2, "per_tensor")
+    assert (row["elements"], row["low"], row["high"], row["clipped"]) == (4, 0, 3, 0)
+    assert row["relative_error"] == pytest.approx(math.sqrt(errors / squares))
+    assert row["snr_db"] == pytest.approx(10 * math.log10(squares / errors))
+    assert row["underflow"] == pytest.approx(1 / 3)  # 0.25 of the three that are not 0
+    assert row["levels_used"] == 3 / 4
+    assert math.isnan(row["gradient_to_noise"])
+
+
+def test_ranges_of_several_rows_by_hand():
+    """Rows (0, 1, 3) and (5, 5, 5): 3 of 4 values are used, and 1 of 4; the second row has no error."""
+    _, recording = one_pass(torch.zeros(1, 3), torch.tensor([[0.0, 1.25, 3.0], [5.0, 5.0, 5.0]]))
+    row = row_of(recording, "weight")
+    assert (row["low"], row["high"], row["levels_used"], row["elements"]) == (0, 5, 0.5, 6)
+    assert row["relative_error"] == pytest.approx(0.25 / math.sqrt(1.25**2 + 9 + 75))
+
+
+@pytest.mark.parametrize("granularity", ["per_tensor", "per_row", "per_position", "per_channel", "per_sample_mean"])
+def test_codes_and_values_are_counted_alike(granularity):
+    for key in (None, torch.tensor(5)):
+        formats = cpt.Format.affine(4), cpt.Format.affine(9)  # 9 bits are too many for codes
+        both = [recorder._sums(drawn(3, 4, 50), torch.tensor(15.0), granularity, key, format) for format in formats]
+        codes, values = (dict(zip(recorder.SUMS, sums.tolist(), strict=True)) for sums in both)
+        assert (codes["used"], codes["available"]) == (values["used"], values["available"] / 2**5)
+        assert codes["used"] > 12 * codes["available"] / 16
+
+
+def test_what_lies_outside_its_range_is_clipped():
+    """The mean of (0, 2) and (0, 6) is (0, 4): 6, and nothing else, lies outside."""
+    quantizers = {**cpt.QUANTIZERS, "linear_input": cpt.Quantizer("per_sample_mean")}
+    config = cpt.QuantConfig(quantizers=quantizers)
+    _, recording = one_pass(torch.tensor([[0.0, 2.0], [0.0, 6.0]]), torch.eye(2), config=config)
+    row = row_of(recording, "input")
+    assert (row["low"], row["high"], row["clipped"]) == (0, 4, 0.25)
+
+
+def test_statistics_of_a_format_by_hand():
+    """On e2m1 with scale 1 the values 6, 1.2, 0.2, -3 become 6, 1, 0, -3, four of fifteen values."""
+    _, recording = one_pass(torch.tensor([[6.0, 1.2, 0.2, -3.0]]), torch.eye(4), 3, 8, LADDER)
+    row = row_of(recording, "input")
+    assert (row["level"], row["bits"], row["grid"], row["clipped"]) == (3, 4, "per_tensor|e2m1", 0)
+    assert row["relative_error"] == pytest.approx(math.sqrt(2 * 0.2**2 / (36 + 1.2**2 + 0.2**2 + 9)), rel=1e-5)
+    assert (row["underflow"], row["levels_used"]) == (0.25, 4 / 15)
+
+
+def test_blocks_have_values_of_their_own():
+    """Of every block of four, the last of two, e2m1 with a power of two: 2 of 15 values, then 1."""
+    config = cpt.QuantConfig(ladder={2: "mx(e2m1,4):partial=1"})
+    _, recording = one_pass(torch.tensor([[1.0, 1.0, 2.0, 2.0, 300.0, 300.0]]), torch.eye(6), 2, 2, config)
+    row = row_of(recording, "input")
+    assert row["levels_used"] == pytest.approx(1.5 / 15)
+    assert math.isnan(row["clipped"])
+    assert (row["low"], row["high"]) == (1, 300)
+
+
+def test_gradients_have_the_noise_of_the_training():
+    gradient = drawn(5, 3)
+    model, recording = one_pass(drawn(5, 4), drawn(3, 4, seed=1), gradient=gradient)
+    key = layer_precisions(model)["0"].noise_key
+    rounded = fake_quantize(gradient, torch.tensor(3.0), "per_position", key - 1)[0]  # the key before the pass
+    assert not torch.equal(rounded, fake_quantize(gradient, torch.tensor(3.0), "per_position", key)[0])
+    row, noise = row_of(recording, "grad"), (rounded - gradient).double().norm()
+    assert row["gradient_to_noise"] == pytest.approx(float(gradient.double().norm() / noise))
+    assert row["gradient_to_noise"] * row["relative_error"] == pytest.approx(1)
+    assert row["snr_db"] > 20 * math.log10(LEAST_GRADIENT_TO_NOISE) or row["gradient_to_noise"] <= 3**0.5
+
+
+def test_what_is_exact_has_no_noise():
+    _, recording = one_pass(torch.zeros(2, 3), torch.ones(2, 3))
+    for role in ("input", "weight", "grad"):
+        row = row_of(recording, role)
+        assert (row["relative_error"], row["snr_db"], row["underflow"]) == (0, math.inf, 0)
+
+
+def test_hidden_states_are_those_that_enter_the_steps():
+    """One sequence, one step after the other: the rounded states of every step, one range for each."""
+    torch.manual_seed(0)
+    plain, x = nn.LSTM(2, 3, bidirectional=True), drawn(4, 2, 2)
+    model = cpt.quantize_(nn.Sequential(copy.deepcopy(plain)))
+    with cpt.precision(model, 3, 8), cpt.record(model, every=1) as recording:
+        y = model(x)[0].detach()
+    zero = torch.zeros(2, 3)
+    for role, states in {
+        "hidden_l0": [zero, *y[:-1, :, :3]],
+        "hidden_l0_reverse": [*y[1:, :, 3:], zero],
+        "input_l0": list(x),
+    }.items():
+        errors = [fake_quantize(s.contiguous(), torch.tensor(7.0), "per_tensor")[0] - s for s in states]
+        expected = torch.stack(errors).norm() / torch.stack(states).norm()
+        row = row_of(recording, role)
+        assert row["relative_error"] == pytest.approx(float(expected), rel=1e-5)
+        assert row["low"] == min(float(s.min()) for s in states)
+
+
+def test_packed_states_have_the_rows_of_their_steps():
+    torch.manual_seed(0)
+    model = cpt.quantize_(nn.Sequential(nn.LSTM(2, 3, bidirectional=True)))
+    x = pack_sequence([drawn(n, 2, seed=n) for n in (3, 1)])
+    with cpt.precision(model, 3, 8), cpt.record(model, every=1) as recording:
+        y = model(x)[0].data.detach()  # rows: both at step 0, then the long one at steps 1 and 2
+    zero = torch.zeros(1, 3)
+    states = [torch.cat([y[2:3, 3:], zero]), y[3:4, 3:], zero]
+    errors = [fake_quantize(s, torch.tensor(7.0), "per_tensor")[0] - s for s in states]
+    expected = torch.cat(errors).norm() / torch.cat(states).norm()
+    assert row_of(recording, "hidden_l0_reverse")["relative_error"] == pytest.approx(float(expected), rel=1e-5)
+
+
+# --- steps ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def model():
+    torch.manual_seed(0)
+    cpt.quantize_(model := nn.Sequential(nn.Linear(4, 3), nn.Linear(3, 2)))
+    with cpt.precision(model, 4, 8):
+        yield model
+
+
+def passes(model, count=1):
+    for seed in range(count):
+        model(drawn(5, 4, seed=seed)).sum().backward()
+
+
+def steps(model, count, *optimizers, accumulate=1):
+    optimizers = optimizers or (torch.optim.SGD(model.parameters(), 0.1),)
+    for _ in range(count):
+        passes(model, accumulate)
+        for optimizer in optimizers:
+            optimizer.step()
+
+
+def test_one_step_of_so_many_is_recorded(model):
+    with cpt.record(model, every=3) as recording:
+        steps(model, 8, accumulate=2)
+        assert recording.step == 8
+    assert recording.steps == [0, 3, 6]
+    assert set(recording.table().groupby(["step", "layer", "role"]).size()) == {1}
+
+
+def test_passes_whose_gradients_accumulate_are_one_step(model):
+    with cpt.record(model, every=1) as recording:
+        steps(model, 2, accumulate=3)
+    table = recording.table().set_index(["step", "layer", "role"])
+    assert list(recording.steps) == [0, 1]
+    assert table.loc[(1, "0", "input"), "elements"] == 3 * 5 * 4
+
+
+def test_several_optimizers_end_one_step_and_those_of_other_models_none(model):
+    other = nn.Linear(2, 2)
+    other.weight.grad = torch.ones(2, 2)
+    both = [torch.optim.SGD(part.parameters(), 0.1) for part in (*model, other)]
+    with cpt.record(model, every=1) as recording:
+        steps(model, 3, *both)
+    assert recording.steps == [0, 1, 2]
+
+
+def test_a_resumed_training_counts_on(model):
+    with cpt.record(model, every=2, step=100) as recording:
+        steps(model, 3)
+    assert recording.steps == [100, 102]
+
+
+def test_what_the_block_leaves_unfinished_is_a_step(model):
+    with cpt.record(model, every=1) as recording:
+        steps(model, 1)
+        passes(model)
+    assert recording.steps == [0, 1]
+    passes(model)
+    assert recording.steps == [0, 1]
+
+
+def test_between_recorded_steps_nothing_is_computed(model, monkeypatch):
+    called = []
+    monkeypatch.setattr(recorder, "_sums", lambda *args: called.append(1) or torch.zeros(10, dtype=torch.float64))
+    with cpt.record(model, every=2) as recording:
+        steps(model, 1)
+        assert (recording.step, len(called)) == (1, 8)
+        called.clear()
+        steps(model, 1)
+        assert not called
+
+
+def test_evaluation_is_not_recorded(model):
+    with cpt.record(model, every=1) as recording:
+        model.eval()
+        passes(model)
+        model.train()
+    assert recording.table().empty
+    assert list(recording.table().columns) == list(COLUMNS)
+    assert recording.unseen == dict.fromkeys(
+        [f"{layer}/{role}" for layer in "01" for role in ("input", "weight", "grad", "bias")], recorder.NOT_SEEN
+    )
+
+
+def test_memory_is_bounded(model, monkeypatch):
+    monkeypatch.setattr(recorder, "MOST_STEPS", 4)
+    with cpt.record(model, every=1) as recording:
+        steps(model, 13)
+    assert recording.every == 4
+    assert recording.steps == [0, 4, 8, 12]
+
+
+def test_bits_that_change_within_a_step_have_rows_of_their_own(model):
+    with cpt.record(model, every=1) as recording:
+        passes(model)
+        with cpt.precision(model, 6):
+            passes(model)
+    table = recording.table()
+    assert table[table["role"] == "input"]["bits"].tolist() == [4, 4, 6, 6]
+
+
+def test_checkpointed_layers_and_copies(model):
+    with cpt.record(model, every=1) as recording:
+        x = drawn(5, 4).requires_grad_()
+        checkpoint(model, x, use_reentrant=False).sum().backward()
+        for twin in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+            assert not any(p.observer for p in layer_precisions(twin).values())
+            passes(twin)
+    table = recording.table().set_index(["layer", "role"])
+    assert table.loc[("0", "grad"), "elements"] == 5 * 3
+    assert torch.isfinite(x.grad).all()
+
+
+def test_gradients_of_gradients_stay(model):
+    def second(x):
+        (first,) = torch.autograd.grad(model(x).square().sum(), x, create_graph=True)
+        return torch.autograd.grad(first.square().sum(), x)
+
+    layer_precisions(model)
+    keys = [p.noise_key.clone() for p in layer_precisions(model).values()]
+    alone = second(drawn(5, 4).requires_grad_())
+    for precision, key in zip(layer_precisions(model).values(), keys, strict=True):
+        precision.noise_key.copy_(key)
+    with cpt.record(model, every=1):
+        assert identical(second(drawn(5, 4).requires_grad_()), alone)
+
+
+# --- what it is told to -----------------------------------------------------------------------------------------------
+
+
+class Writer:
+    def __init__(self):
+        self.seen = []
+
+    def add_scalar(self, tag, value, step):
+        self.seen.append((tag, value, step))
+
+
+def test_scalars_and_writers(model):
+    writer = Writer()
+    with cpt.record(model, every=2) as recording:
+        steps(model, 1)
+        recording.write(writer)
+        first = len(writer.seen)
+        steps(model, 2)
+        recording.write(writer)
+        recording.write(writer)
+    assert len(writer.seen) == 2 * first
+    assert {(t, v) for t, v, step in writer.seen if step == 0} == set(recording.scalars(0).items())
+    assert [step for *_, step in writer.seen[first:]] == [2] * first
+    scalars = recording.scalars()
+    assert scalars["1/input/snr_db"] == row_of_layer(recording, "1", "input", 2)["snr_db"]
+    assert "1/input/gradient_to_noise" not in scalars
+    assert {name.split("/")[-1] for name in scalars} == {"level", *STATISTICS}
+    with pytest.raises(ValueError, match="step 1 is not recorded; recorded steps: 2 from 0 to 2"):
+        recording.scalars(1)
+
+
+def row_of_layer(recording, layer, role, step):
+    return recording.table().set_index(["layer", "role", "step"]).loc[(layer, role, step)]
+
+
+def test_tensorboard_takes_them(model, tmp_path):
+    tensorboard = pytest.importorskip("torch.utils.tensorboard")
+    with cpt.record(model, every=1) as recording, tensorboard.SummaryWriter(tmp_path) as writer:
+        steps(model, 1)
+        recording.write(writer)
+    assert list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("every", [0, -1, 1.5, True, None])
+def test_every_must_be_a_whole_number(model, every):
+    with pytest.raises(ValueError, match=f"every must be a whole number of at least 1, got {every!r}"):
+        cpt.record(model, every=every)
+
+
+def test_models_that_cannot_be_recorded_are_refused(model):
+    with pytest.raises(ValueError, match="no quantised layers; call quantize_"):
+        cpt.record(nn.Linear(2, 2))
+    with pytest.raises(ValueError, match="a compiled model says nothing"):
+        cpt.record(torch.compile(model))
+    with pytest.raises(ValueError, match="step must be a whole number of at least 0, got -1"):
+        cpt.record(model, step=-1)
+    with pytest.raises(ValueError, match="recorded steps: none"):
+        cpt.record(model).scalars()
+
+
+def test_records_do_not_nest(model):
+    with cpt.record(model, every=5) as recording:
+        steps(model, 1)
+        with pytest.raises(ValueError, match="layer '0' is recorded already"), cpt.record(model[0:1]):
+            pass
+        steps(model, 5)
+    assert recording.steps == [0, 5]
+    with cpt.record(model, every=1):  # after it, and after an error inside, it is free again
+        pass
+
+
+def test_an_error_in_the_block_frees_the_model(model):
+    with pytest.raises(KeyError), cpt.record(model):
+        raise KeyError
+    assert not any(p.observer for p in layer_precisions(model).values())
+    with cpt.record(model):
+        pass
+
+
+def test_compiled_parts_are_listed(model):
+    passes(model)
+    model[0].compile(backend="eager")
+    with cpt.record(model, every=1) as recording:
+        steps(model, 2)
+    assert recording.unseen == dict.fromkeys([f"0/{role}" for role in ("input", "weight", "grad", "bias")], COMPILED)
+    assert set(recording.table()["layer"]) == {"1"}
