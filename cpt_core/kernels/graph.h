@@ -78,15 +78,6 @@ Tensor round_rows(const Tensor& x, const optional<Tensor>& scale, const optional
   return y;
 }
 
-template <typename T>
-void round_row(const float* x, T* y, int64_t n, float low, float scale, const Grid& g, int64_t place) {
-  if (g.key) {
-    round_noisy(x, y, n, low, scale, g, place, 1);
-  } else {
-    round_plain(x, y, n, low, scale, g.levels);
-  }
-}
-
 // round(round(x) * scale) with one range for all, and the columns' sums of the first rounding
 std::tuple<Tensor, Tensor> round_twice(const Tensor& x, const optional<Tensor>& scale, const Grid& first,
                                        const Grid& second) {
@@ -105,7 +96,7 @@ std::tuple<Tensor, Tensor> round_twice(const Tensor& x, const optional<Tensor>& 
     Extremes e = found[at::get_thread_num()];
     for (int64_t row = begin; row < end; ++row) {
       float* out = to + row * n;
-      round_row(from + row * n, out, n, low, step, first, row * n);
+      round_line(from + row * n, out, n, low, step, first, row * n);
       extend(e, scaled(out, by ? by + row : nullptr, place), n);
     }
     found[at::get_thread_num()] = e;
@@ -118,7 +109,7 @@ std::tuple<Tensor, Tensor> round_twice(const Tensor& x, const optional<Tensor>& 
     std::vector<float> place(n);
     for (int64_t row = begin; row < end; ++row) {
       float* out = to + row * n;
-      round_row(scaled(out, by ? by + row : nullptr, place), out, n, low, after, second, row * n);
+      round_line(scaled(out, by ? by + row : nullptr, place), out, n, low, after, second, row * n);
     }
   });
   return {y, sums};
@@ -158,7 +149,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> encode_twice(const Tensor& x, const o
     for (int64_t row = begin; row < end; ++row) {
       int8_t* k = to + row * n;
       int32_t* sums = some.data();
-      round_row(from + row * n, k, n, low, step, first, row * n);
+      round_line(from + row * n, k, n, low, step, first, row * n);
       for (int64_t i = 0; i < n; ++i) sums[i] += k[i];
       if ((row + 1) % FEW == 0 || row + 1 == end) {
         for (int64_t i = 0; i < n; ++i) all[i] += sums[i];
@@ -184,7 +175,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> encode_twice(const Tensor& x, const o
     std::vector<float> place(n);
     for (int64_t row = begin; row < end; ++row) {
       values(row, place.data());
-      round_row(place.data(), to + row * n, n, low, again, second, row * n);
+      round_line(place.data(), to + row * n, n, low, again, second, row * n);
     }
   });
   return {codes, after, across, sums};

@@ -53,10 +53,17 @@ class QuantizedTensor(NamedTuple):
 
     @classmethod
     def on(
-        cls, x: Tensor, low: Tensor, width: Tensor, levels: Tensor, key: Tensor | None = None, clip: bool = False
+        cls,
+        x: Tensor,
+        low: Tensor,
+        width: Tensor,
+        levels: Tensor,
+        key: Tensor | None = None,
+        clip: bool = False,
+        channels_last: bool = False,
     ) -> QuantizedTensor:
-        """Round to a given grid of at most 8 bits; arguments as those of ``reference.round_to_grid``."""
-        return cls.with_codes(operators.encode(x, low, width, levels, key, clip), low, width, levels)
+        """Round to a given grid of at most 8 bits; arguments as those of ``reference.encode``."""
+        return cls.with_codes(operators.encode(x, low, width, levels, key, clip, channels_last), low, width, levels)
 
     @classmethod
     def with_codes(cls, codes: Tensor, low: Tensor, width: Tensor, levels: Tensor) -> QuantizedTensor:

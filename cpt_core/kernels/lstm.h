@@ -297,7 +297,7 @@ Four lstm_backward(const Tensor& d_out, const Tensor& d_h, const Tensor& d_c, co
     const optional<Tensor> noise = key ? optional<Tensor>(now) : std::nullopt;
     if (columns) {
       const auto [low, width] = range(before_grid, granularity);
-      const Tensor codes = encode(before_grid, low, width, *grad_levels, noise, noise.has_value());
+      const Tensor codes = encode(before_grid, low, width, *grad_levels, noise, noise.has_value(), false);
       const float *lows = low.const_data_ptr<float>(), *widths = width.const_data_ptr<float>();
       values_of(codes, lows, widths, low.numel() > 1, number(*grad_levels), after);
       multiply(part_h, codes, lows, widths, low.numel() > 1, number(*grad_levels), weight, columns);

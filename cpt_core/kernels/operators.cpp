@@ -175,12 +175,19 @@ Tensor round_to_grid(const Tensor& x, const Tensor& low, const Tensor& width, co
 }
 
 Tensor encode(const Tensor& x, const Tensor& low, const Tensor& width, const Tensor& levels,
-              const optional<Tensor>& key, bool clip) {
+              const optional<Tensor>& key, bool clip, bool channels_last) {
   if (x.numel() > 0) {
-    const Tensor held = dense(x), out = at::empty_like(held, held.options().dtype(at::kChar));
-    if (on_grid<int8_t>(held, out, low, width, levels, key, clip)) return out;
+    const Tensor held = dense(x);
+    if (channels_last && held.dim() == 4 && held.is_contiguous() && low.numel() == 1 && width.numel() == 1) {
+      return encode_channels_last(held, low.item<float>(), width.item<float>(), grid_of(levels, key, clip));
+    }
+    const Tensor out = at::empty_like(held, held.options().dtype(at::kChar));
+    if (on_grid<int8_t>(held, out, low, width, levels, key, clip)) {
+      return channels_last ? out.contiguous(at::MemoryFormat::ChannelsLast) : out;
+    }
   }
-  return reference<OnGrid>("encode", x, low, width, levels, key, clip);
+  using Signature = Tensor(const Tensor&, const Tensor&, const Tensor&, const Tensor&, const optional<Tensor>&, bool, bool);
+  return reference<Signature>("encode", x, low, width, levels, key, clip, channels_last);
 }
 
 void track_(const Tensor& running, const Tensor& low, const Tensor& width) {
@@ -380,7 +387,7 @@ TORCH_LIBRARY_IMPL(cpt, CPU, m) {
   m.impl("affine_", affine_);
   m.impl("track_", track_);
   m.impl("window_sums", window_sums);
-  m.impl("affine_windows_", affine_windows_);
+  m.impl("affine_windows", affine_windows);
   m.impl("pixel_products", pixel_products);
   m.impl("scale_round", scale_round);
   m.impl("scale_round_add", scale_round_add);

@@ -147,17 +147,28 @@ def _round_in_parts(x: Tensor, low: Tensor, scale: Tensor, levels: Tensor, key: 
     return out
 
 
-def encode(x: Tensor, low: Tensor, width: Tensor, levels: Tensor, key: Tensor | None, clip: bool) -> Tensor:
+def encode(
+    x: Tensor, low: Tensor, width: Tensor, levels: Tensor, key: Tensor | None, clip: bool, channels_last: bool = False
+) -> Tensor:
     """Return k - 2**(q - 1), int8, of the grid points that ``round_to_grid`` returns; q at most 8.
 
-    NaN has code 0: it is in the range.
+    NaN has code 0: it is in the range. In memory codes lie as ``x`` does; with ``channels_last`` those of (N, C, H, W)
+    have the channels of a pixel beside each other.
     """
     y = (x.float() - low) / (width / levels).clamp_min(MIN_SCALE)
     if key is not None:
         y = y.add_(hash_noise(key, 0, y.numel()).view(y.shape))
     if clip:
         y = y.clamp_(torch.zeros_like(levels), levels)
-    return y.round_().clamp_min_(0).nan_to_num_(0).sub_((levels + 1) / 2).to(torch.int8)
+    codes = y.round_().clamp_min_(0).nan_to_num_(0).sub_((levels + 1) / 2)
+    return empty_codes(x, channels_last).copy_(codes)
+
+
+def empty_codes(x: Tensor, channels_last: bool) -> Tensor:
+    """Return memory for the codes of a tensor."""
+    if not channels_last:
+        return torch.empty_like(x, dtype=torch.int8)
+    return x.new_empty([x.shape[d] for d in (0, 2, 3, 1)], dtype=torch.int8).permute(0, 3, 1, 2)
 
 
 def fake_quantize(x: Tensor, levels: Tensor, granularity: str, key: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:

@@ -278,9 +278,11 @@ def round_to_grid(x: Tensor, low: Tensor, width: Tensor, levels: Tensor, key: Te
     return _on_given_grid(x, torch.empty_like(x), low, width, levels, key, clip)
 
 
-def encode(x: Tensor, low: Tensor, width: Tensor, levels: Tensor, key: Tensor | None, clip: bool) -> Tensor:
+def encode(
+    x: Tensor, low: Tensor, width: Tensor, levels: Tensor, key: Tensor | None, clip: bool, channels_last: bool = False
+) -> Tensor:
     """Return the codes of ``round_to_grid``, as ``reference.encode``."""
-    return _on_given_grid(x.float(), torch.empty_like(x, dtype=torch.int8), low, width, levels, key, clip)
+    return _on_given_grid(x.float(), reference.empty_codes(x, channels_last), low, width, levels, key, clip)
 
 
 def _on_given_grid(
