@@ -204,7 +204,7 @@ def window_products(codes: Tensor, zero: Any, weight: Tensor, geometry: Geometry
     """
     x, taps = codes.permute(0, 2, 3, 1), weight[0, 0].numel()  # channels can be divided, a channel's taps cannot
     if has_library(x.device) and operators.active is torch.ops.cpt and taps * MOST < EXACT:
-        around = padded(x.view(torch.uint8) ^ 128, geometry.padding, zero + 128)
+        around = operators.active.padded_bytes(x, zero, geometry.padding)
         return _by_library(around, weight, geometry), zero + 128
     rows = weight.permute(0, 2, 3, 1).reshape(len(weight), -1)
     return int_mm(windows(x, weight.shape[2:], *geometry, fill=zero), rows.t()), zero
@@ -231,7 +231,7 @@ def _by_library(x: Tensor, weight: Tensor, geometry: Geometry) -> Tensor:
     for i in range(2):
         if x.shape[i + 1] - reach[i] < stride[i]:
             x, stride[i] = x.narrow(i + 1, 0, reach[i]).contiguous(), 1
-    one, none = torch.ones(outputs), torch.zeros(outputs, dtype=torch.int32)
+    one, none = torch.ones(1), torch.zeros(1, dtype=torch.int32)
     packed = torch.ops.onednn.qconv_prepack(weight, one, 1.0, 0, stride, [0, 0], dilation, 1)
     x = x.permute(0, 3, 1, 2)
     y = torch.ops.onednn.qconv2d_pointwise(
@@ -277,6 +277,11 @@ def window_sums(codes: Tensor, zero: Tensor, kernel: Any, stride: Any, padding: 
     return seen.view(N, *((n + 2 * p - d * (k - 1) - 1) // s + 1 for n, k, s, p, d in sizes))
 
 
+def padded_bytes(codes: Tensor, zero: int, padding: Any) -> Tensor:
+    """Return codes (N, H, W, C) plus 128 as unsigned bytes, with rows and columns that stand for 0 around."""
+    return padded(codes.view(torch.uint8) ^ 128, padding, zero + 128)
+
+
 def affine_windows(
     product: Tensor, sums: Tensor, zeros: Tensor, scales: Tensor, shifts: Tensor, out: Tensor
 ) -> None:
@@ -319,6 +324,7 @@ def pixel_products(
 GEOMETRY = "int[] kernel, int[] stride, int[] padding, int[] dilation"
 SCHEMAS: dict[str, tuple[str, Any]] = {
     "window_sums": (f"(Tensor codes, Tensor zero, {GEOMETRY}) -> Tensor", window_sums),
+    "padded_bytes": ("(Tensor codes, int zero, int[] padding) -> Tensor", padded_bytes),
     "affine_windows": (
         "(Tensor product, Tensor sums, Tensor zeros, Tensor scales, Tensor shifts, Tensor(a!) out) -> ()",
         affine_windows,

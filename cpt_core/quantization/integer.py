@@ -143,7 +143,8 @@ def _conv2d_input(
 ) -> Tensor:
     if isinstance(g, QuantizedTensor) and g.one_step and w.one_step:
         return convolution.conv2d_input(g, w, shape, geometry, channels_last)
-    return conv2d_input(shape, values(w), values(g), *geometry)
+    dx = conv2d_input(shape, values(w), values(g), *geometry)
+    return dx if channels_last else dx.contiguous()
 
 
 def _conv2d_weight(g: Operand, a: QuantizedTensor, shape: torch.Size, geometry: Geometry) -> Tensor:
