@@ -156,14 +156,13 @@ def row_tables(a: QuantizedTensor) -> tuple[Tensor, Tensor]:
     return torch.stack([sums, zero]), torch.stack([scale, scale * (sums - a.codes.shape[-1] * zero), rest])
 
 
-def column_tables(b: QuantizedTensor, bias: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
+def column_tables(b: QuantizedTensor, bias: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """Return what ``reference.affine`` takes of the columns of a product, with a bias (N,)."""
     *outer, K, N = b.codes.shape
     zero, rest, scale = _along(b, (*outer, 1, N))
     shifted = sum_codes(b.codes, -2).flatten() - K * zero
     added = torch.zeros_like(scale) if bias is None else bias.expand(*outer, N).flatten()
-    shifts = (scale * shifted + K * rest).unsqueeze(0)
-    return torch.stack([zero, shifted]), torch.stack([scale, rest, added]), shifts
+    return torch.stack([zero, shifted]), torch.stack([scale, rest, scale * shifted + K * rest, added])
 
 
 def _along(x: QuantizedTensor, shape: tuple[int, ...]) -> tuple[Tensor, Tensor, Tensor]:

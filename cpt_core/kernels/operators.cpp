@@ -228,14 +228,20 @@ Tensor scale_round_add(const Tensor& x, const optional<Tensor>& scale, const Ten
   return reference<decltype(scale_round_add)>("scale_round_add", x, scale, bias, levels, granularity);
 }
 
+// Of two roundings, the second with the noise of the next key.
+std::pair<Grid, Grid> grids_of(const Tensor& levels, const optional<Tensor>& key) {
+  const Grid first = grid_of(levels, key, key.has_value());
+  Grid second = first;
+  if (key) second.key.emplace(*key->const_data_ptr<int64_t>() + 1);
+  return {first, second};
+}
+
 std::tuple<Tensor, Tensor> round_scale_round(const Tensor& gradient, const optional<Tensor>& scale,
                                              const Tensor& levels, const optional<Tensor>& key) {
   if (!fits(gradient) || !fits_rows(gradient, scale)) {
     return reference<decltype(round_scale_round)>("round_scale_round", gradient, scale, levels, key);
   }
-  const Grid first = grid_of(levels, key, key.has_value());
-  Grid second = first;
-  if (key) second.key.emplace(*key->const_data_ptr<int64_t>() + 1);
+  const auto [first, second] = grids_of(levels, key);
   return round_twice(gradient, scale, first, second);
 }
 
@@ -244,9 +250,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> round_scale_encode(const Tensor& grad
   if (!fits(gradient) || !fits_rows(gradient, scale)) {
     return reference<decltype(round_scale_encode)>("round_scale_encode", gradient, scale, levels, key);
   }
-  const Grid first = grid_of(levels, key, key.has_value());
-  Grid second = first;
-  if (key) second.key.emplace(*key->const_data_ptr<int64_t>() + 1);
+  const auto [first, second] = grids_of(levels, key);
   return encode_twice(gradient, scale, first, second);
 }
 

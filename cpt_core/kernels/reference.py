@@ -265,12 +265,7 @@ def key_halves(key: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def affine(
-    product: Tensor,
-    row_codes: Tensor,
-    row_values: Tensor,
-    column_codes: Tensor,
-    column_values: Tensor,
-    shifts: Tensor,
+    product: Tensor, row_codes: Tensor, row_values: Tensor, column_codes: Tensor, column_values: Tensor
 ) -> None:
     """Turn sums of products of codes into those of values, in place: the storage holds float32 afterwards.
 
@@ -281,15 +276,14 @@ def affine(
         row_codes: of a: sum k and z, int32 (2, M).
         row_values: of a: s, s sum (k - z) and r, float32 (3, M).
         column_codes: of b: z and sum (k - z), int32 (2, G N).
-        column_values: of b: s and r, and the bias, float32 (3, G N).
-        shifts: what r of a is multiplied by, float32 (P, G N): row m of a product takes that of m modulo P.
+        column_values: of b: s, r and s sum (k - z) + K r, and the bias, float32 (4, G N).
     """
     M, N = product.shape
-    G = shifts.shape[1] // N
+    G = column_codes.shape[1] // N
     (sums, zero_a), (scale_a, scaled, rest_a) = (v.view(len(v), G, -1, 1) for v in (row_codes, row_values))
-    (zero_b, sums_b), (scale_b, rest_b, bias) = (v.view(len(v), G, 1, N) for v in (column_codes, column_values))
+    (zero_b, sums_b), (scale_b, rest_b, total_b, bias) = (
+        v.view(len(v), G, 1, N) for v in (column_codes, column_values)
+    )
     t = (product.view(G, -1, N) - zero_b * sums - zero_a * sums_b).float()
-    y = (scale_a * scale_b) * t + scaled * rest_b
-    shift = shifts.view(-1, G, N).repeat(M // (G * len(shifts)), 1, 1).transpose(0, 1)
-    y = y + rest_a * shift + bias
+    y = (scale_a * scale_b) * t + scaled * rest_b + rest_a * total_b + bias
     product.copy_(y.view(M, N).view(torch.int32))
