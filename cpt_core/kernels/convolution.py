@@ -179,9 +179,10 @@ def _convolve(
     zeros = _filled(seen, (2, outputs), zero)
     zeros[1] = least * sum_codes(w.codes.reshape(outputs, -1), -1)
     N, P, Q = seen.shape
-    # in channels-last layout the values are written over the sums
-    y = sums.view(torch.float32).view(N, P, Q, outputs).permute(0, 3, 1, 2) if channels_last else None
-    y = torch.empty(N, outputs, P, Q, device=sums.device) if y is None else y
+    if channels_last:  # the values are written over the sums
+        y = sums.view(torch.float32).view(N, P, Q, outputs).permute(0, 3, 1, 2)
+    else:
+        y = torch.empty(N, outputs, P, Q, device=sums.device)
     operators.active.affine_windows(sums, seen.view(-1), zeros, scales, shifts.contiguous(), y)
     return y
 
@@ -282,9 +283,7 @@ def padded_bytes(codes: Tensor, zero: int, padding: Any) -> Tensor:
     return padded(codes.view(torch.uint8) ^ 128, padding, zero + 128)
 
 
-def affine_windows(
-    product: Tensor, sums: Tensor, zeros: Tensor, scales: Tensor, shifts: Tensor, out: Tensor
-) -> None:
+def affine_windows(product: Tensor, sums: Tensor, zeros: Tensor, scales: Tensor, shifts: Tensor, out: Tensor) -> None:
     """Turn sums of products of codes into values.
 
     Args:

@@ -264,9 +264,7 @@ def key_halves(key: Tensor) -> tuple[Tensor, Tensor]:
     return z.to(torch.int32), (z >> 32).to(torch.int32)
 
 
-def affine(
-    product: Tensor, row_codes: Tensor, row_values: Tensor, column_codes: Tensor, column_values: Tensor
-) -> None:
+def affine(product: Tensor, row_codes: Tensor, row_values: Tensor, column_codes: Tensor, column_values: Tensor) -> None:
     """Turn sums of products of codes into those of values, in place: the storage holds float32 afterwards.
 
     No size is 0.

@@ -321,9 +321,7 @@ def fake_quantize(x: Tensor, levels: Tensor, granularity: str, key: Tensor | Non
     return y, low, width
 
 
-def affine(
-    product: Tensor, row_codes: Tensor, row_values: Tensor, column_codes: Tensor, column_values: Tensor
-) -> None:
+def affine(product: Tensor, row_codes: Tensor, row_values: Tensor, column_codes: Tensor, column_values: Tensor) -> None:
     """Turn sums of products of codes into those of values, in place, as ``reference.affine``."""
     rows, columns = product.shape
     C = min(power_of_2(columns), 256)

@@ -138,9 +138,7 @@ class _Conv2d(torch.autograd.Function):
         )
 
 
-def _conv2d_input(
-    g: Operand, w: QuantizedTensor, shape: torch.Size, geometry: Geometry, channels_last: bool
-) -> Tensor:
+def _conv2d_input(g: Operand, w: QuantizedTensor, shape: torch.Size, geometry: Geometry, channels_last: bool) -> Tensor:
     if isinstance(g, QuantizedTensor) and g.one_step and w.one_step:
         return convolution.conv2d_input(g, w, shape, geometry, channels_last)
     dx = conv2d_input(shape, values(w), values(g), *geometry)

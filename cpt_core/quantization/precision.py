@@ -133,9 +133,19 @@ class LayerPrecision(LevelState):
         return y
 
     def encoded(self, role: str, x: Tensor, channels_last: bool = False) -> QuantizedTensor:
-        """Return the same operand as codes; for at most ``MOST_BITS`` bits, and without a gradient."""
+        """Return the same operand as codes; for at most ``MOST_BITS`` bits, and without a gradient.
+
+        Raises:
+            RuntimeError: for float64, which the input of products on codes is not, and under ``torch.jit.trace``.
+        """
         self.require_bits()
         check_floating(x)
+        if torch.jit.is_tracing():  # it would keep the ranges of the example, as numbers
+            raise RuntimeError("torch.jit.trace cannot record products on codes; take execution 'simulated'")
+        if x.dtype == torch.float64:
+            raise RuntimeError(
+                f"the layer's {role} is torch.float64, its input is not: bring both to one type, as with model.float()"
+            )
         self.follow(x)
         quantizer = self.quantizers[role]
         if self.training or not quantizer.running:

@@ -108,6 +108,10 @@ def check(kernels, x, granularity, bits, key):
         codes, plain = kernels.encode(*given), reference.encode(*given)
         assert torch.equal(codes, plain)
         assert codes.stride() == found[0].stride()
+        if x.dim() == 4:
+            last = kernels.encode(*given, True)
+            assert last.permute(0, 2, 3, 1).is_contiguous()
+            assert torch.equal(last, plain)
 
 
 @pytest.mark.parametrize("granularity", KEPT)
@@ -203,9 +207,7 @@ def test_running_ranges(kernels, now):
     assert (found[2] == 0.6) != np.isfinite(now).all()
 
 
-@pytest.mark.parametrize(
-    ("M", "N", "many"), [(1, 1, 1), (37, 5, 1), (6, 300, 1), (70, 33, 5)]
-)
+@pytest.mark.parametrize(("M", "N", "many"), [(1, 1, 1), (37, 5, 1), (6, 300, 1), (70, 33, 5)])
 def test_products_of_codes(kernels, M, N, many):
     g = torch.Generator().manual_seed(0)
     product = torch.randint(-(2**20), 2**20, (M, N), generator=g, dtype=torch.int32)
