@@ -322,9 +322,7 @@ def test_what_cannot_be_computed_on_codes_is_an_error(layer):
     with cpt.precision(model, 8):
         with pytest.raises(RuntimeError, match=r"torch\.jit\.trace cannot record products on codes"):
             torch.jit.trace(model, x)
-        with pytest.raises(
-            RuntimeError, match=r"weight is torch\.float64, its input is not: bring both"
-        ):
+        with pytest.raises(RuntimeError, match=r"weight is torch\.float64, its input is not: bring both"):
             model.double()(x)
     with cpt.precision(convert(layer, "simulated").double(), 8) as simulated, pytest.raises(RuntimeError):
         simulated(x)
