@@ -11,9 +11,9 @@
 #include <vector>
 
 #include "grid.h"
+#include "transpose.h"
 
-#if defined(__x86_64__) && defined(__GNUC__)
-#include <immintrin.h>
+#ifdef CPT_SSE
 #define CPT_VNNI __attribute__((target("avx512f,avx512bw,avx512vnni")))  // functions that ask the processor first
 #endif
 
@@ -94,51 +94,112 @@ Tensor window_sums(const Tensor& codes, const Tensor& zero, at::IntArrayRef kern
   return sums;
 }
 
+// codes + 128; by itself: bytes that are written might be anything to the compiler, the count among it
+inline void without_sign(const int8_t* x, uint8_t* y, int64_t n) {
+  for (int64_t i = 0; i < n; ++i) y[i] = static_cast<uint8_t>(x[i]) ^ 128;
+}
+
+Tensor padded_bytes(const Tensor& codes, int64_t zero, at::IntArrayRef padding) {
+  check_codes(codes);
+  TORCH_CHECK(padding.size() == 2 && padding[0] >= 0 && padding[1] >= 0, "padding is that of height and width");
+  const int64_t N = codes.size(0), H = codes.size(1), line = codes.size(2) * codes.size(3), around = padding[1] * codes.size(3);
+  const int64_t high = H + 2 * padding[0], wide = line + 2 * around;
+  const Tensor bytes = at::empty({N, high, codes.size(2) + 2 * padding[1], codes.size(3)}, codes.options().dtype(at::kByte));
+  const int8_t* x = codes.const_data_ptr<int8_t>();
+  uint8_t* y = bytes.mutable_data_ptr<uint8_t>();
+  const int fill = static_cast<int>(zero) + 128;
+  at::parallel_for(0, N * high, std::max<int64_t>(1, GRAIN / std::max<int64_t>(1, wide)), [=](int64_t begin, int64_t end) {
+    for (int64_t row = begin; row < end; ++row) {
+      const int64_t h = row % high - padding[0];
+      uint8_t* to = y + row * wide;
+      if (h < 0 || h >= H) {
+        std::memset(to, fill, wide);
+        continue;
+      }
+      const int8_t* from = x + (row / high * H + h) * line;
+      std::memset(to, fill, around);
+      to += around;
+      without_sign(from, to, line);
+      std::memset(to + line, fill, around);
+    }
+  });
+  return bytes;
+}
+
 inline int32_t whole(int32_t v) { return v; }
 inline int32_t whole(float v) { return static_cast<int32_t>(v); }
 
-template <typename T>
-void affine_rows(T* product, int64_t rows, int64_t columns, int64_t period, const int32_t* sums, const int32_t* zeros,
-                 const float* scales, const float* shifts) {
-  const int64_t grain = std::max<int64_t>(1, GRAIN / std::max<int64_t>(1, columns));
-  at::parallel_for(0, rows, grain, [=](int64_t begin, int64_t end) {
-    const float* rests = scales + columns;
-    const int32_t* least = zeros + columns;
-    for (int64_t m = begin; m < end; ++m) {
-      T* row = product + m * columns;
-      const float* shift = shifts + (m % period) * columns;
-      const int32_t s = sums[m];
-      const float f = static_cast<float>(s);
+// The tables of `affine_windows`, see convolution.py.
+struct Epilogue {
+  int64_t columns, period;
+  const int32_t *sums, *zeros;
+  const float *scales, *shifts;
+
+  // Row m of a product; `y` may be where it is.
+  template <typename T>
+  void operator()(const T* product, float* y, int64_t m) const {
+    const float *rests = scales + columns, *shift = shifts + m % period * columns;
+    const int32_t *least = zeros + columns, s = sums[m];
+    const float f = static_cast<float>(s);
 #pragma GCC ivdep
-      for (int64_t n = 0; n < columns; ++n) {
-        const int32_t v = whole(row[n]) - least[n] - zeros[n] * s;
-        const float y = scales[n] * static_cast<float>(v) + rests[n] * f + shift[n];
-        row[n] = std::bit_cast<T>(y);
+    for (int64_t n = 0; n < columns; ++n) {
+      const int32_t v = whole(product[n]) - least[n] - zeros[n] * s;
+      y[n] = scales[n] * static_cast<float>(v) + rests[n] * f + shift[n];
+    }
+  }
+};
+
+template <typename T>
+void affine_rows(const Tensor& product, const Tensor& out, const Epilogue& values) {
+  const int64_t O = values.columns, grain = std::max<int64_t>(1, GRAIN / std::max<int64_t>(1, O));
+  const T* x = product.const_data_ptr<T>();
+  float* y = out.mutable_data_ptr<float>();
+  at::parallel_for(0, product.size(0), grain, [=](int64_t begin, int64_t end) {
+    for (int64_t m = begin; m < end; ++m) values(x + m * O, y + m * O, m);
+  });
+}
+
+// The same, a channel's pixels beside each other: a few rows at a time are turned over.
+template <typename T>
+void affine_planes(const Tensor& product, const Tensor& out, const Epilogue& values) {
+  constexpr int64_t FEW = 64;
+  const int64_t O = values.columns, pixels = out.size(2) * out.size(3), blocks = (pixels + FEW - 1) / FEW;
+  const T* x = product.const_data_ptr<T>();
+  float* y = out.mutable_data_ptr<float>();
+  const int64_t grain = std::max<int64_t>(1, GRAIN / (FEW * std::max<int64_t>(1, O)));
+  at::parallel_for(0, out.size(0) * blocks, grain, [=](int64_t begin, int64_t end) {
+    std::vector<float> rows(FEW * O);
+    for (int64_t block = begin; block < end; ++block) {
+      const int64_t image = block / blocks, first = block % blocks * FEW, count = std::min(FEW, pixels - first);
+      for (int64_t i = 0; i < count; ++i) {
+        const int64_t m = image * pixels + first + i;
+        values(x + m * O, rows.data() + i * O, m);
       }
+      turn(rows.data(), O, y + image * O * pixels + first, pixels, count, O);
     }
   });
 }
 
-void affine_windows_(const Tensor& product, const Tensor& sums, const Tensor& zeros, const Tensor& scales,
-                     const Tensor& shifts) {
+void affine_windows(const Tensor& product, const Tensor& sums, const Tensor& zeros, const Tensor& scales,
+                    const Tensor& shifts, const Tensor& out) {
   const int64_t rows = product.size(0), columns = product.size(1);
   const auto check = [](const Tensor& t, at::IntArrayRef shape, at::ScalarType type) {
     TORCH_CHECK(t.is_contiguous() && t.scalar_type() == type && t.sizes() == shape, "a table of the wrong shape or type");
   };
-  TORCH_CHECK(product.is_contiguous(), "a product with gaps");
+  const bool last = out.is_contiguous(at::MemoryFormat::ChannelsLast);
+  TORCH_CHECK(product.is_contiguous() && (last || out.is_contiguous()), "a product with gaps");
+  TORCH_CHECK(out.dim() == 4 && out.scalar_type() == at::kFloat && out.size(1) == columns && out.numel() == product.numel(),
+              "a result of the wrong shape or type");
   check(sums, {rows}, at::kInt);
   check(zeros, {2, columns}, at::kInt);
   check(scales, {2, columns}, at::kFloat);
   check(shifts, {shifts.size(0), columns}, at::kFloat);
-  const auto run = [&](auto* p) {
-    affine_rows(p, rows, columns, shifts.size(0), sums.const_data_ptr<int32_t>(), zeros.const_data_ptr<int32_t>(),
-                scales.const_data_ptr<float>(), shifts.const_data_ptr<float>());
-  };
-  if (product.scalar_type() == at::kInt) {
-    run(product.mutable_data_ptr<int32_t>());
-  } else {
-    run(product.mutable_data_ptr<float>());
-  }
+  const Epilogue values{columns, shifts.size(0), sums.const_data_ptr<int32_t>(), zeros.const_data_ptr<int32_t>(),
+                        scales.const_data_ptr<float>(), shifts.const_data_ptr<float>()};
+  const bool counted = product.scalar_type() == at::kInt;
+  const auto run = last ? counted ? affine_rows<int32_t> : affine_rows<float>
+                        : counted ? affine_planes<int32_t> : affine_planes<float>;
+  run(product, out, values);
 }
 
 }  // namespace

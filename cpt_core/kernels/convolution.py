@@ -68,14 +68,17 @@ class Grid(NamedTuple):
         return isinstance(self.rest, Tensor) or self.rest != 0
 
 
-def conv2d(a: QuantizedTensor, w: QuantizedTensor, bias: Tensor | None, geometry: Geometry) -> Tensor:
-    """Return the convolution (N, O, P, Q), float32, channels last in memory.
+def conv2d(
+    a: QuantizedTensor, w: QuantizedTensor, bias: Tensor | None, geometry: Geometry, channels_last: bool = False
+) -> Tensor:
+    """Return the convolution (N, O, P, Q), float32.
 
     Args:
         a: (N, C, H, W), channels last in memory, with one range.
         w: (O, C, I, J), with one range or one per output channel.
         bias: (O,) or None.
         geometry: of the convolution.
+        channels_last: the layout of the result in memory.
     """
     grid = Grid.of(a)
     shifts = torch.zeros(1, len(w.codes), device=a.low.device) if bias is None else bias.float().view(1, -1)
@@ -83,10 +86,12 @@ def conv2d(a: QuantizedTensor, w: QuantizedTensor, bias: Tensor | None, geometry
         ones = torch.ones(1, 1, *a.codes.shape[2:], device=a.low.device)
         inside = nn.functional.conv2d(ones, w.dequantize().sum(1, keepdim=True), None, *geometry)
         shifts = shifts + grid.rest * inside[0].flatten(1).t()
-    return _convolve(a, w, grid, shifts, geometry)
+    return _convolve(a, w, grid, shifts, geometry, channels_last)
 
 
-def conv2d_input(g: QuantizedTensor, w: QuantizedTensor, shape: torch.Size, geometry: Geometry) -> Tensor:
+def conv2d_input(
+    g: QuantizedTensor, w: QuantizedTensor, shape: torch.Size, geometry: Geometry, channels_last: bool = False
+) -> Tensor:
     """Return the gradient of a convolution's input, of ``shape`` (N, C, H, W), float32.
 
     Args:
@@ -94,6 +99,7 @@ def conv2d_input(g: QuantizedTensor, w: QuantizedTensor, shape: torch.Size, geom
         w: (O, C, I, J), with one range.
         shape: of the input.
         geometry: of the convolution.
+        channels_last: the layout of the result in memory.
     """
     grid, (stride, padding, dilation) = Grid.of(g), geometry
     reach = [d * (k - 1) for d, k in zip(dilation, w.codes.shape[2:], strict=True)]
@@ -106,7 +112,8 @@ def conv2d_input(g: QuantizedTensor, w: QuantizedTensor, shape: torch.Size, geom
         ones = torch.ones(1, 1, *g.codes.shape[2:], device=g.low.device)
         inside = conv2d_input_of((1, *shape[1:]), w.dequantize().sum(0, keepdim=True), ones, *geometry)
         shifts = grid.rest * inside[0].flatten(1).t()
-    return _convolve(apart, turned, grid, shifts, Geometry((1, 1), (max(0, before[0]), max(0, before[1])), dilation))
+    around = Geometry((1, 1), (max(0, before[0]), max(0, before[1])), dilation)
+    return _convolve(apart, turned, grid, shifts, around, channels_last)
 
 
 def _apart(g: QuantizedTensor, grid: Grid, stride: Pair, size: list[int], cut: list[int]) -> QuantizedTensor:
@@ -151,7 +158,9 @@ def _inside(like: Tensor, size: int, outer: int, kernel: int, stride: int, paddi
     return ((at >= 0) & (at < size)).double()
 
 
-def _convolve(a: QuantizedTensor, w: QuantizedTensor, grid: Grid, shifts: Tensor, geometry: Geometry) -> Tensor:
+def _convolve(
+    a: QuantizedTensor, w: QuantizedTensor, grid: Grid, shifts: Tensor, geometry: Geometry, channels_last: bool
+) -> Tensor:
     """Return the convolution; ``shifts``: the terms without codes of a, (P * Q, O), or (1, O) where they are alike."""
     outputs, C, *kernel = w.codes.shape
     if C * kernel[0] * kernel[1] > LONGEST:
@@ -159,7 +168,8 @@ def _convolve(a: QuantizedTensor, w: QuantizedTensor, grid: Grid, shifts: Tensor
             raise ValueError(f"a kernel of {kernel[0]} x {kernel[1]}: its sums may overflow, at most {LONGEST} codes")
         first, second = (_channels(a, w, half) for half in (slice(C // 2), slice(C // 2, C)))
         none = torch.zeros_like(shifts[:1])
-        return _convolve(*first, grid, shifts, geometry) + _convolve(*second, grid, none, geometry)
+        y = _convolve(*first, grid, shifts, geometry, channels_last)
+        return y.add_(_convolve(*second, grid, none, geometry, channels_last))
     sums, least = window_products(a.codes, grid.zero, w.codes, geometry)
     codes = a.codes.permute(0, 2, 3, 1)
     seen = operators.active.window_sums(codes, _filled(codes, (), grid.zero), kernel, *geometry)
@@ -168,8 +178,13 @@ def _convolve(a: QuantizedTensor, w: QuantizedTensor, grid: Grid, shifts: Tensor
     scales[1] = grid.scale * rest
     zeros = _filled(seen, (2, outputs), zero)
     zeros[1] = least * sum_codes(w.codes.reshape(outputs, -1), -1)
-    operators.active.affine_windows_(sums, seen.view(-1), zeros, scales, shifts.contiguous())
-    return sums.view(torch.float32).view(*seen.shape, outputs).permute(0, 3, 1, 2)
+    N, P, Q = seen.shape
+    if channels_last:  # the values are written over the sums
+        y = sums.view(torch.float32).view(N, P, Q, outputs).permute(0, 3, 1, 2)
+    else:
+        y = torch.empty(N, outputs, P, Q, device=sums.device)
+    operators.active.affine_windows(sums, seen.view(-1), zeros, scales, shifts.contiguous(), y)
+    return y
 
 
 def _channels(a: QuantizedTensor, w: QuantizedTensor, part: slice) -> tuple[QuantizedTensor, QuantizedTensor]:
@@ -190,7 +205,7 @@ def window_products(codes: Tensor, zero: Any, weight: Tensor, geometry: Geometry
     """
     x, taps = codes.permute(0, 2, 3, 1), weight[0, 0].numel()  # channels can be divided, a channel's taps cannot
     if has_library(x.device) and operators.active is torch.ops.cpt and taps * MOST < EXACT:
-        around = padded(x.view(torch.uint8) ^ 128, geometry.padding, zero + 128)
+        around = operators.active.padded_bytes(x, zero, geometry.padding)
         return _by_library(around, weight, geometry), zero + 128
     rows = weight.permute(0, 2, 3, 1).reshape(len(weight), -1)
     return int_mm(windows(x, weight.shape[2:], *geometry, fill=zero), rows.t()), zero
@@ -217,7 +232,7 @@ def _by_library(x: Tensor, weight: Tensor, geometry: Geometry) -> Tensor:
     for i in range(2):
         if x.shape[i + 1] - reach[i] < stride[i]:
             x, stride[i] = x.narrow(i + 1, 0, reach[i]).contiguous(), 1
-    one, none = torch.ones(outputs), torch.zeros(outputs, dtype=torch.int32)
+    one, none = torch.ones(1), torch.zeros(1, dtype=torch.int32)
     packed = torch.ops.onednn.qconv_prepack(weight, one, 1.0, 0, stride, [0, 0], dilation, 1)
     x = x.permute(0, 3, 1, 2)
     y = torch.ops.onednn.qconv2d_pointwise(
@@ -263,8 +278,13 @@ def window_sums(codes: Tensor, zero: Tensor, kernel: Any, stride: Any, padding: 
     return seen.view(N, *((n + 2 * p - d * (k - 1) - 1) // s + 1 for n, k, s, p, d in sizes))
 
 
-def affine_windows(product: Tensor, sums: Tensor, zeros: Tensor, scales: Tensor, shifts: Tensor) -> None:
-    """Turn sums of products of codes into values, in place: the storage holds float32 afterwards.
+def padded_bytes(codes: Tensor, zero: int, padding: Any) -> Tensor:
+    """Return codes (N, H, W, C) plus 128 as unsigned bytes, with rows and columns that stand for 0 around."""
+    return padded(codes.view(torch.uint8) ^ 128, padding, zero + 128)
+
+
+def affine_windows(product: Tensor, sums: Tensor, zeros: Tensor, scales: Tensor, shifts: Tensor, out: Tensor) -> None:
+    """Turn sums of products of codes into values.
 
     Args:
         product: sums of k_a k_w, whole numbers in int32 or float32, (M, O) with M = N * P * Q.
@@ -272,12 +292,14 @@ def affine_windows(product: Tensor, sums: Tensor, zeros: Tensor, scales: Tensor,
         zeros: z_w and z_a sum k_w, int32 (2, O).
         scales: s_a s_w and s_a r_w, float32 (2, O).
         shifts: what is added, float32 (P * Q, O), or (1, O) where all positions are alike.
+        out: the values, float32 (N, O, P, Q), channels first or last in memory; if last, it may lie where the sums do.
     """
     zero, least = zeros
     codes = (product.int() - least - zero * sums.unsqueeze(1)).float()
     y = scales[0] * codes + scales[1] * sums.unsqueeze(1)
     y = y + shifts.repeat(len(product) // max(1, len(shifts)), 1)
-    product.copy_(y.view(product.dtype))
+    N, _, P, Q = out.shape
+    out.permute(0, 2, 3, 1).copy_(y.view(N, P, Q, -1))
 
 
 def pixel_products(
@@ -301,8 +323,9 @@ def pixel_products(
 GEOMETRY = "int[] kernel, int[] stride, int[] padding, int[] dilation"
 SCHEMAS: dict[str, tuple[str, Any]] = {
     "window_sums": (f"(Tensor codes, Tensor zero, {GEOMETRY}) -> Tensor", window_sums),
-    "affine_windows_": (
-        "(Tensor(a!) product, Tensor sums, Tensor zeros, Tensor scales, Tensor shifts) -> ()",
+    "padded_bytes": ("(Tensor codes, int zero, int[] padding) -> Tensor", padded_bytes),
+    "affine_windows": (
+        "(Tensor product, Tensor sums, Tensor zeros, Tensor scales, Tensor shifts, Tensor(a!) out) -> ()",
         affine_windows,
     ),
     "pixel_products": (f"(Tensor gradient, Tensor x, Tensor zero, {GEOMETRY}) -> Tensor", pixel_products),

@@ -38,6 +38,12 @@ const float* scaled(const float* row, const float* scale, std::vector<float>& pl
   return to;
 }
 
+Extremes joined(const std::vector<Extremes>& parts) {
+  Extremes all;
+  for (const Extremes& part : parts) join(all, part);
+  return all;
+}
+
 // of all rows, scaled
 Extremes extremes(const Rows& rows, const float* from, const float* by) {
   std::vector<Extremes> found(at::get_num_threads());
@@ -49,8 +55,7 @@ Extremes extremes(const Rows& rows, const float* from, const float* by) {
     }
     found[at::get_thread_num()] = e;
   });
-  for (size_t i = 1; i < found.size(); ++i) join(found[0], found[i]);
-  return found[0];
+  return joined(found);
 }
 
 // round(x * scale) + bias, one range per row or for the whole
@@ -78,26 +83,31 @@ Tensor round_rows(const Tensor& x, const optional<Tensor>& scale, const optional
   return y;
 }
 
-template <typename T>
-void round_row(const float* x, T* y, int64_t n, float low, float scale, const Grid& g, int64_t place) {
-  if (g.key) {
-    round_noisy(x, y, n, low, scale, g, place, 1);
-  } else {
-    round_plain(x, y, n, low, scale, g.levels);
+// What two roundings of a gradient start from: its rows, their scales, and the one range of the first.
+struct Start {
+  Rows rows;
+  const float *from, *by;
+  float low, step;
+
+  Start(const Tensor& x, const optional<Tensor>& scale, float levels)
+      : rows(x), from(x.const_data_ptr<float>()), by(numbers(scale)) {
+    Layout whole;
+    whole.r2 = x.numel();
+    float width;
+    ranges(whole, from, &low, &width);
+    step = scale_of(width, levels);
   }
-}
+};
 
 // round(round(x) * scale) with one range for all, and the columns' sums of the first rounding
 std::tuple<Tensor, Tensor> round_twice(const Tensor& x, const optional<Tensor>& scale, const Grid& first,
                                        const Grid& second) {
-  const Rows rows(x);
+  const Start start(x, scale, first.levels);
+  const Rows& rows = start.rows;
+  const float *from = start.from, *by = start.by, step = start.step;
+  float low = start.low, width;
   const int64_t n = rows.length;
-  Layout whole;
-  whole.r2 = x.numel();
-  float low, width;
-  ranges(whole, x.const_data_ptr<float>(), &low, &width);
   Tensor y = at::empty_like(x);
-  const float *from = x.const_data_ptr<float>(), *by = numbers(scale), step = scale_of(width, first.levels);
   float* to = y.mutable_data_ptr<float>();
   std::vector<Extremes> found(at::get_num_threads());
   at::parallel_for(0, rows.count, rows.grain, [&](int64_t begin, int64_t end) {
@@ -105,20 +115,19 @@ std::tuple<Tensor, Tensor> round_twice(const Tensor& x, const optional<Tensor>& 
     Extremes e = found[at::get_thread_num()];
     for (int64_t row = begin; row < end; ++row) {
       float* out = to + row * n;
-      round_row(from + row * n, out, n, low, step, first, row * n);
+      round_line(from + row * n, out, n, low, step, first, row * n);
       extend(e, scaled(out, by ? by + row : nullptr, place), n);
     }
     found[at::get_thread_num()] = e;
   });
-  for (size_t i = 1; i < found.size(); ++i) join(found[0], found[i]);
   const Tensor sums = y.sum(0);
-  finish(found[0], low, width);
+  finish(joined(found), low, width);
   const float after = scale_of(width, second.levels);
   at::parallel_for(0, rows.count, rows.grain, [&](int64_t begin, int64_t end) {
     std::vector<float> place(n);
     for (int64_t row = begin; row < end; ++row) {
       float* out = to + row * n;
-      round_row(scaled(out, by ? by + row : nullptr, place), out, n, low, after, second, row * n);
+      round_line(scaled(out, by ? by + row : nullptr, place), out, n, low, after, second, row * n);
     }
   });
   return {y, sums};
@@ -128,14 +137,12 @@ std::tuple<Tensor, Tensor> round_twice(const Tensor& x, const optional<Tensor>& 
 // memory; their sums are exact.
 std::tuple<Tensor, Tensor, Tensor, Tensor> encode_twice(const Tensor& x, const optional<Tensor>& scale,
                                                         const Grid& first, const Grid& second) {
-  const Rows rows(x);
+  const Start start(x, scale, first.levels);
+  const Rows& rows = start.rows;
+  const float *from = start.from, *by = start.by, step = start.step;
+  float low = start.low, width;
   const int64_t n = rows.length;
-  Layout whole;
-  whole.r2 = x.numel();
-  float low, width;
-  ranges(whole, x.const_data_ptr<float>(), &low, &width);
   Tensor codes = at::empty_like(x, x.options().dtype(at::kChar));
-  const float *from = x.const_data_ptr<float>(), *by = numbers(scale), step = scale_of(width, first.levels);
   const float half = (first.levels + 1.f) / 2.f;
   int8_t* to = codes.mutable_data_ptr<int8_t>();
   const auto values = [to, n, half, step, low, by](int64_t row, float* place) {  // of the first rounding, scaled
@@ -158,7 +165,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> encode_twice(const Tensor& x, const o
     for (int64_t row = begin; row < end; ++row) {
       int8_t* k = to + row * n;
       int32_t* sums = some.data();
-      round_row(from + row * n, k, n, low, step, first, row * n);
+      round_line(from + row * n, k, n, low, step, first, row * n);
       for (int64_t i = 0; i < n; ++i) sums[i] += k[i];
       if ((row + 1) % FEW == 0 || row + 1 == end) {
         for (int64_t i = 0; i < n; ++i) all[i] += sums[i];
@@ -169,7 +176,6 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> encode_twice(const Tensor& x, const o
     }
     found[at::get_thread_num()] = e;
   });
-  for (size_t i = 1; i < found.size(); ++i) join(found[0], found[i]);
   Tensor sums = at::empty({n}, x.options());
   for (int64_t i = 0; i < n; ++i) {
     int64_t total = rows.count * static_cast<int64_t>(half);
@@ -177,14 +183,14 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> encode_twice(const Tensor& x, const o
     sums.mutable_data_ptr<float>()[i] = static_cast<float>(static_cast<double>(total) * static_cast<double>(step) +
                                                            static_cast<double>(rows.count) * static_cast<double>(low));
   }
-  finish(found[0], low, width);  // `values` keeps the first
+  finish(joined(found), low, width);  // `values` keeps the first
   const Tensor after = at::full({}, low, x.options()), across = at::full({}, width, x.options());
   const float again = scale_of(width, second.levels);
   at::parallel_for(0, rows.count, rows.grain, [&](int64_t begin, int64_t end) {
     std::vector<float> place(n);
     for (int64_t row = begin; row < end; ++row) {
       values(row, place.data());
-      round_row(place.data(), to + row * n, n, low, again, second, row * n);
+      round_line(place.data(), to + row * n, n, low, again, second, row * n);
     }
   });
   return {codes, after, across, sums};

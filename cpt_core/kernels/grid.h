@@ -18,6 +18,8 @@
 #include <optional>
 #include <vector>
 
+#include "transpose.h"
+
 namespace {
 
 using at::Tensor;
@@ -301,6 +303,18 @@ void stretches(const Layout& l, int64_t begin, int64_t end, const F& f) {
   }
 }
 
+// elements that follow each other in memory and when read row by row
+template <typename T>
+void round_line(const float* x, T* y, int64_t n, float low, float scale, const Grid& g, int64_t place) {
+  if (g.key) {
+    round_noisy(x, y, n, low, scale, g, place, 1);
+  } else if (g.clip) {
+    round_clipped(x, y, n, low, scale, g.levels);
+  } else {
+    round_plain(x, y, n, low, scale, g.levels);
+  }
+}
+
 template <typename T>
 void round_stretch(const Layout& l, const float* x, T* y, int64_t begin, int64_t end, float low, float scale,
                    const Grid& g) {
@@ -321,10 +335,8 @@ void round_stretch(const Layout& l, const float* x, T* y, int64_t begin, int64_t
       }
     });
     round_drawn(x + begin, y + begin, bits, drawn, low, scale, g);
-  } else if (g.clip) {
-    round_clipped(x + begin, y + begin, end - begin, low, scale, g.levels);
   } else {
-    round_plain(x + begin, y + begin, end - begin, low, scale, g.levels);
+    round_line(x + begin, y + begin, end - begin, low, scale, g, begin);
   }
 }
 
@@ -408,6 +420,28 @@ void rounded(const Layout& l, const float* x, T* y, float* low, float* width, co
       }
     }
   });
+}
+
+// Codes of (N, C, H, W) without gaps, on one range, with the channels of a pixel beside each other.
+Tensor encode_channels_last(const Tensor& x, float low, float width, const Grid& g) {
+  constexpr int64_t FEW = 256;  // pixels whose codes are turned over at once
+  const int64_t C = x.size(1), pixels = x.size(2) * x.size(3), blocks = (pixels + FEW - 1) / FEW;
+  const Tensor codes = at::empty({x.size(0), x.size(2), x.size(3), C}, x.options().dtype(at::kChar));
+  const float *from = x.const_data_ptr<float>(), scale = scale_of(width, g.levels);
+  int8_t* to = codes.mutable_data_ptr<int8_t>();
+  const int64_t grain = std::max<int64_t>(1, GRAIN / (FEW * C));
+  at::parallel_for(0, x.size(0) * blocks, grain, [&](int64_t begin, int64_t end) {
+    std::vector<int8_t> place(C * FEW);
+    for (int64_t block = begin; block < end; ++block) {
+      const int64_t image = block / blocks, first = block % blocks * FEW, count = std::min(FEW, pixels - first);
+      for (int64_t c = 0; c < C; ++c) {
+        const int64_t at = (image * C + c) * pixels + first;
+        round_line(from + at, place.data() + c * FEW, count, low, scale, g, at);
+      }
+      turn(place.data(), FEW, to + (image * pixels + first) * C, C, C, count);
+    }
+  });
+  return codes.permute({0, 3, 1, 2});
 }
 
 }  // namespace

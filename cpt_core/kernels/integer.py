@@ -53,10 +53,17 @@ class QuantizedTensor(NamedTuple):
 
     @classmethod
     def on(
-        cls, x: Tensor, low: Tensor, width: Tensor, levels: Tensor, key: Tensor | None = None, clip: bool = False
+        cls,
+        x: Tensor,
+        low: Tensor,
+        width: Tensor,
+        levels: Tensor,
+        key: Tensor | None = None,
+        clip: bool = False,
+        channels_last: bool = False,
     ) -> QuantizedTensor:
-        """Round to a given grid of at most 8 bits; arguments as those of ``reference.round_to_grid``."""
-        return cls.with_codes(operators.encode(x, low, width, levels, key, clip), low, width, levels)
+        """Round to a given grid of at most 8 bits; arguments as those of ``reference.encode``."""
+        return cls.with_codes(operators.encode(x, low, width, levels, key, clip, channels_last), low, width, levels)
 
     @classmethod
     def with_codes(cls, codes: Tensor, low: Tensor, width: Tensor, levels: Tensor) -> QuantizedTensor:
@@ -149,14 +156,13 @@ def row_tables(a: QuantizedTensor) -> tuple[Tensor, Tensor]:
     return torch.stack([sums, zero]), torch.stack([scale, scale * (sums - a.codes.shape[-1] * zero), rest])
 
 
-def column_tables(b: QuantizedTensor, bias: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
+def column_tables(b: QuantizedTensor, bias: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """Return what ``reference.affine`` takes of the columns of a product, with a bias (N,)."""
     *outer, K, N = b.codes.shape
     zero, rest, scale = _along(b, (*outer, 1, N))
     shifted = sum_codes(b.codes, -2).flatten() - K * zero
     added = torch.zeros_like(scale) if bias is None else bias.expand(*outer, N).flatten()
-    shifts = (scale * shifted + K * rest).unsqueeze(0)
-    return torch.stack([zero, shifted]), torch.stack([scale, rest, added]), shifts
+    return torch.stack([zero, shifted]), torch.stack([scale, rest, scale * shifted + K * rest, added])
 
 
 def _along(x: QuantizedTensor, shape: tuple[int, ...]) -> tuple[Tensor, Tensor, Tensor]:

@@ -90,10 +90,10 @@ void on_grid(const float* h, const Tensor& out, const optional<float>& levels, f
 
 // What `affine_` takes of the columns of a product on codes; undefined where the product is one of values.
 struct Columns {
-  Tensor codes, values, shifts;
+  Tensor codes, values;
 
-  Columns(const optional<Tensor>& a, const optional<Tensor>& b, const optional<Tensor>& c) {
-    if (a && b && c) codes = *a, values = *b, shifts = *c;
+  Columns(const optional<Tensor>& a, const optional<Tensor>& b) {
+    if (a && b) codes = *a, values = *b;
   }
   explicit operator bool() const { return codes.defined(); }
 };
@@ -121,7 +121,7 @@ void multiply(const Tensor& out, const Tensor& codes, const float* low, const fl
   }
   Tensor sums = out.view(at::kInt);
   at::_int_mm_out(sums, codes, weight);
-  affine_(sums, row_codes, row_values, columns.codes, columns.values, columns.shifts);
+  affine_(sums, row_codes, row_values, columns.codes, columns.values);
 }
 
 Eight lstm_forward(const Tensor& x_gates, const Tensor& weight, const optional<Tensor>& bias, const Tensor& h0,
@@ -129,19 +129,18 @@ Eight lstm_forward(const Tensor& x_gates, const Tensor& weight, const optional<T
                    const optional<Tensor>& levels, std::string_view granularity, const optional<Tensor>& low,
                    const optional<Tensor>& width, const optional<Tensor>& filled, bool save,
                    const optional<Tensor>& grad_levels, std::string_view grad_granularity, const optional<Tensor>& key,
-                   bool advance, const optional<Tensor>& column_codes, const optional<Tensor>& column_values,
-                   const optional<Tensor>& shifts) {
-  const Columns columns(column_codes, column_values, shifts);
+                   bool advance, const optional<Tensor>& column_codes, const optional<Tensor>& column_values) {
+  const Columns columns(column_codes, column_values);
   if (!is_float({&x_gates, &h0, &c0}) || !(columns || is_float({&weight})) || (levels && granularity != "per_tensor") ||
       x_gates.numel() == 0) {
     using Signature = Eight(const Tensor&, const Tensor&, const optional<Tensor>&, const Tensor&, const Tensor&, SymInt,
                             SymIntArrayRef, bool, const optional<Tensor>&, std::string_view, const optional<Tensor>&,
                             const optional<Tensor>&, const optional<Tensor>&, bool, const optional<Tensor>&,
                             std::string_view, const optional<Tensor>&, bool, const optional<Tensor>&,
-                            const optional<Tensor>&, const optional<Tensor>&);
+                            const optional<Tensor>&);
     return reference<Signature>("lstm_forward", x_gates, weight, bias, h0, c0, SymInt(steps),
                                 c10::fromIntArrayRefSlow(sizes), reverse, levels, granularity, low, width, filled, save,
-                                grad_levels, grad_granularity, key, advance, column_codes, column_values, shifts);
+                                grad_levels, grad_granularity, key, advance, column_codes, column_values);
   }
   const int64_t rows = x_gates.size(0), n = weight.size(1);
   const auto parts = rows_of(rows, steps, sizes, reverse);
@@ -260,19 +259,17 @@ void through_gates(const Step& s, int64_t rows, int64_t width) {
 Four lstm_backward(const Tensor& d_out, const Tensor& d_h, const Tensor& d_c, const Tensor& weight, const Tensor& gates,
                    const Tensor& before, const Tensor& tanh_c, int64_t steps, at::IntArrayRef sizes, bool reverse,
                    const optional<Tensor>& grad_levels, std::string_view grad_granularity, const optional<Tensor>& key,
-                   const optional<Tensor>& column_codes, const optional<Tensor>& column_values,
-                   const optional<Tensor>& shifts) {
+                   const optional<Tensor>& column_codes, const optional<Tensor>& column_values) {
   const std::string granularity(grad_granularity);
-  const Columns columns(column_codes, column_values, shifts);
+  const Columns columns(column_codes, column_values);
   if (!is_float({&d_out, &d_h, &d_c, &gates}) || !(columns || is_float({&weight})) || gates.numel() == 0 ||
       (grad_levels && !kept_of(gates, granularity))) {
     using Signature = Four(const Tensor&, const Tensor&, const Tensor&, const Tensor&, const Tensor&, const Tensor&,
                            const Tensor&, SymInt, SymIntArrayRef, bool, const optional<Tensor>&, std::string_view,
-                           const optional<Tensor>&, const optional<Tensor>&, const optional<Tensor>&,
-                           const optional<Tensor>&);
+                           const optional<Tensor>&, const optional<Tensor>&, const optional<Tensor>&);
     return reference<Signature>("lstm_backward", d_out, d_h, d_c, weight, gates, before, tanh_c, SymInt(steps),
                                 c10::fromIntArrayRefSlow(sizes), reverse, grad_levels, grad_granularity, key,
-                                column_codes, column_values, shifts);
+                                column_codes, column_values);
   }
   const int64_t rows = gates.size(0), n = weight.size(1), most = d_h.size(0);
   const Tensor from_out = d_out.contiguous();
@@ -297,7 +294,7 @@ Four lstm_backward(const Tensor& d_out, const Tensor& d_h, const Tensor& d_c, co
     const optional<Tensor> noise = key ? optional<Tensor>(now) : std::nullopt;
     if (columns) {
       const auto [low, width] = range(before_grid, granularity);
-      const Tensor codes = encode(before_grid, low, width, *grad_levels, noise, noise.has_value());
+      const Tensor codes = encode(before_grid, low, width, *grad_levels, noise, noise.has_value(), false);
       const float *lows = low.const_data_ptr<float>(), *widths = width.const_data_ptr<float>();
       values_of(codes, lows, widths, low.numel() > 1, number(*grad_levels), after);
       multiply(part_h, codes, lows, widths, low.numel() > 1, number(*grad_levels), weight, columns);

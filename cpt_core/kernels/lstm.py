@@ -29,7 +29,7 @@ from cpt_core.kernels.reference import clips
 
 STEPS = "SymInt steps, SymInt[] sizes, bool reverse"
 GRADIENT = "Tensor? grad_levels, str grad_granularity, Tensor? key"
-COLUMNS = "Tensor? column_codes=None, Tensor? column_values=None, Tensor? shifts=None"
+COLUMNS = "Tensor? column_codes=None, Tensor? column_values=None"
 SCHEMAS = {
     "lstm_forward": "(Tensor x_gates, Tensor weight, Tensor? bias, Tensor h0, Tensor c0, "
     f"{STEPS}, Tensor? levels, str granularity, Tensor? low, Tensor? width, Tensor? filled, bool save, "
@@ -64,7 +64,7 @@ def forward(
         filled: the stored range is taken only if this number is above 0, which is decided on the device.
         save: return what the backward pass needs; else empty tensors.
         *rest: what the backward pass is to know: bits, granularity and key of the gradient, see ``backward``, and
-            whether it adds 1 to the key for every step; then the three tables of the columns of h U', or None.
+            whether it adds 1 to the key for every step; then the two tables of the columns of h U', or None.
 
     Returns:
         Hidden states (N, H), the last h and c (B, H); the ranges of the hidden state, (2, T) in the order in which the
@@ -287,7 +287,7 @@ def _gradient(ops: Any, ctx: Any, d_out: Any, d_h: Any, d_c: Any, *_: Any) -> tu
 
 def gradients(
     ops: Any, given: Sequence[Tensor | None], state: Sequence[int], weight: Tensor, saved: Sequence[Tensor],
-    steps: tuple[Any, ...], quantizes: tuple[Any, ...], advance: bool, tables: Sequence[Tensor | None] = (None,) * 3,
+    steps: tuple[Any, ...], quantizes: tuple[Any, ...], advance: bool, tables: Sequence[Tensor | None] = (None,) * 2,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """Return what ``backward`` does, all of them whole, and let the key of the noise go on.
 

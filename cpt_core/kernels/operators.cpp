@@ -175,12 +175,19 @@ Tensor round_to_grid(const Tensor& x, const Tensor& low, const Tensor& width, co
 }
 
 Tensor encode(const Tensor& x, const Tensor& low, const Tensor& width, const Tensor& levels,
-              const optional<Tensor>& key, bool clip) {
+              const optional<Tensor>& key, bool clip, bool channels_last) {
   if (x.numel() > 0) {
-    const Tensor held = dense(x), out = at::empty_like(held, held.options().dtype(at::kChar));
-    if (on_grid<int8_t>(held, out, low, width, levels, key, clip)) return out;
+    const Tensor held = dense(x);
+    if (channels_last && held.dim() == 4 && held.is_contiguous() && low.numel() == 1 && width.numel() == 1) {
+      return encode_channels_last(held, low.item<float>(), width.item<float>(), grid_of(levels, key, clip));
+    }
+    const Tensor out = at::empty_like(held, held.options().dtype(at::kChar));
+    if (on_grid<int8_t>(held, out, low, width, levels, key, clip)) {
+      return channels_last ? out.contiguous(at::MemoryFormat::ChannelsLast) : out;
+    }
   }
-  return reference<OnGrid>("encode", x, low, width, levels, key, clip);
+  using Signature = Tensor(const Tensor&, const Tensor&, const Tensor&, const Tensor&, const optional<Tensor>&, bool, bool);
+  return reference<Signature>("encode", x, low, width, levels, key, clip, channels_last);
 }
 
 void track_(const Tensor& running, const Tensor& low, const Tensor& width) {
@@ -221,14 +228,20 @@ Tensor scale_round_add(const Tensor& x, const optional<Tensor>& scale, const Ten
   return reference<decltype(scale_round_add)>("scale_round_add", x, scale, bias, levels, granularity);
 }
 
+// Of two roundings, the second with the noise of the next key.
+std::pair<Grid, Grid> grids_of(const Tensor& levels, const optional<Tensor>& key) {
+  const Grid first = grid_of(levels, key, key.has_value());
+  Grid second = first;
+  if (key) second.key.emplace(*key->const_data_ptr<int64_t>() + 1);
+  return {first, second};
+}
+
 std::tuple<Tensor, Tensor> round_scale_round(const Tensor& gradient, const optional<Tensor>& scale,
                                              const Tensor& levels, const optional<Tensor>& key) {
   if (!fits(gradient) || !fits_rows(gradient, scale)) {
     return reference<decltype(round_scale_round)>("round_scale_round", gradient, scale, levels, key);
   }
-  const Grid first = grid_of(levels, key, key.has_value());
-  Grid second = first;
-  if (key) second.key.emplace(*key->const_data_ptr<int64_t>() + 1);
+  const auto [first, second] = grids_of(levels, key);
   return round_twice(gradient, scale, first, second);
 }
 
@@ -237,9 +250,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> round_scale_encode(const Tensor& grad
   if (!fits(gradient) || !fits_rows(gradient, scale)) {
     return reference<decltype(round_scale_encode)>("round_scale_encode", gradient, scale, levels, key);
   }
-  const Grid first = grid_of(levels, key, key.has_value());
-  Grid second = first;
-  if (key) second.key.emplace(*key->const_data_ptr<int64_t>() + 1);
+  const auto [first, second] = grids_of(levels, key);
   return encode_twice(gradient, scale, first, second);
 }
 
@@ -380,7 +391,8 @@ TORCH_LIBRARY_IMPL(cpt, CPU, m) {
   m.impl("affine_", affine_);
   m.impl("track_", track_);
   m.impl("window_sums", window_sums);
-  m.impl("affine_windows_", affine_windows_);
+  m.impl("padded_bytes", padded_bytes);
+  m.impl("affine_windows", affine_windows);
   m.impl("pixel_products", pixel_products);
   m.impl("scale_round", scale_round);
   m.impl("scale_round_add", scale_round_add);

@@ -26,9 +26,10 @@ SCHEMAS = {
     "round_to_grid": "(Tensor x, Tensor low, Tensor width, Tensor levels, Tensor? key, bool clip) -> Tensor",
     "fake_quantize": "(Tensor x, Tensor levels, str granularity, Tensor? key) -> (Tensor, Tensor, Tensor)",
     "round_in_range": "(Tensor x, Tensor low, Tensor width, Tensor levels, str grid, Tensor? key, bool clip) -> Tensor",
-    "encode": "(Tensor x, Tensor low, Tensor width, Tensor levels, Tensor? key, bool clip) -> Tensor",
-    "affine_": "(Tensor(a!) product, Tensor row_codes, Tensor row_values, Tensor column_codes, Tensor column_values, "
-    "Tensor shifts) -> ()",
+    "encode": "(Tensor x, Tensor low, Tensor width, Tensor levels, Tensor? key, bool clip, bool channels_last=False) "
+    "-> Tensor",
+    "affine_": "(Tensor(a!) product, Tensor row_codes, Tensor row_values, Tensor column_codes, Tensor column_values) "
+    "-> ()",
     "track_": "(Tensor(a!) running, Tensor low, Tensor width) -> ()",
 }
 PLAIN = {
@@ -77,10 +78,16 @@ def round_in_range(
 
 
 def encode(
-    x: Tensor, low: Tensor, width: Tensor, levels: Tensor, key: Tensor | None = None, clip: bool = False
+    x: Tensor,
+    low: Tensor,
+    width: Tensor,
+    levels: Tensor,
+    key: Tensor | None = None,
+    clip: bool = False,
+    channels_last: bool = False,
 ) -> Tensor:
-    """Return the codes of ``round_to_grid``, int8; they have no gradient."""
-    return active.encode(x, low, width, levels, key, clip)
+    """Return the codes of ``round_to_grid``, int8; they have no gradient.  As ``reference.encode``."""
+    return active.encode(x, low, width, levels, key, clip, channels_last)
 
 
 def track_(running: Tensor, low: Tensor, width: Tensor) -> None:
@@ -112,8 +119,8 @@ def _fake_round(x: Tensor, *_: Any) -> Tensor:
     return torch.empty_like(x)
 
 
-def _fake_encode(x: Tensor, *_: Any) -> Tensor:
-    return torch.empty_like(x, dtype=torch.int8)
+def _fake_encode(x: Tensor, *rest: Any) -> Tensor:
+    return reference.empty_codes(x, channels_last=len(rest) > 5 and rest[5])
 
 
 def _fake_in_range(x: Tensor, low: Tensor, width: Tensor, levels: Tensor, grid: str, *_: Any) -> Tensor:

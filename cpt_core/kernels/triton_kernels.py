@@ -214,7 +214,7 @@ def _whole_rows(
 
 @triton.jit
 def _affine(
-    product, row_codes, row_values, column_codes, column_values, shifts, rows, columns, period, total, blocks,
+    product, row_codes, row_values, column_codes, column_values, rows, columns, total, blocks,
     R: tl.constexpr, C: tl.constexpr,
 ):  # fmt: skip
     """Write float32 over the int32 of R x C sums of codes."""
@@ -229,12 +229,12 @@ def _affine(
     sums_b = tl.load(column_codes + total + here, mask=inside, other=0)
     scale_b = tl.load(column_values + here, mask=inside, other=0)
     rest_b = tl.load(column_values + total + here, mask=inside, other=0)
-    bias = tl.load(column_values + 2 * total + here, mask=inside, other=0)
-    shift = tl.load(shifts + m % period * total + here, mask=inside, other=0)
+    total_b = tl.load(column_values + 2 * total + here, mask=inside, other=0)
+    bias = tl.load(column_values + 3 * total + here, mask=inside, other=0)
     at = product + m.to(tl.int64) * columns + n
     k = tl.load(at, mask=inside, other=0)
     t = (k - zero_b * sums - zero_a * sums_b).to(tl.float32)
-    y = (scale_a * scale_b) * t + scaled * rest_b + rest_a * shift + bias
+    y = (scale_a * scale_b) * t + scaled * rest_b + rest_a * total_b + bias
     tl.store(at, y.to(tl.int32, bitcast=True), mask=inside)
 
 
@@ -278,9 +278,11 @@ def round_to_grid(x: Tensor, low: Tensor, width: Tensor, levels: Tensor, key: Te
     return _on_given_grid(x, torch.empty_like(x), low, width, levels, key, clip)
 
 
-def encode(x: Tensor, low: Tensor, width: Tensor, levels: Tensor, key: Tensor | None, clip: bool) -> Tensor:
+def encode(
+    x: Tensor, low: Tensor, width: Tensor, levels: Tensor, key: Tensor | None, clip: bool, channels_last: bool = False
+) -> Tensor:
     """Return the codes of ``round_to_grid``, as ``reference.encode``."""
-    return _on_given_grid(x.float(), torch.empty_like(x, dtype=torch.int8), low, width, levels, key, clip)
+    return _on_given_grid(x.float(), reference.empty_codes(x, channels_last), low, width, levels, key, clip)
 
 
 def _on_given_grid(
@@ -319,16 +321,14 @@ def fake_quantize(x: Tensor, levels: Tensor, granularity: str, key: Tensor | Non
     return y, low, width
 
 
-def affine(
-    product: Tensor, row_codes: Tensor, row_values: Tensor, column_codes: Tensor, column_values: Tensor, shifts: Tensor
-) -> None:
+def affine(product: Tensor, row_codes: Tensor, row_values: Tensor, column_codes: Tensor, column_values: Tensor) -> None:
     """Turn sums of products of codes into those of values, in place, as ``reference.affine``."""
     rows, columns = product.shape
     C = min(power_of_2(columns), 256)
     R = max(1, 1024 // C)
     blocks = triton.cdiv(columns, C)
-    tables = (row_codes, row_values, column_codes, column_values, shifts)
-    sizes = (rows, columns, *shifts.shape, blocks)
+    tables = (row_codes, row_values, column_codes, column_values)
+    sizes = (rows, columns, column_codes.shape[1], blocks)
     _launch(_affine, triton.cdiv(rows, R) * blocks, product, product, *tables, *sizes, R=R, C=C, warps=4)
 
 

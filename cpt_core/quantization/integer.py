@@ -114,13 +114,12 @@ class _Conv2d(torch.autograd.Function):
     def forward(
         ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, precision: LayerPrecision, geometry: Geometry
     ) -> Tensor:
-        a, w = precision.encoded("input", x), precision.encoded("weight", weight)
-        a = channels_last(a)
+        a, w = precision.encoded("input", x, channels_last=True), precision.encoded("weight", weight)
         ctx.save_for_backward(*a, *w)
-        ctx.geometry, ctx.gradient = geometry, GradientRounding(precision)
-        y = convolution.conv2d(a, w, bias, geometry).detach()  # as above
+        ctx.geometry, ctx.gradient = geometry, GradientRounding(precision, channels_last=True)
         # as a convolution of torch: what follows may rely on the layout, as view does
-        return y if any(map(_is_channels_last, (x, weight))) else y.contiguous()
+        ctx.channels_last = any(map(_is_channels_last, (x, weight)))
+        return convolution.conv2d(a, w, bias, geometry, ctx.channels_last).detach()  # as above
 
     @staticmethod
     @first_order
@@ -129,10 +128,8 @@ class _Conv2d(torch.autograd.Function):
         a, w = QuantizedTensor(*saved[:4]), QuantizedTensor(*saved[4:])
         g, geometry = ctx.gradient(gradient), ctx.geometry
         of_x, of_w, of_b = ctx.needs_input_grad[:3]
-        if isinstance(g, QuantizedTensor):
-            g = channels_last(g)
         return (
-            _conv2d_input(g, w, a.codes.shape, geometry) if of_x else None,
+            _conv2d_input(g, w, a.codes.shape, geometry, ctx.channels_last) if of_x else None,
             _conv2d_weight(g, a, w.codes.shape, geometry) if of_w else None,
             sums(_pixels(g) if isinstance(g, QuantizedTensor) else g.transpose(1, -1).flatten(0, -2)) if of_b else None,
             None,
@@ -140,21 +137,17 @@ class _Conv2d(torch.autograd.Function):
         )
 
 
-def _conv2d_input(g: Operand, w: QuantizedTensor, shape: torch.Size, geometry: Geometry) -> Tensor:
+def _conv2d_input(g: Operand, w: QuantizedTensor, shape: torch.Size, geometry: Geometry, channels_last: bool) -> Tensor:
     if isinstance(g, QuantizedTensor) and g.one_step and w.one_step:
-        return convolution.conv2d_input(g, w, shape, geometry)
-    return conv2d_input(shape, values(w), values(g), *geometry)
+        return convolution.conv2d_input(g, w, shape, geometry, channels_last)
+    dx = conv2d_input(shape, values(w), values(g), *geometry)
+    return dx if channels_last else dx.contiguous()
 
 
 def _conv2d_weight(g: Operand, a: QuantizedTensor, shape: torch.Size, geometry: Geometry) -> Tensor:
     if isinstance(g, QuantizedTensor) and g.one_step:
         return convolution.conv2d_weight(g, a, shape[2:], geometry)
     return conv2d_weight(values(a), shape, values(g), *geometry)
-
-
-def channels_last(x: QuantizedTensor) -> QuantizedTensor:
-    """Return (N, C, H, W) with the codes of a pixel's channels beside each other in memory."""
-    return x._replace(codes=x.codes.permute(0, 2, 3, 1).contiguous().permute(0, 3, 1, 2))
 
 
 def _is_channels_last(x: Tensor) -> bool:
@@ -179,9 +172,10 @@ def saved_operands(ctx: Any) -> tuple[QuantizedTensor, QuantizedTensor]:
 class GradientRounding:
     """Quantises a gradient in the backward pass; whether, is decided in the forward pass, as in the simulation."""
 
-    def __init__(self, precision: LayerPrecision, parts: Sequence[int] = ()) -> None:
+    def __init__(self, precision: LayerPrecision, parts: Sequence[int] = (), channels_last: bool = False) -> None:
         """Note what is in force; ``parts``: rows that are quantised by themselves, the last first."""
         self.precision, self.quantizes, self.parts = precision, precision.quantizes_gradient, parts
+        self.channels_last = channels_last
 
     @property
     def encodes(self) -> bool:
@@ -196,7 +190,7 @@ class GradientRounding:
         if not self.encodes:
             found = [self._rounded(g) for g in self._split(gradient)]
             return torch.cat(found[::-1]) if self.parts else found[0]
-        codes = [p.encoded_gradient("grad", g) for g in self._split(gradient)][::-1]
+        codes = [p.encoded_gradient("grad", g, self.channels_last) for g in self._split(gradient)][::-1]
         return in_rows(codes) if self.parts else codes[0]
 
     def _rounded(self, gradient: Tensor) -> Tensor:

@@ -166,10 +166,16 @@ class QuantConv2d(_QuantConv, nn.Conv2d):
     FLOAT = nn.Conv2d
 
     def _convolve(self, x: Tensor) -> Tensor:
-        if self.precision.on_codes(x) and self._takes(x) and not self.not_on_codes():
+        batch = x.unsqueeze(0) if self._is_image(x) else x
+        if self.precision.on_codes(x) and self._takes(batch) and not self.not_on_codes():
             geometry = Geometry(self.stride, self.padding, self.dilation)  # type: ignore[arg-type]
-            return conv2d_on_codes(self.precision, x, self.weight, self.bias, geometry)
+            y = conv2d_on_codes(self.precision, batch, self.weight, self.bias, geometry)
+            return y if batch is x else y.squeeze(0)
         return super()._convolve(x)
+
+    def _is_image(self, x: Tensor) -> bool:
+        """Whether ``x`` is (C, H, W) with the ranges of a batch of one, which those of samples or positions are not."""
+        return x.dim() == 3 and all(self.precision.quantizers[r].granularity == "per_tensor" for r in ("input", "grad"))
 
     def _takes(self, x: Tensor) -> bool:
         """Whether ``x`` is a batch that the layer can convolve; of another torch says what is wrong."""

@@ -136,10 +136,20 @@ class LayerPrecision(LevelState):
             self.track(role, low, width)
         return y
 
-    def encoded(self, role: str, x: Tensor) -> QuantizedTensor:
-        """Return the same operand as codes; for at most ``MOST_BITS`` bits, and without a gradient."""
+    def encoded(self, role: str, x: Tensor, channels_last: bool = False) -> QuantizedTensor:
+        """Return the same operand as codes; for at most ``MOST_BITS`` bits, and without a gradient.
+
+        Raises:
+            RuntimeError: for float64, which the input of products on codes is not, and under ``torch.jit.trace``.
+        """
         self.require_bits()
         check_floating(x)
+        if torch.jit.is_tracing():  # it would keep the ranges of the example, as numbers
+            raise RuntimeError("torch.jit.trace cannot record products on codes; take execution 'simulated'")
+        if x.dtype == torch.float64:
+            raise RuntimeError(
+                f"the layer's {role} is torch.float64, its input is not: bring both to one type, as with model.float()"
+            )
         self.follow(x)
         self.observe(role, x)
         quantizer = self.quantizers[role]
@@ -150,15 +160,16 @@ class LayerPrecision(LevelState):
         else:
             low, width = self.evaluated(role, x)
             low = self.marked(role, x, low)
-        return QuantizedTensor.on(x, low, width, self.levels_for(role), clip=self.clips(role))
+        levels = self.levels_for(role)
+        return QuantizedTensor.on(x, low, width, levels, clip=self.clips(role), channels_last=channels_last)
 
-    def encoded_gradient(self, role: str, gradient: Tensor) -> QuantizedTensor:
+    def encoded_gradient(self, role: str, gradient: Tensor, channels_last: bool = False) -> QuantizedTensor:
         """Return the codes of a gradient on its own range, as ``gradient`` rounds it in the backward pass."""
         self.observe(role, gradient)
         quantizer = self.quantizers[role]
         key = self.noise_key if quantizer.rounding == "stochastic" else None
         ranges = quantizer.range_of(gradient)
-        rounded = QuantizedTensor.on(gradient, *ranges, self.grad_levels, key, quantizer.clips)
+        rounded = QuantizedTensor.on(gradient, *ranges, self.grad_levels, key, quantizer.clips, channels_last)
         if key is not None:
             key.add_(1)
         return rounded

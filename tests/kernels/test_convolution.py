@@ -51,12 +51,13 @@ def near(y, exact, terms):
     return y.dtype == torch.float32 and float((y - exact).abs().max() / terms.max().clamp_min(1e-30)) < NEAR
 
 
-def three_products(a, w, g, bias, geometry):
+def three_products(a, w, g, bias, geometry, channels_last=False):
     """Each product on codes, in float64, and of the absolute values."""
     shapes = a.codes.shape, w.codes.shape
-    pairs = ((convolution.conv2d(a, w, bias, geometry), lambda a, w, g: conv2d(a, w, None, *geometry)),)
+    by_output = convolution.conv2d(a, w, bias, geometry, channels_last)
+    pairs = ((by_output, lambda a, w, g: conv2d(a, w, None, *geometry)),)
     if w.one_step:
-        by_input = convolution.conv2d_input(g, w, shapes[0], geometry)
+        by_input = convolution.conv2d_input(g, w, shapes[0], geometry, channels_last)
         pairs += ((by_input, lambda a, w, g: conv2d_input(shapes[0], w, g, *geometry)),)
     by_weight = convolution.conv2d_weight(g, a, shapes[1][2:], geometry)
     pairs += ((by_weight, lambda a, w, g: conv2d_weight(a, shapes[1], g, *geometry)),)
@@ -110,6 +111,69 @@ def test_ways_to_compute_differ_in_no_bit(monkeypatch):
     for other in runs[1:]:
         for y, z in zip(runs[0], other, strict=True):
             assert torch.equal(y, z)
+
+
+@pytest.mark.parametrize("how", [nullcontext, reference], ids=["as it runs", "plain"])
+@pytest.mark.parametrize("C", [1, 3, 16, 21, 64])
+@pytest.mark.parametrize("image", [(9, 8), (16, 20)])  # 72 and 320 pixels: whole blocks, and parts of one
+def test_results_in_either_layout_differ_in_no_bit(how, C, image):
+    execution()
+    g, w = quantized(normal(2, C, *image), 8), quantized(normal(C, C, 3, 3), 8)
+    a = quantized(KINDS["far from 0"](normal(2, C, *image)), 8)
+    with how():
+        first, last = (
+            [y for y, *_ in three_products(a, w, g, normal(C), Geometry((1, 1), (1, 1), (1, 1)), layout)][:2]
+            for layout in (False, True)
+        )
+    for y, z in zip(first, last, strict=True):
+        assert y.is_contiguous()
+        assert z.is_contiguous(memory_format=torch.channels_last)
+        assert torch.equal(y, z)
+
+
+TENSORS = {
+    "first": lambda x: x,
+    "last": lambda x: x.to(memory_format=torch.channels_last),
+    "turned": lambda x: x.transpose(2, 3),
+    "with gaps": lambda x: x[:, :, ::2],
+    "of one number": lambda x: x[:1, :1, :1, :1].expand(x.shape),
+}
+
+
+@pytest.mark.parametrize("name", TENSORS)
+@pytest.mark.parametrize("key", [None, 7])
+@pytest.mark.parametrize("granularity", ["per_tensor", "per_channel"])
+def test_codes_are_rounded_into_channels_last(name, key, granularity):
+    """The same codes, so the same noise: it counts elements row by row, wherever they lie."""
+    execution()
+    key = None if key is None else torch.tensor(key)
+    for shape in ((2, 3, 5, 7), (3, 16, 16, 16), (1, 37, 9, 63), (2, 1, 4, 4), (4, 20, 1, 1)):
+        x, levels = TENSORS[name](normal(*shape)), torch.tensor(255.0)
+        low, width = operators.range_of(x, granularity)
+        given = x, low, width * 0.9, levels, key, True  # beyond the range, too
+        expected = torch.ops.cpt_reference.encode(*given)
+        for ops in (torch.ops.cpt, torch.ops.cpt_reference):
+            codes = ops.encode(*given, channels_last=True)
+            assert codes.permute(0, 2, 3, 1).is_contiguous()
+            assert torch.equal(codes, expected)
+
+
+@pytest.mark.parametrize("family", operators.FAMILIES)
+def test_codes_in_channels_last_keep_torch_s_rules(family):
+    given = normal(2, 3, 4, 5), torch.tensor(-1.0), torch.tensor(2.0), torch.tensor(7.0), None, True, True
+    torch.library.opcheck(
+        getattr(torch.ops, family).encode.default, given, test_utils=("test_schema", "test_faketensor")
+    )
+
+
+@pytest.mark.parametrize("padding", [(0, 0), (1, 0), (2, 3)])
+@pytest.mark.parametrize("zero", [-128, 5, 127])
+def test_codes_are_padded_with_what_stands_for_0(padding, zero):
+    execution()
+    codes = bytes_of(3, 4, 5, 7)
+    expected = torch.nn.functional.pad(codes.int(), (0, 0, *[padding[1]] * 2, *[padding[0]] * 2), value=zero) + 128
+    for ops in (torch.ops.cpt, torch.ops.cpt_reference):
+        assert torch.equal(ops.padded_bytes(codes, zero, padding), expected.to(torch.uint8))
 
 
 @pytest.mark.parametrize(

@@ -155,6 +155,29 @@ def test_layers_compute_what_the_simulation_does(name, shared, kind):
             assert distance(y, z.double()) < 1e-5  # of float32 sums, whose own error is about as large
 
 
+@pytest.mark.parametrize("shared", [True, False], ids=["shared steps", "authors' steps"])
+@pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last])
+def test_results_lie_in_memory_as_the_simulated_ones(shared, layout):
+    x = drawn("two-sided", 4, 5, 9, 10).to(memory_format=layout)
+    for name in ("padded", "strided", "1x1"):
+        layer = LAYERS[name][0]
+        gradient = torch.ones_like(layer(x)).contiguous()
+        found, simulated = (passes(convert(layer, e, shared), x, gradient)[:2] for e in ("integer", "simulated"))
+        assert [y.stride() for y in found] == [y.stride() for y in simulated]
+
+
+def test_one_image_is_convolved_on_codes():
+    layer, x = nn.Conv2d(5, 7, 3, padding=1), torch.randn(5, 9, 10)
+    on_codes, simulated = (passes(convert(layer, e), x, torch.ones(7, 9, 10)) for e in ("integer", "simulated"))
+    for y, z in zip(on_codes, simulated, strict=True):
+        assert y.shape == z.shape
+        assert distance(y, z.double()) < 1e-5
+    model = nn.Sequential(*convert(layer, "integer"), nn.ReLU(inplace=True))
+    with FloatProducts(x.numel()) as products:
+        passes(model, x, torch.ones(7, 9, 10))
+    assert products.count == 0
+
+
 class FloatProducts(torch.utils._python_dispatch.TorchDispatchMode):
     """Count the products in float32 of two tensors that are not small."""
 
@@ -290,6 +313,19 @@ def test_what_has_no_codes_is_named():
     model, x = convert(nn.Linear(4, 3), "integer"), torch.randn(2, 4, requires_grad=True)
     with cpt.precision(model, 8), pytest.raises(RuntimeError, match="gradients of gradients"):
         torch.autograd.grad(model(x).square().sum(), x, create_graph=True)
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit.trace", "ignore::torch.jit.TracerWarning")  # deprecated, some day
+@pytest.mark.parametrize("layer", [nn.Linear(5, 3), nn.Conv2d(5, 3, 1)])
+def test_what_cannot_be_computed_on_codes_is_an_error(layer):
+    model, x = convert(layer, "integer"), torch.randn(4, 5, 5, 5)
+    with cpt.precision(model, 8):
+        with pytest.raises(RuntimeError, match=r"torch\.jit\.trace cannot record products on codes"):
+            torch.jit.trace(model, x)
+        with pytest.raises(RuntimeError, match=r"weight is torch\.float64, its input is not: bring both"):
+            model.double()(x)
+    with cpt.precision(convert(layer, "simulated").double(), 8) as simulated, pytest.raises(RuntimeError):
+        simulated(x)
 
 
 def test_bitops_are_those_of_the_simulation():
