@@ -1,0 +1,144 @@
+"""``quantize`` to formats, and random Hadamard rotations."""
+
+import pytest
+import torch
+from helpers import INF, NAN, normal
+
+from cpt_core.formats.format import FORMATS, Format
+from cpt_core.kernels import formats, reference
+from cpt_core.kernels.elements import round_elements
+from cpt_core.kernels.rotation import rotate
+from cpt_core.quantization.fake_quantize import quantize
+from cpt_core.quantization.quantizers import QUANTIZERS
+
+N = torch.tensor(15.0)
+
+
+def test_quantize_takes_bits_as_before():
+    x = normal(5, 6)
+    expected = reference.fake_quantize(x, N, "per_tensor", None)[0]
+    for found in (quantize(x, 4), quantize(x, bits=4, quantizer="conv_input"), quantize(x, 4, "conv_input")):
+        assert torch.equal(found, expected)
+    assert torch.equal(quantize(x, format="affine4"), expected)
+    assert quantize(x, 24) is x
+    assert quantize(x, format="float32") is x
+    assert torch.equal(quantize(x, 4, "linear_weight"), reference.fake_quantize(x, N, "per_row", None)[0])
+    assert torch.equal(quantize(x, format="affine4", quantizer="linear_weight"), quantize(x, 4, "linear_weight"))
+    assert torch.equal(quantize(x, format="affine12"), quantize(x, 12))
+
+
+@pytest.mark.parametrize("name", [n for n in FORMATS if n != "float32"])
+def test_quantize_rounds_to_every_format(name):
+    x, format = normal(6, 64) * 3, FORMATS[name]
+    y = quantize(x, format=name)
+    if format.kind in ("minifloat", "log2") and not format.block:
+        expected = round_elements(x, None, format)  # no scale
+        assert format.bits > 8 or set(y.flatten().tolist()) <= set(format.values().tolist())
+    else:
+        expected = formats.quantize_to(x, f"per_tensor|{name}", torch.tensor(2.0**format.bits - 1), None)[0]
+        if format.plain_affine:
+            expected = quantize(x, format.bits)
+    assert torch.equal(y, expected)
+    for role in ("linear_weight", "conv_weight"):
+        grid = formats.grid_of(QUANTIZERS[role].granularity, format)
+        n = torch.tensor(2.0**format.bits - 1)
+        assert torch.equal(quantize(x, format=format, quantizer=role), formats.fake_quantize(x, n, grid, None)[0])
+    own = quantize(x, format=Format.of(f"{name}:granularity=per_row"))
+    assert torch.equal(own, formats.quantize_to(x, f"per_row|{name}:granularity=per_row", N, None)[0])
+
+
+def test_quantize_passes_gradients_and_keeps_types():
+    for name in ("e4m3", "mxfp4", "nvfp4", "symmetric4", "log2_3"):
+        for dtype in (torch.float32, torch.bfloat16, torch.float16, torch.float64):
+            x = normal(4, 32).to(dtype).requires_grad_()
+            y = quantize(x, format=name)
+            y.backward(torch.full_like(y, 2.0))
+            assert y.dtype == dtype
+            assert x.grad.unique().tolist() == [2.0]
+    assert quantize(torch.empty(0, 32), format="mxfp4").shape == (0, 32)
+
+
+def test_quantize_rounds_stochastically_with_a_seed():
+    format = Format.of("e4m3:rounding=stochastic")
+    x = normal(100, 30)
+    found = [quantize(x, format=format, seed=s) for s in (0, 0, 1)]
+    assert torch.equal(found[0], found[1])
+    assert not torch.equal(found[0], found[2])
+    assert set(found[0].flatten().tolist()) <= set(format.values().tolist())
+
+
+@pytest.mark.parametrize(
+    ("call", "words"),
+    [
+        (lambda x: quantize(x), "either bits or a format, got bits=None and format=None"),
+        (lambda x: quantize(x, 8, format="e4m3"), "either bits or a format, got bits=8"),
+        (lambda x: quantize(x.int(), format="e4m3"), r"only floating tensors.*torch.int32"),
+        (lambda x: quantize(x, format="e4m99"), "minifloat formats have 3 to 32 bits, got 104"),
+        (lambda x: quantize(x, format="int8"), "unknown format 'int8'"),
+        (lambda x: quantize(x, format="e4m3", quantizer="weights"), "unknown quantizer 'weights'"),
+        (lambda x: quantize(x, format="e4m3:rounding=stochastic"), "needs a seed"),
+        (lambda x: quantize(x, format="e4m3", seed=1), "nothing else takes one; got seed=1 for format e4m3"),
+        (lambda x: quantize(x, 8, seed=1), "nothing else takes one"),
+        (lambda x: quantize(x, format="e4m3:clipping=rms"), "no scale here, so there is no range to clip"),
+        (lambda x: quantize(x, format="bf16:clipping=rms", quantizer="linear_weight"), "no scale here"),
+        (lambda x: quantize(x, format="e4m3:rounding=stochastic", seed=1.5), "seed must be an integer, got 1.5"),
+        (lambda x: quantize(x.bfloat16(), format="fp16"), r"fp16 is wider than the tensor's type, torch.bfloat16"),
+        (lambda x: quantize(x.bfloat16(), format="e8m10"), "e8m10 is wider"),
+        (lambda x: quantize(x.half(), format="bf16"), r"bf16 is wider.*torch.float16"),
+        (lambda x: quantize(x.bfloat16(), format="affine12"), "affine12 is wider"),
+        (lambda x: quantize(x.half(), format="symmetric14"), "symmetric14 is wider"),
+        (lambda x: quantize(x.half(), format="log2_8"), "log2_8 is wider"),
+        (lambda x: quantize(x[:, :30], format="mxfp4"), r"blocks of 32 .* shape \(4, 30\); with partial=True"),
+        (lambda x: quantize(x.index_fill(1, torch.tensor([5]), NAN), format="mxfp4"), r"nan, which stands at \(0, 5\)"),
+        (lambda x: quantize(-x.index_fill(0, torch.tensor([2]), INF), format="nvfp4"), r"-inf, which .* at \(2, 0\)"),
+    ],
+)
+def test_quantize_refuses(call, words):
+    with pytest.raises(ValueError, match=words):
+        call(normal(4, 32))
+
+
+def test_quantize_never_hides_what_is_not_finite():
+    found = quantize(torch.tensor([NAN, INF, -INF, 1e9]), format="e5m2").tolist()
+    assert found[0] != found[0]  # NaN
+    assert found[1:] == [INF, -INF, 57344.0]
+    found = quantize(torch.tensor([NAN, INF, -INF, 1e9]), format="e4m3")
+    assert found.isnan().tolist() == [True, True, True, False]
+    assert float(found[3]) == 448
+
+
+# --- rotation -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("size", [1, 2, 16, 32])
+def test_a_rotation_keeps_lengths_and_products(size):
+    a, b = normal(3, 5, 64), normal(7, 64)
+    turned = rotate(a, size, 3)
+    assert turned.shape == a.shape
+    assert torch.allclose(turned.norm(dim=-1), a.norm(dim=-1), rtol=1e-5)
+    assert torch.allclose(rotate(turned, size, 3, inverse=True), a, atol=1e-5)
+    assert torch.allclose(turned @ rotate(b, size, 3).t(), a @ b.t(), atol=1e-4)
+    matrix = rotate(torch.eye(64), size, 3)
+    assert torch.allclose(matrix @ matrix.t(), torch.eye(64), atol=1e-6)
+    assert torch.allclose(matrix.abs().amax(1), torch.full((64,), size**-0.5))
+    if size > 2:
+        assert not torch.equal(turned, rotate(a, size, 4))
+    x = a.double().clone().requires_grad_()
+    assert torch.autograd.gradcheck(lambda v: rotate(v[:1, :1], size, 3), (x,))
+
+
+def test_a_rotation_spreads_what_stands_out():
+    x = normal(4, 64)
+    x[:, 3] = 100.0
+    assert float(rotate(x, 64, 0).abs().max()) < 30
+    assert rotate(x.bfloat16(), 16, 0).dtype == torch.bfloat16
+    compiled = torch.compile(lambda v: rotate(v, 16, 5), backend="aot_eager", fullgraph=True)
+    assert torch.equal(compiled(x), rotate(x, 16, 5))
+
+
+@pytest.mark.parametrize(
+    ("size", "words"), [(12, "power of two"), (0, "at least 1"), (128, r"do not divide .*\(4, 64\)")]
+)
+def test_rotations_that_do_not_fit_are_refused(size, words):
+    with pytest.raises(ValueError, match=words):
+        rotate(normal(4, 64), size, 0)
