@@ -142,6 +142,16 @@ def test_training_is_the_same_bit_for_bit_and_every_role_is_seen(kind, config):
     assert (table["levels_used"] > 0).all()
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_on_codes_the_same_tensors_are_seen(kind):
+    counts = []
+    for config in ("simulated", "shared steps"):
+        model, call = made(kind, config)
+        trained(model, call, recording := cpt.record(model, every=1))
+        counts.append(recording.table().set_index(["step", "layer", "role"])["elements"].sort_index())
+    assert counts[0].equals(counts[1])
+
+
 @pytest.mark.parametrize("kind", ["linear", "convolution", "attention"])
 def test_both_gradients_of_a_product_are_seen(kind):
     def converted():
@@ -342,6 +352,24 @@ def test_several_optimizers_end_one_step_and_those_of_other_models_none(model):
     with cpt.record(model, every=1) as recording:
         steps(model, 3, *both)
     assert recording.steps == [0, 1, 2]
+
+
+def test_an_evaluation_between_two_optimizers_begins_no_step(model):
+    optimizers = [torch.optim.SGD(part.parameters(), 0.1) for part in model]
+    with cpt.record(model, every=1) as recording:
+        passes(model)
+        optimizers[0].step()
+        model.eval()(drawn(5, 4))
+        optimizers[1].step()
+    assert (recording.step, recording.steps) == (1, [0])
+
+
+def test_ranges_of_several_passes_are_put_together(model):
+    with cpt.record(model, every=1) as recording:
+        for x in (torch.full((1, 4), 2.0), torch.full((1, 4), -3.0)):
+            model(x)
+    table = recording.table().set_index(["layer", "role"])
+    assert table.loc[("0", "input"), ["low", "high"]].tolist() == [-3, 2]
 
 
 def test_a_resumed_training_counts_on(model):
