@@ -15,6 +15,7 @@ import cpt_core as cpt
 from cpt_core.graphs.graph import Graph
 from cpt_core.kernels.operators import fake_quantize
 from cpt_core.models.gnn import GraphNet
+from cpt_core.quantization import observer
 from cpt_core.quantization import record as recorder
 from cpt_core.quantization.convert import layer_precisions
 from cpt_core.quantization.record import COLUMNS, COMPILED, LEAST_GRADIENT_TO_NOISE, STATISTICS
@@ -219,8 +220,8 @@ def test_ranges_of_several_rows_by_hand():
 def test_codes_and_values_are_counted_alike(granularity):
     for key in (None, torch.tensor(5)):
         formats = cpt.Format.affine(4), cpt.Format.affine(9)  # 9 bits are too many for codes
-        both = [recorder._sums(drawn(3, 4, 50), torch.tensor(15.0), granularity, key, format) for format in formats]
-        codes, values = (dict(zip(recorder.SUMS, sums.tolist(), strict=True)) for sums in both)
+        both = [observer.summed(drawn(3, 4, 50), torch.tensor(15.0), granularity, key, format) for format in formats]
+        codes, values = (dict(zip(observer.SUMS, sums.tolist(), strict=True)) for sums in both)
         assert (codes["used"], codes["available"]) == (values["used"], values["available"] / 2**5)
         assert codes["used"] > 12 * codes["available"] / 16
 
@@ -389,7 +390,7 @@ def test_what_the_block_leaves_unfinished_is_a_step(model):
 
 def test_between_recorded_steps_nothing_is_computed(model, monkeypatch):
     called = []
-    monkeypatch.setattr(recorder, "_sums", lambda *args: called.append(1) or torch.zeros(10, dtype=torch.float64))
+    monkeypatch.setattr(observer, "summed", lambda *args: called.append(1) or torch.zeros(10, dtype=torch.float64))
     with cpt.record(model, every=2) as recording:
         steps(model, 1)
         assert (recording.step, len(called)) == (1, 8)
