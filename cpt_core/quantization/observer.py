@@ -38,9 +38,10 @@ class Observer:
             return
         p, gradient = self.precision, role in GRADIENTS
         quantizer, place = p.quantizers[role], GRADIENTS.get(role) or ON_LADDER.get(role, "activation")
-        level, format = getattr(p.in_force, place), getattr(p.formats_in_force, place)
-        if format is None:
+        format = getattr(p.formats_in_force, place)
+        if format is None:  # also behind the block that set the precision of a gradient
             return
+        level = getattr(p.in_force, place)
         levels = p.levels_for(role)
         if gradient:
             levels = p.grad_levels if role == "grad" else p.weight_grad_levels

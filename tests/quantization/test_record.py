@@ -428,6 +428,15 @@ def test_bits_that_change_within_a_step_have_rows_of_their_own(model):
     assert table[table["role"] == "input"]["bits"].tolist() == [4, 4, 6, 6]
 
 
+def test_gradients_that_come_when_their_precision_is_gone_are_unseen():
+    cpt.quantize_(model := nn.Sequential(nn.Linear(4, 3, bias=False)))
+    with cpt.record(model, every=1) as recording:
+        with cpt.precision(model, 4, 8):
+            y = model(drawn(5, 4)).sum()
+        y.backward()
+    assert recording.unseen == {"0/grad": recorder.NOT_SEEN}
+
+
 def test_checkpointed_layers_and_copies(model):
     with cpt.record(model, every=1) as recording:
         x = drawn(5, 4).requires_grad_()
