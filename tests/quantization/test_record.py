@@ -15,6 +15,7 @@ import cpt_core as cpt
 from cpt_core.graphs.graph import Graph
 from cpt_core.kernels.operators import fake_quantize
 from cpt_core.models.gnn import GraphNet
+from cpt_core.quantization import observer
 from cpt_core.quantization import record as recorder
 from cpt_core.quantization.convert import layer_precisions
 from cpt_core.quantization.record import COLUMNS, COMPILED, LEAST_GRADIENT_TO_NOISE, STATISTICS
@@ -142,6 +143,16 @@ def test_training_is_the_same_bit_for_bit_and_every_role_is_seen(kind, config):
     assert (table["levels_used"] > 0).all()
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_on_codes_the_same_tensors_are_seen(kind):
+    counts = []
+    for config in ("simulated", "shared steps"):
+        model, call = made(kind, config)
+        trained(model, call, recording := cpt.record(model, every=1))
+        counts.append(recording.table().set_index(["step", "layer", "role"])["elements"].sort_index())
+    assert counts[0].equals(counts[1])
+
+
 @pytest.mark.parametrize("kind", ["linear", "convolution", "attention"])
 def test_both_gradients_of_a_product_are_seen(kind):
     def converted():
@@ -209,8 +220,8 @@ def test_ranges_of_several_rows_by_hand():
 def test_codes_and_values_are_counted_alike(granularity):
     for key in (None, torch.tensor(5)):
         formats = cpt.Format.affine(4), cpt.Format.affine(9)  # 9 bits are too many for codes
-        both = [recorder._sums(drawn(3, 4, 50), torch.tensor(15.0), granularity, key, format) for format in formats]
-        codes, values = (dict(zip(recorder.SUMS, sums.tolist(), strict=True)) for sums in both)
+        both = [observer.summed(drawn(3, 4, 50), torch.tensor(15.0), granularity, key, format) for format in formats]
+        codes, values = (dict(zip(observer.SUMS, sums.tolist(), strict=True)) for sums in both)
         assert (codes["used"], codes["available"]) == (values["used"], values["available"] / 2**5)
         assert codes["used"] > 12 * codes["available"] / 16
 
@@ -344,6 +355,24 @@ def test_several_optimizers_end_one_step_and_those_of_other_models_none(model):
     assert recording.steps == [0, 1, 2]
 
 
+def test_an_evaluation_between_two_optimizers_begins_no_step(model):
+    optimizers = [torch.optim.SGD(part.parameters(), 0.1) for part in model]
+    with cpt.record(model, every=1) as recording:
+        passes(model)
+        optimizers[0].step()
+        model.eval()(drawn(5, 4))
+        optimizers[1].step()
+    assert (recording.step, recording.steps) == (1, [0])
+
+
+def test_ranges_of_several_passes_are_put_together(model):
+    with cpt.record(model, every=1) as recording:
+        for x in (torch.full((1, 4), 2.0), torch.full((1, 4), -3.0)):
+            model(x)
+    table = recording.table().set_index(["layer", "role"])
+    assert table.loc[("0", "input"), ["low", "high"]].tolist() == [-3, 2]
+
+
 def test_a_resumed_training_counts_on(model):
     with cpt.record(model, every=2, step=100) as recording:
         steps(model, 3)
@@ -361,7 +390,7 @@ def test_what_the_block_leaves_unfinished_is_a_step(model):
 
 def test_between_recorded_steps_nothing_is_computed(model, monkeypatch):
     called = []
-    monkeypatch.setattr(recorder, "_sums", lambda *args: called.append(1) or torch.zeros(10, dtype=torch.float64))
+    monkeypatch.setattr(observer, "summed", lambda *args: called.append(1) or torch.zeros(10, dtype=torch.float64))
     with cpt.record(model, every=2) as recording:
         steps(model, 1)
         assert (recording.step, len(called)) == (1, 8)
@@ -397,6 +426,15 @@ def test_bits_that_change_within_a_step_have_rows_of_their_own(model):
             passes(model)
     table = recording.table()
     assert table[table["role"] == "input"]["bits"].tolist() == [4, 4, 6, 6]
+
+
+def test_gradients_that_come_when_their_precision_is_gone_are_unseen():
+    cpt.quantize_(model := nn.Sequential(nn.Linear(4, 3, bias=False)))
+    with cpt.record(model, every=1) as recording:
+        with cpt.precision(model, 4, 8):
+            y = model(drawn(5, 4)).sum()
+        y.backward()
+    assert recording.unseen == {"0/grad": recorder.NOT_SEEN}
 
 
 def test_checkpointed_layers_and_copies(model):
