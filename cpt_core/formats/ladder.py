@@ -55,8 +55,14 @@ class FormatLadder:
         return tuple(self._formats)
 
     def __getitem__(self, level: int) -> Format:
-        """Return the format of a level; ValueError names those there are."""
+        """Return the format of a level; 32 is float32 on every ladder that says nothing else.
+
+        Raises:
+            ValueError: for a level that the ladder does not have; it names those there are.
+        """
         level = _level(level)
+        if level == MOST_LEVEL and level not in self._formats:
+            return FORMATS["float32"]
         if level not in self._formats:
             raise ValueError(
                 f"the ladder has a hole at level {level}: its levels are {', '.join(map(str, self._formats))}; "

@@ -244,6 +244,16 @@ def test_a_float_phase_quantises_nothing():
     assert model.precision.in_force == (3, 3, 8, 8)
 
 
+def test_level_32_is_float32_on_every_ladder():
+    model, x = made("linear")
+    plain = nn.functional.linear(x, model.weight, model.bias)
+    cpt.quantize_(nn.Sequential(model), cpt.QuantConfig(ladder=LADDER))
+    scheduler = cpt.PrecisionScheduler(nn.Sequential(model), TableSchedule(((32, 1), (8, 1))))
+    assert torch.equal(model(x), plain)
+    scheduler.step()
+    assert not torch.equal(model(x), plain)
+
+
 @pytest.mark.parametrize(
     ("config", "schedule", "said"),
     [
