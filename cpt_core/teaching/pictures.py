@@ -10,6 +10,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
 from cpt_core.analysis.style import COLORS, drawing
+from cpt_core.formats.format import Format
 
 # where pictures have boxes of their own, and where a model finds some: x1, y1, x2, y2 in pixels, and a word
 Boxes = Sequence[tuple[Sequence[float], str]]
@@ -54,4 +55,19 @@ def training_curve(losses: Sequence[float], bits: Sequence[int]) -> Figure:
         lower.step(range(len(bits)), bits, where="post", color=COLORS["medium"])
         lower.set(xlabel="training step", ylabel="bits")
         lower.yaxis.set_major_locator(MaxNLocator(integer=True))
+    return figure
+
+
+def number_lines(names: Sequence[str] = ("affine4", "symmetric4", "log2_4", "e2m1", "e3m2", "e4m3")) -> Figure:
+    """Draw the values of number formats between -1 and 1, each scaled so that its largest value is 1."""
+    with drawing(1, 1, figsize=(8, 0.45 * len(names) + 0.6)) as (figure, axes):
+        ax = axes[0][0]
+        for line, name in enumerate(names):
+            format = Format.of(name)
+            values = format.values().numpy() / format.largest
+            values = 2 * values - 1 if format.kind == "affine" else values
+            ax.plot(values, np.full(len(values), -line), "|", color=COLORS["small"], markersize=11, markeredgewidth=0.9)
+        said = [f"{name}, {len(Format.of(name).values())} values" for name in names]
+        ax.set_yticks([-line for line in range(len(names))], said)
+        ax.set(xlim=(-1.03, 1.03), ylim=(0.6 - len(names), 0.6), xlabel="value, relative to the largest")
     return figure
