@@ -16,7 +16,6 @@ from typing import Any
 from cpt_core.experiments.recipe import Recipe
 from cpt_core.experiments.recipes import EXPERIMENTS
 from cpt_core.formats.ladder import LADDERS
-from cpt_core.schedules import cost
 from cpt_core.schedules.layered import LayeredSchedule
 from cpt_core.schedules.make import make_schedule, schedule_from_dict
 from cpt_core.schedules.profiles import STATIC
@@ -60,11 +59,7 @@ class RunSpec:
     @property
     def relative_cost(self) -> float:
         """Training cost relative to static ``q_max``, in bit operations; on a ladder by the bits of its formats."""
-        if self.recipe.ladder == "affine":
-            return self.schedule.relative_cost(self.q_grad, self.q_max)
-        bits = LADDERS[self.recipe.ladder].bits
-        spent = [bits(level) for level in self.schedule.bits().tolist()]
-        return cost.relative_cost(spent, bits(self.q_max), bits(self.q_grad))
+        return self.schedule.relative_cost(self.q_grad, self.q_max, ladder=LADDERS[self.recipe.ladder])
 
     def to_dict(self) -> dict[str, Any]:
         """Return the canonical JSON form."""

@@ -9,12 +9,13 @@ from numpy.typing import NDArray
 from torch import nn
 
 from cpt_core.checks import whole
+from cpt_core.formats.ladder import FormatLadder
 from cpt_core.quantization.precision import LayerPrecision
 from cpt_core.quantization.quantizers import check_bits
 from cpt_core.quantization.record import Recording
 from cpt_core.quantization.scheduler import PrecisionScheduler, Schedules
 from cpt_core.schedules import cost
-from cpt_core.schedules.schedule import Levels, Schedule
+from cpt_core.schedules.schedule import Levels
 
 EvalBits = int | str
 EVAL_BITS = ("q_max", "current", "float")
@@ -65,7 +66,7 @@ class TrainerPrecision(PrecisionScheduler):
                 "optimizer steps; the two must be equal"
             )
         self.model = model
-        self._relative_cost = {p: self._so_far(schedule) for p, (schedule, _) in self.schedules.items()}
+        self._relative_cost = {p: self._so_far(p) for p in self.schedules}
 
     def start_recording(self, every: int | None, step: int) -> None:
         """Record one step of so many from a step on, None for none; ``stop_recording`` ends it."""
@@ -108,11 +109,18 @@ class TrainerPrecision(PrecisionScheduler):
         given = self._eval_bits if isinstance(self._eval_bits, int) else None  # else each schedule's q_max
         return [given or schedule.q_max for schedule, _ in self.schedules.values()]
 
-    def _so_far(self, schedule: Schedule) -> NDArray[np.float64]:
-        """Return ``cost.relative_cost`` of the first 1, 2, ... steps at once, shape (total_steps,)."""
-        spent = cost.role_costs(schedule.levels(self.q_grad))
-        means = np.cumsum(spent) / np.arange(1, schedule.total_steps + 1)
-        return means / cost.step_cost(schedule.q_max, self.q_grad or schedule.q_max)
+    def _so_far(self, pattern: str) -> NDArray[np.float64]:
+        """Return ``relative_cost`` of the first 1, 2, ... steps, shape (total_steps,), on the layers' ladders."""
+        schedule, ladders = self.schedules[pattern][0], self._groups[pattern][0].ladders
+
+        def bits(ladder: FormatLadder, levels: Any) -> NDArray[np.int64]:
+            widths = {q: ladder.priced(q).bits for q in np.unique(levels).tolist()}
+            return np.array([widths[q] for q in np.asarray(levels).tolist()])
+
+        found = Levels(*map(bits, ladders, schedule.levels(self.q_grad)))
+        means = np.cumsum(cost.role_costs(found)) / np.arange(1, schedule.total_steps + 1)
+        top, gradients = ([schedule.q_max], [self.q_grad or schedule.q_max])
+        return means / cost.step_cost(bits(ladders.activation, top), bits(ladders.error, gradients))
 
     def logs(self, steps: int) -> dict[str, float]:
         """Return what to log after so many optimizer steps; nothing after none.
