@@ -163,9 +163,9 @@ def test_results_lie_in_memory_as_the_simulated_ones(shared, layout):
         layer = LAYERS[name][0]
         gradient = torch.ones_like(layer(x)).contiguous()
         strides = []
-        for execution in ("integer", "simulated"):
+        for how in ("integer", "simulated"):
             given = x.clone().requires_grad_()
-            with cpt.precision(convert(layer, execution, shared), 8, q_grad=8) as model:
+            with cpt.precision(convert(layer, how, shared), 8, q_grad=8) as model:
                 y = model(given)
             (dx,) = torch.autograd.grad(y, given, gradient)  # ``given.grad`` would lie as ``given`` does
             strides.append((y.stride(), dx.stride()))
