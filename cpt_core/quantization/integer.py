@@ -140,8 +140,8 @@ class _Conv2d(torch.autograd.Function):
 def _conv2d_input(g: Operand, w: QuantizedTensor, shape: torch.Size, geometry: Geometry, channels_last: bool) -> Tensor:
     if isinstance(g, QuantizedTensor) and g.one_step and w.one_step:
         return convolution.conv2d_input(g, w, shape, geometry, channels_last)
-    dx = conv2d_input(shape, values(w), values(g), *geometry)
-    return dx if channels_last else dx.contiguous()
+    layout = torch.channels_last if channels_last else torch.contiguous_format
+    return conv2d_input(shape, values(w), values(g), *geometry).contiguous(memory_format=layout)
 
 
 def _conv2d_weight(g: Operand, a: QuantizedTensor, shape: torch.Size, geometry: Geometry) -> Tensor:
