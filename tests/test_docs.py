@@ -43,7 +43,9 @@ def test_the_readme_says_what_the_rows_say():
 README = (ROOT / "README.md").read_text().split("<!-- example -->")[1:]
 
 
-@pytest.mark.parametrize("example", README, ids=["three lines", "which precision and where", "formats, roles, costs", "deploy"])
+@pytest.mark.parametrize(
+    "example", README, ids=["three lines", "which precision and where", "formats, roles, costs", "deploy"]
+)
 def test_the_readme_examples_run(example, tmp_path):
     """The examples, cut out of the README and run as they stand there; a mark begins one, of one block or more."""
     blocks = [b.split("```")[0] for b in example.split("```python")[1:]]

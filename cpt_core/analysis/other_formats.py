@@ -129,6 +129,15 @@ def _gains(question: str, found: list[Cell], arms: tuple[str, ...]) -> Answer:
     return Answer(question, QUESTIONS[question], tuple(primary), p, (stands, "; ".join(said)), lost=lost)
 
 
+def summary(runs: pd.DataFrame) -> pd.DataFrame:
+    """Return the answers for people: question, effects, p-value after Holm, outcome, runs lost."""
+    lines = [
+        (a.question, a.asks, "; ".join(map(str, a.primary)) or "–", f"{a.adjusted:.2g}", a.word, a.lost)
+        for a in answers(runs)
+    ]
+    return pd.DataFrame(lines, columns=["", "question", "effects [95 %]", "p (Holm)", "outcome", "diverged or failed"])
+
+
 def by_arm(found: Sequence[Cell]) -> pd.DataFrame:
     """Return cost, quality and gain on static of every arm and cell, for people: mean and 95 % interval over seeds."""
     lines = []
@@ -185,18 +194,11 @@ def sections(runs: pd.DataFrame) -> Iterator[Section]:
     found = cells(runs)
     if not found:
         return
-    table = pd.DataFrame(
-        [
-            (a.question, a.asks, "; ".join(map(str, a.primary)), f"{a.adjusted:.2g}", a.word, a.lost)
-            for a in answers(runs)
-        ],
-        columns=["", "question", "effects [95 %]", "p (Holm)", "outcome", "diverged or failed"],
-    )
     note = (
         "H6 of PREREGISTRATION.md: the ten schedules, a late rise, and every format by itself, on two ladders of "
         "number formats. Costs are bit operations of elements; those of static training in the highest format are 1. "
         "Small tasks, simulated arithmetic, eight seeds."
     )
     alt = "quality against cost of schedules and static number formats, for three tasks and two ladders"
-    yield Section("Schedules on other number formats", (note,), figure(found), alt, table, "left")
+    yield Section("Schedules on other number formats", (note,), figure(found), alt, summary(runs), "left")
     yield Section("Schedules on other number formats: every arm", table=by_arm(found), style="left folded")
