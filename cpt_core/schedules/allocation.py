@@ -27,7 +27,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cpt_core.checks import choose, whole
-from cpt_core.schedules.cost import check_several, step_cost
+from cpt_core.formats.ladder import FormatLadder
+from cpt_core.schedules.cost import StepCost, check_several, costs_of, function_of
 from cpt_core.schedules.layered import LayeredSchedule
 from cpt_core.schedules.profiles import Array
 from cpt_core.schedules.schedule import MAX_BITS, Schedule, StaticSchedule, TableSchedule, check_range
@@ -50,6 +51,8 @@ def allocate(
     total_steps: int | None = None,
     q_grad: int | None = None,
     floor: float = FLOOR,
+    cost: StepCost | str | None = None,
+    ladder: FormatLadder | None = None,
 ) -> Schedule:
     """Return the schedule of a BitOps budget that loses least by a measured sensitivity.
 
@@ -65,6 +68,9 @@ def allocate(
         q_grad: gradient bits; ``q_max`` when None. Give the same to ``PrecisionScheduler``, which else takes the
             highest bits of each schedule.
         floor: smallest response of a place, see ``Sensitivity.weights``.
+        cost: what is spent instead of BitOps, see ``relative_cost``: a name of ``COSTS``, or bits -> cost of a step.
+        ladder: on which bits are levels; the sensitivity was measured there, and a level is taken to quarter the noise,
+            as a bit does.
 
     Returns:
         A ``TableSchedule`` over time, else a ``LayeredSchedule``; ``PrecisionScheduler`` takes both. It costs at most
@@ -86,9 +92,10 @@ def allocate(
     if over != "layers" and steps.min() < 1:
         raise ValueError(f"{total} steps are too few for {len(steps)} windows")
     macs = np.array(sensitivity.macs, dtype=float)
+    prices = _prices(q_min, q_max, q_grad, cost, ladder)
     if over == "time":
         weights = sensitivity.weights("time", floor)
-        counts = spread_bits(weights, np.ones(len(steps)), steps, budget, q_min, q_max, q_grad)
+        counts = spread_bits(weights, np.ones(len(steps)), steps, budget, q_min, prices)
         return _table([counts], q_min)
     if over == "layers":
         weights, steps = sensitivity.weights("layers", floor)[None], np.array([total])
@@ -96,22 +103,29 @@ def allocate(
         weights = sensitivity.product(floor)
     shape = weights.shape
     work, length = (np.broadcast_to(x, shape).ravel() for x in (macs[None], steps[:, None]))
-    found = spread_bits(weights.ravel(), work, length, budget, q_min, q_max, q_grad).reshape(*shape, -1)
+    found = spread_bits(weights.ravel(), work, length, budget, q_min, prices).reshape(*shape, -1)
     parts = zip(sensitivity.groups, found.transpose(1, 0, 2), sensitivity.macs, strict=True)
     return LayeredSchedule(tuple((names, _table([counts], q_min), m) for names, counts, m in parts))
 
 
 def static_of_cost(
-    budget: float, q_max: int, total_steps: int, q_min: int = 2, q_grad: int | None = None
+    budget: float,
+    q_max: int,
+    total_steps: int,
+    q_min: int = 2,
+    q_grad: int | None = None,
+    cost: StepCost | str | None = None,
+    ladder: FormatLadder | None = None,
 ) -> StaticSchedule | TableSchedule:
     """Return static precision at a relative cost: one precision, or the two next to it interleaved step by step.
 
     It costs the budget or up to a step more. Arguments and errors are those of ``allocate``.
     """
-    q_min, q_max, grade = check_all_bits(q_min, q_max, q_grad)
+    prices = _prices(q_min, q_max, q_grad, cost, ladder)
+    prices = prices / prices[-1]
+    q_min, q_max, _ = check_all_bits(q_min, q_max, q_grad)
     total_steps = whole("total_steps", total_steps, 1)
     bits = np.arange(q_min, q_max + 1)
-    prices = step_cost(bits, grade) / int(step_cost(q_max, grade))
     check_budget(budget, float(prices[0]), q_min, q_max)
     low = int(np.flatnonzero(prices <= budget * (1 + 1e-9))[-1])
     if low == len(bits) - 1 or math.isclose(prices[low], budget):
@@ -136,29 +150,40 @@ def _interleaved(counts: NDArray[np.int64], q_min: int) -> NDArray[np.int64]:
 
 
 def spread_bits(
-    weights: Array, macs: Array, steps: NDArray[np.int64], budget: float, q_min: int, q_max: int,
-    q_grad: int | None = None,
-) -> Counts:  # fmt: skip
-    """Return how many steps of every place run at ``q_min`` ... ``q_max`` bits, (places, precisions).
+    weights: Array, macs: Array, steps: NDArray[np.int64], budget: float, q_min: int, prices: Array
+) -> Counts:
+    """Return how many steps of every place run at ``q_min`` bits and up, (places, precisions).
 
-    It minimises sum w * 4**-q at cost MACs * (q**2 + 2 q q_grad) per step: bits are given out one at a time where they
-    save most noise for their cost, which is optimal as each further bit of a step saves less and costs more; places
-    with the same gain share what is left alike. Single steps are then exchanged, to meet the budget and as long as
-    that helps. ``weights`` (> 0), ``macs`` and ``steps`` are (places,); ``budget`` is relative to static ``q_max``.
+    It minimises sum w * 4**-q at cost MACs * price(q) per step: bits are given out one at a time where they save most
+    noise for their cost, which is optimal where each further bit of a step saves less and costs more, as BitOps do;
+    places with the same gain share what is left alike. Single steps are then exchanged, to meet the budget and as long
+    as that helps. ``weights`` (> 0), ``macs`` and ``steps`` are (places,), ``prices`` of a step (precisions,), those of
+    the budget's unit last.
 
     Raises:
         ValueError: for a budget that cannot be met.
     """
-    q_min, q_max, grade = check_all_bits(q_min, q_max, q_grad)
     if len(weights) > MOST:
         raise ValueError(f"bits are given to at most {MOST} places, windows times groups; got {len(weights)}")
-    bits = np.arange(q_min, q_max + 1)
-    share = macs / (macs * steps).sum() / int(step_cost(q_max, grade))
-    cost = share[:, None] * step_cost(bits, grade)[None]  # of a step, (places, precisions); all at q_max sum to 1
-    loss = weights[:, None] * 4.0 ** -bits[None]
+    q_max = q_min + len(prices) - 1
+    share = macs / (macs * steps).sum() / prices[-1]
+    cost = share[:, None] * prices[None]  # of a step, (places, precisions); all at q_max sum to 1
+    loss = weights[:, None] * 4.0 ** -np.arange(q_min, q_max + 1)[None]
     check_budget(budget, float((cost[:, 0] * steps).sum()), q_min, q_max)
     counts = _given_out(cost, loss, steps, float(budget))
     return _exchanged(counts, cost, loss, float(budget))
+
+
+def _prices(
+    q_min: Any, q_max: Any, q_grad: Any, cost: StepCost | str | None, ladder: FormatLadder | None
+) -> NDArray[Any]:
+    """Return what a step costs at every precision; ValueError for bits that are none, or one cheaper than a lower."""
+    q_min, q_max, grade = check_all_bits(q_min, q_max, q_grad)
+    prices = costs_of(np.arange(q_min, q_max + 1), grade, function_of(cost, grade, ladder))
+    if not (np.isfinite(prices).all() and prices[0] > 0 and (np.diff(prices) > 0).all()):
+        shown = ", ".join(f"{q}: {price:g}" for q, price in enumerate(prices.tolist(), q_min))
+        raise ValueError(f"more bits must cost more for a budget to be spread over them; a step costs {shown}")
+    return prices
 
 
 def check_all_bits(q_min: Any, q_max: Any, q_grad: Any) -> tuple[int, int, int]:

@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given, reject, settings
 from hypothesis import strategies as st
 
+from cpt_core.formats.ladder import LADDERS
 from cpt_core.schedules import cost
 from cpt_core.schedules.allocation import TOLERANCE, allocate, spread_bits, static_of_cost
 from cpt_core.schedules.sensitivity import FLOOR, Sensitivity
@@ -60,7 +61,7 @@ def test_the_budget_is_met_and_no_exchange_of_one_bit_helps(problem):
     lowest = cost.relative_cost([q_min], q_max)
     budget = lowest + share * (1 - lowest)
     try:
-        counts = spread_bits(weights, macs, steps, budget, q_min, q_max)
+        counts = spread_bits(weights, macs, steps, budget, q_min, cost.step_cost(np.arange(q_min, q_max + 1), q_max))
     except ValueError as problem:  # of all work in a few steps, one in a hundred
         if "steps are too few" not in str(problem):
             raise
@@ -238,6 +239,32 @@ def test_bad_values_are_refused(change, said):
 def test_static_precision_of_no_sense_is_refused(change, said):
     with pytest.raises(ValueError, match=said):
         static_of_cost(**{**dict(budget=0.5, q_max=8, total_steps=10), **change})
+
+
+@pytest.mark.parametrize("over", ["time", "layers", "both"])
+@pytest.mark.parametrize(
+    ("spent", "q_min", "q_max"),
+    [
+        ({"cost": "energy"}, 3, 8),
+        ({"cost": {q: 2.0**q for q in range(3, 9)}.__getitem__}, 3, 8),
+        ({"ladder": LADDERS["minifloat"]}, 4, 8),
+        ({"ladder": LADDERS["mx"], "cost": "ace"}, 1, 4),
+    ],
+)
+def test_a_budget_in_another_cost_is_met_in_it(over, spent, q_min, q_max):
+    lowest = cost.relative_cost([q_min], q_max, **spent)
+    budget = lowest + 0.4 * (1 - lowest)
+    schedule = allocate(measured(time=range(1, WINDOWS + 1)), budget, q_min, q_max, over, **spent)
+    assert budget * (1 - TOLERANCE) <= schedule.relative_cost(q_max, q_max, **spent) <= budget + 1e-12
+    even = static_of_cost(budget, q_max, 320, q_min, **spent)
+    assert even.relative_cost(q_max, q_max, **spent) == pytest.approx(budget, rel=0.01)
+
+
+def test_a_level_that_costs_no_more_than_a_lower_one_is_refused():
+    with pytest.raises(ValueError, match="more bits must cost more"):
+        allocate(measured(), 0.9, 3, 5, cost={3: 2.0, 4: 1.0, 5: 3.0}.__getitem__)
+    with pytest.raises(ValueError, match="unknown cost 'joules'"):
+        static_of_cost(0.5, 8, 10, cost="joules")
 
 
 def test_a_long_schedule_is_driven_without_reading_it_all_at_every_step():
