@@ -7,7 +7,7 @@ from torch import nn
 import cpt_core as cpt
 from cpt_core.formats.ladder import LADDERS
 from cpt_core.quantization.convert import layer_precisions
-from cpt_core.schedules.schedule import StaticSchedule, TableSchedule
+from cpt_core.schedules.schedule import Levels, StaticSchedule, TableSchedule
 
 MX = LADDERS["mx"]
 ROTATED = {
@@ -86,3 +86,80 @@ def test_summary_calls_products_in_other_formats_simulated(ladder, said):
     torch.manual_seed(0)
     config = cpt.QuantConfig(ladder=ladder, execution="integer").with_shared_steps()
     assert said in str(cpt.summary(cpt.quantize_(nn.Sequential(nn.Linear(32, 32)), config)))
+
+
+@pytest.mark.parametrize("kind", [nn.Conv1d, nn.Conv2d, nn.Conv3d])
+def test_a_picture_without_a_batch_has_its_blocks_along_channels(kind):
+    config = cpt.QuantConfig(ladder={8: "mx(e2m1,8)"}).with_gradient_rounding("nearest")
+    torch.manual_seed(0)
+    model = cpt.quantize_(nn.Sequential(kind(16, 8, 1)), config)
+    dims = int(kind.__name__[-2])
+    x = torch.randn(16, *[8] * dims, requires_grad=True)
+    with cpt.precision(model, 8, 8):
+        y, batched = model(x), model(x.unsqueeze(0)).squeeze(0)
+        weight = torch.randn_like(y)
+        of_y, of_batched = (torch.autograd.grad((out * weight).sum(), x)[0] for out in (y, batched))
+    assert torch.equal(y, batched)
+    assert torch.equal(of_y, of_batched)
+
+
+def test_gradients_in_blocks_behind_products_on_codes_have_them_along_channels():
+    found = []
+    for execution in ("simulated", "integer"):
+        torch.manual_seed(0)
+        ladder = {"weight": None, "activation": None, "gradient": {8: "mx(e2m1,4)"}}
+        config = cpt.QuantConfig(ladder=ladder, execution=execution).with_gradient_rounding("nearest")
+        model = cpt.quantize_(nn.Sequential(nn.Conv2d(4, 8, 3)), config)
+        x = torch.randn(2, 4, 6, 6, requires_grad=True)
+        with cpt.precision(model, 8, 8):
+            (model(x) * torch.randn(2, 8, 4, 4)).sum().backward()
+        found.append((x.grad, model[0].weight.grad))
+    for simulated, integer in zip(*found, strict=True):
+        torch.testing.assert_close(integer, simulated, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", ["e4m3", "affine4:clipping=rms", "nvfp4:partial=1"])
+def test_steps_of_an_lstm_have_ranges_of_their_own_whatever_granularity_a_format_names(name):
+    torch.manual_seed(0)
+    model = cpt.quantize_(nn.Sequential(nn.LSTM(8, 4)), cpt.QuantConfig(ladder={8: f"{name}:granularity=per_tensor"}))
+    x = torch.randn(3, 2, 8) * torch.tensor([1.0, 10.0, 100.0])[:, None, None]
+    with cpt.precision(model, 8, 8):
+        steps = model[0]._input("l0", x.flatten(0, 1), (3, ())).unflatten(0, (3, 2))
+    for step, rounded in zip(x, steps, strict=True):
+        assert torch.equal(rounded, cpt.quantize(step, format=f"{name}:granularity=per_tensor"))
+
+
+def test_gradients_of_graph_layers_on_a_ladder_keep_to_their_format(monkeypatch):
+    from cpt_core.quantization import graph_layers
+
+    calls = []
+    graph = cpt.Graph.from_edges(torch.tensor([0, 1, 2, 3]), torch.tensor([1, 2, 3, 0]), 4)
+    whole = graph_layers.round_scale_round
+    monkeypatch.setattr(graph_layers, "round_scale_round", lambda *args: calls.append(args) or whole(*args))
+    for ladder, expected in (({8: "e4m3"}, 0), ({8: "affine4:granularity=per_tensor"}, 0), (None, 1)):
+        calls.clear()
+        ladders = {"weight": None, "activation": None, "gradient": ladder}
+        model = cpt.quantize_(nn.Sequential(cpt.GraphConv(4, 8)), cpt.QuantConfig(ladder=ladders))
+        with cpt.precision(model, 8, 8):
+            model[0](graph, torch.randn(4, 4, requires_grad=True)).sum().backward()
+        assert len(calls) == expected
+
+
+def test_a_recorded_step_serves_no_other_split_of_gradients():
+    layer = layer_precisions(net())["0"]
+    found = set()
+    for levels in (Levels(8, 8, 8, 8), Levels(8, 8, 8, 4), Levels(8, 8, None, 8), Levels(8, 8, 8, None)):
+        layer.set_levels(levels)
+        found.add(layer.constants())
+    assert len(found) == 4
+    layer.set_levels(Levels(6, 5, 7, 3))
+    assert layer.constants() in found  # only numbers differ from the second
+
+
+def test_weights_that_are_turned_for_their_blocks_are_not_kept_for_ever():
+    model = cpt.quantize_(nn.Sequential(nn.Conv2d(8, 8, 1)), cpt.QuantConfig(ladder={8: "mx(e2m1,8)"})).eval()
+    kept = []
+    with cpt.precision(model, 8), torch.no_grad():
+        for _ in range(10):
+            kept.append(model(torch.randn(1, 8, 2, 2)))
+        assert len(model[0].precision.reuse._held) <= 2
