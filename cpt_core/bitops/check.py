@@ -29,12 +29,14 @@ from cpt_core.bitops.macs import ATTENTION, PRODUCTS
 from cpt_core.bitops.plan import count_bitops
 from cpt_core.bitops.products import name_of, products_of
 from cpt_core.checks import arguments
+from cpt_core.formats.ladder import AFFINE
 from cpt_core.kernels import graph
 from cpt_core.kernels.operators import FAMILIES, LOOPS
 from cpt_core.quantization.convert import layer_precisions
 from cpt_core.quantization.coverage import QuantizationWarning
 from cpt_core.quantization.precision import HALF, LayerPrecision
 from cpt_core.quantization.scheduler import precision
+from cpt_core.schedules.schedule import Levels
 
 BITS = 8  # any number would do: what is watched is whether an operand was rounded
 
@@ -120,7 +122,8 @@ def check(model: nn.Module, inputs: tuple[Any, ...]) -> Check:
 
     A forward pass at 8 bits in the mode the model is in, and the backward pass of the sum of its outputs, both eager.
     Gradients, statistics, running ranges, bits and random numbers are afterwards what they were. What a layer computes
-    on codes is checked as its simulation, which has the same operands; ``summary`` says which products are on codes.
+    on codes, or in other formats than the paper's, is checked as the paper's simulation, which has the same operands;
+    ``summary`` says which products are on codes.
 
     Args:
         model: converted by ``quantize_``; on the device of the inputs.
@@ -133,7 +136,7 @@ def check(model: nn.Module, inputs: tuple[Any, ...]) -> Check:
     layers = layer_precisions(model)
     watch = _Watch(model)
     with (
-        as_it_was(model), precision(model, BITS, BITS), _simulated(layers.values()),
+        as_it_was(model), _simulated(layers.values()), precision(model, BITS, BITS),
         torch.compiler.set_stance("force_eager"), torch.enable_grad(),
     ):  # fmt: skip
         with warnings.catch_warnings(), followed(dict(model.named_modules()), watch.enter, watch.leave), watch:
@@ -158,15 +161,25 @@ def check(model: nn.Module, inputs: tuple[Any, ...]) -> Check:
 
 @contextmanager
 def _simulated(layers: Iterable[LayerPrecision]) -> Iterator[None]:
-    """Multiply in float32 inside the block: codes are other tensors than those that were rounded to a grid."""
-    before = {p: p.execution for p in layers}
+    """Multiply in float32, on the paper's grids, inside the block.
+
+    Codes are other tensors than those that were rounded to a grid; a ladder may lack the level, and rotations of its
+    formats are products themselves.
+    """
+    before = [(p, p.execution, p.ladders, p.in_force) for p in layers]
+
+    def put(layer: LayerPrecision, execution: str, ladders: Levels, in_force: Levels | None) -> None:
+        layer.in_force = None  # formats are looked up when it changes
+        layer.execution, layer.ladders = execution, ladders
+        layer.in_force = in_force
+
     try:
-        for p in before:
-            p.execution = "simulated"
+        for p, *_ in before:
+            put(p, "simulated", Levels(*[AFFINE] * 4), None)
         yield
     finally:
-        for p, execution in before.items():
-            p.execution = execution
+        for state in before:
+            put(*state)
 
 
 def _mispriced(model: nn.Module, inputs: tuple[Any, ...], products: Sequence[Executed]) -> dict[str, tuple[int, int]]:
@@ -275,7 +288,9 @@ class _Watch(TorchDispatchMode):
 
 
 _ROUNDS = frozenset(
-    f"{family}::{name}" for family in FAMILIES for name in ("round_to_grid", "fake_quantize", *graph.ON_GRID)
+    f"{family}::{name}"
+    for family in FAMILIES
+    for name in ("round_to_grid", "round_in_range", "fake_quantize", *graph.ON_GRID)
 )
 _ADDS = ("addmm", "baddbmm", "addbmm", "addmv", "_addmm_activation")  # the first operand is added to the product ...
 _BIASED = ("convolution", "linear", "torchvision::deform_conv2d")  # ... or the third

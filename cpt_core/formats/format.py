@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields, replace
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
@@ -112,6 +112,11 @@ class Format:
             )
         if self.bits != 1 + self.exponent + self.mantissa:
             raise ValueError(f"bits of a minifloat are 1 + exponent + mantissa, got {self.bits}")
+        if self.largest >= 2.0**128:
+            raise ValueError(
+                f"e{self.exponent}m{self.mantissa} with specials {self.specials!r} has numbers beyond the largest of "
+                "float32, in which all is computed; give specials='infinity'"
+            )
 
     # --- makers -------------------------------------------------------------------------------------------------------
 
@@ -267,6 +272,8 @@ class Format:
 
 _OPTIONS = fields(Format)[7:]  # from ``partial`` on
 _MAKERS = {"e8m0": "mx", "e4m3": "nv"}
+_FLAG = {"0": False, "1": True}.__getitem__
+_READ: Mapping[str, Callable[[str], Any]] = {"partial": _FLAG, "saturate": _FLAG, "hadamard": int, "percentile": float}
 
 
 @lru_cache(maxsize=1024)
@@ -279,10 +286,10 @@ def _parsed(text: str) -> Format:
     for part in rest:
         key, _, value = part.partition("=")
         choose("option of a format", key, ("specials", *(f.name for f in _OPTIONS)))
-        if key in ("partial", "saturate"):
-            options[key] = value == "1"
-        else:
-            options[key] = int(value) if key == "hadamard" else float(value) if key == "percentile" else value
+        try:
+            options[key] = _READ.get(key, str)(value)
+        except (KeyError, ValueError):
+            raise ValueError(f"option {key!r} of format {text!r} cannot be {value!r}") from None
     if name in FORMATS:
         return replace(FORMATS[name], **options)
     if found := re.fullmatch(r"(mx|nv)\((\w+),(\d+)\)", name):

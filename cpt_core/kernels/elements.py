@@ -16,7 +16,8 @@ from cpt_core.formats.format import Format
 from cpt_core.kernels import reference
 
 EXPONENT = 0x7F800000  # the bits of a float32's exponent
-NATIVE = {(8, 7): torch.bfloat16, (5, 10): torch.float16}  # torch rounds to these itself, half to even
+# torch rounds to these itself, half to even; both have infinities
+NATIVE = {(8, 7, "infinity"): torch.bfloat16, (5, 10, "infinity"): torch.float16}
 
 
 def round_elements(x: Tensor, scale: Tensor | None, format: Format, key: Tensor | None = None) -> Tensor:
@@ -57,8 +58,8 @@ def _bounded(x: Tensor, format: Format, noise: Tensor | None) -> Tensor:
     largest = format.largest
     if format.kind == "symmetric":
         y = _whole(x, noise)
-    elif noise is None and (format.exponent, format.mantissa) in NATIVE:
-        y = x.to(NATIVE[format.exponent, format.mantissa]).float()
+    elif noise is None and (native := NATIVE.get((format.exponent, format.mantissa, format.specials))):
+        y = x.to(native).float()
     else:
         y = _floating(x, format, noise)
     if format.saturate:

@@ -27,6 +27,7 @@ its block, or of what shares its own range, NaN, so that loss scalers see it.
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from functools import partial
 
 import torch
@@ -46,6 +47,11 @@ SCALE = FORMATS["e4m3"]  # of a block of nvfp4
 def grid_of(granularity: str, format: Format) -> str:
     """Return the grid of a role's granularity and a format; a granularity of the format's own counts."""
     return granularity if format.plain_affine else f"{format.granularity or granularity}|{format}"
+
+
+def grid_of_steps(format: Format) -> str:
+    """Return the grid of a format on which every index of the first dimension has a range of its own."""
+    return grid_of("per_channel", replace(format, granularity="per_channel") if format.granularity else format)
 
 
 def parts_of(grid: str) -> tuple[str, Format | None]:

@@ -25,6 +25,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
 from cpt_core.checks import arguments
+from cpt_core.formats.format import FULL
 from cpt_core.kernels import lstm, operators
 from cpt_core.kernels.integer import MOST_BITS, QuantizedTensor
 from cpt_core.quantization.convert import layer_precisions
@@ -82,7 +83,8 @@ def export(
     Args:
         model: converted by ``quantize_``, trained, in evaluation mode.
         inputs: the arguments of its forward, an example of two or more where the batch is to be free.
-        bits: 1 to 8, "q_max" of the schedules, or a mapping from patterns of layer names, see ``precision``.
+        bits: 1 to 8, "q_max" of the schedules, or a mapping from patterns of layer names, see ``precision``; levels
+            where a layer has ladders.
         dynamic_shapes: which sizes are free, as ``torch.export.export`` takes it; None frees the first of every tensor
             where the model allows that. An LSTM keeps the sizes of the example.
 
@@ -91,15 +93,15 @@ def export(
 
     Raises:
         ValueError: for a model that is not converted, is in training mode or has running ranges that nothing has
-            filled; for other bits; for graph convolutions, whose graphs a program does not take; for a layer whose
-            parent uses its weights itself, or whose parameters something has replaced, as a parametrisation does.
+            filled; for other bits, or weights in another format than an affine one; for graph convolutions, whose
+            graphs a program does not take; for a layer whose parent uses its weights itself, or whose parameters
+            something has replaced, as a parametrisation does.
     """
     arguments(inputs)
     _check(model, bits)
     with precision(model, bits, q_grad="float"):
         for name, layer in layer_precisions(model).items():
-            if layer.bits is None or layer.bits > MOST_BITS:
-                raise ValueError(f"layer {name!r} would have {layer.bits} bits; codes of a byte hold {MOST_BITS}")
+            _check_format(name, layer)
         deployed = copy.deepcopy(model)  # which keeps these bits
     with torch.no_grad():
         for name, layer in layer_precisions(deployed).items():
@@ -147,6 +149,19 @@ def _check(model: nn.Module, bits: int | str | Mapping[str, int]) -> None:
                     f"layer {name!r} has no running range of its {role} yet, on which evaluation rounds: train the "
                     "model first, or run it on a few batches in training mode"
                 )
+
+
+def _check_format(name: str, layer: LayerPrecision) -> None:
+    """Raise ValueError for a format of weights that codes of a byte do not hold."""
+    weight = layer.formats_in_force.weight
+    if weight is None or (weight.plain_affine and weight.bits > MOST_BITS):
+        bits = weight.bits if weight else FULL
+        raise ValueError(f"layer {name!r} would have {bits} bits; codes of a byte hold {MOST_BITS}")
+    if not weight.plain_affine:
+        raise ValueError(
+            f"layer {name!r} would have weights in {weight}, and a program holds codes of the paper's grids alone; "
+            "evaluate the model itself, or give its weights a ladder of affine formats"
+        )
 
 
 def _encode_parameters_(module: nn.Module, layer: LayerPrecision) -> None:

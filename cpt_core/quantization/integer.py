@@ -195,8 +195,11 @@ class GradientRounding:
 
     def _rounded(self, gradient: Tensor) -> Tensor:
         p = self.precision
-        p.observe("grad", gradient)
-        return round_gradient(gradient, p.grad_levels, p.quantizers["grad"], p.noise_key)
+        quantizer, dim = p.quantizers["grad"], p.sums.get("grad", -1)
+        turned = gradient.transpose(dim, -1) if quantizer.along_sum else gradient
+        p.observe("grad", turned)
+        turned = round_gradient(turned, p.grad_levels, quantizer, p.noise_key)
+        return turned.transpose(dim, -1) if quantizer.along_sum else turned
 
     def _split(self, gradient: Tensor) -> Sequence[Tensor]:
         return gradient.split(self.parts)[::-1] if self.parts else (gradient,)

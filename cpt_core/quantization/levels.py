@@ -183,7 +183,8 @@ class LevelState(RunningState):
     def constants(self) -> tuple[Any, ...]:
         """Return what code that was captured for other levels holds as constants: it serves where this is the same."""
         plain = all(f is None or f.plain_affine for f in self._formats)
-        return self.quantizes, self.quantizes_weight, self.quantizes_gradient, self.fits_codes, plain or self._formats
+        quantizes = tuple(f is not None for f in self._formats)
+        return quantizes, self.apart, self.fits_codes, plain or self._formats
 
     @property
     def active(self) -> bool:

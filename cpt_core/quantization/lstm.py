@@ -28,7 +28,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence
 
-from cpt_core.kernels.formats import grid_of
+from cpt_core.kernels.formats import grid_of_steps
 from cpt_core.kernels.integer import LONGEST, QuantizedTensor
 from cpt_core.kernels.operators import fake_quantize, range_of, recurrence, round_in_range
 from cpt_core.kernels.reference import Range
@@ -176,7 +176,7 @@ class QuantLSTM(QuantizedLayer, nn.LSTM):
     def _cell_on_codes(self, cell: str, x: Tensor, steps: Steps, h: Tensor, c: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         p, role = self.precision, f"hidden_{cell}"
         count, sizes = steps
-        by_row = p.quantizers["grad"].granularity == "per_row"  # a row belongs to one step
+        by_row = p.quantizers["grad"].ranges == "per_row"  # a row belongs to one step
         parts = () if by_row else sizes or (len(x) // count,) * count
         (w, b), (u, d) = (self._weights(kind, cell, x.dtype) for kind in ("ih", "hh"))
         x_gates = linear_on_codes(p, x, w, b, self._encoded_input(cell, x, steps), parts)
@@ -218,7 +218,7 @@ class QuantLSTM(QuantizedLayer, nn.LSTM):
         count, sizes = steps
         if not sizes and quantizer.ranges == "per_tensor" and (self.training or not quantizer.running):
             steps_apart = x.unflatten(0, (count, -1))  # a step is as a channel
-            grid = "per_channel" if quantizer.format is None else grid_of("per_channel", quantizer.format)
+            grid = "per_channel" if quantizer.format is None else grid_of_steps(quantizer.format)
             y, low, width = fake_quantize(steps_apart, p.levels, grid)
             self._track(cell, low.flatten(), width.flatten())
             return y.flatten(0, 1)

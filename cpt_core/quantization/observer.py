@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
 from cpt_core.formats.format import Format
-from cpt_core.kernels.formats import grid_of
+from cpt_core.kernels.formats import grid_of_steps
 from cpt_core.kernels.integer import MOST_BITS
 from cpt_core.kernels.operators import encode, fake_quantize
 from cpt_core.kernels.reference import clips
@@ -49,7 +49,7 @@ class Observer:
         parts, grid = [x.detach()], quantizer.granularity
         if rows and quantizer.ranges == "per_tensor":
             if len(set(rows)) == 1:  # a part is as a channel
-                parts, grid = [parts[0].unflatten(0, (len(rows), -1))], grid_of("per_channel", format)
+                parts, grid = [parts[0].unflatten(0, (len(rows), -1))], grid_of_steps(format)
             else:
                 parts = list(parts[0].split(list(rows)))
         of_key = self.sums.setdefault((self.name, role, level, format.bits, quantizer.granularity), [])

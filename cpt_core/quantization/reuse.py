@@ -61,6 +61,8 @@ class Reuse:
         if held is not None and held.weight() is weight and held.state == state:
             return _Again.apply(weight, held.values) if weight.requires_grad else held.values
         values = quantize()
+        for gone in [k for k, v in self._held.items() if v.weight() is None]:  # made for one pass alone
+            del self._held[gone]
         self._held[id(weight)] = _Held(weakref.ref(weight), state, values.detach())
         return values
 

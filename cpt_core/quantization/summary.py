@@ -99,5 +99,17 @@ def summary(model: nn.Module) -> Summary:
                 slow = layer.precision.execution == "auto" and not multiplies_codes(layer.precision.levels.device)
                 products = layer.products
                 simulated = dict.fromkeys(products, SLOW) if slow else layer.simulated_products()
+                simulated |= _in_other_formats(layer)
             rows.append(LayerSummary(name, kind, parameters, quantized, reason, simulated, products))
     return Summary(tuple(rows))
+
+
+def _in_other_formats(layer: QuantizedLayer) -> dict[str, str]:
+    """Return the products that some level of a ladder has in formats without codes, with the first such level."""
+    forward = ("forward", "aggregation")
+    for role, ladder in layer.precision.ladders._asdict().items():
+        if odd := [q for q in ladder.levels if not (ladder[q].plain_affine or ladder[q].is_identity)]:
+            why = f"at level {odd[0]} the {role.replace('_', ' ')} is in {ladder[odd[0]]}"
+            gradients = role in ("error", "weight_gradient")
+            return {product: why for product in layer.products if not (gradients and product in forward)}
+    return {}

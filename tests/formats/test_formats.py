@@ -87,8 +87,9 @@ elements = st.one_of(
     st.builds(Format.symmetric, st.integers(2, 23)),
     st.builds(Format.log2, st.integers(2, 8)),
     st.builds(
-        Format.minifloat, st.integers(2, 8), st.integers(0, 23), st.sampled_from([None, "none", "nan", "infinity"])
+        Format.minifloat, st.integers(2, 7), st.integers(0, 23), st.sampled_from([None, "none", "nan", "infinity"])
     ),
+    st.builds(Format.minifloat, st.just(8), st.integers(0, 23)),
 )
 blocks = st.one_of(
     st.builds(Format.nvfp4, st.integers(1, 64)),
@@ -126,6 +127,10 @@ def test_a_name_gives_the_format_back(format, chosen):
         (lambda: Format.affine(4, percentile=50), "percentile must lie above 50"),
         (lambda: Format.affine(4, clipping="mse"), "unknown clipping 'mse'"),
         (lambda: Format.affine(4, granularity="per_cow"), "unknown granularity 'per_cow'"),
+        (lambda: Format.minifloat(8, 7, "none"), "e8m7 with specials 'none' has numbers beyond the largest of float32"),
+        (lambda: Format.minifloat(8, 1, "nan"), "beyond the largest of float32"),
+        (lambda: Format.of("mxfp4:hadamard=x"), "option 'hadamard' of format 'mxfp4:hadamard=x' cannot be 'x'"),
+        (lambda: Format.of("mxfp4:partial=True"), "option 'partial' of format 'mxfp4:partial=True' cannot be 'True'"),
     ],
 )
 def test_bad_formats_are_refused(make, words):

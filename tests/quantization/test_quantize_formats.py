@@ -47,6 +47,12 @@ def test_quantize_rounds_to_every_format(name):
     assert torch.equal(own, formats.quantize_to(x, f"per_row|{name}:granularity=per_row", N, None)[0])
 
 
+def test_wide_minifloats_without_infinities_have_all_their_numbers():
+    x = torch.tensor([69771.1, -131008.0, 1e9, 6e-8, 3e-8])
+    found = quantize(x, format=Format.minifloat(5, 10, "none"))
+    assert found.tolist() == [69760.0, -131008.0, 131008.0, 2.0**-24, 2.0**-24]
+
+
 def test_quantize_passes_gradients_and_keeps_types():
     for name in ("e4m3", "mxfp4", "nvfp4", "symmetric4", "log2_3"):
         for dtype in (torch.float32, torch.bfloat16, torch.float16, torch.float64):

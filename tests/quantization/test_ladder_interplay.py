@@ -1,0 +1,165 @@
+"""What else is done with a model whose levels are other formats: nothing may take them for bits."""
+
+import pytest
+import torch
+from torch import nn
+
+import cpt_core as cpt
+from cpt_core.formats.ladder import LADDERS
+from cpt_core.quantization.convert import layer_precisions
+from cpt_core.schedules.schedule import Levels, StaticSchedule, TableSchedule
+
+MX = LADDERS["mx"]
+ROTATED = {
+    "weight": {3: "e2m1:hadamard=8"},
+    "activation": {3: "e2m1:hadamard=8"},
+    "gradient": {3: "e4m3", 4: "mxfp4"},
+}
+CYCLE = TableSchedule(((1, 1), (3, 1)))
+
+
+def net(ladder=None, **options):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(32, 32), nn.ReLU(), nn.Linear(32, 32))
+    return cpt.quantize_(model, cpt.QuantConfig(ladder=ladder, **options))
+
+
+def inputs():
+    return torch.randn(4, 32, generator=torch.Generator().manual_seed(0))
+
+
+ROLES = {"weight": {1: "e2m1"}, "activation": {3: "e4m3"}, "gradient": None}
+
+
+@pytest.mark.parametrize(
+    ("ladder", "schedule"),
+    [
+        (MX, CYCLE),
+        (ROTATED, StaticSchedule(3, 2)),
+        (ROLES, cpt.RoleSchedules(weight=1, activation=StaticSchedule(3, 2), gradient=3)),
+    ],
+)
+@pytest.mark.parametrize("training", [True, False])
+def test_check_runs_on_every_ladder_and_leaves_it(ladder, schedule, training):
+    model = net(ladder)
+    cpt.PrecisionScheduler(model, schedule)
+    model(inputs())
+    before = layer_precisions(model)["0"].formats_in_force
+    expected = model.train(training)(inputs())
+    assert cpt.check(model, (inputs(),)).ok
+    assert layer_precisions(model)["0"].formats_in_force == before
+    assert torch.equal(model(inputs()), expected)
+
+
+def test_a_program_holds_no_weights_of_other_formats():
+    model = net({1: "affine4", 3: "e4m3"})
+    with cpt.precision(model, 3, 3):
+        model(inputs())
+    model.eval()
+    with pytest.raises(ValueError, match="layer '0' would have weights in e4m3, and a program holds codes of the"):
+        cpt.export(model, (inputs(),), bits=3)
+    program = cpt.export(model, (inputs(),), bits=1)
+    with cpt.precision(model, 1):
+        assert torch.equal(program.module()(inputs()), model(inputs()))
+
+
+def test_inputs_of_a_program_may_have_another_format():
+    model = net({"weight": None, "activation": {8: "e4m3"}, "gradient": None})
+    with cpt.precision(model, 8, 8):
+        model(inputs())
+    program = cpt.export(model.eval(), (inputs(),), bits=8)
+    with cpt.precision(model, 8):
+        assert torch.equal(program.module()(inputs()), model(inputs()))
+
+
+@pytest.mark.parametrize(
+    ("ladder", "said"),
+    [
+        (MX, "on codes: none (forward simulated: at level 1 the activation is in mxfp4:partial=1"),
+        ({1: "affine4", 3: "nvfp4"}, "on codes: none (forward simulated: at level 3 the activation is in nvfp4"),
+        ({"weight": None, "activation": None, "gradient": {8: "e4m3"}},
+         "on codes: forward (error simulated: at level 8 the error is in e4m3"),
+        ({1: "affine4", 2: "affine8"}, "on codes: forward, error, weight"),
+    ],
+)  # fmt: skip
+def test_summary_calls_products_in_other_formats_simulated(ladder, said):
+    torch.manual_seed(0)
+    config = cpt.QuantConfig(ladder=ladder, execution="integer").with_shared_steps()
+    assert said in str(cpt.summary(cpt.quantize_(nn.Sequential(nn.Linear(32, 32)), config)))
+
+
+@pytest.mark.parametrize("kind", [nn.Conv1d, nn.Conv2d, nn.Conv3d])
+def test_a_picture_without_a_batch_has_its_blocks_along_channels(kind):
+    config = cpt.QuantConfig(ladder={8: "mx(e2m1,8)"}).with_gradient_rounding("nearest")
+    torch.manual_seed(0)
+    model = cpt.quantize_(nn.Sequential(kind(16, 8, 1)), config)
+    dims = int(kind.__name__[-2])
+    x = torch.randn(16, *[8] * dims, requires_grad=True)
+    with cpt.precision(model, 8, 8):
+        y, batched = model(x), model(x.unsqueeze(0)).squeeze(0)
+        weight = torch.randn_like(y)
+        of_y, of_batched = (torch.autograd.grad((out * weight).sum(), x)[0] for out in (y, batched))
+    assert torch.equal(y, batched)
+    assert torch.equal(of_y, of_batched)
+
+
+def test_gradients_in_blocks_behind_products_on_codes_have_them_along_channels():
+    found = []
+    for execution in ("simulated", "integer"):
+        torch.manual_seed(0)
+        ladder = {"weight": None, "activation": None, "gradient": {8: "mx(e2m1,4)"}}
+        config = cpt.QuantConfig(ladder=ladder, execution=execution).with_gradient_rounding("nearest")
+        model = cpt.quantize_(nn.Sequential(nn.Conv2d(4, 8, 3)), config)
+        x = torch.randn(2, 4, 6, 6, requires_grad=True)
+        with cpt.precision(model, 8, 8):
+            (model(x) * torch.randn(2, 8, 4, 4)).sum().backward()
+        found.append((x.grad, model[0].weight.grad))
+    for simulated, integer in zip(*found, strict=True):
+        torch.testing.assert_close(integer, simulated, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", ["e4m3", "affine4:clipping=rms", "nvfp4:partial=1"])
+def test_steps_of_an_lstm_have_ranges_of_their_own_whatever_granularity_a_format_names(name):
+    torch.manual_seed(0)
+    model = cpt.quantize_(nn.Sequential(nn.LSTM(8, 4)), cpt.QuantConfig(ladder={8: f"{name}:granularity=per_tensor"}))
+    x = torch.randn(3, 2, 8) * torch.tensor([1.0, 10.0, 100.0])[:, None, None]
+    with cpt.precision(model, 8, 8):
+        steps = model[0]._input("l0", x.flatten(0, 1), (3, ())).unflatten(0, (3, 2))
+    for step, rounded in zip(x, steps, strict=True):
+        assert torch.equal(rounded, cpt.quantize(step, format=f"{name}:granularity=per_tensor"))
+
+
+def test_gradients_of_graph_layers_on_a_ladder_keep_to_their_format(monkeypatch):
+    from cpt_core.quantization import graph_layers
+
+    calls = []
+    graph = cpt.Graph.from_edges(torch.tensor([0, 1, 2, 3]), torch.tensor([1, 2, 3, 0]), 4)
+    whole = graph_layers.round_scale_round
+    monkeypatch.setattr(graph_layers, "round_scale_round", lambda *args: calls.append(args) or whole(*args))
+    for ladder, expected in (({8: "e4m3"}, 0), ({8: "affine4:granularity=per_tensor"}, 0), (None, 1)):
+        calls.clear()
+        ladders = {"weight": None, "activation": None, "gradient": ladder}
+        model = cpt.quantize_(nn.Sequential(cpt.GraphConv(4, 8)), cpt.QuantConfig(ladder=ladders))
+        with cpt.precision(model, 8, 8):
+            model[0](graph, torch.randn(4, 4, requires_grad=True)).sum().backward()
+        assert len(calls) == expected
+
+
+def test_a_recorded_step_serves_no_other_split_of_gradients():
+    layer = layer_precisions(net())["0"]
+    found = set()
+    for levels in (Levels(8, 8, 8, 8), Levels(8, 8, 8, 4), Levels(8, 8, None, 8), Levels(8, 8, 8, None)):
+        layer.set_levels(levels)
+        found.add(layer.constants())
+    assert len(found) == 4
+    layer.set_levels(Levels(6, 5, 7, 3))
+    assert layer.constants() in found  # only numbers differ from the second
+
+
+def test_weights_that_are_turned_for_their_blocks_are_not_kept_for_ever():
+    model = cpt.quantize_(nn.Sequential(nn.Conv2d(8, 8, 1)), cpt.QuantConfig(ladder={8: "mx(e2m1,8)"})).eval()
+    kept = []
+    with cpt.precision(model, 8), torch.no_grad():
+        for _ in range(10):
+            kept.append(model(torch.randn(1, 8, 2, 2)))
+        assert len(model[0].precision.reuse._held) <= 2
