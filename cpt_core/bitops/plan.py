@@ -205,7 +205,7 @@ def formats_per_layer(
             groups.setdefault((id(s), tuple(of_roles)), (s, []))[1].append(name)
 
     ladders = dict.fromkeys(ladder for _, of_roles in groups for ladder in of_roles)
-    table = sorted({ladder.priced(x) for ladder in ladders for x in ladder.levels}, key=rank)
+    table = sorted({ladder.priced(x) for ladder in ladders for x in (*ladder.levels, MOST_LEVEL)}, key=rank)
     places = {ladder: _places(ladder, table) for ladder in ladders}
     formats: dict[str, InForce] = {}
     widest = np.array(0)
@@ -224,7 +224,7 @@ def formats_per_layer(
 def _places(ladder: FormatLadder, table: list[Format]) -> np.ndarray:
     """Return where in a table the format of every level is; -1 for levels that the ladder does not have."""
     found = np.full(MOST_LEVEL + 1, -1)
-    for level in ladder.levels:
+    for level in (*ladder.levels, MOST_LEVEL):  # the last is float32 where a ladder says nothing else
         found[level] = table.index(ladder.priced(level))
     return found
 

@@ -51,7 +51,8 @@ class Format:
         scale: format of a block's scale: "e8m0" (a power of two) or "e4m3", with one float32 scale per tensor.
         partial: the last block of a row may be shorter; else a row that ``block`` does not divide is an error.
         granularity: which elements share a range, a name of ``GRANULARITIES``; None takes that of the role's quantiser,
-            and leaves minifloats and powers of two without a scale where there is no role.
+            and leaves minifloats and powers of two without a scale where there is no role. Ranges other than
+            "per_tensor" are those of the tensor at hand in evaluation, too.
         rounding: "nearest" (half to even) or "stochastic"; None takes that of the role's quantiser, or "nearest".
         clipping: where a range ends. "none": at its extremes; "rms": where the error is least, root mean square;
             "percentile": at the ``percentile`` of the magnitudes (of both ends, for an affine grid).

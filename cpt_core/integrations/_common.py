@@ -96,18 +96,21 @@ class TrainerPrecision(PrecisionScheduler):
     def _apply(self) -> None:
         super()._apply()
         if self._eval_bits is not None:
-            for layers, bits in zip(self._groups.values(), self._bits_of_evaluation(), strict=True):
+            for layers, levels in zip(self._groups.values(), self._levels_of_evaluation(), strict=True):
                 for layer in layers:
-                    gradients = (None, None) if bits is None else layer.in_force[2:]  # type: ignore[index]
-                    layer.set_levels(Levels(bits, bits, *gradients))
+                    gradients = levels if levels.activation is None else layer.in_force
+                    layer.set_levels(Levels(*levels[:2], *gradients[2:]))  # type: ignore[index]
 
-    def _bits_of_evaluation(self) -> list[int] | list[None]:
+    def _levels_of_evaluation(self) -> list[Levels]:
+        """Return the levels of every schedule, of which those of gradients do not count; None for float32."""
+        schedules = [schedule for schedule, _ in self.schedules.values()]
         if self._eval_bits == "current":
-            return self.get_last_bits()
-        if self._eval_bits == "float":
-            return [None] * len(self.schedules)
-        given = self._eval_bits if isinstance(self._eval_bits, int) else None  # else each schedule's q_max
-        return [given or schedule.q_max for schedule, _ in self.schedules.values()]
+            step = min(self.last_step, self.total_steps - 1)
+            return [schedule.levels_at(step, self.q_grad) for schedule in schedules]
+        if self._eval_bits == "q_max":
+            return [schedule.highest for schedule in schedules]
+        given = self._eval_bits if isinstance(self._eval_bits, int) else None
+        return [Levels(*[given] * 4)] * len(schedules)
 
     def _so_far(self, pattern: str) -> NDArray[np.float64]:
         """Return ``relative_cost`` of the first 1, 2, ... steps, shape (total_steps,), on the layers' ladders."""
@@ -139,8 +142,8 @@ class TrainerPrecision(PrecisionScheduler):
         """Return the ``eval_bits`` in force, 32 for float32; nothing while the model trains."""
         if self._eval_bits is None:
             return {}
-        bits = zip(self.schedules, self._bits_of_evaluation(), strict=True)
-        return {self._name("eval_bits", pattern): b or cost.FULL_PRECISION for pattern, b in bits}
+        levels = zip(self.schedules, self._levels_of_evaluation(), strict=True)
+        return {self._name("eval_bits", pattern): x.activation or cost.FULL_PRECISION for pattern, x in levels}
 
     def _name(self, what: str, pattern: str) -> str:
         return what if len(self.schedules) == 1 else f"{what}/{pattern}"

@@ -32,7 +32,7 @@ class LevelState(RunningState):
         ladders: what a level is, for every role of ``Levels``.
         lengths: of the dimensions over which products sum, for every role of ``Levels``: blocks must divide them.
         splits: whether the layer can quantise its gradient for each backward product by itself, and rotate operands.
-        q_max: of the schedule that drives the layer.
+        highest: levels of the schedule that drives the layer, of every role.
         quantizers: the quantiser of every role, with the format of the level in force.
 
     ``in_force`` alone says what the levels are. The products read ``levels`` and the other 0-d tensors with the number
@@ -50,7 +50,7 @@ class LevelState(RunningState):
         self.ladders = Levels(AFFINE, AFFINE, AFFINE, AFFINE)
         self.splits = False
         self.lengths = Levels((), (), (), ())
-        self.q_max: int | None = None
+        self.highest: Levels | None = None
         self.reuse = Reuse()
         self.given = self.quantizers
         self.levels, self.weight_levels, self.grad_levels, self.weight_grad_levels = _zeros("cpu")

@@ -66,8 +66,11 @@ class Quantizer:
         """Return the quantiser for a format of a ladder; the paper's grids, and None, leave it as it is."""
         if format is None or format.plain_affine:
             return self
-        grid = grid_of(format.granularity or self.granularity, format)
-        return replace(self, granularity=grid, rounding=format.rounding or self.rounding)
+        ranges = format.granularity or self.ranges
+        running = self.running and ranges == "per_tensor"  # others have as many ranges as the tensor at hand has rows
+        return replace(
+            self, granularity=grid_of(ranges, format), rounding=format.rounding or self.rounding, running=running
+        )
 
     def round_in(self, x: Tensor, range: Range, levels: Tensor) -> Tensor:
         """Round a tensor in a given range, to nearest; what is outside goes to its ends."""

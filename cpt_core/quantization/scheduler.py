@@ -22,7 +22,9 @@ from typing import Any
 import numpy as np
 from torch import nn
 
+from cpt_core.formats.ladder import AFFINE
 from cpt_core.quantization.convert import layer_precisions
+from cpt_core.quantization.levels import NOTHING
 from cpt_core.quantization.precision import LayerPrecision
 from cpt_core.quantization.quantizers import check_bits
 from cpt_core.schedules.layered import LayeredSchedule
@@ -84,30 +86,32 @@ class PrecisionScheduler:
         for pattern, (schedule, _) in self.schedules.items():
             levels = schedule.levels_at(step, self.q_grad)
             for layer in self._groups[pattern]:
-                layer.q_max = schedule.q_max
+                layer.highest = schedule.highest
                 layer.set_levels(levels)
 
     def state_dict(self) -> dict[str, Any]:
         """Return everything a resumed run needs that the model's ``state_dict`` lacks: plain values and tensors.
 
-        That is the step, the schedules (to refuse others), the running ranges and the state of the rounding noise.
+        That is the step, the schedules and ladders (to refuse others), the running ranges and the state of the rounding
+        noise.
         """
         return {
             "last_step": self.last_step,
             "q_grad": self.q_grad,
             "schedules": {pattern: schedule.to_dict() for pattern, (schedule, _) in self.schedules.items()},
+            "ladders": {name: _described(p.ladders) for name, p in self._layers.items() if set(p.ladders) != {AFFINE}},
             "layers": {name: layer.get_running() for name, layer in self._layers.items()},
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue from ``state_dict()``; ValueError when it belongs to other schedules or layers.
+        """Continue from ``state_dict()``; ValueError when it belongs to other schedules, ladders or layers.
 
         Names may differ by what DDP or ``torch.compile`` puts before or into them ("module.", "_orig_mod.").
         """
         theirs, mine = _bare(state), _bare(self.state_dict())
-        for key in ("schedules", "q_grad"):
+        for key in ("schedules", "q_grad", "ladders"):
             if _plain(theirs[key]) != _plain(mine[key]):
-                said = f"the checkpoint has {key} {_short(state[key])}, this scheduler {_short(mine[key])}"
+                said = f"the checkpoint has {key} {_short(theirs[key])}, this scheduler {_short(mine[key])}"
                 raise ValueError(said)
         if odd := sorted(set(theirs["layers"]) ^ set(mine["layers"])):
             raise ValueError(f"the checkpoint's quantised layers differ from the model's: {', '.join(odd)}")
@@ -149,8 +153,8 @@ def precision(
 
     Args:
         model: a model converted by ``quantize_``.
-        bits: 1 to 32, "q_max" (of the schedule that drives each layer), "float" for no quantisation, or a mapping from
-            patterns of layer names to bits, of which the first that matches a layer decides.
+        bits: 1 to 32, "q_max" (of the schedule that drives each layer, role by role), "float" for no quantisation, or a
+            mapping from patterns of layer names to bits, of which the first that matches a layer decides.
         q_grad: gradient bits; None keeps those in force, or takes ``bits`` where there are none; with "float" gradients
             are not quantised either.
 
@@ -168,26 +172,27 @@ def precision(
     }
     before = [(layer, layer.in_force) for layer in layers.values()]
     try:
-        for name, (value, layer) in wanted.items():
-            kept = layer.in_force[2:] if layer.in_force and value is not None else (value, value)
-            gradients = kept if q_grad is None else [_resolve("q_grad", q_grad, layer, name)] * 2
-            layer.set_levels(Levels(value, value, *gradients))
+        for name, (values, layer) in wanted.items():
+            kept = layer.in_force if layer.in_force and values.activation is not None else values
+            gradients = kept if q_grad is None else _resolve("q_grad", q_grad, layer, name)
+            layer.set_levels(Levels(*values[:2], *gradients[2:]))
         yield model
     finally:
         for layer, in_force in before:
             layer.in_force = in_force
 
 
-def _resolve(what: str, value: int | str, layer: LayerPrecision, name: str) -> int | None:
+def _resolve(what: str, value: int | str, layer: LayerPrecision, name: str) -> Levels:
+    """Return the levels of all roles that a value of ``precision`` means; of gradients only the last two count."""
     if value == "float":
-        return None
+        return NOTHING
     if value == "q_max":
-        if layer.q_max is None:
+        if layer.highest is None:
             raise ValueError(f"layer {name!r} has no q_max yet: make a PrecisionScheduler first, or give a number")
-        return layer.q_max
+        return layer.highest
     if isinstance(value, str):
         raise ValueError(f"{what} must be an integer from 1 to 32, 'q_max' or 'float', got {value!r}")
-    return check_bits(what, value)
+    return Levels(*[check_bits(what, value)] * 4)
 
 
 def _bare(state: Mapping[str, Any]) -> dict[str, Any]:
@@ -199,7 +204,13 @@ def _bare(state: Mapping[str, Any]) -> dict[str, Any]:
     def bare(values: Mapping[str, Any]) -> dict[str, Any]:
         return {_WRAPPER.sub("", f"{name}.").removeprefix(prefix)[:-1]: value for name, value in values.items()}
 
-    return {**state, "layers": bare(state["layers"]), "schedules": bare(state["schedules"])}
+    found = {key: bare(state.get(key, {})) for key in ("layers", "schedules", "ladders")}  # no ladders: the paper's
+    return {**state, **found}
+
+
+def _described(ladders: Levels) -> dict[str, dict[str, str]]:
+    """Return the ladders of a layer's roles as plain values, {} for the paper's."""
+    return {role: {} if x == AFFINE else x.to_dict() for role, x in ladders._asdict().items()}
 
 
 def _short(value: Any) -> str:

@@ -88,6 +88,11 @@ class RoleSchedules(Schedule):
         return max(self.parts.weight.q_max, self.parts.activation.q_max)
 
     @property
+    def highest(self) -> Levels:
+        """The highest level of every role."""
+        return Levels(*(s.q_max for s in self.parts))
+
+    @property
     def total_steps(self) -> int:  # type: ignore[override]
         """The number of optimizer steps."""
         return self.parts.weight.total_steps

@@ -95,6 +95,11 @@ class Schedule:
         bits, gradients = self(step), self.q_max if q_grad is None else q_grad
         return Levels(bits, bits, gradients, gradients)
 
+    @property
+    def highest(self) -> Levels:
+        """The highest level of every role, which "q_max" means where a model is evaluated."""
+        return Levels(*[self.q_max] * 4)
+
     def relative_cost(
         self,
         q_grad: int | None = None,

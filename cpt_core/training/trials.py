@@ -136,7 +136,7 @@ def trials(
         if convert:
             quantize_(what, config)
         layers = layer_precisions(what).values()
-        former = [(layer, layer.in_force, layer.q_max) for layer in layers]
+        former = [(layer, layer.in_force, layer.highest) for layer in layers]
         trial = Trial(what, train_step, optimizer, q_max, type(what).__name__, stateful=stateful)
         try:
             for seed in seeds:
@@ -144,7 +144,7 @@ def trials(
         finally:
             trial.put_back()
             for layer, in_force, top in former:
-                layer.in_force, layer.q_max = in_force, top
+                layer.in_force, layer.highest = in_force, top
             if convert:
                 restore_(what)
     else:

@@ -6,6 +6,7 @@ from torch import nn
 
 import cpt_core as cpt
 from cpt_core.formats.ladder import LADDERS
+from cpt_core.integrations._common import TrainerPrecision
 from cpt_core.quantization.convert import layer_precisions
 from cpt_core.schedules.schedule import Levels, StaticSchedule, TableSchedule
 
@@ -29,6 +30,8 @@ def inputs():
 
 
 ROLES = {"weight": {1: "e2m1"}, "activation": {3: "e4m3"}, "gradient": None}
+RISING = cpt.RoleSchedules(weight=TableSchedule(((1, 1), (2, 1))), activation=6, gradient="float32")
+BY_ROLE = {"weight": {1: "e2m1", 2: "e3m2"}, "activation": {6: "e4m3"}, "gradient": None}
 
 
 @pytest.mark.parametrize(
@@ -163,3 +166,79 @@ def test_weights_that_are_turned_for_their_blocks_are_not_kept_for_ever():
         for _ in range(10):
             kept.append(model(torch.randn(1, 8, 2, 2)))
         assert len(model[0].precision.reuse._held) <= 2
+
+
+def test_a_checkpoint_of_another_ladder_is_refused():
+    state = cpt.PrecisionScheduler(net(MX), CYCLE).state_dict()
+    cpt.PrecisionScheduler(net(MX), CYCLE).load_state_dict(state)
+    for other in (None, {1: "e2m1", 3: "e4m3"}, {"weight": MX, "activation": MX, "gradient": None}):
+        with pytest.raises(ValueError, match=r"the checkpoint has ladders .*mxfp4:partial=1.*, this scheduler"):
+            cpt.PrecisionScheduler(net(other), CYCLE).load_state_dict(state)
+    with pytest.raises(ValueError, match=r"the checkpoint has ladders \{\}, this scheduler"):
+        cpt.PrecisionScheduler(net(MX), CYCLE).load_state_dict(cpt.PrecisionScheduler(net(), CYCLE).state_dict())
+    old = cpt.PrecisionScheduler(net(), CYCLE).state_dict()
+    del old["ladders"]  # as it was written before there were any
+    cpt.PrecisionScheduler(net(), CYCLE).load_state_dict(old)
+
+
+@pytest.mark.parametrize("kind", [nn.Linear, nn.LSTM])
+def test_ranges_of_rows_take_the_place_of_running_ones(kind):
+    torch.manual_seed(0)
+    config = cpt.QuantConfig(ladder={1: "e2m1", 2: "e4m3:granularity=per_row"})
+    model = cpt.quantize_(nn.Sequential(kind(8, 8)), config)
+    scheduler = cpt.PrecisionScheduler(model, TableSchedule(((2, 1), (1, 1), (2, 1))))
+    x = torch.randn(3, 2, 8) * torch.tensor([[1.0], [100.0]])
+    for _ in range(3):
+        y = model(x)
+        y = y if isinstance(y, torch.Tensor) else y[0]
+        y.sum().backward()
+        scheduler.step()
+    evaluated = model.eval()(x)
+    assert torch.equal(evaluated if isinstance(evaluated, torch.Tensor) else evaluated[0], y)
+    role = next(r for r in model[0].precision.quantizers if r.startswith("input"))
+    assert torch.equal(model[0].precision.operand(role, x), cpt.quantize(x, format="e4m3:granularity=per_row"))
+
+
+@pytest.mark.parametrize("ladder", [LADDERS["minifloat"], {4: "e2m1", 6: "e3m2", 8: "e4m3"}])
+def test_plan_and_ledger_agree_where_roles_are_in_float32(ladder):
+    model = net(ladder)
+    schedule = cpt.RoleSchedules(weight=TableSchedule(((4, 1), (8, 2))), activation="float32", gradient=6)
+    plan = cpt.count_bitops(model, (inputs(),), schedule)
+    scheduler = cpt.PrecisionScheduler(model, schedule)
+    with cpt.BitOpsLedger(model) as ledger:
+        for _ in range(3):
+            model(inputs()).sum().backward()
+            scheduler.step()
+    assert plan.total == ledger.total() > 0
+    assert plan.costs == pytest.approx(ledger.costs())
+    of_weights = cpt.count_bitops(model, (inputs(),), schedule).by_pass["weight"]
+    assert of_weights == 3 * 2 * 4 * 32 * 32 * 6 * 32 / 32**2  # MACs of 6 and 32 bits
+
+
+def test_a_delay_in_float32_is_priced_on_a_ladder():
+    schedule = cpt.make_schedule("CR", q_min=4, q_max=8, total_steps=80, n_cycles=2, delay=0.25, delay_at="float32")
+    plan = cpt.count_bitops(net(LADDERS["minifloat"]), (inputs(),), schedule)
+    static = cpt.count_bitops(net(), (inputs(),), StaticSchedule(8, 80))
+    assert plan.total / static.total == pytest.approx(schedule.relative_cost(ladder=LADDERS["minifloat"]))
+
+
+def test_q_max_is_that_of_every_role():
+    model = net(BY_ROLE)
+    cpt.PrecisionScheduler(model, RISING)
+    layer = layer_precisions(model)["0"]
+    with cpt.precision(model, "q_max"):
+        assert layer.in_force == (6, 2, 32, 32)
+        assert str(layer.formats_in_force.weight) == "e3m2"
+    with cpt.precision(model, "q_max", q_grad=8):
+        assert layer.in_force == (6, 2, 8, 8)
+
+
+@pytest.mark.parametrize(("asked", "expected"), [("q_max", (6, 2)), ("current", (6, 1)), ("float", (None, None))])
+def test_callbacks_evaluate_every_role_at_its_own_level(asked, expected):
+    model = net(BY_ROLE)
+    precision = TrainerPrecision(model, RISING, None)
+    precision.evaluate_at(asked)
+    assert layer_precisions(model)["0"].in_force[:2] == expected
+    assert precision.eval_logs() == {"eval_bits": expected[0] or 32}
+    precision.evaluate_at(None)
+    assert layer_precisions(model)["0"].in_force == (6, 1, 32, 32)
