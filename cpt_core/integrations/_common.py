@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 from torch import nn
 
 from cpt_core.checks import whole
-from cpt_core.formats.ladder import FormatLadder
+from cpt_core.formats.ladder import AFFINE
 from cpt_core.quantization.precision import LayerPrecision
 from cpt_core.quantization.quantizers import check_bits
 from cpt_core.quantization.record import Recording
@@ -115,15 +115,9 @@ class TrainerPrecision(PrecisionScheduler):
     def _so_far(self, pattern: str) -> NDArray[np.float64]:
         """Return ``relative_cost`` of the first 1, 2, ... steps, shape (total_steps,), on the layers' ladders."""
         schedule, ladders = self.schedules[pattern][0], self._groups[pattern][0].ladders
-
-        def bits(ladder: FormatLadder, levels: Any) -> NDArray[np.int64]:
-            widths = {q: ladder.priced(q).bits for q in np.unique(levels).tolist()}
-            return np.array([widths[q] for q in np.asarray(levels).tolist()])
-
-        found = Levels(*map(bits, ladders, schedule.levels(self.q_grad)))
-        means = np.cumsum(cost.role_costs(found)) / np.arange(1, schedule.total_steps + 1)
-        top, gradients = ([schedule.q_max], [self.q_grad or schedule.q_max])
-        return means / cost.step_cost(bits(ladders.activation, top), bits(ladders.error, gradients))
+        on = None if set(ladders) == {AFFINE} else tuple(ladders)
+        spent = cost.relative_role_costs(schedule.levels(self.q_grad), schedule.q_max, self.q_grad, ladder=on)
+        return np.cumsum(spent) / np.arange(1, schedule.total_steps + 1)
 
     def logs(self, steps: int) -> dict[str, float]:
         """Return what to log after so many optimizer steps; nothing after none.

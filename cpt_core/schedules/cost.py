@@ -13,7 +13,8 @@ True
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -23,6 +24,7 @@ from cpt_core.formats.costs import Operands, cost_named
 from cpt_core.formats.ladder import FormatLadder, ladder_of
 
 FULL_PRECISION = 32  # bits of an unquantised operand
+Ladders = FormatLadder | tuple[FormatLadder, ...]  # one, or that of every role, in the order of ``Levels``
 StepCost = Callable[[int], float]  # bits -> what a step at them costs in another unit, such as ``MeasuredCost.seconds``
 
 
@@ -52,7 +54,7 @@ def relative_cost(
     q_max: int,
     q_grad: int | None = None,
     cost: StepCost | str | None = None,
-    ladder: FormatLadder | None = None,
+    ladder: Ladders | None = None,
 ) -> float:
     """Return the mean cost of the steps divided by that of training at static ``q_max`` bits.
 
@@ -61,7 +63,8 @@ def relative_cost(
         q_max: bits of the static baseline.
         q_grad: gradient bits of both; ``q_max`` when None.
         cost: of a step by its bits; a name of ``COSTS`` prices the formats of a ladder; ``step_cost`` when None.
-        ladder: on which bits are levels; the paper's when None. A function knows its own.
+        ladder: on which bits are levels, or the ladder of every role, as ``QuantConfig.ladder``; the paper's when None.
+            A function knows its own.
 
     Paper: section 4.1 (cost relative to the static baseline).
 
@@ -80,26 +83,52 @@ def relative_role_cost(
     q_max: int,
     q_grad: int | None = None,
     cost: StepCost | str | None = None,
-    ladder: FormatLadder | None = None,
+    ladder: Ladders | None = None,
 ) -> float:
     """Return the same of steps whose roles have ``Levels`` apart, by ``role_costs`` or the name of a cost.
+
+    Where roles have ladders of their own, the baseline is static at the highest level of every role.
 
     Raises:
         ValueError: as ``function_of``; for a function, which knows one level of a step.
     """
+    if cost is None and ladder is None:
+        return float(role_costs(levels).mean() / step_cost(q_max, q_max if q_grad is None else q_grad))
+    return float(relative_role_costs(levels, q_max, q_grad, cost, ladder).mean())
+
+
+def relative_role_costs(
+    levels: tuple[ArrayLike, ArrayLike, ArrayLike, ArrayLike],
+    q_max: int,
+    q_grad: int | None = None,
+    cost: StepCost | str | None = None,
+    ladder: Ladders | None = None,
+) -> NDArray[np.float64]:
+    """Return what every step costs relative to the baseline, shape (steps,); see ``relative_role_cost``."""
     q_grad = q_max if q_grad is None else q_grad
-    baseline = function_of(cost, q_grad, ladder)
-    if baseline is None:
-        return float(role_costs(levels).mean() / step_cost(q_max, q_grad))
+    if cost is None and ladder is None:
+        return role_costs(levels) / step_cost(q_max, q_grad)
     if callable(cost):
         raise ValueError("roles with levels of their own are priced by the name of a cost; a function knows one level")
-    price, on = cost_named(cost or "bitops"), ladder_of(ladder)
-    combinations, steps = np.unique(np.stack([_integers("levels", v) for v in levels]), axis=1, return_counts=True)
-    prices = [price.step(Operands(*map(on.priced, found))) for found in combinations.T.tolist()]
-    return float(np.average(prices, weights=steps) / baseline(q_max))
+    found = np.stack([_integers("levels", v) for v in levels])
+    own = len(set(_by_role(ladder))) > 1
+    baseline = found.max(1).tolist() if own else [q_max, q_max, q_grad, q_grad]
+    combinations, where = np.unique(np.column_stack([found, baseline]), axis=1, return_inverse=True)
+    prices = np.array([_price(c, cost, ladder) for c in combinations.T.tolist()])[where.ravel()]
+    return np.asarray(prices[:-1] / prices[-1])
 
 
-def function_of(cost: StepCost | str | None, q_grad: int, ladder: FormatLadder | None = None) -> StepCost | None:
+def _by_role(ladder: Ladders | None) -> tuple[FormatLadder, ...]:
+    return tuple(map(ladder_of, ladder)) if isinstance(ladder, tuple) else (ladder_of(ladder),) * 4
+
+
+def _price(levels: Sequence[int], cost: str | None, ladder: Ladders | None) -> float:
+    """Return the price of a step whose roles are at these levels, by the name of a cost."""
+    formats = (on.priced(level) for on, level in zip(_by_role(ladder), levels, strict=True))
+    return cost_named(cost or "bitops").step(Operands(*formats))
+
+
+def function_of(cost: StepCost | str | None, q_grad: int, ladder: Ladders | None = None) -> StepCost | None:
     """Return the function that a cost is, or that a name of ``COSTS`` means on a ladder; None stays without one.
 
     Raises:
@@ -107,6 +136,8 @@ def function_of(cost: StepCost | str | None, q_grad: int, ladder: FormatLadder |
             are no level of it.
     """
     if isinstance(cost, str) or (cost is None and ladder is not None):
+        if isinstance(ladder, tuple):
+            return cache(lambda level: _price([level, level, q_grad, q_grad], cost, ladder))
         return ladder_of(ladder).cost(cost or "bitops", gradients=q_grad)
     if cost is not None and not callable(cost):
         raise ValueError(

@@ -10,8 +10,7 @@ from typing import Any, ClassVar
 import numpy as np
 
 from cpt_core.checks import whole
-from cpt_core.formats.ladder import FormatLadder
-from cpt_core.schedules.cost import StepCost, relative_role_cost
+from cpt_core.schedules.cost import Ladders, StepCost, relative_role_cost
 from cpt_core.schedules.profiles import Array
 from cpt_core.schedules.schedule import FLOAT32, CyclicSchedule, Levels, Schedule, check_range, set_integers
 
@@ -197,7 +196,7 @@ class DelayedSchedule(AroundSchedule):
         q_grad: int | None = None,
         q_max: int | None = None,
         cost: StepCost | str | None = None,
-        ladder: FormatLadder | None = None,
+        ladder: Ladders | None = None,
     ) -> float:
         """Return the training cost relative to static ``q_max``, see ``Schedule``."""
         if self.level is None:

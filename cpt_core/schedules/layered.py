@@ -9,8 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cpt_core.checks import whole
-from cpt_core.formats.ladder import FormatLadder
-from cpt_core.schedules.cost import StepCost, noise_exposure, relative_cost
+from cpt_core.schedules.cost import Ladders, StepCost, noise_exposure, relative_cost
 from cpt_core.schedules.profiles import Array
 from cpt_core.schedules.schedule import Schedule
 
@@ -92,7 +91,7 @@ class LayeredSchedule(Schedule):
         q_grad: int | None = None,
         q_max: int | None = None,
         cost: StepCost | str | None = None,
-        ladder: FormatLadder | None = None,
+        ladder: Ladders | None = None,
     ) -> float:
         """Return the cost of the quantised layers relative to static ``q_max``, see ``Schedule``."""
         top = self.q_max if q_max is None else q_max

@@ -15,8 +15,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from cpt_core.checks import whole
-from cpt_core.formats.ladder import FormatLadder
-from cpt_core.schedules.cost import StepCost, relative_role_cost
+from cpt_core.schedules.cost import Ladders, StepCost, relative_role_cost
 from cpt_core.schedules.profiles import Array
 from cpt_core.schedules.schedule import FLOAT32, Levels, Schedule, StaticSchedule
 
@@ -116,7 +115,7 @@ class RoleSchedules(Schedule):
         q_grad: int | None = None,
         q_max: int | None = None,
         cost: StepCost | str | None = None,
-        ladder: FormatLadder | None = None,
+        ladder: Ladders | None = None,
     ) -> float:
         """Return the training cost relative to static ``q_max`` (its own) with gradients of ``q_grad`` (q_max) bits."""
         top = self.q_max if q_max is None else q_max

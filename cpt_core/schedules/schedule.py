@@ -24,8 +24,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cpt_core.checks import choose, whole
-from cpt_core.formats.ladder import FormatLadder
-from cpt_core.schedules.cost import StepCost, noise_exposure, relative_cost
+from cpt_core.schedules.cost import Ladders, StepCost, noise_exposure, relative_cost
 from cpt_core.schedules.profiles import PROFILES, SUITE, Array, Profile
 
 MAX_BITS = 32
@@ -105,7 +104,7 @@ class Schedule:
         q_grad: int | None = None,
         q_max: int | None = None,
         cost: StepCost | str | None = None,
-        ladder: FormatLadder | None = None,
+        ladder: Ladders | None = None,
     ) -> float:
         """Return the training cost relative to static ``q_max`` (its own); gradients have ``q_grad`` (q_max) bits.
 

@@ -20,8 +20,7 @@ from typing import Any
 import numpy as np
 from scipy.optimize import bisect
 
-from cpt_core.formats.ladder import FormatLadder
-from cpt_core.schedules.cost import StepCost, check_several, costs_of, function_of, relative_cost
+from cpt_core.schedules.cost import Ladders, StepCost, check_several, costs_of, function_of, relative_cost
 from cpt_core.schedules.deficit import AdjustedSchedule, DelayedSchedule
 from cpt_core.schedules.make import delay_steps
 from cpt_core.schedules.profiles import PROFILES, Warped
@@ -44,7 +43,7 @@ def solve_schedule(
     delay: float = 0.0,
     q_grad: int | None = None,
     cost: StepCost | str | None = None,
-    ladder: FormatLadder | None = None,
+    ladder: Ladders | None = None,
 ) -> Schedule:
     """Return a schedule whose ``relative_cost(q_grad)``, or that by another cost, is the budget, to 0.1 % of it.
 

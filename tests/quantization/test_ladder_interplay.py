@@ -1,5 +1,7 @@
 """What else is done with a model whose levels are other formats: nothing may take them for bits."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch import nn
@@ -242,3 +244,31 @@ def test_callbacks_evaluate_every_role_at_its_own_level(asked, expected):
     assert precision.eval_logs() == {"eval_bits": expected[0] or 32}
     precision.evaluate_at(None)
     assert layer_precisions(model)["0"].in_force == (6, 1, 32, 32)
+
+
+def test_the_cost_that_is_logged_is_that_of_the_formats():
+    model = net(MX)
+    precision = TrainerPrecision(model, CYCLE, None)
+    plan = cpt.count_bitops(model, (inputs(),), CYCLE)
+    static = cpt.count_bitops(model, (inputs(),), StaticSchedule(3, 2))
+    assert precision.logs(2)["relative_cost"] == pytest.approx(plan.total / static.total)
+    assert precision.logs(2)["relative_cost"] == pytest.approx(CYCLE.relative_cost(ladder=MX))
+    precision = TrainerPrecision(net(BY_ROLE), RISING, None)
+    found = [cpt.count_bitops(net(BY_ROLE), (inputs(),), s) for s in (RISING, replace(RISING, weight=2))]
+    assert precision.logs(2)["relative_cost"] == pytest.approx(found[0].total / found[1].total)
+
+
+@pytest.mark.parametrize("cost", cpt.COSTS)
+def test_costs_take_the_ladders_of_a_configuration(cost):
+    ladders = cpt.QuantConfig(ladder=MX).ladder
+    assert CYCLE.relative_cost(cost=cost, ladder=ladders) == pytest.approx(CYCLE.relative_cost(cost=cost, ladder=MX))
+    schedule = cpt.solve_schedule(0.9, 1, 4, 400, cost=cost, ladder=ladders)
+    assert schedule.relative_cost(cost=cost, ladder=ladders) == pytest.approx(0.9, rel=2e-3)
+    both = {1: "e2m1", 3: "e4m3"}, {1: "e4m3", 3: "e4m3"}
+    apart = cpt.QuantConfig(ladder={"weight": both[0], "activation": both[1], "gradient": both[1]}).ladder
+    per_mac = cpt.COSTS[cost].per_mac(cpt.FORMATS["e2m1"], cpt.FORMATS["e4m3"])
+    if per_mac:  # else a price of elements
+        full = cpt.COSTS[cost].per_mac(cpt.FORMATS["e4m3"], cpt.FORMATS["e4m3"])
+        assert StaticSchedule(1, 2).relative_cost(3, 3, cost, apart) == pytest.approx((2 * per_mac + full) / (3 * full))
+        roles = cpt.RoleSchedules(weight=StaticSchedule(1, 2), activation=3, gradient=3)
+        assert roles.relative_cost(cost=cost, ladder=apart) == 1  # its own highest levels
