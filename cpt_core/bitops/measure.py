@@ -28,6 +28,7 @@ from cpt_core.quantization.scheduler import precision
 from cpt_core.quantization.summary import summary
 from cpt_core.schedules.layered import LayeredSchedule
 from cpt_core.schedules.measured import MeasuredCost, Spent
+from cpt_core.schedules.roles import RoleSchedules
 from cpt_core.schedules.schedule import Schedule, StaticSchedule
 
 
@@ -65,8 +66,8 @@ def measure_cost(
 
     Raises:
         ValueError: for values out of range, neither or both of schedule and bits, a schedule with other bits in other
-            layers, a model that is not converted, is in evaluation mode, has no output that needs a gradient, or is
-            neither on the CPU nor on a GPU with CUDA.
+            layers or roles, a model that is not converted, is in evaluation mode, has no output that needs a gradient,
+            or is neither on the CPU nor on a GPU with CUDA.
     """
     widths, q_grad = _asked(schedule, bits, q_grad)
     repeats = whole("repeats", repeats, 1)
@@ -108,8 +109,8 @@ def _asked(schedule: Schedule | None, bits: Sequence[int] | None, q_grad: int | 
     if (schedule is None) == (bits is None):
         raise ValueError("give a schedule, or the bits to measure, such as bits=(3, 8)")
     if schedule is not None:
-        if not isinstance(schedule, Schedule) or isinstance(schedule, LayeredSchedule):
-            raise ValueError(f"give one schedule for all layers, or bits=; got {type(schedule).__name__}")
+        if not isinstance(schedule, Schedule) or isinstance(schedule, (LayeredSchedule, RoleSchedules)):
+            raise ValueError(f"give one schedule for all layers and roles, or bits=; got {type(schedule).__name__}")
         bits = [*schedule.bits().tolist(), schedule.q_max]
     if bits is not None and not isinstance(bits, Iterable):
         raise ValueError(f"bits must be the widths to measure, such as (3, 8), got {bits!r}")

@@ -116,8 +116,8 @@ class TrainerPrecision(PrecisionScheduler):
         """Return ``relative_cost`` of the first 1, 2, ... steps, shape (total_steps,), on the layers' ladders."""
         schedule, ladders = self.schedules[pattern][0], self._groups[pattern][0].ladders
         on = None if set(ladders) == {AFFINE} else tuple(ladders)
-        spent = cost.relative_role_costs(schedule.levels(self.q_grad), schedule.q_max, self.q_grad, ladder=on)
-        return np.cumsum(spent) / np.arange(1, schedule.total_steps + 1)
+        spent, top = cost.role_prices(schedule.levels(self.q_grad), schedule.q_max, self.q_grad, ladder=on)
+        return np.cumsum(spent) / np.arange(1, schedule.total_steps + 1) / top
 
     def logs(self, steps: int) -> dict[str, float]:
         """Return what to log after so many optimizer steps; nothing after none.

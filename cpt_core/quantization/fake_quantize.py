@@ -62,6 +62,8 @@ def quantize(
             divide the last dimension, or hold NaN or infinity; a seed that is missing, or that nothing uses.
     """
     check_floating(x)
+    if x.layout != torch.strided:
+        raise ValueError(f"only dense tensors can be quantised, got {x.layout}; convert it with .to_dense() first")
     if (bits is None) == (format is None):
         raise ValueError(f"give either bits or a format, got bits={bits!r} and format={format!r}")
     if format is None:

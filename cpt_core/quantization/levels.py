@@ -37,7 +37,9 @@ class LevelState(RunningState):
 
     ``in_force`` alone says what the levels are. The products read ``levels`` and the other 0-d tensors with the number
     of steps of an affine grid, which are filled from it in place, so that a change of bits recompiles nothing; other
-    formats are constants of compiled code. They are no buffers: what copies, averages or broadcasts the buffers of a
+    formats are constants of compiled code: each that comes is compiled once, and where a model has more of them than
+    ``torch._dynamo.config.recompile_limit``, which is 8, torch warns and runs the rest uncompiled, to the same numbers.
+    They are no buffers: what copies, averages or broadcasts the buffers of a
     model (``AveragedModel``, ``functional_call``, DDP) would change the grid behind the bits.
 
     Arguments as those of ``LayerPrecision``.

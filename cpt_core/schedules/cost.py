@@ -92,22 +92,21 @@ def relative_role_cost(
     Raises:
         ValueError: as ``function_of``; for a function, which knows one level of a step.
     """
-    if cost is None and ladder is None:
-        return float(role_costs(levels).mean() / step_cost(q_max, q_max if q_grad is None else q_grad))
-    return float(relative_role_costs(levels, q_max, q_grad, cost, ladder).mean())
+    prices, baseline = role_prices(levels, q_max, q_grad, cost, ladder)
+    return float(prices.mean() / baseline)
 
 
-def relative_role_costs(
+def role_prices(
     levels: tuple[ArrayLike, ArrayLike, ArrayLike, ArrayLike],
     q_max: int,
     q_grad: int | None = None,
     cost: StepCost | str | None = None,
     ladder: Ladders | None = None,
-) -> NDArray[np.float64]:
-    """Return what every step costs relative to the baseline, shape (steps,); see ``relative_role_cost``."""
+) -> tuple[NDArray[Any], float]:
+    """Return what every step costs, shape (steps,), and what one of the baseline; see ``relative_role_cost``."""
     q_grad = q_max if q_grad is None else q_grad
     if cost is None and ladder is None:
-        return role_costs(levels) / step_cost(q_max, q_grad)
+        return role_costs(levels), int(step_cost(q_max, q_grad))
     if callable(cost):
         raise ValueError("roles with levels of their own are priced by the name of a cost; a function knows one level")
     found = np.stack([_integers("levels", v) for v in levels])
@@ -115,7 +114,7 @@ def relative_role_costs(
     baseline = found.max(1).tolist() if own else [q_max, q_max, q_grad, q_grad]
     combinations, where = np.unique(np.column_stack([found, baseline]), axis=1, return_inverse=True)
     prices = np.array([_price(c, cost, ladder) for c in combinations.T.tolist()])[where.ravel()]
-    return np.asarray(prices[:-1] / prices[-1])
+    return prices[:-1], float(prices[-1])
 
 
 def _by_role(ladder: Ladders | None) -> tuple[FormatLadder, ...]:

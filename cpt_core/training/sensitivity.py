@@ -139,7 +139,7 @@ def sensitivity(
         for trial, first in started:
             name, better, judge = _judge(trial, q_max, metric, quality)
             if not references:
-                macs_of = _macs(trial, first)
+                macs_of = _macs(trial, first, q_max)
                 groups = _groups(list(layer_precisions(trial.model)), cut)
 
             def run(bits: list[Bits], trial: Trial = trial, first: int = first, judge: Any = judge) -> float:
@@ -198,12 +198,12 @@ def _judge(
     return name, -1, held_out
 
 
-def _macs(trial: Trial, first: int) -> Counter[str]:
+def _macs(trial: Trial, first: int, bits: int) -> Counter[str]:
     """Count the forward multiply-accumulates of every quantised layer in one step, and put the model back."""
     calls: list[Call] = []
     watch = Watch(trial.model, lambda module, call, outputs: calls.append(call))
     trial.put_back()
-    with precision(trial.model, bits=8, q_grad=8), watch.on():
+    with precision(trial.model, bits=bits, q_grad=bits), watch.on():
         trial.train_step(first)
     names = layer_precisions(trial.model)
     found: Counter[str] = Counter()

@@ -249,7 +249,7 @@ def test_bits_of_a_schedule_and_its_measured_cost(clock):
     layered = LayeredSchedule(((("*",), schedule, 1),))
     with pytest.raises(ValueError, match="a layered schedule cannot be priced"):
         measured.relative_cost(layered)
-    with pytest.raises(ValueError, match="give one schedule for all layers, or bits=; got LayeredSchedule"):
+    with pytest.raises(ValueError, match="give one schedule for all layers and roles, or bits=; got LayeredSchedule"):
         measure_cost(model, (torch.ones(2, 4),), layered)
     assert MeasuredCost.from_dict(json.loads(json.dumps(measured.to_dict()))) == measured
 
@@ -275,7 +275,7 @@ def test_the_table_has_all_bits_layers_and_the_rest(clock):
         ({"bits": (3,), "q_grad": 99}, "q_grad must"),
         ({"bits": (3,), "repeats": 0}, "repeats must be a whole number of at least 1, got 0"),
         ({"bits": (3,), "convention": "mine"}, "unknown convention 'mine'"),
-        ({"schedule": {"*": make()}}, "give one schedule for all layers, or bits=; got dict"),
+        ({"schedule": {"*": make()}}, "give one schedule for all layers and roles, or bits=; got dict"),
     ],
 )
 def test_values_that_are_refused(given, message):

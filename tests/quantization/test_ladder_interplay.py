@@ -272,3 +272,27 @@ def test_costs_take_the_ladders_of_a_configuration(cost):
         assert StaticSchedule(1, 2).relative_cost(3, 3, cost, apart) == pytest.approx((2 * per_mac + full) / (3 * full))
         roles = cpt.RoleSchedules(weight=StaticSchedule(1, 2), activation=3, gradient=3)
         assert roles.relative_cost(cost=cost, ladder=apart) == 1  # its own highest levels
+
+
+def test_measured_costs_are_of_one_level_for_all_roles():
+    with pytest.raises(ValueError, match="one schedule for all layers and roles, or bits=; got RoleSchedules"):
+        cpt.measure_cost(net(BY_ROLE), (inputs(),), RISING)
+
+
+def test_the_sensitivity_of_a_ladder_is_measured_on_its_levels():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(32, 32), nn.ReLU(), nn.Linear(32, 32))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def step(number):
+        loss = (model(inputs()) - 1).square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss
+
+    config = cpt.QuantConfig(ladder=MX)
+    found = cpt.sensitivity(
+        model, step, optimizer, base=2, q_max=4, windows=2, layers=2, steps=8, seeds=(0,), config=config, estimate=False
+    )
+    assert found.macs == (4 * 32 * 32, 4 * 32 * 32)

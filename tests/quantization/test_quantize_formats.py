@@ -47,6 +47,12 @@ def test_quantize_rounds_to_every_format(name):
     assert torch.equal(own, formats.quantize_to(x, f"per_row|{name}:granularity=per_row", N, None)[0])
 
 
+@pytest.mark.parametrize("how", [{"bits": 4}, {"format": "e4m3"}])
+def test_sparse_tensors_are_refused(how):
+    with pytest.raises(ValueError, match=r"only dense tensors can be quantised, got torch.sparse_coo; .*to_dense"):
+        quantize(torch.eye(4).to_sparse(), **how)
+
+
 def test_wide_minifloats_without_infinities_have_all_their_numbers():
     x = torch.tensor([69771.1, -131008.0, 1e9, 6e-8, 3e-8])
     found = quantize(x, format=Format.minifloat(5, 10, "none"))
