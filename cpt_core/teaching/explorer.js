@@ -48,19 +48,19 @@ function fromAddress() {
     if (field.type === "checkbox") field.checked = value === "true";
     else field.value = value;
     if (field.tagName === "SELECT" && field.value !== value) {
-      problems.push(`The address names ${field.id} "${value}", which there is not.`);
+      problems.push(`The address asks for ${field.id} "${value}", which does not exist.`);
       field.value = initial[field.id];
     } else if (field.type === "number" && field.value !== value) {
-      problems.push(`The address gives ${field.id} "${value}", which is no number.`);
+      problems.push(`The address gives ${field.id} "${value}", which is not a number.`);
       field.value = initial[field.id];
     }
   }
   return problems.join(" ");
 }
 
-// Only what differs from the page as it opens stands in the address, and what has a meaning.
+// What has a meaning for this family stands in the address.
 function toAddress() {
-  const kept = fields.filter((field) => !field.disabled && valueOf(field.id) !== initial[field.id]);
+  const kept = fields.filter((field) => !field.disabled && valueOf(field.id) !== "");
   const hash = new URLSearchParams(kept.map((field) => [field.id, valueOf(field.id)])).toString();
   if (hash !== location.hash.slice(1)) history.replaceState(null, "", `#${hash}`);
 }
@@ -122,17 +122,22 @@ function draw({ bits, hold, held, s }) {
     const end = x(t) + 4 * label.length > width;
     add("text", { x: end ? width - 2 : x(t), y: bottom + 20, "text-anchor": end ? "end" : "middle" }, label);
   }
-  add("text", { x: (edge.left + width) / 2, y: height - 6, "text-anchor": "middle" }, "optimizer step");
   add("text", { transform: `translate(14 ${(edge.top + bottom) / 2}) rotate(-90)`, "text-anchor": "middle" }, "bits");
   const runs = runsOf(bits);
   const fine = runs.length > width; // then a pixel holds more than a line can show: draw its lowest to its highest bits
-  add("path", { class: "bits", d: fine ? columns(bits, x, y) : steps(runs, bits.length, x, y), "stroke-width": fine ? 1 : 2 });
+  const time = `optimizer step${fine ? " (too many cycles to tell apart)" : ""}`;
+  add("text", { x: (edge.left + width) / 2, y: height - 6, "text-anchor": "middle" }, time);
+  const d = fine ? columns(bits, x, y) : steps(runs, bits.length, x, y);
+  add("path", { class: "bits", d, "stroke-width": fine ? 1 : 2 });
   element("picture").replaceChildren(picture);
 }
 
 function steps(runs, total, x, y) {
-  const parts = runs.map(([start, q], i) => `${i ? "L" : "M"}${x(start).toFixed(1)} ${y(q).toFixed(1)}H${x(i + 1 < runs.length ? runs[i + 1][0] : total).toFixed(1)}`);
-  return parts.join("");
+  const part = ([start, q], i) => {
+    const end = i + 1 < runs.length ? runs[i + 1][0] : total;
+    return `${i ? "L" : "M"}${x(start).toFixed(1)} ${y(q).toFixed(1)}H${x(end).toFixed(1)}`;
+  };
+  return runs.map(part).join("");
 }
 
 function columns(bits, x, y) {
@@ -160,7 +165,7 @@ function spoken(made) {
   );
 }
 
-// A table from lines of texts; the first of a line is its heading.
+// A line of a table; its first cell is its heading.
 function lineOf(texts, className = "") {
   const row = document.createElement("tr");
   row.className = className;
@@ -193,9 +198,8 @@ function quality(arm, digits) {
 function tableOf(experiment, arms) {
   const table = document.createElement("table");
   table.createCaption().textContent = experiment.name;
-  const better = experiment.better < 0 ? ", less is better" : "";
   const head = table.createTHead().insertRow();
-  for (const text of ["Arm", "Cost", `${experiment.metric}${better}: mean [95 %]`, "n"]) {
+  for (const text of ["Arm", "Cost", `${experiment.metric}, mean [95\u00a0%]`, "n"]) {
     const cell = document.createElement("th");
     cell.scope = "col";
     cell.textContent = text;
@@ -217,9 +221,9 @@ function showResults({ relative_cost: cost, s }) {
   const found = comparable.map((experiment) => [experiment, experiment.arms.filter(near)]).filter(([, arms]) => arms.length);
   const all = [...new Set(EXPERIMENTS.map((experiment) => experiment.q_max))].join(", ");
   const small =
-    "They are small runs, of minutes on one CPU, on the data that their titles name, each with its own length, cycles and " +
+    "They are small runs, of seconds to minutes on a CPU, on the data that their titles name, each with its own length, cycles and " +
     "q_min: they tell what these tasks did at this cost, not what yours will. n counts seeds; where intervals " +
-    "overlap, the order may be chance; one seed has no interval. The last line is static q_max.";
+    "overlap, the order may be chance; fewer than three seeds have no interval. The shaded line is static q_max.";
   element("results-note").textContent = found.length
     ? `Arms whose relative cost is within ${100 * WITHIN} % of ${cost.toFixed(3)}. ${small}`
     : comparable.length
@@ -239,7 +243,8 @@ function show(sentence = "") {
     made = explore(s);
   } catch (error) {
     if (!(error instanceof RangeError)) throw error;
-    element("problem").textContent = `${error.message}${shown ? " The picture shows the last schedule that could be made." : ""}`;
+    const kept = shown ? " What is shown is the last schedule that could be made." : "";
+    element("problem").textContent = error.message + kept;
     return false;
   }
   shown = { ...made, s };
@@ -257,7 +262,7 @@ function openAddress() {
   const sentence = fromAddress();
   if (!show(sentence) && !shown) {
     const problem = element("problem").textContent;
-    for (const field of fields) field.type === "checkbox" ? (field.checked = false) : (field.value = initial[field.id]);
+    element("settings").reset();
     show(`${problem} This is the schedule that the page opens with.`);
   }
 }

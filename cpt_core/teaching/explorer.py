@@ -26,6 +26,7 @@ from cpt_core.schedules.schedule import FLOAT32, MAX_BITS, MIRRORS
 from cpt_core.schedules.solver import POWERS, TOLERANCE
 
 MAX_STEPS = 1_000_000  # that a page draws at once; Python knows no limit
+LEAST = 3  # seeds of an interval
 MATHEMATICS = Path(__file__).with_name("schedules.js")
 PAGE = Path(__file__).with_name("explorer.js")
 
@@ -52,8 +53,8 @@ def experiments(runs: pd.DataFrame) -> list[dict[str, Any]]:
 
     Arms of one recipe, so of one length of training, stand together; critical periods and the preregistered questions
     are left out: nothing is pooled with those. Means and 95 % intervals (Student's t) are over the n seeds of an arm,
-    in the units in which the metric is shown; an arm of one seed has no interval. A run that diverged counts with
-    the worst value of its task.
+    in the units in which the metric is shown; fewer than three seeds have no interval that would say anything. A run
+    that diverged counts with the worst value of its task.
     """
     kept = runs[(runs["kind"] != "deficit") & ~runs["key"].isin(preregistered())]
     parts = [part for _, part in kept.groupby(["recipe", "preset", "q_max", "scale"], sort=False)]
@@ -61,16 +62,14 @@ def experiments(runs: pd.DataFrame) -> list[dict[str, Any]]:
     for name, part in named(part for part in parts if part["arm"].nunique() > 1):
         metric = metric_named(metric_of(part))
         arms = by_arm(part).sort_values(["relative_cost", "arm"])
+        values = dict(iter(part.groupby("arm")[metric.name]))
         found.append(
             {
                 "name": name,
-                "metric": metric.label,
-                "better": metric.better,
+                "metric": f"{metric.name} {metric.unit}".rstrip() + (", less is better" if metric.better < 0 else ""),
                 "digits": metric.digits,
                 "q_max": int(part["q_max"].iloc[0]),
-                "arms": [
-                    _arm(r, part.loc[part["arm"] == r.arm, metric.name], metric.factor) for r in arms.itertuples()
-                ],
+                "arms": [_arm(line, values[line.arm], metric.factor) for line in arms.itertuples()],
             }
         )
     return sorted(found, key=lambda e: -len(e["arms"]))
@@ -78,6 +77,8 @@ def experiments(runs: pd.DataFrame) -> list[dict[str, Any]]:
 
 def _arm(line: Any, values: pd.Series, factor: float) -> dict[str, Any]:
     mean, low, high = (round(factor * x, 4) if math.isfinite(x) else None for x in interval(values.dropna()))
+    if line.n < LEAST:
+        low = high = None
     return {
         "arm": line.arm,
         "relative_cost": line.relative_cost,

@@ -66,6 +66,13 @@ def made(s):
     return cpt.DelayedSchedule(schedule, hold, level) if hold else schedule
 
 
+def made_or_none(s):
+    try:
+        return made(s)
+    except ValueError:
+        return None
+
+
 def drawn(rng):
     """Settings of every kind, most of which make a schedule: also odd lengths, many cycles and few steps."""
     family = rng.choice([*cpt.SUITE, *explorer.constants()["profiles"], "STATIC"])
@@ -108,13 +115,11 @@ def test_bits_cost_and_noise_of_200_random_settings(engine):
         found = explored(engine, s)
         with warnings.catch_warnings(record=True) as told:
             warnings.simplefilter("always", ShortCycleWarning)
-            try:
-                schedule = made(s)
-            except ValueError as error:
-                assert "refused" in found, (s, error)
-                refused += 1
-                continue
-        assert "refused" not in found, (s, found)
+            schedule = made_or_none(s)
+        assert ("refused" in found) == (schedule is None), s
+        if schedule is None:
+            refused += 1
+            continue
         compare(found, schedule)
         assert bool(found["warning"]) == (schedule(s["total_steps"] - 1) != s["q_max"])
         assert bool(told) == bool(found["warning"]) or s["budget"] is not None  # there a moved step may mend the end
@@ -195,9 +200,6 @@ def test_results_are_those_of_the_committed_rows(page):
         values = 100 * runs[(runs["arm"] == arm["arm"]) & (runs["q_min"] == 3) & (runs["model"] == "mlp6")]["accuracy"]
         assert (arm["n"], arm["mean"]) == (len(values), pytest.approx(values.mean(), abs=1e-4))
         assert arm["low"] < arm["mean"] < arm["high"]
-    assert not any("of 600 steps" in arm["arm"] for arm in digits["arms"])  # shorter trainings cost less than this
-
-
-def test_a_page_has_a_folder():
-    with pytest.raises(FileNotFoundError, match="there is no folder"):
-        explorer.write_explorer(explorer.MATHEMATICS.parent / "nowhere" / "explorer.html")
+        assert arm["relative_cost"] in set(runs.loc[runs["arm"] == arm["arm"], "relative_cost"])
+    others = re.compile(r"of \d+")  # shorter trainings; windows of critical periods
+    assert not [arm["arm"] for e in shown for arm in e["arms"] if others.search(arm["arm"])]
