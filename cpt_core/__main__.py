@@ -194,6 +194,16 @@ def report(
     typer.echo(f"report: {r.write_report(store or None, out)}")
 
 
+@app.command()
+def explorer(
+    out: Annotated[Path, typer.Argument(help="the page, such as explorer.html")],
+) -> None:
+    """Write the schedule explorer, one HTML page: bits, cost and noise of any schedule, and what was measured there."""
+    from cpt_core.teaching.explorer import write_explorer
+
+    typer.echo(f"explorer: {write_explorer(out)}")
+
+
 @app.command("range-test", cls=Many)
 def range_test(
     dataset: Annotated[str, typer.Argument(help="a named data set, or your own images, before the options")],

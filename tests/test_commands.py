@@ -83,6 +83,7 @@ def command(monkeypatch, capsys):
         (["results", str(DIGITS), "--csv", "no/such/folder/x.csv"], "there is no folder no/such/folder"),
         (["results", __file__], "line 1 is no JSON"),
         (["report", "nowhere.jsonl"], "there is no file nowhere.jsonl"),
+        (["explorer", "no/such/page.html"], "there is no folder no/such"),
         (["reproduce", "--notebook", "99"], "no notebook '99'; choose from 00"),
         (["reproduce", "--scale", "big"], "scale must be one of smoke, demo, paper; got 'big'"),
         (["reproduce", "-p", "seeds"], "a parameter is written NAME=VALUE; got 'seeds'"),
