@@ -26,9 +26,12 @@ class _TwoGradients(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         needed = ctx.needs_input_grad[2:]
+        further = (
+            torch.is_grad_enabled()
+        )  # create_graph=True: gradients of gradients go through the operands themselves
         with torch.enable_grad():
             operands: list[Any] = [
-                None if x is None else x.detach().requires_grad_(need)
+                x if x is None or further else x.detach().requires_grad_(need)
                 for x, need in zip(ctx.saved_tensors, needed, strict=True)
             ]
             y = ctx.multiply(*operands)
@@ -37,7 +40,8 @@ class _TwoGradients(torch.autograd.Function):
         for part, places in ((of_error, (0,)), (of_weight, range(1, len(operands)))):
             wanted = [i for i in places if needed[i]]
             if wanted:
-                gradients = torch.autograd.grad(y, [operands[i] for i in wanted], part, retain_graph=True)
+                of_part = [operands[i] for i in wanted]
+                gradients = torch.autograd.grad(y, of_part, part, retain_graph=True, create_graph=further)
                 for i, of_operand in zip(wanted, gradients, strict=True):
                     found[i] = of_operand
         return None, None, *found

@@ -16,6 +16,7 @@ from typing import Any, ClassVar
 
 from cpt_core.checks import whole
 from cpt_core.schedules.cost import Ladders, StepCost, relative_role_cost
+from cpt_core.schedules.layered import LayeredSchedule
 from cpt_core.schedules.profiles import Array
 from cpt_core.schedules.schedule import FLOAT32, Levels, Schedule, StaticSchedule
 
@@ -131,8 +132,8 @@ class RoleSchedules(Schedule):
 
 
 def _schedule(name: str, part: Any, total_steps: int) -> Schedule:
-    if isinstance(part, RoleSchedules):
-        raise ValueError(f"{name} has one schedule, got {part!r}")
+    if isinstance(part, (RoleSchedules, LayeredSchedule)):
+        raise ValueError(f"{name} has one schedule, the same in all layers; got {part!r}")
     if isinstance(part, Schedule):
         return part
     if isinstance(part, str) and part != "float32":

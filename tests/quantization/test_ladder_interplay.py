@@ -296,3 +296,23 @@ def test_the_sensitivity_of_a_ladder_is_measured_on_its_levels():
         model, step, optimizer, base=2, q_max=4, windows=2, layers=2, steps=8, seeds=(0,), config=config, estimate=False
     )
     assert found.macs == (4 * 32 * 32, 4 * 32 * 32)
+
+
+def test_gradients_of_gradients_pass_two_gradients():
+    found = []
+    for gradients in ({"error": "float32", "weight_gradient": "float32"}, {"error": 23, "weight_gradient": 22}):
+        model = net().double()
+        cpt.PrecisionScheduler(model, cpt.RoleSchedules(weight=StaticSchedule(6, 2), activation=6, **gradients))
+        x = inputs().double().requires_grad_()
+        first = torch.autograd.grad(model(x).square().sum(), [x, model[0].weight], create_graph=True)
+        sum(g.square().sum() for g in first).backward()
+        found.append([x.grad, *(p.grad for p in model.parameters())])
+    for plain, rounded in zip(*found, strict=True):
+        assert plain.abs().max() > 0
+        torch.testing.assert_close(rounded, plain, rtol=1e-3, atol=1e-3 * float(plain.abs().max()))
+
+
+def test_a_role_has_one_schedule_in_all_layers():
+    layered = cpt.LayeredSchedule(((("0",), StaticSchedule(3, 2), 1), (("*",), StaticSchedule(8, 2), 1)))
+    with pytest.raises(ValueError, match="weight has one schedule, the same in all layers; got LayeredSchedule"):
+        cpt.RoleSchedules(weight=layered, activation=8, gradient=8)
