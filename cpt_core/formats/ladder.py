@@ -13,7 +13,7 @@ such as solver, deficits, delays, allocation and range test, works on any ladder
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import cache
 from typing import Any
 
@@ -69,6 +69,10 @@ class FormatLadder:
                 "ladder.filled() holds each format until the next"
             )
         return self._formats[level]
+
+    def __iter__(self) -> Iterator[int]:
+        """Iterate over the levels; so ``3 in ladder`` asks for one."""
+        return iter(self._formats)
 
     def bits(self, level: int) -> int:
         """Return the bits of an element at a level, which BitOps count."""

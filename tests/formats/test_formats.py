@@ -140,7 +140,8 @@ def test_bad_formats_are_refused(make, words):
 
 def test_ladders():
     ladder = FormatLadder({8: "e4m3", 3: "mxfp4", 4: Format.nvfp4()})
-    assert ladder.levels == (3, 4, 8)
+    assert ladder.levels == tuple(ladder) == (3, 4, 8)
+    assert [level in ladder for level in (2, 3)] == [False, True]
     assert str(ladder[4]) == "nvfp4"
     assert ladder.bits(3) == 4
     assert ladder == FormatLadder.from_dict(ladder.to_dict()) == ladder_of(ladder)

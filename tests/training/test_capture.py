@@ -95,6 +95,16 @@ def test_bits_that_codes_do_not_hold_are_recorded_by_themselves(recorders, eager
     assert len(recorders[1].tapes) == 2
 
 
+def test_every_format_of_a_ladder_is_recorded_by_itself(recorders, eager):
+    spec = spec_of("images")
+    schedule = TableSchedule(((1, 6), (2, 6), (1, 4), (2, 2)))
+    spec = replace(spec, schedule=schedule, q_max=2, q_grad=2, recipe=replace(spec.recipe, ladder="mx"))
+    plain, run = eager(train, task_of(spec), spec), train(task_of(spec), spec)
+    assert run.history == plain.history
+    assert run.captured > 4
+    assert len(recorders[1].tapes) == 2
+
+
 def stop_at(step, spec, file):
     asked = iter(range(step))
     with pytest.raises(Stopped):
