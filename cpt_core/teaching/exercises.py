@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import json
 import platform
+import textwrap
 import warnings
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from importlib import metadata
 from typing import Any
 
-import matplotlib.pyplot as plt
 import numpy as np
 import pandas as pd
 from matplotlib.figure import Figure
@@ -145,19 +145,21 @@ def bits_as_text(bits: Any, points: int = 32) -> str:
 def explore_schedule(total_steps: int = 800) -> Any:
     """Show a schedule with sliders for name, bits and cycles; without ipywidgets, a static figure."""
 
+    most = 12
+
     def draw(name: str = "CR", q_min: int = 3, q_max: int = 8, n_cycles: int = 4) -> Figure:
-        try:
-            schedule = make_schedule(name, q_min=q_min, q_max=q_max, total_steps=total_steps, n_cycles=n_cycles)
-        except ValueError as error:
-            print(error)
-            return plt.figure()
-        with drawing(figsize=(8, 2.4)) as (figure, ((ax,),)):
-            schedules.draw_schedule(ax, schedule)
-            ax.set(xlabel="training step", ylabel="bits")
-            ax.set_title(
-                f"{name}: relative cost {schedule.relative_cost():.3f}, noise exposure {schedule.noise_exposure():.0f}",
-                fontsize=10,
-            )
+        with drawing(figsize=(8, 2.6)) as (figure, ((ax,),)):
+            try:
+                s = make_schedule(name, q_min=q_min, q_max=q_max, total_steps=total_steps, n_cycles=n_cycles)
+            except ValueError as error:
+                said = textwrap.fill(str(error), 100)
+            else:
+                schedules.draw_schedule(ax, s)
+                said = f"{name}: relative cost {s.relative_cost():.3f}, noise exposure {s.noise_exposure():.0f}"
+            ax.set_title(said, fontsize=10, parse_math=False)
+            # the same axes whatever is chosen, so that a moved slider moves the schedule alone
+            ax.set(xlabel="training step", ylabel="bits", xlim=(0, total_steps), ylim=(0.4, most + 0.6))
+            ax.set_yticks(range(1, most + 1))
         return figure
 
     try:
@@ -169,7 +171,7 @@ def explore_schedule(total_steps: int = 800) -> Any:
     controls = {
         "name": widgets.Dropdown(options=list(SUITE), value="CR", description="schedule"),
         "q_min": widgets.IntSlider(3, 1, 8, description="q_min"),
-        "q_max": widgets.IntSlider(8, 2, 12, description="q_max"),
+        "q_max": widgets.IntSlider(8, 2, most, description="q_max"),
         "n_cycles": widgets.IntSlider(4, 1, 16, description="cycles"),
     }
     output = widgets.interactive_output(lambda **chosen: display(draw(**chosen)), controls)

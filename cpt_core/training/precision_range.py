@@ -72,10 +72,12 @@ class PrecisionRange:
         import matplotlib.pyplot as plt
         from matplotlib.ticker import MaxNLocator
 
+        from cpt_core.described import DescribedFigure
+
         reset = self.mode == "reset"
         bits = list(self.bits[:-1]) if reset else list(self.bits)  # f(q_max) is 1 by definition
         shares = np.array(self.shares, dtype=float)[:, : len(bits)]
-        figure, ax = plt.subplots(figsize=(6.4, 3.4))
+        figure, ax = plt.subplots(figsize=(6.4, 3.4), FigureClass=DescribedFigure)
         ax.axhline(self.threshold, color="#D55E00", linewidth=1, label=f"threshold {self.threshold:g}")
         for row in shares:
             ax.plot(bits, row, "o", color="#222222", markersize=4, alpha=0.5)
