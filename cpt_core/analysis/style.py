@@ -11,9 +11,9 @@ import matplotlib.pyplot as plt
 import numpy as np
 import pandas as pd
 import textalloc
-from matplotlib.axes import Axes
 from matplotlib.axis import Axis
 from matplotlib.collections import LineCollection
+from matplotlib.layout_engine import ConstrainedLayoutEngine
 from matplotlib.ticker import MaxNLocator
 
 from cpt_core.analysis.groups import title_of
@@ -75,15 +75,18 @@ def whole(axis: Axis) -> None:
     axis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))
 
 
-def name_points(ax: Axes, names: Sequence[str], x: Sequence[float], y: Sequence[float], colors: Sequence[str]) -> None:
+def name_points(ax: Any, names: Sequence[str], x: Sequence[float], y: Sequence[float], colors: Sequence[str]) -> None:
     """Write names near their points, joined to them by thin lines, where they lie over nothing else.
 
     To be called when all else is drawn, titles and legends too. Names that find no place are listed above the axes.
     """
     if not len(names):
         return
+    if isinstance(ax.figure.get_layout_engine(), ConstrainedLayoutEngine):
+        ax.figure.draw_without_rendering()
+        ax.figure.set_layout_engine("none")  # nothing moves from here on
+    ax.autoscale(False)
     points, sizes, lines = _drawn(ax)
-    ax.autoscale(False)  # now that the limits stand
     with redirect_stdout(None):  # it prints when it finds no place at all
         _, _, written, _ = textalloc.allocate(
             ax, list(x), list(y), list(names), x_scatter=points[:, 0], y_scatter=points[:, 1], scatter_sizes=sizes,
@@ -103,7 +106,6 @@ def _drawn(ax: Any) -> tuple[np.ndarray, Any, list[np.ndarray]]:
 
     Words and legends count as lines around them.
     """
-    ax.figure.draw_without_rendering()
     lines = [bar for bars in ax.collections if isinstance(bars, LineCollection) for bar in bars.get_segments()]
     points, sizes = [np.zeros((0, 2))], []
     for line in ax.lines:
