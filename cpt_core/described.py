@@ -10,6 +10,7 @@ from matplotlib.figure import Figure
 from PIL import Image
 
 SHARP = 2  # pixels of the picture per pixel of its size on the page
+INCH = 96  # pixels, as on every page: a letter of 8 points is shown at 8 points
 SHADES = 128  # colours of the picture: lines and letters need no more, and it is a third as large
 
 
@@ -28,21 +29,24 @@ class DescribedFigure(Figure):
         """Return what it shows in words, in one line."""
         return " ".join((self.alt or _words(self)).split())
 
-    def picture(self) -> tuple[bytes, int, int]:
-        """Return a PNG, and the width and height in pixels at which it is to be shown."""
-        buffer = io.BytesIO()
-        self.savefig(buffer, format="png", dpi=SHARP * 100, bbox_inches="tight", facecolor="white")
-        small = Image.open(buffer).convert("RGB").quantize(SHADES, dither=Image.Dither.NONE)
-        buffer = io.BytesIO()
-        small.save(buffer, format="png", optimize=True)
-        return buffer.getvalue(), small.width // SHARP, small.height // SHARP
+    def _ipython_display_(self) -> None:
+        """Show itself in a notebook, which knows figures already and would show them coarse and without words."""
+        from IPython.display import display
 
-    def _repr_mimebundle_(self, include: Any = None, exclude: Any = None) -> tuple[dict[str, str], dict[str, Any]]:
-        """Show itself in a notebook."""
-        png, width, height = self.picture()
+        png, width, height = picture(self)
         words = self.description()
         shown = {"image/png": base64.b64encode(png).decode(), "text/plain": f"<Figure: {words}>"}
-        return shown, {"image/png": {"alt": words, "width": width, "height": height}}
+        display(shown, raw=True, metadata={"image/png": {"alt": words, "width": width, "height": height}})
+
+
+def picture(figure: Figure) -> tuple[bytes, int, int]:
+    """Return a figure as a PNG, and the width and height in pixels at which it is to be shown."""
+    buffer = io.BytesIO()
+    figure.savefig(buffer, format="png", dpi=SHARP * INCH, bbox_inches="tight", facecolor="white")
+    small = Image.open(buffer).convert("RGB").quantize(SHADES, dither=Image.Dither.NONE)
+    buffer = io.BytesIO()
+    small.save(buffer, format="png", optimize=True)
+    return buffer.getvalue(), small.width // SHARP, small.height // SHARP
 
 
 def _words(figure: Figure) -> str:

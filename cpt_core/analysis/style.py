@@ -28,7 +28,6 @@ TEXT = {"large": "#B34F00", "medium": "#007D5B", "small": "#0072B2", "static": "
 QUIET = "#666666"  # for words of less weight
 
 SMALL = 8  # points: no word is smaller
-WIDEST = 10.0  # inches: what a page shows without making it smaller
 
 LABELS = {
     "relative_cost": "training cost relative to static q_max (BitOps)",

@@ -86,7 +86,7 @@ class PrecisionRange:
             ax.axvline(self.q_min, color="#0072B2", linestyle=":", label=f"q_min = {self.q_min}")
         what = "share f(q) of the loss reduction\nat q_max" if reset else "fall of the loss\n(share of its start)"
         ax.set(xlabel="bits", ylabel=what)
-        ax.xaxis.set_major_locator(MaxNLocator(integer=True))
+        ax.xaxis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))
         ax.spines[["top", "right"]].set_visible(False)
         ax.grid(alpha=0.25)
         ax.legend(fontsize=8, loc="lower right", frameon=False)
