@@ -17,8 +17,9 @@ ROOMS = {
     "checks": (),
     "machine": (),
     "provenance": ("paths",),
+    "described": (),
     "formats": ("checks",),
-    "schedules": ("formats",),
+    "schedules": ("formats", "described"),
     "graphs": ("checks", "paths"),
     "kernels": ("checks", "paths", "formats"),
     "quantization": ("schedules", "graphs", "kernels"),
@@ -43,6 +44,7 @@ WITHOUT_TORCH = (
     "teaching.parameters",
     "checks",
     "paths",
+    "described",
     "machine",
     "provenance",
 )

@@ -15,13 +15,12 @@ import numpy as np
 import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.ticker import MaxNLocator
 
 from cpt_core.analysis.estimates import Estimate, holm
 from cpt_core.analysis.estimates import quality as quality_of
 from cpt_core.analysis.metrics import interval_text
 from cpt_core.analysis.pages import Section
-from cpt_core.analysis.style import COLORS, drawing
+from cpt_core.analysis.style import COLORS, SMALL, drawing, whole
 from cpt_core.experiments.allocation import CASES, LATE, Q_MAX, STATIC, NotMeasuredError, allocated, stored
 from cpt_core.schedules.layered import LayeredSchedule
 from cpt_core.schedules.profiles import Array
@@ -244,15 +243,15 @@ def allocation_figure(found: pd.DataFrame) -> Figure:
     cases = [case for case in CASES if (found["n"][found["case"] == case] > 0).any()]
     if not cases:
         raise ValueError("no case of H5 is answered yet; all runs of one are needed")
-    with drawing(len(cases), 4, figsize=(11, 1.9 * len(cases) + 0.4)) as (figure, axes):
+    with drawing(len(cases), 4, figsize=(10, 2.2 * len(cases) + 0.4)) as (figure, axes):
         for row, case in zip(axes, cases, strict=True):
             specs = {spec.arm.split(" at ")[0]: spec for spec in allocated(case, [0])}
             for ax, arm in zip(row, ALLOCATED, strict=False):
                 _draw_bits(ax, specs[arm].schedule, CASES[case].bits)
-                ax.set_title(f"{case}: {arm}", fontsize=8)
+                ax.set_title(f"{case}: {arm}", fontsize=SMALL)
             _draw_gains(row[-1], found[found["case"] == case])
         for ax in axes[-1, :3]:
-            ax.set_xlabel("training step", fontsize=8)
+            ax.set_xlabel("training step", fontsize=SMALL)
         figure.suptitle("Bits where they matter, at the cost of the static precision that is dashed", fontsize=10)
     return figure
 
@@ -265,10 +264,11 @@ def _draw_bits(ax: Axes, schedule: Schedule, static: int) -> None:
         means = [inner.bits()[a:b].mean() for a, b in itertools.pairwise(edges)]
         ax.plot(edges[:-1], means, drawstyle="steps-post", linewidth=1.4, label=names[0])
     ax.axhline(static, color=COLORS["static"], linestyle="--", linewidth=0.8)
-    ax.set_ylim(static - 1.5, max(static + 1.5, schedule.q_max + 0.5))
-    ax.yaxis.set_major_locator(MaxNLocator(integer=True))
-    ax.tick_params(labelsize=7)
-    ax.legend(fontsize=6)
+    low, high = static - 1.5, max(static + 1.5, schedule.q_max + 0.3)
+    ax.set_ylim(low, low + (high - low) / (0.97 - 0.11 * len(parts)))  # names stand above all lines
+    whole(ax.yaxis)
+    ax.tick_params(labelsize=SMALL)
+    ax.legend(fontsize=SMALL, loc="upper left")
 
 
 def _draw_gains(ax: Axes, lines: pd.DataFrame) -> None:
@@ -279,10 +279,10 @@ def _draw_gains(ax: Axes, lines: pd.DataFrame) -> None:
         )
         ax.plot(r.promised, y, "x", color="#888888", markersize=5)
     ax.axvline(0, color="#888888", linewidth=0.8)
-    ax.set_yticks(range(len(lines))[::-1], lines["arm"], fontsize=7)
+    ax.set_yticks(range(len(lines))[::-1], lines["arm"], fontsize=SMALL)
     ax.set_ylim(-0.6, len(lines) - 0.4)
-    ax.set_title(f"gain on static, {lines['unit'].iloc[0]} (x: promised)", fontsize=8)
-    ax.tick_params(labelsize=7)
+    ax.set_title(f"gain on static, {lines['unit'].iloc[0]} (x: promised)", fontsize=SMALL)
+    ax.tick_params(labelsize=SMALL)
 
 
 def sections(runs: pd.DataFrame) -> Iterator[Section]:

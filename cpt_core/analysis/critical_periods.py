@@ -17,7 +17,7 @@ from cpt_core.analysis.groups import deficit_groups, named
 from cpt_core.analysis.metrics import intervals, metric_named, metric_of
 from cpt_core.analysis.pages import Section
 from cpt_core.analysis.statistics import interval, paired
-from cpt_core.analysis.style import COLORS, drawing, title
+from cpt_core.analysis.style import COLORS, QUIET, drawing, title
 from cpt_core.experiments.recipe import Metric
 
 
@@ -153,7 +153,7 @@ def figure_8(runs: pd.DataFrame, metric: str | None = None) -> Figure:
     values = runs.assign(value=drawn.factor * runs[name]).groupby(["arm", "recipe"])["value"]
     dots = {key: part.dropna().to_numpy() for key, part in values}
     panels = [kind for kind in ("length", "window") if (found.experiment == kind).any()]
-    with drawing(1, len(panels), figsize=(5.6 * len(panels), 4), sharey=True) as (figure, axes):
+    with drawing(1, len(panels), figsize=(5 * len(panels), 4), sharey=True) as (figure, axes):
         for ax, kind in zip(axes[0], panels, strict=True):
             part = found[found.experiment == kind]
             (_length if kind == "length" else _window)(ax, part, [dots[r.arm, r.recipe] for r in part.itertuples()])
@@ -213,8 +213,8 @@ def _learning_curve(ax: Axes, runs: pd.DataFrame, total: int, name: str, metric:
     second = ax.twinx()
     means = [metric.factor * np.mean([curve[step] for curve in curves]) for step in steps]
     second.plot(steps, means, color="#999999", linewidth=1, zorder=0)
-    second.set_ylabel("learning curve without a deficit (grey)", color="#777777", fontsize=8)
-    second.tick_params(colors="#777777", labelsize=8)
+    second.set_ylabel("learning curve without a deficit (grey)", color=QUIET, fontsize=8)
+    second.tick_params(colors=QUIET, labelsize=8)
     second.grid(visible=False)
     if metric.better < 0:
         second.invert_yaxis()

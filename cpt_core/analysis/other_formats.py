@@ -19,7 +19,7 @@ from cpt_core.analysis.estimates import Estimate, holm, quality
 from cpt_core.analysis.metrics import counted
 from cpt_core.analysis.pages import Section
 from cpt_core.analysis.statistics import spearman
-from cpt_core.analysis.style import COLORS, drawing
+from cpt_core.analysis.style import COLORS, TEXT, drawing, legend_below, name_points
 from cpt_core.experiments.other_formats import CASES, LATE, ON, on_ladders
 from cpt_core.formats.ladder import LADDERS
 from cpt_core.schedules.profiles import SUITE, savings_of
@@ -158,9 +158,12 @@ def figure(found: Sequence[Cell]) -> Figure:
     """
     if not found:
         raise ValueError("H6 is not answered yet; all of its runs are needed")
-    with drawing(len(CASES), len(ON), figsize=(8, 2.5 * len(CASES))) as (drawn, axes):
+    with drawing(len(CASES), len(ON), figsize=(9, 2.8 * len(CASES))) as (drawn, axes):
         for ax, c in zip(axes.flat, found, strict=True):
             _panel(ax, c)
+        legend_below(drawn, axes[0, 0])
+        for ax, c in zip(axes.flat, found, strict=True):
+            _name_formats(ax, c)
     return drawn
 
 
@@ -171,11 +174,6 @@ def _panel(ax: Axes, c: Cell) -> None:
     ax.errorbar(
         costs, mean[c.static], yerr=error[c.static], fmt="s-", color=COLORS["static"], capsize=2, label="static"
     )
-    for arm, level in zip(c.static, LADDERS[c.ladder].levels, strict=True):
-        ax.annotate(
-            str(LADDERS[c.ladder][level]).partition(":")[0], (c.cost[arm], mean[arm]), xytext=(4, -9),
-            textcoords="offset points", fontsize=7,
-        )  # fmt: skip
     for group in ("large", "medium", "small"):
         arms = [arm for arm in SUITE if savings_of(arm) == group]
         ax.errorbar(
@@ -185,8 +183,13 @@ def _panel(ax: Axes, c: Cell) -> None:
     ax.errorbar(c.cost[LATE], mean[LATE], yerr=error[LATE], fmt="D", color="black", capsize=2, label=LATE)
     ax.set(xlabel="relative cost (BitOps)", ylabel="-100 ln perplexity" if c.unit == PERCENT else "accuracy (%)")
     ax.set_title(c.name, fontsize=9, loc="left")
-    if c.case == next(iter(CASES)) and c.ladder == ON[0]:
-        ax.legend(fontsize=7)
+
+
+def _name_formats(ax: Axes, c: Cell) -> None:
+    """Write the names of static formats beside their points."""
+    names = [str(LADDERS[c.ladder][level]).partition(":")[0] for level in LADDERS[c.ladder].levels]
+    costs, mean = [c.cost[arm] for arm in c.static], c.quality.mean()[c.static]
+    name_points(ax, names, costs, mean, [TEXT["static"]] * len(names))
 
 
 def sections(runs: pd.DataFrame) -> Iterator[Section]:

@@ -9,7 +9,6 @@ static 8  1.00
 from __future__ import annotations
 
 import base64
-import io
 import re
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,6 +17,8 @@ from typing import Any
 import jinja2
 import pandas as pd
 from matplotlib.figure import Figure
+
+from cpt_core.described import picture
 
 
 @dataclass(frozen=True)
@@ -77,8 +78,7 @@ def _code(escaped: str) -> str:
     return re.sub(r"``?([^`]+)``?", r"<code>\1</code>", str(escaped))
 
 
-def _picture(figure: Figure) -> str:
-    """Return a figure as the address of an image that needs no other file."""
-    buffer = io.BytesIO()
-    figure.savefig(buffer, format="png", dpi=130)
-    return f"data:image/png;base64,{base64.b64encode(buffer.getvalue()).decode()}"
+def _picture(figure: Figure) -> dict[str, Any]:
+    """Return a figure as the address of an image that needs no other file, and the width at which it is shown."""
+    png, width, _ = picture(figure)
+    return {"src": f"data:image/png;base64,{base64.b64encode(png).decode()}", "width": width}

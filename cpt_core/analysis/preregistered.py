@@ -94,7 +94,7 @@ def answers_figure(found: Sequence[Answer]) -> Figure:
             widest = 1.15 * max(e.margin, *np.abs(e.values), abs(low), abs(high))
             ax.set(xlim=(-widest, widest), ylim=(-1, 0.7), yticks=[])
             ax.set_title(f"{a.question}  {e.what} ({e.unit})", fontsize=8, loc="left")
-            ax.tick_params(labelsize=7)
+            ax.tick_params(labelsize=8)
     return figure
 
 

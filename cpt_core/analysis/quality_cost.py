@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from itertools import product
-from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -17,7 +16,7 @@ from cpt_core.analysis.metrics import metric_named, metric_of
 from cpt_core.analysis.pages import Section
 from cpt_core.analysis.predictors import rank_correlation, sentence
 from cpt_core.analysis.statistics import by_seed, paired
-from cpt_core.analysis.style import COLORS, LABELS, drawing, legend_below, title
+from cpt_core.analysis.style import COLORS, LABELS, SMALL, TEXT, drawing, legend_below, name_points, title
 from cpt_core.experiments.recipe import Metric
 from cpt_core.experiments.recipes import EXPERIMENTS
 
@@ -213,7 +212,7 @@ def figure_3(
     parts = [on_common_seeds(part, name) for _, part in runs.groupby(["q_max", "aggregation"], sort=False)]
     runs = pd.concat(parts) if parts else runs
     rows = _rows(runs, name, drawn.factor)
-    size = (5.4 * len(xs) + 0.6, 4.4 * len(rows))
+    size = (4.7 * len(xs) + 0.6, 4.4 * len(rows))
     with drawing(len(rows), len(xs), figsize=size, sharey=True) as (figure, axes):
         panels = list(zip(axes.flat, *zip(*product(rows.values(), xs), strict=True), strict=True))
         for ax, arms, x in panels:
@@ -223,14 +222,14 @@ def figure_3(
                 ax.step(best[x], best["mean"], where="post", color="#888888", linestyle=":", label="Pareto front")
         if drawn.better < 0:
             axes[0][0].invert_yaxis()  # shared
-        for ax, arms, x in panels:  # now that the limits of the shared axis stand
-            _name_points(ax, arms[arms.savings != "static"], x)
         for line, what in zip(axes, rows, strict=True):
             line[0].set_ylabel(drawn.label)
             line[0].set_title(what, fontsize=9)
         legend_below(figure, axes[0][0])
         note = f"; {lost} runs diverged or failed" if lost else ""  # those that diverged are in the means
         figure.suptitle(title(runs, f", {runs['scale'].iloc[0]} scale") + note, fontsize=10)
+        for ax, arms, x in panels:
+            _name_points(ax, arms[arms.savings != "static"], x)
     return figure
 
 
@@ -254,11 +253,11 @@ def _quality(ax: Axes, arms: pd.DataFrame, x: str, metric: Metric) -> None:
     if len(drawn):
         ax.errorbar(
             drawn[x], drawn["mean"], drawn["std"].fillna(0), color=COLORS["static"], marker="s",
-            markersize=8, linewidth=1, capsize=2, label="static precision (bits)", zorder=1,
+            markersize=10, linewidth=1, capsize=2, label="static precision (bits)", zorder=1,
         )  # fmt: skip
     for r in drawn.itertuples():
         bits = r.arm.split()[-1]  # in the point itself: nothing can lie over it
-        ax.text(getattr(r, x), r.mean, bits, color="white", fontsize=6.5, ha="center", va="center_baseline", zorder=4)
+        ax.text(getattr(r, x), r.mean, bits, color="white", fontsize=SMALL, ha="center", va="center_baseline", zorder=4)
     for group in (*GROUPS, "own"):
         part = schedules[schedules.savings == group]
         if len(part):
@@ -272,7 +271,7 @@ def _quality(ax: Axes, arms: pd.DataFrame, x: str, metric: Metric) -> None:
     ax.margins(x=0.1, y=0.12)
     if worst.any():
         names = ", ".join(f"{r.arm} bits {r.mean:.0f} {metric.unit}".rstrip() for r in static[worst].itertuples())
-        ax.annotate(f"below the axis: {names}", (0.02, 0.02), xycoords="axes fraction", fontsize=8)
+        ax.set_title(f"below the axis: {names}", loc="right", fontsize=SMALL)
     ax.set_xlabel(LABELS.get(x, x))
 
 
@@ -285,27 +284,10 @@ def _worst(arms: pd.DataFrame, metric: Metric, schedules: pd.DataFrame | None = 
     return (arms.savings == "static") & (metric.better * arms["mean"] < metric.better * limit)
 
 
-def _name_points(ax: Axes, arms: pd.DataFrame, x: str, gap: float = 0.05) -> None:
-    """Write the names in a column below every cluster of points, joined to them by thin lines."""
-    ax.get_xlim(), ax.get_ylim()  # matplotlib settles the limits when they are read
-    to_axes = ax.transData + ax.transAxes.inverted()
-    points = [(r.arm, r.savings, (getattr(r, x), r.mean)) for r in arms.itertuples() if r.mean == r.mean]
-    placed = sorted((*to_axes.transform(point), arm, savings, point) for arm, savings, point in points)
-    clusters: list[list[Any]] = []
-    for p in placed:
-        if clusters and p[0] - clusters[-1][-1][0] < gap:
-            clusters[-1].append(p)
-        else:
-            clusters.append([p])
-    for cluster in clusters:  # below the points: above and beside them runs the static line
-        left = max(p[0] for p in cluster) + 0.01
-        top = max(min(p[1] for p in cluster) - 0.13, 0.08 + gap * (len(cluster) - 1))
-        for i, (_, _, arm, savings, point) in enumerate(sorted(cluster, key=lambda p: -p[1])):
-            color = COLORS[savings]
-            ax.annotate(
-                arm, point, (left, top - i * gap), xycoords="data", textcoords="axes fraction", fontsize=8,
-                va="center", color=color, arrowprops={"arrowstyle": "-", "lw": 0.4, "color": color, "alpha": 0.6},
-            )  # fmt: skip
+def _name_points(ax: Axes, arms: pd.DataFrame, x: str) -> None:
+    """Write the names of schedules beside their points."""
+    arms = arms[arms["mean"].notna()]
+    name_points(ax, list(arms.arm), arms[x], arms["mean"], [TEXT[group] for group in arms.savings])
 
 
 def sections(runs: pd.DataFrame) -> Iterator[Section]:

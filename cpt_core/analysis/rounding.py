@@ -11,9 +11,8 @@ from typing import Any
 import numpy as np
 import pandas as pd
 from matplotlib.figure import Figure
-from matplotlib.ticker import MaxNLocator
 
-from cpt_core.analysis.style import COLORS, drawing, legend_below
+from cpt_core.analysis.style import COLORS, drawing, legend_below, whole
 
 BINS = 80
 ROLE_COLORS = (COLORS["small"], COLORS["large"], COLORS["medium"], COLORS["own"], COLORS["static"], "#8C510A")
@@ -63,7 +62,7 @@ def error_over_training(recording: Any, statistic: str = "relative_error") -> Fi
             upper.set_yscale("log")
         upper.set_ylabel(LABELS[statistic])
         lower.set(xlabel="optimizer step", ylabel="level (bits)")
-        lower.yaxis.set_major_locator(MaxNLocator(integer=True))
+        whole(lower.yaxis)
         lower.set_ylim(known["level"].min() - 0.5, known["level"].max() + 0.5)
         legend_below(figure, upper)
     return figure

@@ -7,9 +7,8 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.ticker import MaxNLocator
 
-from cpt_core.analysis.style import COLORS, drawing
+from cpt_core.analysis.style import COLORS, TEXT, drawing, name_points, whole
 from cpt_core.schedules import cost
 from cpt_core.schedules.make import make_schedule
 from cpt_core.schedules.profiles import SUITE
@@ -56,7 +55,7 @@ def draw_schedule(ax: Axes, schedule: Schedule) -> None:
     ax.plot(steps, schedule.values(), color=color, alpha=0.4, linewidth=1)
     ax.step(steps, schedule.bits(), color=color, where="post", linewidth=1.6)
     ax.set_ylim(schedule.q_min - 0.6, schedule.q_max + 0.6)
-    ax.yaxis.set_major_locator(MaxNLocator(integer=True))
+    whole(ax.yaxis)
 
 
 def jensen_figure(q_min: int = 3, q_max: int = 8, total_steps: int = 64_000) -> Figure:
@@ -79,8 +78,6 @@ def jensen_figure(q_min: int = 3, q_max: int = 8, total_steps: int = 64_000) -> 
             label="static, or two interleaved",
         )
         ax.plot(costs, noises, "o", color=COLORS["static"], markersize=5)
-        for q, (x, y) in zip(bits, static, strict=True):
-            ax.annotate(str(q), (x, y), textcoords="offset points", xytext=(-8, -10), fontsize=8)
         labels = set()
         for name in SUITE:
             s = make_schedule(name, q_min=q_min, q_max=q_max, total_steps=total_steps)
@@ -91,4 +88,5 @@ def jensen_figure(q_min: int = 3, q_max: int = 8, total_steps: int = 64_000) -> 
         ax.set(yscale="log", xlabel="cost relative to static q_max (BitOps)", ylabel="noise: mean 4^-q, relative")
         ax.legend(fontsize=8)
         figure.suptitle("At equal cost, static precision has the least noise", fontsize=10)
+        name_points(ax, [str(q) for q in bits], costs, noises, [TEXT["static"]] * len(bits))
     return figure

@@ -191,7 +191,9 @@ class Sensitivity:
         """Draw responses over time and over layers (per MAC), relative to work that is alike: a matplotlib figure."""
         import matplotlib.pyplot as plt
 
-        figure, axes = plt.subplots(1, 2, figsize=(9, 3.2), layout="constrained")
+        from cpt_core.described import DescribedFigure
+
+        figure, axes = plt.subplots(1, 2, figsize=(9, 3.2), layout="constrained", FigureClass=DescribedFigure)
         for ax, over in zip(axes, OVER, strict=False):
             even = self.even(over)
             mean, low, high = self.estimates(over) / even
@@ -203,10 +205,10 @@ class Sensitivity:
             if self.estimated:
                 estimated = np.array(self.estimated).mean(1 if over == "time" else 0)
                 ax.plot(x, estimated / estimated.sum() / (even / even.sum()), "x", color="#0072B2", label="estimated")
-            ax.set_xticks(x, self.places(over), rotation=30, ha="right", fontsize=7)
+            ax.set_xticks(x, self.places(over), rotation=30, ha="right", fontsize=8)
             ax.set_ylabel("response w, 1: as if all were alike", fontsize=8)
             ax.spines[["top", "right"]].set_visible(False)
-        axes[0].legend(fontsize=7, frameon=False)
+        axes[0].legend(fontsize=8, frameon=False)
         said = f"{self.title}: {self.quality} lost by {self.base - 1} instead of {self.base} bits"
         figure.suptitle(said, fontsize=9, parse_math=False)
         plt.close(figure)

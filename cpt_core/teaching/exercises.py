@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import json
 import platform
+import textwrap
 import warnings
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from importlib import metadata
 from typing import Any
 
-import matplotlib.pyplot as plt
 import numpy as np
 import pandas as pd
 from matplotlib.figure import Figure
@@ -142,24 +143,30 @@ def bits_as_text(bits: Any, points: int = 32) -> str:
     return " ".join(str(b) for b in bits[:: max(1, len(bits) // points)])
 
 
+MOST_BITS = 12  # of the sliders
+
+
+def schedule_picture(
+    name: str = "CR", q_min: int = 3, q_max: int = 8, n_cycles: int = 4, total_steps: int = 800
+) -> Figure:
+    """Draw a schedule, or say why there is none: on the same axes whatever is chosen, so that it alone moves."""
+    with drawing(figsize=(8, 2.6)) as (figure, ((ax,),)):
+        try:
+            s = make_schedule(name, q_min=q_min, q_max=q_max, total_steps=total_steps, n_cycles=n_cycles)
+        except ValueError as error:
+            said = textwrap.fill(str(error), 90)
+        else:
+            schedules.draw_schedule(ax, s)
+            said = f"{name}: relative cost {s.relative_cost():.3f}, noise exposure {s.noise_exposure():.0f}"
+        ax.set_title(said, fontsize=10, parse_math=False)
+        ax.set(xlabel="training step", ylabel="bits", xlim=(0, total_steps), ylim=(0.4, MOST_BITS + 0.6))
+        ax.set_yticks(range(1, MOST_BITS + 1))
+    return figure
+
+
 def explore_schedule(total_steps: int = 800) -> Any:
     """Show a schedule with sliders for name, bits and cycles; without ipywidgets, a static figure."""
-
-    def draw(name: str = "CR", q_min: int = 3, q_max: int = 8, n_cycles: int = 4) -> Figure:
-        try:
-            schedule = make_schedule(name, q_min=q_min, q_max=q_max, total_steps=total_steps, n_cycles=n_cycles)
-        except ValueError as error:
-            print(error)
-            return plt.figure()
-        with drawing(figsize=(8, 2.4)) as (figure, ((ax,),)):
-            schedules.draw_schedule(ax, schedule)
-            ax.set(xlabel="training step", ylabel="bits")
-            ax.set_title(
-                f"{name}: relative cost {schedule.relative_cost():.3f}, noise exposure {schedule.noise_exposure():.0f}",
-                fontsize=10,
-            )
-        return figure
-
+    draw = partial(schedule_picture, total_steps=total_steps)
     try:
         import ipywidgets as widgets
     except ImportError:
@@ -169,7 +176,7 @@ def explore_schedule(total_steps: int = 800) -> Any:
     controls = {
         "name": widgets.Dropdown(options=list(SUITE), value="CR", description="schedule"),
         "q_min": widgets.IntSlider(3, 1, 8, description="q_min"),
-        "q_max": widgets.IntSlider(8, 2, 12, description="q_max"),
+        "q_max": widgets.IntSlider(8, 2, MOST_BITS, description="q_max"),
         "n_cycles": widgets.IntSlider(4, 1, 16, description="cycles"),
     }
     output = widgets.interactive_output(lambda **chosen: display(draw(**chosen)), controls)

@@ -12,10 +12,16 @@ from latex2mathml.converter import convert
 from nbconvert import HTMLExporter
 from nbconvert.filters.markdown_mistune import IPythonRenderer, MarkdownWithMath
 
-# nbconvert's page without the scripts that it would fetch: MathJax, RequireJS, Mermaid.
-TEMPLATE = "{% extends 'lab/index.html.j2' %}" + "".join(
-    f"{{% block {name} %}}{{% endblock %}}"
-    for name in ("html_head_js", "html_head_js_mathjax", "html_head_js_mermaidjs", "jupyter_widgets")
+# nbconvert's page without the scripts that it would fetch: MathJax, RequireJS, Mermaid; pictures say what they show.
+ALT = """{% block data_png scoped %}{% set alt = output | get_metadata("alt", "image/png") | escape_html %}
+{{ super() | replace("<img ", '<img alt="' ~ alt ~ '" ', 1) }}{% endblock %}"""
+TEMPLATE = (
+    "{% extends 'lab/index.html.j2' %}"
+    + ALT
+    + "".join(
+        f"{{% block {name} %}}{{% endblock %}}"
+        for name in ("html_head_js", "html_head_js_mathjax", "html_head_js_mermaidjs", "jupyter_widgets")
+    )
 )
 
 
@@ -56,11 +62,24 @@ def notebook_page(book: nbformat.NotebookNode, title: str = "notebook", note: st
         title: of the page.
         note: a line of text above it all.
     """
-    book = without_widgets(nbformat.from_dict(book))
+    book = _described(without_widgets(nbformat.from_dict(book)))
     if note:
         book.cells.insert(0, nbformat.v4.new_markdown_cell(f"> {escape(note, quote=False)}"))
     text, _ = _Exporter(raw_template=TEMPLATE).from_notebook_node(book, {"metadata": {"name": title}})
     return text
+
+
+def _described(book: nbformat.NotebookNode) -> nbformat.NotebookNode:
+    """Give every picture a description: its own, else the heading that it stands under."""
+    heading = "this notebook"
+    for cell in book.cells:
+        if cell.cell_type == "markdown":
+            heading = (re.findall(r"^#+ +(.*)$", cell.source, flags=re.MULTILINE) or [heading])[-1]
+        for output in cell.get("outputs", []):
+            for kind in output.get("data", {}):
+                if kind.startswith("image/"):
+                    output.metadata.setdefault(kind, {}).setdefault("alt", f"figure under the heading {heading}")
+    return book
 
 
 def without_widgets(book: nbformat.NotebookNode) -> nbformat.NotebookNode:

@@ -7,9 +7,8 @@ from collections.abc import Mapping, Sequence
 import matplotlib.pyplot as plt
 import numpy as np
 from matplotlib.figure import Figure
-from matplotlib.ticker import MaxNLocator
 
-from cpt_core.analysis.style import COLORS, drawing
+from cpt_core.analysis.style import COLORS, SMALL, TEXT, drawing, whole
 from cpt_core.formats.format import Format
 
 # where pictures have boxes of their own, and where a model finds some: x1, y1, x2, y2 in pixels, and a word
@@ -18,25 +17,32 @@ Boxes = Sequence[tuple[Sequence[float], str]]
 
 def pictures_with_boxes(pictures: Sequence[np.ndarray], rows: Mapping[str, Sequence[Boxes]]) -> Figure:
     """Draw pictures, uint8 (H, W, 3), once per row, with the boxes that each row gives for each of them."""
-    colors = [COLORS["medium"], COLORS["large"], COLORS["small"]]
+    groups = ("medium", "large", "small")
     shape = (len(rows), len(pictures))
-    with drawing(*shape, figsize=(2.2 * shape[1], 2.3 * shape[0])) as (figure, axes):
-        for line, (name, boxes), color in zip(axes, rows.items(), colors, strict=False):
+    alt = f"{len(pictures)} pictures with boxes: {', '.join(rows)}"
+    with drawing(*shape, alt, figsize=(2.2 * shape[1], 2.3 * shape[0])) as (figure, axes):
+        for line, (name, boxes), group in zip(axes, rows.items(), groups, strict=False):
             line[0].set_ylabel(name, fontsize=9)
             for ax, picture, here in zip(line, pictures, boxes, strict=True):
                 ax.imshow(picture)
                 ax.set(xticks=[], yticks=[], frame_on=False)
                 ax.grid(visible=False)
                 for (x1, y1, x2, y2), word in here:
-                    ax.add_patch(plt.Rectangle((x1, y1), x2 - x1, y2 - y1, fill=False, color=color, linewidth=1.6))
-                    ax.text(x1, y1 - 1, word, color=color, fontsize=8, va="bottom", parse_math=False)
+                    frame = plt.Rectangle((x1, y1), x2 - x1, y2 - y1, fill=False, color=COLORS[group], linewidth=1.6)
+                    ax.add_patch(frame)
+                    ax.text(
+                        x1, y1 - 1, word, color=TEXT[group], fontsize=SMALL, va="bottom", parse_math=False,
+                        bbox={"facecolor": "white", "linewidth": 0, "pad": 0.5},
+                    )  # fmt: skip
     return figure
 
 
 def staircase(bits: Sequence[int] = (2, 3, 4)) -> Figure:
     """Draw the quantiser: value in, value out, on a range from -1 to 1."""
     x = np.linspace(-1, 1, 801)
-    with drawing(1, len(bits), figsize=(3.1 * len(bits), 3), sharey=True) as (figure, axes):
+    said = ", ".join(map(str, bits))
+    alt = f"staircases: values from -1 to 1 quantised to {said} bits, against the values themselves"
+    with drawing(1, len(bits), alt, figsize=(3.1 * len(bits), 3), sharey=True) as (figure, axes):
         for ax, q in zip(axes[0], bits, strict=True):
             n = 2**q - 1
             ax.plot(x, x, color="#999999", linewidth=1)
@@ -54,13 +60,14 @@ def training_curve(losses: Sequence[float], bits: Sequence[int]) -> Figure:
         upper.set_ylabel("training loss")
         lower.step(range(len(bits)), bits, where="post", color=COLORS["medium"])
         lower.set(xlabel="training step", ylabel="bits")
-        lower.yaxis.set_major_locator(MaxNLocator(integer=True))
+        whole(lower.yaxis)
     return figure
 
 
 def number_lines(names: Sequence[str] = ("affine4", "symmetric4", "log2_4", "e2m1", "e3m2", "e4m3")) -> Figure:
     """Draw the values of number formats between -1 and 1, each scaled so that its largest value is 1."""
-    with drawing(1, 1, figsize=(8, 0.45 * len(names) + 0.6)) as (figure, axes):
+    alt = f"lines with a mark at every value of {', '.join(names)}, from -1 to 1"
+    with drawing(1, 1, alt, figsize=(8, 0.45 * len(names) + 0.6)) as (figure, axes):
         ax = axes[0][0]
         for line, name in enumerate(names):
             format = Format.of(name)

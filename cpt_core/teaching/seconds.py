@@ -15,7 +15,7 @@ import torch
 from matplotlib.figure import Figure
 from torch import Tensor, nn
 
-from cpt_core.analysis.style import COLORS, drawing, legend_below
+from cpt_core.analysis.style import COLORS, TEXT, drawing, legend_below, name_points, whole
 from cpt_core.bitops.measure import measure_cost
 from cpt_core.bitops.plan import count_bitops
 from cpt_core.bitops.step import TrainingStep
@@ -37,7 +37,7 @@ Q_GRAD = 8
 KINDS = ("linear", "convolutions")
 SIZES = {"smoke": (384, 24), "demo": (2048, 128), "paper": (2048, 128)}  # rows of the one, pictures of the other
 REPEATS = {"smoke": 5, "demo": 7, "paper": 15}
-HUES = COLORS["small"], COLORS["large"], COLORS["medium"]
+HUES = ("small", "large", "medium")
 ROOFS = {"float32": torch.float32, "bfloat16": torch.bfloat16, "int8": torch.int8}
 
 
@@ -108,11 +108,13 @@ def promise_and_machine(found: Mapping[str, MeasuredCost], base: int) -> Figure:
         widths = sorted({q for m in found.values() for q in m.bits})
         promised = [cost.relative_cost([q], base, Q_GRAD) for q in widths]
         left.plot(widths, promised, color=COLORS["static"], linestyle="--", label="BitOps")
-        for (way, m), color in zip(found.items(), HUES, strict=False):
+        for (way, m), hue in zip(found.items(), HUES, strict=False):
+            color = COLORS[hue]
             seconds = [m.seconds(q) / m.seconds(base) for q in m.bits]
             left.plot(m.bits, seconds, "o-", color=color, markersize=4, label=f"seconds, {way}")
             saved = [m.steps[q].saved_bytes / 2**20 for q in m.bits]
             right.plot(m.bits, saved, "o-", color=color, markersize=4)
+        whole(left.xaxis)
         left.set(ylim=0, xlabel="bits", ylabel=f"of a step at {base} bits", title="what a step costs")
         right.set(ylim=0, xlabel="bits", ylabel="MiB", title="what it saves between its passes")
         legend_below(figure, left)
@@ -155,20 +157,22 @@ def roofline(
     """
     tops = {name: top for name, top in roofs.items() if name != "memory"}
     with drawing(1, len(KINDS), figsize=(9.5, 4), sharey=True, sharex=True) as (figure, (line,)):
+        named: list[tuple[Any, list[tuple[str, float, float, str]]]] = []
         for ax, kind in zip(line, KINDS, strict=True):
+            named.append((ax, []))
             for (name, top), style in zip(tops.items(), ("-", "--", ":"), strict=True):
                 x = [1.0, top / roofs["memory"], 3000.0]
                 ax.plot(x, [roofs["memory"], top, top], style, color="#777777", linewidth=1.2, label=f"peak, {name}")
             ways = [(way, m) for (of, way), m in found.items() if of == kind]
-            for (way, m), marker, color in zip(ways, "os^", HUES, strict=False):
+            for (way, m), marker, hue in zip(ways, "os^", HUES, strict=False):
                 points = _points(kind, scale, m, bits, codes="codes" in way)
-                for index, (layer, at) in enumerate(points.items()):  # above and below by turns, where points coincide
-                    place = (5, -8 if index % 2 else 2)
-                    ax.annotate(layer, at, xytext=place, textcoords="offset points", fontsize=8, color=color)
-                ax.plot(*zip(*points.values(), strict=True), marker, color=color, markersize=5, label=way)
+                ax.plot(*zip(*points.values(), strict=True), marker, color=COLORS[hue], markersize=5, label=way)
+                named[-1][1].extend((layer, *at, TEXT[hue]) for layer, at in points.items())
             ax.set(xscale="log", yscale="log", xlabel="operations per byte moved", title=f"{kind}, {bits} bits")
         line[0].set_ylabel("operations per second")
         legend_below(figure, line[0])
+        for ax, layers in named:
+            name_points(ax, *zip(*layers, strict=True))
     return figure
 
 

@@ -72,10 +72,12 @@ class PrecisionRange:
         import matplotlib.pyplot as plt
         from matplotlib.ticker import MaxNLocator
 
+        from cpt_core.described import DescribedFigure
+
         reset = self.mode == "reset"
         bits = list(self.bits[:-1]) if reset else list(self.bits)  # f(q_max) is 1 by definition
         shares = np.array(self.shares, dtype=float)[:, : len(bits)]
-        figure, ax = plt.subplots(figsize=(6.4, 3.4))
+        figure, ax = plt.subplots(figsize=(6.4, 3.4), FigureClass=DescribedFigure)
         ax.axhline(self.threshold, color="#D55E00", linewidth=1, label=f"threshold {self.threshold:g}")
         for row in shares:
             ax.plot(bits, row, "o", color="#222222", markersize=4, alpha=0.5)
@@ -84,7 +86,7 @@ class PrecisionRange:
             ax.axvline(self.q_min, color="#0072B2", linestyle=":", label=f"q_min = {self.q_min}")
         what = "share f(q) of the loss reduction\nat q_max" if reset else "fall of the loss\n(share of its start)"
         ax.set(xlabel="bits", ylabel=what)
-        ax.xaxis.set_major_locator(MaxNLocator(integer=True))
+        ax.xaxis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))
         ax.spines[["top", "right"]].set_visible(False)
         ax.grid(alpha=0.25)
         ax.legend(fontsize=8, loc="lower right", frameon=False)

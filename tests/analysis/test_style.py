@@ -1,23 +1,214 @@
-"""Figures with names of the user's own."""
+"""How figures look: names that lie over nothing, words that can be read, whole bits, names of the user's own."""
+
+import ast
+import itertools
+import re
+from functools import cache
+from pathlib import Path
 
 import numpy as np
 import pandas as pd
 import pytest
 from matplotlib.cbook import is_math_text
+from matplotlib.colors import to_rgb
+from matplotlib.text import Text
 
-from cpt_core.analysis import quality_cost
+from cpt_core.analysis import quality_cost, schedules, style
+from cpt_core.analysis.figures import figure_3, figure_6, figure_7, figure_8
 from cpt_core.analysis.predictors import predictors_figure
+from cpt_core.analysis.rounding import error_over_training
 from cpt_core.analysis.runs import committed
-from cpt_core.teaching.pictures import pictures_with_boxes
+from cpt_core.described import INCH
+from cpt_core.paths import ROOT
+from cpt_core.teaching import exercises, pictures
 from cpt_core.training.precision_range import PrecisionRange
+
+PAGE = Path(quality_cost.__file__).with_name("page.html.j2").read_text(encoding="utf-8")
+THEMES = re.findall(r":root \{(.*?)\}", PAGE, re.DOTALL)
+BOTH = ("relative_cost", "noise_exposure")
+
+
+def digits():
+    return committed("image_digits").query("model == 'mlp6' and q_min == 3")
+
+
+def facebook():
+    return committed("graph_facebook").query("model == 'gcn' and aggregation == 'fp' and q_max == 8")
+
+
+def characters():
+    return committed("language_pydoc").query("q_max == 8")
+
+
+def crowd():
+    """Rows whose schedules have one cost and nearly one quality."""
+    runs = digits()
+    static = runs["savings"] == "static"
+    runs = runs.assign(accuracy=runs["accuracy"].where(static | (runs["seed"] == 0), 0.8))
+    return runs.assign(**{x: runs[x].where(static, runs[x].median()) for x in BOTH})
+
+
+def precision_range(name="digits"):
+    return PrecisionRange(2, "", "", (2, 8), (1.0,), ((0.5, 0.5),), ((1.0, 1.0),), "reset", 0.8, 9, name)
+
+
+RECORDED = pd.DataFrame({"step": [0, 1, 2], "role": "input", "level": [2, 3, 3], "snr_db": [9.0, 12.0, 13.0]})
+FIGURES = {
+    "figure 2": lambda: schedules.figure_2(names=("CR", "RTV"), total_steps=800),
+    "figure 3": lambda: figure_3(digits(), xs=BOTH, front=True),
+    "figure 6": lambda: figure_6(facebook(), xs=BOTH, front=True),
+    "figure 7": lambda: figure_7(characters(), xs=BOTH),
+    "many arms of one cost": lambda: figure_3(crowd(), xs=BOTH),
+    "figure 8": lambda: figure_8(committed("deficit_facebook")),
+    "cost and noise": schedules.jensen_figure,
+    "staircase": pictures.staircase,
+    "number lines": pictures.number_lines,
+    "training": lambda: pictures.training_curve([2.0, 1.5, 1.2], [3, 3, 4]),
+    "boxes": lambda: pictures.pictures_with_boxes([np.zeros((8, 8, 3), np.uint8)], {"a": [[((1, 1, 5, 5), "cat")]]}),
+    "rounding": lambda: error_over_training(RECORDED, "snr_db"),
+    "explored": exercises.schedule_picture,
+    "range test": lambda: precision_range().figure(),
+}
+
+
+@cache
+def drawn(name):
+    figure = FIGURES[name]()
+    figure.draw_without_rendering()
+    return figure
+
+
+@pytest.fixture(params=FIGURES)
+def figure(request):
+    return drawn(request.param)
+
+
+def words_of(figure):
+    """The words that are shown, with where they stand; ticks outside of the limits are not."""
+    shown = [t for t in figure.findobj(Text) if t.get_visible() and t.get_text().strip()]
+    outside = set()
+    for ax in figure.axes:
+        for axis, (low, high) in ((ax.xaxis, ax.get_xlim()), (ax.yaxis, ax.get_ylim())):
+            ticks = [*axis.get_major_ticks(), *axis.get_minor_ticks()]
+            low, high = min(low, high), max(low, high)
+            for tick in ticks:
+                hidden = [] if low <= tick.get_loc() <= high else [tick.label1]
+                outside |= {tick.label2, *hidden} if not tick.label2.get_visible() else set(hidden)
+    return [(t, t.get_window_extent()) for t in shown if t not in outside]
+
+
+def luminance(color):
+    """WCAG 2.2: relative luminance."""
+    r, g, b = (c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4 for c in to_rgb(color))
+    return 0.2126 * r + 0.7152 * g + 0.0722 * b
+
+
+def contrast(a, b):
+    """WCAG 2.2: from 1 to 21."""
+    low, high = sorted((luminance(a), luminance(b)))
+    return (high + 0.05) / (low + 0.05)
+
+
+def test_contrast_is_that_of_wcag():
+    assert contrast("#000000", "#ffffff") == pytest.approx(21)
+    assert contrast("#777777", "#ffffff") == pytest.approx(4.48, abs=0.005)
+
+
+@pytest.mark.parametrize("name", ["figure 3", "figure 6", "figure 7", "many arms of one cost", "cost and noise"])
+def test_no_words_lie_over_others(name):
+    figure = drawn(name)
+    words = words_of(figure)
+    over = [(a.get_text(), b.get_text()) for (a, p), (b, q) in itertools.combinations(words, 2) if p.overlaps(q)]
+    inside = figure.bbox.padded(2)
+    assert over == []
+    assert [t.get_text() for t, box in words if not inside.containsx(box.x0) or not inside.containsx(box.x1)] == []
+
+
+def test_every_arm_is_named_once_in_every_panel():
+    for name, runs in (("figure 3", digits()), ("figure 6", facebook()), ("many arms of one cost", crowd())):
+        arms = sorted(set(runs["arm"][runs["savings"] != "static"]))
+        for ax in drawn(name).axes:
+            assert sorted(t.get_text() for t in ax.texts if not t.get_text().isdigit()) == arms
+
+
+def test_names_without_room_are_listed():
+    found = []
+    for _ in range(2):
+        with style.drawing(figsize=(3, 2)) as (_, ((ax,),)):
+            ax.plot([0, 1], [0, 1])
+            style.name_points(ax, ["short", "long " * 60, "x"], [0, 1, 1], [0, 1, 1], ["#222222"] * 3)
+        found.append([(t.get_text(), t.get_position()) for t in ax.texts])
+    assert [name for name, _ in found[0]] == ["short", "x"]
+    assert found[0] == found[1]  # at the same places again
+    assert ax.get_title(loc="left").startswith("no room to name: long long")
+
+
+def test_words_are_dark_and_large_enough(figure):
+    for text, _ in words_of(figure):
+        ground = style.COLORS["static"] if text.get_color() == "white" else "white"  # bits in their squares
+        assert contrast(text.get_color(), ground) >= 4.5, text.get_text()
+        assert text.get_fontsize() >= style.SMALL, text.get_text()
+    width = float(re.search(r"max-width: (\d+)rem", PAGE)[1]) * 16 - 32
+    assert figure.get_tightbbox().width * INCH <= width  # a page shows it at its own size
+
+
+def test_bits_are_whole_at_every_axis(figure):
+    for ax in figure.axes:
+        for axis in (ax.xaxis, ax.yaxis):
+            if re.search(r"^bits|\(bits\)|^level", axis.get_label_text()):
+                ticks = axis.get_ticklocs()
+                assert len(ticks)
+                assert list(ticks) == [round(tick) for tick in ticks]
+
+
+def test_a_figure_describes_itself_in_one_line(figure):
+    said = figure.description()
+    assert len(said) > 20
+    assert "\n" not in said
+
+
+def test_no_size_of_letters_is_below_the_least():
+    """In figures that are not drawn here too."""
+    sizes = [
+        (path.name, k.value.value)
+        for path in sorted((ROOT / "cpt_core").rglob("*.py"))
+        for call in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        if isinstance(call, ast.Call)
+        for k in call.keywords
+        if k.arg in ("fontsize", "labelsize", "textsize") and isinstance(k.value, ast.Constant)
+    ]
+    assert len(sizes) > 20
+    assert [size for size in sizes if size[1] < style.SMALL] == []
+
+
+def test_words_have_the_hues_of_points():
+    assert style.TEXT.keys() == style.COLORS.keys()
+    assert all(contrast(color, "white") >= 4.5 for color in (*style.TEXT.values(), style.QUIET))
+
+
+def test_the_report_can_be_read_in_light_and_in_dark():
+    light, dark = (dict(re.findall(r"--(\w+): (#\w+)", part)) for part in THEMES)
+    named = ("text", "link", "bad", "quiet")
+    assert set(re.findall(r"\bcolor: ([^;]+);", PAGE)) == {f"var(--{name})" for name in named}
+    for theme in (light, light | dark):
+        assert all(contrast(theme[name], theme["page"]) >= 4.5 for name in named)
+    assert contrast(dark["page"], light["page"]) > 10
+
+
+def test_axes_stay_while_a_slider_moves():
+    chosen = [{}, {"name": "RTV", "n_cycles": 2}, {"q_min": 1, "q_max": 12}, {"q_min": 8, "q_max": 2}]
+    axes = [exercises.schedule_picture(**values).axes[0] for values in chosen]
+    assert len({(ax.get_xlim(), ax.get_ylim(), tuple(ax.get_yticks())) for ax in axes}) == 1
+    assert [len(ax.lines) for ax in axes] == [2, 2, 2, 0]
+    assert "q_min" in axes[-1].get_title()
 
 
 @pytest.mark.parametrize("name", [r"$\frac$", "a$b", r"\$\frac$", "{$}_^%&#~$"])
 def test_names_of_the_users_are_no_formulas(name):
     runs = committed("image_digits").query("model == 'mlp6' and q_min == 3").assign(title=f"own images ({name})")
     drawn = quality_cost.figure_3(runs, xs=("relative_cost",))
-    boxes = pictures_with_boxes([np.zeros((8, 8, 3), np.uint8)], {"boxes": [[((1, 1, 5, 5), name)]]})
-    tested = PrecisionRange(2, "", "", (2, 8), (1.0,), ((0.5, 0.5),), ((1.0, 1.0),), "reset", 0.8, 9, f"own ({name})")
+    boxes = pictures.pictures_with_boxes([np.zeros((8, 8, 3), np.uint8)], {"boxes": [[((1, 1, 5, 5), name)]]})
+    tested = precision_range(f"own ({name})")
     strengths = pd.DataFrame([("relative_cost", 0.5, 0.4, 0.6)], columns=["predictor", "strength", "low", "high"])
     compared = predictors_figure({f"own images ({name})": strengths})
     for figure in (drawn, boxes, tested.figure(), compared):

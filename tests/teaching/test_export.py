@@ -1,11 +1,20 @@
 """Exported notebooks: formulas that browsers show by themselves, nothing from the network, no widgets."""
 
+import base64
+import io
 import re
+from functools import cache
+from html import unescape
 
 import nbformat
 import pytest
+from IPython.core.interactiveshell import InteractiveShell
+from IPython.core.pylabtools import select_figure_formats
+from IPython.utils.capture import capture_output
 from nbformat.v4 import new_code_cell, new_markdown_cell, new_notebook, new_output
+from PIL import Image
 
+from cpt_core.analysis.style import drawing
 from cpt_core.paths import notebooks_dir
 from cpt_core.teaching.export import clean, notebook_page
 from cpt_core.teaching.notebooks import notebooks
@@ -19,11 +28,16 @@ def text_of(page):
     return re.sub(r"<(pre|style|annotation)\b.*?</\1>|<img[^>]*>", "", body, flags=re.DOTALL)
 
 
+@cache
+def page_of(path):
+    return notebook_page(nbformat.read(path, as_version=4), path.stem)
+
+
 @pytest.mark.parametrize("path", notebooks(), ids=lambda path: path.stem)
 def test_every_formula_of_a_notebook_is_shown_without_the_network(path):
     book = nbformat.read(path, as_version=4)
     written = [m for cell in book.cells if cell.cell_type == "markdown" for m in FORMULA.findall(cell.source)]
-    page = notebook_page(book, path.stem)
+    page = page_of(path)
     assert len(re.findall("<math[ >]", page)) == len(written)
     assert len(re.findall('<math[^>]*display="block"', page)) == sum(formula.startswith("$$") for formula in written)
     assert not re.search(r"\$|\\[a-zA-Z]{2,}|merror", text_of(page))
@@ -37,6 +51,55 @@ def test_there_are_formulas():
     found = [f for p in notebooks() for f in FORMULA.findall(p.read_text(encoding="utf-8"))]
     assert len(found) > 50
     assert {f.startswith("$$") for f in found} == {True, False}
+
+
+@pytest.mark.parametrize("path", notebooks(), ids=lambda path: path.stem)
+def test_every_picture_of_a_notebook_has_a_description(path):
+    book = nbformat.read(path, as_version=4)
+    kinds = [k for cell in book.cells for output in cell.get("outputs", []) for k in output.get("data", {})]
+    images = re.findall(r"<img\b[^>]*>", page_of(path))
+    alts = [m[1] for image in images if (m := re.search(r'\balt="([^"]{15,})"', image))]
+    assert len(alts) == len(images) == kinds.count("image/png")
+    assert not [alt for alt in alts if alt.startswith("No description")]
+
+
+def displayed(figure):
+    """What a kernel, which knows how to show figures, shows as the value of a cell: data and metadata."""
+    shell = InteractiveShell.instance()
+    try:
+        select_figure_formats(shell, {"png"})
+        with capture_output() as captured:
+            assert shell.display_formatter.format(figure) == ({}, {})
+    finally:
+        InteractiveShell.clear_instance()
+    (shown,) = captured.outputs
+    return shown.data, shown.metadata
+
+
+def test_a_figure_is_shown_sharp_and_says_what_it_shows():
+    with drawing(figsize=(2, 1)) as (figure, ((ax,),)):
+        ax.plot([0, 1], label='"so"')
+        ax.set(xlabel="step", ylabel="loss < 1")
+        figure.suptitle(r"own (a\$b)")
+    data, metadata = displayed(figure)
+    said = 'own (a$b). loss < 1 against step. "so"'
+    picture, shown = Image.open(io.BytesIO(base64.b64decode(data["image/png"]))), metadata["image/png"]
+    assert shown["alt"] == figure.description() == said
+    assert (shown["width"], shown["height"]) == (picture.width // 2, picture.height // 2)
+    assert data["text/plain"] == f"<Figure: {said}>"
+    outputs = [new_output("display_data", data, metadata=metadata), new_output("display_data", data)]
+    page = notebook_page(new_notebook(cells=[new_markdown_cell("# A"), new_code_cell("1", outputs=outputs)]))
+    first, second = re.findall(r"<img\b[^>]*>", page)
+    assert unescape(re.search(r"""alt=(['"])(.*?)\1""", first)[2]) == said
+    assert f'width="{picture.width // 2}"' in first
+    assert 'alt="figure under the heading A"' in second  # a picture that has no words of its own
+    assert "metadata" not in outputs[1] or outputs[1].metadata == {}  # the page is a copy
+
+
+def test_a_figure_may_be_given_its_words():
+    with drawing(alt="a line\nthat rises") as (figure, ((ax,),)):
+        ax.set_title("not this")
+    assert figure.description() == "a line that rises"
 
 
 def test_a_formula_keeps_its_parts():
