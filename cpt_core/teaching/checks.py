@@ -6,7 +6,6 @@ import math
 import re
 from collections.abc import Callable
 from copy import deepcopy
-from fractions import Fraction
 from reprlib import repr as short
 from typing import Any, NamedTuple
 
@@ -57,7 +56,8 @@ def number(answer: Any) -> float:
             raise TypeError
         if hasattr(text, "item"):
             text = text.item()
-        return float(Fraction(text)) if isinstance(text, str) and "/" in text else float(text)
+        above, slash, below = text.partition("/") if isinstance(text, str) else (text, "", 1)
+        return float(above) / float(below if slash else 1)
     except (TypeError, ValueError, RuntimeError, ZeroDivisionError, OverflowError):
         raise Refused(f"{short(answer)} is no number") from None
 
