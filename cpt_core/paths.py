@@ -70,6 +70,11 @@ def notebooks_dir() -> Path:
     return CHECKOUT / "notebooks" if CHECKOUT else _SHIPPED / "notebooks"
 
 
+def solutions_dir() -> Path:
+    """Return the folder of the solutions of the notebooks' exercises."""
+    return CHECKOUT / "notebooks" / "solutions" if CHECKOUT else _SHIPPED / "solutions"
+
+
 def command(words: str) -> str:
     """Return a command of this package as it can be typed here: by this Python, whether or not it is on the path."""
     python = Path(sys.executable)

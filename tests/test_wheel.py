@@ -93,9 +93,10 @@ def cpt(installed, tmp_path, monkeypatch):
 def test_the_wheel_holds_the_package_and_its_data_and_nothing_that_machines_made(built):
     names = set(zipfile.ZipFile(built[1]).namelist())
     places = {"data/cards": "cards", "data/paper": "paper", "data/results": "results", "notebooks": "notebooks"}
+    places["notebooks/solutions"] = "solutions"
     for place, shipped in places.items():
         for path in (ROOT / place).iterdir():
-            if path.suffix in (".md", ".csv", ".json", ".jsonl", ".ipynb"):
+            if path.suffix in (".md", ".csv", ".json", ".jsonl", ".ipynb", ".py"):
                 assert f"cpt_core/shipped/{shipped}/{path.name}" in names
     for path in (ROOT / "cpt_core").rglob("*"):
         if path.is_file() and path.suffix != ".pyc":
@@ -152,6 +153,7 @@ def test_copied_notebooks_run_with_the_installed_package(cpt):
     cpt("notebooks", "--copy", "mine", blocked=EXTRA)
     mine = cpt.folder / "mine"
     assert (mine / "data" / "results" / "bands.json").is_file()
+    assert (mine / "solutions" / "00_solutions.py").is_file()
     cpt("reproduce", "--notebook", "01", "--scale", "smoke")
     assert (cpt.folder / "runs" / "reproduce" / "smoke" / "01_schedules.html").is_file()
     asks = nbformat.v4.new_notebook(

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from importlib import metadata
+from reprlib import repr as short
 from typing import Any
 
 import numpy as np
@@ -27,6 +28,8 @@ from cpt_core.machine import usable_cores
 from cpt_core.paths import results_dir
 from cpt_core.schedules.make import make_schedule
 from cpt_core.schedules.profiles import SUITE
+from cpt_core.teaching.checks import EXERCISES, Refused, Unanswered
+from cpt_core.teaching.predictions import PREDICTIONS
 
 _predictions: dict[str, str] = {}
 
@@ -48,23 +51,42 @@ def show_environment() -> None:
     print(f"python {platform.python_version()}, " + ", ".join(f"{k} {v}" for k, v in packages.items()), f"({device})")
 
 
-def predict(question: str, choice: str, options: tuple[str, ...] = ("a", "b", "c")) -> None:
-    """Note your prediction before you run on; "" notes none."""
-    if choice and choice not in options:
-        raise ValueError(f"choose one of {', '.join(options)}, got {choice!r}")
-    _predictions[question] = choice
-    print(
-        f"{question}: noted {choice!r}"
-        if choice
-        else f"{question}: no prediction yet - put a letter between the quotes"
-    )
+def predict(question: str, choice: Any, options: tuple[str, ...] = ("a", "b", "c")) -> None:
+    """Note your prediction before you run on; "" notes none, and what is no option gets a sentence."""
+    letter = choice.strip(" ().").lower() if isinstance(choice, str) else None
+    _predictions.pop(question, None)
+    if letter == "":
+        print(f"{question}: no prediction yet - put a letter between the quotes")
+    elif letter in options:
+        _predictions[question] = letter
+        print(f"{question}: noted {letter!r}")
+    else:
+        print(f"{question}: {short(choice)} is none of {', '.join(options)} - put one of them between the quotes")
 
 
-def reveal(question: str, answer: str, because: str) -> None:
-    """Compare your prediction with the answer."""
-    choice = _predictions.get(question, "")
-    verdict = "" if not choice else ("  You were right." if choice == answer else f"  You said {choice}.")
-    print(f"{question}: the answer is {answer}.{verdict}\n{because}")
+def reveal(question: str, found: str | None = None, because: str = "") -> None:
+    """Tell the answer of ``PREDICTIONS`` to those who have chosen, and nobody else.
+
+    Args:
+        question: that of ``predict``.
+        found: the answer that committed rows give, where they decide it.
+        because: what is to be said beyond the answer's own sentence.
+
+    Raises:
+        AssertionError: when rows give another answer than the one that is kept.
+    """
+    if question not in PREDICTIONS:
+        print(f"there is no question {short(question)}; those of the notebooks are {', '.join(PREDICTIONS)}")
+        return
+    answer, reason = PREDICTIONS[question]
+    if found not in (None, answer):
+        raise AssertionError(f"{question}: the answer that is kept is {answer}, the rows say {found}")
+    choice = _predictions.get(question)
+    if choice is None:
+        print(f"{question}: choose first, in the cell with predict, then run this cell again")
+        return
+    verdict = "You were right." if choice == answer else f"You said {choice}."
+    print(f"{question}: the answer is {answer}.  {verdict}", reason, *filter(None, [because]), sep="\n")
 
 
 def show(frame: pd.DataFrame) -> None:
@@ -72,24 +94,36 @@ def show(frame: pd.DataFrame) -> None:
     print(terminal(frame))
 
 
-def check(exercise: str, attempt: Any, right: Callable[[Any], bool], hint: str) -> None:
+def check(exercise: str, attempt: Any, right: Callable[[Any], bool] | None = None, hint: str = "") -> None:
     """Check an exercise; ``...`` means not attempted. Wrong answers get a hint, never a traceback.
 
-    An answer that lacks what ``right`` asks of it, such as a name where a schedule belongs, is told by its kind; errors
-    of other kinds, such as a schedule that is shorter than the step asked for, are sentences and are shown.
+    Args:
+        exercise: its number in ``EXERCISES``, such as "03.1"; any name when ``right`` is given.
+        attempt: a value, or a function that the reader wrote.
+        right: whether an attempt is right; what it raises is told as a sentence.
+        hint: for attempts that are not.
     """
+    if right is None:
+        if exercise not in EXERCISES:
+            print(f"there is no exercise {short(exercise)}")
+            return
+        right, hint = EXERCISES[exercise]
+    said = f"exercise {exercise}" if exercise in EXERCISES else exercise
     if attempt is ...:
-        print(f"{exercise}: not attempted yet")
+        print(f"{said}: not attempted yet")
         return
     try:
-        good = bool(right(attempt))
+        why = "" if right(attempt) else None
+    except Unanswered:
+        print(f"{said}: not attempted yet")
+        return
+    except Refused as refused:
+        why = f": {refused}"
     except (AttributeError, TypeError):
-        print(f"{exercise}: not yet: {type(attempt).__name__} is not the kind of answer asked for. Hint: {hint}")
-        return
+        why = f": {type(attempt).__name__} is not the kind of answer asked for"
     except Exception as error:
-        print(f"{exercise}: not yet ({type(error).__name__}: {error}). Hint: {hint}")
-        return
-    print(f"{exercise}: correct" if good else f"{exercise}: not yet. Hint: {hint}")
+        why = f" ({type(error).__name__}: {error})"
+    print(f"{said}: correct" if why == "" else f"{said}: not yet{why or ''}. Hint: {hint}")
 
 
 def in_band(name: str, value: float) -> None:

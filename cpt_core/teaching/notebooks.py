@@ -16,7 +16,7 @@ from typing import Any
 from cpt_core.analysis import report
 from cpt_core.checks import library, offer
 from cpt_core.experiments.recipes import task_of_dataset
-from cpt_core.paths import cards_dir, notebooks_dir, paper_dir, results_dir, runs_dir
+from cpt_core.paths import cards_dir, notebooks_dir, paper_dir, results_dir, runs_dir, solutions_dir
 from cpt_core.teaching.outcomes import Job, Outcome, earlier
 from cpt_core.teaching.parameters import check_parameters, check_values
 from cpt_core.teaching.progress import Place, Progress
@@ -50,7 +50,7 @@ def parameters_of(notebook: Path) -> dict[str, Any]:
 
 
 def copy_notebooks(folder: Path) -> list[Path]:
-    """Copy the notebooks into a folder, and into its ``data/`` the rows, cards and paper's numbers that they speak of.
+    """Copy the notebooks and solutions into a folder, and into its ``data/`` the rows, cards and numbers they speak of.
 
     The copies run with this package wherever they lie; their runs go to ``runs/`` beside them. What they compare with
     is read from the package, so that the rows in ``data/`` are there to be looked at.
@@ -63,9 +63,10 @@ def copy_notebooks(folder: Path) -> list[Path]:
     """
     sources = {
         folder: notebooks_dir(),
+        folder / "solutions": solutions_dir(),
         **{folder / "data" / d.name: d for d in (results_dir(), paper_dir(), cards_dir())},
     }
-    suffixes = (".ipynb", ".md", ".csv", ".json", ".jsonl")
+    suffixes = (".ipynb", ".py", ".md", ".csv", ".json", ".jsonl")
     copies = {into / p.name: p for into, d in sources.items() for p in sorted(d.iterdir()) if p.suffix in suffixes}
     for copy in copies:
         if copy.exists():

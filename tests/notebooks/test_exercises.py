@@ -1,91 +1,293 @@
-"""Every exercise accepts its solution, refuses a wrong answer, and says so kindly."""
+"""Solutions are right, wrong answers get a hint, and no answer is on the page before it was asked for."""
 
+import ast
+import html
 import math
 import re
 from pathlib import Path
 
 import nbformat
+import numpy as np
 import pandas as pd
 import pytest
+import torch
 
 import cpt_core as cpt
-from cpt_core.schedules import cost
+from cpt_core.schedules.profiles import SUITE
 from cpt_core.teaching import exercises
-
-from solutions import ALSO_RIGHT, ALSO_WRONG, SOLUTIONS, WRONG  # isort: skip
+from cpt_core.teaching.checks import EXERCISES
+from cpt_core.teaching.predictions import PREDICTIONS
 
 FOLDER = Path(__file__).parents[2] / "notebooks"
+NOTEBOOKS = sorted(FOLDER.glob("*.ipynb"))
+NAMES = {"cpt": cpt, "math": math, "np": np, "torch": torch}
+SUITE_64 = "q_min=3, q_max=8, total_steps=64_000"
+
+# Further answers that are right, and ones that are wrong, by exercise.
+RIGHT = {
+    "00.1": [f'cpt.make_schedule("RTH", {SUITE_64})', f'cpt.make_schedule("RR", {SUITE_64}, n_cycles=2)'],
+    "00.3": ['"0.205"', "np.float32(0.205)", '"20.5 / 100"'],
+    "01.1": ['"ER"', '"eth"', '" Er "', f'cpt.make_schedule("ER", {SUITE_64})'],
+    "01.3": ["lambda t: np.round(5.5 - 2.5 * np.cos(math.pi * (t % 8000) / 8000))"],
+    "01.4": ["lambda s: s.share_at(s.q_min)", "lambda s: torch.tensor(s.bits() == s.q_min).float().mean()"],
+    "02.1": ["32.0", '"32"', "np.int64(32)", "torch.tensor(32)", "np.array([32])"],
+    "02.2": ["80 / 192", "0.4167", '"0.417"', '"0,417"', '"80/192"', "torch.tensor(0.417, requires_grad=True)"],
+    "02.5": ["lambda x, q: cpt.quantize(x, q).requires_grad_()"],
+    "02.6": ["18_874_368.0", '"18,874,368"'],
+    "03.1": ['"Large"', '"large savings"', '" LARGE  savings"', '"RR"', '"rth"'],
+    "03.2": ["5.0", '"5"', "np.int8(5)"],
+    "03.3": [
+        "lambda runs: torch.tensor([not any(c <= x and a > y for c, a in runs) for x, y in runs])",
+        "lambda runs: np.array([all(c > x or a <= y for c, a in runs) for x, y in runs])",
+    ],
+    "04.1": ["4 / 9", "0.44", '"4/9"', '"0.444"'],
+    "05.1": ["8**0.5", "2.83", "math.sqrt(8)"],
+    "05.2": ['"59.3 %"', "59"],
+    "05.3": ['-float("inf")', '"-inf"', "-np.inf", "-torch.inf"],
+    "06.1": ["0.063", "-0.063"],
+    "06.3": ["math.exp(math.log(10_000))", "1 / (1 / 10_000)", '"10,000"', '"10 000"', '"1e4"'],
+    "06.4": ["lambda p: torch.tensor(p).log().mean().neg().exp()"],
+    "07.1": ['"0.729"', "0.7292"],
+    "08.1": [f'cpt.solve_schedule(0.5, {SUITE_64}, family="cosine", n_cycles=4, triangular=True)'],
+    "08.2": ["0.417", '"80/192"'],
+    "09.4": ["lambda c: (c[0::2].int() + 16 * c[1::2].int()).tolist()"],
+}
+NO_SCHEDULE = ['"RR"', "0.4", "None", "cpt.make_schedule"]
+NO_NUMBER = ['"many"', "None", "True", "[1, 2]", "torch.ones(2)", "lambda: 32", '"1/0"', '"nan"']
+WRONG = {
+    "00.1": [
+        *NO_SCHEDULE,
+        f'cpt.make_schedule("CR", {SUITE_64})',
+        "cpt.DeficitSchedule(3, 8, [(0, 60_000)], 64_000)",
+        'cpt.make_schedule("RR", q_min=3, q_max=8, total_steps=6400)',
+        'cpt.make_schedule("RR", q_min=2, q_max=8, total_steps=64_000)',
+    ],
+    "00.2": [
+        *NO_SCHEDULE,
+        f'cpt.make_schedule("ER", {SUITE_64})',
+        f'cpt.make_schedule("RTH", {SUITE_64})',
+        "cpt.DeficitSchedule(3, 8, [(16_000, 32_000)], 64_000)",
+        "cpt.StaticSchedule(7, 64_000)",
+    ],
+    "00.3": [*NO_NUMBER, "0.5", "13_000"],
+    "01.1": ['"RTH"', '"E"', "4", "None", f'cpt.make_schedule("RR", {SUITE_64})'],
+    "01.2": [
+        *NO_SCHEDULE,
+        "lambda u: 3 + 5 * u**1.9",
+        "cpt.FunctionSchedule(lambda u: 3 + 5 * u**1.9, total_steps=500)",
+        "cpt.FunctionSchedule(lambda u: 3 + 5 * u, total_steps=1000)",
+        "cpt.FunctionSchedule(lambda u: 2 + 6 * u**1.5, total_steps=1000)",
+    ],
+    "01.3": ["lambda t: 5", "lambda t: 1 / 0", "lambda: 3", "lambda t: [3, 4]", 'lambda t: "3 bits"', "3"],
+    "01.4": ["lambda s: s.bits()", "lambda s: s.q_min", "lambda s: s.nothing", "0.2", "lambda s: s.share_at(8)"],
+    "02.1": [*NO_NUMBER, "31", "5", "{32}"],
+    "02.2": [*NO_NUMBER, "0.5", "1 / 4"],
+    "02.4": ["lambda q, q_max: q / q_max", "lambda q: 1", "0.4"],
+    "02.5": ["lambda x, q: x", "lambda x, q: cpt.quantize(x, q + 1)", "lambda x, q: x[:3]", "lambda x, q: x.numpy(1)"],
+    "02.6": [*NO_NUMBER, "4_718_592", "37_748_736"],
+    "03.1": ['"medium"', '"large cost"', '"not large"', '"small"', '["large"]', "1", "None"],
+    "03.2": [*NO_NUMBER, "6", "4", '"static 5"'],
+    "03.3": ["lambda runs: [True] * len(runs)", "lambda runs: True", "lambda runs: runs[9]", "[True]"],
+    "03.4": [*NO_NUMBER, "0.05", "80.9"],
+    "04.1": [*NO_NUMBER, "32 / 48"],
+    "04.2": ["lambda a, b: 0.759", "lambda a, b: a - b", "lambda a, b: a"],
+    "04.3": ["lambda height, width: 9 * (height // 8) * (width // 8)", "94_851"],
+    "05.1": [*NO_NUMBER, "4"],
+    "05.2": [*NO_NUMBER, "1.4"],
+    "05.3": [*NO_NUMBER, "0", 'float("inf")', "-1e30"],
+    "05.4": ["lambda a: a", "lambda a: a + torch.eye(4)", "lambda a: a.sum(1)"],
+    "05.5": ["lambda logits, label: -logits.log_softmax(0)[label]", "lambda logits, label: logits[label]"],
+    "06.1": [*NO_NUMBER, "0.007", "0.937"],
+    "06.2": ["lambda i, u: 4 * u * u", "lambda i, u: 700 * 4 * u * (i + u)", "5_120_000"],
+    "06.3": [*NO_NUMBER, "math.log(10_000)", "9_990", "9.2"],
+    "06.4": ["lambda p: sum(p) / len(p)", "lambda p: math.log(p)", "2.8"],
+    "07.1": [*NO_NUMBER, "1 - 200 / 600"],
+    "07.2": [*NO_SCHEDULE, "cpt.DeficitSchedule(3, 8, [(16_000, 128_000)], 256_000)"],
+    "07.3": [*NO_NUMBER, "400"],
+    "07.5": [*NO_SCHEDULE, "cpt.DeficitSchedule(2, 8, [(0, 200)], 600)"],
+    "07.6": ["lambda low, steps, q: 1 - low / steps", "lambda low, steps: 1"],
+    "08.1": [
+        *NO_SCHEDULE,
+        f'cpt.make_schedule("CR", {SUITE_64})',
+        f'cpt.solve_schedule(0.5, {SUITE_64}, family="rex")',
+        f"cpt.solve_schedule(0.5, {SUITE_64})",
+        'cpt.solve_schedule(0.5, q_min=3, q_max=8, total_steps=6400, family="cosine")',
+        'cpt.solve_schedule(0.5, q_min=2, q_max=8, total_steps=64_000, family="cosine")',
+    ],
+    "08.2": [*NO_NUMBER, "0.5"],
+    "08.3": [*NO_NUMBER, "3"],
+    "08.5": ["lambda s: 4.0 ** (8 - s.bits().mean())", "lambda s: s.bits()", "lambda s: 4 ** -s"],
+    "09.1": [*NO_NUMBER, "0.6"],
+    "09.2": [*NO_SCHEDULE, "cpt.solve_schedule(0.75, 4, 16, 64_000)"],
+    "09.3": ["lambda m, k, n: 2 * m * k * n / (4 * (m * k + k * n + m * n))", "153.6"],
+    "09.4": ["lambda c: c[0::2]", "lambda c: 16 * c[0::2] + c[1::2]", "lambda c: c"],
+}
 
 
-def exercise_cell(name):
-    book = nbformat.read(FOLDER / f"{name}.ipynb", as_version=4)
-    (cell,) = [c for c in book.cells if c.cell_type == "code" and "exercises.check(" in c.source]
+def said(exercise, attempt, capsys):
+    exercises.check(exercise, eval(attempt, dict(NAMES)))
+    (line,) = capsys.readouterr().out.splitlines()
+    return line
+
+
+def code(path):
+    return [c for c in nbformat.read(path, as_version=4).cells if c.cell_type == "code"]
+
+
+def exercise_cell(path):
+    (cell,) = [c for c in code(path) if "exercises.check(" in c.source]
     return cell.source
 
 
-def run(name, answers, capsys):
-    source = exercise_cell(name)
-    for variable, answer in answers.items():
-        source, count = re.subn(rf"^{variable} = \.\.\..*$", f"{variable} = {answer}", source, flags=re.M)
-        assert count == 1, variable
-    exec(source, {"cpt": cpt, "cost": cost, "exercises": exercises, "math": math})
-    return capsys.readouterr().out.splitlines()
+def calls(source, name):
+    """The arguments of all calls of ``exercises.<name>``, as they are written."""
+    tree = ast.walk(ast.parse(source))
+    found = [n for n in tree if isinstance(n, ast.Call) and ast.unparse(n.func) == f"exercises.{name}"]
+    return [[ast.unparse(a) for a in (*n.args, *n.keywords)] for n in found]
 
 
-@pytest.mark.parametrize("name", sorted(p.stem for p in FOLDER.glob("*.ipynb")))
-def test_exercises(name, capsys):
-    todo = exercise_cell(name).count("exercises.check(")
-    assert [line.endswith("not attempted yet") for line in run(name, {}, capsys)] == [True] * todo
-    assert [line.endswith(": correct") for line in run(name, SOLUTIONS[name], capsys)] == [True] * todo
-    wrong = run(name, WRONG[name], capsys)
-    assert [": not yet. Hint: " in line for line in wrong] == [True] * todo
+def test_every_exercise_has_its_notebook_and_its_wrong_answers():
+    numbers = [ast.literal_eval(number) for path in NOTEBOOKS for number, _ in calls(exercise_cell(path), "check")]
+    assert numbers == list(EXERCISES)
+    assert list(WRONG) == numbers
+    assert set(RIGHT) <= set(numbers)
+
+
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda p: p.stem)
+def test_solutions(path, capsys):
+    todo, solved = exercise_cell(path), (FOLDER / "solutions" / f"{path.name[:2]}_solutions.py").read_text()
+    asked = calls(todo, "check")
+    assert calls(solved, "check") == asked
+    exec(todo, {**NAMES, "exercises": exercises})
+    numbers = [ast.literal_eval(number) for number, _ in asked]
+    assert all(n[:2] == path.name[:2] for n in numbers)
+    assert capsys.readouterr().out.splitlines() == [f"exercise {n}: not attempted yet" for n in numbers]
+    exec(solved, {})
+    assert capsys.readouterr().out.splitlines() == [f"exercise {n}: correct" for n in numbers]
+
+
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda p: p.stem)
+def test_the_text_has_every_exercise_that_is_checked_and_at_least_three_to_do(path):
+    (text,) = [c.source for c in nbformat.read(path, as_version=4).cells if "Exercises\n" in c.source]
+    items = dict(re.findall(r"^(\d)\. (.*)$", text.split("Exercises\n")[1], flags=re.M))
+    assert list(items) == [str(i + 1) for i in range(len(items))]
+    checked = {number.strip("'").split(".")[1] for number, _ in calls(exercise_cell(path), "check")}
+    assert checked | {k for k, item in items.items() if "<summary>" in item} == set(items)
+    to_do = [item for item in items.values() if re.search(r"[Ww]rite|[Mm]ake|Count|Compute|Pack|^Set ", item)]
+    assert len(to_do) >= 3
+    assert f"(solutions/{path.name[:2]}_solutions.py)" in text
 
 
 def cases(answers):
-    return [
-        pytest.param(name, variable, answer, id=f"{name[:2]}-{variable}-{answer}")
-        for name, exercise in answers.items()
-        for variable, further in exercise.items()
-        for answer in further
-    ]
+    return [pytest.param(n, answer, id=f"{n}-{answer}") for n, further in answers.items() for answer in further]
 
 
-@pytest.mark.parametrize(("name", "variable", "answer"), cases(ALSO_RIGHT))
-def test_other_forms_of_a_right_answer_are_accepted(name, variable, answer, capsys):
-    (verdict,) = [line for line in run(name, {variable: answer}, capsys) if "not attempted" not in line]
-    assert verdict.endswith(": correct")
+@pytest.mark.parametrize(("exercise", "answer"), cases(RIGHT))
+def test_other_forms_of_a_right_answer_are_accepted(exercise, answer, capsys):
+    assert said(exercise, answer, capsys) == f"exercise {exercise}: correct"
 
 
-@pytest.mark.parametrize(("name", "variable", "answer"), cases(ALSO_WRONG))
-def test_other_wrong_answers_get_a_hint_without_python_words(name, variable, answer, capsys):
-    (verdict,) = [line for line in run(name, {variable: answer}, capsys) if "not attempted" not in line]
-    assert ": not yet" in verdict
-    assert ". Hint: " in verdict
-    assert "has no attribute" not in verdict
-    assert "not supported" not in verdict
+@pytest.mark.parametrize(("exercise", "answer"), cases(WRONG))
+def test_wrong_answers_get_a_hint_without_a_traceback(exercise, answer, capsys):
+    line = said(exercise, answer, capsys)
+    assert line.startswith(f"exercise {exercise}: not yet")
+    assert line.endswith(f". Hint: {EXERCISES[exercise].hint}")
+    if "lambda" not in answer:  # else it is the reader's own function that raises, in Python's words
+        assert "has no attribute" not in line
+        assert "not supported" not in line
 
 
-def test_an_answer_of_the_wrong_kind_gets_a_hint_not_a_traceback(capsys):
+def test_the_smallest_share_at_q_min_is_that_of_the_names_that_are_accepted():
+    shares = {name: cpt.make_schedule(name, q_min=3, q_max=8, total_steps=64_000).share_at(3) for name in SUITE}
+    assert set(sorted(shares, key=shares.get)[:2]) == {"ER", "ETH"}
+    assert shares["ER"] == pytest.approx(shares["ETH"], abs=1e-3)
+
+
+def test_a_function_that_raises_is_told(capsys):
+    assert ": not yet: it raises ZeroDivisionError: division by zero. Hint" in said(
+        "04.2", "lambda a, b: 1 / 0", capsys
+    )
+    exercises.check("04.2", lambda a, b: None)
+    exercises.check("04.9", 1)
+    assert capsys.readouterr().out == "exercise 04.2: not attempted yet\nthere is no exercise '04.9'\n"
+
+
+def test_a_check_of_ones_own(capsys):
     exercises.check("x", "text", lambda s: s.relative_cost() < 1, "a schedule")
     assert capsys.readouterr().out == "x: not yet: str is not the kind of answer asked for. Hint: a schedule\n"
-
-
-def test_an_error_that_is_a_sentence_is_shown(capsys):
     short = cpt.make_schedule("LR", q_min=3, q_max=8, total_steps=800)
     exercises.check("x", short, lambda s: s(999) == 8, "1000 steps")
     assert re.fullmatch(r"x: not yet \(\w+: .*999.*\)\. Hint: 1000 steps\n", capsys.readouterr().out)
 
 
-def test_predictions_are_compared(capsys):
-    exercises.predict("q", "b")
-    exercises.reveal("q", "b", "because")
-    exercises.predict("q", "c")
-    exercises.reveal("q", "b", "because")
-    out = capsys.readouterr().out
-    assert "You were right." in out
-    assert "You said c." in out
-    with pytest.raises(ValueError, match="choose one of a, b, c, got 'z'"):
-        exercises.predict("q", "z")
+@pytest.fixture
+def unchosen(monkeypatch):
+    monkeypatch.setattr(exercises, "_predictions", {})
+
+
+@pytest.mark.parametrize("choice", ["b", "B", " b ", "(b)"])
+def test_a_prediction_is_compared_with_the_answer(choice, unchosen, capsys):
+    exercises.predict("unit", choice, options=("a", "b"))
+    exercises.reveal("unit", because="More.")
+    noted, *told = capsys.readouterr().out.splitlines()
+    assert noted == "unit: noted 'b'"
+    assert told == ["unit: the answer is b.  You were right.", PREDICTIONS["unit"].because, "More."]
+    exercises.predict("unit", "a")
+    exercises.reveal("unit")
+    assert "unit: the answer is b.  You said a." in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("choice", ["d", "ab", 3, None, True, ["a"], ("b",), np.array(["a", "b"]), {}, "  b c"])
+def test_no_prediction_no_answer(choice, unchosen, capsys):
+    exercises.predict("zero", "a")
+    exercises.predict("zero", choice)
+    exercises.reveal("zero", because="a secret")
+    _, refused, told = capsys.readouterr().out.splitlines()
+    assert re.fullmatch(r"zero: .* is none of a, b, c - put one of them between the quotes", refused)
+    assert told == "zero: choose first, in the cell with predict, then run this cell again"
+
+
+@pytest.mark.parametrize("choice", ["", "  "])
+def test_an_empty_prediction_is_none(choice, unchosen, capsys):
+    exercises.predict("zero", choice)
+    exercises.reveal("zero")
+    assert [line.split(" - ")[0].split(",")[0] for line in capsys.readouterr().out.splitlines()] == [
+        "zero: no prediction yet",
+        "zero: choose first",
+    ]
+
+
+def test_rows_that_give_another_answer_are_heard(unchosen, capsys):
+    with pytest.raises(AssertionError, match="zero: the answer that is kept is a, the rows say b"):
+        exercises.reveal("zero", found="b")
+    exercises.reveal("nought")
+    assert capsys.readouterr().out.startswith("there is no question 'nought'; those of the notebooks are cost of CR, ")
+
+
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda p: p.stem)
+def test_answers_of_predictions_are_collapsed_and_nowhere_else(path):
+    book = nbformat.read(path, as_version=4)
+    sources = "\n".join(c.source for c in code(path))
+    asked = [ast.literal_eval(question) for question, *_ in calls(sources, "reveal")]
+    assert asked
+    predicted = calls(sources, "predict")
+    assert sorted(ast.literal_eval(question) for question, *_ in predicted) == sorted(asked)
+    assert {choice for _, choice, *_ in predicted} == {"''"}
+    for question in asked:
+        answer, because = PREDICTIONS[question]
+        collapsed = f"<details><summary>Answer</summary>({answer}) {html.escape(because, quote=False)}</details>"
+        (at,) = [i for i, c in enumerate(book.cells) if f'reveal("{question}"' in re.sub(r"\(\s+", "(", c.source)]
+        assert book.cells[at + 1].source == collapsed
+        del book.cells[at + 1]
+        printed = "".join(o.get("text", "") for o in book.cells[at].outputs)
+        assert f"{question}: choose first, in the cell with predict, then run this cell again\n" in printed
+        assert because not in str(book)
+        assert not re.search(r"the answer is", str(book))
+
+
+def test_questions_have_one_place():
+    asked = [q for path in NOTEBOOKS for c in code(path) for q, *_ in calls(c.source, "reveal")]
+    assert sorted(map(ast.literal_eval, asked)) == sorted(PREDICTIONS)
 
 
 def test_bands_reject_what_lies_outside(capsys):

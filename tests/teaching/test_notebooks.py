@@ -267,7 +267,13 @@ def test_a_place_reads_as_one_line():
 def test_copies_hold_the_notebooks_and_what_they_speak_of(tmp_path):
     copies = copy_notebooks(tmp_path / "mine")
     assert [p.name for p in copies] == [p.name for p in notebooks()]
-    for part in ("README.md", "data/results/image_digits.jsonl", "data/paper/claims.csv", "data/cards/digits.md"):
+    for part in (
+        "README.md",
+        "data/results/image_digits.jsonl",
+        "data/paper/claims.csv",
+        "data/cards/digits.md",
+        "solutions/00_solutions.py",
+    ):
         assert (tmp_path / "mine" / part).is_file()
     copies[0].write_text("my answers")
     with pytest.raises(FileExistsError, match=r"00_start_here\.ipynb is there already"):

@@ -1,0 +1,324 @@
+"""What the exercises of the notebooks accept, by number, with a hint; kept apart, as a check gives its answer away."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable
+from copy import deepcopy
+from reprlib import repr as short
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+
+from cpt_core.analysis.runs import committed
+from cpt_core.quantization.fake_quantize import quantize
+from cpt_core.schedules.cost import noise_exposure, relative_cost
+from cpt_core.schedules.make import make_schedule
+from cpt_core.schedules.schedule import Schedule
+
+
+class Refused(Exception):
+    """An answer that is not right, with a sentence that says what is wrong with it."""
+
+
+class Unanswered(Exception):
+    """A function that returns nothing yet."""
+
+
+class Exercise(NamedTuple):
+    """A check.
+
+    Attributes:
+        right: takes the attempt; may raise ``Refused`` or ``Unanswered``.
+        hint: what helps on.
+    """
+
+    right: Callable[[Any], bool]
+    hint: str
+
+
+def number(answer: Any) -> float:
+    """Return a number of any kind as a float: of Python, NumPy, torch, or as text, such as "4/9", "10,000" or "59 %".
+
+    Raises:
+        Refused: for what is no single number.
+    """
+    if isinstance(answer, str):
+        text = re.sub(r"[\s_%]", "", answer)
+        thousands = re.fullmatch(r"[+-]?[1-9]\d{0,2}(,\d{3})+(\.\d*)?", text)
+        text = text.replace(",", "" if thousands else ".")
+    else:
+        text = answer
+    try:
+        if isinstance(text, bool):
+            raise TypeError
+        if hasattr(text, "item"):
+            text = text.item()
+        above, slash, below = text.partition("/") if isinstance(text, str) else (text, "", 1)
+        return float(above) / float(below if slash else 1)
+    except (TypeError, ValueError, RuntimeError, ZeroDivisionError, OverflowError):
+        raise Refused(f"{short(answer)} is no number") from None
+
+
+def near(value: float, tolerance: float = 1e-3) -> Callable[[Any], bool]:
+    """Return a check of a number within ``tolerance``; of a value that is infinite, of just that."""
+
+    def right(answer: Any) -> bool:
+        given = number(answer)
+        return given == value or abs(given - value) <= tolerance
+
+    return right
+
+
+def words(answer: Any) -> str:
+    """Return a word, or a schedule's name, in small letters with single blanks."""
+    text = answer if isinstance(answer, str) else getattr(answer, "name", None)
+    if not isinstance(text, str):
+        raise Refused(f"{short(answer)} is no word")
+    return " ".join(text.lower().split())
+
+
+def schedule(answer: Any, total_steps: int) -> Schedule:
+    """Return a schedule of that many steps."""
+    if not isinstance(answer, Schedule):
+        raise Refused(f"{short(answer)} is no schedule")
+    if answer.total_steps != total_steps:
+        raise Refused(f"it has {answer.total_steps:,} steps, not {total_steps:,}")
+    return answer
+
+
+def of_the_suite(answer: Any) -> Schedule:
+    """Return a schedule of the suite, from 3 to 8 bits, of 64,000 steps."""
+    s = schedule(answer, 64_000)
+    if s.savings not in ("large", "medium", "small"):
+        raise Refused("it is none of the ten of the suite")
+    if (s.q_min, s.q_max) != (3, 8):
+        raise Refused(f"it goes from {s.q_min} to {s.q_max} bits")
+    return s
+
+
+def outcome(function: Any, *args: Any) -> Any:
+    """Call a reader's function on copies of ``args``.
+
+    Raises:
+        Refused: when it is none, or raises.
+        Unanswered: when it returns nothing.
+    """
+    if not callable(function):
+        raise Refused(f"{short(function)} is no function")
+    try:
+        given = function(*deepcopy(args))
+    except Exception as error:
+        raise Refused(f"it raises {type(error).__name__}: {error}") from None
+    if given is None or given is ...:
+        raise Unanswered
+    return given
+
+
+def _array(value: Any) -> np.ndarray:
+    return np.asarray(value.detach().cpu() if isinstance(value, torch.Tensor) else value, dtype=float)
+
+
+def like(reference: Callable[..., Any], *samples: tuple[Any, ...], tolerance: float = 1e-4) -> Callable[[Any], bool]:
+    """Return a check of a function: on every sample it gives what ``reference`` gives, by value and shape."""
+
+    def right(function: Any) -> bool:
+        for sample in samples:
+            given, wanted = outcome(function, *sample), _array(reference(*sample))
+            said = ", ".join(short(s) for s in sample).replace("\n", " ")
+            try:
+                found = _array(given)
+            except (TypeError, ValueError, RuntimeError):
+                raise Refused(f"of {said} it makes {short(given)}, which is no number or list of numbers") from None
+            if found.shape != wanted.shape:
+                raise Refused(f"of {said} it makes something of shape {found.shape}, not {wanted.shape}")
+            if not np.allclose(found, wanted, rtol=tolerance, atol=tolerance):
+                raise Refused(f"of {said} it makes {short(given)}".replace("\n", " "))
+        return True
+
+    return right
+
+
+def _own_curve(answer: Any) -> bool:
+    s = schedule(answer, 1000)
+    bits = s.bits()
+    return bits[-1] == 8 and bits.min() >= 3 and 0.50 <= relative_cost(bits, 8) <= 0.55
+
+
+def _front(runs: list[tuple[float, float]]) -> list[bool]:
+    return [not any(c <= cost and a > accuracy for c, a in runs) for cost, accuracy in runs]
+
+
+def _rr_below_static_8() -> float:
+    rows = committed("image_digits").query("model == 'mlp6' and q_min == 3").groupby("arm").accuracy.mean()
+    return 100 * (rows["static 8"] - rows["RR"])
+
+
+def _overlap(a: tuple[float, ...], b: tuple[float, ...]) -> float:
+    def area(x1: float, y1: float, x2: float, y2: float) -> float:
+        return max(0, x2 - x1) * max(0, y2 - y1)
+
+    common = area(max(a[0], b[0]), max(a[1], b[1]), min(a[2], b[2]), min(a[3], b[3]))
+    return common / (area(*a) + area(*b) - common)
+
+
+def _anchors(height: int, width: int) -> int:
+    return 9 * sum(-(-height // stride) * -(-width // stride) for stride in (8, 16, 32, 64, 128))
+
+
+def _normalised(adjacency: torch.Tensor) -> torch.Tensor:
+    joined = adjacency + torch.eye(len(adjacency))
+    scale = joined.sum(1).rsqrt()
+    return scale[:, None] * joined * scale
+
+
+def _window(answer: Any) -> bool:
+    s = schedule(answer, 256_000)
+    return bool(s.bits().sum() == 8 * 256_000 - 5 * 128_000 and s(15_999) == 8 and s(16_000) == 3)
+
+
+def _both_ends(answer: Any) -> bool:
+    return schedule(answer, 600).bits().tolist() == [2] * 100 + [8] * 400 + [2] * 100
+
+
+def _half_with_cosine(answer: Any) -> bool:
+    s = schedule(answer, 64_000)
+    if (s.q_min, s.q_max) != (3, 8):
+        raise Refused(f"it goes from {s.q_min} to {s.q_max} bits")
+    profile = getattr(getattr(s, "schedule", s), "profile", None)  # a few steps may have been adjusted
+    if getattr(profile, "base", "none") != "cosine":
+        raise Refused(f"its profile is {getattr(profile, 'base', 'none')}, not cosine")
+    return abs(s.relative_cost() - 0.5) < 5e-4
+
+
+def _half_above_8(answer: Any) -> bool:
+    s = schedule(answer, 64_000)
+    return bool((s.q_min, s.q_max) == (4, 16) and abs((s.bits() > 8).mean() - 0.5) < 2e-3)
+
+
+def _intensity(rows: int, inputs: int, outputs: int) -> float:
+    return 2 * rows * inputs * outputs / (rows * inputs + inputs * outputs + 4 * rows * outputs)
+
+
+_SPREAD = torch.linspace(-1.0, 2.2, 33).square()
+_STAR = torch.tensor([[0.0, 1, 0, 0], [1, 0, 1, 1], [0, 1, 0, 0], [0, 1, 0, 0]])
+_CR = make_schedule("CR", q_min=3, q_max=8, total_steps=64_000, n_cycles=8)
+
+EXERCISES = {
+    "00.1": Exercise(lambda s: of_the_suite(s).relative_cost() < 0.5, "cpt.make_schedule, large savings"),
+    "00.2": Exercise(
+        lambda s: 0.7 < of_the_suite(s).relative_cost() < 0.9 and s(0) == 8,
+        "small savings, triangular",
+    ),
+    "00.3": Exercise(near(_CR.share_at(8), 2e-3), "schedule.bits() is an array: compare it with 8 and take the mean"),
+    "01.1": Exercise(lambda n: words(n) in ("er", "eth"), "small savings; share_at(q_min) of a schedule tells"),
+    "01.2": Exercise(_own_curve, "stay low for longer: try a power of u"),
+    "01.3": Exercise(
+        like(_CR.__call__, *[(t,) for t in (0, 1500, 3000, 4000, 5000, 7999, 8000, 20_500, 63_999)]),
+        "x = (t % 8000) / 8000 is the place in the cycle; then section 1's formula, and round(...)",
+    ),
+    "01.4": Exercise(
+        like(lambda s: s.share_at(s.q_min), (_CR,), (make_schedule("RTH", q_min=4, q_max=6, total_steps=800),)),
+        "the mean of schedule.bits() == schedule.q_min",
+    ),
+    "02.1": Exercise(near(32), "2^q"),
+    "02.2": Exercise(near(80 / 192), "(q^2 + 2 q 8) / (3 64)"),
+    "02.4": Exercise(
+        like(lambda q, q_max: (q * q + 2 * q * q_max) / (3 * q_max**2), (4, 8), (8, 8), (3, 6)),
+        "three products: one of q by q bits, two of q by q_max; divide by what they cost at q_max",
+    ),
+    "02.5": Exercise(
+        like(lambda x, q: quantize(x, q), (_SPREAD, 2), (_SPREAD, 5), (-_SPREAD, 3)),
+        "anatomy, in section 1, has every line of it",
+    ),
+    "02.6": Exercise(near(4 * 32 * 32**2 * 16 * 9, 0), "cpt.count_bitops(layer, (pictures,)).forward_macs"),
+    "03.1": Exercise(
+        lambda g: words(g) in ("large", "large savings", "rr", "rth"), "if quality does not suffer, take the cheapest"
+    ),
+    "03.2": Exercise(near(5), "notebook 02: what a step at q bits costs"),
+    "03.3": Exercise(
+        like(
+            _front,
+            ([(0.4, 80.0), (0.63, 83.0), (0.55, 84.0), (1.0, 86.0)],),
+            ([(1.0, 90.0), (0.2, 91.0)],),
+            ([(0.5, 1.0), (0.4, 0.5), (0.3, 0.75)],),
+        ),
+        "a run is on the front unless another one costs no more and is more accurate",
+    ),
+    "03.4": Exercise(
+        lambda x: near(_rr_below_static_8(), 0.06)(abs(number(x))),
+        'network.groupby("arm").accuracy.mean(), in points: times 100',
+    ),
+    "04.1": Exercise(near(4 / 9, 5e-3), "the smaller box lies inside the larger"),
+    "04.2": Exercise(
+        like(
+            _overlap,
+            ((10, 10, 40, 50), (10, 10, 42, 42)),
+            ((0, 0, 2, 2), (1, 1, 4, 3)),
+            ((0, 0, 1, 1), (2, 2, 3, 3)),
+            ((0, 0, 4, 4), (1, 5, 3, 9)),
+        ),
+        "boxes apart share nothing: a width or height below 0 counts as 0",
+    ),
+    "04.3": Exercise(
+        like(_anchors, (608, 832), (224, 224), (33, 65), tolerance=0), "strides 8, 16, 32, 64, 128; math.ceil rounds up"
+    ),
+    "05.1": Exercise(near(8**0.5, 0.01), "degrees 4 and 2, with the self-loops"),
+    "05.2": Exercise(near(59.3, 0.5), "the first line of the second table"),
+    "05.3": Exercise(near(-math.inf), "can a logit be too large?"),
+    "05.4": Exercise(
+        like(_normalised, (_STAR,), (torch.ones(3, 3) - torch.eye(3),)),
+        "add torch.eye for the self-loops, then divide rows and columns by the root of the degrees",
+    ),
+    "05.5": Exercise(
+        like(
+            lambda logits, label: -logits[label],
+            (torch.tensor([2.0, -1.0, 0.5]), 0),
+            (torch.tensor([2.0, -1.0, 0.5]), 1),
+        ),
+        "as nll_loss, but of raw logits: no softmax before it",
+    ),
+    "06.1": Exercise(lambda x: near(0.063)(abs(number(x))), "1 minus the sum in its line"),
+    "06.2": Exercise(
+        like(lambda inputs, units: 4 * units * (inputs + units), (800, 800), (64, 32), tolerance=0),
+        "four gates, each with a matrix for the input and one for the hidden state; of the 3,584,000,000 of a step "
+        "35 x 20 words have a share each",
+    ),
+    "06.3": Exercise(near(10_000, 1), "e to the power of log(10000)"),
+    "06.4": Exercise(
+        like(lambda p: math.exp(-sum(map(math.log, p)) / len(p)), ([0.5, 0.25],), ([0.1] * 7,), ([1.0, 1.0],)),
+        "e to the power of the mean of -log p",
+    ),
+    "07.1": Exercise(near((200 * 36 + 400 * 192) / (600 * 192)), "2 bits cost 36/192 of a step at 8 bits"),
+    "07.2": Exercise(_window, "cpt.DeficitSchedule(q_low, q_high, windows, total_steps)"),
+    "07.3": Exercise(near(800), "R + N steps, all of them at 8 bits"),
+    "07.5": Exercise(_both_ends, "windows are a list of (start, stop): two of them"),
+    "07.6": Exercise(
+        like(
+            lambda low, total, q: (low * (q * q + 16 * q) / 192 + total - low) / total,
+            (200, 600, 2),
+            (0, 100, 3),
+            (64, 64, 4),
+        ),
+        "the mean over the steps: low ones cost (q^2 + 16 q) / 192, the others 1",
+    ),
+    "08.1": Exercise(_half_with_cosine, 'cpt.solve_schedule(budget, q_min, q_max, total_steps, family="cosine")'),
+    "08.2": Exercise(near(80 / 192), "the cost of static 4 bits"),
+    "08.3": Exercise(near(4), "the q_min that was found"),
+    "08.5": Exercise(
+        like(lambda s: noise_exposure(s.bits(), 8), (_CR,), (make_schedule("ER", q_min=2, q_max=8, total_steps=800),)),
+        "the mean of 4.0 ** (8 - schedule.bits())",
+    ),
+    "09.1": Exercise(near(0.8), "the mean of the steps' times, over 40 ms"),
+    "09.2": Exercise(_half_above_8, "cpt.solve_schedule(..., cost=a function of bits)"),
+    "09.3": Exercise(
+        like(_intensity, (512, 384, 1536), (1, 64, 8)),
+        "2 M K N operations; M K and K N bytes are read, 4 M N written",
+    ),
+    "09.4": Exercise(
+        like(lambda c: c[0::2] + 16 * c[1::2], (torch.tensor([1, 2, 15, 0], dtype=torch.uint8),), tolerance=0),
+        "codes[0::2] are the first ones, codes[1::2] the second ones; 16 times a code is four bits further up",
+    ),
+}
