@@ -40,10 +40,11 @@ napoleon_use_ivar = True
 napoleon_use_rtype = False
 
 html_theme = "furo"
+pygments_dark_style = "a11y-high-contrast-dark"  # beside the light one that the theme takes
 html_title = f"cpt_core {version}"
 html_static_path = ["static"]
 html_css_files = ["book.css"]
-smartquotes = False  # "" is an empty string
+smartquotes_action = "D"  # dashes alone: "" is an empty string
 html_math_renderer = "mathml"
 html_copy_source = False
 html_show_sphinx = False
@@ -68,8 +69,8 @@ def place(module, name):
         value = importlib.import_module(module)
         for part in name.split("."):
             value = inspect.getattr_static(value, part) if inspect.isclass(value) else getattr(value, part)
-        value = getattr(value, "fget", None) or getattr(value, "func", None) or getattr(value, "__func__", None) or value
-        value = inspect.unwrap(value)
+        inner = (getattr(value, key, None) for key in ("fget", "func", "__func__"))  # of a property, a class's method
+        value = inspect.unwrap(next(filter(None, inner), value))
         path = Path(inspect.getsourcefile(value)).relative_to(ROOT)
         return f"../{path}.html#L-{inspect.getsourcelines(value)[1] or 1}"
     except (ImportError, AttributeError, TypeError, ValueError, OSError):
@@ -103,9 +104,15 @@ def marked(app, what, name, obj, options, lines):
         lines[i] = re.sub(r"(?<![\w`])(Paper|Differs): ", r"**\1:** ", line.lstrip() if hanging else line)
 
 
+def readable(app, what, name, obj, options, signature, returns):
+    """Leave out defaults that are no Python, such as <factory>: with one, no type of the signature is understood."""
+    return re.sub(r"<[^<>]+>", "...", signature) if signature else signature, returns
+
+
 def setup(app):
     """Add the above."""
     app.add_html_math_renderer("mathml", (inline_math, None), (block_math, None))
     app.connect("missing-reference", missing)
     app.connect("autodoc-process-docstring", marked)
+    app.connect("autodoc-process-signature", readable)
     return {"parallel_read_safe": True}

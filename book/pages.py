@@ -108,20 +108,19 @@ def source_page(name: str, text: str) -> str:
         lexer = TextLexer()
     shown = highlight(text, lexer, HtmlFormatter(linenos="inline", lineanchors="L", wrapcode=True))
     fence = "`" * 12
-    lone = "" if name.startswith("cpt_core/") else "orphan: true\n"
-    return f'---\nnosearch: true\n{lone}---\n# {name}\n\n{fence}{{raw}} html\n<div class="source">{shown}</div>\n{fence}\n'
+    head = f"---\nnosearch: true\norphan: true\n---\n# {name}"
+    return f'{head}\n\n{fence}{{raw}} html\n<div class="source">{shown}</div>\n{fence}\n'
 
 
 def folder_page(folder: Path, folders: set[Path]) -> str:
     """Return the page of a folder: what it is for, and the list of its pages."""
     about = folder / "__init__.py"
     says = rst(ast.get_docstring(ast.parse(about.read_text(encoding="utf-8"))) or "") if about.exists() else ""
-    below = sorted(f"{f.name}/index" for f in folders if f.parent == folder)
     if folder == ROOT / "data/cards":
         return f"# Data sets\n\n{toctree(sorted(p.stem for p in folder.glob('*.md')))}"
-    files = sorted(p.name for p in folder.iterdir() if p.suffix in SOURCE)
-    entries = [f"{entry.removesuffix('/index')} <{entry}>" for entry in [*below, *files]]
-    return f"# {folder.relative_to(ROOT)}\n\n{says}\n{toctree(entries)}"
+    below = toctree([f"{f.name} <{f.name}/index>" for f in sorted(folders) if f.parent == folder])
+    files = "\n".join(f"- [`{p.name}`]({p.name}.md)" for p in sorted(folder.iterdir()) if p.suffix in SOURCE)
+    return f"# {folder.relative_to(ROOT)}\n\n{says}\n{below}\n{files}\n"
 
 
 def toctree(entries: list[str]) -> str:
@@ -139,7 +138,7 @@ def rst(text: str) -> str:
 
 def api_index() -> str:
     """Return the list of the public names by the room where they live, each with the first sentence that it says."""
-    parts = ["# Reference\n\nEvery name of `import cpt_core as cpt`. Names are resolved on first use.\n"]
+    parts = ["# Public names\n\nEvery name of `import cpt_core as cpt`. Names are resolved on first use.\n"]
     for room in dict.fromkeys(home.split(".")[0] for home in cpt_core._HOME.values()):
         about = __import__(f"cpt_core.{room}", fromlist=["x"]).__doc__.strip()
         names = [name for name, home in cpt_core._HOME.items() if home.split(".")[0] == room]
@@ -176,23 +175,24 @@ def name_page(name: str) -> str:
     """Return the page of a public name: what autodoc makes of it, or the entries of a table of names."""
     value = getattr(cpt_core, name)
     if isinstance(value, Mapping):
-        rows = [f'   * - ``"{key}"``\n     - {entry(one)}' for key, one in value.items()]
-        table = "   .. list-table::\n      :widths: 20 80\n\n" + "\n".join(f"   {r}".replace("\n", "\n   ") for r in rows)
+        rows = [f'      * - ``"{key}"``\n        - {entry(key, one)}' for key, one in value.items()]
+        table = "   .. list-table::\n      :widths: 20 80\n\n" + "\n".join(rows)
         body = f".. py:data:: cpt_core.{name}\n\n   {described(name)}\n\n{table}"
     elif inspect.isclass(value):
-        body = f".. autoclass:: cpt_core.{name}\n   :members:\n   :inherited-members: {OTHERS}\n   :show-inheritance:"
+        body = f".. autoclass:: cpt_core.{name}\n   :members:\n   :inherited-members: {OTHERS}"
+        body += "\n   :show-inheritance:" * (value.__bases__ != (object,))
     else:
         body = f".. autofunction:: cpt_core.{name}"
     return f"# {name}\n\n{rst(body)}"
 
 
-def entry(value: Any) -> str:
+def entry(name: str, value: Any) -> str:
     """Return a value of a table in words: its fields, without functions and what is left at its default."""
     if not dataclasses.is_dataclass(value) or inspect.isclass(value):
         return f"``{value.__name__ if inspect.isclass(value) else value!r}``"
     usual = {f.name: f.default for f in dataclasses.fields(value)}
-    given = {key: v for key in usual if (v := getattr(value, key)) != usual[key] and not callable(v)}
-    return "; ".join(f"*{key}*: {escaped(v)}" for key, v in given.items())
+    given = {key: v for key in usual if (v := getattr(value, key)) not in (usual[key], name)}
+    return "; ".join(f"*{key}*: {escaped(v)}" for key, v in given.items() if not callable(v))
 
 
 def escaped(value: Any) -> str:

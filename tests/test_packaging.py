@@ -87,7 +87,8 @@ def test_constraints_are_the_pins_of_the_direct_dependencies():
 def test_every_import_is_declared():
     declared = set(direct())
     providers = packages_distributions()
-    for path in [*ROOT.glob("cpt_core/**/*.py"), *ROOT.glob("bench/**/*.py"), *ROOT.glob("tests/**/*.py")]:
+    folders = ("cpt_core", "bench", "book", "tests")
+    for path in chain.from_iterable(ROOT.glob(f"{folder}/**/*.py") for folder in folders):
         for module in re.findall(r"^\s*(?:import|from) (\w+)(?=$|[. ])", path.read_text(), flags=re.MULTILINE):
             if module in sys.stdlib_module_names or (ROOT / module).is_dir() or module not in providers:
                 continue
