@@ -10,6 +10,7 @@ from pathlib import Path
 
 from docutils import nodes
 from latex2mathml.converter import convert
+from sphinx.domains.python import PyObject
 
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT))
@@ -109,10 +110,28 @@ def readable(app, what, name, obj, options, signature, returns):
     return re.sub(r"<[^<>]+>", "...", signature) if signature else signature, returns
 
 
+def plain(app, what, name, obj, options, lines):
+    """Keep Napoleon from taking the words before a colon for the type of a property: it looks at the first line."""
+    if what == "property":
+        lines.insert(0, "")
+
+
+def wrapped(app, doctree):
+    """Mark outputs that are prose, whose lines may be broken; those with columns are not."""
+    for node in doctree.findall(nodes.literal_block):
+        if "output" in node["classes"] and not re.search(r"\S {2,}\S", node.astext()):
+            node["classes"].append("prose")
+
+
 def setup(app):
     """Add the above."""
+    for field in PyObject.doc_field_types:
+        if field.name == "variable":
+            field.label = "Attributes"  # what Sphinx calls variables
     app.add_html_math_renderer("mathml", (inline_math, None), (block_math, None))
     app.connect("missing-reference", missing)
+    app.connect("autodoc-process-docstring", plain, priority=400)
     app.connect("autodoc-process-docstring", marked)
     app.connect("autodoc-process-signature", readable)
+    app.connect("doctree-read", wrapped)
     return {"parallel_read_safe": True}
