@@ -76,6 +76,7 @@ book: setup  ## the site, build/book/index.html: notebooks with their outputs, a
 	$(BIN)/python -m book
 	$(CPT) explorer build/book/explorer.html
 	@$(BIN)/python -m book.links build/book
+	@echo "book: build/book/index.html"
 
 plan: setup  ## what there is to run, what is done, what the rest takes here; GRID=figure_3
 	@$(CPT) plan $${GRID:+"$$GRID"}

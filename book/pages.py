@@ -55,14 +55,11 @@ def pages() -> dict[str, str | bytes]:
 
 
 def write(folder: Path) -> None:
-    """Bring a folder up to date; a page that did not change is left as it is, so that Sphinx does not read it again."""
-    wanted = {folder / name: text if isinstance(text, bytes) else text.encode() for name, text in pages().items()}
-    for path in [p for p in folder.rglob("*") if p.is_file() and p not in wanted]:
-        path.unlink()
-    for path, content in wanted.items():
-        if not path.exists() or path.read_bytes() != content:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_bytes(content)
+    """Write every page into a folder."""
+    for name, text in pages().items():
+        path = folder / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(text if isinstance(text, bytes) else text.encode())
 
 
 # --- links ------------------------------------------------------------------------------------------

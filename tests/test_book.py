@@ -94,14 +94,11 @@ def test_a_link_to_a_file_leads_to_its_page():
         pages.relinked(ROOT / "SWEEPS.md", "[a](nowhere.md)", [])
 
 
-def test_write_leaves_what_did_not_change(tmp_path, monkeypatch):
-    monkeypatch.setattr(pages, "pages", lambda: {"a.md": "one", "b/c.png": b"two"})
+def test_write_puts_every_page_in_its_place(tmp_path, monkeypatch):
+    monkeypatch.setattr(pages, "pages", lambda: {"a.md": "ü", "b/c.png": b"two"})
     pages.write(tmp_path)
-    before = (tmp_path / "a.md").stat().st_mtime_ns
-    monkeypatch.setattr(pages, "pages", lambda: {"a.md": "one", "d.md": "three"})
-    pages.write(tmp_path)
-    assert (tmp_path / "a.md").stat().st_mtime_ns == before
-    assert sorted(p.name for p in tmp_path.rglob("*") if p.is_file()) == ["a.md", "d.md"]
+    assert (tmp_path / "a.md").read_text(encoding="utf-8") == "ü"
+    assert (tmp_path / "b/c.png").read_bytes() == b"two"
 
 
 GOOD = '<a href="b/c.html#here">x</a><a href="#top">y</a><p id="top"></p><a href="https://a.org/b">z</a>'
