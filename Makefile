@@ -17,7 +17,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 ifeq ($(shell uname -s),Linux)
 PACKAGES := --require-hashes -r requirements.lock
 else
-PACKAGES := -c constraints.txt setuptools -e '.[vision,graph,text,lightning,notebooks,cluster,dev]'
+PACKAGES := -c constraints.txt setuptools -e '.[vision,graph,text,lightning,notebooks,cluster,book,dev]'
 endif
 
 # What the user gives goes to the recipes as it was written, through the environment: a name may hold spaces, quotes or $.
@@ -29,7 +29,7 @@ BIN := .venv/bin
 CPT := $(BIN)/python -m cpt_core
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest
 
-.PHONY: help setup lint test reproduce notebooks plan paper report evidence bench mutants wheel compat lock clean distclean
+.PHONY: help setup lint test reproduce notebooks book plan paper report evidence bench mutants wheel compat lock clean distclean
 
 help:  ## this list
 	@grep -hE '^[a-z]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## /\1\t/' | expand -t 12
@@ -71,6 +71,12 @@ reproduce: setup  ## run the notebooks and write a report; NB=03 SCALE=smoke|dem
 
 notebooks: setup  ## run the notebooks again and keep their outputs in place
 	$(CPT) notebooks
+
+book: setup  ## the site, build/book/index.html: notebooks with their outputs, a reference, the pages; runs nothing
+	$(BIN)/python -m book
+	$(CPT) explorer build/book/explorer.html
+	@$(BIN)/python -m book.links build/book
+	@echo "book: build/book/index.html"
 
 plan: setup  ## what there is to run, what is done, what the rest takes here; GRID=figure_3
 	@$(CPT) plan $${GRID:+"$$GRID"}

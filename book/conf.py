@@ -1,0 +1,137 @@
+"""How Sphinx reads the pages: ``make book``. Nothing is executed, nothing comes from the network."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import re
+import sys
+from pathlib import Path
+
+from docutils import nodes
+from latex2mathml.converter import convert
+from sphinx.domains.python import PyObject
+
+ROOT = Path(__file__).parents[1]
+sys.path.insert(0, str(ROOT))
+
+import cpt_core
+
+project = "cpt_core"
+author = "the cpt_core contributors"
+project_copyright = author
+version = release = cpt_core.__version__
+
+extensions = ["myst_nb", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "sphinx.ext.linkcode"]
+nitpicky = True
+nitpick_ignore_regex = [("py:.*", r"(?!cpt_core\.).*")]  # what is of other libraries has no page here
+
+nb_execution_mode = "off"  # the committed outputs are shown
+nb_ipywidgets_js: dict[str, dict[str, str]] = {}  # sliders need a kernel; their scripts would come from the network
+myst_enable_extensions = ["dollarmath"]
+myst_heading_anchors = 3
+
+autodoc_member_order = "bysource"
+autodoc_class_signature = "mixed"
+add_module_names = False
+python_use_unqualified_type_names = True
+python_maximum_signature_line_length = 88
+napoleon_numpy_docstring = False
+napoleon_use_ivar = True
+napoleon_use_rtype = False
+
+html_theme = "furo"
+pygments_dark_style = "a11y-high-contrast-dark"  # beside the light one that the theme takes
+html_title = f"cpt_core {version}"
+html_static_path = ["static"]
+html_css_files = ["book.css"]
+smartquotes_action = "D"  # dashes alone: "" is an empty string
+html_math_renderer = "mathml"
+html_copy_source = False
+html_show_sphinx = False
+html_show_search_summary = False  # the summaries would be fetched, which a browser refuses for files
+
+
+def inline_math(self, node):
+    """Set a formula in a line as MathML, which browsers show by themselves."""
+    self.body.append(convert(node.astext()))
+    raise nodes.SkipNode
+
+
+def block_math(self, node):
+    """Set a formula on lines of its own."""
+    self.body.append(f'<div class="math">{convert(node.astext(), display="block")}</div>')
+    raise nodes.SkipNode
+
+
+def place(module, name):
+    """Return the page and line of the source of a name, seen from a page of the reference; None if it has none."""
+    try:
+        value = importlib.import_module(module)
+        for part in name.split("."):
+            value = inspect.getattr_static(value, part) if inspect.isclass(value) else getattr(value, part)
+        inner = (getattr(value, key, None) for key in ("fget", "func", "__func__"))  # of a property, a class's method
+        value = inspect.unwrap(next(filter(None, inner), value))
+        path = Path(inspect.getsourcefile(value)).relative_to(ROOT)
+        return f"../{path}.html#L-{inspect.getsourcelines(value)[1] or 1}"
+    except (ImportError, AttributeError, TypeError, ValueError, OSError):
+        return None
+
+
+def linkcode_resolve(domain, info):
+    """Lead from a name of the reference to its lines in the source."""
+    return place(info["module"], info["fullname"])
+
+
+def missing(app, env, node, content):
+    """Resolve a type by its home: a public name has a page, any other leads to its source."""
+    target = node.get("reftarget", "")
+    if not re.fullmatch(r"[\w.]+", target):  # a union or a generic that Sphinx took for one name
+        return content
+    name = target.rsplit(".", 1)[-1]
+    if target.startswith("cpt_core.") and name in cpt_core._HOME:
+        found = env.get_domain("py").objects.get(f"cpt_core.{name}")
+        address = app.builder.get_relative_uri(node["refdoc"], found.docname) + f"#{found.node_id}" if found else None
+    else:
+        address = place(*target.rsplit(".", 1)) if "." in target else None
+    return nodes.reference("", "", content, internal=True, refuri=address) if address else None
+
+
+def marked(app, what, name, obj, options, lines):
+    """Set off where a docstring names its source, and where it departs from it; what hangs below belongs to it."""
+    hanging = False
+    for i, line in enumerate(lines):
+        hanging = line.startswith(("Paper: ", "Differs: ")) or (hanging and line.startswith(" "))
+        lines[i] = re.sub(r"(?<![\w`])(Paper|Differs): ", r"**\1:** ", line.lstrip() if hanging else line)
+
+
+def readable(app, what, name, obj, options, signature, returns):
+    """Leave out defaults that are no Python, such as <factory>: with one, no type of the signature is understood."""
+    return re.sub(r"<[^<>]+>", "...", signature) if signature else signature, returns
+
+
+def plain(app, what, name, obj, options, lines):
+    """Keep Napoleon from taking the words before a colon for the type of a property: it looks at the first line."""
+    if what == "property":
+        lines.insert(0, "")
+
+
+def wrapped(app, doctree):
+    """Mark outputs that are prose, whose lines may be broken; those with columns are not."""
+    for node in doctree.findall(nodes.literal_block):
+        if "output" in node["classes"] and not re.search(r"\S {2,}\S", node.astext()):
+            node["classes"].append("prose")
+
+
+def setup(app):
+    """Add the above."""
+    for field in PyObject.doc_field_types:
+        if field.name == "variable":
+            field.label = "Attributes"  # what Sphinx calls variables
+    app.add_html_math_renderer("mathml", (inline_math, None), (block_math, None))
+    app.connect("missing-reference", missing)
+    app.connect("autodoc-process-docstring", plain, priority=400)
+    app.connect("autodoc-process-docstring", marked)
+    app.connect("autodoc-process-signature", readable)
+    app.connect("doctree-read", wrapped)
+    return {"parallel_read_safe": True}

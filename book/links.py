@@ -1,0 +1,75 @@
+"""Look after every link of the built pages: what is inside must be there, what is outside must be an address."""
+
+from __future__ import annotations
+
+import sys
+from functools import cache
+from html.parser import HTMLParser
+from pathlib import Path
+from urllib.parse import unquote, urlsplit
+
+LOADED = {("script", "src"), ("img", "src"), ("link", "href"), ("iframe", "src"), ("source", "src"), ("use", "href")}
+
+
+class Page(HTMLParser):
+    """What a page offers and asks for.
+
+    Attributes:
+        ids: its anchors.
+        links: (tag, attribute, address) of all that it leads to or loads.
+    """
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.ids: set[str] = set()
+        self.links: list[tuple[str, str, str]] = []
+        self.feed(text)
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        """Note anchors and links."""
+        for key, value in attrs:
+            if key == "id" or (tag == "a" and key == "name"):
+                self.ids.add(value or "")
+            elif key in ("href", "src") and value:
+                self.links.append((tag, key, value))
+
+
+def problems(site: Path) -> list[str]:
+    """Return a line for every link of a folder of pages that leads nowhere, or that a page loads from the network."""
+
+    @cache
+    def page(path: Path) -> Page:
+        return Page(path.read_text(encoding="utf-8"))
+
+    found = []
+    site = site.resolve()
+    for path in sorted(site.rglob("*.html")):
+        for tag, key, address in page(path).links:
+            if why := _problem(path, site, tag, key, address, page):
+                found.append(f"{path.relative_to(site)}: {address}: {why}")
+    return list(dict.fromkeys(found))
+
+
+def _problem(path: Path, site: Path, tag: str, key: str, address: str, page) -> str:  # type: ignore[no-untyped-def]
+    parts = urlsplit(address)
+    if parts.scheme == "data":
+        return ""
+    if parts.scheme or parts.netloc:
+        if (tag, key) in LOADED:
+            return "is loaded from the network"
+        whole = parts.scheme == "mailto" or (parts.scheme in ("http", "https") and "." in parts.netloc)
+        return "" if whole and " " not in address else "is no address"
+    target = (path.parent / unquote(parts.path)).resolve() if parts.path else path
+    if not target.is_relative_to(site):
+        return "leads out of the site"
+    if not target.is_file():
+        return "is not there"
+    if parts.fragment and target.suffix == ".html" and unquote(parts.fragment) not in page(target).ids:
+        return "has no such anchor"
+    return ""
+
+
+if __name__ == "__main__":
+    wrong = problems(Path(sys.argv[1]))
+    print("\n".join(wrong) or "every link leads somewhere")
+    sys.exit(bool(wrong))

@@ -1,0 +1,197 @@
+"""What the site is made of: the pages of the repository, a page per public name, a page per file of the source.
+
+Sphinx reads one folder. It is written here, in the layout of the repository, so that links between pages stay as they
+are; only those to files that are no pages lead to the page that shows the file.
+"""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+import inspect
+import json
+import os
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from pygments import highlight
+from pygments.formatters import HtmlFormatter
+from pygments.lexers import get_lexer_for_filename
+from pygments.lexers.special import TextLexer
+from pygments.util import ClassNotFound
+
+import cpt_core
+
+ROOT = Path(__file__).parents[1]
+DOCUMENTS = ("*.md", "notebooks/*.md", "notebooks/*.ipynb", "data/cards/*.md")
+OTHERS = "Module, tuple, BaseException"  # classes of other libraries, whose members are theirs
+SOURCE = (".py", ".cpp", ".h", ".js", ".j2")
+LINK = re.compile(r"(\]\()(?!\w+:|#)([^)#\s]+)([^)]*\))")
+CODE = re.compile(r"(^ *```.*?^ *```|`[^`\n]+`)", re.DOTALL | re.MULTILINE)
+
+
+def pages() -> dict[str, str | bytes]:
+    """Return every page: its path in the folder that Sphinx reads, and what stands in it."""
+    documents = [path for pattern in DOCUMENTS for path in sorted(ROOT.glob(pattern))]
+    shown = {path for path in (ROOT / "cpt_core").rglob("*") if path.suffix in SOURCE}
+    made: dict[str, str | bytes] = {"index.md": (ROOT / "book/index.md").read_text(encoding="utf-8")}
+    for path in documents:
+        text, reached = relinked(path, path.read_text(encoding="utf-8"), documents)
+        shown |= {target for target in reached if target.is_file() and target not in documents}
+        made[str(path.relative_to(ROOT))] = text
+    for path in sorted(shown):
+        name = str(path.relative_to(ROOT))
+        if path.suffix == ".png":
+            made[name] = path.read_bytes()
+        else:
+            made[f"{name}.md"] = source_page(name, path.read_text(encoding="utf-8"))
+    folders = {path.parent for path in shown if path.suffix in SOURCE} | {ROOT / "data/cards"}
+    made |= {f"{folder.relative_to(ROOT)}/index.md": folder_page(folder, folders) for folder in folders}
+    made["api/index.md"] = api_index()
+    made |= {f"api/{name}.md": name_page(name) for name in cpt_core._HOME}
+    return made
+
+
+def write(folder: Path) -> None:
+    """Write every page into a folder."""
+    for name, text in pages().items():
+        path = folder / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(text if isinstance(text, bytes) else text.encode())
+
+
+# --- links ------------------------------------------------------------------------------------------
+
+
+def relinked(path: Path, text: str, documents: list[Path]) -> tuple[str, set[Path]]:
+    """Return a page whose links lead to pages, and the files and folders of the repository that it links to."""
+    reached: set[Path] = set()
+
+    def lead(match: re.Match[str]) -> str:
+        target = Path(os.path.normpath(path.parent / match[2]))
+        if not target.exists():
+            raise FileNotFoundError(f"{path.relative_to(ROOT)} links to {match[2]}, which is not there")
+        reached.add(target)
+        if target.is_dir():
+            return f"{match[1]}{match[2].rstrip('/')}/index.md{match[3]}"
+        if target in documents or target.suffix == ".png":
+            return match[0]
+        return f"{match[1]}{match[2]}.md{match[3]}"
+
+    def prose(words: str) -> str:
+        parts = CODE.split(words)
+        parts[::2] = [LINK.sub(lead, part) for part in parts[::2]]
+        return "".join(parts)
+
+    if path.suffix != ".ipynb":
+        return prose(text), reached
+    book = json.loads(text)
+    for cell in book["cells"]:
+        if cell["cell_type"] == "markdown":
+            cell["source"] = prose("".join(cell["source"]))
+    return json.dumps(book, ensure_ascii=False), reached
+
+
+# --- the source -------------------------------------------------------------------------------------
+
+
+def source_page(name: str, text: str) -> str:
+    """Return the page of a file: its lines, each with an anchor, ``#L-12``. Search leaves it out."""
+    try:
+        lexer = get_lexer_for_filename(name)
+    except ClassNotFound:
+        lexer = TextLexer()
+    shown = highlight(text, lexer, HtmlFormatter(linenos="inline", lineanchors="L", wrapcode=True))
+    fence = "`" * 12
+    head = f"---\nnosearch: true\norphan: true\n---\n# {name}"
+    return f'{head}\n\n{fence}{{raw}} html\n<div class="source">{shown}</div>\n{fence}\n'
+
+
+def folder_page(folder: Path, folders: set[Path]) -> str:
+    """Return the page of a folder: what it is for, and the list of its pages."""
+    about = folder / "__init__.py"
+    says = rst(ast.get_docstring(ast.parse(about.read_text(encoding="utf-8"))) or "") if about.exists() else ""
+    if folder == ROOT / "data/cards":
+        return f"# Data sets\n\n{toctree(sorted(p.stem for p in folder.glob('*.md')))}"
+    below = toctree([f"{f.name} <{f.name}/index>" for f in sorted(folders) if f.parent == folder])
+    files = "\n".join(f"- [`{p.name}`]({p.name}.md)" for p in sorted(folder.iterdir()) if p.suffix in SOURCE)
+    return f"# {folder.relative_to(ROOT)}\n\n{says}\n{below}\n{files}\n"
+
+
+def toctree(entries: list[str]) -> str:
+    """Return the directive that lists pages."""
+    return "```{toctree}\n:maxdepth: 1\n\n" + "\n".join(entries) + "\n```\n"
+
+
+def rst(text: str) -> str:
+    """Return a page's part that is written as docstrings are."""
+    return f"```{{eval-rst}}\n{text}\n```\n"
+
+
+# --- the reference ----------------------------------------------------------------------------------
+
+
+def api_index() -> str:
+    """Return the list of the public names by the room where they live, each with the first sentence that it says."""
+    parts = ["# Public names\n\nEvery name of `import cpt_core as cpt`. Names are resolved on first use.\n"]
+    for room in dict.fromkeys(home.split(".")[0] for home in cpt_core._HOME.values()):
+        about = __import__(f"cpt_core.{room}", fromlist=["x"]).__doc__.strip()
+        names = [name for name, home in cpt_core._HOME.items() if home.split(".")[0] == room]
+        rows = [f"   * - :doc:`{name}`\n     - {first_line(name)}" for name in names]
+        table = ".. list-table::\n   :widths: 30 70\n\n" + "\n".join(rows)
+        parts.append(f"## {room}\n\n{rst(about)}\n{rst(table)}")
+    return "\n".join(parts) + "\n" + toctree(list(cpt_core._HOME)).replace(":maxdepth: 1", ":hidden:")
+
+
+def first_line(name: str) -> str:
+    """Return the first sentence of the docstring of a public name, or of the comment above a table."""
+    about = described(name)
+    return " ".join(re.split(r"(?<=\.)\s|\n\n", about, maxsplit=1)[0].split())
+
+
+def described(name: str) -> str:
+    """Return what is written of a public name: its docstring, or the comment above a table of names."""
+    value = getattr(cpt_core, name)
+    if not isinstance(value, Mapping):
+        return inspect.getdoc(value) or ""
+    path = ROOT / "cpt_core" / f"{cpt_core._HOME[name].replace('.', '/')}.py"
+    above = re.search(rf"((?:^#.*\n)*)^{name}\b", path.read_text(encoding="utf-8"), re.MULTILINE)
+    comment = " ".join(line.lstrip("# ") for line in above[1].splitlines()) if above else ""
+    return f"A dict from {len(value)} names to {kind(value)}. {comment}".strip()
+
+
+def kind(value: Mapping[str, Any]) -> str:
+    """Return what a table of names holds, in a word."""
+    one = next(iter(value.values()))
+    return f"classes of {one.__mro__[1].__name__}" if inspect.isclass(one) else type(one).__name__
+
+
+def name_page(name: str) -> str:
+    """Return the page of a public name: what autodoc makes of it, or the entries of a table of names."""
+    value = getattr(cpt_core, name)
+    if isinstance(value, Mapping):
+        rows = [f'      * - ``"{key}"``\n        - {entry(key, one)}' for key, one in value.items()]
+        table = "   .. list-table::\n      :widths: 20 80\n\n" + "\n".join(rows)
+        body = f".. py:data:: cpt_core.{name}\n\n   {described(name)}\n\n{table}"
+    elif inspect.isclass(value):
+        body = f".. autoclass:: cpt_core.{name}\n   :members:\n   :inherited-members: {OTHERS}"
+        body += "\n   :show-inheritance:" * (value.__bases__ != (object,))
+    else:
+        body = f".. autofunction:: cpt_core.{name}"
+    return f"# {name}\n\n{rst(body)}"
+
+
+def entry(name: str, value: Any) -> str:
+    """Return a value of a table in words: its fields, without functions and what is left at its default."""
+    if not dataclasses.is_dataclass(value) or inspect.isclass(value):
+        return f"``{value.__name__ if inspect.isclass(value) else value!r}``"
+    usual = {f.name: f.default for f in dataclasses.fields(value)}
+    given = {key: v for key in usual if (v := getattr(value, key)) not in (usual[key], name)}
+    return "; ".join(f"*{key}*: {escaped(v)}" for key, v in given.items() if not callable(v))
+
+
+def escaped(value: Any) -> str:
+    """Return a value's text with none of it taken for markup."""
+    return re.sub(r"([*_`|])", r"\\\1", str(value))

@@ -1,0 +1,148 @@
+"""What the site is made of, and the eye that looks after its links; ``make book`` builds it whole."""
+
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import cpt_core
+
+pytest.importorskip("pygments", reason="the extra book")
+
+from book import links, pages
+
+ROOT = Path(__file__).parents[1]
+WORKBOOK = {
+    "cells": [
+        {"cell_type": "markdown", "id": "a", "metadata": {}, "source": "# Lesson\n\n$q_{max}$ and\n\n$$x^2$$\n"},
+        {
+            "cell_type": "code",
+            "execution_count": 1,
+            "id": "b",
+            "metadata": {},
+            "source": "raise SystemExit",
+            "outputs": [{"output_type": "stream", "name": "stdout", "text": "as committed"}],
+        },
+    ],
+    "metadata": {"language_info": {"name": "python"}},
+    "nbformat": 4,
+    "nbformat_minor": 5,
+}
+
+
+@pytest.fixture(scope="module")
+def made():
+    return pages.pages()
+
+
+def prose(name, text):
+    """The text of a page without its code."""
+    if name.endswith(".ipynb"):
+        cells = json.loads(text)["cells"]
+        text = "\n".join("".join(c["source"]) for c in cells if c["cell_type"] == "markdown")
+    return "".join(pages.CODE.split(text)[::2])
+
+
+def test_every_public_name_has_a_page_and_a_line(made):
+    for name in cpt_core._HOME:
+        assert re.search(rf"^\.\. (autoclass|autofunction|py:data):: cpt_core\.{name}$", made[f"api/{name}.md"], re.M)
+        assert re.search(rf"^   \* - :doc:`{name}`\n     - \S", made["api/index.md"], re.M), name
+
+
+def test_every_page_is_in_the_contents(made):
+    reached, new = set(), {"index.md"}
+    while new:
+        reached |= new
+        found = set()
+        for name in new:
+            for tree in re.findall(r"^```\{toctree\}\n(.*?)^```", str(made[name]), re.M | re.S):
+                for line in tree.splitlines():
+                    entry = re.sub(r".*<(.*)>$", r"\1", line)
+                    if entry and not entry.startswith(":"):
+                        wanted = (Path(name).parent / entry).as_posix()
+                        pattern = re.escape(wanted).replace(r"\*", "[^/]*") + r"\.(md|ipynb)"
+                        matches = {page for page in made if re.fullmatch(pattern, page)}
+                        assert matches, f"{name} lists {entry}"
+                        found |= matches
+        new = found - reached
+    alone = {name for name in made if name not in reached and "orphan: true" not in str(made[name])[:60]}
+    assert alone == {"data/results/image_digits.png"}
+    for path in [*ROOT.glob("*.md"), *ROOT.glob("notebooks/*.ipynb"), *ROOT.glob("data/cards/*.md")]:
+        assert path.relative_to(ROOT).as_posix() in reached
+
+
+def test_links_of_pages_lead_to_pages(made):
+    seen = 0
+    for name, text in made.items():
+        if isinstance(text, str) and "orphan: true" not in text[:60]:
+            for match in pages.LINK.finditer(prose(name, text)):
+                target = (ROOT / name).parent / match[2]
+                assert target.resolve().relative_to(ROOT).as_posix() in made, f"{name}: {match[2]}"
+                seen += 1
+    assert seen > 100
+
+
+def test_a_link_to_a_file_leads_to_its_page():
+    text = "[a](LICENSE#x) [b](cpt_core/schedules) [c](README.md) [d](https://e.org) `[e](f)`\n```\n[g](h)\n```\n"
+    led, reached = pages.relinked(ROOT / "README.md", text, [ROOT / "README.md"])
+    assert led == text.replace("LICENSE#x", "LICENSE.md#x").replace("cpt_core/schedules", "cpt_core/schedules/index.md")
+    assert {path.name for path in reached} == {"LICENSE", "schedules", "README.md"}
+    with pytest.raises(FileNotFoundError, match=r"SWEEPS\.md links to nowhere\.md, which is not there"):
+        pages.relinked(ROOT / "SWEEPS.md", "[a](nowhere.md)", [])
+
+
+def test_write_puts_every_page_in_its_place(tmp_path, monkeypatch):
+    monkeypatch.setattr(pages, "pages", lambda: {"a.md": "ü", "b/c.png": b"two"})
+    pages.write(tmp_path)
+    assert (tmp_path / "a.md").read_text(encoding="utf-8") == "ü"
+    assert (tmp_path / "b/c.png").read_bytes() == b"two"
+
+
+GOOD = '<a href="b/c.html#here">x</a><a href="#top">y</a><p id="top"></p><a href="https://a.org/b">z</a>'
+
+
+@pytest.mark.parametrize(
+    ("bad", "why"),
+    [
+        ('<a href="b/d.html">x</a>', "b/d.html: is not there"),
+        ('<a href="b/c.html#there">x</a>', "b/c.html#there: has no such anchor"),
+        ('<a href="#down">x</a>', "#down: has no such anchor"),
+        ('<a href="../x.html">x</a>', "../x.html: leads out of the site"),
+        ('<a href="https:/a.org">x</a>', "https:/a.org: is no address"),
+        ('<script src="https://a.org/b.js"></script>', "https://a.org/b.js: is loaded from the network"),
+        ('<link rel="stylesheet" href="//a.org/b.css">', "//a.org/b.css: is loaded from the network"),
+    ],
+)
+def test_links_that_lead_nowhere_are_named(tmp_path, bad, why):
+    site = tmp_path / "site"
+    (site / "b").mkdir(parents=True)
+    (site / "b/c.html").write_text('<p id="here"><img src="data:image/png;base64,AA" alt="a"></p>')
+    (site / "index.html").write_text(GOOD)
+    assert links.problems(site) == []
+    (site / "index.html").write_text(GOOD + bad)
+    assert links.problems(site) == [f"index.html: {why}"]
+
+
+def test_sphinx_shows_formulas_outputs_and_names_without_the_network(made, tmp_path):
+    """A site of three pages; a cell that would end the build if it ran shows what it has stored."""
+    pytest.importorskip("sphinx", reason="the extra book")
+    source, site = tmp_path / "source", tmp_path / "site"
+    (source / "api").mkdir(parents=True)
+    (source / "index.md").write_text("# Site\n\n```{toctree}\nlesson\napi/Rex\n```\n")
+    (source / "lesson.ipynb").write_text(json.dumps(WORKBOOK))
+    (source / "api/Rex.md").write_text(made["api/Rex.md"])
+    command = [sys.executable, "-m", "sphinx", "-q", "-W", "--keep-going", "-c", ROOT / "book", source, site]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    lesson = (site / "lesson.html").read_text()
+    assert lesson.count("<math") == 2
+    assert "as committed" in lesson
+    rex = (site / "api/Rex.html").read_text()
+    assert "<strong>Differs:</strong> d = 0.9" in rex
+    line = re.search(r'href="\.\./cpt_core/schedules/profiles\.py\.html#L-(\d+)"', rex)
+    lines = (ROOT / "cpt_core/schedules/profiles.py").read_text().splitlines()
+    assert "class Rex" in "".join(lines[int(line[1]) - 1 : int(line[1]) + 1])
+    assert [p for p in links.problems(site) if "cpt_core/" not in p] == []
