@@ -52,8 +52,6 @@ def number(answer: Any) -> float:
     else:
         text = answer
     try:
-        if isinstance(text, bool):
-            raise TypeError
         if hasattr(text, "item"):
             text = text.item()
         above, slash, below = text.partition("/") if isinstance(text, str) else (text, "", 1)
