@@ -13,6 +13,8 @@ import pandas as pd
 from matplotlib.figure import Figure
 
 from cpt_core.analysis.equal_cost import equal_cost
+from cpt_core.analysis.groups import quality_cost_groups, title_of
+from cpt_core.analysis.quality_cost import summary
 from cpt_core.paths import results_dir
 from cpt_core.schedules.make import make_schedule
 from cpt_core.schedules.solver import solve_schedule
@@ -260,6 +262,26 @@ def show_budgets(
                 f"{budget:<7} {family:<12}{power:6.3f}  {found.relative_cost():.4f}   {found.noise_exposure():14.1f}   "
                 f"{found.share_at(q_min):.3f}"
             )
+
+
+def show_spending(specs: Sequence[Any]) -> None:
+    """Print what the arms of an experiment run: their steps, and their BitOps beside static q_max over all steps."""
+    first = specs[0]
+    for spec in specs:
+        if spec.seed == first.seed:
+            share = spec.schedule.relative_cost(spec.q_grad, spec.q_max) * spec.recipe.steps / first.recipe.steps
+            print(f"{spec.arm:<28} {spec.recipe.steps:>4} steps   BitOps {share:.3f} of static {spec.q_max}")
+
+
+def show_fronts(runs: pd.DataFrame) -> None:
+    """Print the Pareto front of every experiment with all ten schedules: arms that none beats, their costs behind."""
+    for group in quality_cost_groups(runs):
+        arms = summary(group)
+        if (arms.savings != "static").sum() >= 10:
+            front = arms[arms["Pareto front"] == "yes"]
+            print(title_of(group))
+            costs = zip(front["arm"], front["relative cost"], strict=True)
+            print("  " + ", ".join(f"{arm} ({cost})" for arm, cost in costs))
 
 
 def show_equal_cost(experiments: Mapping[str, pd.DataFrame]) -> None:
