@@ -105,7 +105,8 @@ def _drawn(ax: Any) -> tuple[np.ndarray, Any, list[np.ndarray]]:
 
     Words and legends count as lines around them.
     """
-    lines = [bar for bars in ax.collections if isinstance(bars, LineCollection) for bar in bars.get_segments()]
+    bars = [c for c in ax.collections if isinstance(c, LineCollection)]
+    lines = [bar for found in bars for bar in found.get_segments() if len(bar)]  # a bar of one seed is none
     points, sizes = [np.zeros((0, 2))], []
     for line in ax.lines:
         if line.get_transform() != ax.transData:  # such as axhline

@@ -150,7 +150,7 @@ class _QuantConv(QuantizedLayer):
         return in_float32(self.precision, x, self._convolve, x)
 
     def _convolve(self, x: Tensor) -> Tensor:
-        alone = x.dim() == self.weight.dim() - 1  # type: ignore[attr-defined]
+        alone = x.dim() == len(self.kernel_size) + 1  # type: ignore[attr-defined]
         if alone and any(q.along_sum for q in self.precision.quantizers.values()):  # they look for channels behind it
             return self._convolve(x.unsqueeze(0)).squeeze(0)
         x, weight, bias = self._operands(x, self.weight, self.bias)  # type: ignore[attr-defined]
