@@ -72,7 +72,7 @@ def place(module, name):
             value = inspect.getattr_static(value, part) if inspect.isclass(value) else getattr(value, part)
         inner = (getattr(value, key, None) for key in ("fget", "func", "__func__"))  # of a property, a class's method
         value = inspect.unwrap(next(filter(None, inner), value))
-        path = Path(inspect.getsourcefile(value)).relative_to(ROOT)
+        path = "cpt_core" / Path(inspect.getsourcefile(value)).relative_to(ROOT / "cpt_core")  # libraries have no page
         return f"../{path}.html#L-{inspect.getsourcelines(value)[1] or 1}"
     except (ImportError, AttributeError, TypeError, ValueError, OSError):
         return None
