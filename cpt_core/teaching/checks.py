@@ -3,140 +3,15 @@
 from __future__ import annotations
 
 import math
-import re
-from collections.abc import Callable
-from copy import deepcopy
-from reprlib import repr as short
-from typing import Any, NamedTuple
+from typing import Any
 
-import numpy as np
 import torch
 
 from cpt_core.analysis.runs import committed
 from cpt_core.quantization.fake_quantize import quantize
 from cpt_core.schedules.cost import noise_exposure, relative_cost
 from cpt_core.schedules.make import make_schedule
-from cpt_core.schedules.schedule import Schedule
-
-
-class Refused(Exception):
-    """An answer that is not right, with a sentence that says what is wrong with it."""
-
-
-class Unanswered(Exception):
-    """A function that returns nothing yet."""
-
-
-class Exercise(NamedTuple):
-    """A check.
-
-    Attributes:
-        right: takes the attempt; may raise ``Refused`` or ``Unanswered``.
-        hint: what helps on.
-    """
-
-    right: Callable[[Any], bool]
-    hint: str
-
-
-def number(answer: Any) -> float:
-    """Return a number of any kind as a float: of Python, NumPy, torch, or as text, such as "4/9", "10,000" or "59 %".
-
-    Raises:
-        Refused: for what is no single number.
-    """
-    if isinstance(answer, str):
-        text = re.sub(r"[\s_%]", "", answer)
-        thousands = re.fullmatch(r"[+-]?[1-9]\d{0,2}(,\d{3})+(\.\d*)?", text)
-        text = text.replace(",", "" if thousands else ".")
-    else:
-        text = answer
-    try:
-        if hasattr(text, "item"):
-            text = text.item()
-        above, slash, below = text.partition("/") if isinstance(text, str) else (text, "", 1)
-        return float(above) / float(below if slash else 1)
-    except (TypeError, ValueError, RuntimeError, ZeroDivisionError, OverflowError):
-        raise Refused(f"{short(answer)} is no number") from None
-
-
-def near(value: float, tolerance: float = 1e-3) -> Callable[[Any], bool]:
-    """Return a check of a number within ``tolerance``; of a value that is infinite, of just that."""
-
-    def right(answer: Any) -> bool:
-        given = number(answer)
-        return given == value or abs(given - value) <= tolerance
-
-    return right
-
-
-def words(answer: Any) -> str:
-    """Return a word, or a schedule's name, in small letters with single blanks."""
-    text = answer if isinstance(answer, str) else getattr(answer, "name", None)
-    if not isinstance(text, str):
-        raise Refused(f"{short(answer)} is no word")
-    return " ".join(text.lower().split())
-
-
-def schedule(answer: Any, total_steps: int) -> Schedule:
-    """Return a schedule of that many steps."""
-    if not isinstance(answer, Schedule):
-        raise Refused(f"{short(answer)} is no schedule")
-    if answer.total_steps != total_steps:
-        raise Refused(f"it has {answer.total_steps:,} steps, not {total_steps:,}")
-    return answer
-
-
-def of_the_suite(answer: Any) -> Schedule:
-    """Return a schedule of the suite, from 3 to 8 bits, of 64,000 steps."""
-    s = schedule(answer, 64_000)
-    if s.savings not in ("large", "medium", "small"):
-        raise Refused("it is none of the ten of the suite")
-    if (s.q_min, s.q_max) != (3, 8):
-        raise Refused(f"it goes from {s.q_min} to {s.q_max} bits")
-    return s
-
-
-def outcome(function: Any, *args: Any) -> Any:
-    """Call a reader's function on copies of ``args``.
-
-    Raises:
-        Refused: when it is none, or raises.
-        Unanswered: when it returns nothing.
-    """
-    if not callable(function):
-        raise Refused(f"{short(function)} is no function")
-    try:
-        given = function(*deepcopy(args))
-    except Exception as error:
-        raise Refused(f"it raises {type(error).__name__}: {error}") from None
-    if given is None or given is ...:
-        raise Unanswered
-    return given
-
-
-def _array(value: Any) -> np.ndarray:
-    return np.asarray(value.detach().cpu() if isinstance(value, torch.Tensor) else value, dtype=float)
-
-
-def like(reference: Callable[..., Any], *samples: tuple[Any, ...], tolerance: float = 1e-4) -> Callable[[Any], bool]:
-    """Return a check of a function: on every sample it gives what ``reference`` gives, by value and shape."""
-
-    def right(function: Any) -> bool:
-        for sample in samples:
-            given, wanted = outcome(function, *sample), _array(reference(*sample))
-            said = ", ".join(short(s) for s in sample).replace("\n", " ")
-            try:
-                found = _array(given)
-            except (TypeError, ValueError, RuntimeError):
-                raise Refused(f"of {said} it makes {short(given)}, which is no number or list of numbers") from None
-            if found.shape != wanted.shape:
-                raise Refused(f"of {said} it makes something of shape {found.shape}, not {wanted.shape}")
-            if not np.allclose(found, wanted, rtol=tolerance, atol=tolerance):
-                raise Refused(f"of {said} it makes {short(given)}".replace("\n", " "))
-        return True
-
-    return right
+from cpt_core.teaching.answers import Exercise, Refused, like, near, number, of_the_suite, schedule, words
 
 
 def _own_curve(answer: Any) -> bool:

@@ -28,7 +28,8 @@ from cpt_core.machine import usable_cores
 from cpt_core.paths import results_dir
 from cpt_core.schedules.make import make_schedule
 from cpt_core.schedules.profiles import SUITE
-from cpt_core.teaching.checks import EXERCISES, Refused, Unanswered
+from cpt_core.teaching.answers import Refused, Unanswered
+from cpt_core.teaching.checks import EXERCISES
 from cpt_core.teaching.predictions import PREDICTIONS
 
 _predictions: dict[str, str] = {}

@@ -42,7 +42,7 @@ class _Renderer(IPythonRenderer):
 
     def link(self, text: str, url: str, title: str | None = None) -> str:
         """Link to the page beside this one where a notebook is meant; files of the checkout are named alone."""
-        if url.startswith(("../", "solutions/")):
+        if url.startswith(("../", "solutions/", "glossary.md")):
             return text
         return super().link(text, re.sub(r"^(\d\d_\w+)\.ipynb\b", r"\1.html", url), title)
 
