@@ -3,6 +3,7 @@
 #         --ipc=host, or --shm-size=8g: images from disk come through /dev/shm, of which a container has 64 MB
 # Keep:   -v cpt-runs:/home/cpt/cpt/runs -v cpt-data:/home/cpt/cpt/data/cache    runs and data sets outlive a container
 # Test:   docker build --target test .                                (needs no GPU)
+# Check:  make image                                                  builds it, starts it, runs a notebook inside
 #
 # The base needs Python 3.11 and no CUDA: torch's wheels carry the CUDA libraries, and the container runtime mounts the
 # driver (580 or newer for CUDA 13).  A CUDA base would hold those 3 GB twice, beside a Python without a DGL wheel.
@@ -49,6 +50,6 @@ RUN make test
 FROM base AS runtime
 
 # Jupyter listens on all of the container's addresses, so publish the port on 127.0.0.1 as above; its token, which the
-# log shows, stays on.  `-e JUPYTER_TOKEN=...` sets one of your own.
+# log shows, stays on.  `-e JUPYTER_TOKEN=...` sets one of your own.  It opens at the first notebook.
 EXPOSE 8888
-CMD ["jupyter", "lab", "--ip=0.0.0.0", "--port=8888", "--no-browser"]
+CMD ["jupyter", "lab", "--ip=0.0.0.0", "--port=8888", "--no-browser", "--LabApp.default_url=/lab/tree/notebooks/00_start_here.ipynb"]

@@ -29,7 +29,7 @@ BIN := .venv/bin
 CPT := $(BIN)/python -m cpt_core
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest
 
-.PHONY: help setup lint test reproduce notebooks book plan paper report evidence bench mutants wheel compat lock clean distclean
+.PHONY: help setup lint test reproduce notebooks book plan paper report evidence bench mutants wheel image compat lock clean distclean
 
 help:  ## this list
 	@grep -hE '^[a-z]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## /\1\t/' | expand -t 12
@@ -109,6 +109,9 @@ wheel: setup  ## build dist/*.whl and dist/*.tar.gz, check them, install the whe
 	$(BIN)/uv build -q --no-build-isolation -p $(BIN)/python
 	$(BIN)/uvx twine check --strict dist/*
 	$(PYTEST) tests/test_wheel.py
+
+image: setup  ## build the Docker image (docker, podman or buildah), start it, and run a notebook in it; IMAGE="--base ..."
+	$(BIN)/python -m bench.image $(IMAGE)
 
 compat: setup  ## the library alone on Python 3.11 to 3.13, torch 2.6 and newest; COMPAT="--python 3.12 --torch 2.6.0"
 	$(BIN)/python -m bench.compat $(COMPAT)

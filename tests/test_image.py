@@ -1,0 +1,81 @@
+"""The check of the Docker image, against a builder that only pretends: what it calls, and what it refuses."""
+
+import stat
+import sys
+
+import pytest
+
+from bench import image
+
+NOTEBOOKS = sorted(path.name for path in (image.ROOT / "notebooks").glob("*.ipynb"))
+PRETENDS = """#!{python}
+import json, os, subprocess, sys
+words = sys.argv[1:]
+with open({log!r}, "a") as log:
+    log.write(" ".join(words) + "\\n")
+if words[0] == "run":
+    port = words[words.index("-p") + 1].split(":")[1]
+    silent = dict(stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    server = subprocess.Popen([sys.executable, "-c", {server!r}, port], **silent)
+    print(server.pid)
+if words[0] == "rm":
+    os.kill(int(words[-1]), 15)
+if words[0] == "exec":
+    sys.exit({status})
+"""
+SERVER = """
+import http.server, json, sys
+class Answer(http.server.BaseHTTPRequestHandler):
+    def do_GET(self):
+        right = self.headers["Authorization"] == "token {token}" and self.path == "/api/contents/notebooks"
+        self.send_response(200 if right else 403)
+        self.end_headers()
+        self.wfile.write(json.dumps({{"content": [{{"name": name}} for name in {names!r}]}}).encode())
+    def log_message(self, *words):
+        pass
+http.server.HTTPServer(("127.0.0.1", int(sys.argv[1])), Answer).serve_forever()
+"""
+
+
+@pytest.fixture
+def pretend(tmp_path, monkeypatch):
+    """Put a docker on the PATH, alone, whose server lists these notebooks; return what it was called with."""
+
+    def put(names, status=0):
+        log, docker = tmp_path / "log", tmp_path / "docker"
+        server = SERVER.format(token=image.TOKEN, names=names)
+        docker.write_text(PRETENDS.format(python=sys.executable, log=str(log), server=server, status=status))
+        docker.chmod(docker.stat().st_mode | stat.S_IXUSR)
+        monkeypatch.setenv("PATH", str(tmp_path))
+        monkeypatch.setattr(sys, "argv", ["image"])
+        return log
+
+    return put
+
+
+def test_builds_starts_asks_and_runs_a_notebook(pretend, capsys):
+    log = pretend(NOTEBOOKS)
+    image.main()
+    info, build, run, inside, removed = log.read_text().splitlines()
+    assert (info, build) == ("info", "build -t cpt-check .")
+    assert run.startswith("run --rm -d --ipc=host -p 127.0.0.1:")
+    assert inside.endswith("reproduce --notebook 00 --scale smoke")
+    assert removed == f"rm -f {inside.split()[1]}"
+    assert f"lists {len(NOTEBOOKS)} notebooks" in capsys.readouterr().out
+
+
+def test_refuses_an_image_without_a_notebook_and_one_that_cannot_run_it(pretend):
+    pretend(NOTEBOOKS[1:])
+    with pytest.raises(SystemExit, match="does not list 00_start_here"):
+        image.main()
+    log = pretend(NOTEBOOKS, status=1)
+    with pytest.raises(SystemExit, match="notebook 00 does not run inside"):
+        image.main()
+    assert log.read_text().splitlines()[-1].startswith("rm -f"), "the container is removed all the same"
+
+
+def test_says_what_is_missing(tmp_path, monkeypatch):
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.setattr(sys, "argv", ["image"])
+    with pytest.raises(SystemExit, match="needs one of docker, podman, buildah"):
+        image.main()
