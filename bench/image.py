@@ -60,8 +60,8 @@ def running(builder: str, port: int) -> Iterator[list[str]]:
         return
     made = subprocess.run([builder, "from", NAME], check=True, capture_output=True, text=True).stdout.strip()
     inside = [builder, "run", *ISOLATION, made, "--"]
-    said = subprocess.run([builder, "inspect", "--format", "{{json .OCIv1.Config.Cmd}}", made], capture_output=True)
-    command = [word if not word.startswith("--port") else f"--port={port}" for word in json.loads(said.stdout)]
+    said = json.loads(subprocess.run([builder, "inspect", made], check=True, capture_output=True).stdout)
+    command = [word if not word.startswith("--port") else f"--port={port}" for word in said["OCIv1"]["config"]["Cmd"]]
     server = subprocess.Popen([*inside, "env", f"JUPYTER_TOKEN={TOKEN}", *command])
     try:
         yield inside
