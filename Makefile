@@ -110,8 +110,8 @@ wheel: setup  ## build dist/*.whl and dist/*.tar.gz, check them, install the whe
 	$(BIN)/uvx twine check --strict dist/*
 	$(PYTEST) tests/test_wheel.py
 
-image: setup  ## build the Docker image (docker, podman or buildah), start it, and run a notebook in it; IMAGE="--base ..."
-	$(BIN)/python -m bench.image $(IMAGE)
+image:  ## build the Docker image (docker, podman or buildah), start it, and run a notebook in it; IMAGE="--base ..."
+	$(PYTHON) -m bench.image $(IMAGE)
 
 compat: setup  ## the library alone on Python 3.11 to 3.13, torch 2.6 and newest; COMPAT="--python 3.12 --torch 2.6.0"
 	$(BIN)/python -m bench.compat $(COMPAT)

@@ -258,7 +258,7 @@ def test_continuous_integration_calls_make_test_and_nothing_else():
     assert (ROOT / ".ci/run").stat().st_mode & 0o100, "not executable"
 
 
-@pytest.mark.parametrize("name", ["book", "test", "wheel"])
+@pytest.mark.parametrize("name", ["book", "image", "test", "wheel"])
 def test_workflows_call_the_makefile_and_nothing_else(name):
     workflow = yaml.safe_load((ROOT / f".github/workflows/{name}.yml").read_text())
     targets = re.findall(r"^([a-z]+):", (ROOT / "Makefile").read_text(), flags=re.MULTILINE)
