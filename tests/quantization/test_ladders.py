@@ -129,8 +129,9 @@ def test_gradients_have_the_format_of_their_level():
     assert torch.allclose(model.weight.grad, rounded.t() @ x.detach(), atol=1e-6)
 
 
+@pytest.mark.parametrize("ladder", [AFFINE, LADDER])
 @pytest.mark.parametrize("kind", ["linear", "sequence", "convolution"])
-def test_both_backward_products_have_a_precision_of_their_own(kind):
+def test_both_backward_products_have_a_precision_of_their_own(kind, ladder):
     results = {}
     for name, levels in {
         "error": Levels(None, None, 3, None),
@@ -139,7 +140,7 @@ def test_both_backward_products_have_a_precision_of_their_own(kind):
         "none": Levels(None, None, None, None),
     }.items():
         model, x = made(kind)
-        cpt.quantize_(nn.Sequential(model), cpt.QuantConfig().with_gradient_rounding("nearest"))
+        cpt.quantize_(nn.Sequential(model), cpt.QuantConfig(ladder=ladder).with_gradient_rounding("nearest"))
         model.precision.set_levels(levels)
         x.requires_grad_()
         y = model(x)
@@ -227,6 +228,18 @@ def test_one_schedule_is_that_schedule_for_every_role():
         model, x = made("convolution")
         results.append(trained(cpt.quantize_(nn.Sequential(model)), x, schedule))
     assert torch.equal(results[0][0], results[1][0])
+
+
+def test_the_bounds_of_roles_are_those_of_weights_and_activations_together():
+    roles = cpt.RoleSchedules(weight=CYCLE, activation=4, error=2, weight_gradient=16)
+    assert (roles.q_min, roles.q_max) == (3, 8)
+    assert (cpt.RoleSchedules(weight=4, activation=CYCLE, gradient=8).q_max, roles.highest.weight_gradient) == (8, 16)
+
+
+def test_a_gradient_is_given_once():
+    for twice in ({"error": 8}, {"weight_gradient": 8}):
+        with pytest.raises(ValueError, match="give gradient, or error and weight_gradient, not both"):
+            cpt.RoleSchedules(weight=CYCLE, activation=8, gradient=8, **twice)
 
 
 def test_a_float_phase_quantises_nothing():
