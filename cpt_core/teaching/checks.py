@@ -60,15 +60,11 @@ def _straight_through(function: Any) -> bool:
     wide = (_between_ends(function, v + h) - _between_ends(function, v - h)).detach() / (2 * h)
     slope = _gradient(function, v, torch.ones_like(v))
     if ((slope - wide).abs() > step / (2 * h)).any():
-        raise Refused(
-            f"its values are right, but its gradient is {slope[0]:g} where a wide difference is {wide[0]:.2f}"
-        )
+        raise Refused(f"its values are right; its gradient is {slope[0]:g} where a wide difference is {wide[0]:.2f}")
     arriving = v + 1
     passed, wanted = (_gradient(f, v, arriving) for f in (function, quantize))
     if not torch.allclose(passed, wanted):
-        raise Refused(
-            f"its values are right, but of a gradient of {arriving[0]:g} that arrives it passes on {passed[0]:g}"
-        )
+        raise Refused(f"its values are right; of a gradient of {arriving[0]:g} that arrives it passes on {passed[0]:g}")
     return True
 
 
@@ -129,6 +125,7 @@ def _intensity(rows: int, inputs: int, outputs: int) -> float:
 
 _SPREAD = torch.linspace(-1.0, 2.2, 33).square()
 _MATRIX = _SPREAD[1:].view(4, 8) - torch.tensor([[0.0], [1.0], [2.0], [-5.0]])
+_EQUAL = torch.full((3,), 0.7)
 _STAR = torch.tensor([[0.0, 1, 0, 0], [1, 0, 1, 1], [0, 1, 0, 0], [0, 1, 0, 0]])
 _CR = make_schedule("CR", q_min=3, q_max=8, total_steps=64_000, n_cycles=8)
 
@@ -156,9 +153,7 @@ EXERCISES = {
         "three products: one of q by q bits, two of q by q_max; divide by what they cost at q_max",
     ),
     "02.5": Exercise(
-        like(
-            quantize, (_SPREAD, 2), (_SPREAD, 5), (-_SPREAD, 3), (_MATRIX, 4), (torch.full((3,), 0.7), 2), slips=_SLIPS
-        ),
+        like(quantize, (_SPREAD, 2), (_SPREAD, 5), (-_SPREAD, 3), (_MATRIX, 4), (_EQUAL, 2), slips=_SLIPS),
         "n, s, the level and x_q, a line each, as in anatomy; what if s is 0? clamp(min=...) helps",
     ),
     "02.6": Exercise(near(4 * 32 * 32**2 * 16 * 9, 0), "cpt.count_bitops(layer, (pictures,)).forward_macs"),

@@ -30,8 +30,8 @@ PREDICTIONS = {
     ),
     "two bits": Prediction(
         "c",
-        "Almost all gradients are 0 or near it, and 0 is no level: all of them move to the level beside it, so that the "
-        "error is larger than the gradients themselves. A few large values have taken the range.",
+        "Almost all gradients are 0 or near it, and 0 is no level: they all move to the level beside it, so that the "
+        "error is larger than they are. A few large values have taken the range.",
     ),
     "one bit more": Prediction(
         "b", "One bit more makes nearly twice as many steps of the same range: each of them is half as wide."
