@@ -92,8 +92,6 @@ def three_products(q: int, q_grad: int) -> Figure:
     Args:
         q: bits of inputs and weights.
         q_grad: bits of gradients.
-
-    Paper: figure 1, section 4.1.
     """
     bits = {"inputs": q, "weights": q, "output gradients": q_grad}
     products = (
