@@ -16,6 +16,7 @@ from cpt_core.analysis.style import COLORS, drawing, legend_below, whole
 
 BINS = 80
 ROLE_COLORS = (COLORS["small"], COLORS["large"], COLORS["medium"], COLORS["own"], COLORS["static"], "#8C510A")
+MARKERS = "osD^vX"  # roles differ also without colours
 LABELS = {
     "relative_error": "||q(x) - x|| / ||x||",
     "snr_db": "signal to noise, dB",
@@ -46,10 +47,11 @@ def error_over_training(recording: Any, statistic: str = "relative_error") -> Fi
         raise ValueError(f"no step has a {statistic}: nothing is recorded")
     roles = known["role"].str.replace(r"_l\d+.*", "", regex=True)  # those of an LSTM's layers together
     with drawing(2, figsize=(8, 4.6), sharex=True, height_ratios=(2, 1)) as (figure, ((upper,), (lower,))):
-        for (role, rows), color in zip(known.groupby(roles, sort=True), ROLE_COLORS * 2, strict=False):
+        looks = zip(ROLE_COLORS * 2, MARKERS * 2, strict=True)
+        for (role, rows), (color, marker) in zip(known.groupby(roles, sort=True), looks, strict=False):
             of_steps = rows.groupby("step")[statistic]
             middle = of_steps.median()
-            upper.plot(middle.index, middle, color=color, linewidth=1.6, marker=".", markersize=4, label=role)
+            upper.plot(middle.index, middle, color=color, linewidth=1.4, marker=marker, markersize=3.5, label=role)
             upper.fill_between(middle.index, of_steps.min(), of_steps.max(), color=color, alpha=0.15, linewidth=0)
             lower.step(middle.index, rows.groupby("step")["level"].median(), where="post", color=color, linewidth=1.6)
         if statistic in LEAST:
@@ -81,7 +83,8 @@ def histograms(x: Any, bits: Sequence[int | str] = (2, 4, 8), quantizer: str = "
     from cpt_core.quantization.fake_quantize import quantize  # figures of rows need no torch
 
     given = x if isinstance(x, Mapping) else {"": x}
-    with drawing(len(given), len(bits), figsize=(3.1 * len(bits), 2.4 * len(given))) as (figure, axes):
+    with drawing(len(given), len(bits), figsize=(3.1 * len(bits), 2.5 * len(given))) as (figure, axes):
+        figure.get_layout_engine().set(h_pad=0.1)  # titles keep away from the numbers of the row above
         for line, (name, tensor) in zip(axes, given.items(), strict=True):
             before = tensor.detach().float().cpu()
             ends = np.linspace(float(before.min()), float(before.max()), BINS + 1)
@@ -95,5 +98,7 @@ def histograms(x: Any, bits: Sequence[int | str] = (2, 4, 8), quantizer: str = "
                 ax.set_yscale("log")
                 ax.set_title(f"{q}{'' if isinstance(q, str) else ' bits'}, error {error:.1%}", fontsize=10)
             line[0].set_ylabel(f"{name}\nhow many" if name else "how many")
+        for ax in axes[-1]:
+            ax.set_xlabel("value")
         axes[0][-1].legend(fontsize=8)
     return figure

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from copy import deepcopy
 from reprlib import repr as short
 from typing import Any, NamedTuple
@@ -114,8 +114,19 @@ def _array(value: Any) -> np.ndarray:
     return np.asarray(value.detach().cpu() if isinstance(value, torch.Tensor) else value, dtype=float)
 
 
-def like(reference: Callable[..., Any], *samples: tuple[Any, ...], tolerance: float = 1e-4) -> Callable[[Any], bool]:
-    """Return a check of a function: on every sample it gives what ``reference`` gives, by value and shape."""
+def like(
+    reference: Callable[..., Any],
+    *samples: tuple[Any, ...],
+    tolerance: float = 1e-4,
+    slips: Mapping[str, Callable[..., Any]] = {},
+) -> Callable[[Any], bool]:
+    """Return a check of a function: on every sample it gives what ``reference`` gives, by value and shape.
+
+    ``slips`` are functions that people write instead, with a sentence that says what is wrong with them.
+    """
+
+    def close(a: np.ndarray, b: np.ndarray) -> bool:
+        return a.shape == b.shape and np.allclose(a, b, rtol=tolerance, atol=tolerance, equal_nan=True)
 
     def right(function: Any) -> bool:
         for sample in samples:
@@ -127,8 +138,9 @@ def like(reference: Callable[..., Any], *samples: tuple[Any, ...], tolerance: fl
                 raise Refused(f"of {said} it makes {short(given)}, which is no number or list of numbers") from None
             if found.shape != wanted.shape:
                 raise Refused(f"of {said} it makes something of shape {found.shape}, not {wanted.shape}")
-            if not np.allclose(found, wanted, rtol=tolerance, atol=tolerance):
-                raise Refused(f"of {said} it makes {short(given)}".replace("\n", " "))
+            if not close(found, wanted):
+                slip = next((f"; {why}" for why, made in slips.items() if close(found, _array(made(*sample)))), "")
+                raise Refused(f"of {said} it makes {short(given)}{slip}".replace("\n", " "))
         return True
 
     return right

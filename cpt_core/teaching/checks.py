@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -18,6 +19,53 @@ def _own_curve(answer: Any) -> bool:
     s = schedule(answer, 1000)
     bits = s.bits()
     return bits[-1] == 8 and bits.min() >= 3 and 0.50 <= relative_cost(bits, 8) <= 0.55
+
+
+def _on_grid(x: torch.Tensor, n: int, round: Callable[..., torch.Tensor], shift: float = 1) -> torch.Tensor:
+    step = (x.max() - x.min()) / n
+    return round((x - x.min()) / step) * step + shift * x.min()
+
+
+_SLIPS = {
+    "all values are equal, so that the step is 0, and 0 / 0 is no number": lambda x, q: _on_grid(
+        x, 2**q - 1, torch.round
+    ),
+    "2^q steps have one level more than 2^q": lambda x, q: _on_grid(x, 2**q, torch.round),
+    "it rounds down, not to the nearest level": lambda x, q: _on_grid(x, 2**q - 1, torch.floor),
+    "the minimum is taken away and not added again": lambda x, q: _on_grid(x, 2**q - 1, torch.round, 0),
+    "these are the levels, 0 to 2^q - 1, not yet the values": lambda x, q: torch.round(
+        (x - x.min()) / (x.max() - x.min()) * (2**q - 1)
+    ),
+}
+
+
+def _between_ends(function: Any, v: torch.Tensor) -> torch.Tensor:
+    """What 3 bits make of values between two that stay, so that the grid stays."""
+    end = torch.ones(1)
+    return function(torch.cat([-end, v, end]), 3)[1:-1]
+
+
+def _gradient(function: Any, v: torch.Tensor, arriving: torch.Tensor) -> torch.Tensor:
+    v = v.clone().requires_grad_()
+    rounded = _between_ends(function, v)
+    passed = torch.autograd.grad(rounded, v, arriving, allow_unused=True)[0] if rounded.requires_grad else None
+    if passed is None:
+        raise Refused("its values are right, but no gradient goes from them to x")
+    return passed
+
+
+def _straight_through(function: Any) -> bool:
+    like(quantize, (_SPREAD, 2), (-_SPREAD, 3))(function)
+    v, h, step = torch.linspace(-0.4, 0.4, 8), 0.5, 2 / 7
+    wide = (_between_ends(function, v + h) - _between_ends(function, v - h)).detach() / (2 * h)
+    slope = _gradient(function, v, torch.ones_like(v))
+    if ((slope - wide).abs() > step / (2 * h)).any():
+        raise Refused(f"its values are right; its gradient is {slope[0]:g} where a wide difference is {wide[0]:.2f}")
+    arriving = v + 1
+    passed, wanted = (_gradient(f, v, arriving) for f in (function, quantize))
+    if not torch.allclose(passed, wanted):
+        raise Refused(f"its values are right; of a gradient of {arriving[0]:g} that arrives it passes on {passed[0]:g}")
+    return True
 
 
 def _front(runs: list[tuple[float, float]]) -> list[bool]:
@@ -76,6 +124,8 @@ def _intensity(rows: int, inputs: int, outputs: int) -> float:
 
 
 _SPREAD = torch.linspace(-1.0, 2.2, 33).square()
+_MATRIX = _SPREAD[1:].view(4, 8) - torch.tensor([[0.0], [1.0], [2.0], [-5.0]])
+_EQUAL = torch.full((3,), 0.7)
 _STAR = torch.tensor([[0.0, 1, 0, 0], [1, 0, 1, 1], [0, 1, 0, 0], [0, 1, 0, 0]])
 _CR = make_schedule("CR", q_min=3, q_max=8, total_steps=64_000, n_cycles=8)
 
@@ -97,16 +147,24 @@ EXERCISES = {
         "the mean of schedule.bits() == schedule.q_min",
     ),
     "02.1": Exercise(near(32), "2^q"),
-    "02.2": Exercise(near(80 / 192), "(q^2 + 2 q 8) / (3 64)"),
+    "02.2": Exercise(near(48 / 192), "three products of 4 by 4 bits, by three of 8 by 8"),
     "02.4": Exercise(
         like(lambda q, q_max: (q * q + 2 * q * q_max) / (3 * q_max**2), (4, 8), (8, 8), (3, 6)),
         "three products: one of q by q bits, two of q by q_max; divide by what they cost at q_max",
     ),
     "02.5": Exercise(
-        like(lambda x, q: quantize(x, q), (_SPREAD, 2), (_SPREAD, 5), (-_SPREAD, 3)),
-        "anatomy, in section 1, has every line of it",
+        like(quantize, (_SPREAD, 2), (_SPREAD, 5), (-_SPREAD, 3), (_MATRIX, 4), (_EQUAL, 2), slips=_SLIPS),
+        "n, s, the level and x_q, a line each, as in anatomy; what if s is 0? clamp(min=...) helps",
     ),
     "02.6": Exercise(near(4 * 32 * 32**2 * 16 * 9, 0), "cpt.count_bitops(layer, (pictures,)).forward_macs"),
+    "02.7": Exercise(
+        _straight_through,
+        "add to x what is missing to x_q, and .detach() it: then autograd takes it for a constant",
+    ),
+    "02.8": Exercise(
+        like(lambda x, q: quantize(x, q, "linear_weight"), (_MATRIX, 2), (_MATRIX.T, 3)),
+        "x.amin(1, keepdim=True) is the minimum of every row",
+    ),
     "03.1": Exercise(
         lambda g: words(g) in ("large", "large savings", "rr", "rth"), "if quality does not suffer, take the cheapest"
     ),

@@ -43,10 +43,10 @@ def tiny_problem(batch: int = 32, seed: int = 0) -> tuple[Any, list[tuple[Any, A
 
 
 def rounded_tensors(model: Any, layer: Any, batch: tuple[Any, Any], loss: Any) -> dict[str, Any]:
-    """Return what a step rounds in a layer, before it is rounded: weights, activations, gradients of the output."""
+    """Return what a step rounds in a layer, before it is rounded: weights, inputs, gradients of the output."""
     found = {"weights": layer.weight.detach()}
     hooks = [
-        layer.register_forward_pre_hook(lambda module, given: found.update(activations=given[0].detach())),
+        layer.register_forward_pre_hook(lambda module, given: found.update(inputs=given[0].detach())),
         layer.register_full_backward_pre_hook(lambda module, given: found.update(gradients=given[0].detach())),
     ]
     inputs, labels = batch

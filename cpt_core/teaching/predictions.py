@@ -28,6 +28,14 @@ PREDICTIONS = {
         "a",
         "By luck: the levels are -1, 0, 1, 2. In general 0 is no grid point unless it is the minimum, as after ReLU.",
     ),
+    "two bits": Prediction(
+        "c",
+        "Almost all gradients are 0 or near it, and 0 is no level: they all move to the level beside it, so that the "
+        "error is larger than they are. A few large values have taken the range.",
+    ),
+    "one bit more": Prediction(
+        "b", "One bit more makes nearly twice as many steps of the same range: each of them is half as wide."
+    ),
     "unit": Prediction(
         "b", "Only 10^13 gives 9.16, 7.04 and 5.59 - and only with the REX constant 0.9 and two backward products."
     ),

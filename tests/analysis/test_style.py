@@ -20,7 +20,7 @@ from cpt_core.analysis.rounding import error_over_training
 from cpt_core.analysis.runs import committed
 from cpt_core.described import INCH
 from cpt_core.paths import ROOT
-from cpt_core.teaching import exercises, pictures
+from cpt_core.teaching import diagrams, exercises, pictures
 from cpt_core.training.precision_range import PrecisionRange
 
 PAGE = Path(quality_cost.__file__).with_name("page.html.j2").read_text(encoding="utf-8")
@@ -63,6 +63,9 @@ FIGURES = {
     "cost and noise": schedules.jensen_figure,
     "staircase": pictures.staircase,
     "number lines": pictures.number_lines,
+    "slopes": diagrams.slopes,
+    "random rounding": diagrams.random_rounding,
+    "three products": lambda: diagrams.three_products(12, 16),
     "training": lambda: pictures.training_curve([2.0, 1.5, 1.2], [3, 3, 4]),
     "boxes": lambda: pictures.pictures_with_boxes([np.zeros((8, 8, 3), np.uint8)], {"a": [[((1, 1, 5, 5), "cat")]]}),
     "rounding": lambda: error_over_training(RECORDED, "snr_db"),
@@ -114,7 +117,10 @@ def test_contrast_is_that_of_wcag():
     assert contrast("#777777", "#ffffff") == pytest.approx(4.48, abs=0.005)
 
 
-@pytest.mark.parametrize("name", ["figure 3", "figure 6", "figure 7", "many arms of one cost", "cost and noise"])
+@pytest.mark.parametrize("name", [
+    "figure 3", "figure 6", "figure 7", "many arms of one cost", "cost and noise", "slopes", "random rounding",
+    "three products",
+])  # fmt: skip
 def test_no_words_lie_over_others(name):
     figure = drawn(name)
     words = words_of(figure)

@@ -20,7 +20,27 @@ from cpt_core.teaching.predictions import PREDICTIONS
 
 FOLDER = Path(__file__).parents[2] / "notebooks"
 NOTEBOOKS = sorted(FOLDER.glob("*.ipynb"))
-NAMES = {"cpt": cpt, "math": math, "np": np, "torch": torch}
+
+
+def grid(x, n, rounded=torch.round, back=1, least=0.0):
+    """The formula of the quantiser, with n steps and what one may get wrong in it."""
+    step = ((x.max() - x.min()) / n).clamp(min=least)
+    return rounded((x - x.min()) / step) * step + back * x.min()
+
+
+class AlwaysOne(torch.autograd.Function):
+    """A quantiser that passes on a gradient of 1, whatever arrives."""
+
+    @staticmethod
+    def forward(ctx, x, q):
+        return cpt.quantize(x.detach(), q)
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return torch.ones_like(gradient), None
+
+
+NAMES = {"cpt": cpt, "math": math, "np": np, "torch": torch, "grid": grid, "AlwaysOne": AlwaysOne}
 SUITE_64 = "q_min=3, q_max=8, total_steps=64_000"
 
 # Further answers that are right, and ones that are wrong, by exercise.
@@ -31,9 +51,14 @@ RIGHT = {
     "01.3": ["lambda t: np.round(5.5 - 2.5 * np.cos(math.pi * (t % 8000) / 8000))"],
     "01.4": ["lambda s: s.share_at(s.q_min)", "lambda s: torch.tensor(s.bits() == s.q_min).float().mean()"],
     "02.1": ["32.0", '"32"', "np.int64(32)", "torch.tensor(32)", "np.array([32])"],
-    "02.2": ["80 / 192", "0.4167", '"0.417"', '"0,417"', '"80/192"', "torch.tensor(0.417, requires_grad=True)"],
-    "02.5": ["lambda x, q: cpt.quantize(x, q).requires_grad_()"],
+    "02.2": ["48 / 192", "0.2501", '"0.25"', '"0,25"', '"1/4"', "torch.tensor(0.25, requires_grad=True)"],
+    "02.5": ["lambda x, q: cpt.quantize(x, q).requires_grad_()", "lambda x, q: grid(x, 2**q - 1, least=1e-12)"],
     "02.6": ["18_874_368.0", '"18,874,368"'],
+    "02.7": ["cpt.quantize", "lambda x, q: x - (x - cpt.quantize(x, q)).detach()"],
+    "02.8": [
+        'lambda x, q: cpt.quantize(x, q, "graph_input")',
+        "lambda x, q: torch.stack([cpt.quantize(r, q) for r in x])",
+    ],
     "03.1": ['"Large"', '"large savings"', '" LARGE  savings"', '"RR"', '"rth"'],
     "03.2": ["5.0", '"5"', "np.int8(5)"],
     "03.3": [
@@ -51,6 +76,13 @@ RIGHT = {
     "08.1": [f'cpt.solve_schedule(0.5, {SUITE_64}, family="cosine", n_cycles=4, triangular=True)'],
     "08.2": ["0.417", '"80/192"'],
     "09.4": ["lambda c: (c[0::2].int() + 16 * c[1::2].int()).tolist()"],
+}
+SLIPS = {
+    "lambda x, q: grid(x, 2**q - 1)": "all values are equal, so that the step is 0, and 0 / 0 is no number",
+    "lambda x, q: grid(x, 2**q)": "2^q steps have one level more than 2^q",
+    "lambda x, q: grid(x, 2**q - 1, torch.floor)": "it rounds down, not to the nearest level",
+    "lambda x, q: grid(x, 2**q - 1, back=0)": "the minimum is taken away and not added again",
+    "lambda x, q: (grid(x, 2**q - 1) - x.min()) / (x.max() - x.min()) * (2**q - 1)": "these are the levels, 0 to",
 }
 NO_SCHEDULE = ['"RR"', "0.4", "None", "cpt.make_schedule"]
 NO_NUMBER = ['"many"', "None", "True", "[1, 2]", "torch.ones(2)", "lambda: 32", '"1/0"', '"nan"']
@@ -81,10 +113,28 @@ WRONG = {
     "01.3": ["lambda t: 5", "lambda t: 1 / 0", "lambda: 3", "lambda t: [3, 4]", 'lambda t: "3 bits"', "3"],
     "01.4": ["lambda s: s.bits()", "lambda s: s.q_min", "lambda s: s.nothing", "0.2", "lambda s: s.share_at(8)"],
     "02.1": [*NO_NUMBER, "31", "5", "{32}"],
-    "02.2": [*NO_NUMBER, "0.5", "1 / 4"],
+    "02.2": [*NO_NUMBER, "0.5", "80 / 192"],
     "02.4": ["lambda q, q_max: q / q_max", "lambda q: 1", "0.4"],
-    "02.5": ["lambda x, q: x", "lambda x, q: cpt.quantize(x, q + 1)", "lambda x, q: x[:3]", "lambda x, q: x.numpy(1)"],
+    "02.5": [
+        "lambda x, q: x",
+        "lambda x, q: cpt.quantize(x, q + 1)",
+        "lambda x, q: x[:3]",
+        "lambda x, q: x.numpy(1)",
+        "32",
+        *SLIPS,
+    ],
     "02.6": [*NO_NUMBER, "4_718_592", "37_748_736"],
+    "02.7": [
+        "lambda x, q: x",
+        "lambda x, q: cpt.quantize(x.detach(), q)",
+        "lambda x, q: cpt.quantize(x.detach(), q).requires_grad_()",
+        "lambda x, q: x + (cpt.quantize(x.detach(), q) - x)",
+        "lambda x, q: 2 * x + (cpt.quantize(x.detach(), q) - 2 * x).detach()",
+        "lambda x, q: AlwaysOne.apply(x, q)",
+        "lambda x, q: x.add_(1)",
+        "0.5",
+    ],
+    "02.8": ["cpt.quantize", "lambda x, q: cpt.quantize(x.T, q, 'linear_weight').T", "lambda x, q: x.amin(1)", "2"],
     "03.1": ['"medium"', '"large cost"', '"not large"', '"small"', '["large"]', "1", "None"],
     "03.2": [*NO_NUMBER, "6", "4", '"static 5"'],
     "03.3": ["lambda runs: [True] * len(runs)", "lambda runs: True", "lambda runs: runs[9]", "[True]"],
@@ -134,9 +184,9 @@ def code(path):
     return [c for c in nbformat.read(path, as_version=4).cells if c.cell_type == "code"]
 
 
-def exercise_cell(path):
-    (cell,) = [c for c in code(path) if "exercises.check(" in c.source]
-    return cell.source
+def exercise_cells(path):
+    """What is to be written, in order: most of it stands in one cell, some where it was explained."""
+    return "\n".join(c.source for c in code(path) if "exercises.check(" in c.source)
 
 
 def calls(source, name):
@@ -147,15 +197,16 @@ def calls(source, name):
 
 
 def test_every_exercise_has_its_notebook_and_its_wrong_answers():
-    numbers = [ast.literal_eval(number) for path in NOTEBOOKS for number, _ in calls(exercise_cell(path), "check")]
-    assert numbers == list(EXERCISES)
-    assert list(WRONG) == numbers
+    numbers = [ast.literal_eval(number) for path in NOTEBOOKS for number, _ in calls(exercise_cells(path), "check")]
+    assert len(set(numbers)) == len(numbers)
+    assert sorted(numbers) == list(EXERCISES)
+    assert list(WRONG) == list(EXERCISES)
     assert set(RIGHT) <= set(numbers)
 
 
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda p: p.stem)
 def test_solutions(path, capsys):
-    todo, solved = exercise_cell(path), (FOLDER / "solutions" / f"{path.name[:2]}_solutions.py").read_text()
+    todo, solved = exercise_cells(path), (FOLDER / "solutions" / f"{path.name[:2]}_solutions.py").read_text()
     asked = calls(todo, "check")
     assert calls(solved, "check") == asked
     exec(todo, {**NAMES, "exercises": exercises})
@@ -171,7 +222,7 @@ def test_the_text_has_every_exercise_that_is_checked_and_at_least_three_to_do(pa
     (text,) = [c.source for c in nbformat.read(path, as_version=4).cells if "Exercises\n" in c.source]
     items = dict(re.findall(r"^(\d)\. (.*)$", text.split("Exercises\n")[1], flags=re.M))
     assert list(items) == [str(i + 1) for i in range(len(items))]
-    checked = {number.strip("'").split(".")[1] for number, _ in calls(exercise_cell(path), "check")}
+    checked = {number.strip("'").split(".")[1] for number, _ in calls(exercise_cells(path), "check")}
     assert checked | {k for k, item in items.items() if "<summary>" in item} == set(items)
     to_do = [item for item in items.values() if re.search(r"[Ww]rite|[Mm]ake|Count|Compute|Pack|^Set ", item)]
     assert len(to_do) >= 3
@@ -195,6 +246,22 @@ def test_wrong_answers_get_a_hint_without_a_traceback(exercise, answer, capsys):
     if "lambda" not in answer:  # else it is the reader's own function that raises, in Python's words
         assert "has no attribute" not in line
         assert "not supported" not in line
+
+
+@pytest.mark.parametrize(("slip", "sentence"), SLIPS.items(), ids=SLIPS.values())
+def test_what_is_wrong_with_a_quantiser_is_said(slip, sentence, capsys):
+    assert f"; {sentence}" in said("02.5", slip, capsys)
+
+
+def test_what_is_wrong_with_a_gradient_is_said(capsys):
+    found = [said("02.7", answer, capsys).split(": ", 2)[2].split(". Hint")[0] for answer in WRONG["02.7"][1:6]]
+    assert found == [
+        "its values are right, but no gradient goes from them to x",
+        "its values are right, but no gradient goes from them to x",
+        "its values are right; its gradient is 0 where a wide difference is 1.14",
+        "its values are right; its gradient is 2 where a wide difference is 1.14",
+        "its values are right; of a gradient of 0.6 that arrives it passes on 1",
+    ]
 
 
 def test_the_smallest_share_at_q_min_is_that_of_the_names_that_are_accepted():
