@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import fields
 from typing import Any
@@ -13,9 +14,13 @@ import pandas as pd
 from cpt_core.analysis.equal_cost import equal_cost
 from cpt_core.analysis.groups import quality_cost_groups, title_of
 from cpt_core.analysis.quality_cost import summary
+from cpt_core.experiments.recipes import recipe
 from cpt_core.paths import results_dir
 from cpt_core.schedules.solver import solve_schedule
+from cpt_core.teaching.exercises import warnings_as_text
+from cpt_core.teaching.parameters import Parameters
 from cpt_core.training.precision_range import PrecisionRange
+from cpt_core.training.range_test import RangeTestWarning, precision_range_test
 
 
 def _stored() -> dict[str, Any]:
@@ -46,6 +51,27 @@ def show_range_tests() -> None:
             + f"   {found:<14}{test['recipe_q_min']:<6}"
             + ", ".join(c for c in test["paper_q_min"] if c.isdigit())
         )  # fmt: skip
+
+
+def own_range_test(given: Parameters) -> PrecisionRange:
+    """Run a range test of a recipe, three seeds, and print it; at smoke scale the shares of 2 and 3 bits alone.
+
+    Args:
+        given: with scale, dataset, model and q_max.
+    """
+    tested = recipe(given.scale, given.dataset, given.model or None)
+    if given.scale != "smoke":
+        with warnings_as_text():
+            found = precision_range_test(tested, q_max=given.q_max)
+        print(found)
+        return found
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", RangeTestWarning)
+        found = precision_range_test(tested, q_max=given.q_max, bits=(2, 3), dwell=40)
+    shares = ", ".join(f"{q} bits {found.mean(q):.2f}" for q in found.bits[:-1])
+    print(f"smoke scale: not a result. Of the loss reduction at {given.q_max} bits, in 40 steps: {shares}")
+    print('With scale = "demo" this cell tests all precisions and says which of them will do')
+    return found
 
 
 def show_budgets(
