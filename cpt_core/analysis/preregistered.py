@@ -55,9 +55,9 @@ def outcome(runs: pd.DataFrame) -> list[str]:
 
 
 def primary(found: Sequence[Answer], question: str | None = None) -> pd.DataFrame:
-    """Return the effects that decide, of one question or all, with 95 % intervals and their margins."""
+    """Return the effects that decide, of one question or all, with 95 % intervals and their margins, "–" for none."""
     shown = [a for a in found if question in (None, a.question)]
-    lines = [(*_line(a, e), f"{e.margin:g}", f"{e.p():.2g}") for a in shown for e in a.primary]
+    lines = [(*_line(a, e), _margin(e), f"{e.p():.2g}") for a in shown for e in a.primary]
     return pd.DataFrame(lines, columns=[*EFFECT, "margin +-", "p (against 0)"])
 
 
@@ -69,6 +69,10 @@ def secondary(found: Sequence[Answer], question: str | None = None) -> pd.DataFr
 
 def _line(a: Answer, e: Estimate) -> tuple[str, str, str, int]:
     return a.question, e.what, _interval(e), len(e.values)
+
+
+def _margin(e: Estimate) -> str:
+    return f"{e.margin:g}" if e.margin == e.margin else "–"
 
 
 def _interval(e: Estimate) -> str:

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from cpt_core.analysis.quality_cost import paired_difference
 from cpt_core.analysis.runs import committed
 from cpt_core.quantization.fake_quantize import quantize
 from cpt_core.schedules.cost import noise_exposure, relative_cost
@@ -77,6 +78,11 @@ def _rr_below_static_8() -> float:
     return 100 * (rows["static 8"] - rows["RR"])
 
 
+def _rr_above_static_3() -> float:
+    eight = committed("language_pydoc").query("q_max == 8")
+    return float(paired_difference(eight, "RR", "static 3", metric="loss").mean())
+
+
 def _overlap(a: tuple[float, ...], b: tuple[float, ...]) -> float:
     def area(x1: float, y1: float, x2: float, y2: float) -> float:
         return max(0, x2 - x1) * max(0, y2 - y1)
@@ -112,6 +118,10 @@ def _half_with_cosine(answer: Any) -> bool:
     if getattr(profile, "base", "none") != "cosine":
         raise Refused(f"its profile is {getattr(profile, 'base', 'none')}, not cosine")
     return abs(s.relative_cost() - 0.5) < 5e-4
+
+
+def _static_of(budget: float) -> int:
+    return max(q for q in range(1, 9) if (q * q + 16 * q) / 192 <= budget)
 
 
 def _half_above_8(answer: Any) -> bool:
@@ -222,6 +232,14 @@ EXERCISES = {
         like(lambda p: math.exp(-sum(map(math.log, p)) / len(p)), ([0.5, 0.25],), ([0.1] * 7,), ([1.0, 1.0],)),
         "e to the power of the mean of -log p",
     ),
+    "06.5": Exercise(
+        lambda x: near(_rr_above_static_3(), 2e-3)(x), 'quality_cost.paired_difference(eight, "RR", ...), or by hand'
+    ),
+    "06.6": Exercise(
+        like(lambda tokens, width: 2 * tokens**2 * width, (128, 768), (7, 3), tolerance=0),
+        "queries by keys is a table of tokens by tokens, and each of its numbers takes as many as the heads are wide, "
+        "together; probabilities by values takes as many again",
+    ),
     "07.1": Exercise(near((200 * 36 + 400 * 192) / (600 * 192)), "2 bits cost 36/192 of a step at 8 bits"),
     "07.2": Exercise(_window, "cpt.DeficitSchedule(q_low, q_high, windows, total_steps)"),
     "07.3": Exercise(near(800), "R + N steps, all of them at 8 bits"),
@@ -238,9 +256,16 @@ EXERCISES = {
     "08.1": Exercise(_half_with_cosine, 'cpt.solve_schedule(budget, q_min, q_max, total_steps, family="cosine")'),
     "08.2": Exercise(near(80 / 192), "the cost of static 4 bits"),
     "08.3": Exercise(near(4), "the q_min that was found"),
+    "08.4": Exercise(
+        lambda name: words(name) == "rex", "s.noise_exposure() of cpt.solve_schedule(0.45, ..., family=name)"
+    ),
     "08.5": Exercise(
         like(lambda s: noise_exposure(s.bits(), 8), (_CR,), (make_schedule("ER", q_min=2, q_max=8, total_steps=800),)),
         "the mean of 4.0 ** (8 - schedule.bits())",
+    ),
+    "08.6": Exercise(
+        like(_static_of, (0.6,), (0.417,), (0.2,), (1.0,), tolerance=0),
+        "the largest q with (q^2 + 16 q) / 192 no more than the budget",
     ),
     "09.1": Exercise(near(0.8), "the mean of the steps' times, over 40 ms"),
     "09.2": Exercise(_half_above_8, "cpt.solve_schedule(..., cost=a function of bits)"),

@@ -3,21 +3,14 @@
 from __future__ import annotations
 
 import itertools
-import json
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
-import pandas as pd
 from matplotlib.figure import Figure
 
-from cpt_core.analysis.equal_cost import equal_cost
-from cpt_core.analysis.groups import quality_cost_groups, title_of
-from cpt_core.analysis.quality_cost import summary
-from cpt_core.paths import results_dir
 from cpt_core.schedules.make import make_schedule
-from cpt_core.schedules.solver import solve_schedule
 from cpt_core.teaching.pictures import Boxes, pictures_with_boxes
 
 
@@ -223,75 +216,3 @@ def learn_by_heart(spec: Any, at_least: float = 0.3) -> Figure:
         fontsize=9,
     )
     return figure
-
-
-def show_range_tests() -> None:
-    """Print the committed range tests: the share of q_max's loss reduction at each precision, and both q_min."""
-    tests = json.loads((results_dir() / "range_tests.json").read_text(encoding="utf-8"))["tests"]
-    print(f"{'':<29}{'f(2)':>14}{'f(3)':>14}{'f(4)':>14}   q_min found   here  paper")
-    for name, test in tests.items():
-        cells = []
-        for bits in (2, 3, 4):
-            column = [row[test["bits"].index(bits)] for row in test["shares"]]
-            spread = f" +- {np.std(column, ddof=1):.2f}" if None not in column and len(column) > 1 else ""
-            cells.append("diverged" if None in column else f"{np.mean(column):.2f}{spread}")
-        doubt = "?" if test["warning"] else " "
-        seeds = len(test["shares"])
-        found = f"{test['q_min']}{doubt} ({seeds} seed{'s' * (seeds > 1)})"
-        print(
-            f"{name:<29}" + "".join(f"{c:>14}" for c in cells)
-            + f"   {found:<14}{test['recipe_q_min']:<6}"
-            + ", ".join(c for c in test["paper_q_min"] if c.isdigit())
-        )  # fmt: skip
-
-
-def show_budgets(
-    budgets: Sequence[float], families: Sequence[str], q_min: int, q_max: int, total_steps: int, delay: float = 0.0
-) -> None:
-    """Print the schedules that meet some budgets, by family, or why none does."""
-    print("budget  family       power   cost     noise exposure   share of steps at q_min")
-    for budget in budgets:
-        for family in families:
-            try:
-                found = solve_schedule(budget, q_min, q_max, total_steps, family=family, delay=delay)
-            except ValueError as error:
-                print(f"{budget:<7} {family:<12} {error}")
-                continue
-            power = found.to_dict().get("schedule", found.to_dict()).get("profile", {}).get("power", float("nan"))
-            print(
-                f"{budget:<7} {family:<12}{power:6.3f}  {found.relative_cost():.4f}   {found.noise_exposure():14.1f}   "
-                f"{found.share_at(q_min):.3f}"
-            )
-
-
-def show_spending(specs: Sequence[Any]) -> None:
-    """Print what the arms of an experiment run: their steps, and their BitOps beside static q_max over all steps."""
-    first = specs[0]
-    for spec in specs:
-        if spec.seed == first.seed:
-            share = spec.schedule.relative_cost(spec.q_grad, spec.q_max) * spec.recipe.steps / first.recipe.steps
-            print(f"{spec.arm:<28} {spec.recipe.steps:>4} steps   BitOps {share:.3f} of static {spec.q_max}")
-
-
-def show_fronts(runs: pd.DataFrame) -> None:
-    """Print the Pareto front of every experiment with all ten schedules: arms that none beats, their costs behind."""
-    for group in quality_cost_groups(runs):
-        arms = summary(group)
-        if (arms.savings != "static").sum() >= 10:
-            front = arms[arms["Pareto front"] == "yes"]
-            print(title_of(group))
-            costs = zip(front["arm"], front["relative cost"], strict=True)
-            print("  " + ", ".join(f"{arm} ({cost})" for arm, cost in costs))
-
-
-def show_equal_cost(experiments: Mapping[str, pd.DataFrame]) -> None:
-    """Print, for experiments by name, what three ways to spend the BitOps of a schedule did against it."""
-    ways = {"the same, delayed": " delayed ", "8 bits, stopped early": "static 8,", "fewer bits": "static [2-7]"}
-    for name, runs in experiments.items():
-        found = equal_cost(runs)
-        for way, pattern in ways.items():
-            said = [
-                f"{r.arm} {'better than' if r.low > 0 else 'worse than' if r.high < 0 else 'not told from'} {r.base}"
-                for r in found[(found.arm != found.base) & found.arm.str.contains(pattern)].itertuples()
-            ]
-            print(f"{name}, {way}: {'; '.join(said) or 'not run'}")

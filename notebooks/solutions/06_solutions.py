@@ -2,6 +2,8 @@
 
 import math
 
+from cpt_core.analysis import quality_cost
+from cpt_core.analysis.runs import committed
 from cpt_core.teaching import exercises
 
 # 1. The sum in the line of 2 bits is 0.937.
@@ -24,7 +26,20 @@ def perplexity(probabilities):
     return math.exp(-sum(math.log(p) for p in probabilities) / len(probabilities))
 
 
+# 5. The difference of the two arms for every seed that both have, then the mean.
+eight = committed("language_pydoc").query("q_max == 8")
+worse = quality_cost.paired_difference(eight, "RR", "static 3", metric="loss").mean()
+
+
+# 6. Every token with every token, twice: four times as much for a text of twice the length.
+def attention(tokens, width):
+    """Return the multiplications of the two products of attention."""
+    return 2 * tokens**2 * width
+
+
 exercises.check("06.1", missing)
 exercises.check("06.2", products)
 exercises.check("06.3", knows_nothing)
 exercises.check("06.4", perplexity)
+exercises.check("06.5", worse)
+exercises.check("06.6", attention)

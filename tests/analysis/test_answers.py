@@ -287,6 +287,12 @@ def test_outcomes_are_said_in_words():
     assert set(preregistered.secondary(found, "H2")[""]) == {"H2"}
 
 
+def test_an_effect_without_a_margin_has_a_dash_and_no_number():
+    effects = [Estimate("a", "points", np.arange(4.0), margin) for margin in (0.5, math.nan)]
+    shown = preregistered.primary([answers.Answer("H0", "?", tuple(effects))])
+    assert list(shown["margin +-"]) == ["0.5", "–"]
+
+
 def before(runs, written):
     """Preregistered runs that were started before the document was committed (seconds since 1970)."""
     runs = runs[runs["key"].isin(groups.preregistered())]

@@ -175,14 +175,14 @@ def test_report_ledger_and_notebook_show_one_interval_for_a_correlation(page, st
     printed = "".join("".join(out.get("text", [])) for cell in cells for out in cell.get("outputs", []))
     notebook = printed[printed.index("minus that of cost [95 %]") : printed.index("noise exposure against cost")]
     text, found = plain(page), predictors.predictors_by_title(stored)
-    assert len(found) == ledger.count("rank correlation") == len(re.findall(" cost +[+-]", notebook)) == 5
+    assert len(found) == ledger.count("rank correlation") == len(re.findall("\ncost +[+-]", notebook)) == 5
     for frame in found.values():
         r = frame.set_index("predictor").loc["relative_cost"]
         number = f"{r.strength:+.2f} [{r.low:+.2f}, {r.high:+.2f}]"
         assert f"over {r.arms} arms: {number}, n = {r.seeds}" in ledger
         assert f"cost {number}, noise exposure" in text  # under its figure
         assert text.count(number) >= 3  # there, in the ledger, in the table of predictors
-        assert re.search(rf" cost +{re.escape(number)}", notebook)
+        assert re.search(rf"\ncost +{re.escape(number)}", notebook)
 
 
 def test_experiments_of_one_title_are_all_judged():

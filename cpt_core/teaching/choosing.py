@@ -1,0 +1,126 @@
+"""What notebook 08 prints of committed rows and of budgets, so that its cells are about choosing a schedule."""
+
+from __future__ import annotations
+
+import json
+import warnings
+from collections.abc import Mapping, Sequence
+from dataclasses import fields
+from typing import Any
+
+import numpy as np
+import pandas as pd
+
+from cpt_core.analysis.equal_cost import equal_cost
+from cpt_core.analysis.groups import quality_cost_groups, title_of
+from cpt_core.analysis.quality_cost import summary
+from cpt_core.experiments.recipes import recipe
+from cpt_core.paths import results_dir
+from cpt_core.schedules.solver import solve_schedule
+from cpt_core.teaching.exercises import warnings_as_text
+from cpt_core.teaching.parameters import Parameters
+from cpt_core.training.precision_range import PrecisionRange
+from cpt_core.training.range_test import RangeTestWarning, precision_range_test
+
+
+def _stored() -> dict[str, Any]:
+    tests: dict[str, Any] = json.loads((results_dir() / "range_tests.json").read_text(encoding="utf-8"))["tests"]
+    return tests
+
+
+def stored_range_test(name: str) -> PrecisionRange:
+    """Return a committed range test, such as "digits/mlp6"."""
+    test = _stored()[name]
+    return PrecisionRange(**{field.name: test[field.name] for field in fields(PrecisionRange)})
+
+
+def show_range_tests() -> None:
+    """Print the committed range tests: the share of q_max's loss reduction at each precision, and both q_min."""
+    print(f"{'':<29}{'f(2)':>14}{'f(3)':>14}{'f(4)':>14}   q_min found   here  paper")
+    for name, test in _stored().items():
+        cells = []
+        for bits in (2, 3, 4):
+            column = [row[test["bits"].index(bits)] for row in test["shares"]]
+            spread = f" +- {np.std(column, ddof=1):.2f}" if None not in column and len(column) > 1 else ""
+            cells.append("diverged" if None in column else f"{np.mean(column):.2f}{spread}")
+        doubt = "?" if test["warning"] else " "
+        seeds = len(test["shares"])
+        found = f"{test['q_min']}{doubt} ({seeds} seed{'s' * (seeds > 1)})"
+        print(
+            f"{name:<29}" + "".join(f"{c:>14}" for c in cells)
+            + f"   {found:<14}{test['recipe_q_min']:<6}"
+            + ", ".join(c for c in test["paper_q_min"] if c.isdigit())
+        )  # fmt: skip
+
+
+def own_range_test(given: Parameters) -> PrecisionRange:
+    """Run a range test of a recipe, three seeds, and print it; at smoke scale the shares of 2 and 3 bits alone.
+
+    Args:
+        given: with scale, dataset, model and q_max.
+    """
+    tested = recipe(given.scale, given.dataset, given.model or None)
+    if given.scale != "smoke":
+        with warnings_as_text():
+            found = precision_range_test(tested, q_max=given.q_max)
+        print(found)
+        return found
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", RangeTestWarning)
+        found = precision_range_test(tested, q_max=given.q_max, bits=(2, 3), dwell=40)
+    shares = ", ".join(f"{q} bits {found.mean(q):.2f}" for q in found.bits[:-1])
+    print(f"smoke scale: not a result. Of the loss reduction at {given.q_max} bits, in 40 steps: {shares}")
+    print('With scale = "demo" this cell tests all precisions and says which of them will do')
+    return found
+
+
+def show_budgets(
+    budgets: Sequence[float], families: Sequence[str], q_min: int, q_max: int, total_steps: int, delay: float = 0.0
+) -> None:
+    """Print the schedules that meet some budgets, by family, or why none does."""
+    print("budget  family       power   cost     noise exposure   share of steps at q_min")
+    for budget in budgets:
+        for family in families:
+            try:
+                found = solve_schedule(budget, q_min, q_max, total_steps, family=family, delay=delay)
+            except ValueError as error:
+                print(f"{budget:<7} {family:<12} {error}")
+                continue
+            power = found.to_dict().get("schedule", found.to_dict()).get("profile", {}).get("power", float("nan"))
+            print(
+                f"{budget:<7} {family:<12}{power:6.3f}  {found.relative_cost():.4f}   {found.noise_exposure():14.1f}   "
+                f"{found.share_at(q_min):.3f}"
+            )
+
+
+def show_spending(specs: Sequence[Any]) -> None:
+    """Print what the arms of an experiment run: their steps, and their BitOps beside static q_max over all steps."""
+    first = specs[0]
+    for spec in specs:
+        if spec.seed == first.seed:
+            share = spec.schedule.relative_cost(spec.q_grad, spec.q_max) * spec.recipe.steps / first.recipe.steps
+            print(f"{spec.arm:<28} {spec.recipe.steps:>4} steps   BitOps {share:.3f} of static {spec.q_max}")
+
+
+def show_fronts(runs: pd.DataFrame) -> None:
+    """Print the Pareto front of every experiment with all ten schedules: arms that none beats, their costs behind."""
+    for group in quality_cost_groups(runs):
+        arms = summary(group)
+        if (arms.savings != "static").sum() >= 10:
+            front = arms[arms["Pareto front"] == "yes"]
+            print(title_of(group))
+            costs = zip(front["arm"], front["relative cost"], strict=True)
+            print("  " + ", ".join(f"{arm} ({cost})" for arm, cost in costs))
+
+
+def show_equal_cost(experiments: Mapping[str, pd.DataFrame]) -> None:
+    """Print, for experiments by name, what three ways to spend the BitOps of a schedule did against it."""
+    ways = {"the same, delayed": " delayed ", "8 bits, stopped early": "static 8,", "fewer bits": "static [2-7]"}
+    for name, runs in experiments.items():
+        found = equal_cost(runs)
+        for way, pattern in ways.items():
+            said = [
+                f"{r.arm} {'better than' if r.low > 0 else 'worse than' if r.high < 0 else 'not told from'} {r.base}"
+                for r in found[(found.arm != found.base) & found.arm.str.contains(pattern)].itertuples()
+            ]
+            print(f"{name}, {way}: {'; '.join(said) or 'not run'}")
