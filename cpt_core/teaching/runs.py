@@ -1,0 +1,34 @@
+"""What a notebook says of the runs that it made itself."""
+
+from __future__ import annotations
+
+import pandas as pd
+
+from cpt_core.analysis.metrics import counted
+
+
+def ran(runs: pd.DataFrame) -> None:
+    """Print what ran, in a line: runs, arms, seeds, how many diverged, seconds of training.
+
+    Args:
+        runs: a line per run, such as ``Parameters.run`` returns: runs that fail outright do not get there.
+    """
+    if runs.empty:
+        print("nothing to run")
+        return
+    said = f"{counted(len(runs), 'run')}, {counted(runs.arm.nunique(), 'arm')}, {counted(runs.seed.nunique(), 'seed')}"
+    ended = f"{n} diverged" if (n := int(runs.diverged.sum())) else "none diverged"
+    print(f"{said}, {ended}: {runs.seconds.sum():.0f} s of training")
+
+
+def comparable(runs: pd.DataFrame, what: str) -> bool:
+    """Return whether runs are long enough to be compared; where they are not, print what another scale shows instead.
+
+    Args:
+        runs: a line per run.
+        what: the comparison that follows, such as "differences of the groups".
+    """
+    smoke = bool((runs.scale == "smoke").any())
+    if smoke:
+        print(f'smoke scale: not a result. With scale = "demo" this cell prints {what}')
+    return not smoke
