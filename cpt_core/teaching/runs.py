@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pandas as pd
 
+from cpt_core.analysis.groups import title_of
 from cpt_core.analysis.metrics import counted
 
 
@@ -32,3 +33,25 @@ def comparable(runs: pd.DataFrame, what: str) -> bool:
     if smoke:
         print(f'smoke scale: not a result. With scale = "demo" this cell prints {what}')
     return not smoke
+
+
+def design(runs: pd.DataFrame) -> None:
+    """Print how an experiment is made: what is trained, how many arms and seeds, which bits.
+
+    Args:
+        runs: a line per run, of one recipe.
+    """
+    static = runs.arm.str.startswith("static ")
+    arms = [
+        counted(runs.arm[mask].nunique(), word) for mask, word in ((~static, "schedule"), (static, "static precision"))
+    ]
+    seeds = _range(runs.groupby("arm").seed.nunique())
+    print(f"{title_of(runs)}: {_range(runs.total_steps)} steps")
+    print(f"{counted(len(runs), 'run')}: {' and '.join(arms)}, {seeds} seed{'s' * (seeds != '1')}")
+    bits = f"from {_range(runs.q_min)} to {_range(runs.q_max)} bits in {_range(runs.n_cycles)} cycles"
+    print(f"schedules go {bits}; gradients have {_range(runs.q_grad)} bits")
+
+
+def _range(values: pd.Series) -> str:
+    low, high = values.min(), values.max()
+    return f"{low}" if low == high else f"{low} to {high}"

@@ -3,7 +3,8 @@
 import pandas as pd
 import pytest
 
-from cpt_core.teaching.runs import comparable, ran
+from cpt_core.analysis.runs import committed
+from cpt_core.teaching.runs import comparable, design, ran
 
 
 @pytest.fixture
@@ -28,3 +29,17 @@ def test_smoke_runs_are_not_compared(runs, capsys):
     assert capsys.readouterr().out == ""
     assert not comparable(runs.assign(scale="smoke"), "an order")
     assert capsys.readouterr().out == 'smoke scale: not a result. With scale = "demo" this cell prints an order\n'
+
+
+def test_an_experiment_is_described_by_its_rows(capsys):
+    rows = committed("image_digits").query("model == 'mlp6' and q_min == 3")
+    design(rows)
+    design(rows[(rows.arm.isin(["CR", "static 8"])) & (rows.seed < 2) | (rows.arm == "RR") & (rows.seed == 0)])
+    assert capsys.readouterr().out.splitlines() == [
+        "mlp6 on scikit-learn digits, 8 x 8: 600 steps",
+        "170 runs: 10 schedules and 7 static precisions, 10 seeds",
+        "schedules go from 3 to 8 bits in 4 cycles; gradients have 8 bits",
+        "mlp6 on scikit-learn digits, 8 x 8: 600 steps",
+        "5 runs: 2 schedules and 1 static precision, 1 to 2 seeds",
+        "schedules go from 3 to 8 bits in 4 cycles; gradients have 8 bits",
+    ]
