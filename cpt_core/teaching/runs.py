@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import pandas as pd
 
 from cpt_core.analysis.groups import title_of
@@ -22,17 +24,21 @@ def ran(runs: pd.DataFrame) -> None:
     print(f"{said}, {ended}: {runs.seconds.sum():.0f} s of training")
 
 
-def comparable(runs: pd.DataFrame, what: str) -> bool:
-    """Return whether runs are long enough to be compared; where they are not, print what another scale shows instead.
+def comparable(runs: pd.DataFrame, what: str, needs: Sequence[str] = ()) -> bool:
+    """Return whether a comparison can be made; where it can not, print why, and what it would have shown.
 
     Args:
         runs: a line per run.
-        what: the comparison that follows, such as "differences of the groups".
+        what: the comparison that follows, such as "the differences of the groups".
+        needs: arms, or savings groups ("large", "medium", "small"), without which there is nothing to compare.
     """
-    smoke = bool((runs.scale == "smoke").any())
-    if smoke:
+    if (runs.scale == "smoke").any():
         print(f'smoke scale: not a result. With scale = "demo" this cell prints {what}')
-    return not smoke
+        return False
+    missing = [name for name in needs if name not in {*runs.arm, *runs.savings}]
+    if missing:
+        print(f"{what}: left out, for nothing ran of {', '.join(missing)}")
+    return not missing
 
 
 def design(runs: pd.DataFrame) -> None:

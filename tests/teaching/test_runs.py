@@ -9,7 +9,14 @@ from cpt_core.teaching.runs import comparable, design, ran
 
 @pytest.fixture
 def runs():
-    columns = {"arm": ["CR", "CR", "RR"], "seed": [0, 1, 0], "scale": "demo", "diverged": False, "seconds": 0.8}
+    columns = {
+        "arm": ["CR", "CR", "RR"],
+        "seed": [0, 1, 0],
+        "scale": "demo",
+        "savings": "",
+        "diverged": False,
+        "seconds": 0.8,
+    }
     return pd.DataFrame(columns)
 
 
@@ -29,6 +36,14 @@ def test_smoke_runs_are_not_compared(runs, capsys):
     assert capsys.readouterr().out == ""
     assert not comparable(runs.assign(scale="smoke"), "an order")
     assert capsys.readouterr().out == 'smoke scale: not a result. With scale = "demo" this cell prints an order\n'
+
+
+def test_what_did_not_run_is_not_compared(runs, capsys):
+    runs = runs.assign(savings=["medium", "medium", "large"])
+    assert comparable(runs, "an order", ["CR", "large"])
+    assert capsys.readouterr().out == ""
+    assert not comparable(runs, "an order", ["small", "CR", "static 8"])
+    assert capsys.readouterr().out == "an order: left out, for nothing ran of small, static 8\n"
 
 
 def test_an_experiment_is_described_by_its_rows(capsys):
