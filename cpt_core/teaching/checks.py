@@ -226,7 +226,7 @@ EXERCISES = {
         "for every hit the best precision from there on; their sum over the number of objects",
     ),
     "05.1": Exercise(near(8**0.5, 0.01), "degrees 4 and 2, with the self-loops"),
-    "05.2": Exercise(near(59.3, 0.5), "the first line of the second table"),
+    "05.2": Exercise(near(59.3, 0.5), "the line of 2 bits, under FP-Agg"),
     "05.3": Exercise(near(-math.inf), "can a logit be too large?"),
     "05.4": Exercise(
         like(_normalised, (_STAR,), (torch.ones(3, 3) - torch.eye(3),)),

@@ -7,6 +7,7 @@ from typing import Any
 
 import matplotlib.pyplot as plt
 import numpy as np
+import pandas as pd
 import torch
 from matplotlib.figure import Figure
 from torchvision.ops import box_iou, sigmoid_focal_loss
@@ -173,6 +174,13 @@ def precision_recall(hits: Sequence[bool], objects: int) -> Figure:
         ax.set_title(f"average precision {average_precision(hits, objects):.3f}", fontsize=10)
         ax.legend(fontsize=SMALL, loc="lower left")
     return figure
+
+
+def show_curves(runs: pd.DataFrame) -> None:
+    """Print the mean average precision of every run at each of its evaluations."""
+    for run in runs.itertuples():
+        curve = ", ".join(f"{100 * e['test']['map50']:.0f} after {e['step']}" for e in run.evaluations)
+        print(f"{run.arm:<9} mAP {curve} steps")
 
 
 def learn_by_heart(steps: int = 70, at_least: float = 0.3) -> Figure:
