@@ -220,7 +220,7 @@ EXERCISES = {
         like(
             _average_precision,
             ([True, True, False, True, False, False], 4),
-            ([False, True, False, True], 2),
+            ([False, True, True, False], 2),
             ([False, False], 3),
         ),
         "for every hit the best precision from there on; their sum over the number of objects",

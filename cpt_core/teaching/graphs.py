@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from matplotlib.figure import Figure
 
-from cpt_core.analysis.style import COLORS, TEXT, drawing
+from cpt_core.analysis.style import COLORS, TEXT, drawing, whole
 from cpt_core.bitops.plan import count_bitops
 from cpt_core.data.graphs import bidirected
 from cpt_core.experiments import designs
@@ -56,7 +56,7 @@ def star(edges: Sequence[tuple[int, int]], features: Sequence[float]) -> Figure:
     angles = np.pi / 2 + 2 * np.pi * np.arange(len(others)) / len(others)
     places = {middle: (0.0, 0.0)} | {n: (1.7 * np.cos(a), np.sin(a)) for n, a in zip(others, angles, strict=True)}
     alt = f"{len(edges)} edges between {len(features)} nodes, of features {', '.join(f'{x:g}' for x in features)}"
-    with drawing(1, 1, alt, figsize=(6, 3.6)) as (figure, axes):
+    with drawing(1, 1, alt, figsize=(7, 3)) as (figure, axes):
         ax = axes[0][0]
         for a, b in edges:
             ax.plot(*zip(places[a], places[b], strict=True), color="#888888", linewidth=1.4, zorder=1)
@@ -64,21 +64,23 @@ def star(edges: Sequence[tuple[int, int]], features: Sequence[float]) -> Figure:
             ax.plot(x, y, "o", color=COLORS["small"], markersize=26, zorder=2)
             ax.text(x, y, str(node), color="white", fontsize=12, ha="center", va="center", zorder=3)
             said = f"feature {features[node]:,g}\ndegree {degrees[node]}, with its self-loop"
-            white = {"facecolor": "white", "linewidth": 0, "pad": 0.5}
-            ax.text(x + 0.24, y, said, color=TEXT["static"], fontsize=9, va="center", bbox=white)
-        ax.set(xlim=(-2, 3.2), ylim=(-0.9, 1.4), xticks=[], yticks=[], frame_on=False, aspect="equal")
+            side = -1 if x < -0.1 else 1  # away from the edges
+            up = 0.14 if node == middle else 0
+            ax.text(
+                x + 0.24 * side, y + up, said, color=TEXT["static"], fontsize=9, va="center",
+                ha="right" if side < 0 else "left",
+            )  # fmt: skip
+        ax.set(xlim=(-3.2, 3.2), ylim=(-0.9, 1.4), xticks=[], yticks=[], frame_on=False, aspect="equal")
         ax.grid(visible=False)
     return figure
 
 
 def convolved(edges: Sequence[tuple[int, int]], features: Sequence[float]) -> list[float]:
-    """Return what a GCN layer with the weight 1 and no bias makes of one feature per node.
+    """Return what a GCN layer with the weight 1, without bias and activation, makes of one feature per node.
 
     Args:
         edges: undirected; self-loops are added.
         features: of the nodes.
-
-    Paper: equation 1, without its activation.
     """
     source, destination = np.array(edges).T
     graph = bidirected(source, destination, len(features), self_loops=True)
@@ -114,6 +116,7 @@ def losses_of_a_node(losses: Mapping[str, Sequence[float]]) -> Figure:
         for (name, values), group in zip(losses.items(), ("small", "large"), strict=False):
             ax.plot(range(1, len(values) + 1), values, color=COLORS[group], linewidth=1.8, label=name)
         ax.axhline(0, color="#888888", linewidth=0.8)
+        whole(ax.xaxis)
         low = min(min(values) for values in losses.values())
         ax.set(xlabel="step", ylabel="loss", ylim=(1.08 * low, max(2.0, -0.08 * low)))
         ax.legend(fontsize=9)

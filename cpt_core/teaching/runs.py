@@ -8,6 +8,7 @@ import pandas as pd
 
 from cpt_core.analysis.groups import title_of
 from cpt_core.analysis.metrics import counted
+from cpt_core.analysis.pages import terminal
 
 
 def ran(runs: pd.DataFrame) -> None:
@@ -33,7 +34,7 @@ def comparable(runs: pd.DataFrame, what: str, needs: Sequence[str] = ()) -> bool
         needs: arms, or savings groups ("large", "medium", "small"), without which there is nothing to compare.
     """
     if (runs.scale == "smoke").any():
-        print(f'smoke scale: not a result. With scale = "demo" this cell prints {what}')
+        print(f'smoke scale, nothing to compare; scale = "demo" prints {what}')
         return False
     missing = [name for name in needs if name not in {*runs.arm, *runs.savings}]
     if missing:
@@ -56,6 +57,14 @@ def design(runs: pd.DataFrame) -> None:
     print(f"{counted(len(runs), 'run')}: {' and '.join(arms)}, {seeds} seed{'s' * (seeds != '1')}")
     bits = f"from {_range(runs.q_min)} to {_range(runs.q_max)} bits in {_range(runs.n_cycles)} cycles"
     print(f"schedules go {bits}; gradients have {_range(runs.q_grad)} bits")
+
+
+def brief(table: pd.DataFrame) -> None:
+    """Print a table of several lines without the columns that say the same in all of them; these follow in words."""
+    same = [name for name in table if table[name].nunique(dropna=False) == 1]
+    print(terminal(table.drop(columns=same)))
+    if same:
+        print("in every line: " + "; ".join(f"{name} {table[name].iloc[0]}" for name in same))
 
 
 def _range(values: pd.Series) -> str:

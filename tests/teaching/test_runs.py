@@ -4,7 +4,7 @@ import pandas as pd
 import pytest
 
 from cpt_core.analysis.runs import committed
-from cpt_core.teaching.runs import comparable, design, ran
+from cpt_core.teaching.runs import brief, comparable, design, ran
 
 
 @pytest.fixture
@@ -35,7 +35,7 @@ def test_smoke_runs_are_not_compared(runs, capsys):
     assert comparable(runs, "an order")
     assert capsys.readouterr().out == ""
     assert not comparable(runs.assign(scale="smoke"), "an order")
-    assert capsys.readouterr().out == 'smoke scale: not a result. With scale = "demo" this cell prints an order\n'
+    assert capsys.readouterr().out == 'smoke scale, nothing to compare; scale = "demo" prints an order\n'
 
 
 def test_what_did_not_run_is_not_compared(runs, capsys):
@@ -58,3 +58,12 @@ def test_an_experiment_is_described_by_its_rows(capsys):
         "5 runs: 2 schedules and 1 static precision, 1 to 2 seeds",
         "schedules go from 3 to 8 bits in 4 cycles; gradients have 8 bits",
     ]
+
+
+def test_what_all_lines_of_a_table_say_is_said_once(capsys):
+    brief(pd.DataFrame({"arm": ["CR", "RR"], "n": 10, "cost": [0.6, 0.4], "paper": "not in the paper"}))
+    brief(pd.DataFrame({"arm": ["CR", "RR"], "n": [10, 9]}))
+    lines = [line.split() for line in capsys.readouterr().out.splitlines()]
+    assert lines[:3] == [["arm", "cost"], ["CR", "0.6"], ["RR", "0.4"]]
+    assert " ".join(lines[3]) == "in every line: n 10; paper not in the paper"
+    assert lines[4:] == [["arm", "n"], ["CR", "10"], ["RR", "9"]]
