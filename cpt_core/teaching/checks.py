@@ -83,6 +83,11 @@ def _rr_above_static_3() -> float:
     return float(paired_difference(eight, "RR", "static 3", metric="loss").mean())
 
 
+def _paired(a: dict[int, float], b: dict[int, float]) -> float:
+    both = a.keys() & b.keys()
+    return sum(a[seed] - b[seed] for seed in both) / len(both)
+
+
 def _overlap(a: tuple[float, ...], b: tuple[float, ...]) -> float:
     def area(x1: float, y1: float, x2: float, y2: float) -> float:
         return max(0, x2 - x1) * max(0, y2 - y1)
@@ -93,6 +98,11 @@ def _overlap(a: tuple[float, ...], b: tuple[float, ...]) -> float:
 
 def _anchors(height: int, width: int) -> int:
     return 9 * sum(-(-height // stride) * -(-width // stride) for stride in (8, 16, 32, 64, 128))
+
+
+def _average_precision(hits: list[bool], objects: int) -> float:
+    precisions = [sum(hits[: i + 1]) / (i + 1) for i in range(len(hits))]
+    return sum(max(precisions[i:]) for i, hit in enumerate(hits) if hit) / objects
 
 
 def _normalised(adjacency: torch.Tensor) -> torch.Tensor:
@@ -136,6 +146,7 @@ def _intensity(rows: int, inputs: int, outputs: int) -> float:
 _SPREAD = torch.linspace(-1.0, 2.2, 33).square()
 _MATRIX = _SPREAD[1:].view(4, 8) - torch.tensor([[0.0], [1.0], [2.0], [-5.0]])
 _EQUAL = torch.full((3,), 0.7)
+_MESSAGES = torch.tensor([[0.1, 0.9, -0.4], [3.0, -2.0, 0.7], [0.0, 0.5, 5.0]])
 _STAR = torch.tensor([[0.0, 1, 0, 0], [1, 0, 1, 1], [0, 1, 0, 0], [0, 1, 0, 0]])
 _CR = make_schedule("CR", q_min=3, q_max=8, total_steps=64_000, n_cycles=8)
 
@@ -192,6 +203,15 @@ EXERCISES = {
         lambda x: near(_rr_below_static_8(), 0.06)(abs(number(x))),
         'network.groupby("arm").accuracy.mean(), in points: times 100',
     ),
+    "03.6": Exercise(
+        like(
+            _paired,
+            ({0: 80.0, 1: 82.0}, {0: 79.0, 1: 83.5}),
+            ({0: 80.0, 1: 82.0, 2: 90.0}, {1: 81.0, 0: 77.0}),
+            ({3: 60.0}, {2: 10.0, 3: 61.0}),
+        ),
+        "a seed that one of them lacks does not count: a.keys() & b.keys() are those of both",
+    ),
     "04.1": Exercise(near(4 / 9, 5e-3), "the smaller box lies inside the larger"),
     "04.2": Exercise(
         like(
@@ -206,8 +226,17 @@ EXERCISES = {
     "04.3": Exercise(
         like(_anchors, (608, 832), (224, 224), (33, 65), tolerance=0), "strides 8, 16, 32, 64, 128; math.ceil rounds up"
     ),
+    "04.5": Exercise(
+        like(
+            _average_precision,
+            ([True, True, False, True, False, False], 4),
+            ([False, True, True, False], 2),
+            ([False, False], 3),
+        ),
+        "for every hit the best precision from there on; their sum over the number of objects",
+    ),
     "05.1": Exercise(near(8**0.5, 0.01), "degrees 4 and 2, with the self-loops"),
-    "05.2": Exercise(near(59.3, 0.5), "the first line of the second table"),
+    "05.2": Exercise(near(59.3, 0.5), "the line of 2 bits, under FP-Agg"),
     "05.3": Exercise(near(-math.inf), "can a logit be too large?"),
     "05.4": Exercise(
         like(_normalised, (_STAR,), (torch.ones(3, 3) - torch.eye(3),)),
@@ -220,6 +249,15 @@ EXERCISES = {
             (torch.tensor([2.0, -1.0, 0.5]), 1),
         ),
         "as nll_loss, but of raw logits: no softmax before it",
+    ),
+    "05.7": Exercise(
+        like(
+            lambda messages, bits: quantize(messages, bits, "graph_aggregation").sum(0),
+            (_MESSAGES, 2),
+            (_MESSAGES, 4),
+            (-_MESSAGES[:1], 3),
+        ),
+        'cpt.quantize(messages, bits, "graph_aggregation") first, then the sum over the neighbours, .sum(0)',
     ),
     "06.1": Exercise(lambda x: near(0.063)(abs(number(x))), "1 minus the sum in its line"),
     "06.2": Exercise(

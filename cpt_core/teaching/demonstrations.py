@@ -2,16 +2,11 @@
 
 from __future__ import annotations
 
-import itertools
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import numpy as np
-from matplotlib.figure import Figure
-
 from cpt_core.schedules.make import make_schedule
-from cpt_core.teaching.pictures import Boxes, pictures_with_boxes
 
 
 def tiny_problem(batch: int = 32, seed: int = 0) -> tuple[Any, list[tuple[Any, Any]], Any, Any]:
@@ -87,132 +82,3 @@ def bitops_table(
         schedule = make_schedule(arm, q_min=lowest, q_max=q_max, total_steps=total_steps, n_cycles=n_cycles)
         totals = (count_bitops(model, inputs, schedule, convention=c).total for c in conventions)
         print(f"{arm:<8}{schedule.relative_cost():>6.3f}" + "".join(f"{t:>17.4e}" for t in totals))
-
-
-def message_passing_table(edges: Sequence[tuple[int, int]], features: Sequence[float]) -> None:
-    """Print equation 1 for undirected edges with self-loops and one feature: neighbours, coefficients, sums."""
-    import torch
-
-    from cpt_core.data.graphs import bidirected
-    from cpt_core.graphs.layers import GraphConv
-
-    source, destination = np.array(edges).T
-    graph = bidirected(source, destination, len(features), self_loops=True)
-    layer = GraphConv(1, 1, bias=False)
-    torch.nn.init.ones_(layer.weight)
-    sums = layer(graph, torch.tensor(features, dtype=torch.float32).unsqueeze(1)).flatten().tolist()
-    degrees = graph.in_degrees.tolist()
-    for node, (start, stop) in enumerate(itertools.pairwise(graph.indptr.tolist())):
-        terms = [f"{features[j]:g} / sqrt({degrees[node]:g} * {degrees[j]:g})" for j in graph.indices[start:stop]]
-        print(f"node {node}: {' + '.join(terms)} = {sums[node]:.3f}")
-
-
-def aggregation_share(nodes: int, edges: int, sizes: Sequence[int], bits: Sequence[int]) -> None:
-    """Print what sums over neighbours add to the operations of a GCN: counted plainly, and in BitOps of a step."""
-    import torch
-
-    from cpt_core.bitops.plan import count_bitops
-    from cpt_core.graphs.graph import Graph
-    from cpt_core.models.gnn import GraphNet
-    from cpt_core.quantization.convert import QuantConfig, quantize_
-
-    indptr = torch.div(torch.arange(nodes + 1) * edges, nodes, rounding_mode="floor")
-    graph, x = Graph(indptr, torch.zeros(edges, dtype=torch.int64), nodes), torch.empty(nodes, sizes[0], device="meta")
-    inputs, depth = (graph.set_constant(x), x), len(sizes) - 1
-
-    def share(kind: str, q: int, counted: str) -> float:
-        model = quantize_(GraphNet("gcn", sizes[0], sizes[-1], sizes[1], depth), QuantConfig(aggregation=kind))
-        schedule = make_schedule("STATIC", q_max=q, total_steps=1000)
-        plan = count_bitops(model, inputs, schedule, convention="per_op", q_grad=max(bits))
-        layers = {k: v for k, v in getattr(plan, counted).items() if "norm" not in k}
-        return 100 * sum(v for k, v in layers.items() if "aggregation" in k) / sum(layers.values())
-
-    print(f"operations of a forward pass: {share('fp', max(bits), 'macs'):.1f} % are sums over neighbours")
-    for q in bits:
-        fp, quantized = (share(kind, q, "by_layer") for kind in ("fp", "quantized"))
-        print(f"BitOps of training at {q} bits: FP-Agg {fp:5.1f} %   Q-Agg {quantized:4.1f} %")
-
-
-def focal_loss_table(background: int, objects: int, says: Sequence[float], of_objects: float) -> None:
-    """Print how much of the loss is background, by cross entropy and by focal loss, while training goes on.
-
-    ``says`` are probabilities of an object that the model gives to background anchors, ``of_objects`` the one that it
-    gives to anchors on objects.
-    """
-    import torch
-    from torchvision.ops import sigmoid_focal_loss
-
-    def loss(p: float, there: float, focal: bool) -> float:
-        logit, target = torch.tensor(p).logit(), torch.tensor(there)
-        if focal:
-            return float(sigmoid_focal_loss(logit, target, alpha=0.25, gamma=2))
-        return float(torch.nn.functional.binary_cross_entropy_with_logits(logit, target))
-
-    print(f"{background:,} anchors on background, {objects} on objects; on objects the model says {of_objects:g}")
-    print("it says of background   background's share of the loss: cross entropy   focal loss")
-    for p in says:
-        shares = []
-        for focal in (False, True):
-            empty, full = background * loss(p, 0.0, focal), objects * loss(of_objects, 1.0, focal)
-            shares.append(100 * empty / (empty + full))
-        print(f"{p:22g}   {shares[0]:42.1f} %   {shares[1]:8.1f} %")
-
-
-def pretrained_or_scratch(scale: str) -> dict[str, bool]:
-    """Say how detectors start at a scale; where ImageNet weights are missing, change the recipe to "from scratch".
-
-    The paper starts from pretrained weights; the choice becomes part of every run and its title.
-    """
-    if scale != "paper":
-        return {}
-    from cpt_core.data.detection import backbone_weights
-    from cpt_core.data.files import DataNotFoundError
-
-    try:
-        print(f"the backbone starts from {backbone_weights().name}")
-    except DataNotFoundError as missing:
-        print(f"training starts from scratch, unlike the paper's: {missing}")
-        return {"pretrained": False}
-    return {}
-
-
-def learn_by_heart(spec: Any, at_least: float = 0.3) -> Figure:
-    """Train a run on its few pictures and draw what the model finds on them before and after."""
-    import torch
-
-    from cpt_core.quantization.scheduler import precision
-    from cpt_core.tasks.detection import DetectionTask, mean_average_precision
-    from cpt_core.training.train import train
-
-    torch.manual_seed(spec.seed)
-    task = DetectionTask(spec, torch.device("cpu"))
-    untrained, _ = task.detect(task.model().eval(), task.data.train)
-    run = train(DetectionTask, spec)
-    with precision(run.model.eval(), bits=spec.q_max):
-        trained, _ = task.detect(run.model, task.data.train)
-    scores = [100 * mean_average_precision(pairs)["map50"] for pairs in (untrained, trained)]
-
-    def words(found: dict[str, Any], least: float = 0.0) -> Boxes:
-        sure = found.get("scores", torch.ones(len(found["boxes"])))
-        names = [task.data.classes[label] for label in found["labels"].tolist()]
-        return [
-            (box, f"{name} {score:.1f}" if least else name)
-            for box, name, score in zip(found["boxes"].tolist(), names, sure.tolist(), strict=True)
-            if score >= least
-        ]
-
-    pictures = [there for _, there in trained]
-    figure = pictures_with_boxes(
-        [there.read().permute(1, 2, 0).numpy() for there in pictures],
-        {
-            "what is there": [words({"boxes": a.boxes, "labels": a.labels}) for a in pictures],
-            "found before training": [words(found, at_least) for found, _ in untrained],
-            "found after training": [words(found, at_least) for found, _ in trained],
-        },
-    )
-    figure.suptitle(
-        f"{task.title}, {spec.recipe.steps} steps with {spec.arm}\nmAP on these pictures, which it was trained on: "
-        f"{scores[0]:.0f} % before, {scores[1]:.0f} % after",
-        fontsize=9,
-    )
-    return figure

@@ -23,6 +23,14 @@ def anchors(height, width):
     return sum(9 * math.ceil(height / stride) * math.ceil(width / stride) for stride in (8, 16, 32, 64, 128))
 
 
+# 5. 0.688 for the six detections of section 4.
+def average_precision(hits, objects):
+    """Return the mean over all objects of the best precision at which they are found, 0 for those never found."""
+    precisions = [sum(hits[: i + 1]) / (i + 1) for i in range(len(hits))]
+    return sum(max(precisions[i:]) for i, hit in enumerate(hits) if hit) / objects
+
+
 exercises.check("04.1", overlap)
 exercises.check("04.2", overlap_of)
 exercises.check("04.3", anchors)
+exercises.check("04.5", average_precision)

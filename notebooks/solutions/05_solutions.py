@@ -2,6 +2,7 @@
 
 import torch
 
+import cpt_core as cpt
 from cpt_core.teaching import exercises
 
 # 1. The root of both degrees, self-loops counted.
@@ -28,8 +29,15 @@ def nll_raw(logits, label):
     return -logits[label]
 
 
+# 7. Each node's features over a range of their own, then the sum.
+def q_agg(messages, bits):
+    """Return the sum over neighbours as Q-Agg computes it."""
+    return cpt.quantize(messages, bits, "graph_aggregation").sum(0)
+
+
 exercises.check("05.1", divisor)
 exercises.check("05.2", percent)
 exercises.check("05.3", smallest)
 exercises.check("05.4", normalised)
 exercises.check("05.5", nll_raw)
+exercises.check("05.7", q_agg)

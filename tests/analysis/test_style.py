@@ -20,7 +20,7 @@ from cpt_core.analysis.rounding import error_over_training
 from cpt_core.analysis.runs import committed
 from cpt_core.described import INCH
 from cpt_core.paths import ROOT
-from cpt_core.teaching import diagrams, exercises, pictures
+from cpt_core.teaching import detection, diagrams, exercises, graphs, images, pictures
 from cpt_core.training.precision_range import PrecisionRange
 
 PAGE = Path(quality_cost.__file__).with_name("page.html.j2").read_text(encoding="utf-8")
@@ -68,6 +68,13 @@ FIGURES = {
     "three products": lambda: diagrams.three_products(12, 16),
     "training": lambda: pictures.training_curve([2.0, 1.5, 1.2], [3, 3, 4]),
     "boxes": lambda: pictures.pictures_with_boxes([np.zeros((8, 8, 3), np.uint8)], {"a": [[((1, 1, 5, 5), "cat")]]}),
+    "greys": images.as_seen,
+    "seeds": lambda: images.seed_by_seed(digits(), "CR", "RR"),
+    "overlaps": lambda: detection.overlaps((10, 10, 40, 50), [(10, 10, 42, 42), (24, 24, 56, 56)]),
+    "focal loss": detection.focal_loss_curves,
+    "precision and recall": lambda: detection.precision_recall([True, False, True], 3),
+    "star": lambda: graphs.star([(0, 1), (1, 2), (1, 3)], [1.0, 10.0, 100.0, 1000.0]),
+    "losses of a node": lambda: graphs.losses_of_a_node({"cross entropy": [1.0, 0.5], "raw": [0.0, -1.0]}),
     "rounding": lambda: error_over_training(RECORDED, "snr_db"),
     "explored": exercises.schedule_picture,
     "range test": lambda: precision_range().figure(),

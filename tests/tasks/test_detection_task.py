@@ -28,7 +28,7 @@ from cpt_core.quantization.scheduler import PrecisionScheduler, precision
 from cpt_core.quantization.summary import summary
 from cpt_core.schedules.make import make_schedule
 from cpt_core.tasks.detection import DetectionTask, mean_average_precision
-from cpt_core.teaching import demonstrations
+from cpt_core.teaching.detection import pretrained_or_scratch
 from cpt_core.training.train import Stopped, train
 
 CPU = torch.device("cpu")
@@ -443,14 +443,14 @@ def test_pretrained_weights_are_asked_for_and_used(tmp_path, monkeypatch):
 
 def test_a_notebook_without_the_weights_says_so_and_starts_from_scratch(tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("CPT_DATA_DIR", str(tmp_path))
-    assert demonstrations.pretrained_or_scratch("demo") == {}
+    assert pretrained_or_scratch("demo") == {}
     assert capsys.readouterr().out == ""
-    changes = demonstrations.pretrained_or_scratch("paper")
+    changes = pretrained_or_scratch("paper")
     assert "from scratch, unlike the paper's" in capsys.readouterr().out
     (first, *_) = designs.quality_cost("paper", "voc2012", preset="authors", **changes)
     assert not first.recipe.pretrained
     (tmp_path / WEIGHTS).write_bytes(b"")
-    assert demonstrations.pretrained_or_scratch("paper") == {}
+    assert pretrained_or_scratch("paper") == {}
     assert WEIGHTS in capsys.readouterr().out
 
 

@@ -3,12 +3,20 @@
 import pandas as pd
 import pytest
 
-from cpt_core.teaching.runs import comparable, ran
+from cpt_core.analysis.runs import committed
+from cpt_core.teaching.runs import brief, comparable, design, ran
 
 
 @pytest.fixture
 def runs():
-    columns = {"arm": ["CR", "CR", "RR"], "seed": [0, 1, 0], "scale": "demo", "diverged": False, "seconds": 0.8}
+    columns = {
+        "arm": ["CR", "CR", "RR"],
+        "seed": [0, 1, 0],
+        "scale": "demo",
+        "savings": "",
+        "diverged": False,
+        "seconds": 0.8,
+    }
     return pd.DataFrame(columns)
 
 
@@ -27,4 +35,35 @@ def test_smoke_runs_are_not_compared(runs, capsys):
     assert comparable(runs, "an order")
     assert capsys.readouterr().out == ""
     assert not comparable(runs.assign(scale="smoke"), "an order")
-    assert capsys.readouterr().out == 'smoke scale: not a result. With scale = "demo" this cell prints an order\n'
+    assert capsys.readouterr().out == 'smoke scale, nothing to compare; scale = "demo" prints an order\n'
+
+
+def test_what_did_not_run_is_not_compared(runs, capsys):
+    runs = runs.assign(savings=["medium", "medium", "large"])
+    assert comparable(runs, "an order", ["CR", "large"])
+    assert capsys.readouterr().out == ""
+    assert not comparable(runs, "an order", ["small", "CR", "static 8"])
+    assert capsys.readouterr().out == "an order: left out, for nothing ran of small, static 8\n"
+
+
+def test_an_experiment_is_described_by_its_rows(capsys):
+    rows = committed("image_digits").query("model == 'mlp6' and q_min == 3")
+    design(rows)
+    design(rows[(rows.arm.isin(["CR", "static 8"])) & (rows.seed < 2) | (rows.arm == "RR") & (rows.seed == 0)])
+    assert capsys.readouterr().out.splitlines() == [
+        "mlp6 on scikit-learn digits, 8 x 8: 600 steps",
+        "170 runs: 10 schedules and 7 static precisions, 10 seeds",
+        "schedules go from 3 to 8 bits in 4 cycles; gradients have 8 bits",
+        "mlp6 on scikit-learn digits, 8 x 8: 600 steps",
+        "5 runs: 2 schedules and 1 static precision, 1 to 2 seeds",
+        "schedules go from 3 to 8 bits in 4 cycles; gradients have 8 bits",
+    ]
+
+
+def test_what_all_lines_of_a_table_say_is_said_once(capsys):
+    brief(pd.DataFrame({"arm": ["CR", "RR"], "n": 10, "cost": [0.6, 0.4], "paper": "not in the paper"}))
+    brief(pd.DataFrame({"arm": ["CR", "RR"], "n": [10, 9]}))
+    lines = [line.split() for line in capsys.readouterr().out.splitlines()]
+    assert lines[:3] == [["arm", "cost"], ["CR", "0.6"], ["RR", "0.4"]]
+    assert " ".join(lines[3]) == "in every line: n 10; paper not in the paper"
+    assert lines[4:] == [["arm", "n"], ["CR", "10"], ["RR", "9"]]

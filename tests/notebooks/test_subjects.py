@@ -1,0 +1,77 @@
+"""What notebooks 03, 04 and 05 draw and count of their subjects."""
+
+import math
+
+import pytest
+import torch
+
+from cpt_core.analysis.runs import committed
+from cpt_core.teaching import detection, graphs, images
+
+
+@pytest.fixture(scope="module")
+def digits():
+    return committed("image_digits").query("model == 'mlp6' and q_min == 3")
+
+
+def test_seed_by_seed_draws_a_line_per_seed_and_their_mean(digits):
+    left, right = images.seed_by_seed(digits, "CR", "RR").axes
+    accuracy = 100 * digits.pivot_table(index="seed", columns="arm", values="accuracy")
+    lines = [line.get_ydata().tolist() for line in left.lines]
+    assert lines == pytest.approx(accuracy[["CR", "RR"]].to_numpy())
+    drawn = [line for line in right.lines if len(line.get_ydata()) == len(accuracy)]
+    assert sorted(drawn[0].get_ydata()) == pytest.approx(sorted(accuracy.CR - accuracy.RR))
+    (mean,) = right.containers[0].lines[0].get_ydata()
+    assert mean == pytest.approx((accuracy.CR - accuracy.RR).mean())
+
+
+def test_pictures_as_seen_have_as_many_greys_as_levels():
+    figure = images.as_seen(bits=(3, 1), digits=(5,))
+    greys = [len(set(ax.images[0].get_array().flatten().tolist())) for ax in figure.axes]
+    assert 4 < greys[0] <= 8
+    assert greys[1] == 2
+
+
+@pytest.mark.parametrize(
+    ("hits", "objects"),
+    [([True, True, False, True, False, False], 4), ([False, True, True], 2), ([False], 3), ([True, False, True], 2)],
+)
+def test_average_precision_is_the_area_under_the_best_precisions(hits, objects):
+    precisions = [sum(hits[: i + 1]) / (i + 1) for i in range(len(hits))]
+    wanted = sum(max(precisions[i:]) for i, hit in enumerate(hits) if hit) / objects
+    assert detection.average_precision(hits, objects) == pytest.approx(wanted)
+
+
+def test_overlap_and_focal_loss_by_hand():
+    assert detection.overlap((0, 0, 2, 2), (1, 0, 3, 2)) == pytest.approx(1 / 3)
+    assert detection.focal_loss(0.3) == pytest.approx(-0.25 * 0.7**2 * math.log(0.3))
+    assert detection.focal_loss(0.3, weight=0.75) == pytest.approx(-0.75 * 0.7**2 * math.log(0.3))
+
+
+def test_a_convolution_is_the_normalised_matrix_by_the_features():
+    joined = torch.eye(5)
+    edges = [(0, 1), (1, 2), (1, 3), (3, 4)]
+    for a, b in edges:
+        joined[a, b] = joined[b, a] = 1
+    scale = joined.sum(1).rsqrt()
+    wanted = scale[:, None] * joined * scale @ torch.tensor([1.0, 10, 100, 1000, 5])
+    assert graphs.convolved(edges, [1, 10, 100, 1000, 5]) == pytest.approx(wanted.tolist(), rel=1e-5)
+
+
+ALL = ["LR", "LT", "CR", "CT", "RR", "RTV", "RTH", "ER", "ETV", "ETH"]
+
+
+def test_runs_of_notebook_04():
+    counts = [len(detection.experiment(scale, "digit-scenes", ALL, [], "ours")) for scale in ("smoke", "demo")]
+    assert counts == [4, 26]
+    assert {s.seed for s in detection.experiment("demo", "digit-scenes", ["CR"], [7], "ours")} == {7}
+
+
+@pytest.mark.filterwarnings("ignore:.*cycles in")
+def test_runs_of_notebook_05():
+    smoke, demo = (graphs.experiment(scale, "digits-graph", "", ALL, [], "ours") for scale in ("smoke", "demo"))
+    assert [len(part) for part in smoke] == [12, 3, 2]
+    assert {s.arm for s in smoke.quantized} == {"CR", "static 2", "static 8"}
+    assert len({s.key for part in demo for s in part}) == 93  # what both of its figures need runs once
+    assert {s.recipe.aggregation for s in demo.fp} == {"fp"}
+    assert {s.recipe.aggregation for s in demo.quantized} == {"quantized"}
