@@ -24,7 +24,7 @@ PREDICTIONS = {
     "cheapest profile": Prediction(
         "c", "REX stays near q_min for most of a cycle; the exponential spends its time near q_max."
     ),
-    "loss": Prediction(
+    "falling bits": Prediction(
         "b",
         "Only what is multiplied is rounded; the parameters are kept in float32, and go on from where they were.",
     ),
