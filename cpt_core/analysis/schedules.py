@@ -8,10 +8,10 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from cpt_core.analysis.style import COLORS, TEXT, drawing, name_points, whole
+from cpt_core.analysis.style import COLORS, TEXT, drawing, legend_below, name_points, whole
 from cpt_core.schedules import cost
 from cpt_core.schedules.make import make_schedule
-from cpt_core.schedules.profiles import SUITE
+from cpt_core.schedules.profiles import PROFILES, SUITE
 from cpt_core.schedules.schedule import Schedule
 
 
@@ -56,6 +56,59 @@ def draw_schedule(ax: Axes, schedule: Schedule) -> None:
     ax.step(steps, schedule.bits(), color=color, where="post", linewidth=1.6)
     ax.set_ylim(schedule.q_min - 0.6, schedule.q_max + 0.6)
     whole(ax.yaxis)
+
+
+def profiles_figure() -> Figure:
+    """Draw the four profiles of the paper and their two mirror images.  Paper: section 3.1."""
+    x = np.linspace(0, 1, 201)
+    looks = {
+        "linear": (COLORS["static"], ":"),
+        "cosine": (COLORS["medium"], "-"),
+        "exponential": (COLORS["small"], "--"),
+        "rex": (COLORS["large"], "-."),
+    }
+    turned = {
+        "growth": "$f(x)$",
+        "horizontal": "$f(1 - x)$, horizontal mirror",
+        "vertical": "$1 - f(x)$, vertical mirror",
+    }
+    alt = (
+        "Linear, cosine, exponential and REX profiles from 0 to 1: the linear one rises evenly, the cosine gently at "
+        "both ends, the exponential at once, REX at the very end. Beside them both mirror images, which fall to 0: "
+        "mirrored horizontally, REX falls at once and the exponential at the very end, vertically the other way round."
+    )
+    with drawing(1, 3, alt, figsize=(9, 2.9), sharey=True) as (figure, axes):
+        for ax, (way, said) in zip(axes[0], turned.items(), strict=True):
+            for name, (color, line) in looks.items():
+                curve = getattr(PROFILES[name](), way)(x)
+                ax.plot(x, curve, line, color=color, label="REX" if name == "rex" else name)
+            ax.set_title(said, fontsize=10)
+            ax.set_xlabel("x, place in the cycle")
+        axes[0][0].set_ylabel("part of the way\nfrom q_min to q_max")
+        legend_below(figure, axes[0][0])
+    return figure
+
+
+def price_figure(schedule: Schedule) -> Figure:
+    """Draw the bits of a schedule, and below what each step costs, as a share of a step at ``q_max`` bits."""
+    bits, steps = schedule.bits(), np.arange(schedule.total_steps)
+    prices = cost.step_cost(bits, schedule.q_max) / cost.step_cost(schedule.q_max, schedule.q_max)
+    alt = (
+        f"Above, bits against training step, from {schedule.q_min} to {schedule.q_max}; below, the price of each step, "
+        f"{prices.min():.2f} at the fewest bits and {prices.max():.2f} at the most, the area under it filled."
+    )
+    with drawing(2, 1, alt, figsize=(8, 4), sharex=True) as (figure, ((upper,), (lower,))):
+        draw_schedule(upper, schedule)
+        upper.set_ylabel("bits")
+        color = COLORS.get(schedule.savings or "", COLORS["static"])
+        lower.step(steps, prices, where="post", color=color, linewidth=1.6)
+        lower.fill_between(steps, prices, step="post", color=color, alpha=0.25)
+        lower.axhline(
+            1, color=COLORS["static"], linestyle="--", linewidth=1, label=f"every step at {schedule.q_max} bits"
+        )
+        lower.set(xlabel="training step", ylabel="price of the step", ylim=(0, 1.3), yticks=(0, 0.25, 0.5, 0.75, 1))
+        lower.legend(fontsize=8, loc="upper right")
+    return figure
 
 
 def jensen_figure(q_min: int = 3, q_max: int = 8, total_steps: int = 64_000) -> Figure:

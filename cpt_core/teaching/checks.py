@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import torch
 
 from cpt_core.analysis.quality_cost import paired_difference
@@ -13,13 +14,47 @@ from cpt_core.analysis.runs import committed
 from cpt_core.quantization.fake_quantize import quantize
 from cpt_core.schedules.cost import noise_exposure, relative_cost
 from cpt_core.schedules.make import make_schedule
-from cpt_core.teaching.answers import Exercise, Refused, like, near, number, of_the_suite, schedule, words
+from cpt_core.schedules.schedule import Schedule, StaticSchedule
+from cpt_core.teaching import playground
+from cpt_core.teaching.answers import Exercise, Refused, like, near, number, of_the_suite, outcome, schedule, words
+from cpt_core.teaching.demonstrations import tiny_problem
 
 
 def _own_curve(answer: Any) -> bool:
     s = schedule(answer, 1000)
     bits = s.bits()
     return bits[-1] == 8 and bits.min() >= 3 and 0.50 <= relative_cost(bits, 8) <= 0.55
+
+
+def _own_loop(answer: Any) -> bool:
+    def losses(train: Any, s: Schedule) -> list[float]:
+        with torch.random.fork_rng(devices=[]):
+            model, batches, *others = tiny_problem()
+            given = outcome(train, model, batches[: s.total_steps], *others, s)
+        try:
+            return [number(loss) for loss in given]
+        except (TypeError, Refused):
+            raise Refused(f"it returns a {type(given).__name__} that is no list of losses") from None
+
+    s, flat = make_schedule("CR", q_min=3, q_max=8, total_steps=20, n_cycles=2), StaticSchedule(3, 20)
+    given = losses(answer, s)
+    if len(given) != s.total_steps:
+        raise Refused(f"of {s.total_steps} batches it returns {len(given)} losses")
+    if np.allclose(given, losses(playground.losses_of, flat), rtol=1e-5):
+        raise Refused("the bits stay those of the first step")
+    return np.allclose(given, losses(playground.losses_of, s), rtol=1e-5)
+
+
+def _cheap_and_good(answer: Any) -> bool:
+    s = schedule(answer, playground.STEPS)
+    if s.q_max > playground.Q_MAX:
+        raise Refused(f"it goes up to {s.q_max} bits")
+    if (cost := playground.cost(s)) >= 0.5:
+        raise Refused(f"it costs {cost:.3f} of static 8")
+    right, static = playground.train(s).accuracy, playground.baseline(s).accuracy
+    if right < static - 0.02:
+        raise Refused(f"it has {right:.1%} of the held-out images right, static 8 {static:.1%}")
+    return True
 
 
 def _on_grid(x: torch.Tensor, n: int, round: Callable[..., torch.Tensor], shift: float = 1) -> torch.Tensor:
@@ -149,6 +184,7 @@ _EQUAL = torch.full((3,), 0.7)
 _MESSAGES = torch.tensor([[0.1, 0.9, -0.4], [3.0, -2.0, 0.7], [0.0, 0.5, 5.0]])
 _STAR = torch.tensor([[0.0, 1, 0, 0], [1, 0, 1, 1], [0, 1, 0, 0], [0, 1, 0, 0]])
 _CR = make_schedule("CR", q_min=3, q_max=8, total_steps=64_000, n_cycles=8)
+_ETH = make_schedule("ETH", q_min=3, q_max=8, total_steps=64_000, n_cycles=8)
 
 EXERCISES = {
     "00.1": Exercise(lambda s: of_the_suite(s).relative_cost() < 0.5, "cpt.make_schedule, large savings"),
@@ -157,15 +193,21 @@ EXERCISES = {
         "small savings, triangular",
     ),
     "00.3": Exercise(near(_CR.share_at(8), 2e-3), "schedule.bits() is an array: compare it with 8 and take the mean"),
+    "00.4": Exercise(
+        _own_loop, "section 2 has the loop: quantize_, PrecisionScheduler, and its step() after the optimizer's"
+    ),
     "01.1": Exercise(lambda n: words(n) in ("er", "eth"), "small savings; share_at(q_min) of a schedule tells"),
     "01.2": Exercise(_own_curve, "stay low for longer: try a power of u"),
     "01.3": Exercise(
-        like(_CR.__call__, *[(t,) for t in (0, 1500, 3000, 4000, 5000, 7999, 8000, 20_500, 63_999)]),
-        "x = (t % 8000) / 8000 is the place in the cycle; then section 1's formula, and round(...)",
+        like(_ETH.__call__, *[(t,) for t in (0, 500, 3000, 7000, 7999, 8000, 9000, 12_000, 20_500, 63_999)]),
+        "section 1's lines: the 1st, 3rd, ... cycle takes f(1 - x), the others f(x) = 1 - e^(-4x); then round(...)",
     ),
     "01.4": Exercise(
         like(lambda s: s.share_at(s.q_min), (_CR,), (make_schedule("RTH", q_min=4, q_max=6, total_steps=800),)),
         "the mean of schedule.bits() == schedule.q_min",
+    ),
+    "01.5": Exercise(
+        _cheap_and_good, "few bits for most of the steps, but not so few that the loss stays high: try RR"
     ),
     "02.1": Exercise(near(32), "2^q"),
     "02.2": Exercise(near(48 / 192), "three products of 4 by 4 bits, by three of 8 by 8"),

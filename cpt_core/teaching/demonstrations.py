@@ -10,14 +10,31 @@ from cpt_core.schedules.make import make_schedule
 
 
 def tiny_problem(batch: int = 32, seed: int = 0) -> tuple[Any, list[tuple[Any, Any]], Any, Any]:
-    """Return an ordinary training set-up on the digits: model, list of batches, loss function, optimizer."""
+    """Return an ordinary training set-up on the digits: model, list of 40 batches, loss function, optimizer."""
+    import torch
+
+    model, images, labels, order = _tiny(seed)
+    loader = [(images[i], labels[i]) for i in order[: 40 * batch].split(batch)]
+    return model, loader, torch.nn.CrossEntropyLoss(), torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+
+
+def held_out(batch: int = 32, seed: int = 0) -> tuple[Any, Any]:
+    """Return the digits in no batch of ``tiny_problem(batch, seed)``: images (N, 1, 8, 8) and labels (N,)."""
+    import torch
+
+    with torch.random.fork_rng(devices=[]):
+        _, images, labels, order = _tiny(seed)
+    return images[order[40 * batch :]], labels[order[40 * batch :]]
+
+
+def _tiny(seed: int) -> tuple[Any, Any, Any, Any]:
+    """Return a small network, all digits and their labels, and an order of them, which the seed decides."""
     import torch
     from sklearn.datasets import load_digits
 
     torch.manual_seed(seed)
     digits = load_digits()
     images = torch.tensor(digits.images, dtype=torch.float32).unsqueeze(1) / 16
-    labels = torch.tensor(digits.target)
     model = torch.nn.Sequential(
         torch.nn.Conv2d(1, 8, 3, padding=1),
         torch.nn.ReLU(),
@@ -25,9 +42,7 @@ def tiny_problem(batch: int = 32, seed: int = 0) -> tuple[Any, list[tuple[Any, A
         torch.nn.Flatten(),
         torch.nn.Linear(128, 10),
     )
-    order = torch.randperm(len(labels))[: 40 * batch]
-    loader = [(images[i], labels[i]) for i in order.split(batch)]
-    return model, loader, torch.nn.CrossEntropyLoss(), torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    return model, images, torch.tensor(digits.target), torch.randperm(len(digits.target))
 
 
 def rounded_tensors(model: Any, layer: Any, batch: tuple[Any, Any], loss: Any) -> dict[str, Any]:

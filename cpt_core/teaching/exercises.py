@@ -1,33 +1,26 @@
-"""What only the notebooks need: predictions, self-checking exercises, bands for live numbers, sliders."""
+"""What only the notebooks need: predictions, self-checking exercises, bands for live numbers."""
 
 from __future__ import annotations
 
 import json
 import platform
-import textwrap
 import warnings
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from functools import partial
 from importlib import metadata
 from reprlib import repr as short
 from typing import Any
 
 import numpy as np
 import pandas as pd
-from matplotlib.figure import Figure
 
-from cpt_core.analysis import schedules
 from cpt_core.analysis.effects import LEAST_SEEDS
 from cpt_core.analysis.metrics import interval_text
 from cpt_core.analysis.pages import terminal
 from cpt_core.analysis.statistics import interval
-from cpt_core.analysis.style import drawing
 from cpt_core.experiments.recipe import is_own
 from cpt_core.machine import usable_cores
 from cpt_core.paths import results_dir
-from cpt_core.schedules.make import make_schedule
-from cpt_core.schedules.profiles import SUITE
 from cpt_core.teaching.answers import Refused, Unanswered
 from cpt_core.teaching.checks import EXERCISES
 from cpt_core.teaching.predictions import PREDICTIONS
@@ -176,46 +169,6 @@ def bits_as_text(bits: Any, points: int = 32) -> str:
     """Return every k-th value of a schedule as a line of digits."""
     bits = np.asarray(bits)
     return " ".join(str(b) for b in bits[:: max(1, len(bits) // points)])
-
-
-MOST_BITS = 12  # of the sliders
-
-
-def schedule_picture(
-    name: str = "CR", q_min: int = 3, q_max: int = 8, n_cycles: int = 4, total_steps: int = 800
-) -> Figure:
-    """Draw a schedule, or say why there is none: on the same axes whatever is chosen, so that it alone moves."""
-    with drawing(figsize=(8, 2.6)) as (figure, ((ax,),)):
-        try:
-            s = make_schedule(name, q_min=q_min, q_max=q_max, total_steps=total_steps, n_cycles=n_cycles)
-        except ValueError as error:
-            said = textwrap.fill(str(error), 90)
-        else:
-            schedules.draw_schedule(ax, s)
-            said = f"{name}: relative cost {s.relative_cost():.3f}, noise exposure {s.noise_exposure():.0f}"
-        ax.set_title(said, fontsize=10, parse_math=False)
-        ax.set(xlabel="training step", ylabel="bits", xlim=(0, total_steps), ylim=(0.4, MOST_BITS + 0.6))
-        ax.set_yticks(range(1, MOST_BITS + 1))
-    return figure
-
-
-def explore_schedule(total_steps: int = 800) -> Any:
-    """Show a schedule with sliders for name, bits and cycles; without ipywidgets, a static figure."""
-    draw = partial(schedule_picture, total_steps=total_steps)
-    try:
-        import ipywidgets as widgets
-    except ImportError:
-        return draw()
-    from IPython.display import display
-
-    controls = {
-        "name": widgets.Dropdown(options=list(SUITE), value="CR", description="schedule"),
-        "q_min": widgets.IntSlider(3, 1, 8, description="q_min"),
-        "q_max": widgets.IntSlider(8, 2, MOST_BITS, description="q_max"),
-        "n_cycles": widgets.IntSlider(4, 1, 16, description="cycles"),
-    }
-    output = widgets.interactive_output(lambda **chosen: display(draw(**chosen)), controls)
-    return widgets.VBox([widgets.HBox(list(controls.values())[:2]), widgets.HBox(list(controls.values())[2:]), output])
 
 
 @contextmanager

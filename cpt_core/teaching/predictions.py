@@ -24,6 +24,10 @@ PREDICTIONS = {
     "cheapest profile": Prediction(
         "c", "REX stays near q_min for most of a cycle; the exponential spends its time near q_max."
     ),
+    "falling bits": Prediction(
+        "b",
+        "Only what is multiplied is rounded; the parameters are kept in float32, and go on from where they were.",
+    ),
     "zero": Prediction(
         "a",
         "By luck: the levels are -1, 0, 1, 2. In general 0 is no grid point unless it is the minimum, as after ReLU.",

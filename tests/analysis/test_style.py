@@ -13,6 +13,7 @@ from matplotlib.cbook import is_math_text
 from matplotlib.colors import to_rgb
 from matplotlib.text import Text
 
+import cpt_core as cpt
 from cpt_core.analysis import quality_cost, schedules, style
 from cpt_core.analysis.figures import figure_3, figure_6, figure_7, figure_8
 from cpt_core.analysis.predictors import predictors_figure
@@ -20,7 +21,7 @@ from cpt_core.analysis.rounding import error_over_training
 from cpt_core.analysis.runs import committed
 from cpt_core.described import INCH
 from cpt_core.paths import ROOT
-from cpt_core.teaching import detection, diagrams, exercises, graphs, images, pictures
+from cpt_core.teaching import detection, diagrams, graphs, images, pictures, playground
 from cpt_core.training.precision_range import PrecisionRange
 
 PAGE = Path(quality_cost.__file__).with_name("page.html.j2").read_text(encoding="utf-8")
@@ -76,7 +77,10 @@ FIGURES = {
     "star": lambda: graphs.star([(0, 1), (1, 2), (1, 3)], [1.0, 10.0, 100.0, 1000.0]),
     "losses of a node": lambda: graphs.losses_of_a_node({"cross entropy": [1.0, 0.5], "raw": [0.0, -1.0]}),
     "rounding": lambda: error_over_training(RECORDED, "snr_db"),
-    "explored": exercises.schedule_picture,
+    "profiles": schedules.profiles_figure,
+    "prices": lambda: schedules.price_figure(cpt.make_schedule("CR", q_min=3, q_max=8, total_steps=800)),
+    "played": lambda: playground.picture(cpt.make_schedule("CR", q_min=3, q_max=8, total_steps=80, n_cycles=2)),
+    "explored": playground.schedule_picture,
     "range test": lambda: precision_range().figure(),
 }
 
@@ -210,7 +214,7 @@ def test_the_report_can_be_read_in_light_and_in_dark():
 
 def test_axes_stay_while_a_slider_moves():
     chosen = [{}, {"name": "RTV", "n_cycles": 2}, {"q_min": 1, "q_max": 12}, {"q_min": 8, "q_max": 2}]
-    axes = [exercises.schedule_picture(**values).axes[0] for values in chosen]
+    axes = [playground.schedule_picture(**values).axes[0] for values in chosen]
     assert len({(ax.get_xlim(), ax.get_ylim(), tuple(ax.get_yticks())) for ax in axes}) == 1
     assert [len(ax.lines) for ax in axes] == [2, 2, 2, 0]
     assert "q_min" in axes[-1].get_title()

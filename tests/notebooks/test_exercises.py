@@ -40,16 +40,43 @@ class AlwaysOne(torch.autograd.Function):
         return torch.ones_like(gradient), None
 
 
-NAMES = {"cpt": cpt, "math": math, "np": np, "torch": torch, "grid": grid, "AlwaysOne": AlwaysOne}
+def own_loop(quantize=True, follow=True, optimize=True):
+    """A reader's answer to 00.4, right unless told otherwise."""
+
+    def train(model, loader, loss_fn, optimizer, schedule):
+        if quantize:
+            cpt.quantize_(model)
+            precision = cpt.PrecisionScheduler(model, schedule)
+        losses = []
+        for x, y in loader:
+            optimizer.zero_grad()
+            losses.append(loss_fn(model(x), y))
+            losses[-1].backward()
+            if optimize:
+                optimizer.step()
+            if quantize and follow:
+                precision.step()
+        return losses
+
+    return train
+
+
+NAMES = {"cpt": cpt, "math": math, "np": np, "torch": torch, "own_loop": own_loop, "grid": grid, "AlwaysOne": AlwaysOne}
 SUITE_64 = "q_min=3, q_max=8, total_steps=64_000"
 
 # Further answers that are right, and ones that are wrong, by exercise.
 RIGHT = {
     "00.1": [f'cpt.make_schedule("RTH", {SUITE_64})', f'cpt.make_schedule("RR", {SUITE_64}, n_cycles=2)'],
     "00.3": ['"0.205"', "np.float32(0.205)", '"20.5 / 100"'],
+    "00.4": ["own_loop()"],
     "01.1": ['"ER"', '"eth"', '" Er "', f'cpt.make_schedule("ER", {SUITE_64})'],
-    "01.3": ["lambda t: np.round(5.5 - 2.5 * np.cos(math.pi * (t % 8000) / 8000))"],
+    "01.3": ["lambda t: 8 - round(5 * math.exp(-4 * abs((t // 8000 + 1) % 2 - t % 8000 / 8000)))"],
     "01.4": ["lambda s: s.share_at(s.q_min)", "lambda s: torch.tensor(s.bits() == s.q_min).float().mean()"],
+    "01.5": [
+        "cpt.StaticSchedule(4, 400)",
+        "cpt.FunctionSchedule(lambda u: 3 if u < 0.8 else 8, total_steps=400)",
+        'cpt.make_schedule("RTH", q_min=3, q_max=8, total_steps=400, n_cycles=2)',
+    ],
     "02.1": ["32.0", '"32"', "np.int64(32)", "torch.tensor(32)", "np.array([32])"],
     "02.2": ["48 / 192", "0.2501", '"0.25"', '"0,25"', '"1/4"', "torch.tensor(0.25, requires_grad=True)"],
     "02.5": ["lambda x, q: cpt.quantize(x, q).requires_grad_()", "lambda x, q: grid(x, 2**q - 1, least=1e-12)"],
@@ -109,6 +136,16 @@ WRONG = {
         "cpt.StaticSchedule(7, 64_000)",
     ],
     "00.3": [*NO_NUMBER, "0.5", "13_000"],
+    "00.4": [
+        "own_loop(quantize=False)",
+        "own_loop(follow=False)",
+        "own_loop(optimize=False)",
+        "lambda model, loader, loss_fn, optimizer, schedule: [1.0]",
+        "lambda *given: 2.3",
+        "lambda *given: given",
+        "lambda model: []",
+        "[2.3]",
+    ],
     "01.1": ['"RTH"', '"E"', "4", "None", f'cpt.make_schedule("RR", {SUITE_64})'],
     "01.2": [
         *NO_SCHEDULE,
@@ -117,8 +154,25 @@ WRONG = {
         "cpt.FunctionSchedule(lambda u: 3 + 5 * u, total_steps=1000)",
         "cpt.FunctionSchedule(lambda u: 2 + 6 * u**1.5, total_steps=1000)",
     ],
-    "01.3": ["lambda t: 5", "lambda t: 1 / 0", "lambda: 3", "lambda t: [3, 4]", 'lambda t: "3 bits"', "3"],
+    "01.3": [
+        "lambda t: 5",
+        "lambda t: 1 / 0",
+        "lambda: 3",
+        "lambda t: [3, 4]",
+        'lambda t: "3 bits"',
+        "3",
+        "lambda t: round(8 - 5 * math.exp(-4 * (t % 8000) / 8000))",
+    ],
     "01.4": ["lambda s: s.bits()", "lambda s: s.q_min", "lambda s: s.nothing", "0.2", "lambda s: s.share_at(8)"],
+    "01.5": [
+        *NO_SCHEDULE,
+        "cpt.StaticSchedule(2, 400)",
+        "cpt.StaticSchedule(8, 400)",
+        "cpt.StaticSchedule(16, 400)",
+        "cpt.StaticSchedule(4, 800)",
+        'cpt.make_schedule("CR", q_min=1, q_max=8, total_steps=400)',
+        'cpt.make_schedule("LR", q_min=3, q_max=8, total_steps=400)',
+    ],
     "02.1": [*NO_NUMBER, "31", "5", "{32}"],
     "02.2": [*NO_NUMBER, "0.5", "80 / 192"],
     "02.4": ["lambda q, q_max: q / q_max", "lambda q: 1", "0.4"],
