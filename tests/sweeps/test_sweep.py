@@ -605,7 +605,9 @@ def test_the_bar_shows_done_running_and_failed_runs_and_the_time_left(capsys, mo
         assert "2 running, 1 failed" in capsys.readouterr().err  # no more than there are
         assert live.summary() == "1 of 4 missing runs done, 1 failed"
         live.at_once = 0
+        now[0] += 10
         live.stepped(8)  # while it waits for another sweep a run asks whether to stop, and does no step
+        assert "step" not in capsys.readouterr().err
         live.started("d")
         live.stepped(8)
         now[0] += 10
