@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import importlib
 import inspect
+import json
 import re
 import sys
+from binascii import a2b_base64
+from hashlib import sha256
 from pathlib import Path
 
 from docutils import nodes
@@ -123,6 +126,22 @@ def wrapped(app, doctree):
             node["classes"].append("prose")
 
 
+def described(app, doctree):
+    """Give the pictures of a notebook the words that they have in it: MyST-NB reads none of an output's metadata."""
+    path = Path(app.env.doc2path(app.env.docname))
+    if path.suffix != ".ipynb":
+        return
+    cells = json.loads(path.read_text(encoding="utf-8"))["cells"]
+    outputs = [output for cell in cells for output in cell.get("outputs", []) if "image/png" in output.get("data", {})]
+    words = {  # by the names that MyST-NB gives to the files
+        sha256(a2b_base64("".join(output["data"]["image/png"]))).hexdigest(): output["metadata"]["image/png"]["alt"]
+        for output in outputs
+    }
+    for node in doctree.findall(nodes.image):
+        if (name := Path(node["uri"]).stem) in words:
+            node["alt"] = words[name]
+
+
 def setup(app):
     """Add the above."""
     for field in PyObject.doc_field_types:
@@ -134,4 +153,5 @@ def setup(app):
     app.connect("autodoc-process-docstring", marked)
     app.connect("autodoc-process-signature", readable)
     app.connect("doctree-read", wrapped)
+    app.connect("doctree-read", described)
     return {"parallel_read_safe": True}

@@ -18,12 +18,13 @@ ROOMS = {
     "machine": (),
     "provenance": ("paths",),
     "described": (),
+    "waiting": (),
     "formats": ("checks",),
     "schedules": ("formats", "described"),
     "graphs": ("checks", "paths"),
     "kernels": ("checks", "paths", "formats"),
     "quantization": ("schedules", "graphs", "kernels"),
-    "bitops": ("quantization",),
+    "bitops": ("quantization", "waiting"),
     "integrations": ("bitops",),
     "experiments": ("schedules", "formats", "paths"),
     "models": ("graphs",),
@@ -47,6 +48,7 @@ WITHOUT_TORCH = (
     "described",
     "machine",
     "provenance",
+    "waiting",
 )
 
 

@@ -1,12 +1,16 @@
 """What the site is made of, and the eye that looks after its links; ``make book`` builds it whole."""
 
+import base64
+import io
 import json
 import re
 import subprocess
 import sys
+from html import unescape
 from pathlib import Path
 
 import pytest
+from PIL import Image
 
 import cpt_core
 
@@ -15,6 +19,17 @@ pytest.importorskip("pygments", reason="the extra book")
 from book import links, pages
 
 ROOT = Path(__file__).parents[1]
+
+
+def picture(color, alt):
+    """The output of a cell that shows a picture of one pixel."""
+    buffer = io.BytesIO()
+    Image.new("RGB", (1, 1), color).save(buffer, "png")
+    data = {"image/png": base64.b64encode(buffer.getvalue()).decode(), "text/plain": "<Figure: other words>"}
+    return {"output_type": "display_data", "data": data, "metadata": {"image/png": {"alt": alt, "width": 50}}}
+
+
+WORDS = ['bits rise from 3 to 8 < 9, "twice"', "the loss falls"]
 WORKBOOK = {
     "cells": [
         {"cell_type": "markdown", "id": "a", "metadata": {}, "source": "# Lesson\n\n$q_{max}$ and\n\n$$x^2$$\n"},
@@ -25,6 +40,14 @@ WORKBOOK = {
             "metadata": {},
             "source": "raise SystemExit",
             "outputs": [{"output_type": "stream", "name": "stdout", "text": "as committed"}],
+        },
+        {
+            "cell_type": "code",
+            "execution_count": 2,
+            "id": "c",
+            "metadata": {},
+            "source": "show()",
+            "outputs": [picture(color, words) for color, words in zip(("red", "blue"), WORDS, strict=True)],
         },
     ],
     "metadata": {"language_info": {"name": "python"}},
@@ -140,6 +163,8 @@ def test_sphinx_shows_formulas_outputs_and_names_without_the_network(made, tmp_p
     lesson = (site / "lesson.html").read_text()
     assert lesson.count("<math") == 2
     assert "as committed" in lesson
+    images = re.findall(r"<img\b[^>]*_images/[^>]*>", lesson)
+    assert [unescape(re.search(r'\balt="([^"]*)"', image)[1]) for image in images] == WORDS
     rex = (site / "api/Rex.html").read_text()
     assert "<strong>Differs:</strong> d = 0.9" in rex
     line = re.search(r'href="\.\./cpt_core/schedules/profiles\.py\.html#L-(\d+)"', rex)

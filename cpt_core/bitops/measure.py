@@ -30,6 +30,7 @@ from cpt_core.schedules.layered import LayeredSchedule
 from cpt_core.schedules.measured import MeasuredCost, Spent
 from cpt_core.schedules.roles import RoleSchedules
 from cpt_core.schedules.schedule import Schedule, StaticSchedule
+from cpt_core.waiting import waiting
 
 
 def measure_cost(
@@ -41,6 +42,7 @@ def measure_cost(
     q_grad: int | None = None,
     repeats: int = 7,
     convention: str = "paper",
+    progress: bool | None = False,
 ) -> MeasuredCost:
     """Measure a training step of a converted model at every bit width of a schedule.
 
@@ -63,6 +65,7 @@ def measure_cost(
             has its backward products on codes.
         repeats: of every kind of step.
         convention: of the BitOps, see ``count_bitops``.
+        progress: show a bar of the rounds; None shows it to people only, in a terminal or a notebook.
 
     Raises:
         ValueError: for values out of range, neither or both of schedule and bits, a schedule with other bits in other
@@ -82,7 +85,7 @@ def measure_cost(
     saved: dict[int, Counter[str | None]] = {}
     with as_it_was(model), torch.compiler.set_stance("force_eager"), torch.enable_grad():
         step = TrainingStep(model, inputs, {name: model.get_submodule(name) for name in names})
-        for repeat in range(repeats + 1):
+        for repeat in waiting("rounds", range(repeats + 1), progress=progress, leave=False):
             rounds.append({})
             for q in widths:
                 with precision(model, q, q_grad):  # on entry layers forget the weights that they keep from step to step

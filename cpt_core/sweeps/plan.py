@@ -10,7 +10,6 @@ from functools import cache
 from statistics import median
 
 import pandas as pd
-from tqdm.auto import tqdm
 
 from cpt_core.checks import choose
 from cpt_core.experiments.grids import find_grids
@@ -20,6 +19,7 @@ from cpt_core.schedules import cost
 from cpt_core.sweeps import stores
 from cpt_core.sweeps.calibration import measure
 from cpt_core.training.device import DEVICES, choose_device, device_name
+from cpt_core.waiting import waiting
 
 CURVE_BYTES = 8  # of a step in the curve, and of a run besides: its row and its log (both measured, generously)
 RUN_BYTES = 20_000
@@ -57,7 +57,7 @@ def plan(
         raise ValueError(f"no grid of {name or 'these'} has scale {scale!r}")
     rows_of = cache(lambda store: {row["key"]: row for row in stores.load_rows(store)})  # grids share stores
     lines = []
-    bar = tqdm(found.items(), desc="measuring", disable=not (progress and measured), leave=False)
+    bar = waiting("measuring", found.items(), progress=bool(progress and measured), leave=False)
     for key, grid in bar:
         at = scale or grid.scales[0]
         if at not in grid.scales:

@@ -8,9 +8,8 @@ import threading
 import time
 from typing import Any
 
-from tqdm.auto import tqdm
-
 from cpt_core.sweeps.worker import Outcome
+from cpt_core.waiting import waiting
 
 
 class Signals:
@@ -52,13 +51,15 @@ class Live:
     def __init__(self, total: int, progress: bool | None) -> None:
         self.total, self.done, self.failed = total, 0, 0
         self.running: set[str] = set()
+        self.steps = 0  # that the run in this process has done, where runs go one by one
+        self.of_steps = 0
         self.at_once = 0  # runs at a time, where they do not say that they have started
         self.note = ""
-        self.bar = tqdm(
+        self.bar = waiting(
+            "runs",
             total=total,
-            desc="runs",
             unit="run",
-            disable=None if progress is None else not progress,
+            progress=progress,
             smoothing=0,  # the speed of the whole sweep: runs that go side by side end in bunches
             mininterval=0.5,
             miniters=0,  # the time goes on, also while no run ends
@@ -74,10 +75,18 @@ class Live:
     def started(self, key: str) -> None:
         """Note that a run has started."""
         self.running.add(key)
+        self.steps = 0
+
+    def stepped(self, steps: int) -> None:
+        """Note that the run in this process, of at most ``steps`` steps, has done one more; who waits does none."""
+        if self.running:
+            self.steps, self.of_steps = self.steps + 1, steps
+            self.refresh()
 
     def ended(self, outcome: Outcome) -> None:
         """Note what became of a run; one without a row is not done yet."""
         self.running.discard(outcome.key)
+        self.steps = 0
         if outcome.row is not None:
             self.done += 1
             self.failed += outcome.row["status"] == "failed"
@@ -91,7 +100,10 @@ class Live:
 
     def refresh(self, ended: int = 0) -> None:
         """Draw the bar anew, twice a second at most, with so many runs more that have ended."""
+        if self.bar.disable:
+            return
         running = len(self.running) or min(self.at_once, self.total - self.done)
-        parts = [f"{running} running", f"{self.failed} failed", *([self.note] if self.note else [])]
+        step = f"step {self.steps} of {self.of_steps}" if self.steps else ""
+        parts = [f"{running} running", f"{self.failed} failed", *filter(None, [step, self.note])]
         self.bar.set_postfix_str(", ".join(parts), refresh=False)
         self.bar.update(ended)

@@ -152,7 +152,12 @@ def _here(jobs: list[Job], signals: Signals, live: Live) -> Iterator[Outcome]:
         for job in jobs:
             if signals.stop.is_set():
                 return
-            yield run_one(job, signals.stop.is_set, partial(live.started, job.spec.key))
+
+            def should_stop(steps: int = job.spec.recipe.steps) -> bool:
+                live.stepped(steps)  # it is asked after every step
+                return signals.stop.is_set()
+
+            yield run_one(job, should_stop, partial(live.started, job.spec.key))
     finally:
         torch.set_num_threads(before)
 

@@ -196,7 +196,7 @@ def learn_by_heart(steps: int = 70, at_least: float = 0.3) -> Figure:
     torch.manual_seed(spec.seed)
     task = DetectionTask(spec, torch.device("cpu"))
     untrained, _ = task.detect(task.model().eval(), task.data.train)
-    run = train(DetectionTask, spec)
+    run = train(DetectionTask, spec, progress=None)
     with precision(run.model.eval(), bits=spec.q_max):
         trained, _ = task.detect(run.model, task.data.train)
     scores = [100 * mean_average_precision(pairs)["map50"] for pairs in (untrained, trained)]

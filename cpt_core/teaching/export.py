@@ -41,10 +41,14 @@ class _Renderer(IPythonRenderer):
         return convert(f"\\begin{{{name}}}{body}\\end{{{name}}}", display="block")
 
     def link(self, text: str, url: str, title: str | None = None) -> str:
-        """Link to the page beside this one where a notebook is meant; files of the checkout are named alone."""
-        if url.startswith(("../", "solutions/", "glossary.md")):
+        """Link to the page beside this one, of a notebook or the glossary; files of the checkout are named alone."""
+        if url.startswith(("../", "solutions/")):
             return text
-        return super().link(text, re.sub(r"^(\d\d_\w+)\.ipynb\b", r"\1.html", url), title)
+        return super().link(text, re.sub(r"^(\d\d_\w+\.ipynb|glossary\.md)\b", _page_of, url), title)
+
+
+def _page_of(file: re.Match[str]) -> str:
+    return f"{file[1].partition('.')[0]}.html"
 
 
 class _Exporter(HTMLExporter):
@@ -67,6 +71,12 @@ def notebook_page(book: nbformat.NotebookNode, title: str = "notebook", note: st
         book.cells.insert(0, nbformat.v4.new_markdown_cell(f"> {escape(note, quote=False)}"))
     text, _ = _Exporter(raw_template=TEMPLATE).from_notebook_node(book, {"metadata": {"name": title}})
     return text
+
+
+def glossary_page(text: str) -> str:
+    """Return the glossary as a page that lies beside those of the notebooks; its anchors are those of their links."""
+    page = notebook_page(nbformat.v4.new_notebook(cells=[nbformat.v4.new_markdown_cell(text)]), "glossary")
+    return re.sub(r'(<h\d id="|href="#)([^"]*)"', lambda m: f'{m[1]}{m[2].lower()}"', page)
 
 
 def _described(book: nbformat.NotebookNode) -> nbformat.NotebookNode:

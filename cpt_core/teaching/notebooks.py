@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from cpt_core.analysis import report
-from cpt_core.checks import library, offer
+from cpt_core.checks import library, offer, write_text
 from cpt_core.experiments.recipes import task_of_dataset
 from cpt_core.paths import cards_dir, notebooks_dir, paper_dir, results_dir, runs_dir, solutions_dir
 from cpt_core.teaching.outcomes import Job, Outcome, earlier
@@ -84,7 +84,7 @@ def reproduce(
     given: dict[str, Any] | None = None,
     progress: bool = True,
 ) -> tuple[list[Outcome], Path]:
-    """Run notebooks at a scale, ``AT_ONCE`` at a time, and write ``runs/reproduce/<scale>/index.html``.
+    """Run notebooks at a scale, ``AT_ONCE`` at a time, and write ``runs/reproduce/<scale>/index.html`` and its pages.
 
     Args:
         scale: "smoke", "demo" or "paper".
@@ -123,10 +123,20 @@ def reproduce(
         jobs.append(Job(path, values, given, folder))
     folder.mkdir(parents=True, exist_ok=True)
     outcomes = sorted(_run_all(jobs, expected(scale, chosen), progress), key=lambda o: o.name)
+    _write_glossary(folder)
     names = {o.name for o in outcomes}
     former = [o for o in earlier(folder, [path.stem for path in notebooks()]) if o.name not in names]
     shown = sorted([*outcomes, *former], key=lambda o: o.name)
     return outcomes, report.write(folder, scale, [{**vars(o), "name": o.name} for o in shown])
+
+
+def _write_glossary(folder: Path) -> None:
+    """Write the page of the glossary, which the pages of the notebooks link to, where there is one."""
+    from cpt_core.teaching import export
+
+    glossary = notebooks_dir() / "glossary.md"
+    if glossary.exists():
+        write_text(folder / "glossary.html", export.glossary_page(glossary.read_text(encoding="utf-8")))
 
 
 def _task(parameters: dict[str, Any]) -> str | None:

@@ -104,8 +104,9 @@ class Parameters:
     def run(self, specs: Sequence[RunSpec]) -> pd.DataFrame:
         """Run what the store of this scale does not hold yet and return a typed line per run (``analysis.runs.table``).
 
-        Smoke runs go one by one in this process; others in processes of their own, ``workers`` at a time, with a line
-        that shows how far they are. Where the learning rate is chosen, the runs at the chosen one are returned.
+        Smoke runs go one by one in this process, others in processes of their own, ``workers`` at a time. A bar shows
+        how far they are; at smoke scale to people only, so that a log of seconds stays short. Where the learning rate
+        is chosen, the runs at the chosen one are returned.
 
         Args:
             specs: of one task; none are an empty table.
@@ -120,7 +121,7 @@ class Parameters:
         smoke = self.scale == "smoke"
         workers = 0 if smoke else self.values.get("workers")
         store = self.store.with_name(f"{specs[0].recipe.task}.jsonl")
-        runs = table(run_grid(specs, store, workers=workers, progress=not smoke))
+        runs = table(run_grid(specs, store, workers=workers, progress=None if smoke else True))
         if len(failed := runs[runs.status == "failed"]):
             first = failed.iloc[0]
             reason = first.error.strip().splitlines()[-1]

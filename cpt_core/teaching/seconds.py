@@ -27,6 +27,7 @@ from cpt_core.schedules.measured import MeasuredCost
 from cpt_core.schedules.profiles import SUITE
 from cpt_core.schedules.schedule import ShortCycleWarning
 from cpt_core.schedules.solver import solve_schedule
+from cpt_core.waiting import waiting
 
 WAYS = {
     "simulated": QuantConfig(),
@@ -74,7 +75,7 @@ def ways(kind: str, scale: str, bits: Sequence[int]) -> pd.DataFrame:
         steps |= {(way, str(q)): (step, partial(precision, step.model, q, Q_GRAD)) for q in bits}
     seconds: dict[tuple[str, str], list[float]] = {key: [] for key in steps}
     saved = {}
-    for repeat in range(REPEATS[scale]):
+    for repeat in waiting("rounds", range(REPEATS[scale]), leave=False):
         for key, (step, at_its_bits) in steps.items():
             with at_its_bits():
                 if not repeat:
@@ -99,7 +100,8 @@ def ways(kind: str, scale: str, bits: Sequence[int]) -> pd.DataFrame:
 def measured(kind: str, scale: str, way: str, bits: Sequence[int]) -> MeasuredCost:
     """Measure a step of a network in one way of computing it, by bits and layer."""
     model, inputs = network(kind, scale)
-    return measure_cost(quantize_(model, WAYS[way]), inputs, bits=bits, q_grad=Q_GRAD, repeats=REPEATS[scale])
+    model = quantize_(model, WAYS[way])
+    return measure_cost(model, inputs, bits=bits, q_grad=Q_GRAD, repeats=REPEATS[scale], progress=None)
 
 
 def promise_and_machine(found: Mapping[str, MeasuredCost], base: int) -> Figure:

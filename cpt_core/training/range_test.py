@@ -31,7 +31,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from tqdm.auto import tqdm
 
 from cpt_core.checks import choose
 from cpt_core.experiments.recipe import Recipe
@@ -39,6 +38,7 @@ from cpt_core.quantization.convert import QuantConfig
 from cpt_core.quantization.quantizers import check_bits
 from cpt_core.training.precision_range import MODES, PrecisionRange, cut, judge
 from cpt_core.training.trials import TrainStep, trials
+from cpt_core.waiting import waiting
 
 
 class RangeTestWarning(UserWarning):
@@ -59,7 +59,7 @@ def precision_range_test(
     stateful: Sequence[Any] = (),
     config: QuantConfig | str | None = None,
     device: str | torch.device = "cpu",
-    progress: bool = False,
+    progress: bool | None = None,
 ) -> PrecisionRange:
     """Find the lowest precision that still trains.
 
@@ -85,7 +85,7 @@ def precision_range_test(
             keeps its weights and takes the batches from number ``seed * dwell`` on.
         config: of ``quantize_``, for a model of your own; None quantises all layers.
         device: of a recipe's model.
-        progress: show a bar.
+        progress: show a bar; None shows it to people only, in a terminal or a notebook.
 
     Returns:
         q_min with the share of every precision. q_min is None, and ``reason`` says why, when training at q_max diverges
@@ -117,7 +117,7 @@ def precision_range_test(
     all_bits = (*tried, q_max)
     plan = [[q] * dwell for q in all_bits] if mode == "reset" else [[q for q in all_bits for _ in range(dwell)]]
     traces = []  # per seed: the losses of every precision
-    with tqdm(total=len(seeds) * len(all_bits) * dwell, desc="range test", disable=not progress) as bar:
+    with waiting("range test", total=len(seeds) * len(all_bits) * dwell, progress=progress) as bar:
         for trial, first in trials(what, train_step, optimizer, q_max, seeds, dwell, config, device, stateful=stateful):
             steps = [trial.losses(part, first, q_max, bar) for part in plan]
             traces.append(steps if mode == "reset" else cut(steps[0], len(all_bits), dwell))

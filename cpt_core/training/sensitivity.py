@@ -34,7 +34,6 @@ from typing import Any
 import numpy as np
 import torch
 from torch import nn
-from tqdm.auto import tqdm
 
 from cpt_core.bitops.trace import Call, Watch
 from cpt_core.checks import choose, whole
@@ -45,6 +44,7 @@ from cpt_core.quantization.scheduler import precision
 from cpt_core.schedules.sensitivity import Sensitivity
 from cpt_core.training.estimate import GradientRecorder
 from cpt_core.training.trials import Bits, TrainStep, Trial, number, trials
+from cpt_core.waiting import waiting
 
 RECORDED = 5  # steps of every window from which the estimate is made
 
@@ -66,7 +66,7 @@ def sensitivity(
     stateful: Sequence[Any] = (),
     config: QuantConfig | str | None = None,
     device: str | torch.device = "cpu",
-    progress: bool = False,
+    progress: bool | None = None,
 ) -> Sensitivity:
     """Measure the quality lost by one bit less in every window of time and in every group of layers.
 
@@ -98,7 +98,7 @@ def sensitivity(
             keeps its weights and takes other batches.
         config: of ``quantize_``, for a model of your own; None quantises all layers.
         device: of a recipe's model.
-        progress: show a bar.
+        progress: show a bar; None shows it to people only, in a terminal or a notebook.
 
     Raises:
         ValueError: for values that make no measurement, before anything is trained; for a recipe whose learning rate
@@ -133,7 +133,7 @@ def sensitivity(
     tail = 0 if isinstance(what, Recipe) or quality is not None else max(1, steps // 8)
     references: list[float] = []
     in_windows, in_groups, estimates = [], [], []
-    bar = tqdm(desc="sensitivity", unit=" steps", disable=not progress)
+    bar = waiting("sensitivity", unit=" steps", progress=progress)
     started = trials(what, train_step, optimizer, q_max, seeds, steps + tail, config, device, True, stateful)
     with bar, closing(started):  # whatever happens, the model is put back now, not when an error is forgotten
         for trial, first in started:

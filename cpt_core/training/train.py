@@ -21,12 +21,12 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
-from tqdm.auto import tqdm
 
 from cpt_core.experiments.spec import RunSpec
 from cpt_core.training.checkpoint import State, resume, save_checkpoint
 from cpt_core.training.evaluation import bitops_of, evaluate, metrics_of
 from cpt_core.training.session import Session
+from cpt_core.waiting import waiting
 
 if TYPE_CHECKING:
     from cpt_core.tasks import Task
@@ -87,7 +87,7 @@ def train(
     device: str | torch.device = "cpu",
     checkpoint: Path | None = None,
     checkpoint_seconds: float = 60.0,
-    progress: bool = False,
+    progress: bool | None = False,
     on_step: OnStep | None = None,
     should_stop: Callable[[], bool] | None = None,
 ) -> Run:
@@ -103,7 +103,7 @@ def train(
             aside. It is written every ``checkpoint_seconds`` and left there, as is the one before it, also when the
             run raises: remove both when the result is safe. None keeps none.
         checkpoint_seconds: see ``checkpoint``.
-        progress: show a progress bar.
+        progress: show a bar; None shows it to people only, in a terminal or a notebook.
         on_step: ``on_step(step, model, loss)`` after every optimizer step, for probes; every loss is then read at once.
         should_stop: asked after every step; when it says so, the checkpoint is written and ``Stopped`` raised.
 
@@ -119,7 +119,7 @@ def train(
     batches = session.task.batches(state.step)
     losses: list[Tensor] = []  # of the last steps, not read yet
     at_once = session.device.type == "cpu" or on_step is not None
-    bar = tqdm(total=recipe.steps, initial=state.step, desc=f"{spec.arm} seed {spec.seed}", disable=not progress)
+    bar = waiting(f"{spec.arm} seed {spec.seed}", total=recipe.steps, initial=state.step, progress=progress)
     with bar:
         while state.step < recipe.steps:
             lr = session.lr_at(state.step, state.history["evaluations"])

@@ -8,9 +8,11 @@ from pathlib import Path
 
 import nbformat
 import pytest
+from flow import RAN, ROWS, pictures, reached
 
 from cpt_core.experiments.recipes import task_of_dataset
 from cpt_core.teaching.notebooks import parameters_of
+from cpt_core.teaching.opening import guard
 from cpt_core.teaching.parameters import PARAMETERS, check_parameters
 
 FOLDER = Path(__file__).parents[2] / "notebooks"
@@ -50,12 +52,56 @@ def test_run_from_top_to_bottom(book):
     assert (book.nbformat, book.nbformat_minor) == (4, 5)
 
 
-def test_compared_cells_have_text_and_nothing_else(book):
+def test_compared_cells_have_text_and_pictures_and_nothing_else(book):
     cells = tagged(book, "nbval-check-output")
     assert len(cells) >= 3
     for cell in cells:
-        assert texts(cell).strip(), cell.source
-        assert all(o.output_type == "stream" and o.name == "stdout" for o in cell.outputs), cell.source
+        shown = [o for o in cell.outputs if o.output_type == "display_data"]
+        assert texts(cell).strip() or shown, cell.source
+        assert all(o.output_type == "stream" and o.name == "stdout" for o in cell.outputs if o not in shown), (
+            cell.source
+        )
+        assert all(set(o.data) == {"image/png", "text/plain"} for o in shown), cell.source
+
+
+def test_pictures_are_compared_and_those_of_what_ran_here_are_not(book):
+    """nbval compares what their text says in numbers; where a picture is only computed, its author chooses."""
+    ran, rows = reached(book, RAN), reached(book, ROWS)
+    for cell in pictures(book):
+        tags = {"nbval-check-output", "nbval-ignore-output"} & set(cell.metadata.get("tags", []))
+        assert len(tags) == 1, f"{cell.id}: a picture is compared, or has the tag nbval-ignore-output"
+        if cell.id in ran | rows:
+            assert tags == {"nbval-ignore-output" if cell.id in ran else "nbval-check-output"}, cell.id
+        for text in (o.data["text/plain"] for o in cell.outputs if "data" in o):
+            assert cell.id not in rows or re.search(r"^1: .* mean ", text, flags=re.M), cell.id
+            assert cell.id in ran or "not a result" not in text, cell.id
+
+
+def test_where_a_picture_comes_from():
+    code = (
+        "runs, kept = P.run(specs), committed('x')",
+        "runs = P.run(specs)\nkept = committed('x')",
+        "draw(runs)",
+        "for runs in split(kept):\n    draw(runs)",
+        "draw([runs for runs in kept])",
+        "with record(model) as seen:\n    model(x)\nprint(1)",
+        "draw(seen)",
+        "seen = 1",
+        "draw(seen)",
+        "def step():\n    return runs",
+        "step()",
+    )
+    book = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(c, id=str(i)) for i, c in enumerate(code)])
+    assert reached(book, RAN) == {"0", "2", "6", "9", "10"}
+    assert reached(book, ROWS) == {"0", "1", "3", "4"}
+
+
+def test_opens_with_the_cell_that_installs(book, path):
+    cell = code_cells(book)[0]
+    assert cell.source == guard(path.name[:2])
+    assert "install" in cell.metadata.tags
+    assert cell.outputs == []
+    assert "parameters" in code_cells(book)[1].metadata.tags
 
 
 def test_no_cell_wrote_errors_or_warnings(book):
@@ -89,7 +135,7 @@ def test_every_parameter_is_checked_and_read(book):
 
 
 def test_thin(book):
-    sources = [c.source for c in code_cells(book)]
+    sources = [c.source for c in code_cells(book)[1:]]
     lines = [line for s in sources for line in s.splitlines() if line.strip() and not line.strip().startswith("#")]
     assert len(lines) <= 120
     tree = ast.parse("\n".join(sources))

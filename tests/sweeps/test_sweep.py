@@ -604,6 +604,29 @@ def test_the_bar_shows_done_running_and_failed_runs_and_the_time_left(capsys, mo
         live.refresh()
         assert "2 running, 1 failed" in capsys.readouterr().err  # no more than there are
         assert live.summary() == "1 of 4 missing runs done, 1 failed"
+        live.at_once = 0
+        now[0] += 10
+        live.stepped(8)  # while it waits for another sweep a run asks whether to stop, and does no step
+        assert "step" not in capsys.readouterr().err
+        live.started("d")
+        live.stepped(8)
+        now[0] += 10
+        live.stepped(8)
+        assert "1 running, 1 failed, step 2 of 8, a remark]" in capsys.readouterr().err
+        live.ended(Outcome("d", "ran", {"status": "ok"}))
+        live.started("e")
+        now[0] += 10
+        live.refresh()
+        assert "1 running, 1 failed, a remark]" in capsys.readouterr().err.split("\r")[-1]
+
+
+def test_the_bar_moves_with_every_step_of_a_run_in_this_process(tmp_path, monkeypatch):
+    seen = []
+    monkeypatch.setattr(Live, "refresh", lambda self, ended=0: seen.append((self.done, self.steps, self.of_steps)))
+    specs = designs.quality_cost("smoke", schedules=["CR", "RR"], static=[], seeds=[0], steps=8, n_cycles=1)
+    run_grid(specs, tmp_path / "x.jsonl", workers=0)
+    steps = [(done, step, 8) for done in range(2) for step in range(1, 9)]
+    assert [shown for shown in seen if shown[1]] == steps
 
 
 def test_nobody_is_shown_a_bar_where_nobody_looks(capsys):

@@ -14,9 +14,12 @@ from IPython.utils.capture import capture_output
 from nbformat.v4 import new_code_cell, new_markdown_cell, new_notebook, new_output
 from PIL import Image
 
-from cpt_core.analysis.style import drawing
+from cpt_core.analysis import quality_cost
+from cpt_core.analysis.runs import committed
+from cpt_core.analysis.style import drawing, name_points
+from cpt_core.described import data_of
 from cpt_core.paths import notebooks_dir
-from cpt_core.teaching.export import clean, notebook_page
+from cpt_core.teaching.export import clean, glossary_page, notebook_page
 from cpt_core.teaching.notebooks import notebooks
 
 FORMULA = re.compile(r"\$\$.+?\$\$|(?<!\\)\$[^$\n]+?\$", re.DOTALL)
@@ -42,7 +45,8 @@ def test_every_formula_of_a_notebook_is_shown_without_the_network(path):
     assert len(re.findall('<math[^>]*display="block"', page)) == sum(formula.startswith("$$") for formula in written)
     assert not re.search(r"\$|\\[a-zA-Z]{2,}|merror", text_of(page))
     assert "<script" not in page
-    leads = re.compile(r'<a href="(https://arxiv\.org/abs/[\d.]+)"')  # a link of the text fetches nothing by itself
+    # a link of the text fetches nothing by itself
+    leads = re.compile(r'<a href="(https://arxiv\.org/abs/[\d.]+|glossary\.html#[\w-]+)"')
     assert not re.search(r"""(?:src|href)=["'](?!data:|#)[^"']*:|@import|url\((?!["']?data:)""", leads.sub("<a", page))
     assert set(re.findall(r'href="([^#"][^"]*)"', leads.sub("<a", page))) <= {f"{p.stem}.html" for p in notebooks()}
     assert f"<title>{path.stem}</title>" in page
@@ -84,10 +88,11 @@ def test_a_figure_is_shown_sharp_and_says_what_it_shows():
         figure.suptitle(r"own (a\$b)")
     data, metadata = displayed(figure)
     said = 'own (a$b). loss < 1 against step. "so"'
+    numbers = "1: 1 part, 2 points; x 0..1, mean 0.5; y 0..1, mean 0.5; xy mean 0.5"
     picture, shown = Image.open(io.BytesIO(base64.b64decode(data["image/png"]))), metadata["image/png"]
     assert shown["alt"] == figure.description() == said
     assert (shown["width"], shown["height"]) == (picture.width // 2, picture.height // 2)
-    assert data["text/plain"] == f"<Figure: {said}>"
+    assert data["text/plain"] == f"<Figure: {said}>\n{numbers}"
     outputs = [new_output("display_data", data, metadata=metadata), new_output("display_data", data)]
     page = notebook_page(new_notebook(cells=[new_markdown_cell("# A"), new_code_cell("1", outputs=outputs)]))
     first, second = re.findall(r"<img\b[^>]*>", page)
@@ -101,6 +106,83 @@ def test_a_figure_may_be_given_its_words():
     with drawing(alt="a line\nthat rises") as (figure, ((ax,),)):
         ax.set_title("not this")
     assert figure.description() == "a line that rises"
+
+
+def drawn(*given, **options):
+    """What is said of the data of a figure with one line."""
+    with drawing() as (figure, ((ax,),)):
+        ax.plot(*given, **options)
+    return data_of(figure)
+
+
+def test_a_changed_value_of_committed_rows_changes_what_is_said_of_a_figure():
+    runs = committed("image_digits").query("model == 'mlp6' and q_min == 3")
+    said = data_of(quality_cost.figure_3(runs))
+    one = runs.index[len(runs) // 2]
+    changed = runs.copy()
+    changed.loc[one, "accuracy"] += 0.002
+    assert data_of(quality_cost.figure_3(runs.sample(frac=1, random_state=0))) == said
+    assert data_of(quality_cost.figure_3(changed)) != said
+
+
+def test_values_that_change_places_change_what_is_said():
+    assert drawn([1, 2, 3], [4, 5, 7]) != drawn([1, 2, 3], [5, 4, 7])
+    assert drawn([1, 2, 3], [4, 5, 7]) == drawn([2, 1, 3], [5, 4, 7])
+
+
+@pytest.mark.parametrize(
+    ("here", "there"),
+    [
+        ([0.1 + 0.2, 1], [0.3, 1]),
+        ([1, 12.34565], [1, 12.34565 * (1 - 1e-13)]),  # on the edge of rounding
+        ([1, 123456.5], [1, 123456.5 * (1 + 1e-13)]),
+        ([-1, 1e-16, 1], [-1, -2e-17, 1]),
+    ],
+)
+def test_the_last_digits_of_a_machine_are_not_told(here, there):
+    assert drawn(here) == drawn(there)
+    assert "e-" not in drawn(here)[0]
+
+
+def test_what_is_said_of_all_kinds_of_parts():
+    with drawing(1, 3) as (figure, ((bars, errors, picture),)):
+        bars.bar([1, 2], [3, 5], width=1)
+        bars.axhline(9)
+        errors.errorbar([1, 2], [10, float("nan")], yerr=[2, 1], fmt="none")
+        errors.scatter([4], [11])
+        errors.axvspan(0, 7)
+        picture.imshow([[0, 1], [2, 5]])
+    first, second, third = data_of(figure)
+    assert first.startswith("1: 3 parts, 12 points; x 0.5..2.5, mean 1.4; y 0..9, mean ")
+    assert second.startswith("2: 3 parts, 8 points; x 0..7, mean ")
+    assert "; y 8..12, mean 10.3333; xy mean " in second
+    assert third == "3: picture 0..5, mean 2"
+    assert data_of(drawing_of_nothing()) == []
+
+
+def drawing_of_nothing():
+    with drawing() as (figure, _):
+        return figure
+
+
+def test_names_of_points_are_no_data():
+    with drawing() as (figure, ((ax,),)):
+        ax.plot([1, 1.001, 1.002], [1, 1.001, 1], "o")
+        said = data_of(figure)
+        name_points(ax, ["one", "two", "three"], [1, 1.001, 1.002], [1, 1.001, 1], ["black"] * 3)
+        assert len(ax.lines) > 1  # which join the names to the points
+    assert data_of(figure) == said
+
+
+def test_the_glossary_is_a_page_with_the_anchors_of_its_links():
+    text = (notebooks_dir() / "glossary.md").read_text(encoding="utf-8")
+    page = glossary_page(text)
+    anchors = re.findall(r'<h\d id="([^"]*)"', page)
+    assert len(anchors) == len(re.findall("^##? ", text, flags=re.M)) > 20
+    assert {"bitops", "fp-agg-and-q-agg", "noise-exposure"} <= set(anchors)
+    assert set(re.findall(r'href="#([^"]*)"', page)) == set(anchors)
+    books = notebook_page(new_notebook(cells=[new_markdown_cell("[BitOps](glossary.md#bitops) [b](glossary.mdx)")]))
+    assert '<a href="glossary.html#bitops">BitOps</a>' in books
 
 
 def test_a_formula_keeps_its_parts():

@@ -19,6 +19,7 @@ from cpt_core.paths import results_dir
 from cpt_core.teaching import kernels
 from cpt_core.teaching import notebooks as reproduce
 from cpt_core.teaching import progress as progress_module
+from cpt_core.teaching.export import clean
 from cpt_core.teaching.notebooks import copy_notebooks, estimate, notebooks
 from cpt_core.teaching.progress import Place, Progress
 
@@ -216,6 +217,31 @@ def test_the_run_says_where_it_is(place, tmp_path, monkeypatch, capsys):
     assert said[0] == "notebooks 0/1: 07_small starts"
     assert said[-1].startswith("notebooks 1/1: 07_small done, ")
     assert "0/4" not in next((tmp_path / "runs").rglob("07_small.html")).read_text()
+
+
+SMOKE = """
+from cpt_core.experiments import designs
+from cpt_core.teaching.parameters import check_parameters
+
+specs = designs.quality_cost("smoke", schedules=["CR"], static=[], seeds=[0], steps=8, n_cycles=1)
+runs = check_parameters(scale=scale).run(specs)
+"""
+
+
+def test_a_smoke_run_shows_a_bar_that_no_committed_notebook_keeps(place, tmp_path):
+    place("07_small.ipynb", SMOKE)
+    book = kernels.execute(tmp_path / "notebooks" / "07_small.ipynb", None, {})
+    (bar,) = book.cells[-1].outputs  # and nothing on stderr
+    assert bar.data["text/plain"].startswith("runs:")
+    assert "application/vnd.jupyter.widget-view+json" in bar.data
+    assert clean(book).cells[-1].outputs == []
+
+
+def test_the_glossary_lies_beside_the_pages(place, quick, tmp_path):
+    place("07_small.ipynb", "print(1)")
+    (tmp_path / "notebooks" / "glossary.md").write_text("# Glossary\n\n## BitOps\n\nBit operations.\n")
+    _, index = reproduce.reproduce("demo", progress=False)
+    assert 'id="bitops"' in (index.parent / "glossary.html").read_text(encoding="utf-8")
 
 
 def test_ctrl_c_ends_the_notebooks_and_starts_no_more(place, tmp_path, monkeypatch, capfd):

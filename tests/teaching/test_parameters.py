@@ -34,7 +34,7 @@ def test_nothing_to_run(asked):
 @pytest.mark.parametrize(
     ("given", "workers", "progress"),
     [
-        ({"scale": "smoke", "workers": 3}, 0, False),
+        ({"scale": "smoke", "workers": 3}, 0, None),
         ({"scale": "demo", "workers": 3}, 3, True),
         ({"scale": "demo"}, None, True),
     ],

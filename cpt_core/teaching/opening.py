@@ -1,0 +1,28 @@
+"""The cell that opens every notebook: where the package is missing, as in Colab or a bare kernel, it installs it."""
+
+from __future__ import annotations
+
+# A kernel runs already where a notebook is open: the extra "notebooks" would put another one in its place.
+EXTRAS = {"04": "lessons,vision", "06": "lessons,text"}
+
+GUARD = """\
+from importlib.util import find_spec
+
+if not find_spec("cpt_core"):  # in Colab, say: install the wheel that lies here, else the package of that name
+    from glob import glob
+
+    wheel = max(glob("./cpt_core-*.whl"), default="cpt-core")
+    get_ipython().run_line_magic("pip", f"install -q '{wheel}[EXTRAS]'")
+"""
+
+
+def guard(number: str) -> str:
+    """Return the first cell of the notebook of this number: it does nothing where ``cpt_core`` can be imported.
+
+    A wheel beside the notebook comes first, as a course hands one out or as it is uploaded to Colab; it brings the
+    committed rows. Nothing else is fetched.
+
+    >>> print(guard("00").splitlines()[-1])
+        get_ipython().run_line_magic("pip", f"install -q '{wheel}[lessons]'")
+    """
+    return GUARD.replace("EXTRAS", EXTRAS.get(number, "lessons")).strip()

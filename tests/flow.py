@@ -1,0 +1,43 @@
+"""What of a notebook comes from where, by its code alone."""
+
+import ast
+
+# What trains, measures or computes in float32 gives other last digits, or more than that, on another machine.
+RAN = {
+    "backward", "learn_by_heart", "precision_range_test", "record", "run", "seconds", "sensitivity", "tiny_problem",
+    "torch", "train",
+}  # fmt: skip
+ROWS = {"committed"}
+
+
+def pictures(book):
+    """Return the code cells that show a picture."""
+    cells = [c for c in book.cells if c.cell_type == "code"]
+    return [c for c in cells if any("image/png" in output.get("data", {}) for output in c.outputs)]
+
+
+def reached(book, roots):
+    """Return the ids of the cells whose last statement uses a root, or a name that was assigned from one."""
+    names, ids = set(), set()
+    for cell in book.cells:
+        if cell.cell_type == "code":
+            comes = False
+            for statement in ast.parse(cell.source).body:
+                words, used, assigned = _names(statement)
+                comes = bool(words & roots or used & names)
+                names = names | assigned if comes else names - assigned
+            ids |= {cell.id} if comes else set()
+    return ids
+
+
+def _names(statement):
+    """Return all names that are read, attributes too; the variables that are read; those that are assigned."""
+    nodes = list(ast.walk(statement))
+    loops = [n.target for n in nodes if isinstance(n, ast.For | ast.comprehension)]
+    local = {n.id for target in loops for n in ast.walk(target) if isinstance(n, ast.Name)}
+    local |= {n.arg for n in nodes if isinstance(n, ast.arg)}
+    variables = [n for n in nodes if isinstance(n, ast.Name) and n.id not in local]
+    read = {n.id for n in variables if isinstance(n.ctx, ast.Load)}
+    written = {n.id for n in variables if isinstance(n.ctx, ast.Store)}
+    written |= {n.name for n in nodes if isinstance(n, ast.FunctionDef)}
+    return read | {n.attr for n in nodes if isinstance(n, ast.Attribute)}, read, written

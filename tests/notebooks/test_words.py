@@ -1,0 +1,83 @@
+"""The first use of a word of the glossary leads there, the first page of the paper to the paper, the last line on."""
+
+import re
+from pathlib import Path
+
+import nbformat
+import pytest
+
+FOLDER = Path(__file__).parents[2] / "notebooks"
+NOTEBOOKS = sorted(FOLDER.glob("*.ipynb"))
+WORDS = ("BitOps", "arm", "band", "noise exposure", "ledger")
+PAPER = "](https://arxiv.org/abs/2403.02243)"
+HIDDEN = (
+    r"^ *```.*?^ *```",  # code
+    r"`[^`\n]*`",
+    r"\$\$.+?\$\$",  # formulas
+    r"(?<!\\)\$[^$\n]+?\$",
+    r"<summary>.*?</summary>",  # the heading of what is folded
+    r"^#+ [^\n]*$",  # headings
+    r"^\|[^\n]*$",  # tables
+)
+
+
+def prose(text):
+    """The text of a notebook without code, formulas, headings and tables."""
+    return re.sub("|".join(HIDDEN), " ", text, flags=re.S | re.M)
+
+
+def said(path):
+    book = nbformat.read(path, as_version=4)
+    return prose("\n\n".join(c.source for c in book.cells if c.cell_type == "markdown"))
+
+
+def unlinked(text, word):
+    """The line in which a word is used first, if it does not lead to the glossary there; else ""."""
+    first = re.search(rf"\b{word}s?\b", text, flags=re.I)
+    if not first:
+        return ""
+    target = f"glossary.md#{word.lower().replace(' ', '-')}"
+    for link in re.finditer(r"\[[^\]]*\]\(([^)]*)\)", text):
+        if link.start() < first.start() < link.end() and link[1] == target:
+            return ""
+    return text[text.rfind("\n", 0, first.start()) + 1 :].splitlines()[0]
+
+
+@pytest.fixture(params=NOTEBOOKS, ids=lambda p: p.stem)
+def path(request):
+    return request.param
+
+
+@pytest.mark.parametrize("word", WORDS)
+def test_the_first_use_of_a_word_leads_to_the_glossary(path, word):
+    assert unlinked(said(path), word) == ""
+
+
+def test_the_paper_leads_to_itself(path):
+    assert PAPER in said(path)
+
+
+def test_every_anchor_of_the_glossary_that_is_linked_is_there():
+    headings = re.findall(r"^## (.*)$", (FOLDER / "glossary.md").read_text(encoding="utf-8"), flags=re.M)
+    anchors = {heading.lower().replace(" ", "-") for heading in headings}
+    assert {word.lower().replace(" ", "-") for word in WORDS} <= anchors
+    for path in [*NOTEBOOKS, FOLDER / "glossary.md", FOLDER / "README.md"]:
+        text = said(path) if path.suffix == ".ipynb" else path.read_text(encoding="utf-8")
+        own = "(?:glossary\\.md)?" if path.name == "glossary.md" else "glossary\\.md"
+        assert set(re.findall(rf"\]\({own}#([^)]*)\)", text)) <= anchors, path.name
+
+
+@pytest.mark.parametrize(
+    ("text", "line"),
+    [
+        ("One [arm](glossary.md#arm) and an arm.", ""),
+        ("All [**arms**](glossary.md#arm) here.", ""),
+        ("Harm, alarms and the armed.", ""),
+        ("# Arms\n\n| arm |\n\n`arm` $arm$ [arm](glossary.md#arm)", ""),
+        ("First.\nAn arm, then an [arm](glossary.md#arm).\nLast.", "An arm, then an [arm](glossary.md#arm)."),
+        ("An [arm](glossary.md#band).", "An [arm](glossary.md#band)."),
+        ("An [arm](02_more.ipynb).", "An [arm](02_more.ipynb)."),
+    ],
+)
+def test_what_counts_as_a_first_use(text, line):
+    assert unlinked(prose(text), "arm") == line
