@@ -48,6 +48,7 @@ pygments_dark_style = "a11y-high-contrast-dark"  # beside the light one that the
 html_title = f"cpt_core {version}"
 html_static_path = ["static"]
 html_css_files = ["book.css"]
+html_js_files = ["book.js"]
 smartquotes_action = "D"  # dashes alone: "" is an empty string
 html_math_renderer = "mathml"
 html_copy_source = False
@@ -142,6 +143,12 @@ def described(app, doctree):
             node["alt"] = words[name]
 
 
+def levelled(app, page, template, context, doctree):
+    """Say of which level the headings of the sidebar are: a heading without one has no place for those who listen."""
+    tree = context.get("furo_navigation_tree", "")
+    context["furo_navigation_tree"] = tree.replace('role="heading"', 'role="heading" aria-level="2"')
+
+
 def setup(app):
     """Add the above."""
     for field in PyObject.doc_field_types:
@@ -154,4 +161,5 @@ def setup(app):
     app.connect("autodoc-process-signature", readable)
     app.connect("doctree-read", wrapped)
     app.connect("doctree-read", described)
+    app.connect("html-page-context", levelled, priority=900)  # after the theme's
     return {"parallel_read_safe": True}

@@ -20,7 +20,7 @@ from playwright.sync_api import Locator, Page
 
 from cpt_core.teaching.notebooks import copy_notebooks
 
-PATIENCE = 60  # seconds for a notebook at smoke scale, on a machine with other work
+PATIENCE = 240  # seconds for a notebook at smoke scale, on a machine with other work
 
 # Every cell stays in the page, so that all of them can be looked at; the theme is that of the system; no news.
 SETTINGS = {
@@ -143,7 +143,7 @@ class Notebook:
         return self.page.locator(".jp-Notebook .jp-Cell").nth(i)
 
     def state(self) -> list[dict[str, Any]]:
-        """Return, cell by cell, what the page shows: prompt, kinds of outputs, their text, whether pictures are there."""
+        """Return what the page shows of every cell: prompt, kinds and text of outputs, whether pictures are there."""
         return self.page.evaluate(STATE)
 
     def containing(self, pattern: str) -> dict[str, int]:
@@ -199,6 +199,7 @@ class Notebook:
         size = self.page.viewport_size
         height = self.page.evaluate("document.querySelector('.jp-WindowedPanel-outer').scrollHeight")
         self.page.set_viewport_size({"width": size["width"], "height": min(int(height) + 150, 16_000)})
+        self.page.evaluate("document.querySelector('.jp-WindowedPanel-outer').scrollTop = 0")
         self.page.wait_for_timeout(300)
         self.page.screenshot(path=path)
         self.page.set_viewport_size(size)

@@ -17,6 +17,7 @@ WIDTH, HEIGHT = 1366, 768
 OURS = {"include": [[".jp-OutputArea-output"], [".jp-MarkdownOutput"]]}
 WITHOUT = {
     "image-alt": "JupyterLab drops the alt of a picture's metadata; that it is in the file is asked below",
+    "aria-input-field-name": "ipywidgets gives the handle of a slider no name; its label stands beside it",
 }
 # What JupyterLab says to the console of itself.
 ITS_OWN: tuple[str, ...] = ()

@@ -15,7 +15,11 @@ VIEWS: dict[str, dict[str, Any]] = {
     "screen": {"viewport": {"width": 1366, "height": 768}},
     "200-percent": {"viewport": {"width": 683, "height": 384}, "device_scale_factor": 2},  # what a browser's zoom does
     "dark": {"viewport": {"width": 1366, "height": 768}, "color_scheme": "dark"},
-    "phone": {"viewport": {"width": 390, "height": 844}, "device_scale_factor": 2, "is_mobile": True, "has_touch": True},
+    "phone": {
+        "viewport": {"width": 390, "height": 844},
+        "device_scale_factor": 2,
+        "is_mobile": True,
+    },
 }
 SITE = (
     "index.html",
@@ -27,11 +31,13 @@ SITE = (
     "explorer.html",
 )
 PAGES = ("report", *SITE)
+TALLEST = 5000  # pixels of a screenshot
 
 # Words that a reader can reach only by moving the whole page; what scrolls in a box of its own is reached there.
 OUTSIDE = """() => {
     const boxed = e => e && (e !== document.body && e !== document.documentElement) &&
-        (["auto", "scroll", "hidden", "clip"].includes(getComputedStyle(e).overflowX) || boxed(e.parentElement));
+        (["auto", "scroll", "hidden", "clip"].includes(getComputedStyle(e).overflowX) ||
+            getComputedStyle(e).position === "fixed" || boxed(e.parentElement));
     const hidden = e => !e.checkVisibility({visibilityProperty: true, opacityProperty: true});
     const found = [], range = document.createRange();
     const texts = document.createTreeWalker(document.body, NodeFilter.SHOW_TEXT);
@@ -40,7 +46,7 @@ OUTSIDE = """() => {
         if (!t.data.trim() || e.closest("script, style, noscript, template") || hidden(e) || boxed(e)) continue;
         range.selectNodeContents(t);
         for (const r of range.getClientRects())
-            if (r.width > 1 && r.height > 1 && (r.left < -1 || r.right > WIDTH + 1)) { found.push(t.data.trim()); break; }
+            if (r.width > 1 && r.height > 1 && (r.left < -1 || r.right > WIDTH + 1)) found.push(t.data.trim());
     }
     return found;
 }"""
@@ -80,7 +86,9 @@ def test_page(name: str, view: str, visit: Callable[[str, str], Page], shots: Pa
     """Room for every word, words for every picture, silence, and nothing that axe calls serious."""
     page, width = visit(name, view), VIEWS[view]["viewport"]["width"]
     page.evaluate("document.querySelectorAll('details').forEach(d => d.open = true)")
-    page.screenshot(path=shots / f"{Path(name).stem}-{view}.png", full_page=True)
+    height = min(page.evaluate("document.documentElement.scrollHeight"), TALLEST)
+    clip = {"x": 0, "y": 0, "width": width, "height": height}
+    page.screenshot(path=shots / f"{Path(name).stem}-{view}.png", full_page=True, clip=clip)
     assert page.evaluate("document.documentElement.scrollWidth") <= width
     assert page.evaluate(OUTSIDE.replace("WIDTH", str(width))) == []
     assert page.evaluate(PICTURES) == []
