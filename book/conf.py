@@ -8,6 +8,7 @@ import json
 import re
 import sys
 from binascii import a2b_base64
+from functools import partial
 from hashlib import sha256
 from pathlib import Path
 
@@ -143,10 +144,13 @@ def described(app, doctree):
             node["alt"] = words[name]
 
 
-def levelled(app, page, template, context, doctree):
-    """Say of which level the headings of the sidebar are: a heading without one has no place for those who listen."""
+def spoken(app, page, template, context, doctree):
+    """Mend what Sphinx writes for those who listen: headings without a level, lists of terms without a term."""
     tree = context.get("furo_navigation_tree", "")
     context["furo_navigation_tree"] = tree.replace('role="heading"', 'role="heading" aria-level="2"')
+    lines = re.compile(r"<dl>\n(?:<dd>.*</dd>\n)+</dl>")  # the parameters of a signature, one on a line
+    plain = partial(re.sub, r"<(d[ld])>", r'<\1 role="none">')
+    context["body"] = lines.sub(lambda found: plain(found[0]), context.get("body", ""))
 
 
 def setup(app):
@@ -161,5 +165,5 @@ def setup(app):
     app.connect("autodoc-process-signature", readable)
     app.connect("doctree-read", wrapped)
     app.connect("doctree-read", described)
-    app.connect("html-page-context", levelled, priority=900)  # after the theme's
+    app.connect("html-page-context", spoken, priority=900)  # after the theme's
     return {"parallel_read_safe": True}

@@ -24,7 +24,7 @@ PATIENCE = 240  # seconds for a notebook at smoke scale, on a machine with other
 
 # Every cell stays in the page, so that all of them can be looked at; the theme is that of the system; no news.
 SETTINGS = {
-    "notebook-extension/tracker": {"windowingMode": "none"},
+    "notebook-extension/tracker": {"windowingMode": "none", "autoStartDefaultKernel": True},
     "apputils-extension/themes": {"adaptive-theme": True},
     "apputils-extension/notification": {"fetchNews": "false", "checkForUpdates": False},
 }
@@ -134,7 +134,8 @@ class Notebook:
     def __init__(self, page: Page, server: Server, name: str) -> None:
         self.page, self.path = page, server.notebooks / name
         self.cells = nbformat.read(self.path, as_version=4).cells
-        page.goto(f"{server.address}/lab/tree/{name}?token={server.token}")
+        # in a workspace of its own: in that of the others, their tabs would be opened again
+        page.goto(f"{server.address}/lab/workspaces/{self.path.stem}/tree/{name}?token={server.token}")
         page.locator(".jp-Notebook .jp-Cell").nth(len(self.cells) - 1).wait_for(timeout=60_000)
         page.locator(".jp-StatusBar-Widget").get_by_text("| Idle").wait_for(timeout=60_000)  # its kernel is there
 
@@ -185,14 +186,15 @@ class Notebook:
 
     def saved(self) -> Any:
         """Save it by Ctrl-S and return what the file holds."""
-        before = self.path.stat().st_mtime_ns
+        before = self.path.read_bytes()
         self.page.locator(".jp-Notebook").press("Escape")
         self.page.keyboard.press("Control+s")
         end = time.monotonic() + 30
-        while self.path.stat().st_mtime_ns == before and time.monotonic() < end:
+        while time.monotonic() < end:
             time.sleep(0.2)
-        time.sleep(0.3)
-        return nbformat.read(self.path, as_version=4)
+            if (now := self.path.read_bytes()) != before and now.endswith(b"}\n"):
+                return nbformat.reads(now.decode("utf-8"), as_version=4)
+        raise TimeoutError(f"{self.path.name} was not saved")
 
     def picture(self, path: Path) -> None:
         """Keep a screenshot of all of it."""

@@ -42,7 +42,7 @@ def book(name: str, browser: Browser, server: Server, heard: Heard, shots: Path)
     page = context.new_page()
     heard.listen(page)
     yield Notebook(page, server, name)
-    page.screenshot(path=shots / f"{Path(name).stem}-end.png")
+    page.screenshot(path=shots / f"lab-{Path(name).stem}-end.png")
     context.close()
     server.stop_kernels()
 
@@ -51,7 +51,7 @@ def test_notebook(book: Notebook, heard: Heard, shots: Path) -> None:
     """One test, for what comes later needs what ran before; every part says what it found."""
     stem, page = book.path.stem, book.page
     book.run_all()
-    book.picture(shots / f"{stem}.png")
+    book.picture(shots / f"lab-{stem}.png")
     state = book.state()
     for i, cell in enumerate(state):
         for kind in ("application/vnd.jupyter.error", "application/vnd.jupyter.stderr"):
@@ -73,7 +73,7 @@ def test_notebook(book: Notebook, heard: Heard, shots: Path) -> None:
         light = "true" if scheme == "light" else "false"
         page.locator(f"body[data-jp-theme-light={light}]").wait_for(state="attached")
         accessible(page, OURS, WITHOUT)
-    book.picture(shots / f"{stem}-dark.png")
+    book.picture(shots / f"lab-{stem}-dark.png")
     assert heard.said == []
 
 

@@ -86,9 +86,11 @@ def test_page(name: str, view: str, visit: Callable[[str, str], Page], shots: Pa
     """Room for every word, words for every picture, silence, and nothing that axe calls serious."""
     page, width = visit(name, view), VIEWS[view]["viewport"]["width"]
     page.evaluate("document.querySelectorAll('details').forEach(d => d.open = true)")
+    shot = f"{name.removesuffix('.html').replace('/', '-')}-{view}.png"
     height = min(page.evaluate("document.documentElement.scrollHeight"), TALLEST)
-    clip = {"x": 0, "y": 0, "width": width, "height": height}
-    page.screenshot(path=shots / f"{Path(name).stem}-{view}.png", full_page=True, clip=clip)
+    page.set_viewport_size({"width": width, "height": height})
+    page.screenshot(path=shots / shot)
+    page.set_viewport_size(VIEWS[view]["viewport"])
     assert page.evaluate("document.documentElement.scrollWidth") <= width
     assert page.evaluate(OUTSIDE.replace("WIDTH", str(width))) == []
     assert page.evaluate(PICTURES) == []
@@ -108,7 +110,7 @@ def test_explorer(visit: Callable[[str, str], Page]) -> None:
     seen.append(shown())
     page.get_by_label("q_min (bits)").press("ArrowUp")
     seen.append(shown())
-    page.get_by_label("Cycles").fill("3")
+    page.get_by_label("Cycles", exact=True).fill("3")
     seen.append(shown())
     page.get_by_label("Schedule", exact=True).select_option("cosine")
     page.get_by_label("triangular").uncheck()
