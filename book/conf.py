@@ -31,6 +31,7 @@ nitpicky = True
 nitpick_ignore_regex = [("py:.*", r"(?!cpt_core\.).*")]  # what is of other libraries has no page here
 
 nb_execution_mode = "off"  # the committed outputs are shown
+nb_merge_streams = True  # a cell's lines stand in one box, in however many pieces they came
 nb_ipywidgets_js: dict[str, dict[str, str]] = {}  # sliders need a kernel; their scripts would come from the network
 myst_enable_extensions = ["dollarmath"]
 myst_heading_anchors = 3

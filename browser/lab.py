@@ -153,21 +153,13 @@ class Notebook:
         return {said: i for i, source in code for said in re.findall(pattern, source)}
 
     def run_all(self) -> None:
-        """Choose Run All Cells in the menu, and wait for every cell or the first error."""
+        """Choose Run All Cells in the menu, and wait until no cell waits: all are done, or one failed."""
         self.page.get_by_role("menuitem", name="Run", exact=True).click()
         self.page.get_by_role("menuitem", name="Run All Cells", exact=True).click()
         self.page.locator(".jp-InputPrompt", has_text=re.compile(r"\d|\*")).first.wait_for(timeout=20_000)
-        code = [i for i, c in enumerate(self.cells) if c.cell_type == "code" and c.source.strip()]
-        end = time.monotonic() + PATIENCE
-        while time.monotonic() < end:
-            state = self.state()
-            if any("application/vnd.jupyter.error" in cell["types"] for cell in state):
-                return
-            if all(re.fullmatch(r"\[\d+\]:", state[i]["prompt"]) for i in code):
-                self.page.locator("[data-status=idle].jp-Notebook-ExecutionIndicator").wait_for(timeout=60_000)
-                return
-            time.sleep(0.5)
-        raise TimeoutError(f"after {PATIENCE} s: {[state[i]['prompt'] for i in code]}")
+        waiting = '() => ![...document.querySelectorAll(".jp-InputPrompt")].some(e => e.textContent.includes("*"))'
+        self.page.wait_for_function(waiting, timeout=1000 * PATIENCE)
+        self.page.locator("[data-status=idle].jp-Notebook-ExecutionIndicator").wait_for()
 
     def run(self, i: int, source: str | None = None) -> str:
         """Run a cell by Ctrl-Enter, after another text was put into its editor if one is given; return what it says."""

@@ -53,9 +53,10 @@ def test_notebook(book: Notebook, heard: Heard, shots: Path) -> None:
     book.run_all()
     book.picture(shots / f"lab-{stem}.png")
     state = book.state()
-    for i, cell in enumerate(state):
-        for kind in ("application/vnd.jupyter.error", "application/vnd.jupyter.stderr"):
-            assert kind not in cell["types"], f"cell {i}: {cell['text']}"
+    for i, (cell, written) in enumerate(zip(state, book.cells, strict=True)):
+        assert not {"application/vnd.jupyter.error", "application/vnd.jupyter.stderr"} & {*cell["types"]}, cell["text"]
+        if written.cell_type == "code" and written.source.strip():
+            assert re.fullmatch(r"\[\d+\]:", cell["prompt"]), f"cell {i} did not run"
         assert all(cell["pictures"]), f"cell {i}: a picture that is not loaded"
 
     assert page.evaluate(RAW_MATHS) == []
