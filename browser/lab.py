@@ -105,9 +105,12 @@ class Server:
                 time.sleep(0.2)
 
     def __exit__(self, *_: object) -> None:
-        self.stop_kernels()
-        self.process.terminate()
-        self.process.wait(30)
+        try:
+            self.stop_kernels()
+            self.process.terminate()
+            self.process.wait(30)
+        finally:
+            self.process.kill()
 
     def ask(self, path: str, method: str = "GET") -> Any:
         """Return the answer of Jupyter's own interface."""
