@@ -29,7 +29,7 @@ BIN := .venv/bin
 CPT := $(BIN)/python -m cpt_core
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest
 
-.PHONY: help setup lint test reproduce notebooks book plan paper report evidence bench mutants wheel image compat lock clean distclean
+.PHONY: help setup lint test reproduce notebooks book plan paper report evidence bench mutants wheel image compat chromium browser lock clean distclean
 
 help:  ## this list
 	@grep -hE '^[a-z]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## /\1\t/' | expand -t 12
@@ -116,11 +116,25 @@ image:  ## build the Docker image (docker, podman or buildah), start it, and run
 compat: setup  ## the library alone on Python 3.11 to 3.13, torch 2.6 and newest; COMPAT="--python 3.12 --torch 2.6.0"
 	$(BIN)/python -m bench.compat $(COMPAT)
 
+.venv/.browser: .venv/.installed browser/requirements.lock
+	@$(BIN)/python -m uv pip install -q -p $(BIN)/python --require-hashes -r browser/requirements.lock || \
+	  $(BIN)/python -m pip install -q --require-hashes -r browser/requirements.lock
+	@touch $@
+
+chromium: .venv/.browser  ## the Chromium that belongs to Playwright, for make browser
+	$(BIN)/playwright install $(if $(CI),--with-deps) chromium
+
+browser: .venv/.browser $(if $(ONLY),,book)  ## notebooks in JupyterLab, report and site in a browser: ten minutes; ONLY=03 or ONLY=explorer
+	$(PYTEST) browser $(if $(ONLY),-k $(ONLY))
+	@echo "make browser: all is well; screenshots: build/browser"
+
 lock:  ## resolve requirements.lock and constraints.txt again; UP=--upgrade for newer versions
 	UV_CUSTOM_COMPILE_COMMAND="make lock" $(BIN)/uv pip compile -q pyproject.toml --all-extras --python-version 3.11 \
 	  --no-annotate --no-emit-index-url --generate-hashes $(UP) -o requirements.lock
 	UV_CUSTOM_COMPILE_COMMAND="make lock" $(BIN)/uv pip compile -q pyproject.toml --all-extras --python-version 3.11 \
 	  --no-annotate --no-emit-index-url --no-deps -c requirements.lock -o constraints.txt
+	UV_CUSTOM_COMPILE_COMMAND="make lock" $(BIN)/uv pip compile -q --group browser --python-version 3.11 \
+	  --no-annotate --no-emit-index-url --generate-hashes -c requirements.lock $(UP) -o browser/requirements.lock
 
 clean:  ## remove caches, builds, pages and reports; RUNS=delete also rows, checkpoints and all else of runs/
 	rm -rf runs/reproduce runs/report.html build dist *.egg-info .pytest_cache .ruff_cache .mypy_cache .hypothesis

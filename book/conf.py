@@ -8,6 +8,7 @@ import json
 import re
 import sys
 from binascii import a2b_base64
+from functools import partial
 from hashlib import sha256
 from pathlib import Path
 
@@ -30,6 +31,7 @@ nitpicky = True
 nitpick_ignore_regex = [("py:.*", r"(?!cpt_core\.).*")]  # what is of other libraries has no page here
 
 nb_execution_mode = "off"  # the committed outputs are shown
+nb_merge_streams = True  # a cell's lines stand in one box, in however many pieces they came
 nb_ipywidgets_js: dict[str, dict[str, str]] = {}  # sliders need a kernel; their scripts would come from the network
 myst_enable_extensions = ["dollarmath"]
 myst_heading_anchors = 3
@@ -48,6 +50,7 @@ pygments_dark_style = "a11y-high-contrast-dark"  # beside the light one that the
 html_title = f"cpt_core {version}"
 html_static_path = ["static"]
 html_css_files = ["book.css"]
+html_js_files = ["book.js"]
 smartquotes_action = "D"  # dashes alone: "" is an empty string
 html_math_renderer = "mathml"
 html_copy_source = False
@@ -142,6 +145,15 @@ def described(app, doctree):
             node["alt"] = words[name]
 
 
+def spoken(app, page, template, context, doctree):
+    """Mend what Sphinx writes for those who listen: headings without a level, lists of terms without a term."""
+    tree = context.get("furo_navigation_tree", "")
+    context["furo_navigation_tree"] = tree.replace('role="heading"', 'role="heading" aria-level="2"')
+    lines = re.compile(r"<dl>\n(?:<dd>.*</dd>\n)+</dl>")  # the parameters of a signature, one on a line
+    plain = partial(re.sub, r"<(d[ld])>", r'<\1 role="none">')
+    context["body"] = lines.sub(lambda found: plain(found[0]), context.get("body", ""))
+
+
 def setup(app):
     """Add the above."""
     for field in PyObject.doc_field_types:
@@ -154,4 +166,5 @@ def setup(app):
     app.connect("autodoc-process-signature", readable)
     app.connect("doctree-read", wrapped)
     app.connect("doctree-read", described)
+    app.connect("html-page-context", spoken, priority=900)  # after the theme's
     return {"parallel_read_safe": True}

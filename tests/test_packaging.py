@@ -41,6 +41,11 @@ def pins(name: str) -> dict[str, Version]:
     return found
 
 
+def named(group: str) -> dict[str, SpecifierSet]:
+    """What a dependency group names, with its range."""
+    return {canonical(r.name): r.specifier for r in map(Requirement, PYPROJECT["dependency-groups"][group])}
+
+
 def direct() -> dict[str, SpecifierSet]:
     """Every dependency that pyproject.toml names, extras included, with its range."""
     listed = [*PROJECT["dependencies"], *chain.from_iterable(PROJECT["optional-dependencies"].values())]
@@ -71,11 +76,12 @@ def test_the_lock_pins_what_builds_the_package():
         assert pins("requirements.lock")[canonical(requirement.name)] in requirement.specifier
 
 
-def test_the_lock_names_the_files_of_every_package_by_their_hashes_and_no_index():
-    text = (ROOT / "requirements.lock").read_text()
+@pytest.mark.parametrize("name", ["requirements.lock", "browser/requirements.lock"])
+def test_the_lock_names_the_files_of_every_package_by_their_hashes_and_no_index(name):
+    text = (ROOT / name).read_text()
     pinned = r"[\w.\[\]-]+==[^\s]+(?: ; [^\\\n]+)? \\\n(?:    --hash=sha256:[0-9a-f]{64}(?: \\)?\n)+"
     assert re.sub(rf"^(#.*\n)*({pinned})+$", "", text, flags=re.MULTILINE) == ""
-    assert "--require-hashes -r requirements.lock" in (ROOT / "Makefile").read_text()
+    assert f"--require-hashes -r {name}" in (ROOT / "Makefile").read_text()
     assert "--hash" not in (ROOT / "constraints.txt").read_text()
 
 
@@ -84,10 +90,16 @@ def test_constraints_are_the_pins_of_the_direct_dependencies():
     assert pins("constraints.txt") == {name: locked[name] for name in direct()}
 
 
+def test_the_lock_of_the_browser_adds_to_the_other_and_changes_nothing_of_it():
+    locked, ours = pins("requirements.lock"), pins("browser/requirements.lock")
+    assert all(ours[name] in allowed for name, allowed in named("browser").items())
+    assert all(locked.get(name, version) == version for name, version in ours.items())
+
+
 def test_every_import_is_declared():
-    declared = set(direct())
+    declared = set(direct()) | set(named("browser"))
     providers = packages_distributions()
-    folders = ("cpt_core", "bench", "book", "tests")
+    folders = ("cpt_core", "bench", "book", "browser", "tests")
     for path in chain.from_iterable(ROOT.glob(f"{folder}/**/*.py") for folder in folders):
         for module in re.findall(r"^\s*(?:import|from) (\w+)(?=$|[. ])", path.read_text(), flags=re.MULTILINE):
             if module in sys.stdlib_module_names or (ROOT / module).is_dir() or module not in providers:
@@ -258,7 +270,7 @@ def test_continuous_integration_calls_make_test_and_nothing_else():
     assert (ROOT / ".ci/run").stat().st_mode & 0o100, "not executable"
 
 
-@pytest.mark.parametrize("name", ["book", "image", "test", "wheel"])
+@pytest.mark.parametrize("name", ["book", "browser", "image", "test", "wheel"])
 def test_workflows_call_the_makefile_and_nothing_else(name):
     workflow = yaml.safe_load((ROOT / f".github/workflows/{name}.yml").read_text())
     targets = re.findall(r"^([a-z]+):", (ROOT / "Makefile").read_text(), flags=re.MULTILINE)

@@ -1,0 +1,1 @@
+"""What a reader meets in a browser: the notebooks in JupyterLab, the report, the site. ``make browser`` runs it."""

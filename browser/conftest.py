@@ -1,0 +1,70 @@
+"""A browser, the folder of screenshots, the server of JupyterLab, the pages to look at."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from playwright.sync_api import Browser, Error, sync_playwright
+
+from browser.lab import Server
+
+ROOT = Path(__file__).parents[1]
+NAMES = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
+
+
+@pytest.fixture(scope="session")
+def browser() -> Iterator[Browser]:
+    """Playwright's own Chromium, else the one of this machine."""
+    with sync_playwright() as playwright:
+        own = Path(playwright.chromium.executable_path)
+        other = next(filter(None, map(shutil.which, NAMES)), None)
+        if not own.exists() and other is None:
+            pytest.exit(f"no Chromium: neither {own} nor one of {', '.join(NAMES)} is there. Get one: make chromium", 1)
+        sandbox = sys.platform != "linux" or os.geteuid() != 0  # Chromium refuses its sandbox to root
+        try:
+            started = playwright.chromium.launch(
+                executable_path=None if own.exists() else other, chromium_sandbox=sandbox
+            )
+        except Error as error:
+            pytest.exit(f"Chromium does not start: {error.message}. Another one: make chromium", 1)
+        yield started
+        started.close()
+
+
+@pytest.fixture(scope="session")
+def shots() -> Path:
+    """Where screenshots are kept."""
+    folder = ROOT / "build" / "browser"
+    folder.mkdir(parents=True, exist_ok=True)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    """JupyterLab on a copy of the notebooks, with settings of its own."""
+    with Server(tmp_path_factory.mktemp("lab"), ROOT) as started:
+        yield started
+
+
+@pytest.fixture(scope="session")
+def site() -> Path:
+    """What ``make book`` made."""
+    folder = ROOT / "build" / "book"
+    if not (folder / "explorer.html").exists():
+        pytest.exit(f"{folder} is not whole: make book", 1)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def report(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The report of the committed rows."""
+    page = tmp_path_factory.mktemp("report") / "report.html"
+    rows = sorted((ROOT / "data" / "results").glob("*.jsonl"))
+    subprocess.run([sys.executable, "-m", "cpt_core", "report", *rows, "--out", page], check=True, cwd=ROOT)
+    return page

@@ -1,0 +1,65 @@
+"""What every page must keep: silence on the console, nothing of the network, room for its words, and axe's rules."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from axe_playwright_python.sync_playwright import Axe
+from playwright.sync_api import Page, Request
+
+BAD = ("serious", "critical")
+
+
+class Heard:
+    """What pages say that they should not: errors on the console, requests that fail or leave the machine.
+
+    Args:
+        known: beginnings of what may be said.
+        offline: whether even a request to this machine is one too many.
+
+    Attributes:
+        said: a line each.
+    """
+
+    def __init__(self, known: Iterable[str] = (), offline: bool = False) -> None:
+        self.known, self.offline, self.said = tuple(known), offline, list[str]()
+
+    def listen(self, page: Page) -> None:
+        """Hear a page from now on."""
+        page.on("console", lambda m: self.note(f"console: {m.text}") if m.type == "error" else None)
+        page.on("pageerror", lambda error: self.note(f"error: {error}"))
+        page.on("requestfailed", lambda r: self.note(f"failed: {r.url[:200]} {r.failure}"))
+        page.on("response", lambda r: self.note(f"status {r.status}: {r.url}") if r.status >= 400 else None)
+        page.on("request", self.asked)
+
+    def asked(self, request: Request) -> None:
+        """Note what leaves the machine."""
+        local = request.url.startswith(("data:", "blob:", "file:"))
+        if not local and (self.offline or not request.url.startswith(("http://127.0.0.1:", "ws://127.0.0.1:"))):
+            self.note(f"request: {request.url}")
+
+    def note(self, line: str) -> None:
+        """Keep a line, if it is not known."""
+        if not line.startswith(self.known):
+            self.said.append(line)
+
+
+def accessible(page: Page, context: Mapping[str, Any] | None = None, without: Iterable[str] = ()) -> None:
+    """Assert that axe finds nothing serious or critical.
+
+    Args:
+        page: it, as it is shown now.
+        context: which parts; all of it when left out.
+        without: rules that do not count here.
+    """
+    # preload would fetch the style sheets again, which a browser refuses for files
+    options = {"resultTypes": ["violations"], "preload": False, "rules": {rule: {"enabled": False} for rule in without}}
+    found = Axe().run(page, context, options).response["violations"]
+    said = [
+        f"{finding['id']} ({finding['impact']}): {node['html'][:200]}: {node['failureSummary']}"
+        for finding in found
+        if finding["impact"] in BAD
+        for node in finding["nodes"][:5]
+    ]
+    assert not said, "\n".join(said)

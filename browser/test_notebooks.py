@@ -1,0 +1,117 @@
+"""Every notebook, run top to bottom in JupyterLab at smoke scale, and answered as a reader answers."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from playwright.sync_api import Browser
+
+from browser.lab import RAW_MATHS, Notebook, Server
+from browser.pages import Heard, accessible
+from cpt_core.teaching.notebooks import notebooks
+
+WIDTH, HEIGHT = 1366, 768
+OURS = {"include": [[".jp-OutputArea-output"], [".jp-MarkdownOutput"]]}
+WITHOUT = {
+    "image-alt": "JupyterLab drops the alt of a picture's metadata; that it is in the file is asked below",
+    "aria-input-field-name": "ipywidgets gives the handle of a slider no name; its label stands beside it",
+}
+# What JupyterLab says to the console of itself.
+ITS_OWN: tuple[str, ...] = ()
+
+
+@pytest.fixture(params=notebooks(), ids=lambda path: path.stem)
+def name(request: pytest.FixtureRequest) -> str:
+    """The file of a notebook."""
+    return request.param.name
+
+
+@pytest.fixture
+def heard() -> Heard:
+    """What the page says to the console, and asks of the network."""
+    return Heard(ITS_OWN)
+
+
+@pytest.fixture
+def book(name: str, browser: Browser, server: Server, heard: Heard, shots: Path) -> Iterator[Notebook]:
+    """The notebook, open."""
+    context = browser.new_context(viewport={"width": WIDTH, "height": HEIGHT})
+    page = context.new_page()
+    heard.listen(page)
+    yield Notebook(page, server, name)
+    page.screenshot(path=shots / f"lab-{Path(name).stem}-end.png")
+    context.close()
+    server.stop_kernels()
+
+
+def test_notebook(book: Notebook, heard: Heard, shots: Path) -> None:
+    """One test, for what comes later needs what ran before; every part says what it found."""
+    stem, page = book.path.stem, book.page
+    book.run_all()
+    book.picture(shots / f"lab-{stem}.png")
+    state = book.state()
+    for i, (cell, written) in enumerate(zip(state, book.cells, strict=True)):
+        assert not {"application/vnd.jupyter.error", "application/vnd.jupyter.stderr"} & {*cell["types"]}, cell["text"]
+        if written.cell_type == "code" and written.source.strip():
+            assert re.fullmatch(r"\[\d+\]:", cell["prompt"]), f"cell {i} did not run"
+        assert all(cell["pictures"]), f"cell {i}: a picture that is not loaded"
+
+    assert page.evaluate(RAW_MATHS) == []
+    assert page.locator("mjx-merror").count() == 0
+    assert page.locator(".jp-Notebook details[open]").count() == 0, "an answer that nobody asked for"
+    drawn = [o for c in book.saved().cells for o in c.get("outputs", []) if "image/png" in o.get("data", {})]
+    assert all(o.metadata.get("image/png", {}).get("alt") for o in drawn)
+    assert any(cell["pictures"] for cell in state)
+
+    sliders(book)
+    predictions(book)
+    exercise(book)
+    for scheme in ("light", "dark"):
+        page.emulate_media(color_scheme=scheme)
+        light = "true" if scheme == "light" else "false"
+        page.locator(f"body[data-jp-theme-light={light}]").wait_for(state="attached")
+        accessible(page, OURS, WITHOUT)
+    book.picture(shots / f"lab-{stem}-dark.png")
+    assert heard.said == []
+
+
+def sliders(book: Notebook) -> None:
+    """Every slider is moved by the keyboard, and what it drives changes."""
+    handles = book.page.locator(".jp-OutputArea-output [role=slider]")
+    for i in range(handles.count()):
+        handle = handles.nth(i)
+        output = book.page.locator(".jp-OutputArea", has=handle).last
+        shown = output.evaluate("e => [...e.querySelectorAll('img')].map(i => i.src).join() || e.innerText")
+        full = handle.get_attribute("aria-valuenow") == handle.get_attribute("aria-valuemax")
+        handle.press("ArrowLeft" if full else "ArrowRight")
+        changed = "([e, was]) => ([...e.querySelectorAll('img')].map(i => i.src).join() || e.innerText) !== was"
+        book.page.wait_for_function(changed, arg=[output.element_handle(), shown], timeout=60_000)
+
+
+def predictions(book: Notebook) -> None:
+    """A question is answered for those who have chosen, and for nobody else."""
+    asked = book.containing(r'exercises\.predict\(\s*"([^"]+)"')
+    told = book.containing(r'exercises\.reveal\(\s*"([^"]+)"')
+    assert asked
+    assert set(asked) == set(told)
+    for question, at in told.items():
+        before = book.state()[at]["text"]
+        assert f"{question}: choose first" in before
+        assert "the answer is" not in before
+        chosen = re.sub(r'(predict\(\s*"[^"]+",\s*)""', r'\1"a"', book.cells[asked[question]].source)
+        assert f"{question}: noted 'a'" in book.run(asked[question], chosen)
+        assert f"{question}: the answer is" in book.run(at)
+
+
+def exercise(book: Notebook) -> None:
+    """The solutions are correct where they are typed in, and nonsense is not."""
+    checks = book.containing(r'exercises\.check\("([^"]+)"')
+    (at,) = set(checks.values())
+    solutions = book.path.parent / "solutions" / f"{book.path.name[:2]}_solutions.py"
+    first = next(iter(checks))
+    said = book.run(at, f'{solutions.read_text(encoding="utf-8")}exercises.check("{first}", "nonsense")\n')
+    assert re.findall(r"exercise (\S+): correct", said) == list(checks)
+    assert f"exercise {first}: not yet" in said

@@ -1,0 +1,120 @@
+"""The report and the site, as files, on a screen, magnified, in the dark and on a phone."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from playwright.sync_api import Browser, Page, expect
+
+from browser.pages import Heard, accessible
+
+VIEWS: dict[str, dict[str, Any]] = {
+    "screen": {"viewport": {"width": 1366, "height": 768}},
+    "200-percent": {"viewport": {"width": 683, "height": 384}, "device_scale_factor": 2},  # what a browser's zoom does
+    "dark": {"viewport": {"width": 1366, "height": 768}, "color_scheme": "dark"},
+    "phone": {
+        "viewport": {"width": 390, "height": 844},
+        "device_scale_factor": 2,
+        "is_mobile": True,
+    },
+}
+SITE = (
+    "index.html",
+    "notebooks/01_schedules.html",
+    "notebooks/05_node_classification.html",  # wide outputs, tables, formulas
+    "api/index.html",
+    "api/make_schedule.html",
+    "REPRODUCING.html",  # the widest tables
+    "explorer.html",
+)
+PAGES = ("report", *SITE)
+TALLEST = 5000  # pixels of a screenshot
+
+# Words that a reader can reach only by moving the whole page; what scrolls in a box of its own is reached there.
+OUTSIDE = """() => {
+    const boxed = e => e && (e !== document.body && e !== document.documentElement) &&
+        (["auto", "scroll", "hidden", "clip"].includes(getComputedStyle(e).overflowX) ||
+            getComputedStyle(e).position === "fixed" || boxed(e.parentElement));
+    const hidden = e => !e.checkVisibility({visibilityProperty: true, opacityProperty: true});
+    const found = [], range = document.createRange();
+    const texts = document.createTreeWalker(document.body, NodeFilter.SHOW_TEXT);
+    for (let t = texts.nextNode(); t; t = texts.nextNode()) {
+        const e = t.parentElement;
+        if (!t.data.trim() || e.closest("script, style, noscript, template") || hidden(e) || boxed(e)) continue;
+        range.selectNodeContents(t);
+        for (const r of range.getClientRects())
+            if (r.width > 1 && r.height > 1 && (r.left < -1 || r.right > WIDTH + 1)) found.push(t.data.trim());
+    }
+    return found;
+}"""
+PICTURES = """() => [...document.images].filter(i => i.checkVisibility())
+    .filter(i => !i.alt.trim() || !i.complete || !i.naturalWidth).map(i => i.outerHTML.slice(0, 200))"""
+
+
+@pytest.fixture
+def heard() -> Iterator[Heard]:
+    """What the page says; nothing may be said, and nothing asked of the network."""
+    said = Heard(offline=True)
+    yield said
+    assert said.said == []
+
+
+@pytest.fixture
+def visit(browser: Browser, heard: Heard, request: pytest.FixtureRequest) -> Iterator[Callable[[str, str], Page]]:
+    """Open a page in a view."""
+    contexts = []
+
+    def open_(name: str, view: str) -> Page:
+        path = request.getfixturevalue("report") if name == "report" else request.getfixturevalue("site") / name
+        contexts.append(browser.new_context(**VIEWS[view]))
+        page = contexts[-1].new_page()
+        heard.listen(page)
+        page.goto(path.as_uri())
+        return page
+
+    yield open_
+    for context in contexts:
+        context.close()
+
+
+@pytest.mark.parametrize("view", VIEWS)
+@pytest.mark.parametrize("name", PAGES)
+def test_page(name: str, view: str, visit: Callable[[str, str], Page], shots: Path) -> None:
+    """Room for every word, words for every picture, silence, and nothing that axe calls serious."""
+    page, width = visit(name, view), VIEWS[view]["viewport"]["width"]
+    shot = f"{name.removesuffix('.html').replace('/', '-')}-{view}.png"
+    height = min(page.evaluate("document.documentElement.scrollHeight"), TALLEST)
+    page.set_viewport_size({"width": width, "height": height})
+    page.screenshot(path=shots / shot)
+    page.set_viewport_size(VIEWS[view]["viewport"])
+    page.evaluate("document.querySelectorAll('details').forEach(d => d.open = true)")
+    assert page.evaluate("document.documentElement.scrollWidth") <= width
+    assert page.evaluate(OUTSIDE.replace("WIDTH", str(width))) == []
+    assert page.evaluate(PICTURES) == []
+    accessible(page)
+
+
+def test_explorer(visit: Callable[[str, str], Page]) -> None:
+    """Every kind of control changes the line of Python that makes the schedule, and the picture."""
+    page = visit("explorer.html", "screen")
+    line, picture = page.locator("#line"), page.locator("#picture svg")
+    drawn = [picture.inner_html()]
+
+    def shows(words: str) -> None:
+        expect(line).to_contain_text(words)  # the page waits a moment for more
+        drawn.append(picture.inner_html())
+
+    page.get_by_label("Schedule", exact=True).select_option("CT")
+    shows('"CT"')
+    page.get_by_label("q_min (bits)").press("ArrowUp")
+    shows("q_min=4")
+    page.get_by_label("Cycles", exact=True).fill("4")
+    shows("n_cycles=4")
+    page.get_by_label("Schedule", exact=True).select_option("rex")
+    shows("triangular=True")
+    page.get_by_label("triangular").uncheck()
+    shows('PROFILES["rex"](), q_min=4, q_max=8, total_steps=64000, n_cycles=4)')
+    assert len(set(drawn)) == len(drawn)
