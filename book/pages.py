@@ -23,6 +23,7 @@ from pygments.lexers.special import TextLexer
 from pygments.util import ClassNotFound
 
 import cpt_core
+from cpt_core.teaching.predictions import with_answers
 
 ROOT = Path(__file__).parents[1]
 DOCUMENTS = ("*.md", "notebooks/*.md", "notebooks/*.ipynb", "data/cards/*.md")
@@ -88,6 +89,7 @@ def relinked(path: Path, text: str, documents: list[Path]) -> tuple[str, set[Pat
     if path.suffix != ".ipynb":
         return prose(text), reached
     book = json.loads(text)
+    book["cells"] = list(with_answers(book["cells"]))
     for cell in book["cells"]:
         if cell["cell_type"] == "markdown":
             cell["source"] = prose("".join(cell["source"]))

@@ -12,6 +12,8 @@ from latex2mathml.converter import convert
 from nbconvert import HTMLExporter
 from nbconvert.filters.markdown_mistune import IPythonRenderer, MarkdownWithMath
 
+from cpt_core.teaching.predictions import with_answers
+
 # nbconvert's page without the scripts that it would fetch: MathJax, RequireJS, Mermaid; pictures say what they show.
 ALT = """{% block data_png scoped %}{% set alt = output | get_metadata("alt", "image/png") | escape_html %}
 {{ super() | replace("<img ", '<img alt="' ~ alt ~ '" ', 1) }}{% endblock %}"""
@@ -67,6 +69,7 @@ def notebook_page(book: nbformat.NotebookNode, title: str = "notebook", note: st
         note: a line of text above it all.
     """
     book = _described(without_widgets(nbformat.from_dict(book)))
+    book.cells = [nbformat.from_dict(cell) for cell in with_answers(book.cells)]
     if note:
         book.cells.insert(0, nbformat.v4.new_markdown_cell(f"> {escape(note, quote=False)}"))
     text, _ = _Exporter(raw_template=TEMPLATE).from_notebook_node(book, {"metadata": {"name": title}})

@@ -8,21 +8,22 @@ EXTRAS = {"04": "lessons,vision", "06": "lessons,text"}
 GUARD = """\
 from importlib.util import find_spec
 
-if not find_spec("cpt_core"):  # in Colab, say: install the wheel that lies here, else the package of that name
+if not find_spec("cpt_core"):  # in Colab, say: install the wheel that lies beside this notebook
     from glob import glob
 
-    wheel = max(glob("./cpt_core-*.whl"), default="cpt-core")
-    get_ipython().run_line_magic("pip", f"install -q '{wheel}[EXTRAS]'")
+    wheels = sorted(glob("./cpt_core-*.whl"))
+    assert wheels, "put the file cpt_core-*.whl here, beside this notebook, and run this cell again"
+    get_ipython().run_line_magic("pip", f"install -q '{wheels[-1]}[EXTRAS]'")
 """
 
 
 def guard(number: str) -> str:
     """Return the first cell of the notebook of this number: it does nothing where ``cpt_core`` can be imported.
 
-    A wheel beside the notebook comes first, as a course hands one out or as it is uploaded to Colab; it brings the
-    committed rows. Nothing else is fetched.
+    The wheel lies beside the notebook, as a course hands one out or as it is uploaded to Colab; it brings the committed
+    rows. No name is asked of an index, where somebody else might have taken it.
 
     >>> print(guard("00").splitlines()[-1])
-        get_ipython().run_line_magic("pip", f"install -q '{wheel}[lessons]'")
+        get_ipython().run_line_magic("pip", f"install -q '{wheels[-1]}[lessons]'")
     """
     return GUARD.replace("EXTRAS", EXTRAS.get(number, "lessons")).strip()

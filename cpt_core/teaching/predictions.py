@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+import html
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any, NamedTuple
 
 
 class Prediction(NamedTuple):
@@ -10,7 +13,7 @@ class Prediction(NamedTuple):
 
     Attributes:
         answer: the letter of the right option.
-        because: a sentence or two; a notebook collapses both under its cell, for those who only read.
+        because: a sentence or two.
     """
 
     answer: str
@@ -68,3 +71,18 @@ PREDICTIONS = {
         "b", "Only phases that cross 8 bits change the instructions. This needs a machine with 8-bit products."
     ),
 }
+
+
+def with_answers(cells: Iterable[Mapping[str, Any]]) -> Iterator[Mapping[str, Any]]:
+    """Yield the cells of a notebook, below each that reveals an answer a collapsed one that holds it.
+
+    For pages: they have no kernel, so that nobody can choose there, and ``reveal`` tells nothing.
+    """
+    for cell in cells:
+        yield cell
+        if cell["cell_type"] == "code":
+            for question in re.findall(r'reveal\(\s*"([^"]+)"', "".join(cell["source"])):
+                answer, because = PREDICTIONS[question]
+                said = f"<details><summary>Answer</summary>({answer}) {html.escape(because, quote=False)}</details>"
+                name = re.sub(r"\W+", "-", f"answer {question}")
+                yield {"cell_type": "markdown", "id": name, "metadata": {}, "source": said}

@@ -16,7 +16,8 @@ import cpt_core as cpt
 from cpt_core.schedules.profiles import SUITE
 from cpt_core.teaching import exercises
 from cpt_core.teaching.checks import EXERCISES
-from cpt_core.teaching.predictions import PREDICTIONS
+from cpt_core.teaching.export import notebook_page
+from cpt_core.teaching.predictions import PREDICTIONS, with_answers
 
 FOLDER = Path(__file__).parents[2] / "notebooks"
 NOTEBOOKS = sorted(FOLDER.glob("*.ipynb"))
@@ -412,7 +413,7 @@ def test_rows_that_give_another_answer_are_heard(unchosen, capsys):
 
 
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda p: p.stem)
-def test_answers_of_predictions_are_collapsed_and_nowhere_else(path):
+def test_answers_of_predictions_are_on_pages_alone_and_collapsed(path):
     book = nbformat.read(path, as_version=4)
     sources = "\n".join(c.source for c in code(path))
     asked = [ast.literal_eval(question) for question, *_ in calls(sources, "reveal")]
@@ -420,15 +421,16 @@ def test_answers_of_predictions_are_collapsed_and_nowhere_else(path):
     predicted = calls(sources, "predict")
     assert sorted(ast.literal_eval(question) for question, *_ in predicted) == sorted(asked)
     assert {choice for _, choice, *_ in predicted} == {"''"}
+    pages = [nbformat.from_dict(cell) for cell in with_answers(book.cells)]
     for question in asked:
         answer, because = PREDICTIONS[question]
-        collapsed = f"<details><summary>Answer</summary>({answer}) {html.escape(because, quote=False)}</details>"
-        (at,) = [i for i, c in enumerate(book.cells) if f'reveal("{question}"' in re.sub(r"\(\s+", "(", c.source)]
-        assert book.cells[at + 1].source == collapsed
-        del book.cells[at + 1]
-        printed = "".join(o.get("text", "") for o in book.cells[at].outputs)
+        because = html.escape(because, quote=False)
+        (at,) = [i for i, c in enumerate(pages) if f'reveal("{question}"' in re.sub(r"\(\s+", "(", c.source)]
+        assert pages[at + 1].source == f"<details><summary>Answer</summary>({answer}) {because}</details>"
+        printed = "".join(o.get("text", "") for o in pages[at].outputs)
         assert f"{question}: choose first, in the cell with predict, then run this cell again\n" in printed
         assert because not in str(book)
+        assert notebook_page(book).count(because) == 1
         assert not re.search(r"the answer is", str(book))
 
 

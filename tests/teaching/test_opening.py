@@ -39,7 +39,7 @@ WHEEL = "cpt_core-{}-py3-none-any.whl".format
 @pytest.mark.parametrize(
     ("number", "there", "wanted"),
     [
-        ("00", [], "cpt-core[lessons]"),
+        ("00", [WHEEL("0.1.0")], f"./{WHEEL('0.1.0')}[lessons]"),
         ("04", [WHEEL("0.1.0"), "other-1-py3-none-any.whl"], f"./{WHEEL('0.1.0')}[lessons,vision]"),
         ("06", [WHEEL("0.1.0"), WHEEL("0.2.0")], f"./{WHEEL('0.2.0')}[lessons,text]"),
     ],
@@ -48,6 +48,13 @@ def test_where_the_package_is_missing_the_wheel_is_asked_for(number, there, want
     for name in there:
         (tmp_path / name).touch()
     assert asked("bare", number, tmp_path) == [f"install -q '{wanted}'"]
+
+
+def test_without_a_wheel_it_says_what_to_do_and_asks_for_nothing(tmp_path):
+    command = [sys.executable, "-c", SHELL, "bare", guard("00")]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path)
+    assert done.returncode != 0
+    assert "AssertionError: put the file cpt_core-*.whl here, beside this notebook" in done.stderr
 
 
 def test_where_the_package_is_nothing_is_asked_for(tmp_path):
