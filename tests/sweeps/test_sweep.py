@@ -527,7 +527,7 @@ def test_wrong_values_are_refused_before_anything_runs(choices, message, tmp_pat
     assert not (tmp_path / "rows.jsonl").exists()
 
 
-def test_a_sweep_that_waits_for_another_says_so_also_without_a_bar(quick, tmp_path, capsys):
+def test_a_sweep_that_waits_for_another_says_so_also_without_a_bar(quick, tmp_path, capsys, monkeypatch):
     store, (spec,) = tmp_path / "rows.jsonl", specs_of("CR")
     held, free = threading.Event(), threading.Event()
 
@@ -536,9 +536,15 @@ def test_a_sweep_that_waits_for_another_says_so_also_without_a_bar(quick, tmp_pa
             held.set()
             free.wait(30)
 
+    written = sweep_module.tqdm.write
+
+    def write(*what):
+        written(*what)
+        free.set()
+
+    monkeypatch.setattr(sweep_module.tqdm, "write", write)
     threading.Thread(target=other).start()
     held.wait(30)
-    threading.Timer(1, free.set).start()
     run_grid([spec], store, workers=0)
     said = capsys.readouterr().err
     where = stores.place(store, "locks", spec.key)
