@@ -93,19 +93,17 @@ def _load(library: Path) -> None:
 
 
 def _build(library: Path, flags: tuple[str, ...]) -> None:
-    try:
-        from torch.utils import cpp_extension  # takes half a second, and is needed once
-    except ImportError as error:  # older releases of torch need setuptools, which an environment may lack
-        raise NoKernelsError(f"torch cannot build them: {error}") from None
-
-    includes = [*cpp_extension.include_paths(), sysconfig.get_paths()["include"]]
+    # torch.utils.cpp_extension knows these folders, too, but needs setuptools, and its import looks for CUDA and warns.
+    home = Path(torch.__file__).parent
+    headers = home / "include"
+    includes = (headers, headers / "torch" / "csrc" / "api" / "include", sysconfig.get_paths()["include"])
     found = compiler()
     assert found is not None
     handle, part = tempfile.mkstemp(suffix=".so", dir=library.parent)
     os.close(handle)
     try:
         command = [found, "-std=c++20", *flags, *(f"-I{path}" for path in includes), str(SOURCES[0]), "-o", part]
-        command += [f"-L{path}" for path in cpp_extension.library_paths()] + ["-lc10", "-ltorch_cpu", "-ltorch"]
+        command += [f"-L{home / 'lib'}", "-lc10", "-ltorch_cpu", "-ltorch"]
         done = subprocess.run(command, capture_output=True, text=True)
         if done.returncode:
             lines = [line for line in done.stderr.splitlines() if "error" in line] or done.stderr.splitlines()
