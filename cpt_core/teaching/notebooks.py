@@ -6,6 +6,7 @@ Running them needs the extra "notebooks", copying does not.
 from __future__ import annotations
 
 import ast
+import re
 import shutil
 import time
 from collections.abc import Sequence
@@ -53,7 +54,8 @@ def copy_notebooks(folder: Path) -> list[Path]:
     """Copy the notebooks and solutions into a folder, and into its ``data/`` the rows, cards and numbers they speak of.
 
     The copies run with this package wherever they lie; their runs go to ``runs/`` beside them. What they compare with
-    is read from the package, so that the rows in ``data/`` are there to be looked at.
+    is read from the package, so that the rows in ``data/`` are there to be looked at. Links to pages of the repository
+    become their words: a copy may lie anywhere.
 
     Returns:
         The notebooks.
@@ -74,6 +76,9 @@ def copy_notebooks(folder: Path) -> list[Path]:
     for copy, path in copies.items():
         copy.parent.mkdir(parents=True, exist_ok=True)
         shutil.copyfile(path, copy)
+        if copy.parent == folder:
+            text = copy.read_text(encoding="utf-8")
+            copy.write_text(re.sub(r"\[([^\]]*)\]\(\.\./[^)]*\)", r"\1", text), encoding="utf-8")
     return [copy for copy in copies if copy.suffix == ".ipynb"]
 
 

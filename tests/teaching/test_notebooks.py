@@ -301,6 +301,9 @@ def test_copies_hold_the_notebooks_and_what_they_speak_of(tmp_path):
         "solutions/00_solutions.py",
     ):
         assert (tmp_path / "mine" / part).is_file()
+    for page in [*copies, *(tmp_path / "mine").glob("*.md")]:
+        for link in re.findall(r"\]\(([\w./-]+\.(?:ipynb|md|py))", page.read_text(encoding="utf-8")):
+            assert (page.parent / link).exists(), f"{page.name}: {link}"
     copies[0].write_text("my answers")
     with pytest.raises(FileExistsError, match=r"00_start_here\.ipynb is there already"):
         copy_notebooks(tmp_path / "mine")
