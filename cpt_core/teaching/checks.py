@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -20,10 +21,49 @@ from cpt_core.teaching.answers import Exercise, Refused, like, near, number, of_
 from cpt_core.teaching.demonstrations import tiny_problem
 
 
+def _share(value: float, tolerance: float = 1e-3) -> Callable[[Any], bool]:
+    """Return a check of a share: a number from 0 to 1, or a percentage that says so."""
+    right = near(value, tolerance)
+
+    def check(answer: Any) -> bool:
+        percentage = isinstance(answer, str) and "%" in answer
+        return right(number(answer) / (100 if percentage else 1))
+
+    return check
+
+
+def _costs(bits: Any, low: float, high: float) -> None:
+    if not low <= (found := relative_cost(bits, 8)) <= high:
+        raise Refused(f"it costs {found:.3f} of static 8")
+
+
+def _cheap(answer: Any) -> bool:
+    _costs(of_the_suite(answer).bits(), 0, 0.5)
+    return True
+
+
+def _falling(answer: Any) -> bool:
+    s = of_the_suite(answer)
+    _costs(s.bits(), 0.7, 0.9)
+    if s(0) != s.q_max:
+        raise Refused(f"it starts at {s(0)} bits, and rises")
+    return True
+
+
+def _seldom_at_q_min(answer: Any) -> bool:
+    names = answer if isinstance(answer, list | tuple | set) else [answer]
+    given = {word for name in names for word in re.findall("[a-z]+", words(name))} - {"and", "or"}
+    return bool(given) and given <= {"er", "eth"}
+
+
 def _own_curve(answer: Any) -> bool:
-    s = schedule(answer, 1000)
-    bits = s.bits()
-    return bits[-1] == 8 and bits.min() >= 3 and 0.50 <= relative_cost(bits, 8) <= 0.55
+    bits = schedule(answer, 1000).bits()
+    if bits[-1] != 8:
+        raise Refused(f"it ends at {bits[-1]} bits")
+    if bits.min() < 3:
+        raise Refused(f"it goes down to {bits.min()} bits")
+    _costs(bits, 0.50, 0.55)
+    return True
 
 
 def _own_loop(answer: Any) -> bool:
@@ -60,6 +100,10 @@ def _cheap_and_good(answer: Any) -> bool:
 def _on_grid(x: torch.Tensor, n: int, round: Callable[..., torch.Tensor], shift: float = 1) -> torch.Tensor:
     step = (x.max() - x.min()) / n
     return round((x - x.min()) / step) * step + shift * x.min()
+
+
+def _rows_on_grid(x: torch.Tensor, n: int) -> torch.Tensor:
+    return torch.stack([_on_grid(row, n, torch.round) for row in x])
 
 
 _SLIPS = {
@@ -181,23 +225,21 @@ def _intensity(rows: int, inputs: int, outputs: int) -> float:
 _SPREAD = torch.linspace(-1.0, 2.2, 33).square()
 _MATRIX = _SPREAD[1:].view(4, 8) - torch.tensor([[0.0], [1.0], [2.0], [-5.0]])
 _EQUAL = torch.full((3,), 0.7)
+_ONE_ROW_EQUAL = torch.stack([_EQUAL, torch.tensor([0.0, 0.4, 1.0])])
 _MESSAGES = torch.tensor([[0.1, 0.9, -0.4], [3.0, -2.0, 0.7], [0.0, 0.5, 5.0]])
 _STAR = torch.tensor([[0.0, 1, 0, 0], [1, 0, 1, 1], [0, 1, 0, 0], [0, 1, 0, 0]])
 _CR = make_schedule("CR", q_min=3, q_max=8, total_steps=64_000, n_cycles=8)
 _ETH = make_schedule("ETH", q_min=3, q_max=8, total_steps=64_000, n_cycles=8)
 
 EXERCISES = {
-    "00.1": Exercise(lambda s: of_the_suite(s).relative_cost() < 0.5, "cpt.make_schedule, large savings"),
-    "00.2": Exercise(
-        lambda s: 0.7 < of_the_suite(s).relative_cost() < 0.9 and s(0) == 8,
-        "small savings, triangular",
-    ),
-    "00.3": Exercise(near(_CR.share_at(8), 2e-3), "schedule.bits() is an array: compare it with 8 and take the mean"),
+    "00.1": Exercise(_cheap, "cpt.make_schedule, with a name of large savings"),
+    "00.2": Exercise(_falling, "two have small savings; schedules.price_figure(...) shows which of them falls first"),
+    "00.3": Exercise(_share(_CR.share_at(8), 2e-3), "schedule.bits() is an array: compare it with 8 and take the mean"),
     "00.4": Exercise(
         _own_loop, "section 2 has the loop: quantize_, PrecisionScheduler, and its step() after the optimizer's"
     ),
-    "01.1": Exercise(lambda n: words(n) in ("er", "eth"), "small savings; share_at(q_min) of a schedule tells"),
-    "01.2": Exercise(_own_curve, "stay low for longer: try a power of u"),
+    "01.1": Exercise(_seldom_at_q_min, "the last column of section 3's table; share_at(q_min) of a schedule tells it"),
+    "01.2": Exercise(_own_curve, "3 + 5 * u costs 0.628; a power of u stays low for longer"),
     "01.3": Exercise(
         like(_ETH.__call__, *[(t,) for t in (0, 500, 3000, 7000, 7999, 8000, 9000, 12_000, 20_500, 63_999)]),
         "section 1's lines: the 1st, 3rd, ... cycle takes f(1 - x), the others f(x) = 1 - e^(-4x); then round(...)",
@@ -209,8 +251,8 @@ EXERCISES = {
     "01.5": Exercise(
         _cheap_and_good, "few bits for most of the steps, but not so few that the loss stays high: try RR"
     ),
-    "02.1": Exercise(near(32), "2^q"),
-    "02.2": Exercise(near(48 / 192), "three products of 4 by 4 bits, by three of 8 by 8"),
+    "02.1": Exercise(near(32), "2^q, which Python writes 2**q"),
+    "02.2": Exercise(_share(48 / 192), "three products of 4 by 4 bits, by three of 8 by 8"),
     "02.4": Exercise(
         like(lambda q, q_max: (q * q + 2 * q * q_max) / (3 * q_max**2), (4, 8), (8, 8), (3, 6)),
         "three products: one of q by q bits, two of q by q_max; divide by what they cost at q_max",
@@ -225,8 +267,12 @@ EXERCISES = {
         "add to x what is missing to x_q, and .detach() it: then autograd takes it for a constant",
     ),
     "02.8": Exercise(
-        like(lambda x, q: quantize(x, q, "linear_weight"), (_MATRIX, 2), (_MATRIX.T, 3)),
-        "x.amin(1, keepdim=True) is the minimum of every row",
+        like(
+            lambda x, q: quantize(x, q, "linear_weight"),
+            *[(_MATRIX, 2), (_MATRIX.T, 3), (_ONE_ROW_EQUAL, 2)],
+            slips={"the first row has a step of 0": lambda x, q: _rows_on_grid(x, 2**q - 1)},
+        ),
+        "x.amin(1, keepdim=True) is the minimum of every row; a step of 0 as in exercise 5",
     ),
     "03.1": Exercise(
         lambda g: words(g) in ("large", "large savings", "rr", "rth"), "if quality does not suffer, take the cheapest"

@@ -72,7 +72,7 @@ def bitops_table(
     total_steps: int,
     n_cycles: int = 8,
 ) -> None:
-    """Print the operations (MACs) of a forward pass, and the BitOps of whole trainings, one line per schedule.
+    """Print the operations (MACs) of a forward pass, one line per part, and the BitOps of trainings, one per schedule.
 
     Args:
         model: quantised or not; only shapes matter, so it may live on the "meta" device.
@@ -89,8 +89,9 @@ def bitops_table(
     for call in trace(model, inputs)[0]:
         named = (word for start, word in (parts or {}).items() if call.layer.startswith(start))
         macs[next(named, call.kind)] += call.macs
-    shares = ", ".join(f"{name} {count:,} ({100 * count / macs.total():.1f} %)" for name, count in macs.items())
-    print(f"operations of a forward pass: {macs.total():,}: {shares}")
+    print(f"operations of a forward pass: {macs.total():,}")
+    for name, count in macs.items():
+        print(f"  {name:<{max(map(len, macs))}}  {count:>{len(f'{macs.total():,}')},}  {count / macs.total():>6.1%}")
     print(f"{'':<8}{'cost':>6}" + "".join(f"{f'BitOps, {c}':>17}" for c in conventions))
     for arm in arms:
         lowest = None if arm == "STATIC" else q_min

@@ -41,8 +41,8 @@ def slopes(q: int = 3, narrow: float = 0.001, wide: float = 0.5) -> Figure:
             left.plot(ends, stairs(ends), mark, markersize=5, label=f"{name} difference, h = {h:g}", **look)
             right.plot(v, (stairs(v + h) - stairs(v - h)) / (2 * h), mark[1:], **look)
         right.axhline(1, color=RAMP, linewidth=1)
-        left.set(xlabel="value x", ylabel="rounded value q(x)")
-        right.set(xlabel="value x", ylabel="slope", ylim=(-0.2, 2))
+        left.set(xlabel="value x", ylabel="rounded value q(x)", title="the staircase")
+        right.set(xlabel="value x", ylabel="slope", ylim=(-0.2, 2), title="its slope at every place")
         legend_below(figure, left)
     return figure
 

@@ -85,9 +85,13 @@ def chosen_schedule(name: str = "CR", q_min: int = 2, n_cycles: int = 4) -> Sche
     check_range(q_min, Q_MAX, STEPS)
     if name == STATIC:
         return StaticSchedule(q_min, STEPS)
+    return _drawn(name, q_min, Q_MAX, n_cycles, STEPS)
+
+
+def _drawn(name: str, q_min: int, q_max: int, n_cycles: int, total_steps: int) -> Schedule:
     with warnings.catch_warnings():  # the picture shows, and its title says, at how many bits it ends
         warnings.simplefilter("ignore", ShortCycleWarning)
-        return make_schedule(name, q_min=q_min, q_max=Q_MAX, total_steps=STEPS, n_cycles=n_cycles)
+        return make_schedule(name, q_min=q_min, q_max=q_max, total_steps=total_steps, n_cycles=n_cycles)
 
 
 def baseline(schedule: Schedule, seed: int = 0) -> Run:
@@ -159,12 +163,13 @@ def schedule_picture(
     """Draw a schedule, or say why there is none: on the same axes whatever is chosen, so that it alone moves."""
     with drawing(figsize=(8, 2.6)) as (figure, ((ax,),)):
         try:
-            s = make_schedule(name, q_min=q_min, q_max=q_max, total_steps=total_steps, n_cycles=n_cycles)
+            s = _drawn(name, q_min, q_max, n_cycles, total_steps)
         except ValueError as error:
             said = textwrap.fill(str(error), 90)
         else:
             schedules.draw_schedule(ax, s)
-            said = f"{name}: relative cost {s.relative_cost():.3f}, noise exposure {s.noise_exposure():.0f}"
+            said = f"{name}: relative cost {s.relative_cost():.3f}, noise exposure {s.noise_exposure():,.0f}"
+            said += f", the last step has {s.bits()[-1]} bits"
         ax.set_title(said, fontsize=10, parse_math=False)
         ax.set(xlabel="training step", ylabel="bits", xlim=(0, total_steps), ylim=(0.4, MOST_BITS + 0.6))
         ax.set_yticks(range(1, MOST_BITS + 1))

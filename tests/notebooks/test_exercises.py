@@ -68,9 +68,11 @@ SUITE_64 = "q_min=3, q_max=8, total_steps=64_000"
 # Further answers that are right, and ones that are wrong, by exercise.
 RIGHT = {
     "00.1": [f'cpt.make_schedule("RTH", {SUITE_64})', f'cpt.make_schedule("RR", {SUITE_64}, n_cycles=2)'],
-    "00.3": ['"0.205"', "np.float32(0.205)", '"20.5 / 100"'],
+    "00.2": [f'cpt.make_schedule("ETH", {SUITE_64}, n_cycles=4)'],
+    "00.3": ['"0.205"', "np.float32(0.205)", '"20.5 / 100"', '"20.5 %"', '"20,5%"'],
     "00.4": ["own_loop()"],
-    "01.1": ['"ER"', '"eth"', '" Er "', f'cpt.make_schedule("ER", {SUITE_64})'],
+    "01.1": ['"ER"', '"eth"', '" Er "', '"ER and ETH"', '("ETH", "ER")', f'cpt.make_schedule("ER", {SUITE_64})'],
+    "01.2": ["cpt.FunctionSchedule(lambda u: 4 if u < 0.8 else 8, total_steps=1000)"],
     "01.3": ["lambda t: 8 - round(5 * math.exp(-4 * abs((t // 8000 + 1) % 2 - t % 8000 / 8000)))"],
     "01.4": ["lambda s: s.share_at(s.q_min)", "lambda s: torch.tensor(s.bits() == s.q_min).float().mean()"],
     "01.5": [
@@ -79,7 +81,7 @@ RIGHT = {
         'cpt.make_schedule("RTH", q_min=3, q_max=8, total_steps=400, n_cycles=2)',
     ],
     "02.1": ["32.0", '"32"', "np.int64(32)", "torch.tensor(32)", "np.array([32])"],
-    "02.2": ["48 / 192", "0.2501", '"0.25"', '"0,25"', '"1/4"', "torch.tensor(0.25, requires_grad=True)"],
+    "02.2": ["48 / 192", "0.2501", '"0.25"', '"0,25"', '"1/4"', '"25 %"', "torch.tensor(0.25, requires_grad=True)"],
     "02.5": ["lambda x, q: cpt.quantize(x, q).requires_grad_()", "lambda x, q: grid(x, 2**q - 1, least=1e-12)"],
     "02.6": ["18_874_368.0", '"18,874,368"'],
     "02.7": ["cpt.quantize", "lambda x, q: x - (x - cpt.quantize(x, q)).detach()"],
@@ -136,7 +138,7 @@ WRONG = {
         "cpt.DeficitSchedule(3, 8, [(16_000, 32_000)], 64_000)",
         "cpt.StaticSchedule(7, 64_000)",
     ],
-    "00.3": [*NO_NUMBER, "0.5", "13_000"],
+    "00.3": [*NO_NUMBER, "0.5", "13_000", "20.5", '"0.205 %"', '"20"'],
     "00.4": [
         "own_loop(quantize=False)",
         "own_loop(follow=False)",
@@ -147,13 +149,18 @@ WRONG = {
         "lambda model: []",
         "[2.3]",
     ],
-    "01.1": ['"RTH"', '"E"', "4", "None", f'cpt.make_schedule("RR", {SUITE_64})'],
+    "01.1": [
+        *['"RTH"', '"E"', '"ER and RTH"', '""', "()", '("ER", 4)', "4", "None"],
+        f'cpt.make_schedule("RR", {SUITE_64})',
+    ],
     "01.2": [
         *NO_SCHEDULE,
         "lambda u: 3 + 5 * u**1.9",
         "cpt.FunctionSchedule(lambda u: 3 + 5 * u**1.9, total_steps=500)",
         "cpt.FunctionSchedule(lambda u: 3 + 5 * u, total_steps=1000)",
         "cpt.FunctionSchedule(lambda u: 2 + 6 * u**1.5, total_steps=1000)",
+        "cpt.FunctionSchedule(lambda u: 3 + 5 * u**9, total_steps=1000)",
+        "cpt.FunctionSchedule(lambda u: 8 - 5 * u**2, total_steps=1000)",
     ],
     "01.3": [
         "lambda t: 5",
@@ -175,7 +182,7 @@ WRONG = {
         'cpt.make_schedule("LR", q_min=3, q_max=8, total_steps=400)',
     ],
     "02.1": [*NO_NUMBER, "31", "5", "{32}"],
-    "02.2": [*NO_NUMBER, "0.5", "80 / 192"],
+    "02.2": [*NO_NUMBER, "0.5", "80 / 192", "25", '"0.25 %"'],
     "02.4": ["lambda q, q_max: q / q_max", "lambda q: 1", "0.4"],
     "02.5": [
         "lambda x, q: x",
@@ -196,7 +203,13 @@ WRONG = {
         "lambda x, q: x.add_(1)",
         "0.5",
     ],
-    "02.8": ["cpt.quantize", "lambda x, q: cpt.quantize(x.T, q, 'linear_weight').T", "lambda x, q: x.amin(1)", "2"],
+    "02.8": [
+        "lambda x, q: torch.stack([grid(row, 2**q - 1) for row in x])",
+        "cpt.quantize",
+        "lambda x, q: cpt.quantize(x.T, q, 'linear_weight').T",
+        "lambda x, q: x.amin(1)",
+        "2",
+    ],
     "03.1": ['"medium"', '"large cost"', '"not large"', '"small"', '["large"]', "1", "None"],
     "03.2": [*NO_NUMBER, "6", "4", '"static 5"'],
     "03.3": ["lambda runs: [True] * len(runs)", "lambda runs: True", "lambda runs: runs[9]", "[True]"],
@@ -332,6 +345,26 @@ def test_wrong_answers_get_a_hint_without_a_traceback(exercise, answer, capsys):
 @pytest.mark.parametrize(("slip", "sentence"), SLIPS.items(), ids=SLIPS.values())
 def test_what_is_wrong_with_a_quantiser_is_said(slip, sentence, capsys):
     assert f"; {sentence}" in said("02.5", slip, capsys)
+
+
+REASONS = {
+    ("00.1", f'cpt.make_schedule("CR", {SUITE_64})'): "it costs 0.633 of static 8",
+    ("00.2", f'cpt.make_schedule("RTH", {SUITE_64})'): "it costs 0.399 of static 8",
+    ("00.2", f'cpt.make_schedule("ER", {SUITE_64})'): "it starts at 3 bits, and rises",
+    ("01.2", WRONG["01.2"][-4]): "it costs 0.628 of static 8",
+    ("01.2", WRONG["01.2"][-3]): "it goes down to 2 bits",
+    ("01.2", WRONG["01.2"][-2]): "it costs 0.359 of static 8",
+    ("01.2", WRONG["01.2"][-1]): "it ends at 3 bits",
+}
+
+
+@pytest.mark.parametrize(("asked", "reason"), REASONS.items(), ids=[f"{n}-{r}" for (n, _), r in REASONS.items()])
+def test_what_is_wrong_with_a_schedule_is_said(asked, reason, capsys):
+    assert f": not yet: {reason}. Hint: " in said(*asked, capsys)
+
+
+def test_a_row_without_a_step_is_told(capsys):
+    assert "; the first row has a step of 0. Hint: " in said("02.8", WRONG["02.8"][0], capsys)
 
 
 def test_what_is_wrong_with_a_gradient_is_said(capsys):

@@ -115,6 +115,12 @@ def test_a_moved_slider_trains_anew_and_says_so(monkeypatch, capsys):
     assert said == [(1, "training for 400 steps ..."), (2, ""), (2, "training for 400 steps ..."), (3, "")]
 
 
+@pytest.mark.filterwarnings("error")
+def test_a_schedule_that_ends_below_q_max_is_drawn_and_its_title_says_so():
+    figure = playground.schedule_picture("RTH", q_min=1, q_max=12, n_cycles=16)
+    assert figure.axes[0].get_title().endswith(", the last step has 10 bits")
+
+
 def test_without_widgets_there_is_a_picture(monkeypatch):
     monkeypatch.setitem(sys.modules, "ipywidgets", None)
     assert "noise exposure" in playground.explore().axes[0].get_title()
