@@ -145,6 +145,10 @@ def _average_precision(hits: list[bool], objects: int) -> float:
     return sum(max(precisions[i:]) for i, hit in enumerate(hits) if hit) / objects
 
 
+def _precision_at_hits(hits: list[bool], objects: int) -> float:
+    return sum(sum(hits[: i + 1]) / (i + 1) for i, hit in enumerate(hits) if hit) / objects
+
+
 def _normalised(adjacency: torch.Tensor) -> torch.Tensor:
     joined = adjacency + torch.eye(len(adjacency))
     scale = joined.sum(1).rsqrt()
@@ -279,6 +283,12 @@ EXERCISES = {
             ([True, True, False, True, False, False], 4),
             ([False, True, True, False], 2),
             ([False, False], 3),
+            slips={
+                "every hit counts the precision at its place, not the best one from there on": _precision_at_hits,
+                "it divides by the hits, not by all the objects": lambda hits, objects: _average_precision(
+                    hits, max(1, sum(hits))
+                ),
+            },
         ),
         "for every hit the best precision from there on; their sum over the number of objects",
     ),
@@ -303,12 +313,28 @@ EXERCISES = {
             (_MESSAGES, 2),
             (_MESSAGES, 4),
             (-_MESSAGES[:1], 3),
+            slips={
+                "nothing is rounded": lambda m, bits: m.sum(0),
+                "all messages have one range together": lambda m, bits: quantize(m, bits).sum(0),
+                "the sum is rounded, and not what is summed": lambda m, bits: quantize(m.sum(0), bits),
+                "this is the mean": lambda m, bits: quantize(m, bits, "graph_aggregation").mean(0),
+            },
         ),
         'cpt.quantize(messages, bits, "graph_aggregation") first, then the sum over the neighbours, .sum(0)',
     ),
     "06.1": Exercise(lambda x: _share(0.063, 1e-3)(abs(number(x))), "1 minus the sum in its line"),
     "06.2": Exercise(
-        like(lambda inputs, units: 4 * units * (inputs + units), (800, 800), (64, 32), tolerance=0),
+        like(
+            lambda inputs, units: 4 * units * (inputs + units),
+            (800, 800),
+            (64, 32),
+            tolerance=0,
+            slips={
+                "these are those of one gate": lambda inputs, units: units * (inputs + units),
+                "a bias is added, not multiplied": lambda inputs, units: 4 * units * (inputs + units + 1),
+                "these are those of a step of 35 x 20 words": lambda inputs, units: 2800 * units * (inputs + units),
+            },
+        ),
         "four gates, each with a matrix for the input and one for the hidden state; of the 3,584,000,000 of a step "
         "35 x 20 words have a share each",
     ),
@@ -322,7 +348,13 @@ EXERCISES = {
         "only the seeds that both have count: section 5 prints it, and its cell shows how to compute it",
     ),
     "06.6": Exercise(
-        like(lambda tokens, width: 2 * tokens**2 * width, (128, 768), (7, 3), tolerance=0),
+        like(
+            lambda tokens, width: 2 * tokens**2 * width,
+            (128, 768),
+            (7, 3),
+            tolerance=0,
+            slips={"these are those of one product": lambda tokens, width: tokens**2 * width},
+        ),
         "queries by keys is a table of tokens by tokens, and each of its numbers takes as many as the heads are wide, "
         "together; probabilities by values takes as many again",
     ),

@@ -329,6 +329,29 @@ def test_wrong_answers_get_a_hint_without_a_traceback(exercise, answer, capsys):
         assert "not supported" not in line
 
 
+@pytest.mark.parametrize(
+    ("exercise", "slip", "sentence"),
+    [
+        ("04.5", WRONG["04.5"][1], "every hit counts the precision at its place, not the best one from there on"),
+        (
+            "04.5",
+            "lambda hits, n: np.mean([np.mean(hits[: i + 1]) for i, h in enumerate(hits) if h])",
+            "it divides by the",
+        ),
+        ("05.7", WRONG["05.7"][0], "nothing is rounded"),
+        ("05.7", WRONG["05.7"][1], "the sum is rounded, and not what is summed"),
+        ("05.7", WRONG["05.7"][2], "all messages have one range together"),
+        ("05.7", "lambda m, bits: cpt.quantize(m, bits, 'graph_aggregation').mean(0)", "this is the mean"),
+        ("06.2", "lambda i, u: u * (i + u)", "these are those of one gate"),
+        ("06.2", "lambda i, u: 4 * u * (i + u) + 4 * u", "a bias is added, not multiplied"),
+        ("06.2", WRONG["06.2"][1], "these are those of a step of 35 x 20 words"),
+        ("06.6", WRONG["06.6"][0], "these are those of one product"),
+    ],
+)
+def test_what_is_wrong_with_other_answers_is_said(exercise, slip, sentence, capsys):
+    assert f"; {sentence}" in said(exercise, slip, capsys)
+
+
 @pytest.mark.parametrize(("slip", "sentence"), SLIPS.items(), ids=SLIPS.values())
 def test_what_is_wrong_with_a_quantiser_is_said(slip, sentence, capsys):
     assert f"; {sentence}" in said("02.5", slip, capsys)
