@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -104,11 +105,6 @@ def _straight_through(function: Any) -> bool:
     return True
 
 
-def _share(value: float, tolerance: float) -> Callable[[Any], bool]:
-    """A check of a share, which may also be given in percent."""
-    return lambda answer: near(value, tolerance)(answer) or near(100 * value, 100 * tolerance)(answer)
-
-
 def _front(runs: list[tuple[float, float]]) -> list[bool]:
     return [not any(c <= cost and a > accuracy for c, a in runs) for cost, accuracy in runs]
 
@@ -153,6 +149,25 @@ def _normalised(adjacency: torch.Tensor) -> torch.Tensor:
     joined = adjacency + torch.eye(len(adjacency))
     scale = joined.sum(1).rsqrt()
     return scale[:, None] * joined * scale
+
+
+def _share(value: float, tolerance: float) -> Callable[[Any], bool]:
+    """Return a check of a number of which percents are hundredths: "72.9 %" is 0.729."""
+
+    def right(answer: Any) -> bool:
+        percent = isinstance(answer, str) and answer.strip().endswith("%")
+        return near(value, tolerance)(number(answer) / (100 if percent else 1))
+
+    return right
+
+
+def _counted(value: float, unit: str) -> Callable[[Any], bool]:
+    """Return a check of a whole number that may have its unit behind it."""
+
+    def right(answer: Any) -> bool:
+        return near(value)(re.sub(rf"\s*{unit}s?\s*$", "", answer) if isinstance(answer, str) else answer)
+
+    return right
 
 
 def _window(answer: Any) -> bool:
@@ -240,7 +255,7 @@ EXERCISES = {
     "03.1": Exercise(
         lambda g: words(g) in ("large", "large savings", "rr", "rth"), "if quality does not suffer, take the cheapest"
     ),
-    "03.2": Exercise(near(5), "notebook 02: what a step at q bits costs"),
+    "03.2": Exercise(_counted(5, "bit"), "notebook 02: what a step at q bits costs"),
     "03.3": Exercise(
         like(
             _front,
@@ -293,7 +308,7 @@ EXERCISES = {
         "for every hit the best precision from there on; their sum over the number of objects",
     ),
     "05.1": Exercise(near(8**0.5, 0.03), "degrees 4 and 2, with the self-loops"),
-    "05.2": Exercise(_share(0.593, 5e-3), "the line of 2 bits, under FP-Agg"),
+    "05.2": Exercise(lambda x: near(59.3, 0.5)(x) or near(0.593, 5e-3)(x), "the line of 2 bits, under FP-Agg"),
     "05.3": Exercise(near(-math.inf), "can a logit be too large?"),
     "05.4": Exercise(
         like(_normalised, (_STAR,), (torch.ones(3, 3) - torch.eye(3),)),
@@ -322,7 +337,7 @@ EXERCISES = {
         ),
         'cpt.quantize(messages, bits, "graph_aggregation") first, then the sum over the neighbours, .sum(0)',
     ),
-    "06.1": Exercise(lambda x: _share(0.063, 1e-3)(abs(number(x))), "1 minus the sum in its line"),
+    "06.1": Exercise(lambda x: _share(0.063, 1e-3)(x) or _share(-0.063, 1e-3)(x), "1 minus the sum in its line"),
     "06.2": Exercise(
         like(
             lambda inputs, units: 4 * units * (inputs + units),
