@@ -12,7 +12,7 @@ from matplotlib.figure import Figure
 from cpt_core.analysis.groups import AGGREGATIONS, aggregation_groups, named
 from cpt_core.analysis.pages import Section
 from cpt_core.analysis.statistics import paired
-from cpt_core.analysis.style import COLORS, drawing, title
+from cpt_core.analysis.style import COLORS, drawing, legend_below, title
 
 COLORED = {"fp": COLORS["small"], "quantized": COLORS["large"]}
 
@@ -65,6 +65,7 @@ def figure_5(runs: pd.DataFrame, bits: int = 8) -> Figure:
     with drawing(1, 2, figsize=(10, 3.8)) as (figure, axes):
         _curves(axes[0, 0], runs, bits)
         _differences(axes[0, 1], aggregation_difference(runs))
+        legend_below(figure, axes[0, 0])
         figure.suptitle(title(runs), fontsize=10)
     return figure
 
@@ -88,7 +89,6 @@ def _curves(ax: Axes, runs: pd.DataFrame, bits: int) -> None:
         ax.plot(steps, values.mean(0), color=color, label=label, linewidth=1.4)
         ax.fill_between(steps, values.min(0), values.max(0), color=color, alpha=0.15, linewidth=0)
     ax.set(xlabel="training step", ylabel="validation accuracy (%)")
-    ax.legend(loc="lower right", fontsize=8)
 
 
 def _differences(ax: Axes, found: pd.DataFrame) -> None:
@@ -100,7 +100,7 @@ def _differences(ax: Axes, found: pd.DataFrame) -> None:
     ax.axhline(0, color="#888888", linewidth=0.8)
     ax.set_xticks(range(len(arms)), arms)
     ax.set_xlim(-0.8, len(arms) - 0.2)
-    ax.set_ylabel("Q-Agg minus FP-Agg\ntest accuracy, points; a dot per seed")
+    ax.set_ylabel("Q-Agg minus FP-Agg (points)")
 
 
 def sections(runs: pd.DataFrame) -> Iterator[Section]:

@@ -112,14 +112,15 @@ def focal_loss_table(background: int, objects: int, says: Sequence[float], of_ob
             return float(sigmoid_focal_loss(logit, target, alpha=0.25, gamma=2))
         return float(torch.nn.functional.binary_cross_entropy_with_logits(logit, target))
 
-    print(f"{background:,} anchors on background, {objects} on objects; on objects the model says {of_objects:g}")
-    print("it says of background   background's share of the loss: cross entropy   focal loss")
+    print(f"{background:,} anchors on background, {objects} on objects; these are given the probability {of_objects:g}")
+    print("probability of an object   share of background in the loss")
+    print("     given to background    cross entropy     focal loss")
     for p in says:
         shares = []
         for focal in (False, True):
             empty, full = background * loss(p, 0.0, focal), objects * loss(of_objects, 1.0, focal)
             shares.append(100 * empty / (empty + full))
-        print(f"{p:22g}   {shares[0]:42.1f} %   {shares[1]:8.1f} %")
+        print(f"{p:24g}   {shares[0]:12.1f} %   {shares[1]:10.1f} %")
 
 
 def average_precision(hits: Sequence[bool], objects: int) -> float:

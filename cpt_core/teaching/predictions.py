@@ -54,8 +54,7 @@ PREDICTIONS = {
     ),
     "aggregation": Prediction(
         "c",
-        "Of the GCN, the interval of Q-Agg minus FP-Agg at 8 bits holds 0; half a point shows where intervals are "
-        "narrower.",
+        "Of the GCN, the interval of Q-Agg minus FP-Agg at 8 bits holds 0 and leaves out half a point.",
     ),
     "six bits": Prediction("b", "About 2 % on Penn Treebank, with both seeds; 6 bits with 8-bit gradients lose 0.2 %."),
     "deficit": Prediction(

@@ -9,6 +9,7 @@ import pandas as pd
 from cpt_core.analysis.groups import title_of
 from cpt_core.analysis.metrics import counted
 from cpt_core.analysis.pages import terminal
+from cpt_core.analysis.quality_cost import SILENT
 
 
 def ran(runs: pd.DataFrame) -> None:
@@ -60,11 +61,16 @@ def design(runs: pd.DataFrame) -> None:
 
 
 def brief(table: pd.DataFrame) -> None:
-    """Print a table of several lines without the columns that say the same in all of them; these follow in words."""
+    """Print a table of several lines without the columns that say the same in all of them; these follow in words.
+
+    Left out are columns without a name, and those that say nothing there (``SILENT``).
+    """
     same = [name for name in table if table[name].nunique(dropna=False) == 1]
     print(terminal(table.drop(columns=same)))
-    if same:
-        print("in every line: " + "; ".join(f"{name} {table[name].iloc[0]}" for name in same))
+    values = {name: table[name].iloc[0] for name in same if name}
+    said = [f"{name} {value}" for name, value in values.items() if SILENT.get(name) != value]
+    if said:
+        print("in every line: " + "; ".join(said))
 
 
 def _range(values: pd.Series) -> str:

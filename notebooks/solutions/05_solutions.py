@@ -23,7 +23,7 @@ def normalised(adjacency):
     return joined / (degrees[:, None] * degrees).sqrt()
 
 
-# 5. No softmax: nll_raw(torch.tensor([1e9, 0.0]), 0) is minus a billion.
+# 5. No softmax: of the logits 1000 and 0, with the class 0, it makes -1000.
 def nll_raw(logits, label):
     """Return the raw-logit loss of a node."""
     return -logits[label]

@@ -274,6 +274,9 @@ def test_figure_5_shows_curves_and_paired_differences():
     dots = [line.get_ydata() for line in right.lines if line.get_marker() == "o"]
     assert all(d == pytest.approx([1.0] * 3) for d in dots)
     assert figure.get_suptitle() == "GCN on made up, 3 seeds"
+    (legend,) = figure.legends  # below both panels: it hides no curve
+    assert [t.get_text() for t in legend.get_texts()] == ["FP-Agg, static 8 bits", "Q-Agg, static 8 bits"]
+    assert left.get_legend() is None
     with pytest.raises(ValueError, match="no finished run of static 4 with FP-Agg"):
         aggregation.figure_5(both_aggregations(), bits=4)
 

@@ -90,7 +90,7 @@ RIGHT = {
         "lambda x, q: torch.stack([cpt.quantize(r, q) for r in x])",
     ],
     "03.1": ['"Large"', '"large savings"', '" LARGE  savings"', '"RR"', '"rth"'],
-    "03.2": ["5.0", '"5"', "np.int8(5)"],
+    "03.2": ["5.0", '"5"', "np.int8(5)", '"5 bits"'],
     "03.3": [
         "lambda runs: torch.tensor([not any(c <= x and a > y for c, a in runs) for x, y in runs])",
         "lambda runs: np.array([all(c > x or a <= y for c, a in runs) for x, y in runs])",
@@ -99,12 +99,12 @@ RIGHT = {
         "lambda a, b: float(np.mean([a[s] - b[s] for s in a if s in b]))",
         "lambda a, b: (torch.tensor([a[s] - b[s] for s in b if s in a])).mean()",
     ],
-    "04.1": ["4 / 9", "0.44", '"4/9"', '"0.444"'],
-    "05.1": ["8**0.5", "2.83", "math.sqrt(8)"],
-    "05.2": ['"59.3 %"', "59"],
+    "04.1": ["4 / 9", "0.44", '"4/9"', '"0.444"', '"44 %"'],
+    "05.1": ["8**0.5", "2.83", "2.8", "math.sqrt(8)"],
+    "05.2": ['"59.3 %"', "59", "0.593"],
     "05.3": ['-float("inf")', '"-inf"', "-np.inf", "-torch.inf"],
     "05.7": ["lambda m, bits: sum(cpt.quantize(m, bits, 'graph_aggregation')).numpy()"],
-    "06.1": ["0.063", "-0.063"],
+    "06.1": ["0.063", "-0.063", '"6.3 %"', '"-6.3 %"'],
     "06.3": ["math.exp(math.log(10_000))", "1 / (1 / 10_000)", '"10,000"', '"10 000"', '"1e4"'],
     "06.4": ["lambda p: torch.tensor(p).log().mean().neg().exp()"],
     "07.1": ['"0.729"', "0.7292"],
@@ -219,7 +219,7 @@ WRONG = {
         "lambda a, b: sum(a[s] - b[s] for s in a) / len(a)",
         "lambda a, b: {s: a[s] - b[s] for s in a if s in b}",
     ],
-    "04.1": [*NO_NUMBER, "32 / 48"],
+    "04.1": [*NO_NUMBER, "32 / 48", "44.4", "1024"],
     "04.2": ["lambda a, b: 0.759", "lambda a, b: a - b", "lambda a, b: a"],
     "04.3": ["lambda height, width: 9 * (height // 8) * (width // 8)", "94_851"],
     "04.5": [
@@ -227,8 +227,8 @@ WRONG = {
         "lambda hits, objects: sum(sum(hits[: i + 1]) / (i + 1) for i, h in enumerate(hits) if h) / objects",
         "0.688",
     ],
-    "05.1": [*NO_NUMBER, "4"],
-    "05.2": [*NO_NUMBER, "1.4"],
+    "05.1": [*NO_NUMBER, "4", "8", "3"],
+    "05.2": [*NO_NUMBER, "1.4", "0.478", "5.93"],
     "05.3": [*NO_NUMBER, "0", 'float("inf")', "-1e30"],
     "05.4": ["lambda a: a", "lambda a: a + torch.eye(4)", "lambda a: a.sum(1)"],
     "05.5": ["lambda logits, label: -logits.log_softmax(0)[label]", "lambda logits, label: logits[label]"],
@@ -237,7 +237,7 @@ WRONG = {
         "lambda m, bits: cpt.quantize(m.sum(0), bits)",
         "lambda m, bits: cpt.quantize(m, bits).sum(0)",
     ],
-    "06.1": [*NO_NUMBER, "0.007", "0.937"],
+    "06.1": [*NO_NUMBER, "0.007", "0.937", "6.3"],
     "06.2": ["lambda i, u: 4 * u * u", "lambda i, u: 700 * 4 * u * (i + u)", "5_120_000"],
     "06.3": [*NO_NUMBER, "math.log(10_000)", "9_990", "9.2"],
     "06.4": ["lambda p: sum(p) / len(p)", "lambda p: math.log(p)", "2.8"],
@@ -340,6 +340,29 @@ def test_wrong_answers_get_a_hint_without_a_traceback(exercise, answer, capsys):
     if "lambda" not in answer:  # else it is the reader's own function that raises, in Python's words
         assert "has no attribute" not in line
         assert "not supported" not in line
+
+
+@pytest.mark.parametrize(
+    ("exercise", "slip", "sentence"),
+    [
+        ("04.5", WRONG["04.5"][1], "every hit counts the precision at its place, not the best one from there on"),
+        (
+            "04.5",
+            "lambda hits, n: np.mean([np.mean(hits[: i + 1]) for i, h in enumerate(hits) if h])",
+            "it divides by the",
+        ),
+        ("05.7", WRONG["05.7"][0], "nothing is rounded"),
+        ("05.7", WRONG["05.7"][1], "the sum is rounded, and not what is summed"),
+        ("05.7", WRONG["05.7"][2], "all messages have one range together"),
+        ("05.7", "lambda m, bits: cpt.quantize(m, bits, 'graph_aggregation').mean(0)", "this is the mean"),
+        ("06.2", "lambda i, u: u * (i + u)", "these are those of one gate"),
+        ("06.2", "lambda i, u: 4 * u * (i + u) + 4 * u", "a bias is added, not multiplied"),
+        ("06.2", WRONG["06.2"][1], "these are those of a step of 35 x 20 words"),
+        ("06.6", WRONG["06.6"][0], "these are those of one product"),
+    ],
+)
+def test_what_is_wrong_with_other_answers_is_said(exercise, slip, sentence, capsys):
+    assert f"; {sentence}" in said(exercise, slip, capsys)
 
 
 @pytest.mark.parametrize(("slip", "sentence"), SLIPS.items(), ids=SLIPS.values())

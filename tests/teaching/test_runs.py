@@ -61,9 +61,12 @@ def test_an_experiment_is_described_by_its_rows(capsys):
 
 
 def test_what_all_lines_of_a_table_say_is_said_once(capsys):
-    brief(pd.DataFrame({"arm": ["CR", "RR"], "n": 10, "cost": [0.6, 0.4], "paper": "not in the paper"}))
-    brief(pd.DataFrame({"arm": ["CR", "RR"], "n": [10, 9]}))
+    silent = {"": "H1", "paper": "not in the paper", "failed": 0}
+    brief(pd.DataFrame({"arm": ["CR", "RR"], "n": 10, "cost": [0.6, 0.4], "diverged": 0, **silent}))
+    brief(pd.DataFrame({"arm": ["CR", "RR"], "n": [10, 9], **silent}))
+    brief(pd.DataFrame({"arm": ["CR", "RR"], "failed": 1}))
     lines = [line.split() for line in capsys.readouterr().out.splitlines()]
     assert lines[:3] == [["arm", "cost"], ["CR", "0.6"], ["RR", "0.4"]]
-    assert " ".join(lines[3]) == "in every line: n 10; paper not in the paper"
-    assert lines[4:] == [["arm", "n"], ["CR", "10"], ["RR", "9"]]
+    assert " ".join(lines[3]) == "in every line: n 10; diverged 0"
+    assert lines[4:7] == [["arm", "n"], ["CR", "10"], ["RR", "9"]]
+    assert " ".join(lines[-1]) == "in every line: failed 1"
