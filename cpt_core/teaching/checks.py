@@ -194,16 +194,6 @@ def _normalised(adjacency: torch.Tensor) -> torch.Tensor:
     return scale[:, None] * joined * scale
 
 
-def _share(value: float, tolerance: float) -> Callable[[Any], bool]:
-    """Return a check of a number of which percents are hundredths: "72.9 %" is 0.729."""
-
-    def right(answer: Any) -> bool:
-        percent = isinstance(answer, str) and answer.strip().endswith("%")
-        return near(value, tolerance)(number(answer) / (100 if percent else 1))
-
-    return right
-
-
 def _counted(value: float, unit: str) -> Callable[[Any], bool]:
     """Return a check of a whole number that may have its unit behind it."""
 
