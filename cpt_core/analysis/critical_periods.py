@@ -151,6 +151,7 @@ def recovery(runs: pd.DataFrame) -> pd.DataFrame:
     clean = length[length.place == "none"]
     shortest = clean[clean.total == clean.total.min()].iloc[0]
     metric, alone = metric_named(name), _runs_of(runs, shortest)
+    metric = replace(metric, digits=metric.digits + 1)  # whether an interval holds 0 is to be seen
     gains = [interval(paired(_runs_of(runs, arm), alone, name)) for _, arm in start.iterrows()]
     against = pd.DataFrame(gains, columns=["difference", "low", "high"])
     return pd.DataFrame(

@@ -72,3 +72,12 @@ def test_three_ways_beside_a_schedule(capsys):
     assert delayed.split("delayed")[1].split() == "worse not told apart".split()
     assert early.count("static 8 worse") == 2
     assert fewer.count("not told apart") == 2
+
+
+def test_what_notebook_08_says_of_them_all(capsys):
+    files = {"digits": "digits", "facebook": "facebook", "characters": "pydoc"}
+    choosing.show_equal_cost({name: committed(f"equal_cost_{file}") for name, file in files.items()})
+    lines = capsys.readouterr().out.splitlines()[1:]
+    assert [line.split()[0] for line in lines] == [name for name in files for _ in range(3)]
+    assert not any("better" in line for line in lines[::3])  # a delay
+    assert all(line.replace("–", "worse").count("worse") == 2 for line in lines[1::3])  # stopped early
