@@ -10,7 +10,7 @@ training loop of one's own:
 >>> import torch
 >>> model = torch.nn.Sequential(torch.nn.Linear(8, 32), torch.nn.ReLU(), torch.nn.Linear(32, 2))
 >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.2)
->>> batches = [(x, (x.sum(1) > 0).long()) for x in torch.randn(20, 64, 8, generator=torch.Generator().manual_seed(0))]
+>>> batches = [(x, (x.sum(1) > 0).long()) for x in torch.randn(25, 64, 8, generator=torch.Generator().manual_seed(0))]
 >>> def train_step(step):
 ...     x, y = batches[step % len(batches)]
 ...     loss = torch.nn.functional.cross_entropy(model(x), y)
