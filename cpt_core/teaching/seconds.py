@@ -37,7 +37,7 @@ WAYS = {
 Q_GRAD = 8
 KINDS = ("linear", "convolutions")
 SIZES = {"smoke": (384, 24), "demo": (2048, 128), "paper": (2048, 128)}  # rows of the one, pictures of the other
-REPEATS = {"smoke": 7, "demo": 5, "paper": 15}
+REPEATS = {"smoke": 7, "demo": 7, "paper": 15}
 HUES = ("small", "large", "medium")
 ROOFS = {"float32": torch.float32, "bfloat16": torch.bfloat16, "int8": torch.int8}
 
