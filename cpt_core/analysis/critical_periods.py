@@ -151,6 +151,7 @@ def recovery(runs: pd.DataFrame) -> pd.DataFrame:
     clean = length[length.place == "none"]
     shortest = clean[clean.total == clean.total.min()].iloc[0]
     metric, alone = metric_named(name), _runs_of(runs, shortest)
+    metric = replace(metric, digits=metric.digits + 1)  # whether an interval holds 0 is to be seen
     gains = [interval(paired(_runs_of(runs, arm), alone, name)) for _, arm in start.iterrows()]
     against = pd.DataFrame(gains, columns=["difference", "low", "high"])
     return pd.DataFrame(
@@ -172,8 +173,8 @@ def figure_8(runs: pd.DataFrame, metric: str | None = None) -> Figure:
     """Draw a critical-period experiment: a dot per seed, lines through the means, controls of the same length.
 
     Left: deficits of R steps at the start, which make training R steps longer. Right: windows of low precision within
-    a training of fixed length. The learning curve of training without a deficit is drawn over both, on an axis of its
-    own, at the right.
+    a training of fixed length. The learning curve of training without a deficit is drawn in grey over both, its steps
+    and its quality on the same axes; where it is worse than all runs it is cut.
 
     Args:
         runs: of one experiment, see ``deficits``.
@@ -188,14 +189,16 @@ def figure_8(runs: pd.DataFrame, metric: str | None = None) -> Figure:
     values = runs.assign(value=drawn.factor * runs[name]).groupby(["arm", "recipe"])["value"]
     dots = {key: part.dropna().to_numpy() for key, part in values}
     panels = [kind for kind in ("length", "window") if (found.experiment == kind).any()]
-    with drawing(1, len(panels), figsize=(5 * len(panels), 4), sharey=True) as (figure, axes):
+    with drawing(1, len(panels), figsize=(5 * len(panels), 4.2), sharey=True) as (figure, axes):
         for ax, kind in zip(axes[0], panels, strict=True):
             part = found[found.experiment == kind]
             (_length if kind == "length" else _window)(ax, part, [dots[r.arm, r.recipe] for r in part.itertuples()])
             ax.plot([], [], color=COLORS["static"], label="control: q_max, same length")
-            ax.tick_params(labelleft=True)  # shared, but for the learning curve's axis beside it
-            _learning_curve(ax, runs, min(part.total), name, drawn)
-            ax.legend(fontsize=8, loc="lower left", bbox_to_anchor=(0, 1), ncols=3)  # above the axes: over no point
+        limits = axes[0][0].get_ylim()  # shared, and those of the runs
+        for ax, kind in zip(axes[0], panels, strict=True):
+            _learning_curve(ax, runs, min(found[found.experiment == kind].total), name, drawn)
+            ax.set_ylim(limits)
+            ax.legend(fontsize=8, loc="lower left", bbox_to_anchor=(0, 1), ncols=2)  # above the axes: over no point
         if drawn.better < 0:
             axes[0][0].invert_yaxis()
         axes[0][0].set_ylabel(drawn.label)
@@ -239,20 +242,14 @@ def _window(ax: Axes, part: pd.DataFrame, dots: list[np.ndarray]) -> None:
 
 
 def _learning_curve(ax: Axes, runs: pd.DataFrame, total: int, name: str, metric: Metric) -> None:
-    """Draw the mean learning curve of the shortest training without a deficit, on a second axis."""
+    """Draw the mean learning curve of the shortest training without a deficit."""
     clean = runs[(runs["status"] == "ok") & (runs["stop"] == 0) & (runs["total_steps"] == total)]
     curves = [{e["step"]: e["test"][name] for e in evaluations} for evaluations in clean["evaluations"]]
     steps = sorted(set.intersection(*map(set, curves))) if curves else []  # those that all seeds have
     if len(steps) < 2:
         return
-    second = ax.twinx()
     means = [metric.factor * np.mean([curve[step] for curve in curves]) for step in steps]
-    second.plot(steps, means, color="#999999", linewidth=1, zorder=0)
-    second.set_ylabel("learning curve without a deficit (grey)", color=QUIET, fontsize=8)
-    second.tick_params(colors=QUIET, labelsize=8)
-    second.grid(visible=False)
-    if metric.better < 0:
-        second.invert_yaxis()
+    ax.plot(steps, means, color=QUIET, linewidth=1, zorder=0, label="learning curve without a deficit")
 
 
 def sections(runs: pd.DataFrame) -> Iterator[Section]:

@@ -188,7 +188,7 @@ def predictors_figure(found: Mapping[str, pd.DataFrame]) -> Figure:
         ax.set_yticks(range(len(found))[::-1], labels, fontsize=8, parse_math=False)
         ax.set_ylim(-0.6, len(found) - 0.4)
         ax.set_xlim(-1.05, 1.05)
-        ax.set_xlabel("rank correlation with quality (expected sign)")
+        ax.set_xlabel("rank correlation with quality, positive in the expected direction")
         ax.legend(fontsize=8, loc="lower center", bbox_to_anchor=(0.4, 1.0), ncols=3)
     return figure
 

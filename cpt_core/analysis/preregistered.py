@@ -80,7 +80,7 @@ def _interval(e: Estimate) -> str:
 
 
 def answers_figure(found: Sequence[Answer]) -> Figure:
-    """Draw the primary effects of the answered questions, each in its unit: mean, 95 % interval, margin in grey.
+    """Draw the primary effects of the answered questions, each in its unit: mean, 95 % interval, its margin in grey.
 
     Raises:
         ValueError: when no question is answered.
@@ -91,13 +91,14 @@ def answers_figure(found: Sequence[Answer]) -> Figure:
     with drawing(len(shown), 1, figsize=(8, 0.75 * len(shown) + 0.3)) as (figure, axes):
         for ax, (a, e) in zip(axes[:, 0], shown, strict=True):
             low, high = e.interval()
-            ax.axvspan(-e.margin, e.margin, color="#dddddd", linewidth=0)
+            margin = np.nan_to_num(e.margin)  # some have none
+            ax.axvspan(-margin, margin, color="#dddddd", linewidth=0)
             ax.axvline(0, color="#888888", linewidth=0.8)
             ax.errorbar(e.mean, 0, xerr=[[e.mean - low], [high - e.mean]], fmt="o", color=COLORS["static"], capsize=3)
             ax.plot(e.values, np.full(len(e.values), -0.6), "|", color=COLORS["static"], alpha=0.5)
-            widest = 1.15 * max(e.margin, *np.abs(e.values), abs(low), abs(high))
+            widest = 1.15 * max(margin, *np.abs(e.values), abs(low), abs(high))
             ax.set(xlim=(-widest, widest), ylim=(-1, 0.7), yticks=[])
-            ax.set_title(f"{a.question}  {e.what} ({e.unit})", fontsize=8, loc="left")
+            ax.set_title(f"{a.question}  {e.what}" + (f" ({e.unit})" if e.unit else ""), fontsize=8, loc="left")
             ax.tick_params(labelsize=8)
     return figure
 

@@ -204,7 +204,8 @@ class Sensitivity:
                 ax.plot(x, self.weights(over) / even, "D", color="#D55E00", markersize=4, label="used by allocate")
             if self.estimated:
                 estimated = np.array(self.estimated).mean(1 if over == "time" else 0)
-                ax.plot(x, estimated / estimated.sum() / (even / even.sum()), "x", color="#0072B2", label="estimated")
+                shares = estimated / estimated.sum() / (even / even.sum())
+                ax.plot(x, shares, "x", color="#0072B2", label="estimated from gradients")
             ax.set_xticks(x, self.places(over), rotation=30, ha="right", fontsize=8)
             ax.set_ylabel("response w, 1: as if all were alike", fontsize=8)
             ax.spines[["top", "right"]].set_visible(False)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import re
+import textwrap
 import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import fields
@@ -13,14 +15,30 @@ import pandas as pd
 
 from cpt_core.analysis.equal_cost import equal_cost
 from cpt_core.analysis.groups import quality_cost_groups, title_of
+from cpt_core.analysis.preregistered import outcome
 from cpt_core.analysis.quality_cost import summary
 from cpt_core.experiments.recipes import recipe
+from cpt_core.formats.costs import COSTS
 from cpt_core.paths import results_dir
+from cpt_core.schedules.make import make_schedule
+from cpt_core.schedules.schedule import Schedule, StaticSchedule
 from cpt_core.schedules.solver import solve_schedule
-from cpt_core.teaching.exercises import warnings_as_text
+from cpt_core.teaching.exercises import show, warnings_as_text
 from cpt_core.teaching.parameters import Parameters
 from cpt_core.training.precision_range import PrecisionRange
 from cpt_core.training.range_test import RangeTestWarning, precision_range_test
+
+WIDTH = 110  # characters of a line that a notebook shows beside the list of files, on a small screen
+
+
+def show_outcome(runs: pd.DataFrame) -> None:
+    """Print what rows say of schedules and static precision at equal cost: a question, and a line for each answer."""
+    for said in outcome(runs):
+        question, *answers = re.split(r"(?<=[.?]) (?=[A-Z])", said)
+        print(question)
+        for answer in answers:
+            print(textwrap.fill(answer, WIDTH, initial_indent="  ", subsequent_indent="    "))
+        print()
 
 
 def _stored() -> dict[str, Any]:
@@ -36,7 +54,7 @@ def stored_range_test(name: str) -> PrecisionRange:
 
 def show_range_tests() -> None:
     """Print the committed range tests: the share of q_max's loss reduction at each precision, and both q_min."""
-    print(f"{'':<29}{'f(2)':>14}{'f(3)':>14}{'f(4)':>14}   q_min found   here  paper")
+    print(f"{'data set/network':<29}{'f(2)':>14}{'f(3)':>14}{'f(4)':>14}   q_min found   here  paper")
     for name, test in _stored().items():
         cells = []
         for bits in (2, 3, 4):
@@ -77,20 +95,34 @@ def own_range_test(given: Parameters) -> PrecisionRange:
 def show_budgets(
     budgets: Sequence[float], families: Sequence[str], q_min: int, q_max: int, total_steps: int, delay: float = 0.0
 ) -> None:
-    """Print the schedules that meet some budgets, by family, or why none does."""
-    print("budget  family       power   cost     noise exposure   share of steps at q_min")
+    """Print the schedules that meet some budgets, by family, and why none meets the others."""
+    lines, unmet = [], []
     for budget in budgets:
         for family in families:
             try:
                 found = solve_schedule(budget, q_min, q_max, total_steps, family=family, delay=delay)
             except ValueError as error:
-                print(f"{budget:<7} {family:<12} {error}")
+                unmet.append(f"{family}: {error}")
                 continue
             power = found.to_dict().get("schedule", found.to_dict()).get("profile", {}).get("power", float("nan"))
-            print(
-                f"{budget:<7} {family:<12}{power:6.3f}  {found.relative_cost():.4f}   {found.noise_exposure():14.1f}   "
-                f"{found.share_at(q_min):.3f}"
-            )
+            measures = f"{found.relative_cost():.4f}", f"{found.noise_exposure():.1f}", f"{found.share_at(q_min):.3f}"
+            lines.append((f"{budget:g}", family, f"{power:.3f}", *measures))
+    if lines:
+        columns = ["budget", "family", "power", "cost", "noise exposure", "share of steps at q_min"]
+        show(pd.DataFrame(lines, columns=columns))
+    for said in unmet:
+        print(textwrap.fill(said, WIDTH, subsequent_indent="  "))
+
+
+def show_costs(q_min: int, q_max: int, total_steps: int = 64_000) -> None:
+    """Print what static precisions and a schedule of every group cost by each of ``COSTS``; static q_max is 1."""
+    arms: dict[str, Schedule] = {f"static {q}": StaticSchedule(q, total_steps) for q in range(q_min, q_max)}
+    arms |= {
+        name: make_schedule(name, q_min=q_min, q_max=q_max, total_steps=total_steps) for name in ("RR", "CR", "ER")
+    }
+    costs = {arm: [s.relative_cost(q_max, q_max, cost=name) for name in COSTS] for arm, s in arms.items()}
+    lines = [(arm, *(f"{c:.3f}" for c in of)) for arm, of in sorted(costs.items(), key=lambda line: line[1])]
+    show(pd.DataFrame(lines, columns=["arm", *COSTS]))
 
 
 def show_spending(specs: Sequence[Any]) -> None:
@@ -110,17 +142,25 @@ def show_fronts(runs: pd.DataFrame) -> None:
             front = arms[arms["Pareto front"] == "yes"]
             print(title_of(group))
             costs = zip(front["arm"], front["relative cost"], strict=True)
-            print("  " + ", ".join(f"{arm} ({cost})" for arm, cost in costs))
+            whole = ", ".join(f"{arm} ({cost})".replace(" ", "\u00a0") for arm, cost in costs)  # broken at commas only
+            said = textwrap.fill(whole, WIDTH, initial_indent="  ", subsequent_indent="  ")
+            print(said.replace("\u00a0", " "))
 
 
 def show_equal_cost(experiments: Mapping[str, pd.DataFrame]) -> None:
-    """Print, for experiments by name, what three ways to spend the BitOps of a schedule did against it."""
+    """Print, for experiments by name, what three ways to spend the BitOps of a schedule did beside it."""
     ways = {"the same, delayed": " delayed ", "8 bits, stopped early": "static 8,", "fewer bits": "static [2-7]"}
-    for name, runs in experiments.items():
-        found = equal_cost(runs)
+    found = {name: equal_cost(runs) for name, runs in experiments.items()}
+    bases = list(dict.fromkeys(base for lines in found.values() for base in lines["base"]))
+    table = []
+    for name, lines in found.items():
         for way, pattern in ways.items():
-            said = [
-                f"{r.arm} {'better than' if r.low > 0 else 'worse than' if r.high < 0 else 'not told from'} {r.base}"
-                for r in found[(found.arm != found.base) & found.arm.str.contains(pattern)].itertuples()
-            ]
-            print(f"{name}, {way}: {'; '.join(said) or 'not run'}")
+            arms = lines[(lines.arm != lines.base) & lines.arm.str.contains(pattern)]
+            said = {base: [_beside(r) for r in arms[arms.base == base].itertuples()] for base in bases}
+            table.append((name, way, *("; ".join(said[base]) or "–" for base in bases)))
+    show(pd.DataFrame(table, columns=["task", "spent on", *(f"beside {base}" for base in bases)]))
+
+
+def _beside(line: Any) -> str:
+    word = "better" if line.low > 0 else "worse" if line.high < 0 else "not told apart"
+    return f"{line.arm.partition(',')[0]} {word}" if line.arm.startswith("static") else word

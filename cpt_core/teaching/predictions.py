@@ -61,7 +61,7 @@ PREDICTIONS = {
         "c", "At the start the low steps cost many points, at the end even more: there is no time left to make up."
     ),
     "one budget": Prediction(
-        "c", "On the digits; the graph and the characters, printed above it, do not agree on static bits."
+        "c", "On the digits; the graph and the characters, printed below, do not agree on static bits."
     ),
     "three": Prediction(
         "c", "Codes of 3 bits lie in the same int8 lanes as those of 8: the same bytes, the same instructions."

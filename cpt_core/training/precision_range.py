@@ -133,7 +133,7 @@ def judge(
         reason = f"{share} of the loss reduction at {top} bits, at least {threshold:g}"
     else:
         reason = f"the first precision at which the loss falls, by {share} of its start (at least {threshold:g})"
-    return answer(q_min, reason, _doubt(of, q_min, threshold, len(traces)))
+    return answer(q_min, reason, _doubt(of, q_min, threshold, losses))
 
 
 def _shares(mode: str, start: float, losses: list[float]) -> list[float]:
@@ -144,10 +144,12 @@ def _shares(mode: str, start: float, losses: list[float]) -> list[float]:
     return [(before - loss) / start for before, loss in zip((start, *losses), losses, strict=False)]
 
 
-def _doubt(of: dict[int, tuple[float, float]], q_min: int, threshold: float, seeds: int) -> str:
+def _doubt(of: dict[int, tuple[float, float]], q_min: int, threshold: float, losses: list[list[float]]) -> str:
     """Name the precisions whose share could have fallen on the other side of the threshold."""
-    if seeds == 1:
+    if len(losses) == 1:
         return "one seed: the noise of the answer is unknown"
+    if all(of_seed == losses[0] for of_seed in losses):
+        return f"all {len(losses)} seeds saw the same batches: the noise of the answer is unknown; try another dwell"
     close = [
         f"f({q}) = {mean:.2f} +- {std:.2f}"
         for q, (mean, std) in of.items()

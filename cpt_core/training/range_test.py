@@ -10,7 +10,7 @@ training loop of one's own:
 >>> import torch
 >>> model = torch.nn.Sequential(torch.nn.Linear(8, 32), torch.nn.ReLU(), torch.nn.Linear(32, 2))
 >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.2)
->>> batches = [(x, (x.sum(1) > 0).long()) for x in torch.randn(20, 64, 8, generator=torch.Generator().manual_seed(0))]
+>>> batches = [(x, (x.sum(1) > 0).long()) for x in torch.randn(25, 64, 8, generator=torch.Generator().manual_seed(0))]
 >>> def train_step(step):
 ...     x, y = batches[step % len(batches)]
 ...     loss = torch.nn.functional.cross_entropy(model(x), y)
@@ -82,7 +82,8 @@ def precision_range_test(
         threshold: on the share of q_max's loss reduction (0.8), in mode "continuing" on the fall of the loss since the
             precision before as a share of the loss at the start (0.05).
         seeds: repetitions, to know the noise: of a recipe initial weights, batches and rounding noise; your own model
-            keeps its weights and takes the batches from number ``seed * dwell`` on.
+            keeps its weights and takes the batches from number ``seed * dwell`` on: if these come round every ``dwell``
+            steps, all seeds are the same training.
         config: of ``quantize_``, for a model of your own; None quantises all layers.
         device: of a recipe's model.
         progress: show a bar; None shows it to people only, in a terminal or a notebook.
@@ -95,7 +96,8 @@ def precision_range_test(
         ValueError: for values that make no test, before anything is trained; when trainings differ in learning rate.
 
     Warns:
-        RangeTestWarning: when a share is within two standard deviations over seeds of the threshold.
+        RangeTestWarning: when a share is within two standard deviations over seeds of the threshold, and when there is
+            no such deviation: for one seed, or several that are the same training.
 
     Paper: section 4.1 (q_min is found by the precision range test of the CPT paper).
     Differs: "reset" compares losses of equally long trainings; the CPT paper raises the precision within one training

@@ -9,8 +9,8 @@ relative = (200 * 36 + 400 * 192) / (600 * 192)
 # 2. The end of a window is not in it.
 window = cpt.DeficitSchedule(3, 8, [(16_000, 144_000)], 256_000)
 
-# 3. R + N steps, all of them at 8 bits: what it has over 400 steps is what the time was worth.
-steps = 800
+# 3. Damage is a loss against the good steps alone: N, which are 400. Against R + N steps it may be lost time.
+steps = 400
 
 # 5. Two windows.
 both_ends = cpt.DeficitSchedule(2, 8, [(0, 100), (500, 600)], 600)

@@ -7,7 +7,7 @@ from datetime import UTC, datetime
 import numpy as np
 import pytest
 
-from cpt_core.analysis import other_formats
+from cpt_core.analysis import other_formats, preregistered
 from cpt_core.analysis.runs import load, table
 from cpt_core.experiments.other_formats import CASES, GRIDS, LATE, ON, on_ladders
 from cpt_core.formats.ladder import LADDERS
@@ -54,6 +54,14 @@ def test_costs_are_those_of_the_formats():
     assert by_arm["mx", "static 1"] == pytest.approx((4 * 4 + 2 * 4 * 16) / (3 * 16 * 16))
     assert by_arm["minifloat", "static 4"] == pytest.approx((4 * 4 + 2 * 4 * 8) / (3 * 8 * 8))
     assert by_arm["mx", LATE] == pytest.approx(0.45 * by_arm["mx", "static 1"] + 0.55)
+
+
+def test_answers_without_a_margin_are_drawn():
+    found = other_formats.answers(rows())
+    drawn = preregistered.answers_figure(found)
+    assert len(drawn.axes) == sum(len(a.primary) for a in found) == 18
+    assert all(np.isfinite(ax.get_xlim()).all() for ax in drawn.axes)
+    assert drawn.axes[0].get_title("left").endswith("rank correlation of cost and quality")  # it has no unit
 
 
 def test_schedules_a_little_below_the_line_confirm_all_three():

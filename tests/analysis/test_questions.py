@@ -133,7 +133,9 @@ def test_less_is_better_for_a_perplexity():
     found = critical_periods.deficits(runs)
     assert (found[found.place != "none"].worse == 2).all()
     assert found[found.place != "none"].difference.tolist() == [1.0] * int((found.place != "none").sum())
-    assert len(critical_periods.figure_8(runs).axes) == 4
+    left, right = critical_periods.figure_8(runs).axes
+    assert left.yaxis_inverted()
+    assert left.get_ylim() == right.get_ylim()
 
 
 def test_where_one_training_serves_both_experiments():
@@ -190,14 +192,16 @@ def test_table_1_has_every_number_of_the_paper(dataset, arms):
 
 
 def test_figure_8_draws_every_seed(deficits):
-    left, right, *curves = critical_periods.figure_8(deficits).axes
+    left, right = critical_periods.figure_8(deficits).axes
 
     def dots(ax):
         return sum(len(line.get_xdata()) for line in ax.lines if line.get_linestyle() == "None")
 
     assert dots(left) == 3 * 13
     assert dots(right) == 3 * 5  # windows; the control is a band
+    curves = [line for ax in (left, right) for line in ax.lines if line.get_label().startswith("learning curve")]
     assert len(curves) == 2
+    assert left.get_ylim() == right.get_ylim()
     longest = [line for line in left.lines if line.get_label() == "low precision first"]
     assert list(longest[0].get_xdata()) == [50, 100, 200, 400]
     assert list(longest[0].get_ydata()) == pytest.approx([86, 81, 71, 51])
@@ -205,7 +209,7 @@ def test_figure_8_draws_every_seed(deficits):
     assert list(last[0].get_ydata()) == pytest.approx([81, 71, 51, 11])
     lengths = {spec.key for spec in designs.deficit_length("demo", "digits", seeds=[0, 1, 2])}
     only = deficits[deficits.key.isin(lengths)]
-    assert len(critical_periods.figure_8(only).axes) == 2  # the length alone, and its learning curve
+    assert len(critical_periods.figure_8(only).axes) == 1  # the length alone
 
 
 # --- equal cost -----------------------------------------------------------------------------------

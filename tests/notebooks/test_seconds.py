@@ -42,6 +42,14 @@ def test_a_layer_s_intensity_by_hand(codes, operand):
     assert points["2"] == pytest.approx((6 * rows * w / moved, 6 * rows * w / 0.5))
 
 
+def test_the_fastest_of_several_measurements_counts_for_every_width():
+    busy, quiet = two_speeds(fast=1.0, slow=5.0), two_speeds(fast=1.5, slow=2.0)
+    found = seconds.fastest([busy, quiet])
+    assert (found.seconds(8), found.seconds(9)) == (1.0, 2.0)
+    assert found.layers["2"][9] == quiet.layers["2"][9]
+    assert found.bits == busy.bits
+
+
 def test_every_way_has_its_line(monkeypatch):
     monkeypatch.setitem(seconds.SIZES, "smoke", (4, 2))
     monkeypatch.setitem(seconds.REPEATS, "smoke", 1)
@@ -50,6 +58,8 @@ def test_every_way_has_its_line(monkeypatch):
     saved = table.set_index([table.columns[0], "bits"])["saved MiB"].astype(float)
     assert saved["on codes, shared steps", "3"] == saved["on codes, shared steps", "8"] < saved["simulated", "8"]
     assert (table["of float32"].iloc[0], table["saved of float32"].iloc[0]) == ("1.00", "1.00")
+    ms, ratios = table["ms"].astype(float), table["of float32"].astype(float)
+    assert ratios.to_numpy() == pytest.approx(ms / ms[0], abs=0.05 / ms[0] * (1 + ratios.max()) + 0.005)
 
 
 @pytest.mark.parametrize("kind", seconds.KINDS)

@@ -263,6 +263,14 @@ def test_a_warning_is_given_and_kept():
     assert "warning: one seed" in str(found)
 
 
+def test_seeds_that_see_the_same_batches_are_told():
+    model, train_step, optimizer, _ = problem()  # of 16 batches
+    with pytest.warns(RangeTestWarning, match="all 2 seeds saw the same batches"):
+        found = run(model, train_step, optimizer, dwell=16)
+    assert found.losses[0] == found.losses[1]
+    assert "same batches" not in run(model, train_step, optimizer, dwell=12).warning
+
+
 ALONE = """
 import sys
 for name in ("torchvision", "dgl", "transformers", "tokenizers", "datasets", "torchmetrics", "PIL", "sklearn"):
