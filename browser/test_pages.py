@@ -53,6 +53,10 @@ OUTSIDE = """() => {
 PICTURES = """() => [...document.images].filter(i => i.checkVisibility())
     .filter(i => !i.alt.trim() || !i.complete || !i.naturalWidth).map(i => i.outerHTML.slice(0, 200))"""
 
+# Pictures whose words are too small: shown narrower than they were made, and than 600 pixels.
+SHRUNK = """() => [...document.images].filter(i => i.checkVisibility())
+    .filter(i => i.clientWidth < Math.min(600, i.getAttribute("width") ?? 600)).map(i => [i.clientWidth, i.alt])"""
+
 
 @pytest.fixture
 def heard() -> Iterator[Heard]:
@@ -94,7 +98,18 @@ def test_page(name: str, view: str, visit: Callable[[str, str], Page], shots: Pa
     assert page.evaluate("document.documentElement.scrollWidth") <= width
     assert page.evaluate(OUTSIDE.replace("WIDTH", str(width))) == []
     assert page.evaluate(PICTURES) == []
+    assert page.evaluate(SHRUNK) == []
     accessible(page)
+
+
+def test_a_notebook_is_handed_out(visit: Callable[[str, str], Page]) -> None:
+    """Its page has the file, as it is in the repository."""
+    page = visit("notebooks/03_image_classification.html", "screen")
+    with page.expect_download() as started:
+        page.get_by_text("Download this notebook").click()
+    assert started.value.suggested_filename == "03_image_classification.ipynb"
+    there = Path(__file__).parents[1] / "notebooks" / started.value.suggested_filename
+    assert started.value.path().read_bytes() == there.read_bytes()
 
 
 def test_explorer(visit: Callable[[str, str], Page]) -> None:
