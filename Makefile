@@ -105,7 +105,7 @@ mutants: setup  ## break a copy in 270 small ways, each of which must turn a tes
 
 # From the source distribution, so that nothing gets into the wheel that is not in there.
 wheel: setup  ## build dist/*.whl and dist/*.tar.gz, check them, install the wheel elsewhere and run it
-	rm -rf build dist
+	rm -rf build/lib build/bdist.* dist
 	$(BIN)/uv build -q --no-build-isolation -p $(BIN)/python
 	$(BIN)/uvx twine check --strict dist/*
 	$(PYTEST) tests/test_wheel.py

@@ -30,6 +30,7 @@ extensions = ["myst_nb", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "sphinx.ex
 nitpicky = True
 nitpick_ignore_regex = [("py:.*", r"(?!cpt_core\.).*")]  # what is of other libraries has no page here
 
+exclude_patterns = ["downloads"]  # what a page hands out as it is
 nb_execution_mode = "off"  # the committed outputs are shown
 nb_merge_streams = True  # a cell's lines stand in one box, in however many pieces they came
 nb_ipywidgets_js: dict[str, dict[str, str]] = {}  # sliders need a kernel; their scripts would come from the network
@@ -104,7 +105,16 @@ def missing(app, env, node, content):
 
 
 def marked(app, what, name, obj, options, lines):
-    """Set off where a docstring names its source, and where it departs from it; what hangs below belongs to it."""
+    """Set off where a docstring names its source, and where it departs from it; what hangs below belongs to it.
+
+    Other public names lead to their pages.
+    """
+
+    def led(match):
+        other = match[1] in cpt_core._HOME and match[1] not in name.split(".")
+        return f":py:obj:`{match[1]} <cpt_core.{match[1]}>`" if other else match[0]
+
+    lines[:] = [re.sub(r"``(\w+)``", led, line) for line in lines]
     hanging = False
     for i, line in enumerate(lines):
         hanging = line.startswith(("Paper: ", "Differs: ")) or (hanging and line.startswith(" "))
@@ -127,6 +137,14 @@ def wrapped(app, doctree):
     for node in doctree.findall(nodes.literal_block):
         if "output" in node["classes"] and not re.search(r"\S {2,}\S", node.astext()):
             node["classes"].append("prose")
+
+
+def boxed(app, doctree):
+    """Put every picture into a box of its own, which scrolls where the picture is wider."""
+    for image in list(doctree.findall(nodes.image)):
+        alone = isinstance(image.parent, nodes.paragraph) and len(image.parent) == 1
+        place = image.parent if alone else image
+        place.replace_self(nodes.container("", image.deepcopy(), classes=["picture"]))
 
 
 def described(app, doctree):
@@ -166,5 +184,6 @@ def setup(app):
     app.connect("autodoc-process-signature", readable)
     app.connect("doctree-read", wrapped)
     app.connect("doctree-read", described)
+    app.connect("doctree-read", boxed)
     app.connect("html-page-context", spoken, priority=900)  # after the theme's
     return {"parallel_read_safe": True}

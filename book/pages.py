@@ -30,6 +30,7 @@ DOCUMENTS = ("*.md", "notebooks/*.md", "notebooks/*.ipynb", "data/cards/*.md")
 OTHERS = "Module, tuple, BaseException"  # classes of other libraries, whose members are theirs
 SOURCE = (".py", ".cpp", ".h", ".js", ".j2")
 LINK = re.compile(r"(\]\()(?!\w+:|#)([^)#\s]+)([^)]*\))")
+DOWNLOAD = "{{download}}`Download this notebook <../downloads/{}>` and [run it](../INSTALL.md#notebooks)."
 CODE = re.compile(r"(^ *```.*?^ *```|`[^`\n]+`)", re.DOTALL | re.MULTILINE)
 
 
@@ -48,6 +49,8 @@ def pages() -> dict[str, str | bytes]:
             made[name] = path.read_bytes()
         else:
             made[f"{name}.md"] = source_page(name, path.read_text(encoding="utf-8"))
+    for path in ROOT.glob("notebooks/*.ipynb"):
+        made[f"downloads/{path.name}"] = path.read_bytes()
     folders = {path.parent for path in shown if path.suffix in SOURCE} | {ROOT / "data/cards"}
     made |= {f"{folder.relative_to(ROOT)}/index.md": folder_page(folder, folders) for folder in folders}
     made["api/index.md"] = api_index()
@@ -90,6 +93,8 @@ def relinked(path: Path, text: str, documents: list[Path]) -> tuple[str, set[Pat
         return prose(text), reached
     book = json.loads(text)
     book["cells"] = list(with_answers(book["cells"]))
+    title, _, rest = "".join(book["cells"][0]["source"]).partition("\n")
+    book["cells"][0]["source"] = f"{title}\n\n{DOWNLOAD.format(path.name)}\n{rest}"
     for cell in book["cells"]:
         if cell["cell_type"] == "markdown":
             cell["source"] = prose("".join(cell["source"]))
@@ -117,9 +122,12 @@ def folder_page(folder: Path, folders: set[Path]) -> str:
     says = rst(ast.get_docstring(ast.parse(about.read_text(encoding="utf-8"))) or "") if about.exists() else ""
     if folder == ROOT / "data/cards":
         return f"# Data sets\n\n{toctree(sorted(p.stem for p in folder.glob('*.md')))}"
+    title = str(folder.relative_to(ROOT))
+    if folder == ROOT / "notebooks/solutions":
+        title, says = "Solutions", "A file per notebook. Try each exercise first: its check names what is still wrong."
     below = toctree([f"{f.name} <{f.name}/index>" for f in sorted(folders) if f.parent == folder])
     files = "\n".join(f"- [`{p.name}`]({p.name}.md)" for p in sorted(folder.iterdir()) if p.suffix in SOURCE)
-    return f"# {folder.relative_to(ROOT)}\n\n{says}\n{below}\n{files}\n"
+    return f"# {title}\n\n{says}\n{below}\n{files}\n"
 
 
 def toctree(entries: list[str]) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
+from urllib.parse import unquote, urlsplit
 
 import pytest
 from playwright.sync_api import Browser, Page, expect
@@ -53,6 +54,10 @@ OUTSIDE = """() => {
 PICTURES = """() => [...document.images].filter(i => i.checkVisibility())
     .filter(i => !i.alt.trim() || !i.complete || !i.naturalWidth).map(i => i.outerHTML.slice(0, 200))"""
 
+# Pictures whose words are too small: shown narrower than they were made, and than 600 pixels.
+SHRUNK = """() => [...document.images].filter(i => i.checkVisibility())
+    .filter(i => i.clientWidth < Math.min(600, i.getAttribute("width") ?? 600)).map(i => [i.clientWidth, i.alt])"""
+
 
 @pytest.fixture
 def heard() -> Iterator[Heard]:
@@ -94,7 +99,17 @@ def test_page(name: str, view: str, visit: Callable[[str, str], Page], shots: Pa
     assert page.evaluate("document.documentElement.scrollWidth") <= width
     assert page.evaluate(OUTSIDE.replace("WIDTH", str(width))) == []
     assert page.evaluate(PICTURES) == []
+    assert page.evaluate(SHRUNK) == []
     accessible(page)
+
+
+def test_a_notebook_is_handed_out(visit: Callable[[str, str], Page]) -> None:
+    """Its page has the file, as it is in the repository; from a server it is saved, from a folder it may be shown."""
+    page = visit("notebooks/03_image_classification.html", "screen")
+    link = page.get_by_role("link", name="Download this notebook")
+    handed = Path(unquote(urlsplit(link.evaluate("a => a.href")).path))
+    assert link.get_attribute("download") is not None
+    assert handed.read_bytes() == (Path(__file__).parents[1] / "notebooks" / handed.name).read_bytes()
 
 
 def test_explorer(visit: Callable[[str, str], Page]) -> None:

@@ -32,7 +32,12 @@ def picture(color, alt):
 WORDS = ['bits rise from 3 to 8 < 9, "twice"', "the loss falls"]
 WORKBOOK = {
     "cells": [
-        {"cell_type": "markdown", "id": "a", "metadata": {}, "source": "# Lesson\n\n$q_{max}$ and\n\n$$x^2$$\n"},
+        {
+            "cell_type": "markdown",
+            "id": "a",
+            "metadata": {},
+            "source": "# Lesson\n\n{download}`Get it <downloads/lesson.ipynb>`, $q_{max}$ and\n\n$$x^2$$\n",
+        },
         {
             "cell_type": "code",
             "execution_count": 1,
@@ -92,7 +97,8 @@ def test_every_page_is_in_the_contents(made):
                         found |= matches
         new = found - reached
     alone = {name for name in made if name not in reached and "orphan: true" not in str(made[name])[:60]}
-    assert alone == {"data/results/image_digits.png"}
+    downloads = {f"downloads/{path.name}" for path in ROOT.glob("notebooks/*.ipynb")}
+    assert alone == {"data/results/image_digits.png", *downloads}
     for path in [*ROOT.glob("*.md"), *ROOT.glob("notebooks/*.ipynb"), *ROOT.glob("data/cards/*.md")]:
         assert path.relative_to(ROOT).as_posix() in reached
 
@@ -108,6 +114,14 @@ def test_links_of_pages_lead_to_pages(made):
     assert seen > 100
 
 
+def test_the_page_of_a_notebook_hands_it_out_as_it_is(made):
+    for path in ROOT.glob("notebooks/*.ipynb"):
+        assert made[f"downloads/{path.name}"] == path.read_bytes()
+        head = "".join(json.loads(made[f"notebooks/{path.name}"])["cells"][0]["source"])
+        line = f"`Download this notebook <../downloads/{path.name}>` and [run it](../INSTALL.md#notebooks).\n"
+        assert re.match(rf"# .*\n\n{{download}}{re.escape(line)}", head), head
+
+
 def test_a_link_to_a_file_leads_to_its_page():
     text = "[a](LICENSE#x) [b](cpt_core/schedules) [c](README.md) [d](https://e.org) `[e](f)`\n```\n[g](h)\n```\n"
     led, reached = pages.relinked(ROOT / "README.md", text, [ROOT / "README.md"])
@@ -115,6 +129,14 @@ def test_a_link_to_a_file_leads_to_its_page():
     assert {path.name for path in reached} == {"LICENSE", "schedules", "README.md"}
     with pytest.raises(FileNotFoundError, match=r"SWEEPS\.md links to nowhere\.md, which is not there"):
         pages.relinked(ROOT / "SWEEPS.md", "[a](nowhere.md)", [])
+
+
+def test_public_names_in_a_docstring_lead_to_their_pages():
+    conf = pytest.importorskip("book.conf", reason="the extra book")
+    lines = ["``make_schedule`` gives a ``CyclicSchedule``, ``q_max`` or ``Rex(d=0.5)``.", "Paper: section 3."]
+    conf.marked(None, "function", "cpt_core.make_schedule", None, None, lines)
+    led = ":py:obj:`CyclicSchedule <cpt_core.CyclicSchedule>`"
+    assert lines == [f"``make_schedule`` gives a {led}, ``q_max`` or ``Rex(d=0.5)``.", "**Paper:** section 3."]
 
 
 def test_write_puts_every_page_in_its_place(tmp_path, monkeypatch):
@@ -157,6 +179,8 @@ def test_sphinx_shows_formulas_outputs_and_names_without_the_network(made, tmp_p
     (source / "index.md").write_text("# Site\n\n```{toctree}\nlesson\napi/Rex\n```\n")
     (source / "lesson.ipynb").write_text(json.dumps(WORKBOOK))
     (source / "api/Rex.md").write_text(made["api/Rex.md"])
+    (source / "downloads").mkdir()
+    (source / "downloads/lesson.ipynb").write_text(json.dumps(WORKBOOK))
     command = [sys.executable, "-m", "sphinx", "-q", "-W", "--keep-going", "-c", ROOT / "book", source, site]
     done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
@@ -165,6 +189,10 @@ def test_sphinx_shows_formulas_outputs_and_names_without_the_network(made, tmp_p
     assert "as committed" in lesson
     images = re.findall(r"<img\b[^>]*_images/[^>]*>", lesson)
     assert [unescape(re.search(r'\balt="([^"]*)"', image)[1]) for image in images] == WORDS
+    boxes = re.findall(r'<div class="picture docutils container">\s*(?:<a [^>]*>)?<img ', lesson)
+    assert len(boxes) == len(images)
+    (handed,) = re.findall(r'href="(_downloads/[^"]*/lesson\.ipynb)"', lesson)
+    assert json.loads((site / handed).read_text()) == WORKBOOK
     rex = (site / "api/Rex.html").read_text()
     assert "<strong>Differs:</strong> d = 0.9" in rex
     line = re.search(r'href="\.\./cpt_core/schedules/profiles\.py\.html#L-(\d+)"', rex)

@@ -265,10 +265,11 @@ def summary(entries: Iterable[Entry]) -> pd.DataFrame:
 def section(runs: pd.DataFrame) -> Section:
     """Return the claims as a part of a page."""
     note = (
-        "Made by written rules (docstring of `cpt_core/analysis/claims.py`) from the rows of this page. Only runs at "
-        "paper scale confirm or contradict. Smaller scales have small models, and stand-ins for the data that a claim "
-        "or the paper names: they say what was found there, with which lowest bits and how many seeds n. Of several "
-        "experiments, words stand after Holm's correction; runs that diverged count with the worst value of their task."
+        "Made by written rules (docstring of `cpt_core/analysis/claims.py`) from the rows of this page; 'rule of' is "
+        "when a rule was written last. Only runs at paper scale confirm or contradict. Smaller scales have small "
+        "models, and stand-ins for the data that a claim or the paper names: they say what was found there, with which "
+        "lowest bits and how many seeds n. Of several experiments, words stand after Holm's correction; runs that "
+        "diverged count with the worst value of their task."
     )
     shown = summary(judged(runs)).drop(columns=["rows", "settled by"])
     return Section("Claims of the paper", (note,), table=shown, style="left claims")

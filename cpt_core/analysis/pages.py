@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import base64
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -69,8 +70,37 @@ def render(template: str, **values: Any) -> str:
         lstrip_blocks=True,
         keep_trailing_newline=True,
     )
-    environment.filters |= {"code": _code, "picture": _picture, "markdown": markdown}
+    environment.filters |= {"code": _code, "contents": contents, "picture": _picture, "markdown": markdown}
     return environment.get_template(template).render(values)
+
+
+# "Equal cost: mlp6 on digits, 600 steps, 4 cycles, q_min 3, q_max 8, demo scale": what is shown, of what, trained how
+_EXPERIMENT = re.compile(
+    r"(?:(?P<part>[^:,]+): )?(?P<name>.+?), (?P<how>(?:[\d,]+ steps, )?(?:\d+ cycles?, )?q_min .+)"
+)
+
+
+def contents(sections: Sequence[Section]) -> list[tuple[str, list[tuple[str, list[tuple[int, str]]]]]]:
+    """Return what a page holds, experiments together that show the same of the same.
+
+    Returns:
+        (part, entries) each; an entry is (name, links), a link (number of the section from 1, words). Sections that are
+        no experiments are a part without a name, with one entry. What all experiments share at their ends is left out.
+    """
+    found = [_EXPERIMENT.fullmatch(section.title) for section in sections]
+    ends = {f", {m['how'].rpartition(', ')[2]}" for m in found if m}
+    shared = ends.pop() if len(ends) == 1 else ""
+    parts: dict[str, dict[str, list[tuple[int, str]]]] = {}
+    for number, (section, m) in enumerate(zip(sections, found, strict=True), 1):
+        part, name = (m["part"] or "Quality against cost", m["name"]) if m else (section.title, "")
+        how = m["how"].removesuffix(shared) if m else section.title
+        parts.setdefault(part, {}).setdefault(name, []).append((number, how))
+    shown = []
+    for part, names in parts.items():
+        # one training alone needs no settings to be told apart
+        entries = [(name, at) if not name or len(at) > 1 else ("", [(at[0][0], name)]) for name, at in names.items()]
+        shown.append((part if any(names) else "", entries))
+    return shown
 
 
 def _code(escaped: str) -> str:

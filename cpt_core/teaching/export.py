@@ -17,9 +17,14 @@ from cpt_core.teaching.predictions import with_answers
 # nbconvert's page without the scripts that it would fetch: MathJax, RequireJS, Mermaid; pictures say what they show.
 ALT = """{% block data_png scoped %}{% set alt = output | get_metadata("alt", "image/png") | escape_html %}
 {{ super() | replace("<img ", '<img alt="' ~ alt ~ '" ', 1) }}{% endblock %}"""
+# On a phone a picture keeps its size, so that its words stay large enough, and its box scrolls.
+PHONE = """{% block html_head_css %}{{ super() }}<style>@media (max-width: 40em) {
+.jp-OutputArea-output.jp-RenderedImage { overflow-x: auto; } .jp-RenderedImage img { max-width: none !important; }
+}</style>{% endblock %}"""
 TEMPLATE = (
     "{% extends 'lab/index.html.j2' %}"
     + ALT
+    + PHONE
     + "".join(
         f"{{% block {name} %}}{{% endblock %}}"
         for name in ("html_head_js", "html_head_js_mathjax", "html_head_js_mermaidjs", "jupyter_widgets")
@@ -64,12 +69,13 @@ def notebook_page(book: nbformat.NotebookNode, title: str = "notebook", note: st
     """Return an executed notebook as one HTML page.
 
     Args:
-        book: stays as it is.
+        book: stays as it is; its cells with the tag "remove-cell" are left out.
         title: of the page.
         note: a line of text above it all.
     """
     book = _described(without_widgets(nbformat.from_dict(book)))
-    book.cells = [nbformat.from_dict(cell) for cell in with_answers(book.cells)]
+    shown = [cell for cell in book.cells if "remove-cell" not in cell.metadata.get("tags", [])]
+    book.cells = [nbformat.from_dict(cell) for cell in with_answers(shown)]
     if note:
         book.cells.insert(0, nbformat.v4.new_markdown_cell(f"> {escape(note, quote=False)}"))
     text, _ = _Exporter(raw_template=TEMPLATE).from_notebook_node(book, {"metadata": {"name": title}})

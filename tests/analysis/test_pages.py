@@ -8,7 +8,7 @@ from jinja2 import UndefinedError
 from matplotlib.figure import Figure
 
 from cpt_core.analysis.metrics import METRICS, counted, interval_text, intervals
-from cpt_core.analysis.pages import Section, markdown, render, terminal
+from cpt_core.analysis.pages import Section, contents, markdown, render, terminal
 from cpt_core.experiments.recipe import Metric
 
 FRAME = pd.DataFrame({"arm": ["CR", "static 8"], "n": [3, 12]})
@@ -45,6 +45,30 @@ def test_what_goes_into_a_page_is_escaped():
     assert cells[1:4] == [
         '<a href="x.html?&lt;d&gt;">&lt;e&gt;</a>', f"&lt;e&gt;{failed}", f'<a href="x.html">&lt;e&gt;</a>{failed}'
     ]  # fmt: skip
+
+
+def test_contents_put_together_what_differs_in_its_settings():
+    one, two = "mlp6 on digits, 8 x 8", "GCN on own graph (a, b)"
+    titles = [
+        "Claims", f"{one}, 600 steps, 4 cycles, q_min 3, q_max 8, demo scale",
+        f"{two}, 1,064 steps, q_min 2, q_max 8, demo scale", f"{one}, 600 steps, q_min 4, q_max 8, demo scale",
+        f"Equal cost: {one}, 1 cycle, q_min 3, q_max 8, demo scale", "Costs: ranked",
+    ]  # fmt: skip
+    assert contents([Section(title) for title in titles]) == [
+        ("", [("", [(1, "Claims")])]),
+        ("Quality against cost", [
+            (one, [(2, "600 steps, 4 cycles, q_min 3, q_max 8"), (4, "600 steps, q_min 4, q_max 8")]),
+            ("", [(3, two)]),
+        ]),
+        ("Equal cost", [("", [(5, one)])]),
+        ("", [("", [(6, "Costs: ranked")])]),
+    ]  # fmt: skip
+    shown = page(*map(Section, titles[:-1]), Section(titles[1].replace("demo", "paper")))
+    found = re.search(r"<summary>Contents</summary>(.*?)</details>", shown, re.DOTALL)[1]
+    assert re.findall(r"#part-(\d)", found) == ["1", "2", "4", "6", "3", "5"]
+    assert '<a href="#part-6">600 steps, 4 cycles, q_min 3, q_max 8, paper scale</a>' in found
+    assert found.count("<ul>") == found.count("</ul>") == 3
+    assert found.count("<li>") == found.count("</li>") == 6
 
 
 def test_a_list_in_a_table_is_folded_up():

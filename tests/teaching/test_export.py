@@ -52,6 +52,15 @@ def test_every_formula_of_a_notebook_is_shown_without_the_network(path):
     assert f"<title>{path.stem}</title>" in page
 
 
+def test_the_cell_that_installs_is_not_shown_to_those_who_read():
+    book = new_notebook(cells=[new_code_cell("install()", metadata={"tags": ["remove-cell"]}), new_code_cell("show()")])
+    page = notebook_page(book)
+    assert ">install<" not in page
+    assert ">show<" in page
+    assert len(book.cells) == 2
+    assert not any("find_spec" in page_of(path) for path in notebooks())
+
+
 def test_there_are_formulas():
     found = [f for p in notebooks() for f in FORMULA.findall(p.read_text(encoding="utf-8"))]
     assert len(found) > 50
