@@ -21,9 +21,11 @@ from cpt_core.analysis.statistics import interval
 from cpt_core.experiments.recipe import is_own
 from cpt_core.machine import usable_cores
 from cpt_core.paths import results_dir
+from cpt_core.teaching import checks_of_lessons, checks_of_results
 from cpt_core.teaching.answers import Refused, Unanswered
-from cpt_core.teaching.checks import EXERCISES
 from cpt_core.teaching.predictions import PREDICTIONS
+
+EXERCISES = {**checks_of_lessons.EXERCISES, **checks_of_results.EXERCISES}
 
 _predictions: dict[str, str] = {}
 

@@ -15,7 +15,7 @@ import torch
 import cpt_core as cpt
 from cpt_core.schedules.profiles import SUITE
 from cpt_core.teaching import exercises
-from cpt_core.teaching.checks import EXERCISES
+from cpt_core.teaching.exercises import EXERCISES
 from cpt_core.teaching.export import notebook_page
 from cpt_core.teaching.predictions import PREDICTIONS, with_answers
 
