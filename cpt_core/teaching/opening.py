@@ -6,14 +6,15 @@ from __future__ import annotations
 EXTRAS = {"04": "lessons,vision", "06": "lessons,text"}
 
 GUARD = """\
+# Nothing to do here, unless this notebook was opened by itself, in Colab, say: then its package is installed.
 from importlib.util import find_spec
 
-if not find_spec("cpt_core"):  # in Colab, say: install the wheel that lies beside this notebook
+if not find_spec("cpt_core"):
     from glob import glob
 
-    wheels = sorted(glob("./cpt_core-*.whl"))
-    assert wheels, "put the file cpt_core-*.whl here, beside this notebook, and run this cell again"
-    get_ipython().run_line_magic("pip", f"install -q '{wheels[-1]}[EXTRAS]'")
+    wheels = glob("./cpt_core-*.whl")
+    assert len(wheels) == 1, "put one file cpt_core-*.whl here, beside this notebook, and run this cell again"
+    get_ipython().run_line_magic("pip", f"install -q '{wheels[0]}[EXTRAS]'")
 """
 
 
@@ -24,6 +25,6 @@ def guard(number: str) -> str:
     rows. No name is asked of an index, where somebody else might have taken it.
 
     >>> print(guard("00").splitlines()[-1])
-        get_ipython().run_line_magic("pip", f"install -q '{wheels[-1]}[lessons]'")
+        get_ipython().run_line_magic("pip", f"install -q '{wheels[0]}[lessons]'")
     """
     return GUARD.replace("EXTRAS", EXTRAS.get(number, "lessons")).strip()

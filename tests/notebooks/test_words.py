@@ -8,7 +8,7 @@ import pytest
 
 FOLDER = Path(__file__).parents[2] / "notebooks"
 NOTEBOOKS = sorted(FOLDER.glob("*.ipynb"))
-WORDS = ("BitOps", "arm", "band", "noise exposure", "ledger")
+WORDS = ("BitOps", "arm", "band", "noise exposure", "ledger", "rank correlation")
 PAPER = "](https://arxiv.org/abs/2403.02243)"
 HIDDEN = (
     r"^ *```.*?^ *```",  # code

@@ -41,7 +41,7 @@ WHEEL = "cpt_core-{}-py3-none-any.whl".format
     [
         ("00", [WHEEL("0.1.0")], f"./{WHEEL('0.1.0')}[lessons]"),
         ("04", [WHEEL("0.1.0"), "other-1-py3-none-any.whl"], f"./{WHEEL('0.1.0')}[lessons,vision]"),
-        ("06", [WHEEL("0.1.0"), WHEEL("0.2.0")], f"./{WHEEL('0.2.0')}[lessons,text]"),
+        ("06", [WHEEL("0.2.0")], f"./{WHEEL('0.2.0')}[lessons,text]"),
     ],
 )
 def test_where_the_package_is_missing_the_wheel_is_asked_for(number, there, wanted, tmp_path):
@@ -50,11 +50,14 @@ def test_where_the_package_is_missing_the_wheel_is_asked_for(number, there, want
     assert asked("bare", number, tmp_path) == [f"install -q '{wanted}'"]
 
 
-def test_without_a_wheel_it_says_what_to_do_and_asks_for_nothing(tmp_path):
+@pytest.mark.parametrize("there", [[], [WHEEL("0.9.0"), WHEEL("0.10.0")]])
+def test_without_one_wheel_it_says_what_to_do_and_asks_for_nothing(there, tmp_path):
+    for name in there:
+        (tmp_path / name).touch()
     command = [sys.executable, "-c", SHELL, "bare", guard("00")]
     done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path)
     assert done.returncode != 0
-    assert "AssertionError: put the file cpt_core-*.whl here, beside this notebook" in done.stderr
+    assert "AssertionError: put one file cpt_core-*.whl here, beside this notebook" in done.stderr
 
 
 def test_where_the_package_is_nothing_is_asked_for(tmp_path):
