@@ -31,6 +31,12 @@ bool is_float(std::initializer_list<const Tensor*> tensors) {
 
 Tensor first_rows(const Tensor& x, int64_t rows) { return x.size(0) == rows ? x : x.narrow(0, 0, rows); }
 
+// A slice as a product takes it: beginning where a new tensor would. With MKL on an AMD processor the last digits of a
+// product depend on where in memory an operand begins.
+Tensor aligned(const Tensor& x) {
+  return reinterpret_cast<uintptr_t>(x.const_data_ptr()) % c10::gAlignment ? x.clone() : x;
+}
+
 // Calls f(begin, end) for parts of `rows` rows of `width` elements.
 template <typename F>
 void by_rows(int64_t rows, int64_t width, const F& f) {
@@ -181,9 +187,9 @@ Eight lstm_forward(const Tensor& x_gates, const Tensor& weight, const optional<T
     if (columns) {
       multiply(step, operand, &found[0], &found[1], false, *top, w, columns);
     } else if (bias) {
-      at::addmm_out(step, *bias, operand, w);
+      at::addmm_out(step, *bias, aligned(operand), w);
     } else {
-      at::mm_out(step, operand, w);
+      at::mm_out(step, aligned(operand), w);
     }
     add_input(added.const_data_ptr<float>() + from * 4 * n, step.mutable_data_ptr<float>(), size, n);
     step.narrow(1, 0, 2 * n).sigmoid_();
@@ -300,7 +306,7 @@ Four lstm_backward(const Tensor& d_out, const Tensor& d_h, const Tensor& d_c, co
       multiply(part_h, codes, lows, widths, low.numel() > 1, number(*grad_levels), weight, columns);
     } else {
       if (grad_levels) quantized(before_grid, after, *grad_levels, granularity, noise);
-      at::mm_out(part_h, after, weight);
+      at::mm_out(part_h, aligned(after), weight);
     }
     if (key) ++*now.mutable_data_ptr<int64_t>();
   }
