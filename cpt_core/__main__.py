@@ -197,11 +197,12 @@ def report(
 @app.command()
 def explorer(
     out: Annotated[Path, typer.Argument(help="the page, such as explorer.html")],
+    home: Annotated[str, typer.Option(help="a page to lead back to")] = "",
 ) -> None:
     """Write the schedule explorer, one HTML page: bits, cost and noise of any schedule, and what was measured there."""
     from cpt_core.teaching.explorer import write_explorer
 
-    typer.echo(f"explorer: {write_explorer(out)}")
+    typer.echo(f"explorer: {write_explorer(out, home)}")
 
 
 @app.command("range-test", cls=Many)

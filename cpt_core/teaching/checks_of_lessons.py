@@ -170,7 +170,7 @@ EXERCISES = {
         "the mean of schedule.bits() == schedule.q_min",
     ),
     "01.5": Exercise(
-        _cheap_and_good, "few bits for most of the steps, but not so few that the loss stays high: try RR"
+        _cheap_and_good, "few bits for most of the steps, but not so few that the loss stays high: try RR in one cycle"
     ),
     "02.1": Exercise(near(32), "2^q, which Python writes 2**q"),
     "02.2": Exercise(share(48 / 192), "three products of 4 by 4 bits, by three of 8 by 8"),

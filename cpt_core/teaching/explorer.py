@@ -90,10 +90,12 @@ def _arm(line: Any, values: pd.Series, factor: float) -> dict[str, Any]:
     }
 
 
-def write_explorer(out: Path) -> Path:
-    """Write the page, complete in itself, with the committed results of this package, and return its path."""
+def write_explorer(out: Path, home: str = "") -> Path:
+    """Write the page, complete in itself but for a link to ``home``, with the committed results; return its path."""
     if not out.parent.is_dir():
         raise FileNotFoundError(f"there is no folder {out.parent}")
     code = {name: path.read_text(encoding="utf-8") for name, path in (("mathematics", MATHEMATICS), ("page", PAGE))}
-    write_text(out, render("explorer.html.j2", constants=constants(), experiments=experiments(committed()), **code))
+    write_text(
+        out, render("explorer.html.j2", constants=constants(), experiments=experiments(committed()), home=home, **code)
+    )
     return out

@@ -78,7 +78,7 @@ def copy_notebooks(folder: Path) -> list[Path]:
         shutil.copyfile(path, copy)
         if copy.parent == folder:
             text = copy.read_text(encoding="utf-8")
-            copy.write_text(re.sub(r"\[([^\]]*)\]\(\.\./[^)]*\)", r"\1", text), encoding="utf-8")
+            copy.write_text(re.sub(r"\[([^][]*)\]\(\.\./[^)]*\)", r"\1", text), encoding="utf-8")
     return [copy for copy in copies if copy.suffix == ".ipynb"]
 
 

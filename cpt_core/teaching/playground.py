@@ -15,6 +15,7 @@ from matplotlib.figure import Figure
 
 from cpt_core.analysis import schedules
 from cpt_core.analysis.style import COLORS, QUIET, drawing, legend_below
+from cpt_core.data.common import one_thread
 from cpt_core.quantization.convert import quantize_
 from cpt_core.quantization.scheduler import PrecisionScheduler, precision
 from cpt_core.schedules.make import make_schedule
@@ -67,7 +68,7 @@ def train(schedule: Schedule, seed: int = 0) -> Run:
 
     The state of torch's random numbers is left as it was.
     """
-    with torch.random.fork_rng(devices=[]):
+    with torch.random.fork_rng(devices=[]), one_thread():  # with more, so short a training ends elsewhere
         model, batches, loss_fn, optimizer = tiny_problem(seed=seed)
         losses = losses_of(model, batches, loss_fn, optimizer, schedule)
     images, labels = held_out(seed=seed)
@@ -218,6 +219,6 @@ def _with_sliders(draw: Callable[..., Figure], controls: Callable[[Any], dict[st
         display(draw(**chosen))
         status.value = ""
 
-    print("Choose with the mouse, or with Tab and the arrow keys. Without a running kernel there are no sliders here.")
+    print("Choose with the mouse, or with Tab and the arrow keys. No sliders? Run this cell.")
     row = widgets.HBox(list(made.values()), layout=widgets.Layout(flex_flow="row wrap"))
     return widgets.VBox([row, status, widgets.interactive_output(show, made)])

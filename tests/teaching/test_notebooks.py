@@ -301,6 +301,9 @@ def test_copies_hold_the_notebooks_and_what_they_speak_of(tmp_path):
         "solutions/00_solutions.py",
     ):
         assert (tmp_path / "mine" / part).is_file()
+    for copy, notebook in zip(copies, notebooks(), strict=True):
+        cells = [nbformat.read(path, as_version=4).cells for path in (copy, notebook)]
+        assert [c.id for c in cells[0]] == [c.id for c in cells[1]]
     for page in [*copies, *(tmp_path / "mine").glob("*.md")]:
         for link in re.findall(r"\]\(([\w./-]+\.(?:ipynb|md|py))", page.read_text(encoding="utf-8")):
             assert (page.parent / link).exists(), f"{page.name}: {link}"
