@@ -44,7 +44,9 @@ PREDICTIONS = {
         "b", "One bit more makes nearly twice as many steps of the same range: each of them is half as wide."
     ),
     "unit": Prediction(
-        "b", "Only 10^13 gives 9.16, 7.04 and 5.59 - and only with the REX constant 0.9 and two backward products."
+        "b",
+        "Only 10^13 gives 9.16, 7.04 and 5.59 (5.6 if rounded; the paper has 5.5) - and only with the REX constant 0.9 "
+        "and two backward products.",
     ),
     "equal cost": Prediction(
         "c", "Static 5 costs 0.547 of static 8, the medium group 0.63; the interval of their difference holds 0."
