@@ -4,6 +4,8 @@
 
 #pragma once
 
+#include <c10/core/alignment.h>
+
 namespace {
 
 using at::SymInt;
