@@ -190,6 +190,12 @@ def test_the_page_is_complete_in_itself_and_small(page):
     assert labelled == set(re.findall(r'<(?:input|select) id="(\w+)"', page))
 
 
+def test_it_leads_back_where_it_is_told_to(page, tmp_path):
+    told = explorer.write_explorer(tmp_path / "explorer.html", "index.html").read_text(encoding="utf-8")
+    assert "Back to the course" not in page
+    assert '<a href="index.html">Back to the course</a>' in told
+
+
 def test_results_are_those_of_the_committed_rows(page):
     (told,) = re.findall(r"^const EXPERIMENTS = (.*);$", page, flags=re.MULTILINE)
     shown = json.loads(told)

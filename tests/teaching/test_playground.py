@@ -19,8 +19,27 @@ def brief(monkeypatch):
     monkeypatch.setattr(playground, "STEPS", 40)
 
 
+@pytest.fixture
+def one_thread():
+    """As the playground trains, and as many threads as before afterwards."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+def test_the_number_of_threads_makes_no_difference(one_thread):
+    playground.train.cache_clear()
+    alone = playground.train(short("CR"))
+    torch.set_num_threads(2)
+    playground.train.cache_clear()
+    together = playground.train(short("CR"))
+    assert (together.losses, together.accuracy) == (alone.losses, alone.accuracy)
+    assert torch.get_num_threads() == 2
+
+
 @pytest.mark.parametrize("seed", [0, 1])
-def test_trains_as_a_plain_loop_with_three_lines_does(seed):
+def test_trains_as_a_plain_loop_with_three_lines_does(seed, one_thread):
     schedule = short("CR")
     model, loader, loss_fn, optimizer = tiny_problem(seed=seed)
     cpt.quantize_(model)
