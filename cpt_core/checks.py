@@ -1,15 +1,18 @@
 """The one way to refuse: errors that name the value and what is allowed, or the library and what brings it.
 
+Also what files have in common: numbers that JSON cannot hold, and writing in one go.
+
 >>> choose("profile", "cosine", ("linear", "cosine"))
 'cosine'
 """
 
 from __future__ import annotations
 
+import math
 import operator
 import os
 import pkgutil
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
@@ -59,6 +62,29 @@ def library(name: str, extra: str) -> Any:
         if not extra or missing == "cpt_core":
             raise
         raise ImportError(f"{missing} cannot be imported; get it with: pip install 'cpt-core[{extra}]'") from error
+
+
+def nulled(value: Any, lost: list[str] | None = None, place: str = "") -> Any:
+    """Return lists and dicts with None for every number that is not finite, as JSON can hold them.
+
+    >>> places = []
+    >>> nulled({"test": {"accuracy": 0.1, "loss": float("inf")}}, places), places
+    ({'test': {'accuracy': 0.1, 'loss': None}}, ['test.loss'])
+
+    Args:
+        value: a number, a text, or lists, tuples and dicts of such.
+        lost: gets the places of the numbers that were not finite.
+        place: of ``value`` itself.
+    """
+    if isinstance(value, float) and not math.isfinite(value):
+        if lost is not None:
+            lost.append(place)
+        return None
+    if isinstance(value, Mapping):
+        return {key: nulled(v, lost, f"{place}.{key}".lstrip(".")) for key, v in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [nulled(v, lost, f"{place}[{i}]") for i, v in enumerate(value)]
+    return value
 
 
 def write_text(path: Path, text: str) -> None:

@@ -44,6 +44,8 @@ OUTSIDE = re.compile(
     r"ConnectionError|ConnectionResetError|BrokenPipeError|TimeoutError|URLError|HTTPError|KeyboardInterrupt)\b",
     re.M,
 )
+# how earlier versions failed at the end of a run that had diverged: whatever else they say, it counts
+NOT_FINITE = re.compile("Out of range float values are not JSON compliant")
 EQUAL_COST_ARM = re.compile(r"^RR at |delayed [\d.]+ %$|, \d+ of \d+ steps$")  # arms that only equal cost needs
 
 
@@ -122,9 +124,9 @@ def committed(*names: str) -> pd.DataFrame:
 def table(rows: Iterable[Row]) -> pd.DataFrame:
     """Return one line per run: arm, seed, settings, costs, status and the test metrics.
 
-    ``diverged`` marks runs that broke: their loss was not finite, or an error of their own ended them. They count, with
-    the worst value of their task as metrics (``Experiment.worst``). A run that failed for a reason outside of it, such
-    as memory, time or missing data, has NaN and is to be run again.
+    ``diverged`` marks runs that broke: their loss, an evaluation or a weight was not finite, or an error of their own
+    ended them. They count, with the worst value of their task as metrics (``Experiment.worst``). A run that failed for
+    a reason outside of it, such as memory, time or missing data, has NaN and is to be run again.
 
     Metrics at q_max bits are called by their name, such as "accuracy", and "accuracy_best_valid" at the best step on
     held-out data, or "accuracy_best_test" where there are none; "_current" marks those at the bits of the step. Those
@@ -192,7 +194,8 @@ def _settings(spec: dict[str, Any]) -> dict[str, Any]:
 def _outcome(row: Row) -> dict[str, Any]:
     """What a row says of a run but its spec and its metrics."""
     nan, where = float("nan"), row["provenance"]
-    failed = row["status"] == "failed" and not OUTSIDE.search(row.get("error", ""))
+    error = row.get("error", "")
+    failed = row["status"] == "failed" and bool(NOT_FINITE.search(error) or not OUTSIDE.search(error))
     losses, bitops = row.get("loss") or [nan], row.get("bitops", {})
     return {
         **{name: row[name] for name in ("relative_cost", "noise_exposure", "status", "key")},

@@ -23,7 +23,7 @@ from typing import Any
 import pandas as pd
 from filelock import FileLock, Timeout
 
-from cpt_core.checks import sync, write_atomically
+from cpt_core.checks import nulled, sync, write_atomically
 from cpt_core.experiments.spec import RunSpec
 from cpt_core.paths import results_dir, runs_dir
 from cpt_core.provenance import source
@@ -98,6 +98,9 @@ def append_row(store: Path, row: Row, since: Mark = START) -> Row:
     interrupted writer is cut off first. The store is looked through before it is locked; under the lock only what
     came meanwhile is.
 
+    JSON has no number that is not finite: it is stored as null, and a finished row with any is that of a run that
+    diverged, see ``settled``.
+
     Args:
         store: the file.
         row: what to append.
@@ -105,8 +108,8 @@ def append_row(store: Path, row: Row, since: Mark = START) -> Row:
 
     Raises:
         StoreError: when it cannot be written; the file is then as it was before.
-        ValueError: for a row with a number that is not finite.
     """
+    row = settled(row)
     check_source(store, row.get("provenance", {}))
     key, line = row["key"], (json.dumps(row, sort_keys=True, allow_nan=False) + "\n").encode()
     try:
@@ -131,6 +134,15 @@ def append_row(store: Path, row: Row, since: Mark = START) -> Row:
                 sync(store.parent)
     except OSError as error:
         raise StoreError(f"cannot write {store}: {error.strerror or error}; {_kept(store, key)}") from error
+    return row
+
+
+def settled(row: Row) -> Row:
+    """Return a row as it is stored: a number that is not finite is null, and its run diverged unless it failed."""
+    lost: list[str] = []
+    row = nulled(row, lost)
+    if lost and row["status"] == "ok":
+        row |= {"status": "diverged", "error": f"diverged at step {row.get('steps')}, in {', '.join(lost[:3])}"}
     return row
 
 
@@ -223,7 +235,7 @@ def write_curve(store: Path, key: str, history: dict[str, list[Any]]) -> None:
                 column = f"{split}_{name}_at_{e['precision']}"
                 if column not in frame:
                     frame[column] = float("nan")
-                frame.loc[frame["step"] == e["step"] - 1, column] = value
+                frame.loc[frame["step"] == e["step"] - 1, column] = float("nan") if value is None else value
     path = place(store, "curves", key)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)

@@ -132,13 +132,14 @@ def _row(job: Job, should_stop: Callable[[], bool]) -> Row:
         log.exception("failed")
         row["provenance"]["versions"] = versions()
         return {**row, "status": "failed", "error": traceback.format_exc(), "device": device_name(device)}
-    log.info("%s after %.1f s", run.status, run.seconds)
+    log.info("%s after %.1f s", run.error or run.status, run.seconds)
     return {**row, **_results(run, device)}
 
 
 def _results(run: Run, device: str) -> Row:
     return {
         "status": run.status,
+        **({"error": run.error} if run.error else {}),
         "metrics": run.metrics,
         "bitops": run.bitops,
         "steps": len(run.history["step"]),

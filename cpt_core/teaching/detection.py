@@ -180,7 +180,8 @@ def precision_recall(hits: Sequence[bool], objects: int) -> Figure:
 def show_curves(runs: pd.DataFrame) -> None:
     """Print the mean average precision of every run at each of its evaluations."""
     for run in runs.itertuples():
-        curve = ", ".join(f"{100 * e['test']['map50']:.0f} after {e['step']}" for e in run.evaluations)
+        found = [e for e in run.evaluations if "not_finite" not in e]
+        curve = ", ".join(f"{100 * e['test']['map50']:.0f} after {e['step']}" for e in found)
         print(f"{run.arm:<9} mAP {curve} steps")
 
 

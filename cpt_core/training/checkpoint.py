@@ -33,10 +33,15 @@ class State:
     step: int = 0
     seconds: float = 0.0
     status: str = "ok"
+    error: str = ""  # why the status is not "ok"
     captured: int = 0  # steps that were replayed
     history: dict[str, list[Any]] = field(
         default_factory=lambda: {"step": [], "loss": [], "bits": [], "lr": [], "evaluations": []}
     )
+
+    def diverge(self, where: str) -> None:
+        """End the run: after ``step`` updates, something there was not finite."""
+        self.status, self.error = "diverged", f"diverged at step {self.step}, in {where}"
 
 
 def previous(path: Path) -> Path:

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 
 from cpt_core.experiments.spec import RunSpec
 from cpt_core.training.checkpoint import State, resume, save_checkpoint
-from cpt_core.training.evaluation import bitops_of, evaluate, metrics_of
+from cpt_core.training.evaluation import assess, bitops_of, metrics_of
 from cpt_core.training.session import Session
 from cpt_core.waiting import waiting
 
@@ -46,7 +46,8 @@ class Run:
 
     Attributes:
         spec: what was run.
-        status: "ok", or "diverged" when the loss became non-finite (training stops there).
+        status: "ok", or "diverged" when anything was not finite: the training loss, a metric of an evaluation, a
+            weight (training stops there).
         metrics: one dict per number: name, split, value, ``when`` ("final", "best_valid" or "best_test"), and the
             ``precision`` ("q_max" or "current") and ``bits`` of the evaluation.
         history: columns ``step``, ``loss``, ``bits`` (the highest of any layer), ``lr`` of every step, and
@@ -55,6 +56,7 @@ class Run:
         seconds: time spent training and evaluating, over all sessions of a resumed run.
         model: the trained model, still converted.
         title, checksum: of the data.
+        error: of a run that diverged, after how many updates and in what.
         captured: optimizer steps that were replayed from a recording, see ``capture``.
         why_not_captured: why the others were not, or "".
     """
@@ -68,6 +70,7 @@ class Run:
     model: nn.Module
     title: str
     checksum: str
+    error: str = ""
     captured: int = 0
     why_not_captured: str = ""
 
@@ -141,9 +144,11 @@ def train(
             if on_step is not None:
                 on_step(state.step - 1, session.model, state.history["loss"][-1])
             if evaluates:
-                state.history["evaluations"].append(evaluate(session, state.step, recipe.eval_bits))
-                loss, found = state.history["loss"][-1], state.history["evaluations"][-1]
-                log.info("step %d of %d: loss %.4f, %s", state.step, recipe.steps, loss, found)
+                found = assess(session, state, recipe.eval_bits)
+                state.history["evaluations"].append(found)
+                log.info("step %d of %d: loss %.4f, %s", state.step, recipe.steps, state.history["loss"][-1], found)
+                if state.status != "ok":
+                    break
             state.seconds, state.captured = before + time.monotonic() - started, captured + session.captured
             if checkpoint is not None and saves:
                 try:
@@ -157,7 +162,7 @@ def train(
 
     # the last evaluation is not in the loop, so that a run which died after its last step needs no other one
     if state.status == "ok":
-        state.history["evaluations"].append(evaluate(session, state.step, recipe.eval_bits))
+        state.history["evaluations"].append(assess(session, state, recipe.eval_bits))
     metrics = metrics_of(session, state)
     state.seconds = before + time.monotonic() - started
     return Run(
@@ -170,6 +175,7 @@ def train(
         model=session.model,
         title=session.task.title,
         checksum=session.task.checksum,
+        error=state.error,
         captured=captured + session.captured,
         why_not_captured=session.why_not_captured,
     )
@@ -185,9 +191,9 @@ def read(losses: list[Tensor], state: State) -> None:
     losses.clear()
     end = next((i for i, value in enumerate(values, 1) if not math.isfinite(value)), None)
     if end is not None:
-        state.status = "diverged"
         late = len(values) - end
         state.step -= late
+        state.diverge("the training loss")
         for column in ("step", "bits", "lr"):
             del state.history[column][state.step + 1 :]
         del values[end:]

@@ -15,10 +15,16 @@ from tests.helpers import row_of
 pytestmark = pytest.mark.filterwarnings("ignore::cpt_core.schedules.schedule.ShortCycleWarning")
 
 
+# the evaluation in which a run was seen to have diverged
+NOT_FINITE = {"step": 9, "test": dict.fromkeys(METRICS), "valid": dict.fromkeys(METRICS), "not_finite": ["test.loss"]}
+
+
 def lost(rows, which, status="diverged", error=""):
     """Rows of which some ended without a result."""
     return [
-        {**r, "status": status, "metrics": [], "error": error} if which(r["spec"]["arm"], r["spec"]["seed"]) else r
+        {**r, "status": status, "metrics": [], "error": error, "evaluations": [*r["evaluations"], NOT_FINITE]}
+        if which(r["spec"]["arm"], r["spec"]["seed"])
+        else r
         for r in rows
     ]
 
@@ -76,6 +82,13 @@ def test_where_both_diverge_nothing_is_compared():
         ("Traceback\n  File ...\nModuleNotFoundError: No module named 'dgl'", False),
         ("Traceback\n  File ...\nurllib.error.URLError: <urlopen error timed out>", False),
         ("took longer than 60 s\n", False),
+        ("the process of the run was ended by SIGKILL\n", False),
+        ("the process of the run ended with status 1 and no result\nImportError: no kernels", False),
+        # what earlier versions made of a run that diverged between an update and its evaluation
+        (
+            "the process of the run ended with status 1\nValueError: Out of range float values are not JSON compliant",
+            True,
+        ),
     ],
 )
 def test_errors_of_a_run_count_and_others_do_not(error, counts):

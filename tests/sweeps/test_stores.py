@@ -141,10 +141,63 @@ def test_broken_lines_and_other_schemas_are_named(content, message, tmp_path):
     assert store.read_bytes() == content
 
 
-def test_not_a_number_is_not_written(tmp_path):
-    with pytest.raises(ValueError, match="JSON compliant"):
-        stores.append_row(tmp_path / "rows.jsonl", row("a", float("nan")))
-    assert stores.load_rows(tmp_path / "rows.jsonl") == []
+def results(number):
+    """Return a finished row whose numbers come from a function of their names."""
+    point = {"step": 4, "precision": "q_max", "bits": 8}
+    numbers = {name: number(name) for name in ("relative_cost", "noise_exposure", "seconds", "peak_memory")}
+    return row("a") | numbers | {
+        "steps": 4,
+        "metrics": [{"name": "loss", "split": s, **point, "value": number(f"metric {s}")} for s in ("valid", "test")],
+        "bitops": {name: number(name) for name in ("paper", "per_op")},
+        "loss": [number(f"loss {i}") for i in range(3)],
+        "evaluations": [{**point, "test": {"loss": number(f"evaluation {i}")}} for i in range(2)],
+    }  # fmt: skip
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.data(), st.sampled_from(stores.STATUSES))
+def test_a_number_that_is_not_finite_is_null_wherever_it_stands_and_its_run_diverged(data, status):
+    numbers = st.floats(width=32)
+    given_row = results(lambda name: data.draw(numbers, name)) | {"status": status}
+    plain = json.dumps(given_row)  # which writes what is no JSON
+    with tempfile.TemporaryDirectory() as folder:
+        store = Path(folder) / "rows.jsonl"
+        kept = stores.append_row(store, given_row)
+        assert [kept] == stores.load_rows(store)
+        stored = json.loads(store.read_text(), parse_constant=pytest.fail)
+    lost = plain.count("NaN") + plain.count("Infinity")
+    assert stored["status"] == ("diverged" if lost and status == "ok" else status)
+    assert stored.get("error", "").startswith("diverged at step 4, in " if lost and status == "ok" else "")
+    expected = json.loads(plain, parse_constant=lambda _: None)
+    assert {**stored, "status": status, "error": ""} == {**expected, "error": ""}
+
+
+def unfinished_rows(folder):
+    """Name the rows of the stores in a folder that failed, or hold no finite number where one belongs."""
+    for path in sorted(folder.glob("*.jsonl")):
+        for line in path.read_text().splitlines():
+            r = json.loads(line)
+            numbers = [r.get(name, []) for name in ("metrics", "evaluations", "loss", "bitops")]
+            missing = r["status"] == "ok" and "null" in json.dumps(numbers)
+            if r["status"] == "failed" or missing or repr(stores.settled(r)) != repr(r):
+                yield f"{path.name}: {r['key']}"
+
+
+def test_rows_that_lost_a_number_are_named(tmp_path):
+    nan = float("nan")
+    bad = [
+        {**row("0"), "status": "failed"},
+        {**row("1"), "evaluations": [{"test": {"loss": nan}}]},
+        {**row("2"), "metrics": [{"value": None}]},
+        {**row("3"), "status": "diverged", "loss": [nan]},
+    ]
+    good = [{**row("4"), "noise_exposure": None}, {**row("5"), "status": "diverged", "evaluations": [{"loss": None}]}]
+    (tmp_path / "x.jsonl").write_text("".join(json.dumps(r) + "\n" for r in bad + good))
+    assert list(unfinished_rows(tmp_path)) == [f"x.jsonl: {i}" for i in range(4)]
+
+
+def test_no_committed_row_lost_a_number():
+    assert list(unfinished_rows(results_dir())) == []
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
@@ -441,7 +494,8 @@ def test_curves_hold_every_step_and_its_evaluations(tmp_path):
         "bits": [3, 4, 8],
         "lr": [0.1, 0.1, 0.01],
         "evaluations": [
-            {"step": 2, "precision": "q_max", "bits": 8, "valid": {"accuracy": 0.4}, "test": {"accuracy": 0.3}}
+            {"step": 2, "precision": "q_max", "bits": 8, "valid": {"accuracy": 0.4}, "test": {"accuracy": 0.3}},
+            {"step": 3, "precision": "q_max", "bits": 8, "valid": {"accuracy": None}, "test": {"accuracy": None}},
         ],
     }
     stores.write_curve(store, "abc", history)

@@ -3,6 +3,7 @@
 import json
 import os
 import random
+import re
 import shutil
 import signal
 import subprocess
@@ -20,6 +21,7 @@ import torch
 from helpers import specs_of
 
 from bench.kill_sweep import KINDS, claims, holder, torture
+from cpt_core.analysis.runs import table
 from cpt_core.data import common
 from cpt_core.experiments import designs
 from cpt_core.machine import usable_cores
@@ -123,6 +125,28 @@ class TestStore:
         run_grid(specs_of("CR"), tmp_path / "rows.jsonl", workers=0)
         monkeypatch.setattr(sweep_module, "supervise", None)
         assert len(run_grid(specs_of("CR"), tmp_path / "rows.jsonl", workers=2)) == 1
+
+
+@pytest.mark.parametrize("every", [1, 5])
+def test_runs_that_diverge_count_in_this_process_and_in_others(tmp_path, every):
+    """The update that breaks a run is followed by an evaluation, or by the next loss: both are the same divergence."""
+    specs = [replace(s, recipe=replace(s.recipe, lr=lr)) for s in specs_of("CR", evaluate_every=every, clip=None)
+             for lr in (1e20, 1e15, 0.01)]  # fmt: skip
+    found = []
+    for workers in (0, 2):
+        rows = run_grid(specs, tmp_path / f"{workers}.jsonl", workers=workers, progress=False)
+        assert [row["status"] for row in rows] == ["diverged", "diverged", "ok"]
+        assert all(
+            re.match(r"diverged at step \d+, in the (evaluation|training loss)", row["error"]) for row in rows[:2]
+        )
+        lines = table(rows)
+        assert lines["diverged"].tolist() == [True, True, False]
+        assert lines["accuracy"].tolist()[:2] == [0.1, 0.1]  # the worst value
+        found.append(
+            [[row.get(name) for name in ("status", "error", "metrics", "evaluations", "steps")] for row in rows]
+        )
+    assert found[0] == found[1]
+    assert ("evaluation" in found[0][0][1]) == (every == 1)
 
 
 def test_rows_are_complete(tmp_path):

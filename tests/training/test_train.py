@@ -1,3 +1,5 @@
+import itertools
+import json
 import logging
 import math
 import os
@@ -39,7 +41,7 @@ def run():
 
 
 def test_result(run):
-    assert run.status == "ok"
+    assert (run.status, run.error) == ("ok", "")
     assert run.history["bits"] == run.spec.schedule.bits().tolist()
     assert run.history["lr"][94] == pytest.approx(0.03)
     assert run.history["lr"][95] == pytest.approx(0.003)
@@ -145,6 +147,43 @@ def test_divergence_is_a_status():
     assert run.status == "diverged"
     assert run.metrics == []
     assert len(run.history["step"]) < 190
+    assert run.error == f"diverged at step {run.history['step'][-1]}, in the training loss"
+
+
+def disturbed(model, calls, at, place, value):
+    """Let evaluation number ``at`` find a value in a metric of a split, or leave it in a weight or buffer."""
+
+    def change(found):
+        if next(calls) == at:
+            if place in model.state_dict():
+                model.state_dict()[place].view(-1)[0] = value
+            else:
+                split, name = place.split(".")
+                found[split][name] = value
+        return found
+
+    return change
+
+
+@pytest.mark.parametrize("value", [math.nan, -math.inf])
+@pytest.mark.parametrize("place", ["valid.loss", "test.accuracy", "body.2.weight", "bn1.running_var"])
+@pytest.mark.parametrize("at", [0, 1, 2, 3], ids=["first", "second", "last", "last at the current bits"])
+def test_what_is_not_finite_anywhere_is_a_divergence(at, place, value, monkeypatch):
+    model = "resnet8_w8" if place.startswith("bn") else "mlp6"
+    task, calls, evaluations = TASKS["image"], itertools.count(), TASKS["image"].evaluate
+    monkeypatch.setattr(
+        task, "evaluate", lambda self, net: disturbed(net, calls, at, place, value)(evaluations(self, net))
+    )
+    run = train(task, spec_of("static 8", model=model, steps=6, evaluate_every=2))
+    steps, policy = (2, 4, 6, 6)[at], "current" if at == 3 else "q_max"
+    assert run.status == "diverged"
+    assert run.error == f"diverged at step {steps}, in the evaluation at {policy}: {place}"
+    assert run.metrics == []
+    assert run.history["step"] == list(range(steps))
+    found = run.history["evaluations"][-1]
+    assert found.get("not_finite") == (None if at == 3 else [place])  # that one is no point of the curve
+    assert [e["step"] for e in run.history["evaluations"]] == [2, 4, 6][: at + 1]
+    json.dumps(run.history["evaluations"], allow_nan=False)
 
 
 def test_batchnorm_network_and_images_in_colour_layout():
