@@ -174,8 +174,9 @@ def _convolve(
     codes = a.codes.permute(0, 2, 3, 1)
     seen = operators.active.window_sums(codes, _filled(codes, (), grid.zero), kernel, *geometry)
     zero, rest, scale = Grid.of(w) if w.one_step else (v.view(-1) for v in (w.zero, w.rest, w.scale))
-    scales = _filled(shifts, (2, outputs), grid.scale * scale)
-    scales[1] = grid.scale * rest
+    scales = shifts.new_empty((2, outputs), dtype=torch.float64)  # what exceeds float32 is infinite there, no error
+    scales[0], scales[1] = grid.scale * scale, grid.scale * rest
+    scales = scales.float()
     zeros = _filled(seen, (2, outputs), zero)
     zeros[1] = least * sum_codes(w.codes.reshape(outputs, -1), -1)
     N, P, Q = seen.shape

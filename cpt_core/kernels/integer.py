@@ -10,6 +10,8 @@ is no larger than it, so that nothing cancels. Steps may differ along a product'
 
 Differs: libraries of integer products (torchao, oneDNN's quantised layers) have zero points that are whole numbers, and
     so no r: that is another grid than the paper's code has, which starts at a tensor's minimum.
+Differs: what the simulation finds infinite or NaN is so here, but codes may give up earlier: where s_a s_b, or the sum
+    of an operand alone, is beyond float32, and where terms of both signs are, which a float32 sum may or may not see.
 
 >>> a = QuantizedTensor.of(torch.tensor([[0.0, 3.0]]), 2, "per_tensor")
 >>> a.codes.tolist(), matmul(a, a.t()).tolist()

@@ -176,10 +176,13 @@ Eight lstm_forward(const Tensor& x_gates, const Tensor& weight, const optional<T
       found[0] = number(*low);
       found[1] = number(*width);
     }
-    if (stored && !taken) {  // its own range, and the operations of one that is stored
+    if (stored && (!taken || columns)) {  // its own range, and the operations of one that is stored
+      float own[2];
       Layout l;
       l.r2 = size * n;
-      ::ranges(l, state, &found[0], &found[1]);
+      ::ranges(l, state, &own[0], &own[1]);
+      if (!taken) std::copy(own, own + 2, found);
+      if (own[0] != own[0]) found[0] = own[0];  // NaN has no code: the range is NaN then
     }
     on_grid(state, operand, top, &found[0], &found[1], stored);
     if (told) {

@@ -59,7 +59,8 @@ def forward(
         reverse: from the last step to the first.
         levels: n = 2**q - 1 of the hidden state; None leaves it alone.
         granularity: of the hidden state's ranges, or its grid (``kernels.formats``); codes are of the affine one alone.
-        low: with ``width`` a stored range, which is taken for all steps instead; values outside it are clipped.
+        low: with ``width`` a stored range, which is taken for all steps instead; values outside it are clipped. On
+            codes, where NaN has none, all of a step's hidden state is NaN if any of it is.
         width: its width.
         filled: the stored range is taken only if this number is above 0, which is decided on the device.
         save: return what the backward pass needs; else empty tensors.
@@ -88,9 +89,11 @@ def forward(
             found: Sequence[Tensor] = ()
             if low is not None and width is not None:
                 found = [low, width]
+                own = found if filled is None and tables is None else ops.range(operand, granularity)
                 if filled is not None:
-                    own = ops.range(operand, granularity)
                     found = [torch.where(filled > 0, stored, now) for stored, now in zip(found, own, strict=True)]
+                if tables is not None:  # NaN has no code: the range is NaN then
+                    found = [torch.where(own[0].isnan(), own[0], found[0]), found[1]]
             if tables is not None:
                 clip, found = bool(found), found or ops.range(operand, granularity)
                 operand = ops.encode(operand, *found, levels, None, clip)

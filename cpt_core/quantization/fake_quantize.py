@@ -6,9 +6,10 @@
 [0.0, 0.0, 1.0]
 
 The rounding itself is an operator with several executions, ``cpt_core.kernels``. Scales are float32, results keep the
-input's dtype; NaN and infinity propagate, so that loss scalers see them. Gradients pass a rounding unchanged, also
-those of clipped values; gradients of gradients (``create_graph=True``) do likewise; only the LSTM and products on codes
-refuse them.
+input's dtype. NaN stays NaN. On a range of its own a tensor with an infinity is NaN, so that loss scalers see it; on a
+stored range, in evaluation, infinity is clipped to the end as any value outside. Gradients pass a rounding unchanged,
+also those of clipped values; gradients of gradients (``create_graph=True``) do likewise; only the LSTM and products on
+codes refuse them.
 """
 
 from __future__ import annotations

@@ -1,0 +1,135 @@
+"""What the simulation calls not finite is so under every execution, and what it calls finite is: layer by layer.
+
+A cell is a layer, its steps (the authors' or shared ones) and a place: numbers of the input, the weight or the gradient
+that are huge, infinite or NaN. Every cell is evaluated, and trained for a step, in every execution.
+"""
+
+import math
+from collections.abc import Callable
+from contextlib import nullcontext
+
+import pytest
+import torch
+from helpers import INF, NAN, normal
+from torch import nn
+from transformers import BertConfig
+from transformers.models.bert.modeling_bert import BertSelfAttention
+
+import cpt_core as cpt
+from cpt_core.graphs.graph import Graph
+from cpt_core.graphs.layers import GraphConv, SAGEConv
+from cpt_core.kernels.execution import reference
+from cpt_core.quantization.convert import layer_precisions
+
+BERT = BertConfig(hidden_size=12, num_attention_heads=3, attn_implementation="eager", attention_probs_dropout_prob=0.0)
+GRAPH = Graph.from_edges(torch.arange(30) * 7 % 10, torch.arange(30) * 3 % 10, 10)
+LAYERS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
+    "linear": (lambda: nn.Linear(12, 8), (10, 12)),
+    "sequence": (lambda: nn.Linear(12, 8), (4, 5, 12)),
+    "convolution": (lambda: nn.Conv2d(3, 5, 3, padding=1), (2, 3, 6, 7)),
+    "strided": (lambda: nn.Conv2d(3, 5, 3, padding=1, stride=2), (2, 3, 7, 7)),
+    "LSTM": (lambda: nn.LSTM(6, 5), (4, 3, 6)),
+    "attention": (lambda: BertSelfAttention(BERT), (2, 5, 12)),
+    "GCN": (lambda: GraphConv(6, 9), (10, 6)),
+    "SAGE": (lambda: SAGEConv(9, 6), (10, 9)),
+}
+SIZES = 1e20, 1e30, 3e38, INF, -INF, NAN
+PLACES = [((where,), size) for where in ("input", "weight", "gradient") for size in SIZES] + [
+    (pair, size) for pair in (("input", "weight"), ("gradient", "weight")) for size in (1e20, 1e30)
+]
+# Sums that are beyond float32 in both directions: inf - inf, or one of them, as the order of the terms has it.
+OVERFLOW = "a gate is a sum of terms beyond float32 of both signs: NaN, or saturated as the first of them says"
+UNDECIDED = {("LSTM", ("input", "weight"), size): OVERFLOW for size in (1e20, 1e30)}
+# Positive numbers, and whether codes may give up earlier: there, where the sum of an operand alone is beyond float32.
+POSITIVE = [((where, "positive"), size) for where in ("input", "gradient") for size in (1e35, 1e38, 3e38)]
+NEAR_THE_END = 1e38
+EXECUTIONS = [(products, kernels) for products in ("simulated", "integer") for kernels in ("active", "reference")]
+
+
+def disturbed(x, size):
+    """Numbers of both signs up to a size, or with one that is not finite."""
+    x = x.clone()
+    if math.isfinite(size):
+        return x.mul_(size / float(x.abs().max()))
+    x.view(-1)[3] = size
+    return x
+
+
+def call(model, x):
+    layer = model[0]
+    y = layer(GRAPH, x) if isinstance(layer, (GraphConv, SAGEConv)) else layer(x)
+    return y[0] if isinstance(y, tuple) else y
+
+
+def cells(name, products, shared, places):
+    """Yield what every place gives: outputs in evaluation, on the ranges of a sound training, and results of a step."""
+    make, shape = LAYERS[name]
+    torch.manual_seed(0)
+    config = cpt.QuantConfig(execution=products, aggregation="quantized")
+    model = cpt.quantize_(nn.Sequential(make()), config.with_shared_steps() if shared else config)
+    precisions = layer_precisions(model).values()
+    weight = next(p for p in model.parameters() if p.dim() > 1)
+    sound, x = weight.detach().clone(), normal(*shape)
+    with cpt.precision(model, 8, q_grad=8):
+        upstream = normal(*call(model, x).shape)
+        kept = [p.get_running() for p in precisions]
+        for where, size in places:
+            given, w, g = (
+                disturbed(v.abs() if "positive" in where else v, size) if part in where else v.clone()
+                for part, v in (("input", x), ("weight", sound), ("gradient", upstream))
+            )
+            for p, running in zip(precisions, kept, strict=True):
+                p.set_running(running)
+            with torch.no_grad():
+                weight.copy_(w)
+                evaluated = call(model.eval(), given)
+            model.zero_grad()
+            y = call(model.train(), given.requires_grad_())
+            y.backward(g)
+            grads = {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
+            yield {"output": evaluated}, {"output": y, "input": given.grad, **grads}
+
+
+def verdicts(name, products, kernels, shared, places=PLACES):
+    """Return by place what is not finite: of an evaluation, and of a step."""
+    with reference() if kernels == "reference" else nullcontext():
+        found = cells(name, products, shared, places)
+        return {
+            place: [{part for part, x in of.items() if not bool(x.isfinite().all())} for of in results]
+            for place, results in zip(places, found, strict=True)
+        }
+
+
+@pytest.mark.filterwarnings("ignore:this device")
+@pytest.mark.parametrize("shared", [True, False], ids=["shared steps", "authors' steps"])
+@pytest.mark.parametrize("name", LAYERS)
+def test_every_execution_calls_the_same_not_finite(name, shared):
+    expected = verdicts(name, *EXECUTIONS[0], shared)
+    assert 4 < sum(map(any, expected.values())) < len(PLACES)  # both verdicts are there
+    for execution in EXECUTIONS[1:]:
+        found = verdicts(name, *execution, shared)
+        differ = {place: (found[place], expected[place]) for place in PLACES if found[place] != expected[place]}
+        assert {place: both for place, both in differ.items() if (name, *place) not in UNDECIDED} == {}, execution
+
+
+@pytest.mark.filterwarnings("ignore:this device")
+@pytest.mark.parametrize("shared", [True, False], ids=["shared steps", "authors' steps"])
+@pytest.mark.parametrize("name", LAYERS)
+def test_codes_give_up_earlier_near_the_end_of_float32_alone_and_never_later(name, shared):
+    expected, found = (verdicts(name, p, "active", shared, POSITIVE) for p in ("simulated", "integer"))
+    for place in POSITIVE:
+        for there, codes in zip(expected[place], found[place], strict=True):
+            assert there <= codes if place[1] >= NEAR_THE_END else there == codes, place
+
+
+def test_infinity_is_nan_on_a_range_of_its_own_and_the_end_of_a_stored_one():
+    """What ``fake_quantize`` says of it."""
+    x = torch.tensor([[0.5, 1.0, 2.0]])
+    for size in (INF, -INF, NAN):
+        bad = torch.tensor([[0.5, 1.0, size]])
+        assert cpt.quantize(bad, 8).isnan().all()
+        layer = cpt.quantize_(nn.Sequential(nn.Linear(3, 2)), cpt.QuantConfig())
+        with cpt.precision(layer, 8):
+            layer(x)
+            y = layer.eval()(bad)
+            assert y.isnan().all() if math.isnan(size) else torch.equal(y, layer(bad.clamp(-9, 9)))
