@@ -63,7 +63,7 @@ class Judge:
     @cached_property
     def known(self) -> frozenset[str]:
         """The digests beside the store; read when the first row comes that has none in it."""
-        return frozenset(self.file.readcanonical(encoding="utf-8").split()) if self.file.exists() else frozenset()
+        return frozenset(self.file.read_text(encoding="utf-8").split()) if self.file.exists() else frozenset()
 
     def fault(self, line: bytes, row: dict[str, Any]) -> str:
         """Return "" for a row that is as it was written, ``BARE`` where nobody can tell, else what is wrong with it.
