@@ -10,7 +10,6 @@ from typer.testing import CliRunner
 
 from cpt_core.__main__ import app
 from cpt_core.analysis import report, runs
-from cpt_core.experiments.spec import RunSpec, key_of
 from cpt_core.paths import results_dir
 from cpt_core.sweeps import digests, stores
 from cpt_core.sweeps.lines import Integrity, NotIntactWarning, certify, integrity
@@ -174,14 +173,13 @@ def test_readers_say_how_many_rows_are_intact(tmp_path, monkeypatch):
     )
     fault = f"{store}, line 3: status 'great' is none of ok, diverged, failed"
     said = f"2 of 3 rows intact; does not count: {fault}"
-    page = tmp_path / "page.html"
-    for command in (["verify", str(store)], ["claims", "--evidence"], ["report", str(store), "--out", str(page)]):
+    for command in (["verify", str(store)], ["claims", "--evidence"]):
         with warnings.catch_warnings(record=True) as found:
             warnings.simplefilter("always")
             done = CliRunner().invoke(app, command)
         assert done.exit_code == (command[0] == "verify"), done.output
         assert fault in str([w.message for w in found])
-        assert said in (done.output if command[0] != "report" else page.read_text().replace("&#39;", "'"))
+        assert said in done.output
 
 
 def test_what_is_no_row_is_not_written(tmp_path):
@@ -201,6 +199,5 @@ def test_committed_rows_are_intact_and_none_is_gone():
     assert integrity(files) == Integrity(count)
     for file in files:
         stored = [json.loads(line) for line in file.read_bytes().splitlines()]
-        assert all(key_of(row["spec"]) == row["key"] == RunSpec.from_dict(row["spec"]).key for row in stored)
         bare = {digests.digest(digests.canonical(row)) for row in stored if "digest" not in row}
         assert bare == digests.Judge(file).known

@@ -545,7 +545,7 @@ def test_the_committed_rows_still_have_their_keys(path):
     assert rows
     assert repr(stores.load_rows(path)) == repr(list(stores.newest(rows).values()))  # as the plain parser reads them
     for r in rows:
-        assert RunSpec.from_dict(r["spec"]).key == r["key"]
+        assert RunSpec.from_dict(r["spec"]).key == key_of(r["spec"]) == r["key"]
 
 
 def without_source(folder):
