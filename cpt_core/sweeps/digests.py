@@ -75,17 +75,16 @@ class Judge:
         given = row.pop("digest", None)
         if reason := _wrong(row):
             return reason
-        if given is not None:
-            # nearly always: a line of ours, and no need to write the row again
-            ours = line.startswith(BEGIN) and digest(b"{" + line[_REST:]) == given
-            return (
-                ""
-                if ours or digest(canonical(row)) == given
-                else "it was changed after it was written: its digest says so"
-            )
-        if digest(line) in self.known or (self.known and digest(canonical(row)) in self.known):
+        if given is None and not self.known:
+            return BARE
+        # as a line of ours has it, mostly, and then the row need not be written again to see
+        text = b"{" + line[_REST:] if line.startswith(BEGIN) else line
+        there = self.known if given is None else (given,)
+        if digest(text) in there or digest(canonical(row)) in there:
             return ""
-        return f"its digest is not in {self.file.name}: it was changed, or came after those" if self.known else BARE
+        if given is None:
+            return f"its digest is not in {self.file.name}: it was changed, or came after those"
+        return "it was changed after it was written: its digest is that of another row"
 
 
 def _wrong(row: dict[str, Any]) -> str:
@@ -95,8 +94,14 @@ def _wrong(row: dict[str, Any]) -> str:
             return f"{name} is {json.dumps(row[name])[:60]}, no {kind.__name__}"
     if row["status"] not in STATUSES:
         return f"status {row['status']!r} is none of {', '.join(STATUSES)}"
-    # orjson writes some numbers and letters otherwise, but what gives the key is the spec, and it takes a tenth
-    quick = hashlib.sha256(orjson.dumps(row["spec"], option=orjson.OPT_SORT_KEYS)).hexdigest()[:16]
-    if row["key"] != quick and row["key"] != (key := key_of(row["spec"])):
+    if row["key"] != _quickly(row["spec"]) and row["key"] != (key := key_of(row["spec"])):
         return f"key {row['key']} is not that of its spec, {key}"
     return ""
+
+
+def _quickly(spec: dict[str, Any]) -> str:
+    """Return the key of a spec as orjson writes it: in a tenth of the time, and the right one but for odd numbers."""
+    try:
+        return hashlib.sha256(orjson.dumps(spec, option=orjson.OPT_SORT_KEYS)).hexdigest()[:16]
+    except TypeError:  # half a surrogate pair, or a number of more than 64 bits
+        return ""

@@ -257,7 +257,7 @@ def unended(store: Path, tail: bytes) -> bytes:
 def _row(store: Path, number: int, line: bytes) -> Row:
     try:
         row = _parsed(line)
-    except (json.JSONDecodeError, UnicodeDecodeError, RecursionError) as error:
+    except (ValueError, RecursionError) as error:
         raise ValueError(
             f"{store}, line {number} is no JSON: {line[:60].decode(errors='replace')!r}; remove "
             "that line to use the rest"
@@ -275,7 +275,11 @@ def _parsed(line: bytes) -> Any:
     try:
         return orjson.loads(line)
     except orjson.JSONDecodeError:  # also for half a surrogate pair, which a traceback may hold and json writes
-        return json.loads(line)
+        return json.loads(line, parse_constant=_no_number)
+
+
+def _no_number(word: str) -> None:
+    raise ValueError(f"{word} is no number of JSON")
 
 
 @contextmanager

@@ -317,7 +317,7 @@ def _two(folder, labels):
         np.savez(folder / name, data=np.full((len(labels), 8, 8), grey, np.uint8), labels=np.array(labels))
 
 
-@pytest.mark.parametrize("size", [16, 64])  # in memory, and read from disk
+@pytest.mark.parametrize("size", [16, 80])  # in memory, and read from disk
 def test_folders_of_one_class_and_folders_that_are_the_same(size, data_folder):
     write_image_folder(data_folder / "pets")
     for split in ("train", "val"):

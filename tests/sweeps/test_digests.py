@@ -2,14 +2,19 @@
 
 import json
 import re
+import tempfile
 import warnings
+from pathlib import Path
 
 import pytest
 from helpers import quietly, row_of, specs_of
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
 from typer.testing import CliRunner
 
 from cpt_core.__main__ import app
 from cpt_core.analysis import report, runs
+from cpt_core.experiments.spec import key_of
 from cpt_core.paths import results_dir
 from cpt_core.sweeps import digests, stores
 from cpt_core.sweeps.lines import Integrity, NotIntactWarning, certify, integrity
@@ -116,6 +121,31 @@ def test_rows_that_other_programs_wrote_again_are_intact(dump, end, tmp_path):
     assert integrity([store]) == Integrity(1, bare=1)
     assert certify(store) == 1
     assert integrity([store]) == Integrity(1)
+
+
+TEXT = st.text(st.characters(), max_size=8)  # also halves of surrogate pairs
+NUMBERS = st.integers() | st.floats(allow_nan=False, allow_infinity=False) | st.sampled_from([1e-5, 1e16, 2**64, -0.0])
+ANYTHING = st.recursive(
+    st.none() | st.booleans() | NUMBERS | TEXT,
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(TEXT, inner, max_size=3),
+)
+
+
+@given(st.dictionaries(TEXT, ANYTHING, max_size=4), st.dictionaries(TEXT, ANYTHING, max_size=3), st.booleans())
+@settings(max_examples=100, deadline=None)
+def test_whatever_a_row_holds_it_is_intact_and_found_by_the_key_of_its_spec(spec, more, old):
+    row = {**more, "schema": 1, "key": key_of(spec), "spec": spec, "status": "ok"}
+    row.pop("digest", None)
+    assume(all(isinstance(row[name], kind) for name, kind in digests._TYPES.items() if name in row))
+    with tempfile.TemporaryDirectory() as folder:
+        store = Path(folder) / "rows.jsonl"
+        if old:
+            assert certify(written(store, plain(row))) == 1
+        else:
+            stores.append_row(store, row)
+        assert integrity([store]) == Integrity(1)
+        assert [one["key"] for one in stores.load_rows(store)] == [row["key"]]
+        assert stores.find_row(store, row["key"]) is not None
 
 
 def test_stores_may_be_put_together_and_two_results_of_a_run_are_named(tmp_path):
