@@ -2,14 +2,13 @@
 
     python -m bench.stores --rows 100000
 
-The rows are the committed ones again and again, under other keys. A sweep appends with a mark: it knows how far it has
+The rows are the committed ones again and again, of other seeds. A sweep appends with a mark: it knows how far it has
 read; without one the whole store is looked through first, before it is locked.
 """
 
 from __future__ import annotations
 
 import argparse
-import hashlib
 import json
 import tempfile
 import time
@@ -18,8 +17,10 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+from cpt_core.experiments.spec import key_of
 from cpt_core.paths import results_dir
 from cpt_core.sweeps import stores
+from cpt_core.sweeps.digests import line_of
 from cpt_core.sweeps.lines import mark
 
 
@@ -27,10 +28,15 @@ def fill(store: Path, count: int) -> dict[str, Any]:
     """Write a store and return one of its rows."""
     lines = [line for path in sorted(results_dir().glob("*.jsonl")) for line in path.read_text().splitlines()]
     rows = [json.loads(line) for line in lines]
-    with open(store, "w") as file:
-        for i in range(count):
-            file.write(json.dumps({**rows[i % len(rows)], "key": f"{i:016x}"}, sort_keys=True) + "\n")
+    with open(store, "wb") as file:
+        file.writelines(line_of(of(rows[i % len(rows)], i)) for i in range(count))
     return rows[0]
+
+
+def of(row: dict[str, Any], seed: int) -> dict[str, Any]:
+    """Return the row of another seed."""
+    spec = {**row["spec"], "seed": seed}
+    return {**row, "spec": spec, "key": key_of(spec)}
 
 
 def seconds(call: Callable[[int], Any], repeats: int) -> float:
@@ -47,13 +53,10 @@ def measure(store: Path, count: int, repeats: int) -> str:
     """Return the line of one size."""
     row = fill(store, count)
     end = mark(store)
-
-    def of(name: str, number: int) -> dict[str, Any]:
-        return {**row, "key": hashlib.sha256(f"{name} {number}".encode()).hexdigest()[:16]}
-
-    appended = seconds(lambda i: stores.append_row(store, of("a", i), end), repeats)
-    looked = seconds(lambda i: stores.append_row(store, of("b", i)), repeats)
-    found = seconds(lambda i: stores.find_row(store, of("a", i)["key"]), repeats)
+    new = [of(row, count + i) for i in range(2 * repeats)]
+    appended = seconds(lambda i: stores.append_row(store, new[i], end), repeats)
+    looked = seconds(lambda i: stores.append_row(store, new[repeats + i]), repeats)
+    found = seconds(lambda i: stores.find_row(store, new[i]["key"]), repeats)
     read = seconds(lambda i: stores.load_rows(store), repeats)
     size = store.stat().st_size / 1e6
     return f"{count:8} {size:6.0f} {read:8.2f} {1e3 * found:8.1f} {1e3 * appended:10.2f} {1e3 * looked:18.2f}"

@@ -127,6 +127,7 @@ def verify(
 ) -> None:
     """Run stored rows again and compare: bit for bit on the same machine, within a tolerance on others."""
     from cpt_core.sweeps import verify as v
+    from cpt_core.sweeps.lines import integrity
 
     samples = [v.sample(path, rows, seed, cheapest) for path in store]
     skipped = [one for one in samples if one.missing]
@@ -134,7 +135,8 @@ def verify(
         raise FileNotFoundError(f"{skipped[0].store}: {skipped[0].missing}; --skip-missing leaves such stores out")
     chosen = [one for one in samples if not one.missing]
     count, seconds = sum(len(one.picked) for one in chosen), sum(one.seconds for one in chosen)
-    typer.echo(f"{count} rows of {len(chosen)} stores to run again; they took {seconds:.0f} s")
+    whole = integrity(store)
+    typer.echo(f"{whole}\n{count} rows of {len(chosen)} stores to run again; they took {seconds:.0f} s")
     findings = []
     try:
         for one in chosen:
@@ -148,8 +150,19 @@ def verify(
     for one in skipped:
         typer.echo(f"skipped {one.store}: {one.missing}")
     typer.echo(v.summary(findings) + (f"; {len(skipped)} of {len(samples)} stores skipped" if skipped else ""))
-    if not all(finding.reproduced for finding in findings):
+    if whole.faults or not all(finding.reproduced for finding in findings):
         raise typer.Exit(1)
+
+
+@app.command()
+def certify(store: Annotated[list[Path], typer.Argument(help="files of rows that are older than digests")]) -> None:
+    """Write the digests of rows that have none into NAME.sha256 beside their store, which stays as it is."""
+    from cpt_core.sweeps.lines import certify
+
+    for path in store:
+        if not path.is_file():
+            raise FileNotFoundError(f"there is no file {path}")
+        typer.echo(f"{path}: digests of {certify(path)} rows written")
 
 
 @app.command(cls=Many)
@@ -262,6 +275,7 @@ def claims(
     from cpt_core.analysis.claims import judged
     from cpt_core.analysis.report import all_stores
     from cpt_core.analysis.runs import load
+    from cpt_core.sweeps.lines import integrity
 
     runs = load(*all_stores())
     for entry in judged(runs):
@@ -274,6 +288,8 @@ def claims(
         typer.echo(f"{a.question}: {a.asks} (PREREGISTRATION.md)\n  {a.word}")
         for effect in (*a.primary, *a.secondary) if evidence else ():
             typer.echo(f"    {effect}")
+    if evidence:
+        typer.echo(integrity(all_stores()))
 
 
 @app.command(cls=Many)

@@ -92,19 +92,34 @@ def write_text(path: Path, text: str) -> None:
     write_atomically(path, lambda temporary: temporary.write_text(text, encoding="utf-8"))
 
 
-def write_atomically(path: Path, write: Callable[[Path], Any]) -> None:
+def write_atomically(path: Path, write: Callable[[Path], Any], previous: Path | None = None) -> None:
     """Let ``write`` make a file beside ``path``, then put it in its place: readers see the old one or the new one.
 
-    Both ways on the disk too, so that the machine may stop at any moment.
+    Both ways on the disk too, so that the machine may stop at any moment. With ``previous`` the old one stays under
+    that name, from when the new one is on the disk.
     """
     temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
     try:
         write(temporary)
         sync(temporary)
+        if previous is not None and path.exists():
+            _name_also(path, previous)
         os.replace(temporary, path)
         sync(path.parent)
     finally:
         temporary.unlink(missing_ok=True)
+
+
+def _name_also(path: Path, name: Path) -> None:
+    """Give a file a second name, in the place of what had it: so there is no moment without the first."""
+    second = name.with_name(f"{name.name}.{os.getpid()}.tmp")
+    try:
+        os.link(path, second)
+        os.replace(second, name)
+    except OSError:  # a file system without second names
+        os.replace(path, name)
+    finally:
+        second.unlink(missing_ok=True)  # the system leaves it there when both were one file already
 
 
 def sync(path: Path) -> None:

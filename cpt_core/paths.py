@@ -31,23 +31,27 @@ def work_dir() -> Path:
     return CHECKOUT or Path.cwd()
 
 
+def _given(name: str) -> Path | None:
+    """Return the folder that a variable names; ``~`` is the user's home also where no shell has read it."""
+    given = os.environ.get(name)
+    return Path(given).expanduser() if given else None
+
+
 def data_dir() -> Path:
     """Return the folder of data sets: ``CPT_DATA_DIR``, else ``data/cache`` of the checkout, else the user's cache."""
-    given = os.environ.get("CPT_DATA_DIR")
-    if given:
-        return Path(given)
+    if given := _given("CPT_DATA_DIR"):
+        return given
     return CHECKOUT / "data" / "cache" if CHECKOUT else user_cache_path("cpt_core", appauthor=False)
 
 
 def kernels_dir() -> Path:
     """Return the folder of compiled kernels: ``CPT_KERNELS_DIR``, else in the user's cache."""
-    given = os.environ.get("CPT_KERNELS_DIR")
-    return Path(given) if given else user_cache_path("cpt_core", appauthor=False) / "kernels"
+    return _given("CPT_KERNELS_DIR") or user_cache_path("cpt_core", appauthor=False) / "kernels"
 
 
 def runs_dir() -> Path:
     """Return the folder that runs are written to: ``CPT_RUNS_DIR``, else ``runs`` in ``work_dir()``."""
-    return Path(os.environ.get("CPT_RUNS_DIR") or work_dir() / "runs")
+    return _given("CPT_RUNS_DIR") or work_dir() / "runs"
 
 
 def results_dir() -> Path:

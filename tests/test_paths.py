@@ -59,6 +59,14 @@ def test_variables_name_other_folders(installed, monkeypatch):
     assert (paths.runs_dir(), paths.data_dir()) == (installed / "a", installed / "b")
 
 
+@pytest.mark.parametrize("folder", [paths.runs_dir, paths.data_dir, paths.kernels_dir])
+def test_a_tilde_that_no_shell_has_read_is_the_home(folder, tmp_path, monkeypatch):
+    """As in a batch script's ``--export=CPT_RUNS_DIR=~/x``, or a file of variables."""
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setenv(f"CPT_{folder.__name__.removesuffix('_dir').upper()}_DIR", "~/x")
+    assert folder() == tmp_path / "x"
+
+
 def test_an_installation_has_no_commit_even_inside_a_repository(installed):
     assert provenance.commit() == {"commit": None, "dirty": None}
 

@@ -35,6 +35,7 @@ from cpt_core.analysis.schedules import figure_2
 from cpt_core.checks import write_text
 from cpt_core.experiments.grids import GRIDS
 from cpt_core.paths import results_dir, runs_dir
+from cpt_core.sweeps.lines import integrity
 
 PACKAGES = ("cpt-core", "torch", "torchvision", "numpy", "papermill", "jupyterlab")
 WORDS = (
@@ -92,7 +93,7 @@ def write_report(files: Sequence[Path] | None = None, out: Path | None = None) -
         *_run_or_not("What has been run", _overview(stored)),
         *_run_or_not("Numbers printed in the paper", paper.summary(runs)),
         Section("Differences from the paper", points=tuple((entry, place) for place, entry in harvest("Differs"))),
-        Section("Where this comes from", (_versions(),), table=_sources(stored), style="left"),
+        Section("Where this comes from", (str(integrity(files)), _versions()), table=_sources(stored), style="left"),
     ]
     note = (
         "Made from result rows alone. Training at low precision is simulated; bit operations (BitOps) count work, they "

@@ -17,6 +17,7 @@ from cpt_core.data.files import fingerprint
 from cpt_core.experiments.recipe import Recipe, is_own
 from cpt_core.paths import data_dir, work_dir
 
+MOST_CLASSES = 10_000  # where there are not as many samples
 R = TypeVar("R", bound=Recipe)
 T = TypeVar("T")
 
@@ -105,6 +106,24 @@ def whole_numbers(what: str, values: Any, missing: int | None = None) -> np.ndar
         first = int(wrong.argmax())
         raise ValueError(f"{what} must be whole numbers, number {first} is {given[first]:.6g}")
     return given.astype(np.int64)
+
+
+def class_count(what: str, labels: Any) -> int:
+    """Return how many classes there are: one more than the largest label of what is trained on.
+
+    Args:
+        what: they are labels of, for the errors.
+        labels: (n,) whole numbers from 0.
+
+    Raises:
+        ValueError: for one class only, and for a label that is no number of a class: every class is an output.
+    """
+    largest = int(labels.max())
+    if largest >= max(MOST_CLASSES, len(labels)):
+        raise ValueError(f"{what}: label {largest} of {len(labels)}; classes must be numbered 0, 1, 2, ...")
+    if int(labels.min()) == largest:
+        raise ValueError(f"{what}: all {len(labels)} labels are {largest}; there is nothing to learn from one class")
+    return largest + 1
 
 
 def split_sizes(recipe: Any, there: int) -> tuple[int | None, int]:

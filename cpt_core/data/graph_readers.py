@@ -78,10 +78,11 @@ def read_archive(path: Path) -> RawGraph:
             else:
                 raise ValueError(f"{path}: needs one of {', '.join(names)}; it has {', '.join(arrays)}")
         labels = whole_numbers(f"{path}: labels", found["labels"], missing=-1)
-    edges = found["edges"]
+    edges, pyg = found["edges"], "edge_index" in arrays
     if edges.ndim != 2 or 2 not in edges.shape or not np.issubdtype(edges.dtype, np.integer):
         raise ValueError(f"{path}: edges must be whole numbers (2, E) or (E, 2), got {edges.dtype} {edges.shape}")
-    source, destination = edges if edges.shape[0] == 2 and "edge_index" in arrays else edges.T
+    # of two edges, which could be read either way, an edge_index has the sources first, and edges has edges
+    source, destination = edges if edges.shape[0] == 2 and (pyg or edges.shape[1] != 2) else edges.T
     return RawGraph(
         title=f"own graph ({path.stem})",
         edges=(source, destination),

@@ -28,7 +28,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from cpt_core.data.common import generator_of, one_thread, whole_numbers
+from cpt_core.data.common import class_count, generator_of, one_thread, whole_numbers
 from cpt_core.data.files import DataNotFoundError, own_path
 from cpt_core.data.graph_readers import SPLITS, RawGraph, read_archive, read_digits, read_ogb_folder, read_planetoid
 from cpt_core.data.ogb import read_ogb
@@ -162,9 +162,8 @@ def _checked(name: str, raw: RawGraph) -> tuple[Tensor, Tensor, int]:
         raise ValueError(f"{name}: {count} features are NaN or infinite, the first in node {first} (as float32)")
     if labels.min() < -1:
         raise ValueError(f"{name}: labels must be 0, 1, ... or -1 for none, got {labels.min()}")
-    classes = raw.classes or int(labels.max()) + 1
-    if labels.max() >= classes:
-        raise ValueError(f"{name}: labels must be below {classes}, got {labels.max()}")
+    if raw.classes and labels.max() >= raw.classes:
+        raise ValueError(f"{name}: labels must be below {raw.classes}, got {labels.max()}")
     for ends in raw.edges:
         if ends.dtype.kind not in "iu" or len(ends) != len(raw.edges[0]):
             raise ValueError(f"{name}: every edge needs two whole numbers, got {ends.dtype} {ends.shape}")
@@ -190,6 +189,8 @@ def _checked(name: str, raw: RawGraph) -> tuple[Tensor, Tensor, int]:
         used[index] = part
     if not len(raw.split["train"]) or not len(raw.split["test"]):
         raise ValueError(f"{name}: the train and the test split need at least one node each")
+    known = labels[labels >= 0]  # also those of nodes that are tested alone
+    classes = raw.classes or class_count(f"{name}: nodes", known)
     return torch.from_numpy(features), torch.from_numpy(labels), classes
 
 

@@ -46,6 +46,7 @@ def read_own(dataset: str, size: int) -> tuple[ArrayImages, ArrayImages, str]:
         folder = own_path(dataset)
         if (folder / "train").is_dir():
             train, test = (_in_memory(files, size) for files in image_folders(folder))
+            _differ(dataset, train, test)
             return train, test, f"own images ({name})"
         parts = _archives_of(folder)
     if len(parts) != 2:
@@ -57,7 +58,13 @@ def read_own(dataset: str, size: int) -> tuple[ArrayImages, ArrayImages, str]:
     unknown = test.labels[test.labels > train.labels.max()]
     if len(unknown):
         raise ValueError(f"{parts[1]}: label {int(unknown[0])} is unknown; {parts[0].name} has 0..{train.labels.max()}")
+    _differ(dataset, train, test)
     return train, test, f"own images ({name})"
+
+
+def _differ(dataset: str, train: ArrayImages, test: ArrayImages) -> None:
+    if torch.equal(train.images, test.images):
+        raise ValueError(f"{dataset}: the {len(test)} test images are the training images; a test needs others")
 
 
 def _archives_of(folder: Path) -> list[Path]:

@@ -31,7 +31,7 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from cpt_core.checks import library
-from cpt_core.data.common import generator_of, split_sizes, titled
+from cpt_core.data.common import class_count, generator_of, split_sizes, titled
 from cpt_core.data.files import DataNotFoundError, own_path
 from cpt_core.data.image_readers import ArrayImages, image_folders, read_own
 from cpt_core.experiments.image import EXPERIMENT, ImageRecipe
@@ -89,7 +89,7 @@ def load_images(recipe: ImageRecipe) -> ImageData:
     if recipe.size > SMALL:
         return _load_files(recipe)
     train, test, title, mean, std = _load_arrays(recipe.dataset, recipe.size)
-    classes = int(train.labels.max()) + 1
+    classes = class_count(f"{recipe.dataset}: training images", train.labels)
     used, held = split_sizes(recipe, len(train))
     order = torch.randperm(len(train), generator=torch.Generator().manual_seed(0))
     valid, rest = train[order[:held]], train[order[held:]]
@@ -214,7 +214,7 @@ def _load_files(recipe: ImageRecipe) -> ImageData:
     names = "\n".join(f"{Path(path).name} {label}" for path, label in train.samples + test.samples)
     return ImageData(
         title=titled(title, recipe, rest, held),
-        classes=len(train.classes),
+        classes=class_count(f"{recipe.dataset}: training images", np.array(train.targets)),
         channels=3,
         mean=IMAGENET_MEAN,
         std=IMAGENET_STD,

@@ -24,6 +24,12 @@ from cpt_core.schedules.schedule import FunctionSchedule, Schedule
 SPEC_VERSION = 1
 
 
+def key_of(spec: dict[str, Any]) -> str:
+    """Return the key of a spec in its JSON form, whatever its version: that of the form it was stored in."""
+    text = json.dumps(spec, sort_keys=True, separators=(",", ":"))
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
 @dataclass(frozen=True)
 class RunSpec:
     """One training run. All fields are resolved, so that a changed default changes no old key.
@@ -95,8 +101,7 @@ class RunSpec:
     @property
     def key(self) -> str:
         """Sixteen hexadecimal digits that identify the run."""
-        text = json.dumps(self.to_dict(), sort_keys=True, separators=(",", ":"))
-        return hashlib.sha256(text.encode()).hexdigest()[:16]
+        return key_of(self.to_dict())
 
 
 def run_spec(

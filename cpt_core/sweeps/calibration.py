@@ -28,7 +28,7 @@ from cpt_core.paths import runs_dir
 from cpt_core.sweeps.options import SweepOptions
 from cpt_core.sweeps.process import supervise
 from cpt_core.sweeps.worker import Job, Outcome
-from cpt_core.training.device import choose_device, device_name, host_memory, peak_memory
+from cpt_core.training.device import device_name, host_memory, peak_memory, usual_device
 from cpt_core.training.session import Session, task_of
 
 SECONDS = 1.0  # about the time that measuring one recipe takes, if its steps are that quick
@@ -111,7 +111,7 @@ def runs_per_gpu(on_gpu: int, gpu_memory: int, on_host: int, memory: int, cores:
 
 
 def _key(spec: RunSpec, device: str) -> str:
-    where = device_name(choose_device(device, spec))
+    where = device_name(usual_device(device, spec))
     recipe = json.dumps(spec.to_dict()["recipe"], sort_keys=True)
     return hashlib.sha256(f"{VERSION} {recipe} {where} {torch.__version__}".encode()).hexdigest()[:16]
 
@@ -119,7 +119,7 @@ def _key(spec: RunSpec, device: str) -> str:
 def _measure(job: Job, should_stop: Callable[[], bool], on_start: Callable[[], None]) -> Outcome:
     """Work of the measuring process."""
     try:
-        return Outcome(job.spec.key, "ran", asdict(_steps(job.spec, choose_device(job.options.device, job.spec))))
+        return Outcome(job.spec.key, "ran", asdict(_steps(job.spec, usual_device(job.options.device, job.spec))))
     except Exception as error:
         return Outcome(job.spec.key, "ran", {"error": f"{type(error).__name__}: {error}"})
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import logging
 import multiprocessing
+import sys
 import time
 import uuid
 from collections.abc import Iterator
@@ -20,12 +21,15 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from tqdm.auto import tqdm
 
 from cpt_core.experiments.spec import RunSpec
+from cpt_core.sweeps.options import SweepOptions
 from cpt_core.sweeps.process import record_loss, supervise
 from cpt_core.sweeps.progress import Live, Signals
 from cpt_core.sweeps.stores import check_same_data, load_rows
 from cpt_core.sweeps.worker import Job, Outcome
+from cpt_core.training.device import choose_device
 from cpt_core.training.session import task_of
 
 try:
@@ -48,28 +52,33 @@ def dask_outcomes(jobs: list[Job], signals: Signals, live: Live, slots: list[int
         ValueError: when the scheduler cannot be reached, or a worker does not see the folder of the store, or sees
             other data than those of the rows in it.
         DataNotFoundError: when a worker does not find the data of a run.
+        DeviceNotFoundError: when the worker that was asked has no GPU for runs that want one.
     """
     options, store = jobs[0].options, jobs[0].store
     sign = store.with_name(f"{store.stem}.{uuid.uuid4().hex}.sweep")
     sign.write_text("go", encoding="utf-8")
     try:
         with _client(options.scheduler, len(slots)) as client:
-            live.note = "waiting for workers"
-            while not client.nthreads() and not signals.stop.is_set():
-                live.refresh()
-                time.sleep(0.2)
-            live.note = ""
-            workers = client.scheduler_info()["workers"].values()
-            gpus = options.scheduler is not None and any(worker["resources"].get("GPU") for worker in workers)
-            share = {"GPU": 1 / (options.per_gpu or 1)} if gpus else None
-            submit = partial(client.submit, pure=False, resources=share)
+            submit = partial(client.submit, pure=False)
             recipes = {job.spec.recipe: job.spec for job in jobs}
-            checks = {submit(_check, spec, str(sign)): spec for spec in recipes.values()}
+            # before any worker is there: a cluster that grows with its work starts none for a sweep that only waits
+            checks = {
+                submit(_check, spec, options.device, str(sign), resources=_share(client, options)): spec
+                for spec in recipes.values()
+            }
+            if not client.nthreads():
+                said = (
+                    f"{len(jobs)} runs wait for workers of the Dask scheduler at {client.scheduler.address}: none yet"
+                )
+                tqdm.write(said, sys.stderr)  # a log shows no bar
+                live.note = "waiting for workers"
             rows = load_rows(store)
             for check, spec in _results(checks, signals, live, sign):
+                live.note = ""
                 check_same_data(store, rows, spec, check.result())  # raises what was raised there, too
             if not signals.stop.is_set():
-                futures = {submit(_work, job, str(sign), slots): job for job in jobs}
+                share = _share(client, options)
+                futures = {submit(_work, job, str(sign), slots, resources=share): job for job in jobs}
                 for future, job in _results(futures, signals, live, sign):
                     live.at_once = sum(client.nthreads().values())
                     died = isinstance(future.exception(), distributed.KilledWorker)
@@ -93,8 +102,16 @@ def _results(futures: dict[Any, Any], signals: Signals, live: Live, sign: Path) 
         time.sleep(0.1)
 
 
-def _check(spec: RunSpec, sign: str) -> str:
+def _share(client: Any, options: SweepOptions) -> dict[str, float] | None:
+    """Return what a run takes of the GPUs of a cluster whose workers say that they have some."""
+    workers = client.scheduler_info()["workers"].values()
+    gpus = options.scheduler is not None and any(worker["resources"].get("GPU") for worker in workers)
+    return {"GPU": 1 / (options.per_gpu or 1)} if gpus else None
+
+
+def _check(spec: RunSpec, device: str, sign: str) -> str:
     _told_to_stop(sign)
+    choose_device(device, spec)
     return task_of(spec)(spec, torch.device("cpu")).checksum
 
 

@@ -6,6 +6,8 @@ import gc
 import hashlib
 import json
 import os
+import re
+import warnings
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -14,9 +16,16 @@ from typing import Any, BinaryIO
 
 import orjson
 
+from cpt_core.checks import write_text
+from cpt_core.sweeps.digests import BARE, BEGIN, Judge, beside, canonical, digest
+
 SCHEMA_VERSION = 1
 BLOCK = 2**20  # bytes that are looked through at a time
 TAIL = 4096  # bytes by which a file is known again: longer than the part that rows of one grid share
+RESULT = ("status", "metrics", "bitops", "steps", "loss", "evaluations", "data_checksum")  # what a run gives
+TORN = re.compile(
+    rb'\{("\w*("(:( [ -~]*)?)?)?)?\0*|\0+'
+)  # the beginning of a line of ours, as a dying writer leaves it
 Row = dict[str, Any]
 
 
@@ -34,20 +43,107 @@ class Mark:
 START = Mark()
 
 
+class NotIntactWarning(UserWarning):
+    """Lines of a store do not count: they are not as they were written."""
+
+
+@dataclass(frozen=True)
+class Integrity:
+    """What the lines of stores are worth; print it: "41 of 41 rows intact".
+
+    Attributes:
+        rows: how many there are.
+        bare: how many of them have no digest: they count, but nobody can tell whether they were changed.
+        faults: file, line and reason of those that were, or that are no rows of ours. They do not count.
+        doubts: lines that are intact, but give other results than another line of the same run.
+    """
+
+    rows: int = 0
+    bare: int = 0
+    faults: tuple[str, ...] = ()
+    doubts: tuple[str, ...] = ()
+
+    def __str__(self) -> str:
+        """Return the counts, then what is wrong."""
+        bare = f", {self.bare} have no digest (`certify` writes them)" if self.bare else ""
+        said = f"{self.rows - self.bare - len(self.faults)} of {self.rows} rows intact{bare}"
+        return "; ".join([said, *(f"does not count: {fault}" for fault in self.faults), *self.doubts])
+
+
 def load_rows(store: Path) -> list[Row]:
     """Return the newest row of every key, in the order the keys first appeared; a torn last line is left out.
+
+    Warns:
+        NotIntactWarning: about rows that were changed after they were written. They are left out: their runs count as
+            not run. And about two results of one run that differ; which one counts is said by ``newest``.
 
     Raises:
         ValueError: for a broken line anywhere else, or a row of another schema version.
     """
+    rows, found = _read_all(store)
+    for what, reasons in (("do not count", found.faults), ("are in doubt", found.doubts)):
+        if reasons:
+            more = f" and {len(reasons) - 3} more" if len(reasons) > 3 else ""
+            warnings.warn(f"rows {what}: {'; '.join(reasons[:3])}{more}", NotIntactWarning, stacklevel=2)
+    return list(newest(rows).values())
+
+
+def integrity(stores: Iterable[Path]) -> Integrity:
+    """Return what the rows of some stores are worth, all together."""
+    found = [_read_all(store)[1] for store in stores]
+    return Integrity(
+        sum(one.rows for one in found),
+        sum(one.bare for one in found),
+        sum((one.faults for one in found), ()),
+        sum((one.doubts for one in found), ()),
+    )
+
+
+def certify(store: Path) -> int:
+    """Write the digests of the rows that have none into a file beside a store and return how many these are.
+
+    The store stays as it is. From then on a row without a digest that is not among these does not count.
+
+    Raises:
+        ValueError: where a row is not intact.
+    """
+    found = _read_all(store)[1]
+    if found.faults:
+        raise ValueError(f"nothing is certified: {'; '.join(found.faults)}")
+    rows = [row for number, line in enumerate(_lines(store), 1) if "digest" not in (row := _row(store, number, line))]
+    write_text(beside(store), "".join(f"{digest(canonical(row))}\n" for row in rows))
+    return len(rows)
+
+
+def _read_all(store: Path) -> tuple[list[Row], Integrity]:
+    """Return the rows of a store that count, several of one key if there are, and what all its lines are worth."""
+    judge, rows, faults, bare = Judge(store), [], [], 0
+    results: dict[str, tuple[int, Row]] = {}
+    doubts: list[str] = []
+    number = 0
+    with _collector_off():
+        for number, line in enumerate(_lines(store), 1):
+            row = _row(store, number, line)
+            fault = judge.fault(line, row)
+            if fault and fault != BARE:
+                faults.append(f"{store}, line {number}: {fault}")
+                continue
+            bare += fault == BARE
+            rows.append(row)
+            if row["status"] != "failed":
+                first, other = results.setdefault(row["key"], (number, row))
+                if other is not row and any(other.get(name) != row.get(name) for name in RESULT):
+                    doubts.append(f"{store}, lines {first} and {number} have different results of run {row['key']}")
+    return rows, Integrity(number, bare, tuple(faults), tuple(doubts))
+
+
+def _lines(store: Path) -> list[bytes]:
+    """Return the lines of a store, the last one also if it has no end but is whole."""
     if not Path(store).exists():
         return []
-    content = Path(store).read_bytes()
-    whole = content[: len(content) - len(_torn(store, content))]
-    with _collector_off():
-        return list(
-            newest(_row(store, number, line) for number, line in enumerate(whole.split(b"\n")[:-1], 1)).values()
-        )
+    *lines, tail = Path(store).read_bytes().split(b"\n")
+    last = unended(store, tail)
+    return [*lines, last] if last else lines
 
 
 def newest(rows: Iterable[Row]) -> dict[str, Row]:
@@ -113,13 +209,17 @@ def look(store: Path, file: BinaryIO, key: str, since: Mark) -> tuple[list[Row],
         else:
             size *= 2  # a line that is longer than that
         end += cut
-    _torn(store, block)
+    if whole := unended(store, block):
+        last = [whole]
+        found += last if word in whole else []
     try:
-        rows = [_row(store, 0, line) for line in found + last]
+        rows = [(line, _row(store, 0, line)) for line in found + last]
     except ValueError:
-        load_rows(store)  # the same, with the number of the line
+        _read_all(store)  # the same, with the number of the line
         raise
-    return [row for row in rows if row["key"] == key], _mark(file, end)
+    judge = Judge(store)
+    intact = [row for line, row in rows if row["key"] == key and judge.fault(line, row) in ("", BARE)]
+    return intact, _mark(file, end)
 
 
 def _read(file: BinaryIO, start: int, end: int) -> bytes:
@@ -131,23 +231,38 @@ def _mark(file: BinaryIO, end: int) -> Mark:
     return Mark(end, hashlib.sha256(_read(file, max(0, end - TAIL), end)).digest())
 
 
-def _torn(store: Path, content: bytes) -> bytes:
-    """Return what follows the whole lines. It was torn off a row; anything else is no store, and not ours to cut."""
-    torn = content[content.rfind(b"\n") + 1 :]
-    if torn and not torn.startswith((b"{", b"\0")):
-        raise ValueError(f"{store} is no file of rows: it ends with {torn[:60].decode(errors='replace')!r}")
-    return torn
+def unended(store: Path, tail: bytes) -> bytes:
+    """Return the row that stands after the last line's end, b"" where there is only the beginning of one.
+
+    Raises:
+        ValueError: for anything else: we did not write it, so it is not ours to pass over or to cut off.
+    """
+    if not tail:
+        return b""
+    row = tail.rstrip(b"\0")  # what a power cut may leave
+    try:
+        text = row.decode()
+        _, end = json.JSONDecoder().raw_decode(text)
+        if not text[end:].strip():
+            return row
+    except (ValueError, RecursionError):
+        if TORN.fullmatch(tail) and BEGIN not in tail[1:]:
+            return b""
+    raise ValueError(
+        f"{store} ends with {tail[:60].decode(errors='replace')!r}, which is no row and no beginning of one: a line "
+        "of a store is one row, ended by a line feed; remove what does not belong there"
+    )
 
 
 def _row(store: Path, number: int, line: bytes) -> Row:
     try:
         row = _parsed(line)
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+    except (ValueError, RecursionError) as error:
         raise ValueError(
             f"{store}, line {number} is no JSON: {line[:60].decode(errors='replace')!r}; remove "
             "that line to use the rest"
         ) from error
-    if not isinstance(row, dict) or row.get("schema") != SCHEMA_VERSION:
+    if not isinstance(row, dict) or type(row.get("schema")) is not int or row["schema"] != SCHEMA_VERSION:
         schema = row.get("schema") if isinstance(row, dict) else None
         raise ValueError(f"{store}, line {number}: schema {schema!r} is not {SCHEMA_VERSION}")
     missing = [name for name in ("key", "spec", "status") if name not in row]
@@ -160,7 +275,11 @@ def _parsed(line: bytes) -> Any:
     try:
         return orjson.loads(line)
     except orjson.JSONDecodeError:  # also for half a surrogate pair, which a traceback may hold and json writes
-        return json.loads(line)
+        return json.loads(line, parse_constant=_no_number)
+
+
+def _no_number(word: str) -> None:
+    raise ValueError(f"{word} is no number of JSON")
 
 
 @contextmanager

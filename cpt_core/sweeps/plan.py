@@ -18,7 +18,7 @@ from cpt_core.formats.ladder import LADDERS
 from cpt_core.schedules import cost
 from cpt_core.sweeps import stores
 from cpt_core.sweeps.calibration import measure
-from cpt_core.training.device import DEVICES, choose_device, device_name
+from cpt_core.training.device import DEVICES, device_name, usual_device
 from cpt_core.waiting import waiting
 
 CURVE_BYTES = 8  # of a step in the curve, and of a run besides: its row and its log (both measured, generously)
@@ -111,7 +111,7 @@ def _price(specs: list[RunSpec], missing: list[RunSpec], rows: list[stores.Row],
 
 def _seconds(spec: RunSpec, rows: list[stores.Row], device: str) -> float | None:
     """Median time of the stored runs of a recipe on this kind of device."""
-    here = device_name(choose_device(device, spec))
+    here = device_name(usual_device(device, spec))
     recipe = spec.to_dict()["recipe"]
     times = [
         row["seconds"]

@@ -12,7 +12,6 @@ several machines on a shared file system. ``image.curves/``, ``image.checkpoints
 from __future__ import annotations
 
 import errno
-import json
 import os
 import shutil
 from collections.abc import Callable, Collection, Iterable, Iterator
@@ -27,11 +26,12 @@ from cpt_core.checks import nulled, sync, write_atomically
 from cpt_core.experiments.spec import RunSpec
 from cpt_core.paths import results_dir, runs_dir
 from cpt_core.provenance import source
-from cpt_core.sweeps.lines import SCHEMA_VERSION, START, Mark, Row, look, newest
+from cpt_core.sweeps.digests import STATUSES as STATUSES
+from cpt_core.sweeps.digests import line_of
+from cpt_core.sweeps.lines import SCHEMA_VERSION, START, Mark, Row, look, newest, unended
 from cpt_core.sweeps.lines import find_row as find_row
 from cpt_core.sweeps.lines import load_rows as load_rows
 
-STATUSES = ("ok", "diverged", "failed")
 LOCK_SECONDS = 60.0  # appending takes milliseconds: after this long something is wrong with the file system
 FREE_BYTES = 200 * 2**20  # a run is not started with less room on the disk than this
 _ENDINGS = {"curves": ".parquet", "checkpoints": ".pt", "locks": ".lock", "logs": ".log"}
@@ -94,9 +94,9 @@ def claim(store: Path, key: str, seconds: float = 0.0, should_stop: Callable[[],
 def append_row(store: Path, row: Row, since: Mark = START) -> Row:
     """Append a row as one line and return the row that counts.
 
-    A finished row of the same run stays: then nothing is appended, and that row is returned. A torn last line of an
-    interrupted writer is cut off first. The store is looked through before it is locked; under the lock only what
-    came meanwhile is.
+    A finished row of the same run stays: then nothing is appended, and that row is returned. The torn beginning of a
+    row that an interrupted writer left is cut off first, nothing else ever is; a whole row that lacks its line's end
+    gets it. The store is looked through before it is locked; under the lock only what came meanwhile is.
 
     JSON has no number that is not finite: it is stored as null, and a finished row with any is that of a run that
     diverged, see ``settled``.
@@ -108,10 +108,11 @@ def append_row(store: Path, row: Row, since: Mark = START) -> Row:
 
     Raises:
         StoreError: when it cannot be written; the file is then as it was before.
+        ValueError: for a row with the key of another spec, and for a file that ends with what no writer of ours leaves.
     """
     row = settled(row)
     check_source(store, row.get("provenance", {}))
-    key, line = row["key"], (json.dumps(row, sort_keys=True, allow_nan=False) + "\n").encode()
+    key, line = row["key"], line_of(row)
     try:
         found: list[Row] = []
         if store.exists():
@@ -122,15 +123,18 @@ def append_row(store: Path, row: Row, since: Mark = START) -> Row:
             held = newest(found + new).get(key)
             if held is not None and held["status"] != "failed":
                 return held
-            f.truncate(whole.end)
+            reader.seek(whole.end)
+            last = unended(store, reader.read())
+            line = b"\n" + line if last else line
+            f.truncate(end := whole.end + len(last))
             try:
                 if f.write(line) != len(line):
                     raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
                 os.fsync(f.fileno())
             except OSError:
-                f.truncate(whole.end)
+                f.truncate(end)
                 raise
-            if whole.end == 0:
+            if end == 0:
                 sync(store.parent)
     except OSError as error:
         raise StoreError(f"cannot write {store}: {error.strerror or error}; {_kept(store, key)}") from error

@@ -84,6 +84,7 @@ PARAMETERS: dict[str, Parameter] = {
     "n_cycles": Parameter("a whole number from 1 to 1000", lambda v: _whole(v, 1, 1000)),
     "total_steps": Parameter("a whole number from 1 to 10000000", lambda v: _whole(v, 1, 10_000_000)),
     "workers": Parameter("a whole number from 0 to 1024", lambda v: _whole(v, 0, 1024)),
+    "device": Parameter("one of auto, cpu, cuda", lambda v: v in ("auto", "cpu", "cuda")),
 }
 
 
@@ -119,9 +120,9 @@ class Parameters:
         from cpt_core.sweeps.sweep import run_grid  # needs torch
 
         smoke = self.scale == "smoke"
-        workers = 0 if smoke else self.values.get("workers")
+        workers, device = 0 if smoke else self.values.get("workers"), self.values.get("device", "auto")
         store = self.store.with_name(f"{specs[0].recipe.task}.jsonl")
-        runs = table(run_grid(specs, store, workers=workers, progress=None if smoke else True))
+        runs = table(run_grid(specs, store, workers=workers, device=device, progress=None if smoke else True))
         if len(failed := runs[runs.status == "failed"]):
             first = failed.iloc[0]
             reason = first.error.strip().splitlines()[-1]

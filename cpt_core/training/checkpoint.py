@@ -68,10 +68,8 @@ def save_checkpoint(path: Path, session: Session, state: State) -> None:
             digest = hashlib.file_digest(file, "sha256").digest()
             file.seek(0, os.SEEK_END)
             file.write(digest)
-        if path.exists():
-            os.replace(path, previous(path))
 
-    write_atomically(path, write)
+    write_atomically(path, write, previous(path))
 
 
 def resume(path: Path, make: Callable[[], Session]) -> tuple[Session, State]:

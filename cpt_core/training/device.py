@@ -11,6 +11,7 @@ from cpt_core.experiments.spec import RunSpec
 from cpt_core.training.arithmetic import check_arithmetic
 
 DEVICES = ("auto", "cpu", "cuda")
+DRIVERS = {"12": 525, "13": 580}  # the oldest on Linux by the version of CUDA, from NVIDIA's table of compatibility
 
 
 def device_name(device: str) -> str:
@@ -31,19 +32,54 @@ def host_memory() -> int:
     return size if sys.platform == "darwin" else 1024 * size
 
 
+class DeviceNotFoundError(ValueError):
+    """A run is for a GPU, and torch sees none; the message says why, and how to ask for the CPU."""
+
+
 def choose_device(device: str, spec: RunSpec) -> str:
+    """Return "cpu" or "cuda" for a run that is about to start: as ``usual_device``, but nothing long starts unasked.
+
+    Raises:
+        DeviceNotFoundError: for "auto" at paper scale where torch sees no GPU: a run takes days on a CPU.
+        ValueError: as ``usual_device`` does.
+    """
+    if device == "auto" and spec.scale == "paper" and not torch.cuda.is_available():
+        raise DeviceNotFoundError(
+            f"{spec.recipe.model} on {spec.recipe.dataset} at paper scale takes a GPU, and {_why_no_gpu()}. On the CPU "
+            "it runs when asked: --device cpu, device='cpu' in Python, -p device cpu for a notebook"
+        )
+    return usual_device(device, spec)
+
+
+def usual_device(device: str, spec: RunSpec) -> str:
     """Return "cpu" or "cuda"; "auto" takes CUDA where there is one at paper scale, and at smoke scale nothing does.
 
     Demos are small: on a GPU most of a step is the launching of its kernels, thousands for an LSTM, and starting CUDA
     takes some seconds more; on the CPU they give the committed numbers.
 
     Raises:
-        ValueError: for an unknown name, for CUDA where there is none, and for a recipe that the device cannot follow.
+        DeviceNotFoundError: for CUDA where there is none.
+        ValueError: for an unknown name, and for a recipe that the device cannot follow.
     """
     choose("device", device, DEVICES)
     if device == "cuda" and not torch.cuda.is_available():
-        raise ValueError("device 'cuda' was asked for, but torch sees no CUDA device")
+        raise DeviceNotFoundError(f"device 'cuda' was asked for, but {_why_no_gpu()}")
     small = spec.scale == "smoke" or (spec.scale == "demo" and device == "auto")
     chosen = "cuda" if torch.cuda.is_available() and device != "cpu" and not small else "cpu"
     check_arithmetic(spec.recipe, torch.device(chosen))
     return chosen
+
+
+def _why_no_gpu() -> str:
+    """Say what torch sees instead of a GPU, and which driver it needs."""
+    built = torch.version.cuda
+    if built is None:
+        return f"torch {torch.__version__} is built without CUDA"
+    try:
+        torch.cuda.init()
+        said = "there is none"
+    except (RuntimeError, AssertionError) as error:
+        said = str(error).partition(". ")[0].strip().rstrip(".")
+    driver = DRIVERS.get(built.partition(".")[0])
+    needs = f", which needs a driver of NVIDIA's, {driver} or newer" if driver else ""
+    return f"torch sees no CUDA device: {said} (torch {torch.__version__} is built for CUDA {built}{needs})"

@@ -9,6 +9,7 @@ from scipy import stats
 from cpt_core.analysis import aggregation, figures, metrics, predictors, quality_cost, schedules, statistics, style
 from cpt_core.analysis.runs import OtherDataWarning, committed, load, table, tuned
 from cpt_core.experiments import designs
+from cpt_core.experiments.spec import key_of
 from cpt_core.paths import paper_dir, results_dir
 from cpt_core.schedules.make import make_schedule
 from cpt_core.sweeps import stores
@@ -354,8 +355,8 @@ def test_the_rate_is_chosen_per_arm_on_validation_data():
 def test_what_is_loaded_is_tuned(tmp_path):
     rows = at_rates(valid=lambda arm, rate: rate, test=lambda arm, rate: rate)
     store = tmp_path / "x.jsonl"
-    for number, row in enumerate(rows):
-        stores.append_row(store, {**row, "key": str(number)})
+    for row in rows:
+        stores.append_row(store, {**row, "key": key_of(row["spec"])})
     assert len(load(store, every_rate=True)) == 3 * len(load(store)) == len(rows)
     assert set(load(store).lr) == {0.3}
     assert set(load(store).store) == {f"{tmp_path.name}/x.jsonl"}

@@ -117,6 +117,11 @@ def test_a_report_of_nothing_says_so(quick, tmp_path):
     assert "No rows are stored yet" in report.write_report([], tmp_path / "empty.html").read_text()
 
 
+def test_the_report_says_how_many_rows_are_intact(page):
+    count = sum(len(path.read_bytes().splitlines()) for path in results_dir().glob("*.jsonl"))
+    assert f"{count} of {count} rows intact" in plain(page)
+
+
 def test_headings_differ(page):
     headings = re.findall(r"<h2[^>]*>([^<]*)</h2>", page)
     assert len(set(headings)) == len(headings) > 30

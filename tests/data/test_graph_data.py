@@ -306,6 +306,19 @@ def test_a_download_of_ogb_is_https_and_the_same_as_the_first(arxiv, tmp_path, m
 # --- bad content ----------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("name", ["edge_index", "edges"])
+@pytest.mark.parametrize("count", [1, 3, 40])
+def test_edges_come_in_either_shape_under_either_name(name, count, tmp_path):
+    pairs = np.stack([np.arange(count), np.arange(count) + 5], axis=1)
+    found = [
+        load_graph(own(write_npz(tmp_path, **{"edge_index": None, name: edges}))).graph for edges in (pairs, pairs.T)
+    ]
+    expected = bidirected(*pairs.T, NODES, recipe("smoke", "digits-graph").self_loops)
+    for graph in found:
+        assert torch.equal(graph.indptr, expected.indptr)
+        assert torch.equal(graph.indices, expected.indices)
+
+
 def changed(name, index, value):
     array = arrays()[name].copy()
     array[index] = value
@@ -330,6 +343,9 @@ def changed(name, index, value):
         ({"train_idx": np.empty(0, dtype=int)}, "the train and the test split need at least one node each"),
         ({"train_idx": np.array([0.5])}, "the train split must hold whole numbers, got float64"),
         (changed("labels", int(arrays()["test_idx"][0]), -1), r"node \d+ of the test split has no label"),
+        (changed("labels", 2, 10**9), r"nodes: label 1000000000 of 60; classes must be numbered 0, 1, 2"),
+        (changed("labels", 2, 10**6), "nodes: label 1000000 of 60"),
+        ({"labels": np.full(NODES, 3)}, "all 60 labels are 3; there is nothing to learn from one class"),
         ({"labels": None}, "g.npz: needs one of labels, node_labels; it has edge_index, features, train_idx"),
     ],
 )

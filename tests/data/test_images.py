@@ -5,8 +5,10 @@ import io
 import itertools
 import json
 import pickle
+import shutil
 import tarfile
 import threading
+from contextlib import nullcontext
 from dataclasses import replace
 
 import numpy as np
@@ -16,6 +18,7 @@ import torchvision
 from PIL import Image
 
 from cpt_core import data
+from cpt_core.data.common import class_count
 from cpt_core.data.files import DataNotFoundError
 from cpt_core.data.image_batches import ArrayBatches, FileBatches, evaluation_batches
 from cpt_core.data.image_readers import ArrayImages
@@ -224,8 +227,8 @@ def test_archives(packed, data_folder):
 
 
 def test_grey_archive(data_folder):
-    for name in ("a_train.npz", "a_test.npz"):
-        np.savez(data_folder / name, data=np.zeros((5, 8, 8), np.uint8), labels=np.arange(5))
+    for grey, name in enumerate(("a_train.npz", "a_test.npz")):
+        np.savez(data_folder / name, data=np.full((5, 8, 8), grey, np.uint8), labels=np.arange(5))
     images = load_images(small("a_train.npz,a_test.npz", size=8))
     assert images.channels == len(images.mean) == 1
 
@@ -297,12 +300,40 @@ def test_imagenet_in_its_real_layout(data_folder):
         ("a.npz,a.npz", lambda f: np.savez(f / "a.npz", data=np.zeros((2, 8, 8), np.uint8), labels=np.array([-1, 0])),
          ValueError, r"labels must be 0, 1"),
         ("mnist", lambda f: None, ValueError, "unknown dataset 'mnist'"),
+        ("a.npz,b.npz", lambda f: _two(f, [0, 1, 10**9]), ValueError, "images: label 1000000000 of 3; classes"),
+        ("a.npz,b.npz", lambda f: _two(f, [0, 1, 10**6]), ValueError, "training images: label 1000000 of 3; classes"),
+        ("a.npz,b.npz", lambda f: _two(f, [2, 2, 2]), ValueError, "all 3 labels are 2; there is nothing to learn"),
+        ("a.npz,a.npz", lambda f: _npz(f / "a.npz"), ValueError, "the 4 test images are the training images"),
     ],
 )  # fmt: skip
 def test_bad_data_is_named(dataset, prepare, error, message, data_folder):
     prepare(data_folder)
     with pytest.raises(error, match=message):
         load_images(small(dataset, size=8))
+
+
+def _two(folder, labels):
+    for grey, name in enumerate(("a.npz", "b.npz")):
+        np.savez(folder / name, data=np.full((len(labels), 8, 8), grey, np.uint8), labels=np.array(labels))
+
+
+@pytest.mark.parametrize("size", [16, 80])  # in memory, and read from disk
+def test_folders_of_one_class_and_folders_that_are_the_same(size, data_folder):
+    write_image_folder(data_folder / "pets")
+    for split in ("train", "val"):
+        shutil.copytree(data_folder / "pets" / split / "cat", data_folder / "one" / split / "cat")
+        shutil.copytree(data_folder / "pets" / "train", data_folder / "same" / split)
+    with pytest.raises(ValueError, match="labels are 0; there is nothing to learn from one class"):
+        load_images(small("one/", size=size))
+    with pytest.raises(ValueError, match="the 12 test images are the training images") if size == 16 else nullcontext():
+        load_images(small("same/", size=size))  # pictures on the disk are not compared
+
+
+def test_labels_may_be_many_where_samples_are_too():
+    assert class_count("x", np.arange(20_000)) == 20_000
+    assert class_count("x", np.array([0, 9_999])) == 10_000
+    with pytest.raises(ValueError, match="x: label 20000 of 20000"):
+        class_count("x", np.arange(1, 20_001))
 
 
 def _npz(path):

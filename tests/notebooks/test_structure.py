@@ -129,7 +129,7 @@ def test_every_parameter_is_checked_and_read(book):
     (call,) = [n for n in ast.walk(tree) if isinstance(n, ast.Call) and getattr(n.func, "id", "") == "check_parameters"]
     assert {k.arg for k in call.keywords} == names
     read = {n.attr for n in ast.walk(tree) if isinstance(n, ast.Attribute) and getattr(n.value, "id", "") == "P"}
-    read |= {"workers"} if "run" in read else set()  # P.run reads it
+    read |= {"workers", "device"} if "run" in read else set()  # P.run reads it
     used = names - {"scale"}  # the text of 00 to 02 does not depend on the scale, but it is checked
     assert used <= read, f"never read: {used - read}"
 

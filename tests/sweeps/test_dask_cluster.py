@@ -65,6 +65,19 @@ def test_a_cluster_of_its_own_takes_work_from_nobody_else_and_gives_the_same_row
     assert list(tmp_path.glob("*.sweep")) == []
 
 
+def test_a_cluster_that_grows_with_its_work_is_given_some_before_it_has_workers(tmp_path, capsys):
+    """As that of a batch system: nobody starts workers for a sweep that only waits for them."""
+    specs = specs_of("CR", "ER")
+    with distributed.LocalCluster(
+        n_workers=0, threads_per_worker=1, processes=False, dashboard_address="127.0.0.1:0", silence_logs=50
+    ) as cluster:
+        cluster.adapt(minimum=0, maximum=2, interval="200ms")
+        rows = run_grid(specs, tmp_path / "rows.jsonl", executor="dask", scheduler=cluster.scheduler_address)
+    assert [row["status"] for row in rows] == ["ok", "ok"]
+    said = f"2 runs wait for workers of the Dask scheduler at {cluster.scheduler_address}: none yet\n"
+    assert capsys.readouterr().err.count(said) == 1
+
+
 def test_a_worker_that_is_killed_loses_nothing(cluster, tmp_path):
     """Its run writes a checkpoint when the worker is gone, and the other worker goes on from there."""
     specs = specs_of("CR", "ER", steps=700)

@@ -10,23 +10,30 @@ import sys
 import tempfile
 import threading
 import time
+import warnings
 from pathlib import Path
 
 import pandas as pd
 import pytest
 from filelock import FileLock
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from cpt_core.experiments import designs
-from cpt_core.experiments.spec import RunSpec
+from cpt_core.experiments.spec import RunSpec, key_of
 from cpt_core.paths import results_dir
 from cpt_core.sweeps import lines, stores
+from cpt_core.sweeps.digests import line_of
 from cpt_core.sweeps.stores import StoreError
 
 
-def row(key, value=1, status="ok"):
-    return {"schema": 1, "key": key, "value": value, "status": status, "spec": {}}
+def named(name):
+    """Return the key of the run of this name."""
+    return key_of({"name": name})
+
+
+def row(name, value=1, status="ok"):
+    return {"schema": 1, "key": named(name), "value": value, "status": status, "spec": {"name": name}}
 
 
 def test_the_newest_row_counts_but_no_failure_hides_a_result(tmp_path):
@@ -37,8 +44,8 @@ def test_the_newest_row_counts_but_no_failure_hides_a_result(tmp_path):
     assert stores.append_row(store, row("b", 5, "failed")) == row("b")
     assert stores.load_rows(store) == [row("a", 3), row("b")]
     assert len(store.read_text().splitlines()) == 4
-    assert stores.find_row(store, "a") == row("a", 3)
-    assert stores.find_row(store, "c") is None
+    assert stores.find_row(store, named("a")) == row("a", 3)
+    assert stores.find_row(store, named("c")) is None
     assert stores.load_rows(tmp_path / "none.jsonl") == []
     assert list(stores.newest([row("a"), row("a", 2, "failed")]).values()) == [row("a")]
 
@@ -61,6 +68,7 @@ RANKED = [
 ]
 
 
+@pytest.mark.filterwarnings("ignore:rows are in doubt")
 @pytest.mark.parametrize(("first", "second"), list(itertools.combinations(RANKED, 2)))
 def test_one_key_has_one_winner_in_whatever_order_it_comes(first, second, tmp_path):
     assert list(stores.newest([first, second]).values()) == [first]
@@ -68,12 +76,12 @@ def test_one_key_has_one_winner_in_whatever_order_it_comes(first, second, tmp_pa
     store = tmp_path / "rows.jsonl"
     store.write_text(f"{json.dumps(first)}\n{json.dumps(second)}\n")
     assert stores.load_rows(store) == [first]
-    assert stores.find_row(store, "a") == first
+    assert stores.find_row(store, named("a")) == first
 
 
 def test_rows_of_one_moment_are_told_apart_by_content_not_by_place():
     one, other = ({**from_tree("2026-11-22T10:00:00+00:00", value=v), "store": s} for v, s in ((1, "z"), (2, "a")))
-    assert stores.newest([one, other]) == stores.newest([other, one]) == {"a": other}
+    assert stores.newest([one, other]) == stores.newest([other, one]) == {named("a"): other}
 
 
 @pytest.mark.parametrize(
@@ -110,15 +118,66 @@ def test_a_file_that_is_no_store_is_left_as_it_is(text, tmp_path):
     assert notes.read_text() == text
 
 
-@pytest.mark.parametrize("torn", ['{"schema": 1, "key": "b", "va', '{"schema": 1, "key": "b", "x": "\udcc3', "{}"])
-def test_a_torn_last_line_is_left_out_and_then_cut_off(torn, tmp_path):
+LINE = line_of(row("b", "a \\ b"))
+
+
+@pytest.mark.parametrize("zeros", [0, 3])
+@pytest.mark.parametrize(
+    "torn", [*(LINE[:n] for n in (0, 1, 2, 5, 8, 9, 10, 11, 50, len(LINE) - 2)), b'{"schema": 1, "k']
+)
+def test_a_torn_last_line_is_left_out_and_then_cut_off(torn, zeros, tmp_path):
+    """Zeros are what a power cut may leave of a file that was made longer."""
     store = tmp_path / "rows.jsonl"
     stores.append_row(store, row("a"))
     with open(store, "ab") as f:
-        f.write(torn.encode(errors="surrogateescape"))
+        f.write(torn + bytes(zeros))
     assert stores.load_rows(store) == [row("a")]
     stores.append_row(store, row("c"))
     assert stores.load_rows(store) == [row("a"), row("c")]
+
+
+@pytest.mark.parametrize("after", [b"", b"\0\0", b" ", b"\r"])
+def test_a_whole_row_without_the_end_of_its_line_is_a_row(after, tmp_path):
+    """An editor that saved the file, or somebody who put two together."""
+    store = tmp_path / "rows.jsonl"
+    store.write_bytes(line_of(row("a")) + LINE.rstrip() + after)
+    assert stores.find_row(store, named("b")) == row("b", "a \\ b")
+    assert stores.append_row(store, row("b")) == row("b", "a \\ b")
+    stores.append_row(store, row("c"))
+    assert stores.load_rows(store) == [row("a"), row("b", "a \\ b"), row("c")]
+
+
+PIECES = st.sampled_from([
+    *(line_of(row(name)).rstrip() for name in "ab"), LINE[:30], LINE[30:], b"\r", b"\n", b"\r\n", b"\0", b" ",
+    b"{", b"{\"", b"{}", b"my notes", b"[1]", "\u00fc".encode(), b"\xff\xfe",
+])  # fmt: skip
+
+
+@given(st.lists(PIECES, max_size=8), st.sampled_from(["a", "b", "c"]))
+@example([LINE.rstrip(), b"\r", LINE.rstrip(), b"\r"], "c")
+@example([LINE.rstrip(), LINE.rstrip()], "c")
+@settings(max_examples=200, deadline=None)
+def test_nothing_is_cut_off_but_the_beginning_of_a_row(pieces, name):
+    """Whatever a file holds: either nothing is added, or all but the torn beginning of a row stays as it is."""
+    with tempfile.TemporaryDirectory() as folder, warnings.catch_warnings():
+        warnings.simplefilter("ignore", lines.NotIntactWarning)
+        store, before, mine = Path(folder) / "rows.jsonl", b"".join(pieces), row(name, 2)
+        store.write_bytes(before)
+        try:
+            held = stores.append_row(store, mine)
+        except ValueError:
+            held = None
+        after = store.read_bytes()
+    if held != mine:  # refused, or there was one
+        assert after == before
+        return
+    assert after.endswith(line_of(mine))
+    kept = after.removesuffix(line_of(mine))
+    kept = kept if before.startswith(kept) else kept.removesuffix(b"\n")
+    assert before.startswith(kept)
+    lost = before.removeprefix(kept).strip(b"\0\n")
+    assert not lost or lost.startswith(b"{")
+    assert not [one for one in ("a", "b") if line_of(row(one)).rstrip() in lost]
 
 
 @pytest.mark.parametrize(
@@ -130,6 +189,14 @@ def test_a_torn_last_line_is_left_out_and_then_cut_off(torn, tmp_path):
         (b'{"schema": 1, "key": "a"}\n', "line 1 has no spec, status"),
         (b"\n", "line 1 is no JSON"),
         (b"\xff\xfe\n", "line 1 is no JSON"),
+        (b"[" * 100_000 + b"\n", "line 1 is no JSON"),
+        (b'{"schema": true, "key": "a"}\n', "line 1: schema True is not 1"),
+        (b'{"schema": 1.0, "key": "a"}\n', "line 1: schema 1.0 is not 1"),
+        (b'{"schema": 1, "key": "a", "x": NaN}\n', "line 1 is no JSON"),
+        (b"{}", "line 1: schema None is not 1"),
+        (b'{"a": 1}\r{"a": 2}\r', "which is no row and no beginning of one: a line of a store is one row, ended by a"),
+        ('{"a": "\u00fc'.encode(), "no row and no beginning of one"),
+        (b"{my notes", "no row and no beginning of one"),
         (b'{"schema": 1, "k\n{"schema": 1}\n', "line 1 is no JSON"),
     ],
 )
@@ -232,7 +299,7 @@ def test_many_writers(tmp_path):
         w.join()
     assert [w.exitcode for w in workers] == [0] * 8
     assert len(store.read_text().splitlines()) == 320
-    assert {r["key"] for r in stores.load_rows(store)} == {f"{w}-{i}" for w in range(8) for i in range(40)}
+    assert {r["key"] for r in stores.load_rows(store)} == {named(f"{w}-{i}") for w in range(8) for i in range(40)}
 
 
 FULL = """
@@ -241,7 +308,7 @@ from pathlib import Path
 from cpt_core.sweeps import lines, stores
 store = Path(sys.argv[1])
 resource.setrlimit(resource.RLIMIT_FSIZE, (store.stat().st_size + 100, resource.RLIM_INFINITY))
-stores.append_row(store, {"schema": 1, "key": "b", "status": "ok", "spec": {}, "value": "x" * 5000})
+stores.append_row(store, {"schema": 1, "key": sys.argv[2], "status": "ok", "spec": {"name": "b"}, "value": "x" * 5000})
 """
 
 
@@ -252,10 +319,10 @@ def test_a_disk_that_fills_up_in_the_middle_of_a_row(saved, left, tmp_path):
     store = tmp_path / "rows.jsonl"
     stores.append_row(store, row("a"))
     if saved:
-        stores.place(store, "checkpoints", "b").parent.mkdir()
-        stores.place(store, "checkpoints", "b").touch()
+        stores.place(store, "checkpoints", named("b")).parent.mkdir()
+        stores.place(store, "checkpoints", named("b")).touch()
     before = store.read_bytes()
-    command = [sys.executable, "-c", FULL, str(store)]
+    command = [sys.executable, "-c", FULL, str(store), named("b")]
     done = subprocess.run(command, capture_output=True, text=True)
     assert "StoreError: cannot write" in done.stderr
     assert left in done.stderr
@@ -311,7 +378,7 @@ def test_a_run_is_found_as_reading_everything_finds_it(before, after, block, tor
         now = text(before[edited:]) + text(after)  # somebody may have removed the first line meanwhile
         store.write_text(now)
         came = now.removeprefix(text(before))  # all of it, if there is another beginning
-        for key in "abc":
+        for key in map(named, "abc"):
             assert stores.find_row(store, key) == plainly(now, key)
             assert stores.find_row(store, key, mark) == plainly(came, key)
 
@@ -533,7 +600,7 @@ def test_the_committed_rows_still_have_their_keys(path):
     assert rows
     assert repr(stores.load_rows(path)) == repr(list(stores.newest(rows).values()))  # as the plain parser reads them
     for r in rows:
-        assert RunSpec.from_dict(r["spec"]).key == r["key"]
+        assert RunSpec.from_dict(r["spec"]).key == key_of(r["spec"]) == r["key"]
 
 
 def without_source(folder):
@@ -556,7 +623,7 @@ def test_rows_without_a_clean_commit_or_a_machine_are_named(tmp_path):
     ]
     rows = [{**row(str(i)), "provenance": where} for i, where in enumerate([good, *bad, good])]
     (tmp_path / "x.jsonl").write_text("".join(json.dumps(r) + "\n" for r in rows))
-    assert list(without_source(tmp_path)) == [f"x.jsonl: {i}" for i in range(1, 6)]
+    assert list(without_source(tmp_path)) == [f"x.jsonl: {named(str(i))}" for i in range(1, 6)]
 
 
 def test_committed_rows_come_from_a_clean_commit_and_name_their_machine():

@@ -32,20 +32,20 @@ def test_nothing_to_run(asked):
 
 
 @pytest.mark.parametrize(
-    ("given", "workers", "progress"),
+    ("given", "workers", "device", "progress"),
     [
-        ({"scale": "smoke", "workers": 3}, 0, None),
-        ({"scale": "demo", "workers": 3}, 3, True),
-        ({"scale": "demo"}, None, True),
+        ({"scale": "smoke", "workers": 3}, 0, "auto", None),
+        ({"scale": "demo", "workers": 3, "device": "cuda"}, 3, "cuda", True),
+        ({"scale": "demo"}, None, "auto", True),
     ],
 )
-def test_how_runs_are_run(given, workers, progress, asked, monkeypatch, tmp_path):
+def test_how_runs_are_run(given, workers, device, progress, asked, monkeypatch, tmp_path):
     monkeypatch.setenv("CPT_RUNS_DIR", str(tmp_path))
     parameters = check_parameters("language_model", **given)
     nodes = designs.quality_cost(given["scale"], "digits-graph", schedules=["CR"], static=[], seeds=[0])
     assert parameters.run(nodes).empty
     ((specs, store, options),) = asked
-    assert (specs, options) == (nodes, {"workers": workers, "progress": progress})
+    assert (specs, options) == (nodes, {"workers": workers, "device": device, "progress": progress})
     assert store == parameters.store.with_name("graph.jsonl")  # the task's own, not the notebook's
     assert given["scale"] == "smoke" or store == stores.store_path("demo", "graph")
 

@@ -6,6 +6,7 @@ import pytest
 import torch
 from helpers import same, smoke_spec, specs_of
 
+from cpt_core.analysis.runs import table
 from cpt_core.experiments.recipe import SCALES
 from cpt_core.experiments.recipes import RECIPES, recipe
 from cpt_core.experiments.spec import run_spec
@@ -13,7 +14,7 @@ from cpt_core.sweeps import worker
 from cpt_core.sweeps.sweep import run_grid
 from cpt_core.sweeps.worker import Job, run_one
 from cpt_core.training.arithmetic import arithmetic, cuda_provenance
-from cpt_core.training.device import choose_device
+from cpt_core.training.device import DeviceNotFoundError, choose_device, usual_device
 from cpt_core.training.evaluation import evaluate
 from cpt_core.training.session import Session, task_of
 from cpt_core.training.train import Stopped, train
@@ -141,7 +142,52 @@ def test_demos_are_too_small_to_be_sent_to_a_gpu_unasked(scale, asked, monkeypat
     assert choose_device(asked, spec) == CHOSEN[scale, asked]
     pretend(monkeypatch, None)
     if asked != "cuda":
-        assert choose_device(asked, spec) == "cpu"
+        assert usual_device(asked, spec) == "cpu"  # to plan with
+        if (scale, asked) != ("paper", "auto"):
+            assert choose_device(asked, spec) == "cpu"
+
+
+NO_GPU = {  # the CUDA that torch is built for, what torch says when it starts that, what is said of both
+    "no driver": ("13.2", RuntimeError("Found no NVIDIA driver on your system. Please"), "Found no NVIDIA driver"),
+    "old driver": (
+        "13.2", RuntimeError("The NVIDIA driver on your system is too old (found version 12040). Please update"),
+        r"too old \(found version 12040\) \(torch .* is built for CUDA 13\.2, which needs a driver .*, 580 or newer\)",
+    ),
+    "CUDA 12": ("12.8", RuntimeError("No CUDA GPUs are available"), r"available \(.*CUDA 12\.8, .*, 525 or newer"),
+    "a later CUDA": ("20.0", AssertionError("whatever"), r"no CUDA device: whatever \(.* for CUDA 20\.0\)"),
+    "no reason": ("13.2", None, "torch sees no CUDA device: there is none"),
+    "none in torch": (None, None, "torch .* is built without CUDA"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", NO_GPU)
+@pytest.mark.parametrize("asked", ["auto", "cuda"])
+def test_nothing_long_starts_on_the_cpu_unasked(asked, case, monkeypatch, tmp_path):
+    built, error, said = NO_GPU[case]
+    spec = at("paper")
+
+    def init():
+        if error is not None:
+            raise error
+
+    pretend(monkeypatch, None)
+    monkeypatch.setattr("torch.version.cuda", built)
+    monkeypatch.setattr("torch.cuda.init", init)
+    with pytest.raises(DeviceNotFoundError, match=said) as found:
+        choose_device(asked, spec)
+    assert ("--device cpu, device='cpu' in Python, -p device cpu" in str(found.value)) == (asked == "auto")
+    with pytest.raises(DeviceNotFoundError, match=said):  # and no row that says "failed"
+        run_grid([spec], tmp_path / "rows.jsonl", device=asked, workers=0)
+    assert not (tmp_path / "rows.jsonl").exists()
+
+
+def test_a_machine_without_the_gpu_that_a_run_wants_says_nothing_of_its_arm(monkeypatch, tmp_path):
+    """Such as one worker of a cluster: the row is missing, not the worst of all."""
+    pretend(monkeypatch, None)
+    row = run_one(Job(at("paper"), tmp_path / "rows.jsonl")).row
+    assert row["status"] == "failed"
+    assert "DeviceNotFoundError" in row["error"]
+    assert not table([row]).diverged.any()
 
 
 @pytest.mark.parametrize("tf32", [False, True])

@@ -18,10 +18,12 @@ from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
 from torch import nn
 
+from cpt_core.checks import write_atomically
 from cpt_core.experiments import designs
 from cpt_core.experiments.recipes import recipe
 from cpt_core.experiments.spec import run_spec
 from cpt_core.tasks import TASKS
+from cpt_core.training.checkpoint import State, previous, resume, save_checkpoint
 from cpt_core.training.evaluation import evaluate
 from cpt_core.training.session import Session, task_of
 from cpt_core.training.train import Stopped, train
@@ -193,7 +195,7 @@ def test_batchnorm_network_and_images_in_colour_layout():
 
 
 SCRIPT = """
-import sys, torch
+import os, signal, sys, torch
 from pathlib import Path
 from cpt_core.experiments.spec import RunSpec
 from cpt_core.training.session import Session, task_of
@@ -202,7 +204,8 @@ import json
 torch.set_num_threads(1)
 spec = RunSpec.from_dict(json.loads(sys.argv[1]))
 def on_step(step, model, loss):
-    print(step, flush=True)
+    if step == 22:
+        os.kill(os.getpid(), signal.SIGKILL)
 run = train(task_of(spec), spec, checkpoint=Path(sys.argv[2]) / "run.pt", checkpoint_seconds=0.0, on_step=on_step)
 torch.save([p.detach() for p in run.model.parameters()], Path(sys.argv[2]) / "end.pt")
 """
@@ -215,17 +218,12 @@ def test_a_killed_run_resumes_bit_for_bit(model, tmp_path):
     spec = spec_of("CR", model=model, steps=40, n_cycles=2, crop=1, evaluate_every=15)
     straight = train(task_of(spec), spec)
     command = [sys.executable, "-c", textwrap.dedent(SCRIPT), json.dumps(spec.to_dict()), str(tmp_path)]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
-        for line in process.stdout:
-            if int(line) == 22:
-                process.send_signal(signal.SIGKILL)
-                break
+    assert subprocess.run(command).returncode == -signal.SIGKILL
     checkpoint = tmp_path / "run.pt"
-    assert checkpoint.exists()
-    assert not (tmp_path / "end.pt").exists()
+    assert sorted(os.listdir(tmp_path)) == ["run.previous.pt", "run.pt"]
     steps = []
     resumed = train(task_of(spec), spec, checkpoint=checkpoint, on_step=lambda step, model, loss: steps.append(step))
-    assert 0 < steps[0] <= 23  # it went on from the checkpoint instead of starting again
+    assert steps[0] == 22  # it went on from the checkpoint after step 21
     assert resumed.history["loss"] == straight.history["loss"]
     assert resumed.metrics == straight.metrics
     assert resumed.bitops == straight.bitops
@@ -317,6 +315,71 @@ def test_a_whole_checkpoint_is_on_the_disk_before_it_is_the_newest(tmp_path, mon
     stop_at(11, spec, checkpoint)
     temporary = f"{checkpoint}.{os.getpid()}.tmp"
     assert events == [temporary, (temporary, str(checkpoint)), str(tmp_path)]
+
+
+class Killed(BaseException):
+    """The process is dead."""
+
+
+OPERATIONS = ("replace", "fsync", "link", "unlink", "open")
+
+
+def die_at(patch, number):
+    """Let every operation on files from this one on do nothing but raise, as in a process that is killed before it."""
+    count = itertools.count()
+
+    def dying(do):
+        def call(*args, **kwargs):
+            if next(count) >= number:
+                raise Killed
+            return do(*args, **kwargs)
+
+        return call
+
+    for name in OPERATIONS:
+        patch.setattr(os, name, dying(getattr(os, name)))
+
+
+@pytest.mark.parametrize("links", [True, False])
+def test_wherever_a_writer_is_killed_there_is_a_checkpoint(links, stopped, tmp_path, monkeypatch):
+    """Before each operation on files of saving step 11 over step 10, and after the last: the newest is always there."""
+    spec, _, (newer, older) = stopped
+    if not links:  # a file system without second names: for a moment there is the older one alone
+        monkeypatch.setattr(os, "link", lambda *_: (_ for _ in ()).throw(OSError("no links here")))
+    made = Session(task_of(spec), spec)
+    monkeypatch.setattr("torch.save", lambda content, file: file.write_bytes(newer[:-32]))
+    for number in itertools.count():
+        checkpoint, ended = tmp_path / str(number) / "run.pt", False
+        checkpoint.parent.mkdir()
+        checkpoint.write_bytes(older)
+        previous(checkpoint).write_bytes(b"the one before")
+        with pytest.MonkeyPatch.context() as patch:
+            die_at(patch, number)
+            try:
+                save_checkpoint(checkpoint, made, State())
+                ended = True
+            except Killed:
+                pass
+        assert checkpoint.exists() or not links
+        _, state = resume(checkpoint, lambda: made)
+        assert state.step in (10, 11)
+        if ended:
+            break
+    assert number >= 5
+    assert (state.step, checkpoint.read_bytes(), previous(checkpoint).read_bytes()) == (11, newer, older)
+    assert sorted(os.listdir(checkpoint.parent)) == ["run.previous.pt", "run.pt"]
+
+
+@pytest.mark.parametrize("again", [False, True])
+def test_the_one_before_is_replaced_also_when_it_is_the_same_file_already(again, tmp_path):
+    """So a writer that was killed between giving the second name and taking away the first leaves them."""
+    path, before = tmp_path / "x", tmp_path / "x.before"
+    path.write_text("old")
+    if again:
+        os.link(path, before)
+    write_atomically(path, lambda temporary: temporary.write_text("new"), before)
+    assert (path.read_text(), before.read_text()) == ("new", "old")
+    assert sorted(os.listdir(tmp_path)) == ["x", "x.before"]
 
 
 def test_a_run_that_was_stopped_goes_on_bit_for_bit(tmp_path):

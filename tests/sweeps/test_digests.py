@@ -1,0 +1,233 @@
+"""Rows certify themselves: whatever is not as it was written is noticed, named, not counted, and not destroyed."""
+
+import json
+import re
+import tempfile
+import warnings
+from pathlib import Path
+
+import pytest
+from helpers import quietly, row_of, specs_of
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+from typer.testing import CliRunner
+
+from cpt_core.__main__ import app
+from cpt_core.analysis import report, runs
+from cpt_core.experiments.spec import key_of
+from cpt_core.paths import results_dir
+from cpt_core.sweeps import digests, stores
+from cpt_core.sweeps.lines import Integrity, NotIntactWarning, certify, integrity
+from cpt_core.sweeps.sweep import run_grid
+
+pytestmark = pytest.mark.filterwarnings("ignore::cpt_core.schedules.schedule.ShortCycleWarning")
+SPECS = quietly(specs_of, "CR", "RR", "LR")
+
+
+def rows():
+    return [{**row_of(spec, 0.5), "schema": 1, "seconds": 1.0, "device": "cpu"} for spec in SPECS]
+
+
+def written(store, *lines):
+    store.write_bytes(b"".join(line if isinstance(line, bytes) else digests.line_of(line) for line in lines))
+    return store
+
+
+def plain(row):
+    """The line of a row from before there were digests."""
+    return json.dumps(row, sort_keys=True).encode() + b"\n"
+
+
+def put(row, path, value):
+    """Set a value deep inside of a row."""
+    *names, last = path
+    for name in names:
+        row = row[name]
+    row[last] = value
+
+
+EDITS = {  # where, what instead, and what is said of it where the digest was written anew
+    "accuracy": (("metrics", 0, "value"), 0.999, None),
+    "bitops": (("bitops", "paper"), 1.0, None),
+    "cost": (("relative_cost",), 0.1, None),
+    "time": (("seconds",), 0.1, None),
+    "commit": (("provenance", "commit"), "1" * 40, None),
+    "something new": (("remark",), "very good", None),
+    "status": (("status",), "diverged", None),
+    "a status of its own": (("status",), "great", "status 'great' is none of ok, diverged, failed"),
+    "status of another type": (("status",), ["ok"], r"status is \[\"ok\"\], no str"),
+    "learning rate": (("spec", "recipe", "lr"), 0.123, "key .* is not that of its spec, [0-9a-f]{16}"),
+    "seed": (("spec", "seed"), 7, "key .* is not that of its spec"),
+    "true for one": (("spec", "seed"), False, "key .* is not that of its spec"),
+    "foreign key": (("key",), SPECS[1].key, "key .* is not that of its spec"),
+    "key of another type": (("key",), [1], r"key is \[1\], no str"),
+    "metrics": (("metrics",), None, "metrics is null, no list"),
+    "spec": (("spec",), "x", 'spec is "x", no dict'),
+}
+
+
+def forged(row):
+    """The line of a row with a digest that is right, whatever it holds."""
+    text = digests.canonical(row)
+    return b'{"digest": "' + digests.digest(text).encode() + b'", ' + text[1:] + b"\n"
+
+
+@pytest.mark.parametrize("how", ["in the line", "written anew", "beside the store", "none"])
+@pytest.mark.parametrize("name", EDITS)
+def test_an_edited_row_does_not_count_and_is_named(name, how, tmp_path):
+    path, value, reason = EDITS[name]
+    store, (first, second, third) = tmp_path / "rows.jsonl", rows()
+    if how == "beside the store":
+        certify(written(store, *map(plain, (first, second, third))))
+    edited = json.loads(json.dumps(first))
+    put(edited, path, value)
+    if reason is None and how in ("written anew", "none"):
+        assert digests.line_of(edited)  # nobody could tell
+        return
+    old = digests.digest(digests.canonical(first))
+    line = {
+        "in the line": plain({"digest": old, **edited}), "written anew": forged(edited),
+        "beside the store": plain(edited), "none": plain(edited),
+    }[how]  # fmt: skip
+    others = (plain(second), plain(third)) if how == "beside the store" else (second, third)
+    before = written(store, others[0], line, others[1]).read_bytes()
+    said = {"in the line": "it was changed", "beside the store": r"its digest is not in rows\.sha256"}.get(how, "x")
+    with pytest.warns(NotIntactWarning, match=rf"do not count: .*rows\.jsonl, line 2: ({reason or said})"):
+        assert stores.load_rows(store) == [second, third]
+    assert stores.find_row(store, SPECS[0].key) is None
+    with pytest.warns(NotIntactWarning):
+        assert runs.load(store).key.tolist() == [second["key"], third["key"]]
+    assert str(integrity([store])).startswith("2 of 3 rows intact; does not count: ")
+    with pytest.raises(ValueError, match=r"nothing is certified: .*line 2: "):
+        certify(store)
+    assert stores.append_row(store, first) == first  # the run is done again, and what was there stays there
+    assert store.read_bytes() == before + digests.line_of(first)
+
+
+@pytest.mark.parametrize("dump", [
+    lambda row: json.dumps(row), lambda row: json.dumps(row, indent=None, separators=(",", ":")),
+    lambda row: json.dumps(row, ensure_ascii=False), lambda row: json.dumps(dict(reversed(row.items()))),
+])  # fmt: skip
+@pytest.mark.parametrize("end", ["\n", "\r\n"])
+def test_rows_that_other_programs_wrote_again_are_intact(dump, end, tmp_path):
+    """Stores are put together by hand, sorted, sent through other tools."""
+    odd = {**rows()[0], "title": '\u00fc \u2028 \\ " }{', "seconds": 1e-07, "steps": 10**16}
+    line = json.loads(digests.line_of(odd))
+    store = tmp_path / "rows.jsonl"
+    store.write_bytes((dump(line) + end).encode())
+    assert stores.load_rows(store) == [odd]
+    assert integrity([store]) == Integrity(1)
+    store.write_bytes((dump(odd) + end).encode())
+    assert integrity([store]) == Integrity(1, bare=1)
+    assert certify(store) == 1
+    assert integrity([store]) == Integrity(1)
+
+
+TEXT = st.text(st.characters(), max_size=8)  # also halves of surrogate pairs
+NUMBERS = st.integers() | st.floats(allow_nan=False, allow_infinity=False) | st.sampled_from([1e-5, 1e16, 2**64, -0.0])
+ANYTHING = st.recursive(
+    st.none() | st.booleans() | NUMBERS | TEXT,
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(TEXT, inner, max_size=3),
+)
+
+
+@given(st.dictionaries(TEXT, ANYTHING, max_size=4), st.dictionaries(TEXT, ANYTHING, max_size=3), st.booleans())
+@settings(max_examples=100, deadline=None)
+def test_whatever_a_row_holds_it_is_intact_and_found_by_the_key_of_its_spec(spec, more, old):
+    row = {**more, "schema": 1, "key": key_of(spec), "spec": spec, "status": "ok"}
+    row.pop("digest", None)
+    assume(all(isinstance(row[name], kind) for name, kind in digests._TYPES.items() if name in row))
+    with tempfile.TemporaryDirectory() as folder:
+        store = Path(folder) / "rows.jsonl"
+        if old:
+            assert certify(written(store, plain(row))) == 1
+        else:
+            stores.append_row(store, row)
+        assert integrity([store]) == Integrity(1)
+        assert [one["key"] for one in stores.load_rows(store)] == [row["key"]]
+        assert stores.find_row(store, row["key"]) is not None
+
+
+def test_stores_may_be_put_together_and_two_results_of_a_run_are_named(tmp_path):
+    store, (first, second, third) = tmp_path / "rows.jsonl", rows()
+    failed = {**first, "status": "failed", "metrics": [], "error": "x"}
+    later = {**first, "provenance": {**first["provenance"], "started": "2026-02-01"}, "seconds": 2.0}
+    written(store, failed, first, second, later, third)
+    assert stores.load_rows(store) == [later, second, third]  # the same numbers, and a failure before them
+    other = json.loads(json.dumps(later))
+    other["metrics"][0]["value"] = 0.9
+    written(store, first, second, other)
+    said = rf"rows\.jsonl, lines 1 and 3 have different results of run {first['key']}"
+    with pytest.warns(NotIntactWarning, match=said):
+        assert stores.load_rows(store) == [other, second]
+    assert re.match(rf"3 of 3 rows intact; .*{said}", str(integrity([store])))
+
+
+def test_rows_of_before_are_certified_beside_their_store_which_stays_as_it_is(tmp_path):
+    store, (first, second, third) = tmp_path / "rows.jsonl", rows()
+    before = written(store, plain(first), second).read_bytes()
+    assert stores.load_rows(store) == [first, second]  # they count; but who reads the report is told
+    assert str(integrity([store])) == "1 of 2 rows intact, 1 have no digest (`certify` writes them)"
+    done = CliRunner().invoke(app, ["certify", str(store)])
+    assert (done.exit_code, done.output) == (0, f"{store}: digests of 1 rows written\n")
+    assert store.read_bytes() == before
+    assert (tmp_path / "rows.sha256").read_text() == f"{digests.digest(plain(first).strip())}\n"
+    assert str(integrity([store])) == "2 of 2 rows intact"
+    stores.append_row(store, third)
+    assert str(integrity([store, store])) == "6 of 6 rows intact"
+    assert certify(store) == 1  # the same again
+
+
+def test_a_sweep_does_an_edited_run_again(tmp_path):
+    store, specs = tmp_path / "rows.jsonl", specs_of("CR")
+    (row,) = run_grid(specs, store, workers=0)
+    assert integrity([store]) == Integrity(1)
+    edited = store.read_bytes().replace(b'"status": "ok"', b'"status": "diverged"')
+    store.write_bytes(edited)
+    with pytest.warns(NotIntactWarning):
+        (again,) = run_grid(specs, store, workers=0)
+    assert (again["status"], again["metrics"]) == ("ok", row["metrics"])
+    assert store.read_bytes().startswith(edited)
+
+
+def test_readers_say_how_many_rows_are_intact(tmp_path, monkeypatch):
+    monkeypatch.setenv("CPT_RUNS_DIR", str(tmp_path / "runs"))
+    monkeypatch.setattr(report, "results_dir", lambda: tmp_path)
+    monkeypatch.setattr("cpt_core.sweeps.verify.run_again", lambda row: row)
+    store, (first, second, _) = tmp_path / "rows.jsonl", rows()
+    written(
+        store,
+        {**first, "provenance": {**first["provenance"], "python": "x"}},
+        second,
+        plain({**first, "status": "great"}),
+    )
+    fault = f"{store}, line 3: status 'great' is none of ok, diverged, failed"
+    said = f"2 of 3 rows intact; does not count: {fault}"
+    for command in (["verify", str(store)], ["claims", "--evidence"]):
+        with warnings.catch_warnings(record=True) as found:
+            warnings.simplefilter("always")
+            done = CliRunner().invoke(app, command)
+        assert done.exit_code == (command[0] == "verify"), done.output
+        assert fault in str([w.message for w in found])
+        assert said in done.output
+
+
+def test_what_is_no_row_is_not_written(tmp_path):
+    (row, *_) = rows()
+    for change, reason in (
+        ({"key": "0" * 16}, "key 0+ is not that of its spec"),
+        ({"status": "great"}, "status 'great'"),
+    ):
+        with pytest.raises(ValueError, match=f"this is no row: {reason}"):
+            stores.append_row(tmp_path / "rows.jsonl", row | change)
+    assert not (tmp_path / "rows.jsonl").exists()
+
+
+def test_committed_rows_are_intact_and_none_is_gone():
+    files = sorted(results_dir().glob("*.jsonl"))
+    count = sum(len(file.read_bytes().splitlines()) for file in files)
+    assert integrity(files) == Integrity(count)
+    for file in files:
+        stored = [json.loads(line) for line in file.read_bytes().splitlines()]
+        bare = {digests.digest(digests.canonical(row)) for row in stored if "digest" not in row}
+        assert bare == digests.Judge(file).known
