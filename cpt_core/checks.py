@@ -8,14 +8,21 @@ Also what files have in common: numbers that JSON cannot hold, and writing in on
 
 from __future__ import annotations
 
+import inspect
 import math
 import operator
 import os
 import pkgutil
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence, Sized
 from difflib import get_close_matches
+from functools import lru_cache
+from numbers import Real
 from pathlib import Path
-from typing import Any
+from types import NoneType, UnionType
+from typing import Any, Union, get_args, get_origin, get_type_hints
+
+MOST_BITS = 32
 
 
 def arguments(inputs: Any) -> None:
@@ -27,21 +34,40 @@ def arguments(inputs: Any) -> None:
         )
 
 
-def whole(what: str, value: Any, least: int | None = None) -> int:
-    """Return ``value`` as an int; ValueError for what is no whole number of at least ``least``, booleans included."""
+def whole(what: str, value: Any, least: int | None = None, most: int | None = None) -> int:
+    """Return ``value`` as an int; ValueError for no whole number from ``least`` to ``most``, and for booleans."""
     wanted = "an integer" if least is None else f"a whole number of at least {least}"
+    wanted += "" if most is None else f" and at most {most}"
     try:
-        if isinstance(value, bool) or (least is not None and value < least):
-            raise TypeError
-        return operator.index(value)
+        number = operator.index(value)
     except TypeError:
-        raise ValueError(f"{what} must be {wanted}, got {value!r}") from None
+        raise ValueError(f"{what} must be {wanted}, got {shown(value)}") from None
+    if isinstance(value, bool) or (least is not None and number < least) or (most is not None and number > most):
+        raise ValueError(f"{what} must be {wanted}, got {shown(value)}")
+    return number
+
+
+def number(what: str, value: Any) -> float:
+    """Return a number, or an array or tensor of one, as a float; ValueError for others."""
+    try:
+        return float(value.detach() if hasattr(value, "detach") else value)
+    except (TypeError, ValueError, RuntimeError):
+        raise ValueError(f"{what}, one number; got {shown(value)}") from None
+
+
+def check_bits(what: str, bits: Any) -> int:
+    """Return ``bits`` as an int when it is a whole number in 1..32, also as a float, else raise ValueError."""
+    try:
+        return whole(what, int(bits) if isinstance(bits, float) and bits.is_integer() else bits, 1, MOST_BITS)
+    except ValueError:
+        raise ValueError(f"{what} must be an integer from 1 to {MOST_BITS}, got {shown(bits)}") from None
 
 
 def choose(what: str, value: Any, allowed: Iterable[str]) -> str:
     """Return ``value`` if it is one of ``allowed``; else a ValueError names them, of many the three nearest."""
-    if value not in (names := tuple(allowed)):
-        raise ValueError(f"unknown {what} {value!r}; {offer(value, names)}")
+    names = tuple(allowed)
+    if not isinstance(value, str) or value not in names:
+        raise ValueError(f"unknown {what} {shown(value)}; {offer(value, names)}")
     return value
 
 
@@ -51,6 +77,74 @@ def offer(value: Any, names: Sequence[str]) -> str:
     if len(listed) <= 160:
         return f"choose from {listed}"
     return f"the nearest of {len(names)} are {', '.join(get_close_matches(str(value), names, n=3, cutoff=0.0))}"
+
+
+def declared(what: Any, given: Mapping[str, Any], parts: bool = False) -> None:
+    """Raise ValueError for the first value that is not of the type its annotation declares; it names both.
+
+    As ``declared(function, locals())`` at the top of a function it looks at the arguments, as
+    ``declared(type(self), vars(self))`` in ``__post_init__`` at the fields; with ``parts`` also at what tuples, lists
+    and mappings hold. A bool is no number, a string no list. Ranges are checked where the values are used.
+    """
+    for name, hint in _hints(what).items():
+        if name in given and not _fits(given[name], hint, parts):
+            raise ValueError(f"{name} must be {_said(hint)}, got {shown(given[name])}")
+
+
+@lru_cache(maxsize=1024)
+def _hints(what: Any) -> dict[str, Any]:
+    return {name: hint for name, hint in get_type_hints(what).items() if name != "return"}
+
+
+def _fits(value: Any, hint: Any, parts: bool) -> bool:
+    """Whether a value is of a type; what is no class, such as ``Any`` or a protocol, takes everything."""
+    kind, of = get_origin(hint) or hint, get_args(hint)
+    if kind in (Union, UnionType):
+        return any(_fits(value, one, parts) for one in of)
+    if kind is int:
+        return not isinstance(value, bool) and (_is_index(value) or (isinstance(value, float) and value.is_integer()))
+    if kind is float:
+        return isinstance(value, Real) and not isinstance(value, bool)
+    if kind in (tuple, Sequence, Iterable):
+        if not isinstance(value, Iterable) or isinstance(value, (str, bytes, Mapping)):
+            return False
+        if not parts:
+            return True
+        each = of if kind is tuple and of[-1] is not ... else of[:1] * len(value) if isinstance(value, Sized) else ()
+        listed = isinstance(value, (tuple, list)) and len(each) == len(value)
+        return listed and all(_fits(v, one, parts) for v, one in zip(value, each, strict=True))
+    if kind is Mapping:
+        items = value.items() if isinstance(value, Mapping) else ()
+        return isinstance(value, Mapping) and all(
+            not parts or (_fits(k, of[0], parts) and _fits(v, of[1], parts)) for k, v in items
+        )
+    return kind is Any or not isinstance(kind, type) or getattr(kind, "_is_protocol", False) or isinstance(value, kind)
+
+
+def _is_index(value: Any) -> bool:
+    try:
+        operator.index(value)
+    except TypeError:
+        return False
+    return True
+
+
+_WORDS = {int: "an integer", float: "a number", str: "a string", bool: "True or False", NoneType: "None"}
+
+
+def _said(hint: Any) -> str:
+    """Write a type for people: words for what is simple, else the annotation without the names of modules."""
+    if get_origin(hint) in (Union, UnionType):
+        return " or ".join(dict.fromkeys(map(_said, get_args(hint))))
+    if get_origin(hint) is Callable:
+        return "a function"
+    return _WORDS.get(hint) or re.sub(r"(\w+\.)+(?=\w)", "", inspect.formatannotation(hint))
+
+
+def shown(value: Any) -> str:
+    """Write a value for an error: as Python does, but the type alone of what takes lines or hundreds of characters."""
+    text = repr(value)
+    return text if len(text) <= 200 and "\n" not in text else f"a {type(value).__name__}"
 
 
 def library(name: str, extra: str) -> Any:

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from cpt_core.bitops import tally
 from cpt_core.bitops.tally import IN_FLOAT32, Tally, widest
 from cpt_core.bitops.trace import CONVENTIONS, PASSES, Call, Watch, compiled_parts
+from cpt_core.checks import choose, declared
 from cpt_core.formats.costs import FLOAT32, Operands
 from cpt_core.quantization.layers import QuantizedLayer
 from cpt_core.quantization.precision import LayerPrecision
@@ -39,6 +40,7 @@ class BitOpsLedger:
 
     def __init__(self, model: nn.Module) -> None:
         """Watch ``model``, converted or not."""
+        declared(type(self).__init__, locals())
         self.model = model
         self._work = {convention: Tally() for convention in CONVENTIONS}
         self._once: set[tuple[str, Operands]] = set()
@@ -64,7 +66,7 @@ class BitOpsLedger:
 
     def bitops(self, convention: str = "paper") -> dict[str, Counter[str]]:
         """Return layer -> pass -> squared bits x MACs so far, exact integers."""
-        return self._work[convention].squared_bits()
+        return self._of(convention).squared_bits()
 
     def by_layer(self, convention: str = "paper") -> dict[str, float]:
         """Return the BitOps of every layer so far."""
@@ -81,11 +83,14 @@ class BitOpsLedger:
 
     def costs(self, convention: str = "paper") -> dict[str, float]:
         """Return the totals so far by every cost of ``COSTS``, each in its unit."""
-        return {**tally.totals(self._work[convention].prices()), "bitops": self.total(convention)}
+        return {**tally.totals(self._of(convention).prices()), "bitops": self.total(convention)}
 
     def table(self, convention: str = "paper") -> pd.DataFrame:
         """Return all costs so far: a line per layer, and the total."""
-        return tally.table(self._work[convention].prices())
+        return tally.table(self._of(convention).prices())
+
+    def _of(self, convention: str) -> Tally:
+        return self._work[choose("convention", convention, CONVENTIONS)]
 
     def _on_call(self, module: Any, call: Call, outputs: list[Tensor]) -> None:
         if not self.model.training:

@@ -21,9 +21,8 @@ from cpt_core.bitops.copies import as_it_was
 from cpt_core.bitops.plan import BitOpsPlan, formats_per_layer, price
 from cpt_core.bitops.step import TrainingStep
 from cpt_core.bitops.trace import CONVENTIONS, trace
-from cpt_core.checks import choose, whole
+from cpt_core.checks import check_bits, choose, declared, whole
 from cpt_core.quantization.convert import layer_precisions
-from cpt_core.quantization.quantizers import check_bits
 from cpt_core.quantization.scheduler import precision
 from cpt_core.quantization.summary import summary
 from cpt_core.schedules.layered import LayeredSchedule
@@ -31,6 +30,8 @@ from cpt_core.schedules.measured import MeasuredCost, Spent
 from cpt_core.schedules.roles import RoleSchedules
 from cpt_core.schedules.schedule import Schedule, StaticSchedule
 from cpt_core.waiting import waiting
+
+MOST_REPEATS = 10**6
 
 
 def measure_cost(
@@ -72,8 +73,9 @@ def measure_cost(
             layers or roles, a model that is not converted, is in evaluation mode, has no output that needs a gradient,
             or is neither on the CPU nor on a GPU with CUDA.
     """
+    declared(measure_cost, {"model": model, "progress": progress})
     widths, q_grad = _asked(schedule, bits, q_grad)
-    repeats = whole("repeats", repeats, 1)
+    repeats = whole("repeats", repeats, 1, MOST_REPEATS)
     choose("convention", convention, CONVENTIONS)
     listed = {*layer_precisions(model), *(row.name for row in summary(model).rows)}
     if not model.training:
@@ -115,11 +117,11 @@ def _asked(schedule: Schedule | None, bits: Sequence[int] | None, q_grad: int | 
         if not isinstance(schedule, Schedule) or isinstance(schedule, (LayeredSchedule, RoleSchedules)):
             raise ValueError(f"give one schedule for all layers and roles, or bits=; got {type(schedule).__name__}")
         bits = [*schedule.bits().tolist(), schedule.q_max]
-    if bits is not None and not isinstance(bits, Iterable):
+    if bits is not None and (not isinstance(bits, Iterable) or isinstance(bits, (str, bytes, Mapping))):
         raise ValueError(f"bits must be the widths to measure, such as (3, 8), got {bits!r}")
-    widths = sorted({check_bits("bits", q) for q in bits or ()})
+    widths = sorted({check_bits("bits", q) for q in (() if bits is None else bits)})
     if not widths:
-        raise ValueError("bits must name at least one bit width, got none")
+        raise ValueError(f"bits must name at least one bit width, got {bits!r}")
     highest = schedule.q_max if schedule is not None else widths[-1]
     return widths, highest if q_grad is None else check_bits("q_grad", q_grad)
 

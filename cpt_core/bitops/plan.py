@@ -34,7 +34,7 @@ from cpt_core.bitops import tally
 from cpt_core.bitops.macs import UPSAMPLING
 from cpt_core.bitops.tally import IN_FLOAT32, Tally, rank
 from cpt_core.bitops.trace import CONVENTIONS, PASSES, Call, trace
-from cpt_core.checks import choose
+from cpt_core.checks import check_bits, choose, declared
 from cpt_core.formats.costs import Operands
 from cpt_core.formats.format import Format
 from cpt_core.formats.ladder import AFFINE, MOST_LEVEL, FormatLadder
@@ -147,7 +147,9 @@ def count_bitops(
     Paper: section 4.1.
     Differs: "paper" prices the float32 layers (classifier, BatchNorm) at q bits, as the authors' scripts do.
     """
+    declared(count_bitops, {"model": model, "schedule": schedule}, parts=True)
     choose("convention", convention, CONVENTIONS)
+    q_grad = None if q_grad is None else check_bits("q_grad", q_grad)
     calls, uncounted = trace(model, inputs)
     return price(calls, uncounted, formats_per_layer(model, calls, schedule, q_grad), convention)
 

@@ -171,7 +171,7 @@ COSTS: Mapping[str, Cost] = {
 
 def cost_named(name: str) -> Cost:
     """Return a cost of ``COSTS``; ValueError names them, and how seconds are measured."""
-    if name == "seconds":
+    if isinstance(name, str) and name == "seconds":
         raise ValueError(
             f"unknown cost 'seconds'; choose from {', '.join(COSTS)}; seconds are measured: "
             "cost=measure_cost(...).seconds"

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from cpt_core.checks import choose, whole
+from cpt_core.checks import choose, declared, shown, whole
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -79,6 +79,7 @@ class Format:
     def __post_init__(self) -> None:
         """Check the values."""
         choose("kind of a format", self.kind, KINDS)
+        declared(type(self), vars(self))
         choose("specials", self.specials, SPECIALS)
         choose("clipping", self.clipping, CLIPPINGS)
         if self.granularity is not None:
@@ -141,7 +142,7 @@ class Format:
             specials: see ``Format``; None: as OCP has them, "nan" for e4m3, "none" below 8 bits, else "infinity".
             options: of the other fields.
         """
-        bits = 1 + whole("exponent", exponent, 0) + whole("mantissa", mantissa, 0)
+        bits = 1 + whole("exponent", exponent, 0, FULL) + whole("mantissa", mantissa, 0, FULL)
         if specials is None:
             specials = "none" if bits < 8 else "nan" if (exponent, mantissa) == (4, 3) else "infinity"
         return cls("minifloat", bits, exponent, mantissa, specials, **options)
@@ -160,7 +161,7 @@ class Format:
             block: elements that share a scale.
             options: of the other fields.
         """
-        chosen = cls.symmetric(8) if element == "int8" else cls.of(element)
+        chosen = cls.symmetric(8) if isinstance(element, str) and element == "int8" else cls.of(element)
         return replace(chosen, block=whole("block", block, 1), scale="e8m0", **options)
 
     @classmethod
@@ -171,6 +172,8 @@ class Format:
     @classmethod
     def of(cls, value: Format | str) -> Format:
         """Return a format given by value, by a name of ``FORMATS``, or as ``str`` writes it."""
+        if not isinstance(value, (Format, str)):
+            raise ValueError(f"a format is a Format or its name, got {shown(value)}")
         return value if isinstance(value, Format) else _parsed(value)
 
     # --- what it is ---------------------------------------------------------------------------------------------------
@@ -280,8 +283,6 @@ _READ: Mapping[str, Callable[[str], Any]] = {"partial": _FLAG, "saturate": _FLAG
 @lru_cache(maxsize=1024)
 def _parsed(text: str) -> Format:
     """Read what ``Format.__str__`` wrote, or a name of ``FORMATS``."""
-    if not isinstance(text, str):
-        raise ValueError(f"a format is a Format or its name, got {text!r}")
     name, *rest = text.split(":")
     options: dict[str, Any] = {}
     for part in rest:

@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import cache
 from typing import Any
 
-from cpt_core.checks import whole
+from cpt_core.checks import declared, shown, whole
 from cpt_core.formats.costs import Operands, cost_named
 from cpt_core.formats.format import FORMATS, MOST_AFFINE, Format
 
@@ -39,9 +39,10 @@ class FormatLadder:
         """Read the formats."""
         if not isinstance(formats, Mapping) or not formats:
             raise ValueError(f"a ladder is a mapping, level -> format, of at least one level; got {formats!r}")
-        found = {}
-        for level, value in formats.items():
-            found[_level(level)] = Format.of(value)
+        try:
+            found = {_level(level): Format.of(value) for level, value in formats.items()}
+        except ValueError as error:
+            raise ValueError(f"formats of a ladder: {error}") from None
         self._formats = dict(sorted(found.items()))
 
     @classmethod
@@ -105,6 +106,7 @@ class FormatLadder:
         >>> AFFINE.cost("ace", gradients=8)(4), FormatLadder({4: "e2m1", 8: "e4m3"}).cost("ace")(4)
         (80.0, 80.0)
         """
+        declared(self.cost, locals())
         cost = cost_named(name)
         if gradients is None:
             gradients = self.levels[-1]
@@ -119,8 +121,9 @@ class FormatLadder:
 
     def check(self, levels: Iterable[int]) -> None:
         """Raise ValueError unless all levels of a schedule are here."""
+        declared(self.check, locals())
         for level in dict.fromkeys(levels):
-            self[int(level)]
+            self[whole("each of levels", level)]
 
     def filled(self) -> FormatLadder:
         """Return the ladder without holes: between two levels the format of the lower one."""
@@ -136,7 +139,11 @@ class FormatLadder:
     @classmethod
     def from_dict(cls, description: Mapping[Any, str]) -> FormatLadder:
         """Rebuild a ladder from ``to_dict()``."""
-        return cls({int(level): value for level, value in description.items()})
+        declared(cls.from_dict, locals())
+        try:
+            return cls({int(level): value for level, value in description.items()})
+        except (TypeError, ValueError) as error:
+            raise ValueError(f"description of a ladder: {error}; got {shown(description)}") from None
 
     def __eq__(self, other: object) -> bool:
         """Whether both have the same formats at the same levels."""

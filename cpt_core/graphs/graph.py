@@ -21,12 +21,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from cpt_core.checks import choose
+from cpt_core.checks import choose, declared, shown, whole
 from cpt_core.graphs import csr
 
 REDUCES = ("sum", "mean")
 LEVEL3_CACHE_SIZE = 194  # of sysconf in glibc, for which DGL is built; Python has no name for it
 BACKENDS = ("auto", "dgl", "csr")
+MOST_NODES = 2**63 - 1
 
 
 class Graph:
@@ -46,11 +47,13 @@ class Graph:
 
     def __init__(self, indptr: Tensor, indices: Tensor, num_src: int | None = None, backend: str = "auto") -> None:
         """Check and keep the edges; nothing is copied."""
-        self._keep_edges(indptr, indices, num_src, backend)
+        declared(type(self).__init__, locals())
         choose("backend", backend, BACKENDS)
+        num_src = None if num_src is None else whole("num_src", num_src, 0, MOST_NODES)
+        self._keep_edges(indptr, indices, num_src, backend)
         if backend == "dgl" and (indices.is_cuda or dgl_module() is None):
             raise ValueError("backend 'dgl' needs DGL and a graph on the CPU; take 'csr'")
-        for name, part in (("indptr", indptr), ("indices", indices)):
+        for name, part in (("indices", indices), ("indptr", indptr)):
             if part.dim() != 1 or part.dtype not in (torch.int32, torch.int64) or part.dtype != indices.dtype:
                 got = f"{part.dtype} {tuple(part.shape)}"
                 raise ValueError(f"{name} must be (n,), of int32 or int64 as the other is, got {got}")
@@ -82,6 +85,11 @@ class Graph:
     @classmethod
     def from_edges(cls, source: Tensor, destination: Tensor, num_nodes: int, backend: str = "auto") -> Graph:
         """Return the graph of edges source[k] -> destination[k], both (E,); parallel edges count as often as given."""
+        declared(cls.from_edges, locals())
+        num_nodes = whole("num_nodes", num_nodes, 0, MOST_NODES)
+        for name, part in (("source", source), ("destination", destination)):
+            if part.is_floating_point() or part.is_complex() or part.dtype == torch.bool:
+                raise ValueError(f"{name} must be of integers, numbers of nodes, got {part.dtype}")
         if source.dim() != 1 or source.shape != destination.shape:
             raise ValueError(
                 f"source and destination must be (E,), an entry per edge, got {tuple(source.shape)} and "
@@ -127,8 +135,12 @@ class Graph:
 
     def to(self, device: torch.device | str) -> Graph:
         """Return the graph on another device; constant features do not move with it."""
-        if torch.device(device) == self.device:
-            return self
+        declared(self.to, {"device": device})
+        try:
+            if torch.device(device) == self.device:
+                return self
+        except RuntimeError as error:
+            raise ValueError(f"device must be one of torch's, got {device!r}: {error}") from None
         backend = "csr" if self.backend == "csr" else "auto"
         return Graph._unchecked(self.indptr.to(device), self.indices.to(device), self.num_src, backend)
 
@@ -164,10 +176,14 @@ class Graph:
             (D, F), of the type of ``h``.
         """
         choose("reduce", reduce, REDUCES)
+        if not isinstance(h, Tensor):
+            raise ValueError(f"h must be a tensor of features, got {shown(h)}")
         if h.dim() != 2 or len(h) != self.num_src:
-            raise ValueError(f"features must be ({self.num_src}, F): a row for every source node, got {tuple(h.shape)}")
+            raise ValueError(
+                f"h: features must be ({self.num_src}, F), a row for every source node, got {tuple(h.shape)}"
+            )
         if not h.is_floating_point():
-            raise ValueError(f"features must be floating point, got {h.dtype}; convert them with .float()")
+            raise ValueError(f"h: features must be floating point, got {h.dtype}; convert them with .float()")
         wide = h if h.dtype in (torch.float32, torch.float64) else h.float()
         if self._dgl_can(h):
             out = dgl_module().ops.copy_u_sum(self._dgl, wide.contiguous())
@@ -198,6 +214,7 @@ class Graph:
         their input, a byte each. A layer with fewer outputs than inputs sums behind its product, which is not constant;
         compiled code keeps nothing, since it would be compiled anew for every bit width. Returns the graph itself.
         """
+        declared(self.set_constant, {"features": features})
         if features is not None and features.requires_grad:
             raise ValueError("constant features cannot require a gradient")
         self.constant, self._kept = features, {}
@@ -250,7 +267,7 @@ def as_graph(graph: Any) -> Graph:
     if isinstance(graph, Graph):
         return graph
     if not hasattr(graph, "adj_tensors"):
-        raise TypeError(f"a Graph or a DGLGraph expected, got {type(graph).__name__}")
+        raise TypeError(f"graph must be a Graph or a DGLGraph, got {type(graph).__name__}")
     return Graph.from_dgl(graph)
 
 

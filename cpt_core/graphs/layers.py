@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from cpt_core.checks import choose
+from cpt_core.checks import choose, declared, shown, whole
 from cpt_core.graphs.graph import Graph, as_graph
 
 Features = Tensor | tuple[Tensor, Tensor]  # (S, I), or those of sources and destinations
@@ -106,6 +106,7 @@ class Precision:
 
 
 FLOAT32 = Precision()
+MOST_FEATURES = 2**31 - 1
 LAYER_NORM_EPS = 1e-5  # what torch adds to the variance
 
 
@@ -133,8 +134,11 @@ def _keep(graph: Graph, x: Tensor, *what: Any) -> Keep:
 
 def _pair(features: Features, graph: Graph) -> tuple[Tensor, Tensor]:
     """Features of sources and destinations; in a block the destinations are the first of the sources."""
-    source, destination = features if isinstance(features, tuple) else (features, features)
-    destination = destination[: graph.num_dst]
+    pair = features if isinstance(features, tuple) and len(features) == 2 else (features, features)
+    for x in pair:
+        if not isinstance(x, Tensor):
+            raise ValueError(f"features must be a tensor, or a pair of them, got {shown(x)}")
+    source, destination = pair[0], pair[1][: graph.num_dst]
     for x, nodes in ((source, graph.num_src), (destination, graph.num_dst)):
         if x.dim() != 2 or len(x) != nodes:
             raise ValueError(f"features must be ({nodes}, F), a row for every node, got {tuple(x.shape)}")
@@ -210,7 +214,11 @@ class GraphConv(nn.Module):
     ) -> None:
         """Make and initialise the parameters."""
         super().__init__()
+        declared(GraphConv.__init__, locals())
         choose("norm", norm, ("both", "left", "right", "none"))
+        in_feats, out_feats = (
+            whole(n, v, 1, MOST_FEATURES) for n, v in (("in_feats", in_feats), ("out_feats", out_feats))
+        )
         # named as in DGL, so that one forward serves both
         self._in_feats, self._out_feats, self._norm = in_feats, out_feats, norm
         self._allow_zero_in_degree, self._activation = allow_zero_in_degree, None
@@ -240,6 +248,10 @@ class SAGEConv(nn.Module):
     def __init__(self, in_feats: int, out_feats: int, bias: bool = True) -> None:
         """Make and initialise the parameters."""
         super().__init__()
+        declared(SAGEConv.__init__, locals())
+        in_feats, out_feats = (
+            whole(n, v, 1, MOST_FEATURES) for n, v in (("in_feats", in_feats), ("out_feats", out_feats))
+        )
         self._in_src_feats, self._out_feats = in_feats, out_feats
         self.fc_neigh = nn.Linear(in_feats, out_feats, bias=False)
         self.fc_self = nn.Linear(in_feats, out_feats, bias=bias)

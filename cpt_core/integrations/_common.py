@@ -8,10 +8,9 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import nn
 
-from cpt_core.checks import whole
+from cpt_core.checks import check_bits, whole
 from cpt_core.formats.ladder import AFFINE
 from cpt_core.quantization.precision import LayerPrecision
-from cpt_core.quantization.quantizers import check_bits
 from cpt_core.quantization.record import Recording
 from cpt_core.quantization.scheduler import PrecisionScheduler, Schedules
 from cpt_core.schedules import cost

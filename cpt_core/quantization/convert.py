@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from cpt_core.checks import choose
+from cpt_core.checks import choose, declared, whole
 from cpt_core.formats.format import Format
 from cpt_core.formats.ladder import FormatLadder
 from cpt_core.quantization.coverage import (
@@ -30,10 +30,12 @@ from cpt_core.quantization.coverage import (
     parts_of_wholes,
     warn_of_float32,
 )
+from cpt_core.quantization.fake_quantize import INT64
 from cpt_core.quantization.layers import QuantizedLayer
 from cpt_core.quantization.levels import ladders_of
 from cpt_core.quantization.precision import EXECUTIONS, LayerPrecision
 from cpt_core.quantization.quantizers import QUANTIZERS, Quantizer
+from cpt_core.quantization.running import RUNNING_STARTS
 
 FilterFn = Callable[[nn.Module, str], bool]
 AGGREGATIONS = ("fp", "quantized")
@@ -72,10 +74,15 @@ class QuantConfig:
 
     def __post_init__(self) -> None:
         """Check that every role has its quantiser and none is misspelt."""
+        declared(type(self), {**vars(self), "ladder": None}, parts=True)
         choose("aggregation", self.aggregation, AGGREGATIONS)
+        choose("running_start", self.running_start, RUNNING_STARTS)
+        whole("seed", self.seed, *INT64)
         choose("execution", self.execution, EXECUTIONS)
         if odd := sorted(set(self.quantizers) ^ set(QUANTIZERS)):
-            raise ValueError(f"missing or unknown roles {', '.join(odd)}; give all of {', '.join(QUANTIZERS)}")
+            raise ValueError(
+                f"quantizers: missing or unknown roles {', '.join(odd)}; give all of {', '.join(QUANTIZERS)}"
+            )
         object.__setattr__(self, "ladder", ladders_of(self.ladder))
 
     @classmethod
@@ -135,6 +142,7 @@ def quantize_(
         QuantizationWarning: when more than a tenth of the weights stays in float32 although nobody asked for that, and
             in the first forward pass of a module that uses a converted layer's weight without calling the layer.
     """
+    declared(quantize_, locals())
     config = _config_of(config)
     names = [name for name, _ in model.named_modules() if name]
     for pattern in config.float32:
@@ -156,9 +164,10 @@ def quantize_(
         else:
             asked.add(name)
     if not chosen:
+        by = "" if filter_fn is None else " by filter_fn"
         kinds = ", ".join(dict.fromkeys(kind.__name__ for kind in conversions()))
         others = "".join(f"; {count} {what}" for what, count in in_float32(model, asked)[1].items())
-        raise ValueError(f"nothing to quantise: no {kinds} in {type(model).__name__} was selected{others}")
+        raise ValueError(f"nothing to quantise: no {kinds} in {type(model).__name__} was selected{by}{others}")
     found = conversions()
     for name, module in chosen.items():  # before the first is changed
         found[type(module)].check(module)
@@ -192,6 +201,7 @@ def restore_(model: nn.Module) -> nn.Module:
         ValueError: when nothing is converted, or something has changed the class of a converted layer since, as a
             parametrisation does; the model is unchanged then.
     """
+    declared(restore_, locals())
     converted = {name: m for name, m in model.named_modules() if isinstance(m, QuantizedLayer)}
     if not converted:
         raise ValueError("the model has no quantised layers")
@@ -210,6 +220,7 @@ def restore_(model: nn.Module) -> nn.Module:
 
 def layer_precisions(model: nn.Module) -> dict[str, LayerPrecision]:
     """Return the precision of every quantised layer by the layer's name; ValueError when there is none."""
+    declared(layer_precisions, locals())
     found = {n: m.precision for n, m in model.named_modules() if isinstance(m, QuantizedLayer)}
     if not found:
         raise ValueError("the model has no quantised layers; call quantize_(model) first")

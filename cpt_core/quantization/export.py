@@ -24,7 +24,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
-from cpt_core.checks import arguments
+from cpt_core.checks import arguments, shown, whole
 from cpt_core.formats.format import FULL
 from cpt_core.kernels import lstm, operators
 from cpt_core.kernels.integer import MOST_BITS, QuantizedTensor
@@ -123,10 +123,12 @@ def export(
 
 def _check(model: nn.Module, bits: int | str | Mapping[str, int]) -> None:
     for value in bits.values() if isinstance(bits, Mapping) else (bits,):
-        if value != "q_max" and value not in range(1, MOST_BITS + 1):
-            raise ValueError(
-                f"bits must be an integer from 1 to {MOST_BITS} (codes of a byte) or 'q_max', got {value!r}"
-            )
+        if not isinstance(value, str) or value != "q_max":
+            try:
+                whole("bits", value, 1, MOST_BITS)
+            except ValueError:
+                wanted = f"bits must be an integer from 1 to {MOST_BITS} (codes of a byte) or 'q_max'"
+                raise ValueError(f"{wanted}, got {shown(value)}") from None
     layers = layer_precisions(model)
     for name, module in model.named_modules():
         if module.training:

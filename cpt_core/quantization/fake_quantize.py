@@ -20,13 +20,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from cpt_core.checks import whole
+from cpt_core.checks import check_bits, whole
 from cpt_core.formats.format import Format
 from cpt_core.kernels import operators
 from cpt_core.kernels.execution import execution
 from cpt_core.kernels.formats import UNSCALED, check_blocks, grid_of
 from cpt_core.kernels.operators import fake_quantize, round_in_range
-from cpt_core.quantization.quantizers import IDENTITY_BITS, Quantizer, check_bits, check_floating, quantizer_of
+from cpt_core.quantization.quantizers import IDENTITY_BITS, Quantizer, check_floating, quantizer_of
+
+INT64 = (-(2**63), 2**63 - 1)  # a key of noise is one
 
 
 def levels_of(bits: int) -> float:
@@ -68,7 +70,7 @@ def quantize(
     if (bits is None) == (format is None):
         raise ValueError(f"give either bits or a format, got bits={bits!r} and format={format!r}")
     if format is None:
-        quantizer = quantizer_of(quantizer or "conv_input")
+        quantizer = quantizer_of("conv_input" if quantizer is None else quantizer)
         identity = check_bits("bits", bits) >= IDENTITY_BITS
         grid, levels, key = quantizer.granularity, levels_of(bits or 1), _key(seed, None)
     else:
@@ -99,7 +101,7 @@ def _key(seed: int | None, format: Format | None) -> Tensor | None:
     if (format is not None and format.rounding == "stochastic") != (seed is not None):
         what = "a grid of bits" if format is None else f"format {format}"
         raise ValueError(f"stochastic rounding needs a seed, and nothing else takes one; got seed={seed!r} for {what}")
-    return None if seed is None else torch.tensor(whole("seed", seed), dtype=torch.int64)
+    return None if seed is None else torch.tensor(whole("seed", seed, *INT64), dtype=torch.int64)
 
 
 def _check(x: Tensor, format: Format) -> None:

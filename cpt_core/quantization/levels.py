@@ -9,12 +9,13 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 
+from cpt_core.checks import check_bits
 from cpt_core.formats.format import Format
 from cpt_core.formats.ladder import AFFINE, ladder_of
 from cpt_core.kernels.execution import execution
 from cpt_core.kernels.integer import MOST_BITS
 from cpt_core.quantization.fake_quantize import levels_of
-from cpt_core.quantization.quantizers import Quantizer, check_bits
+from cpt_core.quantization.quantizers import Quantizer
 from cpt_core.quantization.reuse import Reuse
 from cpt_core.quantization.running import RunningState
 from cpt_core.schedules.schedule import Levels

@@ -11,13 +11,11 @@ needs a new one.
 
 from __future__ import annotations
 
-import operator
 from dataclasses import dataclass, field, replace
-from typing import Any
 
 from torch import Tensor
 
-from cpt_core.checks import choose
+from cpt_core.checks import choose, declared, shown
 from cpt_core.formats.format import Format
 from cpt_core.kernels.formats import grid_of, parts_of
 from cpt_core.kernels.operators import range_of, round_in_range
@@ -52,6 +50,7 @@ class Quantizer:
 
     def __post_init__(self) -> None:
         """Check the names."""
+        declared(type(self), vars(self))
         ranges, format = parts_of(self.granularity)
         object.__setattr__(self, "ranges", ranges)
         object.__setattr__(self, "format", format)  # read here: compilers do not follow the reading
@@ -64,6 +63,7 @@ class Quantizer:
 
     def on(self, format: Format | None) -> Quantizer:
         """Return the quantiser for a format of a ladder; the paper's grids, and None, leave it as it is."""
+        declared(Quantizer.on, {"format": format})
         if format is None or format.plain_affine:
             return self
         ranges = format.granularity or self.ranges
@@ -78,6 +78,7 @@ class Quantizer:
 
     def range_of(self, x: Tensor) -> Range:
         """Return the range of a tensor that is not empty."""
+        check_floating(x)
         return range_of(x, self.granularity)
 
     @property
@@ -119,20 +120,9 @@ def quantizer_of(quantizer: Quantizer | str) -> Quantizer:
     return QUANTIZERS[choose("quantizer", quantizer, QUANTIZERS)]
 
 
-def check_bits(what: str, bits: Any) -> int:
-    """Return ``bits`` as an int when it is a whole number in 1..32, else raise ValueError."""
-    try:
-        if isinstance(bits, bool):
-            raise TypeError
-        value = int(bits) if isinstance(bits, float) and bits.is_integer() else operator.index(bits)
-    except TypeError:
-        value = 0
-    if not 1 <= value <= 32:
-        raise ValueError(f"{what} must be an integer from 1 to 32, got {bits!r}")
-    return value
-
-
 def check_floating(x: Tensor) -> None:
-    """Raise ValueError for a tensor whose grid would be cut to whole numbers, or that has no order."""
+    """Raise ValueError for no tensor, one whose grid would be cut to whole numbers, or that has no order."""
+    if not isinstance(x, Tensor):
+        raise ValueError(f"x must be a tensor, got {shown(x)}")
     if not x.is_floating_point():
         raise ValueError(f"only floating tensors can be quantised, got {x.dtype}; convert it with .float() first")

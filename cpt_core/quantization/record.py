@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from cpt_core.checks import whole
+from cpt_core.checks import declared, shown, whole
 from cpt_core.quantization.convert import layer_precisions
 from cpt_core.quantization.layers import QuantizedLayer
 from cpt_core.quantization.lstm import QuantLSTM
@@ -85,6 +85,7 @@ class Recording:
 
     def __init__(self, model: nn.Module, every: int = 100, step: int = 0) -> None:
         """Check the arguments; recording starts with the block."""
+        declared(type(self).__init__, {"model": model})
         self.every, self.step = whole("every", every, 1), whole("step", step, 0)
         if _is_compiled(model):
             raise ValueError("a compiled model says nothing of its roundings; record one that is not compiled")
@@ -216,7 +217,7 @@ class Recording:
         Raises:
             ValueError: for a step that is not recorded, or when none is.
         """
-        step = (self.steps or [-1])[-1] if step is None else step
+        step = (self.steps or [-1])[-1] if step is None else whole("step", step)
         if step not in self._kept:
             known = f"{len(self._kept)} from {self.steps[0]} to {self.steps[-1]}" if self._kept else "none"
             raise ValueError(f"step {step!r} is not recorded; recorded steps: {known}")
@@ -228,6 +229,8 @@ class Recording:
 
     def write(self, writer: ScalarWriter) -> None:
         """Write the scalars of all steps that have been recorded since the last call; ``SummaryWriter`` takes them."""
+        if not callable(getattr(writer, "add_scalar", None)):
+            raise ValueError(f"writer must have a method add_scalar, as SummaryWriter has, got {shown(writer)}")
         for step in self.steps:
             if step > self._written:
                 self._written = step

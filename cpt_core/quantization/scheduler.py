@@ -22,11 +22,11 @@ from typing import Any
 import numpy as np
 from torch import nn
 
+from cpt_core.checks import check_bits, declared
 from cpt_core.formats.ladder import AFFINE
 from cpt_core.quantization.convert import layer_precisions
 from cpt_core.quantization.levels import NOTHING
 from cpt_core.quantization.precision import LayerPrecision
-from cpt_core.quantization.quantizers import check_bits
 from cpt_core.schedules.layered import LayeredSchedule
 from cpt_core.schedules.schedule import Levels, Schedule
 
@@ -108,6 +108,9 @@ class PrecisionScheduler:
 
         Names may differ by what DDP or ``torch.compile`` puts before or into them ("module.", "_orig_mod.").
         """
+        declared(self.load_state_dict, {"state": state})
+        if missing := {"last_step", "q_grad", "schedules", "layers"} - set(state):
+            raise ValueError(f"state must be what state_dict() returned, and lacks {', '.join(sorted(missing))}")
         theirs, mine = _bare(state), _bare(self.state_dict())
         for key in ("schedules", "q_grad", "ladders"):
             if _plain(theirs[key]) != _plain(mine[key]):
@@ -123,7 +126,10 @@ class PrecisionScheduler:
 
 def assign_schedules(schedule: Schedules, layers: Iterable[str]) -> dict[str, tuple[Schedule, list[str]]]:
     """Return pattern -> (schedule, names of its layers); ValueError when the patterns do not fit the layers."""
+    declared(assign_schedules, {"schedule": schedule}, parts=True)
     schedule = schedule.by_pattern if isinstance(schedule, LayeredSchedule) else schedule
+    if not schedule:
+        raise ValueError("schedule must name one for every layer, got {}")
     given = {"*": schedule} if isinstance(schedule, Schedule) else dict(schedule)
     if len({s.total_steps for s in given.values()}) != 1:
         raise ValueError(f"schedules must have one length, got {[s.total_steps for s in given.values()]} steps")
@@ -136,12 +142,14 @@ def assign_schedules(schedule: Schedules, layers: Iterable[str]) -> dict[str, tu
     return assigned
 
 
-def pattern_of(layer: str, patterns: Iterable[str]) -> str:
+def pattern_of(layer: str, patterns: Iterable[str], what: str = "schedule") -> str:
     """Return the first pattern that matches the name of a layer; ValueError when none does."""
     patterns = list(patterns)
     found = next((p for p in patterns if fnmatchcase(layer, p)), None)
     if found is None:
-        raise ValueError(f"layer {layer!r} matches none of the patterns {', '.join(patterns)}; add '*' for the rest")
+        raise ValueError(
+            f"layer {layer!r} matches none of the patterns of {what}, {', '.join(patterns)}; add '*' for the rest"
+        )
     return found
 
 
@@ -167,7 +175,7 @@ def precision(
     layers = layer_precisions(model)
     by_pattern = bits if isinstance(bits, Mapping) else {"*": bits}
     wanted = {
-        name: (_resolve("bits", by_pattern[pattern_of(name, by_pattern)], layer, name), layer)
+        name: (_resolve("bits", by_pattern[pattern_of(name, by_pattern, "bits")], layer, name), layer)
         for name, layer in layers.items()
     }
     before = [(layer, layer.in_force) for layer in layers.values()]
@@ -184,9 +192,9 @@ def precision(
 
 def _resolve(what: str, value: int | str, layer: LayerPrecision, name: str) -> Levels:
     """Return the levels of all roles that a value of ``precision`` means; of gradients only the last two count."""
-    if value == "float":
+    if isinstance(value, str) and value == "float":
         return NOTHING
-    if value == "q_max":
+    if isinstance(value, str) and value == "q_max":
         if layer.highest is None:
             raise ValueError(f"layer {name!r} has no q_max yet: make a PrecisionScheduler first, or give a number")
         return layer.highest

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from torch import nn
 from torch.nn.parameter import is_lazy
 
+from cpt_core.checks import declared
 from cpt_core.kernels.integer import multiplies_codes
 from cpt_core.quantization.coverage import attention_kinds, convertible, float32_reason, module_kind, parts_of_wholes
 from cpt_core.quantization.layers import PASSES, QuantizedLayer
@@ -78,6 +79,7 @@ class Summary:
 
 def summary(model: nn.Module) -> Summary:
     """List every module that has parameters of its own, quantised or not, with the reason."""
+    declared(summary, locals())
     rows = []
     modules, parts = dict(model.named_modules()), parts_of_wholes(model)
     left_out = {id(m) for _, m in convertible(model)}

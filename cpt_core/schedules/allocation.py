@@ -31,7 +31,7 @@ from cpt_core.formats.ladder import FormatLadder
 from cpt_core.schedules.cost import StepCost, check_several, costs_of, function_of
 from cpt_core.schedules.layered import LayeredSchedule
 from cpt_core.schedules.profiles import Array
-from cpt_core.schedules.schedule import MAX_BITS, Schedule, StaticSchedule, TableSchedule, check_range
+from cpt_core.schedules.schedule import MAX_BITS, MOST_STEPS, Schedule, StaticSchedule, TableSchedule, check_range
 from cpt_core.schedules.sensitivity import FLOOR, OVER, Sensitivity
 
 TOLERANCE = 1e-3  # of the budget, from below
@@ -86,7 +86,7 @@ def allocate(
     choose("over", over, OVER)
     if not isinstance(sensitivity, Sensitivity):
         raise ValueError(f"give what cpt.sensitivity returned, or Sensitivity.from_dict(...), got {sensitivity!r}")
-    total = whole("total_steps", sensitivity.steps if total_steps is None else total_steps, 1)
+    total = whole("total_steps", sensitivity.steps if total_steps is None else total_steps, 1, MOST_STEPS)
     edges = [round(stop * total / sensitivity.steps) for _, stop in sensitivity.windows]
     steps = np.diff([0, *edges])
     if over != "layers" and steps.min() < 1:

@@ -20,6 +20,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
+from cpt_core.checks import MOST_BITS, check_bits, number, shown
 from cpt_core.formats.costs import Operands, cost_named
 from cpt_core.formats.ladder import FormatLadder, ladder_of
 
@@ -73,7 +74,8 @@ def relative_cost(
     >>> relative_cost([4, 8], q_max=8), round(relative_cost([4, 8], q_max=8, cost="traffic"), 3)
     (0.7083333333333334, 0.944)
     """
-    q_grad = q_max if q_grad is None else q_grad
+    q_max = check_bits("q_max", q_max)
+    q_grad = q_max if q_grad is None else check_bits("q_grad", q_grad)
     cost = function_of(cost, q_grad, ladder)
     return float(costs_of(bits, q_grad, cost).mean() / costs_of(q_max, q_grad, cost))
 
@@ -104,7 +106,8 @@ def role_prices(
     ladder: Ladders | None = None,
 ) -> tuple[NDArray[Any], float]:
     """Return what every step costs, shape (steps,), and what one of the baseline; see ``relative_role_cost``."""
-    q_grad = q_max if q_grad is None else q_grad
+    q_max = check_bits("q_max", q_max)
+    q_grad = q_max if q_grad is None else check_bits("q_grad", q_grad)
     if cost is None and ladder is None:
         return role_costs(levels), int(step_cost(q_max, q_grad))
     if callable(cost):
@@ -118,13 +121,17 @@ def role_prices(
 
 
 def _by_role(ladder: Ladders | None) -> tuple[FormatLadder, ...]:
-    return tuple(map(ladder_of, ladder)) if isinstance(ladder, tuple) else (ladder_of(ladder),) * 4
+    if not isinstance(ladder, tuple):
+        return (ladder_of(ladder),) * 4
+    if len(ladder) != 4:
+        raise ValueError(f"ladder must be one, or a tuple of four, in the order of Levels; got {ladder!r}")
+    return tuple(map(ladder_of, ladder))
 
 
 def _price(levels: Sequence[int], cost: str | None, ladder: Ladders | None) -> float:
     """Return the price of a step whose roles are at these levels, by the name of a cost."""
     formats = (on.priced(level) for on, level in zip(_by_role(ladder), levels, strict=True))
-    return cost_named(cost or "bitops").step(Operands(*formats))
+    return cost_named("bitops" if cost is None else cost).step(Operands(*formats))
 
 
 def function_of(cost: StepCost | str | None, q_grad: int, ladder: Ladders | None = None) -> StepCost | None:
@@ -136,8 +143,9 @@ def function_of(cost: StepCost | str | None, q_grad: int, ladder: Ladders | None
     """
     if isinstance(cost, str) or (cost is None and ladder is not None):
         if isinstance(ladder, tuple):
-            return cache(lambda level: _price([level, level, q_grad, q_grad], cost, ladder))
-        return ladder_of(ladder).cost(cost or "bitops", gradients=q_grad)
+            of_roles = _by_role(ladder)
+            return cache(lambda level: _price([level, level, q_grad, q_grad], cost, of_roles))
+        return ladder_of(ladder).cost("bitops" if cost is None else cost, gradients=q_grad)
     if cost is not None and not callable(cost):
         raise ValueError(
             "cost must be a function, bits -> cost of a step, such as measured.seconds, or a name of COSTS; "
@@ -153,7 +161,9 @@ def costs_of(bits: ArrayLike, q_grad: int, cost: StepCost | None = None) -> NDAr
     if cost is None:
         return step_cost(bits, q_grad)
     widths, where = np.unique(_integers("bits", bits), return_inverse=True)
-    return np.array([cost(int(q)) for q in widths], dtype=np.float64)[where].reshape(np.shape(bits))
+    return np.array([number("cost must return what a step costs", cost(int(q))) for q in widths])[where].reshape(
+        np.shape(bits)
+    )
 
 
 def check_several(budget: float, q_min: int, q_max: int) -> None:
@@ -187,11 +197,13 @@ def noise_exposure(bits: ArrayLike, q_max: int) -> float:
     claim that is tested, not known (``noise_decides`` in ``data/paper/claims.csv``).
     """
     q = np.asarray(bits, dtype=np.float64)
-    return float(np.mean(4.0 ** (q_max - q)))
+    return float(np.mean(4.0 ** (check_bits("q_max", q_max) - q)))
 
 
 def _integers(what: str, values: ArrayLike) -> NDArray[np.int64]:
     array = np.asarray(values)
     if array.dtype.kind not in "iuf" or (array != np.rint(array)).any():
-        raise ValueError(f"{what} must be whole numbers, got {values!r}")
+        raise ValueError(f"{what} must be whole numbers, got {shown(values)}")
+    if array.size and not (array.min() >= 1 and array.max() <= MOST_BITS):
+        raise ValueError(f"{what} must lie between 1 and {MOST_BITS}, got {shown(values)}")
     return array.astype(np.int64)

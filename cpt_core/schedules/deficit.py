@@ -9,10 +9,18 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from cpt_core.checks import whole
+from cpt_core.checks import check_bits, declared, shown, whole
 from cpt_core.schedules.cost import Ladders, StepCost, relative_role_cost
 from cpt_core.schedules.profiles import Array
-from cpt_core.schedules.schedule import FLOAT32, CyclicSchedule, Levels, Schedule, check_range, set_integers
+from cpt_core.schedules.schedule import (
+    FLOAT32,
+    MOST_STEPS,
+    CyclicSchedule,
+    Levels,
+    Schedule,
+    check_range,
+    set_integers,
+)
 
 
 @dataclass(frozen=True)
@@ -64,11 +72,10 @@ class DeficitSchedule(Schedule):
         cls, q_low: int, q_high: int, windows: Sequence[tuple[int, int]], epochs: int, steps_per_epoch: int
     ) -> DeficitSchedule:
         """Make one from windows and a length in epochs of ``steps_per_epoch`` steps."""
-        steps = whole("steps_per_epoch", steps_per_epoch)
-        if steps < 1:
-            raise ValueError(f"steps_per_epoch must be at least 1, got {steps_per_epoch}")
+        declared(cls.in_epochs, locals())
+        epochs, steps = whole("epochs", epochs, 1, MOST_STEPS), whole("steps_per_epoch", steps_per_epoch, 1, MOST_STEPS)
         in_steps = tuple((start * steps, stop * steps) for start, stop in map(window_of, windows))
-        return cls(q_low, q_high, in_steps, whole("epochs", epochs) * steps)
+        return cls(q_low, q_high, in_steps, epochs * steps)
 
     @property
     def q_min(self) -> int:  # type: ignore[override]
@@ -119,8 +126,7 @@ class AdjustedSchedule(AroundSchedule):
 
     def __post_init__(self) -> None:
         """Check the changes."""
-        if not isinstance(self.schedule, CyclicSchedule):
-            raise ValueError(f"only a cyclic schedule can be adjusted, got {self.schedule!r}")
+        declared(type(self), vars(self))
         changes = tuple(sorted((self.schedule._check_step(t), whole("bits", b)) for t, b in self.changes))
         object.__setattr__(self, "changes", changes)
         if len({t for t, _ in changes}) < len(changes):
@@ -161,10 +167,8 @@ class DelayedSchedule(AroundSchedule):
     def __post_init__(self) -> None:
         """Check the values."""
         set_integers(self, "hold")
-        if not isinstance(self.schedule, (CyclicSchedule, AdjustedSchedule)):
-            raise ValueError(f"only a cyclic schedule can be delayed, got {self.schedule!r}")
-        if self.hold < 0:
-            raise ValueError(f"hold must be at least 0 steps, got {self.hold}")
+        whole("hold", self.hold, 0, MOST_STEPS)
+        check_range(1, 1, self.total_steps)
         if self.level not in (None, FLOAT32):
             raise ValueError(f"a delay holds q_max (level None) or float32 (level {FLOAT32}), got {self.level!r}")
 
@@ -188,6 +192,7 @@ class DelayedSchedule(AroundSchedule):
     def levels_at(self, step: int, q_grad: int | None = None) -> Levels:
         """Return the levels of a step."""
         if self.level is not None and self._check_step(step) < self.hold:
+            check_bits("q_grad", self.q_max if q_grad is None else q_grad)
             return Levels(*[self.level] * 4)
         return super().levels_at(step, q_grad)
 
@@ -215,5 +220,5 @@ def window_of(window: Any) -> tuple[int, int]:
     try:
         start, stop = window
     except (TypeError, ValueError):
-        raise ValueError(f"a window is a pair (start, stop) of steps, got {window!r}") from None
+        raise ValueError(f"windows: a window is a pair (start, stop) of steps, got {shown(window)}") from None
     return whole("start of a window", start), whole("stop of a window", stop)

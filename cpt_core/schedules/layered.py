@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 import numpy as np
 from numpy.typing import NDArray
 
-from cpt_core.checks import whole
+from cpt_core.checks import declared, shown, whole
 from cpt_core.schedules.cost import Ladders, StepCost, noise_exposure, relative_cost
 from cpt_core.schedules.profiles import Array
 from cpt_core.schedules.schedule import Schedule
@@ -37,11 +37,18 @@ class LayeredSchedule(Schedule):
 
     def __post_init__(self) -> None:
         """Check the groups."""
-        parts = tuple((tuple(patterns), s, whole("the MACs of a group", macs, 1)) for patterns, s, macs in self.parts)
+        declared(type(self), vars(self))
+        try:
+            found = [(tuple(patterns), s, macs) for patterns, s, macs in self.parts]
+        except (TypeError, ValueError):
+            raise ValueError(f"parts must be groups (patterns, schedule, MACs), got {shown(self.parts)}") from None
+        parts = tuple((patterns, s, whole("the MACs of a group", macs, 1)) for patterns, s, macs in found)
         object.__setattr__(self, "parts", parts)
         names = [name for patterns, _, _ in parts for name in patterns]
         if not parts or not all(patterns for patterns, _, _ in parts):
-            raise ValueError(f"a layered schedule needs groups of layers, each with a pattern; got {self.parts!r}")
+            raise ValueError(
+                f"parts: a layered schedule needs groups of layers, each with a pattern; got {self.parts!r}"
+            )
         if twice := sorted({name for name in names if names.count(name) > 1}):
             raise ValueError(f"pattern {twice[0]!r} is in two groups")
         for _, schedule, _ in parts:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Mapping
 from typing import Any
 
-from cpt_core.checks import choose, whole
+from cpt_core.checks import choose, declared, shown, whole
 from cpt_core.schedules.deficit import AdjustedSchedule, DeficitSchedule, DelayedSchedule
 from cpt_core.schedules.layered import LayeredSchedule
 from cpt_core.schedules.profiles import PROFILES, SCHEDULES, STATIC, Profile
@@ -54,6 +55,7 @@ def make_schedule(
 
     Paper: sections 3.1, 3.2.
     """
+    choose("schedule", name, (*SCHEDULES, STATIC))
     if name == STATIC:
         if q_min not in (None, q_max):
             raise ValueError(f"STATIC has one precision: q_min must equal q_max = {q_max} or be left out, got {q_min}")
@@ -62,7 +64,6 @@ def make_schedule(
         if delay:
             raise ValueError(f"STATIC has nothing to delay, got delay={delay}")
         return StaticSchedule(q_max, total_steps)
-    choose("schedule", name, (*SCHEDULES, STATIC))
     if q_min is None:
         raise ValueError(f"{name} needs q_min, an integer between 1 and q_max = {q_max}")
     entry = SCHEDULES[name]
@@ -96,13 +97,20 @@ def delay_steps(delay: float, total_steps: int) -> int:
     return steps
 
 
-def schedule_from_dict(description: dict[str, Any]) -> Schedule:
-    """Rebuild a schedule from ``to_dict()``; raises ValueError for an unknown kind or profile.
+def schedule_from_dict(description: Mapping[str, Any]) -> Schedule:
+    """Rebuild a schedule from ``to_dict()``; raises ValueError for what describes none.
 
     A schedule that does not end at q_max warned when it was made; it is rebuilt without another warning.
     """
-    d = dict(description)
-    kind = choose("kind", d.pop("kind", None), KINDS)
+    declared(schedule_from_dict, locals())
+    try:
+        return _made(dict(description))
+    except (KeyError, TypeError) as error:
+        raise ValueError(f"description must be what to_dict() returned, got {shown(description)}: {error!r}") from None
+
+
+def _made(d: dict[str, Any]) -> Schedule:
+    kind = choose("kind", d.pop("kind"), KINDS)
     if kind == "static":
         return StaticSchedule(**d)
     if kind == "table":

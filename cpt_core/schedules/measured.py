@@ -17,6 +17,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+from cpt_core.checks import check_bits, declared, shown
 from cpt_core.schedules import cost
 from cpt_core.schedules.layered import LayeredSchedule
 from cpt_core.schedules.schedule import Schedule
@@ -56,6 +57,13 @@ class MeasuredCost:
     steps: Mapping[int, Spent]
     layers: Mapping[str, Mapping[int, Spent]]
 
+    def __post_init__(self) -> None:
+        """Check the values."""
+        declared(type(self), vars(self), parts=True)
+        check_bits("q_grad", self.q_grad)
+        if not self.steps or not all(check_bits("bits of steps", q) for q in self.steps):
+            raise ValueError("steps must hold at least one bit width, got none")
+
     @property
     def bits(self) -> tuple[int, ...]:
         """The bit widths that were measured, the lowest first."""
@@ -84,6 +92,7 @@ class MeasuredCost:
         Raises:
             ValueError: for a schedule with bits that were not measured, or with other bits in other layers.
         """
+        declared(self.relative_cost, locals())
         if isinstance(schedule, LayeredSchedule):
             raise ValueError(
                 "a layered schedule cannot be priced: steps were measured with the same bits in all layers"
@@ -91,7 +100,7 @@ class MeasuredCost:
         return cost.relative_cost(schedule.bits(), schedule.q_max, cost=self.seconds)
 
     def _at(self, bits: int) -> Spent:
-        if bits not in self.steps:
+        if check_bits("bits", bits) not in self.steps:
             raise ValueError(f"{bits!r} bits were not measured; measured: {', '.join(map(str, self.bits))}")
         return self.steps[bits]
 
@@ -128,8 +137,12 @@ class MeasuredCost:
     @classmethod
     def from_dict(cls, d: Mapping[str, Any]) -> MeasuredCost:
         """Return what ``to_dict`` described."""
-        layers = {name: _spent(rows) for name, rows in d["layers"].items()}
-        return cls(d["device"], d["q_grad"], d["convention"], _spent(d["steps"]), layers)
+        declared(cls.from_dict, locals())
+        try:
+            layers = {name: _spent(rows) for name, rows in d["layers"].items()}
+            return cls(d["device"], d["q_grad"], d["convention"], _spent(d["steps"]), layers)
+        except (AttributeError, KeyError, TypeError) as error:
+            raise ValueError(f"d must be what to_dict() returned, got {shown(d)}: {error!r}") from None
 
 
 def _ms(spent: Spent) -> float:

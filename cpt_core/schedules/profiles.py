@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from cpt_core.checks import choose
+from cpt_core.checks import choose, declared
 
 Array = NDArray[np.float64]
 
@@ -62,6 +62,7 @@ class Exponential(Profile):
 
     def __post_init__(self) -> None:
         """Check the constant."""
+        declared(type(self), vars(self))
         if not 0 < self.rate < math.inf:
             raise ValueError(f"rate must be positive, got {self.rate}")
 
@@ -85,6 +86,7 @@ class Rex(Profile):
 
     def __post_init__(self) -> None:
         """Check the constant: the curve has a pole at d = 1."""
+        declared(type(self), vars(self))
         if not 0 <= self.d < 1:
             raise ValueError(f"d must satisfy 0 <= d < 1, got {self.d}")
 
@@ -120,6 +122,7 @@ class Warped(Profile):
     def __post_init__(self) -> None:
         """Check the values."""
         choose("profile", self.base, (name for name, kind in PROFILES.items() if kind is not Warped))
+        declared(type(self), vars(self))
         if not 0 < self.power < math.inf:
             raise ValueError(f"power must be positive, got {self.power}")
 

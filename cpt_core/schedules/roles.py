@@ -14,7 +14,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from cpt_core.checks import whole
+from cpt_core.checks import declared, whole
 from cpt_core.schedules.cost import Ladders, StepCost, relative_role_cost
 from cpt_core.schedules.layered import LayeredSchedule
 from cpt_core.schedules.profiles import Array
@@ -49,6 +49,7 @@ class RoleSchedules(Schedule):
 
     def __post_init__(self) -> None:
         """Check the roles; let ``gradient`` stand for both of its own."""
+        declared(type(self), vars(self))
         if self.gradient is not None:
             if self.error is not None or self.weight_gradient is not None:
                 raise ValueError("give gradient, or error and weight_gradient, not both")

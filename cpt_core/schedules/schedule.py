@@ -23,11 +23,12 @@ from typing import Any, ClassVar, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from cpt_core.checks import choose, whole
+from cpt_core.checks import MOST_BITS, check_bits, choose, declared, number, shown, whole
 from cpt_core.schedules.cost import Ladders, StepCost, noise_exposure, relative_cost
 from cpt_core.schedules.profiles import PROFILES, SUITE, Array, Profile
 
-MAX_BITS = 32
+MAX_BITS = MOST_BITS
+MOST_STEPS = 10**8  # of a training: schedules hold a number for each
 FLOAT32 = 32  # the level of what is not quantised
 
 
@@ -86,12 +87,12 @@ class Schedule:
 
     def levels(self, q_grad: int | None = None) -> Levels:
         """Return the levels of every step and role: weights and activations the same, gradients ``q_grad`` (q_max)."""
-        gradients = np.full(self.total_steps, self.q_max if q_grad is None else q_grad)
+        gradients = np.full(self.total_steps, self.q_max if q_grad is None else check_bits("q_grad", q_grad))
         return Levels(self._bits, self._bits, gradients, gradients)
 
     def levels_at(self, step: int, q_grad: int | None = None) -> Levels:
         """Return the levels of a 0-based optimizer step."""
-        bits, gradients = self(step), self.q_max if q_grad is None else q_grad
+        bits, gradients = self(step), self.q_max if q_grad is None else check_bits("q_grad", q_grad)
         return Levels(bits, bits, gradients, gradients)
 
     @property
@@ -118,7 +119,7 @@ class Schedule:
 
     def share_at(self, bits: int) -> float:
         """Return the share of steps that run at exactly ``bits`` bits."""
-        return float(np.mean(self._bits == whole("bits", bits)))
+        return float(np.mean(self._bits == check_bits("bits", bits)))
 
     @property
     def savings(self) -> str | None:
@@ -267,10 +268,14 @@ class TableSchedule(Schedule):
 
     def __post_init__(self) -> None:
         """Check the values."""
-        runs = tuple((whole("bits", b), whole("steps", s)) for b, s in self.runs)
+        try:
+            pairs = [(bits, steps) for bits, steps in self.runs]
+        except (TypeError, ValueError):
+            raise ValueError(f"runs must be pairs (bits, steps), got {shown(self.runs)}") from None
+        runs = tuple((whole("bits of runs", b), whole("steps of runs", s)) for b, s in pairs)
         object.__setattr__(self, "runs", runs)
         if not runs or min(s for _, s in runs) < 1:
-            raise ValueError(f"runs must be pairs (bits, steps) with steps >= 1, got {self.runs}")
+            raise ValueError(f"runs must be pairs (bits, steps) with steps >= 1, got {shown(self.runs)}")
         check_range(self.q_min, self.q_max, self.total_steps)
 
     @cached_property
@@ -319,10 +324,10 @@ class FunctionSchedule(Schedule):
         set_integers(self, "total_steps")
         check_range(1, 1, self.total_steps)
         last = max(self.total_steps - 1, 1)
-        values = tuple(float(self.function(t / last)) for t in range(self.total_steps))
+        values = tuple(number("function must return bits", self.function(t / last)) for t in range(self.total_steps))
         bad = [t for t, v in enumerate(values) if not (math.isfinite(v) and 1 <= round(v) <= MAX_BITS)]
         if bad:
-            raise ValueError(f"the curve gives {values[bad[0]]} bits at step {bad[0]}; bits lie in 1..{MAX_BITS}")
+            raise ValueError(f"function gives {values[bad[0]]} bits at step {bad[0]}; bits lie in 1..{MAX_BITS}")
         object.__setattr__(self, "_values", values)
 
     @property
@@ -346,14 +351,17 @@ class FunctionSchedule(Schedule):
 
 
 def set_integers(schedule: Schedule, *names: str) -> None:
-    """Turn fields of a frozen schedule into plain integers; ValueError for one that is no whole number."""
+    """Turn fields of a frozen schedule into plain integers; ValueError for one that is none, or any odd field."""
+    declared(type(schedule), vars(schedule))
     for name in names:  # numpy integers become int, so that equal schedules hash and serialise alike
         object.__setattr__(schedule, name, whole(name, getattr(schedule, name)))
 
 
 def check_range(q_min: int, q_max: int, total_steps: int) -> None:
-    """Raise ValueError unless 1 <= q_min <= q_max <= 32 and there is at least one step."""
+    """Raise ValueError unless 1 <= q_min <= q_max <= 32 and there are 1 to ``MOST_STEPS`` steps."""
     if not 1 <= q_min <= q_max <= MAX_BITS:
         raise ValueError(f"bits must satisfy 1 <= q_min <= q_max <= {MAX_BITS}, got q_min={q_min}, q_max={q_max}")
     if total_steps < 1:
         raise ValueError(f"total_steps must be at least 1, got {total_steps}")
+    if total_steps > MOST_STEPS:
+        raise ValueError(f"total_steps must be at most {MOST_STEPS:,}, got {total_steps}")

@@ -10,6 +10,8 @@ step. It is measured in windows of time and in groups of layers, and taken to be
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
 from numbers import Real
 from typing import Any
@@ -17,10 +19,10 @@ from typing import Any
 import numpy as np
 from scipy import stats
 
-from cpt_core.checks import choose
+from cpt_core.checks import choose, declared, shown, whole
 from cpt_core.schedules.layered import LayeredSchedule
 from cpt_core.schedules.profiles import Array
-from cpt_core.schedules.schedule import Schedule
+from cpt_core.schedules.schedule import MAX_BITS, Schedule
 
 OVER = ("time", "layers", "both")
 FLOOR = 0.05  # smallest response of a place, as a share of what it had if all work were alike
@@ -57,6 +59,30 @@ class Sensitivity:
     in_windows: tuple[tuple[float, ...], ...]
     in_groups: tuple[tuple[float, ...], ...]
     estimated: tuple[tuple[float, ...], ...] = ()
+
+    def __post_init__(self) -> None:
+        """Check the values, and that they belong together."""
+        declared(type(self), vars(self), parts=True)
+        whole("base", self.base, 2, MAX_BITS)
+        edges = [0, *(stop for _, stop in self.windows)]
+        ends = sorted(set(edges)) == edges and edges[-1] == self.steps
+        if not ends or list(self.windows) != list(itertools.pairwise(edges)):
+            raise ValueError(
+                f"windows must be pairs (start, stop) from 0 to steps = {self.steps}, got {self.windows!r}"
+            )
+        seeds, windows, groups = len(self.seeds), len(self.windows), len(self.groups)
+        shapes = {
+            "reference": (seeds,),
+            "macs": (groups,),
+            "in_windows": (seeds, windows),
+            "in_groups": (seeds, groups),
+        }
+        shapes |= {"estimated": (windows, groups)} if self.estimated else {}
+        for name, shape in shapes.items():
+            if 0 in shape or np.shape(np.array(getattr(self, name), dtype=object)) != shape:
+                raise ValueError(
+                    f"{name} must have the shape {shape} of seeds, windows or groups, got {getattr(self, name)!r}"
+                )
 
     @property
     def added(self) -> float:
@@ -129,6 +155,7 @@ class Sensitivity:
 
     def promised(self, schedule: Schedule, floor: float = FLOOR) -> float:
         """Return the quality that a schedule of this length loses by the model: sum w(t, l) * 4**-q(t, l)."""
+        declared(self.promised, locals())
         if schedule.total_steps != self.steps:
             raise ValueError(f"the schedule has {schedule.total_steps} steps, the sensitivity {self.steps}")
         if isinstance(schedule, LayeredSchedule):
@@ -157,8 +184,11 @@ class Sensitivity:
         return {k: _listed(v) for k, v in asdict(self).items()}
 
     @classmethod
-    def from_dict(cls, d: dict[str, Any]) -> Sensitivity:
+    def from_dict(cls, d: Mapping[str, Any]) -> Sensitivity:
         """Rebuild what ``to_dict`` gave; other keys are left aside."""
+        declared(cls.from_dict, locals())
+        if missing := [f.name for f in fields(cls) if f.name not in d]:
+            raise ValueError(f"d must be what to_dict() returned, and lacks {', '.join(missing)}; got {shown(d)}")
         return cls(**{f.name: _tupled(d[f.name], "in_" in f.name) for f in fields(cls)})
 
     def __str__(self) -> str:
@@ -183,7 +213,7 @@ class Sensitivity:
 
     def places(self, over: str) -> list[str]:
         """Return the names of the windows or groups."""
-        if over == "time":
+        if choose("over", over, OVER[:2]) == "time":
             return [f"steps {a} to {b - 1}" for a, b in self.windows]
         return [g[0] if len(g) == 1 else f"{g[0]} .. {g[-1]}" for g in self.groups]
 

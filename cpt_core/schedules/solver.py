@@ -20,6 +20,7 @@ from typing import Any
 import numpy as np
 from scipy.optimize import bisect
 
+from cpt_core.checks import check_bits, choose, declared
 from cpt_core.schedules.cost import Ladders, StepCost, check_several, costs_of, function_of, relative_cost
 from cpt_core.schedules.deficit import AdjustedSchedule, DelayedSchedule
 from cpt_core.schedules.make import delay_steps
@@ -73,12 +74,11 @@ def solve_schedule(
     """
     if isinstance(budget, bool) or not isinstance(budget, Real) or math.isnan(budget):
         raise ValueError(f"budget must be a number, the cost relative to static q_max; got {budget!r}")
-    families = tuple(name for name, kind in PROFILES.items() if kind is not Warped)
-    if family not in families:
-        raise ValueError(f"unknown family {family!r}; choose from {', '.join(families)}")
+    declared(solve_schedule, {"triangular": triangular})
+    choose("family", family, (name for name, kind in PROFILES.items() if kind is not Warped))
     hold = delay_steps(delay, total_steps)
     steps = total_steps - hold
-    q_grad = q_max if q_grad is None else q_grad
+    q_grad = check_bits("q_max", q_max) if q_grad is None else check_bits("q_grad", q_grad)
     cost = function_of(cost, q_grad, ladder)
 
     def bent(power: float) -> CyclicSchedule:

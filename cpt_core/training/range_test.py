@@ -32,10 +32,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from cpt_core.checks import choose
+from cpt_core.checks import check_bits, choose, declared, whole
 from cpt_core.experiments.recipe import Recipe
 from cpt_core.quantization.convert import QuantConfig
-from cpt_core.quantization.quantizers import check_bits
+from cpt_core.schedules.schedule import MOST_STEPS
 from cpt_core.training.precision_range import MODES, PrecisionRange, cut, judge
 from cpt_core.training.trials import TrainStep, trials
 from cpt_core.waiting import waiting
@@ -103,19 +103,20 @@ def precision_range_test(
     Differs: "reset" compares losses of equally long trainings; the CPT paper raises the precision within one training
         and watches the training accuracy, with a threshold and a window that are not published.
     """
+    given = {"bits": bits, "threshold": threshold, "seeds": seeds, "device": device, "progress": progress}
+    declared(precision_range_test, given)
     choose("mode", mode, tuple(MODES))
     threshold = MODES[mode] if threshold is None else threshold
     if not 0 < threshold < 1:
         raise ValueError(f"threshold must lie between 0 and 1, got {threshold!r}")
-    if not isinstance(dwell, int) or dwell < 4:
-        raise ValueError(f"dwell must be a whole number of at least 4 steps, got {dwell!r}")
+    dwell = whole("dwell", dwell, 4, MOST_STEPS)
     q_max = check_bits("q_max", q_max)
     tried = tuple(range(2, q_max)) if bits is None else tuple(sorted({check_bits("bits", b) for b in bits} - {q_max}))
     if not tried or tried[-1] > q_max:
         raise ValueError(f"bits must name precisions below q_max = {q_max}, got {bits!r}")
-    seeds = tuple(seeds)
-    if not seeds or any(not isinstance(s, int) or s < 0 for s in seeds):
-        raise ValueError(f"seeds must be whole numbers from 0 on, at least one; got {seeds!r}")
+    seeds = tuple(whole("each of seeds", s, 0) for s in seeds)
+    if not seeds:
+        raise ValueError(f"seeds must name at least one, got {seeds!r}")
     all_bits = (*tried, q_max)
     plan = [[q] * dwell for q in all_bits] if mode == "reset" else [[q for q in all_bits for _ in range(dwell)]]
     traces = []  # per seed: the losses of every precision

@@ -36,14 +36,14 @@ import torch
 from torch import nn
 
 from cpt_core.bitops.trace import Call, Watch
-from cpt_core.checks import choose, whole
+from cpt_core.checks import check_bits, choose, declared, number, whole
 from cpt_core.experiments.recipe import Recipe
 from cpt_core.quantization.convert import QuantConfig, layer_precisions
-from cpt_core.quantization.quantizers import check_bits
 from cpt_core.quantization.scheduler import precision
+from cpt_core.schedules.schedule import MOST_STEPS
 from cpt_core.schedules.sensitivity import Sensitivity
 from cpt_core.training.estimate import GradientRecorder
-from cpt_core.training.trials import Bits, TrainStep, Trial, number, trials
+from cpt_core.training.trials import Bits, TrainStep, Trial, trials
 from cpt_core.waiting import waiting
 
 RECORDED = 5  # steps of every window from which the estimate is made
@@ -105,12 +105,13 @@ def sensitivity(
             waits for evaluations, or that holds out no data; when training at ``base`` bits diverges; when trainings
             differ in more than bits, their learning rates.
     """
+    declared(sensitivity, {"estimate": estimate, "device": device, "progress": progress})
     base, q_max = check_bits("base", base), check_bits("q_max", q_max)
     if not 2 <= base <= q_max:
         raise ValueError(f"base must lie between 2 and q_max = {q_max}, got {base}")
-    if not isinstance(seeds, Iterable) or not (found := tuple(seeds)):
+    if not isinstance(seeds, Iterable) or isinstance(seeds, bytes) or not (found := tuple(seeds)):
         raise ValueError(f"seeds must name at least one, as (0, 1, 2) does; got {seeds!r}")
-    seeds = tuple(whole("a seed", s, 0) for s in found)
+    seeds = tuple(whole("each of seeds", s, 0) for s in found)
     if len(set(seeds)) < len(seeds):
         raise ValueError(f"seeds must differ, a seed twice is the same training; got {seeds}")
     if isinstance(what, Recipe):
@@ -121,10 +122,10 @@ def sensitivity(
         what = what if steps is None else replace(what, steps=steps)
         steps = what.steps
     elif metric is not None:
-        raise ValueError("a model of your own has no metrics; give quality=, a function that returns one")
+        raise ValueError("a model of your own has no metric; give quality=, a function that returns one")
     if quality is not None and not callable(quality):
         raise ValueError(f"quality must be a function without arguments that returns a number, got {quality!r}")
-    steps = whole("steps", 100 if steps is None else steps, 1)
+    steps = whole("steps", 100 if steps is None else steps, 1, MOST_STEPS)
     if whole("windows", windows, 1) > steps:
         raise ValueError(f"windows must be at most the number of steps, {steps}, got {windows}")
     edges = [steps * i // windows for i in range(windows + 1)]
@@ -211,7 +212,8 @@ def _macs(trial: Trial, first: int, bits: int) -> Counter[str]:
         if call.layer in names and call.passes("paper"):
             found[call.layer] += call.macs
     if idle := [n for n in names if not found[n]]:
-        raise ValueError(f"layer {idle[0]!r} did nothing in a step; leave it in float32 (config=), then it has no bits")
+        said = "leave it in float32 (config=), then it has no bits"
+        raise ValueError(f"layer {idle[0]!r} did nothing in a step of train_step; {said}")
     return found
 
 

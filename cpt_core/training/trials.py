@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from cpt_core.checks import number
 from cpt_core.experiments.recipe import Recipe
 from cpt_core.experiments.spec import run_spec
 from cpt_core.quantization.convert import QuantConfig, layer_precisions, quantize_, restore_
@@ -94,14 +95,6 @@ class Trial:
             )
 
 
-def number(what: str, value: Any) -> float:
-    """Return a number or a tensor of one as a float; ValueError for others."""
-    try:
-        return float(value.detach() if isinstance(value, torch.Tensor) else value)
-    except (TypeError, ValueError, RuntimeError):
-        raise ValueError(f"{what}, one number; got {value!r}") from None
-
-
 def trials(
     what: Recipe | nn.Module,
     train_step: TrainStep | None,
@@ -129,7 +122,8 @@ def trials(
     elif isinstance(what, nn.Module):
         if not callable(train_step) or not isinstance(optimizer, torch.optim.Optimizer):
             raise ValueError("a model of your own needs train_step(step) -> loss and the optimizer it uses")
-        others = tuple(stateful) if isinstance(stateful, Iterable) else (None,)
+        listed = isinstance(stateful, Iterable) and not isinstance(stateful, (str, bytes, Mapping))
+        others = tuple(stateful) if listed else (None,)
         if not all(hasattr(s, "state_dict") and hasattr(s, "load_state_dict") for s in others):
             raise ValueError(f"stateful must list objects with state_dict and load_state_dict, got {stateful!r}")
         convert = not any(isinstance(m, QuantizedLayer) for m in what.modules())

@@ -5,10 +5,11 @@ import pytest
 import torch
 from torch import nn
 
+from cpt_core.checks import check_bits
 from cpt_core.quantization.fake_quantize import levels_of, quantize, quantize_gradient
 from cpt_core.quantization.lstm import QuantLSTM
 from cpt_core.quantization.precision import LayerPrecision
-from cpt_core.quantization.quantizers import GRANULARITIES, QUANTIZERS, Quantizer, check_bits
+from cpt_core.quantization.quantizers import GRANULARITIES, QUANTIZERS, Quantizer
 
 EVERY = sorted(GRANULARITIES)
 STOCHASTIC = Quantizer("per_tensor", rounding="stochastic")

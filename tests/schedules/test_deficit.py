@@ -133,12 +133,12 @@ def test_deficits_in_epochs():
         ([(0, 6)], 5, 3, r"window \(0, 18\) must satisfy .* total_steps = 15"),
         ([(2, 1)], 5, 3, r"window \(6, 3\) must satisfy"),
         ([(0.5, 2)], 5, 3, "start of a window must be an integer"),
-        ([], 5.0, 3, "epochs must be an integer, got 5.0"),
+        ([], 5.0, 3, "epochs must be a whole number of at least 1 .* got 5.0"),
         ([], True, 3, "epochs must be an integer, got True"),
-        ([], 5, 3.0, "steps_per_epoch must be an integer, got 3.0"),
+        ([], 5, 3.0, "steps_per_epoch must be a whole number of at least 1 .* got 3.0"),
         ([], 5, True, "steps_per_epoch must be an integer, got True"),
-        ([], 5, 0, "steps_per_epoch must be at least 1, got 0"),
-        ([], 0, 3, "total_steps must be at least 1"),
+        ([], 5, 0, "steps_per_epoch must be a whole number of at least 1 .* got 0"),
+        ([], 0, 3, "epochs must be a whole number of at least 1"),
     ],
 )
 def test_impossible_epochs(windows, epochs, steps, message):
@@ -218,13 +218,13 @@ def test_delays_that_leave_too_few_steps():
 @pytest.mark.parametrize(
     ("schedule", "hold", "message"),
     [
-        (make(), -1, "hold must be at least 0 steps, got -1"),
+        (make(), -1, "hold must be a whole number of at least 0 steps, got -1"),
         (make(), 1.0, "hold must be an integer, got 1.0"),
         (make(), True, "hold must be an integer, got True"),
-        (StaticSchedule(8, 10), 1, "only a cyclic schedule can be delayed, got StaticSchedule"),
-        (DeficitSchedule(3, 8, (), 10), 1, "only a cyclic schedule can be delayed"),
-        (DelayedSchedule(make(), 3), 1, "only a cyclic schedule can be delayed"),
-        ("CR", 1, "only a cyclic schedule can be delayed, got 'CR'"),
+        (StaticSchedule(8, 10), 1, "schedule must be CyclicSchedule or AdjustedSchedule, got StaticSchedule"),
+        (DeficitSchedule(3, 8, (), 10), 1, "schedule must be CyclicSchedule or AdjustedSchedule"),
+        (DelayedSchedule(make(), 3), 1, "schedule must be CyclicSchedule or AdjustedSchedule"),
+        ("CR", 1, "schedule must be CyclicSchedule or AdjustedSchedule, got 'CR'"),
     ],
 )
 def test_impossible_delayed_schedules(schedule, hold, message):
@@ -287,12 +287,12 @@ def test_schedules_within_schedules_can_be_written_and_copied(schedule):
 
 @pytest.mark.parametrize("inner", [{"kind": "static", "q_max": 8, "total_steps": 9}, {"kind": "spiral"}])
 def test_descriptions_of_a_delay_of_nothing(inner):
-    with pytest.raises(ValueError, match=r"only a cyclic schedule can be delayed|unknown kind 'spiral'"):
+    with pytest.raises(ValueError, match=r"schedule must be CyclicSchedule or AdjustedSchedule|unknown kind 'spiral'"):
         schedule_from_dict({"kind": "delayed", "schedule": inner, "hold": 3})
 
 
 def test_epochs_of_no_steps_and_steps_changed_twice():
-    with pytest.raises(ValueError, match="steps_per_epoch must be at least 1, got -5"):
+    with pytest.raises(ValueError, match="steps_per_epoch must be a whole number"):
         DeficitSchedule.in_epochs(3, 8, [(0, 1)], 2, -5)
     with pytest.raises(ValueError, match="a window is a pair"):
         DeficitSchedule.in_epochs(3, 8, [4], 2, 5)
@@ -300,5 +300,5 @@ def test_epochs_of_no_steps_and_steps_changed_twice():
     assert AdjustedSchedule(cyclic, ((9, 4), (5, 4))) == AdjustedSchedule(cyclic, ((5, 4), (9, 4)))
     with pytest.raises(ValueError, match="a step is changed once"):
         AdjustedSchedule(cyclic, ((5, 4), (5, 6)))
-    with pytest.raises(ValueError, match="only a cyclic schedule can be adjusted"):
+    with pytest.raises(ValueError, match="schedule must be CyclicSchedule"):
         AdjustedSchedule(make_schedule("STATIC", q_max=8, total_steps=9), ())

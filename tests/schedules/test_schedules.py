@@ -273,7 +273,7 @@ def test_numpy_integers_make_the_same_schedule():
     ("description", "message"),
     [
         ({"kind": "spiral"}, "unknown kind 'spiral'; choose from static, cyclic, table"),
-        ({}, "unknown kind None"),
+        ({}, "description must be what to_dict"),
         (
             {"kind": "cyclic", "profile": {"name": "sine"}},
             "unknown profile 'sine'; choose from linear, cosine",

@@ -202,8 +202,8 @@ def test_solved_schedules_warn_of_short_cycles():
         ({"n_cycles": 0}, "n_cycles must lie in"),
         ({"n_cycles": 3, "triangular": True}, "even n_cycles"),
         ({"mirror": "both"}, "unknown mirror 'both'"),
-        ({"q_grad": 3.5}, "q_grad must be whole numbers, got 3.5"),
-        ({"q_grad": True}, "q_grad must be whole numbers"),
+        ({"q_grad": 3.5}, "q_grad must be an integer from 1 to 32, got 3.5"),
+        ({"q_grad": True}, "q_grad must be an integer from 1 to 32"),
     ],
 )
 @pytest.mark.parametrize("budget", [0.7, 1])

@@ -368,7 +368,7 @@ def test_the_figure_shows_every_seed_and_the_threshold():
         ({"mode": "restart"}, "unknown mode 'restart'; choose from reset, continuing"),
         ({"threshold": 0}, "threshold must lie between 0 and 1, got 0"),
         ({"threshold": math.nan}, "threshold must lie between 0 and 1, got nan"),
-        ({"dwell": 3}, "dwell must be a whole number of at least 4 steps, got 3"),
+        ({"dwell": 3}, "dwell must be a whole number of at least 4 .* got 3"),
         ({"dwell": 10.0}, "dwell must be a whole number"),
         ({"q_max": 0}, "q_max must be an integer from 1 to 32, got 0"),
         ({"bits": ()}, r"bits must name precisions below q_max = 8, got \(\)"),
@@ -376,8 +376,8 @@ def test_the_figure_shows_every_seed_and_the_threshold():
         ({"bits": (4, 9)}, "bits must name precisions below q_max = 8"),
         ({"bits": (2.5,)}, "bits must be an integer from 1 to 32, got 2.5"),
         ({"q_max": 2, "bits": None}, "bits must name precisions below q_max = 2"),
-        ({"seeds": ()}, "seeds must be whole numbers"),
-        ({"seeds": (-1,)}, "seeds must be whole numbers"),
+        ({"seeds": ()}, "seeds must name at least one"),
+        ({"seeds": (-1,)}, "each of seeds must be a whole number of at least 0"),
     ],
 )
 def test_bad_values_stop_before_anything_is_trained(changes, message):

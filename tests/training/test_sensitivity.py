@@ -236,9 +236,9 @@ def test_the_estimate_by_hand():
         (dict(layers=[]), "layers must be a whole number, or patterns"),
         (dict(layers=[0, 4]), "layers must be a whole number, or patterns"),
         (dict(quality="accuracy"), "quality must be a function without arguments"),
-        (dict(seeds=(-1,)), "a seed must be a whole number of at least 0"),
+        (dict(seeds=(-1,)), "each of seeds must be a whole number of at least 0"),
         (dict(layers=0), "layers must be a whole number of at least 1, got 0"),
-        (dict(metric="loss"), "a model of your own has no metrics"),
+        (dict(metric="loss"), "a model of your own has no metric"),
     ],
 )
 def test_bad_values_are_refused_before_anything_is_trained(change, said):
