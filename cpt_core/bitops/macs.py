@@ -67,9 +67,9 @@ def units_of(module: Any) -> int:
 
 
 def attention_macs(module: Any, inputs: tuple[Any, ...], y: Tensor) -> int:
-    """MACs of both products of self-attention, (B, T, C) in: 2 B T T C."""
+    """MACs of either product of self-attention, (B, T, C) in: B T T C."""
     hidden = next(x for x in inputs if isinstance(x, Tensor))
-    return 2 * hidden.numel() * hidden.shape[1]
+    return hidden.numel() * hidden.shape[1]
 
 
 def norm_macs(module: Any, inputs: tuple[Any, ...], y: Tensor) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import cache
@@ -40,13 +41,13 @@ FUSED_ATTENTION = (
 def products_of(operation: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> list[Product]:
     """Return the products that an operation of torch computes; most compute none.
 
-    Convolutions, and operations for which the program has registered a formula, are counted by torch's own
-    ``flop_registry``; matrices by ``OWN``, which knows more of them and tells the operands of fused attention apart.
+    Convolutions forward, and operations for which the program has registered a formula, are counted by torch's own
+    ``flop_registry``; the others by ``OWN``, which knows more of them, groups and the operands of fused attention.
     """
     name = name_of(operation)
     if name in OWN:
-        *inner, last = OWN[name](args, out)
-        return [*inner, _with_result(last, out)]
+        found = [*OWN[name](args, out)]
+        return [*found[:-1], *(_with_result(last, out) for last in found[-1:])]
     flops = flop_registry.get(operation._overloadpacket)
     if flops is None:
         return []
@@ -89,6 +90,26 @@ def _attention(args: tuple[Any, ...], out: Any) -> Iterator[Product]:
     yield Product(macs, scores.error or scores.weight, _needs(v), (0, v.numel(), 0))
 
 
+def _attention_backward(args: tuple[Any, ...], out: Any) -> Iterator[Product]:
+    """The gradients that fused attention hands on, each one product, as the unfused form has them: dQ, dK; dV, dP."""
+    gradient, q, k, v = args[:4]
+    scores, context = q.numel() * k.shape[-2], gradient.numel() * v.shape[-2]
+    of_q, of_k, of_v = map(_needs, (q, k, v))
+    for macs, needed in ((context, of_v), (context, of_q or of_k), (scores, of_q), (scores, of_k)):
+        if needed:
+            yield _product(macs, gradient, None)
+
+
+def _convolution_backward(args: tuple[Any, ...], out: Any) -> Iterator[Product]:
+    """The gradients of input and weight that are asked for: every weight meets every place of the narrower image."""
+    gradient, x, weight, transposed, asked = *args[:3], args[7], args[10]
+    image = x if transposed else gradient
+    macs = image.shape[0] * math.prod(image.shape[2:]) * weight.numel()
+    for other, needed in zip((weight, x), asked, strict=False):
+        if needed:
+            yield _product(macs, gradient, other)
+
+
 def _times_columns(first: int) -> Count:
     """Every element of the first operand, if it is stored, meets every column of the second (one of a vector)."""
 
@@ -113,14 +134,22 @@ def _deformable(args: tuple[Any, ...], out: Any) -> Iterator[Product]:
     yield _product(out.numel() * args[1][0].numel(), *args[:2])
 
 
-def _bilinear(args: tuple[Any, ...], out: Any) -> Iterator[Product]:
-    """Both products of ``nn.Bilinear``: t = x A, a row (O, J) for every x of I, then y = t z."""
-    x, weight, z = args[:3]
-    outputs, wide, narrow = weight.shape
-    rows = x.numel() // wide
-    first = _product(rows * outputs * wide * narrow, x, weight)
+def _trilinear(args: tuple[Any, ...], out: Any) -> Iterator[Product]:
+    """Both products of three factors, as ``nn.Bilinear`` has: t = x A, a row (O, J) for every x of I, then y = t z.
+
+    ``absent`` are the dimensions that a factor lacks; what the third one lacks is summed in the first product.
+    """
+    x, a, z = args[:3]
+    *absent, summed = map(set, args[3:7])
+    sizes: dict[int, int] = {}
+    for factor, missing in zip((x, a, z), absent, strict=True):
+        present = [d for d in range(factor.dim() + len(missing)) if d not in missing]
+        sizes |= dict(zip(present, factor.shape, strict=True))
+    in_first = sizes.keys() - (absent[0] & absent[1])
+    in_second = sizes.keys() - (summed & absent[2])
+    first = _product(math.prod(sizes[d] for d in in_first), x, a)
     yield first
-    yield Product(rows * outputs * narrow, first.error or first.weight, _needs(z), (0, z.numel(), 0))
+    yield Product(math.prod(sizes[d] for d in in_second), first.error or first.weight, _needs(z), (0, _stored(z), 0))
 
 
 def _fast_path(*weights: int) -> Count:
@@ -150,9 +179,11 @@ OWN: dict[str, Count] = {
     "_grouped_mm": _grouped,
     **dict.fromkeys(("mkldnn_rnn_layer", "_cudnn_rnn", "miopen_rnn"), _recurrent),
     "linear": _linear,
-    "_trilinear": _bilinear,
+    "_trilinear": _trilinear,
+    "convolution_backward": _convolution_backward,
     "torchvision::deform_conv2d": _deformable,
     "_native_multi_head_attention": _fast_path(5, 7),
     "_transformer_encoder_layer_fwd": _fast_path(3, 5, 14, 16),
     **{f"_scaled_dot_product_{kind}": _attention for kind in FUSED_ATTENTION},
+    **{f"_scaled_dot_product_{kind}_backward": _attention_backward for kind in FUSED_ATTENTION},
 }

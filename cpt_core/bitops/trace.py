@@ -154,6 +154,7 @@ class Watch(TorchDispatchMode):
         self.layers, self.wholes = _counted(model), _beside(model)
         self.running: list[tuple[str, bool]] = []  # modules whose forward runs, the innermost last
         self.inside = self.beside = 0
+        self.made_of: dict[str, dict[str, bool]] = {}  # attention -> "q", "k", "v" -> whether it needs a gradient
         self.last: tuple[list[Call], Tensor] | None = None  # autograd marks an output after its operation has run
 
     @classmethod
@@ -179,7 +180,8 @@ class Watch(TorchDispatchMode):
 
     def _report(self, name: str, module: nn.Module, args: Any, kwargs: dict[str, Any], output: Any) -> None:
         outputs = [t for t in tensors_in(output) if t.is_floating_point()]
-        for call in _calls_of(name, module, (*args, *kwargs.values()), output, outputs[0]):
+        made_of = self.made_of.pop(name, {})
+        for call in _calls_of(name, module, (*args, *kwargs.values()), output, outputs[0], made_of):
             self.on_call(module, call, outputs)
 
     def _enter(self, name: str, module: nn.Module, *_: Any) -> None:
@@ -194,10 +196,13 @@ class Watch(TorchDispatchMode):
         self.inside += name in self.layers
         self.beside += name in self.wholes
 
-    def _leave(self, name: str, module: nn.Module, *_: Any) -> None:
+    def _leave(self, name: str, module: nn.Module, inputs: Any, output: Any) -> None:
         if not self.running or self.running[-1][0] != name:  # something failed before it had entered
             return
         self._report_last()
+        whole, _, part = name.rpartition(".")
+        if whole in self.wholes and isinstance(output, Tensor):  # query, q_lin, q_proj
+            self.made_of.setdefault(whole, {})[part[0]] = output.requires_grad
         paused = self.running.pop()[1]
         if paused:
             self.__enter__()
@@ -246,8 +251,18 @@ def _unwatched(model: nn.Module) -> nn.Module:
     return model
 
 
-def _calls_of(name: str, module: nn.Module, inputs: tuple[Any, ...], whole: Any, output: Tensor) -> Iterator[Call]:
-    """Yield the calls of one forward pass; ``output`` is the first tensor of the ``whole`` that it returned."""
+def _calls_of(
+    name: str,
+    module: nn.Module,
+    inputs: tuple[Any, ...],
+    whole: Any,
+    output: Tensor,
+    made_of: Mapping[str, bool],
+) -> Iterator[Call]:
+    """Yield the calls of one forward pass; ``output`` is the first tensor of the ``whole`` that it returned.
+
+    ``made_of`` says of queries "q", keys "k" and values "v" whether they need a gradient, where that is known.
+    """
     grad = torch.is_grad_enabled()
     parts = (v.values() if isinstance(v, Mapping) else v if isinstance(v, tuple) else (v,) for v in inputs)
     features = next(x for part in parts for x in part if isinstance(x, Tensor))
@@ -298,11 +313,12 @@ def _calls_of(name: str, module: nn.Module, inputs: tuple[Any, ...], whole: Any,
         copies = replace(call, layer=f"{name} ({UPSAMPLING})".lstrip(), kind=UPSAMPLING, weight=False, owner=None)
         yield replace(copies, macs=upsampled(module, whole), elements=upsampled_elements(module, whole))
     if module_kind(module) in attention_kinds():
-        products = replace(call, layer=f"{name} ({ATTENTION})".lstrip(), kind=ATTENTION)
-        products = replace(products, elements=attention_elements(module, features))
-        yield replace(
-            products, macs=attention_macs(module, inputs, output), error=call.trainable, weight=call.trainable
-        )
+        of_q, of_k, of_v = (call.trainable and made_of.get(part, True) for part in "qkv")
+        needed = ((of_q, of_k), (of_q or of_k, of_v))  # scores = Q K'; context = P V
+        product = replace(call, layer=f"{name} ({ATTENTION})".lstrip(), kind=ATTENTION)
+        product = replace(product, macs=attention_macs(module, inputs, output))
+        for (error, weight), elements in zip(needed, attention_elements(module, features), strict=True):
+            yield replace(product, error=error, weight=weight, elements=elements)
 
 
 def trace(model: nn.Module, inputs: tuple[Any, ...]) -> tuple[list[Call], dict[str, int]]:

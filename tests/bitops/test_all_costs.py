@@ -63,7 +63,7 @@ HAND = {
     # 3 linear layers of 6 x 6 on 2 x 5 tokens; scores of 2 heads
     "attention": (
         lambda: BertSelfAttention(ATTENTION), lambda: (torch.empty(2, 5, 6),),
-        [*[(60, 36, 60)] * 3, (60 + 100, 120, 100 + 60)],
+        [*[(60, 36, 60)] * 3, (60, 60, 100), (100, 60, 60)],
     ),
 }  # fmt: skip
 

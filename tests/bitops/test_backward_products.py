@@ -1,0 +1,141 @@
+"""What ``check`` shows and "per_op" prices of a backward pass are the products that run in it, no more."""
+
+import importlib
+from itertools import product
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+from torch.utils.flop_counter import FlopCounterMode
+from transformers import AutoConfig
+
+from cpt_core.bitops.check import check
+from cpt_core.bitops.ledger import BitOpsLedger
+from cpt_core.bitops.plan import count_bitops
+from cpt_core.quantization.attention import SELF_ATTENTION
+from cpt_core.quantization.convert import QuantConfig, quantize_
+from cpt_core.quantization.scheduler import precision
+
+# transposed convolutions and attention that was left out stay in float32, which is what they are here for
+pytestmark = pytest.mark.filterwarnings("ignore::cpt_core.QuantizationWarning")
+
+
+def backward_macs(found, layer):
+    return sum(p.macs for p in found.products if p.backward and p.layer == layer)
+
+
+def priced(model, inputs, layer):
+    """MACs of the error and the weight-gradient products: of 32 bits each is a BitOp."""
+    bitops = count_bitops(model, inputs, convention="per_op").bitops[layer]
+    return (bitops.get("error", 0) + bitops.get("weight", 0)) / 32**2
+
+
+# --- convolutions -----------------------------------------------------------------------------------
+
+
+def as_matrices(conv, x):
+    """The convolution as a product of matrices per group, whose gradients torch computes, and counts, as such."""
+    g, options = conv.groups, {"dilation": conv.dilation, "padding": conv.padding, "stride": conv.stride}
+    w = conv.weight.reshape(g, len(conv.weight) // g, -1)
+    if not conv.transposed:
+        columns = F.unfold(x, conv.kernel_size, **options)
+        return (w @ columns.reshape(len(x), g, w.shape[2], -1)).flatten(1, 2)
+    columns = w.mT @ x.reshape(len(x), g, w.shape[1], -1)
+    return F.fold(columns.flatten(1, 2), conv(x).shape[2:], conv.kernel_size, **options)
+
+
+@pytest.mark.parametrize("kind", [nn.Conv2d, nn.ConvTranspose2d])
+@pytest.mark.parametrize("frozen", ["nothing", "input", "weight"])
+def test_gradients_of_convolutions(kind, frozen):
+    for groups, stride, dilation in product((1, 2, 4), (1, 2), (1, 2)):
+        conv = kind(4, 8, (3, 2), stride, 1, dilation=dilation, groups=groups, bias=False)
+        conv.weight.requires_grad_(frozen != "weight")
+        x = torch.randn(2, 4, 7, 6, requires_grad=frozen != "input")
+        y = as_matrices(conv, x)
+        torch.testing.assert_close(y.flatten(), conv(x).flatten())
+        with FlopCounterMode(display=False) as flops:
+            y.sum().backward()
+        expected = flops.get_total_flops() // 2
+
+        model = quantize_(nn.Sequential(nn.Conv2d(3, 4, 1), conv))
+        model[0].requires_grad_(frozen != "input")
+        inputs = (torch.randn(2, 3, 7, 6),)
+        layer = "1" if kind is nn.Conv2d else "1 (products)"
+        assert backward_macs(check(model, inputs), "1") == priced(model, inputs, layer) == expected
+
+
+def test_a_bias_alone_has_no_product():
+    model = quantize_(nn.Sequential(nn.Conv2d(3, 4, 1)))
+    model[0].weight.requires_grad_(False)
+    found = check(model, (torch.randn(2, 3, 5, 5),))
+    assert [p.backward for p in found.products] == [False]
+
+
+# --- attention --------------------------------------------------------------------------------------
+
+
+class Adapted(nn.Module):
+    """A frozen layer with something small that is trained beside it, as LoRA has it."""
+
+    def __init__(self, layer):
+        super().__init__()
+        self.base, self.down, self.up = layer.requires_grad_(False), nn.Linear(8, 2), nn.Linear(2, 8)
+
+    def forward(self, x):
+        return self.base(x) + self.up(self.down(x))
+
+
+class Attends(nn.Module):
+    def __init__(self, module, implementation):
+        super().__init__()
+        config = AutoConfig.for_model(module.replace("_", "-") if module == "xlm_roberta" else module)
+        for name, value in {"hidden_size": 8, "num_attention_heads": 2, "dim": 8, "n_heads": 2}.items():
+            if hasattr(config, name):
+                setattr(config, name, value)
+        config._attn_implementation = implementation
+        kind = getattr(
+            importlib.import_module(f"transformers.models.{module}.modeling_{module}"), SELF_ATTENTION[module]
+        )
+        self.attention = kind(config)
+
+    def forward(self, x):
+        y = self.attention(x)
+        return y[0] if isinstance(y, tuple) else y
+
+    def parts(self):
+        return {name[0]: (name, part) for name, part in self.attention.named_children() if name[0] in "qkv"}
+
+
+@pytest.mark.parametrize(
+    ("module", "runs", "trained"),
+    [
+        *product(["bert"], ["simulated", "integer", "float32", "fused"], ["layers", "adapters"]),
+        *product([m for m in SELF_ATTENTION if m != "bert"], ["simulated"], ["layers"]),
+    ],
+)
+def test_gradients_of_attention(module, runs, trained):
+    """Whichever of queries, keys and values are trained: plan and ledger have the products that run."""
+    implementation = "sdpa" if runs == "fused" else "eager"
+    for chosen in ("q", "k", "v", "kv") if module == "bert" else ("q", "kv"):
+        torch.manual_seed(0)
+        model, x = Attends(module, implementation).eval().requires_grad_(False), torch.randn(2, 5, 8)
+        for part in chosen:
+            name, layer = model.parts()[part]
+            layer.requires_grad_(True)
+            if trained == "adapters":
+                setattr(model.attention, name, Adapted(layer))
+        whole = QuantConfig(execution="integer" if runs == "integer" else "simulated").with_shared_steps()
+        quantize_(model, whole, lambda m, name: runs in ("simulated", "integer") or name != "attention")
+
+        ran = backward_macs(check(model, (x,)), "attention")
+        of_each = 2 * 5 * 5 * 8
+        scores = ("q" in chosen or "k" in chosen) + ("q" in chosen) + ("k" in chosen)
+        assert ran == (scores + ("v" in chosen)) * of_each
+        assert priced(model, (x,), "attention (attention)") == ran
+        model.train()
+        with precision(model, 8, 8) if runs == "integer" else precision(model, "float"), BitOpsLedger(model) as ledger:
+            model(x).sum().backward()
+        bits = (8 if runs == "integer" else 32) ** 2
+        backward = ledger.bitops("per_op")["attention (attention)"]
+        assert (backward["error"] + backward["weight"]) / bits == ran
