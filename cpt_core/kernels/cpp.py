@@ -2,6 +2,12 @@
 
 The library's name holds what it depends on: source, flags, torch, instructions of the processor. It is written beside
 its place and moved there, under a lock: processes that start at once build it once.
+
+Loading a library runs it. So it is taken from the cache only where nobody else could have put it: the file, its folder
+and the folders above belong to this user or to root, and others cannot write to them (a folder like ``/tmp``, where
+each may delete his own alone, may stand above). And only if its content has the digest that was written when it was
+built. What fails the first is left alone, and the kernels are built for this process; what fails the second is built
+again.
 """
 
 from __future__ import annotations
@@ -11,6 +17,7 @@ import logging
 import os
 import platform
 import shutil
+import stat
 import subprocess
 import sys
 import sysconfig
@@ -20,6 +27,7 @@ from pathlib import Path
 import torch
 from filelock import FileLock
 
+from cpt_core.checks import write_text
 from cpt_core.paths import kernels_dir
 
 log = logging.getLogger(__name__)
@@ -48,34 +56,37 @@ def load() -> str:
     Raises:
         NoKernelsError: when there is no compiler, or it fails.
     """
+    if sys.platform == "win32":
+        raise NoKernelsError("they are not built on Windows")
     flags = (*FLAGS, *WIDE.get(capability(), ()))
     sources = [(path.name, path.read_text(encoding="utf-8")) for path in SOURCES]
     facts = (*sources, *flags, torch.__version__, sys.platform, platform.machine())
     name = f"cpt_{hashlib.sha256(repr(facts).encode()).hexdigest()[:16]}.so"
-    folder = kernels_dir()
-    library = folder / name
-    if library.exists():
+    library = kernels_dir().resolve() / name
+    folder, exposed = library.parent, open_to_others(library)
+    if library.exists() and not exposed:
         try:
+            _verify(library)
             _load(library)
         except NoKernelsError as error:  # cut short on a full disk, say
             log.warning("%s; they are built again", error)
         else:
             return f"{capability()}, {library}"
-    if sys.platform == "win32":
-        raise NoKernelsError("they are not built on Windows")
     if compiler() is None:
-        raise NoKernelsError(f"there is no C++ compiler ({os.environ.get('CXX') or 'g++ or clang++'})")
+        said = f"there is no C++ compiler ({os.environ.get('CXX') or 'g++ or clang++'})"
+        raise NoKernelsError(f"{said}, and {exposed}" if exposed else said)
+    if exposed:
+        log.warning("%s; kernels are built for this process alone, or name a safe folder with CPT_KERNELS_DIR", exposed)
+        return _alone(name, flags, exposed)
     before = library.stat().st_mtime_ns if library.exists() else None
     try:
-        folder.mkdir(parents=True, exist_ok=True)
+        for missing in reversed([path for path in (folder, *folder.parents) if not path.exists()]):
+            missing.mkdir(mode=0o700, exist_ok=True)
         with FileLock(folder / f"{name}.lock"):
             if not library.exists() or library.stat().st_mtime_ns == before:  # nobody has built them meanwhile
                 _build(library, flags)
     except OSError:  # a cache that cannot be written to
-        with tempfile.TemporaryDirectory(prefix="cpt_kernels_") as own:
-            _build(Path(own) / name, flags)
-            _load(Path(own) / name)
-        return f"{capability()}, built for this process alone: {folder} cannot be written to"
+        return _alone(name, flags, f"{folder} cannot be written to")
     _load(library)
     return f"{capability()}, {library}"
 
@@ -85,11 +96,50 @@ def capability() -> str:
     return torch.backends.cpu.get_cpu_capability()
 
 
+def open_to_others(library: Path) -> str:
+    """Say why somebody else could have written a file, or could write it: a path without symbolic links; "" if not."""
+    for path in (library, *library.parents[:-1]):
+        try:
+            found = path.lstat()
+        except OSError:  # not there yet
+            continue
+        if found.st_uid not in (0, os.geteuid()):
+            return f"{path} belongs to another user (number {found.st_uid})"
+        sticky = path not in (library, library.parent) and found.st_mode & stat.S_ISVTX
+        if found.st_mode & (stat.S_IWGRP | stat.S_IWOTH) and not sticky:
+            return f"{path} can be written to by others (mode {stat.S_IMODE(found.st_mode):o})"
+    return ""
+
+
+def _alone(name: str, flags: tuple[str, ...], why: str) -> str:
+    """Build and load a library that nobody else sees, and return what it is."""
+    with tempfile.TemporaryDirectory(prefix="cpt_kernels_") as own:
+        _build(Path(own) / name, flags)
+        _load(Path(own) / name)
+    return f"{capability()}, built for this process alone: {why}"
+
+
+def _verify(library: Path) -> None:
+    """Raise NoKernelsError for a library that is not, byte for byte, what was built."""
+    try:
+        written = _digest_of(library).read_text(encoding="ascii")
+    except OSError:
+        raise NoKernelsError(f"{library} has no digest") from None
+    if written != hashlib.sha256(library.read_bytes()).hexdigest():
+        raise NoKernelsError(f"{library} is not what was built: its digest differs")
+
+
+def _digest_of(library: Path) -> Path:
+    return library.with_suffix(".sha256")
+
+
 def _load(library: Path) -> None:
     try:
         torch.ops.load_library(str(library))
     except OSError as error:
         raise NoKernelsError(f"{library} cannot be loaded: {error}") from None
+    if not hasattr(torch.ops.cpt, "quantize_gradient"):  # which it alone defines
+        raise NoKernelsError(f"{library} defines no operator of this package")
 
 
 def _build(library: Path, flags: tuple[str, ...]) -> None:
@@ -109,6 +159,7 @@ def _build(library: Path, flags: tuple[str, ...]) -> None:
             lines = [line for line in done.stderr.splitlines() if "error" in line] or done.stderr.splitlines()
             raise NoKernelsError(f"{found} failed: {lines[0] if lines else f'exit code {done.returncode}'}")
         os.chmod(part, 0o644)
+        write_text(_digest_of(library), hashlib.sha256(Path(part).read_bytes()).hexdigest())
         os.replace(part, library)
     finally:
         Path(part).unlink(missing_ok=True)

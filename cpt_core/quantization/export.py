@@ -89,7 +89,8 @@ def export(
             where the model allows that. An LSTM keeps the sizes of the example.
 
     Returns:
-        The program. An output that is a mapping, as those of transformers are, becomes a plain dict.
+        The program. An output that is a mapping, as those of transformers are, becomes a plain dict. A decoder of
+        transformers keeps no keys and values of earlier calls there (``use_cache=False``): each call sees all tokens.
 
     Raises:
         ValueError: for a model that is not converted, is in training mode or has running ranges that nothing has
@@ -108,6 +109,8 @@ def export(
             _encode_parameters_(deployed.get_submodule(name), layer)
         for module in deployed.modules():
             forget_first_pass(module)
+            if getattr(getattr(module, "config", None), "use_cache", False):  # transformers' decoders; this is a copy
+                module.config.use_cache = False  # type: ignore[union-attr]
         deployed.register_forward_hook(_plain_output)
         shapes = tree_map(_first_free, inputs) if dynamic_shapes is None else dynamic_shapes
         with _in_torch_operations():

@@ -99,7 +99,7 @@ def test_graphs_and_blocks_of_dgl():
     block = dgl.to_block(dgl.in_subgraph(g, torch.tensor([3, 4])), torch.tensor([3, 4]))
     small = as_graph(block)
     assert (small.num_src, small.num_dst) == (block.num_src_nodes(), 2)
-    with pytest.raises(TypeError, match="a Graph or a DGLGraph expected, got Tensor"):
+    with pytest.raises(TypeError, match="graph must be a Graph or a DGLGraph, got Tensor"):
         as_graph(torch.eye(3))
 
 

@@ -1,6 +1,9 @@
 """The C++ kernels are built once, wherever that is possible, and what is active is said."""
 
+import hashlib
 import os
+import re
+import stat
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
@@ -44,6 +47,16 @@ def run(code=SHOW, **env):
     return done.returncode, done.stdout + done.stderr
 
 
+@pytest.fixture
+def undecided(monkeypatch):
+    """As if no quantised layer had run yet."""
+    monkeypatch.setattr(module, "_active", None)
+    monkeypatch.setattr(cpp, "_load", lambda library: None)
+    before, node = operators.active, operators.gradient_node
+    yield
+    operators.active, operators.gradient_node = before, node
+
+
 def test_two_processes_at_once_build_once_and_a_third_builds_nothing(fake):
     with ThreadPoolExecutor(2) as pool:
         found = [f.result() for f in [pool.submit(run) for _ in range(2)]]
@@ -70,19 +83,84 @@ def test_a_library_that_is_cut_short_is_built_again(fake, tmp_path):
     assert fake.read_text() == "built\nbuilt\n"
 
 
-def test_nothing_is_built_at_import(fake, tmp_path):
-    assert run("import cpt_core as cpt; cpt.quantize_; cpt.QuantConfig; cpt.PrecisionScheduler")[0] == 0
-    assert not (tmp_path / "cache").exists()
+PLANTED = "__attribute__((constructor)) static void run() { __builtin_trap(); }"  # ends whoever loads it
 
 
 @pytest.fixture
-def undecided(monkeypatch):
-    """As if no quantised layer had run yet."""
-    monkeypatch.setattr(module, "_active", None)
-    monkeypatch.setattr(cpp, "_load", lambda library: None)
-    before, node = operators.active, operators.gradient_node
-    yield
-    operators.active, operators.gradient_node = before, node
+def planted(fake, tmp_path):
+    """A library of somebody else in the place of the one that would be built; returns where."""
+    library = tmp_path / "cache" / Path(cpt.execution().why["cpu"].split(", ")[-1]).name
+    library.parent.mkdir(mode=0o700)
+    (tmp_path / "planted.cpp").write_text(PLANTED)
+    subprocess.run(["g++", "-shared", "-fPIC", str(tmp_path / "planted.cpp"), "-o", str(library)], check=True)
+    digest = hashlib.sha256(library.read_bytes()).hexdigest()
+    library.with_suffix(".sha256").write_text(digest)  # who writes the one can write the other
+    return library
+
+
+NOBODY = 65534
+OPEN = {
+    "a folder like /tmp": (lambda file: file.parent.chmod(0o1777), r"cache can be written to by others \(mode 1777\)"),
+    "a folder of a group": (lambda file: file.parent.chmod(0o770), r"cache can be written to by others \(mode 770\)"),
+    "a folder above": (lambda file: file.parents[1].chmod(0o777), r"can be written to by others \(mode 777\)"),
+    "a file that others may write": (lambda file: file.chmod(0o666), r"\.so can be written to by others"),
+    "a link": (
+        lambda file: file.rename(file.parent / "x") and file.symlink_to("x"),
+        r"\.so can be written to by others",
+    ),
+    "a folder of another user": (lambda file: os.chown(file.parent, NOBODY, -1), "cache belongs to another user"),
+    "a file of another user": (lambda file: os.chown(file, NOBODY, -1), r"\.so belongs to another user"),
+}
+
+
+@pytest.mark.parametrize("name", OPEN)
+def test_what_others_could_have_written_is_known(planted, name):
+    if "another user" in name and os.geteuid() != 0:
+        pytest.skip("only root gives files away")
+    assert cpp.open_to_others(planted) == ""
+    OPEN[name][0](planted)
+    assert re.search(OPEN[name][1], cpp.open_to_others(planted))
+
+
+def test_a_library_that_others_could_have_written_is_not_loaded(planted):
+    planted.parent.chmod(0o1777)
+    code, out = run()
+    assert code == 0, out
+    assert re.search("on a CPU: cpp .* built for this process alone: .* can be written to by others", out), out
+
+
+def test_a_library_that_is_not_what_was_built_is_not_loaded(planted, fake):
+    planted.with_suffix(".sha256").write_text("0" * 64)
+    code, out = run()
+    assert (code, "on a CPU: cpp" in out, fake.read_text()) == (0, True, "built\n"), out
+
+
+def test_a_library_without_a_digest_is_not_taken(planted):
+    planted.with_suffix(".sha256").unlink()
+    with pytest.raises(cpp.NoKernelsError, match="has no digest"):
+        cpp._verify(planted)
+
+
+def test_folders_of_kernels_are_the_user_s_own(undecided, tmp_path, monkeypatch):
+    monkeypatch.setenv("CPT_KERNELS_DIR", str(tmp_path / "above" / "cache"))
+    monkeypatch.setattr(cpp, "_build", lambda library, flags: None)
+    monkeypatch.delenv("CPT_KERNELS", raising=False)
+    cpt.execution()
+    assert [stat.S_IMODE((tmp_path / p).stat().st_mode) for p in ("above", "above/cache")] == [0o700, 0o700]
+
+
+def test_a_library_without_operators_is_no_kernels(fake, tmp_path):
+    (tmp_path / "empty.cpp").write_text("")
+    script = tmp_path / "empty"
+    script.write_text(f'#!/bin/sh\nwhile [ "$1" != -o ]; do shift; done\ng++ -shared {tmp_path}/empty.cpp -o "$2"\n')
+    script.chmod(0o755)
+    code, out = run(CXX=str(script))
+    assert (code, "on a CPU: reference" in out, "defines no operator" in out) == (0, True, True), out
+
+
+def test_nothing_is_built_at_import(fake, tmp_path):
+    assert run("import cpt_core as cpt; cpt.quantize_; cpt.QuantConfig; cpt.PrecisionScheduler")[0] == 0
+    assert not (tmp_path / "cache").exists()
 
 
 def test_without_a_compiler_the_plain_execution_runs_and_says_why(undecided, tmp_path, monkeypatch):

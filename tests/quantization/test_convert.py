@@ -303,7 +303,6 @@ def test_summary_counts_parameters_and_precisions():
         ((QuantConfig(float32=("5", "head*")),), r"pattern 'head\*' matches no module"),
         ((None, lambda module, name: False), "nothing to quantise"),
         ((QuantConfig(float32=("*",)),), "nothing to quantise"),
-        ((QuantConfig(running_start="two"),), "unknown running_start 'two'"),
     ],
 )
 def test_bad_choices_leave_the_model_alone(args, message):

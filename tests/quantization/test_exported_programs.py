@@ -49,6 +49,22 @@ def bert():
     return transformers.BertForSequenceClassification(config)
 
 
+DECODERS = {  # every one keeps keys and values of earlier calls unless it is told not to
+    "GPT2": dict(n_positions=8, n_embd=16, n_layer=1, n_head=2),
+    "Llama": dict(num_key_value_heads=2),
+    "Qwen2": dict(num_key_value_heads=1),
+}
+
+
+def decoder(name):
+    transformers = pytest.importorskip("transformers")
+    sizes = dict(hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=32)
+    config = getattr(transformers, f"{name}Config")(
+        vocab_size=20, bos_token_id=0, eos_token_id=1, **({} if name == "GPT2" else sizes), **DECODERS[name]
+    )
+    return getattr(transformers, f"{name}LMHeadModel" if name == "GPT2" else f"{name}ForCausalLM")(config)
+
+
 def words(n):
     return torch.arange(6 * n).view(n, 6) % 20, torch.ones(n, 6, dtype=torch.int64)
 
@@ -104,6 +120,21 @@ def test_torch_alone_finds_the_same_numbers(name, alone):
         assert torch.allclose(found, expected, rtol=1e-5, atol=1e-6)
     else:
         assert torch.equal(found, expected)
+
+
+@pytest.mark.parametrize("name", DECODERS)
+@pytest.mark.filterwarnings("ignore::cpt_core.QuantizationWarning")  # GPT-2 has layers of transformers' own
+def test_decoders_leave_their_cache_behind(name):
+    torch.manual_seed(1)
+    model, x = decoder(name), words(5)[:1]
+    model = filled(model, *words(2)[:1])
+    expected = evaluated(model, x, 4)
+    assert expected.past_key_values is not None
+    found = cpt.export(model, words(2)[:1], 4).module()(*x)
+    assert type(found) is dict
+    assert "past_key_values" not in found
+    assert torch.equal(found["logits"], expected.logits)
+    assert model.config.use_cache
 
 
 def test_weights_are_bytes_and_the_file_a_quarter(tmp_path):
