@@ -31,7 +31,7 @@ def ptb_costs(runs: pd.DataFrame, claim: Claim) -> Iterator[Effect]:
     totals = {}
     for arm in ("STATIC", "CR", "RR"):
         schedule = make_schedule(arm, q_min=8 if arm == "STATIC" else 5, q_max=8, total_steps=40 * 1327, n_cycles=2)
-        totals[arm] = count_bitops(model, inputs, schedule).total / 1e13
+        totals[arm] = count_bitops(model, inputs, schedule, convention="paper").total / 1e13
     right = totals["STATIC"] > 9 and abs(totals["CR"] - 7) < 0.1 and abs(totals["RR"] - 5.5) < 0.1
     yield from _exact("counted", right, "static 8, CR, RR: " + ", ".join(f"{t:.2f}" for t in totals.values()))
 

@@ -34,8 +34,10 @@ class BitOpsLedger:
     >>> model = torch.nn.Sequential(torch.nn.Linear(4, 2))
     >>> with BitOpsLedger(model) as ledger:
     ...     model(torch.ones(1, 4)).sum().backward()
-    >>> ledger.total("per_op")
-    16.0
+    >>> ledger.total(), ledger.total("paper")  # the paper prices three products of every layer
+    (16.0, 24.0)
+    >>> ledger.float32
+    {'0': 1.0}
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -64,28 +66,33 @@ class BitOpsLedger:
         """
         return compiled_parts(self.model)
 
-    def bitops(self, convention: str = "paper") -> dict[str, Counter[str]]:
+    @property
+    def float32(self) -> dict[str, float]:
+        """Layer -> share of the forward MACs so far that ran in float32 there."""
+        return self._work["per_op"].float32()
+
+    def bitops(self, convention: str = "per_op") -> dict[str, Counter[str]]:
         """Return layer -> pass -> squared bits x MACs so far, exact integers."""
         return self._of(convention).squared_bits()
 
-    def by_layer(self, convention: str = "paper") -> dict[str, float]:
+    def by_layer(self, convention: str = "per_op") -> dict[str, float]:
         """Return the BitOps of every layer so far."""
         return {layer: sum(passes.values()) / FULL_PRECISION**2 for layer, passes in self.bitops(convention).items()}
 
-    def by_pass(self, convention: str = "paper") -> dict[str, float]:
+    def by_pass(self, convention: str = "per_op") -> dict[str, float]:
         """Return the BitOps of the forward, error and weight-gradient products so far."""
         found = self.bitops(convention)
         return {p: sum(b[p] for b in found.values()) / FULL_PRECISION**2 for p in PASSES}
 
-    def total(self, convention: str = "paper") -> float:
+    def total(self, convention: str = "per_op") -> float:
         """Return the BitOps so far, in units of one 32 x 32-bit MAC."""
-        return sum(sum(passes.values()) for passes in self.bitops(convention).values()) / FULL_PRECISION**2
+        return self._work[convention].total()
 
-    def costs(self, convention: str = "paper") -> dict[str, float]:
+    def costs(self, convention: str = "per_op") -> dict[str, float]:
         """Return the totals so far by every cost of ``COSTS``, each in its unit."""
         return {**tally.totals(self._of(convention).prices()), "bitops": self.total(convention)}
 
-    def table(self, convention: str = "paper") -> pd.DataFrame:
+    def table(self, convention: str = "per_op") -> pd.DataFrame:
         """Return all costs so far: a line per layer, and the total."""
         return tally.table(self._of(convention).prices())
 

@@ -42,7 +42,7 @@ def measure_cost(
     bits: Sequence[int] | None = None,
     q_grad: int | None = None,
     repeats: int = 7,
-    convention: str = "paper",
+    convention: str = "per_op",
     progress: bool | None = False,
 ) -> MeasuredCost:
     """Measure a training step of a converted model at every bit width of a schedule.

@@ -3,24 +3,31 @@
 Every layer reports the multiply-accumulates (MACs) of its own call; a pass costs MACs * b_a * b_b / 32**2.
 Two conventions price them:
 
-- ``"paper"``: all counted work at the bits of the step, three products for every layer, BatchNorm included, as the
-  authors price it, and the upsampling of feature pyramids;
-- ``"per_op"``: what is quantised at its bits, the rest at 32, and only the products that are computed (the first
-  layer, for example, needs no error product). It also counts what the authors leave out: the sums over neighbours in
-  graph convolutions, an operation per edge and feature, both products of attention, and every product outside the
-  layers known here, at 32 bits: matmul or attention as a plain function, GRUs, transposed convolutions. The total of
-  "paper" is without these; the plan holds them as ``unpriced``.
+- ``"per_op"``: what runs. What is quantised costs its bits, the rest 32, and only products that are computed cost
+  anything (the first layer, for example, needs no error product). It also counts what the authors leave out: the sums
+  over neighbours in graph convolutions, an operation per edge and feature, both products of attention, and every
+  product outside the layers known here, at 32 bits: matmul or attention as a plain function, GRUs, transposed
+  convolutions;
+- ``"paper"``, the paper's convention: all counted work at the bits of the step, three products for every layer, also
+  of layers that run in float32, BatchNorm and the upsampling of feature pyramids included, as the authors price it. The
+  total is without what the authors leave out; the plan holds it as ``unpriced``.
 
 >>> import torch
->>> plan = count_bitops(torch.nn.Sequential(torch.nn.Linear(4, 2)), (torch.ones(1, 4),))
->>> plan.forward_macs, plan.total
-(8, 24.0)
->>> plan.costs["traffic"]  # bytes: 4 + 8 elements in, 2 out, three times
-168.0
+>>> from cpt_core.quantization.convert import quantize_
+>>> from cpt_core.schedules.schedule import StaticSchedule
+>>> model = quantize_(torch.nn.Sequential(torch.nn.Linear(4, 2), torch.nn.BatchNorm1d(2)))
+>>> plan = count_bitops(model, (torch.ones(4, 4),), StaticSchedule(8, 1))
+>>> plan.forward_macs, plan.total, plan.by_convention["paper"]
+(72, 124.0, 13.5)
+>>> plan.float32  # shares of the MACs of the forward passes
+{'1': 0.5555555555555556}
+>>> plan.costs["traffic"]  # bytes
+448.0
 """
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -44,6 +51,8 @@ from cpt_core.quantization.scheduler import Schedules, assign_schedules
 from cpt_core.schedules.cost import FULL_PRECISION
 from cpt_core.schedules.schedule import Schedule
 
+PAPERS = "the paper's convention, which prices layers in float32 at the bits of the step"
+
 
 @dataclass(frozen=True)
 class BitOpsPlan:
@@ -54,6 +63,10 @@ class BitOpsPlan:
         steps: optimizer steps counted.
         macs: forward MACs of one step by layer.
         bitops: layer -> pass -> squared bits x MACs, exact integers.
+        float32: layer -> share of the forward MACs of the run that run in float32 there, by either convention: their
+            sum is the share of all of it.
+        by_convention: the total by each convention.
+        at_32_bits: BitOps of the same products, all in float32.
         unpriced: layer -> MACs of one forward pass that "paper" leaves out and "per_op" prices: products that no known
             layer reports, both products of attention, sums over neighbours. The total is without them.
         uncounted: operation -> output elements of one forward pass, for what no convention prices: elementwise work
@@ -65,6 +78,9 @@ class BitOpsPlan:
     steps: int
     macs: Mapping[str, int]
     bitops: Mapping[str, Mapping[str, int]]
+    float32: Mapping[str, float]
+    by_convention: Mapping[str, float]
+    at_32_bits: float
     unpriced: Mapping[str, int]
     uncounted: Mapping[str, int]
     prices: Mapping[str, Mapping[str, float]]
@@ -87,7 +103,12 @@ class BitOpsPlan:
     @property
     def total(self) -> float:
         """BitOps of the run, without what is ``unpriced``."""
-        return sum(sum(passes.values()) for passes in self.bitops.values()) / FULL_PRECISION**2
+        return self.by_convention[self.convention]
+
+    @property
+    def relative_to_float32(self) -> float:
+        """The total, divided by that of the same products in float32; NaN where there are none."""
+        return self.total / self.at_32_bits if self.at_32_bits else math.nan
 
     @property
     def costs(self) -> dict[str, float]:
@@ -104,6 +125,13 @@ class BitOpsPlan:
         lines = [f"{'layer':<{width}}  {'MACs/step':>15}  {'BitOps':>12}"]
         lines += [f"{n:<{width}}  {self.macs[n]:>15,}  {b:>12.5g}" for n, b in self.by_layer.items()]
         lines.append(f"{'total':<{width}}  {self.forward_macs:>15,}  {self.total:>12.5g}")
+        lines.append(f"{self.relative_to_float32:.4f} of the BitOps of the same products in float32")
+        lines.append(tally.mostly_float32(self.float32))
+        paper, ran = self.by_convention["paper"], self.by_convention["per_op"]
+        if self.convention == "per_op":
+            lines.append(f"{paper:.5g} BitOps by {PAPERS}")
+        else:
+            lines.append(f"the total is by {PAPERS}; what runs takes {ran:.5g} BitOps")
         if self.unpriced:
             missing = sum(self.unpriced.values())
             most = sorted(self.unpriced, key=lambda layer: -self.unpriced[layer])
@@ -125,7 +153,7 @@ def count_bitops(
     inputs: tuple[Any, ...],
     schedule: Schedules | None = None,
     *,
-    convention: str = "paper",
+    convention: str = "per_op",
     q_grad: int | None = None,
 ) -> BitOpsPlan:
     """Count the BitOps of training ``model`` for a whole schedule, before it runs, and its other costs.
@@ -155,49 +183,54 @@ def count_bitops(
 
 
 InForce = tuple[tuple[Operands, int], ...]  # the formats of a layer's operands, each with its number of steps
+Formats = dict[str | None, InForce]  # by layer; None: of all others
 
 
 def price(
-    calls: list[Call], uncounted: Mapping[str, int], formats: Mapping[str, InForce], convention: str
+    calls: list[Call], uncounted: Mapping[str, int], formats: Mapping[str, Formats], convention: str
 ) -> BitOpsPlan:
-    """Price the calls of one step at the formats in force in a run, by layer; see ``count_bitops``.
-
-    Layers that ``formats`` does not name are in float32; the key "" holds those at which "paper" prices them.
-    """
-    work = Tally()
+    """Price the calls of one step at the formats in force in a run, by layer; see ``count_bitops``."""
+    work = {name: Tally() for name in CONVENTIONS}
     macs: Counter[str] = Counter()
     unpriced: Counter[str] = Counter()
     copied: Counter[str] = Counter()
-    everywhere = formats[""]
-    steps = sum(n for _, n in everywhere)
-    plain = everywhere if convention == "paper" else ((IN_FLOAT32, steps),)
     for call in calls:
-        if not (passes := call.passes(convention)):
-            if call.kind == UPSAMPLING:
-                copied[call.kind] += call.macs
-            else:
-                unpriced[call.layer] += call.macs
-            continue
-        macs[call.layer] += call.macs
-        found = formats.get(call.owner, plain) if call.owner is not None else plain
-        if call.once:
-            found = tuple({(o.activation, o.weight): (o, 1) for o, _ in found}.values())
-        for operands, times in found:
-            work.add(call, passes, operands, times)
-    bitops = {k: dict(v) for k, v in work.squared_bits().items()}
-    left = {**uncounted, **copied}
-    return BitOpsPlan(convention, steps, dict(macs), bitops, dict(unpriced), left, work.prices())
+        for name, of_layers in formats.items():
+            found = of_layers.get(call.owner, of_layers[None])
+            if call.once:
+                found = tuple({(o.activation, o.weight): (o, 1) for o, _ in found}.values())
+            for operands, times in found:
+                work[name].add(call, call.passes(name), operands, times)
+        if call.passes(convention):
+            macs[call.layer] += call.macs
+        elif call.kind == UPSAMPLING:
+            copied[call.kind] += call.macs
+        else:
+            unpriced[call.layer] += call.macs
+    chosen = work[convention]
+    return BitOpsPlan(
+        convention=convention,
+        steps=sum(n for _, n in formats[convention][None]),
+        macs=dict(macs),
+        bitops={k: dict(v) for k, v in chosen.squared_bits().items()},
+        float32=work["per_op"].float32(),
+        by_convention={name: done.total() for name, done in work.items()},
+        at_32_bits=chosen.total(FULL_PRECISION),
+        unpriced=dict(unpriced),
+        uncounted={**uncounted, **copied},
+        prices=chosen.prices(),
+    )
 
 
 def formats_per_layer(
     model: nn.Module, calls: list[Call], schedule: Schedules | None, q_grad: int | None
-) -> dict[str, InForce]:
-    """Return the formats of the operands of every layer, with the number of their steps, as ``price`` takes them.
+) -> dict[str, Formats]:
+    """Return convention -> layer -> the formats of its operands, with the number of their steps, as ``price`` takes it.
 
-    A layer that is not converted is on the paper's ladder.
+    By "per_op" a layer that is not converted runs in float32; by "paper" it is on the paper's ladder.
     """
     if schedule is None:
-        return {"": ((IN_FLOAT32, 1),)}
+        return {name: {None: ((IN_FLOAT32, 1),)} for name in CONVENTIONS}
     precisions = layer_precisions(model) if any(isinstance(m, LayerPrecision) for m in model.modules()) else {}
     owners = dict.fromkeys(c.owner for c in calls if c.owner is not None)
     groups: dict[tuple[int, tuple[FormatLadder, ...]], tuple[Schedule, list[str]]] = {}
@@ -209,7 +242,7 @@ def formats_per_layer(
     ladders = dict.fromkeys(ladder for _, of_roles in groups for ladder in of_roles)
     table = sorted({ladder.priced(x) for ladder in ladders for x in (*ladder.levels, MOST_LEVEL)}, key=rank)
     places = {ladder: _places(ladder, table) for ladder in ladders}
-    formats: dict[str, InForce] = {}
+    formats: Formats = {}
     widest = np.array(0)
     for (_, of_roles), (s, names) in groups.items():
         rows: list[np.ndarray] = []
@@ -219,8 +252,8 @@ def formats_per_layer(
         formats.update(dict.fromkeys(names, _counted(rows, table)))
         widest = np.maximum(widest, rows)
     # work outside the quantised layers has no formats of its own: "paper" takes the widest of each step
-    formats[""] = _counted(widest, table)
-    return formats
+    everywhere, plain = _counted(widest, table), ((IN_FLOAT32, widest.shape[1]),)
+    return {"paper": {**formats, None: everywhere}, "per_op": {**(formats if precisions else {}), None: plain}}
 
 
 def _places(ladder: FormatLadder, table: list[Format]) -> np.ndarray:

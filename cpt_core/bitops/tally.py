@@ -11,6 +11,7 @@ from cpt_core.bitops.trace import Call
 from cpt_core.formats import costs
 from cpt_core.formats.costs import COSTS, FLOAT32, Operands
 from cpt_core.formats.format import Format
+from cpt_core.schedules.cost import FULL_PRECISION
 
 IN_FLOAT32 = Operands(FLOAT32, FLOAT32, FLOAT32, FLOAT32)
 Work = tuple[int, int, int, int]  # MACs; elements of both operands and of the result
@@ -25,12 +26,30 @@ class Tally:
 
     def add(self, call: Call, passes: tuple[str, ...], operands: Operands, times: int = 1) -> None:
         """Add the products of passes of a call, at the formats of its operands."""
-        layer = self._work.setdefault(call.layer, {})
         for name in passes:
+            layer = self._work.setdefault(call.layer, {})
             a, b = (getattr(operands, role) for role in costs.PASSES[name])
             before = layer.get((name, a, b), (0, 0, 0, 0))
             now = (call.macs, *call.moved(name))
             layer[name, a, b] = tuple(x + times * y for x, y in zip(before, now, strict=True))  # type: ignore[assignment]
+
+    def total(self, bits: int | None = None) -> float:
+        """Return the BitOps of all products, at the bits of their operands or all at others."""
+        found = (macs * (a.bits * b.bits if bits is None else bits**2) for (_, a, b), (macs, *_) in self._products())
+        return sum(found) / FULL_PRECISION**2
+
+    def float32(self) -> dict[str, float]:
+        """Return layer -> its share of all forward MACs, of those that have an operand in float32."""
+        forward = {
+            layer: [(FLOAT32 in (a, b), macs) for (name, a, b), (macs, *_) in work.items() if name == "forward"]
+            for layer, work in self._work.items()
+        }
+        every = sum(macs for work in forward.values() for _, macs in work)
+        found = {layer: sum(macs for plain, macs in work if plain) for layer, work in forward.items()}
+        return {layer: macs / every for layer, macs in found.items() if macs}
+
+    def _products(self) -> Iterable[tuple[tuple[str, Format, Format], Work]]:
+        return (entry for work in self._work.values() for entry in work.items())
 
     def squared_bits(self) -> dict[str, Counter[str]]:
         """Return layer -> pass -> squared bits x MACs, exact integers."""
@@ -48,6 +67,17 @@ class Tally:
                 for name, cost in COSTS.items():
                     found[layer][name] += cost.product(a, b, macs, (first, second, result))
         return found
+
+
+def mostly_float32(shares: Mapping[str, float]) -> str:
+    """Return in words what share of the forward MACs runs in float32, and where most of it."""
+    if not shares:
+        return "all forward MACs run quantised"
+    most = sorted(shares, key=lambda layer: -shares[layer])
+    named = [f"{layer or '(model)'} {shares[layer]:.1%}" for layer in most[:3]]
+    if len(most) > 3:
+        named.append(f"{len(most) - 3} more in .float32")
+    return f"{sum(shares.values()):.1%} of the forward MACs run in float32: {', '.join(named)}"
 
 
 def totals(prices: Mapping[str, Mapping[str, float]]) -> dict[str, float]:

@@ -160,6 +160,6 @@ def _steps_of(spec: RunSpec, device: str, batch: int) -> Calibration:
         peak_memory=peak_memory(device),
         host_memory=host_memory(),
         checkpoint=sum(t.numel() * t.element_size() for t in tensors),
-        macs=count_bitops(session.model, session.task.inputs(first)).forward_macs,
+        macs=count_bitops(session.model, session.task.inputs(first), convention="paper").forward_macs,
         batch=batch,
     )

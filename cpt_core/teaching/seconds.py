@@ -101,7 +101,12 @@ def measured(kind: str, scale: str, way: str, bits: Sequence[int]) -> MeasuredCo
     """Measure a step of a network in one way of computing it, by bits and layer: the fastest of several."""
     model, inputs = network(kind, scale)
     model = quantize_(model, WAYS[way])
-    return fastest([measure_cost(model, inputs, bits=bits, q_grad=Q_GRAD, repeats=1) for _ in range(REPEATS[scale])])
+    return fastest(
+        [
+            measure_cost(model, inputs, bits=bits, q_grad=Q_GRAD, repeats=1, convention="paper")
+            for _ in range(REPEATS[scale])
+        ]
+    )
 
 
 def fastest(found: Sequence[MeasuredCost]) -> MeasuredCost:
@@ -188,7 +193,7 @@ def roofline(
 def _points(kind: str, scale: str, m: MeasuredCost, bits: int, codes: bool) -> dict[str, tuple[float, float]]:
     """Return layer -> (operations per byte, operations per second)."""
     model, inputs = network(kind, scale)
-    macs = count_bitops(model, inputs).macs
+    macs = count_bitops(model, inputs, convention="paper").macs
     operand, x = 1 if codes else 4, inputs[0]
     found: dict[str, tuple[float, float]] = {}
     for name, layer in model.named_children():

@@ -91,11 +91,5 @@ def bitops_of(session: Session) -> dict[str, float]:
     model.train()
     batches = list(itertools.islice(task.batches(0), task.cost_batches))
 
-    def total(convention: str) -> float:
-        plans = [
-            count_bitops(model, task.inputs(b), spec.schedule, convention=convention, q_grad=spec.q_grad)
-            for b in batches
-        ]
-        return sum(plan.total for plan in plans) / len(plans)
-
-    return {convention: total(convention) for convention in CONVENTIONS}
+    plans = [count_bitops(model, task.inputs(b), spec.schedule, q_grad=spec.q_grad) for b in batches]
+    return {name: sum(plan.by_convention[name] for plan in plans) / len(plans) for name in CONVENTIONS}

@@ -157,7 +157,7 @@ def test_the_paper_prices_the_rest_at_the_widest_formats_of_each_step():
     ladders = only(weight=FormatLadder({1: "e2m1", 2: "affine2", 4: "bf16", 8: "affine8"}))
     quantize_(model, QuantConfig(ladder=ladders))
     schedules = {"0": TableSchedule(((1, 1), (4, 1))), "2": TableSchedule(((8, 1), (2, 1)))}
-    plan = count_bitops(model, (torch.empty(5, 4),), schedules)
+    plan = count_bitops(model, (torch.empty(5, 4),), schedules, convention="paper")
     # activations of 1, then 4 bits in one layer, 8, then 2 in the other; weights 4, 16 and 8, 2; gradients 4 and 8
     expected = {"forward": 8 * 8 + 4 * 16, "error": 8 * (8 + 16), "weight": 8 * (8 + 4)}
     assert plan.bitops["1"] == {name: 100 * bits for name, bits in expected.items()}
@@ -192,5 +192,5 @@ def test_a_ladder_with_a_hole_in_a_schedule_is_refused():
 
 def test_levels_that_are_float32_count_their_bits_as_they_did():
     model, x = model_and_input()
-    plan = count_bitops(model, (x,), TableSchedule(((24, 1), (31, 2), (32, 1))), q_grad=27)
+    plan = count_bitops(model, (x,), TableSchedule(((24, 1), (31, 2), (32, 1))), q_grad=27, convention="paper")
     assert plan.total == 90 * sum(q * q + 2 * q * 27 for q in (24, 31, 31, 32)) / 1024

@@ -62,7 +62,7 @@ HAND = {
 @pytest.mark.parametrize("case", HAND)
 def test_macs_by_hand(case):
     module, shape, macs = HAND[case]
-    plan = count_bitops(nn.Sequential(module), (torch.empty(shape),))
+    plan = count_bitops(nn.Sequential(module), (torch.empty(shape),), convention="paper")
     assert plan.forward_macs == macs
     assert plan.total == 3 * macs  # 32 x 32 bits, three products
 
@@ -82,7 +82,7 @@ def test_conventions_by_hand():
     schedule = make_schedule("LR", q_min=3, q_max=8, total_steps=10, n_cycles=1)
     q = schedule.bits()
     x = torch.empty(5, 4)
-    paper = count_bitops(model, (x,), schedule)
+    paper = count_bitops(model, (x,), schedule, convention="paper")
     assert paper.total == sum((60 + 30) * int(b * b + 2 * b * 8) for b in q) / 1024
     per_op = count_bitops(model, (x,), schedule, convention="per_op")
     # the first layer needs no error product; the second stays in float32
@@ -97,7 +97,10 @@ def test_conventions_by_hand():
 def test_gradient_bits_of_your_own():
     model = quantize_(nn.Sequential(nn.Linear(4, 3)))
     schedule = make_schedule("STATIC", q_max=6, total_steps=2)
-    assert count_bitops(model, (torch.empty(1, 4),), schedule, q_grad=8).total == 2 * 12 * (36 + 2 * 48) / 1024
+    plan = count_bitops(model, (torch.empty(1, 4),), schedule, q_grad=8)
+    # forward and weight gradient; the input needs none. The paper's convention prices all three
+    assert plan.total == 2 * 12 * (36 + 48) / 1024
+    assert plan.by_convention["paper"] == 2 * 12 * (36 + 2 * 48) / 1024
 
 
 def test_plain_functions_are_priced_or_told_not_lost():

@@ -219,8 +219,8 @@ def test_plan_and_ledger_agree_where_roles_are_in_float32(ladder):
 
 def test_a_delay_in_float32_is_priced_on_a_ladder():
     schedule = cpt.make_schedule("CR", q_min=4, q_max=8, total_steps=80, n_cycles=2, delay=0.25, delay_at="float32")
-    plan = cpt.count_bitops(net(LADDERS["minifloat"]), (inputs(),), schedule)
-    static = cpt.count_bitops(net(), (inputs(),), StaticSchedule(8, 80))
+    plan = cpt.count_bitops(net(LADDERS["minifloat"]), (inputs(),), schedule, convention="paper")
+    static = cpt.count_bitops(net(), (inputs(),), StaticSchedule(8, 80), convention="paper")
     assert plan.total / static.total == pytest.approx(schedule.relative_cost(ladder=LADDERS["minifloat"]))
 
 
@@ -249,13 +249,14 @@ def test_callbacks_evaluate_every_role_at_its_own_level(asked, expected):
 def test_the_cost_that_is_logged_is_that_of_the_formats():
     model = net(MX)
     precision = TrainerPrecision(model, CYCLE, None)
-    plan = cpt.count_bitops(model, (inputs(),), CYCLE)
-    static = cpt.count_bitops(model, (inputs(),), StaticSchedule(3, 2))
+    plan = cpt.count_bitops(model, (inputs(),), CYCLE, convention="paper")
+    static = cpt.count_bitops(model, (inputs(),), StaticSchedule(3, 2), convention="paper")
     assert precision.logs(2)["relative_cost"] == pytest.approx(plan.total / static.total)
     assert precision.logs(2)["relative_cost"] == pytest.approx(CYCLE.relative_cost(ladder=MX))
     precision = TrainerPrecision(net(BY_ROLE), RISING, None)
-    found = [cpt.count_bitops(net(BY_ROLE), (inputs(),), s) for s in (RISING, replace(RISING, weight=2))]
-    assert precision.logs(2)["relative_cost"] == pytest.approx(found[0].total / found[1].total)
+    schedules = (RISING, replace(RISING, weight=2))
+    found = [cpt.count_bitops(net(BY_ROLE), (inputs(),), s).by_convention["paper"] for s in schedules]
+    assert precision.logs(2)["relative_cost"] == pytest.approx(found[0] / found[1])
 
 
 @pytest.mark.parametrize("cost", cpt.COSTS)

@@ -63,10 +63,10 @@ def test_precision_takes_bits_by_pattern():
 def test_bitops_of_layers_by_hand():
     model = net()
     schedule = LayeredSchedule(((("0",), TableSchedule(((2, 1), (4, 1))), 12), (("2",), StaticSchedule(7, 2), 6)))
-    plan = count_bitops(model, (torch.ones(1, 4),), schedule, q_grad=8)
+    plan = count_bitops(model, (torch.ones(1, 4),), schedule, q_grad=8, convention="paper")
     first, second = 12 * (2 * 2 + 4 * 4 + 2 * 8 * (2 + 4)), 6 * 2 * (49 + 2 * 8 * 7)
     assert plan.total == (first + second) / 32**2
-    static = count_bitops(model, (torch.ones(1, 4),), StaticSchedule(8, 2)).total
+    static = count_bitops(model, (torch.ones(1, 4),), StaticSchedule(8, 2), convention="paper").total
     assert schedule.relative_cost(8, q_max=8) == pytest.approx(plan.total / static)
 
 
