@@ -6,6 +6,11 @@ once without a mutant: they must be green then, or their red says nothing.
 
     python -m bench.mutants                     # all of them, about ten minutes on two cores
     python -m bench.mutants --only bitops lstm  # those whose file or description holds a word
+    python -m bench.mutants --changed [COMMIT]  # made from the lines that a commit, or HEAD, does not have
+
+The list holds what its authors thought of; what was just written has no line there yet. So ``--changed`` makes mutants
+from the lines themselves (``bench.changes``): ``--most`` of them, drawn with ``--seed``, for the tests that stand
+nearest to their file. One that survives wants a test, or a look: some are no change of what the code does.
 
 Ends with 1 when a mutant survives, when its text is not in its file exactly once, or when its tests do not run.
 """
@@ -14,7 +19,9 @@ from __future__ import annotations
 
 import argparse
 import ast
+import difflib
 import os
+import random
 import re
 import shutil
 import subprocess
@@ -22,17 +29,19 @@ import sys
 import tempfile
 import time
 import tomllib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
+from bench.changes import changed_lines, changes
 from cpt_core.machine import usable_cores
 
 ROOT = Path(__file__).parents[1]
 TABLE = Path(__file__).with_suffix(".toml")
 LEFT_OUT = (".*", "*.egg-info", "build", "dist", "runs", "cache")  # made by machines, or not read by tests
 SECONDS = 900  # after this long a test hangs
+NEAREST = 4  # files of tests for a mutant that was made
 GREEN, RED = 0, 1  # what pytest ends with; all else is a test that did not run
 
 
@@ -46,6 +55,7 @@ class Mutant:
         before: a text that is in the file exactly once.
         after: what stands there instead.
         tests: below ``tests``, files or single tests, of which at least one must turn red.
+        made: by a machine; then it is noticed as well where tests cannot run or do not end.
     """
 
     file: str
@@ -53,9 +63,15 @@ class Mutant:
     before: str
     after: str
     tests: tuple[str, ...]
+    made: bool = False
 
     def __str__(self) -> str:
         return f"{self.file}: {self.what}"
+
+    def difference(self) -> str:
+        """Return the lines that are changed, as a patch has them."""
+        lines = difflib.ndiff(self.before.splitlines(), self.after.splitlines())
+        return "\n".join(line for line in lines if line[0] in "+-")
 
 
 def table(path: Path = TABLE) -> list[Mutant]:
@@ -66,6 +82,33 @@ def table(path: Path = TABLE) -> list[Mutant]:
         for file, mutants in files.items()
         for what, (before, after, *tests) in mutants.items()
     ]
+
+
+def made(ref: str, root: Path = ROOT) -> list[Mutant]:
+    """Return the mutants that a machine makes from the lines that a commit does not have."""
+    texts = {p.relative_to(root / "tests").as_posix(): p.read_text("utf-8") for p in root.glob("tests/**/test_*.py")}
+    found = []
+    for file, lines in changed_lines(ref, root).items():
+        tests = nearest(file, dict(sorted(texts.items())))
+        source = (root / "cpt_core" / file).read_text(encoding="utf-8")
+        found += [Mutant(file, *change, tests, made=True) for change in changes(source, lines)]
+    return found
+
+
+def nearest(file: str, texts: Mapping[str, str]) -> tuple[str, ...]:
+    """Return the tests that stand nearest to a file of the package, at most ``NEAREST`` of the ``texts`` by file.
+
+    First those that the list has for it, then those of its room that bear its name, and those that import it; where
+    there are none, some of its room.
+    """
+    module, name = "cpt_core." + file.removesuffix(".py").replace("/", "."), Path(file).stem
+    imports = re.compile(rf"{re.escape(module)}\b|from {re.escape(module.rpartition('.')[0])} import .*\b{name}\b")
+    listed = [test.partition("::")[0] for mutant in table() if mutant.file == file for test in mutant.tests]
+    room = [test for test in texts if Path(test).parent == Path(file).parent]
+    named = [test for test in room if name in Path(test).stem]
+    importing = [test for test in [*room, *texts] if imports.search(texts[test])]
+    found = dict.fromkeys([*(test for test in listed if test in texts), *named, *importing]) or room
+    return tuple(found)[:NEAREST]
 
 
 def problem(mutant: Mutant, root: Path = ROOT) -> str:
@@ -119,6 +162,8 @@ def tried(mutant: Mutant, root: Path = ROOT) -> str:
     status, said = run(mutant.tests, mutant, root)
     if status == RED:
         return "killed by " + ", ".join(re.findall(r"^FAILED tests/(\S+)", said, re.M))
+    if mutant.made and status != GREEN:
+        return "killed, its tests do not run"
     return "SURVIVED" if status == GREEN else f"NOT TRIED, its tests did not run:\n{said[-2000:]}"
 
 
@@ -130,7 +175,7 @@ def canary(mutants: Sequence[Mutant], jobs: int, root: Path = ROOT) -> bool:
         good = []
         for mutant, said in zip(mutants, pool.map(lambda m: tried(m, root), mutants), strict=True):
             good.append(said.startswith("killed"))
-            print(f"{mutant}: {said}", flush=True)
+            print(f"{mutant}: {said}" + (f"\n{mutant.difference()}" if said == "SURVIVED" else ""), flush=True)
         status, said = sound.result()
     if status != GREEN:
         print(f"the tests are not green without a mutant either:\n{said[-2000:]}")
@@ -142,10 +187,19 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("-j", "--jobs", type=int, default=usable_cores(), help="mutants at a time")
     parser.add_argument("--only", nargs="+", metavar="WORD", help="those whose file or description holds a word")
+    parser.add_argument("--changed", nargs="?", const="HEAD", metavar="COMMIT", help="made from lines that it has not")
+    parser.add_argument("--most", type=int, default=40, help="made ones at most (40)")
+    parser.add_argument("--seed", type=int, default=0, help="of the draw among more")
     given = parser.parse_args()
-    chosen = [m for m in table() if not given.only or any(word in str(m) for word in given.only)]
+    listed = made(given.changed) if given.changed else table()
+    chosen = [m for m in listed if not given.only or any(word in str(m) for word in given.only)]
+    if not chosen and given.changed:
+        sys.exit(f"nothing to change in the lines that {given.changed} does not have")
     if not chosen:
         sys.exit(f"no mutant has {' or '.join(given.only)} in its file or description")
+    if given.changed and given.most < len(chosen):
+        print(f"{given.most} of {len(chosen)}, drawn with seed {given.seed}", flush=True)
+        chosen = random.Random(given.seed).sample(chosen, given.most)
     began = time.monotonic()
     alive = canary(chosen, given.jobs)
     print(f"{len(chosen)} mutants in {time.monotonic() - began:.0f} s: {'all killed' if alive else 'NOT ALL KILLED'}")

@@ -1,8 +1,12 @@
 """``make mutants``: its table fits the package, and it tells mutants that are killed from all others."""
 
+import ast
+import subprocess
+
 import pytest
 
-from bench.mutants import Mutant, canary, problem, table, tried
+from bench.changes import changed_lines, changes
+from bench.mutants import Mutant, canary, made, nearest, problem, table, tried
 from cpt_core.paths import PACKAGE
 
 PROJECT = {
@@ -63,3 +67,124 @@ def test_whatever_is_not_killed_fails_the_canary(project, capsys):
 def test_tests_that_are_red_without_a_mutant_fail_the_canary(project, capsys):
     assert not canary([mutant("x / 2", "x", "test_red.py")], 2, project)
     assert "the tests are not green without a mutant either" in capsys.readouterr().out
+
+
+# --- those that a machine makes -------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("line", "wrong"),
+    [
+        ("x = a < b <= c", {"x = (a <= b <= c)", "x = (a < b < c)"}),
+        ("x = a == b", {"x = (a != b)"}),
+        ("x = a is None", {"x = (a is not None)"}),
+        ("x = a in b", {"x = (a not in b)"}),
+        ("x = a + b", {"x = (a - b)"}),
+        ("x = a - b * c", {"x = (a + b * c)", "x = a - (b / c)"}),
+        ("x = a | b", set()),
+        ("x -= y", {"x += y"}),
+        ("x = a and b", {"x = (a or b)"}),
+        ("x = not a", {"x = a"}),
+        ("x = [a[-1]]", {"x = [a[1]]", "x = [a[-2]]"}),
+        ("x = 0, 0.5, True", {"x = 1, 0.5, True", "x = 0, 1.5, True", "x = 0, 0.5, False"}),
+        ("x = 'é', 1", {"x = 'é', 2"}),  # columns are bytes
+        ("x = max(a, y.min())", {"x = min(a, y.min())", "x = max(a, y.max())"}),
+        ("x = f(a, b=c, **d)", {"x = f(a, **d)"}),
+        ("f(a)", {"pass"}),
+        ("x = a if f(b) else c", {"x = a if (not f(b)) else c"}),
+        ("x = [a for a in b if a]", {"x = [a for a in b if (not a)]"}),
+        ("def f(): return a", {"def f(): return"}),
+        ("def f(): return None", set()),
+        ("def f(a: 'list[1]' = (1)) -> g(b=2): ...", {"def f(a: 'list[1]' = (2)) -> g(b=2): ..."}),
+        ("raise ValueError(1 + 1)", set()),
+        ("x = f'{1 + 1}'", set()),
+        ("'1 + 1'", set()),
+    ],
+)
+def test_every_way_to_change_a_line(line, wrong):
+    found = changes(f"{line}\n", {1})
+    assert {change.after.rstrip("\n") for change in found} == wrong
+    assert len(found) == len(wrong)
+
+
+@pytest.mark.parametrize("file", ["schedules/solver.py", "quantization/record.py"])
+def test_a_change_is_of_its_lines_alone_and_makes_python(file):
+    source = (PACKAGE / file).read_text(encoding="utf-8")
+    lines = source.splitlines()
+    wanted = set(range(0, len(lines) + 1, 4))
+    found = changes(source, wanted)
+    assert len(found) > 10
+    for change in found:
+        assert problem(Mutant(file, *change, ("test_mutants.py",))) == ""
+        other = source.replace(change.before, change.after)
+        assert ast.dump(ast.parse(other)) != ast.dump(ast.parse(source))
+        first = int(change.what.removeprefix("line ").partition(":")[0])
+        same = next(i for i, (a, b) in enumerate(zip(lines, other.splitlines(), strict=False), 1) if a != b)
+        assert first == same
+    assert not changes(source, set())
+
+
+def test_a_line_that_stands_twice_is_told_from_the_other():
+    source = "x = 1\nx = 1\nx = 1\n"
+    results = [source.replace(c.before, c.after) for n in (1, 2, 3) for c in changes(source, {n})]
+    assert results == ["x = 2\nx = 1\nx = 1\n", "x = 1\nx = 2\nx = 1\n", "x = 1\nx = 1\nx = 2\n"]
+
+
+@pytest.fixture
+def repository(project):
+    """The project with what was changed since: a line, a new file, one that is gone, one that is no Python."""
+
+    def git(*words):
+        who = ["-c", "user.name=A", "-c", "user.email=a@b.c", "-c", "commit.gpgsign=false"]
+        subprocess.run(["git", *who, *words], cwd=project, check=True, capture_output=True)
+
+    (project / "cpt_core" / "gone.py").write_text("x = 1\n")
+    git("init", "-q")
+    git("add", ".")
+    git("commit", "-qm", "first")
+    (project / "cpt_core" / "half.py").write_text(
+        "def half(x):\n    return x / 2\n\n\ndef less(x):\n    return x - 0\n"
+    )
+    git("commit", "-qam", "second")
+    (project / "cpt_core" / "gone.py").unlink()
+    (project / "cpt_core" / "room").mkdir()
+    (project / "cpt_core" / "room" / "new.py").write_text("x = 1\ny = 2\n")
+    (project / "cpt_core" / "notes.txt").write_text("x = 1\n")
+    (project / "tests" / "test_half.py").write_text(
+        "from cpt_core.half import less\n\n\ndef test_less():\n    assert less(3) == 3\n"
+    )
+    return project
+
+
+def test_lines_that_a_commit_does_not_have(repository):
+    assert changed_lines("HEAD", repository) == {"room/new.py": {1, 2, 3}}
+    assert changed_lines("HEAD~1", repository) == {"half.py": {3, 4, 5, 6}, "room/new.py": {1, 2, 3}}
+    with pytest.raises(ValueError, match=r"git diff .* nowhere"):
+        changed_lines("nowhere", repository)
+
+
+def test_mutants_are_made_of_changed_lines_and_survivors_are_shown(repository, capsys):
+    found = [m for m in made("HEAD~1", repository) if m.file == "half.py"]
+    assert {m.tests for m in found} == {("test_half.py",)}
+    assert not canary(found, 1, repository)
+    assert capsys.readouterr().out.splitlines() == [
+        "half.py: line 6: `return x - 0` becomes `return`: killed by test_half.py::test_less",
+        "half.py: line 6: `x - 0` becomes `x + 0`: SURVIVED",
+        "-     return x - 0",
+        "+     return (x + 0)",
+        "half.py: line 6: `0` becomes `1`: killed by test_half.py::test_less",
+    ]
+    stops = Mutant("half.py", "made", "def less", "1 / 0\n\n\ndef less", ("test_half.py",), made=True)
+    assert tried(stops, repository) == "killed, its tests do not run"
+
+
+def test_the_nearest_tests_come_first():
+    texts = {
+        "room/test_other.py": "import torch",
+        "room/test_the_new_one.py": "",
+        "test_a.py": "from cpt_core.room.new import x",
+        "test_b.py": "from cpt_core.room import old, new\n",
+        "test_c.py": "from cpt_core.room.newer import x",
+    }
+    assert nearest("room/new.py", texts) == ("room/test_the_new_one.py", "test_a.py", "test_b.py")
+    assert nearest("room/else.py", texts) == ("room/test_other.py", "room/test_the_new_one.py")

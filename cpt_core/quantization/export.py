@@ -31,7 +31,7 @@ from cpt_core.kernels.integer import MOST_BITS, QuantizedTensor
 from cpt_core.quantization.convert import layer_precisions
 from cpt_core.quantization.coverage import forget_first_pass
 from cpt_core.quantization.layers import QuantizedLayer
-from cpt_core.quantization.precision import HALF, LayerPrecision
+from cpt_core.quantization.precision import LayerPrecision
 from cpt_core.quantization.scheduler import precision
 
 
@@ -48,17 +48,16 @@ class Codes(nn.Module):
     scale: Tensor
     low: Tensor
 
-    def __init__(self, x: QuantizedTensor, dtype: torch.dtype) -> None:
-        """Keep the numbers; ``dtype`` is what products are computed in."""
+    def __init__(self, x: QuantizedTensor) -> None:
+        """Keep the numbers."""
         super().__init__()
-        self.offset, self.dtype = float(x.half), dtype
+        self.offset = float(x.half)
         for name in ("codes", "scale", "low"):
             self.register_buffer(name, getattr(x, name))
 
     def forward(self) -> Tensor:
-        """Return the values, bit for bit those of the simulation."""
-        values = (self.codes.float() + self.offset) * self.scale + self.low
-        return values if self.dtype == torch.float32 else values.to(self.dtype)
+        """Return the values, float32, bit for bit those of the simulation, which computes in it for half types too."""
+        return (self.codes.float() + self.offset) * self.scale + self.low
 
 
 def export(
@@ -95,8 +94,8 @@ def export(
     Raises:
         ValueError: for a model that is not converted, is in training mode or has running ranges that nothing has
             filled; for other bits, or weights in another format than an affine one; for graph convolutions, whose
-            graphs a program does not take; for a layer whose parent uses its weights itself, or whose parameters
-            something has replaced, as a parametrisation does.
+            graphs a program does not take; for layers in float64; for a layer whose parent uses its weights itself, or
+            whose parameters something has replaced, as a parametrisation does.
     """
     arguments(inputs)
     _check(model, bits)
@@ -143,6 +142,8 @@ def _check(model: nn.Module, bits: int | str | Mapping[str, int]) -> None:
             raise ValueError(f"layer {name!r} is a {module.FLOAT.__name__}, and a program takes no graphs")
         if "FLOAT" not in vars(type(module)):  # quantize_ did not make it
             raise ValueError(f"layer {name!r} was made a {type(module).__name__} after quantize_; undo that first")
+        if any(p.dtype == torch.float64 for p in module.parameters(recurse=False)):
+            raise ValueError(f"layer {name!r} computes in float64, a program in float32: call model.float()")
         if layer.called is False:
             raise ValueError(
                 f"layer {name!r} is not called by the module that holds it, which may use its weights itself; leave "
@@ -174,8 +175,7 @@ def _encode_parameters_(module: nn.Module, layer: LayerPrecision) -> None:
     layer.execution = "simulated"
     for name, parameter in list(module.named_parameters(recurse=False)):
         role = name.partition("_")[0]  # "weight" of weight_ih_l0
-        wide = parameter.float() if parameter.dtype in HALF else parameter
-        codes = Codes(layer.encoded(role, wide.detach()), wide.dtype)
+        codes = Codes(layer.encoded(role, parameter.detach().float()))
         delattr(module, name)
         setattr(module, name, codes)
     del layer.noise_key

@@ -216,9 +216,8 @@ function tableOf(experiment, arms) {
 }
 
 function showResults({ relative_cost: cost, s }) {
-  const near = (arm) => Math.abs(arm.relative_cost / cost - 1) <= WITHIN;
-  const comparable = EXPERIMENTS.filter((experiment) => experiment.q_max === s.q_max);
-  const found = comparable.map((experiment) => [experiment, experiment.arms.filter(near)]).filter(([, arms]) => arms.length);
+  const comparable = armsAtCost(EXPERIMENTS, cost, s.q_max, WITHIN);
+  const found = comparable.filter(([, arms]) => arms.length);
   const all = [...new Set(EXPERIMENTS.map((experiment) => experiment.q_max))].join(", ");
   const small =
     "They are small runs, of seconds to minutes on a CPU, on the data that their titles name, each with its own length, cycles and " +

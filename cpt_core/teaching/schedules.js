@@ -276,3 +276,9 @@ function scheduleMath(constants) {
 
   return { explore, rint };
 }
+
+// Of every experiment with this q_max, to which costs are relative: [experiment, its arms that cost this, within a share].
+function armsAtCost(experiments, cost, q_max, within) {
+  const near = (arm) => Math.abs(arm.relative_cost / cost - 1) <= within;
+  return experiments.filter((e) => e.q_max === q_max).map((e) => [e, e.arms.filter(near)]);
+}

@@ -225,6 +225,12 @@ def test_runs_that_diverged_count_as_chance():
     assert found.lost == 13
     assert found.word == "weights and activations hurt more"
     assert found.primary[0].mean == pytest.approx(-100 * math.log(2000 / 10), abs=0.2)
+    tasks = ("h2/facebook", "h2/characters", "h2/sage")
+    found = answer("H2", *(rows(task, lambda s: 0.0, lost=("static 5",)) for task in tasks))
+    by_unit = {"points": 90 - 100 / 4, "%": 100 * math.log(102 / 10)}  # four classes, 102 characters
+    assert {e.what: e.mean for e in found.primary if "static 5" in e.what} == {
+        e.what: pytest.approx(by_unit[e.unit], abs=0.2) for e in found.primary if "static 5" in e.what
+    }
 
 
 @pytest.mark.parametrize("grid", ["h2/facebook", "h2/characters", "h2/sage"])

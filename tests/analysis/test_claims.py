@@ -26,6 +26,7 @@ from cpt_core.analysis.claims import (
     verdict,
 )  # fmt: skip
 from cpt_core.analysis.effects import Claim, Effect
+from cpt_core.analysis.measures import MEASURES
 from cpt_core.analysis.runs import table
 from cpt_core.experiments import designs, grids
 from cpt_core.paths import paper_dir, results_dir
@@ -136,6 +137,16 @@ def test_holm_takes_what_one_experiment_alone_would_settle():
     assert of(weak, none, none) == [OPEN] * 3
     assert of(weak, strong) == [CONFIRMED] * 2  # the strong one is decided first: then there is one left
     assert holm([]) == []
+
+
+def test_runs_at_other_scales_weaken_no_word(monkeypatch):
+    """Holm's correction is over the experiments of one scale: small ones and the paper's are apart."""
+    weak, none = students(0.1, 0.9, 0.5, 0.2, 0.6), students(-1, 1, 0.5, -0.5, 0.1)
+    for scale, other in (("paper", "demo"), ("demo", "paper")):
+        effects = [replace(weak, scale=scale), replace(none, scale=other), replace(none, scale=other)]
+        monkeypatch.setitem(MEASURES, "made_up", lambda runs, claim, effects=effects: effects)
+        claim = replace(IDS["schedule_controls"], measure="made_up", margin=0.0)
+        assert [word for _, word in judge(claim, table([])).effects] == [CONFIRMED, OPEN, OPEN]
 
 
 # --- effects --------------------------------------------------------------------------------------

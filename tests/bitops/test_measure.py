@@ -193,6 +193,18 @@ def test_bitops_are_those_of_the_plan_with_all_parts_of_a_layer():
             assert measured.other(q).bitops == pytest.approx(0)
 
 
+def test_bitops_of_a_layer_are_not_those_of_one_whose_name_begins_alike():
+    layers = {"fc1": nn.Linear(4, 6), "fc10": nn.Linear(6, 5), "fc1_0": nn.Linear(5, 3)}
+    model = nn.Sequential()
+    for name, layer in layers.items():
+        model.add_module(name, layer)
+    found = measure_cost(cpt.quantize_(model), (torch.ones(2, 4),), bits=[8], repeats=1).layers
+    macs = {"fc1": 2 * 4 * 6, "fc10": 2 * 6 * 5, "fc1_0": 2 * 5 * 3}
+    assert {name: spent[8].bitops for name, spent in found.items()} == {
+        name: 3 * n * 8 * 8 / 32**2 for name, n in macs.items()
+    }
+
+
 @pytest.mark.parametrize("execution", ["simulated", "integer"])
 def test_the_model_is_left_as_it_was(execution):
     model, inputs = network(execution=execution)
@@ -244,6 +256,7 @@ def test_bits_of_a_schedule_and_its_measured_cost(clock):
     assert (measured.bits, measured.q_grad) == ((3, 5, 8), 6)
     assert [measured.seconds(q) for q in measured.bits] == [1, 2, 4]
     assert measured.relative_cost(StaticSchedule(8, 10)) == 1
+    assert measured.relative_cost(schedule) == (20 * 1 + 20 * 2) / 40 / 2  # relative to its own q_max, 5
     with pytest.raises(ValueError, match=r"^4 bits were not measured; measured: 3, 5, 8$"):
         measured.relative_cost(TableSchedule(((3, 10), (4, 10))))
     layered = LayeredSchedule(((("*",), schedule, 1),))

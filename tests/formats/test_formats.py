@@ -168,6 +168,10 @@ def test_a_hole_is_named():
     ladder = FormatLadder({3: "e2m1", 8: "e4m3"})
     with pytest.raises(ValueError, match=r"hole at level 5: its levels are 3, 8; ladder.filled\(\)"):
         ladder.check([3, 8, 5])
+    for level in set(range(1, 32)) - {3, 8}:
+        with pytest.raises(ValueError, match=f"hole at level {level}:"):
+            ladder[level]
+    assert str(ladder[32]) == "float32"
     assert str(ladder.filled()[7]) == "e2m1"
     assert str(AFFINE[24]) == "float32"
     assert AFFINE[23] == Format.affine(23)

@@ -185,6 +185,15 @@ def test_any_configuration(name):
     assert torch.equal(program.module()(2 * pictures(1, n=6)), evaluated(model, (2 * pictures(1, n=6),), 4))
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_a_model_of_half_a_type_stays_one(dtype):
+    x = numbers(4, 12)[0].to(dtype)
+    model = filled(perceptron().to(dtype), x)
+    found, expected = cpt.export(model, (x,)).module()(3 * x), evaluated(model, (3 * x,), 8)
+    assert found.dtype == expected.dtype == dtype
+    assert torch.equal(found, expected)
+
+
 def test_products_on_codes_agree_up_to_their_rounding():
     model = filled(small(), pictures(), execution="integer")
     x = pictures(1)
@@ -248,6 +257,8 @@ def test_models_that_cannot_be_handed_over_are_refused():
     graphs = cpt.quantize_(nn.ModuleList([cpt.GraphConv(4, 2)])).eval()
     with pytest.raises(ValueError, match="layer '0' is a GraphConv, and a program takes no graphs"):
         cpt.export(graphs, ())
+    with pytest.raises(ValueError, match=r"layer '0' computes in float64, a program in float32: call model.float\(\)"):
+        cpt.export(filled(perceptron().double(), x[0].double()), (x[0].double(),))
 
 
 class Bypassing(nn.Module):

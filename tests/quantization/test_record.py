@@ -266,6 +266,20 @@ def test_gradients_have_the_noise_of_the_training():
     assert row["snr_db"] > 20 * math.log10(LEAST_GRADIENT_TO_NOISE) or row["gradient_to_noise"] <= 3**0.5
 
 
+def test_each_gradient_is_on_its_own_levels():
+    """0, 1, 2, 3 of two bits are exact, as is every third of them; one bit leaves the ends."""
+    model = cpt.quantize_(nn.Sequential(nn.Linear(4, 4)), cpt.QuantConfig().with_gradient_rounding("nearest"))
+    start = torch.optim.SGD(model.parameters(), 0.1)
+    cpt.PrecisionScheduler(model, cpt.RoleSchedules(cpt.StaticSchedule(8, 1), 8, error=1, weight_gradient=2))
+    with cpt.record(model, every=1) as recording:
+        model(drawn(1, 4).requires_grad_()).backward(torch.tensor([[0.0, 1.0, 2.0, 3.0]]))
+        start.step()
+    error, weight = row_of(recording, "grad"), row_of(recording, "weight_grad")
+    assert (error["level"], error["levels_used"], weight["level"], weight["levels_used"]) == (1, 1, 2, 1)
+    assert error["relative_error"] == pytest.approx(math.sqrt(2 / 14))
+    assert weight["relative_error"] == 0
+
+
 def test_what_is_exact_has_no_noise():
     _, recording = one_pass(torch.zeros(2, 3), torch.ones(2, 3))
     for role in ("input", "weight", "grad"):
@@ -374,9 +388,10 @@ def test_ranges_of_several_passes_are_put_together(model):
 
 
 def test_a_resumed_training_counts_on(model):
-    with cpt.record(model, every=2, step=100) as recording:
-        steps(model, 3)
-    assert recording.steps == [100, 102]
+    for first in (100, 101):  # the first step of the block is recorded, whatever its number
+        with cpt.record(model, every=2, step=first) as recording:
+            steps(model, 3)
+        assert recording.steps == [first, first + 2]
 
 
 def test_what_the_block_leaves_unfinished_is_a_step(model):

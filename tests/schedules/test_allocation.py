@@ -12,6 +12,8 @@ from hypothesis import strategies as st
 from cpt_core.formats.ladder import LADDERS
 from cpt_core.schedules import cost
 from cpt_core.schedules.allocation import TOLERANCE, allocate, spread_bits, static_of_cost
+from cpt_core.schedules.layered import LayeredSchedule
+from cpt_core.schedules.schedule import TableSchedule
 from cpt_core.schedules.sensitivity import FLOOR, Sensitivity
 
 WINDOWS, GROUPS = 8, 3
@@ -140,11 +142,12 @@ def test_noise_in_the_measurement_is_not_followed():
 
 
 def test_negative_and_diverged_responses_are_bounded_and_shown():
-    s = measured(time=[-3.0] + [1.0] * 7, layers=(float("nan"), 50, 3))
+    s = measured(time=[-3.0] + [1.0] * 7, layers=(float("nan"), 50, 9))
     time, layers = s.weights("time"), s.weights("layers")
     assert time[0] == pytest.approx(FLOOR * s.even("time")[0])
     assert time[1] > time[0] > 0
-    assert layers[0] / MACS[0] == pytest.approx((layers[1:] / MACS[1:]).max())
+    per_mac = 3 / (320 * s.added)  # of the third, the largest; the second has 1
+    assert layers / MACS == pytest.approx([per_mac, per_mac / 3, per_mac])
     shown = str(s).splitlines()
     assert shown[2].startswith("steps 0 to 39")
     assert shown[2].endswith("floor")
@@ -188,6 +191,18 @@ def test_it_comes_back_from_json():
     assert np.isnan(again.in_windows[0][-1])
     assert again.to_dict() == s.to_dict()
     assert s.figure().axes
+
+
+def test_what_a_schedule_loses_is_a_sum_over_steps_and_layers():
+    s = measured(time=(1, 2, 5), layers=(100, 20), macs=(100, 10), steps=12)
+    bits = np.array([[3, 4, 5, 6, 7, 8, 2, 3, 4, 5, 6, 7], [8, 2, 3, 4, 5, 6, 7, 8, 2, 3, 4, 5]])
+    over_time = np.repeat([1, 2, 5], 4) / (8 / 3)  # relative to their mean
+    by_layer = np.array([100, 20]) / (12 * s.added)
+    lost = [sum(over_time[t] * by_layer[i] * 4.0 ** -int(q) for t, q in enumerate(row)) for i, row in enumerate(bits)]
+    parts = [TableSchedule(tuple((int(q), 1) for q in row)) for row in bits]
+    layered = LayeredSchedule(tuple((g, p, m) for g, p, m in zip(s.groups, parts, s.macs, strict=True)))
+    assert s.promised(layered) == pytest.approx(sum(lost))
+    assert s.promised(parts[0]) == pytest.approx(lost[0] * 1.2)  # the same bits in both, of which one is a fifth
 
 
 def test_agreement_with_the_estimate():

@@ -196,6 +196,14 @@ def test_it_leads_back_where_it_is_told_to(page, tmp_path):
     assert '<a href="index.html">Back to the course</a>' in told
 
 
+def test_arms_of_about_the_same_cost_and_the_same_q_max_are_shown(engine):
+    arms = [{"arm": name, "relative_cost": cost} for name, cost in zip("abcd", (0.47, 0.48, 0.52, 0.53), strict=True)]
+    experiments = [{"name": str(q), "q_max": q, "arms": arms} for q in (8, 6, 8)] + [{"q_max": 8, "arms": arms[:1]}]
+    found = json.loads(engine.eval(f"JSON.stringify(armsAtCost({json.dumps(experiments)}, 0.5, 8, 0.05))"))
+    assert [(e["q_max"], "".join(arm["arm"] for arm in near)) for e, near in found] == [(8, "bc"), (8, "bc"), (8, "")]
+    assert engine.eval(f"armsAtCost({json.dumps(experiments)}, 0.5, 5, 0.05).length") == 0
+
+
 def test_results_are_those_of_the_committed_rows(page):
     (told,) = re.findall(r"^const EXPERIMENTS = (.*);$", page, flags=re.MULTILINE)
     shown = json.loads(told)

@@ -65,6 +65,25 @@ def test_what_is_lost_is_the_difference_to_the_base():
     assert mean - low == pytest.approx(high - mean)
 
 
+def test_more_of_a_loss_is_lost_quality():
+    """Every step with a bit less in layer "0" adds 1 to the loss afterwards, and 2 in layer "4"."""
+    model, train_step, optimizer, _ = problem()
+    harm = 0.0
+
+    def harmed(step):
+        nonlocal harm
+        layers = layer_precisions(model)
+        harm *= step % 9 > 0  # a training is 8 steps and one at q_max bits, whose loss counts
+        harm += (layers["0"].bits == 2) + 2 * (layers["4"].bits == 2)
+        train_step(step)
+        return 1 + harm
+
+    found = sensitivity(model, harmed, optimizer, estimate=False, **SHORT)
+    assert (found.quality, found.reference) == ("loss", (1, 1))
+    assert found.in_windows == ((4 * 3, 4 * 3),) * 2
+    assert found.in_groups == ((8 * 1, 8 * 2),) * 2
+
+
 def test_a_model_is_left_as_it_was():
     model, train_step, optimizer, _ = problem(dropout=0.2)
     before, random = copy.deepcopy(model.state_dict()), torch.get_rng_state()

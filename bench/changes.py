@@ -1,0 +1,173 @@
+"""Small wrong changes of lines of Python, made by a machine: what ``bench.mutants --changed`` tries.
+
+A comparison has another edge, a sum is a difference, ``and`` is ``or``, a condition is turned, a number is one more, a
+maximum is a minimum, an argument is left out, a call is not made, a function returns nothing. Annotations, decorators
+and what is raised stay: hardly a test should mind them.
+
+>>> for change in changes("def least(a, b):\\n    return a < b and max(a, 1)\\n", {2}):
+...     print(change.what)
+line 2: `return a < b and max(a, 1)` becomes `return`
+line 2: `a < b and max(a, 1)` becomes `a < b or max(a, 1)`
+line 2: `a < b` becomes `a <= b`
+line 2: `max(a, 1)` becomes `min(a, 1)`
+line 2: `1` becomes `2`
+"""
+
+from __future__ import annotations
+
+import ast
+import copy
+import re
+import subprocess
+from collections.abc import Collection, Iterator
+from pathlib import Path
+from textwrap import shorten
+from typing import Any, NamedTuple
+
+COMPARED: dict[type[ast.cmpop], type[ast.cmpop]] = {
+    ast.Lt: ast.LtE, ast.LtE: ast.Lt, ast.Gt: ast.GtE, ast.GtE: ast.Gt, ast.Eq: ast.NotEq, ast.NotEq: ast.Eq,
+    ast.Is: ast.IsNot, ast.IsNot: ast.Is, ast.In: ast.NotIn, ast.NotIn: ast.In,
+}  # fmt: skip
+COMPUTED: dict[type[ast.operator], type[ast.operator]] = {
+    ast.Add: ast.Sub, ast.Sub: ast.Add, ast.Mult: ast.Div, ast.Div: ast.Mult, ast.FloorDiv: ast.Div, ast.Mod: ast.Mult,
+}  # fmt: skip
+CALLED = {"min": "max", "max": "min", "any": "all", "all": "any", "floor": "ceil", "ceil": "floor"}
+LEFT_ALONE = {"annotation", "returns", "decorator_list"}  # fields of nodes
+
+
+class Change(NamedTuple):
+    """A wrong change.
+
+    Attributes:
+        what: the line, what stands there, and what instead, in one line.
+        before: the changed lines, with as many around them as make them unlike all others of the file.
+        after: what stands there instead.
+    """
+
+    what: str
+    before: str
+    after: str
+
+
+def changed_lines(ref: str, root: Path, folder: str = "cpt_core") -> dict[str, set[int]]:
+    """Return the lines of Python files below ``root/folder`` that a commit does not have, by file below the folder.
+
+    Those of the working tree: what is not committed counts, and so do files that git does not know yet.
+
+    Raises:
+        ValueError: for what is no commit.
+    """
+    found: dict[str, set[int]] = {}
+    for line in _git(root, "diff", "--unified=0", "--no-renames", "--no-ext-diff", ref, "--", folder).splitlines():
+        if named := re.match(r"\+\+\+ b/(.*\.py)$", line):
+            lines = found.setdefault(named[1], set())
+        elif line.startswith("+++ "):  # another file, or one that is gone
+            lines = set()
+        elif hunk := re.match(r"@@ \S+ \+(\d+)(?:,(\d+))? @@", line):
+            lines.update(range(int(hunk[1]), int(hunk[1]) + int(hunk[2] or 1)))
+    for name in _git(root, "ls-files", "--others", "--exclude-standard", "--", f"{folder}/*.py").splitlines():
+        found[name] = set(range(1, (root / name).read_text(encoding="utf-8").count("\n") + 2))
+    return {name.removeprefix(f"{folder}/"): lines for name, lines in found.items() if lines}
+
+
+def _git(root: Path, *words: str) -> str:
+    done = subprocess.run(["git", *words], cwd=root, text=True, capture_output=True)
+    if done.returncode:
+        raise ValueError(f"git {' '.join(words)}: {done.stderr.strip()}")
+    return done.stdout
+
+
+def changes(source: str, lines: Collection[int]) -> list[Change]:
+    """Return the wrong changes of these lines of a source, those of a node after those of what it is in."""
+    found = []
+    for node in _nodes(ast.parse(source)):
+        for old, new in _wrong(node):
+            if lines_of(old).isdisjoint(lines):
+                continue
+            change = _change(source, old, new)
+            try:
+                ast.parse(source.replace(change.before, change.after))
+            except SyntaxError:  # a pattern cannot be everything that an expression can
+                continue
+            found.append(change)
+    return found
+
+
+def lines_of(node: ast.expr | ast.stmt) -> set[int]:
+    """Return the numbers of the lines that a node is on."""
+    return set(range(node.lineno, (node.end_lineno or node.lineno) + 1))
+
+
+def _nodes(node: ast.AST) -> Iterator[ast.AST]:
+    if isinstance(node, (ast.Raise, ast.JoinedStr)):
+        return
+    yield node
+    for name, value in ast.iter_fields(node):
+        for child in value if isinstance(value, list) else [value]:
+            if isinstance(child, ast.AST) and name not in LEFT_ALONE:
+                yield from _nodes(child)
+
+
+def _wrong(node: ast.AST) -> Iterator[tuple[ast.expr | ast.stmt, ast.expr | ast.stmt]]:
+    """Yield a node, or a part of it, with what may stand there instead."""
+    match node:
+        case ast.Compare(ops=ops):
+            for i, op in enumerate(ops):
+                yield node, _with(node, ops=[*ops[:i], COMPARED[type(op)](), *ops[i + 1 :]])
+        case ast.BinOp(op=op) | ast.AugAssign(op=op) if type(op) in COMPUTED:
+            yield node, _with(node, op=COMPUTED[type(op)]())
+        case ast.BoolOp(op=op):
+            yield node, _with(node, op=ast.Or() if isinstance(op, ast.And) else ast.And())
+        case ast.UnaryOp(op=ast.Not() | ast.USub(), operand=operand):
+            yield node, operand
+        case ast.Constant(value=bool(value)):
+            yield node, ast.Constant(not value)
+        case ast.Constant(value=int(value) | float(value)):
+            yield node, ast.Constant(value + 1)
+        case ast.Call(func=func, keywords=keywords):
+            match func:
+                case ast.Name(id=name) if name in CALLED:
+                    yield node, _with(node, func=ast.Name(CALLED[name]))
+                case ast.Attribute(attr=name) if name in CALLED:
+                    yield node, _with(node, func=_with(func, attr=CALLED[name]))
+            for i, keyword in enumerate(keywords):
+                if keyword.arg is not None:
+                    yield node, _with(node, keywords=keywords[:i] + keywords[i + 1 :])
+        case ast.Return(value=ast.expr() as value) if not (isinstance(value, ast.Constant) and value.value is None):
+            yield node, ast.Return()
+        case ast.Expr(value=ast.Call()):
+            yield node, ast.Pass()
+        case ast.If(test=test) | ast.While(test=test) | ast.IfExp(test=test):
+            yield from _turned(test)
+        case ast.comprehension(ifs=tests):
+            for test in tests:
+                yield from _turned(test)
+
+
+def _turned(test: ast.expr) -> Iterator[tuple[ast.expr, ast.expr]]:
+    """Yield a condition and its opposite, unless it is of a kind that is changed in its own way."""
+    if not isinstance(test, (ast.Compare, ast.BoolOp, ast.UnaryOp, ast.Constant)):
+        yield test, ast.UnaryOp(ast.Not(), test)
+
+
+def _with(node: Any, **fields: Any) -> Any:
+    """Return a node with other fields."""
+    other = copy.copy(node)
+    for name, value in fields.items():
+        setattr(other, name, value)
+    return other
+
+
+def _change(source: str, old: ast.expr | ast.stmt, new: ast.expr | ast.stmt) -> Change:
+    lines = source.encode().splitlines(keepends=True)  # columns count bytes
+    first, last = old.lineno - 1, old.end_lineno or old.lineno
+    text = ast.unparse(new)
+    if isinstance(new, (ast.Compare, ast.BinOp, ast.BoolOp, ast.UnaryOp)):
+        text = f"({text})"  # whatever stands around it
+    changed = lines[first][: old.col_offset] + text.encode() + lines[last - 1][old.end_col_offset :]
+    start, stop = first, last
+    while source.find(before := b"".join(lines[start:stop]).decode()) != source.rfind(before):
+        start, stop = (start - 1, stop) if start else (0, stop + 1)
+    after = b"".join([*lines[start:first], changed, *lines[last:stop]]).decode()
+    was, becomes = (shorten(ast.unparse(node), 80, placeholder=" ...") for node in (old, new))
+    return Change(f"line {old.lineno}: `{was}` becomes `{becomes}`", before, after)
