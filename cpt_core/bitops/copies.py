@@ -93,15 +93,16 @@ def storage_of(x: Tensor) -> StorageWeakRef | None:
 @contextmanager
 def as_it_was(model: nn.Module) -> Iterator[None]:
     """Put buffers, the rounding noise and torch's random numbers back afterwards."""
-    buffers = [(b, b.detach().clone()) for b in model.buffers()]
+    keys = [m.noise_key for m in model.modules() if isinstance(m, LayerPrecision)]
+    held = [(t, t.detach().clone()) for t in (*model.buffers(), *keys)]
     devices = sorted({p.device.index or 0 for p in model.parameters() if p.is_cuda})
     try:
         with torch.random.fork_rng(devices):
             yield
     finally:
         with torch.no_grad():
-            for buffer, value in buffers:
-                buffer.copy_(value)
+            for tensor, value in held:
+                tensor.copy_(value)
 
 
 @contextmanager

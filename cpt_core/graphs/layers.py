@@ -41,6 +41,7 @@ class Precision:
     """
 
     execution = "simulated"
+    linear, matmul = staticmethod(nn.functional.linear), staticmethod(torch.matmul)
 
     def __init__(self) -> None:
         """Quantise nothing."""
@@ -91,7 +92,7 @@ class Precision:
             tail: what follows.
         """
         operands = self.scaled_operand("input", x, scale), self.operand("weight", weight)
-        return self._followed(nn.functional.linear(*operands) if linear else torch.matmul(*operands), tail)
+        return self._followed((self.linear if linear else self.matmul)(*operands), tail)
 
     def neighbour_sum(
         self, graph: Graph, x: Tensor, scale: Tensor | None, reduce: str, tail: Tail | None = None

@@ -282,10 +282,26 @@ def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> Non
 def _gradient(ops: Any, ctx: Any, d_out: Any, d_h: Any, d_c: Any, *_: Any) -> tuple[Tensor | None, ...]:
     weight, gates, operands, before, tanh_c = ctx.saved_tensors
     given = (d_out, d_h, d_c), ctx.state, weight, (gates, before, tanh_c), ctx.steps, ctx.quantizes, ctx.advance
-    d_gates, behind, d_h, d_c = gradients(ops, *given)
-    d_weight = behind.t().mm(operands) if ctx.needs_input_grad[1] else None
+    with torch.autocast(weight.device.type, enabled=False):  # compilers trace this under that of the forward pass
+        d_gates, behind, d_h, d_c = gradients(ops, *given)
+        d_weight = behind.t().mm(operands) if ctx.needs_input_grad[1] else None
     d_bias = behind.sum(0) if ctx.has_bias and ctx.needs_input_grad[2] else None
     return d_gates, d_weight, d_bias, d_h, d_c, *[None] * (len(ctx.needs_input_grad) - 5)
+
+
+class Recurrence(torch.autograd.Function):
+    """``forward`` in compiled code, which may change what a Function keeps (the key), but not what an operator does."""
+
+    @staticmethod
+    def forward(ctx: Any, ops: Any, *args: Any) -> tuple[Tensor, ...]:
+        found = ops.lstm_forward(*args)
+        ctx.ops = ops
+        _setup(ctx, args, found)
+        return found
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> tuple[Tensor | None, ...]:
+        return None, *_gradient(ctx.ops, ctx, *gradients)
 
 
 def gradients(

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from cpt_core.checks import whole
+from cpt_core.kernels.products import matmul
 from cpt_core.kernels.reference import traced_noise
 
 
@@ -43,4 +44,4 @@ def rotate(x: Tensor, size: int, seed: int, inverse: bool = False) -> Tensor:
     noise = traced_noise(torch.tensor(whole("seed", seed), device=x.device), size)
     matrix = torch.where(noise[:, None] < 0, -matrix, matrix) * size**-0.5
     blocks = x.unflatten(-1, (-1, size))
-    return (blocks @ (matrix.t() if inverse else matrix).to(x.dtype)).flatten(-2)
+    return matmul(blocks, (matrix.t() if inverse else matrix).to(x.dtype)).flatten(-2)

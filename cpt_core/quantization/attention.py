@@ -29,6 +29,7 @@ import torch
 from torch import Tensor, nn
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+from cpt_core.kernels.products import matmul
 from cpt_core.quantization.integer import GradientRounding, first_order, product, saved_operands
 from cpt_core.quantization.layers import PASSES, QuantizedLayer
 from cpt_core.quantization.precision import LayerPrecision
@@ -108,7 +109,7 @@ def _attend(
 def _multiply(p: LayerPrecision, roles: tuple[str, str], a: Tensor, b: Tensor) -> Tensor:
     if p.execution == "integer" and p.on_codes(a):
         return product_on_codes(p, roles, a, b)
-    return p.multiplied(torch.matmul, p.operand(roles[0], a), p.operand(roles[1], b))
+    return p.multiplied(matmul, p.operand(roles[0], a), p.operand(roles[1], b))
 
 
 @torch.compiler.disable

@@ -136,6 +136,14 @@ class _QuantizeGradient(torch.autograd.Function):
         return round_gradient(gradient, ctx.levels, ctx.quantizer, ctx.key), None, None, None
 
 
+def counts_in_backward() -> bool:
+    """Whether a backward pass adds 1 to the key of its noise; else the forward pass has drawn it from there.
+
+    Before torch 2.12, compiled code must not change what a backward pass that is still to come was given.
+    """
+    return not torch.compiler.is_compiling() or torch.__version__ >= (2, 12)
+
+
 def round_gradient(gradient: Tensor, levels: Tensor, quantizer: Quantizer, key: Tensor | None) -> Tensor:
     """Return a quantised gradient on its own range; what the backward pass of ``quantize_gradient`` does."""
     if gradient.numel() == 0:
@@ -144,7 +152,7 @@ def round_gradient(gradient: Tensor, levels: Tensor, quantizer: Quantizer, key: 
         return fake_quantize(gradient, levels, quantizer.granularity)[0]
     assert key is not None
     rounded = fake_quantize(gradient, levels, quantizer.granularity, key)[0]
-    if not torch.compiler.is_compiling():  # compiled code has drawn its key in the forward pass
+    if counts_in_backward():
         key.add_(1)
     return rounded
 

@@ -142,6 +142,7 @@ class LevelState(RunningState):
         Raises:
             ValueError: for other levels, or what ``check_levels`` refuses.
         """
+        self.keep_apart()
         if levels == self._in_force:
             self.reuse.clear()
             return

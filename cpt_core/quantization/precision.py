@@ -14,7 +14,7 @@ from cpt_core.formats.format import Format
 from cpt_core.kernels.integer import QuantizedTensor, multiplies_codes
 from cpt_core.kernels.operators import fake_quantize
 from cpt_core.kernels.rotation import rotate
-from cpt_core.quantization.fake_quantize import quantize_gradient, round_gradient
+from cpt_core.quantization.fake_quantize import counts_in_backward, quantize_gradient, round_gradient
 from cpt_core.quantization.levels import LevelState
 from cpt_core.quantization.quantizers import Quantizer, check_floating
 from cpt_core.quantization.two_gradients import two_gradients
@@ -190,7 +190,7 @@ class LayerPrecision(LevelState):
         if not self.quantizes_gradient or not y.requires_grad:
             return y
         key, quantizer = self.noise_key, self.quantizers[role]
-        if torch.compiler.is_compiling():  # eager code adds 1 in the backward pass, which compiled code cannot do
+        if quantizer.rounding == "stochastic" and not counts_in_backward():
             self.noise_key = key + 1
         if quantizer.along_sum and (dim := self.sums.get(role, -1)) != -1:
             turned = quantize_gradient(y.transpose(dim, -1), self.grad_levels, quantizer, key)
@@ -240,7 +240,7 @@ class LayerPrecision(LevelState):
             return None, quantizer.granularity, None, False
         if quantizer.rounding == "nearest":
             return self.grad_levels, quantizer.granularity, None, False
-        key, compiling = self.noise_key, torch.compiler.is_compiling()
-        if compiling:
+        key = self.noise_key
+        if not (counts := counts_in_backward()):
             self.noise_key = key + count
-        return self.grad_levels, quantizer.granularity, key, not compiling
+        return self.grad_levels, quantizer.granularity, key, counts

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Self
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, distributed, nn
 
 from cpt_core.checks import choose
 from cpt_core.kernels.operators import range_of, track_
@@ -14,13 +14,15 @@ from cpt_core.kernels.reference import RUNNING_DECAY, Range
 from cpt_core.quantization.quantizers import Quantizer
 
 RUNNING_STARTS = ("corrected", "zero")
+KEY_BITS = 51  # of the keys that ``quantize_`` makes
 
 
 class RunningState(nn.Module):
     """The buffers of a ``LayerPrecision``, and the range that a tensor is given where a running one is kept.
 
     Attributes:
-        noise_key: of the stochastic rounding; counts on with every gradient.
+        noise_key: of the stochastic rounding, 0-d int64; counts on with every gradient. No buffer, which would be
+            broadcast: every process of a group has its own, ``process_offset`` behind that of the first.
         running_ROLE: (3,), running minimum, running width, and the weight both have gathered.
         corrected: whether the first two are divided by the third.
         calibrated: whether the running ranges are known to be filled.
@@ -37,10 +39,16 @@ class RunningState(nn.Module):
         self.corrected = running_start == "corrected"
         self.key = key
         self.calibrated = not self.corrected
-        self.register_buffer("noise_key", self._start("noise_key"), persistent=False)
+        self.noise_key, self._offset = self._start("noise_key"), 0
         for role, quantizer in self.quantizers.items():
             if quantizer.running:
                 self.register_buffer(f"running_{role}", self._start(f"running_{role}"), persistent=False)
+
+    def keep_apart(self) -> None:
+        """Let the key be that of this process, also when a group of processes has been made since the layer was."""
+        if (offset := process_offset()) != self._offset:
+            self.noise_key.add_(_wrapped(offset - self._offset))
+            self._offset = offset
 
     def _start(self, name: str) -> Tensor:
         """Return what a buffer holds before any training."""
@@ -51,8 +59,10 @@ class RunningState(nn.Module):
     @torch.inference_mode(False)  # what is made in a forward pass is written to elsewhere
     def _move(self, device: torch.device) -> None:
         if self.noise_key.is_meta:  # there are no numbers on meta, and to_empty brings none
+            self.noise_key, self._offset = self._start("noise_key"), 0
             self._buffers.update({name: self._start(name) for name in self._buffers})
             self.calibrated = not self.corrected
+        self.noise_key = self.noise_key.to(device)
         self._buffers.update({name: buffer.to(device) for name, buffer in self.named_buffers()})
 
     def evaluated(self, role: str, x: Tensor) -> Range:
@@ -129,13 +139,31 @@ class RunningState(nn.Module):
         return self
 
     def get_running(self) -> dict[str, Tensor]:
-        """Return copies of what training changes besides the bits, for a checkpoint."""
-        return {k: v.clone() for k, v in self.named_buffers() if k.startswith(("running_", "noise_key"))}
+        """Return copies of what training changes besides the bits, for a checkpoint; the key as the first process has it."""
+        ranges = {k: v.clone() for k, v in self.named_buffers() if k.startswith("running_")}
+        return {"noise_key": self.noise_key - _wrapped(self._offset), **ranges}
 
     def set_running(self, state: Mapping[str, Tensor]) -> None:
         """Restore what ``get_running`` returned."""
         for name, value in state.items():
             if self.noise_key.is_meta:  # where copies are lost
                 self._move(value.device)
-            self.get_buffer(name).copy_(value)
+            (self.noise_key if name == "noise_key" else self.get_buffer(name)).copy_(value)
+        if "noise_key" in state:
+            self._offset = 0
+            self.keep_apart()
         self.train(self.training)
+
+
+def process_offset() -> int:
+    """Return how far the keys of this process are behind those of the first one of its group: 0 where it is alone.
+
+    ``quantize_`` makes keys below 2**51, so that those of two processes never meet.
+    """
+    alone = not (distributed.is_available() and distributed.is_initialized())
+    return 0 if alone else distributed.get_rank() << KEY_BITS
+
+
+def _wrapped(offset: int) -> int:
+    """Return the int64 that is added to a key."""
+    return (offset + 2**63) % 2**64 - 2**63

@@ -1,0 +1,133 @@
+"""Several processes: every one rounds with noise of its own, so that the mean of their gradients has less of it."""
+
+import copy
+import datetime
+import os
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from cpt_core.quantization.convert import QuantConfig, layer_precisions, quantize_
+from cpt_core.quantization.running import KEY_BITS, _wrapped
+from cpt_core.quantization.scheduler import PrecisionScheduler, precision
+from cpt_core.schedules.make import make_schedule
+
+DRAWS, EACH = 60, 16  # gradients; rows of data of a process
+
+
+def model_of(execution="simulated"):
+    torch.manual_seed(0)
+    return quantize_(nn.Sequential(nn.Linear(8, 32), nn.ReLU(), nn.Linear(32, 4)), QuantConfig(execution=execution))
+
+
+def keys_of(model):
+    return [int(p.noise_key) for p in layer_precisions(model).values()]
+
+
+def whole(x):
+    return x.full_tensor() if hasattr(x, "full_tensor") else x
+
+
+def gradients(model, call, x, q_grad):
+    """Return the gradients of a loss that is a mean over rows of data."""
+    model.zero_grad()
+    with precision(model, 8, q_grad=q_grad):
+        call(x).cos().sum(1).mean().backward()
+    return [whole(p.grad).clone() for p in model.parameters()]
+
+
+def errors(model, call, x):
+    """Return the root mean square error of every parameter's gradient, which rounding it to 3 bits makes."""
+    exact = gradients(model, call, x, "float")
+    drawn = [gradients(model, call, x, 3) for _ in range(DRAWS)]
+    return [torch.stack([d - e for d in of]).square().mean().sqrt() for e, of in zip(exact, zip(*drawn, strict=True), strict=True)]
+
+
+def data():
+    return torch.randn(EACH, 8, generator=torch.Generator().manual_seed(5))
+
+
+def trained(state=None, steps=4):
+    """Return the weights and keys after some steps of data-parallel training, and what the second left."""
+    model = model_of()
+    parallel = nn.parallel.DistributedDataParallel(model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    scheduler = PrecisionScheduler(parallel, make_schedule("CR", q_min=3, q_max=8, total_steps=8, n_cycles=1))
+    if state is not None:
+        model.load_state_dict(state["model"])
+        scheduler.load_state_dict(state["precision"])
+    for _ in range(scheduler.last_step, steps):
+        optimizer.zero_grad()
+        x = torch.randn(EACH, 8, generator=torch.Generator().manual_seed(10 * scheduler.last_step + dist.get_rank()))
+        parallel(x).cos().sum().backward()
+        optimizer.step()
+        scheduler.step()
+        if scheduler.last_step == 2:
+            state = copy.deepcopy({"model": model.state_dict(), "precision": scheduler.state_dict()})
+    return [p.detach() for p in model.parameters()], keys_of(model), state
+
+
+def worker(rank, folder):
+    from torch.distributed.fsdp import fully_shard
+
+    torch.set_num_threads(1)
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    model = model_of()  # before the group is there
+    first = keys_of(model)
+    timeout = datetime.timedelta(seconds=120)
+    dist.init_process_group("gloo", f"file://{folder}/store", timeout, world_size=2, rank=rank)
+    found = {"first": first, "parallel": errors(model, nn.parallel.DistributedDataParallel(model), data())}
+    found["keys"] = keys_of(model)
+    on_codes = model_of("integer")
+    found["codes"] = errors(on_codes, nn.parallel.DistributedDataParallel(on_codes), data())
+    sharded = model_of()
+    for layer in (sharded[0], sharded[2], sharded):
+        fully_shard(layer, mesh=dist.init_device_mesh("cpu", (2,)))
+    found["sharded"] = errors(sharded, sharded, data())
+    *found["straight"], state = trained()
+    torch.save(state, f"{folder}/state{rank}.pt")
+    dist.barrier()
+    state = torch.load(f"{folder}/state0.pt", weights_only=True)  # the first process saves for all
+    found["resumed"] = trained(state)[:2]
+    torch.save(found, f"{folder}/{rank}.pt")
+    dist.destroy_process_group()
+
+
+@pytest.fixture(scope="module")
+def processes(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("processes")
+    torch.multiprocessing.spawn(worker, (str(folder),), nprocs=2)
+    return [torch.load(folder / f"{rank}.pt", weights_only=True) for rank in (0, 1)]
+
+
+@pytest.mark.parametrize("kind", ["parallel", "codes", "sharded"])
+def test_gradients_are_as_good_as_those_of_one_process_with_all_data(kind, processes):
+    """With the same noise in both, errors of the mean would be 1.41 times as large: the data are the same here."""
+    alone = model_of("integer" if kind == "codes" else "simulated")
+    expected = errors(alone, alone, torch.cat([data()] * 2))
+    for error, other in zip(processes[0][kind], expected, strict=True):
+        assert 0.85 < error / other < 1.15  # at least 60 x 64 numbers are rounded: 1.2 % each, and 4 % is seen
+
+
+def test_no_layer_of_a_process_has_the_key_of_another(processes):
+    assert processes[0]["first"] == processes[1]["first"] == keys_of(model_of())
+    counts = [key - start for key, start in zip(processes[0]["keys"], processes[0]["first"], strict=True)]
+    assert counts == [DRAWS, DRAWS]  # the first process has the noise of one that is alone
+    for mine, others in zip(*(p["keys"] for p in processes), strict=True):
+        assert others - mine == 1 << KEY_BITS > max(processes[0]["keys"])
+
+
+def test_a_resumed_run_is_bitwise_the_same_in_every_process(processes):
+    for process in processes:
+        (weights, keys), (again, keys_again) = process["straight"], process["resumed"]
+        assert keys == keys_again
+        assert all(map(torch.equal, weights, again))
+    assert processes[0]["resumed"][1] != processes[1]["resumed"][1]
+
+
+@pytest.mark.parametrize("rank", [0, 1, 4095, 4096, 8191])
+def test_keys_of_thousands_of_processes_are_apart(rank):
+    key = torch.tensor((1 << KEY_BITS) - 1).add_(_wrapped(rank << KEY_BITS))
+    assert int(key) % (1 << 64) >> KEY_BITS == rank
