@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 from scipy import stats
 
-from cpt_core.checks import choose, declared, shown, whole
+from cpt_core.checks import choose, declared, nulled, shown, whole
 from cpt_core.schedules.layered import LayeredSchedule
 from cpt_core.schedules.profiles import Array
 from cpt_core.schedules.schedule import MAX_BITS, Schedule
@@ -181,7 +181,7 @@ class Sensitivity:
 
     def to_dict(self) -> dict[str, Any]:
         """Return everything as JSON; a NaN becomes None."""
-        return {k: _listed(v) for k, v in asdict(self).items()}
+        return nulled(asdict(self))
 
     @classmethod
     def from_dict(cls, d: Mapping[str, Any]) -> Sensitivity:
@@ -244,12 +244,6 @@ class Sensitivity:
         figure.suptitle(said, fontsize=9, parse_math=False)
         plt.close(figure)
         return figure
-
-
-def _listed(value: Any) -> Any:
-    if isinstance(value, (list, tuple)):
-        return [_listed(v) for v in value]
-    return None if isinstance(value, float) and not np.isfinite(value) else value
 
 
 def _tupled(value: Any, missing: bool) -> Any:

@@ -10,6 +10,8 @@ from typing import Any
 import numpy as np
 import torch
 
+from cpt_core.checks import nulled
+
 MODES = {"reset": 0.8, "continuing": 0.05}  # and their thresholds
 
 
@@ -48,10 +50,7 @@ class PrecisionRange:
 
     def to_dict(self) -> dict[str, Any]:
         """Return everything as JSON; a NaN becomes None."""
-        plain = asdict(self)
-        for name in ("losses", "shares"):
-            plain[name] = [[x if math.isfinite(x) else None for x in row] for row in plain[name]]
-        return plain
+        return nulled(asdict(self))
 
     def __str__(self) -> str:
         """Return the answer and a line per precision."""

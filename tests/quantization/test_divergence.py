@@ -62,11 +62,12 @@ def call(model, x):
 
 
 def cells(name, products, shared, places):
-    """Yield what every place gives: outputs in evaluation, on the ranges of a sound training, and results of a step."""
+    """Yield what every place gives, by names: in evaluation, on the ranges of a sound training, and of a step."""
     make, shape = LAYERS[name]
     torch.manual_seed(0)
     config = cpt.QuantConfig(execution=products, aggregation="quantized")
-    model = cpt.quantize_(nn.Sequential(make()), config.with_shared_steps() if shared else config)
+    config = config.with_shared_steps() if shared else config
+    model = cpt.quantize_(nn.Sequential(make()), config, filter_fn=lambda module, name: name == "0")  # no part of it
     precisions = layer_precisions(model).values()
     weight = next(p for p in model.parameters() if p.dim() > 1)
     sound, x = weight.detach().clone(), normal(*shape)
@@ -87,39 +88,45 @@ def cells(name, products, shared, places):
             y = call(model.train(), given.requires_grad_())
             y.backward(g)
             grads = {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
-            yield {"output": evaluated}, {"output": y, "input": given.grad, **grads}
+            yield {"evaluation": evaluated, "output": y, "input": given.grad, **grads}
 
 
-def verdicts(name, products, kernels, shared, places=PLACES):
-    """Return by place what is not finite: of an evaluation, and of a step."""
+def losses(name, products, kernels, shared, places=PLACES):
+    """Return by place what is not finite: masks, by names."""
     with reference() if kernels == "reference" else nullcontext():
         found = cells(name, products, shared, places)
-        return {
-            place: [{part for part, x in of.items() if not bool(x.isfinite().all())} for of in results]
-            for place, results in zip(places, found, strict=True)
-        }
+        return {place: {part: ~x.isfinite() for part, x in of.items()} for place, of in zip(places, found, strict=True)}
+
+
+def lost(masks):
+    return {part for part, mask in masks.items() if mask.any()}
 
 
 @pytest.mark.filterwarnings("ignore:this device")
 @pytest.mark.parametrize("shared", [True, False], ids=["shared steps", "authors' steps"])
 @pytest.mark.parametrize("name", LAYERS)
 def test_every_execution_calls_the_same_not_finite(name, shared):
-    expected = verdicts(name, *EXECUTIONS[0], shared)
-    assert 4 < sum(map(any, expected.values())) < len(PLACES)  # both verdicts are there
+    expected = losses(name, *EXECUTIONS[0], shared)
+    assert 4 < sum(bool(lost(masks)) for masks in expected.values()) < len(PLACES)  # both verdicts are there
     for execution in EXECUTIONS[1:]:
-        found = verdicts(name, *execution, shared)
-        differ = {place: (found[place], expected[place]) for place in PLACES if found[place] != expected[place]}
-        assert {place: both for place, both in differ.items() if (name, *place) not in UNDECIDED} == {}, execution
+        found = losses(name, *execution, shared)
+        for where, size in PLACES:
+            there, here = expected[where, size], found[where, size]
+            if (name, where, size) not in UNDECIDED:
+                assert lost(here) == lost(there), (execution, where, size)
+            if not math.isfinite(size):  # then no number may stand where the simulation has none; large sums may cancel
+                made = [part for part, mask in there.items() if (mask & ~here[part]).any()]
+                assert made == [], (execution, where, size)
 
 
 @pytest.mark.filterwarnings("ignore:this device")
 @pytest.mark.parametrize("shared", [True, False], ids=["shared steps", "authors' steps"])
 @pytest.mark.parametrize("name", LAYERS)
 def test_codes_give_up_earlier_near_the_end_of_float32_alone_and_never_later(name, shared):
-    expected, found = (verdicts(name, p, "active", shared, POSITIVE) for p in ("simulated", "integer"))
+    expected, found = (losses(name, p, "active", shared, POSITIVE) for p in ("simulated", "integer"))
     for place in POSITIVE:
-        for there, codes in zip(expected[place], found[place], strict=True):
-            assert there <= codes if place[1] >= NEAR_THE_END else there == codes, place
+        there, here = lost(expected[place]), lost(found[place])
+        assert there <= here if place[1] >= NEAR_THE_END else there == here, place
 
 
 def test_infinity_is_nan_on_a_range_of_its_own_and_the_end_of_a_stored_one():
