@@ -86,8 +86,8 @@ def test_an_edited_row_does_not_count_and_is_named(name, how, tmp_path):
         return
     old = digests.digest(digests.canonical(first))
     line = {
-        "in the line": forged(edited, old), "in another's line": plain({"digest": old, **edited}), "written anew": forged(edited),
-        "beside the store": plain(edited), "none": plain(edited),
+        "in the line": forged(edited, old), "in another's line": plain({"digest": old, **edited}),
+        "written anew": forged(edited), "beside the store": plain(edited), "none": plain(edited),
     }[how]  # fmt: skip
     others = (plain(second), plain(third)) if how == "beside the store" else (second, third)
     before = written(store, others[0], line, others[1]).read_bytes()
