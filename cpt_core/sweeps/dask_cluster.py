@@ -73,13 +73,13 @@ def dask_outcomes(jobs: list[Job], signals: Signals, live: Live, slots: list[int
                 tqdm.write(said, sys.stderr)  # a log shows no bar
                 live.note = "waiting for workers"
             rows = load_rows(store)
-            for check, spec in _results(checks, signals, live, sign):
+            for check, spec in _results(client, checks, signals, live, sign):
                 live.note = ""
                 check_same_data(store, rows, spec, check.result())  # raises what was raised there, too
             if not signals.stop.is_set():
                 share = _share(client, options)
                 futures = {submit(_work, job, str(sign), slots, resources=share): job for job in jobs}
-                for future, job in _results(futures, signals, live, sign):
+                for future, job in _results(client, futures, signals, live, sign):
                     live.at_once = sum(client.nthreads().values())
                     died = isinstance(future.exception(), distributed.KilledWorker)
                     yield record_loss(job, "its workers died again and again") if died else future.result()
@@ -89,7 +89,9 @@ def dask_outcomes(jobs: list[Job], signals: Signals, live: Live, slots: list[int
             sign.unlink()
 
 
-def _results(futures: dict[Any, Any], signals: Signals, live: Live, sign: Path) -> Iterator[tuple[Any, Any]]:
+def _results(
+    client: Any, futures: dict[Any, Any], signals: Signals, live: Live, sign: Path
+) -> Iterator[tuple[Any, Any]]:
     """Yield the futures as they end, all of them: a sweep that stops waits for the checkpoints of its runs."""
     pending = set(futures)
     while pending:
@@ -99,6 +101,8 @@ def _results(futures: dict[Any, Any], signals: Signals, live: Live, sign: Path) 
         for future in [f for f in pending if f.done()]:
             pending.discard(future)
             yield future, futures[future]
+        if signals.stop.is_set() and not client.nthreads():
+            return  # no worker is there who could end the rest
         time.sleep(0.1)
 
 

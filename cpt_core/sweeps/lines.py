@@ -110,7 +110,7 @@ def certify(store: Path) -> int:
     found = _read_all(store)[1]
     if found.faults:
         raise ValueError(f"nothing is certified: {'; '.join(found.faults)}")
-    rows = [row for number, line in enumerate(_lines(store), 1) if "digest" not in (row := _row(store, number, line))]
+    rows = [row for line in _lines(store) if "digest" not in (row := json.loads(line))]
     write_text(beside(store), "".join(f"{digest(canonical(row))}\n" for row in rows))
     return len(rows)
 
@@ -123,8 +123,7 @@ def _read_all(store: Path) -> tuple[list[Row], Integrity]:
     number = 0
     with _collector_off():
         for number, line in enumerate(_lines(store), 1):
-            row = _row(store, number, line)
-            fault = judge.fault(line, row)
+            row, fault = _judged(store, number, line, judge)
             if fault and fault != BARE:
                 faults.append(f"{store}, line {number}: {fault}")
                 continue
@@ -213,13 +212,12 @@ def look(store: Path, file: BinaryIO, key: str, since: Mark) -> tuple[list[Row],
         last = [whole]
         found += last if word in whole else []
     try:
-        rows = [(line, _row(store, 0, line)) for line in found + last]
+        judge = Judge(store)
+        rows = [_judged(store, 0, line, judge) for line in found + last]
     except ValueError:
         _read_all(store)  # the same, with the number of the line
         raise
-    judge = Judge(store)
-    intact = [row for line, row in rows if row["key"] == key and judge.fault(line, row) in ("", BARE)]
-    return intact, _mark(file, end)
+    return [row for row, fault in rows if row["key"] == key and fault in ("", BARE)], _mark(file, end)
 
 
 def _read(file: BinaryIO, start: int, end: int) -> bytes:
@@ -252,6 +250,16 @@ def unended(store: Path, tail: bytes) -> bytes:
         f"{store} ends with {tail[:60].decode(errors='replace')!r}, which is no row and no beginning of one: a line "
         "of a store is one row, ended by a line feed; remove what does not belong there"
     )
+
+
+def _judged(store: Path, number: int, line: bytes, judge: Judge) -> tuple[Row, str]:
+    """Return a row and what is wrong with it, see ``Judge.fault``."""
+    row = _row(store, number, line)
+    fault = judge.fault(line, row)
+    if fault not in ("", BARE):  # orjson takes whole numbers of more than 64 bits for others: before somebody is blamed
+        row = json.loads(line)
+        fault = judge.fault(line, row)
+    return row, fault
 
 
 def _row(store: Path, number: int, line: bytes) -> Row:

@@ -46,9 +46,9 @@ def own(task, dataset, **changes):
 # --- one small data set of every layout -----------------------------------------------------------
 
 
-def picture(size=(12, 10), kind="PNG"):
+def picture(size=(12, 10), kind="PNG", seed=0):
     out = io.BytesIO()
-    Image.fromarray(np.random.default_rng(0).integers(0, 256, (*size, 3), dtype=np.uint8)).save(out, kind)
+    Image.fromarray(np.random.default_rng(seed).integers(0, 256, (*size, 3), dtype=np.uint8)).save(out, kind)
     return out.getvalue()
 
 
@@ -77,19 +77,23 @@ PAIRS = pd.DataFrame({"premise": ["a", "b", "c"], "hypothesis": ["d", "e", "f"],
 
 
 def image_archives():
-    images = np.zeros((12, 16, 16, 3), np.uint8)
-    return {f"{part}.npz": archive(data=images, labels=np.arange(12) % 2) for part in ("train", "test")}
+    return {
+        f"{part}.npz": archive(data=np.full((12, 16, 16, 3), grey, np.uint8), labels=np.arange(12) % 2)
+        for grey, part in enumerate(("train", "test"))
+    }
 
 
 def jpeg_archives():
-    one = np.frombuffer(picture(kind="JPEG"), np.uint8)
-    packed = archive(jpeg=np.tile(one, 12), offsets=np.arange(13) * len(one), labels=np.arange(12) % 2)
-    return {"train.npz": packed, "test.npz": packed}
+    ones = [np.frombuffer(picture(kind="JPEG", seed=seed), np.uint8) for seed in (0, 1)]
+    return {
+        f"{part}.npz": archive(jpeg=np.tile(one, 12), offsets=np.arange(13) * len(one), labels=np.arange(12) % 2)
+        for part, one in zip(("train", "test"), ones, strict=True)
+    }
 
 
 def image_folder(classes=(("a", "b"), ("a", "b"))):
     return {
-        f"{part}/{kind}/{i}.png": picture()
+        f"{part}/{kind}/{i}.png": picture(seed=len(part))
         for part, kinds in zip(("train", "val"), classes, strict=True) for kind in kinds for i in range(4)
     }  # fmt: skip
 
@@ -257,7 +261,7 @@ def masks(form):
 
 def images(**changes):
     whole = {"data": np.zeros((12, 16, 16), np.uint8), "labels": np.arange(12) % 2, **changes}
-    return {"train.npz": archive(**whole), "test.npz": archive(**whole)}
+    return {"train.npz": archive(**whole), "test.npz": archive(**whole | {"data": whole["data"] + 1})}
 
 
 WHOLE = "labels must be whole numbers"

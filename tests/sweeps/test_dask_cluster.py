@@ -78,6 +78,22 @@ def test_a_cluster_that_grows_with_its_work_is_given_some_before_it_has_workers(
     assert capsys.readouterr().err.count(said) == 1
 
 
+def test_ctrl_c_ends_a_sweep_that_waits_for_workers(tmp_path, monkeypatch):
+    signals, enter = [], progress.Signals.__enter__
+    monkeypatch.setattr(progress.Signals, "__enter__", lambda self: signals.append(self) or enter(self))
+    monkeypatch.setattr(
+        "cpt_core.sweeps.dask_cluster.tqdm.write", lambda *_: signals[0]._handle(signal.SIGINT, None), raising=True
+    )
+    with (
+        distributed.LocalCluster(
+            n_workers=0, processes=False, dashboard_address="127.0.0.1:0", silence_logs=50
+        ) as cluster,
+        pytest.raises(KeyboardInterrupt, match="0 of 1 missing runs done; the same command goes on from here"),
+    ):
+        run_grid(specs_of("CR"), tmp_path / "rows.jsonl", executor="dask", scheduler=cluster.scheduler_address)
+    assert list(tmp_path.glob("*.sweep")) == []
+
+
 def test_a_worker_that_is_killed_loses_nothing(cluster, tmp_path):
     """Its run writes a checkpoint when the worker is gone, and the other worker goes on from there."""
     specs = specs_of("CR", "ER", steps=700)

@@ -66,13 +66,13 @@ EDITS = {  # where, what instead, and what is said of it where the digest was wr
 }
 
 
-def forged(row):
-    """The line of a row with a digest that is right, whatever it holds."""
+def forged(row, digest=None):
+    """The line of a row with a digest that is right, whatever it holds, or with another."""
     text = digests.canonical(row)
-    return b'{"digest": "' + digests.digest(text).encode() + b'", ' + text[1:] + b"\n"
+    return b'{"digest": "' + (digest or digests.digest(text)).encode() + b'", ' + text[1:] + b"\n"
 
 
-@pytest.mark.parametrize("how", ["in the line", "written anew", "beside the store", "none"])
+@pytest.mark.parametrize("how", ["in the line", "in another's line", "written anew", "beside the store", "none"])
 @pytest.mark.parametrize("name", EDITS)
 def test_an_edited_row_does_not_count_and_is_named(name, how, tmp_path):
     path, value, reason = EDITS[name]
@@ -86,12 +86,17 @@ def test_an_edited_row_does_not_count_and_is_named(name, how, tmp_path):
         return
     old = digests.digest(digests.canonical(first))
     line = {
-        "in the line": plain({"digest": old, **edited}), "written anew": forged(edited),
-        "beside the store": plain(edited), "none": plain(edited),
+        "in the line": forged(edited, old), "in another's line": plain({"digest": old, **edited}),
+        "written anew": forged(edited), "beside the store": plain(edited), "none": plain(edited),
     }[how]  # fmt: skip
     others = (plain(second), plain(third)) if how == "beside the store" else (second, third)
     before = written(store, others[0], line, others[1]).read_bytes()
-    said = {"in the line": "it was changed", "beside the store": r"its digest is not in rows\.sha256"}.get(how, "x")
+    changed = "it was changed after it was written: its digest is that of another row"
+    said = {
+        "in the line": changed,
+        "in another's line": changed,
+        "beside the store": r"its digest is not in rows\.sha256",
+    }.get(how, "x")
     with pytest.warns(NotIntactWarning, match=rf"do not count: .*rows\.jsonl, line 2: ({reason or said})"):
         assert stores.load_rows(store) == [second, third]
     assert stores.find_row(store, SPECS[0].key) is None

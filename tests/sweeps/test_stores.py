@@ -142,6 +142,7 @@ def test_a_whole_row_without_the_end_of_its_line_is_a_row(after, tmp_path):
     store = tmp_path / "rows.jsonl"
     store.write_bytes(line_of(row("a")) + LINE.rstrip() + after)
     assert stores.find_row(store, named("b")) == row("b", "a \\ b")
+    assert stores.load_rows(store) == [row("a"), row("b", "a \\ b")]
     assert stores.append_row(store, row("b")) == row("b", "a \\ b")
     stores.append_row(store, row("c"))
     assert stores.load_rows(store) == [row("a"), row("b", "a \\ b"), row("c")]
