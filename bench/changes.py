@@ -58,7 +58,8 @@ def changed_lines(ref: str, root: Path, folder: str = "cpt_core") -> dict[str, s
         ValueError: for what is no commit.
     """
     found: dict[str, set[int]] = {}
-    for line in _git(root, "diff", "--unified=0", "--no-renames", "--no-ext-diff", ref, "--", folder).splitlines():
+    plain = ("--unified=0", "--no-renames", "--no-ext-diff", "--no-color", "--dst-prefix=b/")
+    for line in _git(root, "diff", *plain, ref, "--", folder).splitlines():
         if named := re.match(r"\+\+\+ b/(.*\.py)$", line):
             lines = found.setdefault(named[1], set())
         elif line.startswith("+++ "):  # another file, or one that is gone
@@ -152,7 +153,9 @@ def _change(source: str, old: ast.expr | ast.stmt, new: ast.expr | ast.stmt) -> 
     lines = source.encode().splitlines(keepends=True)  # columns count bytes
     first, last = old.lineno - 1, old.end_lineno or old.lineno
     text = ast.unparse(new)
-    if isinstance(new, (ast.Compare, ast.BinOp, ast.BoolOp, ast.UnaryOp)):
+    if isinstance(new, ast.expr) and not isinstance(
+        new, (ast.Constant, ast.Name, ast.Attribute, ast.Subscript, ast.Call)
+    ):
         text = f"({text})"  # whatever stands around it
     changed = lines[first][: old.col_offset] + text.encode() + lines[last - 1][old.end_col_offset :]
     start, stop = first, last

@@ -86,6 +86,10 @@ def test_tests_that_are_red_without_a_mutant_fail_the_canary(project, capsys):
         ("x -= y", {"x += y"}),
         ("x = a and b", {"x = (a or b)"}),
         ("x = not a", {"x = a"}),
+        (
+            "x = 0.5 ** -(a if b() else c)",
+            {"x = 0.5 ** (a if b() else c)", "x = 1.5 ** -(a if b() else c)", "x = 0.5 ** -(a if (not b()) else c)"},
+        ),
         ("x = [a[-1]]", {"x = [a[1]]", "x = [a[-2]]"}),
         ("x = 0, 0.5, True", {"x = 1, 0.5, True", "x = 0, 1.5, True", "x = 0, 0.5, False"}),
         ("x = 'é', 1", {"x = 'é', 2"}),  # columns are bytes
@@ -203,6 +207,12 @@ def test_at_most_so_many_are_drawn_and_the_same_for_a_seed(alive, monkeypatch):
     assert all("2" in what for what in only)
     monkeypatch.setattr("sys.argv", ["mutants", "--changed", "--only", "nothing like it"])
     with pytest.raises(SystemExit, match="nothing to change in the lines that HEAD does not have"):
+        mutants.main()
+
+
+def test_what_is_no_commit_is_said_without_a_traceback(monkeypatch):
+    monkeypatch.setattr("sys.argv", ["mutants", "--changed", "no-such-commit"])
+    with pytest.raises(SystemExit, match=r"^git diff .* no-such-commit"):
         mutants.main()
 
 
