@@ -1,8 +1,8 @@
 """Small wrong changes of lines of Python, made by a machine: what ``bench.mutants --changed`` tries.
 
 A comparison has another edge, a sum is a difference, ``and`` is ``or``, a condition is turned, a number is one more, a
-maximum is a minimum, an argument is left out, a call is not made, a function returns nothing. Annotations, decorators
-and what is raised stay: hardly a test should mind them.
+maximum is a minimum, an argument is left out, a call is not made, a function returns nothing. Annotations, decorators,
+patterns and what is raised stay.
 
 >>> for change in changes("def least(a, b):\\n    return a < b and max(a, 1)\\n", {2}):
 ...     print(change.what)
@@ -32,7 +32,7 @@ COMPUTED: dict[type[ast.operator], type[ast.operator]] = {
     ast.Add: ast.Sub, ast.Sub: ast.Add, ast.Mult: ast.Div, ast.Div: ast.Mult, ast.FloorDiv: ast.Div, ast.Mod: ast.Mult,
 }  # fmt: skip
 CALLED = {"min": "max", "max": "min", "any": "all", "all": "any", "floor": "ceil", "ceil": "floor"}
-LEFT_ALONE = {"annotation", "returns", "decorator_list"}  # fields of nodes
+LEFT_ALONE = {"annotation", "returns", "decorator_list", "pattern"}  # fields of nodes
 
 
 class Change(NamedTuple):
@@ -58,7 +58,8 @@ def changed_lines(ref: str, root: Path, folder: str = "cpt_core") -> dict[str, s
         ValueError: for what is no commit.
     """
     found: dict[str, set[int]] = {}
-    for line in _git(root, "diff", "--unified=0", "--no-renames", "--no-ext-diff", ref, "--", folder).splitlines():
+    plain = ("--unified=0", "--no-renames", "--no-ext-diff", "--no-color", "--dst-prefix=b/")
+    for line in _git(root, "diff", *plain, ref, "--", folder).splitlines():
         if named := re.match(r"\+\+\+ b/(.*\.py)$", line):
             lines = found.setdefault(named[1], set())
         elif line.startswith("+++ "):  # another file, or one that is gone
@@ -79,18 +80,8 @@ def _git(root: Path, *words: str) -> str:
 
 def changes(source: str, lines: Collection[int]) -> list[Change]:
     """Return the wrong changes of these lines of a source, those of a node after those of what it is in."""
-    found = []
-    for node in _nodes(ast.parse(source)):
-        for old, new in _wrong(node):
-            if lines_of(old).isdisjoint(lines):
-                continue
-            change = _change(source, old, new)
-            try:
-                ast.parse(source.replace(change.before, change.after))
-            except SyntaxError:  # a pattern cannot be everything that an expression can
-                continue
-            found.append(change)
-    return found
+    wrong = (pair for node in _nodes(ast.parse(source)) for pair in _wrong(node))
+    return [_change(source, old, new) for old, new in wrong if not lines_of(old).isdisjoint(lines)]
 
 
 def lines_of(node: ast.expr | ast.stmt) -> set[int]:
@@ -162,7 +153,9 @@ def _change(source: str, old: ast.expr | ast.stmt, new: ast.expr | ast.stmt) -> 
     lines = source.encode().splitlines(keepends=True)  # columns count bytes
     first, last = old.lineno - 1, old.end_lineno or old.lineno
     text = ast.unparse(new)
-    if isinstance(new, (ast.Compare, ast.BinOp, ast.BoolOp, ast.UnaryOp)):
+    if isinstance(new, ast.expr) and not isinstance(
+        new, (ast.Constant, ast.Name, ast.Attribute, ast.Subscript, ast.Call)
+    ):
         text = f"({text})"  # whatever stands around it
     changed = lines[first][: old.col_offset] + text.encode() + lines[last - 1][old.end_col_offset :]
     start, stop = first, last

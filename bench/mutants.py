@@ -191,7 +191,10 @@ def main() -> None:
     parser.add_argument("--most", type=int, default=40, help="made ones at most (40)")
     parser.add_argument("--seed", type=int, default=0, help="of the draw among more")
     given = parser.parse_args()
-    listed = made(given.changed) if given.changed else table()
+    try:
+        listed = made(given.changed) if given.changed else table()
+    except ValueError as error:
+        sys.exit(str(error))
     chosen = [m for m in listed if not given.only or any(word in str(m) for word in given.only)]
     if not chosen and given.changed:
         sys.exit(f"nothing to change in the lines that {given.changed} does not have")

@@ -5,6 +5,7 @@ import subprocess
 
 import pytest
 
+from bench import mutants
 from bench.changes import changed_lines, changes
 from bench.mutants import Mutant, canary, made, nearest, problem, table, tried
 from cpt_core.paths import PACKAGE
@@ -85,6 +86,10 @@ def test_tests_that_are_red_without_a_mutant_fail_the_canary(project, capsys):
         ("x -= y", {"x += y"}),
         ("x = a and b", {"x = (a or b)"}),
         ("x = not a", {"x = a"}),
+        (
+            "x = 0.5 ** -(a if b() else c)",
+            {"x = 0.5 ** (a if b() else c)", "x = 1.5 ** -(a if b() else c)", "x = 0.5 ** -(a if (not b()) else c)"},
+        ),
         ("x = [a[-1]]", {"x = [a[1]]", "x = [a[-2]]"}),
         ("x = 0, 0.5, True", {"x = 1, 0.5, True", "x = 0, 1.5, True", "x = 0, 0.5, False"}),
         ("x = 'é', 1", {"x = 'é', 2"}),  # columns are bytes
@@ -97,12 +102,13 @@ def test_tests_that_are_red_without_a_mutant_fail_the_canary(project, capsys):
         ("def f(): return None", set()),
         ("def f(a: 'list[1]' = (1)) -> g(b=2): ...", {"def f(a: 'list[1]' = (2)) -> g(b=2): ..."}),
         ("raise ValueError(1 + 1)", set()),
+        ("match a:\n    case [-1]: pass", set()),
         ("x = f'{1 + 1}'", set()),
         ("'1 + 1'", set()),
     ],
 )
 def test_every_way_to_change_a_line(line, wrong):
-    found = changes(f"{line}\n", {1})
+    found = changes(f"{line}\n", {1, 2})
     assert {change.after.rstrip("\n") for change in found} == wrong
     assert len(found) == len(wrong)
 
@@ -176,6 +182,38 @@ def test_mutants_are_made_of_changed_lines_and_survivors_are_shown(repository, c
     ]
     stops = Mutant("half.py", "made", "def less", "1 / 0\n\n\ndef less", ("test_half.py",), made=True)
     assert tried(stops, repository) == "killed, its tests do not run"
+
+
+@pytest.mark.parametrize("alive", [True, False])
+def test_at_most_so_many_are_drawn_and_the_same_for_a_seed(alive, monkeypatch):
+    chosen = []
+
+    def tried(drawn, jobs):
+        chosen.append([m.what for m in drawn])
+        return not alive
+
+    monkeypatch.setattr(mutants, "made", lambda ref: [Mutant(f"{ref}.py", str(i), "", "", ()) for i in range(30)])
+    monkeypatch.setattr(mutants, "canary", tried)
+    for words in ("", "", "--seed 1", "--most 50", "--only 2"):
+        monkeypatch.setattr("sys.argv", ["mutants", "--changed", "main", "--most", "9", *words.split()])
+        with pytest.raises(SystemExit) as ended:
+            mutants.main()
+        assert ended.value.code == alive
+    first, again, other, everything, only = chosen
+    assert first == again
+    assert first != other
+    assert len(set(first)) == len(set(other)) == 9
+    assert everything == [str(i) for i in range(30)]
+    assert all("2" in what for what in only)
+    monkeypatch.setattr("sys.argv", ["mutants", "--changed", "--only", "nothing like it"])
+    with pytest.raises(SystemExit, match="nothing to change in the lines that HEAD does not have"):
+        mutants.main()
+
+
+def test_what_is_no_commit_is_said_without_a_traceback(monkeypatch):
+    monkeypatch.setattr("sys.argv", ["mutants", "--changed", "no-such-commit"])
+    with pytest.raises(SystemExit, match=r"^git diff .* no-such-commit"):
+        mutants.main()
 
 
 def test_the_nearest_tests_come_first():
