@@ -328,24 +328,31 @@ def _calls_of(
 def trace(model: nn.Module, inputs: tuple[Any, ...]) -> tuple[list[Call], dict[str, int]]:
     """Return the calls of one forward pass, and the output elements of operations that nothing reports.
 
-    A copy of the model runs: on ``meta``, where nothing is computed; a model that needs data to run runs, with a
-    warning, on the data given.
+    A copy of the model runs: on ``meta``, where nothing is computed; a model that needs data to run, or whose products
+    depend on them, runs on the data given, and a warning says so.
     """
     arguments(inputs)
-    shadow, cause = _unwatched(shadow_of(model, meta=True)), None
+    given = [*model.parameters(), *model.buffers(), *tensors_in(inputs)]
+    without = any(t.is_meta for t in given)
+    shadow = _unwatched(shadow_of(model, meta=True))
+    calls: list[Call] = []
+    others: dict[str, int] = {}
     try:
         calls, others, depends = _on_shapes(shadow, inputs)
         why = f"what {type(model).__name__} multiplies depends on its data" if depends else ""
     except Exception as problem:
-        said, cause = textwrap.shorten(str(problem) or type(problem).__name__, 160), problem
+        said = textwrap.shorten(str(problem) or type(problem).__name__, 160)
         why = f"{_where(problem, shadow)} does not run on shapes alone ({said})"
-    if why:
-        given = [*model.parameters(), *model.buffers(), *tensors_in(inputs)]
-        if any(t.is_meta for t in given):
-            raise ValueError(f"{why}; give the model and its inputs real data, on a device that computes") from cause
+        if without:
+            raise ValueError(f"{why}; give the model and its inputs real data, on a device that computes") from problem
+    if why and without:
+        warnings.warn(f"{why}; without data it was counted as if nothing that it asks for were true", stacklevel=3)
+    elif why:
         with torch.random.fork_rng([t.device for t in given if t.is_cuda]):
-            calls, others, _ = _run(_unwatched(shadow_of(model, meta=False)), inputs, meta=False)
-        warnings.warn(f"{why}; a copy of it was counted on the data given", stacklevel=3)
+            on_data, others, _ = _run(_unwatched(shadow_of(model, meta=False)), inputs, meta=False)
+        if on_data != calls:
+            warnings.warn(f"{why}; a copy of it was counted on the data given", stacklevel=3)
+        calls = on_data
     if not calls:
         raise ValueError(f"nothing to count in {type(model).__name__}: no {', '.join(k.__name__ for k in MACS)}")
     return calls, others
@@ -354,7 +361,10 @@ def trace(model: nn.Module, inputs: tuple[Any, ...]) -> tuple[list[Call], dict[s
 def _on_shapes(shadow: nn.Module, inputs: tuple[Any, ...]) -> tuple[list[Call], dict[str, int], bool]:
     """Run on ``meta``; also return whether the calls depend on the data, which may be asked "is all of it true?"."""
     calls, others, asked = _run(shadow, inputs, meta=True)
-    return calls, others, asked and calls != _run(shadow, inputs, meta=True, answer=True)[0]
+    try:
+        return calls, others, asked and calls != _run(shadow, inputs, meta=True, answer=True)[0]
+    except Exception:  # it needs data there, or refuses what it has asked for
+        return calls, others, True
 
 
 def _run(

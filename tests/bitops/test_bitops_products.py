@@ -437,10 +437,10 @@ def test_products_that_depend_on_data_are_counted_on_the_data(name, some, recwar
     found = check(model, inputs)
     assert found.ok, found.mispriced
     warned = [w for w in recwarn if "a copy of it was counted on the data given" in str(w.message)]
-    assert bool(warned) == depends
+    assert bool(warned) == (depends and some)  # else the count on shapes was right
     ran = sum(p.macs for p in found.products if not p.backward)
     plan = count_bitops(model, inputs)
     assert ran == plan.forward_macs - sum(macs for layer, macs in plan.macs.items() if "Norm" in layer)
     if depends:
-        with pytest.raises(ValueError, match="give the model and its inputs real data"):
-            count_bitops(model, tuple(x.to("meta") for x in inputs))
+        with pytest.warns(UserWarning, match="depends on its data; without data it was counted as if nothing"):
+            count_bitops(make().eval().to("meta"), tuple(x.to("meta") for x in inputs))
