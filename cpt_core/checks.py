@@ -34,6 +34,17 @@ def arguments(inputs: Any) -> None:
         )
 
 
+def unsharded(model: Any, first: str) -> None:
+    """Raise ValueError for a model whose parameters are spread over processes; ``first`` is what comes before that."""
+    for name, parameter in model.named_parameters():
+        if hasattr(parameter, "device_mesh"):  # a DTensor, asked without importing torch.distributed
+            raise ValueError(
+                f"parameter {name!r} is sharded already, by fully_shard or tensor parallelism; {first} before "
+                "fully_shard(model). Quantised layers need whole weights when they run: fully_shard gathers them, "
+                "tensor parallelism (parallelize_module) does not and cannot be used with them"
+            )
+
+
 def whole(what: str, value: Any, least: int | None = None, most: int | None = None) -> int:
     """Return ``value`` as an int; ValueError for no whole number from ``least`` to ``most``, and for booleans."""
     wanted = "an integer" if least is None else f"a whole number of at least {least}"

@@ -28,7 +28,7 @@ from cpt_core.bitops.copies import as_it_was, floating_in, followed, storage_of
 from cpt_core.bitops.macs import ATTENTION, PRODUCTS
 from cpt_core.bitops.plan import count_bitops
 from cpt_core.bitops.products import name_of, products_of
-from cpt_core.checks import arguments
+from cpt_core.checks import arguments, unsharded
 from cpt_core.formats.ladder import AFFINE
 from cpt_core.kernels import graph
 from cpt_core.kernels.operators import FAMILIES, LOOPS
@@ -130,10 +130,11 @@ def check(model: nn.Module, inputs: tuple[Any, ...]) -> Check:
         inputs: the arguments of its forward; real data of any batch size.
 
     Raises:
-        ValueError: when nothing in the model is quantised.
+        ValueError: when nothing in the model is quantised, or its parameters are sharded.
     """
     arguments(inputs)
     layers = layer_precisions(model)
+    unsharded(model, "check it")
     watch = _Watch(model)
     with (
         as_it_was(model), _simulated(layers.values()), precision(model, BITS, BITS),

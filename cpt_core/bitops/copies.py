@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.utils.rnn import PackedSequence
 
+from cpt_core.checks import unsharded
 from cpt_core.graphs.graph import Graph
 from cpt_core.quantization.coverage import forget_first_pass
 from cpt_core.quantization.precision import LayerPrecision
@@ -25,8 +26,9 @@ def shadow_of(model: nn.Module, meta: bool) -> nn.Module:
     """Return a copy of a model in float32, on the ``meta`` device if asked for.
 
     Raises:
-        ValueError: when the model holds something that cannot be copied.
+        ValueError: when the model holds something that cannot be copied, or is sharded.
     """
+    unsharded(model, "count, check and measure")
     # a tensor that the model keeps from its last forward pass has a history, with which it cannot be copied
     memo: dict[int, Any] = {
         id(t): _bare(t, meta) for m in model.modules() for v in vars(m).values() for t in tensors_in(v) if t.grad_fn

@@ -140,6 +140,7 @@ class Watch(TorchDispatchMode):
         on_other: called with the name and the output elements of every operation that nothing reports.
         unseen: modules not to look into. What runs in them cannot be told from what runs around them, so if there are
             any, only layers are reported.
+        answer: to a model on ``meta`` that asks whether something of its data is true.
     """
 
     def __init__(
@@ -148,8 +149,10 @@ class Watch(TorchDispatchMode):
         on_call: Callable[[nn.Module, Call, list[Tensor]], None],
         on_other: Callable[[str, int], None] = lambda name, elements: None,
         unseen: Collection[str] = (),
+        answer: bool = False,
     ) -> None:
         super().__init__()
+        self.answer, self.asked = answer, False
         self.model, self.on_call, self.on_other, self.unseen = model, on_call, on_other, unseen
         self.layers, self.wholes = _counted(model), _beside(model)
         self.running: list[tuple[str, bool]] = []  # modules whose forward runs, the innermost last
@@ -223,7 +226,8 @@ class Watch(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         self._report_last()
         if func is torch.ops.aten._local_scalar_dense.default and args[0].is_meta and args[0].dtype == torch.bool:
-            return False  # without data, "is all of this mask true?" cannot be known: the general case is counted
+            self.asked = True  # without data, "is all of this mask true?" cannot be known
+            return self.answer
         out = func(*args, **(kwargs or {}))
         name = name_of(func)
         first = out[0] if isinstance(out, (tuple, list)) and out else out
@@ -324,34 +328,57 @@ def _calls_of(
 def trace(model: nn.Module, inputs: tuple[Any, ...]) -> tuple[list[Call], dict[str, int]]:
     """Return the calls of one forward pass, and the output elements of operations that nothing reports.
 
-    A copy of the model runs: on ``meta``, where nothing is computed; a model that needs data to run runs, with a
-    warning, on the data given.
+    A copy of the model runs: on ``meta``, where nothing is computed; a model that needs data to run, or whose products
+    depend on them, runs on the data given, and a warning says so.
     """
     arguments(inputs)
+    given = [*model.parameters(), *model.buffers(), *tensors_in(inputs)]
+    without = any(t.is_meta for t in given)
     shadow = _unwatched(shadow_of(model, meta=True))
+    calls: list[Call] = []
+    others: dict[str, int] = {}
     try:
-        calls, others = _run(shadow, inputs, meta=True)
+        calls, others, depends = _on_shapes(shadow, inputs)
+        why = f"what {type(model).__name__} multiplies depends on its data" if depends else ""
     except Exception as problem:
         said = textwrap.shorten(str(problem) or type(problem).__name__, 160)
-        said = f"{_where(problem, shadow)} does not run on shapes alone ({said})"
-        given = [*model.parameters(), *model.buffers(), *tensors_in(inputs)]
-        if any(t.is_meta for t in given):
-            raise ValueError(f"{said}; give the model and its inputs real data, on a device that computes") from problem
+        why = f"{_where(problem, shadow)} does not run on shapes alone ({said})"
+        if without:
+            raise ValueError(f"{why}; give the model and its inputs real data, on a device that computes") from problem
+    if why and without:
+        warnings.warn(f"{why}; without data it was counted as if nothing that it asks for were true", stacklevel=3)
+    elif why:
         with torch.random.fork_rng([t.device for t in given if t.is_cuda]):
-            calls, others = _run(_unwatched(shadow_of(model, meta=False)), inputs, meta=False)
-        warnings.warn(f"{said}; a copy of it was counted on the data given", stacklevel=3)
+            on_data, others, _ = _run(_unwatched(shadow_of(model, meta=False)), inputs, meta=False)
+        if on_data != calls:
+            warnings.warn(f"{why}; a copy of it was counted on the data given", stacklevel=3)
+        calls = on_data
     if not calls:
         raise ValueError(f"nothing to count in {type(model).__name__}: no {', '.join(k.__name__ for k in MACS)}")
     return calls, others
 
 
-def _run(shadow: nn.Module, inputs: tuple[Any, ...], meta: bool) -> tuple[list[Call], dict[str, int]]:
+def _on_shapes(shadow: nn.Module, inputs: tuple[Any, ...]) -> tuple[list[Call], dict[str, int], bool]:
+    """Run on ``meta``; also return whether the calls depend on the data, which may be asked "is all of it true?"."""
+    calls, others, asked = _run(shadow, inputs, meta=True)
+    try:
+        return calls, others, asked and calls != _run(shadow, inputs, meta=True, answer=True)[0]
+    except Exception:  # it needs data there, or refuses what it has asked for
+        return calls, others, True
+
+
+def _run(
+    shadow: nn.Module, inputs: tuple[Any, ...], meta: bool, answer: bool = False
+) -> tuple[list[Call], dict[str, int], bool]:
+    """Return the calls, the other operations, and whether the model asked for data that are not there."""
     calls: list[Call] = []
     others: Counter[str] = Counter()
-    watch = Watch(shadow, lambda module, call, outputs: calls.append(call), lambda name, n: others.update({name: n}))
+    watch = Watch(
+        shadow, lambda _, call, outputs: calls.append(call), lambda name, n: others.update({name: n}), answer=answer
+    )
     with watch.on(), torch.enable_grad(), torch.compiler.set_stance("force_eager"):
         shadow(*inputs_of(inputs, meta, {}))
-    return calls, dict(others)
+    return calls, dict(others), watch.asked
 
 
 def _where(problem: Exception, model: nn.Module) -> str:

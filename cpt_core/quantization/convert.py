@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from cpt_core.checks import choose, declared, whole
+from cpt_core.checks import choose, declared, unsharded, whole
 from cpt_core.formats.format import Format
 from cpt_core.formats.ladder import FormatLadder
 from cpt_core.quantization.coverage import (
@@ -136,7 +136,8 @@ def quantize_(
 
     Raises:
         ValueError: for an unknown preset, a pattern that matches nothing, attention of a kind that cannot be quantised,
-            a layer with a ``forward`` of its instance, or when nothing would be converted; the model is unchanged then.
+            a layer with a ``forward`` of its instance, parameters that are sharded already, or when nothing would be
+            converted; the model is unchanged then.
 
     Warns:
         QuantizationWarning: when more than a tenth of the weights stays in float32 although nobody asked for that, and
@@ -144,6 +145,7 @@ def quantize_(
     """
     declared(quantize_, locals())
     config = _config_of(config)
+    unsharded(model, "call quantize_(model)")
     names = [name for name, _ in model.named_modules() if name]
     for pattern in config.float32:
         if not any(fnmatchcase(name, pattern) for name in names):

@@ -19,10 +19,13 @@ from transformers import (
     GPT2LMHeadModel,
     LlamaConfig,
     LlamaForCausalLM,
+    LongformerConfig,
+    LongformerModel,
     MixtralConfig,
     MixtralForCausalLM,
 )
 
+from cpt_core.bitops.check import check
 from cpt_core.bitops.copies import tensors_in
 from cpt_core.bitops.ledger import BitOpsLedger
 from cpt_core.bitops.plan import count_bitops
@@ -394,3 +397,50 @@ def test_a_quantised_model_that_is_one_layer_has_its_own_bits():
     )
     unconverted = count_bitops(nn.Linear(4, 3), (x,), schedule)
     assert (unconverted.total, unconverted.by_convention["paper"]) == (2 * 24, 3 * 24 * 16 / 1024)
+
+
+# --- products that depend on data -----------------------------------------------------------------
+
+
+class Asks(nn.Module):
+    """Does more where its mask has something, as Longformer does for its global tokens."""
+
+    def __init__(self, more):
+        super().__init__()
+        self.layer, self.more = nn.Linear(8, 8), more
+
+    def forward(self, x, mask):
+        y = self.layer(x)
+        return self.more(self, y) if mask.any() else y
+
+
+def longformer():
+    sizes = {"attention_window": 4, "pad_token_id": 1, "max_position_embeddings": 20, "sep_token_id": 2}
+    return LongformerModel(LongformerConfig(**SMALL, **sizes), add_pooling_layer=False)
+
+
+GLOBAL = torch.tensor([[2, 1, 1, 1, 1, 1, 1, 1]] * 2)
+ASKING = {
+    "attends": (lambda: Asks(lambda m, y: y @ y.mT), sequences, True),
+    "calls a layer again": (lambda: Asks(lambda m, y: m.layer(y)), sequences, True),
+    "only moves": (lambda: Asks(lambda m, y: 2 * y), sequences, False),
+    "Longformer": (longformer, lambda: torch.full((2, 8), 5), True),
+}
+
+
+@pytest.mark.parametrize("some", [True, False])
+@pytest.mark.parametrize("name", ASKING)
+def test_products_that_depend_on_data_are_counted_on_the_data(name, some, recwarn):
+    make, given, depends = ASKING[name]
+    model = quantize_(make()).eval()
+    inputs = given(), (GLOBAL if some else GLOBAL.clamp(max=1)) if name == "Longformer" else torch.tensor([False, some])
+    found = check(model, inputs)
+    assert found.ok, found.mispriced
+    warned = [w for w in recwarn if "a copy of it was counted on the data given" in str(w.message)]
+    assert bool(warned) == (depends and some)  # else the count on shapes was right
+    ran = sum(p.macs for p in found.products if not p.backward)
+    plan = count_bitops(model, inputs)
+    assert ran == plan.forward_macs - sum(macs for layer, macs in plan.macs.items() if "Norm" in layer)
+    if depends:
+        with pytest.warns(UserWarning, match="depends on its data; without data it was counted as if nothing"):
+            count_bitops(make().eval().to("meta"), tuple(x.to("meta") for x in inputs))

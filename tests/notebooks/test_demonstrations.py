@@ -2,6 +2,7 @@
 
 import torch
 
+from cpt_core.quantization.convert import quantize_
 from cpt_core.schedules import cost
 from cpt_core.teaching import demonstrations
 
@@ -9,7 +10,7 @@ from cpt_core.teaching import demonstrations
 def table(capsys, **options):
     model = torch.nn.Sequential(torch.nn.Linear(4, 3), torch.nn.ReLU(), torch.nn.Linear(3, 1))
     inputs = (torch.empty(2, 4),)
-    demonstrations.bitops_table(model, inputs, ["CR", "STATIC"], q_min=3, total_steps=800, **options)
+    demonstrations.bitops_table(quantize_(model), inputs, ["CR", "STATIC"], q_min=3, total_steps=800, **options)
     return capsys.readouterr().out.splitlines()
 
 

@@ -1,0 +1,144 @@
+"""The default price is that of what runs: an independent watcher, which looks at values, finds the same total."""
+
+import pytest
+import torch
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from cpt_core.bitops.ledger import BitOpsLedger
+from cpt_core.bitops.plan import count_bitops
+from cpt_core.quantization.convert import QuantConfig, quantize_
+from cpt_core.quantization.scheduler import PrecisionScheduler
+from cpt_core.schedules.schedule import StaticSchedule
+
+pytestmark = pytest.mark.filterwarnings("ignore::cpt_core.QuantizationWarning")
+
+BITS = 2  # few enough to see on the values of a tensor
+
+
+class Standardised(nn.Conv2d):
+    """A convolution that standardises its weight first, as NFNets and BiT have it."""
+
+    def forward(self, x):
+        w = self.weight - self.weight.mean((1, 2, 3), keepdim=True)
+        return self._conv_forward(x, w, self.bias)
+
+
+class Video(nn.Conv3d):
+    """A subclass without a forward of its own, as in torchvision's video models."""
+
+    def __init__(self, inside, outside):
+        super().__init__(inside, outside, (3, 3, 3), padding=1)
+
+
+class Conv1D(nn.Module):
+    """A linear layer with its weight the other way round, as GPT-2 has it."""
+
+    def __init__(self, inside, outside):
+        super().__init__()
+        self.weight, self.bias = nn.Parameter(torch.randn(inside, outside)), nn.Parameter(torch.zeros(outside))
+
+    def forward(self, x):
+        return torch.addmm(self.bias, x, self.weight)
+
+
+def linear():
+    return nn.Sequential(nn.Linear(40, 30), nn.ReLU(), nn.Linear(30, 20), nn.ReLU(), nn.Linear(20, 12))
+
+
+def rows():
+    return torch.randn(24, 40)
+
+
+def images():
+    return torch.randn(4, 3, 8, 8)
+
+
+# name -> (model, input, what stays in float32 by its user's wish)
+MODELS = {
+    "all quantised": (linear, rows, ()),
+    "left out by the user": (linear, rows, ("0", "4")),
+    "convolutions like NFNet's": (
+        lambda: nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU(), Standardised(8, 8, 3), nn.ReLU(), nn.Conv2d(8, 6, 3)),
+        images, (),
+    ),
+    "convolutions like r3d's": (
+        lambda: nn.Sequential(Video(2, 6), nn.ReLU(), nn.Conv3d(6, 5, 3)), lambda: torch.randn(3, 2, 5, 6, 6), (),
+    ),
+    "layers like GPT-2's": (lambda: nn.Sequential(Conv1D(40, 60), nn.ReLU(), nn.Linear(60, 20)), rows, ()),
+    "a plain function": (
+        lambda: nn.Sequential(nn.Linear(40, 30), nn.Unflatten(1, (3, 10)), Attends(), nn.Flatten(), nn.Linear(30, 20)),
+        rows, (),
+    ),
+}  # fmt: skip
+
+
+class Attends(nn.Module):
+    def forward(self, x):
+        return (x @ x.mT).softmax(-1) @ x
+
+
+class Watcher(TorchDispatchMode):
+    """Price every product by the values of its operands: on a grid of few values, or in float32."""
+
+    def __init__(self):
+        super().__init__()
+        self.bitops = self.at_32_bits = 0.0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        for macs, *operands in self.products(str(func), args, out):
+            bits = [BITS if on_grid(x) else 32 for x in operands]
+            self.bitops += macs * bits[0] * bits[1] / 32**2
+            self.at_32_bits += macs
+        return out
+
+    @staticmethod
+    def products(name, args, out):
+        if name.startswith(("aten.mm.", "aten.bmm.", "aten.addmm.")):
+            a, b = args[-2:]
+            return [(a.numel() * b.shape[-1], a, b)]
+        if name.startswith("aten.convolution."):
+            return [(out[:, :1].numel() * args[1].numel(), *args[:2])]
+        if name.startswith("aten.convolution_backward."):
+            gradient, x, weight, asked = *args[:3], args[-1]
+            macs = gradient[:, :1].numel() * weight.numel()
+            return [(macs, gradient, other) for other, wanted in zip((weight, x), asked, strict=False) if wanted]
+        return []
+
+
+def on_grid(x):
+    """Whether all values, or those of every row, are few: 2 ** BITS of them, and the 0 of a padding."""
+
+    def few(part):
+        return len(part.unique()) <= 2**BITS + 1
+
+    return few(x) or any(all(map(few, x.movedim(dim, 0).flatten(1))) for dim in range(x.dim()) if len(x.shape) > 1)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_the_total_is_what_an_independent_watcher_sees(name):
+    make, given, left_out = MODELS[name]
+    torch.manual_seed(0)
+    model, x, schedule = make(), given(), StaticSchedule(BITS, 1)
+    quantize_(model, QuantConfig(float32=left_out))
+    PrecisionScheduler(model, schedule)
+    with Watcher() as seen:
+        model(x).square().sum().backward()
+    with BitOpsLedger(model) as ledger:
+        model(x).square().sum().backward()
+
+    plan = count_bitops(model, (x,), schedule)
+    assert plan.total == ledger.total() == seen.bitops
+    assert plan.relative_to_float32 == seen.bitops / seen.at_32_bits
+    assert plan.at_32_bits == count_bitops(model, (x,)).total == seen.at_32_bits
+    assert plan.float32 == ledger.float32
+    assert plan.by_convention == {
+        c: count_bitops(model, (x,), schedule, convention=c).total for c in ("per_op", "paper")
+    }
+    if name == "all quantised":
+        assert plan.float32 == {}
+        assert "all forward MACs run quantised" in str(plan)
+    else:
+        assert plan.by_convention["paper"] < plan.total / 5
+        assert f"{sum(plan.float32.values()):.1%} of the forward MACs run in float32: " in str(plan)

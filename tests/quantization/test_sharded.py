@@ -1,0 +1,91 @@
+"""Models whose parameters are spread over processes: what works, and what says what to do first."""
+
+import copy
+
+import pytest
+import torch
+from torch import distributed, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+from cpt_core.bitops.check import check
+from cpt_core.bitops.ledger import BitOpsLedger
+from cpt_core.bitops.measure import measure_cost
+from cpt_core.bitops.plan import count_bitops
+from cpt_core.quantization.convert import quantize_
+from cpt_core.quantization.precision import LayerPrecision
+from cpt_core.quantization.scheduler import precision
+
+
+@pytest.fixture(scope="module")
+def mesh(tmp_path_factory):
+    """One process by itself."""
+    place = tmp_path_factory.mktemp("group") / "store"
+    distributed.init_process_group("gloo", init_method=f"file://{place}", rank=0, world_size=1)
+    yield init_device_mesh("cpu", (1,))
+    distributed.destroy_process_group()
+
+
+def net():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 4))
+
+
+def whole(model, mesh):
+    return fully_shard(model, mesh=mesh)
+
+
+def layer_by_layer(model, mesh):
+    for layer in (model[0], model[2]):
+        fully_shard(layer, mesh=mesh)
+    return fully_shard(model, mesh=mesh)
+
+
+def in_parallel(model, mesh):
+    return parallelize_module(model, mesh, {"0": ColwiseParallel(), "2": RowwiseParallel()})
+
+
+X = torch.randn(3, 8)
+ASKED = {
+    "check": (lambda m: check(m, (X,)), "check it before fully_shard"),
+    "count": (lambda m: count_bitops(m, (X,)), "count, check and measure before fully_shard"),
+    "measure": (lambda m: measure_cost(m, (X,), bits=(3,), repeats=1), "count, check and measure before fully_shard"),
+}
+
+
+@pytest.mark.parametrize("asked", ASKED)
+@pytest.mark.parametrize("shard", [whole, layer_by_layer])
+def test_a_sharded_model_is_checked_and_counted_before(mesh, shard, asked):
+    ask, said = ASKED[asked]
+    model = shard(quantize_(net()), mesh)
+    with pytest.raises(ValueError, match=f"parameter '0.weight' is sharded already, .*; {said}"):
+        ask(model)
+
+
+@pytest.mark.parametrize("shard", [whole, layer_by_layer, in_parallel])
+def test_a_sharded_model_is_converted_before(mesh, shard):
+    model = shard(net(), mesh)
+    with pytest.raises(ValueError, match=r"sharded already, .*; call quantize_\(model\) before fully_shard\(model\)"):
+        quantize_(model)
+    assert not any(isinstance(m, LayerPrecision) for m in model.modules())
+    with pytest.raises(ValueError, match=r"count, check and measure before .* tensor parallelism .* cannot be used"):
+        count_bitops(model, (X,))
+
+
+@pytest.mark.parametrize("shard", [whole, layer_by_layer])
+def test_converted_before_it_trains_as_unsharded_and_the_ledger_counts(mesh, shard):
+    """What the refusals recommend works."""
+    plain = quantize_(net())
+    sharded = shard(copy.deepcopy(plain), mesh)
+    found = []
+    for model in (plain, sharded):
+        with precision(model, 4, 4), BitOpsLedger(model) as ledger:
+            loss = model(X).square().sum()
+            loss.backward()
+        gradients = [p.grad.full_tensor() if hasattr(p.grad, "full_tensor") else p.grad for p in model.parameters()]
+        found.append((loss, gradients, ledger.bitops()))
+    (loss, gradients, bitops), (other, others, counted) = found
+    assert torch.equal(loss, other)
+    assert all(torch.equal(a, b) for a, b in zip(gradients, others, strict=True))
+    assert bitops == counted
