@@ -7,18 +7,20 @@ import pytest
 import torch
 from helpers import identical
 from torch import nn
-from torch.torch_version import TorchVersion
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from cpt_core.graphs.graph import Graph
 from cpt_core.graphs.layers import GraphConv, SAGEConv
+from cpt_core.quantization import fake_quantize
 from cpt_core.quantization.convert import QuantConfig, layer_precisions, quantize_
 from cpt_core.quantization.scheduler import precision
 
 PRODUCTS = ("mm", "bmm", "addmm", "baddbmm", "convolution", "convolution_backward", "lstm_forward", "lstm_backward")
 LADDERS = {"activation": {6: "affine6:hadamard=8"}, "weight": {6: "affine6:hadamard=8"}, "gradient": None}
 STOCHASTIC = QuantConfig(aggregation="quantized")
-needs_order = pytest.mark.skipif(torch.__version__ < (2, 12), reason="compilers of this release take other noise")
+needs_order = pytest.mark.skipif(
+    not fake_quantize.COMPILED_KEYS_COUNT, reason="compilers of this release take other noise"
+)
 
 
 class OnRing(nn.Module):
@@ -162,7 +164,7 @@ def test_backward_passes_that_wait_for_each_other_draw_what_those_of_eager_code_
 
 @pytest.mark.parametrize("rounding", ["nearest", "stochastic"])
 def test_older_compilers_draw_in_the_forward_pass(rounding, compiled, monkeypatch):
-    monkeypatch.setattr(torch, "__version__", TorchVersion("2.11.0"))
+    monkeypatch.setattr(fake_quantize, "COMPILED_KEYS_COUNT", False)
     model = quantize_(nn.Linear(8, 8), QuantConfig().with_gradient_rounding(rounding))
     key = int(model.precision.noise_key)
     with precision(model, 8, q_grad=2):
