@@ -137,7 +137,7 @@ def left_by_a_step(model, call, half, seed):
 
 
 @needs_order
-@pytest.mark.parametrize("half", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("half", [torch.bfloat16, torch.float16], ids=str)
 def test_under_autocast_both_passes_are_those_of_eager_code(half, compiled):
     eager = Side()
     other = copy.deepcopy(eager)
