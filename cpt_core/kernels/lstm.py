@@ -289,8 +289,8 @@ def _gradient(ops: Any, ctx: Any, d_out: Any, d_h: Any, d_c: Any, *_: Any) -> tu
     return d_gates, d_weight, d_bias, d_h, d_c, *[None] * (len(ctx.needs_input_grad) - 5)
 
 
-class Recurrence(torch.autograd.Function):
-    """``forward`` in compiled code, which may change what a Function keeps (the key), but not what an operator does."""
+class _Recurrence(torch.autograd.Function):
+    """The operator with its gradient, for compilers: they let a backward pass change what a Function keeps, the key."""
 
     @staticmethod
     def forward(ctx: Any, ops: Any, *args: Any) -> tuple[Tensor, ...]:
@@ -302,6 +302,11 @@ class Recurrence(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> tuple[Tensor | None, ...]:
         return None, *_gradient(ctx.ops, ctx, *gradients)
+
+
+def traced(ops: Any, *args: Any) -> tuple[Tensor, ...]:
+    """Return what ``forward`` does, in code that is being compiled."""
+    return _Recurrence.apply(ops, *args)
 
 
 def gradients(

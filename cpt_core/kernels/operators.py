@@ -102,9 +102,8 @@ def has_gradient_node(y: Tensor) -> bool:
 
 def recurrence(*args: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Run the steps of a quantised LSTM; arguments as those of ``lstm.forward``, of whose results the first four."""
-    if torch.compiler.is_compiling():
-        return lstm.Recurrence.apply(active, *args)[:4]
-    return active.lstm_forward(*args)[:4]
+    run = partial(lstm.traced, active) if torch.compiler.is_compiling() else active.lstm_forward
+    return run(*args)[:4]
 
 
 def use(family: str) -> None:

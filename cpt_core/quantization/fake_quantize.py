@@ -30,6 +30,8 @@ from cpt_core.quantization.quantizers import IDENTITY_BITS, Quantizer, check_flo
 
 INT64 = (-(2**63), 2**63 - 1)  # a key of noise is one
 
+COMPILED_KEYS_COUNT = tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 12)
+
 
 def levels_of(bits: int) -> float:
     """Return n = 2**bits - 1, the number of steps of the grid."""
@@ -137,11 +139,12 @@ class _QuantizeGradient(torch.autograd.Function):
 
 
 def counts_in_backward() -> bool:
-    """Whether a backward pass adds 1 to the key of its noise; else the forward pass has drawn it from there.
+    """Whether a backward pass takes its noise from the key as it finds it, and lets it count on.
 
-    Before torch 2.12, compiled code must not change what a backward pass that is still to come was given.
+    Else it has the key that its forward pass took: before torch 2.12, compiled code must not change what a backward
+    pass that is still to come was given. Then layers that round several gradients draw others than in eager code.
     """
-    return not torch.compiler.is_compiling() or torch.__version__ >= (2, 12)
+    return COMPILED_KEYS_COUNT or not torch.compiler.is_compiling()
 
 
 def round_gradient(gradient: Tensor, levels: Tensor, quantizer: Quantizer, key: Tensor | None) -> Tensor:

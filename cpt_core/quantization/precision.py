@@ -54,7 +54,8 @@ class LayerPrecision(LevelState):
         running_start: "corrected" divides a running range by the weight it has gathered, so that the first
             evaluations are right; "zero" is the authors' rule, which starts at 0 and does not.
 
-    Running ranges and the key of the noise are buffers; none is in the ``state_dict``.
+    Running ranges are buffers, the key of the noise is none: every process has its own. Neither is in the
+    ``state_dict``.
 
     Copies (``deepcopy``, pickle, ``AveragedModel``) keep the bits in force when they were made and are driven by no
     scheduler: use them inside ``precision(copy, ...)`` or give them a ``PrecisionScheduler`` of their own.

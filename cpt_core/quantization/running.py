@@ -139,7 +139,7 @@ class RunningState(nn.Module):
         return self
 
     def get_running(self) -> dict[str, Tensor]:
-        """Return copies of what training changes besides the bits, for a checkpoint; the key as the first process has it."""
+        """Return copies of what training changes besides the bits, for a checkpoint: the same in every process."""
         ranges = {k: v.clone() for k, v in self.named_buffers() if k.startswith("running_")}
         return {"noise_key": self.noise_key - _wrapped(self._offset), **ranges}
 

@@ -1,23 +1,26 @@
 """Compiled code computes what eager code does, bit for bit: in float32 under autocast, and with the same noise."""
 
 import copy
-from contextlib import nullcontext
+from dataclasses import replace
 
 import pytest
 import torch
+from helpers import identical
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from cpt_core.formats.format import Format
-from cpt_core.formats.ladder import FormatLadder
 from cpt_core.graphs.graph import Graph
 from cpt_core.graphs.layers import GraphConv, SAGEConv
+from cpt_core.quantization import fake_quantize
 from cpt_core.quantization.convert import QuantConfig, layer_precisions, quantize_
 from cpt_core.quantization.scheduler import precision
 
-HALF = {"bfloat16": torch.bfloat16, "float16": torch.float16}
 PRODUCTS = ("mm", "bmm", "addmm", "baddbmm", "convolution", "convolution_backward", "lstm_forward", "lstm_backward")
-ROTATED = FormatLadder({6: Format.affine(6, hadamard=8)})
+LADDERS = {"activation": {6: "affine6:hadamard=8"}, "weight": {6: "affine6:hadamard=8"}, "gradient": None}
+STOCHASTIC = QuantConfig(aggregation="quantized")
+needs_order = pytest.mark.skipif(
+    not fake_quantize.COMPILED_KEYS_COUNT, reason="compilers of this release take other noise"
+)
 
 
 class OnRing(nn.Module):
@@ -62,18 +65,34 @@ def attention():
     return First(BertSelfAttention(config))
 
 
-MODELS = {
-    "linear": (lambda: nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 3, bias=False)), (5, 8)),
-    "sequences": (lambda: nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 3, bias=False)), (2, 5, 8)),
-    "rotated": (lambda: nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 3)), (5, 8)),
-    "conv1d": (lambda: nn.Sequential(nn.Conv1d(2, 3, 3), nn.Tanh(), nn.Conv1d(3, 3, 3)), (2, 2, 9)),
-    "conv2d": (lambda: nn.Sequential(nn.Conv2d(2, 4, 3), nn.Tanh(), nn.Conv2d(4, 4, 3, groups=2)), (2, 2, 7, 7)),
-    "conv3d": (lambda: nn.Sequential(nn.Conv3d(2, 3, 2), nn.Tanh(), nn.Conv3d(3, 1, 2)), (2, 2, 4, 4, 4)),
-    "lstm": (lambda: First(nn.LSTM(5, 4, num_layers=2, bidirectional=True)), (6, 3, 5)),
+KINDS = {
+    "linear": (lambda: nn.Linear(8, 6), (5, 8)),
+    "sequences": (lambda: nn.Linear(8, 6, bias=False), (2, 5, 8)),
+    "rotated": (lambda: nn.Linear(8, 6), (5, 8)),
+    "conv1d": (lambda: nn.Conv1d(2, 3, 3), (2, 2, 9)),
+    "conv2d": (lambda: nn.Conv2d(2, 4, 3, groups=2), (2, 2, 7, 7)),
+    "conv3d": (lambda: nn.Conv3d(2, 3, 2), (2, 2, 4, 4, 4)),
+    "lstm": (lambda: First(nn.LSTM(5, 4, bidirectional=True)), (6, 3, 5)),
     "attention": (attention, (2, 6, 16)),
-    "graph": (lambda: nn.Sequential(OnRing(GraphConv(4, 3)), nn.Tanh(), OnRing(SAGEConv(3, 2))), (6, 4)),
+    "gcn": (lambda: OnRing(GraphConv(4, 3)), (6, 4)),
+    "sage": (lambda: OnRing(SAGEConv(3, 4)), (6, 3)),
     "called twice": (Twice, (5, 8)),
 }
+
+
+class Side(nn.Module):
+    """Layers of all kinds beside each other: they are compiled at once."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.parts = nn.ModuleDict()
+        for kind, (make, _) in KINDS.items():
+            config = replace(STOCHASTIC, ladder=LADDERS) if kind == "rotated" else STOCHASTIC
+            self.parts[kind] = quantize_(nn.Sequential(make()), config)
+
+    def forward(self, inputs):
+        return {kind: part(inputs[kind]) for kind, part in self.parts.items()}
 
 
 class Operands(TorchDispatchMode):
@@ -89,14 +108,6 @@ class Operands(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def made(kind, config):
-    torch.manual_seed(0)
-    make, shape = MODELS[kind]
-    if kind == "rotated":
-        config = QuantConfig(quantizers=config.quantizers, ladder={"activation": ROTATED, "weight": ROTATED, "gradient": None})
-    return quantize_(make(), config), shape
-
-
 @pytest.fixture
 def compiled():
     from torch._dynamo import config, reset  # slow to import
@@ -107,31 +118,56 @@ def compiled():
     reset()
 
 
-def trained(model, call, shape, half=None, steps=2):
-    """Return what every step leaves: outputs, gradients, keys; and the types of what the backward pass multiplies."""
-    found, seen = [], set()
-    with precision(model, 6, q_grad=4):
-        for step in range(steps):
-            model.zero_grad()
-            x = torch.randn(shape, generator=torch.Generator().manual_seed(step)).requires_grad_()
-            with nullcontext() if half is None else torch.autocast("cpu", half):
-                y = call(x)
-            with Operands() as operands:
-                y.float().cos().sum().backward()
-            seen |= operands.types
-            keys = [p.noise_key.clone() for p in layer_precisions(model).values()]
-            found.append([y.detach(), x.grad, *(p.grad for p in model.parameters()), *keys])
-    return found, seen
+def left_by_a_step(model, call, half, seed):
+    """Return what it leaves of every kind of layer, and the types of what its backward pass multiplies."""
+    model.zero_grad()
+    torch.manual_seed(seed)
+    inputs = {kind: torch.randn(shape, requires_grad=True) for kind, (_, shape) in KINDS.items()}
+    with torch.autocast("cpu", half):
+        outputs = call(inputs)
+    with Operands() as operands:
+        sum(y.float().cos().sum() for y in outputs.values()).backward()
+    return {
+        kind: [
+            outputs[kind].detach(), inputs[kind].grad, *(p.grad for p in part.parameters()),
+            *(p.noise_key.clone() for p in layer_precisions(part).values()),
+        ]
+        for kind, part in model.parts.items()
+    }, operands.types  # fmt: skip
 
 
-@pytest.mark.parametrize("half", HALF)
-@pytest.mark.parametrize("kind", list(MODELS))
-def test_under_autocast_both_passes_are_float32(kind, half, compiled):
-    eager, shape = made(kind, QuantConfig().with_gradient_rounding("nearest"))
+@needs_order
+@pytest.mark.parametrize("half", [torch.bfloat16, torch.float16], ids=str)
+def test_under_autocast_both_passes_are_those_of_eager_code(half, compiled):
+    eager = Side()
     other = copy.deepcopy(eager)
-    expected, _ = trained(eager, eager, shape, HALF[half])
-    found, types = trained(other, compiled(other), shape, HALF[half])
-    assert types == {torch.float32}
-    for step in range(len(expected)):
-        assert all(map(torch.equal, found[step], expected[step])), step
-    assert found[0][0].dtype == HALF[half]
+    call = compiled(other)
+    with precision(eager, 6, q_grad=4), precision(other, 6, q_grad=4):
+        for step in range(2):
+            expected, _ = left_by_a_step(eager, eager, half, step)
+            found, types = left_by_a_step(other, call, half, step)
+            assert types == {torch.float32} and found["linear"][0].dtype == half
+            for kind, tensors in found.items():
+                assert identical(tensors, expected[kind]), (kind, step)
+
+
+@needs_order
+def test_backward_passes_that_wait_for_each_other_draw_what_those_of_eager_code_do(compiled):
+    eager = quantize_(nn.Sequential(nn.Linear(8, 8)))
+    other = copy.deepcopy(eager)
+    for model, call in ((eager, eager), (other, compiled(other))):
+        with precision(model, 8, q_grad=2):
+            (call(torch.linspace(0, 1, 8)).cos().sum() + call(torch.linspace(-1, 2, 8)).cos().sum()).backward()
+    assert identical([p.grad for p in eager.parameters()], [p.grad for p in other.parameters()])
+
+
+@pytest.mark.parametrize("rounding", ["nearest", "stochastic"])
+def test_older_compilers_draw_in_the_forward_pass(rounding, compiled, monkeypatch):
+    monkeypatch.setattr(fake_quantize, "COMPILED_KEYS_COUNT", False)
+    model = quantize_(nn.Linear(8, 8), QuantConfig().with_gradient_rounding(rounding))
+    key = int(model.precision.noise_key)
+    with precision(model, 8, q_grad=2):
+        y = compiled(model)(torch.linspace(0, 1, 8))
+        assert int(model.precision.noise_key) == key + (rounding == "stochastic")
+        y.cos().sum().backward()
+        assert int(model.precision.noise_key) == key + (rounding == "stochastic")

@@ -42,7 +42,8 @@ def errors(model, call, x):
     """Return the root mean square error of every parameter's gradient, which rounding it to 3 bits makes."""
     exact = gradients(model, call, x, "float")
     drawn = [gradients(model, call, x, 3) for _ in range(DRAWS)]
-    return [torch.stack([d - e for d in of]).square().mean().sqrt() for e, of in zip(exact, zip(*drawn, strict=True), strict=True)]
+    of_parameters = zip(exact, zip(*drawn, strict=True), strict=True)
+    return [torch.stack([draw - e for draw in draws]).square().mean().sqrt() for e, draws in of_parameters]
 
 
 def data():
