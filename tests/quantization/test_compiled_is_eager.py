@@ -146,7 +146,8 @@ def test_under_autocast_both_passes_are_those_of_eager_code(half, compiled):
         for step in range(2):
             expected, _ = left_by_a_step(eager, eager, half, step)
             found, types = left_by_a_step(other, call, half, step)
-            assert types == {torch.float32} and found["linear"][0].dtype == half
+            assert types == {torch.float32}
+            assert found["linear"][0].dtype == half
             for kind, tensors in found.items():
                 assert identical(tensors, expected[kind]), (kind, step)
 
