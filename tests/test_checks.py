@@ -1,6 +1,9 @@
+from collections.abc import Callable, Mapping, Sequence
+
+import numpy as np
 import pytest
 
-from cpt_core.checks import choose, library, offer, whole, write_atomically
+from cpt_core.checks import choose, declared, library, offer, whole, write_atomically
 
 
 @pytest.mark.parametrize("value", [3, True, 2.0, "3", None])
@@ -59,3 +62,37 @@ def test_a_reader_never_sees_half_a_file(tmp_path):
         assert reader.read() == "old"  # the file it has opened is another one now
     assert path.read_text() == "new"
     assert [p.name for p in tmp_path.iterdir()] == ["state.json"]
+
+
+def described(
+    whole: int,
+    part: float,
+    word: str | None,
+    many: tuple[str, ...],
+    pairs: Mapping[str, Sequence[int]],
+    call: Callable[[], int],
+) -> None:
+    declared(described, locals(), parts=True)
+
+
+def test_values_are_of_the_types_that_annotations_declare():
+    right = {"whole": np.int64(3), "part": 3, "word": None, "many": ["a"], "pairs": {"a": [1, 2]}, "call": int}
+    described(**right)
+    for name, value, wanted in (
+        ("whole", True, "an integer"), ("whole", 2.5, "an integer"), ("part", False, "a number"),
+        ("part", "3", "a number"),
+        ("word", 3, "a string or None"), ("many", "a", r"tuple\[str, ...\]"), ("many", ("a", 1), r"tuple\[str, ...\]"),
+        ("pairs", [], r"Mapping\[str, Sequence\[int\]\]"), ("pairs", {"a": ["1"]}, r"Mapping\[str, Sequence\[int\]\]"),
+        ("call", 3, "a function"),
+    ):  # fmt: skip
+        with pytest.raises(ValueError, match=f"^{name} must be {wanted}, got "):
+            described(**right | {name: value})
+
+
+@pytest.mark.parametrize("value", ["abc", b"abc", {"a": 1}, 3, None])
+def test_a_string_is_no_list_even_where_nobody_looks_at_its_parts(value):
+    def take(many: Sequence[str]) -> None: ...
+
+    declared(take, {"many": ("a", 1)})
+    with pytest.raises(ValueError, match=r"^many must be Sequence\[str\], got "):
+        declared(take, {"many": value})

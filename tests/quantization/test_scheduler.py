@@ -150,14 +150,14 @@ def test_layers_can_have_schedules_of_their_own():
 @pytest.mark.parametrize(
     ("patterns", "message"),
     [
-        ({"0": 24}, r"layer '3' matches none of the patterns 0; add '\*'"),
+        ({"0": 24}, r"layer '3' matches none of the patterns of schedule, 0; add '\*'"),
         (
             {"0": 24, "layer*": 24, "*": 24},
             r"pattern 'layer\*' matches no layer that is left; layers: 0, 3, 5",
         ),
         ({"*": 24, "0": 24}, "pattern '0' matches no layer that is left"),
         ({"0": 24, "*": 48}, r"one length, got \[24, 48\] steps"),
-        ({}, "one length"),
+        ({}, "schedule must name one for every layer"),
     ],
 )
 def test_patterns_must_fit_the_layers(patterns, message):

@@ -54,7 +54,10 @@ def test_precision_takes_bits_by_pattern():
         assert (layers["0"].bits, layers["2"].bits) == (3, 5)
         assert layers["0"].q_grad == 8
     assert (layers["0"].bits, layers["2"].bits) == (8, 8)
-    with pytest.raises(ValueError, match="layer '2' matches none of the patterns 0; add"), precision(model, {"0": 3}):
+    with (
+        pytest.raises(ValueError, match="layer '2' matches none of the patterns of bits, 0; add"),
+        precision(model, {"0": 3}),
+    ):
         pass
     with pytest.raises(ValueError, match="bits must be an integer from 1 to 32"), precision(model, {"*": 0}):
         pass
