@@ -62,7 +62,7 @@ def execution() -> Execution:
 
 
 def kernels_on(device: torch.device) -> str:
-    """Return the name of what runs the quantised operator on a device now, "not loaded" before anything asked for it."""
+    """Return the name of what runs the quantised operator on a device now; "not loaded" before any was asked for."""
     if _active is None:
         return "not loaded"
     found = _active.cuda if device.type == "cuda" else _active.cpu

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import sys
 import warnings
+import weakref
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from torch import Tensor, nn
@@ -14,24 +16,26 @@ if TYPE_CHECKING:
     from cpt_core.quantization.scheduler import PrecisionScheduler
 
 UPDATES = 3  # sharpness-aware minimisation writes the weights twice a step, between two backward passes once
+STARTS = 50  # of gradients from nothing, as after zero_grad(): measuring gradients at fixed weights does so, too
 
 
 class ForgottenStep:
     """Warns, once, where a weight is updated again and again at one step of a schedule.
 
-    The criterion: three times in a row gradients came to a weight that had been written in place since its last
-    gradients, while the scheduler stood still. Accumulated gradients do not write weights, and do not count; nor does
-    what an optimizer does inside its own step (LBFGS), a ``precision`` block, a schedule whose levels never change, or
-    its last step.
+    The criterion: while the scheduler stood still, gradients came three times to a weight that had been written in
+    place since its last gradients. Accumulated gradients write no weights, and do not count; nor does what an optimizer
+    does inside its own step (LBFGS), a ``precision`` block, a schedule whose levels never change, or its last step.
+    Fused optimizers, and ``p.data -= ...``, move no version counter; so fifty times new gradients, where the former
+    ones were put away, say it too.
 
     It is a hook on one parameter of a quantised layer, the last that is trained, and looks at its version counter:
-    nothing waits for a device, and compiled models are seen, too. Not seen are updates that move no version
-    (``p.data -= ...``, kernels of others), and parameters that something replaced.
+    nothing waits for a device, and compiled models are seen, too. Parameters that something replaced are not.
     """
 
     def __init__(self, scheduler: PrecisionScheduler, model: nn.Module) -> None:
         """Watch a model; nothing where no quantised layer is trained."""
-        self.scheduler, self.step, self.version, self.updates = scheduler, -1, 0, 0
+        self.scheduler, self.step, self.version, self.updates, self.starts = scheduler, -1, 0, 0, 0
+        self.gradient: Callable[[], Tensor | None] = lambda: None
         layers = [module for module in model.modules() if isinstance(module, QuantizedLayer)]
         trained = [(p, m) for m in layers for p in m.parameters() if p.requires_grad]
         if trained:
@@ -47,19 +51,21 @@ class ForgottenStep:
                 self.handle.remove()
             return
         if scheduler.last_step != self.step:
-            self.step, self.updates = scheduler.last_step, 0
+            self.step, self.updates, self.starts = scheduler.last_step, 0, 0
         elif weight._version != self.version:
             self.updates += 1
-        self.version = weight._version
-        if self.updates < UPDATES or self.step >= scheduler.total_steps - 1:
+        elif self.gradient() is not weight.grad:
+            self.starts += 1
+        self.version, self.gradient = weight._version, weakref.ref(weight.grad)  # type: ignore[arg-type]
+        if (self.updates < UPDATES and self.starts < STARTS) or self.step >= scheduler.total_steps - 1:
             return
         if _inside_an_optimizer():
-            self.updates = 0
+            self.updates = self.starts = 0
             return
         self.handle.remove()
         warnings.warn(
-            f"{UPDATES} updates of the weights at step {self.step} of the schedule: call step() of the "
-            "PrecisionScheduler after every optimizer.step(); until then the bits of this step stay in force",
+            f"{max(self.updates, self.starts)} updates of the weights at step {self.step} of the schedule: call step() "
+            "of the PrecisionScheduler after every optimizer.step(); until then the bits of this step stay in force",
             stacklevel=2,
         )
 

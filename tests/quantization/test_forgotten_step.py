@@ -70,10 +70,38 @@ def test_a_forgotten_step_is_said_once(way, accumulated, compiled, last):
     torch._dynamo.reset()
 
 
+def through_data(model):
+    for p in model.parameters():
+        p.data -= 0.01 * p.grad
+
+
+UNSEEN = {  # no version of a tensor moves
+    "fused": lambda model: torch.optim.AdamW(model.parameters(), lr=0.01, fused=True).step,
+    "through .data": lambda model: lambda: through_data(model),
+}
+
+
+@pytest.mark.parametrize("way", list(UNSEEN))
+def test_updates_that_move_no_version_are_said_later(way):
+    model = net()
+    PrecisionScheduler(model, CR)
+    update = UNSEEN[way](model)
+
+    def loop(updates):
+        for _ in range(updates):
+            for _ in range(2):
+                loss(model).backward()
+            update()
+            model.zero_grad()
+
+    assert said_in(lambda: loop(50)) == []
+    assert ["50 updates" in said for said in said_in(lambda: loop(60))] == [True]
+
+
 def accumulation(model, scheduler):
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     for _ in range(3):
-        for _ in range(12):
+        for _ in range(60):
             loss(model).backward()
             with torch.no_grad(), precision(model, "q_max"):  # and evaluated in between
                 loss(model.eval())
