@@ -1,6 +1,5 @@
 """Captured steps: the numbers of the steps that they replace, over a whole schedule; what is not captured says why."""
 
-import copy
 import itertools
 from dataclasses import replace
 from functools import partial
