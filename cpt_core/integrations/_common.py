@@ -98,7 +98,7 @@ class TrainerPrecision(PrecisionScheduler):
             for layers, levels in zip(self._groups.values(), self._levels_of_evaluation(), strict=True):
                 for layer in layers:
                     gradients = levels if levels.activation is None else layer.in_force
-                    layer.set_levels(Levels(*levels[:2], *gradients[2:]))  # type: ignore[index]
+                    layer.set_levels(Levels(*levels[:2], *gradients[2:]), self)  # type: ignore[index]
 
     def _levels_of_evaluation(self) -> list[Levels]:
         """Return the levels of every schedule, of which those of gradients do not count; None for float32."""

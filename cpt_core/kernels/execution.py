@@ -61,6 +61,14 @@ def execution() -> Execution:
     return _active
 
 
+def kernels_on(device: torch.device) -> str:
+    """Return the name of what runs the quantised operator on a device now; "not loaded" before any was asked for."""
+    if _active is None:
+        return "not loaded"
+    found = _active.cuda if device.type == "cuda" else _active.cpu
+    return found if operators.active is torch.ops.cpt else "reference"  # inside ``reference``, too
+
+
 @contextmanager
 def reference() -> Iterator[None]:
     """Run the plain execution inside a ``with`` block, whatever is active outside: for comparisons."""

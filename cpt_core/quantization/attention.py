@@ -163,9 +163,10 @@ class _QuantAttention(QuantizedLayer):
     @classmethod
     def from_float(cls, module: Any, *args: Any, **kwargs: Any) -> Self:
         """Convert in place, and let this module alone use ``quantized_attention``."""
-        super().from_float(module, *args, **kwargs)
         ALL_ATTENTION_FUNCTIONS.register(NAME, quantized_attention)
-        module.float_config, module.config = module.config, copy.copy(module.config)
+        config = copy.copy(module.config)  # first: what fails leaves the module as it was
+        super().from_float(module, *args, **kwargs)
+        module.float_config, module.config = module.config, config
         module.config._attn_implementation = NAME
         return module
 

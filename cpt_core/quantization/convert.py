@@ -20,13 +20,11 @@ from cpt_core.checks import choose, declared, unsharded, whole
 from cpt_core.formats.format import Format
 from cpt_core.formats.ladder import FormatLadder
 from cpt_core.quantization.coverage import (
-    after_first_pass,
-    callable_,
+    FirstPass,
     conversions,
     convertible,
     forget_first_pass,
     in_float32,
-    own_layers,
     parts_of_wholes,
     warn_of_float32,
 )
@@ -137,11 +135,11 @@ def quantize_(
     Raises:
         ValueError: for an unknown preset, a pattern that matches nothing, attention of a kind that cannot be quantised,
             a layer with a ``forward`` of its instance, parameters that are sharded already, or when nothing would be
-            converted; the model is unchanged then.
+            converted. After any error the model is what it was, also where a warning is made an error.
 
     Warns:
         QuantizationWarning: when more than a tenth of the weights stays in float32 although nobody asked for that, and
-            in the first forward pass of a module that uses a converted layer's weight without calling the layer.
+            once after the first forward pass where a module ran without calling its converted layers.
     """
     declared(quantize_, locals())
     config = _config_of(config)
@@ -178,21 +176,23 @@ def quantize_(
                 f"layer {name!r} has a forward of its own, put on this one object (accelerate's hooks do so), which "
                 "would run instead of the quantised one; call quantize_ before that, or leave the layer in float32"
             )
-    for index, (name, module) in enumerate(chosen.items()):
-        found[type(module)].from_float(
-            module,
-            quantizers=config.quantizers,
-            key=_key(config.seed, index),
-            running_start=config.running_start,
-            aggregation=config.aggregation,
-            execution=config.execution,
-            ladder=config.ladder,  # type: ignore[arg-type]  # Levels since the configuration was made
-        )
-        module.precision.name = name  # type: ignore[union-attr]
-    for module in model.modules():
-        if callable_(module) and any(own_layers(module)):
-            module.register_forward_hook(after_first_pass)
-    warn_of_float32(model, asked)
+    try:
+        for index, (name, module) in enumerate(chosen.items()):
+            found[type(module)].from_float(
+                module,
+                quantizers=config.quantizers,
+                key=_key(config.seed, index),
+                running_start=config.running_start,
+                aggregation=config.aggregation,
+                execution=config.execution,
+                ladder=config.ladder,  # type: ignore[arg-type]  # Levels since the configuration was made
+            )
+            module.precision.name = name  # type: ignore[union-attr]
+        FirstPass(model)
+        warn_of_float32(model, asked)
+    except BaseException:
+        _undo(model)
+        raise
     return model
 
 
@@ -213,11 +213,15 @@ def restore_(model: nn.Module) -> nn.Module:
                 f"layer {name!r} was made a {type(layer).__name__} after quantize_; undo that first "
                 "(a parametrisation with torch.nn.utils.parametrize.remove_parametrizations)"
             )
-    for module in model.modules():
-        forget_first_pass(module)
-    for layer in converted.values():
-        layer.to_float()
+    _undo(model)
     return model
+
+
+def _undo(model: nn.Module) -> None:
+    for module in list(model.modules()):
+        forget_first_pass(module)
+        if isinstance(module, QuantizedLayer):
+            module.to_float()
 
 
 def layer_precisions(model: nn.Module) -> dict[str, LayerPrecision]:

@@ -10,7 +10,7 @@ import importlib
 import sys
 import warnings
 from collections import Counter
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterable, Iterator
 
 import torch
 from torch import nn
@@ -141,32 +141,68 @@ def own_layers(module: nn.Module) -> Iterator[LayerPrecision]:
 
 def callable_(module: nn.Module) -> bool:
     """Whether a module has a forward: lists and dictionaries of modules have none."""
-    return type(module).forward is not nn.Module.forward
+    return isinstance(module, torch.jit.ScriptModule) or type(module).forward is not nn.Module.forward
 
 
-def after_first_pass(module: nn.Module, args: object, output: object) -> None:
-    """Forward hook: warn of layers that a module did not call, in its first pass; then it is taken away.
+class FirstPass:
+    """Watches the first forward passes of modules above quantised layers, for layers that they do not call.
 
-    Their weights may have been used all the same, past their forward and in float32.
+    Their weights may have been used all the same, past their forward and in float32. One warning names them all, when
+    the outermost of these modules is through; whatever has run by then is not watched any more.
     """
-    if torch.compiler.is_compiling():  # cpt_core.check sees what a compiled model does
-        return
-    forget_first_pass(module)
-    missed = [precision for precision in own_layers(module) if not precision.called]
-    for precision in missed:
-        precision.called = False
-    if missed:
-        names = ", ".join(precision.name for precision in missed)
+
+    def __init__(self, model: nn.Module) -> None:
+        """Put hooks on a converted model."""
+        self.running, self.ran = 0, dict[nn.Module, None]()
+        for module in model.modules():
+            if callable_(module) and not isinstance(module, QuantizedLayer) and _quantized_inside(module):
+                module.register_forward_pre_hook(self.enter)
+                module.register_forward_hook(self.leave, always_call=True)
+
+    def enter(self, module: nn.Module, args: object) -> None:
+        """Forward hook: count how deep the pass is."""
+        if not torch.compiler.is_compiling():  # cpt_core.check sees what a compiled model does
+            self.running += 1
+
+    def leave(self, module: nn.Module, args: object, output: object) -> None:
+        """Forward hook: after the outermost see what was called; ``output`` is None of a pass that failed."""
+        if torch.compiler.is_compiling():
+            return
+        self.running -= 1
+        if output is not None:
+            self.ran[module] = None
+        if self.running == 0:
+            ran, self.ran = self.ran, {}
+            _warn_of_missed(ran)
+
+
+def _quantized_inside(module: nn.Module) -> bool:
+    return any(isinstance(m, QuantizedLayer) for m in module.modules())
+
+
+def _warn_of_missed(ran: Iterable[nn.Module]) -> None:
+    parents, names = dict[str, None](), []
+    for module in ran:
+        forget_first_pass(module)
+        for precision in own_layers(module):
+            if not precision.called:
+                precision.called = False
+                parents[type(module).__name__] = None
+                names.append(precision.name)
+    if names:
+        listed = ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
         warnings.warn(
-            f"{type(module).__name__} did not call its quantised layers {names}: where it uses their weights itself, "
-            "that product runs in float32; check(model, inputs) tells. Leave such layers out: "
-            f"QuantConfig(float32=({missed[0].name!r}, ...))",
+            f"{', '.join(parents)} did not call {len(names)} quantised layer{'s' * (len(names) > 1)} {listed}: where "
+            "their weights are used all the same, that product runs in float32; summary(model) lists them, "
+            f"check(model, inputs) tells. Leave such layers out: QuantConfig(float32=({names[0]!r}, ...))",
             QuantizationWarning,
-            stacklevel=2,
+            stacklevel=3,
         )
 
 
 def forget_first_pass(module: nn.Module) -> None:
-    """Take the hook away."""
-    for key in [key for key, hook in module._forward_hooks.items() if hook is after_first_pass]:
-        del module._forward_hooks[key]
+    """Take the hooks away."""
+    for hooks in (module._forward_pre_hooks, module._forward_hooks):
+        for key in [key for key, hook in hooks.items() if isinstance(getattr(hook, "__self__", None), FirstPass)]:
+            hooks.pop(key, None)
+            module._forward_hooks_always_called.pop(key, None)

@@ -12,11 +12,10 @@ from torch import Tensor
 from cpt_core.checks import check_bits
 from cpt_core.formats.format import Format
 from cpt_core.formats.ladder import AFFINE, ladder_of
-from cpt_core.kernels.execution import execution
-from cpt_core.kernels.integer import MOST_BITS
+from cpt_core.kernels.execution import execution, kernels_on
+from cpt_core.kernels.integer import MOST_BITS, multiplies_codes
 from cpt_core.quantization.fake_quantize import levels_of
 from cpt_core.quantization.quantizers import Quantizer
-from cpt_core.quantization.reuse import Reuse
 from cpt_core.quantization.running import RunningState
 from cpt_core.schedules.schedule import Levels
 
@@ -34,6 +33,7 @@ class LevelState(RunningState):
         lengths: of the dimensions over which products sum, for every role of ``Levels``: blocks must divide them.
         splits: whether the layer can quantise its gradient for each backward product by itself, and rotate operands.
         highest: levels of the schedule that drives the layer, of every role.
+        driver: the scheduler that set the levels in force, None for levels set otherwise.
         quantizers: the quantiser of every role, with the format of the level in force.
 
     ``in_force`` alone says what the levels are. The products read ``levels`` and the other 0-d tensors with the number
@@ -42,6 +42,9 @@ class LevelState(RunningState):
     ``torch._dynamo.config.recompile_limit``, which is 8, torch warns and runs the rest uncompiled, to the same numbers.
     They are no buffers: what copies, averages or broadcasts the buffers of a
     model (``AveragedModel``, ``functional_call``, DDP) would change the grid behind the bits.
+
+    A copy (``deepcopy``, pickle) has the levels that ``precision`` or ``set_levels`` gave the original, but none that a
+    scheduler did: nothing would move them on.
 
     Arguments as those of ``LayerPrecision``.
     """
@@ -54,7 +57,7 @@ class LevelState(RunningState):
         self.splits = False
         self.lengths = Levels((), (), (), ())
         self.highest: Levels | None = None
-        self.reuse = Reuse()
+        self.driver: Any = None
         self.given = self.quantizers
         self.levels, self.weight_levels, self.grad_levels, self.weight_grad_levels = _zeros("cpu")
         self._in_force: Levels | None = None
@@ -71,7 +74,6 @@ class LevelState(RunningState):
 
     @in_force.setter
     def in_force(self, value: Levels | None) -> None:
-        self.reuse.clear()
         if value == self._in_force:
             return
         formats = self.formats(value)
@@ -136,22 +138,21 @@ class LevelState(RunningState):
         """Set forward and gradient levels, each 1..32 or None for float32; see ``set_levels``."""
         self.set_levels(Levels(bits, bits, q_grad, q_grad))
 
-    def set_levels(self, levels: Levels) -> None:
+    def set_levels(self, levels: Levels, driver: Any = None) -> None:
         """Set the level of every role, 1..32 or None for float32; 24 and more is the identity on the paper's ladder.
 
         Raises:
             ValueError: for other levels, or what ``check_levels`` refuses.
         """
         self.keep_apart()
-        if levels == self._in_force:
-            self.reuse.clear()
-            return
-        names = ("bits", "bits of weights", "q_grad", "q_grad of weights")
-        checked = [None if q is None else check_bits(name, q) for name, q in zip(names, levels, strict=True)]
-        if not self.is_set:
-            execution()  # here, before anything is traced
-        self.check_levels(Levels(*checked))
-        self.in_force = Levels(*checked)
+        if levels != self._in_force:
+            names = ("bits", "bits of weights", "q_grad", "q_grad of weights")
+            checked = [None if q is None else check_bits(name, q) for name, q in zip(names, levels, strict=True)]
+            if not self.is_set:
+                execution()  # here, before anything is traced
+            self.check_levels(Levels(*checked))
+            self.in_force = Levels(*checked)
+        self.driver = driver
 
     def check_levels(self, levels: Levels) -> None:
         """Raise ValueError for levels that are holes of a ladder, or whose formats this layer cannot take."""
@@ -199,11 +200,6 @@ class LevelState(RunningState):
         """Return the number of steps of the affine grid of an operand's role."""
         return self.weight_levels if role in ("weight", "bias") else self.levels
 
-    def train(self, mode: bool = True) -> Self:
-        """Set the mode, see ``RunningState``."""
-        self.reuse.clear()
-        return super().train(mode)
-
     def follow(self, x: Tensor) -> None:
         """Be where ``x`` is, also when something other than ``to`` moved the model there, such as FSDP."""
         if self.levels.device != x.device and not x.is_meta:
@@ -221,16 +217,36 @@ class LevelState(RunningState):
             self.levels, self.weight_levels, self.grad_levels, self.weight_grad_levels = _zeros(device)
             self._fill()
 
+    def __getstate__(self) -> dict[str, Any]:
+        """Leave the scheduler out of a copy."""
+        return {**vars(self), "driver": self.driver is not None}
+
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """Find the kernels in the process that a stored layer comes to."""
+        """Forget levels that a scheduler set; find the kernels in the process that a stored layer comes to."""
         super().__setstate__(state)
+        driven, self.driver = vars(self).get("driver"), None  # layers that older releases stored have no driver
+        if driven:
+            self.in_force = None
         if self.is_set:
             execution()
 
     def extra_repr(self) -> str:
-        """Show what is in force."""
+        """Show what is in force: bits or formats, how products are executed, which kernels round."""
         if not self.is_set:
-            return "bits=not set"
+            return f"bits=not set, execution={self.execution}"
+        return f"{self._described()}, execution={self._executed()}, kernels={kernels_on(self.levels.device)}"
+
+    def _executed(self) -> str:
+        """Return the execution, and where it is another than was asked for."""
+        if self.execution == "simulated" or not self.active:
+            return self.execution
+        if not self.fits_codes[0]:
+            return f"{self.execution} (simulated at these bits)"
+        slow = self.execution == "auto" and not multiplies_codes(self.levels.device)
+        return f"{self.execution} (simulated on this device)" if slow else self.execution
+
+    def _described(self) -> str:
+        """Return the bits or formats in force."""
         if set(self.ladders) == {AFFINE} and self.in_force == Levels(self.bits, self.bits, self.q_grad, self.q_grad):
             return f"bits={self.bits or 'float32'}, q_grad={self.q_grad or 'float32'}"
         return ", ".join(f"{role}={f or 'float32'}" for role, f in self._formats._asdict().items())

@@ -57,8 +57,9 @@ class LayerPrecision(LevelState):
     Running ranges are buffers, the key of the noise is none: every process has its own. Neither is in the
     ``state_dict``.
 
-    Copies (``deepcopy``, pickle, ``AveragedModel``) keep the bits in force when they were made and are driven by no
-    scheduler: use them inside ``precision(copy, ...)`` or give them a ``PrecisionScheduler`` of their own.
+    Copies (``deepcopy``, pickle, ``AveragedModel``) keep bits that ``precision`` or ``set_bits`` gave. Those of a
+    scheduler they do not: they refuse to run outside ``precision(copy, ...)`` without a ``PrecisionScheduler`` of their
+    own.
 
     Differs: running ranges are bias-corrected by default.
     """
@@ -73,6 +74,12 @@ class LayerPrecision(LevelState):
 
     def require_bits(self) -> None:
         """Raise RuntimeError as long as nobody has set a precision; every quantised layer asks first."""
+        if not self.is_set and self.highest is not None:  # only copies know a schedule and have no bits
+            raise RuntimeError(
+                "this quantised layer is in a copy of a model whose bits a PrecisionScheduler sets, which does not "
+                'drive copies: run the copy in `with cpt.precision(copy, "q_max"):` (or other bits), or make it a '
+                "PrecisionScheduler of its own"
+            )
         if not self.is_set:
             raise RuntimeError(
                 "this quantised layer has no precision yet: make a PrecisionScheduler(model, schedule), "
@@ -129,9 +136,6 @@ class LayerPrecision(LevelState):
         if quantizer.running and not self.training:
             return quantizer.round_in(x, self.evaluated(role, x), levels)
         self.observe(role, x)
-        if role == "weight" and not quantizer.running and not torch.compiler.is_compiling():  # guarded on the bits
-            state = self.in_force and self.in_force.weight
-            return self.reuse(x, state, lambda: fake_quantize(x, levels, quantizer.granularity)[0])
         y, low, width = fake_quantize(x, levels, quantizer.granularity)
         if quantizer.running:
             self.track(role, low, width)

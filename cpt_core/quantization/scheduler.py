@@ -25,6 +25,7 @@ from torch import nn
 from cpt_core.checks import check_bits, declared
 from cpt_core.formats.ladder import AFFINE
 from cpt_core.quantization.convert import layer_precisions
+from cpt_core.quantization.forgotten import ForgottenStep
 from cpt_core.quantization.levels import NOTHING
 from cpt_core.quantization.precision import LayerPrecision
 from cpt_core.schedules.layered import LayeredSchedule
@@ -47,7 +48,12 @@ class PrecisionScheduler:
     Levels are bits on the paper's ladder, see ``QuantConfig(ladder=...)``. Holes in a ladder, and formats that a layer
     cannot take, are errors here, before training. The constructor applies step 0; call ``step()`` after
     ``optimizer.step()``. Past the last step the last bits stay.
-    Copies of the model, an ``AveragedModel`` too, are not driven: evaluate them inside ``precision(copy, "q_max")``.
+    A copy of the model (``deepcopy``, pickle, ``AveragedModel``, ``ModelEmaV3`` of timm) is not driven, and has no
+    precision: run it inside ``precision(copy, "q_max")``, or give it a ``PrecisionScheduler`` of its own. Only what is
+    copied together with its scheduler stays driven, by the scheduler's copy.
+
+    Warns:
+        UserWarning: once, when ``step()`` seems to be forgotten, see ``ForgottenStep``.
 
     Paper: section 3 (weights and activations at q_t bits, gradients at q_max).
     Differs: the authors' CIFAR sweeps keep 8-bit gradients at q_max = 6; give ``q_grad=8`` for that.
@@ -61,11 +67,15 @@ class PrecisionScheduler:
         self._layers = layer_precisions(model)
         self._groups = {p: [self._layers[n] for n in names] for p, (_, names) in self.schedules.items()}
         self.total_steps = next(iter(self.schedules.values()))[0].total_steps
+        changes = False
         for pattern, (s, _) in self.schedules.items():
             used = set(zip(*(np.asarray(v).tolist() for v in s.levels(self.q_grad)), strict=True))
+            changes = changes or len(used) > 1
             for layer, levels in itertools.product(self._groups[pattern], sorted(used)):
                 layer.check_levels(Levels(*levels))
         self._apply()
+        if changes:
+            ForgottenStep(self, model)
 
     def step(self) -> None:
         """Go to the next optimizer step."""
@@ -87,7 +97,12 @@ class PrecisionScheduler:
             levels = schedule.levels_at(step, self.q_grad)
             for layer in self._groups[pattern]:
                 layer.highest = schedule.highest
-                layer.set_levels(levels)
+                layer.set_levels(levels, self)
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Drive the layers that were copied together with their scheduler."""
+        vars(self).update(state)
+        self._apply()
 
     def state_dict(self) -> dict[str, Any]:
         """Return everything a resumed run needs that the model's ``state_dict`` lacks: plain values and tensors.
@@ -178,7 +193,7 @@ def precision(
         name: (_resolve("bits", by_pattern[pattern_of(name, by_pattern, "bits")], layer, name), layer)
         for name, layer in layers.items()
     }
-    before = [(layer, layer.in_force) for layer in layers.values()]
+    before = [(layer, layer.in_force, layer.driver) for layer in layers.values()]
     try:
         for name, (values, layer) in wanted.items():
             kept = layer.in_force if layer.in_force and values.activation is not None else values
@@ -186,8 +201,8 @@ def precision(
             layer.set_levels(Levels(*values[:2], *gradients[2:]))
         yield model
     finally:
-        for layer, in_force in before:
-            layer.in_force = in_force
+        for layer, in_force, driver in before:
+            layer.in_force, layer.driver = in_force, driver
 
 
 def _resolve(what: str, value: int | str, layer: LayerPrecision, name: str) -> Levels:

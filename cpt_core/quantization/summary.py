@@ -8,7 +8,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections import Counter
+from dataclasses import dataclass, field
 
 from torch import nn
 from torch.nn.parameter import is_lazy
@@ -54,9 +55,14 @@ class LayerSummary:
 
 @dataclass(frozen=True)
 class Summary:
-    """All modules with parameters; ``print`` it."""
+    """All modules with parameters; ``print`` it.
+
+    Attributes:
+        in_force: what quantised layers do at present, as their ``repr`` says it -> how many of them do so.
+    """
 
     rows: tuple[LayerSummary, ...]
+    in_force: dict[str, int] = field(default_factory=dict)
 
     @property
     def quantized(self) -> list[LayerSummary]:
@@ -74,11 +80,13 @@ class Summary:
         lines = [f"{'module':<{width}}  {'kind':<16} {'parameters':>10}  precision"]
         for r in self.rows:
             lines.append(f"{r.name or '(model)':<{width}}  {r.kind:<16} {r.parameters:>10,}  {r}")
+        for what, count in self.in_force.items():
+            lines.append(f"in force in {count} layer{'s' * (count > 1)}: {what}")
         return "\n".join(lines)
 
 
 def summary(model: nn.Module) -> Summary:
-    """List every module that has parameters of its own, quantised or not, with the reason."""
+    """List every module that has parameters of its own, quantised or not, with the reason; and what is in force now."""
     declared(summary, locals())
     rows = []
     modules, parts = dict(model.named_modules()), parts_of_wholes(model)
@@ -103,7 +111,8 @@ def summary(model: nn.Module) -> Summary:
                 simulated = dict.fromkeys(products, SLOW) if slow else layer.simulated_products()
                 simulated |= _in_other_formats(layer)
             rows.append(LayerSummary(name, kind, parameters, quantized, reason, simulated, products))
-    return Summary(tuple(rows))
+    layers = (m.precision.extra_repr() for m in modules.values() if isinstance(m, QuantizedLayer))
+    return Summary(tuple(rows), dict(Counter(layers)))
 
 
 def _in_other_formats(layer: QuantizedLayer) -> dict[str, str]:

@@ -143,9 +143,6 @@ class Session:
 
     def _advance(self, batch: Any, carry: Any) -> tuple[Tensor, Any]:
         """Forward, backward and update: the loss of a batch, and what the next step needs."""
-        if self.capture is not None:
-            for layer in self._layers:  # a recorded step rounds the weights itself, and uses nothing from outside
-                layer.reuse.clear()
         with self.arithmetic():
             loss, carry = self.task.loss(self.model, batch, carry)
         value = loss.detach()

@@ -9,6 +9,8 @@ import torch.nn.functional as F
 from helpers import pictures, small
 from torch import nn
 
+from cpt_core.kernels.execution import execution as kernels_in_force
+from cpt_core.kernels.execution import reference
 from cpt_core.quantization.convert import PRESETS, QuantConfig, layer_precisions, quantize_, restore_
 from cpt_core.quantization.coverage import QuantizationWarning
 from cpt_core.quantization.fake_quantize import levels_of, quantize, quantize_gradient
@@ -353,7 +355,41 @@ def test_using_a_layer_before_a_precision_is_set(layer):
     x = torch.randn(1, 64) if layer == 5 else torch.randn(1, 3 if layer == 0 else 4, 6, 6)
     with pytest.raises(RuntimeError, match="no precision yet: make a PrecisionScheduler"):
         model[layer](x)
-    assert "bits=not set" in repr(model[layer])
+    assert "bits=not set, execution=simulated" in repr(model[layer])
+
+
+@pytest.mark.parametrize(
+    ("execution", "bits", "said"),
+    [
+        ("simulated", 4, "bits=4, q_grad=4, execution=simulated, kernels={}"),
+        ("simulated", "float", "bits=float32, q_grad=float32, execution=simulated, kernels={}"),
+        ("integer", 4, "bits=4, q_grad=4, execution=integer, kernels={}"),
+        ("integer", 12, "bits=12, q_grad=12, execution=integer (simulated at these bits), kernels={}"),
+    ],
+)
+def test_layers_and_summary_say_what_is_in_force(execution, bits, said):
+    model = quantize_(small(), QuantConfig(execution=execution))
+    layers = layer_precisions(model)
+    before = f"in force in {len(layers)} layers: bits=not set, execution={execution}"
+    assert str(summary(model)).splitlines()[-1] == before
+    with precision(model, bits):
+        kernels = kernels_in_force().cpu
+        for name in layers:
+            assert f"({said.format(kernels)})" in repr(model.get_submodule(name))
+        assert str(summary(model)).splitlines()[-1] == f"in force in {len(layers)} layers: {said.format(kernels)}"
+        with reference():
+            assert said.format("reference") in repr(model)
+        next(iter(layers.values())).set_bits(3, 5)
+        assert len(summary(model).in_force) == 2
+    assert str(summary(model)).splitlines()[-1] == before
+
+
+def test_auto_says_where_a_device_is_too_slow_for_codes(monkeypatch):
+    model = quantize_(small(), QuantConfig(execution="auto"))
+    for fast, said in ((True, "execution=auto, "), (False, "execution=auto (simulated on this device), ")):
+        monkeypatch.setattr("cpt_core.quantization.levels.multiplies_codes", lambda device, fast=fast: fast)
+        with precision(model, 4):
+            assert said in repr(model)
 
 
 # --- copies, casts and devices --------------------------------------------------------------------

@@ -3,6 +3,7 @@
 import copy
 import io
 import pickle
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from cpt_core.quantization.convert import QuantConfig, layer_precisions, quantize_
 from cpt_core.quantization.lstm import QuantLSTM
+from cpt_core.quantization.precision import LayerPrecision
 from cpt_core.quantization.scheduler import PrecisionScheduler, precision
 from cpt_core.schedules.make import make_schedule
 from cpt_core.schedules.schedule import FunctionSchedule
@@ -108,7 +110,16 @@ def test_a_copy_computes_with_the_bits_that_it_reports(way, inside):
         if isinstance(twin, AveragedModel):
             twin.update_parameters(model)
     assert scheduler.get_last_bits() != [schedule(0)]
-    expected = (6, 6) if "state_dict" in way or "meta" in way else (2 if inside else 3, schedule.q_max)
+    another = "state_dict" in way or "meta" in way  # driven by a scheduler of its own
+    if not inside and not another:
+        with pytest.raises(RuntimeError, match=r'copy of a model whose bits .*precision\(copy, "q_max"\)'):
+            twin(pictures())
+    expected = (6, 6) if another else (2 if inside else schedule.q_max, schedule.q_max)
+    with nullcontext() if inside or another else precision(twin, "q_max"):
+        compare_with_one_converted_anew(model, twin, expected)
+
+
+def compare_with_one_converted_anew(model, twin, expected):
     assert {(layer.bits, layer.q_grad) for layer in layer_precisions(twin).values()} == {expected}
 
     def compare():
@@ -123,6 +134,60 @@ def test_a_copy_computes_with_the_bits_that_it_reports(way, inside):
             compare()
     with precision(model.train(mode), *expected):
         assert not torch.equal(results(model)[0], results(twin)[0])  # a copy, not the same
+
+
+def rising(u):
+    return 3 + 5 * u
+
+
+def in_turn(model, scheduler):
+    """Return outputs and bits of a model at every step of its scheduler."""
+    found = []
+    for _ in range(4):
+        found.append((model(pictures()).detach(), [layer.bits for layer in layer_precisions(model).values()]))
+        scheduler.step()
+    return found
+
+
+@pytest.mark.parametrize("way", ["deepcopy", "pickle", "torch.save"])
+def test_what_is_copied_with_its_scheduler_stays_driven(way):
+    pair = quantize_(small(), NEAREST)
+    pair = pair, PrecisionScheduler(pair, FunctionSchedule(rising, total_steps=5))
+    pair[1].step()
+    (twin, follower), before = WAYS[way](pair), pair[1].get_last_bits()
+    found = in_turn(twin, follower)
+    assert pair[1].get_last_bits() == before  # only the copy moved
+    for (y, bits), (y_, bits_) in zip(found, in_turn(*pair), strict=True):
+        assert torch.equal(y, y_)
+        assert bits == bits_
+
+
+def test_a_copy_may_have_a_scheduler_of_its_own_and_then_copies_of_it_have_none():
+    schedule = FunctionSchedule(lambda u: 3 + 5 * u, total_steps=5)
+    model = quantize_(small(), NEAREST)
+    scheduler = PrecisionScheduler(model, schedule)
+    twin = copy.deepcopy(model)
+    own = PrecisionScheduler(twin, schedule)
+    own.step()
+    assert (own.get_last_bits(), scheduler.get_last_bits()) == ([4], [3])
+    assert [{layer.bits for layer in layer_precisions(m).values()} for m in (twin, model)] == [{4}, {3}]
+    with pytest.raises(RuntimeError, match="copy of a model"):
+        copy.deepcopy(twin)(pictures())
+    with precision(model, "q_max"):
+        pass
+    with pytest.raises(RuntimeError, match="copy of a model"):  # the block is over, the scheduler drives again
+        copy.deepcopy(model)(pictures())
+
+
+def test_a_layer_that_an_older_release_stored_keeps_its_bits():
+    model = quantize_(small(), NEAREST)
+    layer = next(iter(layer_precisions(model).values()))
+    layer.set_bits(4, 8)
+    state = layer.__getstate__()
+    del state["driver"]
+    stored = LayerPrecision.__new__(LayerPrecision)
+    stored.__setstate__(state)
+    assert (stored.bits, stored.driver) == (4, None)
 
 
 def test_an_average_made_before_there_are_bits_says_so():

@@ -46,6 +46,68 @@ def test_a_layer_that_its_parent_does_not_call_is_named_once(place, name, copied
     restore_(model)(torch.ones(2, 4))
 
 
+class Many(nn.Module):
+    """Twelve modules that pass their layers by, some of them twice, one after the other; ``fails``: not at first."""
+
+    def __init__(self):
+        super().__init__()
+        self.fails, self.parts = False, nn.ModuleList([Past("child") for _ in range(6)] + [Past("list")] * 2)
+
+    def forward(self, x):
+        for part in self.parts:
+            x = part(x)
+        if self.fails:
+            raise RuntimeError("not yet")
+        return x
+
+
+def test_one_warning_with_a_count_for_one_model():
+    model = quantize_(nn.Sequential(nn.Linear(4, 4), Many()))
+    model[1].fails = True
+    said = "^Past did not call 7 quantised layers 1.parts.0.inner, 1.parts.1.inner, 1.parts.2.inner and 4 more: "
+    with precision(model, 4):
+        with pytest.warns(QuantizationWarning, match=said) as seen, pytest.raises(RuntimeError, match="not yet"):
+            model(torch.ones(2, 4))
+        assert len(seen) == 1
+        model[1].fails = False
+        model(torch.ones(2, 4))  # a warning would be an error here
+    assert not any(m._forward_hooks or m._forward_pre_hooks for m in model.modules())
+
+
+def test_parts_that_run_by_themselves_are_named_by_themselves():
+    model = quantize_(Many())
+    with precision(model, 4):
+        for part in list(model.parts)[:2]:
+            with pytest.warns(QuantizationWarning, match="Past did not call 1 quantised layer "):
+                part(torch.ones(2, 4))
+        with pytest.warns(QuantizationWarning, match="Past did not call 5 quantised layers "):
+            model(torch.ones(2, 4))
+
+
+def test_a_layer_that_its_parent_calls_the_second_time_is_not_named():
+    class Sometimes(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer, self.times = nn.Linear(4, 4), 0
+
+        def forward(self, x):
+            self.times += 1
+            return self.layer(x) if self.times % 2 == 0 else x
+
+    class Twice(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.part = Sometimes()
+
+        def forward(self, x):
+            return self.part(self.part(x))
+
+    model = quantize_(Twice())
+    with precision(model, 4):
+        model(torch.ones(2, 4))
+    assert [row.name for row in summary(model).quantized] == ["part.layer"]
+
+
 def test_what_is_called_is_not_named():
     class Calls(nn.Module):
         def __init__(self):

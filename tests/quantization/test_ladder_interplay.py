@@ -161,15 +161,6 @@ def test_a_recorded_step_serves_no_other_split_of_gradients():
     assert layer.constants() in found  # only numbers differ from the second
 
 
-def test_weights_that_are_turned_for_their_blocks_are_not_kept_for_ever():
-    model = cpt.quantize_(nn.Sequential(nn.Conv2d(8, 8, 1)), cpt.QuantConfig(ladder={8: "mx(e2m1,8)"})).eval()
-    kept = []
-    with cpt.precision(model, 8), torch.no_grad():
-        for _ in range(10):
-            kept.append(model(torch.randn(1, 8, 2, 2)))
-        assert len(model[0].precision.reuse._held) <= 2
-
-
 def test_a_checkpoint_of_another_ladder_is_refused():
     state = cpt.PrecisionScheduler(net(MX), CYCLE).state_dict()
     cpt.PrecisionScheduler(net(MX), CYCLE).load_state_dict(state)

@@ -1,0 +1,81 @@
+"""Notice that nobody calls ``PrecisionScheduler.step``: the bits of step 0 would stay in force without a word."""
+
+from __future__ import annotations
+
+import sys
+import warnings
+import weakref
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from torch import Tensor, nn
+
+from cpt_core.quantization.layers import QuantizedLayer
+
+if TYPE_CHECKING:
+    from cpt_core.quantization.scheduler import PrecisionScheduler
+
+UPDATES = 3  # sharpness-aware minimisation writes the weights twice a step, between two backward passes once
+STARTS = 50  # of gradients from nothing, as after zero_grad(): measuring gradients at fixed weights does so, too
+
+
+class ForgottenStep:
+    """Warns, once, where a weight is updated again and again at one step of a schedule.
+
+    The criterion: while the scheduler stood still, gradients came three times to a weight that had been written in
+    place since its last gradients. Accumulated gradients write no weights, and do not count; nor does what an optimizer
+    does inside its own step (LBFGS), a ``precision`` block, a schedule whose levels never change, or its last step.
+    Fused optimizers, and ``p.data -= ...``, move no version counter; so fifty times new gradients, where the former
+    ones were put away, say it too.
+
+    It is a hook on one parameter of a quantised layer, the last that is trained, and looks at its version counter:
+    nothing waits for a device, and compiled models are seen, too. Parameters that something replaced are not.
+    """
+
+    def __init__(self, scheduler: PrecisionScheduler, model: nn.Module) -> None:
+        """Watch a model; nothing where no quantised layer is trained."""
+        self.scheduler, self.step, self.version, self.updates, self.starts = scheduler, -1, 0, 0, 0
+        self.gradient: Callable[[], Tensor | None] = lambda: None
+        layers = [module for module in model.modules() if isinstance(module, QuantizedLayer)]
+        trained = [(p, m) for m in layers for p in m.parameters() if p.requires_grad]
+        if trained:
+            weight, layer = trained[-1]
+            self.precision = layer.precision
+            self.handle = weight.register_post_accumulate_grad_hook(self)
+
+    def __call__(self, weight: Tensor) -> None:
+        """Look at the weight whose gradient has come."""
+        scheduler = self.scheduler
+        if self.precision.driver is not scheduler:
+            if self.precision.driver is not None:  # another one took its place
+                self.handle.remove()
+            return
+        if scheduler.last_step != self.step:
+            self.step, self.updates, self.starts = scheduler.last_step, 0, 0
+        elif weight._version != self.version:
+            self.updates += 1
+        elif self.gradient() is not weight.grad:
+            self.starts += 1
+        self.version, self.gradient = weight._version, weakref.ref(weight.grad)  # type: ignore[arg-type]
+        if (self.updates < UPDATES and self.starts < STARTS) or self.step >= scheduler.total_steps - 1:
+            return
+        if _inside_an_optimizer():
+            self.updates = self.starts = 0
+            return
+        self.handle.remove()
+        warnings.warn(
+            f"{max(self.updates, self.starts)} updates of the weights at step {self.step} of the schedule: call step() "
+            "of the PrecisionScheduler after every optimizer.step(); until then the bits of this step stay in force",
+            stacklevel=2,
+        )
+
+
+def _inside_an_optimizer() -> bool:
+    """Whether some thread is in the step of an optimizer, which may call for gradients; backward has its own thread."""
+    for frame in sys._current_frames().values():
+        at = frame
+        while at is not None:
+            if at.f_globals.get("__name__") == "torch.optim.optimizer":
+                return True
+            at = at.f_back  # type: ignore[assignment]
+    return False

@@ -1,0 +1,243 @@
+"""A forgotten ``PrecisionScheduler.step()`` is noticed, once; loops that call it in time never hear of it."""
+
+import copy
+import itertools
+import pickle
+import warnings
+
+import pytest
+import torch
+from torch import nn
+
+from cpt_core.quantization.convert import quantize_
+from cpt_core.quantization.scheduler import PrecisionScheduler, precision
+from cpt_core.schedules.make import make_schedule
+
+CR = make_schedule("CR", q_min=3, q_max=8, total_steps=40, n_cycles=2)
+
+
+def net(classes=2):
+    torch.manual_seed(0)
+    return quantize_(nn.Sequential(nn.Linear(3, 5), nn.ReLU(), nn.Linear(5, classes)))
+
+
+def loss(model):
+    return model(torch.ones(4, 3)).square().sum()
+
+
+def by_hand(model):
+    with torch.no_grad():
+        for p in model.parameters():
+            p -= 0.01 * p.grad
+
+
+def said_in(loop):
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        loop()
+    return [str(w.message) for w in seen]
+
+
+UPDATES = {
+    "SGD": lambda model: torch.optim.SGD(model.parameters(), lr=0.01).step,
+    "AdamW": lambda model: torch.optim.AdamW(model.parameters(), lr=0.01).step,
+    "by hand": lambda model: lambda: by_hand(model),
+}
+
+
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
+@pytest.mark.parametrize("accumulated", [1, 3])
+@pytest.mark.parametrize("way", list(UPDATES))
+@pytest.mark.parametrize("last", [0, 7])
+def test_a_forgotten_step_is_said_once(way, accumulated, compiled, last):
+    model = net()
+    scheduler = PrecisionScheduler(model, CR)
+    for _ in range(last):
+        scheduler.step()
+    run, update = torch.compile(model, backend="eager") if compiled else model, UPDATES[way](model)
+
+    def loop(updates):
+        for _ in range(updates):
+            for _ in range(accumulated):
+                loss(run).backward()
+            update()
+            model.zero_grad()
+
+    assert said_in(lambda: loop(3)) == []
+    said = said_in(lambda: loop(9))
+    assert len(said) == 1
+    assert f"3 updates of the weights at step {last} of the schedule: call step()" in said[0]
+    torch._dynamo.reset()
+
+
+def through_data(model):
+    for p in model.parameters():
+        p.data -= 0.01 * p.grad
+
+
+UNSEEN = {  # no version of a tensor moves
+    "fused": lambda model: torch.optim.AdamW(model.parameters(), lr=0.01, fused=True).step,
+    "through .data": lambda model: lambda: through_data(model),
+}
+
+
+@pytest.mark.parametrize("way", list(UNSEEN))
+def test_updates_that_move_no_version_are_said_later(way):
+    model = net()
+    PrecisionScheduler(model, CR)
+    update = UNSEEN[way](model)
+
+    def loop(updates):
+        for _ in range(updates):
+            for _ in range(2):
+                loss(model).backward()
+            update()
+            model.zero_grad()
+
+    assert said_in(lambda: loop(50)) == []
+    assert ["50 updates" in said for said in said_in(lambda: loop(60))] == [True]
+
+
+def accumulation(model, scheduler):
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    for _ in range(3):
+        for _ in range(60):
+            loss(model).backward()
+            with torch.no_grad(), precision(model, "q_max"):  # and evaluated in between
+                loss(model.eval())
+            model.train()
+        optimizer.step()
+        optimizer.zero_grad()
+        scheduler.step()
+
+
+def sharpness_aware(model, scheduler):
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    for _ in range(12):
+        loss(model).backward()
+        with torch.no_grad():
+            for p in model.parameters():
+                p += 0.01
+        model.zero_grad()
+        loss(model).backward()
+        with torch.no_grad():
+            for p in model.parameters():
+                p -= 0.01
+        optimizer.step()
+        optimizer.zero_grad()
+        scheduler.step()
+
+
+def closures(model, scheduler):
+    optimizer = torch.optim.LBFGS(model.parameters(), lr=0.01, max_iter=12)
+
+    def closure():
+        optimizer.zero_grad()
+        value = loss(model)
+        value.backward()
+        return value
+
+    for _ in range(4):
+        optimizer.step(closure)
+        scheduler.step()
+
+
+def adversarial(model, scheduler):
+    """A discriminator: two updates of its own, and gradients on the way to a generator, in one step."""
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    for _ in range(12):
+        for _ in range(2):
+            loss(model).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        loss(model).backward()
+        scheduler.step()
+
+
+def gradients_alone(model, scheduler):
+    for _ in range(12):
+        loss(model).backward()
+        model.zero_grad()
+
+
+def averaged_weights(model, scheduler):
+    """Accumulation, with the average's weights put in for an evaluation and taken out again."""
+    average = copy.deepcopy(model.state_dict())
+    for _ in range(4):
+        for micro in range(4):
+            loss(model).backward()
+            if micro == 1:
+                own = copy.deepcopy(model.state_dict())
+                model.load_state_dict(average)
+                model.load_state_dict(own)
+        by_hand(model)
+        scheduler.step()
+
+
+def inside_a_block(model, scheduler):
+    with precision(model, 6):
+        for _ in range(12):
+            loss(model).backward()
+            by_hand(model)
+
+
+def after_the_last_step(model, scheduler):
+    while scheduler.last_step < scheduler.total_steps - 1:
+        scheduler.step()
+    for _ in range(12):
+        loss(model).backward()
+        by_hand(model)
+
+
+def by_another_scheduler(model, scheduler):
+    own = PrecisionScheduler(model, make_schedule("CR", q_min=3, q_max=6, total_steps=40, n_cycles=2))
+    for _ in range(12):
+        loss(model).backward()
+        by_hand(model)
+        own.step()
+
+
+LEGAL = [
+    accumulation, sharpness_aware, closures, adversarial, gradients_alone, averaged_weights, inside_a_block,
+    after_the_last_step, by_another_scheduler,
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("loop", LEGAL, ids=lambda loop: loop.__name__)
+def test_loops_that_forget_nothing_hear_nothing(loop):
+    model = net()
+    scheduler = PrecisionScheduler(model, CR)
+    assert said_in(lambda: loop(model, scheduler)) == []
+    said = said_in(lambda: [by_hand(model) for _ in range(6) if loss(model).backward() is None])
+    assert len(said) == (loop is not after_the_last_step)  # it is still listening
+
+
+@pytest.mark.parametrize("schedule", ["STATIC", "CR"])
+def test_a_schedule_that_never_changes_has_nothing_to_miss(schedule):
+    model = net()
+    cycle = {"STATIC": {}, "CR": {"q_min": 8, "n_cycles": 2}}[schedule]
+    scheduler = PrecisionScheduler(model, make_schedule(schedule, q_max=8, total_steps=40, **cycle))
+    assert said_in(lambda: [by_hand(model) for _ in range(9) if loss(model).backward() is None]) == []
+    assert scheduler.last_step == 0
+
+
+def test_frozen_layers_and_copies_are_no_obstacle():
+    model = net()
+    model.requires_grad_(False)
+    PrecisionScheduler(model, CR)
+    model = net()
+    model[2].requires_grad_(False)
+    scheduler = PrecisionScheduler(model, CR)
+    for twin in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        with precision(twin, 4):  # the hook stays with the original
+            for _ in range(9):
+                loss(twin).backward()
+                by_hand_trained(twin)
+    assert scheduler.last_step == 0
+    assert len(said_in(lambda: [by_hand_trained(model) for _ in range(9) if loss(model).backward() is None])) == 1
+
+
+def by_hand_trained(model):
+    with torch.no_grad():
+        for p in itertools.islice(model.parameters(), 2):
+            p -= 0.01 * p.grad

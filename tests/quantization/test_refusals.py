@@ -1,0 +1,147 @@
+"""A model that ``quantize_`` refuses is the model that it was."""
+
+import functools
+
+import pytest
+import torch
+from torch import nn
+
+from cpt_core.quantization import attention, convert
+from cpt_core.quantization.convert import QuantConfig, quantize_, restore_
+from cpt_core.quantization.coverage import QuantizationWarning
+from cpt_core.quantization.layers import QuantConv2d, QuantizedLayer, QuantLinear
+from cpt_core.quantization.lstm import QuantLSTM
+from cpt_core.quantization.scheduler import precision
+
+
+class Own(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.kernel = nn.Parameter(torch.ones(8, 4))
+
+    def forward(self, x):
+        return x
+
+
+def net():
+    torch.manual_seed(0)
+    recurrent = nn.LSTM(4, 4)
+    recurrent.flatten_parameters()
+    return nn.ModuleDict(
+        {"conv": nn.Conv2d(3, 4, 3), "mlp": nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 4)), "own": Own(),
+         "lstm": recurrent}
+    )  # fmt: skip
+
+
+def bert(kind="eager"):
+    """A small encoder; attention of another kind is asked for afterwards, for it need not be installed."""
+    import transformers
+
+    config = transformers.BertConfig(
+        vocab_size=20, hidden_size=8, num_hidden_layers=2, num_attention_heads=2, intermediate_size=16
+    )
+    config._attn_implementation = "eager"
+    model = transformers.BertModel(config)
+    model.config._attn_implementation = kind
+    return model
+
+
+def everything(model):
+    """Return all that conversion could leave behind: modules, classes, attributes, hooks, parameters."""
+    found = {}
+    for name, module in model.named_modules(remove_duplicate=False):
+        inside = {key: list(value) if isinstance(value, dict) else value for key, value in vars(module).items()}
+        plain = {k: v if isinstance(v, list | int | float | str | None) else id(v) for k, v in inside.items()}
+        found[name] = type(module), plain
+    return found, {name: id(p) for name, p in model.named_parameters()}
+
+
+def hiding(name):
+    """A model with a layer that has a forward of its own."""
+    model = net()
+    layer = model.get_submodule(name)
+    layer.forward = functools.partial(type(layer).forward, layer)
+    return model
+
+
+def failing_filter(module, name):
+    if name == "lstm":
+        raise KeyError("lstm")
+    return True
+
+
+REFUSED = {
+    "unknown preset": (net, ("cifr",), ValueError),
+    "pattern without a match": (net, (QuantConfig(float32=("fc",)),), ValueError),
+    "converted already": (lambda: quantize_(net()), (), ValueError),
+    "converted in part": (lambda: nn.Sequential(quantize_(nn.Linear(2, 2)), nn.Linear(2, 2)), (), ValueError),
+    "nothing selected": (net, (None, lambda module, name: False), ValueError),
+    "nothing to convert": (lambda: nn.Sequential(nn.ReLU()), (), ValueError),
+    "a filter that fails": (net, (None, failing_filter), KeyError),
+    "a forward of its own": (lambda: hiding("lstm"), (), ValueError),
+    "a forward of its own, inside": (lambda: hiding("mlp.2"), (), ValueError),
+    "an unknown config": (net, (3,), ValueError),
+    "attention of another kind": (lambda: bert("flash_attention_2"), (), ValueError),
+    "nothing but a script": (lambda: torch.jit.script(nn.Sequential(nn.Linear(4, 4))), (), ValueError),
+}
+
+
+@pytest.mark.parametrize("name", list(REFUSED))
+@pytest.mark.filterwarnings("ignore::cpt_core.QuantizationWarning", "ignore:.*torch.jit:Warning")
+def test_a_refused_model_is_what_it_was(name):
+    make, args, error = REFUSED[name]
+    model = make()
+    before = everything(model)
+    with pytest.raises(error):
+        quantize_(model, *args)
+    assert everything(model) == before
+
+
+KINDS = {"conv": QuantConv2d, "linear": QuantLinear, "lstm": QuantLSTM, "attention": attention._QuantAttention}
+
+
+@pytest.mark.parametrize("stage", [*KINDS, "hooks", "KeyboardInterrupt", "a warning made an error"])
+def test_what_fails_midway_leaves_the_model_as_it_was(stage, monkeypatch):
+    model = bert() if stage == "attention" else net()
+    before = everything(model)
+
+    def fails(*args, **kwargs):
+        raise KeyboardInterrupt if stage == "KeyboardInterrupt" else RuntimeError("midway")
+
+    calls, real = [], QuantizedLayer.lengths
+
+    def later(cls, module):
+        calls.append(module)
+        return real(module) if len(calls) < 2 else fails()
+
+    if stage in KINDS:
+        monkeypatch.setattr(KINDS[stage], "lengths", classmethod(later))
+    elif stage == "hooks":
+        monkeypatch.setattr(convert, "FirstPass", fails)
+    elif stage == "KeyboardInterrupt":
+        monkeypatch.setattr(QuantLSTM, "lengths", fails)
+    if stage in ("conv", "lstm"):
+        calls.append(None)  # there is one of each
+    with pytest.raises((RuntimeError, KeyboardInterrupt, QuantizationWarning)):  # warnings are errors in these tests
+        quantize_(model)
+    assert everything(model) == before
+    monkeypatch.undo()
+    config = QuantConfig(float32=("own",)) if stage != "attention" else None
+    assert everything(restore_(quantize_(model, config))) == before
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit:FutureWarning", "ignore:.*torch.jit:DeprecationWarning")
+@pytest.mark.parametrize("traced", [False, True], ids=["script", "trace"])
+def test_a_script_inside_stays_as_it_is(traced):
+    torch.manual_seed(0)
+    script = nn.Sequential(nn.Linear(4, 4), nn.ReLU()).eval()
+    script = torch.jit.trace(script, torch.ones(1, 4)) if traced else torch.jit.script(script)
+    model = nn.Sequential(nn.Linear(4, 4), script, nn.Sequential(script, nn.Linear(4, 4)))
+    before, y = everything(model), model(torch.ones(2, 4))
+    with pytest.warns(QuantizationWarning, match="33% of the weights stay in float32: 1 "):
+        quantize_(model)
+    assert [type(model[0]), type(model[2][1]), model[1] is script] == [QuantLinear, QuantLinear, True]
+    with precision(model, 16):
+        torch.testing.assert_close(model(torch.ones(2, 4)), y, atol=1e-3, rtol=0)
+    assert everything(restore_(model)) == before
+    assert torch.equal(model(torch.ones(2, 4)), y)

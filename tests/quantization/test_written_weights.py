@@ -1,0 +1,178 @@
+"""A product uses the weight that is there: whoever wrote it, in whatever way, and whenever."""
+
+import pytest
+import torch
+from torch import nn
+
+from cpt_core.quantization.convert import QuantConfig, quantize_
+from cpt_core.quantization.scheduler import PrecisionScheduler, precision
+from cpt_core.schedules.make import make_schedule
+
+NEAREST = QuantConfig().with_gradient_rounding("nearest")
+
+
+class Net(nn.Module):
+    """A convolution, a linear layer that is used three times, with a call of ``between`` after each, and an LSTM."""
+
+    def __init__(self, recurrent):
+        super().__init__()
+        torch.manual_seed(0)
+        self.conv, self.shared = nn.Conv1d(2, 6, 3), nn.Linear(6, 6)
+        self.last = nn.LSTM(6, 6) if recurrent else nn.Linear(6, 6)
+        self.between = lambda: None
+
+    def forward(self, x):
+        x = self.conv(x).transpose(1, 2)
+        for _ in range(3):
+            x = self.shared(x).tanh()
+            self.between()
+        x = self.last(x)
+        return x[0] if isinstance(x, tuple) else x
+
+
+def x():
+    return torch.randn(3, 2, 6, generator=torch.Generator().manual_seed(1))
+
+
+def each(write):
+    """Return what writes every parameter of a model, one by one."""
+
+    def written(model):
+        for parameter in model.parameters():
+            write(parameter)
+
+    return written
+
+
+def without_gradients(p):
+    with torch.no_grad():
+        p.mul_(-2)
+
+
+def in_inference_mode(p):
+    with torch.inference_mode():
+        p.mul_(-2)
+
+
+def through_numpy(p):
+    array = p.detach().numpy()
+    array[:] *= -2
+
+
+def assigned(p):
+    p.data = p.data * -2
+
+
+def all_at_once(model):
+    torch._foreach_mul_([p.data for p in model.parameters()], -2)
+
+
+def loaded(model):
+    model.load_state_dict({name: -2 * value for name, value in model.state_dict().items()})
+
+
+def from_a_vector(model):
+    vector = nn.utils.parameters_to_vector(model.parameters()).detach()
+    nn.utils.vector_to_parameters(-2 * vector, model.parameters())
+
+
+def replaced(model):
+    for module in model.modules():
+        for name, p in list(module.named_parameters(recurse=False)):
+            setattr(module, name, nn.Parameter(-2 * p.detach()))
+
+
+def stepped(model):
+    grads = [p.grad for p in model.parameters()]
+    for p in model.parameters():
+        p.grad = 3 * p.detach()
+    torch.optim.SGD(model.parameters(), lr=1.0).step()
+    for p, grad in zip(model.parameters(), grads, strict=True):
+        p.grad = grad
+
+
+WAYS = {
+    "no_grad": each(without_gradients),
+    "inference_mode": each(in_inference_mode),
+    ".data in place": each(lambda p: p.data.mul_(-2)),
+    ".data assigned": each(assigned),
+    "a view of detach()": each(lambda p: p.detach().view(-1).mul_(-2)),
+    "numpy": each(through_numpy),
+    "_foreach_ on .data": all_at_once,
+    "load_state_dict": loaded,
+    "vector_to_parameters": from_a_vector,
+    "a new Parameter": replaced,
+    "an optimizer": stepped,
+}
+
+
+def anew(model):
+    """Return a model converted anew, with the weights of another, in the same mode."""
+    twin = quantize_(Net(isinstance(model.last, nn.LSTM)), NEAREST)
+    twin.load_state_dict({name: value.clone() for name, value in model.state_dict().items()})
+    return twin.train(model.training)
+
+
+def results(model, run):
+    """Return the output, and the gradients where there are any."""
+    model.zero_grad()
+    y = run(x())
+    if y.requires_grad:
+        y.square().sum().backward()
+    return [y.detach(), *(p.grad for p in model.parameters() if p.grad is not None)]
+
+
+def compare(model, run):
+    fresh = anew(model)
+    with precision(fresh, 3):
+        for found, wanted in zip(results(model, run), results(fresh, fresh), strict=True):
+            assert torch.equal(found, wanted)
+
+
+@pytest.mark.parametrize("way", list(WAYS))
+@pytest.mark.parametrize("when", ["train", "eval", "no_grad", "accumulation", "scheduler", "compile"])
+def test_a_weight_is_rounded_as_it_is(when, way):
+    model = quantize_(Net(recurrent=when != "compile"), NEAREST).train(when not in ("eval", "no_grad"))
+    run = torch.compile(model, backend="eager") if when == "compile" else model
+    if when == "scheduler":
+        PrecisionScheduler(model, make_schedule("STATIC", q_max=3, total_steps=9))
+    else:
+        for layer in (model.conv, model.shared, model.last):
+            layer.precision.set_bits(3, 3)
+    with torch.set_grad_enabled(when != "no_grad"):
+        before = results(model, run)[0]
+        if when == "accumulation":
+            run(x()).sum().backward()
+        WAYS[way](model)
+        compare(model, run)
+        assert not torch.equal(run(x()).detach(), before)
+    if when == "compile":
+        torch._dynamo.reset()
+
+
+@pytest.mark.parametrize("way", [".data in place", "_foreach_ on .data", "numpy"])
+def test_a_weight_that_is_written_inside_a_forward_pass_counts_from_then_on(way):
+    model, plain = quantize_(Net(recurrent=False), NEAREST), Net(recurrent=False)
+    for m in (model, plain):
+        m.between = lambda m=m: WAYS[way](m.shared)
+    with precision(model, 16), torch.no_grad():  # fine enough to be the float32 model's
+        torch.testing.assert_close(model(x()), plain(x()), rtol=0, atol=1e-3)
+    assert not torch.allclose(plain(x()), Net(recurrent=False)(x()), atol=0.1)
+
+
+def test_the_loop_of_every_tutorial_trains():
+    """``p.data -= lr * p.grad`` moves neither a tensor's version nor its address."""
+    torch.manual_seed(0)
+    model = quantize_(nn.Sequential(nn.Linear(4, 16), nn.Tanh(), nn.Linear(16, 1)), NEAREST)
+    data = torch.randn(64, 4)
+    goal = data[:, :1] * data[:, 1:2]
+    with precision(model, 8):
+        losses = []
+        for _ in range(60):
+            loss = (model(data) - goal).square().mean()
+            model.zero_grad()
+            loss.backward()
+            for p in model.parameters():
+                p.data -= 0.1 * p.grad
+            losses.append(loss.item())
+    assert losses[-1] < 0.5 * losses[0]
