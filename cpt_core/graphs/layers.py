@@ -91,7 +91,11 @@ class Precision:
             tail: what follows.
         """
         operands = self.scaled_operand("input", x, scale), self.operand("weight", weight)
-        return self._followed(nn.functional.linear(*operands) if linear else torch.matmul(*operands), tail)
+        return self._followed(self.multiply(*operands, linear), tail)
+
+    def multiply(self, x: Tensor, weight: Tensor, linear: bool) -> Tensor:
+        """Return x (N, I) times weight (I, O); of a ``linear`` product (O, I)."""
+        return nn.functional.linear(x, weight) if linear else torch.matmul(x, weight)
 
     def neighbour_sum(
         self, graph: Graph, x: Tensor, scale: Tensor | None, reduce: str, tail: Tail | None = None

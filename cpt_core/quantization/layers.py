@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from cpt_core.formats.ladder import AFFINE, FormatLadder
+from cpt_core.kernels.operators import linear
 from cpt_core.quantization.integer import Geometry, conv2d_on_codes, linear_on_codes
 from cpt_core.quantization.precision import LayerPrecision
 from cpt_core.quantization.quantizers import QUANTIZERS, Quantizer
@@ -229,7 +230,7 @@ class QuantLinear(QuantizedLayer, nn.Linear):
         if self.precision.on_codes(x):
             return linear_on_codes(self.precision, x, self.weight, self.bias)
         x, weight, bias = self._operands(x, self.weight, self.bias)
-        return self.precision.multiplied(nn.functional.linear, x, weight, bias)
+        return self.precision.multiplied(linear, x, weight, bias)
 
     def simulated_products(self) -> dict[str, str]:
         """Return which products have no integer form here, with the reason."""

@@ -30,7 +30,7 @@ from torch.nn.utils.rnn import PackedSequence
 
 from cpt_core.kernels.formats import grid_of_steps
 from cpt_core.kernels.integer import LONGEST, QuantizedTensor
-from cpt_core.kernels.operators import fake_quantize, range_of, recurrence, round_in_range
+from cpt_core.kernels.operators import fake_quantize, linear, range_of, recurrence, round_in_range
 from cpt_core.kernels.reference import Range
 from cpt_core.quantization.integer import linear_on_codes
 from cpt_core.quantization.integer_lstm import recurrence_on_codes
@@ -162,7 +162,7 @@ class QuantLSTM(QuantizedLayer, nn.LSTM):
         if p.on_codes(x) and not self.not_on_codes():
             return self._cell_on_codes(cell, x, steps, h, c)
         (w, b), (u, d) = (self._quantized_weights(kind, cell, x.dtype) for kind in ("ih", "hh"))
-        x_gates = self._gradient(nn.functional.linear(self._input(cell, x, steps), w, b), steps)
+        x_gates = self._gradient(linear(self._input(cell, x, steps), w, b), steps)
         save = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (x_gates, u, d, h, c))
         y, h, c, ranges = recurrence(
             x_gates, u, d, h, c, *steps, cell.endswith("_reverse"),

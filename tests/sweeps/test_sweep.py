@@ -136,7 +136,9 @@ def test_rows_are_complete(tmp_path):
     assert row["device"] == "cpu"
     assert row["bitops"].keys() == {"paper", "per_op"}
     assert row["peak_memory"] > 10**8
-    assert {"commit", "dirty", "versions", "started", "python", "machine", "kernels"} == set(row["provenance"])
+    assert {"commit", "dirty", "versions", "started", "python", "machine", "kernels", "products"} == set(
+        row["provenance"]
+    )
     assert {"torch", "numpy", "scikit-learn", "cpt-core"} <= set(row["provenance"]["versions"])
     assert "not installed" not in row["provenance"]["versions"].values()
     there = row["provenance"]["machine"]
