@@ -45,7 +45,9 @@ PLAIN = {
 }
 FAMILIES = ("cpt", "cpt_reference")
 # operators with products inside -> their plain execution, for those who look into it
-LOOPS = {f"{f}::{name}": partial(loop, getattr(torch.ops, f)) for f in FAMILIES for name, loop in lstm.PLAIN.items()}
+LOOPS: dict[str, Any] = {
+    f"{f}::{name}": partial(loop, getattr(torch.ops, f)) for f in FAMILIES for name, loop in lstm.PLAIN.items()
+}
 LOOPS |= {f"{family}::linear": torch.nn.functional.linear for family in FAMILIES}  # up to the last digits
 
 

@@ -24,7 +24,7 @@ from cpt_core.provenance import processor
 
 LIBRARIES = ("torch", "onednn")
 # Time with oneDNN in that with MKL by maker and widest instructions, a forward and a backward pass; one thread.
-RATIOS = {
+RATIOS: dict[tuple[str, ...], float] = {
     ("AuthenticAMD", "AVX512"): 0.50,  # nn.LSTM 800: 113 ms, 224 without oneDNN; 20 x 800 by 800 x 3200: 0.61, 1.15
     ("AuthenticAMD", "AVX2"): 1.2,  # the geometric mean of bench.products, on a loaded Zen 3
 }
@@ -89,7 +89,8 @@ def in_onednn(x: Tensor, weight: Tensor) -> bool:
 def execute(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """Return x (M, K) times weight (N, K) transposed, plus bias (N,); without a gradient where oneDNN computes it."""
     if in_onednn(x, weight):
-        return torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
+        y: Tensor = torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
+        return y
     return torch.nn.functional.linear(x, weight, bias)
 
 
