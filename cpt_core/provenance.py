@@ -93,15 +93,29 @@ def machine() -> dict[str, Any]:
 
 def cpu() -> dict[str, Any]:
     """Return the model of the processor and its wide instructions, as the kernel of the system names them."""
-    try:
-        text = CPU_INFO.read_text(encoding="utf-8")
-    except OSError:  # not this system
+    fields, there = _cpu_info()
+    if not fields:  # not this system
         return {"cpu": platform.processor() or platform.machine(), "instructions": []}
-    fields: dict[str, str] = {}
-    for line in text.split("\n\n")[0].splitlines():
-        name, _, value = line.partition(":")
-        fields[name.strip()] = value.strip()
-    there = set((fields.get("flags") or fields.get("Features") or "").split())
     parts = [f"{name} {fields[name]}" for name in ("cpu family", "model", "stepping") if name in fields]
     name = fields.get("model name") or platform.machine()
     return {"cpu": ", ".join([name, *parts]), "instructions": [one for one in WIDE if one in there]}
+
+
+def processor() -> tuple[str, ...]:
+    """Return the maker of the processor and its widest instructions, such as "AuthenticAMD", "AVX2"; () if unknown."""
+    fields, there = _cpu_info()
+    widest = next((name for name, flag in (("AVX512", "avx512f"), ("AVX2", "avx2")) if flag in there), None)
+    return (fields["vendor_id"], widest) if "vendor_id" in fields and widest else ()
+
+
+def _cpu_info() -> tuple[dict[str, str], set[str]]:
+    """Return what the kernel of the system says of the first processor, and its flags; nothing on other systems."""
+    fields: dict[str, str] = {}
+    try:
+        text = CPU_INFO.read_text(encoding="utf-8")
+    except OSError:
+        return fields, set()
+    for line in text.split("\n\n")[0].splitlines():
+        name, _, value = line.partition(":")
+        fields[name.strip()] = value.strip()
+    return fields, set((fields.get("flags") or fields.get("Features") or "").split())

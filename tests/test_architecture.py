@@ -22,7 +22,7 @@ ROOMS = {
     "formats": ("checks",),
     "schedules": ("formats", "described"),
     "graphs": ("checks", "paths"),
-    "kernels": ("checks", "paths", "formats"),
+    "kernels": ("checks", "provenance", "formats"),
     "quantization": ("schedules", "graphs", "kernels"),
     "bitops": ("quantization", "waiting"),
     "integrations": ("bitops",),

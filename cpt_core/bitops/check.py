@@ -294,7 +294,7 @@ _ROUNDS = frozenset(
     for name in ("round_to_grid", "round_in_range", "fake_quantize", *graph.ON_GRID)
 )
 _ADDS = ("addmm", "baddbmm", "addbmm", "addmv", "_addmm_activation")  # the first operand is added to the product ...
-_BIASED = ("convolution", "linear", "torchvision::deform_conv2d")  # ... or the third
+_BIASED = ("convolution", "linear", "mkldnn::_linear_pointwise", "torchvision::deform_conv2d")  # ... or the third
 
 # what moves values without changing them (to a wider type at most: products in half precision do not count) ...
 _MOVES = frozenset(

@@ -22,7 +22,7 @@ Two conventions price them:
 >>> plan.float32  # shares of the MACs of the forward passes
 {'1': 0.5555555555555556}
 >>> plan.costs["traffic"]  # bytes
-448.0
+328.0
 """
 
 from __future__ import annotations

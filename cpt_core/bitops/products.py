@@ -178,7 +178,7 @@ OWN: dict[str, Count] = {
     **dict.fromkeys(("addmm", "baddbmm", "addbmm", "addmv", "_addmm_activation", "_sparse_addmm"), _times_columns(1)),
     "_grouped_mm": _grouped,
     **dict.fromkeys(("mkldnn_rnn_layer", "_cudnn_rnn", "miopen_rnn"), _recurrent),
-    "linear": _linear,
+    **dict.fromkeys(("linear", "mkldnn::_linear_pointwise"), _linear),
     "_trilinear": _trilinear,
     "convolution_backward": _convolution_backward,
     "torchvision::deform_conv2d": _deformable,

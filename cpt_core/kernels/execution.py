@@ -3,7 +3,8 @@
 >>> execution().cpu in ("cpp", "reference")
 True
 
-``CPT_KERNELS=reference`` (or ``cpp``, ``triton``) forces one; what is forced and not there is an error.
+``CPT_KERNELS=reference`` (or ``cpp``, ``triton``) forces one; what is forced and not there is an error. Which library
+multiplies float32 matrices on a CPU is said in ``products.py``.
 """
 
 from __future__ import annotations
@@ -13,12 +14,12 @@ import logging
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
 from cpt_core.checks import choose
-from cpt_core.kernels import cpp, operators
+from cpt_core.kernels import cpp, operators, products
 
 EXECUTIONS = ("reference", "cpp", "triton")
 log = logging.getLogger(__name__)
@@ -31,31 +32,36 @@ class Execution:
     Attributes:
         cpu: "cpp" or "reference", for tensors on the CPU.
         cuda: "triton" or "reference", for those on a GPU.
-        why: the reason of either.
+        why: the reason of either, and of ``products``.
+        products: "torch" or "onednn", the library of float32 products on the CPU.
     """
 
     cpu: str
     cuda: str
     why: dict[str, str]
+    products: str = "torch"
 
     def __str__(self) -> str:
-        """Return a line for either."""
-        return f"on a CPU: {self.cpu} ({self.why['cpu']})\non CUDA: {self.cuda} ({self.why['cuda']})"
+        """Return a line for each."""
+        parts = {"on a CPU": "cpu", "on CUDA": "cuda", "products on a CPU": "products"}
+        return "\n".join(f"{name}: {getattr(self, part)} ({self.why[part]})" for name, part in parts.items())
 
 
 def execution() -> Execution:
     """Return the active execution; builds or loads the kernels if no quantised layer has done so yet.
 
     Raises:
-        ValueError: for an unknown name in ``CPT_KERNELS``.
-        RuntimeError: when ``CPT_KERNELS`` names what is not there.
+        ValueError: for an unknown name in ``CPT_KERNELS`` or ``CPT_PRODUCTS``.
+        RuntimeError: when one of them names what is not there.
     """
     global _active
     if _active is None:
         asked = os.environ.get("CPT_KERNELS", "")
         if asked:
             choose("CPT_KERNELS", asked, EXECUTIONS)
-        _active = _find(asked)
+        found = _find(asked)
+        library, why = products.decide()
+        _active = replace(found, products=library, why=found.why | {"products": why})
         operators.use("cpt_reference" if asked == "reference" else "cpt")
         log.info("quantised operator: %s", str(_active).replace("\n", "; "))
     return _active

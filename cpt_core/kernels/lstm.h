@@ -4,7 +4,10 @@
 
 #pragma once
 
+#include <ATen/core/dispatch/Dispatcher.h>
 #include <c10/core/alignment.h>
+
+#include <limits>
 
 namespace {
 
@@ -37,6 +40,23 @@ Tensor first_rows(const Tensor& x, int64_t rows) { return x.size(0) == rows ? x 
 // product depend on where in memory an operand begins.
 Tensor aligned(const Tensor& x) {
   return reinterpret_cast<uintptr_t>(x.const_data_ptr()) % c10::gAlignment ? x.clone() : x;
+}
+
+int64_t onednn_least = std::numeric_limits<int64_t>::max();
+
+// out = x w + bias, by the library of such a product, see products.py.
+void product_out(Tensor& out, const Tensor& x, const Tensor& w, const optional<Tensor>& bias) {
+  if (x.numel() * w.size(1) >= onednn_least) {
+    using Signature = Tensor(const Tensor&, const Tensor&, const optional<Tensor>&, std::string_view,
+                             c10::List<optional<at::Scalar>>, optional<std::string_view>);
+    static const auto op =
+        c10::Dispatcher::singleton().findSchemaOrThrow("mkldnn::_linear_pointwise", "").typed<Signature>();
+    out.copy_(op.call(aligned(x), w.t(), bias, "none", c10::List<optional<at::Scalar>>(), ""));
+  } else if (bias) {
+    at::addmm_out(out, *bias, aligned(x), w);
+  } else {
+    at::mm_out(out, aligned(x), w);
+  }
 }
 
 // Calls f(begin, end) for parts of `rows` rows of `width` elements.
@@ -191,10 +211,8 @@ Eight lstm_forward(const Tensor& x_gates, const Tensor& weight, const optional<T
     }
     if (columns) {
       multiply(step, operand, &found[0], &found[1], false, *top, w, columns);
-    } else if (bias) {
-      at::addmm_out(step, *bias, aligned(operand), w);
     } else {
-      at::mm_out(step, aligned(operand), w);
+      product_out(step, operand, w, bias);
     }
     add_input(added.const_data_ptr<float>() + from * 4 * n, step.mutable_data_ptr<float>(), size, n);
     step.narrow(1, 0, 2 * n).sigmoid_();
@@ -311,7 +329,7 @@ Four lstm_backward(const Tensor& d_out, const Tensor& d_h, const Tensor& d_c, co
       multiply(part_h, codes, lows, widths, low.numel() > 1, number(*grad_levels), weight, columns);
     } else {
       if (grad_levels) quantized(before_grid, after, *grad_levels, granularity, noise);
-      at::mm_out(part_h, aligned(after), weight);
+      product_out(part_h, after, weight, std::nullopt);
     }
     if (key) ++*now.mutable_data_ptr<int64_t>();
   }
@@ -319,6 +337,10 @@ Four lstm_backward(const Tensor& d_out, const Tensor& d_h, const Tensor& d_c, co
 }
 
 }  // namespace
+
+TORCH_LIBRARY_FRAGMENT(cpt, m) {
+  m.def("onednn_from(int least) -> ()", [](int64_t least) { onednn_least = least; });
+}
 
 TORCH_LIBRARY_IMPL(cpt, CPU, m) {
   m.impl("lstm_forward", lstm_forward);

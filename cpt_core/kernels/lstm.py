@@ -24,6 +24,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from cpt_core.kernels import products
 from cpt_core.kernels.formats import parts_of
 from cpt_core.kernels.reference import clips
 
@@ -110,7 +111,7 @@ def forward(
         if tables is not None and levels is not None:
             product = multiply(ops, QuantizedTensor.with_codes(operand, found[0], found[1], levels), weight.t(), tables)
         else:
-            product = operand.mm(weight.t()) if bias is None else torch.addmm(bias, operand, weight.t())
+            product = products.execute(operand, weight, bias)
         step = product.add_(x_part)
         four = step.view(size, 4, hidden_size)
         four[:, :2].sigmoid_(), four[:, 2].tanh_(), four[:, 3].sigmoid_()
@@ -191,7 +192,7 @@ def backward(
         else:
             if grad_levels is not None and step.numel():
                 after.copy_(ops.fake_quantize(step, grad_levels, grad_granularity, now)[0])
-            product = after.mm(weight)
+            product = products.execute(after, weight.t())
         new = (product, dc * f_part)
         d_h, d_c = (
             n if size == len(old) else torch.cat([n, old[size:]]) for n, old in zip(new, (d_h, d_c), strict=True)
@@ -284,7 +285,7 @@ def _gradient(ops: Any, ctx: Any, d_out: Any, d_h: Any, d_c: Any, *_: Any) -> tu
     given = (d_out, d_h, d_c), ctx.state, weight, (gates, before, tanh_c), ctx.steps, ctx.quantizes, ctx.advance
     with torch.autocast(weight.device.type, enabled=False):  # compilers trace this under that of the forward pass
         d_gates, behind, d_h, d_c = gradients(ops, *given)
-        d_weight = behind.t().mm(operands) if ctx.needs_input_grad[1] else None
+        d_weight = products.linear(ops, behind.t(), operands.t()) if ctx.needs_input_grad[1] else None
     d_bias = behind.sum(0) if ctx.has_bias and ctx.needs_input_grad[2] else None
     return d_gates, d_weight, d_bias, d_h, d_c, *[None] * (len(ctx.needs_input_grad) - 5)
 

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from cpt_core.kernels import formats, lstm, reference
+from cpt_core.kernels import formats, lstm, products, reference, traced
 
 SCHEMAS = {
     "range": "(Tensor x, str granularity) -> (Tensor, Tensor)",
@@ -31,6 +31,7 @@ SCHEMAS = {
     "affine_": "(Tensor(a!) product, Tensor row_codes, Tensor row_values, Tensor column_codes, Tensor column_values) "
     "-> ()",
     "track_": "(Tensor(a!) running, Tensor low, Tensor width) -> ()",
+    "linear": products.SCHEMA,
 }
 PLAIN = {
     "range": reference.range_of,
@@ -40,10 +41,14 @@ PLAIN = {
     "encode": reference.encode,
     "affine_": reference.affine,
     "track_": reference.track,
+    "linear": products.execute,
 }
 FAMILIES = ("cpt", "cpt_reference")
 # operators with products inside -> their plain execution, for those who look into it
-LOOPS = {f"{f}::{name}": partial(loop, getattr(torch.ops, f)) for f in FAMILIES for name, loop in lstm.PLAIN.items()}
+LOOPS: dict[str, Any] = {
+    f"{f}::{name}": partial(loop, getattr(torch.ops, f)) for f in FAMILIES for name, loop in lstm.PLAIN.items()
+}
+LOOPS |= {f"{family}::linear": torch.nn.functional.linear for family in FAMILIES}  # up to the last digits
 
 
 def range_of(x: Tensor, granularity: str) -> reference.Range:
@@ -93,6 +98,13 @@ def encode(
 def track_(running: Tensor, low: Tensor, width: Tensor) -> None:
     """Let a running range follow that of one call, in place, see ``reference.track``."""
     active.track_(running, low, width)
+
+
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """Return ``torch.nn.functional.linear``, by the library that is faster on this processor, see ``products``."""
+    if torch.compiler.is_compiling() and not products.in_onednn(x, weight):
+        return traced.linear(x, weight, bias)
+    return products.linear(active, x, weight, bias)
 
 
 def has_gradient_node(y: Tensor) -> bool:
@@ -154,13 +166,15 @@ def _setup(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
 def _register(family: str) -> torch.library.Library:
     library = torch.library.Library(family, "DEF")
     fakes = {"range": reference.range_of, "round_to_grid": _fake_round, "fake_quantize": _fake_quantize}
-    fakes |= {"encode": _fake_encode, "round_in_range": _fake_in_range}
+    fakes |= {"encode": _fake_encode, "round_in_range": _fake_in_range, "linear": products.fake}
     for name, schema in SCHEMAS.items():
         library.define(f"{name}{schema}")
         library.impl(name, PLAIN[name], "CompositeExplicitAutograd")
         torch.library.register_fake(f"{family}::{name}", fakes.get(name, lambda *_: None), lib=library)
     for name in ("round_to_grid", "fake_quantize", "round_in_range"):
         torch.library.register_autograd(f"{family}::{name}", _gradient, setup_context=_setup, lib=library)
+    backward = partial(products.gradient, getattr(torch.ops, family))
+    torch.library.register_autograd(f"{family}::linear", backward, setup_context=products.setup, lib=library)
     lstm.register(library, family)
     return library
 

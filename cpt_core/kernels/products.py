@@ -1,55 +1,134 @@
-"""Products whose backward products autocast leaves in float32, also where a compiler traces them under it.
+"""Which library multiplies float32 matrices on a CPU: the one that torch calls (MKL, as a rule), or oneDNN.
 
-Autocast rounds the operands of products to half precision. Quantised layers turn it off while they multiply; their
-backward pass comes later, outside of it. Compilers trace both passes under the autocast around the forward pass: there
-the backward pass turns it off by itself. The gradients of convolutions are no products to autocast.
+MKL takes a slow path on AMD's processors with AVX-512. The two round sums differently in the last digit, and a race
+between them would make rows that do not repeat: the library is looked up by the kind of processor, in a table that
+measurements filled, and is part of where a row comes from. ``python -m bench.products`` measures a line of the table.
 
->>> matmul(torch.ones(2, 3), torch.ones(3, 1)).tolist()
-[[3.0], [3.0]]
+``CPT_PRODUCTS=torch`` (or ``onednn``) forces one; what is forced and not there is an error.
+
+Products of many pairs (attention) stay with torch: oneDNN's has no operator in torch, and pair by pair it is slower.
+
+Shapes: M rows, K elements of a sum, N columns.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import os
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from cpt_core.checks import choose
+from cpt_core.provenance import processor
 
-class _Product(torch.autograd.Function):
-    """A product; what its backward pass repeats of it, compilers leave out."""
+LIBRARIES = ("torch", "onednn")
+# Time with oneDNN in that with MKL by maker and widest instructions, a forward and a backward pass; one thread.
+RATIOS: dict[tuple[str, ...], float] = {
+    ("AuthenticAMD", "AVX512"): 0.50,  # nn.LSTM 800: 113 ms, 224 without oneDNN; 20 x 800 by 800 x 3200: 0.61, 1.15
+    ("AuthenticAMD", "AVX2"): 1.2,  # the geometric mean of bench.products, on a loaded Zen 3
+}
+WORTH_IT = 0.9  # of a ratio
+LEAST = 1 << 21  # multiply-accumulates of a product: below, oneDNN's call takes longer than it saves
 
-    @staticmethod
-    def forward(ctx: Any, multiply: Callable[..., Tensor], *operands: Tensor) -> Tensor:
-        ctx.multiply = multiply
-        ctx.save_for_backward(*operands)
-        return multiply(*operands)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        with torch.autocast(gradient.device.type, enabled=False):
-            _, backward = torch.func.vjp(ctx.multiply, *ctx.saved_tensors)
-            return None, *backward(gradient)
+active = "torch"
 
 
-@torch.compiler.allow_in_graph
-def _linear(*operands: Tensor) -> Tensor:
-    return _Product.apply(torch.nn.functional.linear, *operands)
+def is_there() -> bool:
+    """Whether torch has oneDNN's product of matrices."""
+    return torch.backends.mkldnn.is_available() and hasattr(torch.ops.mkldnn, "_linear_pointwise")
 
 
-@torch.compiler.allow_in_graph
-def _matmul(*operands: Tensor) -> Tensor:
-    return _Product.apply(torch.matmul, *operands)
+def choose_library(asked: str = "") -> tuple[str, str]:
+    """Return the library for this processor, and why.
+
+    Args:
+        asked: one that is forced, or "".
+
+    Raises:
+        ValueError: for an unknown name.
+        RuntimeError: for one that is not there.
+    """
+    if asked:
+        choose("CPT_PRODUCTS", asked, LIBRARIES)
+        if asked == "onednn" and not is_there():
+            raise RuntimeError("CPT_PRODUCTS=onednn asks for oneDNN's products, but this torch has none")
+        return asked, f"CPT_PRODUCTS={asked}"
+    kind = processor()
+    named = ", ".join(kind) or "an unknown processor"
+    if not torch.backends.mkl.is_available() or kind not in RATIOS:
+        return "torch", f"{named}: nothing was measured to be faster"
+    measured = f"{named}: oneDNN takes {RATIOS[kind]:.2f} of MKL's time"
+    if RATIOS[kind] < WORTH_IT and not is_there():
+        return "torch", f"{measured}, but this torch has no product of oneDNN"
+    return ("onednn" if RATIOS[kind] < WORTH_IT else "torch"), measured
 
 
-def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """Return what ``torch.nn.functional.linear`` does."""
-    if torch.compiler.is_compiling():
-        return _linear(x, weight) if bias is None else _linear(x, weight, bias)
+def decide() -> tuple[str, str]:
+    """Let products run in the library of this processor, or that of ``CPT_PRODUCTS``; return it, and why."""
+    library, why = choose_library(os.environ.get("CPT_PRODUCTS", ""))
+    use(library)
+    return library, why
+
+
+def use(library: str) -> None:
+    """Let products run in a library, in C++ as well where there is any."""
+    global active
+    active = library
+    if hasattr(torch.ops.cpt, "onednn_from"):
+        torch.ops.cpt.onednn_from(LEAST if library == "onednn" else torch.iinfo(torch.int64).max)
+
+
+def in_onednn(x: Tensor, weight: Tensor) -> bool:
+    """Whether the product of x (..., K) and weight (N, K) is oneDNN's: as that of its gradient, which is as large."""
+    if active == "torch" or not x.is_cpu or not x.dtype == weight.dtype == torch.float32:
+        return False
+    return bool(x.numel() * len(weight) >= LEAST)
+
+
+def execute(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """Return x (M, K) times weight (N, K) transposed, plus bias (N,); without a gradient where oneDNN computes it."""
+    if in_onednn(x, weight):
+        y: Tensor = torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
+        return y
     return torch.nn.functional.linear(x, weight, bias)
 
 
-def matmul(a: Tensor, b: Tensor) -> Tensor:
-    """Return what ``torch.matmul`` does."""
-    return _matmul(a, b) if torch.compiler.is_compiling() else torch.matmul(a, b)
+def linear(ops: Any, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """Return ``torch.nn.functional.linear`` with its gradient, which is made of such products again.
+
+    Args:
+        ops: the operators, such as ``torch.ops.cpt``.
+        x: (..., K).
+        weight: (N, K).
+        bias: (N,) or None.
+    """
+    if not in_onednn(x, weight):
+        return torch.nn.functional.linear(x, weight, bias)
+    y: Tensor = ops.linear(x.reshape(-1, x.shape[-1]), weight, bias)
+    return y.view(*x.shape[:-1], len(weight))
+
+
+# --- the operator -----------------------------------------------------------------------------------------------------
+SCHEMA = "(Tensor x, Tensor weight, Tensor? bias) -> Tensor"
+
+
+def fake(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """Return a tensor of the product's shape."""
+    return x.new_empty((len(x), len(weight)))
+
+
+def setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    """Keep the operands."""
+    ctx.save_for_backward(*inputs[:2])
+
+
+def gradient(ops: Any, ctx: Any, d_y: Tensor) -> tuple[Tensor | None, ...]:
+    """Return dx = dy w, dw = dy' x, and the sum of dy for the bias."""
+    x, weight = ctx.saved_tensors
+    of_x, of_weight, of_bias = ctx.needs_input_grad
+    return (
+        linear(ops, d_y, weight.t()) if of_x else None,
+        linear(ops, d_y.t(), x.t()) if of_weight else None,
+        d_y.sum(0) if of_bias else None,
+    )

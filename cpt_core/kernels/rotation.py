@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from cpt_core.checks import whole
-from cpt_core.kernels.products import matmul
 from cpt_core.kernels.reference import traced_noise
+from cpt_core.kernels.traced import matmul
 
 
 def rotate(x: Tensor, size: int, seed: int, inverse: bool = False) -> Tensor:

@@ -29,7 +29,7 @@ import torch
 from torch import Tensor, nn
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from cpt_core.kernels.products import matmul
+from cpt_core.kernels.traced import matmul
 from cpt_core.quantization.integer import GradientRounding, first_order, product, saved_operands
 from cpt_core.quantization.layers import PASSES, QuantizedLayer
 from cpt_core.quantization.precision import LayerPrecision

@@ -26,7 +26,7 @@ from torch.utils._pytree import tree_map
 
 from cpt_core.checks import arguments, shown, whole
 from cpt_core.formats.format import FULL
-from cpt_core.kernels import lstm, operators
+from cpt_core.kernels import lstm, operators, products
 from cpt_core.kernels.integer import MOST_BITS, QuantizedTensor
 from cpt_core.quantization.convert import layer_precisions
 from cpt_core.quantization.coverage import forget_first_pass
@@ -201,7 +201,10 @@ def _in_torch_operations() -> Iterator[None]:
     plain = SimpleNamespace(**operators.PLAIN)
     plain.lstm_forward = partial(lstm.PLAIN["lstm_forward"], plain)
     before, operators.active = operators.active, plain
+    library = products.active
+    products.use("torch")
     try:
         yield
     finally:
         operators.active = before
+        products.use(library)

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from cpt_core.graphs import layers
 from cpt_core.graphs.graph import Graph, as_graph
 from cpt_core.graphs.layers import Features, GraphConv, Keep, SAGEConv, Tail, graph_convolution, sage_convolution
-from cpt_core.kernels import products
+from cpt_core.kernels import operators, traced
 from cpt_core.kernels.graph import round_scale_round, scale_round, scale_round_add
 from cpt_core.quantization.graph_integer import ONE_RANGE, WHOLE, product_on_codes, sum_on_codes
 from cpt_core.quantization.layers import PASSES, QuantizedLayer, in_float32
@@ -53,7 +53,7 @@ class _ScaledAndBiased(torch.autograd.Function):
 class GraphPrecision(LayerPrecision, layers.Precision):
     """The precision of a graph convolution: scaling by degree, rounding and bias in one pass where that is the same."""
 
-    linear, matmul = staticmethod(products.linear), staticmethod(products.matmul)
+    linear, matmul = staticmethod(operators.linear), staticmethod(traced.matmul)
 
     @property
     def keeps_by_bits(self) -> bool:

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from cpt_core.formats.ladder import AFFINE, FormatLadder
-from cpt_core.kernels.products import linear
+from cpt_core.kernels.operators import linear
 from cpt_core.quantization.integer import Geometry, conv2d_on_codes, linear_on_codes
 from cpt_core.quantization.precision import LayerPrecision
 from cpt_core.quantization.quantizers import QUANTIZERS, Quantizer

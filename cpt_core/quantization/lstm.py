@@ -30,8 +30,7 @@ from torch.nn.utils.rnn import PackedSequence
 
 from cpt_core.kernels.formats import grid_of_steps
 from cpt_core.kernels.integer import LONGEST, QuantizedTensor
-from cpt_core.kernels.operators import fake_quantize, range_of, recurrence, round_in_range
-from cpt_core.kernels.products import linear
+from cpt_core.kernels.operators import fake_quantize, linear, range_of, recurrence, round_in_range
 from cpt_core.kernels.reference import Range
 from cpt_core.quantization.integer import linear_on_codes
 from cpt_core.quantization.integer_lstm import recurrence_on_codes

@@ -34,6 +34,7 @@ from cpt_core.checks import whole
 from cpt_core.data.files import DataNotFoundError, check_data
 from cpt_core.experiments.recipes import EXPERIMENTS
 from cpt_core.experiments.spec import RunSpec
+from cpt_core.kernels import products
 from cpt_core.provenance import commit, version
 from cpt_core.schedules.schedule import ShortCycleWarning
 from cpt_core.sweeps.lines import Row, load_rows
@@ -159,11 +160,11 @@ def run_again(row: Row) -> Row:
     """Run the spec of a row in a process of its own, with the row's threads, device and, where it can be, kernels.
 
     Kernels: a row of the plain execution gets it; one of C++ or Triton gets them where they are there, or what
-    ``CPT_KERNELS`` names.
+    ``CPT_KERNELS`` names. So with the library of float32 products, and ``CPT_PRODUCTS``.
     """
     where = row["provenance"]
     threads, device = where.get("machine", {}).get("threads", 1), "cpu" if row["device"] == "cpu" else "cuda"
-    with tempfile.TemporaryDirectory(prefix="verify") as folder, _kernels(where.get("kernels")):
+    with tempfile.TemporaryDirectory(prefix="verify") as folder, _as_was(where):
         store = Path(folder) / "again.jsonl"
         (found,) = run_grid([_spec(row)], store, workers=1, threads=threads, device=device, progress=False)
     return found
@@ -176,15 +177,22 @@ def _spec(row: Row) -> RunSpec:
 
 
 @contextmanager
-def _kernels(of_row: str | None) -> Iterator[None]:
-    forced = of_row == "reference" and not os.environ.get("CPT_KERNELS")
-    if forced:
-        os.environ["CPT_KERNELS"] = "reference"
+def _as_was(where: dict[str, Any]) -> Iterator[None]:
+    wanted = {"CPT_KERNELS": "reference"} if where.get("kernels") == "reference" else {}
+    library = _library(where)
+    wanted |= {"CPT_PRODUCTS": library} if library == "torch" or products.is_there() else {}
+    forced = {name: value for name, value in wanted.items() if not os.environ.get(name)}
+    os.environ |= forced
     try:
         yield
     finally:
-        if forced:
-            del os.environ["CPT_KERNELS"]
+        for name in forced:
+            del os.environ[name]
+
+
+def _library(where: dict[str, Any]) -> str:
+    """The library of float32 products; torch's own in rows that name none, which are older or of a GPU."""
+    return str(where.get("products", "torch"))
 
 
 # --- what is compared -----------------------------------------------------------------------------
@@ -249,6 +257,8 @@ def _differing(row: Row, found: Row) -> Iterator[str]:
     if then.get("dirty") is not False:
         yield "code (the row's tree had changes, or no commit)"
     yield from (name for name in ("python", "kernels", "cuda") if name in then and then[name] != now.get(name))
+    if _library(then) != _library(now):
+        yield "products"
     if row["device"] != found["device"]:
         yield "device"
     elif row["device"] != "cpu":

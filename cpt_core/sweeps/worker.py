@@ -115,6 +115,8 @@ def _row(job: Job, should_stop: Callable[[], bool]) -> Row:
             torch.cuda.reset_peak_memory_stats()
             row["provenance"]["cuda"] = cuda_provenance(spec.recipe)
         row["provenance"] |= {"machine": machine(), "kernels": getattr(execution(), device)}
+        if device == "cpu":
+            row["provenance"]["products"] = execution().products
         log.info("%s: %s seed %d, %s", spec.key, spec.arm, spec.seed, device)
         run = train(
             task_of(spec),

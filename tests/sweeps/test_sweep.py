@@ -160,7 +160,8 @@ def test_rows_are_complete(tmp_path):
     assert row["device"] == "cpu"
     assert row["bitops"].keys() == {"paper", "per_op"}
     assert row["peak_memory"] > 10**8
-    assert {"commit", "dirty", "versions", "started", "python", "machine", "kernels"} == set(row["provenance"])
+    of_run = {"versions", "started", "python", "machine", "kernels", "products"}
+    assert {"commit", "dirty", *of_run} == set(row["provenance"])
     assert {"torch", "numpy", "scikit-learn", "cpt-core"} <= set(row["provenance"]["versions"])
     assert "not installed" not in row["provenance"]["versions"].values()
     there = row["provenance"]["machine"]

@@ -140,6 +140,7 @@ DIFFERENT = [
     (("versions", "torch"), "torch"),
     (("python",), "python"),
     (("kernels",), "kernels"),
+    (("products",), "products"),
 ]
 
 
@@ -248,9 +249,12 @@ def test_seeds_tell_how_far_a_metric_may_be_off():
 def test_a_rerun_has_the_threads_the_device_and_the_kernels_of_its_row(row, monkeypatch):
     import os
 
-    asked = []
+    asked, libraries = [], []
+    monkeypatch.setattr(verify.products, "is_there", lambda: True)
+    monkeypatch.delenv("CPT_PRODUCTS", raising=False)
 
     def grid(specs, store, **options):
+        libraries.append(os.environ.get("CPT_PRODUCTS"))
         asked.append((os.environ.get("CPT_KERNELS"), [spec.key for spec in specs], options))
         return [row]
 
@@ -258,11 +262,13 @@ def test_a_rerun_has_the_threads_the_device_and_the_kernels_of_its_row(row, monk
     monkeypatch.delenv("CPT_KERNELS", raising=False)
     row["provenance"] |= {"machine": {"threads": 3}, "kernels": "reference"}
     verify.run_again(row)
-    row["provenance"]["kernels"] = "cpp"
+    row["provenance"] |= {"kernels": "cpp", "products": "onednn"}
     verify.run_again(row)
     monkeypatch.setenv("CPT_KERNELS", "cpp")
     verify.run_again(row | {"device": "some GPU", "provenance": {"kernels": "reference"}})
     assert [kernels for kernels, *_ in asked] == ["reference", None, "cpp"]
+    assert libraries == ["torch", "onednn", "torch"]  # rows that name no library are older than the choice
+    assert "CPT_PRODUCTS" not in os.environ
     assert {tuple(keys) for _, keys, _ in asked} == {(row["key"],)}
     common = {"workers": 1, "progress": False}
     assert [options for *_, options in asked] == [

@@ -1,0 +1,53 @@
+"""Products whose backward products autocast leaves in float32, also where a compiler traces them under it.
+
+Autocast rounds the operands of products to half precision. Quantised layers turn it off while they multiply; their
+backward pass comes later, outside of it. Compilers trace both passes under the autocast around the forward pass: there
+the backward pass turns it off by itself. The gradients of convolutions are no products to autocast.
+
+>>> matmul(torch.ones(2, 3), torch.ones(3, 1)).tolist()
+[[3.0], [3.0]]
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+class _Product(torch.autograd.Function):
+    """A product; what its backward pass repeats of it, compilers leave out."""
+
+    @staticmethod
+    def forward(ctx: Any, multiply: Callable[..., Tensor], *operands: Tensor) -> Tensor:
+        ctx.multiply = multiply
+        ctx.save_for_backward(*operands)
+        return multiply(*operands)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        with torch.autocast(gradient.device.type, enabled=False):
+            _, backward = torch.func.vjp(ctx.multiply, *ctx.saved_tensors)
+            return None, *backward(gradient)
+
+
+@torch.compiler.allow_in_graph
+def _linear(*operands: Tensor) -> Tensor:
+    return _Product.apply(torch.nn.functional.linear, *operands)
+
+
+@torch.compiler.allow_in_graph
+def _matmul(*operands: Tensor) -> Tensor:
+    return _Product.apply(torch.matmul, *operands)
+
+
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """Return what ``torch.nn.functional.linear`` does, in code that is compiled; see ``operators.linear``."""
+    return _linear(x, weight) if bias is None else _linear(x, weight, bias)
+
+
+def matmul(a: Tensor, b: Tensor) -> Tensor:
+    """Return what ``torch.matmul`` does."""
+    return _matmul(a, b) if torch.compiler.is_compiling() else torch.matmul(a, b)

@@ -1,0 +1,221 @@
+"""Float32 products by the library of the processor: chosen by a table, the same in every execution, with gradients."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+from torch import nn
+
+import cpt_core as cpt
+from cpt_core import provenance
+from cpt_core.graphs.graph import Graph
+from cpt_core.graphs.layers import GraphConv
+from cpt_core.kernels import execution as module
+from cpt_core.kernels import operators, products
+
+ONEDNN = pytest.mark.skipif(not products.is_there(), reason="torch has no product of oneDNN here")
+CPU_INFO = "vendor_id\t: {}\nmodel name\t: A\nflags\t\t: fpu {}\n\nvendor_id\t: Other\nflags\t: avx2 avx512f\n"
+
+
+@pytest.fixture
+def onednn(monkeypatch):
+    """Let oneDNN compute all products, however small."""
+    cpt.execution()
+    monkeypatch.setattr(products, "LEAST", 1)
+    before = products.active
+    products.use("onednn")
+    yield
+    monkeypatch.undo()
+    products.use(before)
+
+
+@pytest.fixture
+def processor(tmp_path, monkeypatch):
+    """Pretend to run on a processor."""
+
+    def pretend(maker, *flags):
+        (tmp_path / "cpuinfo").write_text(CPU_INFO.format(maker, " ".join(flags)))
+        monkeypatch.setattr(provenance, "CPU_INFO", tmp_path / "cpuinfo")
+        return provenance.processor()
+
+    return pretend
+
+
+@pytest.mark.parametrize(
+    ("maker", "flags", "library"),
+    [
+        ("GenuineIntel", ("avx2", "avx512f"), "torch"),
+        ("GenuineIntel", ("avx2",), "torch"),
+        ("AuthenticAMD", ("avx2",), "torch"),
+        ("AuthenticAMD", ("avx2", "avx512f"), "onednn"),
+        ("AuthenticAMD", ("sse2",), "torch"),
+        ("HygonGenuine", ("avx2", "avx512f"), "torch"),
+    ],
+)
+def test_the_library_is_that_of_the_processor(processor, monkeypatch, maker, flags, library):
+    processor(maker, *flags)
+    monkeypatch.setattr(torch.backends.mkl, "is_available", lambda: True)
+    monkeypatch.setattr(products, "is_there", lambda: True)
+    assert products.choose_library()[0] == library
+    monkeypatch.setattr(products, "is_there", lambda: False)
+    found, why = products.choose_library()
+    assert found == "torch"
+    assert ("this torch has no product of oneDNN" in why) == (library == "onednn")
+    monkeypatch.setattr(products, "is_there", lambda: True)
+    monkeypatch.setattr(torch.backends.mkl, "is_available", lambda: False)  # the table compares with MKL
+    assert products.choose_library()[0] == "torch"
+
+
+def test_processors_are_told_apart_by_maker_and_instructions(processor, tmp_path, monkeypatch):
+    assert processor("AuthenticAMD", "avx2", "avx512f") == ("AuthenticAMD", "AVX512")
+    assert processor("GenuineIntel", "avx2") == ("GenuineIntel", "AVX2")
+    assert processor("GenuineIntel", "sse2") == ()
+    monkeypatch.setattr(provenance, "CPU_INFO", tmp_path / "none")
+    assert provenance.processor() == ()
+    assert products.choose_library()[0] == "torch"
+
+
+def test_a_library_can_be_forced(processor, monkeypatch):
+    processor("AuthenticAMD", "avx512f")
+    assert products.choose_library("torch") == ("torch", "CPT_PRODUCTS=torch")
+    monkeypatch.setattr(products, "is_there", lambda: True)
+    assert products.choose_library("onednn") == ("onednn", "CPT_PRODUCTS=onednn")
+    monkeypatch.setattr(products, "is_there", lambda: False)
+    with pytest.raises(RuntimeError, match="CPT_PRODUCTS=onednn asks for oneDNN's products, but this torch has none"):
+        products.choose_library("onednn")
+    with pytest.raises(ValueError, match="unknown CPT_PRODUCTS 'mkl'; choose from torch, onednn"):
+        products.choose_library("mkl")
+
+
+@pytest.mark.parametrize("library", ["torch", pytest.param("onednn", marks=ONEDNN)])
+def test_execution_names_the_library_and_products_run_in_it(library):
+    show = (
+        "import torch, cpt_core as cpt\n"
+        "from cpt_core.kernels.operators import linear\n"
+        "print(cpt.execution())\n"
+        "with torch.autograd.profiler.profile() as p:\n"
+        "    linear(torch.ones(128, 128), torch.ones(128, 128))\n"
+        "print(any(e.name == 'mkldnn::_linear_pointwise' for e in p.function_events))"
+    )
+    env = os.environ | {"CPT_PRODUCTS": library, "CPT_KERNELS": "reference"}
+    done = subprocess.run([sys.executable, "-c", show], capture_output=True, text=True, env=env, check=True)
+    assert f"products on a CPU: {library} (CPT_PRODUCTS={library})" in done.stdout
+    assert done.stdout.split()[-1] == str(library == "onednn")
+
+
+# --- what oneDNN computes -----------------------------------------------------------------------------------------
+
+
+def in_onednn(run):
+    """How many products of oneDNN's run, and what comes out."""
+    with torch.autograd.profiler.profile() as profile:
+        found = run()
+    return sum(event.name == "mkldnn::_linear_pointwise" for event in profile.function_events), found
+
+
+@ONEDNN
+@pytest.mark.parametrize("shape", [(5, 4), (4,), (2, 3, 4)], ids=str)
+@pytest.mark.parametrize("bias", [True, False])
+def test_a_product_and_its_gradients_are_those_of_torch(onednn, shape, bias):
+    torch.manual_seed(0)
+    x, w = torch.randn(shape, dtype=torch.double), torch.randn(3, 4, dtype=torch.double)
+    b = torch.randn(3, dtype=torch.double) if bias else None
+
+    def run(function, dtype):
+        given = [t.to(dtype).requires_grad_() for t in (x, w, b) if t is not None]
+        y = function(*given)
+        first = torch.autograd.grad(y.square().sum(), given, create_graph=True)
+        return [y, *first, *torch.autograd.grad(sum(g.sin().sum() for g in first), given)]
+
+    calls, found = in_onednn(lambda: run(operators.linear, torch.float32))
+    assert calls > 3  # forward, both backward products, and theirs
+    assert all(t.is_contiguous() for t in found[: len(found) // 2 + 1])
+    for a, e in zip(found, run(nn.functional.linear, torch.double), strict=True):
+        torch.testing.assert_close(a.double(), e, rtol=1e-4, atol=1e-4)
+    assert in_onednn(lambda: run(operators.linear, torch.double))[0] == 0  # of float32 alone
+
+
+@pytest.mark.parametrize(("rows", "library"), [(127, False), (128, True)])
+def test_small_products_stay_with_torch(onednn, monkeypatch, rows, library):
+    monkeypatch.setattr(products, "LEAST", 1 << 21)
+    assert products.in_onednn(torch.ones(rows, 128), torch.ones(128, 128)) == library
+    assert not products.in_onednn(torch.ones(rows, 128, device="meta"), torch.ones(128, 128, device="meta"))
+
+
+LAYERS = {
+    "linear": lambda: (nn.Linear(12, 8), torch.randn(6, 12)),
+    "LSTM": lambda: (nn.LSTM(12, 8, bidirectional=True), torch.randn(5, 3, 12)),
+    "graph": lambda: (GraphConv(12, 8), torch.randn(6, 12)),
+}
+
+
+def step(name, compiled=False):
+    """The result and the gradients of one quantised layer."""
+    torch.manual_seed(0)
+    layer, x = LAYERS[name]()
+    x.requires_grad_()
+    graph = [Graph(torch.arange(7), torch.arange(6).flip(0))] if name == "graph" else []
+    layer = cpt.quantize_(layer)
+    with cpt.precision(layer, 5, q_grad=32):
+        y = (torch.compile(layer) if compiled else layer)(*graph, x)
+        y = y[0] if isinstance(y, tuple) else y
+        y.square().sum().backward()
+    return [y.detach(), x.grad, *(p.grad for p in layer.parameters())]
+
+
+@ONEDNN
+@pytest.mark.parametrize("name", LAYERS)
+def test_layers_compute_the_same_in_either_library(onednn, name):
+    calls, found = in_onednn(lambda: step(name))
+    assert calls >= 3
+    products.use("torch")
+    calls, expected = in_onednn(lambda: step(name))
+    assert calls == 0
+    for a, b in zip(found, expected, strict=True):
+        assert a.stride() == b.stride()
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
+
+
+@ONEDNN
+def test_compiled_products_are_those_of_eager_ones(onednn):
+    torch.compiler.reset()
+    try:
+        *found, of_bias = step("linear", compiled=True)
+        *expected, eager = step("linear")
+        assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+        torch.testing.assert_close(of_bias, eager)  # a sum, which Inductor orders otherwise
+    finally:
+        torch.compiler.reset()
+
+
+@ONEDNN
+@pytest.mark.parametrize("steps", ["one step", "equal", "packed", "none"])
+def test_the_lstm_in_cpp_is_bit_identical_in_onednn(onednn, cpp_kernels, steps):
+    from kernels.test_lstm_kernels import STEPS, check, run
+
+    for options in ({}, {"bias": False}, {"reverse": True}, {"levels": None, "grad_levels": None, "key": None}):
+        for width in (5, 16, 37):
+            calls, found = in_onednn(lambda w=width, o=options: run(torch.ops.cpt, STEPS[steps], w, o))
+            plain, expected = in_onednn(lambda w=width, o=options: run(torch.ops.cpt_reference, STEPS[steps], w, o))
+            assert calls == plain
+            assert (calls > 0) == (steps != "none")
+            check(found, expected)
+
+
+@ONEDNN
+def test_a_check_counts_the_same_products_in_either_library(onednn):
+    model = nn.Sequential(nn.Linear(12, 8), nn.Linear(8, 4))
+    found = str(cpt.check(cpt.quantize_(model), (torch.randn(6, 12),)))
+    products.use("torch")
+    assert found == str(cpt.check(model, (torch.randn(6, 12),)))
+
+
+def test_what_execution_says_is_decided_anew_by_the_variable(monkeypatch):
+    monkeypatch.setattr(module, "_active", None)
+    monkeypatch.setenv("CPT_PRODUCTS", "blas")
+    before = operators.active, operators.gradient_node, products.active
+    with pytest.raises(ValueError, match="unknown CPT_PRODUCTS 'blas'"):
+        cpt.execution()
+    operators.active, operators.gradient_node, products.active = before
