@@ -179,6 +179,12 @@ def test_a_floor_is_a_share(floor):
         allocate(measured(), 0.5, 2, 8, floor=floor)
 
 
+@pytest.mark.parametrize("ask", ["response", "estimates", "even", "weights", "agreement"])
+def test_responses_are_over_time_or_over_layers(ask):
+    with pytest.raises(ValueError, match="unknown over 'both'; choose from time, layers$"):
+        getattr(measured(), ask)("both")
+
+
 def test_what_is_no_sensitivity_is_refused():
     with pytest.raises(ValueError, match=r"give what cpt.sensitivity returned, or Sensitivity.from_dict\(...\)"):
         allocate(measured().to_dict(), 0.5, 2, 8)
