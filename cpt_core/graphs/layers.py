@@ -41,7 +41,6 @@ class Precision:
     """
 
     execution = "simulated"
-    linear, matmul = staticmethod(nn.functional.linear), staticmethod(torch.matmul)
 
     def __init__(self) -> None:
         """Quantise nothing."""
@@ -92,7 +91,11 @@ class Precision:
             tail: what follows.
         """
         operands = self.scaled_operand("input", x, scale), self.operand("weight", weight)
-        return self._followed((self.linear if linear else self.matmul)(*operands), tail)
+        return self._followed(self.multiply(*operands, linear), tail)
+
+    def multiply(self, x: Tensor, weight: Tensor, linear: bool) -> Tensor:
+        """Return x (N, I) times weight (I, O); of a ``linear`` product (O, I)."""
+        return nn.functional.linear(x, weight) if linear else torch.matmul(x, weight)
 
     def neighbour_sum(
         self, graph: Graph, x: Tensor, scale: Tensor | None, reduce: str, tail: Tail | None = None
