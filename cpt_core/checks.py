@@ -97,7 +97,7 @@ def declared(what: Any, given: Mapping[str, Any], parts: bool = False) -> None:
     ``declared(type(self), vars(self))`` in ``__post_init__`` at the fields; with ``parts`` also at what tuples, lists
     and mappings hold. A bool is no number, a string no list. Ranges are checked where the values are used.
     """
-    for name, hint in _hints(what).items():
+    for name, hint in _hints(getattr(what, "__func__", what)).items():  # a method is kept, its object is not
         if name in given and not _fits(given[name], hint, parts):
             raise ValueError(f"{name} must be {_said(hint)}, got {shown(given[name])}")
 

@@ -106,9 +106,22 @@ def open_to_others(library: Path) -> str:
         if found.st_uid not in (0, os.geteuid()):
             return f"{path} belongs to another user (number {found.st_uid})"
         sticky = path not in (library, library.parent) and found.st_mode & stat.S_ISVTX
-        if found.st_mode & (stat.S_IWGRP | stat.S_IWOTH) and not sticky:
+        others = stat.S_IWOTH if _is_own_group(found.st_gid) else stat.S_IWGRP | stat.S_IWOTH
+        if found.st_mode & others and not sticky:
             return f"{path} can be written to by others (mode {stat.S_IMODE(found.st_mode):o})"
     return ""
+
+
+def _is_own_group(number: int) -> bool:
+    """Whether a group is the user's alone, as most systems make one for everybody: of the same name, nobody else in it."""
+    import grp  # these two are not on Windows
+    import pwd
+
+    try:
+        user, group = pwd.getpwuid(os.geteuid()), grp.getgrgid(number)
+    except KeyError:
+        return False
+    return number == user.pw_gid and group.gr_name == user.pw_name and set(group.gr_mem) <= {user.pw_name}
 
 
 def _alone(name: str, flags: tuple[str, ...], why: str) -> str:

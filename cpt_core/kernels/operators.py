@@ -115,7 +115,8 @@ def has_gradient_node(y: Tensor) -> bool:
 def recurrence(*args: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Run the steps of a quantised LSTM; arguments as those of ``lstm.forward``, of whose results the first four."""
     run = partial(lstm.traced, active) if torch.compiler.is_compiling() else active.lstm_forward
-    return run(*args)[:4]
+    y, h, c, ranges, *_ = run(*args)
+    return y, h, c, ranges
 
 
 def use(family: str) -> None:

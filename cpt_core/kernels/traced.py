@@ -29,7 +29,7 @@ class _Product(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         with torch.autocast(gradient.device.type, enabled=False):
-            _, backward = torch.func.vjp(ctx.multiply, *ctx.saved_tensors)
+            backward = torch.func.vjp(ctx.multiply, *ctx.saved_tensors)[1]
             return None, *backward(gradient)
 
 

@@ -56,7 +56,7 @@ class ForgottenStep:
             self.updates += 1
         elif self.gradient() is not weight.grad:
             self.starts += 1
-        self.version, self.gradient = weight._version, weakref.ref(weight.grad)  # type: ignore[arg-type]
+        self.version, self.gradient = weight._version, weakref.ref(weight.grad)
         if (self.updates < UPDATES and self.starts < STARTS) or self.step >= scheduler.total_steps - 1:
             return
         if _inside_an_optimizer():

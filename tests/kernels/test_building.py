@@ -8,6 +8,7 @@ import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -101,7 +102,6 @@ def planted(fake, tmp_path):
 NOBODY = 65534
 OPEN = {
     "a folder like /tmp": (lambda file: file.parent.chmod(0o1777), r"cache can be written to by others \(mode 1777\)"),
-    "a folder of a group": (lambda file: file.parent.chmod(0o770), r"cache can be written to by others \(mode 770\)"),
     "a folder above": (lambda file: file.parents[1].chmod(0o777), r"can be written to by others \(mode 777\)"),
     "a file that others may write": (lambda file: file.chmod(0o666), r"\.so can be written to by others"),
     "a link": (
@@ -120,6 +120,32 @@ def test_what_others_could_have_written_is_known(planted, name):
     assert cpp.open_to_others(planted) == ""
     OPEN[name][0](planted)
     assert re.search(OPEN[name][1], cpp.open_to_others(planted))
+
+
+@pytest.mark.parametrize(
+    ("number", "name", "members", "safe"),
+    [
+        (100, "me", [], True),  # most systems make every user a group
+        (100, "me", ["me"], True),
+        (100, "me", ["you"], False),
+        (100, "staff", [], False),
+        (101, "me", [], False),
+        (None, "me", [], False),  # a group without a name
+    ],
+)
+def test_a_group_is_the_user_s_own_when_nobody_else_is_in_it(planted, monkeypatch, number, name, members, safe):
+    def group(found):
+        if number is None:
+            raise KeyError(found)
+        return SimpleNamespace(gr_name=name, gr_mem=members)
+
+    real = planted.parent.stat().st_gid
+    monkeypatch.setattr("grp.getgrgid", group)
+    own = real if number == 100 else real + 1
+    monkeypatch.setattr("pwd.getpwuid", lambda _: SimpleNamespace(pw_name="me", pw_gid=own))
+    planted.parent.chmod(0o770)
+    said = cpp.open_to_others(planted)
+    assert said == "" if safe else re.search(r"cache can be written to by others \(mode 770\)", said)
 
 
 def test_a_library_that_others_could_have_written_is_not_loaded(planted):

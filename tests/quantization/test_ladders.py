@@ -236,6 +236,12 @@ def test_the_bounds_of_roles_are_those_of_weights_and_activations_together():
     assert (cpt.RoleSchedules(weight=4, activation=CYCLE, gradient=8).q_max, roles.highest.weight_gradient) == (8, 16)
 
 
+@pytest.mark.parametrize("ask", [lambda s: s.levels(4), lambda s: s.levels_at(0, 4)])
+def test_gradients_with_schedules_of_their_own_take_no_q_grad(ask):
+    with pytest.raises(ValueError, match="gradients have schedules of their own here; leave q_grad out, got 4"):
+        ask(cpt.RoleSchedules(weight=CYCLE, activation=8, gradient=8))
+
+
 def test_a_gradient_is_given_once():
     for twice in ({"error": 8}, {"weight_gradient": 8}):
         with pytest.raises(ValueError, match="give gradient, or error and weight_gradient, not both"):

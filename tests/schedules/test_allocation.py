@@ -181,7 +181,7 @@ def test_a_floor_is_a_share(floor):
 
 @pytest.mark.parametrize("ask", ["response", "estimates", "even", "weights", "agreement"])
 def test_responses_are_over_time_or_over_layers(ask):
-    with pytest.raises(ValueError, match="unknown over 'both'; choose from time, layers$"):
+    with pytest.raises(ValueError, match=r"unknown over 'both'; choose from time, layers$"):
         getattr(measured(), ask)("both")
 
 
