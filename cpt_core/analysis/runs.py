@@ -44,8 +44,6 @@ OUTSIDE = re.compile(
     r"ConnectionError|ConnectionResetError|BrokenPipeError|TimeoutError|URLError|HTTPError|KeyboardInterrupt)\b",
     re.M,
 )
-# how earlier versions failed at the end of a run that had diverged: whatever else they say, it counts
-NOT_FINITE = re.compile("Out of range float values are not JSON compliant")
 EQUAL_COST_ARM = re.compile(r"^RR at |delayed [\d.]+ %$|, \d+ of \d+ steps$")  # arms that only equal cost needs
 
 
@@ -194,8 +192,7 @@ def _settings(spec: dict[str, Any]) -> dict[str, Any]:
 def _outcome(row: Row) -> dict[str, Any]:
     """What a row says of a run but its spec and its metrics."""
     nan, where = float("nan"), row["provenance"]
-    error = row.get("error", "")
-    failed = row["status"] == "failed" and bool(NOT_FINITE.search(error) or not OUTSIDE.search(error))
+    failed = row["status"] == "failed" and not OUTSIDE.search(row.get("error", ""))
     losses, bitops = row.get("loss") or [nan], row.get("bitops", {})
     return {
         **{name: row[name] for name in ("relative_cost", "noise_exposure", "status", "key")},

@@ -86,7 +86,7 @@ class BitOpsLedger:
 
     def total(self, convention: str = "per_op") -> float:
         """Return the BitOps so far, in units of one 32 x 32-bit MAC."""
-        return self._work[convention].total()
+        return self._of(convention).total()
 
     def costs(self, convention: str = "per_op") -> dict[str, float]:
         """Return the totals so far by every cost of ``COSTS``, each in its unit."""

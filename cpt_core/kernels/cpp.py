@@ -113,7 +113,7 @@ def open_to_others(library: Path) -> str:
 
 
 def _is_own_group(number: int) -> bool:
-    """Whether a group is the user's alone, as most systems make one for everybody: of the same name, nobody else in it."""
+    """Whether a group is the user's alone, as most systems make one for everybody: of that name, with nobody else."""
     import grp  # these two are not on Windows
     import pwd
 

@@ -51,7 +51,7 @@ class Codes(nn.Module):
     def __init__(self, x: QuantizedTensor) -> None:
         """Keep the numbers."""
         super().__init__()
-        self.offset = float(x.half)
+        self.offset, self.dtype = float(x.half), torch.float32  # which nn.LSTM compares with that of its input
         for name in ("codes", "scale", "low"):
             self.register_buffer(name, getattr(x, name))
 

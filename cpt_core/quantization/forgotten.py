@@ -39,15 +39,16 @@ class ForgottenStep:
         layers = [module for module in model.modules() if isinstance(module, QuantizedLayer)]
         trained = [(p, m) for m in layers for p in m.parameters() if p.requires_grad]
         if trained:
-            weight, layer = trained[-1]
-            self.precision = layer.precision
+            weight, self.layer = trained[-1]
+            self.precision = self.layer.precision
             self.handle = weight.register_post_accumulate_grad_hook(self)
 
     def __call__(self, weight: Tensor) -> None:
         """Look at the weight whose gradient has come."""
-        scheduler = self.scheduler
-        if self.precision.driver is not scheduler:
-            if self.precision.driver is not None:  # another one took its place
+        scheduler, driver = self.scheduler, self.precision.driver
+        restored = getattr(self.layer, "precision", None) is not self.precision
+        if restored or driver is not scheduler:
+            if restored or driver is not None:  # another one took its place
                 self.handle.remove()
             return
         if scheduler.last_step != self.step:

@@ -25,6 +25,7 @@ from cpt_core.bitops.plan import count_bitops
 from cpt_core.checks import write_text
 from cpt_core.experiments.spec import RunSpec
 from cpt_core.paths import runs_dir
+from cpt_core.quantization.scheduler import precision
 from cpt_core.sweeps.options import SweepOptions
 from cpt_core.sweeps.process import supervise
 from cpt_core.sweeps.worker import Job, Outcome
@@ -149,10 +150,11 @@ def _steps_of(spec: RunSpec, device: str, batch: int) -> Calibration:
             raise ArithmeticError("the loss of random data is not finite")  # nothing was trained
         return time.monotonic() - started
 
-    step()  # the first one allocates
     times: list[float] = []
-    while (len(times) < 3 and sum(times) < SECONDS) or (len(times) < 200 and sum(times) < SECONDS / 3):
-        times.append(step())
+    with precision(session.model, "q_max"):  # the schedule stands still
+        step()  # the first one allocates
+        while (len(times) < 3 and sum(times) < SECONDS) or (len(times) < 200 and sum(times) < SECONDS / 3):
+            times.append(step())
     states = [session.model.state_dict(), *session.optimizer.state.values()]
     tensors = [v for state in states for v in state.values() if isinstance(v, torch.Tensor)]
     return Calibration(

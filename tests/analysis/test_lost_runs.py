@@ -84,11 +84,6 @@ def test_where_both_diverge_nothing_is_compared():
         ("took longer than 60 s\n", False),
         ("the process of the run was ended by SIGKILL\n", False),
         ("the process of the run ended with status 1 and no result\nImportError: no kernels", False),
-        # what earlier versions made of a run that diverged between an update and its evaluation
-        (
-            "the process of the run ended with status 1\nValueError: Out of range float values are not JSON compliant",
-            True,
-        ),
     ],
 )
 def test_errors_of_a_run_count_and_others_do_not(error, counts):

@@ -174,7 +174,7 @@ def test_q_agg_quantises_the_sum_and_nothing_else_changes():
         (lambda m: m(graph(), features()[:-1]), ValueError, r"must be \(40, F\).*got \(39, 6\)"),
         (lambda m: m(graph(), features().long()), ValueError, "floating point, got torch.int64"),
         (lambda m: m(graph(), features().unsqueeze(1)), ValueError, r"got \(40, 1, 6\)"),
-        (lambda m: m("graph", features()), TypeError, "a Graph or a DGLGraph expected, got str"),
+        (lambda m: m("graph", features()), TypeError, "graph must be a Graph or a DGLGraph, got str"),
         (lambda m: m(graph(), features(), edge_weight=torch.ones(190)), ValueError, "neither edge weights"),
     ],
 )
