@@ -26,12 +26,12 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from cpt_core.checks import choose, whole
+from cpt_core.checks import MOST_BITS, choose, whole
 from cpt_core.formats.ladder import FormatLadder
 from cpt_core.schedules.cost import StepCost, check_several, costs_of, function_of
 from cpt_core.schedules.layered import LayeredSchedule
 from cpt_core.schedules.profiles import Array
-from cpt_core.schedules.schedule import MAX_BITS, MOST_STEPS, Schedule, StaticSchedule, TableSchedule, check_range
+from cpt_core.schedules.schedule import MOST_STEPS, Schedule, StaticSchedule, TableSchedule, check_range
 from cpt_core.schedules.sensitivity import FLOOR, OVER, Sensitivity
 
 TOLERANCE = 1e-3  # of the budget, from below
@@ -191,8 +191,8 @@ def check_all_bits(q_min: Any, q_max: Any, q_grad: Any) -> tuple[int, int, int]:
     low, high = whole("q_min", q_min), whole("q_max", q_max)
     check_range(low, high, 1)
     grade = high if q_grad is None else whole("q_grad", q_grad, 1)
-    if grade > MAX_BITS:
-        raise ValueError(f"q_grad must be at most {MAX_BITS}, got {q_grad!r}")
+    if grade > MOST_BITS:
+        raise ValueError(f"q_grad must be at most {MOST_BITS}, got {q_grad!r}")
     return low, high, grade
 
 

@@ -27,7 +27,6 @@ from cpt_core.checks import MOST_BITS, check_bits, choose, declared, number, sho
 from cpt_core.schedules.cost import Ladders, StepCost, noise_exposure, relative_cost
 from cpt_core.schedules.profiles import PROFILES, SUITE, Array, Profile
 
-MAX_BITS = MOST_BITS
 MOST_STEPS = 10**8  # of a training: schedules hold a number for each
 FLOAT32 = 32  # the level of what is not quantised
 
@@ -325,9 +324,9 @@ class FunctionSchedule(Schedule):
         check_range(1, 1, self.total_steps)
         last = max(self.total_steps - 1, 1)
         values = tuple(number("function must return bits", self.function(t / last)) for t in range(self.total_steps))
-        bad = [t for t, v in enumerate(values) if not (math.isfinite(v) and 1 <= round(v) <= MAX_BITS)]
+        bad = [t for t, v in enumerate(values) if not (math.isfinite(v) and 1 <= round(v) <= MOST_BITS)]
         if bad:
-            raise ValueError(f"function gives {values[bad[0]]} bits at step {bad[0]}; bits lie in 1..{MAX_BITS}")
+            raise ValueError(f"function gives {values[bad[0]]} bits at step {bad[0]}; bits lie in 1..{MOST_BITS}")
         object.__setattr__(self, "_values", values)
 
     @property
@@ -359,8 +358,8 @@ def set_integers(schedule: Schedule, *names: str) -> None:
 
 def check_range(q_min: int, q_max: int, total_steps: int) -> None:
     """Raise ValueError unless 1 <= q_min <= q_max <= 32 and there are 1 to ``MOST_STEPS`` steps."""
-    if not 1 <= q_min <= q_max <= MAX_BITS:
-        raise ValueError(f"bits must satisfy 1 <= q_min <= q_max <= {MAX_BITS}, got q_min={q_min}, q_max={q_max}")
+    if not 1 <= q_min <= q_max <= MOST_BITS:
+        raise ValueError(f"bits must satisfy 1 <= q_min <= q_max <= {MOST_BITS}, got q_min={q_min}, q_max={q_max}")
     if total_steps < 1:
         raise ValueError(f"total_steps must be at least 1, got {total_steps}")
     if total_steps > MOST_STEPS:

@@ -19,10 +19,10 @@ from typing import Any
 import numpy as np
 from scipy import stats
 
-from cpt_core.checks import choose, declared, nulled, shown, whole
+from cpt_core.checks import MOST_BITS, choose, declared, nulled, shown, whole
 from cpt_core.schedules.layered import LayeredSchedule
 from cpt_core.schedules.profiles import Array
-from cpt_core.schedules.schedule import MAX_BITS, Schedule
+from cpt_core.schedules.schedule import Schedule
 
 OVER = ("time", "layers", "both")
 FLOOR = 0.05  # smallest response of a place, as a share of what it had if all work were alike
@@ -63,7 +63,7 @@ class Sensitivity:
     def __post_init__(self) -> None:
         """Check the values, and that they belong together."""
         declared(type(self), vars(self), parts=True)
-        whole("base", self.base, 2, MAX_BITS)
+        whole("base", self.base, 2, MOST_BITS)
         edges = [0, *(stop for _, stop in self.windows)]
         ends = sorted(set(edges)) == edges and edges[-1] == self.steps
         if not ends or list(self.windows) != list(itertools.pairwise(edges)):

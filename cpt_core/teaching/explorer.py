@@ -19,10 +19,10 @@ from cpt_core.analysis.pages import render
 from cpt_core.analysis.quality_cost import by_arm
 from cpt_core.analysis.runs import committed
 from cpt_core.analysis.statistics import interval
-from cpt_core.checks import write_text
+from cpt_core.checks import MOST_BITS, write_text
 from cpt_core.schedules.make import DELAYS_AT
 from cpt_core.schedules.profiles import PROFILES, SUITE, Exponential, Rex, Warped
-from cpt_core.schedules.schedule import FLOAT32, MAX_BITS, MIRRORS
+from cpt_core.schedules.schedule import FLOAT32, MIRRORS
 from cpt_core.schedules.solver import POWERS, TOLERANCE
 
 MAX_STEPS = 1_000_000  # that a page draws at once; Python knows no limit
@@ -38,7 +38,7 @@ def constants() -> dict[str, Any]:
         "profiles": [name for name, kind in PROFILES.items() if kind is not Warped],
         "rate": Exponential().rate,
         "d": Rex().d,
-        "maxBits": MAX_BITS,
+        "maxBits": MOST_BITS,
         "float32": FLOAT32,
         "tolerance": TOLERANCE,
         "powers": list(POWERS),
