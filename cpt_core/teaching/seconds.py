@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import partial
@@ -38,6 +38,7 @@ Q_GRAD = 8
 KINDS = ("linear", "convolutions")
 SIZES = {"smoke": (384, 24), "demo": (2048, 128), "paper": (2048, 128)}  # rows of the one, pictures of the other
 REPEATS = {"smoke": 7, "demo": 7, "paper": 15}
+ENOUGH = {"smoke": 15, "demo": 60, "paper": 600}  # seconds after which no other round begins: codes may be slow here
 HUES = ("small", "large", "medium")
 ROOFS = {"float32": torch.float32, "bfloat16": torch.bfloat16, "int8": torch.int8}
 
@@ -55,6 +56,15 @@ def network(kind: str, scale: str) -> tuple[nn.Module, tuple[Tensor]]:
         nn.AvgPool2d(8), nn.Flatten(), nn.Linear(64, 10),
     )  # fmt: skip
     return model, (torch.randn(pictures, 3, 16, 16),)
+
+
+def rounds(scale: str) -> Iterator[int]:
+    """Count the rounds of a measurement: one at least, and of the others as many as begin in time."""
+    started = time.monotonic()
+    for done in range(REPEATS[scale]):
+        if done and time.monotonic() - started > ENOUGH[scale]:
+            return
+        yield done
 
 
 def ways(kind: str, scale: str, bits: Sequence[int]) -> pd.DataFrame:
@@ -75,7 +85,7 @@ def ways(kind: str, scale: str, bits: Sequence[int]) -> pd.DataFrame:
         steps |= {(way, str(q)): (step, partial(precision, step.model, q, Q_GRAD)) for q in bits}
     seconds: dict[tuple[str, str], list[float]] = {key: [] for key in steps}
     saved = {}
-    for repeat in waiting("rounds", range(REPEATS[scale]), leave=False):
+    for repeat in waiting("rounds", rounds(scale), total=REPEATS[scale], leave=False):
         for key, (step, at_its_bits) in steps.items():
             with at_its_bits():
                 if not repeat:
@@ -102,10 +112,7 @@ def measured(kind: str, scale: str, way: str, bits: Sequence[int]) -> MeasuredCo
     model, inputs = network(kind, scale)
     model = quantize_(model, WAYS[way])
     return fastest(
-        [
-            measure_cost(model, inputs, bits=bits, q_grad=Q_GRAD, repeats=1, convention="paper")
-            for _ in range(REPEATS[scale])
-        ]
+        [measure_cost(model, inputs, bits=bits, q_grad=Q_GRAD, repeats=1, convention="paper") for _ in rounds(scale)]
     )
 
 

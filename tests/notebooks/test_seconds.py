@@ -68,3 +68,11 @@ def test_networks_are_the_same_every_time(kind):
     assert first[1][0].equal(again[1][0])
     assert all(a.equal(b) for a, b in zip(first[0].parameters(), again[0].parameters(), strict=True))
     assert isinstance(first[0], nn.Sequential)
+
+
+@pytest.mark.parametrize(("each", "expected"), [(0, 7), (6, 3), (100, 1)])
+def test_no_round_begins_when_enough_seconds_are_over(monkeypatch, each, expected):
+    now = iter(range(0, 10_000, each)) if each else iter(lambda: 0, 1)
+    monkeypatch.setattr(seconds.time, "monotonic", lambda: next(now))
+    monkeypatch.setitem(seconds.ENOUGH, "smoke", 15)
+    assert list(seconds.rounds("smoke")) == list(range(expected))
