@@ -25,7 +25,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from cpt_core.bitops.copies import as_it_was, floating_in, followed, storage_of
-from cpt_core.bitops.macs import ATTENTION, PRODUCTS
+from cpt_core.bitops.macs import PRODUCTS
 from cpt_core.bitops.plan import count_bitops
 from cpt_core.bitops.products import name_of, products_of
 from cpt_core.checks import arguments, unsharded
@@ -146,6 +146,7 @@ def check(model: nn.Module, inputs: tuple[Any, ...]) -> Check:
     products = tuple(Executed(*key, macs) for key, macs in watch.macs.items())
     ran = {p.layer for p in products if p.quantized and not p.backward}
     plain = {p.layer: p.layer for p in products if not p.quantized}
+    unexplained = any(not p.backward and p.layer not in layers for p in products if not p.quantized)
     read = {parameter: p.layer for p in products if not p.backward for parameter in p.reads}
     bypassed, unused = {}, []
     for name in layers:
@@ -153,9 +154,9 @@ def check(model: nn.Module, inputs: tuple[Any, ...]) -> Check:
         reader = plain.get(name, next((read[n] for n in own if n in read), None))
         if reader is not None:
             bypassed[name] = reader
-        elif name not in ran and own & used:
+        elif name not in ran and own & used - watch.rounded and unexplained:
             bypassed[name] = "?"
-        elif name not in ran:
+        elif name not in ran and not own & used:
             unused.append(name)
     return Check(products, bypassed, tuple(unused), _mispriced(model, inputs, products))
 
@@ -189,7 +190,7 @@ def _mispriced(model: nn.Module, inputs: tuple[Any, ...], products: Sequence[Exe
     for p in products:
         ran[p.layer] += 0 if p.backward else p.macs
     plan = count_bitops(model, inputs, convention="per_op").macs
-    named = {layer: [layer, *(f"{layer} ({part})".lstrip() for part in (ATTENTION, PRODUCTS))] for layer in ran}
+    named = {layer: [layer, f"{layer} ({PRODUCTS})".lstrip()] for layer in ran}
     priced = {layer: sum(plan.get(name, 0) for name in names) for layer, names in named.items()}
     known = {name for names in named.values() for name in names}
     more = {name: (0, macs) for name, macs in plan.items() if name.endswith(f"({PRODUCTS})") and name not in known}
@@ -230,6 +231,7 @@ class _Watch(TorchDispatchMode):
         self._path: list[str] = []
         self._rounded: set[StorageWeakRef] = set()
         self._layer_of: dict[StorageWeakRef, str] = {}  # whose operand a storage was, for the backward pass
+        self.rounded: set[str] = set()  # parameters that a grid was made from
         self._parameters = {storage_of(p): name for name, p in model.named_parameters() if storage_of(p) is not None}
 
     def enter(self, name: str, *_: Any) -> None:
@@ -252,7 +254,7 @@ class _Watch(TorchDispatchMode):
         return out
 
     def _product(self, name: str, args: Any, macs: int) -> None:
-        operands = [a for a in args if isinstance(a, Tensor)]
+        operands = [a for a in args if isinstance(a, Tensor) and a.is_floating_point()]
         if name in _ADDS:
             operands = operands[1:]
         elif name in _BIASED:
@@ -278,7 +280,8 @@ class _Watch(TorchDispatchMode):
         sources = [k for a in floating_in(args) if (k := storage_of(a)) is not None]
         if name in _ROUNDS:
             self._rounded.add(target)
-        elif name in _MOVES:
+            self.rounded |= {self._parameters[k] for k in sources if k in self._parameters}
+        elif name in _MOVES or (name in _SCALES and not in_place and len(sources) == 1):
             sources = sources[1:] if name == "copy" else sources  # copy_(target, source)
             if sources and all(k in self._rounded for k in sources):
                 self._rounded.add(target)

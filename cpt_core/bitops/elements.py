@@ -48,12 +48,6 @@ def gate_elements(module: Any, y: Tensor) -> Elements:
     return 4 * rows_of(y) * units_of(module), 0, 2 * rows_of(y) * units_of(module)
 
 
-def attention_elements(module: Any, hidden: Tensor) -> tuple[Elements, Elements]:
-    """Elements of both products of self-attention, (B, T, C) in: scores are written, then read as probabilities."""
-    size, scores = hidden.numel(), hidden.shape[0] * module.config.num_attention_heads * hidden.shape[1] ** 2
-    return (size, size, scores), (scores, size, size)
-
-
 def upsampled_elements(module: Any, y: Mapping[str, Tensor]) -> Elements:
     """Elements of a feature pyramid's copies: each level is read to make the one below it."""
     sizes = [level.numel() for level in list(y.values())[: len(module.inner_blocks)]]

@@ -66,12 +66,6 @@ def units_of(module: Any) -> int:
     return module.num_layers * (2 if module.bidirectional else 1) * module.hidden_size
 
 
-def attention_macs(module: Any, inputs: tuple[Any, ...], y: Tensor) -> int:
-    """MACs of either product of self-attention, (B, T, C) in: B T T C."""
-    hidden = next(x for x in inputs if isinstance(x, Tensor))
-    return hidden.numel() * hidden.shape[1]
-
-
 def norm_macs(module: Any, inputs: tuple[Any, ...], y: Tensor) -> int:
     """Elementwise operations of a normalisation: 5 per element, 4 without affine, 2 or 1 with fixed statistics."""
     fixed = not module.training and getattr(module, "running_mean", None) is not None
@@ -117,7 +111,7 @@ AGGREGATED: dict[type[nn.Module], Callable[[Any], int]] = {
 PLAIN: tuple[type[nn.Module], ...] = (nn.GRU, nn.RNN)
 GATES_OF = {"LSTM": 4, "GRU": 3, "RNN_TANH": 1, "RNN_RELU": 1}
 
-AGGREGATION, ATTENTION, GATES, UPSAMPLING, PRODUCTS = "aggregation", "attention", "gates", "upsampling", "products"
+AGGREGATION, GATES, UPSAMPLING, PRODUCTS = "aggregation", "gates", "upsampling", "products"
 
 
 def pyramid_kinds() -> set[type[nn.Module]]:

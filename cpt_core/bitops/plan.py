@@ -5,9 +5,8 @@ Two conventions price them:
 
 - ``"per_op"``: what runs. What is quantised costs its bits, the rest 32, and only products that are computed cost
   anything (the first layer, for example, needs no error product). It also counts what the authors leave out: the sums
-  over neighbours in graph convolutions, an operation per edge and feature, both products of attention, and every
-  product outside the layers known here, at 32 bits: matmul or attention as a plain function, GRUs, transposed
-  convolutions;
+  over neighbours in graph convolutions, an operation per edge and feature, and every product outside the layers known
+  here, such as both of attention, at the bits of the module that quantises it, else at 32;
 - ``"paper"``, the paper's convention: all counted work at the bits of the step, three products for every layer, also
   of layers that run in float32, BatchNorm and the upsampling of feature pyramids included, as the authors price it. The
   total is without what the authors leave out; the plan holds it as ``unpriced``.
@@ -45,9 +44,9 @@ from cpt_core.checks import check_bits, choose, declared
 from cpt_core.formats.costs import Operands
 from cpt_core.formats.format import Format
 from cpt_core.formats.ladder import AFFINE, MOST_LEVEL, FormatLadder
-from cpt_core.quantization.convert import layer_precisions
+from cpt_core.quantization.convert import all_precisions
 from cpt_core.quantization.precision import LayerPrecision
-from cpt_core.quantization.scheduler import Schedules, assign_schedules
+from cpt_core.quantization.scheduler import Schedules, assign_schedules, caught
 from cpt_core.schedules.cost import FULL_PRECISION
 from cpt_core.schedules.schedule import Schedule
 
@@ -231,10 +230,10 @@ def formats_per_layer(
     """
     if schedule is None:
         return {name: {None: ((IN_FLOAT32, 1),)} for name in CONVENTIONS}
-    precisions = layer_precisions(model) if any(isinstance(m, LayerPrecision) for m in model.modules()) else {}
+    precisions = all_precisions(model) if any(isinstance(m, LayerPrecision) for m in model.modules()) else {}
     owners = dict.fromkeys(c.owner for c in calls if c.owner is not None)
     groups: dict[tuple[int, tuple[FormatLadder, ...]], tuple[Schedule, list[str]]] = {}
-    for s, layers in assign_schedules(schedule, list(precisions or owners or [""])).values():
+    for s, layers in assign_schedules(schedule, list(precisions or owners or [""]), caught(model)).values():
         for name in layers:
             of_roles = precisions[name].ladders if name in precisions else (AFFINE,) * len(Operands._fields)
             groups.setdefault((id(s), tuple(of_roles)), (s, []))[1].append(name)

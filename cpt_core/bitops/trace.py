@@ -20,7 +20,6 @@ from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatc
 from cpt_core.bitops.copies import followed, inputs_of, shadow_of, tensors_in
 from cpt_core.bitops.elements import (
     Elements,
-    attention_elements,
     gate_elements,
     graph_elements,
     recurrent_elements,
@@ -30,13 +29,11 @@ from cpt_core.bitops.elements import (
 from cpt_core.bitops.macs import (
     AGGREGATED,
     AGGREGATION,
-    ATTENTION,
     GATES,
     MACS,
     PLAIN,
     PRODUCTS,
     UPSAMPLING,
-    attention_macs,
     lstm_gate_operations,
     pyramid_kinds,
     recurrent_inner_macs,
@@ -48,13 +45,14 @@ from cpt_core.bitops.products import name_of, products_of
 from cpt_core.checks import arguments
 from cpt_core.graphs.graph import as_graph
 from cpt_core.graphs.layers import GraphConv, SAGEConv
-from cpt_core.quantization.coverage import attention_kinds, module_kind
+from cpt_core.quantization.coverage import module_kind
+from cpt_core.quantization.operations import QuantOperations
 
 CONVENTIONS = ("paper", "per_op")
 PASSES = ("forward", "error", "weight")  # y = x w;  dx = dy w;  dw = x dy
 
 # what a convention does not price: the authors' counters do not see some products, and see copies as operations
-LEFT_OUT = {"paper": (AGGREGATION, ATTENTION, PRODUCTS), "per_op": (UPSAMPLING,)}
+LEFT_OUT = {"paper": (AGGREGATION, PRODUCTS), "per_op": (UPSAMPLING,)}
 
 
 @dataclass(frozen=True)
@@ -107,8 +105,8 @@ def _counted(model: nn.Module) -> dict[str, nn.Module]:
 
 
 def _beside(model: nn.Module) -> dict[str, nn.Module]:
-    """The modules that have operations of their own beside the layers inside them: attention, feature pyramids."""
-    kinds = attention_kinds() | pyramid_kinds()
+    """The modules that have operations of their own beside the layers inside them: feature pyramids."""
+    kinds = pyramid_kinds()
     return {name: module for name, module in model.named_modules() if module_kind(module) in kinds}
 
 
@@ -125,7 +123,7 @@ _FREE = frozenset(
     "zeros ones full empty_like zeros_like ones_like arange new_zeros new_ones empty_strided lift_fresh".split()
 )
 
-BESIDE = ("bmm", "_scaled_dot_product", "upsample_nearest")  # what attention and pyramids report themselves
+BESIDE = "upsample_nearest"  # what pyramids report themselves
 
 
 class Watch(TorchDispatchMode):
@@ -157,7 +155,6 @@ class Watch(TorchDispatchMode):
         self.layers, self.wholes = _counted(model), _beside(model)
         self.running: list[tuple[str, bool]] = []  # modules whose forward runs, the innermost last
         self.inside = self.beside = 0
-        self.made_of: dict[str, dict[str, bool]] = {}  # attention -> "q", "k", "v" -> whether it needs a gradient
         self.last: tuple[list[Call], Tensor] | None = None  # autograd marks an output after its operation has run
 
     @classmethod
@@ -179,12 +176,15 @@ class Watch(TorchDispatchMode):
                     report = partial(self._report, name)
                     hooks.enter_context(module.register_forward_hook(report, with_kwargs=True))
             hooks.enter_context(followed(inner, self._enter, self._leave))
+            for name, module in inner.items():
+                if isinstance(module, QuantOperations):
+                    module.catching.report = partial(self._on_codes, name)
+                    hooks.callback(delattr, module.catching, "report")
             yield
 
     def _report(self, name: str, module: nn.Module, args: Any, kwargs: dict[str, Any], output: Any) -> None:
         outputs = [t for t in tensors_in(output) if t.is_floating_point()]
-        made_of = self.made_of.pop(name, {})
-        for call in _calls_of(name, module, (*args, *kwargs.values()), output, outputs[0], made_of):
+        for call in _calls_of(name, module, (*args, *kwargs.values()), output, outputs[0]):
             self.on_call(module, call, outputs)
 
     def _enter(self, name: str, module: nn.Module, *_: Any) -> None:
@@ -203,9 +203,6 @@ class Watch(TorchDispatchMode):
         if not self.running or self.running[-1][0] != name:  # something failed before it had entered
             return
         self._report_last()
-        whole, _, part = name.rpartition(".")
-        if whole in self.wholes and isinstance(output, Tensor):  # query, q_lin, q_proj
-            self.made_of.setdefault(whole, {})[part[0]] = output.requires_grad
         paused = self.running.pop()[1]
         if paused:
             self.__enter__()
@@ -214,6 +211,25 @@ class Watch(TorchDispatchMode):
         if not self.running:
             self.__exit__(None, None, None)
 
+    def _on_codes(self, name: str, a: Tensor, b: Tensor, y: Tensor) -> None:
+        """Report a product on codes."""
+        self._report_last()
+        macs, elements = a.numel() * b.shape[-1], (a.numel(), b.numel(), y.numel())
+        layer, needed = f"{name} ({PRODUCTS})".lstrip(), (a.requires_grad, b.requires_grad)
+        call = Call(layer, PRODUCTS, macs, y.requires_grad, *needed, name, elements=elements)
+        self.on_call(self.model.get_submodule(name), call, [y])
+
+    def _catcher(self) -> tuple[str | None, bool]:
+        """Return the name of the module that quantises the product that is running, None where none does.
+
+        And whether the product is one on codes, which reports itself.
+        """
+        for name, _ in reversed(self.running):
+            module = self.model.get_submodule(name)
+            if isinstance(module, QuantOperations) and module.catching.multiplying:
+                return name, module.catching.on_codes
+        return None, False
+
     def _report_last(self) -> None:
         """Report the operation that ran last: a gradient comes back only if its output needs one."""
         if self.last is not None:
@@ -221,7 +237,7 @@ class Watch(TorchDispatchMode):
             for call in calls:
                 if not output.requires_grad:
                     call = replace(call, trainable=False, error=False, weight=False)
-                self.on_call(self.model, call, [output])
+                self.on_call(self.model.get_submodule(call.owner or ""), call, [output])
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         self._report_last()
@@ -234,13 +250,14 @@ class Watch(TorchDispatchMode):
         reported = self.inside or (self.beside and name.startswith(BESIDE))
         if not reported and name not in _FREE and isinstance(first, Tensor):
             found = products_of(func, args, kwargs or {}, out)
-            if found:
+            owner, on_codes = self._catcher() if found else (None, False)
+            if found and not on_codes:
                 layer = f"{self.running[-1][0]} ({PRODUCTS})".lstrip()
                 self.last = (
-                    [Call(layer, PRODUCTS, p.macs, True, p.error, p.weight, elements=p.elements) for p in found],
+                    [Call(layer, PRODUCTS, p.macs, True, p.error, p.weight, owner, elements=p.elements) for p in found],
                     first,
                 )
-            else:
+            elif not on_codes:
                 self.on_other(name, first.numel())
         return out
 
@@ -261,12 +278,8 @@ def _calls_of(
     inputs: tuple[Any, ...],
     whole: Any,
     output: Tensor,
-    made_of: Mapping[str, bool],
 ) -> Iterator[Call]:
-    """Yield the calls of one forward pass; ``output`` is the first tensor of the ``whole`` that it returned.
-
-    ``made_of`` says of queries "q", keys "k" and values "v" whether they need a gradient, where that is known.
-    """
+    """Yield the calls of one forward pass; ``output`` is the first tensor of the ``whole`` that it returned."""
     grad = torch.is_grad_enabled()
     parts = (v.values() if isinstance(v, Mapping) else v if isinstance(v, tuple) else (v,) for v in inputs)
     features = next(x for part in parts for x in part if isinstance(x, Tensor))
@@ -286,7 +299,7 @@ def _calls_of(
         first_elements, inner_elements = recurrent_elements(module, features, output, stored)
         call = replace(call, elements=first_elements)
     if isinstance(module, PLAIN):
-        call = replace(call, layer=f"{name} ({PRODUCTS})".lstrip(), kind=PRODUCTS, owner=None)
+        call = replace(call, layer=f"{name} ({PRODUCTS})".lstrip(), kind=PRODUCTS)
         yield replace(call, macs=recurrent_macs(module, inputs, output))
     if (macs := _entry(MACS, module)) is not None:
         counted = replace(call, macs=int(macs(module, inputs, output)))
@@ -316,13 +329,6 @@ def _calls_of(
     if module_kind(module) in pyramid_kinds():
         copies = replace(call, layer=f"{name} ({UPSAMPLING})".lstrip(), kind=UPSAMPLING, weight=False, owner=None)
         yield replace(copies, macs=upsampled(module, whole), elements=upsampled_elements(module, whole))
-    if module_kind(module) in attention_kinds():
-        of_q, of_k, of_v = (call.trainable and made_of.get(part, True) for part in "qkv")
-        needed = ((of_q, of_k), (of_q or of_k, of_v))  # scores = Q K'; context = P V
-        product = replace(call, layer=f"{name} ({ATTENTION})".lstrip(), kind=ATTENTION)
-        product = replace(product, macs=attention_macs(module, inputs, output))
-        for (error, weight), elements in zip(needed, attention_elements(module, features), strict=True):
-            yield replace(product, error=error, weight=weight, elements=elements)
 
 
 def trace(model: nn.Module, inputs: tuple[Any, ...]) -> tuple[list[Call], dict[str, int]]:

@@ -11,6 +11,7 @@ the backward pass turns it off by itself. The gradients of convolutions are no p
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -43,6 +44,11 @@ def _matmul(*operands: Tensor) -> Tensor:
     return _Product.apply(torch.matmul, *operands)
 
 
+@torch.compiler.allow_in_graph
+def _einsum(equation: str, *operands: Tensor) -> Tensor:
+    return _Product.apply(partial(torch.einsum, equation), *operands)
+
+
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """Return what ``torch.nn.functional.linear`` does, in code that is compiled; see ``operators.linear``."""
     return _linear(x, weight) if bias is None else _linear(x, weight, bias)
@@ -51,3 +57,8 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
 def matmul(a: Tensor, b: Tensor) -> Tensor:
     """Return what ``torch.matmul`` does."""
     return _matmul(a, b) if torch.compiler.is_compiling() else torch.matmul(a, b)
+
+
+def einsum(equation: str, *operands: Tensor) -> Tensor:
+    """Return what ``torch.einsum`` does."""
+    return _einsum(equation, *operands) if torch.compiler.is_compiling() else torch.einsum(equation, *operands)

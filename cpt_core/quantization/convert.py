@@ -15,15 +15,16 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.utils.parametrize import ParametrizationList
 
 from cpt_core.checks import choose, declared, unsharded, whole
 from cpt_core.formats.format import Format
 from cpt_core.formats.ladder import FormatLadder
 from cpt_core.quantization.coverage import (
     FirstPass,
-    conversions,
     convertible,
     forget_first_pass,
+    form_of,
     in_float32,
     parts_of_wholes,
     warn_of_float32,
@@ -31,6 +32,7 @@ from cpt_core.quantization.coverage import (
 from cpt_core.quantization.fake_quantize import INT64
 from cpt_core.quantization.layers import QuantizedLayer
 from cpt_core.quantization.levels import ladders_of
+from cpt_core.quantization.operations import InFloat32, QuantOperations, by_feature, float_class
 from cpt_core.quantization.precision import EXECUTIONS, LayerPrecision
 from cpt_core.quantization.quantizers import QUANTIZERS, Quantizer
 from cpt_core.quantization.running import RUNNING_STARTS
@@ -116,16 +118,16 @@ PRESETS: dict[str, QuantConfig] = {
 def quantize_(
     model: nn.Module, config: QuantConfig | str | None = None, filter_fn: FilterFn | None = None
 ) -> nn.Module:
-    """Convert every convolution, linear layer, LSTM, graph convolution and self-attention of ``model`` in place.
+    """Make every product of ``model`` trainable at low precision, in place.
 
     Parameters stay the same objects, so an optimizer made before stays valid; ``state_dict`` keys stay the same, so a
     float32 checkpoint loads with ``strict=True`` and the other way round. The layers have no precision until a
     ``PrecisionScheduler`` or ``precision(...)`` sets one.
 
     Args:
-        model: any module. Exact ``nn.Conv1d/2d/3d``, ``nn.Linear``, ``nn.LSTM``, ``GraphConv`` and mean ``SAGEConv``
-            (ours and DGL's), and the self-attention of transformers' encoders (``attention.SELF_ATTENTION``)
-            are converted; subclasses with a forward of their own are not, ``summary(model)`` lists them.
+        model: any module. ``nn.Conv1d/2d/3d``, ``nn.Linear``, ``nn.LSTM``, ``GraphConv`` and mean ``SAGEConv`` (ours
+            and DGL's) have quantised forms of their own. Every other module whose forward multiplies, attention or
+            whatever it is, runs that forward with its products quantised, see ``operations``.
         config: a ``QuantConfig``, the name of a preset ("all", "cifar", "imagenet"), or None for "all".
         filter_fn: ``filter_fn(module, name) -> bool``; False keeps that module in float32.
 
@@ -133,13 +135,13 @@ def quantize_(
         The model itself.
 
     Raises:
-        ValueError: for an unknown preset, a pattern that matches nothing, attention of a kind that cannot be quantised,
-            a layer with a ``forward`` of its instance, parameters that are sharded already, or when nothing would be
+        ValueError: for an unknown preset, a pattern that matches nothing, fused attention that cannot be quantised, a
+            layer with a ``forward`` of its instance, parameters that are sharded already, or when nothing would be
             converted. After any error the model is what it was, also where a warning is made an error.
 
     Warns:
         QuantizationWarning: when more than a tenth of the weights stays in float32 although nobody asked for that, and
-            once after the first forward pass where a module ran without calling its converted layers.
+            after the first forward pass where products ran that nothing caught.
     """
     declared(quantize_, locals())
     config = _config_of(config)
@@ -165,30 +167,35 @@ def quantize_(
             asked.add(name)
     if not chosen:
         by = "" if filter_fn is None else " by filter_fn"
-        kinds = ", ".join(dict.fromkeys(kind.__name__ for kind in conversions()))
         others = "".join(f"; {count} {what}" for what, count in in_float32(model, asked)[1].items())
-        raise ValueError(f"nothing to quantise: no {kinds} in {type(model).__name__} was selected{by}{others}")
-    found = conversions()
+        raise ValueError(
+            f"nothing to quantise: nothing that multiplies in {type(model).__name__} was selected{by}{others}"
+        )
+    forms: dict[str, Any] = {name: form_of(module) for name, module in chosen.items()}
     for name, module in chosen.items():  # before the first is changed
-        found[type(module)].check(module)
+        forms[name].check(module)
         if "forward" in vars(module):
             raise ValueError(
                 f"layer {name!r} has a forward of its own, put on this one object (accelerate's hooks do so), which "
                 "would run instead of the quantised one; call quantize_ before that, or leave the layer in float32"
             )
     try:
-        for index, (name, module) in enumerate(chosen.items()):
-            found[type(module)].from_float(
+        # the noise of layers with a form of their own does not depend on what else there is to convert
+        last = [name for name, form in forms.items() if _is_caught(form) and not by_feature(chosen[name])]
+        for index, name in enumerate([*(n for n in chosen if n not in set(last)), *last]):
+            module = chosen[name]
+            forms[name].from_float(
                 module,
                 quantizers=config.quantizers,
                 key=_key(config.seed, index),
                 running_start=config.running_start,
                 aggregation=config.aggregation,
                 execution=config.execution,
-                ladder=config.ladder,  # type: ignore[arg-type]  # Levels since the configuration was made
+                ladder=config.ladder,  # Levels since the configuration was made
             )
             module.precision.name = name  # type: ignore[union-attr]
-        FirstPass(model)
+        _leave_out(model)
+        FirstPass(model, asked)
         warn_of_float32(model, asked)
     except BaseException:
         _undo(model)
@@ -220,13 +227,37 @@ def restore_(model: nn.Module) -> nn.Module:
 def _undo(model: nn.Module) -> None:
     for module in list(model.modules()):
         forget_first_pass(module)
-        if isinstance(module, QuantizedLayer):
+        if isinstance(module, (QuantizedLayer, InFloat32)):
             module.to_float()
 
 
+def _is_caught(form: Any) -> bool:
+    return issubclass(form, QuantOperations)
+
+
+def _leave_out(model: nn.Module) -> None:
+    """Let what stays in float32, inside a module whose products are caught, keep its own to itself."""
+    outer = [name for name, m in model.named_modules() if isinstance(m, QuantOperations)]
+    for name, module in list(model.named_modules()):
+        inside = any(name.startswith(f"{o}.") or (o == "" and name) for o in outer)
+        if inside and not isinstance(module, QuantizedLayer):
+            if isinstance(module, ParametrizationList) or form_of(module) is not None:
+                module.__class__ = float_class(type(module))
+
+
 def layer_precisions(model: nn.Module) -> dict[str, LayerPrecision]:
-    """Return the precision of every quantised layer by the layer's name; ValueError when there is none."""
-    declared(layer_precisions, locals())
+    """Return the precision of every quantised layer by the layer's name; ValueError when there is none.
+
+    Without modules that turned out to multiply nothing in their own forward, see ``operations``.
+    """
+    found = all_precisions(model)
+    idle = {n for n, p in found.items() if p.called is False and isinstance(model.get_submodule(n), QuantOperations)}
+    return {name: p for name, p in found.items() if name not in idle}
+
+
+def all_precisions(model: nn.Module) -> dict[str, LayerPrecision]:
+    """Return the same of every module that was converted."""
+    declared(layer_precisions, {"model": model})
     found = {n: m.precision for n, m in model.named_modules() if isinstance(m, QuantizedLayer)}
     if not found:
         raise ValueError("the model has no quantised layers; call quantize_(model) first")

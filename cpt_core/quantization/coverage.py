@@ -10,15 +10,18 @@ import importlib
 import sys
 import warnings
 from collections import Counter
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterator
+from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.modules.lazy import LazyModuleMixin
 from torch.nn.parameter import is_lazy
+from torch.overrides import TorchFunctionMode
 
-from cpt_core.quantization import graph_layers, layers, lstm
+from cpt_core.quantization import graph_layers, layers, lstm, operations
 from cpt_core.quantization.layers import QuantizedLayer
-from cpt_core.quantization.precision import LayerPrecision
+from cpt_core.quantization.multiplies import names_a_product
 
 NOTABLE = 0.1  # share of a model's weights that does not stay in float32 without a word
 
@@ -28,40 +31,34 @@ class QuantizationWarning(UserWarning):
 
 
 def conversions() -> dict[type[nn.Module], type[QuantizedLayer]]:
-    """Return what can be converted: float32 class -> quantised class.
-
-    With the layers of DGL and the models of transformers that the program uses.
-    """
+    """Return the classes with a quantised form of their own, also the layers of DGL where the program uses them."""
     found = {**layers.CONVERSIONS, **lstm.CONVERSIONS, **graph_layers.CONVERSIONS}
     if "dgl.nn" in sys.modules:
         found |= importlib.import_module("cpt_core.quantization.dgl_layers").CONVERSIONS
-    # versions of transformers without this name (before 5) have other attention modules, which stay in float32
-    if hasattr(sys.modules.get("transformers.modeling_utils"), "ALL_ATTENTION_FUNCTIONS"):
-        found |= importlib.import_module("cpt_core.quantization.attention").conversions()
     return found
 
 
-def attention_kinds() -> set[type[nn.Module]]:
-    """Return the classes of self-attention that can be converted, of the models that the program uses."""
-    return {kind for kind, quantized in conversions().items() if quantized.KIND == "attention"}
+def form_of(module: nn.Module) -> type[QuantizedLayer] | None:
+    """Return what a module is converted to: a form of its own, or itself with its products caught; None for neither."""
+    own = conversions().get(type(module))
+    if own is not None and not own.why_not(module):
+        return own
+    if isinstance(module, LazyModuleMixin) or not names_a_product(module):
+        return None
+    return operations.quantized_class(type(module))
 
 
 def module_kind(module: nn.Module) -> type[nn.Module]:
     """Return the class of a module, or the one it had before it was converted."""
-    return module.FLOAT if isinstance(module, QuantizedLayer) else type(module)
+    return module.FLOAT if isinstance(module, (QuantizedLayer, operations.InFloat32)) else type(module)
 
 
 def convertible(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     """Yield the modules that ``quantize_`` can convert, by name."""
-    # nn.TransformerEncoderLayer reads the weights of its Linear modules past their forward in evaluation
-    fused = {
-        id(m) for layer in model.modules() if isinstance(layer, nn.TransformerEncoderLayer) for m in layer.modules()
-    }
-    found, parts = conversions(), parts_of_wholes(model)
+    parts = parts_of_wholes(model)
     for name, module in model.named_modules():
-        if type(module) in found and id(module) not in fused and name not in parts:
-            if not found[type(module)].why_not(module):
-                yield name, module
+        if name not in parts and not isinstance(module, QuantizedLayer) and form_of(module) is not None:
+            yield name, module
 
 
 def parts_of_wholes(model: nn.Module) -> dict[str, str]:
@@ -101,7 +98,7 @@ def in_float32(model: nn.Module, asked: Collection[str]) -> tuple[float, Counter
     modules = dict(model.named_modules())
     for name, module in modules.items():
         own = sum(p.numel() for p in module.parameters(recurse=False) if not is_lazy(p) and _is_weight(p))
-        layer = parts.get(name, name)
+        layer = str(parts.get(name, name)).partition(".parametrizations")[0]
         if own and not isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and layer not in asked:
             weights += own
             if isinstance(modules[layer], QuantizedLayer):
@@ -118,86 +115,77 @@ def _is_weight(parameter: torch.Tensor) -> bool:
 
 def float32_reason(module: nn.Module, left_out: bool) -> str:
     """Return why a module with parameters is not quantised; ``left_out``: it could have been converted."""
-    if left_out:
+    if left_out or isinstance(module, operations.InFloat32):
         return "left out"
-    found = conversions()
-    if type(module) in found:
-        why_not = found[type(module)].why_not(module)
-        return why_not or "inside nn.TransformerEncoderLayer, whose fused path bypasses it"
-    for kind in found:
-        if isinstance(module, kind):
-            return f"a subclass of {kind.__name__}"
-    return "no quantised form"
+    if isinstance(module, LazyModuleMixin):
+        return "lazy: run the model once before it is converted"
+    own = conversions().get(type(module))
+    return (own.why_not(module) if own else "") or "its forward names no product"
 
 
-def own_layers(module: nn.Module) -> Iterator[LayerPrecision]:
-    """Yield the precisions of the quantised layers that a module itself has to call."""
-    for child in module.children():
-        if isinstance(child, QuantizedLayer):
-            yield child.precision
-        elif not callable_(child):
-            yield from own_layers(child)
+class FirstPass(TorchFunctionMode):
+    """Watches the first forward pass of a converted model for products that no converted module catches.
 
-
-def callable_(module: nn.Module) -> bool:
-    """Whether a module has a forward: lists and dictionaries of modules have none."""
-    return isinstance(module, torch.jit.ScriptModule) or type(module).forward is not nn.Module.forward
-
-
-class FirstPass:
-    """Watches the first forward passes of modules above quantised layers, for layers that they do not call.
-
-    Their weights may have been used all the same, past their forward and in float32. One warning names them all, when
-    the outermost of these modules is through; whatever has run by then is not watched any more.
+    What is caught is not seen here. One warning names the modules; layers that the pass did not use are no longer
+    listed as quantised. Compiled passes are not watched: ``cpt_core.check`` sees what they do.
     """
 
-    def __init__(self, model: nn.Module) -> None:
-        """Put hooks on a converted model."""
-        self.running, self.ran = 0, dict[nn.Module, None]()
-        for module in model.modules():
-            if callable_(module) and not isinstance(module, QuantizedLayer) and _quantized_inside(module):
-                module.register_forward_pre_hook(self.enter)
-                module.register_forward_hook(self.leave, always_call=True)
+    def __init__(self, model: nn.Module, asked: Collection[str] = ()) -> None:
+        """Put hooks on the model; ``asked``: names of the modules that are to stay in float32."""
+        super().__init__()
+        self.model, self.asked, self.depth, self.seen = model, frozenset(asked), 0, dict[str, str]()
+        model.register_forward_pre_hook(self.enter)
+        model.register_forward_hook(self.leave, always_call=True)
 
     def enter(self, module: nn.Module, args: object) -> None:
-        """Forward hook: count how deep the pass is."""
-        if not torch.compiler.is_compiling():  # cpt_core.check sees what a compiled model does
-            self.running += 1
+        """Forward hook: start to watch."""
+        if not torch.compiler.is_compiling():
+            self.depth += 1
+            self.__enter__()
 
     def leave(self, module: nn.Module, args: object, output: object) -> None:
-        """Forward hook: after the outermost see what was called; ``output`` is None of a pass that failed."""
-        if torch.compiler.is_compiling():
+        """Forward hook: stop; after a pass that has not failed (``output`` is None then) say what was seen."""
+        if torch.compiler.is_compiling() or not self.depth:
             return
-        self.running -= 1
-        if output is not None:
-            self.ran[module] = None
-        if self.running == 0:
-            ran, self.ran = self.ran, {}
-            _warn_of_missed(ran)
-
-
-def _quantized_inside(module: nn.Module) -> bool:
-    return any(isinstance(m, QuantizedLayer) for m in module.modules())
-
-
-def _warn_of_missed(ran: Iterable[nn.Module]) -> None:
-    parents, names = dict[str, None](), []
-    for module in ran:
+        self.depth -= 1
+        self.__exit__(None, None, None)
+        if output is None:
+            return
         forget_first_pass(module)
-        for precision in own_layers(module):
-            if not precision.called:
-                precision.called = False
-                parents[type(module).__name__] = None
-                names.append(precision.name)
-    if names:
-        listed = ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
-        warnings.warn(
-            f"{', '.join(parents)} did not call {len(names)} quantised layer{'s' * (len(names) > 1)} {listed}: where "
-            "their weights are used all the same, that product runs in float32; summary(model) lists them, "
-            f"check(model, inputs) tells. Leave such layers out: QuantConfig(float32=({names[0]!r}, ...))",
-            QuantizationWarning,
-            stacklevel=3,
-        )
+        for m in module.modules():
+            if isinstance(m, QuantizedLayer) and not m.precision.called:
+                m.precision.called = False
+        if self.seen:
+            some = list(self.seen.items())
+            listed = ", ".join(f"{function} in {name or 'the model'}" for name, function in some[:3])
+            more = f" and {len(some) - 3} more" if len(some) > 3 else ""
+            warnings.warn(
+                f"products in float32 that nobody asked for: {listed}{more}; check(model, inputs) counts them",
+                QuantizationWarning,
+                stacklevel=3,
+            )
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if function in operations.INSIDE:
+            with self:
+                return operations.INSIDE[function](*args, **(kwargs or {}))
+        vector = any(isinstance(x, torch.Tensor) and x.dim() == 1 for x in args[:2])  # the norms of weights are such
+        if function in operations.RULES and not vector and not operations.only_scales(function, args):
+            name = _running(self.model)
+            if not any(name == a or name.startswith(f"{a}.") for a in self.asked):
+                self.seen.setdefault(name, getattr(function, "__name__", str(function)))
+        return function(*args, **(kwargs or {}))
+
+
+def _running(model: nn.Module) -> str:
+    """Return the name of the innermost module of a model that is running."""
+    names = {id(module): name for name, module in model.named_modules()}
+    frame = sys._getframe(2)
+    while frame is not None:
+        if (found := names.get(id(frame.f_locals.get("self")))) is not None:
+            return found
+        frame = frame.f_back  # type: ignore[assignment]
+    return ""
 
 
 def forget_first_pass(module: nn.Module) -> None:

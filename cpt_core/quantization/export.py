@@ -31,6 +31,7 @@ from cpt_core.kernels.integer import MOST_BITS, QuantizedTensor
 from cpt_core.quantization.convert import layer_precisions
 from cpt_core.quantization.coverage import forget_first_pass
 from cpt_core.quantization.layers import QuantizedLayer
+from cpt_core.quantization.operations import QuantOperations
 from cpt_core.quantization.precision import LayerPrecision
 from cpt_core.quantization.scheduler import precision
 
@@ -72,7 +73,8 @@ def export(
     ``torch.export.save(program, "model.pt2")`` writes it, ``torch.export.load("model.pt2").module()`` runs it where
     this package is not installed. Weights and biases of quantised layers are int8 codes, a quarter of float32 (fewer
     bits take a byte, too) beside some 30 kB of text per layer; every call turns them into float32: this saves memory,
-    not time. Inputs are rounded on the running ranges of training, or on their own range where the layer has none.
+    not time. Modules whose products are caught (``operations``) keep weights of their own in float32, which every call
+    rounds. Inputs are rounded on the running ranges of training, or on their own range where the layer has none.
     Layers in float32 stay as they are, and so does ``model``.
 
     The numbers are those of ``with precision(model, bits): model(...)`` on the CPU, bit for bit, of layers whose
@@ -173,6 +175,8 @@ def _check_format(name: str, layer: LayerPrecision) -> None:
 def _encode_parameters_(module: nn.Module, layer: LayerPrecision) -> None:
     """Put codes in the place of a layer's parameters."""
     layer.execution = "simulated"
+    if isinstance(module, QuantOperations):  # whose forward would have to take codes
+        return
     for name, parameter in list(module.named_parameters(recurse=False)):
         role = name.partition("_")[0]  # "weight" of weight_ih_l0
         codes = Codes(layer.encoded(role, parameter.detach().float()))
@@ -182,8 +186,8 @@ def _encode_parameters_(module: nn.Module, layer: LayerPrecision) -> None:
     vars(layer)["operand"] = partial(_operand, layer.operand)
 
 
-def _operand(of_data: Any, role: str, x: Tensor | Codes) -> Tensor:
-    return x() if isinstance(x, Codes) else of_data(role, x)
+def _operand(of_data: Any, role: str, x: Tensor | Codes, *along: int) -> Tensor:
+    return x() if isinstance(x, Codes) else of_data(role, x, *along)
 
 
 def _plain_output(module: nn.Module, args: Any, output: Any) -> Any:

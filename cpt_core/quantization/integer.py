@@ -159,6 +159,29 @@ def _pixels(x: QuantizedTensor) -> QuantizedTensor:
     return x.laid_out(lambda v: v.permute(0, 2, 3, 1).reshape(-1, v.shape[1]))
 
 
+@torch.compiler.disable
+def product_on_codes(precision: LayerPrecision, roles: tuple[str, str], a: Tensor, b: Tensor) -> Tensor:
+    """Return the products (..., M, N) of a (..., M, K) and b (..., K, N), both quantised, each in its role."""
+    return _Product.apply(a, b, precision, roles)
+
+
+class _Product(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, a: Tensor, b: Tensor, precision: LayerPrecision, roles: tuple[str, str]) -> Tensor:
+        a_, b_ = (precision.encoded(role, x) for role, x in zip(roles, (a, b), strict=True))
+        ctx.save_for_backward(*a_, *b_)
+        ctx.gradient = GradientRounding(precision)
+        return product(a_, b_)
+
+    @staticmethod
+    @first_order
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        a, b = saved_operands(ctx)
+        g = ctx.gradient(gradient)
+        of_a, of_b = ctx.needs_input_grad[:2]
+        return product(g, b.t()) if of_a else None, product(a.t(), g) if of_b else None, None, None
+
+
 # --- what all layers share --------------------------------------------------------------------------------------------
 
 

@@ -111,16 +111,28 @@ class QuantizedLayer:
         return p.operand("input", x), p.operand("weight", weight), quantized_bias
 
 
-def in_float32(precision: LayerPrecision, x: Tensor, products: Callable[..., Tensor], *inputs: Any) -> Tensor:
+# inside, no function of torch is shown to a mode, such as that which catches products
+unseen = torch._C.DisableTorchFunction
+
+
+def in_float32(precision: LayerPrecision, x: Tensor, products: Callable[..., Any], *inputs: Any) -> Any:
     """Return ``products(*inputs)``, computed in float32 where ``x`` would be computed in half precision.
 
-    The result is rounded to what the plain layer would return; the gradient is quantised before it is rounded, too.
+    Modules around the layer do not see its products. The result is rounded to what the plain layer would return; the
+    gradient is quantised before it is rounded, too.
     """
+    if torch._C._is_torch_function_mode_enabled():
+        with unseen():
+            return in_float32(precision, x, products, *inputs)
     half = precision.half_dtype(x)
     if half is None:
         return products(*inputs)
     with torch.autocast(x.device.type, enabled=False):
-        return products(*map(_float32, inputs)).to(half)
+        return _rounded_to(half, products(*map(_float32, inputs)))
+
+
+def _rounded_to(half: torch.dtype, value: Any) -> Any:
+    return tuple(v.to(half) for v in value) if isinstance(value, tuple) else value.to(half)
 
 
 def _float32(value: Any) -> Any:

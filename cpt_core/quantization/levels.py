@@ -19,7 +19,6 @@ from cpt_core.quantization.quantizers import Quantizer
 from cpt_core.quantization.running import RunningState
 from cpt_core.schedules.schedule import Levels
 
-ON_LADDER = {"weight": "weight", "bias": "weight", "grad": "error"}  # role -> of its level; others: activation
 NOTHING = Levels(None, None, None, None)
 
 
@@ -59,6 +58,7 @@ class LevelState(RunningState):
         self.highest: Levels | None = None
         self.driver: Any = None
         self.given = self.quantizers
+        self.of_weights = frozenset(role for role in self.given if ladder_role(role) == "weight")
         self.levels, self.weight_levels, self.grad_levels, self.weight_grad_levels = _zeros("cpu")
         self._in_force: Levels | None = None
         self._formats = NOTHING
@@ -100,12 +100,12 @@ class LevelState(RunningState):
 
     def _on(self, formats: Levels) -> dict[str, Quantizer]:
         """Return the quantisers with the formats of their roles; the paper's grids leave them as they are."""
-        roles = {**dict.fromkeys(self.given, "activation"), **ON_LADDER}
-        found = {role: quantizer.on(getattr(formats, roles[role])) for role, quantizer in self.given.items()}
+        found = {role: quantizer.on(getattr(formats, ladder_role(role))) for role, quantizer in self.given.items()}
         if "bias" in found and formats.weight and formats.weight.block:  # a bias is no operand of a product
             found["bias"] = self.given["bias"].on(replace(formats.weight, partial=True))
-        if _apart(formats) and "grad" in found:
-            found["weight_grad"] = self.given["grad"].on(formats.weight_gradient)
+        if _apart(formats):
+            gradients = [role for role in self.given if ladder_role(role) == "error"]
+            found |= {weight_role(role): self.given[role].on(formats.weight_gradient) for role in gradients}
         return found
 
     def _fill(self) -> None:
@@ -198,7 +198,7 @@ class LevelState(RunningState):
 
     def levels_for(self, role: str) -> Tensor:
         """Return the number of steps of the affine grid of an operand's role."""
-        return self.weight_levels if role in ("weight", "bias") else self.levels
+        return self.weight_levels if role in self.of_weights else self.levels
 
     def follow(self, x: Tensor) -> None:
         """Be where ``x`` is, also when something other than ``to`` moved the model there, such as FSDP."""
@@ -250,6 +250,18 @@ class LevelState(RunningState):
         if set(self.ladders) == {AFFINE} and self.in_force == Levels(self.bits, self.bits, self.q_grad, self.q_grad):
             return f"bits={self.bits or 'float32'}, q_grad={self.q_grad or 'float32'}"
         return ", ".join(f"{role}={f or 'float32'}" for role, f in self._formats._asdict().items())
+
+
+def ladder_role(role: str) -> str:
+    """Return the role of ``Levels`` whose ladder tells the level of a layer's role, such as "linear_weight"."""
+    if role.endswith("weight_grad"):
+        return "weight_gradient"
+    return {"weight": "weight", "bias": "weight", "grad": "error"}.get(role.rpartition("_")[2], "activation")
+
+
+def weight_role(role: str) -> str:
+    """Return the role of a gradient where it is quantised for the weight gradient alone."""
+    return role.removesuffix("grad") + "weight_grad"
 
 
 def ladders_of(given: Any) -> Levels:

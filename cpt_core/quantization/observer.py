@@ -16,10 +16,10 @@ from cpt_core.kernels.formats import grid_of_steps
 from cpt_core.kernels.integer import MOST_BITS
 from cpt_core.kernels.operators import encode, fake_quantize
 from cpt_core.kernels.reference import clips
-from cpt_core.quantization.levels import ON_LADDER
+from cpt_core.quantization.levels import ladder_role
 from cpt_core.quantization.precision import LayerPrecision
 
-GRADIENTS = {"grad": "error", "weight_grad": "weight_gradient"}  # what is rounded in the backward pass: role -> level
+GRADIENTS = ("error", "weight_gradient")  # what is rounded in the backward pass
 # what is summed of a tensor; of the last two the least is kept
 SUMS = ("elements", "squares", "errors", "clipped", "nonzero", "underflow", "used", "available", "low", "-high")
 Key = tuple[str, str, int, int, str]  # layer, role, level, bits, grid
@@ -36,15 +36,15 @@ class Observer:
         """Round ``x`` as its role wants; ``rows``: of parts with ranges of their own, the steps of an LSTM."""
         if x.numel() == 0 or not _has_numbers(x):
             return
-        p, gradient = self.precision, role in GRADIENTS
-        quantizer, place = p.quantizers[role], GRADIENTS.get(role) or ON_LADDER.get(role, "activation")
+        p, place = self.precision, ladder_role(role)
+        quantizer, gradient = p.quantizers[role], place in GRADIENTS
         format = getattr(p.formats_in_force, place)
         if format is None:  # also behind the block that set the precision of a gradient
             return
         level = getattr(p.in_force, place)
         levels = p.levels_for(role)
         if gradient:
-            levels = p.grad_levels if role == "grad" else p.weight_grad_levels
+            levels = p.grad_levels if place == "error" else p.weight_grad_levels
         key = p.noise_key if gradient and quantizer.rounding == "stochastic" else None
         parts, grid = [x.detach()], quantizer.granularity
         if rows and quantizer.ranges == "per_tensor":

@@ -15,7 +15,7 @@ from cpt_core.kernels.integer import QuantizedTensor, multiplies_codes
 from cpt_core.kernels.operators import fake_quantize
 from cpt_core.kernels.rotation import rotate
 from cpt_core.quantization.fake_quantize import counts_in_backward, quantize_gradient, round_gradient
-from cpt_core.quantization.levels import LevelState
+from cpt_core.quantization.levels import LevelState, weight_role
 from cpt_core.quantization.quantizers import Quantizer, check_floating
 from cpt_core.quantization.two_gradients import two_gradients
 
@@ -46,6 +46,8 @@ class LayerPrecision(LevelState):
     Attributes:
         called: whether the layer's own forward has run; False only when its parent's has run without it, and None as
             long as nobody can know.
+        must_be_there: whether a checkpoint has the layer in any case: not that of a module whose own forward may, as it
+            turns out, multiply nothing.
         sums: the dimension over which a product sums, of operands where it is not the last.
 
     Args:
@@ -71,6 +73,7 @@ class LayerPrecision(LevelState):
         super().__init__(quantizers, key, running_start)
         self.sums: Mapping[str, int] = {}
         self.called: bool | None = None
+        self.must_be_there = True
 
     def require_bits(self) -> None:
         """Raise RuntimeError as long as nobody has set a precision; every quantised layer asks first."""
@@ -114,18 +117,23 @@ class LayerPrecision(LevelState):
             return False
         return _multiplies_codes(self.execution, x.device)
 
-    def operand(self, role: str, x: Tensor) -> Tensor:
-        """Return an operand of the layer's product, quantised with the straight-through estimator."""
+    def operand(self, role: str, x: Tensor, along: int | None = None) -> Tensor:
+        """Return an operand of the layer's product, quantised with the straight-through estimator.
+
+        Args:
+            role: one of the layer's ``quantizers``.
+            x: the operand.
+            along: the dimension over which the product sums; None for that of the role, see ``sums``.
+        """
         self.require_bits()
         if x.dtype in HALF and self.active:
             x = x.float()
-        of_weight = role in ("weight", "bias")
-        if not (self.quantizes_weight if of_weight else self.quantizes) or x.numel() == 0:
+        if not (self.quantizes_weight if role in self.of_weights else self.quantizes) or x.numel() == 0:
             return x
         check_floating(x)
         self.follow(x)
         quantizer, levels = self.quantizers[role], self.levels_for(role)
-        if quantizer.along_sum and (dim := self.sums.get(role, -1)) != -1:
+        if quantizer.along_sum and (dim := self.sums.get(role, -1) if along is None else along) != -1:
             moved = quantizer, levels, x.transpose(dim, -1)
             return self._rounded(role, *moved).transpose(dim, -1)
         return self._rounded(role, quantizer, levels, x)
@@ -179,16 +187,17 @@ class LayerPrecision(LevelState):
             key.add_(1)
         return rounded
 
-    def multiplied(self, multiply: Callable[..., Tensor], *operands: Any) -> Tensor:
+    def multiplied(self, multiply: Callable[..., Tensor], *operands: Any, role: str = "grad") -> Tensor:
         """Return ``multiply(*operands)``, a product of quantised operands, whose gradient is quantised.
 
         Args:
             multiply: linear in each operand; a function of an activation, a weight and perhaps a bias.
             operands: what ``operand`` returned.
+            role: of the gradient.
         """
         if self.apart and torch.is_grad_enabled():
-            return two_gradients(self.rounded_gradients, multiply, *operands)
-        return self.gradient("grad", multiply(*operands))
+            return two_gradients(partial(self.rounded_gradients, role=role), multiply, *operands)
+        return self.gradient(role, multiply(*operands))
 
     def gradient(self, role: str, y: Tensor) -> Tensor:
         """Return the layer's output; the gradient that comes back through it is quantised."""
@@ -208,9 +217,9 @@ class LayerPrecision(LevelState):
             y.register_hook(partial(self.observe, role))
         return y
 
-    def rounded_gradients(self, gradient: Tensor) -> tuple[Tensor, Tensor]:
+    def rounded_gradients(self, gradient: Tensor, role: str = "grad") -> tuple[Tensor, Tensor]:
         """Return an output's gradient as the error product takes it, and as the weight gradient does."""
-        formats, dim = self.formats_in_force, self.sums.get("grad", -1)
+        formats, dim = self.formats_in_force, self.sums.get(role, -1)
 
         def rounded(format: Format | None, role: str, levels: Tensor) -> Tensor:
             if format is None:
@@ -221,8 +230,8 @@ class LayerPrecision(LevelState):
             turned = round_gradient(turned, levels, quantizer, self.noise_key)
             return turned.transpose(dim, -1) if quantizer.along_sum else turned
 
-        error = rounded(formats.error, "grad", self.grad_levels)
-        return error, rounded(formats.weight_gradient, "weight_grad", self.weight_grad_levels)
+        error = rounded(formats.error, role, self.grad_levels)
+        return error, rounded(formats.weight_gradient, weight_role(role), self.weight_grad_levels)
 
     @property
     def observed(self) -> bool:

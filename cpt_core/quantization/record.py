@@ -27,8 +27,10 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from cpt_core.checks import declared, shown, whole
 from cpt_core.quantization.convert import layer_precisions
 from cpt_core.quantization.layers import QuantizedLayer
+from cpt_core.quantization.levels import ladder_role
 from cpt_core.quantization.lstm import QuantLSTM
 from cpt_core.quantization.observer import GRADIENTS, SUMS, Key, Observer
+from cpt_core.quantization.operations import QuantOperations
 from cpt_core.quantization.precision import LayerPrecision
 
 if TYPE_CHECKING:
@@ -177,7 +179,10 @@ class Recording:
         for name, precision in self._layers.items():
             layer = self._modules[name]
             compiled = any(_is_compiled(self._modules[parent]) for parent in _parents(name))
-            for role in _roles(layer, precision):
+            roles = _roles(layer, precision)
+            if isinstance(layer, QuantOperations):  # what it multiplies is known when it has run
+                roles = [] if any(place.startswith(f"{name}/") for place in self._seen) else ["its products"]
+            for role in roles:
                 if f"{name}/{role}" not in self._seen:
                     reasons[f"{name}/{role}"] = COMPILED if compiled else NOT_SEEN
             if isinstance(layer, QuantLSTM):
@@ -257,7 +262,7 @@ class Recording:
                 "clipped": None if math.isnan(s["clipped"]) else s["clipped"] / s["elements"],
                 "underflow": s["underflow"] / max(s["nonzero"], 1),
                 "levels_used": s["used"] / s["available"],
-                "gradient_to_noise": ratio if role in GRADIENTS else None,
+                "gradient_to_noise": ratio if ladder_role(role) in GRADIENTS else None,
             }
 
 

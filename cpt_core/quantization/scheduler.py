@@ -14,7 +14,7 @@ from __future__ import annotations
 import itertools
 import re
 import warnings
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from fnmatch import fnmatchcase
 from typing import Any
@@ -24,9 +24,10 @@ from torch import nn
 
 from cpt_core.checks import check_bits, declared
 from cpt_core.formats.ladder import AFFINE
-from cpt_core.quantization.convert import layer_precisions
+from cpt_core.quantization.convert import all_precisions
 from cpt_core.quantization.forgotten import ForgottenStep
 from cpt_core.quantization.levels import NOTHING
+from cpt_core.quantization.operations import QuantOperations
 from cpt_core.quantization.precision import LayerPrecision
 from cpt_core.schedules.layered import LayeredSchedule
 from cpt_core.schedules.schedule import Levels, Schedule
@@ -61,10 +62,10 @@ class PrecisionScheduler:
 
     def __init__(self, model: nn.Module, schedule: Schedules, q_grad: int | None = None) -> None:
         """Assign layers to schedules and apply step 0."""
-        self.schedules = assign_schedules(schedule, layer_precisions(model))
+        self._layers = all_precisions(model)
+        self.schedules = assign_schedules(schedule, self._layers, caught(model))
         self.q_grad = None if q_grad is None else check_bits("q_grad", q_grad)
         self.last_step = 0
-        self._layers = layer_precisions(model)
         self._groups = {p: [self._layers[n] for n in names] for p, (_, names) in self.schedules.items()}
         self.total_steps = next(iter(self.schedules.values()))[0].total_steps
         changes = False
@@ -115,7 +116,7 @@ class PrecisionScheduler:
             "q_grad": self.q_grad,
             "schedules": {pattern: schedule.to_dict() for pattern, (schedule, _) in self.schedules.items()},
             "ladders": {name: _described(p.ladders) for name, p in self._layers.items() if set(p.ladders) != {AFFINE}},
-            "layers": {name: layer.get_running() for name, layer in self._layers.items()},
+            "layers": {name: layer.get_running() for name, layer in self._layers.items() if layer.called is not False},
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -131,16 +132,25 @@ class PrecisionScheduler:
             if _plain(theirs[key]) != _plain(mine[key]):
                 said = f"the checkpoint has {key} {_short(theirs[key])}, this scheduler {_short(mine[key])}"
                 raise ValueError(said)
-        if odd := sorted(set(theirs["layers"]) ^ set(mine["layers"])):
-            raise ValueError(f"the checkpoint's quantised layers differ from the model's: {', '.join(odd)}")
-        for name, layer in zip(mine["layers"], self._layers.values(), strict=True):
-            layer.set_running(theirs["layers"][name])
+        layers = _bare({**state, "layers": self._layers, "schedules": {}, "ladders": {}})["layers"]
+        odd = set(theirs["layers"]) ^ set(mine["layers"])
+        # what turned out to multiply nothing has nothing to store, and one of the two may not know it yet
+        if odd := {name for name in odd if name not in layers or layers[name].must_be_there}:
+            raise ValueError(f"the checkpoint's quantised layers differ from the model's: {', '.join(sorted(odd))}")
+        for name, running in theirs["layers"].items():
+            layers[name].set_running(running)
         self.last_step = int(state["last_step"])
         self._apply()
 
 
-def assign_schedules(schedule: Schedules, layers: Iterable[str]) -> dict[str, tuple[Schedule, list[str]]]:
-    """Return pattern -> (schedule, names of its layers); ValueError when the patterns do not fit the layers."""
+def assign_schedules(
+    schedule: Schedules, layers: Iterable[str], caught: Collection[str] = ()
+) -> dict[str, tuple[Schedule, list[str]]]:
+    """Return pattern -> (schedule, names of its layers); ValueError when the patterns do not fit the layers.
+
+    Of those that are ``caught`` it is not yet known whether they multiply: they may match no pattern, and then have no
+    precision, which is an error where they do.
+    """
     declared(assign_schedules, {"schedule": schedule}, parts=True)
     schedule = schedule.by_pattern if isinstance(schedule, LayeredSchedule) else schedule
     if not schedule:
@@ -150,7 +160,8 @@ def assign_schedules(schedule: Schedules, layers: Iterable[str]) -> dict[str, tu
         raise ValueError(f"schedules must have one length, got {[s.total_steps for s in given.values()]} steps")
     assigned: dict[str, tuple[Schedule, list[str]]] = {pattern: (s, []) for pattern, s in given.items()}
     for name in layers:
-        assigned[pattern_of(name, given)][1].append(name)
+        if name not in caught or any(fnmatchcase(name, p) for p in given):
+            assigned[pattern_of(name, given)][1].append(name)
     idle = [p for p, (_, names) in assigned.items() if not names]
     if idle:
         raise ValueError(f"pattern {idle[0]!r} matches no layer that is left; layers: {', '.join(layers)}")
@@ -187,11 +198,12 @@ def precision(
         ValueError: for other values, patterns that do not cover every layer, or "q_max" when no
             ``PrecisionScheduler`` has been made.
     """
-    layers = layer_precisions(model)
+    layers, optional = all_precisions(model), caught(model)
     by_pattern = bits if isinstance(bits, Mapping) else {"*": bits}
     wanted = {
         name: (_resolve("bits", by_pattern[pattern_of(name, by_pattern, "bits")], layer, name), layer)
         for name, layer in layers.items()
+        if name not in optional or any(fnmatchcase(name, p) for p in by_pattern)
     }
     before = [(layer, layer.in_force, layer.driver) for layer in layers.values()]
     try:
@@ -203,6 +215,11 @@ def precision(
     finally:
         for layer, in_force, driver in before:
             layer.in_force, layer.driver = in_force, driver
+
+
+def caught(model: nn.Module) -> set[str]:
+    """Return the names of the modules whose products are caught in a forward of their own."""
+    return {name for name, m in model.named_modules() if isinstance(m, QuantOperations)}
 
 
 def _resolve(what: str, value: int | str, layer: LayerPrecision, name: str) -> Levels:

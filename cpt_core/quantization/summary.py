@@ -16,10 +16,12 @@ from torch.nn.parameter import is_lazy
 
 from cpt_core.checks import declared
 from cpt_core.kernels.integer import multiplies_codes
-from cpt_core.quantization.coverage import attention_kinds, convertible, float32_reason, module_kind, parts_of_wholes
+from cpt_core.quantization.coverage import convertible, float32_reason, form_of, module_kind, parts_of_wholes
 from cpt_core.quantization.layers import PASSES, QuantizedLayer
+from cpt_core.quantization.operations import QuantOperations
 
 NOT_CALLED = "converted, but its parent ran without calling it"
+IDLE = "its forward multiplied nothing"
 SLOW = "auto: this device does not multiply codes"
 
 
@@ -90,19 +92,19 @@ def summary(model: nn.Module) -> Summary:
     declared(summary, locals())
     rows = []
     modules, parts = dict(model.named_modules()), parts_of_wholes(model)
-    left_out = {id(m) for _, m in convertible(model)}
-    # attention has products but no parameters of its own
-    attentions = attention_kinds()
+    left_out = {id(m): form for _, m in convertible(model) if (form := form_of(m))}
     for name, module in modules.items():
         own = list(module.parameters(recurse=False))
         parameters = sum(0 if is_lazy(p) else p.numel() for p in own)  # a lazy module has no shapes yet
-        if own or module_kind(module) in attentions:
+        multiplies = isinstance(module, QuantOperations) and module.precision.called is not False
+        multiplies = multiplies or issubclass(left_out.get(id(module), object), QuantOperations)
+        if own or multiplies:
             layer = modules[parts.get(name, name)]  # the module itself, or the whole that it is a part of
             quantized = isinstance(layer, QuantizedLayer)
             kind = module_kind(module).__name__
             reason = "" if quantized else float32_reason(layer, id(layer) in left_out)
             if isinstance(layer, QuantizedLayer) and layer.precision.called is False:
-                quantized, reason = False, NOT_CALLED
+                quantized, reason = False, IDLE if isinstance(layer, QuantOperations) else NOT_CALLED
             simulated: dict[str, str] | None = None
             products: tuple[str, ...] = PASSES
             if isinstance(layer, QuantizedLayer) and quantized and layer.precision.execution != "simulated":

@@ -13,7 +13,6 @@ from transformers import AutoConfig
 from cpt_core.bitops.check import check
 from cpt_core.bitops.ledger import BitOpsLedger
 from cpt_core.bitops.plan import count_bitops
-from cpt_core.quantization.attention import SELF_ATTENTION
 from cpt_core.quantization.convert import QuantConfig, quantize_
 from cpt_core.quantization.scheduler import precision
 
@@ -75,6 +74,13 @@ def test_a_bias_alone_has_no_product():
 # --- attention --------------------------------------------------------------------------------------
 
 
+SELF_ATTENTION = {
+    "bert": "BertSelfAttention", "roberta": "RobertaSelfAttention", "xlm_roberta": "XLMRobertaSelfAttention",
+    "camembert": "CamembertSelfAttention", "electra": "ElectraSelfAttention",
+    "distilbert": "DistilBertSelfAttention", "albert": "AlbertAttention", "vit": "ViTAttention",
+}  # fmt: skip
+
+
 class Adapted(nn.Module):
     """A frozen layer with something small that is trained beside it, as LoRA has it."""
 
@@ -132,10 +138,10 @@ def test_gradients_of_attention(module, runs, trained):
         of_each = 2 * 5 * 5 * 8
         scores = ("q" in chosen or "k" in chosen) + ("q" in chosen) + ("k" in chosen)
         assert ran == (scores + ("v" in chosen)) * of_each
-        assert priced(model, (x,), "attention (attention)") == ran
+        assert priced(model, (x,), "attention (products)") == ran
         model.train()
         with precision(model, 8, 8) if runs == "integer" else precision(model, "float"), BitOpsLedger(model) as ledger:
             model(x).sum().backward()
         bits = (8 if runs == "integer" else 32) ** 2
-        backward = ledger.bitops("per_op")["attention (attention)"]
+        backward = ledger.bitops("per_op")["attention (products)"]
         assert (backward["error"] + backward["weight"]) / bits == ran

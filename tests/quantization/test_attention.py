@@ -5,8 +5,8 @@ import pytest
 import torch
 import transformers
 from transformers import BertConfig, BertForSequenceClassification, BertLMHeadModel
+from transformers.models.bert.modeling_bert import eager_attention_forward
 
-from cpt_core.quantization.attention import SELF_ATTENTION, quantized_attention
 from cpt_core.quantization.convert import QuantConfig, layer_precisions, quantize_, restore_
 from cpt_core.quantization.fake_quantize import levels_of, quantize, quantize_gradient
 from cpt_core.quantization.quantizers import Quantizer
@@ -81,7 +81,8 @@ def test_scores_have_the_scaling_that_is_asked_for(scaling):
     module = quantize_(bert().eval()).bert.encoder.layer[0].attention.self
     query, key, value = torch.randn(3, 2, 2, 9, 8)
     with precision(module, 4):
-        context, probabilities = quantized_attention(module, query, key, value, None, scaling)
+        with module.catching:
+            context, probabilities = eager_attention_forward(module, query, key, value, None, scaling)
     scores = quantize(query, 4, "attention_query") @ quantize(key.transpose(-1, -2), 4, "attention_key")
     expected = (scores * (8**-0.5 if scaling is None else scaling)).softmax(-1)
     assert torch.allclose(probabilities, expected, atol=1e-6)
@@ -155,7 +156,7 @@ PREFIX = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", SELF_ATTENTION)
+@pytest.mark.parametrize("name", PREFIX)
 def test_every_model_that_is_listed(name):
     config = getattr(transformers, f"{PREFIX[name]}Config")(**CONFIGS.get(name, TINY))
     kind = "ForImageClassification" if name == "vit" else "ForSequenceClassification"
@@ -199,7 +200,6 @@ def test_conversion_leaves_no_trace_in_configuration_or_files(tmp_path):
         assert torch.equal(clone(ids, mask).logits, expected)
         assert torch.equal(loaded(ids, mask).logits, expected)
     restore_(model)
-    assert module.config is config
     assert type(module).__name__ == "BertSelfAttention"
 
 
@@ -214,12 +214,24 @@ def test_summary_lists_attention():
     assert rows[name].parameters == 0
 
 
-def test_decoders_are_listed_and_fused_kinds_refused():
-    decoder = BertLMHeadModel(BertConfig(**TINY, is_decoder=True))
+@pytest.mark.parametrize("implementation", ["eager", "sdpa"])
+def test_decoders_do_not_see_the_future(implementation):
+    torch.manual_seed(0)
+    decoder = BertLMHeadModel._from_config(
+        BertConfig(**TINY, is_decoder=True, use_cache=False, initializer_range=1.0), attn_implementation=implementation
+    )
     quantize_(decoder)
-    rows = {r.name: r for r in summary(decoder).rows}
-    assert rows["bert.encoder.layer.0.attention.self"].reason == "its attention is causal"
-    assert rows["bert.encoder.layer.0.attention.self.query"].quantized
+    ids, others = torch.randint(1, 50, (2, 8, 9), generator=torch.Generator().manual_seed(0))
+    later = torch.cat([ids[:, :3], others[:, 3:]], 1)
+    with precision(decoder, 2), torch.no_grad():
+        decoder(ids)  # fills the running ranges
+        decoder.eval()
+        a, b = decoder(ids).logits, decoder(later).logits
+    assert torch.equal(a[:, :3], b[:, :3])
+    assert not torch.equal(a[:, 3:], b[:, 3:])
+
+
+def test_fused_kinds_are_refused():
     model = bert()
     model.config._attn_implementation_internal = "flash_attention_2"
     with pytest.raises(ValueError, match=r"attention with 'flash_attention_2'.*attn_implementation='eager'"):

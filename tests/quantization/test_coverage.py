@@ -10,12 +10,15 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
+from cpt_core.bitops.check import check
 from cpt_core.bitops.plan import count_bitops
 from cpt_core.quantization.convert import QuantConfig, quantize_, restore_
 from cpt_core.quantization.coverage import QuantizationWarning
+from cpt_core.quantization.fake_quantize import quantize
 from cpt_core.quantization.precision import HALF
 from cpt_core.quantization.scheduler import precision
 from cpt_core.quantization.summary import summary
+from cpt_core.schedules.schedule import StaticSchedule
 
 
 class Past(nn.Module):
@@ -33,103 +36,105 @@ class Past(nn.Module):
 
 @pytest.mark.parametrize("copied", [lambda m: m, copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m))])
 @pytest.mark.parametrize(("place", "name"), [("child", "1.inner"), ("list", "1.inner.0")])
-def test_a_layer_that_its_parent_does_not_call_is_named_once(place, name, copied):
-    model = copied(quantize_(nn.Sequential(nn.Linear(4, 4), Past(place))))
-    assert name in [row.name for row in summary(model).quantized]
-    with precision(model, 4), pytest.warns(QuantizationWarning, match=rf"Past did not call .* {name}:"):
-        model(torch.ones(2, 4))
-    assert [row.name for row in summary(model).quantized] == ["0", "1.first"]
+def test_a_weight_that_is_used_past_its_layer_is_quantised_there(place, name, copied):
+    torch.manual_seed(0)
+    model, x = copied(quantize_(nn.Sequential(nn.Linear(4, 4), Past(place)))), torch.randn(8, 4)
+    layer = model.get_submodule(name)
+    with precision(model, 2):
+        y = model[1](x)
+        expected = F.linear(
+            quantize(model[1].first(x), 2, "attention_query"),  # a range per row
+            quantize(layer.weight, 2, "linear_weight"),
+            quantize(layer.bias, 2, "bias"),
+        )
+        assert torch.equal(y, expected)
+        model(x)
+    assert [row.name for row in summary(model).quantized] == ["0", "1", "1.first"]
     assert "converted, but its parent ran without calling it" in str(summary(model))
-    with precision(model, 4):
-        model(torch.ones(2, 4))  # a warning would be an error here
-    assert not any(m._forward_hooks for m in model.modules())
-    restore_(model)(torch.ones(2, 4))
+    assert check(model, (x,)).ok
+    assert not any(m._forward_hooks or m._forward_pre_hooks for m in model.modules())
+    restore_(model)(x)
 
 
-class Many(nn.Module):
-    """Twelve modules that pass their layers by, some of them twice, one after the other; ``fails``: not at first."""
+TABLE = {"product": F.linear, "pairs": torch.matmul}
+
+
+class Hidden(nn.Module):
+    """Multiplies by functions that its code does not name."""
 
     def __init__(self):
         super().__init__()
-        self.fails, self.parts = False, nn.ModuleList([Past("child") for _ in range(6)] + [Past("list")] * 2)
+        self.weight = nn.Parameter(torch.eye(4))
 
     def forward(self, x):
-        for part in self.parts:
+        return TABLE["product"](x, self.weight)
+
+
+class Many(nn.Module):
+    """Five modules of which nobody could know that they multiply, some of them run twice; ``fails``: not at first."""
+
+    def __init__(self):
+        super().__init__()
+        self.fails, self.first = False, nn.Linear(4, 40)
+        self.second, self.parts = nn.Linear(40, 4), nn.ModuleList([Hidden() for _ in range(5)])
+
+    def forward(self, x):
+        x = self.second(self.first(x))
+        for part in [*self.parts, *self.parts]:
             x = part(x)
         if self.fails:
             raise RuntimeError("not yet")
         return x
 
 
-def test_one_warning_with_a_count_for_one_model():
-    model = quantize_(nn.Sequential(nn.Linear(4, 4), Many()))
-    model[1].fails = True
-    said = "^Past did not call 7 quantised layers 1.parts.0.inner, 1.parts.1.inner, 1.parts.2.inner and 4 more: "
+@pytest.mark.parametrize("copied", [lambda m: m, copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m))])
+def test_products_that_nothing_caught_are_named_once(copied):
+    with pytest.warns(QuantizationWarning, match="^20% of the weights stay in float32: 5 Hidden"):
+        model = copied(quantize_(nn.Sequential(Many())))
+    model[0].fails = True
+    said = "^products in float32 that nobody asked for: linear in 0.parts.0, linear in 0.parts.1, linear in 0.parts.2 "
     with precision(model, 4):
-        with pytest.warns(QuantizationWarning, match=said) as seen, pytest.raises(RuntimeError, match="not yet"):
+        with pytest.raises(RuntimeError, match="not yet"):
+            model(torch.ones(2, 4))
+        model[0].fails = False
+        with pytest.warns(QuantizationWarning, match=f"{said}and 2 more; check") as seen:
             model(torch.ones(2, 4))
         assert len(seen) == 1
-        model[1].fails = False
         model(torch.ones(2, 4))  # a warning would be an error here
     assert not any(m._forward_hooks or m._forward_pre_hooks for m in model.modules())
+    found = {p.layer for p in check(model, (torch.ones(2, 4),)).float32}
+    assert found == {f"0.parts.{i}" for i in range(5)}
 
 
-def test_parts_that_run_by_themselves_are_named_by_themselves():
-    model = quantize_(Many())
-    with precision(model, 4):
-        for part in list(model.parts)[:2]:
-            with pytest.warns(QuantizationWarning, match="Past did not call 1 quantised layer "):
-                part(torch.ones(2, 4))
-        with pytest.warns(QuantizationWarning, match="Past did not call 5 quantised layers "):
-            model(torch.ones(2, 4))
-
-
-def test_a_layer_that_its_parent_calls_the_second_time_is_not_named():
-    class Sometimes(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.layer, self.times = nn.Linear(4, 4), 0
-
-        def forward(self, x):
-            self.times += 1
-            return self.layer(x) if self.times % 2 == 0 else x
-
-    class Twice(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.part = Sometimes()
-
-        def forward(self, x):
-            return self.part(self.part(x))
-
-    model = quantize_(Twice())
+def test_what_was_asked_for_is_not_named():
+    model = quantize_(nn.Sequential(Many()), QuantConfig(float32=("0.parts.*", "0.second")))
     with precision(model, 4):
         model(torch.ones(2, 4))
-    assert [row.name for row in summary(model).quantized] == ["part.layer"]
 
 
-def test_what_is_called_is_not_named():
-    class Calls(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.layers = nn.ModuleDict({"a": nn.Linear(4, 4), "b": nn.Sequential(nn.Linear(4, 4), nn.LSTM(4, 4))})
-            self.unused = nn.Sequential(nn.Linear(4, 4))  # a branch of its own that is not taken
-
-        def forward(self, x):
-            return self.layers["b"](self.layers["a"](x))[0]
-
-    for bits in (4, "float"):
-        model = quantize_(Calls())
-        with precision(model, bits):
-            model(torch.ones(2, 4))
-        assert len(summary(model).quantized) == 4
+def test_what_stays_in_float32_inside_a_module_that_multiplies():
+    torch.manual_seed(0)
+    model = nn.ModuleDict({"all": nn.MultiheadAttention(4, 2, batch_first=True), "past": Past("child")})
+    expected, x = copy.deepcopy(model["past"].first), torch.randn(5, 4)
+    quantize_(model, QuantConfig(float32=("past.first",)))
+    assert type(model["past"].first).__name__ == "Linear"
+    assert isinstance(model["past"].first, nn.Linear)
+    for twin in (model, copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        with precision(twin, 2):
+            twin["past"](x)
+            assert torch.equal(twin["past"].first(x), expected(x))
+        assert {p.layer for p in check(twin["past"], (x,)).float32} == {"first"}
+    assert next(r.reason for r in summary(model).rows if r.name == "past.first") == "left out"
+    restore_(model)
+    assert type(model["past"].first) is nn.Linear
 
 
 def test_counting_leaves_the_word_to_training():
-    model = quantize_(Past("child"))
-    assert count_bitops(model, (torch.ones(2, 4),), convention="paper").forward_macs == 32
-    assert count_bitops(model, (torch.ones(2, 4),)).forward_macs == 64  # that past the layer runs, too
-    with precision(model, 4), pytest.warns(QuantizationWarning, match="did not call"):
+    with pytest.warns(QuantizationWarning, match="of the weights"):
+        model = quantize_(Many())
+    plan = count_bitops(model, (torch.ones(2, 4),), StaticSchedule(4, 1))
+    assert plan.float32.keys() == {f"parts.{i} (products)" for i in range(5)}
+    with precision(model, 4), pytest.warns(QuantizationWarning, match="nobody asked for"):
         model(torch.ones(2, 4))
 
 
@@ -158,27 +163,16 @@ def test_a_forward_of_the_instance_is_refused_where_it_would_hide_the_quantised_
         assert not torch.equal(model(x), F.linear(x, model[0].weight, model[0].bias))
 
 
-class Own(nn.Module):
-    """A product with a weight in a module of an unknown class, as GPT-2's Conv1D."""
-
-    def __init__(self, width):
-        super().__init__()
-        self.kernel = nn.Parameter(torch.randn(width, 4))
-
-    def forward(self, x):
-        return x @ self.kernel.T
-
-
 @pytest.mark.parametrize(
     ("model", "config", "message"),
     [
         (
-            nn.Sequential(nn.Linear(4, 4), Own(2)),
+            nn.Sequential(nn.Linear(4, 4), Hidden()),
             None,
-            r"^33% of the weights stay in float32: 1 Own \(no quantised form",
+            r"^50% of the weights stay in float32: 1 Hidden \(its forward names no product\)",
         ),
-        (nn.Sequential(nn.Linear(4, 30), Own(3)), None, ""),  # less than a tenth
-        (nn.Sequential(nn.Linear(4, 4), Own(2)), QuantConfig(float32=("1",)), ""),  # as asked for
+        (nn.Sequential(nn.Linear(4, 40), Hidden()), None, ""),  # less than a tenth
+        (nn.Sequential(nn.Linear(4, 4), Hidden()), QuantConfig(float32=("1",)), ""),  # as asked for
         (nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 8)), QuantConfig(float32=("1",)), ""),
         (nn.Sequential(nn.Linear(4, 4), nn.Embedding(9, 4), nn.LayerNorm(4)), None, ""),  # no products
     ],
@@ -198,8 +192,8 @@ def test_quantize_says_what_it_left_in_float32(model, config, message):
 
 
 def test_where_nothing_can_be_converted_the_error_says_why():
-    with pytest.raises(ValueError, match=r"2 Linear .inside nn.TransformerEncoderLayer, whose fused path bypasses it"):
-        quantize_(nn.TransformerEncoderLayer(4, 2, 8))
+    with pytest.raises(ValueError, match=r"was selected; 1 Hidden \(its forward names no product\)"):
+        quantize_(nn.Sequential(Hidden()))
 
 
 # --- half precision -------------------------------------------------------------------------------

@@ -10,7 +10,6 @@ from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence, pack_sequen
 from cpt_core.kernels.execution import reference
 from cpt_core.kernels.operators import recurrence, round_to_grid
 from cpt_core.quantization.convert import QuantConfig, quantize_, restore_
-from cpt_core.quantization.coverage import QuantizationWarning
 from cpt_core.quantization.fake_quantize import levels_of, quantize, quantize_gradient
 from cpt_core.quantization.lstm import QuantLSTM
 from cpt_core.quantization.quantizers import QUANTIZERS, Quantizer
@@ -346,11 +345,16 @@ def test_conversion_in_place_and_back():
     assert type(restore_(model)[0]) is nn.LSTM
 
 
-def test_a_projection_is_listed_not_converted():
-    with pytest.warns(QuantizationWarning, match=r"1 LSTM \(it has a projection"):
-        model = quantize_(nn.ModuleList([nn.LSTM(5, 4, proj_size=2), nn.Linear(3, 2)]))
-    assert type(model[0]) is nn.LSTM
-    assert [r.reason for r in summary(model).float32] == ["it has a projection (proj_size)"]
+@pytest.mark.filterwarnings("ignore:LSTM with projections is not supported with oneDNN")
+def test_a_projection_runs_step_by_step():
+    torch.manual_seed(0)
+    module, x = quantize_(nn.LSTM(5, 4, proj_size=2)), torch.randn(6, 3, 5)
+    assert [r.kind for r in summary(module).quantized] == ["LSTM"]
+    with precision(module, 20):
+        near, (h, c) = module(x)
+    expected, (h_n, c_n) = restore_(module)(x)
+    for a, b in ((near, expected), (h, h_n), (c, c_n)):
+        torch.testing.assert_close(a, b, rtol=1e-3, atol=1e-4)
 
 
 def test_dropout_between_layers():

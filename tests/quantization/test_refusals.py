@@ -6,11 +6,12 @@ import pytest
 import torch
 from torch import nn
 
-from cpt_core.quantization import attention, convert
+from cpt_core.quantization import convert
 from cpt_core.quantization.convert import QuantConfig, quantize_, restore_
 from cpt_core.quantization.coverage import QuantizationWarning
 from cpt_core.quantization.layers import QuantConv2d, QuantizedLayer, QuantLinear
 from cpt_core.quantization.lstm import QuantLSTM
+from cpt_core.quantization.operations import QuantOperations
 from cpt_core.quantization.scheduler import precision
 
 
@@ -97,7 +98,7 @@ def test_a_refused_model_is_what_it_was(name):
     assert everything(model) == before
 
 
-KINDS = {"conv": QuantConv2d, "linear": QuantLinear, "lstm": QuantLSTM, "attention": attention._QuantAttention}
+KINDS = {"conv": QuantConv2d, "linear": QuantLinear, "lstm": QuantLSTM, "attention": QuantOperations}
 
 
 @pytest.mark.parametrize("stage", [*KINDS, "hooks", "KeyboardInterrupt", "a warning made an error"])

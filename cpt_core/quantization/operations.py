@@ -1,0 +1,563 @@
+"""Products caught where they happen: what a module multiplies in its own forward, whatever its class.
+
+A converted module runs its own forward, unchanged, under a mode that sees every function of torch that is called in it
+(``torch.overrides.TorchFunctionMode``). A product gets quantised operands and a quantised gradient:
+
+    y = f(q(a), q(b))        dy -> q(dy)
+
+What an operand is decides its role. A weight is a parameter, a view of one, or what stands where a function of torch
+has its weight: it has a range per output. What meets a weight is an input; two operands neither of which is a weight
+are those of attention. Both have a range per vector as it lies in memory, such as a token, and no running range: so no
+token is rounded on a range that knows later ones. The modules of ``PER_FEATURE`` are the authors' exception.
+
+>>> import torch
+>>> class Twice(torch.nn.Module):
+...     def forward(self, x):
+...         return x @ x.transpose(-1, -2)
+>>> from cpt_core.quantization.convert import quantize_
+>>> from cpt_core.quantization.scheduler import precision
+>>> x = torch.tensor([[0.0, 0.2, 1.0]])
+>>> with precision(quantize_(Twice()), 1) as model:
+...     model(x).tolist()
+[[1.0]]
+
+In float32, by name: a sum over one element of operands that need no gradient and are no weights (the angles of rotary
+positions are such products, and no sums); operands that are sparse or no floating numbers; and what is told where to
+write (``out=``).
+
+Differs: the paper and its code quantise the layers of their own models; nothing there says what other products do.
+"""
+
+from __future__ import annotations
+
+import math
+import weakref
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from functools import partial, wraps
+from types import FunctionType
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.nn.modules.conv import _ConvNd
+from torch.overrides import TorchFunctionMode
+
+from cpt_core.kernels import operators, traced
+from cpt_core.quantization import recurrences
+from cpt_core.quantization.integer import product_on_codes
+from cpt_core.quantization.layers import PASSES, QuantizedLayer, in_float32, unseen
+from cpt_core.quantization.quantizers import Quantizer
+
+Rule = Callable[..., Any]
+NEITHER = (False, False)
+LETTERS = "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ"
+
+# self-attention of transformers whose keys have a range per head and feature, over all tokens, as in the paper's BERT
+PER_FEATURE = (
+    "BertSelfAttention RobertaSelfAttention XLMRobertaSelfAttention CamembertSelfAttention ElectraSelfAttention "
+    "DistilBertSelfAttention AlbertAttention ViTAttention"
+).split()
+
+
+class Products(TorchFunctionMode):
+    """Quantises the products that run while it is on, in the precision of one module.
+
+    Attributes:
+        own: shape of the module's weight, which alone meets inputs with a running range; None where there are none.
+        per_feature: whether keys have a range per feature.
+        multiplying: whether a product of the module is running.
+        on_codes: whether a product on codes is, whose parts are no products to count.
+        report: called with the operands and the result of every product on codes.
+    """
+
+    report: Callable[[Tensor, Tensor, Tensor], None] | None = None
+
+    def __init__(self, precision: Any, own: tuple[int, ...] | None, per_feature: bool) -> None:
+        super().__init__()
+        self.precision, self.own, self.per_feature = precision, own, per_feature
+        self.multiplying = self.on_codes = False
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if kwargs.get("out", self) is None:  # torch's functions that are written in Python say so
+            kwargs = {name: value for name, value in kwargs.items() if name != "out"}
+        if function in INSIDE:
+            with self:
+                return INSIDE[function](*args, **kwargs)
+        rule = RULES.get(function)
+        if rule is not None and "out" not in kwargs:
+            with unseen():
+                if _has_a_grid(args) and not only_scales(function, args):
+                    return self._multiplied(rule, function, args, kwargs)
+        return function(*args, **kwargs)
+
+    def _multiplied(self, rule: Rule, function: Any, args: Any, kwargs: Any) -> Any:
+        self.precision.require_bits()
+        if not self.precision.active:
+            rule = _as_it_is
+        if torch.compiler.is_compiling():
+            return rule(self, function, *args, **kwargs)
+        before, self.multiplying = self.multiplying, True
+        try:
+            return rule(self, function, *args, **kwargs)
+        finally:
+            self.multiplying = before
+
+    def input(self, x: Tensor, weight: Tensor, kind: str = "linear") -> Tensor:
+        """Return what meets a weight, rounded."""
+        own = self.own is None or self.own == tuple(weight.shape)
+        return self.precision.operand(f"{kind}_input" if own else "query", x)
+
+    def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        """Return x (..., K) times weight (N, K) transposed, plus bias."""
+        p = self.precision
+        bias = None if bias is None else p.operand("bias", bias)
+        rounded = self.input(x, weight), p.operand("linear_weight", weight)
+        return p.multiplied(operators.linear, *rounded, bias, role="linear_grad")
+
+    def by_output(self, weight: Tensor) -> Tensor:
+        """Return a weight (..., K, N), rounded with a range per column."""
+        return self.precision.operand("linear_weight", weight.mT).mT
+
+
+def _has_a_grid(args: Any) -> bool:
+    """Whether operands are what can be rounded."""
+    listed = (x for part in args for x in (part if isinstance(part, (list, tuple)) else (part,)))
+    tensors = [x for x in listed if isinstance(x, Tensor)]
+    plain = all(x.layout == torch.strided and not x.is_complex() for x in tensors)
+    return plain and bool(tensors) and tensors[0].is_floating_point()
+
+
+def _as_it_is(products: Products, function: Any, *args: Any, **kwargs: Any) -> Any:
+    return function(*args, **kwargs)
+
+
+def is_weight(x: Tensor) -> bool:
+    """Whether a tensor is a parameter, or a view of one."""
+    return isinstance(x, nn.Parameter) or isinstance(x._base, nn.Parameter)
+
+
+def only_scales(function: Any, args: Any) -> bool:
+    """Whether a product is a sum over one element of what needs no gradient and is no weight: a scaling."""
+    if function not in PAIRS:
+        return False
+    a, b = args[:2]
+    return a.dim() > 0 and a.shape[-1] == 1 and not any(x.requires_grad or is_weight(x) for x in (a, b))
+
+
+# --- rules: products, function, its arguments -> its result -----------------------------------------------------------
+
+
+def _linear(c: Products, function: Any, input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    return in_float32(c.precision, input, c.linear, input, weight, bias)
+
+
+def _conv(c: Products, function: Any, input: Tensor, weight: Tensor, bias: Any = None, *rest: Any, **more: Any) -> Any:
+    p, transposed = c.precision, function in TRANSPOSED
+
+    def multiplied(x: Tensor, w: Tensor, b: Tensor | None) -> Tensor:
+        b = None if b is None else p.operand("bias", b)
+        x = c.input(x, w, "conv")
+        w = p.operand("conv_weight", w.transpose(0, 1)).transpose(0, 1) if transposed else p.operand("conv_weight", w)
+        convolve = lambda x, w, b: function(x, w, b, *rest, **more)  # noqa: E731
+        return p.multiplied(convolve, x, w, b, role="conv_grad")
+
+    alone = input.dim() < weight.dim()
+    y = in_float32(p, input, multiplied, input.unsqueeze(0) if alone else input, weight, bias)
+    return y.squeeze(0) if alone else y
+
+
+def _matmul(c: Products, function: Any, a: Tensor, b: Tensor) -> Tensor:
+    weights = is_weight(a), is_weight(b)
+    return in_float32(c.precision, a, lambda a, b: _pair(c, traced.matmul, weights, a, b), a, b)
+
+
+def _turned(c: Products, function: Any, b: Tensor, a: Tensor) -> Tensor:
+    return _matmul(c, torch.matmul, a, b)
+
+
+def _inner(c: Products, function: Any, a: Tensor, b: Tensor) -> Tensor:
+    return _tensordot(c, function, a, b, ([-1], [-1]))
+
+
+def _added(c: Products, function: Any, input: Tensor, a: Tensor, b: Tensor, *, beta: Any = 1, alpha: Any = 1) -> Tensor:
+    """Of ``beta input + alpha a @ b``; an ``input`` that is a parameter is a bias."""
+    weights = is_weight(a), is_weight(b)
+
+    def scaled(factor: Any, x: Tensor) -> Tensor:
+        return x if factor == 1 else factor * x
+
+    def biased(input: Tensor, a: Tensor, b: Tensor) -> Tensor:
+        bias = c.precision.operand("bias", input)
+        return _pair(c, lambda a, b, bias: scaled(beta, bias) + scaled(alpha, traced.matmul(a, b)), weights, a, b, bias)
+
+    def summed(input: Tensor, a: Tensor, b: Tensor) -> Tensor:
+        return scaled(beta, input) + scaled(alpha, _pair(c, traced.matmul, weights, a, b))
+
+    return in_float32(c.precision, a, biased if is_weight(input) else summed, input, a, b)
+
+
+def _pair(
+    c: Products,
+    multiply: Callable[..., Tensor],
+    weights: tuple[bool, bool],
+    a: Tensor,
+    b: Tensor,
+    *bias: Tensor,
+    roles: tuple[str, ...] = (),
+) -> Tensor:
+    """Multiply a (..., M, K) and b (..., K, N), either of them perhaps a vector; ``weights`` says which is a weight."""
+    p = c.precision
+    if weights[1] and b.dim() > 1:
+        return p.multiplied(multiply, c.input(a, b.mT), c.by_output(b), *bias, role="linear_grad")
+    if weights[0] and a.dim() > 1:  # what is an input comes first
+        turned = lambda b, a, *bias: multiply(a, b, *bias)  # noqa: E731
+        return p.multiplied(turned, c.input(b, a), p.operand("linear_weight", a), *bias, role="linear_grad")
+    if not roles:
+        lies_turned = b.dim() > 1 and b.stride(-1) != 1 and b.stride(-2) == 1
+        roles = ("query", "key") if lies_turned else ("probabilities", "value")
+    by_token = roles[1] == "key" and not c.per_feature
+    if p.execution == "integer" and not by_token and not bias and a.dim() > 1 < b.dim() and p.on_codes(a):
+        c.on_codes = True
+        try:
+            y = product_on_codes(p, roles, a, b)
+        finally:
+            c.on_codes = False
+        if c.report is not None:
+            c.report(a, b, y)
+        return y
+    second = p.operand("key", b.mT, -1).mT if by_token else p.operand(roles[1], b)
+    return p.multiplied(multiply, p.operand(roles[0], a), second, *bias)
+
+
+def _attention(
+    c: Products,
+    function: Any,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Tensor:
+    """Attention with both of its products quantised; scaling, mask, softmax and dropout stay in float32.
+
+    scores = q(Q) q(K')     P = dropout(softmax(scores * scale + mask))     context = q(P) q(V)
+    """
+
+    def multiplied(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
+        if enable_gqa:
+            repeats = query.shape[-3] // key.shape[-3]
+            key, value = (x.repeat_interleave(repeats, -3) for x in (key, value))
+        scores = _pair(c, traced.matmul, NEITHER, query, key.transpose(-2, -1), roles=("query", "key"))
+        scores = scores * (query.shape[-1] ** -0.5 if scale is None else scale)
+        if is_causal:
+            mask = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).tril()
+        if mask is not None and mask.dtype == torch.bool:
+            scores = scores.masked_fill(~mask, torch.finfo(scores.dtype).min)
+        elif mask is not None:
+            scores = scores + mask
+        probabilities = functional.dropout(scores.softmax(-1), dropout_p, dropout_p > 0)
+        return _pair(c, traced.matmul, NEITHER, probabilities, value, roles=("probabilities", "value"))
+
+    return in_float32(c.precision, query, multiplied, query, key, value, attn_mask)
+
+
+def _bilinear(c: Products, function: Any, first: Tensor, second: Tensor, weight: Tensor, bias: Any = None) -> Tensor:
+    p = c.precision
+
+    def multiplied(x: Tensor, y: Tensor, w: Tensor, b: Tensor | None) -> Tensor:
+        b = None if b is None else p.operand("bias", b)
+        w = p.operand("linear_weight", w.flatten(1)).view_as(w)
+        x, y = (p.operand("linear_input", v) for v in (x, y))
+        return p.multiplied(lambda x, w, y, b: function(x, y, w, b), x, w, y, b, role="linear_grad")
+
+    return in_float32(p, first, multiplied, first, second, weight, bias)
+
+
+def _grouped(c: Products, function: Any, a: Tensor, b: Tensor, *rest: Any, **more: Any) -> Tensor:
+    """Of experts: rows (M, K), each multiplied by that one of the weights (E, K, N) that is its own."""
+    p = c.precision
+
+    def groups(a: Tensor, b: Tensor) -> Tensor:
+        return _by_expert(a, b, *rest, **more) if a.is_cuda else function(a, b, *rest, **more)
+
+    def multiplied(a: Tensor, b: Tensor) -> Tensor:
+        return p.multiplied(groups, c.input(a, b), c.by_output(b), role="linear_grad")
+
+    return in_float32(p, a, multiplied, a, b)
+
+
+def _by_expert(a: Tensor, b: Tensor, offs: Tensor, bias: Tensor | None = None, **more: Any) -> Tensor:
+    """Compute ``grouped_mm`` one expert after the other: on CUDA torch has it for bfloat16 alone."""
+    sizes = offs.diff(prepend=offs.new_zeros(1)).tolist()
+    y = torch.cat([rows @ weight for rows, weight in zip(a[: sum(sizes)].split(sizes), b, strict=True)])
+    return y if bias is None else y + bias.repeat_interleave(offs.diff(prepend=offs.new_zeros(1)), 0)
+
+
+def _einsum(c: Products, function: Any, equation: Any, *operands: Any) -> Tensor:
+    """Of several operands those on the left are multiplied first."""
+    if len(operands) == 1 and isinstance(operands[0], (list, tuple)):
+        operands = tuple(operands[0])
+    if not isinstance(equation, str) or len(operands) < 2:
+        return function(equation, *operands)
+    left, arrow, result = equation.replace(" ", "").partition("->")
+    terms, tensors = left.split(","), list(operands)
+    if not arrow:
+        single = sorted(x for x in set(left) if x.isalpha() and left.count(x) == 1)
+        result = ("..." if "..." in left else "") + "".join(single)
+    while len(terms) > 1:
+        wanted = set("".join([*terms[2:], result]))
+        both = terms[0] + terms[1]
+        kept = ("..." if "..." in both else "") + "".join(dict.fromkeys(x for x in both if x.isalpha() and x in wanted))
+        product = _contracted(c, function, (terms[0], terms[1]), kept if terms[2:] else result, *tensors[:2])
+        terms, tensors = [kept if terms[2:] else result, *terms[2:]], [product, *tensors[2:]]
+    return tensors[0]
+
+
+def _contracted(c: Products, function: Any, terms: tuple[str, str], result: str, a: Tensor, b: Tensor) -> Tensor:
+    p, equation = c.precision, f"{terms[0]},{terms[1]}->{result}"
+    summed = [x for x in dict.fromkeys(terms[0] + terms[1]) if x.isalpha() and x not in result]
+    weights = is_weight(a), is_weight(b)
+    constant = not any(weights) and not (a.requires_grad or b.requires_grad)
+    if constant and all(math.prod(_sizes(term, x, summed)) == 1 for term, x in zip(terms, (a, b), strict=True)):
+        return function(equation, a, b)
+
+    def multiplied(a: Tensor, b: Tensor) -> Tensor:
+        rounded = []
+        for x, term, weight, role in zip((a, b), terms, weights, ("query", "value"), strict=True):
+            dims = [i - len(term) for i, letter in enumerate(term) if letter in summed]
+            if weight and dims and "." not in term:
+                order = [i for i in range(x.dim()) if i - x.dim() not in dims] + [d + x.dim() for d in dims]
+                turned = x.permute(order)
+                flat = p.operand("linear_weight", turned.flatten(x.dim() - len(dims)))
+                rounded.append(flat.view(turned.shape).permute(sorted(range(x.dim()), key=order.__getitem__)))
+            else:
+                rounded.append(p.operand("linear_input" if any(weights) else role, x, dims[-1] if dims else -1))
+        grad = "linear_grad" if any(weights) else "grad"
+        first = weights != (True, False)  # the error product's operand comes first
+        if first:
+            return p.multiplied(lambda a, b: traced.einsum(equation, a, b), *rounded, role=grad)
+        return p.multiplied(lambda b, a: traced.einsum(equation, a, b), *rounded[::-1], role=grad)
+
+    return in_float32(p, a, multiplied, a, b)
+
+
+def _sizes(term: str, x: Tensor, letters: list[str]) -> list[int]:
+    places = {letter: i - (len(term) if "." in term and i > term.index(".") else 0) for i, letter in enumerate(term)}
+    return [x.shape[places[letter]] for letter in letters if letter in term]
+
+
+def _tensordot(c: Products, function: Any, a: Tensor, b: Tensor, dims: Any = 2, **more: Any) -> Tensor:
+    if isinstance(dims, Tensor):
+        dims = dims.tolist()
+    of_a, of_b = (range(-dims, 0), range(dims)) if isinstance(dims, int) else dims
+    of_a, of_b = [i % a.dim() for i in of_a], [i % b.dim() for i in of_b]
+    left, right = list(LETTERS[: a.dim()]), list(LETTERS[a.dim() : a.dim() + b.dim()])
+    for i, j in zip(of_a, of_b, strict=True):
+        right[j] = left[i]
+    result = [x for i, x in enumerate(left) if i not in of_a] + [x for j, x in enumerate(right) if j not in of_b]
+    return _einsum(c, torch.einsum, f"{''.join(left)},{''.join(right)}->{''.join(result)}", a, b)
+
+
+def _chained(c: Products, function: Any, *matrices: Any) -> Tensor:
+    """From the left to the right."""
+    first, *others = matrices[0] if isinstance(matrices[0], (list, tuple)) else matrices
+    for other in others:
+        first = _matmul(c, torch.matmul, first, other)
+    return first
+
+
+def _cell(kind: str) -> Rule:
+    def rule(c: Products, function: Any, x: Tensor, state: Any, *weights: Tensor | None) -> Any:
+        run = partial(recurrences.cell, kind, c.linear)
+        return in_float32(c.precision, x, run, x, tuple(state) if kind == "lstm" else state, *weights)
+
+    return rule
+
+
+def _recurrence(kind: str) -> Rule:
+    def rule(c: Products, function: Any, x: Tensor, *given: Any) -> Any:
+        run = partial(recurrences.unrolled, kind, c.linear)
+        return in_float32(c.precision, x, run, x, *(tuple(g) if isinstance(g, list) else g for g in given))
+
+    return rule
+
+
+def _named(*names: str) -> list[Any]:
+    """Return the functions of torch with these names, wherever it has them."""
+    places = (torch, functional, Tensor, torch.linalg, torch._C._nn)
+    return [getattr(place, name) for name in names for place in places if hasattr(place, name)]
+
+
+PAIRS = frozenset(_named("matmul", "mm", "bmm", "mv", "dot", "vdot", "__matmul__"))
+TRANSPOSED = frozenset(_named("conv_transpose1d", "conv_transpose2d", "conv_transpose3d"))
+
+
+def _table() -> dict[Any, Rule]:
+    names: dict[Rule, tuple[str, ...]] = {
+        _linear: ("linear",),
+        _conv: tuple(f"conv{way}{n}d" for way in ("", "_transpose") for n in (1, 2, 3)),
+        _matmul: ("matmul", "mm", "bmm", "mv", "dot", "vdot", "__matmul__"),
+        _turned: ("__rmatmul__",),
+        _inner: ("inner",),
+        _added: ("addmm", "baddbmm", "addmv"),
+        _attention: ("scaled_dot_product_attention",),
+        _bilinear: ("bilinear",),
+        _grouped: ("grouped_mm", "_grouped_mm"),
+        _einsum: ("einsum",),
+        _tensordot: ("tensordot",),
+        _chained: ("chain_matmul", "multi_dot"),
+        **{_recurrence(kind): (kind,) for kind in recurrences.STEPS},
+        **{_cell(kind): (f"{kind}_cell",) for kind in recurrences.STEPS},
+    }
+    return {function: rule for rule, listed in names.items() for function in _named(*listed)}
+
+
+def _seen_inside(function: Any) -> FunctionType:
+    """Return a function of torch that is written in Python, without its question whether a mode wants it whole."""
+    own = {**function.__globals__, "has_torch_function": lambda _: False}
+    inside = FunctionType(function.__code__, own, function.__name__, function.__defaults__, function.__closure__)
+    inside.__kwdefaults__ = function.__kwdefaults__
+    return inside
+
+
+RULES = _table()
+INSIDE = {functional.multi_head_attention_forward: _seen_inside(functional.multi_head_attention_forward)}
+NAMES = frozenset({*(f.__name__ for f in (*RULES, *INSIDE)), "_transformer_encoder_layer_fwd"})
+
+
+class QuantOperations(QuantizedLayer):
+    """A module of any class that multiplies in its own forward, with all products of it quantised."""
+
+    KIND = "operations"
+    SPLITS = True
+    SUMS: ClassVar = {"key": -2, "value": -2, "conv_input": 1, "conv_weight": 1, "conv_grad": 1}
+    catching: Products
+
+    @classmethod
+    def from_float(cls, module: Any, **options: Any) -> Any:
+        """Convert in place."""
+        super().from_float(module, **options)
+        weight = vars(module)["_parameters"].get("weight") if _keeps_ranges(cls.FLOAT) else None
+        own = None if weight is None else tuple(weight.shape)
+        module.precision.must_be_there = False
+        module.catching = Products(module.precision, own, by_feature(module))
+        return module
+
+    @classmethod
+    def roles(cls, module: nn.Module, quantizers: Mapping[str, Quantizer], aggregation: str) -> dict[str, Quantizer]:
+        """Return the quantisers of layers for what meets a weight, those of attention for the others."""
+        found = {role: q for role, q in quantizers.items() if role.startswith(("linear_", "conv_")) or role == "bias"}
+        found |= super().roles(
+            module, {r.replace("attention", cls.KIND): q for r, q in quantizers.items()}, aggregation
+        )
+        if not _keeps_ranges(cls.FLOAT):  # there may be several products, and how many is not known
+            for role, own in (("linear_input", "per_row"), ("conv_input", "per_channel")):
+                if found[role].running:
+                    found[role] = replace(found[role], granularity=own, running=False)
+        return found
+
+    @staticmethod
+    def run(forward: Callable[..., Any], module: Any, *args: Any, **kwargs: Any) -> Any:
+        """Run a module's own forward."""
+        with module.catching:
+            return forward(module, *args, **kwargs)
+
+    @classmethod
+    def check(cls, module: Any) -> None:
+        """Refuse fused kinds of attention of transformers that no mode can look into."""
+        kind = getattr(getattr(module, "config", None), "_attn_implementation", None)
+        if kind not in (None, "eager", "sdpa"):
+            raise ValueError(
+                f"the model computes attention with {kind!r}, which cannot be quantised; load it with "
+                f"attn_implementation='eager' (or 'sdpa')"
+            )
+
+    def to_float(self) -> None:
+        """Undo ``from_float``, in place."""
+        del self.catching
+        super().to_float()
+
+    def simulated_products(self) -> dict[str, str]:
+        """Return which products are simulated, with the reason; "weight" are the gradients of keys and values."""
+        if self.precision.execution == "auto":
+            return dict.fromkeys(PASSES, "many small products are no faster on codes")
+        if not self.catching.per_feature:
+            return dict.fromkeys(PASSES, "only attention with keys by feature has products on codes")
+        reasons = {
+            "forward": {"key": "keys have a range per feature", "value": "values have one per token"},
+            "weight": dict.fromkeys(("query", "probabilities", "grad"), "the tokens have ranges of their own"),
+        }
+        by_row = {r for r, q in self.precision.quantizers.items() if q.granularity in ("per_row", "per_position")}
+        found = {k: [why for role, why in of.items() if role in by_row] for k, of in reasons.items()}
+        return {k: ", ".join(dict.fromkeys(why)) for k, why in found.items() if why}
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Let the class be made again, where a copy or a stored model comes to."""
+        return _empty, (self.FLOAT,), self.__getstate__()
+
+
+def by_feature(module: nn.Module) -> bool:
+    """Whether the keys of a module have a range per feature: an encoder's attention, as the paper's BERT has it."""
+    causal = getattr(module, "is_decoder", False) or getattr(module, "is_causal", False)
+    return getattr(module, "FLOAT", type(module)).__name__ in PER_FEATURE and not causal
+
+
+class InFloat32:
+    """A module that was left out, inside one whose products are caught."""
+
+    FLOAT: ClassVar[type[nn.Module]]
+
+    @staticmethod
+    def run(forward: Callable[..., Any], module: Any, *args: Any, **kwargs: Any) -> Any:
+        """Run a module's own forward, of which nothing is caught."""
+        with unseen():
+            return forward(module, *args, **kwargs)
+
+    def to_float(self) -> None:
+        """Be a module as any other."""
+        self.__class__ = self.FLOAT  # type: ignore[assignment]
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """As that of ``QuantOperations``."""
+        return _empty, (self.FLOAT, "InFloat32"), self.__getstate__()
+
+
+def _keeps_ranges(kind: type[nn.Module]) -> bool:
+    """Whether a class is one of torch's layers with one product, whose inputs have a running range."""
+    return issubclass(kind, (nn.Linear, _ConvNd))
+
+
+def quantized_class(kind: type[nn.Module]) -> type[QuantOperations]:
+    """Return the class of converted modules of a class."""
+    return _made(QuantOperations, f"Quant{kind.__name__}", kind)
+
+
+def float_class(kind: type[nn.Module]) -> type[InFloat32]:
+    """Return the class of modules of a class that stay in float32 inside others."""
+    return _made(InFloat32, kind.__name__, kind)
+
+
+def _made(mixin: type[Any], name: str, kind: type[nn.Module]) -> type[Any]:
+    if kind not in (made := _classes.setdefault(mixin, weakref.WeakKeyDictionary())):
+
+        @wraps(kind.forward)  # with its signature, which others read
+        def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+            return mixin.run(kind.forward, self, *args, **kwargs)
+
+        about = {"FLOAT": kind, "forward": forward, "__module__": __name__, "__doc__": kind.__doc__}
+        made[kind] = type(name, (mixin, kind), about)
+    return made[kind]
+
+
+def _empty(kind: type[nn.Module], of: str = "QuantOperations") -> Any:
+    made: Any = quantized_class(kind) if of == "QuantOperations" else float_class(kind)
+    return made.__new__(made)
+
+
+_classes: dict[type[Any], Any] = {}

@@ -1,0 +1,380 @@
+"""Products are quantised where they happen, whatever function of torch computes them, and in whatever module."""
+
+import copy
+import inspect
+import pickle
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
+
+from cpt_core.bitops.check import check
+from cpt_core.bitops.ledger import BitOpsLedger
+from cpt_core.bitops.plan import count_bitops
+from cpt_core.formats.ladder import FormatLadder
+from cpt_core.quantization import operations
+from cpt_core.quantization.convert import QuantConfig, layer_precisions, quantize_, restore_
+from cpt_core.quantization.fake_quantize import quantize
+from cpt_core.quantization.multiplies import names_a_product
+from cpt_core.quantization.scheduler import PrecisionScheduler, precision
+from cpt_core.quantization.summary import summary
+from cpt_core.schedules.make import make_schedule
+from cpt_core.schedules.roles import RoleSchedules
+from cpt_core.schedules.schedule import StaticSchedule
+
+
+class Does(nn.Module):
+    """A module whose own forward is a function of it and of its inputs."""
+
+    def __init__(self, function, *sizes):
+        super().__init__()
+        self.function = function
+        self.w = nn.Parameter(torch.randn(sizes or (6, 4)))
+        self.b = nn.Parameter(torch.randn(self.w.shape[-1]))
+
+    def forward(self, *x):
+        F.linear  # noqa: B018  # what is multiplied is hidden in a function
+        return self.function(self, *x)
+
+
+X, Y = (5, 6), (2, 3, 6)  # (rows, features), (batch, tokens, features)
+# name -> (what it computes, shape of the weight, shapes of the inputs, products in the forward pass)
+PRODUCTS = {
+    "matmul": (lambda m, x: x @ m.w, (6, 4), [Y], 1),
+    "weight first": (lambda m, x: m.w @ x, (4, 5), [X], 1),
+    "transposed": (lambda m, x: x.matmul(m.w.t()), (4, 6), [X], 1),
+    "two inputs": (lambda m, x, y: x @ y, (1, 1), [(2, 3, 6), (2, 6, 3)], 1),
+    "keys": (lambda m, x, y: x @ y.mT, (1, 1), [Y, Y], 1),
+    "mm": (lambda m, x: torch.mm(x, m.w), (6, 4), [X], 1),
+    "bmm": (lambda m, x, y: x.bmm(y.transpose(1, 2)), (1, 1), [Y, Y], 1),
+    "mv": (lambda m, x: torch.mv(m.w, x[0]), (4, 6), [X], 1),
+    "addmm": (lambda m, x: torch.addmm(m.b, x, m.w), (6, 4), [X], 1),
+    "addmm, scaled": (lambda m, x: torch.addmm(m.b, x, m.w, beta=2, alpha=0.5), (6, 4), [X], 1),
+    "baddbmm": (lambda m, x, y, z: torch.baddbmm(z, x, y.mT, alpha=0.5), (1, 1), [Y, Y, (2, 3, 3)], 1),
+    "linear": (lambda m, x: F.linear(x, 2 * m.w, m.b[:4]), (4, 6), [Y], 1),
+    "conv1d": (lambda m, x: F.conv1d(x, m.w, padding=1), (4, 3, 3), [Y], 1),
+    "conv2d, alone": (lambda m, x: F.conv2d(x, m.w), (4, 2, 2, 2), [Y], 1),
+    "conv2d in groups": (lambda m, x: F.conv2d(x, m.w, groups=2, stride=2), (4, 1, 2, 2), [(3, 2, 5, 5)], 1),
+    "conv_transpose2d": (lambda m, x: F.conv_transpose2d(x, m.w, stride=2), (2, 4, 2, 2), [(3, 2, 5, 5)], 1),
+    "bilinear": (lambda m, x, y: F.bilinear(x, y, m.w), (4, 6, 6), [X, X], 1),
+    "einsum, heads": (lambda m, x, y: torch.einsum("btd,bsd->bts", x, y), (1, 1), [Y, Y], 1),
+    "einsum, weight": (lambda m, x: torch.einsum("btd,dhk->bthk", x, m.w), (6, 2, 3), [Y], 1),
+    "einsum, weight first": (lambda m, x: torch.einsum("hkd,btd->bthk", m.w, x), (2, 3, 6), [Y], 1),
+    "einsum, three": (lambda m, x, y: torch.einsum("bd,de,be->b", x, m.w, y), (6, 6), [X, X], 2),
+    "einsum, implicit": (lambda m, x: torch.einsum("...d,dk", x, m.w), (6, 4), [Y], 1),
+    "tensordot": (lambda m, x: torch.tensordot(x, m.w, ([1, 2], [1, 0])), (6, 3, 4), [Y], 1),
+    "inner": (lambda m, x: torch.inner(x, m.w), (4, 6), [X], 1),
+    "multi_dot": (lambda m, x, y: torch.linalg.multi_dot([x, m.w, y]), (6, 5), [X, X], 2),
+    "attention": (lambda m, x: F.scaled_dot_product_attention(x, x, x), (1, 1), [(2, 2, 5, 6)], 2),
+    "causal": (lambda m, x: F.scaled_dot_product_attention(x, x, x, is_causal=True, scale=2.0), (1, 1), [Y], 2),
+    "masked": (
+        lambda m, x: F.scaled_dot_product_attention(x, x, x, x.new_ones(3, 3).tril().bool()), (1, 1), [Y], 2,
+    ),
+    "added mask": (lambda m, x, y: F.scaled_dot_product_attention(x, x, x, y), (1, 1), [Y, (3, 3)], 2),
+    "grouped queries": (
+        lambda m, x, y: F.scaled_dot_product_attention(x, y, y, enable_gqa=True), (1, 1),
+        [(2, 4, 5, 6), (2, 2, 5, 6)], 2,
+    ),
+    "experts": (
+        lambda m, x: torch._grouped_mm(x, m.w, offs=torch.tensor([4, 8], dtype=torch.int32)), (2, 16, 8), [(8, 16)], 1,
+    ),
+}  # fmt: skip
+
+
+def made(name, config=None):
+    torch.manual_seed(0)
+    function, size, shapes, count = PRODUCTS[name]
+    inputs = tuple(torch.randn(s, requires_grad=True) for s in shapes)
+    return quantize_(nn.Sequential(Does(function, *size)), config)[0], inputs, count
+
+
+@pytest.mark.parametrize("name", PRODUCTS)
+def test_every_product_runs_on_its_grid_and_is_priced(name):
+    module, inputs, count = made(name)
+    function = PRODUCTS[name][0]
+    with precision(module, "float"):
+        torch.testing.assert_close(module(*inputs), function(module, *inputs), rtol=1e-4, atol=1e-5)
+    with precision(module, 18, "float"):
+        torch.testing.assert_close(module(*inputs), function(module, *inputs), rtol=1e-3, atol=1e-3)
+    with precision(module, 2):
+        assert not torch.allclose(module(*inputs), function(module, *inputs))
+    found = check(module, inputs)
+    assert found.ok, found
+    assert all(p.quantized for p in found.products), found
+    assert len([p for p in found.products if not p.backward]) in (1, count)  # those of one kind are one line
+    schedule = StaticSchedule(4, 1)
+    plan = count_bitops(module, inputs, schedule)
+    assert plan.float32 == {}
+    assert plan.relative_to_float32 == 4 * 4 / 32**2
+    PrecisionScheduler(module, schedule)
+    with BitOpsLedger(module) as ledger:
+        module(*inputs).sum().backward()
+    assert ledger.total() == plan.total
+
+
+@pytest.mark.parametrize("name", ["matmul", "transposed", "addmm", "linear", "einsum, weight", "inner", "tensordot"])
+def test_a_weight_has_a_range_per_output_and_an_input_one_per_row(name):
+    module, (x,), _ = made(name)
+    flat = {"tensordot": lambda w: w.transpose(0, 1).flatten(0, 1), "einsum, weight": lambda w: w.flatten(1)}
+    weight = {"linear": 2 * module.w}.get(name, module.w).detach()
+    matrix = flat.get(name, lambda w: w)(weight)
+    outputs = matrix if name in ("transposed", "linear", "inner") else matrix.mT
+    rows = x.detach()
+    a = quantize(rows, 3, "attention_query")
+    a = a.flatten(1) if name == "tensordot" else a
+    expected = a @ quantize(outputs.contiguous(), 3, "linear_weight").mT
+    if name in ("addmm", "linear"):
+        expected = expected + quantize(module.b[: len(outputs)].detach(), 3, "bias")
+    with precision(module, 3), torch.no_grad():
+        torch.testing.assert_close(module(x).reshape(expected.shape), expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", PRODUCTS)
+def test_gradients_are_rounded_stochastically_and_unbiased(name):
+    module, inputs, _ = made(name)
+    module.requires_grad_(True)
+    with precision(module, 20, "float"):
+        y = module(*inputs)
+        upstream = torch.randn_like(y)
+        exact = torch.autograd.grad(y, [*inputs, module.w], upstream, allow_unused=True)
+    means = [0.0] * len(exact)
+    with precision(module, 20, 2):
+        for _ in range(200):
+            for i, g in enumerate(
+                torch.autograd.grad(module(*inputs), [*inputs, module.w], upstream, allow_unused=True)
+            ):
+                means[i] = means[i] + (0 if g is None else g / 200)
+    for mean, g in zip(means, exact, strict=True):
+        if g is not None:
+            assert (mean - g).norm() < 0.35 * g.norm()  # of one pass it is about twice as large as g itself
+    assert layer_precisions(module)[""].noise_key % 2**20 >= 200
+
+
+@pytest.mark.parametrize("implementation", ["einsum", "matmul", "sdpa", "causal", "module"])
+def test_what_comes_later_is_not_seen(implementation):
+    """A later token changes no earlier output: no range spans tokens."""
+    torch.manual_seed(0)
+    mask = torch.ones(7, 7).tril().bool()
+
+    def attend(m, x):
+        if implementation == "sdpa":
+            return F.scaled_dot_product_attention(x, x, x, mask)
+        if implementation == "causal":
+            return F.scaled_dot_product_attention(x, x, x, is_causal=True)
+        scores = torch.einsum("btd,bsd->bts", x, x) if implementation == "einsum" else x @ x.mT
+        p = scores.masked_fill(~mask, -1e9).softmax(-1)
+        return torch.einsum("bts,bsd->btd", p, x) if implementation == "einsum" else p @ x
+
+    model, x = Does(attend, 1, 1), torch.randn(2, 7, 8)
+    if implementation == "module":
+        model = nn.MultiheadAttention(8, 2, batch_first=True)
+    quantize_(model)
+    later = x.clone()
+    later[:, 5] = 30 * torch.randn(2, 8)
+
+    def run(x):
+        if implementation == "module":
+            return model(x, x, x, attn_mask=~mask, need_weights=False)[0]
+        return model(x)
+
+    for mode in (True, False):
+        model.train(mode)
+        with precision(model, 3), torch.no_grad():
+            a, b = run(x), run(later)
+        assert torch.equal(a[:, :5], b[:, :5])
+        assert not torch.equal(a[:, 5:], b[:, 5:])
+
+
+def test_experts_one_after_the_other():
+    a, b, offs = torch.randn(9, 16), torch.randn(3, 16, 8), torch.tensor([4, 4, 9], dtype=torch.int32)
+    torch.testing.assert_close(operations._by_expert(a, b, offs=offs), torch._grouped_mm(a, b, offs=offs))
+    biased = operations._by_expert(a, b, offs, bias := torch.randn(3, 8))
+    torch.testing.assert_close(biased - torch._grouped_mm(a, b, offs=offs), bias[[0] * 4 + [2] * 5])
+
+
+def test_angles_of_positions_stay_as_they_are():
+    class Rotary(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.register_buffer("frequency", torch.rand(4, 1))
+
+        @torch.no_grad()
+        def forward(self, positions):
+            return self.frequency @ positions.float()[None]
+
+    model = quantize_(nn.ModuleDict({"rotary": Rotary(), "linear": nn.Linear(2, 2)}))
+    with precision(model, 2):
+        rotary = model["rotary"]
+        assert torch.equal(rotary(torch.arange(9)), rotary.frequency @ torch.arange(9.0)[None])
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("name", ["matmul", "addmm", "einsum, weight", "attention", "conv_transpose2d", "keys", "mm"])
+def test_half_precision_computes_in_float32(name, dtype):
+    module, inputs, _ = made(name, QuantConfig().with_gradient_rounding("nearest"))
+    grads = []
+    for half in (False, True):
+        with precision(module, 6), torch.autocast("cpu", dtype, enabled=half):
+            y = module(*inputs)
+        assert y.dtype == (dtype if half else torch.float32)
+        grads.append([y, *torch.autograd.grad(y.float().square().sum(), inputs)])
+    for a, b in zip(*grads, strict=True):
+        assert (a - b.float()).norm() < 0.05 * a.norm()
+    model = module.to(dtype)
+    with precision(model, 6):
+        assert model(*(x.to(dtype) for x in inputs)).dtype == dtype
+
+
+@pytest.mark.parametrize("name", PRODUCTS)
+def test_compiled_code_computes_what_eager_code_does(name):
+    if name == "experts":
+        pytest.skip("Inductor and AOTAutograd have no such product in float32")
+    module, inputs, _ = made(name, QuantConfig().with_gradient_rounding("nearest"))
+    torch._dynamo.reset()
+    compiled, found = torch.compile(module, backend="aot_eager", fullgraph=True), []
+    with torch._dynamo.config.patch(error_on_recompile=True):
+        for bits in (3, 5):
+            with precision(module, bits, 6):
+                for run in (module, compiled):
+                    y = run(*inputs)
+                    found.append([y, *torch.autograd.grad(y.square().sum(), inputs)])
+    for i in (0, 2):
+        for a, b in zip(found[i], found[i + 1], strict=True):
+            torch.testing.assert_close(b, a, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m))])
+def test_copies_restored_modules_and_checkpointed_passes(copied):
+    torch.manual_seed(0)
+    model, x = quantize_(nn.MultiheadAttention(8, 2, batch_first=True)), torch.randn(2, 5, 8, requires_grad=True)
+    twin = copied(model)
+    results = []
+    with precision(model, 4), precision(twin, 4):
+        for one, again in ((model, False), (twin, True)):
+            run = lambda x, one=one: one(x, x, x)[0]  # noqa: E731
+            y = checkpoint(run, x, use_reentrant=False) if again else run(x)
+            results.append([y, *torch.autograd.grad(y.square().sum(), [x, *one.parameters()])])
+    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+    assert layer_precisions(model)[""].noise_key == layer_precisions(twin)[""].noise_key
+    assert type(restore_(twin)) is nn.MultiheadAttention
+    assert "catching" not in vars(twin)
+
+
+def test_signatures_stay_those_of_the_module():
+    plain, model = nn.MultiheadAttention(8, 2), quantize_(nn.MultiheadAttention(8, 2))
+    assert inspect.signature(model.forward) == inspect.signature(plain.forward)
+    assert isinstance(model, nn.MultiheadAttention)
+
+
+def test_roles_and_ladders_reach_products():
+    steps = {"activation": StaticSchedule(3, 4), "weight": StaticSchedule(6, 4), "gradient": StaticSchedule(5, 4)}
+    module, (x,), _ = made("addmm")
+    PrecisionScheduler(module, RoleSchedules(**steps))
+    expected = quantize(x, 3, "attention_query") @ quantize(module.w.mT.contiguous(), 6, "linear_weight").mT
+    torch.testing.assert_close(module(x), expected + quantize(module.b, 6, "bias"), rtol=1e-5, atol=1e-5)
+    module, (x,), _ = made("transposed")
+    PrecisionScheduler(module, RoleSchedules(**steps))
+    expected = quantize(x, 3, "attention_query") @ quantize(module.w, 6, "linear_weight").mT
+    torch.testing.assert_close(module(x), expected, rtol=1e-5, atol=1e-5)
+    module, (x,), _ = made("transposed", QuantConfig(ladder=FormatLadder({4: "e2m1"})))
+    with precision(module, 4), torch.no_grad():
+        y = module(x)
+    grid = QuantConfig().quantizers
+    expected = (
+        quantize(x, format="e2m1", quantizer=grid["attention_query"])
+        @ quantize(module.w, format="e2m1", quantizer=grid["linear_weight"]).mT
+    )
+    torch.testing.assert_close(y, expected, rtol=1e-5, atol=1e-5)
+
+
+def test_gradients_that_differ_between_backward_products():
+    module, (x,), _ = made("weight first", QuantConfig().with_gradient_rounding("nearest"))
+    PrecisionScheduler(
+        module, RoleSchedules(**dict.fromkeys(("activation", "weight", "error"), StaticSchedule(20, 4)),
+                              weight_gradient=StaticSchedule(2, 4))
+    )  # fmt: skip
+    y = module(x)
+    upstream = torch.randn_like(y)
+    of_x, of_w = torch.autograd.grad(y, [x, module.w], upstream)
+    torch.testing.assert_close(of_x, module.w.mT @ upstream, rtol=1e-3, atol=1e-3)
+    assert not torch.allclose(of_w, upstream @ x.mT, atol=0.05)
+
+
+def test_patterns_name_modules_and_what_has_no_precision_says_so():
+    class Block(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first, self.attention = nn.Linear(6, 6), Does(lambda m, x: x @ x.mT, 1, 1)
+
+        def forward(self, x):
+            return self.attention(self.first(x))
+
+    model, x = quantize_(Block()), torch.randn(2, 3, 6)
+    schedules = {"first": StaticSchedule(3, 4), "atten*": StaticSchedule(5, 4)}
+    assert PrecisionScheduler(model, schedules).get_last_bits() == [3, 5]
+    model(x)
+    other = quantize_(Block())
+    PrecisionScheduler(other, {"first": StaticSchedule(3, 4)})
+    with pytest.raises(RuntimeError, match="has no precision yet"):
+        other(x)
+
+
+def test_a_checkpoint_fits_whether_or_not_it_is_known_what_multiplies():
+    class Maybe(nn.Module):
+        def forward(self, x):
+            return x if x.shape[0] else x @ x  # names a product that never runs
+
+    torch.manual_seed(0)
+    schedule, x = make_schedule("CR", q_min=3, q_max=8, total_steps=80, n_cycles=2), torch.randn(2, 4)
+    model = quantize_(nn.Sequential(nn.Linear(4, 4), Maybe()))
+    early = PrecisionScheduler(model, schedule)
+    fresh = early.state_dict()
+    assert [r.name for r in summary(model).quantized] == ["0", "1"]
+    model(x)
+    assert [r.name for r in summary(model).quantized] == list(layer_precisions(model)) == ["0"]
+    late = early.state_dict()
+    assert list(fresh["layers"]) == ["0", "1"]
+    assert list(late["layers"]) == ["0"]
+    early.load_state_dict(fresh)
+    PrecisionScheduler(quantize_(nn.Sequential(nn.Linear(4, 4), Maybe())), schedule).load_state_dict(late)
+    with pytest.raises(ValueError, match="layers differ from the model's: 2"):
+        PrecisionScheduler(
+            quantize_(nn.Sequential(nn.Linear(4, 4), Maybe(), nn.Linear(4, 4))), schedule
+        ).load_state_dict(late)
+
+
+def test_what_names_a_product():
+    class Calls(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linear, self.inner = nn.Linear(2, 2), nn.ReLU()
+
+        def forward(self, x):
+            return self.inner(self.linear(x))
+
+    class Method(nn.Module):
+        def forward(self, x):
+            return self.helper(x)
+
+        def helper(self, x):
+            return module_function(x)
+
+    class Wrapped(nn.Module):
+        @torch.no_grad()
+        def forward(self, x):
+            return [y @ y for y in x]
+
+    class Below(Method):
+        def forward(self, x):
+            return super().forward(x) + 1
+
+    assert not names_a_product(Calls())
+    assert all(names_a_product(kind()) for kind in (Method, Wrapped, Below))
+    assert not any(map(names_a_product, (nn.ReLU(), nn.Sequential(), nn.BatchNorm2d(2), nn.Embedding(2, 2))))
+    assert all(map(names_a_product, (nn.MultiheadAttention(2, 1), nn.TransformerEncoderLayer(2, 1, 2), nn.GRU(2, 2))))
+
+
+def module_function(x):
+    return torch.einsum("ij,jk->ik", x, x)
