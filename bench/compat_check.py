@@ -79,6 +79,21 @@ def recurrent_and_graph() -> None:
         layer[0](graph, torch.randn(3, 4)).sum().backward()
 
 
+def attention() -> None:
+    torch.manual_seed(0)
+    config = cpt.QuantConfig().with_gradient_rounding("nearest")
+    model, x = cpt.quantize_(torch.nn.MultiheadAttention(8, 2, batch_first=True), config), torch.randn(2, 5, 8)
+    with cpt.precision(model, bits=4):
+        eager, compiled = model(x, x, x)[0], torch.compile(model, backend="aot_eager", fullgraph=True)(x, x, x)[0]
+        eager.sum().backward()
+    assert torch.allclose(eager, compiled, atol=1e-5)
+    assert cpt.check(model, (x, x, x)).quantized_share == 1
+    recurrent = cpt.quantize_(torch.nn.GRU(8, 4, bidirectional=True))
+    with cpt.precision(recurrent, bits=4):
+        recurrent(x)[0].sum().backward()
+    assert cpt.check(recurrent, (x,)).quantized_share == 1
+
+
 def codes() -> None:
     x, gradients = batch(0)[0], []
     for execution in ("simulated", "integer"):
@@ -121,7 +136,7 @@ def digits() -> None:
     assert done.returncode == 0, done.stderr.strip().splitlines()[-1]
 
 
-PARTS = (schedules, solver, training, recurrent_and_graph, codes, exported, operations, range_test, digits)
+PARTS = (schedules, solver, training, recurrent_and_graph, attention, codes, exported, operations, range_test, digits)
 
 
 def main() -> int:

@@ -4,6 +4,7 @@ import pickle
 import subprocess
 import sys
 from itertools import islice
+from typing import ClassVar
 
 import torch
 from helpers import smoke_spec
@@ -58,11 +59,13 @@ class Loader(DataLoader):
     """A loader that pins what it is told to: torch's own pins nothing where there is no GPU."""
 
     started = 0
+    pinned: ClassVar = []
 
     def __init__(self, *args, pin_memory, **options):
         super().__init__(*args, **options)
         self.pins = pin_memory
         Loader.started += 1
+        Loader.pinned.append(pin_memory)
 
     def __iter__(self):
         for batch in super().__iter__():
@@ -79,8 +82,10 @@ def test_images_from_disk_reach_a_gpu_without_waiting(monkeypatch):
     # the model's random numbers are left alone
     assert torch.rand(1) == torch.rand(1, generator=torch.Generator().manual_seed(0))
     with Phantom() as gpu:
+        Loader.pinned = []
         found = [*islice(files(CUDA).iterate(0), 5), *evaluation_batches(FILES, None, 32, CUDA, 0)]
         assert not gpu.waits
+        assert Loader.pinned == [True, True]  # a copy from other memory waits for the CPU
         for (x, y), (images, labels) in zip(found, wanted + on_cpu, strict=True):
             assert (x.device, y.device) == (CUDA, CUDA)
             assert torch.equal(x.cpu(), images)

@@ -7,6 +7,7 @@ import torch
 from torch import nn
 from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence, pack_sequence, pad_packed_sequence
 
+from cpt_core.kernels import products
 from cpt_core.kernels.execution import reference
 from cpt_core.kernels.operators import recurrence, round_to_grid
 from cpt_core.quantization.convert import QuantConfig, quantize_, restore_
@@ -90,6 +91,16 @@ def test_same_bits_as_the_plain_loop(bits, bias, on_device):
         assert all((found[k] - g).norm() < 0.1 * g.norm() for k, g in expected.items())
 
 
+@pytest.fixture
+def products_of_torch():
+    """Multiply in the library of ``nn.functional.linear``, also where another one is faster and rounds differently."""
+    before = products.active
+    products.use("torch")
+    yield
+    products.use(before)
+
+
+@pytest.mark.usefixtures("products_of_torch")
 def test_the_paper_s_size_has_the_same_bits():
     module = lstm_of(800, 800)
     x, zero = torch.randn(4, 20, 800), torch.zeros(20, 800)
