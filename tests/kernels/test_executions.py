@@ -36,6 +36,19 @@ LAYOUTS = {
 }
 
 
+def test_what_rounds_on_a_device_is_said(monkeypatch):
+    def on(kind):
+        return execution_module.kernels_on(torch.device(kind))
+
+    monkeypatch.setattr(execution_module, "_active", None)
+    assert on("cpu") == "not loaded"
+    monkeypatch.setattr(execution_module, "_active", execution_module.Execution("cpp", "triton", {}))
+    monkeypatch.setattr(operators, "active", torch.ops.cpt)
+    assert (on("cpu"), on("cuda")) == ("cpp", "triton")
+    with execution_module.reference():
+        assert (on("cpu"), on("cuda")) == ("reference", "reference")
+
+
 @pytest.fixture(scope="module")
 def compiled(cpp_kernels):
     """The operators that C++ stands behind."""

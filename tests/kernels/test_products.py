@@ -130,7 +130,7 @@ def test_a_product_and_its_gradients_are_those_of_torch(onednn, shape, bias):
         return [y, *first, *torch.autograd.grad(sum(g.sin().sum() for g in first), given)]
 
     calls, found = in_onednn(lambda: run(operators.linear, torch.float32))
-    assert calls > 3  # forward, both backward products, and theirs
+    assert calls == 9  # the product, its two backward ones, and two of each of these three
     assert all(t.is_contiguous() for t in found[: len(found) // 2 + 1])
     for a, e in zip(found, run(nn.functional.linear, torch.double), strict=True):
         torch.testing.assert_close(a.double(), e, rtol=1e-4, atol=1e-4)
@@ -205,8 +205,23 @@ def test_the_lstm_in_cpp_is_bit_identical_in_onednn(onednn, cpp_kernels, steps):
 
 
 @ONEDNN
-def test_a_check_counts_the_same_products_in_either_library(onednn):
-    model = nn.Sequential(nn.Linear(12, 8), nn.Linear(8, 4))
+@pytest.mark.parametrize(("width", "library"), [(15, False), (16, True)])
+def test_small_products_of_the_lstm_stay_with_torch(onednn, cpp_kernels, monkeypatch, width, library):
+    from kernels.test_lstm_kernels import STEPS, run
+
+    monkeypatch.setattr(products, "LEAST", 3 * 16 * 4 * 16)  # every product of a step with 3 sequences is as large
+    products.use("onednn")
+    for ops in (torch.ops.cpt, torch.ops.cpt_reference):
+        calls, _ = in_onednn(lambda o=ops: run(o, STEPS["one step"], width, {}))
+        assert calls == (3 if library else 0)
+
+
+@ONEDNN
+@pytest.mark.parametrize(
+    "make", [lambda: nn.Sequential(nn.Linear(12, 8), nn.Linear(8, 4)), lambda: nn.LSTM(12, 8)], ids=["layers", "LSTM"]
+)
+def test_a_check_counts_the_same_products_in_either_library(onednn, make):
+    model = make()
     found = _counted(cpt.check(cpt.quantize_(model), (torch.randn(6, 12),)))
     products.use("torch")
     assert found == _counted(cpt.check(model, (torch.randn(6, 12),)))

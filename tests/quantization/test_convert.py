@@ -17,6 +17,7 @@ from cpt_core.quantization.layers import QuantConv2d, QuantLinear
 from cpt_core.quantization.quantizers import QUANTIZERS, Quantizer
 from cpt_core.quantization.scheduler import precision
 from cpt_core.quantization.summary import summary
+from cpt_core.schedules.schedule import Levels
 
 NEAREST = QuantConfig().with_gradient_rounding("nearest")
 BITS, Q_GRAD = 3, 5
@@ -378,37 +379,50 @@ def test_using_a_layer_before_a_precision_is_set(layer):
 
 
 @pytest.mark.parametrize(
-    ("execution", "bits", "said"),
+    ("execution", "bits", "q_grad", "said"),
     [
-        ("simulated", 4, "bits=4, q_grad=4, execution=simulated, kernels={}"),
-        ("simulated", "float", "bits=float32, q_grad=float32, execution=simulated, kernels={}"),
-        ("integer", 4, "bits=4, q_grad=4, execution=integer, kernels={}"),
-        ("integer", 12, "bits=12, q_grad=12, execution=integer (simulated at these bits), kernels={}"),
+        ("simulated", 4, 6, "bits=4, q_grad=6, execution=simulated, kernels={}"),
+        ("simulated", "float", "float", "bits=float32, q_grad=float32, execution=simulated, kernels={}"),
+        ("integer", 4, 12, "bits=4, q_grad=12, execution=integer, kernels={}"),
+        ("integer", 12, 4, "bits=12, q_grad=4, execution=integer (simulated at these bits), kernels={}"),
+        ("integer", "float", "float", "bits=float32, q_grad=float32, execution=integer, kernels={}"),
     ],
 )
-def test_layers_and_summary_say_what_is_in_force(execution, bits, said):
+def test_layers_and_summary_say_what_is_in_force(execution, bits, q_grad, said):
     model = quantize_(small(), QuantConfig(execution=execution))
     layers = layer_precisions(model)
     before = f"in force in {len(layers)} layers: bits=not set, execution={execution}"
     assert str(summary(model)).splitlines()[-1] == before
-    with precision(model, bits):
+    with precision(model, bits, q_grad):
         kernels = kernels_in_force().cpu
         for name in layers:
             assert f"({said.format(kernels)})" in repr(model.get_submodule(name))
         assert str(summary(model)).splitlines()[-1] == f"in force in {len(layers)} layers: {said.format(kernels)}"
         with reference():
             assert said.format("reference") in repr(model)
-        next(iter(layers.values())).set_bits(3, 5)
-        assert len(summary(model).in_force) == 2
+        first, *others = layers.values()
+        first.set_levels(Levels(7, 3, 5, 5))
+        roles = "activation=affine7, weight=affine3, error=affine5, weight_gradient=affine5"
+        assert str(summary(model)).splitlines()[-2:] == [
+            f"in force in 1 layer: {roles}, execution={execution}, kernels={kernels}",
+            f"in force in {len(others)} layers: {said.format(kernels)}",
+        ]
     assert str(summary(model)).splitlines()[-1] == before
 
 
-def test_auto_says_where_a_device_is_too_slow_for_codes(monkeypatch):
-    model = quantize_(small(), QuantConfig(execution="auto"))
-    for fast, said in ((True, "execution=auto, "), (False, "execution=auto (simulated on this device), ")):
-        monkeypatch.setattr("cpt_core.quantization.levels.multiplies_codes", lambda device, fast=fast: fast)
-        with precision(model, 4):
-            assert said in repr(model)
+@pytest.mark.parametrize(
+    ("execution", "fast", "said"),
+    [
+        ("auto", True, "execution=auto, "),
+        ("auto", False, "execution=auto (simulated on this device), "),
+        ("integer", False, "execution=integer, "),
+    ],
+)
+def test_auto_says_where_a_device_is_too_slow_for_codes(execution, fast, said, monkeypatch):
+    model = quantize_(small(), QuantConfig(execution=execution))
+    monkeypatch.setattr("cpt_core.quantization.levels.multiplies_codes", lambda device: fast)
+    with precision(model, 4):
+        assert said in repr(model)
 
 
 # --- copies, casts and devices --------------------------------------------------------------------

@@ -129,13 +129,15 @@ def test_codes_give_up_earlier_near_the_end_of_float32_alone_and_never_later(nam
         assert there <= here if place[1] >= NEAR_THE_END else there == here, place
 
 
-def test_infinity_is_nan_on_a_range_of_its_own_and_the_end_of_a_stored_one():
+@pytest.mark.filterwarnings("ignore:this device")
+@pytest.mark.parametrize("execution", ["simulated", "integer"])
+def test_infinity_is_nan_on_a_range_of_its_own_and_the_end_of_a_stored_one(execution):
     """What ``fake_quantize`` says of it."""
     x = torch.tensor([[0.5, 1.0, 2.0]])
     for size in (INF, -INF, NAN):
         bad = torch.tensor([[0.5, 1.0, size]])
         assert cpt.quantize(bad, 8).isnan().all()
-        layer = cpt.quantize_(nn.Sequential(nn.Linear(3, 2)), cpt.QuantConfig())
+        layer = cpt.quantize_(nn.Sequential(nn.Linear(3, 2)), cpt.QuantConfig(execution=execution))
         with cpt.precision(layer, 8):
             layer(x)
             y = layer.eval()(bad)
