@@ -113,6 +113,12 @@ class QuantizedLayer:
 
 # inside, no function of torch is shown to a mode, such as that which catches products
 unseen = torch._C.DisableTorchFunction
+TRACED = tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 12)  # whether compilers follow such modes
+
+
+def seen() -> bool:
+    """Whether a mode sees the functions of torch that are called now."""
+    return (TRACED or not torch.compiler.is_compiling()) and torch._C._is_torch_function_mode_enabled()
 
 
 def in_float32(precision: LayerPrecision, x: Tensor, products: Callable[..., Any], *inputs: Any) -> Any:
@@ -121,7 +127,7 @@ def in_float32(precision: LayerPrecision, x: Tensor, products: Callable[..., Any
     Modules around the layer do not see its products. The result is rounded to what the plain layer would return; the
     gradient is quantised before it is rounded, too.
     """
-    if torch._C._is_torch_function_mode_enabled():
+    if seen():
         with unseen():
             return in_float32(precision, x, products, *inputs)
     half = precision.half_dtype(x)

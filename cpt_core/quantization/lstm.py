@@ -34,7 +34,7 @@ from cpt_core.kernels.operators import fake_quantize, linear, range_of, recurren
 from cpt_core.kernels.reference import Range
 from cpt_core.quantization.integer import linear_on_codes
 from cpt_core.quantization.integer_lstm import recurrence_on_codes
-from cpt_core.quantization.layers import PASSES, QuantizedLayer, unseen
+from cpt_core.quantization.layers import PASSES, QuantizedLayer, seen, unseen
 from cpt_core.quantization.quantizers import Quantizer, check_floating
 from cpt_core.schedules.schedule import Levels
 
@@ -87,7 +87,7 @@ class QuantLSTM(QuantizedLayer, nn.LSTM):
         self, input: Tensor | PackedSequence, hx: State | None = None
     ) -> tuple[Tensor | PackedSequence, State]:
         """Run over sequences; arguments and results as those of ``nn.LSTM``."""
-        if torch._C._is_torch_function_mode_enabled():
+        if seen():
             with unseen():
                 return QuantLSTM.forward(self, input, hx)
         p = self.precision

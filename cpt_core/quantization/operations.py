@@ -21,6 +21,8 @@ token is rounded on a range that knows later ones. The modules of ``PER_FEATURE`
 ...     model(x).tolist()
 [[1.0]]
 
+Before torch 2.12 compilers do not follow such a mode: these modules run uncompiled there.
+
 In float32, by name: a sum over one element of operands that need no gradient and are no weights (the angles of rotary
 positions are such products, and no sums); operands that are sparse or no floating numbers; and what is told where to
 write (``out=``).
@@ -47,7 +49,7 @@ from torch.overrides import TorchFunctionMode
 from cpt_core.kernels import operators, traced
 from cpt_core.quantization import recurrences
 from cpt_core.quantization.integer import product_on_codes
-from cpt_core.quantization.layers import PASSES, QuantizedLayer, in_float32, unseen
+from cpt_core.quantization.layers import PASSES, TRACED, QuantizedLayer, in_float32, unseen
 from cpt_core.quantization.quantizers import Quantizer
 
 Rule = Callable[..., Any]
@@ -127,7 +129,7 @@ def _has_a_grid(args: Any) -> bool:
     listed = (x for part in args for x in (part if isinstance(part, (list, tuple)) else (part,)))
     tensors = [x for x in listed if isinstance(x, Tensor)]
     plain = all(x.layout == torch.strided and not x.is_complex() for x in tensors)
-    return plain and bool(tensors) and tensors[0].is_floating_point()
+    return plain and len(tensors) > 0 and tensors[0].is_floating_point()
 
 
 def _as_it_is(products: Products, function: Any, *args: Any, **kwargs: Any) -> Any:
@@ -394,8 +396,8 @@ def _named(*names: str) -> list[Any]:
     return [getattr(place, name) for name in names for place in places if hasattr(place, name)]
 
 
-PAIRS = frozenset(_named("matmul", "mm", "bmm", "mv", "dot", "vdot", "__matmul__"))
-TRANSPOSED = frozenset(_named("conv_transpose1d", "conv_transpose2d", "conv_transpose3d"))
+PAIRS = dict.fromkeys(_named("matmul", "mm", "bmm", "mv", "dot", "vdot", "__matmul__"))
+TRANSPOSED = dict.fromkeys(_named("conv_transpose1d", "conv_transpose2d", "conv_transpose3d"))
 
 
 def _table() -> dict[Any, Rule]:
@@ -545,10 +547,11 @@ def float_class(kind: type[nn.Module]) -> type[InFloat32]:
 
 def _made(mixin: type[Any], name: str, kind: type[nn.Module]) -> type[Any]:
     if kind not in (made := _classes.setdefault(mixin, weakref.WeakKeyDictionary())):
+        run = mixin.run if TRACED else torch.compiler.disable(mixin.run)
 
         @wraps(kind.forward)  # with its signature, which others read
         def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-            return mixin.run(kind.forward, self, *args, **kwargs)
+            return run(kind.forward, self, *args, **kwargs)
 
         about = {"FLOAT": kind, "forward": forward, "__module__": __name__, "__doc__": kind.__doc__}
         made[kind] = type(name, (mixin, kind), about)
