@@ -13,8 +13,8 @@ import statistics
 import torch
 
 from bench.step_ratio import CASES, measure, ratio, stepper
+from cpt_core.inspecting.record import record
 from cpt_core.quantization.convert import QuantConfig
-from cpt_core.quantization.record import record
 
 CHOSEN = ("ResNet-20, batch 128", "linear block", "LSTM 200", "small BERT", "README")
 NEVER = 1 << 40  # steps between two recorded ones

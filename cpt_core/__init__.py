@@ -14,9 +14,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:  # for editors and type checkers
-    from cpt_core.bitops.check import check as check
     from cpt_core.bitops.ledger import BitOpsLedger as BitOpsLedger
-    from cpt_core.bitops.measure import measure_cost as measure_cost
     from cpt_core.bitops.plan import BitOpsPlan as BitOpsPlan
     from cpt_core.bitops.plan import count_bitops as count_bitops
     from cpt_core.formats.costs import COSTS as COSTS
@@ -26,6 +24,11 @@ if TYPE_CHECKING:  # for editors and type checkers
     from cpt_core.graphs.graph import Graph as Graph
     from cpt_core.graphs.layers import GraphConv as GraphConv
     from cpt_core.graphs.layers import SAGEConv as SAGEConv
+    from cpt_core.inspecting.check import check as check
+    from cpt_core.inspecting.measure import measure_cost as measure_cost
+    from cpt_core.inspecting.record import Recording as Recording
+    from cpt_core.inspecting.record import record as record
+    from cpt_core.inspecting.summary import summary as summary
     from cpt_core.kernels.execution import Execution as Execution
     from cpt_core.kernels.execution import execution as execution
     from cpt_core.quantization.convert import QuantConfig as QuantConfig
@@ -36,11 +39,8 @@ if TYPE_CHECKING:  # for editors and type checkers
     from cpt_core.quantization.fake_quantize import quantize as quantize
     from cpt_core.quantization.quantizers import QUANTIZERS as QUANTIZERS
     from cpt_core.quantization.quantizers import Quantizer as Quantizer
-    from cpt_core.quantization.record import Recording as Recording
-    from cpt_core.quantization.record import record as record
     from cpt_core.quantization.scheduler import PrecisionScheduler as PrecisionScheduler
     from cpt_core.quantization.scheduler import precision as precision
-    from cpt_core.quantization.summary import summary as summary
     from cpt_core.schedules.allocation import allocate as allocate
     from cpt_core.schedules.deficit import DeficitSchedule as DeficitSchedule
     from cpt_core.schedules.deficit import DelayedSchedule as DelayedSchedule
@@ -82,13 +82,13 @@ _MODULES = {
     "quantization.fake_quantize": "quantize",
     "quantization.convert": "quantize_ restore_ QuantConfig",
     "quantization.coverage": "QuantizationWarning",
-    "quantization.summary": "summary",
-    "quantization.record": "record Recording",
+    "inspecting.summary": "summary",
+    "inspecting.record": "record Recording",
     "quantization.export": "export",
     "quantization.scheduler": "PrecisionScheduler precision",
     "bitops.plan": "count_bitops BitOpsPlan",
-    "bitops.check": "check",
-    "bitops.measure": "measure_cost",
+    "inspecting.check": "check",
+    "inspecting.measure": "measure_cost",
     "bitops.ledger": "BitOpsLedger",
     "training.precision_range": "PrecisionRange",
     "training.range_test": "precision_range_test RangeTestWarning",

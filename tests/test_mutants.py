@@ -113,7 +113,7 @@ def test_every_way_to_change_a_line(line, wrong):
     assert len(found) == len(wrong)
 
 
-@pytest.mark.parametrize("file", ["schedules/solver.py", "quantization/record.py"])
+@pytest.mark.parametrize("file", ["schedules/solver.py", "inspecting/record.py"])
 def test_a_change_is_of_its_lines_alone_and_makes_python(file):
     source = (PACKAGE / file).read_text(encoding="utf-8")
     lines = source.splitlines()

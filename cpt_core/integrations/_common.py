@@ -10,8 +10,8 @@ from torch import nn
 
 from cpt_core.checks import check_bits, whole
 from cpt_core.formats.ladder import AFFINE
+from cpt_core.inspecting.record import Recording
 from cpt_core.quantization.precision import LayerPrecision
-from cpt_core.quantization.record import Recording
 from cpt_core.quantization.scheduler import PrecisionScheduler, Schedules
 from cpt_core.schedules import cost
 from cpt_core.schedules.schedule import Levels

@@ -1,4 +1,4 @@
-"""What a training step takes on a device, by bits and layer: the answer of ``bitops.measure``.  Beyond the paper.
+"""What a training step takes on a device, by bits and layer: the answer of ``inspecting.measure``.  Beyond the paper.
 
 BitOps say what a step could cost on a machine with units of every width; this says what it costs on the one at hand.
 

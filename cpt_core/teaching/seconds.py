@@ -16,9 +16,9 @@ from matplotlib.figure import Figure
 from torch import Tensor, nn
 
 from cpt_core.analysis.style import COLORS, TEXT, drawing, legend_below, name_points, whole
-from cpt_core.bitops.measure import measure_cost
 from cpt_core.bitops.plan import count_bitops
-from cpt_core.bitops.step import TrainingStep
+from cpt_core.inspecting.measure import measure_cost
+from cpt_core.inspecting.step import TrainingStep
 from cpt_core.quantization.convert import QuantConfig, quantize_
 from cpt_core.quantization.scheduler import precision
 from cpt_core.schedules import cost

@@ -8,7 +8,7 @@ from torch import nn
 import cpt_core as cpt
 from cpt_core.analysis import figures
 from cpt_core.analysis.rounding import LABELS
-from cpt_core.quantization.record import COLUMNS
+from cpt_core.inspecting.record import COLUMNS
 
 
 @pytest.fixture(scope="module")

@@ -12,13 +12,13 @@ import transformers
 from torch import nn
 from torch.nn import functional as F
 
-from cpt_core.bitops import check as checking
-from cpt_core.bitops.check import check
 from cpt_core.bitops.copies import floating_in
+from cpt_core.inspecting import check as checking
+from cpt_core.inspecting.check import check
+from cpt_core.inspecting.summary import summary
 from cpt_core.quantization.convert import quantize_
 from cpt_core.quantization.coverage import QuantizationWarning
 from cpt_core.quantization.scheduler import precision
-from cpt_core.quantization.summary import summary
 
 vision = torchvision.models
 BLOCK = vision.convnext.CNBlockConfig

@@ -4,9 +4,9 @@ import pytest
 import torch
 from torch import nn
 
+from cpt_core.inspecting.summary import summary
 from cpt_core.models import MODELS
 from cpt_core.quantization.convert import quantize_
-from cpt_core.quantization.summary import summary
 
 PARAMETERS = {
     ("resnet74", 10): 1_147_418,

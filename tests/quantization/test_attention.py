@@ -7,11 +7,11 @@ import transformers
 from transformers import BertConfig, BertForSequenceClassification, BertLMHeadModel
 from transformers.models.bert.modeling_bert import eager_attention_forward
 
+from cpt_core.inspecting.summary import summary
 from cpt_core.quantization.convert import QuantConfig, layer_precisions, quantize_, restore_
 from cpt_core.quantization.fake_quantize import levels_of, quantize, quantize_gradient
 from cpt_core.quantization.quantizers import Quantizer
 from cpt_core.quantization.scheduler import precision
-from cpt_core.quantization.summary import summary
 
 TINY = dict(
     vocab_size=50, hidden_size=16, num_hidden_layers=2, num_attention_heads=2, intermediate_size=24,

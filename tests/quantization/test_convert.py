@@ -8,7 +8,8 @@ import torch.nn.functional as F
 from helpers import pictures, small
 from torch import nn
 
-from cpt_core.bitops.check import check
+from cpt_core.inspecting.check import check
+from cpt_core.inspecting.summary import summary
 from cpt_core.kernels.execution import execution as kernels_in_force
 from cpt_core.kernels.execution import reference
 from cpt_core.quantization.convert import PRESETS, QuantConfig, layer_precisions, quantize_, restore_
@@ -16,7 +17,6 @@ from cpt_core.quantization.fake_quantize import levels_of, quantize, quantize_gr
 from cpt_core.quantization.layers import QuantConv2d, QuantLinear
 from cpt_core.quantization.quantizers import QUANTIZERS, Quantizer
 from cpt_core.quantization.scheduler import precision
-from cpt_core.quantization.summary import summary
 from cpt_core.schedules.schedule import Levels
 
 NEAREST = QuantConfig().with_gradient_rounding("nearest")

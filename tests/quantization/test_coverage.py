@@ -10,14 +10,14 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from cpt_core.bitops.check import check
 from cpt_core.bitops.plan import count_bitops
+from cpt_core.inspecting.check import check
+from cpt_core.inspecting.summary import summary
 from cpt_core.quantization.convert import QuantConfig, quantize_, restore_
 from cpt_core.quantization.coverage import QuantizationWarning
 from cpt_core.quantization.fake_quantize import quantize
 from cpt_core.quantization.precision import HALF
 from cpt_core.quantization.scheduler import precision
-from cpt_core.quantization.summary import summary
 from cpt_core.schedules.schedule import StaticSchedule
 
 

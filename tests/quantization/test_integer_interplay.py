@@ -61,7 +61,7 @@ def trained(model, call=None, between=lambda model: None):
 def slow(monkeypatch):
     """A machine without instructions for products of 8-bit integers."""
     monkeypatch.setattr(precisions, "multiplies_codes", lambda device: False)
-    monkeypatch.setattr("cpt_core.quantization.summary.multiplies_codes", lambda device: False)
+    monkeypatch.setattr("cpt_core.inspecting.summary.multiplies_codes", lambda device: False)
     monkeypatch.setattr(precisions, "_warned", set())
 
 

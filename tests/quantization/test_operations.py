@@ -10,16 +10,16 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from cpt_core.bitops.check import check
 from cpt_core.bitops.ledger import BitOpsLedger
 from cpt_core.bitops.plan import count_bitops
 from cpt_core.formats.ladder import FormatLadder
+from cpt_core.inspecting.check import check
+from cpt_core.inspecting.summary import summary
 from cpt_core.quantization import operations
 from cpt_core.quantization.convert import QuantConfig, layer_precisions, quantize_, restore_
 from cpt_core.quantization.fake_quantize import quantize
 from cpt_core.quantization.multiplies import names_a_product
 from cpt_core.quantization.scheduler import PrecisionScheduler, precision
-from cpt_core.quantization.summary import summary
 from cpt_core.schedules.make import make_schedule
 from cpt_core.schedules.roles import RoleSchedules
 from cpt_core.schedules.schedule import StaticSchedule

@@ -9,10 +9,10 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
-from cpt_core.bitops.check import check
 from cpt_core.bitops.ledger import BitOpsLedger
-from cpt_core.bitops.measure import measure_cost
 from cpt_core.bitops.plan import count_bitops
+from cpt_core.inspecting.check import check
+from cpt_core.inspecting.measure import measure_cost
 from cpt_core.quantization.convert import quantize_
 from cpt_core.quantization.precision import LayerPrecision
 from cpt_core.quantization.scheduler import precision

@@ -23,10 +23,10 @@ from cpt_core.data.scenes import scenes
 from cpt_core.experiments import designs, grids
 from cpt_core.experiments.recipes import recipe
 from cpt_core.experiments.spec import RunSpec, run_spec
+from cpt_core.inspecting.summary import summary
 from cpt_core.models.retinanet import FrozenStatisticsBatchNorm2d, retinanet
 from cpt_core.quantization.convert import quantize_, restore_
 from cpt_core.quantization.scheduler import PrecisionScheduler, precision
-from cpt_core.quantization.summary import summary
 from cpt_core.schedules.make import make_schedule
 from cpt_core.tasks.detection import DetectionTask, mean_average_precision
 from cpt_core.teaching.detection import pretrained_or_scratch

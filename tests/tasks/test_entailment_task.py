@@ -18,8 +18,8 @@ from cpt_core.data.templates import sentence_pairs
 from cpt_core.experiments.entailment import EntailmentRecipe
 from cpt_core.experiments.recipes import recipe, task_of_dataset
 from cpt_core.experiments.spec import RunSpec, run_spec
+from cpt_core.inspecting.summary import summary
 from cpt_core.quantization.convert import quantize_
-from cpt_core.quantization.summary import summary
 from cpt_core.tasks import TASKS
 from cpt_core.tasks import entailment as entailment_task
 from cpt_core.tasks.entailment import EntailmentTask

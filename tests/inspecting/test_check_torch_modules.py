@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from cpt_core.bitops.check import check
+from cpt_core.inspecting.check import check
 from cpt_core.quantization.convert import quantize_
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning", "ignore::DeprecationWarning")

@@ -8,14 +8,14 @@ from helpers import pictures, small
 from torch import nn
 from torch.nn import functional as F
 
-from cpt_core.bitops.check import check
 from cpt_core.bitops.macs import MACS
+from cpt_core.inspecting.check import check
+from cpt_core.inspecting.summary import summary
 from cpt_core.kernels.operators import recurrence
 from cpt_core.quantization import lstm
 from cpt_core.quantization.convert import QuantConfig, quantize_
 from cpt_core.quantization.precision import LayerPrecision
 from cpt_core.quantization.scheduler import PrecisionScheduler, precision
-from cpt_core.quantization.summary import summary
 from cpt_core.schedules.make import make_schedule
 
 

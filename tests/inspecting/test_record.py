@@ -13,12 +13,12 @@ from torch.utils.checkpoint import checkpoint
 
 import cpt_core as cpt
 from cpt_core.graphs.graph import Graph
+from cpt_core.inspecting import observer
+from cpt_core.inspecting import record as recorder
+from cpt_core.inspecting.record import COLUMNS, COMPILED, LEAST_GRADIENT_TO_NOISE, STATISTICS
 from cpt_core.kernels.operators import fake_quantize
 from cpt_core.models.gnn import GraphNet
-from cpt_core.quantization import observer
-from cpt_core.quantization import record as recorder
 from cpt_core.quantization.convert import layer_precisions
-from cpt_core.quantization.record import COLUMNS, COMPILED, LEAST_GRADIENT_TO_NOISE, STATISTICS
 
 STEPS = 6
 
