@@ -135,5 +135,5 @@ def _in_force(layer: LayerPrecision) -> Operands:
     """Return the formats of a layer's operands now."""
     if layer.in_force is None:
         return IN_FLOAT32
-    roles = zip(layer.formats_in_force, layer.in_force, layer.ladders, strict=True)
+    roles = zip(layer.now.formats, layer.in_force, layer.ladders, strict=True)
     return Operands(*(f or (FLOAT32 if level is None else ladder.priced(level)) for f, level, ladder in roles))

@@ -171,9 +171,8 @@ def _simulated(layers: Iterable[LayerPrecision]) -> Iterator[None]:
     before = [(p, p.execution, p.ladders, p.in_force) for p in layers]
 
     def put(layer: LayerPrecision, execution: str, ladders: Levels, in_force: Levels | None) -> None:
-        layer.in_force = None  # formats are looked up when it changes
         layer.execution, layer.ladders = execution, ladders
-        layer.in_force = in_force
+        layer.in_force = in_force  # by them
 
     try:
         for p, *_ in before:

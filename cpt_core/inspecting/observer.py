@@ -16,7 +16,7 @@ from cpt_core.kernels.formats import grid_of_steps
 from cpt_core.kernels.integer import MOST_BITS
 from cpt_core.kernels.operators import encode, fake_quantize
 from cpt_core.kernels.reference import clips
-from cpt_core.quantization.levels import ladder_role
+from cpt_core.quantization.in_force import ladder_role
 from cpt_core.quantization.precision import LayerPrecision
 
 GRADIENTS = ("error", "weight_gradient")  # what is rounded in the backward pass
@@ -38,7 +38,7 @@ class Observer:
             return
         p, place = self.precision, ladder_role(role)
         quantizer, gradient = p.quantizers[role], place in GRADIENTS
-        format = getattr(p.formats_in_force, place)
+        format = getattr(p.now.formats, place)
         if format is None:  # also behind the block that set the precision of a gradient
             return
         level = getattr(p.in_force, place)

@@ -27,8 +27,8 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from cpt_core.checks import declared, shown, whole
 from cpt_core.inspecting.observer import GRADIENTS, SUMS, Key, Observer
 from cpt_core.quantization.convert import layer_precisions
+from cpt_core.quantization.in_force import ladder_role
 from cpt_core.quantization.layers import QuantizedLayer
-from cpt_core.quantization.levels import ladder_role
 from cpt_core.quantization.lstm import QuantLSTM
 from cpt_core.quantization.operations import QuantOperations
 from cpt_core.quantization.precision import LayerPrecision

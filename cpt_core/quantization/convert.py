@@ -30,8 +30,8 @@ from cpt_core.quantization.coverage import (
     warn_of_float32,
 )
 from cpt_core.quantization.fake_quantize import INT64
+from cpt_core.quantization.in_force import ladders_of
 from cpt_core.quantization.layers import QuantizedLayer
-from cpt_core.quantization.levels import ladders_of
 from cpt_core.quantization.operations import InFloat32, QuantOperations, by_feature, float_class
 from cpt_core.quantization.precision import EXECUTIONS, LayerPrecision
 from cpt_core.quantization.quantizers import QUANTIZERS, Quantizer

@@ -161,7 +161,7 @@ def _check(model: nn.Module, bits: int | str | Mapping[str, int]) -> None:
 
 def _check_format(name: str, layer: LayerPrecision) -> None:
     """Raise ValueError for a format of weights that codes of a byte do not hold."""
-    weight = layer.formats_in_force.weight
+    weight = layer.now.formats.weight
     if weight is None or (weight.plain_affine and weight.bits > MOST_BITS):
         bits = weight.bits if weight else FULL
         raise ValueError(f"layer {name!r} would have {bits} bits; codes of a byte hold {MOST_BITS}")

@@ -41,7 +41,7 @@ def product_on_codes(
 
     quantizer = p.quantizers["input"]
     codes = (
-        encode if quantizer.running else lambda: keep(("codes", quantizer, p.forward_format), encode)
+        encode if quantizer.running else lambda: keep(("codes", quantizer, p.now.formats.activation), encode)
     )  # a range to follow
     bias = None if tail is None or tail.bias is None else p.operand("bias", tail.bias)
     return _Product.apply(x, weight, bias, codes, scale, linear, After(p, tail))

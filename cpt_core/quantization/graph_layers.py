@@ -54,9 +54,14 @@ class GraphPrecision(LayerPrecision, layers.Precision):
     """The precision of a graph convolution: scaling by degree, rounding and bias in one pass where that is the same."""
 
     @property
+    def forward_format(self) -> Any:
+        """The format of activations; None for float32."""
+        return self.now.formats.activation
+
+    @property
     def keeps_by_bits(self) -> bool:
         """Whether the layer keeps sums of quantised features, or their codes, see ``Graph.set_constant``."""
-        return "aggregation" in self.quantizers or self.fits_codes[0]
+        return "aggregation" in self.quantizers or self.now.on_codes
 
     def scaled_operand(self, role: str, x: Tensor, scale: Tensor | None) -> Tensor:
         """Return the operand made of ``x * scale``, in one pass over them."""
@@ -70,7 +75,7 @@ class GraphPrecision(LayerPrecision, layers.Precision):
         if bias is None or not self._in_one_pass("input", h) or q.granularity not in WHOLE:
             return super().scaled_and_biased(h, output, scale, bias)
         terms = h, scale, self.operand("bias", bias), self.levels, self.quantizers["input"].granularity
-        if not (output and self.quantizes_gradient and h.requires_grad):
+        if not (output and self.now.gradient and h.requires_grad):
             return self.gradient("grad", scale_round_add(*terms))
         key = self.noise_key if q.rounding == "stochastic" else None
         return _ScaledAndBiased.apply(*terms, self.grad_levels, key)
@@ -112,7 +117,13 @@ class GraphPrecision(LayerPrecision, layers.Precision):
     def _in_one_pass(self, role: str, x: Tensor) -> bool:
         """Whether an operand is quantised here and now, on its own range; compilers fuse the plain chain."""
         self.require_bits()
-        if torch.compiler.is_compiling() or not self.quantizes or x.numel() == 0 or x.dtype in HALF or self.observed:
+        if (
+            torch.compiler.is_compiling()
+            or not self.now.activation
+            or x.numel() == 0
+            or x.dtype in HALF
+            or self.observed
+        ):
             return False
         self.follow(x)
         q = self.quantizers[role]

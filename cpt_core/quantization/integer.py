@@ -197,13 +197,13 @@ class GradientRounding:
 
     def __init__(self, precision: LayerPrecision, parts: Sequence[int] = (), channels_last: bool = False) -> None:
         """Note what is in force; ``parts``: rows that are quantised by themselves, the last first."""
-        self.precision, self.quantizes, self.parts = precision, precision.quantizes_gradient, parts
+        self.precision, self.quantizes, self.parts = precision, precision.now.gradient, parts
         self.channels_last = channels_last
 
     @property
     def encodes(self) -> bool:
         """Whether a gradient gets codes; asked when it comes, as the levels are: bits may have changed by then."""
-        return self.quantizes and self.precision.fits_codes[1]
+        return self.quantizes and self.precision.gradient_on_codes
 
     def __call__(self, gradient: Tensor) -> Operand:
         """Return codes, or values where the gradient has too many bits for codes."""

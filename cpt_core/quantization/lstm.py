@@ -92,7 +92,7 @@ class QuantLSTM(QuantizedLayer, nn.LSTM):
                 return QuantLSTM.forward(self, input, hx)
         p = self.precision
         p.require_bits()
-        if not p.active:
+        if not p.now.active:
             return nn.LSTM.forward(self, input, hx)
         packed = input if isinstance(input, PackedSequence) else None
         x = input if packed is None else packed.data
@@ -169,7 +169,7 @@ class QuantLSTM(QuantizedLayer, nn.LSTM):
         save = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (x_gates, u, d, h, c))
         y, h, c, ranges = recurrence(
             x_gates, u, d, h, c, *steps, cell.endswith("_reverse"),
-            p.levels if p.quantizes else None, p.quantizers[role].granularity, *p.stored_range(role), save,
+            p.levels if p.now.activation else None, p.quantizers[role].granularity, *p.stored_range(role), save,
             *p.gradient_noise("grad", steps[0] if save else 0),
         )  # fmt: skip
         if self.training and p.quantizers[role].running and ranges.numel():
@@ -216,7 +216,7 @@ class QuantLSTM(QuantizedLayer, nn.LSTM):
         """Quantise x (N, I), every step on its own range."""
         p, role = self.precision, f"input_{cell}"
         quantizer = p.quantizers[role]
-        if not p.quantizes or x.numel() == 0 or p.running_range(role) is not None:
+        if not p.now.activation or x.numel() == 0 or p.running_range(role) is not None:
             return p.operand(role, x)
         count, sizes = steps
         if not sizes and quantizer.ranges == "per_tensor" and (self.training or not quantizer.running):

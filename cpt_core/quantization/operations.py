@@ -97,7 +97,7 @@ class Products(TorchFunctionMode):
 
     def _multiplied(self, rule: Rule, function: Any, args: Any, kwargs: Any) -> Any:
         self.precision.require_bits()
-        if not self.precision.active:
+        if not self.precision.now.active:
             rule = _as_it_is
         if torch.compiler.is_compiling():
             return rule(self, function, *args, **kwargs)

@@ -5,19 +5,24 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor
 
+from cpt_core.checks import check_bits
 from cpt_core.formats.format import Format
+from cpt_core.formats.ladder import AFFINE
+from cpt_core.kernels.execution import execution, kernels_on
 from cpt_core.kernels.integer import QuantizedTensor, multiplies_codes
 from cpt_core.kernels.operators import fake_quantize
 from cpt_core.kernels.rotation import rotate
 from cpt_core.quantization.fake_quantize import counts_in_backward, quantize_gradient, round_gradient
-from cpt_core.quantization.levels import LevelState, weight_role
+from cpt_core.quantization.in_force import Roles, check_formats, formats_of, ladder_role, meaning, weight_role
 from cpt_core.quantization.quantizers import Quantizer, check_floating
+from cpt_core.quantization.running import RunningState
 from cpt_core.quantization.two_gradients import two_gradients
+from cpt_core.schedules.schedule import Levels
 
 EXECUTIONS = ("simulated", "integer", "auto")
 HALF = (torch.float16, torch.bfloat16)  # 11 and 8 significant bits: a grid of 8 bits does not survive them
@@ -40,15 +45,30 @@ def _multiplies_codes(execution: str, device: torch.device) -> bool:
 _warned: set[torch.device] = set()
 
 
-class LayerPrecision(LevelState):
+class LayerPrecision(RunningState):
     """Bits, running ranges and rounding noise of one quantised layer: all that conversion adds to a module.
 
     Attributes:
+        now: what is in force: the levels of all roles, and what follows from them.
+        levels: 0-d float32, steps of the affine grid of activations; ``weight_levels``, ``grad_levels`` (of the error
+            product) and ``weight_grad_levels`` are those of the other roles. Products read them: a change of bits fills
+            them in place and recompiles nothing. Other formats are constants of compiled code: each that comes is
+            compiled once, and where a model has more of them than ``torch._dynamo.config.recompile_limit``, which is
+            8, torch warns and runs the rest uncompiled, to the same numbers. They are no buffers: what copies, averages
+            or broadcasts the buffers of a model would change the grid behind the bits.
+        gradient_on_codes: whether gradients get codes; as the levels of gradients, it outlives ``None``: a backward
+            pass may still come.
+        name: of the layer in the model that was converted, for messages.
+        execution: see ``QuantConfig``.
+        ladders: what a level is, for every role of ``Levels``.
+        lengths, splits: what formats have to fit, see ``check_formats``.
+        sums: the dimension over which a product sums, of operands where it is not the last.
+        highest: levels of the schedule that drives the layer, of every role.
+        driver: the scheduler that set the levels in force, None for levels set otherwise.
         called: whether the layer's own forward has run; False only when its parent's has run without it, and None as
             long as nobody can know.
         must_be_there: whether a checkpoint has the layer in any case: not that of a module whose own forward may, as it
             turns out, multiply nothing.
-        sums: the dimension over which a product sums, of operands where it is not the last.
 
     Args:
         quantizers: the quantiser of every role of the layer, such as "input", "weight", "bias", "grad".
@@ -71,19 +91,93 @@ class LayerPrecision(LevelState):
     def __init__(self, quantizers: Mapping[str, Quantizer], key: int = 0, running_start: str = "corrected") -> None:
         """Start without a precision: using the layer before one is set is an error."""
         super().__init__(quantizers, key, running_start)
+        self.name, self.execution = "", "simulated"
+        self.ladders, self.lengths = Levels(AFFINE, AFFINE, AFFINE, AFFINE), Levels((), (), (), ())
+        self.splits = False
         self.sums: Mapping[str, int] = {}
+        self.highest: Levels | None = None
+        self.driver: Any = None
         self.called: bool | None = None
         self.must_be_there = True
+        self.gradient_on_codes = False
+        self._roles: Roles = tuple(quantizers.items())
+        self._of_weights = frozenset(role for role in quantizers if ladder_role(role) == "weight")
+        self.levels, self.weight_levels, self.grad_levels, self.weight_grad_levels = _zeros("cpu")
+        self.now = meaning(None, self.ladders, self._roles, False)
+
+    # --- what is in force ---------------------------------------------------------------------------------------------
+
+    @property
+    def in_force(self) -> Levels | None:
+        """The level of every role, None as long as nobody has set any; assign what it was to put that back."""
+        return self.now.levels
+
+    @in_force.setter
+    def in_force(self, value: Levels | None) -> None:
+        self.now = meaning(value, self.ladders, self._roles, self.execution != "simulated")
+        if value is not None and value.error is not None:
+            self.gradient_on_codes = self.now.gradient_on_codes
+        self._fill()
+
+    def _fill(self) -> None:
+        tensors = self.levels, self.weight_levels, self.grad_levels, self.weight_grad_levels
+        for tensor, steps in zip(tensors, self.now.steps, strict=True):
+            if steps is not None:
+                tensor.fill_(steps)
+
+    @property
+    def quantizers(self) -> Mapping[str, Quantizer]:
+        """The quantiser of every role, with the format in force."""
+        return self.now.quantizers
+
+    @property
+    def bits(self) -> int | None:
+        """Forward level, of activations, which is bits on the paper's ladder; None for float32, or when none is set."""
+        return self.in_force.activation if self.in_force else None
+
+    @property
+    def q_grad(self) -> int | None:
+        """The gradients' level, of the error product, likewise."""
+        return self.in_force.error if self.in_force else None
+
+    def set_bits(self, bits: int | None, q_grad: int | None) -> None:
+        """Set forward and gradient levels, each 1..32 or None for float32; see ``set_levels``."""
+        self.set_levels(Levels(bits, bits, q_grad, q_grad))
+
+    def set_levels(self, levels: Levels, driver: Any = None) -> None:
+        """Set the level of every role, 1..32 or None for float32; 24 and more is the identity on the paper's ladder.
+
+        Raises:
+            ValueError: for other levels, or what ``check_levels`` refuses.
+        """
+        self.keep_apart()
+        if levels != self.in_force:
+            names = ("bits", "bits of weights", "q_grad", "q_grad of weights")
+            checked = [None if q is None else check_bits(name, q) for name, q in zip(names, levels, strict=True)]
+            if not self.now.is_set:
+                execution()  # here, before anything is traced
+            self.check_levels(Levels(*checked))
+            self.in_force = Levels(*checked)
+        self.driver = driver
+
+    def check_levels(self, levels: Levels) -> None:
+        """Raise ValueError for levels that are holes of a ladder, or whose formats this layer cannot take."""
+        where = f"layer {self.name!r}" if self.name else "this layer"
+        check_formats(formats_of(levels, self.ladders), self.lengths, self.splits, where)
+
+    def levels_for(self, role: str) -> Tensor:
+        """Return the number of steps of the affine grid of an operand's role."""
+        return self.weight_levels if role in self._of_weights else self.levels
 
     def require_bits(self) -> None:
         """Raise RuntimeError as long as nobody has set a precision; every quantised layer asks first."""
-        if not self.is_set and self.highest is not None:  # only copies know a schedule and have no bits
+        if not self.now.is_set and self.highest is not None:  # only copies know a schedule and have no bits
             raise RuntimeError(
                 "this quantised layer is in a copy of a model whose bits a PrecisionScheduler sets, which does not "
                 'drive copies: run the copy in `with cpt.precision(copy, "q_max"):` (or other bits), or make it a '
                 "PrecisionScheduler of its own"
             )
-        if not self.is_set:
+        if not self.now.is_set:
             raise RuntimeError(
                 "this quantised layer has no precision yet: make a PrecisionScheduler(model, schedule), "
                 "or use `with precision(model, bits=8):`"
@@ -97,7 +191,7 @@ class LayerPrecision(LevelState):
         Under autocast, or in a model of that type. Quantised products run in float32 there and only their results are
         rounded: bfloat16 would leave 17 of the 256 values of an 8-bit grid between 10 and 11.
         """
-        if not self.active:
+        if not self.now.active:
             return None
         if x.dtype in HALF:
             return x.dtype
@@ -111,7 +205,7 @@ class LayerPrecision(LevelState):
 
     def on_codes(self, x: Tensor) -> bool:
         """Whether products with ``x`` are computed on codes now: the layer is asked to, and the bits fit."""
-        if self.execution == "simulated" or not self.fits_codes[0] or x.numel() == 0:
+        if self.execution == "simulated" or not self.now.on_codes or x.numel() == 0:
             return False
         if x.is_meta or x.dtype != torch.float32:
             return False
@@ -126,9 +220,9 @@ class LayerPrecision(LevelState):
             along: the dimension over which the product sums; None for that of the role, see ``sums``.
         """
         self.require_bits()
-        if x.dtype in HALF and self.active:
+        if x.dtype in HALF and self.now.active:
             x = x.float()
-        if not (self.quantizes_weight if role in self.of_weights else self.quantizes) or x.numel() == 0:
+        if not (self.now.weight if role in self._of_weights else self.now.activation) or x.numel() == 0:
             return x
         check_floating(x)
         self.follow(x)
@@ -195,13 +289,13 @@ class LayerPrecision(LevelState):
             operands: what ``operand`` returned.
             role: of the gradient.
         """
-        if self.apart and torch.is_grad_enabled():
+        if self.now.apart and torch.is_grad_enabled():
             return two_gradients(partial(self.rounded_gradients, role=role), multiply, *operands)
         return self.gradient(role, multiply(*operands))
 
     def gradient(self, role: str, y: Tensor) -> Tensor:
         """Return the layer's output; the gradient that comes back through it is quantised."""
-        if not self.quantizes_gradient or not y.requires_grad:
+        if not self.now.gradient or not y.requires_grad:
             return y
         key, quantizer = self.noise_key, self.quantizers[role]
         if quantizer.rounding == "stochastic" and not counts_in_backward():
@@ -219,7 +313,7 @@ class LayerPrecision(LevelState):
 
     def rounded_gradients(self, gradient: Tensor, role: str = "grad") -> tuple[Tensor, Tensor]:
         """Return an output's gradient as the error product takes it, and as the weight gradient does."""
-        formats, dim = self.formats_in_force, self.sums.get(role, -1)
+        formats, dim = self.now.formats, self.sums.get(role, -1)
 
         def rounded(format: Format | None, role: str, levels: Tensor) -> Tensor:
             if format is None:
@@ -250,7 +344,7 @@ class LayerPrecision(LevelState):
         the backward pass is to add 1 to the key for each of them, as eager code does.
         """
         quantizer = self.quantizers[role]
-        if not self.quantizes_gradient:
+        if not self.now.gradient:
             return None, quantizer.granularity, None, False
         if quantizer.rounding == "nearest":
             return self.grad_levels, quantizer.granularity, None, False
@@ -258,3 +352,64 @@ class LayerPrecision(LevelState):
         if not (counts := counts_in_backward()):
             self.noise_key = key + count
         return self.grad_levels, quantizer.granularity, key, counts
+
+    # --- where it is, and copies of it --------------------------------------------------------------------------------
+
+    def follow(self, x: Tensor) -> None:
+        """Be where ``x`` is, also when something other than ``to`` moved the model there, such as FSDP."""
+        if self.levels.device != x.device and not x.is_meta:
+            self._move(x.device)
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
+        # follow the model to another device but stay in float32 when it is cast to half precision
+        self._move(fn(self.levels.new_empty(0)).device)
+        return self
+
+    @torch.inference_mode(False)  # what is made in a forward pass is written to elsewhere
+    def _move(self, device: torch.device) -> None:
+        super()._move(device)
+        if device != self.levels.device:
+            self.levels, self.weight_levels, self.grad_levels, self.weight_grad_levels = _zeros(device)
+            self._fill()
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Leave the scheduler out of a copy."""
+        return {**vars(self), "driver": self.driver is not None}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Forget levels that a scheduler set; find the kernels in the process that a stored layer comes to."""
+        if "now" not in state:
+            raise RuntimeError(
+                "this model was stored whole, by an older release; load its state_dict into a model converted now"
+            )
+        super().__setstate__(state)
+        driven, self.driver = self.driver, None
+        if driven:
+            self.in_force = None
+        if self.now.is_set:
+            execution()
+
+    def extra_repr(self) -> str:
+        """Show what is in force: bits or formats, how products are executed, which kernels round."""
+        if not self.now.is_set:
+            return f"bits=not set, execution={self.execution}"
+        return f"{self._described()}, execution={self._executed()}, kernels={kernels_on(self.levels.device)}"
+
+    def _executed(self) -> str:
+        """Return the execution, and where it is another than was asked for."""
+        if self.execution == "simulated" or not self.now.active:
+            return self.execution
+        if not self.now.on_codes:
+            return f"{self.execution} (simulated at these bits)"
+        slow = self.execution == "auto" and not multiplies_codes(self.levels.device)
+        return f"{self.execution} (simulated on this device)" if slow else self.execution
+
+    def _described(self) -> str:
+        """Return the bits or formats in force."""
+        if set(self.ladders) == {AFFINE} and self.in_force == Levels(self.bits, self.bits, self.q_grad, self.q_grad):
+            return f"bits={self.bits or 'float32'}, q_grad={self.q_grad or 'float32'}"
+        return ", ".join(f"{role}={f or 'float32'}" for role, f in self.now.formats._asdict().items())
+
+
+def _zeros(device: torch.device | str) -> list[Tensor]:
+    return [torch.zeros((), dtype=torch.float32, device=device) for _ in range(4)]

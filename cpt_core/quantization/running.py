@@ -18,7 +18,7 @@ KEY_BITS = 51  # of the keys that ``quantize_`` makes
 
 
 class RunningState(nn.Module):
-    """The buffers of a ``LayerPrecision``, and the range that a tensor is given where a running one is kept.
+    """What training leaves in a ``LayerPrecision``, and the range that a tensor is given where a running one is kept.
 
     Attributes:
         noise_key: of the stochastic rounding, 0-d int64; counts on with every gradient. No buffer, which would be
@@ -35,14 +35,18 @@ class RunningState(nn.Module):
     def __init__(self, quantizers: Mapping[str, Quantizer], key: int, running_start: str) -> None:
         super().__init__()
         choose("running_start", running_start, RUNNING_STARTS)
-        self.quantizers = dict(quantizers)
         self.corrected = running_start == "corrected"
         self.key = key
         self.calibrated = not self.corrected
         self.noise_key, self._offset = self._start("noise_key"), 0
-        for role, quantizer in self.quantizers.items():
+        for role, quantizer in quantizers.items():
             if quantizer.running:
                 self.register_buffer(f"running_{role}", self._start(f"running_{role}"), persistent=False)
+
+    @property
+    def quantizers(self) -> Mapping[str, Quantizer]:
+        """The quantiser of every role, with the format in force."""
+        raise NotImplementedError
 
     def keep_apart(self) -> None:
         """Let the key be that of this process, also when a group of processes has been made since the layer was."""

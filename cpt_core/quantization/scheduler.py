@@ -26,7 +26,7 @@ from cpt_core.checks import check_bits, declared
 from cpt_core.formats.ladder import AFFINE
 from cpt_core.quantization.convert import all_precisions
 from cpt_core.quantization.forgotten import ForgottenStep
-from cpt_core.quantization.levels import NOTHING
+from cpt_core.quantization.in_force import NOTHING
 from cpt_core.quantization.operations import QuantOperations
 from cpt_core.quantization.precision import LayerPrecision
 from cpt_core.schedules.layered import LayeredSchedule

@@ -106,7 +106,7 @@ class Session:
 
         And more bits than codes have are simulated in any case.
         """
-        return tuple((*p.constants(), p.keeps_by_bits and p.forward_format) for p in self._layers)
+        return tuple((*p.now.constants(), p.keeps_by_bits and p.now.formats.activation) for p in self._layers)
 
     def reset(self) -> None:
         """Forget what steps leave for the next one, apart from what is trained."""

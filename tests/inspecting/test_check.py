@@ -195,7 +195,7 @@ def test_the_model_is_left_as_it_was_when_it_fails():
         check(model, (torch.randn(3, 4),))
     assert torch.equal(model.norm.running_mean, before)
     assert [len(m._forward_pre_hooks) for m in model.modules()] == hooks
-    assert not model.layer.precision.is_set
+    assert model.layer.precision.in_force is None
 
 
 def test_a_model_that_is_not_converted_is_refused():
@@ -243,7 +243,7 @@ def test_what_is_computed_on_codes_is_checked_as_its_simulation(make):
         assert found.ok
         assert (found.products, found.quantized_share) == (wanted.products, 1)
         layers = [m for m in model.modules() if isinstance(m, LayerPrecision)]
-        assert all((p.execution, p.fits_codes) == ("integer", (True, True)) for p in layers)
+        assert all((p.execution, p.now.on_codes, p.gradient_on_codes) == ("integer", True, True) for p in layers)
         after = model(x)
     for a, b in zip(*((y if isinstance(y, tuple) else (y,)) for y in (before, after)), strict=True):
         assert not isinstance(a, torch.Tensor) or torch.equal(a, b)

@@ -420,7 +420,7 @@ def test_layers_and_summary_say_what_is_in_force(execution, bits, q_grad, said):
 )
 def test_auto_says_where_a_device_is_too_slow_for_codes(execution, fast, said, monkeypatch):
     model = quantize_(small(), QuantConfig(execution=execution))
-    monkeypatch.setattr("cpt_core.quantization.levels.multiplies_codes", lambda device: fast)
+    monkeypatch.setattr("cpt_core.quantization.precision.multiplies_codes", lambda device: fast)
     with precision(model, 4):
         assert said in repr(model)
 

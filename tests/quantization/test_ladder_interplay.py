@@ -49,10 +49,10 @@ def test_check_runs_on_every_ladder_and_leaves_it(ladder, schedule, training):
     model = net(ladder)
     cpt.PrecisionScheduler(model, schedule)
     model(inputs())
-    before = layer_precisions(model)["0"].formats_in_force
+    before = layer_precisions(model)["0"].now.formats
     expected = model.train(training)(inputs())
     assert cpt.check(model, (inputs(),)).ok
-    assert layer_precisions(model)["0"].formats_in_force == before
+    assert layer_precisions(model)["0"].now.formats == before
     assert torch.equal(model(inputs()), expected)
 
 
@@ -155,10 +155,10 @@ def test_a_recorded_step_serves_no_other_split_of_gradients():
     found = set()
     for levels in (Levels(8, 8, 8, 8), Levels(8, 8, 8, 4), Levels(8, 8, None, 8), Levels(8, 8, 8, None)):
         layer.set_levels(levels)
-        found.add(layer.constants())
+        found.add(layer.now.constants())
     assert len(found) == 4
     layer.set_levels(Levels(6, 5, 7, 3))
-    assert layer.constants() in found  # only numbers differ from the second
+    assert layer.now.constants() in found  # only numbers differ from the second
 
 
 def test_a_checkpoint_of_another_ladder_is_refused():
@@ -221,7 +221,7 @@ def test_q_max_is_that_of_every_role():
     layer = layer_precisions(model)["0"]
     with cpt.precision(model, "q_max"):
         assert layer.in_force == (6, 2, 32, 32)
-        assert str(layer.formats_in_force.weight) == "e3m2"
+        assert str(layer.now.formats.weight) == "e3m2"
     with cpt.precision(model, "q_max", q_grad=8):
         assert layer.in_force == (6, 2, 8, 8)
 
