@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
-from functools import lru_cache
+from functools import cache, lru_cache
 from typing import Any
 
-from cpt_core.formats.format import Format
 from cpt_core.formats.ladder import ladder_of
 from cpt_core.kernels.integer import MOST_BITS
 from cpt_core.quantization.fake_quantize import levels_of
@@ -57,9 +56,9 @@ class InForce:
             format = getattr(formats, ladder_role(role))
             if role == "bias" and format and format.block:  # a bias is no operand of a product
                 format = replace(format, partial=True)
-            self.quantizers[role] = _on(quantizer, format)
+            self.quantizers[role] = _one(quantizer.on(format))
             if self.apart and ladder_role(role) == "error":
-                self.quantizers[weight_role(role)] = _on(quantizer, formats.weight_gradient)
+                self.quantizers[weight_role(role)] = _one(quantizer.on(formats.weight_gradient))
 
     def __deepcopy__(self, memo: Any) -> InForce:
         """Copies share it."""
@@ -82,9 +81,10 @@ def meaning(levels: Levels | None, ladders: Levels, roles: Roles, codes: bool) -
     return InForce(levels, ladders, roles, codes)
 
 
-@lru_cache(maxsize=4096)  # the same object again: compiled code looks
-def _on(quantizer: Quantizer, format: Format | None) -> Quantizer:
-    return quantizer.on(format)
+@cache
+def _one(quantizer: Quantizer) -> Quantizer:
+    """Return the first quantiser of all that are equal: code that was compiled for it serves it alone."""
+    return quantizer
 
 
 def formats_of(levels: Levels | None, ladders: Levels) -> Levels:

@@ -449,6 +449,18 @@ def test_one_compiled_graph_serves_a_whole_cycle(counter, device):
         torch.testing.assert_close(compiled(x), eager(x))
 
 
+def test_a_compiled_graph_serves_levels_that_other_models_have_had_before(counter):
+    first = block()
+    second = copy.deepcopy(first)
+    with precision(first, 5, 7):
+        first(pictures(0))
+    compiled = torch.compile(second, fullgraph=True, backend=counter)
+    for bits in (3, 5, 7):
+        with precision(second, bits, 7):
+            compiled(pictures(0))
+    assert counter.frame_count == 1
+
+
 def test_compiled_gradients_are_rounded_anew_in_every_call(counter):
     model = block(QuantConfig())
     compiled = torch.compile(model, fullgraph=True, backend=counter)
