@@ -105,10 +105,7 @@ def layer(name: str, device: str, on_codes: bool = False) -> dict[str, Any]:
     torch.manual_seed(0)
     x = torch.randn(shape)
     config = QuantConfig(execution="integer").with_shared_steps() if on_codes else QuantConfig()
-    model = quantize_(make(), config)
-    for module in model.modules():
-        if hasattr(module, "quantizers"):
-            module.quantizers = {role: replace(q, rounding="nearest") for role, q in module.quantizers.items()}
+    model = quantize_(make(), config.with_gradient_rounding("nearest"))
     results = []
     for where in ("cpu", device):
         there = copy.deepcopy(model).to(where)

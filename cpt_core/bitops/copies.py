@@ -114,9 +114,12 @@ def followed(
     """Inside the block call ``enter(name, module, ...)`` before every forward pass of the modules, ``leave`` after it.
 
     Before all other hooks, and also after a forward pass that failed: arguments behind the name are those of hooks.
+    A ScriptModule, which takes none, is part of what is around it.
     """
     with ExitStack() as hooks:
         for name, module in modules.items():
+            if isinstance(module, torch.jit.ScriptModule):
+                continue
             hooks.enter_context(module.register_forward_pre_hook(partial(enter, name), prepend=True))
             hooks.enter_context(module.register_forward_hook(partial(leave, name), always_call=True))
         yield

@@ -169,7 +169,6 @@ class Watch(TorchDispatchMode):
     def on(self) -> Iterator[None]:
         """Watch inside a ``with`` block."""
         inner = {} if self.unseen else dict(self.model.named_modules())
-        inner = {name: module for name, module in inner.items() if not isinstance(module, torch.jit.ScriptModule)}
         with ExitStack() as hooks:
             for name, module in (self.layers | self.wholes).items():
                 if not any(outer in ("", name) or name.startswith(f"{outer}.") for outer in self.unseen):
