@@ -126,6 +126,13 @@ def _grouped(args: tuple[Any, ...], out: Any) -> Iterator[Product]:
     yield _product(x.shape[-2] * w.numel() if x.dim() > w.dim() else x.numel() * w.shape[-1], x, w)
 
 
+def _grouped_backward(args: tuple[Any, ...], out: Any) -> Iterator[Product]:
+    """Both gradients at once."""
+    x, w, _, gradient = args
+    yield _product(gradient.numel() * x.shape[-1], gradient, w)
+    yield _product(gradient.numel() * x.shape[-1], x, gradient)
+
+
 def _linear(args: tuple[Any, ...], out: Any) -> Iterator[Product]:
     yield _product(out.numel() * args[0].shape[-1], *args[:2])
 
@@ -176,7 +183,8 @@ def _recurrent(args: tuple[Any, ...], out: Any) -> Iterator[Product]:
 OWN: dict[str, Count] = {
     **dict.fromkeys(("mm", "bmm", "mv", "dot", "vdot", "_int_mm"), _times_columns(0)),
     **dict.fromkeys(("addmm", "baddbmm", "addbmm", "addmv", "_addmm_activation", "_sparse_addmm"), _times_columns(1)),
-    "_grouped_mm": _grouped,
+    **dict.fromkeys(("_grouped_mm", "transformers::grouped_mm_fallback"), _grouped),
+    "transformers::grouped_mm_fallback_backward": _grouped_backward,
     **dict.fromkeys(("mkldnn_rnn_layer", "_cudnn_rnn", "miopen_rnn"), _recurrent),
     **dict.fromkeys(("linear", "mkldnn::_linear_pointwise"), _linear),
     "_trilinear": _trilinear,

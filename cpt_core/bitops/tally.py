@@ -69,14 +69,14 @@ class Tally:
         return found
 
 
-def mostly_float32(shares: Mapping[str, float]) -> str:
-    """Return in words what share of the forward MACs runs in float32, and where most of it."""
+def mostly_float32(shares: Mapping[str, float], where: str = "float32") -> str:
+    """Return in words what share of the forward MACs runs in float32, and where most of it; ``where`` is all of it."""
     if not shares:
         return "all forward MACs run quantised"
     most = sorted(shares, key=lambda layer: -shares[layer])
     named = [f"{layer or '(model)'} {shares[layer]:.1%}" for layer in most[:3]]
     if len(most) > 3:
-        named.append(f"{len(most) - 3} more in .float32")
+        named.append(f"{len(most) - 3} more in .{where}")
     return f"{sum(shares.values()):.1%} of the forward MACs run in float32: {', '.join(named)}"
 
 

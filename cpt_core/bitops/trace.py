@@ -51,6 +51,8 @@ from cpt_core.quantization.operations import QuantOperations
 CONVENTIONS = ("paper", "per_op")
 PASSES = ("forward", "error", "weight")  # y = x w;  dx = dy w;  dw = x dy
 
+PARTS = (AGGREGATION, PRODUCTS, GATES, UPSAMPLING)  # what a layer does besides its own product: "NAME (aggregation)"
+
 # what a convention does not price: the authors' counters do not see some products, and see copies as operations
 LEFT_OUT = {"paper": (AGGREGATION, PRODUCTS), "per_op": (UPSAMPLING,)}
 
@@ -68,6 +70,11 @@ class Call:
     owner: str | None = None  # the layer at whose bits it runs; None: float32 (FP-Agg)
     once: bool = False  # computed once per bit width in a whole run: the sum of constant features
     elements: Elements = (0, 0, 0)  # of the first operand, of the second (the weight), of the result
+
+    @property
+    def module(self) -> str:
+        """The name of the module, without that of a part."""
+        return self.layer if self.kind not in PARTS else self.layer.rpartition("(")[0].rstrip()
 
     def passes(self, convention: str) -> tuple[str, ...]:
         """Return the passes of a training step that this call causes."""

@@ -4,16 +4,27 @@
 >>> model = quantize_(nn.Sequential(nn.Linear(4, 3), nn.Linear(3, 2)), QuantConfig(float32=("1",)))
 >>> [row.name for row in summary(model).quantized]
 ['0']
+>>> print(summary(model, (torch.ones(5, 4),)))
+module  kind             parameters   MACs  precision
+0       Linear                   15  66.7%  quantised
+1       Linear                    8  33.3%  float32 (left out)
+33.3% of the forward MACs run in float32: 1 33.3%
+in force in 1 layer: bits=not set, execution=simulated
 """
 
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 from torch import nn
 from torch.nn.parameter import is_lazy
 
+from cpt_core.bitops.macs import PRODUCTS
+from cpt_core.bitops.tally import mostly_float32
+from cpt_core.bitops.trace import trace
 from cpt_core.checks import declared
 from cpt_core.kernels.integer import multiplies_codes
 from cpt_core.quantization.coverage import convertible, float32_reason, form_of, module_kind, parts_of_wholes
@@ -34,6 +45,7 @@ class LayerSummary:
         simulated: of a layer that is to multiply codes: the products that do not, with the reason; None where all are
             simulated because nobody asked for more.
         products: all of them: "forward", "error" and "weight", and the sums of graph convolutions.
+        share: of the multiply-accumulates (MACs) of a forward pass; None without inputs.
     """
 
     name: str
@@ -43,6 +55,7 @@ class LayerSummary:
     reason: str
     simulated: dict[str, str] | None = None
     products: tuple[str, ...] = PASSES
+    share: float | None = None
 
     def __str__(self) -> str:
         """Return how it is computed."""
@@ -57,13 +70,15 @@ class LayerSummary:
 
 @dataclass(frozen=True)
 class Summary:
-    """All modules with parameters; ``print`` it.
+    """All modules with parameters or products of their own; ``print`` it.
 
     Attributes:
+        float32_shares: layer -> share of the MACs of a forward pass that runs in float32 there; None without inputs.
         in_force: what quantised layers do at present, as their ``repr`` says it -> how many of them do so.
     """
 
     rows: tuple[LayerSummary, ...]
+    float32_shares: Mapping[str, float] | None = None
     in_force: dict[str, int] = field(default_factory=dict)
 
     @property
@@ -79,17 +94,29 @@ class Summary:
     def __str__(self) -> str:
         """Return a table."""
         width = max([len(r.name) for r in self.rows] + [6])
-        lines = [f"{'module':<{width}}  {'kind':<16} {'parameters':>10}  precision"]
+        counted = self.float32_shares is not None
+        lines = [f"{'module':<{width}}  {'kind':<16} {'parameters':>10}  {'  MACs  ' * counted}precision"]
         for r in self.rows:
-            lines.append(f"{r.name or '(model)':<{width}}  {r.kind:<16} {r.parameters:>10,}  {r}")
+            share = f"{r.share or 0:6.1%}  " if counted else ""
+            lines.append(f"{r.name or '(model)':<{width}}  {r.kind:<16} {r.parameters:>10,}  {share}{r}")
+        if self.float32_shares is not None:
+            lines.append(mostly_float32(self.float32_shares, "float32_shares"))
         for what, count in self.in_force.items():
             lines.append(f"in force in {count} layer{'s' * (count > 1)}: {what}")
         return "\n".join(lines)
 
 
-def summary(model: nn.Module) -> Summary:
-    """List every module that has parameters of its own, quantised or not, with the reason; and what is in force now."""
-    declared(summary, locals())
+def summary(model: nn.Module, inputs: tuple[Any, ...] | None = None) -> Summary:
+    """List every module that has parameters of its own, quantised or not, with the reason; and what is in force now.
+
+    Args:
+        model: any module; converted by ``quantize_`` or not.
+        inputs: the arguments of its forward, of which only shapes matter. With them every module's share of the
+            multiply-accumulates (MACs) is told, as ``count_bitops`` counts them, and modules without parameters that
+            multiply are listed too.
+    """
+    declared(summary, {"model": model})
+    shares, plain = _shares(model, inputs) if inputs is not None else ({}, None)
     rows = []
     modules, parts = dict(model.named_modules()), parts_of_wholes(model)
     left_out = {id(m): form for _, m in convertible(model) if (form := form_of(m))}
@@ -98,10 +125,12 @@ def summary(model: nn.Module) -> Summary:
         parameters = sum(0 if is_lazy(p) else p.numel() for p in own)  # a lazy module has no shapes yet
         multiplies = isinstance(module, QuantOperations) and module.precision.called is not False
         multiplies = multiplies or issubclass(left_out.get(id(module), object), QuantOperations)
-        if own or multiplies:
+        if own or multiplies or name in shares:
             layer = modules[parts.get(name, name)]  # the module itself, or the whole that it is a part of
             quantized = isinstance(layer, QuantizedLayer)
             kind = module_kind(module).__name__
+            if not own and not multiplies and not quantized:  # what is around it may catch its products
+                quantized = plain is not None and f"{name} ({PRODUCTS})".lstrip() not in plain
             reason = "" if quantized else float32_reason(layer, id(layer) in left_out)
             if isinstance(layer, QuantizedLayer) and layer.precision.called is False:
                 quantized, reason = False, IDLE if isinstance(layer, QuantOperations) else NOT_CALLED
@@ -112,9 +141,23 @@ def summary(model: nn.Module) -> Summary:
                 products = layer.products
                 simulated = dict.fromkeys(products, SLOW) if slow else layer.simulated_products()
                 simulated |= _in_other_formats(layer)
-            rows.append(LayerSummary(name, kind, parameters, quantized, reason, simulated, products))
+            share = shares.get(name, 0.0) if inputs is not None else None
+            rows.append(LayerSummary(name, kind, parameters, quantized, reason, simulated, products, share))
     layers = (m.precision.extra_repr() for m in modules.values() if isinstance(m, QuantizedLayer))
-    return Summary(tuple(rows), dict(Counter(layers)))
+    return Summary(tuple(rows), plain, dict(Counter(layers)))
+
+
+def _shares(model: nn.Module, inputs: tuple[Any, ...]) -> tuple[dict[str, float], dict[str, float]]:
+    """Return module -> its share of the MACs of a forward pass, and layer -> the share that is in float32 there."""
+    calls = [call for call in trace(model, inputs)[0] if call.passes("per_op")]
+    converted = {name for name, m in model.named_modules() if isinstance(m, QuantizedLayer)}
+    every: Counter[str] = Counter()
+    plain: Counter[str] = Counter()
+    for call in calls:
+        every[call.module] += call.macs
+        plain[call.layer] += 0 if call.owner in converted else call.macs
+    total = max(1, every.total())
+    return {k: n / total for k, n in every.items()}, {k: n / total for k, n in plain.items() if n}
 
 
 def _in_other_formats(layer: QuantizedLayer) -> dict[str, str]:

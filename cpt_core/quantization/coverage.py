@@ -169,18 +169,23 @@ class FirstPass(TorchFunctionMode):
         if function in operations.INSIDE:
             with self:
                 return operations.INSIDE[function](*args, **(kwargs or {}))
-        vector = any(isinstance(x, torch.Tensor) and x.dim() == 1 for x in args[:2])  # the norms of weights are such
-        if function in operations.RULES and not vector and not operations.only_scales(function, args):
-            name = _running(self.model)
-            if not any(name == a or name.startswith(f"{a}.") for a in self.asked):
-                self.seen.setdefault(name, getattr(function, "__name__", str(function)))
+        if function in operations.RULES or function in operations.UNRULED:
+            factors = operations.factors(function, args, kwargs or {})
+            vector = any(isinstance(x, torch.Tensor) and x.dim() == 1 for x in factors)  # the norms of weights are such
+            if not vector and not operations.only_scales(function, factors):
+                self._saw(function)
         return function(*args, **(kwargs or {}))
+
+    def _saw(self, function: Any) -> None:
+        name = _running(self.model)
+        if not any(name == a or name.startswith(f"{a}.") for a in self.asked):
+            self.seen.setdefault(name, getattr(function, "__name__", str(function)))
 
 
 def _running(model: nn.Module) -> str:
     """Return the name of the innermost module of a model that is running."""
     names = {id(module): name for name, module in model.named_modules()}
-    frame = sys._getframe(2)
+    frame = sys._getframe(3)
     while frame is not None:
         if (found := names.get(id(frame.f_locals.get("self")))) is not None:
             return found

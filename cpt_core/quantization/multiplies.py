@@ -18,7 +18,7 @@ from cpt_core.quantization.operations import NAMES
 
 
 def names_a_product(module: nn.Module) -> bool:
-    """Whether the forward of a module, or a function or method that it calls by name, names a product of torch.
+    """Whether the forward of a module, or a function, method or object that it calls by name, names a product of torch.
 
     What its child modules do in forwards of their own is theirs. A product that is found in no name, such as one in a
     table of functions, is not known here; the first forward pass tells of it.
@@ -35,9 +35,12 @@ def names_a_product(module: nn.Module) -> bool:
         for code in _with_inner(function.__code__):
             for name, of_self in _names(code):
                 if of_self:
-                    found = getattr(type(module), name, None)
-                    if name in NAMES and callable(vars(module).get(name)):  # a function, no child
+                    held = vars(module).get(name)  # a function, or an object that is called; no child
+                    if name in NAMES and callable(held):
                         return True
+                    found = getattr(type(module), name, held)
+                    if not isinstance(found, FunctionType | MethodType):
+                        found = vars(type(found)).get("__call__")
                 else:
                     if name in NAMES or name == "@":
                         return True

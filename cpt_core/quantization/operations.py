@@ -32,7 +32,6 @@ Differs: the paper and its code quantise the layers of their own models; nothing
 
 from __future__ import annotations
 
-import math
 import weakref
 from collections.abc import Callable, Mapping
 from dataclasses import replace
@@ -90,6 +89,8 @@ class Products(TorchFunctionMode):
                 return INSIDE[function](*args, **kwargs)
         rule = RULES.get(function)
         if rule is not None and "out" not in kwargs:
+            if kwargs:
+                args, kwargs = in_order(function, args, kwargs)
             with unseen():
                 if _has_a_grid(args) and not only_scales(function, args):
                     return self._multiplied(rule, function, args, kwargs)
@@ -326,20 +327,23 @@ def _contracted(c: Products, function: Any, terms: tuple[str, str], result: str,
     summed = [x for x in dict.fromkeys(terms[0] + terms[1]) if x.isalpha() and x not in result]
     weights = is_weight(a), is_weight(b)
     constant = not any(weights) and not (a.requires_grad or b.requires_grad)
-    if constant and all(math.prod(_sizes(term, x, summed)) == 1 for term, x in zip(terms, (a, b), strict=True)):
+    if constant and all(
+        x.shape[i] == 1 for term, x in zip(terms, (a, b), strict=True) for i in _places(term, x, summed)
+    ):
         return function(equation, a, b)
 
     def multiplied(a: Tensor, b: Tensor) -> Tensor:
         rounded = []
         for x, term, weight, role in zip((a, b), terms, weights, ("query", "value"), strict=True):
-            dims = [i - len(term) for i, letter in enumerate(term) if letter in summed]
-            if weight and dims and "." not in term:
-                order = [i for i in range(x.dim()) if i - x.dim() not in dims] + [d + x.dim() for d in dims]
+            dims = _places(term, x, summed)
+            if any(weights) and dims:  # as in a linear layer: a range over all that is summed
+                order = [i for i in range(x.dim()) if i not in dims] + dims
                 turned = x.permute(order)
-                flat = p.operand("linear_weight", turned.flatten(x.dim() - len(dims)))
+                flat = p.operand("linear_weight" if weight else "linear_input", turned.flatten(x.dim() - len(dims)))
                 rounded.append(flat.view(turned.shape).permute(sorted(range(x.dim()), key=order.__getitem__)))
             else:
-                rounded.append(p.operand("linear_input" if any(weights) else role, x, dims[-1] if dims else -1))
+                along = dims[-1] - x.dim() if dims else -1
+                rounded.append(p.operand("linear_input" if any(weights) else role, x, along))
         grad = "linear_grad" if any(weights) else "grad"
         first = weights != (True, False)  # the error product's operand comes first
         if first:
@@ -349,9 +353,11 @@ def _contracted(c: Products, function: Any, terms: tuple[str, str], result: str,
     return in_float32(p, a, multiplied, a, b)
 
 
-def _sizes(term: str, x: Tensor, letters: list[str]) -> list[int]:
-    places = {letter: i - (len(term) if "." in term and i > term.index(".") else 0) for i, letter in enumerate(term)}
-    return [x.shape[places[letter]] for letter in letters if letter in term]
+def _places(term: str, x: Tensor, letters: list[str]) -> list[int]:
+    """Return the dimensions of an operand of ``einsum`` that have these letters, in their order."""
+    before = term.partition(".")[0]
+    places = {letter: i if letter in before else i - len(term) + x.dim() for i, letter in enumerate(term)}
+    return [places[letter] for letter in letters if letter in term]
 
 
 def _tensordot(c: Products, function: Any, a: Tensor, b: Tensor, dims: Any = 2, **more: Any) -> Tensor:
@@ -400,24 +406,44 @@ PAIRS = dict.fromkeys(_named("matmul", "mm", "bmm", "mv", "dot", "vdot", "__matm
 TRANSPOSED = dict.fromkeys(_named("conv_transpose1d", "conv_transpose2d", "conv_transpose3d"))
 
 
-def _table() -> dict[Any, Rule]:
-    names: dict[Rule, tuple[str, ...]] = {
-        _linear: ("linear",),
-        _conv: tuple(f"conv{way}{n}d" for way in ("", "_transpose") for n in (1, 2, 3)),
-        _matmul: ("matmul", "mm", "bmm", "mv", "dot", "vdot", "__matmul__"),
-        _turned: ("__rmatmul__",),
-        _inner: ("inner",),
-        _added: ("addmm", "baddbmm", "addmv"),
-        _attention: ("scaled_dot_product_attention",),
-        _bilinear: ("bilinear",),
-        _grouped: ("grouped_mm", "_grouped_mm"),
-        _einsum: ("einsum",),
-        _tensordot: ("tensordot",),
-        _chained: ("chain_matmul", "multi_dot"),
-        **{_recurrence(kind): (kind,) for kind in recurrences.STEPS},
-        **{_cell(kind): (f"{kind}_cell",) for kind in recurrences.STEPS},
+def _table() -> dict[str, tuple[Rule, str]]:
+    """Return the name of a product -> its rule, and the names of its operands in their order."""
+    like_linear = "input weight bias"
+    return {
+        "linear": (_linear, like_linear),
+        **{f"conv{way}{n}d": (_conv, like_linear) for way in ("", "_transpose") for n in (1, 2, 3)},
+        **dict.fromkeys(("matmul", "vdot", "__matmul__"), (_matmul, "input other")),
+        **dict.fromkeys(("mm", "bmm"), (_matmul, "input mat2")),
+        "mv": (_matmul, "input vec"),
+        "dot": (_matmul, "input tensor"),
+        "__rmatmul__": (_turned, "input other"),
+        "inner": (_inner, "input other"),
+        "addmm": (_added, "input mat1 mat2"),
+        "baddbmm": (_added, "input batch1 batch2"),
+        "addmv": (_added, "input mat vec"),
+        "scaled_dot_product_attention": (_attention, "query key value"),
+        "bilinear": (_bilinear, "input1 input2 weight bias"),
+        **dict.fromkeys(("grouped_mm", "_grouped_mm"), (_grouped, "mat_a mat_b")),
+        "einsum": (_einsum, "equation"),
+        "tensordot": (_tensordot, "a b"),
+        **dict.fromkeys(("chain_matmul", "multi_dot"), (_chained, "tensors")),
+        **{kind: (_recurrence(kind), "input hx") for kind in recurrences.STEPS},
+        **{f"{kind}_cell": (_cell(kind), "input hx w_ih w_hh b_ih b_hh") for kind in recurrences.STEPS},
     }
-    return {function: rule for rule, listed in names.items() for function in _named(*listed)}
+
+
+def in_order(function: Any, args: Any, kwargs: Mapping[str, Any]) -> tuple[Any, dict[str, Any]]:
+    """Return the arguments of a product, with operands that were given by name in their places."""
+    args, kwargs, names = tuple(args), dict(kwargs), OPERANDS[function]
+    while len(args) < len(names) and names[len(args)] in kwargs:
+        args = (*args, kwargs.pop(names[len(args)]))
+    return args, kwargs
+
+
+def factors(function: Any, args: Any, kwargs: Mapping[str, Any]) -> Any:
+    """Return the first two operands that a product multiplies."""
+    ordered = in_order(function, args, kwargs)[0] if function in OPERANDS else args
+    return ordered[1:3] if function in UNRULED or RULES[function] is _added else ordered[:2]
 
 
 def _seen_inside(function: Any) -> FunctionType:
@@ -428,9 +454,24 @@ def _seen_inside(function: Any) -> FunctionType:
     return inside
 
 
-RULES = _table()
+RULES = {function: rule for name, (rule, _) in _table().items() for function in _named(name)}
+OPERANDS: dict[Any, list[str]] = {
+    function: names.split() for name, (_, names) in _table().items() for function in _named(name)
+}
+OPERATORS = {"transformers::grouped_mm_fallback": (_grouped, "input weight")}  # of libraries that may not be imported
+UNRULED = frozenset(_named("addbmm", "addbmm_", "addmm_", "addmv_", "baddbmm_"))  # products that no rule quantises
 INSIDE = {functional.multi_head_attention_forward: _seen_inside(functional.multi_head_attention_forward)}
 NAMES = frozenset({*(f.__name__ for f in (*RULES, *INSIDE)), "_transformer_encoder_layer_fwd"})
+NAMES |= {name.partition("::")[2] for name in OPERATORS}
+
+
+def learn_operators() -> None:
+    """Take in the rules of those operators of libraries that are there by now."""
+    for name, (rule, operands) in OPERATORS.items():
+        library, _, operator = name.partition("::")
+        packet = getattr(getattr(torch.ops, library), operator, None)
+        for function in () if packet is None else (packet, packet.default):
+            RULES[function], OPERANDS[function] = rule, operands.split()
 
 
 class QuantOperations(QuantizedLayer):
@@ -445,6 +486,7 @@ class QuantOperations(QuantizedLayer):
     def from_float(cls, module: Any, **options: Any) -> Any:
         """Convert in place."""
         super().from_float(module, **options)
+        learn_operators()
         weight = vars(module)["_parameters"].get("weight") if _keeps_ranges(cls.FLOAT) else None
         own = None if weight is None else tuple(weight.shape)
         module.precision.must_be_there = False

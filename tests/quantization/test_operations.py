@@ -6,6 +6,7 @@ import pickle
 
 import pytest
 import torch
+import transformers.integrations.moe  # noqa: F401  # which registers an operator
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
@@ -17,6 +18,7 @@ from cpt_core.inspecting.check import check
 from cpt_core.inspecting.summary import summary
 from cpt_core.quantization import operations
 from cpt_core.quantization.convert import QuantConfig, layer_precisions, quantize_, restore_
+from cpt_core.quantization.coverage import QuantizationWarning
 from cpt_core.quantization.fake_quantize import quantize
 from cpt_core.quantization.multiplies import names_a_product
 from cpt_core.quantization.scheduler import PrecisionScheduler, precision
@@ -80,6 +82,19 @@ PRODUCTS = {
     "experts": (
         lambda m, x: torch._grouped_mm(x, m.w, offs=torch.tensor([4, 8], dtype=torch.int32)), (2, 16, 8), [(8, 16)], 1,
     ),
+    "experts, transformers": (
+        lambda m, x: torch.ops.transformers.grouped_mm_fallback(x, m.w, offs=torch.tensor([4, 8], dtype=torch.int32)),
+        (2, 16, 8), [(8, 16)], 1,
+    ),
+    "einsum, heads summed": (lambda m, x: torch.einsum("bthk,hkd->btd", x, m.w), (2, 3, 6), [(2, 5, 2, 3)], 1),
+    "linear by name": (lambda m, x: F.linear(input=x, weight=m.w), (4, 6), [Y], 1),
+    "matmul by name": (lambda m, x: torch.matmul(x, other=m.w), (6, 4), [Y], 1),
+    "mm by name": (lambda m, x: torch.mm(input=x, mat2=m.w), (6, 4), [X], 1),
+    "baddbmm by name": (
+        lambda m, x, y: torch.baddbmm(m.w, batch1=x, batch2=y.mT, beta=0.5, alpha=2), (1, 1, 1), [Y, Y], 1,
+    ),
+    "bilinear by name": (lambda m, x, y: F.bilinear(x, input2=y, weight=m.w), (4, 6, 6), [X, X], 1),
+    "attention by name": (lambda m, x: F.scaled_dot_product_attention(query=x, value=x, key=x), (1, 1), [Y], 2),
 }  # fmt: skip
 
 
@@ -121,10 +136,8 @@ def test_a_weight_has_a_range_per_output_and_an_input_one_per_row(name):
     weight = {"linear": 2 * module.w}.get(name, module.w).detach()
     matrix = flat.get(name, lambda w: w)(weight)
     outputs = matrix if name in ("transposed", "linear", "inner") else matrix.mT
-    rows = x.detach()
-    a = quantize(rows, 3, "attention_query")
-    a = a.flatten(1) if name == "tensordot" else a
-    expected = a @ quantize(outputs.contiguous(), 3, "linear_weight").mT
+    rows = x.detach().flatten(1) if name == "tensordot" else x.detach()
+    expected = quantize(rows, 3, "attention_query") @ quantize(outputs.contiguous(), 3, "linear_weight").mT
     if name in ("addmm", "linear"):
         expected = expected + quantize(module.b[: len(outputs)].detach(), 3, "bias")
     with precision(module, 3), torch.no_grad():
@@ -370,11 +383,33 @@ def test_what_names_a_product():
         def forward(self, x):
             return super().forward(x) + 1
 
+    class Processor:
+        def __call__(self, module, x):
+            return module_function(x)
+
+    class Processed(Calls):
+        def __init__(self, processor):
+            super().__init__()
+            self.processor = processor
+
+        def forward(self, x):
+            return self.processor(self, x)
+
     assert not names_a_product(Calls())
+    assert not names_a_product(Processed(print))
     assert all(names_a_product(kind()) for kind in (Method, Wrapped, Below))
+    assert all(map(names_a_product, (Processed(Processor()), Processed(module_function))))
     assert not any(map(names_a_product, (nn.ReLU(), nn.Sequential(), nn.BatchNorm2d(2), nn.Embedding(2, 2))))
     assert all(map(names_a_product, (nn.MultiheadAttention(2, 1), nn.TransformerEncoderLayer(2, 1, 2), nn.GRU(2, 2))))
 
 
 def module_function(x):
     return torch.einsum("ij,jk->ik", x, x)
+
+
+@pytest.mark.parametrize("name", ["addbmm", "addmm_"])
+def test_products_that_no_rule_quantises_are_named(name):
+    sums = {"addbmm": lambda m, x: torch.addbmm(m.b, x, x.mT), "addmm_": lambda m, x: x[0].clone().addmm_(x[0], x[1])}
+    model = quantize_(nn.Sequential(nn.Linear(6, 6), Does(sums[name], 6, 6)))
+    with precision(model, 4), pytest.warns(QuantizationWarning, match=f"{name} in 1"):
+        model(torch.randn(2, 6, 6))

@@ -1,0 +1,392 @@
+"""Try models of other people's libraries, and keep what was found: ``python -m bench.zoo``, about 25 minutes.
+
+Every model is converted and watched while it runs: the watcher looks at the operands of every product that torch
+executes, at 2 bits, and asks nothing of the library that is tried. An operand is on a grid when the whole of it, or
+every slice of some dimension, or every run of some length along a dimension holds at most four values, and zero (one
+dimension of an operand may be several of the tensor that was rounded, which were flattened); operands of
+fewer than 32 numbers, or without a slice of more than six, can fail that by chance and are left out of the shares. The
+multiply-accumulates of a product are counted from shapes.
+
+Then the model is used as people use models, see ``LOOPS``. ``--only WORD`` tries those whose name or library has it.
+Rows go to ``data/results/zoo.json``; a library that is missing is named with what installs it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import importlib.util
+import json
+import math
+import multiprocessing
+import time
+import warnings
+from collections import Counter
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim.swa_utils import AveragedModel
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint
+
+import cpt_core as cpt
+from bench.zoo_models import MODELS, Inputs, Make
+from cpt_core.bitops.copies import floating_in
+from cpt_core.checks import write_text
+from cpt_core.inspecting.check import BITS as CHECKED
+from cpt_core.kernels.operators import LOOPS as OPENED
+from cpt_core.paths import results_dir
+from cpt_core.provenance import source
+from cpt_core.quantization.precision import LayerPrecision
+
+FILE = "zoo.json"
+PACKAGES = {"torch_geometric": "torch-geometric", "open_clip": "open_clip_torch", "x_transformers": "x-transformers"}
+SECONDS = 300  # of one model
+BITS, VALUES = 2, 4  # values of a grid of two bits
+LEAST, FEWEST = 7, 32  # a slice, and an operand, of fewer numbers than that tell nothing
+NEAREST = cpt.QuantConfig().with_gradient_rounding("nearest")
+OPERANDS = {  # product -> the places of its operands
+    **dict.fromkeys(
+        ("mm", "bmm", "mv", "dot", "vdot", "convolution", "linear", "_linear_pointwise", "_grouped_mm"), (0, 1)
+    ),
+    **dict.fromkeys(("addmm", "baddbmm", "addmv"), (1, 2)),
+    "_scaled_dot_product_flash_attention_for_cpu": (0, 1, 2),
+    "_trilinear": (0, 1, 2),
+}
+FUSED = ("mkldnn_rnn_layer", "_transformer_encoder_layer_fwd", "_native_multi_head_attention", "deform_conv2d")
+
+
+def macs_of(name: str, args: Any, out: Tensor) -> int:
+    """Return the multiply-accumulates of a product, from its shapes."""
+    a, b = (args[i] for i in OPERANDS[name][:2])
+    if name == "convolution":
+        return (a if args[6] else out).numel() // (a if args[6] else out).shape[1] * b.numel()
+    if name.startswith("_scaled"):
+        return a.numel() * b.shape[-2] + out.numel() * b.shape[-2]
+    if name == "_trilinear":  # of nn.Bilinear: every pair of inputs for every output, then a sum over the second input
+        return b.numel() * (a.numel() // a.shape[-1]) + out.numel() * args[2].shape[-1]
+    if name == "_grouped_mm":
+        return a.numel() * b.shape[-1]
+    if name in ("linear", "_linear_pointwise"):
+        return out.numel() * a.shape[-1]
+    return a.numel() * (b.shape[-1] if b.dim() > 1 else 1)
+
+
+def on_grid(x: Tensor, image: bool = False, kernel: bool = False) -> bool | None:
+    """Whether the numbers of an operand are few enough; None where its slices are too short to tell.
+
+    A slice is a row or a column; of an ``image`` all of it, of a ``kernel`` a channel.
+    """
+    x = x.detach().float()
+    runs = [next((n for n in range(LEAST, size) if size % n == 0), max(1, size)) for size in x.shape]
+    ways = [x.reshape(1, -1), *(x.movedim(dim, -1).reshape(-1, run) for dim, run in enumerate(runs))]
+    ways += [x.movedim(dim, 0).reshape(x.shape[dim], -1) for dim in range(x.dim())]
+    for way in ways:
+        if way.shape[1] >= LEAST:
+            ordered = torch.cat([way, torch.zeros(len(way), 1)], 1).sort(1).values
+            if int((ordered.diff(dim=1) != 0).sum(1).max()) <= VALUES:
+                return True
+    slices = (x.numel(),) if image else (x[0].numel(), x[:, 0].numel()) if kernel else x.shape[-2:]
+    return False if x.numel() >= FEWEST and min(slices) >= LEAST else None
+
+
+class Watcher(TorchDispatchMode):
+    """Looks at the products of a forward pass, or only counts them.
+
+    Attributes:
+        macs: (module, product, on a grid) -> multiply-accumulates.
+        unknown: operations that multiply, and whose operands it does not know.
+    """
+
+    def __init__(self, model: nn.Module, looks: bool = True) -> None:
+        super().__init__()
+        self.looks = looks
+        self.macs: Counter[tuple[str, str, bool | None]] = Counter()
+        self.unknown: set[str] = set()
+        self.path: list[str] = []
+        for name, module in model.named_modules():
+            if not isinstance(module, torch.jit.ScriptModule):
+                module.register_forward_pre_hook(lambda *_, name=name: self.path.append(name))
+                module.register_forward_hook(lambda *_: self.path.pop() and None, always_call=True)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if (loop := OPENED.get(func._schema.name)) is not None:  # a whole recurrence: its products one by one
+            with self:
+                return loop(*args, **(kwargs or {}))
+        out = func(*args, **(kwargs or {}))
+        name = func._schema.name.partition("::")[2].removesuffix("_")
+        if name in FUSED:
+            self.unknown.add(name)
+        if name in OPERANDS:
+            operands = [args[i] for i in OPERANDS[name]]
+            if all(x.numel() and x.is_floating_point() and x.layout == torch.strided for x in operands):
+                image = name == "convolution"
+                seen = [on_grid(x, image and i == 0, image and i == 1) for i, x in enumerate(operands) if self.looks]
+                found = False if False in seen else None if None in seen else True
+                result = out[0] if isinstance(out, tuple) else out
+                self.macs[self.path[-1] if self.path else "", name, found] += macs_of(name, args, result)
+        return out
+
+
+def total_of(found: Any) -> Tensor:
+    """Return the sum of all that a model returns, as a loss."""
+    parts = [y for y in floating_in(found) if y.requires_grad]
+    return torch.stack([y.double().mean() for y in parts]).sum()
+
+
+def gradients_of(model: nn.Module, call: Callable[..., Any], inputs: Inputs) -> list[Tensor]:
+    """Return the loss and the gradients of all parameters."""
+    torch.manual_seed(1)
+    model.zero_grad()
+    loss = total_of(call(*inputs))
+    loss.backward()
+    return [loss.detach(), *(p.grad.clone() for p in model.parameters() if p.grad is not None)]
+
+
+def equal(first: list[Tensor], second: list[Tensor], slack: float = 0.0) -> bool:
+    """Whether two lists of tensors are equal, NaN included."""
+    if len(first) != len(second):
+        return False
+    return all(
+        torch.equal(a.nan_to_num(), b.nan_to_num())
+        or float((a - b).norm()) <= slack * float(torch.stack([a.norm(), b.norm()]).max())
+        for a, b in zip(first, second, strict=True)
+    )
+
+
+# --- what people do with models: each takes a converted model, its original, and inputs, and tells whether it was right
+
+
+def at_four_bits(model: nn.Module) -> AbstractContextManager[Any]:
+    """Return where a model runs at 4 bits; a float32 one is left as it is."""
+    converted = any(isinstance(m, LayerPrecision) for m in model.modules())
+    return cpt.precision(model, 4, 8) if converted else nullcontext()
+
+
+def deepcopied(model: nn.Module, plain: nn.Module, inputs: Inputs) -> bool:
+    """A copy computes what the model does."""
+    with at_four_bits(model):
+        twin = copy.deepcopy(model)
+        return equal(gradients_of(model, model, inputs), gradients_of(twin, twin, inputs))
+
+
+def restored(model: nn.Module, plain: nn.Module, inputs: Inputs) -> bool:
+    """``restore_`` gives the original back."""
+    cpt.restore_(model)
+    return equal(gradients_of(plain, plain, inputs), gradients_of(model, model, inputs))
+
+
+def compiled(model: nn.Module, plain: nn.Module, inputs: Inputs) -> bool:
+    """Compiled is eager, up to what compiling by itself changes."""
+    torch._dynamo.reset()
+    with at_four_bits(model):
+        twin = copy.deepcopy(model)
+        run = torch.compile(twin, backend="aot_eager")
+        return equal(gradients_of(model, model, inputs), gradients_of(twin, run, inputs), 1e-3)
+
+
+def checkpointed(model: nn.Module, plain: nn.Module, inputs: Inputs) -> bool:
+    """Activation checkpointing changes nothing."""
+    with at_four_bits(model):
+        twin = copy.deepcopy(model)
+        run = partial(checkpoint, twin, use_reentrant=False)
+        return equal(gradients_of(model, model, inputs), gradients_of(twin, run, inputs))
+
+
+def accumulated(model: nn.Module, plain: nn.Module, inputs: Inputs) -> bool:
+    """Two backward passes add up their gradients."""
+    with at_four_bits(model):
+        twin = copy.deepcopy(model)
+        _, *once = gradients_of(model, model, inputs)
+        for _ in range(2):
+            torch.manual_seed(1)
+            total_of(twin(*inputs)).backward()
+        twice = [p.grad for p in twin.parameters() if p.grad is not None]
+    return equal([2 * g for g in once], twice, 1e-5)
+
+
+def resumed(model: nn.Module, plain: nn.Module, inputs: Inputs) -> bool:
+    """A training that is stored and read goes on as if it had not been."""
+    other = cpt.quantize_(copy.deepcopy(plain), NEAREST)
+    first, second = (trained(m, inputs, 1)[1] for m in (model, other))
+    other.load_state_dict(model.state_dict())
+    second.load_state_dict(first.state_dict())
+    return equal(gradients_of(model, model, inputs), gradients_of(other, other, inputs))
+
+
+def averaged(model: nn.Module, plain: nn.Module, inputs: Inputs) -> bool:
+    """A moving average of a model that a scheduler drives refuses to run on bits of its own, and runs on given ones."""
+    cpt.PrecisionScheduler(model, cpt.make_schedule("CR", q_min=3, q_max=8, total_steps=8, n_cycles=1))
+    average = AveragedModel(model)
+    twin = copy.deepcopy(model)
+    try:
+        average(*inputs)
+    except RuntimeError as refusal:
+        with cpt.precision(average, 8, 8), cpt.precision(twin, 8, 8):
+            same = equal(gradients_of(twin, twin, inputs), gradients_of(average.module, average.module, inputs))
+        return same and "copy" in str(refusal)
+    return False
+
+
+LOOPS: dict[str, Callable[[nn.Module, nn.Module, Inputs], bool]] = {
+    "deepcopy": deepcopied,
+    "restore_": restored,
+    "compile": compiled,
+    "checkpointing": checkpointed,
+    "accumulation": accumulated,
+    "resume": resumed,
+    "EMA": averaged,
+}
+
+
+def trained(model: nn.Module, inputs: Inputs, steps: int) -> tuple[bool, Any]:
+    """Train some steps; return whether all stayed finite, and the scheduler."""
+    scheduler = cpt.PrecisionScheduler(
+        model, cpt.make_schedule("CR", q_min=3, q_max=8, total_steps=8 * steps, n_cycles=1)
+    )
+    optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=1e-4)
+    finite = True
+    for _ in range(steps):
+        finite = finite and all(bool(g.isfinite().all()) for g in gradients_of(model, model, inputs))
+        optimizer.step()
+        scheduler.step()
+    return finite, scheduler
+
+
+def watched(model: nn.Module, inputs: Inputs, bits: int, looks: bool = True) -> Watcher:
+    """Return what a watcher has seen of a forward pass at so many bits, with the same random numbers every time."""
+    model = copy.deepcopy(model)
+    watcher = Watcher(model, looks)
+    torch.manual_seed(1)
+    with cpt.precision(model, bits, bits), watcher:
+        model(*inputs)
+    return watcher
+
+
+def tried(library: str, name: str, make: Make, loops: bool = True) -> dict[str, Any]:
+    """Return the row of one model."""
+    row: dict[str, Any] = {"library": library, "model": name, "outcome": "whole"}
+    torch.manual_seed(0)
+    plain, inputs = make()
+    plain.train(library != "torch_geometric")
+    for module in plain.modules():  # noise of their own would hide what is compared
+        for chance in ("p", "drop_prob", "attention_dropout", "dropout"):
+            if isinstance(getattr(module, chance, None), float):
+                setattr(module, chance, 0.0)
+    row["parameters"] = sum(p.numel() for p in plain.parameters())
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always", cpt.QuantizationWarning)
+        try:
+            model = cpt.quantize_(copy.deepcopy(plain), NEAREST)
+        except ValueError as refusal:
+            return {**row, "outcome": "refused", "said": str(refusal)}
+        watcher = watched(model, inputs, BITS)
+        torch.manual_seed(1)
+        checked = cpt.check(model, inputs)
+        row["finite"] = trained(copy.deepcopy(model), inputs, 3)[0]
+        counted = watched(model, inputs, CHECKED, looks=False)  # how many proposals a detector has depends on the bits
+    every, judged = sum(watcher.macs.values()), {k: n for k, n in watcher.macs.items() if k[2] is not None}
+    plainly = {k: n for k, n in judged.items() if not k[2]}
+    named = {str(w.message) for w in said if w.category is cpt.QuantizationWarning}
+    missed = {p.layer for p in checked.float32}
+    silent = {k[0] for k in plainly} - missed
+    row |= {
+        "macs": sum(counted.macs.values()),
+        "macs of check": sum(p.macs for p in checked.products if not p.backward),
+        "share": 1 - sum(plainly.values()) / max(1, sum(judged.values())),
+        "share of check": checked.quantized_share,
+        "undecided": sum(n for k, n in watcher.macs.items() if k[2] is None) / max(1, every),
+        "float32": {f"{module or '(model)'}: {product}": n for (module, product, _), n in plainly.items()},
+        "silent": sorted(silent),
+        "unknown": sorted(watcher.unknown),
+        "said": " ".join(sorted(named)),
+        "price": cpt.count_bitops(
+            model, inputs, cpt.make_schedule("STATIC", q_max=4, total_steps=1)
+        ).relative_to_float32,
+    }
+    row["outcome"] = "silent" if silent else "in part" if plainly else "whole"
+    row["loops"] = dict.fromkeys(LOOPS)
+    for loop, right in LOOPS.items() if loops else ():
+        row["loops"][loop] = _right(right, model, plain, inputs)
+        if row["loops"][loop] is not True and right in (deepcopied, compiled, checkpointed, accumulated):
+            if _right(right, plain, plain, inputs) is not True:  # nor is it without quantisation
+                row["loops"][loop] = None
+    return row
+
+
+def _right(loop: Callable[..., bool], model: nn.Module, plain: nn.Module, inputs: Inputs) -> bool | str:
+    try:
+        return loop(copy.deepcopy(model), copy.deepcopy(plain), inputs)
+    except Exception as problem:
+        return f"{type(problem).__name__}: {problem}"[:200]
+
+
+def _apart(library: str, name: str, out: Any) -> None:
+    torch.set_num_threads(1)
+    warnings.simplefilter("ignore")
+    started = time.monotonic()
+    try:
+        row = tried(library, name, MODELS[library][name])
+    except Exception as problem:
+        row = {"library": library, "model": name, "outcome": "crashed", "said": f"{type(problem).__name__}: {problem}"}
+    out.send({**row, "version": version(PACKAGES.get(library, library)), "seconds": time.monotonic() - started})
+
+
+def in_a_process(library: str, name: str) -> dict[str, Any]:
+    """Return the row of a model that is tried in a process of its own: no failure ends the others."""
+    context = multiprocessing.get_context("fork")
+    receiver, sender = context.Pipe(False)
+    process = context.Process(target=_apart, args=(library, name, sender))
+    process.start()
+    sender.close()
+    try:
+        if receiver.poll(SECONDS):
+            return {key: _short(value) for key, value in receiver.recv().items()}
+        said = f"it took more than {SECONDS} seconds"
+    except EOFError:
+        said = "its process died"
+    finally:
+        process.kill()
+    return {"library": library, "model": name, "outcome": "crashed", "said": said}
+
+
+def _short(value: Any) -> Any:
+    return float(f"{value:.4g}") if isinstance(value, float) and math.isfinite(value) else value
+
+
+def main() -> None:
+    """Try them and write the rows."""
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--only", default="", help="a part of the names of models or libraries")
+    parser.add_argument("--out", type=Path, default=results_dir() / FILE)
+    parser.add_argument("-j", "--jobs", type=int, default=2)
+    options = parser.parse_args()
+    missing = [library for library in MODELS if importlib.util.find_spec(library) is None]
+    if missing:
+        print("missing: pip install " + " ".join(PACKAGES.get(m, m) for m in missing).replace("_", "-"))
+    wanted = [
+        (library, name)
+        for library, models in MODELS.items()
+        for name in models
+        if library not in missing and options.only.lower() in f"{library} {name}".lower()
+    ]
+    head = {"command": "python -m bench.zoo", **source()}
+    found = []
+    with ThreadPoolExecutor(options.jobs) as pool:
+        for row in pool.map(lambda which: in_a_process(*which), wanted):
+            found.append(row)
+            print(f"{row['library']:<28} {row['model']:<32} {row['outcome']:<8} {row.get('share', math.nan):.3f} "
+                  f"{row.get('said', '')[:90]}", flush=True)  # fmt: skip
+    print(dict(Counter(row["outcome"] for row in found)))
+    write_text(options.out, json.dumps({**head, "models": found}, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
