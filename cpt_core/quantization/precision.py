@@ -45,6 +45,22 @@ def _multiplies_codes(execution: str, device: torch.device) -> bool:
 _warned: set[torch.device] = set()
 
 
+def _check_transforms(training: bool) -> None:
+    """Raise RuntimeError inside those transforms of ``torch.func`` that cannot take rounding; see ``require_bits``."""
+    around = [level.key().name for level in torch._C._functorch.get_interpreter_stack() or ()]
+    if differentiated := [name.lower() for name in around if name in ("Grad", "Jvp")]:
+        raise RuntimeError(
+            f"torch.func ({differentiated[0]}) cannot differentiate quantised layers: functions of autograd round "
+            "their gradients, and have no rule for it; take loss.backward() or torch.autograd.grad. "
+            "torch.func.functional_call works"
+        )
+    if training and "Vmap" in around:
+        raise RuntimeError(
+            "torch.func.vmap cannot train quantised layers: a running range follows one batch after the other; "
+            "it works in eval mode, model.eval()"
+        )
+
+
 class LayerPrecision(RunningState):
     """Bits, running ranges and rounding noise of one quantised layer: all that conversion adds to a module.
 
@@ -170,7 +186,7 @@ class LayerPrecision(RunningState):
         return self.weight_levels if role in self._of_weights else self.levels
 
     def require_bits(self) -> None:
-        """Raise RuntimeError as long as nobody has set a precision; every quantised layer asks first."""
+        """Raise RuntimeError as long as nobody has set a precision, and in ``torch.func``; every layer asks first."""
         if not self.now.is_set and self.highest is not None:  # only copies know a schedule and have no bits
             raise RuntimeError(
                 "this quantised layer is in a copy of a model whose bits a PrecisionScheduler sets, which does not "
@@ -182,8 +198,12 @@ class LayerPrecision(RunningState):
                 "this quantised layer has no precision yet: make a PrecisionScheduler(model, schedule), "
                 "or use `with precision(model, bits=8):`"
             )
-        if not torch.compiler.is_compiling() and not self.called:  # in this order: compiled code is not guarded on it
+        if torch.compiler.is_compiling():  # asked first: compiled code is not guarded on the others
+            return
+        if not self.called:
             self.called = True
+        if torch._C._functorch.peek_interpreter_stack() is not None and self.now.active:
+            _check_transforms(self.training)
 
     def half_dtype(self, x: Tensor) -> torch.dtype | None:
         """Return the half precision in which a plain layer would answer ``x``, None for full precision.
