@@ -235,7 +235,7 @@ CALLS = {
     ),
     "quantize_": lambda: (cpt.quantize_, {"model": network(), "config": "all", "filter_fn": lambda m, n: True}),
     "restore_": lambda: (cpt.restore_, {"model": converted()}),
-    "summary": lambda: (cpt.summary, {"model": converted()}),
+    "summary": lambda: (cpt.summary, {"model": converted(), "inputs": X}),
     "QuantConfig": lambda: (cpt.QuantConfig, {**vars(cpt.QuantConfig(float32=("fc",))), "ladder": {3: "mxfp4"}}),
     "QuantConfig.with_gradient_rounding": lambda: (
         cpt.QuantConfig().with_gradient_rounding, {"rounding": "nearest"}

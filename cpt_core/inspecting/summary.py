@@ -1,13 +1,14 @@
 """What is quantised in a model, and what is not, with the reason.
 
+>>> import torch
 >>> from cpt_core.quantization.convert import QuantConfig, quantize_
 >>> model = quantize_(nn.Sequential(nn.Linear(4, 3), nn.Linear(3, 2)), QuantConfig(float32=("1",)))
 >>> [row.name for row in summary(model).quantized]
 ['0']
 >>> print(summary(model, (torch.ones(5, 4),)))
-module  kind             parameters   MACs  precision
-0       Linear                   15  66.7%  quantised
-1       Linear                    8  33.3%  float32 (left out)
+module  kind             parameters    MACs  precision
+0       Linear                   15   66.7%  quantised
+1       Linear                    8   33.3%  float32 (left out)
 33.3% of the forward MACs run in float32: 1 33.3%
 in force in 1 layer: bits=not set, execution=simulated
 """

@@ -19,7 +19,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -40,16 +40,10 @@ SCHEMAS = {
 }
 
 
-def forward(
-    ops: Any, x_gates: Tensor, weight: Tensor, bias: Tensor | None, h0: Tensor, c0: Tensor,
-    steps: int, sizes: Sequence[int], reverse: bool,
-    levels: Tensor | None, granularity: str, low: Tensor | None, width: Tensor | None, filled: Tensor | None,
-    save: bool, *rest: Any,
-) -> tuple[Tensor, ...]:  # fmt: skip
-    """Run all steps.
+class Forward(NamedTuple):
+    """What ``lstm_forward`` takes, in its order.
 
-    Args:
-        ops: the operators that quantise, such as ``torch.ops.cpt``.
+    Attributes:
         x_gates: (N, 4 H).
         weight: (4 H, H), quantised; or its codes.
         bias: (4 H,), quantised; on codes it is in the tables.
@@ -65,8 +59,81 @@ def forward(
         width: its width.
         filled: the stored range is taken only if this number is above 0, which is decided on the device.
         save: return what the backward pass needs; else empty tensors.
-        *rest: what the backward pass is to know: bits, granularity and key of the gradient, see ``backward``, and
-            whether it adds 1 to the key for every step; then the two tables of the columns of h U', or None.
+        grad_levels: for the backward pass, as the following, see ``Backward``.
+        grad_granularity: likewise.
+        key: likewise.
+        advance: whether the backward pass adds 1 to the key for every step.
+        column_codes: with ``column_values`` the two tables of the columns of h U', of codes.
+        column_values: likewise.
+    """
+
+    x_gates: Tensor
+    weight: Tensor
+    bias: Tensor | None
+    h0: Tensor
+    c0: Tensor
+    steps: int
+    sizes: Sequence[int]
+    reverse: bool
+    levels: Tensor | None
+    granularity: str
+    low: Tensor | None
+    width: Tensor | None
+    filled: Tensor | None
+    save: bool
+    grad_levels: Tensor | None
+    grad_granularity: str
+    key: Tensor | None
+    advance: bool
+    column_codes: Tensor | None = None
+    column_values: Tensor | None = None
+
+
+class Backward(NamedTuple):
+    """What ``lstm_backward`` takes, in its order.
+
+    Attributes:
+        d_out: gradient of the hidden states, (N, H).
+        d_h: of the last h, (B, H).
+        d_c: of the last c, likewise.
+        weight: as in ``Forward``.
+        gates: what ``forward`` returned, as the following.
+        before: likewise.
+        tanh_c: likewise.
+        steps: as in ``Forward``, as the following.
+        sizes: likewise.
+        reverse: likewise.
+        levels: n = 2**q - 1 of the gradient behind the product with h; None leaves it alone.
+        granularity: of its ranges, step by step, or its grid.
+        key: of its noise in the first step that is computed, and one more in every step; None rounds half to even.
+        column_codes: with ``column_values`` the tables of the columns of the gradient's product with codes of
+            ``weight``.
+        column_values: likewise.
+    """
+
+    d_out: Tensor
+    d_h: Tensor
+    d_c: Tensor
+    weight: Tensor
+    gates: Tensor
+    before: Tensor
+    tanh_c: Tensor
+    steps: int
+    sizes: Sequence[int]
+    reverse: bool
+    levels: Tensor | None
+    granularity: str
+    key: Tensor | None
+    column_codes: Tensor | None = None
+    column_values: Tensor | None = None
+
+
+def forward(ops: Any, *given: Any) -> tuple[Tensor, ...]:
+    """Run all steps.
+
+    Args:
+        ops: the operators that quantise, such as ``torch.ops.cpt``.
+        *given: as ``Forward``.
 
     Returns:
         Hidden states (N, H), the last h and c (B, H); the ranges of the hidden state, (2, T) in the order in which the
@@ -75,24 +142,26 @@ def forward(
     """
     from cpt_core.kernels.integer import QuantizedTensor, multiply  # it needs the operators
 
-    tables = rest[4:] if any(t is not None for t in rest[4:]) else None
-    _check_codes(tables is not None, granularity, rest[1])
+    a = Forward(*given)
+    weight, levels, granularity = a.weight, a.levels, a.granularity
+    tables = None if a.column_codes is None else a[-2:]
+    _check_codes(tables is not None, granularity, a.grad_granularity)
     whole, format = parts_of(granularity)
     hidden_size = weight.shape[1]
     out: list[Tensor] = []
     columns: list[list[Tensor]] = [[], [], [], []]  # gates, operands, c before the step, tanh(c)
     ranges: list[tuple[Tensor, Tensor]] = []
-    h, c = h0.contiguous(), c0.contiguous()
-    for (x_part,) in _split(steps, sizes, reverse, x_gates):
+    h, c = a.h0.contiguous(), a.c0.contiguous()
+    for (x_part,) in _split(a.steps, a.sizes, a.reverse, a.x_gates):
         size = len(x_part)
         operand = h[:size]
         if levels is not None and operand.numel():
             found: Sequence[Tensor] = ()
-            if low is not None and width is not None:
-                found = [low, width]
-                own = found if filled is None and tables is None else ops.range(operand, granularity)
-                if filled is not None:
-                    found = [torch.where(filled > 0, stored, now) for stored, now in zip(found, own, strict=True)]
+            if a.low is not None and a.width is not None:
+                found = [a.low, a.width]
+                own = found if a.filled is None and tables is None else ops.range(operand, granularity)
+                if a.filled is not None:
+                    found = [torch.where(a.filled > 0, stored, now) for stored, now in zip(found, own, strict=True)]
                 if tables is not None:  # NaN has no code: the range is NaN then
                     found = [torch.where(own[0].isnan(), own[0], found[0]), found[1]]
             if tables is not None:
@@ -111,7 +180,7 @@ def forward(
         if tables is not None and levels is not None:
             product = multiply(ops, QuantizedTensor.with_codes(operand, found[0], found[1], levels), weight.t(), tables)
         else:
-            product = products.execute(operand, weight, bias)
+            product = products.execute(operand, weight, a.bias)
         step = product.add_(x_part)
         four = step.view(size, 4, hidden_size)
         four[:, :2].sigmoid_(), four[:, 2].tanh_(), four[:, 3].sigmoid_()
@@ -119,39 +188,22 @@ def forward(
         cell = (c[:size] * f).add_(i * g)
         tanh = torch.tanh(cell)
         out.append(o * tanh)
-        if save:
+        if a.save:
             for column, value in zip(columns, (step, operand, c[:size], tanh), strict=True):
                 column.append(value)
         # sequences that have ended, or not begun in reverse, keep their state
         h, c = (new if size == len(old) else torch.cat([new, old[size:]]) for new, old in ((out[-1], h), (cell, c)))
-    hidden = _cat(out, reverse)
-    saved = [_cat(column, reverse) if save else x_gates.new_empty(0) for column in columns]
-    return hidden, h, c, _ranges(ranges if whole == "per_tensor" else [], x_gates), *saved
+    hidden = _cat(out, a.reverse)
+    saved = [_cat(column, a.reverse) if a.save else a.x_gates.new_empty(0) for column in columns]
+    return hidden, h, c, _ranges(ranges if whole == "per_tensor" else [], a.x_gates), *saved
 
 
-def backward(
-    ops: Any, d_out: Tensor, d_h: Tensor, d_c: Tensor, weight: Tensor, gates: Tensor, before: Tensor, tanh_c: Tensor,
-    steps: int, sizes: Sequence[int], reverse: bool,
-    grad_levels: Tensor | None, grad_granularity: str, key: Tensor | None, *tables: Tensor | None,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+def backward(ops: Any, *given: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Apply the chain rule, from the last step to the first.
 
     Args:
         ops: as in ``forward``.
-        d_out: gradient of the hidden states, (N, H).
-        d_h: of the last h, (B, H).
-        d_c: of the last c, likewise.
-        weight: as in ``forward``.
-        gates: what ``forward`` returned, as the following.
-        before: likewise.
-        tanh_c: likewise.
-        steps: as in ``forward``, as the following.
-        sizes: likewise.
-        reverse: likewise.
-        grad_levels: n = 2**q - 1 of the gradient behind the product with h; None leaves it alone.
-        grad_granularity: of its ranges, step by step, or its grid.
-        key: of its noise in the first step that is computed, and one more in every step; None rounds half to even.
-        *tables: of the columns of the gradient's product with codes of ``weight``, or None.
+        *given: as ``Backward``.
 
     Returns:
         The gradients of ``x_gates`` and of what the product with h gave, (N, 4 H), the second quantised (empty where
@@ -159,9 +211,12 @@ def backward(
     """
     from cpt_core.kernels.integer import QuantizedTensor, multiply
 
-    _check_codes(any(t is not None for t in tables), grad_granularity)
+    a = Backward(*given)
+    weight, gates, before, tanh_c, levels = a.weight, a.gates, a.before, a.tanh_c, a.levels
+    tables = None if a.column_codes is None else a[-2:]
+    _check_codes(tables is not None, a.granularity)
     hidden_size = weight.shape[1]
-    d_h, d_c = d_h.contiguous(), d_c.contiguous()
+    d_h, d_c = a.d_h.contiguous(), a.d_c.contiguous()
     four = gates.view(-1, 4, hidden_size)
     i, f, g, o = four.unbind(1)
     # what the gradients of c and h are multiplied with, for all steps at once
@@ -173,9 +228,9 @@ def backward(
     slopes[:, 3] *= tanh_c
     to_c = o * (1 - tanh_c * tanh_c)
     d_gates = torch.empty_like(gates)
-    behind = d_gates if grad_levels is None else torch.empty_like(gates)
-    keys = [None] * steps if key is None else (key + torch.arange(steps, device=key.device)).unbind()
-    parts = _split(steps, sizes, not reverse, d_out, slopes, to_c, f, d_gates, behind)
+    behind = d_gates if levels is None else torch.empty_like(gates)
+    keys = [None] * a.steps if a.key is None else (a.key + torch.arange(a.steps, device=a.key.device)).unbind()
+    parts = _split(a.steps, a.sizes, not a.reverse, a.d_out, slopes, to_c, f, d_gates, behind)
     for (out_part, slope, c_part, f_part, step, after), now in zip(parts, keys, strict=True):
         size = len(step)
         dh = out_part + d_h[:size]
@@ -183,21 +238,21 @@ def backward(
         four = step.view(size, 4, hidden_size)
         torch.mul(slope[:, :3], dc.unsqueeze(1), out=four[:, :3])
         torch.mul(slope[:, 3], dh, out=four[:, 3])
-        if grad_levels is not None and any(t is not None for t in tables):
-            low, width = ops.range(step, grad_granularity)
-            codes = ops.encode(step, low, width, grad_levels, now, clips(grad_granularity, now is not None))
-            rounded = QuantizedTensor.with_codes(codes, low, width, grad_levels)
+        if levels is not None and tables is not None:
+            low, width = ops.range(step, a.granularity)
+            codes = ops.encode(step, low, width, levels, now, clips(a.granularity, now is not None))
+            rounded = QuantizedTensor.with_codes(codes, low, width, levels)
             after.copy_(rounded.dequantize())
             product = multiply(ops, rounded, weight, tables)
         else:
-            if grad_levels is not None and step.numel():
-                after.copy_(ops.fake_quantize(step, grad_levels, grad_granularity, now)[0])
+            if levels is not None and step.numel():
+                after.copy_(ops.fake_quantize(step, levels, a.granularity, now)[0])
             product = products.execute(after, weight.t())
         new = (product, dc * f_part)
         d_h, d_c = (
             n if size == len(old) else torch.cat([n, old[size:]]) for n, old in zip(new, (d_h, d_c), strict=True)
         )
-    return d_gates, gates.new_empty(0) if grad_levels is None else behind, d_h, d_c
+    return d_gates, gates.new_empty(0) if levels is None else behind, d_h, d_c
 
 
 PLAIN: dict[str, Callable[..., tuple[Tensor, ...]]] = {"lstm_forward": forward, "lstm_backward": backward}
@@ -242,40 +297,35 @@ def register(library: torch.library.Library, family: str) -> None:
     torch.library.register_autograd(f"{family}::lstm_backward", _refuse, lib=library)
 
 
-def _fake_forward(
-    x_gates: Tensor, weight: Tensor, bias: Tensor | None, h0: Tensor, c0: Tensor,
-    steps: int, sizes: Sequence[int], reverse: bool,
-    levels: Tensor | None, granularity: str, low: Tensor | None, width: Tensor | None, filled: Tensor | None,
-    save: bool, *_: Any,
-) -> tuple[Tensor, ...]:  # fmt: skip
-    rows, hidden_size = len(x_gates), weight.shape[1]
-    kept = levels is not None and parts_of(granularity)[0] == "per_tensor" and low is None and x_gates.numel() > 0
-    wide = x_gates.shape if save else (0,)
-    narrow = (rows, hidden_size) if save else (0,)
+def _fake_forward(*given: Any) -> tuple[Tensor, ...]:
+    a = Forward(*given)
+    rows, hidden_size = len(a.x_gates), a.weight.shape[1]
+    one_range = a.levels is not None and parts_of(a.granularity)[0] == "per_tensor"
+    kept = one_range and a.low is None and a.x_gates.numel() > 0
+    wide = a.x_gates.shape if a.save else (0,)
+    narrow = (rows, hidden_size) if a.save else (0,)
     return (
-        x_gates.new_empty((rows, hidden_size)),
-        torch.empty_like(h0, memory_format=torch.contiguous_format),
-        torch.empty_like(c0, memory_format=torch.contiguous_format),
-        x_gates.new_empty((2, steps if kept else 0), dtype=torch.float32),
-        *(x_gates.new_empty(shape) for shape in (wide, narrow, narrow, narrow)),
+        a.x_gates.new_empty((rows, hidden_size)),
+        torch.empty_like(a.h0, memory_format=torch.contiguous_format),
+        torch.empty_like(a.c0, memory_format=torch.contiguous_format),
+        a.x_gates.new_empty((2, a.steps if kept else 0), dtype=torch.float32),
+        *(a.x_gates.new_empty(shape) for shape in (wide, narrow, narrow, narrow)),
     )
 
 
-def _fake_backward(
-    d_out: Tensor, d_h: Tensor, d_c: Tensor, weight: Tensor, gates: Tensor, before: Tensor, tanh_c: Tensor,
-    steps: int, sizes: Sequence[int], reverse: bool, grad_levels: Tensor | None, *_: Any,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    behind = gates.new_empty(0) if grad_levels is None else torch.empty_like(gates)
+def _fake_backward(*given: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    a = Backward(*given)
+    behind = a.gates.new_empty(0) if a.levels is None else torch.empty_like(a.gates)
     empty = partial(torch.empty_like, memory_format=torch.contiguous_format)
-    return torch.empty_like(gates), behind, empty(d_h), empty(d_c)
+    return torch.empty_like(a.gates), behind, empty(a.d_h), empty(a.d_c)
 
 
 def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    _, weight, bias, h0, _, steps, sizes, reverse, *_, grad_levels, grad_granularity, key, advance = inputs[:18]
-    ctx.steps, ctx.has_bias, ctx.state = (steps, sizes, reverse), bias is not None, h0.shape
+    a = Forward(*inputs)
+    ctx.steps, ctx.has_bias, ctx.state = (a.steps, a.sizes, a.reverse), a.bias is not None, a.h0.shape
     # these change in place between forward and backward passes, as they should: not saved, which would be an error
-    ctx.quantizes, ctx.advance = (grad_levels, grad_granularity, key), advance
-    ctx.save_for_backward(weight, *output[4:])
+    ctx.quantizes, ctx.advance = (a.grad_levels, a.grad_granularity, a.key), a.advance
+    ctx.save_for_backward(a.weight, *output[4:])
     ctx.set_materialize_grads(False)
     ctx.mark_non_differentiable(*output[3:])
 

@@ -112,10 +112,10 @@ def has_gradient_node(y: Tensor) -> bool:
     return y.is_cpu and active is torch.ops.cpt and gradient_node and not torch.compiler.is_compiling()
 
 
-def recurrence(*args: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Run the steps of a quantised LSTM; arguments as those of ``lstm.forward``, of whose results the first four."""
+def recurrence(given: lstm.Forward) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Run the steps of a quantised LSTM and return the first four results of ``lstm.forward``."""
     run = partial(lstm.traced, active) if torch.compiler.is_compiling() else active.lstm_forward
-    y, h, c, ranges, *_ = run(*args)
+    y, h, c, ranges, *_ = run(*given)
     return y, h, c, ranges
 
 

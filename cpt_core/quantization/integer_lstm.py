@@ -16,7 +16,7 @@ from torch import Tensor
 
 from cpt_core.kernels import operators
 from cpt_core.kernels.integer import QuantizedTensor, column_tables
-from cpt_core.kernels.lstm import gradients
+from cpt_core.kernels.lstm import Forward, gradients
 from cpt_core.quantization.integer import GradientRounding, first_order
 from cpt_core.quantization.precision import LayerPrecision
 
@@ -66,11 +66,14 @@ class _Recurrence(torch.autograd.Function):
     ) -> tuple[Tensor, ...]:
         p = precision
         u = p.encoded("weight", weight)
-        quantizes = p.levels, p.quantizers[role].granularity, *p.stored_range(role)
-        no_gradient = None, "", None, False
-        *found, ranges, gates, codes, before, tanh = operators.active.lstm_forward(
-            x_gates, u.codes, None, h, c, *steps, *quantizes, save, *no_gradient, *column_tables(u.t(), bias)
-        )
+        low, width, filled = p.stored_range(role)
+        column_codes, column_values = column_tables(u.t(), bias)
+        *found, ranges, gates, codes, before, tanh = operators.active.lstm_forward(*Forward(
+            x_gates, u.codes, None, h, c, *steps, save=save,
+            levels=p.levels, granularity=p.quantizers[role].granularity, low=low, width=width, filled=filled,
+            grad_levels=None, grad_granularity="", key=None, advance=False,
+            column_codes=column_codes, column_values=column_values,
+        ))  # fmt: skip
         low, scale, half = QuantizedTensor.with_codes(codes, ranges[0], ranges[1], p.levels)[1:]
         ctx.save_for_backward(*u, low, scale, half, codes, gates, before, tanh)
         ctx.state, ctx.steps, ctx.gradient = h.shape, steps, GradientRounding(p)

@@ -30,6 +30,7 @@ from torch.nn.utils.rnn import PackedSequence
 
 from cpt_core.kernels.formats import grid_of_steps
 from cpt_core.kernels.integer import LONGEST, QuantizedTensor
+from cpt_core.kernels.lstm import Forward
 from cpt_core.kernels.operators import fake_quantize, linear, range_of, recurrence, round_in_range
 from cpt_core.kernels.reference import Range
 from cpt_core.quantization.integer import linear_on_codes
@@ -167,11 +168,14 @@ class QuantLSTM(QuantizedLayer, nn.LSTM):
         (w, b), (u, d) = (self._quantized_weights(kind, cell, x.dtype) for kind in ("ih", "hh"))
         x_gates = self._gradient(linear(self._input(cell, x, steps), w, b), steps)
         save = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (x_gates, u, d, h, c))
-        y, h, c, ranges = recurrence(
-            x_gates, u, d, h, c, *steps, cell.endswith("_reverse"),
-            p.levels if p.now.activation else None, p.quantizers[role].granularity, *p.stored_range(role), save,
-            *p.gradient_noise("grad", steps[0] if save else 0),
-        )  # fmt: skip
+        low, width, filled = p.stored_range(role)
+        grad_levels, grad_granularity, key, advance = p.gradient_noise("grad", steps[0] if save else 0)
+        y, h, c, ranges = recurrence(Forward(
+            x_gates, u, d, h, c, *steps, reverse=cell.endswith("_reverse"), save=save,
+            levels=p.levels if p.now.activation else None, granularity=p.quantizers[role].granularity,
+            low=low, width=width, filled=filled,
+            grad_levels=grad_levels, grad_granularity=grad_granularity, key=key, advance=advance,
+        ))  # fmt: skip
         if self.training and p.quantizers[role].running and ranges.numel():
             p.track(role, *ranges)
         return y, h, c

@@ -213,8 +213,7 @@ def test_a_compiled_model_is_checked_in_eager_mode():
 @pytest.mark.parametrize("hidden", ["quantised", "float32"])
 def test_the_products_inside_the_steps_of_an_lstm_are_seen(monkeypatch, hidden):
     if hidden == "float32":
-        levels = 8  # the place of the argument
-        monkeypatch.setattr(lstm, "recurrence", lambda *a: recurrence(*a[:levels], None, *a[levels + 1 :]))
+        monkeypatch.setattr(lstm, "recurrence", lambda given: recurrence(given._replace(levels=None)))
     found = check(quantize_(nn.LSTM(4, 3)), (torch.ones(5, 2, 4),))
     rows = {(p.operation, p.backward, p.quantized): p.macs for p in found.products}
     first, second = 10 * 12 * 4, 10 * 12 * 3  # rows, gates, inputs or hidden

@@ -10,6 +10,7 @@ from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence, pack_sequen
 from cpt_core.inspecting.summary import summary
 from cpt_core.kernels import products
 from cpt_core.kernels.execution import reference
+from cpt_core.kernels.lstm import Forward
 from cpt_core.kernels.operators import recurrence, round_to_grid
 from cpt_core.quantization.convert import QuantConfig, quantize_, restore_
 from cpt_core.quantization.fake_quantize import levels_of, quantize, quantize_gradient
@@ -228,7 +229,9 @@ def test_the_written_gradient_is_exact():
     shapes = ((5, 12), (12, 3), (12,), (2, 3), (2, 3))
     inputs = [torch.randn(s, dtype=torch.float64, requires_grad=True) for s in shapes]
     for reverse in (False, True):
-        assert torch.autograd.gradcheck(lambda *a, r=reverse: recurrence(*a, 3, sizes, r, *unquantized)[:3], inputs)
+        assert torch.autograd.gradcheck(
+            lambda *a, r=reverse: recurrence(Forward(*a, 3, sizes, r, *unquantized))[:3], inputs
+        )
 
 
 def test_only_gradients_quantised():
