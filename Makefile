@@ -26,7 +26,7 @@ $(foreach name,$(GIVEN),$(eval override $(name) := $$(value $(name))))
 export $(GIVEN)
 
 BIN := .venv/bin
-CPT := $(BIN)/python -m cpt_core
+CPT := $(BIN)/python -m cpt_lab
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest
 
 .PHONY: help setup lint test reproduce notebooks book plan paper report evidence bench mutants wheel image compat chromium browser lock clean distclean

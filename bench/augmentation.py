@@ -12,10 +12,10 @@ from collections.abc import Callable
 import torch
 from torchvision.transforms import v2
 
-from cpt_core.data.image_batches import ArrayBatches
-from cpt_core.data.image_readers import ArrayImages
-from cpt_core.data.images import CIFAR_MEAN, CIFAR_STD, ImageData
-from cpt_core.experiments.recipes import recipe
+from cpt_lab.data.image_batches import ArrayBatches
+from cpt_lab.data.image_readers import ArrayImages
+from cpt_lab.data.images import CIFAR_MEAN, CIFAR_STD, ImageData
+from cpt_lab.experiments.recipes import recipe
 
 
 def main() -> None:

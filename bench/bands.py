@@ -14,11 +14,11 @@ from functools import partial
 
 import torch
 
-from cpt_core.experiments import designs
-from cpt_core.experiments.spec import RunSpec
-from cpt_core.paths import results_dir
-from cpt_core.training.session import task_of
-from cpt_core.training.train import train
+from cpt_lab.experiments import designs
+from cpt_lab.experiments.spec import RunSpec
+from cpt_lab.paths import results_dir
+from cpt_lab.training.session import task_of
+from cpt_lab.training.train import train
 
 SEEDS = range(12)
 

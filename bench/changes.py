@@ -19,11 +19,12 @@ import ast
 import copy
 import re
 import subprocess
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
 from textwrap import shorten
 from typing import Any, NamedTuple
 
+PACKAGES = ("cpt_core", "cpt_lab", "cpt_lessons")
 COMPARED: dict[type[ast.cmpop], type[ast.cmpop]] = {
     ast.Lt: ast.LtE, ast.LtE: ast.Lt, ast.Gt: ast.GtE, ast.GtE: ast.Gt, ast.Eq: ast.NotEq, ast.NotEq: ast.Eq,
     ast.Is: ast.IsNot, ast.IsNot: ast.Is, ast.In: ast.NotIn, ast.NotIn: ast.In,
@@ -49,8 +50,8 @@ class Change(NamedTuple):
     after: str
 
 
-def changed_lines(ref: str, root: Path, folder: str = "cpt_core") -> dict[str, set[int]]:
-    """Return the lines of Python files below ``root/folder`` that a commit does not have, by file below the folder.
+def changed_lines(ref: str, root: Path, folders: Sequence[str] = PACKAGES) -> dict[str, set[int]]:
+    """Return the lines of Python files in folders of ``root`` that a commit does not have, by file.
 
     Those of the working tree: what is not committed counts, and so do files that git does not know yet.
 
@@ -59,16 +60,18 @@ def changed_lines(ref: str, root: Path, folder: str = "cpt_core") -> dict[str, s
     """
     found: dict[str, set[int]] = {}
     plain = ("--unified=0", "--no-renames", "--no-ext-diff", "--no-color", "--dst-prefix=b/")
-    for line in _git(root, "diff", *plain, ref, "--", folder).splitlines():
+    for line in _git(root, "diff", *plain, ref, "--", *folders).splitlines():
         if named := re.match(r"\+\+\+ b/(.*\.py)$", line):
             lines = found.setdefault(named[1], set())
         elif line.startswith("+++ "):  # another file, or one that is gone
             lines = set()
         elif hunk := re.match(r"@@ \S+ \+(\d+)(?:,(\d+))? @@", line):
             lines.update(range(int(hunk[1]), int(hunk[1]) + int(hunk[2] or 1)))
-    for name in _git(root, "ls-files", "--others", "--exclude-standard", "--", f"{folder}/*.py").splitlines():
+    for name in _git(
+        root, "ls-files", "--others", "--exclude-standard", "--", *(f"{f}/*.py" for f in folders)
+    ).splitlines():
         found[name] = set(range(1, (root / name).read_text(encoding="utf-8").count("\n") + 2))
-    return {name.removeprefix(f"{folder}/"): lines for name, lines in found.items() if lines}
+    return {name: lines for name, lines in found.items() if lines}
 
 
 def _git(root: Path, *words: str) -> str:

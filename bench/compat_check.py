@@ -130,7 +130,7 @@ def range_test() -> None:
 
 
 def digits() -> None:
-    words = [sys.executable, "-m", "cpt_core", "run", "digits/mlp6", "--scale", "smoke", "--only", "schedule=CR"]
+    words = [sys.executable, "-m", "cpt_lab", "run", "digits/mlp6", "--scale", "smoke", "--only", "schedule=CR"]
     with tempfile.TemporaryDirectory() as folder:
         done = subprocess.run(words, cwd=folder, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr.strip().splitlines()[-1]

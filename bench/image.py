@@ -105,7 +105,7 @@ def main() -> None:
         if not wanted <= listed:
             raise SystemExit(f"image: JupyterLab does not list {', '.join(sorted(wanted - listed))}")
         print(f"image: JupyterLab lists {len(wanted)} notebooks")
-        run = ["sh", "-c", "cd /home/cpt/cpt && python -m cpt_core reproduce --notebook 00 --scale smoke"]
+        run = ["sh", "-c", "cd /home/cpt/cpt && python -m cpt_lab reproduce --notebook 00 --scale smoke"]
         if subprocess.run([*inside, *run], stdin=subprocess.DEVNULL).returncode:
             raise SystemExit("image: notebook 00 does not run inside")
     print("image: notebook 00 ran inside; all checks passed")

@@ -22,15 +22,15 @@ import time
 from collections import Counter
 from pathlib import Path
 
-from cpt_core.experiments import designs
-from cpt_core.sweeps import stores
+from cpt_lab.experiments import designs
+from cpt_lab.sweeps import stores
 
 KINDS = ("sweep", "run", "writer", "ctrl-c", "ctrl-c twice")
 SWEEP = """
 import json, sys
 from pathlib import Path
-from cpt_core.experiments.spec import RunSpec
-from cpt_core.sweeps.sweep import run_grid
+from cpt_lab.experiments.spec import RunSpec
+from cpt_lab.sweeps.sweep import run_grid
 if __name__ == "__main__":
     specs = [RunSpec.from_dict(d) for d in json.loads(Path(sys.argv[1]).read_text())]
     print("started", flush=True)

@@ -16,12 +16,12 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from cpt_core.experiments.recipes import recipe
-from cpt_core.experiments.spec import run_spec
-from cpt_core.paths import runs_dir
 from cpt_core.quantization.convert import QuantConfig, quantize_
 from cpt_core.quantization.scheduler import precision
-from cpt_core.tasks.graph import GraphTask
+from cpt_lab.experiments.recipes import recipe
+from cpt_lab.experiments.spec import run_spec
+from cpt_lab.paths import runs_dir
+from cpt_lab.tasks.graph import GraphTask
 
 # nodes, undirected edges, features, classes, share of training and validation nodes
 SIZES = {

@@ -35,7 +35,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from bench.changes import changed_lines, changes
-from cpt_core.machine import usable_cores
+from cpt_lab.machine import usable_cores
 
 ROOT = Path(__file__).parents[1]
 TABLE = Path(__file__).with_suffix(".toml")
@@ -50,7 +50,7 @@ class Mutant:
     """A wrong change.
 
     Attributes:
-        file: below ``cpt_core``.
+        file: from the top of the checkout, such as "cpt_core/checks.py".
         what: goes wrong, in words.
         before: a text that is in the file exactly once.
         after: what stands there instead.
@@ -90,7 +90,7 @@ def made(ref: str, root: Path = ROOT) -> list[Mutant]:
     found = []
     for file, lines in changed_lines(ref, root).items():
         tests = nearest(file, dict(sorted(texts.items())))
-        source = (root / "cpt_core" / file).read_text(encoding="utf-8")
+        source = (root / file).read_text(encoding="utf-8")
         found += [Mutant(file, *change, tests, made=True) for change in changes(source, lines)]
     return found
 
@@ -101,10 +101,10 @@ def nearest(file: str, texts: Mapping[str, str]) -> tuple[str, ...]:
     First those that the list has for it, then those of its room that bear its name, and those that import it; where
     there are none, some of its room.
     """
-    module, name = "cpt_core." + file.removesuffix(".py").replace("/", "."), Path(file).stem
+    module, name = file.removesuffix(".py").replace("/", "."), Path(file).stem
     imports = re.compile(rf"{re.escape(module)}\b|from {re.escape(module.rpartition('.')[0])} import .*\b{name}\b")
     listed = [test.partition("::")[0] for mutant in table() if mutant.file == file for test in mutant.tests]
-    room = [test for test in texts if Path(test).parent == Path(file).parent]
+    room = [test for test in texts if Path(test).parent.name == Path(file).parent.name]
     named = [test for test in room if name in Path(test).stem]
     importing = [test for test in [*room, *texts] if imports.search(texts[test])]
     found = dict.fromkeys([*(test for test in listed if test in texts), *named, *importing]) or room
@@ -113,7 +113,7 @@ def nearest(file: str, texts: Mapping[str, str]) -> tuple[str, ...]:
 
 def problem(mutant: Mutant, root: Path = ROOT) -> str:
     """Return why a mutant cannot be tried, or ""."""
-    path = root / "cpt_core" / mutant.file
+    path = root / mutant.file
     if not path.is_file():
         return "there is no such file"
     source = path.read_text(encoding="utf-8")
@@ -139,7 +139,7 @@ def run(tests: Sequence[str], mutant: Mutant | None = None, root: Path = ROOT) -
         copy = Path(folder) / "checkout"
         shutil.copytree(root, copy, ignore=shutil.ignore_patterns(*LEFT_OUT))
         if mutant is not None:
-            path = copy / "cpt_core" / mutant.file
+            path = copy / mutant.file
             text = path.read_text(encoding="utf-8").replace(mutant.before, mutant.after)
             path.write_text(text, encoding="utf-8")
         command = [sys.executable, "-m", "pytest", "-x", "-q", "--tb=short", "-p", "no:cacheprovider"]

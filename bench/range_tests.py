@@ -14,10 +14,11 @@ import warnings
 
 import torch
 
-from cpt_core.experiments.recipes import recipe
-from cpt_core.paths import results_dir
-from cpt_core.provenance import commit
-from cpt_core.training.range_test import RangeTestWarning, precision_range_test
+from cpt_core.choosing.range_test import RangeTestWarning
+from cpt_lab.experiments.recipes import recipe
+from cpt_lab.paths import results_dir
+from cpt_lab.provenance import commit
+from cpt_lab.training.recipe_trials import recipe_range_test
 
 # task, data set, model, dwell, precisions below 8 bits, seeds
 TESTS = [
@@ -49,7 +50,7 @@ def main() -> None:
             continue
         r = recipe("demo", dataset, model, task=task)
         started = time.monotonic()
-        found = precision_range_test(r, bits=bits, dwell=dwell, seeds=range(seeds))
+        found = recipe_range_test(r, bits=bits, dwell=dwell, seeds=range(seeds))
         print(f"{name}\n{found}\n", flush=True)
         held[name] = {
             "task": task, "recipe_q_min": r.q_min, "paper_q_min": PAPER[task], **found.to_dict(),

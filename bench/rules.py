@@ -10,9 +10,9 @@ from datetime import UTC, datetime
 
 import pandas as pd
 
-from cpt_core.analysis.claims import claims
-from cpt_core.analysis.rules import renewed
-from cpt_core.paths import paper_dir
+from cpt_lab.analysis.claims import claims
+from cpt_lab.analysis.rules import renewed
+from cpt_lab.paths import paper_dir
 
 
 def main() -> None:

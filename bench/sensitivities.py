@@ -14,16 +14,16 @@ import torch
 from filelock import FileLock
 
 from cpt_core.checks import write_text
-from cpt_core.experiments.allocation import CASES, FILE, Q_MAX, Case
-from cpt_core.paths import results_dir
-from cpt_core.provenance import machine, source, versions
-from cpt_core.schedules.sensitivity import Sensitivity
-from cpt_core.training.sensitivity import sensitivity
+from cpt_core.choosing.sensitivities import Sensitivity
+from cpt_lab.experiments.allocation import CASES, FILE, Q_MAX, Case
+from cpt_lab.paths import results_dir
+from cpt_lab.provenance import machine, source, versions
+from cpt_lab.training.recipe_trials import recipe_sensitivity
 
 
 def measured(case: Case) -> Sensitivity:
     """Measure one case on its own seeds, 50 and up."""
-    return sensitivity(case.recipe, base=case.bits, q_max=Q_MAX, seeds=range(50, 50 + case.measured))
+    return recipe_sensitivity(case.recipe, base=case.bits, q_max=Q_MAX, seeds=range(50, 50 + case.measured))
 
 
 def main() -> None:

@@ -26,7 +26,6 @@ import torch
 from torch import nn
 from transformers import BertConfig, BertModel
 
-from cpt_core.data.graphs import bidirected
 from cpt_core.graphs.graph import Graph
 from cpt_core.graphs.layers import GraphConv
 from cpt_core.kernels.execution import execution, reference
@@ -34,6 +33,7 @@ from cpt_core.models import MODELS
 from cpt_core.models.mobilenet import InvertedResidual
 from cpt_core.models.retinanet import retinanet
 from cpt_core.quantization.convert import QuantConfig, layer_precisions, quantize_
+from cpt_lab.data.graphs import bidirected
 
 
 def linear_block() -> nn.Module:

@@ -17,11 +17,11 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from cpt_core.experiments.spec import key_of
-from cpt_core.paths import results_dir
-from cpt_core.sweeps import stores
-from cpt_core.sweeps.digests import line_of
-from cpt_core.sweeps.lines import mark
+from cpt_lab.experiments.spec import key_of
+from cpt_lab.paths import results_dir
+from cpt_lab.sweeps import stores
+from cpt_lab.sweeps.digests import line_of
+from cpt_lab.sweeps.lines import mark
 
 
 def fill(store: Path, count: int) -> dict[str, Any]:

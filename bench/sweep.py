@@ -17,11 +17,11 @@ from statistics import median
 
 import torch
 
-from cpt_core.experiments import designs
-from cpt_core.experiments.spec import RunSpec
-from cpt_core.sweeps.sweep import run_grid
-from cpt_core.training.session import task_of
-from cpt_core.training.train import train
+from cpt_lab.experiments import designs
+from cpt_lab.experiments.spec import RunSpec
+from cpt_lab.sweeps.sweep import run_grid
+from cpt_lab.training.session import task_of
+from cpt_lab.training.train import train
 
 
 def bare(specs: list[RunSpec], store: Path) -> None:

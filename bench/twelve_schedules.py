@@ -12,8 +12,8 @@ import itertools
 import numpy as np
 from scipy.stats import rankdata
 
-from cpt_core.experiments.questions import TWELVE
 from cpt_core.schedules.cost import step_cost
+from cpt_lab.experiments.questions import TWELVE
 
 STEPS, HALF, BUDGET = 160, 80, 0.55
 TOP = (8, 16)  # steps at 8 bits, at least, with which the cycles end

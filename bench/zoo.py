@@ -42,9 +42,9 @@ from cpt_core.bitops.copies import floating_in
 from cpt_core.checks import write_text
 from cpt_core.inspecting.check import BITS as CHECKED
 from cpt_core.kernels.operators import LOOPS as OPENED
-from cpt_core.paths import results_dir
-from cpt_core.provenance import source
 from cpt_core.quantization.precision import LayerPrecision
+from cpt_lab.paths import results_dir
+from cpt_lab.provenance import source
 
 FILE = "zoo.json"
 PACKAGES = {"torch_geometric": "torch-geometric", "open_clip": "open_clip_torch", "x_transformers": "x-transformers"}

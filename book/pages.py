@@ -23,7 +23,7 @@ from pygments.lexers.special import TextLexer
 from pygments.util import ClassNotFound
 
 import cpt_core
-from cpt_core.teaching.predictions import with_answers
+from cpt_lessons.predictions import with_answers
 
 ROOT = Path(__file__).parents[1]
 DOCUMENTS = ("*.md", "notebooks/*.md", "notebooks/*.ipynb", "data/cards/*.md")

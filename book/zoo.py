@@ -7,7 +7,7 @@ from collections import Counter
 from typing import Any
 
 from bench.zoo import FILE, LOOPS
-from cpt_core.paths import results_dir
+from cpt_lab.paths import results_dir
 
 LEAST = 0.01  # of the products of a model: what is named and less than that is no part of the model
 

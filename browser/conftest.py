@@ -66,5 +66,5 @@ def report(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The report of the committed rows."""
     page = tmp_path_factory.mktemp("report") / "report.html"
     rows = sorted((ROOT / "data" / "results").glob("*.jsonl"))
-    subprocess.run([sys.executable, "-m", "cpt_core", "report", *rows, "--out", page], check=True, cwd=ROOT)
+    subprocess.run([sys.executable, "-m", "cpt_lab", "report", *rows, "--out", page], check=True, cwd=ROOT)
     return page

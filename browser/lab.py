@@ -18,7 +18,7 @@ from typing import Any
 import nbformat
 from playwright.sync_api import Locator, Page
 
-from cpt_core.teaching.notebooks import copy_notebooks
+from cpt_lessons.notebooks import copy_notebooks
 
 PATIENCE = 240  # seconds for a notebook at smoke scale, on a machine with other work
 

@@ -11,7 +11,7 @@ from playwright.sync_api import Browser
 
 from browser.lab import RAW_MATHS, Notebook, Server
 from browser.pages import Heard, accessible
-from cpt_core.teaching.notebooks import notebooks
+from cpt_lessons.notebooks import notebooks
 
 WIDTH, HEIGHT = 1366, 768
 OURS = {"include": [[".jp-OutputArea-output"], [".jp-MarkdownOutput"]]}

@@ -17,6 +17,11 @@ if TYPE_CHECKING:  # for editors and type checkers
     from cpt_core.bitops.ledger import BitOpsLedger as BitOpsLedger
     from cpt_core.bitops.plan import BitOpsPlan as BitOpsPlan
     from cpt_core.bitops.plan import count_bitops as count_bitops
+    from cpt_core.choosing.allocation import allocate as allocate
+    from cpt_core.choosing.measuring import sensitivity as sensitivity
+    from cpt_core.choosing.range_test import precision_range_test as precision_range_test
+    from cpt_core.choosing.sensitivities import Sensitivity as Sensitivity
+    from cpt_core.choosing.solver import solve_schedule as solve_schedule
     from cpt_core.formats.costs import COSTS as COSTS
     from cpt_core.formats.format import FORMATS as FORMATS
     from cpt_core.formats.format import Format as Format
@@ -26,6 +31,7 @@ if TYPE_CHECKING:  # for editors and type checkers
     from cpt_core.graphs.layers import SAGEConv as SAGEConv
     from cpt_core.inspecting.check import check as check
     from cpt_core.inspecting.measure import measure_cost as measure_cost
+    from cpt_core.inspecting.measured import MeasuredCost as MeasuredCost
     from cpt_core.inspecting.record import Recording as Recording
     from cpt_core.inspecting.record import record as record
     from cpt_core.inspecting.summary import summary as summary
@@ -41,23 +47,17 @@ if TYPE_CHECKING:  # for editors and type checkers
     from cpt_core.quantization.quantizers import Quantizer as Quantizer
     from cpt_core.quantization.scheduler import PrecisionScheduler as PrecisionScheduler
     from cpt_core.quantization.scheduler import precision as precision
-    from cpt_core.schedules.allocation import allocate as allocate
     from cpt_core.schedules.deficit import DeficitSchedule as DeficitSchedule
     from cpt_core.schedules.deficit import DelayedSchedule as DelayedSchedule
     from cpt_core.schedules.layered import LayeredSchedule as LayeredSchedule
     from cpt_core.schedules.make import make_schedule as make_schedule
     from cpt_core.schedules.make import schedule_from_dict as schedule_from_dict
-    from cpt_core.schedules.measured import MeasuredCost as MeasuredCost
     from cpt_core.schedules.profiles import PROFILES as PROFILES
     from cpt_core.schedules.profiles import SUITE as SUITE
     from cpt_core.schedules.profiles import Rex as Rex
     from cpt_core.schedules.roles import RoleSchedules as RoleSchedules
     from cpt_core.schedules.schedule import CyclicSchedule as CyclicSchedule
     from cpt_core.schedules.schedule import FunctionSchedule as FunctionSchedule
-    from cpt_core.schedules.sensitivity import Sensitivity as Sensitivity
-    from cpt_core.schedules.solver import solve_schedule as solve_schedule
-    from cpt_core.training.range_test import precision_range_test as precision_range_test
-    from cpt_core.training.sensitivity import sensitivity as sensitivity
 
 __version__ = "0.2.0"
 
@@ -66,12 +66,12 @@ _MODULES = {
     "schedules.schedule": "CyclicSchedule FunctionSchedule TableSchedule StaticSchedule",
     "schedules.deficit": "DeficitSchedule DelayedSchedule",
     "schedules.make": "make_schedule schedule_from_dict",
-    "schedules.measured": "MeasuredCost",
+    "inspecting.measured": "MeasuredCost",
     "schedules.roles": "RoleSchedules",
-    "schedules.solver": "solve_schedule",
+    "choosing.solver": "solve_schedule",
     "schedules.layered": "LayeredSchedule",
-    "schedules.sensitivity": "Sensitivity",
-    "schedules.allocation": "allocate",
+    "choosing.sensitivities": "Sensitivity",
+    "choosing.allocation": "allocate",
     "formats.costs": "COSTS Cost Operands",
     "formats.format": "FORMATS Format",
     "formats.ladder": "FormatLadder",
@@ -90,9 +90,9 @@ _MODULES = {
     "inspecting.check": "check",
     "inspecting.measure": "measure_cost",
     "bitops.ledger": "BitOpsLedger",
-    "training.precision_range": "PrecisionRange",
-    "training.range_test": "precision_range_test RangeTestWarning",
-    "training.sensitivity": "sensitivity",
+    "choosing.precision_range": "PrecisionRange",
+    "choosing.range_test": "precision_range_test RangeTestWarning",
+    "choosing.measuring": "sensitivity",
 }
 _HOME = {name: module for module, names in _MODULES.items() for name in names.split()}
 

@@ -164,7 +164,7 @@ def library(name: str, extra: str) -> Any:
         return pkgutil.resolve_name(name if ":" in name else f"{name}:")
     except ImportError as error:
         missing = (error.name or name).partition(".")[0]
-        if not extra or missing == "cpt_core":
+        if not extra or missing in ("cpt_core", "cpt_lab"):
             raise
         raise ImportError(f"{missing} cannot be imported; get it with: pip install 'cpt-core[{extra}]'") from error
 

@@ -8,12 +8,12 @@ import pytest
 import torch
 from torch import nn
 
-from cpt_core.experiments import designs
-from cpt_core.experiments.recipes import recipe
-from cpt_core.experiments.spec import run_spec
 from cpt_core.schedules import cost
 from cpt_core.schedules.make import make_schedule, schedule_from_dict
 from cpt_core.schedules.schedule import ShortCycleWarning
+from cpt_lab.experiments import designs
+from cpt_lab.experiments.recipes import recipe
+from cpt_lab.experiments.spec import run_spec
 
 WITH_CUDA = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
 NAN, INF = float("nan"), float("inf")

@@ -10,17 +10,17 @@ import pandas as pd
 import pytest
 import torch
 
-from cpt_core import __main__ as commands
-from cpt_core.analysis import quality_cost
-from cpt_core.analysis.report import summary, write_report
-from cpt_core.analysis.runs import TYPES, load, table
-from cpt_core.experiments import designs, grids
-from cpt_core.experiments.grids import GRIDS
-from cpt_core.paths import results_dir
-from cpt_core.sweeps import calibration, plan, stores
-from cpt_core.sweeps.calibration import Calibration, measure, runs_per_gpu
-from cpt_core.tasks import TASKS
-from cpt_core.teaching.parameters import parse
+from cpt_lab import commands
+from cpt_lab.analysis import quality_cost
+from cpt_lab.analysis.report import summary, write_report
+from cpt_lab.analysis.runs import TYPES, load, table
+from cpt_lab.experiments import designs, grids
+from cpt_lab.experiments.grids import GRIDS
+from cpt_lab.paths import results_dir
+from cpt_lab.sweeps import calibration, plan, stores
+from cpt_lab.sweeps.calibration import Calibration, measure, runs_per_gpu
+from cpt_lab.tasks import TASKS
+from cpt_lessons.parameters import parse
 
 DIGITS = results_dir() / "image_digits.jsonl"
 
@@ -54,12 +54,12 @@ def command(monkeypatch, capsys):
         (["plan", "digits/mlp6", "--device", "tpu"], "unknown device 'tpu'"),
         (["run"], "Missing argument 'grid'"),
         (["run", "figure_3"], "'figure_3' is several grids; choose one of cifar10/resnet74"),
-        (["run", "ogbn-arxiv/deficit_length", "--device", "cpu"], "python -m cpt_core download ogbn-arxiv"),
+        (["run", "ogbn-arxiv/deficit_length", "--device", "cpu"], "python -m cpt_lab download ogbn-arxiv"),
         (["range-test", "digitz"], "no demo recipe for dataset 'digitz'"),
         (["range-test", "digits", "--mode", "restart"], "unknown mode 'restart'; choose from reset, continuing"),
         (["range-test", "digits", "--bits", "2", "9"], "bits must name precisions below q_max = 8"),
         (["range-test", "digits", "--figure", "no/such/folder.png"], "there is no folder no/such"),
-        (["run", "voc2012/retinanet", "--device", "cpu"], "python -m cpt_core download voc2012"),
+        (["run", "voc2012/retinanet", "--device", "cpu"], "python -m cpt_lab download voc2012"),
         (["run", "digits/mlp7"], "are digits/mlp6, "),
         (["run", "nope"], "; `plan --no-measure` lists them all"),
         (["run", "digits/mlp6", "--scale", "huge"], "has no scale 'huge'; choose from demo, smoke"),
@@ -75,7 +75,7 @@ def command(monkeypatch, capsys):
         (["run", "digits/mlp6", "--executor", "ray"], "unknown executor 'ray'; choose from local, dask"),
         (["run", "digits/mlp6", "--scheduler", "tcp://x:1"], "is for executor 'dask'"),
         (["run", "digits/mlp6", "--retry"], "No such option"),
-        (["run", "cifar10/resnet74", "--device", "cpu"], "python -m cpt_core download cifar10"),
+        (["run", "cifar10/resnet74", "--device", "cpu"], "python -m cpt_lab download cifar10"),
         (["results", "nowhere.jsonl"], "there is no file nowhere.jsonl"),
         (["results", "--only", "arm=CR"], "no row has arm 'CR'; there is nothing: there are no rows"),
         (["results", str(DIGITS), "--only", "arm=XR"], "no row has arm 'XR'; there is CR, CT"),
@@ -95,10 +95,10 @@ def command(monkeypatch, capsys):
         (["reproduce", "-p", "workers=2", "workers=3"], "parameter 'workers' is given twice"),
         (["reproduce", "--notebook", "00", "-p", "workers=2"], "no chosen notebook has a parameter 'workers'"),
         (["reproduce", "--notebook", "05", "--dataset", "nothere.npz"], "there is no file or folder"),
-        (["reproduce", "--notebook", "04", "--dataset", "cpt_core/data/"], "data is no data for this task (detection)"),
-        (["reproduce", "--notebook", "03", "--dataset", "cifar10"], "python -m cpt_core download cifar10"),
+        (["reproduce", "--notebook", "04", "--dataset", "cpt_lab/data/"], "data is no data for this task (detection)"),
+        (["reproduce", "--notebook", "03", "--dataset", "cifar10"], "python -m cpt_lab download cifar10"),
         (["range-test", "nothere/"], "there is no file or folder"),
-        (["range-test", "cpt_core/data/", "--task", "graph"], "is no data for this task (graph)"),
+        (["range-test", "cpt_lab/data/", "--task", "graph"], "is no data for this task (graph)"),
         (["reproduce", "--notebook", "01", "-p", "q_min=9"], "1 <= q_min <= q_max"),
         (["reproduce", "--notebook", "01", "-p", "n_cycles=3"], "an even n_cycles"),
         (["reproduce", "--notebook", "01", "-p", "total_steps=6 n_cycles=8"], "n_cycles must lie in 1..total_steps"),
@@ -225,7 +225,7 @@ def test_a_measurement_takes_the_steps_of_training(monkeypatch):
 
 def test_a_plan_needs_no_folder_that_can_be_written(place):
     (place / "runs").write_text("a file where the folder should be")
-    words = [sys.executable, "-m", "cpt_core", "plan", "digits/mlp6", "--scale", "smoke"]
+    words = [sys.executable, "-m", "cpt_lab", "plan", "digits/mlp6", "--scale", "smoke"]
     done = subprocess.run(words, capture_output=True, text=True)
     assert (done.returncode, done.stderr) == (
         0,
@@ -288,7 +288,7 @@ def test_a_failed_run_is_shown_with_its_reason_and_its_log(command, monkeypatch)
     def fail(job, should_stop):
         return {**stores.describe(job.spec), "status": "failed", "error": "Traceback\nValueError: no luck"}
 
-    monkeypatch.setattr("cpt_core.sweeps.worker._row", fail)
+    monkeypatch.setattr("cpt_lab.sweeps.worker._row", fail)
     status, out, said = command("run", "digits/mlp6", "--scale", "smoke", "--only", "schedule=CR", "--workers", "0")
     assert status == 1
     assert "1 failed" in out
@@ -359,10 +359,10 @@ def test_a_locale_without_utf_8_changes_no_file_and_stops_no_command(place):
     script = """if True:
         import sys
         from pathlib import Path
-        from cpt_core.__main__ import main
-        from cpt_core.analysis import report
-        from cpt_core.data.files import fingerprint_of
-        from cpt_core.teaching.outcomes import Job
+        from cpt_lab.commands import main
+        from cpt_lab.analysis import report
+        from cpt_lab.data.files import fingerprint_of
+        from cpt_lessons.outcomes import Job
 
         here = Path(sys.argv.pop())
         job = Job(Path(report.__file__), {}, {}, here)

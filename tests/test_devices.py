@@ -7,20 +7,20 @@ import torch
 from helpers import WITH_CUDA
 
 from bench.gpu import checks
-from cpt_core.experiments.recipes import recipe
-from cpt_core.experiments.spec import run_spec
 from cpt_core.graphs.graph import Graph
 from cpt_core.graphs.layers import SAGEConv
 from cpt_core.graphs.sampling import sample_blocks
 from cpt_core.quantization.convert import quantize_
 from cpt_core.quantization.scheduler import precision
-from cpt_core.sweeps import worker
-from cpt_core.sweeps.options import SweepOptions
-from cpt_core.sweeps.process import supervise
-from cpt_core.sweeps.worker import Job, run_one
-from cpt_core.training.device import device_name
-from cpt_core.training.session import Session, task_of
-from cpt_core.training.train import train
+from cpt_lab.experiments.recipes import recipe
+from cpt_lab.experiments.spec import run_spec
+from cpt_lab.sweeps import worker
+from cpt_lab.sweeps.options import SweepOptions
+from cpt_lab.sweeps.process import supervise
+from cpt_lab.sweeps.worker import Job, run_one
+from cpt_lab.training.device import device_name
+from cpt_lab.training.session import Session, task_of
+from cpt_lab.training.train import train
 
 ON_CPU = ("GraphSAGE",)  # the others are stopped and resumed there by their own tests
 EVERY = [*((name, "cpu") for name in ON_CPU), *(pytest.param(n, "cuda", marks=WITH_CUDA) for n in checks.TASKS)]

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from cpt_core.analysis import reproducing
+from cpt_lab.analysis import reproducing
 
 ROOT = Path(__file__).parents[1]
 MODULES = sorted(
@@ -27,12 +27,12 @@ def test_docstring_examples(name):
 
 
 def test_reproducing_is_up_to_date():
-    assert (ROOT / "REPRODUCING.md").read_text() == reproducing.text(), "run: python -m cpt_core docs"
+    assert (ROOT / "REPRODUCING.md").read_text() == reproducing.text(), "run: python -m cpt_lab docs"
 
 
 def test_the_readme_says_what_the_rows_say():
     page = (ROOT / "README.md").read_text()
-    assert reproducing.readme(page) == page, "run: python -m cpt_core docs"
+    assert reproducing.readme(page) == page, "run: python -m cpt_lab docs"
     outcome = page.split(reproducing.OUTCOME[0])[1].split(reproducing.OUTCOME[1])[0]
     assert [line[:4] for line in outcome.splitlines() if line.startswith("- ")] == ["- H2", "- H1", "- H5"]
     assert reproducing.readme(page.replace(outcome, "an older outcome")) == page

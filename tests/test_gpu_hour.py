@@ -15,7 +15,7 @@ from cpt_core.graphs.graph import Graph
 from cpt_core.graphs.layers import GraphConv
 from cpt_core.quantization.convert import quantize_
 from cpt_core.quantization.scheduler import precision
-from cpt_core.sweeps import stores
+from cpt_lab.sweeps import stores
 
 
 @pytest.fixture(autouse=True)

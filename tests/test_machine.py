@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from cpt_core import machine
+from cpt_lab import machine
 
 GB = 2**30
 NONE = "9223372036854771712\n"  # what version 1 writes where there is no limit
@@ -62,7 +62,7 @@ def test_what_control_groups_grant(case, tmp_path, monkeypatch):
 @pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="this system has no affinity")
 def test_cores_that_a_process_may_not_run_on_are_not_counted():
     code = (
-        "import os; from cpt_core.machine import usable_cores\n"
+        "import os; from cpt_lab.machine import usable_cores\n"
         "os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})\n"
         "print(usable_cores())"
     )

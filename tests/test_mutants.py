@@ -8,7 +8,7 @@ import pytest
 from bench import mutants
 from bench.changes import changed_lines, changes
 from bench.mutants import Mutant, canary, made, nearest, problem, table, tried
-from cpt_core.paths import PACKAGE
+from cpt_lab.paths import ROOT
 
 PROJECT = {
     "cpt_core/half.py": "def half(x):\n    return x / 2\n",
@@ -26,7 +26,7 @@ def project(tmp_path):
 
 
 def mutant(before, after, test="test_half.py::test_half"):
-    return Mutant("half.py", "made up", before, after, (test,))
+    return Mutant("cpt_core/half.py", "made up", before, after, (test,))
 
 
 def test_every_mutant_fits_the_package_and_its_tests_are_there():
@@ -34,8 +34,8 @@ def test_every_mutant_fits_the_package_and_its_tests_are_there():
 
 
 def test_every_room_has_mutants():
-    rooms = {path.parent.name for path in PACKAGE.glob("*/__init__.py")}
-    assert rooms <= {m.file.partition("/")[0] for m in table()}
+    rooms = {p.parent.relative_to(ROOT).as_posix() for p in ROOT.glob("cpt_*/*/__init__.py")}
+    assert rooms <= {m.file.rpartition("/")[0] for m in table()}
 
 
 @pytest.mark.parametrize(
@@ -59,9 +59,10 @@ def test_whatever_is_not_killed_fails_the_canary(project, capsys):
     killed, alive, broken = mutant("x / 2", "x / 4"), mutant("x / 2", "x * 0.5"), mutant("half(x)", "halve(x)")
     assert canary([killed], 1, project)
     assert not canary([killed, alive, broken], 2, project)
-    said = [line for line in capsys.readouterr().out.splitlines() if line.startswith("half.py: ")]
-    assert said[:3] == ["half.py: made up: killed by test_half.py::test_half"] * 2 + ["half.py: made up: SURVIVED"]
-    assert said[3].startswith("half.py: made up: NOT TRIED")  # a test that cannot be imported notices everything
+    said = [line for line in capsys.readouterr().out.splitlines() if line.startswith("cpt_core/half.py: ")]
+    name = "cpt_core/half.py: made up"
+    assert said[:3] == [f"{name}: killed by test_half.py::test_half"] * 2 + [f"{name}: SURVIVED"]
+    assert said[3].startswith(f"{name}: NOT TRIED")  # a test that cannot be imported notices everything
     assert (project / "cpt_core" / "half.py").read_text() == PROJECT["cpt_core/half.py"]
 
 
@@ -113,9 +114,9 @@ def test_every_way_to_change_a_line(line, wrong):
     assert len(found) == len(wrong)
 
 
-@pytest.mark.parametrize("file", ["schedules/solver.py", "inspecting/record.py"])
+@pytest.mark.parametrize("file", ["cpt_core/choosing/solver.py", "cpt_core/inspecting/record.py"])
 def test_a_change_is_of_its_lines_alone_and_makes_python(file):
-    source = (PACKAGE / file).read_text(encoding="utf-8")
+    source = (ROOT / file).read_text(encoding="utf-8")
     lines = source.splitlines()
     wanted = set(range(0, len(lines) + 1, 4))
     found = changes(source, wanted)
@@ -163,24 +164,24 @@ def repository(project):
 
 
 def test_lines_that_a_commit_does_not_have(repository):
-    assert changed_lines("HEAD", repository) == {"room/new.py": {1, 2, 3}}
-    assert changed_lines("HEAD~1", repository) == {"half.py": {3, 4, 5, 6}, "room/new.py": {1, 2, 3}}
+    assert changed_lines("HEAD", repository) == {"cpt_core/room/new.py": {1, 2, 3}}
+    assert changed_lines("HEAD~1", repository) == {"cpt_core/half.py": {3, 4, 5, 6}, "cpt_core/room/new.py": {1, 2, 3}}
     with pytest.raises(ValueError, match=r"git diff .* nowhere"):
         changed_lines("nowhere", repository)
 
 
 def test_mutants_are_made_of_changed_lines_and_survivors_are_shown(repository, capsys):
-    found = [m for m in made("HEAD~1", repository) if m.file == "half.py"]
+    found = [m for m in made("HEAD~1", repository) if m.file == "cpt_core/half.py"]
     assert {m.tests for m in found} == {("test_half.py",)}
     assert not canary(found, 1, repository)
     assert capsys.readouterr().out.splitlines() == [
-        "half.py: line 6: `return x - 0` becomes `return`: killed by test_half.py::test_less",
-        "half.py: line 6: `x - 0` becomes `x + 0`: SURVIVED",
+        "cpt_core/half.py: line 6: `return x - 0` becomes `return`: killed by test_half.py::test_less",
+        "cpt_core/half.py: line 6: `x - 0` becomes `x + 0`: SURVIVED",
         "-     return x - 0",
         "+     return (x + 0)",
-        "half.py: line 6: `0` becomes `1`: killed by test_half.py::test_less",
+        "cpt_core/half.py: line 6: `0` becomes `1`: killed by test_half.py::test_less",
     ]
-    stops = Mutant("half.py", "made", "def less", "1 / 0\n\n\ndef less", ("test_half.py",), made=True)
+    stops = Mutant("cpt_core/half.py", "made", "def less", "1 / 0\n\n\ndef less", ("test_half.py",), made=True)
     assert tried(stops, repository) == "killed, its tests do not run"
 
 
@@ -220,9 +221,9 @@ def test_the_nearest_tests_come_first():
     texts = {
         "room/test_other.py": "import torch",
         "room/test_the_new_one.py": "",
-        "test_a.py": "from cpt_core.room.new import x",
-        "test_b.py": "from cpt_core.room import old, new\n",
-        "test_c.py": "from cpt_core.room.newer import x",
+        "test_a.py": "from cpt_lab.room.new import x",
+        "test_b.py": "from cpt_lab.room import old, new\n",
+        "test_c.py": "from cpt_lab.room.newer import x",
     }
-    assert nearest("room/new.py", texts) == ("room/test_the_new_one.py", "test_a.py", "test_b.py")
-    assert nearest("room/else.py", texts) == ("room/test_other.py", "room/test_the_new_one.py")
+    assert nearest("cpt_lab/room/new.py", texts) == ("room/test_the_new_one.py", "test_a.py", "test_b.py")
+    assert nearest("cpt_lab/room/else.py", texts) == ("room/test_other.py", "room/test_the_new_one.py")

@@ -99,7 +99,7 @@ def test_the_lock_of_the_browser_adds_to_the_other_and_changes_nothing_of_it():
 def test_every_import_is_declared():
     declared = set(direct()) | set(named("browser"))
     providers = packages_distributions()
-    folders = ("cpt_core", "bench", "book", "browser", "tests")
+    folders = ("cpt_core", "cpt_lab", "cpt_lessons", "bench", "book", "browser", "tests")
     for path in chain.from_iterable(ROOT.glob(f"{folder}/**/*.py") for folder in folders):
         for module in re.findall(r"^\s*(?:import|from) (\w+)(?=$|[. ])", path.read_text(), flags=re.MULTILINE):
             if module in sys.stdlib_module_names or (ROOT / module).is_dir() or module not in providers:
@@ -125,7 +125,7 @@ def test_the_version_is_said_once_and_cited():
 
 
 def test_every_room_is_packaged():
-    rooms = {".".join(p.parent.relative_to(ROOT).parts) for p in ROOT.glob("cpt_core/**/__init__.py")}
+    rooms = {".".join(p.parent.relative_to(ROOT).parts) for p in ROOT.glob("cpt_*/**/__init__.py")}
     shipped = PYPROJECT["tool"]["setuptools"]["package-dir"]
     assert sorted(PYPROJECT["tool"]["setuptools"]["packages"]) == sorted(rooms | set(shipped))
     assert all((ROOT / folder).is_dir() for folder in shipped.values())
@@ -135,9 +135,8 @@ def test_the_page_of_the_index_has_no_links_that_end_there():
     page = (ROOT / PROJECT["readme"]).read_text()
     links = re.findall(r"\]\(([^)]*)\)", page)
     assert [link for link in links if not link.startswith("https://")] == []
-    commands = set(
-        re.findall(r"^def (\w+)\(|@app.command\(\"([\w-]+)\"", (ROOT / "cpt_core/__main__.py").read_text(), re.M)
-    )
+    text = "".join(p.read_text() for p in sorted(ROOT.glob("cpt_*/commands.py")))
+    commands = set(re.findall(r"^def (\w+)\(|@app.command\(\"([\w-]+)\"", text, re.M))
     known = {name for pair in commands for name in pair if name}
     assert {word for word in re.findall(r"`cpt ([\w-]+)", page)} <= known
     extras = set(PROJECT["optional-dependencies"]) - {"book", "dev"}
@@ -182,21 +181,12 @@ ODD = ["my pictures/", "a$b/", "a$$b/", 'it\'s "mine"/', "a;b/", "$(HOME)/", "`i
 
 @pytest.mark.parametrize("odd", ODD)
 def test_make_hands_over_what_it_is_given(odd, make):
-    called = ["-m", "cpt_core", "reproduce", "--dataset", odd]
+    called = ["-m", "cpt_lab", "reproduce", "--dataset", odd]
     assert make("reproduce", f"DATASET={odd}") == make("reproduce", DATASET=odd) == (0, called, "")
-    wanted = [
-        "-m",
-        "cpt_core",
-        "reproduce",
-        "--scale",
-        "paper",
-        "--notebook",
-        "03",
-        "--parameter",
-        f"dataset={odd} q=[1, 2]",
-    ]
+    words = "-m cpt_lab reproduce --scale paper --notebook 03 --parameter"
+    wanted = [*words.split(), f"dataset={odd} q=[1, 2]"]
     assert make("paper", "NB=03", f"PARAMS=dataset={odd} q=[1, 2]") == (0, wanted, "")
-    assert make("plan", f"GRID={odd}") == (0, ["-m", "cpt_core", "plan", odd], "")
+    assert make("plan", f"GRID={odd}") == (0, ["-m", "cpt_lab", "plan", odd], "")
 
 
 def test_make_evidence_runs_a_row_of_every_store_again(make, tmp_path):
@@ -205,12 +195,12 @@ def test_make_evidence_runs_a_row_of_every_store_again(make, tmp_path):
     for path in stores:
         path.touch()
     verified = ["verify", "--rows", "1", "--cheapest", "--skip-missing", *(f"data/results/{s}.jsonl" for s in "ab")]
-    called = ["-m", "cpt_core", "claims", "--evidence", "-m", "cpt_core", *verified]
+    called = ["-m", "cpt_lab", "claims", "--evidence", "-m", "cpt_lab", *verified]
     assert make("evidence") == (0, called, "")
 
 
 def test_make_asks_for_nothing_that_is_not_given(make):
-    assert make("reproduce") == (0, ["-m", "cpt_core", "reproduce"], "")
+    assert make("reproduce") == (0, ["-m", "cpt_lab", "reproduce"], "")
     status, _, said = make("paper")
     assert status == 2
     assert "make paper needs the number of a notebook" in said

@@ -6,8 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from cpt_core import paths, provenance
-from cpt_core.data.files import own_path
+from cpt_core.kernels.cpp import kernels_dir
+from cpt_lab import paths, provenance
+from cpt_lab.data.files import own_path
 
 ROOT = Path(__file__).parents[1]
 
@@ -42,7 +43,7 @@ def test_an_installation_writes_to_the_users_folders(installed):
     assert paths.runs_dir() == installed / "runs"
     assert not paths.data_dir().is_relative_to(ROOT)
     assert paths.data_dir().name == "cpt_core"
-    assert paths.results_dir() == ROOT / "cpt_core" / "shipped" / "results"
+    assert paths.results_dir() == ROOT / "cpt_lab" / "shipped" / "results"
 
 
 def test_paths_of_the_users_are_looked_up_in_the_data_folder_then_in_the_working_directory(installed):
@@ -59,7 +60,7 @@ def test_variables_name_other_folders(installed, monkeypatch):
     assert (paths.runs_dir(), paths.data_dir()) == (installed / "a", installed / "b")
 
 
-@pytest.mark.parametrize("folder", [paths.runs_dir, paths.data_dir, paths.kernels_dir])
+@pytest.mark.parametrize("folder", [paths.runs_dir, paths.data_dir, kernels_dir])
 def test_a_tilde_that_no_shell_has_read_is_the_home(folder, tmp_path, monkeypatch):
     """As in a batch script's ``--export=CPT_RUNS_DIR=~/x``, or a file of variables."""
     monkeypatch.setenv("HOME", str(tmp_path))
@@ -84,4 +85,4 @@ def test_commands_in_messages_work_as_they_are_typed(tmp_path, monkeypatch):
         )
         assert done.returncode == 0, done.stderr
         assert "download" in done.stdout
-    assert paths.command("plan") == f"{Path(sys.executable).relative_to(Path.cwd())} -m cpt_core plan"
+    assert paths.command("plan") == f"{Path(sys.executable).relative_to(Path.cwd())} -m cpt_lab plan"

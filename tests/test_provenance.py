@@ -4,7 +4,8 @@ import subprocess
 
 import torch
 
-from cpt_core import provenance
+from cpt_core.kernels import processor
+from cpt_lab import provenance
 
 TEXT = """processor	: 0
 vendor_id	: GenuineIntel
@@ -21,16 +22,16 @@ model		: 999
 
 def test_a_processor_is_named_by_model_and_wide_instructions(tmp_path, monkeypatch):
     (tmp_path / "cpuinfo").write_text(TEXT)
-    monkeypatch.setattr(provenance, "CPU_INFO", tmp_path / "cpuinfo")
-    assert provenance.cpu() == {
+    monkeypatch.setattr(processor, "CPU_INFO", tmp_path / "cpuinfo")
+    assert processor.cpu() == {
         "cpu": "Some Processor, cpu family 6, model 207, stepping 2",
         "instructions": ["avx2", "fma", "avx512f", "amx_tile"],
     }
 
 
 def test_a_processor_of_another_system_has_a_name(tmp_path, monkeypatch):
-    monkeypatch.setattr(provenance, "CPU_INFO", tmp_path / "none")
-    found = provenance.cpu()
+    monkeypatch.setattr(processor, "CPU_INFO", tmp_path / "none")
+    found = processor.cpu()
     assert found["cpu"]
     assert found["instructions"] == []
 

@@ -16,8 +16,8 @@ import torch
 from torch import nn
 
 import cpt_core as cpt
+from cpt_core.inspecting.measured import Spent
 from cpt_core.schedules.cost import relative_cost
-from cpt_core.schedules.measured import Spent
 from cpt_core.schedules.schedule import Schedule
 
 ODD = {

@@ -60,20 +60,20 @@ def installed(built, tmp_path_factory):
     # Files of a folder named here are found, but not its .pth files, so no editable installation.
     (packages / "dependencies.pth").write_text(f"{sysconfig.get_path('purelib')}\n")
     (packages / "sitecustomize.py").write_text(BLOCK)
-    return place, packages / "cpt_core"
+    return place, packages
 
 
 @pytest.fixture
 def cpt(installed, tmp_path, monkeypatch):
     """A function that runs a command of the installed package in an empty folder and returns what it says."""
-    environment, package = installed
+    environment, packages = installed
     folder = tmp_path / "empty"
     folder.mkdir()
     for name in ("PYTHONPATH", "CPT_RUNS_DIR", "CPT_DATA_DIR"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.setenv("JUPYTER_PATH", str(Path(sys.prefix) / "share" / "jupyter"))  # nbconvert's templates
-    before = sorted(package.rglob("*"))
+    before = sorted(packages.glob("cpt_*/**/*"))
 
     def run(*words, status=0, blocked=""):
         command = [environment / "bin" / "cpt", *words]
@@ -84,7 +84,7 @@ def cpt(installed, tmp_path, monkeypatch):
 
     run.folder, run.python = folder, environment / "bin" / "python"
     yield run
-    assert sorted(package.rglob("*")) == before, "something was written beside the package"
+    assert sorted(packages.glob("cpt_*/**/*")) == before, "something was written beside the package"
 
 
 # --- what is in them ------------------------------------------------------------------------------
@@ -97,12 +97,12 @@ def test_the_wheel_holds_the_package_and_its_data_and_nothing_that_machines_made
     for place, shipped in places.items():
         for path in (ROOT / place).iterdir():
             if path.suffix in (".md", ".csv", ".json", ".jsonl", ".ipynb", ".py"):
-                assert f"cpt_core/shipped/{shipped}/{path.name}" in names
-    for path in (ROOT / "cpt_core").rglob("*"):
+                assert f"cpt_lab/shipped/{shipped}/{path.name}" in names
+    for path in ROOT.glob("cpt_*/**/*"):
         if path.is_file() and path.suffix != ".pyc":
             assert path.relative_to(ROOT).as_posix() in names
     assert "cpt_core/py.typed" in names
-    assert {name.split("/")[0] for name in names} == {"cpt_core", f"{NAME}.dist-info"}
+    assert {name.split("/")[0] for name in names} == {"cpt_core", "cpt_lab", "cpt_lessons", f"{NAME}.dist-info"}
     assert not [name for name in names if "cache" in name or "runs/" in name or name.endswith(".lock")]
 
 
@@ -120,7 +120,7 @@ def test_the_source_distribution_holds_what_git_tracks(built):
 
 
 def test_without_extras_the_installed_package_knows_the_paper_and_runs(cpt):
-    where = "import cpt_core, cpt_core.paths as p; print(cpt_core.__file__, p.CHECKOUT, p.data_dir())"
+    where = "import cpt_core, cpt_lab.paths as p; print(cpt_core.__file__, p.CHECKOUT, p.data_dir())"
     said = subprocess.run([cpt.python, "-c", where], cwd=cpt.folder, capture_output=True, text=True).stdout.split()
     package = Path(said[0]).parent
     assert package.is_relative_to(cpt.python.parents[1])
@@ -132,7 +132,9 @@ def test_without_extras_the_installed_package_knows_the_paper_and_runs(cpt):
     said = cpt("run", "digits/mlp6", "--scale", "smoke", "--workers", "0", "--only", "schedule=CR", blocked=EXTRA)
     assert f"rows in {cpt.folder / 'runs' / 'smoke' / 'image.jsonl'}" in said
     assert "CR" in cpt("results", blocked=EXTRA)
-    rows = package / "shipped" / "results" / "image_cifar10_jpeg.jsonl"  # the report of all takes three times as long
+    rows = (
+        package.parent / "cpt_lab" / "shipped" / "results" / "image_cifar10_jpeg.jsonl"
+    )  # the report of all takes three times as long
     assert f"report: {cpt.folder / 'runs' / 'report.html'}" in cpt("report", str(rows), blocked=EXTRA)
     page = (cpt.folder / "runs" / "report.html").read_text()
     assert rows.name in page
@@ -158,7 +160,7 @@ def test_copied_notebooks_run_with_the_installed_package(cpt):
     assert (cpt.folder / "runs" / "reproduce" / "smoke" / "01_schedules.html").is_file()
     asks = nbformat.v4.new_notebook(
         cells=[
-            nbformat.v4.new_code_cell("import cpt_core, cpt_core.paths as p\nprint(cpt_core.__file__, p.runs_dir())")
+            nbformat.v4.new_code_cell("import cpt_core, cpt_lab.paths as p\nprint(cpt_core.__file__, p.runs_dir())")
         ],
         metadata={"kernelspec": {"name": "python3", "display_name": "Python 3", "language": "python"}},
     )

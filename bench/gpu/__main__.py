@@ -23,7 +23,7 @@ import torch
 
 from bench.gpu.parts import PARTS
 from bench.gpu.stages import Options, forget_failures, run_stages, summary, where
-from cpt_core.paths import runs_dir
+from cpt_lab.paths import runs_dir
 
 SPARE = 60.0  # seconds after the limit at which a stage that hangs is ended, and its traceback written
 

@@ -13,8 +13,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from cpt_core.experiments.recipes import recipe
-from cpt_core.experiments.spec import run_spec
 from cpt_core.graphs.graph import Graph
 from cpt_core.graphs.layers import GraphConv, SAGEConv
 from cpt_core.kernels.execution import execution
@@ -23,8 +21,10 @@ from cpt_core.quantization.convert import QuantConfig, quantize_
 from cpt_core.quantization.fake_quantize import quantize
 from cpt_core.quantization.quantizers import GRANULARITIES, Quantizer
 from cpt_core.quantization.scheduler import precision
-from cpt_core.training.session import task_of
-from cpt_core.training.train import Stopped, train
+from cpt_lab.experiments.recipes import recipe
+from cpt_lab.experiments.spec import run_spec
+from cpt_lab.training.session import task_of
+from cpt_lab.training.train import Stopped, train
 
 BITS = (2, 8, 16)
 STEPS, STOP = 8, 3

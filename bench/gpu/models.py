@@ -16,12 +16,12 @@ import torch
 from torch import Tensor, nn
 
 from bench.gpu.stages import LeftOutError
-from cpt_core.experiments.recipe import Recipe
-from cpt_core.experiments.recipes import recipe
-from cpt_core.experiments.spec import run_spec
 from cpt_core.graphs.layers import GraphConv
 from cpt_core.quantization.convert import restore_
-from cpt_core.training.session import Session, task_of
+from cpt_lab.experiments.recipe import Recipe
+from cpt_lab.experiments.recipes import recipe
+from cpt_lab.experiments.spec import run_spec
+from cpt_lab.training.session import Session, task_of
 
 KINDS = (
     "float32", "float32 captured", "float32 TF32", "quantised", "quantised captured", "quantised TF32",

@@ -20,13 +20,13 @@ import torch
 from bench.gpu import checks
 from bench.gpu.models import KINDS, MODELS, session_of
 from bench.gpu.stages import Options, Stage, ended, read
-from cpt_core.experiments import designs
-from cpt_core.experiments.spec import RunSpec
-from cpt_core.paths import CHECKOUT
-from cpt_core.sweeps import stores
-from cpt_core.sweeps.sweep import run_grid
-from cpt_core.training.device import peak_memory
-from cpt_core.training.session import Session
+from cpt_lab.experiments import designs
+from cpt_lab.experiments.spec import RunSpec
+from cpt_lab.paths import CHECKOUT
+from cpt_lab.sweeps import stores
+from cpt_lab.sweeps.sweep import run_grid
+from cpt_lab.training.device import peak_memory
+from cpt_lab.training.session import Session
 
 WARM_UP = 5  # the captured kind records its step after three
 

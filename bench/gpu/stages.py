@@ -18,8 +18,8 @@ from typing import Any
 import torch
 
 from cpt_core.checks import write_text
-from cpt_core.data.files import DataNotFoundError
-from cpt_core.provenance import commit
+from cpt_lab.data.files import DataNotFoundError
+from cpt_lab.provenance import commit
 
 TRIES = 2  # a stage that ended its process this often is not tried again
 

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import pandas as pd
 from torch import Tensor, nn
 
 from cpt_core.bitops import tally
@@ -17,6 +16,9 @@ from cpt_core.formats.costs import FLOAT32, Operands
 from cpt_core.quantization.layers import QuantizedLayer
 from cpt_core.quantization.precision import LayerPrecision
 from cpt_core.schedules.cost import FULL_PRECISION
+
+if TYPE_CHECKING:
+    import pandas as pd
 
 
 class BitOpsLedger:

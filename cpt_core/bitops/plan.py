@@ -30,10 +30,9 @@ import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import pandas as pd
 from torch import nn
 
 from cpt_core.bitops import tally
@@ -49,6 +48,9 @@ from cpt_core.quantization.precision import LayerPrecision
 from cpt_core.quantization.scheduler import Schedules, assign_schedules, caught
 from cpt_core.schedules.cost import FULL_PRECISION
 from cpt_core.schedules.schedule import Schedule
+
+if TYPE_CHECKING:
+    import pandas as pd
 
 PAPERS = "the paper's convention, which prices layers in float32 at the bits of the step"
 

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Mapping
-
-import pandas as pd
+from typing import TYPE_CHECKING
 
 from cpt_core.bitops.trace import Call
+from cpt_core.checks import library
 from cpt_core.formats import costs
 from cpt_core.formats.costs import COSTS, FLOAT32, Operands
 from cpt_core.formats.format import Format
 from cpt_core.schedules.cost import FULL_PRECISION
+
+if TYPE_CHECKING:
+    import pandas as pd
 
 IN_FLOAT32 = Operands(FLOAT32, FLOAT32, FLOAT32, FLOAT32)
 Work = tuple[int, int, int, int]  # MACs; elements of both operands and of the result
@@ -88,7 +91,8 @@ def totals(prices: Mapping[str, Mapping[str, float]]) -> dict[str, float]:
 def table(prices: Mapping[str, Mapping[str, float]]) -> pd.DataFrame:
     """Return a line per layer and one of totals, a column per cost, with its unit."""
     lines = {**prices, "total": totals(prices)}
-    shown = pd.DataFrame(list(lines.values()), index=pd.Index(lines, name="layer"), columns=list(COSTS))
+    pandas = library("pandas", "lab")
+    shown = pandas.DataFrame(list(lines.values()), index=pandas.Index(lines, name="layer"), columns=list(COSTS))
     return shown.rename(columns={name: f"{name} ({cost.unit})" for name, cost in COSTS.items()})
 
 

@@ -21,12 +21,12 @@ from cpt_core.bitops.copies import as_it_was
 from cpt_core.bitops.plan import BitOpsPlan, formats_per_layer, price
 from cpt_core.bitops.trace import CONVENTIONS, trace
 from cpt_core.checks import check_bits, choose, declared, whole
+from cpt_core.inspecting.measured import MeasuredCost, Spent
 from cpt_core.inspecting.step import TrainingStep
 from cpt_core.inspecting.summary import summary
 from cpt_core.quantization.convert import layer_precisions
 from cpt_core.quantization.scheduler import precision
 from cpt_core.schedules.layered import LayeredSchedule
-from cpt_core.schedules.measured import MeasuredCost, Spent
 from cpt_core.schedules.roles import RoleSchedules
 from cpt_core.schedules.schedule import Schedule, StaticSchedule
 from cpt_core.waiting import waiting

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from cpt_core.checks import declared, shown, whole
+from cpt_core.checks import declared, library, shown, whole
 from cpt_core.inspecting.observer import GRADIENTS, SUMS, Key, Observer
 from cpt_core.quantization.convert import layer_precisions
 from cpt_core.quantization.in_force import ladder_role
@@ -211,10 +211,8 @@ class Recording:
         Differs: that rule is about the gradient of all parameters and all noise in it; here are one layer's gradient of
             its output and the noise of rounding this tensor.
         """
-        import pandas as pd
-
         rows = [row for step in self._kept for row in self._rows(step)]
-        return pd.DataFrame(rows, columns=list(COLUMNS)).astype(dict.fromkeys(STATISTICS, float))
+        return library("pandas", "lab").DataFrame(rows, columns=list(COLUMNS)).astype(dict.fromkeys(STATISTICS, float))
 
     def scalars(self, step: int | None = None) -> dict[str, float]:
         """Return the numbers of a recorded step, of the last one by default, by name: "layer/role/snr_db".

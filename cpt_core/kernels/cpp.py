@@ -26,9 +26,9 @@ from pathlib import Path
 
 import torch
 from filelock import FileLock
+from platformdirs import user_cache_path
 
 from cpt_core.checks import write_text
-from cpt_core.paths import kernels_dir
 
 log = logging.getLogger(__name__)
 SOURCES = sorted(Path(__file__).parent.glob("*.cpp")) + sorted(Path(__file__).parent.glob("*.h"))
@@ -39,6 +39,12 @@ WIDE = {
     "AVX2": ("-mavx2",),
     "AVX512": ("-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mprefer-vector-width=512"),
 }
+
+
+def kernels_dir() -> Path:
+    """Return the folder of compiled kernels: ``CPT_KERNELS_DIR``, else in the user's cache."""
+    given = os.environ.get("CPT_KERNELS_DIR")
+    return Path(given).expanduser() if given else user_cache_path("cpt_core", appauthor=False) / "kernels"
 
 
 class NoKernelsError(RuntimeError):

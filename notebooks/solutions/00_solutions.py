@@ -1,7 +1,7 @@
 """Solutions of the exercises of 00_start_here.ipynb: one way of many."""
 
 import cpt_core as cpt
-from cpt_core.teaching import exercises
+from cpt_lessons import exercises
 
 # 1. Large savings: RR or RTH.
 half = cpt.make_schedule("RR", q_min=3, q_max=8, total_steps=64_000)

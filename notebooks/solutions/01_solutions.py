@@ -3,7 +3,7 @@
 import math
 
 import cpt_core as cpt
-from cpt_core.teaching import exercises
+from cpt_lessons import exercises
 
 # 1. The exponential leaves q_min at once, its horizontal mirror comes to q_min only at the end.
 name = "ETH"

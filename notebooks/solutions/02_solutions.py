@@ -3,7 +3,7 @@
 import torch
 
 import cpt_core as cpt
-from cpt_core.teaching import exercises
+from cpt_lessons import exercises
 
 
 # 5, in section 1. The formula line by line; where all values are equal, the least step saves from 0 / 0.

@@ -1,7 +1,7 @@
 """Solutions of the exercises of 03_image_classification.ipynb: one way of many."""
 
-from cpt_core.analysis.runs import committed
-from cpt_core.teaching import exercises
+from cpt_lab.analysis.runs import committed
+from cpt_lessons import exercises
 
 # 1. If quality does not suffer at q_min, the cheapest.
 group = "large"

@@ -2,7 +2,7 @@
 
 import math
 
-from cpt_core.teaching import exercises
+from cpt_lessons import exercises
 
 # 1. All of the anchor is common, all of the object is covered by either: 0.444 lies between 0.4 and 0.5, left out.
 overlap = 32**2 / 48**2

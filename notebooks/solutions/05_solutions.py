@@ -3,7 +3,7 @@
 import torch
 
 import cpt_core as cpt
-from cpt_core.teaching import exercises
+from cpt_lessons import exercises
 
 # 1. The root of both degrees, self-loops counted.
 divisor = (4 * 2) ** 0.5

@@ -2,9 +2,9 @@
 
 import math
 
-from cpt_core.analysis import quality_cost
-from cpt_core.analysis.runs import committed
-from cpt_core.teaching import exercises
+from cpt_lab.analysis import quality_cost
+from cpt_lab.analysis.runs import committed
+from cpt_lessons import exercises
 
 # 1. The sum in the line of 2 bits is 0.937.
 missing = 1 - 0.937

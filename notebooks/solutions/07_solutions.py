@@ -1,7 +1,7 @@
 """Solutions of the exercises of 07_critical_periods.ipynb: one way of many."""
 
 import cpt_core as cpt
-from cpt_core.teaching import exercises
+from cpt_lessons import exercises
 
 # 1. A step at 2 bits costs (4 + 2 * 16) / 192.
 relative = (200 * 36 + 400 * 192) / (600 * 192)

@@ -1,7 +1,7 @@
 """Solutions of the exercises of 08_choosing_a_schedule.ipynb: one way of many."""
 
 import cpt_core as cpt
-from cpt_core.teaching import exercises
+from cpt_lessons import exercises
 
 # 1. The solver bends the cosine until its cost is the budget.
 half = cpt.solve_schedule(0.5, q_min=3, q_max=8, total_steps=64_000, family="cosine")

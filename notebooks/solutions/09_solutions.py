@@ -1,7 +1,7 @@
 """Solutions of the exercises of 09_from_bitops_to_seconds.ipynb: one way of many."""
 
 import cpt_core as cpt
-from cpt_core.teaching import exercises
+from cpt_lessons import exercises
 
 # 1. The mean of the steps' times, over that of a step at 16 bits.
 relative = (0.4 * 20 + 0.6 * 40) / 40

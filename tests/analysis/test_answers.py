@@ -9,12 +9,12 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from cpt_core.analysis import answers, groups, preregistered
-from cpt_core.analysis.estimates import Estimate, holm
-from cpt_core.analysis.runs import committed, table
-from cpt_core.experiments import grids, questions
-from cpt_core.paths import ROOT
-from cpt_core.tasks.graph import _learning_rate
+from cpt_lab.analysis import answers, groups, preregistered
+from cpt_lab.analysis.estimates import Estimate, holm
+from cpt_lab.analysis.runs import committed, table
+from cpt_lab.experiments import grids, questions
+from cpt_lab.paths import ROOT
+from cpt_lab.tasks.graph import _learning_rate
 from tests.helpers import row_of
 
 

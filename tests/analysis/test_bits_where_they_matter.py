@@ -8,8 +8,8 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from cpt_core.analysis import allocation
-from cpt_core.analysis.allocation import (
+from cpt_lab.analysis import allocation
+from cpt_lab.analysis.allocation import (
     ARMS,
     allocation_figure,
     effects,
@@ -18,9 +18,9 @@ from cpt_core.analysis.allocation import (
     summary,
     verdict,
 )
-from cpt_core.analysis.runs import table
-from cpt_core.analysis.schedules import jensen_figure
-from cpt_core.experiments.allocation import CASES, NotMeasuredError, allocated
+from cpt_lab.analysis.runs import table
+from cpt_lab.analysis.schedules import jensen_figure
+from cpt_lab.experiments.allocation import CASES, NotMeasuredError, allocated
 from tests.experiments.test_allocation_designs import made_up
 from tests.helpers import row_of
 
@@ -31,7 +31,7 @@ def measured(monkeypatch):
     stored = {case: made_up(c.recipe.steps, c.bits) for case, c in CASES.items()}
     for case, c in CASES.items():
         monkeypatch.setitem(CASES, case, replace(c, seeds=10))
-    for module in ("cpt_core.experiments.allocation", "cpt_core.analysis.allocation"):
+    for module in ("cpt_lab.experiments.allocation", "cpt_lab.analysis.allocation"):
         monkeypatch.setattr(f"{module}.stored", stored.__getitem__)
     yield
     plt.close("all")
@@ -211,7 +211,7 @@ def test_before_anything_is_measured_there_is_no_section(monkeypatch):
     def missing(case):
         raise NotMeasuredError(case)
 
-    monkeypatch.setattr("cpt_core.experiments.allocation.stored", missing)
+    monkeypatch.setattr("cpt_lab.experiments.allocation.stored", missing)
     assert not list(sections(table([])))
     assert allocation.outcome(table([])).startswith("not run yet")
     with pytest.raises(NotMeasuredError):

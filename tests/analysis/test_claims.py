@@ -7,8 +7,8 @@ import pandas as pd
 import pytest
 from scipy import stats
 
-from cpt_core.analysis import statistics
-from cpt_core.analysis.claims import (
+from cpt_lab.analysis import statistics
+from cpt_lab.analysis.claims import (
     CONFIRMED,
     CONTRADICTED,
     MIXED,
@@ -25,12 +25,12 @@ from cpt_core.analysis.claims import (
     summary,
     verdict,
 )  # fmt: skip
-from cpt_core.analysis.effects import Claim, Effect
-from cpt_core.analysis.measures import MEASURES
-from cpt_core.analysis.runs import table
-from cpt_core.experiments import designs, grids
-from cpt_core.paths import paper_dir, results_dir
-from cpt_core.sweeps import stores
+from cpt_lab.analysis.effects import Claim, Effect
+from cpt_lab.analysis.measures import MEASURES
+from cpt_lab.analysis.runs import table
+from cpt_lab.experiments import designs, grids
+from cpt_lab.paths import paper_dir, results_dir
+from cpt_lab.sweeps import stores
 from tests.helpers import row_of
 
 pytestmark = pytest.mark.filterwarnings("ignore::cpt_core.schedules.schedule.ShortCycleWarning")

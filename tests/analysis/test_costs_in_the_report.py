@@ -3,10 +3,10 @@
 import pandas as pd
 import pytest
 
-from cpt_core.analysis.costs import ranked_differently, relative_costs, sections, suite, table
 from cpt_core.formats.costs import COSTS
 from cpt_core.formats.ladder import LADDERS
 from cpt_core.schedules.profiles import SUITE
+from cpt_lab.analysis.costs import ranked_differently, relative_costs, sections, suite, table
 
 
 @pytest.fixture(scope="module")

@@ -3,12 +3,12 @@
 import numpy as np
 import pytest
 
-from cpt_core.analysis import aggregation, critical_periods, equal_cost, groups, paper, predictors, quality_cost, report
-from cpt_core.analysis.claims import CONFIRMED, CONTRADICTED, OPEN
-from cpt_core.analysis.metrics import METRICS
-from cpt_core.analysis.runs import table, tuned
-from cpt_core.experiments import designs
-from cpt_core.experiments.recipes import DATASETS, EXPERIMENTS, recipe
+from cpt_lab.analysis import aggregation, critical_periods, equal_cost, groups, paper, predictors, quality_cost, report
+from cpt_lab.analysis.claims import CONFIRMED, CONTRADICTED, OPEN
+from cpt_lab.analysis.metrics import METRICS
+from cpt_lab.analysis.runs import table, tuned
+from cpt_lab.experiments import designs
+from cpt_lab.experiments.recipes import DATASETS, EXPERIMENTS, recipe
 from tests.analysis.test_claims import by_arm, entry, rows_of
 from tests.helpers import row_of
 

@@ -4,10 +4,10 @@ from dataclasses import replace
 
 import pytest
 
-from cpt_core.analysis.claims import CONFIRMED, CONTRADICTED, OPEN, SMALLER, combined, judge
-from cpt_core.analysis.runs import table
-from cpt_core.experiments import designs, grids
 from cpt_core.schedules.profiles import SUITE
+from cpt_lab.analysis.claims import CONFIRMED, CONTRADICTED, OPEN, SMALLER, combined, judge
+from cpt_lab.analysis.runs import table
+from cpt_lab.experiments import designs, grids
 from tests.analysis.test_claims import IDS, by_arm, entry, rows_of
 
 pytestmark = pytest.mark.filterwarnings("ignore::cpt_core.schedules.schedule.ShortCycleWarning")

@@ -7,12 +7,12 @@ from datetime import UTC, datetime
 import numpy as np
 import pytest
 
-from cpt_core.analysis import other_formats, preregistered
-from cpt_core.analysis.runs import load, table
-from cpt_core.experiments.other_formats import CASES, GRIDS, LATE, ON, on_ladders
 from cpt_core.formats.ladder import LADDERS
-from cpt_core.paths import ROOT
 from cpt_core.schedules.profiles import SUITE
+from cpt_lab.analysis import other_formats, preregistered
+from cpt_lab.analysis.runs import load, table
+from cpt_lab.experiments.other_formats import CASES, GRIDS, LATE, ON, on_ladders
+from cpt_lab.paths import ROOT
 from tests.helpers import row_of
 
 

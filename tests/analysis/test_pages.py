@@ -7,9 +7,9 @@ import pytest
 from jinja2 import UndefinedError
 from matplotlib.figure import Figure
 
-from cpt_core.analysis.metrics import METRICS, counted, interval_text, intervals
-from cpt_core.analysis.pages import Section, contents, markdown, render, terminal
-from cpt_core.experiments.recipe import Metric
+from cpt_lab.analysis.metrics import METRICS, counted, interval_text, intervals
+from cpt_lab.analysis.pages import Section, contents, markdown, render, terminal
+from cpt_lab.experiments.recipe import Metric
 
 FRAME = pd.DataFrame({"arm": ["CR", "static 8"], "n": [3, 12]})
 

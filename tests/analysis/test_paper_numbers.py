@@ -3,10 +3,10 @@
 import pandas as pd
 import pytest
 
-from cpt_core.analysis import paper
-from cpt_core.analysis.runs import table
-from cpt_core.experiments import designs
-from cpt_core.paths import paper_dir
+from cpt_lab.analysis import paper
+from cpt_lab.analysis.runs import table
+from cpt_lab.experiments import designs
+from cpt_lab.paths import paper_dir
 from tests.helpers import row_of
 
 pytestmark = pytest.mark.filterwarnings("ignore::cpt_core.schedules.schedule.ShortCycleWarning")

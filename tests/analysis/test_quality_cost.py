@@ -6,13 +6,13 @@ import pandas as pd
 import pytest
 from scipy import stats
 
-from cpt_core.analysis import aggregation, figures, metrics, predictors, quality_cost, schedules, statistics, style
-from cpt_core.analysis.runs import OtherDataWarning, committed, load, table, tuned
-from cpt_core.experiments import designs
-from cpt_core.experiments.spec import key_of
-from cpt_core.paths import paper_dir, results_dir
 from cpt_core.schedules.make import make_schedule
-from cpt_core.sweeps import stores
+from cpt_lab.analysis import aggregation, figures, metrics, predictors, quality_cost, schedules, statistics, style
+from cpt_lab.analysis.runs import OtherDataWarning, committed, load, table, tuned
+from cpt_lab.experiments import designs
+from cpt_lab.experiments.spec import key_of
+from cpt_lab.paths import paper_dir, results_dir
+from cpt_lab.sweeps import stores
 from tests.helpers import PROVENANCE, quietly, row_of
 
 
@@ -142,7 +142,7 @@ def test_comparison_puts_the_papers_number_beside_ours(tmp_path, monkeypatch):
     against = {**same, "minus": "static", "value": 2.0, "unit": "points", "place": "no accuracy, but a difference"}
     lines = [pd.read_csv(paper_dir() / "numbers.csv"), pd.DataFrame([against, made_up_line])]
     pd.concat(lines).to_csv(tmp_path / "numbers.csv", index=False)
-    monkeypatch.setattr("cpt_core.analysis.printed.paper_dir", lambda: tmp_path)
+    monkeypatch.setattr("cpt_lab.analysis.printed.paper_dir", lambda: tmp_path)
     rows = rows_of(lambda arm, seed, cost: 0.6)
     small = quality_cost.compare_with_paper(table(rows)).set_index("arm")
     assert small.paper.isna().all()  # a small run is never put beside a number of the paper
@@ -393,7 +393,7 @@ def test_rows_that_are_kept_are_found_by_name():
 
 
 def test_a_run_that_lies_in_two_stores_is_the_same_one_whichever_is_asked_for(tmp_path, monkeypatch):
-    monkeypatch.setattr("cpt_core.analysis.runs.results_dir", lambda: tmp_path)
+    monkeypatch.setattr("cpt_lab.analysis.runs.results_dir", lambda: tmp_path)
     spec, other = designs.quality_cost("demo", "digits", "mlp6", schedules=["CR", "RR"], static=[], seeds=[0])
 
     def keep(name, *rows):

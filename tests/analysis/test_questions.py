@@ -6,11 +6,11 @@ import pandas as pd
 import pytest
 from scipy import stats
 
-from cpt_core.analysis import critical_periods, equal_cost, groups, predictors, quality_cost, statistics
-from cpt_core.analysis.runs import table
-from cpt_core.experiments import designs
-from cpt_core.paths import paper_dir
 from cpt_core.schedules import cost
+from cpt_lab.analysis import critical_periods, equal_cost, groups, predictors, quality_cost, statistics
+from cpt_lab.analysis.runs import table
+from cpt_lab.experiments import designs
+from cpt_lab.paths import paper_dir
 from tests.helpers import row_of
 
 pytestmark = pytest.mark.filterwarnings("ignore::cpt_core.schedules.schedule.ShortCycleWarning")

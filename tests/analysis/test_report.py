@@ -10,12 +10,12 @@ import pandas as pd
 import pytest
 from matplotlib.figure import Figure
 
-from cpt_core.analysis import claims, figures, groups, paper, predictors, quality_cost, report, runs, style
-from cpt_core.analysis.equal_cost import equal_cost_figure
-from cpt_core.experiments import designs
-from cpt_core.paths import ROOT, results_dir
 from cpt_core.schedules.schedule import FunctionSchedule
-from cpt_core.sweeps import stores
+from cpt_lab.analysis import claims, figures, groups, paper, predictors, quality_cost, report, runs, style
+from cpt_lab.analysis.equal_cost import equal_cost_figure
+from cpt_lab.experiments import designs
+from cpt_lab.paths import ROOT, results_dir
+from cpt_lab.sweeps import stores
 from tests.helpers import row_of
 
 pytestmark = pytest.mark.filterwarnings("ignore::cpt_core.schedules.schedule.ShortCycleWarning")

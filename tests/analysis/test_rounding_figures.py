@@ -6,9 +6,9 @@ import torch
 from torch import nn
 
 import cpt_core as cpt
-from cpt_core.analysis import figures
-from cpt_core.analysis.rounding import LABELS
 from cpt_core.inspecting.record import COLUMNS
+from cpt_lab.analysis import figures
+from cpt_lab.analysis.rounding import LABELS
 
 
 @pytest.fixture(scope="module")

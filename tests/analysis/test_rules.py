@@ -6,11 +6,11 @@ from dataclasses import replace
 import pandas as pd
 import pytest
 
-from cpt_core.analysis import claims as claims_
-from cpt_core.analysis import groups, measures, predictors, rules, runs, statistics
-from cpt_core.analysis.claims import CONFIRMED, claims, judge
-from cpt_core.analysis.runs import table
-from cpt_core.experiments import designs
+from cpt_lab.analysis import claims as claims_
+from cpt_lab.analysis import groups, measures, predictors, rules, runs, statistics
+from cpt_lab.analysis.claims import CONFIRMED, claims, judge
+from cpt_lab.analysis.runs import table
+from cpt_lab.experiments import designs
 from tests.analysis.test_claims import IDS, by_arm, entry
 
 pytestmark = pytest.mark.filterwarnings("ignore::cpt_core.schedules.schedule.ShortCycleWarning")

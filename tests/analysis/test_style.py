@@ -14,15 +14,15 @@ from matplotlib.colors import to_rgb
 from matplotlib.text import Text
 
 import cpt_core as cpt
-from cpt_core.analysis import quality_cost, schedules, style
-from cpt_core.analysis.figures import figure_3, figure_6, figure_7, figure_8
-from cpt_core.analysis.predictors import predictors_figure
-from cpt_core.analysis.rounding import error_over_training
-from cpt_core.analysis.runs import committed
+from cpt_core.choosing.precision_range import PrecisionRange
 from cpt_core.described import INCH
-from cpt_core.paths import ROOT
-from cpt_core.teaching import detection, diagrams, graphs, images, pictures, playground
-from cpt_core.training.precision_range import PrecisionRange
+from cpt_lab.analysis import quality_cost, schedules, style
+from cpt_lab.analysis.figures import figure_3, figure_6, figure_7, figure_8
+from cpt_lab.analysis.predictors import predictors_figure
+from cpt_lab.analysis.rounding import error_over_training
+from cpt_lab.analysis.runs import committed
+from cpt_lab.paths import ROOT
+from cpt_lessons import detection, diagrams, graphs, images, pictures, playground
 
 PAGE = Path(quality_cost.__file__).with_name("page.html.j2").read_text(encoding="utf-8")
 THEMES = re.findall(r":root \{(.*?)\}", PAGE, re.DOTALL)

@@ -11,16 +11,16 @@ import torch
 import torchvision
 from PIL import Image
 
-from cpt_core import data as data_sets
-from cpt_core.data import detection
-from cpt_core.data.detection import annotated, load_detection
-from cpt_core.data.detection_batches import _coin, aspect_groups, batches, evaluation_batches
-from cpt_core.data.files import DataNotFoundError
-from cpt_core.data.images import IMAGENET_MEAN, IMAGENET_STD
-from cpt_core.data.pictures import Annotated
-from cpt_core.data.scenes import scenes
-from cpt_core.experiments.detection import DetectionRecipe
-from cpt_core.experiments.recipes import recipe
+from cpt_lab import data as data_sets
+from cpt_lab.data import detection
+from cpt_lab.data.detection import annotated, load_detection
+from cpt_lab.data.detection_batches import _coin, aspect_groups, batches, evaluation_batches
+from cpt_lab.data.files import DataNotFoundError
+from cpt_lab.data.images import IMAGENET_MEAN, IMAGENET_STD
+from cpt_lab.data.pictures import Annotated
+from cpt_lab.data.scenes import scenes
+from cpt_lab.experiments.detection import DetectionRecipe
+from cpt_lab.experiments.recipes import recipe
 
 
 def small(dataset, **changes):
@@ -150,7 +150,7 @@ def test_official_layout(tmp_path, monkeypatch, dataset):
     monkeypatch.setenv("CPT_DATA_DIR", str(tmp_path))
     year, first, second = detection.VOC[dataset]
     folder = tmp_path / "VOCdevkit" / f"VOC{year}"
-    with pytest.raises(DataNotFoundError, match=f"python -m cpt_core download {dataset}"):
+    with pytest.raises(DataNotFoundError, match=f"python -m cpt_lab download {dataset}"):
         load_detection(small(dataset))
     write_picture(folder, "a", objects=[("person", (1, 1, 5, 5))])
     write_picture(folder, "b", objects=[("aeroplane", (1, 1, 5, 5))])
@@ -372,9 +372,9 @@ def test_many_pictures_reach_the_processes_that_read_them(own):
     write_lists(own, train=names, val=names)
     code = """
 import itertools, multiprocessing
-from cpt_core.data.detection import load_detection
-from cpt_core.data.detection_batches import batches
-from cpt_core.experiments.detection import DetectionRecipe
+from cpt_lab.data.detection import load_detection
+from cpt_lab.data.detection_batches import batches
+from cpt_lab.experiments.detection import DetectionRecipe
 if __name__ == "__main__":
     multiprocessing.set_start_method("forkserver")
     r = DetectionRecipe(task="detection", dataset="pets/", model="retinanet", quantized="all", steps=4, batch=2,

@@ -8,12 +8,12 @@ from dataclasses import replace
 import pandas as pd
 import pytest
 
-from cpt_core import data
-from cpt_core.data import entailment, templates
-from cpt_core.data.entailment import LABELS, load_entailment
-from cpt_core.data.files import DataNotFoundError
-from cpt_core.data.templates import sentence_pairs
-from cpt_core.experiments.recipes import recipe
+from cpt_lab import data
+from cpt_lab.data import entailment, templates
+from cpt_lab.data.entailment import LABELS, load_entailment
+from cpt_lab.data.files import DataNotFoundError
+from cpt_lab.data.templates import sentence_pairs
+from cpt_lab.experiments.recipes import recipe
 
 COUNTS = {"train": 6, "validation": 3, "test": 4}
 
@@ -241,7 +241,7 @@ def test_files_that_cannot_be_read(tmp_path):
 
 
 def test_missing_data(tmp_path):
-    with pytest.raises(DataNotFoundError, match=r"no folder .*xnli; get it with: .*python -m cpt_core download xnli$"):
+    with pytest.raises(DataNotFoundError, match=r"no folder .*xnli; get it with: .*python -m cpt_lab download xnli$"):
         load_entailment(own("xnli"))
     with pytest.raises(DataNotFoundError, match=r"no folder .*nowhere$"):
         load_entailment(own("nowhere/"))

@@ -15,16 +15,16 @@ import pytest
 import scipy.sparse
 from PIL import Image
 
-from cpt_core.data import common
-from cpt_core.data.colours import rgb
-from cpt_core.data.common import load_once, split_sizes, titled, whole_numbers
-from cpt_core.data.detection import load_detection
-from cpt_core.data.entailment import load_entailment
-from cpt_core.data.files import DataNotFoundError, check_data, fingerprint
-from cpt_core.data.graphs import load_graph
-from cpt_core.data.images import load_images
-from cpt_core.data.text import load_text
-from cpt_core.experiments.recipes import DATASETS, EXPERIMENTS, recipe
+from cpt_lab.data import common
+from cpt_lab.data.colours import rgb
+from cpt_lab.data.common import load_once, split_sizes, titled, whole_numbers
+from cpt_lab.data.detection import load_detection
+from cpt_lab.data.entailment import load_entailment
+from cpt_lab.data.files import DataNotFoundError, check_data, fingerprint
+from cpt_lab.data.graphs import load_graph
+from cpt_lab.data.images import load_images
+from cpt_lab.data.text import load_text
+from cpt_lab.experiments.recipes import DATASETS, EXPERIMENTS, recipe
 
 LOAD = {
     "image": load_images, "detection": load_detection, "graph": load_graph, "language_model": load_text,
@@ -393,14 +393,14 @@ def test_named_data_that_is_not_there(dataset, data_folder):
         check_data(asked)
         assert fingerprint(asked) == ""
         return
-    with pytest.raises(DataNotFoundError, match=f"python -m cpt_core download {dataset}"):
+    with pytest.raises(DataNotFoundError, match=f"python -m cpt_lab download {dataset}"):
         check_data(asked)
     (data_folder / found.folders[0]).mkdir(parents=True)
     check_data(asked)
 
 
 def test_cards_of_own_data_are_there():
-    from cpt_core.paths import cards_dir
+    from cpt_lab.paths import cards_dir
 
     for experiment in EXPERIMENTS.values():
         assert (cards_dir() / experiment.card).is_file()

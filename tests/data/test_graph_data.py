@@ -16,11 +16,11 @@ import pytest
 import scipy.sparse
 import torch
 
-from cpt_core import data
-from cpt_core.data import graphs, ogb
-from cpt_core.data.files import DataNotFoundError
-from cpt_core.data.graphs import bidirected, load_graph, random_graph
-from cpt_core.experiments.recipes import recipe
+from cpt_lab import data
+from cpt_lab.data import graphs, ogb
+from cpt_lab.data.files import DataNotFoundError
+from cpt_lab.data.graphs import bidirected, load_graph, random_graph
+from cpt_lab.experiments.recipes import recipe
 
 NODES = 60
 
@@ -244,7 +244,7 @@ def test_ogbs_evaluator_says_nothing_and_asks_no_network():
         "import socket, builtins\n"
         "def refuse(*a, **k): raise AssertionError('network or input')\n"
         "socket.socket.connect = refuse; builtins.input = refuse\n"
-        "from cpt_core.data.ogb import evaluator\n"
+        "from cpt_lab.data.ogb import evaluator\n"
         "evaluator('ogbn-arxiv')\n"
         "import sys; assert sys.modules['outdated'] is None  # what would ask for newer versions"
     )
@@ -264,7 +264,7 @@ def test_evaluator_of_ogb_agrees_with_ours():
 @pytest.mark.parametrize("dataset", ["ogbn-arxiv", "ogbn-products"])
 def test_missing_ogb_data_names_the_command(tmp_path, monkeypatch, dataset):
     monkeypatch.setenv("CPT_DATA_DIR", str(tmp_path))
-    with pytest.raises(DataNotFoundError, match=f"python -m cpt_core download {dataset}"):
+    with pytest.raises(DataNotFoundError, match=f"python -m cpt_lab download {dataset}"):
         load_graph(recipe("paper", dataset))
 
 

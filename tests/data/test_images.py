@@ -17,15 +17,15 @@ import torch
 import torchvision
 from PIL import Image
 
-from cpt_core import data
-from cpt_core.data.common import class_count
-from cpt_core.data.files import DataNotFoundError
-from cpt_core.data.image_batches import ArrayBatches, FileBatches, evaluation_batches
-from cpt_core.data.image_readers import ArrayImages
-from cpt_core.data.images import load_images
-from cpt_core.experiments.recipes import recipe
-from cpt_core.experiments.spec import RunSpec
-from cpt_core.paths import results_dir
+from cpt_lab import data
+from cpt_lab.data.common import class_count
+from cpt_lab.data.files import DataNotFoundError
+from cpt_lab.data.image_batches import ArrayBatches, FileBatches, evaluation_batches
+from cpt_lab.data.image_readers import ArrayImages
+from cpt_lab.data.images import load_images
+from cpt_lab.experiments.recipes import recipe
+from cpt_lab.experiments.spec import RunSpec
+from cpt_lab.paths import results_dir
 
 CPU = torch.device("cpu")
 
@@ -185,7 +185,7 @@ def test_damaged_cifar_is_refused(data_folder, monkeypatch):
 
 @pytest.mark.parametrize(("dataset", "size"), [("cifar10", 32), ("cifar100", 32), ("imagenet", 224)])
 def test_missing_data_names_the_command(dataset, size, data_folder):
-    with pytest.raises(DataNotFoundError, match=f"python -m cpt_core download {dataset}"):
+    with pytest.raises(DataNotFoundError, match=f"python -m cpt_lab download {dataset}"):
         load_images(small(dataset, size=size))
 
 

@@ -9,16 +9,16 @@ import torch
 from PIL import Image
 from torchvision.transforms import v2
 
-from cpt_core.data import detection_batches, image_batches, loading
-from cpt_core.data.image_batches import EVALUATION_BATCH, FileBatches, evaluation_batches
-from cpt_core.data.images import IMAGENET_MEAN, IMAGENET_STD, load_images
-from cpt_core.data.loading import readers
-from cpt_core.data.pictures import annotated_picture
-from cpt_core.experiments.detection import DetectionRecipe
-from cpt_core.experiments.image import ImageRecipe
-from cpt_core.experiments.spec import run_spec
-from cpt_core.sweeps.sweep import run_grid
-from cpt_core.training.session import task_of
+from cpt_lab.data import detection_batches, image_batches, loading
+from cpt_lab.data.image_batches import EVALUATION_BATCH, FileBatches, evaluation_batches
+from cpt_lab.data.images import IMAGENET_MEAN, IMAGENET_STD, load_images
+from cpt_lab.data.loading import readers
+from cpt_lab.data.pictures import annotated_picture
+from cpt_lab.experiments.detection import DetectionRecipe
+from cpt_lab.experiments.image import ImageRecipe
+from cpt_lab.experiments.spec import run_spec
+from cpt_lab.sweeps.sweep import run_grid
+from cpt_lab.training.session import task_of
 
 CPU = torch.device("cpu")
 MB = 10**6

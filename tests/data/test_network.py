@@ -5,8 +5,8 @@ import urllib.request
 
 import pytest
 
-from cpt_core import data
-from cpt_core.data.files import DataNotFoundError
+from cpt_lab import data
+from cpt_lab.data.files import DataNotFoundError
 
 NOWHERE = "http://127.0.0.1:9/x.zip"  # the discard port: nobody listens
 

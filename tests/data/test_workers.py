@@ -12,11 +12,11 @@ from phantom import CUDA, Phantom
 from PIL import Image
 from torch.utils.data import DataLoader
 
-from cpt_core.data import loading
-from cpt_core.data.detection import random_detection
-from cpt_core.data.detection_batches import _Ready
-from cpt_core.data.image_batches import FileBatches, _Test, evaluation_batches
-from cpt_core.tasks.graph import GraphTask, _Samples
+from cpt_lab.data import loading
+from cpt_lab.data.detection import random_detection
+from cpt_lab.data.detection_batches import _Ready
+from cpt_lab.data.image_batches import FileBatches, _Test, evaluation_batches
+from cpt_lab.tasks.graph import GraphTask, _Samples
 
 CPU = torch.device("cpu")
 FILES = [(Image.effect_noise((40, 50), 90).convert("RGB"), i) for i in range(3)]
@@ -28,7 +28,7 @@ torch.cuda._lazy_init = torch.Tensor.pin_memory = touched
 for name in ("_cuda_init", "_cuda_getDeviceCount", "_cuda_getCurrentRawStream"):
     setattr(torch._C, name, touched)
 given = pickle.load(sys.stdin.buffer)
-print([type(data[key]).__name__ for data, key in given], [n for n in sys.modules if n.startswith("cpt_core.training")])
+print([type(data[key]).__name__ for data, key in given], [n for n in sys.modules if n.startswith("cpt_lab.training")])
 """
 
 

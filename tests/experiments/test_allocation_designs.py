@@ -6,12 +6,12 @@ import re
 import pytest
 
 from bench import sensitivities
-from cpt_core.experiments import allocation, grids
-from cpt_core.experiments.allocation import CASES, allocated, low_then_high, stored
-from cpt_core.experiments.spec import RunSpec
-from cpt_core.paths import ROOT
+from cpt_core.choosing.sensitivities import Sensitivity
 from cpt_core.schedules.schedule import StaticSchedule
-from cpt_core.schedules.sensitivity import Sensitivity
+from cpt_lab.experiments import allocation, grids
+from cpt_lab.experiments.allocation import CASES, allocated, low_then_high, stored
+from cpt_lab.experiments.spec import RunSpec
+from cpt_lab.paths import ROOT
 
 
 def made_up(steps, base=4):

@@ -6,8 +6,8 @@ import sys
 
 import pytest
 
-from cpt_core.experiments.grids import GRIDS, find_grids, grid_specs
 from cpt_core.schedules.profiles import PROFILES, SCHEDULES, SUITE
+from cpt_lab.experiments.grids import GRIDS, find_grids, grid_specs
 
 pytestmark = pytest.mark.filterwarnings("ignore::cpt_core.schedules.schedule.ShortCycleWarning")
 
@@ -27,11 +27,11 @@ profiles.SCHEDULES["PR"] = profiles.SuiteEntry("parabola")
 ASK = """
 import json
 import cpt_core as cpt
-from cpt_core.analysis.runs import table
-from cpt_core.analysis.schedules import figure_2
-from cpt_core.experiments import grids
-from cpt_core.experiments.recipes import recipe
-from cpt_core.experiments.spec import RunSpec, run_spec
+from cpt_lab.analysis.runs import table
+from cpt_lab.analysis.schedules import figure_2
+from cpt_lab.experiments import grids
+from cpt_lab.experiments.recipes import recipe
+from cpt_lab.experiments.spec import RunSpec, run_spec
 from cpt_core.schedules.profiles import savings_of
 
 spec = run_spec(recipe("demo"), "PR", q_max=8, seed=0)

@@ -11,12 +11,12 @@ import pytest
 import torch
 from torch import nn
 
-from cpt_core.experiments import designs, grids
-from cpt_core.experiments.graph import DEFICITS_OWN
-from cpt_core.experiments.image import DEFICITS_CIFAR, ImageRecipe
-from cpt_core.experiments.recipes import RECIPES, deficits, recipe
-from cpt_core.experiments.spec import RunSpec
-from cpt_core.tasks.image import ImageTask
+from cpt_lab.experiments import designs, grids
+from cpt_lab.experiments.graph import DEFICITS_OWN
+from cpt_lab.experiments.image import DEFICITS_CIFAR, ImageRecipe
+from cpt_lab.experiments.recipes import RECIPES, deficits, recipe
+from cpt_lab.experiments.spec import RunSpec
+from cpt_lab.tasks.image import ImageTask
 
 # --- grids of deficits ----------------------------------------------------------------------------
 

@@ -6,11 +6,11 @@ from collections import Counter
 import pytest
 from helpers import NAN, make, price, quietly
 
-from cpt_core.experiments import designs, grids
-from cpt_core.experiments.recipes import recipe
-from cpt_core.experiments.spec import RunSpec
 from cpt_core.schedules.make import make_schedule
 from cpt_core.schedules.schedule import StaticSchedule
+from cpt_lab.experiments import designs, grids
+from cpt_lab.experiments.recipes import recipe
+from cpt_lab.experiments.spec import RunSpec
 
 # --- grids of equal cost --------------------------------------------------------------------------
 

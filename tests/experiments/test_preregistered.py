@@ -7,9 +7,9 @@ import numpy as np
 import pytest
 from scipy.stats import rankdata
 
-from cpt_core.experiments import grids, questions
-from cpt_core.paths import ROOT
 from cpt_core.schedules import cost
+from cpt_lab.experiments import grids, questions
+from cpt_lab.paths import ROOT
 from tests.helpers import price
 
 

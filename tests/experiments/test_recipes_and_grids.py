@@ -3,14 +3,14 @@ from dataclasses import replace
 
 import pytest
 
-from cpt_core.experiments import designs, grids
-from cpt_core.experiments.recipe import SCALES, Recipe, is_own
-from cpt_core.experiments.recipes import DATASETS, EXPERIMENTS, RECIPES, recipe, task_of_dataset
-from cpt_core.experiments.spec import RunSpec, run_spec
 from cpt_core.schedules.cost import relative_cost
 from cpt_core.schedules.profiles import SUITE
 from cpt_core.schedules.schedule import FunctionSchedule
-from cpt_core.teaching.parameters import check_parameters
+from cpt_lab.experiments import designs, grids
+from cpt_lab.experiments.recipe import SCALES, Recipe, is_own
+from cpt_lab.experiments.recipes import DATASETS, EXPERIMENTS, RECIPES, recipe, task_of_dataset
+from cpt_lab.experiments.spec import RunSpec, run_spec
+from cpt_lessons.parameters import check_parameters
 
 
 def test_paper_settings_for_cifar():

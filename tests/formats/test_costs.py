@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 from helpers import make, quietly
 
+from cpt_core.choosing.solver import solve_schedule
 from cpt_core.formats.costs import COSTS, PASSES, Operands, cost_named
 from cpt_core.formats.format import FORMATS, Format
 from cpt_core.formats.ladder import AFFINE, LADDERS, FormatLadder
@@ -14,7 +15,6 @@ from cpt_core.schedules.layered import LayeredSchedule
 from cpt_core.schedules.make import make_schedule
 from cpt_core.schedules.roles import RoleSchedules
 from cpt_core.schedules.schedule import StaticSchedule, TableSchedule
-from cpt_core.schedules.solver import solve_schedule
 
 LADDER = LADDERS["minifloat"]
 

@@ -12,8 +12,8 @@ from torch import nn
 import cpt_core as cpt
 from cpt_core.inspecting import step
 from cpt_core.inspecting.measure import measure_cost
+from cpt_core.inspecting.measured import MeasuredCost
 from cpt_core.schedules.layered import LayeredSchedule
-from cpt_core.schedules.measured import MeasuredCost
 from cpt_core.schedules.schedule import StaticSchedule, TableSchedule
 
 

@@ -9,11 +9,11 @@ import torch
 from torch import nn
 
 import cpt_core as cpt
-from cpt_core import provenance
 from cpt_core.graphs.graph import Graph
 from cpt_core.graphs.layers import GraphConv
 from cpt_core.kernels import execution as module
 from cpt_core.kernels import operators, products
+from cpt_core.kernels import processor as processors
 
 ONEDNN = pytest.mark.skipif(not products.is_there(), reason="torch has no product of oneDNN here")
 CPU_INFO = "vendor_id\t: {}\nmodel name\t: A\nflags\t\t: fpu {}\n\nvendor_id\t: Other\nflags\t: avx2 avx512f\n"
@@ -37,8 +37,8 @@ def processor(tmp_path, monkeypatch):
 
     def pretend(maker, *flags):
         (tmp_path / "cpuinfo").write_text(CPU_INFO.format(maker, " ".join(flags)))
-        monkeypatch.setattr(provenance, "CPU_INFO", tmp_path / "cpuinfo")
-        return provenance.processor()
+        monkeypatch.setattr(processors, "CPU_INFO", tmp_path / "cpuinfo")
+        return processors.processor()
 
     return pretend
 
@@ -72,8 +72,8 @@ def test_processors_are_told_apart_by_maker_and_instructions(processor, tmp_path
     assert processor("AuthenticAMD", "avx2", "avx512f") == ("AuthenticAMD", "AVX512")
     assert processor("GenuineIntel", "avx2") == ("GenuineIntel", "AVX2")
     assert processor("GenuineIntel", "sse2") == ()
-    monkeypatch.setattr(provenance, "CPU_INFO", tmp_path / "none")
-    assert provenance.processor() == ()
+    monkeypatch.setattr(processors, "CPU_INFO", tmp_path / "none")
+    assert processors.processor() == ()
     assert products.choose_library()[0] == "torch"
 
 

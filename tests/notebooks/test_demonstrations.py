@@ -4,7 +4,7 @@ import torch
 
 from cpt_core.quantization.convert import quantize_
 from cpt_core.schedules import cost
-from cpt_core.teaching import demonstrations
+from cpt_lessons import demonstrations
 
 
 def table(capsys, **options):

@@ -14,10 +14,10 @@ import torch
 
 import cpt_core as cpt
 from cpt_core.schedules.profiles import SUITE
-from cpt_core.teaching import exercises
-from cpt_core.teaching.exercises import EXERCISES
-from cpt_core.teaching.export import notebook_page
-from cpt_core.teaching.predictions import PREDICTIONS, with_answers
+from cpt_lessons import exercises
+from cpt_lessons.exercises import EXERCISES
+from cpt_lessons.export import notebook_page
+from cpt_lessons.predictions import PREDICTIONS, with_answers
 
 FOLDER = Path(__file__).parents[2] / "notebooks"
 NOTEBOOKS = sorted(FOLDER.glob("*.ipynb"))

@@ -3,9 +3,9 @@
 import pytest
 from torch import nn
 
+from cpt_core.inspecting.measured import MeasuredCost, Spent
 from cpt_core.schedules.make import make_schedule
-from cpt_core.schedules.measured import MeasuredCost, Spent
-from cpt_core.teaching import seconds
+from cpt_lessons import seconds
 
 
 def two_speeds(fast=1.0, slow=2.0):

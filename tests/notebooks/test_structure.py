@@ -10,10 +10,10 @@ import nbformat
 import pytest
 from flow import RAN, ROWS, pictures, reached
 
-from cpt_core.experiments.recipes import task_of_dataset
-from cpt_core.teaching.notebooks import parameters_of
-from cpt_core.teaching.opening import guard
-from cpt_core.teaching.parameters import PARAMETERS, check_parameters
+from cpt_lab.experiments.recipes import task_of_dataset
+from cpt_lessons.notebooks import parameters_of
+from cpt_lessons.opening import guard
+from cpt_lessons.parameters import PARAMETERS, check_parameters
 
 FOLDER = Path(__file__).parents[2] / "notebooks"
 NOTEBOOKS = sorted(FOLDER.glob("*.ipynb"))

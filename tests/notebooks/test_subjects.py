@@ -5,8 +5,8 @@ import math
 import pytest
 import torch
 
-from cpt_core.analysis.runs import committed
-from cpt_core.teaching import detection, graphs, images
+from cpt_lab.analysis.runs import committed
+from cpt_lessons import detection, graphs, images
 
 
 @pytest.fixture(scope="module")

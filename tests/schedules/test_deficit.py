@@ -7,11 +7,11 @@ import numpy as np
 import pytest
 from helpers import INF, NAN, make, price, written_and_read
 
+from cpt_core.choosing.solver import solve_schedule
 from cpt_core.schedules.deficit import AdjustedSchedule, DeficitSchedule, DelayedSchedule
 from cpt_core.schedules.make import delay_steps, make_schedule, schedule_from_dict
 from cpt_core.schedules.profiles import SUITE, Rex, Warped
 from cpt_core.schedules.schedule import CyclicSchedule, StaticSchedule
-from cpt_core.schedules.solver import solve_schedule
 
 # --- deficits -------------------------------------------------------------------------------------
 

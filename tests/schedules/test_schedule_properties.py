@@ -11,11 +11,11 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
+from cpt_core.choosing.solver import solve_schedule
 from cpt_core.schedules.deficit import DeficitSchedule, DelayedSchedule
 from cpt_core.schedules.make import make_schedule, schedule_from_dict
 from cpt_core.schedules.profiles import SCHEDULES, SUITE
 from cpt_core.schedules.schedule import CYCLE_RULES, CyclicSchedule, ShortCycleWarning
-from cpt_core.schedules.solver import solve_schedule
 
 CURVES = {
     "L": lambda x: x,

@@ -13,8 +13,8 @@ import pytest
 from helpers import specs_of as short_specs
 
 from bench.kill_sweep import claims, holder
-from cpt_core.sweeps import progress, stores
-from cpt_core.sweeps.sweep import run_grid
+from cpt_lab.sweeps import progress, stores
+from cpt_lab.sweeps.sweep import run_grid
 
 specs_of = partial(short_specs, steps=20)
 
@@ -82,7 +82,7 @@ def test_ctrl_c_ends_a_sweep_that_waits_for_workers(tmp_path, monkeypatch):
     signals, enter = [], progress.Signals.__enter__
     monkeypatch.setattr(progress.Signals, "__enter__", lambda self: signals.append(self) or enter(self))
     monkeypatch.setattr(
-        "cpt_core.sweeps.dask_cluster.tqdm.write", lambda *_: signals[0]._handle(signal.SIGINT, None), raising=True
+        "cpt_lab.sweeps.dask_cluster.tqdm.write", lambda *_: signals[0]._handle(signal.SIGINT, None), raising=True
     )
     with (
         distributed.LocalCluster(
@@ -102,7 +102,7 @@ def test_a_worker_that_is_killed_loses_nothing(cluster, tmp_path):
 
     def sweep():
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr("cpt_core.sweeps.progress.Signals.__enter__", lambda self: self)
+            patch.setattr("cpt_lab.sweeps.progress.Signals.__enter__", lambda self: self)
             rows.extend(
                 run_grid(specs, store, executor="dask", scheduler=cluster.scheduler_address, checkpoint_seconds=0.2)
             )
@@ -163,7 +163,7 @@ def test_ctrl_c_waits_for_the_checkpoints_of_a_cluster(cluster, tmp_path, monkey
 
 
 def test_a_scheduler_that_does_not_answer(tmp_path, monkeypatch):
-    monkeypatch.setattr("cpt_core.sweeps.dask_cluster.CONNECT_SECONDS", 1)
+    monkeypatch.setattr("cpt_lab.sweeps.dask_cluster.CONNECT_SECONDS", 1)
     with pytest.raises(ValueError, match=r"no Dask scheduler at 'tcp://127\.0\.0\.1:9'"):
         run_grid(specs_of("CR"), tmp_path / "rows.jsonl", executor="dask", scheduler="tcp://127.0.0.1:9")
     with pytest.raises(ValueError, match="no Dask scheduler at 'nonsense://x'"):

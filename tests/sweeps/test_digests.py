@@ -12,13 +12,13 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from typer.testing import CliRunner
 
-from cpt_core.__main__ import app
-from cpt_core.analysis import report, runs
-from cpt_core.experiments.spec import key_of
-from cpt_core.paths import results_dir
-from cpt_core.sweeps import digests, stores
-from cpt_core.sweeps.lines import Integrity, NotIntactWarning, certify, integrity
-from cpt_core.sweeps.sweep import run_grid
+from cpt_lab.analysis import report, runs
+from cpt_lab.commands import app
+from cpt_lab.experiments.spec import key_of
+from cpt_lab.paths import results_dir
+from cpt_lab.sweeps import digests, stores
+from cpt_lab.sweeps.lines import Integrity, NotIntactWarning, certify, integrity
+from cpt_lab.sweeps.sweep import run_grid
 
 pytestmark = pytest.mark.filterwarnings("ignore::cpt_core.schedules.schedule.ShortCycleWarning")
 SPECS = quietly(specs_of, "CR", "RR", "LR")
@@ -198,7 +198,7 @@ def test_a_sweep_does_an_edited_run_again(tmp_path):
 def test_readers_say_how_many_rows_are_intact(tmp_path, monkeypatch):
     monkeypatch.setenv("CPT_RUNS_DIR", str(tmp_path / "runs"))
     monkeypatch.setattr(report, "results_dir", lambda: tmp_path)
-    monkeypatch.setattr("cpt_core.sweeps.verify.run_again", lambda row: row)
+    monkeypatch.setattr("cpt_lab.sweeps.verify.run_again", lambda row: row)
     store, (first, second, _) = tmp_path / "rows.jsonl", rows()
     written(
         store,

@@ -19,12 +19,12 @@ from filelock import FileLock
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from cpt_core.experiments import designs
-from cpt_core.experiments.spec import RunSpec, key_of
-from cpt_core.paths import results_dir
-from cpt_core.sweeps import lines, stores
-from cpt_core.sweeps.digests import line_of
-from cpt_core.sweeps.stores import StoreError
+from cpt_lab.experiments import designs
+from cpt_lab.experiments.spec import RunSpec, key_of
+from cpt_lab.paths import results_dir
+from cpt_lab.sweeps import lines, stores
+from cpt_lab.sweeps.digests import line_of
+from cpt_lab.sweeps.stores import StoreError
 
 
 def named(name):
@@ -311,7 +311,7 @@ def test_many_writers(tmp_path):
 FULL = """
 import resource, sys
 from pathlib import Path
-from cpt_core.sweeps import lines, stores
+from cpt_lab.sweeps import lines, stores
 store = Path(sys.argv[1])
 resource.setrlimit(resource.RLIMIT_FSIZE, (store.stat().st_size + 100, resource.RLIM_INFINITY))
 stores.append_row(store, {"schema": 1, "key": sys.argv[2], "status": "ok", "spec": {"name": "b"}, "value": "x" * 5000})

@@ -21,19 +21,19 @@ import torch
 from helpers import specs_of
 
 from bench.kill_sweep import KINDS, claims, holder, torture
-from cpt_core.analysis.runs import table
-from cpt_core.data import common
-from cpt_core.experiments import designs
-from cpt_core.machine import usable_cores
-from cpt_core.sweeps import progress, stores, worker
-from cpt_core.sweeps import sweep as sweep_module
-from cpt_core.sweeps.options import SweepOptions
-from cpt_core.sweeps.process import supervise
-from cpt_core.sweeps.progress import Live
-from cpt_core.sweeps.stores import StoreError
-from cpt_core.sweeps.sweep import _slots, run_grid
-from cpt_core.sweeps.worker import Job, Outcome, run_one
-from cpt_core.tasks import TASKS
+from cpt_lab.analysis.runs import table
+from cpt_lab.data import common
+from cpt_lab.experiments import designs
+from cpt_lab.machine import usable_cores
+from cpt_lab.sweeps import progress, stores, worker
+from cpt_lab.sweeps import sweep as sweep_module
+from cpt_lab.sweeps.options import SweepOptions
+from cpt_lab.sweeps.process import supervise
+from cpt_lab.sweeps.progress import Live
+from cpt_lab.sweeps.stores import StoreError
+from cpt_lab.sweeps.sweep import _slots, run_grid
+from cpt_lab.sweeps.worker import Job, Outcome, run_one
+from cpt_lab.tasks import TASKS
 
 pytestmark = pytest.mark.filterwarnings("ignore::cpt_core.schedules.schedule.ShortCycleWarning")
 
@@ -50,7 +50,7 @@ def quick(monkeypatch):
             return {**row, "status": "failed", "error": "boom"}
         return {**row, "status": "ok", "metrics": [], "steps": 10, "seconds": 1.0}
 
-    monkeypatch.setattr("cpt_core.sweeps.worker._row", fake)
+    monkeypatch.setattr("cpt_lab.sweeps.worker._row", fake)
     return ran
 
 
@@ -115,7 +115,7 @@ class TestStore:
         assert quick == []
         assert not (tmp_path / "rows.jsonl").exists()
         tree["dirty"] = False
-        monkeypatch.setattr("cpt_core.provenance.commit", lambda: tree)
+        monkeypatch.setattr("cpt_lab.provenance.commit", lambda: tree)
         assert len(run_grid(specs_of("CR"), tmp_path / "rows.jsonl", workers=0)) == 1
         tree["dirty"] = True  # what is there may be asked for
         assert len(run_grid(specs_of("CR"), tmp_path / "rows.jsonl", workers=0)) == 1
@@ -195,7 +195,7 @@ def test_the_environment_of_now_reaches_the_runs(tmp_path, monkeypatch):
     monkeypatch.setenv("CPT_TEST_WORD", "reached")
     outcome = supervise(Job(spec, tmp_path / "b.jsonl"), work=tell)
     assert outcome.row == {"word": "reached", "threads": 1}
-    assert {f"cpt_core.tasks.{name}" for name in TASKS} < set(forkserver._forkserver._preload_modules)  # seconds a run
+    assert {f"cpt_lab.tasks.{name}" for name in TASKS} < set(forkserver._forkserver._preload_modules)  # seconds a run
     two = Job(spec, tmp_path / "b.jsonl", SweepOptions(threads=2))
     assert supervise(two, work=tell).row["threads"] == 2
 
@@ -226,7 +226,7 @@ def test_a_run_that_raises_keeps_its_checkpoints_and_goes_on_when_retried(tmp_pa
     (spec,), store, how = specs_of("CR", steps=20), tmp_path / "rows.jsonl", {"workers": 0, "checkpoint_seconds": 0.0}
     (calm,) = run_grid([spec], tmp_path / "calm.jsonl", workers=0)
     with monkeypatch.context() as patch:
-        patch.setattr("cpt_core.training.train.bitops_of", fail_at_the_end)
+        patch.setattr("cpt_lab.training.train.bitops_of", fail_at_the_end)
         (row,) = run_grid([spec], store, **how)
     assert "the last evaluation failed" in row["error"]
     folder = tmp_path / "rows.checkpoints"
@@ -292,7 +292,7 @@ def test_a_process_that_dies_leaves_a_failed_row_with_the_reason(work, words, tm
 
 
 def test_a_run_that_takes_too_long_is_failed_also_when_it_hangs(tmp_path, monkeypatch):
-    monkeypatch.setattr("cpt_core.sweeps.process.GRACE_SECONDS", 0.5)
+    monkeypatch.setattr("cpt_lab.sweeps.process.GRACE_SECONDS", 0.5)
     job = Job(specs_of("CR")[0], tmp_path / "rows.jsonl", SweepOptions(timeout=0.5))
     outcome = supervise(job, work=hang)
     assert outcome.row["error"].startswith("took longer than 0.5 s")
@@ -391,7 +391,7 @@ def test_a_run_that_another_has_done_meanwhile_does_not_store_a_second_row(tmp_p
         stores.append_row(job.store, other)
         return row
 
-    monkeypatch.setattr("cpt_core.sweeps.worker._row", meanwhile)
+    monkeypatch.setattr("cpt_lab.sweeps.worker._row", meanwhile)
     assert run_one(job).row == other
     assert len(job.store.read_text().splitlines()) == 1
 
@@ -737,7 +737,7 @@ def test_ctrl_c_cannot_reach_the_server_of_processes_while_it_starts():
     code = """
 from functools import partial
 from multiprocessing import forkserver
-from cpt_core.sweeps.process import _context
+from cpt_lab.sweeps.process import _context
 _context()
 status = open(f"/proc/{forkserver._forkserver._forkserver_pid}/status").read()
 blocked, ignored = (int(status.split(name)[1].split()[0], 16) for name in ("SigBlk:", "SigIgn:"))

@@ -9,12 +9,12 @@ from statistics import stdev
 import pytest
 from helpers import PROVENANCE, row_of, smoke_spec, specs_of
 
-from cpt_core import __main__ as commands
-from cpt_core.experiments import designs
-from cpt_core.paths import PACKAGE
-from cpt_core.sweeps import verify
-from cpt_core.sweeps.stores import describe, load_rows
-from cpt_core.sweeps.sweep import run_grid
+from cpt_lab import commands
+from cpt_lab.experiments import designs
+from cpt_lab.paths import PACKAGE
+from cpt_lab.sweeps import verify
+from cpt_lab.sweeps.stores import describe, load_rows
+from cpt_lab.sweeps.sweep import run_grid
 
 pytestmark = pytest.mark.filterwarnings("ignore::cpt_core.schedules.schedule.ShortCycleWarning")
 ON_TEST = {"name": "accuracy", "split": "test", "when": "final", "precision": "q_max"}
@@ -25,7 +25,7 @@ def stored(tmp_path_factory):
     """A store with two runs from a clean tree and one that failed."""
     store = tmp_path_factory.mktemp("stored") / "rows.jsonl"
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("cpt_core.provenance.commit", lambda: {"commit": "1" * 40, "dirty": False})
+        patch.setattr("cpt_lab.provenance.commit", lambda: {"commit": "1" * 40, "dirty": False})
         rows = run_grid(specs_of("CR", "LR"), store, workers=0)
     assert [row["status"] for row in rows] == ["ok", "ok"]
     failed = {**describe(specs_of("RR")[0]), "status": "failed", "error": "boom"}

@@ -15,22 +15,22 @@ from torch import nn
 from cpt_core.bitops import plan
 from cpt_core.bitops.ledger import BitOpsLedger
 from cpt_core.bitops.trace import CONVENTIONS
-from cpt_core.data import common, detection
-from cpt_core.data.detection import WEIGHTS
-from cpt_core.data.files import DataNotFoundError
-from cpt_core.data.pictures import Annotated
-from cpt_core.data.scenes import scenes
-from cpt_core.experiments import designs, grids
-from cpt_core.experiments.recipes import recipe
-from cpt_core.experiments.spec import RunSpec, run_spec
 from cpt_core.inspecting.summary import summary
 from cpt_core.models.retinanet import FrozenStatisticsBatchNorm2d, retinanet
 from cpt_core.quantization.convert import quantize_, restore_
 from cpt_core.quantization.scheduler import PrecisionScheduler, precision
 from cpt_core.schedules.make import make_schedule
-from cpt_core.tasks.detection import DetectionTask, mean_average_precision
-from cpt_core.teaching.detection import pretrained_or_scratch
-from cpt_core.training.train import Stopped, train
+from cpt_lab.data import common, detection
+from cpt_lab.data.detection import WEIGHTS
+from cpt_lab.data.files import DataNotFoundError
+from cpt_lab.data.pictures import Annotated
+from cpt_lab.data.scenes import scenes
+from cpt_lab.experiments import designs, grids
+from cpt_lab.experiments.recipes import recipe
+from cpt_lab.experiments.spec import RunSpec, run_spec
+from cpt_lab.tasks.detection import DetectionTask, mean_average_precision
+from cpt_lab.training.train import Stopped, train
+from cpt_lessons.detection import pretrained_or_scratch
 
 CPU = torch.device("cpu")
 spec = partial(smoke_spec, "digit-scenes", steps=6, n_cycles=1)
@@ -418,9 +418,7 @@ def test_pretrained_weights_are_asked_for_and_used(tmp_path, monkeypatch):
     monkeypatch.setenv("CPT_DATA_DIR", str(tmp_path))
     s = spec(pretrained=True, train_images=2, valid_images=0, test_images=1)
     s = replace(s, recipe=replace(s.recipe, model="retinanet"))
-    with pytest.raises(
-        DataNotFoundError, match=r"python -m cpt_core download resnet18, or train from scratch with pre"
-    ):
+    with pytest.raises(DataNotFoundError, match=r"python -m cpt_lab download resnet18, or train from scratch with pre"):
         DetectionTask(s, CPU)
     torch.manual_seed(5)
     stored = torchvision.models.resnet18().state_dict()

@@ -12,18 +12,18 @@ import transformers
 from helpers import same, smoke_spec
 
 from cpt_core.bitops.plan import count_bitops
-from cpt_core.data.entailment import EntailmentData, Pairs
-from cpt_core.data.files import DataNotFoundError
-from cpt_core.data.templates import sentence_pairs
-from cpt_core.experiments.entailment import EntailmentRecipe
-from cpt_core.experiments.recipes import recipe, task_of_dataset
-from cpt_core.experiments.spec import RunSpec, run_spec
 from cpt_core.inspecting.summary import summary
 from cpt_core.quantization.convert import quantize_
-from cpt_core.tasks import TASKS
-from cpt_core.tasks import entailment as entailment_task
-from cpt_core.tasks.entailment import EntailmentTask
-from cpt_core.training.train import Stopped, train
+from cpt_lab.data.entailment import EntailmentData, Pairs
+from cpt_lab.data.files import DataNotFoundError
+from cpt_lab.data.templates import sentence_pairs
+from cpt_lab.experiments.entailment import EntailmentRecipe
+from cpt_lab.experiments.recipes import recipe, task_of_dataset
+from cpt_lab.experiments.spec import RunSpec, run_spec
+from cpt_lab.tasks import TASKS
+from cpt_lab.tasks import entailment as entailment_task
+from cpt_lab.tasks.entailment import EntailmentTask
+from cpt_lab.training.train import Stopped, train
 
 CPU = torch.device("cpu")
 TINY = {"hidden": 16, "layers": 1, "train_pairs": 300, "valid_pairs": 60, "test_pairs": 60}
@@ -123,8 +123,8 @@ def test_word_pieces_come_from_the_training_text_and_mark_both_sentences(tmp_pat
 def test_every_process_learns_the_same_word_pieces():
     code = """
 from dataclasses import replace
-from cpt_core.experiments.recipes import recipe
-from cpt_core.tasks.entailment import _tokenizer, load_entailment
+from cpt_lab.experiments.recipes import recipe
+from cpt_lab.tasks.entailment import _tokenizer, load_entailment
 r = replace(recipe("smoke", "templates"), vocabulary=120)
 print(_tokenizer(r, load_entailment(r)).to_str())
 """
@@ -242,7 +242,7 @@ def test_checkpoints_that_cannot_be_used(tmp_path, monkeypatch):
         (
             "bert-base-multilingual-cased",
             DataNotFoundError,
-            r"with: .*python -m cpt_core download bert-base-multilingual",
+            r"with: .*python -m cpt_lab download bert-base-multilingual",
         ),
         ("nowhere", DataNotFoundError, r"no pretrained model in .*nowhere$"),
         ("empty", ValueError, r"empty holds no pretrained model: it has no config\.json"),

@@ -8,19 +8,19 @@ import pytest
 import torch
 from helpers import same, smoke_spec
 
-from cpt_core.data import common
-from cpt_core.experiments import designs, grids
-from cpt_core.experiments.graph import GraphRecipe
-from cpt_core.experiments.recipes import recipe, task_of_dataset
-from cpt_core.experiments.spec import RunSpec
 from cpt_core.graphs import graph as graph_module
 from cpt_core.models.gnn import GraphNet
 from cpt_core.quantization.convert import quantize_
 from cpt_core.quantization.scheduler import precision
-from cpt_core.tasks import graph as graph_task
-from cpt_core.tasks.graph import GraphTask
-from cpt_core.training.session import quant_config
-from cpt_core.training.train import Stopped, train
+from cpt_lab.data import common
+from cpt_lab.experiments import designs, grids
+from cpt_lab.experiments.graph import GraphRecipe
+from cpt_lab.experiments.recipes import recipe, task_of_dataset
+from cpt_lab.experiments.spec import RunSpec
+from cpt_lab.tasks import graph as graph_task
+from cpt_lab.tasks.graph import GraphTask
+from cpt_lab.training.session import quant_config
+from cpt_lab.training.train import Stopped, train
 
 CPU = torch.device("cpu")
 spec = partial(smoke_spec, "digits-graph", steps=12, evaluate_every=0)

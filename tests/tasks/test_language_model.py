@@ -8,16 +8,16 @@ import pytest
 import torch
 from torch import nn
 
-from cpt_core import data
-from cpt_core.data import text
-from cpt_core.data.files import DataNotFoundError
-from cpt_core.experiments import designs, grids
-from cpt_core.experiments.language_model import LanguageModelRecipe
-from cpt_core.experiments.recipes import recipe
-from cpt_core.experiments.spec import run_spec
 from cpt_core.models.lstm_lm import LanguageModel
-from cpt_core.tasks.language_model import LanguageModelTask
-from cpt_core.training.train import Stopped, train
+from cpt_lab import data
+from cpt_lab.data import text
+from cpt_lab.data.files import DataNotFoundError
+from cpt_lab.experiments import designs, grids
+from cpt_lab.experiments.language_model import LanguageModelRecipe
+from cpt_lab.experiments.recipes import recipe
+from cpt_lab.experiments.spec import run_spec
+from cpt_lab.tasks.language_model import LanguageModelTask
+from cpt_lab.training.train import Stopped, train
 
 SENTENCES = {
     "train": "the cat sat\nthe dog sat\n\n   \na bird sang\n" * 20,
@@ -88,7 +88,7 @@ def test_the_reference_text_of_python():
 
 
 def test_files_are_found_and_missed(folder):
-    with pytest.raises(DataNotFoundError, match=r"ptb\.train\.txt; get it with: .*python -m cpt_core download ptb"):
+    with pytest.raises(DataNotFoundError, match=r"ptb\.train\.txt; get it with: .*python -m cpt_lab download ptb"):
         text.load_text(recipe("paper", "ptb", task="language_model"))
     with pytest.raises(DataNotFoundError, match="there is no folder"):
         text.load_text(toy(dataset="nowhere/"))

@@ -9,11 +9,11 @@ from dataclasses import replace
 import pytest
 import torch
 
-from cpt_core.data import common
-from cpt_core.data.common import Stream, epoch_order, generator_of, load_once
-from cpt_core.experiments.recipes import DATASETS, EXPERIMENTS, recipe
-from cpt_core.experiments.spec import run_spec
-from cpt_core.tasks import TASKS, learning_rates
+from cpt_lab.data import common
+from cpt_lab.data.common import Stream, epoch_order, generator_of, load_once
+from cpt_lab.experiments.recipes import DATASETS, EXPERIMENTS, recipe
+from cpt_lab.experiments.spec import run_spec
+from cpt_lab.tasks import TASKS, learning_rates
 
 OPTIONAL = "torchvision PIL torchmetrics dgl ogb transformers tokenizers datasets accelerate".split()
 BASE = ("digits/mlp6", "digits/resnet8_w8", "pydoc/lstm", "digits-graph/gcn", "digits-graph/sage")
@@ -32,18 +32,18 @@ for name in {OPTIONAL!r}:
     sys.modules[name] = None
 import torch
 from dataclasses import replace
-from cpt_core.data import download
-from cpt_core.experiments.recipes import recipe
-from cpt_core.experiments.spec import run_spec
-from cpt_core.tasks import TASKS
-from cpt_core.training.train import train
+from cpt_lab.data import download
+from cpt_lab.experiments.recipes import recipe
+from cpt_lab.experiments.spec import run_spec
+from cpt_lab.tasks import TASKS
+from cpt_lab.training.train import train
 CPU = torch.device("cpu")
 torch.set_num_threads(1)
 def spec(name, scale="smoke"):
     r = recipe(scale, *name.split("/"))
     return run_spec(replace(r, steps=3, n_cycles=1, evaluate_every=0), "static 8", q_max=8, seed=0, scale=scale)
 out = {{"tasks": sorted(TASKS), "shown": str(TASKS)}}
-out["imported"] = [name for name in sys.modules if name.startswith("cpt_core.tasks.")]
+out["imported"] = [name for name in sys.modules if name.startswith("cpt_lab.tasks.")]
 for name in {BASE!r}:
     run = train(TASKS[spec(name).recipe.task], spec(name))
     out[name] = [run.status, len(run.history["loss"]), min(run.bitops.values())]
@@ -67,7 +67,7 @@ def without_extras():
 def test_asking_what_there_is_imports_no_task(without_extras):
     assert without_extras["tasks"] == sorted(EXPERIMENTS)
     assert all(name in without_extras["shown"] for name in EXPERIMENTS)
-    assert without_extras["imported"] == ["cpt_core.tasks.base"]
+    assert without_extras["imported"] == ["cpt_lab.tasks.base"]
 
 
 @pytest.mark.parametrize("name", BASE)

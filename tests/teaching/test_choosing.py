@@ -3,11 +3,11 @@
 import numpy as np
 import pytest
 
-from cpt_core.analysis.preregistered import outcome
-from cpt_core.analysis.runs import committed
 from cpt_core.schedules.schedule import StaticSchedule
-from cpt_core.teaching import choosing
-from cpt_core.teaching.parameters import check_parameters
+from cpt_lab.analysis.preregistered import outcome
+from cpt_lab.analysis.runs import committed
+from cpt_lessons import choosing
+from cpt_lessons.parameters import check_parameters
 
 
 def test_a_committed_range_test_is_a_range_test_again(capsys):

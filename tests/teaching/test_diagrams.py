@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from cpt_core.schedules import cost
-from cpt_core.teaching import diagrams
+from cpt_lessons import diagrams
 
 
 @pytest.mark.parametrize("q", [2, 3, 5])

@@ -9,9 +9,9 @@ import pytest
 from py_mini_racer import MiniRacer
 
 import cpt_core as cpt
-from cpt_core.analysis.runs import committed
 from cpt_core.schedules.schedule import FLOAT32, ShortCycleWarning
-from cpt_core.teaching import explorer
+from cpt_lab.analysis.runs import committed
+from cpt_lessons import explorer
 
 SETTINGS = 200
 

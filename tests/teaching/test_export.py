@@ -14,13 +14,13 @@ from IPython.utils.capture import capture_output
 from nbformat.v4 import new_code_cell, new_markdown_cell, new_notebook, new_output
 from PIL import Image
 
-from cpt_core.analysis import quality_cost
-from cpt_core.analysis.runs import committed
-from cpt_core.analysis.style import drawing, name_points
 from cpt_core.described import data_of
-from cpt_core.paths import notebooks_dir
-from cpt_core.teaching.export import clean, glossary_page, notebook_page
-from cpt_core.teaching.notebooks import notebooks
+from cpt_lab.analysis import quality_cost
+from cpt_lab.analysis.runs import committed
+from cpt_lab.analysis.style import drawing, name_points
+from cpt_lab.paths import notebooks_dir
+from cpt_lessons.export import clean, glossary_page, notebook_page
+from cpt_lessons.notebooks import notebooks
 
 FORMULA = re.compile(r"\$\$.+?\$\$|(?<!\\)\$[^$\n]+?\$", re.DOTALL)
 

@@ -5,9 +5,9 @@ import pytest
 import torch
 
 from cpt_core.schedules.profiles import SUITE
-from cpt_core.teaching import ideas
-from cpt_core.teaching.language import language_runs
-from cpt_core.teaching.parameters import Parameters
+from cpt_lessons import ideas
+from cpt_lessons.language import language_runs
+from cpt_lessons.parameters import Parameters
 
 
 def test_the_step_of_an_lstm_shows_what_is_rounded():

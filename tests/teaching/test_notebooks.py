@@ -13,15 +13,15 @@ import papermill
 import pytest
 from nbformat.v4 import new_code_cell, new_markdown_cell, new_notebook, new_output
 
-from cpt_core.analysis import quality_cost
-from cpt_core.analysis.runs import committed
-from cpt_core.paths import results_dir
-from cpt_core.teaching import kernels
-from cpt_core.teaching import notebooks as reproduce
-from cpt_core.teaching import progress as progress_module
-from cpt_core.teaching.export import clean
-from cpt_core.teaching.notebooks import copy_notebooks, estimate, notebooks
-from cpt_core.teaching.progress import Place, Progress
+from cpt_lab.analysis import quality_cost
+from cpt_lab.analysis.runs import committed
+from cpt_lab.paths import results_dir
+from cpt_lessons import kernels
+from cpt_lessons import notebooks as reproduce
+from cpt_lessons import progress as progress_module
+from cpt_lessons.export import clean
+from cpt_lessons.notebooks import copy_notebooks, estimate, notebooks
+from cpt_lessons.progress import Place, Progress
 
 
 @pytest.fixture
@@ -220,8 +220,8 @@ def test_the_run_says_where_it_is(place, tmp_path, monkeypatch, capsys):
 
 
 SMOKE = """
-from cpt_core.experiments import designs
-from cpt_core.teaching.parameters import check_parameters
+from cpt_lab.experiments import designs
+from cpt_lessons.parameters import check_parameters
 
 specs = designs.quality_cost("smoke", schedules=["CR"], static=[], seeds=[0], steps=8, n_cycles=1)
 runs = check_parameters(scale=scale).run(specs)
@@ -342,7 +342,7 @@ def test_wrong_values_are_refused_before_anything_starts(place, tmp_path, argume
 def test_a_notebook_refuses_what_papermill_lets_through(place, tmp_path, injected, message):
     place(
         "07_small.ipynb",
-        "from cpt_core.teaching.parameters import check_parameters\nP = check_parameters(scale=scale, seeds=seeds)",
+        "from cpt_lessons.parameters import check_parameters\nP = check_parameters(scale=scale, seeds=seeds)",
         "print('went on')",
     )
     given, out = tmp_path / "notebooks" / "07_small.ipynb", tmp_path / "out.ipynb"
@@ -378,7 +378,7 @@ def test_notebooks_and_estimates():
 
 
 def command(*words):
-    return subprocess.run([sys.executable, "-m", "cpt_core", *words], capture_output=True, text=True)
+    return subprocess.run([sys.executable, "-m", "cpt_lab", *words], capture_output=True, text=True)
 
 
 def test_command_line_refuses_with_one_line():
@@ -433,7 +433,7 @@ def test_a_data_set_goes_to_the_notebooks_of_its_task(tmp_path, monkeypatch):
         ("04", "my-text/", {}, r"my-text is no data for this task \(detection\); it needs .*own-pictures\.md"),
         ("03", "my.npz", {}, r"my\.npz is no data for this task \(image\)"),
         ("06", "my-text/", {"pairs": "my-text/"}, r"my-text is no data for this task \(entailment\)"),
-        ("03", "cifar100", {}, "python -m cpt_core download cifar100"),
+        ("03", "cifar100", {}, "python -m cpt_lab download cifar100"),
     ):
         with pytest.raises((ValueError, FileNotFoundError), match=message):
             reproduce.reproduce("paper", number, dataset, given, progress=False)

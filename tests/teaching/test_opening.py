@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from cpt_core.teaching.opening import guard
+from cpt_lessons.opening import guard
 
 # A bare interpreter: this one, if it did not know the package. What %pip is asked for is written down, not done.
 SHELL = """

@@ -2,10 +2,10 @@
 
 import pytest
 
-from cpt_core.experiments import designs
-from cpt_core.sweeps import stores, sweep
-from cpt_core.teaching.exercises import show
-from cpt_core.teaching.parameters import check_parameters
+from cpt_lab.experiments import designs
+from cpt_lab.sweeps import stores, sweep
+from cpt_lessons.exercises import show
+from cpt_lessons.parameters import check_parameters
 
 
 @pytest.fixture

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 import cpt_core as cpt
-from cpt_core.teaching import playground
-from cpt_core.teaching.demonstrations import held_out, tiny_problem
+from cpt_lessons import playground
+from cpt_lessons.demonstrations import held_out, tiny_problem
 
 
 def short(name):

@@ -3,8 +3,8 @@
 import pandas as pd
 import pytest
 
-from cpt_core.analysis.runs import committed
-from cpt_core.teaching.runs import brief, comparable, design, ran
+from cpt_lab.analysis.runs import committed
+from cpt_lessons.runs import brief, comparable, design, ran
 
 
 @pytest.fixture

@@ -6,18 +6,18 @@ import pytest
 import torch
 from helpers import same, smoke_spec, specs_of
 
-from cpt_core.analysis.runs import table
-from cpt_core.experiments.recipe import SCALES
-from cpt_core.experiments.recipes import RECIPES, recipe
-from cpt_core.experiments.spec import run_spec
-from cpt_core.sweeps import worker
-from cpt_core.sweeps.sweep import run_grid
-from cpt_core.sweeps.worker import Job, run_one
-from cpt_core.training.arithmetic import arithmetic, cuda_provenance
-from cpt_core.training.device import DeviceNotFoundError, choose_device, usual_device
-from cpt_core.training.evaluation import evaluate
-from cpt_core.training.session import Session, task_of
-from cpt_core.training.train import Stopped, train
+from cpt_lab.analysis.runs import table
+from cpt_lab.experiments.recipe import SCALES
+from cpt_lab.experiments.recipes import RECIPES, recipe
+from cpt_lab.experiments.spec import run_spec
+from cpt_lab.sweeps import worker
+from cpt_lab.sweeps.sweep import run_grid
+from cpt_lab.sweeps.worker import Job, run_one
+from cpt_lab.training.arithmetic import arithmetic, cuda_provenance
+from cpt_lab.training.device import DeviceNotFoundError, choose_device, usual_device
+from cpt_lab.training.evaluation import evaluate
+from cpt_lab.training.session import Session, task_of
+from cpt_lab.training.train import Stopped, train
 
 pytestmark = pytest.mark.filterwarnings("ignore::cpt_core.schedules.schedule.ShortCycleWarning")
 SHORT = {"steps": 4, "n_cycles": 2, "evaluate_every": 2}

@@ -12,10 +12,10 @@ from tape import TapeRecorder
 from cpt_core.graphs import graph
 from cpt_core.kernels import convolution
 from cpt_core.schedules.schedule import TableSchedule
-from cpt_core.tasks import TASKS
-from cpt_core.training import capture, session
-from cpt_core.training.session import Session, task_of
-from cpt_core.training.train import Stopped, train
+from cpt_lab.tasks import TASKS
+from cpt_lab.training import capture, session
+from cpt_lab.training.session import Session, task_of
+from cpt_lab.training.train import Stopped, train
 
 # batches of two sizes; milestones, a cosine, and a rate that follows the evaluations
 RUNS = {

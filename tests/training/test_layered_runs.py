@@ -6,18 +6,18 @@ from dataclasses import replace
 import pytest
 import torch
 
-from cpt_core.analysis.runs import table
 from cpt_core.bitops.plan import count_bitops
-from cpt_core.experiments.recipes import recipe
-from cpt_core.experiments.spec import RunSpec, run_spec
 from cpt_core.quantization.convert import layer_precisions, quantize_
 from cpt_core.quantization.scheduler import PrecisionScheduler, precision
 from cpt_core.schedules.layered import LayeredSchedule
 from cpt_core.schedules.schedule import FunctionSchedule, StaticSchedule, TableSchedule
-from cpt_core.sweeps import stores
-from cpt_core.sweeps.worker import Job, SweepOptions, run_one
-from cpt_core.training.session import task_of
-from cpt_core.training.train import train
+from cpt_lab.analysis.runs import table
+from cpt_lab.experiments.recipes import recipe
+from cpt_lab.experiments.spec import RunSpec, run_spec
+from cpt_lab.sweeps import stores
+from cpt_lab.sweeps.worker import Job, SweepOptions, run_one
+from cpt_lab.training.session import task_of
+from cpt_lab.training.train import train
 
 RECIPE = replace(recipe("smoke", "digits"), steps=6)
 LOW = TableSchedule(((3, 4), (5, 2)))

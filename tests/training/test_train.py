@@ -19,14 +19,14 @@ from hypothesis import strategies as st
 from torch import nn
 
 from cpt_core.checks import write_atomically
-from cpt_core.experiments import designs
-from cpt_core.experiments.recipes import recipe
-from cpt_core.experiments.spec import run_spec
-from cpt_core.tasks import TASKS
-from cpt_core.training.checkpoint import State, previous, resume, save_checkpoint
-from cpt_core.training.evaluation import evaluate
-from cpt_core.training.session import Session, task_of
-from cpt_core.training.train import Stopped, train
+from cpt_lab.experiments import designs
+from cpt_lab.experiments.recipes import recipe
+from cpt_lab.experiments.spec import run_spec
+from cpt_lab.tasks import TASKS
+from cpt_lab.training.checkpoint import State, previous, resume, save_checkpoint
+from cpt_lab.training.evaluation import evaluate
+from cpt_lab.training.session import Session, task_of
+from cpt_lab.training.train import Stopped, train
 
 
 def spec_of(arm="CR", seed=0, model="mlp6", **changes):
@@ -197,9 +197,9 @@ def test_batchnorm_network_and_images_in_colour_layout():
 SCRIPT = """
 import os, signal, sys, torch
 from pathlib import Path
-from cpt_core.experiments.spec import RunSpec
-from cpt_core.training.session import Session, task_of
-from cpt_core.training.train import train
+from cpt_lab.experiments.spec import RunSpec
+from cpt_lab.training.session import Session, task_of
+from cpt_lab.training.train import train
 import json
 torch.set_num_threads(1)
 spec = RunSpec.from_dict(json.loads(sys.argv[1]))

@@ -10,13 +10,14 @@ import torch
 from helpers import smoke_spec
 from phantom import Phantom, PhantomTensor
 
+from cpt_core.choosing.range_test import RangeTestWarning
 from cpt_core.quantization.convert import layer_precisions
 from cpt_core.quantization.scheduler import precision
-from cpt_core.tasks import TASKS
-from cpt_core.training import train as loop
-from cpt_core.training.range_test import RangeTestWarning, precision_range_test
-from cpt_core.training.session import Session, task_of
-from cpt_core.training.train import Stopped, train
+from cpt_lab.tasks import TASKS
+from cpt_lab.training import train as loop
+from cpt_lab.training.recipe_trials import recipe_range_test
+from cpt_lab.training.session import Session, task_of
+from cpt_lab.training.train import Stopped, train
 
 GPU = "cuda:0"
 # torch's loader pins nothing where there is no GPU, and says so
@@ -196,9 +197,9 @@ def test_a_precision_that_diverges_does_not_stop_the_next_one(monkeypatch):
     options = {"dwell": 8, "seeds": (0,), "device": GPU}
     with Phantom(), warnings.catch_warnings():
         warnings.simplefilter("ignore", RangeTestWarning)
-        whole = precision_range_test(recipe, bits=(6,), **options)
+        whole = recipe_range_test(recipe, bits=(6,), **options)
         monkeypatch.setattr(TASKS["image"], "loss", fails_at_3_bits)
-        disturbed = precision_range_test(recipe, bits=(3, 6), **options)
+        disturbed = recipe_range_test(recipe, bits=(3, 6), **options)
     assert math.isnan(disturbed.losses[0][0])
     assert disturbed.losses[0][1:] == whole.losses[0]
 

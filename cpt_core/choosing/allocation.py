@@ -1,0 +1,292 @@
+"""Bits where they matter: the schedule of a budget that loses least, by measured sensitivities.  Beyond the paper.
+
+If the quality lost is sum w(t, l) * 4**-q(t, l) over steps and layers, and a step of a layer costs its MACs times
+q**2 + 2 q q_grad, then at the optimum no bit can be moved to where it saves more: w * 4**-q / (MACs * (q + q_grad)) is
+level, so q is about log4(w / MACs) plus a constant, rounded and bounded. ``allocate`` solves the problem in whole bits.
+
+With w / MACs the same everywhere no schedule beats static precision. In two lines, for the work of one MAC: 4**-q is
+convex and falls with q, and q grows with the cost c as a concave function (the cost is convex in q), so noise is a
+convex function n(c) of what a step costs; by Jensen's inequality the mean of n(c_t) is at least n(mean of c_t), the
+noise of static precision at the same cost. (In whole bits: of the two neighbouring precisions, interleaved, where the
+budget lies between them.)
+
+>>> bits = static_of_cost(0.5, q_max=8, total_steps=10).bits()
+>>> sorted(set(bits.tolist()))
+[4, 5]
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Sequence
+from numbers import Real
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from cpt_core.checks import MOST_BITS, choose, whole
+from cpt_core.choosing.sensitivities import FLOOR, OVER, Sensitivity
+from cpt_core.formats.ladder import FormatLadder
+from cpt_core.schedules.cost import StepCost, check_several, costs_of, function_of
+from cpt_core.schedules.layered import LayeredSchedule
+from cpt_core.schedules.profiles import Array
+from cpt_core.schedules.schedule import MOST_STEPS, Schedule, StaticSchedule, TableSchedule, check_range
+
+TOLERANCE = 1e-3  # of the budget, from below
+EXACT = 1e-12  # what is left of the budget, and of a gain, by the arithmetic alone
+MOST = 1_000  # places
+ALIKE = 1e-9  # relative difference of two gains below which they are one
+Counts = NDArray[np.int64]  # (places, precisions): how many steps of a place run at each
+
+
+def allocate(
+    sensitivity: Sensitivity,
+    budget: float,
+    q_min: int,
+    q_max: int,
+    over: str = "both",
+    *,
+    total_steps: int | None = None,
+    q_grad: int | None = None,
+    floor: float = FLOOR,
+    cost: StepCost | str | None = None,
+    ladder: FormatLadder | None = None,
+) -> Schedule:
+    """Return the schedule of a BitOps budget that loses least by a measured sensitivity.
+
+    Args:
+        sensitivity: where a bit matters how much, from ``cpt.sensitivity``.
+        budget: BitOps of the quantised layers relative to training them at static ``q_max`` bits. What runs in float32
+            beside them does the same work whatever the bits are, and is not in it.
+        q_min: lowest bits.
+        q_max: highest bits.
+        over: "time" gives all layers the same bits, "layers" each group its own throughout (of two neighbouring
+            precisions where the budget asks for it), "both" each group its own in every window.
+        total_steps: length of the training; None takes that of the sensitivity, others stretch its windows.
+        q_grad: gradient bits; ``q_max`` when None. Give the same to ``PrecisionScheduler``, which else takes the
+            highest bits of each schedule.
+        floor: smallest response of a place, see ``Sensitivity.weights``.
+        cost: what is spent instead of BitOps, see ``relative_cost``: a name of ``COSTS``, or bits -> cost of a step.
+        ladder: on which bits are levels; the sensitivity was measured there, and a level is taken to quarter the noise,
+            as a bit does.
+
+    Returns:
+        A ``TableSchedule`` over time, else a ``LayeredSchedule``; ``PrecisionScheduler`` takes both. It costs at most
+        the budget and at least 99.9 % of it, and no exchange of one bit between two places, a step of a group each,
+        that keeps to this would lose less (with a handful of steps in a place, many bits moved at once still may).
+        Evaluate it at stated bits, such as ``precision(model, bits=q_max)``: its own highest bits, "q_max" for
+        schedulers and callbacks, may be fewer than ``q_max``.
+
+    Raises:
+        ValueError: for a budget that these bits and steps cannot meet, also where the exchange of steps finds no way to
+            meet it with a few steps; for bits out of 1 to 32; for a sensitivity without any response.
+    """
+    choose("over", over, OVER)
+    if not isinstance(sensitivity, Sensitivity):
+        raise ValueError(f"give what cpt.sensitivity returned, or Sensitivity.from_dict(...), got {sensitivity!r}")
+    total = whole("total_steps", sensitivity.steps if total_steps is None else total_steps, 1, MOST_STEPS)
+    edges = [round(stop * total / sensitivity.steps) for _, stop in sensitivity.windows]
+    steps = np.diff([0, *edges])
+    if over != "layers" and steps.min() < 1:
+        raise ValueError(f"{total} steps are too few for {len(steps)} windows")
+    macs = np.array(sensitivity.macs, dtype=float)
+    prices = _prices(q_min, q_max, q_grad, cost, ladder)
+    if over == "time":
+        weights = sensitivity.weights("time", floor)
+        counts = spread_bits(weights, np.ones(len(steps)), steps, budget, q_min, prices)
+        return _table([counts], q_min)
+    if over == "layers":
+        weights, steps = sensitivity.weights("layers", floor)[None], np.array([total])
+    else:
+        weights = sensitivity.product(floor)
+    shape = weights.shape
+    work, length = (np.broadcast_to(x, shape).ravel() for x in (macs[None], steps[:, None]))
+    found = spread_bits(weights.ravel(), work, length, budget, q_min, prices).reshape(*shape, -1)
+    parts = zip(sensitivity.groups, found.transpose(1, 0, 2), sensitivity.macs, strict=True)
+    return LayeredSchedule(tuple((names, _table([counts], q_min), m) for names, counts, m in parts))
+
+
+def static_of_cost(
+    budget: float,
+    q_max: int,
+    total_steps: int,
+    q_min: int = 2,
+    q_grad: int | None = None,
+    cost: StepCost | str | None = None,
+    ladder: FormatLadder | None = None,
+) -> StaticSchedule | TableSchedule:
+    """Return static precision at a relative cost: one precision, or the two next to it interleaved step by step.
+
+    It costs the budget or up to a step more. Arguments and errors are those of ``allocate``.
+    """
+    prices = _prices(q_min, q_max, q_grad, cost, ladder)
+    prices = prices / prices[-1]
+    q_min, q_max, _ = check_all_bits(q_min, q_max, q_grad)
+    total_steps = whole("total_steps", total_steps, 1)
+    bits = np.arange(q_min, q_max + 1)
+    check_budget(budget, float(prices[0]), q_min, q_max)
+    low = int(np.flatnonzero(prices <= budget * (1 + 1e-9))[-1])
+    if low == len(bits) - 1 or math.isclose(prices[low], budget):
+        return StaticSchedule(int(bits[low]), total_steps)
+    counts = np.zeros((1, len(bits)), dtype=np.int64)
+    counts[0, low + 1] = math.ceil((budget - prices[low]) / (prices[low + 1] - prices[low]) * total_steps)
+    counts[0, low] = total_steps - counts[0, low + 1]
+    return _table([counts], q_min)
+
+
+def _table(parts: Sequence[Counts], q_min: int) -> TableSchedule:
+    """Make a schedule of places one after the other, the steps of each precision spread evenly within a place."""
+    bits = np.concatenate([_interleaved(counts, q_min) for part in parts for counts in part])
+    edges = [0, *(np.flatnonzero(np.diff(bits)) + 1).tolist(), len(bits)]
+    return TableSchedule(tuple((int(bits[a]), b - a) for a, b in itertools.pairwise(edges)))
+
+
+def _interleaved(counts: NDArray[np.int64], q_min: int) -> NDArray[np.int64]:
+    bits = np.repeat(np.arange(len(counts)) + q_min, counts)
+    when = np.concatenate([(np.arange(n) + 0.5) / n for n in counts if n])
+    return bits[np.argsort(when, kind="stable")]
+
+
+def spread_bits(
+    weights: Array, macs: Array, steps: NDArray[np.int64], budget: float, q_min: int, prices: Array
+) -> Counts:
+    """Return how many steps of every place run at ``q_min`` bits and up, (places, precisions).
+
+    It minimises sum w * 4**-q at cost MACs * price(q) per step: bits are given out one at a time where they save most
+    noise for their cost, which is optimal where each further bit of a step saves less and costs more, as BitOps do;
+    places with the same gain share what is left alike. Single steps are then exchanged, to meet the budget and as long
+    as that helps. ``weights`` (> 0), ``macs`` and ``steps`` are (places,), ``prices`` of a step (precisions,), those of
+    the budget's unit last.
+
+    Raises:
+        ValueError: for a budget that cannot be met.
+    """
+    if len(weights) > MOST:
+        raise ValueError(f"bits are given to at most {MOST} places, windows times groups; got {len(weights)}")
+    q_max = q_min + len(prices) - 1
+    share = macs / (macs * steps).sum() / prices[-1]
+    cost = share[:, None] * prices[None]  # of a step, (places, precisions); all at q_max sum to 1
+    loss = weights[:, None] * 4.0 ** -np.arange(q_min, q_max + 1)[None]
+    check_budget(budget, float((cost[:, 0] * steps).sum()), q_min, q_max)
+    counts = _given_out(cost, loss, steps, float(budget))
+    return _exchanged(counts, cost, loss, float(budget))
+
+
+def _prices(
+    q_min: Any, q_max: Any, q_grad: Any, cost: StepCost | str | None, ladder: FormatLadder | None
+) -> NDArray[Any]:
+    """Return what a step costs at every precision; ValueError for bits that are none, or one cheaper than a lower."""
+    q_min, q_max, grade = check_all_bits(q_min, q_max, q_grad)
+    prices = costs_of(np.arange(q_min, q_max + 1), grade, function_of(cost, grade, ladder))
+    if not (np.isfinite(prices).all() and prices[0] > 0 and (np.diff(prices) > 0).all()):
+        shown = ", ".join(f"{q}: {price:g}" for q, price in enumerate(prices.tolist(), q_min))
+        raise ValueError(f"more bits must cost more for a budget to be spread over them; a step costs {shown}")
+    return prices
+
+
+def check_all_bits(q_min: Any, q_max: Any, q_grad: Any) -> tuple[int, int, int]:
+    """Return q_min, q_max and gradient bits (``q_max`` when None); ValueError unless whole, in order, from 1 to 32."""
+    low, high = whole("q_min", q_min), whole("q_max", q_max)
+    check_range(low, high, 1)
+    grade = high if q_grad is None else whole("q_grad", q_grad, 1)
+    if grade > MOST_BITS:
+        raise ValueError(f"q_grad must be at most {MOST_BITS}, got {q_grad!r}")
+    return low, high, grade
+
+
+def check_budget(budget: float, lowest: float, q_min: int, q_max: int) -> None:
+    """Raise ValueError unless a budget is a number from ``lowest`` to 1, the cost of static ``q_max``."""
+    if isinstance(budget, bool) or not isinstance(budget, Real) or not math.isfinite(budget):
+        raise ValueError(f"budget must be a number, the cost relative to static q_max; got {budget!r}")
+    if not lowest * (1 - 1e-9) <= budget <= 1 + 1e-9:
+        check_several(budget, q_min, q_max)
+        raise ValueError(
+            f"budget {budget!r} cannot be met between {q_min} and {q_max} bits; budgets lie between {lowest:.4f} and 1"
+        )
+
+
+def _given_out(cost: Array, loss: Array, steps: NDArray[np.int64], budget: float) -> Counts:
+    """Give bits out by what they save for their cost, a place's steps at a time, until the budget is spent."""
+    level = np.zeros(len(steps), dtype=int)
+    counts = np.zeros(cost.shape, dtype=np.int64)
+    counts[:, 0] = steps
+    left = budget - float((cost[:, 0] * steps).sum())
+    price, gain = np.diff(cost, axis=1), -np.diff(loss, axis=1)
+    while (open_ := np.flatnonzero(level < price.shape[1])).size:
+        rates = gain[open_, level[open_]] / price[open_, level[open_]]
+        best = open_[rates >= rates.max() * (1 - ALIKE)]
+        prices = price[best, level[best]]
+        wanted = float((prices * steps[best]).sum())
+        raised = (steps[best] * (1.0 if wanted <= left + 1e-12 else max(left, 0.0) / wanted)).astype(int)
+        left -= float((prices * raised).sum())
+        for i in np.argsort(raised - steps[best] * 1.0, kind="stable"):  # of what is left, one step more where it fits
+            if raised[i] < steps[best[i]] and prices[i] <= left + EXACT:
+                raised[i] += 1
+                left -= float(prices[i])
+        counts[best, level[best]] -= raised
+        counts[best, level[best] + 1] += raised
+        if (raised < steps[best]).any():
+            break
+        level[best] += 1
+    return counts
+
+
+def _exchanged(counts: Counts, cost: Array, loss: Array, budget: float) -> Counts:
+    """Move single steps by a bit, one or two at a time: to meet the budget first, then as long as less is lost."""
+    slack = TOLERANCE * budget
+    while True:
+        missing = budget - float((counts * cost).sum())
+        moves, held, prices, losses = _moves(counts, cost, loss)
+        a, b = np.triu_indices(len(moves))
+        source = np.array([p * counts.shape[1] + q for p, q, _ in moves])
+        possible = (source[a] != source[b]) | (held[a] > 1)  # each moves a step of its own
+        a, b = a[possible], b[possible]
+        left, lost = missing - prices[a] - prices[b], losses[a] + losses[b]
+        fits = (left >= -EXACT) & (left <= slack)
+        off = np.maximum(-left, left - slack)  # how far beside what the budget allows
+        if fits.any():
+            best = int(np.argmin(np.where(fits, lost, np.inf)))
+            if -EXACT <= missing <= slack and lost[best] >= -EXACT * float((counts * loss).sum()):
+                return counts
+            chosen = [a[best], b[best]]
+        elif (four := _two_pairs(left, missing, lost, (held[a] > 3) & (held[b] > 3), slack)) is not None:
+            chosen = [*a[four], *b[four]]
+        elif off.min() < max(-missing, missing - slack) * (1 - 1e-9):
+            chosen = [a[np.argmin(off)], b[np.argmin(off)]]
+        else:
+            raise ValueError(
+                f"{int(counts.sum())} steps are too few to cost {budget!r} to {100 * TOLERANCE:g} %; "
+                f"the nearest that was found is {budget - missing:.4f}"
+            )
+        for p, q, way in (moves[i] for i in chosen if i):
+            counts[p, q] -= 1
+            counts[p, q + way] += 1
+
+
+def _two_pairs(left: Array, missing: float, lost: Array, usable: NDArray[np.bool_], slack: float) -> Any:
+    """Return which two pairs of moves, of the thousand of least price, meet the budget and lose least; None: no two."""
+    near = np.flatnonzero(usable)
+    near = near[np.argsort(np.abs(left[near] - missing), kind="stable")[:1000]]
+    both = left[near][:, None] + left[near] - missing
+    losses = np.where((both >= -EXACT) & (both <= slack), lost[near][:, None] + lost[near], np.inf)
+    return near[list(np.unravel_index(np.argmin(losses), losses.shape))] if np.isfinite(losses).any() else None
+
+
+def _moves(
+    counts: Counts, cost: Array, loss: Array
+) -> tuple[list[tuple[int, int, int]], NDArray[np.int64], Array, Array]:
+    """List (place, precision, +1 or -1) of every possible move of a step; how many steps could make it, price, loss.
+
+    The first move does nothing.
+    """
+    moves = [
+        (int(p), int(q), way)
+        for p, q in zip(*np.nonzero(counts), strict=True)
+        for way in (1, -1)
+        if 0 <= q + way < counts.shape[1]
+    ]
+    p, q, way = np.array(moves, dtype=int).reshape(-1, 3).T
+    prices, losses = (np.append(0.0, x[p, q + way] - x[p, q]) for x in (cost, loss))
+    return [(-1, 0, 0), *moves], np.append(4, counts[p, q]), prices, losses

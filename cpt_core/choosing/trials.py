@@ -1,0 +1,140 @@
+"""Trainings that are repeated from one start: what the range test and sensitivities have in common."""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from cpt_core.checks import number
+from cpt_core.quantization.convert import QuantConfig, layer_precisions, quantize_, restore_
+from cpt_core.quantization.layers import QuantizedLayer
+from cpt_core.quantization.scheduler import PrecisionScheduler, precision
+from cpt_core.schedules.schedule import StaticSchedule
+
+TrainStep = Callable[[int], Any]
+Bits = int | Mapping[str, int]  # of all layers, or by patterns of their names
+
+
+class Judge(NamedTuple):
+    """What is measured after a training, +1 if larger is better or -1, and the function that measures it."""
+
+    name: str
+    better: int
+    measure: Callable[[], float]
+
+
+class Trial:
+    """A model that can be put back to where it started.
+
+    Attributes:
+        judge: measures what a training gave; None takes its loss.
+        stateful: what else is put back, by ``state_dict`` and ``load_state_dict``.
+        rates: learning rates after every step, which all trainings have in common.
+    """
+
+    def __init__(
+        self, model: nn.Module, train_step: TrainStep, optimizer: Any, q_max: int, title: str,
+        judge: Judge | None = None, stateful: Sequence[Any] = (),
+    ) -> None:  # fmt: skip
+        self.model, self.train_step, self.optimizer, self.title = model, train_step, optimizer, title
+        self.judge, self.stateful = judge, tuple(stateful)
+        self.rates: list[list[float]] = []
+        self.modes = [(module, module.training) for module in model.modules()]
+        self.scheduler = PrecisionScheduler(model, StaticSchedule(q_max, 1))  # knows running ranges and rounding noise
+        self.before = copy.deepcopy(self._state())
+
+    def _state(self) -> tuple[Any, ...]:
+        random = (torch.get_rng_state(), torch.cuda.get_rng_state() if torch.cuda.is_initialized() else None)
+        others = [s.state_dict() for s in self.stateful]
+        return self.model.state_dict(), self.optimizer.state_dict(), self.scheduler.state_dict(), others, *random
+
+    def put_back(self) -> None:
+        """Restore weights, train or eval mode, optimizer, running ranges, what else was named, and random numbers."""
+        model, optimizer, scheduler, others, random, random_cuda = copy.deepcopy(self.before)
+        self.model.load_state_dict(model)
+        self.optimizer.load_state_dict(optimizer)
+        self.optimizer.zero_grad(set_to_none=True)
+        self.scheduler.load_state_dict(scheduler)
+        for other, state in zip(self.stateful, others, strict=True):
+            other.load_state_dict(state)
+        for module, training in self.modes:
+            module.training = training
+        torch.set_rng_state(random)
+        if random_cuda is not None:
+            torch.cuda.set_rng_state(random_cuda)
+
+    def losses(self, bits: Sequence[Bits], first: int, q_grad: int, bar: Any) -> list[float]:
+        """Train from the start, step i at ``bits[i]``; a diverged training ends with NaN.
+
+        Raises:
+            ValueError: when the loss is no number, and when a learning rate is not that of the trainings before.
+        """
+        self.put_back()
+        out: list[float] = []
+        for i, q in enumerate(bits):
+            with precision(self.model, bits=q, q_grad=q_grad):
+                loss = self.train_step(first + i)
+            out.append(number("train_step must return the loss", loss))
+            self._check_rates(i)
+            bar.update()
+            if not math.isfinite(out[-1]):
+                bar.update(len(bits) - len(out))
+                return out + [math.nan] * (len(bits) - len(out))
+        return out
+
+    def _check_rates(self, step: int) -> None:
+        """Compare the learning rates after a step with those of other trainings: only bits may differ."""
+        now = [float(group["lr"]) for group in self.optimizer.param_groups]
+        if step == len(self.rates):
+            self.rates.append(now)
+        elif now != self.rates[step]:
+            raise ValueError(
+                f"after step {step} one training has the learning rates {self.rates[step]}, another {now}; "
+                "name the LR scheduler in stateful=, so that every training begins with it anew, or set the rate by "
+                "how many steps a training has made, not by the number of the batch"
+            )
+
+
+def of_model(
+    model: nn.Module,
+    train_step: TrainStep,
+    optimizer: torch.optim.Optimizer,
+    q_max: int,
+    seeds: Sequence[int],
+    batches: int,
+    config: QuantConfig | str | None = None,
+    stateful: Sequence[Any] = (),
+    judge: Judge | None = None,
+) -> Generator[tuple[Trial, int]]:
+    """Yield for every seed what to train, and the number of its first batch, ``seed * batches``.
+
+    The model is converted if it is not yet; closing the generator leaves it as it was.
+    """
+    if not isinstance(model, nn.Module):
+        raise ValueError(f"model must be a torch module, got {model!r}")
+    if not callable(train_step) or not isinstance(optimizer, torch.optim.Optimizer):
+        raise ValueError("a model needs train_step(step) -> loss and the optimizer it uses")
+    listed = isinstance(stateful, Iterable) and not isinstance(stateful, (str, bytes, Mapping))
+    others = tuple(stateful) if listed else (None,)
+    if not all(hasattr(s, "state_dict") and hasattr(s, "load_state_dict") for s in others):
+        raise ValueError(f"stateful must list objects with state_dict and load_state_dict, got {stateful!r}")
+    convert = not any(isinstance(m, QuantizedLayer) for m in model.modules())
+    if convert:
+        quantize_(model, config)
+    layers = layer_precisions(model).values()
+    former = [(layer, layer.in_force, layer.highest) for layer in layers]
+    trial = Trial(model, train_step, optimizer, q_max, type(model).__name__, judge, stateful)
+    try:
+        for seed in seeds:
+            yield trial, seed * batches
+    finally:
+        trial.put_back()
+        for layer, in_force, top in former:
+            layer.in_force, layer.highest = in_force, top
+        if convert:
+            restore_(model)

@@ -1,0 +1,16 @@
+"""The paper, rerun: experiments, data, tasks, one training run, sweeps, analysis, and the command line."""
+
+
+def main() -> None:
+    """Run a command of ``cpt``, or say which extra it needs."""
+    import sys
+
+    from cpt_core.checks import library
+
+    try:
+        library("typer", "lab")
+    except ImportError as missing:
+        sys.exit(f"error: {missing}")
+    from cpt_lab.commands import main as run
+
+    run()

@@ -1,0 +1,5 @@
+"""``python -m cpt_lab`` is ``cpt``."""
+
+from cpt_lab import main
+
+main()

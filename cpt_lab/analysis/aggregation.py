@@ -1,0 +1,110 @@
+"""FP-Agg against Q-Agg: numbers, table, figure.  Paper: section 4.3, figure 5."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+import pandas as pd
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
+from cpt_lab.analysis.groups import AGGREGATIONS, aggregation_groups, named
+from cpt_lab.analysis.pages import Section
+from cpt_lab.analysis.statistics import paired
+from cpt_lab.analysis.style import COLORS, drawing, legend_below, title
+
+COLORED = {"fp": COLORS["small"], "quantized": COLORS["large"]}
+
+
+def aggregation_difference(runs: pd.DataFrame, metric: str = "accuracy") -> pd.DataFrame:
+    """Return metric(Q-Agg) - metric(FP-Agg) for every arm and seed that both have: columns arm, seed, difference.
+
+    Runs must belong to one recipe but for the aggregation.
+
+    Paper: section 4.3 (figure 5).
+    """
+    for column in ("dataset", "model", "scale", "q_max"):
+        if runs[column].nunique() > 1:
+            raise ValueError(f"rows mix {column}s: {', '.join(sorted(map(str, runs[column].unique())))}; choose one")
+    kinds = sorted(runs["aggregation"].unique())
+    if not {"fp", "quantized"} <= set(kinds):
+        raise ValueError(f"rows of both aggregations are needed, there are: {', '.join(kinds) or 'none'}")
+    found = {
+        arm: paired(part[part["aggregation"] == "quantized"], part[part["aggregation"] == "fp"], metric)
+        for arm, part in runs.groupby("arm")
+    }
+    return pd.concat(found, names=["arm", "seed"]).rename("difference").reset_index()
+
+
+def summary(runs: pd.DataFrame) -> pd.DataFrame:
+    """Return the differences of every arm for people, in points; runs as for ``aggregation_difference``."""
+    points = aggregation_difference(runs).groupby("arm")["difference"].agg(["mean", "std", "count"])
+    return pd.DataFrame(
+        {
+            "model": runs["model"].iloc[0],
+            "arm": points.index,
+            "Q-Agg minus FP-Agg, points": [f"{100 * mean:+.2f}" for mean in points["mean"]],
+            "std": [f"{100 * std:.2f}" if std == std else "–" for std in points["std"]],
+            "seeds": points["count"].to_numpy(),
+            "diverged": runs.groupby("arm")["diverged"].sum().reindex(points.index).to_numpy(),
+        }
+    )
+
+
+def figure_5(runs: pd.DataFrame, bits: int = 8) -> Figure:
+    """Draw FP-Agg against Q-Agg: validation accuracy while training, and the paired difference of every seed.
+
+    Args:
+        runs: of one recipe with both aggregations.
+        bits: static precision of the curves; the right panel shows all arms that both aggregations have.
+
+    Paper: figure 5.
+    Differs: the panel of paired differences is ours.
+    """
+    with drawing(1, 2, figsize=(10, 3.8)) as (figure, axes):
+        _curves(axes[0, 0], runs, bits)
+        _differences(axes[0, 1], aggregation_difference(runs))
+        legend_below(figure, axes[0, 0])
+        figure.suptitle(title(runs), fontsize=10)
+    return figure
+
+
+def _curves(ax: Axes, runs: pd.DataFrame, bits: int) -> None:
+    part = runs[runs["arm"] == f"static {bits}"]
+    for kind, color in COLORED.items():
+        name, mine = AGGREGATIONS[kind], part[part["aggregation"] == kind]
+        curves = [
+            [(e["step"], 100 * e.get("valid", e["test"])["accuracy"]) for e in evaluations]
+            for evaluations in mine.loc[mine["status"] == "ok", "evaluations"]
+        ]
+        lost = int(mine["diverged"].sum())
+        label = f"{name}, static {bits} bits" + (f" ({lost} of {len(mine)} diverged)" if lost else "")
+        if not curves and not lost:
+            raise ValueError(f"no finished run of static {bits} with {name}")
+        if not curves:
+            ax.plot([], [], color=color, label=label)
+            continue
+        steps, values = np.array(curves[0])[:, 0], np.array([[v for _, v in c] for c in curves])
+        ax.plot(steps, values.mean(0), color=color, label=label, linewidth=1.4)
+        ax.fill_between(steps, values.min(0), values.max(0), color=color, alpha=0.15, linewidth=0)
+    ax.set(xlabel="training step", ylabel="validation accuracy (%)")
+
+
+def _differences(ax: Axes, found: pd.DataFrame) -> None:
+    arms = sorted(found["arm"].unique(), key=lambda a: (not a.startswith("static"), a))
+    for x, arm in enumerate(arms):
+        values = 100 * found[found["arm"] == arm]["difference"].to_numpy()
+        ax.plot(np.full(len(values), x), values, "o", color=COLORS["static"], markersize=4, alpha=0.6)
+        ax.plot([x - 0.2, x + 0.2], [values.mean()] * 2, color=COLORS["static"], linewidth=1.6)
+    ax.axhline(0, color="#888888", linewidth=0.8)
+    ax.set_xticks(range(len(arms)), arms)
+    ax.set_xlim(-0.8, len(arms) - 0.2)
+    ax.set_ylabel("Q-Agg minus FP-Agg (points)")
+
+
+def sections(runs: pd.DataFrame) -> Iterator[Section]:
+    """Yield figure 5 for every recipe that was run with both aggregations at static q_max."""
+    for name, group in named(aggregation_groups(runs)):
+        heading, alt = f"Figure 5: {name}", "validation accuracy with FP-Agg and Q-Agg"
+        yield Section(heading, (), figure_5(group, int(group["q_max"].iloc[0])), alt, summary(group))

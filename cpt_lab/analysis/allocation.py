@@ -1,0 +1,303 @@
+"""Bits where they matter against static precision of equal cost: H5 of ``PREREGISTRATION.md``.  No torch.
+
+A case is answered when all its runs are there. A run that diverged or failed counts as chance.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import pandas as pd
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
+from cpt_core.choosing.sensitivities import OVER
+from cpt_core.schedules.layered import LayeredSchedule
+from cpt_core.schedules.profiles import Array
+from cpt_core.schedules.schedule import Schedule
+from cpt_lab.analysis.estimates import Estimate, holm
+from cpt_lab.analysis.estimates import quality as quality_of
+from cpt_lab.analysis.metrics import interval_text
+from cpt_lab.analysis.pages import Section
+from cpt_lab.analysis.style import COLORS, SMALL, drawing, whole
+from cpt_lab.experiments.allocation import CASES, LATE, Q_MAX, STATIC, NotMeasuredError, allocated, stored
+
+LEVEL = 0.05  # of the family: all cases times all arms
+ALLOCATED = tuple(f"over {over}" for over in OVER)
+ARMS = (*ALLOCATED, LATE)
+WINS, LOSES = "wins", "loses"
+
+
+def effects(runs: pd.DataFrame) -> pd.DataFrame:
+    """Return one line per case and arm: what it gains on the better of static's two evaluations, by seed.
+
+    Args:
+        runs: any; those of H5 are found by their keys.
+
+    Returns:
+        case, arm, unit ("points", or "%" of the perplexity), mean, low, high (95 %), p (two-sided), adjusted (Holm over
+        all cases times arms), word ("wins", "loses", "open", or what is missing), n, lost (runs of arm and opponent
+        that diverged or failed), opponent ("8 bits" or "own bits"), static (its quality), full (gain of static 8 on
+        it), promised (gain by the model), bitops and bitops_per_op (those of the whole model, relative to static's, by
+        both conventions). NaN where a case has missing runs.
+
+    Raises:
+        NotMeasuredError: when no sensitivity is stored.
+    """
+    known = runs.drop_duplicates("key", keep="last").set_index("key")
+    lines = [line for case in CASES for line in _case(case, known)]
+    adjusted = holm([line["p"] for line in lines])
+    for line, p in zip(lines, adjusted, strict=True):
+        line["adjusted"] = p
+        line["word"] = line["word"] or ("open" if not p < LEVEL else WINS if line["mean"] > 0 else LOSES)
+    columns = (
+        "case arm unit mean low high p adjusted word n lost opponent static full promised bitops bitops_per_op".split()
+    )
+    return pd.DataFrame(lines, columns=columns)
+
+
+@dataclass
+class _Arms:
+    """The runs of a case, by arm: quality at 8 bits and at their own (one a seed), runs lost, schedules, BitOps."""
+
+    unit: str
+    top: dict[str, Array]
+    own: dict[str, Array]
+    lost: dict[str, int]
+    schedules: dict[str, Schedule]
+    bitops: dict[str, dict[str, float]]  # by convention
+
+    @property
+    def opponent(self) -> tuple[Array, str]:
+        """The better of static's two evaluations, by its mean, and where that is."""
+        top, own = self.top[STATIC], self.own[STATIC]
+        return (top, f"{Q_MAX} bits") if top.mean() >= own.mean() else (own, "own bits")
+
+
+def _arms(case: str, known: pd.DataFrame) -> _Arms | str:
+    """Collect the runs of a case; where some are missing, say so."""
+    specs, c = allocated(case), CASES[case]
+    there = sum(spec.key in known.index for spec in specs)
+    if there < len(specs):
+        return f"open: {there} of {len(specs)} runs"
+    rows = known.loc[[spec.key for spec in specs]].assign(name=[spec.arm.split(" at ")[0] for spec in specs])
+    parts = {str(arm): part for arm, part in rows.groupby("name", sort=False)}
+
+    def quality(column: str) -> dict[str, Array]:
+        return {arm: quality_of(part, c.task, c.outputs, column) for arm, part in parts.items()}
+
+    return _Arms(
+        "%" if CASES[case].task == "language_model" else "points", quality(""), quality("_current"),
+        {arm: int((part["status"] != "ok").sum()) for arm, part in parts.items()},
+        dict(zip(rows["name"], [spec.schedule for spec in specs], strict=True)),
+        {name: {arm: float(part[name].mean()) for arm, part in parts.items()} for name in ("bitops", "bitops_per_op")},
+    )  # fmt: skip
+
+
+def _case(case: str, known: pd.DataFrame) -> Iterator[dict[str, Any]]:
+    arms = _arms(case, known)
+    if isinstance(arms, str):
+        for arm in ARMS:
+            yield {"case": case, "arm": arm, "p": math.nan, "word": arms, "n": 0, "lost": 0}
+        return
+    (static, opponent), s = arms.opponent, stored(case)
+    scale = 100 / float(np.mean(s.reference)) if arms.unit == "%" else 100.0
+    for arm in ARMS:
+        found = Estimate(arm, arms.unit, arms.top[arm] - static)
+        low, high = found.interval()
+        same = _bits(arms.schedules[arm]) == _bits(arms.schedules[STATIC])
+        yield {
+            "case": case, "arm": arm, "unit": arms.unit, "mean": found.mean, "low": low, "high": high,
+            "p": 1.0 if same else found.p(), "word": "static precision itself" if same else "", "n": len(static),
+            "lost": arms.lost[arm] + arms.lost[STATIC], "opponent": opponent, "static": float(static.mean()),
+            "full": float(arms.top[f"static {Q_MAX}"].mean() - static.mean()),
+            "promised": scale * (s.promised(arms.schedules[STATIC]) - s.promised(arms.schedules[arm])),
+            **{convention: of[arm] / of[STATIC] for convention, of in arms.bitops.items()},
+        }  # fmt: skip
+
+
+def secondary(runs: pd.DataFrame) -> pd.DataFrame:
+    """Return what else the document promises, for people; it decides nothing. Arguments and errors are ``effects``'."""
+    known, lines = runs.drop_duplicates("key", keep="last").set_index("key"), []
+    for case in CASES:
+        arms = _arms(case, known)
+        if isinstance(arms, str):
+            continue
+
+        def add(what: str, a: Array, b: Array, case: str = case, unit: str = arms.unit) -> None:
+            e = Estimate(what, unit, a - b)
+            lines.append((case, what, f"{interval_text(e.mean, *e.interval())} {unit}"))
+
+        (static, _), full = arms.opponent, arms.top[f"static {Q_MAX}"]
+        for arm in ARMS:
+            add(f"{arm}, minus static at {Q_MAX} bits", arms.top[arm], arms.top[STATIC])
+            add(f"{arm}, minus static at its own bits", arms.top[arm], arms.own[STATIC])
+            way = (arms.top[arm].mean() - static.mean()) / (full.mean() - static.mean())
+            lines.append((case, f"{arm}, share of the way from static to static {Q_MAX}", f"{100 * way:.0f} %"))
+            for convention, name in (("bitops", "paper"), ("bitops_per_op", "per_op")):
+                share = arms.bitops[convention][arm] / arms.bitops[convention][STATIC]
+                lines.append((case, f"{arm}, BitOps of the whole model beside static's ({name})", f"{share:.3f}"))
+        for other in ALLOCATED[:2]:
+            add(f"{ALLOCATED[2]}, minus {other}", arms.top[ALLOCATED[2]], arms.top[other])
+        for over in OVER[:2]:
+            shown = f"{stored(case).agreement(over):+.2f}"
+            lines.append((case, f"rank correlation over {over}: measured w, and estimated from gradients", shown))
+    return pd.DataFrame(lines, columns=["task", "effect", "mean [95 %]"])
+
+
+def _bits(schedule: Schedule) -> set[tuple[int, ...]]:
+    """Return the bits that some layer has, as they follow one another."""
+    rows = schedule.by_group() if isinstance(schedule, LayeredSchedule) else [schedule.bits()]
+    return {tuple(row.tolist()) for row in rows}
+
+
+def verdict(found: pd.DataFrame) -> str:
+    """Return the outcome of H5 from ``effects``, as the document words it, with every win and every loss.
+
+    Of an arm that wins and nowhere loses, all other tasks are told too.
+    """
+    mine = found[found["arm"].isin(ALLOCATED)]
+    wins, loses = (set(mine["arm"][mine["word"] == word]) for word in (WINS, LOSES))
+    if missing := [case for case in CASES if found["word"][found["case"] == case].str.startswith("open: ").any()]:
+        return f"open: runs of {', '.join(missing)} are missing"
+    if not wins:
+        best = mine.loc[(mine["high"] / mine["full"]).idxmax()]
+        return (
+            f"nothing beat static: at most {best.high:+.2f} {best.unit} ({best.arm}, {best.case}, of {best.full:.2f} "
+            f"between static and static {Q_MAX})"
+        )
+    said = []
+    for word, arms in (
+        ("bits here, not there", wins - loses),
+        ("mixed, as what wins here loses elsewhere", wins & loses),
+        ("worse than static", loses - wins),
+    ):
+        lines = mine[mine["arm"].isin(arms) & mine["word"].isin((WINS, LOSES))]
+        said += [f"{word}: {'; '.join(_gains(lines))}"] if arms else []
+    rest = mine[mine["arm"].isin(wins - loses) & (mine["word"] != WINS)]
+    undecided = rest["word"] == "open"
+    said += [f"open after Holm's correction: {'; '.join(_gains(rest[undecided]))}"] if undecided.any() else []
+    same = [f"{r.arm}, {r.case}" for r in rest[~undecided].itertuples()]
+    said += [f"static precision itself: {'; '.join(same)}"] if same else []
+    return ". ".join([said[0], *(f"{part[0].upper()}{part[1:]}" for part in said[1:])])
+
+
+def _gains(lines: pd.DataFrame) -> list[str]:
+    """Gains in words; where the BitOps of the whole model are not those of static, a win tells them."""
+    said = []
+    for r in lines.itertuples():
+        alike = max(abs(r.bitops - 1), abs(r.bitops_per_op - 1)) < 0.005
+        whole = f"{r.bitops:.2f} of static's as the paper counts, {r.bitops_per_op:.2f} per_op"
+        gain = f"{r.arm}, {r.case}: {interval_text(r.mean, r.low, r.high)} {r.unit}"
+        said.append(f"{gain} (BitOps of the whole model: {whole})" if r.word == WINS and not alike else gain)
+    return said
+
+
+def outcome(runs: pd.DataFrame) -> str:
+    """Return ``verdict`` of runs, also where nothing has been measured yet."""
+    try:
+        return verdict(effects(runs))
+    except NotMeasuredError:
+        return "not run yet: where bits matter has not been measured in all tasks"
+
+
+def summary(found: pd.DataFrame) -> pd.DataFrame:
+    """Return ``effects`` for people."""
+    numbers = found.assign(
+        gain=[f"{interval_text(r.mean, r.low, r.high)} {r.unit}".strip() if r.n else "–" for r in found.itertuples()]
+    )
+    return pd.DataFrame(
+        {
+            "task": numbers["case"],
+            "arm": numbers["arm"],
+            "gain on static [95 %]": numbers["gain"],
+            "promised": [f"{x:+.2f}" if x == x else "–" for x in numbers["promised"]],
+            f"static {Q_MAX} on static": [f"{x:+.2f}" if x == x else "–" for x in numbers["full"]],
+            "BitOps of the whole model (paper, per_op)": [
+                f"{r.bitops:.3f}, {r.bitops_per_op:.3f}" if r.n else "–" for r in numbers.itertuples()
+            ],
+            "p": [f"{x:.2g}" if x == x else "–" for x in numbers["p"]],
+            "p (Holm)": [f"{x:.2g}" if x == x else "–" for x in numbers["adjusted"]],
+            "outcome": numbers["word"],
+            "static judged at": numbers["opponent"].fillna("–"),
+            "seeds": numbers["n"],
+            "diverged or failed": numbers["lost"],
+        }
+    )
+
+
+def allocation_figure(found: pd.DataFrame) -> Figure:
+    """Draw the schedules of every answered case and what they gain on static precision of equal cost.
+
+    Args:
+        found: of ``effects``.
+
+    Raises:
+        ValueError: when no case is answered.
+    """
+    cases = [case for case in CASES if (found["n"][found["case"] == case] > 0).any()]
+    if not cases:
+        raise ValueError("no case of H5 is answered yet; all runs of one are needed")
+    with drawing(len(cases), 4, figsize=(10, 2.2 * len(cases) + 0.4)) as (figure, axes):
+        for row, case in zip(axes, cases, strict=True):
+            specs = {spec.arm.split(" at ")[0]: spec for spec in allocated(case, [0])}
+            for ax, arm in zip(row, ALLOCATED, strict=False):
+                _draw_bits(ax, specs[arm].schedule, CASES[case].bits)
+                ax.set_title(f"{case}: {arm}", fontsize=SMALL)
+            _draw_gains(row[-1], found[found["case"] == case])
+        for ax in axes[-1, :3]:
+            ax.set_xlabel("training step", fontsize=SMALL)
+        figure.suptitle("Bits where they matter, at the cost of the static precision that is dashed", fontsize=10)
+    return figure
+
+
+def _draw_bits(ax: Axes, schedule: Schedule, static: int) -> None:
+    """Draw the mean bits of a fortieth of the steps at a time, a line per group of layers."""
+    parts = schedule.parts if isinstance(schedule, LayeredSchedule) else ((("all layers",), schedule, 1),)
+    for names, inner, _ in parts:
+        edges = np.linspace(0, inner.total_steps, 41).astype(int)
+        means = [inner.bits()[a:b].mean() for a, b in itertools.pairwise(edges)]
+        ax.plot(edges[:-1], means, drawstyle="steps-post", linewidth=1.4, label=names[0])
+    ax.axhline(static, color=COLORS["static"], linestyle="--", linewidth=0.8)
+    low, high = static - 1.5, max(static + 1.5, schedule.q_max + 0.3)
+    ax.set_ylim(low, low + (high - low) / (0.97 - 0.11 * len(parts)))  # names stand above all lines
+    whole(ax.yaxis)
+    ax.tick_params(labelsize=SMALL)
+    ax.legend(fontsize=SMALL, loc="upper left")
+
+
+def _draw_gains(ax: Axes, lines: pd.DataFrame) -> None:
+    for y, r in zip(range(len(lines))[::-1], lines.itertuples(), strict=True):
+        color = COLORS["small"] if r.word == WINS else COLORS["large"] if r.word == LOSES else COLORS["static"]
+        ax.errorbar(
+            r.mean, y, xerr=[[r.mean - r.low], [r.high - r.mean]], fmt="o", color=color, markersize=4, capsize=3
+        )
+        ax.plot(r.promised, y, "x", color="#888888", markersize=5)
+    ax.axvline(0, color="#888888", linewidth=0.8)
+    ax.set_yticks(range(len(lines))[::-1], lines["arm"], fontsize=SMALL)
+    ax.set_ylim(-0.6, len(lines) - 0.4)
+    ax.set_title(f"gain on static, {lines['unit'].iloc[0]} (x: promised)", fontsize=SMALL)
+    ax.tick_params(labelsize=SMALL)
+
+
+def sections(runs: pd.DataFrame) -> Iterator[Section]:
+    """Yield what H5 came to, once all runs of a case are there."""
+    try:
+        found = effects(runs)
+    except NotMeasuredError:
+        return
+    if not found["n"].any():
+        return
+    notes = (
+        f"H5 of PREREGISTRATION.md: {verdict(found)}.",
+        "Static precision is judged at 8 bits and at its own; the better counts. Runs that diverged or failed count as "
+        "chance. Crosses: what the measured sensitivities promised.",
+    )
+    alt = "schedules made from sensitivities, and their gain on static precision of equal cost"
+    yield Section("Bits where they matter", notes, allocation_figure(found), alt, summary(found), "left")
+    yield Section("Bits where they matter: other effects", table=secondary(runs), style="left folded")

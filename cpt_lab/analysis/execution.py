@@ -1,0 +1,212 @@
+"""Products on codes beside simulated ones: numbers, table, figure.  Beyond the paper.
+
+Runs of one seed share weights, data and order. They differ in the last digits of a product, and from there on in all
+that follows, as two seeds of the rounding noise would.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+import pandas as pd
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
+from cpt_lab.analysis.groups import experiment_name
+from cpt_lab.analysis.metrics import intervals, metric_named, metric_of
+from cpt_lab.analysis.pages import Section
+from cpt_lab.analysis.statistics import interval, paired
+from cpt_lab.analysis.style import COLORS, drawing, legend_below, title
+from cpt_lab.experiments.grids import find_grids
+from cpt_lab.experiments.recipe import LOSS
+
+# what is compared -> (execution, shared steps) of both sides
+COMPARISONS = {
+    "integer minus simulated": (("integer", False), ("simulated", False)),
+    "integer minus simulated, shared steps": (("integer", True), ("simulated", True)),
+    "shared steps minus the paper's, simulated": (("simulated", True), ("simulated", False)),
+}
+WAYS = [(how, shared) for shared in (False, True) for how in ("simulated", "integer")]
+COLORED = dict(zip(COMPARISONS, (COLORS["small"], COLORS["medium"], COLORS["large"]), strict=True))
+
+
+def executions(runs: pd.DataFrame) -> list[pd.DataFrame]:
+    """Return the runs of every grid of ``designs.execution`` of which there are some of both kinds.
+
+    With columns ``execution`` and ``shared_steps`` as in their recipes.
+    """
+    parts = []
+    for grid in find_grids("execution").values():
+        recipes = {spec.key: spec.recipe for spec in grid.make(grid.scales[0])}
+        part = runs[runs["key"].isin(recipes)]
+        ways = {name: [getattr(recipes[key], name) for key in part["key"]] for name in ("execution", "shared_steps")}
+        parts.append(part.assign(**ways))
+    return [part for part in parts if part["execution"].nunique() > 1]
+
+
+def execution_difference(runs: pd.DataFrame, metric: str | None = None) -> pd.DataFrame:
+    """Compare how products are computed, by seed.
+
+    Args:
+        runs: one of ``executions``.
+        metric: None takes the main one of the task.
+
+    Returns:
+        For each of ``COMPARISONS`` that both sides have: difference (as stored, positive when the first is larger) with
+        low and high (95 %, paired over seeds), std of the second side, pairs, and how many of both diverged.
+    """
+    metric = metric or metric_of(runs)
+    lines = []
+    for name, sides in COMPARISONS.items():
+        first, second = (_side(runs, *side) for side in sides)
+        pairs = paired(first, second, metric)
+        if len(pairs):
+            mean, low, high = interval(pairs)
+            lines.append(
+                {
+                    "comparison": name, "difference": mean, "low": low, "high": high, "std": second[metric].std(),
+                    "pairs": len(pairs), "diverged": int(first["diverged"].sum() + second["diverged"].sum()),
+                }
+            )  # fmt: skip
+    return pd.DataFrame(lines, columns="comparison difference low high std pairs diverged".split())
+
+
+def _side(runs: pd.DataFrame, execution: str, shared: bool) -> pd.DataFrame:
+    return runs[(runs["execution"] == execution) & (runs["shared_steps"] == shared)]
+
+
+def holding_zero(found: Sequence[pd.DataFrame]) -> tuple[int, int]:
+    """Return how many intervals that compare codes with their simulation hold 0, and how many there are.
+
+    Args:
+        found: ``executions``; the intervals are of the main metric and of the test loss.
+    """
+    tables = [execution_difference(runs, metric) for runs in found for metric in (metric_of(runs), LOSS.name)]
+    lines = pd.concat(tables)
+    lines = lines[lines["comparison"].str.startswith("integer")]
+    return int(((lines["low"] <= 0) & (lines["high"] >= 0)).sum()), len(lines)
+
+
+def summary(runs: pd.DataFrame) -> pd.DataFrame:
+    """Return ``execution_difference`` for people, of the main metric and of the test loss; runs as there."""
+    parts = []
+    for metric in (metric_named(metric_of(runs)), LOSS):
+        found = execution_difference(runs, metric.name)
+        cells = {
+            "comparison": found["comparison"],
+            "of": f"{metric.name} {metric.unit}".rstrip(),
+            "difference [95 %]": intervals(metric, found),
+            "std over seeds": metric.text(found["std"]),
+            "pairs": found["pairs"],
+            "diverged": found["diverged"],
+        }
+        parts.append(pd.DataFrame(cells))
+    return pd.concat(parts, ignore_index=True)
+
+
+def execution_figure(runs: pd.DataFrame) -> Figure:
+    """Draw the test loss while training, and what the comparisons change of it: mean and 95 % interval over seeds."""
+    with drawing(1, 2, figsize=(10, 3.8)) as (figure, axes):
+        losses, differences = axes[0]
+        for how, shared in WAYS:
+            steps, values = _curves(_side(runs, how, shared))
+            color, style = COLORS["large" if shared else "small"], "-" if how == "simulated" else "--"
+            losses.plot(steps, values.mean(0), style, color=color, label=_name(how, shared), linewidth=1.4)
+        losses.set(xlabel="training step", ylabel="test loss in nats")
+        losses.legend(fontsize=8)
+        for name, sides in COMPARISONS.items():
+            _difference(differences, name, *(_side(runs, *side) for side in sides))
+        differences.axhline(0, color="#888888", linewidth=0.8)
+        differences.set(xlabel="training step", ylabel="difference of the test loss")
+        legend_below(figure, differences)
+        figure.suptitle(title(runs), fontsize=10)
+    return figure
+
+
+def quality_seconds(runs: pd.DataFrame) -> pd.DataFrame:
+    """Return what the ways to compute products took and gave; runs as for ``execution_difference``.
+
+    Columns way, mean, std, n, diverged, seconds (median of whole runs, evaluations and all) and ratio, that of the
+    seconds to those of simulated products with the same steps.
+    """
+    metric, lines = metric_of(runs), []
+    for how, shared in WAYS:
+        part, base = _side(runs, how, shared), _side(runs, "simulated", shared)
+        seconds = part.loc[part["status"] == "ok", "seconds"].median()
+        lines.append(
+            {
+                "way": _name(how, shared), "mean": part[metric].mean(), "std": part[metric].std(),
+                "n": int(part[metric].count()), "diverged": int(part["diverged"].sum()), "seconds": seconds,
+                "ratio": seconds / base.loc[base["status"] == "ok", "seconds"].median(),
+            }
+        )  # fmt: skip
+    return pd.DataFrame(lines)
+
+
+def _name(how: str, shared: bool) -> str:
+    return f"{how}, {'shared steps' if shared else 'steps of the paper'}"
+
+
+def seconds_summary(runs: pd.DataFrame) -> pd.DataFrame:
+    """Return ``quality_seconds`` for people; runs as there."""
+    metric, found = metric_named(metric_of(runs)), quality_seconds(runs)
+    return pd.DataFrame(
+        {
+            "products": found["way"],
+            f"{metric.name} {metric.unit}".rstrip(): metric.text(found["mean"]),
+            "std": metric.text(found["std"]),
+            "n": found["n"],
+            "diverged": found["diverged"],
+            "seconds of a run": found["seconds"].map("{:.1f}".format),
+            "times simulated": found["ratio"].map("{:.2f}".format),
+        }
+    )
+
+
+def seconds_figure(runs: pd.DataFrame) -> Figure:
+    """Draw quality against the seconds that a run took, a dot per seed."""
+    metric = metric_named(metric_of(runs))
+    with drawing(figsize=(6.5, 3.8)) as (figure, axes):
+        ax = axes[0, 0]
+        for how, shared in WAYS:
+            part = _side(runs, how, shared)
+            part = part[part["status"] == "ok"]
+            shown = {"marker": "o" if how == "simulated" else "D", "color": COLORS["large" if shared else "small"]}
+            ax.plot(part["seconds"], metric.factor * part[metric.name], linestyle="", label=_name(how, shared), **shown)
+        ax.set(xlabel="seconds of a run", ylabel=metric.label, xlim=(0, None))
+        if metric.better < 0:
+            ax.invert_yaxis()
+        handles, labels = ax.get_legend_handles_labels()
+        figure.legend(handles, labels, fontsize=8, loc="outside lower center", ncols=2)
+        figure.suptitle(title(runs), fontsize=10)
+    return figure
+
+
+def _curves(runs: pd.DataFrame) -> tuple[np.ndarray, np.ndarray]:
+    """Return steps (E,) and test losses (S, E) of the seeds that finished, ordered by seed."""
+    found = [
+        [(e["step"], e["test"]["loss"]) for e in evaluations]
+        for evaluations in runs[runs["status"] == "ok"].sort_values("seed")["evaluations"]
+    ]
+    curves = np.array(found).reshape(len(found), -1, 2)
+    return (curves[0, :, 0], curves[..., 1]) if found else (np.zeros(0), np.zeros((1, 0)))
+
+
+def _difference(ax: Axes, name: str, first: pd.DataFrame, second: pd.DataFrame) -> None:
+    """Draw the band of one comparison, on the seeds at which both sides finished."""
+    both = set(first.loc[first["status"] == "ok", "seed"]) & set(second.loc[second["status"] == "ok", "seed"])
+    (steps, a), (_, b) = (_curves(part[part["seed"].isin(both)]) for part in (first, second))
+    mean, low, high = np.array([interval(column) for column in (a - b).T]).reshape(-1, 3).T
+    ax.plot(steps, mean, color=COLORED[name], label=name, linewidth=1.4)
+    ax.fill_between(steps, low, high, color=COLORED[name], alpha=0.15, linewidth=0)
+
+
+def sections(runs: pd.DataFrame) -> Iterator[Section]:
+    """Yield what computing on codes changes, for every model that was run in both ways."""
+    for part in executions(runs):
+        alt = "test loss with simulated products and with products on codes"
+        yield Section(f"Products on codes: {experiment_name(part)}", (), execution_figure(part), alt, summary(part))
+        alt, note = "quality against the seconds of a run", "Several runs shared the machine: seconds are only near."
+        heading = f"Quality against seconds: {experiment_name(part)}"
+        yield Section(heading, (note,), seconds_figure(part), alt, seconds_summary(part))

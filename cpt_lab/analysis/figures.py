@@ -1,0 +1,25 @@
+"""The paper's figures by number, and two of what rounding does.  Needs matplotlib, not torch.
+
+Savings groups keep their colour everywhere; what is printed on an axis is always relative to static q_max. Figures 3,
+4, 6 and 7 are of one kind: the task of the runs says which metric is drawn.
+"""
+
+from cpt_lab.analysis.aggregation import figure_5
+from cpt_lab.analysis.critical_periods import figure_8
+from cpt_lab.analysis.quality_cost import figure_3
+from cpt_lab.analysis.rounding import error_over_training, histograms
+from cpt_lab.analysis.schedules import figure_2
+
+figure_4 = figure_6 = figure_7 = figure_3
+
+__all__ = [
+    "error_over_training",
+    "figure_2",
+    "figure_3",
+    "figure_4",
+    "figure_5",
+    "figure_6",
+    "figure_7",
+    "figure_8",
+    "histograms",
+]

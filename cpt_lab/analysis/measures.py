@@ -1,0 +1,191 @@
+"""Measures: functions that take the runs that a claim is about, and yield effects in its direction."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from functools import cache
+
+import pandas as pd
+
+from cpt_lab.analysis import aggregation, critical_periods, exact, groups, predictors, statistics
+from cpt_lab.analysis.effects import Claim, Effect, Interval, arm_minus, effect_at, effect_of, minus, quality_of
+
+
+def _arms(runs: pd.DataFrame, claim: Claim) -> Iterator[Effect]:
+    for group in groups.quality_cost_groups(runs):
+        yield from minus(group, claim.a, claim.b)
+
+
+def _aggregation(runs: pd.DataFrame, claim: Claim) -> Iterator[Effect]:
+    """FP-Agg minus Q-Agg on validation nodes, as figure 5 has it, and on test nodes: both have to agree."""
+    for group in groups.aggregation_groups(runs[runs["q_max"] == 8]):
+        effects: tuple[Effect, ...] = ()
+        for metric, words in (("valid", "validation"), ("accuracy", "test")):
+            gaps = -aggregation.aggregation_difference(group, metric)["difference"].dropna()
+            if len(gaps) or metric == "accuracy":  # an experiment that shows nothing is said to show nothing
+                effects += (effect_of(group, gaps, f"FP-Agg minus Q-Agg at static 8 bits, {words} nodes"),)
+        yield replace(effects[0], others=effects[1:])
+
+
+def _top_bits(runs: pd.DataFrame, claim: Claim) -> Iterator[Effect]:
+    """Static training at its own q_max, gradients included, in one recipe: ``a`` minus ``b``."""
+    for group in groups.top_groups(runs):
+        yield from minus(group, claim.a, claim.b, ", gradients too")
+
+
+def _correlation(runs: pd.DataFrame, claim: Claim) -> Iterator[Effect]:
+    """Rank correlation of cost and quality; with ``a`` what a predictor's is more than that of cost."""
+    columns = ("difference", "difference_low", "difference_high") if claim.a else ("strength", "low", "high")
+    what = f"strength of {claim.a.replace('_', ' ')} minus that of cost" if claim.a else "rank correlation"
+    for group in groups.quality_cost_groups(runs):
+
+        @cache
+        def line(alpha: float, group: pd.DataFrame = group) -> pd.Series:
+            found = predictors.predictors(group, alpha=alpha).set_index("predictor")
+            return found.loc[claim.a or "relative_cost"]
+
+        def at(alpha: float, line: Callable[[float], pd.Series] = line) -> Interval:
+            mean, low, high = line(alpha)[list(columns)]
+            return mean, low, high
+
+        try:
+            first = line(statistics.ALPHA)
+        except ValueError:  # too few arms or seeds
+            continue
+        yield effect_at(group, at, int(first.seeds), f"{what} over {first.arms} arms")
+
+
+def _deficit_length(runs: pd.DataFrame, claim: Claim) -> Iterator[Effect]:
+    """The longest deficit at the start against two trainings without one, which have to agree.
+
+    Lasting damage shows against both: worse than the normal training alone (else low steps are worth less than good
+    ones, but harm nothing), and worse than training of the same length at q_max (else it is the length that harms).
+    """
+    for group, deficits, clean in _lengths(runs):
+        longest = deficits.iloc[-1]
+        effects: tuple[Effect, ...] = ()
+        for r in clean[clean.total.isin([longest.total, clean.total.min()])].itertuples():
+            what = f"{r.total} steps at q_max minus a deficit of {longest.stop} of {longest.total} steps"
+            effects += (arm_minus(group, (r.arm, r.recipe), (longest.arm, longest.recipe), what),)
+        if effects:
+            yield replace(effects[0], others=effects[1:])
+
+
+def _deficit_window(runs: pd.DataFrame, claim: Claim) -> Iterator[Effect]:
+    """The earliest window against the latest one that leaves some time after it."""
+    for group in groups.deficit_groups(runs):
+        found = critical_periods.deficits(group)
+        inner = found[(found.experiment == "window") & found.place.isin(["start", "inside"])].sort_values("start")
+        if len(inner) > 1 and inner.start.iloc[0] == 0:
+            first, last = inner.iloc[0], inner.iloc[-1]
+            what = f"window {last.arm} minus {first.arm}"
+            yield arm_minus(group, (last.arm, first.recipe), (first.arm, first.recipe), what)
+
+
+def _deficit_longer(runs: pd.DataFrame, claim: Claim) -> Iterator[Effect]:
+    """The longest deficit at the start against the next shorter one."""
+    for group, deficits, _ in _lengths(runs):
+        if len(deficits) > 1:
+            shorter, longest = deficits.iloc[-2], deficits.iloc[-1]
+            what = f"a deficit of {longest.stop} minus one of {shorter.stop} steps"
+            yield arm_minus(group, (longest.arm, longest.recipe), (shorter.arm, shorter.recipe), what)
+
+
+def _deficit_short(runs: pd.DataFrame, claim: Claim) -> Iterator[Effect]:
+    """The shortest deficit at the start against the training that comes after it, alone."""
+    for group, deficits, clean in _lengths(runs):
+        shortest, normal = deficits.iloc[0], clean.iloc[0]
+        what = f"a deficit of {shortest.stop} minus none, then {normal.total} steps"
+        yield arm_minus(group, (shortest.arm, shortest.recipe), (normal.arm, normal.recipe), what)
+
+
+def _deficit_decay(runs: pd.DataFrame, claim: Claim) -> Iterator[Effect]:
+    """What the longest deficit costs, against equal length, under one decay of the learning rate and under another."""
+    for group, deficits, clean in _lengths(runs):
+        longest = deficits[deficits.stop == deficits.stop.max()]
+        both = longest[longest.recipe.isin(clean.recipe)].sort_values("recipe").head(2)
+        if len(both) == 2:
+            runs_of, costs = quality_of(group), []
+            for r in both.itertuples():
+                mine, free = runs_of[runs_of["recipe"] == r.recipe], clean[clean.recipe == r.recipe].iloc[0].arm
+                low, high = mine[mine["arm"] == r.arm], mine[mine["arm"] == free]
+                costs.append((statistics.paired(high, low, "quality"), low, high))
+            (x, *first), (y, *second) = costs
+            what = f"the cost of a deficit of {longest.stop.max()} steps under two decays of the learning rate"
+            yield effect_of(pd.concat([*first, *second]), (x - y).dropna(), what)
+
+
+def _lengths(runs: pd.DataFrame) -> Iterator[tuple[pd.DataFrame, pd.DataFrame, pd.DataFrame]]:
+    """Experiments with deficits at the start, those by length, and trainings without one by length."""
+    for group in groups.deficit_groups(runs):
+        found = critical_periods.deficits(group)
+        found = found[found.experiment == "length"]
+        deficits, clean = found[found.place == "start"].sort_values("stop"), found[found.place == "none"]
+        if len(deficits) and len(clean):
+            yield group, deficits, clean.sort_values("total")
+
+
+def _cycles(runs: pd.DataFrame, claim: Claim) -> Iterator[Effect]:
+    """The same schedules with ``a`` and with ``b`` cycles, in recipes that differ in nothing else."""
+    for group in groups.cycle_groups(runs):
+        yield from _varied(group, claim, "n_cycles", "cycles")
+
+
+def _fanout(runs: pd.DataFrame, claim: Claim) -> Iterator[Effect]:
+    """Static q_max with ``a`` and with ``b`` sampled neighbours, in recipes that differ in nothing else."""
+    for group in groups.fanout_groups(runs):
+        yield from _varied(group, claim, "fanout", "neighbours")
+
+
+def _varied(runs: pd.DataFrame, claim: Claim, column: str, words: str) -> Iterator[Effect]:
+    sides = [quality_of(runs[runs[column] == int(n)]) for n in (claim.a, claim.b)]
+    arms = sorted(set(sides[0]["arm"]) & set(sides[1]["arm"]))
+    if arms:
+        x, y = (side[side["arm"].isin(arms)] for side in sides)
+        what = f"{claim.a} minus {claim.b} {words} of {', '.join(arms)}"
+        yield effect_of(pd.concat([x, y]), statistics.paired(x, y, "quality"), what)
+
+
+def _aggregation_fanout(runs: pd.DataFrame, claim: Claim) -> Iterator[Effect]:
+    """What Q-Agg loses with ``a`` sampled neighbours more than with ``b``."""
+    for group in groups.fanout_groups(runs, aggregations=True):
+        parts = [group[group["fanout"] == int(n)] for n in (claim.a, claim.b)]
+        if all(part["aggregation"].nunique() == 2 for part in parts):
+            x, y = (aggregation.aggregation_difference(part).set_index("seed")["difference"] for part in parts)
+            what = f"FP-Agg minus Q-Agg, with {claim.a} minus with {claim.b} neighbours"
+            yield effect_of(pd.concat(parts), (y - x).dropna(), what)
+
+
+def _delay(runs: pd.DataFrame, claim: Claim) -> Iterator[Effect]:
+    """A delayed RR against RR of the same cost."""
+    for group in groups.equal_cost_groups(runs):
+        for arm in group["arm"].unique():
+            base = re.fullmatch(r"(RR.*) delayed [\d.]+ %", arm)
+            if base:
+                yield from minus(group, arm, base[1], ", at one cost")
+
+
+BOTH_AGGREGATIONS = ("aggregation", "aggregation_fanout")  # measures that compare them
+
+MEASURES: dict[str, Callable[[pd.DataFrame, Claim], Iterator[Effect]]] = {
+    "arms": _arms,
+    "aggregation": _aggregation,
+    "top_bits": _top_bits,
+    "correlation": _correlation,
+    "deficit_length": _deficit_length,
+    "deficit_window": _deficit_window,
+    "deficit_longer": _deficit_longer,
+    "deficit_short": _deficit_short,
+    "deficit_decay": _deficit_decay,
+    "cycles": _cycles,
+    "fanout": _fanout,
+    "aggregation_fanout": _aggregation_fanout,
+    "delay": _delay,
+    "ptb_costs": exact.ptb_costs,
+    "cost_groups": exact.cost_groups,
+    "more_than_halved": exact.more_than_halved,
+    "cost_order": exact.cost_order,
+    "saved": exact.saved,
+}

@@ -1,0 +1,207 @@
+"""The paper's schedules on ladders of other formats: H6 of ``PREREGISTRATION.md``.  No torch.
+
+A cell is a task on a ladder; the question is answered when all runs of all cells are there. A run that diverged or
+failed counts as chance.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+import pandas as pd
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
+from cpt_core.formats.ladder import LADDERS
+from cpt_core.schedules.profiles import SUITE, savings_of
+from cpt_lab.analysis.answers import PERCENT, POINTS, Answer, standing, worded
+from cpt_lab.analysis.estimates import Estimate, holm, quality
+from cpt_lab.analysis.metrics import counted
+from cpt_lab.analysis.pages import Section
+from cpt_lab.analysis.statistics import spearman
+from cpt_lab.analysis.style import COLORS, TEXT, drawing, legend_below, name_points
+from cpt_lab.experiments.other_formats import CASES, LATE, ON, on_ladders
+
+MARGINS = {"digits": 1.0, "facebook": 0.2, "characters": 2.0}
+NAMES = {"minifloat": "minifloats", "mx": "MX formats"}
+QUESTIONS = {
+    "H6a": "In other formats, are dearer schedules better?",
+    "H6b": "In other formats, do schedules beat static formats of their cost?",
+    "H6c": "In other formats, does low first and high before the decay beat static formats of its cost?",
+}
+
+
+class Cell:
+    """A task on a ladder: ``cost`` by arm, and ``quality``, a frame of seeds by arms; ``lost`` runs.
+
+    Args:
+        case: of ``CASES``.
+        ladder: of ``ON``.
+        known: rows by key, all of the cell's among them.
+    """
+
+    def __init__(self, case: str, ladder: str, known: pd.DataFrame) -> None:
+        self.case, self.ladder = case, ladder
+        specs = [spec for spec in on_ladders(case) if spec.recipe.ladder == ladder]
+        rows = known.loc[[spec.key for spec in specs]]
+        _, task, outputs, _ = CASES[case]
+        self.unit = PERCENT if task == "language_model" else POINTS
+        self.lost = int((rows["status"] != "ok").sum())
+        self.cost = {spec.arm: spec.relative_cost for spec in specs}
+        frame = pd.DataFrame({"arm": [s.arm for s in specs], "seed": [s.seed for s in specs]})
+        self.quality = frame.assign(quality=quality(rows, task, outputs)).pivot(
+            index="seed", columns="arm", values="quality"
+        )
+
+    @property
+    def name(self) -> str:
+        """For people."""
+        return f"{self.case}, {NAMES[self.ladder]}"
+
+    @property
+    def static(self) -> list[str]:
+        """The static arms, the cheapest first."""
+        return [f"static {level}" for level in LADDERS[self.ladder].levels]
+
+    def at_cost(self, arm: str) -> np.ndarray:
+        """Return the quality of static formats at the cost of an arm, by seed: on the line between their neighbours."""
+        costs = [self.cost[name] for name in self.static]
+        rows = self.quality[self.static].to_numpy()
+        return np.array([np.interp(self.cost[arm], costs, row) for row in rows])
+
+    def gain(self, arms: Sequence[str]) -> np.ndarray:
+        """Return what arms gain on static formats of their cost, the mean over them, by seed."""
+        return np.mean([self.quality[arm].to_numpy() - self.at_cost(arm) for arm in arms], axis=0)
+
+    def agreement(self) -> np.ndarray:
+        """Return the rank correlation of cost and quality over the suite's ten, by seed."""
+        costs = np.array([self.cost[arm] for arm in SUITE])
+        return np.array([spearman(costs, row) for row in self.quality[list(SUITE)].to_numpy()])
+
+
+def cells(runs: pd.DataFrame) -> list[Cell]:
+    """Return the cells, once all of their runs are there; else none."""
+    known = runs.drop_duplicates("key", keep="last").set_index("key")
+    if missing(runs):
+        return []
+    return [Cell(case, ladder, known) for case in CASES for ladder in ON]
+
+
+def missing(runs: pd.DataFrame) -> int:
+    """Return how many runs of H6 are not there."""
+    there = set(runs["key"])
+    return sum(spec.key not in there for case in CASES for spec in on_ladders(case))
+
+
+def answers(runs: pd.DataFrame) -> list[Answer]:
+    """Return the answers of H6a, H6b and H6c, a family of three tests, from rows."""
+    found = cells(runs)
+    if not found:
+        total = sum(len(on_ladders(case)) for case in CASES)
+        word = f"open: {total - missing(runs)} of {counted(total, 'run')}"
+        return [Answer(name, asks, word=word) for name, asks in QUESTIONS.items()]
+    made = [_correlation(found), _gains("H6b", found, tuple(SUITE)), _gains("H6c", found, (LATE,))]
+    return [worded(a, p) for a, p in zip(made, holm([a.p for a in made]), strict=True)]
+
+
+def _correlation(found: list[Cell]) -> Answer:
+    primary = [Estimate(f"{c.name}: rank correlation of cost and quality", "", c.agreement()) for c in found]
+    above, below = (standing(primary, side, 0.025) for side in ("above", "below"))
+    up = all(e.mean > 0 for e in primary)
+    p = max(e.p() for e in primary)
+    stands = "confirmed: dearer schedules are better in every task and format" if up else ""
+    word = f"so in {len(above)} of {len(primary)}"
+    word += f"; contradicted: the reverse in {len(below)} ({'; '.join(below)})" if below else ""
+    return Answer("H6a", QUESTIONS["H6a"], tuple(primary), p, (stands, word), lost=sum(c.lost for c in found))
+
+
+def _gains(question: str, found: list[Cell], arms: tuple[str, ...]) -> Answer:
+    one = arms[0] if len(arms) == 1 else "schedules"
+    primary = [Estimate(f"{c.name}: {one} minus static", c.unit, c.gain(arms), MARGINS[c.case]) for c in found]
+    p = max(e.p(e.margin, "below") for e in primary)
+    wins, loses = (standing(primary, side, 0.025) for side in ("above", "below"))
+    said = [f"contradicted: better in {len(wins)} of {len(primary)} ({'; '.join(wins)})"] if wins else []
+    said.append(f"static is better in {len(loses)} of {len(primary)}")
+    stands = "confirmed: nothing beats static formats by the margin"
+    lost = sum(c.lost for c in found)
+    return Answer(question, QUESTIONS[question], tuple(primary), p, (stands, "; ".join(said)), lost=lost)
+
+
+def summary(runs: pd.DataFrame) -> pd.DataFrame:
+    """Return the answers for people: question, effects, p-value after Holm, outcome, runs lost."""
+    lines = [
+        (a.question, a.asks, "; ".join(map(str, a.primary)) or "–", f"{a.adjusted:.2g}", a.word, a.lost)
+        for a in answers(runs)
+    ]
+    return pd.DataFrame(lines, columns=["", "question", "effects [95 %]", "p (Holm)", "outcome", "diverged or failed"])
+
+
+def by_arm(found: Sequence[Cell]) -> pd.DataFrame:
+    """Return cost, quality and gain on static of every arm and cell, for people: mean and 95 % interval over seeds."""
+    lines = []
+    for c in found:
+        for arm in [*SUITE, LATE]:
+            e = Estimate(arm, c.unit, c.gain([arm]))
+            low, high = e.interval()
+            gain = f"{e.mean:+.2f} [{low:+.2f}, {high:+.2f}] {c.unit}"
+            lines.append((c.name, arm, savings_of(arm), f"{c.cost[arm]:.3f}", f"{c.quality[arm].mean():.2f}", gain))
+    return pd.DataFrame(lines, columns=["cell", "arm", "savings", "relative cost", "quality", "gain on static [95 %]"])
+
+
+def figure(found: Sequence[Cell]) -> Figure:
+    """Draw quality against cost, a panel for each cell: schedules, the late rise, and the line of static formats.
+
+    Raises:
+        ValueError: when runs are missing.
+    """
+    if not found:
+        raise ValueError("H6 is not answered yet; all of its runs are needed")
+    with drawing(len(CASES), len(ON), figsize=(9, 2.8 * len(CASES))) as (drawn, axes):
+        for ax, c in zip(axes.flat, found, strict=True):
+            _panel(ax, c)
+        legend_below(drawn, axes[0, 0])
+        for ax, c in zip(axes.flat, found, strict=True):
+            _name_formats(ax, c)
+    return drawn
+
+
+def _panel(ax: Axes, c: Cell) -> None:
+    costs = [c.cost[arm] for arm in c.static]
+    mean = c.quality.mean()
+    error = 1.96 * c.quality.std() / math.sqrt(len(c.quality))
+    ax.errorbar(
+        costs, mean[c.static], yerr=error[c.static], fmt="s-", color=COLORS["static"], capsize=2, label="static"
+    )
+    for group in ("large", "medium", "small"):
+        arms = [arm for arm in SUITE if savings_of(arm) == group]
+        ax.errorbar(
+            [c.cost[arm] for arm in arms], mean[arms], yerr=error[arms], fmt="o", color=COLORS[group], capsize=2,
+            label=f"{group} savings",
+        )  # fmt: skip
+    ax.errorbar(c.cost[LATE], mean[LATE], yerr=error[LATE], fmt="D", color="black", capsize=2, label=LATE)
+    ax.set(xlabel="relative cost (BitOps)", ylabel="-100 ln perplexity" if c.unit == PERCENT else "accuracy (%)")
+    ax.set_title(c.name, fontsize=9, loc="left")
+
+
+def _name_formats(ax: Axes, c: Cell) -> None:
+    """Write the names of static formats beside their points."""
+    names = [str(LADDERS[c.ladder][level]).partition(":")[0] for level in LADDERS[c.ladder].levels]
+    costs, mean = [c.cost[arm] for arm in c.static], c.quality.mean()[c.static]
+    name_points(ax, names, costs, mean, [TEXT["static"]] * len(names))
+
+
+def sections(runs: pd.DataFrame) -> Iterator[Section]:
+    """Yield what the schedules came to on other formats, once all runs are there."""
+    found = cells(runs)
+    if not found:
+        return
+    note = (
+        "H6 of PREREGISTRATION.md: the ten schedules, a late rise, and every format by itself, on two ladders of "
+        "number formats. Costs are bit operations of elements; those of static training in the highest format are 1. "
+        "Small tasks, simulated arithmetic, eight seeds."
+    )
+    alt = "quality against cost of schedules and static number formats, for three tasks and two ladders"
+    yield Section("Schedules on other number formats", (note,), figure(found), alt, summary(runs), "left")
+    yield Section("Schedules on other number formats: every arm", table=by_arm(found), style="left folded")

@@ -1,0 +1,207 @@
+"""What predicts the quality of a schedule before training: numbers, table, figure.  Paper: section 4.5."""
+
+from __future__ import annotations
+
+import re
+import textwrap
+from collections import Counter
+from collections.abc import Iterator, Mapping
+
+import numpy as np
+import pandas as pd
+from matplotlib.figure import Figure
+
+from cpt_lab.analysis.groups import at_q_max, named, quality_cost_groups, title_of
+from cpt_lab.analysis.metrics import counted, interval_text, metric_named, metric_of
+from cpt_lab.analysis.pages import Section
+from cpt_lab.analysis.statistics import ALPHA, spearman
+from cpt_lab.analysis.style import COLORS, drawing
+
+PREDICTORS = {"relative_cost": 1, "noise_exposure": -1, "share_at_q_min": -1}  # name -> expected sign
+NAMES = {"relative_cost": "cost", "noise_exposure": "noise exposure", "share_at_q_min": "share of steps at q_min"}
+SHADES = {"relative_cost": "large", "noise_exposure": "small", "share_at_q_min": "medium"}
+
+
+def rank_correlation(
+    runs: pd.DataFrame, metric: str | None = None, *, static: bool = False, resamples: int = 2000, alpha: float = ALPHA
+) -> pd.DataFrame:
+    """Return the rank correlation over arms of mean quality with cost, noise exposure and share of steps at q_min.
+
+    The strength is Spearman's correlation with the sign turned so that the expected direction counts as positive:
+    quality rises with cost, falls with noise and with time at q_min.
+
+    Intervals are a bootstrap that resamples arms and seeds together. Both are samples: the claim is about schedules in
+    general, not about these ten, and a handful that lie at three levels of cost say less of it than their points do.
+    Seeds alone leave the arms as they are, and give intervals that a single other schedule would leave. All that shows
+    such a number takes it from here, with this interval. They are NaN for one seed.
+
+    Args:
+        runs: of one experiment; of several q_max the largest counts. The ten schedules and static q_max take part, on
+            the seeds that all of them have (on all seeds, without an interval, if there is no such one).
+        metric: None takes the main one of the task.
+        static: all static precisions from q_min on take part as well.
+        resamples: of the bootstrap.
+        alpha: intervals hold 1 - alpha of the resamples.
+
+    Returns:
+        One line per predictor: strength, low, high, and against cost: difference, difference_low, difference_high;
+        arms, seeds (those that all arms have), diverged (runs, which count with the worst value of the task).
+
+    Raises:
+        ValueError: for fewer than three arms.
+
+    Paper: section 4.5 (cost and quality correlate); the other predictors are not in the paper.
+    """
+    metric = metric or metric_of(runs)
+    runs = at_q_max(runs, None)
+    bits = runs["arm"].str.extract(r"^static (\d+)$")[0].astype("Int64")
+    kept = (bits >= runs["q_min"]) if static else (bits == runs["q_max"])
+    runs = runs[runs["savings"].isin(["large", "medium", "small"]) | kept.fillna(False)]
+    wide = runs.pivot_table(index="arm", columns="seed", values=metric, aggfunc="first")
+    if len(wide) < 3:
+        raise ValueError(f"a rank correlation needs at least three arms, there are {len(wide)}")
+    common = wide.dropna(axis=1)  # arms are compared on the seeds that all of them have
+    values = metric_named(metric).better * (common if common.shape[1] else wide).to_numpy()
+    first = runs.groupby("arm")[list(PREDICTORS)].first().loc[wide.index]
+    xs = first.to_numpy().T * np.array([list(PREDICTORS.values())]).T
+    strength = spearman(xs, np.nanmean(values, axis=1))
+    sampled = np.full((len(xs), 1), np.nan)
+    if common.shape[1] > 1 and np.ptp(values):
+        rng = np.random.default_rng(0)
+        arms = rng.integers(len(values), size=(resamples, len(values)))
+        seeds = rng.integers(values.shape[1], size=(resamples, 1, values.shape[1]))
+        quality = values[arms[:, :, None], seeds].mean(-1)
+        sampled = np.array([spearman(x[arms], quality) for x in xs])
+    low, high = _bounds(sampled, alpha)
+    difference_low, difference_high = _bounds(sampled - sampled[0], alpha)
+    return pd.DataFrame(
+        {
+            "predictor": list(PREDICTORS), "strength": strength, "low": low, "high": high,
+            "difference": strength - strength[0], "difference_low": difference_low, "difference_high": difference_high,
+            "arms": len(values), "seeds": common.shape[1], "diverged": int(runs["diverged"].sum()),
+        }
+    )  # fmt: skip
+
+
+def _bounds(sampled: np.ndarray, alpha: float = ALPHA) -> np.ndarray:
+    """The interval of every line; resamples in which all arms are alike say nothing, and all NaN stay NaN."""
+    edges = [100 * alpha / 2, 100 - 100 * alpha / 2]
+    return sampled[:, [0, 0]].T if np.isnan(sampled).all() else np.nanpercentile(sampled, edges, axis=1)
+
+
+def predictors(
+    runs: pd.DataFrame, metric: str | None = None, *, static: bool = False, alpha: float = ALPHA
+) -> pd.DataFrame:
+    """Return ``rank_correlation`` with a verdict about every predictor: is it better than cost?
+
+    The rule, written down before the seeds that test it were run:
+
+    - An experiment is one recipe at one q_max; it needs ten arms and two seeds.
+    - A predictor is "better" than cost in an experiment when the 95 % interval of its strength minus that of cost lies
+      above 0, "worse" when it lies below, else "undecided".
+    - It is the better predictor of quality when it is better than cost in at least two domains and worse in none.
+
+    A line stands for itself: several are tested together in ``claims``, by stricter rules. In the paper's suite cost
+    has hardly more than three levels, and inside the medium group its small differences run against noise: what
+    correlations over these ten schedules say of cost and noise is partly a property of the suite.
+
+    Raises:
+        ValueError: for fewer than ten arms or two seeds, and when all arms are alike.
+    """
+    found = rank_correlation(runs, metric, static=static, alpha=alpha)
+    arms, seeds = found["arms"].iloc[0], found["seeds"].iloc[0]
+    if arms < 10 or seeds < 2:
+        raise ValueError(f"ten arms and two seeds are needed, there are {arms} and {seeds}")
+    if found["strength"].isna().all():
+        raise ValueError(f"all arms have the same {metric or metric_of(runs)}; there is nothing to rank")
+    verdicts = np.select([found["difference_low"] > 0, found["difference_high"] < 0], ["better", "worse"], "undecided")
+    return found.assign(verdict=verdicts)
+
+
+def predictors_by_title(runs: pd.DataFrame) -> dict[str, pd.DataFrame]:
+    """Return ``predictors`` of every experiment in the runs that is large enough, by what was trained.
+
+    Where two experiments train the same, they go by their whole names.
+    """
+    found = {}
+    for name, group in named(quality_cost_groups(runs)):
+        try:
+            found[name] = (f"{title_of(group)}, {group['scale'].iloc[0]} scale", predictors(group))
+        except ValueError:  # too few arms or seeds
+            continue
+    titles = Counter(title for title, _ in found.values())
+    return {title if titles[title] == 1 else name: frame for name, (title, frame) in found.items()}
+
+
+def summary(runs: pd.DataFrame) -> pd.DataFrame:
+    """Return ``predictors`` of every experiment that is large enough for people: a line per experiment and predictor.
+
+    Columns: experiment, predictor, rank correlation, minus that of cost, verdict, arms, seeds, diverged; intervals are
+    95 %.
+    """
+    columns = ["experiment", "predictor", "rank correlation [95 %]", "minus that of cost [95 %]", "verdict", "arms",
+               "seeds", "diverged"]  # fmt: skip
+    lines, found = [], predictors_by_title(runs)
+    short = {name: re.split(r",(?![^(]*\))", name)[0] for name in found}  # up to the first comma, not in brackets
+    for name, frame in found.items():
+        shown = short[name] if list(short.values()).count(short[name]) == 1 else name
+        for r in frame.itertuples():
+            cost = r.predictor == "relative_cost"
+            against = "" if cost else interval_text(r.difference, r.difference_low, r.difference_high)
+            strength = interval_text(r.strength, r.low, r.high)
+            verdict = "" if cost else r.verdict
+            lines.append((shown, NAMES[r.predictor], strength, against, verdict, r.arms, r.seeds, r.diverged))
+    return pd.DataFrame(lines, columns=columns)
+
+
+def tally(found: Mapping[str, pd.DataFrame]) -> str:
+    """Return in words how often each predictor is better than cost, from ``predictors_by_title``."""
+    lines = []
+    for name in (n for n in NAMES if n != "relative_cost"):
+        verdicts = [frame.set_index("predictor")["verdict"][name] for frame in found.values()]
+        counts = ", ".join(f"{word} in {verdicts.count(word)}" for word in ("better", "undecided", "worse"))
+        lines.append(f"{NAMES[name]} against cost, of {counted(len(verdicts), 'experiment')}: {counts}")
+    return "\n".join(lines)
+
+
+def sentence(found: pd.DataFrame, metric: str) -> str:
+    """Return ``rank_correlation`` in words."""
+    seeds = int(found["seeds"].iloc[0])
+    said = ", ".join(f"{NAMES[r.predictor]} {interval_text(r.strength, r.low, r.high)}" for r in found.itertuples())
+    over = f"{found['arms'].iloc[0]} arms, {counted(seeds, 'seed')}"
+    how = "intervals 95 %, arms and seeds resampled" if seeds > 1 else "no interval"
+    return f"Rank correlation with quality ({metric}), positive in the expected direction: {said} ({over}; {how})."
+
+
+def predictors_figure(found: Mapping[str, pd.DataFrame]) -> Figure:
+    """Draw ``predictors`` of several experiments, by name: strength with its 95 % interval."""
+    with drawing(figsize=(8, 1.2 + 0.62 * len(found))) as (figure, ((ax,),)):
+        for y, frame in zip(range(len(found))[::-1], found.values(), strict=True):
+            for i, r in enumerate(frame.itertuples()):
+                ax.errorbar(
+                    r.strength, y - 0.2 * (i - 1), xerr=[[max(r.strength - r.low, 0)], [max(r.high - r.strength, 0)]],
+                    fmt="o", color=COLORS[SHADES[r.predictor]], capsize=2, markersize=5,
+                    label=NAMES[r.predictor] if y == 0 else None,
+                )  # fmt: skip
+        ax.axvline(0, color="#888888", linewidth=0.8)
+        labels = [textwrap.fill(name, 42) for name in found]
+        ax.set_yticks(range(len(found))[::-1], labels, fontsize=8, parse_math=False)
+        ax.set_ylim(-0.6, len(found) - 0.4)
+        ax.set_xlim(-1.05, 1.05)
+        ax.set_xlabel("rank correlation with quality, positive in the expected direction")
+        ax.legend(fontsize=8, loc="lower center", bbox_to_anchor=(0.4, 1.0), ncols=3)
+    return figure
+
+
+def sections(runs: pd.DataFrame) -> Iterator[Section]:
+    """Yield what predicts the quality of a schedule, over all experiments that are large enough."""
+    found = predictors_by_title(runs)
+    if found:
+        alt = "rank correlations of three predictors with quality"
+        note = (
+            "Positive in the expected direction: quality rises with cost, falls with noise and with time at q_min. "
+            "Every line stands for itself; the claims above test all of them together. In the paper's suite cost has "
+            "three levels and little between them, so that these ten schedules can hardly tell cost from noise."
+        )
+        name = "What predicts the quality of a schedule?"
+        yield Section(name, (note,), predictors_figure(found), alt, summary(runs), "left")

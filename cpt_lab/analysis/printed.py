@@ -1,0 +1,34 @@
+"""The numbers printed in the paper, read from ``data/paper/numbers.csv``.
+
+A line is about an arm or a group of savings, by itself or against another one (``minus``; "static" is static q_max).
+Its number is one ``value`` or runs from there ``to`` another one, with a standard deviation where one is printed;
+``place`` says where. ``model`` and ``q_max`` are empty where the text names none. "saved" is a share of the BitOps of
+static q_max.
+"""
+
+from __future__ import annotations
+
+import pandas as pd
+
+from cpt_lab.paths import paper_dir
+
+UNITS = {"%": 100.0, "points": 100.0, "1e13 BitOps": 1e-13}  # from stored values
+
+
+def numbers() -> pd.DataFrame:
+    """Return all of them, texts empty and numbers NaN where there is nothing."""
+    texts = ["model", "minus"]
+    return pd.read_csv(paper_dir() / "numbers.csv").fillna(dict.fromkeys(texts, ""))
+
+
+def of_arms() -> pd.DataFrame:
+    """Return those of arms by themselves."""
+    found = numbers()
+    return found[found["minus"] == ""].astype({"q_max": int})
+
+
+def number_text(value: float, to: float, std: float, unit: str) -> str:
+    """Return a number as it is printed, such as "92.23 +- 0.09 %" or "-1.5 to -1 points"."""
+    sign = "+" if unit == "points" else ""
+    shown = f"{value:{sign}g}" + (f" to {to:{sign}g}" if to == to else "") + (f" +- {std:.2f}" if std == std else "")
+    return f"{shown} {unit}"

@@ -1,0 +1,310 @@
+"""Quality against cost: numbers, table, figure.  Paper: sections 4.2 to 4.5, figures 3, 4, 6, 7."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from itertools import product
+
+import numpy as np
+import pandas as pd
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
+from cpt_lab.analysis import printed
+from cpt_lab.analysis.groups import AGGREGATIONS, at_q_max, named, quality_cost_groups
+from cpt_lab.analysis.metrics import metric_named, metric_of
+from cpt_lab.analysis.pages import Section
+from cpt_lab.analysis.predictors import rank_correlation, sentence
+from cpt_lab.analysis.statistics import by_seed, paired
+from cpt_lab.analysis.style import COLORS, LABELS, SMALL, TEXT, drawing, legend_below, name_points, title
+from cpt_lab.experiments.recipe import Metric
+from cpt_lab.experiments.recipes import EXPERIMENTS
+
+GROUPS = ("large", "medium", "small")  # of savings
+SILENT = {"paper": "not in the paper", "failed": 0}  # columns that a page needs where they say more
+
+
+def by_arm(runs: pd.DataFrame, metric: str | None = None) -> pd.DataFrame:
+    """Return mean, standard deviation (n - 1) and n of a metric per arm, with costs and lost runs.
+
+    ``diverged`` are those of the n that broke and count with the worst value of the task, ``failed`` those that do not
+    count and are to be run again (``runs.table``).
+
+    Args:
+        runs: of one experiment.
+        metric: a column of ``runs``; None takes the main one of the task. Here and below values are as stored:
+            accuracies are shares.
+
+    Raises:
+        ValueError: when there are no runs, or they mix data sets, models, scales, presets or recipes.
+    """
+    metric = metric or metric_of(runs)
+    if runs.empty:
+        raise ValueError("there are no rows; run the grid first")
+    for column in ("dataset", "model", "scale", "preset", "q_min", "recipe"):
+        if runs[column].nunique() > 1:
+            raise ValueError(f"rows mix {column}s: {', '.join(sorted(map(str, runs[column].unique())))}; choose one")
+    failed = (runs["status"] == "failed") & ~runs["diverged"]
+    groups = runs.assign(failed=failed).groupby(["q_max", "arm"], sort=False)
+    out = groups.agg(
+        savings=("savings", "first"),
+        relative_cost=("relative_cost", "first"),
+        noise_exposure=("noise_exposure", "first"),
+        share_at_q_min=("share_at_q_min", "first"),
+        mean=(metric, "mean"),
+        std=(metric, "std"),
+        n=(metric, "count"),
+        diverged=("diverged", "sum"),
+        failed=("failed", "sum"),
+    )
+    return out.reset_index()
+
+
+def on_common_seeds(runs: pd.DataFrame, metric: str | None = None) -> pd.DataFrame:
+    """Return the runs on the seeds that all arms have; all runs where there is no such seed.
+
+    Means over different seeds may differ by their seeds alone. Arms of which no run has a value do not count.
+
+    Args:
+        runs: of one experiment; an arm at another q_max is another arm.
+        metric: a column of ``runs``; None takes the main one of the task.
+    """
+    valued = runs[runs[metric or metric_of(runs)].notna()]
+    arms = valued.drop_duplicates(["seed", "q_max", "arm"]).groupby("seed").size()
+    common = runs[runs["seed"].isin(arms.index[arms == len(valued.drop_duplicates(["q_max", "arm"]))])]
+    return common if len(common) else runs
+
+
+def pareto(arms: pd.DataFrame, better: int = 1) -> pd.Series:
+    """Return which arms of ``by_arm`` no other arm beats: none is as cheap and better, or as good and cheaper.
+
+    ``better`` is -1 for a metric of which less is better.
+    """
+    cost, mean = arms["relative_cost"].to_numpy(), better * arms["mean"].to_numpy()
+    beaten = [
+        bool(((cost <= c) & (mean >= m) & ((cost < c) | (mean > m))).any()) for c, m in zip(cost, mean, strict=True)
+    ]
+    return pd.Series(~np.array(beaten, dtype=bool) & ~np.isnan(mean), index=arms.index)
+
+
+def paired_difference(
+    runs: pd.DataFrame, a: str, b: str, metric: str | None = None, q_max: int | None = None
+) -> pd.Series:
+    """Return metric(a) - metric(b) by seed, for arms or savings groups ("large", "medium", "small").
+
+    ``metric`` None takes the main one of the task, ``q_max`` None the largest in the runs.
+    """
+    metric = metric or metric_of(runs)
+    runs = at_q_max(runs, q_max)
+    return paired(runs_of(runs, a), runs_of(runs, b), metric)
+
+
+def of_arms(runs: pd.DataFrame, name: str, value: str) -> pd.Series:
+    """Return a column of runs by seed, for an arm or averaged over a savings group ("large", "medium", "small").
+
+    Of a group only the seeds count that all its arms in the table have. ValueError when there is no such arm.
+    """
+    return by_seed(runs_of(runs, name), value)[value]
+
+
+def runs_of(runs: pd.DataFrame, name: str) -> pd.DataFrame:
+    """Return the runs of an arm or of a savings group ("large", "medium", "small"); ValueError when there are none."""
+    part = runs[runs["savings" if name in GROUPS else "arm"] == name]
+    if part.empty:
+        raise ValueError(f"no rows for {name!r}; there are {', '.join(sorted(runs['arm'].unique()))}")
+    return part
+
+
+def compare_with_paper(runs: pd.DataFrame, artefact: str | None = None, metric: str | None = None) -> pd.DataFrame:
+    """Put our numbers beside those printed in the paper (``data/paper/numbers.csv``).
+
+    Args:
+        runs: of one experiment.
+        artefact: such as "figure_3"; None takes that of the task. Numbers of the paper are matched by artefact, data
+            set, model, q_max, arm, metric.
+        metric: ours; None takes the main one of the task.
+
+    Returns:
+        Columns arm, q_max, cost, ours, std, n, paper, difference, place; accuracies in percent. Where the paper draws a
+        point but prints no number, or has no such experiment (all that are not at paper scale), ``paper`` is NaN and
+        ``place`` says so.
+    """
+    metric = metric or metric_of(runs)
+    factor, ours, first = metric_named(metric).factor, by_arm(runs, metric), runs.iloc[0]
+    paper = printed.of_arms()
+    at_paper_scale = first["scale"] == "paper"
+    same = (
+        (paper.artefact == (artefact or EXPERIMENTS[first["task"]].artefact))
+        & (paper.metric == metric)
+        & at_paper_scale
+    )
+    known = paper[same & (paper.dataset == first["dataset"]) & (paper.model == first["model"])]
+    out = ours[["arm", "q_max", "relative_cost", "mean", "std", "n"]].merge(
+        known[["arm", "q_max", "value", "place"]].drop_duplicates(["arm", "q_max"]), on=["arm", "q_max"], how="left"
+    )
+    out = out.rename(columns={"relative_cost": "cost", "mean": "ours", "value": "paper"})
+    out[["ours", "std"]] *= factor
+    out["difference"] = out["ours"] - out["paper"]
+    out["place"] = out["place"].fillna("drawn, no number printed" if at_paper_scale else "not in the paper")
+    return out[["arm", "q_max", "cost", "ours", "std", "n", "paper", "difference", "place"]]
+
+
+def summary(runs: pd.DataFrame) -> pd.DataFrame:
+    """Return the arms of one experiment for people, by cost, beside the paper's numbers.
+
+    Means are over all n seeds of an arm; the Pareto front is that of the seeds that all arms have.
+    """
+    name = metric_of(runs)
+    metric, arms = metric_named(name), by_arm(runs)
+    compared = by_arm(on_common_seeds(runs))
+    best = compared[["q_max", "arm"]][pareto(compared, metric.better)]
+    front = pd.MultiIndex.from_frame(arms[["q_max", "arm"]]).isin(pd.MultiIndex.from_frame(best))
+    paper = [
+        r.place if r.paper != r.paper else f"{r.paper:g} ({r.place})" for r in compare_with_paper(runs).itertuples()
+    ]
+    shown = pd.DataFrame(
+        {
+            "arm": arms.arm,
+            "savings": arms.savings,
+            "q_max": arms.q_max,
+            "relative cost": arms.relative_cost.map("{:.3f}".format),
+            "noise exposure": arms.noise_exposure.map("{:.0f}".format),
+            f"{name} {metric.unit}".rstrip(): metric.text(arms["mean"]),
+            "std": metric.text(arms["std"]),
+            "n": arms.n,
+            "paper": paper,
+            "Pareto front": np.where(front, "yes", ""),
+            "diverged": arms.diverged,
+            "failed": arms.failed,
+        }
+    )
+    return shown.iloc[arms.relative_cost.argsort(kind="stable")]
+
+
+def figure_3(
+    runs: pd.DataFrame,
+    *,
+    xs: Sequence[str] = ("relative_cost",),
+    metric: str | None = None,
+    q_max: int | None = None,
+    front: bool = False,
+) -> Figure:
+    """Draw quality against cost, one point per schedule: mean over seeds, bar = one standard deviation.
+
+    The arms of a row of panels are drawn on the seeds that all of them have, if there are any. Static precisions are
+    joined by a line, the equal-cost baseline that the paper lacks. Up is better in every figure: the axis of
+    perplexities is turned. Every q_max has a row of panels, and so has every aggregation.
+
+    Args:
+        runs: of one experiment, which may have several q_max and both aggregations.
+        xs: one panel for each of "relative_cost", "noise_exposure", "share_at_q_min".
+        metric: a column of ``runs``, None for the main one of the task; accuracies are drawn in percent.
+        q_max: None draws all in the runs.
+        front: join the arms that no other arm beats in both cost and quality (the Pareto front) by a dotted line.
+
+    Paper: figures 3, 4 (detection), 6 (graphs) and 7 (language).
+    Differs: the static line and the panel against noise exposure are ours.
+    """
+    name = metric or metric_of(runs)
+    drawn = metric_named(name)
+    runs = runs if q_max is None else runs[runs["q_max"] == q_max]
+    lost = int((runs["diverged"] | (runs["status"] == "failed")).sum())
+    parts = [on_common_seeds(part, name) for _, part in runs.groupby(["q_max", "aggregation"], sort=False)]
+    runs = pd.concat(parts) if parts else runs
+    rows = _rows(runs, name, drawn.factor)
+    size = (4.7 * len(xs) + 0.6, 4.4 * len(rows))
+    with drawing(len(rows), len(xs), figsize=size, sharey=True) as (figure, axes):
+        panels = list(zip(axes.flat, *zip(*product(rows.values(), xs), strict=True), strict=True))
+        for ax, arms, x in panels:
+            _quality(ax, arms, x, drawn)
+            if front and x == "relative_cost":
+                best = arms[pareto(arms, drawn.better) & ~_worst(arms, drawn)].sort_values(x)
+                ax.step(best[x], best["mean"], where="post", color="#888888", linestyle=":", label="Pareto front")
+        if drawn.better < 0:
+            axes[0][0].invert_yaxis()  # shared
+        for line, what in zip(axes, rows, strict=True):
+            line[0].set_ylabel(drawn.label)
+            line[0].set_title(what, fontsize=9)
+        legend_below(figure, axes[0][0])
+        note = f"; {lost} runs diverged or failed" if lost else ""  # those that diverged are in the means
+        figure.suptitle(title(runs, f", {runs['scale'].iloc[0]} scale") + note, fontsize=10)
+        for ax, arms, x in panels:
+            _name_points(ax, arms[arms.savings != "static"], x)
+    return figure
+
+
+def _rows(runs: pd.DataFrame, metric: str, factor: float) -> dict[str, pd.DataFrame]:
+    """Arms, in drawn units, of every q_max and aggregation by their names, the largest q_max and FP-Agg first."""
+    if runs["recipe_but_aggregation"].nunique() != 1:
+        by_arm(runs, metric)  # says what is wrong
+    found = {}
+    for (top, kind), part in sorted(runs.groupby(["q_max", "aggregation"]), key=lambda p: (-p[0][0], p[0][1])):
+        words = [f"q_max {top}"] if runs["q_max"].nunique() > 1 else []
+        words += [AGGREGATIONS[kind]] if runs["aggregation"].nunique() > 1 else []
+        arms = by_arm(part, metric)
+        found[", ".join(words)] = arms.assign(mean=factor * arms["mean"], std=factor * arms["std"])
+    return found
+
+
+def _quality(ax: Axes, arms: pd.DataFrame, x: str, metric: Metric) -> None:
+    schedules, static = arms[arms.savings != "static"], arms[arms.savings == "static"].sort_values(x)
+    worst = _worst(static, metric, schedules)
+    drawn = static[~worst]
+    if len(drawn):
+        ax.errorbar(
+            drawn[x], drawn["mean"], drawn["std"].fillna(0), color=COLORS["static"], marker="s",
+            markersize=10, linewidth=1, capsize=2, label="static precision (bits)", zorder=1,
+        )  # fmt: skip
+    for r in drawn.itertuples():
+        bits = r.arm.split()[-1]  # in the point itself: nothing can lie over it
+        ax.text(getattr(r, x), r.mean, bits, color="white", fontsize=SMALL, ha="center", va="center_baseline", zorder=4)
+    for group in (*GROUPS, "own"):
+        part = schedules[schedules.savings == group]
+        if len(part):
+            ax.errorbar(
+                part[x], part["mean"], part["std"].fillna(0), color=COLORS[group], fmt="o", markersize=5,
+                capsize=2, linewidth=1, alpha=0.9, zorder=2,
+                label="own schedule" if group == "own" else f"{group} savings",
+            )  # fmt: skip
+    if x == "noise_exposure":
+        ax.set_xscale("log", base=2)
+    ax.margins(x=0.1, y=0.12)
+    if worst.any():
+        names = ", ".join(f"{r.arm} bits {r.mean:.0f} {metric.unit}".rstrip() for r in static[worst].itertuples())
+        ax.set_title(f"below the axis: {names}", loc="right", fontsize=SMALL)
+    ax.set_xlabel(LABELS.get(x, x))
+
+
+def _worst(arms: pd.DataFrame, metric: Metric, schedules: pd.DataFrame | None = None) -> pd.Series:
+    """Which static precisions fail to train and are named, not drawn: they would squeeze the others."""
+    schedules = arms[arms.savings != "static"] if schedules is None else schedules
+    means = (schedules if len(schedules) else arms)["mean"]
+    spread = means.max() - means.min()
+    limit = means.min() - 15 if metric.better > 0 else 1.15 * means.min() + 1.5 * spread
+    return (arms.savings == "static") & (metric.better * arms["mean"] < metric.better * limit)
+
+
+def _name_points(ax: Axes, arms: pd.DataFrame, x: str) -> None:
+    """Write the names of schedules beside their points."""
+    arms = arms[arms["mean"].notna()]
+    name_points(ax, list(arms.arm), arms[x], arms["mean"], [TEXT[group] for group in arms.savings])
+
+
+def sections(runs: pd.DataFrame) -> Iterator[Section]:
+    """Yield the figure, the rank correlations and the table of every experiment of quality against cost."""
+    for name, group in sorted(named(quality_cost_groups(runs)), key=_most_arms_first):
+        arms, metric = by_arm(group), metric_of(group)
+        several = len(arms) > 1
+        drawn = figure_3(group, xs=("relative_cost", "noise_exposure"), front=True) if several else None
+        # runs that failed have no mean; where all diverged there is nothing to rank
+        ranked = (arms["mean"].notna() & arms.savings.isin(GROUPS)).sum() >= 3 and (arms.n > arms.diverged).any()
+        notes = (sentence(rank_correlation(group), metric),) if ranked else ()
+        shown = summary(group)
+        silent = [column for column, said in SILENT.items() if (shown[column] == said).all()]
+        yield Section(name, notes, drawn, f"{metric} against cost", shown.drop(columns=silent))
+
+
+def _most_arms_first(experiment: tuple[str, pd.DataFrame]) -> tuple[bool, int]:
+    """Order experiments for a page: paper scale first, then those that show most."""
+    _, runs = experiment
+    return runs["scale"].iloc[0] != "paper", -runs["arm"].nunique()

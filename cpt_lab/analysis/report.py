@@ -1,0 +1,195 @@
+"""Reports in HTML that open offline: of a reproduction (a folder), and of everything that is stored (one page)."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from datetime import UTC, datetime
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+
+from cpt_core.checks import write_text
+from cpt_lab import provenance
+from cpt_lab.analysis import (
+    aggregation,
+    allocation,
+    claims,
+    costs,
+    critical_periods,
+    equal_cost,
+    execution,
+    other_formats,
+    paper,
+    predictors,
+    preregistered,
+    quality_cost,
+)
+from cpt_lab.analysis.groups import named, quality_cost_groups
+from cpt_lab.analysis.metrics import counted, metric_named, metric_of, spread_text
+from cpt_lab.analysis.pages import Section, render
+from cpt_lab.analysis.reproducing import harvest
+from cpt_lab.analysis.runs import load, table, tuned
+from cpt_lab.analysis.schedules import figure_2
+from cpt_lab.experiments.grids import GRIDS
+from cpt_lab.paths import results_dir, runs_dir
+from cpt_lab.sweeps.lines import integrity
+
+PACKAGES = ("cpt-core", "torch", "torchvision", "numpy", "papermill", "jupyterlab")
+WORDS = (
+    "An arm is what a model is trained with: one of the schedules, or a static precision (static 5: always 5 bits). "
+    "Its relative cost is its BitOps divided by those of static q_max; by it the paper groups the schedules into "
+    "large, medium and small savings. BitOps are in units of one 32 x 32-bit product: a multiply-accumulate of an "
+    "a-bit and a b-bit number counts as a b / 32^2.",
+    "The noise exposure of an arm is the mean of 4^-q over its steps, divided by that of static q_max (so that has 1): "
+    "the variance of rounding errors at q bits goes with 4^-q.",
+)
+QUESTIONS = (quality_cost, aggregation, critical_periods, equal_cost, execution)
+
+
+def write(folder: Path, scale: str, outcomes: list[dict[str, Any]]) -> Path:
+    """Write ``index.html`` into ``folder``: notebooks, figures and tables from the runs of this scale, versions."""
+    runs = _of_scale(scale)
+    notes = ["A simulation: bit operations (BitOps) count work at low precision, they are not seconds.", *WORDS]
+    if scale == "smoke":
+        notes.append("Smoke runs show that everything runs; they are not a result.")
+    spent = f"Notebook time {sum(o['seconds'] for o in outcomes):.0f} s in all."
+    sections = [
+        Section("Notebooks", table=_notebooks(outcomes)),
+        *(section for question in QUESTIONS for section in question.sections(runs)),
+        Section("Where this comes from", (spent, _versions())),
+    ]
+    index = folder / "index.html"
+    title = f"Cyclic precision training, reproduced at {scale} scale"
+    write_text(index, render("page.html.j2", title=title, notes=notes, sections=sections))
+    return index
+
+
+def write_report(files: Sequence[Path] | None = None, out: Path | None = None) -> Path:
+    """Write one page, complete in itself, about all stored runs but those at smoke scale, and return its path.
+
+    Args:
+        files: stores; None takes the committed ones and those under ``runs/``.
+        out: the page; None takes ``runs/report.html``.
+    """
+    files = all_stores() if files is None else files
+    stored = load(*files, every_rate=True) if files else table([])
+    stored = stored[stored["scale"] != "smoke"]
+    runs = tuned(stored)
+    shown = [section for question in QUESTIONS for section in question.sections(runs)]
+    nothing = Section("Results", ("No rows are stored yet; `make plan` lists the grids.",))
+    alt = "precision over training steps for the ten schedules"
+    sections = [
+        claims.section(runs),
+        *preregistered.sections(runs),
+        *allocation.sections(runs),
+        *other_formats.sections(runs),
+        *(shown or [nothing]),
+        *predictors.sections(runs),
+        Section("Figure 2: the ten schedules", (), figure_2(), alt),
+        *costs.sections(),
+        *_run_or_not("What has been run", _overview(stored)),
+        *_run_or_not("Numbers printed in the paper", paper.summary(runs)),
+        Section("Differences from the paper", points=tuple((entry, place) for place, entry in harvest("Differs"))),
+        Section("Where this comes from", (str(integrity(files)), _versions()), table=_sources(stored), style="left"),
+    ]
+    note = (
+        "Made from result rows alone. Training at low precision is simulated; bit operations (BitOps) count work, they "
+        "are not seconds. +- is the standard deviation over seeds (n - 1); one seed has none."
+    )
+    out = out or runs_dir() / "report.html"
+    out.parent.mkdir(parents=True, exist_ok=True)
+    title = "Cyclic precision training: figures and tables from stored runs"
+    write_text(out, render("page.html.j2", title=title, notes=[note, *WORDS], sections=sections))
+    return out
+
+
+def all_stores() -> list[Path]:
+    """Return the committed stores and those under ``runs/`` but for smoke runs."""
+    own = [p for p in sorted(runs_dir().glob("*/*.jsonl")) if p.parent.name != "smoke"]
+    return [*sorted(results_dir().glob("*.jsonl")), *own]
+
+
+def summary(scale: str) -> list[str]:
+    """Return what the stored runs of a scale say, in a few lines."""
+    lines = []
+    for experiment, runs in named(quality_cost_groups(_of_scale(scale))):
+        counts = ", ".join(f"{n} {status}" for status, n in runs["status"].value_counts().items())
+        lines.append(f"{experiment}: {counts}")
+        name, arms = metric_of(runs), quality_cost.by_arm(runs)
+        if (arms.n == arms.diverged).all():  # no run finished
+            continue
+        metric = metric_named(name)
+        said = []
+        for group in quality_cost.GROUPS:
+            (mean,) = metric.text([runs.loc[runs["savings"] == group, name].mean()])
+            said += [f"{group} savings {mean}"] if mean != "–" else []
+        for r in arms[arms.arm == f"static {arms.q_max.max()}"].itertuples():
+            said.append(f"{r.arm} bits {spread_text(metric, r.mean, r.std, r.n)}")
+        lines.append(f"  {name} {metric.unit}".rstrip() + f": {', '.join(said)}")
+    return lines
+
+
+def _of_scale(scale: str) -> pd.DataFrame:
+    """The runs of a scale that are kept: smoke runs are none."""
+    files = [] if scale == "smoke" else sorted((runs_dir() / scale).glob("*.jsonl"))
+    return load(*files) if files else table([])
+
+
+def _notebooks(outcomes: list[dict[str, Any]]) -> pd.DataFrame:
+    """A line per page: the good one and, where that was the last try, the failure with its reason."""
+    lines = []
+    for o in outcomes:
+        links = {"page": o["page"] and o["page"].name, "failed": o["failed"] and o["failed"].name}
+        time = f"{o['seconds']:.0f} s" if o["seconds"] else "–"
+        lines.append(({**links, "name": o["name"], "error": o["error"]}, o["status"], time))
+    return pd.DataFrame(lines, columns=["notebook", "status", "time"])
+
+
+def _overview(runs: pd.DataFrame) -> pd.DataFrame:
+    """How many runs of every grid are stored, and what is stored besides."""
+    lines, left = [], runs
+    for name, grid in GRIDS.items():
+        keys = {spec.key for spec in grid.make(grid.scales[0])}
+        there = int(runs["key"].isin(keys).sum())
+        left = left[~left["key"].isin(keys)]
+        state = f"{there} of {counted(len(keys), 'run')} stored" if there else "not run"
+        lines.append((grid.artefact.replace("_", " "), name, grid.about, grid.scales[0], state))
+    others = Counter(zip(left["dataset"].str.rstrip("/") + "/" + left["model"], left["scale"], strict=True))
+    lines += [("", name, "not one of the grids", at, f"{counted(n, 'run')} stored") for (name, at), n in others.items()]
+    return pd.DataFrame(lines, columns=["what", "grid", "about", "scale", "state"])
+
+
+def _run_or_not(title: str, lines: pd.DataFrame) -> Iterator[Section]:
+    """A table, with the lines that say "not run" folded up behind it."""
+    missing = lines.eq("not run").any(axis=1)
+    if not missing.all():
+        yield Section(title, table=lines[~missing], style="left")
+    if missing.any():
+        yield Section(f"{title}: not run", table=lines[missing], style="left folded")
+
+
+def _sources(runs: pd.DataFrame) -> pd.DataFrame:
+    """Every store with its devices, versions, commits and times."""
+    changed = runs["dirty"].map({True: " with changes"}).fillna("")
+    runs = runs.assign(commit=runs["commit"].fillna("none").str[:8] + changed, day=runs["started"].str[:10])
+    lines = []
+    for store, part in runs.groupby("store"):
+        devices, torch, commits = (", ".join(sorted(set(part[name]))) for name in ("device", "torch", "commit"))
+        hours, days = part["seconds"].sum() / 3600, f"{part['day'].min()} to {part['day'].max()}"
+        diverged = int(part["diverged"].sum())
+        failed = int(((part["status"] == "failed") & ~part["diverged"]).sum())
+        lines.append((store, len(part), diverged, failed, devices, f"{hours:.2f}", torch, commits, days))
+    columns = ["store", "runs that count", "diverged", "failed", "device", "hours", "torch", "commit", "started"]
+    return pd.DataFrame(lines, columns=columns)
+
+
+def _versions() -> str:
+    installed = {d.metadata["Name"].lower(): d.version for d in metadata.distributions() if d.metadata["Name"]}
+    versions = ", ".join(f"{name} {installed[name]}" for name in PACKAGES if name in installed)
+    commit = provenance.commit()
+    where = f"{commit['commit'][:12]}{' with local changes' if commit['dirty'] else ''}" if commit["commit"] else "none"
+    written = datetime.now(UTC).isoformat(timespec="minutes")
+    return f"Written {written} with {versions}; commit {where}."

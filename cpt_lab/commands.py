@@ -1,0 +1,326 @@
+"""The commands of ``cpt``: ``cpt --help``, or ``python -m cpt_lab --help``. ``cpt_lessons.commands`` brings more."""
+
+from __future__ import annotations
+
+import signal
+import sys
+import warnings
+from importlib import import_module
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from typer.core import TyperCommand
+
+from cpt_lab.paths import CHECKOUT
+
+PLUG_INS = ("cpt_lessons.commands",)  # modules of packages above this one that bring commands, if they are there
+
+app = typer.Typer(
+    help="Cyclic precision training: reproduce the paper's experiments.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+
+
+class Many(TyperCommand):
+    """A command whose list options take several values at once: ``--seeds 0 1`` is ``--seeds 0 --seeds 1``."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """Repeat the name of a list option before each of its values."""
+        lists = {name for p in self.params if getattr(p, "multiple", False) for name in p.opts}
+        out: list[str] = []
+        current = ""
+        for word in args:
+            if word.startswith("-"):
+                current = word if word in lists else ""
+            elif current and out[-1] != current:
+                out.append(current)
+            out.append(word)
+        return super().parse_args(ctx, out)
+
+
+Scale = Annotated[str, typer.Option(help="smoke (seconds), demo (minutes) or paper (GPU days)")]
+Device = Annotated[str, typer.Option(help="auto (at paper scale CUDA where there is one), cpu or cuda")]
+AtScale = Annotated[str | None, typer.Option("--scale", help="smoke, demo or paper; the largest of a grid if left out")]
+Only = Annotated[list[str], typer.Option(help="runs to keep, such as schedule=CR,RR savings=small q_max=8")]
+
+
+@app.command()
+def plan(
+    grid: Annotated[
+        str | None, typer.Argument(help="a grid or an artefact such as figure_3; all when left out")
+    ] = None,
+    scale: AtScale = None,
+    device: Device = "auto",
+    measure: Annotated[bool, typer.Option(help="measure a few steps of every model")] = True,
+) -> None:
+    """List the grids: runs done, failed and missing, bit operations, hours on this device, disk."""
+    from cpt_lab.experiments.grids import find_grids
+
+    find_grids(grid)
+    from cpt_lab.sweeps.plan import plan, text
+
+    frame = plan(grid, scale, device=device, measured=measure, progress=sys.stderr.isatty())
+    typer.echo(text(frame))
+
+
+@app.command(cls=Many)
+def run(
+    grid: Annotated[str, typer.Argument(help="the name of a grid, before the options; `plan` lists them")],
+    scale: AtScale = None,
+    only: Only = [],  # noqa: B006 - typer copies it
+    seeds: Annotated[list[str], typer.Option(help="seeds instead of the recipe's, such as 0 1")] = [],  # noqa: B006
+    executor: Annotated[str, typer.Option(help="local (this machine) or dask (a cluster)")] = "local",
+    workers: Annotated[int | None, typer.Option(help="runs at a time; 0 is this process")] = None,
+    threads: Annotated[int, typer.Option(help="CPU threads of a run")] = 1,
+    device: Device = "auto",
+    per_gpu: Annotated[int | None, typer.Option(help="runs that share a GPU; measured when left out")] = None,
+    scheduler: Annotated[str | None, typer.Option(help="address of a Dask scheduler, such as tcp://host:8786")] = None,
+    timeout: Annotated[float | None, typer.Option(help="seconds after which a run is failed")] = None,
+    retry_failed: Annotated[bool, typer.Option("--retry-failed", help="run again what failed before")] = False,
+) -> None:
+    """Run the missing runs of a grid. Ctrl-C stops it, the same command goes on; several at once share the work."""
+    from cpt_lab.experiments import grids
+    from cpt_lab.sweeps import stores
+
+    unfit = [word for word in seeds if not (word.isdigit() and int(word) < 2**31)]
+    if unfit:
+        raise ValueError(f"a seed is a whole number from 0 to {2**31 - 1}; got {unfit[0]!r}")
+    specs = grids.keep(grids.grid_specs(grid, scale, list(dict.fromkeys(map(int, seeds))) or None), only)
+    store = stores.store_path(specs[0].scale, specs[0].recipe.task)
+    typer.echo(f"{grid} at {specs[0].scale} scale: {len(specs)} runs, rows in {store}")
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # before and after the runs, as Ctrl-C
+    try:
+        from cpt_lab.sweeps.options import SweepOptions
+        from cpt_lab.sweeps.sweep import run_grid
+
+        options = SweepOptions(executor, workers, threads, device, per_gpu, scheduler, timeout, retry_failed)
+        rows = run_grid(specs, store, options)
+    except KeyboardInterrupt as stop:
+        typer.echo(f"\n{str(stop) or 'stopped before anything ran'}", err=True)
+        raise typer.Exit(130) from None
+    counts = {status: sum(row["status"] == status for row in rows) for status in stores.STATUSES}
+    typer.echo(", ".join(f"{n} {status}" for status, n in counts.items() if n))
+    for row in rows:
+        if row["status"] == "failed":
+            log = stores.place(store, "logs", row["key"])
+            lines = row["error"].strip().splitlines()
+            reason = lines[-1 if lines[0].startswith("Traceback") else 0]
+            typer.echo(f"  failed: {row['spec']['arm']} seed {row['spec']['seed']}: {reason} (log: {log})", err=True)
+    if counts["failed"]:
+        typer.echo("  the same command with --retry-failed tries these again", err=True)
+        raise typer.Exit(1)
+
+
+@app.command()
+def verify(
+    store: Annotated[list[Path], typer.Argument(help="files of rows, such as data/results/image_digits.jsonl")],
+    rows: Annotated[int, typer.Option(help="how many of every store to run again")] = 5,
+    seed: Annotated[int, typer.Option(help="of the choice of rows")] = 0,
+    cheapest: Annotated[bool, typer.Option("--cheapest", help="those that took the least time, not any")] = False,
+    skip_missing: Annotated[
+        bool, typer.Option("--skip-missing", help="leave out stores whose data is not here, and say so")
+    ] = False,
+) -> None:
+    """Run stored rows again and compare: bit for bit on the same machine, within a tolerance on others."""
+    from cpt_lab.sweeps import verify as v
+    from cpt_lab.sweeps.lines import integrity
+
+    samples = [v.sample(path, rows, seed, cheapest) for path in store]
+    skipped = [one for one in samples if one.missing]
+    if skipped and not skip_missing:
+        raise FileNotFoundError(f"{skipped[0].store}: {skipped[0].missing}; --skip-missing leaves such stores out")
+    chosen = [one for one in samples if not one.missing]
+    count, seconds = sum(len(one.picked) for one in chosen), sum(one.seconds for one in chosen)
+    whole = integrity(store)
+    typer.echo(f"{whole}\n{count} rows of {len(chosen)} stores to run again; they took {seconds:.0f} s")
+    findings = []
+    try:
+        for one in chosen:
+            typer.echo(one.store)
+            for finding in v.verify(one):
+                typer.echo(f"  {finding}")
+                findings.append(finding)
+    except KeyboardInterrupt:
+        typer.echo(f"\nstopped after {len(findings)} of {count} rows", err=True)
+        raise typer.Exit(130) from None
+    for one in skipped:
+        typer.echo(f"skipped {one.store}: {one.missing}")
+    typer.echo(v.summary(findings) + (f"; {len(skipped)} of {len(samples)} stores skipped" if skipped else ""))
+    if whole.faults or not all(finding.reproduced for finding in findings):
+        raise typer.Exit(1)
+
+
+@app.command()
+def certify(store: Annotated[list[Path], typer.Argument(help="files of rows that are older than digests")]) -> None:
+    """Write the digests of rows that have none into NAME.sha256 beside their store, which stays as it is."""
+    from cpt_lab.sweeps.lines import certify
+
+    for path in store:
+        if not path.is_file():
+            raise FileNotFoundError(f"there is no file {path}")
+        typer.echo(f"{path}: digests of {certify(path)} rows written")
+
+
+@app.command(cls=Many)
+def results(
+    store: Annotated[list[Path] | None, typer.Argument(help="files of rows; all under runs/ when left out")] = None,
+    only: Annotated[list[str], typer.Option(help="rows to keep, such as arm=CR status=failed scale=demo")] = [],  # noqa: B006
+    csv: Annotated[Path | None, typer.Option(help="write the rows to this file")] = None,
+    parquet: Annotated[Path | None, typer.Option(help="write the rows to this file")] = None,
+) -> None:
+    """Show the newest row of every run, filter them, export them."""
+    from cpt_lab.analysis import runs
+    from cpt_lab.paths import runs_dir
+
+    for path in store or []:
+        if not path.is_file():
+            raise FileNotFoundError(f"there is no file {path}")
+    frame = runs.where(runs.load(*(store or []), every_rate=True), only)
+    flat = frame.drop(columns="evaluations")  # the only column of lists
+    for out, write in ((csv, runs.write_csv), (parquet, runs.write_parquet)):
+        if out is not None:
+            if not out.parent.is_dir():
+                raise FileNotFoundError(f"there is no folder {out.parent}")
+            write(flat, out)
+            typer.echo(f"{len(frame)} rows written to {out}")
+    if csv is None and parquet is None:
+        typer.echo(f"{runs.text(frame)} in {', '.join(map(str, store)) if store else runs_dir()}")
+
+
+@app.command()
+def report(
+    store: Annotated[
+        list[Path] | None, typer.Argument(help="files of rows; data/results and runs/ if left out")
+    ] = None,
+    out: Annotated[Path | None, typer.Option(help="the page; runs/report.html when left out")] = None,
+) -> None:
+    """Write one HTML page, complete in itself: figures, tables beside the paper's numbers, statistics, differences."""
+    from cpt_lab.analysis import report as r
+
+    for path in store or []:
+        if not path.is_file():
+            raise FileNotFoundError(f"there is no file {path}")
+    typer.echo(f"report: {r.write_report(store or None, out)}")
+
+
+@app.command("range-test", cls=Many)
+def range_test(
+    dataset: Annotated[str, typer.Argument(help="a named data set, or your own images, before the options")],
+    model: Annotated[str | None, typer.Option(help="the first of the data set if left out")] = None,
+    scale: Scale = "demo",
+    q_max: Annotated[int, typer.Option(help="bits that the others are compared with")] = 8,
+    bits: Annotated[list[int], typer.Option(help="precisions to try, such as 2 3 4; 2 to q_max - 1 if left out")] = [],  # noqa: B006
+    dwell: Annotated[int, typer.Option(help="optimizer steps at each precision")] = 100,
+    mode: Annotated[str, typer.Option(help="reset, or continuing as the CPT paper words it")] = "reset",
+    seeds: Annotated[list[int], typer.Option(help="repetitions, such as 0 1 2")] = [0, 1, 2],  # noqa: B006
+    task: Annotated[str, typer.Option(help="of data of your own: image, detection, graph, ...")] = "image",
+    device: Device = "auto",
+    figure: Annotated[Path | None, typer.Option(help="draw the answer into this file")] = None,
+) -> None:
+    """Find the lowest precision that still trains a data set's model: the precision range test."""
+    from cpt_lab.data.files import check_data
+    from cpt_lab.experiments.recipes import recipe
+
+    r = recipe(scale, dataset, model, task=task)
+    check_data(r)
+    if figure is not None and not figure.parent.is_dir():
+        raise FileNotFoundError(f"there is no folder {figure.parent}")
+
+    import torch
+
+    from cpt_core.choosing.range_test import RangeTestWarning
+    from cpt_lab.experiments.spec import run_spec
+    from cpt_lab.machine import usable_cores
+    from cpt_lab.training.device import choose_device
+    from cpt_lab.training.recipe_trials import recipe_range_test
+
+    torch.set_num_threads(min(torch.get_num_threads(), usable_cores()))  # torch knows no quotas
+    device = choose_device(device, run_spec(r, f"static {q_max}", q_max=q_max, seed=0, scale=scale))
+    warnings.simplefilter("ignore", RangeTestWarning)  # it is part of the answer
+    found = recipe_range_test(
+        r, q_max=q_max, bits=bits or None, dwell=dwell, mode=mode, seeds=seeds, device=device,
+        progress=sys.stderr.isatty(),
+    )  # fmt: skip
+    typer.echo(f"{found.title}\n{found}")
+    if figure is not None:
+        found.figure().savefig(figure, dpi=120)
+        typer.echo(f"drawn in {figure}")
+    if found.q_min is None:
+        raise typer.Exit(1)
+
+
+@app.command()
+def claims(
+    evidence: Annotated[bool, typer.Option(help="show the effects behind every verdict")] = False,
+) -> None:
+    """Show the claims of the paper, and what the committed rows and those under runs/ say of each.
+
+    After them come the preregistered questions, as far as they are answered.
+    """
+    from cpt_lab.analysis import answers, other_formats
+    from cpt_lab.analysis.claims import judged
+    from cpt_lab.analysis.report import all_stores
+    from cpt_lab.analysis.runs import load
+    from cpt_lab.sweeps.lines import integrity
+
+    runs = load(*all_stores())
+    for entry in judged(runs):
+        at_paper, smaller = entry.verdicts()
+        typer.echo(f"{entry.claim.claim} ({entry.claim.place})")
+        typer.echo(f"  paper scale: {at_paper}\n  smaller scales: {smaller}\n  rule of {entry.rule()}")
+        for line in entry.evidence() if evidence else []:
+            typer.echo(f"    {line}")
+    for a in (*answers.answers(runs), *other_formats.answers(runs)):
+        typer.echo(f"{a.question}: {a.asks} (PREREGISTRATION.md)\n  {a.word}")
+        for effect in (*a.primary, *a.secondary) if evidence else ():
+            typer.echo(f"    {effect}")
+    if evidence:
+        typer.echo(integrity(all_stores()))
+
+
+@app.command()
+def docs() -> None:
+    """Write REPRODUCING.md from the docstrings, the README's outcome and figure from committed rows (in a checkout)."""
+    if CHECKOUT is None:
+        raise ValueError("docs writes REPRODUCING.md and a figure into a checkout; this is an installed package")
+    from cpt_core.checks import write_text
+    from cpt_lab.analysis import quality_cost
+    from cpt_lab.analysis.reproducing import readme, text
+    from cpt_lab.analysis.runs import committed
+    from cpt_lab.paths import results_dir
+
+    write_text(CHECKOUT / "REPRODUCING.md", text())
+    page = CHECKOUT / "README.md"
+    write_text(page, readme(page.read_text(encoding="utf-8")))
+    runs = committed("image_digits").query("model == 'mlp6' and q_min == 3")
+    drawn = quality_cost.figure_3(runs, xs=("relative_cost", "noise_exposure"))
+    drawn.savefig(results_dir() / "image_digits.png", dpi=110)
+    typer.echo("REPRODUCING.md, the outcome in README.md and data/results/image_digits.png written")
+
+
+@app.command()
+def download(
+    dataset: Annotated[str, typer.Argument(help="cifar10, ogbn-arxiv, xnli, ...; a wrong name lists them all")],
+    language: Annotated[str, typer.Option(help="of xnli's text")] = "de",
+) -> None:
+    """Download a data set into the data folder (CPT_DATA_DIR names another), with progress."""
+    from cpt_lab import data
+
+    typer.echo(f"{dataset} is in {data.download(dataset, language)}")
+
+
+def main() -> None:
+    """Run a command; wrong values end with one line, not a traceback."""
+    for plug_in in filter(find_spec, PLUG_INS):
+        import_module(plug_in)
+    try:
+        with warnings.catch_warnings():
+            warnings.showwarning = lambda message, *_, **__: typer.echo(f"warning: {message}", err=True)
+            app()
+    except (ValueError, OSError, ImportError) as error:
+        typer.echo(f"error: {error}", err=True)
+        raise SystemExit(2) from None

@@ -1,0 +1,43 @@
+"""Data sets: ``images``, ``detection``, ``graphs``, ``text``, ``entailment``, each with the layouts it reads.
+
+Downloads happen when asked for. Data is looked up in ``CPT_DATA_DIR``, then in ``data/cache``.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from cpt_core.checks import library, offer
+from cpt_lab.data.network import from_the_network
+from cpt_lab.experiments.recipes import EXPERIMENTS
+
+# what can be downloaded, among it pretrained models -> its task
+DOWNLOADS: dict[str, str] = {
+    name: task
+    for task, e in EXPERIMENTS.items()
+    for name in (*(d.name for d in e.named.values() if not d.embedded), *e.weights)
+}
+
+
+def download(dataset: str, language: str = "de") -> Path:
+    """Download a data set, with progress, and return where it is.
+
+    What is got is compared with a published checksum where there is one: CIFAR, Pascal VOC, Penn Treebank, ImageNet's
+    archives and the weights of ResNet-18. OGB publishes none, see ``ogb.download``; the Hugging Face hub's client
+    compares sizes.
+
+    Args:
+        dataset: one of ``DOWNLOADS``, among them pretrained models.
+        language: of XNLI's text.
+
+    Raises:
+        ValueError: for a data set that cannot be downloaded.
+        ImportError: without the libraries of its task: names the extra.
+        ConnectionError: without a network: names the data set and the address that did not answer.
+    """
+    if dataset not in DOWNLOADS:
+        raise ValueError(f"{dataset!r} cannot be downloaded; {offer(dataset, list(DOWNLOADS))}")
+    experiment = EXPERIMENTS[DOWNLOADS[dataset]]
+    get = library(experiment.download, experiment.extra)
+    with from_the_network(dataset):
+        return get(dataset, language)

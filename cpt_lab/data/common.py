@@ -1,0 +1,154 @@
+"""What all data share: random numbers by key, whole numbers, sizes of splits, and memory of what was loaded last."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Iterator, Sized
+from contextlib import contextmanager
+from enum import IntEnum
+from typing import Any, TypeVar
+
+import numpy as np
+import torch
+from threadpoolctl import threadpool_limits
+from torch import Tensor
+
+from cpt_lab.data.files import fingerprint
+from cpt_lab.experiments.recipe import Recipe, is_own
+from cpt_lab.paths import data_dir, work_dir
+
+MOST_CLASSES = 10_000  # where there are not as many samples
+R = TypeVar("R", bound=Recipe)
+T = TypeVar("T")
+
+
+class Stream(IntEnum):
+    """What random numbers are drawn for, the last part of their key: two purposes never share a stream."""
+
+    ORDER = 0  # of the samples of an epoch
+    AUGMENT = 1  # of a batch
+    IMAGE = 2  # augmentation of one image
+    SAMPLE = 3  # of neighbours, in training
+    EVALUATE = 4  # of neighbours, in evaluation
+
+
+def generator_of(*numbers: int) -> torch.Generator:
+    """Return a generator whose stream is a function of the numbers alone, such as (seed, step, purpose)."""
+    seed = int.from_bytes(hashlib.sha256(repr(tuple(map(int, numbers))).encode()).digest()[:7])
+    return torch.Generator().manual_seed(seed)
+
+
+def epoch_order(count: int, seed: int, epoch: int) -> Tensor:
+    """Return the order of the samples (or batches) of an epoch, (count,) int64."""
+    return torch.randperm(count, generator=generator_of(seed, epoch, Stream.ORDER))
+
+
+@contextmanager
+def one_thread() -> Iterator[None]:
+    """Compute with one thread: what is made of data must not depend on how many there are."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        with threadpool_limits(1):
+            yield
+    finally:
+        torch.set_num_threads(before)
+
+
+def send(x: Tensor, device: torch.device) -> Tensor:
+    """Return a tensor of the CPU on a device. A GPU copies it when it comes to it, and nobody waits."""
+    return x if device.type == "cpu" else x.pin_memory().to(device, non_blocking=True)
+
+
+_last: dict[Callable[..., Any], tuple[tuple, Any]] = {}
+
+
+def load_once(load: Callable[[R], T], recipe: R, *fields: str) -> T:
+    """Return ``load(recipe)``, from memory if the last call loaded the same: a sweep runs many recipes on one data set.
+
+    Files that changed since, and another data folder, are noticed.
+
+    Args:
+        load: of it, the last result is kept in this process.
+        recipe: names the data set.
+        fields: of the recipe, on which what is loaded depends too.
+    """
+    where = recipe.dataset, data_dir().absolute(), work_dir().absolute(), fingerprint(recipe)
+    key = (*where, *(getattr(recipe, name) for name in fields))
+    if load not in _last or _last[load][0] != key:
+        _last.pop(load, None)  # there may not be memory for both
+        _last[load] = key, load(recipe)
+    return _last[load][1]
+
+
+def whole_numbers(what: str, values: Any, missing: int | None = None) -> np.ndarray:
+    """Return numbers of shape (n,) or (n, 1) as (n,) int64.
+
+    Args:
+        what: they are, for the errors.
+        values: an array.
+        missing: what NaN stands for; None refuses it.
+
+    Raises:
+        ValueError: for other shapes, for what is no number, and for numbers that are not whole: names the first.
+    """
+    given = np.asarray(values)
+    if given.ndim == 2 and given.shape[1] == 1:
+        given = given[:, 0]
+    if given.ndim != 1 or given.dtype.kind not in "iufb":
+        raise ValueError(f"{what} must be whole numbers of shape (n,), got {given.dtype} {given.shape}")
+    if given.dtype.kind == "f":
+        given = given if missing is None else np.where(np.isnan(given), missing, given)
+        wrong = ~(np.isfinite(given) & (given == np.floor(given)) & (np.abs(given) < 2.0**53))
+    else:
+        wrong = np.zeros(len(given), bool) if given.dtype.kind != "u" else given > np.iinfo(np.int64).max
+    if wrong.any():
+        first = int(wrong.argmax())
+        raise ValueError(f"{what} must be whole numbers, number {first} is {given[first]:.6g}")
+    return given.astype(np.int64)
+
+
+def class_count(what: str, labels: Any) -> int:
+    """Return how many classes there are: one more than the largest label of what is trained on.
+
+    Args:
+        what: they are labels of, for the errors.
+        labels: (n,) whole numbers from 0.
+
+    Raises:
+        ValueError: for one class only, and for a label that is no number of a class: every class is an output.
+    """
+    largest = int(labels.max())
+    if largest >= max(MOST_CLASSES, len(labels)):
+        raise ValueError(f"{what}: label {largest} of {len(labels)}; classes must be numbered 0, 1, 2, ...")
+    if int(labels.min()) == largest:
+        raise ValueError(f"{what}: all {len(labels)} labels are {largest}; there is nothing to learn from one class")
+    return largest + 1
+
+
+def split_sizes(recipe: Any, there: int) -> tuple[int | None, int]:
+    """Return how many of ``there`` training samples are trained on (None: all that are left) and how many held out.
+
+    Named data must have what the recipe wants. Data of one's own may be smaller: where the wanted do not fit, or where
+    more would be held out than trained on, at most a tenth is held out and the rest trained on.
+
+    Args:
+        recipe: with ``train_images`` and ``valid_images``.
+        there: samples that are not test samples.
+
+    Raises:
+        ValueError: when there are too few.
+    """
+    train, valid = recipe.train_images, recipe.valid_images
+    if is_own(recipe.dataset) and there > 1 and valid + (valid if train is None else train) > there:
+        held = min(valid, max(1, there // 10))
+        return train and min(train, there - held), held
+    if (wanted := valid + (1 if train is None else train)) > there:
+        raise ValueError(f"{recipe.dataset}: {wanted} training and validation images wanted, there are {there}")
+    return train, valid
+
+
+def titled(title: str, recipe: Any, train: Sized, valid: Sized) -> str:
+    """Return a title that says how many images there are, where ``split_sizes`` found fewer than the recipe wants."""
+    as_wanted = len(valid) == recipe.valid_images and recipe.train_images in (None, len(train))
+    return title if as_wanted else f"{title}, {len(train):,} training and {len(valid):,} validation images"

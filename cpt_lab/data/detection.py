@@ -1,0 +1,249 @@
+"""Pictures with boxes: scenes of embedded digits, Pascal VOC, and your own in VOC's layout.
+
+Your own pictures, as ``dataset``, a folder (or one with ``VOCdevkit/VOC2007/`` or the like inside) that holds
+
+- ``JPEGImages/<id>.jpg``; greyscale ones are read as colour;
+- ``Annotations/<id>.xml``: ``size`` and one ``object`` per box, with ``name`` and ``bndbox``; an object's own ``part``
+  elements play no part;
+- ``ImageSets/Main/train.txt`` and ``test.txt``, or ``val.txt`` where there is no ``test.txt``: an id per line.
+
+Rules: the classes are the names in the training annotations. Pixels are counted from 1 and both corners belong to the
+box, as in VOC. A box that sticks out of its image, a box without area and an unknown class are errors. Objects marked
+``difficult`` are not trained on and count neither for nor against a detection. An image without objects is kept: it is
+all background.
+
+Shapes: n boxes of an image.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+from xml.etree import ElementTree
+
+import numpy as np
+import torch
+import torchvision
+from PIL import Image
+from torch import Tensor
+
+from cpt_lab.data.colours import rgb
+from cpt_lab.data.common import generator_of, split_sizes, titled
+from cpt_lab.data.detection_batches import END_OF_JPEG
+from cpt_lab.data.files import DataNotFoundError, own_path, reading
+from cpt_lab.data.pictures import Annotated, DetectionData, annotated_picture
+from cpt_lab.data.scenes import DIGITS, SCENES, scenes
+from cpt_lab.experiments.detection import EXPERIMENT, DetectionRecipe
+from cpt_lab.experiments.recipe import is_own
+from cpt_lab.paths import command, data_dir
+
+VOC_CLASSES = tuple(
+    "aeroplane bicycle bird boat bottle bus car cat chair cow diningtable dog horse motorbike person pottedplant sheep "
+    "sofa train tvmonitor".split()
+)
+
+
+LONGEST = 200  # characters of an id: file systems take 255 for a name
+
+# name -> year and the splits to train and to test on
+VOC = {"voc2012": ("2012", "train", "val"), "voc2007": ("2007", "trainval", "test")}
+
+
+def load_detection(recipe: DetectionRecipe) -> DetectionData:
+    """Load the annotations of a recipe's data and hold out its validation pictures.
+
+    The held-out pictures and the subsets depend on the data set alone, never on the seed of a run.
+
+    Raises:
+        DataNotFoundError: when the files are not there; nothing is downloaded.
+        ValueError: when files do not have the documented layout, a picture is damaged, or there are too few.
+    """
+    r = recipe
+    if r.dataset == "digit-scenes":
+        train = scenes("train", r.train_images or SCENES, r.size)
+        valid = scenes("valid", r.valid_images, r.size)
+        test = scenes("test", r.test_images or SCENES, r.size)
+        title = f"synthetic scenes of scikit-learn digits, {r.size} x {r.size}"
+        return DetectionData(title, DIGITS, train, valid, test, _checksum(train + valid + test))
+    files, classes, title = _voc(r.dataset)
+    order = np.random.default_rng(0).permutation(len(files[0]))
+    used, count = split_sizes(r, len(order))
+    held, rest = order[:count], order[count:][:used]
+    chosen = ([files[0][i] for i in sorted(rest)], [files[0][i] for i in sorted(held)], files[1][: r.test_images])
+    train, valid, test = (tuple(annotated(image, xml, classes) for image, xml in part) for part in chosen)
+    for name, part in (("training", train), ("validation", valid), ("test", test)):
+        if part and all(a.difficult.all() for a in part):
+            raise ValueError(f"{r.dataset}: there is no object that counts on any of {len(part)} {name} pictures")
+    return DetectionData(titled(title, r, train, valid), classes, train, valid, test, _checksum(train + valid + test))
+
+
+def _voc(dataset: str) -> tuple[list[list[tuple[Path, Path]]], tuple[str, ...], str]:
+    """Return pictures and annotations to train and to test on, the classes, and a title."""
+    EXPERIMENT.check_dataset(dataset)
+    if dataset in VOC:
+        year, first, second = VOC[dataset]
+        try:
+            found = [torchvision.datasets.VOCDetection(data_dir(), year, part) for part in (first, second)]
+        except (RuntimeError, FileNotFoundError) as error:
+            raise DataNotFoundError(
+                f"{dataset} is not in {data_dir()}; get it with: {command(f'download {dataset}')}"
+            ) from error
+        files = [list(zip(map(Path, f.images), map(Path, f.annotations), strict=True)) for f in found]
+        return files, VOC_CLASSES, EXPERIMENT.named[dataset].title
+    folder = voc_folder(own_path(dataset))
+    files = [_listed(folder, "train"), _listed(folder, "test" if _list(folder, "test").is_file() else "val")]
+    objects = (obj for _, xml in files[0] for obj in _root(xml).findall("object"))
+    classes = tuple(sorted({obj.findtext("name", "").strip() for obj in objects}))
+    if not classes:
+        raise ValueError(f"{folder}: there is no object in any training annotation")
+    title = f"own pictures ({own_path(dataset).name})"
+    if both := len(set(files[0]) & set(files[1])):
+        own = "its own training pictures"
+        title += f", tested on {own}" if both == len(files[1]) else f", tested on {both} of {own} and others"
+    return files, classes, title
+
+
+def random_detection(recipe: DetectionRecipe) -> DetectionData:
+    """Return random pixels in the shapes of a data set, to measure times and count operations without the data.
+
+    One batch of every split; pictures of one's own are loaded instead.
+    """
+    if is_own(recipe.dataset):
+        return load_detection(recipe)
+    sizes = EXPERIMENT.named[recipe.dataset].sizes
+    h, w = sizes.get("height", recipe.size), sizes.get("width", recipe.size)
+    random = generator_of(0)
+    pictures = torch.randint(0, 256, (recipe.batch, 3, h, w), generator=random, dtype=torch.uint8)
+    part = tuple(annotated_picture(p, (h, w), [[w / 4, h / 4, w / 2, h / 2]], [0], [False]) for p in pictures)
+    names = tuple(map(str, range(sizes["classes"])))
+    return DetectionData(f"random pictures for {recipe.dataset}", names, part, part, part, "")
+
+
+def _checksum(pictures: Sequence[Annotated]) -> str:
+    digest = hashlib.sha256()
+    for a in pictures:
+        if isinstance(a.picture, Tensor):
+            digest.update(a.picture.numpy().tobytes())
+        else:
+            digest.update(f"{a.picture.name} {a.picture.stat().st_size}".encode())
+        digest.update(a.boxes.tobytes() + a.labels.tobytes() + np.flatnonzero(a.difficult).tobytes())
+    return digest.hexdigest()[:16]
+
+
+def voc_folder(folder: Path) -> Path:
+    """Return the folder that holds ``Annotations``: ``folder`` itself, or one in it such as ``VOCdevkit/VOC2007``."""
+    if not folder.is_dir():
+        raise DataNotFoundError(f"there is no folder {folder}; give one in the layout of Pascal VOC")
+    found = [f.parent for pattern in ("", "VOC*/", "VOCdevkit/VOC*/") for f in folder.glob(f"{pattern}Annotations")]
+    if len(found) != 1:
+        names = ", ".join(str(f) for f in found) or "none"
+        raise ValueError(f"{folder} must hold one data set in VOC's layout (JPEGImages, Annotations); found: {names}")
+    return found[0]
+
+
+def _list(folder: Path, part: str) -> Path:
+    return folder / "ImageSets" / "Main" / f"{part}.txt"
+
+
+def _listed(folder: Path, part: str) -> list[tuple[Path, Path]]:
+    """Return picture and annotation of every id in a list; the id is the first word of a line."""
+    path = _list(folder, part)
+    if not path.is_file():
+        raise DataNotFoundError(f"there is no {path}: a list of picture ids, one per line")
+    with reading(path):
+        ids = [line.split()[0] for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
+    if not ids:
+        raise ValueError(f"{path} is empty")
+    if wrong := [i for i in ids if not i.isprintable() or len(i) > LONGEST]:
+        raise ValueError(f"{path}: {wrong[0][:40]!r} is no picture id")
+    name, count = Counter(ids).most_common(1)[0]
+    if count > 1:
+        raise ValueError(f"{path} names {name!r} twice")
+    return [(folder / "JPEGImages" / f"{i}.jpg", folder / "Annotations" / f"{i}.xml") for i in ids]
+
+
+def _root(xml: Path) -> ElementTree.Element:
+    with reading(xml):
+        return ElementTree.parse(xml).getroot()
+
+
+def annotated(image: Path, xml: Path, classes: Sequence[str]) -> Annotated:
+    """Read and check one annotation, and that its picture is there, whole and of the size it says.
+
+    Raises:
+        DataNotFoundError: when a file is missing.
+        ValueError: naming the file and what is wrong with it.
+    """
+    height, width = _check_picture(image)
+    root = _root(xml)
+    said = tuple(_number(root, f"size/{side}", xml) for side in ("height", "width"))
+    if said != (height, width):
+        raise ValueError(f"{xml} says {said[1]:g} x {said[0]:g} pixels, {image.name} has {width} x {height}")
+    boxes, labels, difficult = [], [], []
+    for number, obj in enumerate(root.findall("object"), start=1):
+        what = f"{xml}, object {number}"
+        name = obj.findtext("name", "").strip()
+        if name not in classes:
+            raise ValueError(f"{what}: unknown class {name!r}; the classes are {', '.join(classes)}")
+        x1, y1, x2, y2 = (_number(obj, f"bndbox/{corner}", what) for corner in ("xmin", "ymin", "xmax", "ymax"))
+        shown = f"({x1:g}, {y1:g}) to ({x2:g}, {y2:g})"
+        if not (x1 - 1 < x2 and y1 - 1 < y2):  # a box of one pixel has x1 = x2
+            raise ValueError(f"{what} ({name}): the box {shown} has no area")
+        if not (x1 >= 1 and y1 >= 1 and x2 <= width and y2 <= height):
+            raise ValueError(f"{what} ({name}): the box {shown} is not inside the {width} x {height} picture")
+        boxes.append([x1 - 1, y1 - 1, x2, y2])
+        labels.append(classes.index(name))
+        difficult.append(obj.findtext("difficult", "0").strip() == "1")
+    return annotated_picture(image, (height, width), boxes, labels, difficult)
+
+
+def _number(element: ElementTree.Element, path: str, what: object) -> float:
+    text = element.findtext(path)
+    try:
+        value = float(text or "")
+    except ValueError:
+        value = math.nan
+    if not math.isfinite(value):
+        raise ValueError(f"{what}: {path} must be a number, got {text!r}")
+    return value
+
+
+def _check_picture(path: Path) -> tuple[int, int]:
+    """Return height and width; a file that breaks off is found here, before any training."""
+    if not path.is_file():
+        raise DataNotFoundError(f"there is no picture {path}")
+    with reading(path), Image.open(path) as image:
+        with path.open("rb") as file:
+            file.seek(max(0, path.stat().st_size - 64))
+            if image.format != "JPEG" or END_OF_JPEG not in file.read():  # an unusual end: look at all of it
+                rgb(image)
+        return image.height, image.width
+
+
+WEIGHTS = "resnet18-f37072fd.pth"  # torchvision's ResNet18_Weights.IMAGENET1K_V1
+
+
+def backbone_weights() -> Path:
+    """Return the file of the backbone's ImageNet weights; DataNotFoundError says how to get it or do without."""
+    file = data_dir() / WEIGHTS
+    if not file.is_file():
+        raise DataNotFoundError(
+            f"there are no ImageNet weights {file}; get them with: {command('download resnet18')}, or train from "
+            "scratch with pretrained=False"
+        )
+    return file
+
+
+def download(name: str, language: str = "") -> Path:
+    """Get "voc2007", "voc2012", or the weights of "resnet18"; they have no language."""
+    if name == "resnet18":
+        weights = torchvision.models.ResNet18_Weights.IMAGENET1K_V1
+        torch.hub.load_state_dict_from_url(weights.url, str(data_dir()), check_hash=True, map_location="cpu")
+        return data_dir() / WEIGHTS
+    year, *parts = VOC[name]
+    for part in parts:
+        torchvision.datasets.VOCDetection(data_dir(), year, part, download=True)
+    return data_dir()

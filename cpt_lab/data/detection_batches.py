@@ -1,0 +1,146 @@
+"""Batches of pictures with boxes, of like shape: a pure function of (seed, step)."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+from torch.utils.data import Dataset
+from torchvision import tv_tensors
+from torchvision.transforms import v2
+
+from cpt_lab.data.common import Stream, epoch_order, generator_of, send
+from cpt_lab.data.images import IMAGENET_MEAN, IMAGENET_STD
+from cpt_lab.data.loading import loader
+from cpt_lab.data.pictures import Annotated
+from cpt_lab.experiments.detection import DetectionRecipe
+
+CPU = torch.device("cpu")
+MULTIPLE = 32  # sides of a padded batch
+
+
+END_OF_JPEG = b"\xff\xd9"
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Pictures made ready for a model, and their objects.
+
+    Attributes:
+        images: float32 (N, 3, H, W), normalised, padded with zeros to multiples of 32; as they are read, uint8.
+        targets: of every image, boxes float32 (n, 4) in pixels of ``images`` and labels int64 (n,).
+        sizes: height and width of every image without its padding.
+        originals: the pictures they were made from.
+    """
+
+    images: Tensor
+    targets: list[dict[str, Tensor]]
+    sizes: list[tuple[int, int]]
+    originals: list[Annotated]
+
+    def pin_memory(self) -> Batch:
+        """Return it in memory from which a GPU copies while it computes; torch's loader calls this."""
+        pinned = [{name: t.pin_memory() for name, t in target.items()} for target in self.targets]
+        return replace(self, images=self.images.pin_memory(), targets=pinned)
+
+
+class _Ready(Dataset):
+    """Groups of pictures as they are read: resized, perhaps mirrored, padded. Keys: (epoch, group)."""
+
+    def __init__(
+        self, pictures: Sequence[Annotated], groups: Sequence[Sequence[int]], recipe: DetectionRecipe, seed: int | None
+    ) -> None:
+        self.pictures, self.groups, self.recipe, self.seed = pictures, groups, recipe, seed
+
+    def __len__(self) -> int:
+        return len(self.groups)
+
+    def __getitem__(self, key: tuple[int, int]) -> Batch:
+        epoch, group = key
+        images, targets = zip(*(self._item(index, epoch) for index in self.groups[group]), strict=True)
+        sizes = [(i.shape[-2], i.shape[-1]) for i in images]
+        height, width = (MULTIPLE * math.ceil(max(s) / MULTIPLE) for s in zip(*sizes, strict=True))
+        padded = torch.zeros(len(images), 3, height, width, dtype=torch.uint8)
+        for place, image in zip(padded, images, strict=True):
+            place[:, : image.shape[-2], : image.shape[-1]] = image
+        return Batch(padded, list(targets), sizes, [self.pictures[i] for i in self.groups[group]])
+
+    def _item(self, index: int, epoch: int) -> tuple[Tensor, dict[str, Tensor]]:
+        picture = self.pictures[index]
+        keep = ~picture.difficult
+        image = tv_tensors.Image(picture.read())
+        found = torch.from_numpy(picture.boxes[keep])
+        boxes = tv_tensors.BoundingBoxes(found, format="XYXY", canvas_size=picture.size)
+        sized = v2.Resize(self.recipe.size, max_size=self.recipe.max_size, antialias=True)
+        if self.seed is not None and self.recipe.flip and _coin(self.seed, epoch, index):
+            image, boxes = v2.functional.horizontal_flip(image), v2.functional.horizontal_flip(boxes)
+        image, boxes = sized(image, boxes)
+        return image.as_subclass(Tensor), {
+            "boxes": boxes.as_subclass(Tensor),
+            "labels": torch.from_numpy(picture.labels[keep]),
+        }
+
+
+def _coin(*numbers: int) -> bool:
+    return bool(torch.rand((), generator=generator_of(*numbers, Stream.IMAGE)) < 0.5)
+
+
+def aspect_groups(pictures: Sequence[Annotated], batch: int) -> list[list[int]]:
+    """Return groups of pictures of like shape, so that little padding is needed; the last may be smaller."""
+    order = sorted(range(len(pictures)), key=lambda i: pictures[i].size[1] / pictures[i].size[0])
+    return [order[i : i + batch] for i in range(0, len(order), batch)]
+
+
+def batches(
+    pictures: Sequence[Annotated],
+    recipe: DetectionRecipe,
+    seed: int,
+    start: int,
+    workers: int,
+    device: torch.device = CPU,
+) -> Iterator[Batch]:
+    """Yield training batches on the device from step ``start`` on, without end: a pure function of (seed, step).
+
+    The groups are the same in every epoch, their order is not. Files are read by worker processes.
+    """
+    data = _Ready(pictures, aspect_groups(pictures, recipe.batch), recipe, seed)
+
+    def keys() -> Iterator[tuple[int, int]]:
+        first, position = divmod(start, len(data))
+        for epoch in itertools.count(first):
+            order = epoch_order(len(data), seed, epoch).tolist()
+            yield from ((epoch, group) for group in order[position:])
+            position = 0
+
+    return _loaded(data, keys(), workers, device)
+
+
+def evaluation_batches(
+    pictures: Sequence[Annotated], recipe: DetectionRecipe, workers: int, device: torch.device = CPU
+) -> Iterator[Batch]:
+    """Yield a split once, without mirroring, on the device."""
+    data = _Ready(pictures, aspect_groups(pictures, recipe.batch), recipe, None)
+    return _loaded(data, ((0, group) for group in range(len(data))), workers, device)
+
+
+def bytes_read(recipe: DetectionRecipe) -> int:
+    """Return how many bytes of pictures may lie in a batch of training and one of evaluation."""
+    return 2 * recipe.batch * 3 * (MULTIPLE * math.ceil(recipe.max_size / MULTIPLE)) ** 2
+
+
+def _loaded(data: _Ready, keys: Iterator[tuple[int, int]], workers: int, device: torch.device) -> Iterator[Batch]:
+    mean, std = (send(torch.tensor(x).view(-1, 1, 1), device) for x in (IMAGENET_MEAN, IMAGENET_STD))
+
+    def ready(batch: Batch) -> Batch:
+        images = send(batch.images, device).float().div_(255).sub_(mean).div_(std)
+        for image, (height, width) in zip(images, batch.sizes, strict=True):
+            image[:, height:].zero_()
+            image[:, :, width:].zero_()
+        targets = [{name: send(t, device) for name, t in target.items()} for target in batch.targets]
+        return replace(batch, images=images, targets=targets)
+
+    return map(ready, loader(data, device, workers, sampler=keys, batch_size=None))

@@ -1,0 +1,112 @@
+"""Files of data: where they are, whether they can be what they should be, and one way to read them.  Needs no torch."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import zipfile
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from fnmatch import fnmatchcase
+from pathlib import Path
+
+from cpt_lab.experiments.recipe import Recipe, is_own
+from cpt_lab.experiments.recipes import EXPERIMENTS
+from cpt_lab.paths import command, data_dir, work_dir
+
+
+class DataNotFoundError(FileNotFoundError):
+    """A data set is not on this machine; the message names the command that gets it."""
+
+
+def own_path(path: str) -> Path:
+    """Resolve a path of the user's: relative ones are looked up in the data folder, then in ``work_dir()``."""
+    given = Path(path.strip()).expanduser()
+    if given.is_absolute() or (data_dir() / given).exists():
+        return data_dir() / given
+    return work_dir() / given
+
+
+@contextmanager
+def reading(path: Path) -> Iterator[None]:
+    """Turn whatever a library raises over a file into one ValueError that names the file and the reason.
+
+    A damaged or hostile file makes libraries raise nearly anything, also what the command line must not see: EOFError
+    is Ctrl-D to click. Errors that name the file already pass, and so do missing files and libraries.
+    """
+    try:
+        yield
+    except (DataNotFoundError, ImportError):
+        raise
+    except FileNotFoundError as error:
+        raise DataNotFoundError(f"there is no file {path}") from error
+    except Exception as error:
+        if isinstance(error, ValueError) and str(path) in str(error):
+            raise
+        reason = next(iter(str(error).splitlines()), "") or "no reason is given"
+        raise ValueError(f"{path} cannot be read: {type(error).__name__}: {reason}") from error
+
+
+def sources(recipe: Recipe) -> list[Path]:
+    """Return the files and folders that a recipe's data set is read from; none for embedded data."""
+    if is_own(recipe.dataset):
+        parts = recipe.dataset.split(",") if ".npz," in recipe.dataset else [recipe.dataset]
+        return [own_path(part) for part in parts]
+    named = EXPERIMENTS[recipe.task].named[recipe.dataset]
+    return [data_dir() / name for name in named.folders if (data_dir() / name).exists()]
+
+
+def fingerprint(recipe: Recipe) -> str:
+    """Return a fingerprint of the files that a recipe's data set is read from: their names, sizes and times of change.
+
+    Equal fingerprints mean that no file was replaced, added or removed since; nothing is opened. Copies of the same
+    data differ, as their times do: what was trained on is told by the ``data_checksum`` of a row. Pretrained weights
+    are not part of it. Embedded data, and data that is not there, have the fingerprint "".
+    """
+    return fingerprint_of(sources(recipe))
+
+
+def fingerprint_of(paths: Iterable[Path]) -> str:
+    """Return the fingerprint of files and of all that is in folders."""
+    digest = hashlib.sha256()
+    found = False
+    for source in paths:
+        below = (Path(folder, name) for folder, _, names in os.walk(source, followlinks=True) for name in names)
+        for path in [source] if source.is_file() else sorted(p for p in below if p.is_file()):
+            found, stat = True, path.stat()
+            digest.update(os.fsencode(f"{path.relative_to(source.parent)}\0{stat.st_size}\0{stat.st_mtime_ns}\n"))
+    return digest.hexdigest()[:16] if found else ""
+
+
+def check_data(recipe: Recipe) -> None:
+    """Check that the data of a recipe is there and laid out as its task needs it, at a glance: no content is read.
+
+    Raises:
+        DataNotFoundError: when it is not there: names the path, and the command that gets a named data set.
+        ValueError: when it cannot be of this task: names the path and the layouts.
+    """
+    experiment = EXPERIMENTS[recipe.task]
+    experiment.check_dataset(recipe.dataset)
+    if not is_own(recipe.dataset):
+        if experiment.named[recipe.dataset].folders and not sources(recipe):
+            get = f"get it with: {command(f'download {recipe.dataset}')}"
+            raise DataNotFoundError(f"{recipe.dataset} is not in {data_dir()}; {get}")
+        return
+    for path in sources(recipe):
+        if not path.exists():
+            raise DataNotFoundError(f"there is no file or folder {path}")
+        if not any(all(_has(path, word) for word in layout.split()) for layout in experiment.layouts):
+            raise ValueError(
+                f"{path} is no data for this task ({recipe.task}); it needs one of: {'; '.join(experiment.layouts)} "
+                f"(see data/cards/{experiment.card})"
+            )
+
+
+def _has(path: Path, word: str) -> bool:
+    """Whether a folder, or an archive, holds something that fits one of the patterns of a word."""
+    if path.is_dir():
+        return any(next(path.glob(pattern), None) for pattern in word.split("|"))
+    if path.suffix != ".npz":
+        return False
+    with reading(path), zipfile.ZipFile(path) as archive:
+        return any(fnmatchcase(name, pattern) for name in archive.namelist() for pattern in word.split("|"))

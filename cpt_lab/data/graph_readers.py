@@ -1,0 +1,218 @@
+"""Readers of graphs in files: archives, OGB's folders, Planetoid's files; and the graph over the embedded digits."""
+
+from __future__ import annotations
+
+import pickle
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas as pd
+from sklearn.datasets import load_digits
+from sklearn.neighbors import kneighbors_graph
+
+from cpt_lab.data.common import whole_numbers
+from cpt_lab.data.files import DataNotFoundError, reading
+
+SPLITS = ("train", "valid", "test")
+ROWS = 1 << 17  # lines of a table that are read at a time
+
+
+@dataclass
+class RawGraph:
+    """What a reader returns: arrays as the files hold them."""
+
+    title: str
+    edges: tuple[np.ndarray, np.ndarray]
+    features: np.ndarray
+    labels: np.ndarray
+    split: dict[str, np.ndarray]
+    classes: int | None = None
+    ogb: str | None = None
+
+
+def read_digits() -> RawGraph:
+    """Return the nearest-neighbour graph over scikit-learn's digits."""
+    digits = load_digits()
+    pixels, labels = digits.data.astype(np.float32) / 16, digits.target.astype(np.int64)
+    source, destination = kneighbors_graph(pixels, n_neighbors=8).nonzero()
+    order = np.random.default_rng(0).permutation(len(labels))
+    by_class = [order[labels[order] == c] for c in range(10)]
+    return RawGraph(
+        title="scikit-learn digits, 8-nearest-neighbour graph, 5 labels per class",
+        edges=(source, destination),
+        features=pixels,
+        labels=labels,
+        split={
+            "train": np.concatenate([c[:5] for c in by_class]),
+            "valid": np.concatenate([c[5:25] for c in by_class]),
+            "test": np.concatenate([c[25:] for c in by_class]),
+        },
+    )
+
+
+NAMES = {
+    "edges": ("edge_index", "edges"),
+    "features": ("features", "node_features"),
+    "labels": ("labels", "node_labels"),
+    "train": ("train_idx", "train_masks", "train_mask"),
+    "valid": ("valid_idx", "val_masks", "val_mask"),
+    "test": ("test_idx", "test_masks", "test_mask"),
+}
+
+
+def read_archive(path: Path) -> RawGraph:
+    """Read a graph from an ``.npz`` archive of the documented layout."""
+    if not path.is_file():
+        raise DataNotFoundError(f"there is no archive {path}")
+    with reading(path), path.open("rb") as file, np.load(file, allow_pickle=False) as z:
+        arrays = {key: z[key] for key in z.files}
+        found: dict[str, np.ndarray] = {}
+        for what, names in NAMES.items():
+            key = next((n for n in names if n in arrays), None)
+            if key is not None:
+                found[what] = arrays[key]
+            elif what == "features" and {"feat_indptr", "feat_indices", "feat_shape"} <= arrays.keys():
+                found[what] = _dense(path, *(arrays[f"feat_{part}"] for part in ("indptr", "indices", "shape")))
+            else:
+                raise ValueError(f"{path}: needs one of {', '.join(names)}; it has {', '.join(arrays)}")
+        labels = whole_numbers(f"{path}: labels", found["labels"], missing=-1)
+    edges, pyg = found["edges"], "edge_index" in arrays
+    if edges.ndim != 2 or 2 not in edges.shape or not np.issubdtype(edges.dtype, np.integer):
+        raise ValueError(f"{path}: edges must be whole numbers (2, E) or (E, 2), got {edges.dtype} {edges.shape}")
+    # of two edges, which could be read either way, an edge_index has the sources first, and edges has edges
+    source, destination = edges if edges.shape[0] == 2 and (pyg or edges.shape[1] != 2) else edges.T
+    return RawGraph(
+        title=f"own graph ({path.stem})",
+        edges=(source, destination),
+        features=found["features"],
+        labels=labels,
+        split={part: _indices(path, part, found[part], len(labels)) for part in SPLITS},
+    )
+
+
+def _dense(path: Path, *csr: np.ndarray) -> np.ndarray:
+    """Return a matrix of ones and zeros, given in CSR form without its values."""
+    names = ("feat_indptr", "feat_indices", "feat_shape")
+    ends, places, size = (whole_numbers(f"{path}: {n}", part) for n, part in zip(names, csr, strict=True))
+    fits = len(size) == 2 and len(ends) == size[0] + 1 and ends[0] == 0 and ends[-1] == len(places)
+    if not fits or (np.diff(ends) < 0).any() or ((places < 0) | (places >= size[1])).any():
+        raise ValueError(f"{path}: feat_indptr and feat_indices do not fit feat_shape {tuple(size.tolist())}")
+    features = np.zeros(size, dtype=np.float32)
+    features[np.repeat(np.arange(size[0]), np.diff(ends)), places] = 1
+    return features
+
+
+def _indices(path: Path, part: str, given: np.ndarray, nodes: int) -> np.ndarray:
+    """Return the node numbers of a split; of several masks, (splits, N) or PyG's (N, splits), the first is taken."""
+    if given.dtype != bool:
+        return given
+    wanted = f"{path}: masks of the {part} split must be (N,), (splits, N) or (N, splits) with N = {nodes}"
+    if given.ndim not in (1, 2) or nodes not in given.shape:
+        raise ValueError(f"{wanted}, got {given.shape}")
+    if given.shape == (nodes, nodes):
+        raise ValueError(f"{wanted}; {given.shape} could be either: keep one mask, (N,)")
+    return np.flatnonzero(given if given.ndim == 1 else given[0] if given.shape[1] == nodes else given[:, 0])
+
+
+def read_ogb_folder(path: Path, title: str) -> RawGraph:
+    """Read a graph in OGB's raw layout, from its text alone: what OGB keeps in ``processed/`` could run code."""
+    splits = sorted(p for p in (path / "split").glob("*") if p.is_dir())
+    if len(splits) != 1:
+        raise ValueError(f"{path} needs exactly one folder in split/, it has {len(splits)}")
+    parts = ("edge", "node-feat", "node-label", "num-node-list", "num-edge-list")
+    files = {part: path / "raw" / f"{part}.csv.gz" for part in parts}
+    files |= {part: splits[0] / f"{part}.csv.gz" for part in SPLITS}
+    if missing := [p.relative_to(path).as_posix() for p in files.values() if not p.exists()]:
+        raise ValueError(f"{path} lacks {', '.join(missing)}")
+    edges, features = _csv(files["edge"], np.int64, 2), _csv(files["node-feat"], np.float32)
+    for name, there in (("edge", edges), ("node", features)):
+        announced = _csv(files[f"num-{name}-list"], np.int64, 1).ravel().tolist()
+        if announced != [len(there)]:
+            file = {"edge": "edge", "node": "node-feat"}[name]
+            raise ValueError(f"{path}: num-{name}-list announces {announced} {name}s, {file}.csv.gz has {len(there)}")
+    return RawGraph(
+        title=title,
+        edges=(edges[:, 0], edges[:, 1]),
+        features=features,
+        labels=whole_numbers(f"{files['node-label']}: labels", _csv(files["node-label"], None, 1), missing=-1),
+        split={part: _csv(files[part], np.int64, 1).ravel() for part in SPLITS},
+    )
+
+
+def _csv(path: Path, kind: type | None, columns: int | None = None) -> np.ndarray:
+    """Return a table of numbers without a header, (lines, columns), in one type or (None) as it is written."""
+    with reading(path):
+        if path.stat().st_size == 0:  # a table without lines is some bytes of gzip
+            raise ValueError("the file is empty")
+        try:
+            # in pieces: a float64 copy of the features of a large graph would take gigabytes
+            tables = pd.read_csv(path, compression="gzip", header=None, chunksize=ROWS)
+            table = np.concatenate([_typed(piece.to_numpy(), kind) for piece in tables])
+        except pd.errors.EmptyDataError:
+            return np.empty((0, columns or 1), dtype=kind or np.int64)
+        if columns and table.shape[1] != columns:
+            raise ValueError(f"{columns} columns expected, got {table.shape[1]}")
+        return table
+
+
+def _typed(values: np.ndarray, kind: type | None) -> np.ndarray:
+    if values.dtype.kind not in ("iu" if kind is np.int64 else "iufb"):
+        raise ValueError(f"{'whole ' if kind is np.int64 else ''}numbers expected, got {values.dtype}")
+    return values.astype(kind or values.dtype)
+
+
+class _PlanetoidUnpickler(pickle.Unpickler):
+    """Planetoid's files are pickles of Python 2: what they need is unpickled, nothing else can run."""
+
+    MOVED = {"__builtin__": "builtins", "numpy.core.multiarray": "numpy._core.multiarray"}  # noqa: RUF012
+    ALLOWED = (
+        "builtins.list collections.defaultdict numpy.ndarray numpy.dtype numpy._core.multiarray._reconstruct "
+        "scipy.sparse.csr_matrix _codecs.encode"
+    ).split()
+
+    def find_class(self, module: str, name: str) -> Any:
+        module = "scipy.sparse" if module.startswith("scipy.sparse.") else self.MOVED.get(module, module)
+        if f"{module}.{name}" not in self.ALLOWED:
+            raise ValueError(f"a Planetoid file needs no {module}.{name}: not unpickled")
+        return super().find_class(module, name)
+
+
+def read_planetoid(graph_file: Path) -> RawGraph:
+    """Cora, CiteSeer or PubMed as Planetoid's files have them, with their standard split."""
+    folder, prefix = graph_file.parent, graph_file.name.removesuffix("graph")
+
+    def part(name: str) -> Any:
+        path = folder / f"{prefix}{name}"
+        with reading(path), path.open("rb") as stream:
+            return _PlanetoidUnpickler(stream, encoding="latin1").load()
+
+    for name in ("y", "tx", "ty", "allx", "ally", "test.index"):
+        if not (folder / f"{prefix}{name}").exists():
+            raise ValueError(f"{folder} lacks {prefix}{name}")
+    with reading(folder):
+        y, ally, ty = part("y"), part("ally"), part("ty")
+        test = np.loadtxt(folder / f"{prefix}test.index", dtype=np.int64, ndmin=1)
+        if test.min() < 0:
+            raise ValueError(f"{folder}: {prefix}test.index names node {test.min()}")
+        nodes = int(max(test.max() + 1, len(ally) + len(ty)))  # CiteSeer: some test numbers name no row
+        features = np.zeros((nodes, part("allx").shape[1]), dtype=np.float32)
+        one_hot = np.zeros((nodes, ally.shape[1]))
+        features[: len(ally)], one_hot[: len(ally)] = part("allx").toarray(), ally
+        features[test], one_hot[test] = part("tx").toarray(), ty
+        neighbours = part("graph")
+        source = np.concatenate([np.full(len(v), k) for k, v in neighbours.items()])
+        destination = np.concatenate([np.asarray(v, dtype=np.int64) for v in neighbours.values()])
+        labels = np.where(one_hot.any(1), one_hot.argmax(1), -1)
+    return RawGraph(
+        title=f"own graph ({prefix.split('.')[1]}, Planetoid split)",
+        edges=(source, destination),
+        features=features,
+        labels=labels,
+        split={
+            "train": np.arange(len(y)),
+            "valid": np.arange(len(y), min(len(y) + 500, len(ally))),
+            "test": np.sort(test),
+        },
+    )

@@ -1,0 +1,221 @@
+"""Graphs for node classification: OGB's, your own, and an embedded nearest-neighbour graph over digits.
+
+Your own graph, as ``dataset`` (every edge is taken in both directions, whatever the file says, and counted once):
+
+- an archive ``"my-graph.npz"`` with
+  ``edge_index`` (2, E) or ``edges`` (E, 2);
+  ``features`` or ``node_features`` (N, F), or, for sparse features of ones, ``feat_indptr``, ``feat_indices`` and
+  ``feat_shape`` as in a CSR matrix;
+  ``labels`` or ``node_labels`` (N,): 0, 1, ..., or -1 for nodes without a label;
+  and a split: ``train_idx``, ``valid_idx``, ``test_idx`` with node numbers, or ``train_masks``, ``val_masks``,
+  ``test_masks`` (N,), (splits, N), or (N, splits) as PyG writes them, of which the first split is taken;
+- a folder ``"my-graph/"`` in OGB's raw layout: ``raw/{edge,node-feat,node-label,num-node-list,num-edge-list}.csv.gz``
+  and ``split/<name>/{train,valid,test}.csv.gz``;
+- a folder with the files ``ind.<name>.*`` of Planetoid (Cora, CiteSeer, PubMed).
+
+OGB's data sets are looked up in ``CPT_DATA_DIR``, then ``data/cache``, as ``ogbn_arxiv/`` and ``ogbn_products/``.
+
+Shapes: N nodes, E edges, F features.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass
+from typing import Any, cast
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from cpt_core.graphs.graph import Graph
+from cpt_lab.data.common import class_count, generator_of, one_thread, whole_numbers
+from cpt_lab.data.files import DataNotFoundError, own_path
+from cpt_lab.data.graph_readers import SPLITS, RawGraph, read_archive, read_digits, read_ogb_folder, read_planetoid
+from cpt_lab.data.ogb import read_ogb
+from cpt_lab.experiments.graph import EXPERIMENT, GraphRecipe
+
+PIECE = 1 << 24  # edges that are unpacked at a time
+
+
+@dataclass(frozen=True)
+class GraphData:
+    """A graph with features, labels and a split.
+
+    Attributes:
+        title: what the numbers are measured on, as figures must call it.
+        graph: the edges, in both directions, and self-loops if the recipe wants them.
+        features: (N, F) float32.
+        labels: (N,) int64; -1 where a node has none.
+        classes: number of classes.
+        train, valid, test: (n,) int64, numbers of the nodes; ``valid`` may be empty.
+        checksum: of all of this.
+        ogb: name for OGB's ``Evaluator``, or None.
+    """
+
+    title: str
+    graph: Graph
+    features: Tensor
+    labels: Tensor
+    classes: int
+    train: Tensor
+    valid: Tensor
+    test: Tensor
+    checksum: str
+    ogb: str | None = None
+
+
+def load_graph(recipe: GraphRecipe) -> GraphData:
+    """Load and check the data of a recipe.
+
+    Raises:
+        DataNotFoundError: when the files are not there; nothing is downloaded.
+        ValueError: when the files do not have the documented layout, or their contents do not fit together.
+    """
+    with one_thread():  # neighbours at equal distance, and the last bits of sums, depend on the number of threads
+        return _load(recipe)
+
+
+def _load(recipe: GraphRecipe) -> GraphData:
+    raw = _read(recipe)
+    features, labels, classes = _checked(recipe.dataset, raw)
+    graph = bidirected(*raw.edges, len(labels), recipe.self_loops)
+    raw.edges = (np.empty(0), np.empty(0))  # free them: on a large graph they are gigabytes
+    if recipe.standardize:
+        mean, std = features.mean(0), features.std(0, correction=0)
+        features = (features - mean).div_(torch.where(std > 0, std, torch.ones_like(std)))
+    digest = hashlib.sha256()
+    for part in (graph.indptr, graph.indices, features, labels, *(raw.split[s] for s in SPLITS)):
+        digest.update(cast(Any, np.ascontiguousarray(part)))
+    train, valid, test = (torch.from_numpy(raw.split[s].astype(np.int64)) for s in SPLITS)
+    checksum = digest.hexdigest()[:16]
+    return GraphData(raw.title, graph, features, labels, classes, train, valid, test, checksum, raw.ogb)
+
+
+def _read(recipe: GraphRecipe) -> RawGraph:
+    dataset = recipe.dataset
+    EXPERIMENT.check_dataset(dataset)
+    if dataset == "digits-graph":
+        return read_digits()
+    if dataset in EXPERIMENT.named:
+        return read_ogb(recipe)
+    path = own_path(dataset)
+    if path.suffix == ".npz":
+        return read_archive(path)
+    if (path / "raw" / "edge.csv.gz").exists():
+        return read_ogb_folder(path, f"own graph ({path.name})")
+    for folder in (path, path / "raw"):
+        if found := sorted(folder.glob("ind.*.graph")):
+            return read_planetoid(found[0])
+    if not path.exists():
+        raise DataNotFoundError(f"there is no file or folder {path}")
+    raise ValueError(f"{path} holds no graph: neither raw/edge.csv.gz (OGB's layout) nor ind.*.graph (Planetoid)")
+
+
+def bidirected(source: np.ndarray, destination: np.ndarray, nodes: int, self_loops: bool) -> Graph:
+    """Return the graph with every edge in both directions, each once; self-loops of the input are dropped.
+
+    Args:
+        source, destination: (E,) node numbers, checked.
+        nodes: N.
+        self_loops: add one to every node.
+    """
+    # one int64 key per edge, sorted by destination, then source: on 124 million edges this is what takes the memory
+    count = len(source)
+    keys = np.empty(2 * count + (nodes if self_loops else 0), dtype=np.int64)
+    loops: Any = source == destination
+    for given, (to, of) in ((keys[:count], (destination, source)), (keys[count : 2 * count], (source, destination))):
+        np.multiply(to, nodes, out=given, dtype=np.int64, casting="unsafe")
+        given += of
+        given[loops] = -1
+    if self_loops:
+        keys[2 * count :] = np.arange(nodes, dtype=np.int64) * (nodes + 1)
+    keys.sort()
+    keep: Any = np.empty(len(keys), dtype=bool)
+    keep[:1] = True
+    np.not_equal(keys[1:], keys[:-1], out=keep[1:])
+    np.logical_and(keep, keys >= 0, out=keep)
+    keys = keys[keep]
+    kind: Any = np.int32 if max(nodes, len(keys)) < 2**31 else np.int64
+    indptr = np.zeros(nodes + 1, dtype=kind)
+    indices = np.empty(len(keys), dtype=kind)
+    for start in range(0, len(keys), PIECE):  # in pieces: no second array of int64
+        part = keys[start : start + PIECE]
+        indices[start : start + len(part)] = part % nodes
+        indptr[1:] = indptr[1:] + np.bincount(part // nodes, minlength=nodes)
+    np.cumsum(indptr, out=indptr)
+    return Graph(torch.from_numpy(indptr), torch.from_numpy(indices))
+
+
+def _checked(name: str, raw: RawGraph) -> tuple[Tensor, Tensor, int]:
+    """Check that arrays fit together; return features, labels and the number of classes."""
+    labels = whole_numbers(f"{name}: labels", raw.labels)
+    nodes = len(labels)
+    if nodes == 0 or raw.features.ndim != 2 or len(raw.features) != nodes:
+        raise ValueError(f"{name}: {nodes} labels need features of shape ({nodes}, F), got {raw.features.shape}")
+    if raw.features.dtype.kind not in "iufb":
+        raise ValueError(f"{name}: features must be real numbers, got {raw.features.dtype}")
+    with np.errstate(over="ignore"):  # what is infinite as float32 is found below
+        features = np.require(raw.features, dtype=np.float32, requirements=["C", "W"])
+    if not (finite := np.isfinite(features)).all():
+        first, count = int(np.argmin(finite.all(1))), int((~finite).sum())
+        raise ValueError(f"{name}: {count} features are NaN or infinite, the first in node {first} (as float32)")
+    if labels.min() < -1:
+        raise ValueError(f"{name}: labels must be 0, 1, ... or -1 for none, got {labels.min()}")
+    if raw.classes and labels.max() >= raw.classes:
+        raise ValueError(f"{name}: labels must be below {raw.classes}, got {labels.max()}")
+    for ends in raw.edges:
+        if ends.dtype.kind not in "iu" or len(ends) != len(raw.edges[0]):
+            raise ValueError(f"{name}: every edge needs two whole numbers, got {ends.dtype} {ends.shape}")
+        if len(ends) and (ends.min() < 0 or ends.max() >= nodes):
+            bad = ends.min() if ends.min() < 0 else ends.max()
+            raise ValueError(f"{name}: edges must name nodes 0..{nodes - 1}, got {bad}")
+    used = np.full(nodes, "", dtype=object)
+    for part in SPLITS:
+        index = raw.split[part] = np.asarray(raw.split[part]).reshape(-1)
+        if not np.issubdtype(index.dtype, np.integer) and len(index):
+            raise ValueError(f"{name}: the {part} split must hold whole numbers, got {index.dtype}")
+        if len(index) and (index.min() < 0 or index.max() >= nodes):
+            bad = index.min() if index.min() < 0 else index.max()
+            raise ValueError(f"{name}: the {part} split must name nodes 0..{nodes - 1}, got {bad}")
+        index = index.astype(np.int64)
+        if len(np.unique(index)) != len(index):
+            raise ValueError(f"{name}: the {part} split names a node more than once")
+        if (taken := used[index] != "").any():
+            node = int(index[taken][0])
+            raise ValueError(f"{name}: node {node} is in the splits {used[node]} and {part}")
+        if (labels[index] < 0).any():
+            raise ValueError(f"{name}: node {int(index[labels[index] < 0][0])} of the {part} split has no label")
+        used[index] = part
+    if not len(raw.split["train"]) or not len(raw.split["test"]):
+        raise ValueError(f"{name}: the train and the test split need at least one node each")
+    known = labels[labels >= 0]  # also those of nodes that are tested alone
+    classes = raw.classes or class_count(f"{name}: nodes", known)
+    return torch.from_numpy(features), torch.from_numpy(labels), classes
+
+
+def random_graph(recipe: GraphRecipe) -> GraphData:
+    """Return a random graph in the shapes of a data set, to measure times and count operations without the data.
+
+    A graph of one's own is loaded instead.
+    """
+    if recipe.dataset not in EXPERIMENT.named:
+        return load_graph(recipe)
+    sizes = EXPERIMENT.named[recipe.dataset].sizes
+    nodes, edges, features, classes = (sizes[name] for name in ("nodes", "edges", "features", "classes"))
+    random = generator_of(0)
+    # squaring makes some nodes popular, as in real graphs
+    source, destination = (torch.rand(2, edges, generator=random, dtype=torch.float64) ** 2 * nodes).long().numpy()
+    graph = bidirected(source, destination, nodes, recipe.self_loops)
+    order = torch.randperm(nodes, generator=random)
+    return GraphData(
+        title=f"a random graph for {recipe.dataset}",
+        graph=graph,
+        features=torch.randn(nodes, features, generator=random),
+        labels=torch.randint(0, classes, (nodes,), generator=random),
+        classes=classes,
+        train=order[: nodes // 2],
+        valid=order[:0],
+        test=order[-max(1, nodes // 10) :],
+        checksum="",
+    )

@@ -1,0 +1,138 @@
+"""Readers of images of one's own: archives, and folders of classes, into memory or as lists of files."""
+
+from __future__ import annotations
+
+import io
+import itertools
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from cpt_core.checks import library
+from cpt_lab.data.colours import open_rgb, rgb
+from cpt_lab.data.common import whole_numbers
+from cpt_lab.data.files import DataNotFoundError, own_path, reading
+
+
+@dataclass(frozen=True)
+class ArrayImages:
+    """Images in memory: uint8 (N, C, H, W) and labels int64 (N,)."""
+
+    images: Tensor
+    labels: Tensor
+
+    def __len__(self) -> int:
+        """Return N."""
+        return len(self.labels)
+
+    def __getitem__(self, index: Any) -> ArrayImages:
+        """Return a part."""
+        return ArrayImages(self.images[index], self.labels[index])
+
+
+def read_own(dataset: str, size: int) -> tuple[ArrayImages, ArrayImages, str]:
+    """Return training and test images, and what the data is called; pictures of a folder come at ``size`` pixels.
+
+    Raises:
+        DataNotFoundError, ValueError: naming the file or folder, and what is wrong with it.
+    """
+    parts = [own_path(part) for part in dataset.split(",")] if "," in dataset else []
+    name = parts[0].stem if parts else own_path(dataset).name
+    if not parts:
+        folder = own_path(dataset)
+        if (folder / "train").is_dir():
+            train, test = (_in_memory(files, size) for files in image_folders(folder))
+            _differ(dataset, train, test)
+            return train, test, f"own images ({name})"
+        parts = _archives_of(folder)
+    if len(parts) != 2:
+        raise ValueError(f"two archives expected, 'train.npz,test.npz', got {dataset!r}")
+    train, test = map(_archive, parts)
+    if train.images.shape[1] != test.images.shape[1]:
+        channels = " and ".join(str(part.images.shape[1]) for part in (train, test))
+        raise ValueError(f"{dataset}: training and test images have {channels} channels")
+    unknown = test.labels[test.labels > train.labels.max()]
+    if len(unknown):
+        raise ValueError(f"{parts[1]}: label {int(unknown[0])} is unknown; {parts[0].name} has 0..{train.labels.max()}")
+    _differ(dataset, train, test)
+    return train, test, f"own images ({name})"
+
+
+def _differ(dataset: str, train: ArrayImages, test: ArrayImages) -> None:
+    if torch.equal(train.images, test.images):
+        raise ValueError(f"{dataset}: the {len(test)} test images are the training images; a test needs others")
+
+
+def _archives_of(folder: Path) -> list[Path]:
+    if not folder.is_dir():
+        raise DataNotFoundError(f"there is no folder {folder}; give a folder or 'train.npz,test.npz'")
+    files = sorted(folder.glob("*.npz"))
+    train = [f for f in files if "train" in f.name]
+    test = [f for f in files if "train" not in f.name and ("test" in f.name or "val" in f.name)]
+    if len(train) != 1 or len(test) != 1:
+        names = ", ".join(f.name for f in files) or "none"
+        raise ValueError(
+            f"{folder} needs train/ and val/, or one *train*.npz and one *test*.npz or *val*.npz (archives there: "
+            f"{names}); name two archives as 'train.npz,test.npz'"
+        )
+    return [*train, *test]
+
+
+def _archive(path: Path) -> ArrayImages:
+    if not path.is_file():
+        raise DataNotFoundError(f"there is no archive {path}")
+    with reading(path), path.open("rb") as file, np.load(file, allow_pickle=False) as z:
+        keys = set(z.files)
+        if "labels" not in keys or not ("data" in keys or {"jpeg", "offsets"} <= keys):
+            raise ValueError(f"{path}: needs labels and either data or jpeg + offsets, has {', '.join(sorted(keys))}")
+        labels = whole_numbers(f"{path}: labels", z["labels"])
+        images = z["data"] if "data" in keys else _unpacked(path, z["jpeg"], z["offsets"])
+    if images.dtype != np.uint8 or images.ndim not in (3, 4) or len(images) != len(labels):
+        raise ValueError(
+            f"{path}: images must be uint8 (n, H, W) or (n, H, W, C) with n labels, got {images.dtype} {images.shape} "
+            f"and {len(labels)} labels"
+        )
+    if images.ndim == 4 and images.shape[3] not in (1, 3):
+        raise ValueError(f"{path}: images must have 1 or 3 channels, (n, H, W, C), got {images.shape[3]}")
+    if images.size == 0 or int(labels.min()) < 0:
+        raise ValueError(f"{path}: labels must be 0, 1, ..., and at least one")
+    tensor = torch.from_numpy(images)
+    tensor = tensor.unsqueeze(1) if tensor.dim() == 3 else tensor.permute(0, 3, 1, 2)
+    return ArrayImages(tensor.contiguous(), torch.from_numpy(labels))
+
+
+def _unpacked(path: Path, raw: np.ndarray, offsets: np.ndarray) -> np.ndarray:
+    """Return the pictures of files that lie one after the other, (n, H, W, 3) uint8."""
+    ends = whole_numbers(f"{path}: offsets", offsets)
+    if len(ends) < 2 or ends[0] != 0 or ends[-1] != len(raw) or (np.diff(ends) <= 0).any():
+        raise ValueError(f"{path}: offsets must rise from 0 to the length of jpeg, {len(raw)}")
+    read = library("PIL.Image", "vision").open
+    return np.stack([np.asarray(rgb(read(io.BytesIO(raw[a:b].tobytes())))) for a, b in itertools.pairwise(ends)])
+
+
+def image_folders(folder: Path) -> tuple[Any, Any]:
+    """Return torchvision's lists of the files in ``train/`` and ``val/``, both numbered by the classes of ``train/``.
+
+    A class may be missing from ``val/``; one that ``train/`` does not have is an error.
+    """
+    for part in ("train", "val"):
+        if not (folder / part).is_dir():
+            raise DataNotFoundError(f"{folder} has no {part}/ of images; it needs train/<class>/ and val/<class>/")
+    kind = library("torchvision.datasets", "vision").ImageFolder
+    train, test = (kind(str(folder / part), loader=open_rgb) for part in ("train", "val"))
+    if unknown := sorted(set(test.classes) - set(train.classes)):
+        names = ", ".join(train.classes[:20]) + (", ..." if len(train.classes) > 20 else "")
+        raise ValueError(f"{folder / 'val'}: class {unknown[0]!r} is unknown; those of train/ are {names}")
+    test.target_transform = [train.class_to_idx[name] for name in test.classes].__getitem__
+    return train, test
+
+
+def _in_memory(files: Any, size: int) -> ArrayImages:
+    v2 = library("torchvision.transforms.v2", "vision")
+    files.transform = v2.Compose([v2.Resize(size), v2.CenterCrop(size), v2.PILToTensor()])
+    images, labels = zip(*(files[i] for i in range(len(files))), strict=True)
+    return ArrayImages(torch.stack(images), torch.tensor(labels))

@@ -1,0 +1,239 @@
+"""Images: embedded digits, torchvision's data sets, and your own; batches that a resumed run continues exactly.
+
+Small images live in memory as one uint8 tensor and are augmented there, a batch at a time, on the device. Large ones
+(ImageNet, folders at full size) are read from disk by worker processes. Either way a batch is a pure function of
+(seed, step): the order of the data and its augmentation need no state.
+
+Your own images, as ``dataset``:
+
+- a folder with ``train/<class>/*.jpg`` and ``val/<class>/*.jpg`` (torchvision's ImageFolder layout);
+- ``"train.npz,test.npz"``, or a folder with exactly one ``*train*.npz`` and one ``*test*.npz`` or ``*val*.npz``; each
+  archive has ``labels`` (n,) and either ``data`` uint8 (n, H, W) or (n, H, W, C), or ``jpeg`` (all files, one after
+  the other, uint8) with ``offsets`` (n + 1,).
+
+A name without a slash is a known data set, so a folder in the data folder is written ``"my-images/"``.
+
+Shapes: N images, C channels, H x W pixels.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from sklearn.datasets import load_digits
+from torch import Tensor
+from torch.utils.data import Dataset
+
+from cpt_core.checks import library
+from cpt_lab.data.common import class_count, generator_of, split_sizes, titled
+from cpt_lab.data.files import DataNotFoundError, own_path
+from cpt_lab.data.image_readers import ArrayImages, image_folders, read_own
+from cpt_lab.experiments.image import EXPERIMENT, ImageRecipe
+from cpt_lab.experiments.recipe import is_own
+from cpt_lab.paths import command, data_dir
+
+Batch = tuple[Tensor, Tensor]  # images float32 (N, C, H, W), normalised; labels int64 (N,)
+
+
+SMALL = 64  # images up to this many pixels a side are kept in memory
+
+
+IMAGENET_MEAN, IMAGENET_STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
+
+
+CIFAR_MEAN, CIFAR_STD = (0.4914, 0.4822, 0.4465), (0.2023, 0.1994, 0.2010)
+
+
+Split = ArrayImages | Dataset
+
+
+@dataclass(frozen=True)
+class ImageData:
+    """A data set, split three ways.
+
+    Attributes:
+        title: what the numbers are measured on, as figures must call it.
+        classes: number of classes.
+        channels: 1 or 3.
+        mean, std: of the pixels divided by 255, per channel.
+        train, valid, test: the splits; ``valid`` is empty when nothing is held out.
+        checksum: of pixels and labels in memory, or of the list of files.
+    """
+
+    title: str
+    classes: int
+    channels: int
+    mean: tuple[float, ...]
+    std: tuple[float, ...]
+    train: Split
+    valid: Split
+    test: Split
+    checksum: str
+
+
+def load_images(recipe: ImageRecipe) -> ImageData:
+    """Load the data of a recipe, hold out its validation images and cut it to size.
+
+    The held-out images and the subsets depend on the data set alone, never on the seed of a run.
+
+    Raises:
+        DataNotFoundError: when the files are not there; nothing is downloaded.
+        ValueError: when the files do not have the documented layout or there are too few images.
+    """
+    if recipe.size > SMALL:
+        return _load_files(recipe)
+    train, test, title, mean, std = _load_arrays(recipe.dataset, recipe.size)
+    classes = class_count(f"{recipe.dataset}: training images", train.labels)
+    used, held = split_sizes(recipe, len(train))
+    order = torch.randperm(len(train), generator=torch.Generator().manual_seed(0))
+    valid, rest = train[order[:held]], train[order[held:]]
+    train, test = rest[:used], test[: recipe.test_images]
+    digest = hashlib.sha256()
+    for split in (train, valid, test):
+        digest.update(split.images.numpy().tobytes() + split.labels.numpy().tobytes())
+    return ImageData(
+        title=titled(title, recipe, train, valid),
+        classes=classes,
+        channels=train.images.shape[1],
+        mean=mean,
+        std=std,
+        train=train,
+        valid=valid,
+        test=test,
+        checksum=digest.hexdigest()[:16],
+    )
+
+
+def random_images(recipe: ImageRecipe) -> ImageData:
+    """Return random pixels in the shapes of a data set, to measure times and count operations without the data.
+
+    One batch for training and one to evaluate on; images of one's own are loaded instead.
+    """
+    if recipe.dataset not in EXPERIMENT.named:
+        return load_images(recipe)
+    sizes = EXPERIMENT.named[recipe.dataset].sizes
+    classes, channels = sizes["classes"], sizes["channels"]
+    generator = generator_of(0)
+    shape = (2 * recipe.batch, channels, recipe.size, recipe.size)
+    images = torch.randint(0, 256, shape, dtype=torch.uint8, generator=generator)
+    split = ArrayImages(images, torch.randint(0, classes, (len(images),), generator=generator))
+    return ImageData(
+        title=f"random pixels for {recipe.dataset}",
+        classes=classes,
+        channels=channels,
+        mean=(0.5,) * channels,
+        std=(0.25,) * channels,
+        train=split[: recipe.batch],
+        valid=split[:0],
+        test=split[recipe.batch :],
+        checksum="",
+    )
+
+
+Arrays = tuple[ArrayImages, ArrayImages, str, tuple[float, ...], tuple[float, ...]]  # train, test, title, mean, std
+
+
+def _load_arrays(dataset: str, size: int) -> Arrays:
+    EXPERIMENT.check_dataset(dataset)
+    if not is_own(dataset) and dataset not in READERS:
+        raise ValueError(f"{dataset} is read from disk, at sizes above {SMALL} pixels; got {size}")
+    if is_own(dataset):
+        found: Arrays = (*read_own(dataset, size), IMAGENET_MEAN, IMAGENET_STD)
+    else:
+        found = READERS[dataset](dataset)
+    train, test, title, mean, std = found
+    if train.images.shape[-1] != size:
+        title += f", {size} x {size}"
+    resized = [ArrayImages(_resize(s.images, size), s.labels) for s in (train, test)]
+    channels = resized[0].images.shape[1]
+    return resized[0], resized[1], title, mean[:channels], std[:channels]
+
+
+def _digits(name: str) -> Arrays:
+    # 0..16 per pixel; scaled as if it were 0..255 so that mean 0 and std 16 / 255 give pixel / 16
+    digits = load_digits()
+    order = np.random.default_rng(0).permutation(len(digits.target))
+    images = torch.from_numpy(digits.images[order].astype(np.uint8)).unsqueeze(1)
+    both = ArrayImages(images, torch.from_numpy(digits.target[order].astype(np.int64)))
+    return both[700:], both[:700], "scikit-learn digits, 8 x 8", (0.0,), (16 / 255,)
+
+
+def _cifar_class(name: str) -> Any:
+    return getattr(library("torchvision.datasets", "vision"), name.upper())
+
+
+def _cifar(name: str) -> Arrays:
+    try:
+        parts = [_cifar_class(name)(data_dir(), train=train, download=False) for train in (True, False)]
+    except RuntimeError as error:
+        raise DataNotFoundError(
+            f"{name} is not in {data_dir()} (or is damaged); get it with: {command(f'download {name}')}"
+        ) from error
+    train, test = (
+        ArrayImages(torch.from_numpy(part.data).permute(0, 3, 1, 2).contiguous(), torch.tensor(part.targets))
+        for part in parts
+    )
+    return train, test, EXPERIMENT.named[name].title, CIFAR_MEAN, CIFAR_STD
+
+
+READERS: dict[str, Callable[[str], Arrays]] = {"digits": _digits, "cifar10": _cifar, "cifar100": _cifar}
+
+
+def _resize(images: Tensor, size: int) -> Tensor:
+    if images.shape[-2:] == (size, size):
+        return images
+    resize = library("torchvision.transforms.v2.functional", "vision").resize
+    parts = [resize(part, [size, size], antialias=True) for part in images.split(4096)]
+    return torch.cat(parts)
+
+
+def _load_files(recipe: ImageRecipe) -> ImageData:
+    datasets = library("torchvision.datasets", "vision")
+    if recipe.dataset == "imagenet":
+        try:
+            parts = [datasets.ImageNet(str(data_dir() / "imagenet"), split=s) for s in ("train", "val")]
+        except (RuntimeError, FileNotFoundError) as error:
+            raise DataNotFoundError(
+                f"imagenet is not in {data_dir() / 'imagenet'}; put the three official archives there (see "
+                f"data/cards/imagenet.md), then run: {command('download imagenet')}"
+            ) from error
+        title = EXPERIMENT.named[recipe.dataset].title
+    else:
+        folder = own_path(recipe.dataset)
+        parts, title = [*image_folders(folder)], f"own images ({folder.name})"
+    train, test = parts
+    used, count = split_sizes(recipe, len(train))
+    order = torch.randperm(len(train), generator=torch.Generator().manual_seed(0)).tolist()
+    held, rest = order[:count], order[count:][:used]
+    names = "\n".join(f"{Path(path).name} {label}" for path, label in train.samples + test.samples)
+    return ImageData(
+        title=titled(title, recipe, rest, held),
+        classes=class_count(f"{recipe.dataset}: training images", np.array(train.targets)),
+        channels=3,
+        mean=IMAGENET_MEAN,
+        std=IMAGENET_STD,
+        train=torch.utils.data.Subset(train, rest),
+        valid=torch.utils.data.Subset(train, held),
+        test=torch.utils.data.Subset(test, range(len(test))[: recipe.test_images]),
+        checksum=hashlib.sha256(names.encode()).hexdigest()[:16],
+    )
+
+
+def download(name: str, language: str = "") -> Path:
+    """Get "cifar10", "cifar100", or unpack and check the archives of "imagenet"; they have no language."""
+    try:
+        if name != "imagenet":
+            _cifar_class(name)(data_dir(), download=True)
+            return data_dir()
+        for split in ("train", "val"):  # the archives themselves need a licence
+            library("torchvision.datasets", "vision").ImageNet(str(data_dir() / "imagenet"), split=split)
+    except RuntimeError as error:  # torchvision's for archives that are damaged or not there
+        card = "imagenet" if name == "imagenet" else "cifar"
+        raise DataNotFoundError(f"{error} See data/cards/{card}.md") from error
+    return data_dir() / "imagenet"

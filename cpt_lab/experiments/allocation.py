@@ -1,0 +1,143 @@
+"""The runs of H5 in ``PREREGISTRATION.md``: bits where they matter against static precision of equal cost.  No torch.
+
+The schedules are made from sensitivities measured before, on other seeds, and kept in ``data/results``; the same file
+gives the same runs.
+
+>>> [case.budget for case in CASES.values()]  # doctest: +ELLIPSIS
+[0.41..., 0.29..., 0.29..., 0.29...]
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cache, partial
+from typing import Any
+
+from cpt_core.checks import choose
+from cpt_core.choosing.allocation import allocate, static_of_cost
+from cpt_core.choosing.sensitivities import OVER, Sensitivity
+from cpt_core.schedules import cost
+from cpt_core.schedules.schedule import Schedule, StaticSchedule, TableSchedule
+from cpt_lab.experiments.recipe import Recipe
+from cpt_lab.experiments.recipes import recipe
+from cpt_lab.experiments.spec import RunSpec
+from cpt_lab.paths import results_dir
+
+FILE = "sensitivity.json"  # under data/results, written by ``python -m bench.sensitivities``
+Q_MAX = 8
+SWITCH = 0.45  # of the training: a twentieth before the learning rate falls first (steps), or is half (cosine)
+STATIC, LATE = "static", "low then high"
+
+
+class NotMeasuredError(ValueError):
+    """The schedules of H5 cannot be made yet: their sensitivities are not stored."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """A task of H5.
+
+    Attributes:
+        dataset: see ``recipes.recipe``; ``task`` too.
+        outputs: classes or characters: a run that diverged counts as chance.
+        bits: static precision at whose cost all arms are. Sensitivities are measured with one bit less than that, and
+            nothing runs lower than what was measured.
+        seeds: how many the test has, from 100 on.
+        measured: how many the sensitivities have, from 50 on.
+        changes: other values for fields of the demo recipe.
+    """
+
+    dataset: str
+    task: str
+    outputs: int
+    bits: int
+    seeds: int
+    measured: int
+    changes: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def recipe(self) -> Recipe:
+        """What is trained: the demo recipe, evaluated at the end alone; its schedules have no cycles."""
+        found = recipe("demo", self.dataset, task=self.task)
+        return replace(found, n_cycles=1, evaluate_every=0, q_min=self.bits - 1, **self.changes)
+
+    @property
+    def budget(self) -> float:
+        """Cost of every arm relative to static ``Q_MAX``."""
+        return cost.relative_cost([self.bits], Q_MAX)
+
+
+CASES: dict[str, Case] = {
+    "digits": Case("digits", "image", 10, 4, 40, 40),
+    "facebook": Case("facebook_ogb_layout/", "graph", 4, 3, 16, 8),
+    "characters": Case("pydoc", "language_model", 102, 3, 20, 16),
+    "cifar10-jpeg": Case("cifar10-jpeg/", "image", 10, 3, 10, 6),
+}
+
+
+def allocated(
+    case: str = "digits",
+    seeds: Sequence[int] | None = None,
+    *,
+    budget: float | None = None,
+    sensitivity: Sensitivity | None = None,
+) -> list[RunSpec]:
+    """Return the runs of a task of H5: every way to spend one BitOps budget, and static 8 in full beside them.
+
+    Static precision (the two next to the budget interleaved step by step where it lies between); bits allocated over
+    time, over layers, over both; and one step lower than static until shortly before the learning rate falls, then
+    as high as the budget allows.
+
+    Args:
+        case: a key of ``CASES``.
+        seeds: None takes those of the preregistration.
+        budget: cost relative to static 8; None takes the case's.
+        sensitivity: None takes the stored one.
+
+    Raises:
+        ValueError: for an unknown case and a budget that cannot be met.
+        NotMeasuredError: when no sensitivity is stored.
+    """
+    c = CASES[choose("case", case, CASES)]
+    r, level = c.recipe, c.budget if budget is None else budget
+    s = stored(case) if sensitivity is None else sensitivity
+    arms: dict[str, Schedule] = {STATIC: static_of_cost(level, Q_MAX, r.steps)}
+    arms |= {f"over {over}": allocate(s, level, r.q_min, Q_MAX, over, total_steps=r.steps) for over in OVER}
+    arms |= {LATE: low_then_high(level, r.steps), f"static {Q_MAX}": StaticSchedule(Q_MAX, r.steps)}
+    name = {arm: arm if arm == f"static {Q_MAX}" else f"{arm} at {level:.3f}" for arm in arms}
+    return [
+        RunSpec(r, schedule, Q_MAX, Q_MAX, seed, name[arm], "demo")
+        for arm, schedule in arms.items()
+        for seed in (range(100, 100 + c.seeds) if seeds is None else seeds)
+    ]
+
+
+def low_then_high(budget: float, total_steps: int) -> TableSchedule:
+    """Return the schedule that is one bit below static until ``SWITCH``, and spends what is left evenly after it."""
+    low = int(static_of_cost(budget, Q_MAX, total_steps).bits().min()) - 1
+    first = round(SWITCH * total_steps)
+    left = budget * total_steps - first * cost.relative_cost([low], Q_MAX)
+    high = static_of_cost(min(1.0, left / (total_steps - first)), Q_MAX, total_steps - first)
+    runs = high.runs if isinstance(high, TableSchedule) else ((high.q_max, total_steps - first),)
+    return TableSchedule(((low, first), *runs))
+
+
+@cache
+def stored(case: str) -> Sensitivity:
+    """Return the stored sensitivity of a case; NotMeasuredError says how it is measured when there is none."""
+    path = results_dir() / FILE
+    held = json.loads(path.read_text(encoding="utf-8"))["cases"] if path.exists() else {}
+    if case not in held:
+        raise NotMeasuredError(
+            f"{path} has no sensitivity of {case!r}; measure it: python -m bench.sensitivities --only {case}"
+        )
+    return Sensitivity.from_dict(held[case])
+
+
+# name of a grid -> what makes its runs, what they are
+GRIDS: dict[str, tuple[Callable[..., list[RunSpec]], str]] = {
+    f"h5/{name}": (partial(allocated, name), f"bits allocated by sensitivity against static precision, {name}")
+    for name in CASES
+}

@@ -1,0 +1,199 @@
+"""Which runs a figure of the paper needs: a function per kind of artefact, a name per grid.  Needs no torch.
+
+>>> len(grid_specs("cifar10/resnet74"))
+66
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from cpt_core.checks import offer
+from cpt_core.schedules.profiles import savings_of
+from cpt_core.schedules.schedule import ShortCycleWarning
+from cpt_lab.experiments import allocation, other_formats, questions
+from cpt_lab.experiments.designs import (
+    aggregation,
+    cycles,
+    deficit_length,
+    deficit_window,
+    equal_cost,
+    execution,
+    fanout,
+    q_agg,
+    quality_cost,
+)
+from cpt_lab.experiments.recipe import SCALES, Dataset, Recipe
+from cpt_lab.experiments.recipes import DATASETS, EXPERIMENTS
+from cpt_lab.experiments.spec import RunSpec
+
+
+@dataclass(frozen=True)
+class Grid:
+    """A named list of runs: one panel of a figure, or one part of a table.
+
+    Attributes:
+        artefact: of the paper, such as "figure_3".
+        about: what it is, and how many runs the paper has.
+        make: (scale, **choices) -> specs.
+        scales: at which it exists, the one to take first.
+    """
+
+    artefact: str
+    about: str
+    make: Callable[..., list[RunSpec]]
+    scales: tuple[str, ...]
+
+
+DESIGNS: dict[str, tuple[Callable[..., list[RunSpec]], str]] = {  # beside quality against cost
+    "aggregation": (aggregation, "FP-Agg and Q-Agg at static 8 bits"),
+    "q_agg": (q_agg, "quality against cost with Q-Agg"),
+    "fanout": (fanout, "8 to 64 sampled neighbours at static 8 bits, with FP-Agg and Q-Agg"),
+    "cycles": (cycles, "one and two cycles"),
+    "deficit_length": (deficit_length, "deficits at the start, with controls"),
+    "deficit_window": (deficit_window, "windows of low precision, with controls"),
+    "equal_cost": (equal_cost, "RR, delayed RR, ER and static precisions at one cost; not in the paper"),
+}
+
+
+@dataclass(frozen=True)
+class _Make:
+    """A design with data set and model filled in. Its settings are given: that some cycles are short is no news."""
+
+    function: Callable[..., list[RunSpec]]
+    dataset: str
+    model: str
+
+    def __call__(self, scale: str, **choices: Any) -> list[RunSpec]:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", ShortCycleWarning)
+            return self.function(scale, self.dataset, self.model, **choices)
+
+
+def _quality_cost_grids() -> Iterator[tuple[str, Grid]]:
+    """One grid for every data set and model that has a recipe, with the scales it has."""
+    for experiment in EXPERIMENTS.values():
+        for d in experiment.named.values():
+            for model, recipes in _models(d).items():
+                largest, *_ = recipes.values()
+                runs = "66 runs: 10 schedules + static, q_max 6 and 8, 3 seeds" if "paper" in recipes else "small scale"
+                if rates := len(getattr(largest, "learning_rates", ())):
+                    runs += f", each at {rates} learning rates: {66 * rates} in all"
+                about, make = f"{d.about}, {model}; {runs}", _Make(quality_cost, d.name, model)
+                yield f"{d.name}/{model}", Grid(experiment.artefact, about, make, tuple(recipes))
+
+
+def _models(d: Dataset) -> dict[str, dict[str, Recipe]]:
+    """Return the models of a data set with their recipes by scale, the largest scale first."""
+    found: dict[str, dict[str, Recipe]] = {}
+    for scale in reversed(SCALES):
+        for r in d.recipes.get(scale, ()):
+            found.setdefault(r.model, {})[scale] = r
+    return found
+
+
+def _design_grids() -> Iterator[tuple[str, Grid]]:
+    """One grid for every further design of a data set, with its first model."""
+    for d in DATASETS.values():
+        for design, artefact in d.designs.items():
+            function, what = DESIGNS[design]
+            model, recipes = next(iter(_models(d).items()))
+            make = _Make(function, d.name, model)
+            yield f"{d.name}/{design}", Grid(artefact, f"{d.about}, {model}: {what}", make, tuple(recipes))
+
+
+# Every figure and table of the paper that rests on training runs; table 1 and figure 8 as in their captions.
+# Those of the paper come first.
+GRIDS: dict[str, Grid] = dict(
+    sorted([*_quality_cost_grids(), *_design_grids()], key=lambda named: "paper" not in named[1].scales)
+)
+
+
+_ASKED: dict[str, tuple[Callable[..., list[RunSpec]], str]] = {
+    **questions.GRIDS,
+    **allocation.GRIDS,
+    **other_formats.GRIDS,
+}
+
+
+def _question(name: str) -> Grid:
+    make, about = _ASKED[name]
+    question = name.split("/")[0]
+    return Grid(question, f"PREREGISTRATION.md, {question.upper()}: {about}", lambda scale, **c: make(**c), ("demo",))
+
+
+# Models of digits, characters and synthetic sentence pairs whose products are computed in several ways.
+_EXECUTED = {"mlp6": "digits", "resnet8_w8": "digits", "lstm": "pydoc", "bert_small": "templates"}
+
+
+def _execution_grid(model: str) -> Grid:
+    about = f"{_EXECUTED[model]}, {model}: CR simulated and on codes, with the paper's steps and shared ones, ten seeds"
+    return Grid("execution", about, _Make(execution, _EXECUTED[model], model), ("demo",))
+
+
+# Questions beyond the paper, those of PREREGISTRATION.md and how products are computed; a name or "h1" finds them.
+# Lists of what the paper needs leave them out, and their runs are pooled with no others.
+QUESTIONS: dict[str, Grid] = {
+    **{name: _question(name) for name in _ASKED},
+    **{f"execution/{model}": _execution_grid(model) for model in _EXECUTED},
+}
+
+
+def find_grids(name: str | None = None) -> dict[str, Grid]:
+    """Return the grids of a name or of an artefact such as "figure_3" or "h1"; without a name all of the paper.
+
+    Raises:
+        ValueError: for an unknown name; it says what there is.
+    """
+    known = GRIDS if name is None else {**GRIDS, **QUESTIONS}
+    found = {key: grid for key, grid in known.items() if name in (None, key, grid.artefact)}
+    if not found:
+        names = [*known, *sorted({grid.artefact for grid in known.values()})]
+        raise ValueError(f"no grid {name!r}; {offer(name, names)}; `plan --no-measure` lists them all")
+    return found
+
+
+def grid_specs(name: str, scale: str | None = None, seeds: Sequence[int] | None = None) -> list[RunSpec]:
+    """Return the runs of one grid.
+
+    Raises:
+        ValueError: for an unknown grid or scale.
+    """
+    if (grid := {**GRIDS, **QUESTIONS}.get(name)) is None:
+        find_grids(name)  # names what there is, unless it is an artefact
+        raise ValueError(f"{name!r} is several grids; choose one of {', '.join(find_grids(name))}")
+    if scale is not None and scale not in grid.scales:
+        raise ValueError(f"grid {name!r} has no scale {scale!r}; {offer(scale, grid.scales)}")
+    return grid.make(scale or grid.scales[0], **({} if seeds is None else {"seeds": seeds}))
+
+
+FILTERS: dict[str, Callable[[RunSpec], str]] = {
+    "schedule": lambda spec: spec.arm,
+    "savings": lambda spec: savings_of(spec.arm),
+    "q_max": lambda spec: str(spec.q_max),
+}
+
+
+def keep(specs: Sequence[RunSpec], only: Sequence[str]) -> list[RunSpec]:
+    """Keep the runs that meet every condition, such as "schedule=CR,RR" or "q_max=8"; ValueError names what there is.
+
+    >>> len(keep(quality_cost("demo"), ["schedule=CR,RR"]))
+    10
+    """
+    kept = list(specs)
+    for condition in only:
+        name, _, text = condition.partition("=")
+        if name not in FILTERS or not text:
+            raise ValueError(f"--only takes NAME=VALUE with {', '.join(FILTERS)}; got {condition!r}")
+        wanted = [value.strip() for value in text.split(",")]
+        there = {FILTERS[name](spec): None for spec in specs}
+        unknown = [value for value in wanted if value not in there]
+        if unknown:
+            raise ValueError(f"no {name} {unknown[0]!r} in this grid; {offer(unknown[0], list(there))}")
+        kept = [spec for spec in kept if FILTERS[name](spec) in wanted]
+    if not kept:
+        raise ValueError(f"no run meets {' and '.join(only)}")
+    return kept

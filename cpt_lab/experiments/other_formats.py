@@ -1,0 +1,61 @@
+"""The runs of H6 in ``PREREGISTRATION.md``: the paper's schedules on ladders of other number formats.  No torch.
+
+>>> len(on_ladders("digits"))
+248
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+from cpt_core.checks import choose
+from cpt_core.formats.ladder import LADDERS
+from cpt_core.schedules.deficit import DeficitSchedule
+from cpt_core.schedules.profiles import SUITE
+from cpt_core.schedules.schedule import ShortCycleWarning
+from cpt_lab.experiments.allocation import SWITCH
+from cpt_lab.experiments.recipes import recipe
+from cpt_lab.experiments.spec import RunSpec, run_spec
+
+LATE = "low then high"
+ON = ("minifloat", "mx")
+SEEDS = range(100, 108)
+# case -> data set, task, classes or characters (a run that diverged counts as chance), fields of the demo recipe
+CASES: dict[str, tuple[str, str, int, dict[str, Any]]] = {
+    "digits": ("digits", "image", 10, {}),
+    "facebook": ("facebook_ogb_layout/", "graph", 4, {"steps": 64}),
+    "characters": ("pydoc", "language_model", 102, {"steps": 160, "lr_rule": "cosine"}),
+}
+
+
+def on_ladders(case: str = "digits", seeds: Sequence[int] | None = None) -> list[RunSpec]:
+    """Return the runs of a task of H6: on each ladder the suite's ten, one late rise, every format by itself.
+
+    Args:
+        case: a key of ``CASES``.
+        seeds: None takes those of the preregistration.
+    """
+    dataset, task, _, changes = CASES[choose("case", case, CASES)]
+    found = []
+    for name in ON:
+        levels = LADDERS[name].levels
+        low, high = levels[0], levels[-1]
+        r = recipe("demo", dataset, task=task)
+        r = replace(r, ladder=name, q_min=low, n_cycles=2, evaluate_every=0, **changes)
+        late = DeficitSchedule(low, high, ((0, round(SWITCH * r.steps)),), r.steps)
+        for seed in SEEDS if seeds is None else seeds:
+            arms = [*SUITE, *(f"static {level}" for level in levels)]
+            with warnings.catch_warnings():  # Rex rises late: it ends one level short of the highest in 64 steps
+                warnings.simplefilter("ignore", ShortCycleWarning)
+                found += [run_spec(r, arm, q_max=high, seed=seed) for arm in arms]
+            found.append(RunSpec(r, late, high, high, seed, LATE, "demo"))
+    return found
+
+
+GRIDS = {
+    f"h6/{case}": (partial(on_ladders, case), f"schedules and static formats on two ladders, {case}") for case in CASES
+}

@@ -1,0 +1,136 @@
+"""A training run as a value: everything that decides its result, with a key to store the result under.
+
+>>> from cpt_lab.experiments.recipes import recipe
+>>> spec = run_spec(recipe("demo"), "CR", q_max=8, seed=0)
+>>> RunSpec.from_dict(spec.to_dict()) == spec
+True
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from dataclasses import dataclass
+from typing import Any
+
+from cpt_core.formats.ladder import LADDERS
+from cpt_core.schedules.layered import LayeredSchedule
+from cpt_core.schedules.make import make_schedule, schedule_from_dict
+from cpt_core.schedules.profiles import STATIC
+from cpt_core.schedules.schedule import FunctionSchedule, Schedule
+from cpt_lab.experiments.recipe import Recipe
+from cpt_lab.experiments.recipes import EXPERIMENTS
+
+SPEC_VERSION = 1
+
+
+def key_of(spec: dict[str, Any]) -> str:
+    """Return the key of a spec in its JSON form, whatever its version: that of the form it was stored in."""
+    text = json.dumps(spec, sort_keys=True, separators=(",", ":"))
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+@dataclass(frozen=True)
+class RunSpec:
+    """One training run. All fields are resolved, so that a changed default changes no old key.
+
+    Attributes:
+        recipe: data, model, optimizer.
+        schedule: forward bits of every step; a ``LayeredSchedule`` where layers differ.
+        q_max: bits of the static baseline the run is compared with, and of its evaluation.
+        q_grad: gradient bits.
+        seed: of initial weights, data order, augmentation and rounding noise; arms of one seed share the first three.
+        arm: what the run is called in figures, such as "CR" or "static 8".
+        scale: "smoke", "demo", "paper".
+        preset: "ours" or "authors".
+    """
+
+    recipe: Recipe
+    schedule: Schedule
+    q_max: int
+    q_grad: int
+    seed: int
+    arm: str
+    scale: str
+    preset: str = "ours"
+
+    def __post_init__(self) -> None:
+        """Check that recipe and schedule have one length; store a curve of one's own as the bits it gives."""
+        parts = self.schedule.parts if isinstance(self.schedule, LayeredSchedule) else (((), self.schedule, 0),)
+        if any(isinstance(s, FunctionSchedule) for _, s, _ in parts):  # has no JSON form and no stable key
+            object.__setattr__(self, "schedule", schedule_from_dict(self.schedule.to_dict()))
+        if self.schedule.total_steps != self.recipe.steps:
+            raise ValueError(f"the schedule has {self.schedule.total_steps} steps, the recipe {self.recipe.steps}")
+
+    @property
+    def relative_cost(self) -> float:
+        """Training cost relative to static ``q_max``, in bit operations; on a ladder by the bits of its formats."""
+        return self.schedule.relative_cost(self.q_grad, self.q_max, ladder=LADDERS[self.recipe.ladder])
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the canonical JSON form."""
+        return {
+            "version": SPEC_VERSION,
+            "recipe": self.recipe.to_dict(),
+            "schedule": self.schedule.to_dict(),
+            "q_max": self.q_max,
+            "q_grad": self.q_grad,
+            "seed": self.seed,
+            "arm": self.arm,
+            "scale": self.scale,
+            "preset": self.preset,
+        }
+
+    @classmethod
+    def from_dict(cls, d: dict[str, Any]) -> RunSpec:
+        """Rebuild a spec; ValueError for another version."""
+        if d.get("version") != SPEC_VERSION:
+            raise ValueError(f"spec version {d.get('version')!r} is not {SPEC_VERSION}")
+        recipe: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in d["recipe"].items()}
+        return cls(
+            EXPERIMENTS[recipe["task"]].recipe(**recipe),
+            schedule_from_dict(d["schedule"]),
+            d["q_max"],
+            d["q_grad"],
+            d["seed"],
+            d["arm"],
+            d["scale"],
+            d["preset"],
+        )
+
+    @property
+    def key(self) -> str:
+        """Sixteen hexadecimal digits that identify the run."""
+        return key_of(self.to_dict())
+
+
+def run_spec(
+    recipe: Recipe,
+    arm: str,
+    *,
+    q_max: int,
+    seed: int,
+    scale: str = "demo",
+    preset: str = "ours",
+    q_grad: int | None = None,
+) -> RunSpec:
+    """Make the spec of an arm: a schedule's name, or "static 5" for static training at 5 bits.
+
+    Static arms keep the gradient bits of the schedules they are compared with (``q_max``). ValueError for an unknown
+    arm.
+    """
+    kind, _, bits = arm.partition(" ")
+    if kind == "static":
+        if not bits.isdigit():
+            raise ValueError(f"a static arm is written 'static 5', got {arm!r}")
+        schedule = make_schedule(STATIC, q_max=int(bits), total_steps=recipe.steps)
+    else:
+        schedule = make_schedule(
+            arm,
+            q_min=recipe.q_min,
+            q_max=q_max,
+            total_steps=recipe.steps,
+            n_cycles=recipe.n_cycles,
+            cycle_rule=recipe.cycle_rule,
+        )
+    return RunSpec(recipe, schedule, q_max, q_grad or q_max, seed, arm, scale, preset)

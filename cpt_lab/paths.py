@@ -1,0 +1,82 @@
+"""Where things are: every path of the project comes from here.
+
+In a checkout, and in an unpacked source distribution, all lies in its folders. A wheel carries the committed rows, the
+paper's numbers and the notebooks inside the package, under ``shipped``; what it writes goes to the user's own folders,
+never beside the package.
+"""
+
+from __future__ import annotations
+
+import os
+import shlex
+import sys
+from importlib.resources import files
+from pathlib import Path
+
+from platformdirs import user_cache_path
+
+PACKAGE = Path(str(files("cpt_lab")))
+
+# The folder that holds the package: a checkout, or site-packages.
+ROOT = PACKAGE.parent
+
+_SHIPPED = PACKAGE / "shipped"
+
+# The checkout that the package runs from; None when it is installed from a wheel.
+CHECKOUT = None if _SHIPPED.is_dir() else ROOT
+
+
+def work_dir() -> Path:
+    """Return the folder that relative paths of the user's mean: the checkout, else the working directory."""
+    return CHECKOUT or Path.cwd()
+
+
+def _given(name: str) -> Path | None:
+    """Return the folder that a variable names; ``~`` is the user's home also where no shell has read it."""
+    given = os.environ.get(name)
+    return Path(given).expanduser() if given else None
+
+
+def data_dir() -> Path:
+    """Return the folder of data sets: ``CPT_DATA_DIR``, else ``data/cache`` of the checkout, else the user's cache."""
+    if given := _given("CPT_DATA_DIR"):
+        return given
+    return CHECKOUT / "data" / "cache" if CHECKOUT else user_cache_path("cpt_core", appauthor=False)
+
+
+def runs_dir() -> Path:
+    """Return the folder that runs are written to: ``CPT_RUNS_DIR``, else ``runs`` in ``work_dir()``."""
+    return _given("CPT_RUNS_DIR") or work_dir() / "runs"
+
+
+def results_dir() -> Path:
+    """Return the folder of the committed result rows."""
+    return CHECKOUT / "data" / "results" if CHECKOUT else _SHIPPED / "results"
+
+
+def paper_dir() -> Path:
+    """Return the folder of the numbers taken from the paper."""
+    return CHECKOUT / "data" / "paper" if CHECKOUT else _SHIPPED / "paper"
+
+
+def cards_dir() -> Path:
+    """Return the folder of the data cards: one page per data set."""
+    return CHECKOUT / "data" / "cards" if CHECKOUT else _SHIPPED / "cards"
+
+
+def notebooks_dir() -> Path:
+    """Return the folder of the notebooks."""
+    return CHECKOUT / "notebooks" if CHECKOUT else _SHIPPED / "notebooks"
+
+
+def solutions_dir() -> Path:
+    """Return the folder of the solutions of the notebooks' exercises."""
+    return CHECKOUT / "notebooks" / "solutions" if CHECKOUT else _SHIPPED / "solutions"
+
+
+def command(words: str) -> str:
+    """Return a command of this package as it can be typed here: by this Python, whether or not it is on the path."""
+    python = Path(sys.executable)
+    if python.is_relative_to(Path.cwd()):
+        python = python.relative_to(Path.cwd())
+    return f"{shlex.quote(str(python))} -m cpt_lab {words}"

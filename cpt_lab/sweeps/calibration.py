@@ -1,0 +1,167 @@
+"""How long a step takes on this device, how much memory a run needs: measured in seconds, on random data, and kept.
+
+>>> measure(spec).seconds_per_step  # doctest: +SKIP
+0.0021
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import tempfile
+import time
+import warnings
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+from filelock import FileLock
+
+from cpt_core.bitops.plan import count_bitops
+from cpt_core.checks import write_text
+from cpt_core.quantization.scheduler import precision
+from cpt_lab.experiments.spec import RunSpec
+from cpt_lab.paths import runs_dir
+from cpt_lab.sweeps.options import SweepOptions
+from cpt_lab.sweeps.process import supervise
+from cpt_lab.sweeps.worker import Job, Outcome
+from cpt_lab.training.device import device_name, host_memory, peak_memory, usual_device
+from cpt_lab.training.session import Session, task_of
+
+SECONDS = 1.0  # about the time that measuring one recipe takes, if its steps are that quick
+VERSION = 3  # of what is measured: kept measurements of another version are not taken
+CONTEXT = 600 * 2**20  # bytes that a CUDA process takes before its first tensor
+
+
+@dataclass(frozen=True)
+class Calibration:
+    """What a run of a recipe takes on one device.
+
+    Attributes:
+        seconds_per_step: of training, on one CPU thread or one GPU; evaluation and reading images are not in it.
+        peak_memory: bytes, see ``training.device``.
+        host_memory: bytes that its process takes of the machine's memory.
+        checkpoint: bytes on disk.
+        macs: forward multiply-accumulates of one step, as convention "paper" counts them.
+        batch: samples of the measured steps; a CPU measures large models on fewer, and multiplies.
+    """
+
+    seconds_per_step: float
+    peak_memory: int
+    host_memory: int
+    checkpoint: int
+    macs: int
+    batch: int
+
+
+def measure(spec: RunSpec, device: str = "auto") -> Calibration:
+    """Measure a few steps in a process of their own, or return what an earlier call measured.
+
+    Measurements are kept in ``runs/calibration.json``, by recipe, device and version of torch; a folder that cannot be
+    written is a warning.
+
+    Raises:
+        RuntimeError: when the steps fail, with the reason.
+    """
+    path = runs_dir() / "calibration.json"
+    key = _key(spec, device)
+    known = _known(path)
+    if key in known:
+        return Calibration(**known[key])
+    with tempfile.TemporaryDirectory() as folder:
+        job = Job(spec, Path(folder) / "calibration.jsonl", SweepOptions(device=device))
+        row = supervise(job, work=_measure).row or {}
+    if "error" in row:
+        raise RuntimeError(f"{spec.recipe.model} on {spec.recipe.dataset} does not run here: {row['error']}")
+    found = Calibration(**row)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with FileLock(path.with_suffix(".lock")):
+            write_text(path, json.dumps({**_known(path), key: asdict(found)}, indent=1))
+    except OSError as error:
+        warnings.warn(f"measurements cannot be kept in {path.parent}: {error.strerror or error}", stacklevel=2)
+    return found
+
+
+def _known(path: Path) -> dict[str, dict[str, Any]]:
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):  # none yet, or damaged: it is measured again
+        return {}
+
+
+def runs_per_gpu(on_gpu: int, gpu_memory: int, on_host: int, memory: int, cores: int) -> int:
+    """Return how many runs share a GPU: one per CPU core at most, and as many as fit into nine tenths of both memories.
+
+    Args:
+        on_gpu: bytes that a run takes there, without its CUDA context.
+        gpu_memory: bytes of the GPU.
+        on_host: bytes that the process of a run takes of the machine's memory.
+        memory: bytes of that memory, and
+        cores: CPU cores, for the runs of this GPU.
+
+    >>> runs_per_gpu(2 * 2**30, 24 * 2**30, on_host=3 * 2**30, memory=64 * 2**30, cores=16)
+    8
+    """
+    fitting = min(gpu_memory / (on_gpu + CONTEXT), memory / on_host)
+    return max(1, min(int(0.9 * fitting), cores))
+
+
+def _key(spec: RunSpec, device: str) -> str:
+    where = device_name(usual_device(device, spec))
+    recipe = json.dumps(spec.to_dict()["recipe"], sort_keys=True)
+    return hashlib.sha256(f"{VERSION} {recipe} {where} {torch.__version__}".encode()).hexdigest()[:16]
+
+
+def _measure(job: Job, should_stop: Callable[[], bool], on_start: Callable[[], None]) -> Outcome:
+    """Work of the measuring process."""
+    try:
+        return Outcome(job.spec.key, "ran", asdict(_steps(job.spec, usual_device(job.options.device, job.spec))))
+    except Exception as error:
+        return Outcome(job.spec.key, "ran", {"error": f"{type(error).__name__}: {error}"})
+
+
+def _steps(spec: RunSpec, device: str) -> Calibration:
+    """Measure whole batches on a GPU, and on a CPU where they are quick; else some samples, and multiply."""
+    whole = spec.recipe.batch  # 0 is a full graph
+    some = whole if device == "cuda" else min(whole, 8)
+    found = _steps_of(spec, device, some)
+    if some == whole:
+        return found
+    if found.seconds_per_step * whole / some < SECONDS:
+        return _steps_of(spec, device, whole)
+    factor = whole / some
+    return replace(found, seconds_per_step=found.seconds_per_step * factor, macs=round(found.macs * factor))
+
+
+def _steps_of(spec: RunSpec, device: str, batch: int) -> Calibration:
+    """Measure steps with batches of one size."""
+    spec = replace(spec, recipe=replace(spec.recipe, batch=batch))
+    session = Session(task_of(spec), spec, device, stand_in=True)
+    first, lr = next(session.task.batches(0)), session.lr_at(0, [])
+
+    def step() -> float:
+        started = time.monotonic()
+        if not math.isfinite(float(session.step(first, lr))):  # waits for the end of the step on a GPU, too
+            raise ArithmeticError("the loss of random data is not finite")  # nothing was trained
+        return time.monotonic() - started
+
+    times: list[float] = []
+    with precision(session.model, "q_max"):  # the schedule stands still
+        step()  # the first one allocates
+        while (len(times) < 3 and sum(times) < SECONDS) or (len(times) < 200 and sum(times) < SECONDS / 3):
+            times.append(step())
+    states = [session.model.state_dict(), *session.optimizer.state.values()]
+    tensors = [v for state in states for v in state.values() if isinstance(v, torch.Tensor)]
+    return Calibration(
+        seconds_per_step=median(times),
+        peak_memory=peak_memory(device),
+        host_memory=host_memory(),
+        checkpoint=sum(t.numel() * t.element_size() for t in tensors),
+        macs=count_bitops(session.model, session.task.inputs(first), convention="paper").forward_macs,
+        batch=batch,
+    )

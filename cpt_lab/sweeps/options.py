@@ -1,0 +1,70 @@
+"""How a sweep runs: one value that everything between the command line and a run's process hands on."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from cpt_core.checks import choose
+from cpt_lab.training.device import DEVICES
+
+EXECUTORS = ("local", "dask")
+MOST = 1024  # workers or threads: torch crashes where a process cannot have as many threads as it is told
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+@dataclass(frozen=True)
+class SweepOptions:
+    """The options of ``run_grid``; ValueError for a wrong value.
+
+    Attributes:
+        executor: "local" for the cores or GPUs of this machine; "dask" for a cluster (needs the extra "cluster").
+        workers: runs at a time; 0 runs them here, in this process. None takes as many as the CPU cores or the memory
+            of the GPUs allow. With ``scheduler`` the cluster decides.
+        threads: CPU threads of a run; small networks are faster on one. Results depend on it in the last digits.
+        device: "auto" takes CUDA where there is one at paper scale, the CPU at the others, whose networks are too small
+            to gain by it; or "cpu", "cuda". Smoke scale is always on the CPU.
+        per_gpu: runs that share a GPU; None takes as many as fit, measured before they start (one on a cluster that
+            is there already).
+        scheduler: address of a Dask scheduler such as "tcp://10.0.0.5:8786"; None starts a cluster on this machine.
+        timeout: seconds after which a run is failed; not with ``workers=0``.
+        retry_failed: run specs again whose newest row says "failed"; they go on from their last checkpoint.
+        checkpoint_seconds: time between checkpoints of a run.
+        progress: show a bar with what is done and how long the rest takes; None shows it to people only.
+    """
+
+    executor: str = "local"
+    workers: int | None = None
+    threads: int = 1
+    device: str = "auto"
+    per_gpu: int | None = None
+    scheduler: str | None = None
+    timeout: float | None = None
+    retry_failed: bool = False
+    checkpoint_seconds: float = 60.0
+    progress: bool | None = None
+
+    def __post_init__(self) -> None:
+        """Check every value alone, then those that exclude each other."""
+        choose("executor", self.executor, EXECUTORS)
+        choose("device", self.device, DEVICES)
+        for name, least in (("workers", 0), ("threads", 1), ("per_gpu", 1)):
+            value = getattr(self, name)
+            if value is None and name != "threads":
+                continue
+            if not isinstance(value, int) or isinstance(value, bool) or not least <= value <= MOST:
+                raise ValueError(f"{name} must be a whole number of at least {least}, at most {MOST}; got {value!r}")
+        if self.timeout is not None and not (_is_number(self.timeout) and self.timeout > 0):
+            raise ValueError(f"timeout must be more than 0 seconds; got {self.timeout!r}")
+        if not (_is_number(self.checkpoint_seconds) and self.checkpoint_seconds >= 0):
+            raise ValueError(f"checkpoint_seconds must be 0 or more; got {self.checkpoint_seconds!r}")
+        if self.scheduler is not None and self.executor != "dask":
+            raise ValueError(f"scheduler={self.scheduler!r} is for executor 'dask', not {self.executor!r}")
+        if self.scheduler is not None and self.workers is not None:
+            raise ValueError(f"workers={self.workers} is for this machine; the cluster at {self.scheduler} has its own")
+        if self.workers == 0 and self.executor == "dask":
+            raise ValueError("workers=0 runs everything in this process; executor 'dask' needs at least 1")
+        if self.workers == 0 and self.timeout is not None:
+            raise ValueError(f"timeout={self.timeout} needs runs in processes of their own; got workers=0")

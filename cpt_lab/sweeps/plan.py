@@ -1,0 +1,145 @@
+"""What there is to run and what it takes, before anything is spent.
+
+>>> frame = plan("digits/mlp6")  # doctest: +SKIP
+"""
+
+from __future__ import annotations
+
+import math
+from functools import cache
+from statistics import median
+
+import pandas as pd
+
+from cpt_core.checks import choose
+from cpt_core.formats.ladder import LADDERS
+from cpt_core.schedules import cost
+from cpt_core.waiting import waiting
+from cpt_lab.experiments.grids import find_grids
+from cpt_lab.experiments.spec import RunSpec
+from cpt_lab.sweeps import stores
+from cpt_lab.sweeps.calibration import measure
+from cpt_lab.training.device import DEVICES, device_name, usual_device
+
+CURVE_BYTES = 8  # of a step in the curve, and of a run besides: its row and its log (both measured, generously)
+RUN_BYTES = 20_000
+
+
+def plan(
+    name: str | None = None,
+    scale: str | None = None,
+    *,
+    device: str = "auto",
+    measured: bool = True,
+    progress: bool = False,
+) -> pd.DataFrame:
+    """Return one line per grid: what is done, what is missing, and what the missing part takes here.
+
+    Args:
+        name: of a grid or an artefact; None takes all.
+        scale: None takes the paper's where a grid has it, else demo.
+        device: see ``run_grid``.
+        measured: take a few steps of every model (seconds each, kept for the next time); without, times are NaN.
+        progress: show a bar.
+
+    Returns:
+        Columns grid, artefact, scale, runs, done, failed, missing; bitops of all runs (convention "paper"); hours of
+        the missing runs, one after the other on one CPU core or GPU; disk in MB for the missing runs and the two
+        checkpoints of one; note. Hours come from stored rows of this device where there are any, else from the
+        measured steps, which leave evaluation and reading images out.
+
+    Raises:
+        ValueError: for an unknown name, or a scale that none of the grids has.
+    """
+    found = find_grids(name)
+    choose("device", device, DEVICES)
+    if scale is not None and not any(scale in grid.scales for grid in found.values()):
+        raise ValueError(f"no grid of {name or 'these'} has scale {scale!r}")
+    rows_of = cache(lambda store: {row["key"]: row for row in stores.load_rows(store)})  # grids share stores
+    lines = []
+    bar = waiting("measuring", found.items(), progress=bool(progress and measured), leave=False)
+    for key, grid in bar:
+        at = scale or grid.scales[0]
+        if at not in grid.scales:
+            continue
+        line = {"grid": key, "artefact": grid.artefact, "scale": at}
+        specs = grid.make(at)
+        rows = rows_of(stores.store_path(at, specs[0].recipe.task))
+        status = [rows[spec.key]["status"] if spec.key in rows else None for spec in specs]
+        missing = [spec for spec, s in zip(specs, status, strict=True) if s is None]
+        line |= {
+            "runs": len(specs),
+            "done": sum(s in ("ok", "diverged") for s in status),
+            "failed": status.count("failed"),
+            "missing": len(missing),
+        }
+        if measured:
+            bar.set_postfix_str(key)
+            try:
+                line |= _price(specs, missing, list(rows.values()), device)
+            except RuntimeError as error:
+                line["note"] = str(error)
+        lines.append(line)
+    columns = "grid artefact scale runs done failed missing bitops hours disk note".split()
+    frame = pd.DataFrame(lines, columns=columns)
+    counts = ["runs", "done", "failed", "missing"]
+    types = {
+        **dict.fromkeys(counts, "Int64"),
+        **dict.fromkeys(["bitops", "hours", "disk"], "float64"),
+        "note": "string",
+    }
+    return frame.astype(types).fillna({"done": 0, "failed": 0, "note": ""})
+
+
+def _price(specs: list[RunSpec], missing: list[RunSpec], rows: list[stores.Row], device: str) -> dict[str, float]:
+    found = measure(specs[0], device)  # the specs of a grid share their recipe
+    wanted = {spec.key for spec in missing}
+    bitops, seconds, curves = 0.0, 0.0, 0.0
+    for spec in specs:
+        bits = LADDERS[spec.recipe.ladder].bits
+        static = cost.total_bitops(found.macs, [bits(spec.q_max)] * spec.recipe.steps, bits(spec.q_grad))
+        bitops += static * spec.relative_cost
+        if spec.key in wanted:
+            seconds += _seconds(spec, rows, device) or found.seconds_per_step * spec.recipe.steps
+            curves += CURVE_BYTES * spec.recipe.steps + RUN_BYTES
+    return {
+        "bitops": bitops,
+        "hours": seconds / 3600,
+        "disk": math.ceil((curves + (2 * found.checkpoint if missing else 0)) / 1e6),
+    }
+
+
+def _seconds(spec: RunSpec, rows: list[stores.Row], device: str) -> float | None:
+    """Median time of the stored runs of a recipe on this kind of device."""
+    here = device_name(usual_device(device, spec))
+    recipe = spec.to_dict()["recipe"]
+    times = [
+        row["seconds"]
+        for row in rows
+        if row["status"] == "ok" and row["device"] == here and row["spec"]["recipe"] == recipe
+    ]
+    return median(times) if times else None
+
+
+def text(frame: pd.DataFrame) -> str:
+    """Return a plan as text, with totals."""
+    forms = {
+        "bitops": "{:.2e}".format,
+        "hours": lambda hours: f"{hours:.1f}" if hours >= 1 else f"{hours:.3f}",
+        "disk": "{:,.0f} MB".format,
+    }
+    lines = [
+        frame.to_string(index=False, na_rep="", formatters=forms),
+        "",
+        f"{len(frame)} grids, {frame.runs.sum():,} runs: {frame.done.sum():,} done, {frame.failed.sum():,} failed, "
+        f"{frame.missing.sum():,} missing",
+    ]
+    if frame.hours.notna().any():
+        lines.append(
+            f"missing runs one after the other here: {frame.hours.sum():,.1f} hours (training steps; evaluation and "
+            f"reading images come on top unless runs of this device are stored), {frame.disk.sum():,.0f} MB"
+        )
+        lines.append(
+            "bitops: bit operations in units of one 32 x 32-bit product, convention 'paper', all runs of a grid"
+        )
+    return "\n".join(lines)

@@ -1,0 +1,201 @@
+"""A run in a process of its own, which may die alone."""
+
+from __future__ import annotations
+
+import faulthandler
+import logging
+import math
+import multiprocessing
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from multiprocessing import connection, forkserver, resource_tracker
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from cpt_lab.experiments.recipes import EXPERIMENTS
+from cpt_lab.machine import share_with
+from cpt_lab.sweeps import stores
+from cpt_lab.sweeps.stores import StoreError
+from cpt_lab.sweeps.worker import Job, Outcome, run_one
+
+GRACE_SECONDS = 60.0  # for the checkpoint of a run whose time is up
+
+# Keep freed memory instead of faulting it in again for every temporary tensor: 10-30 % faster steps on a CPU.
+ALLOCATOR = {"MALLOC_MMAP_THRESHOLD_": "1073741824", "MALLOC_TRIM_THRESHOLD_": "4294967296"}
+
+
+def supervise(
+    job: Job,
+    *,
+    should_stop: Callable[[], bool] = lambda: False,
+    should_kill: Callable[[], bool] = lambda: False,
+    on_start: Callable[[], None] = lambda: None,
+    work: Callable[..., Outcome] = run_one,
+) -> Outcome:
+    """Run a job in a new process and wait for it; a process that dies or takes too long leaves a failed row.
+
+    Args:
+        job: the run.
+        should_stop: asked all the time; the run then writes its checkpoint and ends.
+        should_kill: the same, but the process is killed.
+        on_start: called when the run has started: the time that it may take counts from there.
+        work: what the process does; for tests.
+
+    Raises:
+        StoreError: when the store cannot be written.
+    """
+    context = _context()
+    receiver, sender = context.Pipe(duplex=False)
+    process = context.Process(target=_child, args=(job, sender, work, dict(os.environ)), name=f"run-{job.spec.key}")
+    process.start()
+    sender.close()  # the last writing end is the child's now, so the pipe ends with it
+    said: dict[str, Any] = {}
+    started = asked = math.inf
+    timeout = job.options.timeout or math.inf
+    late = False
+    try:
+        # A pipe may end before its process (which closes it at exit) and a process before its pipe is read: wait for
+        # both. The 0.2 seconds are how soon this process notices that it should stop the other.
+        talking = True
+        while talking or process.is_alive():
+            connection.wait([receiver if talking else process.sentinel], timeout=0.2)
+            while talking and receiver.poll():
+                try:
+                    kind, content = receiver.recv()
+                except (EOFError, OSError):  # the end, or the middle of a message at which the process was killed
+                    talking = False
+                    continue
+                said[kind] = content
+                if kind == "started":
+                    started = time.monotonic()
+                    on_start()
+            now = time.monotonic()
+            late = late or now - started > timeout
+            if asked == math.inf and (late or should_stop()):
+                process.terminate()  # the run writes its checkpoint at the end of the step
+                asked = now
+            # a run that hangs never comes to the end of its step; one that was stopped may take its time to write
+            if should_kill() or (late and now - asked > GRACE_SECONDS):
+                process.kill()
+    finally:
+        if process.is_alive():  # an error in this process; nobody would look after the other
+            process.kill()
+        process.join()
+        receiver.close()
+    if "error" in said:
+        raise StoreError(said["error"])
+    outcome = said.get("outcome")
+    if outcome is not None and not (late and outcome.status == "stopped"):
+        return outcome  # what it said counts, however it ended after that
+    if should_kill() or (outcome is None and should_stop() and not late):
+        return Outcome(job.spec.key, "stopped")  # died because it was told to: no failure
+    return record_loss(job, f"took longer than {timeout:g} s" if late else _cause_of(process.exitcode))
+
+
+def record_loss(job: Job, why: str) -> Outcome:
+    """Store a failed row for a process that ended without one, unless it had appended its row or another has it."""
+    key, store = job.spec.key, job.store
+    with stores.claim(store, key) as mine:
+        if not mine:
+            return Outcome(key, "busy")
+        log_file = stores.place(store, "logs", key)
+        last = _end_of(log_file)
+        with suppress(OSError), open(log_file, "a", encoding="utf-8") as f:
+            f.write(f"{why}\n")
+        row = {**stores.describe(job.spec), "status": "failed", "error": f"{why}\n{last}"}
+        return Outcome(key, "ran", stores.append_row(store, row, job.since))
+
+
+def _end_of(path: Path, lines: int = 40) -> str:
+    """Return the last lines of a log, without the list of modules that a crash dump ends with."""
+    if not path.exists():
+        return ""
+    said = path.read_text(encoding="utf-8", errors="replace").splitlines()
+    return "\n".join([line for line in said if not line.startswith("Extension modules:")][-lines:])
+
+
+def _cause_of(exitcode: int | None) -> str:
+    if exitcode is not None and exitcode < 0:
+        name = signal.Signals(-exitcode).name
+        hint = " (the system may have run out of memory)" if name == "SIGKILL" else ""
+        return f"the process of the run was ended by {name}{hint}"
+    return f"the process of the run ended with status {exitcode} and no result"
+
+
+_starting = threading.Lock()
+
+
+def _context() -> Any:
+    """Return how processes start: forked from a server that has torch imported, so that a run starts in no time."""
+    if "forkserver" not in multiprocessing.get_all_start_methods():
+        return multiprocessing.get_context("spawn")
+    context = multiprocessing.get_context("forkserver")
+    with _starting:
+        # a task whose extra is not installed is left out there, and missed by its own runs only
+        tasks = [experiment.task.partition(":")[0] for experiment in EXPERIMENTS.values()]
+        context.set_forkserver_preload(["cpt_lab.sweeps.worker", *tasks])
+        before = {name: os.environ.get(name) for name in ALLOCATOR}
+        os.environ.update({name: value for name, value in ALLOCATOR.items() if before[name] is None})
+        # Ctrl-C in a terminal reaches the server too; while it starts, nothing there would catch it. The tracker of
+        # resources goes first: starting it inside would end the block before the server takes it over
+        resource_tracker.ensure_running()
+        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+        try:
+            forkserver.ensure_running()
+        finally:
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
+            for name, value in before.items():
+                if value is None:
+                    del os.environ[name]
+    return context
+
+
+def _child(job: Job, sender: Any, work: Callable[..., Outcome], environment: dict[str, str]) -> None:
+    os.environ.update(environment)  # the server that this process comes from may be older than a change of it
+    stop = threading.Event()
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the sweep, which then asks with SIGTERM
+    signal.signal(signal.SIGTERM, lambda *_: stop.set())
+    threading.Thread(target=_watch_parent, args=(stop,), daemon=True).start()
+    _log_to(stores.place(job.store, "logs", job.spec.key))
+    if job.gpu is not None:  # before CUDA starts
+        visible = [v for v in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if v]
+        os.environ["CUDA_VISIBLE_DEVICES"] = visible[job.gpu] if visible else str(job.gpu)
+    torch.set_num_threads(job.options.threads)
+    share_with(job.sharing)
+
+    def send(kind: str, content: Any) -> None:
+        with suppress(OSError):  # the sweep is gone; the row is in the store
+            sender.send((kind, content))
+
+    try:
+        send("outcome", work(job, stop.is_set, lambda: send("started", None)))
+    except StoreError as error:
+        send("error", str(error))
+
+
+def _watch_parent(stop: threading.Event) -> None:
+    parent = multiprocessing.parent_process()
+    if parent is not None:
+        parent.join()
+        stop.set()
+
+
+def _log_to(path: Path) -> None:
+    """Send everything this process writes, and what Python says when it crashes, to a file."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+    except OSError:
+        return  # a log is no reason to lose a run; the store itself was tried before
+    for stream in (1, 2):
+        os.dup2(file, stream)
+    os.close(file)
+    logging.basicConfig(stream=sys.stderr, level=logging.INFO, format="%(asctime)s %(message)s", force=True)
+    faulthandler.enable()

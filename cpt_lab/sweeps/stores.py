@@ -1,0 +1,284 @@
+"""Where runs are kept: a file of result rows and, beside it, the curves, checkpoints, locks and logs of its runs.
+
+A store is a file of JSON lines such as ``runs/demo/image.jsonl``; a row holds the spec of a run, its status, metrics,
+costs and where it came from. Rows are appended, never edited, and any number of processes may append, also from
+several machines on a shared file system. ``image.curves/``, ``image.checkpoints/``, ``image.locks/`` and
+``image.logs/`` stand beside it. Needs no torch.
+
+>>> place(Path("runs/demo/image.jsonl"), "curves", "0123").as_posix()
+'runs/demo/image.curves/0123.parquet'
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import shutil
+from collections.abc import Callable, Collection, Iterable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+from filelock import FileLock, Timeout
+
+from cpt_core.checks import nulled, sync, write_atomically
+from cpt_lab.experiments.spec import RunSpec
+from cpt_lab.paths import results_dir, runs_dir
+from cpt_lab.provenance import source
+from cpt_lab.sweeps.digests import STATUSES as STATUSES
+from cpt_lab.sweeps.digests import line_of
+from cpt_lab.sweeps.lines import SCHEMA_VERSION, START, Mark, Row, look, newest, unended
+from cpt_lab.sweeps.lines import find_row as find_row
+from cpt_lab.sweeps.lines import load_rows as load_rows
+
+LOCK_SECONDS = 60.0  # appending takes milliseconds: after this long something is wrong with the file system
+FREE_BYTES = 200 * 2**20  # a run is not started with less room on the disk than this
+_ENDINGS = {"curves": ".parquet", "checkpoints": ".pt", "locks": ".lock", "logs": ".log"}
+
+
+class StoreError(OSError):
+    """A store cannot be written; the message says why and what is safe."""
+
+
+def store_path(scale: str, task: str) -> Path:
+    """Return the store that the notebooks and the command line use for a scale and a task."""
+    return runs_dir() / scale / f"{task}.jsonl"
+
+
+def place(store: Path, kind: str, key: str) -> Path:
+    """Return the file of one run: ``kind`` is "curves", "checkpoints", "locks" or "logs"."""
+    return store.parent / f"{store.stem}.{kind}" / f"{key}{_ENDINGS[kind]}"
+
+
+# --- who may do what ------------------------------------------------------------------------------
+def _lock(store: Path) -> FileLock:
+    """Return the lock of a store. It is the operating system's, so it ends with its holder, however that ends."""
+    return FileLock(store.with_name(store.name + ".lock"), timeout=LOCK_SECONDS)
+
+
+@contextmanager
+def claim(store: Path, key: str, seconds: float = 0.0, should_stop: Callable[[], bool] | None = None) -> Iterator[bool]:
+    """Claim a run for a ``with`` block: True for the one process that may do it, False for everybody else meanwhile.
+
+    The claim is a lock of the operating system's on an empty file of the run's. It is free at once when its holder
+    ends, also by ``kill -9``; a holder on another machine that hangs keeps it until its process or its machine is
+    ended. The file stays, for ever: that it is there says nothing, and to remove one that another process has just
+    opened would let two of them hold "the" lock.
+
+    Args:
+        store: where the run's row goes.
+        key: of the run.
+        seconds: how long to wait for another holder.
+        should_stop: asked while waiting; True ends it.
+
+    Raises:
+        StoreError: when the file cannot be written.
+    """
+    path = place(store, "locks", key)
+    lock, mine = FileLock(path), True
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        lock.acquire(timeout=seconds, poll_interval=0.2, cancel_check=should_stop)
+    except Timeout:
+        mine = False
+    except OSError as error:
+        raise StoreError(f"cannot write {path}: {error.strerror or error}; checkpoints are kept") from error
+    try:
+        yield mine
+    finally:
+        lock.release()  # of one that is not held it does nothing
+
+
+# --- rows -----------------------------------------------------------------------------------------
+def append_row(store: Path, row: Row, since: Mark = START) -> Row:
+    """Append a row as one line and return the row that counts.
+
+    A finished row of the same run stays: then nothing is appended, and that row is returned. The torn beginning of a
+    row that an interrupted writer left is cut off first, nothing else ever is; a whole row that lacks its line's end
+    gets it. The store is looked through before it is locked; under the lock only what came meanwhile is.
+
+    JSON has no number that is not finite: it is stored as null, and a finished row with any is that of a run that
+    diverged, see ``settled``.
+
+    Args:
+        store: the file.
+        row: what to append.
+        since: up to there the caller has looked already, and there is no finished row of this run.
+
+    Raises:
+        StoreError: when it cannot be written; the file is then as it was before.
+        ValueError: for a row with the key of another spec, and for a file that ends with what no writer of ours leaves.
+    """
+    row = settled(row)
+    check_source(store, row.get("provenance", {}))
+    key, line = row["key"], line_of(row)
+    try:
+        found: list[Row] = []
+        if store.exists():
+            with open(store, "rb") as reader:
+                found, since = look(store, reader, key, since)
+        with _lock(store), open(store, "ab", buffering=0) as f, open(store, "rb") as reader:
+            new, whole = look(store, reader, key, since)
+            held = newest(found + new).get(key)
+            if held is not None and held["status"] != "failed":
+                return held
+            reader.seek(whole.end)
+            last = unended(store, reader.read())
+            line = b"\n" + line if last else line
+            f.truncate(end := whole.end + len(last))
+            try:
+                if f.write(line) != len(line):
+                    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+                os.fsync(f.fileno())
+            except OSError:
+                f.truncate(end)
+                raise
+            if end == 0:
+                sync(store.parent)
+    except OSError as error:
+        raise StoreError(f"cannot write {store}: {error.strerror or error}; {_kept(store, key)}") from error
+    return row
+
+
+def settled(row: Row) -> Row:
+    """Return a row as it is stored: a number that is not finite is null, and its run diverged unless it failed."""
+    lost: list[str] = []
+    row = nulled(row, lost)
+    if lost and row["status"] == "ok":
+        row |= {"status": "diverged", "error": f"diverged at step {row.get('steps')}, in {', '.join(lost[:3])}"}
+    return row
+
+
+def _kept(store: Path, key: str) -> str:
+    """What is left of a run whose result cannot be written: on a full disk, its checkpoint may be missing too."""
+    there = place(store, "checkpoints", key).exists()
+    return "the run's last checkpoint is kept" if there else "the run has no checkpoint"
+
+
+def check_writable(store: Path) -> None:
+    """Try whether a store and what lies beside it can be written, before work is put into it; StoreError says why not.
+
+    A store that does not exist is not made: a sweep that is refused leaves none.
+    """
+    store = Path(store)
+    try:
+        store.parent.mkdir(parents=True, exist_ok=True)
+        if store.is_dir():
+            raise IsADirectoryError(errno.EISDIR, "it is a folder, not a file of rows")
+        for kind in _ENDINGS:
+            folder = place(store, kind, "").parent
+            if folder.exists() and not folder.is_dir():
+                raise NotADirectoryError(errno.ENOTDIR, f"{folder.name} beside it is a file, not a folder of {kind}")
+        with _lock(store):  # makes a file in that folder
+            if store.exists():
+                open(store, "ab").close()
+    except Timeout as error:
+        raise StoreError(f"cannot write {store}: {error.lock_file} is held by another process") from error
+    except OSError as error:
+        raise StoreError(f"cannot write {store}: {error.strerror or error}; nothing was started") from error
+    check_free(store)
+
+
+def check_source(store: Path, where: dict[str, Any]) -> None:
+    """Refuse to keep rows under ``data/results`` that no commit gives again; other stores take any.
+
+    Args:
+        store: the file.
+        where: the "commit" and "dirty" of the tree that the rows come from.
+
+    Raises:
+        StoreError: names the store, and what to do.
+    """
+    if where.get("dirty") is False or not Path(store).resolve().is_relative_to(results_dir().resolve()):
+        return
+    commit = where.get("commit")
+    reason = f"tracked files differ from commit {commit[:7]}" if commit else "there is no commit to name"
+    raise StoreError(
+        f"cannot write {store}: {reason}, and rows that are kept must come from one; commit the changes, or take a "
+        f"store under {runs_dir()}"
+    )
+
+
+def check_free(store: Path) -> None:
+    """Raise StoreError when there is little room left beside a store."""
+    free = shutil.disk_usage(store.parent).free
+    if free < FREE_BYTES:
+        raise StoreError(f"only {free / 2**20:.0f} MB free beside {store}; a run needs {FREE_BYTES / 2**20:.0f} MB")
+
+
+def check_same_data(store: Path, rows: Iterable[Row], spec: RunSpec, checksum: str) -> None:
+    """Refuse to go on beside rows of the same recipe that were trained on other data under the same name.
+
+    Raises:
+        ValueError: names the data and what can be done.
+    """
+    recipe = spec.to_dict()["recipe"]
+    known = [row["data_checksum"] for row in rows if "data_checksum" in row and row["spec"]["recipe"] == recipe]
+    if other := sorted(set(known) - {checksum}):
+        count = sum(one != checksum for one in known)
+        raise ValueError(
+            f"the data of {recipe['dataset']!r} have changed: {count} rows in {store} are of checksum "
+            f"{' and '.join(other)}, what is there now has {checksum}; put those data back, or keep the new rows "
+            "apart: set CPT_RUNS_DIR to another folder, or give the data another name"
+        )
+
+
+# --- curves ---------------------------------------------------------------------------------------
+def write_curve(store: Path, key: str, history: dict[str, list[Any]]) -> None:
+    """Store what happened at every step of a run as Parquet, replacing an older file in one go.
+
+    Columns: ``step`` (0-based), ``loss``, ``bits``, ``lr``, and ``<split>_<metric>_at_<q_max|current>``, which is NaN
+    except after the steps that were followed by an evaluation.
+    """
+    types = {"step": "int32", "loss": "float32", "bits": "int8", "lr": "float64"}  # the loss is a float32 number
+    frame = pd.DataFrame({name: history[name] for name in types}).astype(types)
+    for e in history["evaluations"]:
+        for split in ("valid", "test"):
+            for name, value in e.get(split, {}).items():
+                column = f"{split}_{name}_at_{e['precision']}"
+                if column not in frame:
+                    frame[column] = float("nan")
+                frame.loc[frame["step"] == e["step"] - 1, column] = float("nan") if value is None else value
+    path = place(store, "curves", key)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_atomically(path, lambda temporary: frame.to_parquet(temporary, index=False, compression="zstd"))
+    except OSError as error:
+        raise StoreError(f"cannot write {path}: {error.strerror or error}; {_kept(store, key)}") from error
+
+
+def clean(store: Path, key: str) -> None:
+    """Remove what writers of this run left half written when they were killed. Only its holder may call this."""
+    for kind in ("checkpoints", "curves"):
+        for path in place(store, kind, key).parent.glob(f"{key}.*.tmp"):
+            path.unlink(missing_ok=True)
+
+
+def remove_checkpoints(store: Path, keys: Collection[str]) -> None:
+    """Remove all checkpoints of finished runs: the newest, the one before, and those that were set aside."""
+    for path in place(store, "checkpoints", "").parent.glob("*"):
+        if path.name.partition(".")[0] in keys:
+            path.unlink(missing_ok=True)
+
+
+def load_curve(store: Path | str, key: str) -> pd.DataFrame:
+    """Return the curve of one run; FileNotFoundError when there is none."""
+    path = place(Path(store), "curves", key)
+    if not path.exists():
+        raise FileNotFoundError(f"no curve of run {key} beside {store}")
+    return pd.read_parquet(path)
+
+
+# --- what is known before a run -------------------------------------------------------------------
+def describe(spec: RunSpec) -> Row:
+    """Return the part of a row that is known before the run: the spec, its costs and where it comes from."""
+    return {
+        "schema": SCHEMA_VERSION,
+        "key": spec.key,
+        "spec": spec.to_dict(),
+        "relative_cost": spec.relative_cost,
+        "noise_exposure": spec.schedule.noise_exposure(spec.q_max) if spec.recipe.ladder == "affine" else None,
+        "share_at_q_min": spec.schedule.share_at(spec.schedule.q_min),
+        "provenance": source(),
+    }

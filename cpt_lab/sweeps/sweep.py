@@ -1,0 +1,222 @@
+"""Run a list of specs: skip what the store holds, keep going after a failure, resume what was interrupted.
+
+Any number of sweeps may share a store, on one machine or several: each run is done by one of them.
+
+>>> from cpt_lab.experiments import designs
+>>> specs = designs.quality_cost("smoke", schedules=["CR"], static=[])
+>>> rows = run_grid(specs, store=Path("runs/x.jsonl"))  # doctest: +SKIP
+"""
+
+from __future__ import annotations
+
+import sys
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import FIRST_COMPLETED, ThreadPoolExecutor, wait
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from tqdm.auto import tqdm
+
+from cpt_lab.experiments.recipe import is_own
+from cpt_lab.experiments.spec import RunSpec
+from cpt_lab.machine import usable_cores, usable_memory
+from cpt_lab.provenance import commit
+from cpt_lab.sweeps import stores
+from cpt_lab.sweeps.calibration import measure, runs_per_gpu
+from cpt_lab.sweeps.lines import mark
+from cpt_lab.sweeps.options import SweepOptions
+from cpt_lab.sweeps.process import supervise
+from cpt_lab.sweeps.progress import Live, Signals
+from cpt_lab.sweeps.stores import Row
+from cpt_lab.sweeps.worker import Job, Outcome, run_one
+from cpt_lab.training.arithmetic import lay_out
+from cpt_lab.training.device import choose_device
+from cpt_lab.training.session import task_of
+
+Execute = Callable[[list[Job], Signals, Live], Iterator[Outcome]]
+
+
+def run_grid(
+    specs: Iterable[RunSpec], store: Path | str, options: SweepOptions | None = None, **changes: Any
+) -> list[Row]:
+    """Run what the store does not hold yet and return the rows of all specs, in order.
+
+    Every run has a process of its own and a claim, which other sweeps respect (see ``stores.claim``). A run that
+    raises, dies or takes too long becomes a row with status "failed", and the others go on. Interrupted runs continue
+    from their checkpoint. Ctrl-C once: the runs write their checkpoints and the sweep ends with KeyboardInterrupt;
+    twice: at once.
+
+    Args:
+        specs: the runs.
+        store: a file of JSON lines; made when it does not exist.
+        options: how to run them; None takes ``SweepOptions()``.
+        **changes: single options, such as ``workers=2``; see ``SweepOptions``.
+
+    Raises:
+        ValueError: for a wrong value, an unknown task, or data that are not those of the rows in the store, before
+            anything runs.
+        DataNotFoundError: when the data of a run are not there, before anything runs.
+        StoreError: when the store cannot be written, before anything runs or as soon as it is noticed; also for one
+            under ``data/results`` when the tree differs from its commit.
+    """
+    options, specs = replace(options or SweepOptions(), **changes), list(specs)
+    for spec in specs:
+        if not isinstance(spec, RunSpec):
+            raise TypeError(f"specs must be a list of RunSpec, as the designs return it; got {spec!r} in it")
+        task_of(spec)
+    store = Path(store).absolute()  # the runs are other processes, maybe in another folder
+    stores.check_writable(store)
+    now = mark(store)
+    held = {row["key"]: row for row in stores.load_rows(store)}
+    retried = ("failed",) if options.retry_failed else ()
+    done = {key for key, row in held.items() if row["status"] not in retried}
+    todo = list({spec.key: spec for spec in specs if spec.key not in done}.values())
+    _check_data(specs, todo, held.values(), store, options)
+    if todo:
+        stores.check_source(store, commit())
+        _sweep([Job(spec, store, options, since=now) for spec in todo], _executor(todo, options), options.progress)
+        # read again instead of collected: another sweep may have done some, and what counts is what lies in the store
+        held = {row["key"]: row for row in stores.load_rows(store)}
+    rows = [held[spec.key] for spec in specs]
+    # also of a process that was killed between its row and its checkpoint
+    stores.remove_checkpoints(store, {row["key"] for row in rows if row["status"] != "failed"})
+    return rows
+
+
+def _executor(specs: list[RunSpec], options: SweepOptions) -> Execute:
+    """Return what runs the jobs of these specs."""
+    if options.executor == "dask":
+        from cpt_lab.sweeps.dask_cluster import dask_outcomes
+
+        return partial(dask_outcomes, slots=_slots(specs, options) if options.scheduler is None else [])
+    return _here if options.workers == 0 else partial(_local, slots=_slots(specs, options))
+
+
+def _check_data(
+    specs: list[RunSpec], todo: list[RunSpec], rows: Iterable[Row], store: Path, options: SweepOptions
+) -> None:
+    """Refuse missing and changed data here, and not in every run alone; the workers of a cluster look for themselves.
+
+    Where nothing is to be run the rows are enough, but one's own data are looked at if they are there.
+    """
+    here = set() if options.executor == "dask" else {spec.recipe for spec in todo}
+    for spec in _recipes(specs):
+        if spec.recipe in here:
+            choose_device(options.device, spec)
+        elif not is_own(spec.recipe.dataset):
+            continue
+        try:
+            task = task_of(spec)(spec, torch.device("cpu"))
+        except FileNotFoundError:
+            if spec.recipe in here:
+                raise
+        else:
+            stores.check_same_data(store, rows, spec, task.checksum)
+            if spec.recipe.channels_last:
+                lay_out(task.model(), spec.recipe)
+
+
+def _recipes(specs: Iterable[RunSpec]) -> list[RunSpec]:
+    """Return a spec of every recipe: its runs share data, memory and devices."""
+    return list({spec.recipe: spec for spec in specs}.values())
+
+
+def _sweep(jobs: list[Job], execute: Execute, progress: bool | None) -> None:
+    with Signals() as signals, Live(len(jobs), progress) as live:
+        while jobs and not signals.stop.is_set():
+            again = set()
+            for outcome in execute(jobs, signals, live):
+                live.ended(outcome)
+                if outcome.row is None:
+                    again.add(outcome.key)
+            # Another sweep has these (wait for it, and take over if it dies), or somebody ended their processes.
+            jobs = [replace(job, wait=True) for job in jobs if job.spec.key in again]
+            if jobs and not live.note and not signals.stop.is_set():  # a log shows no bar
+                first = stores.place(jobs[0].store, "locks", jobs[0].spec.key)
+                said = "runs are another sweep's, or somebody ended their processes; waiting for"
+                tqdm.write(f"{len(jobs)} {said} {first}", sys.stderr)
+            live.note = "waiting for another sweep" if jobs else ""
+        if signals.stop.is_set():
+            raise KeyboardInterrupt(f"stopped with {live.summary()}; the same command goes on from here")
+
+
+def _here(jobs: list[Job], signals: Signals, live: Live) -> Iterator[Outcome]:
+    """One run after the other in this process."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(jobs[0].options.threads)
+    try:
+        for job in jobs:
+            if signals.stop.is_set():
+                return
+
+            def should_stop(steps: int = job.spec.recipe.steps) -> bool:
+                live.stepped(steps)  # it is asked after every step
+                return signals.stop.is_set()
+
+            yield run_one(job, should_stop, partial(live.started, job.spec.key))
+    finally:
+        torch.set_num_threads(before)
+
+
+def _local(jobs: list[Job], signals: Signals, live: Live, slots: list[int | None]) -> Iterator[Outcome]:
+    """Several runs at a time, each in a process of its own; a slot is the GPU of a run, or None."""
+    free = deque(slots)  # one for every thread
+
+    def work(job: Job) -> Outcome:
+        if signals.stop.is_set():
+            return Outcome(job.spec.key, "stopped")
+        gpu = free.popleft()
+        try:
+            return supervise(
+                replace(job, gpu=gpu, sharing=len(slots)),
+                should_stop=signals.stop.is_set,
+                should_kill=signals.kill.is_set,
+                on_start=partial(live.started, job.spec.key),
+            )
+        except Exception:  # the store cannot be written: nothing more is started, the others stop
+            signals.stop.set()
+            raise
+        finally:
+            free.append(gpu)
+
+    problem: BaseException | None = None
+    with ThreadPoolExecutor(len(slots)) as pool:
+        pending = {pool.submit(work, job) for job in jobs}
+        try:
+            while pending:
+                ended, pending = wait(pending, timeout=0.2, return_when=FIRST_COMPLETED)
+                live.refresh()
+                for future in ended:
+                    problem = future.exception() or problem
+                    if future.exception() is None:
+                        yield future.result()
+        finally:
+            if pending:  # the second Ctrl-C, or an error in this thread
+                signals.kill.set()
+                signals.stop.set()
+    if problem is not None:
+        raise problem  # only now: the other runs have written their checkpoints
+
+
+def _slots(specs: Sequence[RunSpec], options: SweepOptions) -> list[int | None]:
+    """Return one entry per run at a time: the number of its GPU, round robin, or None for the CPU."""
+    cores = max(1, usable_cores() // options.threads)
+    gpus = torch.cuda.device_count()
+    if gpus == 0 or all(choose_device(options.device, spec) == "cpu" for spec in specs):
+        return [None] * (options.workers or cores)
+    workers = options.workers or gpus * (options.per_gpu or _fitting(specs, options.device, gpus, cores))
+    return [i % gpus for i in range(workers)]
+
+
+def _fitting(specs: Sequence[RunSpec], device: str, gpus: int, cores: int) -> int:
+    total = min(torch.cuda.get_device_properties(i).total_memory for i in range(gpus))
+    try:
+        found = [measure(spec, device) for spec in _recipes(specs)]
+    except RuntimeError:
+        return 1  # one of them does not run at all: it will fail alone, with its reason
+    on_gpu, on_host = max(f.peak_memory for f in found), max(f.host_memory for f in found)
+    return runs_per_gpu(on_gpu, total, on_host, usable_memory() // gpus, max(1, cores // gpus))

@@ -1,0 +1,317 @@
+"""Do stored rows repeat?  Their specs are run again, and what comes out is compared with what was stored.
+
+A run is a function of its spec and of what computes it: processor, instructions, threads, libraries, kernels. Where all
+of these are those of the row, every bit must be: metrics, losses, evaluations, BitOps, steps, checksum of the data. The
+commit and the version of this package excuse nothing: whether its code still gives the row is what is asked.
+
+Where one of them differs, sums are rounded otherwise in their last digit, now and then a value crosses an edge of the
+quantisation grid, and training makes that grow: after a tenth of a run two machines follow different paths, as two
+seeds do. Then is asked what rounding cannot change, and the rest as far as it can be:
+
+- key, status, costs, BitOps, steps and the checksum of the data agree exactly;
+- the first recorded loss, the mean of the first twentieth of the run, agrees to ``FIRST_LOSS``;
+- the final main metric, at q_max bits on the test set, differs by no more than seeds do: see ``allowed``.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import tempfile
+import warnings
+from collections import defaultdict
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median, stdev
+from typing import Any
+
+import torch
+
+from cpt_core.checks import whole
+from cpt_core.kernels import products
+from cpt_core.schedules.schedule import ShortCycleWarning
+from cpt_lab.data.files import DataNotFoundError, check_data
+from cpt_lab.experiments.recipes import EXPERIMENTS
+from cpt_lab.experiments.spec import RunSpec
+from cpt_lab.provenance import commit, version
+from cpt_lab.sweeps.lines import Row, load_rows
+from cpt_lab.sweeps.sweep import run_grid
+from cpt_lab.training.session import task_of
+
+FIRST_LOSS = 0.1  # relative: twice what was seen, see REPRODUCING.md
+SPREADS = 5  # standard deviations between seeds
+BAND = 0.05  # for the final metric where a store has too few seeds: of accuracy or mAP (shares of 1), or relative
+RELATIVE = ("perplexity",)  # metrics whose band is a share of the stored value
+LEAST = 0.1  # of BAND: allowed in any case, a few test examples
+VERDICTS = ("bit for bit", "within tolerance", "NOT REPRODUCED")
+EXACT = ("key", "status", "relative_cost", "noise_exposure", "share_at_q_min", "data_checksum", "steps", "bitops")
+
+
+@dataclass(frozen=True)
+class Sample:
+    """Rows of a store that are to be run again.
+
+    Attributes:
+        store: the file.
+        rows: all its rows that did not fail.
+        picked: those to be run again.
+        missing: why they cannot be run here, such as data that is not there; or "".
+    """
+
+    store: Path
+    rows: list[Row]
+    picked: list[Row]
+    missing: str = ""
+
+    @property
+    def seconds(self) -> float:
+        """How long the rows took, by themselves."""
+        return sum(row["seconds"] for row in self.picked)
+
+
+@dataclass(frozen=True)
+class Finding:
+    """What became of a row that was run again; print it.
+
+    Attributes:
+        row: as stored.
+        verdict: one of ``VERDICTS``.
+        differs: of what computes a run, what is not as the row has it; it is why bits may differ.
+        said: the numbers that decided.
+    """
+
+    row: Row
+    verdict: str
+    differs: tuple[str, ...] = ()
+    said: tuple[str, ...] = ()
+
+    @property
+    def reproduced(self) -> bool:
+        """Whether the row stands."""
+        return self.verdict != VERDICTS[-1]
+
+    def __str__(self) -> str:
+        """Return one line."""
+        spec = self.row["spec"]
+        said = f": {', '.join(self.said)}" if self.said else ""
+        differs = f"; differs in: {', '.join(self.differs)}" if self.differs else ""
+        return f"{self.row['key']} {spec['arm']} seed {spec['seed']}: {self.verdict}{said}{differs}"
+
+
+def sample(store: Path, rows: int = 5, seed: int = 0, cheapest: bool = False) -> Sample:
+    """Pick rows of a store at random, or those that took the least time; rows that failed are not picked.
+
+    Args:
+        store: a file of rows.
+        rows: how many; of fewer, all.
+        seed: of the choice.
+        cheapest: pick by seconds instead.
+
+    Raises:
+        FileNotFoundError: when there is no such file.
+        ValueError: for a wrong number, or a store without a finished row.
+    """
+    whole("rows", rows, 1)
+    whole("seed", seed, 0)
+    if not Path(store).is_file():
+        raise FileNotFoundError(f"there is no file {store}")
+    finished = [row for row in load_rows(store) if row["status"] != "failed"]
+    if not finished:
+        raise ValueError(f"{store} has no finished row")
+    ordered = sorted(finished, key=lambda row: ((row["seconds"] if cheapest else 0.0), row["key"]))
+    count = min(rows, len(ordered))
+    picked = ordered[:count] if cheapest else random.Random(seed).sample(ordered, count)
+    reasons = dict.fromkeys(reason for row in picked if (reason := _missing(row)))
+    return Sample(Path(store), finished, picked, "; ".join(reasons))
+
+
+def _missing(row: Row) -> str:
+    """Say why a row cannot be run here, at a glance; "" when it can."""
+    spec = _spec(row)
+    try:
+        check_data(spec.recipe)
+        task_of(spec)
+    except (DataNotFoundError, ImportError) as error:
+        return str(error)
+    if row["device"] != "cpu" and not torch.cuda.is_available():
+        return f"{row['key']} ran on {row['device']}, and torch sees no CUDA device here"
+    return ""
+
+
+def verify(sample: Sample) -> Iterator[Finding]:
+    """Run the picked rows of a store again, one after the other, and say of each what became of it."""
+    for row in sample.picked:
+        yield compare(row, run_again(row), sample.rows)
+
+
+def summary(findings: list[Finding]) -> str:
+    """Return how many rows came out how, such as "4 bit for bit, 1 within tolerance", and the code that ran them."""
+    counts = {verdict: sum(f.verdict == verdict for f in findings) for verdict in VERDICTS}
+    here = commit()
+    code = f"commit {here['commit'][:7]}" if here["commit"] else "a package without a commit"
+    changes = ", with changes" if here["dirty"] else ""
+    return f"{', '.join(f'{n} {verdict}' for verdict, n in counts.items() if n) or 'nothing'} by {code}{changes}"
+
+
+def run_again(row: Row) -> Row:
+    """Run the spec of a row in a process of its own, with the row's threads, device and, where it can be, kernels.
+
+    Kernels: a row of the plain execution gets it; one of C++ or Triton gets them where they are there, or what
+    ``CPT_KERNELS`` names. So with the library of float32 products, and ``CPT_PRODUCTS``.
+    """
+    where = row["provenance"]
+    threads, device = where.get("machine", {}).get("threads", 1), "cpu" if row["device"] == "cpu" else "cuda"
+    with tempfile.TemporaryDirectory(prefix="verify") as folder, _as_was(where):
+        store = Path(folder) / "again.jsonl"
+        (found,) = run_grid([_spec(row)], store, workers=1, threads=threads, device=device, progress=False)
+    return found
+
+
+def _spec(row: Row) -> RunSpec:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", ShortCycleWarning)  # said when the row was made
+        return RunSpec.from_dict(row["spec"])
+
+
+@contextmanager
+def _as_was(where: dict[str, Any]) -> Iterator[None]:
+    wanted = {"CPT_KERNELS": "reference"} if where.get("kernels") == "reference" else {}
+    library = _library(where)
+    wanted |= {"CPT_PRODUCTS": library} if library == "torch" or products.is_there() else {}
+    forced = {name: value for name, value in wanted.items() if not os.environ.get(name)}
+    os.environ |= forced
+    try:
+        yield
+    finally:
+        for name in forced:
+            del os.environ[name]
+
+
+def _library(where: dict[str, Any]) -> str:
+    """The library of float32 products; torch's own in rows that name none, which are older or of a GPU."""
+    return str(where.get("products", "torch"))
+
+
+# --- what is compared -----------------------------------------------------------------------------
+def compare(row: Row, found: Row, rows: list[Row]) -> Finding:
+    """Compare a stored row with what its spec gives now.
+
+    Args:
+        row: as stored.
+        found: of the run now.
+        rows: of the store; they tell how far seeds differ.
+    """
+    if found["status"] == "failed":
+        return Finding(row, "NOT REPRODUCED", said=(f"the run failed: {found['error'].strip().splitlines()[-1]}",))
+    differs = tuple(_differing(row, found))
+    stored, now = numbers(row), numbers(found)
+    wrong = [name for name in stored | now if stored.get(name) != now.get(name)]
+    if not wrong:
+        return Finding(row, "bit for bit", differs)
+    if not differs:
+        return Finding(row, "NOT REPRODUCED", said=_told(wrong, stored, now))
+    # a run that diverged may do so some steps earlier or later
+    exact = [n for n in wrong if n.split()[0] in EXACT and not (n == "steps" and row["status"] == "diverged")]
+    if exact:
+        return Finding(row, "NOT REPRODUCED", differs, _told(exact, stored, now))
+    within, said = _close(row, found, rows)
+    return Finding(row, "within tolerance" if within else "NOT REPRODUCED", differs, said)
+
+
+def numbers(row: Row) -> dict[str, Any]:
+    """Return all that must repeat of a row, by names to print; early rows hold less."""
+    out: dict[str, Any] = {name: row.get(name) for name in EXACT if name != "bitops"}
+    out |= {f"bitops {convention}": value for convention, value in row.get("bitops", {}).items()}
+    losses = row.get("loss", [])
+    out |= {f"loss {i} of {len(losses)}": value for i, value in enumerate(losses, 1)}
+    for m in row.get("metrics", []):
+        name = f"{m['split']} {m['name']} {m['when']} at {m['precision']}"
+        out |= {name: m["value"], f"step and bits of {name}": (m["step"], m["bits"])}
+    for e in row.get("evaluations", []):
+        for split, values in e.items():
+            if isinstance(values, dict):
+                at = f"at {e['precision']} after step {e['step']}"
+                out |= {f"{split} {name} {at}": value for name, value in values.items()}
+    return out
+
+
+def _told(names: list[str], stored: dict[str, Any], now: dict[str, Any], most: int = 3) -> tuple[str, ...]:
+    said = [f"{name} is {now.get(name)}, stored {stored.get(name)}" for name in names[:most]]
+    return (*said, *([f"and {len(names) - most} more numbers"] if len(names) > most else []))
+
+
+def _differing(row: Row, found: Row) -> Iterator[str]:
+    """Yield what computes a run and is not as the row has it, or is not known.
+
+    Libraries are those that the row names: what it had not imported had no part in it.
+    """
+    then, now = row["provenance"], found["provenance"]
+    if "machine" not in then:
+        yield "machine (the row names none)"
+    else:
+        names = dict.fromkeys([*then["machine"], *now["machine"]])
+        yield from (name for name in names if then["machine"].get(name) != now["machine"].get(name))
+    if then.get("dirty") is not False:
+        yield "code (the row's tree had changes, or no commit)"
+    yield from (name for name in ("python", "kernels", "cuda") if name in then and then[name] != now.get(name))
+    if _library(then) != _library(now):
+        yield "products"
+    if row["device"] != found["device"]:
+        yield "device"
+    elif row["device"] != "cpu":
+        yield "order of sums (a GPU chooses it)"
+    yield from (name for name, old in then.get("versions", {}).items() if name != "cpt-core" and old != version(name))
+
+
+# --- what is allowed where bits cannot be asked for -----------------------------------------------
+def _close(row: Row, found: Row, rows: list[Row]) -> tuple[bool, tuple[str, ...]]:
+    """Whether the first loss and the final metric are as near as can be asked, and the words for it."""
+    within, said = True, []
+    if row.get("loss") and found["loss"]:
+        off = abs(found["loss"][0] - row["loss"][0]) / abs(row["loss"][0])
+        within &= off <= FIRST_LOSS
+        said.append(f"first loss off by {off:.2%} ({FIRST_LOSS:.0%} allowed)")
+    stored, now = final(row), final(found)
+    if stored is not None and now is not None:
+        most, why = allowed(row, rows)
+        within &= abs(now - stored) <= most
+        metric = EXPERIMENTS[row["spec"]["recipe"]["task"]].metric.name
+        said.append(f"{metric} is {now:.4f}, stored {stored:.4f} ({most:.4f} allowed: {why})")
+    return within, tuple(said)
+
+
+def final(row: Row) -> float | None:
+    """Return the main metric of a row: final, at q_max bits, on the test set; None of a run that diverged."""
+    wanted = (EXPERIMENTS[row["spec"]["recipe"]["task"]].metric.name, "test", "final", "q_max")
+    return next(
+        (m["value"] for m in row["metrics"] if (m["name"], m["split"], m["when"], m["precision"]) == wanted), None
+    )
+
+
+def allowed(row: Row, rows: list[Row]) -> tuple[float, str]:
+    """Return how far the final metric of a row may be from that of its rerun on another machine, and by what rule.
+
+    Two machines part as two seeds do, at most: then the difference has ``sqrt(2)`` times the standard deviation
+    between seeds, and ``SPREADS`` of these deviations are 3.5 of its own. The deviation is that between seeds of the
+    arm, or the median over the arms of the recipe where few seeds made it smaller by chance; at least ``LEAST`` of
+    ``BAND`` is allowed. Where seeds leave less than three degrees of freedom, it is ``BAND``.
+    """
+    relative = EXPERIMENTS[row["spec"]["recipe"]["task"]].metric.name in RELATIVE
+    band = BAND * (abs(final(row) or 0.0) if relative else 1.0)
+    arms = defaultdict(list)
+    for other in rows:
+        if other["spec"]["recipe"] == row["spec"]["recipe"] and (value := final(other)) is not None:
+            arms[_arm(other)].append(value)
+    if sum(len(values) - 1 for values in arms.values()) < 3:
+        return band, "without seeds to compare"
+    spread = {arm: stdev(values) for arm, values in arms.items() if len(values) > 1}
+    most = max(median(spread.values()), spread.get(_arm(row), 0.0))
+    return max(LEAST * band, SPREADS * most), f"{SPREADS} standard deviations between seeds"
+
+
+def _arm(row: Row) -> str:
+    """What runs that differ in nothing but their seed have in common."""
+    return json.dumps({name: value for name, value in row["spec"].items() if name != "seed"}, sort_keys=True)

@@ -1,0 +1,169 @@
+"""One run of a sweep: claimed, trained, stored - in this process, or in one of its own that may die alone.
+
+>>> job = Job(spec, Path("runs/demo/image.jsonl"))  # doctest: +SKIP
+>>> run_one(job).row["status"]  # doctest: +SKIP
+'ok'
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+
+from cpt_core.kernels.execution import execution
+from cpt_lab.experiments.spec import RunSpec
+from cpt_lab.provenance import machine, versions
+from cpt_lab.sweeps import stores
+from cpt_lab.sweeps.lines import START, Mark, mark
+from cpt_lab.sweeps.options import SweepOptions
+from cpt_lab.sweeps.stores import Row, StoreError
+from cpt_lab.training.arithmetic import cuda_provenance
+from cpt_lab.training.device import choose_device, device_name, peak_memory
+from cpt_lab.training.session import task_of
+from cpt_lab.training.train import Run, Stopped, train
+
+WAIT_SECONDS = 60.0  # for a run that another sweep has, before a worker looks after its other runs
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Job:
+    """A run, and how to run it.
+
+    Attributes:
+        spec: the run.
+        store: the file its row goes to.
+        options: of its sweep.
+        gpu: which of the visible GPUs the process sees; None for all of them.
+        sharing: how many runs share the cores and the memory of its machine.
+        wait: while another sweep has the run, wait for it a while before returning "busy".
+        since: up to there the sweep has read the store, and found that this run is to be done.
+    """
+
+    spec: RunSpec
+    store: Path
+    options: SweepOptions = field(default_factory=SweepOptions)
+    gpu: int | None = None
+    sharing: int = 1
+    wait: bool = False
+    since: Mark = START
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What became of a job: "ran" or "held" (the store has it) with its row; "busy" elsewhere, or "stopped"."""
+
+    key: str
+    status: Literal["ran", "held", "busy", "stopped"]
+    row: Row | None = None
+
+
+def run_one(
+    job: Job, should_stop: Callable[[], bool] = lambda: False, on_start: Callable[[], None] = lambda: None
+) -> Outcome:
+    """Run a job in this process and append its row; a run that raises becomes a row with status "failed".
+
+    The row is the last thing that is written and the checkpoint goes only after it, so a process that dies anywhere
+    loses nothing but the time since its last checkpoint. The claim on the run is held until the end.
+
+    Args:
+        job: the run.
+        should_stop: asked after every step; the run then writes its checkpoint and ends.
+        on_start: called when the run is this process's to do.
+
+    Raises:
+        StoreError: when the store cannot be written; the checkpoint is kept.
+    """
+    key, store = job.spec.key, job.store
+    try:
+        with stores.claim(store, key, WAIT_SECONDS if job.wait else 0.0, should_stop) as mine:
+            if not mine:
+                return Outcome(key, "stopped" if should_stop() else "busy")
+            on_start()
+            now = mark(store)  # before looking, so that nothing comes unseen in between
+            held = stores.find_row(store, key, job.since)  # only now: it may have come while this process waited
+            if held is not None and not (held["status"] == "failed" and job.options.retry_failed):
+                return Outcome(key, "held", held)
+            stores.check_free(store)
+            stores.clean(store, key)
+            row = stores.append_row(store, _row(job, should_stop), now)
+            if row["status"] != "failed":
+                stores.remove_checkpoints(store, {key})
+            return Outcome(key, "ran", row)
+    except Stopped:
+        return Outcome(key, "stopped")
+    except StoreError:
+        raise
+    except OSError as error:
+        raise StoreError(f"cannot write beside {store}: {error.strerror or error}; checkpoints are kept") from error
+
+
+def _row(job: Job, should_stop: Callable[[], bool]) -> Row:
+    spec = job.spec
+    row = stores.describe(spec)
+    device = job.options.device
+    try:
+        device = choose_device(device, spec)
+        if device == "cuda":
+            torch.cuda.reset_peak_memory_stats()
+            row["provenance"]["cuda"] = cuda_provenance(spec.recipe)
+        row["provenance"] |= {"machine": machine(), "kernels": getattr(execution(), device)}
+        if device == "cpu":
+            row["provenance"]["products"] = execution().products
+        log.info("%s: %s seed %d, %s", spec.key, spec.arm, spec.seed, device)
+        run = train(
+            task_of(spec),
+            spec,
+            device=device,
+            checkpoint=stores.place(job.store, "checkpoints", spec.key),
+            checkpoint_seconds=job.options.checkpoint_seconds,
+            should_stop=should_stop,
+        )
+        row["provenance"]["versions"] = versions()
+        stores.write_curve(job.store, spec.key, run.history)
+    except (Stopped, StoreError):
+        raise
+    except Exception:
+        log.exception("failed")
+        row["provenance"]["versions"] = versions()
+        return {**row, "status": "failed", "error": traceback.format_exc(), "device": device_name(device)}
+    log.info("%s after %.1f s", run.error or run.status, run.seconds)
+    return {**row, **_results(run, device)}
+
+
+def _results(run: Run, device: str) -> Row:
+    return {
+        "status": run.status,
+        **({"error": run.error} if run.error else {}),
+        "metrics": run.metrics,
+        "bitops": run.bitops,
+        "steps": len(run.history["step"]),
+        "loss": _curve(run.history["loss"]),
+        "evaluations": _spread(run.history["evaluations"]),
+        "seconds": round(run.seconds, 3),
+        "device": device_name(device),
+        "peak_memory": peak_memory(device),
+        **({"captured": {"steps": run.captured, "why_not": run.why_not_captured}} if device == "cuda" else {}),
+        "title": run.title,
+        "data_checksum": run.checksum,
+    }
+
+
+def _spread(evaluations: list[dict[str, Any]], points: int = 20) -> list[dict[str, Any]]:
+    """At most ``points`` of the evaluations, evenly spread, with the last; the curve file has all."""
+    every = -(-len(evaluations) // points) or 1
+    return evaluations[::-1][::every][::-1]
+
+
+def _curve(losses: list[float], points: int = 20) -> list[float]:
+    """Mean training loss in ``points`` equal parts of the run: enough to see whether it fell."""
+    finite = [x for x in losses if x == x and abs(x) != float("inf")]
+    edges = [round(i * len(finite) / points) for i in range(points + 1)]
+    return [round(sum(finite[a:b]) / (b - a), 5) for a, b in itertools.pairwise(edges) if b > a]

@@ -1,0 +1,80 @@
+"""What a task is: the verbs that the one training loop calls.  See ``cpt_lab.training.train``."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, Protocol, cast
+
+import torch
+from torch import Tensor, nn
+
+from cpt_lab.experiments.spec import RunSpec
+
+Batch = Any
+Metrics = dict[str, float]
+Evaluation = dict[str, Any]  # step, precision, bits, and the metrics of every split
+
+
+def on_gpu(device: torch.device) -> bool:
+    """Whether an optimizer must be fused there; on the CPU the plain ones are what results were made with."""
+    return device.type != "cpu"
+
+
+def sums(parts: Iterable[tuple[Tensor, ...]]) -> list[float]:
+    """Sum what every batch of a split yields (0-d each), in order and in float64, on the device: one read at the end.
+
+    >>> sums((torch.tensor(count), torch.tensor(0.5)) for count in (3, 4))
+    [7.0, 1.0]
+    """
+    total: Tensor | float = 0.0
+    for part in parts:
+        total = total + torch.stack([value.double() for value in part])
+    return cast(Tensor, total).tolist()
+
+
+class Task(Protocol):
+    """A data set with a model, a loss and a metric. Making one loads the data.
+
+    Attributes:
+        metric: name of the main metric, such as "accuracy".
+        better: +1 when a larger metric is better, -1 when a smaller one is.
+        title: what is measured on which data, for figures and rows.
+        checksum: of the data.
+        cost_batches: over how many batches operations are averaged: 1 where all steps do the same work.
+        fixed_shape: whether every step runs the same operations on the same shapes, so that a GPU can replay one; the
+            last batch of an epoch may be smaller.
+    """
+
+    metric: str
+    better: int
+    title: str
+    checksum: str
+    cost_batches: int
+    fixed_shape: bool
+
+    def __init__(self, spec: RunSpec, device: torch.device, stand_in: bool = False) -> None:
+        """Load the data; with ``stand_in`` make random data of the same shapes, so that nothing need be there."""
+
+    def model(self) -> nn.Module:
+        """Return a float32 model, initialised from torch's global random state, on the device."""
+
+    def batches(self, start: int) -> Iterator[Batch]:
+        """Yield the training batches from optimizer step ``start`` on: a pure function of (seed, step)."""
+
+    def loss(self, model: nn.Module, batch: Batch, carry: Any) -> tuple[Tensor, Any]:
+        """Return the training loss (0-d) of a batch, and what the next step needs of this one; nothing waits for a GPU.
+
+        The latter is None, a tensor, or tensors in tuples.
+        """
+
+    def inputs(self, batch: Batch) -> tuple[Any, ...]:
+        """Return the arguments that the model is called with for a batch, to count operations."""
+
+    def evaluate(self, model: nn.Module) -> dict[str, Metrics]:
+        """Return the metrics on "valid" and "test"; a split that does not exist is left out."""
+
+    def optimizer(self, model: nn.Module) -> tuple[torch.optim.Optimizer, Callable[[int, Sequence[Evaluation]], float]]:
+        """Return the optimizer, and the learning rate as a function of the step and the evaluations so far.
+
+        On a GPU the optimizer is a fused one: it reads there whether a loss was not finite, and then does nothing.
+        """

@@ -1,0 +1,279 @@
+"""Natural language inference with BERT: XNLI, your own sentence pairs, and synthetic ones.  Paper: section 4.4."""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+
+from cpt_core.checks import library
+from cpt_lab.data.common import epoch_order, generator_of, load_once, send
+from cpt_lab.data.entailment import CHECKPOINTS, LABELS, EntailmentData, Pairs, load_entailment
+from cpt_lab.data.files import DataNotFoundError, own_path
+from cpt_lab.experiments.entailment import EXPERIMENT, EntailmentRecipe
+from cpt_lab.experiments.spec import RunSpec
+from cpt_lab.paths import command
+from cpt_lab.tasks.base import Metrics, on_gpu, sums
+from cpt_lab.tasks.learning_rates import LearningRate, linear
+
+log = logging.getLogger(__name__)
+EVALUATION_BATCH = 250
+ENCODED_AT_ONCE = 10_000  # pairs; the tokenizer's own objects take far more memory than the numbers kept of them
+SPECIAL = ("[PAD]", "[UNK]", "[CLS]", "[SEP]")
+
+# word pieces (B, L) int64, what is added to attention scores (B, 1, 1, L), which sentence (B, L) int64, labels (B,)
+Batch = tuple[Tensor, Tensor, Tensor, Tensor]
+
+
+class EntailmentTask:
+    """AdamW with a linearly falling learning rate, cross entropy, accuracy.
+
+    The model is ``transformers``' BERT for classification: a pretrained one from a folder on this machine, or a small
+    one from scratch with word pieces learned from its own training text. Of a checkpoint all is taken; a classifier
+    for another number of labels, or none, is replaced by a new one.
+
+    Paper: section 4.4.
+    Differs: validation and test accuracy are both reported; the authors' script reports the validation split.
+    """
+
+    metric = EXPERIMENT.metric.name
+    better = EXPERIMENT.metric.better
+
+    def __init__(self, spec: RunSpec, device: torch.device, stand_in: bool = False) -> None:
+        """Load and encode the data of the spec's recipe, or make random word pieces of the same shapes."""
+        self.recipe, self.seed, self.device = cast(EntailmentRecipe, spec.recipe), spec.seed, device
+        limits = ("train_pairs", "valid_pairs", "test_pairs")
+        made_from = ("language", "test_languages", "length", "checkpoint", "vocabulary", *limits)
+        self.data = _random(self.recipe) if stand_in else load_once(load_encoded, self.recipe, *made_from)
+        self.pretrained = bool(self.recipe.checkpoint) and not stand_in
+        kind = self.recipe.checkpoint or "small BERT from scratch, WordPiece of its own,"
+        self.title = f"{kind} on {self.data.title}"
+        self.checksum = self.data.checksum
+        self.cost_batches = 8 if self.recipe.padding == "longest" else 1  # batches differ in length
+        self.fixed_shape = self.recipe.padding == "max"
+
+    def model(self) -> nn.Module:
+        """Return BERT with a classifier of three labels; attention written out, so that it can be quantised."""
+        r, transformers = self.recipe, library("transformers", "text")
+        build = transformers.BertForSequenceClassification
+        if self.pretrained:
+            with _quiet():  # it would list the classifier as new
+                return build.from_pretrained(
+                    checkpoint_folder(r.checkpoint),
+                    num_labels=len(LABELS),
+                    ignore_mismatched_sizes=True,
+                    attn_implementation="eager",
+                    local_files_only=True,
+                ).to(self.device)
+        small = {} if r.checkpoint else dict(
+            hidden_size=r.hidden, num_hidden_layers=r.layers, num_attention_heads=r.heads,
+            intermediate_size=4 * r.hidden, max_position_embeddings=r.length,
+            initializer_range=r.hidden**-0.5,  # BERT's 0.02 is too small at this width: slow to learn
+            hidden_dropout_prob=r.dropout, attention_probs_dropout_prob=r.dropout,
+        )  # fmt: skip
+        config = transformers.BertConfig(
+            vocab_size=self.data.vocabulary, num_labels=len(LABELS), attn_implementation="eager", **small
+        )
+        return build(config).to(self.device)
+
+    def batches(self, start: int) -> Iterator[Batch]:
+        """Yield training batches from step ``start`` on, without end; the last one of an epoch may be smaller."""
+        train, batch = self.data.train, self.recipe.batch
+        first, position = divmod(start, math.ceil(len(train) / batch))
+        for epoch in itertools.count(first):
+            order = epoch_order(len(train), self.seed, epoch)
+            for rows in order[position * batch :].split(batch):
+                yield self._batch(train, rows)
+            position = 0
+
+    def _batch(self, part: _Encoded, rows: Tensor) -> Batch:
+        lengths = part.lengths[rows]
+        width = self.recipe.length if self.recipe.padding == "max" else int(lengths.max())
+        # the form that BERT gives the mask itself: counting operations works on shapes alone, and cannot convert it
+        hidden = torch.arange(width) >= lengths[:, None]
+        mask = torch.zeros(len(rows), 1, 1, width).masked_fill_(hidden[:, None, None], torch.finfo(torch.float32).min)
+        pieces, sentence = part.pieces[rows, :width].long(), part.sentence[rows, :width].long()
+        return cast(Batch, tuple(send(t, self.device) for t in (pieces, mask, sentence, part.labels[rows])))
+
+    def inputs(self, batch: Batch) -> tuple[Tensor, Tensor, Tensor]:
+        """Return what the model is called with: word pieces, mask, which sentence each belongs to."""
+        return batch[:3]
+
+    def loss(self, model: nn.Module, batch: Batch, carry: None) -> tuple[Tensor, None]:
+        """Return the mean cross entropy."""
+        return nn.functional.cross_entropy(model(*self.inputs(batch)).logits, batch[-1]), None
+
+    def evaluate(self, model: nn.Module) -> dict[str, Metrics]:
+        """Return accuracy (share of pairs, 0..1) and mean cross entropy of both splits.
+
+        "test" is the first test language; the others add their accuracy as "accuracy_es".
+        """
+        (_, first), *others = self.data.test.items()
+        further = {f"accuracy_{language}": self._measure(model, part)["accuracy"] for language, part in others}
+        return {"valid": self._measure(model, self.data.valid), "test": {**self._measure(model, first), **further}}
+
+    @torch.no_grad()
+    def _measure(self, model: nn.Module, part: _Encoded) -> Metrics:
+        def measured() -> Iterator[tuple[Tensor, Tensor]]:
+            for rows in torch.arange(len(part)).split(EVALUATION_BATCH):
+                batch = self._batch(part, rows)
+                logits = model(*self.inputs(batch)).logits
+                loss = nn.functional.cross_entropy(logits, batch[-1], reduction="sum")
+                yield (logits.argmax(1) == batch[-1]).sum(), loss
+
+        right, loss = sums(measured())
+        return {"accuracy": right / len(part), "loss": loss / len(part)}
+
+    def optimizer(self, model: nn.Module) -> tuple[torch.optim.Optimizer, LearningRate]:
+        """Return AdamW and the learning rate: a line from ``lr`` to ``final_lr`` times that."""
+        r = self.recipe
+        fused = on_gpu(self.device)
+        adamw = torch.optim.AdamW(model.parameters(), lr=r.lr, weight_decay=r.weight_decay, fused=fused)
+        return adamw, linear(r.lr, r.final_lr, r.steps)
+
+
+# --- pretrained models ----------------------------------------------------------------------------
+
+
+def checkpoint_folder(name: str) -> Path:
+    """Return the folder of a pretrained BERT: a name looked up in the data folder, or a path.
+
+    Raises:
+        DataNotFoundError: when it is not there; nothing is downloaded.
+        ValueError: when it holds no model, or another one than BERT.
+    """
+    folder = own_path(name)
+    if not folder.is_dir():
+        hint = f"; get it with: {command(f'download {name}')}" if name in CHECKPOINTS else ""
+        raise DataNotFoundError(f"there is no pretrained model in {folder}{hint}")
+    if not (folder / "config.json").exists():
+        raise ValueError(f"{folder} holds no pretrained model: it has no config.json")
+    kind = library("transformers", "text").PretrainedConfig.get_config_dict(folder, local_files_only=True)[0]
+    if kind.get("model_type") != "bert":
+        raise ValueError(f"{folder} holds a model of type {kind.get('model_type')!r}; only 'bert' can be used")
+    return folder
+
+
+class _quiet:
+    """No reports and progress bars of ``transformers`` inside this context."""
+
+    def __enter__(self) -> None:
+        self.logging = library("transformers", "text").utils.logging
+        self.level, self.bars = self.logging.get_verbosity(), self.logging.is_progress_bar_enabled()
+        self.logging.set_verbosity_error()
+        self.logging.disable_progress_bar()
+
+    def __exit__(self, *exception: object) -> None:
+        self.logging.set_verbosity(self.level)
+        if self.bars:
+            self.logging.enable_progress_bar()
+
+
+# --- word pieces ----------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _Encoded:
+    """Pairs as numbers: (n, length) int32 word pieces, (n, length) uint8 sentence, (n,) lengths and labels."""
+
+    pieces: Tensor
+    sentence: Tensor
+    lengths: Tensor
+    labels: Tensor
+
+    def __len__(self) -> int:
+        return len(self.labels)
+
+
+@dataclass(frozen=True)
+class _Data:
+    """Encoded splits, the test sets by language, and the number of word pieces of the tokenizer."""
+
+    train: _Encoded
+    valid: _Encoded
+    test: dict[str, _Encoded]
+    vocabulary: int
+    title: str
+    checksum: str
+
+
+def _tokenizer(recipe: EntailmentRecipe, data: EntailmentData) -> Any:
+    """Return the checkpoint's tokenizer, or word pieces learned from the training text alone."""
+    tokenizers = library("tokenizers", "text")
+    if recipe.checkpoint:
+        folder = checkpoint_folder(recipe.checkpoint)
+        auto = library("transformers", "text").AutoTokenizer
+        return auto.from_pretrained(folder, local_files_only=True).backend_tokenizer
+    text = data.train.premises + data.train.hypotheses
+    normalizer, words = tokenizers.normalizers.BertNormalizer(), tokenizers.pre_tokenizers.BertPreTokenizer()
+
+    def tokenizer(vocabulary: dict[str, int]) -> Any:
+        made = tokenizers.Tokenizer(tokenizers.models.WordPiece(vocabulary, unk_token="[UNK]"))
+        made.normalizer, made.pre_tokenizer = normalizer, words
+        made.add_special_tokens(list(SPECIAL))
+        return made
+
+    # The trainer numbers the letters inside words in the order of a table that every process orders anew, and breaks
+    # ties by these numbers. Named beforehand they have their numbers, and one text gives the same pieces everywhere.
+    starts = (words.pre_tokenize_str(normalizer.normalize_str("a" + letter)) for letter in set().union(*text))
+    inside = sorted({letter for found in starts for letter in found[0][0][1:]})
+    trainer = tokenizers.trainers.WordPieceTrainer(
+        vocab_size=recipe.vocabulary, special_tokens=[*SPECIAL, *(f"##{x}" for x in inside)], show_progress=False
+    )
+    learning = tokenizer({})
+    learning.train_from_iterator(text, trainer)
+    made = tokenizer(learning.get_vocab())  # anew: to this one "##a" in a text is no special token
+    made.post_processor = tokenizers.processors.BertProcessing(
+        *((token, made.token_to_id(token)) for token in ("[SEP]", "[CLS]"))
+    )
+    return made
+
+
+def _encode(tokenizer: Any, pairs: Pairs, length: int, name: str) -> _Encoded:
+    """Encode a split once; pairs longer than ``length`` are cut and counted in the log."""
+    tokenizer.enable_truncation(length, strategy="longest_first")
+    tokenizer.enable_padding(length=length, pad_id=tokenizer.token_to_id("[PAD]") or 0)
+    both = list(zip(pairs.premises, pairs.hypotheses, strict=True))
+    pieces = torch.empty(len(both), length, dtype=torch.int32)
+    sentence, lengths = torch.empty(len(both), length, dtype=torch.uint8), torch.empty(len(both), dtype=torch.int64)
+    cut = 0
+    for start in range(0, len(both), ENCODED_AT_ONCE):
+        here = slice(start, start + ENCODED_AT_ONCE)
+        found = tokenizer.encode_batch(both[here])
+        pieces[here] = torch.tensor([e.ids for e in found])
+        sentence[here] = torch.tensor([e.type_ids for e in found])
+        lengths[here] = torch.tensor([e.attention_mask for e in found]).sum(1)
+        cut += sum(bool(e.overflowing) for e in found)
+    if cut:
+        log.info("%s: %d of %d pairs are longer than %d word pieces and were cut", name, cut, len(both), length)
+    return _Encoded(pieces, sentence, lengths, pairs.labels)
+
+
+def load_encoded(recipe: EntailmentRecipe) -> _Data:
+    """Load the data of a recipe and encode it."""
+    data = load_entailment(recipe)
+    tokenizer = _tokenizer(recipe, data)
+    parts = {"train": data.train, "valid": data.valid, **{f"test {k}": pairs for k, pairs in data.test.items()}}
+    train, valid, *test = (_encode(tokenizer, pairs, recipe.length, name) for name, pairs in parts.items())
+    tests = dict(zip(data.test, test, strict=True))
+    return _Data(train, valid, tests, tokenizer.get_vocab_size(), data.title, data.checksum)
+
+
+def _random(recipe: EntailmentRecipe) -> _Data:
+    """Return random word pieces in the shapes of a recipe, to measure times and count operations without data."""
+    vocabulary = 119_547 if recipe.checkpoint else recipe.vocabulary  # that of multilingual BERT
+    n, random = 2 * recipe.batch, generator_of(0)
+    pieces = torch.randint(len(SPECIAL), vocabulary, (n, recipe.length), generator=random).int()
+    sentence = (torch.arange(recipe.length) >= recipe.length // 2).expand(n, -1).to(torch.uint8)
+    lengths = torch.randint(recipe.length // 2, recipe.length + 1, (n,), generator=random)
+    labels = torch.randint(0, len(LABELS), (n,), generator=random)
+    part = _Encoded(pieces, sentence, lengths, labels)
+    test = dict.fromkeys(recipe.test_languages, part)
+    return _Data(part, part, test, vocabulary, f"random word pieces for {recipe.dataset}", "")

@@ -1,0 +1,89 @@
+"""Image classification on digits, CIFAR-10/100, ImageNet and your own images.  Paper: section 4.2."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import cast
+
+import torch
+from torch import Tensor, nn
+
+from cpt_core.models import MODELS
+from cpt_lab.data.common import load_once
+from cpt_lab.data.image_batches import ArrayBatches, FileBatches, bytes_read, evaluation_batches
+from cpt_lab.data.image_readers import ArrayImages
+from cpt_lab.data.images import Batch, Split, load_images, random_images
+from cpt_lab.data.loading import readers
+from cpt_lab.experiments.image import EXPERIMENT, ImageRecipe
+from cpt_lab.experiments.spec import RunSpec
+from cpt_lab.tasks.base import Metrics, on_gpu, sums
+from cpt_lab.tasks.learning_rates import LearningRate, milestones
+
+
+class ImageTask:
+    """SGD with a step-wise learning rate, cross entropy, accuracy.
+
+    Paper: section 4.2.
+    """
+
+    metric = EXPERIMENT.metric.name
+    better = EXPERIMENT.metric.better
+    cost_batches = 1
+    fixed_shape = True
+
+    def __init__(self, spec: RunSpec, device: torch.device, stand_in: bool = False) -> None:
+        """Load the data of the spec's recipe, or make random images of the same shapes."""
+        self.recipe, self.seed, self.device = cast(ImageRecipe, spec.recipe), spec.seed, device
+        limits = ("size", "train_images", "valid_images", "test_images")
+        self.data = random_images(self.recipe) if stand_in else load_once(load_images, self.recipe, *limits)
+        if stand_in and self.recipe.crop == "resized":  # that crop is done while images are read from disk
+            self.recipe = replace(self.recipe, crop=0)
+        self.workers = 0 if isinstance(self.data.train, ArrayImages) else readers(bytes_read(self.recipe))
+        self.title = f"{self.recipe.model} on {self.data.title}"
+        self.checksum = self.data.checksum
+
+    def model(self) -> nn.Module:
+        """Return the recipe's model."""
+        build = MODELS[self.recipe.model]
+        return build(self.data.channels, self.recipe.size, self.data.classes).to(self.device)
+
+    def batches(self, start: int) -> Iterator[Batch]:
+        """Yield augmented training batches from step ``start`` on."""
+        if isinstance(self.data.train, ArrayImages):
+            return ArrayBatches(self.data.train, self.data, self.recipe, self.seed, self.device).iterate(start)
+        return FileBatches(self.data.train, self.recipe, self.seed, self.device, self.workers).iterate(start)
+
+    def loss(self, model: nn.Module, batch: Batch, carry: None) -> tuple[Tensor, None]:
+        """Return the mean cross entropy."""
+        images, labels = batch
+        return nn.functional.cross_entropy(model(images), labels), None
+
+    def inputs(self, batch: Batch) -> tuple[Tensor]:
+        """Return the images."""
+        return batch[:1]
+
+    def evaluate(self, model: nn.Module) -> dict[str, Metrics]:
+        """Return accuracy (share of images, 0..1) and mean cross entropy of every split that is not empty."""
+        splits = {"valid": self.data.valid, "test": self.data.test}
+        return {name: self._measure(model, part) for name, part in splits.items() if len(part)}  # type: ignore[arg-type]
+
+    @torch.no_grad()
+    def _measure(self, model: nn.Module, part: Split) -> Metrics:
+        def measured() -> Iterator[tuple[Tensor, Tensor]]:
+            for images, labels in evaluation_batches(part, self.data, self.recipe.size, self.device, self.workers):
+                logits = model(images)
+                loss = nn.functional.cross_entropy(logits, labels, reduction="sum")
+                yield (logits.argmax(1) == labels).sum(), loss
+
+        count = len(part)  # type: ignore[arg-type]
+        right, loss = sums(measured())
+        return {"accuracy": right / count, "loss": loss / count}
+
+    def optimizer(self, model: nn.Module) -> tuple[torch.optim.Optimizer, LearningRate]:
+        """Return SGD and the learning rate: times 0.1 at every milestone."""
+        r = self.recipe
+        sgd = torch.optim.SGD(
+            model.parameters(), lr=r.lr, momentum=r.momentum, weight_decay=r.weight_decay, fused=on_gpu(self.device)
+        )
+        return sgd, milestones(r.lr, r.milestones, r.steps)

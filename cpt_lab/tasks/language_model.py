@@ -1,0 +1,101 @@
+"""Language modelling with an LSTM: Penn Treebank, characters, your own text.  Paper: section 4.4."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+
+from cpt_core.models.lstm_lm import LanguageModel, State
+from cpt_lab.data.common import load_once, send
+from cpt_lab.data.text import columns, load_text, questions, random_text
+from cpt_lab.experiments.language_model import EXPERIMENT, LanguageModelRecipe
+from cpt_lab.experiments.spec import RunSpec
+from cpt_lab.tasks.base import Metrics, on_gpu, sums
+from cpt_lab.tasks.learning_rates import LearningRate, cosine, plateau
+
+Batch = tuple[Tensor, Tensor, bool]  # words (T, B), the words after them (T, B), whether an epoch begins
+
+
+class LanguageModelTask:
+    """SGD with clipped gradients; perplexity over all words of a text.
+
+    The text runs in ``batch`` columns side by side, and the hidden state is carried from batch to batch of an epoch.
+
+    Paper: section 4.4.
+    Differs: the learning rate is cut by what evaluation at q_max bits says; the authors' rule sees the bits of the
+        step, and cuts after a cycle has begun anew (``eval_bits="current"``). It is cut where the validation loss is
+        not the best so far, as in the authors' script; the paper's words are that it does not improve between epochs.
+    Differs: dropout also on the embeddings, as the authors' code and the settings it follows have it
+        (``drop_embedding=False`` for the paper's text).
+    Differs: perplexity counts every word of a text; the authors leave out the first word of every column.
+    """
+
+    metric = EXPERIMENT.metric.name
+    better = EXPERIMENT.metric.better
+    cost_batches = 1
+    fixed_shape = True
+
+    def __init__(self, spec: RunSpec, device: torch.device, stand_in: bool = False) -> None:
+        """Load the text of the spec's recipe, or make random words."""
+        self.recipe, self.device = cast(LanguageModelRecipe, spec.recipe), device
+        limits = ("unit", "vocabulary", "train_tokens", "valid_tokens", "test_tokens", "batch")
+        self.data = random_text(self.recipe) if stand_in else load_once(load_text, self.recipe, *limits)
+        self.columns = columns(self.data.train, self.recipe.batch).to(device)
+        self.title = f"LSTM ({self.recipe.hidden} wide) on {self.data.title}"
+        self.checksum = self.data.checksum
+
+    def model(self) -> nn.Module:
+        """Return the recipe's model."""
+        r = self.recipe
+        words = len(self.data.vocabulary)
+        return LanguageModel(words, r.embedding, r.hidden, r.layers, r.dropout, r.drop_embedding).to(self.device)
+
+    def batches(self, start: int) -> Iterator[Batch]:
+        """Yield the batches from step ``start`` on, without end; the last one of an epoch may be shorter."""
+        length, last = self.recipe.length, len(self.columns) - 1
+        per_epoch = math.ceil(last / length)
+        while True:
+            begin = start % per_epoch * length
+            end = min(begin + length, last)
+            yield self.columns[begin:end], self.columns[begin + 1 : end + 1], begin == 0
+            start += 1
+
+    def loss(self, model: nn.Module, batch: Batch, carry: State | None) -> tuple[Tensor, State]:
+        """Return the mean cross entropy (nats per word) and the state for the next batch."""
+        words, targets, first = batch
+        logits, (h, c) = model(words, None if first else carry)
+        return nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten()), (h.detach(), c.detach())
+
+    def inputs(self, batch: Batch) -> tuple[Any, ...]:
+        """Return words and no state."""
+        return batch[0], None
+
+    def evaluate(self, model: nn.Module) -> dict[str, Metrics]:
+        """Return perplexity and loss (nats per word) of both splits."""
+        return {name: self._measure(model, getattr(self.data, name)) for name in ("valid", "test")}
+
+    @torch.no_grad()
+    def _measure(self, model: nn.Module, tokens: Tensor) -> Metrics:
+        r = self.recipe
+        words, targets = (send(x, self.device) for x in questions(tokens, self.data.start, r.evaluation_batch))
+
+        def measured() -> Iterator[tuple[Tensor]]:
+            state = None
+            for x, y in zip(words.split(r.length), targets.split(r.length), strict=True):
+                logits, state = model(x, state)
+                yield (nn.functional.cross_entropy(logits.flatten(0, 1), y.flatten(), reduction="sum"),)
+
+        (total,) = sums(measured())
+        loss = total / len(tokens)
+        return {"perplexity": math.exp(min(loss, 700.0)), "loss": loss}
+
+    def optimizer(self, model: nn.Module) -> tuple[torch.optim.Optimizer, LearningRate]:
+        """Return SGD and the learning rate: a cosine, or cut after every evaluation that is not the best so far."""
+        r = self.recipe
+        trained = [p for p in model.parameters() if p.requires_grad]
+        sgd = torch.optim.SGD(trained, lr=r.lr, weight_decay=r.weight_decay, fused=on_gpu(self.device))
+        return sgd, cosine(r.lr, r.final_lr, r.steps) if r.lr_rule == "cosine" else plateau(r.lr, r.lr_division)

@@ -1,0 +1,143 @@
+"""Checkpoints of a training run: all that changes, used whole or not at all. The one before stays beside the newest.
+
+A file is what ``torch.save`` writes, then the SHA-256 of that: torch itself does not notice a changed byte.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import os
+import pickle
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from cpt_core.checks import write_atomically
+from cpt_lab.training.session import Session
+
+log = logging.getLogger(__name__)
+
+
+class DamagedError(ValueError):
+    """The bytes of a checkpoint are not those that were written."""
+
+
+@dataclass
+class State:
+    """How far a run is and what happened so far; with what changes in its session, this is what a checkpoint holds."""
+
+    step: int = 0
+    seconds: float = 0.0
+    status: str = "ok"
+    error: str = ""  # why the status is not "ok"
+    captured: int = 0  # steps that were replayed
+    history: dict[str, list[Any]] = field(
+        default_factory=lambda: {"step": [], "loss": [], "bits": [], "lr": [], "evaluations": []}
+    )
+
+    def diverge(self, where: str) -> None:
+        """End the run: after ``step`` updates, something there was not finite."""
+        self.status, self.error = "diverged", f"diverged at step {self.step}, in {where}"
+
+
+def previous(path: Path) -> Path:
+    """Return where the checkpoint before the newest one is kept."""
+    return path.with_suffix(f".previous{path.suffix}")
+
+
+def save_checkpoint(path: Path, session: Session, state: State) -> None:
+    """Write all that changes during training, replacing an older file in one go; that one becomes ``previous``."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    content = {
+        "key": session.spec.key,
+        "state": {**vars(state), "carry": session.carry},
+        "model": session.model.state_dict(),
+        "optimizer": session.optimizer.state_dict(),
+        "precision": session.scheduler.state_dict(),
+        "random": torch.get_rng_state(),
+        "random_cuda": torch.cuda.get_rng_state() if torch.cuda.is_initialized() else None,  # of this run's GPU
+    }
+
+    def write(temporary: Path) -> None:
+        torch.save(content, temporary)
+        with open(temporary, "rb+") as file:
+            digest = hashlib.file_digest(file, "sha256").digest()
+            file.seek(0, os.SEEK_END)
+            file.write(digest)
+
+    write_atomically(path, write, previous(path))
+
+
+def resume(path: Path, make: Callable[[], Session]) -> tuple[Session, State]:
+    """Return a session and how far it is: as the newest whole checkpoint has it, or at its start.
+
+    A damaged checkpoint is set aside beside the others, with ``.damaged`` in its name.
+
+    Raises:
+        ValueError: for a checkpoint of another run, or one that this version of torch or of the model cannot use.
+    """
+    session, state = make(), State()
+    for file in (path, previous(path)):
+        if not file.exists():
+            continue
+        try:
+            state = load_checkpoint(file, session)
+            break
+        except DamagedError as error:
+            aside = file.with_suffix(f".damaged{file.suffix}")
+            os.replace(file, aside)
+            log.warning("%s: kept as %s; the run goes back to the checkpoint before, or to step 0", error, aside.name)
+    return session, state
+
+
+def load_checkpoint(path: Path, session: Session) -> State:
+    """Put the session back as a checkpoint has it.
+
+    Raises:
+        DamagedError: when it is not as it was written; the session is then as before.
+        ValueError: for one of another run, or one that torch cannot read.
+    """
+    _verify(path)
+    try:
+        content = torch.load(path, weights_only=True, map_location="cpu")
+    except (EOFError, OSError, RuntimeError, pickle.UnpicklingError) as error:
+        raise ValueError(f"{path} cannot be read; remove it to start the run again") from error
+    if content["key"] != session.spec.key:
+        raise ValueError(f"{path} belongs to run {content['key']}, not to {session.spec.key}")
+    session.carry = _on(session.device, content["state"].pop("carry"))
+    for saved, own in zip(content["optimizer"]["param_groups"], session.optimizer.param_groups, strict=False):
+        saved["fused"] = own.get("fused")  # of this device, which may be another one
+    session.model.load_state_dict(content["model"])
+    session.optimizer.load_state_dict(content["optimizer"])
+    session.scheduler.load_state_dict(content["precision"])
+    torch.set_rng_state(content["random"])
+    if content["random_cuda"] is not None and torch.cuda.is_available():
+        torch.cuda.set_rng_state(content["random_cuda"])
+    return State(**content["state"])
+
+
+def _on(device: torch.device, carry: Any) -> Any:
+    """Return tensors, or tuples of tensors, on a device."""
+    if isinstance(carry, torch.Tensor):
+        return carry.to(device)
+    return tuple(_on(device, part) for part in carry) if isinstance(carry, tuple) else carry
+
+
+def _verify(path: Path) -> None:
+    """Compare the digest at the end of a file with what stands before it."""
+    digest, size = hashlib.sha256(), hashlib.sha256().digest_size
+    try:
+        with open(path, "rb") as file:
+            left = max(0, path.stat().st_size - size)
+            while block := file.read(min(left, 2**20)):
+                digest.update(block)
+                left -= len(block)
+            whole = file.read() == digest.digest()
+    except OSError as error:
+        raise DamagedError(f"{path} cannot be read ({error.strerror or error})") from error
+    if not whole:
+        raise DamagedError(f"{path} is damaged")

@@ -1,0 +1,106 @@
+"""Range test and sensitivity of a recipe: its data, model and learning rates instead of a training loop of one's own.
+
+>>> from cpt_lab.experiments.recipes import recipe
+>>> found = recipe_range_test(recipe("smoke", "digits"), bits=(2,), dwell=8, seeds=(0,), progress=False)
+>>> found.bits
+(2, 8)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Iterator, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import torch
+
+from cpt_core.checks import choose, declared
+from cpt_core.choosing.measuring import measured
+from cpt_core.choosing.precision_range import PrecisionRange
+from cpt_core.choosing.range_test import range_tested
+from cpt_core.choosing.sensitivities import Sensitivity
+from cpt_core.choosing.trials import Judge, Trial
+from cpt_core.quantization.scheduler import precision
+from cpt_lab.experiments.recipe import Recipe
+from cpt_lab.experiments.spec import run_spec
+from cpt_lab.training.session import Session, task_of
+
+
+def recipe_range_test(recipe: Recipe, *, device: str | torch.device = "cpu", **options: Any) -> PrecisionRange:
+    """Find the lowest precision at which a recipe still trains.
+
+    Args:
+        recipe: its data must be there. Every seed has initial weights, batches and rounding noise of its own.
+        device: of the model.
+        **options: ``q_max bits dwell mode threshold seeds progress`` of ``cpt_core.precision_range_test``.
+    """
+    declared(recipe_range_test, {"recipe": recipe, "device": device})
+    return range_tested(partial(of_recipe, recipe, device), **options)
+
+
+def recipe_sensitivity(
+    recipe: Recipe, *, metric: str | None = None, steps: int | None = None, device: str | torch.device = "cpu",
+    **options: Any,
+) -> Sensitivity:  # fmt: skip
+    """Measure where a bit less costs the quality of a recipe.
+
+    Args:
+        recipe: its data must be there. Every seed has initial weights, batches and rounding noise of its own.
+        metric: None takes the main one of the task, on held-out data; "loss" is less noisy.
+        steps: optimizer steps of a training; None takes the recipe's.
+        device: of the model.
+        **options: ``base q_max windows layers estimate seeds progress`` of ``cpt_core.sensitivity``.
+
+    Raises:
+        ValueError: for a recipe whose learning rate waits for evaluations, or that holds out no data; and as there.
+    """
+    declared(recipe_sensitivity, {"recipe": recipe, "device": device})
+    if getattr(recipe, "lr_rule", "") == "plateau":
+        raise ValueError("the learning rate of this recipe waits for evaluations; give one with lr_rule='cosine'")
+    recipe = recipe if steps is None else replace(recipe, steps=steps)
+    start = partial(of_recipe, recipe, device, falling=True, metric=metric, judged=True)
+    return measured(start, False, steps=recipe.steps, **options)
+
+
+def of_recipe(
+    recipe: Recipe, device: str | torch.device, q_max: int, seeds: Sequence[int], batches: int,
+    falling: bool = False, metric: str | None = None, judged: bool = False,
+) -> Generator[tuple[Trial, int]]:  # fmt: skip
+    """Yield for every seed what to train, and 0: each has batches of its own.
+
+    The learning rate is that of the start throughout, or with ``falling`` that of the recipe's training.
+    """
+    for seed in seeds:
+        spec = run_spec(recipe, f"static {q_max}", q_max=q_max, seed=seed)
+        session = Session(task_of(spec), spec, device)
+        step = _stepper(session, falling)
+        judge = _judge(session, q_max, metric) if judged else None
+        yield Trial(session.model, step, session.optimizer, q_max, session.task.title, judge), 0
+
+
+def _stepper(session: Session, falling: bool) -> Any:
+    batches: Iterator[Any] = iter(())
+
+    def train_step(step: int) -> torch.Tensor:
+        nonlocal batches
+        if step == 0:
+            batches = session.task.batches(0)
+            session.reset()  # another precision may have diverged
+        return session.step(next(batches), session.lr_at(step if falling else 0, []))
+
+    return train_step
+
+
+def _judge(session: Session, q_max: int, metric: str | None) -> Judge:
+    name = session.task.metric if metric is None else choose("metric", metric, (session.task.metric, "loss"))
+
+    def held_out() -> float:
+        session.model.eval()
+        with precision(session.model, bits=q_max), session.arithmetic():
+            found = session.task.evaluate(session.model)
+        if "valid" not in found:
+            raise ValueError("a sensitivity needs held-out data; give the recipe some, such as valid_images=200")
+        return float(found["valid"][name])
+
+    return Judge(name, -1 if metric == "loss" else session.task.better, held_out)

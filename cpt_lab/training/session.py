@@ -1,0 +1,156 @@
+"""The set-up of a run and its optimizer step: one for training, the range test and calibration."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from cpt_core.checks import choose
+from cpt_core.formats.ladder import LADDERS
+from cpt_core.quantization.convert import PRESETS, QuantConfig, layer_precisions, quantize_
+from cpt_core.quantization.scheduler import PrecisionScheduler
+from cpt_lab.experiments.graph import GraphRecipe
+from cpt_lab.experiments.recipe import Recipe
+from cpt_lab.experiments.spec import RunSpec
+from cpt_lab.training.arithmetic import arithmetic, check_arithmetic, lay_out
+from cpt_lab.training.capture import Capture, make_capturable, recorder_of, why_not
+
+if TYPE_CHECKING:  # the range test of one's own model takes no task, so it does without what the tasks import
+    from cpt_lab.tasks import Task
+
+
+def quant_config(recipe: Recipe, seed: int) -> QuantConfig:
+    """Return what a recipe quantises, and how."""
+    base = PRESETS[recipe.quantized]
+    aggregation = recipe.aggregation if isinstance(recipe, GraphRecipe) else "fp"
+    ladder = LADDERS[recipe.ladder]
+    config = QuantConfig(
+        base.float32, base.quantizers, recipe.running_start, seed, aggregation, recipe.execution, ladder
+    )
+    return config.with_shared_steps() if recipe.shared_steps else config
+
+
+def task_of(spec: RunSpec) -> type[Task]:
+    """Return the task class of a spec; ValueError names the tasks there are."""
+    from cpt_lab.tasks import TASKS
+
+    return TASKS[choose("task", spec.recipe.task, tuple(TASKS))]
+
+
+class Session:
+    """A spec with everything that trains it. Initial weights depend on its seed alone.
+
+    Args:
+        task_class: a value of ``TASKS``.
+        spec: what to train.
+        device: "cpu" or "cuda".
+        stand_in: random data of the same shapes instead of the task's own.
+
+    Attributes:
+        arithmetic: enters how a forward pass is computed, in training and evaluation.
+        task: the data set with its model, loss and metric.
+        model: converted, at the bits of step 0.
+        optimizer: of the task.
+        lr_at: the learning rate as a function of the step and the evaluations so far.
+        scheduler: drives the bits of the model; whoever trains through the schedule steps it.
+        carry: what the next step needs of the last one, such as the hidden state of an LSTM, or None.
+        diverged: 1 on the device once a loss was not finite, else 0: float32, 0-d, as fused optimizers want it.
+        capture: records the step and replays it; None where steps are not captured, and ``why_not_captured`` says why.
+
+    Raises:
+        ValueError: on a GPU, for a task whose optimizer is not fused: the others cannot leave a step out by themselves.
+    """
+
+    def __init__(
+        self, task_class: type[Task], spec: RunSpec, device: str | torch.device = "cpu", *, stand_in: bool = False
+    ) -> None:
+        self.spec, self.device = spec, torch.device(device)
+        check_arithmetic(spec.recipe, self.device)
+        self.arithmetic = partial(arithmetic, spec.recipe, self.device)
+        torch.manual_seed(spec.seed)
+        self.task = task_class(spec, self.device, stand_in)
+        self.model = quantize_(self.task.model(), quant_config(spec.recipe, spec.seed))
+        lay_out(self.model, spec.recipe)
+        self.optimizer, self.lr_at = self.task.optimizer(self.model)
+        self.scheduler = PrecisionScheduler(self.model, spec.schedule, spec.q_grad)
+        self._layers = list(layer_precisions(self.model).values())
+        self.capture: Capture | None = None
+        if not (reason := why_not(self.device, self.task.fixed_shape)):
+            self.capture = Capture(self._advance, recorder_of(self.device), self._kind, self.model.parameters())
+            self.lr = torch.zeros((), device=self.device)
+            make_capturable(self.optimizer, self.lr)
+            self.optimizer.register_load_state_dict_post_hook(self._follow)
+        self._why_not = reason
+        self.reset()
+
+    @property
+    def why_not_captured(self) -> str:
+        """Why steps are not replayed, "" where they are or will be."""
+        return self.capture.why_not if self.capture else self._why_not
+
+    @property
+    def captured(self) -> int:
+        """Steps that were replayed so far."""
+        return self.capture.replayed if self.capture else 0
+
+    def _follow(self, optimizer: torch.optim.Optimizer) -> None:
+        assert self.capture is not None
+        make_capturable(optimizer, self.lr)
+        self.capture.reset()  # it writes to the state that was exchanged
+
+    def _kind(self) -> tuple[Any, ...]:
+        """What a step depends on besides tensors: what is computed of constant features is kept for every q.
+
+        And more bits than codes have are simulated in any case.
+        """
+        return tuple((*p.now.constants(), p.keeps_by_bits and p.now.formats.activation) for p in self._layers)
+
+    def reset(self) -> None:
+        """Forget what steps leave for the next one, apart from what is trained."""
+        self.carry: Any = None
+        self.diverged = torch.zeros((), device=self.device)
+        if self.capture is not None:
+            self.capture.reset()
+        if self._on_device:
+            if not all(group.get("fused") for group in self.optimizer.param_groups):
+                raise ValueError(f"on {self.device} a task's optimizer must be fused, got {self.optimizer}")
+            self.optimizer.found_inf = self.diverged  # type: ignore[attr-defined]  # as GradScaler tells optimizers
+
+    def step(self, batch: Any, lr: float) -> Tensor:
+        """Do one optimizer step at the bits in force and return the loss, (0-d) on the device.
+
+        From the first loss that is not finite on, no weight changes any more. Nothing here waits for a GPU: there the
+        optimizer is called all the same, and reads on the device whether to do anything.
+        """
+        if self.capture is None or not self.model.training:  # an evaluation may have come before
+            self.model.train()
+        if self.capture is not None:
+            self.lr.fill_(lr)
+            loss, self.carry = self.capture(batch, self.carry)
+            return loss
+        for group in self.optimizer.param_groups:
+            group["lr"] = lr
+        loss, self.carry = self._advance(batch, self.carry)
+        return loss
+
+    @property
+    def _on_device(self) -> bool:
+        """Whether the step asks nothing of the host."""
+        return self.device.type != "cpu" or self.capture is not None
+
+    def _advance(self, batch: Any, carry: Any) -> tuple[Tensor, Any]:
+        """Forward, backward and update: the loss of a batch, and what the next step needs."""
+        with self.arithmetic():
+            loss, carry = self.task.loss(self.model, batch, carry)
+        value = loss.detach()
+        self.diverged.logical_or_(~value.isfinite())
+        if self._on_device or not self.diverged:
+            loss.backward()
+            if self.spec.recipe.clip is not None:
+                nn.utils.clip_grad_norm_(self.model.parameters(), self.spec.recipe.clip)
+            self.optimizer.step()
+            self.optimizer.zero_grad(set_to_none=True)
+        return value, carry

@@ -1,0 +1,200 @@
+"""One training loop for all tasks: quantised training under a precision schedule, checkpointed and resumable.
+
+>>> from cpt_lab.experiments.recipes import recipe
+>>> from cpt_lab.experiments.spec import run_spec
+>>> from cpt_lab.training.session import task_of
+>>> spec = run_spec(recipe("smoke"), "CR", q_max=8, seed=0, scale="smoke")
+>>> train(task_of(spec), spec).status
+'ok'
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from cpt_core.waiting import waiting
+from cpt_lab.experiments.spec import RunSpec
+from cpt_lab.training.checkpoint import State, resume, save_checkpoint
+from cpt_lab.training.evaluation import assess, bitops_of, metrics_of
+from cpt_lab.training.session import Session
+
+if TYPE_CHECKING:
+    from cpt_lab.tasks import Task
+
+OnStep = Callable[[int, nn.Module, float], None]
+READ_EVERY = 50  # optimizer steps whose losses a GPU keeps until they are read together: reading waits for it
+log = logging.getLogger(__name__)
+
+
+class Stopped(Exception):
+    """A run was asked to stop and has written its checkpoint."""
+
+
+@dataclass
+class Run:
+    """The result of a training run.
+
+    Attributes:
+        spec: what was run.
+        status: "ok", or "diverged" when anything was not finite: the training loss, a metric of an evaluation, a
+            weight (training stops there).
+        metrics: one dict per number: name, split, value, ``when`` ("final", "best_valid" or "best_test"), and the
+            ``precision`` ("q_max" or "current") and ``bits`` of the evaluation.
+        history: columns ``step``, ``loss``, ``bits`` (the highest of any layer), ``lr`` of every step, and
+            ``evaluations``, a list of dicts.
+        bitops: BitOps of the steps that ran, by convention.
+        seconds: time spent training and evaluating, over all sessions of a resumed run.
+        model: the trained model, still converted.
+        title, checksum: of the data.
+        error: of a run that diverged, after how many updates and in what.
+        captured: optimizer steps that were replayed from a recording, see ``capture``.
+        why_not_captured: why the others were not, or "".
+    """
+
+    spec: RunSpec
+    status: str
+    metrics: list[dict[str, Any]]
+    history: dict[str, list[Any]]
+    bitops: dict[str, float]
+    seconds: float
+    model: nn.Module
+    title: str
+    checksum: str
+    error: str = ""
+    captured: int = 0
+    why_not_captured: str = ""
+
+    def metric(self, name: str, split: str = "test", when: str = "final", precision: str = "q_max") -> float:
+        """Return one metric; KeyError when the run has no such number."""
+        wanted = {"name": name, "split": split, "when": when, "precision": precision}
+        for m in self.metrics:
+            if all(m[k] == v for k, v in wanted.items()):
+                return m["value"]
+        raise KeyError(f"no metric {wanted}")
+
+
+def train(
+    task_class: type[Task],
+    spec: RunSpec,
+    *,
+    device: str | torch.device = "cpu",
+    checkpoint: Path | None = None,
+    checkpoint_seconds: float = 60.0,
+    progress: bool | None = False,
+    on_step: OnStep | None = None,
+    should_stop: Callable[[], bool] | None = None,
+) -> Run:
+    """Train one run from start to end and return its result.
+
+    Initial weights, data order and augmentation depend on the seed alone, so the arms of one seed are paired.
+
+    Args:
+        task_class: a value of ``TASKS``.
+        spec: what to run.
+        device: "cpu" or "cuda".
+        checkpoint: a file; a run that finds it goes on from it, on the CPU bit for bit; one that is damaged is set
+            aside. It is written every ``checkpoint_seconds`` and left there, as is the one before it, also when the
+            run raises: remove both when the result is safe. None keeps none.
+        checkpoint_seconds: see ``checkpoint``.
+        progress: show a bar; None shows it to people only, in a terminal or a notebook.
+        on_step: ``on_step(step, model, loss)`` after every optimizer step, for probes; every loss is then read at once.
+        should_stop: asked after every step; when it says so, the checkpoint is written and ``Stopped`` raised.
+
+    Paper: section 4 (all experiments share this loop).
+    """
+    make, recipe = partial(Session, task_class, spec, device), spec.recipe
+    session, state = (make(), State()) if checkpoint is None else resume(checkpoint, make)
+    if state.step:
+        log.info("goes on from step %d of %d", state.step, recipe.steps)
+
+    started = saved = time.monotonic()
+    before, captured = state.seconds, state.captured
+    batches = session.task.batches(state.step)
+    losses: list[Tensor] = []  # of the last steps, not read yet
+    at_once = session.device.type == "cpu" or on_step is not None
+    bar = waiting(f"{spec.arm} seed {spec.seed}", total=recipe.steps, initial=state.step, progress=progress)
+    with bar:
+        while state.step < recipe.steps:
+            lr = session.lr_at(state.step, state.history["evaluations"])
+            losses.append(session.step(next(batches), lr))
+            entries = {"step": state.step, "bits": max(session.scheduler.get_last_bits()), "lr": lr}
+            for column, entry in entries.items():
+                state.history[column].append(entry)
+            done = state.step + 1
+            evaluates = recipe.evaluate_every and done % recipe.evaluate_every == 0 and done < recipe.steps
+            stop = should_stop is not None and should_stop()
+            saves = checkpoint is not None and (stop or time.monotonic() - saved > checkpoint_seconds)
+            if at_once or evaluates or stop or saves or done == recipe.steps or len(losses) == READ_EVERY:
+                read(losses, state)
+                if state.status != "ok":
+                    break
+            session.scheduler.step()
+            state.step = done
+            bar.update()
+            if on_step is not None:
+                on_step(state.step - 1, session.model, state.history["loss"][-1])
+            if evaluates:
+                found = assess(session, state, recipe.eval_bits)
+                state.history["evaluations"].append(found)
+                log.info("step %d of %d: loss %.4f, %s", state.step, recipe.steps, state.history["loss"][-1], found)
+                if state.status != "ok":
+                    break
+            state.seconds, state.captured = before + time.monotonic() - started, captured + session.captured
+            if checkpoint is not None and saves:
+                try:
+                    save_checkpoint(checkpoint, session, state)
+                except (OSError, RuntimeError) as error:  # torch raises RuntimeError when the disk is full
+                    # the run may still end well, and the last checkpoint is still there
+                    log.error("step %d: cannot write %s: %s", state.step, checkpoint, error)
+                saved = time.monotonic()
+            if stop:
+                raise Stopped(f"at step {state.step} of {recipe.steps}")
+
+    # the last evaluation is not in the loop, so that a run which died after its last step needs no other one
+    if state.status == "ok":
+        state.history["evaluations"].append(assess(session, state, recipe.eval_bits))
+    metrics = metrics_of(session, state)
+    state.seconds = before + time.monotonic() - started
+    return Run(
+        spec=spec,
+        status=state.status,
+        metrics=metrics,
+        history=state.history,
+        bitops=bitops_of(session),  # takes its time too, which is none of training
+        seconds=state.seconds,
+        model=session.model,
+        title=session.task.title,
+        checksum=session.task.checksum,
+        error=state.error,
+        captured=captured + session.captured,
+        why_not_captured=session.why_not_captured,
+    )
+
+
+def read(losses: list[Tensor], state: State) -> None:
+    """Move the losses of the last steps from the device into the history, the one at ``state.step`` last.
+
+    The run ends at the first one that is not finite, as if nothing had come after it: that step is in the history, but
+    it is no step done.
+    """
+    values = torch.stack(losses).tolist()
+    losses.clear()
+    end = next((i for i, value in enumerate(values, 1) if not math.isfinite(value)), None)
+    if end is not None:
+        late = len(values) - end
+        state.step -= late
+        state.diverge("the training loss")
+        for column in ("step", "bits", "lr"):
+            del state.history[column][state.step + 1 :]
+        del values[end:]
+    state.history["loss"] += values

@@ -1,0 +1,198 @@
+"""What the exercises of notebooks 00 to 02 accept, with hints; kept apart, as a check gives its answer away."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+
+from cpt_core.quantization.fake_quantize import quantize
+from cpt_core.schedules.cost import relative_cost
+from cpt_core.schedules.make import make_schedule
+from cpt_core.schedules.schedule import Schedule, StaticSchedule
+from cpt_lessons import playground
+from cpt_lessons.answers import (
+    Exercise,
+    Refused,
+    like,
+    near,
+    number,
+    of_the_suite,
+    outcome,
+    schedule,
+    share,
+    words,
+)
+from cpt_lessons.demonstrations import tiny_problem
+
+
+def _costs(bits: Any, low: float, high: float) -> None:
+    if not low <= (found := relative_cost(bits, 8)) <= high:
+        raise Refused(f"it costs {found:.3f} of static 8")
+
+
+def _cheap(answer: Any) -> bool:
+    _costs(of_the_suite(answer).bits(), 0, 0.5)
+    return True
+
+
+def _falling(answer: Any) -> bool:
+    s = of_the_suite(answer)
+    _costs(s.bits(), 0.7, 0.9)
+    if s(0) != s.q_max:
+        raise Refused(f"it starts at {s(0)} bits, and rises")
+    return True
+
+
+def _seldom_at_q_min(answer: Any) -> bool:
+    names = answer if isinstance(answer, list | tuple | set) else [answer]
+    given = {word for name in names for word in re.findall("[a-z]+", words(name))} - {"and", "or"}
+    return bool(given) and given <= {"er", "eth"}
+
+
+def _own_curve(answer: Any) -> bool:
+    bits = schedule(answer, 1000).bits()
+    if bits[-1] != 8:
+        raise Refused(f"it ends at {bits[-1]} bits")
+    if bits.min() < 3:
+        raise Refused(f"it goes down to {bits.min()} bits")
+    _costs(bits, 0.50, 0.55)
+    return True
+
+
+def _own_loop(answer: Any) -> bool:
+    def losses(train: Any, s: Schedule) -> list[float]:
+        with torch.random.fork_rng(devices=[]):
+            model, batches, *others = tiny_problem()
+            given = outcome(train, model, batches[: s.total_steps], *others, s)
+        try:
+            return [number(loss) for loss in given]
+        except (TypeError, Refused):
+            raise Refused(f"it returns a {type(given).__name__} that is no list of losses") from None
+
+    s, flat = make_schedule("CR", q_min=3, q_max=8, total_steps=20, n_cycles=2), StaticSchedule(3, 20)
+    given = losses(answer, s)
+    if len(given) != s.total_steps:
+        raise Refused(f"of {s.total_steps} batches it returns {len(given)} losses")
+    if np.allclose(given, losses(playground.losses_of, flat), rtol=1e-5):
+        raise Refused("the bits stay those of the first step")
+    return np.allclose(given, losses(playground.losses_of, s), rtol=1e-5)
+
+
+def _cheap_and_good(answer: Any) -> bool:
+    s = schedule(answer, playground.STEPS)
+    if s.q_max > playground.Q_MAX:
+        raise Refused(f"it goes up to {s.q_max} bits")
+    if (cost := playground.cost(s)) >= 0.5:
+        raise Refused(f"it costs {cost:.3f} of static 8")
+    right, static = playground.train(s).accuracy, playground.baseline(s).accuracy
+    if right < static - 0.02:
+        raise Refused(f"it has {right:.1%} of the held-out images right, static 8 {static:.1%}")
+    return True
+
+
+def _on_grid(x: torch.Tensor, n: int, round: Callable[..., torch.Tensor], shift: float = 1) -> torch.Tensor:
+    step = (x.max() - x.min()) / n
+    return round((x - x.min()) / step) * step + shift * x.min()
+
+
+def _rows_on_grid(x: torch.Tensor, n: int) -> torch.Tensor:
+    return torch.stack([_on_grid(row, n, torch.round) for row in x])
+
+
+_SLIPS = {
+    "all values are equal, so that the step is 0, and 0 / 0 is no number": lambda x, q: _on_grid(
+        x, 2**q - 1, torch.round
+    ),
+    "2^q steps have one level more than 2^q": lambda x, q: _on_grid(x, 2**q, torch.round),
+    "it rounds down, not to the nearest level": lambda x, q: _on_grid(x, 2**q - 1, torch.floor),
+    "the minimum is taken away and not added again": lambda x, q: _on_grid(x, 2**q - 1, torch.round, 0),
+    "these are the levels, 0 to 2^q - 1, not yet the values": lambda x, q: torch.round(
+        (x - x.min()) / (x.max() - x.min()) * (2**q - 1)
+    ),
+}
+
+
+def _between_ends(function: Any, v: torch.Tensor) -> torch.Tensor:
+    """What 3 bits make of values between two that stay, so that the grid stays."""
+    end = torch.ones(1)
+    return function(torch.cat([-end, v, end]), 3)[1:-1]
+
+
+def _gradient(function: Any, v: torch.Tensor, arriving: torch.Tensor) -> torch.Tensor:
+    v = v.clone().requires_grad_()
+    rounded = _between_ends(function, v)
+    passed = torch.autograd.grad(rounded, v, arriving, allow_unused=True)[0] if rounded.requires_grad else None
+    if passed is None:
+        raise Refused("its values are right, but no gradient goes from them to x")
+    return passed
+
+
+def _straight_through(function: Any) -> bool:
+    like(quantize, (_SPREAD, 2), (-_SPREAD, 3))(function)
+    v, h, step = torch.linspace(-0.4, 0.4, 8), 0.5, 2 / 7
+    wide = (_between_ends(function, v + h) - _between_ends(function, v - h)).detach() / (2 * h)
+    slope = _gradient(function, v, torch.ones_like(v))
+    if ((slope - wide).abs() > step / (2 * h)).any():
+        raise Refused(f"its values are right; its gradient is {slope[0]:g} where a wide difference is {wide[0]:.2f}")
+    arriving = v + 1
+    passed, wanted = (_gradient(f, v, arriving) for f in (function, quantize))
+    if not torch.allclose(passed, wanted):
+        raise Refused(f"its values are right; of a gradient of {arriving[0]:g} that arrives it passes on {passed[0]:g}")
+    return True
+
+
+_SPREAD = torch.linspace(-1.0, 2.2, 33).square()
+_MATRIX = _SPREAD[1:].view(4, 8) - torch.tensor([[0.0], [1.0], [2.0], [-5.0]])
+_EQUAL = torch.full((3,), 0.7)
+_ONE_ROW_EQUAL = torch.stack([_EQUAL, torch.tensor([0.0, 0.4, 1.0])])
+_CR = make_schedule("CR", q_min=3, q_max=8, total_steps=64_000, n_cycles=8)
+_ETH = make_schedule("ETH", q_min=3, q_max=8, total_steps=64_000, n_cycles=8)
+
+EXERCISES = {
+    "00.1": Exercise(_cheap, "cpt.make_schedule, with a name of large savings"),
+    "00.2": Exercise(_falling, "two have small savings; schedules.price_figure(...) shows which of them falls first"),
+    "00.3": Exercise(share(_CR.share_at(8), 2e-3), "schedule.bits() is an array: compare it with 8 and take the mean"),
+    "00.4": Exercise(
+        _own_loop, "section 2 has the loop: quantize_, PrecisionScheduler, and its step() after the optimizer's"
+    ),
+    "01.1": Exercise(_seldom_at_q_min, "the last column of section 3's table; share_at(q_min) of a schedule tells it"),
+    "01.2": Exercise(_own_curve, "3 + 5 * u costs 0.628; a power of u stays low for longer"),
+    "01.3": Exercise(
+        like(_ETH.__call__, *[(t,) for t in (0, 500, 3000, 7000, 7999, 8000, 9000, 12_000, 20_500, 63_999)]),
+        "section 1's lines: the 1st, 3rd, ... cycle takes f(1 - x), the others f(x) = 1 - e^(-4x); then round(...)",
+    ),
+    "01.4": Exercise(
+        like(lambda s: s.share_at(s.q_min), (_CR,), (make_schedule("RTH", q_min=4, q_max=6, total_steps=800),)),
+        "the mean of schedule.bits() == schedule.q_min",
+    ),
+    "01.5": Exercise(
+        _cheap_and_good, "few bits for most of the steps, but not so few that the loss stays high: try RR in one cycle"
+    ),
+    "02.1": Exercise(near(32), "2^q, which Python writes 2**q"),
+    "02.2": Exercise(share(48 / 192), "three products of 4 by 4 bits, by three of 8 by 8"),
+    "02.4": Exercise(
+        like(lambda q, q_max: (q * q + 2 * q * q_max) / (3 * q_max**2), (4, 8), (8, 8), (3, 6)),
+        "three products: one of q by q bits, two of q by q_max; divide by what they cost at q_max",
+    ),
+    "02.5": Exercise(
+        like(quantize, (_SPREAD, 2), (_SPREAD, 5), (-_SPREAD, 3), (_MATRIX, 4), (_EQUAL, 2), slips=_SLIPS),
+        "n, s, the level and x_q, a line each, as in anatomy; what if s is 0? clamp(min=...) helps",
+    ),
+    "02.6": Exercise(near(4 * 32 * 32**2 * 16 * 9, 0), "cpt.count_bitops(layer, (pictures,)).forward_macs"),
+    "02.7": Exercise(
+        _straight_through,
+        "add to x what is missing to x_q, and .detach() it: then autograd takes it for a constant",
+    ),
+    "02.8": Exercise(
+        like(
+            lambda x, q: quantize(x, q, "linear_weight"),
+            *[(_MATRIX, 2), (_MATRIX.T, 3), (_ONE_ROW_EQUAL, 2)],
+            slips={"the first row has a step of 0": lambda x, q: _rows_on_grid(x, 2**q - 1)},
+        ),
+        "x.amin(1, keepdim=True) is the minimum of every row; a step of 0 as in exercise 5",
+    ),
+}

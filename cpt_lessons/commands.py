@@ -1,0 +1,81 @@
+"""The commands of ``cpt`` that run notebooks or make pages for lessons."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from cpt_lab.commands import Many, Scale, app
+from cpt_lab.paths import CHECKOUT
+
+Number = Annotated[str | None, typer.Option(help="one notebook, such as 03; all when left out")]
+Data = Annotated[str | None, typer.Option(help="a named data set, or your own images or graph")]
+Given = Annotated[list[str], typer.Option("--parameter", "-p", help="NAME=VALUE of a notebook, such as seeds=[0,1]")]
+
+
+@app.command()
+def explorer(
+    out: Annotated[Path, typer.Argument(help="the page, such as explorer.html")],
+    home: Annotated[str, typer.Option(help="a page to lead back to")] = "",
+) -> None:
+    """Write the schedule explorer, one HTML page: bits, cost and noise of any schedule, and what was measured there."""
+    from cpt_lessons.explorer import write_explorer
+
+    typer.echo(f"explorer: {write_explorer(out, home)}")
+
+
+@app.command(cls=Many)
+def reproduce(scale: Scale = "demo", notebook: Number = None, dataset: Data = None, parameter: Given = []) -> None:  # noqa: B006
+    """Run the notebooks and write runs/reproduce/SCALE/index.html; runs that are there already are not repeated."""
+    from cpt_lessons.parameters import check_values, parse
+
+    given = parse(parameter)
+    check_values({"scale": scale, **({"dataset": dataset} if dataset else {}), **given})
+    from cpt_lessons import notebooks as r
+
+    seconds = r.estimate(scale, notebook)
+    about = f"about {seconds / 60:.1f} minutes on two cores" if seconds else "GPU days; runs resume when interrupted"
+    started = time.monotonic()
+    names = ", ".join(p.stem[:2] for p in r.notebooks(notebook))
+    typer.echo(f"notebooks {names} at {scale} scale: {about}")
+    try:
+        outcomes, index = r.reproduce(scale, notebook, dataset, given)
+    except KeyboardInterrupt:
+        typer.echo("\nstopped; the same command goes on from here", err=True)
+        raise typer.Exit(130) from None
+    width = max(len(o.name) for o in outcomes)
+    for o in outcomes:
+        typer.echo(f"  {o.name:<{width}} {o.status:<11} {o.seconds:6.0f} s  {o.error}".rstrip())
+    failed = [o for o in outcomes if o.failed]
+    if not failed:  # old results below a failure would look like its own
+        from cpt_lab.analysis import report
+
+        for line in report.summary(scale):
+            typer.echo(line)
+    typer.echo(f"took {time.monotonic() - started:.0f} s")
+    typer.echo(f"report: {index}")
+    if failed:
+        typer.echo(f"failed: {', '.join(o.name for o in failed)}; the same command tries again", err=True)
+        raise typer.Exit(1)
+
+
+@app.command()
+def notebooks(
+    copy: Annotated[Path | None, typer.Option(help="copy the notebooks and their rows to this folder instead")] = None,
+) -> None:
+    """Run every notebook at smoke scale and save it with its outputs (before a commit), or copy them to work on."""
+    if copy is None and CHECKOUT is None:
+        raise ValueError("the notebooks of an installed package stay as they are; copy them with --copy FOLDER")
+    from cpt_lessons import notebooks as r
+
+    if copy is not None:
+        copies = r.copy_notebooks(copy)
+        typer.echo(f"{len(copies)} notebooks and their rows are in {copy}; next: jupyter lab {copy}")
+        return
+    for path in r.notebooks():
+        started = time.monotonic()
+        r.execute_in_place([path])
+        typer.echo(f"{path.name}: {time.monotonic() - started:.0f} s")

@@ -1,0 +1,120 @@
+"""Run one notebook in a kernel through papermill. Needs the extra "notebooks".
+
+No cell has a limit of time but at smoke scale: a slow machine is no failure. Kernels listen on sockets of the file
+system, for two that start at once can take each other's ports and then wait for ever; one that dies is tried once more.
+"""
+
+from __future__ import annotations
+
+import re
+import tempfile
+from pathlib import Path
+from textwrap import shorten
+from typing import Any
+
+import nbformat
+import papermill
+from nbclient.exceptions import CellTimeoutError
+from papermill.clientwrap import PapermillNotebookClient
+from papermill.engines import NBClientEngine, papermill_engines
+
+from cpt_lab.paths import work_dir
+from cpt_lessons.progress import Place
+
+# Seconds for a kernel to come up on a loaded machine; alone it takes one or two.
+START = 600
+
+# Seconds for a cell, whose smoke runs take two: only a kernel that is lost needs as long.
+LIMIT = {"smoke": 900}
+
+# RuntimeError is what nbclient raises for a kernel that died and jupyter_client for one that does not come up.
+LOST = (CellTimeoutError, RuntimeError)
+
+
+class _Client(PapermillNotebookClient):
+    """Tells where it is: the heading above the cell that runs, and the bars that tqdm shows in it."""
+
+    def __init__(self, nb_man: Any, place: Place, sockets: str, **options: Any) -> None:
+        super().__init__(nb_man, on_cell_start=self._enter, **options)
+        self.place, self.sockets = place, sockets
+
+    def create_kernel_manager(self) -> Any:
+        manager = super().create_kernel_manager()
+        manager.transport, manager.ip = "ipc", f"{self.sockets}/kernel"
+        return manager
+
+    def _enter(self, cell: nbformat.NotebookNode, cell_index: int) -> None:
+        self.place.kernel = getattr(self.km.provisioner, "pid", None)
+        if self.place.stopped:
+            raise KeyboardInterrupt("stopped between two cells")
+        above = "\n".join(c.source for c in self.nb.cells[:cell_index] if c.cell_type == "markdown")
+        headings = re.findall(r"^#+ +(.*)$", above, flags=re.MULTILINE)
+        cells = sum(c.cell_type == "code" for c in self.nb.cells[: cell_index + 1])
+        self.place.enter(headings[-1] if headings else "", cells)
+
+    def handle_comm_msg(self, outs: list[Any], msg: dict[str, Any], cell_index: int) -> None:
+        super().handle_comm_msg(outs, msg, cell_index)
+        state = msg["content"].get("data", {}).get("state", {})
+        self.place.show(msg["content"]["comm_id"], state.get("value"))
+
+
+class _Engine(NBClientEngine):
+    """papermill's engine with our client."""
+
+    @classmethod
+    def execute_managed_notebook(cls, nb_man: Any, kernel_name: str, **options: Any) -> None:
+        with tempfile.TemporaryDirectory(
+            prefix="cpt-"
+        ) as sockets:  # a short path: the system allows some 100 characters
+            client = _Client(
+                nb_man,
+                options["place"],
+                sockets,
+                kernel_name=kernel_name,
+                startup_timeout=START,
+                timeout=options["execution_timeout"],
+                extra_arguments=["--IPKernelApp.log_level=50"],  # else it tells of its end when it is ended
+            )
+            client.execute(cwd=str(work_dir()))
+
+
+papermill_engines.register("cpt_core", _Engine)
+
+
+def execute(path: Path, copy: Path | None, values: dict[str, Any], place: Place | None = None) -> nbformat.NotebookNode:
+    """Run a notebook with parameters, save it as ``copy`` and return it; a lost kernel is tried once more.
+
+    Raises:
+        PapermillExecutionError: for a cell that raises.
+        CellTimeoutError, RuntimeError: for a kernel that was lost twice.
+    """
+    place = place or Place(path.stem)
+    try:
+        return _execute_once(path, copy, values, place)
+    except LOST as failure:
+        place.say(f"{reason(failure, place)}; it is tried once more")
+        return _execute_once(path, copy, values, place)
+
+
+def _execute_once(path: Path, copy: Path | None, values: dict[str, Any], place: Place) -> nbformat.NotebookNode:
+    return papermill.execute_notebook(
+        str(path),
+        None if copy is None else str(copy),
+        values,
+        engine_name="cpt_core",
+        progress_bar=False,
+        kernel_name="python3",
+        execution_timeout=LIMIT.get(values.get("scale", "smoke")),
+        place=place,
+    )
+
+
+def reason(failure: Exception, place: Place) -> str:
+    """Return why a notebook failed, in one line."""
+    if isinstance(failure, papermill.PapermillExecutionError):
+        said = f"{failure.ename}: {failure.evalue}"
+    elif isinstance(failure, CellTimeoutError):
+        said = f"cell limit of {LIMIT['smoke']} s exceeded"
+    else:
+        said = f"{type(failure).__name__}: {failure}"
+    return shorten(said.rstrip(".: "), 400) + (f" (cell {place.cell})" if place.cell else "")

@@ -1,0 +1,224 @@
+"""Run the notebooks and collect them in one report, where a second run does only what changed; copy them to work on.
+
+Running them needs the extra "notebooks", copying does not.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+import shutil
+import time
+from collections.abc import Sequence
+from concurrent.futures import FIRST_COMPLETED, ThreadPoolExecutor, wait
+from pathlib import Path
+from typing import Any
+
+from cpt_core.checks import library, offer, write_text
+from cpt_lab.analysis import report
+from cpt_lab.experiments.recipes import task_of_dataset
+from cpt_lab.paths import cards_dir, notebooks_dir, paper_dir, results_dir, runs_dir, solutions_dir
+from cpt_lessons.outcomes import Job, Outcome, earlier
+from cpt_lessons.parameters import check_parameters, check_values
+from cpt_lessons.progress import Place, Progress
+
+# Measured on two cores: (smoke, demo) seconds, for the estimates that are shown.
+SECONDS = {
+    "00": (6, 8), "01": (12, 12), "02": (8, 8), "03": (12, 150), "04": (15, 180), "05": (12, 120), "06": (15, 150),
+    "07": (15, 180), "08": (12, 90), "09": (30, 150),
+}  # fmt: skip
+
+AT_ONCE = 2
+
+SPEED = ("workers",)  # parameters that change nothing of what a page shows
+
+
+def notebooks(number: str | None = None) -> list[Path]:
+    """Return the notebooks, or the one whose name starts with ``number``; ValueError names what there is."""
+    found = sorted(notebooks_dir().glob("[0-9][0-9]_*.ipynb"))
+    if number is None:
+        return found
+    chosen = [p for p in found if p.name.startswith(number)]
+    if not number or len(chosen) != 1:
+        raise ValueError(f"no notebook {number!r}; {offer(number, [p.name[:2] for p in found])}")
+    return chosen
+
+
+def parameters_of(notebook: Path) -> dict[str, Any]:
+    """Return the parameters of a notebook with their defaults."""
+    inspected = library("papermill", "notebooks").inspect_notebook(str(notebook))
+    return {name: p["default"] for name, p in inspected.items()}
+
+
+def copy_notebooks(folder: Path) -> list[Path]:
+    """Copy the notebooks and solutions into a folder, and into its ``data/`` the rows, cards and numbers they speak of.
+
+    The copies run with this package wherever they lie; their runs go to ``runs/`` beside them. What they compare with
+    is read from the package, so that the rows in ``data/`` are there to be looked at. Links to pages of the repository
+    become their words: a copy may lie anywhere.
+
+    Returns:
+        The notebooks.
+
+    Raises:
+        FileExistsError: when the folder holds one of the files already; nothing is copied then.
+    """
+    sources = {
+        folder: notebooks_dir(),
+        folder / "solutions": solutions_dir(),
+        **{folder / "data" / d.name: d for d in (results_dir(), paper_dir(), cards_dir())},
+    }
+    suffixes = (".ipynb", ".py", ".md", ".csv", ".json", ".jsonl")
+    copies = {into / p.name: p for into, d in sources.items() for p in sorted(d.iterdir()) if p.suffix in suffixes}
+    for copy in copies:
+        if copy.exists():
+            raise FileExistsError(f"{copy} is there already; name a folder without it, nothing was copied")
+    for copy, path in copies.items():
+        copy.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copyfile(path, copy)
+        if copy.parent == folder:
+            text = copy.read_text(encoding="utf-8")
+            copy.write_text(re.sub(r"\[([^][]*)\]\(\.\./[^)]*\)", r"\1", text), encoding="utf-8")
+    return [copy for copy in copies if copy.suffix == ".ipynb"]
+
+
+def reproduce(
+    scale: str = "demo",
+    number: str | None = None,
+    dataset: str | None = None,
+    given: dict[str, Any] | None = None,
+    progress: bool = True,
+) -> tuple[list[Outcome], Path]:
+    """Run notebooks at a scale, ``AT_ONCE`` at a time, and write ``runs/reproduce/<scale>/index.html`` and its pages.
+
+    Args:
+        scale: "smoke", "demo" or "paper".
+        number: such as "03"; None runs all.
+        dataset: for the notebooks of its task; the others keep their own data set, model and preset. Data of your own
+            needs ``number``, to say which notebook it is for.
+        given: more parameters, each of which at least one of the notebooks must have.
+        progress: show where the notebooks are and how long the rest takes.
+
+    Returns:
+        The outcomes and the path of the report.
+
+    Raises:
+        ValueError: for an unknown notebook, parameter or value, before anything starts.
+    """
+    chosen = notebooks(number)
+    wanted = {"scale": scale, **({"dataset": dataset} if dataset else {}), **(given or {})}
+    check_values(wanted)
+    accepted = {path: parameters_of(path) for path in chosen}
+    for name in wanted:
+        if not any(name in parameters for parameters in accepted.values()):
+            raise ValueError(f"no chosen notebook has a parameter {name!r}")
+    jobs = []
+    folder = runs_dir() / "reproduce" / scale
+    tasks = {path: _task(parameters) for path, parameters in accepted.items()}
+    data_task = task_of_dataset(wanted["dataset"]) if "dataset" in wanted else None
+    if "dataset" in wanted and data_task is None and len({t for t in tasks.values() if t}) > 1:
+        raise ValueError(f"say which notebook {wanted['dataset']!r} is for, such as --notebook 03")
+    for path, parameters in accepted.items():
+        values = {name: value for name, value in wanted.items() if name in parameters}
+        if number is None and data_task and tasks[path] not in (None, data_task):
+            values = {name: value for name, value in values.items() if name not in ("dataset", "model", "preset")}
+        defaults = {k: ast.literal_eval(v) for k, v in parameters.items()}
+        check_parameters(tasks[path] or "image", **{**defaults, **values})
+        given = {k: v for k, v in values.items() if k not in ("scale", *SPEED) and v != defaults[k]}
+        jobs.append(Job(path, values, given, folder))
+    folder.mkdir(parents=True, exist_ok=True)
+    outcomes = sorted(_run_all(jobs, expected(scale, chosen), progress), key=lambda o: o.name)
+    _write_glossary(folder)
+    names = {o.name for o in outcomes}
+    former = [o for o in earlier(folder, [path.stem for path in notebooks()]) if o.name not in names]
+    shown = sorted([*outcomes, *former], key=lambda o: o.name)
+    return outcomes, report.write(folder, scale, [{**vars(o), "name": o.name} for o in shown])
+
+
+def _write_glossary(folder: Path) -> None:
+    """Write the page of the glossary, which the pages of the notebooks link to, where there is one."""
+    from cpt_lessons import export
+
+    glossary = notebooks_dir() / "glossary.md"
+    if glossary.exists():
+        write_text(folder / "glossary.html", export.glossary_page(glossary.read_text(encoding="utf-8")))
+
+
+def _task(parameters: dict[str, Any]) -> str | None:
+    """The task of a notebook's data set; None for notebooks without one."""
+    return task_of_dataset(ast.literal_eval(parameters["dataset"])) if "dataset" in parameters else None
+
+
+def _run_all(jobs: list[Job], seconds: dict[str, float], shown: bool) -> list[Outcome]:
+    """Run ``AT_ONCE`` notebooks at a time; one that fails stops no other."""
+    places = [Place(job.notebook.stem) for job in jobs]
+    progress = Progress(places, seconds, AT_ONCE, shown)
+    outcomes = []
+    keys = [job.key() for job in jobs]  # before anything runs: data that changes meanwhile is seen the next time
+    with ThreadPoolExecutor(AT_ONCE) as pool:
+        waiting = {pool.submit(_run, *each) for each in zip(jobs, keys, places, strict=True)}
+        try:
+            while waiting:
+                ended, waiting = wait(waiting, timeout=1.0, return_when=FIRST_COMPLETED)
+                for outcome in (future.result() for future in ended):
+                    outcomes.append(outcome)
+                    progress.ended(outcome.notebook, outcome.status, outcome.seconds, outcome.error)
+                progress.refresh()
+        except KeyboardInterrupt:  # else the pool would run all that is left
+            pool.shutdown(wait=False, cancel_futures=True)
+            for place in places:
+                place.stop()
+            raise
+        finally:
+            progress.close()
+    return outcomes
+
+
+def expected(scale: str, chosen: Sequence[Path]) -> dict[str, float]:
+    """Return the seconds that notebooks take on two cores, by name; empty for a scale that was not measured."""
+    column = {"smoke": 0, "demo": 1}.get(scale)
+    return {} if column is None else {p.stem: SECONDS.get(p.name[:2], (10, 60))[column] for p in chosen}
+
+
+def estimate(scale: str, number: str | None = None) -> float | None:
+    """Return about how many seconds ``reproduce`` takes on two cores; None where it was not measured."""
+    seconds = expected(scale, notebooks(number)).values()
+    return max(max(seconds), sum(seconds) / AT_ONCE) if seconds else None
+
+
+def _run(job: Job, key: str, place: Place) -> Outcome:
+    import nbformat
+
+    from cpt_lessons import export, kernels
+
+    if job.up_to_date(key):
+        job.forget_failure()
+        return job.outcome("up to date")
+    started = place.started = time.monotonic()
+    copy, error = job.file("running.ipynb"), ""
+    try:
+        try:
+            kernels.execute(job.notebook, copy, dict(job.values), place)
+        except Exception as failure:  # whatever it is, the report of the others is worth having
+            if place.stopped:  # that is no failure
+                raise
+            error = kernels.reason(failure, place)
+        seconds = round(time.monotonic() - started, 1)
+        book = nbformat.read(copy if copy.exists() else job.notebook, as_version=4)
+    finally:
+        copy.unlink(missing_ok=True)
+    page = export.notebook_page(book, job.file("html").stem, error and f"This run failed: {error}")
+    if error:
+        job.keep_failure(page, nbformat.writes(book), error)
+    else:
+        job.keep(page, nbformat.writes(book), key, seconds)
+    return job.outcome("failed" if error else "done", seconds)
+
+
+def execute_in_place(paths: Sequence[Path]) -> None:
+    """Run notebooks at their defaults (smoke scale) and save them with outputs and execution counts."""
+    nbformat = library("nbformat", "notebooks")
+    from cpt_lessons import export, kernels
+
+    for path in paths:
+        nbformat.write(export.clean(kernels.execute(path, None, {})), path)

@@ -1,0 +1,156 @@
+"""What became of notebooks: a page per notebook, data set and parameters; a failure has a page beside the good one.
+
+>>> page_name("03_image_classification", {})
+'03_image_classification'
+>>> page_name("03_image_classification", {"dataset": "my pictures/", "seeds": [0, 1]})
+'03_image_classification.my-pictures-0-1-e9f736f0'
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from cpt_core.checks import write_text
+from cpt_lab.data.files import fingerprint_of, own_path
+from cpt_lab.experiments.recipe import is_own
+from cpt_lab.paths import ROOT, paper_dir, results_dir
+
+DATA = ("dataset", "pairs", "graph")  # parameters that can name data of the user's own
+
+
+def page_name(notebook: str, given: Mapping[str, Any]) -> str:
+    """Return the name of a page: that of the notebook, and of the parameters that are not the notebook's own."""
+    if not given:
+        return notebook
+    words = re.sub(r"[^A-Za-z0-9]+", "-", " ".join(map(str, given.values()))).strip("-")[:40]
+    digest = hashlib.sha256(json.dumps(dict(given), sort_keys=True).encode()).hexdigest()[:8]
+    return f"{notebook}.{words}-{digest}"
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What became of one notebook.
+
+    Attributes:
+        notebook: its name.
+        given: the parameters that are not its own, in words.
+        status: "done", "up to date" or "failed"; "earlier" and "failed earlier" for what another call has run.
+        seconds: that it took.
+        page: the newest one that is good, None where there is none.
+        error: why it failed, in one line.
+        failed: the page of the failure, None where there is none.
+    """
+
+    notebook: str
+    given: str
+    status: str
+    seconds: float
+    page: Path | None
+    error: str = ""
+    failed: Path | None = None
+
+    @property
+    def name(self) -> str:
+        """The notebook, and the parameters that are not its own."""
+        return f"{self.notebook} ({self.given})" if self.given else self.notebook
+
+
+@dataclass(frozen=True)
+class Job:
+    """A notebook to run, and where its page goes.
+
+    Attributes:
+        notebook: its path.
+        values: parameters to run it with.
+        given: those of them that change what the page shows and are not the notebook's own: they name it.
+        folder: of the page.
+    """
+
+    notebook: Path
+    values: Mapping[str, Any]
+    given: Mapping[str, Any]
+    folder: Path
+
+    def file(self, ending: str) -> Path:
+        """Return one of the files of this page: "html", "failed.html", "json" with what is known of both."""
+        return self.folder / f"{page_name(self.notebook.stem, self.given)}.{ending}"
+
+    def key(self) -> str:
+        """Hash all that the page depends on: notebook, parameters, the user's data, the package, the committed rows."""
+        shown = {**self.given, "scale": self.values.get("scale")}
+        own = [v for name, v in shown.items() if name in DATA and is_own(v)]
+        if own:
+            shown["fingerprints"] = [fingerprint_of(map(own_path, data.split(","))) for data in own]
+        digest = hashlib.sha256(json.dumps(shown, sort_keys=True).encode())
+        committed = [*sorted(results_dir().glob("*.json*")), *sorted(paper_dir().glob("*.csv"))]
+        for source in [self.notebook, *sorted(ROOT.glob("cpt_*/**/*.py")), *committed]:
+            digest.update(source.read_bytes())
+        return digest.hexdigest()
+
+    def up_to_date(self, key: str) -> bool:
+        """Whether there is a page of a run that went well and would show the same now."""
+        return self.file("html").exists() and _known(self.file("json")).get("key") == key
+
+    def keep(self, page: str, book: str, key: str, seconds: float) -> None:
+        """Keep the page and the notebook of a run that went well; what failed before is forgotten."""
+        write_text(self.file("ipynb"), book)
+        write_text(self.file("html"), page)
+        self._note({"key": key, "seconds": seconds})
+        self.forget_failure()
+
+    def keep_failure(self, page: str, book: str, error: str) -> None:
+        """Keep the page and the notebook of a run that failed, beside those of the last one that went well."""
+        write_text(self.file("failed.ipynb"), book)
+        write_text(self.file("failed.html"), page)
+        self._note({**_known(self.file("json")), "error": error})
+
+    def forget_failure(self) -> None:
+        """Remove the page of a failure, for the same has gone well since."""
+        known = _known(self.file("json"))
+        if "error" in known:
+            self._note({name: value for name, value in known.items() if name != "error"})
+        for ending in ("html", "ipynb"):
+            self.file(f"failed.{ending}").unlink(missing_ok=True)
+
+    def outcome(self, status: str, seconds: float | None = None) -> Outcome:
+        """Return what became of it; the seconds are those of the good page where none are given."""
+        return _outcome(self.file("json"), status, seconds)
+
+    def _note(self, known: dict[str, Any]) -> None:
+        given = ", ".join(f"{name}={value}" for name, value in self.given.items())
+        write_text(self.file("json"), json.dumps({**known, "notebook": self.notebook.stem, "given": given}))
+
+
+def earlier(folder: Path, notebooks: list[str]) -> list[Outcome]:
+    """Return what earlier calls left in a folder of these notebooks."""
+    known = {path: _known(path) for path in sorted(folder.glob("*.json"))}
+    states = {path: "failed earlier" if "error" in k else "earlier" for path, k in known.items() if "notebook" in k}
+    return [_outcome(path, status) for path, status in states.items() if known[path]["notebook"] in notebooks]
+
+
+def _outcome(path: Path, status: str, seconds: float | None = None) -> Outcome:
+    known = _known(path)
+    page, failed = path.with_suffix(".html"), path.with_suffix(".failed.html")
+    return Outcome(
+        known["notebook"],
+        known["given"],
+        status,
+        known.get("seconds", 0.0) if seconds is None else seconds,
+        page if "key" in known and page.exists() else None,
+        known.get("error", ""),
+        failed if "error" in known and failed.exists() else None,
+    )
+
+
+def _known(path: Path) -> dict[str, Any]:
+    with suppress(FileNotFoundError, ValueError):  # none yet, or of no use: then it runs again
+        known = json.loads(path.read_text(encoding="utf-8"))
+        return known if isinstance(known, dict) else {}
+    return {}

@@ -1,0 +1,231 @@
+"""The parameters of the notebooks: one check for names, types and values, before anything starts.
+
+papermill passes misspelt parameters on without an error; the notebooks and the command line go through here instead.
+
+>>> check_parameters(scale="smoke", schedules=["CR"]).schedules
+['CR']
+"""
+
+from __future__ import annotations
+
+import ast
+import atexit
+import re
+import shutil
+import sys
+import tempfile
+import warnings
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from difflib import get_close_matches
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+
+from cpt_core.schedules.make import make_schedule
+from cpt_core.schedules.profiles import SCHEDULES
+from cpt_core.schedules.schedule import ShortCycleWarning
+from cpt_lab.analysis.runs import table, tuned
+from cpt_lab.data.files import check_data
+from cpt_lab.experiments.recipe import PRESETS, SCALES, is_own
+from cpt_lab.experiments.recipes import EXPERIMENTS, recipe
+from cpt_lab.experiments.spec import RunSpec
+from cpt_lab.sweeps.stores import store_path
+
+
+@dataclass(frozen=True)
+class Parameter:
+    """One parameter: what is allowed in words, and a test of a value."""
+
+    allowed: str
+    accepts: Callable[[Any], bool]
+
+
+def _whole(value: Any, low: int, high: int) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and low <= value <= high
+
+
+def _list_of(value: Any, test: Callable[[Any], bool]) -> bool:
+    return isinstance(value, (list, tuple)) and all(test(v) for v in value)
+
+
+PAIRS, GRAPHS = (tuple(EXPERIMENTS[task].named) for task in ("entailment", "graph"))
+# sentence pairs have a parameter of their own
+DATASETS = tuple(name for e in EXPERIMENTS.values() for name in e.named if name not in PAIRS)
+
+PARAMETERS: dict[str, Parameter] = {
+    "scale": Parameter(f"one of {', '.join(SCALES)}", lambda v: v in SCALES),
+    "dataset": Parameter(
+        f"one of {', '.join(DATASETS)}, or your own data: a folder such as 'my-images/', or .npz archives",
+        lambda v: isinstance(v, str) and (v in DATASETS or is_own(v)),
+    ),
+    "pairs": Parameter(
+        f"one of {', '.join(PAIRS)}, a folder of your own such as 'my-pairs/', or '' for none",
+        lambda v: isinstance(v, str) and (v in ("", *PAIRS) or is_own(v)),
+    ),
+    "graph": Parameter(
+        f"one of {', '.join(GRAPHS)}, a graph of your own such as 'my-graph.npz', or '' for none",
+        lambda v: isinstance(v, str) and (v in ("", *GRAPHS) or is_own(v)),
+    ),
+    "budget": Parameter(
+        "a number more than 0 and at most 1, the cost relative to static q_max",
+        lambda v: isinstance(v, (int, float)) and not isinstance(v, bool) and 0 < v <= 1,
+    ),
+    "model": Parameter("the name of a model, or '' for the first of the data set", lambda v: isinstance(v, str)),
+    "preset": Parameter(f"one of {', '.join(PRESETS)}", lambda v: v in PRESETS),
+    "schedules": Parameter(f"a list of {', '.join(SCHEDULES)}", lambda v: _list_of(v, lambda s: s in list(SCHEDULES))),
+    "seeds": Parameter(
+        "a list of whole numbers from 0 to 2147483647, [] for the recipe's",
+        lambda v: _list_of(v, lambda s: _whole(s, 0, 2**31 - 1)),
+    ),
+    "q_min": Parameter("a whole number from 1 to 32", lambda v: _whole(v, 1, 32)),
+    "q_max": Parameter("a whole number from 1 to 32", lambda v: _whole(v, 1, 32)),
+    "n_cycles": Parameter("a whole number from 1 to 1000", lambda v: _whole(v, 1, 1000)),
+    "total_steps": Parameter("a whole number from 1 to 10000000", lambda v: _whole(v, 1, 10_000_000)),
+    "workers": Parameter("a whole number from 0 to 1024", lambda v: _whole(v, 0, 1024)),
+    "device": Parameter("one of auto, cpu, cuda", lambda v: v in ("auto", "cpu", "cuda")),
+}
+
+
+@dataclass(frozen=True)
+class Parameters:
+    """Checked parameters, as attributes, and the store that runs of this scale and task go to."""
+
+    values: dict[str, Any]
+    store: Path
+
+    def __getattr__(self, name: str) -> Any:
+        """Return a parameter."""
+        try:
+            return self.__dict__["values"][name]
+        except KeyError:
+            raise AttributeError(f"there is no parameter {name!r}") from None
+
+    def run(self, specs: Sequence[RunSpec]) -> pd.DataFrame:
+        """Run what the store of this scale does not hold yet and return a typed line per run (``analysis.runs.table``).
+
+        Smoke runs go one by one in this process, others in processes of their own, ``workers`` at a time. A bar shows
+        how far they are; at smoke scale to people only, so that a log of seconds stays short. Where the learning rate
+        is chosen, the runs at the chosen one are returned.
+
+        Args:
+            specs: of one task; none are an empty table.
+
+        Raises:
+            RuntimeError: when runs failed: how many, and the reason of the first.
+        """
+        if not specs:
+            return table([])
+        from cpt_lab.sweeps.sweep import run_grid  # needs torch
+
+        smoke = self.scale == "smoke"
+        workers, device = 0 if smoke else self.values.get("workers"), self.values.get("device", "auto")
+        store = self.store.with_name(f"{specs[0].recipe.task}.jsonl")
+        runs = table(run_grid(specs, store, workers=workers, device=device, progress=None if smoke else True))
+        if len(failed := runs[runs.status == "failed"]):
+            first = failed.iloc[0]
+            reason = first.error.strip().splitlines()[-1]
+            which = f"{first.arm} seed {first.seed}"
+            raise RuntimeError(f"{len(failed)} of {len(runs)} runs failed, {which} with: {reason}")
+        return tuned(runs)
+
+
+def check_parameters(task: str = "image", /, **given: Any) -> Parameters:
+    """Check the parameters of a notebook, and that its data is there; errors name what is allowed.
+
+    Names that papermill injected and that the notebook does not have are refused here too. The store of smoke runs is
+    a fresh temporary file, so that they really run; other scales keep theirs under ``runs/``, so that they resume.
+
+    Args:
+        task: of the runs of this notebook, a key of ``TASKS``.
+        given: the parameters.
+
+    Raises:
+        ValueError: for a wrong name or value, and for data of one's own that is laid out for another task.
+        DataNotFoundError: when the data is not there.
+    """
+    check_values(given)
+    for name in _injected():
+        if name not in given:
+            raise ValueError(f"this notebook has no parameter {name!r}{_meant(name, given)} It has {', '.join(given)}")
+    shape = {name: given[name] for name in ("q_min", "q_max", "n_cycles", "total_steps") if name in given}
+    if len(shape) == 4:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", ShortCycleWarning)  # the notebook shows it
+            for name in SCHEDULES:
+                make_schedule(name, **shape)
+    scale, preset = given.get("scale", "smoke"), given.get("preset", "ours")
+    wanted = [(given["dataset"], given.get("model") or None, task)] if "dataset" in given else []
+    wanted += [(given["pairs"], None, "entailment")] if given.get("pairs") else []
+    wanted += [(given["graph"], None, "graph")] if given.get("graph") else []
+    for dataset, model, own_task in wanted:
+        found = recipe(scale, dataset, model, preset, own_task)
+        if found.task != own_task:
+            raise ValueError(f"{dataset!r} is for another notebook: its task is {found.task!r}, not {own_task!r}")
+        check_data(found)
+    if scale != "smoke":
+        return Parameters(dict(given), store_path(scale, task))
+    folder = tempfile.mkdtemp(prefix="cpt-smoke-")
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    return Parameters(dict(given), Path(folder) / f"{task}.jsonl")
+
+
+def parse(assignments: Sequence[str]) -> dict[str, Any]:
+    """Read "name=value" texts, one or several in each; a value is a Python literal or bare words, in lists too.
+
+    A value goes on to the next " name=": it may hold spaces.
+
+    >>> parse(["dataset=cifar10", "schedules=[CR, RR]", "seeds=[0, 1]"])
+    {'dataset': 'cifar10', 'schedules': ['CR', 'RR'], 'seeds': [0, 1]}
+    >>> parse(["dataset=my pictures/ seeds=[0, 1]"])
+    {'dataset': 'my pictures/', 'seeds': [0, 1]}
+    """
+    found: dict[str, Any] = {}
+    for assignment in (part for text in assignments for part in re.split(r"\s+(?=\w+=)", text.strip())):
+        name, sign, text = assignment.partition("=")
+        if not sign:
+            raise ValueError(f"a parameter is written NAME=VALUE; got {assignment!r}")
+        if name in found:
+            raise ValueError(f"parameter {name!r} is given twice")
+        if text.startswith("["):
+            found[name] = [_literal(word) for word in text.strip("[]").split(",") if word.strip()]
+        else:
+            found[name] = _literal(text)
+    return found
+
+
+def _literal(text: str) -> Any:
+    try:
+        return ast.literal_eval(text.strip())
+    except (ValueError, SyntaxError):
+        return text.strip()
+
+
+def _injected() -> list[str]:
+    """Return the names that papermill assigned in this notebook: it puts them into a cell of their own."""
+    shell = sys.modules["IPython"].get_ipython() if "IPython" in sys.modules else None
+    cells = shell.user_ns.get("In", []) if shell is not None else []
+    return [
+        target.id
+        for cell in cells
+        if cell.startswith("# Parameters\n")
+        for statement in ast.parse(cell).body
+        if isinstance(statement, ast.Assign)
+        for target in statement.targets
+        if isinstance(target, ast.Name)
+    ]
+
+
+def check_values(given: dict[str, Any]) -> None:
+    """Check names and values alone."""
+    for name, value in given.items():
+        if name not in PARAMETERS:
+            raise ValueError(f"unknown parameter {name!r}{_meant(name, PARAMETERS)} There is {', '.join(PARAMETERS)}")
+        if not PARAMETERS[name].accepts(value):
+            raise ValueError(f"{name} must be {PARAMETERS[name].allowed}; got {value!r}")
+
+
+def _meant(name: str, names: Iterable[str]) -> str:
+    near = get_close_matches(name, names, n=1)
+    return f"; did you mean {near[0]!r}?" if near else "."

@@ -1,0 +1,80 @@
+"""Pictures that only the notebooks draw."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import matplotlib.pyplot as plt
+import numpy as np
+from matplotlib.figure import Figure
+
+from cpt_core.formats.format import Format
+from cpt_lab.analysis.style import COLORS, SMALL, TEXT, drawing, whole
+
+# where pictures have boxes of their own, and where a model finds some: x1, y1, x2, y2 in pixels, and a word
+Boxes = Sequence[tuple[Sequence[float], str]]
+
+
+def pictures_with_boxes(pictures: Sequence[np.ndarray], rows: Mapping[str, Sequence[Boxes]]) -> Figure:
+    """Draw pictures, uint8 (H, W, 3), once per row, with the boxes that each row gives for each of them."""
+    groups = ("medium", "large", "small")
+    shape = (len(rows), len(pictures))
+    alt = f"{len(pictures)} pictures with boxes: {', '.join(rows)}"
+    with drawing(*shape, alt, figsize=(2.2 * shape[1], 2.3 * shape[0])) as (figure, axes):
+        for line, (name, boxes), group in zip(axes, rows.items(), groups, strict=False):
+            line[0].set_ylabel(name, fontsize=9)
+            for ax, picture, here in zip(line, pictures, boxes, strict=True):
+                ax.imshow(picture)
+                ax.set(xticks=[], yticks=[], frame_on=False)
+                ax.grid(visible=False)
+                for (x1, y1, x2, y2), word in here:
+                    frame = plt.Rectangle((x1, y1), x2 - x1, y2 - y1, fill=False, color=COLORS[group], linewidth=1.6)
+                    ax.add_patch(frame)
+                    ax.text(
+                        x1, y1 - 1, word, color=TEXT[group], fontsize=SMALL, va="bottom", parse_math=False,
+                        bbox={"facecolor": "white", "linewidth": 0, "pad": 0.5},
+                    )  # fmt: skip
+    return figure
+
+
+def staircase(bits: Sequence[int] = (2, 3, 4)) -> Figure:
+    """Draw the quantiser: value in, value out, on a range from -1 to 1."""
+    x = np.linspace(-1, 1, 801)
+    said = ", ".join(map(str, bits))
+    alt = f"staircases: values from -1 to 1 quantised to {said} bits, against the values themselves"
+    with drawing(1, len(bits), alt, figsize=(3.1 * len(bits), 3), sharey=True) as (figure, axes):
+        for ax, q in zip(axes[0], bits, strict=True):
+            n = 2**q - 1
+            ax.plot(x, x, color="#999999", linewidth=1)
+            ax.plot(x, np.rint((x + 1) / 2 * n) / n * 2 - 1, color=COLORS["small"], linewidth=1.6)
+            ax.set_title(f"{q} bits: {n + 1} levels", fontsize=10)
+            ax.set_xlabel("value")
+        axes[0][0].set_ylabel("quantised value")
+    return figure
+
+
+def training_curve(losses: Sequence[float], bits: Sequence[int]) -> Figure:
+    """Draw the training loss over the bits of every step."""
+    with drawing(2, figsize=(8, 4), sharex=True, height_ratios=(2, 1)) as (figure, ((upper,), (lower,))):
+        upper.plot(losses, color=COLORS["static"], linewidth=1)
+        upper.set_ylabel("training loss")
+        lower.step(range(len(bits)), bits, where="post", color=COLORS["medium"])
+        lower.set(xlabel="training step", ylabel="bits")
+        whole(lower.yaxis)
+    return figure
+
+
+def number_lines(names: Sequence[str] = ("affine4", "symmetric4", "log2_4", "e2m1", "e3m2", "e4m3")) -> Figure:
+    """Draw the values of number formats between -1 and 1, each scaled so that its largest value is 1."""
+    alt = f"lines with a mark at every value of {', '.join(names)}, from -1 to 1"
+    with drawing(1, 1, alt, figsize=(8, 0.45 * len(names) + 0.6)) as (figure, axes):
+        ax = axes[0][0]
+        for line, name in enumerate(names):
+            format = Format.of(name)
+            values = format.values().numpy() / format.largest
+            values = 2 * values - 1 if format.kind == "affine" else values
+            ax.plot(values, np.full(len(values), -line), "|", color=COLORS["small"], markersize=11, markeredgewidth=0.9)
+        said = [f"{name}, {len(Format.of(name).values())} values" for name in names]
+        ax.set_yticks([-line for line in range(len(names))], said)
+        ax.set(xlim=(-1.03, 1.03), ylim=(0.6 - len(names), 0.6), xlabel="value, relative to the largest")
+    return figure

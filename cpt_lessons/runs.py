@@ -1,0 +1,78 @@
+"""What a notebook says of the runs that it made itself."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pandas as pd
+
+from cpt_lab.analysis.groups import title_of
+from cpt_lab.analysis.metrics import counted
+from cpt_lab.analysis.pages import terminal
+from cpt_lab.analysis.quality_cost import SILENT
+
+
+def ran(runs: pd.DataFrame) -> None:
+    """Print what ran, in a line: runs, arms, seeds, how many diverged, seconds of training.
+
+    Args:
+        runs: a line per run, such as ``Parameters.run`` returns: runs that fail outright do not get there.
+    """
+    if runs.empty:
+        print("nothing to run")
+        return
+    said = f"{counted(len(runs), 'run')}, {counted(runs.arm.nunique(), 'arm')}, {counted(runs.seed.nunique(), 'seed')}"
+    ended = f"{n} diverged" if (n := int(runs.diverged.sum())) else "none diverged"
+    print(f"{said}, {ended}: {runs.seconds.sum():.0f} s of training")
+
+
+def comparable(runs: pd.DataFrame, what: str, needs: Sequence[str] = ()) -> bool:
+    """Return whether a comparison can be made; where it can not, print why, and what it would have shown.
+
+    Args:
+        runs: a line per run.
+        what: the comparison that follows, such as "the differences of the groups".
+        needs: arms, or savings groups ("large", "medium", "small"), without which there is nothing to compare.
+    """
+    if (runs.scale == "smoke").any():
+        print(f'smoke scale, nothing to compare; scale = "demo" prints {what}')
+        return False
+    missing = [name for name in needs if name not in {*runs.arm, *runs.savings}]
+    if missing:
+        print(f"{what}: left out, for nothing ran of {', '.join(missing)}")
+    return not missing
+
+
+def design(runs: pd.DataFrame) -> None:
+    """Print how an experiment is made: what is trained, how many arms and seeds, which bits.
+
+    Args:
+        runs: a line per run, of one recipe.
+    """
+    static = runs.arm.str.startswith("static ")
+    arms = [
+        counted(runs.arm[mask].nunique(), word) for mask, word in ((~static, "schedule"), (static, "static precision"))
+    ]
+    seeds = _range(runs.groupby("arm").seed.nunique())
+    print(f"{title_of(runs)}: {_range(runs.total_steps)} steps")
+    print(f"{counted(len(runs), 'run')}: {' and '.join(arms)}, {seeds} seed{'s' * (seeds != '1')}")
+    bits = f"from {_range(runs.q_min)} to {_range(runs.q_max)} bits in {_range(runs.n_cycles)} cycles"
+    print(f"schedules go {bits}; gradients have {_range(runs.q_grad)} bits")
+
+
+def brief(table: pd.DataFrame) -> None:
+    """Print a table of several lines without the columns that say the same in all of them; these follow in words.
+
+    Left out are columns without a name, and those that say nothing there (``SILENT``).
+    """
+    same = [name for name in table if table[name].nunique(dropna=False) == 1]
+    print(terminal(table.drop(columns=same)))
+    values = {name: table[name].iloc[0] for name in same if name}
+    said = [f"{name} {value}" for name, value in values.items() if SILENT.get(name) != value]
+    if said:
+        print("in every line: " + "; ".join(said))
+
+
+def _range(values: pd.Series) -> str:
+    low, high = values.min(), values.max()
+    return f"{low}" if low == high else f"{low} to {high}"

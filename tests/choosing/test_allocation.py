@@ -1,0 +1,306 @@
+"""Allocation of bits: the budget is met, static precision comes out where it must, no exchange helps."""
+
+import itertools
+import json
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from hypothesis import given, reject, settings
+from hypothesis import strategies as st
+
+from cpt_core.choosing.allocation import TOLERANCE, allocate, spread_bits, static_of_cost
+from cpt_core.choosing.sensitivities import FLOOR, Sensitivity
+from cpt_core.formats.ladder import LADDERS
+from cpt_core.schedules import cost
+from cpt_core.schedules.layered import LayeredSchedule
+from cpt_core.schedules.schedule import TableSchedule
+
+WINDOWS, GROUPS = 8, 3
+MACS = (100, 50, 3)
+
+
+def measured(time=(1.0,) * WINDOWS, layers=MACS, steps=320, noise=0.0, seeds=1, macs=MACS, **changes):
+    """A sensitivity whose responses are known; the noise is the same number with either sign in every other seed."""
+    n = len(time)
+    spans = tuple((steps * i // n, steps * (i + 1) // n) for i in range(n))
+    signs = [(-1) ** s * noise for s in range(seeds)]
+    time, layers = np.array(time, dtype=float), np.array(layers, dtype=float)
+    values = dict(
+        title="made up", quality="accuracy", base=4, steps=steps, windows=spans,
+        groups=tuple((f"layer{i}",) for i in range(len(layers))), macs=tuple(macs), seeds=tuple(range(seeds)),
+        reference=(0.8,) * seeds, in_windows=tuple(tuple(time + e) for e in signs),
+        in_groups=tuple(tuple(layers + e) for e in signs),
+    )  # fmt: skip
+    return Sensitivity(**{**values, **changes})
+
+
+def total(counts, weights, macs, q_min, q_max, q_grad):
+    """Cost relative to static q_max and noise of step counts, by the formulas of the docstring."""
+    bits = np.arange(q_min, q_max + 1)
+    steps = counts.sum(1)
+    spent = (counts * macs[:, None] * (bits**2 + 2 * bits * q_grad)).sum()
+    return spent / ((macs * steps).sum() * (q_max**2 + 2 * q_max * q_grad)), (
+        counts * weights[:, None] * 4.0**-bits
+    ).sum()
+
+
+problems = st.integers(1, 12).flatmap(
+    lambda n: st.tuples(
+        st.lists(st.floats(0.01, 100), min_size=n, max_size=n).map(np.array),
+        st.lists(st.integers(1, 50), min_size=n, max_size=n).map(lambda m: np.array(m, dtype=float)),
+        st.lists(st.integers(20, 60), min_size=n, max_size=n).map(np.array),
+        st.floats(0.0, 1.0),
+    )
+)
+
+
+@given(problems)
+@settings(max_examples=60, deadline=None)
+def test_the_budget_is_met_and_no_exchange_of_one_bit_helps(problem):
+    weights, macs, steps, share = problem
+    q_min, q_max = 2, 8
+    lowest = cost.relative_cost([q_min], q_max)
+    budget = lowest + share * (1 - lowest)
+    try:
+        counts = spread_bits(weights, macs, steps, budget, q_min, cost.step_cost(np.arange(q_min, q_max + 1), q_max))
+    except ValueError as problem:  # of all work in a few steps, one in a hundred
+        if "steps are too few" not in str(problem):
+            raise
+        reject()
+    assert (counts.sum(1) == steps).all()
+    assert (counts >= 0).all()
+    spent, noise = total(counts, weights, macs, q_min, q_max, q_max)
+    assert budget * (1 - TOLERANCE) - 1e-12 <= spent <= budget + 1e-12
+    for up, down in itertools.product(np.argwhere(counts[:, :-1]), np.argwhere(counts[:, 1:])):
+        other = counts.copy()
+        other[tuple(up)] -= 1
+        other[up[0], up[1] + 1] += 1
+        other[down[0], down[1] + 1] -= 1
+        other[tuple(down)] += 1
+        if (other < 0).any():
+            continue
+        its_cost, its_noise = total(other, weights, macs, q_min, q_max, q_max)
+        if budget * (1 - TOLERANCE) <= its_cost <= budget:
+            assert its_noise >= noise * (1 - 1e-9)
+
+
+@given(st.integers(2, 8), st.integers(16, 3000), st.sampled_from(["time", "layers", "both"]), st.integers(1, 8))
+@settings(max_examples=40, deadline=None)
+def test_with_equal_responses_the_answer_is_static_precision(bits, steps, over, q_grad):
+    level = cost.relative_cost([bits], 8, q_grad)
+    found = allocate(measured(steps=steps), level, 2, 8, over, q_grad=q_grad)
+    assert (found.bits() == bits).all()
+    if over != "time":
+        assert (found.by_group() == bits).all()
+
+
+@pytest.mark.parametrize("over", ["time", "layers", "both"])
+@pytest.mark.parametrize("steps", [64, 320, 6_400])
+def test_the_schedule_itself_meets_the_budget(over, steps):
+    s = measured(time=[1, 1, 1, 1, 1, 2, 3, 9], layers=(20, 40, 15))
+    for budget in (0.25, 80 / 192, 0.7):
+        found = allocate(s, budget, 2, 8, over, total_steps=steps)
+        assert found.total_steps == steps
+        assert budget * (1 - TOLERANCE) - 1e-12 <= found.relative_cost(8, 8) <= budget + 1e-12
+
+
+def test_bits_go_where_they_matter():
+    s = measured(time=[1] * 7 + [16.0], layers=[m * r for m, r in zip(MACS, (1, 1, 16), strict=True)], steps=3_200)
+    over_time = allocate(s, 80 / 192, 2, 8, "time").bits()
+    early, late = over_time[:2_800].mean(), over_time[2_800:].mean()
+    assert 1.0 < late - early <= 2.0  # log4(16) = 2, less as higher bits cost more
+    layers = allocate(s, 80 / 192, 2, 8, "layers").by_group().mean(1)
+    assert layers[0] == pytest.approx(layers[1], abs=1e-2)
+    assert 1.0 < layers[2] - layers[0] <= 2.0
+    both = allocate(s, 80 / 192, 2, 8, "both").by_group()
+    assert both[2, 2_800:].mean() > both[0, 2_800:].mean() > both[0, :2_800].mean()
+    assert (both.min(), both.max()) == (3, 7)
+
+
+def test_two_precisions_are_interleaved_evenly():
+    bits = static_of_cost(92.5 / 192, 8, 200).bits()  # half way between 4 (80) and 5 (105)
+    assert sorted(np.bincount(bits)[4:].tolist()) == [100, 100]
+    assert np.abs(np.convolve(bits - 4.5, np.ones(10), "valid")).max() <= 1
+    schedule = static_of_cost(0.45, 8, 64)
+    assert 0.45 <= schedule.relative_cost(8, 8) <= 0.45 + 25 / 192 / 64  # never less than the budget
+    assert static_of_cost(80 / 192, 8, 64).to_dict() == {"kind": "static", "q_max": 4, "total_steps": 64}
+
+
+def test_noise_in_the_measurement_is_not_followed():
+    """What the spread of the responses owes to noise alone leaves static precision."""
+    time = np.array([1.0, 4.0, 0.5, 2.0, 1.0, 0.5, 2.0, 1.0])
+    exact, noisy = measured(time=time, seeds=2), measured(time=time, seeds=2, noise=2.0)
+    assert np.ptp(exact.weights("time")) == pytest.approx(np.ptp(exact.estimates("time")[0]))
+    assert np.ptp(noisy.weights("time")) == pytest.approx(0, abs=1e-9)
+    between = measured(time=time, seeds=2, noise=0.5)  # a standard error of 0.5 in each
+    spread = np.var(time) - 0.5**2
+    expected = time.mean() + spread / (spread + 0.5**2) * (time - time.mean())
+    assert between.weights("time") == pytest.approx(expected / (40 * between.added))
+    assert (allocate(noisy, 80 / 192, 2, 8, "time").bits() == 4).all()
+    assert not (allocate(exact, 80 / 192, 2, 8, "time").bits() == 4).all()
+
+
+def test_negative_and_diverged_responses_are_bounded_and_shown():
+    s = measured(time=[-3.0] + [1.0] * 7, layers=(float("nan"), 50, 9))
+    time, layers = s.weights("time"), s.weights("layers")
+    assert time[0] == pytest.approx(FLOOR * s.even("time")[0])
+    assert time[1] > time[0] > 0
+    per_mac = 3 / (320 * s.added)  # of the third, the largest; the second has 1
+    assert layers / MACS == pytest.approx([per_mac, per_mac / 3, per_mac])
+    shown = str(s).splitlines()
+    assert shown[2].startswith("steps 0 to 39")
+    assert shown[2].endswith("floor")
+    assert any(line.startswith("layer0") and line.endswith("diverged") for line in shown)
+
+
+def test_without_any_response_nothing_is_allocated():
+    with pytest.raises(ValueError, match="one bit less than 4 costs no accuracy over time"):
+        allocate(measured(time=[-1.0] * WINDOWS), 0.5, 2, 8, "time")
+
+
+@pytest.mark.parametrize(("over", "lost"), [("time", "in_windows"), ("layers", "in_groups")])
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_where_all_diverged_higher_bits_are_advised(over, lost, value):
+    s = measured()
+    s = replace(s, **{lost: tuple((value,) * len(row) for row in getattr(s, lost))})
+    with pytest.raises(ValueError, match=r"diverged with one bit less than 4 in every place.*measure at a higher base"):
+        allocate(s, 0.5, 2, 8, over)
+
+
+def test_an_infinite_response_counts_as_diverged():
+    finite, infinite = (measured(time=[1.0] * 6 + [2.0, x]) for x in (float("nan"), float("inf")))
+    assert infinite.weights("time").tolist() == finite.weights("time").tolist()
+
+
+@pytest.mark.parametrize("floor", [-0.1, 1.5, float("nan"), float("inf"), "low", True])
+def test_a_floor_is_a_share(floor):
+    with pytest.raises(ValueError, match="floor must lie between 0 and 1, got"):
+        allocate(measured(), 0.5, 2, 8, floor=floor)
+
+
+@pytest.mark.parametrize("ask", ["response", "estimates", "even", "weights", "agreement"])
+def test_responses_are_over_time_or_over_layers(ask):
+    with pytest.raises(ValueError, match=r"unknown over 'both'; choose from time, layers$"):
+        getattr(measured(), ask)("both")
+
+
+def test_what_is_no_sensitivity_is_refused():
+    with pytest.raises(ValueError, match=r"give what cpt.sensitivity returned, or Sensitivity.from_dict\(...\)"):
+        allocate(measured().to_dict(), 0.5, 2, 8)
+
+
+def test_it_comes_back_from_json():
+    s = measured(time=[1.0] * 7 + [float("nan")], estimated=((1.0, 2.0, 3.0),) * WINDOWS)
+    text = json.dumps(s.to_dict(), allow_nan=False)
+    again = Sensitivity.from_dict(json.loads(text))
+    assert np.isnan(again.in_windows[0][-1])
+    assert again.to_dict() == s.to_dict()
+    assert s.figure().axes
+
+
+def test_what_a_schedule_loses_is_a_sum_over_steps_and_layers():
+    s = measured(time=(1, 2, 5), layers=(100, 20), macs=(100, 10), steps=12)
+    bits = np.array([[3, 4, 5, 6, 7, 8, 2, 3, 4, 5, 6, 7], [8, 2, 3, 4, 5, 6, 7, 8, 2, 3, 4, 5]])
+    over_time = np.repeat([1, 2, 5], 4) / (8 / 3)  # relative to their mean
+    by_layer = np.array([100, 20]) / (12 * s.added)
+    lost = [sum(over_time[t] * by_layer[i] * 4.0 ** -int(q) for t, q in enumerate(row)) for i, row in enumerate(bits)]
+    parts = [TableSchedule(tuple((int(q), 1) for q in row)) for row in bits]
+    layered = LayeredSchedule(tuple((g, p, m) for g, p, m in zip(s.groups, parts, s.macs, strict=True)))
+    assert s.promised(layered) == pytest.approx(sum(lost))
+    assert s.promised(parts[0]) == pytest.approx(lost[0] * 1.2)  # the same bits in both, of which one is a fifth
+
+
+def test_agreement_with_the_estimate():
+    rising, falling = (tuple((x * m,) * 1 for x in range(1, 9)) for m in (1, -1))
+    one = dict(layers=(5.0,), macs=(10,), time=range(1, 9))
+    assert measured(**one, estimated=rising).agreement("time") == pytest.approx(1)
+    assert measured(**one, estimated=falling).agreement("time") == pytest.approx(-1)
+    assert np.isnan(measured(**one).agreement("time"))
+    # by layers both are per MAC: 1, 4 and 9 measured, 0.5, 4 and 2 estimated
+    layers = measured(layers=(100, 200, 27), estimated=((50.0, 200.0, 6.0),) * WINDOWS)
+    assert layers.agreement("layers") == pytest.approx(0.5)
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (dict(budget=0.05), "budgets lie between 0.1875 and 1"),
+        (dict(budget=1.2), "budgets lie between"),
+        (dict(budget=0.9, q_min=8, q_max=8), "budget 0.9 cannot be met: q_min and q_max are both 8, and static"),
+        (dict(budget=float("nan")), "budget must be a number"),
+        (dict(budget="half"), "budget must be a number"),
+        (dict(over="space"), "unknown over 'space'; choose from time, layers, both"),
+        (dict(q_min=9), "1 <= q_min <= q_max"),
+        (dict(q_min=2.5), "q_min must be an integer, got 2.5"),
+        (dict(q_min="2"), "q_min must be an integer, got '2'"),
+        (dict(q_max=True), "q_max must be an integer, got True"),
+        (dict(q_grad=0), "q_grad must be a whole number of at least 1, got 0"),
+        (dict(q_grad=-3), "q_grad must be a whole number of at least 1, got -3"),
+        (dict(q_grad=64), "q_grad must be at most 32, got 64"),
+        (dict(total_steps=4), "4 steps are too few for 8 windows"),
+        (dict(total_steps=9, budget=0.451), "9 steps are too few to cost 0.451 to 0.1 %"),
+    ],
+)
+def test_bad_values_are_refused(change, said):
+    values = dict(budget=0.5, q_min=2, q_max=8, over="time")
+    with pytest.raises(ValueError, match=said.replace("(", r"\(")):
+        allocate(measured(), **{**values, **change})
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (dict(q_min=9), "1 <= q_min <= q_max"),
+        (dict(total_steps=0), "total_steps must be a whole number of at least 1, got 0"),
+        (dict(total_steps=2.5), "total_steps must be a whole number"),
+        (dict(q_grad=0), "q_grad must be a whole number of at least 1, got 0"),
+    ],
+)
+def test_static_precision_of_no_sense_is_refused(change, said):
+    with pytest.raises(ValueError, match=said):
+        static_of_cost(**{**dict(budget=0.5, q_max=8, total_steps=10), **change})
+
+
+@pytest.mark.parametrize("over", ["time", "layers", "both"])
+@pytest.mark.parametrize(
+    ("spent", "q_min", "q_max"),
+    [
+        ({"cost": "energy"}, 3, 8),
+        ({"cost": {q: 2.0**q for q in range(3, 9)}.__getitem__}, 3, 8),
+        ({"ladder": LADDERS["minifloat"]}, 4, 8),
+        ({"ladder": LADDERS["mx"], "cost": "ace"}, 1, 4),
+    ],
+)
+def test_a_budget_in_another_cost_is_met_in_it(over, spent, q_min, q_max):
+    lowest = cost.relative_cost([q_min], q_max, **spent)
+    budget = lowest + 0.4 * (1 - lowest)
+    schedule = allocate(measured(time=range(1, WINDOWS + 1)), budget, q_min, q_max, over, **spent)
+    assert budget * (1 - TOLERANCE) <= schedule.relative_cost(q_max, q_max, **spent) <= budget + 1e-12
+    even = static_of_cost(budget, q_max, 320, q_min, **spent)
+    assert even.relative_cost(q_max, q_max, **spent) == pytest.approx(budget, rel=0.01)
+
+
+def test_a_level_that_costs_no_more_than_a_lower_one_is_refused():
+    with pytest.raises(ValueError, match="more bits must cost more"):
+        allocate(measured(), 0.9, 3, 5, cost={3: 2.0, 4: 1.0, 5: 3.0}.__getitem__)
+    with pytest.raises(ValueError, match="unknown cost 'joules'"):
+        static_of_cost(0.5, 8, 10, cost="joules")
+
+
+def test_a_long_schedule_is_driven_without_reading_it_all_at_every_step():
+    """A budget interleaves two precisions step by step: as many runs as steps."""
+    schedule = static_of_cost(0.45, 8, 20_000)
+    counted = []
+
+    class Watched(tuple):
+        def __iter__(self):
+            counted.append(len(self))
+            return super().__iter__()
+
+    assert len(schedule.runs) > 5_000
+    object.__setattr__(schedule, "runs", Watched(schedule.runs))
+    assert {(schedule(t), schedule.q_min, schedule.q_max, schedule.total_steps) for t in range(100)} == {
+        (4, 4, 5, 20_000), (5, 4, 5, 20_000)
+    }  # fmt: skip
+    assert len(counted) <= 4

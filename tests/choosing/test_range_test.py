@@ -1,0 +1,407 @@
+"""The precision range test: its rule, what it leaves behind, and what it says when there is no answer."""
+
+import json
+import math
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from cpt_core.choosing.precision_range import judge
+from cpt_core.choosing.range_test import RangeTestWarning, precision_range_test
+from cpt_core.quantization import convert
+from cpt_core.quantization.scheduler import PrecisionScheduler
+from cpt_core.schedules.make import make_schedule
+from cpt_lab.experiments.recipes import recipe
+from cpt_lab.training.recipe_trials import recipe_range_test
+
+pytestmark = pytest.mark.filterwarnings("ignore::cpt_core.choosing.range_test.RangeTestWarning")
+
+
+def problem(lr=0.2, seed=0, dropout=0.0):
+    """A model, a train_step and an optimizer, as a user would have them."""
+    torch.manual_seed(seed)
+    model = nn.Sequential(nn.Linear(8, 32), nn.BatchNorm1d(32), nn.ReLU(), nn.Dropout(dropout), nn.Linear(32, 2))
+    optimizer = torch.optim.SGD(model.parameters(), lr=lr, momentum=0.9)
+    inputs = torch.randn(16, 32, 8, generator=torch.Generator().manual_seed(1))
+    seen = []
+
+    def train_step(step):
+        seen.append(step)
+        x = inputs[step % 16]
+        loss = nn.functional.cross_entropy(model(x), (x.sum(1) > 0).long())
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss
+
+    return model, train_step, optimizer, seen
+
+
+def run(*args, **changes):
+    return precision_range_test(*args, **{"bits": (2, 4), "dwell": 8, "seeds": (0, 1), **changes})
+
+
+# --- the rule, on losses by hand ------------------------------------------------------------------
+
+
+def judged(*levels, bits=(2, 3, 8), start=3.0, mode="reset", threshold=0.8, seeds=1, noise=0.0):
+    """Judge seeds whose loss starts at ``start`` and is then ``level`` (a number per precision)."""
+    traces = []
+    for s in range(seeds):
+        shift = noise * (s - (seeds - 1) / 2)
+        traces.append([[start, *[level + (shift if i == 0 else 0)] * 7] for i, level in enumerate(levels)])
+    return judge(traces, bits, mode, threshold, 8, "by hand")
+
+
+def test_shares_by_hand():
+    found = judged(2.0, 1.4, 1.0)
+    assert found.shares == ((pytest.approx(0.5), pytest.approx(0.8), pytest.approx(1.0)),)
+    assert found.q_min == 3  # 0.8 is enough
+    assert found.mean(2) == pytest.approx(0.5)
+    assert judged(2.0, 1.42, 1.0).q_min == 8
+    assert judged(1.3, 1.42, 1.0).q_min == 2  # the lowest that passes
+    assert judged(2.0, 1.4, 1.0, threshold=0.5).q_min == 2
+
+
+def test_only_the_second_half_of_the_dwell_counts():
+    trace = [[3.0, 9.0, 9.0, 9.0, 1.0, 1.0, 1.0, 1.0]]
+    found = judge([trace * 2], (2, 8), "reset", 0.8, 8, "")
+    assert found.losses == ((1.0, 1.0),)
+    assert found.q_min == 2
+
+
+def test_a_doubtful_answer_is_called_so():
+    sure = judged(2.0, 1.1, 1.0, seeds=3, noise=0.1)
+    assert (sure.q_min, sure.warning) == (3, "")
+    for level, q_min in ((1.35, 2), (1.45, 3)):  # f(2) = 0.825 or 0.775, +- 0.05
+        doubtful = judged(level, 1.1, 1.0, seeds=3, noise=0.1)
+        assert doubtful.q_min == q_min
+        assert "f(2) = 0." in doubtful.warning
+        assert "within two standard deviations of the threshold 0.8" in doubtful.warning
+    assert "one seed" in judged(2.0, 1.1, 1.0).warning
+
+
+def test_no_answer_when_nothing_trains_or_q_max_diverges():
+    flat = judged(3.0, 3.0, 3.0)
+    assert flat.q_min is None
+    assert "training at 8 bits does not reduce the loss in 8 steps (from 3 to 3)" in flat.reason
+    assert judged(2.0, 2.0, 3.5).q_min is None
+    diverged = judged(2.0, 1.0, math.nan)
+    assert diverged.q_min is None
+    assert "training diverges at 8 bits" in diverged.reason
+    assert "no answer" in str(diverged)
+    assert "diverged" in str(diverged)
+    json.loads(json.dumps(diverged.to_dict(), allow_nan=False))
+
+
+def test_a_precision_that_diverges_does_not_pass():
+    found = judged(math.nan, 1.2, 1.0)
+    assert found.q_min == 3
+    assert math.isnan(found.mean(2))
+    assert "   2   diverged" in str(found)
+
+
+def test_noise_is_no_progress():
+    wobble = [3.0, *[2.9, 3.1] * 4]
+    found = judge([[wobble[:8], wobble[:8]]], (2, 8), "reset", 0.8, 8, "")
+    assert found.q_min is None
+    for swing, q_min in ((0.2, None), (0.05, 2)):  # a fall by 0.1, of which +- 0.12 and +- 0.03 are noise
+        trace = [3.0, *[2.9 + swing, 2.9 - swing] * 4][:8]
+        assert judge([[trace, trace]], (2, 8), "reset", 0.8, 8, "").q_min == q_min
+
+
+def test_continuing_takes_the_first_precision_at_which_the_loss_falls():
+    found = judged(2.98, 2.4, 2.3, mode="continuing", threshold=0.05)
+    assert found.q_min == 3
+    assert found.shares[0] == (pytest.approx(0.02 / 3), pytest.approx(0.58 / 3), pytest.approx(0.1 / 3))
+    none = judged(2.99, 2.98, 2.97, mode="continuing", threshold=0.05)
+    assert none.q_min is None
+    assert "at no precision the loss falls" in none.reason
+    assert judged(math.nan, 2.0, 1.0, mode="continuing", threshold=0.05).q_min is None
+
+
+# --- a training loop of one's own -----------------------------------------------------------------
+
+
+def test_model_optimizer_and_random_numbers_are_left_as_they_were():
+    model, train_step, optimizer, _ = problem(dropout=0.5)
+    for step in range(3):  # the optimizer has a momentum by then
+        train_step(step)
+    weights = {k: v.clone() for k, v in model.state_dict().items()}
+    momentum = [s["momentum_buffer"].clone() for s in optimizer.state.values()]
+    layers, random = [type(m) for m in model], torch.get_rng_state()
+    run(model, train_step, optimizer)
+    assert all(torch.equal(v, weights[k]) for k, v in model.state_dict().items())
+    assert all(torch.equal(s["momentum_buffer"], m) for s, m in zip(optimizer.state.values(), momentum, strict=True))
+    assert [type(m) for m in model] == layers
+    assert torch.equal(torch.get_rng_state(), random)
+    assert all(p.grad is None for p in model.parameters())
+    assert next(model.parameters()) is optimizer.param_groups[0]["params"][0]
+
+
+def test_a_converted_model_keeps_its_precision():
+    model, train_step, optimizer, _ = problem()
+    convert.quantize_(model)
+    PrecisionScheduler(model, make_schedule("STATIC", q_max=6, total_steps=10))
+    run(model, train_step, optimizer)
+    for layer in convert.layer_precisions(model).values():
+        assert layer.in_force == layer.highest == (6, 6, 6, 6)
+    assert int(convert.layer_precisions(model)["0"].levels) == 63
+
+
+def test_the_model_is_put_back_after_an_error():
+    model, train_step, optimizer, seen = problem()
+    weight = model[0].weight.detach().clone()
+
+    def breaks(step):
+        if len(seen) > 11:
+            raise RuntimeError("no more data")
+        return train_step(step)
+
+    with pytest.raises(RuntimeError, match="no more data"):
+        run(model, breaks, optimizer)
+    assert type(model[0]) is nn.Linear
+    assert torch.equal(model[0].weight, weight)
+
+
+def test_every_precision_has_the_same_learning_rates_or_is_refused():
+    model, train_step, optimizer, _ = problem()
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 5)
+    rates = []
+
+    def decays(step):
+        rates.append(optimizer.param_groups[0]["lr"])
+        loss = train_step(step)
+        scheduler.step()
+        return loss
+
+    run(model, decays, optimizer, stateful=[scheduler])
+    assert rates == pytest.approx([*[0.2] * 5, *[0.02] * 3] * 6)
+    with pytest.raises(ValueError, match="name the LR scheduler in stateful="):
+        run(model, decays, optimizer)
+
+
+def test_every_precision_sees_the_same_batches_from_the_same_weights():
+    model, train_step, optimizer, seen = problem(dropout=0.5)
+    first = []
+
+    def watched(step):
+        if step % 8 == 0:
+            first.append(model[0].weight.detach().clone())
+        return train_step(step)
+
+    run(model, watched, optimizer)
+    assert seen == [*list(range(8)) * 3, *list(range(8, 16)) * 3]  # seed 1 takes the next batches
+    assert all(torch.equal(w, first[0]) for w in first)
+    twice = [run(model, train_step, optimizer).losses for _ in range(2)]
+    assert twice[0] == twice[1]
+    same = run(model, train_step, optimizer, bits=(8,), q_max=9, seeds=(0,))  # 8 and 9 bits: the same dropout masks
+    assert same.losses[0][0] == pytest.approx(same.losses[0][1], rel=0.05)
+
+
+def test_the_precision_is_really_set():
+    model, _, optimizer, _ = problem()
+    bits = []
+
+    def spy(step):
+        layer = convert.layer_precisions(model)["0"]
+        bits.append((layer.bits, layer.q_grad))
+        return 1.0 / (1 + step)
+
+    run(model, spy, optimizer, seeds=(0,))
+    assert bits == [(2, 8)] * 8 + [(4, 8)] * 8 + [(8, 8)] * 8
+    bits.clear()
+    run(model, spy, optimizer, seeds=(0,), mode="continuing")
+    assert bits == [(2, 8)] * 8 + [(4, 8)] * 8 + [(8, 8)] * 8
+
+
+def test_thresholds_that_nobody_chose():
+    model, train_step, optimizer, _ = problem()
+    found = {mode: run(model, train_step, optimizer, mode=mode).threshold for mode in ("reset", "continuing")}
+    assert found == {"reset": 0.8, "continuing": 0.05}
+
+
+def test_continuing_goes_on_from_precision_to_precision():
+    model, train_step, optimizer, seen = problem()
+    reset = run(model, train_step, optimizer, seeds=(0,))
+    assert seen == list(range(8)) * 3
+    seen.clear()
+    continuing = run(model, train_step, optimizer, seeds=(0,), mode="continuing")
+    assert seen == list(range(24))
+    assert continuing.losses[0][0] == pytest.approx(reset.losses[0][0])
+    assert continuing.losses[0][2] < reset.losses[0][2]
+
+
+def test_a_run_to_nan_ends_there_and_is_told():
+    model, train_step, optimizer, seen = problem()
+
+    def diverges(step):
+        loss = train_step(step)
+        bits = convert.layer_precisions(model)["0"].bits
+        return loss * math.nan if bits == 2 and step == 3 else loss
+
+    found = run(model, diverges, optimizer, seeds=(0,))
+    assert seen == [*range(4), *range(8), *range(8)]
+    assert math.isnan(found.losses[0][0])
+    assert found.q_min in (4, 8)
+    hot = problem(lr=1e38)
+    found = run(*hot[:3])
+    assert found.q_min is None
+    assert "training diverges at 8 bits" in found.reason
+
+
+def test_a_warning_is_given_and_kept():
+    model, train_step, optimizer, _ = problem()
+    with pytest.warns(RangeTestWarning, match="one seed"):
+        found = run(model, train_step, optimizer, seeds=(0,))
+    assert "one seed" in found.warning
+    assert "warning: one seed" in str(found)
+
+
+def test_seeds_that_see_the_same_batches_are_told():
+    model, train_step, optimizer, _ = problem()  # of 16 batches
+    with pytest.warns(RangeTestWarning, match="all 2 seeds saw the same batches"):
+        found = run(model, train_step, optimizer, dwell=16)
+    assert found.losses[0] == found.losses[1]
+    assert "same batches" not in run(model, train_step, optimizer, dwell=12).warning
+
+
+ALONE = """
+import sys
+for name in ("torchvision", "dgl", "transformers", "tokenizers", "datasets", "torchmetrics", "PIL", "sklearn"):
+    sys.modules[name] = None  # importing it fails, as where it is not installed
+import torch
+import cpt_core as cpt
+model = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.ReLU(), torch.nn.Linear(16, 2))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.2)
+inputs = torch.randn(16, 32, 8)
+def train_step(step):
+    x = inputs[step % 16]
+    loss = torch.nn.functional.cross_entropy(model(x), (x.sum(1) > 0).long())
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    return loss
+print(cpt.precision_range_test(model, train_step, optimizer, bits=(2, 4), dwell=20, seeds=(0, 1)).bits)
+print(sorted(name for name in sys.modules if name.startswith(("cpt_lab.tasks", "cpt_lab.data", "cpt_core.models"))))
+"""
+
+
+def test_a_model_of_ones_own_needs_neither_the_extras_nor_a_task():
+    done = subprocess.run([sys.executable, "-W", "ignore", "-c", ALONE], capture_output=True, text=True)
+    assert (done.stdout.splitlines(), done.returncode) == (["(2, 4, 8)", "[]"], 0), done.stderr
+
+
+# --- recipes --------------------------------------------------------------------------------------
+
+
+def test_a_recipe_against_losses_computed_here():
+    """f(3) of the digits' network, from a plain training loop with the quantiser set by hand."""
+    r = recipe("smoke", "digits")
+    found = recipe_range_test(r, bits=(3,), dwell=12, seeds=(4,))
+    from cpt_lab.experiments.spec import run_spec
+    from cpt_lab.tasks import TASKS
+    from cpt_lab.training.session import quant_config
+
+    losses = {}
+    for q in (3, 8):
+        spec = run_spec(r, f"static {q}", q_max=8, seed=4)
+        torch.manual_seed(4)
+        task = TASKS["image"](spec, torch.device("cpu"))
+        model = convert.quantize_(task.model(), quant_config(r, 4))
+        optimizer, _ = task.optimizer(model)
+        PrecisionScheduler(model, make_schedule("STATIC", q_max=q, total_steps=12), q_grad=8)
+        losses[q] = []
+        for _, batch in zip(range(12), task.batches(0), strict=False):
+            model.train()
+            loss, _ = task.loss(model, batch, None)
+            loss.backward()
+            nn.utils.clip_grad_norm_(model.parameters(), r.clip)
+            optimizer.step()
+            optimizer.zero_grad()
+            losses[q].append(loss.item())
+    means = {q: np.mean(values[6:]) for q, values in losses.items()}
+    start = losses[8][0]
+    assert found.start == (pytest.approx(start),)
+    assert found.losses[0] == (pytest.approx(means[3]), pytest.approx(means[8]))
+    assert found.shares[0][0] == pytest.approx((start - means[3]) / (start - means[8]))
+
+
+@pytest.mark.parametrize(
+    ("dataset", "title"),
+    [("digits-graph", "GCN"), ("pydoc", "LSTM"), ("templates", "BERT"), ("digit-scenes", "scenes")],
+)
+def test_other_tasks(dataset, title):
+    found = recipe_range_test(recipe("smoke", dataset), bits=(2,), dwell=8, seeds=(0,))
+    assert found.bits == (2, 8)
+    assert all(math.isfinite(x) for x in found.losses[0])
+    assert title in found.title
+
+
+def test_two_bits_are_too_few_for_the_digits_and_eight_enough():
+    found = recipe_range_test(recipe("demo", "digits"), bits=(2, 5), dwell=60, seeds=(0, 1))
+    assert found.q_min == 5
+    assert found.mean(2) < 0.6
+
+
+def test_the_figure_shows_every_seed_and_the_threshold():
+    found = judged(2.0, 1.3, 1.0, seeds=3, noise=0.2)
+    (ax,) = found.figure().axes
+    dots = [line for line in ax.lines if line.get_marker() == "o"]
+    assert len(dots) == 3
+    assert [list(line.get_ydata()) for line in dots] == [list(row[:2]) for row in found.shares]
+    assert any(list(line.get_ydata()) == [0.8, 0.8] for line in ax.lines)
+    assert any(list(line.get_xdata()) == [3, 3] for line in ax.lines)
+
+
+# --- bad input ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"mode": "restart"}, "unknown mode 'restart'; choose from reset, continuing"),
+        ({"threshold": 0}, "threshold must lie between 0 and 1, got 0"),
+        ({"threshold": math.nan}, "threshold must lie between 0 and 1, got nan"),
+        ({"dwell": 3}, "dwell must be a whole number of at least 4 .* got 3"),
+        ({"dwell": 10.0}, "dwell must be a whole number"),
+        ({"q_max": 0}, "q_max must be an integer from 1 to 32, got 0"),
+        ({"bits": ()}, r"bits must name precisions below q_max = 8, got \(\)"),
+        ({"bits": (8,)}, "bits must name precisions below q_max = 8"),
+        ({"bits": (4, 9)}, "bits must name precisions below q_max = 8"),
+        ({"bits": (2.5,)}, "bits must be an integer from 1 to 32, got 2.5"),
+        ({"q_max": 2, "bits": None}, "bits must name precisions below q_max = 2"),
+        ({"seeds": ()}, "seeds must name at least one"),
+        ({"seeds": (-1,)}, "each of seeds must be a whole number of at least 0"),
+    ],
+)
+def test_bad_values_stop_before_anything_is_trained(changes, message):
+    model, train_step, optimizer, seen = problem()
+    with pytest.raises(ValueError, match=message):
+        run(model, train_step, optimizer, **changes)
+    assert not seen
+    assert type(model[0]) is nn.Linear
+
+
+def test_bad_models():
+    model, train_step, optimizer, seen = problem()
+    with pytest.raises(ValueError, match="needs train_step"):
+        run(model, None, optimizer)
+    with pytest.raises(ValueError, match="and the optimizer it uses"):
+        run(model, train_step, None)
+    with pytest.raises(ValueError, match="model must be a torch module, got 'digits'"):
+        run("digits", train_step, optimizer)
+    with pytest.raises(ValueError, match="recipe must be Recipe, got 'digits'"):
+        recipe_range_test("digits")
+    with pytest.raises(ValueError, match="nothing"):
+        run(nn.Sequential(nn.ReLU()), train_step, optimizer)
+    assert not seen
+
+
+def test_bits_are_sorted_and_said_once():
+    model, train_step, optimizer, _ = problem()
+    assert run(model, train_step, optimizer, bits=(4, 2, 4, 8), seeds=(0,)).bits == (2, 4, 8)

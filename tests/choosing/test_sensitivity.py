@@ -1,0 +1,278 @@
+"""Sensitivities: what is measured is what one bit less does, and the model is left as it was."""
+
+import copy
+import json
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from cpt_core.bitops.plan import count_bitops
+from cpt_core.choosing.estimate import GradientRecorder
+from cpt_core.choosing.measuring import sensitivity
+from cpt_core.choosing.sensitivities import Sensitivity
+from cpt_core.quantization import convert
+from cpt_core.quantization.convert import layer_precisions
+from cpt_lab.experiments.recipes import recipe
+from cpt_lab.training.recipe_trials import recipe_sensitivity
+from tests.choosing.test_range_test import problem
+
+SHORT = dict(base=3, windows=2, steps=8, seeds=(0, 1))
+
+
+def test_every_training_has_one_bit_less_in_its_place(monkeypatch):
+    """What runs, in order: the base, the windows, the groups, the estimate; the loss after them is at q_max."""
+    model, train_step, optimizer, seen = problem()
+    names, used = ["0", "4"], []
+
+    def watched(step):
+        layers = layer_precisions(model)
+        used.append(tuple(layers[n].bits for n in names))
+        assert {layers[n].q_grad for n in names} == {8}
+        return train_step(step)
+
+    found = sensitivity(model, watched, optimizer, **{**SHORT, "seeds": (2,)})
+    assert used.pop(0) == (8, 8)  # one step counts the work
+    runs = [used[i * 9 : i * 9 + 9] for i in range(5)]
+    low, base, top = (2, 2), (3, 3), [(8, 8)]
+    assert runs == [
+        [base] * 8 + top,
+        [low] * 4 + [base] * 4 + top,
+        [base] * 4 + [low] * 4 + top,
+        [(2, 3)] * 8 + top,
+        [(3, 2)] * 8 + top,
+    ]
+    assert used[45:] == [base] * 8  # the estimate
+    assert seen[1:10] == list(range(18, 27))  # batches from seed * (steps + tail) on, the same for all
+    assert found.windows == ((0, 4), (4, 8))
+    assert found.groups == (("0",), ("4",))
+
+
+def test_what_is_lost_is_the_difference_to_the_base():
+    model, train_step, optimizer, _ = problem()
+    answers = iter([0.9, 0.7, 0.8, 0.85, 1.0, 0.5, 0.5, 0.4, 0.5, 0.6])
+    found = sensitivity(model, train_step, optimizer, quality=lambda: next(answers), estimate=False, **SHORT)
+    assert found.reference == (0.9, 0.5)
+    assert found.in_windows == (pytest.approx((0.2, 0.1)), pytest.approx((0.0, 0.1)))
+    assert found.in_groups == (pytest.approx((0.05, -0.1)), pytest.approx((0.0, -0.1)))
+    assert found.quality == "quality"
+    added = 4.0**-2 - 4.0**-3
+    assert found.response("time")[0] == pytest.approx(np.array([0.2, 0.1]) / (4 * added))
+    assert found.response("layers")[0] == pytest.approx(np.array([0.05, -0.1]) / (8 * added))
+    mean, low, high = found.estimates("time")
+    assert mean == pytest.approx(np.array([0.1, 0.1]) / (4 * added))
+    assert high - mean == pytest.approx(np.array([12.706 * 0.1, 0]) / (4 * added), rel=1e-3, abs=1e-9)
+    assert mean - low == pytest.approx(high - mean)
+
+
+def test_more_of_a_loss_is_lost_quality():
+    """Every step with a bit less in layer "0" adds 1 to the loss afterwards, and 2 in layer "4"."""
+    model, train_step, optimizer, _ = problem()
+    harm = 0.0
+
+    def harmed(step):
+        nonlocal harm
+        layers = layer_precisions(model)
+        harm *= step % 9 > 0  # a training is 8 steps and one at q_max bits, whose loss counts
+        harm += (layers["0"].bits == 2) + 2 * (layers["4"].bits == 2)
+        train_step(step)
+        return 1 + harm
+
+    found = sensitivity(model, harmed, optimizer, estimate=False, **SHORT)
+    assert (found.quality, found.reference) == ("loss", (1, 1))
+    assert found.in_windows == ((4 * 3, 4 * 3),) * 2
+    assert found.in_groups == ((8 * 1, 8 * 2),) * 2
+
+
+def test_a_model_is_left_as_it_was():
+    model, train_step, optimizer, _ = problem(dropout=0.2)
+    before, random = copy.deepcopy(model.state_dict()), torch.get_rng_state()
+    sensitivity(model, train_step, optimizer, **SHORT)
+    assert all(torch.equal(v, before[k]) for k, v in model.state_dict().items())
+    assert torch.equal(torch.get_rng_state(), random)
+    assert type(model[0]) is nn.Linear
+    assert not model[0]._forward_pre_hooks
+    assert not model[0].weight._backward_hooks
+
+
+def decaying(optimizer, train_step):
+    """A train_step with the usual LR scheduler inside."""
+    scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 9)
+    rates = []
+
+    def decays(step):
+        rates.append(optimizer.param_groups[0]["lr"])
+        loss = train_step(step)
+        scheduler.step()
+        return loss
+
+    return scheduler, decays, rates
+
+
+@pytest.mark.parametrize("windows", [1, 2])
+def test_every_training_has_the_same_learning_rates_or_is_refused(windows):
+    model, train_step, optimizer, _ = problem()
+    weight = model[0].weight.detach().clone()
+    scheduler, decays, rates = decaying(optimizer, train_step)
+    few = {**SHORT, "windows": windows, "estimate": False}
+    sensitivity(model, decays, optimizer, stateful=[scheduler], **few)
+    trainings = [rates[i : i + 9] for i in range(1, 1 + 9 * (1 + windows + 2), 9)]
+    assert trainings == [trainings[0]] * len(trainings)
+    assert trainings[0][0] > 10 * trainings[0][-1]
+    assert (scheduler.last_epoch, optimizer.param_groups[0]["lr"]) == (0, 0.2)
+    with pytest.raises(ValueError, match=r"another \[.*name the LR scheduler in stateful="):
+        sensitivity(model, decays, optimizer, **few)
+    assert torch.equal(model[0].weight, weight)
+    for bad in (scheduler, [optimizer, 1]):
+        with pytest.raises(ValueError, match="stateful must list objects with state_dict and load_state_dict"):
+            sensitivity(model, train_step, optimizer, stateful=bad, **few)
+
+
+def test_every_training_is_in_the_mode_of_the_first():
+    model, train_step, optimizer, _ = problem()
+    modes = set()
+
+    def watched(step):
+        modes.add((model.training, model[1].training, model[3].training))
+        return train_step(step)
+
+    model[1].eval()  # statistics that stay
+    before = [m.training for m in model.modules()]
+    sensitivity(model, watched, optimizer, quality=lambda: float(model.eval().training), **SHORT)
+    assert modes == {(True, False, True)}
+    assert [m.training for m in model.modules()] == before
+
+
+def test_a_model_is_put_back_at_once_after_an_error():
+    """Not when the error is forgotten: a notebook keeps it for long, and trains on meanwhile."""
+    model, train_step, optimizer, seen = problem()
+    weight = model[0].weight.detach().clone()
+
+    def breaks(step):
+        if len(seen) > 11:
+            raise RuntimeError("no more data")
+        return train_step(step)
+
+    with pytest.raises(RuntimeError, match="no more data") as kept:
+        sensitivity(model, breaks, optimizer, **SHORT)
+    assert type(model[0]) is nn.Linear
+    assert torch.equal(model[0].weight, weight)
+    assert kept.value.__traceback__ is not None
+
+
+@pytest.mark.parametrize("value", [None, "half", torch.ones(2)])
+def test_what_is_no_number_is_refused_by_name(value):
+    model, train_step, optimizer, _ = problem()
+    with pytest.raises(ValueError, match="train_step must return the loss, one number; got"):
+        sensitivity(model, lambda step: (train_step(step), value)[1], optimizer, **SHORT)
+    with pytest.raises(ValueError, match="quality must return what is larger when better, one number; got"):
+        sensitivity(model, train_step, optimizer, quality=lambda: value, **SHORT)
+    with pytest.raises(ValueError, match=r"diverges at 3 bits.* or quality= gave no finite number"):
+        sensitivity(model, train_step, optimizer, quality=lambda: float("inf"), **SHORT)
+
+
+def test_work_is_counted_as_the_plan_counts_it():
+    model, train_step, optimizer, _ = problem()
+    found = sensitivity(model, train_step, optimizer, estimate=False, **{**SHORT, "seeds": (0,)})
+    plan = count_bitops(model, (torch.zeros(32, 8),))
+    assert found.macs == (plan.macs["0"], plan.macs["4"])
+
+
+def test_groups_are_cut_in_order_or_by_patterns():
+    model, train_step, optimizer, _ = problem()
+    few = {**SHORT, "seeds": (0,), "estimate": False}
+    assert sensitivity(model, train_step, optimizer, layers=1, **few).groups == (("0", "4"),)
+    assert sensitivity(model, train_step, optimizer, layers=("4", "*"), **few).groups == (("4",), ("0",))
+    assert sensitivity(model, train_step, optimizer, layers=[("4", "0")], **few).groups == (("0", "4"),)
+    with pytest.raises(ValueError, match="layer '4' is in none of the groups; layers: 0, 4"):
+        sensitivity(model, train_step, optimizer, layers=("0",), **few)
+    with pytest.raises(ValueError, match=r"group \('0',\) has no layer that is left"):
+        sensitivity(model, train_step, optimizer, layers=("*", "0"), **few)
+
+
+def test_a_recipe_is_trained_with_its_own_learning_rate_and_judged_on_held_out_data():
+    r = recipe("smoke", "digits")
+    again = [recipe_sensitivity(r, windows=2, layers=2, steps=30, seeds=(0,), estimate=e) for e in (True, False)]
+    assert (again[0].quality, again[0].steps, len(again[0].groups)) == ("accuracy", 30, 2)
+    assert again[0].in_windows == again[1].in_windows  # the same run is the same number
+    assert 0 < again[0].reference[0] <= 1
+    assert np.shape(again[0].estimated) == (2, 2)
+    assert again[1].estimated == ()
+    assert Sensitivity.from_dict(json.loads(json.dumps(again[0].to_dict()))) == again[0]
+    other = recipe_sensitivity(r, windows=2, layers=2, steps=30, seeds=(0,), estimate=False, metric="loss")
+    assert other.quality == "loss"
+    assert other.reference[0] != again[0].reference[0]
+
+
+def test_a_diverged_training_has_no_number_but_the_base_must_train():
+    model, train_step, optimizer, _ = problem()
+    layer = model[0]
+
+    def breaks(step):
+        return train_step(step) * (float("nan") if layer.precision.bits == bad else 1)
+
+    bad = 2
+    found = sensitivity(model, breaks, optimizer, estimate=False, **{**SHORT, "seeds": (0,)})
+    assert np.isnan(found.in_windows).all()
+    assert np.isnan(found.in_groups[0]).tolist() == [True, False]
+    bad = 3
+    with pytest.raises(ValueError, match="training diverges at 3 bits; take a higher base"):
+        sensitivity(model, breaks, optimizer, **SHORT)
+
+
+def test_the_estimate_by_hand():
+    """g**2 range**2 / 12, times the learning rate, over weights and inputs: one layer with known gradients."""
+    layer = nn.Linear(2, 1, bias=False)
+    model = convert.quantize_(nn.Sequential(layer))
+    with torch.no_grad():
+        layer.weight.copy_(torch.tensor([[1.0, 3.0]]))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    recorder = GradientRecorder(model, optimizer)
+    x = torch.tensor([[0.0, 4.0], [2.0, 1.0]], requires_grad=True)
+    for layer_precision in layer_precisions(model).values():
+        layer_precision.set_bits(None, None)
+    with recorder.on():
+        model(x).sum().backward()
+    weights = (2.0**2 + 5.0**2) * 2.0**2  # gradients 2 and 5, range 1..3 of the row
+    inputs = 2 * (1.0**2 + 3.0**2) * 4.0**2  # gradients 1 and 3 in both rows, range 0..4
+    assert recorder.found["0"] == pytest.approx(0.5 * (weights + inputs) / 12)
+    model(x).sum().backward()  # outside nothing is recorded
+    assert recorder.found["0"] == pytest.approx(0.5 * (weights + inputs) / 12)
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (dict(base=1), "base must lie between 2 and q_max = 8, got 1"),
+        (dict(base=9), "base must lie between 2"),
+        (dict(base="4"), "base must be an integer"),
+        (dict(windows=0), "windows must be a whole number of at least 1"),
+        (dict(windows=9), "windows must be at most the number of steps, 8, got 9"),
+        (dict(seeds=()), "seeds must name at least one"),
+        (dict(seeds=3), "seeds must name at least one, as .* does; got 3"),
+        (dict(seeds=(1, 0, 1)), "seeds must differ"),
+        (dict(layers=None), "layers must be a whole number, or patterns of layer names by group; got None"),
+        (dict(layers=[]), "layers must be a whole number, or patterns"),
+        (dict(layers=[0, 4]), "layers must be a whole number, or patterns"),
+        (dict(quality="accuracy"), "quality must be a function without arguments"),
+        (dict(seeds=(-1,)), "each of seeds must be a whole number of at least 0"),
+        (dict(layers=0), "layers must be a whole number of at least 1, got 0"),
+    ],
+)
+def test_bad_values_are_refused_before_anything_is_trained(change, said):
+    model, train_step, optimizer, seen = problem()
+    with pytest.raises(ValueError, match=said):
+        sensitivity(model, train_step, optimizer, **{**SHORT, **change})
+    assert not seen
+
+
+def test_recipes_that_cannot_be_measured_are_refused():
+    with pytest.raises(ValueError, match="waits for evaluations"):
+        recipe_sensitivity(recipe("paper", "ptb", task="language_model"), **SHORT)
+    with pytest.raises(TypeError, match="quality"):
+        recipe_sensitivity(recipe("smoke", "digits"), quality=lambda: 1.0, **SHORT)
+    with pytest.raises(ValueError, match="unknown metric 'perplexity'; choose from accuracy, loss"):
+        recipe_sensitivity(recipe("smoke", "digits"), metric="perplexity", **SHORT)
+    with pytest.raises(ValueError, match="recipe must be Recipe, got 'digits'"):
+        recipe_sensitivity("digits", **SHORT)

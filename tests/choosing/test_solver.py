@@ -1,0 +1,315 @@
+"""Warped profiles, and the schedule of a budget."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from helpers import INF, NAN, make, price, quietly
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from cpt_core.choosing.solver import solve_schedule
+from cpt_core.inspecting.measured import MeasuredCost, Spent
+from cpt_core.schedules.deficit import AdjustedSchedule
+from cpt_core.schedules.make import make_schedule
+from cpt_core.schedules.profiles import PROFILES, SUITE, Warped
+from cpt_core.schedules.schedule import CyclicSchedule, ShortCycleWarning, StaticSchedule
+
+FAMILIES = {"linear": "LR", "cosine": "CR", "rex": "RR", "exponential": "ER"}
+CURVES = ", ".join(name for name in PROFILES if name != "warped")  # what can be bent
+
+
+# --- warped profiles ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["LR", "CR", "RR", "ER", "LT", "RTH", "RTV", "ETH", "ETV"])
+@pytest.mark.parametrize(("q_min", "steps", "n_cycles"), [(3, 64_000, 8), (4, 45_045, 8), (5, 12_272, 2)])
+def test_a_power_of_one_changes_nothing(name, q_min, steps, n_cycles):
+    plain = make(name, q_min=q_min, total_steps=steps, n_cycles=n_cycles)
+    entry = SUITE[name]
+    bent = replace(plain, profile=Warped(entry.profile, 1.0), name="")
+    if entry.triangular:  # REX turns itself over by a formula of its own
+        np.testing.assert_allclose(bent.values(), plain.values(), rtol=0, atol=1e-12)
+    else:
+        assert bent.values().tolist() == plain.values().tolist()
+        assert bent.bits().tolist() == plain.bits().tolist()
+
+
+@pytest.mark.parametrize("power", [0.25, 0.5, 2, 3.7])
+@pytest.mark.parametrize(
+    ("base", "curve"),
+    [
+        ("linear", lambda x: x),
+        ("cosine", lambda x: np.sin(np.pi * x / 2) ** 2),
+        ("exponential", lambda x: 1 - np.exp(-4 * x)),
+        ("rex", lambda x: 0.1 * x / (1 - 0.9 * x)),
+    ],
+)
+def test_a_warped_profile_is_read_at_a_power(base, curve, power):
+    x = np.linspace(0, 1, 101)
+    profile = Warped(base, power)
+    np.testing.assert_allclose(profile.growth(x), curve(x**power), rtol=0, atol=1e-12)
+    np.testing.assert_allclose(profile.horizontal(x), curve((1 - x) ** power), rtol=0, atol=1e-12)
+    np.testing.assert_allclose(profile.vertical(x), 1 - curve(x ** (1 / power)), rtol=0, atol=1e-12)
+
+
+def test_later_is_cheaper():
+    costs = [make_bent(power).relative_cost() for power in (0.001, 0.5, 1, 2, 4, 1000)]
+    assert costs == sorted(costs, reverse=True)
+    assert costs[0] == pytest.approx(1, abs=0.02)
+    assert costs[-1] == pytest.approx((9 + 48) / 192, abs=0.02)
+
+
+def make_bent(power):
+    return quietly(CyclicSchedule, Warped("linear", power), 3, 8, 1600)
+
+
+def test_a_warped_line_by_hand():
+    schedule = quietly(CyclicSchedule, Warped(power=2), 3, 8, 10, n_cycles=1)
+    expected = [3 + 5 * t * t / 100 for t in range(10)]
+    assert schedule.values().tolist() == pytest.approx(expected)
+    assert schedule.profile.base == "linear"
+    assert schedule(9) == 7
+
+
+@pytest.mark.parametrize("base", ["sine", "warped", "", "Linear", None, ["rex"]])
+def test_unknown_bases_list_the_choices(base):
+    with pytest.raises(ValueError, match=f"unknown profile .*; choose from {CURVES}$"):
+        Warped(base, 1.0)
+
+
+@pytest.mark.parametrize("power", [0, 0.0, -1, -0.5, INF, -INF, NAN])
+def test_powers_without_a_curve(power):
+    with pytest.raises(ValueError, match="power must be positive, got"):
+        Warped("rex", power)
+
+
+# --- budgets --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("budget", [1, 1.0, np.float64(1), 0.9995])
+@pytest.mark.parametrize("delay", [0, 0.2])
+def test_a_budget_of_one_is_static(budget, delay):
+    assert solve_schedule(budget, 3, 8, 6_400, delay=delay) == StaticSchedule(8, 6_400)
+
+
+@pytest.mark.parametrize("budget", [0, 0.0, -0.5, -1, 1.002, 2, 100, INF, -INF, 0.2962])
+def test_budgets_that_cannot_be_met_name_those_that_can(budget):
+    with pytest.raises(ValueError, match=r"cannot be met between 3 and 8 bits; budgets lie between 0\.2969 and 1$"):
+        solve_schedule(budget, 3, 8, 6_400)
+
+
+@pytest.mark.parametrize("budget", [NAN, True, False, "0.5", "", None, [0.5], 0.5j])
+def test_budgets_that_are_no_number(budget):
+    with pytest.raises(ValueError, match="budget must be a number, the cost relative to static q_max; got"):
+        solve_schedule(budget, 3, 8, 6_400)
+
+
+def test_a_delay_raises_the_lowest_budget():
+    lowest = 0.1 + 0.9 * 57 / 192
+    message = r"budget 0\.36 cannot be met between 3 and 8 bits with 640 of 6400 steps held at 8 bits; budgets lie"
+    with pytest.raises(ValueError, match=f"{message} between {lowest:.4f} and 1"):
+        solve_schedule(0.36, 3, 8, 6_400, delay=0.1)
+    assert quietly(solve_schedule, lowest, 3, 8, 6_400, delay=0.1).bits().tolist() == [8] * 640 + [3] * 5_760
+
+
+def test_one_precision_has_one_budget():
+    assert solve_schedule(1, 8, 8, 100) == StaticSchedule(8, 100)
+    for budget in (0.9, 1.5):
+        with pytest.raises(ValueError, match=f"budget {budget} cannot be met: q_min and q_max are both 8, and static"):
+            solve_schedule(budget, 8, 8, 100)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(
+    ("q_min", "q_max", "steps", "n_cycles"),
+    [
+        (3, 8, 64_000, 8),
+        (3, 6, 64_000, 8),
+        (4, 8, 450_450, 8),
+        (5, 8, 171_600, 8),
+        (5, 8, 53_120, 2),
+        (3, 8, 15_440, 8),
+    ],
+)
+def test_the_cost_of_a_paper_s_schedule_gives_it_again(family, q_min, q_max, steps, n_cycles):
+    known = make(FAMILIES[family], q_min=q_min, q_max=q_max, total_steps=steps, n_cycles=n_cycles)
+    found = solve_schedule(known.relative_cost(), q_min, q_max, steps, n_cycles, family)
+    assert np.array_equal(found.bits(), known.bits())
+
+
+@pytest.mark.parametrize("budget", [0.5, 0.65, 0.8])
+@pytest.mark.parametrize("q_grad", [3, 8, 12])
+def test_budgets_count_gradients_of_other_bits(budget, q_grad):
+    schedule = solve_schedule(budget, 2, 6, 6_400, q_grad=q_grad)
+    assert isinstance(schedule, CyclicSchedule)
+    spent = np.mean([q * q + 2 * q * q_grad for q in schedule.bits().tolist()]) / (36 + 12 * q_grad)
+    assert spent == pytest.approx(budget, rel=1e-3)
+
+
+def test_settings_reach_the_solved_schedule():
+    schedule = solve_schedule(0.63, 3, 8, 64_000, 6, "cosine")
+    assert (schedule.q_min, schedule.q_max, schedule.total_steps, schedule.n_cycles) == (3, 8, 64_000, 6)
+    assert (schedule.triangular, schedule.mirror, schedule.profile.base) == (False, "horizontal", "cosine")
+    assert (schedule.cycle_rule, schedule.name) == ("exact", "")
+    delayed = solve_schedule(0.63, 3, 8, 64_000, 6, "linear", triangular=True, delay=0.1)
+    assert (delayed.hold, delayed.schedule.total_steps, delayed.schedule.n_cycles) == (6_400, 57_600, 6)
+    assert (delayed.schedule.triangular, delayed.schedule.mirror) == (True, "horizontal")
+    assert delayed.bits()[6_400] == 8  # the first cycle falls
+
+
+def test_coarse_schedules_have_the_nearest_steps_moved():
+    found = quietly(solve_schedule, 0.6, 3, 8, 200, 4, "rex")
+    assert isinstance(found, AdjustedSchedule)
+    before, after, values = found.schedule.bits(), found.bits(), found.schedule.values()
+    assert abs(price(before.tolist()) - 0.6) > 0.6e-3
+    assert abs(price(after.tolist()) - 0.6) <= 0.6e-3
+    moved = np.flatnonzero(before != after)
+    assert moved.tolist() == [step for step, _ in found.changes]
+    assert 1 <= len(moved) <= 3
+    for step in moved:
+        way = after[step] - before[step]
+        assert abs(way) == 1
+        stayed = (before == before[step]) & (before == after)
+        assert (way * values[stayed] <= way * values[step]).all()
+
+
+def test_budgets_that_no_bits_of_few_steps_meet():
+    sums = {0}  # of the prices of 16 steps
+    for _ in range(16):
+        sums = {s + q * q + 2 * q * 9 for s in sums for q in (7, 8, 9)}
+    nearest = min((s / (16 * 3 * 81) for s in sums), key=lambda c: abs(c - 0.9084))
+    assert abs(nearest - 0.9084) > 0.9084e-3
+    with pytest.raises(ValueError, match=r"16 steps are too few to cost 0\.9084 to 0\.1 %; the nearest is 0\.9"):
+        quietly(solve_schedule, 0.9084, 7, 9, 16, 1)
+
+
+def test_solved_schedules_warn_of_short_cycles():
+    with pytest.warns(ShortCycleWarning, match=r"8 cycles in 6400 steps end at \d bits, not at q_max = 8"):
+        solve_schedule(0.305, 3, 8, 6_400)
+    assert solve_schedule(0.65, 3, 8, 6_400)(6_399) == 8
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"family": "sine"}, f"unknown family 'sine'; choose from {CURVES}$"),
+        ({"family": "warped"}, "unknown family 'warped'"),
+        ({"q_min": 0}, "1 <= q_min"),
+        ({"q_min": 9}, "q_min=9, q_max=8"),
+        ({"q_min": 3.0}, "q_min must be an integer"),
+        ({"total_steps": 6_400.0}, "total_steps must be an integer"),
+        ({"n_cycles": 0}, "n_cycles must lie in"),
+        ({"n_cycles": 3, "triangular": True}, "even n_cycles"),
+        ({"mirror": "both"}, "unknown mirror 'both'"),
+        ({"q_grad": 3.5}, "q_grad must be an integer from 1 to 32, got 3.5"),
+        ({"q_grad": True}, "q_grad must be an integer from 1 to 32"),
+    ],
+)
+@pytest.mark.parametrize("budget", [0.7, 1])
+def test_what_cannot_be_solved(budget, changes, message):
+    with pytest.raises(ValueError, match=message):
+        solve_schedule(**{"budget": budget, "q_min": 3, "q_max": 8, "total_steps": 6_400} | changes)
+
+
+@pytest.mark.parametrize(
+    ("name", "family"), [("LT", "linear"), ("CT", "cosine"), ("RTV", "rex"), ("ETV", "exponential")]
+)
+def test_vertical_triangles_are_solved_too(name, family):
+    known = make_schedule(name, q_min=3, q_max=8, total_steps=6_400)
+    mirror = "horizontal" if name == "CT" else "vertical"
+    found = solve_schedule(known.relative_cost(), 3, 8, 6_400, family=family, triangular=True, mirror=mirror)
+    assert found.bits().tolist() == known.bits().tolist()
+    for budget in (0.35, 0.6, 0.9):
+        found = quietly(solve_schedule, budget, 3, 8, 6_400, family=family, triangular=True, mirror="vertical")
+        assert found.relative_cost() == pytest.approx(budget, rel=1e-3)
+        assert len(getattr(found, "changes", ())) <= 16
+
+
+def test_a_numpy_number_is_a_budget():
+    assert solve_schedule(np.float32(0.5), 3, 8, 6_400).relative_cost() == pytest.approx(0.5, rel=1e-3)
+
+
+# --- budgets in other units -----------------------------------------------------------------------
+
+
+def spent(schedule, cost):
+    """Mean cost of the steps relative to static q_max, one step after the other."""
+    bits = schedule.bits().tolist()
+    return sum(cost(q) for q in bits) / len(bits) / cost(schedule.q_max)
+
+
+@pytest.mark.parametrize("q_grad", [None, 6])
+@pytest.mark.parametrize("delay", [0, 0.1])
+@pytest.mark.parametrize("budget", [0.45, 0.6, 0.9995, 1])
+def test_bitops_as_a_cost_of_ones_own_give_the_same_schedule(budget, delay, q_grad):
+    def bitops(q):
+        return 1e-9 * (q * q + 2 * q * (q_grad or 8))
+
+    known = quietly(solve_schedule, budget, 3, 8, 6_400, delay=delay, q_grad=q_grad)
+    found = quietly(solve_schedule, budget, 3, 8, 6_400, delay=delay, cost=bitops)
+    assert found.bits().tolist() == known.bits().tolist()
+
+
+@settings(deadline=None, max_examples=40)
+@given(
+    steps=st.lists(st.floats(0, 1), min_size=5, max_size=5).filter(lambda s: sum(s) > 0.05),
+    share=st.floats(0.01, 0.99),
+    family=st.sampled_from(sorted(FAMILIES)),
+    delay=st.sampled_from([0, 0.2]),
+)
+def test_budgets_are_met_in_any_cost_that_rises_with_bits(steps, share, family, delay):
+    of = dict(zip(range(3, 9), np.cumsum([1.0, *steps]).tolist(), strict=True))
+    hold = 0.2 if delay else 0.0
+    lowest = hold + (1 - hold) * of[3] / of[8]
+    budget = lowest + share * (1 - lowest)
+    schedule = quietly(solve_schedule, budget, 3, 8, 6_400, family=family, delay=delay, cost=of.__getitem__)
+    assert (schedule.q_min if budget < 0.999 else 3, schedule.q_max, schedule.total_steps) == (3, 8, 6_400)
+    assert spent(schedule, of.__getitem__) == pytest.approx(budget, rel=1e-3)
+
+
+def test_a_machine_with_two_speeds_is_paid_for_steps_of_the_slow_one():
+    """8 bits and fewer cost alike, more cost twice as much: the budget is the share of steps above 8 bits."""
+    schedule = solve_schedule(0.7, 4, 16, 6_400, cost=lambda q: 1.0 if q <= 8 else 2.0)
+    assert np.mean(schedule.bits() > 8) == pytest.approx(0.4, abs=2e-3)
+    assert (schedule(0), schedule(6_399)) == (4, 16)
+
+
+@pytest.mark.parametrize(
+    ("cost", "message"),
+    [
+        ({3: 0.97, 4: 1.0, 5: 1.0, 6: 1.0, 7: 1.0, 8: 1.0}, r"between 3 and 8 bits; budgets lie between 0\.9700 and 1"),
+        (dict.fromkeys(range(3, 9), 2.0), r"0\.7 cannot be met: a step at 3 bits costs 1\.0000 of one at 8"),
+        (
+            {3: 2.1, **dict.fromkeys(range(4, 9), 2.0)},
+            r"0\.7 cannot be met: a step at 3 bits costs 1\.0500 of one at 8",
+        ),
+        (
+            {q: q if q != 6 else NAN for q in range(3, 9)},
+            "a step must cost a positive number; cost gives nan at 6 bits",
+        ),
+        ({q: q if q != 6 else 0 for q in range(3, 9)}, "cost gives 0 at 6 bits"),
+        ({q: q if q != 6 else "6" for q in range(3, 9)}, "cost gives '6' at 6 bits"),
+        ({q: q for q in range(3, 8)}, "cost gives None at 8 bits"),
+    ],
+)
+def test_costs_that_buy_nothing_and_costs_that_are_none(cost, message):
+    with pytest.raises(ValueError, match=message):
+        solve_schedule(0.7, 3, 8, 6_400, cost=cost.get)
+
+
+def test_a_cost_is_a_function():
+    with pytest.raises(
+        ValueError, match=r"cost must be a function, bits -> cost of a step.* or a name of COSTS; got 2"
+    ):
+        solve_schedule(0.7, 3, 8, 6_400, cost=2)
+
+
+def test_measured_seconds_are_a_cost():
+    steps = {q: Spent(seconds, 100, 1.0) for q, seconds in ((3, 0.5), (4, 0.5), (5, 0.6), (6, 0.8))}
+    measured = MeasuredCost("a machine", 6, "paper", steps, {})
+    schedule = solve_schedule(0.8, 3, 6, 6_400, cost=measured.seconds)
+    assert measured.relative_cost(schedule) == pytest.approx(0.8, rel=1e-3)
+    with pytest.raises(ValueError, match=r"^7 bits were not measured; measured: 3, 4, 5, 6$"):
+        solve_schedule(0.8, 3, 8, 6_400, cost=measured.seconds)
+    assert solve_schedule(1, 6, 6, 10, cost=measured.seconds) == StaticSchedule(6, 10)
