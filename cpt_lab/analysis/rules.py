@@ -24,6 +24,7 @@ from cpt_lab.analysis.measures import MEASURES
 from cpt_lab.analysis.runs import table, tuned
 
 CODE: tuple[Callable[..., Any], ...] = (claims.judge, claims.combined, claims.meant, table, tuned)
+HOME = "cpt_core.analysis"  # what this folder was called when the first rules were dated: a new name is no new rule
 LINE = ("measure", "a", "b", "tasks", "only", "test", "margin", "grids")
 
 
@@ -39,7 +40,8 @@ def reached(functions: Iterable[Callable[..., Any]]) -> dict[str, Any]:
     left, found = [inspect.unwrap(function) for function in functions], dict[str, Any]()
     while left:
         function = left.pop()
-        name = f"{function.__module__}.{function.__qualname__}"
+        home = HOME + function.__module__.removeprefix(__package__)
+        name = f"{home}.{function.__qualname__}"
         if name in found:
             continue
         found[name] = words_of(function)
@@ -49,7 +51,7 @@ def reached(functions: Iterable[Callable[..., Any]]) -> dict[str, Any]:
                 left += [there] if there.__module__.startswith(__package__) else []
             elif isinstance(there, (str, int, float, tuple, re.Pattern)) or _plain(there):
                 value = there.pattern if isinstance(there, re.Pattern) else there
-                found[f"{function.__module__}.{ast.unparse(node)}"] = repr(value)
+                found[f"{home}.{ast.unparse(node)}"] = repr(value)
     return found
 
 
