@@ -76,8 +76,9 @@ def findings() -> list[str]:
         cases = found["case"][(found["word"] == outcome) & found["arm"].isin(allocation.ALLOCATED)].unique()
         return " and ".join(cases).replace("cifar10-jpeg", "JPEG copies of CIFAR-10") or "no task"
 
+    equal_cost = word["H2"].replace("; ", ", ")
     return [
-        f"Cyclic schedules and static precision of equal cost, by margins set beforehand: {word['H2']}.",
+        f"Cyclic schedules and static precision of equal cost, compared by margins set beforehand: {equal_cost}.",
         f"Rounding noise: {word['H1']}.",
         "Bits moved to the layers and steps that a measured sensitivity names beat static precision of equal cost on "
         f"{where(allocation.WINS)}, and lost to it on {where(allocation.LOSES)}.",
