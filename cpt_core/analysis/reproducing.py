@@ -78,7 +78,7 @@ def findings() -> list[str]:
 
     equal_cost = word["H2"].replace("; ", ", ")
     return [
-        f"Cyclic schedules and static precision of equal cost, compared by margins set beforehand: {equal_cost}.",
+        f"Comparisons of cyclic schedules with static precision of equal cost, by margins set beforehand: {equal_cost}.",
         f"Rounding noise: {word['H1']}.",
         "Bits moved to the layers and steps that a measured sensitivity names beat static precision of equal cost on "
         f"{where(allocation.WINS)}, and lost to it on {where(allocation.LOSES)}.",
