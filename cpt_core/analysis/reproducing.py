@@ -76,9 +76,9 @@ def findings() -> list[str]:
         cases = found["case"][(found["word"] == outcome) & found["arm"].isin(allocation.ALLOCATED)].unique()
         return " and ".join(cases).replace("cifar10-jpeg", "JPEG copies of CIFAR-10") or "no task"
 
-    equal_cost = word["H2"].replace("; ", ", ")
+    h2 = word["H2"].replace("; ", ", ")
     return [
-        f"Comparisons of cyclic schedules with static precision of equal cost, by margins set beforehand: {equal_cost}.",
+        f"Comparisons of cyclic schedules with static precision of equal cost, by margins set beforehand: {h2}.",
         f"Rounding noise: {word['H1']}.",
         "Bits moved to the layers and steps that a measured sensitivity names beat static precision of equal cost on "
         f"{where(allocation.WINS)}, and lost to it on {where(allocation.LOSES)}.",
