@@ -10,7 +10,7 @@ import re
 import textwrap
 from collections.abc import Iterable, Iterator
 
-from cpt_core.analysis import allocation, claims, preregistered
+from cpt_core.analysis import allocation, claims, other_formats, preregistered
 from cpt_core.analysis.answers import answers
 from cpt_core.analysis.metrics import counted
 from cpt_core.analysis.pages import render
@@ -50,7 +50,7 @@ def pages() -> dict[str, str]:
         claims={page: "\n\n".join(_claim(e, *words) for of, e, words in told if of == page) for page in TOPICS},
         lines={kind: {page: _listed(x for of, x in lines[kind] if of == page) for page in TOPICS} for kind in KINDS},
         outcome=_listed(preregistered.outcome(runs)),
-        answers=preregistered.summary(answers(runs))[["", "question", "outcome"]],
+        answers=preregistered.summary([*answers(runs), *other_formats.answers(runs)])[["", "question", "outcome"]],
     )
     parts = re.split(r"^<!-- page: (.*) -->\n\n?", whole, flags=re.M)[1:]
     return {name: re.sub(r"\n{3,}", "\n\n", text).strip() + "\n" for name, text in zip(*2 * [iter(parts)], strict=True)}
