@@ -26,11 +26,11 @@ import cpt_core
 from cpt_lessons.predictions import with_answers
 
 ROOT = Path(__file__).parents[1]
-DOCUMENTS = ("*.md", "notebooks/*.md", "notebooks/*.ipynb", "data/cards/*.md")
+DOCUMENTS = ("*.md", "docs/**/*.md", "notebooks/*.md", "notebooks/*.ipynb", "data/cards/*.md")
 OTHERS = "Module, tuple, BaseException"  # classes of other libraries, whose members are theirs
 SOURCE = (".py", ".cpp", ".h", ".js", ".j2")
 LINK = re.compile(r"(\]\()(?!\w+:|#)([^)#\s]+)([^)]*\))")
-DOWNLOAD = "{{download}}`Download this notebook <../downloads/{}>` and [run it](../INSTALL.md#notebooks)."
+DOWNLOAD = "{{download}}`Download this notebook <../downloads/{}>` and [run it](../docs/installing.md#notebooks)."
 CODE = re.compile(r"(^ *```.*?^ *```|`[^`\n]+`)", re.DOTALL | re.MULTILINE)
 
 
