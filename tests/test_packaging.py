@@ -49,7 +49,9 @@ def named(group: str) -> dict[str, SpecifierSet]:
 def direct() -> dict[str, SpecifierSet]:
     """Every dependency that pyproject.toml names, extras included, with its range."""
     listed = [*PROJECT["dependencies"], *chain.from_iterable(PROJECT["optional-dependencies"].values())]
-    return {canonical(r.name): r.specifier for r in map(Requirement, listed)}
+    found = {canonical(r.name): r.specifier for r in map(Requirement, listed)}
+    del found[canonical(PROJECT["name"])]  # an extra that has another in it
+    return found
 
 
 def tracked() -> list[Path]:
