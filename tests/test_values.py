@@ -77,7 +77,7 @@ def trained(model=None):
         optimizer.step()
         return loss
 
-    return {"what": model, "train_step": train_step, "optimizer": optimizer}
+    return {"model": model, "train_step": train_step, "optimizer": optimizer}
 
 
 def cyclic():
@@ -118,7 +118,7 @@ def scheduler():
 
 def recording():
     found = trained(converted())
-    with cpt.precision(found["what"], 8), cpt.inspecting.record(found["what"], every=1) as recorded:
+    with cpt.precision(found["model"], 8), cpt.inspecting.record(found["model"], every=1) as recorded:
         found["train_step"](0)
     return recorded
 
@@ -127,7 +127,7 @@ X = (torch.ones(2, 4),)
 COST = {"q_grad": 8, "q_max": 8, "cost": "traffic", "ladder": cpt.FormatLadder.affine()}
 BITOPS = {"q_grad": 8, "q_max": 8, "cost": None, "ladder": None}
 ALLOCATE = {"q_min": 3, "q_max": 8, "total_steps": 64, "q_grad": 8, "cost": None, "ladder": None}
-TRIALS = {"stateful": (), "config": None, "device": "cpu", "progress": False, "q_max": 8, "seeds": (0,)}
+TRIALS = {"stateful": (), "config": None, "progress": False, "q_max": 8, "seeds": (0,)}
 
 # what is called -> its arguments, all of them, each legal
 CALLS = {
@@ -277,7 +277,7 @@ CALLS = {
     ),
     "sensitivity": lambda: (
         cpt.choosing.sensitivity,
-        {**trained(), "base": 4, "windows": 1, "layers": 1, "steps": 2, "metric": None, "quality": lambda: 1.0,
+        {**trained(), "base": 4, "windows": 1, "layers": 1, "steps": 2, "quality": lambda: 1.0,
          "estimate": False, **TRIALS},
     ),
 }  # fmt: skip
