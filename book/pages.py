@@ -30,6 +30,7 @@ from cpt_lessons.predictions import with_answers
 ROOT = Path(__file__).parents[1]
 DOCUMENTS = ("*.md", "notebooks/*.md", "notebooks/*.ipynb", "data/cards/*.md")
 OTHERS = "Module, tuple, BaseException"  # classes of other libraries, whose members are theirs
+PACKAGES = ("cpt_core", "cpt_lab", "cpt_lessons")
 SOURCE = (".py", ".cpp", ".h", ".js", ".j2")
 LINK = re.compile(r"(\]\()(?!\w+:|#)([^)#\s]+)([^)]*\))")
 DOWNLOAD = "{{download}}`Download this notebook <../downloads/{}>` and [run it](../INSTALL.md#notebooks)."
@@ -40,7 +41,7 @@ CODE = re.compile(r"(^ *```.*?^ *```|`[^`\n]+`)", re.DOTALL | re.MULTILINE)
 def pages() -> dict[str, str | bytes]:
     """Return every page: its path in the folder that Sphinx reads, and what stands in it."""
     documents = [path for pattern in DOCUMENTS for path in sorted(ROOT.glob(pattern))]
-    shown = {path for path in (ROOT / "cpt_core").rglob("*") if path.suffix in SOURCE}
+    shown = {path for package in PACKAGES for path in (ROOT / package).rglob("*") if path.suffix in SOURCE}
     made: dict[str, str | bytes] = {"index.md": (ROOT / "book/index.md").read_text(encoding="utf-8")}
     for path in documents:
         text, reached = relinked(path, path.read_text(encoding="utf-8"), documents)
