@@ -70,7 +70,7 @@ reproduce: setup  ## run the notebooks and write a report; NB=03 SCALE=smoke|dem
 	@$(CPT) reproduce $${SCALE:+--scale "$$SCALE"} $(NARROWED)
 
 notebooks: setup  ## run the notebooks again and keep their outputs in place
-	$(CPT) notebooks
+	$(CPT) run-notebooks
 
 book: setup  ## the site, build/book/index.html: notebooks with their outputs, a reference, the pages; runs nothing
 	$(BIN)/python -m book
@@ -78,8 +78,8 @@ book: setup  ## the site, build/book/index.html: notebooks with their outputs, a
 	@$(BIN)/python -m book.links build/book
 	@echo "book: build/book/index.html"
 
-plan: setup  ## what there is to run, what is done, what the rest takes here; GRID=figure_3
-	@$(CPT) plan $${GRID:+"$$GRID"}
+plan: setup  ## what there is to run, what is done, what the rest takes here; GRID=figure_3 MEASURE=yes (minutes)
+	@$(CPT) plan $${GRID:+"$$GRID"} $(if $(MEASURE),--measure)
 
 paper: setup  ## a notebook at the paper's scale, GPU days: make paper NB=03 PARAMS="dataset=cifar10 schedules=[CR,RR] seeds=[0]"
 	$(if $(NB),,$(error make paper needs the number of a notebook, for example NB=03))
