@@ -21,7 +21,7 @@ PACKAGES := -c constraints.txt setuptools -e '.[vision,graph,text,lightning,note
 endif
 
 # What the user gives goes to the recipes as it was written, through the environment: a name may hold spaces, quotes or $.
-GIVEN := NB SCALE DATASET PARAMS GRID
+GIVEN := NB SCALE DATASET PARAMS
 $(foreach name,$(GIVEN),$(eval override $(name) := $$(value $(name))))
 export $(GIVEN)
 
@@ -29,7 +29,7 @@ BIN := .venv/bin
 CPT := $(BIN)/python -m cpt_lab
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest
 
-.PHONY: help setup lint test reproduce notebooks book plan paper report evidence bench mutants wheel image compat chromium browser lock clean distclean
+.PHONY: help setup lint check test reproduce notebooks book evidence bench mutants wheel image compat chromium browser lock clean distclean
 
 help:  ## this list
 	@grep -hE '^[a-z]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## /\1\t/' | expand -t 12
@@ -56,6 +56,9 @@ lint: setup  ## style and types
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
+check: lint  ## lint, types and the tests that are not marked slow: while you work
+	$(PYTEST) -n 2 --dist loadfile -m "not slow" tests
+
 test: lint  ## lint, types, tests and notebooks; no GPU, no download
 	@# builds the C++ kernels where they are not built yet, so that no test waits for them
 	@$(BIN)/python -c "import cpt_core; print(cpt_core.execution())"
@@ -77,16 +80,6 @@ book: setup  ## the site, build/book/index.html: notebooks with their outputs, a
 	$(CPT) explorer build/book/explorer.html --home index.html
 	@$(BIN)/python -m book.links build/book
 	@echo "book: build/book/index.html"
-
-plan: setup  ## what there is to run, what is done, what the rest takes here; GRID=figure_3 MEASURE=yes (minutes)
-	@$(CPT) plan $${GRID:+"$$GRID"} $(if $(MEASURE),--measure)
-
-paper: setup  ## a notebook at the paper's scale, GPU days: make paper NB=03 PARAMS="dataset=cifar10 schedules=[CR,RR] seeds=[0]"
-	$(if $(NB),,$(error make paper needs the number of a notebook, for example NB=03))
-	@$(CPT) reproduce --scale paper $(NARROWED)
-
-report: setup  ## one HTML page of all stored results, beside the paper's
-	$(CPT) report
 
 evidence: setup  ## what the rows say of every claim of the paper, then one row of every store run again and compared
 	@$(CPT) claims --evidence

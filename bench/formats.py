@@ -16,7 +16,7 @@ import torch
 
 from cpt_core.formats.format import FORMATS, Format
 from cpt_core.kernels.execution import execution
-from cpt_core.kernels.formats import grid_of
+from cpt_core.kernels.grids import grid_of
 
 PLAIN, ACTIVE = torch.ops.cpt_reference, torch.ops.cpt
 OPTIONS = ("e4m3:rounding=stochastic", "e2m1:clipping=percentile", "e2m1:clipping=rms", "affine4:clipping=rms")

@@ -1,4 +1,4 @@
-"""The power of the primary tests of PREREGISTRATION.md: ``python -m bench.power``.
+"""The power of the primary tests of docs/preregistration.md: ``python -m bench.power``.
 
 Every test is a Student's t over seeds. Standard deviations are those of earlier rows and of pilots, as the document
 says. Power is that at the level of the test alone, and at a fifth of it, the hardest that Holm's correction over five

@@ -28,13 +28,13 @@ from cpt_core.public import reference
 from cpt_lessons.predictions import with_answers
 
 ROOT = Path(__file__).parents[1]
-DOCUMENTS = ("*.md", "notebooks/*.md", "notebooks/*.ipynb", "data/cards/*.md")
+DOCUMENTS = ("*.md", "docs/**/*.md", "notebooks/*.md", "notebooks/*.ipynb", "data/cards/*.md")
 OTHERS = "Module, tuple, BaseException"  # classes of other libraries, whose members are theirs
 PACKAGES = ("cpt_core", "cpt_lab", "cpt_lessons")
 SOURCE = (".py", ".cpp", ".h", ".js", ".j2")
 LINK = re.compile(r"(\]\()(?!\w+:|#)([^)#\s]+)([^)]*\))")
-DOWNLOAD = "{{download}}`Download this notebook <../downloads/{}>` and [run it](../INSTALL.md#notebooks)."
 NAMES = reference("cpt_core")  # such as choosing.allocate, and the module of each
+DOWNLOAD = "{{download}}`Download this notebook <../downloads/{}>` and [run it](../docs/installing.md#notebooks)."
 CODE = re.compile(r"(^ *```.*?^ *```|`[^`\n]+`)", re.DOTALL | re.MULTILINE)
 
 

@@ -25,7 +25,8 @@ ROOMS = {
     "cpt_core.quantization": ("cpt_core.schedules", "cpt_core.graphs", "cpt_core.kernels"),
     "cpt_core.bitops": ("cpt_core.quantization",),
     # beyond
-    "cpt_core.inspecting": ("cpt_core.bitops", "cpt_core.waiting"),
+    "cpt_core.codes": ("cpt_core.quantization",),
+    "cpt_core.inspecting": ("cpt_core.bitops", "cpt_core.codes", "cpt_core.waiting"),
     "cpt_core.choosing": ("cpt_core.bitops", "cpt_core.waiting", "cpt_core.described"),
     "cpt_core.integrations": ("cpt_core.inspecting",),
     "cpt_lab.paths": (),
@@ -41,6 +42,7 @@ ROOMS = {
     "cpt_lab.__main__": (),
     "cpt_lessons": ("cpt_lab.commands", "cpt_core.integrations"),
 }
+METHOD_LINES, ALL_LINES = 12_200, 34_800  # at most; lower them when something goes
 METHOD = ("schedules", "formats", "graphs", "models", "kernels", "quantization", "bitops")
 WITHOUT_TORCH = (
     "cpt_core.checks",
@@ -121,6 +123,33 @@ def test_the_method_knows_nothing_beyond_it():
     rooms = {f"cpt_core.{room}" for room in METHOD}
     small = {"cpt_core.checks", "cpt_core.public"}
     assert set().union(*map(below, rooms)) == rooms | small
+
+
+THREE_LINES = """
+import sys, torch, cpt_core as cpt
+from torch import nn
+model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.Flatten(), nn.Linear(288, 9))
+schedule = cpt.make_schedule("CR", q_min=3, q_max=8, total_steps=64)
+cpt.quantize_(model)
+precision = cpt.PrecisionScheduler(model, schedule)
+model(torch.randn(2, 3, 8, 8)).sum().backward()
+precision.step()
+files = [m.__file__ for name, m in sys.modules.items() if name.startswith("cpt_")]
+print(sum(len(open(file, encoding="utf-8").readlines()) for file in files))
+"""
+
+
+def lines_of(paths):
+    return sum(len(path.read_text().splitlines()) for path in paths)
+
+
+def test_what_one_has_to_hold_is_small():
+    """The README's three lines, and a step, load 5,500 lines; what a model does not have is not among them."""
+    done = subprocess.run([sys.executable, "-c", THREE_LINES], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert 3000 < int(done.stdout) <= 5500
+    assert 5500 < lines_of(p for room in METHOD for p in (ROOT / "cpt_core" / room).rglob("*.py")) <= METHOD_LINES
+    assert lines_of(FILES) <= ALL_LINES
 
 
 def test_analysis_takes_the_store_and_nothing_else_of_sweeps():

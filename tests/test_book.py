@@ -98,7 +98,12 @@ def test_every_page_is_in_the_contents(made):
     alone = {name for name in made if name not in reached and "orphan: true" not in str(made[name])[:60]}
     downloads = {f"downloads/{path.name}" for path in ROOT.glob("notebooks/*.ipynb")}
     assert alone == {"data/results/image_digits.png", *downloads}
-    for path in [*ROOT.glob("*.md"), *ROOT.glob("notebooks/*.ipynb"), *ROOT.glob("data/cards/*.md")]:
+    for path in [
+        *ROOT.glob("*.md"),
+        *ROOT.glob("docs/**/*.md"),
+        *ROOT.glob("notebooks/*.ipynb"),
+        *ROOT.glob("data/cards/*.md"),
+    ]:
         assert path.relative_to(ROOT).as_posix() in reached
 
 
@@ -117,7 +122,7 @@ def test_the_page_of_a_notebook_hands_it_out_as_it_is(made):
     for path in ROOT.glob("notebooks/*.ipynb"):
         assert made[f"downloads/{path.name}"] == path.read_bytes()
         head = "".join(json.loads(made[f"notebooks/{path.name}"])["cells"][0]["source"])
-        line = f"`Download this notebook <../downloads/{path.name}>` and [run it](../INSTALL.md#notebooks).\n"
+        line = f"`Download this notebook <../downloads/{path.name}>` and [run it](../docs/installing.md#notebooks).\n"
         assert re.match(rf"# .*\n\n{{download}}{re.escape(line)}", head), head
 
 
@@ -126,8 +131,8 @@ def test_a_link_to_a_file_leads_to_its_page():
     led, reached = pages.relinked(ROOT / "README.md", text, [ROOT / "README.md"])
     assert led == text.replace("LICENSE#x", "LICENSE.md#x").replace("cpt_core/schedules", "cpt_core/schedules/index.md")
     assert {path.name for path in reached} == {"LICENSE", "schedules", "README.md"}
-    with pytest.raises(FileNotFoundError, match=r"SWEEPS\.md links to nowhere\.md, which is not there"):
-        pages.relinked(ROOT / "SWEEPS.md", "[a](nowhere.md)", [])
+    with pytest.raises(FileNotFoundError, match=r"docs/sweeps\.md links to nowhere\.md, which is not there"):
+        pages.relinked(ROOT / "docs/sweeps.md", "[a](nowhere.md)", [])
 
 
 def test_public_names_in_a_docstring_lead_to_their_pages():

@@ -1,14 +1,17 @@
-"""Examples in docstrings run, and REPRODUCING.md is what the docstrings say."""
+"""Examples in docstrings and pages run, links lead somewhere, and generated pages are what code and rows say."""
 
 import doctest
 import importlib
+import re
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+import torch
 
-from cpt_lab.analysis import reproducing
+import cpt_core
+from cpt_lab.analysis import claims, reproducing
 
 ROOT = Path(__file__).parents[1]
 MODULES = sorted(
@@ -26,38 +29,80 @@ def test_docstring_examples(name):
     assert module.__doc__
 
 
-def test_reproducing_is_up_to_date():
-    assert (ROOT / "REPRODUCING.md").read_text() == reproducing.text(), "run: python -m cpt_lab docs"
+def test_the_pages_of_results_are_up_to_date():
+    pages = reproducing.pages()
+    kept = {path.name: path.read_text() for path in (ROOT / "docs/reproducing").iterdir()}
+    assert kept == pages, "run: python -m cpt_lab docs"
+    assert len(pages["index.md"].splitlines()) <= 45, "a summary of one screen"
+    told = [line for page in pages.values() for line in page.splitlines() if line.startswith("### ")]
+    assert sorted(told) == sorted(f"### {claim.claim}" for claim in claims.claims())
 
 
 def test_the_readme_says_what_the_rows_say():
     page = (ROOT / "README.md").read_text()
     assert reproducing.readme(page) == page, "run: python -m cpt_lab docs"
     outcome = page.split(reproducing.OUTCOME[0])[1].split(reproducing.OUTCOME[1])[0]
-    assert [line[:4] for line in outcome.splitlines() if line.startswith("- ")] == ["- H2", "- H1", "- H5"]
+    assert len(re.findall("^- ", outcome, re.M)) == 3
+    assert not re.search(r"[][()]|\bH\d", outcome), "plain sentences"
     assert reproducing.readme(page.replace(outcome, "an older outcome")) == page
     with pytest.raises(ValueError, match=r"README\.md must have the lines"):
         reproducing.readme(page.replace(reproducing.OUTCOME[1], ""))
 
 
-README = (ROOT / "README.md").read_text().split("<!-- example -->")[1:]
+def test_the_readme_is_short_and_the_pages_fit_a_screen():
+    lines = (ROOT / "README.md").read_text().splitlines()
+    assert len(lines) <= 150
+    assert [line for line in lines if len(line) > 120] == []
+    for page in (ROOT / "docs").rglob("*.md"):
+        wide = [line for line in page.read_text().splitlines() if len(line) > (300 if line[:1] == "|" else 120)]
+        if page.name != "preregistration.md":  # its words stay as they were written
+            assert wide == [], page.name
 
 
-@pytest.mark.parametrize(
-    "example", README, ids=["three lines", "which precision and where", "formats, roles, costs", "deploy"]
-)
-def test_the_readme_examples_run(example, tmp_path):
-    """The examples, cut out of the README and run as they stand there; a mark begins one, of one block or more."""
+README, *MORE = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+EXAMPLES = [
+    pytest.param(example, id=f"{page.stem} {i}")
+    for page in (README, *MORE)
+    for i, example in enumerate(page.read_text().split("<!-- example -->")[1:])
+]
+
+
+@pytest.mark.parametrize("example", EXAMPLES)
+def test_the_examples_run(example, tmp_path):
+    """The examples, cut out of the pages and run as they stand there; a mark begins one, of one block or more."""
     blocks = [b.split("```")[0] for b in example.split("```python")[1:]]
     code = "\n".join(b for b in blocks if "PrecisionCallback" not in b)
     assert code.count("cpt.") >= 3
     subprocess.run([sys.executable, "-W", "error", "-c", code], check=True, cwd=tmp_path)
 
 
-def test_links_of_the_pages_lead_somewhere():
-    import re
+def test_the_three_lines_of_the_first_screen_run():
+    lines = README.read_text().split("```python\n")[1].split("```")[0]
+    assert len(lines.splitlines()) == 3
+    names = {"cpt": cpt_core, "model": torch.nn.Sequential(torch.nn.Linear(4, 4))}
+    exec(lines, names)
+    assert names["model"][0].precision.bits == names["schedule"](0)
 
-    for page in [*ROOT.glob("*.md"), *ROOT.glob("data/**/*.md"), *ROOT.glob("notebooks/*.md")]:
-        for link in re.findall(r"\]\(([^)#]+)[^)]*\)", page.read_text()):
+
+def test_there_are_examples():
+    assert [page.values[0].count("```python") for page in EXAMPLES] == [1, 2, 1, 1]
+
+
+def test_links_of_the_pages_lead_somewhere():
+    seen = 0
+    folders = ("*.md", "docs/**/*.md", "data/**/*.md", "notebooks/*.md")
+    for page in [path for folder in folders for path in ROOT.glob(folder)]:
+        text = re.sub(r"^```.*?^```|`[^`\n]+`", "", page.read_text(), flags=re.M | re.S)
+        for link, anchor in re.findall(r"\]\(([^)#\s]*)#?([^)\s]*)\)", text):
             if not link.startswith(("http", "mailto")):
-                assert (page.parent / link).exists(), f"{page.name}: {link}"
+                target = page.parent / link if link else page
+                assert target.exists(), f"{page.name}: {link}"
+                assert not anchor or anchor in anchors(target), f"{page.name}: {link}#{anchor}"
+                seen += 1
+    assert seen > 150
+
+
+def anchors(page):
+    """The anchors of a page's headings, as Markdown's readers make them."""
+    headings = re.findall(r"^#+ (.*)$", page.read_text(), re.M)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}

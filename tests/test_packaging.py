@@ -185,8 +185,7 @@ def test_make_hands_over_what_it_is_given(odd, make):
     assert make("reproduce", f"DATASET={odd}") == make("reproduce", DATASET=odd) == (0, called, "")
     words = "-m cpt_lab reproduce --scale paper --notebook 03 --parameter"
     wanted = [*words.split(), f"dataset={odd} q=[1, 2]"]
-    assert make("paper", "NB=03", f"PARAMS=dataset={odd} q=[1, 2]") == (0, wanted, "")
-    assert make("plan", f"GRID={odd}") == (0, ["-m", "cpt_lab", "plan", odd], "")
+    assert make("reproduce", "SCALE=paper", "NB=03", f"PARAMS=dataset={odd} q=[1, 2]") == (0, wanted, "")
 
 
 def test_make_evidence_runs_a_row_of_every_store_again(make, tmp_path):
@@ -201,9 +200,6 @@ def test_make_evidence_runs_a_row_of_every_store_again(make, tmp_path):
 
 def test_make_asks_for_nothing_that_is_not_given(make):
     assert make("reproduce") == (0, ["-m", "cpt_lab", "reproduce"], "")
-    status, _, said = make("paper")
-    assert status == 2
-    assert "make paper needs the number of a notebook" in said
 
 
 def test_make_clean_keeps_rows_and_says_so(make, tmp_path):

@@ -12,10 +12,9 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
 from cpt_core.formats.format import Format
-from cpt_core.kernels.formats import grid_of_steps
-from cpt_core.kernels.integer import MOST_BITS
+from cpt_core.kernels.grids import grid_of_steps
 from cpt_core.kernels.operators import encode, fake_quantize
-from cpt_core.kernels.reference import clips
+from cpt_core.kernels.reference import CODE_BITS, clips
 from cpt_core.quantization.in_force import ladder_role
 from cpt_core.quantization.precision import LayerPrecision
 
@@ -67,7 +66,7 @@ def summed(x: Tensor, levels: Tensor, grid: str, key: Tensor | None, format: For
     """Round ``x`` on its own ranges; return what ``SUMS`` names, float64."""
     rounded, low, width = fake_quantize(x, levels, grid, key)
     high = low + width
-    if format.plain_affine and format.bits <= MOST_BITS:  # codes are counted ten times as fast
+    if format.plain_affine and format.bits <= CODE_BITS:  # codes are counted ten times as fast
         used = _distinct(encode(x, low, width, levels, key, clips(grid, key is not None)), low)
     elif format.block:  # of every block
         rest = -x.shape[-1] % format.block

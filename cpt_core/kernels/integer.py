@@ -23,7 +23,6 @@ Shapes: M rows and N columns of a product, K elements of a sum, G products at on
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
@@ -32,7 +31,6 @@ from torch import Tensor
 from cpt_core.kernels import operators
 from cpt_core.kernels.reference import MIN_SCALE
 
-MOST_BITS = 8  # codes are int8
 LONGEST = 1 << 15  # of a sum: 255 * 255 * 2**15 < 2**31
 MOST_ROWS = 1 << 23  # of a sum of codes: 128 * 2**23 < 2**31
 CUDA_MULTIPLE, CUDA_LEAST = 8, 32  # sizes that ``torch._int_mm`` takes on CUDA
@@ -212,11 +210,3 @@ def _row(x: Tensor) -> Tensor:
     if x.shape[1] == 1:
         return x.as_strided(x.shape, (x.stride(0), 1))
     return x.as_strided(x.shape, (x.shape[1], 1)) if x.shape[0] == 1 and x.stride(1) == 1 else x
-
-
-@lru_cache
-def multiplies_codes(device: torch.device) -> bool:
-    """Whether a device has instructions for products of 8-bit integers, so that they are faster than float32."""
-    if device.type == "cuda":
-        return torch.cuda.get_device_capability(device) >= (7, 5)
-    return device.type == "cpu" and torch.cpu._is_vnni_supported()

@@ -24,8 +24,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from cpt_core.kernels import products
-from cpt_core.kernels.formats import parts_of
+from cpt_core.kernels import operators, products
+from cpt_core.kernels.grids import parts_of
+from cpt_core.kernels.integer import QuantizedTensor, multiply
 from cpt_core.kernels.reference import clips
 
 STEPS = "SymInt steps, SymInt[] sizes, bool reverse"
@@ -53,7 +54,7 @@ class Forward(NamedTuple):
         sizes: sequences of every step; empty where there are N / T in each.
         reverse: from the last step to the first.
         levels: n = 2**q - 1 of the hidden state; None leaves it alone.
-        granularity: of the hidden state's ranges, or its grid (``kernels.formats``); codes are of the affine one alone.
+        granularity: of the hidden state's ranges, or its grid (``kernels.grids``); codes are of the affine one alone.
         low: with ``width`` a stored range, which is taken for all steps instead; values outside it are clipped. On
             codes, where NaN has none, all of a step's hidden state is NaN if any of it is.
         width: its width.
@@ -140,8 +141,6 @@ def forward(ops: Any, *given: Any) -> tuple[Tensor, ...]:
         steps are computed, if it has one of its own per step, or on codes, else empty; then gates (N, 4 H), quantised
         hidden states or their codes, cell states before the step, and tanh(c), each (N, H).
     """
-    from cpt_core.kernels.integer import QuantizedTensor, multiply  # it needs the operators
-
     a = Forward(*given)
     weight, levels, granularity = a.weight, a.levels, a.granularity
     tables = None if a.column_codes is None else a[-2:]
@@ -209,8 +208,6 @@ def backward(ops: Any, *given: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         The gradients of ``x_gates`` and of what the product with h gave, (N, 4 H), the second quantised (empty where
         it is the first), and of h0 and c0, (B, H).
     """
-    from cpt_core.kernels.integer import QuantizedTensor, multiply
-
     a = Backward(*given)
     weight, gates, before, tanh_c, levels = a.weight, a.gates, a.before, a.tanh_c, a.levels
     tables = None if a.column_codes is None else a[-2:]
@@ -281,15 +278,23 @@ def _ranges(ranges: list[tuple[Tensor, Tensor]], like: Tensor) -> Tensor:
     return torch.stack([torch.stack(part) for part in zip(*ranges, strict=True)])
 
 
+def recurrence(given: Forward) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Run the steps of a quantised LSTM and return the first four results of ``forward``."""
+    run = partial(traced, operators.active) if torch.compiler.is_compiling() else operators.active.lstm_forward
+    y, h, c, ranges, *_ = run(*given)
+    return y, h, c, ranges
+
+
 # --- registration -----------------------------------------------------------------------------------------------------
 
 
-def register(library: torch.library.Library, family: str) -> None:
+def _register(library: torch.library.Library, family: str) -> None:
     """Define the operators in a family, with their plain execution, fake tensors and gradient."""
     ops = getattr(torch.ops, family)
     for name, schema in SCHEMAS.items():
+        plain = operators.LOOPS[f"{family}::{name}"] = partial(PLAIN[name], ops)
         library.define(f"{name}{schema}")
-        library.impl(name, partial(PLAIN[name], ops), "CompositeExplicitAutograd")
+        library.impl(name, plain, "CompositeExplicitAutograd")
     torch.library.register_fake(f"{family}::lstm_forward", _fake_forward, lib=library)
     torch.library.register_fake(f"{family}::lstm_backward", _fake_backward, lib=library)
     gradient = partial(_gradient, ops)
@@ -391,3 +396,7 @@ def gradients(
 
 def _refuse(ctx: Any, *_: Any) -> None:
     raise RuntimeError("trying to differentiate twice: the quantised LSTM has no gradients of gradients")
+
+
+for _family, _library in operators.LIBRARIES.items():
+    _register(_library, _family)

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from cpt_core.kernels import formats, lstm, products, reference, traced
+from cpt_core.kernels import grids, products, reference, traced
 
 SCHEMAS = {
     "range": "(Tensor x, str granularity) -> (Tensor, Tensor)",
@@ -36,19 +36,16 @@ SCHEMAS = {
 PLAIN = {
     "range": reference.range_of,
     "round_to_grid": reference.round_to_grid,
-    "fake_quantize": formats.fake_quantize,
-    "round_in_range": formats.round_in_range,
+    "fake_quantize": grids.fake_quantize,
+    "round_in_range": grids.round_in_range,
     "encode": reference.encode,
     "affine_": reference.affine,
     "track_": reference.track,
     "linear": products.execute,
 }
 FAMILIES = ("cpt", "cpt_reference")
-# operators with products inside -> their plain execution, for those who look into it
-LOOPS: dict[str, Any] = {
-    f"{f}::{name}": partial(loop, getattr(torch.ops, f)) for f in FAMILIES for name, loop in lstm.PLAIN.items()
-}
-LOOPS |= {f"{family}::linear": torch.nn.functional.linear for family in FAMILIES}  # up to the last digits
+# operators with products inside -> their plain execution, for those who look into it; to the last digits but of linear
+LOOPS: dict[str, Any] = {f"{family}::linear": torch.nn.functional.linear for family in FAMILIES}
 
 
 def range_of(x: Tensor, granularity: str) -> reference.Range:
@@ -68,7 +65,7 @@ def fake_quantize(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Round a tensor that is not empty on its own range; return it, and the range.
 
-    ``granularity`` may be a grid, see ``kernels.formats``; then the format in it counts and ``levels`` do not.
+    ``granularity`` may be a grid, see ``kernels.grids``; then the format in it counts and ``levels`` do not.
     """
     return active.fake_quantize(x, levels, granularity, key)
 
@@ -76,7 +73,7 @@ def fake_quantize(
 def round_in_range(
     x: Tensor, low: Tensor, width: Tensor, levels: Tensor, grid: str, key: Tensor | None = None, clip: bool = False
 ) -> Tensor:
-    """Round to any grid of a given range; arguments as those of ``formats.round_in_range``."""
+    """Round to any grid of a given range; arguments as those of ``grids.round_in_range``."""
     if "|" not in grid:
         return active.round_to_grid(x, low, width, levels, key, clip)
     return active.round_in_range(x, low, width, levels, grid, key, clip)
@@ -112,13 +109,6 @@ def has_gradient_node(y: Tensor) -> bool:
     return y.is_cpu and active is torch.ops.cpt and gradient_node and not torch.compiler.is_compiling()
 
 
-def recurrence(given: lstm.Forward) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Run the steps of a quantised LSTM and return the first four results of ``lstm.forward``."""
-    run = partial(lstm.traced, active) if torch.compiler.is_compiling() else active.lstm_forward
-    y, h, c, ranges, *_ = run(*given)
-    return y, h, c, ranges
-
-
 def use(family: str) -> None:
     """Choose the operators that the functions above call: "cpt" or "cpt_reference"."""
     global active
@@ -143,8 +133,8 @@ def _fake_in_range(x: Tensor, low: Tensor, width: Tensor, levels: Tensor, grid: 
 
 
 def _check(x: Tensor, grid: str) -> None:
-    if (format := formats.parts_of(grid)[1]) is not None:
-        formats.check_blocks(x.shape, format)
+    if (format := grids.parts_of(grid)[1]) is not None:
+        grids.check_blocks(x.shape, format)
 
 
 def _fake_quantize(x: Tensor, levels: Tensor, granularity: str, key: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
@@ -176,7 +166,6 @@ def _register(family: str) -> torch.library.Library:
         torch.library.register_autograd(f"{family}::{name}", _gradient, setup_context=_setup, lib=library)
     backward = partial(products.gradient, getattr(torch.ops, family))
     torch.library.register_autograd(f"{family}::linear", backward, setup_context=products.setup, lib=library)
-    lstm.register(library, family)
     return library
 
 
@@ -187,7 +176,7 @@ def _teach_inductor() -> None:
     from torch._inductor import decomposition
 
     parts_of = {"range": reference.range_of, "round_to_grid": _round, "fake_quantize": _quantize}
-    parts_of["round_in_range"] = formats.round_in_range
+    parts_of["round_in_range"] = grids.round_in_range
     for ops in (getattr(torch.ops, family) for family in FAMILIES):
         for name, parts in parts_of.items():
             decomposition.decompositions[getattr(ops, name).default] = parts
@@ -207,8 +196,8 @@ def _round(x: Tensor, low: Tensor, width: Tensor, levels: Tensor, key: Tensor | 
 
 
 def _quantize(x: Tensor, levels: Tensor, granularity: str, key: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
-    if formats.parts_of(granularity)[1] is not None:
-        return formats.quantize_to(x, granularity, levels, key)
+    if grids.parts_of(granularity)[1] is not None:
+        return grids.quantize_to(x, granularity, levels, key)
     low, width = reference.range_of(x, granularity)
     return _round(x, low, width, levels, key, reference.clips(granularity, key is not None)), low, width
 

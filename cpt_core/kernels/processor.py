@@ -7,8 +7,12 @@
 from __future__ import annotations
 
 import platform
+from functools import lru_cache
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import torch
 
 CPU_INFO = Path("/proc/cpuinfo")
 WIDE = ("avx2", "fma", "avx512f", "avx512_vnni", "avx512_bf16", "avx512_fp16", "amx_tile", "asimd", "sve")
@@ -42,3 +46,13 @@ def _cpu_info() -> tuple[dict[str, str], set[str]]:
         name, _, value = line.partition(":")
         fields[name.strip()] = value.strip()
     return fields, set((fields.get("flags") or fields.get("Features") or "").split())
+
+
+@lru_cache
+def multiplies_codes(device: torch.device) -> bool:
+    """Whether a device has instructions for products of 8-bit integers, so that they are faster than float32."""
+    import torch  # rows of other machines are read without it
+
+    if device.type == "cuda":
+        return torch.cuda.get_device_capability(device) >= (7, 5)
+    return device.type == "cpu" and torch.cpu._is_vnni_supported()

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 MIN_SCALE = 1e-8  # smallest step of a grid; a constant tensor has range 0 and comes back unchanged
+CODE_BITS = 8  # at most: codes are int8
 RUNNING_DECAY = 0.9  # weight of the old value; torch's BatchNorm counts its momentum the other way round
 BLOCK = 1 << 18  # elements of a part of a large tensor on the CPU, per thread: 1 MB
 Range = tuple[Tensor, Tensor]  # (minimum, maximum - minimum), broadcastable to the tensor, float32
@@ -89,7 +90,7 @@ GRANULARITIES: dict[str, Callable[[Tensor], Range]] = {
 
 
 def range_of(x: Tensor, granularity: str) -> Range:
-    """Return the ranges of a tensor that is not empty; of a grid (``kernels.formats``) those of its granularity."""
+    """Return the ranges of a tensor that is not empty; of a grid (``kernels.grids``) those of its granularity."""
     return GRANULARITIES[granularity.partition("|")[0]](x)
 
 

@@ -23,7 +23,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra import libdevice
 
-from cpt_core.kernels import formats, reference
+from cpt_core.kernels import grids, reference
 from cpt_core.kernels.tiles import KEPT, Plan, plan_of, power_of_2, range_shape
 
 OPTIONS: dict[str, Any] = {"enable_fp_fusion": False}
@@ -300,8 +300,8 @@ def _on_given_grid(
 def fake_quantize(x: Tensor, levels: Tensor, granularity: str, key: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
     """Round a tensor that is not empty on its own range, as ``reference.fake_quantize``."""
     noisy, clip = key is not None, reference.clips(granularity, key is not None)
-    if formats.parts_of(granularity)[1] is not None:
-        return formats.quantize_to(x, granularity, levels, key)
+    if grids.parts_of(granularity)[1] is not None:
+        return grids.quantize_to(x, granularity, levels, key)
     if granularity not in KEPT:
         low, width = reference.range_of(x, granularity)
         return round_to_grid(x, low, width, levels, key, clip), low, width

@@ -31,8 +31,7 @@ from cpt_core.quantization.coverage import (
 )
 from cpt_core.quantization.fake_quantize import INT64
 from cpt_core.quantization.in_force import ladders_of
-from cpt_core.quantization.layers import QuantizedLayer
-from cpt_core.quantization.operations import InFloat32, QuantOperations, by_feature, float_class
+from cpt_core.quantization.layers import Changed, QuantizedLayer, catches
 from cpt_core.quantization.precision import EXECUTIONS, LayerPrecision
 from cpt_core.quantization.quantizers import QUANTIZERS, Quantizer
 from cpt_core.quantization.running import RUNNING_STARTS
@@ -181,7 +180,7 @@ def quantize_(
             )
     try:
         # the noise of layers with a form of their own does not depend on what else there is to convert
-        last = [name for name, form in forms.items() if _is_caught(form) and not by_feature(chosen[name])]
+        last = [name for name, form in forms.items() if form.CATCHES and not form.by_feature(chosen[name])]
         for index, name in enumerate([*(n for n in chosen if n not in set(last)), *last]):
             module = chosen[name]
             forms[name].from_float(
@@ -227,17 +226,17 @@ def restore_(model: nn.Module) -> nn.Module:
 def _undo(model: nn.Module) -> None:
     for module in list(model.modules()):
         forget_first_pass(module)
-        if isinstance(module, (QuantizedLayer, InFloat32)):
+        if isinstance(module, Changed):
             module.to_float()
-
-
-def _is_caught(form: Any) -> bool:
-    return issubclass(form, QuantOperations)
 
 
 def _leave_out(model: nn.Module) -> None:
     """Let what stays in float32, inside a module whose products are caught, keep its own to itself."""
-    outer = [name for name, m in model.named_modules() if isinstance(m, QuantOperations)]
+    outer = [name for name, m in model.named_modules() if catches(m)]
+    if not outer:
+        return
+    from cpt_core.quantization.operations import float_class
+
     for name, module in list(model.named_modules()):
         inside = any(name.startswith(f"{o}.") or (o == "" and name) for o in outer)
         if inside and not isinstance(module, QuantizedLayer):
@@ -251,7 +250,7 @@ def layer_precisions(model: nn.Module) -> dict[str, LayerPrecision]:
     Without modules that turned out to multiply nothing in their own forward, see ``operations``.
     """
     found = all_precisions(model)
-    idle = {n for n, p in found.items() if p.called is False and isinstance(model.get_submodule(n), QuantOperations)}
+    idle = {n for n, p in found.items() if p.called is False and catches(model.get_submodule(n))}
     return {name: p for name, p in found.items() if name not in idle}
 
 

@@ -1,7 +1,7 @@
 """What of a model is quantised, what stays in float32 and why, and what was converted in vain.
 
->>> sorted(kind.__name__ for kind in conversions() if kind.__module__.startswith("torch"))
-['Conv1d', 'Conv2d', 'Conv3d', 'LSTM', 'Linear']
+>>> own_form(nn.Linear).__name__, own_form(nn.GRU)
+('QuantLinear', None)
 """
 
 from __future__ import annotations
@@ -19,10 +19,17 @@ from torch.nn.modules.lazy import LazyModuleMixin
 from torch.nn.parameter import is_lazy
 from torch.overrides import TorchFunctionMode
 
-from cpt_core.quantization import graph_layers, layers, lstm, operations
-from cpt_core.quantization.layers import QuantizedLayer
-from cpt_core.quantization.multiplies import names_a_product
+from cpt_core.quantization.layers import Changed, QuantizedLayer
+from cpt_core.quantization.multiplies import NAMES, UNRULED, names_a_product
 
+# classes with a quantised form of their own -> where it is; none of it is loaded before a model has the class
+FORMS = {
+    "torch.nn.modules.linear.Linear": "layers",
+    **{f"torch.nn.modules.conv.Conv{n}d": "layers" for n in (1, 2, 3)},
+    "torch.nn.modules.rnn.LSTM": "lstm",
+    **{f"cpt_core.graphs.layers.{kind}": "graph_layers" for kind in ("GraphConv", "SAGEConv")},
+    **{f"dgl.nn.pytorch.conv.{kind.lower()}.{kind}": "dgl_layers" for kind in ("GraphConv", "SAGEConv")},
+}
 NOTABLE = 0.1  # share of a model's weights that does not stay in float32 without a word
 
 
@@ -30,27 +37,32 @@ class QuantizationWarning(UserWarning):
     """Something runs in float32 that a user of ``quantize_`` may believe to be quantised."""
 
 
-def conversions() -> dict[type[nn.Module], type[QuantizedLayer]]:
-    """Return the classes with a quantised form of their own, also the layers of DGL where the program uses them."""
-    found = {**layers.CONVERSIONS, **lstm.CONVERSIONS, **graph_layers.CONVERSIONS}
-    if "dgl.nn" in sys.modules:
-        found |= importlib.import_module("cpt_core.quantization.dgl_layers").CONVERSIONS
-    return found
+def own_form(kind: type[nn.Module]) -> type[QuantizedLayer] | None:
+    """Return the quantised form of a class, None where it has none of its own."""
+    place = FORMS.get(f"{kind.__module__}.{kind.__qualname__}")
+    if place is None:
+        return None
+    form: type[QuantizedLayer] = importlib.import_module(f"cpt_core.quantization.{place}").CONVERSIONS[kind]
+    return form
 
 
 def form_of(module: nn.Module) -> type[QuantizedLayer] | None:
     """Return what a module is converted to: a form of its own, or itself with its products caught; None for neither."""
-    own = conversions().get(type(module))
+    own = own_form(type(module))
     if own is not None and not own.why_not(module):
         return own
     if isinstance(module, LazyModuleMixin) or not names_a_product(module):
         return None
-    return operations.quantized_class(type(module))
+    return _operations().quantized_class(type(module))
+
+
+def _operations() -> Any:
+    return importlib.import_module("cpt_core.quantization.operations")
 
 
 def module_kind(module: nn.Module) -> type[nn.Module]:
     """Return the class of a module, or the one it had before it was converted."""
-    return module.FLOAT if isinstance(module, (QuantizedLayer, operations.InFloat32)) else type(module)
+    return module.FLOAT if isinstance(module, Changed) else type(module)
 
 
 def convertible(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
@@ -63,12 +75,10 @@ def convertible(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 
 def parts_of_wholes(model: nn.Module) -> dict[str, str]:
     """Modules inside a layer that is quantised as a whole: name of the part -> name of that layer."""
-    found = conversions()
-    whole = {kind for kind, quantized in found.items() if quantized.WHOLE}
     out: dict[str, str] = {}
     for name, module in model.named_modules():
-        kind = module_kind(module)
-        if kind in whole and not found[kind].why_not(module):
+        form = own_form(module_kind(module))
+        if form is not None and form.WHOLE and not form.why_not(module):
             out |= {f"{name}.{part}".lstrip("."): name for part, _ in module.named_modules() if part}
     return out
 
@@ -115,11 +125,11 @@ def _is_weight(parameter: torch.Tensor) -> bool:
 
 def float32_reason(module: nn.Module, left_out: bool) -> str:
     """Return why a module with parameters is not quantised; ``left_out``: it could have been converted."""
-    if left_out or isinstance(module, operations.InFloat32):
+    if left_out or (isinstance(module, Changed) and not isinstance(module, QuantizedLayer)):
         return "left out"
     if isinstance(module, LazyModuleMixin):
         return "lazy: run the model once before it is converted"
-    own = conversions().get(type(module))
+    own = own_form(type(module))
     return (own.why_not(module) if own else "") or "its forward names no product"
 
 
@@ -166,6 +176,9 @@ class FirstPass(TorchFunctionMode):
             )
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if (name := getattr(function, "__name__", "")) not in NAMES and name not in UNRULED:
+            return function(*args, **(kwargs or {}))
+        operations = _operations()
         if function in operations.INSIDE:
             with self:
                 return operations.INSIDE[function](*args, **(kwargs or {}))

@@ -27,7 +27,8 @@ from torch.utils._pytree import tree_map
 from cpt_core.checks import arguments, shown, whole
 from cpt_core.formats.format import FULL
 from cpt_core.kernels import lstm, operators, products
-from cpt_core.kernels.integer import MOST_BITS, QuantizedTensor
+from cpt_core.kernels.integer import QuantizedTensor
+from cpt_core.kernels.reference import CODE_BITS
 from cpt_core.quantization.convert import layer_precisions
 from cpt_core.quantization.coverage import forget_first_pass
 from cpt_core.quantization.layers import QuantizedLayer
@@ -129,9 +130,9 @@ def _check(model: nn.Module, bits: int | str | Mapping[str, int]) -> None:
     for value in bits.values() if isinstance(bits, Mapping) else (bits,):
         if not isinstance(value, str) or value != "q_max":
             try:
-                whole("bits", value, 1, MOST_BITS)
+                whole("bits", value, 1, CODE_BITS)
             except ValueError:
-                wanted = f"bits must be an integer from 1 to {MOST_BITS} (codes of a byte) or 'q_max'"
+                wanted = f"bits must be an integer from 1 to {CODE_BITS} (codes of a byte) or 'q_max'"
                 raise ValueError(f"{wanted}, got {shown(value)}") from None
     layers = layer_precisions(model)
     for name, module in model.named_modules():
@@ -162,9 +163,9 @@ def _check(model: nn.Module, bits: int | str | Mapping[str, int]) -> None:
 def _check_format(name: str, layer: LayerPrecision) -> None:
     """Raise ValueError for a format of weights that codes of a byte do not hold."""
     weight = layer.now.formats.weight
-    if weight is None or (weight.plain_affine and weight.bits > MOST_BITS):
+    if weight is None or (weight.plain_affine and weight.bits > CODE_BITS):
         bits = weight.bits if weight else FULL
-        raise ValueError(f"layer {name!r} would have {bits} bits; codes of a byte hold {MOST_BITS}")
+        raise ValueError(f"layer {name!r} would have {bits} bits; codes of a byte hold {CODE_BITS}")
     if not weight.plain_affine:
         raise ValueError(
             f"layer {name!r} would have weights in {weight}, and a program holds codes of the paper's grids alone; "

@@ -24,7 +24,7 @@ from cpt_core.checks import check_bits, whole
 from cpt_core.formats.format import Format
 from cpt_core.kernels import operators
 from cpt_core.kernels.execution import execution
-from cpt_core.kernels.formats import UNSCALED, check_blocks, grid_of
+from cpt_core.kernels.grids import UNSCALED, check_blocks, grid_of
 from cpt_core.kernels.operators import fake_quantize, round_in_range
 from cpt_core.quantization.quantizers import IDENTITY_BITS, Quantizer, check_floating, quantizer_of
 

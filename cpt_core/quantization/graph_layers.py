@@ -16,11 +16,14 @@ from cpt_core.graphs.graph import Graph, as_graph
 from cpt_core.graphs.layers import Features, GraphConv, Keep, SAGEConv, Tail, graph_convolution, sage_convolution
 from cpt_core.kernels import operators, products, traced
 from cpt_core.kernels.graph import round_scale_round, scale_round, scale_round_add
-from cpt_core.quantization.graph_integer import ONE_RANGE, WHOLE, product_on_codes, sum_on_codes
 from cpt_core.quantization.layers import PASSES, QuantizedLayer, in_float32
+from cpt_core.quantization.on_codes import on_codes
 from cpt_core.quantization.precision import HALF, LayerPrecision
 from cpt_core.quantization.quantizers import Quantizer
 from cpt_core.schedules.schedule import Levels
+
+WHOLE = ("per_tensor", "per_position")  # granularities that are the same for (N, F)
+ONE_RANGE = (*WHOLE, "per_sample_mean")  # those of which (N, F) has one range
 
 SUMS = ("aggregation", "aggregation error")  # over neighbours, and back
 
@@ -97,7 +100,7 @@ class GraphPrecision(LayerPrecision, layers.Precision):
     ) -> Tensor:
         """Return ``(x * scale) @ weight`` and what follows it, on codes if asked to."""
         if self.on_codes(x):
-            return product_on_codes(self, x, scale, weight, keep, linear, tail)
+            return on_codes("graph", self, x, scale, weight, keep, linear, tail)
         return super().product(x, scale, weight, keep, linear, tail)
 
     def multiply(self, x: Tensor, weight: Tensor, linear: bool) -> Tensor:
@@ -111,7 +114,7 @@ class GraphPrecision(LayerPrecision, layers.Precision):
     ) -> Tensor:
         """Return the sum over neighbours and what follows it, likewise."""
         if self.on_codes(x):
-            return sum_on_codes(self, graph, x, scale, reduce, tail)
+            return on_codes("aggregation", self, graph, x, scale, reduce, tail)
         return super().neighbour_sum(graph, x, scale, reduce, tail)
 
     def _in_one_pass(self, role: str, x: Tensor) -> bool:

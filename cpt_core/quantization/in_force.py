@@ -8,7 +8,7 @@ from functools import cache, lru_cache
 from typing import Any
 
 from cpt_core.formats.ladder import ladder_of
-from cpt_core.kernels.integer import MOST_BITS
+from cpt_core.kernels.reference import CODE_BITS
 from cpt_core.quantization.fake_quantize import levels_of
 from cpt_core.quantization.quantizers import Quantizer
 from cpt_core.schedules.schedule import Levels
@@ -49,7 +49,7 @@ class InForce:
             else None
             for level, format in zip(levels or NOTHING, formats, strict=True)
         ]
-        fits = [codes and f is not None and f.plain_affine and f.bits <= MOST_BITS for f in formats]
+        fits = [codes and f is not None and f.plain_affine and f.bits <= CODE_BITS for f in formats]
         self.on_codes, self.gradient_on_codes = fits[0] and fits[1] and not self.apart, fits[2]
         self.quantizers: dict[str, Quantizer] = {}
         for role, quantizer in roles:

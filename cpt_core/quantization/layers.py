@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from cpt_core.formats.ladder import AFFINE, FormatLadder
 from cpt_core.kernels.operators import linear
-from cpt_core.quantization.integer import Geometry, conv2d_on_codes, linear_on_codes
+from cpt_core.quantization.on_codes import on_codes
 from cpt_core.quantization.precision import LayerPrecision
 from cpt_core.quantization.quantizers import QUANTIZERS, Quantizer
 from cpt_core.schedules.schedule import Levels
@@ -28,12 +28,22 @@ from cpt_core.schedules.schedule import Levels
 PASSES = ("forward", "error", "weight")  # y = x w;  dx = dy w;  dw = x dy
 
 
-class QuantizedLayer:
-    """What converted modules have in common: conversion in place, and back."""
+class Changed:
+    """A module whose class ``quantize_`` has changed, to a quantised layer or to one that is left out inside others."""
 
     FLOAT: ClassVar[type[nn.Module]]
+
+    def to_float(self) -> None:
+        """Be again what it was, in place; only for exactly this class, see ``restore_``."""
+        self.__class__ = self.FLOAT  # type: ignore[assignment]
+
+
+class QuantizedLayer(Changed):
+    """What converted modules have in common: conversion in place, and back."""
+
     KIND: ClassVar[str]  # prefix of the roles in QUANTIZERS
     PRECISION: ClassVar[type[LayerPrecision]] = LayerPrecision
+    CATCHES: ClassVar[bool] = False  # it runs its own forward, whose products are caught, see ``operations``
     WHOLE: ClassVar[bool] = False  # its child modules are parts of it, never converted by themselves
     SPLITS: ClassVar[bool] = False  # gradients can differ between backward products, operands be rotated
     SUMS: ClassVar[Mapping[str, int]] = {}  # role -> dimension over which its product sums, where it is not the last
@@ -101,14 +111,19 @@ class QuantizedLayer:
         return self.precision.quantizers[role].granularity in ("per_tensor", "per_sample_mean")
 
     def to_float(self) -> None:
-        """Undo ``from_float``, in place; only for exactly this class, see ``restore_``."""
+        """Undo ``from_float``."""
         del self.precision
-        self.__class__ = self.FLOAT  # type: ignore[assignment]
+        super().to_float()
 
     def _operands(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:
         p = self.precision
         quantized_bias = None if bias is None else p.operand("bias", bias)
         return p.operand("input", x), p.operand("weight", weight), quantized_bias
+
+
+def catches(module: nn.Module) -> bool:
+    """Whether a module is converted and runs its own forward, whose products are caught."""
+    return isinstance(module, QuantizedLayer) and module.CATCHES
 
 
 # inside, no function of torch is shown to a mode, such as that which catches products
@@ -190,8 +205,8 @@ class QuantConv2d(_QuantConv, nn.Conv2d):
     def _convolve(self, x: Tensor) -> Tensor:
         batch = x.unsqueeze(0) if self._is_image(x) else x
         if self.precision.on_codes(x) and self._takes(batch) and not self.not_on_codes():
-            geometry = Geometry(self.stride, self.padding, self.dilation)  # type: ignore[arg-type]
-            y = conv2d_on_codes(self.precision, batch, self.weight, self.bias, geometry)
+            geometry = self.stride, self.padding, self.dilation
+            y = on_codes("conv2d", self.precision, batch, self.weight, self.bias, *geometry)
             return y if batch is x else y.squeeze(0)
         return super()._convolve(x)
 
@@ -246,7 +261,7 @@ class QuantLinear(QuantizedLayer, nn.Linear):
 
     def _multiply(self, x: Tensor) -> Tensor:
         if self.precision.on_codes(x):
-            return linear_on_codes(self.precision, x, self.weight, self.bias)
+            return on_codes("linear", self.precision, x, self.weight, self.bias)
         x, weight, bias = self._operands(x, self.weight, self.bias)
         return self.precision.multiplied(linear, x, weight, bias)
 

@@ -28,14 +28,13 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence
 
-from cpt_core.kernels.formats import grid_of_steps
+from cpt_core.kernels.grids import grid_of_steps
 from cpt_core.kernels.integer import LONGEST, QuantizedTensor
-from cpt_core.kernels.lstm import Forward
-from cpt_core.kernels.operators import fake_quantize, linear, range_of, recurrence, round_in_range
+from cpt_core.kernels.lstm import Forward, recurrence
+from cpt_core.kernels.operators import fake_quantize, linear, range_of, round_in_range
 from cpt_core.kernels.reference import Range
-from cpt_core.quantization.integer import linear_on_codes
-from cpt_core.quantization.integer_lstm import recurrence_on_codes
 from cpt_core.quantization.layers import PASSES, QuantizedLayer, seen, unseen
+from cpt_core.quantization.on_codes import on_codes
 from cpt_core.quantization.quantizers import Quantizer, check_floating
 from cpt_core.schedules.schedule import Levels
 
@@ -186,9 +185,9 @@ class QuantLSTM(QuantizedLayer, nn.LSTM):
         by_row = p.quantizers["grad"].ranges == "per_row"  # a row belongs to one step
         parts = () if by_row else sizes or (len(x) // count,) * count
         (w, b), (u, d) = (self._weights(kind, cell, x.dtype) for kind in ("ih", "hh"))
-        x_gates = linear_on_codes(p, x, w, b, self._encoded_input(cell, x, steps), parts)
+        x_gates = on_codes("linear", p, x, w, b, self._encoded_input(cell, x, steps), parts)
         whole = count, sizes, cell.endswith("_reverse")
-        y, h, c, ranges = recurrence_on_codes(p, role, x_gates, u, d, (h, c), whole)
+        y, h, c, ranges = on_codes("recurrence", p, role, x_gates, u, d, (h, c), whole)
         if self.training and p.quantizers[role].running:
             p.track(role, *ranges)
         return y, h, c

@@ -14,7 +14,14 @@ from typing import Any
 
 from torch import nn
 
-from cpt_core.quantization.operations import NAMES
+# functions of torch that multiply and have a rule in ``operations``, and of libraries that do so; those that have none
+NAMES = frozenset(
+    "__matmul__ __rmatmul__ _grouped_mm _transformer_encoder_layer_fwd addmm addmv baddbmm bilinear bmm chain_matmul "
+    "conv1d conv2d conv3d conv_transpose1d conv_transpose2d conv_transpose3d dot einsum grouped_mm grouped_mm_fallback "
+    "gru gru_cell inner linalg_matmul linalg_multi_dot linear lstm lstm_cell matmul mm multi_head_attention_forward mv "
+    "rnn_relu rnn_relu_cell rnn_tanh rnn_tanh_cell scaled_dot_product_attention tensordot vdot".split()
+)
+UNRULED = ("addbmm", "addbmm_", "addmm_", "addmv_", "baddbmm_")
 
 
 def names_a_product(module: nn.Module) -> bool:

@@ -46,9 +46,9 @@ from torch.nn.modules.conv import _ConvNd
 from torch.overrides import TorchFunctionMode
 
 from cpt_core.kernels import operators, traced
-from cpt_core.quantization import recurrences
-from cpt_core.quantization.integer import product_on_codes
-from cpt_core.quantization.layers import PASSES, TRACED, QuantizedLayer, in_float32, unseen
+from cpt_core.quantization import multiplies, recurrences
+from cpt_core.quantization.layers import PASSES, TRACED, Changed, QuantizedLayer, in_float32, unseen
+from cpt_core.quantization.on_codes import on_codes
 from cpt_core.quantization.quantizers import Quantizer
 
 Rule = Callable[..., Any]
@@ -225,7 +225,7 @@ def _pair(
     if p.execution == "integer" and not by_token and not bias and a.dim() > 1 < b.dim() and p.on_codes(a):
         c.on_codes = True
         try:
-            y = product_on_codes(p, roles, a, b)
+            y = on_codes("matmul", p, roles, a, b)
         finally:
             c.on_codes = False
         if c.report is not None:
@@ -459,10 +459,8 @@ OPERANDS: dict[Any, list[str]] = {
     function: names.split() for name, (_, names) in _table().items() for function in _named(name)
 }
 OPERATORS = {"transformers::grouped_mm_fallback": (_grouped, "input weight")}  # of libraries that may not be imported
-UNRULED = frozenset(_named("addbmm", "addbmm_", "addmm_", "addmv_", "baddbmm_"))  # products that no rule quantises
+UNRULED = frozenset(_named(*multiplies.UNRULED))  # products that no rule quantises
 INSIDE = {functional.multi_head_attention_forward: _seen_inside(functional.multi_head_attention_forward)}
-NAMES = frozenset({*(f.__name__ for f in (*RULES, *INSIDE)), "_transformer_encoder_layer_fwd"})
-NAMES |= {name.partition("::")[2] for name in OPERATORS}
 
 
 def learn_operators() -> None:
@@ -478,6 +476,7 @@ class QuantOperations(QuantizedLayer):
     """A module of any class that multiplies in its own forward, with all products of it quantised."""
 
     KIND = "operations"
+    CATCHES = True
     SPLITS = True
     SUMS: ClassVar = {"key": -2, "value": -2, "conv_input": 1, "conv_weight": 1, "conv_grad": 1}
     catching: Products
@@ -490,7 +489,7 @@ class QuantOperations(QuantizedLayer):
         weight = vars(module)["_parameters"].get("weight") if _keeps_ranges(cls.FLOAT) else None
         own = None if weight is None else tuple(weight.shape)
         module.precision.must_be_there = False
-        module.catching = Products(module.precision, own, by_feature(module))
+        module.catching = Products(module.precision, own, cls.by_feature(module))
         return module
 
     @classmethod
@@ -511,6 +510,12 @@ class QuantOperations(QuantizedLayer):
         """Run a module's own forward."""
         with module.catching:
             return forward(module, *args, **kwargs)
+
+    @staticmethod
+    def by_feature(module: nn.Module) -> bool:
+        """Whether the keys of a module have a range per feature: an encoder's attention, as the paper's BERT has it."""
+        causal = getattr(module, "is_decoder", False) or getattr(module, "is_causal", False)
+        return getattr(module, "FLOAT", type(module)).__name__ in PER_FEATURE and not causal
 
     @classmethod
     def check(cls, module: Any) -> None:
@@ -546,26 +551,14 @@ class QuantOperations(QuantizedLayer):
         return _empty, (self.FLOAT,), self.__getstate__()
 
 
-def by_feature(module: nn.Module) -> bool:
-    """Whether the keys of a module have a range per feature: an encoder's attention, as the paper's BERT has it."""
-    causal = getattr(module, "is_decoder", False) or getattr(module, "is_causal", False)
-    return getattr(module, "FLOAT", type(module)).__name__ in PER_FEATURE and not causal
-
-
-class InFloat32:
+class InFloat32(Changed):
     """A module that was left out, inside one whose products are caught."""
-
-    FLOAT: ClassVar[type[nn.Module]]
 
     @staticmethod
     def run(forward: Callable[..., Any], module: Any, *args: Any, **kwargs: Any) -> Any:
         """Run a module's own forward, of which nothing is caught."""
         with unseen():
             return forward(module, *args, **kwargs)
-
-    def to_float(self) -> None:
-        """Be a module as any other."""
-        self.__class__ = self.FLOAT  # type: ignore[assignment]
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """As that of ``QuantOperations``."""

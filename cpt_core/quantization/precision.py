@@ -5,7 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
 import torch
 from torch import Tensor
@@ -14,15 +14,16 @@ from cpt_core.checks import check_bits
 from cpt_core.formats.format import Format
 from cpt_core.formats.ladder import AFFINE
 from cpt_core.kernels.execution import execution, kernels_on
-from cpt_core.kernels.integer import QuantizedTensor, multiplies_codes
 from cpt_core.kernels.operators import fake_quantize
-from cpt_core.kernels.rotation import rotate
+from cpt_core.kernels.processor import multiplies_codes
 from cpt_core.quantization.fake_quantize import counts_in_backward, quantize_gradient, round_gradient
 from cpt_core.quantization.in_force import Roles, check_formats, formats_of, ladder_role, meaning, weight_role
 from cpt_core.quantization.quantizers import Quantizer, check_floating
 from cpt_core.quantization.running import RunningState
-from cpt_core.quantization.two_gradients import two_gradients
 from cpt_core.schedules.schedule import Levels
+
+if TYPE_CHECKING:
+    from cpt_core.kernels.integer import QuantizedTensor
 
 EXECUTIONS = ("simulated", "integer", "auto")
 HALF = (torch.float16, torch.bfloat16)  # 11 and 8 significant bits: a grid of 8 bits does not survive them
@@ -254,6 +255,8 @@ class LayerPrecision(RunningState):
 
     def _rounded(self, role: str, quantizer: Quantizer, levels: Tensor, x: Tensor) -> Tensor:
         if quantizer.hadamard and role != "bias":
+            from cpt_core.kernels.rotation import rotate
+
             x = rotate(x, quantizer.hadamard, self.key)
         if quantizer.running and not self.training:
             return quantizer.round_in(x, self.evaluated(role, x), levels)
@@ -264,7 +267,7 @@ class LayerPrecision(RunningState):
         return y
 
     def encoded(self, role: str, x: Tensor, channels_last: bool = False) -> QuantizedTensor:
-        """Return the same operand as codes; for at most ``MOST_BITS`` bits, and without a gradient.
+        """Return the same operand as codes; for at most ``CODE_BITS`` bits, and without a gradient.
 
         Raises:
             RuntimeError: for float64, which the input of products on codes is not, and under ``torch.jit.trace``.
@@ -287,6 +290,8 @@ class LayerPrecision(RunningState):
         else:
             low, width = self.evaluated(role, x)
             low = self.marked(role, x, low)
+        from cpt_core.kernels.integer import QuantizedTensor
+
         levels = self.levels_for(role)
         return QuantizedTensor.on(x, low, width, levels, clip=self.clips(role), channels_last=channels_last)
 
@@ -295,6 +300,8 @@ class LayerPrecision(RunningState):
         self.observe(role, gradient)
         quantizer = self.quantizers[role]
         key = self.noise_key if quantizer.rounding == "stochastic" else None
+        from cpt_core.kernels.integer import QuantizedTensor
+
         ranges = quantizer.range_of(gradient)
         rounded = QuantizedTensor.on(gradient, *ranges, self.grad_levels, key, quantizer.clips, channels_last)
         if key is not None:
@@ -310,6 +317,8 @@ class LayerPrecision(RunningState):
             role: of the gradient.
         """
         if self.now.apart and torch.is_grad_enabled():
+            from cpt_core.quantization.two_gradients import two_gradients
+
             return two_gradients(partial(self.rounded_gradients, role=role), multiply, *operands)
         return self.gradient(role, multiply(*operands))
 

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from cpt_core.checks import choose, declared, shown
 from cpt_core.formats.format import Format
-from cpt_core.kernels.formats import grid_of, parts_of
+from cpt_core.kernels.grids import grid_of, parts_of
 from cpt_core.kernels.operators import range_of, round_in_range
 from cpt_core.kernels.reference import GRANULARITIES, Range, clips
 

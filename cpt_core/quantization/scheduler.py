@@ -27,9 +27,8 @@ from cpt_core.formats.ladder import AFFINE
 from cpt_core.quantization.convert import all_precisions
 from cpt_core.quantization.forgotten import ForgottenStep
 from cpt_core.quantization.in_force import NOTHING
-from cpt_core.quantization.operations import QuantOperations
+from cpt_core.quantization.layers import catches
 from cpt_core.quantization.precision import LayerPrecision
-from cpt_core.schedules.layered import LayeredSchedule
 from cpt_core.schedules.schedule import Levels, Schedule
 
 Schedules = Schedule | Mapping[str, Schedule]
@@ -152,7 +151,7 @@ def assign_schedules(
     precision, which is an error where they do.
     """
     declared(assign_schedules, {"schedule": schedule}, parts=True)
-    schedule = schedule.by_pattern if isinstance(schedule, LayeredSchedule) else schedule
+    schedule = getattr(schedule, "by_pattern", schedule)  # of a LayeredSchedule
     if not schedule:
         raise ValueError("schedule must name one for every layer, got {}")
     given = {"*": schedule} if isinstance(schedule, Schedule) else dict(schedule)
@@ -219,7 +218,7 @@ def precision(
 
 def caught(model: nn.Module) -> set[str]:
     """Return the names of the modules whose products are caught in a forward of their own."""
-    return {name for name, m in model.named_modules() if isinstance(m, QuantOperations)}
+    return {name for name, m in model.named_modules() if catches(m)}
 
 
 def _resolve(what: str, value: int | str, layer: LayerPrecision, name: str) -> Levels:

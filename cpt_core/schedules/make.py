@@ -7,10 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from cpt_core.checks import choose, declared, shown, whole
-from cpt_core.schedules.deficit import AdjustedSchedule, DeficitSchedule, DelayedSchedule
-from cpt_core.schedules.layered import LayeredSchedule
 from cpt_core.schedules.profiles import PROFILES, SCHEDULES, STATIC, Profile
-from cpt_core.schedules.roles import RoleSchedules
 from cpt_core.schedules.schedule import (
     FLOAT32,
     CyclicSchedule,
@@ -84,7 +81,11 @@ def make_schedule(
         cycle_rule=cycle_rule,
         name=name if chosen == standard else "",
     )
-    return DelayedSchedule(schedule, hold, level) if hold else schedule
+    if not hold:
+        return schedule
+    from cpt_core.schedules.deficit import DelayedSchedule
+
+    return DelayedSchedule(schedule, hold, level)
 
 
 def delay_steps(delay: float, total_steps: int) -> int:
@@ -115,6 +116,20 @@ def _made(d: dict[str, Any]) -> Schedule:
         return StaticSchedule(**d)
     if kind == "table":
         return TableSchedule(tuple(tuple(run) for run in d["runs"]))
+    if kind != "cyclic":
+        return _composed(kind, d)
+    parameters = dict(d.pop("profile"))
+    profile = PROFILES[choose("profile", parameters.pop("name", None), PROFILES)](**parameters)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", ShortCycleWarning)
+        return CyclicSchedule(profile=profile, **d)
+
+
+def _composed(kind: str, d: dict[str, Any]) -> Schedule:
+    from cpt_core.schedules.deficit import AdjustedSchedule, DeficitSchedule, DelayedSchedule
+    from cpt_core.schedules.layered import LayeredSchedule
+    from cpt_core.schedules.roles import RoleSchedules
+
     if kind == "deficit":
         return DeficitSchedule(**{**d, "windows": tuple(tuple(w) for w in d["windows"])})
     if kind == "roles":
@@ -122,13 +137,7 @@ def _made(d: dict[str, Any]) -> Schedule:
     if kind == "layered":
         parts = ((tuple(p["layers"]), schedule_from_dict(p["schedule"]), p["macs"]) for p in d["parts"])
         return LayeredSchedule(tuple(parts))
-    if kind in ("adjusted", "delayed"):
-        inner: Any = schedule_from_dict(d["schedule"])
-        if kind == "delayed":
-            return DelayedSchedule(inner, d["hold"], d.get("level"))
-        return AdjustedSchedule(inner, tuple(tuple(c) for c in d["changes"]))
-    parameters = dict(d.pop("profile"))
-    profile = PROFILES[choose("profile", parameters.pop("name", None), PROFILES)](**parameters)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", ShortCycleWarning)
-        return CyclicSchedule(profile=profile, **d)
+    inner: Any = schedule_from_dict(d["schedule"])
+    if kind == "delayed":
+        return DelayedSchedule(inner, d["hold"], d.get("level"))
+    return AdjustedSchedule(inner, tuple(tuple(c) for c in d["changes"]))

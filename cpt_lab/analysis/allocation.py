@@ -1,4 +1,4 @@
-"""Bits where they matter against static precision of equal cost: H5 of ``PREREGISTRATION.md``.  No torch.
+"""Bits where they matter against static precision of equal cost: H5 of ``docs/preregistration.md``.  No torch.
 
 A case is answered when all its runs are there. A run that diverged or failed counts as chance.
 """
@@ -294,7 +294,7 @@ def sections(runs: pd.DataFrame) -> Iterator[Section]:
     if not found["n"].any():
         return
     notes = (
-        f"H5 of PREREGISTRATION.md: {verdict(found)}.",
+        f"H5 of docs/preregistration.md: {verdict(found)}.",
         "Static precision is judged at 8 bits and at its own; the better counts. Runs that diverged or failed count as "
         "chance. Crosses: what the measured sensitivities promised.",
     )

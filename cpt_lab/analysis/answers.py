@@ -1,4 +1,4 @@
-"""What the runs of ``PREREGISTRATION.md`` answer: its tests, as they stand there, and nothing else.  Needs no torch.
+"""What the runs of ``docs/preregistration.md`` answer: its tests, as they stand there, nothing else.  Needs no torch.
 
 An answer is given when all runs of its question are there. A run that diverged or failed counts as chance.
 

@@ -69,7 +69,7 @@ def equal_cost_groups(runs: pd.DataFrame) -> list[pd.DataFrame]:
 
 @cache
 def preregistered() -> frozenset[str]:
-    """Return the keys of the runs of ``QUESTIONS``, as of ``PREREGISTRATION.md``: nothing is pooled with them.
+    """Return the keys of the runs of ``QUESTIONS``, as of ``docs/preregistration.md``: nothing is pooled with them.
 
     Runs of H5 can be there only when what their schedules are made of is stored.
     """

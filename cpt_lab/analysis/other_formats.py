@@ -1,4 +1,4 @@
-"""The paper's schedules on ladders of other formats: H6 of ``PREREGISTRATION.md``.  No torch.
+"""The paper's schedules on ladders of other formats: H6 of ``docs/preregistration.md``.  No torch.
 
 A cell is a task on a ladder; the question is answered when all runs of all cells are there. A run that diverged or
 failed counts as chance.
@@ -198,7 +198,7 @@ def sections(runs: pd.DataFrame) -> Iterator[Section]:
     if not found:
         return
     note = (
-        "H6 of PREREGISTRATION.md: the ten schedules, a late rise, and every format by itself, on two ladders of "
+        "H6 of docs/preregistration.md: the ten schedules, a late rise, and every format by itself, on two ladders of "
         "number formats. Costs are bit operations of elements; those of static training in the highest format are 1. "
         "Small tasks, simulated arithmetic, eight seeds."
     )

@@ -1,4 +1,4 @@
-"""The answers to the questions of ``PREREGISTRATION.md`` as tables, figure and sections of a page."""
+"""The answers to the questions of ``docs/preregistration.md`` as tables, figure and sections of a page."""
 
 from __future__ import annotations
 
@@ -109,8 +109,8 @@ def sections(runs: pd.DataFrame) -> Iterator[Section]:
     if not any(a.primary for a in found):
         return
     note = (
-        "Arms, seeds, tests and what each outcome means were written down in PREREGISTRATION.md before the first run. "
-        "Grey: margins within which an effect is not worth naming. Runs that diverged or failed count as chance."
+        "Arms, seeds, tests and what each outcome means were written down (docs/preregistration.md) before the first "
+        "run. Grey: margins within which an effect is not worth naming. Runs that diverged or failed count as chance."
     )
     alt = "primary effects of the preregistered questions with their intervals and margins"
     yield Section("Preregistered questions", (note,), answers_figure(found), alt, summary(found), "left")

@@ -79,7 +79,7 @@ def write_report(files: Sequence[Path] | None = None, out: Path | None = None) -
     stored = stored[stored["scale"] != "smoke"]
     runs = tuned(stored)
     shown = [section for question in QUESTIONS for section in question.sections(runs)]
-    nothing = Section("Results", ("No rows are stored yet; `make plan` lists the grids.",))
+    nothing = Section("Results", ("No rows are stored yet; `cpt plan` lists the grids.",))
     alt = "precision over training steps for the ten schedules"
     sections = [
         claims.section(runs),

@@ -1,6 +1,6 @@
-"""The page REPRODUCING.md: grids, kept rows, claims, and the ``Paper:`` and ``Differs:`` lines of the code.
+"""The pages ``docs/reproducing``: grids, kept rows, claims, and the ``Paper:`` and ``Differs:`` lines of the code.
 
-The text stands in ``REPRODUCING.md.j2``; what can be counted is filled in here.
+The text of all pages stands in ``reproducing.md.j2``, a mark before each; what can be counted is filled in here.
 """
 
 from __future__ import annotations
@@ -8,9 +8,10 @@ from __future__ import annotations
 import ast
 import re
 import textwrap
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
-from cpt_lab.analysis import claims, preregistered
+from cpt_lab.analysis import allocation, claims, other_formats, preregistered
+from cpt_lab.analysis.answers import answers
 from cpt_lab.analysis.metrics import counted
 from cpt_lab.analysis.pages import render
 from cpt_lab.analysis.runs import committed, load
@@ -19,32 +20,98 @@ from cpt_lab.paths import ROOT, results_dir
 
 OUTCOME = ("<!-- outcome: python -m cpt_lab docs -->", "<!-- end of outcome -->")
 
+KINDS = ("Differs", "Paper")
 
-def text() -> str:
-    """Return the whole page."""
+# page -> the words that a claim's name and task, or a place in the code, has; the first page that fits takes it
+TOPICS = {
+    "critical-periods": "deficit|critical_periods",
+    "detection": "detection|retinanet",
+    "entailment": "entailment",
+    "language": "language|lstm|ptb",
+    "graphs": "graph|gnn|aggregation|q_agg|fanout",
+    "images": "image|resnet|mobilenet",
+    "schedules": "^[a-z_]* $|schedules|quality_cost|equal_cost|predictors|cycles",
+    "method": "",
+}
+
+
+def pages() -> dict[str, str]:
+    """Return every page by its name, such as "images.md"."""
     runs = committed()
     stored = set(runs.loc[runs["scale"] == "paper", "key"])
-    entries = claims.judged(runs)
-    lines = {kind: [_wrapped(f"`{place}`: {entry}") for place, entry in harvest(kind)] for kind in ("Differs", "Paper")}
-    return render(
-        "REPRODUCING.md.j2",
+    told = [(topic_of(f"{e.claim.id} {e.claim.tasks}"), e, e.verdicts()) for e in claims.judged(runs)]
+    lines = {kind: [(topic_of(place), f"`{place}`: {text}") for place, text in harvest(kind)] for kind in KINDS}
+    whole = render(
+        "reproducing.md.j2",
         grids=_grids,
-        stored=lambda name: _stored(name, stored),
-        kept=lambda *names: "; ".join(map(_kept, names)),
-        claims=claims.summary(entries).drop(columns="evidence"),
-        evidence=[(entry.claim.claim, entry.evidence()) for entry in entries],
-        lines=lines,
+        stored=lambda *names: _stored(names, stored),
+        kept=lambda *names: _filled(f"Kept: {'; '.join(map(_kept, names))}."),
+        tally=lambda topic: _tally([words for page, _, words in told if topic in (page, "all")]),
+        claims={page: "\n\n".join(_claim(e, *words) for of, e, words in told if of == page) for page in TOPICS},
+        lines={kind: {page: _listed(x for of, x in lines[kind] if of == page) for page in TOPICS} for kind in KINDS},
+        outcome=_listed(preregistered.outcome(runs)),
+        answers=preregistered.summary([*answers(runs), *other_formats.answers(runs)])[["", "question", "outcome"]],
     )
+    parts = re.split(r"^<!-- page: (.*) -->\n\n?", whole, flags=re.M)[1:]
+    return {name: re.sub(r"\n{3,}", "\n\n", text).strip() + "\n" for name, text in zip(*2 * [iter(parts)], strict=True)}
 
 
 def readme(page: str) -> str:
-    """Return the README with the outcome of the questions about equal cost as the committed rows have it."""
+    """Return the README with what the committed rows say of schedules and static precision at equal cost."""
     begin, end = OUTCOME
     if page.count(begin) != 1 or page.count(end) != 1:
         raise ValueError(f"README.md must have the lines {begin} and {end} once, the outcome goes between them")
     before, rest = page.split(begin)
-    lines = "\n".join(_wrapped(line) for line in preregistered.outcome(committed()))
+    lines = _listed(findings())
     return f"{before}{begin}\n\n{lines}\n\n{end}{rest.split(end)[1]}"
+
+
+def findings() -> list[str]:
+    """Return what the rows say of H2, H1 and H5, a plain sentence each."""
+    runs = committed()
+    word = {a.question: re.sub("^(confirmed|contradicted): ", "", a.word) for a in answers(runs)}
+    found = allocation.effects(runs)
+
+    def where(outcome: str) -> str:
+        cases = found["case"][(found["word"] == outcome) & found["arm"].isin(allocation.ALLOCATED)].unique()
+        return " and ".join(cases).replace("cifar10-jpeg", "JPEG copies of CIFAR-10") or "no task"
+
+    h2 = word["H2"].replace("; ", ", ")
+    return [
+        f"Comparisons of cyclic schedules with static precision of equal cost, by margins set beforehand: {h2}.",
+        f"Rounding noise: {word['H1']}.",
+        "Bits moved to the layers and steps that a measured sensitivity names beat static precision of equal cost on "
+        f"{where(allocation.WINS)}, and lost to it on {where(allocation.LOSES)}.",
+    ]
+
+
+def topic_of(place: str) -> str:
+    """Return the page that tells of a place in the code.
+
+    >>> topic_of("cpt_lab/tasks/graph.py"), topic_of("cpt_core/kernels/reference.py")
+    ('graphs', 'method')
+    """
+    return next(page for page, words in TOPICS.items() if re.search(words, place))
+
+
+def _claim(entry: claims.Entry, at_paper: str, smaller: str) -> str:
+    """A claim with its verdicts, what they rest on, and every effect."""
+    c = entry.claim
+    said = [f"{c.place[0].upper()}{c.place[1:]}.", f"At the paper's scale: **{at_paper}**."]
+    said += [f"At smaller scales: **{smaller}**."] if smaller not in ("–", at_paper) else []
+    said += [f"Rule of {entry.rule()}."]
+    said += [f"Rows: {', '.join(f'`{name}`' for name in entry.stores())}."] if entry.stores() else []
+    grids = c.grids.split() if c.test != "exact" else []
+    said += [f"Settled by the grids {', '.join(f'`{grid}`' for grid in grids)}."] if grids else []
+    effects = _listed(entry.evidence())
+    return f"### {c.claim}\n\n{_filled(' '.join(said))}" + (f"\n\n{effects}" if effects else "")
+
+
+def _tally(verdicts: list[tuple[str, str]]) -> str:
+    """How many claims there are, and how many are decided at the paper's scale and below: cells of a table."""
+    at_paper = sum(not word.startswith("open") for word, _ in verdicts)
+    smaller = sum(not word.startswith(("open", "–")) for _, word in verdicts)
+    return f"{len(verdicts)} | {at_paper} | {smaller}"
 
 
 def _paper_scale(name: str) -> dict[str, set[str]]:
@@ -53,16 +120,16 @@ def _paper_scale(name: str) -> dict[str, set[str]]:
     return {key: {spec.key for spec in grid_specs(key, "paper")} for key in at_paper}
 
 
-def _grids(name: str) -> str:
-    """Such as "`cifar10/resnet74` (66 runs), ..."."""
-    return ", ".join(f"`{grid}` ({counted(len(keys), 'run')})" for grid, keys in _paper_scale(name).items())
+def _grids(*names: str) -> str:
+    """Such as "`cifar10/resnet74` (66 runs), ...", filled into lines."""
+    found = {grid: len(keys) for name in names for grid, keys in _paper_scale(name).items()}
+    return _filled("Grids: " + ", ".join(f"`{grid}` ({counted(n, 'run')})" for grid, n in found.items()) + ".")
 
 
-def _stored(name: str, stored: set[str]) -> str:
-    """How much of a grid or an artefact was run at paper scale."""
-    wanted = set().union(*_paper_scale(name).values())
-    there = len(wanted & stored)
-    return f"{there:,} of {len(wanted):,} runs" if there else "no, needs a GPU"
+def _stored(names: tuple[str, ...], stored: set[str]) -> str:
+    """How much of grids or artefacts was run at paper scale."""
+    wanted = set().union(*(keys for name in names for keys in _paper_scale(name).values()))
+    return f"{len(wanted & stored):,} of {len(wanted):,}"
 
 
 def _kept(name: str) -> str:
@@ -75,8 +142,13 @@ def _kept(name: str) -> str:
     )
 
 
-def _wrapped(line: str) -> str:
-    return "\n".join(textwrap.wrap(f"- {line}", 118, subsequent_indent="  "))
+def _listed(lines: Iterable[str]) -> str:
+    filled = (textwrap.wrap(f"- {line}", 118, subsequent_indent="  ", break_on_hyphens=False) for line in lines)
+    return "\n".join("\n".join(part) for part in filled)
+
+
+def _filled(text: str) -> str:
+    return "\n".join(textwrap.wrap(text, 118, break_on_hyphens=False))
 
 
 def harvest(kind: str) -> Iterator[tuple[str, str]]:

@@ -1,4 +1,4 @@
-"""The runs of H5 in ``PREREGISTRATION.md``: bits where they matter against static precision of equal cost.  No torch.
+"""The runs of H5 in ``docs/preregistration.md``: bits where they matter against static ones of equal cost.  No torch.
 
 The schedules are made from sensitivities measured before, on other seeds, and kept in ``data/results``; the same file
 gives the same runs.

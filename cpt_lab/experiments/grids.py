@@ -122,7 +122,7 @@ _ASKED: dict[str, tuple[Callable[..., list[RunSpec]], str]] = {
 def _question(name: str) -> Grid:
     make, about = _ASKED[name]
     question = name.split("/")[0]
-    return Grid(question, f"PREREGISTRATION.md, {question.upper()}: {about}", lambda scale, **c: make(**c), ("demo",))
+    return Grid(question, f"preregistration, {question.upper()}: {about}", lambda scale, **c: make(**c), ("demo",))
 
 
 # Models of digits, characters and synthetic sentence pairs whose products are computed in several ways.
@@ -134,7 +134,7 @@ def _execution_grid(model: str) -> Grid:
     return Grid("execution", about, _Make(execution, _EXECUTED[model], model), ("demo",))
 
 
-# Questions beyond the paper, those of PREREGISTRATION.md and how products are computed; a name or "h1" finds them.
+# Questions beyond the paper, those of docs/preregistration.md and how products are computed; a name or "h1" finds them.
 # Lists of what the paper needs leave them out, and their runs are pooled with no others.
 QUESTIONS: dict[str, Grid] = {
     **{name: _question(name) for name in _ASKED},

@@ -1,4 +1,4 @@
-"""The runs of H6 in ``PREREGISTRATION.md``: the paper's schedules on ladders of other number formats.  No torch.
+"""The runs of H6 in ``docs/preregistration.md``: the paper's schedules on ladders of other number formats.  No torch.
 
 >>> len(on_ladders("digits"))
 248

@@ -1,4 +1,4 @@
-"""The runs of the questions in ``PREREGISTRATION.md``: fixed arms, seeds and lengths.  Beyond the paper.  No torch.
+"""The runs of the questions in ``docs/preregistration.md``: fixed arms, seeds, lengths.  Beyond the paper.  No torch.
 
 >>> len(noise("pydoc"))
 192

@@ -77,8 +77,8 @@ def plan(
         }
         bar.set_postfix_str(key)
         try:  # the specs of a grid share their recipe
-            found = measure(specs[0], device) if measured else kept(specs[0], device)
-            line |= _price(found, specs, missing, list(rows.values()), device)
+            known = measure(specs[0], device) if measured else kept(specs[0], device)
+            line |= _price(known, specs, missing, list(rows.values()), device)
         except RuntimeError as error:
             line["note"] = str(error)
         lines.append(line)

@@ -41,7 +41,7 @@ from cpt_lab.sweeps.lines import Row, load_rows
 from cpt_lab.sweeps.sweep import run_grid
 from cpt_lab.training.session import task_of
 
-FIRST_LOSS = 0.1  # relative: twice what was seen, see REPRODUCING.md
+FIRST_LOSS = 0.1  # relative: twice what was seen, see docs/reproducing/repeating.md
 SPREADS = 5  # standard deviations between seeds
 BAND = 0.05  # for the final metric where a store has too few seeds: of accuracy or mAP (shares of 1), or relative
 RELATIVE = ("perplexity",)  # metrics whose band is a share of the stored value

@@ -1,4 +1,4 @@
-"""The tests of PREREGISTRATION.md, on rows that were made up so that the answer is known."""
+"""The tests of docs/preregistration.md, on rows that were made up so that the answer is known."""
 
 import math
 import subprocess
@@ -309,7 +309,7 @@ def before(runs, written):
 
 def test_the_document_is_older_than_its_rows():
     asked = subprocess.run(
-        ["git", "log", "--diff-filter=A", "--format=%ct", "--", "PREREGISTRATION.md"],
+        ["git", "log", "--diff-filter=A", "--format=%ct", "--", "PREREGISTRATION.md"],  # its first place
         cwd=ROOT, capture_output=True, text=True,
     )  # fmt: skip
     if asked.returncode or not asked.stdout.strip():

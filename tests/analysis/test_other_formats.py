@@ -1,4 +1,4 @@
-"""H6 of PREREGISTRATION.md, on rows that were made up so that the answer is known."""
+"""H6 of docs/preregistration.md, on rows that were made up so that the answer is known."""
 
 import math
 import subprocess
@@ -31,7 +31,7 @@ def rows(gain=0.0, late=0.0, slope=10.0, noise=0.05, lost=()):
 
 
 def test_the_design_is_the_documents():
-    text = (ROOT / "PREREGISTRATION.md").read_text("utf-8")
+    text = (ROOT / "docs/preregistration.md").read_text("utf-8")
     for name, (make, _) in GRIDS.items():
         specs = make()
         assert f"{name} " in text
@@ -111,7 +111,10 @@ def test_the_document_is_older_than_the_rows():
     if not store.exists():
         pytest.skip("no rows of H6 yet")
     told = subprocess.run(
-        ["git", "log", "-S## H6 ", "--format=%ct", "--", "PREREGISTRATION.md"], cwd=ROOT, capture_output=True, text=True
+        ["git", "log", "-S## H6 ", "--format=%ct", "--", "PREREGISTRATION.md"],  # its first place
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
     )
     if told.returncode or not told.stdout.strip():
         pytest.skip("no history of the document here")

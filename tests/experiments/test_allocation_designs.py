@@ -48,7 +48,7 @@ def test_the_seeds_of_the_test_are_not_those_of_the_measurement():
 
 @pytest.mark.parametrize("case", CASES)
 def test_the_document_names_the_runs(case):
-    text = "".join(path.read_text("utf-8") for path in sorted(ROOT.glob("PREREGISTRATION*.md")))
+    text = "".join(path.read_text("utf-8") for path in sorted(ROOT.glob("docs/preregistration*.md")))
     (told,) = re.findall(rf"h5/{case} +#? *(\d+) runs", text)
     assert int(told) == len(allocated(case, sensitivity=made_up(CASES[case].recipe.steps, CASES[case].bits)))
     assert f"{CASES[case].seeds} seeds" in text

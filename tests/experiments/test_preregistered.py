@@ -1,4 +1,4 @@
-"""The runs of PREREGISTRATION.md are what it says: arms, seeds, costs, and what the twelve schedules have in common."""
+"""The runs of docs/preregistration.md are what it says: arms, seeds, costs, and what the twelve schedules share."""
 
 import re
 from itertools import groupby
@@ -17,7 +17,9 @@ from tests.helpers import price
 def test_a_question_has_the_runs_and_the_seeds_that_the_document_names(name):
     specs = grids.grid_specs(name)
     assert len({s.key for s in specs}) == len(specs)
-    (told,) = re.findall(rf"{name} +# (\d+) runs|{name} +(\d+) runs", (ROOT / "PREREGISTRATION.md").read_text("utf-8"))
+    (told,) = re.findall(
+        rf"{name} +# (\d+) runs|{name} +(\d+) runs", (ROOT / "docs/preregistration.md").read_text("utf-8")
+    )
     assert str(len(specs)) in told
     seeds = {s.seed for s in specs}
     assert seeds == set(range(100, 100 + len(seeds)))

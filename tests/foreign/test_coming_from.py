@@ -1,4 +1,4 @@
-"""COMING_FROM.md: our names exist, theirs too where the library is installed, and what is called equal is."""
+"""docs/coming-from.md: our names exist, theirs too where the library is installed, and what is called equal is."""
 
 import copy
 import re
@@ -14,7 +14,7 @@ from cpt_core.quantization.from_torchao import from_torchao, meaning_of
 from cpt_core.quantization.quantizers import Quantizer
 from cpt_core.schedules.schedule import StaticSchedule
 
-PAGE = (Path(__file__).parents[2] / "COMING_FROM.md").read_text(encoding="utf-8")
+PAGE = (Path(__file__).parents[2] / "docs" / "coming-from.md").read_text(encoding="utf-8")
 OURS = {"cpt": cpt, "FORMATS": FORMATS, "Format": Format, "Quantizer": Quantizer}
 MODULES = {
     "torchao": (

@@ -11,7 +11,7 @@ from torch.nn import functional as F
 from cpt_core.bitops.macs import MACS
 from cpt_core.inspecting.check import check
 from cpt_core.inspecting.summary import summary
-from cpt_core.kernels.operators import recurrence
+from cpt_core.kernels.lstm import recurrence
 from cpt_core.quantization import lstm
 from cpt_core.quantization.convert import QuantConfig, quantize_
 from cpt_core.quantization.precision import LayerPrecision

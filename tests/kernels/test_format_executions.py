@@ -5,7 +5,7 @@ import torch
 from helpers import INF, NAN, identical, normal
 
 from cpt_core.formats.format import FORMATS, Format
-from cpt_core.kernels import formats, operators, reference
+from cpt_core.kernels import grids, operators, reference
 from cpt_core.kernels.elements import round_elements
 from cpt_core.quantization.fake_quantize import quantize_gradient
 from cpt_core.quantization.quantizers import Quantizer
@@ -35,7 +35,7 @@ def test_all_executions_round_alike(cpp_kernels, layout, grid):
     if x.dim() == 0 and ("partial" in grid or grid.startswith(("per_row", "per_sample_mean"))):
         pytest.skip("no rows, no blocks, no samples")
     for key in (None, torch.tensor(7)):
-        expected = formats.quantize_to(x, grid, N, key)
+        expected = grids.quantize_to(x, grid, N, key)
         assert expected[0].dtype == x.dtype
         assert expected[0].shape == x.shape
         for ops in (torch.ops.cpt, torch.ops.cpt_reference):
@@ -45,17 +45,17 @@ def test_all_executions_round_alike(cpp_kernels, layout, grid):
             again = ops.round_in_range(x, *found[1:], N, grid, key, False)
             assert identical([again], [expected[0]])
     if x.dtype != torch.float32:
-        assert identical([expected[0]], [formats.quantize_to(x.float(), grid, N, key)[0].to(x.dtype)])
+        assert identical([expected[0]], [grids.quantize_to(x.float(), grid, N, key)[0].to(x.dtype)])
 
 
 def test_a_grid_without_a_format_is_the_one_of_levels():
     x = normal(6, 9)
-    assert formats.grid_of("per_row", Format.affine(4)) == "per_row"
-    assert formats.parts_of("per_row") == ("per_row", None)
-    assert formats.grid_of("per_row", Format.affine(4, granularity="per_tensor")).startswith("per_tensor|affine4")
+    assert grids.grid_of("per_row", Format.affine(4)) == "per_row"
+    assert grids.parts_of("per_row") == ("per_row", None)
+    assert grids.grid_of("per_row", Format.affine(4, granularity="per_tensor")).startswith("per_tensor|affine4")
     expected = reference.fake_quantize(x, N, "per_row", None)
     assert identical(torch.ops.cpt.fake_quantize(x, N, "per_row", None), expected)
-    assert identical(formats.quantize_to(x, "per_row", N, None), expected)
+    assert identical(grids.quantize_to(x, "per_row", N, None), expected)
     stored = operators.round_in_range(x, *expected[1:], N, "per_row", clip=True)
     assert identical([stored], [operators.round_to_grid(x, *expected[1:], N, clip=True)])
     named = torch.ops.cpt.fake_quantize(x, torch.tensor(1.0), "per_row|affine4:rounding=nearest", torch.tensor(3))
@@ -69,12 +69,12 @@ def test_large_tensors_are_those_of_their_parts(name):
     for granularity in ("per_row", "per_tensor"):
         for key in (None, torch.tensor(4)):
             grid = f"{granularity}|{name}"
-            found, low, width = formats.quantize_to(x, grid, N, key)
+            found, low, width = grids.quantize_to(x, grid, N, key)
             some = slice(600, 603)
             if granularity == "per_row":
                 low, width = low[some], width[some]
             if key is None and name != "nvfp4":
-                part = formats.round_in_range(x[some], low, width, N, grid, key, False)
+                part = grids.round_in_range(x[some], low, width, N, grid, key, False)
                 assert torch.equal(found[some], part)
             near = float(Format.of(name).values().diff().max() / Format.of(name).values().max())
             near *= 1.5 if name == "mxfp4" else 1  # the largest of a block may stand for less than it is
@@ -104,7 +104,7 @@ def test_gradients_pass_unchanged(cpp_kernels, family, grid):
 def test_gradients_are_rounded_to_formats(cpp_kernels, rounding):
     """By the node in C++, which knows no formats itself, and by the one in Python."""
     x, g = normal(6, 8), normal(6, 8)
-    expected = formats.quantize_to(g, "per_row|e5m2", N, torch.tensor(5) if rounding == "stochastic" else None)[0]
+    expected = grids.quantize_to(g, "per_row|e5m2", N, torch.tensor(5) if rounding == "stochastic" else None)[0]
     y = x.clone().requires_grad_()
     key = torch.tensor(5)
     out = torch.ops.cpt.quantize_gradient(y * 1, N, key if rounding == "stochastic" else None, "per_row|e5m2")
@@ -139,7 +139,7 @@ def test_graph_operators_take_grids(cpp_kernels):
     from cpt_core.kernels.graph import scale_round_add
 
     x, scale, bias = normal(9, 32), torch.rand(9, 1) + 0.5, normal(32)
-    expected = formats.quantize_to(x * scale, "per_row|e4m3", N, None)[0] + bias
+    expected = grids.quantize_to(x * scale, "per_row|e4m3", N, None)[0] + bias
     for ops in (torch.ops.cpt, torch.ops.cpt_reference):
         assert torch.equal(ops.scale_round_add(x, scale, bias, N, "per_row|e4m3"), expected)
     assert scale_round_add(x, None, bias, N, "per_row|mxfp4").shape == x.shape
@@ -173,16 +173,16 @@ def test_the_recurrence_takes_grids(cpp_kernels, grid, stored):
     hidden = torch.cat([normal(3, 32), found[0]])[: len(operands)]  # what every step took in
     for step, operand in zip(hidden.split(3), operands.split(3), strict=True):
         if stored is None:
-            rounded = formats.quantize_to(step, grid, N, None)[0]
+            rounded = grids.quantize_to(step, grid, N, None)[0]
         else:
-            rounded = formats.round_in_range(step, *stored, N, grid, None, True)
+            rounded = grids.round_in_range(step, *stored, N, grid, None, True)
         assert torch.equal(operand, rounded)
     if stored is not None and "mx" not in grid:
         assert float(operands.abs().max()) <= 0.25
     later = lstm(torch.ops.cpt, grid, (torch.tensor(-9.0), torch.tensor(18.0)), filled=torch.tensor(0.0))[0]
     assert torch.equal(later[5], lstm(torch.ops.cpt, grid, None)[0][5])  # not filled: own ranges
     last = back[1][-3:]
-    assert torch.equal(last, formats.quantize_to(back[0][-3:], "per_row|e5m2", N, key)[0])
+    assert torch.equal(last, grids.quantize_to(back[0][-3:], "per_row|e5m2", N, key)[0])
     assert gates.shape == (12, 128)
 
 

@@ -177,7 +177,7 @@ def test_ends_with_the_way_on(path):
     links = re.findall(r"\]\(([^)]+)\)", way[0])
     assert all((FOLDER / link).exists() for link in links)
     if path == NOTEBOOKS[-1]:
-        assert links == ["../REPRODUCING.md", "../README.md"]
+        assert links == ["../docs/reproducing/index.md", "../README.md"]
     else:
         assert links == [NOTEBOOKS[NOTEBOOKS.index(path) + 1].name]
 

@@ -10,8 +10,8 @@ from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence, pack_sequen
 from cpt_core.inspecting.summary import summary
 from cpt_core.kernels import products
 from cpt_core.kernels.execution import reference
-from cpt_core.kernels.lstm import Forward
-from cpt_core.kernels.operators import recurrence, round_to_grid
+from cpt_core.kernels.lstm import Forward, recurrence
+from cpt_core.kernels.operators import round_to_grid
 from cpt_core.quantization.convert import QuantConfig, quantize_, restore_
 from cpt_core.quantization.fake_quantize import levels_of, quantize, quantize_gradient
 from cpt_core.quantization.lstm import QuantLSTM

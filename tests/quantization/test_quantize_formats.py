@@ -5,7 +5,7 @@ import torch
 from helpers import INF, NAN, normal
 
 from cpt_core.formats.format import FORMATS, Format
-from cpt_core.kernels import formats, reference
+from cpt_core.kernels import grids, reference
 from cpt_core.kernels.elements import round_elements
 from cpt_core.kernels.rotation import rotate
 from cpt_core.quantization.fake_quantize import quantize
@@ -35,16 +35,16 @@ def test_quantize_rounds_to_every_format(name):
         expected = round_elements(x, None, format)  # no scale
         assert format.bits > 8 or set(y.flatten().tolist()) <= set(format.values().tolist())
     else:
-        expected = formats.quantize_to(x, f"per_tensor|{name}", torch.tensor(2.0**format.bits - 1), None)[0]
+        expected = grids.quantize_to(x, f"per_tensor|{name}", torch.tensor(2.0**format.bits - 1), None)[0]
         if format.plain_affine:
             expected = quantize(x, format.bits)
     assert torch.equal(y, expected)
     for role in ("linear_weight", "conv_weight"):
-        grid = formats.grid_of(QUANTIZERS[role].granularity, format)
+        grid = grids.grid_of(QUANTIZERS[role].granularity, format)
         n = torch.tensor(2.0**format.bits - 1)
-        assert torch.equal(quantize(x, format=format, quantizer=role), formats.fake_quantize(x, n, grid, None)[0])
+        assert torch.equal(quantize(x, format=format, quantizer=role), grids.fake_quantize(x, n, grid, None)[0])
     own = quantize(x, format=Format.of(f"{name}:granularity=per_row"))
-    assert torch.equal(own, formats.quantize_to(x, f"per_row|{name}:granularity=per_row", N, None)[0])
+    assert torch.equal(own, grids.quantize_to(x, f"per_row|{name}:granularity=per_row", N, None)[0])
 
 
 @pytest.mark.parametrize("how", [{"bits": 4}, {"format": "e4m3"}])

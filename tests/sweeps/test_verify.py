@@ -343,7 +343,7 @@ def test_a_row_of_a_gpu_needs_one(row, tmp_path, monkeypatch):
 
 
 def test_the_page_states_the_tolerances_that_are_used():
-    page = (PACKAGE / "analysis" / "REPRODUCING.md.j2").read_text()
+    page = (PACKAGE / "analysis" / "reproducing.md.j2").read_text()
     for words in (
         f"losses within {100 * verify.FIRST_LOSS:.0f} %",
         f"within {verify.SPREADS} standard deviations between seeds",

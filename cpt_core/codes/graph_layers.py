@@ -10,23 +10,19 @@ Shapes: N nodes (S sources, D destinations of a block), F features, I inputs, O 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from cpt_core.codes.layers import GradientRounding, Operand, first_order, product, saved_operands, sums, values
 from cpt_core.graphs.graph import Graph
 from cpt_core.graphs.layers import Keep, Tail
 from cpt_core.kernels.graph import round_scale_encode, sum_neighbours
 from cpt_core.kernels.integer import QuantizedTensor
 from cpt_core.kernels.operators import fake_quantize
-from cpt_core.quantization.integer import GradientRounding, Operand, first_order, product, saved_operands, sums, values
+from cpt_core.quantization.graph_layers import ONE_RANGE, WHOLE, GraphPrecision
 
-if TYPE_CHECKING:
-    from cpt_core.quantization.graph_layers import GraphPrecision
-
-WHOLE = ("per_tensor", "per_position")  # granularities that are the same for (N, F)
-ONE_RANGE = (*WHOLE, "per_sample_mean")  # those of which (N, F) has one range
 LARGEST_DEGREE = 1 << 24  # 2**24 codes, of 128 at most, are summed in int32
 
 

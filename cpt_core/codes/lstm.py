@@ -14,10 +14,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from cpt_core.codes.layers import GradientRounding, first_order
 from cpt_core.kernels import operators
 from cpt_core.kernels.integer import QuantizedTensor, column_tables
 from cpt_core.kernels.lstm import Forward, gradients
-from cpt_core.quantization.integer import GradientRounding, first_order
 from cpt_core.quantization.precision import LayerPrecision
 
 Steps = tuple[int, tuple[int, ...], bool]  # how many; the sequences of each, if they differ; from the last to the first

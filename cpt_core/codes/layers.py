@@ -102,11 +102,14 @@ class _Linear(torch.autograd.Function):
 
 @torch.compiler.disable
 def conv2d_on_codes(
-    precision: LayerPrecision, x: Tensor, weight: Tensor, bias: Tensor | None, geometry: Geometry
+    precision: LayerPrecision, x: Tensor, weight: Tensor, bias: Tensor | None, *geometry: Any
 ) -> Tensor:
-    """Return the convolution (N, O, P, Q) of x (N, C, H, W) by weight (O, C, I, J) and bias (O,), all quantised."""
+    """Return the convolution (N, O, P, Q) of x (N, C, H, W) by weight (O, C, I, J) and bias (O,), all quantised.
+
+    ``geometry``: stride, padding and dilation, each (rows, columns).
+    """
     quantized_bias = None if bias is None else precision.operand("bias", bias)
-    return _Conv2d.apply(x, weight, quantized_bias, precision, geometry)
+    return _Conv2d.apply(x, weight, quantized_bias, precision, Geometry(*geometry))
 
 
 class _Conv2d(torch.autograd.Function):
