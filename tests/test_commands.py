@@ -174,7 +174,9 @@ def test_a_plan_knows_the_price_before_anything_runs(monkeypatch):
     stores.append_row(store, row)
     (line,) = plan.plan("digits/mlp6", "smoke").itertuples()
     assert line.hours == pytest.approx(11 * 7.0 / 3600)  # what runs really took counts more than measured steps
-    assert "steps of 1 grids were measured here, the oldest 3 days ago" in plan.text(plan.plan("digits/mlp6", "smoke"))
+    assert "disk for 1 grids: 3 MB; their steps were measured here, the oldest 3.0 days ago" in plan.text(
+        plan.plan("digits/mlp6", "smoke")
+    )
     monkeypatch.undo()
 
 

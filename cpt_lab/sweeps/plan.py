@@ -145,25 +145,13 @@ def text(frame: pd.DataFrame) -> str:
         lines.append(
             f"missing runs of {len(known)} grids one after the other here: {known.hours.sum():,.1f} hours (training "
             "steps; evaluation and reading images come on top unless runs of this device are stored)"
-            + (f", {known.disk.sum():,.0f} MB" if len(measured) else "")
         )
     if len(measured):
-        lines.append(
-            "bitops: bit operations in units of one 32 x 32-bit product, convention 'paper', all runs of a grid"
-        )
-        lines.append(f"steps of {len(measured)} grids were measured here, the oldest {_ago(measured.age.max())}")
+        lines += [
+            f"disk for {len(measured)} grids: {measured.disk.sum():,.0f} MB; their steps were measured here, the "
+            f"oldest {measured.age.max():.1f} days ago",
+            "bitops: bit operations in units of one 32 x 32-bit product, convention 'paper', all runs of a grid",
+        ]
     if new:
         lines.append(f"{new} grids were never measured here; for their bit operations, hours and disk: plan --measure")
     return "\n".join(lines)
-
-
-def _ago(days: float) -> str:
-    """Return an age in words.
-
-    >>> _ago(0.01), _ago(0.2), _ago(3.4)
-    ('14 minutes ago', '5 hours ago', '3 days ago')
-    """
-    minutes = round(days * 1440)
-    number, unit = (minutes, "minute") if minutes < 90 else (round(days * 24), "hour")
-    number, unit = (number, unit) if days < 2 else (round(days), "day")
-    return f"{number} {unit}{'s' * (number != 1)} ago"
