@@ -1,8 +1,8 @@
 """What recording costs: ``python -m bench.record``.
 
-Steps of training on one thread, simulated, in one process and interleaved: without ``cpt.record``, inside it but
-between two recorded steps, and recorded. Ratios of medians, with those of minima in brackets; of every 100 steps one is
-recorded by default, so that their mean is (99 between + 1 recorded) / 100.
+Steps of training on one thread, simulated, in one process and interleaved: without ``cpt.inspecting.record``, inside it
+but between two recorded steps, and recorded. Ratios of medians, with those of minima in brackets; of every 100 steps
+one is recorded by default, so that their mean is (99 between + 1 recorded) / 100.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import statistics
 import torch
 
 from bench.step_ratio import CASES, measure, ratio, stepper
-from cpt_core.inspecting.record import record
+from cpt_core.inspecting.recording import record
 from cpt_core.quantization.convert import QuantConfig
 
 CHOSEN = ("ResNet-20, batch 128", "linear block", "LSTM 200", "small BERT", "README")

@@ -20,6 +20,9 @@ ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT))
 
 import cpt_core
+from cpt_core.public import reference
+
+PATHS = {name.split(".")[-1]: name for name in reference("cpt_core")}  # of a public name, without cpt_core
 
 project = "cpt_core"
 author = "the cpt_core contributors"
@@ -96,8 +99,8 @@ def missing(app, env, node, content):
     if not re.fullmatch(r"[\w.]+", target):  # a union or a generic that Sphinx took for one name
         return content
     name = target.rsplit(".", 1)[-1]
-    if target.startswith("cpt_core.") and name in cpt_core._HOME:
-        found = env.get_domain("py").objects.get(f"cpt_core.{name}")
+    if target.startswith("cpt_core.") and name in PATHS:
+        found = env.get_domain("py").objects.get(f"cpt_core.{PATHS[name]}")
         address = app.builder.get_relative_uri(node["refdoc"], found.docname) + f"#{found.node_id}" if found else None
     else:
         address = place(*target.rsplit(".", 1)) if "." in target else None
@@ -111,8 +114,8 @@ def marked(app, what, name, obj, options, lines):
     """
 
     def led(match):
-        other = match[1] in cpt_core._HOME and match[1] not in name.split(".")
-        return f":py:obj:`{match[1]} <cpt_core.{match[1]}>`" if other else match[0]
+        other = match[1] in PATHS and match[1] not in name.split(".")
+        return f":py:obj:`{match[1]} <cpt_core.{PATHS[match[1]]}>`" if other else match[0]
 
     lines[:] = [re.sub(r"``(\w+)``", led, line) for line in lines]
     hanging = False

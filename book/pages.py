@@ -13,6 +13,7 @@ import json
 import os
 import re
 from collections.abc import Mapping
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -23,13 +24,16 @@ from pygments.lexers.special import TextLexer
 from pygments.util import ClassNotFound
 
 import cpt_core
+from cpt_core.public import reference
 from cpt_lessons.predictions import with_answers
 
 ROOT = Path(__file__).parents[1]
 DOCUMENTS = ("*.md", "docs/**/*.md", "notebooks/*.md", "notebooks/*.ipynb", "data/cards/*.md")
 OTHERS = "Module, tuple, BaseException"  # classes of other libraries, whose members are theirs
+PACKAGES = ("cpt_core", "cpt_lab", "cpt_lessons")
 SOURCE = (".py", ".cpp", ".h", ".js", ".j2")
 LINK = re.compile(r"(\]\()(?!\w+:|#)([^)#\s]+)([^)]*\))")
+NAMES = reference("cpt_core")  # such as choosing.allocate, and the module of each
 DOWNLOAD = "{{download}}`Download this notebook <../downloads/{}>` and [run it](../docs/installing.md#notebooks)."
 CODE = re.compile(r"(^ *```.*?^ *```|`[^`\n]+`)", re.DOTALL | re.MULTILINE)
 
@@ -37,7 +41,7 @@ CODE = re.compile(r"(^ *```.*?^ *```|`[^`\n]+`)", re.DOTALL | re.MULTILINE)
 def pages() -> dict[str, str | bytes]:
     """Return every page: its path in the folder that Sphinx reads, and what stands in it."""
     documents = [path for pattern in DOCUMENTS for path in sorted(ROOT.glob(pattern))]
-    shown = {path for path in (ROOT / "cpt_core").rglob("*") if path.suffix in SOURCE}
+    shown = {path for package in PACKAGES for path in (ROOT / package).rglob("*") if path.suffix in SOURCE}
     made: dict[str, str | bytes] = {"index.md": (ROOT / "book/index.md").read_text(encoding="utf-8")}
     for path in documents:
         text, reached = relinked(path, path.read_text(encoding="utf-8"), documents)
@@ -54,7 +58,7 @@ def pages() -> dict[str, str | bytes]:
     folders = {path.parent for path in shown if path.suffix in SOURCE} | {ROOT / "data/cards"}
     made |= {f"{folder.relative_to(ROOT)}/index.md": folder_page(folder, folders) for folder in folders}
     made["api/index.md"] = api_index()
-    made |= {f"api/{name}.md": name_page(name) for name in cpt_core._HOME}
+    made |= {f"api/{name}.md": name_page(name) for name in NAMES}
     return made
 
 
@@ -145,14 +149,17 @@ def rst(text: str) -> str:
 
 def api_index() -> str:
     """Return the list of the public names by the room where they live, each with the first sentence that it says."""
-    parts = ["# Public names\n\nEvery name of `import cpt_core as cpt`. Names are resolved on first use.\n"]
-    for room in dict.fromkeys(home.split(".")[0] for home in cpt_core._HOME.values()):
+    parts = [
+        "# Public names\n\nEvery name of `import cpt_core as cpt`; `choosing.allocate` is `cpt.choosing.allocate`. "
+        "Names are resolved on first use.\n"
+    ]
+    for room in dict.fromkeys(home.split(".")[1] for home in NAMES.values()):
         about = __import__(f"cpt_core.{room}", fromlist=["x"]).__doc__.strip()
-        names = [name for name, home in cpt_core._HOME.items() if home.split(".")[0] == room]
+        names = [name for name, home in NAMES.items() if home.split(".")[1] == room]
         rows = [f"   * - :doc:`{name}`\n     - {first_line(name)}" for name in names]
         table = ".. list-table::\n   :widths: 30 70\n\n" + "\n".join(rows)
         parts.append(f"## {room}\n\n{rst(about)}\n{rst(table)}")
-    return "\n".join(parts) + "\n" + toctree(list(cpt_core._HOME)).replace(":maxdepth: 1", ":hidden:")
+    return "\n".join(parts) + "\n" + toctree(list(NAMES)).replace(":maxdepth: 1", ":hidden:")
 
 
 def first_line(name: str) -> str:
@@ -163,11 +170,11 @@ def first_line(name: str) -> str:
 
 def described(name: str) -> str:
     """Return what is written of a public name: its docstring, or the comment above a table of names."""
-    value = getattr(cpt_core, name)
+    value = attrgetter(name)(cpt_core)
     if not isinstance(value, Mapping):
         return inspect.getdoc(value) or ""
-    path = ROOT / "cpt_core" / f"{cpt_core._HOME[name].replace('.', '/')}.py"
-    above = re.search(rf"((?:^#.*\n)*)^{name}\b", path.read_text(encoding="utf-8"), re.MULTILINE)
+    path = ROOT / f"{NAMES[name].replace('.', '/')}.py"
+    above = re.search(rf"((?:^#.*\n)*)^{name.split('.')[-1]}\b", path.read_text(encoding="utf-8"), re.MULTILINE)
     comment = " ".join(line.lstrip("# ") for line in above[1].splitlines()) if above else ""
     return f"A dict from {len(value)} names to {kind(value)}. {comment}".strip()
 
@@ -180,7 +187,7 @@ def kind(value: Mapping[str, Any]) -> str:
 
 def name_page(name: str) -> str:
     """Return the page of a public name: what autodoc makes of it, or the entries of a table of names."""
-    value = getattr(cpt_core, name)
+    value = attrgetter(name)(cpt_core)
     if isinstance(value, Mapping):
         rows = [f'      * - ``"{key}"``\n        - {entry(key, one)}' for key, one in value.items()]
         table = "   .. list-table::\n      :widths: 20 80\n\n" + "\n".join(rows)

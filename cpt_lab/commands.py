@@ -55,9 +55,9 @@ def plan(
     ] = None,
     scale: AtScale = None,
     device: Device = "auto",
-    measure: Annotated[bool, typer.Option(help="measure a few steps of every model")] = True,
+    measure: Annotated[bool, typer.Option(help="measure a few steps of every model, and keep it")] = False,
 ) -> None:
-    """List the grids: runs done, failed and missing, bit operations, hours on this device, disk."""
+    """List the grids: runs done, failed and missing; bit operations, hours and disk of what was measured here."""
     from cpt_lab.experiments.grids import find_grids
 
     find_grids(grid)
@@ -154,7 +154,7 @@ def verify(
         raise typer.Exit(1)
 
 
-@app.command()
+@app.command(hidden=True)
 def certify(store: Annotated[list[Path], typer.Argument(help="files of rows that are older than digests")]) -> None:
     """Write the digests of rows that have none into NAME.sha256 beside their store, which stays as it is."""
     from cpt_lab.sweeps.lines import certify
@@ -282,7 +282,7 @@ def claims(
         typer.echo(integrity(all_stores()))
 
 
-@app.command()
+@app.command(hidden=True)
 def docs() -> None:
     """Write docs/reproducing, and the README's findings and figure, from the code and the committed rows."""
     if CHECKOUT is None:

@@ -63,18 +63,21 @@ def reproduce(scale: Scale = "demo", notebook: Number = None, dataset: Data = No
 
 
 @app.command()
-def notebooks(
-    copy: Annotated[Path | None, typer.Option(help="copy the notebooks and their rows to this folder instead")] = None,
-) -> None:
-    """Run every notebook at smoke scale and save it with its outputs (before a commit), or copy them to work on."""
-    if copy is None and CHECKOUT is None:
-        raise ValueError("the notebooks of an installed package stay as they are; copy them with --copy FOLDER")
+def notebooks(copy: Annotated[Path, typer.Option(help="the folder, which is made where it is not there")]) -> None:
+    """Copy the notebooks and the rows that they speak of, to work on them."""
     from cpt_lessons import notebooks as r
 
-    if copy is not None:
-        copies = r.copy_notebooks(copy)
-        typer.echo(f"{len(copies)} notebooks and their rows are in {copy}; next: jupyter lab {copy}")
-        return
+    copies = r.copy_notebooks(copy)
+    typer.echo(f"{len(copies)} notebooks and their rows are in {copy}; next: jupyter lab {copy}")
+
+
+@app.command("run-notebooks", hidden=True)
+def run_notebooks() -> None:
+    """Run every notebook at smoke scale and save it with its outputs, before a commit."""
+    if CHECKOUT is None:
+        raise ValueError("the notebooks of an installed package stay as they are; copies: notebooks --copy FOLDER")
+    from cpt_lessons import notebooks as r
+
     for path in r.notebooks():
         started = time.monotonic()
         r.execute_in_place([path])

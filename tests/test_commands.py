@@ -1,9 +1,11 @@
 """The command line: plans, runs, results, reports, and what it says to wrong input."""
 
+import math
 import os
 import re
 import subprocess
 import sys
+import time
 from dataclasses import replace
 
 import pandas as pd
@@ -18,7 +20,8 @@ from cpt_lab.experiments import designs, grids
 from cpt_lab.experiments.grids import GRIDS
 from cpt_lab.paths import results_dir
 from cpt_lab.sweeps import calibration, plan, stores
-from cpt_lab.sweeps.calibration import Calibration, measure, runs_per_gpu
+from cpt_lab.sweeps.calibration import Calibration, kept, measure, runs_per_gpu
+from cpt_lab.sweeps.options import SweepOptions
 from cpt_lab.tasks import TASKS
 from cpt_lessons.parameters import parse
 
@@ -61,7 +64,7 @@ def command(monkeypatch, capsys):
         (["range-test", "digits", "--figure", "no/such/folder.png"], "there is no folder no/such"),
         (["run", "voc2012/retinanet", "--device", "cpu"], "python -m cpt_lab download voc2012"),
         (["run", "digits/mlp7"], "are digits/mlp6, "),
-        (["run", "nope"], "; `plan --no-measure` lists them all"),
+        (["run", "nope"], "; `plan` lists them all"),
         (["run", "digits/mlp6", "--scale", "huge"], "has no scale 'huge'; choose from demo, smoke"),
         (["run", "digits/mlp6", "--only", "schedule=XR"], "no schedule 'XR' in this grid; choose from LR, LT"),
         (["run", "digits/mlp6", "--only", "shedule=CR"], "--only takes NAME=VALUE with schedule, savings, q_max"),
@@ -134,6 +137,15 @@ def test_help(words, command):
     assert "Usage" in out
 
 
+def test_what_only_developers_need_is_not_in_the_help(command):
+    _, out, _ = command("--help")
+    listed = set(re.findall(r"^\W*([a-z][a-z-]+)  ", out, re.MULTILINE))
+    assert {"plan", "run", "notebooks", "claims"} < listed
+    assert not {"docs", "certify", "run-notebooks"} & listed
+    for name in ("docs", "certify", "run-notebooks"):
+        assert command(name, "--help")[0] == 0
+
+
 def test_a_plan_counts_what_is_done_failed_and_missing(command, place):
     specs = grids.grid_specs("digits/mlp6", "smoke")
     store = stores.store_path("smoke", "image")
@@ -141,16 +153,17 @@ def test_a_plan_counts_what_is_done_failed_and_missing(command, place):
         stores.append_row(store, {**stores.describe(spec), "status": status, "error": "x\ny", "seconds": 1.0})
     frame = plan.plan("digits/mlp6", "smoke", measured=False)
     assert frame.iloc[0][["runs", "done", "failed", "missing"]].tolist() == [12, 2, 1, 9]
-    status, out, _ = command("plan", "digits/mlp6", "--scale", "smoke", "--no-measure")
+    status, out, _ = command("plan", "digits/mlp6", "--scale", "smoke")
     assert status == 0
     assert "12 runs: 2 done, 1 failed, 9 missing" in out
 
 
 def test_a_plan_knows_the_price_before_anything_runs(monkeypatch):
     known = Calibration(
-        seconds_per_step=0.5, peak_memory=1, host_memory=1, checkpoint=10**6, macs=1024 * 1000, batch=64
-    )
-    monkeypatch.setattr(plan, "measure", lambda spec, device: known)
+        seconds_per_step=0.5, peak_memory=1, host_memory=1, checkpoint=10**6, macs=1024 * 1000, batch=64,
+        measured=time.time() - 3 * 86400,
+    )  # fmt: skip
+    monkeypatch.setattr(plan, "kept", lambda spec, device: known)
     (line,) = plan.plan("digits/mlp6", "smoke").itertuples()
     specs = grids.grid_specs("digits/mlp6", "smoke")
     squares = sum(int(q * q + 16 * q) for spec in specs for q in spec.schedule.bits())
@@ -161,6 +174,38 @@ def test_a_plan_knows_the_price_before_anything_runs(monkeypatch):
     stores.append_row(store, row)
     (line,) = plan.plan("digits/mlp6", "smoke").itertuples()
     assert line.hours == pytest.approx(11 * 7.0 / 3600)  # what runs really took counts more than measured steps
+    assert "disk for 1 grids: 3 MB; their steps were measured here, the oldest 3.0 days ago" in plan.text(
+        plan.plan("digits/mlp6", "smoke")
+    )
+    monkeypatch.undo()
+
+
+def test_a_plan_measures_nothing_unless_it_is_asked_to(command, monkeypatch, place):
+    def measured(spec, device):
+        asked.append(spec.recipe.model)
+        raise RuntimeError("no luck")
+
+    asked = []
+    monkeypatch.setattr(plan, "measure", measured)
+    status, out, _ = command("plan", "digits/mlp6", "--scale", "smoke")
+    assert (status, asked) == (0, [])
+    assert "1 grids were never measured here; for their bit operations, hours and disk: plan --measure" in out
+    assert "hours (" not in out
+    (line,) = plan.plan("digits/mlp6", "smoke").itertuples()
+    assert [math.isnan(value) for value in (line.bitops, line.hours, line.disk, line.age)] == [True] * 4
+    status, out, _ = command("plan", "digits/mlp6", "--scale", "smoke", "--measure")
+    assert (status, asked) == (0, ["mlp6"])
+    assert "no luck" in out
+
+
+def test_stored_runs_tell_hours_where_nothing_was_measured():
+    specs = grids.grid_specs("digits/mlp6", "smoke")
+    row = {**stores.describe(specs[0]), "status": "ok", "seconds": 7.0, "device": "cpu"}
+    stores.append_row(stores.store_path("smoke", "image"), row)
+    frame = plan.plan("digits/mlp6", "smoke")
+    assert frame.hours.tolist() == [pytest.approx(11 * 7.0 / 3600)]
+    assert "missing runs of 1 grids one after the other here: 0.0 hours (" in plan.text(frame)
+    assert "MB" not in plan.text(frame)
 
 
 def test_every_figure_and_table_has_its_grids():
@@ -187,12 +232,14 @@ def test_every_figure_and_table_has_its_grids():
 
 def test_a_measurement_is_kept_and_agrees_with_a_run(tmp_path):
     (spec,) = designs.quality_cost("smoke", schedules=["CR"], static=[], seeds=[0], steps=20)
+    assert kept(spec) is None
     found = measure(spec)
     assert found.macs * 1024 == 64 * (64 * 32 + 5 * 32 * 32 + 32 * 10) * 1024
     assert found.seconds_per_step > 0
     assert found.peak_memory > 10**8
     assert found.checkpoint > 4 * (64 * 32 + 5 * 32 * 32 + 32 * 10) * 2  # weights and their momentum
-    assert measure(spec) == found  # not measured again: times would differ
+    assert kept(spec) == found
+    assert measure(spec) == kept(spec) != found  # measured again, and kept instead
     bad = designs.quality_cost("paper", "cifar100", "resnet74", schedules=["CR"], static=[], seeds=[0], q_max=[8])[0]
     bad = replace(bad, recipe=replace(bad.recipe, model="vgg"))
     with pytest.raises(RuntimeError, match="vgg on cifar100 does not run here: KeyError: 'vgg'"):
@@ -225,20 +272,30 @@ def test_a_measurement_takes_the_steps_of_training(monkeypatch):
 
 def test_a_plan_needs_no_folder_that_can_be_written(place):
     (place / "runs").write_text("a file where the folder should be")
-    words = [sys.executable, "-m", "cpt_lab", "plan", "digits/mlp6", "--scale", "smoke"]
+    words = [sys.executable, "-m", "cpt_lab", "plan", "digits/mlp6", "--scale", "smoke", "--measure"]
     done = subprocess.run(words, capture_output=True, text=True)
     assert (done.returncode, done.stderr) == (
         0,
         f"warning: measurements cannot be kept in {place / 'runs'}: File exists\n",
     )
-    assert "missing runs one after the other here" in done.stdout
+    assert "missing runs of 1 grids one after the other here" in done.stdout
 
 
-def test_measurements_of_another_version_are_not_taken(monkeypatch):
+def test_a_measurement_is_of_one_processor_number_of_threads_torch_and_recipe(monkeypatch):
     (spec,) = designs.quality_cost("smoke", schedules=["CR"], static=[], seeds=[0], steps=20)
     former = calibration._key(spec, "cpu")
-    monkeypatch.setattr(calibration, "VERSION", calibration.VERSION + 1)
-    assert calibration._key(spec, "cpu") != former
+    assert calibration._key(replace(spec, seed=1), "cpu") == former
+    assert calibration._key(replace(spec, recipe=replace(spec.recipe, batch=32)), "cpu") != former
+    changes = {
+        "VERSION": calibration.VERSION + 1,
+        "cpu": lambda: {"cpu": "another", "instructions": []},
+        "torch.__version__": "1.0",
+        "SweepOptions": lambda: SweepOptions(threads=2),
+    }
+    for name, value in changes.items():
+        with monkeypatch.context() as changed:
+            changed.setattr(f"cpt_lab.sweeps.calibration.{name}", value)
+            assert calibration._key(spec, "cpu") != former, name
 
 
 def test_random_data_on_which_training_diverges_are_no_measurement(monkeypatch):

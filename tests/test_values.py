@@ -9,6 +9,7 @@ import re
 import signal
 import traceback
 import warnings
+from operator import attrgetter
 
 import numpy as np
 import pytest
@@ -17,6 +18,7 @@ from torch import nn
 
 import cpt_core as cpt
 from cpt_core.inspecting.measured import Spent
+from cpt_core.public import reference
 from cpt_core.schedules.cost import relative_cost
 from cpt_core.schedules.schedule import Schedule
 
@@ -75,7 +77,7 @@ def trained(model=None):
         optimizer.step()
         return loss
 
-    return {"what": model, "train_step": train_step, "optimizer": optimizer}
+    return {"model": model, "train_step": train_step, "optimizer": optimizer}
 
 
 def cyclic():
@@ -96,11 +98,11 @@ def delayed():
 
 def measured():
     spent = {3: Spent(1.0, 2, 3.0), 8: Spent(2.0, 4, 6.0)}
-    return cpt.MeasuredCost("a machine", 8, "paper", spent, {"fc": spent})
+    return cpt.inspecting.MeasuredCost("a machine", 8, "paper", spent, {"fc": spent})
 
 
 def sensitivity():
-    return cpt.Sensitivity(
+    return cpt.choosing.Sensitivity(
         "a model", "loss", 4, 16, ((0, 8), (8, 16)), (("0",), ("2",)), (12, 6), (0, 1), (1.0, 1.1),
         ((0.1, 0.2), (0.1, 0.3)), ((0.2, 0.1), (0.3, 0.1)),
     )  # fmt: skip
@@ -116,7 +118,7 @@ def scheduler():
 
 def recording():
     found = trained(converted())
-    with cpt.precision(found["what"], 8), cpt.record(found["what"], every=1) as recorded:
+    with cpt.precision(found["model"], 8), cpt.inspecting.record(found["model"], every=1) as recorded:
         found["train_step"](0)
     return recorded
 
@@ -125,20 +127,20 @@ X = (torch.ones(2, 4),)
 COST = {"q_grad": 8, "q_max": 8, "cost": "traffic", "ladder": cpt.FormatLadder.affine()}
 BITOPS = {"q_grad": 8, "q_max": 8, "cost": None, "ladder": None}
 ALLOCATE = {"q_min": 3, "q_max": 8, "total_steps": 64, "q_grad": 8, "cost": None, "ladder": None}
-TRIALS = {"stateful": (), "config": None, "device": "cpu", "progress": False, "q_max": 8, "seeds": (0,)}
+TRIALS = {"stateful": (), "config": None, "progress": False, "q_max": 8, "seeds": (0,)}
 
 # what is called -> its arguments, all of them, each legal
 CALLS = {
-    "Exponential": lambda: (cpt.Exponential, {"rate": 4.0}),
-    "Rex": lambda: (cpt.Rex, {"d": 0.9}),
-    "Warped": lambda: (cpt.Warped, {"base": "rex", "power": 2.0}),
+    "Exponential": lambda: (cpt.schedules.Exponential, {"rate": 4.0}),
+    "Rex": lambda: (cpt.schedules.Rex, {"d": 0.9}),
+    "Warped": lambda: (cpt.schedules.Warped, {"base": "rex", "power": 2.0}),
     "CyclicSchedule": lambda: (
-        cpt.CyclicSchedule,
-        {"profile": cpt.Cosine(), "q_min": 3, "q_max": 8, "total_steps": 16, "n_cycles": 2, "triangular": True,
-         "mirror": "vertical", "cycle_rule": "exact", "name": "mine"},
+        cpt.schedules.CyclicSchedule,
+        {"profile": cpt.schedules.Cosine(), "q_min": 3, "q_max": 8, "total_steps": 16, "n_cycles": 2,
+         "triangular": True, "mirror": "vertical", "cycle_rule": "exact", "name": "mine"},
     ),
     "FunctionSchedule": lambda: (cpt.FunctionSchedule, {"function": lambda u: 3 + u, "total_steps": 16}),
-    "TableSchedule": lambda: (cpt.TableSchedule, {"runs": ((3, 8), (8, 8))}),
+    "TableSchedule": lambda: (cpt.schedules.TableSchedule, {"runs": ((3, 8), (8, 8))}),
     "StaticSchedule": lambda: (cpt.StaticSchedule, {"q_max": 8, "total_steps": 16}),
     "DeficitSchedule": lambda: (
         cpt.DeficitSchedule, {"q_low": 3, "q_high": 8, "windows": ((2, 4),), "total_steps": 16}
@@ -151,7 +153,7 @@ CALLS = {
     "make_schedule": lambda: (
         cpt.make_schedule,
         {"name": "RR", "q_max": 8, "total_steps": 128, "q_min": 3, "n_cycles": 2, "cycle_rule": "exact",
-         "profile": cpt.Rex(0.5), "delay": 0.25, "delay_at": "float32"},
+         "profile": cpt.schedules.Rex(0.5), "delay": 0.25, "delay_at": "float32"},
     ),
     "schedule_from_dict": lambda: (cpt.schedule_from_dict, {"description": cyclic().to_dict()}),
     "RoleSchedules": lambda: (
@@ -170,15 +172,15 @@ CALLS = {
          "mirror": "vertical", "delay": 0.0, "q_grad": 8, "cost": None, "ladder": None},
     ),
     "allocate": lambda: (
-        cpt.allocate, {"sensitivity": sensitivity(), "budget": 0.6, "over": "both", "floor": 0.05, **ALLOCATE}
+        cpt.choosing.allocate, {"sensitivity": sensitivity(), "budget": 0.6, "over": "both", "floor": 0.05, **ALLOCATE}
     ),
-    "MeasuredCost": lambda: (cpt.MeasuredCost, vars(measured())),
-    "MeasuredCost.from_dict": lambda: (cpt.MeasuredCost.from_dict, {"d": measured().to_dict()}),
+    "MeasuredCost": lambda: (cpt.inspecting.MeasuredCost, vars(measured())),
+    "MeasuredCost.from_dict": lambda: (cpt.inspecting.MeasuredCost.from_dict, {"d": measured().to_dict()}),
     "MeasuredCost.seconds": lambda: (measured().seconds, {"bits": 3}),
     "MeasuredCost.other": lambda: (measured().other, {"bits": 3}),
     "MeasuredCost.relative_cost": lambda: (measured().relative_cost, {"schedule": cpt.StaticSchedule(8, 4)}),
-    "Sensitivity": lambda: (cpt.Sensitivity, vars(sensitivity())),
-    "Sensitivity.from_dict": lambda: (cpt.Sensitivity.from_dict, {"d": sensitivity().to_dict()}),
+    "Sensitivity": lambda: (cpt.choosing.Sensitivity, vars(sensitivity())),
+    "Sensitivity.from_dict": lambda: (cpt.choosing.Sensitivity.from_dict, {"d": sensitivity().to_dict()}),
     "Sensitivity.response": lambda: (sensitivity().response, {"over": "time"}),
     "Sensitivity.estimates": lambda: (sensitivity().estimates, {"over": "time"}),
     "Sensitivity.even": lambda: (sensitivity().even, {"over": "time"}),
@@ -223,9 +225,11 @@ CALLS = {
     "GraphConv.forward": lambda: (cpt.GraphConv(2, 3).forward, {"graph": graph(), "features": torch.ones(3, 2)}),
     "SAGEConv": lambda: (cpt.SAGEConv, {"in_feats": 2, "out_feats": 3, "bias": True}),
     "SAGEConv.forward": lambda: (cpt.SAGEConv(2, 3).forward, {"graph": graph(), "features": torch.ones(3, 2)}),
-    "Quantizer": lambda: (cpt.Quantizer, {"granularity": "per_tensor", "rounding": "nearest", "running": True}),
-    "Quantizer.on": lambda: (cpt.Quantizer("per_row").on, {"format": cpt.FORMATS["e4m3"]}),
-    "Quantizer.range_of": lambda: (cpt.Quantizer("per_row").range_of, {"x": torch.ones(2, 3)}),
+    "Quantizer": lambda: (
+        cpt.quantization.Quantizer, {"granularity": "per_tensor", "rounding": "nearest", "running": True}
+    ),
+    "Quantizer.on": lambda: (cpt.quantization.Quantizer("per_row").on, {"format": cpt.FORMATS["e4m3"]}),
+    "Quantizer.range_of": lambda: (cpt.quantization.Quantizer("per_row").range_of, {"x": torch.ones(2, 3)}),
     "quantize": lambda: (
         cpt.quantize, {"x": torch.ones(2, 3), "bits": 4, "quantizer": "conv_input", "format": None, "seed": None}
     ),
@@ -240,8 +244,8 @@ CALLS = {
     "QuantConfig.with_gradient_rounding": lambda: (
         cpt.QuantConfig().with_gradient_rounding, {"rounding": "nearest"}
     ),
-    "record": lambda: (cpt.record, {"model": converted(), "every": 2, "step": 1}),
-    "Recording": lambda: (cpt.Recording, {"model": converted(), "every": 2, "step": 1}),
+    "record": lambda: (cpt.inspecting.record, {"model": converted(), "every": 2, "step": 1}),
+    "Recording": lambda: (cpt.inspecting.Recording, {"model": converted(), "every": 2, "step": 1}),
     "Recording.scalars": lambda: (recording().scalars, {"step": 0}),
     "Recording.write": lambda: (recording().write, {"writer": type("W", (), {"add_scalar": lambda *a: None})()}),
     "export": lambda: (cpt.export, {"model": evaluating(), "inputs": X, "bits": 8, "dynamic_shapes": None}),
@@ -256,7 +260,7 @@ CALLS = {
     ),
     "check": lambda: (cpt.check, {"model": converted(), "inputs": X}),
     "measure_cost": lambda: (
-        cpt.measure_cost,
+        cpt.inspecting.measure_cost,
         {"model": converted(), "inputs": X, "schedule": None, "bits": (8,), "q_grad": 8, "repeats": 1,
          "convention": "paper", "progress": False},
     ),
@@ -268,12 +272,12 @@ CALLS = {
         for name in ("bitops", "by_layer", "by_pass", "costs", "table", "total")
     },
     "precision_range_test": lambda: (
-        cpt.precision_range_test,
+        cpt.choosing.precision_range_test,
         {**trained(), "bits": (4,), "dwell": 4, "mode": "reset", "threshold": 0.5, **TRIALS},
     ),
     "sensitivity": lambda: (
-        cpt.sensitivity,
-        {**trained(), "base": 4, "windows": 1, "layers": 1, "steps": 2, "metric": None, "quality": lambda: 1.0,
+        cpt.choosing.sensitivity,
+        {**trained(), "base": 4, "windows": 1, "layers": 1, "steps": 2, "quality": lambda: 1.0,
          "estimate": False, **TRIALS},
     ),
 }  # fmt: skip
@@ -378,8 +382,9 @@ def legal(name, argument, odd):
 
 def test_every_public_callable_is_called_with_all_its_arguments():
     called = {re.split(r"\W", name)[0] for name in CALLS}
-    public = {name for name in cpt._HOME if callable(getattr(cpt, name)) and not name.endswith("Warning")}
-    bare = {name for name in public if not inspect.signature(getattr(cpt, name)).parameters}
+    names = {path.split(".")[-1]: attrgetter(path)(cpt) for path in reference("cpt_core")}
+    public = {name for name, value in names.items() if callable(value) and not name.endswith("Warning")}
+    bare = {name for name in public if not inspect.signature(names[name]).parameters}
     assert public - bare - RESULTS == called
     for name, make in CALLS.items():
         function, arguments = make()
@@ -409,7 +414,7 @@ def test_legal_values_are_taken_and_odd_ones_refused_by_name(name):
         (lambda: cpt.QuantConfig(float32=("fc", 1)), r"float32 must be tuple\[str, ...\], got \('fc', 1\)"),
         (lambda: relative_cost([3, 40], 8), r"bits must lie between 1 and 32, got \[3, 40\]"),
         (lambda: relative_cost([3, 8], 8, cost=lambda bits: None), "cost must return what a step costs, one number"),
-        (lambda: cpt.TableSchedule(((3, 5), (8, 10**9))), "total_steps must be at most"),
+        (lambda: cpt.schedules.TableSchedule(((3, 5), (8, 10**9))), "total_steps must be at most"),
     ],
 )
 def test_beyond_the_ends_of_a_range(refused, message):
@@ -434,4 +439,4 @@ def test_beyond_the_ends_of_a_range(refused, message):
 )
 def test_a_sensitivity_whose_parts_do_not_belong_together(named, changes):
     with pytest.raises(ValueError, match=f"^{named} must"):
-        cpt.Sensitivity(**vars(sensitivity()) | changes)
+        cpt.choosing.Sensitivity(**vars(sensitivity()) | changes)

@@ -128,7 +128,7 @@ def test_without_extras_the_installed_package_knows_the_paper_and_runs(cpt):
     assert Path(said[2]) == cpt.folder.parent / "cache" / "cpt_core"
     assert "claims" in cpt("--help", blocked=EXTRA)
     assert "paper scale: confirmed" in cpt("claims", blocked=EXTRA)
-    assert "85 runs: 0 done" in cpt("plan", "digits/mlp6", "--no-measure", blocked=EXTRA)
+    assert "85 runs: 0 done" in cpt("plan", "digits/mlp6", blocked=EXTRA)
     said = cpt("run", "digits/mlp6", "--scale", "smoke", "--workers", "0", "--only", "schedule=CR", blocked=EXTRA)
     assert f"rows in {cpt.folder / 'runs' / 'smoke' / 'image.jsonl'}" in said
     assert "CR" in cpt("results", blocked=EXTRA)
@@ -147,7 +147,7 @@ def test_without_extras_the_installed_package_knows_the_paper_and_runs(cpt):
 
 def test_what_is_for_a_checkout_says_so(cpt):
     assert cpt("docs", status=2).startswith("error: docs writes pages and a figure into a checkout")
-    assert "copy them with --copy FOLDER" in cpt("notebooks", status=2)
+    assert "copies: notebooks --copy FOLDER" in cpt("run-notebooks", status=2)
     assert not list(cpt.folder.iterdir())
 
 

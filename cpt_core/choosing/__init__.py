@@ -1,1 +1,15 @@
 """Which bits, and when: range test, sensitivity, allocation, and schedules of exactly one cost."""
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:  # the list of public names
+    from cpt_core.choosing.allocation import allocate as allocate
+    from cpt_core.choosing.measuring import sensitivity as sensitivity
+    from cpt_core.choosing.precision_range import PrecisionRange as PrecisionRange
+    from cpt_core.choosing.range_test import RangeTestWarning as RangeTestWarning
+    from cpt_core.choosing.range_test import precision_range_test as precision_range_test
+    from cpt_core.choosing.sensitivities import Sensitivity as Sensitivity
+else:
+    from cpt_core.public import lazily
+
+    __all__, __getattr__, __dir__ = lazily(__name__)

@@ -57,7 +57,7 @@ def allocate(
     """Return the schedule of a BitOps budget that loses least by a measured sensitivity.
 
     Args:
-        sensitivity: where a bit matters how much, from ``cpt.sensitivity``.
+        sensitivity: where a bit matters how much, from ``cpt.choosing.sensitivity``.
         budget: BitOps of the quantised layers relative to training them at static ``q_max`` bits. What runs in float32
             beside them does the same work whatever the bits are, and is not in it.
         q_min: lowest bits.
@@ -85,7 +85,9 @@ def allocate(
     """
     choose("over", over, OVER)
     if not isinstance(sensitivity, Sensitivity):
-        raise ValueError(f"give what cpt.sensitivity returned, or Sensitivity.from_dict(...), got {sensitivity!r}")
+        raise ValueError(
+            f"give what cpt.choosing.sensitivity returned, or Sensitivity.from_dict(...), got {sensitivity!r}"
+        )
     total = whole("total_steps", sensitivity.steps if total_steps is None else total_steps, 1, MOST_STEPS)
     edges = [round(stop * total / sensitivity.steps) for _, stop in sensitivity.windows]
     steps = np.diff([0, *edges])

@@ -1,7 +1,7 @@
 """Measure where a bit less costs quality: in which part of the training, and in which layers.  Beyond the paper.
 
 Trainings with one bit less in one window of time, or in one group of layers, are compared with one at ``base`` bits
-throughout, from the same weights and on the same batches. ``cpt_core.allocate`` makes a schedule of the answer.
+throughout, from the same weights and on the same batches. ``cpt.choosing.allocate`` makes a schedule of the answer.
 
 >>> import torch
 >>> _ = torch.manual_seed(0)

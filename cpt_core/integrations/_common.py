@@ -10,7 +10,7 @@ from torch import nn
 
 from cpt_core.checks import check_bits, whole
 from cpt_core.formats.ladder import AFFINE
-from cpt_core.inspecting.record import Recording
+from cpt_core.inspecting.recording import Recording
 from cpt_core.quantization.precision import LayerPrecision
 from cpt_core.quantization.scheduler import PrecisionScheduler, Schedules
 from cpt_core.schedules import cost

@@ -45,8 +45,8 @@ class PrecisionCallback(TrainerCallback):
             schedule), "float" (no quantisation) or 1 to 32. It may be assigned later: ``callback.eval_bits = 4``.
         resume_from: the checkpoint folder that a resumed run continues from, where that is not
             ``<output_dir>/checkpoint-<step>``.
-        record_every: record what quantisation did, one optimizer step of so many (``cpt_core.record``); None for never.
-            The log gets the scalars of the last recorded step, ``callback.precision.recording`` has all.
+        record_every: record what quantisation did, one optimizer step of so many (``cpt.inspecting.record``); None
+            for never. The log gets the scalars of the last recorded step, ``callback.precision.recording`` has all.
 
     Raises:
         ValueError: for other ``eval_bits``; when the Trainer is made with a model that is not converted; at the start

@@ -30,8 +30,8 @@ class PrecisionCallback(Callback):
         q_grad: gradient bits; None takes each schedule's ``q_max``.
         eval_bits: precision of validation, test and prediction: "q_max", "current" (of the schedule), "float" (no
             quantisation) or 1 to 32. It may be assigned later: ``callback.eval_bits = 4``.
-        record_every: record what quantisation did, one optimizer step of so many (``cpt_core.record``); None for never.
-            Loggers get the scalars, ``callback.precision.recording`` has all.
+        record_every: record what quantisation did, one optimizer step of so many (``cpt.inspecting.record``); None
+            for never. Loggers get the scalars, ``callback.precision.recording`` has all.
 
     Raises:
         ValueError: for other ``eval_bits``; at the start of training, when the module is not converted, the steps

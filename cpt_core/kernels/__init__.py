@@ -1,1 +1,10 @@
 """The quantised operator and its executions: plain torch, C++ on a CPU, Triton on a GPU."""
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:  # the list of public names
+    from cpt_core.kernels.execution import Execution as Execution
+else:
+    from cpt_core.public import lazily
+
+    __all__, __getattr__, __dir__ = lazily(__name__)

@@ -152,7 +152,7 @@ def find_grids(name: str | None = None) -> dict[str, Grid]:
     found = {key: grid for key, grid in known.items() if name in (None, key, grid.artefact)}
     if not found:
         names = [*known, *sorted({grid.artefact for grid in known.values()})]
-        raise ValueError(f"no grid {name!r}; {offer(name, names)}; `plan --no-measure` lists them all")
+        raise ValueError(f"no grid {name!r}; {offer(name, names)}; `plan` lists them all")
     return found
 
 

@@ -23,6 +23,7 @@ from filelock import FileLock
 
 from cpt_core.bitops.plan import count_bitops
 from cpt_core.checks import write_text
+from cpt_core.kernels.processor import cpu
 from cpt_core.quantization.scheduler import precision
 from cpt_lab.experiments.spec import RunSpec
 from cpt_lab.paths import runs_dir
@@ -33,7 +34,7 @@ from cpt_lab.training.device import device_name, host_memory, peak_memory, usual
 from cpt_lab.training.session import Session, task_of
 
 SECONDS = 1.0  # about the time that measuring one recipe takes, if its steps are that quick
-VERSION = 3  # of what is measured: kept measurements of another version are not taken
+VERSION = 4  # of what is measured: kept measurements of another version are not taken
 CONTEXT = 600 * 2**20  # bytes that a CUDA process takes before its first tensor
 
 
@@ -48,6 +49,7 @@ class Calibration:
         checkpoint: bytes on disk.
         macs: forward multiply-accumulates of one step, as convention "paper" counts them.
         batch: samples of the measured steps; a CPU measures large models on fewer, and multiplies.
+        measured: when, in seconds since 1970.
     """
 
     seconds_per_step: float
@@ -56,22 +58,25 @@ class Calibration:
     checkpoint: int
     macs: int
     batch: int
+    measured: float
+
+
+def kept(spec: RunSpec, device: str = "auto") -> Calibration | None:
+    """Return what an earlier call of ``measure`` found for a recipe on this machine; None if there was none."""
+    found = _known(runs_dir() / "calibration.json").get(_key(spec, device))
+    return Calibration(**found) if found else None
 
 
 def measure(spec: RunSpec, device: str = "auto") -> Calibration:
-    """Measure a few steps in a process of their own, or return what an earlier call measured.
+    """Measure a few steps in a process of their own.
 
-    Measurements are kept in ``runs/calibration.json``, by recipe, device and version of torch; a folder that cannot be
-    written is a warning.
+    Measurements are kept in ``runs/calibration.json``, by recipe, device, processor, threads and version of torch; a
+    folder that cannot be written is a warning.
 
     Raises:
         RuntimeError: when the steps fail, with the reason.
     """
     path = runs_dir() / "calibration.json"
-    key = _key(spec, device)
-    known = _known(path)
-    if key in known:
-        return Calibration(**known[key])
     with tempfile.TemporaryDirectory() as folder:
         job = Job(spec, Path(folder) / "calibration.jsonl", SweepOptions(device=device))
         row = supervise(job, work=_measure).row or {}
@@ -81,7 +86,7 @@ def measure(spec: RunSpec, device: str = "auto") -> Calibration:
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with FileLock(path.with_suffix(".lock")):
-            write_text(path, json.dumps({**_known(path), key: asdict(found)}, indent=1))
+            write_text(path, json.dumps({**_known(path), _key(spec, device): asdict(found)}, indent=1))
     except OSError as error:
         warnings.warn(f"measurements cannot be kept in {path.parent}: {error.strerror or error}", stacklevel=2)
     return found
@@ -112,7 +117,7 @@ def runs_per_gpu(on_gpu: int, gpu_memory: int, on_host: int, memory: int, cores:
 
 
 def _key(spec: RunSpec, device: str) -> str:
-    where = device_name(usual_device(device, spec))
+    where = f"{device_name(usual_device(device, spec))} {cpu()} {SweepOptions().threads}"
     recipe = json.dumps(spec.to_dict()["recipe"], sort_keys=True)
     return hashlib.sha256(f"{VERSION} {recipe} {where} {torch.__version__}".encode()).hexdigest()[:16]
 
@@ -164,4 +169,5 @@ def _steps_of(spec: RunSpec, device: str, batch: int) -> Calibration:
         checkpoint=sum(t.numel() * t.element_size() for t in tensors),
         macs=count_bitops(session.model, session.task.inputs(first), convention="paper").forward_macs,
         batch=batch,
+        measured=time.time(),
     )

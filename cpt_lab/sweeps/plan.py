@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import math
+import time
 from functools import cache
 from statistics import median
 
@@ -18,7 +19,7 @@ from cpt_core.waiting import waiting
 from cpt_lab.experiments.grids import find_grids
 from cpt_lab.experiments.spec import RunSpec
 from cpt_lab.sweeps import stores
-from cpt_lab.sweeps.calibration import measure
+from cpt_lab.sweeps.calibration import Calibration, kept, measure
 from cpt_lab.training.device import DEVICES, device_name, usual_device
 
 CURVE_BYTES = 8  # of a step in the curve, and of a run besides: its row and its log (both measured, generously)
@@ -30,7 +31,7 @@ def plan(
     scale: str | None = None,
     *,
     device: str = "auto",
-    measured: bool = True,
+    measured: bool = False,
     progress: bool = False,
 ) -> pd.DataFrame:
     """Return one line per grid: what is done, what is missing, and what the missing part takes here.
@@ -39,14 +40,15 @@ def plan(
         name: of a grid or an artefact; None takes all.
         scale: None takes the paper's where a grid has it, else demo.
         device: see ``run_grid``.
-        measured: take a few steps of every model (seconds each, kept for the next time); without, times are NaN.
+        measured: take a few steps of every model (seconds each, kept for the next time); without, what was kept counts.
         progress: show a bar.
 
     Returns:
         Columns grid, artefact, scale, runs, done, failed, missing; bitops of all runs (convention "paper"); hours of
         the missing runs, one after the other on one CPU core or GPU; disk in MB for the missing runs and the two
-        checkpoints of one; note. Hours come from stored rows of this device where there are any, else from the
-        measured steps, which leave evaluation and reading images out.
+        checkpoints of one; age of the measurement in days; note. Hours come from stored rows of this device where
+        there are any, else from the measured steps, which leave evaluation and reading images out. What was neither
+        stored nor measured is NaN.
 
     Raises:
         ValueError: for an unknown name, or a scale that none of the grids has.
@@ -73,40 +75,43 @@ def plan(
             "failed": status.count("failed"),
             "missing": len(missing),
         }
-        if measured:
-            bar.set_postfix_str(key)
-            try:
-                line |= _price(specs, missing, list(rows.values()), device)
-            except RuntimeError as error:
-                line["note"] = str(error)
+        bar.set_postfix_str(key)
+        try:  # the specs of a grid share their recipe
+            known = measure(specs[0], device) if measured else kept(specs[0], device)
+            line |= _price(known, specs, missing, list(rows.values()), device)
+        except RuntimeError as error:
+            line["note"] = str(error)
         lines.append(line)
-    columns = "grid artefact scale runs done failed missing bitops hours disk note".split()
+    columns = "grid artefact scale runs done failed missing bitops hours disk age note".split()
     frame = pd.DataFrame(lines, columns=columns)
     counts = ["runs", "done", "failed", "missing"]
     types = {
         **dict.fromkeys(counts, "Int64"),
-        **dict.fromkeys(["bitops", "hours", "disk"], "float64"),
+        **dict.fromkeys(["bitops", "hours", "disk", "age"], "float64"),
         "note": "string",
     }
     return frame.astype(types).fillna({"done": 0, "failed": 0, "note": ""})
 
 
-def _price(specs: list[RunSpec], missing: list[RunSpec], rows: list[stores.Row], device: str) -> dict[str, float]:
-    found = measure(specs[0], device)  # the specs of a grid share their recipe
-    wanted = {spec.key for spec in missing}
-    bitops, seconds, curves = 0.0, 0.0, 0.0
+def _price(
+    found: Calibration | None, specs: list[RunSpec], missing: list[RunSpec], rows: list[stores.Row], device: str
+) -> dict[str, float]:
+    """What is known of bit operations, hours, disk; the last two are 0 where no run is missing."""
+    taken = [
+        _seconds(spec, rows, device) or (found.seconds_per_step * spec.recipe.steps if found else math.nan)
+        for spec in missing
+    ]
+    line = {"hours": sum(taken) / 3600}
+    if found is None:
+        return line
+    bitops = 0.0
     for spec in specs:
         bits = LADDERS[spec.recipe.ladder].bits
         static = cost.total_bitops(found.macs, [bits(spec.q_max)] * spec.recipe.steps, bits(spec.q_grad))
         bitops += static * spec.relative_cost
-        if spec.key in wanted:
-            seconds += _seconds(spec, rows, device) or found.seconds_per_step * spec.recipe.steps
-            curves += CURVE_BYTES * spec.recipe.steps + RUN_BYTES
-    return {
-        "bitops": bitops,
-        "hours": seconds / 3600,
-        "disk": math.ceil((curves + (2 * found.checkpoint if missing else 0)) / 1e6),
-    }
+    curves = sum(CURVE_BYTES * spec.recipe.steps + RUN_BYTES for spec in missing)
+    disk = math.ceil((curves + (2 * found.checkpoint if missing else 0)) / 1e6)
+    return {**line, "bitops": bitops, "disk": disk, "age": (time.time() - found.measured) / 86400}
 
 
 def _seconds(spec: RunSpec, rows: list[stores.Row], device: str) -> float | None:
@@ -116,7 +121,7 @@ def _seconds(spec: RunSpec, rows: list[stores.Row], device: str) -> float | None
     times = [
         row["seconds"]
         for row in rows
-        if row["status"] == "ok" and row["device"] == here and row["spec"]["recipe"] == recipe
+        if row["status"] == "ok" and row.get("device") == here and row["spec"]["recipe"] == recipe
     ]
     return median(times) if times else None
 
@@ -129,17 +134,24 @@ def text(frame: pd.DataFrame) -> str:
         "disk": "{:,.0f} MB".format,
     }
     lines = [
-        frame.to_string(index=False, na_rep="", formatters=forms),
+        frame.drop(columns="age").to_string(index=False, na_rep="", formatters=forms),
         "",
         f"{len(frame)} grids, {frame.runs.sum():,} runs: {frame.done.sum():,} done, {frame.failed.sum():,} failed, "
         f"{frame.missing.sum():,} missing",
     ]
-    if frame.hours.notna().any():
+    known, measured = frame[frame.hours.notna()], frame[frame.age.notna()]
+    new = (frame.age.isna() & (frame.note == "")).sum()
+    if len(known):
         lines.append(
-            f"missing runs one after the other here: {frame.hours.sum():,.1f} hours (training steps; evaluation and "
-            f"reading images come on top unless runs of this device are stored), {frame.disk.sum():,.0f} MB"
+            f"missing runs of {len(known)} grids one after the other here: {known.hours.sum():,.1f} hours (training "
+            "steps; evaluation and reading images come on top unless runs of this device are stored)"
         )
-        lines.append(
-            "bitops: bit operations in units of one 32 x 32-bit product, convention 'paper', all runs of a grid"
-        )
+    if len(measured):
+        lines += [
+            f"disk for {len(measured)} grids: {measured.disk.sum():,.0f} MB; their steps were measured here, the "
+            f"oldest {measured.age.max():.1f} days ago",
+            "bitops: bit operations in units of one 32 x 32-bit product, convention 'paper', all runs of a grid",
+        ]
+    if new:
+        lines.append(f"{new} grids were never measured here; for their bit operations, hours and disk: plan --measure")
     return "\n".join(lines)

@@ -26,7 +26,7 @@ from cpt_lab.experiments.spec import RunSpec
 from cpt_lab.machine import usable_cores, usable_memory
 from cpt_lab.provenance import commit
 from cpt_lab.sweeps import stores
-from cpt_lab.sweeps.calibration import measure, runs_per_gpu
+from cpt_lab.sweeps.calibration import kept, measure, runs_per_gpu
 from cpt_lab.sweeps.lines import mark
 from cpt_lab.sweeps.options import SweepOptions
 from cpt_lab.sweeps.process import supervise
@@ -215,7 +215,7 @@ def _slots(specs: Sequence[RunSpec], options: SweepOptions) -> list[int | None]:
 def _fitting(specs: Sequence[RunSpec], device: str, gpus: int, cores: int) -> int:
     total = min(torch.cuda.get_device_properties(i).total_memory for i in range(gpus))
     try:
-        found = [measure(spec, device) for spec in _recipes(specs)]
+        found = [kept(spec, device) or measure(spec, device) for spec in _recipes(specs)]
     except RuntimeError:
         return 1  # one of them does not run at all: it will fail alone, with its reason
     on_gpu, on_host = max(f.peak_memory for f in found), max(f.host_memory for f in found)

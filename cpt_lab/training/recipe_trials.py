@@ -33,7 +33,7 @@ def recipe_range_test(recipe: Recipe, *, device: str | torch.device = "cpu", **o
     Args:
         recipe: its data must be there. Every seed has initial weights, batches and rounding noise of its own.
         device: of the model.
-        **options: ``q_max bits dwell mode threshold seeds progress`` of ``cpt_core.precision_range_test``.
+        **options: ``q_max bits dwell mode threshold seeds progress`` of ``cpt_core.choosing.precision_range_test``.
     """
     declared(recipe_range_test, {"recipe": recipe, "device": device})
     return range_tested(partial(of_recipe, recipe, device), **options)
@@ -50,7 +50,7 @@ def recipe_sensitivity(
         metric: None takes the main one of the task, on held-out data; "loss" is less noisy.
         steps: optimizer steps of a training; None takes the recipe's.
         device: of the model.
-        **options: ``base q_max windows layers estimate seeds progress`` of ``cpt_core.sensitivity``.
+        **options: ``base q_max windows layers estimate seeds progress`` of ``cpt_core.choosing.sensitivity``.
 
     Raises:
         ValueError: for a recipe whose learning rate waits for evaluations, or that holds out no data; and as there.

@@ -186,7 +186,7 @@ def test_responses_are_over_time_or_over_layers(ask):
 
 
 def test_what_is_no_sensitivity_is_refused():
-    with pytest.raises(ValueError, match=r"give what cpt.sensitivity returned, or Sensitivity.from_dict\(...\)"):
+    with pytest.raises(ValueError, match=r"cpt.choosing.sensitivity returned, or Sensitivity.from_dict\(...\)"):
         allocate(measured().to_dict(), 0.5, 2, 8)
 
 

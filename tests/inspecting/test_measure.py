@@ -310,10 +310,10 @@ def test_models_that_are_refused():
         measure_cost(network()[0].to("meta"), (inputs[0].to("meta"),), bits=[8])
 
 
-@pytest.mark.parametrize("ask", [cpt.check, cpt.count_bitops, cpt.measure_cost])
+@pytest.mark.parametrize("ask", [cpt.check, cpt.count_bitops, cpt.inspecting.measure_cost])
 def test_a_tensor_is_not_taken_apart_for_its_rows(ask):
     model = cpt.quantize_(nn.Sequential(nn.Linear(4, 3)))
-    more = {"bits": (3,)} if ask is cpt.measure_cost else {}
+    more = {"bits": (3,)} if ask is cpt.inspecting.measure_cost else {}
     if ask is cpt.count_bitops:
         more = {"schedule": StaticSchedule(8, 10)}
     with pytest.raises(ValueError, match=r"inputs must be a tuple of the arguments of forward, got a Tensor"):

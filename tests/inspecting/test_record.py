@@ -14,8 +14,8 @@ from torch.utils.checkpoint import checkpoint
 import cpt_core as cpt
 from cpt_core.graphs.graph import Graph
 from cpt_core.inspecting import observer
-from cpt_core.inspecting import record as recorder
-from cpt_core.inspecting.record import COLUMNS, COMPILED, LEAST_GRADIENT_TO_NOISE, STATISTICS
+from cpt_core.inspecting import recording as recorder
+from cpt_core.inspecting.recording import COLUMNS, COMPILED, LEAST_GRADIENT_TO_NOISE, STATISTICS
 from cpt_core.kernels.operators import fake_quantize
 from cpt_core.models.gnn import GraphNet
 from cpt_core.quantization.convert import layer_precisions
@@ -125,7 +125,7 @@ def trained(model, call, record=None, accumulate=2):
 def test_training_is_the_same_bit_for_bit_and_every_role_is_seen(kind, config):
     alone = trained(*made(kind, config))
     model, call = made(kind, config)
-    recording = cpt.record(model, every=1)
+    recording = cpt.inspecting.record(model, every=1)
     assert identical(trained(model, call, recording), alone)
     assert recording.steps == list(range(STEPS))
     assert {k for k, why in recording.unseen.items() if why != recorder.RECURRENCE} == set()
@@ -153,7 +153,7 @@ def test_on_codes_the_same_tensors_are_seen(kind):
     counts = []
     for config in ("simulated", "shared steps"):
         model, call = made(kind, config)
-        trained(model, call, recording := cpt.record(model, every=1))
+        trained(model, call, recording := cpt.inspecting.record(model, every=1))
         counts.append(recording.table().set_index(["step", "layer", "role"])["elements"].sort_index())
     assert counts[0].equals(counts[1])
 
@@ -167,7 +167,7 @@ def test_both_gradients_of_a_product_are_seen(kind):
 
     alone = trained(*converted())
     model, call = converted()
-    recording = cpt.record(model, every=1)
+    recording = cpt.inspecting.record(model, every=1)
     assert identical(trained(model, call, recording), alone)
     table = recording.table()
     gradients = table[table["role"].isin(["grad", "weight_grad"])]
@@ -193,7 +193,7 @@ def one_pass(x, weight, bits=2, q_grad=2, config=None, gradient=None):
     with torch.no_grad():
         layer.weight.copy_(weight)
     cpt.quantize_(model := nn.Sequential(layer), config)
-    with cpt.precision(model, bits, q_grad), cpt.record(model, every=1) as recording:
+    with cpt.precision(model, bits, q_grad), cpt.inspecting.record(model, every=1) as recording:
         y = model(x)
         y.backward(torch.ones_like(y) if gradient is None else gradient)
     return model, recording
@@ -233,7 +233,7 @@ def test_codes_and_values_are_counted_alike(granularity):
 
 def test_what_lies_outside_its_range_is_clipped():
     """The mean of (0, 2) and (0, 6) is (0, 4): 6, and nothing else, lies outside."""
-    quantizers = {**cpt.QUANTIZERS, "linear_input": cpt.Quantizer("per_sample_mean")}
+    quantizers = {**cpt.quantization.QUANTIZERS, "linear_input": cpt.quantization.Quantizer("per_sample_mean")}
     config = cpt.QuantConfig(quantizers=quantizers)
     _, recording = one_pass(torch.tensor([[0.0, 2.0], [0.0, 6.0]]), torch.eye(2), config=config)
     row = row_of(recording, "input")
@@ -276,7 +276,7 @@ def test_each_gradient_is_on_its_own_levels():
     model = cpt.quantize_(nn.Sequential(nn.Linear(4, 4)), cpt.QuantConfig().with_gradient_rounding("nearest"))
     start = torch.optim.SGD(model.parameters(), 0.1)
     cpt.PrecisionScheduler(model, cpt.RoleSchedules(cpt.StaticSchedule(8, 1), 8, error=1, weight_gradient=2))
-    with cpt.record(model, every=1) as recording:
+    with cpt.inspecting.record(model, every=1) as recording:
         model(drawn(1, 4).requires_grad_()).backward(torch.tensor([[0.0, 1.0, 2.0, 3.0]]))
         start.step()
     error, weight = row_of(recording, "grad"), row_of(recording, "weight_grad")
@@ -297,7 +297,7 @@ def test_hidden_states_are_those_that_enter_the_steps():
     torch.manual_seed(0)
     plain, x = nn.LSTM(2, 3, bidirectional=True), drawn(4, 2, 2)
     model = cpt.quantize_(nn.Sequential(copy.deepcopy(plain)))
-    with cpt.precision(model, 3, 8), cpt.record(model, every=1) as recording:
+    with cpt.precision(model, 3, 8), cpt.inspecting.record(model, every=1) as recording:
         y = model(x)[0].detach()
     zero = torch.zeros(2, 3)
     for role, states in {
@@ -316,7 +316,7 @@ def test_packed_states_have_the_rows_of_their_steps():
     torch.manual_seed(0)
     model = cpt.quantize_(nn.Sequential(nn.LSTM(2, 3, bidirectional=True)))
     x = pack_sequence([drawn(n, 2, seed=n) for n in (3, 1)])
-    with cpt.precision(model, 3, 8), cpt.record(model, every=1) as recording:
+    with cpt.precision(model, 3, 8), cpt.inspecting.record(model, every=1) as recording:
         y = model(x)[0].data.detach()  # rows: both at step 0, then the long one at steps 1 and 2
     zero = torch.zeros(1, 3)
     states = [torch.cat([y[2:3, 3:], zero]), y[3:4, 3:], zero]
@@ -350,7 +350,7 @@ def steps(model, count, *optimizers, accumulate=1):
 
 
 def test_one_step_of_so_many_is_recorded(model):
-    with cpt.record(model, every=3) as recording:
+    with cpt.inspecting.record(model, every=3) as recording:
         steps(model, 8, accumulate=2)
         assert recording.step == 8
     assert recording.steps == [0, 3, 6]
@@ -358,7 +358,7 @@ def test_one_step_of_so_many_is_recorded(model):
 
 
 def test_passes_whose_gradients_accumulate_are_one_step(model):
-    with cpt.record(model, every=1) as recording:
+    with cpt.inspecting.record(model, every=1) as recording:
         steps(model, 2, accumulate=3)
     table = recording.table().set_index(["step", "layer", "role"])
     assert list(recording.steps) == [0, 1]
@@ -369,14 +369,14 @@ def test_several_optimizers_end_one_step_and_those_of_other_models_none(model):
     other = nn.Linear(2, 2)
     other.weight.grad = torch.ones(2, 2)
     both = [torch.optim.SGD(part.parameters(), 0.1) for part in (*model, other)]
-    with cpt.record(model, every=1) as recording:
+    with cpt.inspecting.record(model, every=1) as recording:
         steps(model, 3, *both)
     assert recording.steps == [0, 1, 2]
 
 
 def test_an_evaluation_between_two_optimizers_begins_no_step(model):
     optimizers = [torch.optim.SGD(part.parameters(), 0.1) for part in model]
-    with cpt.record(model, every=1) as recording:
+    with cpt.inspecting.record(model, every=1) as recording:
         passes(model)
         optimizers[0].step()
         model.eval()(drawn(5, 4))
@@ -385,7 +385,7 @@ def test_an_evaluation_between_two_optimizers_begins_no_step(model):
 
 
 def test_ranges_of_several_passes_are_put_together(model):
-    with cpt.record(model, every=1) as recording:
+    with cpt.inspecting.record(model, every=1) as recording:
         for x in (torch.full((1, 4), 2.0), torch.full((1, 4), -3.0)):
             model(x)
     table = recording.table().set_index(["layer", "role"])
@@ -394,13 +394,13 @@ def test_ranges_of_several_passes_are_put_together(model):
 
 def test_a_resumed_training_counts_on(model):
     for first in (100, 101):  # the first step of the block is recorded, whatever its number
-        with cpt.record(model, every=2, step=first) as recording:
+        with cpt.inspecting.record(model, every=2, step=first) as recording:
             steps(model, 3)
         assert recording.steps == [first, first + 2]
 
 
 def test_what_the_block_leaves_unfinished_is_a_step(model):
-    with cpt.record(model, every=1) as recording:
+    with cpt.inspecting.record(model, every=1) as recording:
         steps(model, 1)
         passes(model)
     assert recording.steps == [0, 1]
@@ -411,7 +411,7 @@ def test_what_the_block_leaves_unfinished_is_a_step(model):
 def test_between_recorded_steps_nothing_is_computed(model, monkeypatch):
     called = []
     monkeypatch.setattr(observer, "summed", lambda *args: called.append(1) or torch.zeros(10, dtype=torch.float64))
-    with cpt.record(model, every=2) as recording:
+    with cpt.inspecting.record(model, every=2) as recording:
         steps(model, 1)
         assert (recording.step, len(called)) == (1, 8)
         called.clear()
@@ -420,7 +420,7 @@ def test_between_recorded_steps_nothing_is_computed(model, monkeypatch):
 
 
 def test_evaluation_is_not_recorded(model):
-    with cpt.record(model, every=1) as recording:
+    with cpt.inspecting.record(model, every=1) as recording:
         model.eval()
         passes(model)
         model.train()
@@ -433,14 +433,14 @@ def test_evaluation_is_not_recorded(model):
 
 def test_memory_is_bounded(model, monkeypatch):
     monkeypatch.setattr(recorder, "MOST_STEPS", 4)
-    with cpt.record(model, every=1) as recording:
+    with cpt.inspecting.record(model, every=1) as recording:
         steps(model, 13)
     assert recording.every == 4
     assert recording.steps == [0, 4, 8, 12]
 
 
 def test_bits_that_change_within_a_step_have_rows_of_their_own(model):
-    with cpt.record(model, every=1) as recording:
+    with cpt.inspecting.record(model, every=1) as recording:
         passes(model)
         with cpt.precision(model, 6):
             passes(model)
@@ -450,7 +450,7 @@ def test_bits_that_change_within_a_step_have_rows_of_their_own(model):
 
 def test_gradients_that_come_when_their_precision_is_gone_are_unseen():
     cpt.quantize_(model := nn.Sequential(nn.Linear(4, 3, bias=False)))
-    with cpt.record(model, every=1) as recording:
+    with cpt.inspecting.record(model, every=1) as recording:
         with cpt.precision(model, 4, 8):
             y = model(drawn(5, 4)).sum()
         y.backward()
@@ -458,7 +458,7 @@ def test_gradients_that_come_when_their_precision_is_gone_are_unseen():
 
 
 def test_checkpointed_layers_and_copies(model):
-    with cpt.record(model, every=1) as recording:
+    with cpt.inspecting.record(model, every=1) as recording:
         x = drawn(5, 4).requires_grad_()
         checkpoint(model, x, use_reentrant=False).sum().backward()
         for twin in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
@@ -479,7 +479,7 @@ def test_gradients_of_gradients_stay(model):
     alone = second(drawn(5, 4).requires_grad_())
     for precision, key in zip(layer_precisions(model).values(), keys, strict=True):
         precision.noise_key.copy_(key)
-    with cpt.record(model, every=1):
+    with cpt.inspecting.record(model, every=1):
         assert identical(second(drawn(5, 4).requires_grad_()), alone)
 
 
@@ -496,7 +496,7 @@ class Writer:
 
 def test_scalars_and_writers(model):
     writer = Writer()
-    with cpt.record(model, every=2) as recording:
+    with cpt.inspecting.record(model, every=2) as recording:
         steps(model, 1)
         recording.write(writer)
         first = len(writer.seen)
@@ -520,7 +520,7 @@ def row_of_layer(recording, layer, role, step):
 
 def test_tensorboard_takes_them(model, tmp_path):
     tensorboard = pytest.importorskip("torch.utils.tensorboard")
-    with cpt.record(model, every=1) as recording, tensorboard.SummaryWriter(tmp_path) as writer:
+    with cpt.inspecting.record(model, every=1) as recording, tensorboard.SummaryWriter(tmp_path) as writer:
         steps(model, 1)
         recording.write(writer)
     assert list(tmp_path.iterdir())
@@ -529,43 +529,43 @@ def test_tensorboard_takes_them(model, tmp_path):
 @pytest.mark.parametrize("every", [0, -1, 1.5, True, None])
 def test_every_must_be_a_whole_number(model, every):
     with pytest.raises(ValueError, match=f"every must be a whole number of at least 1, got {every!r}"):
-        cpt.record(model, every=every)
+        cpt.inspecting.record(model, every=every)
 
 
 def test_models_that_cannot_be_recorded_are_refused(model):
     with pytest.raises(ValueError, match="no quantised layers; call quantize_"):
-        cpt.record(nn.Linear(2, 2))
+        cpt.inspecting.record(nn.Linear(2, 2))
     with pytest.raises(ValueError, match="a compiled model says nothing"):
-        cpt.record(torch.compile(model))
+        cpt.inspecting.record(torch.compile(model))
     with pytest.raises(ValueError, match="step must be a whole number of at least 0, got -1"):
-        cpt.record(model, step=-1)
+        cpt.inspecting.record(model, step=-1)
     with pytest.raises(ValueError, match="recorded steps: none"):
-        cpt.record(model).scalars()
+        cpt.inspecting.record(model).scalars()
 
 
 def test_records_do_not_nest(model):
-    with cpt.record(model, every=5) as recording:
+    with cpt.inspecting.record(model, every=5) as recording:
         steps(model, 1)
-        with pytest.raises(ValueError, match="layer '0' is recorded already"), cpt.record(model[0:1]):
+        with pytest.raises(ValueError, match="layer '0' is recorded already"), cpt.inspecting.record(model[0:1]):
             pass
         steps(model, 5)
     assert recording.steps == [0, 5]
-    with cpt.record(model, every=1):  # after it, and after an error inside, it is free again
+    with cpt.inspecting.record(model, every=1):  # after it, and after an error inside, it is free again
         pass
 
 
 def test_an_error_in_the_block_frees_the_model(model):
-    with pytest.raises(KeyError), cpt.record(model):
+    with pytest.raises(KeyError), cpt.inspecting.record(model):
         raise KeyError
     assert not any(p.observer for p in layer_precisions(model).values())
-    with cpt.record(model):
+    with cpt.inspecting.record(model):
         pass
 
 
 def test_compiled_parts_are_listed(model):
     passes(model)
     model[0].compile(backend="eager")
-    with cpt.record(model, every=1) as recording:
+    with cpt.inspecting.record(model, every=1) as recording:
         steps(model, 2)
     assert recording.unseen == dict.fromkeys([f"0/{role}" for role in ("input", "weight", "grad", "bias")], COMPILED)
     assert set(recording.table()["layer"]) == {"1"}

@@ -170,9 +170,11 @@ SHARED = cpt.QuantConfig().with_shared_steps().quantizers
 CONFIGS = {
     "shared steps": {"quantizers": SHARED},
     "authors' running ranges": {"running_start": "zero"},
-    "its own range": {"quantizers": cpt.QUANTIZERS | {"conv_input": cpt.Quantizer("per_sample_mean")}},
+    "its own range": {
+        "quantizers": cpt.quantization.QUANTIZERS | {"conv_input": cpt.quantization.Quantizer("per_sample_mean")}
+    },
     "weights with running ranges": {
-        "quantizers": SHARED | {"linear_weight": cpt.Quantizer("per_tensor", running=True)}
+        "quantizers": SHARED | {"linear_weight": cpt.quantization.Quantizer("per_tensor", running=True)}
     },
     "layers in float32": {"float32": ("3",)},
 }

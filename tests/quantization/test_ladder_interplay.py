@@ -250,7 +250,7 @@ def test_the_cost_that_is_logged_is_that_of_the_formats():
     assert precision.logs(2)["relative_cost"] == pytest.approx(found[0] / found[1])
 
 
-@pytest.mark.parametrize("cost", cpt.COSTS)
+@pytest.mark.parametrize("cost", cpt.formats.COSTS)
 def test_costs_take_the_ladders_of_a_configuration(cost):
     ladders = cpt.QuantConfig(ladder=MX).ladder
     assert CYCLE.relative_cost(cost=cost, ladder=ladders) == pytest.approx(CYCLE.relative_cost(cost=cost, ladder=MX))
@@ -258,9 +258,9 @@ def test_costs_take_the_ladders_of_a_configuration(cost):
     assert schedule.relative_cost(cost=cost, ladder=ladders) == pytest.approx(0.9, rel=2e-3)
     both = {1: "e2m1", 3: "e4m3"}, {1: "e4m3", 3: "e4m3"}
     apart = cpt.QuantConfig(ladder={"weight": both[0], "activation": both[1], "gradient": both[1]}).ladder
-    per_mac = cpt.COSTS[cost].per_mac(cpt.FORMATS["e2m1"], cpt.FORMATS["e4m3"])
+    per_mac = cpt.formats.COSTS[cost].per_mac(cpt.FORMATS["e2m1"], cpt.FORMATS["e4m3"])
     if per_mac:  # else a price of elements
-        full = cpt.COSTS[cost].per_mac(cpt.FORMATS["e4m3"], cpt.FORMATS["e4m3"])
+        full = cpt.formats.COSTS[cost].per_mac(cpt.FORMATS["e4m3"], cpt.FORMATS["e4m3"])
         assert StaticSchedule(1, 2).relative_cost(3, 3, cost, apart) == pytest.approx((2 * per_mac + full) / (3 * full))
         roles = cpt.RoleSchedules(weight=StaticSchedule(1, 2), activation=3, gradient=3)
         assert roles.relative_cost(cost=cost, ladder=apart) == 1  # its own highest levels
@@ -268,7 +268,7 @@ def test_costs_take_the_ladders_of_a_configuration(cost):
 
 def test_measured_costs_are_of_one_level_for_all_roles():
     with pytest.raises(ValueError, match="one schedule for all layers and roles, or bits=; got RoleSchedules"):
-        cpt.measure_cost(net(BY_ROLE), (inputs(),), RISING)
+        cpt.inspecting.measure_cost(net(BY_ROLE), (inputs(),), RISING)
 
 
 def test_the_sensitivity_of_a_ladder_is_measured_on_its_levels():
@@ -284,7 +284,7 @@ def test_the_sensitivity_of_a_ladder_is_measured_on_its_levels():
         return loss
 
     config = cpt.QuantConfig(ladder=MX)
-    found = cpt.sensitivity(
+    found = cpt.choosing.sensitivity(
         model, step, optimizer, base=2, q_max=4, windows=2, layers=2, steps=8, seeds=(0,), config=config, estimate=False
     )
     assert found.macs == (4 * 32 * 32, 4 * 32 * 32)

@@ -393,7 +393,7 @@ def test_command_line_refuses_with_one_line():
 def test_command_line_helps():
     done = command("--help")
     assert done.returncode == 0
-    for name in ("plan", "run", "results", "report", "reproduce", "notebooks", "download", "docs"):
+    for name in ("plan", "run", "results", "report", "reproduce", "notebooks", "download"):
         assert name in done.stdout
 
 

@@ -71,7 +71,7 @@ def test_held_out_images_are_in_no_batch_and_none_is_missing():
 def test_gradients_have_8_bits_also_below_a_static_precision_of_fewer():
     """Else a static precision would be compared that nobody asks for."""
     assert playground.cost(playground.chosen_schedule("STATIC", 3)) == pytest.approx((9 + 2 * 3 * 8) / 192)
-    few, many = cpt.StaticSchedule(3, 20), cpt.TableSchedule(((3, 20), (8, 1)))
+    few, many = cpt.StaticSchedule(3, 20), cpt.schedules.TableSchedule(((3, 20), (8, 1)))
     assert playground.train(few).losses == playground.train(many).losses[:20]
 
 

@@ -2,7 +2,7 @@
 
 ::
 
-    with cpt.record(model, every=100) as recording:
+    with cpt.inspecting.record(model, every=100) as recording:
         ...  # the training loop
     recording.table()
 

@@ -1,0 +1,95 @@
+"""The public names: one list for the lazy loader, ``__all__``, ``dir`` and type checkers, at the top and in rooms."""
+
+import subprocess
+import sys
+from importlib import import_module
+from pathlib import Path
+
+import pytest
+
+import cpt_core as cpt
+from cpt_core.public import homes, reference
+
+ROOT = Path(__file__).parents[1]
+ROOMS = sorted(name for name, home in homes("cpt_core").items() if home == "cpt_core")
+PACKAGES = ["cpt_core", *(f"cpt_core.{room}" for room in ROOMS)]
+# what a training needs; the rest is in rooms
+TOP = """
+BitOpsLedger DeficitSchedule DelayedSchedule FORMATS Format FormatLadder FunctionSchedule Graph GraphConv
+LayeredSchedule PrecisionScheduler QuantConfig QuantizationWarning RoleSchedules SAGEConv SUITE StaticSchedule
+check count_bitops execution export make_schedule precision quantize quantize_ restore_ schedule_from_dict
+solve_schedule summary
+"""
+
+
+def test_what_stands_at_the_top():
+    assert set(cpt.__all__) - set(ROOMS) == set(TOP.split())
+    assert ROOMS == ["bitops", "choosing", "formats", "inspecting", "kernels", "quantization", "schedules"]
+
+
+@pytest.mark.parametrize("package", PACKAGES)
+def test_public_names_resolve(package):
+    module = import_module(package)
+    assert sorted(module.__all__) == sorted(homes(package)) != []
+    assert set(module.__all__) <= set(dir(module))
+    for name, home in homes(package).items():
+        value = getattr(module, name)
+        assert value is (sys.modules[f"{package}.{name}"] if home == package else getattr(import_module(home), name))
+    with pytest.raises(AttributeError, match=f"module '{package}' has no attribute 'nonsense'"):
+        _ = module.nonsense
+
+
+@pytest.mark.parametrize("package", PACKAGES)
+def test_no_module_hides_a_public_name(package):
+    """Python sets a module in its package when it is first imported, over what stands there."""
+    modules = {path.stem for path in Path(import_module(package).__file__).parent.iterdir()}
+    assert modules & set(homes(package)) == (set(ROOMS) if package == "cpt_core" else set())
+
+
+def test_every_public_name_has_one_path():
+    paths = list(reference("cpt_core"))
+    bare = [path.split(".")[-1] for path in paths]
+    assert sorted(bare) == sorted(set(bare))
+    assert {"quantize_", "choosing.allocate"} < set(paths)
+
+
+def test_a_star_gets_the_public_names_and_no_others(tmp_path):
+    got: dict[str, object] = {}
+    exec("from cpt_core.choosing import *", got)
+    assert set(got) - {"__builtins__"} == set(cpt.choosing.__all__)
+
+
+def in_a_child(code):
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
+def test_importing_the_package_and_its_rooms_takes_neither_torch_nor_numpy():
+    rooms = ", ".join(f"cpt.{room}" for room in ROOMS)
+    in_a_child(f"import sys, cpt_core as cpt; {rooms}, dir(cpt); assert not {{'torch', 'numpy'}} & set(sys.modules)")
+
+
+def test_a_room_is_there_without_an_import_of_its_own():
+    in_a_child("import cpt_core as cpt; assert cpt.schedules.Rex(0.5).d == 0.5; assert cpt.formats.COSTS['ace']")
+
+
+@pytest.mark.slow
+def test_type_checkers_know_every_name_and_report_others(tmp_path):
+    pytest.importorskip("mypy", reason="the extra dev")
+    lines = ["import cpt_core as cpt", "cpt.no_such_name", "cpt.choosing.no_such_name", "cpt.sensitivity"]
+    lines += [f"reveal_type(cpt.{path})" for path in reference("cpt_core")]
+    file = tmp_path / "uses.py"
+    file.write_text("\n".join(lines))
+    command = [sys.executable, "-m", "mypy", "--no-error-summary", file]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    said = [line.split("uses.py:")[-1] for line in done.stdout.splitlines()]
+    errors = [line for line in said if line.split()[1] == "error:"]
+    assert [line.split("  [")[0] for line in errors] == [
+        '2: error: Module has no attribute "no_such_name"',
+        '3: error: Module has no attribute "no_such_name"',
+        '4: error: Module has no attribute "sensitivity"',
+    ], done.stdout + done.stderr
+    revealed = [line.split("Revealed type is ", 1)[1] for line in said if "Revealed type is" in line]
+    assert len(revealed) == len(reference("cpt_core"))
+    unknown = [path for path, kind in zip(reference("cpt_core"), revealed, strict=True) if kind.strip('"') == "Any"]
+    assert unknown == []
