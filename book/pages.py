@@ -24,13 +24,14 @@ from pygments.lexers.special import TextLexer
 from pygments.util import ClassNotFound
 
 import cpt_core
+from book import evening, zoo
 from cpt_core.public import reference
 from cpt_lessons.predictions import with_answers
 
 ROOT = Path(__file__).parents[1]
 DOCUMENTS = ("*.md", "docs/**/*.md", "notebooks/*.md", "notebooks/*.ipynb", "data/cards/*.md")
-OTHERS = "Module, tuple, BaseException"  # classes of other libraries, whose members are theirs
 PACKAGES = ("cpt_core", "cpt_lab", "cpt_lessons")
+OTHERS = "Module, tuple, BaseException"  # classes of other libraries, whose members are theirs
 SOURCE = (".py", ".cpp", ".h", ".js", ".j2")
 LINK = re.compile(r"(\]\()(?!\w+:|#)([^)#\s]+)([^)]*\))")
 NAMES = reference("cpt_core")  # such as choosing.allocate, and the module of each
@@ -57,6 +58,8 @@ def pages() -> dict[str, str | bytes]:
         made[f"downloads/{path.name}"] = path.read_bytes()
     folders = {path.parent for path in shown if path.suffix in SOURCE} | {ROOT / "data/cards"}
     made |= {f"{folder.relative_to(ROOT)}/index.md": folder_page(folder, folders) for folder in folders}
+    made["evening.md"] = evening.page()
+    made["zoo.md"] = zoo.page()
     made["api/index.md"] = api_index()
     made |= {f"api/{name}.md": name_page(name) for name in NAMES}
     return made
@@ -81,6 +84,8 @@ def relinked(path: Path, text: str, documents: list[Path]) -> tuple[str, set[Pat
         target = Path(os.path.normpath(path.parent / match[2]))
         if not target.exists():
             raise FileNotFoundError(f"{path.relative_to(ROOT)} links to {match[2]}, which is not there")
+        if target == Path(evening.__file__):  # the site has the page that it makes
+            return f"{match[1]}{os.path.relpath(ROOT / 'evening.md', path.parent)}{match[3]}"
         reached.add(target)
         if target.is_dir():
             return f"{match[1]}{match[2].rstrip('/')}/index.md{match[3]}"

@@ -4,6 +4,7 @@ import pytest
 import torch
 from helpers import INF, NAN, identical, normal
 
+import cpt_core.kernels.lstm  # noqa: F401 - brings the operators of the recurrence
 from cpt_core.formats.format import FORMATS, Format
 from cpt_core.kernels import grids, operators, reference
 from cpt_core.kernels.elements import round_elements

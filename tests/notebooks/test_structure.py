@@ -148,7 +148,13 @@ def test_imports_only_the_package_torch_and_the_standard_library(book):
     tree = ast.parse("\n".join(c.source for c in code_cells(book)))
     modules = {a.name for n in ast.walk(tree) if isinstance(n, ast.Import) for a in n.names}
     modules |= {n.module for n in ast.walk(tree) if isinstance(n, ast.ImportFrom)}
-    assert {m.split(".")[0] for m in modules} <= {"cpt_core", "cpt_lab", "cpt_lessons", "torch", *sys.stdlib_module_names}
+    assert {m.split(".")[0] for m in modules} <= {
+        "cpt_core",
+        "cpt_lab",
+        "cpt_lessons",
+        "torch",
+        *sys.stdlib_module_names,
+    }
 
 
 def test_headings(book):
