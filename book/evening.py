@@ -247,6 +247,7 @@ def _said(doc: str) -> str:
             continue
         listed = textwrap.dedent("\n".join(lines[1:])).splitlines() if inside else lines
         plain = [CODE.sub(lambda m: m[1] or f"\\{m[2]}", line.strip()) for line in listed]
+        plain = [re.sub(r"^(Paper|Differs): ", r"**\1:** ", line) for line in plain]
         said += [lines[0], ""] if inside else []
         said += [plain[i] if not inside or line[:1] == " " else f"- {plain[i]}" for i, line in enumerate(listed)] + [""]
     return "".join(f"> {line}".rstrip() + "\n" for line in said) + "\n" * bool(said)

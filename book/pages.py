@@ -30,8 +30,8 @@ from cpt_lessons.predictions import with_answers
 
 ROOT = Path(__file__).parents[1]
 DOCUMENTS = ("*.md", "docs/**/*.md", "notebooks/*.md", "notebooks/*.ipynb", "data/cards/*.md")
-PACKAGES = ("cpt_core", "cpt_lab", "cpt_lessons")
 OTHERS = "Module, tuple, BaseException"  # classes of other libraries, whose members are theirs
+PACKAGES = ("cpt_core", "cpt_lab", "cpt_lessons")
 SOURCE = (".py", ".cpp", ".h", ".js", ".j2")
 LINK = re.compile(r"(\]\()(?!\w+:|#)([^)#\s]+)([^)]*\))")
 NAMES = reference("cpt_core")  # such as choosing.allocate, and the module of each
@@ -44,6 +44,7 @@ def pages() -> dict[str, str | bytes]:
     documents = [path for pattern in DOCUMENTS for path in sorted(ROOT.glob(pattern))]
     shown = {path for package in PACKAGES for path in (ROOT / package).rglob("*") if path.suffix in SOURCE}
     made: dict[str, str | bytes] = {"index.md": (ROOT / "book/index.md").read_text(encoding="utf-8")}
+    made["evening.md"] = evening.page()
     for path in documents:
         text, reached = relinked(path, path.read_text(encoding="utf-8"), documents)
         shown |= {target for target in reached if target.is_file() and target not in documents}
@@ -58,7 +59,6 @@ def pages() -> dict[str, str | bytes]:
         made[f"downloads/{path.name}"] = path.read_bytes()
     folders = {path.parent for path in shown if path.suffix in SOURCE} | {ROOT / "data/cards"}
     made |= {f"{folder.relative_to(ROOT)}/index.md": folder_page(folder, folders) for folder in folders}
-    made["evening.md"] = evening.page()
     made["zoo.md"] = zoo.page()
     made["api/index.md"] = api_index()
     made |= {f"api/{name}.md": name_page(name) for name in NAMES}
