@@ -146,8 +146,8 @@ class Phantom(TorchDispatchMode):
         frame, outside = sys._getframe(1), None
         while frame is not None:
             file = frame.f_code.co_filename
-            if file.startswith(str(ROOT / "cpt_core")):
-                place = f"{Path(file).relative_to(ROOT / 'cpt_core')}:{frame.f_lineno}"
+            if file.startswith(f"{ROOT}/cpt_"):
+                place = f"{'/'.join(Path(file).relative_to(ROOT).parts[1:])}:{frame.f_lineno}"
                 break
             if outside is None and "site-packages" in file and "/torch/" not in file:
                 outside = f"{file.split('site-packages/')[-1]}:{frame.f_lineno}"

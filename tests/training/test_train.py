@@ -293,9 +293,9 @@ def test_a_damaged_checkpoint_changes_no_number(damage, stopped, share, length, 
         for name, content, hurt in zip(("run.pt", "run.previous.pt"), files, (True, both), strict=True):
             harmed = damage(content, int(share * len(content)), length) if hurt else content
             checkpoint.with_name(name).write_bytes(harmed)
-        logging.getLogger("cpt_core").addHandler(handler)
+        logging.getLogger("cpt_lab").addHandler(handler)
         run = train(task_of(spec), spec, checkpoint=checkpoint, on_step=lambda step, *_: steps.append(step))
-        logging.getLogger("cpt_core").removeHandler(handler)
+        logging.getLogger("cpt_lab").removeHandler(handler)
         said.seek(0)
         lines = said.read().splitlines()
         left = {"run.damaged.pt"} | ({"run.previous.damaged.pt"} if both else {"run.previous.pt"})
