@@ -270,6 +270,7 @@ def test_a_measurement_takes_the_steps_of_training(monkeypatch):
     assert all(rates == {0.0125} for _, rates in seen)
 
 
+@pytest.mark.slow
 def test_a_plan_needs_no_folder_that_can_be_written(place):
     (place / "runs").write_text("a file where the folder should be")
     words = [sys.executable, "-m", "cpt_lab", "plan", "digits/mlp6", "--scale", "smoke", "--measure"]
@@ -316,6 +317,7 @@ def test_how_many_runs_share_a_gpu():
     assert packed(1, 10) == 5  # nine tenths of the machine's memory
 
 
+@pytest.mark.slow
 def test_run_then_results_then_report(command, place):
     words = ["run", "digits/mlp6", "--scale", "smoke", "--only", "schedule=CR,static 8", "--seeds", "0", "1"]
     status, out, said = command(*words, "--workers", "0")
@@ -378,6 +380,7 @@ def test_parameters_of_notebooks_as_words():
     assert parse(["schedules=['CR', \"RR\"]"]) == {"schedules": ["CR", "RR"]}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("ok", [[], ["CR"], ["static 8"], ["CR", "RR", "ER"]])
 def test_a_report_of_runs_that_failed(ok, place):
     store = stores.store_path("demo", "image")
@@ -402,6 +405,7 @@ def test_a_range_test_says_what_it_found(command, place):
     assert (place / "f.png").read_bytes().startswith(b"\x89PNG")
 
 
+@pytest.mark.slow
 def test_claims_on_the_command_line(command):
     status, said, _ = command("claims", "--evidence")
     assert status == 0
@@ -412,6 +416,7 @@ def test_claims_on_the_command_line(command):
     assert "paper scale: confirmed, exact\n  smaller scales: –\n  rule of 2" in said
 
 
+@pytest.mark.slow
 def test_a_locale_without_utf_8_changes_no_file_and_stops_no_command(place):
     script = """if True:
         import sys

@@ -29,6 +29,7 @@ def test_docstring_examples(name):
     assert module.__doc__
 
 
+@pytest.mark.slow
 def test_the_pages_of_results_are_up_to_date():
     pages = reproducing.pages()
     kept = {path.name: path.read_text() for path in (ROOT / "docs/reproducing").iterdir()}
@@ -67,6 +68,7 @@ EXAMPLES = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("example", EXAMPLES)
 def test_the_examples_run(example, tmp_path):
     """The examples, cut out of the pages and run as they stand there; a mark begins one, of one block or more."""

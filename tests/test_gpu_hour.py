@@ -88,6 +88,7 @@ def fake(monkeypatch, **given):
     monkeypatch.setitem(hour.PARTS, "speed", lambda options: given)
 
 
+@pytest.mark.slow
 def test_a_stage_that_fails_leaves_the_others_alone_and_is_tried_again_when_asked(folder, monkeypatch):
     calls = []
 

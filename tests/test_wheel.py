@@ -15,6 +15,8 @@ import pytest
 
 import cpt_core
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).parents[1]
 NAME = f"cpt_core-{cpt_core.__version__}"
 

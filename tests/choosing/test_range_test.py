@@ -291,6 +291,7 @@ print(sorted(name for name in sys.modules if name.startswith(("cpt_lab.tasks", "
 """
 
 
+@pytest.mark.slow
 def test_a_model_of_ones_own_needs_neither_the_extras_nor_a_task():
     done = subprocess.run([sys.executable, "-W", "ignore", "-c", ALONE], capture_output=True, text=True)
     assert (done.stdout.splitlines(), done.returncode) == (["(2, 4, 8)", "[]"], 0), done.stderr
@@ -331,6 +332,7 @@ def test_a_recipe_against_losses_computed_here():
     assert found.shares[0][0] == pytest.approx((start - means[3]) / (start - means[8]))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("dataset", "title"),
     [("digits-graph", "GCN"), ("pydoc", "LSTM"), ("templates", "BERT"), ("digit-scenes", "scenes")],
@@ -342,6 +344,7 @@ def test_other_tasks(dataset, title):
     assert title in found.title
 
 
+@pytest.mark.slow
 def test_two_bits_are_too_few_for_the_digits_and_eight_enough():
     found = recipe_range_test(recipe("demo", "digits"), bits=(2, 5), dwell=60, seeds=(0, 1))
     assert found.q_min == 5

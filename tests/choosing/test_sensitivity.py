@@ -191,6 +191,7 @@ def test_groups_are_cut_in_order_or_by_patterns():
         sensitivity(model, train_step, optimizer, layers=("*", "0"), **few)
 
 
+@pytest.mark.slow
 def test_a_recipe_is_trained_with_its_own_learning_rate_and_judged_on_held_out_data():
     r = recipe("smoke", "digits")
     again = [recipe_sensitivity(r, windows=2, layers=2, steps=30, seeds=(0,), estimate=e) for e in (True, False)]

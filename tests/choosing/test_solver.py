@@ -212,6 +212,7 @@ def test_what_cannot_be_solved(budget, changes, message):
         solve_schedule(**{"budget": budget, "q_min": 3, "q_max": 8, "total_steps": 6_400} | changes)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "family"), [("LT", "linear"), ("CT", "cosine"), ("RTV", "rex"), ("ETV", "exponential")]
 )

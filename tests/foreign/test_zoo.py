@@ -7,6 +7,8 @@ import cpt_core as cpt
 from bench.zoo import LOOPS, Watcher, on_grid, tried
 from bench.zoo_models import MODELS
 
+pytestmark = pytest.mark.slow
+
 SOME = [("torch", name) for name in MODELS["torch"]]
 SOME += [("torchvision", name) for name in ("mobilenet_v3_small", "squeezenet1_1", "shufflenet_v2_x0_5")]
 SOME += [

@@ -13,6 +13,8 @@ pytest.importorskip("accelerate")
 
 from cpt_core.integrations.hf import FILE, PrecisionCallback  # noqa: E402
 
+pytestmark = pytest.mark.slow
+
 STEPS, ACCUMULATED = 12, 2
 CONFIG = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 32}
 LAYERS = 9  # eight linear ones and the products of attention

@@ -17,6 +17,8 @@ import cpt_core as cpt
 from cpt_core.kernels import cpp, operators
 from cpt_core.kernels import execution as module
 
+pytestmark = pytest.mark.slow
+
 SHOW = "import cpt_core as cpt; print(cpt.execution())"
 
 

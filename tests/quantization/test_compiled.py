@@ -1,6 +1,7 @@
 """torch.compile: a change of bits compiles nothing anew in a whole cycle.  Convolutions: test_scheduler.py; LSTM:
 test_lstm_compiled.py; graphs: test_graph_passes.py."""
 
+import pytest
 import torch
 
 from cpt_core.quantization.convert import quantize_
@@ -24,6 +25,7 @@ def sentences():
     return torch.randint(0, 50, (2, 8)), torch.zeros(2, 1, 1, 8), torch.zeros(2, 8, dtype=torch.int64)
 
 
+@pytest.mark.slow
 def test_a_cycle_of_bits_compiles_nothing_anew(device):
     from torch._dynamo.testing import CompileCounterWithBackend  # slow to import
 

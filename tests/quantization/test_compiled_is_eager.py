@@ -141,6 +141,7 @@ def left_by_a_step(model, call, half, seed):
     }, operands.types  # fmt: skip
 
 
+@pytest.mark.slow
 @needs_order
 @pytest.mark.parametrize("half", HALVES, ids=str)
 def test_under_autocast_both_passes_are_those_of_eager_code(half, compiled):

@@ -15,6 +15,8 @@ from cpt_core.kernels.reference import BLOCK
 from cpt_core.models.resnet import CifarResNet
 from cpt_core.quantization.convert import layer_precisions
 
+pytestmark = pytest.mark.slow
+
 
 def filled(model, *inputs, **config):
     """Convert, fill the running ranges as training does, and go to evaluation."""

@@ -80,6 +80,7 @@ def precision_of(config, bits, q_grad):
 BITS = st.tuples(st.integers(1, 8), st.integers(1, 8))
 
 
+@pytest.mark.slow
 @settings(max_examples=40)
 @given(bits=BITS, kinds=st.tuples(KINDS, KINDS), shared=st.booleans(), linear=st.booleans(),
        scaled=st.booleans(), plain=st.booleans(), sizes=st.tuples(st.integers(2, 30), st.integers(1, 40)))  # fmt: skip

@@ -209,6 +209,7 @@ def counter():
     torch._dynamo.reset()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "aggregation", "backend", "constant"),
     [("gcn", "quantized", "auto", True), ("sage", "fp", "csr", False)],

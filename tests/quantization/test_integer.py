@@ -56,6 +56,7 @@ def drawn(kind, *shape, seed=0):
     }[kind]
 
 
+@pytest.mark.slow
 @settings(max_examples=60, deadline=None)
 @given(
     sizes=st.tuples(st.integers(1, 40), st.integers(1, 300), st.integers(1, 40)),

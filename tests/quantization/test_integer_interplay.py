@@ -74,6 +74,7 @@ def test_where_integers_are_slow_it_is_said_once(slow):
     assert all(p.on_codes(torch.ones(1)) is False for p in layer_precisions(model).values())  # no bits, no codes
 
 
+@pytest.mark.slow
 def test_where_integers_are_slow_compiled_code_says_so_too(slow):
     torch._dynamo.reset()
     model = converted()
@@ -182,6 +183,7 @@ def test_autocast_rounds_results_and_nothing_before():
     assert torch.allclose(*found, rtol=0.02, atol=0.02)
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # torch where a graph breaks
 @pytest.mark.parametrize("execution", ["integer", "auto"])
 def test_compiled_it_computes_the_same_and_a_change_of_bits_compiles_nothing_anew(execution):
@@ -203,6 +205,7 @@ def test_compiled_it_computes_the_same_and_a_change_of_bits_compiles_nothing_ane
 # --- training loops ---------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_a_resumed_run_is_bitwise_the_same(monkeypatch, tmp_path):
     plain = session.quant_config
     monkeypatch.setattr(
@@ -231,6 +234,7 @@ class Classifier(nn.Module):
         return {"loss": nn.functional.cross_entropy(logits, labels), "logits": logits}
 
 
+@pytest.mark.slow
 def test_the_trainer_of_transformers(tmp_path):
     transformers = pytest.importorskip("transformers")
     pytest.importorskip("accelerate")

@@ -319,6 +319,7 @@ def test_bad_ladders_of_a_configuration_are_refused(ladder, said):
         cpt.QuantConfig(ladder=ladder)
 
 
+@pytest.mark.slow
 def test_compiled_models_follow_a_ladder():
     model, x = made("linear")
     model = cpt.quantize_(nn.Sequential(model), cpt.QuantConfig(ladder=LADDERS["minifloat"]))

@@ -398,6 +398,7 @@ def test_half_precision_and_autocast():
     assert half.weight_hh_l0.grad.dtype == torch.bfloat16
 
 
+@pytest.mark.slow
 def test_stochastic_gradients_are_unbiased():
     module = lstm_of(5, 4, config=QuantConfig())
     x, zero = torch.randn(6, 3, 5), torch.zeros(3, 4)

@@ -27,6 +27,7 @@ def counter():
     reset()
 
 
+@pytest.mark.slow
 def test_one_compiled_graph_serves_all_bits(counter):
     eager = lstm_of(bidirectional=True, bias=False)
     module = copy.deepcopy(eager)
@@ -48,6 +49,7 @@ def test_one_compiled_graph_serves_all_bits(counter):
     assert len(nodes) == len(module.precision.get_running()) // 2  # a layer in one direction is one node
 
 
+@pytest.mark.slow
 def test_compiled_gradients_draw_new_noise_for_every_step_and_call(counter):
     module = lstm_of(QuantConfig())
     compiled, x = torch.compile(module, fullgraph=True, backend=counter), torch.randn(6, 3, 5)

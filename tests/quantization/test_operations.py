@@ -240,6 +240,7 @@ def test_half_precision_computes_in_float32(name, dtype):
         assert model(*(x.to(dtype) for x in inputs)).dtype == dtype
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", PRODUCTS)
 def test_compiled_code_computes_what_eager_code_does(name):
     if name == "experts":
@@ -258,6 +259,7 @@ def test_compiled_code_computes_what_eager_code_does(name):
             torch.testing.assert_close(b, a, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("copied", [copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m))])
 def test_copies_restored_modules_and_checkpointed_passes(copied):
     torch.manual_seed(0)

@@ -14,6 +14,8 @@ from cpt_core.quantization.running import KEY_BITS, _wrapped
 from cpt_core.quantization.scheduler import PrecisionScheduler, precision
 from cpt_core.schedules.make import make_schedule
 
+pytestmark = pytest.mark.slow
+
 DRAWS, EACH = 60, 16  # gradients; rows of data of a process
 
 

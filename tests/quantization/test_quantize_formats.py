@@ -125,6 +125,7 @@ def test_quantize_never_hides_what_is_not_finite():
 # --- rotation -------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("size", [1, 2, 16, 32])
 def test_a_rotation_keeps_lengths_and_products(size):
     a, b = normal(3, 5, 64), normal(7, 64)

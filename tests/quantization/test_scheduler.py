@@ -75,6 +75,7 @@ def test_the_three_lines_train_a_model():
     assert (model(x).argmax(1) == y).float().mean() > 0.9
 
 
+@pytest.mark.slow
 def test_importing_the_parts_does_not_hide_the_context_manager():
     code = (
         "import cpt_core as cpt, cpt_core.quantization.scheduler, cpt_core.quantization.precision, torch\n"
@@ -500,6 +501,7 @@ def distributed_worker(rank, folder):
     dist.destroy_process_group()
 
 
+@pytest.mark.slow
 def test_two_processes_stay_together(tmp_path):
     torch.multiprocessing.spawn(distributed_worker, (str(tmp_path),), nprocs=2)
     expected = schedule_of(total_steps=5, n_cycles=1, q_min=7).bits().tolist()

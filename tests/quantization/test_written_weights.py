@@ -129,6 +129,7 @@ def compare(model, run):
             assert torch.equal(found, wanted)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("way", list(WAYS))
 @pytest.mark.parametrize("when", ["train", "eval", "no_grad", "accumulation", "scheduler", "compile"])
 def test_a_weight_is_rounded_as_it_is(when, way):

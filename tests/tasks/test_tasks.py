@@ -64,6 +64,7 @@ def without_extras():
     return json.loads(done.stdout)
 
 
+@pytest.mark.slow
 def test_asking_what_there_is_imports_no_task(without_extras):
     assert without_extras["tasks"] == sorted(EXPERIMENTS)
     assert all(name in without_extras["shown"] for name in EXPERIMENTS)

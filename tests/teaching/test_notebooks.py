@@ -23,6 +23,8 @@ from cpt_lessons.export import clean
 from cpt_lessons.notebooks import copy_notebooks, estimate, notebooks
 from cpt_lessons.progress import Place, Progress
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture
 def place(tmp_path, monkeypatch):

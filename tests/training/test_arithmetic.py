@@ -73,6 +73,7 @@ SMALL = {
 }  # fmt: skip
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dataset", SMALL)
 def test_every_task_trains_under_autocast(dataset):
     small = {**SHORT, **SMALL[dataset], "steps": 2, "evaluate_every": 0}

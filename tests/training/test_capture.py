@@ -17,6 +17,8 @@ from cpt_lab.training import capture, session
 from cpt_lab.training.session import Session, task_of
 from cpt_lab.training.train import Stopped, train
 
+pytestmark = pytest.mark.slow
+
 # batches of two sizes; milestones, a cosine, and a rate that follows the evaluations
 RUNS = {
     "images": partial(smoke_spec, "digits", model="resnet8_w8", train_images=90, batch=16, crop=1,

@@ -211,6 +211,7 @@ torch.save([p.detach() for p in run.model.parameters()], Path(sys.argv[2]) / "en
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("model", ["mlp6", "resnet8_w8"])
 def test_a_killed_run_resumes_bit_for_bit(model, tmp_path):
     import json

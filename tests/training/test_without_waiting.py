@@ -73,6 +73,7 @@ def values(model):
     return {name: x.held if isinstance(x, PhantomTensor) else x for name, x in model.state_dict().items()}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", RUNS)
 def test_every_task_trains_stops_and_resumes_on_a_gpu(name, tmp_path):
     spec, asked = spec_of(name), iter(range(4))
