@@ -48,6 +48,7 @@ if TYPE_CHECKING:  # the list of public names
     from cpt_core.schedules.make import schedule_from_dict as schedule_from_dict
     from cpt_core.schedules.profiles import SUITE as SUITE
     from cpt_core.schedules.roles import RoleSchedules as RoleSchedules
+    from cpt_core.schedules.schedule import CyclicSchedule as CyclicSchedule
     from cpt_core.schedules.schedule import FunctionSchedule as FunctionSchedule
     from cpt_core.schedules.schedule import StaticSchedule as StaticSchedule
 else:

@@ -225,7 +225,7 @@ function scheduleMath(constants) {
       return `cpt.make_schedule("${s.family}", ${between}, ${steps}${delay}${at})`;
     }
     const cycles =
-      `cpt.schedules.CyclicSchedule(cpt.schedules.PROFILES["${s.profile}"](), ${between}, ` +
+      `cpt.CyclicSchedule(cpt.schedules.PROFILES["${s.profile}"](), ${between}, ` +
       `total_steps=${s.total_steps - hold}, n_cycles=${s.n_cycles}${turned})`;
     if (!hold) return cycles;
     return `cpt.DelayedSchedule(${cycles}, hold=${hold}${s.delay_at === "float32" ? `, level=${float32}` : ""})`;

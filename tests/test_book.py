@@ -139,7 +139,7 @@ def test_public_names_in_a_docstring_lead_to_their_pages():
     conf = pytest.importorskip("book.conf", reason="the extra book")
     lines = ["``make_schedule`` gives a ``CyclicSchedule``, ``q_max`` or ``Rex(d=0.5)``.", "Paper: section 3."]
     conf.marked(None, "function", "cpt_core.make_schedule", None, None, lines)
-    led = ":py:obj:`CyclicSchedule <cpt_core.schedules.CyclicSchedule>`"
+    led = ":py:obj:`CyclicSchedule <cpt_core.CyclicSchedule>`"
     assert lines == [f"``make_schedule`` gives a {led}, ``q_max`` or ``Rex(d=0.5)``.", "**Paper:** section 3."]
 
 

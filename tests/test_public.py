@@ -15,7 +15,7 @@ ROOMS = sorted(name for name, home in homes("cpt_core").items() if home == "cpt_
 PACKAGES = ["cpt_core", *(f"cpt_core.{room}" for room in ROOMS)]
 # what a training needs; the rest is in rooms
 TOP = """
-BitOpsLedger DeficitSchedule DelayedSchedule FORMATS Format FormatLadder FunctionSchedule Graph GraphConv
+BitOpsLedger CyclicSchedule DeficitSchedule DelayedSchedule FORMATS Format FormatLadder FunctionSchedule Graph GraphConv
 LayeredSchedule PrecisionScheduler QuantConfig QuantizationWarning RoleSchedules SAGEConv SUITE StaticSchedule
 check count_bitops execution export make_schedule precision quantize quantize_ restore_ schedule_from_dict
 solve_schedule summary

@@ -135,7 +135,7 @@ CALLS = {
     "Rex": lambda: (cpt.schedules.Rex, {"d": 0.9}),
     "Warped": lambda: (cpt.schedules.Warped, {"base": "rex", "power": 2.0}),
     "CyclicSchedule": lambda: (
-        cpt.schedules.CyclicSchedule,
+        cpt.CyclicSchedule,
         {"profile": cpt.schedules.Cosine(), "q_min": 3, "q_max": 8, "total_steps": 16, "n_cycles": 2,
          "triangular": True, "mirror": "vertical", "cycle_rule": "exact", "name": "mine"},
     ),

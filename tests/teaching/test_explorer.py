@@ -61,7 +61,7 @@ def made(s):
         return cpt.make_schedule(s["family"], **bits, **cycles, delay=s["delay"], delay_at=s["delay_at"])
     hold = round(s["delay"] * s["total_steps"])
     cycles["total_steps"] -= hold
-    schedule = cpt.schedules.CyclicSchedule(cpt.schedules.PROFILES[profile](), **bits, **cycles, **turned)
+    schedule = cpt.CyclicSchedule(cpt.schedules.PROFILES[profile](), **bits, **cycles, **turned)
     level = FLOAT32 if s["delay_at"] == "float32" else None
     return cpt.DelayedSchedule(schedule, hold, level) if hold else schedule
 
