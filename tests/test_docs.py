@@ -16,7 +16,7 @@ from cpt_lab.analysis import claims, reproducing
 ROOT = Path(__file__).parents[1]
 MODULES = sorted(
     ".".join(p.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
-    for p in (ROOT / "cpt_core").rglob("*.py")
+    for p in ROOT.glob("cpt_*/**/*.py")
     if p.name != "__main__.py"
 )
 

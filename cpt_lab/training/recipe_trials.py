@@ -1,9 +1,9 @@
 """Range test and sensitivity of a recipe: its data, model and learning rates instead of a training loop of one's own.
 
 >>> from cpt_lab.experiments.recipes import recipe
->>> found = recipe_range_test(recipe("smoke", "digits"), bits=(2,), dwell=8, seeds=(0,), progress=False)
->>> found.bits
-(2, 8)
+>>> trial, first = next(of_recipe(recipe("smoke", "digits"), "cpu", 8, (0,), 0))
+>>> trial.title, first
+('mlp6 on scikit-learn digits, 8 x 8', 0)
 """
 
 from __future__ import annotations

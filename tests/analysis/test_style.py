@@ -188,7 +188,7 @@ def test_no_size_of_letters_is_below_the_least():
     """In figures that are not drawn here too."""
     sizes = [
         (path.name, k.value.value)
-        for path in sorted((ROOT / "cpt_core").rglob("*.py"))
+        for path in sorted(ROOT.glob("cpt_*/**/*.py"))
         for call in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
         if isinstance(call, ast.Call)
         for k in call.keywords

@@ -95,7 +95,7 @@ def test_what_the_command_measures_is_what_the_schedules_are_made_of(tmp_path, m
 
     for module in (allocation, sensitivities):
         monkeypatch.setattr(module, "results_dir", lambda: tmp_path)
-    monkeypatch.setattr(sensitivities, "sensitivity", measure)
+    monkeypatch.setattr(sensitivities, "recipe_sensitivity", measure)
     stored.cache_clear()
     for case in ("facebook", "digits"):
         monkeypatch.setattr("sys.argv", ["sensitivities", "--only", case])

@@ -418,8 +418,8 @@ def test_nothing_is_lost_whoever_is_killed():
 
 CTRL_C = """
 import sys
-from cpt_core import __main__ as m
-sys.argv = ["cpt_core", "run", "digits/mlp6", "--scale", "demo", "--only", "schedule=CR", "--seeds", "0", "1", "2", "3"]
+from cpt_lab import commands as m
+sys.argv = ["cpt", "run", "digits/mlp6", "--scale", "demo", "--only", "schedule=CR", "--seeds", "0", "1", "2", "3"]
 sys.argv += ["--workers", "2"]
 if __name__ == "__main__":
     m.main()
@@ -692,6 +692,7 @@ def test_gpus_are_used_round_robin_with_as_many_runs_as_fit(monkeypatch):
     def measured(spec, device):
         return SimpleNamespace(peak_memory=peaks[spec.recipe.model], host_memory=hosts[spec.recipe.model])
 
+    monkeypatch.setattr(sweep_module, "kept", lambda *given: None)
     monkeypatch.setattr(sweep_module, "measure", measured)
     assert slots(specs, workers=4) == [0, 1, 0, 1]  # nothing to measure when the number is given
     assert slots(specs) == [0, 1] * 3  # 3 x (2 GB + its context) in nine tenths of 10 GB
