@@ -258,7 +258,10 @@ def test_ctrl_c_ends_the_notebooks_and_starts_no_more(place, tmp_path, monkeypat
     monkeypatch.setattr(Progress, "refresh", refresh)
     with pytest.raises(KeyboardInterrupt):
         reproduce.reproduce("demo", progress=False)
-    assert capfd.readouterr() == ("", "")
+    out, said = capfd.readouterr()
+    closed = "ERROR:tornado.general:Uncaught exception in ZMQStream callback"  # on a busy machine, of closed sockets
+    assert out == ""
+    assert said == "" or (said.startswith(closed) and "non-socket" in said)
     folder = tmp_path / "runs" / "reproduce" / "demo"
     assert list(folder.iterdir()) == []
     assert sorted(p.name for p in tmp_path.glob("began *")) == ["began 05", "began 06"]
