@@ -176,7 +176,8 @@ class FirstPass(TorchFunctionMode):
             )
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if (name := getattr(function, "__name__", "")) not in NAMES and name not in UNRULED:
+        name = getattr(function, "__name__", "").partition(".")[0]  # "mm" of aten.mm.default
+        if name not in NAMES and name not in UNRULED:
             return function(*args, **(kwargs or {}))
         operations = _operations()
         if function in operations.INSIDE:

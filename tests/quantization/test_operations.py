@@ -16,7 +16,7 @@ from cpt_core.bitops.plan import count_bitops
 from cpt_core.formats.ladder import FormatLadder
 from cpt_core.inspecting.check import check
 from cpt_core.inspecting.summary import summary
-from cpt_core.quantization import operations
+from cpt_core.quantization import multiplies, operations
 from cpt_core.quantization.convert import QuantConfig, layer_precisions, quantize_, restore_
 from cpt_core.quantization.coverage import QuantizationWarning
 from cpt_core.quantization.fake_quantize import quantize
@@ -415,3 +415,12 @@ def test_products_that_no_rule_quantises_are_named(name):
     model = quantize_(nn.Sequential(nn.Linear(6, 6), Does(sums[name], 6, 6)))
     with precision(model, 4), pytest.warns(QuantizationWarning, match=f"{name} in 1"):
         model(torch.randn(2, 6, 6))
+
+
+def test_every_product_that_has_a_rule_is_looked_for():
+    """Modules are converted by these names, and the first pass goes by them, before any rule is loaded."""
+    named = {f.__name__.partition(".")[0] for f in (*operations.RULES, *operations.INSIDE)}
+    named |= {"_transformer_encoder_layer_fwd"}
+    named |= {name.partition("::")[2] for name in operations.OPERATORS}
+    assert multiplies.NAMES == named
+    assert {f.__name__ for f in operations.UNRULED} == set(multiplies.UNRULED)
