@@ -63,7 +63,8 @@ def combination(uv: str, wheel: Path, python: str, torch: str, backend: str, lin
         wanted = "torch" if torch == "newest" else f"torch=={torch}"
         source = ["--torch-backend", "cpu"] if backend == "cpu" else []
         source += [word for folder in links for word in ("--find-links", folder)]
-        install = [uv, "pip", "install", "-q", "-p", str(place / "venv"), *source, str(wheel), wanted]
+        package = f"{wheel}[lab]"  # with the command line, which trains a model of digits
+        install = [uv, "pip", "install", "-q", "-p", str(place / "venv"), *source, package, wanted]
         there, said = _call(*install, cwd=place)
         if not there:
             return [python, torch, "-", f"skipped: {wanted} cannot be installed ({_reason(said)})"]
