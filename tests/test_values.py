@@ -192,8 +192,7 @@ CALLS = {
     "Format": lambda: (
         cpt.Format,
         {"kind": "minifloat", "bits": 4, "exponent": 2, "mantissa": 1, "specials": "none", "block": 16, "scale": "e8m0",
-         "partial": True, "granularity": "per_row", "rounding": "nearest", "clipping": "rms", "percentile": 99.0,
-         "hadamard": 16, "saturate": True},
+         "partial": True, "saturate": True},
     ),
     "Format.affine": lambda: (cpt.Format.affine, {"bits": 4}),
     "Format.symmetric": lambda: (cpt.Format.symmetric, {"bits": 4}),
@@ -226,10 +225,14 @@ CALLS = {
     "SAGEConv": lambda: (cpt.SAGEConv, {"in_feats": 2, "out_feats": 3, "bias": True}),
     "SAGEConv.forward": lambda: (cpt.SAGEConv(2, 3).forward, {"graph": graph(), "features": torch.ones(3, 2)}),
     "Quantizer": lambda: (
-        cpt.quantization.Quantizer, {"granularity": "per_tensor", "rounding": "nearest", "running": True}
+        cpt.quantization.Quantizer,
+        {"granularity": "per_tensor", "rounding": "nearest", "running": True, "format": cpt.FORMATS["e4m3"],
+         "clipping": "rms", "percentile": 99.0, "hadamard": 16},
     ),
-    "Quantizer.on": lambda: (cpt.quantization.Quantizer("per_row").on, {"format": cpt.FORMATS["e4m3"]}),
-    "Quantizer.range_of": lambda: (cpt.quantization.Quantizer("per_row").range_of, {"x": torch.ones(2, 3)}),
+    "Quantizer.of": lambda: (cpt.quantization.Quantizer.of, {"value": "e4m3:rounding=stochastic"}),
+    "Quantizer.on": lambda: (
+        cpt.quantization.Quantizer("per_row").on, {"level": cpt.quantization.Quantizer.of("e4m3")}
+    ),
     "quantize": lambda: (
         cpt.quantize, {"x": torch.ones(2, 3), "bits": 4, "quantizer": "conv_input", "format": None, "seed": None}
     ),
@@ -298,7 +301,7 @@ for of, make in SCHEDULES.items():
     }
 # odd value -> arguments of any callable for which it is legal; None is where it is the default, and for these
 TAKEN = {
-    "None": "progress Quantizer.on.format Graph.set_constant.features",
+    "None": "progress Quantizer.on.level Graph.set_constant.features",
     "True": "triangular partial saturate bias allow_zero_in_degree running progress estimate",
     "-1": "seed",
     "0": "d hold delay floor step seed hadamard mantissa",

@@ -23,6 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from cpt_core.kernels.operators import range_of
 from cpt_core.quantization.layers import QuantizedLayer
 
 
@@ -64,6 +65,6 @@ class GradientRecorder:
         quantizer = self.layers[name].precision.quantizers.get(role)
         if quantizer is None or x.numel() == 0:
             return
-        width = quantizer.range_of(x.detach())[1]
+        width = range_of(x.detach(), quantizer.grid)[1]
         rate = float(self.optimizer.param_groups[0]["lr"])
         self.found[name] += rate * float((gradient.float() * width).square().sum()) / 12

@@ -91,7 +91,7 @@ class _Sum(torch.autograd.Function):
     ) -> Tensor:
         ctx.graph, ctx.scale, ctx.mean, ctx.after = graph, scale, mean, after
         p = after.precision
-        if p.quantizers["aggregation"].granularity in ONE_RANGE:
+        if p.quantizers["aggregation"].grid in ONE_RANGE:
             h = total(graph, p.encoded("aggregation", x if scale is None else x * scale))
         else:
             h = graph.aggregate(p.scaled_operand("aggregation", x, scale))
@@ -159,7 +159,7 @@ class After:
         if self.biased:
             p = self.precision
             quantizer = p.quantizers["grad"]
-            if further and self.rounding.encodes and quantizer.granularity in WHOLE:  # in two passes
+            if further and self.rounding.encodes and quantizer.grid in WHOLE:  # in two passes
                 key = p.noise_key if quantizer.rounding == "stochastic" else None
                 found = round_scale_encode(gradient, self.scale, p.grad_levels, key)
                 if p.observed:

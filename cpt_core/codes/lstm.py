@@ -70,7 +70,7 @@ class _Recurrence(torch.autograd.Function):
         column_codes, column_values = column_tables(u.t(), bias)
         *found, ranges, gates, codes, before, tanh = operators.active.lstm_forward(*Forward(
             x_gates, u.codes, None, h, c, *steps, save=save,
-            levels=p.levels, granularity=p.quantizers[role].granularity, low=low, width=width, filled=filled,
+            levels=p.levels, granularity=p.quantizers[role].grid, low=low, width=width, filled=filled,
             grad_levels=None, grad_granularity="", key=None, advance=False,
             column_codes=column_codes, column_values=column_values,
         ))  # fmt: skip

@@ -1,19 +1,21 @@
-"""Number formats as values: which numbers an element may be, and how a tensor is brought onto them.  Beyond the paper.
+"""Number formats as values: which numbers an element may be, and the scale of a block.  Beyond the paper.
 
 The paper's grid is ``Format.affine(q)``; the others are those of today's hardware. A ``FormatLadder`` puts any of them
 on a precision schedule. Nothing here computes on tensors: ``cpt_core.kernels.formats`` does.
 
+How a tensor is brought onto one, such as its ranges and its rounding, is the ``Quantizer``'s.
+
 >>> FORMATS["e2m1"].values().tolist()[8:]
 [0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0]
->>> str(Format.mx("e2m1")), str(Format.mx("e2m1", block=16, rounding="stochastic"))
-('mxfp4', 'mx(e2m1,16):rounding=stochastic')
+>>> str(Format.mx("e2m1")), str(Format.mx("e2m1", block=16, partial=True))
+('mxfp4', 'mx(e2m1,16):partial=1')
 """
 
 from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
@@ -27,9 +29,6 @@ if TYPE_CHECKING:
 
 KINDS = ("affine", "symmetric", "minifloat", "log2")
 SPECIALS = ("none", "nan", "infinity")
-GRANULARITIES = ("per_tensor", "per_channel", "per_row", "per_position", "per_sample_mean")
-ROUNDINGS = ("nearest", "stochastic")
-CLIPPINGS = ("none", "rms", "percentile")
 FULL = 32  # bits of what is not quantised
 MOST_AFFINE = 23  # float32 has 24 significant bits: from there on an affine grid changes nothing
 BITS = {"affine": (1, MOST_AFFINE), "symmetric": (2, MOST_AFFINE), "minifloat": (3, FULL), "log2": (2, 8)}
@@ -50,14 +49,6 @@ class Format:
         block: elements along the last dimension that share a scale; 0 for one scale per range.
         scale: format of a block's scale: "e8m0" (a power of two) or "e4m3", with one float32 scale per tensor.
         partial: the last block of a row may be shorter; else a row that ``block`` does not divide is an error.
-        granularity: which elements share a range, a name of ``GRANULARITIES``; None takes that of the role's quantiser,
-            and leaves minifloats and powers of two without a scale where there is no role. Ranges other than
-            "per_tensor" are those of the tensor at hand in evaluation, too.
-        rounding: "nearest" (half to even) or "stochastic"; None takes that of the role's quantiser, or "nearest".
-        clipping: where a range ends. "none": at its extremes; "rms": where the error is least, root mean square;
-            "percentile": at the ``percentile`` of the magnitudes (of both ends, for an affine grid).
-        percentile: of the elements inside the range, for that clipping.
-        hadamard: size of the random Hadamard rotation of both operands of a product along its sum; 0 for none.
         saturate: numbers beyond the largest become the largest; else infinity, or NaN where there is none.
     """
 
@@ -69,11 +60,6 @@ class Format:
     block: int = 0
     scale: str = ""
     partial: bool = False
-    granularity: str | None = None
-    rounding: str | None = None
-    clipping: str = "none"
-    percentile: float = 99.9
-    hadamard: int = 0
     saturate: bool = True
 
     def __post_init__(self) -> None:
@@ -81,16 +67,9 @@ class Format:
         choose("kind of a format", self.kind, KINDS)
         declared(type(self), vars(self))
         choose("specials", self.specials, SPECIALS)
-        choose("clipping", self.clipping, CLIPPINGS)
-        if self.granularity is not None:
-            choose("granularity", self.granularity, GRANULARITIES)
-        if self.rounding is not None:
-            choose("rounding", self.rounding, ROUNDINGS)
-        for name in ("bits", "exponent", "mantissa", "block", "hadamard"):
+        for name in ("bits", "exponent", "mantissa", "block"):
             object.__setattr__(self, name, whole(f"{name} of a format", getattr(self, name), 0))
-        least, most = {"affine": (1, MOST_AFFINE), "symmetric": (2, MOST_AFFINE), "log2": (2, 8)}.get(
-            self.kind, (3, FULL)
-        )
+        least, most = BITS[self.kind]
         if not least <= self.bits <= most:
             raise ValueError(f"{self.kind} formats have {least} to {most} bits, got {self.bits}")
         if self.kind == "minifloat":
@@ -101,10 +80,6 @@ class Format:
             if not (self.block and self.scale) or self.kind not in ("minifloat", "symmetric"):
                 raise ValueError("blocks of minifloats or whole numbers have a size and a scale, 'e8m0' or 'e4m3'")
             choose("scale of a block", self.scale, ("e8m0", "e4m3"))
-        if self.hadamard & (self.hadamard - 1):
-            raise ValueError(f"a Hadamard rotation has a power of two as its size, got {self.hadamard}")
-        if not 50 < self.percentile <= 100:
-            raise ValueError(f"percentile must lie above 50 and at most at 100, got {self.percentile!r}")
 
     def _check_minifloat(self) -> None:
         if not (2 <= self.exponent <= 8 and self.mantissa <= 23):
@@ -190,9 +165,8 @@ class Format:
             if self.kind == "minifloat" and self.specials != Format.minifloat(self.exponent, self.mantissa).specials:
                 name += f":specials={self.specials}"
         for option in _OPTIONS:
-            value = getattr(self, option.name)
-            if value != option.default:
-                name += f":{option.name}={value:d}" if isinstance(value, bool) else f":{option.name}={value}"
+            if (value := getattr(self, option.name)) != option.default:
+                name += f":{option.name}={value:d}"
         return name
 
     @property
@@ -202,8 +176,8 @@ class Format:
 
     @property
     def plain_affine(self) -> bool:
-        """Whether it is the paper's grid with nothing added: ranges and rounding as the role has them."""
-        return self == Format("affine", self.bits) if self.kind == "affine" else False
+        """Whether it is the paper's grid."""
+        return self.kind == "affine" and self.saturate
 
     @property
     def bias(self) -> int:
@@ -276,8 +250,8 @@ class Format:
 
 _OPTIONS = fields(Format)[7:]  # from ``partial`` on
 _MAKERS = {"e8m0": "mx", "e4m3": "nv"}
-_FLAG = {"0": False, "1": True}.__getitem__
-_READ: Mapping[str, Callable[[str], Any]] = {"partial": _FLAG, "saturate": _FLAG, "hadamard": int, "percentile": float}
+_FLAG = {"0": False, "1": True}
+OPTIONS = ("specials", *(option.name for option in _OPTIONS))
 
 
 @lru_cache(maxsize=1024)
@@ -287,11 +261,10 @@ def _parsed(text: str) -> Format:
     options: dict[str, Any] = {}
     for part in rest:
         key, _, value = part.partition("=")
-        choose("option of a format", key, ("specials", *(f.name for f in _OPTIONS)))
-        try:
-            options[key] = _READ.get(key, str)(value)
-        except (KeyError, ValueError):
-            raise ValueError(f"option {key!r} of format {text!r} cannot be {value!r}") from None
+        choose("option of a format", key, OPTIONS)
+        if key != "specials" and value not in _FLAG:
+            raise ValueError(f"option {key!r} of format {text!r} cannot be {value!r}")
+        options[key] = _FLAG.get(value, value)
     if name in FORMATS:
         return replace(FORMATS[name], **options)
     if found := re.fullmatch(r"(mx|nv)\((\w+),(\d+)\)", name):

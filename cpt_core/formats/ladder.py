@@ -20,6 +20,7 @@ from typing import Any
 from cpt_core.checks import declared, shown, whole
 from cpt_core.formats.costs import Operands, cost_named
 from cpt_core.formats.format import FORMATS, MOST_AFFINE, Format
+from cpt_core.formats.quantizer import Quantizer
 
 MOST_LEVEL = 32
 
@@ -28,22 +29,23 @@ class FormatLadder:
     """A format for every level; a value: equal ladders are equal, and hash alike.
 
     Args:
-        formats: level, 1 to 32 -> format or its name. Levels need not follow each other, but a schedule that stands on
-            one that is missing is refused: see ``filled``.
+        formats: level, 1 to 32 -> format or its name, also with options of rounding ("mxfp4:rounding=stochastic"), or
+            a ``Quantizer`` that has a format. Levels need not follow each other, but a schedule that stands on one that
+            is missing is refused: see ``filled``.
 
     Raises:
         ValueError: for no levels, levels that are no whole numbers from 1 to 32, and what is no format.
     """
 
-    def __init__(self, formats: Mapping[int, Format | str]) -> None:
+    def __init__(self, formats: Mapping[int, Format | Quantizer | str]) -> None:
         """Read the formats."""
         if not isinstance(formats, Mapping) or not formats:
             raise ValueError(f"a ladder is a mapping, level -> format, of at least one level; got {formats!r}")
         try:
-            found = {_level(level): Format.of(value) for level, value in formats.items()}
+            found = {_level(level): Quantizer.of(value) for level, value in formats.items()}
         except ValueError as error:
             raise ValueError(f"formats of a ladder: {error}") from None
-        self._formats = dict(sorted(found.items()))
+        self._levels = dict(sorted(found.items()))
 
     @classmethod
     def affine(cls) -> FormatLadder:
@@ -53,7 +55,7 @@ class FormatLadder:
     @property
     def levels(self) -> tuple[int, ...]:
         """The levels, from the lowest up."""
-        return tuple(self._formats)
+        return tuple(self._levels)
 
     def __getitem__(self, level: int) -> Format:
         """Return the format of a level; 32 is float32 on every ladder that says nothing else.
@@ -61,19 +63,25 @@ class FormatLadder:
         Raises:
             ValueError: for a level that the ladder does not have; it names those there are.
         """
+        format = self.quantizer(level).format
+        assert format is not None
+        return format
+
+    def quantizer(self, level: int) -> Quantizer:
+        """Return the format of a level with how a tensor is brought onto it; errors as above."""
         level = _level(level)
-        if level == MOST_LEVEL and level not in self._formats:
-            return FORMATS["float32"]
-        if level not in self._formats:
+        if level == MOST_LEVEL and level not in self._levels:
+            return Quantizer(format=FORMATS["float32"])
+        if level not in self._levels:
             raise ValueError(
-                f"the ladder has a hole at level {level}: its levels are {', '.join(map(str, self._formats))}; "
+                f"the ladder has a hole at level {level}: its levels are {', '.join(map(str, self._levels))}; "
                 "ladder.filled() holds each format until the next"
             )
-        return self._formats[level]
+        return self._levels[level]
 
     def __iter__(self) -> Iterator[int]:
         """Iterate over the levels; so ``3 in ladder`` asks for one."""
-        return iter(self._formats)
+        return iter(self._levels)
 
     def bits(self, level: int) -> int:
         """Return the bits of an element at a level, which BitOps count."""
@@ -127,14 +135,14 @@ class FormatLadder:
 
     def filled(self) -> FormatLadder:
         """Return the ladder without holes: between two levels the format of the lower one."""
-        found: dict[int, Format] = {}
+        found: dict[int, Quantizer] = {}
         for level in range(self.levels[0], self.levels[-1] + 1):
-            found[level] = self._formats.get(level) or found[level - 1]
+            found[level] = self._levels.get(level) or found[level - 1]
         return FormatLadder(found)
 
     def to_dict(self) -> dict[str, str]:
         """Return a JSON-able description; ``from_dict`` gives an equal ladder."""
-        return {str(level): str(value) for level, value in self._formats.items()}
+        return {str(level): str(value) for level, value in self._levels.items()}
 
     @classmethod
     def from_dict(cls, description: Mapping[Any, str]) -> FormatLadder:
@@ -147,17 +155,17 @@ class FormatLadder:
 
     def __eq__(self, other: object) -> bool:
         """Whether both have the same formats at the same levels."""
-        return isinstance(other, FormatLadder) and self._formats == other._formats
+        return isinstance(other, FormatLadder) and self._levels == other._levels
 
     def __hash__(self) -> int:
         """Return a hash of levels and formats."""
-        return hash(tuple(self._formats.items()))
+        return hash(tuple(self._levels.items()))
 
     def __repr__(self) -> str:
         """Return what makes it."""
         if self == AFFINE:
             return "FormatLadder.affine()"
-        return f"FormatLadder({ {level: str(value) for level, value in self._formats.items()} })"
+        return f"FormatLadder({ {level: str(value) for level, value in self._levels.items()} })"
 
 
 def _level(level: Any) -> int:
@@ -166,7 +174,7 @@ def _level(level: Any) -> int:
     return number
 
 
-def ladder_of(value: FormatLadder | Mapping[int, Format | str] | None) -> FormatLadder:
+def ladder_of(value: FormatLadder | Mapping[int, Format | Quantizer | str] | None) -> FormatLadder:
     """Return a ladder given as one, as a mapping, or None for the paper's."""
     if value is None:
         return AFFINE

@@ -12,7 +12,8 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
 from cpt_core.formats.format import Format
-from cpt_core.kernels.grids import grid_of_steps
+from cpt_core.formats.quantizer import grid_of
+from cpt_core.kernels.grids import parts_of
 from cpt_core.kernels.operators import encode, fake_quantize
 from cpt_core.kernels.reference import CODE_BITS, clips
 from cpt_core.quantization.in_force import ladder_role
@@ -45,13 +46,13 @@ class Observer:
         if gradient:
             levels = p.grad_levels if place == "error" else p.weight_grad_levels
         key = p.noise_key if gradient and quantizer.rounding == "stochastic" else None
-        parts, grid = [x.detach()], quantizer.granularity
-        if rows and quantizer.ranges == "per_tensor":
+        parts, grid = [x.detach()], quantizer.grid
+        if rows and quantizer.granularity == "per_tensor":
             if len(set(rows)) == 1:  # a part is as a channel
-                parts, grid = [parts[0].unflatten(0, (len(rows), -1))], grid_of_steps(format)
+                parts, grid = [parts[0].unflatten(0, (len(rows), -1))], grid_of("per_channel", quantizer)
             else:
                 parts = list(parts[0].split(list(rows)))
-        of_key = self.sums.setdefault((self.name, role, level, format.bits, quantizer.granularity), [])
+        of_key = self.sums.setdefault((self.name, role, level, format.bits, quantizer.grid), [])
         of_key += [summed(part, levels, grid, key, format) for part in parts]
 
     def __deepcopy__(self, memo: Any) -> None:
@@ -65,8 +66,8 @@ class Observer:
 def summed(x: Tensor, levels: Tensor, grid: str, key: Tensor | None, format: Format) -> Tensor:
     """Round ``x`` on its own ranges; return what ``SUMS`` names, float64."""
     rounded, low, width = fake_quantize(x, levels, grid, key)
-    high = low + width
-    if format.plain_affine and format.bits <= CODE_BITS:  # codes are counted ten times as fast
+    high, to = low + width, parts_of(grid)[1]
+    if to is None and format.bits <= CODE_BITS:  # codes are counted ten times as fast
         used = _distinct(encode(x, low, width, levels, key, clips(grid, key is not None)), low)
     elif format.block:  # of every block
         rest = -x.shape[-1] % format.block
@@ -78,7 +79,7 @@ def summed(x: Tensor, levels: Tensor, grid: str, key: Tensor | None, format: For
         x.new_tensor(x.numel(), dtype=torch.float64),
         torch.linalg.vector_norm(x, dtype=torch.float64).square(),
         torch.linalg.vector_norm(rounded - x, dtype=torch.float64).square(),
-        _clipped(x, low, high, format),
+        x.new_tensor(math.nan) if to and to.clipping != "none" else _clipped(x, low, high, format),
         torch.count_nonzero(x),
         torch.count_nonzero((rounded == 0) & (x != 0)),
         used.sum(),
@@ -90,8 +91,8 @@ def summed(x: Tensor, levels: Tensor, grid: str, key: Tensor | None, format: For
 
 
 def _clipped(x: Tensor, low: Tensor, high: Tensor, format: Format) -> Tensor:
-    """Return how many elements lie outside their range; NaN where a format finds its ends by itself."""
-    if format.block or format.clipping != "none":
+    """Return how many elements lie outside their range; NaN of blocks, which have ends of their own."""
+    if format.block:
         return x.new_tensor(math.nan)
     if format.kind != "affine":
         high = torch.maximum(-low, high)

@@ -165,8 +165,8 @@ def _in_other_formats(layer: QuantizedLayer) -> dict[str, str]:
     """Return the products that some level of a ladder has in formats without codes, with the first such level."""
     forward = ("forward", "aggregation")
     for role, ladder in layer.precision.ladders._asdict().items():
-        if odd := [q for q in ladder.levels if not (ladder[q].plain_affine or ladder[q].is_identity)]:
-            why = f"at level {odd[0]} the {role.replace('_', ' ')} is in {ladder[odd[0]]}"
+        if odd := [q for q in ladder.levels if not (ladder.quantizer(q).plain or ladder[q].is_identity)]:
+            why = f"at level {odd[0]} the {role.replace('_', ' ')} is in {ladder.quantizer(odd[0])}"
             gradients = role in ("error", "weight_gradient")
             return {product: why for product in layer.products if not (gradients and product in forward)}
     return {}

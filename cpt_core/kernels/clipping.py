@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from cpt_core.formats.format import Format
+from cpt_core.formats.quantizer import Quantizer
 from cpt_core.kernels import reference
 from cpt_core.kernels.elements import into, round_elements
 
@@ -21,12 +22,12 @@ MOVES = tuple(k / 32 for k in range(1, 17))  # of one end of an affine range, in
 POWERS = (1.0, 2.0, 0.5)
 
 
-def chosen(x: Tensor, largest: Tensor, scale_of: Callable[[Tensor], Tensor], format: Format) -> Tensor:
+def chosen(x: Tensor, largest: Tensor, scale_of: Callable[[Tensor], Tensor], to: Quantizer, format: Format) -> Tensor:
     """Return the scales of ranges with these largest magnitudes, float32, after clipping."""
-    if format.clipping == "percentile":
-        return scale_of(torch.minimum(at_percentile(x.abs(), largest, format.percentile), largest))
+    if to.clipping == "percentile":
+        return scale_of(torch.minimum(at_percentile(x.abs(), largest, to.percentile), largest))
     scale = scale_of(largest)
-    if format.clipping == "none":
+    if to.clipping == "none":
         return scale
     factors = POWERS if format.scale == "e8m0" else FACTORS
     least = _error(round_elements(x, scale, format), x, largest)
@@ -38,14 +39,14 @@ def chosen(x: Tensor, largest: Tensor, scale_of: Callable[[Tensor], Tensor], for
     return scale
 
 
-def ends(x: Tensor, low: Tensor, width: Tensor, format: Format) -> tuple[Tensor, Tensor]:
+def ends(x: Tensor, low: Tensor, width: Tensor, to: Quantizer, format: Format) -> tuple[Tensor, Tensor]:
     """Return minimum and width of the ranges of an affine format after clipping."""
-    if format.clipping == "none":
+    if to.clipping == "none":
         return low, width
     high = low + width
-    if format.clipping == "percentile":
-        least = torch.maximum(at_percentile(x, low, 100 - format.percentile), low)
-        return least, torch.minimum(at_percentile(x, low, format.percentile), high) - least
+    if to.clipping == "percentile":
+        least = torch.maximum(at_percentile(x, low, 100 - to.percentile), low)
+        return least, torch.minimum(at_percentile(x, low, to.percentile), high) - least
     a, b = torch.zeros_like(low), torch.zeros_like(low)  # what the two ends are moved in by
     error = _error(affine(x, low, width, format), x, low)
     for upper in (True, False, True):

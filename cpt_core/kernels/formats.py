@@ -25,6 +25,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from cpt_core.formats.format import FORMATS, Format
+from cpt_core.formats.quantizer import Quantizer
 from cpt_core.kernels import clipping
 from cpt_core.kernels.elements import round_elements
 from cpt_core.kernels.grids import UNSCALED, check_blocks
@@ -35,27 +36,26 @@ SCALE = FORMATS["e4m3"]  # of a block of nvfp4
 
 
 def round_to_format(
-    x: Tensor, low: Tensor, width: Tensor, granularity: str, format: Format, key: Tensor | None
+    x: Tensor, low: Tensor, width: Tensor, granularity: str, to: Quantizer, key: Tensor | None
 ) -> Tensor:
     """Round to a format on a given range; as ``grids.round_in_range``."""
-    if format.rounding == "stochastic" and key is None:
-        raise ValueError(f"format {format} rounds stochastically and needs a key of the noise")
-    key = None if format.rounding == "nearest" else key
+    format = to.format
+    assert format is not None
     if format.is_identity:
         return x.clone()
     y = x.float()
     if format.block:
-        rounded = _in_blocks(y, low, width, granularity, format, key)
+        rounded = _in_blocks(y, low, width, to, format, key)
     elif format.kind == "affine":
-        low, width = clipping.ends(y, low, width, format)
+        low, width = clipping.ends(y, low, width, to, format)
         rounded = clipping.affine(y, low, width, format, key)
     elif granularity == UNSCALED or (format.kind == "minifloat" and format.bits >= WIDE):
-        if format.clipping != "none":
-            raise ValueError(f"{format} has no scale here, so there is no range to clip: give it a granularity")
+        if to.clipping != "none":
+            raise ValueError(f"{to} has no scale here, so there is no range to clip: give it a granularity")
         rounded = round_elements(y, None, format, key)
     else:
         scaled = partial(_scale, format=format)
-        rounded = round_elements(y, clipping.chosen(y, _largest(low, width), scaled, format), format, key)
+        rounded = round_elements(y, clipping.chosen(y, _largest(low, width), scaled, to, format), format, key)
     return rounded.to(x.dtype)
 
 
@@ -69,7 +69,7 @@ def _scale(largest: Tensor, format: Format) -> Tensor:
     return (largest / format.largest).clamp_min(LEAST_SCALE)
 
 
-def _in_blocks(x: Tensor, low: Tensor, width: Tensor, granularity: str, format: Format, key: Tensor | None) -> Tensor:
+def _in_blocks(x: Tensor, low: Tensor, width: Tensor, to: Quantizer, format: Format, key: Tensor | None) -> Tensor:
     check_blocks(x.shape, format)
     size = x.shape[-1]
     rows = functional.pad(x, (0, -size % format.block)) if format.partial else x
@@ -79,14 +79,11 @@ def _in_blocks(x: Tensor, low: Tensor, width: Tensor, granularity: str, format: 
     if format.scale == "e8m0":
         scaled = partial(_power_of_two, format=format)
     else:
-        whole = _largest(low, width)
-        if format.granularity is None:  # one scale for the tensor, whatever the ranges of its role
-            whole = whole.amax()
-        whole = (whole / (format.largest * SCALE.largest)).clamp_min(LEAST_SCALE)
+        whole = (_largest(low, width) / (format.largest * SCALE.largest)).clamp_min(LEAST_SCALE)
         if whole.dim():
             whole = whole.expand((*x.shape[:-1], 1)).expand(*x.shape[:-1], shape[-1] // format.block).reshape(-1, 1)
         scaled = partial(_two_scales, whole=whole, format=format)
-    y = round_elements(rows, clipping.chosen(rows, largest, scaled, format), format, key)
+    y = round_elements(rows, clipping.chosen(rows, largest, scaled, to, format), format, key)
     return y.reshape(shape)[..., :size]
 
 

@@ -1,10 +1,8 @@
 """Grids: what kernels are told to round to.
 
 What kernels call granularity is a *grid* where a format is in force: the granularity alone for the paper's affine grid,
-else granularity, "|" and the format's name.
+else granularity, "|" and the format's name, with clipping; see ``Quantizer.grid``.
 
->>> grid_of("per_row", Format.of("e2m1"))
-'per_row|e2m1'
 >>> x = torch.tensor([[0.1, 0.5, -6.0], [1.0, 2.0, 12.0]])
 >>> fake_quantize(x, torch.tensor(15.0), "per_row|e2m1", None)[0].tolist()
 [[0.0, 0.5, -6.0], [1.0, 2.0, 12.0]]
@@ -12,36 +10,25 @@ else granularity, "|" and the format's name.
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import torch
 from torch import Tensor
 
 from cpt_core.formats.format import Format
+from cpt_core.formats.quantizer import Quantizer
 from cpt_core.kernels import reference
 
 UNSCALED = "unscaled"  # instead of a granularity: an element's values as they are
 
 
-def grid_of(granularity: str, format: Format) -> str:
-    """Return the grid of a role's granularity and a format; a granularity of the format's own counts."""
-    return granularity if format.plain_affine else f"{format.granularity or granularity}|{format}"
-
-
-def grid_of_steps(format: Format) -> str:
-    """Return the grid of a format on which every index of the first dimension has a range of its own."""
-    return grid_of("per_channel", replace(format, granularity="per_channel") if format.granularity else format)
-
-
-def parts_of(grid: str) -> tuple[str, Format | None]:
-    """Return the granularity of a grid, and its format; None for the affine grid that ``levels`` tell of."""
+def parts_of(grid: str) -> tuple[str, Quantizer | None]:
+    """Return the granularity of a grid, and its format and clipping; None for the affine grid that levels tell of."""
     if grid not in _parts:  # a dict: compilers do not follow a cached function
         granularity, _, name = grid.partition("|")
-        _parts[grid] = granularity, Format.of(name) if name else None
+        _parts[grid] = granularity, Quantizer.of(name) if name else None
     return _parts[grid]
 
 
-_parts: dict[str, tuple[str, Format | None]] = {}
+_parts: dict[str, tuple[str, Quantizer | None]] = {}
 
 
 def fake_quantize(x: Tensor, levels: Tensor, grid: str, key: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
@@ -67,21 +54,19 @@ def round_in_range(
         low: minimum of the range, float32, broadcastable to x.
         width: maximum - minimum, likewise; neither plays a part for mx and for what is not scaled.
         levels: n = 2**q - 1 of a grid without a format, 0-d float32; a format has its own.
-        grid: see ``grid_of``.
-        key: of the noise of stochastic rounding, 0-d int64; None for rounding half to even. A format's own rounding
-            counts.
+        grid: see the module.
+        key: of the noise of stochastic rounding, 0-d int64; None for rounding half to even.
         clip: of a grid without a format, see ``reference.round_to_grid``; formats always do.
 
     Raises:
-        ValueError: for a row that blocks do not divide, a format that rounds stochastically but has no key, and one
-            that clips but has no scale.
+        ValueError: for a row that blocks do not divide, and a format that clips but has no scale.
     """
-    granularity, format = parts_of(grid)
-    if format is None:
+    granularity, to = parts_of(grid)
+    if to is None:
         return reference.round_to_grid(x, low, width, levels, key, clip)
     from cpt_core.kernels.formats import round_to_format
 
-    return round_to_format(x, low, width, granularity, format, key)
+    return round_to_format(x, low, width, granularity, to, key)
 
 
 def check_blocks(shape: torch.Size, format: Format) -> None:

@@ -145,7 +145,7 @@ def forward(ops: Any, *given: Any) -> tuple[Tensor, ...]:
     weight, levels, granularity = a.weight, a.levels, a.granularity
     tables = None if a.column_codes is None else a[-2:]
     _check_codes(tables is not None, granularity, a.grad_granularity)
-    whole, format = parts_of(granularity)
+    whole, to = parts_of(granularity)
     hidden_size = weight.shape[1]
     out: list[Tensor] = []
     columns: list[list[Tensor]] = [[], [], [], []]  # gates, operands, c before the step, tanh(c)
@@ -170,7 +170,7 @@ def forward(ops: Any, *given: Any) -> tuple[Tensor, ...]:
             elif found:
                 operand = (
                     ops.round_to_grid(operand, *found, levels, None, True)
-                    if format is None
+                    if to is None
                     else ops.round_in_range(operand, *found, levels, granularity, None, True)
                 )
             else:

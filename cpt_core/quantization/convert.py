@@ -20,6 +20,7 @@ from torch.nn.utils.parametrize import ParametrizationList
 from cpt_core.checks import choose, declared, unsharded, whole
 from cpt_core.formats.format import Format
 from cpt_core.formats.ladder import FormatLadder
+from cpt_core.formats.quantizer import ROUNDINGS, Quantizer
 from cpt_core.quantization.coverage import (
     FirstPass,
     convertible,
@@ -33,12 +34,13 @@ from cpt_core.quantization.fake_quantize import INT64
 from cpt_core.quantization.in_force import ladders_of
 from cpt_core.quantization.layers import Changed, QuantizedLayer, catches
 from cpt_core.quantization.precision import EXECUTIONS, LayerPrecision
-from cpt_core.quantization.quantizers import QUANTIZERS, Quantizer
+from cpt_core.quantization.quantizers import QUANTIZERS, quantizer_of
 from cpt_core.quantization.running import RUNNING_STARTS
 
 FilterFn = Callable[[nn.Module, str], bool]
 AGGREGATIONS = ("fp", "quantized")
-Ladder = FormatLadder | Mapping[int, Format | str] | Mapping[str, FormatLadder | Mapping[int, Format | str]] | None
+Ladder_ = FormatLadder | Mapping[int, Format | Quantizer | str]
+Ladder = Ladder_ | Mapping[str, Ladder_] | None
 
 
 @dataclass(frozen=True)
@@ -82,6 +84,8 @@ class QuantConfig:
             raise ValueError(
                 f"quantizers: missing or unknown roles {', '.join(odd)}; give all of {', '.join(QUANTIZERS)}"
             )
+        for quantizer in self.quantizers.values():
+            quantizer_of(quantizer)
         object.__setattr__(self, "ladder", ladders_of(self.ladder))
 
     @classmethod
@@ -101,6 +105,7 @@ class QuantConfig:
 
     def with_gradient_rounding(self, rounding: str) -> QuantConfig:
         """Return a copy whose gradient quantisers round "nearest" (as tests need) or "stochastic"."""
+        choose("rounding", rounding, ROUNDINGS)
         changed = {k: replace(q, rounding=rounding) for k, q in self.quantizers.items() if k.endswith("_grad")}
         return replace(self, quantizers={**self.quantizers, **changed})
 

@@ -22,11 +22,12 @@ from torch import Tensor
 
 from cpt_core.checks import check_bits, whole
 from cpt_core.formats.format import Format
+from cpt_core.formats.quantizer import Quantizer, grid_of
 from cpt_core.kernels import operators
 from cpt_core.kernels.execution import execution
-from cpt_core.kernels.grids import UNSCALED, check_blocks, grid_of
+from cpt_core.kernels.grids import UNSCALED, check_blocks
 from cpt_core.kernels.operators import fake_quantize, round_in_range
-from cpt_core.quantization.quantizers import IDENTITY_BITS, Quantizer, check_floating, quantizer_of
+from cpt_core.quantization.quantizers import IDENTITY_BITS, check_floating, quantizer_of
 
 INT64 = (-(2**63), 2**63 - 1)  # a key of noise is one
 
@@ -43,7 +44,7 @@ def quantize(
     bits: int | None = None,
     quantizer: Quantizer | str | None = None,
     *,
-    format: Format | str | None = None,
+    format: Format | Quantizer | str | None = None,
     seed: int | None = None,
 ) -> Tensor:
     """Quantise a tensor to ``bits`` bits, or to a number format, on its own range; straight-through estimator.
@@ -56,9 +57,9 @@ def quantize(
         bits: of the affine grid, 1 to 32; 24 and more is the identity.
         quantizer: a ``Quantizer`` or a role of ``QUANTIZERS``, "conv_input" where ``bits`` are given; its granularity
             counts, its rounding and running range play no part here.
-        format: instead of ``bits``: a ``Format`` or its name. Without a granularity of its own and without a
-            quantiser, minifloats and powers of two are not scaled, and the others have one range per tensor. Its
-            Hadamard rotation plays no part here: it is one of a product's operands.
+        format: instead of ``bits``: a ``Format``, its name, also with options, or what a level of a ladder has
+            besides. Without a granularity and without a quantiser, minifloats and powers of two are not scaled, and the
+            others have one range per tensor. A Hadamard rotation plays no part here: it is one of a product's operands.
         seed: of the noise of a format that rounds stochastically, an integer; the same seed, the same numbers.
 
     Raises:
@@ -74,11 +75,13 @@ def quantize(
     if format is None:
         quantizer = quantizer_of("conv_input" if quantizer is None else quantizer)
         identity = check_bits("bits", bits) >= IDENTITY_BITS
-        grid, levels, key = quantizer.granularity, levels_of(bits or 1), _key(seed, None)
+        grid, levels, key = quantizer.grid, levels_of(bits or 1), _key(seed, None)
     else:
-        format = Format.of(format)
+        to = Quantizer.of(format)
+        format = to.format
+        assert format is not None
         identity = format.is_identity
-        grid, levels, key = _grid(format, quantizer), levels_of(format.bits), _key(seed, format)
+        grid, levels, key = _grid(to, format, quantizer), levels_of(format.bits), _key(seed, to)
         if not identity:
             _check(x, format)
     if identity or x.numel() == 0:
@@ -91,17 +94,17 @@ def quantize(
     return fake_quantize(x, n, grid, None if key is None else key.to(x.device))[0]
 
 
-def _grid(format: Format, quantizer: Quantizer | str | None) -> str:
+def _grid(to: Quantizer, format: Format, quantizer: Quantizer | str | None) -> str:
     """Return the grid of a format where no layer says what its role is."""
     if quantizer is not None:
-        return grid_of(quantizer_of(quantizer).granularity, format)
+        return quantizer_of(quantizer).on(to).grid
     scaled = format.kind in ("affine", "symmetric") or format.scale == "e4m3"
-    return grid_of("per_tensor" if scaled and format.scale != "e8m0" else UNSCALED, format)
+    return grid_of(to.granularity or ("per_tensor" if scaled and format.scale != "e8m0" else UNSCALED), to)
 
 
-def _key(seed: int | None, format: Format | None) -> Tensor | None:
-    if (format is not None and format.rounding == "stochastic") != (seed is not None):
-        what = "a grid of bits" if format is None else f"format {format}"
+def _key(seed: int | None, to: Quantizer | None) -> Tensor | None:
+    if (to is not None and to.rounding == "stochastic") != (seed is not None):
+        what = "a grid of bits" if to is None else f"format {to}"
         raise ValueError(f"stochastic rounding needs a seed, and nothing else takes one; got seed={seed!r} for {what}")
     return None if seed is None else torch.tensor(whole("seed", seed, *INT64), dtype=torch.int64)
 
@@ -151,10 +154,10 @@ def round_gradient(gradient: Tensor, levels: Tensor, quantizer: Quantizer, key: 
     """Return a quantised gradient on its own range; what the backward pass of ``quantize_gradient`` does."""
     if gradient.numel() == 0:
         return gradient
-    if quantizer.rounding == "nearest":
-        return fake_quantize(gradient, levels, quantizer.granularity)[0]
+    if quantizer.rounding != "stochastic":
+        return fake_quantize(gradient, levels, quantizer.grid)[0]
     assert key is not None
-    rounded = fake_quantize(gradient, levels, quantizer.granularity, key)[0]
+    rounded = fake_quantize(gradient, levels, quantizer.grid, key)[0]
     if counts_in_backward():
         key.add_(1)
     return rounded
@@ -173,5 +176,5 @@ def quantize_gradient(y: Tensor, levels: Tensor, quantizer: Quantizer, key: Tens
     """
     stochastic = quantizer.rounding == "stochastic"
     if operators.has_gradient_node(y):
-        return torch.ops.cpt.quantize_gradient(y, levels, key if stochastic else None, quantizer.granularity)
+        return torch.ops.cpt.quantize_gradient(y, levels, key if stochastic else None, quantizer.grid)
     return _QuantizeGradient.apply(y, levels, quantizer, key)

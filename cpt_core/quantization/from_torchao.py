@@ -20,8 +20,9 @@ from typing import Any, NoReturn
 from cpt_core.checks import choose
 from cpt_core.formats.format import FORMATS, Format
 from cpt_core.formats.ladder import FormatLadder
+from cpt_core.formats.quantizer import Quantizer
 from cpt_core.quantization.convert import QuantConfig
-from cpt_core.quantization.quantizers import QUANTIZERS, Quantizer
+from cpt_core.quantization.quantizers import QUANTIZERS
 
 FLOAT32 = FORMATS["float32"]
 ELEMENTS = {

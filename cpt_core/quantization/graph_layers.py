@@ -11,6 +11,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
+from cpt_core.formats.quantizer import Quantizer
 from cpt_core.graphs import layers
 from cpt_core.graphs.graph import Graph, as_graph
 from cpt_core.graphs.layers import Features, GraphConv, Keep, SAGEConv, Tail, graph_convolution, sage_convolution
@@ -19,7 +20,6 @@ from cpt_core.kernels.graph import round_scale_round, scale_round, scale_round_a
 from cpt_core.quantization.layers import PASSES, QuantizedLayer, in_float32
 from cpt_core.quantization.on_codes import on_codes
 from cpt_core.quantization.precision import HALF, LayerPrecision
-from cpt_core.quantization.quantizers import Quantizer
 from cpt_core.schedules.schedule import Levels
 
 WHOLE = ("per_tensor", "per_position")  # granularities that are the same for (N, F)
@@ -70,14 +70,14 @@ class GraphPrecision(LayerPrecision, layers.Precision):
         """Return the operand made of ``x * scale``, in one pass over them."""
         if scale is None or not self._in_one_pass(role, x):
             return super().scaled_operand(role, x, scale)
-        return scale_round(x, scale, self.levels, self.quantizers[role].granularity)
+        return scale_round(x, scale, self.levels, self.quantizers[role].grid)
 
     def scaled_and_biased(self, h: Tensor, output: bool, scale: Tensor | None, bias: Tensor | None) -> Tensor:
         """Return ``h * scale + bias``, likewise."""
         q = self.quantizers["grad"]
-        if bias is None or not self._in_one_pass("input", h) or q.granularity not in WHOLE:
+        if bias is None or not self._in_one_pass("input", h) or q.grid not in WHOLE:
             return super().scaled_and_biased(h, output, scale, bias)
-        terms = h, scale, self.operand("bias", bias), self.levels, self.quantizers["input"].granularity
+        terms = h, scale, self.operand("bias", bias), self.levels, self.quantizers["input"].grid
         if not (output and self.now.gradient and h.requires_grad):
             return self.gradient("grad", scale_round_add(*terms))
         key = self.noise_key if q.rounding == "stochastic" else None
@@ -86,7 +86,7 @@ class GraphPrecision(LayerPrecision, layers.Precision):
     def rounded_and_biased(self, h: Tensor, scale: Tensor | None, bias: Tensor) -> Tensor:
         """Return the operand made of ``h * scale``, plus a bias that is rounded already; without gradients."""
         if self._in_one_pass("input", h):
-            return scale_round_add(h, scale, bias, self.levels, self.quantizers["input"].granularity)
+            return scale_round_add(h, scale, bias, self.levels, self.quantizers["input"].grid)
         return self.operand("input", h if scale is None else h * scale) + bias
 
     def product(
@@ -130,7 +130,7 @@ class GraphPrecision(LayerPrecision, layers.Precision):
             return False
         self.follow(x)
         q = self.quantizers[role]
-        return q.granularity in ("per_row", *WHOLE) and not q.running
+        return q.grid in ("per_row", *WHOLE) and not q.running
 
 
 class _QuantGraph(QuantizedLayer):
@@ -169,7 +169,7 @@ class _QuantGraph(QuantizedLayer):
             "grad": dict.fromkeys(("weight", SUMS[1]), "gradients have a range per node"),
             "aggregation": {SUMS[0]: "features have a range per node"},
         }
-        several = [role for role, q in self.precision.quantizers.items() if q.granularity not in ONE_RANGE]
+        several = [role for role, q in self.precision.quantizers.items() if q.grid not in ONE_RANGE]
         found = {product: why for role in several for product, why in reasons.get(role, {}).items()}
         if self.MEAN:
             found[SUMS[1]] = "a mean divides every node's gradient by its own degree"

@@ -8,9 +8,9 @@ from functools import cache, lru_cache
 from typing import Any
 
 from cpt_core.formats.ladder import ladder_of
+from cpt_core.formats.quantizer import Quantizer
 from cpt_core.kernels.reference import CODE_BITS
 from cpt_core.quantization.fake_quantize import levels_of
-from cpt_core.quantization.quantizers import Quantizer
 from cpt_core.schedules.schedule import Levels
 
 NOTHING = Levels(None, None, None, None)
@@ -24,8 +24,9 @@ class InForce:
 
     Attributes:
         levels: the level of every role, None as long as nobody has set any.
-        formats: the format of every role, None for float32.
-        quantizers: the quantiser of every role of the layer, with the format in force.
+        asked: what the level of every role asks for, a quantiser with a format; None for float32.
+        formats: the format of it, likewise.
+        quantizers: the quantiser of every role of the layer, with what its level asks for.
         steps: of the affine grid of every role, n = 2**q - 1; None where nothing reads them.
         activation: whether activations are quantised.
         weight: whether weights and biases are.
@@ -39,9 +40,10 @@ class InForce:
         """Work it out; ``codes``: the layer is to multiply codes."""
         self.made_of = levels, ladders, roles, codes
         self.levels, self.is_set = levels, levels is not None
-        self.formats = formats = formats_of(levels, ladders)
+        self.asked = asked = asked_of(levels, ladders)
+        self.formats = formats = Levels(*(q and q.format for q in asked))
         self.activation, self.weight, *gradients = (f is not None for f in formats)
-        self.gradient, self.apart = any(gradients), formats.error != formats.weight_gradient
+        self.gradient, self.apart = any(gradients), asked.error != asked.weight_gradient
         self.active = self.activation or self.weight or self.gradient
         self.steps = [
             levels_of(level if format is None else format.bits)
@@ -49,16 +51,16 @@ class InForce:
             else None
             for level, format in zip(levels or NOTHING, formats, strict=True)
         ]
-        fits = [codes and f is not None and f.plain_affine and f.bits <= CODE_BITS for f in formats]
+        fits = [codes and q is not None and q.plain and q.format.bits <= CODE_BITS for q in asked]
         self.on_codes, self.gradient_on_codes = fits[0] and fits[1] and not self.apart, fits[2]
         self.quantizers: dict[str, Quantizer] = {}
         for role, quantizer in roles:
-            format = getattr(formats, ladder_role(role))
-            if role == "bias" and format and format.block:  # a bias is no operand of a product
-                format = replace(format, partial=True)
-            self.quantizers[role] = _one(quantizer.on(format))
+            level = getattr(asked, ladder_role(role))
+            if role == "bias" and level and level.format.block:  # a bias is no operand of a product
+                level = replace(level, format=replace(level.format, partial=True))
+            self.quantizers[role] = _one(quantizer.on(level))
             if self.apart and ladder_role(role) == "error":
-                self.quantizers[weight_role(role)] = _one(quantizer.on(formats.weight_gradient))
+                self.quantizers[weight_role(role)] = _one(quantizer.on(asked.weight_gradient))
 
     def __deepcopy__(self, memo: Any) -> InForce:
         """Copies share it."""
@@ -70,9 +72,9 @@ class InForce:
 
     def constants(self) -> tuple[Any, ...]:
         """Return what code that was captured for other levels holds as constants: it serves where this is the same."""
-        plain = all(f is None or f.plain_affine for f in self.formats)
-        quantizes = tuple(f is not None for f in self.formats)
-        return quantizes, self.apart, self.on_codes, self.gradient_on_codes, plain or self.formats
+        plain = all(q is None or q.plain for q in self.asked)
+        quantizes = tuple(q is not None for q in self.asked)
+        return quantizes, self.apart, self.on_codes, self.gradient_on_codes, plain or self.asked
 
 
 @lru_cache(maxsize=4096)
@@ -87,48 +89,45 @@ def _one(quantizer: Quantizer) -> Quantizer:
     return quantizer
 
 
-def formats_of(levels: Levels | None, ladders: Levels) -> Levels:
-    """Return the format of every role at its level, None for float32; ValueError for a hole in a ladder."""
-    found = []
-    for level, ladder in zip(levels or NOTHING, ladders, strict=True):
-        format = None if level is None else ladder[level]
-        found.append(None if format is None or format.is_identity else format)
-    return Levels(*found)
+def asked_of(levels: Levels | None, ladders: Levels) -> Levels:
+    """Return what every role's level asks for, None for float32; ValueError for a hole in a ladder."""
+    asked = (level and ladder.quantizer(level) for level, ladder in zip(levels or NOTHING, ladders, strict=True))
+    return Levels(*(None if q is None or q.format.is_identity else q for q in asked))
 
 
-def check_formats(formats: Levels, lengths: Levels, splits: bool, where: str) -> None:
+def check_formats(asked: Levels, lengths: Levels, splits: bool, where: str) -> None:
     """Raise ValueError for formats that a layer cannot take.
 
     Args:
-        formats: of every role, None for float32.
+        asked: by the level of every role, None for float32.
         lengths: of the dimensions over which products sum, for every role: blocks must divide them.
         splits: whether the layer can quantise a gradient for each product by itself, and rotate operands.
         where: the layer, for messages.
     """
-    if formats.error != formats.weight_gradient and not splits:
+    if asked.error != asked.weight_gradient and not splits:
         raise ValueError(
             f"{where} quantises its output's gradient once for both backward products; it cannot have one format "
-            f"for the error ({formats.error or 'float32'}) and another for the weight gradient "
-            f"({formats.weight_gradient or 'float32'})"
+            f"for the error ({asked.error or 'float32'}) and another for the weight gradient "
+            f"({asked.weight_gradient or 'float32'})"
         )
-    sizes = [f.hadamard if f else 0 for f in formats]
+    sizes = [q.hadamard if q else 0 for q in asked]
     if sizes[0] != sizes[1] or any(sizes[2:]) or (any(sizes) and not splits):
         raise ValueError(
             f"{where}: a Hadamard rotation belongs to both operands of the forward product of a linear layer, "
             "convolution or attention, with one size; got "
             + ", ".join(f"{size} for {role}" for role, size in zip(Levels._fields, sizes, strict=True))
         )
-    for role, format, own in zip(Levels._fields, formats, lengths, strict=True):
-        if format is None:
+    for role, level, own in zip(Levels._fields, asked, lengths, strict=True):
+        if level is None:
             continue
-        block = max(format.hadamard, 0 if format.partial else format.block)
+        block = max(level.hadamard, 0 if level.format.partial else level.format.block)
         if uneven := [n for n in own if block and n % block]:
             raise ValueError(
-                f"{where}: blocks of {block} ({format} for {role}) do not divide its {uneven[0]} features; "
+                f"{where}: blocks of {block} ({level} for {role}) do not divide its {uneven[0]} features; "
                 "with partial=True the last block may be shorter, or leave the layer in float32"
             )
-        if format.rounding == "stochastic" and role in ("activation", "weight"):
-            raise ValueError(f"{where}: operands are rounded to nearest, gradients may be stochastically; got {format}")
+        if level.rounding == "stochastic" and role in ("activation", "weight"):
+            raise ValueError(f"{where}: operands are rounded to nearest, gradients may be stochastically; got {level}")
 
 
 def ladder_role(role: str) -> str:

@@ -19,10 +19,11 @@ import torch
 from torch import Tensor, nn
 
 from cpt_core.formats.ladder import AFFINE, FormatLadder
+from cpt_core.formats.quantizer import Quantizer
 from cpt_core.kernels.operators import linear
 from cpt_core.quantization.on_codes import on_codes
 from cpt_core.quantization.precision import LayerPrecision
-from cpt_core.quantization.quantizers import QUANTIZERS, Quantizer
+from cpt_core.quantization.quantizers import QUANTIZERS
 from cpt_core.schedules.schedule import Levels
 
 PASSES = ("forward", "error", "weight")  # y = x w;  dx = dy w;  dw = x dy
@@ -108,7 +109,7 @@ class QuantizedLayer(Changed):
 
     def _shared(self, role: str) -> bool:
         """Whether one range serves a whole tensor."""
-        return self.precision.quantizers[role].granularity in ("per_tensor", "per_sample_mean")
+        return self.precision.quantizers[role].grid in ("per_tensor", "per_sample_mean")
 
     def to_float(self) -> None:
         """Undo ``from_float``."""
@@ -212,7 +213,7 @@ class QuantConv2d(_QuantConv, nn.Conv2d):
 
     def _is_image(self, x: Tensor) -> bool:
         """Whether ``x`` is (C, H, W) with the ranges of a batch of one, which those of samples or positions are not."""
-        return x.dim() == 3 and all(self.precision.quantizers[r].granularity == "per_tensor" for r in ("input", "grad"))
+        return x.dim() == 3 and all(self.precision.quantizers[r].grid == "per_tensor" for r in ("input", "grad"))
 
     def _takes(self, x: Tensor) -> bool:
         """Whether ``x`` is a batch that the layer can convolve; of another torch says what is wrong."""

@@ -28,14 +28,14 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence
 
-from cpt_core.kernels.grids import grid_of_steps
+from cpt_core.formats.quantizer import Quantizer, grid_of
 from cpt_core.kernels.integer import LONGEST, QuantizedTensor
 from cpt_core.kernels.lstm import Forward, recurrence
 from cpt_core.kernels.operators import fake_quantize, linear, range_of, round_in_range
 from cpt_core.kernels.reference import Range
 from cpt_core.quantization.layers import PASSES, QuantizedLayer, seen, unseen
 from cpt_core.quantization.on_codes import on_codes
-from cpt_core.quantization.quantizers import Quantizer, check_floating
+from cpt_core.quantization.quantizers import check_floating
 from cpt_core.schedules.schedule import Levels
 
 State = tuple[Tensor, Tensor]
@@ -171,7 +171,7 @@ class QuantLSTM(QuantizedLayer, nn.LSTM):
         grad_levels, grad_granularity, key, advance = p.gradient_noise("grad", steps[0] if save else 0)
         y, h, c, ranges = recurrence(Forward(
             x_gates, u, d, h, c, *steps, reverse=cell.endswith("_reverse"), save=save,
-            levels=p.levels if p.now.activation else None, granularity=p.quantizers[role].granularity,
+            levels=p.levels if p.now.activation else None, granularity=p.quantizers[role].grid,
             low=low, width=width, filled=filled,
             grad_levels=grad_levels, grad_granularity=grad_granularity, key=key, advance=advance,
         ))  # fmt: skip
@@ -182,7 +182,7 @@ class QuantLSTM(QuantizedLayer, nn.LSTM):
     def _cell_on_codes(self, cell: str, x: Tensor, steps: Steps, h: Tensor, c: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         p, role = self.precision, f"hidden_{cell}"
         count, sizes = steps
-        by_row = p.quantizers["grad"].ranges == "per_row"  # a row belongs to one step
+        by_row = p.quantizers["grad"].granularity == "per_row"  # a row belongs to one step
         parts = () if by_row else sizes or (len(x) // count,) * count
         (w, b), (u, d) = (self._weights(kind, cell, x.dtype) for kind in ("ih", "hh"))
         x_gates = on_codes("linear", p, x, w, b, self._encoded_input(cell, x, steps), parts)
@@ -195,7 +195,7 @@ class QuantLSTM(QuantizedLayer, nn.LSTM):
     def not_on_codes(self) -> str:
         """Return why no product of this layer has an integer form, or ""."""
         role = next(r for r in self.precision.quantizers if r.startswith("hidden_"))
-        if self.precision.quantizers[role].granularity != "per_tensor":
+        if self.precision.quantizers[role].grid != "per_tensor":
             return "hidden states have several ranges"
         return "sums over the gates overflow 32 bits" if 4 * self.hidden_size > LONGEST else ""
 
@@ -222,14 +222,13 @@ class QuantLSTM(QuantizedLayer, nn.LSTM):
         if not p.now.activation or x.numel() == 0 or p.running_range(role) is not None:
             return p.operand(role, x)
         count, sizes = steps
-        if not sizes and quantizer.ranges == "per_tensor" and (self.training or not quantizer.running):
+        if not sizes and quantizer.granularity == "per_tensor" and (self.training or not quantizer.running):
             steps_apart = x.unflatten(0, (count, -1))  # a step is as a channel
-            grid = "per_channel" if quantizer.format is None else grid_of_steps(quantizer.format)
-            y, low, width = fake_quantize(steps_apart, p.levels, grid)
+            y, low, width = fake_quantize(steps_apart, p.levels, grid_of("per_channel", quantizer))
             self._track(cell, low.flatten(), width.flatten())
             return y.flatten(0, 1)
         ranges = self._ranges(cell, x.detach(), steps)
-        return round_in_range(x, *ranges, p.levels, quantizer.granularity, None, p.clips(role))
+        return round_in_range(x, *ranges, p.levels, quantizer.grid, None, p.clips(role))
 
     def _encoded_input(self, cell: str, x: Tensor, steps: Steps) -> QuantizedTensor:
         """Return the codes of what ``_input`` returns."""
@@ -246,13 +245,13 @@ class QuantLSTM(QuantizedLayer, nn.LSTM):
         p, role = self.precision, f"input_{cell}"
         quantizer = p.quantizers[role]
         count, sizes = steps
-        if not sizes and quantizer.ranges == "per_tensor":
+        if not sizes and quantizer.granularity == "per_tensor":
             found = range_of(x.unflatten(0, (count, -1)), "per_channel")
             of_steps = [r.flatten() for r in found]
             rows = [r.expand(count, len(x) // count, 1).reshape(-1, 1) for r in found]
         else:
             parts = x.split(sizes or len(x) // count)
-            ranges = [quantizer.range_of(part) for part in parts]
+            ranges = [range_of(part, quantizer.grid) for part in parts]
             of_steps = [torch.stack(found) for found in zip(*ranges, strict=True)] if quantizer.running else []
             rows = [
                 torch.cat([r.expand(len(part), 1) for r, part in zip(found, parts, strict=True)])
@@ -271,7 +270,7 @@ class QuantLSTM(QuantizedLayer, nn.LSTM):
     def _gradient(self, y: Tensor, steps: Steps) -> Tensor:
         """Quantise the gradient of the input product, (N, 4 H), step by step."""
         p = self.precision
-        if p.quantizers["grad"].ranges == "per_row":  # a row belongs to one step: all steps at once
+        if p.quantizers["grad"].granularity == "per_row":  # a row belongs to one step: all steps at once
             return p.gradient("grad", y)
         count, sizes = steps
         return torch.cat([p.gradient("grad", part) for part in y.split(sizes or len(y) // count)])

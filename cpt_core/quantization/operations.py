@@ -45,11 +45,11 @@ from torch.nn import functional
 from torch.nn.modules.conv import _ConvNd
 from torch.overrides import TorchFunctionMode
 
+from cpt_core.formats.quantizer import Quantizer
 from cpt_core.kernels import operators, traced
 from cpt_core.quantization import multiplies, recurrences
 from cpt_core.quantization.layers import PASSES, TRACED, Changed, QuantizedLayer, in_float32, unseen
 from cpt_core.quantization.on_codes import on_codes
-from cpt_core.quantization.quantizers import Quantizer
 
 Rule = Callable[..., Any]
 NEITHER = (False, False)
@@ -542,7 +542,7 @@ class QuantOperations(QuantizedLayer):
             "forward": {"key": "keys have a range per feature", "value": "values have one per token"},
             "weight": dict.fromkeys(("query", "probabilities", "grad"), "the tokens have ranges of their own"),
         }
-        by_row = {r for r, q in self.precision.quantizers.items() if q.granularity in ("per_row", "per_position")}
+        by_row = {r for r, q in self.precision.quantizers.items() if q.grid in ("per_row", "per_position")}
         found = {k: [why for role, why in of.items() if role in by_row] for k, of in reasons.items()}
         return {k: ", ".join(dict.fromkeys(why)) for k, why in found.items() if why}
 

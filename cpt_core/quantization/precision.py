@@ -11,14 +11,15 @@ import torch
 from torch import Tensor
 
 from cpt_core.checks import check_bits
-from cpt_core.formats.format import Format
 from cpt_core.formats.ladder import AFFINE
+from cpt_core.formats.quantizer import Quantizer
 from cpt_core.kernels.execution import execution, kernels_on
-from cpt_core.kernels.operators import fake_quantize
+from cpt_core.kernels.operators import fake_quantize, range_of, round_in_range
 from cpt_core.kernels.processor import multiplies_codes
+from cpt_core.kernels.reference import clips
 from cpt_core.quantization.fake_quantize import counts_in_backward, quantize_gradient, round_gradient
-from cpt_core.quantization.in_force import Roles, check_formats, formats_of, ladder_role, meaning, weight_role
-from cpt_core.quantization.quantizers import Quantizer, check_floating
+from cpt_core.quantization.in_force import Roles, asked_of, check_formats, ladder_role, meaning, weight_role
+from cpt_core.quantization.quantizers import check_floating
 from cpt_core.quantization.running import RunningState
 from cpt_core.schedules.schedule import Levels
 
@@ -180,7 +181,7 @@ class LayerPrecision(RunningState):
     def check_levels(self, levels: Levels) -> None:
         """Raise ValueError for levels that are holes of a ladder, or whose formats this layer cannot take."""
         where = f"layer {self.name!r}" if self.name else "this layer"
-        check_formats(formats_of(levels, self.ladders), self.lengths, self.splits, where)
+        check_formats(asked_of(levels, self.ladders), self.lengths, self.splits, where)
 
     def levels_for(self, role: str) -> Tensor:
         """Return the number of steps of the affine grid of an operand's role."""
@@ -259,9 +260,9 @@ class LayerPrecision(RunningState):
 
             x = rotate(x, quantizer.hadamard, self.key)
         if quantizer.running and not self.training:
-            return quantizer.round_in(x, self.evaluated(role, x), levels)
+            return round_in_range(x, *self.evaluated(role, x), levels, quantizer.grid, None, True)
         self.observe(role, x)
-        y, low, width = fake_quantize(x, levels, quantizer.granularity)
+        y, low, width = fake_quantize(x, levels, quantizer.grid)
         if quantizer.running:
             self.track(role, low, width)
         return y
@@ -284,7 +285,7 @@ class LayerPrecision(RunningState):
         self.observe(role, x)
         quantizer = self.quantizers[role]
         if self.training or not quantizer.running:
-            low, width = quantizer.range_of(x)
+            low, width = range_of(x, quantizer.grid)
             if quantizer.running:
                 self.track(role, low, width)
         else:
@@ -302,8 +303,10 @@ class LayerPrecision(RunningState):
         key = self.noise_key if quantizer.rounding == "stochastic" else None
         from cpt_core.kernels.integer import QuantizedTensor
 
-        ranges = quantizer.range_of(gradient)
-        rounded = QuantizedTensor.on(gradient, *ranges, self.grad_levels, key, quantizer.clips, channels_last)
+        ranges = range_of(gradient, quantizer.grid)
+        rounded = QuantizedTensor.on(
+            gradient, *ranges, self.grad_levels, key, clips(quantizer.grid, key is not None), channels_last
+        )
         if key is not None:
             key.add_(1)
         return rounded
@@ -342,10 +345,10 @@ class LayerPrecision(RunningState):
 
     def rounded_gradients(self, gradient: Tensor, role: str = "grad") -> tuple[Tensor, Tensor]:
         """Return an output's gradient as the error product takes it, and as the weight gradient does."""
-        formats, dim = self.now.formats, self.sums.get(role, -1)
+        asked, dim = self.now.asked, self.sums.get(role, -1)
 
-        def rounded(format: Format | None, role: str, levels: Tensor) -> Tensor:
-            if format is None:
+        def rounded(to: Quantizer | None, role: str, levels: Tensor) -> Tensor:
+            if to is None:
                 return gradient
             quantizer = self.quantizers[role]
             turned = gradient.transpose(dim, -1) if quantizer.along_sum else gradient
@@ -353,8 +356,8 @@ class LayerPrecision(RunningState):
             turned = round_gradient(turned, levels, quantizer, self.noise_key)
             return turned.transpose(dim, -1) if quantizer.along_sum else turned
 
-        error = rounded(formats.error, role, self.grad_levels)
-        return error, rounded(formats.weight_gradient, weight_role(role), self.weight_grad_levels)
+        error = rounded(asked.error, role, self.grad_levels)
+        return error, rounded(asked.weight_gradient, weight_role(role), self.weight_grad_levels)
 
     @property
     def observed(self) -> bool:
@@ -374,13 +377,13 @@ class LayerPrecision(RunningState):
         """
         quantizer = self.quantizers[role]
         if not self.now.gradient:
-            return None, quantizer.granularity, None, False
-        if quantizer.rounding == "nearest":
-            return self.grad_levels, quantizer.granularity, None, False
+            return None, quantizer.grid, None, False
+        if quantizer.rounding != "stochastic":
+            return self.grad_levels, quantizer.grid, None, False
         key = self.noise_key
         if not (counts := counts_in_backward()):
             self.noise_key = key + count
-        return self.grad_levels, quantizer.granularity, key, counts
+        return self.grad_levels, quantizer.grid, key, counts
 
     # --- where it is, and copies of it --------------------------------------------------------------------------------
 
@@ -437,7 +440,7 @@ class LayerPrecision(RunningState):
         """Return the bits or formats in force."""
         if set(self.ladders) == {AFFINE} and self.in_force == Levels(self.bits, self.bits, self.q_grad, self.q_grad):
             return f"bits={self.bits or 'float32'}, q_grad={self.q_grad or 'float32'}"
-        return ", ".join(f"{role}={f or 'float32'}" for role, f in self.now.formats._asdict().items())
+        return ", ".join(f"{role}={q or 'float32'}" for role, q in self.now.asked._asdict().items())
 
 
 def _zeros(device: torch.device | str) -> list[Tensor]:

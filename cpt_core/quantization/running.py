@@ -9,9 +9,9 @@ import torch
 from torch import Tensor, distributed, nn
 
 from cpt_core.checks import choose
+from cpt_core.formats.quantizer import Quantizer
 from cpt_core.kernels.operators import range_of, track_
-from cpt_core.kernels.reference import RUNNING_DECAY, Range
-from cpt_core.quantization.quantizers import Quantizer
+from cpt_core.kernels.reference import RUNNING_DECAY, Range, clips
 
 RUNNING_STARTS = ("corrected", "zero")
 KEY_BITS = 51  # of the keys that ``quantize_`` makes
@@ -71,7 +71,7 @@ class RunningState(nn.Module):
 
     def evaluated(self, role: str, x: Tensor) -> Range:
         """Return the range on which evaluation rounds an operand whose running range is kept."""
-        return self.running_range(role) or self.or_running(role, *self.quantizers[role].range_of(x.detach()))
+        return self.running_range(role) or self.or_running(role, *range_of(x.detach(), self.quantizers[role].grid))
 
     def running_range(self, role: str) -> Range | None:
         """Return the stored range of a role where it is used: in evaluation, once training has filled it."""
@@ -106,7 +106,8 @@ class RunningState(nn.Module):
 
     def clips(self, role: str) -> bool:
         """Whether values can lie outside the range of their role."""
-        return self.quantizers[role].clips or self._uses_stored(role)
+        quantizer = self.quantizers[role]
+        return clips(quantizer.grid, quantizer.rounding == "stochastic") or self._uses_stored(role)
 
     def _uses_stored(self, role: str) -> bool:
         return self.quantizers[role].running and not self.training

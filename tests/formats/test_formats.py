@@ -9,8 +9,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cpt_core.formats.format import CLIPPINGS, FORMATS, GRANULARITIES, ROUNDINGS, Format
+from cpt_core.formats.format import FORMATS, Format
 from cpt_core.formats.ladder import AFFINE, FormatLadder, ladder_of
+from cpt_core.formats.quantizer import CLIPPINGS, GRANULARITIES, ROUNDINGS, Quantizer
+from cpt_core.quantization.quantizers import quantizer_of
 
 THEIRS = {
     "e4m3": ml_dtypes.float8_e4m3fn,
@@ -77,7 +79,6 @@ def options():
             "clipping": st.sampled_from(CLIPPINGS),
             "percentile": st.floats(50, 100, exclude_min=True),
             "hadamard": st.sampled_from([0, 2, 16, 32]),
-            "saturate": st.booleans(),
         },
     )
 
@@ -101,12 +102,35 @@ blocks = st.one_of(
 )  # fmt: skip
 
 
-@given(st.one_of(elements, blocks), options())
-def test_a_name_gives_the_format_back(format, chosen):
-    format = replace(format, **chosen)
+@given(st.one_of(elements, blocks), st.booleans(), options())
+def test_a_name_gives_the_format_back_and_the_quantiser(format, saturate, chosen):
+    format = replace(format, saturate=saturate)
     assert Format.of(str(format)) == format
     assert Format.of(format) is format
     assert hash(Format.of(str(format))) == hash(format)
+    level = Quantizer(format=format, **chosen)
+    assert Quantizer.of(str(level)) == level
+    assert Quantizer.of(level) is level
+    assert Quantizer.of(str(format)) == Quantizer.of(format) == Quantizer(format=format)
+
+
+@given(st.one_of(elements, blocks), options())
+def test_a_level_changes_what_it_names_and_leaves_the_rest_to_the_role(format, chosen):
+    role = Quantizer("per_tensor", "stochastic", running=True)
+    level = Quantizer(format=format, **chosen)
+    found = role.on(level)
+    if level.plain:
+        assert found is role
+        assert level == Quantizer.of(f"affine{format.bits}")
+        return
+    assert found.format == format
+    assert found.granularity == chosen.get("granularity", "per_tensor")
+    assert found.rounding == chosen.get("rounding", "stochastic")
+    assert found.running == (found.granularity == "per_tensor")
+    assert (found.clipping, found.hadamard) == (level.clipping, level.hadamard)
+    assert Quantizer("per_row").on(level).granularity == chosen.get(
+        "granularity", "per_tensor" if format.scale == "e4m3" else "per_row"
+    )
 
 
 @pytest.mark.parametrize(
@@ -116,20 +140,25 @@ def test_a_name_gives_the_format_back(format, chosen):
         (lambda: Format.of("nonsense"), "unknown format 'nonsense'"),
         (lambda: Format.of(8), "a format is a Format or its name, got 8"),
         (lambda: Format.of("e4m3:nonsense=1"), "unknown option of a format 'nonsense'"),
-        (lambda: Format.of("e4m3:rounding=up"), "unknown rounding 'up'; choose from nearest, stochastic"),
+        (lambda: Format.of("e4m3:rounding=nearest"), "unknown option of a format 'rounding'"),
+        (lambda: Quantizer.of("e4m3:nonsense=1"), "unknown option of a format 'nonsense'.*hadamard"),
+        (lambda: Quantizer.of("e4m3:rounding=up"), "unknown rounding 'up'; choose from nearest, stochastic"),
+        (lambda: Quantizer.of(Quantizer("per_row")), "a level has a Format, its name, or a Quantizer with a format"),
         (lambda: Format.affine(0), "affine formats have 1 to 23 bits, got 0"),
         (lambda: Format.symmetric(1), "symmetric formats have 2 to 23 bits, got 1"),
         (lambda: Format.log2(9), "log2 formats have 2 to 8 bits, got 9"),
         (lambda: Format.minifloat(1, 2), "2 to 8 bits of exponent"),
         (lambda: Format.mx("affine4"), "blocks of minifloats or whole numbers"),
         (lambda: Format.mx("e2m1", block=0), "block must be a whole number of at least 1, got 0"),
-        (lambda: Format.minifloat(4, 3, hadamard=12), "power of two as its size, got 12"),
-        (lambda: Format.affine(4, percentile=50), "percentile must lie above 50"),
-        (lambda: Format.affine(4, clipping="mse"), "unknown clipping 'mse'"),
-        (lambda: Format.affine(4, granularity="per_cow"), "unknown granularity 'per_cow'"),
+        (lambda: Quantizer("per_row", format=Format.affine(4), hadamard=12), "power of two as its size, got 12"),
+        (lambda: Quantizer.of("affine4:percentile=50"), "percentile must lie above 50"),
+        (lambda: Quantizer.of("affine4:clipping=mse"), "unknown clipping 'mse'"),
+        (lambda: Quantizer("per_cow"), "unknown granularity 'per_cow'"),
+        (lambda: Quantizer("per_row", clipping="rms"), "clipping and rotation belong to a format"),
+        (lambda: quantizer_of(Quantizer()), "the quantizer of a role has a granularity, one of per_tensor"),
         (lambda: Format.minifloat(8, 7, "none"), "e8m7 with specials 'none' has numbers beyond the largest of float32"),
         (lambda: Format.minifloat(8, 1, "nan"), "beyond the largest of float32"),
-        (lambda: Format.of("mxfp4:hadamard=x"), "option 'hadamard' of format 'mxfp4:hadamard=x' cannot be 'x'"),
+        (lambda: Quantizer.of("mxfp4:hadamard=x"), "option 'hadamard' of format 'mxfp4:hadamard=x' cannot be 'x'"),
         (lambda: Format.of("mxfp4:partial=True"), "option 'partial' of format 'mxfp4:partial=True' cannot be 'True'"),
     ],
 )

@@ -6,10 +6,10 @@ from helpers import INF, NAN, identical, normal
 
 import cpt_core.kernels.lstm  # noqa: F401 - brings the operators of the recurrence
 from cpt_core.formats.format import FORMATS, Format
+from cpt_core.formats.quantizer import Quantizer
 from cpt_core.kernels import grids, operators, reference
 from cpt_core.kernels.elements import round_elements
 from cpt_core.quantization.fake_quantize import quantize_gradient
-from cpt_core.quantization.quantizers import Quantizer
 
 N = torch.tensor(15.0)
 GRIDS = ["per_row|e4m3", "per_tensor|e5m2", "per_channel|symmetric4", "per_position|log2_4", "per_row|bf16"]
@@ -51,19 +51,19 @@ def test_all_executions_round_alike(cpp_kernels, layout, grid):
 
 def test_a_grid_without_a_format_is_the_one_of_levels():
     x = normal(6, 9)
-    assert grids.grid_of("per_row", Format.affine(4)) == "per_row"
+    assert Quantizer("per_row", format=Format.affine(4)).grid == "per_row"
     assert grids.parts_of("per_row") == ("per_row", None)
-    assert grids.grid_of("per_row", Format.affine(4, granularity="per_tensor")).startswith("per_tensor|affine4")
+    assert Quantizer("per_row").on(Quantizer("per_tensor", format=Format.affine(4))).grid == "per_tensor"
     expected = reference.fake_quantize(x, N, "per_row", None)
     assert identical(torch.ops.cpt.fake_quantize(x, N, "per_row", None), expected)
     assert identical(grids.quantize_to(x, "per_row", N, None), expected)
     stored = operators.round_in_range(x, *expected[1:], N, "per_row", clip=True)
     assert identical([stored], [operators.round_to_grid(x, *expected[1:], N, clip=True)])
-    named = torch.ops.cpt.fake_quantize(x, torch.tensor(1.0), "per_row|affine4:rounding=nearest", torch.tensor(3))
-    assert identical(named, expected)  # its own n, its own rounding
+    named = torch.ops.cpt.fake_quantize(x, torch.tensor(1.0), "per_row|affine4", None)
+    assert identical(named, expected)  # its own n
 
 
-@pytest.mark.parametrize("name", ["e4m3", "mxfp4", "nvfp4", "symmetric4", "affine4:rounding=nearest", "e2m1"])
+@pytest.mark.parametrize("name", ["e4m3", "mxfp4", "nvfp4", "symmetric4", "affine4", "e2m1"])
 def test_large_tensors_are_those_of_their_parts(name):
     x = normal(1100, 512)
     assert reference.in_parts(x)
@@ -79,8 +79,9 @@ def test_large_tensors_are_those_of_their_parts(name):
                 assert torch.equal(found[some], part)
             near = float(Format.of(name).values().diff().max() / Format.of(name).values().max())
             near *= 1.5 if name == "mxfp4" else 1  # the largest of a block may stand for less than it is
+            near *= 2 if name == "affine4" else 1  # the range is twice the largest
             assert float((found - x).abs().max()) <= near * float(x.abs().max()) * 1.01
-    if ":" not in name:
+    if name != "affine4":
         noise = reference.hash_noise(torch.tensor(4), 0, x.numel()).view(x.shape)
         with_noise = round_elements(x.repeat(2, 1), None, FORMATS[name], torch.tensor(4))[: len(x)]
         steps = with_noise - round_elements(x, None, FORMATS[name])
@@ -185,8 +186,3 @@ def test_the_recurrence_takes_grids(cpp_kernels, grid, stored):
     last = back[1][-3:]
     assert torch.equal(last, grids.quantize_to(back[0][-3:], "per_row|e5m2", N, key)[0])
     assert gates.shape == (12, 128)
-
-
-def test_stochastic_formats_need_a_key():
-    with pytest.raises(ValueError, match="e4m3:rounding=stochastic rounds stochastically and needs a key"):
-        torch.ops.cpt_reference.fake_quantize(normal(3, 4), N, "per_row|e4m3:rounding=stochastic", None)

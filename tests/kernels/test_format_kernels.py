@@ -221,12 +221,12 @@ def nvfp4_by_numpy(x, block):
 @pytest.mark.parametrize("spread", [0, 1, 3])
 def test_nvfp4(spread):
     x = normal(6, 5, 64) * 10.0 ** (spread * normal(6, 5, 4)).repeat_interleave(16, -1)
-    found = grids.fake_quantize(x, NINE, "per_row|nvfp4", None)[0]  # one float32 scale, whatever the role's ranges
+    found = grids.fake_quantize(x, NINE, "per_tensor|nvfp4", None)[0]
     expected = torch.from_numpy(nvfp4_by_numpy(x.numpy(), 16))
     assert float((found - expected).abs().max()) <= float(x.abs().max()) * 1e-6
     assert torch.equal(found, found.clone())
     assert bool((found != x).any())
-    own = grids.fake_quantize(x, NINE, "per_row|nvfp4:granularity=per_row", None)[0]
+    own = grids.fake_quantize(x, NINE, "per_row|nvfp4", None)[0]
     by_row = [grids.fake_quantize(row, NINE, "per_tensor|nvfp4", None)[0] for row in x.flatten(0, 1)]
     assert torch.equal(own, torch.stack(by_row).view_as(x))
 
@@ -257,7 +257,7 @@ def test_rounding_is_idempotent_monotone_and_near(values, name, power):
 
 
 @pytest.mark.parametrize("granularity", sorted(reference.GRANULARITIES))
-@pytest.mark.parametrize("name", ["e4m3", "symmetric4", "log2_4", "e2m1", "affine4:rounding=nearest"])
+@pytest.mark.parametrize("name", ["e4m3", "symmetric4", "log2_4", "e2m1", "affine4"])
 def test_a_scale_brings_the_largest_of_a_range_to_the_largest_value(granularity, name):
     x, format = normal(4, 5, 6), Format.of(name)
     y, low, width = grids.fake_quantize(x, NINE, f"{granularity}|{name}", None)
@@ -295,7 +295,7 @@ def test_rms_is_never_worse(name, granularity):
     x = normal(3, 4, 64)
     error = {}
     for clip in ("none", "rms"):
-        y = grids.fake_quantize(x, NINE, f"{granularity}|{name}:clipping={clip}:rounding=nearest", None)[0]
+        y = grids.fake_quantize(x, NINE, f"{granularity}|{name}:clipping={clip}", None)[0]
         error[clip] = (y - x).square()
     if FORMATS[name].block:
         size = FORMATS[name].block

@@ -7,11 +7,11 @@ import torch
 from helpers import make, pictures
 from torch import nn
 
+from cpt_core.formats.quantizer import Quantizer
 from cpt_core.kernels.execution import reference
 from cpt_core.kernels.operators import has_gradient_node
 from cpt_core.quantization.convert import QuantConfig, layer_precisions, quantize_
 from cpt_core.quantization.fake_quantize import quantize_gradient
-from cpt_core.quantization.quantizers import Quantizer
 from cpt_core.quantization.scheduler import PrecisionScheduler
 
 

@@ -7,10 +7,10 @@ import transformers
 from transformers import BertConfig, BertForSequenceClassification, BertLMHeadModel
 from transformers.models.bert.modeling_bert import eager_attention_forward
 
+from cpt_core.formats.quantizer import Quantizer
 from cpt_core.inspecting.summary import summary
 from cpt_core.quantization.convert import QuantConfig, layer_precisions, quantize_, restore_
 from cpt_core.quantization.fake_quantize import levels_of, quantize, quantize_gradient
-from cpt_core.quantization.quantizers import Quantizer
 from cpt_core.quantization.scheduler import precision
 
 TINY = dict(

@@ -8,6 +8,7 @@ import torch.nn.functional as F
 from helpers import pictures, small
 from torch import nn
 
+from cpt_core.formats.quantizer import Quantizer
 from cpt_core.inspecting.check import check
 from cpt_core.inspecting.summary import summary
 from cpt_core.kernels.execution import execution as kernels_in_force
@@ -15,7 +16,7 @@ from cpt_core.kernels.execution import reference
 from cpt_core.quantization.convert import PRESETS, QuantConfig, layer_precisions, quantize_, restore_
 from cpt_core.quantization.fake_quantize import levels_of, quantize, quantize_gradient
 from cpt_core.quantization.layers import QuantConv2d, QuantLinear
-from cpt_core.quantization.quantizers import QUANTIZERS, Quantizer
+from cpt_core.quantization.quantizers import QUANTIZERS
 from cpt_core.quantization.scheduler import precision
 from cpt_core.schedules.schedule import Levels
 

@@ -14,13 +14,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import cpt_core as cpt
 from cpt_core.codes import graph_layers as graph_integer
+from cpt_core.formats.quantizer import Quantizer
 from cpt_core.graphs.graph import Graph
 from cpt_core.graphs.layers import GraphConv, SAGEConv
 from cpt_core.kernels.execution import execution, reference
 from cpt_core.kernels.integer import QuantizedTensor
 from cpt_core.models.gnn import GraphNet
 from cpt_core.quantization.graph_layers import GraphPrecision
-from cpt_core.quantization.quantizers import Quantizer
 
 SOURCES, NODES = 50, 40
 NEAR = 1e-6

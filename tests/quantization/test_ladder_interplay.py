@@ -141,7 +141,7 @@ def test_gradients_of_graph_layers_on_a_ladder_keep_to_their_format(monkeypatch)
     graph = cpt.Graph.from_edges(torch.tensor([0, 1, 2, 3]), torch.tensor([1, 2, 3, 0]), 4)
     whole = graph_layers.round_scale_round
     monkeypatch.setattr(graph_layers, "round_scale_round", lambda *args: calls.append(args) or whole(*args))
-    for ladder, expected in (({8: "e4m3"}, 0), ({8: "affine4:granularity=per_tensor"}, 0), (None, 1)):
+    for ladder, expected in (({8: "e4m3"}, 0), ({8: "affine4:granularity=per_tensor"}, 1), (None, 1)):
         calls.clear()
         ladders = {"weight": None, "activation": None, "gradient": ladder}
         model = cpt.quantize_(nn.Sequential(cpt.GraphConv(4, 8)), cpt.QuantConfig(ladder=ladders))

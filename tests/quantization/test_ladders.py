@@ -6,6 +6,7 @@ from torch import nn
 
 import cpt_core as cpt
 from cpt_core.formats.ladder import AFFINE, LADDERS
+from cpt_core.formats.quantizer import Quantizer
 from cpt_core.kernels.operators import fake_quantize
 from cpt_core.kernels.rotation import rotate
 from cpt_core.quantization.convert import layer_precisions
@@ -98,7 +99,9 @@ def test_a_linear_layer_multiplies_what_the_formats_make_of_its_operands():
         model.precision.set_bits(level, None)
         y = model(x)
         of_input = fake_quantize(x.detach(), NINE, f"per_tensor|{format}")[0]
-        of_weight = fake_quantize(model.weight.detach(), NINE, f"per_row|{format}")[0]
+        of_weight = fake_quantize(
+            model.weight.detach(), NINE, f"{'per_tensor' if format == 'nvfp4' else 'per_row'}|{format}"
+        )[0]
         bias = f"per_tensor|{format}:partial=1" if "mx" in format else f"per_tensor|{format}"
         of_bias = fake_quantize(model.bias.detach(), NINE, bias)[0]
         assert torch.equal(y, nn.functional.linear(of_input, of_weight, of_bias))
@@ -169,7 +172,7 @@ def test_stochastic_gradients_apart_draw_noise_of_their_own():
 def test_a_rotation_of_both_operands_leaves_the_product_alone():
     model, x = made("sequence")
     plain = nn.functional.linear(x, model.weight, model.bias)
-    ladder = cpt.FormatLadder({8: cpt.Format.affine(20, hadamard=16)})
+    ladder = cpt.FormatLadder({8: "affine20:hadamard=16"})
     cpt.quantize_(
         nn.Sequential(model), cpt.QuantConfig(ladder={"activation": ladder, "weight": ladder, "gradient": None})
     )
@@ -189,7 +192,7 @@ def test_a_rotation_spreads_an_outlier_over_its_block():
     errors = []
     for hadamard in (0, 32):
         model, _ = made("linear")
-        ladder = {4: cpt.Format.affine(4, hadamard=hadamard)}
+        ladder = {4: Quantizer(format=cpt.Format.affine(4), hadamard=hadamard)}
         cpt.quantize_(
             nn.Sequential(model), cpt.QuantConfig(ladder={"activation": ladder, "weight": ladder, "gradient": None})
         )

@@ -7,6 +7,7 @@ import torch
 from torch import nn
 from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence, pack_sequence, pad_packed_sequence
 
+from cpt_core.formats.quantizer import Quantizer
 from cpt_core.inspecting.summary import summary
 from cpt_core.kernels import products
 from cpt_core.kernels.execution import reference
@@ -15,7 +16,7 @@ from cpt_core.kernels.operators import round_to_grid
 from cpt_core.quantization.convert import QuantConfig, quantize_, restore_
 from cpt_core.quantization.fake_quantize import levels_of, quantize, quantize_gradient
 from cpt_core.quantization.lstm import QuantLSTM
-from cpt_core.quantization.quantizers import QUANTIZERS, Quantizer
+from cpt_core.quantization.quantizers import QUANTIZERS
 from cpt_core.quantization.scheduler import precision
 
 NEAREST = QuantConfig().with_gradient_rounding("nearest")

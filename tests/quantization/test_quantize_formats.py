@@ -5,6 +5,7 @@ import torch
 from helpers import INF, NAN, normal
 
 from cpt_core.formats.format import FORMATS, Format
+from cpt_core.formats.quantizer import Quantizer
 from cpt_core.kernels import grids, reference
 from cpt_core.kernels.elements import round_elements
 from cpt_core.kernels.rotation import rotate
@@ -40,11 +41,13 @@ def test_quantize_rounds_to_every_format(name):
             expected = quantize(x, format.bits)
     assert torch.equal(y, expected)
     for role in ("linear_weight", "conv_weight"):
-        grid = grids.grid_of(QUANTIZERS[role].granularity, format)
+        grid = QUANTIZERS[role].on(Quantizer(format=format)).grid
         n = torch.tensor(2.0**format.bits - 1)
         assert torch.equal(quantize(x, format=format, quantizer=role), grids.fake_quantize(x, n, grid, None)[0])
-    own = quantize(x, format=Format.of(f"{name}:granularity=per_row"))
-    assert torch.equal(own, grids.quantize_to(x, f"per_row|{name}:granularity=per_row", N, None)[0])
+    own = quantize(x, format=Quantizer("per_row", format=format))
+    assert torch.equal(own, quantize(x, format=f"{name}:granularity=per_row"))
+    if not format.plain_affine:
+        assert torch.equal(own, grids.quantize_to(x, f"per_row|{name}", N, None)[0])
 
 
 @pytest.mark.parametrize("how", [{"bits": 4}, {"format": "e4m3"}])
@@ -71,12 +74,11 @@ def test_quantize_passes_gradients_and_keeps_types():
 
 
 def test_quantize_rounds_stochastically_with_a_seed():
-    format = Format.of("e4m3:rounding=stochastic")
-    x = normal(100, 30)
-    found = [quantize(x, format=format, seed=s) for s in (0, 0, 1)]
+    x, level = normal(100, 30), Quantizer.of("e4m3:rounding=stochastic")
+    found = [quantize(x, format=level, seed=s) for s in (0, 0, 1)]
     assert torch.equal(found[0], found[1])
     assert not torch.equal(found[0], found[2])
-    assert set(found[0].flatten().tolist()) <= set(format.values().tolist())
+    assert set(found[0].flatten().tolist()) <= set(FORMATS["e4m3"].values().tolist())
 
 
 @pytest.mark.parametrize(

@@ -7,10 +7,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
+from cpt_core.formats.quantizer import Quantizer
 from cpt_core.kernels.operators import round_to_grid
-from cpt_core.kernels.reference import hash_noise
+from cpt_core.kernels.reference import GRANULARITIES, hash_noise
 from cpt_core.quantization.fake_quantize import levels_of, quantize, quantize_gradient
-from cpt_core.quantization.quantizers import GRANULARITIES, Quantizer
 
 BITS = st.integers(1, 12)
 GRANULARITY = st.sampled_from(sorted(GRANULARITIES))

@@ -6,10 +6,13 @@ import torch
 from torch import nn
 
 from cpt_core.checks import check_bits
+from cpt_core.formats.quantizer import Quantizer
+from cpt_core.kernels.operators import range_of
+from cpt_core.kernels.reference import GRANULARITIES
 from cpt_core.quantization.fake_quantize import levels_of, quantize, quantize_gradient
 from cpt_core.quantization.lstm import QuantLSTM
 from cpt_core.quantization.precision import LayerPrecision
-from cpt_core.quantization.quantizers import GRANULARITIES, QUANTIZERS, Quantizer
+from cpt_core.quantization.quantizers import QUANTIZERS
 
 EVERY = sorted(GRANULARITIES)
 STOCHASTIC = Quantizer("per_tensor", rounding="stochastic")
@@ -122,7 +125,7 @@ def test_other_dtypes_are_computed_in_float32(dtype, granularity, device):
     x = image(dtype).to(device)
     y = quantize(x, 8, Quantizer(granularity))
     assert y.dtype == dtype
-    low, width = Quantizer(granularity).range_of(x)
+    low, width = range_of(x, granularity)
     assert low.dtype == width.dtype == torch.float32
     assert torch.equal(y, quantize(x.float(), 8, Quantizer(granularity)).to(dtype))
     upstream = gradient_of(x, 8, Quantizer(granularity))

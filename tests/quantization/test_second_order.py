@@ -4,12 +4,12 @@ import pytest
 import torch
 from torch import nn
 
+from cpt_core.formats.quantizer import Quantizer
 from cpt_core.graphs.graph import Graph
 from cpt_core.graphs.layers import GraphConv, SAGEConv
 from cpt_core.kernels.operators import round_to_grid
 from cpt_core.quantization.convert import QuantConfig, quantize_, restore_
 from cpt_core.quantization.fake_quantize import levels_of, quantize, quantize_gradient
-from cpt_core.quantization.quantizers import Quantizer
 from cpt_core.quantization.scheduler import precision
 
 NEAREST = QuantConfig().with_gradient_rounding("nearest")

@@ -10,13 +10,14 @@ from torch import nn
 from transformers import BertConfig
 from transformers.models.bert.modeling_bert import BertSelfAttention
 
+from cpt_core.formats.quantizer import Quantizer
 from cpt_core.graphs.graph import Graph
 from cpt_core.graphs.layers import GraphConv, SAGEConv
 from cpt_core.kernels import execution
+from cpt_core.kernels.operators import range_of
 from cpt_core.quantization.convert import QuantConfig, quantize_
 from cpt_core.quantization.fake_quantize import levels_of, quantize, quantize_gradient
 from cpt_core.quantization.precision import LayerPrecision
-from cpt_core.quantization.quantizers import Quantizer
 from cpt_core.quantization.scheduler import precision
 
 GRANULARITY_OF = {
@@ -67,7 +68,7 @@ def test_every_quantised_tensor(reference):
     for case in cases(reference, "quantize"):
         quantizer = Quantizer(GRANULARITY_OF[case["kind"]])
         x = tensor(case["input"], case["shape"])
-        low, width = quantizer.range_of(x)
+        low, width = range_of(x, quantizer.grid)
         found = {"output": quantize(x, case["bits"], quantizer), "min": low, "range": width}
         wrong += [(case["id"], k) for k, value in found.items() if differs(value, case[k], VALUE_ATOL)]
     assert wrong == []
