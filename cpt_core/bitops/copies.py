@@ -1,14 +1,10 @@
-"""What is counted on: a copy of a model, without data where shapes are enough, or the model, left as it was.
-
-And what tells which of its modules is running.
-"""
+"""What is counted on: a copy of a model, without data where shapes are enough, or the model, left as it was."""
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
-from functools import partial
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -105,24 +101,6 @@ def as_it_was(model: nn.Module) -> Iterator[None]:
         with torch.no_grad():
             for tensor, value in held:
                 tensor.copy_(value)
-
-
-@contextmanager
-def followed(
-    modules: Mapping[str, nn.Module], enter: Callable[..., None], leave: Callable[..., None]
-) -> Iterator[None]:
-    """Inside the block call ``enter(name, module, ...)`` before every forward pass of the modules, ``leave`` after it.
-
-    Before all other hooks, and also after a forward pass that failed: arguments behind the name are those of hooks.
-    A ScriptModule, which takes none, is part of what is around it.
-    """
-    with ExitStack() as hooks:
-        for name, module in modules.items():
-            if isinstance(module, torch.jit.ScriptModule):
-                continue
-            hooks.enter_context(module.register_forward_pre_hook(partial(enter, name), prepend=True))
-            hooks.enter_context(module.register_forward_hook(partial(leave, name), always_call=True))
-        yield
 
 
 def _bare(tensor: Tensor, meta: bool) -> Tensor:

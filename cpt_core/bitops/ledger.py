@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from cpt_core.bitops import tally
 from cpt_core.bitops.tally import IN_FLOAT32, Tally, widest
-from cpt_core.bitops.trace import CONVENTIONS, PASSES, Call, Watch, compiled_parts
+from cpt_core.bitops.trace import CONVENTIONS, PASSES, Call, Calls, compiled_parts
 from cpt_core.checks import choose, declared
 from cpt_core.formats.costs import FLOAT32, Operands
 from cpt_core.quantization.layers import QuantizedLayer
@@ -52,7 +52,7 @@ class BitOpsLedger:
 
     def __enter__(self) -> BitOpsLedger:
         """Start to count."""
-        self._context = Watch(self.model, self._on_call, unseen=self.unseen).on()
+        self._context = Calls(self.model, self._on_call, unseen=self.unseen).on()
         self._context.__enter__()
         return self
 

@@ -7,7 +7,7 @@ import textwrap
 import traceback
 import warnings
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -15,9 +15,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode
+from torch.utils._python_dispatch import _get_current_dispatch_mode
 
-from cpt_core.bitops.copies import followed, inputs_of, shadow_of, tensors_in
+from cpt_core.bitops.copies import inputs_of, shadow_of, tensors_in
 from cpt_core.bitops.elements import (
     Elements,
     gate_elements,
@@ -41,7 +41,8 @@ from cpt_core.bitops.macs import (
     sums_before_product,
     upsampled,
 )
-from cpt_core.bitops.products import name_of, products_of
+from cpt_core.bitops.products import Product, name_of
+from cpt_core.bitops.watch import Path, Watch
 from cpt_core.checks import arguments
 from cpt_core.graphs.graph import as_graph
 from cpt_core.graphs.layers import GraphConv, SAGEConv
@@ -133,11 +134,11 @@ _FREE = frozenset(
 BESIDE = "upsample_nearest"  # what pyramids report themselves
 
 
-class Watch(TorchDispatchMode):
-    """Report every call of a layer that can be counted, and every product that runs in the model outside of them.
+class Calls(Watch):
+    """Reports every call of a layer that can be counted, and every product that runs in the model outside of them.
 
     Layers report through hooks. Other products are seen as operations of torch while a module of the model runs; the
-    innermost module gives them their name. Use ``with watch.on():``.
+    innermost module gives them their name. Use ``with calls.on():``.
 
     Args:
         model: what to watch.
@@ -160,7 +161,7 @@ class Watch(TorchDispatchMode):
         self.answer, self.asked = answer, False
         self.model, self.on_call, self.on_other, self.unseen = model, on_call, on_other, unseen
         self.layers, self.wholes = _counted(model), _beside(model)
-        self.running: list[tuple[str, bool]] = []  # modules whose forward runs, the innermost last
+        self.paused: list[bool] = []  # for every module that runs: nothing is looked for in it
         self.inside = self.beside = 0
         self.last: tuple[list[Call], Tensor] | None = None  # autograd marks an output after its operation has run
 
@@ -168,9 +169,6 @@ class Watch(TorchDispatchMode):
     def ignore_compile_internals(cls) -> bool:
         """Let compiled functions inside the model stay compiled."""
         return True
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Watch:
-        return self
 
     @contextmanager
     def on(self) -> Iterator[None]:
@@ -181,7 +179,7 @@ class Watch(TorchDispatchMode):
                 if not any(outer in ("", name) or name.startswith(f"{outer}.") for outer in self.unseen):
                     report = partial(self._report, name)
                     hooks.enter_context(module.register_forward_hook(report, with_kwargs=True))
-            hooks.enter_context(followed(inner, self._enter, self._leave))
+            hooks.enter_context(self.following(inner))
             for name, module in inner.items():
                 if isinstance(module, QuantOperations):
                     module.catching.report = partial(self._on_codes, name)
@@ -193,28 +191,27 @@ class Watch(TorchDispatchMode):
         for call in _calls_of(name, module, (*args, *kwargs.values()), output, outputs[0]):
             self.on_call(module, call, outputs)
 
-    def _enter(self, name: str, module: nn.Module, *_: Any) -> None:
+    def enter(self, name: str) -> None:
+        """Look for operations from the outermost module on, but not inside a layer: there the mode only takes time."""
         self._report_last()
-        if not self.running:
+        if not self.names:
             self.__enter__()
-        # nothing is looked for inside a layer: there the mode only takes time
-        paused = name in self.layers and _get_current_dispatch_mode() is self
-        if paused:
+        self.paused.append(name in self.layers and _get_current_dispatch_mode() is self)
+        if self.paused[-1]:
             self.__exit__(None, None, None)
-        self.running.append((name, paused))
+        super().enter(name)
         self.inside += name in self.layers
         self.beside += name in self.wholes
 
-    def _leave(self, name: str, module: nn.Module, inputs: Any, output: Any) -> None:
-        if not self.running or self.running[-1][0] != name:  # something failed before it had entered
-            return
+    def leave(self, name: str) -> None:
+        """Undo it."""
         self._report_last()
-        paused = self.running.pop()[1]
-        if paused:
+        super().leave(name)
+        if self.paused.pop():
             self.__enter__()
         self.inside -= name in self.layers
         self.beside -= name in self.wholes
-        if not self.running:
+        if not self.names:
             self.__exit__(None, None, None)
 
     def _on_codes(self, name: str, a: Tensor, b: Tensor, y: Tensor) -> None:
@@ -230,7 +227,7 @@ class Watch(TorchDispatchMode):
 
         And whether the product is one on codes, which reports itself.
         """
-        for name, _ in reversed(self.running):
+        for name in reversed(self.names):
             module = self.model.get_submodule(name)
             if isinstance(module, QuantOperations) and module.catching.multiplying:
                 return name, module.catching.on_codes
@@ -245,27 +242,33 @@ class Watch(TorchDispatchMode):
                     call = replace(call, trainable=False, error=False, weight=False)
                 self.on_call(self.model.get_submodule(call.owner or ""), call, [output])
 
+    def product(self, operation: Any, args: Sequence[Any], found: list[Product], out: Any) -> None:
+        """Keep a product that no layer reports, until the next operation."""
+        owner, on_codes = (None, True) if self.inside else self._catcher()
+        if not on_codes:
+            layer = f"{self.names[-1]} ({PRODUCTS})".lstrip()
+            self.last = (
+                [Call(layer, PRODUCTS, p.macs, True, p.error, p.weight, owner, elements=p.elements) for p in found],
+                _first(out),
+            )
+
+    def other(self, operation: Any, args: Sequence[Any], out: Any) -> None:
+        """Report an operation that nothing reports and that is not free."""
+        name, first = name_of(operation), _first(out)
+        reported = self.inside or (self.beside and name.startswith(BESIDE))
+        if not reported and name not in _FREE and isinstance(first, Tensor):
+            self.on_other(name, first.numel())
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         self._report_last()
         if func is torch.ops.aten._local_scalar_dense.default and args[0].is_meta and args[0].dtype == torch.bool:
             self.asked = True  # without data, "is all of this mask true?" cannot be known
             return self.answer
-        out = func(*args, **(kwargs or {}))
-        name = name_of(func)
-        first = out[0] if isinstance(out, (tuple, list)) and out else out
-        reported = self.inside or (self.beside and name.startswith(BESIDE))
-        if not reported and name not in _FREE and isinstance(first, Tensor):
-            found = products_of(func, args, kwargs or {}, out)
-            owner, on_codes = self._catcher() if found else (None, False)
-            if found and not on_codes:
-                layer = f"{self.running[-1][0]} ({PRODUCTS})".lstrip()
-                self.last = (
-                    [Call(layer, PRODUCTS, p.macs, True, p.error, p.weight, owner, elements=p.elements) for p in found],
-                    first,
-                )
-            elif not on_codes:
-                self.on_other(name, first.numel())
-        return out
+        return super().__torch_dispatch__(func, types, args, kwargs)
+
+
+def _first(out: Any) -> Any:
+    return out[0] if isinstance(out, (tuple, list)) and out else out
 
 
 def _unwatched(model: nn.Module) -> nn.Module:
@@ -273,7 +276,7 @@ def _unwatched(model: nn.Module) -> nn.Module:
     for module in model.modules():
         for hooks in (module._forward_hooks, module._forward_pre_hooks):
             for key, hook in list(hooks.items()):
-                if isinstance(getattr(getattr(hook, "func", None), "__self__", None), Watch):
+                if isinstance(getattr(getattr(hook, "func", None), "__self__", None), Path):
                     del hooks[key]
     return model
 
@@ -385,7 +388,7 @@ def _run(
     """Return the calls, the other operations, and whether the model asked for data that are not there."""
     calls: list[Call] = []
     others: Counter[str] = Counter()
-    watch = Watch(
+    watch = Calls(
         shadow, lambda _, call, outputs: calls.append(call), lambda name, n: others.update({name: n}), answer=answer
     )
     with watch.on(), torch.enable_grad(), torch.compiler.set_stance("force_eager"):

@@ -35,7 +35,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from cpt_core.bitops.trace import Call, Watch
+from cpt_core.bitops.trace import Call, Calls
 from cpt_core.checks import check_bits, declared, number, whole
 from cpt_core.choosing.estimate import GradientRecorder
 from cpt_core.choosing.sensitivities import Sensitivity
@@ -185,7 +185,7 @@ def measured(
 def _macs(trial: Trial, first: int, bits: int) -> Counter[str]:
     """Count the forward multiply-accumulates of every quantised layer in one step, and put the model back."""
     calls: list[Call] = []
-    watch = Watch(trial.model, lambda module, call, outputs: calls.append(call))
+    watch = Calls(trial.model, lambda module, call, outputs: calls.append(call))
     trial.put_back()
     with precision(trial.model, bits=bits, q_grad=bits), watch.on():
         trial.train_step(first)

@@ -22,12 +22,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils._python_dispatch import TorchDispatchMode
 
-from cpt_core.bitops.copies import as_it_was, floating_in, followed, storage_of
+from cpt_core.bitops.copies import as_it_was, floating_in, storage_of
 from cpt_core.bitops.macs import PRODUCTS
 from cpt_core.bitops.plan import count_bitops
-from cpt_core.bitops.products import name_of, products_of
+from cpt_core.bitops.products import Product, name_of
+from cpt_core.bitops.watch import Watch
 from cpt_core.checks import arguments, unsharded
 from cpt_core.formats.ladder import AFFINE
 from cpt_core.kernels import graph
@@ -135,12 +135,12 @@ def check(model: nn.Module, inputs: tuple[Any, ...]) -> Check:
     arguments(inputs)
     layers = layer_precisions(model)
     unsharded(model, "check it")
-    watch = _Watch(model)
+    watch = _Grids(model)
     with (
         as_it_was(model), _simulated(layers.values()), precision(model, BITS, BITS),
         torch.compiler.set_stance("force_eager"), torch.enable_grad(),
     ):  # fmt: skip
-        with warnings.catch_warnings(), followed(dict(model.named_modules()), watch.enter, watch.leave), watch:
+        with warnings.catch_warnings(), watch.following(dict(model.named_modules())), watch:
             warnings.simplefilter("ignore", QuantizationWarning)  # the answer says it, and the summary from now on
             used = _step(model, inputs, watch)
     products = tuple(Executed(*key, macs) for key, macs in watch.macs.items())
@@ -205,7 +205,7 @@ def _own_parameters(model: nn.Module, layer: str) -> set[str]:
     return {names[0] for names in holders.values() if all(name.startswith(prefix) for name in names)}
 
 
-def _step(model: nn.Module, inputs: tuple[Any, ...], watch: _Watch) -> set[str]:
+def _step(model: nn.Module, inputs: tuple[Any, ...], watch: _Grids) -> set[str]:
     """Run forward and backward; return the names of the parameters that took part."""
     outputs = [y for y in floating_in(model(*inputs)) if y.requires_grad]
     if not outputs:
@@ -216,7 +216,7 @@ def _step(model: nn.Module, inputs: tuple[Any, ...], watch: _Watch) -> set[str]:
     return {name for name, gradient in zip(trained, gradients, strict=True) if gradient is not None}
 
 
-class _Watch(TorchDispatchMode):
+class _Grids(Watch):
     """Collect every product, and follow the tensors that were rounded to a grid.
 
     A storage counts as quantised from the rounding on, through what only moves or scales its values; one that is
@@ -227,32 +227,20 @@ class _Watch(TorchDispatchMode):
         super().__init__()
         self.backward = False
         self.macs: Counter[tuple[str, str, bool, bool, tuple[str, ...]]] = Counter()
-        self._path: list[str] = []
         self._rounded: set[StorageWeakRef] = set()
         self._layer_of: dict[StorageWeakRef, str] = {}  # whose operand a storage was, for the backward pass
         self.rounded: set[str] = set()  # parameters that a grid was made from
         self._parameters = {storage_of(p): name for name, p in model.named_parameters() if storage_of(p) is not None}
 
-    def enter(self, name: str, *_: Any) -> None:
-        """Note that a module is running, the innermost last."""
-        self._path.append(name)
-
-    def leave(self, *_: Any) -> None:
-        """Note that it has run."""
-        self._path.pop()
-
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if (loop := LOOPS.get(func._schema.name)) is not None:  # its plain execution, which gives the same bits
             with self:
                 return loop(*args, **(kwargs or {}))
-        out = func(*args, **(kwargs or {}))
-        if found := products_of(func, args, kwargs or {}, out):
-            self._product(name_of(func), args, sum(product.macs for product in found))
-        else:
-            self._follow(func, args, out)
-        return out
+        return super().__torch_dispatch__(func, types, args, kwargs)
 
-    def _product(self, name: str, args: Any, macs: int) -> None:
+    def product(self, operation: Any, args: Sequence[Any], found: list[Product], out: Any) -> None:
+        """Count a product, and see whether its operands are quantised."""
+        name = name_of(operation)
         operands = [a for a in args if isinstance(a, Tensor) and a.is_floating_point()]
         if name in _ADDS:
             operands = operands[1:]
@@ -260,19 +248,20 @@ class _Watch(TorchDispatchMode):
             operands = operands[:2]
         keys = [storage_of(a) for a in operands]
         known = [self._layer_of[k] for k in keys if k in self._layer_of]
-        layer = self._path[-1] if self._path else known[0] if known else ""
+        layer = self.names[-1] if self.names else known[0] if known else ""
         if not self.backward:
             self._layer_of |= dict.fromkeys((k for k in keys if k is not None), layer)
         quantized = all(map(self.on_grid, operands))
         reads = tuple(self._parameters[k] for k in keys if k in self._parameters)
-        self.macs[layer, name, self.backward, quantized, reads] += macs
+        self.macs[layer, name, self.backward, quantized, reads] += sum(product.macs for product in found)
 
     def on_grid(self, operand: Tensor) -> bool:
         """Whether an operand of a product is quantised."""
         return storage_of(operand) in self._rounded and operand.dtype not in HALF
 
-    def _follow(self, func: Any, args: Any, out: Any) -> None:
-        name, in_place = name_of(func), func._schema.name.endswith("_")
+    def other(self, operation: Any, args: Sequence[Any], out: Any) -> None:
+        """Follow what was rounded."""
+        name, in_place = name_of(operation), operation._schema.name.endswith("_")
         target = next(map(storage_of, floating_in(out)), None)
         if target is None:
             return

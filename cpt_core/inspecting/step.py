@@ -18,11 +18,12 @@ import torch
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from cpt_core.bitops.copies import floating_in, followed, storage_of, tensors_in
+from cpt_core.bitops.copies import floating_in, storage_of, tensors_in
+from cpt_core.bitops.watch import Path
 from cpt_core.checks import choose
 
 
-class TrainingStep:
+class TrainingStep(Path):
     """Forward and backward pass of a model on given inputs; gradients are computed, not kept, and nothing is updated.
 
     Args:
@@ -45,12 +46,12 @@ class TrainingStep:
         modules: Mapping[str, nn.Module] | None = None,
         around: Callable[[], AbstractContextManager[Any]] = nullcontext,
     ) -> None:
+        super().__init__()
         self.model, self.inputs, self.modules, self.around = model, inputs, modules or {}, around
         self.trained = [t for t in (*model.parameters(), *tensors_in(inputs)) if t.requires_grad]
         self.device = next((t.device for t in self.trained), torch.device("cpu"))
         choose("device of a model to time", self.device.type, ("cpu", "cuda"))
         self._gradients: list[Tensor] | None = None  # of the outputs, the same in every step
-        self._running: list[str] = []  # names of modules, the innermost last
         self._spans: list[tuple[str, Any, Any]] = []  # a module's name, and marks of time at start and end
         self._since: Any = None
         self._from: list[int] = []  # numbers of nodes from which on ...
@@ -94,7 +95,7 @@ class TrainingStep:
         def pack(x: Tensor) -> Tensor:
             key = storage_of(x)
             if key is not None and key not in known:
-                held.setdefault(key, (self._running[-1] if self._running else None, x.untyped_storage().nbytes()))
+                held.setdefault(key, (self.names[-1] if self.names else None, x.untyped_storage().nbytes()))
             return x.detach()  # what a node saves of its own result would hold the node
 
         with self._following(), torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
@@ -121,26 +122,28 @@ class TrainingStep:
 
     def _following(self) -> AbstractContextManager[None]:
         """Keep account of the module that is running, from now on."""
-        self._running, self._spans, self._from, self._owner = [], [], [], []
-        return followed(self.modules, self._enter, self._leave)
+        self.names, self._spans, self._from, self._owner = [], [], [], []
+        return self.following(self.modules)
 
-    def _enter(self, name: str, *_: Any) -> None:
+    def enter(self, name: str) -> None:
+        """Take the time from the module around it."""
         self._pause()
-        self._running.append(name)
+        super().enter(name)
         self._resume()
 
-    def _leave(self, *_: Any) -> None:
+    def leave(self, name: str) -> None:
+        """Give it back."""
         self._pause()
-        self._running.pop()
+        super().leave(name)
         self._resume()
 
     def _pause(self) -> None:
-        if self._running:
-            self._spans.append((self._running[-1], self._since, self._mark()))
+        if self.names:
+            self._spans.append((self.names[-1], self._since, self._mark()))
 
     def _resume(self) -> None:
         self._from.append(torch.autograd._get_sequence_nr())
-        self._owner.append(self._running[-1] if self._running else None)
+        self._owner.append(self.names[-1] if self.names else None)
         self._since = self._mark()
 
     def _watch_graph(self, outputs: list[Tensor]) -> None:

@@ -4,8 +4,8 @@ A tensor is rounded to a uniform grid of ``2**q`` levels between the minimum and
 ``fake_quantize`` does the rounding. Add a quantiser here: a role, and in ``kernels/reference.py`` a granularity if it
 needs a new one.
 
->>> QUANTIZERS["linear_grad"]
-Quantizer('per_position', rounding='stochastic')
+>>> QUANTIZERS["linear_grad"].granularity, QUANTIZERS["linear_grad"].rounding
+('per_position', 'stochastic')
 """
 
 from __future__ import annotations

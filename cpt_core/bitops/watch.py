@@ -1,0 +1,93 @@
+"""One way to see what runs in a model: which module is running, and every product that torch executes meanwhile.
+
+What is priced (``trace``), checked (``inspecting.check``) and measured (``inspecting.step``) is seen like this.
+
+>>> from cpt_core.bitops.products import name_of
+>>> class Products(Watch):
+...     def product(self, operation, args, found, out):
+...         print(self.names[-1], name_of(operation), sum(p.macs for p in found))
+>>> model = nn.Sequential(nn.Linear(4, 3), nn.Linear(3, 2))
+>>> watch = Products()
+>>> with watch.following(dict(model.named_modules())), watch:
+...     y = model(torch.ones(5, 4))
+0 addmm 60
+1 addmm 30
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from cpt_core.bitops.products import Product, products_of
+
+
+class Path:
+    """Which modules are running, by name, the innermost last; subclasses say what happens when that changes.
+
+    Attributes:
+        names: of the modules whose forward runs.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    @contextmanager
+    def following(self, modules: Mapping[str, nn.Module]) -> Iterator[None]:
+        """Follow the forward passes of modules, inside the block.
+
+        From before all other hooks, and also to the end of a forward pass that fails. A ScriptModule, which takes no
+        hooks, is part of what is around it.
+        """
+        with ExitStack() as hooks:
+            for name, module in modules.items():
+                if not isinstance(module, torch.jit.ScriptModule):
+                    hooks.enter_context(module.register_forward_pre_hook(partial(self._entered, name), prepend=True))
+                    hooks.enter_context(module.register_forward_hook(partial(self._left, name), always_call=True))
+            yield
+
+    def enter(self, name: str) -> None:
+        """Note that a module runs."""
+        self.names.append(name)
+
+    def leave(self, name: str) -> None:
+        """Note that it has run."""
+        self.names.pop()
+
+    def _entered(self, name: str, *_: Any) -> None:
+        self.enter(name)
+
+    def _left(self, name: str, *_: Any) -> None:
+        if self.names and self.names[-1] == name:  # else something failed before it had entered
+            self.leave(name)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Path:
+        return self
+
+
+class Watch(Path, TorchDispatchMode):
+    """Sees every operation of torch; subclasses say what becomes of products, and of the rest.
+
+    Modules of the model, whose names tell where an operation runs, are those that it is ``following``.
+    """
+
+    def product(self, operation: Any, args: Sequence[Any], found: list[Product], out: Any) -> None:
+        """Take note of an operation that computes products."""
+
+    def other(self, operation: Any, args: Sequence[Any], out: Any) -> None:
+        """Take note of one that computes none."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        if found := products_of(func, args, kwargs or {}, out):
+            self.product(func, args, found, out)
+        else:
+            self.other(func, args, out)
+        return out
