@@ -101,11 +101,9 @@ still stored as 32-bit numbers (float32), so this is *simulated* quantisation.
 
 A *quantiser* says which ranges a tensor has and how it is rounded.
 
-@quantization/quantizers.py Quantizer: These are its values.
+@formats/quantizer.py Quantizer: These are its values.
 @quantization/quantizers.py QUANTIZERS: Every kind of layer has a quantiser for each of its tensors. The paper's
     experiments use these.
-@quantization/quantizers.py Quantizer.round_in: A stored range may be smaller than the tensor's own. Numbers outside it
-    go to its ends.
 @kernels/reference.py RUNNING_DECAY: A *running range* is an average over the batches of training. This is how much of
     the old average stays.
 @kernels/reference.py track: The third number counts how much weight the average has gathered. $r \leftarrow 0.9 \, r +
@@ -113,7 +111,7 @@ A *quantiser* says which ranges a tensor has and how it is rounded.
 @quantization/running.py RunningState._stored: An average that began at 0 is too small at first. Dividing by the
     gathered weight corrects that.
 @quantization/running.py RunningState.evaluated: *Evaluation* uses a trained model without changing it. It rounds on the
-    running range.
+    running range. Numbers outside it go to its ends.
 
 ## 6. What bits mean in a layer
 
