@@ -32,7 +32,7 @@ if TYPE_CHECKING:  # the list of public names
     from cpt_core.graphs.layers import SAGEConv as SAGEConv
     from cpt_core.inspecting.check import check as check
     from cpt_core.inspecting.summary import summary as summary
-    from cpt_core.kernels.execution import execution as execution
+    from cpt_core.kernels.backend import backend as backend
     from cpt_core.quantization.convert import QuantConfig as QuantConfig
     from cpt_core.quantization.convert import quantize_ as quantize_
     from cpt_core.quantization.convert import restore_ as restore_

@@ -10,7 +10,7 @@ from helpers import WITH_CUDA
 from hypothesis import settings
 
 from cpt_core.kernels import cpp
-from cpt_core.kernels.execution import execution
+from cpt_core.kernels.backend import backend
 
 torch.set_num_threads(1)
 
@@ -33,8 +33,8 @@ def device(request: pytest.FixtureRequest) -> Iterator[torch.device]:
 
 @pytest.fixture(scope="session")
 def cpp_kernels() -> None:
-    """Skips where there is no C++ compiler, or another execution is forced; where there is one, they must be active."""
-    found = execution()
+    """Skips where there is no C++ compiler, or another backend is forced; where there is one, they must be active."""
+    found = backend()
     if found.cpu != "cpp":
         assert os.environ.get("CPT_KERNELS") or cpp.compiler() is None, str(found)
         pytest.skip(f"on a CPU: {found.cpu} ({found.why['cpu']})")

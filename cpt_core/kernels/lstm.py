@@ -1,4 +1,4 @@
-"""The recurrence of a quantised LSTM as two operators, forward and backward, and their plain execution.
+"""The recurrence of a quantised LSTM as two operators, forward and backward, and their plain backend.
 
 All steps of one layer in one direction, from the input part of the gates on:
 
@@ -289,7 +289,7 @@ def recurrence(given: Forward) -> tuple[Tensor, Tensor, Tensor, Tensor]:
 
 
 def _register(library: torch.library.Library, family: str) -> None:
-    """Define the operators in a family, with their plain execution, fake tensors and gradient."""
+    """Define the operators in a family, with their plain backend, fake tensors and gradient."""
     ops = getattr(torch.ops, family)
     for name, schema in SCHEMAS.items():
         plain = operators.LOOPS[f"{family}::{name}"] = partial(PLAIN[name], ops)

@@ -1,4 +1,4 @@
-"""The quantised operator as Triton kernels, for CUDA tensors: bit for bit the numbers of the plain execution.
+"""The quantised operator as Triton kernels, for CUDA tensors: bit for bit the numbers of the plain backend.
 
 A tensor of any layout is read as a matrix in tiles (``tiles.py``): a row holds the elements that share a range.
 

@@ -13,7 +13,7 @@ from torch import Tensor
 from cpt_core.checks import check_bits
 from cpt_core.formats.format import Format
 from cpt_core.formats.ladder import AFFINE
-from cpt_core.kernels.execution import execution, kernels_on
+from cpt_core.kernels.backend import backend, kernels_on
 from cpt_core.kernels.operators import fake_quantize
 from cpt_core.kernels.processor import multiplies_codes
 from cpt_core.quantization.fake_quantize import counts_in_backward, quantize_gradient, round_gradient
@@ -172,7 +172,7 @@ class LayerPrecision(RunningState):
             names = ("bits", "bits of weights", "q_grad", "q_grad of weights")
             checked = [None if q is None else check_bits(name, q) for name, q in zip(names, levels, strict=True)]
             if not self.now.is_set:
-                execution()  # here, before anything is traced
+                backend()  # here, before anything is traced
             self.check_levels(Levels(*checked))
             self.in_force = Levels(*checked)
         self.driver = driver
@@ -416,7 +416,7 @@ class LayerPrecision(RunningState):
         if driven:
             self.in_force = None
         if self.now.is_set:
-            execution()
+            backend()
 
     def extra_repr(self) -> str:
         """Show what is in force: bits or formats, how products are executed, which kernels round."""

@@ -101,7 +101,7 @@ def test_cpp_is_bit_identical_where_threads_share_the_work(compiled):
 
 
 @pytest.mark.parametrize(("options", "plain"), [("as trained", False), ("per row", True), ("float64", True)])
-def test_which_execution_runs(compiled, options, plain):
+def test_which_backend_runs(compiled, options, plain):
     with torch.autograd.profiler.profile() as profile:
         run(compiled, STEPS["packed"], 5, OPTIONS[options])
     assert any(event.name == "cpt_reference::lstm_forward" for event in profile.function_events) == plain

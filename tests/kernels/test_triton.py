@@ -10,7 +10,7 @@ import torch
 from helpers import EDGES, INF, NAN, WITH_CUDA, identical, normal
 
 from cpt_core.kernels import operators, reference, tiles
-from cpt_core.kernels.execution import execution
+from cpt_core.kernels.backend import backend
 from cpt_core.kernels.reference import GRANULARITIES
 
 triton = pytest.importorskip("triton", reason="triton is not installed: it comes with torch for CUDA")
@@ -63,7 +63,7 @@ def interpreted():
 def kernels(request):
     """The operators that Triton stands behind, as functions of tensors on the CPU."""
     if request.param == "cuda":
-        assert execution().cuda == "triton", execution()
+        assert backend().cuda == "triton", backend()
         family, device = torch.ops.cpt, "cuda"
     else:
         library = operators._register("cpt_interpreted")
@@ -231,7 +231,7 @@ def test_every_operator_has_a_kernel(interpreted):
 
 
 def test_kernels_that_cannot_run_are_named_with_the_reason(monkeypatch):
-    from cpt_core.kernels import execution as module
+    from cpt_core.kernels import backend as module
     from cpt_core.kernels import triton_kernels
 
     def failing(*args, **kwargs):

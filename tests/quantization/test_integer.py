@@ -11,7 +11,7 @@ from torch import nn
 
 import cpt_core as cpt
 from cpt_core.kernels import integer, operators
-from cpt_core.kernels.execution import execution, reference
+from cpt_core.kernels.backend import backend, reference
 from cpt_core.kernels.integer import QuantizedTensor, matmul
 from cpt_core.quantization.convert import layer_precisions
 
@@ -67,7 +67,7 @@ def drawn(kind, *shape, seed=0):
 )
 def test_a_product_of_codes_is_that_of_the_values(sizes, bits, kinds, by_row, plain):
     (M, K, N), names = sizes, [("per_tensor", "per_row")[rows] for rows in by_row]
-    execution()
+    backend()
     a = QuantizedTensor.of(drawn(kinds[0], M, K), bits[0], names[0])
     b = QuantizedTensor.of(drawn(kinds[1], N, K, seed=1), bits[1], names[1])
     bias = drawn("two-sided", N, seed=2)
@@ -111,7 +111,7 @@ def test_steps_that_differ_along_the_sum_are_refused():
 @pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last])
 @pytest.mark.parametrize("noise", [None, 7])
 def test_codes_are_those_of_the_simulation(granularity, layout, noise):
-    execution()
+    backend()
     x = torch.randn(3, 4, 5, 6).to(memory_format=layout)
     key = None if noise is None else torch.tensor(noise)
     for bits in range(1, 9):

@@ -9,7 +9,7 @@ from torch.nn.utils.rnn import pack_padded_sequence
 from torch.utils.checkpoint import checkpoint
 
 import cpt_core as cpt
-from cpt_core.kernels.execution import reference
+from cpt_core.kernels.backend import reference
 from cpt_core.quantization.convert import layer_precisions
 from cpt_core.quantization.quantizers import Quantizer
 

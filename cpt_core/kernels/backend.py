@@ -1,6 +1,6 @@
-"""Which execution of the quantised operator is active, and why.
+"""Which backend of the quantised operator is active, and why.
 
->>> execution().cpu in ("cpp", "reference")
+>>> backend().cpu in ("cpp", "reference")
 True
 
 ``CPT_KERNELS=reference`` (or ``cpp``, ``triton``) forces one; what is forced and not there is an error. Which library
@@ -21,12 +21,12 @@ import torch
 from cpt_core.checks import choose
 from cpt_core.kernels import cpp, operators, products
 
-EXECUTIONS = ("reference", "cpp", "triton")
+BACKENDS = ("reference", "cpp", "triton")
 log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
-class Execution:
+class Backend:
     """What runs the quantised operator; ``print`` it.
 
     Attributes:
@@ -47,8 +47,8 @@ class Execution:
         return "\n".join(f"{name}: {getattr(self, part)} ({self.why[part]})" for name, part in parts.items())
 
 
-def execution() -> Execution:
-    """Return the active execution; builds or loads the kernels if no quantised layer has done so yet.
+def backend() -> Backend:
+    """Return the active backend; builds or loads the kernels if no quantised layer has done so yet.
 
     Raises:
         ValueError: for an unknown name in ``CPT_KERNELS`` or ``CPT_PRODUCTS``.
@@ -58,7 +58,7 @@ def execution() -> Execution:
     if _active is None:
         asked = os.environ.get("CPT_KERNELS", "")
         if asked:
-            choose("CPT_KERNELS", asked, EXECUTIONS)
+            choose("CPT_KERNELS", asked, BACKENDS)
         found = _find(asked)
         library, why = products.decide()
         _active = replace(found, products=library, why=found.why | {"products": why})
@@ -77,8 +77,8 @@ def kernels_on(device: torch.device) -> str:
 
 @contextmanager
 def reference() -> Iterator[None]:
-    """Run the plain execution inside a ``with`` block, whatever is active outside: for comparisons."""
-    execution()
+    """Run the plain backend inside a ``with`` block, whatever is active outside: for comparisons."""
+    backend()
     before = operators.active
     operators.use("cpt_reference")
     try:
@@ -87,15 +87,15 @@ def reference() -> Iterator[None]:
         operators.active = before
 
 
-_active: Execution | None = None
+_active: Backend | None = None
 
 
-def _find(asked: str) -> Execution:
+def _find(asked: str) -> Backend:
     if asked == "reference":
-        return Execution("reference", "reference", dict.fromkeys(("cpu", "cuda"), "CPT_KERNELS=reference"))
+        return Backend("reference", "reference", dict.fromkeys(("cpu", "cuda"), "CPT_KERNELS=reference"))
     cpu, why_cpu = _cpp(asked == "cpp")
     cuda, why_cuda = _triton(asked == "triton")
-    return Execution(cpu, cuda, {"cpu": why_cpu, "cuda": why_cuda})
+    return Backend(cpu, cuda, {"cpu": why_cpu, "cuda": why_cuda})
 
 
 def _cpp(forced: bool) -> tuple[str, str]:
