@@ -19,7 +19,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from cpt_core.checks import choose
-from cpt_core.kernels import cpp, operators, products
+from cpt_core.kernels import operators, products
 
 BACKENDS = ("reference", "cpp", "triton")
 log = logging.getLogger(__name__)
@@ -99,11 +99,13 @@ def _find(asked: str) -> Backend:
 
 
 def _cpp(forced: bool) -> tuple[str, str]:
+    from cpt_core.kernels.cpp import building
+
     try:
-        where = cpp.load()
+        where = building.load()
         operators.gradient_node = True
         return "cpp", where
-    except cpp.NoKernelsError as error:
+    except building.NoKernelsError as error:
         if forced:
             raise RuntimeError(f"CPT_KERNELS=cpp asks for the C++ kernels, but {error}") from None
         return "reference", f"no C++ kernels: {error}"
@@ -116,11 +118,11 @@ def _triton(forced: bool) -> tuple[str, str]:
     elif importlib.util.find_spec("triton") is None:
         why_not = "triton is not installed"
     else:
-        from cpt_core.kernels import triton_kernels
+        from cpt_core.kernels.triton import operators as kernels
 
-        why_not = triton_kernels.why_not()
+        why_not = kernels.why_not()
     if not why_not:
-        triton_kernels.register(operators.LIBRARIES["cpt"])
+        kernels.register(operators.LIBRARIES["cpt"])
         return "triton", torch.cuda.get_device_name()
     if forced:
         raise RuntimeError(f"CPT_KERNELS=triton asks for the Triton kernels, but {why_not}")

@@ -15,7 +15,7 @@ from cpt_core.formats.format import Format
 from cpt_core.formats.ladder import AFFINE
 from cpt_core.kernels.backend import backend, kernels_on
 from cpt_core.kernels.operators import fake_quantize
-from cpt_core.kernels.processor import multiplies_codes
+from cpt_core.processor import multiplies_codes
 from cpt_core.quantization.fake_quantize import counts_in_backward, quantize_gradient, round_gradient
 from cpt_core.quantization.in_force import Roles, check_formats, formats_of, ladder_role, meaning, weight_role
 from cpt_core.quantization.quantizers import Quantizer, check_floating

@@ -15,7 +15,8 @@ import torch
 
 import cpt_core as cpt
 from cpt_core.kernels import backend as module
-from cpt_core.kernels import cpp, operators
+from cpt_core.kernels import operators
+from cpt_core.kernels.cpp import building
 
 pytestmark = pytest.mark.slow
 
@@ -25,7 +26,7 @@ SHOW = "import cpt_core as cpt; print(cpt.backend())"
 @pytest.fixture
 def fake(cpp_kernels, tmp_path, monkeypatch):
     """A compiler that copies the library that is there already, and keeps count."""
-    built = Path(cpt.backend().why["cpu"].removeprefix(f"{cpp.capability()}, "))
+    built = Path(cpt.backend().why["cpu"].removeprefix(f"{building.capability()}, "))
     assert built.is_file()
     script, count = tmp_path / "c++", tmp_path / "count"
     script.write_text(
@@ -50,11 +51,18 @@ def run(code=SHOW, **env):
     return done.returncode, done.stdout + done.stderr
 
 
+def test_the_name_of_the_library_holds_every_source():
+    package = Path(cpt.__file__).parent
+    assert set(building.SOURCES) == {p for kind in ("cpp", "h", "cu") for p in package.rglob(f"*.{kind}")}
+    assert building.SOURCES[0].suffix == ".cpp"
+    assert len(building.SOURCES) > 5
+
+
 @pytest.fixture
 def undecided(monkeypatch):
     """As if no quantised layer had run yet."""
     monkeypatch.setattr(module, "_active", None)
-    monkeypatch.setattr(cpp, "_load", lambda library: None)
+    monkeypatch.setattr(building, "_load", lambda library: None)
     before, node = operators.active, operators.gradient_node
     yield
     operators.active, operators.gradient_node = before, node
@@ -119,9 +127,9 @@ OPEN = {
 def test_what_others_could_have_written_is_known(planted, name):
     if "another user" in name and os.geteuid() != 0:
         pytest.skip("only root gives files away")
-    assert cpp.open_to_others(planted) == ""
+    assert building.open_to_others(planted) == ""
     OPEN[name][0](planted)
-    assert re.search(OPEN[name][1], cpp.open_to_others(planted))
+    assert re.search(OPEN[name][1], building.open_to_others(planted))
 
 
 @pytest.mark.parametrize(
@@ -146,7 +154,7 @@ def test_a_group_is_the_user_s_own_when_nobody_else_is_in_it(planted, monkeypatc
     own = real if number == 100 else real + 1
     monkeypatch.setattr("pwd.getpwuid", lambda _: SimpleNamespace(pw_name="me", pw_gid=own))
     planted.parent.chmod(0o770)
-    said = cpp.open_to_others(planted)
+    said = building.open_to_others(planted)
     assert said == "" if safe else re.search(r"cache can be written to by others \(mode 770\)", said)
 
 
@@ -165,13 +173,13 @@ def test_a_library_that_is_not_what_was_built_is_not_loaded(planted, fake):
 
 def test_a_library_without_a_digest_is_not_taken(planted):
     planted.with_suffix(".sha256").unlink()
-    with pytest.raises(cpp.NoKernelsError, match="has no digest"):
-        cpp._verify(planted)
+    with pytest.raises(building.NoKernelsError, match="has no digest"):
+        building._verify(planted)
 
 
 def test_folders_of_kernels_are_the_user_s_own(undecided, tmp_path, monkeypatch):
     monkeypatch.setenv("CPT_KERNELS_DIR", str(tmp_path / "above" / "cache"))
-    monkeypatch.setattr(cpp, "_build", lambda library, flags: None)
+    monkeypatch.setattr(building, "_build", lambda library, flags: None)
     monkeypatch.delenv("CPT_KERNELS", raising=False)
     cpt.backend()
     assert [stat.S_IMODE((tmp_path / p).stat().st_mode) for p in ("above", "above/cache")] == [0o700, 0o700]

@@ -9,11 +9,11 @@ import torch
 from torch import nn
 
 import cpt_core as cpt
+from cpt_core import processor as processors
 from cpt_core.graphs.graph import Graph
 from cpt_core.graphs.layers import GraphConv
 from cpt_core.kernels import backend as module
 from cpt_core.kernels import operators, products
-from cpt_core.kernels import processor as processors
 
 ONEDNN = pytest.mark.skipif(not products.is_there(), reason="torch has no product of oneDNN here")
 CPU_INFO = "vendor_id\t: {}\nmodel name\t: A\nflags\t\t: fpu {}\n\nvendor_id\t: Other\nflags\t: avx2 avx512f\n"
