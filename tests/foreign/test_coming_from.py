@@ -10,7 +10,7 @@ import torch
 
 import cpt_core as cpt
 from cpt_core.formats.format import FORMATS, Format
-from cpt_core.quantization.from_torchao import from_torchao, meaning_of
+from cpt_core.integrations.torchao import from_torchao, meaning_of
 from cpt_core.quantization.quantizers import Quantizer
 from cpt_core.schedules.schedule import StaticSchedule
 

@@ -13,8 +13,8 @@ import torch
 from torch import nn
 
 from cpt_core.formats.format import FORMATS, Format
+from cpt_core.integrations.torchao import Meaning, from_torchao, meaning_of
 from cpt_core.quantization.convert import QuantConfig, quantize_
-from cpt_core.quantization.from_torchao import Meaning, from_torchao, meaning_of
 from cpt_core.quantization.quantizers import Quantizer
 from cpt_core.quantization.scheduler import precision
 
