@@ -24,9 +24,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from cpt_core.checks import library
 from cpt_core.kernels import operators, products
 from cpt_core.kernels.grids import parts_of
-from cpt_core.kernels.integer import QuantizedTensor, multiply
+from cpt_core.kernels.quantized_tensor import QuantizedTensor
 from cpt_core.kernels.reference import clips
 
 STEPS = "SymInt steps, SymInt[] sizes, bool reverse"
@@ -177,7 +178,9 @@ def forward(ops: Any, *given: Any) -> tuple[Tensor, ...]:
                 operand, *found = ops.fake_quantize(operand, levels, granularity, None)
                 ranges.append((found[0], found[1]))
         if tables is not None and levels is not None:
-            product = multiply(ops, QuantizedTensor.with_codes(operand, found[0], found[1], levels), weight.t(), tables)
+            product = _multiply(
+                ops, QuantizedTensor.with_codes(operand, found[0], found[1], levels), weight.t(), tables
+            )
         else:
             product = products.execute(operand, weight, a.bias)
         step = product.add_(x_part)
@@ -240,7 +243,7 @@ def backward(ops: Any, *given: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
             codes = ops.encode(step, low, width, levels, now, clips(a.granularity, now is not None))
             rounded = QuantizedTensor.with_codes(codes, low, width, levels)
             after.copy_(rounded.dequantize())
-            product = multiply(ops, rounded, weight, tables)
+            product = _multiply(ops, rounded, weight, tables)
         else:
             if levels is not None and step.numel():
                 after.copy_(ops.fake_quantize(step, levels, a.granularity, now)[0])
@@ -253,6 +256,12 @@ def backward(ops: Any, *given: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
 
 
 PLAIN: dict[str, Callable[..., tuple[Tensor, ...]]] = {"lstm_forward": forward, "lstm_backward": backward}
+
+
+def _multiply(*given: Any) -> Tensor:
+    """Return a product on codes, see ``codes.integer.multiply``, which nothing else here needs."""
+    product: Tensor = library("cpt_core.codes.integer:multiply", "")(*given)
+    return product
 
 
 def _check_codes(on_codes: bool, *grids: str) -> None:

@@ -271,7 +271,7 @@ def affine(product: Tensor, row_codes: Tensor, row_values: Tensor, column_codes:
     No size is 0.
 
     Args:
-        product: sums k_a k_b, int32 (M, N), of G products below each other; the names are those of ``kernels.integer``.
+        product: sums k_a k_b, int32 (M, N), of G products below each other; the names are those of ``codes.integer``.
         row_codes: of a: sum k and z, int32 (2, M).
         row_values: of a: s, s sum (k - z) and r, float32 (3, M).
         column_codes: of b: z and sum (k - z), int32 (2, G N).

@@ -12,7 +12,7 @@ PRODUCTS = {
     "linear": "cpt_core.codes.layers:linear_on_codes",
     "conv2d": "cpt_core.codes.layers:conv2d_on_codes",
     "matmul": "cpt_core.codes.layers:product_on_codes",
-    "recurrence": "cpt_core.codes.lstm:recurrence_on_codes",
+    "lstm": "cpt_core.codes.lstm:cell_on_codes",
     "graph": "cpt_core.codes.graph_layers:product_on_codes",
     "aggregation": "cpt_core.codes.graph_layers:sum_on_codes",
 }

@@ -23,7 +23,7 @@ from cpt_core.quantization.running import RunningState
 from cpt_core.schedules.schedule import Levels
 
 if TYPE_CHECKING:
-    from cpt_core.kernels.integer import QuantizedTensor
+    from cpt_core.kernels.quantized_tensor import QuantizedTensor
 
 EXECUTIONS = ("simulated", "integer", "auto")
 HALF = (torch.float16, torch.bfloat16)  # 11 and 8 significant bits: a grid of 8 bits does not survive them
@@ -290,7 +290,7 @@ class LayerPrecision(RunningState):
         else:
             low, width = self.evaluated(role, x)
             low = self.marked(role, x, low)
-        from cpt_core.kernels.integer import QuantizedTensor
+        from cpt_core.kernels.quantized_tensor import QuantizedTensor
 
         levels = self.levels_for(role)
         return QuantizedTensor.on(x, low, width, levels, clip=self.clips(role), channels_last=channels_last)
@@ -300,7 +300,7 @@ class LayerPrecision(RunningState):
         self.observe(role, gradient)
         quantizer = self.quantizers[role]
         key = self.noise_key if quantizer.rounding == "stochastic" else None
-        from cpt_core.kernels.integer import QuantizedTensor
+        from cpt_core.kernels.quantized_tensor import QuantizedTensor
 
         ranges = quantizer.range_of(gradient)
         rounded = QuantizedTensor.on(gradient, *ranges, self.grad_levels, key, quantizer.clips, channels_last)

@@ -9,10 +9,11 @@ from hypothesis import strategies as st
 from torch.nn.functional import conv2d
 from torch.nn.grad import conv2d_input, conv2d_weight
 
-from cpt_core.kernels import convolution, integer, operators
+from cpt_core.codes import convolution
+from cpt_core.codes.convolution import Geometry
+from cpt_core.kernels import operators
 from cpt_core.kernels.backend import backend, reference
-from cpt_core.kernels.convolution import Geometry
-from cpt_core.kernels.integer import QuantizedTensor
+from cpt_core.kernels.quantized_tensor import LONGEST, QuantizedTensor
 
 NEAR = 1e-6
 KINDS = {
@@ -210,7 +211,7 @@ def test_sums_beyond_float32_are_exact(zero, C):
 
 def test_sums_beyond_int32_are_divided():
     backend()
-    C = integer.LONGEST // 9 + 100
+    C = LONGEST // 9 + 100
     x, weight = torch.ones(1, C, 3, 3), torch.ones(2, C, 3, 3)
     x[0, 0], weight[:, 0] = 0, 0  # all codes but a few at the end of their range
     a, w = quantized(x, 8), quantized(weight, 8)

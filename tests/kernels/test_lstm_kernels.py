@@ -3,8 +3,9 @@
 import pytest
 import torch
 
+from cpt_core.codes.integer import column_tables
 from cpt_core.kernels import operators
-from cpt_core.kernels.integer import QuantizedTensor, column_tables
+from cpt_core.kernels.quantized_tensor import QuantizedTensor
 
 NAN = float("nan")
 STEPS = {
