@@ -19,7 +19,6 @@ from torch import Tensor
 
 from cpt_core.kernels import operators
 from cpt_core.kernels.quantized_tensor import QuantizedTensor
-from cpt_core.kernels.reference import MIN_SCALE
 
 PART = 1 << 24  # numbers that the plain sum over neighbours gathers at a time
 
@@ -29,7 +28,7 @@ def round_scale_encode(
 ) -> tuple[QuantizedTensor, Tensor]:
     """Return what ``round_scale_round`` does, the gradient of ``x`` as codes; levels of at most 8 bits."""
     codes, low, width, of_bias = operators.active.round_scale_encode(gradient, scale, levels, key)
-    return QuantizedTensor(codes, low, (width / levels).clamp_min(MIN_SCALE), (levels + 1) / 2), of_bias
+    return QuantizedTensor.with_codes(codes, low, width, levels), of_bias
 
 
 def sum_neighbours(x: QuantizedTensor, indptr: Tensor, indices: Tensor) -> Tensor:
@@ -52,17 +51,16 @@ def _round_scale_encode(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     low, width = ops.range(gradient, "per_tensor")
     codes = ops.encode(gradient, low, width, levels, key, key is not None)
-    half, step = (levels + 1) / 2, (width / levels).clamp_min(MIN_SCALE)
-    once = (codes + half).mul_(step).add_(low)
-    once = once if scale is None else once * scale
-    totals, rows = codes.sum(0), len(codes)  # exact: int64
-    of_bias = ((totals + rows * half.long()).double() * step.double() + rows * low.double()).float()
+    rounded, totals, rows = QuantizedTensor.with_codes(codes, low, width, levels), codes.sum(0), len(codes)
+    once = rounded.dequantize() if scale is None else rounded.dequantize() * scale
+    whole = (totals + rows * rounded.half.long()).double()  # exact
+    of_bias = (whole * rounded.scale.double() + rows * low.double()).float()
     low, width = ops.range(once, "per_tensor")
     return ops.encode(once, low, width, levels, None if key is None else key + 1, key is not None), low, width, of_bias
 
 
 def _sum_neighbours(
-    codes: Tensor, zero: Tensor, scale: Tensor, rest: Tensor, indptr: Tensor, indices: Tensor
+    _: Any, codes: Tensor, zero: Tensor, scale: Tensor, rest: Tensor, indptr: Tensor, indices: Tensor
 ) -> Tensor:
     rows, degrees = len(indptr) - 1, indptr.diff()
     totals = torch.zeros(rows, codes.shape[1], dtype=torch.int32, device=codes.device)
@@ -75,25 +73,20 @@ def _sum_neighbours(
     return scale * (totals - degrees * zero.long()).float() + degrees.float() * rest
 
 
-SCHEMAS = {
-    "round_scale_encode": "(Tensor gradient, Tensor? scale, Tensor levels, Tensor? key) -> "
-    "(Tensor, Tensor, Tensor, Tensor)",
-    "sum_neighbours": "(Tensor codes, Tensor zero, Tensor scale, Tensor rest, Tensor indptr, Tensor indices) -> Tensor",
-}
-_FAKES: dict[str, Any] = {
-    "round_scale_encode": lambda g, *_: (
-        torch.empty_like(g, dtype=torch.int8),
-        g.new_empty(()),
-        g.new_empty(()),
-        g.new_empty(g.shape[1:]),
+OPERATORS: dict[str, tuple[str, Any, Any]] = {  # schema, what it does with and without numbers
+    "round_scale_encode": (
+        "(Tensor gradient, Tensor? scale, Tensor levels, Tensor? key) -> (Tensor, Tensor, Tensor, Tensor)",
+        _round_scale_encode,
+        lambda g, *_: (torch.empty_like(g, dtype=torch.int8), *(g.new_empty(size) for size in ((), (), g.shape[1:]))),
     ),
-    "sum_neighbours": lambda codes, zero, scale, rest, indptr, indices: scale.new_empty(
-        len(indptr) - 1, codes.shape[1]
+    "sum_neighbours": (
+        "(Tensor codes, Tensor zero, Tensor scale, Tensor rest, Tensor indptr, Tensor indices) -> Tensor",
+        _sum_neighbours,
+        lambda codes, zero, scale, rest, indptr, _: scale.new_empty(len(indptr) - 1, codes.shape[1]),
     ),
 }
 for _family, _library in operators.LIBRARIES.items():
-    _encode = partial(_round_scale_encode, getattr(torch.ops, _family))
-    for _name, _plain in (("round_scale_encode", _encode), ("sum_neighbours", _sum_neighbours)):
-        _library.define(f"{_name}{SCHEMAS[_name]}")
-        _library.impl(_name, _plain, "CompositeExplicitAutograd")
-        torch.library.register_fake(f"{_family}::{_name}", _FAKES[_name], lib=_library)
+    for _name, (_schema, _plain, _fake) in OPERATORS.items():
+        _library.define(f"{_name}{_schema}")
+        _library.impl(_name, partial(_plain, getattr(torch.ops, _family)), "CompositeExplicitAutograd")
+        torch.library.register_fake(f"{_family}::{_name}", _fake, lib=_library)

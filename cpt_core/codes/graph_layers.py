@@ -36,9 +36,8 @@ def product_on_codes(
         return p.encoded("input", x if scale is None else x * scale)
 
     quantizer = p.quantizers["input"]
-    codes = (
-        encode if quantizer.running else lambda: keep(("codes", quantizer, p.now.formats.activation), encode)
-    )  # a range to follow
+    # where there is a range to follow, nothing is kept
+    codes = encode if quantizer.running else lambda: keep(("codes", quantizer, p.now.formats.activation), encode)
     bias = None if tail is None or tail.bias is None else p.operand("bias", tail.bias)
     return _Product.apply(x, weight, bias, codes, scale, linear, After(p, tail))
 

@@ -93,12 +93,7 @@ class _Linear(torch.autograd.Function):
         dx = product(g, w).view(ctx.shape) if of_x else None
         if isinstance(g, QuantizedTensor) and not has_integer_form(g.t(), a):
             g = g.dequantize()  # once
-        return (
-            dx,
-            product(g.t(), a) if of_w else None,
-            sums(g) if of_b else None,
-            *[None] * 3,
-        )
+        return dx, product(g.t(), a) if of_w else None, sums(g) if of_b else None, *[None] * 3
 
 
 @torch.compiler.disable

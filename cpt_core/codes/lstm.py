@@ -22,8 +22,6 @@ from cpt_core.kernels.quantized_tensor import QuantizedTensor
 from cpt_core.quantization.lstm import QuantLSTM
 from cpt_core.quantization.precision import LayerPrecision
 
-Steps = tuple[int, tuple[int, ...], bool]  # how many; the sequences of each, if they differ; from the last to the first
-
 
 @torch.compiler.disable
 def cell_on_codes(
@@ -36,8 +34,9 @@ def cell_on_codes(
     parts = () if by_row else sizes or (len(x) // count,) * count
     (w, b), (u, d) = (layer.weights(kind, cell, x.dtype) for kind in ("ih", "hh"))
     x_gates = linear_on_codes(p, x, w, b, _encoded_input(layer, cell, x, steps), parts)
-    whole = count, sizes, cell.endswith("_reverse")
-    y, h, c, ranges = recurrence_on_codes(p, role, x_gates, u, d, (h, c), whole)
+    given = x_gates, u, None if d is None else p.operand("bias", d), h, c
+    save = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in given)
+    y, h, c, ranges = _Recurrence.apply(*given, p, role, (count, sizes, cell.endswith("_reverse")), save)
     if layer.training and p.quantizers[role].running:
         p.track(role, *ranges)
     return y, h, c
@@ -54,32 +53,6 @@ def _encoded_input(layer: QuantLSTM, cell: str, x: Tensor, steps: tuple[int, tup
     return QuantizedTensor.on(x, p.marked(role, x, low), width, p.levels, clip=p.clips(role))
 
 
-def recurrence_on_codes(
-    precision: LayerPrecision,
-    role: str,
-    x_gates: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    state: tuple[Tensor, Tensor],
-    steps: Steps,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return hidden states (N, H), the last h and c (B, H), and the ranges of the hidden state (2, T).
-
-    Args:
-        precision: of the layer.
-        role: of the hidden state.
-        x_gates: what the input adds to the gates, (N, 4 H).
-        weight: (4 H, H), not quantised.
-        bias: (4 H,), likewise.
-        state: the first h and c, (B, H).
-        steps: T, the sequences of each, and the direction.
-    """
-    quantized_bias = None if bias is None else precision.operand("bias", bias)
-    given = x_gates, weight, quantized_bias, *state
-    save = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in given)
-    return _Recurrence.apply(*given, precision, role, steps, save)
-
-
 class _Recurrence(torch.autograd.Function):
     @staticmethod
     def forward(
@@ -91,7 +64,7 @@ class _Recurrence(torch.autograd.Function):
         c: Tensor,
         precision: LayerPrecision,
         role: str,
-        steps: Steps,
+        steps: tuple[int, tuple[int, ...], bool],
         save: bool,
     ) -> tuple[Tensor, ...]:
         p = precision

@@ -14,7 +14,7 @@ import logging
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 
@@ -59,9 +59,11 @@ def backend() -> Backend:
         asked = os.environ.get("CPT_KERNELS", "")
         if asked:
             choose("CPT_KERNELS", asked, BACKENDS)
-        found = _find(asked)
+        plain = "reference", "CPT_KERNELS=reference"
+        cpu, why_cpu = plain if asked == "reference" else _cpp(asked == "cpp")
+        cuda, why_cuda = plain if asked == "reference" else _triton(asked == "triton")
         library, why = products.decide()
-        _active = replace(found, products=library, why=found.why | {"products": why})
+        _active = Backend(cpu, cuda, {"cpu": why_cpu, "cuda": why_cuda, "products": why}, library)
         operators.use("cpt_reference" if asked == "reference" else "cpt")
         log.info("quantised operator: %s", str(_active).replace("\n", "; "))
     return _active
@@ -90,14 +92,6 @@ def reference() -> Iterator[None]:
 _active: Backend | None = None
 
 
-def _find(asked: str) -> Backend:
-    if asked == "reference":
-        return Backend("reference", "reference", dict.fromkeys(("cpu", "cuda"), "CPT_KERNELS=reference"))
-    cpu, why_cpu = _cpp(asked == "cpp")
-    cuda, why_cuda = _triton(asked == "triton")
-    return Backend(cpu, cuda, {"cpu": why_cpu, "cuda": why_cuda})
-
-
 def _cpp(forced: bool) -> tuple[str, str]:
     from cpt_core.kernels.cpp import building
 
@@ -112,7 +106,6 @@ def _cpp(forced: bool) -> tuple[str, str]:
 
 
 def _triton(forced: bool) -> tuple[str, str]:
-    why_not = ""
     if not torch.cuda.is_available():
         why_not = "torch sees no CUDA device"
     elif importlib.util.find_spec("triton") is None:

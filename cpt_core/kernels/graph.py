@@ -55,10 +55,6 @@ def _scaled(x: Tensor, scale: Tensor | None) -> Tensor:
     return x if scale is None else x * scale
 
 
-def _next(key: Tensor | None) -> Tensor | None:
-    return None if key is None else key + 1
-
-
 def _define(family: str) -> None:
     """Add the operators to a family, plain: made of its own ``fake_quantize``, whatever that runs on."""
     ops, library = getattr(torch.ops, family), operators.LIBRARIES[family]
@@ -75,7 +71,8 @@ def _define(family: str) -> None:
         gradient: Tensor, scale: Tensor | None, levels: Tensor, key: Tensor | None
     ) -> tuple[Tensor, Tensor]:
         once = ops.fake_quantize(gradient, levels, "per_tensor", key)[0]
-        return ops.fake_quantize(_scaled(once, scale), levels, "per_tensor", _next(key))[0], once.sum(0)
+        key = None if key is None else key + 1
+        return ops.fake_quantize(_scaled(once, scale), levels, "per_tensor", key)[0], once.sum(0)
 
     plain = (plain_scale_round, plain_scale_round_add, plain_round_scale_round)
     for (name, schema), run in zip(SCHEMAS.items(), plain, strict=True):

@@ -32,6 +32,7 @@ from cpt_core.kernels.reference import clips
 
 STEPS = "SymInt steps, SymInt[] sizes, bool reverse"
 GRADIENT = "Tensor? grad_levels, str grad_granularity, Tensor? key"
+MULTIPLY = "cpt_core.codes.integer:multiply"  # opened where codes are multiplied
 COLUMNS = "Tensor? column_codes=None, Tensor? column_values=None"
 SCHEMAS = {
     "lstm_forward": "(Tensor x_gates, Tensor weight, Tensor? bias, Tensor h0, Tensor c0, "
@@ -178,9 +179,8 @@ def forward(ops: Any, *given: Any) -> tuple[Tensor, ...]:
                 operand, *found = ops.fake_quantize(operand, levels, granularity, None)
                 ranges.append((found[0], found[1]))
         if tables is not None and levels is not None:
-            product = _multiply(
-                ops, QuantizedTensor.with_codes(operand, found[0], found[1], levels), weight.t(), tables
-            )
+            rounded = QuantizedTensor.with_codes(operand, found[0], found[1], levels)
+            product = library(MULTIPLY, "")(ops, rounded, weight.t(), tables)
         else:
             product = products.execute(operand, weight, a.bias)
         step = product.add_(x_part)
@@ -243,7 +243,7 @@ def backward(ops: Any, *given: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
             codes = ops.encode(step, low, width, levels, now, clips(a.granularity, now is not None))
             rounded = QuantizedTensor.with_codes(codes, low, width, levels)
             after.copy_(rounded.dequantize())
-            product = _multiply(ops, rounded, weight, tables)
+            product = library(MULTIPLY, "")(ops, rounded, weight, tables)
         else:
             if levels is not None and step.numel():
                 after.copy_(ops.fake_quantize(step, levels, a.granularity, now)[0])
@@ -256,12 +256,6 @@ def backward(ops: Any, *given: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
 
 
 PLAIN: dict[str, Callable[..., tuple[Tensor, ...]]] = {"lstm_forward": forward, "lstm_backward": backward}
-
-
-def _multiply(*given: Any) -> Tensor:
-    """Return a product on codes, see ``codes.integer.multiply``, which nothing else here needs."""
-    product: Tensor = library("cpt_core.codes.integer:multiply", "")(*given)
-    return product
 
 
 def _check_codes(on_codes: bool, *grids: str) -> None:

@@ -16,12 +16,9 @@ PRODUCTS = {
     "graph": "cpt_core.codes.graph_layers:product_on_codes",
     "aggregation": "cpt_core.codes.graph_layers:sum_on_codes",
 }
-_opened: dict[str, Any] = {}
 
 
 @torch.compiler.disable
 def on_codes(product: str, *operands: Any) -> Any:
     """Compute one of ``PRODUCTS``; the operands are those of its function."""
-    if product not in _opened:
-        _opened[product] = library(PRODUCTS[product], "")
-    return _opened[product](*operands)
+    return library(PRODUCTS[product], "")(*operands)
