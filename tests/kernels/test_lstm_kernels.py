@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+import cpt_core.kernels.lstm  # noqa: F401 - brings the operators of the recurrence
 from cpt_core.codes.integer import column_tables
 from cpt_core.kernels import operators
 from cpt_core.kernels.quantized_tensor import QuantizedTensor
