@@ -61,7 +61,7 @@ check: lint  ## lint, types and the tests that are not marked slow: while you wo
 
 test: lint  ## lint, types, tests and notebooks; no GPU, no download
 	@# builds the C++ kernels where they are not built yet, so that no test waits for them
-	@$(BIN)/python -c "import cpt_core; print(cpt_core.execution())"
+	@$(BIN)/python -c "import cpt_core; print(cpt_core.backend())"
 	$(PYTEST) -n 2 --dist loadfile tests
 	@# one notebook after the other: kernels of two processes that start at once can take each other's ports
 	$(PYTEST) -p no:cacheprovider --nbval-lax --nbval-current-env --nbval-cell-timeout=300 notebooks

@@ -1,7 +1,7 @@
 """Time of rounding a tensor to every format, relative to the affine grid: ``python -m bench.formats``.
 
 A million elements, 4096 rows of 256 with one range each, one thread; plain torch, which runs all formats but the affine
-grid in every execution. Ratios are those of medians to the affine grid in plain torch and in C++ of the same rounding,
+grid in every backend. Ratios are those of medians to the affine grid in plain torch and in C++ of the same rounding,
 nearest or stochastic; all run interleaved in one process. Formats that search their range are at the end.
 """
 
@@ -15,7 +15,7 @@ from collections.abc import Callable
 import torch
 
 from cpt_core.formats.format import FORMATS, Format
-from cpt_core.kernels.execution import execution
+from cpt_core.kernels.backend import backend
 from cpt_core.kernels.grids import grid_of
 
 PLAIN, ACTIVE = torch.ops.cpt_reference, torch.ops.cpt
@@ -43,7 +43,7 @@ def main() -> None:
     parser.add_argument("--formats", nargs="+", default=NAMES)
     given = parser.parse_args()
     torch.set_num_threads(1)
-    print(execution())
+    print(backend())
     x, levels, key = torch.randn(given.rows, given.columns), torch.tensor(255.0), torch.tensor(3)
     bases = ("plain", "plain, stochastic", "active", "active, stochastic")
     calls: dict[str, Callable[[], object]] = {}

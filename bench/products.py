@@ -17,7 +17,7 @@ import torch
 
 from bench.step_ratio import measure, ratio
 from cpt_core.kernels import products
-from cpt_lab.provenance import cpu, processor
+from cpt_core.processor import cpu, processor
 
 SHAPES = {  # M rows, K of a sum, N columns
     "LSTM 800, a step": (20, 800, 3200),

@@ -1,6 +1,6 @@
 """Time of a low-precision training step relative to the float32 step: ``python -m bench.step_ratio``.
 
-Simulated, for every execution of the quantised operator: plain torch, C++, and the whole model through
+Simulated, for every backend of the quantised operator: plain torch, C++, and the whole model through
 ``torch.compile``; on codes, ``QuantConfig(execution="integer")``, with the authors' steps and with shared ones. Beside
 it what others offer: bfloat16 under autocast, unquantised, and, where torchao is installed (nothing here needs it), its
 training with int8 products and its fake quantisation of linear layers, for models that have no others. All
@@ -28,12 +28,12 @@ from transformers import BertConfig, BertModel
 
 from cpt_core.graphs.graph import Graph
 from cpt_core.graphs.layers import GraphConv
-from cpt_core.kernels.execution import execution, reference
-from cpt_core.models import MODELS
-from cpt_core.models.mobilenet import InvertedResidual
-from cpt_core.models.retinanet import retinanet
+from cpt_core.kernels.backend import backend, reference
 from cpt_core.quantization.convert import QuantConfig, layer_precisions, quantize_
 from cpt_lab.data.graphs import bidirected
+from cpt_lab.models import MODELS
+from cpt_lab.models.mobilenet import InvertedResidual
+from cpt_lab.models.retinanet import retinanet
 
 
 def linear_block() -> nn.Module:
@@ -233,9 +233,9 @@ def main() -> None:
     torch.set_num_threads(1)
     tuned = "MALLOC_MMAP_THRESHOLD_" in os.environ
     print(f"torch {torch.__version__}, 1 thread, allocator thresholds {'set' if tuned else 'NOT set (see Makefile)'}")
-    print(f"load of the machine {os.getloadavg()[0]:.1f} on {os.cpu_count()} cores\n{execution()}")
+    print(f"load of the machine {os.getloadavg()[0]:.1f} on {os.cpu_count()} cores\n{backend()}")
     last = ["compiled", *ON_CODES, AUTOCAST, *(TORCHAO if importlib.util.find_spec("torchao") else ())]
-    ways = ["reference", *([execution().cpu] if execution().cpu != "reference" else [])]
+    ways = ["reference", *([backend().cpu] if backend().cpu != "reference" else [])]
     print(f"{'times a float32 step: median (minimum)':<49}" + "".join(f"{way:>15}" for way in [*ways, *last]))
     for name, case in CASES.items():
         if given.only not in name:

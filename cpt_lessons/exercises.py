@@ -37,11 +37,11 @@ def show_environment() -> None:
     try:
         import torch
 
-        from cpt_core.kernels.execution import execution
+        from cpt_core.kernels.backend import backend
 
         if torch.cuda.is_available():
             device += f", {torch.cuda.get_device_name()}"
-        device += f"; rounding on a CPU: {execution().cpu}"
+        device += f"; rounding on a CPU: {backend().cpu}"
     except ImportError:
         pass
     print(f"python {platform.python_version()}, " + ", ".join(f"{k} {v}" for k, v in packages.items()), f"({device})")

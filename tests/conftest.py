@@ -9,8 +9,8 @@ import torch
 from helpers import WITH_CUDA
 from hypothesis import settings
 
-from cpt_core.kernels import cpp
-from cpt_core.kernels.execution import execution
+from cpt_core.kernels.backend import backend
+from cpt_core.kernels.cpp import building
 
 torch.set_num_threads(1)
 
@@ -33,10 +33,10 @@ def device(request: pytest.FixtureRequest) -> Iterator[torch.device]:
 
 @pytest.fixture(scope="session")
 def cpp_kernels() -> None:
-    """Skips where there is no C++ compiler, or another execution is forced; where there is one, they must be active."""
-    found = execution()
+    """Skips where there is no C++ compiler, or another backend is forced; where there is one, they must be active."""
+    found = backend()
     if found.cpu != "cpp":
-        assert os.environ.get("CPT_KERNELS") or cpp.compiler() is None, str(found)
+        assert os.environ.get("CPT_KERNELS") or building.compiler() is None, str(found)
         pytest.skip(f"on a CPU: {found.cpu} ({found.why['cpu']})")
 
 

@@ -4,7 +4,7 @@ import subprocess
 
 import torch
 
-from cpt_core.kernels import processor
+from cpt_core import processor
 from cpt_lab import provenance
 
 TEXT = """processor	: 0

@@ -17,7 +17,7 @@ PACKAGES = ["cpt_core", *(f"cpt_core.{room}" for room in ROOMS)]
 TOP = """
 BitOpsLedger CyclicSchedule DeficitSchedule DelayedSchedule FORMATS Format FormatLadder FunctionSchedule Graph GraphConv
 LayeredSchedule PrecisionScheduler QuantConfig QuantizationWarning RoleSchedules SAGEConv SUITE StaticSchedule
-check count_bitops execution export make_schedule precision quantize quantize_ restore_ schedule_from_dict
+backend check count_bitops export make_schedule precision quantize quantize_ restore_ schedule_from_dict
 solve_schedule summary
 """
 

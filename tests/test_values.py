@@ -320,7 +320,7 @@ TAKEN = {
 }
 THEIRS = {"dynamic_shapes"}  # handed on as it is: torch judges it
 CALLED = {"inputs", "filter_fn", "quality"}  # what calls the model or the value itself may fail there
-RESULTS = {"BitOpsPlan", "Check", "Cost", "Execution", "Operands", "PrecisionRange"}  # made by the library
+RESULTS = {"Backend", "BitOpsPlan", "Check", "Cost", "Operands", "PrecisionRange"}  # made by the library
 
 
 class HangError(BaseException):

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from cpt_core.formats.quantizer import Quantizer
 from cpt_core.graphs.graph import Graph
 from cpt_core.graphs.layers import GraphConv, SAGEConv
-from cpt_core.kernels.execution import execution
+from cpt_core.kernels.backend import backend
 from cpt_core.kernels.operators import fake_quantize
 from cpt_core.kernels.reference import GRANULARITIES
 from cpt_core.quantization.convert import QuantConfig, quantize_
@@ -39,7 +39,7 @@ def versions(device: str) -> dict[str, Any]:
         found |= {"total_gb": total / 2**30, "free_gb": free / 2**30, "capability": torch.cuda.get_device_capability()}
         query = ["nvidia-smi", "--query-gpu=driver_version,compute_mode,mig.mode.current", "--format=csv,noheader"]
         found["driver"] = subprocess.run(query, capture_output=True, text=True, check=True).stdout.strip()
-    return found | {"kernels": str(execution())}
+    return found | {"kernels": str(backend())}
 
 
 def quantisers(device: str) -> dict[str, Any]:

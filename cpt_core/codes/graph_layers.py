@@ -15,12 +15,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from cpt_core.codes.graph import round_scale_encode, sum_neighbours
 from cpt_core.codes.layers import GradientRounding, Operand, first_order, product, saved_operands, sums, values
 from cpt_core.graphs.graph import Graph
 from cpt_core.graphs.layers import Keep, Tail
-from cpt_core.kernels.graph import round_scale_encode, sum_neighbours
-from cpt_core.kernels.integer import QuantizedTensor
 from cpt_core.kernels.operators import fake_quantize
+from cpt_core.kernels.quantized_tensor import QuantizedTensor
 from cpt_core.quantization.graph_layers import ONE_RANGE, WHOLE, GraphPrecision
 
 LARGEST_DEGREE = 1 << 24  # 2**24 codes, of 128 at most, are summed in int32
@@ -36,9 +36,8 @@ def product_on_codes(
         return p.encoded("input", x if scale is None else x * scale)
 
     quantizer = p.quantizers["input"]
-    codes = (
-        encode if quantizer.running else lambda: keep(("codes", quantizer, p.now.formats.activation), encode)
-    )  # a range to follow
+    # where there is a range to follow, nothing is kept
+    codes = encode if quantizer.running else lambda: keep(("codes", quantizer, p.now.formats.activation), encode)
     bias = None if tail is None or tail.bias is None else p.operand("bias", tail.bias)
     return _Product.apply(x, weight, bias, codes, scale, linear, After(p, tail))
 

@@ -18,9 +18,10 @@ import torch
 from torch import Tensor
 from torch.nn.grad import conv2d_input, conv2d_weight
 
-from cpt_core.kernels import convolution
-from cpt_core.kernels.convolution import Geometry
-from cpt_core.kernels.integer import QuantizedTensor, has_integer_form, matmul, sum_values
+from cpt_core.codes import convolution
+from cpt_core.codes.convolution import Geometry
+from cpt_core.codes.integer import has_integer_form, matmul, sum_values
+from cpt_core.kernels.quantized_tensor import QuantizedTensor
 from cpt_core.quantization.fake_quantize import round_gradient
 from cpt_core.quantization.precision import LayerPrecision
 
@@ -92,12 +93,7 @@ class _Linear(torch.autograd.Function):
         dx = product(g, w).view(ctx.shape) if of_x else None
         if isinstance(g, QuantizedTensor) and not has_integer_form(g.t(), a):
             g = g.dequantize()  # once
-        return (
-            dx,
-            product(g.t(), a) if of_w else None,
-            sums(g) if of_b else None,
-            *[None] * 3,
-        )
+        return dx, product(g.t(), a) if of_w else None, sums(g) if of_b else None, *[None] * 3
 
 
 @torch.compiler.disable

@@ -1,4 +1,4 @@
-"""The steps of an LSTM on codes: products with the hidden state, int8 x int8 -> int32.
+"""An LSTM on codes: its products with the input and with the hidden state, int8 x int8 -> int32.
 
 The hidden state of a step has one range, and every row of the weight: their product has an integer form. So has that
 of a gradient with the weight where the weight has one range. The gradient of the weight is a sum over steps, each of
@@ -14,40 +14,43 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from cpt_core.codes.layers import GradientRounding, first_order
+from cpt_core.codes.integer import column_tables
+from cpt_core.codes.layers import GradientRounding, first_order, linear_on_codes
 from cpt_core.kernels import operators
-from cpt_core.kernels.integer import QuantizedTensor, column_tables
 from cpt_core.kernels.lstm import Forward, gradients
+from cpt_core.kernels.quantized_tensor import QuantizedTensor
+from cpt_core.quantization.lstm import QuantLSTM
 from cpt_core.quantization.precision import LayerPrecision
-
-Steps = tuple[int, tuple[int, ...], bool]  # how many; the sequences of each, if they differ; from the last to the first
 
 
 @torch.compiler.disable
-def recurrence_on_codes(
-    precision: LayerPrecision,
-    role: str,
-    x_gates: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    state: tuple[Tensor, Tensor],
-    steps: Steps,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return hidden states (N, H), the last h and c (B, H), and the ranges of the hidden state (2, T).
-
-    Args:
-        precision: of the layer.
-        role: of the hidden state.
-        x_gates: what the input adds to the gates, (N, 4 H).
-        weight: (4 H, H), not quantised.
-        bias: (4 H,), likewise.
-        state: the first h and c, (B, H).
-        steps: T, the sequences of each, and the direction.
-    """
-    quantized_bias = None if bias is None else precision.operand("bias", bias)
-    given = x_gates, weight, quantized_bias, *state
+def cell_on_codes(
+    layer: QuantLSTM, cell: str, x: Tensor, steps: tuple[int, tuple[int, ...]], h: Tensor, c: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Run one direction of one layer: x (N, I), h and c (B, H) -> y (N, H), h and c."""
+    p, role = layer.precision, f"hidden_{cell}"
+    count, sizes = steps
+    by_row = p.quantizers["grad"].granularity == "per_row"  # a row belongs to one step
+    parts = () if by_row else sizes or (len(x) // count,) * count
+    (w, b), (u, d) = (layer.weights(kind, cell, x.dtype) for kind in ("ih", "hh"))
+    x_gates = linear_on_codes(p, x, w, b, _encoded_input(layer, cell, x, steps), parts)
+    given = x_gates, u, None if d is None else p.operand("bias", d), h, c
     save = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in given)
-    return _Recurrence.apply(*given, precision, role, steps, save)
+    y, h, c, ranges = _Recurrence.apply(*given, p, role, (count, sizes, cell.endswith("_reverse")), save)
+    if layer.training and p.quantizers[role].running:
+        p.track(role, *ranges)
+    return y, h, c
+
+
+def _encoded_input(layer: QuantLSTM, cell: str, x: Tensor, steps: tuple[int, tuple[int, ...]]) -> QuantizedTensor:
+    """Return the codes of x (N, I), every step on its own range."""
+    p, role = layer.precision, f"input_{cell}"
+    if p.running_range(role) is not None:
+        return p.encoded(role, x)
+    p.follow(x)
+    x = x.detach()
+    low, width = layer.ranges(cell, x, steps)
+    return QuantizedTensor.on(x, p.marked(role, x, low), width, p.levels, clip=p.clips(role))
 
 
 class _Recurrence(torch.autograd.Function):
@@ -61,7 +64,7 @@ class _Recurrence(torch.autograd.Function):
         c: Tensor,
         precision: LayerPrecision,
         role: str,
-        steps: Steps,
+        steps: tuple[int, tuple[int, ...], bool],
         save: bool,
     ) -> tuple[Tensor, ...]:
         p = precision

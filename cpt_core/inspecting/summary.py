@@ -27,7 +27,7 @@ from cpt_core.bitops.macs import PRODUCTS
 from cpt_core.bitops.tally import mostly_float32
 from cpt_core.bitops.trace import trace
 from cpt_core.checks import declared
-from cpt_core.kernels.processor import multiplies_codes
+from cpt_core.processor import multiplies_codes
 from cpt_core.quantization.coverage import convertible, float32_reason, form_of, module_kind, parts_of_wholes
 from cpt_core.quantization.layers import PASSES, QuantizedLayer
 from cpt_core.quantization.operations import QuantOperations

@@ -1,1 +1,1 @@
-"""Callbacks for trainers of other libraries; import the one you need, nothing here imports them by itself."""
+"""Ways in from other libraries and out to them; import the one you need, nothing here imports them by itself."""

@@ -1,9 +1,9 @@
-"""The quantised operator and its executions: plain torch, C++ on a CPU, Triton on a GPU."""
+"""The quantised operator and its backends: plain torch, C++ on a CPU, Triton on a GPU."""
 
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:  # the list of public names
-    from cpt_core.kernels.execution import Execution as Execution
+    from cpt_core.kernels.backend import Backend as Backend
 else:
     from cpt_core.public import lazily
 

@@ -1,4 +1,4 @@
-"""Rounding to number formats other than the paper's, plain, in every execution.  Beyond the paper.
+"""Rounding to number formats other than the paper's, plain, in every backend.  Beyond the paper.
 
 A format other than affine has scales s: x / s is rounded to the values of an element, and what comes out times s.
 

@@ -1,8 +1,7 @@
 """Operators of graph convolutions: roundings together with the scaling by degree and the bias beside them.
 
 Each stands for a chain of plain operations and gives the same bits; on a CPU, C++ runs it in one pass over the rows
-(``graph.h``), as long as a row is in the cache. Two of them are on codes (``integer.py``): the sum over neighbours,
-and the rounding of a gradient whose codes enter a product or a sum.
+(``graph.h``), as long as a row is in the cache.
 
 >>> x, degrees, bias = torch.tensor([[0.0, 0.2, 1.0]]), torch.tensor([[2.0]]), torch.tensor([1.0, 1.0, 1.0])
 >>> scale_round_add(x, degrees, bias, torch.tensor(1.0), "per_row").tolist()
@@ -19,10 +18,6 @@ import torch
 from torch import Tensor
 
 from cpt_core.kernels import operators
-from cpt_core.kernels.integer import QuantizedTensor
-from cpt_core.kernels.reference import MIN_SCALE
-
-PART = 1 << 24  # numbers that the plain sum over neighbours gathers at a time
 
 
 def scale_round(x: Tensor, scale: Tensor, levels: Tensor, granularity: str) -> Tensor:
@@ -48,45 +43,16 @@ def round_scale_round(
     return operators.active.round_scale_round(gradient, scale, levels, key)
 
 
-def round_scale_encode(
-    gradient: Tensor, scale: Tensor | None, levels: Tensor, key: Tensor | None
-) -> tuple[QuantizedTensor, Tensor]:
-    """Return what ``round_scale_round`` does, the gradient of ``x`` as codes; levels of at most 8 bits."""
-    codes, low, width, of_bias = operators.active.round_scale_encode(gradient, scale, levels, key)
-    return QuantizedTensor(codes, low, (width / levels).clamp_min(MIN_SCALE), (levels + 1) / 2), of_bias
-
-
-def sum_neighbours(x: QuantizedTensor, indptr: Tensor, indices: Tensor) -> Tensor:
-    """Return the sums over in-neighbours, (D, F) float32: of the codes in int32, then made values of.
-
-    Args:
-        x: (S, F), its range shared.
-        indptr: (D + 1,), see ``graphs.Graph``; at most 2**24 edges into a node.
-        indices: (E,) sources.
-    """
-    zero, rest, scale = (v.reshape(()) for v in (x.zero, x.rest, x.scale))
-    return operators.active.sum_neighbours(x.codes, zero, scale, rest, indptr, indices)
-
-
 SCHEMAS = {
     "scale_round": "(Tensor x, Tensor scale, Tensor levels, str granularity) -> Tensor",
     "scale_round_add": "(Tensor x, Tensor? scale, Tensor bias, Tensor levels, str granularity) -> Tensor",
     "round_scale_round": "(Tensor gradient, Tensor? scale, Tensor levels, Tensor? key) -> (Tensor, Tensor)",
-}
-ON_CODES = {
-    "round_scale_encode": "(Tensor gradient, Tensor? scale, Tensor levels, Tensor? key) -> "
-    "(Tensor, Tensor, Tensor, Tensor)",
-    "sum_neighbours": "(Tensor codes, Tensor zero, Tensor scale, Tensor rest, Tensor indptr, Tensor indices) -> Tensor",
 }
 ON_GRID = ("scale_round", "round_scale_round")  # those whose (first) result lies on a grid
 
 
 def _scaled(x: Tensor, scale: Tensor | None) -> Tensor:
     return x if scale is None else x * scale
-
-
-def _next(key: Tensor | None) -> Tensor | None:
-    return None if key is None else key + 1
 
 
 def _define(family: str) -> None:
@@ -105,19 +71,8 @@ def _define(family: str) -> None:
         gradient: Tensor, scale: Tensor | None, levels: Tensor, key: Tensor | None
     ) -> tuple[Tensor, Tensor]:
         once = ops.fake_quantize(gradient, levels, "per_tensor", key)[0]
-        return ops.fake_quantize(_scaled(once, scale), levels, "per_tensor", _next(key))[0], once.sum(0)
-
-    def plain_round_scale_encode(
-        gradient: Tensor, scale: Tensor | None, levels: Tensor, key: Tensor | None
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        low, width = ops.range(gradient, "per_tensor")
-        codes = ops.encode(gradient, low, width, levels, key, key is not None)
-        half, step = (levels + 1) / 2, (width / levels).clamp_min(MIN_SCALE)
-        once = _scaled((codes + half).mul_(step).add_(low), scale)
-        totals, rows = codes.sum(0), len(codes)  # exact: int64
-        of_bias = ((totals + rows * half.long()).double() * step.double() + rows * low.double()).float()
-        low, width = ops.range(once, "per_tensor")
-        return ops.encode(once, low, width, levels, _next(key), key is not None), low, width, of_bias
+        key = None if key is None else key + 1
+        return ops.fake_quantize(_scaled(once, scale), levels, "per_tensor", key)[0], once.sum(0)
 
     plain = (plain_scale_round, plain_scale_round_add, plain_round_scale_round)
     for (name, schema), run in zip(SCHEMAS.items(), plain, strict=True):
@@ -125,24 +80,6 @@ def _define(family: str) -> None:
         library.impl(name, run, "CompositeExplicitAutograd")
         torch.library.register_fake(f"{family}::{name}", _FAKES[name], lib=library)
         torch.library.register_autograd(f"{family}::{name}", _BACKWARD[name], setup_context=_keep_scale, lib=library)
-    for (name, schema), run in zip(ON_CODES.items(), (plain_round_scale_encode, _sum_neighbours), strict=True):
-        library.define(f"{name}{schema}")
-        library.impl(name, run, "CompositeExplicitAutograd")
-        torch.library.register_fake(f"{family}::{name}", _FAKES[name], lib=library)
-
-
-def _sum_neighbours(
-    codes: Tensor, zero: Tensor, scale: Tensor, rest: Tensor, indptr: Tensor, indices: Tensor
-) -> Tensor:
-    rows, degrees = len(indptr) - 1, indptr.diff()
-    totals = torch.zeros(rows, codes.shape[1], dtype=torch.int32, device=codes.device)
-    nodes = torch.arange(rows, device=codes.device).repeat_interleave(degrees, output_size=len(indices))
-    edges = max(1, PART // max(1, codes.shape[1]))
-    for start in range(0, len(indices), edges):
-        part = slice(start, start + edges)
-        totals.index_add_(0, nodes[part], codes[indices[part]].int())
-    degrees = degrees.long().unsqueeze(1)
-    return scale * (totals - degrees * zero.long()).float() + degrees.float() * rest
 
 
 # --- without numbers, and gradients: a rounding passes them unchanged -------------------------------------------------
@@ -168,15 +105,6 @@ _FAKES: dict[str, Any] = {
     "scale_round": lambda x, *_: torch.empty_like(x),
     "scale_round_add": lambda x, *_: torch.empty_like(x),
     "round_scale_round": lambda g, *_: (torch.empty_like(g), g.new_empty(g.shape[1:])),
-    "round_scale_encode": lambda g, *_: (
-        torch.empty_like(g, dtype=torch.int8),
-        g.new_empty(()),
-        g.new_empty(()),
-        g.new_empty(g.shape[1:]),
-    ),
-    "sum_neighbours": lambda codes, zero, scale, rest, indptr, indices: scale.new_empty(
-        len(indptr) - 1, codes.shape[1]
-    ),
 }
 _BACKWARD: dict[str, Any] = {"scale_round": _back, "scale_round_add": _back_add, "round_scale_round": _back_twice}
 for _family in operators.FAMILIES:

@@ -1,4 +1,4 @@
-"""The recurrence of a quantised LSTM as two operators, forward and backward, and their plain execution.
+"""The recurrence of a quantised LSTM as two operators, forward and backward, and their plain backend.
 
 All steps of one layer in one direction, from the input part of the gates on:
 
@@ -24,13 +24,15 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from cpt_core.checks import library
 from cpt_core.kernels import operators, products
 from cpt_core.kernels.grids import parts_of
-from cpt_core.kernels.integer import QuantizedTensor, multiply
+from cpt_core.kernels.quantized_tensor import QuantizedTensor
 from cpt_core.kernels.reference import clips
 
 STEPS = "SymInt steps, SymInt[] sizes, bool reverse"
 GRADIENT = "Tensor? grad_levels, str grad_granularity, Tensor? key"
+MULTIPLY = "cpt_core.codes.integer:multiply"  # opened where codes are multiplied
 COLUMNS = "Tensor? column_codes=None, Tensor? column_values=None"
 SCHEMAS = {
     "lstm_forward": "(Tensor x_gates, Tensor weight, Tensor? bias, Tensor h0, Tensor c0, "
@@ -177,7 +179,8 @@ def forward(ops: Any, *given: Any) -> tuple[Tensor, ...]:
                 operand, *found = ops.fake_quantize(operand, levels, granularity, None)
                 ranges.append((found[0], found[1]))
         if tables is not None and levels is not None:
-            product = multiply(ops, QuantizedTensor.with_codes(operand, found[0], found[1], levels), weight.t(), tables)
+            rounded = QuantizedTensor.with_codes(operand, found[0], found[1], levels)
+            product = library(MULTIPLY, "")(ops, rounded, weight.t(), tables)
         else:
             product = products.execute(operand, weight, a.bias)
         step = product.add_(x_part)
@@ -240,7 +243,7 @@ def backward(ops: Any, *given: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
             codes = ops.encode(step, low, width, levels, now, clips(a.granularity, now is not None))
             rounded = QuantizedTensor.with_codes(codes, low, width, levels)
             after.copy_(rounded.dequantize())
-            product = multiply(ops, rounded, weight, tables)
+            product = library(MULTIPLY, "")(ops, rounded, weight, tables)
         else:
             if levels is not None and step.numel():
                 after.copy_(ops.fake_quantize(step, levels, a.granularity, now)[0])
@@ -289,7 +292,7 @@ def recurrence(given: Forward) -> tuple[Tensor, Tensor, Tensor, Tensor]:
 
 
 def _register(library: torch.library.Library, family: str) -> None:
-    """Define the operators in a family, with their plain execution, fake tensors and gradient."""
+    """Define the operators in a family, with their plain backend, fake tensors and gradient."""
     ops = getattr(torch.ops, family)
     for name, schema in SCHEMAS.items():
         plain = operators.LOOPS[f"{family}::{name}"] = partial(PLAIN[name], ops)

@@ -1,7 +1,7 @@
 """The registered operators ``torch.ops.cpt.*``: one node each for autograd, compilers, fake tensors and CUDA graphs.
 
-The schemas, what they do without numbers (fake tensors), their gradients, and the plain execution behind them; C++ and
-Triton put theirs before it (``execution.py``). ``torch.ops.cpt_reference.*`` are the same and always plain.
+The schemas, what they do without numbers (fake tensors), their gradients, and the plain backend behind them; C++ and
+Triton put theirs before it (``backend.py``). ``torch.ops.cpt_reference.*`` are the same and always plain.
 
 >>> fake_quantize(torch.tensor([0.0, 0.2, 1.0]), torch.tensor(1.0), "per_tensor")[0].tolist()
 [0.0, 0.0, 1.0]
@@ -44,7 +44,7 @@ PLAIN = {
     "linear": products.execute,
 }
 FAMILIES = ("cpt", "cpt_reference")
-# operators with products inside -> their plain execution, for those who look into it; to the last digits but of linear
+# operators with products inside -> their plain backend, for those who look into it; to the last digits but of linear
 LOOPS: dict[str, Any] = {f"{family}::linear": torch.nn.functional.linear for family in FAMILIES}
 
 

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from cpt_core.checks import choose
-from cpt_core.kernels.processor import processor
+from cpt_core.processor import processor
 
 LIBRARIES = ("torch", "onednn")
 # Time with oneDNN in that with MKL by maker and widest instructions, a forward and a backward pass; one thread.

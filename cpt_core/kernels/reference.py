@@ -1,8 +1,8 @@
-"""The plain execution: ranges, rounding to the grid and its noise in torch's own operations.  Paper: figure 1.
+"""The plain backend: ranges, rounding to the grid and its noise in torch's own operations.  Paper: figure 1.
 
     n = 2**q - 1        s = max(range / n, 1e-8)        x_q = round(clip((x - min) / s, 0, n)) * s + min
 
-It is what the other executions are held to, bit for bit, and runs wherever they do not.
+It is what the other backends are held to, bit for bit, and runs wherever they do not.
 
 Shapes: N batch, C channels, F features, L positions.  Ranges are float32.
 """
@@ -203,7 +203,7 @@ def track(running: Tensor, low: Tensor, width: Tensor) -> None:
 def hash_noise(key: Tensor, start: int, count: int) -> Tensor:
     """Return the noise of the elements ``start`` to ``start + count`` (row by row), in (-0.5, 0.5), float32.
 
-    A pure function of key and place: the same in every execution, for any number of threads and layout in memory.
+    A pure function of key and place: the same in every backend, for any number of threads and layout in memory.
     ``key`` is scrambled to 64 bits by splitmix64's finaliser, then enters a 32-bit finaliser of the place at two
     points, so that the noise of two keys is no rearrangement of one sequence. A hash serves two neighbours: u takes
     2**16 values, symmetric about 0.
@@ -271,7 +271,7 @@ def affine(product: Tensor, row_codes: Tensor, row_values: Tensor, column_codes:
     No size is 0.
 
     Args:
-        product: sums k_a k_b, int32 (M, N), of G products below each other; the names are those of ``kernels.integer``.
+        product: sums k_a k_b, int32 (M, N), of G products below each other; the names are those of ``codes.integer``.
         row_codes: of a: sum k and z, int32 (2, M).
         row_values: of a: s, s sum (k - z) and r, float32 (3, M).
         column_codes: of b: z and sum (k - z), int32 (2, G N).

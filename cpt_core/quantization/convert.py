@@ -88,13 +88,6 @@ class QuantConfig:
             quantizer_of(quantizer)
         object.__setattr__(self, "ladder", ladders_of(self.ladder))
 
-    @classmethod
-    def from_torchao(cls, config: Any) -> QuantConfig:
-        """Return what means the same as a configuration of torchao; ValueError says what differs, see the module."""
-        from cpt_core.quantization.from_torchao import from_torchao
-
-        return from_torchao(config)
-
     def with_shared_steps(self) -> QuantConfig:
         """Return a copy with one range per tensor wherever the authors have one per row, channel or position.
 

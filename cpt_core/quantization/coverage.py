@@ -24,11 +24,11 @@ from cpt_core.quantization.multiplies import NAMES, UNRULED, names_a_product
 
 # classes with a quantised form of their own -> where it is; none of it is loaded before a model has the class
 FORMS = {
-    "torch.nn.modules.linear.Linear": "layers",
-    **{f"torch.nn.modules.conv.Conv{n}d": "layers" for n in (1, 2, 3)},
-    "torch.nn.modules.rnn.LSTM": "lstm",
-    **{f"cpt_core.graphs.layers.{kind}": "graph_layers" for kind in ("GraphConv", "SAGEConv")},
-    **{f"dgl.nn.pytorch.conv.{kind.lower()}.{kind}": "dgl_layers" for kind in ("GraphConv", "SAGEConv")},
+    "torch.nn.modules.linear.Linear": "quantization.layers",
+    **{f"torch.nn.modules.conv.Conv{n}d": "quantization.layers" for n in (1, 2, 3)},
+    "torch.nn.modules.rnn.LSTM": "quantization.lstm",
+    **{f"cpt_core.graphs.layers.{kind}": "quantization.graph_layers" for kind in ("GraphConv", "SAGEConv")},
+    **{f"dgl.nn.pytorch.conv.{kind.lower()}.{kind}": "integrations.dgl" for kind in ("GraphConv", "SAGEConv")},
 }
 NOTABLE = 0.1  # share of a model's weights that does not stay in float32 without a word
 
@@ -42,7 +42,7 @@ def own_form(kind: type[nn.Module]) -> type[QuantizedLayer] | None:
     place = FORMS.get(f"{kind.__module__}.{kind.__qualname__}")
     if place is None:
         return None
-    form: type[QuantizedLayer] = importlib.import_module(f"cpt_core.quantization.{place}").CONVERSIONS[kind]
+    form: type[QuantizedLayer] = importlib.import_module(f"cpt_core.{place}").CONVERSIONS[kind]
     return form
 
 
@@ -53,11 +53,9 @@ def form_of(module: nn.Module) -> type[QuantizedLayer] | None:
         return own
     if isinstance(module, LazyModuleMixin) or not names_a_product(module):
         return None
-    return _operations().quantized_class(type(module))
+    from cpt_core.quantization.operations import quantized_class
 
-
-def _operations() -> Any:
-    return importlib.import_module("cpt_core.quantization.operations")
+    return quantized_class(type(module))
 
 
 def module_kind(module: nn.Module) -> type[nn.Module]:
@@ -179,7 +177,8 @@ class FirstPass(TorchFunctionMode):
         name = getattr(function, "__name__", "").partition(".")[0]  # "mm" of aten.mm.default
         if name not in NAMES and name not in UNRULED:
             return function(*args, **(kwargs or {}))
-        operations = _operations()
+        from cpt_core.quantization import operations
+
         if function in operations.INSIDE:
             with self:
                 return operations.INSIDE[function](*args, **(kwargs or {}))

@@ -5,7 +5,7 @@
 >>> quantize(torch.tensor([0.0, 0.2, 1.0]), bits=1).tolist()
 [0.0, 0.0, 1.0]
 
-The rounding itself is an operator with several executions, ``cpt_core.kernels``. Scales are float32, results keep the
+The rounding itself is an operator with several backends, ``cpt_core.kernels``. Scales are float32, results keep the
 input's dtype. NaN stays NaN. On a range of its own a tensor with an infinity is NaN, so that loss scalers see it; on a
 stored range, in evaluation, infinity is clipped to the end as any value outside. Gradients pass a rounding unchanged,
 also those of clipped values; gradients of gradients (``create_graph=True``) do likewise; only the LSTM and products on
@@ -24,7 +24,7 @@ from cpt_core.checks import check_bits, whole
 from cpt_core.formats.format import Format
 from cpt_core.formats.quantizer import Quantizer, grid_of
 from cpt_core.kernels import operators
-from cpt_core.kernels.execution import execution
+from cpt_core.kernels.backend import backend
 from cpt_core.kernels.grids import UNSCALED, check_blocks
 from cpt_core.kernels.operators import fake_quantize, round_in_range
 from cpt_core.quantization.quantizers import IDENTITY_BITS, check_floating, quantizer_of
@@ -86,7 +86,7 @@ def quantize(
             _check(x, format)
     if identity or x.numel() == 0:
         return x
-    execution()
+    backend()
     n = torch.tensor(levels, dtype=torch.float32, device=x.device)
     if grid.startswith(UNSCALED):
         none = torch.zeros_like(n)

@@ -29,9 +29,9 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence
 
 from cpt_core.formats.quantizer import Quantizer, grid_of
-from cpt_core.kernels.integer import LONGEST, QuantizedTensor
 from cpt_core.kernels.lstm import Forward, recurrence
 from cpt_core.kernels.operators import fake_quantize, linear, range_of, round_in_range
+from cpt_core.kernels.quantized_tensor import LONGEST
 from cpt_core.kernels.reference import Range
 from cpt_core.quantization.layers import PASSES, QuantizedLayer, seen, unseen
 from cpt_core.quantization.on_codes import on_codes
@@ -163,7 +163,7 @@ class QuantLSTM(QuantizedLayer, nn.LSTM):
         """One direction of one layer: x (N, I), h and c (B, H) -> y (N, H), h and c."""
         p, role = self.precision, f"hidden_{cell}"
         if p.on_codes(x) and not self.not_on_codes():
-            return self._cell_on_codes(cell, x, steps, h, c)
+            return on_codes("lstm", self, cell, x, steps, h, c)
         (w, b), (u, d) = (self._quantized_weights(kind, cell, x.dtype) for kind in ("ih", "hh"))
         x_gates = self._gradient(linear(self._input(cell, x, steps), w, b), steps)
         save = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (x_gates, u, d, h, c))
@@ -176,19 +176,6 @@ class QuantLSTM(QuantizedLayer, nn.LSTM):
             grad_levels=grad_levels, grad_granularity=grad_granularity, key=key, advance=advance,
         ))  # fmt: skip
         if self.training and p.quantizers[role].running and ranges.numel():
-            p.track(role, *ranges)
-        return y, h, c
-
-    def _cell_on_codes(self, cell: str, x: Tensor, steps: Steps, h: Tensor, c: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        p, role = self.precision, f"hidden_{cell}"
-        count, sizes = steps
-        by_row = p.quantizers["grad"].granularity == "per_row"  # a row belongs to one step
-        parts = () if by_row else sizes or (len(x) // count,) * count
-        (w, b), (u, d) = (self._weights(kind, cell, x.dtype) for kind in ("ih", "hh"))
-        x_gates = on_codes("linear", p, x, w, b, self._encoded_input(cell, x, steps), parts)
-        whole = count, sizes, cell.endswith("_reverse")
-        y, h, c, ranges = on_codes("recurrence", p, role, x_gates, u, d, (h, c), whole)
-        if self.training and p.quantizers[role].running:
             p.track(role, *ranges)
         return y, h, c
 
@@ -206,12 +193,13 @@ class QuantLSTM(QuantizedLayer, nn.LSTM):
         found = {} if self._shared("weight") else {"error": "weights have a range per row"}
         return found | {"weight": "every step has ranges of its own"}
 
-    def _weights(self, kind: str, cell: str, dtype: torch.dtype) -> tuple[Tensor, Tensor | None]:
+    def weights(self, kind: str, cell: str, dtype: torch.dtype) -> tuple[Tensor, Tensor | None]:
+        """Return the weight and bias of a cell's input ("ih") or hidden state ("hh"), not quantised."""
         weight = getattr(self, f"weight_{kind}_{cell}").to(dtype)
         return weight, getattr(self, f"bias_{kind}_{cell}").to(dtype) if self.bias else None
 
     def _quantized_weights(self, kind: str, cell: str, dtype: torch.dtype) -> tuple[Tensor, Tensor | None]:
-        weight, bias = self._weights(kind, cell, dtype)
+        weight, bias = self.weights(kind, cell, dtype)
         weight = self.precision.operand("weight", weight)
         return weight, None if bias is None else self.precision.operand("bias", bias)
 
@@ -227,20 +215,10 @@ class QuantLSTM(QuantizedLayer, nn.LSTM):
             y, low, width = fake_quantize(steps_apart, p.levels, grid_of("per_channel", quantizer))
             self._track(cell, low.flatten(), width.flatten())
             return y.flatten(0, 1)
-        ranges = self._ranges(cell, x.detach(), steps)
+        ranges = self.ranges(cell, x.detach(), steps)
         return round_in_range(x, *ranges, p.levels, quantizer.grid, None, p.clips(role))
 
-    def _encoded_input(self, cell: str, x: Tensor, steps: Steps) -> QuantizedTensor:
-        """Return the codes of what ``_input`` returns."""
-        p, role = self.precision, f"input_{cell}"
-        if p.running_range(role) is not None:
-            return p.encoded(role, x)
-        p.follow(x)
-        x = x.detach()
-        low, width = self._ranges(cell, x, steps)
-        return QuantizedTensor.on(x, p.marked(role, x, low), width, p.levels, clip=p.clips(role))
-
-    def _ranges(self, cell: str, x: Tensor, steps: Steps) -> Range:
+    def ranges(self, cell: str, x: Tensor, steps: Steps) -> Range:
         """Return the ranges of x (N, I), every step its own, as those of its rows."""
         p, role = self.precision, f"input_{cell}"
         quantizer = p.quantizers[role]

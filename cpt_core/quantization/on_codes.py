@@ -12,16 +12,13 @@ PRODUCTS = {
     "linear": "cpt_core.codes.layers:linear_on_codes",
     "conv2d": "cpt_core.codes.layers:conv2d_on_codes",
     "matmul": "cpt_core.codes.layers:product_on_codes",
-    "recurrence": "cpt_core.codes.lstm:recurrence_on_codes",
+    "lstm": "cpt_core.codes.lstm:cell_on_codes",
     "graph": "cpt_core.codes.graph_layers:product_on_codes",
     "aggregation": "cpt_core.codes.graph_layers:sum_on_codes",
 }
-_opened: dict[str, Any] = {}
 
 
 @torch.compiler.disable
 def on_codes(product: str, *operands: Any) -> Any:
     """Compute one of ``PRODUCTS``; the operands are those of its function."""
-    if product not in _opened:
-        _opened[product] = library(PRODUCTS[product], "")
-    return _opened[product](*operands)
+    return library(PRODUCTS[product], "")(*operands)

@@ -13,10 +13,10 @@ from torch import Tensor
 from cpt_core.checks import check_bits
 from cpt_core.formats.ladder import AFFINE
 from cpt_core.formats.quantizer import Quantizer
-from cpt_core.kernels.execution import execution, kernels_on
+from cpt_core.kernels.backend import backend, kernels_on
 from cpt_core.kernels.operators import fake_quantize, range_of, round_in_range
-from cpt_core.kernels.processor import multiplies_codes
 from cpt_core.kernels.reference import clips
+from cpt_core.processor import multiplies_codes
 from cpt_core.quantization.fake_quantize import counts_in_backward, quantize_gradient, round_gradient
 from cpt_core.quantization.in_force import Roles, asked_of, check_formats, ladder_role, meaning, weight_role
 from cpt_core.quantization.quantizers import check_floating
@@ -24,7 +24,7 @@ from cpt_core.quantization.running import RunningState
 from cpt_core.schedules.schedule import Levels
 
 if TYPE_CHECKING:
-    from cpt_core.kernels.integer import QuantizedTensor
+    from cpt_core.kernels.quantized_tensor import QuantizedTensor
 
 EXECUTIONS = ("simulated", "integer", "auto")
 HALF = (torch.float16, torch.bfloat16)  # 11 and 8 significant bits: a grid of 8 bits does not survive them
@@ -173,7 +173,7 @@ class LayerPrecision(RunningState):
             names = ("bits", "bits of weights", "q_grad", "q_grad of weights")
             checked = [None if q is None else check_bits(name, q) for name, q in zip(names, levels, strict=True)]
             if not self.now.is_set:
-                execution()  # here, before anything is traced
+                backend()  # here, before anything is traced
             self.check_levels(Levels(*checked))
             self.in_force = Levels(*checked)
         self.driver = driver
@@ -291,7 +291,7 @@ class LayerPrecision(RunningState):
         else:
             low, width = self.evaluated(role, x)
             low = self.marked(role, x, low)
-        from cpt_core.kernels.integer import QuantizedTensor
+        from cpt_core.kernels.quantized_tensor import QuantizedTensor
 
         levels = self.levels_for(role)
         return QuantizedTensor.on(x, low, width, levels, clip=self.clips(role), channels_last=channels_last)
@@ -301,7 +301,7 @@ class LayerPrecision(RunningState):
         self.observe(role, gradient)
         quantizer = self.quantizers[role]
         key = self.noise_key if quantizer.rounding == "stochastic" else None
-        from cpt_core.kernels.integer import QuantizedTensor
+        from cpt_core.kernels.quantized_tensor import QuantizedTensor
 
         ranges = range_of(gradient, quantizer.grid)
         rounded = QuantizedTensor.on(
@@ -419,7 +419,7 @@ class LayerPrecision(RunningState):
         if driven:
             self.in_force = None
         if self.now.is_set:
-            execution()
+            backend()
 
     def extra_repr(self) -> str:
         """Show what is in force: bits or formats, how products are executed, which kernels round."""

@@ -26,9 +26,7 @@ class _TwoGradients(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         needed = ctx.needs_input_grad[2:]
-        further = (
-            torch.is_grad_enabled()
-        )  # create_graph=True: gradients of gradients go through the operands themselves
+        further = torch.is_grad_enabled()  # create_graph=True: those of gradients go through the operands themselves
         with torch.enable_grad():
             operands: list[Any] = [
                 x if x is None or further else x.detach().requires_grad_(need)

@@ -23,7 +23,7 @@ from filelock import FileLock
 
 from cpt_core.bitops.plan import count_bitops
 from cpt_core.checks import write_text
-from cpt_core.kernels.processor import cpu
+from cpt_core.processor import cpu
 from cpt_core.quantization.scheduler import precision
 from cpt_lab.experiments.spec import RunSpec
 from cpt_lab.paths import runs_dir

@@ -159,7 +159,7 @@ def summary(findings: list[Finding]) -> str:
 def run_again(row: Row) -> Row:
     """Run the spec of a row in a process of its own, with the row's threads, device and, where it can be, kernels.
 
-    Kernels: a row of the plain execution gets it; one of C++ or Triton gets them where they are there, or what
+    Kernels: a row of the plain backend gets it; one of C++ or Triton gets them where they are there, or what
     ``CPT_KERNELS`` names. So with the library of float32 products, and ``CPT_PRODUCTS``.
     """
     where = row["provenance"]

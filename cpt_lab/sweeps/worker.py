@@ -17,7 +17,7 @@ from typing import Any, Literal
 
 import torch
 
-from cpt_core.kernels.execution import execution
+from cpt_core.kernels.backend import backend
 from cpt_lab.experiments.spec import RunSpec
 from cpt_lab.provenance import machine, versions
 from cpt_lab.sweeps import stores
@@ -114,9 +114,9 @@ def _row(job: Job, should_stop: Callable[[], bool]) -> Row:
         if device == "cuda":
             torch.cuda.reset_peak_memory_stats()
             row["provenance"]["cuda"] = cuda_provenance(spec.recipe)
-        row["provenance"] |= {"machine": machine(), "kernels": getattr(execution(), device)}
+        row["provenance"] |= {"machine": machine(), "kernels": getattr(backend(), device)}
         if device == "cpu":
-            row["provenance"]["products"] = execution().products
+            row["provenance"]["products"] = backend().products
         log.info("%s: %s seed %d, %s", spec.key, spec.arm, spec.seed, device)
         run = train(
             task_of(spec),

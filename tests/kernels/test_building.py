@@ -14,18 +14,19 @@ import pytest
 import torch
 
 import cpt_core as cpt
-from cpt_core.kernels import cpp, operators
-from cpt_core.kernels import execution as module
+from cpt_core.kernels import backend as module
+from cpt_core.kernels import operators
+from cpt_core.kernels.cpp import building
 
 pytestmark = pytest.mark.slow
 
-SHOW = "import cpt_core as cpt; print(cpt.execution())"
+SHOW = "import cpt_core as cpt; print(cpt.backend())"
 
 
 @pytest.fixture
 def fake(cpp_kernels, tmp_path, monkeypatch):
     """A compiler that copies the library that is there already, and keeps count."""
-    built = Path(cpt.execution().why["cpu"].removeprefix(f"{cpp.capability()}, "))
+    built = Path(cpt.backend().why["cpu"].removeprefix(f"{building.capability()}, "))
     assert built.is_file()
     script, count = tmp_path / "c++", tmp_path / "count"
     script.write_text(
@@ -50,11 +51,18 @@ def run(code=SHOW, **env):
     return done.returncode, done.stdout + done.stderr
 
 
+def test_the_name_of_the_library_holds_every_source():
+    package = Path(cpt.__file__).parent
+    assert set(building.SOURCES) == {p for kind in ("cpp", "h", "cu") for p in package.rglob(f"*.{kind}")}
+    assert building.SOURCES[0].suffix == ".cpp"
+    assert len(building.SOURCES) > 5
+
+
 @pytest.fixture
 def undecided(monkeypatch):
     """As if no quantised layer had run yet."""
     monkeypatch.setattr(module, "_active", None)
-    monkeypatch.setattr(cpp, "_load", lambda library: None)
+    monkeypatch.setattr(building, "_load", lambda library: None)
     before, node = operators.active, operators.gradient_node
     yield
     operators.active, operators.gradient_node = before, node
@@ -92,7 +100,7 @@ PLANTED = "__attribute__((constructor)) static void run() { __builtin_trap(); }"
 @pytest.fixture
 def planted(fake, tmp_path):
     """A library of somebody else in the place of the one that would be built; returns where."""
-    library = tmp_path / "cache" / Path(cpt.execution().why["cpu"].split(", ")[-1]).name
+    library = tmp_path / "cache" / Path(cpt.backend().why["cpu"].split(", ")[-1]).name
     library.parent.mkdir(mode=0o700)
     (tmp_path / "planted.cpp").write_text(PLANTED)
     subprocess.run(["g++", "-shared", "-fPIC", str(tmp_path / "planted.cpp"), "-o", str(library)], check=True)
@@ -119,9 +127,9 @@ OPEN = {
 def test_what_others_could_have_written_is_known(planted, name):
     if "another user" in name and os.geteuid() != 0:
         pytest.skip("only root gives files away")
-    assert cpp.open_to_others(planted) == ""
+    assert building.open_to_others(planted) == ""
     OPEN[name][0](planted)
-    assert re.search(OPEN[name][1], cpp.open_to_others(planted))
+    assert re.search(OPEN[name][1], building.open_to_others(planted))
 
 
 @pytest.mark.parametrize(
@@ -146,7 +154,7 @@ def test_a_group_is_the_user_s_own_when_nobody_else_is_in_it(planted, monkeypatc
     own = real if number == 100 else real + 1
     monkeypatch.setattr("pwd.getpwuid", lambda _: SimpleNamespace(pw_name="me", pw_gid=own))
     planted.parent.chmod(0o770)
-    said = cpp.open_to_others(planted)
+    said = building.open_to_others(planted)
     assert said == "" if safe else re.search(r"cache can be written to by others \(mode 770\)", said)
 
 
@@ -165,15 +173,15 @@ def test_a_library_that_is_not_what_was_built_is_not_loaded(planted, fake):
 
 def test_a_library_without_a_digest_is_not_taken(planted):
     planted.with_suffix(".sha256").unlink()
-    with pytest.raises(cpp.NoKernelsError, match="has no digest"):
-        cpp._verify(planted)
+    with pytest.raises(building.NoKernelsError, match="has no digest"):
+        building._verify(planted)
 
 
 def test_folders_of_kernels_are_the_user_s_own(undecided, tmp_path, monkeypatch):
     monkeypatch.setenv("CPT_KERNELS_DIR", str(tmp_path / "above" / "cache"))
-    monkeypatch.setattr(cpp, "_build", lambda library, flags: None)
+    monkeypatch.setattr(building, "_build", lambda library, flags: None)
     monkeypatch.delenv("CPT_KERNELS", raising=False)
-    cpt.execution()
+    cpt.backend()
     assert [stat.S_IMODE((tmp_path / p).stat().st_mode) for p in ("above", "above/cache")] == [0o700, 0o700]
 
 
@@ -191,17 +199,17 @@ def test_nothing_is_built_at_import(fake, tmp_path):
     assert not (tmp_path / "cache").exists()
 
 
-def test_without_a_compiler_the_plain_execution_runs_and_says_why(undecided, tmp_path, monkeypatch):
+def test_without_a_compiler_the_plain_backend_runs_and_says_why(undecided, tmp_path, monkeypatch):
     monkeypatch.setenv("CPT_KERNELS_DIR", str(tmp_path))
     monkeypatch.setenv("CXX", "no-such-compiler")
     monkeypatch.delenv("CPT_KERNELS", raising=False)
-    found = cpt.execution()
+    found = cpt.backend()
     assert found.cpu == "reference"
     assert "no C++ compiler (no-such-compiler)" in str(found)
     monkeypatch.setattr(module, "_active", None)
     monkeypatch.setenv("CPT_KERNELS", "cpp")
     with pytest.raises(RuntimeError, match=r"CPT_KERNELS=cpp asks for .* but there is no C\+\+ compiler"):
-        cpt.execution()
+        cpt.backend()
 
 
 def test_a_compiler_that_fails_says_what(undecided, tmp_path, monkeypatch):
@@ -211,7 +219,7 @@ def test_a_compiler_that_fails_says_what(undecided, tmp_path, monkeypatch):
     monkeypatch.setenv("CPT_KERNELS_DIR", str(tmp_path / "cache"))
     monkeypatch.setenv("CXX", str(script))
     monkeypatch.delenv("CPT_KERNELS", raising=False)
-    assert "fatal error: Python.h: no such file" in cpt.execution().why["cpu"]
+    assert "fatal error: Python.h: no such file" in cpt.backend().why["cpu"]
     assert list((tmp_path / "cache").glob("*.so")) == []
 
 
@@ -227,21 +235,21 @@ def test_building_warns_of_nothing(fake, tmp_path):
     assert fake.read_text() == "built\n"
 
 
-def test_one_execution_can_be_forced(undecided, monkeypatch):
+def test_one_backend_can_be_forced(undecided, monkeypatch):
     monkeypatch.setenv("CPT_KERNELS", "reference")
-    assert (cpt.execution().cpu, cpt.execution().cuda) == ("reference", "reference")
+    assert (cpt.backend().cpu, cpt.backend().cuda) == ("reference", "reference")
     assert operators.active is torch.ops.cpt_reference
     monkeypatch.setattr(module, "_active", None)
     monkeypatch.setenv("CPT_KERNELS", "fast")
     with pytest.raises(ValueError, match="unknown CPT_KERNELS 'fast'; choose from reference, cpp, triton"):
-        cpt.execution()
+        cpt.backend()
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
 def test_triton_needs_a_device(undecided, monkeypatch):
     monkeypatch.setenv("CPT_KERNELS", "triton")
     with pytest.raises(RuntimeError, match="asks for the Triton kernels, but torch sees no CUDA device"):
-        cpt.execution()
+        cpt.backend()
 
 
 def test_a_stored_model_finds_the_kernels_in_its_new_process(cpp_kernels, tmp_path):

@@ -9,10 +9,11 @@ from hypothesis import strategies as st
 from torch.nn.functional import conv2d
 from torch.nn.grad import conv2d_input, conv2d_weight
 
-from cpt_core.kernels import convolution, integer, operators
-from cpt_core.kernels.convolution import Geometry
-from cpt_core.kernels.execution import execution, reference
-from cpt_core.kernels.integer import QuantizedTensor
+from cpt_core.codes import convolution
+from cpt_core.codes.convolution import Geometry
+from cpt_core.kernels import operators
+from cpt_core.kernels.backend import backend, reference
+from cpt_core.kernels.quantized_tensor import LONGEST, QuantizedTensor
 
 NEAR = 1e-6
 KINDS = {
@@ -84,7 +85,7 @@ def three_products(a, w, g, bias, geometry, channels_last=False):
 def test_products_of_codes_are_those_of_the_values(
     how, sizes, image, kernel, stride, padding, dilation, bits, kinds, by_channel, with_bias
 ):
-    execution()
+    backend()
     (N, C, outputs), geometry = sizes, Geometry(stride, padding, dilation)
     reach = [d * (k - 1) + 1 for d, k in zip(dilation, kernel, strict=True)]
     image = [max(n, r - 2 * p) for n, r, p in zip(image, reach, padding, strict=True)]
@@ -100,7 +101,7 @@ def test_products_of_codes_are_those_of_the_values(
 
 
 def test_ways_to_compute_differ_in_no_bit(monkeypatch):
-    execution()
+    backend()
     a, w, g = quantized(normal(3, 20, 9, 11), 8), quantized(normal(17, 20, 3, 3), 8), quantized(normal(3, 17, 5, 6), 8)
     runs = []
     for library in (convolution.has_library, lambda device: False):
@@ -117,7 +118,7 @@ def test_ways_to_compute_differ_in_no_bit(monkeypatch):
 @pytest.mark.parametrize("C", [1, 3, 16, 21, 64])
 @pytest.mark.parametrize("image", [(9, 8), (16, 20)])  # 72 and 320 pixels: whole blocks, and parts of one
 def test_results_in_either_layout_differ_in_no_bit(how, C, image):
-    execution()
+    backend()
     g, w = quantized(normal(2, C, *image), 8), quantized(normal(C, C, 3, 3), 8)
     a = quantized(KINDS["far from 0"](normal(2, C, *image)), 8)
     with how():
@@ -145,7 +146,7 @@ TENSORS = {
 @pytest.mark.parametrize("granularity", ["per_tensor", "per_channel"])
 def test_codes_are_rounded_into_channels_last(name, key, granularity):
     """The same codes, so the same noise: it counts elements row by row, wherever they lie."""
-    execution()
+    backend()
     key = None if key is None else torch.tensor(key)
     for shape in ((2, 3, 5, 7), (3, 16, 16, 16), (1, 37, 9, 63), (2, 1, 4, 4), (4, 20, 1, 1)):
         x, levels = TENSORS[name](normal(*shape)), torch.tensor(255.0)
@@ -169,7 +170,7 @@ def test_codes_in_channels_last_keep_torch_s_rules(family):
 @pytest.mark.parametrize("padding", [(0, 0), (1, 0), (2, 3)])
 @pytest.mark.parametrize("zero", [-128, 5, 127])
 def test_codes_are_padded_with_what_stands_for_0(padding, zero):
-    execution()
+    backend()
     codes = bytes_of(3, 4, 5, 7)
     expected = torch.nn.functional.pad(codes.int(), (0, 0, *[padding[1]] * 2, *[padding[0]] * 2), value=zero) + 128
     for ops in (torch.ops.cpt, torch.ops.cpt_reference):
@@ -185,7 +186,7 @@ def test_codes_are_padded_with_what_stands_for_0(padding, zero):
     ],
 )
 def test_geometries_that_a_library_gets_wrong(image, kernel, geometry):
-    execution()
+    backend()
     codes, weight = last(bytes_of(2, 16, *image)), bytes_of(8, 16, *kernel, seed=1)
     with reference():
         expected, zero = convolution.window_products(codes, 5, weight, geometry)
@@ -197,7 +198,7 @@ def test_geometries_that_a_library_gets_wrong(image, kernel, geometry):
 @pytest.mark.parametrize("zero", [-128, 0, 127])
 @pytest.mark.parametrize("C", [57, 58, 300])  # 514 products are below 2**24
 def test_sums_beyond_float32_are_exact(zero, C):
-    execution()
+    backend()
     codes = last(torch.where(bytes_of(2, C, 4, 4) < 100, torch.tensor(127 if zero < 0 else -128, dtype=torch.int8), 0))
     weight = torch.where(bytes_of(3, C, 3, 3, seed=1) < 120, torch.tensor(-128, dtype=torch.int8), 1)
     geometry = Geometry((1, 1), (1, 1), (1, 1))
@@ -209,8 +210,8 @@ def test_sums_beyond_float32_are_exact(zero, C):
 
 
 def test_sums_beyond_int32_are_divided():
-    execution()
-    C = integer.LONGEST // 9 + 100
+    backend()
+    C = LONGEST // 9 + 100
     x, weight = torch.ones(1, C, 3, 3), torch.ones(2, C, 3, 3)
     x[0, 0], weight[:, 0] = 0, 0  # all codes but a few at the end of their range
     a, w = quantized(x, 8), quantized(weight, 8)
@@ -233,7 +234,7 @@ SIZES = {
 @pytest.mark.parametrize("name", SIZES)
 @pytest.mark.parametrize("threads", [1, 3])
 def test_sums_over_pixels_are_exact(name, threads):
-    execution()
+    backend()
     shape, outputs, *sizes = SIZES[name]
     kernel, stride, padding, dilation = sizes
     out = [(n + 2 * p - d * (k - 1) - 1) // s + 1 for n, k, s, p, d in zip(shape[1:3], *sizes, strict=True)]
@@ -262,9 +263,9 @@ def test_sums_over_pixels_are_exact(name, threads):
 
 
 def test_what_does_not_fit_is_refused():
-    execution()
+    backend()
     x, g, zero = bytes_of(2, 5, 5, 4), bytes_of(2, 3, 3, 6), torch.tensor(0, dtype=torch.int8)
-    if operators.active is not torch.ops.cpt or execution().cpu != "cpp":
+    if operators.active is not torch.ops.cpt or backend().cpu != "cpp":
         pytest.skip("no C++ kernels")
     with pytest.raises(RuntimeError, match="a gradient of another shape than the output"):
         torch.ops.cpt.pixel_products(g, x, zero, [3, 3], [1, 1], [1, 1], [1, 1])

@@ -4,6 +4,7 @@ import pytest
 import torch
 from helpers import EDGES, NAN, identical, normal
 
+from cpt_core.codes import graph as graph_on_codes
 from cpt_core.kernels import graph, operators
 
 LAYOUTS = {
@@ -147,7 +148,7 @@ def edges(kind, sources, rows, count):
 @pytest.mark.parametrize("sizes", [(50, 40, 300, 6), (3, 9, 2, 1), (7, 5, 0, 4), (300, 200, 5000, 130)])
 @pytest.mark.parametrize("transposed", [False, True])
 def test_sums_of_codes_are_exact(kind, sizes, transposed, monkeypatch):
-    monkeypatch.setattr(graph, "PART", 64)
+    monkeypatch.setattr(graph_on_codes, "PART", 64)
     sources, rows, count, features = sizes
     indptr, indices = edges(kind, sources, rows, count)
     codes = torch.randint(-128, 128, (features, sources), dtype=torch.int8).t()

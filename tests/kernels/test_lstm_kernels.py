@@ -3,8 +3,10 @@
 import pytest
 import torch
 
+import cpt_core.kernels.lstm  # noqa: F401 - brings the operators of the recurrence
+from cpt_core.codes.integer import column_tables
 from cpt_core.kernels import operators
-from cpt_core.kernels.integer import QuantizedTensor, column_tables
+from cpt_core.kernels.quantized_tensor import QuantizedTensor
 
 NAN = float("nan")
 STEPS = {
@@ -101,7 +103,7 @@ def test_cpp_is_bit_identical_where_threads_share_the_work(compiled):
 
 
 @pytest.mark.parametrize(("options", "plain"), [("as trained", False), ("per row", True), ("float64", True)])
-def test_which_execution_runs(compiled, options, plain):
+def test_which_backend_runs(compiled, options, plain):
     with torch.autograd.profiler.profile() as profile:
         run(compiled, STEPS["packed"], 5, OPTIONS[options])
     assert any(event.name == "cpt_reference::lstm_forward" for event in profile.function_events) == plain

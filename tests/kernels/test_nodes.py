@@ -7,7 +7,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from cpt_core.kernels import operators
-from cpt_core.kernels.execution import execution
+from cpt_core.kernels.backend import backend
 
 
 def rounded(x, levels, key):
@@ -58,7 +58,7 @@ def test_inductor_fuses_it_and_gives_the_same_bits(cpp_kernels, key):
 
 @pytest.mark.parametrize("granularity", ["per_tensor", "per_channel", "per_row", "per_position"])
 def test_fake_tensors_have_the_shapes_of_real_ones(granularity):
-    execution()
+    backend()
     for shape in ((5,), (4, 5), (2, 3, 4), (2, 3, 4, 5)):
         real = operators.fake_quantize(torch.randn(shape), torch.tensor(3.0), granularity)
         with FakeTensorMode():

@@ -1,4 +1,4 @@
-"""Float32 products by the library of the processor: chosen by a table, the same in every execution, with gradients."""
+"""Float32 products by the library of the processor: chosen by a table, the same in every backend, with gradients."""
 
 import os
 import subprocess
@@ -9,11 +9,11 @@ import torch
 from torch import nn
 
 import cpt_core as cpt
+from cpt_core import processor as processors
 from cpt_core.graphs.graph import Graph
 from cpt_core.graphs.layers import GraphConv
-from cpt_core.kernels import execution as module
+from cpt_core.kernels import backend as module
 from cpt_core.kernels import operators, products
-from cpt_core.kernels import processor as processors
 
 ONEDNN = pytest.mark.skipif(not products.is_there(), reason="torch has no product of oneDNN here")
 CPU_INFO = "vendor_id\t: {}\nmodel name\t: A\nflags\t\t: fpu {}\n\nvendor_id\t: Other\nflags\t: avx2 avx512f\n"
@@ -22,7 +22,7 @@ CPU_INFO = "vendor_id\t: {}\nmodel name\t: A\nflags\t\t: fpu {}\n\nvendor_id\t: 
 @pytest.fixture
 def onednn(monkeypatch):
     """Let oneDNN compute all products, however small."""
-    cpt.execution()
+    cpt.backend()
     monkeypatch.setattr(products, "LEAST", 1)
     before = products.active
     products.use("onednn")
@@ -90,11 +90,11 @@ def test_a_library_can_be_forced(processor, monkeypatch):
 
 
 @pytest.mark.parametrize("library", ["torch", pytest.param("onednn", marks=ONEDNN)])
-def test_execution_names_the_library_and_products_run_in_it(library):
+def test_backend_names_the_library_and_products_run_in_it(library):
     show = (
         "import torch, cpt_core as cpt\n"
         "from cpt_core.kernels.operators import linear\n"
-        "print(cpt.execution())\n"
+        "print(cpt.backend())\n"
         "with torch.autograd.profiler.profile() as p:\n"
         "    linear(torch.ones(128, 128), torch.ones(128, 128))\n"
         "print(any(e.name == 'mkldnn::_linear_pointwise' for e in p.function_events))"
@@ -232,10 +232,10 @@ def _counted(found):
     return found.ok, sorted((p.layer, p.backward, p.macs, p.quantized) for p in found.products)
 
 
-def test_what_execution_says_is_decided_anew_by_the_variable(monkeypatch):
+def test_what_backend_says_is_decided_anew_by_the_variable(monkeypatch):
     monkeypatch.setattr(module, "_active", None)
     monkeypatch.setenv("CPT_PRODUCTS", "blas")
     before = operators.active, operators.gradient_node, products.active
     with pytest.raises(ValueError, match="unknown CPT_PRODUCTS 'blas'"):
-        cpt.execution()
+        cpt.backend()
     operators.active, operators.gradient_node, products.active = before

@@ -1,4 +1,4 @@
-"""Whole training steps under every execution: the same losses and weights, bit for bit."""
+"""Whole training steps under every backend: the same losses and weights, bit for bit."""
 
 from contextlib import nullcontext
 
@@ -8,7 +8,7 @@ from helpers import make, pictures
 from torch import nn
 
 from cpt_core.formats.quantizer import Quantizer
-from cpt_core.kernels.execution import reference
+from cpt_core.kernels.backend import reference
 from cpt_core.kernels.operators import has_gradient_node
 from cpt_core.quantization.convert import QuantConfig, layer_precisions, quantize_
 from cpt_core.quantization.fake_quantize import quantize_gradient

@@ -9,9 +9,10 @@ import pytest
 import torch
 from helpers import EDGES, INF, NAN, WITH_CUDA, identical, normal
 
-from cpt_core.kernels import operators, reference, tiles
-from cpt_core.kernels.execution import execution
+from cpt_core.kernels import operators, reference
+from cpt_core.kernels.backend import backend
 from cpt_core.kernels.reference import GRANULARITIES
+from cpt_core.kernels.triton import tiles
 
 triton = pytest.importorskip("triton", reason="triton is not installed: it comes with torch for CUDA")
 
@@ -51,7 +52,7 @@ VALUES = {
 @pytest.fixture(scope="module")
 def interpreted():
     """The module once more, its kernels made for the interpreter, whoever has imported triton before and how."""
-    spec = importlib.util.find_spec("cpt_core.kernels.triton_kernels")
+    spec = importlib.util.find_spec("cpt_core.kernels.triton.operators")
     module = importlib.util.module_from_spec(spec)
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("TRITON_INTERPRET", "1")
@@ -63,7 +64,7 @@ def interpreted():
 def kernels(request):
     """The operators that Triton stands behind, as functions of tensors on the CPU."""
     if request.param == "cuda":
-        assert execution().cuda == "triton", execution()
+        assert backend().cuda == "triton", backend()
         family, device = torch.ops.cpt, "cuda"
     else:
         library = operators._register("cpt_interpreted")
@@ -231,8 +232,8 @@ def test_every_operator_has_a_kernel(interpreted):
 
 
 def test_kernels_that_cannot_run_are_named_with_the_reason(monkeypatch):
-    from cpt_core.kernels import execution as module
-    from cpt_core.kernels import triton_kernels
+    from cpt_core.kernels import backend as module
+    from cpt_core.kernels.triton import operators as triton_kernels
 
     def failing(*args, **kwargs):
         raise RuntimeError("Failed to find C compiler.\nPlease specify via CC environment variable.")
@@ -311,7 +312,7 @@ def meta(*shape, dtype=torch.float32):
 
 @pytest.mark.parametrize("capability", [80, 90, 100])
 def test_machine_code(compiled_for, cut, capability):
-    from cpt_core.kernels import triton_kernels
+    from cpt_core.kernels.triton import operators as triton_kernels
 
     launches = compiled_for(capability)
     cut({"TILE": 512, "FUSED": 512})  # four elements per thread instead of sixteen: ptxas is done sooner
@@ -343,7 +344,7 @@ def test_machine_code(compiled_for, cut, capability):
 
 
 def test_large_tensors_have_64_bit_offsets(compiled_for):
-    from cpt_core.kernels import triton_kernels
+    from cpt_core.kernels.triton import operators as triton_kernels
 
     launches = compiled_for(90)
     triton_kernels.fake_quantize(meta(2**16, 2**17), meta(), "per_tensor", meta(dtype=torch.int64))

@@ -11,8 +11,8 @@ from torch import nn
 from cpt_core.formats.quantizer import Quantizer
 from cpt_core.inspecting.check import check
 from cpt_core.inspecting.summary import summary
-from cpt_core.kernels.execution import execution as kernels_in_force
-from cpt_core.kernels.execution import reference
+from cpt_core.kernels.backend import backend as kernels_in_force
+from cpt_core.kernels.backend import reference
 from cpt_core.quantization.convert import PRESETS, QuantConfig, layer_precisions, quantize_, restore_
 from cpt_core.quantization.fake_quantize import levels_of, quantize, quantize_gradient
 from cpt_core.quantization.layers import QuantConv2d, QuantLinear

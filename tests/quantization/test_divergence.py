@@ -1,7 +1,7 @@
-"""What the simulation calls not finite is so under every execution, and what it calls finite is: layer by layer.
+"""What the simulation calls not finite is so however a product runs, and what it calls finite is: layer by layer.
 
 A cell is a layer, its steps (the authors' or shared ones) and a place: numbers of the input, the weight or the gradient
-that are huge, infinite or NaN. Every cell is evaluated, and trained for a step, in every execution.
+that are huge, infinite or NaN. Every cell is evaluated, and trained for a step, in every way of running.
 """
 
 import math
@@ -18,7 +18,7 @@ from transformers.models.bert.modeling_bert import BertSelfAttention
 import cpt_core as cpt
 from cpt_core.graphs.graph import Graph
 from cpt_core.graphs.layers import GraphConv, SAGEConv
-from cpt_core.kernels.execution import reference
+from cpt_core.kernels.backend import reference
 from cpt_core.quantization.convert import layer_precisions
 
 BERT = BertConfig(hidden_size=12, num_attention_heads=3, attn_implementation="eager", attention_probs_dropout_prob=0.0)
@@ -43,7 +43,7 @@ UNDECIDED = {("LSTM", ("input", "weight"), size): OVERFLOW for size in (1e20, 1e
 # Positive numbers, and whether codes may give up earlier: there, where the sum of an operand alone is beyond float32.
 POSITIVE = [((where, "positive"), size) for where in ("input", "gradient") for size in (1e35, 1e38, 3e38)]
 NEAR_THE_END = 1e38
-EXECUTIONS = [(products, kernels) for products in ("simulated", "integer") for kernels in ("active", "reference")]
+WAYS = [(products, kernels) for products in ("simulated", "integer") for kernels in ("active", "reference")]
 
 
 def disturbed(x, size):
@@ -105,18 +105,18 @@ def lost(masks):
 @pytest.mark.filterwarnings("ignore:this device")
 @pytest.mark.parametrize("shared", [True, False], ids=["shared steps", "authors' steps"])
 @pytest.mark.parametrize("name", LAYERS)
-def test_every_execution_calls_the_same_not_finite(name, shared):
-    expected = losses(name, *EXECUTIONS[0], shared)
+def test_every_way_of_running_calls_the_same_not_finite(name, shared):
+    expected = losses(name, *WAYS[0], shared)
     assert 4 < sum(bool(lost(masks)) for masks in expected.values()) < len(PLACES)  # both verdicts are there
-    for execution in EXECUTIONS[1:]:
-        found = losses(name, *execution, shared)
+    for way in WAYS[1:]:
+        found = losses(name, *way, shared)
         for where, size in PLACES:
             there, here = expected[where, size], found[where, size]
             if (name, where, size) not in UNDECIDED:
-                assert lost(here) == lost(there), (execution, where, size)
+                assert lost(here) == lost(there), (way, where, size)
             if not math.isfinite(size):  # then no number may stand where the simulation has none; large sums may cancel
                 made = [part for part, mask in there.items() if (mask & ~here[part]).any()]
-                assert made == [], (execution, where, size)
+                assert made == [], (way, where, size)
 
 
 @pytest.mark.filterwarnings("ignore:this device")

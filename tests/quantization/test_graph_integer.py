@@ -17,10 +17,10 @@ from cpt_core.codes import graph_layers as graph_integer
 from cpt_core.formats.quantizer import Quantizer
 from cpt_core.graphs.graph import Graph
 from cpt_core.graphs.layers import GraphConv, SAGEConv
-from cpt_core.kernels.execution import execution, reference
-from cpt_core.kernels.integer import QuantizedTensor
-from cpt_core.models.gnn import GraphNet
+from cpt_core.kernels.backend import reference
+from cpt_core.kernels.quantized_tensor import QuantizedTensor
 from cpt_core.quantization.graph_layers import GraphPrecision
+from cpt_lab.models.gnn import GraphNet
 
 SOURCES, NODES = 50, 40
 NEAR = 1e-6
@@ -92,7 +92,7 @@ def test_a_product_of_codes_is_that_of_the_values_and_so_are_its_gradients(
     x, g = drawn(kinds[0], NODES, inputs).requires_grad_(), drawn(kinds[1], NODES, outputs, seed=1)
     weight = drawn("two-sided", *((outputs, inputs) if linear else (inputs, outputs)), seed=2).requires_grad_()
     scale = drawn("two-sided", NODES, 1, seed=3).abs() if scaled else None
-    execution()
+    cpt.backend()
     context = reference if plain else torch.enable_grad
     with context():
         y = p.product(x, scale, weight, lambda key, compute: compute(), linear)
@@ -120,7 +120,7 @@ def test_a_sum_of_codes_is_that_of_the_values_and_so_is_its_gradient(
     p, edges = precision_of(config, *bits), graph(sources, backend, seed)
     x, g = drawn(kinds[0], sources, width).requires_grad_(), drawn(kinds[1], NODES, width, seed=1)
     scale = drawn("two-sided", sources, 1, seed=3).abs() if scaled else None
-    execution()
+    cpt.backend()
     with reference() if plain else torch.enable_grad():
         y = p.neighbour_sum(edges, x, scale, reduce)
         (of_x,) = torch.autograd.grad(y, [x], g)

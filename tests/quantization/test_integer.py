@@ -10,9 +10,11 @@ from hypothesis import strategies as st
 from torch import nn
 
 import cpt_core as cpt
-from cpt_core.kernels import integer, operators
-from cpt_core.kernels.execution import execution, reference
-from cpt_core.kernels.integer import QuantizedTensor, matmul
+from cpt_core.codes import integer
+from cpt_core.codes.integer import matmul
+from cpt_core.kernels import operators
+from cpt_core.kernels.backend import backend, reference
+from cpt_core.kernels.quantized_tensor import LONGEST, QuantizedTensor
 from cpt_core.quantization.convert import layer_precisions
 
 NEAR = 1e-6
@@ -67,7 +69,7 @@ def drawn(kind, *shape, seed=0):
 )
 def test_a_product_of_codes_is_that_of_the_values(sizes, bits, kinds, by_row, plain):
     (M, K, N), names = sizes, [("per_tensor", "per_row")[rows] for rows in by_row]
-    execution()
+    backend()
     a = QuantizedTensor.of(drawn(kinds[0], M, K), bits[0], names[0])
     b = QuantizedTensor.of(drawn(kinds[1], N, K, seed=1), bits[1], names[1])
     bias = drawn("two-sided", N, seed=2)
@@ -81,7 +83,7 @@ def test_a_product_of_codes_is_that_of_the_values(sizes, bits, kinds, by_row, pl
     assert float((y - exact).abs().max() / (terms + bias.abs()).max()) < NEAR
 
 
-@pytest.mark.parametrize("K", [8192, integer.LONGEST + 100, 3 * integer.LONGEST])
+@pytest.mark.parametrize("K", [8192, LONGEST + 100, 3 * LONGEST])
 def test_long_sums_do_not_overflow(K):
     x = torch.ones(3, K)
     x[0, 0] = 0  # all codes but one at the end of their range
@@ -97,7 +99,7 @@ def test_sums_over_very_many_rows_do_not_overflow(rows):
 
 
 def test_a_bias_counts_once():
-    a = QuantizedTensor.of(torch.randn(2, integer.LONGEST + 50), 8, "per_tensor")
+    a = QuantizedTensor.of(torch.randn(2, LONGEST + 50), 8, "per_tensor")
     assert torch.allclose(matmul(a, a.t(), torch.full((2,), 1e4)), matmul(a, a.t()) + 1e4, rtol=1e-5)
 
 
@@ -111,7 +113,7 @@ def test_steps_that_differ_along_the_sum_are_refused():
 @pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last])
 @pytest.mark.parametrize("noise", [None, 7])
 def test_codes_are_those_of_the_simulation(granularity, layout, noise):
-    execution()
+    backend()
     x = torch.randn(3, 4, 5, 6).to(memory_format=layout)
     key = None if noise is None else torch.tensor(noise)
     for bits in range(1, 9):

@@ -9,8 +9,9 @@ from transformers import BertConfig, BertModel
 from transformers.models.bert.modeling_bert import eager_attention_forward
 
 import cpt_core as cpt
-from cpt_core.kernels.execution import execution, reference
-from cpt_core.kernels.integer import QuantizedTensor, matmul
+from cpt_core.codes.integer import matmul
+from cpt_core.kernels.backend import backend, reference
+from cpt_core.kernels.quantized_tensor import QuantizedTensor
 from cpt_core.quantization.convert import layer_precisions
 
 SIZE = {"num_hidden_layers": 2, "hidden_size": 32, "num_attention_heads": 4, "intermediate_size": 48, "vocab_size": 30}
@@ -30,7 +31,7 @@ def values64(x):
     plain=st.booleans(),
 )
 def test_many_products_of_codes_are_those_of_the_values(outer, sizes, bits, shift, names, plain):
-    execution()
+    backend()
     M, K, N = sizes
     g = torch.Generator().manual_seed(0)
     a = QuantizedTensor.of(torch.rand(*outer, M, K, generator=g) + shift, bits, names[0])

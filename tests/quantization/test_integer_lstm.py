@@ -10,7 +10,7 @@ from torch.utils.checkpoint import checkpoint
 
 import cpt_core as cpt
 from cpt_core.formats.quantizer import Quantizer
-from cpt_core.kernels.execution import reference
+from cpt_core.kernels.backend import reference
 from cpt_core.quantization.convert import layer_precisions
 
 STEPS, BATCH, WIDTH = 7, 4, 12

@@ -10,7 +10,7 @@ from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence, pack_sequen
 from cpt_core.formats.quantizer import Quantizer
 from cpt_core.inspecting.summary import summary
 from cpt_core.kernels import products
-from cpt_core.kernels.execution import reference
+from cpt_core.kernels.backend import reference
 from cpt_core.kernels.lstm import Forward, recurrence
 from cpt_core.kernels.operators import round_to_grid
 from cpt_core.quantization.convert import QuantConfig, quantize_, restore_
@@ -23,8 +23,8 @@ NEAREST = QuantConfig().with_gradient_rounding("nearest")
 
 
 @pytest.fixture(params=["active", "plain"], autouse=True)
-def _execution(request):
-    """Everything holds for both executions."""
+def _backend(request):
+    """Everything holds for both backends."""
     with reference() if request.param == "plain" else nullcontext():
         yield
 

@@ -13,7 +13,7 @@ from transformers.models.bert.modeling_bert import BertSelfAttention
 from cpt_core.formats.quantizer import Quantizer
 from cpt_core.graphs.graph import Graph
 from cpt_core.graphs.layers import GraphConv, SAGEConv
-from cpt_core.kernels import execution
+from cpt_core.kernels import backend
 from cpt_core.kernels.operators import range_of
 from cpt_core.quantization.convert import QuantConfig, quantize_
 from cpt_core.quantization.fake_quantize import levels_of, quantize, quantize_gradient
@@ -32,11 +32,11 @@ VALUE_ATOL, FORWARD_ATOL, BACKWARD_ATOL = 1e-6, 2e-6, 1e-5
 
 
 @pytest.fixture(params=["reference", "cpp"], autouse=True)
-def each_execution(request):
-    """All of the vectors under every execution that a CPU has."""
+def each_backend(request):
+    """All of the vectors under every backend that a CPU has."""
     if request.param == "cpp":
         request.getfixturevalue("cpp_kernels")
-    with execution.reference() if request.param == "reference" else nullcontext():
+    with backend.reference() if request.param == "reference" else nullcontext():
         yield
 
 

@@ -9,8 +9,8 @@ import torch
 from helpers import smoke_spec
 from tape import TapeRecorder
 
+from cpt_core.codes import convolution
 from cpt_core.graphs import graph
-from cpt_core.kernels import convolution
 from cpt_core.schedules.schedule import TableSchedule
 from cpt_lab.tasks import TASKS
 from cpt_lab.training import capture, session

@@ -1,4 +1,4 @@
-"""What a configuration of torchao means here: ``QuantConfig.from_torchao``.  Beyond the paper.
+"""What a configuration of torchao means here: ``from_torchao``.  Beyond the paper.
 
 Configurations are told by the names of their classes and fields, so torchao is not needed. Only what means the same is
 converted; for the rest the error says what differs. Facts are those of torchao 0.18.

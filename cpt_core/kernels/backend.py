@@ -1,6 +1,6 @@
-"""Which execution of the quantised operator is active, and why.
+"""Which backend of the quantised operator is active, and why.
 
->>> execution().cpu in ("cpp", "reference")
+>>> backend().cpu in ("cpp", "reference")
 True
 
 ``CPT_KERNELS=reference`` (or ``cpp``, ``triton``) forces one; what is forced and not there is an error. Which library
@@ -14,19 +14,19 @@ import logging
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 
 from cpt_core.checks import choose
-from cpt_core.kernels import cpp, operators, products
+from cpt_core.kernels import operators, products
 
-EXECUTIONS = ("reference", "cpp", "triton")
+BACKENDS = ("reference", "cpp", "triton")
 log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
-class Execution:
+class Backend:
     """What runs the quantised operator; ``print`` it.
 
     Attributes:
@@ -47,8 +47,8 @@ class Execution:
         return "\n".join(f"{name}: {getattr(self, part)} ({self.why[part]})" for name, part in parts.items())
 
 
-def execution() -> Execution:
-    """Return the active execution; builds or loads the kernels if no quantised layer has done so yet.
+def backend() -> Backend:
+    """Return the active backend; builds or loads the kernels if no quantised layer has done so yet.
 
     Raises:
         ValueError: for an unknown name in ``CPT_KERNELS`` or ``CPT_PRODUCTS``.
@@ -58,10 +58,12 @@ def execution() -> Execution:
     if _active is None:
         asked = os.environ.get("CPT_KERNELS", "")
         if asked:
-            choose("CPT_KERNELS", asked, EXECUTIONS)
-        found = _find(asked)
+            choose("CPT_KERNELS", asked, BACKENDS)
+        plain = "reference", "CPT_KERNELS=reference"
+        cpu, why_cpu = plain if asked == "reference" else _cpp(asked == "cpp")
+        cuda, why_cuda = plain if asked == "reference" else _triton(asked == "triton")
         library, why = products.decide()
-        _active = replace(found, products=library, why=found.why | {"products": why})
+        _active = Backend(cpu, cuda, {"cpu": why_cpu, "cuda": why_cuda, "products": why}, library)
         operators.use("cpt_reference" if asked == "reference" else "cpt")
         log.info("quantised operator: %s", str(_active).replace("\n", "; "))
     return _active
@@ -77,8 +79,8 @@ def kernels_on(device: torch.device) -> str:
 
 @contextmanager
 def reference() -> Iterator[None]:
-    """Run the plain execution inside a ``with`` block, whatever is active outside: for comparisons."""
-    execution()
+    """Run the plain backend inside a ``with`` block, whatever is active outside: for comparisons."""
+    backend()
     before = operators.active
     operators.use("cpt_reference")
     try:
@@ -87,40 +89,33 @@ def reference() -> Iterator[None]:
         operators.active = before
 
 
-_active: Execution | None = None
-
-
-def _find(asked: str) -> Execution:
-    if asked == "reference":
-        return Execution("reference", "reference", dict.fromkeys(("cpu", "cuda"), "CPT_KERNELS=reference"))
-    cpu, why_cpu = _cpp(asked == "cpp")
-    cuda, why_cuda = _triton(asked == "triton")
-    return Execution(cpu, cuda, {"cpu": why_cpu, "cuda": why_cuda})
+_active: Backend | None = None
 
 
 def _cpp(forced: bool) -> tuple[str, str]:
+    from cpt_core.kernels.cpp import building
+
     try:
-        where = cpp.load()
+        where = building.load()
         operators.gradient_node = True
         return "cpp", where
-    except cpp.NoKernelsError as error:
+    except building.NoKernelsError as error:
         if forced:
             raise RuntimeError(f"CPT_KERNELS=cpp asks for the C++ kernels, but {error}") from None
         return "reference", f"no C++ kernels: {error}"
 
 
 def _triton(forced: bool) -> tuple[str, str]:
-    why_not = ""
     if not torch.cuda.is_available():
         why_not = "torch sees no CUDA device"
     elif importlib.util.find_spec("triton") is None:
         why_not = "triton is not installed"
     else:
-        from cpt_core.kernels import triton_kernels
+        from cpt_core.kernels.triton import operators as kernels
 
-        why_not = triton_kernels.why_not()
+        why_not = kernels.why_not()
     if not why_not:
-        triton_kernels.register(operators.LIBRARIES["cpt"])
+        kernels.register(operators.LIBRARIES["cpt"])
         return "triton", torch.cuda.get_device_name()
     if forced:
         raise RuntimeError(f"CPT_KERNELS=triton asks for the Triton kernels, but {why_not}")

@@ -29,9 +29,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn.grad import conv2d_input as conv2d_input_of
 
+from cpt_core.codes.integer import int_mm, sum_codes
 from cpt_core.kernels import operators
-from cpt_core.kernels.integer import LONGEST, QuantizedTensor, int_mm, sum_codes
-from cpt_core.kernels.processor import multiplies_codes
+from cpt_core.kernels.quantized_tensor import LONGEST, QuantizedTensor
+from cpt_core.processor import multiplies_codes
 
 EXACT = 1 << 24  # whole numbers up to here are float32
 MOST = 255 * 128  # (k_a - z_a) k_w

@@ -14,8 +14,8 @@ from torch import nn
 
 from cpt_core.formats.format import FORMATS, Format
 from cpt_core.formats.quantizer import Quantizer
+from cpt_core.integrations.torchao import Meaning, from_torchao, meaning_of
 from cpt_core.quantization.convert import QuantConfig, quantize_
-from cpt_core.quantization.from_torchao import Meaning, from_torchao, meaning_of
 from cpt_core.quantization.scheduler import precision
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2

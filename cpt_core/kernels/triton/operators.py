@@ -1,4 +1,4 @@
-"""The quantised operator as Triton kernels, for CUDA tensors: bit for bit the numbers of the plain execution.
+"""The quantised operator as Triton kernels, for CUDA tensors: bit for bit the numbers of the plain backend.
 
 A tensor of any layout is read as a matrix in tiles (``tiles.py``): a row holds the elements that share a range.
 
@@ -24,7 +24,7 @@ from torch import Tensor
 from triton.language.extra import libdevice
 
 from cpt_core.kernels import grids, reference
-from cpt_core.kernels.tiles import KEPT, Plan, plan_of, power_of_2, range_shape
+from cpt_core.kernels.triton.tiles import KEPT, Plan, plan_of, power_of_2, range_shape
 
 OPTIONS: dict[str, Any] = {"enable_fp_fusion": False}
 ALL = tl.constexpr(tl.PropagateNan.ALL)

@@ -1,10 +1,10 @@
-"""Every execution of the operator against the plain one: bit for bit, for all layouts, types and granularities."""
+"""Every backend of the operator against the plain one: bit for bit, for all layouts, types and granularities."""
 
 import pytest
 import torch
 from helpers import EDGES, INF, NAN, identical, normal
 
-from cpt_core.kernels import execution as execution_module
+from cpt_core.kernels import backend as backend_module
 from cpt_core.kernels import operators, reference
 from cpt_core.kernels.reference import GRANULARITIES, hash_noise
 
@@ -38,14 +38,14 @@ LAYOUTS = {
 
 def test_what_rounds_on_a_device_is_said(monkeypatch):
     def on(kind):
-        return execution_module.kernels_on(torch.device(kind))
+        return backend_module.kernels_on(torch.device(kind))
 
-    monkeypatch.setattr(execution_module, "_active", None)
+    monkeypatch.setattr(backend_module, "_active", None)
     assert on("cpu") == "not loaded"
-    monkeypatch.setattr(execution_module, "_active", execution_module.Execution("cpp", "triton", {}))
+    monkeypatch.setattr(backend_module, "_active", backend_module.Backend("cpp", "triton", {}))
     monkeypatch.setattr(operators, "active", torch.ops.cpt)
     assert (on("cpu"), on("cuda")) == ("cpp", "triton")
-    with execution_module.reference():
+    with backend_module.reference():
         assert (on("cpu"), on("cuda")) == ("reference", "reference")
 
 
@@ -179,7 +179,7 @@ def test_operators_keep_torch_s_rules(family, name):
 
 def test_reference_inside_a_block_only():
     outside = operators.active
-    with execution_module.reference():
+    with backend_module.reference():
         assert operators.active is torch.ops.cpt_reference
     assert operators.active is outside
 

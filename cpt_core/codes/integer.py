@@ -1,7 +1,6 @@
 """Products of quantised operands, computed on their codes: int8 x int8 -> int32, and back to float32.
 
-A quantised tensor is x = s (k - z) + r: codes k of 8 bits, a step s, the code z nearest to the value 0, and what is
-left there, |r| <= s / 2 where the range holds 0. A product over K elements is
+With x = s (k - z) + r, as of a ``QuantizedTensor``, a product over K elements is
 
     a b = s_a s_b sum (k_a - z_a)(k_b - z_b)  +  s_a r_b sum (k_a - z_a)  +  r_a (s_b sum (k_b - z_b) + K r_b)
 
@@ -22,92 +21,17 @@ Shapes: M rows and N columns of a product, K elements of a sum, G products at on
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from cpt_core.kernels import operators
-from cpt_core.kernels.reference import MIN_SCALE
+from cpt_core.kernels.quantized_tensor import LONGEST, QuantizedTensor
 
-LONGEST = 1 << 15  # of a sum: 255 * 255 * 2**15 < 2**31
 MOST_ROWS = 1 << 23  # of a sum of codes: 128 * 2**23 < 2**31
 CUDA_MULTIPLE, CUDA_LEAST = 8, 32  # sizes that ``torch._int_mm`` takes on CUDA
-
-
-class QuantizedTensor(NamedTuple):
-    """A tensor on its grid: low + k * scale, k = 0..2**bits - 1.
-
-    Attributes:
-        codes: k - 2**(bits - 1), int8.
-        low: minimum of the range, float32, broadcastable to the codes.
-        scale: the step of the grid, likewise.
-        half: 2**(bits - 1), 0-d float32.
-    """
-
-    codes: Tensor
-    low: Tensor
-    scale: Tensor
-    half: Tensor
-
-    @classmethod
-    def on(
-        cls,
-        x: Tensor,
-        low: Tensor,
-        width: Tensor,
-        levels: Tensor,
-        key: Tensor | None = None,
-        clip: bool = False,
-        channels_last: bool = False,
-    ) -> QuantizedTensor:
-        """Round to a given grid of at most 8 bits; arguments as those of ``reference.encode``."""
-        return cls.with_codes(operators.encode(x, low, width, levels, key, clip, channels_last), low, width, levels)
-
-    @classmethod
-    def with_codes(cls, codes: Tensor, low: Tensor, width: Tensor, levels: Tensor) -> QuantizedTensor:
-        """Return the tensor whose codes are given, and the range and number of steps of its grid."""
-        return cls(codes, low, (width / levels).clamp_min(MIN_SCALE), (levels + 1) / 2)
-
-    @classmethod
-    def of(cls, x: Tensor, bits: int, granularity: str) -> QuantizedTensor:
-        """Round a tensor to ``bits`` bits on its own range."""
-        levels = torch.tensor(2.0**bits - 1, device=x.device)
-        return cls.on(x, *operators.range_of(x, granularity), levels)
-
-    @property
-    def zero(self) -> Tensor:
-        """The code nearest to the value 0, float32; at the end of the codes where 0 is far outside the range."""
-        return (-self.low / self.scale - self.half).round().clamp(-128, 127).nan_to_num(0)
-
-    @property
-    def rest(self) -> Tensor:
-        """The value of that code, float32."""
-        return (self.zero + self.half) * self.scale + self.low
-
-    @property
-    def one_step(self) -> bool:
-        """Whether all elements share one range."""
-        return self.scale.numel() == 1
-
-    def dequantize(self) -> Tensor:
-        """Return the values, float32: bit for bit those of the simulation."""
-        return self.codes.float().add_(self.half).mul_(self.scale).add_(self.low)
-
-    def laid_out(self, arrange: Callable[[Tensor], Tensor]) -> QuantizedTensor:
-        """Return the tensor with codes, and ranges where there are several, in another shape or order."""
-        low, scale = (v.reshape(()) if self.one_step else arrange(v) for v in (self.low, self.scale))
-        return QuantizedTensor(arrange(self.codes), low, scale, self.half)
-
-    def t(self) -> QuantizedTensor:
-        """Return the tensor with its last two dimensions exchanged."""
-        return self.laid_out(lambda v: v.transpose(-2, -1))
-
-    def matrix(self) -> QuantizedTensor:
-        """Return the tensor as a matrix, all dimensions but the last as its rows."""
-        outer = self.codes.shape[:-1]
-        return self.laid_out(lambda v: v.expand(*outer, v.shape[-1]).reshape(-1, v.shape[-1]))
 
 
 def has_integer_form(a: QuantizedTensor, b: QuantizedTensor) -> bool:

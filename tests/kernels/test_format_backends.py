@@ -1,4 +1,4 @@
-"""Grids of formats in every execution, in autograd, in compiled code, in the recurrence."""
+"""Grids of formats in every backend, in autograd, in compiled code, in the recurrence."""
 
 import pytest
 import torch
@@ -31,7 +31,7 @@ LAYOUTS = {
 
 @pytest.mark.parametrize("grid", GRIDS)
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_all_executions_round_alike(cpp_kernels, layout, grid):
+def test_all_backends_round_alike(cpp_kernels, layout, grid):
     x = LAYOUTS[layout]
     if x.dim() == 0 and ("partial" in grid or grid.startswith(("per_row", "per_sample_mean"))):
         pytest.skip("no rows, no blocks, no samples")
