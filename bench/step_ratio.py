@@ -29,11 +29,11 @@ from transformers import BertConfig, BertModel
 from cpt_core.graphs.graph import Graph
 from cpt_core.graphs.layers import GraphConv
 from cpt_core.kernels.backend import backend, reference
+from cpt_core.models import MODELS
+from cpt_core.models.mobilenet import InvertedResidual
+from cpt_core.models.retinanet import retinanet
 from cpt_core.quantization.convert import QuantConfig, layer_precisions, quantize_
 from cpt_lab.data.graphs import bidirected
-from cpt_lab.models import MODELS
-from cpt_lab.models.mobilenet import InvertedResidual
-from cpt_lab.models.retinanet import retinanet
 
 
 def linear_block() -> nn.Module:

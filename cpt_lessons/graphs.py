@@ -12,12 +12,12 @@ from matplotlib.figure import Figure
 from cpt_core.bitops.plan import count_bitops
 from cpt_core.graphs.graph import Graph
 from cpt_core.graphs.layers import GraphConv
+from cpt_core.models.gnn import GraphNet
 from cpt_core.quantization.convert import QuantConfig, quantize_
 from cpt_core.schedules.make import make_schedule
 from cpt_lab.analysis.style import COLORS, TEXT, drawing, whole
 from cpt_lab.data.graphs import bidirected
 from cpt_lab.experiments import designs
-from cpt_lab.models.gnn import GraphNet
 
 
 class Experiment(NamedTuple):

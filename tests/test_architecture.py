@@ -22,6 +22,7 @@ ROOMS = {
     "cpt_core.schedules": ("cpt_core.formats",),
     "cpt_core.graphs": ("cpt_core.checks",),
     "cpt_core.kernels": ("cpt_core.formats", "cpt_core.processor"),
+    "cpt_core.models": ("cpt_core.graphs",),
     "cpt_core.quantization": ("cpt_core.schedules", "cpt_core.graphs", "cpt_core.kernels"),
     "cpt_core.bitops": ("cpt_core.quantization",),
     # beyond
@@ -34,8 +35,7 @@ ROOMS = {
     "cpt_lab.provenance": ("cpt_lab.paths", "cpt_core.processor"),
     "cpt_lab.experiments": ("cpt_core.choosing", "cpt_core.inspecting", "cpt_lab.paths"),
     "cpt_lab.data": ("cpt_lab.experiments", "cpt_lab.machine"),
-    "cpt_lab.models": ("cpt_core.graphs",),
-    "cpt_lab.tasks": ("cpt_lab.data", "cpt_lab.models"),
+    "cpt_lab.tasks": ("cpt_lab.data", "cpt_core.models"),
     "cpt_lab.training": ("cpt_lab.tasks",),
     "cpt_lab.sweeps": ("cpt_lab.training", "cpt_lab.provenance"),
     "cpt_lab.analysis": ("cpt_lab.sweeps",),
@@ -44,7 +44,7 @@ ROOMS = {
     "cpt_lessons": ("cpt_lab.commands", "cpt_core.integrations"),
 }
 METHOD_LINES, FASTER_LINES, ALL_LINES = 9_800, 2_790, 34_850  # at most; lower them when something goes
-METHOD = ("schedules", "formats", "graphs", "kernels", "quantization", "bitops")
+METHOD = ("schedules", "formats", "graphs", "models", "kernels", "quantization", "bitops")
 FASTER = ("cpt_core.kernels.cpp", "cpt_core.kernels.triton")  # the second ring: the same numbers, in other languages
 WITHOUT_TORCH = (
     "cpt_core.checks",

@@ -22,8 +22,8 @@ def ptb_costs(runs: pd.DataFrame, claim: Claim) -> Iterator[Effect]:
     import torch
 
     from cpt_core.bitops.plan import count_bitops
+    from cpt_core.models.lstm_lm import LanguageModel
     from cpt_core.quantization.convert import quantize_
-    from cpt_lab.models.lstm_lm import LanguageModel
 
     with torch.device("meta"):
         model = quantize_(LanguageModel(10_000, 800, 800))

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from cpt_core.checks import library
+from cpt_core.models.retinanet import Outputs, RetinaNet, Target, retinanet
 from cpt_lab.data.common import load_once
 from cpt_lab.data.detection import backbone_weights, load_detection, random_detection
 from cpt_lab.data.detection_batches import Batch, batches, bytes_read, evaluation_batches
@@ -19,7 +20,6 @@ from cpt_lab.data.loading import readers
 from cpt_lab.data.pictures import Annotated
 from cpt_lab.experiments.detection import EXPERIMENT, DetectionRecipe
 from cpt_lab.experiments.spec import RunSpec
-from cpt_lab.models.retinanet import Outputs, RetinaNet, Target, retinanet
 from cpt_lab.tasks.base import Metrics, on_gpu, sums
 from cpt_lab.tasks.learning_rates import LearningRate, constant
 

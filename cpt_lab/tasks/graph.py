@@ -16,6 +16,7 @@ from torch.utils.data import Dataset
 
 from cpt_core.graphs.graph import Graph
 from cpt_core.graphs.sampling import sample_blocks
+from cpt_core.models.gnn import GraphNet
 from cpt_lab.data.common import Stream, epoch_order, generator_of, load_once, send
 from cpt_lab.data.graphs import load_graph, random_graph
 from cpt_lab.data.loading import loader
@@ -23,7 +24,6 @@ from cpt_lab.data.ogb import evaluator
 from cpt_lab.experiments.graph import EXPERIMENT, GraphRecipe
 from cpt_lab.experiments.spec import RunSpec
 from cpt_lab.machine import usable_cores
-from cpt_lab.models.gnn import GraphNet
 from cpt_lab.tasks.base import Metrics, on_gpu, sums
 from cpt_lab.tasks.learning_rates import LearningRate, constant, cosine, milestones
 

@@ -9,6 +9,7 @@ from typing import cast
 import torch
 from torch import Tensor, nn
 
+from cpt_core.models import MODELS
 from cpt_lab.data.common import load_once
 from cpt_lab.data.image_batches import ArrayBatches, FileBatches, bytes_read, evaluation_batches
 from cpt_lab.data.image_readers import ArrayImages
@@ -16,7 +17,6 @@ from cpt_lab.data.images import Batch, Split, load_images, random_images
 from cpt_lab.data.loading import readers
 from cpt_lab.experiments.image import EXPERIMENT, ImageRecipe
 from cpt_lab.experiments.spec import RunSpec
-from cpt_lab.models import MODELS
 from cpt_lab.tasks.base import Metrics, on_gpu, sums
 from cpt_lab.tasks.learning_rates import LearningRate, milestones
 

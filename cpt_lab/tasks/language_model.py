@@ -9,11 +9,11 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
+from cpt_core.models.lstm_lm import LanguageModel, State
 from cpt_lab.data.common import load_once, send
 from cpt_lab.data.text import columns, load_text, questions, random_text
 from cpt_lab.experiments.language_model import EXPERIMENT, LanguageModelRecipe
 from cpt_lab.experiments.spec import RunSpec
-from cpt_lab.models.lstm_lm import LanguageModel, State
 from cpt_lab.tasks.base import Metrics, on_gpu, sums
 from cpt_lab.tasks.learning_rates import LearningRate, cosine, plateau
 

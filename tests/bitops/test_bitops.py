@@ -8,12 +8,12 @@ from torch.utils.flop_counter import FlopCounterMode
 from cpt_core.bitops.ledger import BitOpsLedger
 from cpt_core.bitops.plan import count_bitops
 from cpt_core.bitops.trace import CONVENTIONS, trace
+from cpt_core.models import MODELS
+from cpt_core.models.mobilenet import InvertedResidual
 from cpt_core.quantization.convert import QuantConfig, quantize_
 from cpt_core.quantization.scheduler import PrecisionScheduler, precision
 from cpt_core.schedules.make import make_schedule
 from cpt_core.schedules.schedule import FunctionSchedule
-from cpt_lab.models import MODELS
-from cpt_lab.models.mobilenet import InvertedResidual
 
 # row of flops.csv -> (model, side of the images, classes)
 REFERENCE = {

@@ -13,10 +13,10 @@ from transformers import BertConfig, BertForSequenceClassification, BertModel
 from cpt_core.bitops.ledger import BitOpsLedger
 from cpt_core.bitops.plan import count_bitops
 from cpt_core.bitops.trace import CONVENTIONS, trace
+from cpt_core.models.lstm_lm import LanguageModel
 from cpt_core.quantization.convert import quantize_
 from cpt_core.quantization.scheduler import PrecisionScheduler, precision
 from cpt_core.schedules.make import make_schedule
-from cpt_lab.models.lstm_lm import LanguageModel
 
 TINY = BertConfig(
     vocab_size=50, hidden_size=16, num_hidden_layers=2, num_attention_heads=2, intermediate_size=24, num_labels=3

@@ -6,7 +6,7 @@ import torchvision
 import transformers
 
 from cpt_core.bitops.trace import trace
-from cpt_lab.models.resnet import CifarResNet
+from cpt_core.models.resnet import CifarResNet
 
 PUBLISHED = (
     "alexnet densenet121 efficientnet_b0 mnasnet1_0 mobilenet_v2 mobilenet_v3_large resnet18 "

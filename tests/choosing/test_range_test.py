@@ -287,7 +287,7 @@ def train_step(step):
     optimizer.zero_grad()
     return loss
 print(cpt.choosing.precision_range_test(model, train_step, optimizer, bits=(2, 4), dwell=20, seeds=(0, 1)).bits)
-print(sorted(name for name in sys.modules if name.startswith(("cpt_lab.tasks", "cpt_lab.data", "cpt_lab.models"))))
+print(sorted(name for name in sys.modules if name.startswith(("cpt_lab.tasks", "cpt_lab.data", "cpt_core.models"))))
 """
 
 

@@ -17,8 +17,8 @@ from cpt_core.inspecting import observer
 from cpt_core.inspecting import recording as recorder
 from cpt_core.inspecting.recording import COLUMNS, COMPILED, LEAST_GRADIENT_TO_NOISE, STATISTICS
 from cpt_core.kernels.operators import fake_quantize
+from cpt_core.models.gnn import GraphNet
 from cpt_core.quantization.convert import layer_precisions
-from cpt_lab.models.gnn import GraphNet
 
 STEPS = 6
 

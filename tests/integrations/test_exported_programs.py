@@ -12,8 +12,8 @@ from torch import nn
 
 import cpt_core as cpt
 from cpt_core.kernels.reference import BLOCK
+from cpt_core.models.resnet import CifarResNet
 from cpt_core.quantization.convert import layer_precisions
-from cpt_lab.models.resnet import CifarResNet
 
 pytestmark = pytest.mark.slow
 

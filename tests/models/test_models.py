@@ -5,8 +5,8 @@ import torch
 from torch import nn
 
 from cpt_core.inspecting.summary import summary
+from cpt_core.models import MODELS
 from cpt_core.quantization.convert import quantize_
-from cpt_lab.models import MODELS
 
 PARAMETERS = {
     ("resnet74", 10): 1_147_418,

@@ -19,8 +19,8 @@ from cpt_core.graphs.graph import Graph
 from cpt_core.graphs.layers import GraphConv, SAGEConv
 from cpt_core.kernels.backend import reference
 from cpt_core.kernels.quantized_tensor import QuantizedTensor
+from cpt_core.models.gnn import GraphNet
 from cpt_core.quantization.graph_layers import GraphPrecision
-from cpt_lab.models.gnn import GraphNet
 
 SOURCES, NODES = 50, 40
 NEAR = 1e-6

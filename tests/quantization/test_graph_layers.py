@@ -19,11 +19,11 @@ from cpt_core.graphs import layers as graph_layers
 from cpt_core.graphs.graph import Graph
 from cpt_core.graphs.layers import GraphConv, MatrixNorm, SAGEConv
 from cpt_core.inspecting.summary import summary
+from cpt_core.models.gnn import GraphNet
 from cpt_core.quantization.convert import QuantConfig, quantize_, restore_
 from cpt_core.quantization.graph_layers import QuantGraphConv
 from cpt_core.quantization.scheduler import PrecisionScheduler, precision
 from cpt_core.schedules.make import make_schedule
-from cpt_lab.models.gnn import GraphNet
 
 NODES = 40
 

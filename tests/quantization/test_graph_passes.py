@@ -12,10 +12,10 @@ from cpt_core.formats.quantizer import Quantizer
 from cpt_core.graphs.graph import Graph
 from cpt_core.graphs.layers import GraphConv, Precision, SAGEConv
 from cpt_core.inspecting.check import check
+from cpt_core.models.gnn import GraphNet
 from cpt_core.quantization.convert import QuantConfig, quantize_
 from cpt_core.quantization.graph_layers import GraphPrecision
 from cpt_core.quantization.scheduler import precision
-from cpt_lab.models.gnn import GraphNet
 
 SOURCES, NODES = 50, 40
 FP, Q = QuantConfig(), QuantConfig(aggregation="quantized")

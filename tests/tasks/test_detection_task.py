@@ -16,6 +16,7 @@ from cpt_core.bitops import plan
 from cpt_core.bitops.ledger import BitOpsLedger
 from cpt_core.bitops.trace import CONVENTIONS
 from cpt_core.inspecting.summary import summary
+from cpt_core.models.retinanet import FrozenStatisticsBatchNorm2d, retinanet
 from cpt_core.quantization.convert import quantize_, restore_
 from cpt_core.quantization.scheduler import PrecisionScheduler, precision
 from cpt_core.schedules.make import make_schedule
@@ -27,7 +28,6 @@ from cpt_lab.data.scenes import scenes
 from cpt_lab.experiments import designs, grids
 from cpt_lab.experiments.recipes import recipe
 from cpt_lab.experiments.spec import RunSpec, run_spec
-from cpt_lab.models.retinanet import FrozenStatisticsBatchNorm2d, retinanet
 from cpt_lab.tasks.detection import DetectionTask, mean_average_precision
 from cpt_lab.training.train import Stopped, train
 from cpt_lessons.detection import pretrained_or_scratch

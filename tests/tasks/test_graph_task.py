@@ -9,6 +9,7 @@ import torch
 from helpers import same, smoke_spec
 
 from cpt_core.graphs import graph as graph_module
+from cpt_core.models.gnn import GraphNet
 from cpt_core.quantization.convert import quantize_
 from cpt_core.quantization.scheduler import precision
 from cpt_lab.data import common
@@ -16,7 +17,6 @@ from cpt_lab.experiments import designs, grids
 from cpt_lab.experiments.graph import GraphRecipe
 from cpt_lab.experiments.recipes import recipe, task_of_dataset
 from cpt_lab.experiments.spec import RunSpec
-from cpt_lab.models.gnn import GraphNet
 from cpt_lab.tasks import graph as graph_task
 from cpt_lab.tasks.graph import GraphTask
 from cpt_lab.training.session import quant_config

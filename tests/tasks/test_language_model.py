@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import nn
 
+from cpt_core.models.lstm_lm import LanguageModel
 from cpt_lab import data
 from cpt_lab.data import text
 from cpt_lab.data.files import DataNotFoundError
@@ -15,7 +16,6 @@ from cpt_lab.experiments import designs, grids
 from cpt_lab.experiments.language_model import LanguageModelRecipe
 from cpt_lab.experiments.recipes import recipe
 from cpt_lab.experiments.spec import run_spec
-from cpt_lab.models.lstm_lm import LanguageModel
 from cpt_lab.tasks.language_model import LanguageModelTask
 from cpt_lab.training.train import Stopped, train
 

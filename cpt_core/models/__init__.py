@@ -10,9 +10,9 @@ from collections.abc import Callable
 
 from torch import nn
 
-from cpt_lab.models.mlp import MLP
-from cpt_lab.models.mobilenet import CifarMobileNetV2
-from cpt_lab.models.resnet import CifarResNet, imagenet_resnet
+from cpt_core.models.mlp import MLP
+from cpt_core.models.mobilenet import CifarMobileNetV2
+from cpt_core.models.resnet import CifarResNet, imagenet_resnet
 
 # name -> builder(channels, pixels of a side, classes)
 MODELS: dict[str, Callable[[int, int, int], nn.Module]] = {

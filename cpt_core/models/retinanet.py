@@ -26,7 +26,7 @@ from torchvision.models.detection.image_list import ImageList
 from torchvision.models.detection.retinanet import RetinaNetHead, RetinaNetRegressionHead
 from torchvision.ops.feature_pyramid_network import LastLevelP6P7
 
-from cpt_lab.models.resnet import BasicBlock, initialize
+from cpt_core.models.resnet import BasicBlock, initialize
 
 Target = dict[str, Tensor]  # boxes float32 (n, 4) as x1, y1, x2, y2 in pixels; labels int64 (n,)
 LEVELS = 5  # P3 to P7
