@@ -17,6 +17,7 @@ from torch import Tensor
 
 from cpt_core.codes.graph import round_scale_encode, sum_neighbours
 from cpt_core.codes.layers import GradientRounding, Operand, first_order, product, saved_operands, sums, values
+from cpt_core.codes.operands import encoded
 from cpt_core.graphs.graph import Graph
 from cpt_core.graphs.layers import Keep, Tail
 from cpt_core.kernels.operators import fake_quantize
@@ -33,7 +34,7 @@ def product_on_codes(
     """Return ``(x * scale) @ weight`` and what follows it; arguments as those of ``Precision.product``."""
 
     def encode() -> QuantizedTensor:
-        return p.encoded("input", x if scale is None else x * scale)
+        return encoded(p, "input", x if scale is None else x * scale)
 
     quantizer = p.quantizers["input"]
     # where there is a range to follow, nothing is kept
@@ -54,7 +55,7 @@ class _Product(torch.autograd.Function):
         linear: bool,
         after: After,
     ) -> Tensor:
-        a, w = codes(), after.precision.encoded("weight", weight)
+        a, w = codes(), encoded(after.precision, "weight", weight)
         ctx.save_for_backward(*a, *w)
         ctx.scale, ctx.linear, ctx.after = scale, linear, after
         return after.forward(product(a, w.t() if linear else w), bias)
@@ -91,7 +92,7 @@ class _Sum(torch.autograd.Function):
         ctx.graph, ctx.scale, ctx.mean, ctx.after = graph, scale, mean, after
         p = after.precision
         if p.quantizers["aggregation"].grid in ONE_RANGE:
-            h = total(graph, p.encoded("aggregation", x if scale is None else x * scale))
+            h = total(graph, encoded(p, "aggregation", x if scale is None else x * scale))
         else:
             h = graph.aggregate(p.scaled_operand("aggregation", x, scale))
         return after.forward(h.div_(_divisors(graph)) if mean else h, bias)

@@ -21,6 +21,7 @@ from torch.nn.grad import conv2d_input, conv2d_weight
 from cpt_core.codes import convolution
 from cpt_core.codes.convolution import Geometry
 from cpt_core.codes.integer import has_integer_form, matmul, sum_values
+from cpt_core.codes.operands import encoded, encoded_gradient
 from cpt_core.kernels.quantized_tensor import QuantizedTensor
 from cpt_core.quantization.fake_quantize import round_gradient
 from cpt_core.quantization.precision import LayerPrecision
@@ -76,8 +77,8 @@ class _Linear(torch.autograd.Function):
         codes: QuantizedTensor | None,
         parts: Sequence[int],
     ) -> Tensor:
-        a = (precision.encoded("input", x) if codes is None else codes).matrix()
-        w = precision.encoded("weight", weight)
+        a = (encoded(precision, "input", x) if codes is None else codes).matrix()
+        w = encoded(precision, "weight", weight)
         ctx.save_for_backward(*a, *w)
         ctx.shape, ctx.gradient = x.shape, GradientRounding(precision, parts)
         y = product(a, w.t(), bias).view(*x.shape[:-1], len(weight))
@@ -113,7 +114,7 @@ class _Conv2d(torch.autograd.Function):
     def forward(
         ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, precision: LayerPrecision, geometry: Geometry
     ) -> Tensor:
-        a, w = precision.encoded("input", x, channels_last=True), precision.encoded("weight", weight)
+        a, w = encoded(precision, "input", x, channels_last=True), encoded(precision, "weight", weight)
         ctx.save_for_backward(*a, *w)
         ctx.geometry, ctx.gradient = geometry, GradientRounding(precision, channels_last=True)
         # as a convolution of torch: what follows may rely on the layout, as view does
@@ -167,7 +168,7 @@ def product_on_codes(precision: LayerPrecision, roles: tuple[str, str], a: Tenso
 class _Product(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, a: Tensor, b: Tensor, precision: LayerPrecision, roles: tuple[str, str]) -> Tensor:
-        a_, b_ = (precision.encoded(role, x) for role, x in zip(roles, (a, b), strict=True))
+        a_, b_ = (encoded(precision, role, x) for role, x in zip(roles, (a, b), strict=True))
         ctx.save_for_backward(*a_, *b_)
         ctx.gradient = GradientRounding(precision)
         return product(a_, b_)
@@ -212,7 +213,7 @@ class GradientRounding:
         if not self.encodes:
             found = [self._rounded(g) for g in self._split(gradient)]
             return torch.cat(found[::-1]) if self.parts else found[0]
-        codes = [p.encoded_gradient("grad", g, self.channels_last) for g in self._split(gradient)][::-1]
+        codes = [encoded_gradient(p, "grad", g, self.channels_last) for g in self._split(gradient)][::-1]
         return in_rows(codes) if self.parts else codes[0]
 
     def _rounded(self, gradient: Tensor) -> Tensor:

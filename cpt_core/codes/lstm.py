@@ -16,6 +16,7 @@ from torch import Tensor
 
 from cpt_core.codes.integer import column_tables
 from cpt_core.codes.layers import GradientRounding, first_order, linear_on_codes
+from cpt_core.codes.operands import encoded
 from cpt_core.kernels import operators
 from cpt_core.kernels.lstm import Forward, gradients
 from cpt_core.kernels.quantized_tensor import QuantizedTensor
@@ -46,7 +47,7 @@ def _encoded_input(layer: QuantLSTM, cell: str, x: Tensor, steps: tuple[int, tup
     """Return the codes of x (N, I), every step on its own range."""
     p, role = layer.precision, f"input_{cell}"
     if p.running_range(role) is not None:
-        return p.encoded(role, x)
+        return encoded(p, role, x)
     p.follow(x)
     x = x.detach()
     low, width = layer.ranges(cell, x, steps)
@@ -68,7 +69,7 @@ class _Recurrence(torch.autograd.Function):
         save: bool,
     ) -> tuple[Tensor, ...]:
         p = precision
-        u = p.encoded("weight", weight)
+        u = encoded(p, "weight", weight)
         low, width, filled = p.stored_range(role)
         column_codes, column_values = column_tables(u.t(), bias)
         *found, ranges, gates, codes, before, tanh = operators.active.lstm_forward(*Forward(

@@ -25,6 +25,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
 from cpt_core.checks import arguments, shown, whole
+from cpt_core.codes.operands import encoded
 from cpt_core.formats.format import FULL
 from cpt_core.kernels import lstm, operators, products
 from cpt_core.kernels.quantized_tensor import QuantizedTensor
@@ -180,7 +181,7 @@ def _encode_parameters_(module: nn.Module, layer: LayerPrecision) -> None:
         return
     for name, parameter in list(module.named_parameters(recurse=False)):
         role = name.partition("_")[0]  # "weight" of weight_ih_l0
-        codes = Codes(layer.encoded(role, parameter.detach().float()))
+        codes = Codes(encoded(layer, role, parameter.detach().float()))
         delattr(module, name)
         setattr(module, name, codes)
     del layer.noise_key

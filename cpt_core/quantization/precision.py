@@ -5,7 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any, Self
+from typing import Any, Self
 
 import torch
 from torch import Tensor
@@ -14,17 +14,13 @@ from cpt_core.checks import check_bits
 from cpt_core.formats.ladder import AFFINE
 from cpt_core.formats.quantizer import Quantizer
 from cpt_core.kernels.backend import backend, kernels_on
-from cpt_core.kernels.operators import fake_quantize, range_of, round_in_range
-from cpt_core.kernels.reference import clips
+from cpt_core.kernels.operators import fake_quantize, round_in_range
 from cpt_core.processor import multiplies_codes
 from cpt_core.quantization.fake_quantize import counts_in_backward, quantize_gradient, round_gradient
 from cpt_core.quantization.in_force import Roles, asked_of, check_formats, ladder_role, meaning, weight_role
 from cpt_core.quantization.quantizers import check_floating
 from cpt_core.quantization.running import RunningState
 from cpt_core.schedules.schedule import Levels
-
-if TYPE_CHECKING:
-    from cpt_core.kernels.quantized_tensor import QuantizedTensor
 
 EXECUTIONS = ("simulated", "integer", "auto")
 HALF = (torch.float16, torch.bfloat16)  # 11 and 8 significant bits: a grid of 8 bits does not survive them
@@ -266,50 +262,6 @@ class LayerPrecision(RunningState):
         if quantizer.running:
             self.track(role, low, width)
         return y
-
-    def encoded(self, role: str, x: Tensor, channels_last: bool = False) -> QuantizedTensor:
-        """Return the same operand as codes; for at most ``CODE_BITS`` bits, and without a gradient.
-
-        Raises:
-            RuntimeError: for float64, which the input of products on codes is not, and under ``torch.jit.trace``.
-        """
-        self.require_bits()
-        check_floating(x)
-        if torch.jit.is_tracing():  # it would keep the ranges of the example, as numbers
-            raise RuntimeError("torch.jit.trace cannot record products on codes; take execution 'simulated'")
-        if x.dtype == torch.float64:
-            raise RuntimeError(
-                f"the layer's {role} is torch.float64, its input is not: bring both to one type, as with model.float()"
-            )
-        self.follow(x)
-        self.observe(role, x)
-        quantizer = self.quantizers[role]
-        if self.training or not quantizer.running:
-            low, width = range_of(x, quantizer.grid)
-            if quantizer.running:
-                self.track(role, low, width)
-        else:
-            low, width = self.evaluated(role, x)
-            low = self.marked(role, x, low)
-        from cpt_core.kernels.quantized_tensor import QuantizedTensor
-
-        levels = self.levels_for(role)
-        return QuantizedTensor.on(x, low, width, levels, clip=self.clips(role), channels_last=channels_last)
-
-    def encoded_gradient(self, role: str, gradient: Tensor, channels_last: bool = False) -> QuantizedTensor:
-        """Return the codes of a gradient on its own range, as ``gradient`` rounds it in the backward pass."""
-        self.observe(role, gradient)
-        quantizer = self.quantizers[role]
-        key = self.noise_key if quantizer.rounding == "stochastic" else None
-        from cpt_core.kernels.quantized_tensor import QuantizedTensor
-
-        ranges = range_of(gradient, quantizer.grid)
-        rounded = QuantizedTensor.on(
-            gradient, *ranges, self.grad_levels, key, clips(quantizer.grid, key is not None), channels_last
-        )
-        if key is not None:
-            key.add_(1)
-        return rounded
 
     def multiplied(self, multiply: Callable[..., Tensor], *operands: Any, role: str = "grad") -> Tensor:
         """Return ``multiply(*operands)``, a product of quantised operands, whose gradient is quantised.
