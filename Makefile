@@ -27,7 +27,8 @@ export $(GIVEN)
 
 BIN := .venv/bin
 CPT := $(BIN)/python -m cpt_lab
-PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest
+# The many processes that tests start compile the package once, also where Python was told to keep no bytecode.
+PYTEST := PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(BIN)/python -m pytest
 # In two processes, which take file after file in the order of tests/conftest.py: what takes long comes first.
 PYTESTS := $(PYTEST) -n 2 --dist loadfile --no-loadscope-reorder
 

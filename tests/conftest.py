@@ -19,10 +19,13 @@ settings.register_profile("repeatable", derandomize=True, deadline=None, databas
 settings.load_profile("repeatable")
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Begin with files that take long, so that at the end no process waits for another one."""
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Begin with files that take long, so that at the end no process waits; leave out what needs a device."""
     long = {item.path for item in items if item.path.suffix == ".ipynb" or item.get_closest_marker("slow")}
     items.sort(key=lambda item: item.path not in long)
+    if not torch.cuda.is_available():
+        config.hook.pytest_deselected(items=[item for item in items if item.get_closest_marker("gpu")])
+        items[:] = [item for item in items if not item.get_closest_marker("gpu")]
 
 
 @pytest.fixture(scope="session")
