@@ -27,7 +27,10 @@ export $(GIVEN)
 
 BIN := .venv/bin
 CPT := $(BIN)/python -m cpt_lab
-PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest
+# The many processes that tests start compile the package once, also where Python was told to keep no bytecode.
+PYTEST := PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(BIN)/python -m pytest
+# In two processes, which take file after file in the order of tests/conftest.py: what takes long comes first.
+PYTESTS := $(PYTEST) -n 2 --dist loadfile --no-loadscope-reorder
 
 .PHONY: help setup lint check test reproduce notebooks book evidence bench mutants wheel image compat chromium browser lock clean distclean
 
@@ -57,14 +60,13 @@ lint: setup  ## style and types
 	$(BIN)/mypy
 
 check: lint  ## lint, types and the tests that are not marked slow: while you work
-	$(PYTEST) -n 2 --dist loadfile -m "not slow" tests
+	$(PYTESTS) -m "not slow" tests
 
 test: lint  ## lint, types, tests and notebooks; no GPU, no download
 	@# builds the C++ kernels where they are not built yet, so that no test waits for them
 	@$(BIN)/python -c "import cpt_core; print(cpt_core.backend())"
-	$(PYTEST) -n 2 --dist loadfile tests
-	@# one notebook after the other: kernels of two processes that start at once can take each other's ports
-	$(PYTEST) -p no:cacheprovider --nbval-lax --nbval-current-env --nbval-cell-timeout=300 notebooks
+	$(PYTESTS) --nbval-lax --nbval-current-env --nbval-cell-timeout=300 --nbval-kernel-startup-timeout=300 \
+	  tests notebooks
 	@echo "make test: all checks passed"
 
 NARROWED = $${NB:+--notebook "$$NB"} $${DATASET:+--dataset "$$DATASET"} $${PARAMS:+--parameter "$$PARAMS"}

@@ -1,6 +1,8 @@
 """What all tests share."""
 
+import atexit
 import os
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -17,6 +19,27 @@ torch.set_num_threads(1)
 # The same examples in every run, and no folder of found ones beside the sources.
 settings.register_profile("repeatable", derandomize=True, deadline=None, database=None)
 settings.load_profile("repeatable")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Let nbval's kernels listen on sockets of the file system: two that start at once can take each other's ports."""
+    if not config.getoption("nbval_lax", False):
+        return
+    import nbval.kernel
+    from jupyter_client.manager import KernelManager
+
+    folder = tempfile.TemporaryDirectory(prefix="cpt-")  # a short path: the system allows some 100 characters
+    atexit.register(folder.cleanup)  # a worker of xdist leaves its configuration as it is
+    nbval.kernel.KernelManager = lambda **how: KernelManager(transport="ipc", ip=f"{folder.name}/kernel", **how)
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Begin with files that take long, so that at the end no process waits; leave out what needs a device."""
+    long = {item.path for item in items if item.path.suffix == ".ipynb" or item.get_closest_marker("slow")}
+    items.sort(key=lambda item: item.path not in long)
+    if not torch.cuda.is_available():
+        config.hook.pytest_deselected(items=[item for item in items if item.get_closest_marker("gpu")])
+        items[:] = [item for item in items if not item.get_closest_marker("gpu")]
 
 
 @pytest.fixture(scope="session")

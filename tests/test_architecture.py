@@ -6,8 +6,6 @@ import subprocess
 import sys
 from pathlib import Path
 
-import pytest
-
 ROOT = Path(__file__).parents[1]
 
 # A room may import the rooms that it names here, and those that they may import: three packages, one direction. In
@@ -212,8 +210,11 @@ def opens_text(call):
     return name == "open" and of not in OPEN_BYTES and not any("b" in mode for mode in modes)
 
 
-@pytest.mark.parametrize("path", FILES, ids=module_of)
-def test_text_files_are_utf_8_whatever_the_locale(path):
-    calls = [node for node in ast.walk(TREES[path]) if isinstance(node, ast.Call)]
-    bare = [c.lineno for c in calls if opens_text(c) and not any(k.arg == "encoding" for k in c.keywords)]
-    assert not bare, f"{path}: lines {bare} do not say encoding="
+def test_text_files_are_utf_8_whatever_the_locale():
+    bare = [
+        f"{path}:{c.lineno}"
+        for path, tree in TREES.items()
+        for c in ast.walk(tree)
+        if isinstance(c, ast.Call) and opens_text(c) and not any(k.arg == "encoding" for k in c.keywords)
+    ]
+    assert not bare, "these do not say encoding="

@@ -325,26 +325,22 @@ def test_samples_of_a_checked_graph_are_not_checked_again(backend):
 
 
 def test_every_neighbour_is_equally_likely_as_with_dgl():
-    """A star with 12 leaves, 4 of them sampled: frequencies of leaves and of pairs against DGL's sampler."""
-    leaves = torch.arange(1, 13)
-    graph = Graph.from_edges(leaves, torch.zeros(12, dtype=torch.int64), 13)
-    theirs = dgl.graph((leaves, torch.zeros(12, dtype=torch.int64)), num_nodes=13)
-    sampler = dgl.dataloading.NeighborSampler([4])
-    dgl.seed(0)
-    random = torch.Generator().manual_seed(0)
+    """4,000 stars with the same 12 leaves, 4 sampled of each: frequencies of leaves and of a pair, also of DGL's."""
     n = 4000
-    counts = torch.zeros(2, 13)
-    pairs = torch.zeros(2)
-    for _ in range(n):
-        nodes, _ = sample_blocks(graph, torch.tensor([0]), [4], random)
-        others, _, _ = sampler.sample_blocks(theirs, torch.tensor([0]))
-        for i, found in enumerate((nodes[1:], others[1:])):
-            assert len(found) == 4
-            counts[i, found] += 1
-            pairs[i] += {1, 12} <= set(found.tolist())
-    # standard deviation of a leaf's count: sqrt(n / 3 * 2 / 3) = 30; of a pair's: sqrt(n / 11 * 10 / 11) = 18
-    assert (counts[:, 1:] - n / 3).abs().max() < 5 * 30
-    assert (pairs - n / 11).abs().max() < 5 * 18
+    stars, leaves = torch.arange(n), torch.arange(n, n + 12)
+    edges = leaves.repeat(n), stars.repeat_interleave(12)
+    graph = Graph.from_edges(*edges, n + 12)
+    nodes, (block,) = sample_blocks(graph, stars, [4], torch.Generator().manual_seed(0))
+    dgl.seed(0)
+    others, _, (theirs,) = dgl.dataloading.NeighborSampler([4]).sample_blocks(dgl.graph(edges), stars)
+    source, destination = theirs.edges()
+    for leaf, star in (torch.tensor(names_of(nodes, block, stars)).T, (others[source], destination)):
+        taken = torch.zeros(n, 12).index_put_((star, leaf - n), torch.ones(()), accumulate=True)
+        assert taken.max() == 1
+        assert taken.sum(1).eq(4).all()
+        # standard deviation of a leaf's count: sqrt(n / 3 * 2 / 3) = 30; of a pair's: sqrt(n / 11 * 10 / 11) = 18
+        assert (taken.sum(0) - n / 3).abs().max() < 5 * 30
+        assert abs(taken[:, 0] @ taken[:, 11] - n / 11) < 5 * 18
 
 
 def test_dgl_is_imported_with_its_backend_set():

@@ -12,7 +12,6 @@ from torch import nn
 
 import cpt_core as cpt
 from cpt_core.kernels.reference import BLOCK
-from cpt_core.models.resnet import CifarResNet
 from cpt_core.quantization.convert import layer_precisions
 
 pytestmark = pytest.mark.slow
@@ -53,8 +52,7 @@ def bert():
 
 DECODERS = {  # every one keeps keys and values of earlier calls unless it is told not to
     "GPT2": dict(n_positions=8, n_embd=16, n_layer=1, n_head=2),
-    "Llama": dict(num_key_value_heads=2),
-    "Qwen2": dict(num_key_value_heads=1),
+    "Llama": dict(num_key_value_heads=1),
 }
 
 
@@ -78,7 +76,7 @@ def numbers(*shape):
 # what makes the model, an example, other inputs, bits
 MODELS = {
     "perceptron": (perceptron, numbers(2, 12), numbers(7, 12), 8),
-    "convolutions": (lambda: CifarResNet(1, 10, width=4), numbers(2, 3, 8, 8), numbers(5, 3, 8, 8), 3),
+    "convolutions": (small, (pictures(),), (pictures(1, n=5),), 3),
     "recurrent": (Language, numbers(2, 4, 6), numbers(2, 4, 6), 8),
     "attention": (bert, words(2), words(5), 4),
 }

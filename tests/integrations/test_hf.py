@@ -102,19 +102,17 @@ def test_evaluations_have_bits_of_their_own_in_whatever_order(tmp_path):
     assert evaluations == [{5}] * (1 + 1 + 3 + 2)  # one batch of 8 each: before, at the start, at 5, 10, 12, after
 
 
-@pytest.mark.parametrize(
-    ("eval_bits", "bits", "logged"), [("q_max", 7, 7), ("current", 4, 4), ("float", None, 32), (2, 2, 2)]
-)
-def test_precisions_of_evaluation(tmp_path, eval_bits, bits, logged):
+def test_precisions_of_evaluation(tmp_path):
     schedule = FunctionSchedule(lambda u: 7 - 3 * u, total_steps=STEPS)  # ends at 4
-    callback = PrecisionCallback(schedule, eval_bits=eval_bits)
+    callback = PrecisionCallback(schedule)
     trainer = trainer_of(tmp_path, callback, logging_strategy="no")
     trainer.train()
     seen = probe(trainer.model)
-    assert trainer.evaluate()["eval_bits"] == logged
-    callback.eval_bits = 6
-    assert trainer.evaluate()["eval_bits"] == 6
-    assert [b for _, b, _ in seen] == [{bits}, {6}]
+    for chosen, bits, logged in (("q_max", 7, 7), ("current", 4, 4), ("float", None, 32), (2, 2, 2)):
+        callback.eval_bits = chosen
+        assert trainer.evaluate()["eval_bits"] == logged
+        assert seen.pop()[1] == {bits}
+    assert seen == []
 
 
 @pytest.mark.parametrize("eval_bits", [0, 33, 2.5, True, None, "max", "8", [8]])

@@ -240,23 +240,32 @@ def test_half_precision_computes_in_float32(name, dtype):
         assert model(*(x.to(dtype) for x in inputs)).dtype == dtype
 
 
+class Side(nn.ModuleList):
+    """Modules beside each other: they are compiled at once."""
+
+    def forward(self, inputs):
+        return [module(*given) for module, given in zip(self, inputs, strict=True)]
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("name", PRODUCTS)
-def test_compiled_code_computes_what_eager_code_does(name):
-    if name == "experts":
-        pytest.skip("Inductor and AOTAutograd have no such product in float32")
-    module, inputs, _ = made(name, QuantConfig().with_gradient_rounding("nearest"))
+def test_compiled_code_computes_what_eager_code_does():
+    names = [name for name in PRODUCTS if name != "experts"]  # compilers have no such product in float32
+    config = QuantConfig().with_gradient_rounding("nearest")
+    modules, inputs, _ = zip(*(made(name, config) for name in names), strict=True)
+    model = Side(modules)
     torch._dynamo.reset()
-    compiled, found = torch.compile(module, backend="aot_eager", fullgraph=True), []
+    compiled, found = torch.compile(model, backend="aot_eager", fullgraph=True), []
     with torch._dynamo.config.patch(error_on_recompile=True):
         for bits in (3, 5):
-            with precision(module, bits, 6):
-                for run in (module, compiled):
-                    y = run(*inputs)
-                    found.append([y, *torch.autograd.grad(y.square().sum(), inputs)])
+            with precision(model, bits, 6):
+                for run in (model, compiled):
+                    outputs = run(inputs)
+                    gradients = torch.autograd.grad(sum(y.square().sum() for y in outputs), sum(inputs, ()))
+                    found.append([*outputs, *gradients])
+    labels = [*names, *(name for name, given in zip(names, inputs, strict=True) for _ in given)]
     for i in (0, 2):
-        for a, b in zip(found[i], found[i + 1], strict=True):
-            torch.testing.assert_close(b, a, rtol=1e-5, atol=1e-5)
+        for name, a, b in zip(labels, found[i], found[i + 1], strict=True):
+            torch.testing.assert_close(b, a, rtol=1e-5, atol=1e-5, msg=lambda said, name=name: f"{name}: {said}")
 
 
 @pytest.mark.slow

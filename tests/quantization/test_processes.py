@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import nn
 
 from cpt_core.quantization.convert import QuantConfig, layer_precisions, quantize_
+from cpt_core.quantization.precision import EXECUTIONS
 from cpt_core.quantization.running import KEY_BITS, _wrapped
 from cpt_core.quantization.scheduler import PrecisionScheduler, precision
 from cpt_core.schedules.make import make_schedule
@@ -52,24 +53,30 @@ def data():
     return torch.randn(EACH, 8, generator=torch.Generator().manual_seed(5))
 
 
-def trained(state=None, steps=4):
-    """Return the weights and keys after some steps of data-parallel training, and what the second left."""
-    model = model_of()
+SCHEDULE = make_schedule("CR", q_min=3, q_max=8, total_steps=8, n_cycles=1)
+
+
+def trained(state=None, steps=4, execution="simulated"):
+    """Return the weights, keys and bits of some steps of data-parallel training, and what the second left."""
+    model, bits = model_of(execution), []
+    with torch.no_grad():
+        model[0].weight.add_(dist.get_rank())  # those of the first process go to all
     parallel = nn.parallel.DistributedDataParallel(model)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    scheduler = PrecisionScheduler(parallel, make_schedule("CR", q_min=3, q_max=8, total_steps=8, n_cycles=1))
+    scheduler = PrecisionScheduler(parallel, SCHEDULE)
     if state is not None:
         model.load_state_dict(state["model"])
         scheduler.load_state_dict(state["precision"])
     for _ in range(scheduler.last_step, steps):
         optimizer.zero_grad()
+        bits.append([p.bits for p in layer_precisions(model).values()])
         x = torch.randn(EACH, 8, generator=torch.Generator().manual_seed(10 * scheduler.last_step + dist.get_rank()))
         parallel(x).cos().sum().backward()
         optimizer.step()
         scheduler.step()
         if scheduler.last_step == 2:
             state = copy.deepcopy({"model": model.state_dict(), "precision": scheduler.state_dict()})
-    return [p.detach() for p in model.parameters()], keys_of(model), state
+    return [p.detach() for p in model.parameters()], keys_of(model), bits, state
 
 
 def worker(rank, folder):
@@ -89,12 +96,14 @@ def worker(rank, folder):
     for layer in (sharded[0], sharded[2], sharded):
         fully_shard(layer, mesh=dist.init_device_mesh("cpu", (2,)))
     found["sharded"] = errors(sharded, sharded, data())
-    *found["straight"], state = trained()
-    torch.save(state, f"{folder}/state{rank}.pt")
+    for execution in EXECUTIONS:
+        *found[execution], state = trained(execution=execution)
+        if execution == "simulated":
+            torch.save(state, f"{folder}/state{rank}.pt")
     dist.barrier()
     # one process saves for all, the first as a rule
     states = [torch.load(f"{folder}/state{saved}.pt", weights_only=True) for saved in (0, 1)]
-    found["resumed"] = [trained(state)[:2] for state in states]
+    found["resumed"], found["states"] = [trained(state)[:2] for state in states], states
     torch.save(found, f"{folder}/{rank}.pt")
     dist.destroy_process_group()
 
@@ -125,11 +134,25 @@ def test_no_layer_of_a_process_has_the_key_of_another(processes):
 
 def test_a_resumed_run_is_bitwise_the_same_in_every_process(processes):
     for process in processes:
-        weights, keys = process["straight"]
+        weights, keys, _ = process["simulated"]
         for again, keys_again in process["resumed"]:
             assert keys == keys_again
             assert all(map(torch.equal, weights, again))
     assert processes[0]["resumed"][0][1] != processes[1]["resumed"][0][1]
+
+
+@pytest.mark.parametrize("execution", EXECUTIONS)
+def test_processes_stay_together(execution, processes):
+    (first, _, bits), (second, _, others) = (process[execution] for process in processes)
+    assert all(map(torch.equal, first, second))
+    assert bits == others == [[b] * 2 for b in SCHEDULE.bits()[:4].tolist()]
+    assert not any(map(torch.equal, first, model_of().parameters()))
+
+
+def test_a_state_of_several_processes_is_that_of_one(processes):
+    alone = PrecisionScheduler(model_of(), SCHEDULE)
+    alone.load_state_dict(processes[0]["states"][0]["precision"])
+    assert alone.last_step == 2
 
 
 @pytest.mark.parametrize("rank", [0, 1, 4095, 4096, 8191])

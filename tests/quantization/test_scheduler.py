@@ -1,5 +1,4 @@
 import copy
-import datetime
 import os
 import subprocess
 import sys
@@ -7,13 +6,11 @@ from pathlib import Path
 
 import pytest
 import torch
-import torch.distributed as dist
 from helpers import pictures, small
 from torch import nn
 
 import cpt_core as cpt
 from cpt_core.quantization.convert import QuantConfig, layer_precisions, quantize_
-from cpt_core.quantization.precision import EXECUTIONS
 from cpt_core.quantization.scheduler import PrecisionScheduler, precision
 from cpt_core.schedules.make import make_schedule
 from cpt_core.schedules.schedule import FunctionSchedule, StaticSchedule
@@ -480,41 +477,6 @@ def test_compiled_gradients_are_rounded_anew_in_every_call(counter):
     assert len(draws.unique(dim=0)) == 40
     error = (draws.mean(0) - model.conv2.bias.grad) / (draws.std(0) / 40**0.5)
     assert error.abs().max() < 5  # unbiased
-
-
-def distributed_worker(rank, folder):
-    torch.set_num_threads(1)
-    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
-    timeout = datetime.timedelta(seconds=120)
-    dist.init_process_group("gloo", f"file://{folder}/store", timeout, world_size=2, rank=rank)
-    for execution in EXECUTIONS:
-        model = quantize_(small(seed=rank), QuantConfig(execution=execution))  # rank 0's weights are broadcast
-        parallel = nn.parallel.DistributedDataParallel(model)
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
-        scheduler = PrecisionScheduler(parallel, schedule_of(total_steps=5, n_cycles=1, q_min=7))
-        bits = []
-        for t in range(5):
-            bits.append(bits_of(model))
-            train_step(parallel, optimizer, scheduler, seed=10 * t + rank)
-        state = {"bits": bits, "model": model.state_dict(), "precision": scheduler.state_dict()}
-        torch.save(state, f"{folder}/{execution}{rank}.pt")
-    dist.destroy_process_group()
-
-
-@pytest.mark.slow
-def test_two_processes_stay_together(tmp_path):
-    torch.multiprocessing.spawn(distributed_worker, (str(tmp_path),), nprocs=2)
-    expected = schedule_of(total_steps=5, n_cycles=1, q_min=7).bits().tolist()
-    start = small().state_dict()
-    for execution in EXECUTIONS:
-        first, second = (torch.load(tmp_path / f"{execution}{rank}.pt", weights_only=True) for rank in (0, 1))
-        assert first["bits"] == second["bits"] == [[b] * 3 for b in expected]
-        bare = PrecisionScheduler(quantize_(small()), schedule_of(total_steps=5, n_cycles=1, q_min=7))
-        bare.load_state_dict(first["precision"])
-        assert bare.last_step == 5
-        for name in (n for n, _ in small().named_parameters()):
-            assert torch.equal(first["model"][name], second["model"][name])
-            assert not torch.equal(first["model"][name], start[name])
 
 
 def test_float_switches_the_gradients_off_too():

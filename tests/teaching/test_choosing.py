@@ -29,19 +29,17 @@ def test_a_smoke_range_test_never_names_a_q_min(capsys):
     assert np.isfinite(found.shares).all()
 
 
-def test_no_line_is_wider_than_a_small_screen(capsys):
-    choosing.show_outcome(committed())
-    choosing.show_fronts(committed())
+def test_the_outcome_is_told_whole_and_no_line_is_wider_than_a_small_screen(capsys):
+    runs = committed()
+    choosing.show_outcome(runs)
+    told = capsys.readouterr().out
+    assert told.split() == " ".join(outcome(runs)).split()
+    choosing.show_fronts(runs)
     choosing.show_equal_cost({name: committed(f"equal_cost_{name}") for name in ("digits", "pydoc")})
     choosing.show_budgets([0.3], ["rex"], q_min=3, q_max=8, total_steps=64_000, delay=0.1)
-    lines = capsys.readouterr().out.splitlines()
+    lines = [*told.splitlines(), *capsys.readouterr().out.splitlines()]
     assert max(map(len, lines)) <= choosing.WIDTH
     assert not any(line.strip().startswith("(") for line in lines)  # a cost stays with its arm
-
-
-def test_the_outcome_is_told_whole(capsys):
-    choosing.show_outcome(committed())
-    assert capsys.readouterr().out.split() == " ".join(outcome(committed())).split()
 
 
 def test_budgets_that_cannot_be_met_stand_below_those_that_can(capsys):
