@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from cpt_core.schedules.schedule import StaticSchedule
-from cpt_lab.analysis.preregistered import outcome
+from cpt_lab.analysis.preregistered import findings
 from cpt_lab.analysis.runs import committed
 from cpt_lessons import choosing
 from cpt_lessons.parameters import check_parameters
@@ -41,7 +41,7 @@ def test_no_line_is_wider_than_a_small_screen(capsys):
 
 def test_the_outcome_is_told_whole(capsys):
     choosing.show_outcome(committed())
-    assert capsys.readouterr().out.split() == " ".join(outcome(committed())).split()
+    assert capsys.readouterr().out.split() == " ".join(said for said, _ in findings(committed())).split()
 
 
 def test_budgets_that_cannot_be_met_stand_below_those_that_can(capsys):
