@@ -61,7 +61,7 @@ def plan(
     from cpt_lab.experiments.grids import find_grids
 
     find_grids(grid)
-    from cpt_lab.sweeps.plan import plan, text
+    from cpt_lab.sweeps.outlook import plan, text
 
     frame = plan(grid, scale, device=device, measured=measure, progress=sys.stderr.isatty())
     typer.echo(text(frame))
@@ -181,7 +181,7 @@ def results(
             raise FileNotFoundError(f"there is no file {path}")
     frame = runs.where(runs.load(*(store or []), every_rate=True), only)
     flat = frame.drop(columns="evaluations")  # the only column of lists
-    for out, write in ((csv, runs.write_csv), (parquet, runs.write_parquet)):
+    for out, write in ((csv, runs.write_csv), (parquet, lambda frame, path: frame.to_parquet(path, index=False))):
         if out is not None:
             if not out.parent.is_dir():
                 raise FileNotFoundError(f"there is no folder {out.parent}")

@@ -62,8 +62,7 @@ def summary(found: Sequence[Answer]) -> pd.DataFrame:
     lines = []
     for a in found:
         effects = "; ".join(map(str, a.primary)) or "–"
-        p, adjusted = (f"{v:.2g}" if v == v else "–" for v in (a.p, a.adjusted))
-        lines.append((a.question, a.asks, effects, p, adjusted, a.word, a.lost))
+        lines.append((a.question, a.asks, effects, _number(a.p), _number(a.adjusted), a.word, a.lost))
     columns = ["", "question", "primary effect [95 %]", "p", "p (Holm)", "outcome", "diverged or failed"]
     return pd.DataFrame(lines, columns=columns)
 
@@ -97,7 +96,7 @@ def findings(runs: pd.DataFrame) -> list[tuple[str, str]]:
 def primary(found: Sequence[Answer], question: str | None = None) -> pd.DataFrame:
     """Return the effects that decide, of one question or all, with 95 % intervals and their margins, "–" for none."""
     shown = [a for a in found if question in (None, a.question)]
-    lines = [(*_line(a, e), _margin(e), f"{e.p():.2g}") for a in shown for e in a.primary]
+    lines = [(*_line(a, e), _number(e.margin, "g"), f"{e.p():.2g}") for a in shown for e in a.primary]
     return pd.DataFrame(lines, columns=[*EFFECT, "margin +-", "p (against 0)"])
 
 
@@ -111,8 +110,8 @@ def _line(a: Answer, e: Estimate) -> tuple[str, str, str, int]:
     return a.question, e.what, e.shown(), len(e.values)
 
 
-def _margin(e: Estimate) -> str:
-    return f"{e.margin:g}" if e.margin == e.margin else "–"
+def _number(value: float, form: str = ".2g") -> str:
+    return f"{value:{form}}" if value == value else "–"
 
 
 def answers_figure(found: Sequence[Answer]) -> Figure:

@@ -199,6 +199,8 @@ def test_page_table_and_figures():
     section, others = sections(runs)
     assert len(others.table) == 4 * (4 * 5 + 2 + 2)
     assert "bits here, not there" in section.notes[0]
+    (answer,) = outcome.answers(runs)
+    assert (answer.question, answer.word) == ("H5", "bits here, not there")
     shown = summary(effects(runs))
     assert list(shown["arm"][:4]) == list(ARMS)
     assert shown["outcome"].tolist().count("wins") == 1
@@ -215,6 +217,8 @@ def test_before_anything_is_measured_there_is_no_section(monkeypatch):
     monkeypatch.setattr("cpt_lab.studies.h5.arms.stored", missing)
     assert not list(sections(table([])))
     assert outcome.outcome(table([])).startswith("not run yet")
+    assert outcome.answers(table([]))[0].word.startswith("not run yet")
+    assert outcome.findings(table([])) == []
     with pytest.raises(NotMeasuredError):
         effects(table([]))
 
