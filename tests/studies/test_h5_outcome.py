@@ -216,11 +216,13 @@ def test_before_anything_is_measured_there_is_no_section(monkeypatch):
 
     monkeypatch.setattr("cpt_lab.studies.h5.arms.stored", missing)
     assert not list(sections(table([])))
-    assert outcome.outcome(table([])).startswith("not run yet")
-    assert outcome.answers(table([]))[0].word.startswith("not run yet")
-    assert outcome.findings(table([])) == []
-    with pytest.raises(NotMeasuredError):
-        effects(table([]))
+    found = effects(table([]))
+    assert set(found["word"]) == {"open: where bits matter has not been measured"}
+    assert len(summary(found)) == len(CASES) * len(ARMS)
+    assert outcome.answers(table([]))[0].word == f"open: runs of {', '.join(CASES)} are missing"
+    ((said, plain),) = outcome.findings(table([]))
+    assert said.endswith("? Open: runs of digits, facebook, characters, cifar10-jpeg are missing.")
+    assert plain.endswith(" on no task, and lost to it on no task.")
 
 
 def test_every_schedule_lies_on_or_above_the_line_of_static_precisions():

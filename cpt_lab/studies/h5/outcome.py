@@ -48,9 +48,6 @@ def effects(runs: pd.DataFrame) -> pd.DataFrame:
         that diverged or failed), opponent ("8 bits" or "own bits"), static (its quality), full (gain of static 8 on
         it), promised (gain by the model), bitops and bitops_per_op (those of the whole model, relative to static's, by
         both conventions). NaN where a case has missing runs.
-
-    Raises:
-        NotMeasuredError: when no sensitivity is stored.
     """
     lines = [line for case in CASES for line in _case(case, runs)]
     adjusted = holm([line["p"] for line in lines])
@@ -82,8 +79,11 @@ class _Arms:
 
 
 def _arms(case: str, runs: pd.DataFrame) -> _Arms | str:
-    """Collect the runs of a case; where some are missing, say so."""
-    specs = allocated(case)
+    """Collect the runs of a case; where some are missing, or cannot be made yet, say so."""
+    try:
+        specs = allocated(case)
+    except NotMeasuredError:
+        return "open: where bits matter has not been measured"
     if isinstance(rows := found(specs, runs), str):
         return rows
     rows = rows.assign(name=[spec.arm.split(" at ")[0] for spec in specs])
@@ -122,7 +122,7 @@ def _case(case: str, runs: pd.DataFrame) -> Iterator[dict[str, Any]]:
 
 
 def secondary(runs: pd.DataFrame) -> pd.DataFrame:
-    """Return what else the document promises, for people; it decides nothing. Arguments and errors are ``effects``'."""
+    """Return what else the document promises, for people; it decides nothing. Runs are those of ``effects``."""
     lines = []
     for case in CASES:
         arms = _arms(case, runs)
@@ -193,26 +193,15 @@ def _gains(lines: pd.DataFrame) -> list[str]:
     return said
 
 
-def outcome(runs: pd.DataFrame) -> str:
-    """Return ``verdict`` of runs, also where nothing has been measured yet."""
-    try:
-        return verdict(effects(runs))
-    except NotMeasuredError:
-        return "not run yet: where bits matter has not been measured in all tasks"
-
-
 def answers(runs: pd.DataFrame) -> list[Answer]:
     """Return the answer of H5 from rows, in the words that the document has for outcomes."""
-    said = outcome(runs)
+    said = verdict(effects(runs))
     return [Answer("H5", ASKS, word="; ".join(word for word in WORDS if word in said.lower()) or said)]
 
 
 def findings(runs: pd.DataFrame) -> list[tuple[str, str]]:
     """Return what rows say of H5: in the words of the document, and a plain sentence."""
-    try:
-        gains = effects(runs)
-    except NotMeasuredError:
-        return []
+    gains = effects(runs)
 
     def where(word: str) -> str:
         cases = gains["case"][(gains["word"] == word) & gains["arm"].isin(ALLOCATED)].unique()
@@ -244,7 +233,7 @@ def summary(gains: pd.DataFrame) -> pd.DataFrame:
             "p": [f"{x:.2g}" if x == x else "–" for x in numbers["p"]],
             "p (Holm)": [f"{x:.2g}" if x == x else "–" for x in numbers["adjusted"]],
             "outcome": numbers["word"],
-            "static judged at": numbers["opponent"].fillna("–"),
+            "static judged at": [x if x == x else "–" for x in numbers["opponent"]],
             "seeds": numbers["n"],
             "diverged or failed": numbers["lost"],
         }
@@ -307,10 +296,7 @@ def _draw_gains(ax: Axes, lines: pd.DataFrame) -> None:
 
 def sections(runs: pd.DataFrame) -> Iterator[Section]:
     """Yield what H5 came to, once all runs of a case are there."""
-    try:
-        gains = effects(runs)
-    except NotMeasuredError:
-        return
+    gains = effects(runs)
     if not gains["n"].any():
         return
     notes = (
