@@ -43,7 +43,7 @@ ROOMS = {
     "cpt_lab.__main__": (),
     "cpt_lessons": ("cpt_lab.commands", "cpt_core.integrations"),
 }
-METHOD_LINES, ALL_LINES = 12_200, 34_800  # at most; lower them when something goes
+METHOD_LINES, ALL_LINES = 12_200, 34_785  # at most; lower them when something goes
 METHOD = ("schedules", "formats", "graphs", "models", "kernels", "quantization", "bitops")
 WITHOUT_TORCH = (
     "cpt_core.checks",
