@@ -15,9 +15,9 @@ from filelock import FileLock
 
 from cpt_core.checks import write_text
 from cpt_core.choosing.sensitivities import Sensitivity
-from cpt_lab.experiments.allocation import CASES, FILE, Q_MAX, Case
 from cpt_lab.paths import results_dir
 from cpt_lab.provenance import machine, source, versions
+from cpt_lab.studies.h5.arms import CASES, FILE, Q_MAX, Case
 from cpt_lab.training.recipe_trials import recipe_sensitivity
 
 

@@ -13,7 +13,7 @@ import numpy as np
 from scipy.stats import rankdata
 
 from cpt_core.schedules.cost import step_cost
-from cpt_lab.experiments.questions import TWELVE
+from cpt_lab.studies.h1_to_h4.arms import TWELVE
 
 STEPS, HALF, BUDGET = 160, 80, 0.55
 TOP = (8, 16)  # steps at 8 bits, at least, with which the cycles end

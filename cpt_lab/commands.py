@@ -61,7 +61,7 @@ def plan(
     from cpt_lab.experiments.grids import find_grids
 
     find_grids(grid)
-    from cpt_lab.sweeps.plan import plan, text
+    from cpt_lab.sweeps.outlook import plan, text
 
     frame = plan(grid, scale, device=device, measured=measure, progress=sys.stderr.isatty())
     typer.echo(text(frame))
@@ -181,7 +181,7 @@ def results(
             raise FileNotFoundError(f"there is no file {path}")
     frame = runs.where(runs.load(*(store or []), every_rate=True), only)
     flat = frame.drop(columns="evaluations")  # the only column of lists
-    for out, write in ((csv, runs.write_csv), (parquet, runs.write_parquet)):
+    for out, write in ((csv, runs.write_csv), (parquet, lambda frame, path: frame.to_parquet(path, index=False))):
         if out is not None:
             if not out.parent.is_dir():
                 raise FileNotFoundError(f"there is no folder {out.parent}")
@@ -261,8 +261,8 @@ def claims(
 
     After them come the preregistered questions, as far as they are answered.
     """
-    from cpt_lab.analysis import answers, other_formats
     from cpt_lab.analysis.claims import judged
+    from cpt_lab.analysis.preregistered import all_answers
     from cpt_lab.analysis.report import all_stores
     from cpt_lab.analysis.runs import load
     from cpt_lab.sweeps.lines import integrity
@@ -274,7 +274,7 @@ def claims(
         typer.echo(f"  paper scale: {at_paper}\n  smaller scales: {smaller}\n  rule of {entry.rule()}")
         for line in entry.evidence() if evidence else []:
             typer.echo(f"    {line}")
-    for a in (*answers.answers(runs), *other_formats.answers(runs)):
+    for a in all_answers(runs):
         typer.echo(f"{a.question}: {a.asks} (docs/preregistration.md)\n  {a.word}")
         for effect in (*a.primary, *a.secondary) if evidence else ():
             typer.echo(f"    {effect}")

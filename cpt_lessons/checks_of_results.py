@@ -25,10 +25,6 @@ from cpt_lessons.answers import (
 )
 
 
-def _front(runs: list[tuple[float, float]]) -> list[bool]:
-    return [not any(c <= cost and a > accuracy for c, a in runs) for cost, accuracy in runs]
-
-
 def _rr_below_static_8() -> float:
     rows = committed("image_digits").query("model == 'mlp6' and q_min == 3").groupby("arm").accuracy.mean()
     return 100 * (rows["static 8"] - rows["RR"])
@@ -52,10 +48,6 @@ def _overlap(a: tuple[float, ...], b: tuple[float, ...]) -> float:
     return common / (area(*a) + area(*b) - common)
 
 
-def _anchors(height: int, width: int) -> int:
-    return 9 * sum(-(-height // stride) * -(-width // stride) for stride in (8, 16, 32, 64, 128))
-
-
 def _average_precision(hits: list[bool], objects: int) -> float:
     precisions = [sum(hits[: i + 1]) / (i + 1) for i in range(len(hits))]
     return sum(max(precisions[i:]) for i, hit in enumerate(hits) if hit) / objects
@@ -76,10 +68,6 @@ def _window(answer: Any) -> bool:
     return bool(s.bits().sum() == 8 * 256_000 - 5 * 128_000 and s(15_999) == 8 and s(16_000) == 3)
 
 
-def _both_ends(answer: Any) -> bool:
-    return schedule(answer, 600).bits().tolist() == [2] * 100 + [8] * 400 + [2] * 100
-
-
 def _half_with_cosine(answer: Any) -> bool:
     s = schedule(answer, 64_000)
     if (s.q_min, s.q_max) != (3, 8):
@@ -93,10 +81,6 @@ def _half_with_cosine(answer: Any) -> bool:
     return True
 
 
-def _static_of(budget: float) -> int:
-    return max(q for q in range(1, 9) if (q * q + 16 * q) / 192 <= budget)
-
-
 def _half_above_8(answer: Any) -> bool:
     s = schedule(answer, 64_000)
     if (s.q_min, s.q_max) != (4, 16):
@@ -104,10 +88,6 @@ def _half_above_8(answer: Any) -> bool:
     if abs((seconds := (1 + (s.bits() > 8).mean()) / 2) - 0.75) >= 1e-3:
         raise Refused(f"it takes {seconds:.3f} of the seconds")
     return True
-
-
-def _intensity(rows: int, inputs: int, outputs: int) -> float:
-    return 2 * rows * inputs * outputs / (rows * inputs + inputs * outputs + 4 * rows * outputs)
 
 
 _MESSAGES = torch.tensor([[0.1, 0.9, -0.4], [3.0, -2.0, 0.7], [0.0, 0.5, 5.0]])
@@ -121,7 +101,7 @@ EXERCISES = {
     "03.2": Exercise(counted(5, "bit"), "notebook 02: what a step at q bits costs"),
     "03.3": Exercise(
         like(
-            _front,
+            lambda runs: [not any(c <= cost and a > accuracy for c, a in runs) for cost, accuracy in runs],
             ([(0.4, 80.0), (0.63, 83.0), (0.55, 84.0), (1.0, 86.0)],),
             ([(1.0, 90.0), (0.2, 91.0)],),
             ([(0.5, 1.0), (0.4, 0.5), (0.3, 0.75)],),
@@ -153,7 +133,12 @@ EXERCISES = {
         "boxes apart share nothing: a width or height below 0 counts as 0",
     ),
     "04.3": Exercise(
-        like(_anchors, (608, 832), (224, 224), (33, 65), tolerance=0), "strides 8, 16, 32, 64, 128; math.ceil rounds up"
+        like(
+            lambda height, width: 9 * sum(-(-height // n) * -(-width // n) for n in (8, 16, 32, 64, 128)),
+            *[(608, 832), (224, 224), (33, 65)],
+            tolerance=0,
+        ),
+        "strides 8, 16, 32, 64, 128; math.ceil rounds up",
     ),
     "04.5": Exercise(
         like(
@@ -239,7 +224,10 @@ EXERCISES = {
     "07.1": Exercise(share((200 * 36 + 400 * 192) / (600 * 192), 5e-3), "2 bits cost 36/192 of a step at 8 bits"),
     "07.2": Exercise(_window, "cpt.DeficitSchedule(q_low, q_high, windows, total_steps)"),
     "07.3": Exercise(counted(400, "step"), "section 2: damage is a loss against the good steps alone"),
-    "07.5": Exercise(_both_ends, "windows are a list of (start, stop): two of them"),
+    "07.5": Exercise(
+        lambda answer: schedule(answer, 600).bits().tolist() == [2] * 100 + [8] * 400 + [2] * 100,
+        "windows are a list of (start, stop): two of them",
+    ),
     "07.6": Exercise(
         like(
             lambda low, total, q: (low * (q * q + 16 * q) / 192 + total - low) / total,
@@ -260,13 +248,17 @@ EXERCISES = {
         "the mean of 4.0 ** (8 - schedule.bits())",
     ),
     "08.6": Exercise(
-        like(_static_of, (0.6,), (0.417,), (0.2,), (0.65,), (1.0,), tolerance=0),
+        like(
+            lambda budget: max(q for q in range(1, 9) if (q * q + 16 * q) / 192 <= budget),
+            *[(0.6,), (0.417,), (0.2,), (0.65,), (1.0,)],
+            tolerance=0,
+        ),
         "the largest q with (q^2 + 16 q) / 192 no more than the budget",
     ),
     "09.1": Exercise(share(0.8, 1e-3), "the mean of the steps' times, over 40 ms"),
     "09.2": Exercise(_half_above_8, "cpt.solve_schedule(..., cost=a function of bits: 20 or 40)"),
     "09.3": Exercise(
-        like(_intensity, (512, 384, 1536), (1, 64, 8)),
+        like(lambda m, k, n: 2 * m * k * n / (m * k + k * n + 4 * m * n), (512, 384, 1536), (1, 64, 8)),
         "2 M K N operations; M K and K N bytes are read, 4 M N written",
     ),
     "09.4": Exercise(

@@ -21,7 +21,7 @@ from cpt_core.schedules.make import make_schedule
 from cpt_core.schedules.schedule import Schedule, StaticSchedule
 from cpt_lab.analysis.equal_cost import equal_cost
 from cpt_lab.analysis.groups import quality_cost_groups, title_of
-from cpt_lab.analysis.preregistered import outcome
+from cpt_lab.analysis.preregistered import findings
 from cpt_lab.analysis.quality_cost import summary
 from cpt_lab.experiments.recipes import recipe
 from cpt_lab.paths import results_dir
@@ -34,7 +34,7 @@ WIDTH = 110  # characters of a line that a notebook shows beside the list of fil
 
 def show_outcome(runs: pd.DataFrame) -> None:
     """Print what rows say of schedules and static precision at equal cost: a question, and a line for each answer."""
-    for said in outcome(runs):
+    for said, _ in findings(runs):
         question, *answers = re.split(r"(?<=[.?]) (?=[A-Z])", said)
         print(question)
         for answer in answers:

@@ -19,7 +19,7 @@ from papermill.clientwrap import PapermillNotebookClient
 from papermill.engines import NBClientEngine, papermill_engines
 
 from cpt_lab.paths import work_dir
-from cpt_lessons.progress import Place
+from cpt_lessons.places import Place
 
 # Seconds for a kernel to come up on a loaded machine; alone it takes one or two.
 START = 600

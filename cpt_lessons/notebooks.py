@@ -18,9 +18,9 @@ from cpt_core.checks import library, offer, write_text
 from cpt_lab.analysis import report
 from cpt_lab.experiments.recipes import task_of_dataset
 from cpt_lab.paths import cards_dir, notebooks_dir, paper_dir, results_dir, runs_dir, solutions_dir
-from cpt_lessons.outcomes import Job, Outcome, earlier
+from cpt_lessons.notebook_runs import NotebookOutcome, NotebookRun, earlier
 from cpt_lessons.parameters import check_parameters, check_values
-from cpt_lessons.progress import Place, Progress
+from cpt_lessons.places import Place, Progress
 
 # Measured on two cores: (smoke, demo) seconds, for the estimates that are shown.
 SECONDS = {
@@ -88,7 +88,7 @@ def reproduce(
     dataset: str | None = None,
     given: dict[str, Any] | None = None,
     progress: bool = True,
-) -> tuple[list[Outcome], Path]:
+) -> tuple[list[NotebookOutcome], Path]:
     """Run notebooks at a scale, ``AT_ONCE`` at a time, and write ``runs/reproduce/<scale>/index.html`` and its pages.
 
     Args:
@@ -125,7 +125,7 @@ def reproduce(
         defaults = {k: ast.literal_eval(v) for k, v in parameters.items()}
         check_parameters(tasks[path] or "image", **{**defaults, **values})
         given = {k: v for k, v in values.items() if k not in ("scale", *SPEED) and v != defaults[k]}
-        jobs.append(Job(path, values, given, folder))
+        jobs.append(NotebookRun(path, values, given, folder))
     folder.mkdir(parents=True, exist_ok=True)
     outcomes = sorted(_run_all(jobs, expected(scale, chosen), progress), key=lambda o: o.name)
     _write_glossary(folder)
@@ -149,7 +149,7 @@ def _task(parameters: dict[str, Any]) -> str | None:
     return task_of_dataset(ast.literal_eval(parameters["dataset"])) if "dataset" in parameters else None
 
 
-def _run_all(jobs: list[Job], seconds: dict[str, float], shown: bool) -> list[Outcome]:
+def _run_all(jobs: list[NotebookRun], seconds: dict[str, float], shown: bool) -> list[NotebookOutcome]:
     """Run ``AT_ONCE`` notebooks at a time; one that fails stops no other."""
     places = [Place(job.notebook.stem) for job in jobs]
     progress = Progress(places, seconds, AT_ONCE, shown)
@@ -186,7 +186,7 @@ def estimate(scale: str, number: str | None = None) -> float | None:
     return max(max(seconds), sum(seconds) / AT_ONCE) if seconds else None
 
 
-def _run(job: Job, key: str, place: Place) -> Outcome:
+def _run(job: NotebookRun, key: str, place: Place) -> NotebookOutcome:
     import nbformat
 
     from cpt_lessons import export, kernels

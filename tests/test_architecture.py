@@ -37,6 +37,7 @@ ROOMS = {
     "cpt_lab.training": ("cpt_lab.tasks",),
     "cpt_lab.sweeps": ("cpt_lab.training", "cpt_lab.provenance"),
     "cpt_lab.analysis": ("cpt_lab.sweeps",),
+    "cpt_lab.studies": ("cpt_lab.analysis",),  # opened by name, see grids.STUDIES
     "cpt_lab.commands": ("cpt_lab.analysis",),
     "cpt_lab.__main__": (),
     "cpt_lessons": ("cpt_lab.commands", "cpt_core.integrations"),
@@ -61,6 +62,7 @@ WITHOUT_TORCH = (
     "cpt_lab.machine",
     "cpt_lab.paths",
     "cpt_lab.provenance",
+    "cpt_lab.studies",
     "cpt_lab.sweeps.stores",
     "cpt_lessons.parameters",
 )

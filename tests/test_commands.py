@@ -19,7 +19,7 @@ from cpt_lab.analysis.runs import TYPES, load, table
 from cpt_lab.experiments import designs, grids
 from cpt_lab.experiments.grids import GRIDS
 from cpt_lab.paths import results_dir
-from cpt_lab.sweeps import calibration, plan, stores
+from cpt_lab.sweeps import calibration, outlook, stores
 from cpt_lab.sweeps.calibration import Calibration, kept, measure, runs_per_gpu
 from cpt_lab.sweeps.options import SweepOptions
 from cpt_lab.tasks import TASKS
@@ -151,7 +151,7 @@ def test_a_plan_counts_what_is_done_failed_and_missing(command, place):
     store = stores.store_path("smoke", "image")
     for spec, status in zip(specs, ["ok", "diverged", "failed"], strict=False):
         stores.append_row(store, {**stores.describe(spec), "status": status, "error": "x\ny", "seconds": 1.0})
-    frame = plan.plan("digits/mlp6", "smoke", measured=False)
+    frame = outlook.plan("digits/mlp6", "smoke", measured=False)
     assert frame.iloc[0][["runs", "done", "failed", "missing"]].tolist() == [12, 2, 1, 9]
     status, out, _ = command("plan", "digits/mlp6", "--scale", "smoke")
     assert status == 0
@@ -163,8 +163,8 @@ def test_a_plan_knows_the_price_before_anything_runs(monkeypatch):
         seconds_per_step=0.5, peak_memory=1, host_memory=1, checkpoint=10**6, macs=1024 * 1000, batch=64,
         measured=time.time() - 3 * 86400,
     )  # fmt: skip
-    monkeypatch.setattr(plan, "kept", lambda spec, device: known)
-    (line,) = plan.plan("digits/mlp6", "smoke").itertuples()
+    monkeypatch.setattr(outlook, "kept", lambda spec, device: known)
+    (line,) = outlook.plan("digits/mlp6", "smoke").itertuples()
     specs = grids.grid_specs("digits/mlp6", "smoke")
     squares = sum(int(q * q + 16 * q) for spec in specs for q in spec.schedule.bits())
     assert line.bitops == 1000 * squares
@@ -172,10 +172,10 @@ def test_a_plan_knows_the_price_before_anything_runs(monkeypatch):
     store = stores.store_path("smoke", "image")
     row = {**stores.describe(specs[0]), "status": "ok", "seconds": 7.0, "device": "cpu"}
     stores.append_row(store, row)
-    (line,) = plan.plan("digits/mlp6", "smoke").itertuples()
+    (line,) = outlook.plan("digits/mlp6", "smoke").itertuples()
     assert line.hours == pytest.approx(11 * 7.0 / 3600)  # what runs really took counts more than measured steps
-    assert "disk for 1 grids: 3 MB; their steps were measured here, the oldest 3.0 days ago" in plan.text(
-        plan.plan("digits/mlp6", "smoke")
+    assert "disk for 1 grids: 3 MB; their steps were measured here, the oldest 3.0 days ago" in outlook.text(
+        outlook.plan("digits/mlp6", "smoke")
     )
     monkeypatch.undo()
 
@@ -186,12 +186,12 @@ def test_a_plan_measures_nothing_unless_it_is_asked_to(command, monkeypatch, pla
         raise RuntimeError("no luck")
 
     asked = []
-    monkeypatch.setattr(plan, "measure", measured)
+    monkeypatch.setattr(outlook, "measure", measured)
     status, out, _ = command("plan", "digits/mlp6", "--scale", "smoke")
     assert (status, asked) == (0, [])
     assert "1 grids were never measured here; for their bit operations, hours and disk: plan --measure" in out
     assert "hours (" not in out
-    (line,) = plan.plan("digits/mlp6", "smoke").itertuples()
+    (line,) = outlook.plan("digits/mlp6", "smoke").itertuples()
     assert [math.isnan(value) for value in (line.bitops, line.hours, line.disk, line.age)] == [True] * 4
     status, out, _ = command("plan", "digits/mlp6", "--scale", "smoke", "--measure")
     assert (status, asked) == (0, ["mlp6"])
@@ -202,10 +202,10 @@ def test_stored_runs_tell_hours_where_nothing_was_measured():
     specs = grids.grid_specs("digits/mlp6", "smoke")
     row = {**stores.describe(specs[0]), "status": "ok", "seconds": 7.0, "device": "cpu"}
     stores.append_row(stores.store_path("smoke", "image"), row)
-    frame = plan.plan("digits/mlp6", "smoke")
+    frame = outlook.plan("digits/mlp6", "smoke")
     assert frame.hours.tolist() == [pytest.approx(11 * 7.0 / 3600)]
-    assert "missing runs of 1 grids one after the other here: 0.0 hours (" in plan.text(frame)
-    assert "MB" not in plan.text(frame)
+    assert "missing runs of 1 grids one after the other here: 0.0 hours (" in outlook.text(frame)
+    assert "MB" not in outlook.text(frame)
 
 
 def test_every_figure_and_table_has_its_grids():
@@ -225,9 +225,9 @@ def test_every_figure_and_table_has_its_grids():
             else:
                 assert len(specs) >= 3  # a window, and both controls
                 assert scale != "paper" or len(specs) == 3 * counts.get(name, 22)
-    frame = plan.plan(measured=False)
+    frame = outlook.plan(measured=False)
     assert len(frame) == len(GRIDS)
-    assert f"{len(GRIDS)} grids" in plan.text(frame)
+    assert f"{len(GRIDS)} grids" in outlook.text(frame)
 
 
 def test_a_measurement_is_kept_and_agrees_with_a_run(tmp_path):
@@ -424,10 +424,10 @@ def test_a_locale_without_utf_8_changes_no_file_and_stops_no_command(place):
         from cpt_lab.commands import main
         from cpt_lab.analysis import report
         from cpt_lab.data.files import fingerprint_of
-        from cpt_lessons.outcomes import Job
+        from cpt_lessons.notebook_runs import NotebookRun
 
         here = Path(sys.argv.pop())
-        job = Job(Path(report.__file__), {}, {}, here)
+        job = NotebookRun(Path(report.__file__), {}, {}, here)
         job.keep_failure("–", "–", "not – found")
         outcome = {**vars(job.outcome("failed")), "name": "–"}
         page = report.write(here, "smoke", [outcome])

@@ -1,4 +1,4 @@
-"""An effect with its t-tests, and Holm's correction over several tests.
+"""An effect with its t-tests, Holm's correction over several tests, and the runs that both need.
 
 >>> Estimate("a minus b", "points", np.array([0.9, 1.1, 1.0])).p(0.5, "above") < 0.01
 True
@@ -7,14 +7,19 @@ True
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import pandas as pd
 from scipy import stats
 
-from cpt_lab.analysis.metrics import interval_text
+from cpt_lab.analysis.effects import quality_of
+from cpt_lab.analysis.metrics import counted, interval_text, metric_named, metric_of
+from cpt_lab.analysis.statistics import ALPHA, interval
+from cpt_lab.experiments.spec import RunSpec
+
+POINTS, PERCENT = "points", "%"
 
 
 @dataclass(frozen=True)
@@ -34,12 +39,11 @@ class Estimate:
     @property
     def error(self) -> float:
         """Standard error of the mean."""
-        return float(np.std(self.values, ddof=1) / math.sqrt(len(self.values)))
+        return float(stats.sem(self.values))
 
-    def interval(self, level: float = 0.95) -> tuple[float, float]:
-        """Return the bounds of the confidence interval (Student's t)."""
-        half = float(stats.t.ppf((1 + level) / 2, len(self.values) - 1)) * self.error
-        return self.mean - half, self.mean + half
+    def interval(self, alpha: float = ALPHA) -> tuple[float, float]:
+        """Return the bounds of the 1 - alpha confidence interval."""
+        return interval(self.values, alpha)[1:]
 
     def p(self, bound: float = 0.0, side: str = "two") -> float:
         """Return the p-value of the t-test against ``bound``; of being "above" it or "below" it alone, or of both."""
@@ -55,28 +59,41 @@ class Estimate:
     @property
     def small(self) -> bool:
         """Whether the 90 % interval lies within the margin: two one-sided tests at .05."""
-        low, high = self.interval(0.9)
+        low, high = self.interval(0.1)
         return -self.margin < low and high < self.margin
 
     def __str__(self) -> str:
         """Return it in words."""
-        shown = interval_text(self.mean, *self.interval())
-        return f"{self.what}: {shown} {self.unit}, n = {len(self.values)}, p = {self.p():.2g}"
+        return f"{self.what}: {self.shown()}, n = {len(self.values)}, p = {self.p():.2g}"
+
+    def shown(self) -> str:
+        """Return the mean with its interval and unit, such as "-0.6 [-0.8, -0.3] points"."""
+        return f"{interval_text(self.mean, *self.interval())} {self.unit}".strip()
 
 
-def quality(rows: pd.DataFrame, task: str, outputs: int, column: str = "") -> np.ndarray:
+def found(specs: Iterable[RunSpec], runs: pd.DataFrame) -> pd.DataFrame | str:
+    """Return the newest rows of specs in their order; where some are missing, a word such as "open: 3 of 9 runs"."""
+    keys, known = [spec.key for spec in specs], runs.drop_duplicates("key", keep="last").set_index("key")
+    there = sum(key in known.index for key in keys)
+    return known.loc[keys] if there == len(keys) else f"open: {there} of {counted(len(keys), 'run')}"
+
+
+def unit_of(rows: pd.DataFrame) -> str:
+    """Return the unit of ``quality``: percent of a perplexity, points of an accuracy."""
+    return PERCENT if metric_of(rows) == "perplexity" else POINTS
+
+
+def quality(rows: pd.DataFrame, outputs: int, column: str = "") -> np.ndarray:
     """Return points of accuracy, or 100 times minus the logarithm of the perplexity; chance where a run was lost.
 
     Args:
         rows: runs of one task.
-        task: "language_model" has a perplexity.
         outputs: classes or words.
         column: what follows the name of the metric, such as "_current".
     """
-    perplexity = task == "language_model"
-    values = rows[("perplexity" if perplexity else "accuracy") + column].to_numpy(dtype=float)
-    values = np.where(rows["status"] == "ok", values, outputs if perplexity else 1 / outputs)
-    return -100 * np.log(values) if perplexity else 100 * values
+    metric = metric_of(rows)
+    values = rows[metric + column].where(rows["status"] == "ok", outputs if metric == "perplexity" else 1 / outputs)
+    return metric_named(metric).factor * quality_of(rows.assign(**{metric: values}))["quality"].to_numpy(dtype=float)
 
 
 def holm(p: Sequence[float]) -> list[float]:
@@ -88,3 +105,9 @@ def holm(p: Sequence[float]) -> list[float]:
             highest = max(highest, min(1.0, (len(p) - rank) * p[i]))
             adjusted[i] = highest
     return adjusted
+
+
+def standing(effects: Sequence[Estimate], side: str, level: float) -> list[str]:
+    """Return the effects that lie on one side of 0, with Holm's correction over all of them."""
+    adjusted = holm([effect.p(0.0, side) for effect in effects])
+    return [effect.what for effect, p in zip(effects, adjusted, strict=True) if p < level]

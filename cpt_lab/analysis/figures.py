@@ -4,22 +4,11 @@ Savings groups keep their colour everywhere; what is printed on an axis is alway
 4, 6 and 7 are of one kind: the task of the runs says which metric is drawn.
 """
 
-from cpt_lab.analysis.aggregation import figure_5
-from cpt_lab.analysis.critical_periods import figure_8
+from cpt_lab.analysis.aggregation import figure_5 as figure_5
+from cpt_lab.analysis.critical_periods import figure_8 as figure_8
 from cpt_lab.analysis.quality_cost import figure_3
-from cpt_lab.analysis.rounding import error_over_training, histograms
-from cpt_lab.analysis.schedules import figure_2
+from cpt_lab.analysis.rounding import error_over_training as error_over_training
+from cpt_lab.analysis.rounding import histograms as histograms
+from cpt_lab.analysis.schedules import figure_2 as figure_2
 
 figure_4 = figure_6 = figure_7 = figure_3
-
-__all__ = [
-    "error_over_training",
-    "figure_2",
-    "figure_3",
-    "figure_4",
-    "figure_5",
-    "figure_6",
-    "figure_7",
-    "figure_8",
-    "histograms",
-]

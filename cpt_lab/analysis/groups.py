@@ -17,8 +17,8 @@ from functools import cache
 import pandas as pd
 
 from cpt_lab.analysis.metrics import counted
-from cpt_lab.experiments.allocation import NotMeasuredError
 from cpt_lab.experiments.grids import QUESTIONS, grid_specs
+from cpt_lab.experiments.spec import NotMeasuredError
 
 AGGREGATIONS = {"fp": "FP-Agg", "quantized": "Q-Agg"}
 

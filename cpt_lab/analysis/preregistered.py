@@ -1,22 +1,60 @@
-"""The answers to the questions of ``docs/preregistration.md`` as tables, figure and sections of a page."""
+"""Answers to preregistered questions (``cpt_lab.studies``): by one test each, as sentences, tables and a figure."""
 
 from __future__ import annotations
 
+import math
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
 import numpy as np
 import pandas as pd
 from matplotlib.figure import Figure
 
-from cpt_lab.analysis import allocation
-from cpt_lab.analysis.answers import Answer, answers, over_schedules
-from cpt_lab.analysis.estimates import Estimate
-from cpt_lab.analysis.metrics import interval_text
-from cpt_lab.analysis.pages import Section
+from cpt_lab.analysis.estimates import Estimate, holm
 from cpt_lab.analysis.style import COLORS, drawing
+from cpt_lab.experiments.grids import studies
 
+LEVEL = 0.05  # of the tests of a study together
 EFFECT = ["", "effect", "mean [95 %]", "seeds"]
+
+
+@dataclass(frozen=True)
+class Answer:
+    """A preregistered question, and what its runs say.
+
+    Attributes:
+        question: its name, such as "H4b".
+        asks: the question in words.
+        primary: the effects that the primary test is about.
+        p: of the primary test; NaN where runs are missing.
+        words: of the outcome if the test stands, and if it does not.
+        secondary: what else the document promises.
+        lost: how many runs diverged or failed.
+        adjusted: ``p`` by Holm's correction over the tests of a study.
+        word: the outcome.
+    """
+
+    question: str
+    asks: str
+    primary: tuple[Estimate, ...] = ()
+    p: float = math.nan
+    words: tuple[str, str] = ("", "")
+    secondary: tuple[Estimate, ...] = ()
+    lost: int = 0
+    adjusted: float = math.nan
+    word: str = ""
+
+
+def corrected(found: Sequence[Answer]) -> list[Answer]:
+    """Return the answers of a study with their p-values after Holm's correction, and the words that follow."""
+    return [_worded(a, p) if a.primary else a for a, p in zip(found, holm([a.p for a in found]), strict=True)]
+
+
+def _worded(answer: Answer, adjusted: float) -> Answer:
+    stands, otherwise = answer.words
+    said = [word for word in (stands if adjusted < LEVEL else "", otherwise) if word]
+    return replace(answer, adjusted=adjusted, word="; ".join(said) or "open")
 
 
 def summary(found: Sequence[Answer]) -> pd.DataFrame:
@@ -24,8 +62,7 @@ def summary(found: Sequence[Answer]) -> pd.DataFrame:
     lines = []
     for a in found:
         effects = "; ".join(map(str, a.primary)) or "–"
-        p, adjusted = (f"{v:.2g}" if v == v else "–" for v in (a.p, a.adjusted))
-        lines.append((a.question, a.asks, effects, p, adjusted, a.word, a.lost))
+        lines.append((a.question, a.asks, effects, _number(a.p), _number(a.adjusted), a.word, a.lost))
     columns = ["", "question", "primary effect [95 %]", "p", "p (Holm)", "outcome", "diverged or failed"]
     return pd.DataFrame(lines, columns=columns)
 
@@ -34,7 +71,7 @@ def sentence(found: Sequence[Answer], question: str) -> str:
     """Return what became of a question, such as "H2", in words: what it asks, its outcome, its primary effects."""
     a = next(a for a in found if a.question == question)
     word = re.sub("(confirmed|contradicted): ", "", a.word)
-    effects = "; ".join(f"{e.what}: {_interval(e)}, n = {len(e.values)}" for e in a.primary)
+    effects = "; ".join(f"{e.what}: {e.shown()}, n = {len(e.values)}" for e in a.primary)
     if len(a.primary) > 2:  # too many for a sentence: how far they reach
         ends = {(e.margin, e.unit): max(x.interval()[1] for x in a.primary if x.unit == e.unit) for e in a.primary}
         reach = " and ".join(f"{end:+.2f} {unit} (margin {margin:g})" for (margin, unit), end in ends.items())
@@ -46,18 +83,20 @@ def sentence(found: Sequence[Answer], question: str) -> str:
     return " ".join([f"{question}: {a.asks}", *(f"{part[0].upper()}{part[1:]}." for part in said)])
 
 
-def outcome(runs: pd.DataFrame) -> list[str]:
-    """Return what rows say of schedules and static precision at equal cost: a line each for H2, H1 and H5."""
-    found = answers(runs)
-    bits = allocation.outcome(runs)
-    asks = "H5: Do bits put where they matter beat static precision of equal cost?"
-    return [sentence(found, "H2"), sentence(found, "H1"), f"{asks} {bits[0].upper()}{bits[1:]}."]
+def all_answers(runs: pd.DataFrame) -> list[Answer]:
+    """Return the answers of all studies, as far as they are answered."""
+    return [answer for study in studies("outcome") for answer in study.answers(runs)]
+
+
+def findings(runs: pd.DataFrame) -> list[tuple[str, str]]:
+    """Return what rows say of schedules and static precision at equal cost: H2, H1, H5, each also in plain words."""
+    return [found for study in studies("outcome") for found in study.findings(runs)]
 
 
 def primary(found: Sequence[Answer], question: str | None = None) -> pd.DataFrame:
     """Return the effects that decide, of one question or all, with 95 % intervals and their margins, "–" for none."""
     shown = [a for a in found if question in (None, a.question)]
-    lines = [(*_line(a, e), _margin(e), f"{e.p():.2g}") for a in shown for e in a.primary]
+    lines = [(*_line(a, e), _number(e.margin, "g"), f"{e.p():.2g}") for a in shown for e in a.primary]
     return pd.DataFrame(lines, columns=[*EFFECT, "margin +-", "p (against 0)"])
 
 
@@ -68,15 +107,11 @@ def secondary(found: Sequence[Answer], question: str | None = None) -> pd.DataFr
 
 
 def _line(a: Answer, e: Estimate) -> tuple[str, str, str, int]:
-    return a.question, e.what, _interval(e), len(e.values)
+    return a.question, e.what, e.shown(), len(e.values)
 
 
-def _margin(e: Estimate) -> str:
-    return f"{e.margin:g}" if e.margin == e.margin else "–"
-
-
-def _interval(e: Estimate) -> str:
-    return f"{interval_text(e.mean, *e.interval())} {e.unit}".strip()
+def _number(value: float, form: str = ".2g") -> str:
+    return f"{value:{form}}" if value == value else "–"
 
 
 def answers_figure(found: Sequence[Answer]) -> Figure:
@@ -101,21 +136,3 @@ def answers_figure(found: Sequence[Answer]) -> Figure:
             ax.set_title(f"{a.question}  {e.what}" + (f" ({e.unit})" if e.unit else ""), fontsize=8, loc="left")
             ax.tick_params(labelsize=8)
     return figure
-
-
-def sections(runs: pd.DataFrame) -> Iterator[Section]:
-    """Yield what the preregistered questions came to, once all runs of one are there."""
-    found = answers(runs)
-    if not any(a.primary for a in found):
-        return
-    note = (
-        "Arms, seeds, tests and what each outcome means were written down (docs/preregistration.md) before the first "
-        "run. Grey: margins within which an effect is not worth naming. Runs that diverged or failed count as chance."
-    )
-    alt = "primary effects of the preregistered questions with their intervals and margins"
-    yield Section("Preregistered questions", (note,), answers_figure(found), alt, summary(found), "left")
-    yield Section("Preregistered questions: other effects", table=secondary(found), style="left folded")
-    general = over_schedules(runs)
-    if len(general):
-        note = "The slopes of H1 over the means of the twelve schedules, which stand for schedules in general."
-        yield Section("H1 over schedules", (note,), table=general, style="left")

@@ -15,16 +15,13 @@ from cpt_core.checks import write_text
 from cpt_lab import provenance
 from cpt_lab.analysis import (
     aggregation,
-    allocation,
     claims,
     costs,
     critical_periods,
     equal_cost,
     execution,
-    other_formats,
     paper,
     predictors,
-    preregistered,
     quality_cost,
 )
 from cpt_lab.analysis.groups import named, quality_cost_groups
@@ -33,7 +30,7 @@ from cpt_lab.analysis.pages import Section, render
 from cpt_lab.analysis.reproducing import harvest
 from cpt_lab.analysis.runs import load, table, tuned
 from cpt_lab.analysis.schedules import figure_2
-from cpt_lab.experiments.grids import GRIDS
+from cpt_lab.experiments.grids import GRIDS, studies
 from cpt_lab.paths import results_dir, runs_dir
 from cpt_lab.sweeps.lines import integrity
 
@@ -83,9 +80,7 @@ def write_report(files: Sequence[Path] | None = None, out: Path | None = None) -
     alt = "precision over training steps for the ten schedules"
     sections = [
         claims.section(runs),
-        *preregistered.sections(runs),
-        *allocation.sections(runs),
-        *other_formats.sections(runs),
+        *(section for study in studies("outcome") for section in study.sections(runs)),
         *(shown or [nothing]),
         *predictors.sections(runs),
         Section("Figure 2: the ten schedules", (), figure_2(), alt),

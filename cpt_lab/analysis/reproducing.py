@@ -10,8 +10,7 @@ import re
 import textwrap
 from collections.abc import Iterable, Iterator
 
-from cpt_lab.analysis import allocation, claims, other_formats, preregistered
-from cpt_lab.analysis.answers import answers
+from cpt_lab.analysis import claims, preregistered
 from cpt_lab.analysis.metrics import counted
 from cpt_lab.analysis.pages import render
 from cpt_lab.analysis.runs import committed, load
@@ -49,8 +48,8 @@ def pages() -> dict[str, str]:
         tally=lambda topic: _tally([words for page, _, words in told if topic in (page, "all")]),
         claims={page: "\n\n".join(_claim(e, *words) for of, e, words in told if of == page) for page in TOPICS},
         lines={kind: {page: _listed(x for of, x in lines[kind] if of == page) for page in TOPICS} for kind in KINDS},
-        outcome=_listed(preregistered.outcome(runs)),
-        answers=preregistered.summary([*answers(runs), *other_formats.answers(runs)])[["", "question", "outcome"]],
+        outcome=_listed(said for said, _ in preregistered.findings(runs)),
+        answers=preregistered.summary(preregistered.all_answers(runs))[["", "question", "outcome"]],
     )
     parts = re.split(r"^<!-- page: (.*) -->\n\n?", whole, flags=re.M)[1:]
     return {name: re.sub(r"\n{3,}", "\n\n", text).strip() + "\n" for name, text in zip(*2 * [iter(parts)], strict=True)}
@@ -62,27 +61,8 @@ def readme(page: str) -> str:
     if page.count(begin) != 1 or page.count(end) != 1:
         raise ValueError(f"README.md must have the lines {begin} and {end} once, the outcome goes between them")
     before, rest = page.split(begin)
-    lines = _listed(findings())
+    lines = _listed(plain for _, plain in preregistered.findings(committed()))
     return f"{before}{begin}\n\n{lines}\n\n{end}{rest.split(end)[1]}"
-
-
-def findings() -> list[str]:
-    """Return what the rows say of H2, H1 and H5, a plain sentence each."""
-    runs = committed()
-    word = {a.question: re.sub("^(confirmed|contradicted): ", "", a.word) for a in answers(runs)}
-    found = allocation.effects(runs)
-
-    def where(outcome: str) -> str:
-        cases = found["case"][(found["word"] == outcome) & found["arm"].isin(allocation.ALLOCATED)].unique()
-        return " and ".join(cases).replace("cifar10-jpeg", "JPEG copies of CIFAR-10") or "no task"
-
-    h2 = word["H2"].replace("; ", ", ")
-    return [
-        f"Comparisons of cyclic schedules with static precision of equal cost, by margins set beforehand: {h2}.",
-        f"Rounding noise: {word['H1']}.",
-        "Bits moved to the layers and steps that a measured sensitivity names beat static precision of equal cost on "
-        f"{where(allocation.WINS)}, and lost to it on {where(allocation.LOSES)}.",
-    ]
 
 
 def topic_of(place: str) -> str:

@@ -284,11 +284,6 @@ def write_csv(runs: pd.DataFrame, path: Path) -> None:
     runs.assign(**safe).to_csv(path, index=False, header=list(header))
 
 
-def write_parquet(runs: pd.DataFrame, path: Path) -> None:
-    """Write runs to a Parquet file, types and all."""
-    runs.to_parquet(path, index=False)
-
-
 def _place(store: Path) -> str:
     """Where a store is, from the project's folder on; of others the last two names."""
     return store.relative_to(ROOT).as_posix() if store.is_relative_to(ROOT) else "/".join(store.parts[-2:])

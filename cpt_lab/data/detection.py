@@ -45,7 +45,6 @@ VOC_CLASSES = tuple(
     "sofa train tvmonitor".split()
 )
 
-
 LONGEST = 200  # characters of an id: file systems take 255 for a name
 
 # name -> year and the splits to train and to test on

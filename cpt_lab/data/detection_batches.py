@@ -22,7 +22,6 @@ from cpt_lab.experiments.detection import DetectionRecipe
 CPU = torch.device("cpu")
 MULTIPLE = 32  # sides of a padded batch
 
-
 END_OF_JPEG = b"\xff\xd9"
 
 

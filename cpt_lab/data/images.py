@@ -40,15 +40,11 @@ from cpt_lab.paths import command, data_dir
 
 Batch = tuple[Tensor, Tensor]  # images float32 (N, C, H, W), normalised; labels int64 (N,)
 
-
 SMALL = 64  # images up to this many pixels a side are kept in memory
-
 
 IMAGENET_MEAN, IMAGENET_STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 
-
 CIFAR_MEAN, CIFAR_STD = (0.4914, 0.4822, 0.4465), (0.2023, 0.1994, 0.2010)
-
 
 Split = ArrayImages | Dataset
 

@@ -15,12 +15,9 @@ from cpt_lab.data.pictures import Annotated, annotated_picture
 
 DIGITS = tuple(str(digit) for digit in range(10))
 
-
 SCENES = 400  # pictures of a split whose number is left open
 
-
 SIDES = (14, 36)  # smallest and largest side of a digit in a scene of 96 pixels
-
 
 TRIES = 20  # to find a free place
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import asdict, replace
+from functools import partial
 from typing import Any
 
 from cpt_core.checks import whole
@@ -237,18 +238,8 @@ def _deficit_name(schedule: DeficitSchedule, settings: Deficits) -> str:
     return f"{spans} of {total}" if spans else f"no deficit, {total}"
 
 
-def deficit_length(
-    scale: str = "demo", dataset: str = "digits", model: str | None = None, **given: Any
-) -> list[RunSpec]:
-    """Return the runs of ``deficit_scan`` with deficits at the start alone."""
-    return deficit_scan(scale, dataset, model, windows=(), **given)
-
-
-def deficit_window(
-    scale: str = "demo", dataset: str = "digits", model: str | None = None, **given: Any
-) -> list[RunSpec]:
-    """Return the runs of ``deficit_scan`` with windows alone."""
-    return deficit_scan(scale, dataset, model, lengths=(), **given)
+deficit_length = partial(deficit_scan, windows=())  # deficits at the start alone
+deficit_window = partial(deficit_scan, lengths=())
 
 
 def equal_cost(

@@ -9,12 +9,13 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from importlib import import_module
+from types import ModuleType
 from typing import Any
 
 from cpt_core.checks import offer
 from cpt_core.schedules.profiles import savings_of
 from cpt_core.schedules.schedule import ShortCycleWarning
-from cpt_lab.experiments import allocation, other_formats, questions
 from cpt_lab.experiments.designs import (
     aggregation,
     cycles,
@@ -111,16 +112,15 @@ GRIDS: dict[str, Grid] = dict(
     sorted([*_quality_cost_grids(), *_design_grids()], key=lambda named: "paper" not in named[1].scales)
 )
 
-
-_ASKED: dict[str, tuple[Callable[..., list[RunSpec]], str]] = {
-    **questions.GRIDS,
-    **allocation.GRIDS,
-    **other_formats.GRIDS,
-}
+STUDIES = ("h1_to_h4", "h5", "h6")  # folders of ``cpt_lab.studies``, which nothing imports: they are opened by name
 
 
-def _question(name: str) -> Grid:
-    make, about = _ASKED[name]
+def studies(part: str) -> list[ModuleType]:
+    """Return a part of every study: "arms" or "outcome"; ``cpt_lab.studies`` says what they have."""
+    return [import_module(f"cpt_lab.studies.{name}.{part}") for name in STUDIES]
+
+
+def _question(name: str, make: Callable[..., list[RunSpec]], about: str) -> Grid:
     question = name.split("/")[0]
     return Grid(question, f"preregistration, {question.upper()}: {about}", lambda scale, **c: make(**c), ("demo",))
 
@@ -137,7 +137,7 @@ def _execution_grid(model: str) -> Grid:
 # Questions beyond the paper, those of docs/preregistration.md and how products are computed; a name or "h1" finds them.
 # Lists of what the paper needs leave them out, and their runs are pooled with no others.
 QUESTIONS: dict[str, Grid] = {
-    **{name: _question(name) for name in _ASKED},
+    **{name: _question(name, *asked) for study in studies("arms") for name, asked in study.GRIDS.items()},
     **{f"execution/{model}": _execution_grid(model) for model in _EXECUTED},
 }
 

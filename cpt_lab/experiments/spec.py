@@ -24,6 +24,10 @@ from cpt_lab.experiments.recipes import EXPERIMENTS
 SPEC_VERSION = 1
 
 
+class NotMeasuredError(ValueError):
+    """The runs of a grid cannot be made yet: what their schedules rest on has not been measured."""
+
+
 def key_of(spec: dict[str, Any]) -> str:
     """Return the key of a spec in its JSON form, whatever its version: that of the form it was stored in."""
     text = json.dumps(spec, sort_keys=True, separators=(",", ":"))

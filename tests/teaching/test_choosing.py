@@ -4,7 +4,6 @@ import numpy as np
 import pytest
 
 from cpt_core.schedules.schedule import StaticSchedule
-from cpt_lab.analysis.preregistered import outcome
 from cpt_lab.analysis.runs import committed
 from cpt_lessons import choosing
 from cpt_lessons.parameters import check_parameters

@@ -16,12 +16,11 @@ from nbformat.v4 import new_code_cell, new_markdown_cell, new_notebook, new_outp
 from cpt_lab.analysis import quality_cost
 from cpt_lab.analysis.runs import committed
 from cpt_lab.paths import results_dir
-from cpt_lessons import kernels
+from cpt_lessons import kernels, places
 from cpt_lessons import notebooks as reproduce
-from cpt_lessons import progress as progress_module
 from cpt_lessons.export import clean
 from cpt_lessons.notebooks import copy_notebooks, estimate, notebooks
-from cpt_lessons.progress import Place, Progress
+from cpt_lessons.places import Place, Progress
 
 pytestmark = pytest.mark.slow
 
@@ -206,7 +205,7 @@ def test_what_is_not_a_cells_error_leaves_a_report_too(place, monkeypatch):
 
 
 def test_the_run_says_where_it_is(place, tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(progress_module, "EVERY", 0.0)
+    monkeypatch.setattr(places, "EVERY", 0.0)
     bar = "for _ in tqdm(range(2), desc='runs', mininterval=0): time.sleep(1.2)"
     place("07_small.ipynb", f"import time\nfrom tqdm.auto import tqdm\n{bar}")
     reproduce.reproduce("demo")
@@ -266,7 +265,7 @@ def test_ctrl_c_ends_the_notebooks_and_starts_no_more(place, tmp_path, monkeypat
 
 def test_the_time_left_follows_the_pace_of_what_ended(monkeypatch):
     clock = 1000.0
-    monkeypatch.setattr(progress_module.time, "monotonic", lambda: clock)
+    monkeypatch.setattr(places.time, "monotonic", lambda: clock)
     first, second = Place("01_a"), Place("02_b")
     progress = Progress([first, second], {"01_a": 10.0, "02_b": 100.0}, at_once=2, shown=False)
     assert progress.seconds_left() == 100.0
@@ -398,7 +397,7 @@ def test_a_data_set_goes_to_the_notebooks_of_its_task(tmp_path, monkeypatch):
 
     def note(job, key, place):
         asked[job.notebook.name[:2]] = job.values
-        return reproduce.Outcome(job.notebook.stem, "", "done", 0.0, job.folder / "x.html")
+        return reproduce.NotebookOutcome(job.notebook.stem, "", "done", 0.0, job.folder / "x.html")
 
     monkeypatch.setattr(reproduce, "_run", note)
     reproduce.reproduce("demo", dataset="cifar10", given={"model": "resnet20", "seeds": [1]}, progress=False)

@@ -8,8 +8,12 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from cpt_lab.analysis import allocation
-from cpt_lab.analysis.allocation import (
+from cpt_lab.analysis.runs import table
+from cpt_lab.analysis.schedules import jensen_figure
+from cpt_lab.experiments.spec import NotMeasuredError
+from cpt_lab.studies.h5 import outcome
+from cpt_lab.studies.h5.arms import CASES, allocated
+from cpt_lab.studies.h5.outcome import (
     ARMS,
     allocation_figure,
     effects,
@@ -18,11 +22,8 @@ from cpt_lab.analysis.allocation import (
     summary,
     verdict,
 )
-from cpt_lab.analysis.runs import table
-from cpt_lab.analysis.schedules import jensen_figure
-from cpt_lab.experiments.allocation import CASES, NotMeasuredError, allocated
-from tests.experiments.test_allocation_designs import made_up
 from tests.helpers import row_of
+from tests.studies.test_h5_arms import made_up
 
 
 @pytest.fixture(autouse=True)
@@ -31,7 +32,7 @@ def measured(monkeypatch):
     stored = {case: made_up(c.recipe.steps, c.bits) for case, c in CASES.items()}
     for case, c in CASES.items():
         monkeypatch.setitem(CASES, case, replace(c, seeds=10))
-    for module in ("cpt_lab.experiments.allocation", "cpt_lab.analysis.allocation"):
+    for module in ("cpt_lab.studies.h5.arms", "cpt_lab.studies.h5.outcome"):
         monkeypatch.setattr(f"{module}.stored", stored.__getitem__)
     yield
     plt.close("all")
@@ -165,9 +166,9 @@ def test_an_arm_that_is_static_itself_is_no_win(monkeypatch):
     """The weights of ``over layers`` were drawn to equal ones: the arm is static precision and differs by nothing."""
     found = effects(rows(own=+2.0))
     schedules = {s.arm.split(" at ")[0]: s.schedule for s in allocated("digits", [100])}
-    assert allocation._bits(schedules["static"]) == {(4,) * 600}
-    static = allocation._bits(schedules["static"])
-    monkeypatch.setattr(allocation, "_bits", lambda schedule: static)
+    assert outcome._bits(schedules["static"]) == {(4,) * 600}
+    static = outcome._bits(schedules["static"])
+    monkeypatch.setattr(outcome, "_bits", lambda schedule: static)
     alike = effects(rows({("facebook", "over both"): 0.5}))
     assert set(alike["word"]) == {"static precision itself"}
     assert set(alike["p"]) == {1.0}
@@ -198,6 +199,8 @@ def test_page_table_and_figures():
     section, others = sections(runs)
     assert len(others.table) == 4 * (4 * 5 + 2 + 2)
     assert "bits here, not there" in section.notes[0]
+    (answer,) = outcome.answers(runs)
+    assert (answer.question, answer.word) == ("H5", "bits here, not there")
     shown = summary(effects(runs))
     assert list(shown["arm"][:4]) == list(ARMS)
     assert shown["outcome"].tolist().count("wins") == 1
@@ -211,11 +214,15 @@ def test_before_anything_is_measured_there_is_no_section(monkeypatch):
     def missing(case):
         raise NotMeasuredError(case)
 
-    monkeypatch.setattr("cpt_lab.experiments.allocation.stored", missing)
+    monkeypatch.setattr("cpt_lab.studies.h5.arms.stored", missing)
     assert not list(sections(table([])))
-    assert allocation.outcome(table([])).startswith("not run yet")
-    with pytest.raises(NotMeasuredError):
-        effects(table([]))
+    found = effects(table([]))
+    assert set(found["word"]) == {"open: where bits matter has not been measured"}
+    assert len(summary(found)) == len(CASES) * len(ARMS)
+    assert outcome.answers(table([]))[0].word == f"open: runs of {', '.join(CASES)} are missing"
+    ((said, plain),) = outcome.findings(table([]))
+    assert said.endswith("? Open: runs of digits, facebook, characters, cifar10-jpeg are missing.")
+    assert plain.endswith(" on no task, and lost to it on no task.")
 
 
 def test_every_schedule_lies_on_or_above_the_line_of_static_precisions():

@@ -20,17 +20,20 @@ from cpt_core.choosing.sensitivities import OVER
 from cpt_core.schedules.layered import LayeredSchedule
 from cpt_core.schedules.profiles import Array
 from cpt_core.schedules.schedule import Schedule
-from cpt_lab.analysis.estimates import Estimate, holm
-from cpt_lab.analysis.estimates import quality as quality_of
+from cpt_lab.analysis.estimates import PERCENT, Estimate, found, holm, quality, unit_of
 from cpt_lab.analysis.metrics import interval_text
 from cpt_lab.analysis.pages import Section
+from cpt_lab.analysis.preregistered import LEVEL, Answer
 from cpt_lab.analysis.style import COLORS, SMALL, drawing, whole
-from cpt_lab.experiments.allocation import CASES, LATE, Q_MAX, STATIC, NotMeasuredError, allocated, stored
+from cpt_lab.experiments.spec import NotMeasuredError
+from cpt_lab.studies.h5.arms import CASES, LATE, Q_MAX, STATIC, allocated, stored
 
-LEVEL = 0.05  # of the family: all cases times all arms
+ASKS = "Do bits put where they matter beat static precision of equal cost?"
 ALLOCATED = tuple(f"over {over}" for over in OVER)
 ARMS = (*ALLOCATED, LATE)
 WINS, LOSES = "wins", "loses"
+# the outcomes that the document knows: some arm wins and nowhere loses, wins and loses, loses; none wins
+WORDS = ("bits here, not there", "mixed, as what wins here loses elsewhere", "worse than static", "nothing beat static")
 
 
 def effects(runs: pd.DataFrame) -> pd.DataFrame:
@@ -45,12 +48,8 @@ def effects(runs: pd.DataFrame) -> pd.DataFrame:
         that diverged or failed), opponent ("8 bits" or "own bits"), static (its quality), full (gain of static 8 on
         it), promised (gain by the model), bitops and bitops_per_op (those of the whole model, relative to static's, by
         both conventions). NaN where a case has missing runs.
-
-    Raises:
-        NotMeasuredError: when no sensitivity is stored.
     """
-    known = runs.drop_duplicates("key", keep="last").set_index("key")
-    lines = [line for case in CASES for line in _case(case, known)]
+    lines = [line for case in CASES for line in _case(case, runs)]
     adjusted = holm([line["p"] for line in lines])
     for line, p in zip(lines, adjusted, strict=True):
         line["adjusted"] = p
@@ -79,41 +78,42 @@ class _Arms:
         return (top, f"{Q_MAX} bits") if top.mean() >= own.mean() else (own, "own bits")
 
 
-def _arms(case: str, known: pd.DataFrame) -> _Arms | str:
-    """Collect the runs of a case; where some are missing, say so."""
-    specs, c = allocated(case), CASES[case]
-    there = sum(spec.key in known.index for spec in specs)
-    if there < len(specs):
-        return f"open: {there} of {len(specs)} runs"
-    rows = known.loc[[spec.key for spec in specs]].assign(name=[spec.arm.split(" at ")[0] for spec in specs])
+def _arms(case: str, runs: pd.DataFrame) -> _Arms | str:
+    """Collect the runs of a case; where some are missing, or cannot be made yet, say so."""
+    try:
+        specs = allocated(case)
+    except NotMeasuredError:
+        return "open: where bits matter has not been measured"
+    if isinstance(rows := found(specs, runs), str):
+        return rows
+    rows = rows.assign(name=[spec.arm.split(" at ")[0] for spec in specs])
     parts = {str(arm): part for arm, part in rows.groupby("name", sort=False)}
-
-    def quality(column: str) -> dict[str, Array]:
-        return {arm: quality_of(part, c.task, c.outputs, column) for arm, part in parts.items()}
-
+    top, own = (
+        {arm: quality(part, CASES[case].outputs, column) for arm, part in parts.items()} for column in ("", "_current")
+    )
     return _Arms(
-        "%" if CASES[case].task == "language_model" else "points", quality(""), quality("_current"),
+        unit_of(rows), top, own,
         {arm: int((part["status"] != "ok").sum()) for arm, part in parts.items()},
         dict(zip(rows["name"], [spec.schedule for spec in specs], strict=True)),
         {name: {arm: float(part[name].mean()) for arm, part in parts.items()} for name in ("bitops", "bitops_per_op")},
     )  # fmt: skip
 
 
-def _case(case: str, known: pd.DataFrame) -> Iterator[dict[str, Any]]:
-    arms = _arms(case, known)
+def _case(case: str, runs: pd.DataFrame) -> Iterator[dict[str, Any]]:
+    arms = _arms(case, runs)
     if isinstance(arms, str):
         for arm in ARMS:
             yield {"case": case, "arm": arm, "p": math.nan, "word": arms, "n": 0, "lost": 0}
         return
     (static, opponent), s = arms.opponent, stored(case)
-    scale = 100 / float(np.mean(s.reference)) if arms.unit == "%" else 100.0
+    scale = 100 / float(np.mean(s.reference)) if arms.unit == PERCENT else 100.0
     for arm in ARMS:
-        found = Estimate(arm, arms.unit, arms.top[arm] - static)
-        low, high = found.interval()
+        gain = Estimate(arm, arms.unit, arms.top[arm] - static)
+        low, high = gain.interval()
         same = _bits(arms.schedules[arm]) == _bits(arms.schedules[STATIC])
         yield {
-            "case": case, "arm": arm, "unit": arms.unit, "mean": found.mean, "low": low, "high": high,
-            "p": 1.0 if same else found.p(), "word": "static precision itself" if same else "", "n": len(static),
+            "case": case, "arm": arm, "unit": arms.unit, "mean": gain.mean, "low": low, "high": high,
+            "p": 1.0 if same else gain.p(), "word": "static precision itself" if same else "", "n": len(static),
             "lost": arms.lost[arm] + arms.lost[STATIC], "opponent": opponent, "static": float(static.mean()),
             "full": float(arms.top[f"static {Q_MAX}"].mean() - static.mean()),
             "promised": scale * (s.promised(arms.schedules[STATIC]) - s.promised(arms.schedules[arm])),
@@ -122,16 +122,15 @@ def _case(case: str, known: pd.DataFrame) -> Iterator[dict[str, Any]]:
 
 
 def secondary(runs: pd.DataFrame) -> pd.DataFrame:
-    """Return what else the document promises, for people; it decides nothing. Arguments and errors are ``effects``'."""
-    known, lines = runs.drop_duplicates("key", keep="last").set_index("key"), []
+    """Return what else the document promises, for people; it decides nothing. Runs are those of ``effects``."""
+    lines = []
     for case in CASES:
-        arms = _arms(case, known)
+        arms = _arms(case, runs)
         if isinstance(arms, str):
             continue
 
         def add(what: str, a: Array, b: Array, case: str = case, unit: str = arms.unit) -> None:
-            e = Estimate(what, unit, a - b)
-            lines.append((case, what, f"{interval_text(e.mean, *e.interval())} {unit}"))
+            lines.append((case, what, Estimate(what, unit, a - b).shown()))
 
         (static, _), full = arms.opponent, arms.top[f"static {Q_MAX}"]
         for arm in ARMS:
@@ -156,27 +155,23 @@ def _bits(schedule: Schedule) -> set[tuple[int, ...]]:
     return {tuple(row.tolist()) for row in rows}
 
 
-def verdict(found: pd.DataFrame) -> str:
+def verdict(gains: pd.DataFrame) -> str:
     """Return the outcome of H5 from ``effects``, as the document words it, with every win and every loss.
 
     Of an arm that wins and nowhere loses, all other tasks are told too.
     """
-    mine = found[found["arm"].isin(ALLOCATED)]
+    mine = gains[gains["arm"].isin(ALLOCATED)]
     wins, loses = (set(mine["arm"][mine["word"] == word]) for word in (WINS, LOSES))
-    if missing := [case for case in CASES if found["word"][found["case"] == case].str.startswith("open: ").any()]:
+    if missing := [case for case in CASES if gains["word"][gains["case"] == case].str.startswith("open: ").any()]:
         return f"open: runs of {', '.join(missing)} are missing"
     if not wins:
         best = mine.loc[(mine["high"] / mine["full"]).idxmax()]
         return (
-            f"nothing beat static: at most {best.high:+.2f} {best.unit} ({best.arm}, {best.case}, of {best.full:.2f} "
+            f"{WORDS[-1]}: at most {best.high:+.2f} {best.unit} ({best.arm}, {best.case}, of {best.full:.2f} "
             f"between static and static {Q_MAX})"
         )
     said = []
-    for word, arms in (
-        ("bits here, not there", wins - loses),
-        ("mixed, as what wins here loses elsewhere", wins & loses),
-        ("worse than static", loses - wins),
-    ):
+    for word, arms in zip(WORDS, (wins - loses, wins & loses, loses - wins), strict=False):
         lines = mine[mine["arm"].isin(arms) & mine["word"].isin((WINS, LOSES))]
         said += [f"{word}: {'; '.join(_gains(lines))}"] if arms else []
     rest = mine[mine["arm"].isin(wins - loses) & (mine["word"] != WINS)]
@@ -198,18 +193,32 @@ def _gains(lines: pd.DataFrame) -> list[str]:
     return said
 
 
-def outcome(runs: pd.DataFrame) -> str:
-    """Return ``verdict`` of runs, also where nothing has been measured yet."""
-    try:
-        return verdict(effects(runs))
-    except NotMeasuredError:
-        return "not run yet: where bits matter has not been measured in all tasks"
+def answers(runs: pd.DataFrame) -> list[Answer]:
+    """Return the answer of H5 from rows, in the words that the document has for outcomes."""
+    said = verdict(effects(runs))
+    return [Answer("H5", ASKS, word="; ".join(word for word in WORDS if word in said.lower()) or said)]
 
 
-def summary(found: pd.DataFrame) -> pd.DataFrame:
+def findings(runs: pd.DataFrame) -> list[tuple[str, str]]:
+    """Return what rows say of H5: in the words of the document, and a plain sentence."""
+    gains = effects(runs)
+
+    def where(word: str) -> str:
+        cases = gains["case"][(gains["word"] == word) & gains["arm"].isin(ALLOCATED)].unique()
+        return " and ".join(cases).replace("cifar10-jpeg", "JPEG copies of CIFAR-10") or "no task"
+
+    plain = (
+        "Bits moved to the layers and steps that a measured sensitivity names beat static precision of equal cost on "
+        f"{where(WINS)}, and lost to it on {where(LOSES)}."
+    )
+    said = verdict(gains)
+    return [(f"H5: {ASKS} {said[0].upper()}{said[1:]}.", plain)]
+
+
+def summary(gains: pd.DataFrame) -> pd.DataFrame:
     """Return ``effects`` for people."""
-    numbers = found.assign(
-        gain=[f"{interval_text(r.mean, r.low, r.high)} {r.unit}".strip() if r.n else "–" for r in found.itertuples()]
+    numbers = gains.assign(
+        gain=[f"{interval_text(r.mean, r.low, r.high)} {r.unit}".strip() if r.n else "–" for r in gains.itertuples()]
     )
     return pd.DataFrame(
         {
@@ -224,23 +233,23 @@ def summary(found: pd.DataFrame) -> pd.DataFrame:
             "p": [f"{x:.2g}" if x == x else "–" for x in numbers["p"]],
             "p (Holm)": [f"{x:.2g}" if x == x else "–" for x in numbers["adjusted"]],
             "outcome": numbers["word"],
-            "static judged at": numbers["opponent"].fillna("–"),
+            "static judged at": [x if x == x else "–" for x in numbers["opponent"]],
             "seeds": numbers["n"],
             "diverged or failed": numbers["lost"],
         }
     )
 
 
-def allocation_figure(found: pd.DataFrame) -> Figure:
+def allocation_figure(gains: pd.DataFrame) -> Figure:
     """Draw the schedules of every answered case and what they gain on static precision of equal cost.
 
     Args:
-        found: of ``effects``.
+        gains: of ``effects``.
 
     Raises:
         ValueError: when no case is answered.
     """
-    cases = [case for case in CASES if (found["n"][found["case"] == case] > 0).any()]
+    cases = [case for case in CASES if (gains["n"][gains["case"] == case] > 0).any()]
     if not cases:
         raise ValueError("no case of H5 is answered yet; all runs of one are needed")
     with drawing(len(cases), 4, figsize=(10, 2.2 * len(cases) + 0.4)) as (figure, axes):
@@ -249,7 +258,7 @@ def allocation_figure(found: pd.DataFrame) -> Figure:
             for ax, arm in zip(row, ALLOCATED, strict=False):
                 _draw_bits(ax, specs[arm].schedule, CASES[case].bits)
                 ax.set_title(f"{case}: {arm}", fontsize=SMALL)
-            _draw_gains(row[-1], found[found["case"] == case])
+            _draw_gains(row[-1], gains[gains["case"] == case])
         for ax in axes[-1, :3]:
             ax.set_xlabel("training step", fontsize=SMALL)
         figure.suptitle("Bits where they matter, at the cost of the static precision that is dashed", fontsize=10)
@@ -287,17 +296,14 @@ def _draw_gains(ax: Axes, lines: pd.DataFrame) -> None:
 
 def sections(runs: pd.DataFrame) -> Iterator[Section]:
     """Yield what H5 came to, once all runs of a case are there."""
-    try:
-        found = effects(runs)
-    except NotMeasuredError:
-        return
-    if not found["n"].any():
+    gains = effects(runs)
+    if not gains["n"].any():
         return
     notes = (
-        f"H5 of docs/preregistration.md: {verdict(found)}.",
+        f"H5 of docs/preregistration.md: {verdict(gains)}.",
         "Static precision is judged at 8 bits and at its own; the better counts. Runs that diverged or failed count as "
         "chance. Crosses: what the measured sensitivities promised.",
     )
     alt = "schedules made from sensitivities, and their gain on static precision of equal cost"
-    yield Section("Bits where they matter", notes, allocation_figure(found), alt, summary(found), "left")
+    yield Section("Bits where they matter", notes, allocation_figure(gains), alt, summary(gains), "left")
     yield Section("Bits where they matter: other effects", table=secondary(runs), style="left folded")

@@ -9,10 +9,11 @@ import pytest
 
 from cpt_core.formats.ladder import LADDERS
 from cpt_core.schedules.profiles import SUITE
-from cpt_lab.analysis import other_formats, preregistered
+from cpt_lab.analysis import preregistered
 from cpt_lab.analysis.runs import load, table
-from cpt_lab.experiments.other_formats import CASES, GRIDS, LATE, ON, on_ladders
 from cpt_lab.paths import ROOT
+from cpt_lab.studies.h6 import outcome
+from cpt_lab.studies.h6.arms import CASES, GRIDS, LATE, ON, on_ladders
 from tests.helpers import row_of
 
 
@@ -23,7 +24,7 @@ def rows(gain=0.0, late=0.0, slope=10.0, noise=0.05, lost=()):
     for case, (_, task, _, _) in CASES.items():
         for spec in on_ladders(case):
             own = 0.0 if spec.arm.startswith("static") else late if spec.arm == LATE else gain
-            quality = slope * spec.relative_cost + own * other_formats.MARGINS[case] + noise * rng.standard_normal()
+            quality = slope * spec.relative_cost + own * outcome.MARGINS[case] + noise * rng.standard_normal()
             value = math.exp(-quality / 100 + 1) if task == "language_model" else 0.5 + quality / 100
             name = "perplexity" if task == "language_model" else "accuracy"
             found.append(row_of(spec, value, name, "failed" if (case, spec.arm, spec.seed) in lost else "ok"))
@@ -57,7 +58,7 @@ def test_costs_are_those_of_the_formats():
 
 
 def test_answers_without_a_margin_are_drawn():
-    found = other_formats.answers(rows())
+    found = outcome.answers(rows())
     drawn = preregistered.answers_figure(found)
     assert len(drawn.axes) == sum(len(a.primary) for a in found) == 18
     assert all(np.isfinite(ax.get_xlim()).all() for ax in drawn.axes)
@@ -65,7 +66,7 @@ def test_answers_without_a_margin_are_drawn():
 
 
 def test_schedules_a_little_below_the_line_confirm_all_three():
-    a, b, c = other_formats.answers(rows(gain=-0.2, late=-0.2, noise=0.01))
+    a, b, c = outcome.answers(rows(gain=-0.2, late=-0.2, noise=0.01))
     assert a.word.startswith("confirmed: dearer schedules are better")
     assert "confirmed: nothing beats static" in b.word
     assert "contradicted" not in b.word + c.word
@@ -75,7 +76,7 @@ def test_schedules_a_little_below_the_line_confirm_all_three():
 
 
 def test_schedules_above_the_line_contradict():
-    _, b, c = other_formats.answers(rows(gain=2.0, late=-2.0))
+    _, b, c = outcome.answers(rows(gain=2.0, late=-2.0))
     assert "contradicted: better in 6 of 6" in b.word
     assert "confirmed" not in b.word
     assert "confirmed" in c.word
@@ -83,25 +84,25 @@ def test_schedules_above_the_line_contradict():
 
 
 def test_quality_that_falls_with_cost_contradicts_the_correlation():
-    a, *_ = other_formats.answers(rows(slope=-10.0))
+    a, *_ = outcome.answers(rows(slope=-10.0))
     assert "contradicted: the reverse in 6" in a.word
     assert "confirmed" not in a.word
 
 
 def test_lost_runs_count_as_chance_and_missing_ones_leave_it_open():
     found = rows(lost={("digits", LATE, 100)})
-    cell = other_formats.cells(found)[0]
+    cell = outcome.cells(found)[0]
     assert cell.lost == 1
     assert cell.quality[LATE][100] == pytest.approx(10)
-    a, b, c = other_formats.answers(found[found["seed"] != 103])
+    a, b, c = outcome.answers(found[found["seed"] != 103])
     assert {a.word, b.word, c.word} == {f"open: {744 - 93} of 744 runs"}
-    assert list(other_formats.sections(found[found["seed"] != 103])) == []
+    assert list(outcome.sections(found[found["seed"] != 103])) == []
     with pytest.raises(ValueError, match="H6 is not answered yet"):
-        other_formats.figure([])
+        outcome.figure([])
 
 
 def test_the_report_shows_it():
-    first, second = other_formats.sections(rows())
+    first, second = outcome.sections(rows())
     assert len(first.table) == 3
     assert len(second.table) == 6 * 11
 

@@ -8,10 +8,11 @@ import pytest
 from bench import sensitivities
 from cpt_core.choosing.sensitivities import Sensitivity
 from cpt_core.schedules.schedule import StaticSchedule
-from cpt_lab.experiments import allocation, grids
-from cpt_lab.experiments.allocation import CASES, allocated, low_then_high, stored
+from cpt_lab.experiments import grids
 from cpt_lab.experiments.spec import RunSpec
 from cpt_lab.paths import ROOT
+from cpt_lab.studies.h5 import arms
+from cpt_lab.studies.h5.arms import CASES, allocated, low_then_high, stored
 
 
 def made_up(steps, base=4):
@@ -93,7 +94,7 @@ def test_what_the_command_measures_is_what_the_schedules_are_made_of(tmp_path, m
         calls.append((r, given["base"], list(given["seeds"])))
         return made_up(r.steps, given["base"])
 
-    for module in (allocation, sensitivities):
+    for module in (arms, sensitivities):
         monkeypatch.setattr(module, "results_dir", lambda: tmp_path)
     monkeypatch.setattr(sensitivities, "recipe_sensitivity", measure)
     stored.cache_clear()
@@ -101,18 +102,18 @@ def test_what_the_command_measures_is_what_the_schedules_are_made_of(tmp_path, m
         monkeypatch.setattr("sys.argv", ["sensitivities", "--only", case])
         sensitivities.main()
     assert calls[0] == (CASES["facebook"].recipe, 3, list(range(50, 58)))
-    assert list(json.loads((tmp_path / allocation.FILE).read_text())["cases"]) == ["digits", "facebook"]
+    assert list(json.loads((tmp_path / arms.FILE).read_text())["cases"]) == ["digits", "facebook"]
     assert stored("digits") == made_up(600)
     assert stored("facebook") == made_up(64, 3)
     stored.cache_clear()
 
 
 def test_without_a_measurement_the_error_says_how_to_make_one(tmp_path, monkeypatch):
-    monkeypatch.setattr(allocation, "results_dir", lambda: tmp_path)
+    monkeypatch.setattr(arms, "results_dir", lambda: tmp_path)
     stored.cache_clear()
     with pytest.raises(ValueError, match="no sensitivity of 'digits'; measure it: "):
         allocated("digits")
-    (tmp_path / allocation.FILE).write_text(json.dumps({"cases": {"digits": made_up(600).to_dict()}}))
+    (tmp_path / arms.FILE).write_text(json.dumps({"cases": {"digits": made_up(600).to_dict()}}))
     assert stored("digits") == made_up(600)
     stored.cache_clear()
     with pytest.raises(ValueError, match="unknown case 'mnist'"):

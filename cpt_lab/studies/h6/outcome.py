@@ -16,13 +16,12 @@ from matplotlib.figure import Figure
 
 from cpt_core.formats.ladder import LADDERS
 from cpt_core.schedules.profiles import SUITE, savings_of
-from cpt_lab.analysis.answers import PERCENT, POINTS, Answer, standing, worded
-from cpt_lab.analysis.estimates import Estimate, holm, quality
-from cpt_lab.analysis.metrics import counted
+from cpt_lab.analysis.estimates import PERCENT, Estimate, found, quality, standing, unit_of
 from cpt_lab.analysis.pages import Section
+from cpt_lab.analysis.preregistered import Answer, corrected, summary
 from cpt_lab.analysis.statistics import spearman
 from cpt_lab.analysis.style import COLORS, TEXT, drawing, legend_below, name_points
-from cpt_lab.experiments.other_formats import CASES, LATE, ON, on_ladders
+from cpt_lab.studies.h6.arms import CASES, LATE, ON, on_ladders
 
 MARGINS = {"digits": 1.0, "facebook": 0.2, "characters": 2.0}
 NAMES = {"minifloat": "minifloats", "mx": "MX formats"}
@@ -39,19 +38,18 @@ class Cell:
     Args:
         case: of ``CASES``.
         ladder: of ``ON``.
-        known: rows by key, all of the cell's among them.
+        rows: by key, all of the cell's among them.
     """
 
-    def __init__(self, case: str, ladder: str, known: pd.DataFrame) -> None:
+    def __init__(self, case: str, ladder: str, rows: pd.DataFrame) -> None:
         self.case, self.ladder = case, ladder
         specs = [spec for spec in on_ladders(case) if spec.recipe.ladder == ladder]
-        rows = known.loc[[spec.key for spec in specs]]
-        _, task, outputs, _ = CASES[case]
-        self.unit = PERCENT if task == "language_model" else POINTS
+        rows = rows.loc[[spec.key for spec in specs]]
+        self.unit = unit_of(rows)
         self.lost = int((rows["status"] != "ok").sum())
         self.cost = {spec.arm: spec.relative_cost for spec in specs}
         frame = pd.DataFrame({"arm": [s.arm for s in specs], "seed": [s.seed for s in specs]})
-        self.quality = frame.assign(quality=quality(rows, task, outputs)).pivot(
+        self.quality = frame.assign(quality=quality(rows, CASES[case][2])).pivot(
             index="seed", columns="arm", values="quality"
         )
 
@@ -83,86 +81,75 @@ class Cell:
 
 def cells(runs: pd.DataFrame) -> list[Cell]:
     """Return the cells, once all of their runs are there; else none."""
-    known = runs.drop_duplicates("key", keep="last").set_index("key")
-    if missing(runs):
-        return []
-    return [Cell(case, ladder, known) for case in CASES for ladder in ON]
+    rows = _rows(runs)
+    return [] if isinstance(rows, str) else [Cell(case, ladder, rows) for case in CASES for ladder in ON]
 
 
-def missing(runs: pd.DataFrame) -> int:
-    """Return how many runs of H6 are not there."""
-    there = set(runs["key"])
-    return sum(spec.key not in there for case in CASES for spec in on_ladders(case))
+def _rows(runs: pd.DataFrame) -> pd.DataFrame | str:
+    return found([spec for case in CASES for spec in on_ladders(case)], runs)
 
 
 def answers(runs: pd.DataFrame) -> list[Answer]:
     """Return the answers of H6a, H6b and H6c, a family of three tests, from rows."""
-    found = cells(runs)
-    if not found:
-        total = sum(len(on_ladders(case)) for case in CASES)
-        word = f"open: {total - missing(runs)} of {counted(total, 'run')}"
+    if isinstance(word := _rows(runs), str):
         return [Answer(name, asks, word=word) for name, asks in QUESTIONS.items()]
-    made = [_correlation(found), _gains("H6b", found, tuple(SUITE)), _gains("H6c", found, (LATE,))]
-    return [worded(a, p) for a, p in zip(made, holm([a.p for a in made]), strict=True)]
+    parts = cells(runs)
+    return corrected([_correlation(parts), _gains("H6b", parts, tuple(SUITE)), _gains("H6c", parts, (LATE,))])
 
 
-def _correlation(found: list[Cell]) -> Answer:
-    primary = [Estimate(f"{c.name}: rank correlation of cost and quality", "", c.agreement()) for c in found]
+def findings(runs: pd.DataFrame) -> list[tuple[str, str]]:
+    """H6 says nothing in the README."""
+    return []
+
+
+def _correlation(parts: list[Cell]) -> Answer:
+    primary = [Estimate(f"{c.name}: rank correlation of cost and quality", "", c.agreement()) for c in parts]
     above, below = (standing(primary, side, 0.025) for side in ("above", "below"))
     up = all(e.mean > 0 for e in primary)
     p = max(e.p() for e in primary)
     stands = "confirmed: dearer schedules are better in every task and format" if up else ""
     word = f"so in {len(above)} of {len(primary)}"
     word += f"; contradicted: the reverse in {len(below)} ({'; '.join(below)})" if below else ""
-    return Answer("H6a", QUESTIONS["H6a"], tuple(primary), p, (stands, word), lost=sum(c.lost for c in found))
+    return Answer("H6a", QUESTIONS["H6a"], tuple(primary), p, (stands, word), lost=sum(c.lost for c in parts))
 
 
-def _gains(question: str, found: list[Cell], arms: tuple[str, ...]) -> Answer:
+def _gains(question: str, parts: list[Cell], arms: tuple[str, ...]) -> Answer:
     one = arms[0] if len(arms) == 1 else "schedules"
-    primary = [Estimate(f"{c.name}: {one} minus static", c.unit, c.gain(arms), MARGINS[c.case]) for c in found]
+    primary = [Estimate(f"{c.name}: {one} minus static", c.unit, c.gain(arms), MARGINS[c.case]) for c in parts]
     p = max(e.p(e.margin, "below") for e in primary)
     wins, loses = (standing(primary, side, 0.025) for side in ("above", "below"))
     said = [f"contradicted: better in {len(wins)} of {len(primary)} ({'; '.join(wins)})"] if wins else []
     said.append(f"static is better in {len(loses)} of {len(primary)}")
     stands = "confirmed: nothing beats static formats by the margin"
-    lost = sum(c.lost for c in found)
+    lost = sum(c.lost for c in parts)
     return Answer(question, QUESTIONS[question], tuple(primary), p, (stands, "; ".join(said)), lost=lost)
 
 
-def summary(runs: pd.DataFrame) -> pd.DataFrame:
-    """Return the answers for people: question, effects, p-value after Holm, outcome, runs lost."""
-    lines = [
-        (a.question, a.asks, "; ".join(map(str, a.primary)) or "–", f"{a.adjusted:.2g}", a.word, a.lost)
-        for a in answers(runs)
-    ]
-    return pd.DataFrame(lines, columns=["", "question", "effects [95 %]", "p (Holm)", "outcome", "diverged or failed"])
-
-
-def by_arm(found: Sequence[Cell]) -> pd.DataFrame:
+def by_arm(parts: Sequence[Cell]) -> pd.DataFrame:
     """Return cost, quality and gain on static of every arm and cell, for people: mean and 95 % interval over seeds."""
     lines = []
-    for c in found:
+    for c in parts:
         for arm in [*SUITE, LATE]:
             e = Estimate(arm, c.unit, c.gain([arm]))
-            low, high = e.interval()
-            gain = f"{e.mean:+.2f} [{low:+.2f}, {high:+.2f}] {c.unit}"
-            lines.append((c.name, arm, savings_of(arm), f"{c.cost[arm]:.3f}", f"{c.quality[arm].mean():.2f}", gain))
+            lines.append(
+                (c.name, arm, savings_of(arm), f"{c.cost[arm]:.3f}", f"{c.quality[arm].mean():.2f}", e.shown())
+            )
     return pd.DataFrame(lines, columns=["cell", "arm", "savings", "relative cost", "quality", "gain on static [95 %]"])
 
 
-def figure(found: Sequence[Cell]) -> Figure:
+def figure(parts: Sequence[Cell]) -> Figure:
     """Draw quality against cost, a panel for each cell: schedules, the late rise, and the line of static formats.
 
     Raises:
         ValueError: when runs are missing.
     """
-    if not found:
+    if not parts:
         raise ValueError("H6 is not answered yet; all of its runs are needed")
     with drawing(len(CASES), len(ON), figsize=(9, 2.8 * len(CASES))) as (drawn, axes):
-        for ax, c in zip(axes.flat, found, strict=True):
+        for ax, c in zip(axes.flat, parts, strict=True):
             _panel(ax, c)
         legend_below(drawn, axes[0, 0])
-        for ax, c in zip(axes.flat, found, strict=True):
+        for ax, c in zip(axes.flat, parts, strict=True):
             _name_formats(ax, c)
     return drawn
 
@@ -194,8 +181,8 @@ def _name_formats(ax: Axes, c: Cell) -> None:
 
 def sections(runs: pd.DataFrame) -> Iterator[Section]:
     """Yield what the schedules came to on other formats, once all runs are there."""
-    found = cells(runs)
-    if not found:
+    parts = cells(runs)
+    if not parts:
         return
     note = (
         "H6 of docs/preregistration.md: the ten schedules, a late rise, and every format by itself, on two ladders of "
@@ -203,5 +190,5 @@ def sections(runs: pd.DataFrame) -> Iterator[Section]:
         "Small tasks, simulated arithmetic, eight seeds."
     )
     alt = "quality against cost of schedules and static number formats, for three tasks and two ladders"
-    yield Section("Schedules on other number formats", (note,), figure(found), alt, summary(runs), "left")
-    yield Section("Schedules on other number formats: every arm", table=by_arm(found), style="left folded")
+    yield Section("Schedules on other number formats", (note,), figure(parts), alt, summary(answers(runs)), "left")
+    yield Section("Schedules on other number formats: every arm", table=by_arm(parts), style="left folded")

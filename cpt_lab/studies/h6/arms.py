@@ -17,9 +17,9 @@ from cpt_core.formats.ladder import LADDERS
 from cpt_core.schedules.deficit import DeficitSchedule
 from cpt_core.schedules.profiles import SUITE
 from cpt_core.schedules.schedule import ShortCycleWarning
-from cpt_lab.experiments.allocation import SWITCH
 from cpt_lab.experiments.recipes import recipe
 from cpt_lab.experiments.spec import RunSpec, run_spec
+from cpt_lab.studies.h5.arms import SWITCH
 
 LATE = "low then high"
 ON = ("minifloat", "mx")

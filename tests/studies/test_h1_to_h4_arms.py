@@ -8,12 +8,13 @@ import pytest
 from scipy.stats import rankdata
 
 from cpt_core.schedules import cost
-from cpt_lab.experiments import grids, questions
+from cpt_lab.experiments import grids
 from cpt_lab.paths import ROOT
+from cpt_lab.studies.h1_to_h4 import arms
 from tests.helpers import price
 
 
-@pytest.mark.parametrize("name", questions.GRIDS)  # those of H5 wait for what is measured before
+@pytest.mark.parametrize("name", arms.GRIDS)  # those of H5 wait for what is measured before
 def test_a_question_has_the_runs_and_the_seeds_that_the_document_names(name):
     specs = grids.grid_specs(name)
     assert len({s.key for s in specs}) == len(specs)
@@ -38,7 +39,7 @@ def test_questions_stay_out_of_the_lists_of_the_paper():
 
 
 def test_the_twelve_schedules_have_one_cost_and_differ_in_nothing_together():
-    schedules = questions.twelve()
+    schedules = arms.twelve()
     assert len(schedules) == 12
     bits = np.array([s.bits() for s in schedules])
     assert bits.shape == (12, 160)
@@ -51,7 +52,7 @@ def test_the_twelve_schedules_have_one_cost_and_differ_in_nothing_together():
     assert (np.diff(noise) > 0).all()
     assert noise[-1] / noise[0] > 3.4
     share = (bits == 2).mean(1)
-    date = np.array([questions.noise_date(s) for s in schedules])
+    date = np.array([arms.noise_date(s) for s in schedules])
     assert share.min() > 0
     assert share.max() / share.min() > 10
     assert np.ptp(date) > 0.3
@@ -61,17 +62,17 @@ def test_the_twelve_schedules_have_one_cost_and_differ_in_nothing_together():
 
 
 def test_the_date_of_noise():
-    early, late = questions.twelve()[4], questions.twelve()[5]
+    early, late = arms.twelve()[4], arms.twelve()[5]
     weights = [4.0**-b for b in early.bits().tolist()]
     by_hand = sum(w * (t + 0.5) / 160 for t, w in enumerate(weights)) / sum(weights)
-    assert questions.noise_date(early) == pytest.approx(by_hand)
-    assert questions.noise_date(late) > 2 * questions.noise_date(early)
+    assert arms.noise_date(early) == pytest.approx(by_hand)
+    assert arms.noise_date(late) > 2 * arms.noise_date(early)
 
 
 @pytest.mark.parametrize("steps", [120, 160])
 @pytest.mark.parametrize("bits", [5, 3])
 def test_the_least_noisy_cyclic_schedule_costs_what_static_costs_and_cycles(bits, steps):
-    schedule = questions.least_noisy(bits, steps)
+    schedule = arms.least_noisy(bits, steps)
     assert price(schedule.bits()) == pytest.approx(price([bits]), rel=1e-3)
     assert schedule.bits()[-1] == 8
     assert schedule.bits().min() < bits
@@ -80,9 +81,9 @@ def test_the_least_noisy_cyclic_schedule_costs_what_static_costs_and_cycles(bits
 
 
 def test_deficits_recover_for_equally_long_and_have_controls():
-    specs = questions.deficit_dates(seeds=[100])
+    specs = arms.deficit_dates(seeds=[100])
     assert len(specs) == 30
-    for rule in questions.LR_RULES:
+    for rule in arms.LR_RULES:
         low = [s for s in specs if s.recipe.lr_rule == rule and s.schedule.windows]
         assert [s.schedule.windows for s in low] == [((start, start + 16),) for start in (0, 12, 24, 36, 48)]
         assert {s.recipe.steps - s.schedule.windows[0][1] for s in low} == {32}
@@ -91,7 +92,7 @@ def test_deficits_recover_for_equally_long_and_have_controls():
 
 
 def test_gradients_and_aggregation_cross_what_they_compare():
-    found = {(int(s.schedule(0)), s.q_grad) for s in questions.gradients(seeds=[100])}
+    found = {(int(s.schedule(0)), s.q_grad) for s in arms.gradients(seeds=[100])}
     assert found == {(8, 8), (8, 6), (6, 8), (6, 6)}
-    both = {(int(s.schedule(0)), s.recipe.aggregation) for s in questions.aggregation_by_degree(seeds=[100])}
+    both = {(int(s.schedule(0)), s.recipe.aggregation) for s in arms.aggregation_by_degree(seeds=[100])}
     assert both == {(q, kind) for q in (8, 4, 3) for kind in ("fp", "quantized")}

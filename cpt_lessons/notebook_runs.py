@@ -35,7 +35,7 @@ def page_name(notebook: str, given: Mapping[str, Any]) -> str:
 
 
 @dataclass(frozen=True)
-class Outcome:
+class NotebookOutcome:
     """What became of one notebook.
 
     Attributes:
@@ -63,7 +63,7 @@ class Outcome:
 
 
 @dataclass(frozen=True)
-class Job:
+class NotebookRun:
     """A notebook to run, and where its page goes.
 
     Attributes:
@@ -119,7 +119,7 @@ class Job:
         for ending in ("html", "ipynb"):
             self.file(f"failed.{ending}").unlink(missing_ok=True)
 
-    def outcome(self, status: str, seconds: float | None = None) -> Outcome:
+    def outcome(self, status: str, seconds: float | None = None) -> NotebookOutcome:
         """Return what became of it; the seconds are those of the good page where none are given."""
         return _outcome(self.file("json"), status, seconds)
 
@@ -128,17 +128,17 @@ class Job:
         write_text(self.file("json"), json.dumps({**known, "notebook": self.notebook.stem, "given": given}))
 
 
-def earlier(folder: Path, notebooks: list[str]) -> list[Outcome]:
+def earlier(folder: Path, notebooks: list[str]) -> list[NotebookOutcome]:
     """Return what earlier calls left in a folder of these notebooks."""
     known = {path: _known(path) for path in sorted(folder.glob("*.json"))}
     states = {path: "failed earlier" if "error" in k else "earlier" for path, k in known.items() if "notebook" in k}
     return [_outcome(path, status) for path, status in states.items() if known[path]["notebook"] in notebooks]
 
 
-def _outcome(path: Path, status: str, seconds: float | None = None) -> Outcome:
+def _outcome(path: Path, status: str, seconds: float | None = None) -> NotebookOutcome:
     known = _known(path)
     page, failed = path.with_suffix(".html"), path.with_suffix(".failed.html")
-    return Outcome(
+    return NotebookOutcome(
         known["notebook"],
         known["given"],
         status,

@@ -4,7 +4,7 @@ import pandas as pd
 import pytest
 
 from cpt_lab.analysis.runs import committed
-from cpt_lessons.runs import brief, comparable, design, ran
+from cpt_lessons.own_runs import brief, comparable, design, ran
 
 
 @pytest.fixture

@@ -9,11 +9,12 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from cpt_lab.analysis import answers, groups, preregistered
+from cpt_lab.analysis import groups, preregistered
 from cpt_lab.analysis.estimates import Estimate, holm
 from cpt_lab.analysis.runs import committed, table
-from cpt_lab.experiments import grids, questions
+from cpt_lab.experiments import grids
 from cpt_lab.paths import ROOT
+from cpt_lab.studies.h1_to_h4 import arms, outcome
 from cpt_lab.tasks.graph import _learning_rate
 from tests.helpers import row_of
 
@@ -54,14 +55,14 @@ def rows(grid, quality, sd=0.1, lost=(), hubs=0.0):
 
 def answer(name, *parts):
     """The answer to one question from the rows of its grids."""
-    found = answers.answers(table([row for part in parts for row in part]))
+    found = outcome.answers(table([row for part in parts for row in part]))
     return next(a for a in found if a.question == name)
 
 
 def x_of(spec, column):
-    schedule = questions.twelve()[int(spec.arm.split()[1]) - 1]
+    schedule = arms.twelve()[int(spec.arm.split()[1]) - 1]
     return {
-        "noise": np.log2(schedule.noise_exposure()), "date": questions.noise_date(schedule),
+        "noise": np.log2(schedule.noise_exposure()), "date": arms.noise_date(schedule),
         "share": schedule.share_at(2),
     }[column]  # fmt: skip
 
@@ -121,7 +122,7 @@ def test_h1_needs_both_tasks_and_one_sign():
 
 def test_h1_over_schedules_is_an_ordinary_regression():
     runs = table(rows("h1/facebook", lambda s: -0.5 * x_of(s, "noise"), sd=0.001))
-    (line,) = answers.over_schedules(runs).itertuples(index=False)
+    (line,) = outcome.over_schedules(runs).itertuples(index=False)
     assert line[0] == "facebook"
     assert line[1].startswith("-0.50 [")
     assert float(line[2]) < 1e-6
@@ -165,7 +166,7 @@ def test_h2_takes_the_better_evaluation_of_static_as_the_opponent():
 def deficit_loss(spec, date=0.0, during=0.0, after=0.0):
     if not spec.schedule.windows:
         return 0.0
-    sums = questions.learning_rate_sums(spec)
+    sums = arms.learning_rate_sums(spec)
     return -(date * spec.schedule.windows[0][0] / 48 + during * sums[0] + after * sums[1])
 
 
@@ -183,14 +184,14 @@ def test_h3_tells_the_date_from_the_learning_rate():
 
 
 def test_sums_of_the_learning_rate_are_those_of_the_training():
-    for spec in questions.deficit_dates(seeds=[100]):
+    for spec in arms.deficit_dates(seeds=[100]):
         if spec.schedule.windows:
             rate, r = _learning_rate(spec.recipe), spec.recipe
             ((start, stop),) = spec.schedule.windows
             during, after = (
                 sum(rate(t, []) for t in part) / r.lr for part in (range(start, stop), range(stop, r.steps))
             )
-            assert questions.learning_rate_sums(spec) == pytest.approx((during, after))
+            assert arms.learning_rate_sums(spec) == pytest.approx((during, after))
 
 
 def test_h4a_says_which_of_the_two_hurts_more():
@@ -237,10 +238,10 @@ def test_runs_that_diverged_count_as_chance():
 def test_a_run_without_its_value_leaves_the_test_without_an_answer(grid):
     tasks = ("h2/facebook", "h2/characters", "h2/sage")
     made = table([r for task in tasks for r in rows(task, lambda s: -float("cyclic" in s.arm))])
-    assert "confirmed" in next(a.word for a in answers.answers(made) if a.question == "H2")
+    assert "confirmed" in next(a.word for a in outcome.answers(made) if a.question == "H2")
     lacks = made["key"] == grids.grid_specs(grid)[0].key
     made.loc[lacks, ["accuracy", "accuracy_current", "perplexity", "perplexity_current"]] = math.nan
-    (h2,) = (a for a in answers.answers(made) if a.question == "H2")
+    (h2,) = (a for a in outcome.answers(made) if a.question == "H2")
     assert math.isnan(h2.p)
     assert "confirmed" not in h2.word
 
@@ -249,7 +250,7 @@ def test_nothing_is_said_before_all_runs_are_there():
     made = rows("h3/facebook", lambda s: deficit_loss(s, date=-1))
     assert answer("H3", made[1:]).word == "open: 299 of 300 runs"
     assert math.isnan(answer("H3", made[1:]).p)
-    assert {a.word for a in answers.answers(table([]))} >= {"open: 0 of 52 runs", "open: 0 of 200 runs"}
+    assert {a.word for a in outcome.answers(table([]))} >= {"open: 0 of 52 runs", "open: 0 of 200 runs"}
 
 
 def test_their_runs_are_pooled_with_no_other():
@@ -261,20 +262,20 @@ def test_their_runs_are_pooled_with_no_other():
 
 def test_the_page_and_the_figure_show_what_is_answered():
     runs = table(rows("h3/facebook", lambda s: deficit_loss(s, date=-1)))
-    first, other = preregistered.sections(runs)
+    first, other = outcome.sections(runs)
     shown = first.table.set_index("")
     assert shown.loc["H3", "outcome"] == "earlier is worse"
     assert shown.loc["H1", "outcome"] == "open: 0 of 288 runs"
     assert len(first.figure.axes) == 1
     assert len(other.table) == 5
-    assert not list(preregistered.sections(table([])))
+    assert not list(outcome.sections(table([])))
     with pytest.raises(ValueError, match="no question is answered"):
-        preregistered.answers_figure(answers.answers(table([])))
+        preregistered.answers_figure(outcome.answers(table([])))
 
 
 def test_outcomes_are_said_in_words():
     made = [row for grid in H2 for row in rows(grid, lambda s: -3.0 * s.arm.startswith("cyclic"), sd=0.0)]
-    first, second, third = preregistered.outcome(table(made))
+    first, second, third = (said for said, _ in preregistered.findings(table(made)))
     assert first == (
         "H2: Does a cyclic schedule beat the static precision of its cost? No schedule beats static by the margin; "
         "static is better in 6 of 6; alike within the margin in 0. The 95 % intervals reach up to -3.00 points "
@@ -282,7 +283,7 @@ def test_outcomes_are_said_in_words():
     )
     assert second == "H1: At one cost, does noise decide? Open: 0 of 288 runs."
     assert third.startswith("H5: Do bits put where they matter beat static precision of equal cost? ")
-    found = answers.answers(table([*made, *rows("h3/facebook", lambda s: deficit_loss(s, date=-1), sd=0.001)]))
+    found = outcome.answers(table([*made, *rows("h3/facebook", lambda s: deficit_loss(s, date=-1), sd=0.001)]))
     said = preregistered.sentence(found, "H3")
     assert said.startswith(
         "H3: Does the date of a deficit matter? Earlier is worse. Loss, latest minus earliest, at equal "
@@ -295,7 +296,7 @@ def test_outcomes_are_said_in_words():
 
 def test_an_effect_without_a_margin_has_a_dash_and_no_number():
     effects = [Estimate("a", "points", np.arange(4.0), margin) for margin in (0.5, math.nan)]
-    shown = preregistered.primary([answers.Answer("H0", "?", tuple(effects))])
+    shown = preregistered.primary([preregistered.Answer("H0", "?", tuple(effects))])
     assert list(shown["margin +-"]) == ["0.5", "–"]
 
 

@@ -22,17 +22,13 @@ from cpt_core.schedules import cost
 from cpt_core.schedules.schedule import Schedule, StaticSchedule, TableSchedule
 from cpt_lab.experiments.recipe import Recipe
 from cpt_lab.experiments.recipes import recipe
-from cpt_lab.experiments.spec import RunSpec
+from cpt_lab.experiments.spec import NotMeasuredError, RunSpec
 from cpt_lab.paths import results_dir
 
 FILE = "sensitivity.json"  # under data/results, written by ``python -m bench.sensitivities``
 Q_MAX = 8
 SWITCH = 0.45  # of the training: a twentieth before the learning rate falls first (steps), or is half (cosine)
 STATIC, LATE = "static", "low then high"
-
-
-class NotMeasuredError(ValueError):
-    """The schedules of H5 cannot be made yet: their sensitivities are not stored."""
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,1 @@
+"""The paper's schedules on ladders of other number formats: H6."""
