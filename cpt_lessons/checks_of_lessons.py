@@ -6,27 +6,16 @@ import re
 from collections.abc import Callable
 from typing import Any
 
-import numpy as np
 import torch
+from torch.nn.functional import linear
 
+from cpt_core.quantization.convert import quantize_
 from cpt_core.quantization.fake_quantize import quantize
+from cpt_core.quantization.scheduler import precision
 from cpt_core.schedules.cost import relative_cost
 from cpt_core.schedules.make import make_schedule
-from cpt_core.schedules.schedule import Schedule, StaticSchedule
 from cpt_lessons import playground
-from cpt_lessons.answers import (
-    Exercise,
-    Refused,
-    like,
-    near,
-    number,
-    of_the_suite,
-    outcome,
-    schedule,
-    share,
-    words,
-)
-from cpt_lessons.demonstrations import tiny_problem
+from cpt_lessons.answers import Exercise, Refused, like, near, of_the_suite, schedule, share, words
 
 
 def _costs(bits: Any, low: float, high: float) -> None:
@@ -39,11 +28,11 @@ def _cheap(answer: Any) -> bool:
     return True
 
 
-def _falling(answer: Any) -> bool:
-    s = of_the_suite(answer)
-    _costs(s.bits(), 0.7, 0.9)
-    if s(0) != s.q_max:
-        raise Refused(f"it starts at {s(0)} bits, and rises")
+def _rival(answer: Any) -> bool:
+    s = schedule(answer, 64_000)
+    if s.q_min != s.q_max:
+        raise Refused(f"it goes from {s.q_min} to {s.q_max} bits: it is not static")
+    _costs(s.bits(), 0.5, _CR.relative_cost())
     return True
 
 
@@ -63,23 +52,37 @@ def _own_curve(answer: Any) -> bool:
     return True
 
 
-def _own_loop(answer: Any) -> bool:
-    def losses(train: Any, s: Schedule) -> list[float]:
-        with torch.random.fork_rng(devices=[]):
-            model, batches, *others = tiny_problem()
-            given = outcome(train, model, batches[: s.total_steps], *others, s)
-        try:
-            return [number(loss) for loss in given]
-        except (TypeError, Refused):
-            raise Refused(f"it returns a {type(given).__name__} that is no list of losses") from None
+def library_layer(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, bits: int) -> torch.Tensor:
+    """What the library makes of a linear layer, with gradients of 8 bits."""
+    outputs, inputs = weight.shape
+    model = quantize_(torch.nn.Sequential(torch.nn.Linear(inputs, outputs)))
+    with precision(model, bits, q_grad=8):
+        return torch.func.functional_call(model, {"0.weight": weight, "0.bias": bias}, (x,))
 
-    s, flat = make_schedule("CR", q_min=3, q_max=8, total_steps=20, n_cycles=2), StaticSchedule(3, 20)
-    given = losses(answer, s)
-    if len(given) != s.total_steps:
-        raise Refused(f"of {s.total_steps} batches it returns {len(given)} losses")
-    if np.allclose(given, losses(playground.losses_of, flat), rtol=1e-5):
-        raise Refused("the bits stay those of the first step")
-    return np.allclose(given, losses(playground.losses_of, s), rtol=1e-5)
+
+def _gradients(layer: Any) -> list[torch.Tensor]:
+    """Return the gradients of input, weight and bias at 3 bits, under 400 draws of the noise, shape (400, ...)."""
+    y = layer(*OPERANDS, 3)
+    arriving = torch.linspace(0.0, 9.0, y.numel()).sin().view(y.shape)
+    drawn = [torch.autograd.grad(y, OPERANDS, arriving, True, allow_unused=True) for _ in range(400)]
+    if any(found is None for found in drawn[0]):
+        raise Refused("its values are right, but no gradient goes from them to all of its operands")
+    return [torch.stack(found) for found in zip(*drawn, strict=True)]
+
+
+def _own_layer(answer: Any) -> bool:
+    like(library_layer, (*OPERANDS, 2), (*OPERANDS, 5), slips=_LAYER_SLIPS)(answer)
+    names = ("input", "weight", "bias")
+    for name, given, wanted in zip(names, _gradients(answer), _gradients(library_layer), strict=True):
+        noise, usual = given.std(0), wanted.std(0)
+        wrong = {  # eight standard errors
+            "is the same in every backward pass": not noise.any(),
+            "is another one, also in the mean": ((given - wanted).mean(0).abs() > 0.4 * (noise + usual) + 1e-5).any(),
+            "has not the noise of 8 bits": not 0.5 < noise.mean() / usual.mean() < 2,
+        }
+        if said := [why for why, so in wrong.items() if so]:
+            raise Refused(f"its values are right; the gradient of the {name} {said[0]}")
+    return True
 
 
 def _cheap_and_good(answer: Any) -> bool:
@@ -149,15 +152,21 @@ _SPREAD = torch.linspace(-1.0, 2.2, 33).square()
 _MATRIX = _SPREAD[1:].view(4, 8) - torch.tensor([[0.0], [1.0], [2.0], [-5.0]])
 _EQUAL = torch.full((3,), 0.7)
 _ONE_ROW_EQUAL = torch.stack([_EQUAL, torch.tensor([0.0, 0.4, 1.0])])
+OPERANDS = [v.clone().requires_grad_() for v in (_MATRIX[:, :6], _MATRIX[:3, 2:], _MATRIX[3, :3])]  # x, weight, bias
+_LAYER_SLIPS = {
+    "nothing is rounded": lambda x, w, b, q: linear(x, w, b),
+    "the weight has one range, and not one for each row": lambda *v: linear(*(quantize(each, v[3]) for each in v[:3])),
+    "the bias is not rounded": lambda x, w, b, q: linear(quantize(x, q), quantize(w, q, "linear_weight"), b),
+}
 _CR = make_schedule("CR", q_min=3, q_max=8, total_steps=64_000, n_cycles=8)
 _ETH = make_schedule("ETH", q_min=3, q_max=8, total_steps=64_000, n_cycles=8)
 
 EXERCISES = {
     "00.1": Exercise(_cheap, "cpt.make_schedule, with a name of large savings"),
-    "00.2": Exercise(_falling, "two have small savings; schedules.price_figure(...) shows which of them falls first"),
+    "00.2": Exercise(_rival, "section 1 has the cost of a step, to be divided by that of a step at 8 bits, 192"),
     "00.3": Exercise(share(_CR.share_at(8), 2e-3), "schedule.bits() is an array: compare it with 8 and take the mean"),
     "00.4": Exercise(
-        _own_loop, "section 2 has the loop: quantize_, PrecisionScheduler, and its step() after the optimizer's"
+        _own_layer, "rounded(...) of all three, with dim=1 for the weight; multiply; y.register_hook(...); return y"
     ),
     "01.1": Exercise(_seldom_at_q_min, "the last column of section 3's table; share_at(q_min) of a schedule tells it"),
     "01.2": Exercise(_own_curve, "3 + 5 * u costs 0.628; a power of u stays low for longer"),

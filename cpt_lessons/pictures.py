@@ -9,7 +9,7 @@ import numpy as np
 from matplotlib.figure import Figure
 
 from cpt_core.formats.format import Format
-from cpt_lab.analysis.style import COLORS, SMALL, TEXT, drawing, whole
+from cpt_lab.analysis.style import COLORS, SMALL, TEXT, drawing
 
 # where pictures have boxes of their own, and where a model finds some: x1, y1, x2, y2 in pixels, and a word
 Boxes = Sequence[tuple[Sequence[float], str]]
@@ -53,14 +53,17 @@ def staircase(bits: Sequence[int] = (2, 3, 4)) -> Figure:
     return figure
 
 
-def training_curve(losses: Sequence[float], bits: Sequence[int]) -> Figure:
-    """Draw the training loss over the bits of every step."""
-    with drawing(2, figsize=(8, 4), sharex=True, height_ratios=(2, 1)) as (figure, ((upper,), (lower,))):
-        upper.plot(losses, color=COLORS["static"], linewidth=1)
-        upper.set_ylabel("training loss")
-        lower.step(range(len(bits)), bits, where="post", color=COLORS["medium"])
-        lower.set(xlabel="training step", ylabel="bits")
-        whole(lower.yaxis)
+def by_cost(costs: Mapping[str, float], accuracies: Mapping[str, Sequence[float]]) -> Figure:
+    """Draw the accuracy of every arm against its cost: a point per training, a bar at their mean."""
+    alt = f"Test accuracy against relative cost of {', '.join(accuracies)}: a point per training, a bar at their mean"
+    with drawing(alt=alt, figsize=(7, 3.4)) as (figure, ((ax,),)):
+        for name, values in accuracies.items():
+            group, side = ("static", "right") if name.startswith("static") else ("medium", "left")
+            percent, x, color = 100 * np.asarray(values), costs[name], COLORS[group]
+            ax.plot([x] * len(percent), percent, "o", color=color, ms=4, alpha=0.4)
+            ax.plot(x, percent.mean(), "_", color=color, ms=22, markeredgewidth=2)
+            ax.text(x, 1.02, name, color=TEXT[group], ha=side, transform=ax.get_xaxis_transform())
+        ax.set(xlabel="cost relative to static 8 bits", ylabel="test accuracy (%)", xlim=(0, 1.15))
     return figure
 
 

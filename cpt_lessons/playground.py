@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import textwrap
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import lru_cache
 from typing import Any, NamedTuple
 
@@ -44,33 +44,23 @@ class Run(NamedTuple):
     accuracy: float
 
 
-def losses_of(model: Any, batches: Sequence[tuple[Any, Any]], loss_fn: Any, optimizer: Any, s: Schedule) -> list[float]:
-    """Train for the steps of a schedule, round and round the batches, and return the loss of every step.
-
-    The three lines of notebook 00. Gradients have ``Q_MAX`` bits, also below static precisions of fewer.
-    """
-    quantize_(model)
-    scheduler = PrecisionScheduler(model, s, q_grad=Q_MAX)
-    losses = []
-    for x, y in itertools.islice(itertools.cycle(batches), s.total_steps):
-        loss = loss_fn(model(x), y)
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        scheduler.step()
-        losses.append(float(loss.detach()))
-    return losses
-
-
 @lru_cache(64)
 def train(schedule: Schedule, seed: int = 0) -> Run:
     """Train ``demonstrations.tiny_problem`` along a schedule; what was trained once is remembered.
 
-    The state of torch's random numbers is left as it was.
+    Gradients have ``Q_MAX`` bits, also below static precisions of fewer. The state of torch's random numbers is left as
+    it was.
     """
     with torch.random.fork_rng(devices=[]), one_thread():  # with more, so short a training ends elsewhere
         model, batches, loss_fn, optimizer = tiny_problem(seed=seed)
-        losses = losses_of(model, batches, loss_fn, optimizer, schedule)
+        scheduler, losses = PrecisionScheduler(quantize_(model), schedule, q_grad=Q_MAX), []
+        for x, y in itertools.islice(itertools.cycle(batches), schedule.total_steps):
+            loss = loss_fn(model(x), y)
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            scheduler.step()
+            losses.append(loss.item())
     images, labels = held_out(seed=seed)
     with precision(model.eval(), "q_max"), torch.no_grad():
         accuracy = float((model(images).argmax(1) == labels).float().mean())

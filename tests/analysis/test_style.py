@@ -67,7 +67,9 @@ FIGURES = {
     "slopes": diagrams.slopes,
     "random rounding": diagrams.random_rounding,
     "three products": lambda: diagrams.three_products(12, 16),
-    "training": lambda: pictures.training_curve([2.0, 1.5, 1.2], [3, 3, 4]),
+    "accuracy by cost": lambda: pictures.by_cost(
+        {"static 8": 1.0, "CR": 0.57}, {"static 8": [0.9, 0.92], "CR": [0.91]}
+    ),
     "boxes": lambda: pictures.pictures_with_boxes([np.zeros((8, 8, 3), np.uint8)], {"a": [[((1, 1, 5, 5), "cat")]]}),
     "greys": images.as_seen,
     "seeds": lambda: images.seed_by_seed(digits(), "CR", "RR"),

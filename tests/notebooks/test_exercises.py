@@ -15,6 +15,7 @@ import torch
 import cpt_core as cpt
 from cpt_core.schedules.profiles import SUITE
 from cpt_lessons import exercises
+from cpt_lessons.checks_of_lessons import OPERANDS, library_layer
 from cpt_lessons.exercises import EXERCISES
 from cpt_lessons.export import notebook_page
 from cpt_lessons.predictions import PREDICTIONS, with_answers
@@ -41,36 +42,36 @@ class AlwaysOne(torch.autograd.Function):
         return torch.ones_like(gradient), None
 
 
-def own_loop(quantize=True, follow=True, optimize=True):
+def own_layer(through=lambda x, q, role: cpt.quantize(x, q, role), rows=True, bias=True, bits=8, random=True):
     """A reader's answer to 00.4, right unless told otherwise."""
 
-    def train(model, loader, loss_fn, optimizer, schedule):
-        if quantize:
-            cpt.quantize_(model)
-            precision = cpt.PrecisionScheduler(model, schedule)
-        losses = []
-        for x, y in loader:
-            optimizer.zero_grad()
-            losses.append(loss_fn(model(x), y))
-            losses[-1].backward()
-            if optimize:
-                optimizer.step()
-            if quantize and follow:
-                precision.step()
-        return losses
+    def layer(x, weight, b, q):
+        b = through(b, q, "bias") if bias else b
+        y = torch.nn.functional.linear(through(x, q, None), through(weight, q, "linear_weight" if rows else None), b)
+        if bits:
+            y.register_hook(lambda g: grid(g, 2**bits - 1, lambda k: (k + random * (torch.rand_like(k) - 0.5)).round()))
+        return y
 
-    return train
+    return layer
 
 
-NAMES = {"cpt": cpt, "math": math, "np": np, "torch": torch, "own_loop": own_loop, "grid": grid, "AlwaysOne": AlwaysOne}
+NAMES = {
+    "cpt": cpt,
+    "math": math,
+    "np": np,
+    "torch": torch,
+    "own_layer": own_layer,
+    "grid": grid,
+    "AlwaysOne": AlwaysOne,
+}
 SUITE_64 = "q_min=3, q_max=8, total_steps=64_000"
 
 # Further answers that are right, and ones that are wrong, by exercise.
 RIGHT = {
     "00.1": [f'cpt.make_schedule("RTH", {SUITE_64})', f'cpt.make_schedule("RR", {SUITE_64}, n_cycles=2)'],
-    "00.2": [f'cpt.make_schedule("ETH", {SUITE_64}, n_cycles=4)'],
+    "00.2": ["cpt.FunctionSchedule(lambda u: 5, total_steps=64_000)"],
     "00.3": ['"0.205"', "np.float32(0.205)", '"20.5 / 100"', '"20.5 %"', '"20,5%"'],
-    "00.4": ["own_loop()"],
+    "00.4": ["own_layer()", "own_layer(lambda x, q, role: x - (x - cpt.quantize(x, q, role)).detach())"],
     "01.1": ['"ER"', '"eth"', '" Er "', '"ER and ETH"', '("ETH", "ER")', f'cpt.make_schedule("ER", {SUITE_64})'],
     "01.2": ["cpt.FunctionSchedule(lambda u: 4 if u < 0.8 else 8, total_steps=1000)"],
     "01.3": ["lambda t: 8 - round(5 * math.exp(-4 * abs((t // 8000 + 1) % 2 - t % 8000 / 8000)))"],
@@ -137,20 +138,22 @@ WRONG = {
     ],
     "00.2": [
         *NO_SCHEDULE,
-        f'cpt.make_schedule("ER", {SUITE_64})',
-        f'cpt.make_schedule("RTH", {SUITE_64})',
-        "cpt.DeficitSchedule(3, 8, [(16_000, 32_000)], 64_000)",
-        "cpt.StaticSchedule(7, 64_000)",
+        f'cpt.make_schedule("CR", {SUITE_64})',
+        "cpt.StaticSchedule(4, 64_000)",
+        "cpt.StaticSchedule(6, 64_000)",
+        "cpt.StaticSchedule(5, 6400)",
     ],
     "00.3": [*NO_NUMBER, "0.5", "13_000", "20.5", '"0.205 %"', '"20"'],
     "00.4": [
-        "own_loop(quantize=False)",
-        "own_loop(follow=False)",
-        "own_loop(optimize=False)",
-        "lambda model, loader, loss_fn, optimizer, schedule: [1.0]",
-        "lambda *given: 2.3",
-        "lambda *given: given",
-        "lambda model: []",
+        "lambda x, weight, bias, bits: torch.nn.functional.linear(x, weight, bias)",
+        "own_layer(rows=False)",
+        "own_layer(bias=False)",
+        "own_layer(lambda x, q, role: cpt.quantize(x.detach(), q, role).requires_grad_())",
+        "own_layer(lambda x, q, role: 2 * x + (cpt.quantize(x, q, role) - 2 * x).detach())",
+        "own_layer(random=False)",
+        "own_layer(bits=None)",
+        "own_layer(bits=3)",
+        "lambda x: x",
         "[2.3]",
     ],
     "01.1": [
@@ -388,8 +391,9 @@ def test_what_is_wrong_with_a_quantiser_is_said(slip, sentence, capsys):
 
 REASONS = {
     ("00.1", f'cpt.make_schedule("CR", {SUITE_64})'): "it costs 0.633 of static 8",
-    ("00.2", f'cpt.make_schedule("RTH", {SUITE_64})'): "it costs 0.399 of static 8",
-    ("00.2", f'cpt.make_schedule("ER", {SUITE_64})'): "it starts at 3 bits, and rises",
+    ("00.2", f'cpt.make_schedule("CR", {SUITE_64})'): "it goes from 3 to 8 bits: it is not static",
+    ("00.2", "cpt.StaticSchedule(4, 64_000)"): "it costs 0.417 of static 8",
+    ("00.2", "cpt.StaticSchedule(6, 64_000)"): "it costs 0.688 of static 8",
     ("01.2", WRONG["01.2"][-4]): "it costs 0.628 of static 8",
     ("01.2", WRONG["01.2"][-3]): "it goes down to 2 bits",
     ("01.2", WRONG["01.2"][-2]): "it costs 0.359 of static 8",
@@ -400,6 +404,30 @@ REASONS = {
 @pytest.mark.parametrize(("asked", "reason"), REASONS.items(), ids=[f"{n}-{r}" for (n, _), r in REASONS.items()])
 def test_what_is_wrong_with_a_schedule_is_said(asked, reason, capsys):
     assert f": not yet: {reason}. Hint: " in said(*asked, capsys)
+
+
+def test_what_is_wrong_with_a_layer_is_said(capsys):
+    found = [said("00.4", answer, capsys).split(". Hint")[0] for answer in WRONG["00.4"][:8]]
+    assert [line.split("; ")[1] for line in found[:3]] == [
+        "nothing is rounded",
+        "the weight has one range, and not one for each row",
+        "the bias is not rounded",
+    ]
+    assert [line.split("its values are right")[1] for line in found[3:]] == [
+        ", but no gradient goes from them to all of its operands",
+        "; the gradient of the input is another one, also in the mean",
+        "; the gradient of the input is the same in every backward pass",
+        "; the gradient of the input is the same in every backward pass",
+        "; the gradient of the input has not the noise of 8 bits",
+    ]
+
+
+def test_the_solution_of_notebook_00_is_the_layer_of_the_library_to_the_last_bit():
+    solved = {}
+    exec((FOLDER / "solutions" / "00_solutions.py").read_text(), solved)
+    for bits in (1, 2, 4, 8):
+        ours, theirs = (f(*OPERANDS, bits) for f in (solved["my_linear"], library_layer))
+        assert torch.equal(ours, theirs)
 
 
 def test_a_row_without_a_step_is_told(capsys):
@@ -481,7 +509,7 @@ def test_rows_that_give_another_answer_are_heard(unchosen, capsys):
     with pytest.raises(AssertionError, match="zero: the answer that is kept is a, the rows say b"):
         exercises.reveal("zero", found="b")
     exercises.reveal("nought")
-    assert capsys.readouterr().out.startswith("there is no question 'nought'; those of the notebooks are cost of CR, ")
+    assert capsys.readouterr().out.startswith("there is no question 'nought'; those of the notebooks are static 4, ")
 
 
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda p: p.stem)

@@ -1,0 +1,66 @@
+"""How much there is to read may only fall: ``python -m book.words`` counts, and these are the ceilings."""
+
+import json
+
+import nbformat
+import pytest
+
+from book.words import FOLDER, LONG, Count, count, sentences
+
+# Words, long sentences, colons, lines of code, lines of plumbing. Lower them when a notebook has become shorter.
+CEILINGS = {
+    "00": (1166, 0, 3, 80, 18),
+    "01": (1485, 0, 10, 74, 32),
+    "02": (2114, 0, 13, 113, 37),
+    "03": (1467, 0, 7, 99, 59),
+    "04": (1679, 1, 11, 90, 45),
+    "05": (1751, 0, 11, 120, 58),
+    "06": (1679, 1, 7, 120, 54),
+    "07": (1604, 0, 13, 106, 53),
+    "08": (2448, 0, 6, 120, 66),
+    "09": (1587, 0, 17, 69, 35),
+}
+
+
+@pytest.mark.parametrize("path", sorted(FOLDER.glob("*.ipynb")), ids=lambda p: p.stem)
+def test_a_notebook_does_not_grow(path):
+    found = count(json.loads(path.read_text(encoding="utf-8")))
+    over = [name for name, n, most in zip(Count._fields, found, CEILINGS[path.name[:2]], strict=True) if n > most]
+    assert over == [], found
+
+
+def test_the_first_notebook_is_short_and_mostly_plain_torch():
+    found = count(json.loads((FOLDER / "00_start_here.ipynb").read_text(encoding="utf-8")))
+    assert found.words <= 1200
+    assert found.lines <= 80
+    assert found.share <= 0.25
+
+
+def test_the_method_has_25_lines_in_which_nothing_is_ours():
+    """The cells between the first check and the first prediction, and the quantiser: what the title promises."""
+    cells = {c.id: c.source for c in nbformat.read(FOLDER / "00_start_here.ipynb", as_version=4).cells}
+    method = f"{cells['00-30']}\n{cells['00-34']}"
+    assert len([line for line in method.splitlines() if line.strip()]) <= 25
+    assert not {"cpt", "exercises", "pictures", "schedules", "P"} & set(method.replace(".", " ").split())
+
+
+def test_what_is_counted():
+    code = (
+        "import math\nfrom cpt_lessons.parameters import start\n\nP = start()\n# a comment\n"
+        "x = (\n    P.scale\n)\nprint(math.pi)"
+    )
+    text = f"# A heading: not prose\n\nOne claim: and another. Two $a: b$ things:\n\n- {'word ' * (LONG + 1)}end."
+    cells = [
+        {"cell_type": "code", "id": "install", "source": "import os"},
+        {"cell_type": "code", "id": "a", "source": code},
+        {"cell_type": "markdown", "id": "b", "source": text.splitlines(keepends=True)},
+    ]
+    found = count({"cells": cells})
+    assert found == Count(words=len(text.split()), long=1, colons=1, lines=7, plumbing=4)
+    assert found.share == 4 / 7
+    assert sentences("One. Two of 0.5 points. Is it *three*? Yes") == [
+        "One.",
+        "Two of 0.5 points.",
+        "Is it *three*?",
+        "Yes",
+    ]
