@@ -42,6 +42,7 @@ class Quantizer:
         percentile: of the elements inside the range, for that clipping.
         hadamard: size of the random Hadamard rotation of both operands of a product along its sum; 0 for none.
         grid: what kernels are told: the granularity, and where there is a format, "|", its name and the clipping.
+        along_sum: whether it works along the dimension over which a product sums, as blocks and rotations do.
     """
 
     granularity: str | None = None
@@ -52,6 +53,7 @@ class Quantizer:
     percentile: float = 99.9
     hadamard: int = 0
     grid: str = field(init=False, repr=False, compare=False)  # made once: compilers do not follow its making
+    along_sum: bool = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         """Check the values."""
@@ -72,6 +74,7 @@ class Quantizer:
             raise ValueError("clipping and rotation belong to a format; name one, such as Format.affine(4)")
         object.__setattr__(self, "hadamard", size)
         object.__setattr__(self, "grid", grid_of(self.granularity or "", self))
+        object.__setattr__(self, "along_sum", self.format is not None and bool(self.format.block or size))
 
     @classmethod
     def of(cls, value: Quantizer | Format | str) -> Quantizer:
@@ -86,11 +89,6 @@ class Quantizer:
     def plain(self) -> bool:
         """Whether it is the paper's grid with nothing added: ranges and rounding as the role has them."""
         return self.format is None or (self.format.plain_affine and self == Quantizer(format=self.format))
-
-    @property
-    def along_sum(self) -> bool:
-        """Whether it works along the dimension over which a product sums, as blocks and rotations do."""
-        return self.format is not None and bool(self.format.block or self.hadamard)
 
     def on(self, level: Quantizer | None) -> Quantizer:
         """Return what is in force at a level of a ladder; the paper's grids, and None, leave it as it is."""
