@@ -5,11 +5,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from cpt_core.kernels.operators import range_of
+from cpt_core.kernels.operators import check_floating, range_of
 from cpt_core.kernels.quantized_tensor import QuantizedTensor
 from cpt_core.kernels.reference import clips
 from cpt_core.quantization.precision import LayerPrecision
-from cpt_core.quantization.quantizers import check_floating
 
 
 def encoded(p: LayerPrecision, role: str, x: Tensor, channels_last: bool = False) -> QuantizedTensor:

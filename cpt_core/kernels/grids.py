@@ -4,7 +4,7 @@ What kernels call granularity is a *grid* where a format is in force: the granul
 else granularity, "|" and the format's name, with clipping; see ``Quantizer.grid``.
 
 >>> x = torch.tensor([[0.1, 0.5, -6.0], [1.0, 2.0, 12.0]])
->>> fake_quantize(x, torch.tensor(15.0), "per_row|e2m1", None)[0].tolist()
+>>> quantize_to(x, "per_row|e2m1", torch.tensor(15.0), None)[0].tolist()
 [[0.0, 0.5, -6.0], [1.0, 2.0, 12.0]]
 """
 
@@ -29,13 +29,6 @@ def parts_of(grid: str) -> tuple[str, Quantizer | None]:
 
 
 _parts: dict[str, tuple[str, Quantizer | None]] = {}
-
-
-def fake_quantize(x: Tensor, levels: Tensor, grid: str, key: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
-    """Round a tensor that is not empty on its own range, whatever the grid; as ``reference.fake_quantize``."""
-    if parts_of(grid)[1] is None:
-        return reference.fake_quantize(x, levels, grid, key)
-    return quantize_to(x, grid, levels, key)
 
 
 def quantize_to(x: Tensor, grid: str, levels: Tensor, key: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:

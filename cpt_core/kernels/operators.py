@@ -19,7 +19,24 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from cpt_core.checks import shown
 from cpt_core.kernels import grids, products, reference, traced
+
+
+def check_floating(x: Tensor) -> None:
+    """Raise ValueError for no tensor, one whose grid would be cut to whole numbers, or that has no order."""
+    if not isinstance(x, Tensor):
+        raise ValueError(f"x must be a tensor, got {shown(x)}")
+    if not x.is_floating_point():
+        raise ValueError(f"only floating tensors can be quantised, got {x.dtype}; convert it with .float() first")
+
+
+def on_own_range(x: Tensor, levels: Tensor, grid: str, key: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+    """Round to the paper's grid, or to that of a format; ``fake_quantize`` in plain torch."""
+    if "|" in grid:
+        return grids.quantize_to(x, grid, levels, key)
+    return reference.fake_quantize(x, levels, grid, key)
+
 
 SCHEMAS = {
     "range": "(Tensor x, str granularity) -> (Tensor, Tensor)",
@@ -36,7 +53,7 @@ SCHEMAS = {
 PLAIN = {
     "range": reference.range_of,
     "round_to_grid": reference.round_to_grid,
-    "fake_quantize": grids.fake_quantize,
+    "fake_quantize": on_own_range,
     "round_in_range": grids.round_in_range,
     "encode": reference.encode,
     "affine_": reference.affine,

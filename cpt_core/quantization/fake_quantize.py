@@ -26,8 +26,8 @@ from cpt_core.formats.quantizer import Quantizer, grid_of
 from cpt_core.kernels import operators
 from cpt_core.kernels.backend import backend
 from cpt_core.kernels.grids import UNSCALED, check_blocks
-from cpt_core.kernels.operators import fake_quantize, round_in_range
-from cpt_core.quantization.quantizers import IDENTITY_BITS, check_floating, quantizer_of
+from cpt_core.kernels.operators import check_floating, fake_quantize, round_in_range
+from cpt_core.quantization.quantizers import IDENTITY_BITS, quantizer_of
 
 INT64 = (-(2**63), 2**63 - 1)  # a key of noise is one
 

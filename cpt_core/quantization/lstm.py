@@ -30,12 +30,11 @@ from torch.nn.utils.rnn import PackedSequence
 
 from cpt_core.formats.quantizer import Quantizer, grid_of
 from cpt_core.kernels.lstm import Forward, recurrence
-from cpt_core.kernels.operators import fake_quantize, linear, range_of, round_in_range
+from cpt_core.kernels.operators import check_floating, fake_quantize, linear, range_of, round_in_range
 from cpt_core.kernels.quantized_tensor import LONGEST
 from cpt_core.kernels.reference import Range
 from cpt_core.quantization.layers import PASSES, QuantizedLayer, seen, unseen
 from cpt_core.quantization.on_codes import on_codes
-from cpt_core.quantization.quantizers import check_floating
 from cpt_core.schedules.schedule import Levels
 
 State = tuple[Tensor, Tensor]

@@ -14,11 +14,10 @@ from cpt_core.checks import check_bits
 from cpt_core.formats.ladder import AFFINE
 from cpt_core.formats.quantizer import Quantizer
 from cpt_core.kernels.backend import backend, kernels_on
-from cpt_core.kernels.operators import fake_quantize, round_in_range
+from cpt_core.kernels.operators import check_floating, fake_quantize, round_in_range
 from cpt_core.processor import multiplies_codes
 from cpt_core.quantization.fake_quantize import counts_in_backward, quantize_gradient, round_gradient
 from cpt_core.quantization.in_force import Roles, asked_of, check_formats, ladder_role, meaning, weight_role
-from cpt_core.quantization.quantizers import check_floating
 from cpt_core.quantization.running import RunningState
 from cpt_core.schedules.schedule import Levels
 

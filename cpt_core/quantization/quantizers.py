@@ -10,9 +10,7 @@ needs a new one.
 
 from __future__ import annotations
 
-from torch import Tensor
-
-from cpt_core.checks import choose, shown
+from cpt_core.checks import choose
 from cpt_core.formats.quantizer import GRANULARITIES, Quantizer
 
 IDENTITY_BITS = 24  # float32 has 24 significant bits: from here on quantisation changes nothing worth simulating
@@ -50,11 +48,3 @@ def quantizer_of(quantizer: Quantizer | str) -> Quantizer:
             raise ValueError(f"the quantizer of a role has a granularity, one of {', '.join(GRANULARITIES)}; got none")
         return quantizer
     return QUANTIZERS[choose("quantizer", quantizer, QUANTIZERS)]
-
-
-def check_floating(x: Tensor) -> None:
-    """Raise ValueError for no tensor, one whose grid would be cut to whole numbers, or that has no order."""
-    if not isinstance(x, Tensor):
-        raise ValueError(f"x must be a tensor, got {shown(x)}")
-    if not x.is_floating_point():
-        raise ValueError(f"only floating tensors can be quantised, got {x.dtype}; convert it with .float() first")

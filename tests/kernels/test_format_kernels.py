@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cpt_core.formats.format import FORMATS, Format
-from cpt_core.kernels import grids, reference
+from cpt_core.kernels import reference
 from cpt_core.kernels.elements import round_elements
 
 SMALL = [n for n, f in FORMATS.items() if f.kind != "affine" and not f.block and f.bits <= 8]
@@ -192,14 +192,14 @@ HARD = [
 @pytest.mark.parametrize("case", range(len(HARD)))
 def test_blocks_are_those_of_the_specification(name, case):
     format, x = FORMATS[name], HARD[case]
-    found = grids.fake_quantize(x, NINE, f"per_tensor|{name}", None)[0]
+    found = torch.ops.cpt_reference.fake_quantize(x, NINE, f"per_tensor|{name}", None)[0]
     bare = Format.of(str(format).replace("mxint8", "symmetric8").replace("mxfp4", "e2m1").split("_")[-1])
     assert np.array_equal(found.numpy(), mx_by_specification(x.numpy(), bare, 32), equal_nan=True)
 
 
 def test_the_last_block_may_be_shorter():
     x = normal(3, 70)
-    found = grids.fake_quantize(x, NINE, "per_row|mxfp4:partial=1", None)[0]
+    found = torch.ops.cpt_reference.fake_quantize(x, NINE, "per_row|mxfp4:partial=1", None)[0]
     assert np.array_equal(found.numpy(), mx_by_specification(x.numpy(), Format.minifloat(2, 1), 32))
     for ops in (torch.ops.cpt, torch.ops.cpt_reference):
         with pytest.raises(ValueError, match=r"blocks of 32 do not divide .*\(3, 70\); with partial=True"):
@@ -221,13 +221,13 @@ def nvfp4_by_numpy(x, block):
 @pytest.mark.parametrize("spread", [0, 1, 3])
 def test_nvfp4(spread):
     x = normal(6, 5, 64) * 10.0 ** (spread * normal(6, 5, 4)).repeat_interleave(16, -1)
-    found = grids.fake_quantize(x, NINE, "per_tensor|nvfp4", None)[0]
+    found = torch.ops.cpt_reference.fake_quantize(x, NINE, "per_tensor|nvfp4", None)[0]
     expected = torch.from_numpy(nvfp4_by_numpy(x.numpy(), 16))
     assert float((found - expected).abs().max()) <= float(x.abs().max()) * 1e-6
     assert torch.equal(found, found.clone())
     assert bool((found != x).any())
-    own = grids.fake_quantize(x, NINE, "per_row|nvfp4", None)[0]
-    by_row = [grids.fake_quantize(row, NINE, "per_tensor|nvfp4", None)[0] for row in x.flatten(0, 1)]
+    own = torch.ops.cpt_reference.fake_quantize(x, NINE, "per_row|nvfp4", None)[0]
+    by_row = [torch.ops.cpt_reference.fake_quantize(row, NINE, "per_tensor|nvfp4", None)[0] for row in x.flatten(0, 1)]
     assert torch.equal(own, torch.stack(by_row).view_as(x))
 
 
@@ -241,15 +241,15 @@ named = st.sampled_from([n for n in FORMATS if n != "float32" and FORMATS[n].kin
 def test_rounding_is_idempotent_monotone_and_near(values, name, power):
     x, format = torch.tensor(values), FORMATS[name]
     grid = f"per_tensor|{name}"
-    y = grids.fake_quantize(x, NINE, grid, None)[0]
+    y = torch.ops.cpt_reference.fake_quantize(x, NINE, grid, None)[0]
     order = x.argsort()
     if format.scale != "e4m3":  # blocks of nvfp4 have grids of their own inside one row
         assert bool((y[order].diff() >= 0).all())
     if format.scale == "e8m0":
-        assert torch.equal(y, -grids.fake_quantize(-x, NINE, grid, None)[0])
-        assert torch.equal(grids.fake_quantize(y, NINE, grid, None)[0], y)
+        assert torch.equal(y, -torch.ops.cpt_reference.fake_quantize(-x, NINE, grid, None)[0])
+        assert torch.equal(torch.ops.cpt_reference.fake_quantize(y, NINE, grid, None)[0], y)
         small = float(x.abs().max()) < 1e-20  # scales end
-        scaled = grids.fake_quantize(x * 2.0**power, NINE, grid, None)[0]
+        scaled = torch.ops.cpt_reference.fake_quantize(x * 2.0**power, NINE, grid, None)[0]
         assert small or torch.equal(scaled, y * 2.0**power)
     if not format.block and format.bits <= 8:
         plain = round_elements(x, None, format)
@@ -260,7 +260,7 @@ def test_rounding_is_idempotent_monotone_and_near(values, name, power):
 @pytest.mark.parametrize("name", ["e4m3", "symmetric4", "log2_4", "e2m1", "affine4"])
 def test_a_scale_brings_the_largest_of_a_range_to_the_largest_value(granularity, name):
     x, format = normal(4, 5, 6), Format.of(name)
-    y, low, width = grids.fake_quantize(x, NINE, f"{granularity}|{name}", None)
+    y, low, width = torch.ops.cpt_reference.fake_quantize(x, NINE, f"{granularity}|{name}", None)
     assert all(torch.equal(a, b) for a, b in zip((low, width), reference.range_of(x, granularity), strict=True))
     if format.kind == "affine":
         expected = reference.fake_quantize(x, torch.tensor(15.0), granularity, None)[0]
@@ -275,8 +275,8 @@ def test_a_scale_brings_the_largest_of_a_range_to_the_largest_value(granularity,
 def test_a_range_of_zeros_or_of_tiny_numbers_is_rounded_all_the_same():
     for name in ("e4m3", "symmetric8", "nvfp4", "mxfp4", "log2_3"):
         grid = f"per_row|{name}"
-        assert grids.fake_quantize(torch.zeros(2, 32), NINE, grid, None)[0].abs().sum() == 0
-        assert bool(grids.fake_quantize(normal(2, 32) * 1e-44, NINE, grid, None)[0].isfinite().all())
+        assert torch.ops.cpt_reference.fake_quantize(torch.zeros(2, 32), NINE, grid, None)[0].abs().sum() == 0
+        assert bool(torch.ops.cpt_reference.fake_quantize(normal(2, 32) * 1e-44, NINE, grid, None)[0].isfinite().all())
 
 
 def test_not_a_number_spreads_over_its_range_alone():
@@ -284,7 +284,7 @@ def test_not_a_number_spreads_over_its_range_alone():
         for bad in (NAN, INF, -INF):
             x = normal(2, 32)
             x[0, 7] = bad
-            y = grids.fake_quantize(x, NINE, f"per_row|{name}", None)[0]
+            y = torch.ops.cpt_reference.fake_quantize(x, NINE, f"per_row|{name}", None)[0]
             assert bool(y[0].isnan().all())
             assert bool(y[1].isfinite().all())
 
@@ -295,7 +295,7 @@ def test_rms_is_never_worse(name, granularity):
     x = normal(3, 4, 64)
     error = {}
     for clip in ("none", "rms"):
-        y = grids.fake_quantize(x, NINE, f"{granularity}|{name}:clipping={clip}", None)[0]
+        y = torch.ops.cpt_reference.fake_quantize(x, NINE, f"{granularity}|{name}:clipping={clip}", None)[0]
         error[clip] = (y - x).square()
     if FORMATS[name].block:
         size = FORMATS[name].block
@@ -309,14 +309,20 @@ def test_rms_is_never_worse(name, granularity):
 
 def test_percentile():
     x = torch.cat([torch.arange(1.0, 101), torch.tensor([1e4])])[torch.randperm(101)]
-    found = grids.fake_quantize(x, NINE, "per_tensor|symmetric8:clipping=percentile:percentile=99.0", None)[0]
+    found = torch.ops.cpt_reference.fake_quantize(
+        x, NINE, "per_tensor|symmetric8:clipping=percentile:percentile=99.0", None
+    )[0]
     assert float(found.max()) == pytest.approx(float(np.percentile(x.numpy(), 99)))
-    y = grids.fake_quantize(x, NINE, "per_tensor|affine8:clipping=percentile:percentile=90.0", None)[0]
+    y = torch.ops.cpt_reference.fake_quantize(x, NINE, "per_tensor|affine8:clipping=percentile:percentile=90.0", None)[
+        0
+    ]
     assert [float(y.min()), float(y.max())] == pytest.approx([np.percentile(x, 10), np.percentile(x, 90)])
     x = normal(5, 7, 40)
     for granularity in reference.GRANULARITIES:
         if granularity != "per_sample_mean":
-            y = grids.fake_quantize(x, NINE, f"{granularity}|symmetric8:clipping=percentile:percentile=75.0", None)[0]
+            y = torch.ops.cpt_reference.fake_quantize(
+                x, NINE, f"{granularity}|symmetric8:clipping=percentile:percentile=75.0", None
+            )[0]
             axes = {"per_row": 2, "per_channel": (1, 2), "per_position": (0, 2), "per_tensor": None}[granularity]
             most = np.abs(y.numpy()).max(axis=axes)
             assert np.allclose(most, np.percentile(np.abs(x.numpy()), 75, axis=axes), rtol=1e-5)

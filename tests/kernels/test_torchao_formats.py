@@ -6,8 +6,6 @@ import pytest
 import torch
 from helpers import NAN, normal
 
-from cpt_core.kernels import grids
-
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")
     pytest.importorskip("torchao")
@@ -31,7 +29,7 @@ def test_mx_is_torchao_s_bit_for_bit(name):
     for x in (normal(512, 256), WIDE.flatten(0, 1), torch.zeros(2, 32)):
         scale, codes = mx.to_mx(x.contiguous(), ELEMENTS[name], 32)
         theirs = mx.to_dtype(codes, scale, ELEMENTS[name], 32, torch.float32)
-        assert torch.equal(grids.fake_quantize(x, N, f"per_row|{name}", None)[0], theirs)
+        assert torch.equal(torch.ops.cpt_reference.fake_quantize(x, N, f"per_row|{name}", None)[0], theirs)
 
 
 def test_nan_makes_the_block_nan_in_both():
@@ -39,7 +37,7 @@ def test_nan_makes_the_block_nan_in_both():
     x[0, 40] = NAN
     scale, codes = mx.to_mx(x, torch.float8_e4m3fn, 32)
     theirs = mx.to_dtype(codes, scale, torch.float8_e4m3fn, 32, torch.float32)
-    ours = grids.fake_quantize(x, N, "per_row|mxfp8_e4m3", None)[0]
+    ours = torch.ops.cpt_reference.fake_quantize(x, N, "per_row|mxfp8_e4m3", None)[0]
     assert torch.equal(ours.isnan(), theirs.isnan())
     assert int(ours.isnan().sum()) == 32
 
@@ -51,6 +49,6 @@ def test_nvfp4_is_torchao_s_but_for_roundings_of_the_scale():
     scales, codes = nv.nvfp4_quantize(x, 16, t)
     elements = mx.f4_unpacked_to_f32(mx.unpack_uint4(codes)).view(512, 16, 16)
     theirs = (elements * (scales.float() * t).unsqueeze(-1)).view_as(x)
-    ours = grids.fake_quantize(x, N, "per_tensor|nvfp4", None)[0]
+    ours = torch.ops.cpt_reference.fake_quantize(x, N, "per_tensor|nvfp4", None)[0]
     close = torch.isclose(ours, theirs, rtol=1e-6, atol=0)
     assert float(close.float().mean()) > 0.9999

@@ -1,18 +1,24 @@
 import math
+import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 from torch import nn
 
+import cpt_core
 from cpt_core.checks import check_bits
 from cpt_core.formats.quantizer import Quantizer
+from cpt_core.kernels.backend import reference
 from cpt_core.kernels.operators import range_of
 from cpt_core.kernels.reference import GRANULARITIES
+from cpt_core.quantization.convert import quantize_
 from cpt_core.quantization.fake_quantize import levels_of, quantize, quantize_gradient
 from cpt_core.quantization.lstm import QuantLSTM
 from cpt_core.quantization.precision import LayerPrecision
 from cpt_core.quantization.quantizers import QUANTIZERS
+from cpt_core.quantization.scheduler import precision
 
 EVERY = sorted(GRANULARITIES)
 STOCHASTIC = Quantizer("per_tensor", rounding="stochastic")
@@ -359,3 +365,30 @@ def test_what_is_not_finite_never_enters_the_running_range(bad, good_first):
     layer.eval()
     torch.testing.assert_close(layer.operand("input", x), quantize(x, 4, "conv_input"))
     assert layer.operand("input", poisoned * math.nan).isnan().all()
+
+
+def files_entered(call):
+    """The files of cpt_core whose functions run."""
+    root, found = Path(cpt_core.__file__).parent, set()
+
+    def seen(frame, event, _):
+        if event == "call" and (path := Path(frame.f_code.co_filename)).is_relative_to(root):
+            found.add(path.relative_to(root).as_posix())
+
+    before = sys.getprofile()
+    sys.setprofile(seen)
+    try:
+        call()
+    finally:
+        sys.setprofile(before)
+    return found
+
+
+def test_rounding_is_walked_in_three_files():
+    """What a reader of the method holds at once: a weight on its way to its grid, in plain torch."""
+    layer = quantize_(nn.Linear(4, 3))
+    with reference(), precision(layer, 4):
+        own = layer.precision.operand("weight", layer.weight)
+        entered = files_entered(lambda: layer.precision.operand("weight", layer.weight))
+    assert own.unique().numel() > 3
+    assert entered == {"quantization/precision.py", "kernels/operators.py", "kernels/reference.py"}
