@@ -56,4 +56,4 @@ else:
 
     __all__, __getattr__, __dir__ = lazily(__name__)
 
-__version__ = "0.2.0"
+__version__ = "0.3.0"
