@@ -26,11 +26,11 @@ def pytest_configure(config: pytest.Config) -> None:
     if not config.getoption("nbval_lax", False):
         return
     import nbval.kernel
-    from jupyter_client.manager import KernelManager
 
+    manager = nbval.kernel.KernelManager
     folder = tempfile.TemporaryDirectory(prefix="cpt-")  # a short path: the system allows some 100 characters
     atexit.register(folder.cleanup)  # a worker of xdist leaves its configuration as it is
-    nbval.kernel.KernelManager = lambda **how: KernelManager(transport="ipc", ip=f"{folder.name}/kernel", **how)
+    nbval.kernel.KernelManager = lambda **how: manager(transport="ipc", ip=f"{folder.name}/kernel", **how)
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

@@ -1,17 +1,6 @@
 """One way to see what runs in a model: which module is running, and every product that torch executes meanwhile.
 
 What is priced (``trace``), checked (``inspecting.check``) and measured (``inspecting.step``) is seen like this.
-
->>> from cpt_core.bitops.products import name_of
->>> class Products(Watch):
-...     def product(self, operation, args, found, out):
-...         print(self.names[-1], name_of(operation), sum(p.macs for p in found))
->>> model = nn.Sequential(nn.Linear(4, 3), nn.Linear(3, 2))
->>> watch = Products()
->>> with watch.following(dict(model.named_modules())), watch:
-...     y = model(torch.ones(5, 4))
-0 addmm 60
-1 addmm 30
 """
 
 from __future__ import annotations

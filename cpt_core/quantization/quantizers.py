@@ -18,26 +18,28 @@ IDENTITY_BITS = 24  # float32 has 24 significant bits: from here on quantisation
 # The roles of the authors' layers.
 # Differs: the paper speaks of clipping; like the authors' code this is an affine grid between minimum and maximum.
 QUANTIZERS: dict[str, Quantizer] = {
-    "conv_input": Quantizer("per_tensor", running=True),
-    "conv_weight": Quantizer("per_channel"),
-    "conv_grad": Quantizer("per_tensor", rounding="stochastic"),
-    "linear_input": Quantizer("per_tensor", running=True),
-    "linear_weight": Quantizer("per_row"),
-    "linear_grad": Quantizer("per_position", rounding="stochastic"),
-    "graph_input": Quantizer("per_row"),  # one range per node
-    "graph_weight": Quantizer("per_row"),
-    "graph_aggregation": Quantizer("per_row"),  # what enters the sum over neighbours, in Q-Agg
-    "graph_grad": Quantizer("per_position", rounding="stochastic"),
-    "lstm_input": Quantizer("per_tensor", running=True),  # at every time step
-    "lstm_hidden": Quantizer("per_tensor", running=True),
-    "lstm_weight": Quantizer("per_row"),
-    "lstm_grad": Quantizer("per_row", rounding="stochastic"),  # one range per sequence, at every time step
-    "attention_query": Quantizer("per_row"),  # one range per token and head
-    "attention_key": Quantizer("per_row"),  # of the transposed keys: one range per head and feature, over the tokens
-    "attention_probabilities": Quantizer("per_row"),
-    "attention_value": Quantizer("per_row"),
-    "attention_grad": Quantizer("per_position", rounding="stochastic"),
-    "bias": Quantizer("per_tensor"),
+    "conv_input": Quantizer("per_tensor", "nearest", running=True),
+    "conv_weight": Quantizer("per_channel", "nearest"),
+    "conv_grad": Quantizer("per_tensor", "stochastic"),
+    "linear_input": Quantizer("per_tensor", "nearest", running=True),
+    "linear_weight": Quantizer("per_row", "nearest"),
+    "linear_grad": Quantizer("per_position", "stochastic"),
+    "graph_input": Quantizer("per_row", "nearest"),  # one range per node
+    "graph_weight": Quantizer("per_row", "nearest"),
+    "graph_aggregation": Quantizer("per_row", "nearest"),  # what enters the sum over neighbours, in Q-Agg
+    "graph_grad": Quantizer("per_position", "stochastic"),
+    "lstm_input": Quantizer("per_tensor", "nearest", running=True),  # at every time step
+    "lstm_hidden": Quantizer("per_tensor", "nearest", running=True),
+    "lstm_weight": Quantizer("per_row", "nearest"),
+    "lstm_grad": Quantizer("per_row", "stochastic"),  # one range per sequence, at every time step
+    "attention_query": Quantizer("per_row", "nearest"),  # one range per token and head
+    "attention_key": Quantizer(
+        "per_row", "nearest"
+    ),  # of the transposed keys: one range per head and feature, over the tokens
+    "attention_probabilities": Quantizer("per_row", "nearest"),
+    "attention_value": Quantizer("per_row", "nearest"),
+    "attention_grad": Quantizer("per_position", "stochastic"),
+    "bias": Quantizer("per_tensor", "nearest"),
 }
 
 

@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 import numpy as np
 
 from cpt_core.checks import check_bits, declared, shown, whole
-from cpt_core.schedules.cost import Ladders, StepCost, relative_role_cost
+from cpt_core.schedules.cost import relative_role_cost
 from cpt_core.schedules.profiles import Array
 from cpt_core.schedules.schedule import (
     FLOAT32,
@@ -196,18 +196,10 @@ class DelayedSchedule(AroundSchedule):
             return Levels(*[self.level] * 4)
         return super().levels_at(step, q_grad)
 
-    def relative_cost(
-        self,
-        q_grad: int | None = None,
-        q_max: int | None = None,
-        cost: StepCost | str | None = None,
-        ladder: Ladders | None = None,
-    ) -> float:
-        """Return the training cost relative to static ``q_max``, see ``Schedule``."""
+    def _relative_cost(self, q_max: int, q_grad: int | None, *priced: Any) -> float:
         if self.level is None:
-            return super().relative_cost(q_grad, q_max, cost, ladder)
-        top = self.q_max if q_max is None else q_max
-        return relative_role_cost(self.levels(top if q_grad is None else q_grad), top, q_grad, cost, ladder)
+            return super()._relative_cost(q_max, q_grad, *priced)
+        return relative_role_cost(self.levels(q_max if q_grad is None else q_grad), q_max, q_grad, *priced)
 
     def to_dict(self) -> dict[str, Any]:
         """Return a JSON-able description; ``schedule_from_dict`` gives an equal schedule."""

@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cpt_core.checks import declared, shown, whole
-from cpt_core.schedules.cost import Ladders, StepCost, noise_exposure, relative_cost
+from cpt_core.schedules.cost import noise_exposure, relative_cost
 from cpt_core.schedules.profiles import Array
 from cpt_core.schedules.schedule import Schedule
 
@@ -93,16 +93,9 @@ class LayeredSchedule(Schedule):
         """Return the highest bits of any group at every step as floats."""
         return self.by_group().max(0).astype(np.float64)
 
-    def relative_cost(
-        self,
-        q_grad: int | None = None,
-        q_max: int | None = None,
-        cost: StepCost | str | None = None,
-        ladder: Ladders | None = None,
-    ) -> float:
-        """Return the cost of the quantised layers relative to static ``q_max``, see ``Schedule``."""
-        top = self.q_max if q_max is None else q_max
-        return self._mean(np.array([relative_cost(s.bits(), top, q_grad, cost, ladder) for _, s, _ in self.parts]))
+    def _relative_cost(self, q_max: int, q_grad: int | None, *priced: Any) -> float:
+        """Of the quantised layers."""
+        return self._mean(np.array([relative_cost(s.bits(), q_max, q_grad, *priced) for _, s, _ in self.parts]))
 
     def noise_exposure(self, q_max: int | None = None) -> float:
         """Return the mean of 4**-q over steps and MACs, relative to static ``q_max``."""

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from cpt_core.checks import declared, whole
-from cpt_core.schedules.cost import Ladders, StepCost, relative_role_cost
+from cpt_core.schedules.cost import relative_role_cost
 from cpt_core.schedules.layered import LayeredSchedule
 from cpt_core.schedules.profiles import Array
 from cpt_core.schedules.schedule import FLOAT32, Levels, Schedule, StaticSchedule
@@ -112,16 +112,9 @@ class RoleSchedules(Schedule):
         self._refuse(q_grad)
         return Levels(*(s(step) for s in self.parts))
 
-    def relative_cost(
-        self,
-        q_grad: int | None = None,
-        q_max: int | None = None,
-        cost: StepCost | str | None = None,
-        ladder: Ladders | None = None,
-    ) -> float:
-        """Return the training cost relative to static ``q_max`` (its own) with gradients of ``q_grad`` (q_max) bits."""
-        top = self.q_max if q_max is None else q_max
-        return relative_role_cost(self.levels(), top, q_grad, cost, ladder)
+    def _relative_cost(self, q_max: int, q_grad: int | None, *priced: Any) -> float:
+        """Beside a baseline with gradients of ``q_grad`` (q_max) bits."""
+        return relative_role_cost(self.levels(), q_max, q_grad, *priced)
 
     def _refuse(self, q_grad: int | None) -> None:
         if q_grad is not None:

@@ -110,7 +110,10 @@ class Schedule:
 
         By BitOps, a name of ``COSTS``, or a function, bits -> cost of a step; on a ladder, bits are its levels.
         """
-        return relative_cost(self._bits, self.q_max if q_max is None else q_max, q_grad, cost, ladder)
+        return self._relative_cost(self.q_max if q_max is None else q_max, q_grad, cost, ladder)
+
+    def _relative_cost(self, q_max: int, q_grad: int | None, *priced: Any) -> float:
+        return relative_cost(self._bits, q_max, q_grad, *priced)
 
     def noise_exposure(self, q_max: int | None = None) -> float:
         """Return the mean of 4**-q over the steps, relative to static ``q_max`` (its own; 1 = no extra noise)."""

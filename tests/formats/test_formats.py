@@ -103,7 +103,7 @@ blocks = st.one_of(
 
 
 @given(st.one_of(elements, blocks), st.booleans(), options())
-def test_a_name_gives_the_format_back_and_the_quantiser(format, saturate, chosen):
+def test_a_name_gives_the_format_back(format, saturate, chosen):
     format = replace(format, saturate=saturate)
     assert Format.of(str(format)) == format
     assert Format.of(format) is format

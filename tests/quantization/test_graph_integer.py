@@ -270,9 +270,9 @@ def test_a_sum_has_no_more_terms_than_int32_holds(monkeypatch):
 @pytest.mark.parametrize("width", [6, 12], ids=["sum first", "product first"])
 @pytest.mark.parametrize("config", [SHARED, AUTHORS, replace(SHARED, aggregation="fp")], ids=["Q", "authors'", "FP"])
 def test_codes_of_constant_features_are_made_once_per_bit_width(monkeypatch, kind, width, config):
-    encode, made, outcomes = GraphPrecision.encoded, [], []
+    encode, made, outcomes = graph_integer.encoded, [], []
     monkeypatch.setattr(
-        GraphPrecision, "encoded", lambda self, role, x: made.append((role, x.shape[1])) or encode(self, role, x)
+        graph_integer, "encoded", lambda p, role, x: made.append((role, x.shape[1])) or encode(p, role, x)
     )
     for constant in (False, True):
         torch.manual_seed(0)

@@ -49,7 +49,8 @@ def test_vmap_runs_in_evaluation_alone():
             vmap(model)(x)
         model(x)
         model.eval()
-        assert torch.equal(vmap(model)(x), torch.stack([model(row) for row in x]))
+        # products of other shapes may be summed in another order
+        torch.testing.assert_close(vmap(model)(x), torch.stack([model(row) for row in x]), rtol=1e-6, atol=1e-6)
 
 
 def test_a_functional_call_is_the_call():
