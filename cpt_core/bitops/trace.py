@@ -161,8 +161,7 @@ class Calls(Watch):
         self.answer, self.asked = answer, False
         self.model, self.on_call, self.on_other, self.unseen = model, on_call, on_other, unseen
         self.layers, self.wholes = _counted(model), _beside(model)
-        self.paused: list[bool] = []  # for every module that runs: nothing is looked for in it
-        self.inside = self.beside = 0
+        self.looking = self.inside = self.beside = False
         self.last: tuple[list[Call], Tensor] | None = None  # autograd marks an output after its operation has run
 
     @classmethod
@@ -191,28 +190,22 @@ class Calls(Watch):
         for call in _calls_of(name, module, (*args, *kwargs.values()), output, outputs[0]):
             self.on_call(module, call, outputs)
 
-    def enter(self, name: str) -> None:
-        """Look for operations from the outermost module on, but not inside a layer: there the mode only takes time."""
+    def pause(self) -> None:
+        """Report what has run."""
         self._report_last()
-        if not self.names:
-            self.__enter__()
-        self.paused.append(name in self.layers and _get_current_dispatch_mode() is self)
-        if self.paused[-1]:
-            self.__exit__(None, None, None)
-        super().enter(name)
-        self.inside += name in self.layers
-        self.beside += name in self.wholes
 
-    def leave(self, name: str) -> None:
-        """Undo it."""
-        self._report_last()
-        super().leave(name)
-        if self.paused.pop():
+    def resume(self) -> None:
+        """Look for operations while a module runs, but not inside a layer: there the mode only takes time."""
+        self.inside = any(name in self.layers for name in self.names)
+        self.beside = any(name in self.wholes for name in self.names)
+        wanted = bool(self.names) and not self.inside
+        if wanted and not self.looking:
             self.__enter__()
-        self.inside -= name in self.layers
-        self.beside -= name in self.wholes
-        if not self.names:
+        elif self.looking and not wanted and (not self.names or _get_current_dispatch_mode() is self):
             self.__exit__(None, None, None)
+        else:
+            return
+        self.looking = wanted
 
     def _on_codes(self, name: str, a: Tensor, b: Tensor, y: Tensor) -> None:
         """Report a product on codes."""

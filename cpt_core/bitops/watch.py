@@ -42,30 +42,29 @@ class Path:
                     hooks.enter_context(module.register_forward_hook(partial(self._left, name), always_call=True))
             yield
 
-    def enter(self, name: str) -> None:
-        """Note that a module runs."""
-        self.names.append(name)
+    def pause(self) -> None:
+        """Whatever is to be done before another module is the innermost."""
 
-    def leave(self, name: str) -> None:
-        """Note that it has run."""
-        self.names.pop()
+    def resume(self) -> None:
+        """Whatever is to be done when it is."""
 
     def _entered(self, name: str, *_: Any) -> None:
-        self.enter(name)
+        self.pause()
+        self.names.append(name)
+        self.resume()
 
     def _left(self, name: str, *_: Any) -> None:
         if self.names and self.names[-1] == name:  # else something failed before it had entered
-            self.leave(name)
+            self.pause()
+            self.names.pop()
+            self.resume()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Path:
         return self
 
 
 class Watch(Path, TorchDispatchMode):
-    """Sees every operation of torch; subclasses say what becomes of products, and of the rest.
-
-    Modules of the model, whose names tell where an operation runs, are those that it is ``following``.
-    """
+    """Sees every operation of torch; subclasses say what becomes of products, and of the rest."""
 
     def product(self, operation: Any, args: Sequence[Any], found: list[Product], out: Any) -> None:
         """Take note of an operation that computes products."""

@@ -7,15 +7,14 @@ Short trainings at 2, 3, 4, ... bits are compared with one at q_max, from the sa
 L_q is the mean training loss over the second half of a short training at q bits. It takes any training loop:
 
 >>> import torch
+>>> _ = torch.manual_seed(0)
 >>> model = torch.nn.Sequential(torch.nn.Linear(8, 32), torch.nn.ReLU(), torch.nn.Linear(32, 2))
->>> optimizer = torch.optim.SGD(model.parameters(), lr=0.2)
->>> batches = [(x, (x.sum(1) > 0).long()) for x in torch.randn(25, 64, 8, generator=torch.Generator().manual_seed(0))]
+>>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+>>> batches = torch.randn(25, 64, 8)
 >>> def train_step(step):
-...     x, y = batches[step % len(batches)]
-...     loss = torch.nn.functional.cross_entropy(model(x), y)
-...     loss.backward()
-...     optimizer.step()
-...     optimizer.zero_grad()
+...     x = batches[step % 25]
+...     loss = (model(x) - x[:, :2]).square().mean()
+...     loss.backward(), optimizer.step(), optimizer.zero_grad()
 ...     return loss
 >>> found = precision_range_test(model, train_step, optimizer, bits=(2, 4, 6), dwell=60)
 >>> found.q_min in (2, 4, 6)

@@ -125,23 +125,13 @@ class TrainingStep(Path):
         self.names, self._spans, self._from, self._owner = [], [], [], []
         return self.following(self.modules)
 
-    def enter(self, name: str) -> None:
-        """Take the time from the module around it."""
-        self._pause()
-        super().enter(name)
-        self._resume()
-
-    def leave(self, name: str) -> None:
-        """Give it back."""
-        self._pause()
-        super().leave(name)
-        self._resume()
-
-    def _pause(self) -> None:
+    def pause(self) -> None:
+        """Take the time of the module that ran."""
         if self.names:
             self._spans.append((self.names[-1], self._since, self._mark()))
 
-    def _resume(self) -> None:
+    def resume(self) -> None:
+        """Begin with that of another."""
         self._from.append(torch.autograd._get_sequence_nr())
         self._owner.append(self.names[-1] if self.names else None)
         self._since = self._mark()

@@ -94,7 +94,6 @@ class LayeredSchedule(Schedule):
         return self.by_group().max(0).astype(np.float64)
 
     def _relative_cost(self, q_max: int, q_grad: int | None, *priced: Any) -> float:
-        """Of the quantised layers."""
         return self._mean(np.array([relative_cost(s.bits(), q_max, q_grad, *priced) for _, s, _ in self.parts]))
 
     def noise_exposure(self, q_max: int | None = None) -> float:

@@ -113,7 +113,6 @@ class RoleSchedules(Schedule):
         return Levels(*(s(step) for s in self.parts))
 
     def _relative_cost(self, q_max: int, q_grad: int | None, *priced: Any) -> float:
-        """Beside a baseline with gradients of ``q_grad`` (q_max) bits."""
         return relative_role_cost(self.levels(), q_max, q_grad, *priced)
 
     def _refuse(self, q_grad: int | None) -> None:

@@ -49,7 +49,7 @@ def test_the_print_says_the_share_of_float32():
     assert "MACs" not in str(cpt.summary(model))
 
 
-class Unnamed(Attend):
+class Unnamed(nn.Module):
     """A product that only what is around it can catch."""
 
     def forward(self, q, k):
