@@ -56,8 +56,12 @@ def products_of(operation: Any, args: tuple[Any, ...], kwargs: dict[str, Any], o
 
 
 def _with_result(product: Product, out: Any) -> Product:
-    result = out[0] if isinstance(out, (tuple, list)) else out
-    return replace(product, elements=(*product.elements[:2], _stored(result)))
+    return replace(product, elements=(*product.elements[:2], _stored(first_of(out))))
+
+
+def first_of(out: Any) -> Any:
+    """Return the first of several results, or the only one."""
+    return out[0] if isinstance(out, (tuple, list)) and out else out
 
 
 @cache

@@ -41,7 +41,7 @@ from cpt_core.bitops.macs import (
     sums_before_product,
     upsampled,
 )
-from cpt_core.bitops.products import Product, name_of
+from cpt_core.bitops.products import Product, first_of, name_of
 from cpt_core.bitops.watch import Path, Watch
 from cpt_core.checks import arguments
 from cpt_core.graphs.graph import as_graph
@@ -242,12 +242,12 @@ class Calls(Watch):
             layer = f"{self.names[-1]} ({PRODUCTS})".lstrip()
             self.last = (
                 [Call(layer, PRODUCTS, p.macs, True, p.error, p.weight, owner, elements=p.elements) for p in found],
-                _first(out),
+                first_of(out),
             )
 
     def other(self, operation: Any, args: Sequence[Any], out: Any) -> None:
         """Report an operation that nothing reports and that is not free."""
-        name, first = name_of(operation), _first(out)
+        name, first = name_of(operation), first_of(out)
         reported = self.inside or (self.beside and name.startswith(BESIDE))
         if not reported and name not in _FREE and isinstance(first, Tensor):
             self.on_other(name, first.numel())
@@ -258,10 +258,6 @@ class Calls(Watch):
             self.asked = True  # without data, "is all of this mask true?" cannot be known
             return self.answer
         return super().__torch_dispatch__(func, types, args, kwargs)
-
-
-def _first(out: Any) -> Any:
-    return out[0] if isinstance(out, (tuple, list)) and out else out
 
 
 def _unwatched(model: nn.Module) -> nn.Module:

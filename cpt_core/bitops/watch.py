@@ -18,11 +18,7 @@ from cpt_core.bitops.products import Product, products_of
 
 
 class Path:
-    """Which modules are running, by name, the innermost last; subclasses say what happens when that changes.
-
-    Attributes:
-        names: of the modules whose forward runs.
-    """
+    """The ``names`` of the modules whose forward runs, the innermost last; subclasses say what a change means."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -16,9 +16,9 @@ L_q is the mean training loss over the second half of a short training at q bits
 ...     loss = (model(x) - x[:, :2]).square().mean()
 ...     loss.backward(), optimizer.step(), optimizer.zero_grad()
 ...     return loss
->>> found = precision_range_test(model, train_step, optimizer, bits=(2, 4, 6), dwell=60)
->>> found.q_min in (2, 4, 6)
-True
+>>> found = precision_range_test(model, train_step, optimizer, bits=(4, 6), dwell=60)
+>>> found.q_min
+4
 """
 
 from __future__ import annotations

@@ -13,7 +13,7 @@ True
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from typing import Any
 
@@ -101,7 +101,7 @@ class Quantizer:
 
     def __str__(self) -> str:
         """Return the name of its format with options; ``Quantizer.of`` reads it."""
-        return f"{self.format or 'paper'}" + _said(self, _OPTIONS)
+        return f"{self.format or 'paper'}" + _said(self, tuple(_READ))
 
 
 def grid_of(granularity: str, quantizer: Quantizer) -> str:
@@ -114,12 +114,10 @@ def grid_of(granularity: str, quantizer: Quantizer) -> str:
 
 def _said(quantizer: Quantizer, options: tuple[str, ...]) -> str:
     found = {name: getattr(quantizer, name) for name in options}
-    return "".join(f":{name}={value}" for name, value in found.items() if value != _DEFAULTS[name])
+    return "".join(f":{name}={value}" for name, value in found.items() if value != getattr(Quantizer, name))
 
 
-_DEFAULTS = {f.name: f.default for f in fields(Quantizer)}
 _READ: dict[str, Any] = {"granularity": str, "rounding": str, "clipping": str, "percentile": float, "hadamard": int}
-_OPTIONS = tuple(_READ)
 
 
 @lru_cache(maxsize=1024)
@@ -130,7 +128,7 @@ def _parsed(text: str) -> Quantizer:
         key, equals, value = part.partition("=")
         if key not in _READ:
             if equals:
-                choose("option of a format", key, (*OPTIONS, *_OPTIONS))
+                choose("option of a format", key, (*OPTIONS, *_READ))
             of_format.append(part)
             continue
         try:
