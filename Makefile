@@ -96,7 +96,7 @@ bench: setup  ## times: a quantised step to float32, rounding to formats, augmen
 	$(BIN)/python -m bench.sweep
 	$(BIN)/python -m bench.stores
 
-mutants: setup  ## break a copy in 270 small ways, each of which must turn a test red: an hour; ONLY=bitops JOBS=2 CHANGED=main
+mutants: setup  ## break a copy in 400 small ways, each of which must turn a test red: an hour; ONLY=bitops JOBS=2 CHANGED=main
 	$(BIN)/python -m bench.mutants $(if $(ONLY),--only $(ONLY)) $(if $(JOBS),-j $(JOBS)) $(if $(CHANGED),--changed $(CHANGED))
 
 # From the source distribution, so that nothing gets into the wheel that is not in there.

@@ -4,7 +4,7 @@
 mutant is put into a copy of the checkout, where those tests run; the working tree is left alone. The same tests run
 once without a mutant: they must be green then, or their red says nothing.
 
-    python -m bench.mutants                     # all of them, about ten minutes on two cores
+    python -m bench.mutants                     # all of them, about an hour on two cores
     python -m bench.mutants --only bitops lstm  # those whose file or description holds a word
     python -m bench.mutants --changed [COMMIT]  # made from the lines that a commit, or HEAD, does not have
 
