@@ -46,6 +46,7 @@ class FormatLadder:
         except ValueError as error:
             raise ValueError(f"formats of a ladder: {error}") from None
         self._levels = dict(sorted(found.items()))
+        self._hash = hash(tuple(self._levels.items()))  # asked for at every step
 
     @classmethod
     def affine(cls) -> FormatLadder:
@@ -159,7 +160,11 @@ class FormatLadder:
 
     def __hash__(self) -> int:
         """Return a hash of levels and formats."""
-        return hash(tuple(self._levels.items()))
+        return self._hash
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Names hash otherwise in another process."""
+        return FormatLadder, (self._levels,)
 
     def __repr__(self) -> str:
         """Return what makes it."""
@@ -181,14 +186,11 @@ def ladder_of(value: FormatLadder | Mapping[int, Format | Quantizer | str] | Non
     return value if isinstance(value, FormatLadder) else FormatLadder(value)
 
 
-AFFINE = FormatLadder(
-    {q: Format.affine(q) if q <= MOST_AFFINE else FORMATS["float32"] for q in range(1, MOST_LEVEL + 1)}
-)
+_FINE = dict.fromkeys(range(MOST_AFFINE + 1, MOST_LEVEL + 1), FORMATS["float32"])
+AFFINE = FormatLadder({q: Format.affine(q) for q in range(1, MOST_AFFINE + 1)} | _FINE)
 # Those of recipes: keys of specs. Blocks of the second may be shorter at the end of a row, so that any layer has them.
 LADDERS: Mapping[str, FormatLadder] = {
     "affine": AFFINE,
     "minifloat": FormatLadder({4: "e2m1", 5: "e2m2", 6: "e3m2", 7: "e3m3", 8: "e4m3"}),
-    "mx": FormatLadder(
-        {1: "mxfp4:partial=1", 2: "mxfp6_e2m3:partial=1", 3: "mxfp8_e4m3:partial=1", 4: "bf16"},
-    ),
+    "mx": FormatLadder({1: "mxfp4:partial=1", 2: "mxfp6_e2m3:partial=1", 3: "mxfp8_e4m3:partial=1", 4: "bf16"}),
 }

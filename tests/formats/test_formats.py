@@ -1,5 +1,9 @@
 """Formats as values: every value of every small format, names, ladders, bad input."""
 
+import os
+import pickle
+import subprocess
+import sys
 from dataclasses import replace
 
 import ml_dtypes
@@ -204,3 +208,14 @@ def test_a_hole_is_named():
     assert str(ladder.filled()[7]) == "e2m1"
     assert str(AFFINE[24]) == "float32"
     assert AFFINE[23] == Format.affine(23)
+
+
+def test_a_stored_ladder_is_found_again_in_another_process():
+    stored = pickle.dumps(FormatLadder({3: "mxfp4", 8: "e4m3"}))
+    code = (
+        "import pickle; from cpt_core.formats.ladder import FormatLadder\n"
+        f"print({{FormatLadder({{3: 'mxfp4', 8: 'e4m3'}}): 1}}[pickle.loads({stored!r})])"
+    )
+    other = os.environ | {"PYTHONHASHSEED": "7"}
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=other)
+    assert done.stdout == "1\n", done.stderr
