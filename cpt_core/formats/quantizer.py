@@ -33,8 +33,7 @@ class Quantizer:
         granularity: which elements share a range, a name of ``GRANULARITIES``; None, at a level, takes that of the
             role, but one range per tensor for NVFP4. Ranges other than "per_tensor" are those of the tensor at hand in
             evaluation, too.
-        rounding: "nearest" (half to even) or "stochastic" (unbiased inside the range); None takes that of the role, or
-            "nearest".
+        rounding: "nearest" (half to even) or "stochastic" (unbiased inside the range); None: the role's, or "nearest".
         running: keep a running range during training and use it in evaluation.
         format: which numbers there are; None for the paper's grids, whose bits a schedule tells.
         clipping: where a range ends. "none": at its extremes; "rms": where the error is least, root mean square;
@@ -79,11 +78,11 @@ class Quantizer:
     @classmethod
     def of(cls, value: Quantizer | Format | str) -> Quantizer:
         """Return the quantiser of a level: a value, a format, or its name with options, as ``str`` writes them."""
-        if isinstance(value, Quantizer) and value.format is not None:
+        if isinstance(value, Quantizer) and value.format is not None and not value.running:
             return value
         if isinstance(value, (Format, str)):
             return cls(format=value) if isinstance(value, Format) else _parsed(value)
-        raise ValueError(f"a level has a Format, its name, or a Quantizer with a format; got {shown(value)}")
+        raise ValueError(f"a level has a Format, its name, or a Quantizer with one, not running; got {shown(value)}")
 
     @property
     def plain(self) -> bool:

@@ -46,7 +46,8 @@ QUANTIZERS: dict[str, Quantizer] = {
 def quantizer_of(quantizer: Quantizer | str) -> Quantizer:
     """Return a quantiser given by value or by role; ValueError names the roles."""
     if isinstance(quantizer, Quantizer):
-        if quantizer.granularity is None:
-            raise ValueError(f"the quantizer of a role has a granularity, one of {', '.join(GRANULARITIES)}; got none")
+        if quantizer.granularity is None or quantizer.format is not None:  # what a ladder does not know has no price
+            allowed = f"one of {', '.join(GRANULARITIES)}, and no format, which a ladder gives"
+            raise ValueError(f"the quantizer of a role has a granularity, {allowed}; got {quantizer!r}")
         return quantizer
     return QUANTIZERS[choose("quantizer", quantizer, QUANTIZERS)]
