@@ -29,7 +29,7 @@ from numpy.typing import NDArray
 from cpt_core.checks import MOST_BITS, choose, whole
 from cpt_core.choosing.sensitivities import FLOOR, OVER, Sensitivity
 from cpt_core.formats.ladder import FormatLadder
-from cpt_core.schedules.cost import StepCost, check_several, costs_of, function_of
+from cpt_core.schedules.cost import StepCost, check_several, costs_of, function_of, static_cost
 from cpt_core.schedules.layered import LayeredSchedule
 from cpt_core.schedules.profiles import Array
 from cpt_core.schedules.schedule import MOST_STEPS, Schedule, StaticSchedule, TableSchedule, check_range
@@ -58,8 +58,8 @@ def allocate(
 
     Args:
         sensitivity: where a bit matters how much, from ``cpt.choosing.sensitivity``.
-        budget: BitOps of the quantised layers relative to training them at static ``q_max`` bits. What runs in float32
-            beside them does the same work whatever the bits are, and is not in it.
+        budget: BitOps of the quantised layers relative to training them at static ``q_max``, gradients too. What
+            runs in float32 beside them does the same work whatever the bits are, and is not in it.
         q_min: lowest bits.
         q_max: highest bits.
         over: "time" gives all layers the same bits, "layers" each group its own throughout (of two neighbouring
@@ -94,10 +94,10 @@ def allocate(
     if over != "layers" and steps.min() < 1:
         raise ValueError(f"{total} steps are too few for {len(steps)} windows")
     macs = np.array(sensitivity.macs, dtype=float)
-    prices = _prices(q_min, q_max, q_grad, cost, ladder)
+    prices, unit = _prices(q_min, q_max, q_grad, cost, ladder)
     if over == "time":
         weights = sensitivity.weights("time", floor)
-        counts = spread_bits(weights, np.ones(len(steps)), steps, budget, q_min, prices)
+        counts = spread_bits(weights, np.ones(len(steps)), steps, budget, q_min, prices, unit)
         return _table([counts], q_min)
     if over == "layers":
         weights, steps = sensitivity.weights("layers", floor)[None], np.array([total])
@@ -105,7 +105,7 @@ def allocate(
         weights = sensitivity.product(floor)
     shape = weights.shape
     work, length = (np.broadcast_to(x, shape).ravel() for x in (macs[None], steps[:, None]))
-    found = spread_bits(weights.ravel(), work, length, budget, q_min, prices).reshape(*shape, -1)
+    found = spread_bits(weights.ravel(), work, length, budget, q_min, prices, unit).reshape(*shape, -1)
     parts = zip(sensitivity.groups, found.transpose(1, 0, 2), sensitivity.macs, strict=True)
     return LayeredSchedule(tuple((names, _table([counts], q_min), m) for names, counts, m in parts))
 
@@ -123,12 +123,12 @@ def static_of_cost(
 
     It costs the budget or up to a step more. Arguments and errors are those of ``allocate``.
     """
-    prices = _prices(q_min, q_max, q_grad, cost, ladder)
-    prices = prices / prices[-1]
+    prices, unit = _prices(q_min, q_max, q_grad, cost, ladder)
+    prices = prices / unit
     q_min, q_max, _ = check_all_bits(q_min, q_max, q_grad)
     total_steps = whole("total_steps", total_steps, 1)
     bits = np.arange(q_min, q_max + 1)
-    check_budget(budget, float(prices[0]), q_min, q_max)
+    check_budget(budget, float(prices[0]), float(prices[-1]), q_min, q_max)
     low = int(np.flatnonzero(prices <= budget * (1 + 1e-9))[-1])
     if low == len(bits) - 1 or math.isclose(prices[low], budget):
         return StaticSchedule(int(bits[low]), total_steps)
@@ -152,15 +152,15 @@ def _interleaved(counts: NDArray[np.int64], q_min: int) -> NDArray[np.int64]:
 
 
 def spread_bits(
-    weights: Array, macs: Array, steps: NDArray[np.int64], budget: float, q_min: int, prices: Array
+    weights: Array, macs: Array, steps: NDArray[np.int64], budget: float, q_min: int, prices: Array, unit: float
 ) -> Counts:
     """Return how many steps of every place run at ``q_min`` bits and up, (places, precisions).
 
     It minimises sum w * 4**-q at cost MACs * price(q) per step: bits are given out one at a time where they save most
     noise for their cost, which is optimal where each further bit of a step saves less and costs more, as BitOps do;
     places with the same gain share what is left alike. Single steps are then exchanged, to meet the budget and as long
-    as that helps. ``weights`` (> 0), ``macs`` and ``steps`` are (places,), ``prices`` of a step (precisions,), those of
-    the budget's unit last.
+    as that helps. ``weights`` (> 0), ``macs`` and ``steps`` are (places,), ``prices`` of a step (precisions,), of which
+    the budget's unit is ``unit``.
 
     Raises:
         ValueError: for a budget that cannot be met.
@@ -168,24 +168,28 @@ def spread_bits(
     if len(weights) > MOST:
         raise ValueError(f"bits are given to at most {MOST} places, windows times groups; got {len(weights)}")
     q_max = q_min + len(prices) - 1
-    share = macs / (macs * steps).sum() / prices[-1]
-    cost = share[:, None] * prices[None]  # of a step, (places, precisions); all at q_max sum to 1
+    share = macs / (macs * steps).sum() / unit
+    cost = share[:, None] * prices[None]  # of a step, (places, precisions)
     loss = weights[:, None] * 4.0 ** -np.arange(q_min, q_max + 1)[None]
-    check_budget(budget, float((cost[:, 0] * steps).sum()), q_min, q_max)
+    check_budget(budget, float((cost[:, 0] * steps).sum()), float((cost[:, -1] * steps).sum()), q_min, q_max)
     counts = _given_out(cost, loss, steps, float(budget))
     return _exchanged(counts, cost, loss, float(budget))
 
 
 def _prices(
     q_min: Any, q_max: Any, q_grad: Any, cost: StepCost | str | None, ladder: FormatLadder | None
-) -> NDArray[Any]:
-    """Return what a step costs at every precision; ValueError for bits that are none, or one cheaper than a lower."""
+) -> tuple[NDArray[Any], float]:
+    """Return what a step costs at every precision, and one of the baseline.
+
+    Raises:
+        ValueError: for bits that are none, or where more bits do not cost more.
+    """
     q_min, q_max, grade = check_all_bits(q_min, q_max, q_grad)
     prices = costs_of(np.arange(q_min, q_max + 1), grade, function_of(cost, grade, ladder))
     if not (np.isfinite(prices).all() and prices[0] > 0 and (np.diff(prices) > 0).all()):
         shown = ", ".join(f"{q}: {price:g}" for q, price in enumerate(prices.tolist(), q_min))
         raise ValueError(f"more bits must cost more for a budget to be spread over them; a step costs {shown}")
-    return prices
+    return prices, static_cost(q_max, cost, ladder)
 
 
 def check_all_bits(q_min: Any, q_max: Any, q_grad: Any) -> tuple[int, int, int]:
@@ -198,14 +202,15 @@ def check_all_bits(q_min: Any, q_max: Any, q_grad: Any) -> tuple[int, int, int]:
     return low, high, grade
 
 
-def check_budget(budget: float, lowest: float, q_min: int, q_max: int) -> None:
-    """Raise ValueError unless a budget is a number from ``lowest`` to 1, the cost of static ``q_max``."""
+def check_budget(budget: float, lowest: float, highest: float, q_min: int, q_max: int) -> None:
+    """Raise ValueError unless a budget is a number from ``lowest`` to ``highest``, the cost of static ``q_max``."""
     if isinstance(budget, bool) or not isinstance(budget, Real) or not math.isfinite(budget):
         raise ValueError(f"budget must be a number, the cost relative to static q_max; got {budget!r}")
-    if not lowest * (1 - 1e-9) <= budget <= 1 + 1e-9:
+    if not lowest * (1 - 1e-9) <= budget <= highest * (1 + 1e-9):
         check_several(budget, q_min, q_max)
         raise ValueError(
-            f"budget {budget!r} cannot be met between {q_min} and {q_max} bits; budgets lie between {lowest:.4f} and 1"
+            f"budget {budget!r} cannot be met between {q_min} and {q_max} bits; "
+            f"budgets lie between {lowest:.4f} and {highest:.5g}"
         )
 
 

@@ -18,10 +18,11 @@ from numbers import Real
 from typing import Any
 
 import numpy as np
+from numpy.typing import ArrayLike
 from scipy.optimize import bisect
 
 from cpt_core.checks import check_bits, choose, declared
-from cpt_core.schedules.cost import Ladders, StepCost, check_several, costs_of, function_of, relative_cost
+from cpt_core.schedules.cost import Ladders, StepCost, check_several, costs_of, function_of, static_cost
 from cpt_core.schedules.deficit import AdjustedSchedule, DelayedSchedule
 from cpt_core.schedules.make import delay_steps
 from cpt_core.schedules.profiles import PROFILES, Warped
@@ -49,7 +50,8 @@ def solve_schedule(
     """Return a schedule whose ``relative_cost(q_grad)``, or that by another cost, is the budget, to 0.1 % of it.
 
     Args:
-        budget: cost relative to training at static ``q_max``. 1 gives static ``q_max``.
+        budget: cost relative to training at static ``q_max``, gradients too. What static ``q_max`` costs (1, with
+            ``q_grad`` less) gives it.
         q_min: lowest bits.
         q_max: highest bits.
         total_steps: length of training in optimizer steps.
@@ -79,7 +81,10 @@ def solve_schedule(
     hold = delay_steps(delay, total_steps)
     steps = total_steps - hold
     q_grad = check_bits("q_max", q_max) if q_grad is None else check_bits("q_grad", q_grad)
-    cost = function_of(cost, q_grad, ladder)
+    priced, cost = cost, function_of(cost, q_grad, ladder)
+
+    def spends(bits: ArrayLike) -> float:
+        return float(costs_of(bits, q_grad, cost).mean() / unit)
 
     def bent(power: float) -> CyclicSchedule:
         return CyclicSchedule(Warped(family, power), q_min, q_max, steps, n_cycles, triangular, mirror)
@@ -89,26 +94,28 @@ def solve_schedule(
         bent(1.0)  # checks the values
         if cost is not None:
             _check_cost(cost, q_min, q_max)
-        cheapest = relative_cost([q_min], q_max, q_grad, cost)
-        lowest = (hold + steps * cheapest) / total_steps
-        if abs(budget - 1) <= TOLERANCE:
+        unit = static_cost(q_max, priced, ladder)
+        cheapest, dearest = spends([q_min]), spends([q_max])
+        lowest = (hold * dearest + steps * cheapest) / total_steps
+        if abs(budget - dearest) <= TOLERANCE:
             return StaticSchedule(q_max, total_steps)
         check_several(budget, q_min, q_max)
-        if cheapest >= 1:
+        if cheapest >= dearest:
             raise ValueError(
-                f"budget {budget!r} cannot be met: a step at {q_min} bits costs {cheapest:.4f} of one at {q_max}"
+                f"budget {budget!r} cannot be met: "
+                f"a step at {q_min} bits costs {cheapest / dearest:.4f} of one at {q_max}"
             )
-        if not lowest * (1 - TOLERANCE) <= budget <= 1:
+        if not lowest * (1 - TOLERANCE) <= budget <= dearest:
             held = f" with {hold} of {total_steps} steps held at {q_max} bits" if hold else ""
             raise ValueError(
                 f"budget {budget!r} cannot be met between {q_min} and {q_max} bits{held}; "
-                f"budgets lie between {lowest:.4f} and 1"
+                f"budgets lie between {lowest:.4f} and {dearest:.5g}"
             )
         # what the cycles may cost; without a delay the budget to the last digit, which a named schedule meets exactly
-        share = (budget * total_steps - hold) / steps if hold else budget
+        share = (budget * total_steps - hold * dearest) / steps if hold else budget
 
         def excess(exponent: float) -> float:
-            return relative_cost(bent(2.0**exponent).bits(), q_max, q_grad, cost) - share
+            return spends(bent(2.0**exponent).bits()) - share
 
         low, high = POWERS
         if excess(low) <= 0:
@@ -119,9 +126,10 @@ def solve_schedule(
             exponent = bisect(excess, low, high, xtol=1e-9)  # a staircase: ends at the step that holds the budget
     solved = bent(2.0**exponent)  # warns when it does not end at q_max
     costs = {q: float(costs_of(q, q_grad, cost)) for q in range(q_min, q_max + 1)}
-    schedule = _adjusted(solved, budget * total_steps - hold, TOLERANCE * budget * total_steps, costs)
+    wanted = (budget * total_steps - hold * dearest) * unit
+    schedule = _adjusted(solved, wanted, TOLERANCE * budget * total_steps * unit, costs)
     whole: Schedule = DelayedSchedule(schedule, hold) if hold else schedule
-    spent = relative_cost(whole.bits(), q_max, q_grad, cost)
+    spent = spends(whole.bits())
     if abs(spent - budget) > TOLERANCE * budget:
         raise ValueError(
             f"{total_steps} steps are too few to cost {budget!r} to {100 * TOLERANCE:g} %; the nearest is {spent:.4f}"
@@ -140,15 +148,14 @@ def _check_cost(cost: StepCost, q_min: int, q_max: int) -> None:
 def _adjusted(
     schedule: CyclicSchedule, wanted: float, tolerance: float, costs: Mapping[int, float]
 ) -> CyclicSchedule | AdjustedSchedule:
-    """Move single steps by a bit, those nearest to it first, until the steps cost ``wanted`` steps at q_max.
+    """Move single steps by a bit, those nearest to it first, until they cost ``wanted``.
 
     Each round makes the one or two moves that bring the cost nearest to what is wanted. ``costs``: of a step, by bits.
     """
-    top = costs[schedule.q_max]
     values, bits = schedule.values(), schedule.bits().copy()
-    missing = wanted * top - sum(c * np.count_nonzero(bits == q) for q, c in costs.items())
+    missing = wanted - sum(c * np.count_nonzero(bits == q) for q, c in costs.items())
     changes: dict[int, int] = {}
-    while abs(missing) > tolerance * top:
+    while abs(missing) > tolerance:
         moves: list[tuple[float, int, int]] = []  # (change of the cost, step, new bits)
         for q, way in itertools.product(range(schedule.q_min, schedule.q_max + 1), (1, -1)):
             steps = np.flatnonzero(bits == q)

@@ -115,14 +115,14 @@ class TrainerPrecision(PrecisionScheduler):
         """Return ``relative_cost`` of the first 1, 2, ... steps, shape (total_steps,), on the layers' ladders."""
         schedule, ladders = self.schedules[pattern][0], self._groups[pattern][0].ladders
         on = None if set(ladders) == {AFFINE} else tuple(ladders)
-        spent, top = cost.role_prices(schedule.levels(self.q_grad), schedule.q_max, self.q_grad, ladder=on)
+        spent, top = cost.role_prices(schedule.levels(self.q_grad), schedule.q_max, ladder=on)
         return np.cumsum(spent) / np.arange(1, schedule.total_steps + 1) / top
 
     def logs(self, steps: int) -> dict[str, float]:
         """Return what to log after so many optimizer steps; nothing after none.
 
         ``bits`` are those of the last step, ``relative_cost`` is the cost of all steps so far divided by that of the
-        same steps at static ``q_max``. Several schedules give one pair each: ``bits/PATTERN``.
+        same steps at static ``q_max``, gradients too. Several schedules give one pair each: ``bits/PATTERN``.
         """
         entries: dict[str, float] = {}
         for pattern, (schedule, _) in self.schedules.items() if steps else ():

@@ -57,12 +57,12 @@ def relative_cost(
     cost: StepCost | str | None = None,
     ladder: Ladders | None = None,
 ) -> float:
-    """Return the mean cost of the steps divided by that of training at static ``q_max`` bits.
+    """Return the mean cost of the steps divided by that of training at static ``q_max``, gradients at ``q_max``, too.
 
     Args:
         bits: forward bits of every step, or levels of a ladder, shape (steps,).
-        q_max: bits of the static baseline.
-        q_grad: gradient bits of both; ``q_max`` when None.
+        q_max: bits of the static baseline, and of its gradients.
+        q_grad: gradient bits of the steps; ``q_max`` when None.
         cost: of a step by its bits; a name of ``COSTS`` prices the formats of a ladder; ``step_cost`` when None.
         ladder: on which bits are levels, or the ladder of every role, as ``QuantConfig.ladder``; the paper's when None.
             A function knows its own.
@@ -71,19 +71,25 @@ def relative_cost(
 
     >>> relative_cost([4, 8], q_max=8, cost={4: 1.0, 8: 2.0}.__getitem__)
     0.75
+    >>> round(relative_cost([8], q_max=8, q_grad=6), 4)
+    0.8333
     >>> relative_cost([4, 8], q_max=8), round(relative_cost([4, 8], q_max=8, cost="traffic"), 3)
     (0.7083333333333334, 0.944)
     """
     q_max = check_bits("q_max", q_max)
     q_grad = q_max if q_grad is None else check_bits("q_grad", q_grad)
-    cost = function_of(cost, q_grad, ladder)
-    return float(costs_of(bits, q_grad, cost).mean() / costs_of(q_max, q_grad, cost))
+    top = static_cost(q_max, cost, ladder)
+    return float(costs_of(bits, q_grad, function_of(cost, q_grad, ladder)).mean() / top)
+
+
+def static_cost(q_max: int, cost: StepCost | str | None = None, ladder: Ladders | None = None) -> float:
+    """Return what a step of the baseline costs: static ``q_max``, gradients too; see ``relative_cost``."""
+    return float(costs_of(q_max, q_max, function_of(cost, q_max, ladder)))
 
 
 def relative_role_cost(
     levels: tuple[ArrayLike, ArrayLike, ArrayLike, ArrayLike],
     q_max: int,
-    q_grad: int | None = None,
     cost: StepCost | str | None = None,
     ladder: Ladders | None = None,
 ) -> float:
@@ -94,27 +100,25 @@ def relative_role_cost(
     Raises:
         ValueError: as ``function_of``; for a function, which knows one level of a step.
     """
-    prices, baseline = role_prices(levels, q_max, q_grad, cost, ladder)
+    prices, baseline = role_prices(levels, q_max, cost, ladder)
     return float(prices.mean() / baseline)
 
 
 def role_prices(
     levels: tuple[ArrayLike, ArrayLike, ArrayLike, ArrayLike],
     q_max: int,
-    q_grad: int | None = None,
     cost: StepCost | str | None = None,
     ladder: Ladders | None = None,
 ) -> tuple[NDArray[Any], float]:
     """Return what every step costs, shape (steps,), and what one of the baseline; see ``relative_role_cost``."""
     q_max = check_bits("q_max", q_max)
-    q_grad = q_max if q_grad is None else check_bits("q_grad", q_grad)
     if cost is None and ladder is None:
-        return role_costs(levels), int(step_cost(q_max, q_grad))
+        return role_costs(levels), int(step_cost(q_max, q_max))
     if callable(cost):
         raise ValueError("roles with levels of their own are priced by the name of a cost; a function knows one level")
     found = np.stack([_integers("levels", v) for v in levels])
     own = len(set(_by_role(ladder))) > 1
-    baseline = found.max(1).tolist() if own else [q_max, q_max, q_grad, q_grad]
+    baseline = found.max(1).tolist() if own else [q_max] * 4
     combinations, where = np.unique(np.column_stack([found, baseline]), axis=1, return_inverse=True)
     prices = np.array([_price(c, cost, ladder) for c in combinations.T.tolist()])[where.ravel()]
     return prices[:-1], float(prices[-1])

@@ -199,7 +199,7 @@ class DelayedSchedule(AroundSchedule):
     def _relative_cost(self, q_max: int, q_grad: int | None, *priced: Any) -> float:
         if self.level is None:
             return super()._relative_cost(q_max, q_grad, *priced)
-        return relative_role_cost(self.levels(q_max if q_grad is None else q_grad), q_max, q_grad, *priced)
+        return relative_role_cost(self.levels(q_max if q_grad is None else q_grad), q_max, *priced)
 
     def to_dict(self) -> dict[str, Any]:
         """Return a JSON-able description; ``schedule_from_dict`` gives an equal schedule."""

@@ -106,8 +106,9 @@ class Schedule:
         cost: StepCost | str | None = None,
         ladder: Ladders | None = None,
     ) -> float:
-        """Return the training cost relative to static ``q_max`` (its own); gradients have ``q_grad`` (q_max) bits.
+        """Return the training cost relative to static ``q_max`` (its own) with gradients at ``q_max``.
 
+        Gradients have ``q_grad`` (``q_max``) bits.
         By BitOps, a name of ``COSTS``, or a function, bits -> cost of a step; on a ladder, bits are its levels.
         """
         return self._relative_cost(self.q_max if q_max is None else q_max, q_grad, cost, ladder)

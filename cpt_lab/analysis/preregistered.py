@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -17,6 +17,7 @@ from cpt_lab.experiments.grids import studies
 
 LEVEL = 0.05  # of the tests of a study together
 EFFECT = ["", "effect", "mean [95 %]", "seeds"]
+RULES = {"8 bits": "", "their own bits": "_current"}  # both sides of a comparison judged alike: at, column of rows
 
 
 @dataclass(frozen=True)
@@ -28,7 +29,8 @@ class Answer:
         asks: the question in words.
         primary: the effects that the primary test is about.
         p: of the primary test; NaN where runs are missing.
-        words: of the outcome if the test stands, and if it does not.
+        words: of the outcome if the test stands, and whether it stands or not; the outcome is "open" without either.
+        beside: what is said after the outcome, and decides nothing.
         secondary: what else the document promises.
         lost: how many runs diverged or failed.
         adjusted: ``p`` by Holm's correction over the tests of a study.
@@ -41,6 +43,7 @@ class Answer:
     p: float = math.nan
     words: tuple[str, str] = ("", "")
     secondary: tuple[Estimate, ...] = ()
+    beside: str = ""
     lost: int = 0
     adjusted: float = math.nan
     word: str = ""
@@ -54,7 +57,13 @@ def corrected(found: Sequence[Answer]) -> list[Answer]:
 def _worded(answer: Answer, adjusted: float) -> Answer:
     stands, otherwise = answer.words
     said = [word for word in (stands if adjusted < LEVEL else "", otherwise) if word]
-    return replace(answer, adjusted=adjusted, word="; ".join(said) or "open")
+    return replace(answer, adjusted=adjusted, word="; ".join([*(said or ["open"]), *filter(None, [answer.beside])]))
+
+
+def depends(outcome: str, by_rule: Mapping[str, str]) -> str:
+    """Return "depends on the rule" where an outcome is another under rules that judge both sides alike, and which."""
+    others = [f"{other} where both are judged at {rule}" for rule, other in by_rule.items() if other != outcome]
+    return f"depends on the rule: {' and '.join(others)}" if others else ""
 
 
 def summary(found: Sequence[Answer]) -> pd.DataFrame:
@@ -89,7 +98,7 @@ def all_answers(runs: pd.DataFrame) -> list[Answer]:
 
 
 def findings(runs: pd.DataFrame) -> list[tuple[str, str]]:
-    """Return what rows say of schedules and static precision at equal cost: H2, H1, H5, each also in plain words."""
+    """Return what rows say of every question: in the words of the document, and in a plain sentence."""
     return [found for study in studies("outcome") for found in study.findings(runs)]
 
 

@@ -68,7 +68,7 @@ class RunSpec:
 
     @property
     def relative_cost(self) -> float:
-        """Training cost relative to static ``q_max``, in bit operations; on a ladder by the bits of its formats."""
+        """Training cost relative to static ``q_max``, gradients too, in bit operations; on a ladder by its formats."""
         return self.schedule.relative_cost(self.q_grad, self.q_max, ladder=LADDERS[self.recipe.ladder])
 
     def to_dict(self) -> dict[str, Any]:

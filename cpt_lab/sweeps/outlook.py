@@ -107,7 +107,7 @@ def _price(
     bitops = 0.0
     for spec in specs:
         bits = LADDERS[spec.recipe.ladder].bits
-        static = cost.total_bitops(found.macs, [bits(spec.q_max)] * spec.recipe.steps, bits(spec.q_grad))
+        static = cost.total_bitops(found.macs, [bits(spec.q_max)] * spec.recipe.steps, bits(spec.q_max))
         bitops += static * spec.relative_cost
     curves = sum(CURVE_BYTES * spec.recipe.steps + RUN_BYTES for spec in missing)
     disk = math.ceil((curves + (2 * found.checkpoint if missing else 0)) / 1e6)

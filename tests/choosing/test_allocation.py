@@ -63,7 +63,8 @@ def test_the_budget_is_met_and_no_exchange_of_one_bit_helps(problem):
     lowest = cost.relative_cost([q_min], q_max)
     budget = lowest + share * (1 - lowest)
     try:
-        counts = spread_bits(weights, macs, steps, budget, q_min, cost.step_cost(np.arange(q_min, q_max + 1), q_max))
+        prices = cost.step_cost(np.arange(q_min, q_max + 1), q_max)
+        counts = spread_bits(weights, macs, steps, budget, q_min, prices, float(prices[-1]))
     except ValueError as problem:  # of all work in a few steps, one in a hundred
         if "steps are too few" not in str(problem):
             raise

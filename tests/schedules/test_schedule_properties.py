@@ -131,9 +131,9 @@ def test_cost_is_the_plain_sum(case, q_grad):
     q_max = args["q_max"]
     grad = q_max if q_grad is None else q_grad
     spent = sum(q * q + 2 * q * grad for q in schedule.bits().tolist())
-    full = args["total_steps"] * (q_max * q_max + 2 * q_max * grad)
+    full = args["total_steps"] * 3 * q_max * q_max
     assert schedule.relative_cost(q_grad=q_grad) == pytest.approx(spent / full, rel=1e-12)
-    assert schedule.relative_cost(q_grad=q_grad) <= 1
+    assert grad > q_max or schedule.relative_cost(q_grad=q_grad) <= 1
 
 
 @given(EVERY)

@@ -14,6 +14,7 @@ import cpt_core
 from cpt_core.schedules import cost
 from cpt_core.schedules.make import make_schedule, schedule_from_dict
 from cpt_core.schedules.profiles import PROFILES, SUITE, Cosine, Exponential, Linear, Profile, Rex
+from cpt_core.schedules.roles import RoleSchedules
 from cpt_core.schedules.schedule import (
     CYCLE_RULES,
     CyclicSchedule,
@@ -358,7 +359,12 @@ def test_price_of_a_step():
     assert cost.step_cost([3, 8.0], 6).tolist() == [9 + 36, 64 + 96]
     assert cost.total_bitops(10, [32, 32], 32) == 10 * 2 * 3
     assert cost.relative_cost([3, 8], q_max=8) == pytest.approx((9 + 48 + 192) / 2 / 192)
-    assert cost.relative_cost([4], q_max=8, q_grad=6) == pytest.approx((16 + 48) / (64 + 96))
+    assert cost.relative_cost([4], q_max=8, q_grad=6) == pytest.approx((16 + 48) / 192)
+    assert round(cost.relative_cost([8], q_max=8, q_grad=6), 4) == 0.8333
+    assert cost.relative_cost([6], q_max=8, q_grad=6) == 0.5625
+    six, eight, four = (StaticSchedule(q, 4) for q in (6, 8, 4))
+    roles = RoleSchedules(weight=six, activation=six, error=eight, weight_gradient=four)
+    assert roles.relative_cost(q_max=8) == pytest.approx((36 + 48 + 24) / 192)
 
 
 @pytest.mark.parametrize("bits", [3.5, "3", [3, 4.5], float("nan"), True])

@@ -12,6 +12,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 
 import numpy as np
 import pandas as pd
@@ -21,14 +22,14 @@ from cpt_lab.analysis import preregistered
 from cpt_lab.analysis.estimates import PERCENT, POINTS, Estimate, found, quality, standing, unit_of
 from cpt_lab.analysis.metrics import interval_text
 from cpt_lab.analysis.pages import Section
-from cpt_lab.analysis.preregistered import Answer, corrected, sentence
+from cpt_lab.analysis.preregistered import RULES, Answer, corrected, depends, sentence
 from cpt_lab.analysis.statistics import spearman
 from cpt_lab.experiments.grids import grid_specs
 from cpt_lab.experiments.spec import RunSpec
 from cpt_lab.studies.h1_to_h4 import arms
 
-# primary effects, the p-value of their test, the words if it stands and if it does not, secondary effects
-Said = tuple[tuple[Estimate, ...], float, tuple[str, str], tuple[Estimate, ...]]
+# primary effects, the p-value of their test, the words if it stands and in any case, secondary effects, what is beside
+Said = tuple[tuple[Estimate, ...], float, tuple[str, str], tuple[Estimate, ...], str]
 
 
 def answers(runs: pd.DataFrame) -> list[Answer]:
@@ -36,7 +37,7 @@ def answers(runs: pd.DataFrame) -> list[Answer]:
 
     Holm's correction is over all five, whether the others are answered or not.
     """
-    told = []
+    told, alike = [], {}
     for question, (asks, names, answer) in QUESTIONS.items():
         specs = [grid_specs(name) for name in names]
         rows = found([spec for part in specs for spec in part], runs)
@@ -44,18 +45,43 @@ def answers(runs: pd.DataFrame) -> list[Answer]:
             told.append(Answer(question, asks, word=rows))
             continue
         frames = [_frame(part, rows.loc[[spec.key for spec in part]]) for part in specs]
-        told.append(Answer(question, asks, *answer(*frames), lost=int((rows["status"] != "ok").sum())))
-    return corrected(told)
+        *said, beside = answer(*frames)
+        lost = int((rows["status"] != "ok").sum())
+        told.append(Answer(question, asks, *said, lost=lost, beside=beside))
+        if answer is _static:
+            alike = {rule: _static(*frames, rule=rule) for rule in RULES}
+    return [_ruled(a, told, alike) if a.question == "H2" and alike else a for a in corrected(told)]
+
+
+def _ruled(answer: Answer, told: list[Answer], alike: dict[str, Said]) -> Answer:
+    """Add to the answer of H2 whether its outcome depends on how both sides are judged."""
+    by_rule = {}
+    for rule, (_, p, words, _, _) in alike.items():
+        family = [replace(a, p=p, words=words, beside="") if a.question == "H2" else a for a in told]
+        by_rule[rule] = next(a.word for a in corrected(family) if a.question == "H2").partition(":")[0]
+    said = depends(answer.word.partition(":")[0].partition(";")[0], by_rule)
+    return replace(answer, word="; ".join(filter(None, [answer.word, said])))
 
 
 def findings(runs: pd.DataFrame) -> list[tuple[str, str]]:
-    """Return what rows say of H2 and H1: in the words of the document, and a plain sentence each."""
+    """Return what rows say of every question: in the words of the document, and a plain sentence each."""
     told = {a.question: a for a in answers(runs)}
     word = {name: re.sub("^(confirmed|contradicted): ", "", a.word) for name, a in told.items()}
+    static = told["H2"].primary
+    better, low = standing(static, "below", 0.025), " (where a cycle must go below 3)"
+    parts = {bits: [e for e in static if f"static {bits}" in e.what] for bits in (5, 3)}
+    counts = [
+        f"at the cost of {bits} bits{low if bits == 3 else ''} alike in {sum(e.small for e in of)} of {len(of)}, "
+        f"static better in {sum(e.what in better for e in of)}"
+        for bits, of in parts.items()
+    ]
     plain = {
-        "H2": "Comparisons of cyclic schedules with static precision of equal cost, by margins set beforehand: "
-        f"{word['H2'].replace('; ', ', ')}.",
+        "H2": "Cyclic schedules and static precision of equal cost, by margins set beforehand: "
+        f"{'; '.join(counts) if static else word['H2']}.",
         "H1": f"Rounding noise: {word['H1']}.",
+        "H3": f"Whether the date of a stretch of low precision matters: {word['H3']}.",
+        "H4a": f"Whether 6-bit gradients hurt more than 6-bit weights and activations: {word['H4a']}.",
+        "H4b": f"Whether quantised aggregation hurts nodes with many neighbours more: {word['H4b']}.",
     }
     return [(sentence(list(told.values()), name), said) for name, said in plain.items()]
 
@@ -130,7 +156,7 @@ def _noise(*frames: pd.DataFrame) -> Said:
         primary, "confirmed: at one cost, noisier schedules are worse", "contradicted: noisier schedules are better"
     )
     small = "no effect worth naming" if all(effect.small for effect in primary) else ""
-    return tuple(primary), p, (direction if p < 0.01 else "", small), tuple(secondary)
+    return tuple(primary), p, (direction if p < 0.01 else "", small), tuple(secondary), ""
 
 
 def over_schedules(runs: pd.DataFrame) -> pd.DataFrame:
@@ -159,25 +185,27 @@ def over_schedules(runs: pd.DataFrame) -> pd.DataFrame:
 H2_MARGINS = {POINTS: 0.2, PERCENT: 2.0}
 
 
-def _static(*frames: pd.DataFrame) -> Said:
+def _static(*frames: pd.DataFrame, rule: str = "") -> Said:
+    """Judge a schedule at 8 bits, static at 8 or its own, whichever is better; or both by one of ``RULES``."""
     primary, secondary = [], []
     for frame, task in zip(frames, ("Facebook GCN", "characters", "Facebook GraphSAGE"), strict=True):
         unit, at_top, at_own = frame["unit"].iloc[0], _wide(frame), _wide(frame, "own")
         for bits in (5, 3):
-            arm, schedule = f"static {bits}", at_top[f"cyclic at the cost of static {bits}"]
-            better = max((at_top[arm], at_own[arm]), key=lambda values: float(values.mean()))
+            arm, cyclic = f"static {bits}", f"cyclic at the cost of static {bits}"
+            schedule, better = at_top[cyclic], max(at_top[arm], at_own[arm], key=lambda values: float(values.mean()))
+            if rule:
+                schedule, better = (at_own if RULES[rule] else at_top)[[cyclic, arm]].to_numpy().T
             name = f"{task}, schedule minus static {bits}"
-            primary.append(Estimate(name, unit, (schedule - better).to_numpy(), H2_MARGINS[unit]))
+            primary.append(Estimate(name, unit, np.asarray(schedule - better), H2_MARGINS[unit]))
             for values, where in ((at_top[arm], "8 bits"), (at_own[arm], "its own bits")):
-                secondary.append(Estimate(f"{name} at {where}", unit, (schedule - values).to_numpy()))
+                secondary.append(Estimate(f"{name} at {where}", unit, np.asarray(schedule - values)))
     p = float(np.max([effect.p(effect.margin, "below") for effect in primary]))
     wins, loses = (standing(primary, side, 0.025) for side in ("above", "below"))
     word = f"a schedule wins in {len(wins)} of {len(primary)} ({'; '.join(wins)})" if wins else ""
     alike = [effect.what for effect in primary if effect.small]
-    more = [f"static is better in {len(loses)} of {len(primary)}", f"alike within the margin in {len(alike)}"]
+    beside = f"static is better in {len(loses)} of {len(primary)}; alike within the margin in {len(alike)}"
     stands = "confirmed: no schedule beats static by the margin"
-    word = "; ".join([*([f"contradicted: {word}"] if word else []), *more])
-    return tuple(primary), p, (stands, word), tuple(secondary)
+    return tuple(primary), p, (stands, word and f"contradicted: {word}"), tuple(secondary), beside
 
 
 # --- H3 -------------------------------------------------------------------------------------------
@@ -202,7 +230,7 @@ def _date(frame: pd.DataFrame) -> Said:
     secondary.append(Estimate("loss, a learning rate of 10 steps more after it", POINTS, 10 * after))
     direction = _direction([primary], "earlier is worse", "later is worse")
     small = "no effect worth naming" if primary.small else ""
-    return (primary,), primary.p(), (direction, small), tuple(secondary)
+    return (primary,), primary.p(), (direction, small), tuple(secondary), ""
 
 
 # --- H4 -------------------------------------------------------------------------------------------
@@ -218,7 +246,7 @@ def _gradients(frame: pd.DataFrame) -> Said:
         Estimate("6-bit minus 8-bit gradients, 6 bits forward", PERCENT, y[6, 6] - y[6, 8]),
     )
     direction = _direction([primary], "weights and activations hurt more", "gradients hurt more")
-    return (primary,), primary.p(), (direction, "alike" if primary.small else ""), secondary
+    return (primary,), primary.p(), (direction, "alike" if primary.small else ""), secondary, ""
 
 
 def _hubs(frame: pd.DataFrame) -> Said:
@@ -241,7 +269,7 @@ def _hubs(frame: pd.DataFrame) -> Said:
             secondary.append(Estimate(f"{name}, in-degree from {low}", POINTS, gain(bits, f"degree{low}")))
     direction = _direction([primary], "hubs are hurt less", "hubs are hurt more")
     small = "no difference worth naming" if primary.small else ""
-    return (primary,), primary.p(), (direction, small), tuple(secondary)
+    return (primary,), primary.p(), (direction, small), tuple(secondary), ""
 
 
 # what each asks, the grids whose runs answer, the function of these runs, by grid, that does

@@ -23,7 +23,7 @@ from cpt_core.schedules.schedule import Schedule
 from cpt_lab.analysis.estimates import PERCENT, Estimate, found, holm, quality, unit_of
 from cpt_lab.analysis.metrics import interval_text
 from cpt_lab.analysis.pages import Section
-from cpt_lab.analysis.preregistered import LEVEL, Answer
+from cpt_lab.analysis.preregistered import LEVEL, RULES, Answer, depends
 from cpt_lab.analysis.style import COLORS, SMALL, drawing, whole
 from cpt_lab.experiments.spec import NotMeasuredError
 from cpt_lab.studies.h5.arms import CASES, LATE, Q_MAX, STATIC, allocated, stored
@@ -36,11 +36,12 @@ WINS, LOSES = "wins", "loses"
 WORDS = ("bits here, not there", "mixed, as what wins here loses elsewhere", "worse than static", "nothing beat static")
 
 
-def effects(runs: pd.DataFrame) -> pd.DataFrame:
+def effects(runs: pd.DataFrame, rule: str = "") -> pd.DataFrame:
     """Return one line per case and arm: what it gains on the better of static's two evaluations, by seed.
 
     Args:
         runs: any; those of H5 are found by their keys.
+        rule: of ``RULES``, which judge arms and static alike; as registered without one.
 
     Returns:
         case, arm, unit ("points", or "%" of the perplexity), mean, low, high (95 %), p (two-sided), adjusted (Holm over
@@ -49,7 +50,7 @@ def effects(runs: pd.DataFrame) -> pd.DataFrame:
         it), promised (gain by the model), bitops and bitops_per_op (those of the whole model, relative to static's, by
         both conventions). NaN where a case has missing runs.
     """
-    lines = [line for case in CASES for line in _case(case, runs)]
+    lines = [line for case in CASES for line in _case(case, runs, rule)]
     adjusted = holm([line["p"] for line in lines])
     for line, p in zip(lines, adjusted, strict=True):
         line["adjusted"] = p
@@ -99,16 +100,19 @@ def _arms(case: str, runs: pd.DataFrame) -> _Arms | str:
     )  # fmt: skip
 
 
-def _case(case: str, runs: pd.DataFrame) -> Iterator[dict[str, Any]]:
+def _case(case: str, runs: pd.DataFrame, rule: str) -> Iterator[dict[str, Any]]:
     arms = _arms(case, runs)
     if isinstance(arms, str):
         for arm in ARMS:
             yield {"case": case, "arm": arm, "p": math.nan, "word": arms, "n": 0, "lost": 0}
         return
-    (static, opponent), s = arms.opponent, stored(case)
+    (static, opponent), judged, s = arms.opponent, arms.top, stored(case)
+    if rule:
+        judged = arms.own if RULES[rule] else arms.top
+        static, opponent = judged[STATIC], rule
     scale = 100 / float(np.mean(s.reference)) if arms.unit == PERCENT else 100.0
     for arm in ARMS:
-        gain = Estimate(arm, arms.unit, arms.top[arm] - static)
+        gain = Estimate(arm, arms.unit, judged[arm] - static)
         low, high = gain.interval()
         same = _bits(arms.schedules[arm]) == _bits(arms.schedules[STATIC])
         yield {
@@ -160,21 +164,20 @@ def verdict(gains: pd.DataFrame) -> str:
 
     Of an arm that wins and nowhere loses, all other tasks are told too.
     """
-    mine = gains[gains["arm"].isin(ALLOCATED)]
-    wins, loses = (set(mine["arm"][mine["word"] == word]) for word in (WINS, LOSES))
+    mine, classes = gains[gains["arm"].isin(ALLOCATED)], _classes(gains)
     if missing := [case for case in CASES if gains["word"][gains["case"] == case].str.startswith("open: ").any()]:
         return f"open: runs of {', '.join(missing)} are missing"
-    if not wins:
+    if not (classes[0] or classes[1]):
         best = mine.loc[(mine["high"] / mine["full"]).idxmax()]
         return (
             f"{WORDS[-1]}: at most {best.high:+.2f} {best.unit} ({best.arm}, {best.case}, of {best.full:.2f} "
             f"between static and static {Q_MAX})"
         )
     said = []
-    for word, arms in zip(WORDS, (wins - loses, wins & loses, loses - wins), strict=False):
+    for word, arms in zip(WORDS, classes, strict=False):
         lines = mine[mine["arm"].isin(arms) & mine["word"].isin((WINS, LOSES))]
         said += [f"{word}: {'; '.join(_gains(lines))}"] if arms else []
-    rest = mine[mine["arm"].isin(wins - loses) & (mine["word"] != WINS)]
+    rest = mine[mine["arm"].isin(classes[0]) & (mine["word"] != WINS)]
     undecided = rest["word"] == "open"
     said += [f"open after Holm's correction: {'; '.join(_gains(rest[undecided]))}"] if undecided.any() else []
     same = [f"{r.arm}, {r.case}" for r in rest[~undecided].itertuples()]
@@ -182,21 +185,42 @@ def verdict(gains: pd.DataFrame) -> str:
     return ". ".join([said[0], *(f"{part[0].upper()}{part[1:]}" for part in said[1:])])
 
 
+def _classes(gains: pd.DataFrame) -> tuple[set[str], set[str], set[str]]:
+    """Return the arms of ``WORDS``: those that win and nowhere lose, win and lose, lose."""
+    mine = gains[gains["arm"].isin(ALLOCATED)]
+    wins, loses = (set(mine["arm"][mine["word"] == word]) for word in (WINS, LOSES))
+    return wins - loses, wins & loses, loses - wins
+
+
+def robustness(runs: pd.DataFrame) -> str:
+    """Return which arm has another outcome under ``RULES``, which judge arms and static alike; "" where none has."""
+
+    def words(rule: str) -> dict[str, str]:
+        classes = _classes(effects(runs, rule))
+        named = {arm: word.partition(",")[0] for word, arms in zip(WORDS, classes, strict=False) for arm in arms}
+        return {arm: named.get(arm, "open") for arm in ALLOCATED}
+
+    registered, by_rule = words(""), {rule: words(rule) for rule in RULES}
+    said = {a: depends(registered[a], {rule: found[a] for rule, found in by_rule.items()}) for a in ALLOCATED}
+    return "; ".join(f"{arm}: {text}" for arm, text in said.items() if text)
+
+
 def _gains(lines: pd.DataFrame) -> list[str]:
-    """Gains in words; where the BitOps of the whole model are not those of static, a win tells them."""
+    """Gains in words; where the BitOps of the whole model differ from static's by 0.5 %, they are told."""
     said = []
     for r in lines.itertuples():
         alike = max(abs(r.bitops - 1), abs(r.bitops_per_op - 1)) < 0.005
         whole = f"{r.bitops:.2f} of static's as the paper counts, {r.bitops_per_op:.2f} per_op"
         gain = f"{r.arm}, {r.case}: {interval_text(r.mean, r.low, r.high)} {r.unit}"
-        said.append(f"{gain} (BitOps of the whole model: {whole})" if r.word == WINS and not alike else gain)
+        said.append(gain if alike else f"{gain} (BitOps of the whole model: {whole})")
     return said
 
 
 def answers(runs: pd.DataFrame) -> list[Answer]:
     """Return the answer of H5 from rows, in the words that the document has for outcomes."""
     said = verdict(effects(runs))
-    return [Answer("H5", ASKS, word="; ".join(word for word in WORDS if word in said.lower()) or said)]
+    words = "; ".join(word for word in WORDS if word in said.lower()) or said
+    return [Answer("H5", ASKS, word="; ".join(filter(None, [words, robustness(runs)])))]
 
 
 def findings(runs: pd.DataFrame) -> list[tuple[str, str]]:
@@ -211,7 +235,7 @@ def findings(runs: pd.DataFrame) -> list[tuple[str, str]]:
         "Bits moved to the layers and steps that a measured sensitivity names beat static precision of equal cost on "
         f"{where(WINS)}, and lost to it on {where(LOSES)}."
     )
-    said = verdict(gains)
+    said = ". ".join(filter(None, [verdict(gains), robustness(runs).capitalize()]))
     return [(f"H5: {ASKS} {said[0].upper()}{said[1:]}.", plain)]
 
 
@@ -301,6 +325,7 @@ def sections(runs: pd.DataFrame) -> Iterator[Section]:
         return
     notes = (
         f"H5 of docs/preregistration.md: {verdict(gains)}.",
+        *filter(None, [robustness(runs).capitalize()]),
         "Static precision is judged at 8 bits and at its own; the better counts. Runs that diverged or failed count as "
         "chance. Crosses: what the measured sensitivities promised.",
     )

@@ -18,7 +18,7 @@ from cpt_core.formats.ladder import LADDERS
 from cpt_core.schedules.profiles import SUITE, savings_of
 from cpt_lab.analysis.estimates import PERCENT, Estimate, found, quality, standing, unit_of
 from cpt_lab.analysis.pages import Section
-from cpt_lab.analysis.preregistered import Answer, corrected, summary
+from cpt_lab.analysis.preregistered import Answer, corrected, sentence, summary
 from cpt_lab.analysis.statistics import spearman
 from cpt_lab.analysis.style import COLORS, TEXT, drawing, legend_below, name_points
 from cpt_lab.studies.h6.arms import CASES, LATE, ON, on_ladders
@@ -98,8 +98,14 @@ def answers(runs: pd.DataFrame) -> list[Answer]:
 
 
 def findings(runs: pd.DataFrame) -> list[tuple[str, str]]:
-    """H6 says nothing in the README."""
-    return []
+    """Return what rows say of H6: in the words of the document, and in a plain sentence."""
+    told = answers(runs)
+    plain = {
+        "H6a": "In other number formats, whether dearer schedules are better",
+        "H6b": "In other number formats, whether schedules beat static formats of their cost",
+        "H6c": "In other number formats, whether low precision first and high precision before the decay beats static",
+    }
+    return [(sentence(told, a.question), f"{plain[a.question]}: {a.word}.") for a in told]
 
 
 def _correlation(parts: list[Cell]) -> Answer:
@@ -108,9 +114,9 @@ def _correlation(parts: list[Cell]) -> Answer:
     up = all(e.mean > 0 for e in primary)
     p = max(e.p() for e in primary)
     stands = "confirmed: dearer schedules are better in every task and format" if up else ""
-    word = f"so in {len(above)} of {len(primary)}"
-    word += f"; contradicted: the reverse in {len(below)} ({'; '.join(below)})" if below else ""
-    return Answer("H6a", QUESTIONS["H6a"], tuple(primary), p, (stands, word), lost=sum(c.lost for c in parts))
+    reverse = f"contradicted: the reverse in {len(below)} ({'; '.join(below)})" if below else ""
+    lost, beside = sum(c.lost for c in parts), f"dearer schedules are better in {len(above)} of {len(primary)}"
+    return Answer("H6a", QUESTIONS["H6a"], tuple(primary), p, (stands, reverse), lost=lost, beside=beside)
 
 
 def _gains(question: str, parts: list[Cell], arms: tuple[str, ...]) -> Answer:
@@ -118,11 +124,11 @@ def _gains(question: str, parts: list[Cell], arms: tuple[str, ...]) -> Answer:
     primary = [Estimate(f"{c.name}: {one} minus static", c.unit, c.gain(arms), MARGINS[c.case]) for c in parts]
     p = max(e.p(e.margin, "below") for e in primary)
     wins, loses = (standing(primary, side, 0.025) for side in ("above", "below"))
-    said = [f"contradicted: better in {len(wins)} of {len(primary)} ({'; '.join(wins)})"] if wins else []
-    said.append(f"static is better in {len(loses)} of {len(primary)}")
+    better = f"contradicted: better in {len(wins)} of {len(primary)} ({'; '.join(wins)})" if wins else ""
+    beside = f"static is better in {len(loses)} of {len(primary)}"
     stands = "confirmed: nothing beats static formats by the margin"
     lost = sum(c.lost for c in parts)
-    return Answer(question, QUESTIONS[question], tuple(primary), p, (stands, "; ".join(said)), lost=lost)
+    return Answer(question, QUESTIONS[question], tuple(primary), p, (stands, better), lost=lost, beside=beside)
 
 
 def by_arm(parts: Sequence[Cell]) -> pd.DataFrame:
