@@ -82,8 +82,13 @@ def sentence(found: Sequence[Answer], question: str) -> str:
     word = re.sub("(confirmed|contradicted): ", "", a.word)
     effects = "; ".join(f"{e.what}: {e.shown()}, n = {len(e.values)}" for e in a.primary)
     if len(a.primary) > 2:  # too many for a sentence: how far they reach
-        ends = {(e.margin, e.unit): max(x.interval()[1] for x in a.primary if x.unit == e.unit) for e in a.primary}
-        reach = " and ".join(f"{end:+.2f} {unit} (margin {margin:g})" for (margin, unit), end in ends.items())
+        groups: dict[tuple[str, float], list[float]] = {
+            (e.unit, e.margin if e.margin == e.margin else 0.0): [] for e in a.primary
+        }
+        for e in a.primary:
+            groups[e.unit, e.margin if e.margin == e.margin else 0.0].append(e.interval()[1])
+        ends = [(f"{max(of):+.2f} {u}".strip(), f" (margin {m:g})" if m else "") for (u, m), of in groups.items()]
+        reach = " and ".join(f"{end}{margin}" for end, margin in ends)
         seeds = {e.what.partition(",")[0]: len(e.values) for e in a.primary}
         effects = (
             f"the 95 % intervals reach up to {reach}; {', '.join(f'{task}: n = {n}' for task, n in seeds.items())}"

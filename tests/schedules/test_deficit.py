@@ -162,7 +162,7 @@ def test_a_delay_goes_before_the_schedule_of_the_other_steps(name):
 @pytest.mark.parametrize("q_grad", [None, 5])
 def test_the_cost_of_a_delay_is_the_weighted_mean(q_grad):
     rest = make("RR", total_steps=1280).relative_cost(q_grad)
-    top = make("STATIC", total_steps=1280).relative_cost(q_grad)
+    top = StaticSchedule(8, 1280).relative_cost(q_grad)
     assert make("RR", delay=0.2).relative_cost(q_grad) == pytest.approx(0.2 * top + 0.8 * rest, rel=1e-12)
 
 

@@ -19,7 +19,9 @@ PARTS = (
 def test_costs_are_weighted_by_work():
     s = LayeredSchedule(PARTS)
     assert s.relative_cost(8) == pytest.approx((30 * 80 + 10 * (80 + 192) / 2) / (40 * 192))
-    assert s.relative_cost(8, q_max=4) == pytest.approx((30 * 80 + 10 * (80 + 192) / 2) / (40 * 80))
+    assert s.relative_cost(8, q_max=4) == pytest.approx(
+        (30 * 80 + 10 * (80 + 192) / 2) / (40 * 48)
+    )  # gradients of the baseline: 4 bits
     assert s.noise_exposure() == pytest.approx((30 * 256 + 10 * (256 + 1) / 2) / 40)
     assert s.share_at(4) == pytest.approx(30 / 40 + 10 / 40 / 2)
     assert (s.q_min, s.q_max, s.total_steps) == (4, 8, 10)

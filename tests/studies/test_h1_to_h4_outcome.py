@@ -148,7 +148,20 @@ def test_h2_static_is_not_beaten_or_is():
         "contradicted: a schedule wins in 1 of 6 (Facebook GraphSAGE, schedule minus static 5);"
     )
     assert found.p == pytest.approx(1, abs=0.01)
-    assert answer("H2", *(rows(grid, lambda s: 0.0, sd=3) for grid in H2)).word.startswith("static is better in 0 of 6")
+    assert answer("H2", *(rows(grid, lambda s: 0.0, sd=3) for grid in H2)).word.startswith(
+        "open; static is better in 0 of 6"
+    )
+
+
+def test_h2_says_where_its_outcome_depends_on_how_both_are_judged():
+    made = [rows(grid, lambda s: 3.0 * s.arm.startswith("cyclic"), sd=0.03) for grid in H2]
+    for row in (row for part in made for row in part if row["spec"]["arm"].startswith("static")):
+        at_top, at_own = row["metrics"][:2]  # better at its own bits: by 5 points or %
+        at_own["value"] += 0.05 if at_top["name"] == "accuracy" else -0.05 * at_top["value"]
+    said = answer("H2", *made).word
+    assert said.startswith("confirmed: no schedule beats static by the margin; static is better in 6 of 6;")
+    assert said.endswith("; depends on the rule: contradicted where both are judged at 8 bits")
+    assert "depends" not in answer("H2", *(rows(grid, lambda s: 0.0, sd=0.03) for grid in H2)).word
 
 
 def test_h2_takes_the_better_evaluation_of_static_as_the_opponent():
@@ -275,7 +288,14 @@ def test_the_page_and_the_figure_show_what_is_answered():
 
 def test_outcomes_are_said_in_words():
     made = [row for grid in H2 for row in rows(grid, lambda s: -3.0 * s.arm.startswith("cyclic"), sd=0.0)]
-    first, second, third = (said for said, _ in preregistered.findings(table(made)))
+    found = preregistered.findings(table(made))
+    assert [said[: said.index(":")] for said, _ in found] == "H2 H1 H3 H4a H4b H5 H6a H6b H6c".split()
+    assert found[0][1].endswith(
+        "at the cost of 5 bits alike in 0 of 3, static better in 3; "
+        "at the cost of 3 bits (where a cycle must go below 3) alike in 0 of 3, static better in 3."
+    )
+    assert found[2][1] == "Whether the date of a stretch of low precision matters: open: 0 of 300 runs."
+    first, second, third = (found[i][0] for i in (0, 1, 5))
     assert first == (
         "H2: Does a cyclic schedule beat the static precision of its cost? No schedule beats static by the margin; "
         "static is better in 6 of 6; alike within the margin in 0. The 95 % intervals reach up to -3.00 points "

@@ -89,6 +89,12 @@ def test_quality_that_falls_with_cost_contradicts_the_correlation():
     assert "confirmed" not in a.word
 
 
+def test_what_neither_stands_nor_is_contradicted_is_open_first():
+    a, _, c = outcome.answers(rows(noise=30.0))
+    assert a.word.startswith("open; dearer schedules are better in ")
+    assert c.word.startswith("open; static is better in ")
+
+
 def test_lost_runs_count_as_chance_and_missing_ones_leave_it_open():
     found = rows(lost={("digits", LATE, 100)})
     cell = outcome.cells(found)[0]

@@ -197,7 +197,11 @@ def robustness(runs: pd.DataFrame) -> str:
 
     def words(rule: str) -> dict[str, str]:
         classes = _classes(effects(runs, rule))
-        named = {arm: word.partition(",")[0] for word, arms in zip(WORDS, classes, strict=False) for arm in arms}
+        named = {
+            arm: word.removesuffix(", as what wins here loses elsewhere")
+            for word, arms in zip(WORDS, classes, strict=False)
+            for arm in arms
+        }
         return {arm: named.get(arm, "open") for arm in ALLOCATED}
 
     registered, by_rule = words(""), {rule: words(rule) for rule in RULES}
@@ -231,9 +235,17 @@ def findings(runs: pd.DataFrame) -> list[tuple[str, str]]:
         cases = gains["case"][(gains["word"] == word) & gains["arm"].isin(ALLOCATED)].unique()
         return " and ".join(cases).replace("cifar10-jpeg", "JPEG copies of CIFAR-10") or "no task"
 
+    most = {
+        case: max(spec.schedule.parts, key=lambda part: float(part[1].bits().mean()))
+        for case in gains["case"][(gains["word"] == WINS) & gains["arm"].isin(ALLOCATED)].unique()
+        for spec in allocated(case, [0])
+        if isinstance(spec.schedule, LayeredSchedule)
+    }
+    kept = "; ".join(f"there {' and '.join(names)} got the most bits" for names, _, _ in most.values())
     plain = (
         "Bits moved to the layers and steps that a measured sensitivity names beat static precision of equal cost on "
-        f"{where(WINS)}, and lost to it on {where(LOSES)}."
+        f"{where(WINS)}, and lost to it on {where(LOSES)}"
+        f"{f' ({kept})' if kept else ''}."
     )
     said = ". ".join(filter(None, [verdict(gains), robustness(runs).capitalize()]))
     return [(f"H5: {ASKS} {said[0].upper()}{said[1:]}.", plain)]
