@@ -117,18 +117,31 @@ def run(
 
 @app.command()
 def verify(
-    store: Annotated[list[Path], typer.Argument(help="files of rows, such as data/results/image_digits.jsonl")],
+    store: Annotated[
+        list[Path] | None, typer.Argument(help="files of rows, such as data/results/image_digits.jsonl")
+    ] = None,
     rows: Annotated[int, typer.Option(help="how many of every store to run again")] = 5,
     seed: Annotated[int, typer.Option(help="of the choice of rows")] = 0,
     cheapest: Annotated[bool, typer.Option("--cheapest", help="those that took the least time, not any")] = False,
     skip_missing: Annotated[
         bool, typer.Option("--skip-missing", help="leave out stores whose data is not here, and say so")
     ] = False,
+    verdict: Annotated[
+        str | None, typer.Option(help="a preregistered grid, such as h5/characters: does its effect repeat?")
+    ] = None,
 ) -> None:
-    """Run stored rows again and compare: bit for bit on the same machine, within a tolerance on others."""
+    """Run stored rows again and compare: bit for bit on the same machine, within a tolerance on others.
+
+    With --verdict, run a preregistered grid with fresh seeds and say whether its effects repeat.
+    """
     from cpt_lab.sweeps import verify as v
     from cpt_lab.sweeps.lines import integrity
 
+    if (verdict is None) == (not store):
+        raise ValueError("give files of rows, or a preregistered grid with --verdict")
+    if verdict is not None:
+        return _verdict(verdict)
+    assert store is not None
     samples = [v.sample(path, rows, seed, cheapest) for path in store]
     skipped = [one for one in samples if one.missing]
     if skipped and not skip_missing:
@@ -151,6 +164,20 @@ def verify(
         typer.echo(f"skipped {one.store}: {one.missing}")
     typer.echo(v.summary(findings) + (f"; {len(skipped)} of {len(samples)} stores skipped" if skipped else ""))
     if whole.faults or not all(finding.reproduced for finding in findings):
+        raise typer.Exit(1)
+
+
+def _verdict(grid: str) -> None:
+    from cpt_lab.analysis.repeated import fresh, repeated
+    from cpt_lab.paths import runs_dir
+    from cpt_lab.sweeps.sweep import run_grid
+
+    specs, store = fresh(grid), runs_dir() / "verdicts" / f"{grid}.jsonl"
+    typer.echo(f"{grid} with fresh seeds: {len(specs)} runs, rows in {store}")
+    found = repeated(grid, run_grid(specs, store))
+    for line in found:
+        typer.echo(f"  {line}")
+    if any(line.word == "DIFFERS" for line in found):
         raise typer.Exit(1)
 
 

@@ -36,6 +36,7 @@ from cpt_core.schedules.schedule import ShortCycleWarning
 from cpt_lab.data.files import DataNotFoundError, check_data
 from cpt_lab.experiments.recipes import EXPERIMENTS
 from cpt_lab.experiments.spec import RunSpec
+from cpt_lab.paths import results_dir
 from cpt_lab.provenance import commit, version
 from cpt_lab.sweeps.lines import Row, load_rows
 from cpt_lab.sweeps.sweep import run_grid
@@ -143,8 +144,14 @@ def _missing(row: Row) -> str:
 
 def verify(sample: Sample) -> Iterator[Finding]:
     """Run the picked rows of a store again, one after the other, and say of each what became of it."""
+    rows = list(({row["key"]: row for row in _committed()} | {row["key"]: row for row in sample.rows}).values())
     for row in sample.picked:
-        yield compare(row, run_again(row), sample.rows)
+        yield compare(row, run_again(row), rows)
+
+
+def _committed() -> list[Row]:
+    """Rows under ``data/results``: a store that is a part of one of them takes its tolerance from all seeds there."""
+    return [row for path in results_dir().glob("*.jsonl") for row in load_rows(path) if row["status"] != "failed"]
 
 
 def summary(findings: list[Finding]) -> str:
@@ -202,7 +209,7 @@ def compare(row: Row, found: Row, rows: list[Row]) -> Finding:
     Args:
         row: as stored.
         found: of the run now.
-        rows: of the store; they tell how far seeds differ.
+        rows: of the store and those committed; they tell how far seeds differ.
     """
     if found["status"] == "failed":
         return Finding(row, "NOT REPRODUCED", said=(f"the run failed: {found['error'].strip().splitlines()[-1]}",))

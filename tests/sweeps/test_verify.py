@@ -246,6 +246,22 @@ def test_seeds_tell_how_far_a_metric_may_be_off():
     assert verify.allowed(text, [])[0] == pytest.approx(4.0)
 
 
+def test_a_part_of_a_store_takes_its_tolerance_from_the_seeds_that_are_committed(tmp_path, monkeypatch):
+    specs = designs.quality_cost("demo", "digits", schedules=["CR"], static=[], seeds=range(4))
+    more = {"schema": 1, "seconds": 1.0, "device": "cpu"}
+    rows = [row_of(spec, value) | more for spec, value in zip(specs, [0.5, 0.6, 0.7, 0.8], strict=True)]
+    (tmp_path / "all.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    one = tmp_path / "elsewhere" / "one.jsonl"
+    one.parent.mkdir()
+    one.write_text(json.dumps(rows[0]) + "\n")
+    monkeypatch.setattr(verify, "results_dir", lambda: tmp_path)
+    monkeypatch.setattr(verify, "run_again", lambda row: row)
+    monkeypatch.setattr(verify, "compare", lambda row, found, known: verify.allowed(row, known))
+    assert verify.allowed(rows[0], verify.sample(one).rows)[1] == "without seeds to compare"
+    assert list(verify.verify(verify.sample(one))) == [verify.allowed(rows[0], rows)]
+    assert verify.allowed(rows[0], rows)[1] == "5 standard deviations between seeds"
+
+
 def test_a_rerun_has_the_threads_the_device_and_the_kernels_of_its_row(row, monkeypatch):
     import os
 

@@ -224,7 +224,13 @@ def answers(runs: pd.DataFrame) -> list[Answer]:
     """Return the answer of H5 from rows, in the words that the document has for outcomes."""
     said = verdict(effects(runs))
     words = "; ".join(word for word in WORDS if word in said.lower()) or said
-    return [Answer("H5", ASKS, word="; ".join(filter(None, [words, robustness(runs)])))]
+    of = {case: _arms(case, runs) for case in CASES}
+    primary = [
+        Estimate(f"{case}, {arm} minus static", arms.unit, arms.top[arm] - arms.opponent[0])
+        for case, arms in of.items() if not isinstance(arms, str)
+        for arm in ARMS if _bits(arms.schedules[arm]) != _bits(arms.schedules[STATIC])
+    ]  # fmt: skip
+    return [Answer("H5", ASKS, tuple(primary), word="; ".join(filter(None, [words, robustness(runs)])))]
 
 
 def findings(runs: pd.DataFrame) -> list[tuple[str, str]]:

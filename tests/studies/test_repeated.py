@@ -1,0 +1,81 @@
+"""Whether an effect repeats with fresh seeds, from rows that were made up so that the answer is known."""
+
+import sys
+from dataclasses import replace
+
+import pytest
+
+from cpt_lab import commands
+from cpt_lab.analysis import repeated
+from cpt_lab.analysis.runs import table
+from cpt_lab.experiments.grids import grid_specs
+from cpt_lab.experiments.spec import RunSpec
+from tests.studies.test_h1_to_h4_outcome import deficit_loss, rows
+
+GRID = "h3/facebook"
+
+
+def made(date, fresh=False, sd=0.1):
+    """Rows of H3 in which a later deficit costs ``date`` points more; of fresh seeds or of the question's."""
+    found = rows(GRID, lambda s: deficit_loss(s, date=date), sd=sd)
+    for row in found if fresh else []:
+        spec = RunSpec.from_dict(row["spec"])
+        spec = replace(spec, seed=spec.seed + repeated.FRESH)
+        row |= {"spec": spec.to_dict(), "key": spec.key}
+    return found
+
+
+@pytest.fixture
+def stored(monkeypatch):
+    monkeypatch.setattr(repeated, "committed", lambda: table(made(date=1)))
+
+
+@pytest.mark.parametrize(
+    ("date", "sd", "word"),
+    [(1, 0.11, "repeats"), (-1, 0.11, "DIFFERS"), (0, 0.11, "DIFFERS"), (1, 30, "cannot be told")],
+)
+@pytest.mark.usefixtures("stored")
+def test_an_effect_repeats_or_does_not(date, sd, word):
+    (found,) = repeated.repeated(GRID, made(date, fresh=True, sd=sd))
+    assert found.word == word
+    assert f"equal learning rate: {word}: " in str(found)
+    assert str(found).endswith("points, n = 10 and 10")
+
+
+def test_no_effect_twice_is_no_effect_again(monkeypatch):
+    monkeypatch.setattr(repeated, "committed", lambda: table(made(date=0)))
+    (found,) = repeated.repeated(GRID, made(0, fresh=True, sd=0.11))
+    assert found.word == "no effect, again"
+
+
+def test_fresh_seeds_are_nobodys():
+    fresh, own = repeated.fresh(GRID), grid_specs(GRID)
+    assert not {s.key for s in fresh} & {s.key for s in own}
+    assert [(s.arm, s.seed - 1000) for s in fresh] == [(s.arm, s.seed) for s in own]
+    with pytest.raises(ValueError, match="unknown verdict 'digits'"):
+        repeated.fresh("digits")
+
+
+@pytest.mark.parametrize(("date", "code"), [(1, 0), (-1, 1)])
+@pytest.mark.usefixtures("stored")
+def test_the_command_runs_fresh_seeds_and_ends_with_1_where_an_effect_differs(date, code, monkeypatch, capsys):
+    asked = []
+    monkeypatch.setattr(
+        "cpt_lab.sweeps.sweep.run_grid", lambda specs, store: asked.extend(specs) or made(date, fresh=True)
+    )
+    monkeypatch.setattr(sys, "argv", ["cpt", "verify", "--verdict", GRID])
+    with pytest.raises(SystemExit) as end:
+        commands.main()
+    assert (end.value.code or 0) == code
+    assert asked == repeated.fresh(GRID)
+    said = capsys.readouterr().out
+    assert said.startswith("h3/facebook with fresh seeds: 300 runs, rows in ")
+    assert ("DIFFERS" in said) == bool(code)
+
+
+@pytest.mark.parametrize("words", [[], ["rows.jsonl", "--verdict", GRID]])
+def test_rows_or_a_verdict(words, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["cpt", "verify", *words])
+    with pytest.raises(SystemExit):
+        commands.main()
+    assert "give files of rows, or a preregistered grid with --verdict" in capsys.readouterr().err
