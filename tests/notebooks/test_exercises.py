@@ -82,7 +82,7 @@ RIGHT = {
     "02.1": ["lambda x, q: cpt.quantize(x, q).requires_grad_()", "lambda x, q: grid(x, 2**q - 1, least=1e-12)"],
     "02.2": [
         "lambda x, q: x - (x - cpt.quantize(x, q)).detach()",
-        "lambda x, q: x.add(cpt.quantize(x, q) - x.detach())",
+        "lambda x, q: x.add(cpt.quantize(x.detach(), q) - x.detach())",
     ],
     "02.3": ["lambda q, q_grad: torch.tensor(16 / 19 if q == 3 else 2 / 3 if q == 8 else 0.75)"],
     "03.1": ['"Large"', '"large savings"', '" LARGE  savings"', '"RR"', '"rth"'],
@@ -378,6 +378,8 @@ def test_wrong_answers_get_a_hint_without_a_traceback(exercise, answer, capsys):
         ("06.2", "lambda i, u: 4 * u * (i + u) + 4 * u", "a bias is added, not multiplied"),
         ("06.2", WRONG["06.2"][1], "these are those of a step of 35 x 20 words"),
         ("06.6", WRONG["06.6"][0], "these are those of one product"),
+        ("02.3", WRONG["02.3"][0], "this is the share of the forward product"),
+        ("10.2", WRONG["10.2"][0], "n is 2^(q - 1) - 1"),
     ],
 )
 def test_what_is_wrong_with_other_answers_is_said(exercise, slip, sentence, capsys):
@@ -398,6 +400,7 @@ REASONS = {
     ("01.1", WRONG["01.1"][-3]): "it goes down to 2 bits",
     ("01.1", WRONG["01.1"][-2]): "it costs 0.359 of static 8",
     ("01.1", WRONG["01.1"][-1]): "it ends at 3 bits",
+    ("10.3", WRONG["10.3"][1]): "its levels are 4, 8",
 }
 
 
