@@ -17,7 +17,6 @@ WIDTH, HEIGHT = 1366, 768
 OURS = {"include": [[".jp-OutputArea-output"], [".jp-MarkdownOutput"]]}
 WITHOUT = {
     "image-alt": "JupyterLab drops the alt of a picture's metadata; that it is in the file is asked below",
-    "aria-input-field-name": "ipywidgets gives the handle of a slider no name; its label stands beside it",
 }
 # What JupyterLab says to the console of itself.
 ITS_OWN: tuple[str, ...] = ()
@@ -66,7 +65,6 @@ def test_notebook(book: Notebook, heard: Heard, shots: Path) -> None:
     assert all(o.metadata.get("image/png", {}).get("alt") for o in drawn)
     assert any(cell["pictures"] for cell in state)
 
-    sliders(book)
     predictions(book)
     exercise(book)
     for scheme in ("light", "dark"):
@@ -76,22 +74,6 @@ def test_notebook(book: Notebook, heard: Heard, shots: Path) -> None:
         accessible(page, OURS, WITHOUT)
     book.picture(shots / f"lab-{stem}-dark.png")
     assert heard.said == []
-
-
-# The pictures of a slider's cell; none while they are made anew.
-DRIVEN = """e => [...e.closest(".jp-Cell").querySelectorAll(".jp-OutputArea-output img")].map(i => i.src).join()"""
-
-
-def sliders(book: Notebook) -> None:
-    """Every slider is moved by the keyboard, and the picture changes."""
-    handles = book.page.locator(".jp-OutputArea-output [role=slider]")
-    for i in range(handles.count()):
-        handle = handles.nth(i)
-        shown = handle.evaluate(DRIVEN)
-        full = handle.get_attribute("aria-valuenow") == handle.get_attribute("aria-valuemax")
-        handle.press("ArrowLeft" if full else "ArrowRight")
-        changed = f"([e, was]) => {{ const now = ({DRIVEN})(e); return now && now !== was; }}"
-        book.page.wait_for_function(changed, arg=[handle.element_handle(), shown], timeout=60_000)
 
 
 def predictions(book: Notebook) -> None:

@@ -26,12 +26,14 @@ class Exercise(NamedTuple):
     """A check.
 
     Attributes:
-        right: takes the attempt; may raise ``Refused`` or ``Unanswered``.
+        right: takes the attempt; may raise ``Refused`` or ``Unanswered``; a sentence is said of a right answer.
         hint: what helps on.
+        hints: what helps on instead, by a part of the sentence that refuses.
     """
 
-    right: Callable[[Any], bool]
+    right: Callable[[Any], bool | str]
     hint: str
+    hints: Mapping[str, str] = {}
 
 
 def number(answer: Any) -> float:

@@ -41,6 +41,7 @@ def slopes(q: int = 3, narrow: float = 0.001, wide: float = 0.5) -> Figure:
             left.plot(ends, stairs(ends), mark, markersize=5, label=f"{name} difference, h = {h:g}", **look)
             right.plot(v, (stairs(v + h) - stairs(v - h)) / (2 * h), mark[1:], **look)
         right.axhline(1, color=RAMP, linewidth=1)
+        figure.suptitle("A stair is flat; several stairs climb like a straight line", fontsize=11)
         left.set(xlabel="value x", ylabel="rounded value q(x)", title="the staircase")
         right.set(xlabel="value x", ylabel="slope", ylim=(-0.2, 2), title="its slope at every place")
         legend_below(figure, left)
@@ -72,6 +73,7 @@ def random_rounding(levels: int = 4, draws: int = 1000) -> Figure:
             ax.set_title(rule, fontsize=10)
             ax.set(xlabel="value, in steps", xticks=range(levels), yticks=range(levels))
         axes[0][0].set_ylabel("level")
+        figure.suptitle("Rounded at random, a value is right on average", fontsize=11)
         legend_below(figure, axes[0][1])
     return figure
 
@@ -121,6 +123,8 @@ def three_products(q: int, q_grad: int) -> Figure:
             _words(ax, 6.5, 3.85, "float32")
             _box(ax, 5, 2.0, f"{result}\n{formula}", 3.0, edgecolor=INK, linewidth=0.8)
             ax.set_xlabel(f"cost {bits[a]} · {bits[b]} = {cost}", fontsize=10)
+        backward = sum(costs[1:]) / sum(costs)
+        figure.suptitle(f"The two backward products take {backward:.0%} of the step", fontsize=11)
         figure.supxlabel(f"one step: {' + '.join(map(str, costs))} = {sum(costs)}", fontsize=10)
     return figure
 

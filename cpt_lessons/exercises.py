@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import platform
 import warnings
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from importlib import metadata
 from reprlib import repr as short
@@ -25,7 +25,7 @@ from cpt_lessons import checks_of_lessons, checks_of_results
 from cpt_lessons.answers import Refused, Unanswered
 from cpt_lessons.predictions import PREDICTIONS
 
-EXERCISES = {**checks_of_lessons.EXERCISES, **checks_of_results.EXERCISES}
+EXERCISES = dict(sorted((checks_of_lessons.EXERCISES | checks_of_results.EXERCISES).items()))
 
 _predictions: dict[str, str] = {}
 
@@ -90,7 +90,7 @@ def show(frame: pd.DataFrame) -> None:
     print(terminal(frame))
 
 
-def check(exercise: str, attempt: Any, right: Callable[[Any], bool] | None = None, hint: str = "") -> None:
+def check(exercise: str, attempt: Any, right: Callable[[Any], bool | str] | None = None, hint: str = "") -> None:
     """Check an exercise; ``...`` means not attempted. Wrong answers get a hint, never a traceback.
 
     Args:
@@ -99,27 +99,32 @@ def check(exercise: str, attempt: Any, right: Callable[[Any], bool] | None = Non
         right: whether an attempt is right; what it raises is told as a sentence.
         hint: for attempts that are not.
     """
+    hints: Mapping[str, str] = {}
     if right is None:
         if exercise not in EXERCISES:
             print(f"there is no exercise {short(exercise)}")
             return
-        right, hint = EXERCISES[exercise]
+        right, hint, hints = EXERCISES[exercise]
     said = f"exercise {exercise}" if exercise in EXERCISES else exercise
     if attempt is ...:
         print(f"{said}: not attempted yet")
         return
+    why = ""
     try:
-        why = "" if right(attempt) else None
+        if found := right(attempt):
+            print(f"{said}: correct" + (f". {found}" if isinstance(found, str) else ""))
+            return
     except Unanswered:
         print(f"{said}: not attempted yet")
         return
     except Refused as refused:
         why = f": {refused}"
+        hint = next((helps for part, helps in hints.items() if part in why), hint)
     except (AttributeError, TypeError):
         why = f": {type(attempt).__name__} is not the kind of answer asked for"
     except Exception as error:
         why = f" ({type(error).__name__}: {error})"
-    print(f"{said}: correct" if why == "" else f"{said}: not yet{why or ''}. Hint: {hint}")
+    print(f"{said}: not yet{why}. Hint: {hint}")
 
 
 def in_band(name: str, value: float) -> None:

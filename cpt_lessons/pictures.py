@@ -37,22 +37,6 @@ def pictures_with_boxes(pictures: Sequence[np.ndarray], rows: Mapping[str, Seque
     return figure
 
 
-def staircase(bits: Sequence[int] = (2, 3, 4)) -> Figure:
-    """Draw the quantiser: value in, value out, on a range from -1 to 1."""
-    x = np.linspace(-1, 1, 801)
-    said = ", ".join(map(str, bits))
-    alt = f"staircases: values from -1 to 1 quantised to {said} bits, against the values themselves"
-    with drawing(1, len(bits), alt, figsize=(3.1 * len(bits), 3), sharey=True) as (figure, axes):
-        for ax, q in zip(axes[0], bits, strict=True):
-            n = 2**q - 1
-            ax.plot(x, x, color="#999999", linewidth=1)
-            ax.plot(x, np.rint((x + 1) / 2 * n) / n * 2 - 1, color=COLORS["small"], linewidth=1.6)
-            ax.set_title(f"{q} bits: {n + 1} levels", fontsize=10)
-            ax.set_xlabel("value")
-        axes[0][0].set_ylabel("quantised value")
-    return figure
-
-
 def by_cost(costs: Mapping[str, float], accuracies: Mapping[str, Sequence[float]]) -> Figure:
     """Draw the accuracy of every arm against its cost: a point per training, a bar at their mean."""
     alt = f"Test accuracy against relative cost of {', '.join(accuracies)}: a point per training, a bar at their mean"

@@ -5,14 +5,13 @@ import math
 import cpt_core as cpt
 from cpt_lessons import exercises
 
-# 1. The exponential leaves q_min at once, its horizontal mirror comes to q_min only at the end.
-name = "ETH"
-
-# 2. The straight line costs 0.63; a power above 1 stays low for longer.
+# 1. The straight line costs 0.63, which is too much. A power above 1 keeps the curve low for longer, and its mean bits
+# fall. Any power from 1.6 to 2.1 is right.
 mine = cpt.FunctionSchedule(lambda u: 3 + 5 * u**1.9, total_steps=1000)
 
 
-# 3. The place in the cycle, the profile or its mirror image, the bits.
+# 2. Find the place in the cycle, mirror it in the 1st, 3rd, 5th, ... cycle, and stretch the curve from 3 to 8. The
+# horizontal mirror changes the place x, not the value of the curve. The vertical one would make ETV of it.
 def eth(t):
     """Return the bits of step t."""
     cycle, x = divmod(t / 8000, 1)
@@ -21,17 +20,10 @@ def eth(t):
     return round(3 + 5 * (1 - math.exp(-4 * x)))
 
 
-# 4. True counts as 1.
-def share_at_min(schedule):
-    """Return the share of steps at q_min."""
-    return (schedule.bits() == schedule.q_min).mean()
-
-
-# 5. RR stays at few bits for most of a cycle; one cycle ends with many of them.
+# 3. RR stays at few bits for most of a cycle, and one cycle ends with many of them. Static 4 is right as well, costs
+# 0.42, and needs no schedule: always compare a schedule with a static precision of the same cost.
 cheap = cpt.make_schedule("RR", q_min=3, q_max=8, total_steps=400, n_cycles=1)
 
-exercises.check("01.1", name)
-exercises.check("01.2", mine)
-exercises.check("01.3", eth)
-exercises.check("01.4", share_at_min)
-exercises.check("01.5", cheap)
+exercises.check("01.1", mine)
+exercises.check("01.2", eth)
+exercises.check("01.3", cheap)

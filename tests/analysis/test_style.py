@@ -22,7 +22,7 @@ from cpt_lab.analysis.predictors import predictors_figure
 from cpt_lab.analysis.rounding import error_over_training
 from cpt_lab.analysis.runs import committed
 from cpt_lab.paths import ROOT
-from cpt_lessons import detection, diagrams, graphs, images, pictures, playground
+from cpt_lessons import detection, diagrams, graphs, images, pictures
 
 PAGE = Path(quality_cost.__file__).with_name("page.html.j2").read_text(encoding="utf-8")
 THEMES = re.findall(r":root \{(.*?)\}", PAGE, re.DOTALL)
@@ -62,7 +62,6 @@ FIGURES = {
     "many arms of one cost": lambda: figure_3(crowd(), xs=BOTH),
     "figure 8": lambda: figure_8(committed("deficit_facebook")),
     "cost and noise": schedules.jensen_figure,
-    "staircase": pictures.staircase,
     "number lines": pictures.number_lines,
     "slopes": diagrams.slopes,
     "random rounding": diagrams.random_rounding,
@@ -81,8 +80,6 @@ FIGURES = {
     "rounding": lambda: error_over_training(RECORDED, "snr_db"),
     "profiles": schedules.profiles_figure,
     "prices": lambda: schedules.price_figure(cpt.make_schedule("CR", q_min=3, q_max=8, total_steps=800)),
-    "played": lambda: playground.picture(cpt.make_schedule("CR", q_min=3, q_max=8, total_steps=80, n_cycles=2)),
-    "explored": playground.schedule_picture,
     "range test": lambda: precision_range().figure(),
 }
 
@@ -212,14 +209,6 @@ def test_the_report_can_be_read_in_light_and_in_dark():
     for theme in (light, light | dark):
         assert all(contrast(theme[name], theme["page"]) >= 4.5 for name in named)
     assert contrast(dark["page"], light["page"]) > 10
-
-
-def test_axes_stay_while_a_slider_moves():
-    chosen = [{}, {"name": "RTV", "n_cycles": 2}, {"q_min": 1, "q_max": 12}, {"q_min": 8, "q_max": 2}]
-    axes = [playground.schedule_picture(**values).axes[0] for values in chosen]
-    assert len({(ax.get_xlim(), ax.get_ylim(), tuple(ax.get_yticks())) for ax in axes}) == 1
-    assert [len(ax.lines) for ax in axes] == [2, 2, 2, 0]
-    assert "q_min" in axes[-1].get_title()
 
 
 @pytest.mark.parametrize("name", [r"$\frac$", "a$b", r"\$\frac$", "{$}_^%&#~$"])

@@ -14,6 +14,14 @@ def table(capsys, **options):
     return capsys.readouterr().out.splitlines()
 
 
+def test_held_out_images_are_in_no_batch_and_none_is_missing():
+    _, loader, *_ = demonstrations.tiny_problem(seed=3)
+    images, labels = demonstrations.held_out(seed=3)
+    seen = {x.numpy().tobytes() for batch, _ in loader for x in batch}
+    assert len(images) == len(labels) == 1797 - 40 * 32
+    assert not seen & {x.numpy().tobytes() for x in images}
+
+
 def test_bitops_table_adds_up_by_kind_and_prices_every_schedule(capsys):
     operations, linear, names, cr, static = table(capsys)
     assert [operations, linear] == ["operations of a forward pass: 30", "  Linear  30  100.0%"]
