@@ -29,16 +29,7 @@ def smoke(dataset: str, arm: str) -> list[RunSpec]:
     return designs.quality_cost("smoke", dataset, schedules=[] if static else [arm], static=static, seeds=SEEDS)
 
 
-def graph(arm: str) -> list[RunSpec]:
-    """Smoke runs of notebook 05; as a control also the gradients have the bits of the arm."""
-    static = [int(arm.split()[1])] if arm.startswith("static") else []
-    top = [1] if static == [1] else None
-    return designs.quality_cost(
-        "smoke", "digits-graph", schedules=[] if static else [arm], static=static, q_max=top, seeds=SEEDS
-    )
-
-
-image, detection, text = (partial(smoke, name) for name in ("digits", "digit-scenes", "pydoc"))  # notebooks 03, 04, 06
+image, detection = (partial(smoke, name) for name in ("digits", "digit-scenes"))  # notebooks 03, 04
 
 
 def deficit(arm: str) -> list[RunSpec]:
@@ -53,10 +44,6 @@ BANDS: dict[str, tuple[Callable[[str], list[RunSpec]], str, str, str]] = {
     "smoke accuracy of ER": (image, "ER", "static 2", "accuracy"),
     "smoke loss of the detector with static 8": (detection, "static 8", "static 1", "loss"),
     "smoke loss of the detector with ER": (detection, "ER", "static 1", "loss"),
-    "smoke accuracy of GCN at static 8": (graph, "static 8", "static 1", "accuracy"),
-    "smoke accuracy of GCN with ER": (graph, "ER", "static 1", "accuracy"),
-    "smoke loss of the LSTM with static 8": (text, "static 8", "static 1", "loss"),
-    "smoke loss of the LSTM with ER": (text, "ER", "static 1", "loss"),
     "smoke accuracy without a deficit": (deficit, "no deficit, 180", "[0, 180) of 180", "accuracy"),
 }
 

@@ -1,9 +1,8 @@
-"""Pictures of what the notebooks 06 to 08 are about: an LSTM step, its ranges, and the search for a budget."""
+"""Pictures of what the notebooks 06 and 08 are about: an LSTM step, and the search for a budget."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
 from matplotlib.figure import Figure
@@ -49,34 +48,8 @@ def lstm_step() -> Figure:
         ax.text(5.4, 0.55, "orange: rounded to $q_t$ bits", color=TEXT["large"], fontsize=9)
         ax.text(5.4, 0.2, "grey: float32", color=QUIET, fontsize=9)
         ax.set(xlim=(-0.2, 8.2), ylim=(0, 4.2))
+        ax.set_title("A step rounds what it multiplies, and the bias; the rest stays in float32", fontsize=10)
         ax.axis("off")
-    return figure
-
-
-def ranges_of_steps(hidden: Any, own: Any, one: Any) -> Figure:
-    """Draw the range of a hidden state (T, B, H) at every step, and what its two roundings lose.
-
-    Args:
-        hidden: the state in float32.
-        own: rounded, every step on its own range.
-        one: rounded, all steps on one range.
-    """
-    steps = range(1, len(hidden) + 1)
-    with drawing(1, 2, figsize=(8.4, 2.8)) as (figure, axes):
-        left, right = axes[0]
-        flat = hidden.flatten(1)
-        left.fill_between(steps, flat.amin(1), flat.amax(1), color=COLORS["small"], alpha=0.3)
-        for end in (float(hidden.min()), float(hidden.max())):
-            left.axhline(end, color=COLORS["static"], linewidth=1, linestyle="--")
-        left.set(title="range of every step, and of all (dashed)", ylabel="hidden state")
-        for rounded, label, group in ((own, "range of its own", "small"), (one, "one range for all", "static")):
-            error = (rounded - hidden).square().flatten(1).mean(1).sqrt()
-            right.plot(steps, error, color=COLORS[group], label=label)
-        right.set(title="error of rounding", ylabel="root mean square", ylim=(0, None))
-        right.legend(fontsize=SMALL)
-        for ax in (left, right):
-            ax.set_xlabel("time step")
-            ax.title.set_fontsize(10)
     return figure
 
 

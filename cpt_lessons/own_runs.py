@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import pandas as pd
+from matplotlib.figure import Figure
 
 from cpt_lab.analysis.groups import title_of
 from cpt_lab.analysis.metrics import counted
 from cpt_lab.analysis.pages import terminal
-from cpt_lab.analysis.quality_cost import SILENT
+from cpt_lab.analysis.quality_cost import SILENT, summary
 
 
 def ran(runs: pd.DataFrame) -> None:
@@ -24,6 +25,24 @@ def ran(runs: pd.DataFrame) -> None:
     said = f"{counted(len(runs), 'run')}, {counted(runs.arm.nunique(), 'arm')}, {counted(runs.seed.nunique(), 'seed')}"
     ended = f"{n} diverged" if (n := int(runs.diverged.sum())) else "none diverged"
     print(f"{said}, {ended}: {runs.seconds.sum():.0f} s of training")
+
+
+def told(*experiments: pd.DataFrame) -> None:
+    """Print what ran, and beyond smoke scale a table of it, of every q_max and aggregation.
+
+    Args:
+        experiments: a line per run, of one task each.
+    """
+    for runs in experiments:
+        ran(runs)
+        for _, part in runs[runs.scale != "smoke"].groupby(["q_max", "aggregation"]):
+            brief(summary(part))
+
+
+def titled(figure: Figure, finding: str) -> Figure:
+    """Return a figure with what it shows, in a sentence, for its title."""
+    figure.suptitle(finding, fontsize=10, y=1, va="bottom")
+    return figure
 
 
 def comparable(runs: pd.DataFrame, what: str, needs: Sequence[str] = ()) -> bool:

@@ -3,8 +3,9 @@
 import pandas as pd
 import pytest
 
+from cpt_lab.analysis import quality_cost
 from cpt_lab.analysis.runs import committed
-from cpt_lessons.own_runs import brief, comparable, design, ran
+from cpt_lessons.own_runs import brief, comparable, design, ran, titled, told
 
 
 @pytest.fixture
@@ -70,3 +71,17 @@ def test_what_all_lines_of_a_table_say_is_said_once(capsys):
     assert " ".join(lines[3]) == "in every line: n 10; diverged 0"
     assert lines[4:7] == [["arm", "n"], ["CR", "10"], ["RR", "9"]]
     assert " ".join(lines[-1]) == "in every line: failed 1"
+
+
+def test_beyond_smoke_scale_a_table_per_aggregation_is_told(capsys):
+    gcn = committed("graph_facebook").query("model == 'gcn' and arm in ['static 2', 'static 8']")
+    told(gcn.assign(scale="smoke"), gcn)
+    first, second, *tables = capsys.readouterr().out.splitlines()
+    assert first == second
+    assert first.startswith("23 runs, 2 arms, 8 seeds, none diverged")
+    assert [line.split()[0] for line in tables if line.startswith("static ")] == ["static"] * 4
+
+
+def test_a_figure_has_its_finding_for_its_title():
+    figure = quality_cost.figure_3(committed("graph_facebook").query("model == 'gcn' and aggregation == 'fp'"))
+    assert "Static bits do as well." in titled(figure, "Static bits do as well.").description()
