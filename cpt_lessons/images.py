@@ -20,8 +20,7 @@ def experiment(
     scale: str, dataset: str, model: str, schedules: Sequence[str], seeds: Sequence[int], preset: str
 ) -> list[RunSpec]:
     """Return the runs of figure 3 at a scale; an empty model, and no seeds, take the recipe's."""
-    given = {"schedules": schedules, "seeds": seeds or None, "preset": preset}
-    return designs.quality_cost(scale, dataset, model or None, **given)
+    return designs.quality_cost(scale, dataset, model or None, schedules=schedules, seeds=seeds or None, preset=preset)
 
 
 def seed_by_seed(runs: pd.DataFrame, a: str, b: str) -> Figure:
