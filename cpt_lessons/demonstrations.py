@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from cpt_core.schedules.make import make_schedule
@@ -65,30 +65,26 @@ def bitops_table(
     inputs: tuple[Any, ...],
     arms: Sequence[str],
     *,
-    conventions: Sequence[str] = ("paper", "per_op"),
-    parts: Mapping[str, str] | None = None,
     q_min: int,
     q_max: int = 8,
     total_steps: int,
     n_cycles: int = 8,
 ) -> None:
-    """Print the operations (MACs) of a forward pass, one line per part, and the BitOps of trainings, one per schedule.
+    """Print the operations (MACs) of a forward pass, one line per kind, and the BitOps of trainings, one per schedule.
 
     Args:
         model: quantised or not; only shapes matter, so it may live on the "meta" device.
         inputs: the arguments of its forward for one optimizer step.
         arms: names of schedules; "STATIC" is static ``q_max``.
-        conventions: of counting, see ``count_bitops``.
-        parts: beginning of the names of layers -> what to call them together; None puts them together by kind.
         q_min: lowest bits of the schedules; so on as for ``make_schedule``.
     """
     from cpt_core.bitops.plan import count_bitops
     from cpt_core.bitops.trace import trace
 
+    conventions = ("paper", "per_op")
     macs: Counter[str] = Counter()
     for call in trace(model, inputs)[0]:
-        named = (word for start, word in (parts or {}).items() if call.layer.startswith(start))
-        macs[next(named, call.kind)] += call.macs
+        macs[call.kind] += call.macs
     print(f"operations of a forward pass: {macs.total():,}")
     for name, count in macs.items():
         print(f"  {name:<{max(map(len, macs))}}  {count:>{len(f'{macs.total():,}')},}  {count / macs.total():>6.1%}")

@@ -1,4 +1,4 @@
-"""What notebook 04 shows of detectors: anchors, focal loss, average precision, four pictures learned by heart."""
+"""What notebook 04 runs and shows of detectors: an experiment, overlaps, average precision."""
 
 from __future__ import annotations
 
@@ -7,29 +7,31 @@ from typing import Any
 
 import matplotlib.pyplot as plt
 import numpy as np
-import pandas as pd
 import torch
 from matplotlib.figure import Figure
-from torchvision.ops import box_iou, sigmoid_focal_loss
+from torchvision.ops import box_iou
 
-from cpt_core.quantization.scheduler import precision
+from cpt_core.schedules.profiles import SUITE
 from cpt_lab.analysis.style import COLORS, SMALL, drawing
 from cpt_lab.data.detection import backbone_weights
 from cpt_lab.data.files import DataNotFoundError
 from cpt_lab.data.pictures import Annotated
 from cpt_lab.experiments import designs
-from cpt_lab.tasks.detection import DetectionTask, mean_average_precision
-from cpt_lab.training.train import train
-from cpt_lessons.pictures import Boxes, pictures_with_boxes
+from cpt_lab.tasks.detection import mean_average_precision
 
 Box = tuple[float, float, float, float]  # x1, y1, x2, y2 in pixels
 
 
 def experiment(scale: str, dataset: str, schedules: Sequence[str], seeds: Sequence[int], preset: str) -> list[Any]:
-    """Return the runs of figure 4 at a scale; smoke runs are CR, ER and two static precisions."""
-    some = {"smoke": [2, 8], "demo": [3, 4, 8]}.get(scale)  # static precisions; None takes q_max alone
-    arms = [s for s in schedules if s in ("CR", "ER")] if scale == "smoke" else schedules
-    given: dict[str, Any] = {"schedules": arms, "static": some, "seeds": seeds or None, "preset": preset}
+    """Return the runs of notebook 04 at a scale.
+
+    Without schedules, and seeds, these are: ER beside static 8 at smoke scale; RR and its rival of nearly the same
+    cost, static 4, with four seeds at demo scale; all of figure 4 at paper scale.
+    """
+    usual = {"smoke": ["ER"], "demo": ["RR"]}.get(scale, list(SUITE))
+    static = {"smoke": [8], "demo": [4]}.get(scale)  # None takes q_max alone
+    few = range(4) if scale == "demo" else None  # None takes the recipe's
+    given: dict[str, Any] = {"schedules": schedules or usual, "static": static, "seeds": seeds or few, "preset": preset}
     return designs.quality_cost(scale, dataset, task="detection", **given, **pretrained_or_scratch(scale))
 
 
@@ -69,58 +71,8 @@ def overlaps(there: Box, anchors: Sequence[Box], size: int = 64) -> Figure:
             ax.set_title(f"overlap {overlap(there, anchor):.2f}", fontsize=10)
         handles, labels = axes[0][0].get_legend_handles_labels()
         figure.legend(handles, labels, fontsize=SMALL, loc="outside lower center", ncols=3)
+        figure.suptitle("From an overlap of 0.5 on an anchor has to find the object", fontsize=10)
     return figure
-
-
-def focal_loss(p: float, weight: float = 0.25) -> float:
-    """Return the focal loss of one anchor with an object, by torchvision.
-
-    Args:
-        p: the probability that the model gives to the object.
-        weight: alpha.
-    """
-    return float(sigmoid_focal_loss(torch.tensor(p, dtype=torch.float64).logit(), torch.tensor(1.0), alpha=weight))
-
-
-def focal_loss_curves() -> Figure:
-    """Draw cross entropy and focal loss, without its weight alpha, against the probability of the right answer."""
-    p = np.linspace(0.02, 0.995, 200)
-    alt = "cross entropy and focal loss falling with the probability of the right answer; focal loss falls far faster"
-    with drawing(1, 1, alt, figsize=(6.4, 3)) as (figure, axes):
-        ax = axes[0][0]
-        for name, loss, group in (
-            ("cross entropy: -log p", -np.log(p), "static"),
-            ("focal loss: -(1 - p)² log p", -((1 - p) ** 2) * np.log(p), "small"),
-        ):
-            ax.plot(p, loss, color=COLORS[group], linewidth=1.8, label=name)
-        ax.set_yscale("log")
-        ax.set(xlabel="p, the probability of the right answer", ylabel="loss of an anchor")
-        ax.legend(fontsize=9)
-    return figure
-
-
-def focal_loss_table(background: int, objects: int, says: Sequence[float], of_objects: float) -> None:
-    """Print how much of the loss is background, by cross entropy and by focal loss, while training goes on.
-
-    ``says`` are probabilities of an object that the model gives to background anchors, ``of_objects`` the one that it
-    gives to anchors on objects.
-    """
-
-    def loss(p: float, there: float, focal: bool) -> float:
-        logit, target = torch.tensor(p).logit(), torch.tensor(there)
-        if focal:
-            return float(sigmoid_focal_loss(logit, target, alpha=0.25, gamma=2))
-        return float(torch.nn.functional.binary_cross_entropy_with_logits(logit, target))
-
-    print(f"{background:,} anchors on background, {objects} on objects; these are given the probability {of_objects:g}")
-    print("probability of an object   share of background in the loss")
-    print("     given to background    cross entropy     focal loss")
-    for p in says:
-        shares = []
-        for focal in (False, True):
-            empty, full = background * loss(p, 0.0, focal), objects * loss(of_objects, 1.0, focal)
-            shares.append(100 * empty / (empty + full))
-        print(f"{p:24g}   {shares[0]:12.1f} %   {shares[1]:10.1f} %")
 
 
 def average_precision(hits: Sequence[bool], objects: int) -> float:
@@ -172,58 +124,6 @@ def precision_recall(hits: Sequence[bool], objects: int) -> Figure:
         )
         ax.set(xlabel="recall: share of the objects found", ylabel="precision:\nshare of detections right")
         ax.set(xlim=(0, 1.03), ylim=(0, 1.07))
-        ax.set_title(f"average precision {average_precision(hits, objects):.3f}", fontsize=10)
+        ax.set_title(f"Average precision is the filled area: {average_precision(hits, objects):.3f}", fontsize=10)
         ax.legend(fontsize=SMALL, loc="lower left")
-    return figure
-
-
-def show_curves(runs: pd.DataFrame) -> None:
-    """Print the mean average precision of every run at each of its evaluations."""
-    for run in runs.itertuples():
-        found = [e for e in run.evaluations if "not_finite" not in e]
-        curve = ", ".join(f"{100 * e['test']['map50']:.0f} after {e['step']}" for e in found)
-        print(f"{run.arm:<9} mAP {curve} steps")
-
-
-def learn_by_heart(steps: int = 70, at_least: float = 0.3) -> Figure:
-    """Train a small detector with one cycle of CR on four scenes; draw what it finds on them before and after.
-
-    Args:
-        steps: of the optimizer.
-        at_least: scores below are not drawn.
-    """
-    (spec,) = designs.quality_cost(
-        "smoke", "digit-scenes", schedules=["CR"], static=[], steps=steps, n_cycles=1, train_images=4, batch=4, lr=3e-3
-    )
-    torch.manual_seed(spec.seed)
-    task = DetectionTask(spec, torch.device("cpu"))
-    untrained, _ = task.detect(task.model().eval(), task.data.train)
-    run = train(DetectionTask, spec, progress=None)
-    with precision(run.model.eval(), bits=spec.q_max):
-        trained, _ = task.detect(run.model, task.data.train)
-    scores = [100 * mean_average_precision(pairs)["map50"] for pairs in (untrained, trained)]
-
-    def words(found: dict[str, Any], least: float = 0.0) -> Boxes:
-        sure = found.get("scores", torch.ones(len(found["boxes"])))
-        names = [task.data.classes[label] for label in found["labels"].tolist()]
-        return [
-            (box, f"{name} {score:.1f}" if least else name)
-            for box, name, score in zip(found["boxes"].tolist(), names, sure.tolist(), strict=True)
-            if score >= least
-        ]
-
-    pictures = [there for _, there in trained]
-    figure = pictures_with_boxes(
-        [there.read().permute(1, 2, 0).numpy() for there in pictures],
-        {
-            "what is there": [words({"boxes": a.boxes, "labels": a.labels}) for a in pictures],
-            "found before training": [words(found, at_least) for found, _ in untrained],
-            "found after training": [words(found, at_least) for found, _ in trained],
-        },
-    )
-    figure.suptitle(
-        f"by heart, not a result: {task.title}, {spec.recipe.steps} steps with {spec.arm}\nmAP on these pictures, "
-        f"which it was trained on: {scores[0]:.0f} % before, {scores[1]:.0f} % after",
-        fontsize=9,
-    )
     return figure

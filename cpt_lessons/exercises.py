@@ -168,7 +168,8 @@ def compare(what: str, differences: Iterable[float], unit: str = "points", digit
     values = list(differences)
     few = f"fewer than {LEAST_SEEDS} seeds say nothing" if len(values) < LEAST_SEEDS else "cannot be told from 0"
     said = {1: "above 0", -1: "below 0", 0: few}[direction(values)]
-    shown = f"{interval_text(*interval(values), digits)} {unit}".rstrip()
+    mean, low, high = (round(x, 9) + 0.0 for x in interval(values))  # a mean of 0 has one sign on every machine
+    shown = f"{interval_text(mean, low, high, digits)} {unit}".rstrip()
     print(f"{what}: {shown}, n = {len(values)}: {said}")
 
 

@@ -1,4 +1,4 @@
-"""What notebook 03 draws: pictures at a few bits, and two arms of an experiment seed by seed."""
+"""What notebook 03 runs and draws: an experiment, and two of its arms seed by seed."""
 
 from __future__ import annotations
 
@@ -12,29 +12,15 @@ from cpt_lab.analysis.metrics import metric_named, metric_of
 from cpt_lab.analysis.quality_cost import of_arms, paired_difference
 from cpt_lab.analysis.statistics import interval
 from cpt_lab.analysis.style import COLORS, SMALL, drawing
+from cpt_lab.experiments import designs
+from cpt_lab.experiments.spec import RunSpec
 
 
-def as_seen(bits: Sequence[int] = (8, 4, 3, 2), digits: Sequence[int] = (3, 8)) -> Figure:
-    """Draw one picture of each of some digits as a layer gets it at some bits: quantised over its own range."""
-    import torch
-    from sklearn.datasets import load_digits
-
-    from cpt_core.quantization.fake_quantize import quantize
-
-    data = load_digits()
-    chosen = [data.images[np.flatnonzero(data.target == digit)[0]] for digit in digits]
-    said = ", ".join(map(str, bits))
-    alt = f"pictures of the digits {', '.join(map(str, digits))}, 8 x 8 pixels, at {said} bits: greys become fewer"
-    with drawing(len(digits), len(bits), alt, figsize=(1.7 * len(bits), 1.7 * len(digits) + 0.3)) as (figure, axes):
-        for line, picture in zip(axes, chosen, strict=True):
-            for ax, q in zip(line, bits, strict=True):
-                shown = quantize(torch.tensor(picture, dtype=torch.float32), q).numpy()
-                ax.imshow(shown, cmap="gray", vmin=0, vmax=16)
-                ax.set(xticks=[], yticks=[], frame_on=False)
-                ax.grid(visible=False)
-        for ax, q in zip(axes[0], bits, strict=True):
-            ax.set_title(f"{q} bits", fontsize=10)
-    return figure
+def experiment(
+    scale: str, dataset: str, model: str, schedules: Sequence[str], seeds: Sequence[int], preset: str
+) -> list[RunSpec]:
+    """Return the runs of figure 3 at a scale; an empty model, and no seeds, take the recipe's."""
+    return designs.quality_cost(scale, dataset, model or None, schedules=schedules, seeds=seeds or None, preset=preset)
 
 
 def seed_by_seed(runs: pd.DataFrame, a: str, b: str) -> Figure:
@@ -63,4 +49,7 @@ def seed_by_seed(runs: pd.DataFrame, a: str, b: str) -> Figure:
         right.set_xticks([0, 0.5], ["each seed", "mean, 95 %"], fontsize=SMALL)
         right.set(xlim=(-0.4, 0.9), ylabel="points" if metric.factor == 100 else metric.label)
         right.set_title(f"{a} minus {b}", fontsize=10)
+        spread = max(side.max() - side.min() for side in sides)
+        seeds = f"{len(differences)} seeds differ by up to {spread:.0f} points"
+        figure.suptitle(f"{seeds}, {a} and {b} by {abs(mean):.1f} in the mean", fontsize=11)
     return figure

@@ -8,9 +8,16 @@ import pandas as pd
 from matplotlib.figure import Figure
 
 from cpt_lab.analysis.groups import title_of
-from cpt_lab.analysis.metrics import counted
+from cpt_lab.analysis.metrics import counted, metric_named, metric_of
 from cpt_lab.analysis.pages import terminal
-from cpt_lab.analysis.quality_cost import SILENT, summary
+from cpt_lab.analysis.quality_cost import SILENT, figure_3, paired_difference, summary
+from cpt_lessons.exercises import compare, in_band
+
+# data set, model -> a metric of its smoke runs, and what their bands are called
+BANDS = {
+    ("digits", "mlp6"): ("accuracy", "smoke accuracy of"),
+    ("digit-scenes", "retinanet_small"): ("loss", "smoke loss of the detector with"),
+}
 
 
 def ran(runs: pd.DataFrame) -> None:
@@ -60,6 +67,28 @@ def comparable(runs: pd.DataFrame, what: str, needs: Sequence[str] = ()) -> bool
     if missing:
         print(f"{what}: left out, for nothing ran of {', '.join(missing)}")
     return not missing
+
+
+def compared(runs: pd.DataFrame, pairs: Sequence[tuple[str, str]]) -> None:
+    """Print what ran; draw it against cost, with the differences of pairs, or hold smoke runs against their bands.
+
+    Args:
+        runs: a line per run, of one recipe.
+        pairs: arms, or savings groups, of which the second is subtracted; those that did not run are left out.
+    """
+    ran(runs)
+    said = ", ".join(f"{a} and {b}" for a, b in pairs)
+    if comparable(runs, f"the differences of {said}, drawn too"):
+        metric = metric_named(metric_of(runs))
+        figure_3(runs)
+        for a, b in pairs:
+            if {a, b} <= {*runs.arm, *runs.savings}:
+                compare(f"{a} minus {b}", metric.factor * paired_difference(runs, a, b))
+        return
+    for run in runs[runs.arm.isin(["static 8", "ER"]) & (runs.preset == "ours")].itertuples():
+        if (run.dataset, run.model) in BANDS:
+            value, name = BANDS[run.dataset, run.model]
+            in_band(f"{name} {run.arm}", getattr(run, value))
 
 
 def design(runs: pd.DataFrame) -> None:

@@ -4,37 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-import matplotlib.pyplot as plt
 import numpy as np
 from matplotlib.figure import Figure
 
 from cpt_core.formats.format import Format
-from cpt_lab.analysis.style import COLORS, SMALL, TEXT, drawing
-
-# where pictures have boxes of their own, and where a model finds some: x1, y1, x2, y2 in pixels, and a word
-Boxes = Sequence[tuple[Sequence[float], str]]
-
-
-def pictures_with_boxes(pictures: Sequence[np.ndarray], rows: Mapping[str, Sequence[Boxes]]) -> Figure:
-    """Draw pictures, uint8 (H, W, 3), once per row, with the boxes that each row gives for each of them."""
-    groups = ("medium", "large", "small")
-    shape = (len(rows), len(pictures))
-    alt = f"{len(pictures)} pictures with boxes: {', '.join(rows)}"
-    with drawing(*shape, alt, figsize=(2.2 * shape[1], 2.3 * shape[0])) as (figure, axes):
-        for line, (name, boxes), group in zip(axes, rows.items(), groups, strict=False):
-            line[0].set_ylabel(name, fontsize=9)
-            for ax, picture, here in zip(line, pictures, boxes, strict=True):
-                ax.imshow(picture)
-                ax.set(xticks=[], yticks=[], frame_on=False)
-                ax.grid(visible=False)
-                for (x1, y1, x2, y2), word in here:
-                    frame = plt.Rectangle((x1, y1), x2 - x1, y2 - y1, fill=False, color=COLORS[group], linewidth=1.6)
-                    ax.add_patch(frame)
-                    ax.text(
-                        x1, y1 - 1, word, color=TEXT[group], fontsize=SMALL, va="bottom", parse_math=False,
-                        bbox={"facecolor": "white", "linewidth": 0, "pad": 0.5},
-                    )  # fmt: skip
-    return figure
+from cpt_lab.analysis.style import COLORS, TEXT, drawing
 
 
 def by_cost(costs: Mapping[str, float], accuracies: Mapping[str, Sequence[float]]) -> Figure:

@@ -6,7 +6,6 @@ import re
 from functools import cache
 from pathlib import Path
 
-import numpy as np
 import pandas as pd
 import pytest
 from matplotlib.cbook import is_math_text
@@ -69,11 +68,8 @@ FIGURES = {
     "accuracy by cost": lambda: pictures.by_cost(
         {"static 8": 1.0, "CR": 0.57}, {"static 8": [0.9, 0.92], "CR": [0.91]}
     ),
-    "boxes": lambda: pictures.pictures_with_boxes([np.zeros((8, 8, 3), np.uint8)], {"a": [[((1, 1, 5, 5), "cat")]]}),
-    "greys": images.as_seen,
     "seeds": lambda: images.seed_by_seed(digits(), "CR", "RR"),
     "overlaps": lambda: detection.overlaps((10, 10, 40, 50), [(10, 10, 42, 42), (24, 24, 56, 56)]),
-    "focal loss": detection.focal_loss_curves,
     "precision and recall": lambda: detection.precision_recall([True, False, True], 3),
     "star": lambda: graphs.star([(0, 1), (1, 2), (1, 3)], [1.0, 10.0, 100.0, 1000.0]),
     "losses of a node": lambda: graphs.losses_of_a_node({"cross entropy": [1.0, 0.5], "raw": [0.0, -1.0]}),
@@ -215,11 +211,10 @@ def test_the_report_can_be_read_in_light_and_in_dark():
 def test_names_of_the_users_are_no_formulas(name):
     runs = committed("image_digits").query("model == 'mlp6' and q_min == 3").assign(title=f"own images ({name})")
     drawn = quality_cost.figure_3(runs, xs=("relative_cost",))
-    boxes = pictures.pictures_with_boxes([np.zeros((8, 8, 3), np.uint8)], {"boxes": [[((1, 1, 5, 5), name)]]})
     tested = precision_range(f"own ({name})")
     strengths = pd.DataFrame([("relative_cost", 0.5, 0.4, 0.6)], columns=["predictor", "strength", "low", "high"])
     compared = predictors_figure({f"own images ({name})": strengths})
-    for figure in (drawn, boxes, tested.figure(), compared):
+    for figure in (drawn, tested.figure(), compared):
         figure.canvas.draw()
     assert not is_math_text(drawn.get_suptitle())
     assert f"own images ({name})".replace("$", r"\$") in drawn.get_suptitle()

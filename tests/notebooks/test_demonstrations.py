@@ -29,11 +29,3 @@ def test_bitops_table_adds_up_by_kind_and_prices_every_schedule(capsys):
     assert static.split()[:3] == ["STATIC", "1.000", f"{cost.total_bitops(30, [8] * 800, q_grad=8):.4e}"]
     assert float(static.split()[3]) < float(static.split()[2])  # the first layer computes no error product
     assert float(cr.split()[2]) < float(static.split()[2])
-
-
-def test_bitops_table_by_parts_in_one_convention(capsys):
-    operations, first, linear, names, *rows = table(capsys, parts={"0": "first"}, conventions=["per_op"])
-    assert operations == "operations of a forward pass: 30"
-    assert [first, linear] == ["  first   24   80.0%", "  Linear   6   20.0%"]
-    assert names.split() == ["cost", "BitOps,", "per_op"]
-    assert [len(row.split()) for row in rows] == [3, 3]

@@ -5,7 +5,7 @@ import pytest
 
 from cpt_lab.analysis import quality_cost
 from cpt_lab.analysis.runs import committed
-from cpt_lessons.own_runs import brief, comparable, design, ran, titled, told
+from cpt_lessons.own_runs import brief, comparable, compared, design, ran, titled, told
 
 
 @pytest.fixture
@@ -45,6 +45,27 @@ def test_what_did_not_run_is_not_compared(runs, capsys):
     assert capsys.readouterr().out == ""
     assert not comparable(runs, "an order", ["small", "CR", "static 8"])
     assert capsys.readouterr().out == "an order: left out, for nothing ran of small, static 8\n"
+
+
+def test_what_ran_is_compared(capsys):
+    rows = committed("image_digits").query("model == 'mlp6' and q_min == 3")
+    compared(rows[rows.arm.isin(["RR", "static 4"])], [("RR", "static 4"), ("CR", "static 5"), ("large", "static 4")])
+    ran_, rr, large = capsys.readouterr().out.splitlines()
+    assert ran_.startswith("20 runs, 2 arms, 10 seeds, none diverged")
+    assert rr == "RR minus static 4: +0.00 [-1.74, +1.74] points, n = 10: cannot be told from 0"
+    assert large.startswith("large minus static 4: +0.00 ")
+
+
+def test_smoke_runs_are_held_against_their_bands(capsys):
+    rows = committed("image_digits").query("model == 'mlp6' and q_min == 3 and seed == 0 and arm in ('ER', 'CR')")
+    smoke = rows.assign(scale="smoke")
+    compared(smoke.assign(accuracy=0.88), [("ER", "CR")])
+    _, reason, inside = capsys.readouterr().out.splitlines()
+    assert reason == 'smoke scale, nothing to compare; scale = "demo" prints the differences of ER and CR, drawn too'
+    assert inside == "smoke accuracy of ER: inside the band of 12 seeds"
+    with pytest.raises(AssertionError, match="outside its band"):
+        compared(smoke.assign(accuracy=0.1), [])
+    compared(smoke.assign(accuracy=0.1, dataset="my-images/"), [])
 
 
 def test_an_experiment_is_described_by_its_rows(capsys):
