@@ -17,6 +17,7 @@ from cpt_lessons.parameters import PARAMETERS, check_parameters
 
 FOLDER = Path(__file__).parents[2] / "notebooks"
 NOTEBOOKS = sorted(FOLDER.glob("*.ipynb"))
+COURSE = [p for p in NOTEBOOKS if p.name < "10"]  # appendices, from 10 on, need no predictions and no exercises
 HEADINGS = ("Predict", "Exercises", "## Summary")
 OPENING = re.compile(
     r"# \d\d · [^\n]+\n\n\*\*Study time\*\* \d+ minutes[^\n]*\n\n\*\*Needs\*\* [^\n]+\n\n"
@@ -166,9 +167,10 @@ def test_imports_only_the_package_torch_and_the_standard_library(book, path):
     }
 
 
-def test_headings(book):
+def test_headings(book, path):
     text = "\n".join(c.source for c in book.cells if c.cell_type == "markdown")
-    assert [h for h in HEADINGS if h not in text] == []
+    assert all(h in text for h in (HEADINGS if path in COURSE else HEADINGS[-1:]))
+    assert ("*Appendix: nobody has to read it.*" in book.cells[0].source) == (path not in COURSE)
 
 
 def test_nothing_of_one_machine(path):
@@ -191,15 +193,15 @@ def test_ends_with_the_way_on(path):
     assert way, "the last cell has a line that begins with Next:"
     links = re.findall(r"\]\(([^)]+)\)", way[0])
     assert all((FOLDER / link).exists() for link in links)
-    if path == NOTEBOOKS[-1]:
+    if path == COURSE[-1]:
         assert links == ["../docs/reproducing/index.md", "../README.md"]
-    else:
-        assert links == [NOTEBOOKS[NOTEBOOKS.index(path) + 1].name]
+    elif path in COURSE:
+        assert links == [COURSE[COURSE.index(path) + 1].name]
 
 
 def test_the_first_notebook_lists_all_others():
     text = nbformat.read(NOTEBOOKS[0], as_version=4).cells[-1].source
-    assert re.findall(r"^\| \[\w+\]\((\w+\.ipynb)\)", text, flags=re.M) == [p.name for p in NOTEBOOKS[1:]]
+    assert re.findall(r"^\| \[\w+\]\((\w+\.ipynb)\)", text, flags=re.M) == [p.name for p in COURSE[1:]]
 
 
 def test_listed_with_times(path):

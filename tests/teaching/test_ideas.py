@@ -1,4 +1,4 @@
-"""Pictures of notebooks 06 to 08, and the runs that notebook 06 makes of its parameters."""
+"""Pictures of notebooks 06 and 11, and the runs that notebook 06 makes of its parameters."""
 
 import numpy as np
 import pytest
