@@ -17,11 +17,10 @@ from cpt_core.schedules.make import make_schedule
 from cpt_core.schedules.schedule import Schedule, StaticSchedule
 from cpt_lab.analysis.equal_cost import equal_cost
 from cpt_lab.analysis.estimates import Estimate, standing
+from cpt_lab.analysis.preregistered import all_answers
 from cpt_lab.analysis.runs import committed
 from cpt_lab.analysis.style import COLORS, QUIET, TEXT, drawing
 from cpt_lab.paths import results_dir
-from cpt_lab.studies.h1_to_h4.outcome import answers
-from cpt_lab.studies.h6 import outcome as h6
 from cpt_lessons.exercises import show
 
 # what is drawn in a line: its name, mean, ends of its interval, a verdict
@@ -59,9 +58,14 @@ def in_margins(
     return lines
 
 
+def _effects(question: str) -> tuple[Estimate, ...]:
+    """Return the primary effects of a preregistered question from its committed rows."""
+    return next(a.primary for a in all_answers(committed(question[:2].lower())) if a.question == question)
+
+
 def static_or_cycle() -> Figure:
     """Draw H2: the least noisy cycles against static 5 and 3 bits, by cost."""
-    (effects,) = [a.primary for a in answers(committed("h2")) if a.question == "H2"]
+    effects = _effects("H2")
     tasks = ("graph of pages, GCN", "characters, LSTM", "graph of pages, GraphSAGE")
     names = [f"cost {cost}: {task}" for cost in ("0.55", "0.30") for task in tasks]
     unit = "cycle minus static precision of equal cost, in margins\n(grey: within one margin, 0.2 points or 2 %)"
@@ -71,8 +75,7 @@ def static_or_cycle() -> Figure:
 
 def noise_harms() -> Figure:
     """Draw H1: what twice the noise does to quality at one cost."""
-    (effects,) = [a.primary for a in answers(committed("h1")) if a.question == "H1"]
-    lines = in_margins(effects, ("graph of pages, GCN", "characters, LSTM"), "worse", "better")
+    lines = in_margins(_effects("H1"), ("graph of pages, GCN", "characters, LSTM"), "worse", "better")
     unit = "effect of twice the noise, in margins (grey: within one margin, 0.1 points or 1.6 %)"
     return intervals(lines, "At one cost, twice the noise makes a schedule worse", unit, band=1)
 
@@ -80,9 +83,9 @@ def noise_harms() -> Figure:
 def other_formats() -> Figure:
     """Draw H6b and H6c: schedules against static number formats of their cost."""
     lines = []
-    for answer in h6.answers(committed("h6"))[1:]:
-        names = [effect.what.replace(" minus static", "") for effect in answer.primary]
-        lines += in_margins(answer.primary, names, above="schedule is better")
+    for effects in map(_effects, ("H6b", "H6c")):
+        names = [effect.what.replace(" minus static", "") for effect in effects]
+        lines += in_margins(effects, names, above="schedule is better")
     unit = "gain on static formats of equal cost, in margins\n(grey: within one margin, 1 or 0.2 points, or 2 %)"
     return intervals(lines, "In other number formats, too, no schedule was better than static ones", unit, band=1)
 
