@@ -1,4 +1,4 @@
-"""What the exercises of notebooks 03 to 09 accept, with hints; kept apart, as a check gives its answer away."""
+"""What the exercises of notebooks 03 to 11 accept, with hints; kept apart, as a check gives its answer away."""
 
 from __future__ import annotations
 
@@ -8,8 +8,6 @@ from typing import Any
 import torch
 
 from cpt_core.quantization.fake_quantize import quantize
-from cpt_core.schedules.cost import noise_exposure
-from cpt_core.schedules.make import make_schedule
 from cpt_lessons.answers import (
     Exercise,
     Refused,
@@ -63,7 +61,6 @@ def _half_above_8(answer: Any) -> bool:
 
 
 _MESSAGES = torch.tensor([[0.1, 0.9, -0.4], [3.0, -2.0, 0.7], [0.0, 0.5, 5.0]])
-_CR = make_schedule("CR", q_min=3, q_max=8, total_steps=64_000, n_cycles=8)
 
 EXERCISES = {
     "03.1": Exercise(
@@ -140,23 +137,17 @@ EXERCISES = {
         ),
         "the mean over the steps: low ones cost (q^2 + 16 q) / 192, the others 1",
     ),
-    "08.1": Exercise(_half_with_cosine, 'cpt.solve_schedule(budget, q_min, q_max, total_steps, family="cosine")'),
-    "08.2": Exercise(share(80 / 192, 5e-3), "the cost of static 4 bits"),
-    "08.3": Exercise(counted(4, "bit"), "the q_min that was found"),
-    "08.4": Exercise(
-        lambda name: words(name) in ("rex", "r"), "s.noise_exposure() of cpt.solve_schedule(0.45, ..., family=name)"
-    ),
-    "08.5": Exercise(
-        like(lambda s: noise_exposure(s.bits(), 8), (_CR,), (make_schedule("ER", q_min=2, q_max=8, total_steps=800),)),
-        "the mean of 4.0 ** (8 - schedule.bits())",
-    ),
-    "08.6": Exercise(
+    "08.1": Exercise(
         like(
             lambda budget: max(q for q in range(1, 9) if (q * q + 16 * q) / 192 <= budget),
             *[(0.6,), (0.417,), (0.2,), (0.65,), (1.0,)],
             tolerance=0,
         ),
         "the largest q with (q^2 + 16 q) / 192 no more than the budget",
+    ),
+    "08.2": Exercise(
+        like(lambda cost: 4 ** (16 - (64 + 192 * cost) ** 0.5), (1.0,), (80 / 192,), (57 / 192,)),
+        "first q from 192 c = q^2 + 16 q, which is (64 + 192 c) ** 0.5 - 8, then 4 ** (8 - q)",
     ),
     "09.1": Exercise(share(0.8, 1e-3), "the mean of the steps' times, over 40 ms"),
     "09.2": Exercise(_half_above_8, "cpt.solve_schedule(..., cost=a function of bits: 20 or 40)"),
@@ -167,5 +158,10 @@ EXERCISES = {
     "09.4": Exercise(
         like(lambda c: c[0::2] + 16 * c[1::2], (torch.tensor([1, 2, 15, 0], dtype=torch.uint8),), tolerance=0),
         "codes[0::2] are the first ones, codes[1::2] the second ones; 16 times a code is four bits further up",
+    ),
+    "11.1": Exercise(_half_with_cosine, 'cpt.solve_schedule(budget, q_min, q_max, total_steps, family="cosine")'),
+    "11.2": Exercise(share(80 / 192, 5e-3), "the cost of static 4 bits"),
+    "11.3": Exercise(
+        lambda name: words(name) in ("rex", "r"), "s.noise_exposure() of cpt.solve_schedule(0.45, ..., family=name)"
     ),
 }

@@ -1,45 +1,93 @@
-"""What notebook 08 prints of committed rows and of budgets, so that its cells are about choosing a schedule."""
+"""What notebooks 08, 11 and 12 draw and print of committed rows and of budgets."""
 
 from __future__ import annotations
 
 import json
-import re
-import textwrap
-import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import fields
 from typing import Any
 
 import numpy as np
 import pandas as pd
+from matplotlib.figure import Figure
 
 from cpt_core.choosing.precision_range import PrecisionRange
-from cpt_core.choosing.range_test import RangeTestWarning
-from cpt_core.choosing.solver import solve_schedule
 from cpt_core.formats.costs import COSTS
 from cpt_core.schedules.make import make_schedule
 from cpt_core.schedules.schedule import Schedule, StaticSchedule
 from cpt_lab.analysis.equal_cost import equal_cost
-from cpt_lab.analysis.groups import quality_cost_groups, title_of
-from cpt_lab.analysis.preregistered import findings
-from cpt_lab.analysis.quality_cost import summary
-from cpt_lab.experiments.recipes import recipe
+from cpt_lab.analysis.estimates import Estimate, standing
+from cpt_lab.analysis.preregistered import all_answers
+from cpt_lab.analysis.runs import committed
+from cpt_lab.analysis.style import COLORS, QUIET, TEXT, drawing
 from cpt_lab.paths import results_dir
-from cpt_lab.training.recipe_trials import recipe_range_test
-from cpt_lessons.exercises import show, warnings_as_text
-from cpt_lessons.parameters import Parameters
+from cpt_lessons.exercises import show
 
-WIDTH = 110  # characters of a line that a notebook shows beside the list of files, on a small screen
+# what is drawn in a line: its name, mean, ends of its interval, a verdict
+Line = tuple[str, float, float, float, str]
 
 
-def show_outcome(runs: pd.DataFrame) -> None:
-    """Print what rows say of schedules and static precision at equal cost: a question, and a line for each answer."""
-    for said, _ in findings(runs):
-        question, *answers = re.split(r"(?<=[.?]) (?=[A-Z])", said)
-        print(question)
-        for answer in answers:
-            print(textwrap.fill(answer, WIDTH, initial_indent="  ", subsequent_indent="    "))
-        print()
+def intervals(lines: Sequence[Line], title: str, unit: str, band: float = 0.0) -> Figure:
+    """Draw means and 95 % intervals on one axis from the top down, the verdict beside each, a grey band around 0."""
+    alt = f"{title}. {'; '.join(f'{name}: {word}' for name, *_, word in lines)}"
+    with drawing(alt=alt, figsize=(8.4, 0.9 + 0.27 * len(lines))) as (figure, ((ax,),)):
+        ax.axvspan(-band, band, color="#dddddd", linewidth=0)
+        ax.axvline(0, color=QUIET, linewidth=0.8)
+        for y, (_, mean, low, high, word) in zip(range(len(lines))[::-1], lines, strict=True):
+            group = "static" if word == "open" or low <= 0 <= high else "large" if high < 0 else "small"
+            bar = [[mean - low], [high - mean]]
+            ax.errorbar(mean, y, xerr=bar, fmt="o", color=COLORS[group], markersize=4, capsize=3)
+            ax.text(1.02, y, word, color=TEXT[group], va="center", fontsize=9, transform=ax.get_yaxis_transform())
+        ax.set_yticks(range(len(lines))[::-1], [name for name, *_ in lines], fontsize=9)
+        ax.set(xlabel=unit, ylim=(-0.6, len(lines) - 0.4))
+        figure.suptitle(title, fontsize=11)
+    return figure
+
+
+def in_margins(
+    effects: Sequence[Estimate], names: Sequence[str], below: str = "static is better", above: str = "cycle is better"
+) -> list[Line]:
+    """Return effects in units of their margins; a verdict stands at .025 on one side, with Holm's correction."""
+    lost, won = (standing(effects, side, 0.025) for side in ("below", "above"))
+    lines = []
+    for name, e in zip(names, effects, strict=True):
+        word = below if e.what in lost else above if e.what in won else "alike" if e.small else "open"
+        low, high = e.interval()
+        said = f"{word} ({e.mean:+.2f} {e.unit})"
+        lines.append((f"{name}, n = {len(e.values)}", e.mean / e.margin, low / e.margin, high / e.margin, said))
+    return lines
+
+
+def _effects(question: str) -> tuple[Estimate, ...]:
+    """Return the primary effects of a preregistered question from its committed rows."""
+    return next(a.primary for a in all_answers(committed(question[:2].lower())) if a.question == question)
+
+
+def static_or_cycle() -> Figure:
+    """Draw H2: the least noisy cycles against static 5 and 3 bits, by cost."""
+    effects = _effects("H2")
+    tasks = ("graph of pages, GCN", "characters, LSTM", "graph of pages, GraphSAGE")
+    names = [f"cost {cost}: {task}" for cost in ("0.55", "0.30") for task in tasks]
+    unit = "cycle minus static precision of equal cost, in margins\n(grey: within one margin, 0.2 points or 2 %)"
+    title = "At equal cost no cycle beats static precision, and cheap cycles lose"
+    return intervals(in_margins([*effects[::2], *effects[1::2]], names), title, unit, band=1)
+
+
+def noise_harms() -> Figure:
+    """Draw H1: what twice the noise does to quality at one cost."""
+    lines = in_margins(_effects("H1"), ("graph of pages, GCN", "characters, LSTM"), "worse", "better")
+    unit = "effect of twice the noise, in margins (grey: within one margin, 0.1 points or 1.6 %)"
+    return intervals(lines, "At one cost, twice the noise makes a schedule worse", unit, band=1)
+
+
+def other_formats() -> Figure:
+    """Draw H6b and H6c: schedules against static number formats of their cost."""
+    lines = []
+    for effects in map(_effects, ("H6b", "H6c")):
+        names = [effect.what.replace(" minus static", "") for effect in effects]
+        lines += in_margins(effects, names, above="schedule is better")
+    unit = "gain on static formats of equal cost, in margins\n(grey: within one margin, 1 or 0.2 points, or 2 %)"
+    return intervals(lines, "In other number formats, too, no schedule was better than static ones", unit, band=1)
 
 
 def _stored() -> dict[str, Any]:
@@ -72,49 +120,6 @@ def show_range_tests() -> None:
         )  # fmt: skip
 
 
-def own_range_test(given: Parameters) -> PrecisionRange:
-    """Run a range test of a recipe, three seeds, and print it; at smoke scale the shares of 2 and 3 bits alone.
-
-    Args:
-        given: with scale, dataset, model and q_max.
-    """
-    tested = recipe(given.scale, given.dataset, given.model or None)
-    if given.scale != "smoke":
-        with warnings_as_text():
-            found = recipe_range_test(tested, q_max=given.q_max)
-        print(found)
-        return found
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", RangeTestWarning)
-        found = recipe_range_test(tested, q_max=given.q_max, bits=(2, 3), dwell=40)
-    shares = ", ".join(f"{q} bits {found.mean(q):.2f}" for q in found.bits[:-1])
-    print(f"smoke scale: not a result. Of the loss reduction at {given.q_max} bits, in 40 steps: {shares}")
-    print('With scale = "demo" this cell tests all precisions and says which of them will do')
-    return found
-
-
-def show_budgets(
-    budgets: Sequence[float], families: Sequence[str], q_min: int, q_max: int, total_steps: int, delay: float = 0.0
-) -> None:
-    """Print the schedules that meet some budgets, by family, and why none meets the others."""
-    lines, unmet = [], []
-    for budget in budgets:
-        for family in families:
-            try:
-                found = solve_schedule(budget, q_min, q_max, total_steps, family=family, delay=delay)
-            except ValueError as error:
-                unmet.append(f"{family}: {error}")
-                continue
-            power = found.to_dict().get("schedule", found.to_dict()).get("profile", {}).get("power", float("nan"))
-            measures = f"{found.relative_cost():.4f}", f"{found.noise_exposure():.1f}", f"{found.share_at(q_min):.3f}"
-            lines.append((f"{budget:g}", family, f"{power:.3f}", *measures))
-    if lines:
-        columns = ["budget", "family", "power", "cost", "noise exposure", "share of steps at q_min"]
-        show(pd.DataFrame(lines, columns=columns))
-    for said in unmet:
-        print(textwrap.fill(said, WIDTH, subsequent_indent="  "))
-
-
 def show_costs(q_min: int, q_max: int, total_steps: int = 64_000) -> None:
     """Print what static precisions and a schedule of every group cost by each of ``COSTS``; static q_max is 1."""
     arms: dict[str, Schedule] = {f"static {q}": StaticSchedule(q, total_steps) for q in range(q_min, q_max)}
@@ -126,32 +131,11 @@ def show_costs(q_min: int, q_max: int, total_steps: int = 64_000) -> None:
     show(pd.DataFrame(lines, columns=["arm", *COSTS]))
 
 
-def show_spending(specs: Sequence[Any]) -> None:
-    """Print what the arms of an experiment run: their steps, and their BitOps beside static q_max over all steps."""
-    first = specs[0]
-    for spec in specs:
-        if spec.seed == first.seed:
-            share = spec.schedule.relative_cost(spec.q_grad, spec.q_max) * spec.recipe.steps / first.recipe.steps
-            print(f"{spec.arm:<28} {spec.recipe.steps:>4} steps   BitOps {share:.3f} of static {spec.q_max}")
-
-
-def show_fronts(runs: pd.DataFrame) -> None:
-    """Print the Pareto front of every experiment with all ten schedules: arms that none beats, their costs behind."""
-    for group in quality_cost_groups(runs):
-        arms = summary(group)
-        if (arms.savings != "static").sum() >= 10:
-            front = arms[arms["Pareto front"] == "yes"]
-            print(title_of(group))
-            costs = zip(front["arm"], front["relative cost"], strict=True)
-            whole = ", ".join(f"{arm} ({cost})".replace(" ", "\u00a0") for arm, cost in costs)  # broken at commas only
-            said = textwrap.fill(whole, WIDTH, initial_indent="  ", subsequent_indent="  ")
-            print(said.replace("\u00a0", " "))
-
-
-def show_equal_cost(experiments: Mapping[str, pd.DataFrame]) -> None:
-    """Print, for experiments by name, what three ways to spend the BitOps of a schedule did beside it."""
+def show_equal_cost() -> None:
+    """Print what three ways to spend the BitOps of RR did beside it, on three tasks."""
+    files = {"digits": "digits", "facebook": "facebook", "characters": "pydoc"}
     ways = {"the same, delayed": " delayed ", "8 bits, stopped early": "static 8,", "fewer bits": "static [2-7]"}
-    found = {name: equal_cost(runs) for name, runs in experiments.items()}
+    found = {name: equal_cost(committed(f"equal_cost_{file}")) for name, file in files.items()}
     bases = list(dict.fromkeys(base for lines in found.values() for base in lines["base"]))
     table = []
     for name, lines in found.items():

@@ -1,4 +1,4 @@
-"""Pictures of what the notebooks 06 and 08 are about: an LSTM step, and the search for a budget."""
+"""Pictures of what the notebooks 06 and 11 are about: an LSTM step, and the search for a budget."""
 
 from __future__ import annotations
 

@@ -50,8 +50,8 @@ PREDICTIONS = {
     "deficit": Prediction(
         "c", "At the start the low steps cost many points, at the end even more: there is no time left to make up."
     ),
-    "one budget": Prediction(
-        "c", "On the digits; the graph and the characters, printed below, do not agree on static bits."
+    "steps at 2 bits": Prediction(
+        "c", "A step at 8 bits costs more than three steps at 3 bits; most of the others have to pay for it."
     ),
     "three": Prediction(
         "c", "Codes of 3 bits lie in the same int8 lanes as those of 8: the same bytes, the same instructions."

@@ -1,4 +1,4 @@
-"""Pictures of notebooks 06 and 08, and the runs of notebook 06."""
+"""Pictures of notebooks 06 and 11, and the runs of notebook 06."""
 
 import numpy as np
 import pytest
