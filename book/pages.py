@@ -84,8 +84,8 @@ def relinked(path: Path, text: str, documents: list[Path]) -> tuple[str, set[Pat
         target = Path(os.path.normpath(path.parent / match[2]))
         if not target.exists():
             raise FileNotFoundError(f"{path.relative_to(ROOT)} links to {match[2]}, which is not there")
-        if target == Path(evening.__file__):  # the site has the page that it makes
-            return f"{match[1]}{os.path.relpath(ROOT / 'evening.md', path.parent)}{match[3]}"
+        if target in map(Path, (evening.__file__, zoo.__file__)):  # the site has the page that it makes
+            return f"{match[1]}{os.path.relpath(ROOT / f'{target.stem}.md', path.parent)}{match[3]}"
         reached.add(target)
         if target.is_dir():
             return f"{match[1]}{match[2].rstrip('/')}/index.md{match[3]}"
