@@ -135,7 +135,7 @@ def _gradient(function: Any, v: torch.Tensor, arriving: torch.Tensor) -> torch.T
 
 
 def _straight_through(function: Any) -> bool:
-    like(quantize, (_SPREAD, 2), (-_SPREAD, 3))(function)
+    like(quantize, (_FEW, 2), (-_SPREAD, 3))(function)
     v, h, step = torch.linspace(-0.4, 0.4, 8), 0.5, 2 / 7
     wide = (_between_ends(function, v + h) - _between_ends(function, v - h)).detach() / (2 * h)
     slope = _gradient(function, v, torch.ones_like(v))
@@ -148,8 +148,9 @@ def _straight_through(function: Any) -> bool:
     return True
 
 
-_SPREAD = torch.linspace(-1.0, 2.2, 33).square()
+_SPREAD = torch.arange(-10.0, 23.0).square() / 100
 _MATRIX = _SPREAD[1:].view(4, 8) - torch.tensor([[0.0], [1.0], [2.0], [-5.0]])
+_FEW = torch.tensor([0.3, 1.0, 1.9, 3.5])
 _EQUAL = torch.full((3,), 0.7)
 _ONE_ROW_EQUAL = torch.stack([_EQUAL, torch.tensor([0.0, 0.4, 1.0])])
 OPERANDS = [v.clone().requires_grad_() for v in (_MATRIX[:, :6], _MATRIX[:3, 2:], _MATRIX[3, :3])]  # x, weight, bias
@@ -188,7 +189,7 @@ EXERCISES = {
         "three products: one of q by q bits, two of q by q_max; divide by what they cost at q_max",
     ),
     "02.5": Exercise(
-        like(quantize, (_SPREAD, 2), (_SPREAD, 5), (-_SPREAD, 3), (_MATRIX, 4), (_EQUAL, 2), slips=_SLIPS),
+        like(quantize, (_FEW, 2), (_SPREAD, 5), (-_SPREAD, 3), (_MATRIX, 4), (_EQUAL, 2), slips=_SLIPS),
         "n, s, the level and x_q, a line each, as in anatomy; what if s is 0? clamp(min=...) helps",
     ),
     "02.6": Exercise(near(4 * 32 * 32**2 * 16 * 9, 0), "cpt.count_bitops(layer, (pictures,)).forward_macs"),
