@@ -34,7 +34,7 @@ WIDTH = 110  # characters of a line that a notebook shows beside the list of fil
 
 def show_outcome(runs: pd.DataFrame) -> None:
     """Print what rows say of schedules and static precision at equal cost: a question, and a line for each answer."""
-    for said, _ in findings(runs):
+    for said in findings(runs):
         question, *answers = re.split(r"(?<=[.?]) (?=[A-Z])", said)
         print(question)
         for answer in answers:

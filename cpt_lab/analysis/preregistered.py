@@ -88,8 +88,8 @@ def all_answers(runs: pd.DataFrame) -> list[Answer]:
     return [answer for study in studies("outcome") for answer in study.answers(runs)]
 
 
-def findings(runs: pd.DataFrame) -> list[tuple[str, str]]:
-    """Return what rows say of schedules and static precision at equal cost: H2, H1, H5, each also in plain words."""
+def findings(runs: pd.DataFrame) -> list[str]:
+    """Return what rows say of schedules and static precision at equal cost: H2, H1, H5, in the document's words."""
     return [found for study in studies("outcome") for found in study.findings(runs)]
 
 

@@ -275,7 +275,7 @@ def test_the_page_and_the_figure_show_what_is_answered():
 
 def test_outcomes_are_said_in_words():
     made = [row for grid in H2 for row in rows(grid, lambda s: -3.0 * s.arm.startswith("cyclic"), sd=0.0)]
-    first, second, third = (said for said, _ in preregistered.findings(table(made)))
+    first, second, third = preregistered.findings(table(made))
     assert first == (
         "H2: Does a cyclic schedule beat the static precision of its cost? No schedule beats static by the margin; "
         "static is better in 6 of 6; alike within the margin in 0. The 95 % intervals reach up to -3.00 points "

@@ -33,7 +33,7 @@ def test_the_outcome_is_told_whole_and_no_line_is_wider_than_a_small_screen(caps
     runs = committed()
     choosing.show_outcome(runs)
     told = capsys.readouterr().out
-    assert told.split() == " ".join(said for said, _ in findings(runs)).split()
+    assert told.split() == " ".join(findings(runs)).split()
     choosing.show_fronts(runs)
     choosing.show_equal_cost({name: committed(f"equal_cost_{name}") for name in ("digits", "pydoc")})
     choosing.show_budgets([0.3], ["rex"], q_min=3, q_max=8, total_steps=64_000, delay=0.1)

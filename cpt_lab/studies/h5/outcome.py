@@ -199,20 +199,10 @@ def answers(runs: pd.DataFrame) -> list[Answer]:
     return [Answer("H5", ASKS, word="; ".join(word for word in WORDS if word in said.lower()) or said)]
 
 
-def findings(runs: pd.DataFrame) -> list[tuple[str, str]]:
-    """Return what rows say of H5: in the words of the document, and a plain sentence."""
-    gains = effects(runs)
-
-    def where(word: str) -> str:
-        cases = gains["case"][(gains["word"] == word) & gains["arm"].isin(ALLOCATED)].unique()
-        return " and ".join(cases).replace("cifar10-jpeg", "JPEG copies of CIFAR-10") or "no task"
-
-    plain = (
-        "Bits moved to the layers and steps that a measured sensitivity names beat static precision of equal cost on "
-        f"{where(WINS)}, and lost to it on {where(LOSES)}."
-    )
-    said = verdict(gains)
-    return [(f"H5: {ASKS} {said[0].upper()}{said[1:]}.", plain)]
+def findings(runs: pd.DataFrame) -> list[str]:
+    """Return what rows say of H5."""
+    said = verdict(effects(runs))
+    return [f"H5: {ASKS} {said[0].upper()}{said[1:]}."]
 
 
 def summary(gains: pd.DataFrame) -> pd.DataFrame:

@@ -97,8 +97,8 @@ def answers(runs: pd.DataFrame) -> list[Answer]:
     return corrected([_correlation(parts), _gains("H6b", parts, tuple(SUITE)), _gains("H6c", parts, (LATE,))])
 
 
-def findings(runs: pd.DataFrame) -> list[tuple[str, str]]:
-    """H6 says nothing in the README."""
+def findings(runs: pd.DataFrame) -> list[str]:
+    """H6 is not about one cost."""
     return []
 
 
