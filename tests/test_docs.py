@@ -2,6 +2,7 @@
 
 import doctest
 import importlib
+import json
 import re
 from pathlib import Path
 
@@ -129,3 +130,19 @@ def anchors(page):
     """The anchors of a page's headings, as Markdown's readers make them."""
     headings = re.findall(r"^#+ (.*)$", page.read_text(), re.M)
     return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+def study_times(folders):
+    """The minutes that each notebook states at its top, by its number."""
+    paths = sorted(path for folder in folders for path in Path(folder).glob("[0-9]*.ipynb"))
+    tops = {path.name[:2]: "".join(json.loads(path.read_text())["cells"][0]["source"]) for path in paths}
+    return {number: int(re.search(r"\*\*Study time\*\* (\d+) minutes", top)[1]) for number, top in tops.items()}
+
+
+def test_the_page_for_teachers_has_the_study_time_of_every_notebook():
+    stated = study_times([ROOT / "notebooks"])
+    if "12" not in stated:
+        pytest.skip("the appendices are not there")
+    rows = re.findall(r"^\| ([\d, ]+) \| ([\d, ]+) \|", (ROOT / "docs/teaching.md").read_text(), re.M)
+    told = {number: int(m) for n, t in rows for number, m in zip(n.split(", "), t.split(", "), strict=True)}
+    assert told == stated
