@@ -29,7 +29,7 @@ SHAPES = {  # M rows, K of a sum, N columns
     "BERT, and back": (2048, 3072, 768),
     "small BERT": (1024, 128, 128),
     "graph convolution": (16384, 128, 512),
-    "README's network": (16, 64, 32),
+    "tiny, 64-32-10": (16, 64, 32),
 }
 PASSES = ("forward", "error", "weight")
 ROUNDS = 25

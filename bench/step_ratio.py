@@ -57,8 +57,8 @@ def convolutions() -> nn.Module:
     return nn.Sequential(nn.Conv2d(64, 64, 3, padding=1), nn.ReLU(), nn.Conv2d(64, 64, 3, padding=1))
 
 
-def readme() -> nn.Module:
-    """The network of the README's examples."""
+def tiny() -> nn.Module:
+    """The network of docs/training-loop.md."""
     return nn.Sequential(nn.Linear(64, 32), nn.ReLU(), nn.Linear(32, 10))
 
 
@@ -147,7 +147,7 @@ CASES = {
         lambda: Encoder(num_hidden_layers=12), random(8, 128, 768), 3
     ),
     "small BERT, 2 x 128, 64 tokens, batch 16": Case(lambda: Encoder(**SMALL_BERT), random(16, 64, 128), 25),
-    "README's network, batch 16": Case(readme, random(16, 64), 200),
+    "tiny, 64-32-10, batch 16": Case(tiny, random(16, 64), 200),
     "GCN layer 128 -> 512, arxiv size": Case(lambda: GraphConv(128, 512), arxiv, 7, BOTH),
 }
 

@@ -143,7 +143,7 @@ def wrapped(app, doctree):
 
 
 def boxed(app, doctree):
-    """Put every picture into a box of its own, which scrolls where the picture is wider."""
+    """Put every picture into a box of its own."""
     for image in list(doctree.findall(nodes.image)):
         alone = isinstance(image.parent, nodes.paragraph) and len(image.parent) == 1
         place = image.parent if alone else image

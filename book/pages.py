@@ -12,7 +12,7 @@ import inspect
 import json
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from operator import attrgetter
 from pathlib import Path
 from typing import Any
@@ -36,6 +36,8 @@ SOURCE = (".py", ".cpp", ".h", ".js", ".j2")
 LINK = re.compile(r"(\]\()(?!\w+:|#)([^)#\s]+)([^)]*\))")
 NAMES = reference("cpt_core")  # such as choosing.allocate, and the module of each
 DOWNLOAD = "{{download}}`Download this notebook <../downloads/{}>` and [run it](../docs/installing.md#notebooks)."
+PROMPT = re.compile(r"^(.*: (no prediction yet|choose first|not attempted yet)|.*No sliders\?).*\n?", re.MULTILINE)
+SLIDERS = '*On this page use the* <a href="../explorer.html">schedule explorer</a>. *It has these sliders.*'
 CODE = re.compile(r"(^ *```.*?^ *```|`[^`\n]+`)", re.DOTALL | re.MULTILINE)
 
 
@@ -84,8 +86,8 @@ def relinked(path: Path, text: str, documents: list[Path]) -> tuple[str, set[Pat
         target = Path(os.path.normpath(path.parent / match[2]))
         if not target.exists():
             raise FileNotFoundError(f"{path.relative_to(ROOT)} links to {match[2]}, which is not there")
-        if target == Path(evening.__file__):  # the site has the page that it makes
-            return f"{match[1]}{os.path.relpath(ROOT / 'evening.md', path.parent)}{match[3]}"
+        if target in map(Path, (evening.__file__, zoo.__file__)):  # the site has the page that it makes
+            return f"{match[1]}{os.path.relpath(ROOT / f'{target.stem}.md', path.parent)}{match[3]}"
         reached.add(target)
         if target.is_dir():
             return f"{match[1]}{match[2].rstrip('/')}/index.md{match[3]}"
@@ -107,7 +109,22 @@ def relinked(path: Path, text: str, documents: list[Path]) -> tuple[str, set[Pat
     for cell in book["cells"]:
         if cell["cell_type"] == "markdown":
             cell["source"] = prose("".join(cell["source"]))
+    book["cells"] = list(without_prompts(book["cells"]))
     return json.dumps(book, ensure_ascii=False), reached
+
+
+def without_prompts(cells: Iterable[dict[str, Any]]) -> Iterator[dict[str, Any]]:
+    """Yield the cells of a notebook, without what asks to be answered: a page has no kernel that hears it."""
+    for cell in cells:
+        yield cell
+        if cell["cell_type"] == "code":
+            said = "".join("".join(output.get("text", "")) for output in cell["outputs"])
+            for output in cell["outputs"]:
+                if "text" in output:
+                    output["text"] = PROMPT.sub("", "".join(output["text"]))
+            cell["outputs"] = [output for output in cell["outputs"] if output.get("text", "-").strip()]
+            if "No sliders?" in said:
+                yield {"cell_type": "markdown", "id": f"{cell['id']}-sliders", "metadata": {}, "source": SLIDERS}
 
 
 # --- the source -------------------------------------------------------------------------------------

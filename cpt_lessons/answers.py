@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import inspect
 import re
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from copy import deepcopy
 from reprlib import repr as short
 from typing import Any, NamedTuple
@@ -15,7 +17,7 @@ from cpt_core.schedules.schedule import Schedule
 
 
 class Refused(Exception):
-    """An answer that is not right, with a sentence that says what is wrong with it."""
+    """An answer that is not right: a sentence that says what is wrong with it, and a hint, if there is a better one."""
 
 
 class Unanswered(Exception):
@@ -116,6 +118,24 @@ def _array(value: Any) -> np.ndarray:
     return np.asarray(value.detach().cpu() if isinstance(value, torch.Tensor) else value, dtype=float)
 
 
+def told(value: Any) -> str:
+    """Return a value as Python writes it, whole, so that it can be pasted; a tensor's 0.7 is not 0.699999988."""
+    if not isinstance(value, torch.Tensor):
+        return repr(value)
+    found = (value.float() if value.is_floating_point() else value).detach().cpu().numpy()
+    return f"tensor({(found.astype(str).astype(float) if found.dtype.kind == 'f' else found).tolist()})"
+
+
+def _named(sample: tuple[Any, ...], *functions: Callable[..., Any]) -> str:
+    """Return arguments with the names that the first of these functions has for them, such as "x = 3, bits = 2"."""
+    for function in functions:
+        with suppress(TypeError, ValueError):  # some of C have no signature
+            names = list(inspect.signature(function).parameters)
+            if len(names) >= len(sample):
+                return ", ".join(f"{name} = {told(value)}" for name, value in zip(names, sample, strict=False))
+    return ", ".join(map(told, sample))
+
+
 def like(
     reference: Callable[..., Any],
     *samples: tuple[Any, ...],
@@ -124,7 +144,7 @@ def like(
 ) -> Callable[[Any], bool]:
     """Return a check of a function: on every sample it gives what ``reference`` gives, by value and shape.
 
-    ``slips`` are functions that people write instead, with a sentence that says what is wrong with them.
+    ``slips`` are functions that people write instead, with a sentence that says what is wrong with them: the hint.
     """
 
     def close(a: np.ndarray, b: np.ndarray) -> bool:
@@ -132,17 +152,15 @@ def like(
 
     def right(function: Any) -> bool:
         for sample in samples:
-            given, wanted = outcome(function, *sample), _array(reference(*sample))
-            said = ", ".join(short(s) for s in sample).replace("\n", " ")
+            given, wanted = outcome(function, *sample), reference(*sample)
             try:
                 found = _array(given)
             except (TypeError, ValueError, RuntimeError):
-                raise Refused(f"of {said} it makes {short(given)}, which is no number or list of numbers") from None
-            if found.shape != wanted.shape:
-                raise Refused(f"of {said} it makes something of shape {found.shape}, not {wanted.shape}")
-            if not close(found, wanted):
-                slip = next((f"; {why}" for why, made in slips.items() if close(found, _array(made(*sample)))), "")
-                raise Refused(f"of {said} it makes {short(given)}{slip}".replace("\n", " "))
+                found = np.empty((0, 0))  # like nothing that is wanted
+            if not close(found, _array(wanted)):
+                slip = [why for why, made in slips.items() if close(found, _array(made(*sample)))][:1]
+                said = (f"for {_named(sample, function, reference)}", f"your function returns {told(given)}")
+                raise Refused("\n  ".join((*said, f"{'wanted':21} {told(wanted)}")), *slip)
         return True
 
     return right

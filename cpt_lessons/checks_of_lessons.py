@@ -158,7 +158,7 @@ def _by_the_library(node: Any) -> bool:
 
 
 def _straight_through(function: Any) -> bool:
-    like(quantize, (_SPREAD, 2), (-_SPREAD, 3))(function)
+    like(quantize, (_FEW, 2), (-_SPREAD, 3))(function)
     if _by_the_library(getattr(function(_SPREAD.clone().requires_grad_(), 2), "grad_fn", None)):
         raise Refused("its gradient is that of cpt.quantize: detach x before, and write the gradient yourself")
     v, h, step = torch.linspace(-0.4, 0.4, 8), 0.5, 2 / 7
@@ -182,8 +182,9 @@ def _ladder(answer: Any) -> bool:
     return answer == wanted
 
 
-_SPREAD = torch.linspace(-1.0, 2.2, 33).square()
+_SPREAD = torch.arange(-10.0, 23.0).square() / 100
 _MATRIX = _SPREAD[1:].view(4, 8) - torch.tensor([[0.0], [1.0], [2.0], [-5.0]])
+_FEW = torch.tensor([0.3, 1.0, 1.9, 3.5])
 _EQUAL = torch.full((3,), 0.7)
 _ONE_ROW_EQUAL = torch.stack([_EQUAL, torch.tensor([0.0, 0.4, 1.0])])
 OPERANDS = [v.clone().requires_grad_() for v in (_MATRIX[:, :6], _MATRIX[:3, 2:], _MATRIX[3, :3])]  # x, weight, bias
@@ -222,7 +223,7 @@ EXERCISES = {
         _cheap_and_good, "few bits for most of the steps, but not so few that the loss stays high: try RR in one cycle"
     ),
     "02.1": Exercise(
-        like(quantize, (_SPREAD, 2), (_SPREAD, 5), (-_SPREAD, 3), (_MATRIX, 4), (_EQUAL, 2), slips=_SLIPS),
+        like(quantize, (_FEW, 2), (_SPREAD, 5), (-_SPREAD, 3), (_MATRIX, 4), (_EQUAL, 2), slips=_SLIPS),
         "s and x_q, a line each, as above; what if s is 0? clamp(min=...) helps",
     ),
     "02.2": Exercise(

@@ -63,11 +63,14 @@ def reproduce(scale: Scale = "demo", notebook: Number = None, dataset: Data = No
 
 
 @app.command()
-def notebooks(copy: Annotated[Path, typer.Option(help="the folder, which is made where it is not there")]) -> None:
+def notebooks(
+    copy: Annotated[Path, typer.Option(help="the folder, which is made where it is not there")],
+    hand_out: Annotated[bool, typer.Option("--hand-out", help="for a class: no solutions, no outputs")] = False,
+) -> None:
     """Copy the notebooks and the rows that they speak of, to work on them."""
     from cpt_lessons import notebooks as r
 
-    copies = r.copy_notebooks(copy)
+    copies = r.copy_notebooks(copy, hand_out)
     typer.echo(f"{len(copies)} notebooks and their rows are in {copy}; next: jupyter lab {copy}")
 
 

@@ -13,7 +13,9 @@ from typing import Any
 
 import numpy as np
 import pandas as pd
+import torch
 
+from cpt_core.kernels.backend import backend
 from cpt_lab.analysis.effects import LEAST_SEEDS
 from cpt_lab.analysis.metrics import interval_text
 from cpt_lab.analysis.pages import terminal
@@ -34,16 +36,9 @@ def show_environment() -> None:
     """Print versions and device; never compared between machines."""
     packages = {name: metadata.version(name) for name in ("cpt-core", "torch", "numpy")}
     device = f"{usable_cores()} CPU cores"
-    try:
-        import torch
-
-        from cpt_core.kernels.backend import backend
-
-        if torch.cuda.is_available():
-            device += f", {torch.cuda.get_device_name()}"
-        device += f"; rounding on a CPU: {backend().cpu}"
-    except ImportError:
-        pass
+    if torch.cuda.is_available():
+        device += f", {torch.cuda.get_device_name()}"
+    device += f"; rounding on a CPU: {backend().cpu}"
     print(f"python {platform.python_version()}, " + ", ".join(f"{k} {v}" for k, v in packages.items()), f"({device})")
 
 
@@ -118,13 +113,16 @@ def check(exercise: str, attempt: Any, right: Callable[[Any], bool | str] | None
         print(f"{said}: not attempted yet")
         return
     except Refused as refused:
-        why = f": {refused}"
-        hint = next((helps for part, helps in hints.items() if part in why), hint)
+        refusal, *better = refused.args
+        why = f": {refusal}"
+        hint = next((helps for part, helps in hints.items() if part in " ".join(refused.args)), "" if better else hint)
+        hint = ": ".join(filter(None, [*better, hint]))
     except (AttributeError, TypeError):
         why = f": {type(attempt).__name__} is not the kind of answer asked for"
     except Exception as error:
         why = f" ({type(error).__name__}: {error})"
-    print(f"{said}: not yet{why}. Hint: {hint}")
+    before = "\n  " if "\n" in why else ". "
+    print(f"{said}: not yet{why}{before}Hint: {hint}")
 
 
 def in_band(name: str, value: float) -> None:

@@ -6,6 +6,7 @@ Running them needs the extra "notebooks", copying does not.
 from __future__ import annotations
 
 import ast
+import json
 import re
 import shutil
 import time
@@ -50,12 +51,16 @@ def parameters_of(notebook: Path) -> dict[str, Any]:
     return {name: p["default"] for name, p in inspected.items()}
 
 
-def copy_notebooks(folder: Path) -> list[Path]:
+def copy_notebooks(folder: Path, hand_out: bool = False) -> list[Path]:
     """Copy the notebooks and solutions into a folder, and into its ``data/`` the rows, cards and numbers they speak of.
 
     The copies run with this package wherever they lie; their runs go to ``runs/`` beside them. What they compare with
     is read from the package, so that the rows in ``data/`` are there to be looked at. Links to pages of the repository
     become their words: a copy may lie anywhere.
+
+    Args:
+        folder: is made where it is not there.
+        hand_out: for a class: without solutions, and notebooks without outputs.
 
     Returns:
         The notebooks.
@@ -65,7 +70,7 @@ def copy_notebooks(folder: Path) -> list[Path]:
     """
     sources = {
         folder: notebooks_dir(),
-        folder / "solutions": solutions_dir(),
+        **({} if hand_out else {folder / "solutions": solutions_dir()}),
         **{folder / "data" / d.name: d for d in (results_dir(), paper_dir(), cards_dir())},
     }
     suffixes = (".ipynb", ".py", ".md", ".csv", ".json", ".jsonl")
@@ -77,8 +82,13 @@ def copy_notebooks(folder: Path) -> list[Path]:
         copy.parent.mkdir(parents=True, exist_ok=True)
         shutil.copyfile(path, copy)
         if copy.parent == folder:
-            text = copy.read_text(encoding="utf-8")
-            copy.write_text(re.sub(r"\[([^][]*)\]\(\.\./[^)]*\)", r"\1", text), encoding="utf-8")
+            text, gone = copy.read_text(encoding="utf-8"), r"\.\./|solutions/" if hand_out else r"\.\./"
+            copy.write_text(re.sub(rf"\[([^][]*)\]\((?:{gone})[^)]*\)", r"\1", text), encoding="utf-8")
+        if hand_out and copy.suffix == ".ipynb":
+            book = json.loads(copy.read_text(encoding="utf-8"))
+            for cell in book["cells"]:
+                cell.update({"execution_count": None, "outputs": []} if cell["cell_type"] == "code" else {})
+            copy.write_text(json.dumps(book, ensure_ascii=False, indent=1) + "\n", encoding="utf-8")
     return [copy for copy in copies if copy.suffix == ".ipynb"]
 
 

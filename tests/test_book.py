@@ -6,6 +6,7 @@ import json
 import re
 import subprocess
 import sys
+from fnmatch import fnmatch
 from html import unescape
 from pathlib import Path
 
@@ -90,8 +91,7 @@ def test_every_page_is_in_the_contents(made):
                     entry = re.sub(r".*<(.*)>$", r"\1", line)
                     if entry and not entry.startswith(":"):
                         wanted = (Path(name).parent / entry).as_posix()
-                        pattern = re.escape(wanted).replace(r"\*", "[^/]*") + r"\.(md|ipynb)"
-                        matches = {page for page in made if re.fullmatch(pattern, page)}
+                        matches = {page for page in made if fnmatch(re.sub(r"\.(md|ipynb)$", "", page), wanted)}
                         assert matches, f"{name} lists {entry}"
                         found |= matches
         new = found - reached
@@ -116,6 +116,24 @@ def test_links_of_pages_lead_to_pages(made):
                 assert target.resolve().relative_to(ROOT).as_posix() in made, f"{name}: {match[2]}"
                 seen += 1
     assert seen > 100
+
+
+def test_the_page_of_a_notebook_asks_nothing(made):
+    answers = 0
+    for path in ROOT.glob("notebooks/*.ipynb"):
+        cells = json.loads(made[f"notebooks/{path.name}"])["cells"]
+        outputs = [output for cell in cells for output in cell.get("outputs", [])]
+        assert not [output for output in outputs if pages.PROMPT.search("".join(output.get("text", "")))]
+        answers += sum("<summary>Answer" in "".join(cell["source"]) for cell in cells)
+        led = [cell for cell in cells if "".join(cell["source"]) == pages.SLIDERS]
+        assert len(led) == path.read_text().count("No sliders?")
+    assert answers > 5
+    prompts = [{"output_type": "stream", "text": [f"a: {said}\n", *more]} for said, more in DEAD.items()]
+    (cell,) = pages.without_prompts([{"cell_type": "code", "id": "a", "outputs": prompts}])
+    assert cell["outputs"] == [{"output_type": "stream", "text": "kept\n"}]
+
+
+DEAD = {"no prediction yet - put a letter": (), "choose first, in the cell": ("kept\n",), "not attempted yet": ()}
 
 
 def test_the_page_of_a_notebook_hands_it_out_as_it_is(made):

@@ -102,8 +102,8 @@ def all_answers(runs: pd.DataFrame) -> list[Answer]:
     return [answer for study in studies("outcome") for answer in study.answers(runs)]
 
 
-def findings(runs: pd.DataFrame) -> list[tuple[str, str]]:
-    """Return what rows say of every question: in the words of the document, and in a plain sentence."""
+def findings(runs: pd.DataFrame) -> list[str]:
+    """Return what rows say of every question, in the words of the document."""
     return [found for study in studies("outcome") for found in study.findings(runs)]
 
 

@@ -17,8 +17,6 @@ from cpt_lab.analysis.runs import committed, load
 from cpt_lab.experiments.grids import find_grids, grid_specs
 from cpt_lab.paths import ROOT, results_dir
 
-OUTCOME = ("<!-- outcome: python -m cpt_lab docs -->", "<!-- end of outcome -->")
-
 KINDS = ("Differs", "Paper")
 
 # page -> the words that a claim's name and task, or a place in the code, has; the first page that fits takes it
@@ -48,21 +46,11 @@ def pages() -> dict[str, str]:
         tally=lambda topic: _tally([words for page, _, words in told if topic in (page, "all")]),
         claims={page: "\n\n".join(_claim(e, *words) for of, e, words in told if of == page) for page in TOPICS},
         lines={kind: {page: _listed(x for of, x in lines[kind] if of == page) for page in TOPICS} for kind in KINDS},
-        outcome=_listed(said for said, _ in preregistered.findings(runs)),
+        outcome=_listed(preregistered.findings(runs)),
         answers=preregistered.summary(preregistered.all_answers(runs))[["", "question", "outcome"]],
     )
     parts = re.split(r"^<!-- page: (.*) -->\n\n?", whole, flags=re.M)[1:]
     return {name: re.sub(r"\n{3,}", "\n\n", text).strip() + "\n" for name, text in zip(*2 * [iter(parts)], strict=True)}
-
-
-def readme(page: str) -> str:
-    """Return the README with what the committed rows say of schedules and static precision at equal cost."""
-    begin, end = OUTCOME
-    if page.count(begin) != 1 or page.count(end) != 1:
-        raise ValueError(f"README.md must have the lines {begin} and {end} once, the outcome goes between them")
-    before, rest = page.split(begin)
-    lines = _listed(plain for _, plain in preregistered.findings(committed()))
-    return f"{before}{begin}\n\n{lines}\n\n{end}{rest.split(end)[1]}"
 
 
 def topic_of(place: str) -> str:

@@ -15,6 +15,7 @@ import torch
 import cpt_core as cpt
 from cpt_lab.data.common import one_thread
 from cpt_lessons import exercises
+from cpt_lessons.answers import told
 from cpt_lessons.checks_of_lessons import OPERANDS, library_layer, trained
 from cpt_lessons.demonstrations import held_out, tiny_problem
 from cpt_lessons.exercises import EXERCISES
@@ -265,8 +266,7 @@ WRONG = {
 
 def said(exercise, attempt, capsys):
     exercises.check(exercise, eval(attempt, dict(NAMES)))
-    (line,) = capsys.readouterr().out.splitlines()
-    return line
+    return " ".join(line.strip() for line in capsys.readouterr().out.splitlines())
 
 
 def code(path):
@@ -338,7 +338,10 @@ def test_what_is_wrong_with_a_schedule_is_told(capsys):
 def test_wrong_answers_get_a_hint_without_a_traceback(exercise, answer, capsys):
     line = said(exercise, answer, capsys)
     assert line.startswith(f"exercise {exercise}: not yet")
-    assert line.split(". Hint: ")[1] in (EXERCISES[exercise].hint, *EXERCISES[exercise].hints.values())
+    assert line.count("Hint: ") == 1
+    assert " your function returns " in line or line.split(". Hint: ")[1] in (
+        EXERCISES[exercise].hint, *EXERCISES[exercise].hints.values()
+    )  # fmt: skip
     if "lambda" not in answer:  # else it is the reader's own function that raises, in Python's words
         assert "has no attribute" not in line
         assert "not supported" not in line
@@ -363,12 +366,12 @@ def test_wrong_answers_get_a_hint_without_a_traceback(exercise, answer, capsys):
     ],
 )
 def test_what_is_wrong_with_other_answers_is_said(exercise, slip, sentence, capsys):
-    assert f"; {sentence}" in said(exercise, slip, capsys)
+    assert f"Hint: {sentence}" in said(exercise, slip, capsys)
 
 
 @pytest.mark.parametrize(("slip", "sentence"), SLIPS.items(), ids=SLIPS.values())
 def test_what_is_wrong_with_a_quantiser_is_said(slip, sentence, capsys):
-    assert f"; {sentence}" in said("02.1", slip, capsys)
+    assert f"Hint: {sentence}" in said("02.1", slip, capsys)
 
 
 REASONS = {
@@ -390,15 +393,14 @@ def test_what_is_wrong_with_a_schedule_is_said(asked, reason, capsys):
 
 
 def test_what_is_wrong_with_a_layer_is_said(capsys):
-    lines = [said("00.4", answer, capsys) for answer in WRONG["00.4"][:8]]
-    found, hints = zip(*(line.split(". Hint: ") for line in lines), strict=True)
-    assert len(set(hints)) == len(EXERCISES["00.4"].hints) == 7  # the same noise in every pass has one cause or another
-    assert [line.split("; ")[1] for line in found[:3]] == [
+    found = [said("00.4", answer, capsys).split(" Hint: ") for answer in WRONG["00.4"][:8]]
+    assert len({hint for _, hint in found}) == len(EXERCISES["00.4"].hints) == 7  # the same noise: one cause or another
+    assert [hint.partition(":")[0] for _, hint in found[:3]] == [
         "nothing is rounded",
         "the weight has one range, and not one for each row",
         "the bias is not rounded",
     ]
-    assert [line.split("its values are right")[1] for line in found[3:]] == [
+    assert [line.split("its values are right")[1].rstrip(".") for line, _ in found[3:]] == [
         ", but no gradient goes from them to all of its operands",
         "; the gradient of the input is another one, also in the mean",
         "; the gradient of the input is the same in every backward pass",
@@ -416,7 +418,22 @@ def test_the_solution_of_notebook_00_is_the_layer_of_the_library_to_the_last_bit
 
 
 def test_a_row_without_a_step_is_told(capsys):
-    assert "; the first row has a step of 0. Hint: " in said("10.1", WRONG["10.1"][0], capsys)
+    assert said("10.1", WRONG["10.1"][0], capsys).endswith(" Hint: the first row has a step of 0")
+
+
+def test_a_function_is_told_the_input_for_which_it_fails_and_what_was_wanted(capsys):
+    exercises.check("02.1", lambda x, bits: grid(x, 2**bits, torch.round))
+    first, given, wanted, hint = capsys.readouterr().out.splitlines()
+    start, names = "exercise 02.1: not yet: for ", {"tensor": torch.tensor}
+    x, bits = eval(f"dict({first.removeprefix(start).replace(' = ', '=')})", names).values()
+    assert torch.allclose(eval(given.removeprefix("  your function returns "), names), grid(x, 2**bits))
+    assert torch.allclose(eval(wanted.removeprefix("  wanted "), names), cpt.quantize(x, bits))
+    assert hint == "  Hint: 2^q steps have one level more than 2^q"
+    assert len(first) < 100
+    line = said("02.3", "lambda q, q_grad: 'many'", capsys)
+    assert "your function returns 'many' wanted " in line
+    assert told(torch.tensor([True, False])) == "tensor([True, False])"
+    assert told(torch.tensor(0.5, dtype=torch.bfloat16, requires_grad=True)) == "tensor(0.5)"
 
 
 def test_what_is_wrong_with_a_gradient_is_said(capsys):

@@ -289,13 +289,8 @@ def test_the_page_and_the_figure_show_what_is_answered():
 def test_outcomes_are_said_in_words():
     made = [row for grid in H2 for row in rows(grid, lambda s: -3.0 * s.arm.startswith("cyclic"), sd=0.0)]
     found = preregistered.findings(table(made))
-    assert [said[: said.index(":")] for said, _ in found] == "H2 H1 H3 H4a H4b H5 H6a H6b H6c".split()
-    assert found[0][1].endswith(
-        "at the cost of 5 bits alike in 0 of 3, static better in 3; "
-        "at the cost of 3 bits (where a cycle must go below 3) alike in 0 of 3, static better in 3."
-    )
-    assert found[2][1] == "Whether the date of a stretch of low precision matters: open: 0 of 300 runs."
-    first, second, third = (found[i][0] for i in (0, 1, 5))
+    assert [said[: said.index(":")] for said in found] == "H2 H1 H3 H4a H4b H5 H6a H6b H6c".split()
+    first, second, third = (found[i] for i in (0, 1, 5))
     assert first == (
         "H2: Does a cyclic schedule beat the static precision of its cost? No schedule beats static by the margin; "
         "static is better in 6 of 6; alike within the margin in 0. The 95 % intervals reach up to -3.00 points "

@@ -12,12 +12,14 @@ import numpy as np
 import papermill
 import pytest
 from nbformat.v4 import new_code_cell, new_markdown_cell, new_notebook, new_output
+from typer.testing import CliRunner
 
 from cpt_lab.analysis import quality_cost
 from cpt_lab.analysis.runs import committed
 from cpt_lab.paths import results_dir
 from cpt_lessons import kernels, places
 from cpt_lessons import notebooks as reproduce
+from cpt_lessons.commands import app
 from cpt_lessons.export import clean
 from cpt_lessons.notebooks import copy_notebooks, estimate, notebooks
 from cpt_lessons.places import Place, Progress
@@ -312,6 +314,22 @@ def test_copies_hold_the_notebooks_and_what_they_speak_of(tmp_path):
     with pytest.raises(FileExistsError, match=r"00_start_here\.ipynb is there already"):
         copy_notebooks(tmp_path / "mine")
     assert copies[0].read_text() == "my answers"
+
+
+def test_what_is_handed_out_has_no_answers(tmp_path):
+    done = CliRunner().invoke(app, ["notebooks", "--copy", str(tmp_path / "class"), "--hand-out"])
+    assert done.exit_code == 0, done.output
+    copies = sorted((tmp_path / "class").glob("*.ipynb"))
+    assert [p.name for p in copies] == [p.name for p in notebooks()]
+    assert not list((tmp_path / "class").rglob("*solutions*"))
+    for copy, notebook in zip(copies, notebooks(), strict=True):
+        assert "](solutions/" not in copy.read_text(encoding="utf-8")
+        handed, whole = (nbformat.read(path, as_version=4) for path in (copy, notebook))
+        nbformat.validate(handed)
+        assert not any(c.outputs or c.execution_count for c in handed.cells if c.cell_type == "code")
+        assert [c.source for c in handed.cells if c.cell_type == "code"] == [
+            c.source for c in whole.cells if c.cell_type == "code"
+        ]
 
 
 @pytest.mark.parametrize(

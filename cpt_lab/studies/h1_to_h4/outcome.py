@@ -10,7 +10,6 @@ An answer is given when all runs of its question are there. A run that diverged 
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 
@@ -63,27 +62,10 @@ def _ruled(answer: Answer, told: list[Answer], alike: dict[str, Said]) -> Answer
     return replace(answer, word="; ".join(filter(None, [answer.word, said])))
 
 
-def findings(runs: pd.DataFrame) -> list[tuple[str, str]]:
-    """Return what rows say of every question: in the words of the document, and a plain sentence each."""
-    told = {a.question: a for a in answers(runs)}
-    word = {name: re.sub("^(confirmed|contradicted): ", "", a.word) for name, a in told.items()}
-    static = told["H2"].primary
-    better, low = standing(static, "below", 0.025), " (where a cycle must go below 3)"
-    parts = {bits: [e for e in static if f"static {bits}" in e.what] for bits in (5, 3)}
-    counts = [
-        f"at the cost of {bits} bits{low if bits == 3 else ''} alike in {sum(e.small for e in of)} of {len(of)}, "
-        f"static better in {sum(e.what in better for e in of)}"
-        for bits, of in parts.items()
-    ]
-    plain = {
-        "H2": "Cyclic schedules and static precision of equal cost, by margins set beforehand: "
-        f"{'; '.join(counts) if static else word['H2']}.",
-        "H1": f"Rounding noise: {word['H1']}.",
-        "H3": f"Whether the date of a stretch of low precision matters: {word['H3']}.",
-        "H4a": f"Whether 6-bit gradients hurt more than 6-bit weights and activations: {word['H4a']}.",
-        "H4b": f"Whether quantised aggregation hurts nodes with many neighbours more: {word['H4b']}.",
-    }
-    return [(sentence(list(told.values()), name), said) for name, said in plain.items()]
+def findings(runs: pd.DataFrame) -> list[str]:
+    """Return what rows say of every question."""
+    told = answers(runs)
+    return [sentence(told, name) for name in ("H2", "H1", "H3", "H4a", "H4b")]
 
 
 def sections(runs: pd.DataFrame) -> Iterator[Section]:

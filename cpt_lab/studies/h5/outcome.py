@@ -233,28 +233,10 @@ def answers(runs: pd.DataFrame) -> list[Answer]:
     return [Answer("H5", ASKS, tuple(primary), word="; ".join(filter(None, [words, robustness(runs)])))]
 
 
-def findings(runs: pd.DataFrame) -> list[tuple[str, str]]:
-    """Return what rows say of H5: in the words of the document, and a plain sentence."""
-    gains = effects(runs)
-
-    def where(word: str) -> str:
-        cases = gains["case"][(gains["word"] == word) & gains["arm"].isin(ALLOCATED)].unique()
-        return " and ".join(cases).replace("cifar10-jpeg", "JPEG copies of CIFAR-10") or "no task"
-
-    most = {
-        case: max(spec.schedule.parts, key=lambda part: float(part[1].bits().mean()))
-        for case in gains["case"][(gains["word"] == WINS) & gains["arm"].isin(ALLOCATED)].unique()
-        for spec in allocated(case, [0])
-        if isinstance(spec.schedule, LayeredSchedule)
-    }
-    kept = "; ".join(f"there {' and '.join(names)} got the most bits" for names, _, _ in most.values())
-    plain = (
-        "Bits moved to the layers and steps that a measured sensitivity names beat static precision of equal cost on "
-        f"{where(WINS)}, and lost to it on {where(LOSES)}"
-        f"{f' ({kept})' if kept else ''}."
-    )
-    said = ". ".join(filter(None, [verdict(gains), robustness(runs).capitalize()]))
-    return [(f"H5: {ASKS} {said[0].upper()}{said[1:]}.", plain)]
+def findings(runs: pd.DataFrame) -> list[str]:
+    """Return what rows say of H5."""
+    said = ". ".join(filter(None, [verdict(effects(runs)), robustness(runs).capitalize()]))
+    return [f"H5: {ASKS} {said[0].upper()}{said[1:]}."]
 
 
 def summary(gains: pd.DataFrame) -> pd.DataFrame:

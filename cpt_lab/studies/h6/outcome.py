@@ -97,15 +97,10 @@ def answers(runs: pd.DataFrame) -> list[Answer]:
     return corrected([_correlation(parts), _gains("H6b", parts, tuple(SUITE)), _gains("H6c", parts, (LATE,))])
 
 
-def findings(runs: pd.DataFrame) -> list[tuple[str, str]]:
-    """Return what rows say of H6: in the words of the document, and in a plain sentence."""
+def findings(runs: pd.DataFrame) -> list[str]:
+    """Return what rows say of H6a, H6b and H6c."""
     told = answers(runs)
-    plain = {
-        "H6a": "In other number formats, whether dearer schedules are better",
-        "H6b": "In other number formats, whether schedules beat static formats of their cost",
-        "H6c": "In other number formats, whether low precision first and high precision before the decay beats static",
-    }
-    return [(sentence(told, a.question), f"{plain[a.question]}: {a.word}.") for a in told]
+    return [sentence(told, a.question) for a in told]
 
 
 def _correlation(parts: list[Cell]) -> Answer:
