@@ -25,7 +25,7 @@ from cpt_lessons.places import Place, Progress
 # Measured on two cores: (smoke, demo) seconds, for the estimates that are shown.
 SECONDS = {
     "00": (20, 70), "01": (12, 12), "02": (8, 8), "03": (12, 150), "04": (15, 180), "05": (12, 120), "06": (15, 150),
-    "07": (15, 180), "08": (12, 90), "09": (30, 150),
+    "07": (30, 90), "08": (12, 90), "09": (30, 60),
 }  # fmt: skip
 
 AT_ONCE = 2

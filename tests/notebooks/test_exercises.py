@@ -108,16 +108,13 @@ RIGHT = {
     "06.1": ["0.063", "-0.063", '"6.3 %"', '"-6.3 %"'],
     "06.3": ["math.exp(math.log(10_000))", "1 / (1 / 10_000)", '"10,000"', '"10 000"', '"1e4"'],
     "06.4": ["lambda p: torch.tensor(p).log().mean().neg().exp()"],
-    "07.1": ['"0.729"', "0.7292", '"72.9 %"', '"35/48"'],
-    "07.3": ['"400 steps"', "400.0"],
     "08.1": [f'cpt.solve_schedule(0.5, {SUITE_64}, family="cosine", n_cycles=4, triangular=True)'],
     "08.3": ['"4 bits"', '"4"'],
     "08.4": ['"REX"', '" rex "', '"R"'],
     "08.6": ["lambda budget: int((64 + 192 * budget) ** 0.5 - 8)"],
     "08.2": ["0.417", '"80/192"', '"41.7 %"', "0.42"],
-    "09.1": ['"80 %"', '"4/5"'],
-    "09.2": ["cpt.DeficitSchedule(4, 16, [(0, 32_000)], 64_000)"],
-    "09.4": ["lambda c: (c[0::2].int() + 16 * c[1::2].int()).tolist()"],
+    "09.1": ["cpt.DeficitSchedule(4, 16, [(0, 32_000)], 64_000)"],
+    "09.2": ["lambda c: (c[0::2].int() + 16 * c[1::2].int()).tolist()"],
 }
 SLIPS = {
     "lambda x, q: grid(x, 2**q - 1)": "all values are equal, so that the step is 0, and 0 / 0 is no number",
@@ -250,11 +247,7 @@ WRONG = {
     "06.4": ["lambda p: sum(p) / len(p)", "lambda p: math.log(p)", "2.8"],
     "06.5": [*NO_NUMBER, "0.186", "1.1", "-0.105"],
     "06.6": ["lambda t, w: t * t * w", "lambda t, w: 2 * t * w * w", "1"],
-    "07.1": [*NO_NUMBER, "1 - 200 / 600", "72.9", '"0.729 %"'],
-    "07.2": [*NO_SCHEDULE, "cpt.DeficitSchedule(3, 8, [(16_000, 128_000)], 256_000)"],
-    "07.3": [*NO_NUMBER, "800", '"800 steps"', '"400 bits"'],
-    "07.5": [*NO_SCHEDULE, "cpt.DeficitSchedule(2, 8, [(0, 200)], 600)"],
-    "07.6": ["lambda low, steps, q: 1 - low / steps", "lambda low, steps: 1"],
+    "07.1": ["lambda low, steps, q: 1 - low / steps", "lambda low, steps: 1"],
     "08.1": [
         *NO_SCHEDULE,
         f'cpt.make_schedule("CR", {SUITE_64})',
@@ -273,10 +266,8 @@ WRONG = {
         "lambda budget: round((64 + 192 * budget) ** 0.5 - 8)",
         "5",
     ],
-    "09.1": [*NO_NUMBER, "0.6"],
-    "09.2": [*NO_SCHEDULE, "cpt.solve_schedule(0.75, 4, 16, 64_000)", "cpt.StaticSchedule(8, 64_000)"],
-    "09.3": ["lambda m, k, n: 2 * m * k * n / (4 * (m * k + k * n + m * n))", "153.6"],
-    "09.4": ["lambda c: c[0::2]", "lambda c: 16 * c[0::2] + c[1::2]", "lambda c: c"],
+    "09.1": [*NO_SCHEDULE, "cpt.solve_schedule(0.75, 4, 16, 64_000)", "cpt.StaticSchedule(8, 64_000)"],
+    "09.2": ["lambda c: c[0::2]", "lambda c: 16 * c[0::2] + c[1::2]", "lambda c: c"],
 }
 
 
@@ -348,7 +339,7 @@ def test_what_is_wrong_with_a_schedule_is_told(capsys):
     assert "it costs 0.6334 of static 8" in said("08.1", f'cpt.make_schedule("CR", {SUITE_64})', capsys)
     assert "its profile is linear, not" in said("08.1", f'cpt.make_schedule("LR", {SUITE_64})', capsys)
     assert "it has no profile" in said("08.1", "cpt.DeficitSchedule(3, 8, [(0, 45_511)], 64_000)", capsys)
-    assert "it takes 0.500 of the seconds" in said("09.2", "cpt.DeficitSchedule(4, 16, [(0, 64_000)], 64_000)", capsys)
+    assert "it takes 0.500 of the seconds" in said("09.1", "cpt.DeficitSchedule(4, 16, [(0, 64_000)], 64_000)", capsys)
 
 
 @pytest.mark.parametrize(("exercise", "answer"), cases(WRONG))
