@@ -14,8 +14,8 @@ def pack(codes):
     return codes[0::2] | codes[1::2] << 4
 
 
-# 3. x = torch.randn(384, 32), and two torch.nn.Linear(32, 32). Products shrink with the square of the width, rounding in
-#    proportion to it, and what Python does for every layer not at all.
+# 3. x = torch.randn(384, 32), and two torch.nn.Linear(32, 32). Products shrink with the square of the width, rounding
+#    in proportion to it, and what Python does for every layer not at all.
 
 exercises.check("09.1", schedule)
 exercises.check("09.2", pack)
