@@ -32,19 +32,12 @@ def smoke(dataset: str, arm: str) -> list[RunSpec]:
 image, detection = (partial(smoke, name) for name in ("digits", "digit-scenes"))  # notebooks 03, 04
 
 
-def deficit(arm: str) -> list[RunSpec]:
-    """Smoke runs of notebook 07; as a control low precision throughout."""
-    control = {"lengths": [], "windows": [(0, 180)], "steps": 180} if arm.startswith("[0, 180)") else {}
-    return [spec for spec in designs.deficit_scan("smoke", "digits", seeds=SEEDS, **control) if spec.arm == arm]
-
-
 # name of the band -> (specs of an arm, the arm, the control, the metric)
 BANDS: dict[str, tuple[Callable[[str], list[RunSpec]], str, str, str]] = {
     "smoke accuracy of static 8": (image, "static 8", "static 2", "accuracy"),
     "smoke accuracy of ER": (image, "ER", "static 2", "accuracy"),
     "smoke loss of the detector with static 8": (detection, "static 8", "static 1", "loss"),
     "smoke loss of the detector with ER": (detection, "ER", "static 1", "loss"),
-    "smoke accuracy without a deficit": (deficit, "no deficit, 180", "[0, 180) of 180", "accuracy"),
 }
 
 

@@ -133,43 +133,7 @@ def summary(runs: pd.DataFrame) -> pd.DataFrame:
     )
 
 
-def recovery(runs: pd.DataFrame) -> pd.DataFrame:
-    """Return, for people, what low steps at the start cost: against equally many good steps, and against none.
-
-    The first difference is what the low steps are worth less than good ones. Below 0 the second says that the good
-    steps after them did less than the same steps alone: damage, and not lost time. Both are paired by seed; runs as for
-    ``deficits``.
-
-    Raises:
-        ValueError: when no deficit at the start makes training longer.
-    """
-    name, found = metric_of(runs), deficits(runs)
-    length = found[found.experiment == "length"]
-    start = length[length.place == "start"]
-    if start.empty:
-        raise ValueError("no deficit at the start makes training longer; run designs.deficit_scan with lengths")
-    clean = length[length.place == "none"]
-    shortest = clean[clean.total == clean.total.min()].iloc[0]
-    metric, alone = metric_named(name), _runs_of(runs, shortest)
-    metric = replace(metric, digits=metric.digits + 1)  # whether an interval holds 0 is to be seen
-    gains = [interval(paired(_runs_of(runs, arm), alone, name)) for _, arm in start.iterrows()]
-    against = pd.DataFrame(gains, columns=["difference", "low", "high"])
-    return pd.DataFrame(
-        {
-            "low steps first": start.stop.to_numpy(),
-            "then good steps": start.total.to_numpy() - start.stop.to_numpy(),
-            "minus equal length [95 %]": intervals(metric, start),
-            "minus the good steps alone [95 %]": intervals(metric, against),
-            "n": start.n.to_numpy(),
-        }
-    )
-
-
-def _runs_of(runs: pd.DataFrame, line: pd.Series) -> pd.DataFrame:
-    return runs[(runs["arm"] == line.arm) & (runs["recipe"] == line.recipe)]
-
-
-def figure_8(runs: pd.DataFrame, metric: str | None = None) -> Figure:
+def figure_8(runs: pd.DataFrame, metric: str | None = None, heading: str = "") -> Figure:
     """Draw a critical-period experiment: a dot per seed, lines through the means, controls of the same length.
 
     Left: deficits of R steps at the start, which make training R steps longer. Right: windows of low precision within
@@ -179,6 +143,7 @@ def figure_8(runs: pd.DataFrame, metric: str | None = None) -> Figure:
     Args:
         runs: of one experiment, see ``deficits``.
         metric: None takes the main one of the task.
+        heading: instead of what was trained.
 
     Paper: figure 8.
     Differs: single seeds, both controls (the same length at q_max, the same low steps at the end) are ours.
@@ -205,7 +170,7 @@ def figure_8(runs: pd.DataFrame, metric: str | None = None) -> Figure:
         lost = int(found.drop_duplicates(["arm", "recipe"]).diverged.sum())
         first = runs.iloc[0]
         what = f": {first['q_min']} instead of {first['q_max']} bits for a while"
-        figure.suptitle(title(runs, what) + (f"; {lost} runs diverged" if lost else ""), fontsize=10)
+        figure.suptitle((heading or title(runs, what)) + (f"; {lost} runs diverged" if lost else ""), fontsize=10)
     return figure
 
 

@@ -6,7 +6,7 @@ that follows, as two seeds of the rounding noise would.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 
 import numpy as np
 import pandas as pd
@@ -74,18 +74,6 @@ def execution_difference(runs: pd.DataFrame, metric: str | None = None) -> pd.Da
 
 def _side(runs: pd.DataFrame, execution: str, shared: bool) -> pd.DataFrame:
     return runs[(runs["execution"] == execution) & (runs["shared_steps"] == shared)]
-
-
-def holding_zero(found: Sequence[pd.DataFrame]) -> tuple[int, int]:
-    """Return how many intervals that compare codes with their simulation hold 0, and how many there are.
-
-    Args:
-        found: ``executions``; the intervals are of the main metric and of the test loss.
-    """
-    tables = [execution_difference(runs, metric) for runs in found for metric in (metric_of(runs), LOSS.name)]
-    lines = pd.concat(tables)
-    lines = lines[lines["comparison"].str.startswith("integer")]
-    return int(((lines["low"] <= 0) & (lines["high"] >= 0)).sum()), len(lines)
 
 
 def summary(runs: pd.DataFrame) -> pd.DataFrame:

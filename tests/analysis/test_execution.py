@@ -69,11 +69,6 @@ def test_differences_are_paired_by_seed():
     assert said["difference [95 %]"].tolist()[::3] == ["+1.0 [+1.0, +1.0]", "-0.020 [-0.020, -0.020]"]
 
 
-def test_intervals_of_codes_against_their_simulation_are_counted():
-    assert execution.holding_zero([of(rows())]) == (2, 4)  # shared steps are alike by construction
-    assert execution.holding_zero([of(rows()), of(rows())]) == (4, 8)
-
-
 def test_a_run_that_diverged_counts_and_has_no_curve():
     ended = {"status": "diverged", "metrics": [], "evaluations": []}
     lost = [r["spec"]["seed"] == 2 and "execution" in r["spec"]["recipe"] for r in rows()]

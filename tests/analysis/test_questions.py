@@ -100,25 +100,6 @@ def test_deficits_against_their_controls(deficits):
             assert r.worse == 3
 
 
-def test_lost_time_is_told_from_damage():
-    """A step at 8 bits brings 0.02 points; a low one half of that, which is lost time, or less than none."""
-    specs = designs.deficit_scan("demo", "digits", seeds=[0, 1], lengths=[0, 100, 200], windows=[])
-    for worth, said in ((0.5, ("-1.0", "+1.0")), (-0.25, ("-2.5", "-0.5"))):
-
-        def accuracy(spec, worth=worth):
-            low = int((spec.schedule.bits() == 2).sum())
-            return 0.7 + 0.0002 * (spec.schedule.total_steps - low + worth * low) + 0.01 * spec.seed
-
-        found = critical_periods.recovery(table(row_of(s, accuracy(s)) for s in specs))
-        assert list(found["low steps first"]) == [100, 200]
-        assert set(found["then good steps"]) == {400}
-        first = found.iloc[0]
-        for column, number in zip(found.columns[2:4], said, strict=True):
-            assert first[column].startswith(number)
-    with pytest.raises(ValueError, match="no deficit at the start"):
-        critical_periods.recovery(table(row_of(s, 0.9) for s in specs if not s.schedule.windows))
-
-
 def test_runs_that_diverged_count_as_chance(deficit_rows):
     lost = next(r for r in deficit_rows if (r["spec"]["arm"], r["spec"]["seed"]) == ("[0, 400) of 800", 1))
     rows = [{**r, "status": "diverged", "metrics": []} if r is lost else r for r in deficit_rows]

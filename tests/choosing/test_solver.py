@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+import torch
 from helpers import INF, NAN, make, price, quietly
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -299,6 +300,28 @@ def test_a_machine_with_two_speeds_is_paid_for_steps_of_the_slow_one():
 def test_costs_that_buy_nothing_and_costs_that_are_none(cost, message):
     with pytest.raises(ValueError, match=message):
         solve_schedule(0.7, 3, 8, 6_400, cost=cost.get)
+
+
+@pytest.mark.parametrize(
+    "cost",
+    [
+        lambda q: np.where(q > 8, 40.0, 20.0),
+        lambda q: np.float32(40 if q > 8 else 20),
+        lambda q: torch.where(torch.tensor(q) > 8, 40, 20),
+    ],
+)
+def test_a_cost_may_be_a_number_of_numpy_or_torch(cost):
+    plain = solve_schedule(0.75, 4, 16, 6_400, cost=lambda q: 40 if q > 8 else 20)
+    assert solve_schedule(0.75, 4, 16, 6_400, cost=cost) == plain
+
+
+@pytest.mark.parametrize(
+    ("value", "shown"),
+    [(np.array(False), "False"), (np.array("6"), "'6'"), (np.ones(2), "array"), (np.ones(1), "array")],
+)
+def test_other_arrays_are_no_cost(value, shown):
+    with pytest.raises(ValueError, match=f"a step must cost a positive number; cost gives {shown}"):
+        solve_schedule(0.75, 4, 16, 6_400, cost=lambda q: value)
 
 
 def test_a_cost_is_a_function():

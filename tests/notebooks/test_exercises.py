@@ -98,13 +98,10 @@ RIGHT = {
     ],
     "05.1": ["lambda m, bits: sum(cpt.quantize(m, bits, 'graph_aggregation')).numpy()"],
     "06.1": ["lambda p: torch.tensor(p).log().mean().neg().exp()"],
-    "07.1": ['"0.729"', "0.7292", '"72.9 %"', '"35/48"'],
-    "07.3": ['"400 steps"', "400.0"],
     "08.1": ["lambda budget: int((64 + 192 * budget) ** 0.5 - 8)"],
     "08.2": ["lambda c: math.exp(math.log(4) * (16 - math.sqrt(64 + 192 * c)))"],
-    "09.1": ['"80 %"', '"4/5"'],
-    "09.2": ["cpt.DeficitSchedule(4, 16, [(0, 32_000)], 64_000)"],
-    "09.4": ["lambda c: (c[0::2].int() + 16 * c[1::2].int()).tolist()"],
+    "09.1": ["cpt.DeficitSchedule(4, 16, [(0, 32_000)], 64_000)"],
+    "09.2": ["lambda c: (c[0::2].int() + 16 * c[1::2].int()).tolist()"],
     "10.1": [
         'lambda x, q: cpt.quantize(x, q, "graph_input")',
         "lambda x, q: torch.stack([cpt.quantize(r, q) for r in x])",
@@ -222,11 +219,7 @@ WRONG = {
         "lambda m, bits: cpt.quantize(m, bits).sum(0)",
     ],
     "06.1": ["lambda p: sum(p) / len(p)", "lambda p: math.log(p)", "2.8"],
-    "07.1": [*NO_NUMBER, "1 - 200 / 600", "72.9", '"0.729 %"'],
-    "07.2": [*NO_SCHEDULE, "cpt.DeficitSchedule(3, 8, [(16_000, 128_000)], 256_000)"],
-    "07.3": [*NO_NUMBER, "800", '"800 steps"', '"400 bits"'],
-    "07.5": [*NO_SCHEDULE, "cpt.DeficitSchedule(2, 8, [(0, 200)], 600)"],
-    "07.6": ["lambda low, steps, q: 1 - low / steps", "lambda low, steps: 1"],
+    "07.1": ["lambda low, steps, q: 1 - low / steps", "lambda low, steps: 1"],
     "08.1": [
         "lambda budget: 8 * budget",
         "lambda budget: 5",
@@ -234,10 +227,6 @@ WRONG = {
         "5",
     ],
     "08.2": ["lambda c: 4 ** (8 - 8 * c)", "lambda c: 4 ** -c", "16"],
-    "09.1": [*NO_NUMBER, "0.6"],
-    "09.2": [*NO_SCHEDULE, "cpt.solve_schedule(0.75, 4, 16, 64_000)", "cpt.StaticSchedule(8, 64_000)"],
-    "09.3": ["lambda m, k, n: 2 * m * k * n / (4 * (m * k + k * n + m * n))", "153.6"],
-    "09.4": ["lambda c: c[0::2]", "lambda c: 16 * c[0::2] + c[1::2]", "lambda c: c"],
     "11.1": [
         *NO_SCHEDULE,
         f'cpt.make_schedule("CR", {SUITE_64})',
@@ -253,6 +242,8 @@ WRONG = {
         "lambda x, q: x.amin(1)",
         "2",
     ],
+    "09.1": [*NO_SCHEDULE, "cpt.solve_schedule(0.75, 4, 16, 64_000)", "cpt.StaticSchedule(8, 64_000)"],
+    "09.2": ["lambda c: c[0::2]", "lambda c: 16 * c[0::2] + c[1::2]", "lambda c: c"],
     "10.2": ["lambda x, q: cpt.quantize(x, format=f'symmetric{q + 1}')", "lambda x, q: cpt.quantize(x, q)", "3"],
     "10.3": [
         '{4: "mxfp4", 6: "affine6", 8: "affine8"}',
@@ -331,7 +322,7 @@ def test_what_is_wrong_with_a_schedule_is_told(capsys):
     assert "it costs 0.6334 of static 8" in said("11.1", f'cpt.make_schedule("CR", {SUITE_64})', capsys)
     assert "its profile is linear, not" in said("11.1", f'cpt.make_schedule("LR", {SUITE_64})', capsys)
     assert "it has no profile" in said("11.1", "cpt.DeficitSchedule(3, 8, [(0, 45_511)], 64_000)", capsys)
-    assert "it takes 0.500 of the seconds" in said("09.2", "cpt.DeficitSchedule(4, 16, [(0, 64_000)], 64_000)", capsys)
+    assert "it takes 0.500 of the seconds" in said("09.1", "cpt.DeficitSchedule(4, 16, [(0, 64_000)], 64_000)", capsys)
 
 
 @pytest.mark.parametrize(("exercise", "answer"), cases(WRONG))
