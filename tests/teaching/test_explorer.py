@@ -74,9 +74,8 @@ def compare(found, s, steps):
         assert arm["spent"]["error"] == arm["spent"]["weight"]
         assert arm["soFar"][-1] == pytest.approx(arm["relative_cost"], rel=1e-13)
         assert arm["evaluated"] == mine.q_max
-    one_step = np.diff(step_cost(np.arange(1, s["q_max"] + 1), s["q_grad"])).max(initial=0) / steps
     excess = found["rival"]["relative_cost"] - found["chosen"]["relative_cost"]
-    assert -1e-9 < excess <= one_step / step_cost(s["q_max"], s["q_max"])
+    assert -1e-9 < excess < 1 / steps  # a step more at most
     assert found["same"] == bool((schedule.bits() == rival.bits()).all())
     return schedule, rival
 
@@ -98,7 +97,9 @@ def test_bits_costs_and_rivals_of_200_random_settings(engine):
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", ShortCycleWarning)
             if "refused" in found:
-                assert s["q_min"] > s["q_max"] or pytest.raises(ValueError, made, s, steps)
+                if s["q_min"] <= s["q_max"]:
+                    with pytest.raises(ValueError, match="even n_cycles"):
+                        made(s, steps)
                 refused += 1
                 continue
             schedule, rival = compare(found, s, steps)
