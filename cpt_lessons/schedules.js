@@ -52,7 +52,7 @@ function scheduleMath({ suite, rate, d, maxBits, maxCycles, steps }) {
   function staticName(bits) {
     const [low, high] = [Math.min(...bits), Math.max(...bits)];
     if (low === high) return `static ${low}`;
-    return `static ${low} and ${high} mixed (${Math.round(100 * mean(bits, (q) => q - low))} % of the steps at ${high})`;
+    return `static ${low} and ${high} mixed (${Math.round(100 * mean(bits, (q) => q - low))}\u00a0% of the steps at ${high})`;
   }
 
   function need(right, sentence) {

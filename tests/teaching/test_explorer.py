@@ -118,7 +118,7 @@ def test_every_schedule_has_a_static_rival_of_its_cost_with_a_name(engine, famil
     s = settings(family=family, q_min=5 if family == "STATIC" else 3)
     found = explored(engine, s)
     compare(found, s, explorer.STEPS)
-    assert re.fullmatch(r"static \d+( and \d+ mixed \(\d+ % of the steps at \d+\))?", found["rival"]["name"])
+    assert re.fullmatch(r"static \d+( and \d+ mixed \(\d+\s% of the steps at \d+\))?", found["rival"]["name"])
     assert found["same"] == (family == "STATIC")
 
 
