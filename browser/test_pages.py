@@ -118,7 +118,7 @@ def test_explorer(visit: Callable[[str, str], Page]) -> None:
     """It names both costs, trains both in a worker while the page goes on, and its verdict is that of its numbers."""
     page = visit("explorer.html", "phone")
     verdict, train = page.locator("#verdict"), page.locator("#train")
-    page.get_by_label("Schedule").select_option("RTH")
+    page.get_by_label("Schedule", exact=True).select_option("RTH")
     page.get_by_label("Gradient bits").press("ArrowLeft")
     page.get_by_label("Seeds").select_option("3")
     expect(verdict).to_contain_text("RTH against static 4 and 5 mixed")
@@ -144,6 +144,6 @@ def test_explorer_of_static_precision(visit: Callable[[str, str], Page]) -> None
     """An address holds the settings; what is static is its own rival."""
     page = visit("explorer.html#family=STATIC&q_min=6&q_grad=6", "screen")
     expect(page.locator("#verdict")).to_contain_text("At a cost of 0.5625, static 6 is its own static rival")
-    page.get_by_label("Schedule").select_option("ER")
+    page.get_by_label("Schedule", exact=True).select_option("ER")
     expect(page.locator("#verdict")).to_contain_text("ER against static")
     assert "family=ER&q_min=6" in page.url
