@@ -11,6 +11,7 @@ import pytest
 from playwright.sync_api import Browser, Page, expect
 
 from browser.pages import Heard, accessible
+from cpt_lab.analysis.statistics import interval
 
 VIEWS: dict[str, dict[str, Any]] = {
     "screen": {"viewport": {"width": 1366, "height": 768}},
@@ -73,11 +74,12 @@ def visit(browser: Browser, heard: Heard, request: pytest.FixtureRequest) -> Ite
     contexts = []
 
     def open_(name: str, view: str) -> Page:
+        name, hash_, rest = name.partition("#")
         path = request.getfixturevalue("report") if name == "report" else request.getfixturevalue("site") / name
         contexts.append(browser.new_context(**VIEWS[view]))
         page = contexts[-1].new_page()
         heard.listen(page)
-        page.goto(path.as_uri())
+        page.goto(path.as_uri() + hash_ + rest)
         return page
 
     yield open_
@@ -113,23 +115,35 @@ def test_a_notebook_is_handed_out(visit: Callable[[str, str], Page]) -> None:
 
 
 def test_explorer(visit: Callable[[str, str], Page]) -> None:
-    """Every kind of control changes the line of Python that makes the schedule, and the picture."""
-    page = visit("explorer.html", "screen")
-    line, picture = page.locator("#line"), page.locator("#picture svg")
-    drawn = [picture.inner_html()]
+    """It names both costs, trains both in a worker while the page goes on, and its verdict is that of its numbers."""
+    page = visit("explorer.html", "phone")
+    verdict, train = page.locator("#verdict"), page.locator("#train")
+    page.get_by_label("Schedule", exact=True).select_option("RTH")
+    page.get_by_label("Gradient bits").press("ArrowLeft")
+    page.get_by_label("Seeds").select_option("3")
+    expect(verdict).to_contain_text("RTH against static 4 and 5 mixed")
+    assert page.evaluate("shown.python").endswith("q_grad=7)")
+    train.click()
+    expect(train).to_contain_text("Stop")
+    expect(train).to_have_text("Train", timeout=120_000)
+    loss, accuracy = page.evaluate("[found.at(-1).loss, found.at(-1).accuracy]")
+    mean, low, _ = interval(100 * (a - b) for a, b in zip(*accuracy, strict=True))
+    said = verdict.inner_text()
+    assert f"{mean:+.2f} ± {mean - low:.2f} points".replace("-", "−") in said
+    assert said.startswith("Too uncertain to say") == (abs(mean) <= mean - low)
+    assert max(map(max, loss)) < 1
+    assert page.locator("#accuracy path").count() == 2 * 3 + 2
+    assert page.evaluate("document.documentElement.scrollWidth") == 390
+    accessible(page)
+    page.get_by_label("Cycles").press("ArrowLeft")  # three: RTH would end at q_min
+    expect(page.locator("#problem")).to_contain_text("even number of cycles")
+    expect(train).to_be_disabled()
 
-    def shows(words: str) -> None:
-        expect(line).to_contain_text(words)  # the page waits a moment for more
-        drawn.append(picture.inner_html())
 
-    page.get_by_label("Schedule", exact=True).select_option("CT")
-    shows('"CT"')
-    page.get_by_label("q_min (bits)").press("ArrowUp")
-    shows("q_min=4")
-    page.get_by_label("Cycles", exact=True).fill("4")
-    shows("n_cycles=4")
-    page.get_by_label("Schedule", exact=True).select_option("rex")
-    shows("triangular=True")
-    page.get_by_label("triangular").uncheck()
-    shows('PROFILES["rex"](), q_min=4, q_max=8, total_steps=64000, n_cycles=4)')
-    assert len(set(drawn)) == len(drawn)
+def test_explorer_of_static_precision(visit: Callable[[str, str], Page]) -> None:
+    """An address holds the settings; what is static is its own rival."""
+    page = visit("explorer.html#family=STATIC&q_min=6&q_grad=6", "screen")
+    expect(page.locator("#verdict")).to_contain_text("At a cost of 0.5625, static 6 is its own static rival")
+    page.get_by_label("Schedule", exact=True).select_option("ER")
+    expect(page.locator("#verdict")).to_contain_text("ER against static")
+    assert "family=ER&q_min=6" in page.url

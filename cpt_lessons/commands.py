@@ -21,7 +21,7 @@ def explorer(
     out: Annotated[Path, typer.Argument(help="the page, such as explorer.html")],
     home: Annotated[str, typer.Option(help="a page to lead back to")] = "",
 ) -> None:
-    """Write the schedule explorer, one HTML page: bits, cost and noise of any schedule, and what was measured there."""
+    """Write the explorer, one HTML page that trains a schedule in the browser, beside static precision of its cost."""
     from cpt_lessons.explorer import write_explorer
 
     typer.echo(f"explorer: {write_explorer(out, home)}")

@@ -1,71 +1,185 @@
-// The page of the schedule explorer: the form, the address, the picture, the tables.  What is computed is in schedules.js.
-const WITHIN = 0.05; // how far, as a share, the cost of an arm may be from that of the schedule
+// The page: the form, the address, the trainings in a worker, the pictures and the verdict.
+// What is computed is in schedules.js and, in the worker, in training.js.
+const EVERY = 16; // steps between two points of the curves
 const { explore } = scheduleMath(CONSTANTS);
+const STEPS = CONSTANTS.steps;
 const element = (id) => document.getElementById(id);
-const fields = [...element("settings").elements];
-const valueOf = (id) => (element(id).type === "checkbox" ? String(element(id).checked) : element(id).value);
-const initial = Object.fromEntries(fields.map((field) => [field.id, valueOf(field.id)]));
-let shown = null; // the last schedule that could be made
+const fields = [...element("settings").elements].filter((field) => field.name);
+const KINDS = ["chosen", "rival"];
+const NUMBERS = ["q_min", "q_max", "q_grad", "n_cycles", "rate", "seeds"];
+let shown = null; // both arms of the settings
+let found = []; // what the worker said of them
+let worker = null;
 
 // --- the form and the address ----------------------------------------------------------------------
 
-// Turn off what has no meaning for a family, and show how a named schedule is turned.
-function enable() {
-  const named = CONSTANTS.suite[valueOf("family")];
-  const fixed = valueOf("family") === "STATIC";
-  if (named) [element("triangular").checked, element("mirror").value] = [named.triangular, named.mirror];
-  for (const id of ["q_min", "n_cycles", "delay", "budget"]) element(id).disabled = fixed;
-  element("triangular").disabled = fixed || Boolean(named);
-  element("mirror").disabled = element("triangular").disabled || !element("triangular").checked;
-  element("delay_at").disabled = fixed || valueOf("budget") !== "" || Number(valueOf("delay")) === 0;
-}
-
 function settings() {
-  const number = (id) => (valueOf(id).trim() === "" ? NaN : Number(valueOf(id)));
-  const fixed = valueOf("family") === "STATIC";
-  const budget = element("budget");
-  const none = fixed || (budget.value === "" && !budget.validity.badInput);
-  return {
-    family: valueOf("family"),
-    triangular: element("triangular").checked,
-    mirror: valueOf("mirror"),
-    q_min: number("q_min"),
-    q_max: number("q_max"),
-    n_cycles: number("n_cycles"),
-    total_steps: number("total_steps"),
-    delay: fixed ? 0 : number("delay"),
-    delay_at: element("delay_at").disabled ? "q_max" : valueOf("delay_at"),
-    budget: none ? null : number("budget"),
-  };
+  const values = Object.fromEntries(fields.map((field) => [field.name, field.value]));
+  for (const name of NUMBERS) values[name] = Number(values[name]);
+  return values;
 }
 
-// Fill in the form from the address; return a sentence about what does not fit.
+function labelForm(s) {
+  const fixed = s.family === "STATIC";
+  for (const field of fields.filter((f) => f.type === "range")) element(`${field.id}-value`).textContent = field.value;
+  element("q_min-name").textContent = fixed ? "Bits" : "Lowest bits, q_min";
+  element("n_cycles").disabled = fixed;
+}
+
 function fromAddress() {
-  const wanted = { ...initial, ...Object.fromEntries(new URLSearchParams(location.hash.slice(1))) };
-  const problems = [];
+  const wanted = new URLSearchParams(location.hash.slice(1));
   for (const field of fields) {
-    const value = wanted[field.id];
-    if (field.type === "checkbox") field.checked = value === "true";
-    else field.value = value;
-    if (field.tagName === "SELECT" && field.value !== value) {
-      problems.push(`The address asks for ${field.id} "${value}", which does not exist.`);
-      field.value = initial[field.id];
-    } else if (field.type === "number" && field.value !== value) {
-      problems.push(`The address gives ${field.id} "${value}", which is not a number.`);
-      field.value = initial[field.id];
-    }
+    const before = field.value;
+    if (wanted.has(field.name)) field.value = wanted.get(field.name);
+    if (field.value === "") field.value = before; // a choice that does not exist
   }
-  return problems.join(" ");
 }
 
-// What has a meaning for this family stands in the address.
-function toAddress() {
-  const kept = fields.filter((field) => !field.disabled && valueOf(field.id) !== "");
-  const hash = new URLSearchParams(kept.map((field) => [field.id, valueOf(field.id)])).toString();
-  if (hash !== location.hash.slice(1)) history.replaceState(null, "", `#${hash}`);
+function changed() {
+  stop();
+  found = [];
+  const s = settings();
+  labelForm(s);
+  const fresh = `#${new URLSearchParams(fields.map((field) => [field.name, field.value]))}`;
+  if (fresh !== location.hash) history.replaceState(null, "", fresh);
+  try {
+    shown = { ...explore(s), s };
+  } catch (error) {
+    if (!(error instanceof RangeError)) throw error;
+    shown = null;
+    element("problem").textContent = error.message;
+  }
+  element("train").disabled = element("results").hidden = !shown;
+  if (!shown) return;
+  element("problem").textContent = shown.warning;
+  element("python").textContent =
+    `import cpt_core as cpt\nfrom cpt_core.choosing.allocation import static_of_cost\n\n${shown.python}`;
+  showAll();
 }
 
-// --- the picture ------------------------------------------------------------------------------------
+// --- training ---------------------------------------------------------------------------------------
+
+function pictures() {
+  const images = Float32Array.from(DIGITS.images, (letter) => (letter.charCodeAt(0) - 65) / 16);
+  return { images, labels: Array.from(DIGITS.labels, Number) };
+}
+
+function stop() {
+  worker?.terminate();
+  worker = null;
+  element("train").textContent = "Train";
+}
+
+function start() {
+  found = [];
+  const code = `${element("training").textContent}
+    onmessage = ({ data }) => { for (const part of train(data)) postMessage(part); };`;
+  const address = URL.createObjectURL(new Blob([code], { type: "text/javascript" }));
+  worker = new Worker(address);
+  worker.onmessage = ({ data }) => {
+    found.push(data);
+    if (data.step === STEPS) stop();
+    else element("train").textContent = `Stop, at step ${data.step} of ${STEPS}`;
+    requestAnimationFrame(showAll);
+  };
+  worker.onerror = (event) => {
+    stop();
+    element("verdict").textContent = `The training stopped: ${event.message}`;
+  };
+  const arms = [shown.chosen, shown.rival].map(({ bits, q_grad, evaluated }) => ({ bits, q_grad, evaluated }));
+  const { steps, batch, learn } = CONSTANTS;
+  const { seeds, rate } = shown.s;
+  worker.postMessage({ arms, seeds, rate, steps, batch, learn, every: EVERY, ...pictures() });
+  element("train").textContent = "Stop";
+  showAll();
+  if (matchMedia("(max-width: 56rem)").matches) element("results").scrollIntoView(); // there it is below the form
+}
+
+// --- numbers ----------------------------------------------------------------------------------------
+
+const mean = (values) => values.reduce((sum, x) => sum + x, 0) / values.length;
+const signed = (x) => `${x < 0 ? "−" : "+"}${Math.abs(x).toFixed(2)}`;
+const differences = ({ accuracy }) => accuracy[0].map((a, seed) => 100 * (a - accuracy[1][seed]));
+
+// Half of the 95 % interval of a mean over seeds (Student's t).
+function half(values) {
+  const middle = mean(values);
+  const squares = values.reduce((sum, x) => sum + (x - middle) ** 2, 0);
+  return CONSTANTS.student[values.length] * Math.sqrt(squares / (values.length - 1) / values.length);
+}
+
+function verdict() {
+  const { chosen, rival, same, s } = shown;
+  const cost = chosen.relative_cost.toFixed(4);
+  if (same) return `At a cost of ${cost}, ${chosen.name} is its own static rival: there is nothing to compare. Choose a schedule.`;
+  const last = found.at(-1);
+  if (worker) return `Training 2 × ${s.seeds} networks.`;
+  if (last?.step !== STEPS) return `${chosen.name} against ${rival.name}, at a cost of ${cost}: press Train.`;
+  const lost = last.loss.flat().filter((loss) => !Number.isFinite(loss)).length;
+  if (lost) return `Nothing to say: ${lost} of ${2 * s.seeds} trainings diverged. Choose a smaller learning rate.`;
+  const apart = differences(last);
+  const [middle, spread] = [mean(apart), half(apart)];
+  const told = `${signed(middle)} ± ${spread.toFixed(2)} points of test accuracy (mean over ${s.seeds} seeds, 95 % interval)`;
+  const between = `${chosen.name} minus ${rival.name}, at the same cost, is ${told}`;
+  if (Math.abs(middle) <= spread) return `Too uncertain to say which is better: ${between}.`;
+  return `${middle > 0 ? chosen.name : "The static rival"} was better here: ${between}.`;
+}
+
+function row(name, texts, kind) {
+  const line = document.createElement("tr");
+  const head = document.createElement("th");
+  head.scope = "row";
+  if (kind) head.append(block("swatch", kind));
+  head.append(name);
+  line.append(head);
+  for (const text of texts) line.insertCell().append(text);
+  return line;
+}
+
+function block(...classes) {
+  const made = document.createElement("span");
+  made.classList.add(...classes);
+  return made;
+}
+
+// What is spent, as a part of what static q_max spends, product by product.
+function bar({ spent, relative_cost }) {
+  const box = block("bar");
+  for (const [kind, share] of Object.entries(spent)) {
+    const part = block(kind);
+    part.style.width = `${(100 * share) / Math.max(1, relative_cost)}%`;
+    box.append(part);
+  }
+  return box;
+}
+
+function showNumbers() {
+  const arms = [shown.chosen, shown.rival];
+  KINDS.forEach((kind, a) => {
+    element(`${kind}-name`).textContent = `${arms[a].name}, cost ${arms[a].relative_cost.toFixed(4)}`;
+  });
+  const last = found.at(-1);
+  const measured = (name, digits, factor = 1) =>
+    arms.map((_, a) => {
+      if (!last) return "–";
+      const values = last[name][a].map((x) => factor * x);
+      return Number.isFinite(mean(values)) ? `${mean(values).toFixed(digits)} ± ${half(values).toFixed(digits)}` : "diverged";
+    });
+  const part = (kind) => arms.map((arm) => `${((100 * arm.spent[kind]) / arm.relative_cost).toFixed(1)} %`);
+  element("numbers").replaceChildren(
+    row("Cost", arms.map((arm) => arm.relative_cost.toFixed(4))),
+    row("Spent of 1", arms.map(bar)),
+    row("forward", part("forward"), "forward"),
+    row("error", part("error"), "error"),
+    row("weight gradient", part("weight"), "weight"),
+    row("Training loss", measured("loss", 3)),
+    row("Test accuracy (%)", measured("accuracy", 2, 100)),
+  );
+  element("verdict").textContent = verdict();
+  element("reference").textContent = `static ${shown.s.q_max} with gradients of ${shown.s.q_max} bits`;
+}
+
+// --- pictures ---------------------------------------------------------------------------------------
 
 function svg(name, attributes, text) {
   const made = document.createElementNS("http://www.w3.org/2000/svg", name);
@@ -74,215 +188,93 @@ function svg(name, attributes, text) {
   return made;
 }
 
-// Runs of equal bits: [[first step, bits], ...].
-function runsOf(bits) {
-  const runs = [];
-  bits.forEach((q, t) => {
-    if (t === 0 || q !== bits[t - 1]) runs.push([t, q]);
-  });
-  return runs;
-}
-
-// The least of 1, 2, 5, 10, 20, ... that is not below x: a distance of ticks, always whole.
-function tickStep(x) {
-  const ten = Math.pow(10, Math.floor(Math.log10(Math.max(x, 1))));
-  return [1, 2, 5, 10].map((k) => k * ten).find((step) => step >= x);
-}
-
-function draw({ bits, hold, held, s }) {
-  const width = Math.max(280, element("picture").clientWidth);
-  const height = width < 500 ? 240 : 300;
-  const edge = { left: 52, right: 14, top: 12, bottom: 44 };
-  const low = s.family === "STATIC" ? Math.max(1, s.q_max - 2) : Math.min(s.q_min, s.q_max - 1);
-  const apart = held > s.q_max; // float32 stands above a gap, not to scale
-  const high = s.q_max + (apart ? 1.8 : 0.4);
-  const x = (t) => edge.left + ((width - edge.left - edge.right) * t) / bits.length;
-  const level = (q) => (apart && q === held ? s.q_max + 1.3 : q);
-  const y = (q) => edge.top + ((height - edge.top - edge.bottom) * (high - level(q))) / (high - low + 0.4);
-  const picture = svg("svg", { viewBox: `0 0 ${width} ${height}`, role: "img", "aria-label": spoken(shown) });
-  const add = (...args) => picture.append(svg(...args));
-  if (hold) {
-    const box = { class: "hold", x: x(0), y: edge.top, width: x(hold) - x(0), height: height - edge.top - edge.bottom };
-    add("rect", box);
+// lines: [class, [[step, value], ...]], cut off below and above; staircase: values hold until the next.
+function chart(id, { low, high, ticks, unit = "", lines, staircase = false, zero = null }) {
+  const box = element(id);
+  const [width, height] = [Math.max(240, box.clientWidth), 190];
+  const edge = { left: 44, right: 10, top: 8, bottom: 26 };
+  const x = (t) => edge.left + ((width - edge.left - edge.right) * t) / STEPS;
+  const y = (v) => edge.top + ((height - edge.top - edge.bottom) * (high - v)) / (high - low);
+  const picture = svg("svg", { viewBox: `0 0 ${width} ${height}`, role: "img", "aria-labelledby": `${id}-title` });
+  for (const tick of ticks) {
+    picture.append(svg("line", { class: tick === zero ? "axis" : "grid", x1: edge.left, x2: width - edge.right, y1: y(tick), y2: y(tick) }));
+    picture.append(svg("text", { x: edge.left - 6, y: y(tick) + 4, "text-anchor": "end" }, `${tick}${unit}`.replace("-", "−")));
   }
-  const every = tickStep((s.q_max - low) / 8);
-  const ticks = [];
-  for (let q = s.q_max; q >= Math.max(low, 1); q -= every) ticks.push([q, q]);
-  if (apart) ticks.push([held, "float32"]);
-  for (const [q, label] of ticks) {
-    add("line", { class: "grid", x1: edge.left, x2: width - edge.right, y1: y(q), y2: y(q) });
-    add("text", { x: edge.left - 6, y: y(q) + 4, "text-anchor": "end" }, label);
+  for (let t = 0; t <= STEPS; t += STEPS / 4) {
+    const label = t === STEPS ? `${t} steps` : t;
+    picture.append(svg("text", { x: x(t), y: height - 6, "text-anchor": t === STEPS ? "end" : "middle" }, label));
   }
-  const bottom = height - edge.bottom;
-  add("line", { class: "axis", x1: edge.left, x2: width - edge.right, y1: bottom, y2: bottom });
-  const step = tickStep(bits.length / (width < 500 ? 3 : 7));
-  for (let t = 0; t <= bits.length; t += step) {
-    add("line", { class: "axis", x1: x(t), x2: x(t), y1: bottom, y2: bottom + 5 });
-    const label = t.toLocaleString("en");
-    const end = x(t) + 4 * label.length > width;
-    add("text", { x: end ? width - 2 : x(t), y: bottom + 20, "text-anchor": end ? "end" : "middle" }, label);
+  const inner = { x: edge.left, y: edge.top - 2, width: width - edge.left - edge.right, height: height - edge.top - edge.bottom + 4 };
+  const within = svg("svg", { ...inner, viewBox: Object.values(inner).join(" ") });
+  for (const [kind, points] of lines) {
+    const d = points.map(([t, v], i) => {
+      if (!Number.isFinite(v)) return "";
+      const [across, up] = [x(t).toFixed(1), y(v).toFixed(1)];
+      if (i === 0 || !Number.isFinite(points[i - 1][1])) return `M${across} ${up}`;
+      return staircase ? `H${across}V${up}` : `L${across} ${up}`;
+    });
+    within.append(svg("path", { class: kind, d: d.join("") }));
   }
-  add("text", { transform: `translate(14 ${(edge.top + bottom) / 2}) rotate(-90)`, "text-anchor": "middle" }, "bits");
-  const runs = runsOf(bits);
-  const fine = runs.length > width; // then a pixel holds more than a line can show: draw its lowest to its highest bits
-  const time = `optimizer step${fine ? " (too many cycles to tell apart)" : ""}`;
-  add("text", { x: (edge.left + width) / 2, y: height - 6, "text-anchor": "middle" }, time);
-  const d = fine ? columns(bits, x, y) : steps(runs, bits.length, x, y);
-  add("path", { class: "bits", d, "stroke-width": fine ? 1 : 2 });
-  element("picture").replaceChildren(picture);
+  picture.append(within);
+  box.replaceChildren(picture);
 }
 
-function steps(runs, total, x, y) {
-  const part = ([start, q], i) => {
-    const end = i + 1 < runs.length ? runs[i + 1][0] : total;
-    return `${i ? "L" : "M"}${x(start).toFixed(1)} ${y(q).toFixed(1)}H${x(end).toFixed(1)}`;
-  };
-  return runs.map(part).join("");
-}
-
-function columns(bits, x, y) {
-  const found = new Map();
-  bits.forEach((q, t) => {
-    const column = Math.floor(x(t));
-    const [least, most] = found.get(column) ?? [q, q];
-    found.set(column, [Math.min(least, q), Math.max(most, q)]);
-  });
-  return [...found].map(([column, [a, b]]) => `M${column + 0.5} ${y(a) + 0.5}V${y(b) - 0.5}`).join("");
-}
-
-// --- numbers and results ----------------------------------------------------------------------------
-
-const percent = (share) => `${(100 * share).toFixed(share > 0 && share < 0.001 ? 3 : 1)} %`;
-const bitsName = (q, made) => (made.held === q && q > made.s.q_max ? "float32" : String(q));
-
-function spoken(made) {
-  const { relative_cost: cost, noise_exposure: noise, savings, s } = made;
-  const group = savings ? ` (${savings === "none" ? "no" : savings} savings)` : "";
-  const steps = `${s.total_steps.toLocaleString("en")} steps`;
-  return (
-    `Relative cost ${cost.toFixed(4)}${group}, noise exposure ${Number(noise.toPrecision(4)).toLocaleString("en")}: ` +
-    `${s.budget === null ? "" : "bent "}${s.family}, ${s.family === "STATIC" ? "" : `${s.q_min} to `}${s.q_max} bits, ${steps}.`
+// Of one quantity the line of every seed, thin, and their means, of both arms.
+function curves(name, factor = 1) {
+  const points = (a, value) => found.map((part) => [part.step, factor * value(part[name][a])]);
+  const thin = KINDS.flatMap((kind, a) =>
+    Array.from({ length: shown.s.seeds }, (_, seed) => [`thin ${kind}`, points(a, (values) => values[seed])]),
   );
+  return [...thin, ...KINDS.map((kind, a) => [kind, points(a, mean)])];
 }
 
-// A line of a table; its first cell is its heading.
-function lineOf(texts, className = "") {
-  const row = document.createElement("tr");
-  row.className = className;
-  texts.forEach((text, i) => {
-    const cell = document.createElement(i ? "td" : "th");
-    if (!i) cell.scope = "row";
-    cell.append(text);
-    row.append(cell);
-  });
-  return row;
+const range = (low, high, by) => Array.from({ length: Math.floor((high - low) / by + 1e-9) + 1 }, (_, i) => low + i * by);
+
+function showPictures() {
+  const arms = [shown.chosen, shown.rival];
+  const { s } = shown;
+  const step = found.at(-1)?.step ?? (worker ? 0 : STEPS);
+  const top = Math.max(s.q_max, s.q_min + 1);
+  const both = (more, values) => arms.map((arm, a) => [`${KINDS[a]} ${more}`, values(arm)]).reverse();
+  const stairs = both("plan", (arm) => [...Array.from(arm.bits, (q, t) => [t, q]), [STEPS, arm.bits[STEPS - 1]]]);
+  const now = step === STEPS ? [] : [["now", [[step, 0], [step, 99]]]];
+  const ticks = range(s.q_min, top, top - s.q_min > 6 ? 2 : 1);
+  chart("bits", { low: s.q_min - 0.3, high: top + 0.3, ticks, lines: [...stairs, ...now], staircase: true });
+  const most = Math.max(1, shown.chosen.relative_cost);
+  const spent = both("", (arm) => [[0, 0], ...arm.soFar.slice(0, step).map((sum, t) => [t + 1, sum])]);
+  chart("cost", { low: 0, high: most, ticks: [0, 0.25, 0.5, 0.75, 1], lines: spent });
+  chart("loss", { low: 0, high: 2.5, ticks: [0, 0.5, 1, 1.5, 2, 2.5], lines: curves("loss") });
+  const poor = !found.length || Math.min(...found.at(-1).accuracy.flat()) < 0.6;
+  const lowest = poor ? 0 : 60;
+  chart("accuracy", { low: lowest, high: 100, ticks: range(lowest, 100, poor ? 25 : 10), unit: " %", lines: curves("accuracy", 100) });
+  const apart = found.map(differences);
+  const points = (value) => found.map((part, i) => [part.step, value(apart[i])]);
+  const late = [...apart.slice(6).map(mean), ...apart.slice(-3).flat()].map(Math.abs).filter(Number.isFinite);
+  const reach = [1, 2, 5, 10, 20, 50, 100].find((n) => n >= Math.max(0, ...late)) ?? 100;
+  const seeds = apart.length ? apart[0].map((_, seed) => ["thin chosen", points((values) => values[seed])]) : [];
+  const tick = reach / 2;
+  const scale = { low: -reach, high: reach, ticks: range(-reach, reach, tick), zero: 0 };
+  chart("difference", { ...scale, lines: [...seeds, ["chosen", points(mean)]] });
 }
 
-function showShares(made) {
-  const rows = made.shares.map(({ bits, share }) => {
-    const bar = document.createElement("span");
-    bar.className = "bar";
-    bar.style.width = `${100 * share}%`;
-    return lineOf([bitsName(bits, made), percent(share), bar]);
-  });
-  document.querySelector("#shares tbody").replaceChildren(...rows.reverse());
+function showAll() {
+  if (!shown) return;
+  showNumbers();
+  showPictures();
 }
 
-function quality(arm, digits) {
-  if (arm.mean === null) return "–";
-  const lost = arm.diverged ? `, ${arm.diverged} diverged` : "";
-  const interval = arm.low === null ? "" : ` [${arm.low.toFixed(digits)}, ${arm.high.toFixed(digits)}]`;
-  return arm.mean.toFixed(digits) + interval + lost;
-}
-
-function tableOf(experiment, arms) {
-  const table = document.createElement("table");
-  table.createCaption().textContent = experiment.name;
-  const head = table.createTHead().insertRow();
-  for (const text of ["Arm", "Cost", `${experiment.metric}, mean [95\u00a0%]`, "n"]) {
-    const cell = document.createElement("th");
-    cell.scope = "col";
-    cell.textContent = text;
-    head.append(cell);
-  }
-  const top = `static ${experiment.q_max}`;
-  const baseline = experiment.arms.filter((arm) => arm.arm === top && !arms.includes(arm));
-  const row = (arm) => [arm.arm, arm.relative_cost.toFixed(3), quality(arm, experiment.digits), String(arm.n)];
-  table.createTBody().append(
-    ...arms.map((arm) => lineOf(row(arm))),
-    ...baseline.map((arm) => lineOf(row(arm), "baseline")),
-  );
-  return table;
-}
-
-function showResults({ relative_cost: cost, s }) {
-  const comparable = armsAtCost(EXPERIMENTS, cost, s.q_max, WITHIN);
-  const found = comparable.filter(([, arms]) => arms.length);
-  const all = [...new Set(EXPERIMENTS.map((experiment) => experiment.q_max))].join(", ");
-  const small =
-    "They are small runs, of seconds to minutes on a CPU, on the data that their titles name, each with its own length, cycles and " +
-    "q_min: they tell what these tasks did at this cost, not what yours will. n counts seeds; where intervals " +
-    "overlap, the order may be chance; fewer than three seeds have no interval. The shaded line is static q_max.";
-  element("results-note").textContent = found.length
-    ? `Arms whose relative cost is within ${100 * WITHIN} % of ${cost.toFixed(3)}. ${small}`
-    : comparable.length
-      ? `No arm of the committed runs costs within ${100 * WITHIN} % of ${cost.toFixed(3)}.`
-      : `The committed runs have q_max = ${all}: costs relative to static ${s.q_max} bits cannot be compared with theirs.`;
-  element("tables").replaceChildren(...found.map(([experiment, arms]) => tableOf(experiment, arms)));
-}
-
-// --- all of it ---------------------------------------------------------------------------------------
-
-// Show the schedule of the form; where there is none, say why and leave the last one in place.
-function show(sentence = "") {
-  enable();
-  const s = settings();
-  let made;
-  try {
-    made = explore(s);
-  } catch (error) {
-    if (!(error instanceof RangeError)) throw error;
-    const kept = shown ? " What is shown is the last schedule that could be made." : "";
-    element("problem").textContent = error.message + kept;
-    return false;
-  }
-  shown = { ...made, s };
-  element("problem").textContent = [sentence, made.warning].filter(Boolean).join(" ");
-  element("summary").textContent = spoken(shown);
-  element("line").textContent = `import cpt_core as cpt\n\nschedule = ${made.line}`;
-  element("copied").textContent = "";
-  draw(shown);
-  showShares(shown);
-  showResults(shown);
-  return true;
-}
-
-function openAddress() {
-  const sentence = fromAddress();
-  if (!show(sentence) && !shown) {
-    const problem = element("problem").textContent;
-    element("settings").reset();
-    show(`${problem} This is the schedule that the page opens with.`);
-  }
-}
-
-async function copy() {
-  try {
-    await navigator.clipboard.writeText(element("line").textContent);
-    element("copied").textContent = "Copied.";
-  } catch {
-    getSelection().selectAllChildren(element("line")); // no clipboard here: the keys will do it
-    element("copied").textContent = "Selected: press Ctrl+C.";
-  }
-}
-
-let waiting;
-element("settings").addEventListener("input", () => {
-  clearTimeout(waiting);
-  waiting = setTimeout(() => show() && toAddress(), 150);
+element("settings").addEventListener("input", changed);
+element("settings").addEventListener("submit", (event) => {
+  event.preventDefault();
+  if (worker) {
+    stop();
+    showAll();
+  } else start();
 });
-element("settings").addEventListener("submit", (event) => event.preventDefault());
-element("copy").addEventListener("click", copy);
-addEventListener("hashchange", openAddress);
-new ResizeObserver(() => shown && draw(shown)).observe(element("picture"));
-openAddress();
+addEventListener("hashchange", () => {
+  fromAddress();
+  changed();
+});
+new ResizeObserver(() => shown && showPictures()).observe(element("pictures"));
+fromAddress();
+changed();

@@ -1,16 +1,22 @@
-"""The explorer's mathematics in V8, the engine of a browser, against cpt_core; and what its page holds."""
+"""The explorer's scripts in V8, the engine of a browser, against cpt_core; and what its page holds."""
 
 import json
 import random
 import re
 import warnings
 
+import numpy as np
 import pytest
+import torch
 from py_mini_racer import MiniRacer
+from sklearn.datasets import load_digits
 
 import cpt_core as cpt
-from cpt_core.schedules.schedule import FLOAT32, ShortCycleWarning
-from cpt_lab.analysis.runs import committed
+from cpt_core.choosing.allocation import static_of_cost
+from cpt_core.kernels import reference
+from cpt_core.schedules.cost import step_cost
+from cpt_core.schedules.schedule import ShortCycleWarning
+from cpt_lab.analysis.statistics import interval
 from cpt_lessons import explorer
 
 SETTINGS = 200
@@ -19,159 +25,209 @@ SETTINGS = 200
 @pytest.fixture(scope="module")
 def engine():
     context = MiniRacer()
-    context.eval(explorer.MATHEMATICS.read_text(encoding="utf-8"))
-    context.eval(f"const {{ explore, rint }} = scheduleMath({json.dumps(explorer.constants())})")
-    context.eval("""function answer(settings) {
+    for name in ("schedules", "training"):
+        context.eval(explorer.SCRIPTS[name].read_text(encoding="utf-8"))
+    context.eval(f"const CONSTANTS = {json.dumps(explorer.constants())}")
+    context.eval("""function answer(settings, steps) {
+      const plain = (arm) => ({ ...arm, bits: Array.from(arm.bits) });
       try {
-        const { bits, ...found } = explore(settings);
-        return JSON.stringify({ ...found, bits: Array.from(bits) });
+        const found = scheduleMath({ ...CONSTANTS, steps }).explore(settings);
+        return { ...found, chosen: plain(found.chosen), rival: plain(found.rival) };
       } catch (error) {
         if (!(error instanceof RangeError)) throw error;
-        return JSON.stringify({ refused: error.message });
+        return { refused: error.message };
       }
     }""")
     return context
 
 
-def explored(engine, s):
-    """What the page would show for settings."""
-    return json.loads(engine.eval(f"answer({json.dumps(s)})"))
+def run(engine, expression):
+    """What an expression is, by way of JSON."""
+    return json.loads(engine.eval(f"JSON.stringify({expression})"))
 
 
 def settings(**values):
     """Settings of the page: those that it opens with but for these."""
-    opens = {"family": "RR", "triangular": False, "mirror": "horizontal", "q_min": 3, "q_max": 8, "n_cycles": 8}
-    return {**opens, "total_steps": 64_000, "delay": 0, "delay_at": "q_max", "budget": None, **values}
+    return {"family": "CR", "q_min": 2, "q_max": 8, "q_grad": 8, "n_cycles": 4, **values}
 
 
-def made(s):
+def explored(engine, s, steps=explorer.STEPS):
+    return run(engine, f"answer({json.dumps(s)}, {steps})")
+
+
+def made(s, steps=explorer.STEPS):
     """The schedule of cpt_core for settings of the page."""
-    bits = {"q_min": s["q_min"], "q_max": s["q_max"]}
-    cycles = {"total_steps": s["total_steps"], "n_cycles": s["n_cycles"]}
     if s["family"] == "STATIC":
-        return cpt.make_schedule("STATIC", q_max=s["q_max"], total_steps=s["total_steps"], delay=s["delay"])
-    entry = cpt.SUITE.get(s["family"])
-    profile = entry.profile if entry else s["family"]
-    turned = {"triangular": s["triangular"], "mirror": s["mirror"]}
-    if entry:
-        turned = {"triangular": entry.triangular, "mirror": entry.mirror}
-    if s["budget"] is not None:
-        return cpt.solve_schedule(s["budget"], **bits, **cycles, family=profile, **turned, delay=s["delay"])
-    if entry:
-        return cpt.make_schedule(s["family"], **bits, **cycles, delay=s["delay"], delay_at=s["delay_at"])
-    hold = round(s["delay"] * s["total_steps"])
-    cycles["total_steps"] -= hold
-    schedule = cpt.CyclicSchedule(cpt.schedules.PROFILES[profile](), **bits, **cycles, **turned)
-    level = FLOAT32 if s["delay_at"] == "float32" else None
-    return cpt.DelayedSchedule(schedule, hold, level) if hold else schedule
+        return cpt.StaticSchedule(s["q_min"], steps)
+    return cpt.make_schedule(s["family"], q_min=s["q_min"], q_max=s["q_max"], total_steps=steps, n_cycles=s["n_cycles"])
 
 
-def made_or_none(s):
-    try:
-        return made(s)
-    except ValueError:
-        return None
+def compare(found, s, steps):
+    schedule = made(s, steps)
+    share = schedule.relative_cost(s["q_grad"], s["q_max"])
+    rival = static_of_cost(share, s["q_max"], steps, s["q_min"], s["q_grad"])
+    for arm, mine in ((found["chosen"], schedule), (found["rival"], rival)):
+        costs = step_cost(mine.bits(), s["q_grad"])
+        assert arm["bits"] == mine.bits().tolist()
+        assert arm["relative_cost"] == costs.mean() / step_cost(s["q_max"], s["q_max"])
+        assert sum(arm["spent"].values()) == pytest.approx(arm["relative_cost"], rel=1e-13)
+        assert arm["spent"]["error"] == arm["spent"]["weight"]
+        assert arm["soFar"][-1] == pytest.approx(arm["relative_cost"], rel=1e-13)
+        assert arm["evaluated"] == mine.q_max
+    excess = found["rival"]["relative_cost"] - found["chosen"]["relative_cost"]
+    assert -1e-9 < excess < 1 / steps  # a step more at most
+    assert found["same"] == bool((schedule.bits() == rival.bits()).all())
+    return schedule, rival
 
 
-def drawn(rng):
-    """Settings of every kind, most of which make a schedule: also odd lengths, many cycles and few steps."""
-    family = rng.choice([*cpt.SUITE, *explorer.constants()["profiles"], "STATIC"])
-    q_min = rng.randint(1, 8)
-    delay = rng.choice([0, 0, 0.1, 0.25, round(rng.random(), 3)])
-    solved = family != "STATIC" and rng.random() < 0.4
-    total = rng.choice([rng.randint(1, 60), rng.randint(60, 3_000), 8 * rng.randint(10, 400)])
-    return settings(
-        family=family,
-        triangular=rng.random() < 0.5,
-        mirror=rng.choice(["horizontal", "vertical"]),
-        q_min=q_min,
-        q_max=q_min + rng.choice([0, 1, 5, 5, 6, rng.randint(0, 24)]),
-        n_cycles=rng.choice([1, 2, 2, 4, 8, 8, rng.randint(1, 20)]),
-        total_steps=total,
-        delay=0 if family == "STATIC" and rng.random() < 0.9 else delay,
-        delay_at="float32" if delay and not solved and rng.random() < 0.4 else "q_max",
-        budget=round(rng.uniform(0.2, 1.02), 3) if solved else None,
-    )
-
-
-def compare(found, schedule):
-    assert found["bits"] == schedule.bits().tolist()
-    assert found["relative_cost"] == schedule.relative_cost()
-    assert found["noise_exposure"] == pytest.approx(schedule.noise_exposure(), rel=1e-13)  # summed in another order
-    assert {row["bits"]: row["share"] for row in found["shares"]} == {
-        q: schedule.share_at(q) for q in set(schedule.bits().tolist())
-    }
-
-
-def test_bits_cost_and_noise_of_200_random_settings(engine):
-    """What one refuses the other refuses, what one makes the other makes, and the page's line of Python makes it too.
-
-    Of a solved schedule, two steps that mirror each other may have values that differ in the last digit of one side
-    only, and either may be the one that is moved by a bit: about one setting in 4,000, none of these.
-    """
-    rng, kinds, refused, compared = random.Random(7), set(), 0, 0
+def test_bits_costs_and_rivals_of_200_random_settings(engine):
+    """What one refuses the other refuses, and the page's lines of Python make the same schedule and rival."""
+    rng, refused, compared, mixed = random.Random(7), 0, 0, 0
     while compared < SETTINGS:
-        s = drawn(rng)
-        found = explored(engine, s)
-        with warnings.catch_warnings(record=True) as told:
-            warnings.simplefilter("always", ShortCycleWarning)
-            schedule = made_or_none(s)
-        assert ("refused" in found) == (schedule is None), s
-        if schedule is None:
-            refused += 1
-            continue
-        compare(found, schedule)
-        assert bool(found["warning"]) == (schedule(s["total_steps"] - 1) != s["q_max"])
-        assert bool(told) == bool(found["warning"]) or s["budget"] is not None  # there a moved step may mend the end
+        low = rng.randint(1, 8)
+        s = settings(
+            family=rng.choice([*cpt.SUITE, "STATIC"]),
+            q_min=low,
+            q_max=low + rng.choice([-1, 0, 1, 2, 4, 4]),
+            q_grad=rng.randint(1, 12),
+            n_cycles=rng.choice([1, 2, 4, 8, rng.randint(1, 16)]),
+        )
+        steps = rng.choice([400, rng.randint(16, 60), rng.randint(60, 3_000)])
+        found = explored(engine, s, steps)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", ShortCycleWarning)
-            line = eval(found["line"], {"cpt": cpt})
-        assert line.bits().tolist() == found["bits"], found["line"]
-        assert line.relative_cost() == found["relative_cost"]
-        kinds.add(schedule.kind)
+            if "refused" in found:
+                if s["q_min"] <= s["q_max"]:
+                    with pytest.raises(ValueError, match="even n_cycles"):
+                        made(s, steps)
+                refused += 1
+                continue
+            schedule, rival = compare(found, s, steps)
+            names = {"cpt": cpt, "static_of_cost": static_of_cost}
+            exec(found["python"], names)
+        assert bool(found["warning"]) == (s["family"] != "STATIC" and schedule(steps - 1) != s["q_max"])
+        assert names["schedule"].bits().tolist() == schedule.bits().tolist()
+        assert names["rival"].bits().tolist() == rival.bits().tolist()
+        mixed += len(set(rival.bits().tolist())) == 2
         compared += 1
-    assert refused > 20
-    assert kinds == {"static", "cyclic", "adjusted", "delayed"}
+    assert min(refused, mixed) > 20
 
 
-@pytest.mark.parametrize("name", [*cpt.SUITE, "STATIC"])
-def test_the_paper_s_schedules_at_their_full_length(engine, name):
-    s = settings(family=name)
+@pytest.mark.parametrize("family", [*cpt.SUITE, "STATIC"])
+def test_every_schedule_has_a_static_rival_of_its_cost_with_a_name(engine, family):
+    s = settings(family=family, q_min=5 if family == "STATIC" else 3)
     found = explored(engine, s)
-    compare(found, made(s))
-    assert found["savings"] == made(s).savings
+    compare(found, s, explorer.STEPS)
+    assert re.fullmatch(r"static \d+( and \d+ mixed \(\d+\s% of the steps at \d+\))?", found["rival"]["name"])
+    assert found["same"] == (family == "STATIC")
+
+
+def test_cost_is_relative_to_static_q_max_with_gradients_of_q_max_bits(engine):
+    def cost(bits, q_grad):
+        static = settings(family="STATIC", q_min=bits, q_max=8, q_grad=q_grad)
+        return round(explored(engine, static)["chosen"]["relative_cost"], 4)
+
+    assert [cost(8, 8), cost(8, 6), cost(6, 6), cost(5, 8)] == [1, 0.8333, 0.5625, 0.5469]
+    spent = explored(engine, settings(family="STATIC", q_min=4))["chosen"]["spent"]
+    assert spent == {"forward": 16 / 192, "error": 32 / 192, "weight": 32 / 192}
 
 
 def test_halves_are_rounded_to_even(engine):
-    assert [engine.eval(f"rint({x})") for x in (0.5, 1.5, 2.5, 0.49999999999999994, 4.500000000000001)] == [
-        0,
-        2,
-        2,
-        0,
-        5,
-    ]
+    places = (0.5, 1.5, 2.5, 0.49999999999999994, 4.500000000000001)
+    assert run(engine, f"{list(places)}.map(scheduleMath(CONSTANTS).rint)") == [0, 2, 2, 0, 5]
 
 
 @pytest.mark.parametrize(
     ("wrong", "said"),
     [
         ({"q_min": 9}, "q_min must be at most q_max: 9 is more than 8."),
-        ({"q_max": 33}, "q_max must be a whole number from 1 to 32."),
-        ({"q_min": 2.5}, "q_min must be a whole number"),
+        ({"q_min": 9, "family": "STATIC"}, "The bits must be at most q_max: 9 is more than 8."),
+        ({"q_max": 33}, "q_max must be a whole number from 1 to 12."),
+        ({"q_grad": 2.5}, "q_grad must be a whole number"),
         ({"n_cycles": None}, "n_cycles must be a whole number"),
-        ({"family": "RTV", "n_cycles": 3}, "even number of cycles"),
-        ({"total_steps": 10**9}, "total_steps must be a whole number from 1 to 1000000."),
-        ({"delay": 1}, "at least 0 and less than 1"),
-        ({"delay": 0.99, "total_steps": 10}, "leaves none of 10 steps"),
-        ({"budget": 0.1}, "between 3 and 8 bits; budgets lie between 0.2969 and 1."),
-        ({"budget": 0.5, "delay": 0.5}, "with 32000 of 64000 steps held at 8 bits; budgets lie between 0.6484 and 1."),
-        ({"budget": 0.7, "total_steps": 8}, "8 steps are too few to cost 0.7 to 0.1 %; the nearest is"),
-        ({"family": "STATIC", "budget": 0.7}, "STATIC has one precision"),
+        ({"family": "RTV", "n_cycles": 3}, "an even number of cycles"),
         ({"family": "nope"}, "There is no schedule nope."),
     ],
 )
 def test_what_makes_no_schedule_is_a_sentence(engine, wrong, said):
     assert said in explored(engine, settings(**wrong))["refused"]
+
+
+def js(tensor):
+    """A tensor as a typed array; float32 survives JSON."""
+    return f"new Float32Array({json.dumps(tensor.flatten().tolist())})"
+
+
+@pytest.mark.parametrize("key", [0, 1, 123 << 20, 2**62 + 5])
+@pytest.mark.parametrize("count", [1, 10, 2049])
+def test_noise_is_that_of_the_library(engine, key, count):
+    found = run(engine, f"Array.from(noiseOf({key}n, {count}))")
+    assert found == reference.hash_noise(torch.tensor(key), 0, count).tolist()
+
+
+@pytest.mark.parametrize("bits", [1, 2, 3, 5, 8, 12])
+def test_rounding_is_that_of_the_library(engine, bits):
+    torch.manual_seed(bits)
+    levels, key = torch.tensor(2.0**bits - 1), torch.tensor(99)
+    for x in (torch.randn(32, 64), torch.rand(64, 10).relu() / 7, torch.full((4, 6), 0.3)):
+        shape = f"{js(x)}, {bits}"
+        assert run(engine, f"Array.from(rounded({shape}))") == cpt.quantize(x, bits).flatten().tolist()
+        rows = run(engine, f"Array.from(rounded({shape}, {len(x)}))")
+        assert rows == cpt.quantize(x, bits, "linear_weight").flatten().tolist()
+        noisy = run(engine, f"Array.from(rounded({shape}, 1, 99n))")
+        assert noisy == reference.fake_quantize(x, levels, "per_tensor", key)[0].flatten().tolist()
+
+
+@pytest.mark.parametrize(("bits", "q_grad"), [(8, 8), (3, 8), (5, 4)])
+def test_steps_of_training_are_those_of_the_library(engine, bits, q_grad):
+    """The same first weights, pictures and noise; what differs is the order in which products are summed."""
+    torch.manual_seed(bits)
+    images, labels = load_digits(return_X_y=True)
+    images, labels = torch.tensor(images[:320]).float().view(10, 32, 64) / 16, torch.tensor(labels[:320]).view(10, 32)
+    model = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.ReLU(), torch.nn.Linear(64, 10))
+    cpt.quantize_(model)
+    layers = [
+        f"{{weight: {js(layer.weight)}, bias: {js(layer.bias)}, key: {layer.precision.noise_key.item()}n}}"
+        for layer in model[::2]
+    ]
+    engine.eval(f"var model = [{', '.join(layers)}]")
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with cpt.precision(model, bits=bits, q_grad=q_grad):
+        for x, y in zip(images, labels, strict=True):
+            loss = torch.nn.functional.cross_entropy(model(x), y)
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            mine = engine.eval(f"step(model, {js(x)}, {y.tolist()}, 32, {bits}, {q_grad}, 0.1)")
+            assert mine == pytest.approx(loss.item(), rel=2e-3)
+        right = (model(images.view(-1, 64)).argmax(1) == labels.view(-1)).float().mean().item()
+    for i, layer in enumerate(model[::2]):
+        for name in ("weight", "bias"):
+            moved = torch.tensor(run(engine, f"Array.from(model[{i}].{name})")).view_as(getattr(layer, name))
+            torch.testing.assert_close(moved, getattr(layer, name), rtol=0, atol=2e-3)
+    mine = engine.eval(f"accuracy(model, {js(images)}, {labels.flatten().tolist()}, {bits})")
+    assert mine == pytest.approx(right, abs=0.01)
+
+
+def test_both_arms_of_a_seed_start_alike_and_are_tested_on_other_pictures(engine):
+    engine.eval("""var given = { images: Float32Array.from({ length: 40 * 64 }, (_, i) => Math.floor(i / 64)),
+      labels: Array.from({ length: 40 }, (_, i) => i % 10), steps: 6, batch: 4, learn: 30 };
+    var arm = (q) => ({ bits: new Uint8Array(6).fill(q), q_grad: 8, evaluated: q });
+    var trained = (...arms) => Array.from(train({ ...given, arms: arms.map(arm), seeds: 3, rate: 0.1, every: 4 }));""")
+    found = run(engine, "trained(8, 8, 2)")
+    assert [part["step"] for part in found] == [4, 6]
+    for part in found:
+        assert part["loss"][0] == part["loss"][1] != part["loss"][2]
+        assert len(set(part["loss"][0])) == 3
+    drawn = run(
+        engine,
+        """[0, 1].map((seed) => { const c = chosenBy(seed, given);
+      return [c.test, ...c.batches].map(([x]) => Array.from(x).filter((_, i) => i % 64 === 0)) })""",
+    )
+    for test, *batches in drawn:
+        assert len(set(test)) == 10
+        assert not set(test) & set().union(*batches)
+    assert drawn[0][0] != drawn[1][0]
 
 
 @pytest.fixture(scope="module")
@@ -180,40 +236,30 @@ def page(tmp_path_factory):
 
 
 def test_the_page_is_complete_in_itself_and_small(page):
-    assert len(page.encode()) < 300_000
-    assert not re.search(
-        r"""(?:src|href)=["'](?!data:|#)|@import|url\(|fetch\(|import\s""", page.replace("import cpt_core", "")
-    )
-    assert page.count("<script>") == page.count("</script>") == 2
-    assert explorer.MATHEMATICS.read_text(encoding="utf-8") in page
+    assert len(page.encode()) < 200_000
+    loaded = r"""(?:src|href)=["'](?!data:|#)|@import|url\(|fetch\(|import\s"""
+    assert not re.search(loaded, page.replace("import cpt_core", "").replace("import static_of_cost", ""))
+    assert page.count("<script") == page.count("</script>") == 3
+    assert all(path.read_text(encoding="utf-8") in page for path in explorer.SCRIPTS.values())
     labelled = set(re.findall(r'<label for="(\w+)"', page))
     assert labelled == set(re.findall(r'<(?:input|select) id="(\w+)"', page))
+    assert labelled == {"family", "q_min", "q_max", "q_grad", "n_cycles", "rate", "seeds"}
+    assert all(f'id="{name}-hint"' in page for name in labelled)
 
 
-def test_it_leads_back_where_it_is_told_to(page, tmp_path):
+def test_it_leads_back_and_to_the_lesson(page, tmp_path):
     told = explorer.write_explorer(tmp_path / "explorer.html", "index.html").read_text(encoding="utf-8")
     assert "Back to the course" not in page
-    assert '<a href="index.html">Back to the course</a>' in told
+    assert '<a href="index.html">Back to the course</a> <a href="notebooks/00_start_here.html">' in told
 
 
-def test_arms_of_about_the_same_cost_and_the_same_q_max_are_shown(engine):
-    arms = [{"arm": name, "relative_cost": cost} for name, cost in zip("abcd", (0.47, 0.48, 0.52, 0.53), strict=True)]
-    experiments = [{"name": str(q), "q_max": q, "arms": arms} for q in (8, 6, 8)] + [{"q_max": 8, "arms": arms[:1]}]
-    found = json.loads(engine.eval(f"JSON.stringify(armsAtCost({json.dumps(experiments)}, 0.5, 8, 0.05))"))
-    assert [(e["q_max"], "".join(arm["arm"] for arm in near)) for e, near in found] == [(8, "bc"), (8, "bc"), (8, "")]
-    assert engine.eval(f"armsAtCost({json.dumps(experiments)}, 0.5, 5, 0.05).length") == 0
-
-
-def test_results_are_those_of_the_committed_rows(page):
-    (told,) = re.findall(r"^const EXPERIMENTS = (.*);$", page, flags=re.MULTILINE)
-    shown = json.loads(told)
-    assert shown == json.loads(json.dumps(explorer.experiments(committed())))
-    digits = next(e for e in shown if e["name"].startswith("mlp6 on scikit-learn digits") and len(e["arms"]) > 12)
-    runs = committed("image_digits", "equal_cost_digits")
-    for arm in digits["arms"]:
-        values = 100 * runs[(runs["arm"] == arm["arm"]) & (runs["q_min"] == 3) & (runs["model"] == "mlp6")]["accuracy"]
-        assert (arm["n"], arm["mean"]) == (len(values), pytest.approx(values.mean(), abs=1e-4))
-        assert arm["low"] < arm["mean"] < arm["high"]
-        assert arm["relative_cost"] in set(runs.loc[runs["arm"] == arm["arm"], "relative_cost"])
-    others = re.compile(r"of \d+")  # shorter trainings; windows of critical periods
-    assert not [arm["arm"] for e in shown for arm in e["arms"] if others.search(arm["arm"])]
+def test_it_holds_the_digits_and_the_intervals_of_the_library():
+    images, labels = load_digits(return_X_y=True)
+    held = explorer.digits()
+    pixels = np.frombuffer(held["images"].encode(), dtype=np.uint8).reshape(images.shape) - ord("A")
+    assert (pixels == images).all()
+    assert [int(digit) for digit in held["labels"]] == labels.tolist()
+    for n, student in explorer.constants()["student"].items():
+        values = np.random.default_rng(n).normal(size=n)
+        mean, low, _ = interval(values)
+        assert student * values.std(ddof=1) / n**0.5 == pytest.approx(mean - low)
