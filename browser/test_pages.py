@@ -121,7 +121,7 @@ def test_explorer(visit: Callable[[str, str], Page]) -> None:
     page.get_by_label("Schedule", exact=True).select_option("RTH")
     page.get_by_label("Gradient bits").press("ArrowLeft")
     page.get_by_label("Seeds").select_option("3")
-    expect(verdict).to_contain_text("RTH against static 4 and 5 mixed")
+    expect(verdict).to_contain_text("RTH against static 3 and 4 mixed")
     assert page.evaluate("shown.python").endswith("q_grad=7)")
     train.click()
     expect(train).to_contain_text("Stop")
