@@ -139,10 +139,10 @@ def solve_schedule(
 
 def _check_cost(cost: StepCost, q_min: int, q_max: int) -> None:
     """Raise ValueError unless a cost gives a positive number for all bits."""
-    found = {q: cost(q) for q in range(q_min, q_max + 1)}
+    found: dict[int, Any] = {q: cost(q) for q in range(q_min, q_max + 1)}
     for q, value in found.items():
         value = value.item() if getattr(value, "ndim", None) == 0 else value  # numpy's and torch's numbers
-        if isinstance(value, bool) or not isinstance(value, Real) or not 0 < value < math.inf:
+        if isinstance(value, bool) or not isinstance(value, Real) or not 0 < float(value) < math.inf:
             raise ValueError(f"a step must cost a positive number; cost gives {value!r} at {q} bits")
 
 

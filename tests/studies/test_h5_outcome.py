@@ -221,13 +221,6 @@ def test_the_verdict_says_where_it_depends_on_how_arms_and_static_are_judged():
     assert outcome.robustness(rows({("facebook", "over both"): 0.5})) == ""
 
 
-def test_a_plain_sentence_names_the_layers_that_got_the_most_bits():
-    ((_, plain),) = outcome.findings(rows({("facebook", "over both"): 0.5}))
-    schedule = next(s.schedule for s in allocated("facebook", [0]) if s.arm.startswith("over layers"))
-    names = max(schedule.parts, key=lambda part: part[1].bits().mean())[0]
-    assert plain.endswith(f" on facebook, and lost to it on no task (there {' and '.join(names)} got the most bits).")
-
-
 def test_before_anything_is_measured_there_is_no_section(monkeypatch):
     def missing(case):
         raise NotMeasuredError(case)

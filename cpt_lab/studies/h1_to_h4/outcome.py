@@ -44,9 +44,8 @@ def answers(runs: pd.DataFrame) -> list[Answer]:
             told.append(Answer(question, asks, word=rows))
             continue
         frames = [_frame(part, rows.loc[[spec.key for spec in part]]) for part in specs]
-        *said, beside = answer(*frames)
         lost = int((rows["status"] != "ok").sum())
-        told.append(Answer(question, asks, *said, lost=lost, beside=beside))
+        told.append(Answer(question, asks, *answer(*frames), lost))
         if answer is _static:
             alike = {rule: _static(*frames, rule=rule) for rule in RULES}
     return [_ruled(a, told, alike) if a.question == "H2" and alike else a for a in corrected(told)]
