@@ -26,18 +26,18 @@ PREDICTIONS = {
         "Over 40 seeds CR is ahead by a tenth of a point, and costs a third more. Only 2 bits throughout are too few.",
     ),
     "cheapest profile": Prediction(
-        "c", "REX stays near q_min for most of a cycle; the exponential spends its time near q_max."
+        "a", "REX stays near q_min for most of a cycle; the exponential spends its time near q_max."
     ),
     "backward share": Prediction(
         "c", "One product of 3 by 3 bits costs 9, two of 3 by 8 bits cost 48: 48 of 57 is 84 %."
     ),
     "two bits": Prediction(
-        "c",
+        "a",
         "Almost all gradients are 0 or near it, and 0 is no level: they all move to the level beside it, so that the "
         "error is larger than they are. A few large values have taken the range.",
     ),
     "equal cost": Prediction(
-        "c", "Over ten seeds the difference is 0.00 points in the mean, with an interval from -1.74 to 1.74 points."
+        "b", "Over ten seeds the difference is 0.00 points in the mean, with an interval from -1.74 to 1.74 points."
     ),
     "second seed": Prediction(
         "b", "It was -1.2 points. What a detector reaches depends on its seed, and one difference says little."

@@ -17,7 +17,8 @@ from cpt_lessons.parameters import PARAMETERS, check_parameters
 
 FOLDER = Path(__file__).parents[2] / "notebooks"
 NOTEBOOKS = sorted(FOLDER.glob("*.ipynb"))
-COURSE = [p for p in NOTEBOOKS if p.name < "10"]  # appendices, from 10 on, need no predictions and no exercises
+# in the order in which they are read; appendices, from 10 on, need no predictions and no exercises
+COURSE = [NOTEBOOKS[number] for number in (0, 1, 2, 3, 8, 7, 9, 4, 5, 6)]
 HEADINGS = ("Predict", "Exercises", "## Summary")
 OPENING = re.compile(
     r"# \d\d · [^\n]+\n\n\*\*Study time\*\* \d+ minutes[^\n]*\n\n\*\*Needs\*\* [^\n]+\n\n"

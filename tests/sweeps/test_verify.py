@@ -9,9 +9,11 @@ from statistics import stdev
 import pytest
 from helpers import PROVENANCE, row_of, smoke_spec, specs_of
 
+from cpt_core.kernels import backend, reference
 from cpt_lab import commands
 from cpt_lab.experiments import designs
-from cpt_lab.paths import PACKAGE
+from cpt_lab.experiments.spec import RunSpec
+from cpt_lab.paths import PACKAGE, results_dir
 from cpt_lab.sweeps import verify
 from cpt_lab.sweeps.stores import describe, load_rows
 from cpt_lab.sweeps.sweep import run_grid
@@ -244,6 +246,23 @@ def test_seeds_tell_how_far_a_metric_may_be_off():
         assert verify.allowed(cr[0], few) == (0.05, "without seeds to compare")
     (text,) = rows("CR", [80.0], "pydoc", "perplexity")
     assert verify.allowed(text, [])[0] == pytest.approx(4.0)
+
+
+def test_a_quantiser_that_rounds_down_is_not_within_the_tolerance(tmp_path, monkeypatch):
+    rows = load_rows(results_dir() / "image_digits.jsonl")
+    row = next(r for r in rows if r["spec"]["arm"] == "static 4" and r["spec"]["recipe"]["model"] == "mlp6")
+    right = reference._round
+
+    def down(y, low, scale, levels, noise, clip):
+        return right(y if noise is not None else y - scale / 2, low, scale, levels, noise, clip)
+
+    monkeypatch.setattr(reference, "_round", down)
+    with backend.reference():
+        (found,) = run_grid([RunSpec.from_dict(row["spec"])], tmp_path / "again.jsonl", workers=0, progress=False)
+    finding = verify.compare(row, found, rows)
+    assert finding.differs  # else every bit would count
+    assert finding.verdict == "NOT REPRODUCED"
+    assert verify.final(found) < verify.final(row) - verify.allowed(row, rows)[0]
 
 
 def test_a_part_of_a_store_takes_its_tolerance_from_the_seeds_that_are_committed(tmp_path, monkeypatch):
