@@ -43,8 +43,8 @@ OUTCOMES = {  # the words of the rows, and of the README
     "H2": (
         "no schedule beats static by the margin; static is better in 3 of 6; alike within the margin in 3; "
         "depends on the rule: open where both are judged at 8 bits",
-        "At the cost of 5 bits they are alike in 3 of 3 comparisons. At the cost of 3 bits, where a cycle must go down "
-        "to 2, static is better in 3 of 3. The answer is open if both are judged at 8 bits.",
+        "Not by the margin. At the cost of 5 bits they are alike in 3 of 3, at that of 3 bits static is better in 3 of 3. "
+        "Judged at 8 bits: open.",
     ),
     "H3": ("open", "Open"),
     "H4a": ("open", "For gradients it is open"),
@@ -53,10 +53,10 @@ OUTCOMES = {  # the words of the rows, and of the README
         "bits here, not there; mixed, as what wins here loses elsewhere; worse than static; over time: depends on the "
         "rule: open where both are judged at 8 bits and open where both are judged at their own bits; over layers: "
         "depends on the rule: mixed where both are judged at their own bits",
-        "and lose on JPEG copies of CIFAR-10. Judged at their own bits, bits over layers are mixed, too.",
+        "and lose on JPEG copies of CIFAR-10. Judged at their own bits, layers are mixed, too.",
     ),
     "H6a": ("open; dearer schedules are better in 3 of 6", "Open. Dearer schedules are better in 3 of 6"),
-    "H6b": ("open; static is better in 1 of 6", "static formats beat schedules of their cost in 1 of 6"),
+    "H6b": ("open; static is better in 1 of 6", "static formats in 1 of 6"),
     "H6c": ("open; static is better in 1 of 6", "Open"),
 }
 
