@@ -43,8 +43,8 @@ OUTCOMES = {  # the words of the rows, and of the README
     "H2": (
         "no schedule beats static by the margin; static is better in 3 of 6; alike within the margin in 3; "
         "depends on the rule: open where both are judged at 8 bits",
-        "Not by the margin. At the cost of 5 bits they are alike in 3 of 3, at that of 3 bits static is better in 3 of 3. "
-        "Judged at 8 bits: open.",
+        "Not by the margin. At the cost of 5 bits they are alike in 3 of 3, at that of 3 bits static is better in 3 of "
+        "3. Judged at 8 bits: open.",
     ),
     "H3": ("open", "Open"),
     "H4a": ("open", "For gradients it is open"),
