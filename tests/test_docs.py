@@ -50,9 +50,8 @@ OUTCOMES = {  # the words of the rows, and of the README
     "H4a": ("open", "For gradients it is open"),
     "H4b": ("no difference worth naming", "for hubs there is no difference worth naming"),
     "H5": (
-        "bits here, not there; mixed, as what wins here loses elsewhere; worse than static; over time: depends on the "
-        "rule: open where both are judged at 8 bits and open where both are judged at their own bits; over layers: "
-        "depends on the rule: mixed where both are judged at their own bits",
+        "bits here, not there; mixed, as what wins here loses elsewhere; worse than static; depends on the rule: over "
+        "time and over layers",
         "and lose on JPEG copies of CIFAR-10. Judged at their own bits, layers are mixed, too.",
     ),
     "H6a": ("open; dearer schedules are better in 3 of 6", "Open. Dearer schedules are better in 3 of 6"),

@@ -212,13 +212,15 @@ def test_page_table_and_figures():
 
 def test_the_verdict_says_where_it_depends_on_how_arms_and_static_are_judged():
     runs = rows({("facebook", "over both"): 0.5, ("digits", "over both"): 2.0}, own=1.0)
-    assert outcome.robustness(runs) == (
-        "over time: depends on the rule: open where both are judged at 8 bits; "
-        "over layers: depends on the rule: open where both are judged at 8 bits; "
-        "over both: depends on the rule: bits here, not there where both are judged at 8 bits"
-    )
-    assert outcome.answers(runs)[0].word.endswith(outcome.robustness(runs))
-    assert outcome.robustness(rows({("facebook", "over both"): 0.5})) == ""
+    at_8 = "where both are judged at 8 bits"
+    assert outcome.robustness(runs) == {
+        "over time": f"depends on the rule: open {at_8}",
+        "over layers": f"depends on the rule: open {at_8}",
+        "over both": f"depends on the rule: bits here, not there {at_8}",
+    }
+    assert outcome.answers(runs)[0].word.endswith("; depends on the rule: over time and over layers and over both")
+    assert outcome.findings(runs)[0].endswith(f". Over both depends on the rule: bits here, not there {at_8}.")
+    assert outcome.robustness(rows({("facebook", "over both"): 0.5})) == {}
 
 
 def test_before_anything_is_measured_there_is_no_section(monkeypatch):

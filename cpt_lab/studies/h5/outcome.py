@@ -192,8 +192,8 @@ def _classes(gains: pd.DataFrame) -> tuple[set[str], set[str], set[str]]:
     return wins - loses, wins & loses, loses - wins
 
 
-def robustness(runs: pd.DataFrame) -> str:
-    """Return which arm has another outcome under ``RULES``, which judge arms and static alike; "" where none has."""
+def robustness(runs: pd.DataFrame) -> dict[str, str]:
+    """Return the arms that have another outcome under ``RULES``, which judge arms and static alike, and which."""
 
     def words(rule: str) -> dict[str, str]:
         classes = _classes(effects(runs, rule))
@@ -206,7 +206,7 @@ def robustness(runs: pd.DataFrame) -> str:
 
     registered, by_rule = words(""), {rule: words(rule) for rule in RULES}
     said = {a: depends(registered[a], {rule: found[a] for rule, found in by_rule.items()}) for a in ALLOCATED}
-    return "; ".join(f"{arm}: {text}" for arm, text in said.items() if text)
+    return {arm: text for arm, text in said.items() if text}
 
 
 def _gains(lines: pd.DataFrame) -> list[str]:
@@ -230,12 +230,15 @@ def answers(runs: pd.DataFrame) -> list[Answer]:
         for case, arms in of.items() if not isinstance(arms, str)
         for arm in ARMS if _bits(arms.schedules[arm]) != _bits(arms.schedules[STATIC])
     ]  # fmt: skip
-    return [Answer("H5", ASKS, tuple(primary), word="; ".join(filter(None, [words, robustness(runs)])))]
+    if rules := robustness(runs):
+        words += f"; depends on the rule: {' and '.join(rules)}"
+    return [Answer("H5", ASKS, tuple(primary), word=words)]
 
 
 def findings(runs: pd.DataFrame) -> list[str]:
     """Return what rows say of H5."""
-    said = ". ".join(filter(None, [verdict(effects(runs)), robustness(runs).capitalize()]))
+    rules = [f"{arm.capitalize()} {text}" for arm, text in robustness(runs).items()]
+    said = ". ".join([verdict(effects(runs)), *rules])
     return [f"H5: {ASKS} {said[0].upper()}{said[1:]}."]
 
 
@@ -325,7 +328,7 @@ def sections(runs: pd.DataFrame) -> Iterator[Section]:
         return
     notes = (
         f"H5 of docs/preregistration.md: {verdict(gains)}.",
-        *filter(None, [robustness(runs).capitalize()]),
+        *(f"{arm.capitalize()} {text}." for arm, text in robustness(runs).items()),
         "Static precision is judged at 8 bits and at its own; the better counts. Runs that diverged or failed count as "
         "chance. Crosses: what the measured sensitivities promised.",
     )
