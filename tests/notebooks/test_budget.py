@@ -9,7 +9,7 @@ from book.words import FOLDER, LONG, Count, count, sentences
 
 # Words, long sentences, colons, lines of code, lines of plumbing. Lower them when a notebook has become shorter.
 CEILINGS = {
-    "00": (1096, 0, 3, 80, 18),
+    "00": (1095, 0, 3, 80, 18),
     "01": (900, 0, 6, 48, 12),
     "02": (949, 0, 3, 56, 13),
     "03": (932, 0, 2, 65, 16),
