@@ -52,7 +52,7 @@ OUTCOMES = {  # the words of the rows, and of the README
     "H5": (
         "bits here, not there; mixed, as what wins here loses elsewhere; worse than static; depends on the rule: over "
         "time and over layers",
-        "and lose on JPEG copies of CIFAR-10. Judged at their own bits, layers are mixed, too.",
+        "and lose on JPEG copies of CIFAR-10. How clear this is depends on the bits at evaluation.",
     ),
     "H6a": ("open; dearer schedules are better in 3 of 6", "Open. Dearer schedules are better in 3 of 6"),
     "H6b": ("open; static is better in 1 of 6", "static formats in 1 of 6"),

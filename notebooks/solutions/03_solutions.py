@@ -18,5 +18,7 @@ def front(trainings):
     return [not any(c <= cost and a > accuracy for c, a in trainings) for cost, accuracy in trainings]
 
 
+# 3 and 4 have their answers below them in the notebook.
+
 exercises.check("03.1", paired)
 exercises.check("03.2", front)

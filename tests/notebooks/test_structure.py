@@ -17,8 +17,10 @@ from cpt_lessons.parameters import PARAMETERS, check_parameters
 
 FOLDER = Path(__file__).parents[2] / "notebooks"
 NOTEBOOKS = sorted(FOLDER.glob("*.ipynb"))
-# in the order in which they are read; appendices, from 10 on, need no predictions and no exercises
-COURSE = [NOTEBOOKS[number] for number in (0, 1, 2, 3, 8, 7, 9, 4, 5, 6)]
+ORDER = ("00", "01", "02", "03", "08", "07", "09", "04", "05", "06")  # in which the course is read
+COURSE = sorted(  # appendices, from 10 on, need no predictions and no exercises
+    (p for p in NOTEBOOKS if p.name < "10"), key=lambda p: ORDER.index(p.name[:2])
+)
 HEADINGS = ("Predict", "Exercises", "## Summary")
 OPENING = re.compile(
     r"# \d\d · [^\n]+\n\n\*\*Study time\*\* \d+ minutes[^\n]*\n\n\*\*Needs\*\* [^\n]+\n\n"
