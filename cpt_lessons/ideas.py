@@ -66,4 +66,5 @@ def bisection(powers: Sequence[float], costs: Sequence[float], tried: Sequence[f
         ax.set_xscale("log", base=2)
         ax.set(xlabel="power of the profile", ylabel="relative cost", ylim=(0, 1.05))
         ax.legend(fontsize=SMALL)
+        figure.suptitle("A larger power costs less, so that halving finds the budget", fontsize=11)
     return figure

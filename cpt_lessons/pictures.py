@@ -38,4 +38,5 @@ def number_lines(names: Sequence[str] = ("affine4", "symmetric4", "log2_4", "e2m
         said = [f"{name}, {len(Format.of(name).values())} values" for name in names]
         ax.set_yticks([-line for line in range(len(names))], said)
         ax.set(xlim=(-1.03, 1.03), ylim=(0.6 - len(names), 0.6), xlabel="value, relative to the largest")
+        figure.suptitle("Values of integer grids lie evenly, those of floating point crowd around 0", fontsize=11)
     return figure

@@ -86,6 +86,7 @@ def profiles_figure() -> Figure:
             ax.set_xlabel("x, place in the cycle")
         axes[0][0].set_ylabel("part of the way\nfrom q_min to q_max")
         legend_below(figure, axes[0][0])
+        figure.suptitle("REX has few bits for longest, unless it is mirrored vertically", fontsize=11)
     return figure
 
 
@@ -108,6 +109,7 @@ def price_figure(schedule: Schedule) -> Figure:
         )
         lower.set(xlabel="training step", ylabel="price of the step", ylim=(0, 1.3), yticks=(0, 0.25, 0.5, 0.75, 1))
         lower.legend(fontsize=8, loc="upper right")
+        figure.suptitle(f"This schedule costs {prices.mean():.2f} of {schedule.q_max} bits throughout", fontsize=11)
     return figure
 
 
