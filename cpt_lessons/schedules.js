@@ -37,8 +37,8 @@ function scheduleMath({ suite, rate, d, maxBits, maxCycles, steps }) {
 
   // cpt_core/choosing/allocation.py, static_of_cost: one precision, or the two next to the cost interleaved evenly
   function rivalBits(bits, { q_min, q_max, q_grad }) {
-    const price = (q) => stepCost(q, q_grad) / stepCost(q_max, q_grad);
-    const budget = mean(bits, (q) => stepCost(q, q_grad)) / stepCost(q_max, q_grad);
+    const price = (q) => stepCost(q, q_grad) / stepCost(q_max, q_max);
+    const budget = mean(bits, (q) => stepCost(q, q_grad)) / stepCost(q_max, q_max);
     let low = q_max;
     while (low > q_min && price(low) > budget * (1 + 1e-9)) low -= 1;
     const close = Math.abs(price(low) - budget) <= 1e-9 * Math.max(price(low), budget);

@@ -113,7 +113,7 @@ class RoleSchedules(Schedule):
         return Levels(*(s(step) for s in self.parts))
 
     def _relative_cost(self, q_max: int, q_grad: int | None, *priced: Any) -> float:
-        return relative_role_cost(self.levels(q_grad), q_max, *priced)
+        return relative_role_cost(self.levels(), q_max, *priced)
 
     def _refuse(self, q_grad: int | None) -> None:
         if q_grad is not None:

@@ -72,7 +72,6 @@ FIGURES = {
     "overlaps": lambda: detection.overlaps((10, 10, 40, 50), [(10, 10, 42, 42), (24, 24, 56, 56)]),
     "precision and recall": lambda: detection.precision_recall([True, False, True], 3),
     "star": lambda: graphs.star([(0, 1), (1, 2), (1, 3)], [1.0, 10.0, 100.0, 1000.0]),
-    "losses of a node": lambda: graphs.losses_of_a_node({"cross entropy": [1.0, 0.5], "raw": [0.0, -1.0]}),
     "rounding": lambda: error_over_training(RECORDED, "snr_db"),
     "profiles": schedules.profiles_figure,
     "prices": lambda: schedules.price_figure(cpt.make_schedule("CR", q_min=3, q_max=8, total_steps=800)),

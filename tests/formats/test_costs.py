@@ -143,13 +143,12 @@ def test_roles_apart_are_priced_by_their_operands():
 
 
 @pytest.mark.parametrize("spent", [{}, {"cost": "ace"}, {"ladder": AFFINE}])
-def test_the_baseline_has_the_gradients_that_are_asked_for(spent):
+def test_the_baseline_of_roles_has_gradients_of_q_max_bits(spent):
     roles = RoleSchedules(weight=TableSchedule(((4, 3), (8, 1))), activation=8, error=6, weight_gradient=5)
     steps = [8 * w + 6 * w + 5 * 8 for w in (4, 4, 4, 8)]
     for q_max, q_grad in ((None, 4), (6, 4), (6, None)):
         top = q_max or 8
-        baseline = top * top + 2 * top * (q_grad or top)
-        assert roles.relative_cost(q_grad, q_max, **spent) == pytest.approx(sum(steps) / 4 / baseline)
+        assert roles.relative_cost(q_grad, q_max, **spent) == pytest.approx(sum(steps) / 4 / (3 * top * top))
 
 
 def test_a_float_phase_is_priced_as_float32():
