@@ -14,7 +14,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from cpt_core.checks import declared, whole
+from cpt_core.checks import check_bits, declared, whole
 from cpt_core.schedules.cost import relative_role_cost
 from cpt_core.schedules.layered import LayeredSchedule
 from cpt_core.schedules.profiles import Array
@@ -113,6 +113,8 @@ class RoleSchedules(Schedule):
         return Levels(*(s(step) for s in self.parts))
 
     def _relative_cost(self, q_max: int, q_grad: int | None, *priced: Any) -> float:
+        if q_grad is not None:
+            check_bits("q_grad", q_grad)  # it says nothing: gradients have schedules of their own
         return relative_role_cost(self.levels(), q_max, *priced)
 
     def _refuse(self, q_grad: int | None) -> None:
