@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Sequence
 from typing import Any
-
-from cpt_core.schedules.make import make_schedule
 
 
 def tiny_problem(batch: int = 32, seed: int = 0) -> tuple[Any, list[tuple[Any, Any]], Any, Any]:
@@ -58,39 +54,3 @@ def rounded_tensors(model: Any, layer: Any, batch: tuple[Any, Any], loss: Any) -
     for hook in hooks:
         hook.remove()
     return found
-
-
-def bitops_table(
-    model: Any,
-    inputs: tuple[Any, ...],
-    arms: Sequence[str],
-    *,
-    q_min: int,
-    q_max: int = 8,
-    total_steps: int,
-    n_cycles: int = 8,
-) -> None:
-    """Print the operations (MACs) of a forward pass, one line per kind, and the BitOps of trainings, one per schedule.
-
-    Args:
-        model: quantised or not; only shapes matter, so it may live on the "meta" device.
-        inputs: the arguments of its forward for one optimizer step.
-        arms: names of schedules; "STATIC" is static ``q_max``.
-        q_min: lowest bits of the schedules; so on as for ``make_schedule``.
-    """
-    from cpt_core.bitops.plan import count_bitops
-    from cpt_core.bitops.trace import trace
-
-    conventions = ("paper", "per_op")
-    macs: Counter[str] = Counter()
-    for call in trace(model, inputs)[0]:
-        macs[call.kind] += call.macs
-    print(f"operations of a forward pass: {macs.total():,}")
-    for name, count in macs.items():
-        print(f"  {name:<{max(map(len, macs))}}  {count:>{len(f'{macs.total():,}')},}  {count / macs.total():>6.1%}")
-    print(f"{'':<8}{'cost':>6}" + "".join(f"{f'BitOps, {c}':>17}" for c in conventions))
-    for arm in arms:
-        lowest = None if arm == "STATIC" else q_min
-        schedule = make_schedule(arm, q_min=lowest, q_max=q_max, total_steps=total_steps, n_cycles=n_cycles)
-        totals = (count_bitops(model, inputs, schedule, convention=c).total for c in conventions)
-        print(f"{arm:<8}{schedule.relative_cost():>6.3f}" + "".join(f"{t:>17.4e}" for t in totals))

@@ -3,25 +3,19 @@
 from __future__ import annotations
 
 import json
-import platform
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from importlib import metadata
 from reprlib import repr as short
 from typing import Any
 
-import numpy as np
 import pandas as pd
-import torch
 
-from cpt_core.kernels.backend import backend
 from cpt_lab.analysis.effects import LEAST_SEEDS
 from cpt_lab.analysis.metrics import interval_text
 from cpt_lab.analysis.pages import terminal
 from cpt_lab.analysis.statistics import interval
 from cpt_lab.experiments.recipe import is_own
-from cpt_lab.machine import usable_cores
 from cpt_lab.paths import results_dir
 from cpt_lessons import checks_of_lessons, checks_of_results
 from cpt_lessons.answers import Refused, Unanswered
@@ -30,16 +24,6 @@ from cpt_lessons.predictions import PREDICTIONS
 EXERCISES = dict(sorted((checks_of_lessons.EXERCISES | checks_of_results.EXERCISES).items()))
 
 _predictions: dict[str, str] = {}
-
-
-def show_environment() -> None:
-    """Print versions and device; never compared between machines."""
-    packages = {name: metadata.version(name) for name in ("cpt-core", "torch", "numpy")}
-    device = f"{usable_cores()} CPU cores"
-    if torch.cuda.is_available():
-        device += f", {torch.cuda.get_device_name()}"
-    device += f"; rounding on a CPU: {backend().cpu}"
-    print(f"python {platform.python_version()}, " + ", ".join(f"{k} {v}" for k, v in packages.items()), f"({device})")
 
 
 def predict(question: str, choice: Any, options: tuple[str, ...] = ("a", "b", "c")) -> None:
@@ -169,12 +153,6 @@ def compare(what: str, differences: Iterable[float], unit: str = "points", digit
     mean, low, high = (round(x, 9) + 0.0 for x in interval(values))  # a mean of 0 has one sign on every machine
     shown = f"{interval_text(mean, low, high, digits)} {unit}".rstrip()
     print(f"{what}: {shown}, n = {len(values)}: {said}")
-
-
-def bits_as_text(bits: Any, points: int = 32) -> str:
-    """Return every k-th value of a schedule as a line of digits."""
-    bits = np.asarray(bits)
-    return " ".join(str(b) for b in bits[:: max(1, len(bits) // points)])
 
 
 @contextmanager
