@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from functools import cache, partial
 from typing import cast
@@ -108,23 +109,25 @@ def against_static(
 
 
 @cache
-def least_noisy(bits: int, total_steps: int) -> Schedule:
+def least_noisy(bits: int, total_steps: int, q_grad: int = Q_MAX, lowest: int = Q_MIN) -> Schedule:
     """Return the least noisy of the suite's ten shapes that costs what static ``bits`` costs, in two cycles.
 
-    Every shape is bent to the cost from every lowest precision below ``bits``; those that do not end at 8 bits are
-    left out.
+    Every shape is bent to the cost from every lowest precision below ``bits``, ``lowest`` or higher; those that cannot
+    be, and those that do not end at 8 bits, are left out. Gradients have ``q_grad`` bits on both sides.
     """
-    budget = cost.relative_cost([bits], Q_MAX)
+    budget = cost.relative_cost([bits], Q_MAX, q_grad)
     found = []
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", ShortCycleWarning)
-        for low in range(Q_MIN, bits):
+        for low in range(lowest, bits):
             for e in SUITE.values():
-                found.append(
-                    solve_schedule(
-                        budget, low, Q_MAX, total_steps, 2, e.profile, triangular=e.triangular, mirror=e.mirror
-                    )
-                )
+                with suppress(ValueError):  # a shape that so few steps cannot bend to the cost
+                    found.append(
+                        solve_schedule(
+                            budget, low, Q_MAX, total_steps, 2, e.profile,
+                            triangular=e.triangular, mirror=e.mirror, q_grad=q_grad,
+                        )
+                    )  # fmt: skip
     return min((s for s in found if s.bits()[-1] == Q_MAX), key=lambda s: s.noise_exposure())
 
 

@@ -1,0 +1,160 @@
+"""The runs of H7 and H8 in ``docs/preregistration.md``: gradients may pay for forward bits.  No torch.
+
+A task has two grids: ``h7-rates/NAME`` chooses the settings of every arm, ``h7/NAME`` compares the arms at them.
+
+>>> [arm for arm in arms(600) if "cycle" not in arm]
+['3/8', '4/8', '5/8', '4/5', '5/5', '6/5', '8/8']
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cache, partial
+from typing import Any
+
+import numpy as np
+
+from cpt_core.checks import choose
+from cpt_core.schedules.schedule import Schedule, StaticSchedule
+from cpt_lab.experiments.recipe import Recipe
+from cpt_lab.experiments.recipes import recipe
+from cpt_lab.experiments.spec import NotMeasuredError, RunSpec
+from cpt_lab.paths import results_dir
+from cpt_lab.studies.h1_to_h4.arms import least_noisy
+
+FILE = "h7_rates.jsonl"  # under data/results: the rows of the grids ``h7-rates``
+Q_MAX, SPENT = 8, 5  # gradient bits of the paper, and those of gradients that pay
+BUDGETS = (3, 4, 5)  # bits of the static precisions whose costs are spent
+CYCLED = (3, 4)  # of them, those that H8 has
+RATES, TUNING = (0.5, 1.0, 2.0), range(50, 53)  # times the rate of the recipe; seeds of the choice
+EVALUATED = {"8 bits": "q_max", "their own bits": "current"}  # at which bits: the precision of a metric in rows
+
+
+@dataclass(frozen=True)
+class Case:
+    """A task of H7 and H8: as for ``recipes.recipe``, and
+
+    Attributes:
+        outputs: classes, characters or words: a run that diverged counts as chance.
+        margin: what is too little to name, in points or percent.
+        seeds: how many the test has, from 300 on.
+        changes: other values for fields of the demo recipe.
+    """
+
+    dataset: str
+    task: str
+    model: str | None
+    outputs: int
+    margin: float
+    seeds: int
+    changes: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def recipe(self) -> Recipe:
+        """What is trained: the demo recipe, evaluated at the end alone."""
+        found = recipe("demo", self.dataset, self.model, task=self.task)
+        return replace(found, n_cycles=2, evaluate_every=0, **self.changes)
+
+
+CASES = {
+    "characters": Case("pydoc", "language_model", None, 102, 1.0, 20, {"steps": 640}),
+    "digits": Case("digits", "image", None, 10, 1.0, 40),
+    "gcn": Case("facebook_ogb_layout/", "graph", "gcn", 4, 0.2, 16, {"steps": 64}),
+    "sage": Case("facebook_ogb_layout/", "graph", "sage", 4, 0.2, 20, {"steps": 120}),
+    "cifar10-jpeg": Case("cifar10-jpeg/", "image", None, 10, 1.0, 16),
+    "ptb": Case("ptb", "language_model", None, 2000, 1.0, 12, {"steps": 300}),
+}
+
+
+def pays(bits: int) -> str:
+    """Return the arm that spends no more than ``bits``/8: a bit more forward, gradients of 5 bits."""
+    return f"{bits + 1}/{SPENT}"
+
+
+@cache
+def arms(steps: int) -> dict[str, tuple[Schedule, int]]:
+    """Return forward bits over ``steps`` steps and gradient bits of every arm.
+
+    "4/5" is static 4 with gradients of 5 bits. A cycle is the least noisy of the suite's ten shapes, in two cycles,
+    that starts one bit below static and costs what static does.
+    """
+    pairs = [(b, Q_MAX) for b in BUDGETS] + [(b + 1, SPENT) for b in BUDGETS] + [(Q_MAX, Q_MAX)]
+    found: dict[str, tuple[Schedule, int]] = {f"{q}/{g}": (StaticSchedule(q, steps), g) for q, g in pairs}
+    for q, g in [(4, Q_MAX), *((b + 1, SPENT) for b in CYCLED)]:
+        found[f"cycle at {q}/{g}"] = least_noisy(q, steps, g, lowest=q - 1), g
+    return found
+
+
+def _specs(case: str, rates: Callable[[str], Iterable[float]], seeds: Sequence[int]) -> list[RunSpec]:
+    r = CASES[choose("case", case, CASES)].recipe
+    return [
+        RunSpec(replace(r, lr=rate * r.lr), schedule, Q_MAX, g, seed, f"{arm} at {rate:g}", "demo")
+        for arm, (schedule, g) in arms(r.steps).items()
+        for rate in rates(arm)
+        for seed in seeds
+    ]
+
+
+def tuning(case: str = "digits", seeds: Sequence[int] | None = None) -> list[RunSpec]:
+    """Return the runs from which every arm's learning rate and bits of evaluation are chosen."""
+    return _specs(case, lambda arm: RATES, TUNING if seeds is None else seeds)
+
+
+def spent(case: str = "digits", seeds: Sequence[int] | None = None) -> list[RunSpec]:
+    """Return the runs of a task of H7 and H8: every arm at its own learning rate.
+
+    Args:
+        case: a key of ``CASES``.
+        seeds: None takes those of the preregistration.
+
+    Raises:
+        NotMeasuredError: when the rows that choose the rates are not there.
+    """
+    c = CASES[choose("case", case, CASES)]
+    chosen = settings(case)
+    return _specs(case, lambda arm: [chosen[arm][0]], range(300, 300 + c.seeds) if seeds is None else seeds)
+
+
+@cache
+def settings(case: str) -> dict[str, tuple[float, str]]:
+    """Return rate and key of ``EVALUATED`` of every arm: the best on held-out data, by the mean over ``TUNING``.
+
+    The loss decides on text, the accuracy elsewhere; a run that diverged counts as chance.
+    """
+    specs, path = tuning(case), results_dir() / FILE
+    rows = {}
+    if path.exists():
+        rows = {row["key"]: row for row in map(json.loads, path.read_text(encoding="utf-8").splitlines())}
+    if missing := sum(spec.key not in rows for spec in specs):
+        raise NotMeasuredError(
+            f"{path} lacks {missing} of the {len(specs)} runs that choose the learning rates of {case!r}; "
+            f"run them: python -m cpt_lab run h7-rates/{case}"
+        )
+    text, outputs = CASES[case].task == "language_model", CASES[case].outputs
+
+    def quality(row: dict[str, Any], precision: str) -> float:
+        found = {
+            (m["name"], m["precision"]): m["value"]
+            for m in row.get("metrics", ()) if m["split"] == "valid" and m["when"] == "final"
+        }  # fmt: skip
+        if row["status"] != "ok":
+            return -float(np.log(outputs)) if text else 1 / outputs
+        return -found["loss", precision] if text else found["accuracy", precision]
+
+    means: dict[str, dict[tuple[float, str], float]] = {}
+    for spec in specs[:: len(TUNING)]:
+        arm, _, rate = spec.arm.rpartition(" at ")
+        mine = [rows[replace(spec, seed=seed).key] for seed in TUNING]
+        for name, precision in EVALUATED.items():
+            value = float(np.mean([quality(row, precision) for row in mine]))
+            means.setdefault(arm, {})[float(rate), name] = value
+    return {arm: max(of, key=of.__getitem__) for arm, of in means.items()}
+
+
+# name of a grid -> what makes its runs, what they are
+GRIDS: dict[str, tuple[Callable[..., list[RunSpec]], str]] = {
+    **{f"h7-rates/{name}": (partial(tuning, name), f"learning rates of every arm of H7, {name}") for name in CASES},
+    **{f"h7/{name}": (partial(spent, name), f"gradients that pay for forward bits, {name}") for name in CASES},
+}
