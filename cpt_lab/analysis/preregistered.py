@@ -11,7 +11,7 @@ import numpy as np
 import pandas as pd
 from matplotlib.figure import Figure
 
-from cpt_lab.analysis.estimates import Estimate, holm
+from cpt_lab.analysis.estimates import Estimate, holm, standing
 from cpt_lab.analysis.style import COLORS, drawing
 from cpt_lab.experiments.grids import studies
 
@@ -58,6 +58,23 @@ def _worded(answer: Answer, adjusted: float) -> Answer:
     stands, otherwise = answer.words
     said = [word for word in (stands if adjusted < LEVEL else "", otherwise) if word]
     return replace(answer, adjusted=adjusted, word="; ".join([*(said or ["open"]), *filter(None, [answer.beside])]))
+
+
+def against(primary: Sequence[Estimate]) -> tuple[float, list[str], list[str]]:
+    """Return p of "every effect is below its margin", and those above and below 0 at .025, with Holm over all."""
+    above, below = (standing(primary, side, 0.025) for side in ("above", "below"))
+    return float(np.max([e.p(e.margin, "below") for e in primary])), above, below
+
+
+def ruled(answer: Answer, family: Sequence[Answer], by_rule: Mapping[str, Answer]) -> Answer:
+    """Add to an answer whether its outcome depends on how both sides are judged: by ``RULES``, before correction."""
+    named = re.compile(r"[^:;]*").match  # the outcome alone
+    others = {}
+    for rule, alike in by_rule.items():
+        told = corrected([replace(alike, beside="") if a.question == answer.question else a for a in family])
+        others[rule] = named(next(a.word for a in told if a.question == answer.question))[0]  # type: ignore[index]
+    said = depends(named(answer.word)[0], others)  # type: ignore[index]
+    return replace(answer, word="; ".join(filter(None, [answer.word, said])))
 
 
 def depends(outcome: str, by_rule: Mapping[str, str]) -> str:

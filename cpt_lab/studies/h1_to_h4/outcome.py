@@ -11,17 +11,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
 
 import numpy as np
 import pandas as pd
 from scipy import stats
 
 from cpt_lab.analysis import preregistered
-from cpt_lab.analysis.estimates import PERCENT, POINTS, Estimate, found, quality, standing, unit_of
+from cpt_lab.analysis.estimates import PERCENT, POINTS, Estimate, found, quality, unit_of
 from cpt_lab.analysis.metrics import interval_text
 from cpt_lab.analysis.pages import Section
-from cpt_lab.analysis.preregistered import RULES, Answer, corrected, depends, sentence
+from cpt_lab.analysis.preregistered import RULES, Answer, against, corrected, ruled, sentence
 from cpt_lab.analysis.statistics import spearman
 from cpt_lab.experiments.grids import grid_specs
 from cpt_lab.experiments.spec import RunSpec
@@ -47,18 +46,8 @@ def answers(runs: pd.DataFrame) -> list[Answer]:
         lost = int((rows["status"] != "ok").sum())
         told.append(Answer(question, asks, *answer(*frames), lost))
         if answer is _static:
-            alike = {rule: _static(*frames, rule=rule) for rule in RULES}
-    return [_ruled(a, told, alike) if a.question == "H2" and alike else a for a in corrected(told)]
-
-
-def _ruled(answer: Answer, told: list[Answer], alike: dict[str, Said]) -> Answer:
-    """Add to the answer of H2 whether its outcome depends on how both sides are judged."""
-    by_rule = {}
-    for rule, (_, p, words, _, _) in alike.items():
-        family = [replace(a, p=p, words=words, beside="") if a.question == "H2" else a for a in told]
-        by_rule[rule] = next(a.word for a in corrected(family) if a.question == "H2").partition(":")[0]
-    said = depends(answer.word.partition(":")[0].partition(";")[0], by_rule)
-    return replace(answer, word="; ".join(filter(None, [answer.word, said])))
+            alike = {rule: Answer(question, asks, *_static(*frames, rule=rule)) for rule in RULES}
+    return [ruled(a, told, alike) if a.question == "H2" and alike else a for a in corrected(told)]
 
 
 def findings(runs: pd.DataFrame) -> list[str]:
@@ -180,8 +169,7 @@ def _static(*frames: pd.DataFrame, rule: str = "") -> Said:
             primary.append(Estimate(name, unit, np.asarray(schedule - better), H2_MARGINS[unit]))
             for values, where in ((at_top[arm], "8 bits"), (at_own[arm], "its own bits")):
                 secondary.append(Estimate(f"{name} at {where}", unit, np.asarray(schedule - values)))
-    p = float(np.max([effect.p(effect.margin, "below") for effect in primary]))
-    wins, loses = (standing(primary, side, 0.025) for side in ("above", "below"))
+    p, wins, loses = against(primary)
     word = f"a schedule wins in {len(wins)} of {len(primary)} ({'; '.join(wins)})" if wins else ""
     alike = [effect.what for effect in primary if effect.small]
     beside = f"static is better in {len(loses)} of {len(primary)}; alike within the margin in {len(alike)}"

@@ -18,7 +18,7 @@ from cpt_core.formats.ladder import LADDERS
 from cpt_core.schedules.profiles import SUITE, savings_of
 from cpt_lab.analysis.estimates import PERCENT, Estimate, found, quality, standing, unit_of
 from cpt_lab.analysis.pages import Section
-from cpt_lab.analysis.preregistered import Answer, corrected, sentence, summary
+from cpt_lab.analysis.preregistered import Answer, against, corrected, sentence, summary
 from cpt_lab.analysis.statistics import spearman
 from cpt_lab.analysis.style import COLORS, TEXT, drawing, legend_below, name_points
 from cpt_lab.studies.h6.arms import CASES, LATE, ON, on_ladders
@@ -117,8 +117,7 @@ def _correlation(parts: list[Cell]) -> Answer:
 def _gains(question: str, parts: list[Cell], arms: tuple[str, ...]) -> Answer:
     one = arms[0] if len(arms) == 1 else "schedules"
     primary = [Estimate(f"{c.name}: {one} minus static", c.unit, c.gain(arms), MARGINS[c.case]) for c in parts]
-    p = max(e.p(e.margin, "below") for e in primary)
-    wins, loses = (standing(primary, side, 0.025) for side in ("above", "below"))
+    p, wins, loses = against(primary)
     better = f"contradicted: better in {len(wins)} of {len(primary)} ({'; '.join(wins)})" if wins else ""
     beside = f"static is better in {len(loses)} of {len(primary)}"
     stands = "confirmed: nothing beats static formats by the margin"

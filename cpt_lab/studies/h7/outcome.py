@@ -1,26 +1,121 @@
-"""Gradients that pay for forward bits, and cycles after that: H7 and H8 of ``docs/preregistration.md``.  No torch."""
+"""Gradients that pay for forward bits, and cycles after that: H7 and H8 of ``docs/preregistration.md``.  No torch.
+
+A task is complete when all its runs are there; the questions are answered when all tasks are. A run that diverged or
+failed counts as chance.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from functools import partial
 
+import numpy as np
 import pandas as pd
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
 
+from cpt_lab.analysis.estimates import Estimate, found, quality, unit_of
+from cpt_lab.analysis.metrics import counted
 from cpt_lab.analysis.pages import Section
-from cpt_lab.analysis.preregistered import Answer, sentence
+from cpt_lab.analysis.preregistered import RULES, Answer, against, corrected, ruled, secondary, sentence, summary
+from cpt_lab.analysis.style import COLORS, SMALL, drawing, legend_below
+from cpt_lab.experiments.spec import NotMeasuredError
+from cpt_lab.studies.h7.arms import BUDGETS, CASES, CYCLED, Q_MAX, SPENT, arms, pays, settings, spent
 
+NAMED = {"characters": "characters", "digits": "digits", "gcn": "Facebook GCN", "sage": "Facebook GraphSAGE",
+         "cifar10-jpeg": "CIFAR-10 copies", "ptb": "Penn Treebank, small"}  # fmt: skip
+GAIN = 4  # tasks that must gain
+TOP = f"{Q_MAX}/{Q_MAX}"
 QUESTIONS = {
-    "H7a": "At the cost of 3 bits: do 4 forward bits with 5-bit gradients beat 3 with 8?",
-    "H7b": "At the cost of 4 bits: do 5 forward bits with 5-bit gradients beat 4 with 8?",
-    "H7c": "At the cost of 5 bits: do 6 forward bits with 5-bit gradients beat 5 with 8?",
-    "H8a": "Does a cycle beat 4 forward bits with 5-bit gradients at equal cost?",
-    "H8b": "Does a cycle beat 5 forward bits with 5-bit gradients at equal cost?",
-}
+    **{f"H7{x}": f"At the cost of static {b}, are {b + 1} forward bits with {SPENT}-bit gradients better?"
+       for x, b in zip("abc", BUDGETS, strict=True)},
+    **{f"H8{x}": f"Does a cycle beat {b + 1} forward bits with {SPENT}-bit gradients at equal cost?"
+       for x, b in zip("ab", CYCLED, strict=True)},
+}  # fmt: skip
+
+
+class Task:
+    """A complete task: quality of every arm, one value a seed.
+
+    Args:
+        case: of ``CASES``.
+        rows: those of ``spent(case)``, in that order.
+    """
+
+    def __init__(self, case: str, rows: pd.DataFrame) -> None:
+        specs, self.case, self.name = spent(case), case, NAMED[case]
+        self.unit, self.margin, self.settings = unit_of(rows), CASES[case].margin, settings(case)
+        self.lost = int((rows["status"] != "ok").sum())
+        arm = [spec.arm.rpartition(" at ")[0] for spec in specs]
+        self._by_rule = {rule: quality(rows, CASES[case].outputs, column) for rule, column in RULES.items()}
+        self._at = {name: np.array([a == name for a in arm]) for name in dict.fromkeys(arm)}
+        self.bitops = rows[["bitops", "bitops_per_op"]].groupby(arm).mean()
+
+    def quality(self, arm: str, rule: str = "") -> np.ndarray:
+        """Return the quality of an arm as it is evaluated by its settings, or by one of ``RULES``."""
+        return self._by_rule[rule or self.settings[arm][1]][self._at[arm]]
+
+    def gain(self, arm: str, other: str, rule: str = "") -> Estimate:
+        """Return what an arm gains on another."""
+        what = f"{self.name}, {arm} minus {other}"
+        return Estimate(what, self.unit, self.quality(arm, rule) - self.quality(other, rule), self.margin)
+
+
+def tasks(runs: pd.DataFrame) -> tuple[list[Task], str]:
+    """Return the complete tasks, and a word on what is missing: "" when nothing is."""
+    complete, there, wanted = [], 0, 0
+    for case, c in CASES.items():
+        wanted += c.seeds * len(arms(c.recipe.steps))
+        try:
+            specs = spent(case)
+        except NotMeasuredError:
+            continue
+        there += len({spec.key for spec in specs} & set(runs["key"]))
+        if not isinstance(rows := found(specs, runs), str):
+            complete.append(Task(case, rows))
+    return complete, "" if len(complete) == len(CASES) else f"open: {there} of {counted(wanted, 'run')}"
 
 
 def answers(runs: pd.DataFrame) -> list[Answer]:
-    """Return the answers of H7 and H8, a family of five tests."""
-    return [Answer(name, asks, word="open: 0 of 1240 runs") for name, asks in QUESTIONS.items()]
+    """Return the answers of H7 and H8, a family of five tests, from rows."""
+    parts, missing = tasks(runs)
+    if missing:
+        return [Answer(name, asks, word=missing) for name, asks in QUESTIONS.items()]
+    makers = [partial(_pays, bits=b) for b in BUDGETS] + [partial(_cycles, bits=b) for b in CYCLED]
+    made = dict(zip(QUESTIONS, makers, strict=True))
+    told = [make(name, parts) for name, make in made.items()]
+    by_rule = {name: {rule: make(name, parts, rule=rule) for rule in RULES} for name, make in made.items()}
+    return [ruled(a, told, by_rule[a.question]) for a in corrected(told)]
+
+
+def _pays(question: str, parts: Sequence[Task], bits: int, rule: str = "") -> Answer:
+    static, pair = f"{bits}/{Q_MAX}", pays(bits)
+    primary = [t.gain(pair, static, rule) for t in parts]
+    gains = (len(primary) - GAIN + 1) * sorted(e.p(0.0, "above") for e in primary)[GAIN - 1]
+    p = max(gains, *(e.p(-e.margin, "above") for e in primary))
+    _, wins, loses = against(primary)
+    keep = f"contradicted: gradients should keep their bits ({'; '.join(loses)})" if loses else ""
+    other = []
+    for t in parts:
+        other += [t.gain(pair, f"{bits + 1}/{Q_MAX}" if bits < max(BUDGETS) else TOP), t.gain(TOP, static)]
+    return Answer(
+        question, QUESTIONS[question], tuple(primary), min(1.0, p), ("confirmed: gradients may pay", keep),
+        tuple(other), f"the pair gains in {len(wins)} of {len(primary)}", sum(t.lost for t in parts),
+    )  # fmt: skip
+
+
+def _cycles(question: str, parts: Sequence[Task], bits: int, rule: str = "") -> Answer:
+    pair = pays(bits)
+    primary = [t.gain(f"cycle at {pair}", pair, rule) for t in parts]
+    p, wins, loses = against(primary)
+    better = f"contradicted: a cycle wins in {len(wins)} of {len(primary)} ({'; '.join(wins)})" if wins else ""
+    paid = f"{bits}/{Q_MAX}"
+    other = [t.gain(f"cycle at {paid}", paid) for t in parts if f"cycle at {paid}" in t.settings]
+    return Answer(
+        question, QUESTIONS[question], tuple(primary), p,
+        ("confirmed: no cycle beats static by the margin", better), tuple(other),
+        f"static is better in {len(loses)} of {len(primary)}", sum(t.lost for t in parts),
+    )  # fmt: skip
 
 
 def findings(runs: pd.DataFrame) -> list[str]:
@@ -29,6 +124,75 @@ def findings(runs: pd.DataFrame) -> list[str]:
     return [sentence(told, a.question) for a in told]
 
 
+def by_arm(parts: Sequence[Task]) -> pd.DataFrame:
+    """Return settings, quality and BitOps of every arm, for people."""
+    lines = []
+    for t in parts:
+        for arm, (rate, evaluated) in t.settings.items():
+            ratio = t.bitops.loc[arm] / t.bitops.loc[TOP]
+            mean = f"{t.quality(arm).mean():.2f}"
+            lines.append((t.name, arm, f"{rate:g}", evaluated, mean, *(f"{x:.3f}" for x in ratio)))
+    columns = ["task", "arm", "rate, times the recipe's", "evaluated at", "quality", "BitOps (paper)", "per_op"]
+    return pd.DataFrame(lines, columns=columns)
+
+
+def figure(parts: Sequence[Task]) -> Figure:
+    """Draw what gradients that pay, a cycle, and both gain on static precision of equal cost, in units of the margin.
+
+    Raises:
+        ValueError: when no task is complete.
+    """
+    if not parts:
+        raise ValueError("no task of H7 is complete yet; all runs of one are needed")
+    with drawing(1, len(BUDGETS), figsize=(10, 0.55 * len(parts) + 1.4), sharey=True) as (drawn, axes):
+        for ax, bits in zip(axes[0], BUDGETS, strict=True):
+            _panel(ax, bits, parts)
+        axes[0, 0].set_yticks(range(len(parts))[::-1], [t.name for t in parts], fontsize=SMALL)
+        legend_below(drawn, axes[0, BUDGETS.index(4)])
+    return drawn
+
+
+def _panel(ax: Axes, bits: int, parts: Sequence[Task]) -> None:
+    static, pair = f"{bits}/{Q_MAX}", pays(bits)
+    shown = {
+        pair: ("gradients pay", "o", COLORS["small"]),
+        f"cycle at {static}": ("a cycle", "s", COLORS["large"]),
+        f"cycle at {pair}": ("gradients pay, and a cycle", "D", COLORS["medium"]),
+        TOP: ("all there is: static 8 in full", "|", COLORS["static"]),
+    }
+    ax.axvspan(-1, 1, color="#dddddd", linewidth=0)
+    ax.axvline(0, color="#888888", linewidth=0.8)
+    for row, (arm, (label, marker, color)) in enumerate(shown.items()):
+        there = [(y, t.gain(arm, static)) for y, t in enumerate(reversed(parts)) if arm in t.settings]
+        for y, e in there:
+            low, high = e.interval()
+            error = np.array([[e.mean - low], [high - e.mean]]) / e.margin
+            ax.errorbar(
+                e.mean / e.margin, y + 0.24 - 0.16 * row, xerr=error, fmt=marker, color=color, markersize=4, capsize=2,
+                label="" if y else label,
+            )  # fmt: skip
+    ax.set_title(f"gain on static {bits} at equal cost", fontsize=SMALL, loc="left")
+    ax.set_xlabel("in units of the margin (grey: too little to name)", fontsize=SMALL)
+    ax.tick_params(labelsize=SMALL)
+
+
 def sections(runs: pd.DataFrame) -> Iterator[Section]:
-    """Yield nothing yet."""
-    yield from ()
+    """Yield what H7 and H8 came to, once all runs of a task are there."""
+    parts, missing = tasks(runs)
+    if not parts:
+        return
+    told = answers(runs)
+    notes = [
+        f"H7 and H8 of docs/preregistration.md. Pairs are forward/gradient bits: {pays(3)} costs less than 3/{Q_MAX}. "
+        "Learning rate and bits of evaluation of every arm were chosen on held-out data. Grey: too little to name."
+    ]
+    if missing:
+        notes.append(f"Nothing is decided ({missing}): shown are the tasks that are complete.")
+    alt = "gains of gradients that pay for forward bits, of a cycle, and of both, on static precision of equal cost"
+    name = "Where the next bit operation should go"
+    yield Section(name, tuple(notes), figure(parts), alt, summary(told), "left")
+    yield Section(f"{name}: every arm", table=by_arm(parts), style="left folded")
+    if not missing:
+        yield Section(
+            "Where the next bit operation should go: other effects", table=secondary(told), style="left folded"
+        )

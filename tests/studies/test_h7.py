@@ -1,0 +1,193 @@
+"""H7 and H8 of docs/preregistration.md, on rows that were made up so that the answer is known."""
+
+import json
+import math
+import subprocess
+from datetime import UTC, datetime
+
+import numpy as np
+import pytest
+
+from cpt_lab.analysis import preregistered
+from cpt_lab.analysis.runs import load, table
+from cpt_lab.experiments.spec import NotMeasuredError
+from cpt_lab.paths import ROOT
+from cpt_lab.studies.h7 import arms, outcome
+from cpt_lab.studies.h7.arms import CASES, GRIDS, spent, tuning
+from tests.helpers import row_of
+
+WORSE = 5.0  # points or percent that the other rates and evaluations lose
+
+
+def value(spec, quality):
+    return math.exp(1 - quality / 100) if spec.recipe.task == "language_model" else 0.5 + quality / 100
+
+
+def row(spec, top, own, status="ok"):
+    """A row whose quality at 8 bits and at its own is given."""
+    name = "perplexity" if spec.recipe.task == "language_model" else "accuracy"
+    made = row_of(spec, value(spec, top), name, status)
+    for m in list(made["metrics"]):
+        made["metrics"].append({**m, "precision": "current", "value": value(spec, own)})
+    for m in list(made["metrics"]):
+        held = {"name": "loss", "value": math.log(m["value"])} if name == "perplexity" else {}
+        made["metrics"].append({**m, **held, "split": "valid"})
+    return made
+
+
+@pytest.fixture
+def rated(tmp_path, monkeypatch):
+    """Rows of the rates, by which every arm takes twice the recipe's rate, and its own bits but for 8/8."""
+
+    def write(drop=0, best=2.0):
+        made = []
+        for case in CASES:
+            for spec in tuning(case):
+                lost = 0 if spec.arm.endswith(f" at {best:g}") else WORSE
+                own = -WORSE if spec.arm.startswith("8/8") else 0.0
+                made.append(row(spec, -lost - WORSE - own, -lost))
+        path = tmp_path / arms.FILE
+        path.write_text("".join(json.dumps(r) + "\n" for r in made[drop:]))
+        arms.settings.cache_clear()
+
+    monkeypatch.setattr(arms, "results_dir", lambda: tmp_path)
+    yield write
+    arms.settings.cache_clear()
+
+
+def rows(pair=0.0, cycle=0.0, by_case=None, noise=0.05, lost=()):
+    """Rows in which pairs and cycles are better than static 3, 4 and 5 by as many margins."""
+    made, rng = [], np.random.default_rng(0)
+    for case, c in CASES.items():
+        gain = (by_case or {}).get(case, pair)
+        for spec in spent(case):
+            arm = spec.arm.rpartition(" at ")[0]
+            own = gain * arm.endswith("/5") + cycle * arm.startswith("cycle") + 3 * (arm == "8/8")
+            q = c.margin * (own + noise * rng.standard_normal())
+            top = q if arm == "8/8" else q - WORSE
+            made.append(row(spec, top, q, "failed" if (case, arm, spec.seed) in lost else "ok"))
+    return table(made)
+
+
+def test_the_design_is_the_documents(rated):
+    rated()
+    text = (ROOT / "docs/preregistration.md").read_text("utf-8")
+    assert sum(len(make()) for name, (make, _) in GRIDS.items() if name.startswith("h7-rates/")) == 540
+    assert "540 runs that choose learning rates" in text
+    for case, c in CASES.items():
+        specs = spent(case)
+        assert f"h7/{case} " in text
+        assert f"{len(specs)} runs" in text
+        assert len(specs) == len({s.key for s in specs}) == 10 * c.seeds
+        assert {s.seed for s in specs} == set(range(300, 300 + c.seeds))
+        assert not {s.key for s in specs} & {s.key for s in tuning(case)}
+        cost = {s.arm.rpartition(" at ")[0]: s.relative_cost for s in specs}
+        assert [round(cost[arms.pays(b)] / cost[f"{b}/8"], 3) for b in (3, 4, 5)] == [0.982, 0.938, 0.914]
+        for other in ("4/8", "4/5", "5/5"):
+            assert cost[f"cycle at {other}"] == pytest.approx(cost[other], rel=1e-3)
+    for b in (3, 4, 5):  # one gradient bit more would cost more than static b
+        f, g = map(int, arms.pays(b).split("/"))
+        assert f * f + 2 * f * g <= b * b + 16 * b < f * f + 2 * f * (g + 1)
+
+
+def test_settings_are_the_best_on_held_out_data(rated):
+    rated(best=0.5)
+    for case, c in CASES.items():
+        chosen = arms.settings(case)
+        assert {rate for rate, _ in chosen.values()} == {0.5}
+        assert [arm for arm, (_, at) in chosen.items() if at == "8 bits"] == ["8/8"]
+        assert {s.recipe.lr for s in spent(case)} == {0.5 * c.recipe.lr}
+
+
+def test_a_task_without_its_rates_has_no_runs(rated):
+    rated(drop=1)  # one of the first task
+    with pytest.raises(NotMeasuredError, match=r"lacks 1 of the 90 runs .* run h7-rates/characters"):
+        spent("characters")
+    assert len(spent("digits")) == 400
+    found = outcome.answers(table([]))
+    assert {a.word for a in found} == {"open: 0 of 1240 runs"}
+
+
+def test_pairs_that_gain_confirm_and_cycles_that_lose_do_too(rated):
+    rated()
+    a, b, c, d, e = outcome.answers(rows(pair=2.0, cycle=-1.0))
+    for found in (a, b, c):
+        assert found.word == "confirmed: gradients may pay; the pair gains in 6 of 6"
+        assert len(found.primary) == 6
+        assert all(x.mean / x.margin == pytest.approx(2, abs=0.1) for x in found.primary)
+    for found in (d, e):
+        assert found.word == "confirmed: no cycle beats static by the margin; static is better in 6 of 6"
+
+
+def test_four_tasks_must_gain_and_none_may_lose_its_margin(rated):
+    rated()
+    names = list(CASES)
+    three = outcome.answers(rows(by_case=dict.fromkeys(names[:3], 2.0)))[0]
+    assert three.word == "open; the pair gains in 3 of 6"
+    four = outcome.answers(rows(by_case=dict.fromkeys(names[:4], 2.0)))[0]
+    assert four.word == "confirmed: gradients may pay; the pair gains in 4 of 6"
+    worse = outcome.answers(rows(by_case={**dict.fromkeys(names[:5], 2.0), names[5]: -1.5}))[0]
+    told = "contradicted: gradients should keep their bits (Penn Treebank, small, 4/5 minus 3/8)"
+    assert worse.word == f"{told}; the pair gains in 5 of 6"
+    little = outcome.answers(rows(by_case={**dict.fromkeys(names[:5], 2.0), names[5]: -0.5}))[0]
+    assert little.word.startswith("confirmed: gradients may pay; contradicted: ")
+
+
+def test_a_cycle_that_wins_contradicts(rated):
+    rated()
+    *_, d, e = outcome.answers(rows(cycle=2.0))
+    assert d.word.startswith("contradicted: a cycle wins in 6 of 6 (characters, cycle at 4/5 minus 4/5; ")
+    assert "confirmed" not in d.word + e.word
+
+
+def test_what_depends_on_the_bits_of_evaluation_is_said(rated):
+    rated()
+    found = rows(pair=2.0)
+    low = found["arm"].str.startswith("3/8")
+    perplexity = found["task"] == "language_model"
+    found.loc[low & ~perplexity, "accuracy"] += 0.2  # static 3 would be best at 8 bits, which were not chosen
+    found.loc[low & perplexity, "perplexity"] /= 1.2
+    word = outcome.answers(found)[0].word
+    assert word.startswith("confirmed: gradients may pay; the pair gains in 6 of 6; depends on the rule: contradicted")
+    assert "where both are judged at 8 bits" in word
+    assert "their own bits" not in word
+
+
+def test_lost_runs_count_as_chance_and_missing_ones_leave_it_open(rated):
+    rated()
+    found = rows(pair=2.0, lost={("digits", "4/5", 300)})
+    parts, missing = outcome.tasks(found)
+    assert (missing, parts[1].lost) == ("", 1)
+    assert parts[1].quality("4/5")[0] == pytest.approx(10)
+    some = found[found["dataset"] != "ptb"]
+    assert {a.word for a in outcome.answers(some)} == {"open: 1120 of 1240 runs"}
+    first, second = outcome.sections(some)
+    assert "Nothing is decided" in first.notes[1]
+    assert len(first.figure.axes) == 3
+    assert len(second.table) == 5 * 10
+    first, second, third = outcome.sections(found)
+    assert len(first.notes) == 1
+    assert len(first.table) == 5
+    assert len(third.table) == 3 * 12 + 6
+    with pytest.raises(ValueError, match="no task of H7 is complete"):
+        outcome.figure([])
+    assert len(preregistered.answers_figure(outcome.answers(found)).axes) == 30
+
+
+@pytest.mark.parametrize("name", ["h7", "h7_rates"])
+def test_the_document_is_older_than_the_rows_and_the_rates_than_the_test(name):
+    store = ROOT / "data" / "results" / f"{name}.jsonl"
+    if not store.exists():
+        pytest.skip("no rows yet")
+    rates = load(ROOT / "data" / "results" / arms.FILE)
+    assert set(rates["seed"]) == set(arms.TUNING)
+    begun = min(datetime.fromisoformat(t).replace(tzinfo=UTC).timestamp() for t in load(store)["started"])
+    if name == "h7":
+        assert begun > max(datetime.fromisoformat(t).replace(tzinfo=UTC).timestamp() for t in rates["started"])
+    told = subprocess.run(
+        ["git", "log", "-S## H7 ", "--format=%ct", "--", "docs/preregistration.md"],
+        cwd=ROOT, capture_output=True, text=True,
+    )  # fmt: skip
+    if told.returncode or not told.stdout.strip():
+        pytest.skip("no history of the document here")
+    assert begun > int(told.stdout.split()[-1])
