@@ -13,8 +13,6 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperCommand
 
-from cpt_lab.paths import CHECKOUT
-
 PLUG_INS = ("cpt_lessons.commands",)  # modules of packages above this one that bring commands, if they are there
 
 app = typer.Typer(
@@ -307,25 +305,6 @@ def claims(
             typer.echo(f"    {effect}")
     if evidence:
         typer.echo(integrity(all_stores()))
-
-
-@app.command(hidden=True)
-def docs() -> None:
-    """Write docs/reproducing, and the README's figure, from the code and the committed rows."""
-    if CHECKOUT is None:
-        raise ValueError("docs writes pages and a figure into a checkout; this is an installed package")
-    from cpt_core.checks import write_text
-    from cpt_lab.analysis import quality_cost
-    from cpt_lab.analysis.reproducing import pages
-    from cpt_lab.analysis.runs import committed
-    from cpt_lab.paths import results_dir
-
-    for name, text in pages().items():
-        write_text(CHECKOUT / "docs" / "reproducing" / name, text)
-    runs = committed("image_digits").query("model == 'mlp6' and q_min == 3")
-    drawn = quality_cost.figure_3(runs, xs=("relative_cost", "noise_exposure"))
-    drawn.savefig(results_dir() / "image_digits.png", dpi=110)
-    typer.echo("docs/reproducing and data/results/image_digits.png written")
 
 
 @app.command()

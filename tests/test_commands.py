@@ -141,8 +141,8 @@ def test_what_only_developers_need_is_not_in_the_help(command):
     _, out, _ = command("--help")
     listed = set(re.findall(r"^\W*([a-z][a-z-]+)  ", out, re.MULTILINE))
     assert {"plan", "run", "notebooks", "claims"} < listed
-    assert not {"docs", "certify", "run-notebooks"} & listed
-    for name in ("docs", "certify", "run-notebooks"):
+    assert not {"certify", "run-notebooks"} & listed
+    for name in ("certify", "run-notebooks"):
         assert command(name, "--help")[0] == 0
 
 

@@ -10,7 +10,8 @@ import pytest
 import torch
 
 import cpt_core
-from cpt_lab.analysis import claims, reproducing
+from book import results
+from cpt_lab.analysis import claims
 
 ROOT = Path(__file__).parents[1]
 MODULES = sorted(
@@ -30,9 +31,9 @@ def test_docstring_examples(name):
 
 @pytest.mark.slow
 def test_the_pages_of_results_are_up_to_date():
-    pages = reproducing.pages()
+    pages = results.pages()
     kept = {path.name: path.read_text() for path in (ROOT / "docs/reproducing").iterdir()}
-    assert kept == pages, "run: python -m cpt_lab docs"
+    assert kept == pages, "run: python -m book.results"
     assert len(pages["index.md"].splitlines()) <= 45, "a summary of one screen"
     told = [line for page in pages.values() for line in page.splitlines() if line.startswith("### ")]
     assert sorted(told) == sorted(f"### {claim.claim}" for claim in claims.claims())

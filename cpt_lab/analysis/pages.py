@@ -60,10 +60,10 @@ def markdown(frame: pd.DataFrame) -> str:
     return "\n".join(f"| {' | '.join(map(str, line))} |" for line in lines)
 
 
-def render(template: str, **values: Any) -> str:
-    """Fill in one of the templates beside this file; what goes into HTML is escaped."""
+def render(template: str, folder: Path = Path(__file__).parent, /, **values: Any) -> str:
+    """Fill in one of the templates of a folder, that of this file unless given; what goes into HTML is escaped."""
     environment = jinja2.Environment(
-        loader=jinja2.FileSystemLoader(Path(__file__).parent),
+        loader=jinja2.FileSystemLoader(folder),
         autoescape=lambda name: name is not None and name.endswith(".html.j2"),
         undefined=jinja2.StrictUndefined,
         trim_blocks=True,

@@ -16,7 +16,6 @@ from cpt_lab.analysis.style import COLORS, drawing
 from cpt_lab.experiments.grids import studies
 
 LEVEL = 0.05  # of the tests of a study together
-EFFECT = ["", "effect", "mean [95 %]", "seeds"]
 RULES = {"8 bits": "", "their own bits": "_current"}  # both sides of a comparison judged alike: at, column of rows
 
 
@@ -35,6 +34,7 @@ class Answer:
         lost: how many runs diverged or failed.
         adjusted: ``p`` by Holm's correction over the tests of a study.
         word: the outcome.
+        told: the outcome at length, where primary effects do not tell it.
     """
 
     question: str
@@ -47,6 +47,7 @@ class Answer:
     lost: int = 0
     adjusted: float = math.nan
     word: str = ""
+    told: str = ""
 
 
 def corrected(found: Sequence[Answer]) -> list[Answer]:
@@ -93,9 +94,10 @@ def summary(found: Sequence[Answer]) -> pd.DataFrame:
     return pd.DataFrame(lines, columns=columns)
 
 
-def sentence(found: Sequence[Answer], question: str) -> str:
-    """Return what became of a question, such as "H2", in words: what it asks, its outcome, its primary effects."""
-    a = next(a for a in found if a.question == question)
+def sentence(a: Answer) -> str:
+    """Return what became of a question in words: what it asks, its outcome, its primary effects."""
+    if a.told:
+        return f"{a.question}: {a.asks} {a.told[0].upper()}{a.told[1:]}."
     word = re.sub("(confirmed|contradicted): ", "", a.word)
     effects = "; ".join(f"{e.what}: {e.shown()}, n = {len(e.values)}" for e in a.primary)
     if len(a.primary) > 2:  # too many for a sentence: how far they reach
@@ -111,7 +113,7 @@ def sentence(found: Sequence[Answer], question: str) -> str:
             f"the 95 % intervals reach up to {reach}; {', '.join(f'{task}: n = {n}' for task, n in seeds.items())}"
         )
     said = [part for part in (word, effects) if part]
-    return " ".join([f"{question}: {a.asks}", *(f"{part[0].upper()}{part[1:]}." for part in said)])
+    return " ".join([f"{a.question}: {a.asks}", *(f"{part[0].upper()}{part[1:]}." for part in said)])
 
 
 def all_answers(runs: pd.DataFrame) -> list[Answer]:
@@ -119,30 +121,14 @@ def all_answers(runs: pd.DataFrame) -> list[Answer]:
     return [answer for study in studies("outcome") for answer in study.answers(runs)]
 
 
-def findings(runs: pd.DataFrame) -> list[str]:
-    """Return what rows say of every question, in the words of the document."""
-    return [found for study in studies("outcome") for found in study.findings(runs)]
-
-
-def primary(found: Sequence[Answer], question: str | None = None) -> pd.DataFrame:
-    """Return the effects that decide, of one question or all, with 95 % intervals and their margins, "–" for none."""
-    shown = [a for a in found if question in (None, a.question)]
-    lines = [(*_line(a, e), _number(e.margin, "g"), f"{e.p():.2g}") for a in shown for e in a.primary]
-    return pd.DataFrame(lines, columns=[*EFFECT, "margin +-", "p (against 0)"])
-
-
-def secondary(found: Sequence[Answer], question: str | None = None) -> pd.DataFrame:
+def secondary(found: Sequence[Answer]) -> pd.DataFrame:
     """Return all else that the document promises, with 95 % intervals; it decides nothing."""
-    shown = [a for a in found if question in (None, a.question)]
-    return pd.DataFrame([_line(a, e) for a in shown for e in a.secondary], columns=EFFECT)
+    lines = [(a.question, e.what, e.shown(), len(e.values)) for a in found for e in a.secondary]
+    return pd.DataFrame(lines, columns=["", "effect", "mean [95 %]", "seeds"])
 
 
-def _line(a: Answer, e: Estimate) -> tuple[str, str, str, int]:
-    return a.question, e.what, e.shown(), len(e.values)
-
-
-def _number(value: float, form: str = ".2g") -> str:
-    return f"{value:{form}}" if value == value else "–"
+def _number(value: float) -> str:
+    return f"{value:.2g}" if value == value else "–"
 
 
 def answers_figure(found: Sequence[Answer]) -> Figure:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ast
+import re
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from datetime import UTC, datetime
@@ -27,11 +29,10 @@ from cpt_lab.analysis import (
 from cpt_lab.analysis.groups import named, quality_cost_groups
 from cpt_lab.analysis.metrics import counted, metric_named, metric_of, spread_text
 from cpt_lab.analysis.pages import Section, render
-from cpt_lab.analysis.reproducing import harvest
 from cpt_lab.analysis.runs import load, table, tuned
 from cpt_lab.analysis.schedules import figure_2
 from cpt_lab.experiments.grids import GRIDS, studies
-from cpt_lab.paths import results_dir, runs_dir
+from cpt_lab.paths import ROOT, results_dir, runs_dir
 from cpt_lab.sweeps.lines import integrity
 
 PACKAGES = ("cpt-core", "torch", "torchvision", "numpy", "papermill", "jupyterlab")
@@ -188,3 +189,28 @@ def _versions() -> str:
     where = f"{commit['commit'][:12]}{' with local changes' if commit['dirty'] else ''}" if commit["commit"] else "none"
     written = datetime.now(UTC).isoformat(timespec="minutes")
     return f"Written {written} with {versions}; commit {where}."
+
+
+def harvest(kind: str) -> Iterator[tuple[str, str]]:
+    """Yield (place in the code, text) of every ``Paper:`` or ``Differs:`` line."""
+    for path in sorted(ROOT.glob("cpt_*/**/*.py")):
+        place = path.relative_to(ROOT).as_posix()
+        source = path.read_text(encoding="utf-8")
+        for node in ast.walk(ast.parse(source)):
+            if isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef)):
+                name = "" if isinstance(node, ast.Module) else f" {node.name}"
+                for entry in _entries(ast.get_docstring(node) or "", kind):
+                    yield f"{place}{name}", entry
+        comments = re.findall(r"((?:^ *# .*\n)+)", source, flags=re.M)
+        for block in comments:
+            text = re.sub(r"^ *# ?", "", block, flags=re.M)
+            for entry in _entries(text, kind):
+                yield place, entry
+
+
+def _entries(text: str, kind: str) -> list[str]:
+    """Cut the entries out of a text: from the word to the next such word, a blank line or a line of less indent."""
+    out = []
+    for match in re.finditer(rf"(?:^|\s){kind}: (.*?)(?=(?:\s(?:Paper|Differs): )|\n\s*\n|\n\w+:|\Z)", text, re.S):
+        out.append(" ".join(match[1].split()))
+    return out

@@ -6,8 +6,9 @@ from dataclasses import replace
 import pandas as pd
 import pytest
 
+from bench import rules
 from cpt_lab.analysis import claims as claims_
-from cpt_lab.analysis import groups, measures, predictors, rules, runs, statistics
+from cpt_lab.analysis import groups, measures, predictors, runs, statistics
 from cpt_lab.analysis.claims import CONFIRMED, claims, judge
 from cpt_lab.analysis.runs import table
 from cpt_lab.experiments import designs
@@ -79,7 +80,7 @@ def another(*_, **__):
     return 1 + 1
 
 
-another.__module__ = rules.__name__
+another.__module__ = claims_.__name__
 
 
 def first(x):

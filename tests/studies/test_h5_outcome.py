@@ -8,6 +8,7 @@ import numpy as np
 import pandas as pd
 import pytest
 
+from cpt_lab.analysis.preregistered import sentence
 from cpt_lab.analysis.runs import table
 from cpt_lab.analysis.schedules import jensen_figure
 from cpt_lab.experiments.spec import NotMeasuredError
@@ -219,7 +220,7 @@ def test_the_verdict_says_where_it_depends_on_how_arms_and_static_are_judged():
         "over both": f"depends on the rule: bits here, not there {at_8}",
     }
     assert outcome.answers(runs)[0].word.endswith("; depends on the rule: over time and over layers and over both")
-    assert outcome.findings(runs)[0].endswith(f". Over both depends on the rule: bits here, not there {at_8}.")
+    assert sentence(outcome.answers(runs)[0]).endswith(f". Over both depends on the rule: bits here, not there {at_8}.")
     assert outcome.robustness(rows({("facebook", "over both"): 0.5})) == {}
 
 
@@ -233,7 +234,7 @@ def test_before_anything_is_measured_there_is_no_section(monkeypatch):
     assert set(found["word"]) == {"open: where bits matter has not been measured"}
     assert len(summary(found)) == len(CASES) * len(ARMS)
     assert outcome.answers(table([]))[0].word == f"open: runs of {', '.join(CASES)} are missing"
-    (said,) = outcome.findings(table([]))
+    said = sentence(outcome.answers(table([]))[0])
     assert said.endswith("? Open: runs of digits, facebook, characters, cifar10-jpeg are missing.")
 
 

@@ -13,7 +13,7 @@ from cpt_core.kernels import backend, reference
 from cpt_lab import commands
 from cpt_lab.experiments import designs
 from cpt_lab.experiments.spec import RunSpec
-from cpt_lab.paths import PACKAGE, results_dir
+from cpt_lab.paths import ROOT, results_dir
 from cpt_lab.sweeps import verify
 from cpt_lab.sweeps.stores import describe, load_rows
 from cpt_lab.sweeps.sweep import run_grid
@@ -378,7 +378,7 @@ def test_a_row_of_a_gpu_needs_one(row, tmp_path, monkeypatch):
 
 
 def test_the_page_states_the_tolerances_that_are_used():
-    page = (PACKAGE / "analysis" / "reproducing.md.j2").read_text()
+    page = (ROOT / "book" / "results.md.j2").read_text()
     for words in (
         f"losses within {100 * verify.FIRST_LOSS:.0f} %",
         f"within {verify.SPREADS} standard deviations between seeds",

@@ -20,7 +20,7 @@ from cpt_lab.analysis import preregistered
 from cpt_lab.analysis.estimates import PERCENT, POINTS, Estimate, found, quality, unit_of
 from cpt_lab.analysis.metrics import interval_text
 from cpt_lab.analysis.pages import Section
-from cpt_lab.analysis.preregistered import RULES, Answer, against, corrected, ruled, sentence
+from cpt_lab.analysis.preregistered import RULES, Answer, against, corrected, ruled
 from cpt_lab.analysis.statistics import spearman
 from cpt_lab.experiments.grids import grid_specs
 from cpt_lab.experiments.spec import RunSpec
@@ -48,12 +48,6 @@ def answers(runs: pd.DataFrame) -> list[Answer]:
         if answer is _static:
             alike = {rule: Answer(question, asks, *_static(*frames, rule=rule)) for rule in RULES}
     return [ruled(a, told, alike) if a.question == "H2" and alike else a for a in corrected(told)]
-
-
-def findings(runs: pd.DataFrame) -> list[str]:
-    """Return what rows say of every question."""
-    told = answers(runs)
-    return [sentence(told, name) for name in ("H2", "H1", "H3", "H4a", "H4b")]
 
 
 def sections(runs: pd.DataFrame) -> Iterator[Section]:

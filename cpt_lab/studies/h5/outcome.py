@@ -232,14 +232,8 @@ def answers(runs: pd.DataFrame) -> list[Answer]:
     ]  # fmt: skip
     if rules := robustness(runs):
         words += f"; depends on the rule: {' and '.join(rules)}"
-    return [Answer("H5", ASKS, tuple(primary), word=words)]
-
-
-def findings(runs: pd.DataFrame) -> list[str]:
-    """Return what rows say of H5."""
-    rules = [f"{arm.capitalize()} {text}" for arm, text in robustness(runs).items()]
-    said = ". ".join([verdict(effects(runs)), *rules])
-    return [f"H5: {ASKS} {said[0].upper()}{said[1:]}."]
+    told = ". ".join([said, *(f"{arm.capitalize()} {text}" for arm, text in rules.items())])
+    return [Answer("H5", ASKS, tuple(primary), word=words, told=told)]
 
 
 def summary(gains: pd.DataFrame) -> pd.DataFrame:

@@ -18,7 +18,7 @@ from cpt_core.formats.ladder import LADDERS
 from cpt_core.schedules.profiles import SUITE, savings_of
 from cpt_lab.analysis.estimates import PERCENT, Estimate, found, quality, standing, unit_of
 from cpt_lab.analysis.pages import Section
-from cpt_lab.analysis.preregistered import Answer, against, corrected, sentence, summary
+from cpt_lab.analysis.preregistered import Answer, against, corrected, summary
 from cpt_lab.analysis.statistics import spearman
 from cpt_lab.analysis.style import COLORS, TEXT, drawing, legend_below, name_points
 from cpt_lab.studies.h6.arms import CASES, LATE, ON, on_ladders
@@ -95,12 +95,6 @@ def answers(runs: pd.DataFrame) -> list[Answer]:
         return [Answer(name, asks, word=word) for name, asks in QUESTIONS.items()]
     parts = cells(runs)
     return corrected([_correlation(parts), _gains("H6b", parts, tuple(SUITE)), _gains("H6c", parts, (LATE,))])
-
-
-def findings(runs: pd.DataFrame) -> list[str]:
-    """Return what rows say of H6a, H6b and H6c."""
-    told = answers(runs)
-    return [sentence(told, a.question) for a in told]
 
 
 def _correlation(parts: list[Cell]) -> Answer:

@@ -103,15 +103,7 @@ def tuning(case: str = "digits", seeds: Sequence[int] | None = None) -> list[Run
 
 
 def spent(case: str = "digits", seeds: Sequence[int] | None = None) -> list[RunSpec]:
-    """Return the runs of a task of H7 and H8: every arm at its own learning rate.
-
-    Args:
-        case: a key of ``CASES``.
-        seeds: None takes those of the preregistration.
-
-    Raises:
-        NotMeasuredError: when the rows that choose the rates are not there.
-    """
+    """Return the runs of a task, every arm at its own rate; NotMeasuredError where rows that choose it are missing."""
     c = CASES[choose("case", case, CASES)]
     chosen = settings(case)
     return _specs(case, lambda arm: [chosen[arm][0]], range(300, 300 + c.seeds) if seeds is None else seeds)

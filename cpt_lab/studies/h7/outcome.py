@@ -17,7 +17,7 @@ from matplotlib.figure import Figure
 from cpt_lab.analysis.estimates import Estimate, found, quality, unit_of
 from cpt_lab.analysis.metrics import counted
 from cpt_lab.analysis.pages import Section
-from cpt_lab.analysis.preregistered import RULES, Answer, against, corrected, ruled, secondary, sentence, summary
+from cpt_lab.analysis.preregistered import RULES, Answer, against, corrected, ruled, secondary, summary
 from cpt_lab.analysis.style import COLORS, SMALL, drawing, legend_below
 from cpt_lab.experiments.spec import NotMeasuredError
 from cpt_lab.studies.h7.arms import BUDGETS, CASES, CYCLED, Q_MAX, SPENT, arms, pays, settings, spent
@@ -116,12 +116,6 @@ def _cycles(question: str, parts: Sequence[Task], bits: int, rule: str = "") -> 
         ("confirmed: no cycle beats static by the margin", better), tuple(other),
         f"static is better in {len(loses)} of {len(primary)}", sum(t.lost for t in parts),
     )  # fmt: skip
-
-
-def findings(runs: pd.DataFrame) -> list[str]:
-    """Return what rows say of H7 and H8."""
-    told = answers(runs)
-    return [sentence(told, a.question) for a in told]
 
 
 def by_arm(parts: Sequence[Task]) -> pd.DataFrame:

@@ -1,18 +1,21 @@
-"""The pages ``docs/reproducing``: grids, kept rows, claims, and the ``Paper:`` and ``Differs:`` lines of the code.
+"""Write docs/reproducing, and the README's figure, from the code and the committed rows: ``python -m book.results``.
 
-The text of all pages stands in ``reproducing.md.j2``, a mark before each; what can be counted is filled in here.
+Grids, kept rows, claims, and the ``Paper:`` and ``Differs:`` lines of the code. The text of all pages stands in
+``results.md.j2``, a mark before each; what can be counted is filled in here.
 """
 
 from __future__ import annotations
 
-import ast
 import re
 import textwrap
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
+from pathlib import Path
 
-from cpt_lab.analysis import claims, preregistered
+from cpt_core.checks import write_text
+from cpt_lab.analysis import claims, preregistered, quality_cost
 from cpt_lab.analysis.metrics import counted
 from cpt_lab.analysis.pages import render
+from cpt_lab.analysis.report import harvest
 from cpt_lab.analysis.runs import committed, load
 from cpt_lab.experiments.grids import find_grids, grid_specs
 from cpt_lab.paths import ROOT, results_dir
@@ -35,19 +38,21 @@ TOPICS = {
 def pages() -> dict[str, str]:
     """Return every page by its name, such as "images.md"."""
     runs = committed()
+    answers = preregistered.all_answers(runs)
     stored = set(runs.loc[runs["scale"] == "paper", "key"])
     told = [(topic_of(f"{e.claim.id} {e.claim.tasks}"), e, e.verdicts()) for e in claims.judged(runs)]
     lines = {kind: [(topic_of(place), f"`{place}`: {text}") for place, text in harvest(kind)] for kind in KINDS}
     whole = render(
-        "reproducing.md.j2",
+        "results.md.j2",
+        Path(__file__).parent,
         grids=_grids,
         stored=lambda *names: _stored(names, stored),
         kept=lambda *names: _filled(f"Kept: {'; '.join(map(_kept, names))}."),
         tally=lambda topic: _tally([words for page, _, words in told if topic in (page, "all")]),
         claims={page: "\n\n".join(_claim(e, *words) for of, e, words in told if of == page) for page in TOPICS},
         lines={kind: {page: _listed(x for of, x in lines[kind] if of == page) for page in TOPICS} for kind in KINDS},
-        outcome=_listed(preregistered.findings(runs)),
-        answers=preregistered.summary(preregistered.all_answers(runs))[["", "question", "outcome"]],
+        outcome=_listed(map(preregistered.sentence, answers)),
+        answers=preregistered.summary(answers)[["", "question", "outcome"]],
     )
     parts = re.split(r"^<!-- page: (.*) -->\n\n?", whole, flags=re.M)[1:]
     return {name: re.sub(r"\n{3,}", "\n\n", text).strip() + "\n" for name, text in zip(*2 * [iter(parts)], strict=True)}
@@ -119,26 +124,15 @@ def _filled(text: str) -> str:
     return "\n".join(textwrap.wrap(text, 118, break_on_hyphens=False))
 
 
-def harvest(kind: str) -> Iterator[tuple[str, str]]:
-    """Yield (place in the code, text) of every ``Paper:`` or ``Differs:`` line."""
-    for path in sorted(ROOT.glob("cpt_*/**/*.py")):
-        place = path.relative_to(ROOT).as_posix()
-        source = path.read_text(encoding="utf-8")
-        for node in ast.walk(ast.parse(source)):
-            if isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef)):
-                name = "" if isinstance(node, ast.Module) else f" {node.name}"
-                for entry in _entries(ast.get_docstring(node) or "", kind):
-                    yield f"{place}{name}", entry
-        comments = re.findall(r"((?:^ *# .*\n)+)", source, flags=re.M)
-        for block in comments:
-            text = re.sub(r"^ *# ?", "", block, flags=re.M)
-            for entry in _entries(text, kind):
-                yield place, entry
+def main() -> None:
+    """Write the pages and the figure."""
+    for name, text in pages().items():
+        write_text(ROOT / "docs" / "reproducing" / name, text)
+    runs = committed("image_digits").query("model == 'mlp6' and q_min == 3")
+    drawn = quality_cost.figure_3(runs, xs=("relative_cost", "noise_exposure"))
+    drawn.savefig(results_dir() / "image_digits.png", dpi=110)
+    print("docs/reproducing and data/results/image_digits.png written")
 
 
-def _entries(text: str, kind: str) -> list[str]:
-    """Cut the entries out of a text: from the word to the next such word, a blank line or a line of less indent."""
-    out = []
-    for match in re.finditer(rf"(?:^|\s){kind}: (.*?)(?=(?:\s(?:Paper|Differs): )|\n\s*\n|\n\w+:|\Z)", text, re.S):
-        out.append(" ".join(match[1].split()))
-    return out
+if __name__ == "__main__":
+    main()
