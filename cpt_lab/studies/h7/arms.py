@@ -116,9 +116,8 @@ def settings(case: str) -> dict[str, tuple[float, str]]:
     The loss decides on text, the accuracy elsewhere; a run that diverged counts as chance.
     """
     specs, path = tuning(case), results_dir() / FILE
-    rows = {}
-    if path.exists():
-        rows = {row["key"]: row for row in map(json.loads, path.read_text(encoding="utf-8").splitlines())}
+    lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
+    rows = {row["key"]: row for row in map(json.loads, lines)}
     if missing := sum(spec.key not in rows for spec in specs):
         raise NotMeasuredError(
             f"{path} lacks {missing} of the {len(specs)} runs that choose the learning rates of {case!r}; "
