@@ -148,7 +148,6 @@ def test_without_extras_the_installed_package_knows_the_paper_and_runs(cpt):
 
 
 def test_what_is_for_a_checkout_says_so(cpt):
-    assert cpt("docs", status=2).startswith("error: docs writes pages and a figure into a checkout")
     assert "copies: notebooks --copy FOLDER" in cpt("run-notebooks", status=2)
     assert not list(cpt.folder.iterdir())
 
