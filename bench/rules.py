@@ -1,9 +1,9 @@
 """Date the rules of the claims that have changed, in ``data/paper/claims.csv``: ``python -m bench.rules``.
 
 A rule is what is measured, by which function, how it is tested, and the code of the verdicts, with all functions and
-constants of ``cpt_lab.analysis`` that they call on; a fingerprint tells whether it is what it was. Lines whose rule is
-keep their dates; others get a new one, so that nobody can take rows for a test of a rule that was made with them at
-hand. Commit the file together with the change; ``git log -S FINGERPRINT`` then names the commit.
+constants of ``cpt_lab.analysis`` that they call on; a fingerprint tells whether it is what it was. Lines whose rule
+has not changed keep their dates; others get a new one, so that nobody can take rows for a test of a rule that was made
+with them at hand. Commit the file together with the change; ``git log -S FINGERPRINT`` then names the commit.
 """
 
 from __future__ import annotations

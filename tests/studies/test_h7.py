@@ -47,7 +47,7 @@ def rated(tmp_path, monkeypatch):
                 own = -WORSE if spec.arm.startswith("8/8") else 0.0
                 made.append(row(spec, -lost - WORSE - own, -lost))
         path = tmp_path / arms.FILE
-        path.write_text("".join(json.dumps(r) + "\n" for r in made[drop:]))
+        path.write_text("".join(json.dumps({**r, "schema": 1}) + "\n" for r in made[drop:]))
         arms.settings.cache_clear()
 
     monkeypatch.setattr(arms, "results_dir", lambda: tmp_path)
@@ -190,4 +190,7 @@ def test_the_document_is_older_than_the_rows_and_the_rates_than_the_test(name):
     )  # fmt: skip
     if told.returncode or not told.stdout.strip():
         pytest.skip("no history of the document here")
+    shallow = subprocess.run(["git", "rev-parse", "--is-shallow-repository"], cwd=ROOT, capture_output=True, text=True)
+    if shallow.stdout.strip() == "true":  # its first commit looks as if it had written everything
+        pytest.skip("no whole history here")
     assert begun > int(told.stdout.split()[-1])

@@ -8,7 +8,6 @@ A task has two grids: ``h7-rates/NAME`` chooses the settings of every arm, ``h7/
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache, partial
@@ -23,6 +22,7 @@ from cpt_lab.experiments.recipes import recipe
 from cpt_lab.experiments.spec import NotMeasuredError, RunSpec
 from cpt_lab.paths import results_dir
 from cpt_lab.studies.h1_to_h4.arms import least_noisy
+from cpt_lab.sweeps.stores import load_rows
 
 FILE = "h7_rates.jsonl"  # under data/results: the rows of the grids ``h7-rates``
 Q_MAX, SPENT = 8, 5  # gradient bits of the paper, and those of gradients that pay
@@ -116,8 +116,7 @@ def settings(case: str) -> dict[str, tuple[float, str]]:
     The loss decides on text, the accuracy elsewhere; a run that diverged counts as chance.
     """
     specs, path = tuning(case), results_dir() / FILE
-    lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
-    rows = {row["key"]: row for row in map(json.loads, lines)}
+    rows = {row["key"]: row for row in load_rows(path)}
     if missing := sum(spec.key not in rows for spec in specs):
         raise NotMeasuredError(
             f"{path} lacks {missing} of the {len(specs)} runs that choose the learning rates of {case!r}; "

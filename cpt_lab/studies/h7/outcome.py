@@ -187,6 +187,4 @@ def sections(runs: pd.DataFrame) -> Iterator[Section]:
     yield Section(name, tuple(notes), figure(parts), alt, summary(told), "left")
     yield Section(f"{name}: every arm", table=by_arm(parts), style="left folded")
     if not missing:
-        yield Section(
-            "Where the next bit operation should go: other effects", table=secondary(told), style="left folded"
-        )
+        yield Section(f"{name}: other effects", table=secondary(told), style="left folded")
