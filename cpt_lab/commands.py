@@ -232,6 +232,46 @@ def report(
     typer.echo(f"report: {r.write_report(store or None, out)}")
 
 
+@app.command("try")
+def try_(
+    dataset: Annotated[str, typer.Argument(help="a named data set, or your own: my-images/, my-text/, my-graph.npz")],
+    model: Annotated[str | None, typer.Option(help="the first of the data set if left out")] = None,
+    scale: Scale = "demo",
+    minutes: Annotated[float, typer.Option(help="after which no training is begun; the same command goes on")] = 10,
+    seeds: Annotated[int, typer.Option(help="at most so many")] = 10,
+    margin: Annotated[float, typer.Option(help="too little to matter: points, or percent of a perplexity")] = 1,
+    task: Annotated[str | None, typer.Option(help="of your own data: image, detection, ...; found if left out")] = None,
+    workers: Annotated[int | None, typer.Option(help="trainings at a time; the cores if left out")] = None,
+    device: Device = "auto",
+) -> None:
+    """Say how few bits your data can be trained with, whether a schedule helps, and what it costs; write one page."""
+    from cpt_lab.data.files import check_data, task_of_data
+    from cpt_lab.experiments.recipes import recipe
+
+    r = recipe(scale, dataset, model, task=task or task_of_data(dataset))
+    check_data(r)
+    from functools import partial
+
+    from cpt_lab.analysis.trying import try_recipe
+    from cpt_lab.machine import usable_cores
+    from cpt_lab.sweeps.options import SweepOptions
+    from cpt_lab.sweeps.sweep import run_grid
+
+    options = SweepOptions(workers=workers, device=device, progress=False)
+    try:
+        found, page = try_recipe(
+            r, scale, partial(run_grid, options=options), at_once=workers or usable_cores(), minutes=minutes,
+            seeds=seeds, margin=margin,
+        )  # fmt: skip
+    except KeyboardInterrupt:
+        typer.echo("\nstopped; the same command goes on from here", err=True)
+        raise typer.Exit(130) from None
+    except RuntimeError as error:
+        typer.echo(f"error: a training failed: {error}", err=True)
+        raise typer.Exit(1) from None
+    typer.echo(f"{found}\npage: {page}")
+
+
 @app.command("range-test", cls=Many)
 def range_test(
     dataset: Annotated[str, typer.Argument(help="a named data set, or your own images, before the options")],

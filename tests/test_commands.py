@@ -101,6 +101,11 @@ def command(monkeypatch, capsys):
         (["reproduce", "--notebook", "04", "--dataset", "cpt_lab/data/"], "data is no data for this task (detection)"),
         (["reproduce", "--notebook", "03", "--dataset", "cifar10"], "python -m cpt_lab download cifar10"),
         (["range-test", "nothere/"], "there is no file or folder"),
+        (["try", "nothere/"], "there is no file or folder"),
+        (["try", "digitz"], "no demo recipe for dataset 'digitz'"),
+        (["try", "cpt_lab/data/"], "data is not laid out as any task needs it; found __init__.py, "),
+        (["try", "digits", "--margin", "0"], "margin must be a number of more than 0, got 0"),
+        (["try", "digits", "--workers", "-1"], "workers must be a whole number of at least 0"),
         (["range-test", "cpt_lab/data/", "--task", "graph"], "is no data for this task (graph)"),
         (["reproduce", "--notebook", "01", "-p", "q_min=9"], "1 <= q_min <= q_max"),
         (["reproduce", "--notebook", "01", "-p", "n_cycles=3"], "an even n_cycles"),
@@ -403,6 +408,37 @@ def test_a_range_test_says_what_it_found(command, place):
     assert "mean +- std, 2 seeds, 8 steps each" in said
     assert [line.split()[0] for line in said.splitlines() if line[:4].strip().isdigit()] == ["2", "3", "8"]
     assert (place / "f.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_try_says_how_few_bits_and_writes_a_page(command, place):
+    words = ["try", "digits", "--scale", "smoke", "--seeds", "1", "--workers", "2"]
+    status, said, _ = command(*words)
+    assert status == 0, said
+    assert said.startswith("mlp6 on scikit-learn digits, 8 x 8")
+    for told in (
+        ": 12 trainings, 1 seed\n",
+        "\nBits:      With ",
+        "\nCost:      That is 0.",
+        "\nTime:      No time is gained",
+    ):
+        assert told in said
+    rows = place / "runs/try/digits-mlp6-smoke/rows.jsonl"
+    page = (rows.parent / "index.html").read_text()
+    assert "bits are enough" in page
+    assert "points" in page
+    assert page.count("<tr>") == 1 + 11  # all but float32
+    before = rows.read_bytes()
+    assert command(*words)[1].splitlines()[0] == said.splitlines()[0]
+    assert rows.read_bytes() == before  # nothing is trained twice
+
+
+def test_a_try_with_a_training_that_fails_says_why(command, monkeypatch):
+    monkeypatch.setattr("cpt_lab.sweeps.sweep.run_grid", lambda specs, store, options: [
+        {"status": "failed", "error": "Traceback\nMemoryError: none left", "spec": spec.to_dict()} for spec in specs
+    ])  # fmt: skip
+    status, _, said = command("try", "digits", "--scale", "smoke")
+    assert status == 1
+    assert "a training failed: float32, seed 0: MemoryError: none left; rows and logs: " in said
 
 
 @pytest.mark.slow

@@ -114,7 +114,7 @@ def test_the_three_lines_of_the_first_screen_run():
 
 
 def test_there_are_examples():
-    assert [page.values[0].count("```python") for page in EXAMPLES] == [2, 1, 1, 1]
+    assert [page.values[0].count("```python") for page in EXAMPLES] == [3, 1, 1, 1]
 
 
 def test_links_of_the_pages_lead_somewhere():

@@ -283,6 +283,11 @@ CALLS = {
         {**trained(), "base": 4, "windows": 1, "layers": 1, "steps": 2, "quality": lambda: 1.0,
          "estimate": False, **TRIALS},
     ),
+    "try_precision": lambda: (
+        cpt.choosing.try_precision,
+        {**trained(), "evaluate": lambda: 1.0, "steps": 8, "minutes": 1.0, "seeds": 1, "margin": 1.0, "cycles": 1,
+         "store": None, "stateful": (), "config": None, "progress": False},
+    ),
 }  # fmt: skip
 SCHEDULES = {
     "CyclicSchedule": cyclic, "LayeredSchedule": layered, "RoleSchedules": roles, "DelayedSchedule": delayed,
@@ -305,22 +310,22 @@ TAKEN = {
     "True": "triangular partial saturate bias allow_zero_in_degree running progress estimate",
     "-1": "seed",
     "0": "d hold delay floor step seed hadamard mantissa",
-    "2.5": "rate power",
-    "1e300": "rate power",
-    "10**30": "rate power block every step layers",
+    "2.5": "rate power minutes margin",
+    "1e300": "rate power minutes margin",
+    "10**30": "rate power block every step layers minutes margin",
     "''": "name title quality convention device MeasuredCost.device",
-    "'abc'": "name title quality convention device",
+    "'abc'": "name title quality convention device store",
     "[]": "windows estimated levels float32 stateful",
     "()": "windows estimated levels float32 stateful",
     "(1,)": "levels bits seeds",
     "{}": "layers",
-    "a class": "cost train_step quality",
+    "a class": "cost train_step quality evaluate",
     "a module": "cost train_step model",
     "a tensor": "features x",
 }
 THEIRS = {"dynamic_shapes"}  # handed on as it is: torch judges it
-CALLED = {"inputs", "filter_fn", "quality"}  # what calls the model or the value itself may fail there
-RESULTS = {"Backend", "BitOpsPlan", "Check", "Cost", "Operands", "PrecisionRange"}  # made by the library
+CALLED = {"inputs", "filter_fn", "quality", "evaluate"}  # what calls the model or the value itself may fail there
+RESULTS = {"Backend", "BitOpsPlan", "Check", "Cost", "Operands", "PrecisionRange", "Tried"}  # made by the library
 
 
 class HangError(BaseException):
@@ -397,7 +402,8 @@ def test_every_public_callable_is_called_with_all_its_arguments():
 
 @pytest.mark.parametrize("name", CALLS)
 @pytest.mark.filterwarnings("ignore:one seed")
-def test_legal_values_are_taken_and_odd_ones_refused_by_name(name):
+def test_legal_values_are_taken_and_odd_ones_refused_by_name(name, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
     function, arguments = CALLS[name]()
     call(function, arguments)
     found = {(a, odd): verdict(name, a, odd) for a in arguments if a not in THEIRS for odd in ODD}

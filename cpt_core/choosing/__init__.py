@@ -1,4 +1,4 @@
-"""Which bits, and when: range test, sensitivity, allocation, and schedules of exactly one cost."""
+"""Which bits, and when: a try of all that matters, range test, sensitivity, allocation, schedules of one cost."""
 
 from typing import TYPE_CHECKING
 
@@ -9,6 +9,8 @@ if TYPE_CHECKING:  # the list of public names
     from cpt_core.choosing.range_test import RangeTestWarning as RangeTestWarning
     from cpt_core.choosing.range_test import precision_range_test as precision_range_test
     from cpt_core.choosing.sensitivities import Sensitivity as Sensitivity
+    from cpt_core.choosing.tried import Tried as Tried
+    from cpt_core.choosing.trying import try_precision as try_precision
 else:
     from cpt_core.public import lazily
 

@@ -11,7 +11,7 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 
 from cpt_lab.experiments.recipe import Recipe, is_own
-from cpt_lab.experiments.recipes import EXPERIMENTS
+from cpt_lab.experiments.recipes import EXPERIMENTS, task_of_dataset
 from cpt_lab.paths import command, data_dir, work_dir
 
 
@@ -95,11 +95,35 @@ def check_data(recipe: Recipe) -> None:
     for path in sources(recipe):
         if not path.exists():
             raise DataNotFoundError(f"there is no file or folder {path}")
-        if not any(all(_has(path, word) for word in layout.split()) for layout in experiment.layouts):
+        if not _laid_out(path, recipe.task):
             raise ValueError(
-                f"{path} is no data for this task ({recipe.task}); it needs one of: {'; '.join(experiment.layouts)} "
-                f"(see data/cards/{experiment.card})"
+                f"{path} is no data for this task ({recipe.task}); it needs {experiment.needs} "
+                f"(see data/cards/{experiment.card}); {_seen(path)}"
             )
+
+
+def task_of_data(dataset: str) -> str:
+    """Return the task that a data set is for: a named one has its own; data of yours, the first that can read it."""
+    if not is_own(dataset):
+        return task_of_dataset(dataset) or "image"  # which says what there is
+    path = own_path(dataset.partition(",")[0])
+    if not path.exists():
+        raise DataNotFoundError(f"there is no file or folder {path}")
+    found = next((task for task in EXPERIMENTS if _laid_out(path, task)), None)
+    if found is None:
+        needs = "; ".join(f"{task}: {e.needs}" for task, e in EXPERIMENTS.items())
+        raise ValueError(f"{path} is not laid out as any task needs it; {_seen(path)}. {needs} (see data/cards)")
+    return found
+
+
+def _seen(path: Path) -> str:
+    """Say what is there instead."""
+    names = sorted(p.name + "/" * p.is_dir() for p in path.iterdir()) if path.is_dir() else [path.name]
+    return f"found {', '.join(names[:4]) or 'nothing'}{', ...' if len(names) > 4 else ''}"
+
+
+def _laid_out(path: Path, task: str) -> bool:
+    return any(all(_has(path, word) for word in layout.split()) for layout in EXPERIMENTS[task].layouts)
 
 
 def _has(path: Path, word: str) -> bool:

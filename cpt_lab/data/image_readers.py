@@ -117,16 +117,17 @@ def _unpacked(path: Path, raw: np.ndarray, offsets: np.ndarray) -> np.ndarray:
 def image_folders(folder: Path) -> tuple[Any, Any]:
     """Return torchvision's lists of the files in ``train/`` and ``val/``, both numbered by the classes of ``train/``.
 
-    A class may be missing from ``val/``; one that ``train/`` does not have is an error.
+    Without ``val/``, ``test/`` is taken. A class may be missing from it; one that ``train/`` does not have is an error.
     """
-    for part in ("train", "val"):
+    held = "val" if (folder / "val").is_dir() else "test"
+    for part in ("train", held):
         if not (folder / part).is_dir():
             raise DataNotFoundError(f"{folder} has no {part}/ of images; it needs train/<class>/ and val/<class>/")
     kind = library("torchvision.datasets", "vision").ImageFolder
-    train, test = (kind(str(folder / part), loader=open_rgb) for part in ("train", "val"))
+    train, test = (kind(str(folder / part), loader=open_rgb) for part in ("train", held))
     if unknown := sorted(set(test.classes) - set(train.classes)):
         names = ", ".join(train.classes[:20]) + (", ..." if len(train.classes) > 20 else "")
-        raise ValueError(f"{folder / 'val'}: class {unknown[0]!r} is unknown; those of train/ are {names}")
+        raise ValueError(f"{folder / held}: class {unknown[0]!r} is unknown; those of train/ are {names}")
     test.target_transform = [train.class_to_idx[name] for name in test.classes].__getitem__
     return train, test
 

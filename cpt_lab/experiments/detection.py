@@ -82,7 +82,7 @@ EXPERIMENT = Experiment(
         Metric("map50", "test mAP at IoU 0.5 (%)", "%", 100.0, worst=lambda _: 0.0),
         Metric("map", "test mAP, COCO (%)", "%", 100.0, worst=lambda _: 0.0),
     ),
-    own="own-pictures", card="own-pictures.md",
+    own="own-pictures", card="own-pictures.md", needs="VOC's Annotations/, JPEGImages/ and ImageSets/Main/train.txt",
     layouts=tuple(
         f"{place}Annotations {place}JPEGImages {place}ImageSets/Main/train.txt"
         for place in ("", "VOC*/", "VOCdevkit/VOC*/")

@@ -123,7 +123,8 @@ EXPERIMENT = Experiment(
     recipe=ImageRecipe, task="cpt_lab.tasks.image:ImageTask", metrics=(ACCURACY,), artefact="figure_3",
     own="cifar10", own_large="imagenet", extra="vision", download="cpt_lab.data.images:download",
     card="own-images.md",
-    layouts=("train/*/* val/*/*", "*train*.npz *test*.npz|*val*.npz", "labels.npy data.npy", "labels.npy jpeg.npy"),
+    needs="train/CLASS/ and val/CLASS/ (or test/CLASS/) of pictures, or train.npz and test.npz",
+    layouts=("train/*/* val/*/*|test/*/*", "*train*.npz *test*.npz|*val*.npz", "labels.npy data.npy", "labels.npy jpeg.npy"),
     datasets=(
         Dataset(
             "digits", "scikit-learn's digits", embedded="shows the mechanism, stands for nothing in the paper",

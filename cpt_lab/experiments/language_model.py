@@ -95,6 +95,7 @@ EXPERIMENT = Experiment(
     recipe=LanguageModelRecipe, task="cpt_lab.tasks.language_model:LanguageModelTask", artefact="figure_7",
     metrics=(PERPLEXITY,), outputs=known_words,
     own="ptb", card="own-text.md", layouts=("*train.txt *valid.txt *test.txt",),
+    needs="train.txt, valid.txt and test.txt",
     download="cpt_lab.data.text:download",
     datasets=(
         Dataset(

@@ -205,6 +205,7 @@ class Experiment:
         own_large: the same for folders at paper scale, where it differs.
         layouts: what the user's own data may look like: patterns of names in a folder or archive, all of which it
             holds; "|" stands between those of which one is enough.
+        needs: the same in words.
         card: the page of ``data/cards`` on data of one's own.
         extra: of the installation, with the libraries that this task, or some of its data, needs.
         download: the function that gets its data, "module:function", called with (name, language).
@@ -219,6 +220,7 @@ class Experiment:
     own: str = ""
     own_large: str = ""
     layouts: tuple[str, ...] = ()
+    needs: str = ""
     card: str = ""
     extra: str = ""
     download: str = ""

@@ -19,7 +19,7 @@ from PIL import Image
 
 from cpt_lab import data
 from cpt_lab.data.common import class_count
-from cpt_lab.data.files import DataNotFoundError
+from cpt_lab.data.files import DataNotFoundError, check_data
 from cpt_lab.data.image_batches import ArrayBatches, FileBatches, evaluation_batches
 from cpt_lab.data.image_readers import ArrayImages
 from cpt_lab.data.images import load_images
@@ -248,6 +248,14 @@ def test_image_folder_in_memory(data_folder):
     images = load_images(small("pets/", size=16))
     assert images.train.images.shape == (10, 3, 16, 16)
     assert images.classes == 2
+
+
+def test_a_folder_with_train_and_test_is_read(data_folder):
+    write_image_folder(data_folder / "pets")
+    whole = load_images(small("pets/", size=16)).test.images
+    (data_folder / "pets/val").rename(data_folder / "pets/test")
+    check_data(small("pets/", size=16))
+    assert torch.equal(load_images(small("pets/", size=16)).test.images, whole)
 
 
 def test_image_folder_from_disk_resumes(data_folder):

@@ -161,17 +161,32 @@ def test_lost_runs_count_as_chance_and_missing_ones_leave_it_open(rated):
     assert parts[1].quality("4/5")[0] == pytest.approx(10)
     some = found[found["dataset"] != "ptb"]
     assert {a.word for a in outcome.answers(some)} == {"open: 1120 of 1240 runs"}
-    first, second = outcome.sections(some)
+    first, shares, arm = outcome.sections(some)
     assert "Nothing is decided" in first.notes[1]
     assert len(first.figure.axes) == 3
-    assert len(second.table) == 5 * 10
-    first, second, third = outcome.sections(found)
+    assert len(shares.table) == 5 * 3
+    assert len(arm.table) == 5 * 10
+    first, *_, last = outcome.sections(found)
     assert len(first.notes) == 1
     assert len(first.table) == 5
-    assert len(third.table) == 3 * 12 + 6
+    assert len(last.table) == 3 * 6 + 6
     with pytest.raises(ValueError, match="no task of H7 is complete"):
         outcome.figure([])
     assert len(preregistered.answers_figure(outcome.answers(found)).axes) == 30
+
+
+def test_effects_in_units_of_what_full_precision_gains(rated):
+    rated()
+    parts, _ = outcome.tasks(rows(by_case={"digits": 1.5, "ptb": -0.6}))  # 8/8 gains three margins
+    told = outcome.shares(parts).set_index(["task", "pair"])["share of that"]
+    for bits, pair in ((3, "4/5"), (4, "5/5"), (5, "6/5")):
+        assert told["digits", f"{pair} minus {bits}/8"].startswith("+0.50 [+0.4")
+        assert told["Penn Treebank, small", f"{pair} minus {bits}/8"].startswith("-0.2")
+    found = rows()
+    digits = (found["dataset"] == "digits") & found["arm"].str.startswith("8/8")
+    found.loc[digits, "accuracy_current"] = found.loc[digits, "accuracy"] = 0.4
+    told = outcome.shares(outcome.tasks(found)[0]).set_index("task")["share of that"]
+    assert set(told["digits"]) == {"8/8 gains nothing clear"}
 
 
 @pytest.mark.parametrize("name", ["h7", "h7_rates"])

@@ -1,0 +1,94 @@
+"""What ``cpt try`` does with data: trains its recipe at several precisions and writes one page.  No torch.
+
+The rows lie beside the page; the same command goes on from them.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+
+import pandas as pd
+
+from cpt_core.checks import write_text
+from cpt_core.choosing.tried import FULL, WIDTHS, Arm, Result, Tried, tried
+from cpt_lab.analysis.estimates import quality, unit_of
+from cpt_lab.analysis.pages import Section, render
+from cpt_lab.analysis.runs import table
+from cpt_lab.experiments.recipe import Recipe
+from cpt_lab.experiments.spec import RunSpec
+from cpt_lab.paths import runs_dir
+from cpt_lab.sweeps.lines import Row
+
+MARGIN = 1.0  # points of a metric, or percent of a perplexity
+NOT_TRIED = (
+    "Not tried: other learning rates (fewer bits may want another), longer trainings, bits that differ by layer, other "
+    "schedules. Every training was evaluated on the test data, at the bits with which it ended.",
+    "An interval is that of one comparison which is looked at once. Here several are, some after every seed: take what "
+    "is clear as a good hint, not as a test. Low precision is simulated: bit operations count work, not seconds.",
+)
+
+
+def folder_of(recipe: Recipe, scale: str) -> Path:
+    """Return where rows and page lie."""
+    name = re.sub(r"[^\w.-]+", "-", f"{recipe.dataset.strip('/')}-{recipe.model}")
+    return runs_dir() / "try" / f"{name}-{scale}"
+
+
+def specs(recipe: Recipe, scale: str, arms: Iterable[Arm], seed: int) -> list[RunSpec]:
+    """Return the runs of arms: evaluated at the end alone, where the learning rate does not wait for evaluations."""
+    if getattr(recipe, "lr_rule", "") != "plateau":
+        recipe = replace(recipe, evaluate_every=0)
+    return [RunSpec(recipe, a.schedule, WIDTHS[0], a.q_grad, seed, a.name, scale) for a in arms]
+
+
+def try_recipe(
+    recipe: Recipe, scale: str, run: Callable[[list[RunSpec], Path], list[Row]], *, at_once: int,
+    minutes: float = 10, seeds: int = 10, margin: float = MARGIN, progress: bool | None = None,
+) -> tuple[Tried, Path]:  # fmt: skip
+    """Return the answer for a recipe, and the page that says it; ``run(specs, store)`` is ``run_grid``.
+
+    Raises:
+        RuntimeError: when a run fails: the reason, and the log.
+    """
+    store, unit, title = folder_of(recipe, scale) / "rows.jsonl", "", ""
+
+    def results(arms: Sequence[Arm], seed: int) -> dict[str, Result]:
+        nonlocal unit, title
+        rows = run(specs(recipe, scale, arms, seed), store)
+        if failed := [row for row in rows if row["status"] == "failed"]:
+            reason = failed[0]["error"].strip().splitlines()[-1]
+            raise RuntimeError(f"{failed[0]['spec']['arm']}, seed {seed}: {reason}; rows and logs: {store.parent}")
+        frame = table(rows)
+        unit, title = unit_of(frame), rows[0]["title"]
+        values = pd.Series(quality(frame, 1, "_current")).where((frame["status"] == "ok").to_numpy())
+        return {a.name: Result(float(v), row["seconds"]) for a, v, row in zip(arms, values, rows, strict=True)}
+
+    found = tried(
+        results, recipe.dataset, recipe.steps, cycles=recipe.n_cycles, margin=margin, minutes=minutes, seeds=seeds,
+        at_once=at_once, progress=progress,
+    )  # fmt: skip
+    found = replace(found, title=title or recipe.dataset, unit=unit)
+    page = store.parent / "index.html"
+    page.parent.mkdir(parents=True, exist_ok=True)
+    write_text(page, render("page.html.j2", title=found.title, notes=[], sections=sections(found)))
+    return found, page
+
+
+def sections(found: Tried) -> list[Section]:
+    """Return the page: the answer with its figure, the lines to paste, every arm, and what was not tried."""
+    said = tuple(f"{name}: {sentence}" for name, sentence in found.sentences().items())
+    over = ("The time was over before all was clear; the same command goes on.",) if found.out_of_time else ()
+    alt = "difference to float32 against bit operations: static bits, schedules, fewer bits for gradients"
+    there = [d for d in map(partial(found.difference, other=FULL), found.results) if d.arm.name != FULL]
+    lines = [(d.arm.name, f"{d.arm.cost:.2f}", str(d), len(d.values)) for d in there]
+    columns = ["bits", f"bit operations, {WIDTHS[0]} bits = 1", "difference to float32 [95 %]", "seeds"]
+    return [
+        Section(found.finding, (*said, *over), found.figure() if there else None, alt),
+        Section("To train like this", tuple(f"`{line}`" for line in found.lines().splitlines())),
+        Section("All that was trained", table=pd.DataFrame(lines, columns=columns), style="left"),
+        Section("What was not tried, and what this does not say", NOT_TRIED),
+    ]

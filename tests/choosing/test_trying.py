@@ -1,0 +1,222 @@
+"""Trying precisions: the answer follows from what trainings reach, leaves the model alone, and goes on where it was."""
+
+import json
+import math
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+import cpt_core as cpt
+from cpt_core.choosing.tried import FEWEST, FULL, WIDTHS, Arm, Difference, Result, tried
+
+LOST = {2: 9.0, 3: 4.0}  # points against float32
+
+
+class Trainings:
+    """Made-up trainings: 2 and 3 bits lose, gradients need 5 bits, CR loses and RR does not."""
+
+    def __init__(self, noise=0.1, reached=90.0, rr=0.0, **changes):
+        self.noise, self.reached, self.rr, self.changes, self.done, self.most = noise, reached, rr, changes, [], 0
+
+    def __call__(self, arms, seed):
+        self.most = max(self.most, len(arms))
+        return {arm.name: Result(self.value(arm, seed), 1.5 if arm.name != FULL else 1.0) for arm in arms}
+
+    def value(self, arm, seed):
+        self.done.append((arm.name, seed))
+        if arm.name in self.changes.get("diverged", ()):
+            return math.nan
+        lost = LOST.get(arm.bits, 0.0) + 3.0 * (arm.q_grad < 5) + 2.0 * arm.name.startswith("CR")
+        rng = np.random.default_rng([seed, *arm.name.encode()])
+        return self.reached - lost + self.rr * arm.name.startswith("RR") + self.noise * rng.standard_normal()
+
+
+def answer(run, **options):
+    return tried(run, "net on data", 400, **{"margin": 1.0, "unit": "points", "minutes": 5, **options})
+
+
+def test_the_answer_is_that_of_the_trainings():
+    run = Trainings()
+    found = answer(run)
+    assert (found.bits, found.q_grad, found.rival, found.out_of_time) == (4, 5, 4, False)
+    words = {d.arm.name: d.word for d in found.rests_on}
+    assert words == {
+        "4 bits": "as good as", "3 bits": "worse than", "CR at 4": "worse than", "RR at 4": "as good as",
+        "4 bits, gradients 6": "as good as", "4 bits, gradients 5": "as good as", "4 bits, gradients 4": "worse than",
+    }  # fmt: skip
+    told = found.sentences()
+    assert list(told) == ["Bits", "Schedule", "Gradients", "Cost", "Time"]
+    assert told["Bits"].startswith("With 4 bits it is as good as in float32 (")
+    assert ". With 3 bits it is worse than that (-4" in told["Bits"]
+    assert told["Schedule"].startswith(
+        "At the cost of 4 bits no schedule is clearly better than 4 bits throughout (CR -1.9 ["
+    )
+    assert told["Gradients"].startswith("With 4 bits for weights and activations, gradients may have 5 (")
+    assert told["Cost"] == "That is 0.29 of the bit operations of 8 bits."  # (16 + 40) / 192
+    assert "took 1.5 times as long" in told["Time"]
+    assert found.finding == "4 bits are enough, 5 for gradients; no schedule is clearly better"
+    pasted = {"cpt": cpt, "model": nn.Sequential(nn.Linear(4, 4)), "total_steps": 3}
+    exec(found.lines(), pasted)
+    assert (pasted["model"][0].precision.bits, pasted["model"][0].precision.q_grad) == (4, 5)
+    assert len(run.done) == len(set(run.done)) == FEWEST * (1 + len(WIDTHS) + 2 + 3)  # clear: no further seed
+    assert str(found).startswith("net on data: 36 trainings, 3 seeds\nBits:")
+
+
+def test_schedules_cost_what_static_bits_do():
+    arms = answer(Trainings()).arms
+    for name, arm in arms.items():
+        if arm.kind == "schedule":
+            assert arm.cost == pytest.approx(arms[f"{arm.bits} bits"].cost, rel=1e-3), name
+            assert arm.schedule.bits()[-1] >= 7
+    assert {a.bits for a in arms.values() if a.kind == "schedule"} == {6, 5, 4, 3}
+
+
+def test_so_few_steps_that_no_schedule_costs_that_are_said():
+    told = tried(Trainings(), "net", 8, cycles=1, margin=1.0).sentences()["Schedule"]
+    assert "throughout (RR +" in told
+    assert told.endswith("). Not tried: CR, of which so few steps have none of exactly the cost of 4 bits.")
+    told = tried(Trainings(), "net", 11, cycles=1, margin=1.0).sentences()["Schedule"]
+    assert told == "Not tried: CR and RR, of which so few steps have none of exactly the cost of 4 bits."
+
+
+def test_a_schedule_that_helps_is_said():
+    found = answer(Trainings(rr=2.0))
+    assert "4 bits RR is clearly better than 4 bits throughout" in found.sentences()["Schedule"]
+    assert found.finding.endswith("; a schedule is clearly better")
+
+
+def test_what_is_not_clear_is_repeated_and_no_more_than_that():
+    run = Trainings(noise=1.0)
+    found = answer(run, seeds=12)
+    repeated = {name for name, seed in run.done if seed >= FEWEST}
+    assert repeated
+    assert not {"8 bits", "2 bits"} & repeated
+    noisy = answer(Trainings(noise=3.0), seeds=3)
+    assert "Not clear" in noisy.sentences()
+    assert "points" not in noisy.sentences()["Not clear"]  # 1 point
+    assert max(d.needed for d in noisy.unclear) > 20
+    assert len(found.results[FULL]) >= FEWEST
+
+
+def test_bits_that_diverge_are_worse_and_float32_that_does_is_an_error():
+    found = answer(Trainings(diverged=("3 bits", "4 bits, gradients 5")))
+    assert (found.bits, found.q_grad) == (4, 6)
+    assert "With 3 bits it is worse than that (diverged)." in found.sentences()["Bits"]
+    found.figure()
+    with pytest.raises(ValueError, match="training diverges in float32; lower the learning rate"):
+        answer(Trainings(diverged=(FULL,)))
+
+
+def test_no_bits_are_good_enough():
+    found = answer(Trainings(diverged=tuple(f"{b} bits" for b in WIDTHS)))
+    assert (found.bits, found.q_grad) == (8, 8)
+    assert "worse than in float32 (diverged)" in found.sentences()["Bits"]
+    assert found.finding.startswith("Even 8 bits are not enough")
+
+
+def test_time_is_kept(monkeypatch):
+    clock = [0.0]
+    monkeypatch.setattr("cpt_core.choosing.tried.time.monotonic", lambda: clock[0])
+    run = Trainings()
+
+    def slow(arms, seed):
+        clock[0] += 20.0
+        return run(arms, seed)
+
+    found = answer(slow, minutes=3, at_once=2)
+    assert clock[0] <= 180
+    assert run.most == 2
+    assert found.out_of_time
+    assert "the time was over" in str(found)
+    nothing = answer(slow, minutes=0.5)
+    assert nothing.sentences() == {
+        "Bits": "Nothing can be said: the time was over before float32 and one precision were trained."
+    }
+    assert nothing.finding == "Nothing can be said yet"
+
+
+def test_words_of_a_difference():
+    arm = Arm("4 bits", "static", 4, cpt.make_schedule("STATIC", q_max=4, total_steps=9), 8, FULL)
+    for values, word in (
+        ((0.1, -0.1, 0.0), "as good as"), ((3.0, 3.1, 2.9), "better than"), ((-3.0, -3.1, -2.9), "worse than"),
+        ((-3.0, 3.0, 0.5), "unclear"), ((0.0, 0.0), "unclear"), ((0.0, math.nan, 0.0), "worse than"),
+    ):  # fmt: skip
+        assert Difference(arm, values, 1.0).word == word, values
+    assert str(Difference(arm, (1.0,), 1.0, "points")) == "+1 (one seed) points"
+    assert str(Difference(arm, (0.0, 1.0, 2.0), 1.0)) == "+1 [-1.5, +3.5]"  # t(2) = 4.30
+
+
+# --- a model of one's own -------------------------------------------------------------------------
+def problem():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 2))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.2, momentum=0.9)
+    inputs, seen = torch.randn(64, 32, 8, generator=torch.Generator().manual_seed(1)), []
+
+    def train_step(step):
+        seen.append(step)
+        x = inputs[step % 64]
+        loss = nn.functional.cross_entropy(model(x), (x.sum(1) > 0).long())
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss
+
+    @torch.no_grad()
+    def evaluate():
+        x = inputs[:8].flatten(0, 1)
+        return 100 * float((model(x).argmax(1) == (x.sum(1) > 0)).float().mean())
+
+    return model, train_step, optimizer, evaluate, seen
+
+
+def test_a_model_is_left_as_it_was_and_a_store_goes_on(tmp_path):
+    model, step, optimizer, evaluate, seen = problem()
+    before = {k: v.clone() for k, v in model.state_dict().items()}
+    store, options = tmp_path / "try.jsonl", {"steps": 16, "seeds": 1, "cycles": 2, "progress": False}
+    whole = cpt.choosing.try_precision(model, step, optimizer, evaluate, store=store, **options)
+    assert all(torch.equal(v, model.state_dict()[k]) for k, v in before.items())
+    assert [type(m) for m in model] == [nn.Linear, nn.ReLU, nn.Linear]
+    lines = store.read_text().strip().splitlines()
+    assert len(lines) == 12
+    assert set(seen) == set(range(16))
+    plain = problem()  # the same training, without anything of ours
+    for i in range(16):
+        plain[1](i)
+    assert whole.results[FULL][0].value == pytest.approx(plain[3]())
+
+    store.write_text("\n".join([*lines[:5], lines[5][:20]]))  # killed while it wrote
+    again, step, optimizer, evaluate, seen = problem()
+    found = cpt.choosing.try_precision(again, step, optimizer, evaluate, store=store, **options)
+    assert len(seen) == 16 * 7
+    assert {n: r[0].value for n, r in found.results.items()} == {n: r[0].value for n, r in whole.results.items()}
+    whole_lines = [line for line in store.read_text().splitlines() if line.endswith("}")]
+    assert [json.loads(line)["arm"] for line in whole_lines] == [json.loads(line)["arm"] for line in lines]
+
+    torch.manual_seed(5)
+    other = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 2))
+    sgd = torch.optim.SGD(other.parameters(), lr=0.2)
+    with pytest.raises(ValueError, match=r"try.jsonl holds trainings of 'Sequential, 16 steps.* take another file"):
+        cpt.choosing.try_precision(other, step, sgd, evaluate, store=store, **options)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"evaluate": 3}, "evaluate must be a function without arguments that returns a number, got 3"),
+        ({"steps": 15}, "steps must be a whole number of at least 16"),
+        ({"seeds": 0}, "seeds must be a whole number"),
+        ({"minutes": 0}, "minutes must be a number of more than 0, got 0"),
+        ({"minutes": "ten"}, "minutes must be a number"),
+        ({"margin": -1}, "margin must be a number of more than 0, got -1"),
+        ({"evaluate": lambda: "good"}, "evaluate must return a number, one number; got 'good'"),
+    ],
+)
+def test_wrong_values(changes, message):
+    model, step, optimizer, evaluate, _ = problem()
+    given = {"evaluate": evaluate, "steps": 16, "cycles": 2, "progress": False, **changes}
+    with pytest.raises(ValueError, match=message):
+        cpt.choosing.try_precision(model, step, optimizer, **given)
+    assert type(model[0]) is nn.Linear
