@@ -27,7 +27,7 @@ FULL, FLOAT32 = "float32", 32  # bits at which rounding is the identity
 WIDTHS = (8, 6, 5, 4, 3, 2)  # static precisions
 SHAPES = {"CR": "cosine", "RR": "rex"}  # schedules of the paper, bent to the cost of static precision
 GRADIENTS = (6, 5, 4)
-FEWEST = 3  # seeds before anything is called clear
+FEWEST, MOST_SEEDS = 3, 1000  # seeds before anything is called clear, and at most
 
 
 class Arm(NamedTuple):
@@ -95,9 +95,10 @@ class Difference:
 
     @property
     def needed(self) -> int:
-        """About how many seeds would tell a difference as large as the margin; 1000 stands for more."""
+        """About how many seeds would tell a difference as large as the margin; ``MOST_SEEDS`` stands for more."""
         spread = float(np.std(self.values, ddof=1)) / self.margin if len(self.values) > 1 else math.inf
-        return next((n for n in range(FEWEST, 1000) if stats.t.ppf(0.975, n - 1) * spread < n**0.5), 1000)
+        t = stats.t.ppf
+        return next((n for n in range(FEWEST, MOST_SEEDS) if t(0.975, n - 1) * spread < n**0.5), MOST_SEEDS)
 
     def __str__(self) -> str:
         """Return the mean with its 95 % interval, such as "-0.21 [-0.52, +0.10] points"."""
@@ -171,10 +172,15 @@ class Tried:
         statics = {d.arm.bits: d for d in self._of("static")}
         if not statics:
             return {"Bits": "Nothing can be said: the time was over before float32 and one precision were trained."}
+        values = [r.value for of_arm in self.results.values() for r in of_arm.values()]
+        if len(set(values)) == 1:
+            return {"Bits": f"Every training reached {values[0]:.4g}: nothing here tells precisions apart."}
         bits, first, static = self.bits, statics[self.bits], f"{self.rival} bits"
         schedules = self._of("schedule", self.rival)
         told = "about as good as" if first.word == "unclear" else first.word
-        said = f"With {bits} bits it is {told} in float32 ({first})."
+        full = float(np.mean([r.value for r in self.results[FULL].values()]))
+        reached = f", which reaches {full:.4g}{f' {self.unit}' if self.unit else ''}" * (self.unit != "%")
+        said = f"With {bits} bits it is {told} in float32{reached} ({first})."
         if lower := [d for b, d in statics.items() if b < bits][:1]:
             said += f" With {lower[0].arm.name} it is {lower[0].word.replace('unclear', 'perhaps worse than')} that"
             said += f" ({lower[0]})."
@@ -195,12 +201,16 @@ class Tried:
         found["Cost"] = f"That is {share:.2f} of the bit operations of {WIDTHS[0]} bits."
         ratio = self._seconds(first.arm.name) / self._seconds(first.arm.against)
         found["Time"] = f"No time is gained: low precision is simulated, and took {ratio:.1f} times as long as float32."
-        if self.unclear:
+        if any(len(d.values) >= FEWEST for d in self.unclear):
             names = "; ".join(f"{d.arm.name} against {d.arm.against}" for d in self.unclear)
             seeds = max(d.needed for d in self.unclear)
-            count = f"about {seeds}" if seeds < 1000 else "more than this"
+            count = (
+                f"takes about {seeds} seeds"
+                if seeds < MOST_SEEDS
+                else "these seeds are too few to say how many it takes"
+            )
             tell = f"{self.margin:.2g} {self.unit.removesuffix('s') if self.margin == 1 else self.unit}".strip()
-            found["Not clear"] = f"{names}. To tell {tell} apart takes {count} seeds."
+            found["Not clear"] = f"{names}. To tell {tell} apart {count}."
         return found
 
     def _seconds(self, name: str) -> float:
@@ -213,8 +223,10 @@ class Tried:
             return "Nothing can be said yet"
         helps = any(d.word == "better than" for d in self._of("schedule", self.rival))
         gradients = f", {self.q_grad} for gradients" if self._of("gradients", self.bits) else ""
-        enough = self.difference(f"{self.bits} bits").mean >= -self.margin
-        bits = f"{self.bits} bits are enough{gradients}" if enough else f"Even {self.bits} bits are not enough"
+        first = self.difference(f"{self.bits} bits")
+        are = "look like" if first.word == "unclear" else "are"
+        enough = first.mean >= -self.margin
+        bits = f"{self.bits} bits {are} enough{gradients}" if enough else f"Even {self.bits} bits are not enough"
         return f"{bits}; {'a' if helps else 'no'} schedule is clearly better"
 
     def lines(self) -> str:
@@ -229,7 +241,7 @@ class Tried:
     def __str__(self) -> str:
         """Return the answer, a line each."""
         runs, seeds = sum(map(len, self.results.values())), max(map(len, self.results.values()), default=0)
-        over = "; the time was over" if self.out_of_time else ""
+        over = "; the time was over" * self.out_of_time + "; nothing is clear with so few" * (seeds < FEWEST)
         told = [f"{f'{name}:':<11}{said}" for name, said in self.sentences().items()]
         return "\n".join([f"{self.title}: {runs} trainings, {seeds} seed{'s' * (seeds != 1)}{over}", *told])
 
@@ -291,7 +303,7 @@ def tried(
     The other arguments are those of ``try_precision``; ``cycles`` is how many a schedule has.
     """
     declared(tried, {"margin": margin, "progress": progress})
-    seeds, cycles = whole("seeds", seeds, 1, 1000), whole("cycles", cycles, 1, MOST_STEPS // 8)
+    seeds, cycles = whole("seeds", seeds, 1, MOST_SEEDS), whole("cycles", cycles, 1, MOST_STEPS // 8)
     steps = whole("steps", steps, 8 * cycles, MOST_STEPS)  # a cycle of fewer is none
     for name, value in (("minutes", minutes), ("margin", 1.0 if margin is None else margin)):
         if isinstance(value, bool) or not 0 < number(f"{name} must be a number", value) < math.inf:

@@ -20,11 +20,10 @@ class DataNotFoundError(FileNotFoundError):
 
 
 def own_path(path: str) -> Path:
-    """Resolve a path of the user's: relative ones are looked up in the data folder, then in ``work_dir()``."""
+    """Resolve a path of the user's: relative ones are looked up in the data folder, here, then in ``work_dir()``."""
     given = Path(path.strip()).expanduser()
-    if given.is_absolute() or (data_dir() / given).exists():
-        return data_dir() / given
-    return work_dir() / given
+    places = [place / given for place in (data_dir(), Path.cwd(), work_dir())]
+    return next((place for place in places if place.exists()), places[-1])
 
 
 @contextmanager

@@ -124,7 +124,9 @@ EXPERIMENT = Experiment(
     own="cifar10", own_large="imagenet", extra="vision", download="cpt_lab.data.images:download",
     card="own-images.md",
     needs="train/CLASS/ and val/CLASS/ (or test/CLASS/) of pictures, or train.npz and test.npz",
-    layouts=("train/*/* val/*/*|test/*/*", "*train*.npz *test*.npz|*val*.npz", "labels.npy data.npy", "labels.npy jpeg.npy"),
+    layouts=(
+        "train/*/* val/*/*|test/*/*", "*train*.npz *test*.npz|*val*.npz", "labels.npy data.npy", "labels.npy jpeg.npy",
+    ),
     datasets=(
         Dataset(
             "digits", "scikit-learn's digits", embedded="shows the mechanism, stands for nothing in the paper",

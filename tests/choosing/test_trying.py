@@ -48,7 +48,7 @@ def test_the_answer_is_that_of_the_trainings():
     }  # fmt: skip
     told = found.sentences()
     assert list(told) == ["Bits", "Schedule", "Gradients", "Cost", "Time"]
-    assert told["Bits"].startswith("With 4 bits it is as good as in float32 (")
+    assert told["Bits"].startswith("With 4 bits it is as good as in float32, which reaches 90")
     assert ". With 3 bits it is worse than that (-4" in told["Bits"]
     assert told["Schedule"].startswith(
         "At the cost of 4 bits no schedule is clearly better than 4 bits throughout (CR -1.9 ["
@@ -96,8 +96,17 @@ def test_what_is_not_clear_is_repeated_and_no_more_than_that():
     noisy = answer(Trainings(noise=3.0), seeds=3)
     assert "Not clear" in noisy.sentences()
     assert "points" not in noisy.sentences()["Not clear"]  # 1 point
+    assert "bits look like enough" in noisy.finding
     assert max(d.needed for d in noisy.unclear) > 20
     assert len(found.results[FULL]) >= FEWEST
+
+
+def test_trainings_that_all_reach_the_same_tell_nothing():
+    class Same(Trainings):
+        def value(self, arm, seed):
+            return 100.0
+
+    assert answer(Same()).sentences() == {"Bits": "Every training reached 100: nothing here tells precisions apart."}
 
 
 def test_bits_that_diverge_are_worse_and_float32_that_does_is_an_error():
@@ -112,7 +121,7 @@ def test_bits_that_diverge_are_worse_and_float32_that_does_is_an_error():
 def test_no_bits_are_good_enough():
     found = answer(Trainings(diverged=tuple(f"{b} bits" for b in WIDTHS)))
     assert (found.bits, found.q_grad) == (8, 8)
-    assert "worse than in float32 (diverged)" in found.sentences()["Bits"]
+    assert "worse than in float32, which reaches 9" in found.sentences()["Bits"]
     assert found.finding.startswith("Even 8 bits are not enough")
 
 
