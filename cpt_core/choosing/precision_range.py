@@ -89,7 +89,8 @@ class PrecisionRange:
         ax.spines[["top", "right"]].set_visible(False)
         ax.grid(alpha=0.25)
         ax.legend(fontsize=8, loc="lower right", frameon=False)
-        said = f"Precision range test, {self.dwell} steps at each precision\n{self.title}"
+        found = f"{self.q_min} bits are the fewest that train enough" if self.q_min else "The test has no answer"
+        said = f"{found}\n{self.title}: precision range test, {self.dwell} steps at each precision"
         figure.suptitle(said, fontsize=9, parse_math=False)
         figure.tight_layout()
         plt.close(figure)

@@ -240,7 +240,9 @@ class Sensitivity:
             ax.set_ylabel("response w, 1: as if all were alike", fontsize=8)
             ax.spines[["top", "right"]].set_visible(False)
         axes[0].legend(fontsize=8, frameon=False)
-        said = f"{self.title}: {self.quality} lost by {self.base - 1} instead of {self.base} bits"
+        worst = int(np.argmax(mean))  # of the layers, drawn last
+        found = f"A bit less costs most in {self.places('layers')[worst]}" if low[worst] > 1 else "No layer stands out"
+        said = f"{found}\n{self.title}: {self.quality} lost by {self.base - 1} instead of {self.base} bits"
         figure.suptitle(said, fontsize=9, parse_math=False)
         plt.close(figure)
         return figure

@@ -27,7 +27,9 @@ def figure_2(
         for name in names
     }
     titles = {f"{n}   {s.savings} savings, cost {s.relative_cost():.2f}": s for n, s in made.items()}
-    return schedules(titles, f"Precision schedules between {q_min} and {q_max} bits, {n_cycles} cycles")
+    levels = len({s.savings for s in made.values()})
+    cost = f"{levels} level{'s' * (levels > 1)} of cost"
+    return schedules(titles, f"{len(made)} ways from {q_min} to {q_max} bits in {n_cycles} cycles, {cost}")
 
 
 def schedules(found: Mapping[str, Schedule], title: str = "") -> Figure:
