@@ -164,7 +164,7 @@ def test_lost_runs_count_as_chance_and_missing_ones_leave_it_open(rated):
     first, shares, arm = outcome.sections(some)
     assert "Nothing is decided" in first.notes[1]
     assert len(first.figure.axes) == 3
-    assert len(shares.table) == 5 * 3
+    assert len(shares.table) == 5
     assert len(arm.table) == 5 * 10
     first, *_, last = outcome.sections(found)
     assert len(first.notes) == 1
@@ -178,15 +178,17 @@ def test_lost_runs_count_as_chance_and_missing_ones_leave_it_open(rated):
 def test_effects_in_units_of_what_full_precision_gains(rated):
     rated()
     parts, _ = outcome.tasks(rows(by_case={"digits": 1.5, "ptb": -0.6}))  # 8/8 gains three margins
-    told = outcome.shares(parts).set_index(["task", "pair"])["share of that"]
-    for bits, pair in ((3, "4/5"), (4, "5/5"), (5, "6/5")):
-        assert told["digits", f"{pair} minus {bits}/8"].startswith("+0.50 [+0.4")
-        assert told["Penn Treebank, small", f"{pair} minus {bits}/8"].startswith("-0.2")
+    told = outcome.gains(parts).set_index("task")
+    assert list(told) == [f"{pair} [95 %]" for pair in ("4/5 minus 3/8", "5/5 minus 4/8", "6/5 minus 5/8")]
+    for digits, ptb in zip(told.loc["digits"], told.loc["Penn Treebank, small"], strict=True):
+        assert digits.startswith("+1.50 [+1.4")
+        assert "; +0.50 [+0.4" in digits
+        assert "; -0.2" in ptb or "; -0.1" in ptb
     found = rows()
     digits = (found["dataset"] == "digits") & found["arm"].str.startswith("8/8")
     found.loc[digits, "accuracy_current"] = found.loc[digits, "accuracy"] = 0.4
-    told = outcome.shares(outcome.tasks(found)[0]).set_index("task")["share of that"]
-    assert set(told["digits"]) == {"8/8 gains nothing clear"}
+    told = outcome.gains(outcome.tasks(found)[0]).set_index("task")
+    assert all(cell.endswith("; 8/8 gains nothing clear") for cell in told.loc["digits"])
 
 
 @pytest.mark.parametrize("name", ["h7", "h7_rates"])

@@ -129,22 +129,23 @@ def by_arm(parts: Sequence[Task]) -> pd.DataFrame:
     return pd.DataFrame(lines, columns=columns)
 
 
-def shares(parts: Sequence[Task]) -> pd.DataFrame:
-    """Return what every pair gains, in units of what 8/8 gains on the same static precision; for people.
+def gains(parts: Sequence[Task]) -> pd.DataFrame:
+    """Return what every pair gains, and that in units of what 8/8 gains on the same static precision; for people.
 
-    The interval of the share is a bootstrap's, over seeds; there is none where 8/8 itself gains nothing clear.
+    The interval of the share is a bootstrap's, over seeds; there is no share where 8/8 itself gains nothing clear.
     """
-    lines = []
-    for t in parts:
-        for bits in BUDGETS:
-            static, pair = f"{bits}/{Q_MAX}", pays(bits)
+    found: dict[str, list[str]] = {"task": [t.name for t in parts]}
+    for bits in BUDGETS:
+        static, pair = f"{bits}/{Q_MAX}", pays(bits)
+        cells = found[f"{pair} minus {static} [95 %]"] = []
+        for t in parts:
             gain, full = t.gain(pair, static), t.gain(TOP, static)
             share = f"{TOP} gains nothing clear"
             if full.interval()[0] > 0:
                 ends = bootstrap((gain.values, full.values), _ratio, paired=True, rng=0).confidence_interval
-                share = interval_text(gain.mean / full.mean, *ends)
-            lines.append((t.name, f"{pair} minus {static}", gain.shown(), full.shown(), share))
-    return pd.DataFrame(lines, columns=["task", "pair", "gains [95 %]", f"{TOP} gains", "share of that"])
+                share = f"{interval_text(gain.mean / full.mean, *ends)} of what {TOP} gains"
+            cells.append(f"{gain.shown()}; {share}")
+    return pd.DataFrame(found)
 
 
 def _ratio(gain: np.ndarray, full: np.ndarray, axis: int) -> np.ndarray:
@@ -162,6 +163,9 @@ def figure(parts: Sequence[Task]) -> Figure:
     with drawing(1, len(BUDGETS), figsize=(10, 0.55 * len(parts) + 1.4), sharey=True) as (drawn, axes):
         for ax, bits in zip(axes[0], BUDGETS, strict=True):
             _panel(ax, bits, parts)
+        gains = [len(against([t.gain(pays(b), f"{b}/{Q_MAX}") for t in parts])[1]) for b in BUDGETS]
+        said = f"{', '.join(map(str, gains[:-1]))} and {gains[-1]} of {len(parts)} tasks"
+        drawn.suptitle(f"One more forward bit, paid with {SPENT}-bit gradients, gains in {said}", fontsize=11)
         axes[0, 0].set_yticks(range(len(parts))[::-1], [t.name for t in parts], fontsize=SMALL)
         legend_below(drawn, axes[0, BUDGETS.index(4)])
     return drawn
@@ -206,7 +210,7 @@ def sections(runs: pd.DataFrame) -> Iterator[Section]:
     alt = "gains of gradients that pay for forward bits, of a cycle, and of both, on static precision of equal cost"
     name = "Where the next bit operation should go"
     yield Section(name, tuple(notes), figure(parts), alt, summary(told), "left")
-    yield Section(f"{name}: beside all that there is to win", table=shares(parts), style="left folded")
+    yield Section(f"{name}: beside all that there is to win", table=gains(parts), style="left folded")
     yield Section(f"{name}: every arm", table=by_arm(parts), style="left folded")
     if not missing:
         yield Section(f"{name}: other effects", table=secondary(told), style="left folded")
