@@ -265,7 +265,7 @@ class Tried:
             ax.errorbar(x, y, half, fmt=fmt, color=color, markersize=4, capsize=2, linewidth=1, label=label)
             for d, a, b in zip(shown, x, y, strict=True):
                 text = {"static": d.arm.name, "schedule": d.arm.shape, "gradients": str(d.arm.q_grad)}[kind]
-                ax.annotate(text, (a, b), (4, above), textcoords="offset points", fontsize=7, color=color)
+                ax.annotate(text, (a, b), (4, above), textcoords="offset points", fontsize=8, color=color)
         of = f" ({self.unit})" if self.unit else ""
         ax.set(xlabel=f"bit operations, {WIDTHS[0]} bits = 1", ylabel=f"difference to float32{of}")
         ax.set_title(self.finding, fontsize=10, loc="left")

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from functools import cache
 
 import numpy as np
 import pandas as pd
@@ -11,6 +13,7 @@ import pandas as pd
 from cpt_core.schedules.profiles import SUITE
 from cpt_lab.analysis import groups, quality_cost, statistics
 from cpt_lab.analysis.metrics import interval_text, metric_named, metric_of
+from cpt_lab.paths import results_dir
 
 LEAST_SEEDS = 3
 Interval = tuple[float, float, float]  # mean, low, high
@@ -57,7 +60,9 @@ class Effect:
         """Return it in words; exact ones have no interval."""
         if self.scale == "exact":
             return self.what
-        return f"{self.experiment}: {'; '.join(e.number() for e in (self, *self.others))}"
+        found = q_min_found().get(self.place, 0)
+        below = f" (below the {found} that the range test finds)" if self.bits < f"q_min {found}" else ""
+        return f"{self.experiment}{below}: {'; '.join(e.number() for e in (self, *self.others))}"
 
     def number(self) -> str:
         """Return what was compared with its effect."""
@@ -66,6 +71,13 @@ class Effect:
         if mean != mean:
             return f"{self.what}: no seed to compare{lost}"
         return f"{self.what}: {interval_text(mean, low, high)}, n = {self.n}{lost}"
+
+
+@cache
+def q_min_found() -> dict[str, int]:
+    """Return the lowest bits that the kept range tests found, by data set and model."""
+    tests = json.loads((results_dir() / "range_tests.json").read_text(encoding="utf-8"))["tests"]
+    return {name: test["q_min"] for name, test in tests.items() if test["q_min"]}
 
 
 @dataclass(frozen=True)

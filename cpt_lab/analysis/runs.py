@@ -44,6 +44,13 @@ OUTSIDE = re.compile(
     r"ConnectionError|ConnectionResetError|BrokenPipeError|TimeoutError|URLError|HTTPError|KeyboardInterrupt)\b",
     re.M,
 )
+KEPT = {  # what the data of kept rows are called there, and what they are
+    "own graph (cora, Planetoid split)": "Cora",
+    "own graph (facebook_ogb_layout)": "Facebook's page-page graph",
+    "own images (cifar10-jpeg)": "JPEG copies of CIFAR-10",
+    "own pictures (voc2007-first16)": "the first 16 pictures of VOC 2007",
+    "own pictures (voc2007-subset320)": "320 pictures of VOC 2007",
+}
 EQUAL_COST_ARM = re.compile(r"^RR at |delayed [\d.]+ %$|, \d+ of \d+ steps$")  # arms that only equal cost needs
 
 
@@ -73,7 +80,14 @@ def load(*stores: Path, every_rate: bool = False) -> pd.DataFrame:
 
 
 def _read(files: Iterable[Path]) -> list[Row]:
-    return [{**row, "store": _place(file)} for file in files for row in load_rows(file)]
+    return [{**row, "store": _place(file), "title": _title(row, file)} for file in files for row in load_rows(file)]
+
+
+def _title(row: Row, file: Path) -> str:
+    """Call what is kept by what it is: to the run it was data of the user's own."""
+    title = str(row.get("title", ""))
+    own = next((own for own in KEPT if file.parent == results_dir() and own in title), "")
+    return title.replace(own, KEPT[own]) if own else title
 
 
 def _of_one_data(rows: list[Row]) -> list[Row]:

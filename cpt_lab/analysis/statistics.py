@@ -24,8 +24,12 @@ def paired(a: pd.DataFrame, b: pd.DataFrame, value: str) -> pd.Series:
 
 def by_seed(runs: pd.DataFrame, value: str) -> pd.DataFrame:
     """Return the mean over arms of a column, and the share that diverged, on the seeds that all arms have."""
-    at = [runs["seed"], runs["arm"]]
-    wide = {name: runs[name].astype(float).groupby(at).first().unstack("arm") for name in (value, "diverged")}
+    wide = {
+        name: runs.astype({name: float}).pivot_table(
+            index="seed", columns="arm", values=name, aggfunc="first", dropna=False
+        )
+        for name in (value, "diverged")
+    }
     return pd.DataFrame({name: part.dropna().mean(axis=1) for name, part in wide.items()}).dropna()
 
 

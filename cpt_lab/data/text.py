@@ -93,17 +93,17 @@ def load_text(recipe: LanguageModelRecipe) -> TextData:
         **{split: torch.tensor([number.get(u, number.get(UNKNOWN, 0)) for u in part]) for split, part in parts.items()},
         vocabulary=tuple(vocabulary),
         start=number[start],
-        title=_title(title, recipe, len(whole["train"])),
+        title=_title(title, recipe, len(whole["train"]), len(common)),
         checksum=hashlib.sha256("\0".join(texts.values()).encode()).hexdigest()[:16],
     )
 
 
-def _title(name: str, recipe: LanguageModelRecipe, there: int) -> str:
-    """Say what is left out of a text."""
+def _title(name: str, recipe: LanguageModelRecipe, there: int, words: int) -> str:
+    """Say what is left out of a text, and how many words of it are known."""
     limit = recipe.train_tokens
     part = f"the first {limit:,} {recipe.unit} of " if limit is not None and limit < there else ""
     part = part or ("characters of " if recipe.unit == "characters" else "")
-    known = "" if recipe.vocabulary is None else f", {recipe.vocabulary:,} words known"
+    known = "" if recipe.vocabulary is None else f", {words:,} words known"
     return f"{part}{name}{known}"
 
 

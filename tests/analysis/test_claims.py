@@ -27,7 +27,7 @@ from cpt_lab.analysis.claims import (
 )  # fmt: skip
 from cpt_lab.analysis.effects import Claim, Effect
 from cpt_lab.analysis.measures import MEASURES
-from cpt_lab.analysis.runs import table
+from cpt_lab.analysis.runs import committed, table
 from cpt_lab.experiments import designs, grids
 from cpt_lab.paths import paper_dir, results_dir
 from cpt_lab.sweeps import stores
@@ -409,3 +409,19 @@ def test_the_committed_rows_are_judged_by_the_rules_alone():
     (on_test_nodes,) = effect.others  # figure 5 has validation nodes
     assert on_test_nodes.interval == pytest.approx(statistics.interval(differences))
     assert isinstance(IDS["gcn_aggregation"], Claim)
+
+
+def test_what_is_kept_is_called_by_what_it_is():
+    titles = committed()["title"]
+    assert not titles.str.contains(r"\bown (?:graph|images|pictures)\b").any()
+    assert "GCN (FP-Agg) on Facebook's page-page graph" in set(titles)
+
+
+def test_schedules_below_the_bits_that_a_range_test_finds_are_marked():
+    effect = Effect(
+        "digits, 3 to 8 bits", "demo", lambda alpha: (1.0, 0.5, 1.5), 9, "CR minus RR", "digits/mlp6", "q_min 3"
+    )
+    shown = "digits, 3 to 8 bits (below the 4 that the range test finds): CR minus RR: +1.00 [+0.50, +1.50], n = 9"
+    assert str(effect) == shown
+    for changes in ({"bits": "q_min 4"}, {"place": "digits/other"}, {"scale": "exact"}):
+        assert "range test" not in str(replace(effect, **changes))

@@ -71,6 +71,7 @@ def test_a_limited_vocabulary_keeps_the_most_frequent_words(folder):
     assert set(found.vocabulary) == {"<eos>", "<unk>", "the", "sat"}
     assert len(found.train) == 120
     assert found.title == "the first 120 words of toy, 3 words known"
+    assert text.load_text(toy(vocabulary=500)).title == "toy, 8 words known"  # it has no more
 
 
 def test_characters(folder):
