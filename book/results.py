@@ -12,13 +12,14 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from cpt_core.checks import write_text
-from cpt_lab.analysis import claims, preregistered, quality_cost
+from cpt_lab.analysis import claims, preregistered
 from cpt_lab.analysis.metrics import counted
 from cpt_lab.analysis.pages import render
 from cpt_lab.analysis.report import harvest
 from cpt_lab.analysis.runs import committed, load
 from cpt_lab.experiments.grids import find_grids, grid_specs
 from cpt_lab.paths import ROOT, results_dir
+from cpt_lab.studies.h7 import outcome as h7
 
 KINDS = ("Differs", "Paper")
 
@@ -53,6 +54,7 @@ def pages() -> dict[str, str]:
         lines={kind: {page: _listed(x for of, x in lines[kind] if of == page) for page in TOPICS} for kind in KINDS},
         outcome=_listed(map(preregistered.sentence, answers)),
         answers=preregistered.summary(answers)[["", "question", "outcome"]],
+        spent=h7.gains(h7.tasks(committed("h7"))[0]),
     )
     parts = re.split(r"^<!-- page: (.*) -->\n\n?", whole, flags=re.M)[1:]
     return {name: re.sub(r"\n{3,}", "\n\n", text).strip() + "\n" for name, text in zip(*2 * [iter(parts)], strict=True)}
@@ -128,12 +130,8 @@ def main() -> None:
     """Write the pages and the figure."""
     for name, text in pages().items():
         write_text(ROOT / "docs" / "reproducing" / name, text)
-    runs = committed("image_digits").query("model == 'mlp6' and q_min == 3")
-    drawn = quality_cost.figure_3(runs, xs=("relative_cost", "noise_exposure"))
-    title = "At equal cost no schedule lies clearly above static precision"
-    drawn.suptitle(f"{title} (a small network on digits, 10 seeds)", fontsize=10)
-    drawn.savefig(results_dir() / "image_digits.png", dpi=110)
-    print("docs/reproducing and data/results/image_digits.png written")
+    h7.figure(h7.tasks(committed("h7"))[0]).savefig(results_dir() / "where_to_spend_bits.png", dpi=110)
+    print("docs/reproducing and data/results/where_to_spend_bits.png written")
 
 
 if __name__ == "__main__":

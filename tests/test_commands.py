@@ -416,10 +416,10 @@ def test_a_try_says_how_few_bits_and_writes_a_page(command, place):
     assert status == 0, said
     assert said.startswith("mlp6 on scikit-learn digits, 8 x 8")
     for told in (
-        ": 12 trainings, 1 seed; nothing is clear with so few\n",
+        ": 12 trainings, 1 seed; nothing is clear with so few; plus is better, 1 point is too little to matter\n",
         "\nBits:      With ",
         "\nCost:      That is 0.",
-        "\nTime:      No time is gained",
+        "\nTime:      None is saved, as low precision is simulated",
     ):
         assert told in said
     rows = place / "runs/try/digits-mlp6-smoke/rows.jsonl"

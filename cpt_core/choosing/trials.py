@@ -96,7 +96,7 @@ class Trial:
             raise ValueError(
                 f"after step {step} one training has the learning rates {self.rates[step]}, another {now}; "
                 "name the LR scheduler in stateful=, so that every training begins with it anew, or set the rate by "
-                "how many steps a training has made, not by the number of the batch"
+                "how many steps a training has made, not by the number of the batch or by the loss"
             )
 
 
@@ -123,6 +123,8 @@ def of_model(
     others = tuple(stateful) if listed else (None,)
     if not all(hasattr(s, "state_dict") and hasattr(s, "load_state_dict") for s in others):
         raise ValueError(f"stateful must list objects with state_dict and load_state_dict, got {stateful!r}")
+    if config is not None and any(isinstance(m, QuantizedLayer) for m in model.modules()):
+        raise ValueError("the model is quantised already, so that config= would change nothing")
     convert = not any(isinstance(m, QuantizedLayer) for m in model.modules())
     if convert:
         quantize_(model, config)

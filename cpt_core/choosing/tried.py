@@ -119,6 +119,7 @@ class Tried:
         margin: what is too little to matter, in units of the results.
         unit: of the results, such as "points".
         out_of_time: whether the time was over before all was clear.
+        conversion: the line that quantises the model.
     """
 
     title: str
@@ -127,6 +128,7 @@ class Tried:
     margin: float
     unit: str = ""
     out_of_time: bool = False
+    conversion: str = "cpt.quantize_(model)"
 
     def difference(self, name: str, other: str = "") -> Difference:
         """Return what an arm reaches minus what another does, by the seeds of both; ``other`` is its ``against``."""
@@ -174,33 +176,36 @@ class Tried:
             return {"Bits": "Nothing can be said: the time was over before float32 and one precision were trained."}
         values = [r.value for of_arm in self.results.values() for r in of_arm.values()]
         if len(set(values)) == 1:
-            return {"Bits": f"Every training reached {values[0]:.4g}: nothing here tells precisions apart."}
+            return {"Bits": f"All {len(values)} trainings reached {values[0]:.4g}: nothing tells precisions apart."}
         bits, first, static = self.bits, statics[self.bits], f"{self.rival} bits"
         schedules = self._of("schedule", self.rival)
-        told = "about as good as" if first.word == "unclear" else first.word
+        about = "about as good as" if first.mean >= -self.margin else "perhaps worse than"
+        told = about if first.word == "unclear" else first.word
         full = float(np.mean([r.value for r in self.results[FULL].values()]))
         reached = f", which reaches {full:.4g}{f' {self.unit}' if self.unit else ''}" * (self.unit != "%")
         said = f"With {bits} bits it is {told} in float32{reached} ({first})."
         if lower := [d for b, d in statics.items() if b < bits][:1]:
-            said += f" With {lower[0].arm.name} it is {lower[0].word.replace('unclear', 'perhaps worse than')} that"
-            said += f" ({lower[0]})."
+            worse = lower[0].word.replace("unclear", "perhaps worse than")
+            said += f" With {lower[0].arm.name} it is {worse} float32 ({lower[0]})."
         found = {"Bits": said}
         if schedules:
             better = " and ".join(d.arm.shape for d in schedules if d.word == "better than")
             verdict = f"{better} is clearly better" if better else "no schedule is clearly better"
             effects = "; ".join(f"{d.arm.shape} {d}" for d in schedules)
-            found["Schedule"] = f"At the cost of {static} {verdict} than {static} throughout ({effects})."
+            nearest = ", the nearest that schedules have," * (self.rival != bits)
+            found["Schedule"] = f"At the cost of {static}{nearest} {verdict} than {static} throughout ({effects})."
         if none := [shape for shape in SHAPES if f"{shape} at {self.rival}" not in self.arms]:
             told = f"Not tried: {' and '.join(none)}, of which so few steps have none of exactly the cost of {static}."
             found["Schedule"] = " ".join([*filter(None, [found.get("Schedule", "")]), told])
         best = next((d for d in self._of("gradients", bits) if d.arm.q_grad == self.q_grad), None)
-        may = f"may have {self.q_grad} ({best})" if best else f"should keep {WIDTHS[0]}"
+        perhaps = "perhaps " * bool(best and best.word == "unclear")
+        may = f"may {perhaps}have {self.q_grad} ({best})" if best else f"should keep {WIDTHS[0]}"
         share = (best or first).arm.cost
         if self._of("gradients", bits):
             found["Gradients"] = f"With {bits} bits for weights and activations, gradients {may}."
         found["Cost"] = f"That is {share:.2f} of the bit operations of {WIDTHS[0]} bits."
         ratio = self._seconds(first.arm.name) / self._seconds(first.arm.against)
-        found["Time"] = f"No time is gained: low precision is simulated, and took {ratio:.1f} times as long as float32."
+        found["Time"] = f"None is saved, as low precision is simulated: a training takes {ratio:.1f} times float32's."
         if any(len(d.values) >= FEWEST for d in self.unclear):
             names = "; ".join(f"{d.arm.name} against {d.arm.against}" for d in self.unclear)
             seeds = max(d.needed for d in self.unclear)
@@ -209,8 +214,7 @@ class Tried:
                 if seeds < MOST_SEEDS
                 else "these seeds are too few to say how many it takes"
             )
-            tell = f"{self.margin:.2g} {self.unit.removesuffix('s') if self.margin == 1 else self.unit}".strip()
-            found["Not clear"] = f"{names}. To tell {tell} apart {count}."
+            found["Not clear"] = f"{names}. To tell {self._little} apart {count}."
         return found
 
     def _seconds(self, name: str) -> float:
@@ -219,10 +223,12 @@ class Tried:
     @property
     def finding(self) -> str:
         """The answer in a few words."""
-        if not self._of("static"):
-            return "Nothing can be said yet"
+        if len(told := self.sentences()) == 1:
+            return told["Bits"].partition(":")[2].strip().capitalize().rstrip(".")
         helps = any(d.word == "better than" for d in self._of("schedule", self.rival))
-        gradients = f", {self.q_grad} for gradients" if self._of("gradients", self.bits) else ""
+        tried = [d for d in self._of("gradients", self.bits) if d.arm.q_grad == self.q_grad]
+        perhaps = "perhaps " * any(d.word == "unclear" for d in tried)
+        gradients = f", {perhaps}{self.q_grad} for gradients" if self._of("gradients", self.bits) else ""
         first = self.difference(f"{self.bits} bits")
         are = "look like" if first.word == "unclear" else "are"
         enough = first.mean >= -self.margin
@@ -230,9 +236,11 @@ class Tried:
         return f"{bits}; {'a' if helps else 'no'} schedule is clearly better"
 
     def lines(self) -> str:
-        """Return the lines that train like this."""
+        """Return the lines that train like this; "" when nothing can be said."""
+        if len(self.sentences()) == 1:
+            return ""
         return (
-            "cpt.quantize_(model)\n"
+            f"{self.conversion}\n"
             f'schedule = cpt.make_schedule("STATIC", q_max={self.bits}, total_steps=total_steps)\n'
             f"precision = cpt.PrecisionScheduler(model, schedule, q_grad={self.q_grad})\n"
             "precision.step()  # in your loop, after every optimizer.step()"
@@ -243,7 +251,13 @@ class Tried:
         runs, seeds = sum(map(len, self.results.values())), max(map(len, self.results.values()), default=0)
         over = "; the time was over" * self.out_of_time + "; nothing is clear with so few" * (seeds < FEWEST)
         told = [f"{f'{name}:':<11}{said}" for name, said in self.sentences().items()]
-        return "\n".join([f"{self.title}: {runs} trainings, {seeds} seed{'s' * (seeds != 1)}{over}", *told])
+        said = f"{runs} trainings, {seeds} seed{'s' * (seeds != 1)}{over}"
+        return "\n".join([f"{self.title}: {said}; plus is better, {self._little} is too little to matter", *told])
+
+    @property
+    def _little(self) -> str:
+        """The margin in words."""
+        return f"{self.margin:.2g} {self.unit.removesuffix('s') if self.margin == 1 else self.unit}".strip()
 
     def figure(self) -> Any:
         """Draw quality against cost, as differences to float32: a matplotlib figure."""
@@ -306,7 +320,7 @@ def tried(
     seeds, cycles = whole("seeds", seeds, 1, MOST_SEEDS), whole("cycles", cycles, 1, MOST_STEPS // 8)
     steps = whole("steps", steps, 8 * cycles, MOST_STEPS)  # a cycle of fewer is none
     for name, value in (("minutes", minutes), ("margin", 1.0 if margin is None else margin)):
-        if isinstance(value, bool) or not 0 < number(f"{name} must be a number", value) < math.inf:
+        if isinstance(value, (bool, str)) or not 0 < number(f"{name} must be more than 0", value) < math.inf:
             raise ValueError(f"{name} must be a number of more than 0, got {value!r}")
     arms = {a.name: a for a in _arms(steps, cycles)}
     results: dict[str, dict[int, Result]] = {}
@@ -331,7 +345,7 @@ def tried(
                 for name, result in run(part, seed).items():
                     results.setdefault(name, {})[seed] = result
                 if any(not math.isfinite(r.value) for r in results.get(FULL, {}).values()):
-                    raise ValueError("training diverges in float32; lower the learning rate or clip")
+                    raise ValueError("in float32 training diverges, or its evaluation gives no finite number")
                 longest = max(longest, time.monotonic() - began)
                 bar.update(len(part))
         return True

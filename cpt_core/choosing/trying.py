@@ -12,7 +12,7 @@
 ...     return loss
 >>> found = try_precision(model, train_step, optimizer, lambda: -loss_of(batches[0]), steps=40, seeds=1)
 >>> print(found)  # doctest: +ELLIPSIS
-Sequential: 12 trainings, 1 seed; nothing is clear with so few
+Sequential: 12 trainings, 1 seed; nothing is clear with so few; plus is better, 0.00073 is too little to matter
 Bits:      With ... bits it is about as good as in float32, which reaches -0.0... (...
 """
 
@@ -21,8 +21,10 @@ from __future__ import annotations
 import json
 import math
 import time
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +35,7 @@ from cpt_core.checks import nulled, number, whole
 from cpt_core.choosing.trials import TrainStep, of_model
 from cpt_core.choosing.tried import WIDTHS, Arm, Result, Tried, tried
 from cpt_core.quantization.convert import QuantConfig
+from cpt_core.quantization.layers import QuantizedLayer
 from cpt_core.quantization.scheduler import precision
 from cpt_core.schedules.schedule import MOST_STEPS
 from cpt_core.waiting import waiting
@@ -66,20 +69,23 @@ def try_precision(
         train_step: ``train_step(step) -> loss`` does one whole optimizer step on batch number ``step``, the same batch
             whenever the number is the same. Numbers go on from one seed to the next.
         optimizer: the one that ``train_step`` uses.
-        evaluate: called after every training, at the bits with which it ended; what is larger when better.
+        evaluate: called after every training, at the bits with which it ended; what is larger when better. The model
+            is in the mode in which the training left it: call ``model.eval()`` where that matters.
         steps: optimizer steps of a training.
         minutes: after which no training is begun that would end too late.
-        seeds: at most so many; the model keeps its weights and takes other batches.
+        seeds: at most so many; the model keeps its weights and takes the batches from number ``seed * steps`` on,
+            which must be others.
         margin: what is too little to matter, in units of ``evaluate``; None takes 1 % of what float32 reaches.
         cycles: of a schedule.
-        store: a file of JSON lines; trainings that it holds are not repeated, so that what was stopped goes on.
+        store: a file of JSON lines; trainings that it holds are not repeated, so that what was stopped goes on. It
+            knows weights, rates, steps and ``config``: take another file when the data or ``evaluate`` change.
         stateful: what else ``train_step`` changes, as in ``precision_range_test``.
         config: of ``quantize_``; None quantises all layers.
         progress: show a bar; None shows it to people only, in a terminal or a notebook.
 
     Raises:
-        ValueError: for wrong values, before anything is trained; when training diverges in float32; for a store of
-            another training.
+        ValueError: for wrong values, before anything is trained; when training diverges in float32; when two seeds are
+            the same training; for a store of another training.
     """
     if not callable(evaluate):
         raise ValueError(f"evaluate must be a function without arguments that returns a number, got {evaluate!r}")
@@ -90,9 +96,14 @@ def try_precision(
     trials = of_model(model, train_step, optimizer, WIDTHS[0], (0,), steps, config, stateful)
     quiet = waiting("", progress=False)
     with closing(trials):
+        line = "cpt.quantize_(model)" if config is None else "cpt.quantize_(model, config)"
+        if isinstance(model, nn.Module) and any(isinstance(m, QuantizedLayer) for m in model.modules()):
+            line = "# the model is quantised already"
         trial, _ = next(trials)
         weights = sum(float(p.detach().double().sum()) for p in model.parameters())
-        what = f"{title}, {steps} steps, {cycles} cycles, weights that sum to {weights:.9g}"
+        rates = ", ".join(f"{group['lr']:g}" for group in optimizer.param_groups)
+        what = f"{title}, {steps} steps, {cycles} cycles, rate {rates}, weights that sum to {weights:.9g}, {config=}"
+        seen: dict[str, list[list[float]]] = defaultdict(list)  # losses by arm
         known = {} if path is None else _known(path, what)
 
         def run(arms: Sequence[Arm], seed: int) -> dict[str, Result]:
@@ -100,9 +111,16 @@ def try_precision(
             if found := known.get((arm.name, seed)):
                 return {arm.name: found}
             began, value, bits = time.perf_counter(), math.nan, [int(b) for b in arm.schedule.bits()]
-            if math.isfinite(trial.losses(bits, seed * steps, arm.q_grad, quiet)[-1]):
+            losses = trial.losses(bits, seed * steps, arm.q_grad, quiet)
+            if math.isfinite(losses[-1]):
+                if losses in seen[arm.name]:
+                    raise ValueError(
+                        f"seed {seed} is the same training as one before; train_step must take other batches from "
+                        f"number {seed * steps} on, or seeds must be 1"
+                    )
+                seen[arm.name].append(losses)
                 with precision(model, bits=bits[-1], q_grad=arm.q_grad):
-                    value = number("evaluate must return a number", evaluate())
+                    value = number("evaluate must return a quality", evaluate())
             result = Result(value, time.perf_counter() - began)
             if path is not None:
                 line = {"of": what, "arm": arm.name, "seed": seed, **nulled(result._asdict())}
@@ -110,21 +128,21 @@ def try_precision(
                     file.write("\n" + json.dumps(line))  # after a line that was cut off, too
             return {arm.name: result}
 
-        return tried(
-            run, title, steps, cycles=cycles, margin=margin, minutes=minutes, seeds=seeds, progress=progress
-        )  # fmt: skip
+        found = tried(run, title, steps, cycles=cycles, margin=margin, minutes=minutes, seeds=seeds, progress=progress)
+    return replace(found, conversion=line)
 
 
 def _known(path: Path, what: str) -> dict[tuple[str, int], Result]:
     """Read the trainings of a store; a line that was cut off when its process died does not count."""
     found = {}
-    for text in path.read_text(encoding="utf-8").splitlines() if path.exists() else ():
+    for text in path.read_text(encoding="utf-8", errors="replace").splitlines() if path.exists() else ():
         try:
             line = json.loads(text)
         except ValueError:
             continue
-        if line["of"] != what:
-            raise ValueError(f"{path} holds trainings of {line['of']!r}, this is {what!r}; take another file as store")
+        if not isinstance(line, dict) or line.get("of") != what:
+            of = line.get("of") if isinstance(line, dict) else line
+            raise ValueError(f"{path} holds trainings of {of!r}, this is {what!r}; take another file as store")
         value = math.nan if line["value"] is None else line["value"]
         found[line["arm"], line["seed"]] = Result(value, line["seconds"])
     return found

@@ -84,11 +84,12 @@ def sections(found: Tried) -> list[Section]:
     over = ("The time was over before all was clear; the same command goes on.",) if found.out_of_time else ()
     alt = "difference to float32 against bit operations: static bits, schedules, fewer bits for gradients"
     there = [d for d in map(partial(found.difference, other=FULL), found.results) if d.arm.name != FULL]
+    pasted = tuple(f"`{line}`" for line in found.lines().splitlines())
     lines = [(d.arm.name, f"{d.arm.cost:.2f}", str(d), len(d.values)) for d in there]
     columns = ["bits", f"bit operations, {WIDTHS[0]} bits = 1", "difference to float32 [95 %]", "seeds"]
     return [
         Section(found.finding, (*said, *over), found.figure() if there else None, alt),
-        Section("To train like this", tuple(f"`{line}`" for line in found.lines().splitlines())),
+        *([Section("To train like this", pasted)] if pasted else []),
         Section("All that was trained", table=pd.DataFrame(lines, columns=columns), style="left"),
         Section("What was not tried, and what this does not say", NOT_TRIED),
     ]

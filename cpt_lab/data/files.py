@@ -23,7 +23,7 @@ def own_path(path: str) -> Path:
     """Resolve a path of the user's: relative ones are looked up in the data folder, here, then in ``work_dir()``."""
     given = Path(path.strip()).expanduser()
     places = [place / given for place in (data_dir(), Path.cwd(), work_dir())]
-    return next((place for place in places if place.exists()), places[-1])
+    return next((place for place in places if place.exists()), places[1])
 
 
 @contextmanager
@@ -104,6 +104,8 @@ def check_data(recipe: Recipe) -> None:
 def task_of_data(dataset: str) -> str:
     """Return the task that a data set is for: a named one has its own; data of yours, the first that can read it."""
     if not is_own(dataset):
+        if task_of_dataset(dataset) is None and own_path(dataset).is_dir():
+            raise ValueError(f"no data set is called {dataset!r}; the folder here is {dataset}/, with a slash")
         return task_of_dataset(dataset) or "image"  # which says what there is
     path = own_path(dataset.partition(",")[0])
     if not path.exists():

@@ -142,7 +142,9 @@ def gains(parts: Sequence[Task]) -> pd.DataFrame:
             gain, full = t.gain(pair, static), t.gain(TOP, static)
             share = f"{TOP} gains nothing clear"
             if full.interval()[0] > 0:
-                ends = bootstrap((gain.values, full.values), _ratio, paired=True, rng=0).confidence_interval
+                with np.errstate(divide="ignore", invalid="ignore"):  # where what 8/8 gains is drawn as 0
+                    both = (gain.values, full.values)
+                    ends = bootstrap(both, _ratio, paired=True, method="percentile", rng=0).confidence_interval
                 share = f"{interval_text(gain.mean / full.mean, *ends)} of what {TOP} gains"
             cells.append(f"{gain.shown()}; {share}")
     return pd.DataFrame(found)
