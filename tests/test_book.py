@@ -97,7 +97,7 @@ def test_every_page_is_in_the_contents(made):
         new = found - reached
     alone = {name for name in made if name not in reached and "orphan: true" not in str(made[name])[:60]}
     downloads = {f"downloads/{path.name}" for path in ROOT.glob("notebooks/*.ipynb")}
-    assert alone == {"data/results/image_digits.png", *downloads}
+    assert alone == {"data/results/where_to_spend_bits.png", *downloads}
     for path in [
         *ROOT.glob("*.md"),
         *ROOT.glob("docs/**/*.md"),
