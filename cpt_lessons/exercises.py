@@ -117,7 +117,7 @@ def in_band(name: str, value: float) -> None:
     band = json.loads((results_dir() / "bands.json").read_text(encoding="utf-8"))["bands"][name]
     if not band["low"] <= value <= band["high"]:
         raise AssertionError(f"{name} = {value:.4f} lies outside its band {band['low']:.4f}..{band['high']:.4f}")
-    print(f"{name}: inside the band of {len(band['values'])} seeds")
+    print(f"{name}: within the range of {len(band['values'])} earlier seeds")
 
 
 def finding(statement: str, holds: pd.Series, runs: pd.DataFrame, dataset: str) -> None:

@@ -554,7 +554,7 @@ def test_questions_have_one_place():
 
 def test_bands_reject_what_lies_outside(capsys):
     exercises.in_band("smoke accuracy of ER", 0.88)
-    assert capsys.readouterr().out == "smoke accuracy of ER: inside the band of 12 seeds\n"
+    assert capsys.readouterr().out == "smoke accuracy of ER: within the range of 12 earlier seeds\n"
     for value in (0.35, 1.05):
         with pytest.raises(AssertionError, match="outside its band"):
             exercises.in_band("smoke accuracy of ER", value)

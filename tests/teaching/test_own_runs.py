@@ -62,7 +62,7 @@ def test_smoke_runs_are_held_against_their_bands(capsys):
     compared(smoke.assign(accuracy=0.88), [("ER", "CR")])
     _, reason, inside = capsys.readouterr().out.splitlines()
     assert reason == 'smoke scale, nothing to compare; scale = "demo" prints the differences of ER and CR, drawn too'
-    assert inside == "smoke accuracy of ER: inside the band of 12 seeds"
+    assert inside == "smoke accuracy of ER: within the range of 12 earlier seeds"
     with pytest.raises(AssertionError, match="outside its band"):
         compared(smoke.assign(accuracy=0.1), [])
     compared(smoke.assign(accuracy=0.1, dataset="my-images/"), [])
