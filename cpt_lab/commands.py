@@ -320,12 +320,10 @@ def range_test(
 
 @app.command()
 def claims(
-    evidence: Annotated[bool, typer.Option(help="show the effects behind every verdict")] = False,
+    every: Annotated[bool, typer.Option("--all", help="show every claim with its verdicts")] = False,
+    evidence: Annotated[bool, typer.Option(help="show them with the effects behind every verdict")] = False,
 ) -> None:
-    """Show the claims of the paper, and what the committed rows and those under runs/ say of each.
-
-    After them come the preregistered questions, as far as they are answered.
-    """
+    """Say what of the paper holds by the committed rows and those under runs/, and what became of our own questions."""
     from cpt_lab.analysis.claims import judged
     from cpt_lab.analysis.preregistered import all_answers
     from cpt_lab.analysis.report import all_stores
@@ -333,14 +331,22 @@ def claims(
     from cpt_lab.sweeps.lines import integrity
 
     runs = load(*all_stores())
-    for entry in judged(runs):
+    entries = judged(runs)
+    words = zip(*(entry.verdicts() for entry in entries), strict=True)
+    decided = [sum(not word.startswith(("open", "–")) for word in of) for of in words]
+    typer.echo(
+        f"{len(entries)} claims of the paper: {decided[0]} decided exactly or at its scale, {decided[1]} at smaller ones "
+        "(--all lists them, --evidence with effects)"
+    )
+    for entry in entries if every or evidence else []:
         at_paper, smaller = entry.verdicts()
         typer.echo(f"{entry.claim.claim} ({entry.claim.place})")
         typer.echo(f"  paper scale: {at_paper}\n  smaller scales: {smaller}\n  rule of {entry.rule()}")
         for line in entry.evidence() if evidence else []:
             typer.echo(f"    {line}")
+    typer.echo("our own questions (docs/preregistration.md):")
     for a in all_answers(runs):
-        typer.echo(f"{a.question}: {a.asks} (docs/preregistration.md)\n  {a.word}")
+        typer.echo(f"{a.question}: {a.asks}\n  {a.word}")
         for effect in (*a.primary, *a.secondary) if evidence else ():
             typer.echo(f"    {effect}")
     if evidence:

@@ -14,8 +14,10 @@ import torch
 
 from cpt_lab import commands
 from cpt_lab.analysis import quality_cost
+from cpt_lab.analysis.claims import judged
+from cpt_lab.analysis.preregistered import Answer
 from cpt_lab.analysis.report import summary, write_report
-from cpt_lab.analysis.runs import TYPES, load, table
+from cpt_lab.analysis.runs import TYPES, committed, load, table
 from cpt_lab.experiments import designs, grids
 from cpt_lab.experiments.grids import GRIDS
 from cpt_lab.paths import results_dir
@@ -450,6 +452,17 @@ def test_claims_on_the_command_line(command):
     assert "facebook_ogb_layout/gcn (q_min 2, n " in said  # not OGBN-Arxiv
     assert "opposite sign: GCN (FP-Agg) on Facebook's page-page graph, 2 to 8 bits: CR minus static 8" in said
     assert "paper scale: confirmed, exact\n  smaller scales: –\n  rule of 2" in said
+
+
+def test_claims_are_summed_up_unless_all_are_asked_for(command, monkeypatch):
+    entries = judged(committed("language_pydoc"))
+    monkeypatch.setattr("cpt_lab.analysis.claims.judged", lambda runs: entries)
+    monkeypatch.setattr("cpt_lab.analysis.preregistered.all_answers", lambda runs: [Answer("H9", "Why?", word="open")])
+    said = command("claims")[1].splitlines()
+    at_paper = sum(not e.verdicts()[0].startswith(("open", "–")) for e in entries)
+    assert said[0].startswith(f"{len(entries)} claims of the paper: {at_paper} decided exactly or at its scale, ")
+    assert said[1:] == ["our own questions (docs/preregistration.md):", "H9: Why?", "  open"]
+    assert len(command("claims", "--all")[1].splitlines()) == 4 + 4 * len(entries)
 
 
 @pytest.mark.slow
