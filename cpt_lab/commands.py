@@ -335,8 +335,8 @@ def claims(
     words = zip(*(entry.verdicts() for entry in entries), strict=True)
     decided = [sum(not word.startswith(("open", "–")) for word in of) for of in words]
     typer.echo(
-        f"{len(entries)} claims of the paper: {decided[0]} decided exactly or at its scale, {decided[1]} at smaller ones "
-        "(--all lists them, --evidence with effects)"
+        f"{len(entries)} claims of the paper: {decided[0]} decided exactly or at its scale, {decided[1]} at smaller "
+        "ones (--all lists them, --evidence with effects)"
     )
     for entry in entries if every or evidence else []:
         at_paper, smaller = entry.verdicts()
