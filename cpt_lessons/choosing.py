@@ -20,6 +20,7 @@ from cpt_lab.analysis.estimates import Estimate, standing
 from cpt_lab.analysis.preregistered import all_answers
 from cpt_lab.analysis.runs import committed
 from cpt_lab.analysis.style import COLORS, QUIET, TEXT, drawing
+from cpt_lab.experiments.grids import studies
 from cpt_lab.paths import results_dir
 from cpt_lessons.exercises import show
 
@@ -78,6 +79,12 @@ def noise_harms() -> Figure:
     lines = in_margins(_effects("H1"), ("graph of pages, GCN", "characters, LSTM"), "worse", "better")
     unit = "effect of twice the noise, in margins (grey: within one margin, 0.1 points or 1.6 %)"
     return intervals(lines, "At one cost, twice the noise makes a schedule worse", unit, band=1)
+
+
+def spent() -> Figure:
+    """Draw what gradients that pay for forward bits gain, and cycles, in H7 and H8."""
+    (h7,) = (study for study in studies("outcome") if study.__name__.endswith("h7.outcome"))
+    return h7.figure(h7.tasks(committed("h7"))[0])
 
 
 def other_formats() -> Figure:

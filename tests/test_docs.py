@@ -58,16 +58,16 @@ OUTCOMES = {  # the words of the rows, and of the README
     "H6a": ("open; dearer schedules are better in 3 of 6", "Open. Dearer schedules are better in 3 of 6"),
     "H6b": ("open; static is better in 1 of 6", "static formats in 1 of 6"),
     "H6c": ("open; static is better in 1 of 6", "Open"),
-    "H7a": ("open; the pair gains in 3 of 6", "At the cost of 3 bits it is open, a gain in 3 of 6."),
+    "H7a": ("open; the pair gains in 3 of 6", "Open at the cost of 3 bits, a gain in 3 of 6."),
     "H7b": (
         "gradients should keep their bits (Facebook GCN, 5/5 minus 4/8; Facebook GraphSAGE, 5/5 minus 4/8); the pair "
         "gains in 1 of 6",
-        "At that of 4 and 5 bits no: on a graph gradients should keep their bits.",
+        "At 4 and 5 bits no, because of a graph.",
     ),
     "H7c": (
         "gradients should keep their bits (Facebook GCN, 6/5 minus 5/8; Facebook GraphSAGE, 6/5 minus 5/8); the pair "
         "gains in 0 of 6",
-        "At that of 4 and 5 bits no",
+        "At 4 and 5 bits no",
     ),
     "H8a": (
         "no cycle beats static by the margin; static is better in 2 of 6; depends on the rule: open where both are "

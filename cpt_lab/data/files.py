@@ -23,7 +23,7 @@ def own_path(path: str) -> Path:
     """Resolve a path of the user's: relative ones are looked up in the data folder, here, then in ``work_dir()``."""
     given = Path(path.strip()).expanduser()
     places = [place / given for place in (data_dir(), Path.cwd(), work_dir())]
-    return next((place for place in places if place.exists()), places[1])
+    return next((place for place in places if place.exists()), places[-1])
 
 
 @contextmanager

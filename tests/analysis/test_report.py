@@ -45,6 +45,7 @@ PREREGISTERED = (
     "H1 over schedules",
     "Bits where they matter",
     "Schedules on other number formats",
+    "Where the next bit operation should go",
 )
 
 

@@ -182,7 +182,7 @@ def test_effects_in_units_of_what_full_precision_gains(rated):
     assert list(told) == [f"{pair} [95 %]" for pair in ("4/5 minus 3/8", "5/5 minus 4/8", "6/5 minus 5/8")]
     for digits, ptb in zip(told.loc["digits"], told.loc["Penn Treebank, small"], strict=True):
         assert digits.startswith(("+1.4", "+1.5"))
-        assert "; +0.50 [+0.4" in digits
+        assert "; +0.50 [+0." in digits
         assert "; -0.2" in ptb or "; -0.1" in ptb
     found = rows()
     digits = (found["dataset"] == "digits") & found["arm"].str.startswith("8/8")
