@@ -486,7 +486,7 @@ def test_a_locale_without_utf_8_changes_no_file_and_stops_no_command(place):
         assert fingerprint_of([here / "b\\udcc3\\udcb6x"]) != fingerprint_of([here / "none"])
         main()
     """
-    words = [sys.executable, "-c", script.replace("–", "\\u2013"), "claims", str(place)]
+    words = [sys.executable, "-c", script.replace("–", "\\u2013"), "claims", "--all", str(place)]
     locale = {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
     done = subprocess.run(words, capture_output=True, env={**os.environ, **locale})
     assert done.returncode == 0, done.stderr.decode()

@@ -129,7 +129,7 @@ def test_without_extras_the_installed_package_knows_the_paper_and_runs(cpt):
     assert said[1] == "None"
     assert Path(said[2]) == cpt.folder.parent / "cache" / "cpt_core"
     assert "claims" in cpt("--help", blocked=EXTRA)
-    assert "paper scale: confirmed" in cpt("claims", blocked=EXTRA)
+    assert "paper scale: confirmed" in cpt("claims", "--all", blocked=EXTRA)
     assert "85 runs: 0 done" in cpt("plan", "digits/mlp6", blocked=EXTRA)
     said = cpt("run", "digits/mlp6", "--scale", "smoke", "--workers", "0", "--only", "schedule=CR", blocked=EXTRA)
     assert f"rows in {cpt.folder / 'runs' / 'smoke' / 'image.jsonl'}" in said
