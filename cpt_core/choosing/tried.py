@@ -209,11 +209,7 @@ class Tried:
         if any(len(d.values) >= FEWEST for d in self.unclear):
             names = "; ".join(f"{d.arm.name} against {d.arm.against}" for d in self.unclear)
             seeds = max(d.needed for d in self.unclear)
-            count = (
-                f"takes about {seeds} seeds"
-                if seeds < MOST_SEEDS
-                else "these seeds are too few to say how many it takes"
-            )
+            count = f"takes about {seeds} seeds" if seeds < MOST_SEEDS else "takes more than these seeds can say"
             found["Not clear"] = f"{names}. To tell {self._little} apart {count}."
         return found
 

@@ -96,9 +96,9 @@ def try_precision(
     trials = of_model(model, train_step, optimizer, WIDTHS[0], (0,), steps, config, stateful)
     quiet = waiting("", progress=False)
     with closing(trials):
-        line = "cpt.quantize_(model)" if config is None else "cpt.quantize_(model, config)"
+        conversion = "cpt.quantize_(model)" if config is None else "cpt.quantize_(model, config)"
         if isinstance(model, nn.Module) and any(isinstance(m, QuantizedLayer) for m in model.modules()):
-            line = "# the model is quantised already"
+            conversion = "# the model is quantised already"
         trial, _ = next(trials)
         weights = sum(float(p.detach().double().sum()) for p in model.parameters())
         rates = ", ".join(f"{group['lr']:g}" for group in optimizer.param_groups)
@@ -129,7 +129,7 @@ def try_precision(
             return {arm.name: result}
 
         found = tried(run, title, steps, cycles=cycles, margin=margin, minutes=minutes, seeds=seeds, progress=progress)
-    return replace(found, conversion=line)
+    return replace(found, conversion=conversion)
 
 
 def _known(path: Path, what: str) -> dict[tuple[str, int], Result]:

@@ -95,6 +95,15 @@ def test_what_is_not_clear_is_repeated_and_no_more_than_that():
     repeated = {name for name, seed in run.done if seed >= FEWEST}
     assert repeated
     assert not {"8 bits", "2 bits"} & repeated
+
+    class OneIsNoisy(Trainings):
+        def value(self, arm, seed):
+            self.noise = 3.0 if arm.name == "RR at 4" else 0.1
+            return super().value(arm, seed)
+
+    run = OneIsNoisy()
+    answer(run, seeds=6)
+    assert {name for name, seed in run.done if seed >= FEWEST} == {"4 bits", "RR at 4"}
     noisy = answer(Trainings(noise=3.0), seeds=3)
     assert "Not clear" in noisy.sentences()
     assert "points" not in noisy.sentences()["Not clear"]  # 1 point

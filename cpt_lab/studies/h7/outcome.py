@@ -165,8 +165,8 @@ def figure(parts: Sequence[Task]) -> Figure:
     with drawing(1, len(BUDGETS), figsize=(10, 0.55 * len(parts) + 1.4), sharey=True) as (drawn, axes):
         for ax, bits in zip(axes[0], BUDGETS, strict=True):
             _panel(ax, bits, parts)
-        gains = [len(against([t.gain(pays(b), f"{b}/{Q_MAX}") for t in parts])[1]) for b in BUDGETS]
-        said = f"{', '.join(map(str, gains[:-1]))} and {gains[-1]} of {len(parts)} tasks"
+        won = [len(against([t.gain(pays(b), f"{b}/{Q_MAX}") for t in parts])[1]) for b in BUDGETS]
+        said = f"{', '.join(map(str, won[:-1]))} and {won[-1]} of {len(parts)} tasks"
         drawn.suptitle(f"One more forward bit, paid with {SPENT}-bit gradients, gains in {said}", fontsize=11)
         axes[0, 0].set_yticks(range(len(parts))[::-1], [t.name for t in parts], fontsize=SMALL)
         legend_below(drawn, axes[0, BUDGETS.index(4)])
