@@ -14,9 +14,9 @@ from collections.abc import Callable
 
 import torch
 
-from cpt_core.formats.format import FORMATS, Format
+from cpt_core.formats.format import FORMATS
+from cpt_core.formats.quantizer import Quantizer
 from cpt_core.kernels.backend import backend
-from cpt_core.kernels.grids import grid_of
 
 PLAIN, ACTIVE = torch.ops.cpt_reference, torch.ops.cpt
 OPTIONS = ("e4m3:rounding=stochastic", "e2m1:clipping=percentile", "e2m1:clipping=rms", "affine4:clipping=rms")
@@ -51,16 +51,15 @@ def main() -> None:
         ops, noise = PLAIN if base.startswith("plain") else ACTIVE, key if "stochastic" in base else None
         calls[base] = lambda ops=ops, noise=noise: ops.fake_quantize(x, levels, "per_row", noise)
     for name in given.formats:
-        format = Format.of(name)
-        noise = key if format.rounding == "stochastic" else None
-        grid = grid_of("per_row", format)
+        to = Quantizer("per_row").on(Quantizer.of(name))
+        noise, grid = key if to.rounding == "stochastic" else None, to.grid
         calls[name] = lambda grid=grid, noise=noise: PLAIN.fake_quantize(x, levels, grid, noise)
     for call in calls.values():
         call()
     found = seconds(calls, given.rounds)
     print(f"{'':28} {'ms':>7} {'to affine':>10} {'to its C++':>11}")
     for name in given.formats:
-        noisy = ", stochastic" * (Format.of(name).rounding == "stochastic")
+        noisy = ", stochastic" * (Quantizer.of(name).rounding == "stochastic")
         plain, active = (found[name] / found[base + noisy] for base in ("plain", "active"))
         print(f"{name:28} {1e3 * found[name]:7.2f} {plain:9.1f}x {active:10.1f}x")
 

@@ -335,5 +335,4 @@ SCHEMAS: dict[str, tuple[str, Any]] = {
 }
 for _library in operators.LIBRARIES.values():
     for _name, (_schema, _plain) in SCHEMAS.items():
-        _library.define(f"{_name}{_schema}")
-        _library.impl(_name, _plain, "CompositeExplicitAutograd")
+        operators.define(_library, _name, _schema, _plain)

@@ -4,27 +4,35 @@ A sum has an integer form where all that enters it has one step: int8 codes are 
 degree makes values of the sum. The authors' range per node rules that out for features, not for gradients, which have
 one range; ``QuantConfig.with_shared_steps()`` allows both. What has no integer form is the simulation.
 
-Shapes: N nodes (S sources, D destinations of a block), F features, I inputs, O outputs.
+The operators at the end stand each for a chain of plain operations and give the same bits; on a CPU, C++ runs them in
+one pass (``graph.h``).
+
+>>> x = QuantizedTensor.of(torch.tensor([[0.0, 1.0], [3.0, 2.0]]), 2, "per_tensor")
+>>> sum_neighbours(x, torch.tensor([0, 2]), torch.tensor([0, 1])).tolist()
+[[3.0, 3.0]]
+
+Shapes: N nodes (S sources, D destinations of a block), F features, I inputs, O outputs, E edges; scales (N, 1).
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from cpt_core.codes.graph import round_scale_encode, sum_neighbours
 from cpt_core.codes.layers import GradientRounding, Operand, first_order, product, saved_operands, sums, values
 from cpt_core.codes.operands import encoded
 from cpt_core.graphs.graph import Graph
 from cpt_core.graphs.layers import Keep, Tail
-from cpt_core.kernels.operators import fake_quantize
+from cpt_core.kernels import operators
 from cpt_core.kernels.quantized_tensor import QuantizedTensor
 from cpt_core.quantization.graph_layers import ONE_RANGE, WHOLE, GraphPrecision
 
 LARGEST_DEGREE = 1 << 24  # 2**24 codes, of 128 at most, are summed in int32
+PART = 1 << 24  # numbers that the plain sum over neighbours gathers at a time
 
 
 @torch.compiler.disable
@@ -177,9 +185,76 @@ class After:
         """Show both gradients that ``round_scale_encode`` rounds, the second when the key is that of its noise."""
         p = self.precision
         p.observe("grad", gradient)
-        once = fake_quantize(gradient, p.grad_levels, "per_tensor", key)[0]
+        once = operators.fake_quantize(gradient, p.grad_levels, "per_tensor", key)[0]
         if key is not None:
             key.add_(1)
         p.observe("grad", once if self.scale is None else once * self.scale)
         if key is not None:
             key.sub_(1)
+
+
+# --- the operators ----------------------------------------------------------------------------------------------------
+
+
+def round_scale_encode(
+    gradient: Tensor, scale: Tensor | None, levels: Tensor, key: Tensor | None
+) -> tuple[QuantizedTensor, Tensor]:
+    """Return what ``round_scale_round`` does, the gradient of ``x`` as codes; levels of at most 8 bits."""
+    codes, low, width, of_bias = operators.active.round_scale_encode(gradient, scale, levels, key)
+    return QuantizedTensor.with_codes(codes, low, width, levels), of_bias
+
+
+def sum_neighbours(x: QuantizedTensor, indptr: Tensor, indices: Tensor) -> Tensor:
+    """Return the sums over in-neighbours, (D, F) float32: of the codes in int32, then made values of.
+
+    Args:
+        x: (S, F), its range shared.
+        indptr: (D + 1,), see ``graphs.Graph``; at most 2**24 edges into a node.
+        indices: (E,) sources.
+    """
+    zero, rest, scale = (v.reshape(()) for v in (x.zero, x.rest, x.scale))
+    return operators.active.sum_neighbours(x.codes, zero, scale, rest, indptr, indices)
+
+
+def _round_scale_encode(
+    ops: Any, gradient: Tensor, scale: Tensor | None, levels: Tensor, key: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    low, width = ops.range(gradient, "per_tensor")
+    codes = ops.encode(gradient, low, width, levels, key, key is not None)
+    rounded, totals, rows = QuantizedTensor.with_codes(codes, low, width, levels), codes.sum(0), len(codes)
+    once = rounded.dequantize() if scale is None else rounded.dequantize() * scale
+    whole = (totals + rows * rounded.half.long()).double()  # exact
+    of_bias = (whole * rounded.scale.double() + rows * low.double()).float()
+    low, width = ops.range(once, "per_tensor")
+    return ops.encode(once, low, width, levels, None if key is None else key + 1, key is not None), low, width, of_bias
+
+
+def _sum_neighbours(
+    _: Any, codes: Tensor, zero: Tensor, scale: Tensor, rest: Tensor, indptr: Tensor, indices: Tensor
+) -> Tensor:
+    rows, degrees = len(indptr) - 1, indptr.diff()
+    totals = torch.zeros(rows, codes.shape[1], dtype=torch.int32, device=codes.device)
+    nodes = torch.arange(rows, device=codes.device).repeat_interleave(degrees, output_size=len(indices))
+    edges = max(1, PART // max(1, codes.shape[1]))
+    for start in range(0, len(indices), edges):
+        part = slice(start, start + edges)
+        totals.index_add_(0, nodes[part], codes[indices[part]].int())
+    degrees = degrees.long().unsqueeze(1)
+    return scale * (totals - degrees * zero.long()).float() + degrees.float() * rest
+
+
+OPERATORS: dict[str, tuple[str, Any, Any]] = {  # schema, what it does with and without numbers
+    "round_scale_encode": (
+        "(Tensor gradient, Tensor? scale, Tensor levels, Tensor? key) -> (Tensor, Tensor, Tensor, Tensor)",
+        _round_scale_encode,
+        lambda g, *_: (torch.empty_like(g, dtype=torch.int8), *(g.new_empty(size) for size in ((), (), g.shape[1:]))),
+    ),
+    "sum_neighbours": (
+        "(Tensor codes, Tensor zero, Tensor scale, Tensor rest, Tensor indptr, Tensor indices) -> Tensor",
+        _sum_neighbours,
+        lambda codes, zero, scale, rest, indptr, _: scale.new_empty(len(indptr) - 1, codes.shape[1]),
+    ),
+}
+for _family, _library in operators.LIBRARIES.items():
+    for _name, (_schema, _plain, _fake) in OPERATORS.items():
+        operators.define(_library, _name, _schema, partial(_plain, getattr(torch.ops, _family)), _fake)

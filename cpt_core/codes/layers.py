@@ -124,8 +124,7 @@ class _Conv2d(torch.autograd.Function):
     @staticmethod
     @first_order
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        saved = ctx.saved_tensors  # once: activation checkpointing allows no more
-        a, w = QuantizedTensor(*saved[:4]), QuantizedTensor(*saved[4:])
+        a, w = saved_operands(ctx)
         g, geometry = ctx.gradient(gradient), ctx.geometry
         of_x, of_w, of_b = ctx.needs_input_grad[:3]
         return (

@@ -16,7 +16,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
@@ -155,8 +155,7 @@ class Format:
 
     def __str__(self) -> str:
         """Return its name; ``Format.of`` reads it."""
-        standard: dict[str, Any] = {option.name: option.default for option in _OPTIONS}
-        bare = replace(self, **standard)
+        bare = replace(self, partial=False, saturate=True)
         if bare in _NAMES:
             name = _NAMES[bare]
         else:
@@ -164,10 +163,7 @@ class Format:
             name = f"{_MAKERS[self.scale]}({name},{self.block})" if self.block else name
             if self.kind == "minifloat" and self.specials != Format.minifloat(self.exponent, self.mantissa).specials:
                 name += f":specials={self.specials}"
-        for option in _OPTIONS:
-            if (value := getattr(self, option.name)) != option.default:
-                name += f":{option.name}={value:d}"
-        return name
+        return name + ":partial=1" * self.partial + ":saturate=0" * (not self.saturate)
 
     @property
     def is_identity(self) -> bool:
@@ -248,10 +244,9 @@ class Format:
         return found[found <= self.largest]
 
 
-_OPTIONS = fields(Format)[7:]  # from ``partial`` on
 _MAKERS = {"e8m0": "mx", "e4m3": "nv"}
 _FLAG = {"0": False, "1": True}
-OPTIONS = ("specials", *(option.name for option in _OPTIONS))
+OPTIONS = ("specials", "partial", "saturate")
 
 
 @lru_cache(maxsize=1024)

@@ -205,7 +205,7 @@ def _first_free(x: Any) -> dict[int, Any] | None:
 def _in_torch_operations() -> Iterator[None]:
     """Let quantised layers call what the operators of this package are made of, which is what a program may hold."""
     plain = SimpleNamespace(**operators.PLAIN)
-    plain.lstm_forward = partial(lstm.PLAIN["lstm_forward"], plain)
+    plain.lstm_forward = partial(lstm.forward, plain)
     before, operators.active = operators.active, plain
     library = products.active
     products.use("torch")

@@ -62,7 +62,8 @@ def backend() -> Backend:
         plain = "reference", "CPT_KERNELS=reference"
         cpu, why_cpu = plain if asked == "reference" else _cpp(asked == "cpp")
         cuda, why_cuda = plain if asked == "reference" else _triton(asked == "triton")
-        library, why = products.decide()
+        library, why = products.choose_library(os.environ.get("CPT_PRODUCTS", ""))
+        products.use(library)
         _active = Backend(cpu, cuda, {"cpu": why_cpu, "cuda": why_cuda, "products": why}, library)
         operators.use("cpt_reference" if asked == "reference" else "cpt")
         log.info("quantised operator: %s", str(_active).replace("\n", "; "))

@@ -76,10 +76,7 @@ def _define(family: str) -> None:
 
     plain = (plain_scale_round, plain_scale_round_add, plain_round_scale_round)
     for (name, schema), run in zip(SCHEMAS.items(), plain, strict=True):
-        library.define(f"{name}{schema}")
-        library.impl(name, run, "CompositeExplicitAutograd")
-        torch.library.register_fake(f"{family}::{name}", _FAKES[name], lib=library)
-        torch.library.register_autograd(f"{family}::{name}", _BACKWARD[name], setup_context=_keep_scale, lib=library)
+        operators.define(library, name, schema, run, _FAKES[name], _BACKWARD[name], _keep_scale)
 
 
 # --- without numbers, and gradients: a rounding passes them unchanged -------------------------------------------------

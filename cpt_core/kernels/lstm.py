@@ -17,7 +17,7 @@ sequences of a step never grow in number: a ``PackedSequence`` is sorted by leng
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -44,90 +44,49 @@ SCHEMAS = {
 
 
 class Forward(NamedTuple):
-    """What ``lstm_forward`` takes, in its order.
+    """What ``lstm_forward`` takes, in its order."""
 
-    Attributes:
-        x_gates: (N, 4 H).
-        weight: (4 H, H), quantised; or its codes.
-        bias: (4 H,), quantised; on codes it is in the tables.
-        h0: (B, H).
-        c0: likewise.
-        steps: T.
-        sizes: sequences of every step; empty where there are N / T in each.
-        reverse: from the last step to the first.
-        levels: n = 2**q - 1 of the hidden state; None leaves it alone.
-        granularity: of the hidden state's ranges, or its grid (``kernels.grids``); codes are of the affine one alone.
-        low: with ``width`` a stored range, which is taken for all steps instead; values outside it are clipped. On
-            codes, where NaN has none, all of a step's hidden state is NaN if any of it is.
-        width: its width.
-        filled: the stored range is taken only if this number is above 0, which is decided on the device.
-        save: return what the backward pass needs; else empty tensors.
-        grad_levels: for the backward pass, as the following, see ``Backward``.
-        grad_granularity: likewise.
-        key: likewise.
-        advance: whether the backward pass adds 1 to the key for every step.
-        column_codes: with ``column_values`` the two tables of the columns of h U', of codes.
-        column_values: likewise.
-    """
-
-    x_gates: Tensor
-    weight: Tensor
-    bias: Tensor | None
-    h0: Tensor
-    c0: Tensor
-    steps: int
-    sizes: Sequence[int]
-    reverse: bool
-    levels: Tensor | None
-    granularity: str
+    x_gates: Tensor  # (N, 4 H)
+    weight: Tensor  # (4 H, H), quantised; or its codes
+    bias: Tensor | None  # (4 H,), quantised; on codes it is in the tables
+    h0: Tensor  # (B, H)
+    c0: Tensor  # likewise
+    steps: int  # T
+    sizes: Sequence[int]  # sequences of every step; empty where there are N / T in each
+    reverse: bool  # from the last step to the first
+    levels: Tensor | None  # n = 2**q - 1 of the hidden state; None leaves it alone
+    granularity: str  # of the hidden state's ranges, or its grid (``kernels.grids``); codes are of the affine one alone
+    # A stored range, which is taken for all steps instead; values outside it are clipped. On codes, where NaN has none,
+    # all of a step's hidden state is NaN if any of it is.
     low: Tensor | None
     width: Tensor | None
-    filled: Tensor | None
-    save: bool
-    grad_levels: Tensor | None
+    filled: Tensor | None  # it is taken only if this number is above 0, which is decided on the device
+    save: bool  # return what the backward pass needs; else empty tensors
+    grad_levels: Tensor | None  # for the backward pass, as the following, see ``Backward``
     grad_granularity: str
     key: Tensor | None
-    advance: bool
-    column_codes: Tensor | None = None
+    advance: bool  # whether the backward pass adds 1 to the key for every step
+    column_codes: Tensor | None = None  # the two tables of the columns of h U', of codes
     column_values: Tensor | None = None
 
 
 class Backward(NamedTuple):
-    """What ``lstm_backward`` takes, in its order.
+    """What ``lstm_backward`` takes, in its order."""
 
-    Attributes:
-        d_out: gradient of the hidden states, (N, H).
-        d_h: of the last h, (B, H).
-        d_c: of the last c, likewise.
-        weight: as in ``Forward``.
-        gates: what ``forward`` returned, as the following.
-        before: likewise.
-        tanh_c: likewise.
-        steps: as in ``Forward``, as the following.
-        sizes: likewise.
-        reverse: likewise.
-        levels: n = 2**q - 1 of the gradient behind the product with h; None leaves it alone.
-        granularity: of its ranges, step by step, or its grid.
-        key: of its noise in the first step that is computed, and one more in every step; None rounds half to even.
-        column_codes: with ``column_values`` the tables of the columns of the gradient's product with codes of
-            ``weight``.
-        column_values: likewise.
-    """
-
-    d_out: Tensor
-    d_h: Tensor
-    d_c: Tensor
-    weight: Tensor
-    gates: Tensor
+    d_out: Tensor  # gradient of the hidden states, (N, H)
+    d_h: Tensor  # of the last h, (B, H)
+    d_c: Tensor  # of the last c, likewise
+    weight: Tensor  # as in ``Forward``
+    gates: Tensor  # what ``forward`` returned, as the following
     before: Tensor
     tanh_c: Tensor
-    steps: int
+    steps: int  # as in ``Forward``, as the following
     sizes: Sequence[int]
     reverse: bool
-    levels: Tensor | None
-    granularity: str
-    key: Tensor | None
-    column_codes: Tensor | None = None
+    levels: Tensor | None  # n = 2**q - 1 of the gradient behind the product with h; None leaves it alone
+    granularity: str  # of its ranges, step by step, or its grid
+    key: Tensor | None  # of its noise in the first step computed, one more in every step; None rounds half to even
+    column_codes: Tensor | None = None  # the tables of the columns of the gradient's product with codes of ``weight``
     column_values: Tensor | None = None
 
 
@@ -255,9 +214,6 @@ def backward(ops: Any, *given: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     return d_gates, gates.new_empty(0) if levels is None else behind, d_h, d_c
 
 
-PLAIN: dict[str, Callable[..., tuple[Tensor, ...]]] = {"lstm_forward": forward, "lstm_backward": backward}
-
-
 def _check_codes(on_codes: bool, *grids: str) -> None:
     """Raise ValueError for products on codes of anything but the affine grid."""
     if on_codes and any(parts_of(grid)[1] is not None for grid in grids):
@@ -283,8 +239,8 @@ def _ranges(ranges: list[tuple[Tensor, Tensor]], like: Tensor) -> Tensor:
 
 def recurrence(given: Forward) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Run the steps of a quantised LSTM and return the first four results of ``forward``."""
-    run = partial(traced, operators.active) if torch.compiler.is_compiling() else operators.active.lstm_forward
-    y, h, c, ranges, *_ = run(*given)
+    ops = operators.active
+    y, h, c, ranges, *_ = _Recurrence.apply(ops, *given) if torch.compiler.is_compiling() else ops.lstm_forward(*given)
     return y, h, c, ranges
 
 
@@ -294,15 +250,12 @@ def recurrence(given: Forward) -> tuple[Tensor, Tensor, Tensor, Tensor]:
 def _register(library: torch.library.Library, family: str) -> None:
     """Define the operators in a family, with their plain backend, fake tensors and gradient."""
     ops = getattr(torch.ops, family)
-    for name, schema in SCHEMAS.items():
-        plain = operators.LOOPS[f"{family}::{name}"] = partial(PLAIN[name], ops)
-        library.define(f"{name}{schema}")
-        library.impl(name, plain, "CompositeExplicitAutograd")
-    torch.library.register_fake(f"{family}::lstm_forward", _fake_forward, lib=library)
-    torch.library.register_fake(f"{family}::lstm_backward", _fake_backward, lib=library)
-    gradient = partial(_gradient, ops)
-    torch.library.register_autograd(f"{family}::lstm_forward", gradient, setup_context=_setup, lib=library)
-    torch.library.register_autograd(f"{family}::lstm_backward", _refuse, lib=library)
+    for name, plain, fake, gradient, setup in (
+        ("lstm_forward", forward, _fake_forward, partial(_gradient, ops), _setup),
+        ("lstm_backward", backward, _fake_backward, _refuse, None),
+    ):
+        loop = operators.LOOPS[f"{family}::{name}"] = partial(plain, ops)
+        operators.define(library, name, SCHEMAS[name], loop, fake, gradient, setup)
 
 
 def _fake_forward(*given: Any) -> tuple[Tensor, ...]:
@@ -361,11 +314,6 @@ class _Recurrence(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> tuple[Tensor | None, ...]:
         return None, *_gradient(ctx.ops, ctx, *gradients)
-
-
-def traced(ops: Any, *args: Any) -> tuple[Tensor, ...]:
-    """Return what ``forward`` does, in code that is being compiled."""
-    return _Recurrence.apply(ops, *args)
 
 
 def gradients(

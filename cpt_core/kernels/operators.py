@@ -171,18 +171,27 @@ def _setup(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
         ctx.mark_non_differentiable(*output[1:])
 
 
+def define(
+    library: torch.library.Library, name: str, schema: str, plain: Any,
+    fake: Any = None, backward: Any = None, setup: Any = None,
+) -> None:  # fmt: skip
+    """Add an operator to a family: its plain backend, what it does without numbers, its gradient where it has any."""
+    library.define(f"{name}{schema}")
+    library.impl(name, plain, "CompositeExplicitAutograd")
+    if fake is not None:
+        torch.library.register_fake(f"{library.ns}::{name}", fake, lib=library)
+    if backward is not None:
+        torch.library.register_autograd(f"{library.ns}::{name}", backward, setup_context=setup, lib=library)
+
+
 def _register(family: str) -> torch.library.Library:
     library = torch.library.Library(family, "DEF")
     fakes = {"range": reference.range_of, "round_to_grid": _fake_round, "fake_quantize": _fake_quantize}
     fakes |= {"encode": _fake_encode, "round_in_range": _fake_in_range, "linear": products.fake}
+    gradients = dict.fromkeys(("round_to_grid", "fake_quantize", "round_in_range"), (_gradient, _setup))
+    gradients["linear"] = partial(products.gradient, getattr(torch.ops, family)), products.setup
     for name, schema in SCHEMAS.items():
-        library.define(f"{name}{schema}")
-        library.impl(name, PLAIN[name], "CompositeExplicitAutograd")
-        torch.library.register_fake(f"{family}::{name}", fakes.get(name, lambda *_: None), lib=library)
-    for name in ("round_to_grid", "fake_quantize", "round_in_range"):
-        torch.library.register_autograd(f"{family}::{name}", _gradient, setup_context=_setup, lib=library)
-    backward = partial(products.gradient, getattr(torch.ops, family))
-    torch.library.register_autograd(f"{family}::linear", backward, setup_context=products.setup, lib=library)
+        define(library, name, schema, PLAIN[name], fakes.get(name, lambda *_: None), *gradients.get(name, ()))
     return library
 
 

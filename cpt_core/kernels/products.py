@@ -13,7 +13,6 @@ Shapes: M rows, K elements of a sum, N columns.
 
 from __future__ import annotations
 
-import os
 from typing import Any
 
 import torch
@@ -62,13 +61,6 @@ def choose_library(asked: str = "") -> tuple[str, str]:
     if RATIOS[kind] < WORTH_IT and not is_there():
         return "torch", f"{measured}, but this torch has no product of oneDNN"
     return ("onednn" if RATIOS[kind] < WORTH_IT else "torch"), measured
-
-
-def decide() -> tuple[str, str]:
-    """Let products run in the library of this processor, or that of ``CPT_PRODUCTS``; return it, and why."""
-    library, why = choose_library(os.environ.get("CPT_PRODUCTS", ""))
-    use(library)
-    return library, why
 
 
 def use(library: str) -> None:

@@ -44,15 +44,15 @@ Extremes joined(const std::vector<Extremes>& parts) {
   return all;
 }
 
-// of all rows, scaled
-Extremes extremes(const Rows& rows, const float* from, const float* by) {
+// Calls f(row, place, extremes) for all rows: `place` has room for one, `extremes` are to be extended. Returns those of
+// all rows.
+template <typename F>
+Extremes over_rows(const Rows& rows, const F& f) {
   std::vector<Extremes> found(at::get_num_threads());
   at::parallel_for(0, rows.count, rows.grain, [&](int64_t begin, int64_t end) {
     std::vector<float> place(rows.length);
     Extremes e = found[at::get_thread_num()];
-    for (int64_t row = begin; row < end; ++row) {
-      extend(e, scaled(from + row * rows.length, by ? by + row : nullptr, place), rows.length);
-    }
+    for (int64_t row = begin; row < end; ++row) f(row, place, e);
     found[at::get_thread_num()] = e;
   });
   return joined(found);
@@ -65,70 +65,46 @@ Tensor round_rows(const Tensor& x, const optional<Tensor>& scale, const optional
   const int64_t n = rows.length;
   Tensor y = at::empty_like(x);
   const float *from = x.const_data_ptr<float>(), *by = numbers(scale), *add = numbers(bias);
-  const Extremes all = whole ? extremes(rows, from, by) : Extremes();
+  const auto row_of = [=](int64_t row, std::vector<float>& place) {
+    return scaled(from + row * n, by ? by + row : nullptr, place);
+  };
+  Extremes all;
+  if (whole) all = over_rows(rows, [&](int64_t row, auto& place, Extremes& e) { extend(e, row_of(row, place), n); });
   float* to = y.mutable_data_ptr<float>();
-  at::parallel_for(0, rows.count, rows.grain, [&](int64_t begin, int64_t end) {
-    std::vector<float> place(n);
-    for (int64_t row = begin; row < end; ++row) {
-      const float* in = scaled(from + row * n, by ? by + row : nullptr, place);
-      float *out = to + row * n, low, width;
-      Extremes e = all;
-      if (!whole) extend(e, in, n);
-      finish(e, low, width);
-      round_plain(in, out, n, low, scale_of(width, levels), levels);
-      if (add)
-        for (int64_t i = 0; i < n; ++i) out[i] += add[i];
-    }
+  over_rows(rows, [&](int64_t row, auto& place, Extremes&) {
+    const float* in = row_of(row, place);
+    float *out = to + row * n, low, width;
+    Extremes e = all;
+    if (!whole) extend(e, in, n);
+    finish(e, low, width);
+    round_near(in, out, n, low, scale_of(width, levels), Grid{levels, false, std::nullopt});
+    if (add)
+      for (int64_t i = 0; i < n; ++i) out[i] += add[i];
   });
   return y;
 }
 
-// What two roundings of a gradient start from: its rows, their scales, and the one range of the first.
-struct Start {
-  Rows rows;
-  const float *from, *by;
-  float low, step;
-
-  Start(const Tensor& x, const optional<Tensor>& scale, float levels)
-      : rows(x), from(x.const_data_ptr<float>()), by(numbers(scale)) {
-    Layout whole;
-    whole.r2 = x.numel();
-    float width;
-    ranges(whole, from, &low, &width);
-    step = scale_of(width, levels);
-  }
-};
-
 // round(round(x) * scale) with one range for all, and the columns' sums of the first rounding
 std::tuple<Tensor, Tensor> round_twice(const Tensor& x, const optional<Tensor>& scale, const Grid& first,
                                        const Grid& second) {
-  const Start start(x, scale, first.levels);
-  const Rows& rows = start.rows;
-  const float *from = start.from, *by = start.by, step = start.step;
-  float low = start.low, width;
+  const Rows rows(x);
   const int64_t n = rows.length;
   Tensor y = at::empty_like(x);
-  float* to = y.mutable_data_ptr<float>();
-  std::vector<Extremes> found(at::get_num_threads());
-  at::parallel_for(0, rows.count, rows.grain, [&](int64_t begin, int64_t end) {
-    std::vector<float> place(n);
-    Extremes e = found[at::get_thread_num()];
-    for (int64_t row = begin; row < end; ++row) {
-      float* out = to + row * n;
-      round_line(from + row * n, out, n, low, step, first, row * n);
-      extend(e, scaled(out, by ? by + row : nullptr, place), n);
-    }
-    found[at::get_thread_num()] = e;
+  const float *from = x.const_data_ptr<float>(), *by = numbers(scale);
+  float *to = y.mutable_data_ptr<float>(), low, width;
+  ranges(Layout::whole(x.numel()), from, &low, &width);
+  float step = scale_of(width, first.levels);
+  const Extremes again = over_rows(rows, [&](int64_t row, auto& place, Extremes& e) {
+    float* out = to + row * n;
+    round_line(from + row * n, out, n, low, step, first, row * n);
+    extend(e, scaled(out, by ? by + row : nullptr, place), n);
   });
   const Tensor sums = y.sum(0);
-  finish(joined(found), low, width);
-  const float after = scale_of(width, second.levels);
-  at::parallel_for(0, rows.count, rows.grain, [&](int64_t begin, int64_t end) {
-    std::vector<float> place(n);
-    for (int64_t row = begin; row < end; ++row) {
-      float* out = to + row * n;
-      round_line(scaled(out, by ? by + row : nullptr, place), out, n, low, after, second, row * n);
-    }
+  finish(again, low, width);
+  step = scale_of(width, second.levels);
+  over_rows(rows, [&](int64_t row, auto& place, Extremes&) {
+    float* out = to + row * n;
+    round_line(scaled(out, by ? by + row : nullptr, place), out, n, low, step, second, row * n);
   });
   return {y, sums};
 }
@@ -137,14 +113,14 @@ std::tuple<Tensor, Tensor> round_twice(const Tensor& x, const optional<Tensor>& 
 // memory; their sums are exact.
 std::tuple<Tensor, Tensor, Tensor, Tensor> encode_twice(const Tensor& x, const optional<Tensor>& scale,
                                                         const Grid& first, const Grid& second) {
-  const Start start(x, scale, first.levels);
-  const Rows& rows = start.rows;
-  const float *from = start.from, *by = start.by, step = start.step;
-  float low = start.low, width;
+  const Rows rows(x);
   const int64_t n = rows.length;
   Tensor codes = at::empty_like(x, x.options().dtype(at::kChar));
-  const float half = (first.levels + 1.f) / 2.f;
+  const float *from = x.const_data_ptr<float>(), *by = numbers(scale);
   int8_t* to = codes.mutable_data_ptr<int8_t>();
+  float low, width;
+  ranges(Layout::whole(x.numel()), from, &low, &width);
+  const float half = (first.levels + 1.f) / 2.f, step = scale_of(width, first.levels);
   const auto values = [to, n, half, step, low, by](int64_t row, float* place) {  // of the first rounding, scaled
     const int8_t* k = to + row * n;
     for (int64_t i = 0; i < n; ++i) place[i] = (static_cast<float>(k[i]) + half) * step + low;
@@ -186,12 +162,9 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> encode_twice(const Tensor& x, const o
   finish(joined(found), low, width);  // `values` keeps the first
   const Tensor after = at::full({}, low, x.options()), across = at::full({}, width, x.options());
   const float again = scale_of(width, second.levels);
-  at::parallel_for(0, rows.count, rows.grain, [&](int64_t begin, int64_t end) {
-    std::vector<float> place(n);
-    for (int64_t row = begin; row < end; ++row) {
-      values(row, place.data());
-      round_line(place.data(), to + row * n, n, low, again, second, row * n);
-    }
+  over_rows(rows, [&](int64_t row, auto& place, Extremes&) {
+    values(row, place.data());
+    round_line(place.data(), to + row * n, n, low, again, second, row * n);
   });
   return {codes, after, across, sums};
 }

@@ -128,22 +128,18 @@ inline void put(int8_t& y, float k, float, float, float levels) {
   y = static_cast<int8_t>(static_cast<int32_t>((k > 0.f ? k : 0.f) - centre));  // NaN is in the scale
 }
 
-template <typename T>
-inline void round_plain(const float* x, T* y, int64_t n, float low, float scale, float levels) {
-  for (int64_t i = 0; i < n; ++i) put(y[i], std::rint((x[i] - low) / scale), low, scale, levels);
-}
-
 inline float clipped(float v, float least, float levels) {
   v = v < least ? least : v;
   return v > levels ? levels : v;  // NaN stays NaN
 }
 
-template <typename T>
-inline void round_clipped(const float* x, T* y, int64_t n, float low, float scale, float levels) {
-  for (int64_t i = 0; i < n; ++i) put(y[i], std::rint(clipped((x[i] - low) / scale, 0.f, levels)), low, scale, levels);
-}
-
 constexpr float INF = std::numeric_limits<float>::infinity();
+
+template <typename T>
+inline void round_near(const float* x, T* y, int64_t n, float low, float scale, const Grid& g) {
+  const float least = g.clip ? 0.f : -INF, most = g.clip ? g.levels : INF, levels = g.levels;
+  for (int64_t i = 0; i < n; ++i) put(y[i], std::rint(clipped((x[i] - low) / scale, least, most)), low, scale, levels);
+}
 
 constexpr int64_t CHUNK = 512;  // elements whose noise is drawn at once
 
@@ -222,6 +218,12 @@ struct Layout {
   int64_t r1 = 1, k1 = 1, r2 = 1, k2 = 1;
   std::vector<int64_t> order;              // dimensions as they lie in memory, outermost first
   std::vector<int64_t> sizes, places;      // of those: size, and how far apart neighbours are when read row by row
+
+  static Layout whole(int64_t n) {  // one range for n elements, read as they lie
+    Layout l;
+    l.r2 = n;
+    return l;
+  }
 };
 
 // The dimensions of a tensor without gaps as they lie in memory; nothing where there are gaps or overlaps.
@@ -308,10 +310,8 @@ template <typename T>
 void round_line(const float* x, T* y, int64_t n, float low, float scale, const Grid& g, int64_t place) {
   if (g.key) {
     round_noisy(x, y, n, low, scale, g, place, 1);
-  } else if (g.clip) {
-    round_clipped(x, y, n, low, scale, g.levels);
   } else {
-    round_plain(x, y, n, low, scale, g.levels);
+    round_near(x, y, n, low, scale, g);
   }
 }
 

@@ -49,8 +49,7 @@ void product_out(Tensor& out, const Tensor& x, const Tensor& w, const optional<T
   if (x.numel() * w.size(1) >= onednn_least) {
     using Signature = Tensor(const Tensor&, const Tensor&, const optional<Tensor>&, std::string_view,
                              c10::List<optional<at::Scalar>>, optional<std::string_view>);
-    static const auto op =
-        c10::Dispatcher::singleton().findSchemaOrThrow("mkldnn::_linear_pointwise", "").typed<Signature>();
+    static const auto op = operator_named<Signature>("mkldnn::_linear_pointwise");
     out.copy_(op.call(aligned(x), w.t(), bias, "none", c10::List<optional<at::Scalar>>(), ""));
   } else if (bias) {
     at::addmm_out(out, *bias, aligned(x), w);
@@ -59,43 +58,41 @@ void product_out(Tensor& out, const Tensor& x, const Tensor& w, const optional<T
   }
 }
 
-// Calls f(begin, end) for parts of `rows` rows of `width` elements.
+// Calls f(row) for `rows` rows of `width` elements.
 template <typename F>
 void by_rows(int64_t rows, int64_t width, const F& f) {
-  at::parallel_for(0, rows, std::max<int64_t>(1, GRAIN / width), f);
+  at::parallel_for(0, rows, std::max<int64_t>(1, GRAIN / width), [&](int64_t begin, int64_t end) {
+    for (int64_t row = begin; row < end; ++row) f(row);
+  });
 }
 
 // gates += the part of the input, (rows, 4 width) each
 void add_input(const float* x_gates, float* gates, int64_t rows, int64_t width) {
-  by_rows(rows, 4 * width, [&](int64_t begin, int64_t end) {
-    const float* __restrict x = x_gates;
-    float* __restrict y = gates;
-    for (int64_t j = begin * 4 * width; j < end * 4 * width; ++j) y[j] += x[j];
+  by_rows(rows, 4 * width, [&](int64_t row) {
+    const float* __restrict x = x_gates + row * 4 * width;
+    float* __restrict y = gates + row * 4 * width;
+    for (int64_t j = 0; j < 4 * width; ++j) y[j] += x[j];
   });
 }
 
 // c = c f + i g, from gates (rows, 4, width)
 void next_cell(const float* gates, float* c, int64_t rows, int64_t width) {
-  by_rows(rows, width, [&](int64_t begin, int64_t end) {
-    for (int64_t row = begin; row < end; ++row) {
-      const float *__restrict i = gates + row * 4 * width, *__restrict f = i + width, *__restrict g = f + width;
-      float* __restrict cell = c + row * width;
-      for (int64_t j = 0; j < width; ++j) {
-        const float kept = cell[j] * f[j], added = i[j] * g[j];
-        cell[j] = kept + added;
-      }
+  by_rows(rows, width, [&](int64_t row) {
+    const float *__restrict i = gates + row * 4 * width, *__restrict f = i + width, *__restrict g = f + width;
+    float* __restrict cell = c + row * width;
+    for (int64_t j = 0; j < width; ++j) {
+      const float kept = cell[j] * f[j], added = i[j] * g[j];
+      cell[j] = kept + added;
     }
   });
 }
 
 // h = o tanh(c), twice
 void next_hidden(const float* gates, const float* tanh_c, float* out, float* state, int64_t rows, int64_t width) {
-  by_rows(rows, width, [&](int64_t begin, int64_t end) {
-    for (int64_t row = begin; row < end; ++row) {
-      const float *__restrict o = gates + (row * 4 + 3) * width, *__restrict tanh = tanh_c + row * width;
-      float *__restrict a = out + row * width, *__restrict b = state + row * width;
-      for (int64_t j = 0; j < width; ++j) a[j] = b[j] = o[j] * tanh[j];
-    }
+  by_rows(rows, width, [&](int64_t row) {
+    const float *__restrict o = gates + (row * 4 + 3) * width, *__restrict tanh = tanh_c + row * width;
+    float *__restrict a = out + row * width, *__restrict b = state + row * width;
+    for (int64_t j = 0; j < width; ++j) a[j] = b[j] = o[j] * tanh[j];
   });
 }
 
@@ -106,8 +103,7 @@ void on_grid(const float* h, const Tensor& out, const optional<float>& levels, f
     std::copy(h, h + n, out.mutable_data_ptr<float>());
     return;
   }
-  Layout l;
-  l.r2 = n;
+  const Layout l = Layout::whole(n);
   const Grid g{*levels, stored, std::nullopt};
   if (out.scalar_type() == at::kChar) {
     rounded(l, h, out.mutable_data_ptr<int8_t>(), low, width, g, !stored);
@@ -153,7 +149,7 @@ void multiply(const Tensor& out, const Tensor& codes, const float* low, const fl
 }
 
 Eight lstm_forward(const Tensor& x_gates, const Tensor& weight, const optional<Tensor>& bias, const Tensor& h0,
-                   const Tensor& c0, int64_t steps, at::IntArrayRef sizes, bool reverse,
+                   const Tensor& c0, SymInt step_count, SymIntArrayRef step_sizes, bool reverse,
                    const optional<Tensor>& levels, std::string_view granularity, const optional<Tensor>& low,
                    const optional<Tensor>& width, const optional<Tensor>& filled, bool save,
                    const optional<Tensor>& grad_levels, std::string_view grad_granularity, const optional<Tensor>& key,
@@ -161,17 +157,12 @@ Eight lstm_forward(const Tensor& x_gates, const Tensor& weight, const optional<T
   const Columns columns(column_codes, column_values);
   if (!is_float({&x_gates, &h0, &c0}) || !(columns || is_float({&weight})) || (levels && granularity != "per_tensor") ||
       x_gates.numel() == 0) {
-    using Signature = Eight(const Tensor&, const Tensor&, const optional<Tensor>&, const Tensor&, const Tensor&, SymInt,
-                            SymIntArrayRef, bool, const optional<Tensor>&, std::string_view, const optional<Tensor>&,
-                            const optional<Tensor>&, const optional<Tensor>&, bool, const optional<Tensor>&,
-                            std::string_view, const optional<Tensor>&, bool, const optional<Tensor>&,
-                            const optional<Tensor>&);
-    return reference<Signature>("lstm_forward", x_gates, weight, bias, h0, c0, SymInt(steps),
-                                c10::fromIntArrayRefSlow(sizes), reverse, levels, granularity, low, width, filled, save,
-                                grad_levels, grad_granularity, key, advance, column_codes, column_values);
+    return reference<decltype(lstm_forward)>("lstm_forward", x_gates, weight, bias, h0, c0, step_count, step_sizes,
+                                             reverse, levels, granularity, low, width, filled, save, grad_levels,
+                                             grad_granularity, key, advance, column_codes, column_values);
   }
-  const int64_t rows = x_gates.size(0), n = weight.size(1);
-  const auto parts = rows_of(rows, steps, sizes, reverse);
+  const int64_t rows = x_gates.size(0), n = weight.size(1), steps = step_count.expect_int();
+  const auto parts = rows_of(rows, steps, C10_AS_INTARRAYREF_SLOW(step_sizes), reverse);
   int64_t most = 0;
   for (auto [at, size] : parts) most = std::max(most, size);
   const Tensor added = x_gates.contiguous(), w = weight.t();
@@ -198,9 +189,7 @@ Eight lstm_forward(const Tensor& x_gates, const Tensor& weight, const optional<T
     }
     if (stored && (!taken || columns)) {  // its own range, and the operations of one that is stored
       float own[2];
-      Layout l;
-      l.r2 = size * n;
-      ::ranges(l, state, &own[0], &own[1]);
+      ::ranges(Layout::whole(size * n), state, &own[0], &own[1]);
       if (!taken) std::copy(own, own + 2, found);
       if (own[0] != own[0]) found[0] = own[0];  // NaN has no code: the range is NaN then
     }
@@ -234,12 +223,10 @@ void values_of(const Tensor& codes, const float* low, const float* width, bool b
   const int64_t n = codes.size(1);
   const int8_t* k = codes.const_data_ptr<int8_t>();
   float* y = out.mutable_data_ptr<float>();
-  by_rows(codes.size(0), n, [&](int64_t begin, int64_t end) {
-    for (int64_t row = begin; row < end; ++row) {
-      const float from = low[by_row ? row : 0], scale = scale_of(width[by_row ? row : 0], levels);
-      const float half = (levels + 1.f) / 2.f;
-      for (int64_t j = row * n; j < (row + 1) * n; ++j) y[j] = (static_cast<float>(k[j]) + half) * scale + from;
-    }
+  by_rows(codes.size(0), n, [&](int64_t row) {
+    const float from = low[by_row ? row : 0], scale = scale_of(width[by_row ? row : 0], levels);
+    const float half = (levels + 1.f) / 2.f;
+    for (int64_t j = row * n; j < (row + 1) * n; ++j) y[j] = (static_cast<float>(k[j]) + half) * scale + from;
   });
 }
 
@@ -251,62 +238,55 @@ struct Step {
 
 // dh = d_out + d_h, and what it is multiplied with on its way to c
 void through_output(const Step& s, int64_t rows, int64_t width) {
-  by_rows(rows, width, [&](int64_t begin, int64_t end) {
-    for (int64_t row = begin; row < end; ++row) {
-      const int64_t at = row * width;
-      const float *__restrict d_out = s.d_out + at, *__restrict d_h = s.d_h + at, *__restrict tanh = s.tanh_c + at;
-      const float* __restrict o = s.gates + 4 * at + 3 * width;
-      float *__restrict dh = s.dh + at, *__restrict to_c = s.to_c + at;
-      for (int64_t j = 0; j < width; ++j) {
-        dh[j] = d_out[j] + d_h[j];
-        to_c[j] = o[j] * (1.f - tanh[j] * tanh[j]);
-      }
+  by_rows(rows, width, [&](int64_t row) {
+    const int64_t at = row * width;
+    const float *__restrict d_out = s.d_out + at, *__restrict d_h = s.d_h + at, *__restrict tanh = s.tanh_c + at;
+    const float* __restrict o = s.gates + 4 * at + 3 * width;
+    float *__restrict dh = s.dh + at, *__restrict to_c = s.to_c + at;
+    for (int64_t j = 0; j < width; ++j) {
+      dh[j] = d_out[j] + d_h[j];
+      to_c[j] = o[j] * (1.f - tanh[j] * tanh[j]);
     }
   });
 }
 
 // the gradients of the four gates before sigmoid and tanh, and of the cell state before the step
 void through_gates(const Step& s, int64_t rows, int64_t width) {
-  by_rows(rows, width, [&](int64_t begin, int64_t end) {
-    for (int64_t row = begin; row < end; ++row) {
-      const int64_t at = row * width;
-      const float *__restrict i = s.gates + 4 * at, *__restrict f = i + width, *__restrict g = f + width;
-      const float *__restrict o = g + width, *__restrict before = s.before + at, *__restrict tanh = s.tanh_c + at;
-      const float *__restrict dh = s.dh + at, *__restrict dc = s.dc + at;
-      float *__restrict to = s.d_gates + 4 * at, *__restrict d_c = s.d_c + at;
-      for (int64_t j = 0; j < width; ++j) {
-        to[j] = i[j] * (1.f - i[j]) * g[j] * dc[j];
-        to[width + j] = f[j] * (1.f - f[j]) * before[j] * dc[j];
-        to[2 * width + j] = (1.f - g[j] * g[j]) * i[j] * dc[j];
-        to[3 * width + j] = o[j] * (1.f - o[j]) * tanh[j] * dh[j];
-        d_c[j] = dc[j] * f[j];
-      }
+  by_rows(rows, width, [&](int64_t row) {
+    const int64_t at = row * width;
+    const float *__restrict i = s.gates + 4 * at, *__restrict f = i + width, *__restrict g = f + width;
+    const float *__restrict o = g + width, *__restrict before = s.before + at, *__restrict tanh = s.tanh_c + at;
+    const float *__restrict dh = s.dh + at, *__restrict dc = s.dc + at;
+    float *__restrict to = s.d_gates + 4 * at, *__restrict d_c = s.d_c + at;
+    for (int64_t j = 0; j < width; ++j) {
+      to[j] = i[j] * (1.f - i[j]) * g[j] * dc[j];
+      to[width + j] = f[j] * (1.f - f[j]) * before[j] * dc[j];
+      to[2 * width + j] = (1.f - g[j] * g[j]) * i[j] * dc[j];
+      to[3 * width + j] = o[j] * (1.f - o[j]) * tanh[j] * dh[j];
+      d_c[j] = dc[j] * f[j];
     }
   });
 }
 
 Four lstm_backward(const Tensor& d_out, const Tensor& d_h, const Tensor& d_c, const Tensor& weight, const Tensor& gates,
-                   const Tensor& before, const Tensor& tanh_c, int64_t steps, at::IntArrayRef sizes, bool reverse,
+                   const Tensor& before, const Tensor& tanh_c, SymInt step_count, SymIntArrayRef step_sizes, bool reverse,
                    const optional<Tensor>& grad_levels, std::string_view grad_granularity, const optional<Tensor>& key,
                    const optional<Tensor>& column_codes, const optional<Tensor>& column_values) {
   const std::string granularity(grad_granularity);
   const Columns columns(column_codes, column_values);
   if (!is_float({&d_out, &d_h, &d_c, &gates}) || !(columns || is_float({&weight})) || gates.numel() == 0 ||
       (grad_levels && !kept_of(gates, granularity))) {
-    using Signature = Four(const Tensor&, const Tensor&, const Tensor&, const Tensor&, const Tensor&, const Tensor&,
-                           const Tensor&, SymInt, SymIntArrayRef, bool, const optional<Tensor>&, std::string_view,
-                           const optional<Tensor>&, const optional<Tensor>&, const optional<Tensor>&);
-    return reference<Signature>("lstm_backward", d_out, d_h, d_c, weight, gates, before, tanh_c, SymInt(steps),
-                                c10::fromIntArrayRefSlow(sizes), reverse, grad_levels, grad_granularity, key,
-                                column_codes, column_values);
+    return reference<decltype(lstm_backward)>("lstm_backward", d_out, d_h, d_c, weight, gates, before, tanh_c,
+                                              step_count, step_sizes, reverse, grad_levels, grad_granularity, key,
+                                              column_codes, column_values);
   }
-  const int64_t rows = gates.size(0), n = weight.size(1), most = d_h.size(0);
+  const int64_t rows = gates.size(0), n = weight.size(1), most = d_h.size(0), steps = step_count.expect_int();
   const Tensor from_out = d_out.contiguous();
   Tensor state = d_h.clone(at::MemoryFormat::Contiguous), cell = d_c.clone(at::MemoryFormat::Contiguous);
   Tensor d_gates = at::empty_like(gates), behind = grad_levels ? at::empty_like(gates) : d_gates;
   Tensor dh = at::empty({most, n}, gates.options()), dc = at::empty_like(dh), to_c = at::empty_like(dh);
   Tensor now = key ? key->clone() : Tensor();
-  const auto parts = rows_of(rows, steps, sizes, !reverse);
+  const auto parts = rows_of(rows, steps, C10_AS_INTARRAYREF_SLOW(step_sizes), !reverse);
   for (auto [from, size] : parts) {
     const int64_t at = from * n;
     Tensor after = behind.narrow(0, from, size), part_h = first_rows(state, size), part_c = first_rows(cell, size);

@@ -80,12 +80,14 @@ Tensor dense(const Tensor& x) {
   return y.copy_(x);
 }
 
-const char* const REFERENCE = "cpt_reference::";
+template <typename Signature>
+auto operator_named(const std::string& name) {
+  return c10::Dispatcher::singleton().findSchemaOrThrow(name.c_str(), "").template typed<Signature>();
+}
 
 template <typename Signature, typename... Args>
-auto reference(const char* name, Args&&... args) {
-  auto op = c10::Dispatcher::singleton().findSchemaOrThrow((std::string(REFERENCE) + name).c_str(), "");
-  return op.template typed<Signature>().call(std::forward<Args>(args)...);
+auto reference(const std::string& name, Args&&... args) {
+  return operator_named<Signature>("cpt_reference::" + name).call(std::forward<Args>(args)...);
 }
 
 std::tuple<Tensor, Tensor> range(const Tensor& x, std::string_view granularity) {
@@ -94,7 +96,7 @@ std::tuple<Tensor, Tensor> range(const Tensor& x, std::string_view granularity) 
   const Tensor held = dense(x);
   const auto l = kept ? layout_of(held, kept->mask) : std::nullopt;
   if (!l || x.numel() == 0) {
-    return reference<std::tuple<Tensor, Tensor>(const Tensor&, std::string_view)>("range", x, granularity);
+    return reference<decltype(range)>("range", x, granularity);
   }
   Tensor low = empty_ranges(held, *kept, *l), width = at::empty_like(low);
   ranges(*l, held.const_data_ptr<float>(), low.mutable_data_ptr<float>(), width.mutable_data_ptr<float>());
@@ -125,8 +127,7 @@ Three fake_quantize(const Tensor& x, const Tensor& levels, std::string_view gran
       return {y.to(x.scalar_type()), low, width};
     }
   }
-  using Signature = Three(const Tensor&, const Tensor&, std::string_view, const optional<Tensor>&);
-  return reference<Signature>("fake_quantize", x, levels, granularity, key);
+  return reference<decltype(fake_quantize)>("fake_quantize", x, levels, granularity, key);
 }
 
 // The elements of x on the grid of given ranges: their values (float) or their codes (int8_t); nothing where the
@@ -162,8 +163,6 @@ optional<Tensor> on_grid(const Tensor& held, Tensor out, const Tensor& low, cons
   return out;
 }
 
-using OnGrid = Tensor(const Tensor&, const Tensor&, const Tensor&, const Tensor&, const optional<Tensor>&, bool);
-
 Tensor round_to_grid(const Tensor& x, const Tensor& low, const Tensor& width, const Tensor& levels,
                      const optional<Tensor>& key, bool clip) {
   if (x.numel() > 0) {
@@ -171,7 +170,7 @@ Tensor round_to_grid(const Tensor& x, const Tensor& low, const Tensor& width, co
     const Tensor out = held.is_same(x) ? at::empty_like(held) : held;
     if (on_grid<float>(held, out, low, width, levels, key, clip)) return out.to(x.scalar_type());
   }
-  return reference<OnGrid>("round_to_grid", x, low, width, levels, key, clip);
+  return reference<decltype(round_to_grid)>("round_to_grid", x, low, width, levels, key, clip);
 }
 
 Tensor encode(const Tensor& x, const Tensor& low, const Tensor& width, const Tensor& levels,
@@ -186,8 +185,7 @@ Tensor encode(const Tensor& x, const Tensor& low, const Tensor& width, const Ten
       return channels_last ? out.contiguous(at::MemoryFormat::ChannelsLast) : out;
     }
   }
-  using Signature = Tensor(const Tensor&, const Tensor&, const Tensor&, const Tensor&, const optional<Tensor>&, bool, bool);
-  return reference<Signature>("encode", x, low, width, levels, key, clip, channels_last);
+  return reference<decltype(encode)>("encode", x, low, width, levels, key, clip, channels_last);
 }
 
 void track_(const Tensor& running, const Tensor& low, const Tensor& width) {
@@ -275,9 +273,7 @@ struct Round : torch::autograd::Function<Round> {
   static Tensor forward(AutogradContext*, const Tensor& x, const Tensor& low, const Tensor& width, const Tensor& levels,
                         const optional<Tensor>& key, bool clip) {
     at::AutoDispatchBelowADInplaceOrView guard;
-    static auto op = c10::Dispatcher::singleton()
-                         .findSchemaOrThrow("cpt::round_to_grid", "")
-                         .typed<decltype(round_to_grid)>();
+    static const auto op = operator_named<decltype(round_to_grid)>("cpt::round_to_grid");
     return op.call(x, low, width, levels, key, clip);
   }
   static variable_list backward(AutogradContext*, variable_list grads) {
@@ -289,9 +285,7 @@ struct FakeQuantize : torch::autograd::Function<FakeQuantize> {
   static variable_list forward(AutogradContext* ctx, const Tensor& x, const Tensor& levels, std::string_view granularity,
                                const optional<Tensor>& key) {
     at::AutoDispatchBelowADInplaceOrView guard;
-    static auto op = c10::Dispatcher::singleton()
-                         .findSchemaOrThrow("cpt::fake_quantize", "")
-                         .typed<decltype(fake_quantize)>();
+    static const auto op = operator_named<decltype(fake_quantize)>("cpt::fake_quantize");
     auto [y, low, width] = op.call(x, levels, granularity, key);
     ctx->mark_non_differentiable({low, width});
     ctx->set_materialize_grads(false);  // no zeros for ranges that nothing is derived by
@@ -332,9 +326,7 @@ struct RoundGradient : torch::autograd::Node {
       if (quantized(gradient, gradient, levels, granularity, key)) rounded = std::move(gradient);
     }
     if (!rounded.defined()) {
-      static auto op = c10::Dispatcher::singleton()
-                           .findSchemaOrThrow("cpt::fake_quantize", "")
-                           .typed<decltype(fake_quantize)>();
+      static const auto op = operator_named<decltype(fake_quantize)>("cpt::fake_quantize");
       rounded = std::get<0>(op.call(gradient, levels, granularity, key));
     }
     if (key) {
