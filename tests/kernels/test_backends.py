@@ -6,7 +6,7 @@ from helpers import EDGES, INF, NAN, identical, normal
 
 from cpt_core.kernels import backend as backend_module
 from cpt_core.kernels import operators, reference
-from cpt_core.kernels.reference import GRANULARITIES, hash_noise
+from cpt_core.kernels.reference import GRANULARITIES
 
 LAYOUTS = {
     "(n)": normal(3000),
@@ -47,12 +47,8 @@ def test_what_rounds_on_a_device_is_said(monkeypatch):
     assert (on("cpu"), on("cuda")) == ("cpp", "triton")
     with backend_module.reference():
         assert (on("cpu"), on("cuda")) == ("reference", "reference")
-
-
-@pytest.fixture(scope="module")
-def compiled(cpp_kernels):
-    """The operators that C++ stands behind."""
-    return torch.ops.cpt
+        assert operators.active is torch.ops.cpt_reference
+    assert (on("cpu"), on("cuda")) == ("cpp", "triton")
 
 
 @pytest.mark.parametrize("granularity", sorted(GRANULARITIES))
@@ -62,15 +58,13 @@ def test_cpp_is_bit_identical(compiled, layout, granularity):
     if granularity == "per_sample_mean" and x.dim() == 0:
         pytest.skip("nothing to take the mean over")
     assert identical(compiled.range(x, granularity), plain.range(x, granularity))
-    for bits in (1, 4, 16):
-        for key in (None, torch.tensor(7)):
-            levels = torch.tensor(2.0**bits - 1)
-            found, expected = (ops.fake_quantize(x, levels, granularity, key) for ops in (compiled, plain))
-            assert identical(found, expected)
-            assert found[0].stride() == expected[0].stride()  # what is computed with it takes the same path
-            for clip in (False, True):
-                args = x * 1.1 + 0.01, expected[1], expected[2], levels, key, clip
-                assert identical([compiled.round_to_grid(*args)], [plain.round_to_grid(*args)])
+    for bits, key, clip in ((1, None, True), (4, 7, False), (4, None, False), (16, 7, True)):
+        levels, key = torch.tensor(2.0**bits - 1), None if key is None else torch.tensor(key)
+        found, expected = (ops.fake_quantize(x, levels, granularity, key) for ops in (compiled, plain))
+        assert identical(found, expected)
+        assert found[0].stride() == expected[0].stride()  # what is computed with it takes the same path
+        args = x * 1.1 + 0.01, expected[1], expected[2], levels, key, clip
+        assert identical([compiled.round_to_grid(*args)], [plain.round_to_grid(*args)])
 
 
 def test_the_comparison_sees_one_wrong_bit():
@@ -81,18 +75,14 @@ def test_the_comparison_sees_one_wrong_bit():
 
 
 @pytest.mark.parametrize("threads", [1, 2, 3])
-def test_threads_change_no_bit(compiled, threads):
-    before = torch.get_num_threads()
+def test_threads_change_no_bit(compiled, threaded, threads):
     x, levels, key = normal(400, 900), torch.tensor(7.0), torch.tensor(3)
     expected = torch.ops.cpt_reference.fake_quantize(x, levels, "per_tensor", key)
-    torch.set_num_threads(threads)
-    try:
-        assert identical(compiled.fake_quantize(x, levels, "per_tensor", key), expected)
-        assert identical(
-            compiled.fake_quantize(x, levels, "per_row", None)[1:], torch.ops.cpt_reference.range(x, "per_row")
-        )
-    finally:
-        torch.set_num_threads(before)
+    threaded(threads)
+    assert identical(compiled.fake_quantize(x, levels, "per_tensor", key), expected)
+    assert identical(
+        compiled.fake_quantize(x, levels, "per_row", None)[1:], torch.ops.cpt_reference.range(x, "per_row")
+    )
 
 
 @pytest.mark.parametrize("now", [(1.0, 2.0), (NAN, 1.0), (0.3, INF), (-1e-3, 0.0)])
@@ -107,31 +97,21 @@ def test_running_ranges_are_followed_alike(compiled, now):
 
 def test_noise_goes_by_the_place_of_an_element_not_by_where_it_lies():
     x, levels, key = normal(4, 6, 8, 10), torch.tensor(3.0), torch.tensor(11)
+    lying = x.contiguous(memory_format=torch.channels_last), x.permute(3, 1, 0, 2).clone().permute(2, 1, 3, 0)
     for granularity in ("per_tensor", "per_position", "per_row"):
-        found = [
-            operators.fake_quantize(y, levels, granularity, key)[0]
-            for y in (
-                x,
-                x.contiguous(memory_format=torch.channels_last),
-                x.permute(3, 1, 0, 2).clone().permute(2, 1, 3, 0),
-            )
-        ]
-        assert all(torch.equal(found[0], other) for other in found[1:])
+        first, *others = (operators.fake_quantize(y, levels, granularity, key)[0] for y in (x, *lying))
+        assert all(torch.equal(first, other) for other in others)
 
 
-@pytest.mark.parametrize("key", [None, 5])
+@pytest.mark.parametrize("key", [None, torch.tensor(5)])
 @pytest.mark.parametrize("granularity", sorted(GRANULARITIES))
 def test_parts_change_no_bit(monkeypatch, granularity, key):
-    shapes = [(37, 50), (5, 7, 30), (3, 4, 6, 11), (1, 1200), (999,)]
-    for shape in shapes:
-        if granularity == "per_sample_mean" and len(shape) == 1:
-            continue
-        x, found = normal(*shape), []
+    shapes = [(37, 50), (5, 7, 30), (3, 4, 6, 11), (1, 1200)]
+    for shape in shapes if granularity == "per_sample_mean" else (*shapes, (999,)):
+        found = []
         for block in (10**9, 64):  # in one piece first
             monkeypatch.setattr(reference, "BLOCK", block)
-            found.append(
-                reference.fake_quantize(x, torch.tensor(7.0), granularity, None if key is None else torch.tensor(key))
-            )
+            found.append(reference.fake_quantize(normal(*shape), torch.tensor(7.0), granularity, key))
         assert identical(*found), shape
 
 
@@ -151,8 +131,7 @@ def test_parts_are_really_used(monkeypatch):
 @pytest.mark.parametrize("key", [None, 4])
 def test_the_gradient_passes_straight_through(family, key):
     ops, key = getattr(torch.ops, family), None if key is None else torch.tensor(key)
-    x = normal(4, 5).requires_grad_()
-    upstream = torch.arange(20.0).view(4, 5)
+    x, upstream = normal(4, 5).requires_grad_(), torch.arange(20.0).view(4, 5)
     y, low, width = ops.fake_quantize(x, torch.tensor(3.0), "per_row", key)
     assert not low.requires_grad
     assert not width.requires_grad
@@ -162,27 +141,5 @@ def test_the_gradient_passes_straight_through(family, key):
     assert torch.equal(x.grad, 2 * upstream)
 
 
-@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # opcheck reads it
-@pytest.mark.parametrize("family", operators.FAMILIES)
-@pytest.mark.parametrize("name", ["range", "round_to_grid", "fake_quantize", "track_"])
-def test_operators_keep_torch_s_rules(family, name):
-    x, levels = normal(4, 5).requires_grad_(), torch.tensor(3.0)
-    low, width = reference.per_row(x.detach())
-    args = {
-        "range": (x.detach(), "per_row"),
-        "round_to_grid": (x, low, width, levels, None, True),
-        "fake_quantize": (x, levels, "per_channel", torch.tensor(3)),
-        "track_": (torch.zeros(3), low[0, 0], width[0, 0]),
-    }[name]
-    torch.library.opcheck(getattr(getattr(torch.ops, family), name).default, args)
-
-
-def test_reference_inside_a_block_only():
-    outside = operators.active
-    with backend_module.reference():
-        assert operators.active is torch.ops.cpt_reference
-    assert operators.active is outside
-
-
 def test_empty_noise():
-    assert hash_noise(torch.tensor(1), 0, 0).shape == (0,)
+    assert reference.hash_noise(torch.tensor(1), 0, 0).shape == (0,)

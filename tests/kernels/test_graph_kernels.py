@@ -4,7 +4,7 @@ import pytest
 import torch
 from helpers import EDGES, NAN, identical, normal
 
-from cpt_core.codes import graph as graph_on_codes
+from cpt_core.codes import graph_layers as graph_on_codes
 from cpt_core.kernels import graph, operators
 
 LAYOUTS = {
@@ -24,6 +24,7 @@ LAYOUTS = {
 }
 
 GRANULARITIES = ("per_row", "per_tensor", "per_position", "per_channel")
+pytestmark = pytest.mark.usefixtures("cpp_kernels")
 
 
 def same_with_strides(found, expected):
@@ -64,27 +65,20 @@ def cases(x):
                     yield from ((name, x, s, bias, levels, None, g) for g in GRANULARITIES)
 
 
-@pytest.fixture(scope="module", autouse=True)
-def compiled(cpp_kernels):
-    """C++ stands behind the operators."""
-
-
-@pytest.mark.parametrize("family", operators.FAMILIES)
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_one_pass_is_the_chain(family, layout):
+def test_one_pass_is_the_chain(layout):
     for case in cases(LAYOUTS[layout]):
-        assert same_with_strides(call(getattr(torch.ops, family), *case), plain(*case)), case[0]
+        expected = plain(*case)
+        for family in operators.FAMILIES:
+            assert same_with_strides(call(getattr(torch.ops, family), *case), expected), case[0]
 
 
 @pytest.mark.parametrize("threads", [2, 3])
-def test_threads_change_no_bit(threads):
-    x, before = normal(200, 500), torch.get_num_threads()
+def test_threads_change_no_bit(threaded, threads):
+    x = normal(200, 500)
     expected = [plain(*case) for case in cases(x)]
-    torch.set_num_threads(threads)
-    try:
-        assert all(same_with_strides(call(torch.ops.cpt, *case), e) for case, e in zip(cases(x), expected, strict=True))
-    finally:
-        torch.set_num_threads(before)
+    threaded(threads)
+    assert all(same_with_strides(call(torch.ops.cpt, *case), e) for case, e in zip(cases(x), expected, strict=True))
 
 
 @pytest.mark.parametrize(
@@ -102,39 +96,25 @@ def test_gradients_pass_the_roundings_unchanged(name, scaled):
         torch.testing.assert_close(found, right)
 
 
-@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # opcheck reads it
-@pytest.mark.parametrize("family", operators.FAMILIES)
-@pytest.mark.parametrize("name", graph.SCHEMAS)
-def test_operators_keep_torch_s_rules(family, name):
-    x, scale, bias, levels = normal(4, 5).requires_grad_(), normal(4, 1), normal(5).requires_grad_(), torch.tensor(3.0)
-    args = arguments(name, None if name == "round_scale_round" else scale, bias, levels, None)
-    torch.library.opcheck(getattr(getattr(torch.ops, family), name).default, (x, *args))
-
-
 # --- on codes ----------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("threads", [1, 3])
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_codes_of_a_gradient_rounded_twice_are_those_of_its_values(layout, threads):
-    x, before = LAYOUTS[layout], torch.get_num_threads()
-    torch.set_num_threads(threads)
-    try:
-        for scale in (None, normal(len(x), 1).abs().to(x)):
-            for levels in map(torch.tensor, (1.0, 7.0, 255.0)):
-                for key in (None, torch.tensor(-7)):
-                    found = torch.ops.cpt.round_scale_encode(x, scale, levels, key)
-                    expected = torch.ops.cpt_reference.round_scale_encode(x, scale, levels, key)
-                    assert identical(found, expected)
-                    codes, low, width, of_bias = found
-                    step = (width / levels).clamp_min(1e-8)
-                    values, _ = plain("round_scale_round", x, scale, None, levels, key)
-                    assert identical([((codes + (levels + 1) / 2) * step + low).to(x)], [values])
-                    once = torch.ops.cpt_reference.fake_quantize(x, levels, "per_tensor", key)[0].double()
-                    near = 1e-6 * float(once.nan_to_num(0).abs().sum(0).max())  # of exact sums
-                    torch.testing.assert_close(of_bias, once.sum(0).float(), rtol=0, atol=near, equal_nan=True)
-    finally:
-        torch.set_num_threads(before)
+def test_codes_of_a_gradient_rounded_twice_are_those_of_its_values(threaded, layout, threads):
+    x = LAYOUTS[layout]
+    threaded(threads)
+    scale, key = normal(len(x), 1).abs().to(x), torch.tensor(-7)
+    for n, scaled, noise in ((1.0, scale, None), (7.0, None, key), (7.0, scale, key), (255.0, None, None)):
+        given = x, scaled, torch.tensor(n), noise
+        found = torch.ops.cpt.round_scale_encode(*given)
+        assert identical(found, torch.ops.cpt_reference.round_scale_encode(*given))
+        codes, low, width, of_bias = found
+        values, _ = plain("round_scale_round", x, scaled, None, *given[2:])
+        assert identical([((codes + (n + 1) / 2) * (width / n).clamp_min(1e-8) + low).to(x)], [values])
+        once = torch.ops.cpt_reference.fake_quantize(x, given[2], "per_tensor", noise)[0].double()
+        near = 1e-6 * float(once.nan_to_num(0).abs().sum(0).max())  # of exact sums
+        torch.testing.assert_close(of_bias, once.sum(0).float(), rtol=0, atol=near, equal_nan=True)
 
 
 def edges(kind, sources, rows, count):
@@ -162,15 +142,6 @@ def test_sums_of_codes_are_exact(kind, sizes, transposed, monkeypatch):
     for numbers in ((17.0, 0.3, 0.1), (0.0, 2.0, -1.0)):
         given = (codes, *map(torch.tensor, numbers), indptr, indices)
         assert identical([torch.ops.cpt.sum_neighbours(*given)], [torch.ops.cpt_reference.sum_neighbours(*given)])
-
-
-@pytest.mark.parametrize("family", operators.FAMILIES)
-def test_operators_on_codes_keep_torch_s_rules_and_refuse_other_types(family):
-    ops, rule = getattr(torch.ops, family), {"test_utils": ("test_schema", "test_faketensor")}
-    torch.library.opcheck(ops.round_scale_encode.default, (normal(4, 5), None, torch.tensor(3.0), None), **rule)
-    codes, (indptr, indices) = torch.ones(5, 3, dtype=torch.int8), edges(torch.int32, 5, 4, 9)
-    numbers = torch.tensor(1.0), torch.tensor(1.0), torch.tensor(0.0)
-    torch.library.opcheck(ops.sum_neighbours.default, (codes, *numbers, indptr, indices), **rule)
 
 
 def test_wrong_types_are_refused():

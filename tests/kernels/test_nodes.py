@@ -6,17 +6,21 @@ from torch._inductor import utils as inductor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
+import cpt_core.codes.graph_layers
+import cpt_core.kernels.graph  # noqa: F401 - these two bring operators
 from cpt_core.kernels import operators
 from cpt_core.kernels.backend import backend
 
 
 def rounded(x, levels, key):
-    return operators.fake_quantize(x * 2, levels, "per_tensor", key)[0].relu()
+    """To nearest, then with noise."""
+    once = operators.fake_quantize(x * 2, levels, "per_tensor", None)[0].relu()
+    return operators.fake_quantize(once * 0.3, levels, "per_tensor", key)[0].relu()
 
 
-def arguments(key):
+def arguments():
     x = torch.randn(16, 40, generator=torch.Generator().manual_seed(0)).requires_grad_()
-    return x, torch.tensor(7.0), None if key is None else torch.tensor(key)
+    return x, torch.tensor(7.0), torch.tensor(3)
 
 
 def nodes(graph):
@@ -24,33 +28,31 @@ def nodes(graph):
     return [name for name in named if "cpt" in name]
 
 
-@pytest.mark.parametrize("key", [None, 3])
-def test_dynamo_and_make_fx_see_one_node(key):
+def test_dynamo_and_make_fx_see_a_node_for_every_rounding():
     seen = []
 
     def backend(graph, inputs):
         seen.append(nodes(graph.graph))
         return graph
 
-    args = arguments(key)
+    args = arguments()
     assert torch.equal(torch.compile(rounded, backend=backend, fullgraph=True)(*args), rounded(*args))
-    assert seen == [["cpt.fake_quantize"]]
+    assert seen == [["cpt.fake_quantize"] * 2]
     traced = make_fx(rounded)(*args)
-    assert nodes(traced.graph) == ["cpt.fake_quantize.default"]
+    assert nodes(traced.graph) == ["cpt.fake_quantize.default"] * 2
     assert torch.equal(traced(*args), rounded(*args))
 
 
-@pytest.mark.parametrize("key", [None, 3])
-def test_inductor_fuses_it_and_gives_the_same_bits(cpp_kernels, key):
+def test_inductor_fuses_it_and_gives_the_same_bits(cpp_kernels):
     compiled, results = torch.compile(rounded, fullgraph=True), []
     torch._dynamo.reset()
     with inductor.fresh_inductor_cache():  # what was compiled of other versions of the operator counts for nothing
-        y, codes = inductor.run_and_get_code(compiled, *arguments(key))
-    assert torch.equal(y, rounded(*arguments(key)))
+        y, codes = inductor.run_and_get_code(compiled, *arguments())
+    assert torch.equal(y, rounded(*arguments()))
     assert codes
     assert not any("cpt" in code for code in codes)
     for call in (compiled, rounded):
-        x, *rest = arguments(key)
+        x, *rest = arguments()
         call(x, *rest).sum().backward()
         results.append(x.grad)
     assert torch.equal(*results)
@@ -65,3 +67,34 @@ def test_fake_tensors_have_the_shapes_of_real_ones(granularity):
             fake = operators.fake_quantize(torch.randn(shape), torch.tensor(3.0), granularity)
         assert [(t.shape, t.dtype, t.stride()) for t in fake[:1]] == [(t.shape, t.dtype, t.stride()) for t in real[:1]]
         assert [t.shape for t in fake] == [t.shape for t in real]
+
+
+X, KEY, LEVELS = torch.randn(4, 5), torch.tensor(3), torch.tensor(3.0)
+LEAF, ONE, BYTES = X.clone().requires_grad_(), torch.tensor(1.0), torch.ones(5, 3, dtype=torch.int8)
+EDGES = torch.tensor([0, 1, 3, 3, 4]), torch.tensor([2, 0, 4, 1])
+ROWS = X.amin(1, True), X.amax(1, True) - X.amin(1, True)
+WITH_GRADIENT = {
+    "range": (X, "per_row"),
+    "round_to_grid": (LEAF, *ROWS, LEVELS, None, True),
+    "fake_quantize": (LEAF, LEVELS, "per_channel", KEY),
+    "track_": (torch.zeros(3), ONE, ONE),
+    "scale_round": (LEAF, ROWS[1], LEVELS, "per_row"),
+    "scale_round_add": (LEAF, ROWS[1], torch.ones(5, requires_grad=True), LEVELS, "per_row"),
+    "round_scale_round": (LEAF, None, LEVELS, None),
+}
+ON_CODES = {
+    "encode": (torch.randn(2, 3, 4, 5), torch.tensor(-1.0), torch.tensor(2.0), torch.tensor(7.0), None, True, True),
+    "round_scale_encode": (X, None, LEVELS, None),
+    "sum_neighbours": (BYTES, ONE, ONE, ONE, *EDGES),
+}
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # opcheck reads it
+@pytest.mark.parametrize("family", operators.FAMILIES)
+@pytest.mark.parametrize("name", [*WITH_GRADIENT, *ON_CODES])
+def test_operators_keep_torch_s_rules(family, name):
+    ops, rules = getattr(torch.ops, family), {"test_utils": ("test_schema", "test_faketensor")}
+    if name in WITH_GRADIENT:
+        torch.library.opcheck(getattr(ops, name).default, WITH_GRADIENT[name])
+    else:
+        torch.library.opcheck(getattr(ops, name).default, ON_CODES[name], **rules)

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 from helpers import EDGES, INF, NAN, WITH_CUDA, identical, normal
+from quantization.test_quantizer_properties import splitmix_and_finaliser
 
 from cpt_core.kernels import operators, reference
 from cpt_core.kernels.backend import backend
@@ -118,9 +119,11 @@ def check(kernels, x, granularity, bits, key):
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_layouts(kernels, cut, layout):
     """Every layout with every range, of both sizes: pairs, for the interpreter is slow."""
+    x = LAYOUTS[layout]
     for i, granularity in enumerate(KEPT, list(LAYOUTS).index(layout)):
         cut(PARTS if i % 2 else WHOLE)
-        check(kernels, LAYOUTS[layout], granularity, *((5, torch.tensor(-7)) if i % 2 else (3, None)))
+        check(kernels, x, granularity, *((5, torch.tensor(-7)) if i % 2 else (3, None)))
+        assert identical(kernels.range(x, granularity), reference.range_of(x, granularity))
 
 
 @pytest.mark.parametrize("sizes", [WHOLE, PARTS], ids=["whole", "parts"])
@@ -138,25 +141,15 @@ def test_ties_of_every_precision(kernels, bits):
     check(kernels, x, "per_tensor", bits, torch.tensor(bits))
 
 
-@pytest.mark.parametrize("layout", ["(n, l, f)", "channels_last", "keys", "gaps", "0-d"])
-def test_ranges_alone(kernels, cut, layout):
-    for sizes in (WHOLE, PARTS):
-        cut(sizes)
-        for granularity in KEPT:
-            x = LAYOUTS[layout]
-            assert identical(kernels.range(x, granularity), reference.range_of(x, granularity))
-
-
 @pytest.mark.parametrize("granularity", sorted(GRANULARITIES))
 def test_rounding_to_a_given_range(kernels, granularity):
     for layout in ("(n, l, f)", "channels_last"):
-        x, levels = LAYOUTS[layout], torch.tensor(7.0)
-        low, width = reference.range_of(x, granularity)
-        for key, clip in ((None, False), (None, True), (torch.tensor(2), True)):
-            args = x * 1.1 + 0.01, low, width, levels, key, clip  # values on either side of the range
+        x = LAYOUTS[layout] * 1.1 + 0.01  # values on either side of the range
+        low, width = reference.range_of(LAYOUTS[layout], granularity)
+        each = width.expand_as(x).clone()
+        for given, key, clip in ((width, None, False), (each, None, True), (width, torch.tensor(2), True)):
+            args = x, low, given, torch.tensor(7.0), key, clip
             assert identical([kernels.round_to_grid(*args)], [reference.round_to_grid(*args)])
-    expected = reference.round_to_grid(x, low, width.expand_as(x).clone(), levels, None, True)
-    assert identical([kernels.round_to_grid(x, low, width.expand_as(x).clone(), levels, None, True)], [expected])
 
 
 def test_the_mean_of_samples_has_its_range_from_torch(kernels):
@@ -174,26 +167,11 @@ def test_empty_tensors(kernels):
             kernels.range(torch.empty(0, 3), granularity)
 
 
-def uniform(key, i):
-    """The noise of one element, in Python's whole numbers."""
-    z = (key + 0x9E3779B97F4A7C15) % 2**64
-    z = (z ^ (z >> 30)) * 0xBF58476D1CE4E5B9 % 2**64
-    z = (z ^ (z >> 27)) * 0x94D049BB133111EB % 2**64
-    second, first = divmod(z ^ (z >> 31), 2**32)
-    above, below = divmod(i // 2, 2**32)
-    h = first ^ below ^ (above * 0x9E3779B1 % 2**32)
-    h = (h ^ (h >> 16)) * 0x7FEB352D % 2**32 ^ second
-    h = (h ^ (h >> 15)) * 0x846CA68B % 2**32
-    h = h ^ (h >> 16)
-    return ((h >> 16 if i % 2 else h % 2**16) + 0.5) / 2**16 - 0.5
-
-
 @pytest.mark.parametrize("start", [0, 2**31 - 3, 2**34 - 5])
 @pytest.mark.parametrize("key", [0, 5, -(2**63), 2**63 - 1])
 def test_noise_is_the_hash_of_key_and_place(interpreted, key, start):
-    expected = [uniform(key, i) for i in range(start, start + 150)]
+    expected = [splitmix_and_finaliser(key, i) for i in range(start, start + 150)]
     assert interpreted.hash_noise(torch.tensor(key), start, 150).tolist() == expected
-    assert reference.hash_noise(torch.tensor(key), start, 150).tolist() == expected
 
 
 @pytest.mark.parametrize("now", [(1.0, 2.0), (NAN, 1.0), (0.3, INF), (-INF, INF), (-1e-3, 0.0)])
@@ -320,25 +298,18 @@ def test_machine_code(compiled_for, cut, capability):
     triton_kernels.range_of(meta(64, 64, 56, 56), "per_tensor")
     triton_kernels.track(meta(3), levels, levels)
     triton_kernels.hash_noise(key, 0, 8)
-    codes = {name: kernel.asm["ptx"] for name, kernel in launches}
-    assert list(codes) == ["_whole_rows", "_extremes", "_round", "_join", "_track", "_draw"]
-    assert all(len(kernel.asm["cubin"]) > 1000 for _, kernel in launches)
-    for name, code in codes.items():
-        assert f".target sm_{capability}" in code
-        assert not [word for word in ("fma.rn", "div.full", "div.approx", ".ftz", ".local") if word in code], name
-        assert ("div.rn.f32" in code) == ("cvt.rni.f32.f32" in code) == (name in ("_whole_rows", "_round"))
-        assert "ld.global.v4" in code or name in ("_join", "_track", "_draw")  # 16 bytes at once
-    launches.clear()
     ints = partial(meta, dtype=torch.int32)
     assert triton_kernels.encode(meta(64, 512), levels, levels, levels, key, True).dtype == torch.int8
     triton_kernels.affine(ints(64, 512), ints(2, 64), meta(3, 64), ints(2, 512), meta(4, 512))
-    codes = {name: kernel.asm["ptx"] for name, kernel in launches}
-    assert list(codes) == ["_round", "_affine"]
-    for name, code in codes.items():
+    names = ["_whole_rows", "_extremes", "_round", "_extremes", "_join", "_track", "_draw", "_round", "_affine"]
+    assert [name for name, _ in launches] == names
+    for name, kernel in launches:
+        code = kernel.asm["ptx"]
+        assert len(kernel.asm["cubin"]) > 1000
         assert f".target sm_{capability}" in code
         assert not [word for word in ("fma.rn", "div.full", "div.approx", ".ftz", ".local") if word in code], name
-    assert "div.rn.f32" in codes["_round"]
-    assert "ld.global.v4" in codes["_round"]
+        assert ("div.rn.f32" in code) == ("cvt.rni.f32.f32" in code) == (name in ("_whole_rows", "_round"))
+        assert "ld.global.v4" in code or name in ("_join", "_track", "_draw", "_affine")  # 16 bytes at once
 
 
 def test_large_tensors_have_64_bit_offsets(compiled_for):

@@ -1,5 +1,6 @@
 """The LSTM on codes: what the simulation computes, for every shape, direction and range."""
 
+from contextlib import nullcontext
 from dataclasses import replace
 
 import pytest
@@ -56,27 +57,25 @@ KINDS = {
 }
 
 
+STATE = tuple(torch.randn(1, BATCH, WIDTH, generator=torch.Generator().manual_seed(s)) for s in (2, 3))
+
+
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("shared", [True, False], ids=["shared steps", "authors' steps"])
-@pytest.mark.parametrize("plain", [False, True], ids=["active", "plain"])
-def test_the_lstm_computes_what_the_simulation_does(kind, shared, plain):
-    x, state = given(), None
-    if kind == "with a state":
-        state = tuple(torch.randn(1, BATCH, WIDTH, generator=torch.Generator().manual_seed(s)) for s in (2, 3))
-    for q, q_grad in ((4, 6), (8, 8), (8, None), (6, 12)):
-        found = []
-        for execution in ("integer", "simulated"):
-            module = lstm(execution, shared, **KINDS[kind])
-            run = packed(module) if kind == "packed" else None
-            if plain:
-                with reference():
-                    found.append(passes(module, x, state, q, q_grad, run))
-            else:
-                found.append(passes(module, x, state, q, q_grad, run))
-            found[-1].append(torch.cat([b.flatten() for b in layer_precisions_of(module).buffers()]))
-        for y, z in zip(*found, strict=True):
-            assert y.shape == z.shape
-            assert distance(y, z) < 0.02  # a code that flips is a step of a grid
+@pytest.mark.parametrize(
+    ("q", "q_grad", "backend"), [(4, 6, reference), (8, 8, nullcontext), (8, None, reference), (6, 12, nullcontext)]
+)
+def test_the_lstm_computes_what_the_simulation_does(kind, shared, q, q_grad, backend):
+    found = []
+    for execution in ("integer", "simulated"):
+        module = lstm(execution, shared, **KINDS[kind])
+        run = packed(module) if kind == "packed" else None
+        with backend():
+            found.append(passes(module, given(), STATE if kind == "with a state" else None, q, q_grad, run))
+        found[-1].append(torch.cat([b.flatten() for b in layer_precisions_of(module).buffers()]))
+    for y, z in zip(*found, strict=True):
+        assert y.shape == z.shape
+        assert distance(y, z) < 0.02  # a code that flips is a step of a grid
 
 
 def layer_precisions_of(module):
@@ -88,8 +87,7 @@ def layer_precisions_of(module):
 @pytest.mark.parametrize("q", [2, 5, 8])
 def test_a_step_is_exact(shared, q):
     """Nothing is rounded after the first step's products: float32 sums are all that differs."""
-    state = tuple(torch.randn(1, BATCH, WIDTH, generator=torch.Generator().manual_seed(s)) for s in (2, 3))
-    on_codes, simulated = (passes(lstm(e, shared), given(steps=1), state, q) for e in ("integer", "simulated"))
+    on_codes, simulated = (passes(lstm(e, shared), given(steps=1), STATE, q) for e in ("integer", "simulated"))
     for y, z in zip(on_codes[:3], simulated[:3], strict=True):
         assert distance(y, z) < 1e-6
     for y, z in zip(on_codes[3:], simulated[3:], strict=True):

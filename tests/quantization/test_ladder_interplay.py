@@ -1,7 +1,5 @@
 """What else is done with a model whose levels are other formats: nothing may take them for bits."""
 
-from dataclasses import replace
-
 import pytest
 import torch
 from torch import nn
@@ -237,19 +235,6 @@ def test_callbacks_evaluate_every_role_at_its_own_level(asked, expected):
     assert layer_precisions(model)["0"].in_force == (6, 1, 32, 32)
 
 
-def test_the_cost_that_is_logged_is_that_of_the_formats():
-    model = net(MX)
-    precision = TrainerPrecision(model, CYCLE, None)
-    plan = cpt.count_bitops(model, (inputs(),), CYCLE, convention="paper")
-    static = cpt.count_bitops(model, (inputs(),), StaticSchedule(3, 2), convention="paper")
-    assert precision.logs(2)["relative_cost"] == pytest.approx(plan.total / static.total)
-    assert precision.logs(2)["relative_cost"] == pytest.approx(CYCLE.relative_cost(ladder=MX))
-    precision = TrainerPrecision(net(BY_ROLE), RISING, None)
-    schedules = (RISING, replace(RISING, weight=2))
-    found = [cpt.count_bitops(net(BY_ROLE), (inputs(),), s).by_convention["paper"] for s in schedules]
-    assert precision.logs(2)["relative_cost"] == pytest.approx(found[0] / found[1])
-
-
 @pytest.mark.parametrize("cost", cpt.formats.COSTS)
 def test_costs_take_the_ladders_of_a_configuration(cost):
     ladders = cpt.QuantConfig(ladder=MX).ladder
@@ -302,9 +287,3 @@ def test_gradients_of_gradients_pass_two_gradients():
     for plain, rounded in zip(*found, strict=True):
         assert plain.abs().max() > 0
         torch.testing.assert_close(rounded, plain, rtol=1e-3, atol=1e-3 * float(plain.abs().max()))
-
-
-def test_a_role_has_one_schedule_in_all_layers():
-    layered = cpt.LayeredSchedule(((("0",), StaticSchedule(3, 2), 1), (("*",), StaticSchedule(8, 2), 1)))
-    with pytest.raises(ValueError, match="weight has one schedule, the same in all layers; got LayeredSchedule"):
-        cpt.RoleSchedules(weight=layered, activation=8, gradient=8)
