@@ -58,7 +58,8 @@ def test_cpp_is_bit_identical(compiled, layout, granularity):
     if granularity == "per_sample_mean" and x.dim() == 0:
         pytest.skip("nothing to take the mean over")
     assert identical(compiled.range(x, granularity), plain.range(x, granularity))
-    for bits, key, clip in ((1, None, True), (4, 7, False), (4, None, False), (16, 7, True)):
+    # among the large numbers of a grid of 16 bits there are ties
+    for bits, key, clip in ((1, 7, True), (4, None, True), (4, 7, False), (16, None, False)):
         levels, key = torch.tensor(2.0**bits - 1), None if key is None else torch.tensor(key)
         found, expected = (ops.fake_quantize(x, levels, granularity, key) for ops in (compiled, plain))
         assert identical(found, expected)
