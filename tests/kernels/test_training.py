@@ -54,7 +54,7 @@ def trained(how, config, steps, memory_format=torch.contiguous_format):
 @pytest.mark.parametrize("rounding", ["nearest", "stochastic"])
 def test_the_same_losses_bit_for_bit(cpp_kernels, rounding, memory_format):
     config = QuantConfig(seed=3).with_gradient_rounding(rounding)
-    (a, first), (b, second) = (trained(how, config, 60, memory_format) for how in ("reference", "cpp"))
+    (a, first), (b, second) = (trained(how, config, 32, memory_format) for how in ("reference", "cpp"))
     assert a == b
     assert all(torch.equal(x, y) for x, y in zip(first, second, strict=True))
     assert a[-1] < a[0]
