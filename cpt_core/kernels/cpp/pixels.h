@@ -142,10 +142,19 @@ CPT_VNNI void add_rows(const Windows& w, const Packed& x, int64_t block, const i
   }
 }
 
-// Sums of codes (N, H, W, C) over N, int32 (H W C).
+// Sums of codes (N, H, W, C) over N, int32 (H, W, C).
 Tensor over_batch(const Tensor& codes) {
-  const Tensor rows = codes.view({codes.size(0), -1});
-  return at::_int_mm(at::ones({1, rows.size(0)}, codes.options()), rows).view(-1);
+  const int64_t each = codes.numel() / codes.size(0);
+  const Tensor sums = at::zeros(codes.sizes().slice(1), codes.options().dtype(at::kInt));
+  const int8_t* x = codes.const_data_ptr<int8_t>();
+  int32_t* y = sums.mutable_data_ptr<int32_t>();
+  at::parallel_for(0, each, GRAIN, [&](int64_t begin, int64_t end) {
+    for (int64_t n = 0; n < codes.size(0); ++n) {
+      const int8_t* from = x + n * each;
+      for (int64_t i = begin; i < end; ++i) y[i] += from[i];
+    }
+  });
+  return sums;
 }
 
 // Sums of k - z over what every tap sees, int64 (I * J * C), from those over the batch.
