@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import hashlib
+import itertools
+import math
 from collections.abc import Callable, Iterator, Sized
 from contextlib import contextmanager
 from enum import IntEnum
@@ -41,6 +43,19 @@ def generator_of(*numbers: int) -> torch.Generator:
 def epoch_order(count: int, seed: int, epoch: int) -> Tensor:
     """Return the order of the samples (or batches) of an epoch, (count,) int64."""
     return torch.randperm(count, generator=generator_of(seed, epoch, Stream.ORDER))
+
+
+def batch_keys(count: int, batch: int, seed: int, start: int) -> Iterator[list[tuple[int, int]]]:
+    """Yield the keys (epoch, number) of every batch from step ``start`` on, without end.
+
+    The last batch of an epoch may be smaller. One iterator serves all epochs: processes that read start once.
+    """
+    first, position = divmod(start, math.ceil(count / batch))
+    for epoch in itertools.count(first):
+        order = epoch_order(count, seed, epoch).tolist()
+        for i in range(position * batch, count, batch):
+            yield [(epoch, number) for number in order[i : i + batch]]
+        position = 0
 
 
 @contextmanager

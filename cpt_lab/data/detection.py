@@ -30,12 +30,10 @@ import torchvision
 from PIL import Image
 from torch import Tensor
 
-from cpt_lab.data.colours import rgb
 from cpt_lab.data.common import generator_of, split_sizes, titled
-from cpt_lab.data.detection_batches import END_OF_JPEG
 from cpt_lab.data.files import DataNotFoundError, own_path, reading
-from cpt_lab.data.pictures import Annotated, DetectionData, annotated_picture
-from cpt_lab.data.scenes import DIGITS, SCENES, scenes
+from cpt_lab.data.image_readers import rgb
+from cpt_lab.data.pictures import DIGITS, SCENES, Annotated, DetectionData, annotated_picture, scenes
 from cpt_lab.experiments.detection import EXPERIMENT, DetectionRecipe
 from cpt_lab.experiments.recipe import is_own
 from cpt_lab.paths import command, data_dir
@@ -45,6 +43,7 @@ VOC_CLASSES = tuple(
     "sofa train tvmonitor".split()
 )
 
+END_OF_JPEG = b"\xff\xd9"
 LONGEST = 200  # characters of an id: file systems take 255 for a name
 
 # name -> year and the splits to train and to test on

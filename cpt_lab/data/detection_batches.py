@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -13,16 +12,14 @@ from torch.utils.data import Dataset
 from torchvision import tv_tensors
 from torchvision.transforms import v2
 
-from cpt_lab.data.common import Stream, epoch_order, generator_of, send
-from cpt_lab.data.images import IMAGENET_MEAN, IMAGENET_STD
+from cpt_lab.data.common import Stream, batch_keys, generator_of, send
+from cpt_lab.data.image_batches import of_files
 from cpt_lab.data.loading import loader
 from cpt_lab.data.pictures import Annotated
 from cpt_lab.experiments.detection import DetectionRecipe
 
 CPU = torch.device("cpu")
 MULTIPLE = 32  # sides of a padded batch
-
-END_OF_JPEG = b"\xff\xd9"
 
 
 @dataclass(frozen=True)
@@ -107,15 +104,7 @@ def batches(
     The groups are the same in every epoch, their order is not. Files are read by worker processes.
     """
     data = _Ready(pictures, aspect_groups(pictures, recipe.batch), recipe, seed)
-
-    def keys() -> Iterator[tuple[int, int]]:
-        first, position = divmod(start, len(data))
-        for epoch in itertools.count(first):
-            order = epoch_order(len(data), seed, epoch).tolist()
-            yield from ((epoch, group) for group in order[position:])
-            position = 0
-
-    return _loaded(data, keys(), workers, device)
+    return _loaded(data, (key for (key,) in batch_keys(len(data), 1, seed, start)), workers, device)
 
 
 def evaluation_batches(
@@ -132,10 +121,10 @@ def bytes_read(recipe: DetectionRecipe) -> int:
 
 
 def _loaded(data: _Ready, keys: Iterator[tuple[int, int]], workers: int, device: torch.device) -> Iterator[Batch]:
-    mean, std = (send(torch.tensor(x).view(-1, 1, 1), device) for x in (IMAGENET_MEAN, IMAGENET_STD))
+    normalize = of_files(device)
 
     def ready(batch: Batch) -> Batch:
-        images = send(batch.images, device).float().div_(255).sub_(mean).div_(std)
+        images = normalize(send(batch.images, device).float().div_(255))
         for image, (height, width) in zip(images, batch.sizes, strict=True):
             image[:, height:].zero_()
             image[:, :, width:].zero_()

@@ -23,8 +23,8 @@ from __future__ import annotations
 
 import csv
 import hashlib
+import json
 import logging
-import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -100,7 +100,6 @@ def load_entailment(recipe: EntailmentRecipe) -> EntailmentData:
     Raises:
         DataNotFoundError: when the files are not there; nothing is downloaded.
         ValueError: when they have none of the documented layouts, or wrong contents: names the file and the row.
-        ImportError: without the libraries of the extra ``text``.
     """
     wanted = {"train": (recipe.language,), "valid": (recipe.language,), "test": recipe.test_languages}
     if recipe.dataset == "templates":
@@ -170,18 +169,12 @@ def _hub(folder: Path, split: str) -> list[_File]:
     return [_File(path, COLUMNS, path.parent.name) for path in sorted(folder.glob(f"*/{name}-*.parquet"))]
 
 
-READERS: dict[str, tuple[str, dict[str, Any]]] = {  # ending -> loader of ``datasets`` and its options
-    "parquet": ("parquet", {}),
-    "jsonl": ("json", {}),
-    "json": ("json", {}),
-    "csv": ("csv", {}),
-    "tsv": ("csv", {"sep": "\t", "quoting": csv.QUOTE_NONE}),
-}
+ENDINGS = ("parquet", "jsonl", "json", "csv", "tsv")
 
 
 def _flat(folder: Path, split: str) -> list[_File]:
     names = {"valid": ("validation", "valid", "dev")}.get(split, (split,))
-    found = [path for name in names for ending in READERS if (path := folder / f"{name}.{ending}").exists()]
+    found = [path for name in names for ending in ENDINGS if (path := folder / f"{name}.{ending}").exists()]
     if len(found) > 1:
         raise ValueError(f"{folder} needs one file for {split}, it has {', '.join(path.name for path in found)}")
     return [_File(path, COLUMNS) for path in found]
@@ -213,21 +206,18 @@ def _read(folder: Path, split: str, languages: tuple[str, ...], default: str) ->
     if not files:
         raise ValueError(f"{folder} has no {split} split; its layout is {form}")
     there = {file.language for file in files if file.language}
-    parts: dict[str, list[pd.DataFrame]] = {}
-    said = False
+    checked, said = [], False
     for file in files:
-        if file.language is None or file.language in languages:
-            whole, in_file = _rows(file, default)
+        if file.language in (None, *languages):
+            rows, in_file = _rows(file, default)
             said |= in_file
-            for language, rows in whole.groupby("language", sort=False):
-                there.add(language)
-                if language in languages:
-                    parts.setdefault(language, []).append(_checked(file, rows))
-    if missing := [language for language in languages if language not in parts]:
+            there |= set(rows.language.dropna())
+            checked.append(_checked(file, rows[rows.language.isin(languages)]))
+    if missing := [language for language in languages if language not in there]:
         raise ValueError(f"{folder}: no {split} pairs in {', '.join(missing)}; there is {', '.join(sorted(there))}")
-    out = {}
+    whole, out = pd.concat(checked), {}
     for language in languages:
-        rows = pd.concat(parts[language])
+        rows = whole[whole.language == language]
         if rows.empty:
             raise ValueError(f"{folder}: no {split} pair in {language} has a label")
         out[language] = Pairs(list(rows.premise), list(rows.hypothesis), torch.tensor(list(rows.label)))
@@ -236,58 +226,40 @@ def _read(folder: Path, split: str, languages: tuple[str, ...], default: str) ->
 
 def _rows(file: _File, default: str) -> tuple[pd.DataFrame, bool]:
     """Return a file's rows with the columns language, premise, hypothesis, label, numbered from 1; see ``_read``."""
-    reader, options = READERS[file.path.suffix[1:]]
-    datasets = library("datasets", "text")
-    if reader == "csv":  # all columns are text: "007" stays what it is, and an empty field is no missing number
-        with reading(file.path), file.path.open(encoding="utf-8", newline="") as text:
-            plain = {"delimiter": options.get("sep", ","), "quoting": options.get("quoting", csv.QUOTE_MINIMAL)}
-            lines = csv.reader(text, **plain)
-            header = next(lines, [])
-            _check_columns(file, header)
-            for fields in lines:  # with one field too many in every row, pandas would shift all columns
-                if len(fields) > len(header):
-                    line = f"{file.path}, line {lines.line_num}"
-                    raise ValueError(f"{line}: {len(fields)} fields under {len(header)} names; are quotes missing?")
-        kinds = datasets.Features({name: datasets.Value("string") for name in header})
-        options = {**options, "keep_default_na": False, "na_filter": False, "features": kinds}
-    with tempfile.TemporaryDirectory(prefix="cpt-pairs-") as cache:  # the library's own cache would be in the home
-        quiet = datasets.utils.logging
-        bars, level = datasets.is_progress_bar_enabled(), quiet.get_verbosity()
-        datasets.disable_progress_bars()
-        quiet.set_verbosity(quiet.CRITICAL)
-        try:
-            loaded = datasets.load_dataset(
-                reader,
-                data_files={"rows": str(file.path)},
-                split="rows",
-                cache_dir=cache,
-                keep_in_memory=True,
-                **options,
-            )
-        except Exception as error:
-            reason = "it has no rows" if "corresponds to no data" in str(error) else error.__cause__ or error
-            raise ValueError(f"{file.path}: cannot be read: {reason}") from error
-        finally:
-            quiet.set_verbosity(level)
-            if bars:
-                datasets.enable_progress_bars()
-        _check_columns(file, loaded.column_names)
-        frame = loaded.to_pandas()
-    named = {ours: frame[theirs] for ours, theirs in file.columns.items()}
-    if "language" not in named:
-        named["language"] = (
-            frame["language"] if file.language is None and "language" in frame else (file.language or default)
-        )
-    out = pd.DataFrame(named)
-    out.index = pd.RangeIndex(1, len(out) + 1)
-    return out, file.language is not None or "language" in file.columns or "language" in frame
+    with reading(file.path):
+        table = _table(file.path)
+    if lacking := [name for name in file.columns.values() if name not in table]:
+        there = ", ".join(map(str, table.columns))[:200] or "none"
+        raise ValueError(f"{file.path}: needs the columns {', '.join(lacking)}; it has {there}")
+    if table.empty:
+        raise ValueError(f"{file.path} has no rows")
+    rows = pd.DataFrame({ours: table[theirs] for ours, theirs in file.columns.items()})
+    said = file.language is None and "language" in table
+    rows["language"] = table["language"] if said else file.language or default
+    rows.index = pd.RangeIndex(1, len(rows) + 1)
+    return rows, said or file.language is not None
 
 
-def _check_columns(file: _File, header: list[str]) -> None:
-    if lacking := [name for name in file.columns.values() if name not in header]:
-        raise ValueError(
-            f"{file.path}: needs the columns {', '.join(lacking)}; it has {', '.join(header)[:200] or 'none'}"
-        )
+def _table(path: Path) -> pd.DataFrame:
+    """Return all that a file holds. What .csv and .tsv hold is text: "007" stays what it is, and nothing is missing."""
+    if path.suffix == ".parquet":
+        return pd.read_parquet(path)
+    if path.suffix in (".jsonl", ".json"):
+        whole = path.read_text(encoding="utf-8").strip()
+        if whole.startswith("["):
+            return pd.DataFrame(json.loads(whole))
+        return pd.DataFrame([json.loads(line) for line in whole.split("\n") if line.strip()])
+    form: dict[str, Any] = {"delimiter": "\t", "quoting": csv.QUOTE_NONE} if path.suffix == ".tsv" else {}
+    with path.open(encoding="utf-8", newline="") as text:
+        lines = csv.reader(text, **form)
+        header, rows = next(lines, []), []
+        for fields in lines:
+            if len(fields) > len(header):
+                said = f"{path}, line {lines.line_num}: {len(fields)} fields under {len(header)} names"
+                raise ValueError(f"{said}; are quotes missing?")
+            if fields:
+                rows.append(fields)
+    return pd.DataFrame(rows, columns=header)
 
 
 def _checked(file: _File, rows: pd.DataFrame) -> pd.DataFrame:

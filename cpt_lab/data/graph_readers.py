@@ -148,19 +148,13 @@ def _csv(path: Path, kind: type | None, columns: int | None = None) -> np.ndarra
             raise ValueError("the file is empty")
         try:
             # in pieces: a float64 copy of the features of a large graph would take gigabytes
-            tables = pd.read_csv(path, compression="gzip", header=None, chunksize=ROWS)
-            table = np.concatenate([_typed(piece.to_numpy(), kind) for piece in tables])
+            tables = pd.read_csv(path, compression="gzip", header=None, dtype=kind, chunksize=ROWS)
+            table = np.concatenate([piece.to_numpy() for piece in tables])
         except pd.errors.EmptyDataError:
             return np.empty((0, columns or 1), dtype=kind or np.int64)
         if columns and table.shape[1] != columns:
             raise ValueError(f"{columns} columns expected, got {table.shape[1]}")
         return table
-
-
-def _typed(values: np.ndarray, kind: type | None) -> np.ndarray:
-    if values.dtype.kind not in ("iu" if kind is np.int64 else "iufb"):
-        raise ValueError(f"{'whole ' if kind is np.int64 else ''}numbers expected, got {values.dtype}")
-    return values.astype(kind or values.dtype)
 
 
 class _PlanetoidUnpickler(pickle.Unpickler):

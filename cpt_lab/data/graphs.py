@@ -167,18 +167,12 @@ def _checked(name: str, raw: RawGraph) -> tuple[Tensor, Tensor, int]:
     for ends in raw.edges:
         if ends.dtype.kind not in "iu" or len(ends) != len(raw.edges[0]):
             raise ValueError(f"{name}: every edge needs two whole numbers, got {ends.dtype} {ends.shape}")
-        if len(ends) and (ends.min() < 0 or ends.max() >= nodes):
-            bad = ends.min() if ends.min() < 0 else ends.max()
-            raise ValueError(f"{name}: edges must name nodes 0..{nodes - 1}, got {bad}")
+        _check_nodes(f"{name}: edges", ends, nodes)
     used = np.full(nodes, "", dtype=object)
     for part in SPLITS:
-        index = raw.split[part] = np.asarray(raw.split[part]).reshape(-1)
-        if not np.issubdtype(index.dtype, np.integer) and len(index):
-            raise ValueError(f"{name}: the {part} split must hold whole numbers, got {index.dtype}")
-        if len(index) and (index.min() < 0 or index.max() >= nodes):
-            bad = index.min() if index.min() < 0 else index.max()
-            raise ValueError(f"{name}: the {part} split must name nodes 0..{nodes - 1}, got {bad}")
-        index = index.astype(np.int64)
+        raw.split[part] = np.asarray(raw.split[part]).reshape(-1)
+        index = whole_numbers(f"{name}: the {part} split", raw.split[part])
+        _check_nodes(f"{name}: the {part} split", index, nodes)
         if len(np.unique(index)) != len(index):
             raise ValueError(f"{name}: the {part} split names a node more than once")
         if (taken := used[index] != "").any():
@@ -192,6 +186,12 @@ def _checked(name: str, raw: RawGraph) -> tuple[Tensor, Tensor, int]:
     known = labels[labels >= 0]  # also those of nodes that are tested alone
     classes = raw.classes or class_count(f"{name}: nodes", known)
     return torch.from_numpy(features), torch.from_numpy(labels), classes
+
+
+def _check_nodes(what: str, numbers: np.ndarray, nodes: int) -> None:
+    if len(numbers) and (numbers.min() < 0 or numbers.max() >= nodes):
+        bad = numbers.min() if numbers.min() < 0 else numbers.max()
+        raise ValueError(f"{what} must name nodes 0..{nodes - 1}, got {bad}")
 
 
 def random_graph(recipe: GraphRecipe) -> GraphData:

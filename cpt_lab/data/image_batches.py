@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from cpt_core.checks import library
-from cpt_lab.data.common import Stream, epoch_order, generator_of, send
+from cpt_lab.data.common import Stream, batch_keys, epoch_order, generator_of, send
 from cpt_lab.data.image_readers import ArrayImages
 from cpt_lab.data.images import IMAGENET_MEAN, IMAGENET_STD, Batch, ImageData, Split
 from cpt_lab.data.loading import loader
@@ -41,7 +41,7 @@ class ArrayBatches:
         self.images = torch.nn.functional.pad(split.images, (self.pad,) * 4).to(device)
         self.labels = split.labels.to(device)
         self.size = split.images.shape[-1]
-        self.normalize = _Normalize(data, device)
+        self.normalize = _of_arrays(data, device)
         self._epoch = -1
         self._order = torch.empty(0)
 
@@ -57,7 +57,7 @@ class ArrayBatches:
             self._epoch, self._order = epoch, send(epoch_order(len(self.labels), self.seed, epoch), self.device)
         index = self._order[position * self.batch : (position + 1) * self.batch]
         images = self._crop_and_flip(index, generator_of(self.seed, step, Stream.AUGMENT))
-        return self.normalize(images), self.labels[index]
+        return self.normalize(images.float()), self.labels[index]
 
     def _crop_and_flip(self, index: Tensor, generator: torch.Generator) -> Tensor:
         n = len(index)
@@ -79,41 +79,36 @@ class ArrayBatches:
 
     def iterate(self, start: int) -> Iterator[Batch]:
         """Yield the batches from step ``start`` on, without end."""
-        step = start
-        while True:
-            yield self(step)
-            step += 1
+        return map(self, itertools.count(start))
 
 
-class _Normalize:
-    """Pixels 0..255 as uint8 -> float32 of mean 0, on the device."""
+class Normalize:
+    """Pixels, float32 (N, C, H, W) on the device -> mean 0, in place."""
 
-    def __init__(self, data: ImageData, device: torch.device) -> None:
-        self.mean = send(255 * torch.tensor(data.mean).view(1, -1, 1, 1), device)
-        self.std = send(255 * torch.tensor(data.std).view(1, -1, 1, 1), device)
+    def __init__(self, mean: Tensor, std: Tensor, device: torch.device) -> None:
+        """Take mean and standard deviation of the pixels, (C,)."""
+        self.mean, self.std = (send(x.view(-1, 1, 1), device) for x in (mean, std))
 
     def __call__(self, images: Tensor) -> Tensor:
-        return images.float().sub_(self.mean).div_(self.std)
+        """Return the images."""
+        return images.sub_(self.mean).div_(self.std)
 
 
-class _NormalizeFiles:
-    """The same for images from disk, rounded as torchvision rounds it."""
-
-    def __init__(self, device: torch.device) -> None:
-        self.mean, self.std = (send(torch.tensor(x).view(-1, 1, 1), device) for x in (IMAGENET_MEAN, IMAGENET_STD))
-
-    def __call__(self, images: Tensor) -> Tensor:
-        return images.float().mul_(1 / 255).sub_(self.mean).div_(self.std)
+def _of_arrays(data: ImageData, device: torch.device) -> Normalize:
+    return Normalize(255 * torch.tensor(data.mean), 255 * torch.tensor(data.std), device)
 
 
-class _Seeded(Dataset):
-    """Images from disk with a random transform whose randomness depends on (seed, epoch, index) alone."""
+def of_files(device: torch.device) -> Normalize:
+    """Return what normalises pixels from 0 to 1, as torchvision does."""
+    return Normalize(torch.tensor(IMAGENET_MEAN), torch.tensor(IMAGENET_STD), device)
 
-    def __init__(self, files: Any, transform: Callable[[Any], Tensor], seed: int) -> None:
-        self.files, self.transform, self.seed = files, transform, seed
 
-    def __len__(self) -> int:
-        return len(self.files)
+class _Files(Dataset):
+    """Images from disk, transformed; what is random depends on (seed, epoch, index) alone. Keys: (epoch, index)."""
+
+    def __init__(self, files: Any, steps: list[Any], seed: int = 0) -> None:
+        v2 = library("torchvision.transforms.v2", "vision")
+        self.files, self.transform, self.seed = files, v2.Compose([*steps, v2.PILToTensor()]), seed
 
     def __getitem__(self, key: tuple[int, int]) -> tuple[Tensor, int]:
         epoch, index = key
@@ -129,65 +124,36 @@ def bytes_read(recipe: ImageRecipe) -> int:
 
 
 class FileBatches:
-    """Batches of images read from disk by worker processes; same contract as ``ArrayBatches``."""
+    """Batches of images read from disk by worker processes; same contract as ``ArrayBatches.iterate``."""
 
     def __init__(self, split: Any, recipe: ImageRecipe, seed: int, device: torch.device, workers: int) -> None:
         """Prepare the random transform: resized crop and flip, as for ImageNet."""
         v2 = library("torchvision.transforms.v2", "vision")
-        steps: list[Any] = [v2.RandomResizedCrop(recipe.size, antialias=True)]
-        if recipe.flip:
-            steps.append(v2.RandomHorizontalFlip())
-        self.data = _Seeded(split, v2.Compose([*steps, v2.PILToTensor()]), seed)
+        flip = [v2.RandomHorizontalFlip()] if recipe.flip else []
+        self.data = _Files(split, [v2.RandomResizedCrop(recipe.size, antialias=True), *flip], seed)
         self.seed, self.batch, self.device, self.workers = seed, recipe.batch, device, workers
-        self.normalize = _NormalizeFiles(device)
-
-    @property
-    def steps_per_epoch(self) -> int:
-        """Number of batches of an epoch; the last may be smaller and is not dropped."""
-        return math.ceil(len(self.data) / self.batch)
 
     def iterate(self, start: int) -> Iterator[Batch]:
         """Yield the batches from step ``start`` on, without end."""
-        read = loader(self.data, self.device, self.workers, batch_sampler=self._keys(start))
-        return map(self._ready, read)
-
-    def _ready(self, read: Batch) -> Batch:
-        images, labels = (send(x, self.device) for x in read)
-        return self.normalize(images), labels
-
-    def _keys(self, start: int) -> Iterator[list[tuple[int, int]]]:
-        first, position = divmod(start, self.steps_per_epoch)
-        for epoch in itertools.count(first):  # one loader for all of them: workers start once
-            order = epoch_order(len(self.data), self.seed, epoch).tolist()
-            keys = [(epoch, i) for i in order[position * self.batch :]]
-            yield from (keys[i : i + self.batch] for i in range(0, len(keys), self.batch))
-            position = 0
+        keys = batch_keys(len(self.data.files), self.batch, self.seed, start)
+        return _read(self.data, keys, self.device, self.workers)
 
 
-class _Test(Dataset):
-    def __init__(self, files: Any, size: int) -> None:
-        v2 = library("torchvision.transforms.v2", "vision")
-        self.files = files
-        self.transform = v2.Compose(
-            [v2.Resize(round(size / 0.875), antialias=True), v2.CenterCrop(size), v2.PILToTensor()]
-        )
-
-    def __len__(self) -> int:
-        return len(self.files)
-
-    def __getitem__(self, index: int) -> tuple[Tensor, int]:
-        image, label = self.files[index]
-        return self.transform(image.convert("RGB")), label
+def _read(data: _Files, keys: Iterable[list[tuple[int, int]]], device: torch.device, workers: int) -> Iterator[Batch]:
+    normalize = of_files(device)
+    for images, labels in loader(data, device, workers, batch_sampler=keys):
+        yield normalize(send(images, device).float().mul_(1 / 255)), send(labels, device)
 
 
 def evaluation_batches(split: Split, data: ImageData, size: int, device: torch.device, workers: int) -> Iterator[Batch]:
     """Yield a split once, in order, without augmentation."""
     if isinstance(split, ArrayImages):
-        normalize = _Normalize(data, device)
-        for start in range(0, len(split), 1000):
-            part = split[start : start + 1000]
-            yield normalize(send(part.images, device)), send(part.labels, device)
+        normalize = _of_arrays(data, device)
+        for part in (split[start : start + 1000] for start in range(0, len(split), 1000)):
+            yield normalize(send(part.images, device).float()), send(part.labels, device)
     else:
-        scale = _NormalizeFiles(device)
-        for images, labels in loader(_Test(split, size), device, workers, batch_size=EVALUATION_BATCH):
-            yield scale(send(images, device)), send(labels, device)
+        v2 = library("torchvision.transforms.v2", "vision")
+        files = _Files(split, [v2.Resize(round(size / 0.875), antialias=True), v2.CenterCrop(size)])
+        keys = [(0, index) for index in range(len(files.files))]
+        batches = [keys[i : i + EVALUATION_BATCH] for i in range(0, len(keys), EVALUATION_BATCH)]
+        yield from _read(files, batches, device, workers)

@@ -1,4 +1,7 @@
-"""Readers of images of one's own: archives, and folders of classes, into memory or as lists of files."""
+"""Readers of images of one's own: archives, and folders of classes, into memory or as lists of files.
+
+Pictures of any kind are read as eight-bit red, green and blue.
+"""
 
 from __future__ import annotations
 
@@ -13,9 +16,30 @@ import torch
 from torch import Tensor
 
 from cpt_core.checks import library
-from cpt_lab.data.colours import open_rgb, rgb
 from cpt_lab.data.common import whole_numbers
 from cpt_lab.data.files import DataNotFoundError, own_path, reading
+
+
+def open_rgb(path: Path | str) -> Any:
+    """Return the picture in a file, in PIL's mode RGB; ValueError names a file that is damaged."""
+    with reading(Path(path)), library("PIL.Image", "vision").open(path) as image:
+        return rgb(image)
+
+
+def rgb(image: Any) -> Any:
+    """Return a picture of PIL in mode RGB: grey ones get three equal channels, transparency is left out.
+
+    Grey pictures of 16 bits are scaled to eight: PIL alone would cut off all above 255.
+
+    Raises:
+        ValueError: for pictures whose range of values is not known: 32-bit and floating ones.
+    """
+    if image.mode.startswith("I") or image.mode == "F":
+        values = np.asarray(image)
+        if image.mode == "F" or values.min() < 0 or values.max() > 0xFFFF:
+            raise ValueError(f"a picture of 8 or 16 bits expected, got PIL's mode {image.mode}")
+        image = library("PIL.Image", "vision").fromarray((values >> 8).astype(np.uint8))
+    return image.convert("RGB")
 
 
 @dataclass(frozen=True)
@@ -40,31 +64,28 @@ def read_own(dataset: str, size: int) -> tuple[ArrayImages, ArrayImages, str]:
     Raises:
         DataNotFoundError, ValueError: naming the file or folder, and what is wrong with it.
     """
-    parts = [own_path(part) for part in dataset.split(",")] if "," in dataset else []
-    name = parts[0].stem if parts else own_path(dataset).name
-    if not parts:
-        folder = own_path(dataset)
-        if (folder / "train").is_dir():
-            train, test = (_in_memory(files, size) for files in image_folders(folder))
-            _differ(dataset, train, test)
-            return train, test, f"own images ({name})"
-        parts = _archives_of(folder)
-    if len(parts) != 2:
+    given = [own_path(part) for part in dataset.split(",")]
+    folder, name = given[0], given[0].name if len(given) == 1 else given[0].stem
+    if len(given) == 1 and (folder / "train").is_dir():
+        train, test = (_in_memory(files, size) for files in image_folders(folder))
+    else:
+        train, test = _two_archives(dataset, given if len(given) > 1 else _archives_of(folder))
+    if torch.equal(train.images, test.images):
+        raise ValueError(f"{dataset}: the {len(test)} test images are the training images; a test needs others")
+    return train, test, f"own images ({name})"
+
+
+def _two_archives(dataset: str, paths: list[Path]) -> tuple[ArrayImages, ArrayImages]:
+    if len(paths) != 2:
         raise ValueError(f"two archives expected, 'train.npz,test.npz', got {dataset!r}")
-    train, test = map(_archive, parts)
+    train, test = map(_archive, paths)
     if train.images.shape[1] != test.images.shape[1]:
         channels = " and ".join(str(part.images.shape[1]) for part in (train, test))
         raise ValueError(f"{dataset}: training and test images have {channels} channels")
     unknown = test.labels[test.labels > train.labels.max()]
     if len(unknown):
-        raise ValueError(f"{parts[1]}: label {int(unknown[0])} is unknown; {parts[0].name} has 0..{train.labels.max()}")
-    _differ(dataset, train, test)
-    return train, test, f"own images ({name})"
-
-
-def _differ(dataset: str, train: ArrayImages, test: ArrayImages) -> None:
-    if torch.equal(train.images, test.images):
-        raise ValueError(f"{dataset}: the {len(test)} test images are the training images; a test needs others")
+        raise ValueError(f"{paths[1]}: label {int(unknown[0])} is unknown; {paths[0].name} has 0..{train.labels.max()}")
+    return train, test
 
 
 def _archives_of(folder: Path) -> list[Path]:

@@ -82,26 +82,33 @@ def load_images(recipe: ImageRecipe) -> ImageData:
         DataNotFoundError: when the files are not there; nothing is downloaded.
         ValueError: when the files do not have the documented layout or there are too few images.
     """
-    if recipe.size > SMALL:
-        return _load_files(recipe)
-    train, test, title, mean, std = _load_arrays(recipe.dataset, recipe.size)
-    classes = class_count(f"{recipe.dataset}: training images", train.labels)
+    in_memory = recipe.size <= SMALL
+    load: Callable[..., Any] = _load_arrays if in_memory else _load_files
+    train, test, title, mean, std = load(recipe)
+    labels = train.labels if in_memory else np.array(train.targets)
+    classes = class_count(f"{recipe.dataset}: training images", labels)
     used, held = split_sizes(recipe, len(train))
-    order = torch.randperm(len(train), generator=torch.Generator().manual_seed(0))
-    valid, rest = train[order[:held]], train[order[held:]]
-    train, test = rest[:used], test[: recipe.test_images]
+    order = torch.randperm(len(train), generator=torch.Generator().manual_seed(0)).tolist()
+    parts = (train, order[held:][:used]), (train, order[:held]), (test, [*range(len(test))][: recipe.test_images])
+    splits: list[Any] = [
+        images[index] if in_memory else torch.utils.data.Subset(images, index) for images, index in parts
+    ]
     digest = hashlib.sha256()
-    for split in (train, valid, test):
-        digest.update(split.images.numpy().tobytes() + split.labels.numpy().tobytes())
+    if in_memory:
+        for split in splits:
+            digest.update(split.images.numpy().tobytes() + split.labels.numpy().tobytes())
+    else:
+        names = (f"{Path(path).name} {label}" for path, label in train.samples + test.samples)
+        digest.update("\n".join(names).encode())
     return ImageData(
-        title=titled(title, recipe, train, valid),
+        title=titled(title, recipe, *splits[:2]),
         classes=classes,
-        channels=train.images.shape[1],
+        channels=len(mean),
         mean=mean,
         std=std,
-        train=train,
-        valid=valid,
-        test=test,
+        train=splits[0],
+        valid=splits[1],
+        test=splits[2],
         checksum=digest.hexdigest()[:16],
     )
 
@@ -135,7 +142,8 @@ def random_images(recipe: ImageRecipe) -> ImageData:
 Arrays = tuple[ArrayImages, ArrayImages, str, tuple[float, ...], tuple[float, ...]]  # train, test, title, mean, std
 
 
-def _load_arrays(dataset: str, size: int) -> Arrays:
+def _load_arrays(recipe: ImageRecipe) -> Arrays:
+    dataset, size = recipe.dataset, recipe.size
     EXPERIMENT.check_dataset(dataset)
     if not is_own(dataset) and dataset not in READERS:
         raise ValueError(f"{dataset} is read from disk, at sizes above {SMALL} pixels; got {size}")
@@ -189,7 +197,8 @@ def _resize(images: Tensor, size: int) -> Tensor:
     return torch.cat(parts)
 
 
-def _load_files(recipe: ImageRecipe) -> ImageData:
+def _load_files(recipe: ImageRecipe) -> tuple[Any, Any, str, tuple[float, ...], tuple[float, ...]]:
+    """Return the same of torchvision's lists of files."""
     datasets = library("torchvision.datasets", "vision")
     if recipe.dataset == "imagenet":
         try:
@@ -203,22 +212,7 @@ def _load_files(recipe: ImageRecipe) -> ImageData:
     else:
         folder = own_path(recipe.dataset)
         parts, title = [*image_folders(folder)], f"own images ({folder.name})"
-    train, test = parts
-    used, count = split_sizes(recipe, len(train))
-    order = torch.randperm(len(train), generator=torch.Generator().manual_seed(0)).tolist()
-    held, rest = order[:count], order[count:][:used]
-    names = "\n".join(f"{Path(path).name} {label}" for path, label in train.samples + test.samples)
-    return ImageData(
-        title=titled(title, recipe, rest, held),
-        classes=class_count(f"{recipe.dataset}: training images", np.array(train.targets)),
-        channels=3,
-        mean=IMAGENET_MEAN,
-        std=IMAGENET_STD,
-        train=torch.utils.data.Subset(train, rest),
-        valid=torch.utils.data.Subset(train, held),
-        test=torch.utils.data.Subset(test, range(len(test))[: recipe.test_images]),
-        checksum=hashlib.sha256(names.encode()).hexdigest()[:16],
-    )
+    return (*parts, title, IMAGENET_MEAN, IMAGENET_STD)
 
 
 def download(name: str, language: str = "") -> Path:

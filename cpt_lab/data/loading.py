@@ -18,12 +18,11 @@ MOST = 32  # processes: more do not read faster than a GPU trains
 PREFETCH = 2  # batches that each of them keeps ready
 
 
-def readers(batch_bytes: int, most: int = MOST) -> int:
+def readers(batch_bytes: int) -> int:
     """Return how many processes read for a run: one per core that it may use, as far as their batches find room.
 
     Args:
         batch_bytes: of one batch of every kind that is read at a time, of training and of evaluation.
-        most: not more than these.
 
     Raises:
         OSError: where the shared memory has no room for the batches of one: the first would end the run by SIGBUS.
@@ -31,7 +30,7 @@ def readers(batch_bytes: int, most: int = MOST) -> int:
     Warns:
         UserWarning: where it has no room for those of all.
     """
-    wanted, room = min(most, usable_cores()), shared_memory()
+    wanted, room = min(MOST, usable_cores()), shared_memory()
     each = PREFETCH * batch_bytes
     if room is None or room // each >= wanted:
         return wanted

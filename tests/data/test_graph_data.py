@@ -1,13 +1,10 @@
 """Loaders of graphs: every layout that is documented, and what happens when its content is wrong."""
 
-import gzip
 import io
-import pickle
 import shutil
 import subprocess
 import sys
 import zipfile
-from collections import defaultdict
 from dataclasses import replace
 from pathlib import Path
 
@@ -15,6 +12,7 @@ import numpy as np
 import pytest
 import scipy.sparse
 import torch
+from layouts import graph_arrays, ogb_folder, planetoid, table, write
 
 from cpt_lab import data
 from cpt_lab.data import graphs, ogb
@@ -29,46 +27,14 @@ def own(dataset, **changes):
     return replace(recipe("smoke", str(dataset), "gcn", task="graph"), **changes)
 
 
-def arrays(seed=0):
-    rng = np.random.default_rng(seed)
-    order = rng.permutation(NODES)
-    return {
-        "edge_index": rng.integers(0, NODES, (2, 150)),
-        "features": rng.standard_normal((NODES, 4), dtype=np.float32),
-        "labels": rng.integers(0, 3, NODES),
-        "train_idx": order[:30],
-        "valid_idx": order[30:40],
-        "test_idx": order[40:],
-    }
+def arrays():
+    return graph_arrays(NODES)
 
 
 def write_npz(folder, **changes):
     content = {k: v for k, v in {**arrays(), **changes}.items() if v is not None}
     np.savez(folder / "g.npz", **content)
     return folder / "g.npz"
-
-
-def write_csv(path, values, form="%d"):
-    path.parent.mkdir(parents=True, exist_ok=True)
-    text = io.StringIO()
-    np.savetxt(text, np.asarray(values), fmt=form, delimiter=",")
-    path.write_bytes(gzip.compress(text.getvalue().encode()))
-
-
-def write_ogb(folder, split="time", **changes):
-    """The raw layout of OGB's node data sets."""
-    a = {**arrays(), **changes}
-    raw = folder / "raw"
-    write_csv(raw / "edge.csv.gz", a["edge_index"].T)
-    write_csv(raw / "node-feat.csv.gz", a["features"], "%.6f")
-    write_csv(raw / "node-label.csv.gz", a["labels"])
-    write_csv(raw / "node_year.csv.gz", 2000 + np.arange(NODES))
-    write_csv(raw / "num-node-list.csv.gz", [NODES])
-    write_csv(raw / "num-edge-list.csv.gz", [len(a["edge_index"][0])])
-    for part in ("train", "valid", "test"):
-        write_csv(folder / "split" / split / f"{part}.csv.gz", a[f"{part}_idx"])
-    (folder / "RELEASE_v1.txt").write_text("")
-    return folder
 
 
 # --- edges ----------------------------------------------------------------------------------------
@@ -135,44 +101,19 @@ def test_other_names_of_an_archive(tmp_path):
 
 
 def test_a_folder_in_ogb_layout(tmp_path):
-    found, plain = load_graph(own(write_ogb(tmp_path / "mine"))), load_graph(own(write_npz(tmp_path)))
+    found, plain = load_graph(own(write(tmp_path / "mine", ogb_folder(arrays())))), load_graph(own(write_npz(tmp_path)))
     assert found.title == "own graph (mine)"
     assert torch.equal(found.graph.indices, plain.graph.indices)
     torch.testing.assert_close(found.features, plain.features, atol=1e-5, rtol=0)
     assert torch.equal(found.valid, plain.valid)
 
 
-def write_planetoid(folder, test=(7, 9, 8)):
-    """ind.* files as Planetoid has them: Python 2 pickles of scipy matrices, arrays and a dict of lists."""
-    folder.mkdir()
-    one_hot = np.eye(3, dtype=np.int32)[np.arange(10) % 3]
-    x = scipy.sparse.csr_matrix(np.arange(30, dtype=np.float32).reshape(10, 3))
-    neighbours = defaultdict(list, {i: [(i + 1) % 10] for i in range(10)})
-    parts = {"x": x[:4], "y": one_hot[:4], "allx": x[:7], "ally": one_hot[:7], "graph": neighbours}
-    parts |= {"tx": x[list(test)], "ty": one_hot[list(test)]}
-    for name, value in parts.items():
-        (folder / f"ind.tiny.{name}").write_bytes(pickle.dumps(value, protocol=2))
-    (folder / "ind.tiny.test.index").write_text("\n".join(map(str, test)))
-    return folder
-
-
 def test_planetoid(tmp_path):
-    found = load_graph(own(write_planetoid(tmp_path / "p"), standardize=False, self_loops=False))
+    found = load_graph(own(write(tmp_path / "p", planetoid()), standardize=False, self_loops=False))
     assert torch.equal(found.features, torch.arange(30.0).view(10, 3))  # test rows are back in their order
     assert found.labels.tolist() == [i % 3 for i in range(10)]
     assert found.test.tolist() == [7, 8, 9]
     assert found.graph.in_degrees.tolist() == [2] * 10
-
-
-def test_a_planetoid_file_runs_no_code(tmp_path):
-    class Bomb:
-        def __reduce__(self):
-            return (print, ("executed",))
-
-    folder = write_planetoid(tmp_path / "p")
-    (folder / "ind.tiny.ally").write_bytes(pickle.dumps(Bomb(), protocol=2))
-    with pytest.raises(ValueError, match=r"needs no (builtins|__builtin__)\.print: not unpickled"):
-        load_graph(own(folder))
 
 
 def test_embedded_digits():
@@ -198,7 +139,7 @@ def arxiv(tmp_path, monkeypatch):
     """A small data set in the real layout of ogbn-arxiv, with counts of its own."""
     monkeypatch.setenv("CPT_DATA_DIR", str(tmp_path))
     monkeypatch.setitem(ogb.OFFICIAL, "ogbn-arxiv", (NODES, 150, 4, 40))
-    return write_ogb(tmp_path / "ogbn_arxiv")
+    return write(tmp_path / "ogbn_arxiv", ogb_folder(arrays()))
 
 
 class Bomb:
@@ -224,13 +165,6 @@ def test_ogb(arxiv, tmp_path):
     expected = bidirected(*a["edge_index"], NODES, self_loops=True)
     assert torch.equal(found.graph.indices, expected.indices)
     torch.testing.assert_close(found.features.mean(0), torch.zeros(4), atol=1e-6, rtol=0)
-
-
-def test_a_planted_pickle_would_run(tmp_path):
-    """The test above can fail: loaded as OGB loads it, the file runs."""
-    torch.save(Bomb(tmp_path / "executed"), tmp_path / "data_processed")
-    torch.load(tmp_path / "data_processed", weights_only=False).close()
-    assert (tmp_path / "executed").exists()
 
 
 def test_other_counts_are_not_ogbs(arxiv, monkeypatch):
@@ -259,13 +193,6 @@ def test_evaluator_of_ogb_agrees_with_ours():
     labels, predicted = rng.integers(0, 4, (2, 100))
     found = ogb.evaluator("ogbn-arxiv").eval({"y_true": labels[:, None], "y_pred": predicted[:, None]})
     assert found["acc"] == pytest.approx((labels == predicted).mean())
-
-
-@pytest.mark.parametrize("dataset", ["ogbn-arxiv", "ogbn-products"])
-def test_missing_ogb_data_names_the_command(tmp_path, monkeypatch, dataset):
-    monkeypatch.setenv("CPT_DATA_DIR", str(tmp_path))
-    with pytest.raises(DataNotFoundError, match=f"python -m cpt_lab download {dataset}"):
-        load_graph(recipe("paper", dataset))
 
 
 def zipped(folder, **more):
@@ -341,10 +268,9 @@ def changed(name, index, value):
         ({"train_idx": np.array([1, 1, 2])}, "the train split names a node more than once"),
         ({"test_idx": arrays()["train_idx"][:3]}, r"node \d+ is in the splits train and test"),
         ({"train_idx": np.empty(0, dtype=int)}, "the train and the test split need at least one node each"),
-        ({"train_idx": np.array([0.5])}, "the train split must hold whole numbers, got float64"),
+        ({"train_idx": np.array([0.5])}, "the train split must be whole numbers, number 0 is 0.5"),
         (changed("labels", int(arrays()["test_idx"][0]), -1), r"node \d+ of the test split has no label"),
-        (changed("labels", 2, 10**9), r"nodes: label 1000000000 of 60; classes must be numbered 0, 1, 2"),
-        (changed("labels", 2, 10**6), "nodes: label 1000000 of 60"),
+        (changed("labels", 2, 10**6), "nodes: label 1000000 of 60; classes must be numbered 0, 1, 2"),
         ({"labels": np.full(NODES, 3)}, "all 60 labels are 3; there is nothing to learn from one class"),
         ({"labels": None}, "g.npz: needs one of labels, node_labels; it has edge_index, features, train_idx"),
     ],
@@ -356,7 +282,7 @@ def test_wrong_content_of_an_archive(tmp_path, changes, message):
 
 
 def test_labels_beyond_the_official_classes(arxiv):
-    write_csv(arxiv / "raw" / "node-label.csv.gz", np.full(NODES, 40))
+    (arxiv / "raw" / "node-label.csv.gz").write_bytes(table(np.full(NODES, 40)))
     with pytest.raises(ValueError, match="labels must be below 40, got 40"):
         load_graph(recipe("paper", "ogbn-arxiv"))
 
@@ -381,17 +307,17 @@ def test_integer_features_and_missing_labels_are_welcome(tmp_path):
         (lambda f: (f / "split" / "time" / "test.csv.gz").unlink(), "lacks split/time/test.csv.gz"),
         (lambda f: (f / "split" / "other").mkdir(), r"exactly one folder in split/, it has 2"),
         (
-            lambda f: write_csv(f / "raw" / "num-edge-list.csv.gz", [999]),
+            lambda f: (f / "raw" / "num-edge-list.csv.gz").write_bytes(table([999])),
             r"announces \[999\] edges, edge\.csv\.gz has 150",
         ),
         (
-            lambda f: write_csv(f / "split" / "time" / "test.csv.gz", [NODES]),
+            lambda f: (f / "split" / "time" / "test.csv.gz").write_bytes(table([NODES])),
             r"the test split must name nodes 0\.\.59, got 60",
         ),
     ],
 )
 def test_wrong_folders(tmp_path, damage, message):
-    folder = write_ogb(tmp_path / "mine")
+    folder = write(tmp_path / "mine", ogb_folder(arrays()))
     damage(folder)
     with pytest.raises(ValueError, match=message):
         load_graph(own(folder))

@@ -1,7 +1,6 @@
 import functools
 import hashlib
 import http.server
-import io
 import itertools
 import json
 import pickle
@@ -15,6 +14,7 @@ import numpy as np
 import pytest
 import torch
 import torchvision
+from layouts import image_archives, image_folder, write
 from PIL import Image
 
 from cpt_lab import data
@@ -48,14 +48,8 @@ def test_digits_split():
     images = load_images(recipe("demo"))
     assert [len(s) for s in (images.train, images.valid, images.test)] == [897, 200, 700]
     assert images.classes == 10
-    assert images.train.images.shape == (897, 1, 8, 8)
-    seen = {tuple(i.flatten().tolist()) for s in (images.train, images.valid) for i in s.images}
-    overlap = sum(tuple(i.flatten().tolist()) in seen for i in images.test.images)
-    assert overlap <= 2  # the data set itself holds few identical scans
     x, y = next(evaluation_batches(images.test, images, 8, CPU, 0))
-    assert x.min() == 0
-    assert x.max() == pytest.approx(1.0)
-    assert y.dtype == torch.int64
+    assert (x.min(), x.max(), y.dtype) == (0, pytest.approx(1.0), torch.int64)
 
 
 @pytest.mark.parametrize("store", ["image_digits", "deficit_digits"])
@@ -74,26 +68,17 @@ def batches_of(images, seed=0, **changes):
     return ArrayBatches(ArrayImages(images, labels), holder, r, seed, CPU)
 
 
+PLACES = [*itertools.product(range(5), range(5), (False, True))]
+
+
 def test_crop_and_flip_by_hand():
     images = torch.randint(0, 256, (9, 1, 6, 6), dtype=torch.uint8)
     batches = batches_of(images)
     padded = torch.nn.functional.pad(images, (2, 2, 2, 2))
-    offsets, flips = set(), set()
-    for step in range(6):
-        x, y = batches(step)
-        for image, label in zip(x, y, strict=True):
-            found = [
-                (dy, dx, flip)
-                for dy in range(5)
-                for dx in range(5)
-                for flip in (False, True)
-                if torch.equal(image, _window(padded[label], dy, dx, flip))
-            ]
-            assert found
-            offsets.add(found[0][:2])
-            flips.add(found[0][2])
-    assert len(offsets) > 5
-    assert flips == {False, True}
+    for step in range(3):
+        for image, label in zip(*batches(step), strict=True):
+            windows = (_window(padded[label], *place) for place in PLACES)
+            assert any(torch.equal(image, window) for window in windows)
 
 
 def _window(image, dy, dx, flip):
@@ -127,8 +112,7 @@ def test_every_offset_is_as_likely_as_the_others_and_so_is_a_mirror():
     image = torch.randint(0, 256, (1, 6, 6), dtype=torch.uint8)
     x, _ = batches_of(image.expand(2500, 1, 6, 6), batch=2500)(0)
     padded = torch.nn.functional.pad(image, (2, 2, 2, 2))
-    places = list(itertools.product(range(5), range(5), (False, True)))
-    number = {_window(padded, *place).numpy().tobytes(): i for i, place in enumerate(places)}
+    number = {_window(padded, *place).numpy().tobytes(): i for i, place in enumerate(PLACES)}
     counts = torch.bincount(torch.tensor([number[found.numpy().tobytes()] for found in x]), minlength=50).view(25, 2)
     assert len(number) == 50
     assert 60 < counts.sum(1).min() <= counts.sum(1).max() < 150  # of 100
@@ -183,83 +167,37 @@ def test_damaged_cifar_is_refused(data_folder, monkeypatch):
         load_images(small("cifar10", size=32))
 
 
-@pytest.mark.parametrize(("dataset", "size"), [("cifar10", 32), ("cifar100", 32), ("imagenet", 224)])
-def test_missing_data_names_the_command(dataset, size, data_folder):
-    with pytest.raises(DataNotFoundError, match=f"python -m cpt_lab download {dataset}"):
-        load_images(small(dataset, size=size))
-
-
 # --- own images -----------------------------------------------------------------------------------
 
 
-def jpeg(array):
-    buffer = io.BytesIO()
-    Image.fromarray(array).save(buffer, "JPEG")
-    return np.frombuffer(buffer.getvalue(), np.uint8)
-
-
-def write_archives(folder, packed, n=12):
-    rng = np.random.default_rng(0)
-    for name, count in (("my_train.npz", n), ("my_val.npz", 6)):
-        images = rng.integers(0, 256, (count, 8, 8, 3), dtype=np.uint8)
-        labels = np.arange(count) % 3
-        if packed:
-            files = [jpeg(i) for i in images]
-            offsets = np.cumsum([0, *(len(f) for f in files)])
-            np.savez(folder / name, jpeg=np.concatenate(files), offsets=offsets, labels=labels)
-        else:
-            np.savez(folder / name, data=images, labels=labels)
+def image_files(folder, size=20):
+    write(folder, image_folder(("cat", "dog"), ("cat", "dog"), (6, 3), (size, size + 4), "JPEG"))
 
 
 @pytest.mark.parametrize("packed", [True, False])
 def test_archives(packed, data_folder):
-    folder = data_folder / "mine"
-    folder.mkdir()
-    write_archives(folder, packed)
+    folder = write(data_folder / "mine", image_archives(packed, held="val"))
     by_folder = load_images(small("mine/", size=8))
-    by_name = load_images(small("mine/my_train.npz,mine/my_val.npz", size=8))
+    by_name = load_images(small("mine/train.npz,mine/val.npz", size=8))
     assert by_folder.checksum == by_name.checksum
     assert by_folder.title == "own images (mine)"
     assert (by_folder.classes, by_folder.channels, len(by_folder.test)) == (3, 3, 6)
     if not packed:
-        with np.load(folder / "my_val.npz") as z:
+        with np.load(folder / "val.npz") as z:
             assert torch.equal(by_folder.test.images, torch.from_numpy(z["data"]).permute(0, 3, 1, 2))
 
 
-def test_grey_archive(data_folder):
-    for grey, name in enumerate(("a_train.npz", "a_test.npz")):
-        np.savez(data_folder / name, data=np.full((5, 8, 8), grey, np.uint8), labels=np.arange(5))
-    images = load_images(small("a_train.npz,a_test.npz", size=8))
-    assert images.channels == len(images.mean) == 1
-
-
-def write_image_folder(folder, size=20):
-    rng = np.random.default_rng(0)
-    for split, count in (("train", 6), ("val", 3)):
-        for kind in ("cat", "dog"):
-            (folder / split / kind).mkdir(parents=True)
-            for i in range(count):
-                shape = (size, size + 4) if i == 0 else (size, size + 4, 3)  # the first is greyscale
-                Image.fromarray(rng.integers(0, 256, shape, dtype=np.uint8)).save(folder / split / kind / f"{i}.jpg")
-
-
-def test_image_folder_in_memory(data_folder):
-    write_image_folder(data_folder / "pets")
-    images = load_images(small("pets/", size=16))
-    assert images.train.images.shape == (10, 3, 16, 16)
-    assert images.classes == 2
-
-
 def test_a_folder_with_train_and_test_is_read(data_folder):
-    write_image_folder(data_folder / "pets")
-    whole = load_images(small("pets/", size=16)).test.images
+    image_files(data_folder / "pets")
+    images = load_images(small("pets/", size=16))
+    assert (images.train.images.shape, images.classes) == ((10, 3, 16, 16), 2)
     (data_folder / "pets/val").rename(data_folder / "pets/test")
     check_data(small("pets/", size=16))
-    assert torch.equal(load_images(small("pets/", size=16)).test.images, whole)
+    assert torch.equal(load_images(small("pets/", size=16)).test.images, images.test.images)
 
 
 def test_image_folder_from_disk_resumes(data_folder):
-    write_image_folder(data_folder / "pets", size=80)
+    image_files(data_folder / "pets", size=80)
     r = small("pets/", size=72, crop="resized", flip=True)
     images = load_images(r)
     assert (len(images.train), len(images.valid), len(images.test)) == (10, 2, 6)
@@ -283,7 +221,7 @@ def test_image_folder_from_disk_resumes(data_folder):
 
 def test_imagenet_in_its_real_layout(data_folder):
     root = data_folder / "imagenet"
-    write_image_folder(root, size=80)
+    image_files(root, size=80)
     for split in ("train", "val"):
         for kind, wnid in (("cat", "n01"), ("dog", "n02")):
             (root / split / kind).rename(root / split / wnid)
@@ -308,7 +246,6 @@ def test_imagenet_in_its_real_layout(data_folder):
         ("a.npz,a.npz", lambda f: np.savez(f / "a.npz", data=np.zeros((2, 8, 8), np.uint8), labels=np.array([-1, 0])),
          ValueError, r"labels must be 0, 1"),
         ("mnist", lambda f: None, ValueError, "unknown dataset 'mnist'"),
-        ("a.npz,b.npz", lambda f: _two(f, [0, 1, 10**9]), ValueError, "images: label 1000000000 of 3; classes"),
         ("a.npz,b.npz", lambda f: _two(f, [0, 1, 10**6]), ValueError, "training images: label 1000000 of 3; classes"),
         ("a.npz,b.npz", lambda f: _two(f, [2, 2, 2]), ValueError, "all 3 labels are 2; there is nothing to learn"),
         ("a.npz,a.npz", lambda f: _npz(f / "a.npz"), ValueError, "the 4 test images are the training images"),
@@ -327,7 +264,7 @@ def _two(folder, labels):
 
 @pytest.mark.parametrize("size", [16, 80])  # in memory, and read from disk
 def test_folders_of_one_class_and_folders_that_are_the_same(size, data_folder):
-    write_image_folder(data_folder / "pets")
+    image_files(data_folder / "pets")
     for split in ("train", "val"):
         shutil.copytree(data_folder / "pets" / split / "cat", data_folder / "one" / split / "cat")
         shutil.copytree(data_folder / "pets" / "train", data_folder / "same" / split)
@@ -347,11 +284,6 @@ def test_labels_may_be_many_where_samples_are_too():
 def _npz(path):
     path.parent.mkdir(exist_ok=True)
     np.savez(path, data=np.zeros((4, 8, 8), np.uint8), labels=np.arange(4))
-
-
-def test_too_few_images():
-    with pytest.raises(ValueError, match="5000 training and validation images wanted, there are 1097"):
-        load_images(replace(recipe("demo"), train_images=4800))
 
 
 def test_download_refuses_what_it_cannot_get():

@@ -1,15 +1,25 @@
-"""Batches that other processes read: how many read, through which memory, and that their values are what they were."""
+"""Batches that other processes read: how many read, through which memory, and what; none of them asks for a GPU."""
 
 import itertools
 import math
+import pickle
+import subprocess
+import sys
+from typing import ClassVar
 
 import numpy as np
 import pytest
 import torch
+from helpers import smoke_spec
+from phantom import CUDA, Phantom
 from PIL import Image
+from torch.utils.data import DataLoader
 from torchvision.transforms import v2
 
 from cpt_lab.data import detection_batches, image_batches, loading
+from cpt_lab.data.common import batch_keys
+from cpt_lab.data.detection import random_detection
+from cpt_lab.data.detection_batches import _Ready
 from cpt_lab.data.image_batches import EVALUATION_BATCH, FileBatches, evaluation_batches
 from cpt_lab.data.images import IMAGENET_MEAN, IMAGENET_STD, load_images
 from cpt_lab.data.loading import readers
@@ -18,6 +28,7 @@ from cpt_lab.experiments.detection import DetectionRecipe
 from cpt_lab.experiments.image import ImageRecipe
 from cpt_lab.experiments.spec import run_spec
 from cpt_lab.sweeps.sweep import run_grid
+from cpt_lab.tasks.graph import GraphTask, _Samples
 from cpt_lab.training.session import task_of
 
 CPU = torch.device("cpu")
@@ -89,11 +100,12 @@ NORMALIZED = v2.Compose([v2.ToDtype(torch.float32, scale=True), v2.Normalize(IMA
 def test_images_are_read_as_bytes_and_normalised_as_torchvision_does(pets, device):
     batches = FileBatches(pets.train, IMAGES, 0, device, workers=0)
     found, seen = list(itertools.islice(batches.iterate(0), 5)), []
-    for keys in itertools.islice(batches._keys(0), 5):
+    for keys in itertools.islice(batch_keys(len(pets.train), IMAGES.batch, 0, 0), 5):
         read = [batches.data[key] for key in keys]
         assert {(image.dtype, image.shape) for image, _ in read} == {(torch.uint8, (3, 72, 72))}
         seen.append((torch.stack([NORMALIZED(image) for image, _ in read]), torch.tensor([label for _, label in read])))
-    tests = image_batches._Test(pets.test, 72)
+    evaluated = v2.Compose([v2.Resize(82), v2.CenterCrop(72), v2.PILToTensor()])
+    tests = [(evaluated(image), label) for image, label in pets.test]
     found += evaluation_batches(pets.test, pets, 72, device, 0)
     seen.append((torch.stack([NORMALIZED(image) for image, _ in tests]), torch.tensor([label for _, label in tests])))
     assert len(found) == len(seen) == 6
@@ -114,7 +126,7 @@ def test_pictures_are_read_as_bytes_and_normalised_without_their_padding(device)
         for size in sizes
     )  # fmt: skip
     groups = detection_batches.aspect_groups(pictures, PICTURES.batch)
-    data = detection_batches._Ready(pictures, groups, PICTURES, None)
+    data = _Ready(pictures, groups, PICTURES, None)
     found = list(detection_batches.evaluation_batches(pictures, PICTURES, 0, device))
     assert len(found) == len(groups) == 2
     for batch, group in zip(found, range(2), strict=True):
@@ -130,22 +142,82 @@ def test_pictures_are_read_as_bytes_and_normalised_without_their_padding(device)
 
 
 def test_no_batch_is_larger_than_the_shared_memory_was_asked_for(pets):
-    sampled = itertools.islice(FileBatches(pets.train, IMAGES, 0, CPU, 0)._keys(0), 3)
+    sampled = itertools.islice(batch_keys(len(pets.train), IMAGES.batch, 0, 0), 3)
     assert image_batches.bytes_read(IMAGES) == 3 * 72 * 72 * (max(map(len, sampled)) + EVALUATION_BATCH)
     shapes = [(s, math.floor(70 / 40 * s)) for s in (40, 80)]
     pictures = [annotated_picture(torch.zeros(3, *s, dtype=torch.uint8), s, [], [], []) for s in shapes]
     turned = [annotated_picture(p.picture.mT.contiguous(), p.size[::-1], [], [], []) for p in pictures]
-    data = detection_batches._Ready(pictures + turned, [[0, 2], [1, 3]], PICTURES, None)
+    data = _Ready(pictures + turned, [[0, 2], [1, 3]], PICTURES, None)
     assert max(data[0, group].images.numel() for group in (0, 1)) * 2 == detection_batches.bytes_read(PICTURES)
 
 
-def test_one_loader_reads_all_epochs_and_takes_none_of_torchs_random_numbers(pets, monkeypatch):
-    made = []
-    monkeypatch.setattr(image_batches, "loader", lambda *a, **k: made.append(a) or loading.loader(*a, **k))
-    before = torch.get_rng_state()
-    batches = FileBatches(pets.train, IMAGES, 0, CPU, workers=1)
-    assert batches.steps_per_epoch == 2
-    assert len(list(itertools.islice(batches.iterate(1), 6))) == 6
-    assert len(made) == 1
-    list(evaluation_batches(pets.test, pets, 72, CPU, 1))
-    assert torch.equal(before, torch.get_rng_state())
+FILES = [(Image.effect_noise((40, 50), 90).convert("RGB"), i) for i in range(3)]
+WORKER = """
+import pickle, sys, torch
+def touched(*args, **kwargs):
+    raise AssertionError("a worker has asked for CUDA")
+torch.cuda._lazy_init = torch.Tensor.pin_memory = touched
+for name in ("_cuda_init", "_cuda_getDeviceCount", "_cuda_getCurrentRawStream"):
+    setattr(torch._C, name, touched)
+given = pickle.load(sys.stdin.buffer)
+print([type(data[key]).__name__ for data, key in given], [n for n in sys.modules if n.startswith("cpt_lab.training")])
+"""
+
+
+def recipe():
+    return smoke_spec("digits", batch=2, size=32).recipe
+
+
+def files(device):
+    return FileBatches(FILES, recipe(), 0, device, workers=0)
+
+
+def test_workers_ask_for_no_gpu():
+    """What they are sent, they load and read in a process that would notice."""
+    pictures, graph = smoke_spec("digit-scenes").recipe, GraphTask(smoke_spec("digits-graph", model="sage"), CPU)
+    sent = [
+        (files(CPU).data, (0, 1)),
+        (_Ready(random_detection(pictures).train, [[0], [1]], pictures, 0), (0, 1)),
+        (_Samples(graph.graph, graph.rows["train"], 8, [2, 2], 0), 3),
+    ]
+    worker = [sys.executable, "-c", WORKER]
+    done = subprocess.run(worker, input=pickle.dumps(sent), capture_output=True, check=False)
+    assert done.returncode == 0, done.stderr.decode()
+    assert done.stdout.decode() == "['tuple', 'Batch', 'tuple'] []\n"  # nor do they load what trains
+
+
+class Loader(DataLoader):
+    """A loader that pins what it is told to: torch's own pins nothing where there is no GPU."""
+
+    started = 0
+    pinned: ClassVar = []
+
+    def __init__(self, *args, pin_memory, **options):
+        super().__init__(*args, **options)
+        self.pins = pin_memory
+        Loader.started += 1
+        Loader.pinned.append(pin_memory)
+
+    def __iter__(self):
+        for batch in super().__iter__():
+            yield tuple(part.pin_memory() if self.pins else part for part in batch)
+
+
+def test_images_from_disk_reach_a_gpu_without_waiting(monkeypatch):
+    monkeypatch.setattr(loading, "DataLoader", Loader)
+    monkeypatch.setattr(Loader, "started", 0)
+    torch.manual_seed(0)
+    wanted = list(itertools.islice(files(CPU).iterate(0), 5))  # two epochs and a half
+    assert Loader.started == 1
+    on_cpu = list(evaluation_batches(FILES, None, 32, CPU, 0))
+    # the model's random numbers are left alone
+    assert torch.rand(1) == torch.rand(1, generator=torch.Generator().manual_seed(0))
+    with Phantom() as gpu:
+        Loader.pinned = []
+        found = [*itertools.islice(files(CUDA).iterate(0), 5), *evaluation_batches(FILES, None, 32, CUDA, 0)]
+        assert not gpu.waits
+        assert Loader.pinned == [True, True]  # a copy from other memory waits for the CPU
+        for (x, y), (images, labels) in zip(found, wanted + on_cpu, strict=True):
+            assert (x.device, y.device) == (CUDA, CUDA)
+            assert torch.equal(x.cpu(), images)
+            assert torch.equal(y.cpu(), labels)

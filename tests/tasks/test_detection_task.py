@@ -23,8 +23,7 @@ from cpt_core.schedules.make import make_schedule
 from cpt_lab.data import common, detection
 from cpt_lab.data.detection import WEIGHTS
 from cpt_lab.data.files import DataNotFoundError
-from cpt_lab.data.pictures import Annotated
-from cpt_lab.data.scenes import scenes
+from cpt_lab.data.pictures import Annotated, scenes
 from cpt_lab.experiments import designs, grids
 from cpt_lab.experiments.recipes import recipe
 from cpt_lab.experiments.spec import RunSpec, run_spec
