@@ -175,12 +175,3 @@ def share(value: float, tolerance: float = 1e-3) -> Callable[[Any], bool]:
         return right(number(answer) / (100 if percentage else 1))
 
     return check
-
-
-def counted(value: float, unit: str) -> Callable[[Any], bool]:
-    """Return a check of a whole number that may have its unit behind it."""
-
-    def right(answer: Any) -> bool:
-        return near(value)(re.sub(rf"\s*{unit}s?\s*$", "", answer) if isinstance(answer, str) else answer)
-
-    return right

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from dataclasses import fields
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -17,12 +18,12 @@ from cpt_core.schedules.make import make_schedule
 from cpt_core.schedules.schedule import Schedule, StaticSchedule
 from cpt_lab.analysis.equal_cost import equal_cost
 from cpt_lab.analysis.estimates import Estimate, standing
-from cpt_lab.analysis.preregistered import all_answers
+from cpt_lab.analysis.pages import terminal
+from cpt_lab.analysis.preregistered import Answer, all_answers
 from cpt_lab.analysis.runs import committed
-from cpt_lab.analysis.style import COLORS, QUIET, TEXT, drawing
+from cpt_lab.analysis.style import COLORS, QUIET, SMALL, TEXT, drawing
 from cpt_lab.experiments.grids import studies
 from cpt_lab.paths import results_dir
-from cpt_lessons.exercises import show
 
 # what is drawn in a line: its name, mean, ends of its interval, a verdict
 Line = tuple[str, float, float, float, str]
@@ -59,9 +60,15 @@ def in_margins(
     return lines
 
 
+@cache
+def _answers(study: str) -> list[Answer]:
+    """Return the answers that the committed rows of a study give to its preregistered questions."""
+    return all_answers(committed(study))
+
+
 def _effects(question: str) -> tuple[Estimate, ...]:
-    """Return the primary effects of a preregistered question from its committed rows."""
-    return next(a.primary for a in all_answers(committed(question[:2].lower())) if a.question == question)
+    """Return the primary effects of a preregistered question."""
+    return next(a.primary for a in _answers(question[:2].lower()) if a.question == question)
 
 
 def static_or_cycle() -> Figure:
@@ -135,7 +142,7 @@ def show_costs(q_min: int, q_max: int, total_steps: int = 64_000) -> None:
     }
     costs = {arm: [s.relative_cost(q_max, q_max, cost=name) for name in COSTS] for arm, s in arms.items()}
     lines = [(arm, *(f"{c:.3f}" for c in of)) for arm, of in sorted(costs.items(), key=lambda line: line[1])]
-    show(pd.DataFrame(lines, columns=["arm", *COSTS]))
+    print(terminal(pd.DataFrame(lines, columns=["arm", *COSTS])))
 
 
 def show_equal_cost() -> None:
@@ -150,9 +157,26 @@ def show_equal_cost() -> None:
             arms = lines[(lines.arm != lines.base) & lines.arm.str.contains(pattern)]
             said = {base: [_beside(r) for r in arms[arms.base == base].itertuples()] for base in bases}
             table.append((name, way, *("; ".join(said[base]) or "–" for base in bases)))
-    show(pd.DataFrame(table, columns=["task", "spent on", *(f"beside {base}" for base in bases)]))
+    print(terminal(pd.DataFrame(table, columns=["task", "spent on", *(f"beside {base}" for base in bases)])))
 
 
 def _beside(line: Any) -> str:
     word = "better" if line.low > 0 else "worse" if line.high < 0 else "not told apart"
     return f"{line.arm.partition(',')[0]} {word}" if line.arm.startswith("static") else word
+
+
+def bisection(powers: Sequence[float], costs: Sequence[float], tried: Sequence[float], budget: float) -> Figure:
+    """Draw the cost of a bent profile over its power, the budget, and the powers that a bisection tried, in order."""
+    with drawing(1, 1, figsize=(7, 3)) as (figure, axes):
+        ax = axes[0, 0]
+        ax.plot(powers, costs, color=COLORS["static"], linewidth=1.4, label="cost of a schedule of this power")
+        ax.axhline(budget, color=COLORS["large"], linestyle="--", linewidth=1, label=f"budget {budget:g}")
+        at = np.interp(np.log(tried), np.log(powers), costs)
+        ax.plot(tried, at, "o", color=COLORS["small"], markersize=5, label="tried")
+        for i, (x, y) in enumerate(zip(tried[:4], at[:4], strict=True), 1):
+            ax.annotate(str(i), (x, y), (5, 5), textcoords="offset points", fontsize=SMALL, color=TEXT["small"])
+        ax.set_xscale("log", base=2)
+        ax.set(xlabel="power of the profile", ylabel="relative cost", ylim=(0, 1.05))
+        ax.legend(fontsize=SMALL)
+        figure.suptitle("A larger power costs less, so that halving finds the budget", fontsize=11)
+    return figure

@@ -4,30 +4,29 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
+from sklearn.datasets import load_digits
 
-def tiny_problem(batch: int = 32, seed: int = 0) -> tuple[Any, list[tuple[Any, Any]], Any, Any]:
+BATCH = 32
+TRAINED = 40 * BATCH  # digits; the others are held out
+
+
+def tiny_problem(seed: int = 0) -> tuple[Any, list[tuple[Any, Any]], Any, Any]:
     """Return an ordinary training set-up on the digits: model, list of 40 batches, loss function, optimizer."""
-    import torch
-
     model, images, labels, order = _tiny(seed)
-    loader = [(images[i], labels[i]) for i in order[: 40 * batch].split(batch)]
+    loader = [(images[i], labels[i]) for i in order[:TRAINED].split(BATCH)]
     return model, loader, torch.nn.CrossEntropyLoss(), torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
 
 
-def held_out(batch: int = 32, seed: int = 0) -> tuple[Any, Any]:
-    """Return the digits in no batch of ``tiny_problem(batch, seed)``: images (N, 1, 8, 8) and labels (N,)."""
-    import torch
-
+def held_out(seed: int = 0) -> tuple[Any, Any]:
+    """Return the digits in no batch of ``tiny_problem(seed)``: images (N, 1, 8, 8) and labels (N,)."""
     with torch.random.fork_rng(devices=[]):
         _, images, labels, order = _tiny(seed)
-    return images[order[40 * batch :]], labels[order[40 * batch :]]
+    return images[order[TRAINED:]], labels[order[TRAINED:]]
 
 
 def _tiny(seed: int) -> tuple[Any, Any, Any, Any]:
     """Return a small network, all digits and their labels, and an order of them, which the seed decides."""
-    import torch
-    from sklearn.datasets import load_digits
-
     torch.manual_seed(seed)
     digits = load_digits()
     images = torch.tensor(digits.images, dtype=torch.float32).unsqueeze(1) / 16

@@ -15,9 +15,7 @@ from cpt_core.schedules.profiles import SUITE
 from cpt_lab.analysis.style import COLORS, SMALL, drawing
 from cpt_lab.data.detection import backbone_weights
 from cpt_lab.data.files import DataNotFoundError
-from cpt_lab.data.pictures import Annotated
 from cpt_lab.experiments import designs
-from cpt_lab.tasks.detection import mean_average_precision
 
 Box = tuple[float, float, float, float]  # x1, y1, x2, y2 in pixels
 
@@ -55,8 +53,8 @@ def overlap(a: Box, b: Box) -> float:
     return box_iou(torch.tensor([a]), torch.tensor([b])).item()
 
 
-def overlaps(there: Box, anchors: Sequence[Box], size: int = 64) -> Figure:
-    """Draw an object beside each of some anchors, on ``size`` x ``size`` pixels, what they share filled."""
+def overlaps(there: Box, anchors: Sequence[Box]) -> Figure:
+    """Draw an object beside each of some anchors, on 64 x 64 pixels, what they share filled."""
     alt = f"an object's box and {len(anchors)} anchors that cover it less and less"
     with drawing(1, len(anchors), alt, figsize=(2.1 * len(anchors), 2.5)) as (figure, axes):
         for ax, anchor in zip(axes[0], anchors, strict=True):
@@ -67,34 +65,12 @@ def overlaps(there: Box, anchors: Sequence[Box], size: int = 64) -> Figure:
                 style: dict[str, Any] = {"alpha": 0.35, "linewidth": 0} if filled else {"fill": False, "linewidth": 1.8}
                 name = {"medium": "shared", "small": "object", "large": "anchor"}[group]
                 ax.add_patch(plt.Rectangle((x1, y1), x2 - x1, y2 - y1, color=COLORS[group], label=name, **style))
-            ax.set(xlim=(0, size), ylim=(size, 0), xticks=[], yticks=[], aspect="equal")
+            ax.set(xlim=(0, 64), ylim=(64, 0), xticks=[], yticks=[], aspect="equal")
             ax.set_title(f"overlap {overlap(there, anchor):.2f}", fontsize=10)
         handles, labels = axes[0][0].get_legend_handles_labels()
         figure.legend(handles, labels, fontsize=SMALL, loc="outside lower center", ncols=3)
         figure.suptitle("From an overlap of 0.5 on an anchor has to find the object", fontsize=10)
     return figure
-
-
-def average_precision(hits: Sequence[bool], objects: int) -> float:
-    """Return the average precision that the library's metric gives to detections of one class on one picture.
-
-    Args:
-        hits: whether each detection found an object that none before it had found, the surest first.
-        objects: how many there are.
-    """
-    boxes = np.array([[20.0 * i, 0, 20 * i + 10, 10] for i in range(objects + len(hits))], dtype=np.float32)
-    elsewhere, here = iter(boxes[objects:]), iter(boxes)
-    found = np.array([next(here if hit else elsewhere) for hit in hits])
-    there = Annotated(
-        torch.zeros(3, 1, 1, dtype=torch.uint8), (10, 20 * len(boxes)), boxes[:objects],
-        np.ones(objects, dtype=np.int64), np.zeros(objects, dtype=bool),
-    )  # fmt: skip
-    detections = {
-        "boxes": torch.from_numpy(found),
-        "labels": torch.ones(len(hits), dtype=torch.int64),
-        "scores": torch.linspace(0.9, 0.1, len(hits)),
-    }
-    return mean_average_precision([(detections, there)])["map50"]
 
 
 def precision_recall(hits: Sequence[bool], objects: int) -> Figure:
@@ -107,6 +83,7 @@ def precision_recall(hits: Sequence[bool], objects: int) -> Figure:
     found = np.cumsum(hits)
     precisions, recalls = found / np.arange(1, len(hits) + 1), found / objects
     best = np.maximum.accumulate(precisions[::-1])[::-1]
+    average = float(best[np.asarray(hits)].sum()) / objects
     alt = f"precision over recall of {len(hits)} detections of {objects} objects, and the area under its steps"
     with drawing(1, 1, alt, figsize=(5.6, 3.2)) as (figure, axes):
         ax = axes[0][0]
@@ -124,6 +101,6 @@ def precision_recall(hits: Sequence[bool], objects: int) -> Figure:
         )
         ax.set(xlabel="recall: share of the objects found", ylabel="precision:\nshare of detections right")
         ax.set(xlim=(0, 1.03), ylim=(0, 1.07))
-        ax.set_title(f"Average precision is the filled area: {average_precision(hits, objects):.3f}", fontsize=10)
+        ax.set_title(f"Average precision is the filled area: {average:.3f}", fontsize=10)
         ax.legend(fontsize=SMALL, loc="lower left")
     return figure

@@ -13,14 +13,9 @@ from cpt_lab.analysis.style import COLORS, drawing, legend_below
 RAMP = "#777777"
 
 
-def slopes(q: int = 3, narrow: float = 0.001, wide: float = 0.5) -> Figure:
-    """Draw why rounding has no useful slope, and which one stands in for it.
-
-    Args:
-        q: bits of the grid, which lies between -1 and 1.
-        narrow: distance to both sides over which a difference is taken, much less than a step of the grid.
-        wide: the same, of several steps.
-    """
+def slopes() -> Figure:
+    """Draw why rounding has no useful slope, and which one stands in for it: on a grid of 3 bits from -1 to 1."""
+    q, narrow, wide = 3, 0.001, 0.5  # distances to both sides, below a step of the grid and of several ones
     s = 2 / (2**q - 1)
     alt = (
         f"left: a staircase of {q} bits, the straight line through it, and a line over several stairs that is nearly "
@@ -48,13 +43,9 @@ def slopes(q: int = 3, narrow: float = 0.001, wide: float = 0.5) -> Figure:
     return figure
 
 
-def random_rounding(levels: int = 4, draws: int = 1000) -> Figure:
-    """Draw what values become, rounded to nearest and at random, and what that is on average.
-
-    Args:
-        levels: of the grid, whole numbers from 0 on.
-        draws: how often each value is rounded.
-    """
+def random_rounding() -> Figure:
+    """Draw what values become, rounded to nearest and at random, and what that is on average, on a grid of 2 bits."""
+    levels, draws = 4, 1000
     alt = (
         "left: values rounded to the nearest level lie on one stair each, and so does their mean; right: values "
         "rounded at random lie on the level below or above, more often on the nearer one, and their mean lies on the "

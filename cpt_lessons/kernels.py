@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 import tempfile
+from functools import partial
 from pathlib import Path
 from textwrap import shorten
 from typing import Any
@@ -89,15 +90,8 @@ def execute(path: Path, copy: Path | None, values: dict[str, Any], place: Place 
         CellTimeoutError, RuntimeError: for a kernel that was lost twice.
     """
     place = place or Place(path.stem)
-    try:
-        return _execute_once(path, copy, values, place)
-    except LOST as failure:
-        place.say(f"{reason(failure, place)}; it is tried once more")
-        return _execute_once(path, copy, values, place)
-
-
-def _execute_once(path: Path, copy: Path | None, values: dict[str, Any], place: Place) -> nbformat.NotebookNode:
-    return papermill.execute_notebook(
+    run = partial(
+        papermill.execute_notebook,
         str(path),
         None if copy is None else str(copy),
         values,
@@ -107,6 +101,11 @@ def _execute_once(path: Path, copy: Path | None, values: dict[str, Any], place: 
         execution_timeout=LIMIT.get(values.get("scale", "smoke")),
         place=place,
     )
+    try:
+        return run()
+    except LOST as failure:
+        place.say(f"{reason(failure, place)}; it is tried once more")
+        return run()
 
 
 def reason(failure: Exception, place: Place) -> str:

@@ -78,9 +78,14 @@ class NotebookRun:
     given: Mapping[str, Any]
     folder: Path
 
+    @property
+    def name(self) -> str:
+        """Of the page."""
+        return page_name(self.notebook.stem, self.given)
+
     def file(self, ending: str) -> Path:
-        """Return one of the files of this page: "html", "failed.html", "json" with what is known of both."""
-        return self.folder / f"{page_name(self.notebook.stem, self.given)}.{ending}"
+        """Return a file of this page: "html", "ipynb", or "json" with what is known; "failed.html" and the like."""
+        return self.folder / f"{self.name}.{ending}"
 
     def key(self) -> str:
         """Hash all that the page depends on: notebook, parameters, the user's data, the package, the committed rows."""
@@ -98,54 +103,51 @@ class NotebookRun:
         """Whether there is a page of a run that went well and would show the same now."""
         return self.file("html").exists() and _known(self.file("json")).get("key") == key
 
-    def keep(self, page: str, book: str, key: str, seconds: float) -> None:
-        """Keep the page and the notebook of a run that went well; what failed before is forgotten."""
-        write_text(self.file("ipynb"), book)
-        write_text(self.file("html"), page)
-        self._note({"key": key, "seconds": seconds})
-        self.forget_failure()
+    def keep(self, page: str, book: str, **known: Any) -> None:
+        """Keep the page and the notebook of a run, and what is known of it.
 
-    def keep_failure(self, page: str, book: str, error: str) -> None:
-        """Keep the page and the notebook of a run that failed, beside those of the last one that went well."""
-        write_text(self.file("failed.ipynb"), book)
-        write_text(self.file("failed.html"), page)
-        self._note({**_known(self.file("json")), "error": error})
+        Args:
+            page, book: their text.
+            **known: ``key`` and ``seconds`` of a run that went well: what failed before is forgotten. Or ``error`` of
+                one that failed: it stands beside the last one that went well.
+        """
+        beside = "failed." if "error" in known else ""
+        given = ", ".join(f"{name}={value}" for name, value in self.given.items())
+        write_text(self.file(f"{beside}ipynb"), book)
+        write_text(self.file(f"{beside}html"), page)
+        write_text(self.file(f"{beside}json"), json.dumps({"notebook": self.notebook.stem, "given": given, **known}))
+        if not beside:
+            self.forget_failure()
 
     def forget_failure(self) -> None:
         """Remove the page of a failure, for the same has gone well since."""
-        known = _known(self.file("json"))
-        if "error" in known:
-            self._note({name: value for name, value in known.items() if name != "error"})
-        for ending in ("html", "ipynb"):
+        for ending in ("html", "ipynb", "json"):
             self.file(f"failed.{ending}").unlink(missing_ok=True)
 
     def outcome(self, status: str, seconds: float | None = None) -> NotebookOutcome:
         """Return what became of it; the seconds are those of the good page where none are given."""
-        return _outcome(self.file("json"), status, seconds)
-
-    def _note(self, known: dict[str, Any]) -> None:
-        given = ", ".join(f"{name}={value}" for name, value in self.given.items())
-        write_text(self.file("json"), json.dumps({**known, "notebook": self.notebook.stem, "given": given}))
+        return _outcome(self.folder, self.name, status, seconds)
 
 
 def earlier(folder: Path, notebooks: list[str]) -> list[NotebookOutcome]:
     """Return what earlier calls left in a folder of these notebooks."""
-    known = {path: _known(path) for path in sorted(folder.glob("*.json"))}
-    states = {path: "failed earlier" if "error" in k else "earlier" for path, k in known.items() if "notebook" in k}
-    return [_outcome(path, status) for path, status in states.items() if known[path]["notebook"] in notebooks]
+    names = {path.name.removesuffix(".json").removesuffix(".failed") for path in folder.glob("*.json")}
+    found = [_outcome(folder, name, "earlier") for name in sorted(names)]
+    return [outcome for outcome in found if outcome.notebook in notebooks]
 
 
-def _outcome(path: Path, status: str, seconds: float | None = None) -> NotebookOutcome:
-    known = _known(path)
-    page, failed = path.with_suffix(".html"), path.with_suffix(".failed.html")
+def _outcome(folder: Path, name: str, status: str, seconds: float | None = None) -> NotebookOutcome:
+    good, bad = (_known(folder / f"{name}.{ending}") for ending in ("json", "failed.json"))
+    page, failed = (folder / f"{name}.{ending}" for ending in ("html", "failed.html"))
+    either = good or bad
     return NotebookOutcome(
-        known["notebook"],
-        known["given"],
-        status,
-        known.get("seconds", 0.0) if seconds is None else seconds,
-        page if "key" in known and page.exists() else None,
-        known.get("error", ""),
-        failed if "error" in known and failed.exists() else None,
+        either.get("notebook", ""),
+        either.get("given", ""),
+        "failed earlier" if bad and status == "earlier" else status,
+        good.get("seconds", 0.0) if seconds is None else seconds,
+        page if good and page.exists() else None,
+        bad.get("error", ""),
+        failed if bad and failed.exists() else None,
     )
 
 

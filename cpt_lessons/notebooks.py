@@ -218,10 +218,7 @@ def _run(job: NotebookRun, key: str, place: Place) -> NotebookOutcome:
     finally:
         copy.unlink(missing_ok=True)
     page = export.notebook_page(book, job.file("html").stem, error and f"This run failed: {error}")
-    if error:
-        job.keep_failure(page, nbformat.writes(book), error)
-    else:
-        job.keep(page, nbformat.writes(book), key, seconds)
+    job.keep(page, nbformat.writes(book), **({"error": error} if error else {"key": key, "seconds": seconds}))
     return job.outcome("failed" if error else "done", seconds)
 
 

@@ -7,7 +7,6 @@ from collections.abc import Sequence
 import pandas as pd
 from matplotlib.figure import Figure
 
-from cpt_lab.analysis.groups import title_of
 from cpt_lab.analysis.metrics import counted, metric_named, metric_of
 from cpt_lab.analysis.pages import terminal
 from cpt_lab.analysis.quality_cost import SILENT, figure_3, paired_difference, summary
@@ -52,23 +51,6 @@ def titled(figure: Figure, finding: str) -> Figure:
     return figure
 
 
-def comparable(runs: pd.DataFrame, what: str, needs: Sequence[str] = ()) -> bool:
-    """Return whether a comparison can be made; where it can not, print why, and what it would have shown.
-
-    Args:
-        runs: a line per run.
-        what: the comparison that follows, such as "the differences of the groups".
-        needs: arms, or savings groups ("large", "medium", "small"), without which there is nothing to compare.
-    """
-    if (runs.scale == "smoke").any():
-        print(f'smoke scale, nothing to compare; scale = "demo" prints {what}')
-        return False
-    missing = [name for name in needs if name not in {*runs.arm, *runs.savings}]
-    if missing:
-        print(f"{what}: left out, for nothing ran of {', '.join(missing)}")
-    return not missing
-
-
 def compared(runs: pd.DataFrame, pairs: Sequence[tuple[str, str]]) -> None:
     """Print what ran; draw it against cost, with the differences of pairs, or hold smoke runs against their bands.
 
@@ -77,35 +59,19 @@ def compared(runs: pd.DataFrame, pairs: Sequence[tuple[str, str]]) -> None:
         pairs: arms, or savings groups, of which the second is subtracted; those that did not run are left out.
     """
     ran(runs)
-    said = ", ".join(f"{a} and {b}" for a, b in pairs)
-    if comparable(runs, f"the differences of {said}, drawn too"):
+    if not (runs.scale == "smoke").any():
         metric = metric_named(metric_of(runs))
         figure_3(runs)
         for a, b in pairs:
             if {a, b} <= {*runs.arm, *runs.savings}:
                 compare(f"{a} minus {b}", metric.factor * paired_difference(runs, a, b))
         return
+    said = ", ".join(f"{a} and {b}" for a, b in pairs)
+    print(f'smoke scale, nothing to compare; scale = "demo" prints the differences of {said}, drawn too')
     for run in runs[runs.arm.isin(["static 8", "ER"]) & (runs.preset == "ours")].itertuples():
         if (run.dataset, run.model) in BANDS:
             value, name = BANDS[run.dataset, run.model]
             in_band(f"{name} {run.arm}", getattr(run, value))
-
-
-def design(runs: pd.DataFrame) -> None:
-    """Print how an experiment is made: what is trained, how many arms and seeds, which bits.
-
-    Args:
-        runs: a line per run, of one recipe.
-    """
-    static = runs.arm.str.startswith("static ")
-    arms = [
-        counted(runs.arm[mask].nunique(), word) for mask, word in ((~static, "schedule"), (static, "static precision"))
-    ]
-    seeds = _range(runs.groupby("arm").seed.nunique())
-    print(f"{title_of(runs)}: {_range(runs.total_steps)} steps")
-    print(f"{counted(len(runs), 'run')}: {' and '.join(arms)}, {seeds} seed{'s' * (seeds != '1')}")
-    bits = f"from {_range(runs.q_min)} to {_range(runs.q_max)} bits in {_range(runs.n_cycles)} cycles"
-    print(f"schedules go {bits}; gradients have {_range(runs.q_grad)} bits")
 
 
 def brief(table: pd.DataFrame) -> None:
@@ -119,8 +85,3 @@ def brief(table: pd.DataFrame) -> None:
     said = [f"{name} {value}" for name, value in values.items() if SILENT.get(name) != value]
     if said:
         print("in every line: " + "; ".join(said))
-
-
-def _range(values: pd.Series) -> str:
-    low, high = values.min(), values.max()
-    return f"{low}" if low == high else f"{low} to {high}"

@@ -42,12 +42,27 @@ class Parameter:
     accepts: Callable[[Any], bool]
 
 
-def _whole(value: Any, low: int, high: int) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and low <= value <= high
+def _one_of(names: Iterable[str]) -> Parameter:
+    names = tuple(names)
+    return Parameter(f"one of {', '.join(names)}", lambda v: isinstance(v, str) and v in names)
 
 
-def _list_of(value: Any, test: Callable[[Any], bool]) -> bool:
-    return isinstance(value, (list, tuple)) and all(test(v) for v in value)
+def _data(names: tuple[str, ...], own: str, none: tuple[str, ...] = ("",)) -> Parameter:
+    """A data set that has a name, one of the user's own, or none."""
+    return Parameter(
+        f"one of {', '.join(names)}, {own}", lambda v: isinstance(v, str) and (v in (*names, *none) or is_own(v))
+    )
+
+
+def _whole(low: int, high: int) -> Parameter:
+    def accepts(value: Any) -> bool:
+        return isinstance(value, int) and not isinstance(value, bool) and low <= value <= high
+
+    return Parameter(f"a whole number from {low} to {high}", accepts)
+
+
+def _list(allowed: str, item: Parameter) -> Parameter:
+    return Parameter(allowed, lambda v: isinstance(v, (list, tuple)) and all(map(item.accepts, v)))
 
 
 PAIRS, GRAPHS = (tuple(EXPERIMENTS[task].named) for task in ("entailment", "graph"))
@@ -55,36 +70,24 @@ PAIRS, GRAPHS = (tuple(EXPERIMENTS[task].named) for task in ("entailment", "grap
 DATASETS = tuple(name for e in EXPERIMENTS.values() for name in e.named if name not in PAIRS)
 
 PARAMETERS: dict[str, Parameter] = {
-    "scale": Parameter(f"one of {', '.join(SCALES)}", lambda v: v in SCALES),
-    "dataset": Parameter(
-        f"one of {', '.join(DATASETS)}, or your own data: a folder such as 'my-images/', or .npz archives",
-        lambda v: isinstance(v, str) and (v in DATASETS or is_own(v)),
-    ),
-    "pairs": Parameter(
-        f"one of {', '.join(PAIRS)}, a folder of your own such as 'my-pairs/', or '' for none",
-        lambda v: isinstance(v, str) and (v in ("", *PAIRS) or is_own(v)),
-    ),
-    "graph": Parameter(
-        f"one of {', '.join(GRAPHS)}, a graph of your own such as 'my-graph.npz', or '' for none",
-        lambda v: isinstance(v, str) and (v in ("", *GRAPHS) or is_own(v)),
-    ),
+    "scale": _one_of(SCALES),
+    "dataset": _data(DATASETS, "or your own data: a folder such as 'my-images/', or .npz archives", ()),
+    "pairs": _data(PAIRS, "a folder of your own such as 'my-pairs/', or '' for none"),
+    "graph": _data(GRAPHS, "a graph of your own such as 'my-graph.npz', or '' for none"),
     "budget": Parameter(
         "a number more than 0 and at most 1, the cost relative to static q_max",
         lambda v: isinstance(v, (int, float)) and not isinstance(v, bool) and 0 < v <= 1,
     ),
     "model": Parameter("the name of a model, or '' for the first of the data set", lambda v: isinstance(v, str)),
-    "preset": Parameter(f"one of {', '.join(PRESETS)}", lambda v: v in PRESETS),
-    "schedules": Parameter(f"a list of {', '.join(SCHEDULES)}", lambda v: _list_of(v, lambda s: s in list(SCHEDULES))),
-    "seeds": Parameter(
-        "a list of whole numbers from 0 to 2147483647, [] for the recipe's",
-        lambda v: _list_of(v, lambda s: _whole(s, 0, 2**31 - 1)),
-    ),
-    "q_min": Parameter("a whole number from 1 to 32", lambda v: _whole(v, 1, 32)),
-    "q_max": Parameter("a whole number from 1 to 32", lambda v: _whole(v, 1, 32)),
-    "n_cycles": Parameter("a whole number from 1 to 1000", lambda v: _whole(v, 1, 1000)),
-    "total_steps": Parameter("a whole number from 1 to 10000000", lambda v: _whole(v, 1, 10_000_000)),
-    "workers": Parameter("a whole number from 0 to 1024", lambda v: _whole(v, 0, 1024)),
-    "device": Parameter("one of auto, cpu, cuda", lambda v: v in ("auto", "cpu", "cuda")),
+    "preset": _one_of(PRESETS),
+    "schedules": _list(f"a list of {', '.join(SCHEDULES)}", _one_of(SCHEDULES)),
+    "seeds": _list("a list of whole numbers from 0 to 2147483647, [] for the recipe's", _whole(0, 2**31 - 1)),
+    "q_min": _whole(1, 32),
+    "q_max": _whole(1, 32),
+    "n_cycles": _whole(1, 1000),
+    "total_steps": _whole(1, 10_000_000),
+    "workers": _whole(0, 1024),
+    "device": _one_of(("auto", "cpu", "cuda")),
 }
 
 

@@ -8,7 +8,9 @@ import numpy as np
 from matplotlib.figure import Figure
 
 from cpt_core.formats.format import Format
-from cpt_lab.analysis.style import COLORS, TEXT, drawing
+from cpt_core.inspecting.measured import MeasuredCost
+from cpt_core.schedules import cost
+from cpt_lab.analysis.style import COLORS, TEXT, drawing, whole
 
 
 def by_cost(costs: Mapping[str, float], accuracies: Mapping[str, Sequence[float]]) -> Figure:
@@ -29,8 +31,9 @@ def by_cost(costs: Mapping[str, float], accuracies: Mapping[str, Sequence[float]
     return figure
 
 
-def number_lines(names: Sequence[str] = ("affine4", "symmetric4", "log2_4", "e2m1", "e3m2", "e4m3")) -> Figure:
+def number_lines() -> Figure:
     """Draw the values of number formats between -1 and 1, each scaled so that its largest value is 1."""
+    names = ("affine4", "symmetric4", "log2_4", "e2m1", "e3m2", "e4m3")
     alt = f"lines with a mark at every value of {', '.join(names)}, from -1 to 1"
     with drawing(1, 1, alt, figsize=(8, 0.45 * len(names) + 0.6)) as (figure, axes):
         ax = axes[0][0]
@@ -43,4 +46,22 @@ def number_lines(names: Sequence[str] = ("affine4", "symmetric4", "log2_4", "e2m
         ax.set_yticks([-line for line in range(len(names))], said)
         ax.set(xlim=(-1.03, 1.03), ylim=(0.6 - len(names), 0.6), xlabel="value, relative to the largest")
         figure.suptitle("Values of integer grids lie evenly, those of floating point crowd around 0", fontsize=11)
+    return figure
+
+
+def promise_and_machine(measured: MeasuredCost) -> Figure:
+    """Draw what a step takes over its bits, relative to 8 bits: bit operations, seconds, memory kept."""
+    base, q_grad, at = 8, measured.q_grad, measured.steps
+    heading = "fewer bits: fewer bit operations, the same seconds and memory"
+    of = {
+        "bit operations": ({q: cost.relative_cost([q], base, q_grad) for q in at}, "static", "--"),
+        "seconds": ({q: at[q].seconds / at[base].seconds for q in at}, "large", "o-"),
+        "memory for the backward pass": ({q: at[q].saved_bytes / at[base].saved_bytes for q in at}, "small", "^-"),
+    }
+    with drawing(figsize=(7, 3.4)) as (figure, ((ax,),)):
+        for name, (values, hue, style) in of.items():
+            ax.plot(list(values), list(values.values()), style, color=COLORS[hue], markersize=5, label=name)
+        whole(ax.xaxis)
+        ax.set(ylim=0, xlabel="bits", ylabel=f"of a step at {base} bits", title=heading)
+        ax.legend()
     return figure

@@ -57,7 +57,8 @@ class Place:
         """Return "03 Ten schedules: runs 12/85 00:34, 2 running"."""
         number = self.notebook[:2]
         title = self.section if self.section.startswith(number) else f"{number} {self.section}".rstrip()
-        return ": ".join([title, *filter(None, [" ".join(filter(None, list(self.bars.values())))])])
+        shown = " ".join(filter(None, list(self.bars.values())))
+        return f"{title}: {shown}" if shown else title
 
 
 class Progress:

@@ -4,11 +4,11 @@ import ast
 import html
 import math
 import re
+from functools import cache
 from pathlib import Path
 
 import nbformat
 import numpy as np
-import pandas as pd
 import pytest
 import torch
 
@@ -19,7 +19,6 @@ from cpt_lessons.answers import told
 from cpt_lessons.checks_of_lessons import OPERANDS, library_layer, trained
 from cpt_lessons.demonstrations import held_out, tiny_problem
 from cpt_lessons.exercises import EXERCISES
-from cpt_lessons.export import notebook_page
 from cpt_lessons.predictions import PREDICTIONS, with_answers
 
 FOLDER = Path(__file__).parents[2] / "notebooks"
@@ -111,147 +110,146 @@ RIGHT = {
     "11.2": ["0.417", '"80/192"', '"41.7 %"', "0.42"],
     "11.3": ['"REX"', '" rex "', '"R"'],
 }
-SLIPS = {
-    "lambda x, q: grid(x, 2**q - 1)": "all values are equal, so that the step is 0, and 0 / 0 is no number",
-    "lambda x, q: grid(x, 2**q)": "2^q steps have one level more than 2^q",
-    "lambda x, q: grid(x, 2**q - 1, torch.floor)": "it rounds down, not to the nearest level",
-    "lambda x, q: grid(x, 2**q - 1, back=0)": "the minimum is taken away and not added again",
-    "lambda x, q: (grid(x, 2**q - 1) - x.min()) / (x.max() - x.min()) * (2**q - 1)": "these are the levels, 0 to",
-}
-NO_SCHEDULE = ['"RR"', "0.4", "None", "cpt.make_schedule"]
-NO_NUMBER = ['"many"', "None", "True", "[1, 2]", "torch.ones(2)", "lambda: 32", '"1/0"', '"nan"']
-WRONG = {
-    "00.1": [
-        *NO_SCHEDULE,
-        f'cpt.make_schedule("CR", {SUITE_64})',
-        "cpt.DeficitSchedule(3, 8, [(0, 60_000)], 64_000)",
-        'cpt.make_schedule("RR", q_min=3, q_max=8, total_steps=6400)',
-        'cpt.make_schedule("RR", q_min=2, q_max=8, total_steps=64_000)',
-    ],
-    "00.2": [
-        *NO_SCHEDULE,
-        f'cpt.make_schedule("CR", {SUITE_64})',
-        "cpt.StaticSchedule(4, 64_000)",
-        "cpt.StaticSchedule(6, 64_000)",
-        "cpt.StaticSchedule(5, 6400)",
-    ],
-    "00.3": [*NO_NUMBER, "0.5", "13_000", "20.5", '"0.205 %"', '"20"'],
-    "00.4": [
-        "lambda x, weight, bias, bits: torch.nn.functional.linear(x, weight, bias)",
-        "own_layer(rows=False)",
-        "own_layer(bias=False)",
-        "own_layer(lambda x, q, role: cpt.quantize(x.detach(), q, role).requires_grad_())",
-        "own_layer(lambda x, q, role: 2 * x + (cpt.quantize(x, q, role) - 2 * x).detach())",
-        "own_layer(random=False)",
-        "own_layer(bits=None)",
-        "own_layer(bits=3)",
-        "lambda x: x",
-        "[2.3]",
-    ],
-    "01.1": [
-        *NO_SCHEDULE,
-        "lambda u: 3 + 5 * u**1.9",
-        "cpt.FunctionSchedule(lambda u: 3 + 5 * u**1.9, total_steps=500)",
-        "cpt.FunctionSchedule(lambda u: 3 + 5 * u, total_steps=1000)",
-        "cpt.FunctionSchedule(lambda u: 2 + 6 * u**1.5, total_steps=1000)",
-        "cpt.FunctionSchedule(lambda u: 3 + 5 * u**9, total_steps=1000)",
-        "cpt.FunctionSchedule(lambda u: 8 - 5 * u**2, total_steps=1000)",
-    ],
-    "01.2": [
-        "lambda t: 5",
-        "lambda t: 1 / 0",
-        "lambda: 3",
-        "lambda t: [3, 4]",
-        'lambda t: "3 bits"',
-        "3",
-        "lambda t: round(8 - 5 * math.exp(-4 * (t % 8000) / 8000))",
-    ],
-    "01.3": [
-        *NO_SCHEDULE,
-        "cpt.StaticSchedule(2, 400)",
-        "cpt.StaticSchedule(8, 400)",
-        "cpt.StaticSchedule(16, 400)",
-        "cpt.StaticSchedule(4, 800)",
-        'cpt.make_schedule("CR", q_min=1, q_max=8, total_steps=400)',
-        'cpt.make_schedule("LR", q_min=3, q_max=8, total_steps=400)',
-    ],
-    "02.1": [
-        "lambda x, q: x",
-        "lambda x, q: cpt.quantize(x, q + 1)",
-        "lambda x, q: x[:3]",
-        "lambda x, q: x.numpy(1)",
-        "32",
-        *SLIPS,
-    ],
-    "02.2": [
-        "cpt.quantize",
-        "lambda x, q: cpt.quantize(x, q) + 0",
-        "lambda x, q: x",
-        "lambda x, q: cpt.quantize(x.detach(), q)",
-        "lambda x, q: cpt.quantize(x.detach(), q).requires_grad_()",
-        "lambda x, q: x + (cpt.quantize(x.detach(), q) - x)",
-        "lambda x, q: 2 * x + (cpt.quantize(x.detach(), q) - 2 * x).detach()",
-        "lambda x, q: AlwaysOne.apply(x, q)",
-        "lambda x, q: x.add_(1)",
-        "0.5",
-    ],
-    "02.3": ["lambda q, q_grad: q / (q + 2 * q_grad)", "lambda q: 1", "16 / 19"],
-    "03.1": [
-        "lambda a, b: sum(a.values()) / len(a) - sum(b.values()) / len(b)",
-        "lambda a, b: sum(a[s] - b[s] for s in a) / len(a)",
-        "lambda a, b: {s: a[s] - b[s] for s in a if s in b}",
-    ],
-    "03.2": [
-        "lambda runs: [not any(c < x and a > y for c, a in runs) for x, y in runs]",
-        "lambda runs: [True] * len(runs)",
-        "lambda runs: True",
-        "lambda runs: runs[9]",
-        "[True]",
-    ],
-    "04.1": [
-        "lambda hits, objects: sum(hits) / len(hits)",
-        "lambda hits, objects: sum(sum(hits[: i + 1]) / (i + 1) for i, h in enumerate(hits) if h) / objects",
-        "0.688",
-    ],
-    "05.1": [
-        "lambda m, bits: m.sum(0)",
-        "lambda m, bits: cpt.quantize(m.sum(0), bits)",
-        "lambda m, bits: cpt.quantize(m, bits).sum(0)",
-    ],
-    "06.1": ["lambda p: sum(p) / len(p)", "lambda p: math.log(p)", "2.8"],
-    "07.1": ["lambda low, steps, q: 1 - low / steps", "lambda low, steps: 1"],
-    "08.1": [
-        "lambda budget: 8 * budget",
-        "lambda budget: 5",
-        "lambda budget: round((64 + 192 * budget) ** 0.5 - 8)",
-        "5",
-    ],
-    "08.2": ["lambda c: 4 ** (8 - 8 * c)", "lambda c: 4 ** -c", "16"],
-    "11.1": [
-        *NO_SCHEDULE,
-        f'cpt.make_schedule("CR", {SUITE_64})',
-        f'cpt.solve_schedule(0.5, {SUITE_64}, family="rex")',
-        f"cpt.solve_schedule(0.5, {SUITE_64})",
-        'cpt.solve_schedule(0.5, q_min=3, q_max=8, total_steps=6400, family="cosine")',
-        'cpt.solve_schedule(0.5, q_min=2, q_max=8, total_steps=64_000, family="cosine")',
-    ],
-    "10.1": [
-        "lambda x, q: torch.stack([grid(row, 2**q - 1) for row in x])",
-        "cpt.quantize",
-        "lambda x, q: cpt.quantize(x.T, q, 'linear_weight').T",
-        "lambda x, q: x.amin(1)",
-        "2",
-    ],
-    "09.1": [*NO_SCHEDULE, "cpt.solve_schedule(0.75, 4, 16, 64_000)", "cpt.StaticSchedule(8, 64_000)"],
-    "09.2": ["lambda c: c[0::2]", "lambda c: 16 * c[0::2] + c[1::2]", "lambda c: c"],
-    "10.2": ["lambda x, q: cpt.quantize(x, format=f'symmetric{q + 1}')", "lambda x, q: cpt.quantize(x, q)", "3"],
-    "10.3": [
-        '{4: "mxfp4", 6: "affine6", 8: "affine8"}',
-        'cpt.FormatLadder({4: "mxfp4", 8: "affine8"})',
-        'cpt.FormatLadder({4: "e2m1", 6: "affine6", 8: "affine8"})',
-    ],
-    "11.2": [*NO_NUMBER, "0.5", "41.7", "0.297"],
-    "11.3": ['"cosine"', '"exponential"', "448", "None"],
+NO_SCHEDULE = dict.fromkeys(['"RR"', "0.4", "None", "cpt.make_schedule"], " is no schedule. Hint: ")
+NO_NUMBER = dict.fromkeys(['"many"', "None", "[1, 2]", "torch.ones(2)", "lambda: 32", '"1/0"'], " is no number. Hint: ")
+NO_NUMBER |= {"True": "", '"nan"': ""}
+WRONG = {  # exercise -> answer -> what is said of it
+    "00.1": {
+        **NO_SCHEDULE,
+        f'cpt.make_schedule("CR", {SUITE_64})': "not yet: it costs 0.633 of static 8. Hint: ",
+        "cpt.DeficitSchedule(3, 8, [(0, 60_000)], 64_000)": "none of the ten",
+        'cpt.make_schedule("RR", q_min=3, q_max=8, total_steps=6400)': "6,400 steps, not 64,000",
+        'cpt.make_schedule("RR", q_min=2, q_max=8, total_steps=64_000)': "from 2 to 8 bits",
+    },
+    "00.2": {
+        **NO_SCHEDULE,
+        f'cpt.make_schedule("CR", {SUITE_64})': "not yet: it goes from 3 to 8 bits: it is not static. Hint: ",
+        "cpt.StaticSchedule(4, 64_000)": "not yet: it costs 0.417 of static 8. Hint: ",
+        "cpt.StaticSchedule(6, 64_000)": "not yet: it costs 0.688 of static 8. Hint: ",
+    },
+    "00.3": {**NO_NUMBER, **dict.fromkeys(["0.5", "13_000", "20.5", '"0.205 %"', '"20"'], "")},
+    "00.4": {
+        "lambda x, weight, bias, bits: torch.nn.functional.linear(x, weight, bias)": "Hint: nothing is rounded: multip",
+        "own_layer(rows=False)": "Hint: the weight has one range, and not one for each row: rounded(weight",
+        "own_layer(bias=False)": "Hint: the bias is not rounded: rounded(bias",
+        "own_layer(lambda x, q, role: cpt.quantize(x.detach(), q, role).requires_grad_())": (
+            "its values are right, but no gradient goes from them to all of its operands. Hint: quantize alone"
+        ),
+        "own_layer(lambda x, q, role: 2 * x + (cpt.quantize(x, q, role) - 2 * x).detach())": (
+            "its values are right; the gradient of the input is another one, also in the mean. Hint: rounded(...) has"
+        ),
+        "own_layer(random=False)": "the gradient of the input is the same in every backward pass. Hint: y.register",
+        "own_layer(bits=None)": "the gradient of the input is the same in every backward pass. Hint: y.register",
+        "own_layer(bits=3)": "the gradient of the input has not the noise of 8 bits. Hint: gradients have 8",
+    },
+    "01.1": {
+        **NO_SCHEDULE,
+        "cpt.FunctionSchedule(lambda u: 3 + 5 * u**1.9, total_steps=500)": "",
+        "cpt.FunctionSchedule(lambda u: 3 + 5 * u, total_steps=1000)": "not yet: it costs 0.628 of static 8. Hint: ",
+        "cpt.FunctionSchedule(lambda u: 2 + 6 * u**1.5, total_steps=1000)": "not yet: it goes down to 2 bits. Hint: ",
+        "cpt.FunctionSchedule(lambda u: 3 + 5 * u**9, total_steps=1000)": "not yet: it costs 0.359 of static 8. Hint: ",
+        "cpt.FunctionSchedule(lambda u: 8 - 5 * u**2, total_steps=1000)": "not yet: it ends at 3 bits. Hint: ",
+    },
+    "01.2": dict.fromkeys(["lambda: 3", "lambda t: round(8 - 5 * math.exp(-4 * (t % 8000) / 8000))"], ""),
+    "01.3": {
+        **NO_SCHEDULE,
+        "cpt.StaticSchedule(2, 400)": "held-out images right, static 8 ",
+        "cpt.StaticSchedule(8, 400)": "it costs 1.000 of static 8",
+        "cpt.StaticSchedule(16, 400)": "it goes up to 16 bits",
+        "cpt.StaticSchedule(4, 800)": "it has 800 steps, not 400",
+        'cpt.make_schedule("CR", q_min=1, q_max=8, total_steps=400)': "",
+        'cpt.make_schedule("LR", q_min=3, q_max=8, total_steps=400)': "",
+    },
+    "02.1": {
+        **dict.fromkeys(["lambda x, q: x", "lambda x, q: cpt.quantize(x, q + 1)", "lambda x, q: x[:3]"], ""),
+        "lambda x, q: grid(x, 2**q - 1)": "Hint: all values are equal, so that the step is 0, and 0 / 0 is no number",
+        "lambda x, q: grid(x, 2**q)": "Hint: 2^q steps have one level more than 2^q",
+        "lambda x, q: grid(x, 2**q - 1, torch.floor)": "Hint: it rounds down, not to the nearest level",
+        "lambda x, q: grid(x, 2**q - 1, back=0)": "Hint: the minimum is taken away and not added again",
+        "lambda x, q: (grid(x, 2**q - 1) - x.min()) / (x.max() - x.min()) * (2**q - 1)": "Hint: these are the levels",
+    },
+    "02.2": {
+        "cpt.quantize": "its gradient is that of cpt.quantize: detach x before, and write the gradient yourself. Hint",
+        "lambda x, q: cpt.quantize(x, q) + 0": "its gradient is that of cpt.quantize: detach x before",
+        "lambda x, q: cpt.quantize(x.detach(), q)": "its values are right, but no gradient goes from them to x. Hint",
+        "lambda x, q: cpt.quantize(x.detach(), q).requires_grad_()": "but no gradient goes from them to x. Hint",
+        "lambda x, q: x + (cpt.quantize(x.detach(), q) - x)": "its gradient is 0 where a wide difference is 1.14. Hint",
+        "lambda x, q: 2 * x + (cpt.quantize(x.detach(), q) - 2 * x).detach()": (
+            "its values are right; its gradient is 2 where a wide difference is 1.14. Hint"
+        ),
+        "lambda x, q: AlwaysOne.apply(x, q)": "are right; of a gradient of 0.6 that arrives it passes on 1. Hint",
+        "lambda x, q: 1 / 0 if x.requires_grad else cpt.quantize(x, q)": "not yet (ZeroDivisionError: division by",
+        "lambda x, q: x.add_(1)": "",
+    },
+    "02.3": {
+        "lambda q, q_grad: q / (q + 2 * q_grad)": "Hint: this is the share of the forward product",
+        "lambda q, q_grad: 'many'": "your function returns 'many' wanted ",
+        "16 / 19": " is no function",
+    },
+    "03.1": {
+        "lambda a, b: sum(a.values()) / len(a) - sum(b.values()) / len(b)": "",
+        "lambda a, b: sum(a[s] - b[s] for s in a) / len(a)": "",
+        "lambda a, b: {s: a[s] - b[s] for s in a if s in b}": "",
+        "lambda a, b: 1 / 0": ": not yet: it raises ZeroDivisionError: division by zero. Hint",
+    },
+    "03.2": {
+        "lambda runs: [not any(c < x and a > y for c, a in runs) for x, y in runs]": "Hint: a run of the same cost tha",
+        "lambda runs: [True] * len(runs)": "",
+    },
+    "04.1": {
+        "lambda hits, objects: sum(hits) / len(hits)": "",
+        "lambda hits, objects: sum(sum(hits[: i + 1]) / (i + 1) for i, h in enumerate(hits) if h) / objects": (
+            "Hint: every hit counts the precision at its place, not the best one from there on"
+        ),
+        "lambda hits, n: np.mean([np.mean(hits[: i + 1]) for i, h in enumerate(hits) if h])": "Hint: it divides by the",
+    },
+    "05.1": {
+        "lambda m, bits: m.sum(0)": "Hint: nothing is rounded",
+        "lambda m, bits: cpt.quantize(m.sum(0), bits)": "Hint: the sum is rounded, and not what is summed",
+        "lambda m, bits: cpt.quantize(m, bits).sum(0)": "Hint: all messages have one range together",
+        "lambda m, bits: cpt.quantize(m, bits, 'graph_aggregation').mean(0)": "Hint: this is the mean",
+    },
+    "06.1": {"lambda p: sum(p) / len(p)": ""},
+    "07.1": {"lambda low, steps, q: 1 - low / steps": ""},
+    "08.1": {
+        "lambda budget: 8 * budget": "",
+        "lambda budget: 5": "",
+        "lambda budget: round((64 + 192 * budget) ** 0.5 - 8)": "",
+    },
+    "08.2": {"lambda c: 4 ** (8 - 8 * c)": "", "lambda c: 4 ** -c": ""},
+    "09.1": {
+        **NO_SCHEDULE,
+        "cpt.solve_schedule(0.75, 4, 16, 64_000)": "",
+        "cpt.StaticSchedule(8, 64_000)": "from 8 to 8 bits",
+        "cpt.DeficitSchedule(4, 16, [(0, 64_000)], 64_000)": "it takes 0.500 of the seconds",
+    },
+    "09.2": dict.fromkeys(["lambda c: c[0::2]", "lambda c: 16 * c[0::2] + c[1::2]", "lambda c: c"], ""),
+    "10.1": {
+        "lambda x, q: torch.stack([grid(row, 2**q - 1) for row in x])": " Hint: the first row has a step of 0",
+        **dict.fromkeys(["cpt.quantize", "lambda x, q: cpt.quantize(x.T, q, 'linear_weight').T"], ""),
+        "lambda x, q: x.amin(1)": "",
+    },
+    "10.2": {
+        "lambda x, q: cpt.quantize(x, format=f'symmetric{q + 1}')": "Hint: n is 2^(q - 1) - 1",
+        "lambda x, q: cpt.quantize(x, q)": "",
+    },
+    "10.3": {
+        '{4: "mxfp4", 6: "affine6", 8: "affine8"}': "it is no FormatLadder",
+        'cpt.FormatLadder({4: "mxfp4", 8: "affine8"})': "not yet: its levels are 4, 8. Hint: ",
+        'cpt.FormatLadder({4: "e2m1", 6: "affine6", 8: "affine8"})': "",
+    },
+    "11.1": {
+        **NO_SCHEDULE,
+        f'cpt.make_schedule("CR", {SUITE_64})': "it costs 0.6334 of static 8",
+        f'cpt.make_schedule("LR", {SUITE_64})': "its profile is linear, not",
+        "cpt.DeficitSchedule(3, 8, [(0, 45_511)], 64_000)": "it has no profile",
+        f'cpt.solve_schedule(0.5, {SUITE_64}, family="rex")': "its profile is rex, not",
+        f"cpt.solve_schedule(0.5, {SUITE_64})": "",
+        'cpt.solve_schedule(0.5, q_min=3, q_max=8, total_steps=6400, family="cosine")': "6,400 steps",
+        'cpt.solve_schedule(0.5, q_min=2, q_max=8, total_steps=64_000, family="cosine")': "from 2 to 8 bits",
+    },
+    "11.2": {**NO_NUMBER, "0.5": "", "41.7": "", "0.297": ""},
+    "11.3": {'"cosine"': "", '"exponential"': "", "448": " is no word", "None": " is no word"},
 }
 
 
@@ -260,8 +258,13 @@ def said(exercise, attempt, capsys):
     return " ".join(line.strip() for line in capsys.readouterr().out.splitlines())
 
 
+@cache
+def read(path):
+    return nbformat.read(path, as_version=4)
+
+
 def code(path):
-    return [c for c in nbformat.read(path, as_version=4).cells if c.cell_type == "code"]
+    return [c for c in read(path).cells if c.cell_type == "code"]
 
 
 def exercise_cells(path):
@@ -298,7 +301,7 @@ def test_solutions(path, capsys):
 
 @pytest.mark.parametrize("path", TO_DO, ids=lambda p: p.stem)
 def test_the_text_has_every_exercise_that_is_checked_and_at_least_three_to_do(path):
-    (text,) = [c.source for c in nbformat.read(path, as_version=4).cells if "Exercises\n" in c.source]
+    (text,) = [c.source for c in read(path).cells if "Exercises\n" in c.source]
     items = dict(re.findall(r"^(\d)\. (.*)$", text.split("Exercises\n")[1], flags=re.M))
     assert list(items) == [str(i + 1) for i in range(len(items))]
     checked = {number.strip("'").split(".")[1] for number, _ in calls(exercise_cells(path), "check")}
@@ -317,17 +320,11 @@ def test_other_forms_of_a_right_answer_are_accepted(exercise, answer, capsys):
     assert said(exercise, answer, capsys) == f"exercise {exercise}: correct"
 
 
-def test_what_is_wrong_with_a_schedule_is_told(capsys):
-    assert "it costs 0.6334 of static 8" in said("11.1", f'cpt.make_schedule("CR", {SUITE_64})', capsys)
-    assert "its profile is linear, not" in said("11.1", f'cpt.make_schedule("LR", {SUITE_64})', capsys)
-    assert "it has no profile" in said("11.1", "cpt.DeficitSchedule(3, 8, [(0, 45_511)], 64_000)", capsys)
-    assert "it takes 0.500 of the seconds" in said("09.1", "cpt.DeficitSchedule(4, 16, [(0, 64_000)], 64_000)", capsys)
-
-
 @pytest.mark.parametrize(("exercise", "answer"), cases(WRONG))
-def test_wrong_answers_get_a_hint_without_a_traceback(exercise, answer, capsys):
+def test_wrong_answers_are_told_what_is_wrong_and_get_a_hint_without_a_traceback(exercise, answer, capsys):
     line = said(exercise, answer, capsys)
     assert line.startswith(f"exercise {exercise}: not yet")
+    assert WRONG[exercise][answer] in line
     assert line.count("Hint: ") == 1
     assert " your function returns " in line or line.split(". Hint: ")[1] in (
         EXERCISES[exercise].hint, *EXERCISES[exercise].hints.values()
@@ -337,78 +334,12 @@ def test_wrong_answers_get_a_hint_without_a_traceback(exercise, answer, capsys):
         assert "not supported" not in line
 
 
-@pytest.mark.parametrize(
-    ("exercise", "slip", "sentence"),
-    [
-        ("03.2", WRONG["03.2"][0], "a run of the same cost that is more accurate costs no more either"),
-        ("04.1", WRONG["04.1"][1], "every hit counts the precision at its place, not the best one from there on"),
-        (
-            "04.1",
-            "lambda hits, n: np.mean([np.mean(hits[: i + 1]) for i, h in enumerate(hits) if h])",
-            "it divides by the",
-        ),
-        ("05.1", WRONG["05.1"][0], "nothing is rounded"),
-        ("05.1", WRONG["05.1"][1], "the sum is rounded, and not what is summed"),
-        ("05.1", WRONG["05.1"][2], "all messages have one range together"),
-        ("05.1", "lambda m, bits: cpt.quantize(m, bits, 'graph_aggregation').mean(0)", "this is the mean"),
-        ("02.3", WRONG["02.3"][0], "this is the share of the forward product"),
-        ("10.2", WRONG["10.2"][0], "n is 2^(q - 1) - 1"),
-    ],
-)
-def test_what_is_wrong_with_other_answers_is_said(exercise, slip, sentence, capsys):
-    assert f"Hint: {sentence}" in said(exercise, slip, capsys)
-
-
-@pytest.mark.parametrize(("slip", "sentence"), SLIPS.items(), ids=SLIPS.values())
-def test_what_is_wrong_with_a_quantiser_is_said(slip, sentence, capsys):
-    assert f"Hint: {sentence}" in said("02.1", slip, capsys)
-
-
-REASONS = {
-    ("00.1", f'cpt.make_schedule("CR", {SUITE_64})'): "it costs 0.633 of static 8",
-    ("00.2", f'cpt.make_schedule("CR", {SUITE_64})'): "it goes from 3 to 8 bits: it is not static",
-    ("00.2", "cpt.StaticSchedule(4, 64_000)"): "it costs 0.417 of static 8",
-    ("00.2", "cpt.StaticSchedule(6, 64_000)"): "it costs 0.688 of static 8",
-    ("01.1", WRONG["01.1"][-4]): "it costs 0.628 of static 8",
-    ("01.1", WRONG["01.1"][-3]): "it goes down to 2 bits",
-    ("01.1", WRONG["01.1"][-2]): "it costs 0.359 of static 8",
-    ("01.1", WRONG["01.1"][-1]): "it ends at 3 bits",
-    ("10.3", WRONG["10.3"][1]): "its levels are 4, 8",
-}
-
-
-@pytest.mark.parametrize(("asked", "reason"), REASONS.items(), ids=[f"{n}-{r}" for (n, _), r in REASONS.items()])
-def test_what_is_wrong_with_a_schedule_is_said(asked, reason, capsys):
-    assert f": not yet: {reason}. Hint: " in said(*asked, capsys)
-
-
-def test_what_is_wrong_with_a_layer_is_said(capsys):
-    found = [said("00.4", answer, capsys).split(" Hint: ") for answer in WRONG["00.4"][:8]]
-    assert len({hint for _, hint in found}) == len(EXERCISES["00.4"].hints) == 7  # the same noise: one cause or another
-    assert [hint.partition(":")[0] for _, hint in found[:3]] == [
-        "nothing is rounded",
-        "the weight has one range, and not one for each row",
-        "the bias is not rounded",
-    ]
-    assert [line.split("its values are right")[1].rstrip(".") for line, _ in found[3:]] == [
-        ", but no gradient goes from them to all of its operands",
-        "; the gradient of the input is another one, also in the mean",
-        "; the gradient of the input is the same in every backward pass",
-        "; the gradient of the input is the same in every backward pass",
-        "; the gradient of the input has not the noise of 8 bits",
-    ]
-
-
 def test_the_solution_of_notebook_00_is_the_layer_of_the_library_to_the_last_bit():
     solved = {}
     exec((FOLDER / "solutions" / "00_solutions.py").read_text(), solved)
     for bits in (1, 2, 4, 8):
         ours, theirs = (f(*OPERANDS, bits) for f in (solved["my_linear"], library_layer))
         assert torch.equal(ours, theirs)
-
-
-def test_a_row_without_a_step_is_told(capsys):
-    assert said("10.1", WRONG["10.1"][0], capsys).endswith(" Hint: the first row has a step of 0")
 
 
 def test_a_function_is_told_the_input_for_which_it_fails_and_what_was_wanted(capsys):
@@ -420,24 +351,8 @@ def test_a_function_is_told_the_input_for_which_it_fails_and_what_was_wanted(cap
     assert torch.allclose(eval(wanted.removeprefix("  wanted "), names), cpt.quantize(x, bits))
     assert hint == "  Hint: 2^q steps have one level more than 2^q"
     assert len(first) < 100
-    line = said("02.3", "lambda q, q_grad: 'many'", capsys)
-    assert "your function returns 'many' wanted " in line
     assert told(torch.tensor([True, False])) == "tensor([True, False])"
     assert told(torch.tensor(0.5, dtype=torch.bfloat16, requires_grad=True)) == "tensor(0.5)"
-
-
-def test_what_is_wrong_with_a_gradient_is_said(capsys):
-    found = [
-        said("02.2", a, capsys).split(": ", 2)[2].split(". Hint")[0] for a in WRONG["02.2"] if "lambda x, q: x" != a
-    ]
-    assert found[:7] == [
-        *["its gradient is that of cpt.quantize: detach x before, and write the gradient yourself"] * 2,
-        "its values are right, but no gradient goes from them to x",
-        "its values are right, but no gradient goes from them to x",
-        "its values are right; its gradient is 0 where a wide difference is 1.14",
-        "its values are right; its gradient is 2 where a wide difference is 1.14",
-        "its values are right; of a gradient of 0.6 that arrives it passes on 1",
-    ]
 
 
 def test_gradients_have_8_bits_also_below_a_static_precision_of_fewer():
@@ -463,21 +378,10 @@ def test_static_bits_that_are_as_good_are_praised(capsys):
     )
 
 
-def test_a_function_that_raises_is_told(capsys):
-    assert ": not yet: it raises ZeroDivisionError: division by zero. Hint" in said(
-        "03.1", "lambda a, b: 1 / 0", capsys
-    )
+def test_what_is_not_attempted_and_what_is_no_exercise(capsys):
     exercises.check("03.1", lambda a, b: None)
     exercises.check("04.9", 1)
     assert capsys.readouterr().out == "exercise 03.1: not attempted yet\nthere is no exercise '04.9'\n"
-
-
-def test_a_check_of_ones_own(capsys):
-    exercises.check("x", "text", lambda s: s.relative_cost() < 1, "a schedule")
-    assert capsys.readouterr().out == "x: not yet: str is not the kind of answer asked for. Hint: a schedule\n"
-    short = cpt.make_schedule("LR", q_min=3, q_max=8, total_steps=800)
-    exercises.check("x", short, lambda s: s(999) == 8, "1000 steps")
-    assert re.fullmatch(r"x: not yet \(\w+: .*999.*\)\. Hint: 1000 steps\n", capsys.readouterr().out)
 
 
 @pytest.fixture
@@ -488,10 +392,10 @@ def unchosen(monkeypatch):
 @pytest.mark.parametrize("choice", ["c", "C", " c ", "(c)"])
 def test_a_prediction_is_compared_with_the_answer(choice, unchosen, capsys):
     exercises.predict("backward share", choice)
-    exercises.reveal("backward share", because="More.")
+    exercises.reveal("backward share")
     noted, *told = capsys.readouterr().out.splitlines()
     assert noted == "backward share: noted 'c'"
-    assert told[1:] == [PREDICTIONS["backward share"].because, "More."]
+    assert told[1:] == [PREDICTIONS["backward share"].because]
     assert told[0] == "backward share: the answer is c.  You were right."
     exercises.predict("backward share", "a")
     exercises.reveal("backward share")
@@ -502,7 +406,7 @@ def test_a_prediction_is_compared_with_the_answer(choice, unchosen, capsys):
 def test_no_prediction_no_answer(choice, unchosen, capsys):
     exercises.predict("two bits", "a")
     exercises.predict("two bits", choice)
-    exercises.reveal("two bits", because="a secret")
+    exercises.reveal("two bits")
     _, refused, told = capsys.readouterr().out.splitlines()
     assert re.fullmatch(r"two bits: .* is none of a, b, c - put one of them between the quotes", refused)
     assert told == "two bits: choose first, in the cell with predict, then run this cell again"
@@ -518,16 +422,14 @@ def test_an_empty_prediction_is_none(choice, unchosen, capsys):
     ]
 
 
-def test_rows_that_give_another_answer_are_heard(unchosen, capsys):
-    with pytest.raises(AssertionError, match="two bits: the answer that is kept is a, the rows say b"):
-        exercises.reveal("two bits", found="b")
+def test_what_is_no_question_is_told_those_there_are(capsys):
     exercises.reveal("nought")
     assert capsys.readouterr().out.startswith("there is no question 'nought'; those of the notebooks are static 4, ")
 
 
 @pytest.mark.parametrize("path", COURSE, ids=lambda p: p.stem)
 def test_answers_of_predictions_are_on_pages_alone_and_collapsed(path):
-    book = nbformat.read(path, as_version=4)
+    book = read(path)
     sources = "\n".join(c.source for c in code(path))
     asked = [ast.literal_eval(question) for question, *_ in calls(sources, "reveal")]
     assert asked
@@ -543,7 +445,6 @@ def test_answers_of_predictions_are_on_pages_alone_and_collapsed(path):
         printed = "".join(o.get("text", "") for o in pages[at].outputs)
         assert f"{question}: choose first, in the cell with predict, then run this cell again\n" in printed
         assert because not in str(book)
-        assert notebook_page(book).count(because) == 1
         assert not re.search(r"the answer is", str(book))
 
 
@@ -558,13 +459,3 @@ def test_bands_reject_what_lies_outside(capsys):
     for value in (0.35, 1.05):
         with pytest.raises(AssertionError, match="outside its band"):
             exercises.in_band("smoke accuracy of ER", value)
-
-
-def test_what_must_hold_is_a_finding_on_data_of_ones_own(capsys):
-    runs = pd.DataFrame({"arm": ["CR", "RR"], "seed": [0, 1], "first_loss": [2.0, 2.0], "last_loss": [1.0, 3.0]})
-    fell = runs.last_loss < runs.first_loss
-    exercises.finding("the loss fell", fell, runs, "my-images/")
-    exercises.finding("the loss fell", fell[:1], runs[:1], "digits")
-    assert capsys.readouterr().out == "the loss fell: not so in RR seed 1\nthe loss fell: yes\n"
-    with pytest.raises(AssertionError, match="the loss fell: not so in RR seed 1"):
-        exercises.finding("the loss fell", fell, runs, "digits")

@@ -4,6 +4,7 @@ import ast
 import json
 import re
 import sys
+from functools import cache
 from pathlib import Path
 
 import nbformat
@@ -12,7 +13,6 @@ from flow import RAN, ROWS, pictures, reached
 
 from cpt_lab.experiments.recipes import task_of_dataset
 from cpt_lessons.notebooks import parameters_of
-from cpt_lessons.opening import guard
 from cpt_lessons.parameters import PARAMETERS, check_parameters
 
 FOLDER = Path(__file__).parents[2] / "notebooks"
@@ -28,6 +28,11 @@ OPENING = re.compile(
 )
 
 
+@cache
+def read(path):
+    return nbformat.read(path, as_version=4)
+
+
 @pytest.fixture(params=NOTEBOOKS, ids=lambda p: p.stem)
 def path(request):
     return request.param
@@ -35,7 +40,7 @@ def path(request):
 
 @pytest.fixture
 def book(path):
-    return nbformat.read(path, as_version=4)
+    return read(path)
 
 
 def code_cells(book):
@@ -50,14 +55,12 @@ def texts(cell):
     return "".join(o.get("text", "") for o in cell.outputs if o.output_type == "stream" and o.name == "stdout")
 
 
-def test_there_are_notebooks():
-    assert len(NOTEBOOKS) >= 4
-
-
-def test_run_from_top_to_bottom(book):
+def test_run_from_top_to_bottom_without_errors_and_warnings(book):
     assert [c.execution_count for c in code_cells(book)] == list(range(1, len(code_cells(book)) + 1))
     assert book.metadata.kernelspec.name == "python3"
     assert (book.nbformat, book.nbformat_minor) == (4, 5)
+    for cell in code_cells(book):
+        assert not [o for o in cell.outputs if o.output_type == "error" or o.get("name") == "stderr"], cell.source
 
 
 def test_compared_cells_have_text_and_pictures_and_nothing_else(book):
@@ -105,16 +108,12 @@ def test_where_a_picture_comes_from():
 
 
 def test_opens_with_the_cell_that_installs(book, path):
-    cell = code_cells(book)[0]
-    assert cell.source == guard(path.name[:2])
+    cell, first = code_cells(book)[0], code_cells(read(NOTEBOOKS[0]))[0]
+    extras = {"04": "lessons,vision", "06": "lessons,text"}  # not "notebooks": where one is open, a kernel runs
+    assert cell.source == first.source.replace("[lessons]", f"[{extras.get(path.name[:2], 'lessons')}]")
     assert "install" in cell.metadata.tags
     assert cell.outputs == []
     assert "parameters" in code_cells(book)[1].metadata.tags
-
-
-def test_no_cell_wrote_errors_or_warnings(book):
-    for cell in code_cells(book):
-        assert not [o for o in cell.outputs if o.output_type == "error" or o.get("name") == "stderr"], cell.source
 
 
 def test_one_cell_of_parameters_with_literals(book, path):
@@ -146,14 +145,11 @@ def test_thin(book):
     sources = [c.source for c in code_cells(book)[1:]]
     lines = [line for s in sources for line in s.splitlines() if line.strip() and not line.strip().startswith("#")]
     assert len(lines) <= 120
+    assert len(sources) == len(set(sources)), "code is shown twice"
     tree = ast.parse("\n".join(sources))
     assert not [n for n in ast.walk(tree) if isinstance(n, ast.ClassDef)]
     words = sum(len(c.source.split()) for c in book.cells if c.cell_type == "markdown")
     assert words >= 250
-
-
-def test_opens_with_study_time_needs_and_outcome(book):
-    assert OPENING.match(book.cells[0].source)
 
 
 def test_imports_only_the_package_torch_and_the_standard_library(book, path):
@@ -172,28 +168,26 @@ def test_imports_only_the_package_torch_and_the_standard_library(book, path):
     }
 
 
-def test_headings(book, path):
+def test_texts(book, path):
     text = "\n".join(c.source for c in book.cells if c.cell_type == "markdown")
+    assert not re.search(r"^ {4}", text, flags=re.M), "an indented block is shown as code, not as a formula"
     assert all(h in text for h in (HEADINGS if path in COURSE else HEADINGS[-1:]))
+    assert OPENING.match(book.cells[0].source)
+    assert f"]({path.name})" in (FOLDER / "README.md").read_text()
     assert ("*Appendix: nobody has to read it.*" in book.cells[0].source) == (path not in COURSE)
 
 
 def test_nothing_of_one_machine(path):
     text = path.read_text()
     assert len(text) < 700_000
+    assert "widget-view" not in text
     plain = re.sub(r'"image/png": "[^"]*"', "", text)
     assert not re.search(r"(?<![\w.])/(root|home|work|tmp|Users)/", plain)
     assert not re.search(r"Traceback|ipykernel_\d+", plain)
 
 
-def test_formulas_are_set_as_formulas(book):
-    for cell in book.cells:
-        if cell.cell_type == "markdown":
-            assert not re.search(r"^ {4}", cell.source, flags=re.M), f"{cell.id}: an indented block is shown as code"
-
-
 def test_ends_with_the_way_on(path):
-    book = nbformat.read(path, as_version=4)
+    book = read(path)
     way = re.search(r"^Next: .*$", book.cells[-1].source, flags=re.M)
     assert way, "the last cell has a line that begins with Next:"
     links = re.findall(r"\]\(([^)]+)\)", way[0])
@@ -205,17 +199,8 @@ def test_ends_with_the_way_on(path):
 
 
 def test_the_first_notebook_lists_all_others():
-    text = nbformat.read(NOTEBOOKS[0], as_version=4).cells[-1].source
+    text = read(NOTEBOOKS[0]).cells[-1].source
     assert re.findall(r"^\| \[\w+\]\((\w+\.ipynb)\)", text, flags=re.M) == [p.name for p in COURSE[1:]]
-
-
-def test_listed_with_times(path):
-    assert f"]({path.name})" in (FOLDER / "README.md").read_text()
-
-
-def test_code_is_not_shown_twice(book):
-    sources = [c.source for c in code_cells(book)]
-    assert len(sources) == len(set(sources))
 
 
 def test_bands_have_controls_that_fail():

@@ -1,6 +1,7 @@
 """The first use of a word of the glossary leads there, the first page of the paper to the paper, the last line on."""
 
 import re
+from functools import cache
 from pathlib import Path
 
 import nbformat
@@ -26,6 +27,7 @@ def prose(text):
     return re.sub("|".join(HIDDEN), " ", text, flags=re.S | re.M)
 
 
+@cache
 def said(path):
     book = nbformat.read(path, as_version=4)
     return prose("\n\n".join(c.source for c in book.cells if c.cell_type == "markdown"))

@@ -19,7 +19,7 @@ from cpt_core.schedules.schedule import ShortCycleWarning
 from cpt_lab.analysis.statistics import interval
 from cpt_lessons import explorer
 
-SETTINGS = 200
+SETTINGS = 80
 
 
 @pytest.fixture(scope="module")
@@ -81,7 +81,7 @@ def compare(found, s, steps):
     return schedule, rival
 
 
-def test_bits_costs_and_rivals_of_200_random_settings(engine):
+def test_bits_costs_and_rivals_of_random_settings(engine):
     """What one refuses the other refuses, and the page's lines of Python make the same schedule and rival."""
     rng, refused, compared, mixed = random.Random(7), 0, 0, 0
     while compared < SETTINGS:
@@ -111,7 +111,7 @@ def test_bits_costs_and_rivals_of_200_random_settings(engine):
         assert names["rival"].bits().tolist() == rival.bits().tolist()
         mixed += len(set(rival.bits().tolist())) == 2
         compared += 1
-    assert min(refused, mixed) > 20
+    assert min(refused, mixed) > 8
 
 
 @pytest.mark.parametrize("family", [*cpt.SUITE, "STATIC"])

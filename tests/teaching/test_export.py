@@ -4,7 +4,7 @@ import base64
 import io
 import re
 from functools import cache
-from html import unescape
+from html import escape, unescape
 
 import nbformat
 import pytest
@@ -21,6 +21,7 @@ from cpt_lab.analysis.style import drawing, name_points
 from cpt_lab.paths import notebooks_dir
 from cpt_lessons.export import clean, glossary_page, notebook_page
 from cpt_lessons.notebooks import notebooks
+from cpt_lessons.predictions import PREDICTIONS
 
 FORMULA = re.compile(r"\$\$.+?\$\$|(?<!\\)\$[^$\n]+?\$", re.DOTALL)
 
@@ -50,6 +51,8 @@ def test_every_formula_of_a_notebook_is_shown_without_the_network(path):
     assert not re.search(r"""(?:src|href)=["'](?!data:|#)[^"']*:|@import|url\((?!["']?data:)""", leads.sub("<a", page))
     assert set(re.findall(r'href="([^#"][^"]*)"', leads.sub("<a", page))) <= {f"{p.stem}.html" for p in notebooks()}
     assert f"<title>{path.stem}</title>" in page
+    for question in re.findall(r'exercises\.reveal\("([^"]+)"', "\n".join(cell.source for cell in book.cells)):
+        assert page.count(escape(PREDICTIONS[question].because, quote=False)) == 1
 
 
 def test_the_cell_that_installs_is_not_shown_to_those_who_read():
@@ -217,8 +220,3 @@ def test_widgets_and_bars_are_no_part_of_pages_and_of_committed_outputs():
 
 def test_a_note_is_text():
     assert "ValueError: &lt;b&gt; is wrong" in notebook_page(new_notebook(), "x", "ValueError: <b> is wrong")
-
-
-def test_committed_notebooks_hold_no_widgets():
-    for path in sorted(notebooks_dir().glob("*.ipynb")):
-        assert "widget-view" not in path.read_text(encoding="utf-8"), path.name

@@ -5,7 +5,7 @@ import pytest
 
 from cpt_lab.analysis import quality_cost
 from cpt_lab.analysis.runs import committed
-from cpt_lessons.own_runs import brief, comparable, compared, design, ran, titled, told
+from cpt_lessons.own_runs import brief, compared, ran, titled, told
 
 
 @pytest.fixture
@@ -32,21 +32,6 @@ def test_what_ran_is_said_in_a_line(runs, capsys):
     ]
 
 
-def test_smoke_runs_are_not_compared(runs, capsys):
-    assert comparable(runs, "an order")
-    assert capsys.readouterr().out == ""
-    assert not comparable(runs.assign(scale="smoke"), "an order")
-    assert capsys.readouterr().out == 'smoke scale, nothing to compare; scale = "demo" prints an order\n'
-
-
-def test_what_did_not_run_is_not_compared(runs, capsys):
-    runs = runs.assign(savings=["medium", "medium", "large"])
-    assert comparable(runs, "an order", ["CR", "large"])
-    assert capsys.readouterr().out == ""
-    assert not comparable(runs, "an order", ["small", "CR", "static 8"])
-    assert capsys.readouterr().out == "an order: left out, for nothing ran of small, static 8\n"
-
-
 def test_what_ran_is_compared(capsys):
     rows = committed("image_digits").query("model == 'mlp6' and q_min == 3")
     compared(rows[rows.arm.isin(["RR", "static 4"])], [("RR", "static 4"), ("CR", "static 5"), ("large", "static 4")])
@@ -66,20 +51,6 @@ def test_smoke_runs_are_held_against_their_bands(capsys):
     with pytest.raises(AssertionError, match="outside its band"):
         compared(smoke.assign(accuracy=0.1), [])
     compared(smoke.assign(accuracy=0.1, dataset="my-images/"), [])
-
-
-def test_an_experiment_is_described_by_its_rows(capsys):
-    rows = committed("image_digits").query("model == 'mlp6' and q_min == 3")
-    design(rows)
-    design(rows[(rows.arm.isin(["CR", "static 8"])) & (rows.seed < 2) | (rows.arm == "RR") & (rows.seed == 0)])
-    assert capsys.readouterr().out.splitlines() == [
-        "mlp6 on scikit-learn digits, 8 x 8: 600 steps",
-        "170 runs: 10 schedules and 7 static precisions, 10 seeds",
-        "schedules go from 3 to 8 bits in 4 cycles; gradients have 8 bits",
-        "mlp6 on scikit-learn digits, 8 x 8: 600 steps",
-        "5 runs: 2 schedules and 1 static precision, 1 to 2 seeds",
-        "schedules go from 3 to 8 bits in 4 cycles; gradients have 8 bits",
-    ]
 
 
 def test_what_all_lines_of_a_table_say_is_said_once(capsys):

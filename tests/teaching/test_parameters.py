@@ -4,7 +4,6 @@ import pytest
 
 from cpt_lab.experiments import designs
 from cpt_lab.sweeps import stores, sweep
-from cpt_lessons.exercises import show
 from cpt_lessons.parameters import check_parameters
 
 
@@ -61,11 +60,6 @@ def test_the_rate_is_chosen(monkeypatch):
     monkeypatch.setattr(sweep, "run_grid", lambda *_, **__: rows)
     assert len(specs) == 3
     assert check_parameters(scale="smoke").run(specs).lr.to_list() == [5e-5]
-
-
-def test_a_table_is_printed(capsys):
-    show(check_parameters(scale="smoke").run([])[["arm", "seed"]])
-    assert capsys.readouterr().out == "arm  seed\n"
 
 
 def test_failed_runs_are_told_in_one_line(monkeypatch):
