@@ -144,6 +144,7 @@ as if it had changed nothing. This is the *straight-through estimator*: $\partia
 
 @kernels/operators.py _gradient: The gradient of the rounded tensor is handed on as that of the tensor.
 @quantization/precision.py LayerPrecision.gradient: The gradient that comes back to a layer's output is rounded as well.
+@quantization/precision.py LayerPrecision._with_rounded_gradient: It has a number of steps and noise of its own.
 @quantization/fake_quantize.py quantize_gradient: In the forward pass this changes nothing.
 @quantization/fake_quantize.py _QuantizeGradient.backward: In the backward pass it rounds.
 @quantization/fake_quantize.py round_gradient: This is the quantised gradient. It is rounded by chance, so that small

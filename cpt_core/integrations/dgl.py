@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from cpt_core.graphs.graph import as_graph
 from cpt_core.graphs.layers import Features, sage_convolution
-from cpt_core.quantization.graph_layers import _QuantGraph, _QuantGraphConv
+from cpt_core.quantization.graph_layers import _QuantGraphConv, _QuantSAGEConv
 from cpt_core.quantization.layers import QuantizedLayer
 
 
@@ -22,13 +22,10 @@ class QuantDGLGraphConv(_QuantGraphConv, GraphConv):
     FLOAT = GraphConv
 
 
-class QuantDGLSAGEConv(_QuantGraph, SAGEConv):
+class QuantDGLSAGEConv(_QuantSAGEConv, SAGEConv):
     """``dgl.nn.SAGEConv`` with ``aggregator_type="mean"`` and quantised operands."""
 
     FLOAT = SAGEConv
-    WHOLE = True
-    MEAN = True
-    ALONG_ROWS = "error"
 
     def forward(self, graph: Any, feat: Features, edge_weight: Tensor | None = None) -> Tensor:
         """(S, I) -> (D, O)."""

@@ -141,21 +141,12 @@ def quantize_(
             after the first forward pass where products ran that nothing caught.
     """
     declared(quantize_, locals())
-    config = _config_of(config)
+    if not isinstance(config, QuantConfig):
+        config = PRESETS[choose("preset", "all" if config is None else config, PRESETS)]
     unsharded(model, "call quantize_(model)")
-    names = [name for name, _ in model.named_modules() if name]
-    for pattern in config.float32:
-        if not any(fnmatchcase(name, pattern) for name in names):
-            near = get_close_matches(pattern, names, n=3, cutoff=0.3) or names[:3]
-            raise ValueError(f"float32 pattern {pattern!r} matches no module; similar names: {', '.join(near)}")
-    parts = parts_of_wholes(model)
-    for pattern in config.float32:  # a part of a layer that is quantised as a whole cannot stay behind
-        hits = [name for name in names if fnmatchcase(name, pattern)]
-        if all(name in parts for name in hits):
-            raise ValueError(f"float32 pattern {pattern!r} matches a part of {parts[hits[0]]!r}; name the whole layer")
     if any(isinstance(m, LayerPrecision) for m in model.modules()):
         raise ValueError("the model is converted already; call restore_(model) first")
-    asked = {n for n in names if any(fnmatchcase(part, p) for p in config.float32 for part in _with_parents(n))}
+    asked = _left_in_float32(model, config.float32)
     chosen = {}
     for name, module in convertible(model):
         if name not in asked and (filter_fn is None or filter_fn(module, name)):
@@ -181,15 +172,7 @@ def quantize_(
         last = [name for name, form in forms.items() if form.CATCHES and not form.by_feature(chosen[name])]
         for index, name in enumerate([*(n for n in chosen if n not in set(last)), *last]):
             module = chosen[name]
-            forms[name].from_float(
-                module,
-                quantizers=config.quantizers,
-                key=_key(config.seed, index),
-                running_start=config.running_start,
-                aggregation=config.aggregation,
-                execution=config.execution,
-                ladder=config.ladder,  # Levels since the configuration was made
-            )
+            forms[name].from_float(module, config, _key(config.seed, index))
             module.precision.name = name  # type: ignore[union-attr]
         _leave_out(model)
         FirstPass(model, asked)
@@ -198,6 +181,21 @@ def quantize_(
         _undo(model)
         raise
     return model
+
+
+def _left_in_float32(model: nn.Module, patterns: tuple[str, ...]) -> set[str]:
+    """Return the names of the modules that patterns name, with all that they contain; ValueError for a useless one."""
+    names, parts = [name for name, _ in model.named_modules() if name], parts_of_wholes(model)
+    asked: set[str] = set()
+    for pattern in patterns:
+        hits = [name for name in names if fnmatchcase(name, pattern)]
+        if not hits:
+            near = get_close_matches(pattern, names, n=3, cutoff=0.3) or names[:3]
+            raise ValueError(f"float32 pattern {pattern!r} matches no module; similar names: {', '.join(near)}")
+        if all(name in parts for name in hits):  # a part of a layer that is quantised as a whole cannot stay behind
+            raise ValueError(f"float32 pattern {pattern!r} matches a part of {parts[hits[0]]!r}; name the whole layer")
+        asked |= {name for name in names if any(name == hit or name.startswith(f"{hit}.") for hit in hits)}
+    return asked
 
 
 def restore_(model: nn.Module) -> nn.Module:
@@ -259,19 +257,6 @@ def all_precisions(model: nn.Module) -> dict[str, LayerPrecision]:
     if not found:
         raise ValueError("the model has no quantised layers; call quantize_(model) first")
     return found
-
-
-def _with_parents(name: str) -> list[str]:
-    parts = name.split(".")
-    return [".".join(parts[: i + 1]) for i in range(len(parts))]
-
-
-def _config_of(config: QuantConfig | str | None) -> QuantConfig:
-    if config is None:
-        return PRESETS["all"]
-    if isinstance(config, QuantConfig):
-        return config
-    return PRESETS[choose("preset", config, PRESETS)]
 
 
 def _key(seed: int, index: int) -> int:

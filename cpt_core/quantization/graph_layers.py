@@ -5,8 +5,8 @@ FP-Agg keeps the sum over neighbours in float32; Q-Agg quantises what enters it,
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from typing import Any, ClassVar
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -17,10 +17,12 @@ from cpt_core.graphs.graph import Graph, as_graph
 from cpt_core.graphs.layers import Features, GraphConv, Keep, SAGEConv, Tail, graph_convolution, sage_convolution
 from cpt_core.kernels import operators, products, traced
 from cpt_core.kernels.graph import round_scale_round, scale_round, scale_round_add
-from cpt_core.quantization.layers import PASSES, QuantizedLayer, in_float32
-from cpt_core.quantization.on_codes import on_codes
+from cpt_core.quantization.layers import PASSES, QuantizedLayer, in_float32, on_codes
 from cpt_core.quantization.precision import HALF, LayerPrecision
 from cpt_core.schedules.schedule import Levels
+
+if TYPE_CHECKING:
+    from cpt_core.quantization.convert import QuantConfig
 
 WHOLE = ("per_tensor", "per_position")  # granularities that are the same for (N, F)
 ONE_RANGE = (*WHOLE, "per_sample_mean")  # those of which (N, F) has one range
@@ -141,14 +143,18 @@ class _QuantGraph(QuantizedLayer):
 
     KIND = "graph"
     PRECISION = GraphPrecision
-    MEAN: ClassVar[bool] = False  # over neighbours, not their sum
-    ALONG_ROWS: ClassVar[str] = "forward"  # the product that sums over the rows of a weight
+    ONE_RANGE = ONE_RANGE
+    SEVERAL: ClassVar = {
+        "input": {"weight": "inputs have a range per node"},
+        "aggregation": {SUMS[0]: "features have a range per node"},
+        "grad": dict.fromkeys(("weight", SUMS[1]), "gradients have a range per node"),
+    }
 
     @classmethod
-    def roles(cls, module: nn.Module, quantizers: Mapping[str, Quantizer], aggregation: str) -> dict[str, Quantizer]:
+    def roles(cls, module: nn.Module, config: QuantConfig) -> dict[str, Quantizer]:
         """With FP-Agg nothing quantises the sum over neighbours."""
-        roles = super().roles(module, quantizers, aggregation)
-        return {role: q for role, q in roles.items() if role != "aggregation" or aggregation == "quantized"}
+        roles = super().roles(module, config)
+        return {role: q for role, q in roles.items() if role != "aggregation" or config.aggregation == "quantized"}
 
     @classmethod
     def lengths(cls, module: Any) -> Levels:
@@ -161,19 +167,9 @@ class _QuantGraph(QuantizedLayer):
         """With Q-Agg the sum over neighbours, and that of its gradient, have quantised operands as well."""
         return (*PASSES, *SUMS) if self.quantizes_aggregation else PASSES
 
-    def simulated_products(self) -> dict[str, str]:
-        """Return which products and sums have no integer form here, with the reason."""
-        reasons = {
-            "weight": {self.ALONG_ROWS: "weights have a range per row"},
-            "input": {"weight": "inputs have a range per node"},
-            "grad": dict.fromkeys(("weight", SUMS[1]), "gradients have a range per node"),
-            "aggregation": {SUMS[0]: "features have a range per node"},
-        }
-        several = [role for role, q in self.precision.quantizers.items() if q.grid not in ONE_RANGE]
-        found = {product: why for role in several for product, why in reasons.get(role, {}).items()}
-        if self.MEAN:
-            found[SUMS[1]] = "a mean divides every node's gradient by its own degree"
-        return {product: found[product] for product in self.products if product in found}
+    def not_on_codes(self) -> str:
+        """Some product always has an integer form."""
+        return ""
 
     @property
     def quantizes_aggregation(self) -> bool:
@@ -187,6 +183,7 @@ class _QuantGraph(QuantizedLayer):
 
 class _QuantGraphConv(_QuantGraph):
     SUMS: ClassVar = {"weight": -2}
+    SEVERAL: ClassVar = _QuantGraph.SEVERAL | {"weight": {"forward": "weights have a range per row"}}
 
     def forward(
         self, graph: Any, feat: Features, weight: Tensor | None = None, edge_weight: Tensor | None = None
@@ -208,13 +205,16 @@ class QuantGraphConv(_QuantGraphConv, GraphConv):
     FLOAT = GraphConv
 
 
-class QuantSAGEConv(_QuantGraph, SAGEConv):
+class _QuantSAGEConv(_QuantGraph):
+    WHOLE = True
+    SEVERAL: ClassVar = _QuantGraph.SEVERAL | {"weight": {"error": "weights have a range per row"}}
+    NEVER: ClassVar = {SUMS[1]: "a mean divides every node's gradient by its own degree"}
+
+
+class QuantSAGEConv(_QuantSAGEConv, SAGEConv):
     """``SAGEConv`` with quantised operands of both products and of the bias addition."""
 
     FLOAT = SAGEConv
-    WHOLE = True
-    MEAN = True
-    ALONG_ROWS = "error"
 
     def forward(self, graph: Any, features: Features) -> Tensor:
         """(S, I) -> (D, O)."""

@@ -3,8 +3,8 @@
 A converted module keeps its parameters, its ``state_dict`` keys and its hooks; it gains one child, ``precision``,
 which holds the bits, the running ranges and the noise. Make them with ``cpt_core.quantize_``.
 
->>> import torch
->>> layer = QuantLinear.from_float(torch.nn.Linear(4, 2))
+>>> from cpt_core.quantization.convert import quantize_
+>>> layer = quantize_(nn.Linear(4, 2))
 >>> layer.precision.set_bits(4, q_grad=8)
 >>> layer(torch.ones(3, 4)).shape
 torch.Size([3, 2])
@@ -13,20 +13,35 @@ torch.Size([3, 2])
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any, ClassVar, Self
+from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 import torch
 from torch import Tensor, nn
 
-from cpt_core.formats.ladder import AFFINE, FormatLadder
+from cpt_core.checks import library
 from cpt_core.formats.quantizer import Quantizer
 from cpt_core.kernels.operators import linear
-from cpt_core.quantization.on_codes import on_codes
 from cpt_core.quantization.precision import LayerPrecision
-from cpt_core.quantization.quantizers import QUANTIZERS
 from cpt_core.schedules.schedule import Levels
 
+if TYPE_CHECKING:
+    from cpt_core.quantization.convert import QuantConfig
+
 PASSES = ("forward", "error", "weight")  # y = x w;  dx = dy w;  dw = x dy
+ON_CODES = {  # products on codes -> their place in a room of their own, opened when a layer is asked for them
+    "linear": "layers:linear_on_codes",
+    "conv2d": "layers:conv2d_on_codes",
+    "matmul": "layers:product_on_codes",
+    "lstm": "lstm:cell_on_codes",
+    "graph": "graph_layers:product_on_codes",
+    "aggregation": "graph_layers:sum_on_codes",
+}
+
+
+@torch.compiler.disable
+def on_codes(product: str, *operands: Any) -> Any:
+    """Compute one of ``ON_CODES``; the operands are those of its function."""
+    return library(f"cpt_core.codes.{ON_CODES[product]}", "")(*operands)
 
 
 class Changed:
@@ -48,41 +63,33 @@ class QuantizedLayer(Changed):
     WHOLE: ClassVar[bool] = False  # its child modules are parts of it, never converted by themselves
     SPLITS: ClassVar[bool] = False  # gradients can differ between backward products, operands be rotated
     SUMS: ClassVar[Mapping[str, int]] = {}  # role -> dimension over which its product sums, where it is not the last
+    ONE_RANGE: ClassVar[tuple[str, ...]] = ("per_tensor", "per_sample_mean")  # grids with one range for a whole tensor
+    SEVERAL: ClassVar[Mapping[str, Mapping[str, str]]] = {}  # role with several -> products not on codes then, and why
+    NEVER: ClassVar[Mapping[str, str]] = {}  # products that are not on codes whatever their ranges are, and why
     precision: LayerPrecision
 
     @classmethod
-    def from_float(
-        cls,
-        module: nn.Module,
-        *,
-        quantizers: Mapping[str, Quantizer] = QUANTIZERS,
-        key: int = 0,
-        running_start: str = "corrected",
-        aggregation: str = "fp",
-        execution: str = "simulated",
-        ladder: FormatLadder | Levels = AFFINE,
-    ) -> Self:
-        """Turn ``module``, exactly of class ``FLOAT``, into this class, in place; return it."""
+    def from_float(cls, module: nn.Module, config: QuantConfig, key: int = 0) -> Self:
+        """Turn ``module``, exactly of class ``FLOAT``, into this class, in place; ``key``: of its rounding noise."""
         if type(module) is not cls.FLOAT:
             raise TypeError(f"{cls.__name__} is made from {cls.FLOAT.__name__}, got {type(module).__name__}")
         if reason := cls.why_not(module):
             raise ValueError(f"this {cls.FLOAT.__name__} cannot be quantised: {reason}")
-        roles = cls.roles(module, quantizers, aggregation)
         device = next((p.device for p in module.parameters()), None)
-        precision = cls.PRECISION(roles, key, running_start).to(device)
-        precision.execution, precision.splits, precision.sums = execution, cls.SPLITS, cls.SUMS
+        precision = cls.PRECISION(cls.roles(module, config), key, config.running_start).to(device)
+        precision.execution, precision.splits, precision.sums = config.execution, cls.SPLITS, cls.SUMS
         precision.lengths = cls.lengths(module)
-        precision.ladders = Levels(*[ladder] * 4) if isinstance(ladder, FormatLadder) else ladder
+        precision.ladders = config.ladder  # type: ignore[assignment]  # Levels since the configuration was made
         precision.train(module.training)
         module.__class__ = cls  # type: ignore[assignment]
         module.precision = precision
         return module  # type: ignore[return-value]
 
     @classmethod
-    def roles(cls, module: nn.Module, quantizers: Mapping[str, Quantizer], aggregation: str) -> dict[str, Quantizer]:
+    def roles(cls, module: nn.Module, config: QuantConfig) -> dict[str, Quantizer]:
         """Return the quantiser of every role of the layer: those of its ``KIND``, and that of biases."""
-        own = f"{cls.KIND}_"
-        return {role.removeprefix(own): q for role, q in quantizers.items() if role.startswith(own) or role == "bias"}
+        own, given = f"{cls.KIND}_", config.quantizers.items()
+        return {role.removeprefix(own): q for role, q in given if role.startswith(own) or role == "bias"}
 
     @classmethod
     def lengths(cls, module: nn.Module) -> Levels:
@@ -103,13 +110,18 @@ class QuantizedLayer(Changed):
         """The products of the layer, by name."""
         return PASSES
 
+    def not_on_codes(self) -> str:
+        """Return why no product of this layer has an integer form, or ""."""
+        return f"a {self.FLOAT.__name__} has no integer form"
+
     def simulated_products(self) -> dict[str, str]:
         """Return which of its ``products`` have no integer form here, with the reason."""
-        return dict.fromkeys(PASSES, f"a {self.FLOAT.__name__} has no integer form")
-
-    def _shared(self, role: str) -> bool:
-        """Whether one range serves a whole tensor."""
-        return self.precision.quantizers[role].grid in ("per_tensor", "per_sample_mean")
+        if reason := self.not_on_codes():
+            return dict.fromkeys(self.products, reason)
+        several = {role for role, q in self.precision.quantizers.items() if q.grid not in self.ONE_RANGE}
+        found = {product: why for role, of in self.SEVERAL.items() if role in several for product, why in of.items()}
+        found |= self.NEVER
+        return {product: found[product] for product in self.products if product in found}
 
     def to_float(self) -> None:
         """Undo ``from_float``."""
@@ -202,6 +214,10 @@ class QuantConv2d(_QuantConv, nn.Conv2d):
     """``nn.Conv2d`` with quantised operands; groups, dilation and every padding as in the original."""
 
     FLOAT = nn.Conv2d
+    SEVERAL: ClassVar = {
+        "grad": dict.fromkeys(PASSES[1:], "gradients have several ranges"),
+        "weight": {"error": "weights have a range per channel"},
+    }
 
     def _convolve(self, x: Tensor) -> Tensor:
         batch = x.unsqueeze(0) if self._is_image(x) else x
@@ -228,14 +244,8 @@ class QuantConv2d(_QuantConv, nn.Conv2d):
             return f"it has {self.groups} groups"
         if self.padding_mode != "zeros" or isinstance(self.padding, str):
             return f"its padding is {self.padding if isinstance(self.padding, str) else self.padding_mode!r}"
-        return "" if self._shared("input") else "its inputs have several ranges"
-
-    def simulated_products(self) -> dict[str, str]:
-        """Return which products have no integer form here, with the reason."""
-        if reason := self.not_on_codes():
-            return dict.fromkeys(PASSES, reason)
-        found = {} if self._shared("weight") else {"error": "weights have a range per channel"}
-        return found if self._shared("grad") else dict.fromkeys(PASSES[1:], "gradients have several ranges") | found
+        shared = self.precision.quantizers["input"].grid in self.ONE_RANGE
+        return "" if shared else "its inputs have several ranges"
 
 
 class QuantConv3d(_QuantConv, nn.Conv3d):
@@ -250,6 +260,11 @@ class QuantLinear(QuantizedLayer, nn.Linear):
     FLOAT = nn.Linear
     KIND = "linear"
     SPLITS = True
+    SEVERAL: ClassVar = {
+        "weight": {"error": "weights have a range per row"},
+        "grad": {"weight": "gradients of sequences have a range per position"},
+        "input": {"weight": "inputs have several ranges"},
+    }
 
     @classmethod
     def lengths(cls, module: Any) -> Levels:
@@ -266,14 +281,9 @@ class QuantLinear(QuantizedLayer, nn.Linear):
         x, weight, bias = self._operands(x, self.weight, self.bias)
         return self.precision.multiplied(linear, x, weight, bias)
 
-    def simulated_products(self) -> dict[str, str]:
-        """Return which products have no integer form here, with the reason."""
-        found = {} if self._shared("weight") else {"error": "weights have a range per row"}
-        if not self._shared("grad"):
-            found["weight"] = "gradients of sequences have a range per position"
-        if not self._shared("input"):
-            found["weight"] = "inputs have several ranges"
-        return found
+    def not_on_codes(self) -> str:
+        """Some product always has one."""
+        return ""
 
 
 CONVERSIONS: dict[type[nn.Module], type[QuantizedLayer]] = {

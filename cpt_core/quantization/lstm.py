@@ -12,7 +12,8 @@ steps is one product, with the same bits in the result. The recurrence is one op
 Shapes: T steps, B sequences, I inputs, H hidden; N = B_0 + ... + B_{T-1} rows, step after step, as in a
 ``PackedSequence``.
 
->>> lstm = QuantLSTM.from_float(nn.LSTM(4, 3))
+>>> from cpt_core.quantization.convert import quantize_
+>>> lstm = quantize_(nn.LSTM(4, 3))
 >>> lstm.precision.set_bits(5, q_grad=8)
 >>> lstm(torch.ones(7, 2, 4))[0].shape
 torch.Size([7, 2, 3])
@@ -20,9 +21,8 @@ torch.Size([7, 2, 3])
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from contextlib import nullcontext
-from typing import Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -33,9 +33,11 @@ from cpt_core.kernels.lstm import Forward, recurrence
 from cpt_core.kernels.operators import check_floating, fake_quantize, linear, range_of, round_in_range
 from cpt_core.kernels.quantized_tensor import LONGEST
 from cpt_core.kernels.reference import Range
-from cpt_core.quantization.layers import PASSES, QuantizedLayer, seen, unseen
-from cpt_core.quantization.on_codes import on_codes
+from cpt_core.quantization.layers import QuantizedLayer, on_codes, seen, unseen
 from cpt_core.schedules.schedule import Levels
+
+if TYPE_CHECKING:
+    from cpt_core.quantization.convert import QuantConfig
 
 State = tuple[Tensor, Tensor]
 Steps = tuple[int, tuple[int, ...]]  # how many, and the sequences of each; nothing where all have the same
@@ -62,6 +64,8 @@ class QuantLSTM(QuantizedLayer, nn.LSTM):
 
     FLOAT = nn.LSTM
     KIND = "lstm"
+    SEVERAL: ClassVar = {"weight": {"error": "weights have a range per row"}}
+    NEVER: ClassVar = {"weight": "every step has ranges of its own"}
 
     @classmethod
     def why_not(cls, module: nn.Module) -> str:
@@ -76,9 +80,9 @@ class QuantLSTM(QuantizedLayer, nn.LSTM):
         return Levels(inside, inside, (4 * module.hidden_size,), (4 * module.hidden_size,))
 
     @classmethod
-    def roles(cls, module: nn.Module, quantizers: Mapping[str, Quantizer], aggregation: str) -> dict[str, Quantizer]:
+    def roles(cls, module: nn.Module, config: QuantConfig) -> dict[str, Quantizer]:
         """Every layer and direction has running ranges of its own."""
-        roles = super().roles(module, quantizers, aggregation)
+        roles = super().roles(module, config)
         data = {role: roles.pop(role) for role in ("input", "hidden")}
         return {f"{role}_{cell}": data[role] for cell in _cells(module) for role in data} | roles
 
@@ -184,13 +188,6 @@ class QuantLSTM(QuantizedLayer, nn.LSTM):
         if self.precision.quantizers[role].grid != "per_tensor":
             return "hidden states have several ranges"
         return "sums over the gates overflow 32 bits" if 4 * self.hidden_size > LONGEST else ""
-
-    def simulated_products(self) -> dict[str, str]:
-        """Return which products of inputs and hidden states have no integer form here, with the reason."""
-        if reason := self.not_on_codes():
-            return dict.fromkeys(PASSES, reason)
-        found = {} if self._shared("weight") else {"error": "weights have a range per row"}
-        return found | {"weight": "every step has ranges of its own"}
 
     def weights(self, kind: str, cell: str, dtype: torch.dtype) -> tuple[Tensor, Tensor | None]:
         """Return the weight and bias of a cell's input ("ih") or hidden state ("hh"), not quantised."""

@@ -37,7 +37,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial, wraps
 from types import FunctionType
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -48,8 +48,10 @@ from torch.overrides import TorchFunctionMode
 from cpt_core.formats.quantizer import Quantizer
 from cpt_core.kernels import operators, traced
 from cpt_core.quantization import multiplies, recurrences
-from cpt_core.quantization.layers import PASSES, TRACED, Changed, QuantizedLayer, in_float32, unseen
-from cpt_core.quantization.on_codes import on_codes
+from cpt_core.quantization.layers import PASSES, TRACED, Changed, QuantizedLayer, in_float32, on_codes, unseen
+
+if TYPE_CHECKING:
+    from cpt_core.quantization.convert import QuantConfig
 
 Rule = Callable[..., Any]
 NEITHER = (False, False)
@@ -475,16 +477,16 @@ def learn_operators() -> None:
 class QuantOperations(QuantizedLayer):
     """A module of any class that multiplies in its own forward, with all products of it quantised."""
 
-    KIND = "operations"
+    KIND = "attention"
     CATCHES = True
     SPLITS = True
     SUMS: ClassVar = {"key": -2, "value": -2, "conv_input": 1, "conv_weight": 1, "conv_grad": 1}
     catching: Products
 
     @classmethod
-    def from_float(cls, module: Any, **options: Any) -> Any:
+    def from_float(cls, module: Any, config: QuantConfig, key: int = 0) -> Any:
         """Convert in place."""
-        super().from_float(module, **options)
+        super().from_float(module, config, key)
         learn_operators()
         weight = vars(module)["_parameters"].get("weight") if _keeps_ranges(cls.FLOAT) else None
         own = None if weight is None else tuple(weight.shape)
@@ -493,12 +495,11 @@ class QuantOperations(QuantizedLayer):
         return module
 
     @classmethod
-    def roles(cls, module: nn.Module, quantizers: Mapping[str, Quantizer], aggregation: str) -> dict[str, Quantizer]:
+    def roles(cls, module: nn.Module, config: QuantConfig) -> dict[str, Quantizer]:
         """Return the quantisers of layers for what meets a weight, those of attention for the others."""
-        found = {role: q for role, q in quantizers.items() if role.startswith(("linear_", "conv_")) or role == "bias"}
-        found |= super().roles(
-            module, {r.replace("attention", cls.KIND): q for r, q in quantizers.items()}, aggregation
-        )
+        of_weights = ("linear_", "conv_", "bias")
+        found = {role: q for role, q in config.quantizers.items() if role.startswith(of_weights)}
+        found |= super().roles(module, config)
         if not _keeps_ranges(cls.FLOAT):  # there may be several products, and how many is not known
             for role, own in (("linear_input", "per_row"), ("conv_input", "per_channel")):
                 if found[role].running:

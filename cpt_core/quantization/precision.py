@@ -243,13 +243,19 @@ class LayerPrecision(RunningState):
             return x
         check_floating(x)
         self.follow(x)
-        quantizer, levels = self.quantizers[role], self.levels_for(role)
-        if quantizer.along_sum and (dim := self.sums.get(role, -1) if along is None else along) != -1:
-            moved = quantizer, levels, x.transpose(dim, -1)
-            return self._rounded(role, *moved).transpose(dim, -1)
-        return self._rounded(role, quantizer, levels, x)
+        return self._along_sum(role, x, self._rounded, along)
 
-    def _rounded(self, role: str, quantizer: Quantizer, levels: Tensor, x: Tensor) -> Tensor:
+    def _along_sum(
+        self, role: str, x: Tensor, rounded: Callable[[str, Tensor], Tensor], along: int | None = None
+    ) -> Tensor:
+        """Return ``rounded(role, x)``, where blocks lie along the product's sum with that dimension put last."""
+        dim = self.sums.get(role, -1) if along is None else along
+        if dim == -1 or not self.quantizers[role].along_sum:
+            return rounded(role, x)
+        return rounded(role, x.transpose(dim, -1)).transpose(dim, -1)
+
+    def _rounded(self, role: str, x: Tensor) -> Tensor:
+        quantizer, levels = self.quantizers[role], self.levels_for(role)
         if quantizer.hadamard and role != "bias":
             from cpt_core.kernels.rotation import rotate
 
@@ -280,35 +286,30 @@ class LayerPrecision(RunningState):
         """Return the layer's output; the gradient that comes back through it is quantised."""
         if not self.now.gradient or not y.requires_grad:
             return y
-        key, quantizer = self.noise_key, self.quantizers[role]
-        if quantizer.rounding == "stochastic" and not counts_in_backward():
-            self.noise_key = key + 1
-        if quantizer.along_sum and (dim := self.sums.get(role, -1)) != -1:
-            turned = quantize_gradient(y.transpose(dim, -1), self.grad_levels, quantizer, key)
-            return self._shown(role, turned).transpose(dim, -1)
-        return self._shown(role, quantize_gradient(y, self.grad_levels, quantizer, key))
+        return self._along_sum(role, y, self._with_rounded_gradient)
 
-    def _shown(self, role: str, y: Tensor) -> Tensor:
-        """Show the gradient of what ``quantize_gradient`` returned, when it comes and is not yet rounded."""
-        if self.observed:
+    def _with_rounded_gradient(self, role: str, y: Tensor) -> Tensor:
+        key = self.gradient_noise(role, 1)[2]
+        y = quantize_gradient(y, self.grad_levels, self.quantizers[role], key)
+        if self.observed:  # when the gradient comes, and is not yet rounded
             y.register_hook(partial(self.observe, role))
         return y
 
     def rounded_gradients(self, gradient: Tensor, role: str = "grad") -> tuple[Tensor, Tensor]:
         """Return an output's gradient as the error product takes it, and as the weight gradient does."""
-        asked, dim = self.now.asked, self.sums.get(role, -1)
+        along = self.sums.get(role, -1)
 
-        def rounded(to: Quantizer | None, role: str, levels: Tensor) -> Tensor:
-            if to is None:
-                return gradient
-            quantizer = self.quantizers[role]
-            turned = gradient.transpose(dim, -1) if quantizer.along_sum else gradient
-            self.observe(role, turned)
-            turned = round_gradient(turned, levels, quantizer, self.noise_key)
-            return turned.transpose(dim, -1) if quantizer.along_sum else turned
+        def rounded(levels: Tensor, role: str, gradient: Tensor) -> Tensor:
+            self.observe(role, gradient)
+            return round_gradient(gradient, levels, self.quantizers[role], self.noise_key)
 
-        error = rounded(asked.error, role, self.grad_levels)
-        return error, rounded(asked.weight_gradient, weight_role(role), self.weight_grad_levels)
+        error = weight = gradient
+        if self.now.asked.error is not None:
+            error = self._along_sum(role, gradient, partial(rounded, self.grad_levels), along)
+        if self.now.asked.weight_gradient is not None:
+            of_weight = partial(rounded, self.weight_grad_levels)
+            weight = self._along_sum(weight_role(role), gradient, of_weight, along)
+        return error, weight
 
     @property
     def observed(self) -> bool:

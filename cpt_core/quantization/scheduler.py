@@ -12,6 +12,7 @@
 from __future__ import annotations
 
 import itertools
+import json
 import re
 import warnings
 from collections.abc import Collection, Iterable, Iterator, Mapping
@@ -128,7 +129,7 @@ class PrecisionScheduler:
             raise ValueError(f"state must be what state_dict() returned, and lacks {', '.join(sorted(missing))}")
         theirs, mine = _bare(state), _bare(self.state_dict())
         for key in ("schedules", "q_grad", "ladders"):
-            if _plain(theirs[key]) != _plain(mine[key]):
+            if _written(theirs[key]) != _written(mine[key]):
                 said = f"the checkpoint has {key} {_short(theirs[key])}, this scheduler {_short(mine[key])}"
                 raise ValueError(said)
         layers = _bare({**state, "layers": self._layers, "schedules": {}, "ladders": {}})["layers"]
@@ -158,23 +159,27 @@ def assign_schedules(
     if len({s.total_steps for s in given.values()}) != 1:
         raise ValueError(f"schedules must have one length, got {[s.total_steps for s in given.values()]} steps")
     assigned: dict[str, tuple[Schedule, list[str]]] = {pattern: (s, []) for pattern, s in given.items()}
-    for name in layers:
-        if name not in caught or any(fnmatchcase(name, p) for p in given):
-            assigned[pattern_of(name, given)][1].append(name)
+    for name, pattern in _patterns_of(layers, given, caught, "schedule").items():
+        assigned[pattern][1].append(name)
     idle = [p for p, (_, names) in assigned.items() if not names]
     if idle:
         raise ValueError(f"pattern {idle[0]!r} matches no layer that is left; layers: {', '.join(layers)}")
     return assigned
 
 
-def pattern_of(layer: str, patterns: Iterable[str], what: str = "schedule") -> str:
-    """Return the first pattern that matches the name of a layer; ValueError when none does."""
-    patterns = list(patterns)
-    found = next((p for p in patterns if fnmatchcase(layer, p)), None)
-    if found is None:
-        raise ValueError(
-            f"layer {layer!r} matches none of the patterns of {what}, {', '.join(patterns)}; add '*' for the rest"
-        )
+def _patterns_of(
+    layers: Iterable[str], patterns: Collection[str], optional: Collection[str], what: str
+) -> dict[str, str]:
+    """Return layer -> the first pattern that matches; ValueError when none does, but of ``optional`` layers."""
+    found = {}
+    for layer in layers:
+        pattern = next((p for p in patterns if fnmatchcase(layer, p)), None)
+        if pattern is not None:
+            found[layer] = pattern
+        elif layer not in optional:
+            raise ValueError(
+                f"layer {layer!r} matches none of the patterns of {what}, {', '.join(patterns)}; add '*' for the rest"
+            )
     return found
 
 
@@ -197,16 +202,13 @@ def precision(
         ValueError: for other values, patterns that do not cover every layer, or "q_max" when no
             ``PrecisionScheduler`` has been made.
     """
-    layers, optional = all_precisions(model), caught(model)
-    by_pattern = bits if isinstance(bits, Mapping) else {"*": bits}
-    wanted = {
-        name: (_resolve("bits", by_pattern[pattern_of(name, by_pattern, "bits")], layer, name), layer)
-        for name, layer in layers.items()
-        if name not in optional or any(fnmatchcase(name, p) for p in by_pattern)
-    }
+    layers, by_pattern = all_precisions(model), bits if isinstance(bits, Mapping) else {"*": bits}
+    patterns = _patterns_of(layers, by_pattern, caught(model), "bits")
+    wanted = {name: _resolve("bits", by_pattern[pattern], layers[name], name) for name, pattern in patterns.items()}
     before = [(layer, layer.in_force, layer.driver) for layer in layers.values()]
     try:
-        for name, (values, layer) in wanted.items():
+        for name, values in wanted.items():
+            layer = layers[name]
             kept = layer.in_force if layer.in_force and values.activation is not None else values
             gradients = kept if q_grad is None else _resolve("q_grad", q_grad, layer, name)
             layer.set_levels(Levels(*values[:2], *gradients[2:]))
@@ -258,8 +260,6 @@ def _short(value: Any) -> str:
     return text if len(text) <= 1000 else f"{text[:1000]} ... ({len(text)} characters)"
 
 
-def _plain(value: Any) -> Any:
-    """Make tuples and lists equal: a checkpoint that went through JSON or torch.save still compares."""
-    if isinstance(value, Mapping):
-        return {k: _plain(v) for k, v in value.items()}
-    return [_plain(v) for v in value] if isinstance(value, (list, tuple)) else value
+def _written(value: Any) -> str:
+    """Return what JSON makes of a value: it compares, whether a checkpoint kept its tuples or made them lists."""
+    return json.dumps(value, sort_keys=True, default=repr)

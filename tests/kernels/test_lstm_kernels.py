@@ -144,7 +144,7 @@ def test_without_a_backward_pass_nothing_is_kept_for_it(family):
 def test_operators_keep_torch_s_rules(options):
     chosen = OPTIONS[options] | {"advance": False}
     inputs, rest = tensors(STEPS["packed"], 5, **chosen), arguments(STEPS["packed"], **chosen)
-    rules = ("test_schema", "test_autograd_registration", "test_faketensor")  # compiled: test_lstm_compiled.py
+    rules = ("test_schema", "test_autograd_registration", "test_faketensor")  # compiled: test_compiled.py
     torch.library.opcheck(torch.ops.cpt.lstm_forward.default, (*inputs, *rest), test_utils=rules)
     inputs = [t.detach() for t in inputs]
     hidden, h, c, _, gates, _, before, tanh_c = torch.ops.cpt.lstm_forward(*inputs, *rest)

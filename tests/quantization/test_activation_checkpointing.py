@@ -37,8 +37,7 @@ WAYS = {
     ("make", "way"),
     [(small, "whole"), (small, "nested"), (small, "segments"), (Language, "whole"), (Language, "nested")],
 )
-@pytest.mark.parametrize("bits", [3, 8])
-def test_recomputation_changes_nothing(make, way, bits, use_reentrant):
+def test_recomputation_changes_nothing(make, way, use_reentrant):
     found = []
     for call in (lambda model, x, **_: model(x), WAYS[way]):
         torch.manual_seed(0)
@@ -47,7 +46,7 @@ def test_recomputation_changes_nothing(make, way, bits, use_reentrant):
         first = model.get_submodule(next(iter(layers)))
         first.register_forward_pre_hook(lambda m, _, seen=seen: seen.append(m.precision.bits))
         results = []
-        with precision(model, bits, q_grad=4):
+        with precision(model, 3, q_grad=4):
             for seed in range(3):  # the noise of later steps depends on how much was drawn before
                 model.zero_grad()
                 x = pictures(seed).requires_grad_()
@@ -57,9 +56,9 @@ def test_recomputation_changes_nothing(make, way, bits, use_reentrant):
         results += [getattr(layer, n) for layer in layers.values() for n in layer.get_running()]
         found.append((results, seen))
     (plain, once), (again, twice) = found
-    assert once == [bits] * 3
+    assert once == [3] * 3
     assert len(twice) >= 6
-    assert set(twice) == {bits}
+    assert set(twice) == {3}
     for a, b in zip(plain, again, strict=True):
         assert torch.equal(a, b)
 

@@ -12,7 +12,6 @@ from torch import nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from cpt_core.quantization.convert import QuantConfig, layer_precisions, quantize_
-from cpt_core.quantization.lstm import QuantLSTM
 from cpt_core.quantization.precision import LayerPrecision
 from cpt_core.quantization.scheduler import PrecisionScheduler, precision
 from cpt_core.schedules.make import make_schedule
@@ -220,7 +219,7 @@ def test_the_bits_cannot_be_set_past_their_grid():
 
 
 def test_an_average_in_evaluation_gets_the_ranges_of_an_lstm():
-    model = QuantLSTM.from_float(nn.LSTM(4, 3, bidirectional=True))
+    model = quantize_(nn.LSTM(4, 3, bidirectional=True))
     average = AveragedModel(model).eval()
     with precision(model, 4), precision(average, 4):
         for k in (1, 2):

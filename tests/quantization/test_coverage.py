@@ -138,10 +138,6 @@ def test_counting_leaves_the_word_to_training():
         model(torch.ones(2, 4))
 
 
-def test_restoring_takes_the_watch_away():
-    assert not any(m._forward_hooks for m in restore_(quantize_(Past("child"))).modules())
-
-
 def wrapped(module):
     """What accelerate's hooks do: a forward of the instance around that of the class."""
     module.forward = functools.partial(type(module).forward, module)
@@ -189,11 +185,6 @@ def test_quantize_says_what_it_left_in_float32(model, config, message):
         assert seen[0].filename == __file__
     else:
         assert not seen
-
-
-def test_where_nothing_can_be_converted_the_error_says_why():
-    with pytest.raises(ValueError, match=r"was selected; 1 Hidden \(its forward names no product\)"):
-        quantize_(nn.Sequential(Hidden()))
 
 
 # --- half precision -------------------------------------------------------------------------------

@@ -1,5 +1,4 @@
 import copy
-import pickle
 from contextlib import nullcontext
 
 import pytest
@@ -8,18 +7,17 @@ from torch import nn
 from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence, pack_sequence, pad_packed_sequence
 
 from cpt_core.formats.quantizer import Quantizer
-from cpt_core.inspecting.summary import summary
 from cpt_core.kernels import products
 from cpt_core.kernels.backend import reference
 from cpt_core.kernels.lstm import Forward, recurrence
 from cpt_core.kernels.operators import round_to_grid
-from cpt_core.quantization.convert import QuantConfig, quantize_, restore_
+from cpt_core.quantization.convert import QuantConfig, quantize_
 from cpt_core.quantization.fake_quantize import levels_of, quantize, quantize_gradient
-from cpt_core.quantization.lstm import QuantLSTM
 from cpt_core.quantization.quantizers import QUANTIZERS
 from cpt_core.quantization.scheduler import precision
 
 NEAREST = QuantConfig().with_gradient_rounding("nearest")
+NEAREST_GRAD = NEAREST.quantizers["lstm_grad"]
 
 
 @pytest.fixture(params=["active", "plain"], autouse=True)
@@ -34,17 +32,17 @@ def lstm_of(*sizes, config=NEAREST, seed=0, **options):
     return quantize_(nn.LSTM(*sizes, **options), config)
 
 
-def plain(module, x, h, c, bits, q_grad, cell="l0", reverse=False, grad="lstm_grad"):
+def plain(module, x, h, c, bits, q_grad, cell="l0", reverse=False, data="lstm_input", grad=NEAREST_GRAD):
     """One direction of one layer, step by step, every operand quantised where it is used; x (T, B, I)."""
     w_ih, w_hh, b_ih, b_hh = (
         getattr(module, f"{n}_{cell}", None) for n in ("weight_ih", "weight_hh", "bias_ih", "bias_hh")
     )
-    quantizer, levels = NEAREST.quantizers[grad], torch.tensor(levels_of(q_grad))
+    levels = torch.tensor(levels_of(q_grad))
 
     def product(x, weight, bias):
         bias = None if bias is None else quantize(bias, bits, "bias")
-        y = nn.functional.linear(quantize(x, bits, "lstm_input"), quantize(weight, bits, "lstm_weight"), bias)
-        return quantize_gradient(y, levels, quantizer)
+        y = nn.functional.linear(quantize(x, bits, data), quantize(weight, bits, "lstm_weight"), bias)
+        return quantize_gradient(y, levels, grad)
 
     out = []
     for x_t in reversed(x) if reverse else x:
@@ -254,28 +252,13 @@ def test_other_quantisers_work_per_step_too(granularity):
     changed = {"lstm_input": Quantizer(granularity), "lstm_hidden": Quantizer(granularity)}
     changed["lstm_grad"] = Quantizer("per_tensor")
     module = lstm_of(5, 4, config=QuantConfig(quantizers={**QUANTIZERS, **changed}))
-    x = torch.randn(6, 3, 5)
+    x, zero = torch.randn(6, 3, 5), torch.zeros(3, 4)
     with precision(module, 3, q_grad=4):
         y = module(x)[0]
         found = gradients(module, y.square().sum())
-    h, c = torch.zeros(3, 4), torch.zeros(3, 4)
-    out, levels = [], torch.tensor(levels_of(4))
-    for x_t in x:
-        parts = []
-        for value, kind in ((x_t, "ih"), (h, "hh")):
-            weight, bias = getattr(module, f"weight_{kind}_l0"), getattr(module, f"bias_{kind}_l0")
-            product = nn.functional.linear(
-                quantize(value, 3, Quantizer(granularity)),
-                quantize(weight, 3, "lstm_weight"),
-                quantize(bias, 3, "bias"),
-            )
-            parts.append(quantize_gradient(product, levels, Quantizer("per_tensor")))
-        i, f, g, o = sum(parts).chunk(4, 1)
-        c = torch.sigmoid(f) * c + torch.sigmoid(i) * torch.tanh(g)
-        h = torch.sigmoid(o) * torch.tanh(c)
-        out.append(h)
-    assert same(y, torch.stack(out))
-    close(found, gradients(module, torch.stack(out).square().sum()))
+    expected = plain(module, x, zero, zero, 3, 4, data=Quantizer(granularity), grad=Quantizer("per_tensor"))[0]
+    assert same(y, expected)
+    close(found, gradients(module, expected.square().sum()))
 
 
 # --- running ranges -------------------------------------------------------------------------------
@@ -344,32 +327,6 @@ def test_every_direction_has_ranges_of_its_own():
 
 
 # --- as a module ----------------------------------------------------------------------------------
-
-
-def test_conversion_in_place_and_back():
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.LSTM(5, 4))
-    keys, parameters = list(model.state_dict()), list(model.parameters())
-    quantize_(model)
-    assert type(model[0]) is QuantLSTM
-    assert list(model.state_dict()) == keys
-    assert all(a is b for a, b in zip(model.parameters(), parameters, strict=True))
-    assert [(r.name, r.kind) for r in summary(model).quantized] == [("0", "LSTM")]
-    clone = pickle.loads(pickle.dumps(copy.deepcopy(model)))
-    assert type(clone[0]) is QuantLSTM
-    assert type(restore_(model)[0]) is nn.LSTM
-
-
-@pytest.mark.filterwarnings("ignore:LSTM with projections is not supported with oneDNN")
-def test_a_projection_runs_step_by_step():
-    torch.manual_seed(0)
-    module, x = quantize_(nn.LSTM(5, 4, proj_size=2)), torch.randn(6, 3, 5)
-    assert [r.kind for r in summary(module).quantized] == ["LSTM"]
-    with precision(module, 20):
-        near, (h, c) = module(x)
-    expected, (h_n, c_n) = restore_(module)(x)
-    for a, b in ((near, expected), (h, h_n), (c, c_n)):
-        torch.testing.assert_close(a, b, rtol=1e-3, atol=1e-4)
 
 
 def test_dropout_between_layers():

@@ -96,6 +96,11 @@ PRODUCTS = {
     "bilinear by name": (lambda m, x, y: F.bilinear(x, input2=y, weight=m.w), (4, 6, 6), [X, X], 1),
     "attention by name": (lambda m, x: F.scaled_dot_product_attention(query=x, value=x, key=x), (1, 1), [Y], 2),
 }  # fmt: skip
+OF_EVERY_RULE = [  # one of every way through the rules that compilers know in float32
+    "matmul", "weight first", "keys", "mv", "addmm", "baddbmm", "linear", "conv2d in groups", "conv_transpose2d",
+    "bilinear", "einsum, heads", "einsum, three", "tensordot", "inner", "multi_dot", "attention", "causal",
+    "grouped queries", "experts, transformers",
+]  # fmt: skip
 
 
 def made(name, config=None):
@@ -144,7 +149,7 @@ def test_a_weight_has_a_range_per_output_and_an_input_one_per_row(name):
         torch.testing.assert_close(module(x).reshape(expected.shape), expected, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("name", PRODUCTS)
+@pytest.mark.parametrize("name", [name for name in PRODUCTS if not name.endswith("by name")])
 def test_gradients_are_rounded_stochastically_and_unbiased(name):
     module, inputs, _ = made(name)
     module.requires_grad_(True)
@@ -152,17 +157,14 @@ def test_gradients_are_rounded_stochastically_and_unbiased(name):
         y = module(*inputs)
         upstream = torch.randn_like(y)
         exact = torch.autograd.grad(y, [*inputs, module.w], upstream, allow_unused=True)
-    means = [0.0] * len(exact)
     with precision(module, 20, 2):
-        for _ in range(200):
-            for i, g in enumerate(
-                torch.autograd.grad(module(*inputs), [*inputs, module.w], upstream, allow_unused=True)
-            ):
-                means[i] = means[i] + (0 if g is None else g / 200)
-    for mean, g in zip(means, exact, strict=True):
-        if g is not None:
-            assert (mean - g).norm() < 0.35 * g.norm()  # of one pass it is about twice as large as g itself
-    assert layer_precisions(module)[""].noise_key % 2**20 >= 200
+        draws = [
+            torch.autograd.grad(module(*inputs), [*inputs, module.w], upstream, allow_unused=True) for _ in range(100)
+        ]
+    for drawn, g in zip(zip(*draws, strict=True), exact, strict=True):
+        if g is not None:  # the error of one pass is about twice as large as g itself
+            assert (torch.stack(drawn).mean(0) - g).norm() < 0.4 * g.norm()
+    assert layer_precisions(module)[""].noise_key % 2**20 >= 100
 
 
 @pytest.mark.parametrize("implementation", ["einsum", "matmul", "sdpa", "causal", "module"])
@@ -249,9 +251,8 @@ class Side(nn.ModuleList):
 
 @pytest.mark.slow
 def test_compiled_code_computes_what_eager_code_does():
-    names = [name for name in PRODUCTS if name != "experts"]  # compilers have no such product in float32
     config = QuantConfig().with_gradient_rounding("nearest")
-    modules, inputs, _ = zip(*(made(name, config) for name in names), strict=True)
+    modules, inputs, _ = zip(*(made(name, config) for name in OF_EVERY_RULE), strict=True)
     model = Side(modules)
     torch._dynamo.reset()
     compiled, found = torch.compile(model, backend="aot_eager", fullgraph=True), []
@@ -262,7 +263,8 @@ def test_compiled_code_computes_what_eager_code_does():
                     outputs = run(inputs)
                     gradients = torch.autograd.grad(sum(y.square().sum() for y in outputs), sum(inputs, ()))
                     found.append([*outputs, *gradients])
-    labels = [*names, *(name for name, given in zip(names, inputs, strict=True) for _ in given)]
+    of_inputs = (name for name, given in zip(OF_EVERY_RULE, inputs, strict=True) for _ in given)
+    labels = [*OF_EVERY_RULE, *of_inputs]
     for i in (0, 2):
         for name, a, b in zip(labels, found[i], found[i + 1], strict=True):
             torch.testing.assert_close(b, a, rtol=1e-5, atol=1e-5, msg=lambda said, name=name: f"{name}: {said}")

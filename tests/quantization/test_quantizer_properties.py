@@ -75,29 +75,16 @@ def test_equals_plain_numpy(x, bits, granularity):
 
 
 @given(tensors(), BITS, GRANULARITY.filter(lambda g: g != "per_sample_mean"))
-def test_twice_is_once(x, bits, granularity):
-    once = quantize(torch.from_numpy(x), bits, Quantizer(granularity))
-    twice = quantize(once, bits, Quantizer(granularity))
-    np.testing.assert_allclose(twice.numpy(), once.numpy(), rtol=0, atol=rounding_error(x) + 1e-8)
-
-
-@given(tensors(), BITS, GRANULARITY.filter(lambda g: g != "per_sample_mean"))
-def test_stays_in_the_range_and_within_half_a_step(x, bits, granularity):
+def test_stays_in_the_range_and_within_half_a_step_and_twice_is_once(x, bits, granularity):
     low, width = numpy_range(x, granularity)
     step = step_of(width, bits)
-    found = quantize(torch.from_numpy(x), bits, Quantizer(granularity)).numpy()
-    slack = rounding_error(x)
+    found = quantize(torch.from_numpy(x), bits, Quantizer(granularity))
+    twice = quantize(found, bits, Quantizer(granularity)).numpy()
+    slack, found = rounding_error(x), found.numpy()
     assert (found >= low - slack).all()
     assert (found <= top_of(low, width, bits) + slack).all()
     assert (np.abs(found - x) <= step / 2 + slack).all()
-
-
-@given(tensors(shapes=st.integers(1, 300)), BITS)
-def test_order_and_number_of_values(x, bits):
-    x = np.sort(x)
-    found = quantize(torch.from_numpy(x), bits, "conv_input").numpy()
-    assert (np.diff(found) >= 0).all()
-    assert len(np.unique(found)) <= 2**bits
+    np.testing.assert_allclose(twice, found, rtol=0, atol=slack + 1e-8)
 
 
 @given(tensors(), st.integers(24, 32), GRANULARITY)
@@ -233,18 +220,6 @@ def test_noise_is_uniform_and_not_repeated():
             for shift in (0, 1, 2, 64, 256):
                 assert abs(correlation(noise[: n - shift], other[shift:])) < limit
                 assert abs(correlation(noise[shift:], other[: n - shift])) < limit
-
-
-def test_no_noise_fails_the_check_for_uniform_noise():
-    n = 1 << 16
-    ramp = (torch.arange(n) / n - 0.5) * 0.99
-    assert not is_uniform(ramp)
-    assert not is_uniform(torch.zeros(n))
-    assert is_uniform(torch.rand(n, generator=torch.Generator().manual_seed(0)) - 0.5)
-
-
-def test_noise_differs_between_keys():
-    assert len({tuple(d.tolist()) for d in drawn(20, 100)}) == 20
 
 
 def test_another_key_has_other_numbers_not_the_same_ones_in_another_order():

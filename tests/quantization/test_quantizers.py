@@ -15,7 +15,6 @@ from cpt_core.kernels.operators import range_of
 from cpt_core.kernels.reference import GRANULARITIES
 from cpt_core.quantization.convert import quantize_
 from cpt_core.quantization.fake_quantize import levels_of, quantize, quantize_gradient
-from cpt_core.quantization.lstm import QuantLSTM
 from cpt_core.quantization.precision import LayerPrecision
 from cpt_core.quantization.quantizers import QUANTIZERS
 from cpt_core.quantization.scheduler import precision
@@ -48,11 +47,6 @@ def test_constant_tensors_come_back(granularity, value, bits):
     assert torch.equal(gradient_of(x, bits, Quantizer(granularity, rounding="stochastic")), x)
 
 
-def test_a_constant_row_beside_others():
-    x = torch.tensor([[0.3, 0.3, 0.3], [0.0, 0.4, 1.0]])
-    assert torch.equal(quantize(x, 1, Quantizer("per_row")), torch.tensor([[0.3, 0.3, 0.3], [0.0, 0.0, 1.0]]))
-
-
 @pytest.mark.parametrize("granularity", EVERY)
 @pytest.mark.parametrize("shape", [(0,), (0, 3), (3, 0), (2, 0, 4, 4)])
 def test_empty_tensors_come_back(granularity, shape):
@@ -60,18 +54,6 @@ def test_empty_tensors_come_back(granularity, shape):
     y = quantize(x, 4, Quantizer(granularity))
     assert y.shape == x.shape
     assert gradient_of(x.detach(), 4, Quantizer(granularity, rounding="stochastic")).shape == x.shape
-
-
-@pytest.mark.parametrize("granularity", EVERY)
-def test_a_single_number(granularity):
-    for shape in ((), (1,), (1, 1)):
-        x = torch.full(shape, 0.7)
-        assert torch.equal(quantize(x, 2, Quantizer(granularity)), x)
-
-
-def test_one_bit_leaves_minimum_and_maximum():
-    x = torch.tensor([-1.0, -0.1, 0.1, 2.0, 0.9])
-    assert quantize(x, 1, "bias").tolist() == [-1, -1, -1, 2, 2]
 
 
 def test_ties_go_to_the_even_level():
@@ -93,11 +75,6 @@ def test_tiny_ranges_have_a_least_step():
     upstream = torch.tensor([1e-9, 2e-9, 4e-9])
     nearest = Quantizer("per_tensor")
     assert torch.equal(gradient_of(upstream, 8, nearest), torch.full((3,), 1e-9))  # a bias, not a zero
-
-
-def test_an_outlier_takes_the_levels():
-    x = torch.cat([torch.linspace(-1, 1, 50), torch.tensor([1000.0])])
-    assert len(quantize(x, 4, "bias").unique()) == 2
 
 
 # --- what is not finite ---------------------------------------------------------------------------
@@ -189,17 +166,6 @@ def test_the_forward_pass_of_the_gradient_quantiser_is_the_identity():
     assert torch.equal(y, x)
 
 
-def test_an_in_place_operation_may_follow():
-    upstream, found = image(seed=1), []
-    for inplace in (False, True):
-        x = image().requires_grad_()
-        y = quantize_gradient(x * 2, torch.tensor(3.0), Quantizer("per_tensor"))
-        nn.functional.relu(y, inplace=inplace).backward(upstream)
-        found.append(x.grad)
-    assert torch.equal(*found)
-    assert found[0].ne(0).any()
-
-
 @pytest.mark.parametrize("k", [-20, -3, 1, 12])
 def test_power_of_two_scaling_passes_through_exactly(k):
     upstream = image() * 1e-3
@@ -258,17 +224,11 @@ def test_noise_does_not_depend_on_the_default_dtype(dtype):
 # --- checks ---------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("bits", [0, 33, -1, 3.5, "3", True, math.nan, math.inf, [3]])
-def test_bits_that_are_none(bits):
-    with pytest.raises(ValueError, match="bits must be an integer from 1 to 32"):
-        quantize(image(), bits)
-
-
 @pytest.mark.parametrize("dtype", [torch.int64, torch.uint8, torch.bool, torch.complex64])
 @pytest.mark.parametrize("bits", [2, 24])
 def test_what_has_no_fractions_or_no_order_is_refused(dtype, bits):
     x = torch.ones(2, 3, 4, dtype=dtype)
-    lstm = QuantLSTM.from_float(nn.LSTM(4, 3))
+    lstm = quantize_(nn.LSTM(4, 3))
     lstm.precision.set_bits(4, 8)
     message = f"only floating tensors can be quantised, got {dtype}"
     for call in (

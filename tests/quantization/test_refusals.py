@@ -71,29 +71,39 @@ def failing_filter(module, name):
     return True
 
 
-REFUSED = {
-    "unknown preset": (net, ("cifr",), ValueError),
-    "pattern without a match": (net, (QuantConfig(float32=("fc",)),), ValueError),
-    "converted already": (lambda: quantize_(net()), (), ValueError),
-    "converted in part": (lambda: nn.Sequential(quantize_(nn.Linear(2, 2)), nn.Linear(2, 2)), (), ValueError),
-    "nothing selected": (net, (None, lambda module, name: False), ValueError),
-    "nothing to convert": (lambda: nn.Sequential(nn.ReLU()), (), ValueError),
-    "a filter that fails": (net, (None, failing_filter), KeyError),
-    "a forward of its own": (lambda: hiding("lstm"), (), ValueError),
-    "a forward of its own, inside": (lambda: hiding("mlp.2"), (), ValueError),
-    "an unknown config": (net, (3,), ValueError),
-    "attention of another kind": (lambda: bert("flash_attention_2"), (), ValueError),
-    "nothing but a script": (lambda: torch.jit.script(nn.Sequential(nn.Linear(4, 4))), (), ValueError),
-}
+ALREADY = r"converted already; call restore_\(model\) first"
+NOTHING = "nothing to quantise: nothing that multiplies in "
+REFUSED = {  # what -> model, arguments, and what is said
+    "unknown preset": (net, ("cifr",), "unknown preset 'cifr'; choose from all, cifar, imagenet"),
+    "pattern without a match": (
+        net, (QuantConfig(float32=("own", "head*")),), r"pattern 'head\*' matches no module; similar names: ",
+    ),
+    "converted already": (lambda: quantize_(net()), (), ALREADY),
+    "converted in part": (lambda: nn.Sequential(quantize_(nn.Linear(2, 2)), nn.Linear(2, 2)), (), ALREADY),
+    "nothing selected": (net, (None, lambda module, name: False), f"{NOTHING}ModuleDict was selected by filter_fn"),
+    "nothing left": (net, (QuantConfig(float32=("*",)),), f"{NOTHING}ModuleDict was selected$"),
+    "nothing to convert": (nn.ReLU, (), f"^{NOTHING}ReLU was selected$"),
+    "nothing known to multiply": (
+        lambda: nn.Sequential(Own()), (), rf"^{NOTHING}Sequential was selected; 1 Own \(its forward names no product\)",
+    ),
+    "a filter that fails": (net, (None, failing_filter), "lstm"),
+    "a forward of its own": (lambda: hiding("lstm"), (), "layer 'lstm' has a forward of its own"),
+    "a forward of its own, inside": (lambda: hiding("mlp.2"), (), "layer 'mlp.2' has a forward of its own"),
+    "an unknown config": (net, (3,), "config must be QuantConfig or a string or None, got 3"),
+    "attention of another kind": (
+        lambda: bert("flash_attention_2"), (), r"attention with 'flash_attention_2'.*attn_implementation='eager'",
+    ),
+    "nothing but a script": (lambda: torch.jit.script(nn.Sequential(nn.Linear(4, 4))), (), NOTHING),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", list(REFUSED))
 @pytest.mark.filterwarnings("ignore::cpt_core.QuantizationWarning", "ignore:.*torch.jit:Warning")
 def test_a_refused_model_is_what_it_was(name):
-    make, args, error = REFUSED[name]
+    make, args, said = REFUSED[name]
     model = make()
     before = everything(model)
-    with pytest.raises(error):
+    with pytest.raises((ValueError, KeyError), match=said):
         quantize_(model, *args)
     assert everything(model) == before
 

@@ -1,7 +1,5 @@
 """``restore_`` after something else has changed the converted layers: refused before anything is touched, or right."""
 
-import copy
-
 import pytest
 import torch
 from helpers import pictures, small
@@ -9,7 +7,7 @@ from torch import nn
 from torch.nn.utils import parametrizations, parametrize
 
 from cpt_core.quantization.convert import quantize_, restore_
-from cpt_core.quantization.layers import QuantConv2d, QuantLinear
+from cpt_core.quantization.layers import QuantLinear
 from cpt_core.quantization.scheduler import precision
 
 
@@ -86,10 +84,3 @@ def test_norms_that_are_hooks_stay(norm, layer, before):
     assert names == {name for name, _ in plain.named_parameters()}
     assert torch.equal(restore_(model)(pictures()), expected)
     assert [type(m) for m in model.modules()] == [type(m) for m in plain.modules()]
-
-
-def test_a_layer_in_two_places_is_restored_once():
-    shared = nn.Conv2d(3, 3, 1)
-    model = nn.Sequential(shared, nn.ReLU(), shared)
-    assert type(quantize_(model)[2]) is QuantConv2d
-    assert type(restore_(copy.deepcopy(model))[2]) is nn.Conv2d

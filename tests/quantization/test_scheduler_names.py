@@ -11,7 +11,7 @@ from cpt_core.quantization.scheduler import PrecisionScheduler
 
 
 class Wrapper(nn.Module):
-    """Names of layers as DDP and ``torch.compile`` make them; both themselves are in test_scheduler."""
+    """Names of layers as DDP and ``torch.compile`` make them; for themselves: test_processes, test_compiled."""
 
     def __init__(self, **children):
         super().__init__()
