@@ -13,7 +13,6 @@ from torch import Tensor, nn
 from cpt_core.graphs.graph import as_graph
 from cpt_core.graphs.layers import Features, sage_convolution
 from cpt_core.quantization.graph_layers import _QuantGraphConv, _QuantSAGEConv
-from cpt_core.quantization.layers import QuantizedLayer
 
 
 class QuantDGLGraphConv(_QuantGraphConv, GraphConv):
@@ -41,6 +40,3 @@ class QuantDGLSAGEConv(_QuantSAGEConv, SAGEConv):
         """Only the mean aggregator has a quantised form."""
         kind = module._aggre_type
         return "" if kind == "mean" else f"its aggregator {kind!r} has no quantised form"
-
-
-CONVERSIONS: dict[type[nn.Module], type[QuantizedLayer]] = {c.FLOAT: c for c in (QuantDGLGraphConv, QuantDGLSAGEConv)}

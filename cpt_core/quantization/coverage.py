@@ -6,7 +6,7 @@
 
 from __future__ import annotations
 
-import importlib
+import pkgutil
 import sys
 import warnings
 from collections import Counter
@@ -22,13 +22,15 @@ from torch.overrides import TorchFunctionMode
 from cpt_core.quantization.layers import Changed, QuantizedLayer
 from cpt_core.quantization.multiplies import NAMES, UNRULED, names_a_product
 
-# classes with a quantised form of their own -> where it is; none of it is loaded before a model has the class
+# classes with a quantised form of their own -> that form; none of it is loaded before a model has the class
 FORMS = {
-    "torch.nn.modules.linear.Linear": "quantization.layers",
-    **{f"torch.nn.modules.conv.Conv{n}d": "quantization.layers" for n in (1, 2, 3)},
-    "torch.nn.modules.rnn.LSTM": "quantization.lstm",
-    **{f"cpt_core.graphs.layers.{kind}": "quantization.graph_layers" for kind in ("GraphConv", "SAGEConv")},
-    **{f"dgl.nn.pytorch.conv.{kind.lower()}.{kind}": "integrations.dgl" for kind in ("GraphConv", "SAGEConv")},
+    "torch.nn.modules.linear.Linear": "quantization.layers:QuantLinear",
+    **{f"torch.nn.modules.conv.Conv{n}d": f"quantization.layers:QuantConv{n}d" for n in (1, 2, 3)},
+    "torch.nn.modules.rnn.LSTM": "quantization.lstm:QuantLSTM",
+    "cpt_core.graphs.layers.GraphConv": "quantization.graph_layers:QuantGraphConv",
+    "cpt_core.graphs.layers.SAGEConv": "quantization.graph_layers:QuantSAGEConv",
+    "dgl.nn.pytorch.conv.graphconv.GraphConv": "integrations.dgl:QuantDGLGraphConv",
+    "dgl.nn.pytorch.conv.sageconv.SAGEConv": "integrations.dgl:QuantDGLSAGEConv",
 }
 NOTABLE = 0.1  # share of a model's weights that does not stay in float32 without a word
 
@@ -40,10 +42,7 @@ class QuantizationWarning(UserWarning):
 def own_form(kind: type[nn.Module]) -> type[QuantizedLayer] | None:
     """Return the quantised form of a class, None where it has none of its own."""
     place = FORMS.get(f"{kind.__module__}.{kind.__qualname__}")
-    if place is None:
-        return None
-    form: type[QuantizedLayer] = importlib.import_module(f"cpt_core.{place}").CONVERSIONS[kind]
-    return form
+    return None if place is None else pkgutil.resolve_name(f"cpt_core.{place}")
 
 
 def form_of(module: nn.Module) -> type[QuantizedLayer] | None:

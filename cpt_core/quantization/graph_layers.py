@@ -219,6 +219,3 @@ class QuantSAGEConv(_QuantSAGEConv, SAGEConv):
     def forward(self, graph: Any, features: Features) -> Tensor:
         """(S, I) -> (D, O)."""
         return self._in_float32(sage_convolution, as_graph(graph), features)
-
-
-CONVERSIONS: dict[type[nn.Module], type[QuantizedLayer]] = {c.FLOAT: c for c in (QuantGraphConv, QuantSAGEConv)}

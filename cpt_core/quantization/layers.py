@@ -284,8 +284,3 @@ class QuantLinear(QuantizedLayer, nn.Linear):
     def not_on_codes(self) -> str:
         """Some product always has one."""
         return ""
-
-
-CONVERSIONS: dict[type[nn.Module], type[QuantizedLayer]] = {
-    c.FLOAT: c for c in (QuantConv1d, QuantConv2d, QuantConv3d, QuantLinear)
-}

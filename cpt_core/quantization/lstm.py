@@ -263,6 +263,3 @@ def _cells(module: nn.Module) -> list[str]:
     """Names of the layers and directions of an ``nn.LSTM``, as in its parameters."""
     directions = ("", "_reverse") if module.bidirectional else ("",)
     return [f"l{layer}{direction}" for layer in range(int(module.num_layers)) for direction in directions]  # type: ignore[arg-type]
-
-
-CONVERSIONS: dict[type[nn.Module], type[QuantizedLayer]] = {nn.LSTM: QuantLSTM}

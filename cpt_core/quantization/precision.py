@@ -89,12 +89,8 @@ class LayerPrecision(RunningState):
         running_start: "corrected" divides a running range by the weight it has gathered, so that the first
             evaluations are right; "zero" is the authors' rule, which starts at 0 and does not.
 
-    Running ranges are buffers, the key of the noise is none: every process has its own. Neither is in the
-    ``state_dict``.
-
-    Copies (``deepcopy``, pickle, ``AveragedModel``) keep bits that ``precision`` or ``set_bits`` gave. Those of a
-    scheduler they do not: they refuse to run outside ``precision(copy, ...)`` without a ``PrecisionScheduler`` of their
-    own.
+    Running ranges and the key of the noise are not in the ``state_dict``. Copies keep bits that ``precision`` or
+    ``set_bits`` gave, not those of a scheduler, see ``PrecisionScheduler``.
 
     Differs: running ranges are bias-corrected by default.
     """

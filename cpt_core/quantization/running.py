@@ -8,7 +8,6 @@ from typing import Self
 import torch
 from torch import Tensor, distributed, nn
 
-from cpt_core.checks import choose
 from cpt_core.formats.quantizer import Quantizer
 from cpt_core.kernels.operators import range_of, track_
 from cpt_core.kernels.reference import RUNNING_DECAY, Range, clips
@@ -34,7 +33,6 @@ class RunningState(nn.Module):
 
     def __init__(self, quantizers: Mapping[str, Quantizer], key: int, running_start: str) -> None:
         super().__init__()
-        choose("running_start", running_start, RUNNING_STARTS)
         self.corrected = running_start == "corrected"
         self.key = key
         self.calibrated = not self.corrected

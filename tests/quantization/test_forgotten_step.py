@@ -160,20 +160,6 @@ def gradients_alone(model, scheduler):
         model.zero_grad()
 
 
-def averaged_weights(model, scheduler):
-    """Accumulation, with the average's weights put in for an evaluation and taken out again."""
-    average = copy.deepcopy(model.state_dict())
-    for _ in range(4):
-        for micro in range(4):
-            loss(model).backward()
-            if micro == 1:
-                own = copy.deepcopy(model.state_dict())
-                model.load_state_dict(average)
-                model.load_state_dict(own)
-        by_hand(model)
-        scheduler.step()
-
-
 def inside_a_block(model, scheduler):
     with precision(model, 6):
         for _ in range(12):
@@ -198,7 +184,7 @@ def by_another_scheduler(model, scheduler):
 
 
 LEGAL = [
-    accumulation, sharpness_aware, closures, adversarial, gradients_alone, averaged_weights, inside_a_block,
+    accumulation, sharpness_aware, closures, adversarial, gradients_alone, inside_a_block,
     after_the_last_step, by_another_scheduler,
 ]  # fmt: skip
 

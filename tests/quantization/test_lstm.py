@@ -20,9 +20,9 @@ NEAREST = QuantConfig().with_gradient_rounding("nearest")
 NEAREST_GRAD = NEAREST.quantizers["lstm_grad"]
 
 
-@pytest.fixture(params=["active", "plain"], autouse=True)
-def _backend(request):
-    """Everything holds for both backends."""
+@pytest.fixture(params=["active", "plain"])
+def backends(request):
+    """What computes holds for both backends, which agree bit for bit besides, see test_lstm_kernels."""
     with reference() if request.param == "plain" else nullcontext():
         yield
 
@@ -70,6 +70,7 @@ def close(a, b, atol=2e-5):
         assert torch.allclose(a[name], b[name], rtol=1e-4, atol=atol), name
 
 
+@pytest.mark.usefixtures("backends")
 @pytest.mark.parametrize("bits", [2, 5, 8])
 @pytest.mark.parametrize("bias", [True, False])
 def test_same_bits_as_the_plain_loop(bits, bias, on_device):
@@ -108,6 +109,7 @@ def test_the_paper_s_size_has_the_same_bits():
         assert torch.equal(module(x)[0], plain(module, x, zero, zero, 5, 8)[0])
 
 
+@pytest.mark.usefixtures("backends")
 def test_layers_and_directions():
     module = lstm_of(5, 4, num_layers=2, bidirectional=True)
     x, h, c = torch.randn(6, 3, 5, requires_grad=True), torch.randn(4, 3, 4), torch.randn(4, 3, 4)
@@ -129,6 +131,7 @@ def test_layers_and_directions():
     close(found, gradients(module, below.square().sum() + h2.sum() + c2.sum(), x))
 
 
+@pytest.mark.usefixtures("backends")
 @pytest.mark.parametrize("bidirectional", [False, True])
 def test_packed_sequences(bidirectional):
     """Every step sees the sequences that still run, and ranges see nothing of the padding."""
@@ -198,20 +201,6 @@ def test_batch_first_and_a_single_sequence():
             assert same(alone[1][0], one[1][0][:, 0])
 
 
-def test_shapes_are_those_of_torch():
-    for options in ({}, {"batch_first": True}, {"num_layers": 2, "bidirectional": True}):
-        torch.manual_seed(0)
-        theirs = nn.LSTM(5, 4, **options)
-        ours = quantize_(copy.deepcopy(theirs))
-        for x in (torch.randn(6, 3, 5), torch.randn(6, 5), pack_sequence([torch.randn(4, 5), torch.randn(2, 5)])):
-            with precision(ours, 8):
-                a, b = ours(x), theirs(x)
-            flat = [(r[0].data if isinstance(r[0], PackedSequence) else r[0], *r[1]) for r in (a, b)]
-            for u, v in zip(*flat, strict=True):
-                assert u.shape == v.shape
-                assert (u - v).abs().max() < 0.02  # 8 bits are close
-
-
 def test_float_is_torch_s_own():
     torch.manual_seed(0)
     theirs = nn.LSTM(5, 4, num_layers=2)
@@ -247,6 +236,7 @@ def test_only_gradients_quantised():
     assert not torch.allclose(found["weight_hh_l0"], gradients(module, module(x)[0].square().sum())["weight_hh_l0"])
 
 
+@pytest.mark.usefixtures("backends")
 @pytest.mark.parametrize("granularity", ["per_row", "per_channel", "per_position", "per_sample_mean"])
 def test_other_quantisers_work_per_step_too(granularity):
     changed = {"lstm_input": Quantizer(granularity), "lstm_hidden": Quantizer(granularity)}
@@ -264,6 +254,7 @@ def test_other_quantisers_work_per_step_too(granularity):
 # --- running ranges -------------------------------------------------------------------------------
 
 
+@pytest.mark.usefixtures("backends")
 @pytest.mark.parametrize("start", ["corrected", "zero"])
 def test_running_ranges_move_once_per_step_in_the_order_of_the_direction(start):
     module = lstm_of(5, 4, bidirectional=True, config=QuantConfig(running_start=start))
@@ -292,6 +283,7 @@ def test_a_step_that_is_not_finite_leaves_running_ranges_alone():
     assert other.precision.running_hidden_l0.isfinite().all()
 
 
+@pytest.mark.usefixtures("backends")
 def test_evaluation_uses_running_ranges():
     module = lstm_of(5, 4)
     x = torch.randn(8, 3, 5)

@@ -13,7 +13,7 @@ from cpt_core.formats.quantizer import Quantizer
 from cpt_core.kernels.backend import reference
 from cpt_core.kernels.operators import range_of
 from cpt_core.kernels.reference import GRANULARITIES
-from cpt_core.quantization.convert import quantize_
+from cpt_core.quantization.convert import QuantConfig, quantize_
 from cpt_core.quantization.fake_quantize import levels_of, quantize, quantize_gradient
 from cpt_core.quantization.precision import LayerPrecision
 from cpt_core.quantization.quantizers import QUANTIZERS
@@ -142,10 +142,6 @@ def test_memory_formats_give_the_same_values(layout, granularity, device):
         assert gradient_of(x, 3).is_contiguous(memory_format=torch.channels_last)
     nearest = Quantizer(granularity)
     assert torch.equal(gradient_of(x, 3, nearest), gradient_of(plain, 3, nearest))
-    found = gradient_of(x, 3, STOCHASTIC)
-    step = (x.max() - x.min()) / 7
-    assert ((found - x).abs() <= step * 1.0001).all()
-    assert len(found.unique()) <= 8
 
 
 def test_the_input_is_not_changed():
@@ -158,12 +154,6 @@ def test_the_input_is_not_changed():
 
 
 # --- gradients ------------------------------------------------------------------------------------
-
-
-def test_the_forward_pass_of_the_gradient_quantiser_is_the_identity():
-    x = image().requires_grad_()
-    y = quantize_gradient(x * 1, torch.tensor(3.0), QUANTIZERS["conv_grad"], torch.tensor(0))
-    assert torch.equal(y, x)
 
 
 @pytest.mark.parametrize("k", [-20, -3, 1, 12])
@@ -259,7 +249,7 @@ def test_unknown_names_list_the_choices():
     with pytest.raises(ValueError, match="unknown rounding 'up'; choose from nearest, stochastic"):
         Quantizer("per_row", rounding="up")
     with pytest.raises(ValueError, match="unknown running_start 'one'; choose from corrected, zero"):
-        LayerPrecision({}, running_start="one")
+        QuantConfig(running_start="one")
 
 
 @pytest.mark.parametrize("granularity", sorted(set(EVERY) - {"per_tensor"}))

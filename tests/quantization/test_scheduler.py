@@ -1,8 +1,3 @@
-import os
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
 import torch
 from helpers import pictures, small
@@ -69,19 +64,6 @@ def test_the_three_lines_train_a_model():
     assert correct > 0.9
     cpt.restore_(model)
     assert (model(x).argmax(1) == y).float().mean() > 0.9
-
-
-@pytest.mark.slow
-def test_importing_the_parts_does_not_hide_the_context_manager():
-    code = (
-        "import cpt_core as cpt, cpt_core.quantization.scheduler, cpt_core.quantization.precision, torch\n"
-        "m = cpt.quantize_(torch.nn.Linear(2, 2)); cpt.PrecisionScheduler\n"
-        "with cpt.precision(m, bits=4): print(m(torch.ones(1, 2)).shape)"
-    )
-    root = str(Path(cpt.__file__).parents[1])
-    env = os.environ | {"PYTHONPATH": os.pathsep.join([root, os.environ.get("PYTHONPATH", "")])}
-    done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, check=False)
-    assert (done.returncode, done.stdout.strip()) == (0, "torch.Size([1, 2])"), done.stderr
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,7 @@
 """A product uses the weight that is there: whoever wrote it, in whatever way, and whenever."""
 
+import itertools
+
 import pytest
 import torch
 from torch import nn
@@ -113,8 +115,14 @@ def compare(model, run):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("way", list(WAYS))
-@pytest.mark.parametrize("when", ["train", "eval", "no_grad", "compile"])
+@pytest.mark.parametrize(
+    ("when", "way"),
+    [
+        *itertools.product(["train", "eval", "no_grad"], WAYS),
+        ("compile", ".data in place"),
+        ("compile", "a new Parameter"),
+    ],
+)
 def test_a_weight_is_rounded_as_it_is(when, way):
     model = quantize_(Net(recurrent=when != "compile"), NEAREST).train(when not in ("eval", "no_grad"))
     run = torch.compile(model, backend="eager") if when == "compile" else model
