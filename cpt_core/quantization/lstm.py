@@ -53,9 +53,6 @@ class QuantLSTM(QuantizedLayer, nn.LSTM):
     ``nn.LSTM``. Layers with a projection (``proj_size``) are not converted. Without quantisation ("float", or 24 bits
     and more) torch's own fused LSTM runs. Output and gates are computed in float32 also under autocast.
 
-    On codes the products of inputs and hidden states run as integers, and with one range for the weight those of
-    gradients with weights; gradients of weights are sums over steps with ranges of their own, and simulated.
-
     ``torch.compile`` refuses to trace any ``nn.LSTM``; with ``torch._dynamo.config.allow_rnn = True`` it takes this one
     into its graph, where a layer in one direction is one node, and one more in the backward pass.
 

@@ -63,9 +63,7 @@ def cell(kind: str, multiply: Multiply, x: Tensor, state: Any, *weights: Tensor 
 
 def unrolled(kind: str, multiply: Multiply, x: Tensor, *given: Any) -> tuple[Tensor, ...]:
     """Compute what ``torch.gru`` and its like do, with their two lists of arguments: padded, or packed with sizes."""
-    packed = isinstance(given[0], Tensor) and isinstance(given[1], (Tensor, tuple, list)) and len(given) == 8 \
-        and given[0].dim() == 1  # fmt: skip
-    sizes = None
+    packed = not isinstance(given[2], bool)  # but the list of weights; there padded sequences say if there are biases
     if packed:
         sizes, state, flat, biases, layers, dropout, train, both = given
         steps = list(x.split(sizes.tolist()))

@@ -91,21 +91,6 @@ def test_an_empty_batch_passes(kind):
 # --- identity -------------------------------------------------------------------------------------
 
 
-def test_parameters_stay_the_same_objects_and_the_optimizer_valid():
-    model = small()
-    before = dict(model.named_parameters())
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    assert quantize_(model) is model
-    after = dict(model.named_parameters())
-    assert list(after) == list(before)
-    assert all(after[name] is before[name] for name in before)
-    old = {name: p.detach().clone() for name, p in before.items()}
-    with precision(model, 8):
-        model(pictures()).square().sum().backward()
-    optimizer.step()
-    assert all(not torch.equal(after[name], old[name]) for name in old if name != "0.bias")
-
-
 def test_checkpoints_load_strictly_both_ways():
     plain, model = small(), quantize_(small())
     assert list(model.state_dict()) == list(plain.state_dict())
@@ -116,23 +101,24 @@ def test_checkpoints_load_strictly_both_ways():
         assert torch.equal(target[0].weight, source[0].weight)
 
 
-def test_restore_gives_the_original_back():
-    model = small()
-    x = pictures()
-    parameters, buffers, kinds = (
-        list(model.parameters()),
-        list(model.buffers()),
-        [type(m) for m in model.modules()],
-    )
-    expected = model.eval()(x)
-    quantize_(model)
+def test_conversion_keeps_parameters_hooks_and_modes_and_restore_gives_the_original_back():
+    model, x, calls = small().eval(), pictures(), []
+    model[0].register_forward_hook(lambda *_: calls.append("hook"))
+    expected, kinds = model(x), [type(m) for m in model.modules()]
+    parameters, buffers = dict(model.named_parameters()), list(model.buffers())
+    assert quantize_(model) is model
+    after = dict(model.named_parameters())
+    assert list(after) == list(parameters)
+    assert all(after[name] is parameter for name, parameter in parameters.items())  # an optimizer stays valid
+    assert not any(m.training for m in model.modules())
     with precision(model, 2):
         assert not torch.equal(model(x), expected)
     assert restore_(model) is model
     assert [type(m) for m in model.modules()] == kinds
-    assert all(a is b for a, b in zip(model.parameters(), parameters, strict=True))
+    assert all(a is b for a, b in zip(model.parameters(), parameters.values(), strict=True))
     assert all(a is b for a, b in zip(model.buffers(), buffers, strict=True))
     assert torch.equal(model(x), expected)
+    assert calls == ["hook"] * 3
     quantize_(model)  # and it can be converted again
     assert quantized_names(model) == ["0", "3", "5"]
 
@@ -145,16 +131,6 @@ def test_shared_modules_and_parameters_are_kept():
     assert model[0] is model[1]
     assert model[2].weight is model[0].weight
     assert isinstance(restore_(model)[0], nn.Linear)
-
-
-def test_hooks_and_modes_stay():
-    model, calls = small().eval(), []
-    model[0].register_forward_hook(lambda *_: calls.append("hook"))
-    quantize_(model)
-    assert not any(m.training for m in model.modules())
-    with precision(model, 8):
-        model(pictures())
-    assert calls == ["hook"]
 
 
 # --- what is chosen -------------------------------------------------------------------------------
