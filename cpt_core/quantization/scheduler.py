@@ -12,7 +12,6 @@
 from __future__ import annotations
 
 import itertools
-import json
 import re
 import warnings
 from collections.abc import Collection, Iterable, Iterator, Mapping
@@ -129,7 +128,7 @@ class PrecisionScheduler:
             raise ValueError(f"state must be what state_dict() returned, and lacks {', '.join(sorted(missing))}")
         theirs, mine = _bare(state), _bare(self.state_dict())
         for key in ("schedules", "q_grad", "ladders"):
-            if _written(theirs[key]) != _written(mine[key]):
+            if _plain(theirs[key]) != _plain(mine[key]):
                 said = f"the checkpoint has {key} {_short(theirs[key])}, this scheduler {_short(mine[key])}"
                 raise ValueError(said)
         layers = _bare({**state, "layers": self._layers, "schedules": {}, "ladders": {}})["layers"]
@@ -260,6 +259,8 @@ def _short(value: Any) -> str:
     return text if len(text) <= 1000 else f"{text[:1000]} ... ({len(text)} characters)"
 
 
-def _written(value: Any) -> str:
-    """Return what JSON makes of a value: it compares, whether a checkpoint kept its tuples or made them lists."""
-    return json.dumps(value, sort_keys=True, default=repr)
+def _plain(value: Any) -> Any:
+    """Make tuples and lists equal: a checkpoint that went through JSON or torch.save still compares."""
+    if isinstance(value, Mapping):
+        return {k: _plain(v) for k, v in value.items()}
+    return [_plain(v) for v in value] if isinstance(value, (list, tuple)) else value

@@ -32,21 +32,25 @@ def lstm_of(*sizes, config=NEAREST, seed=0, **options):
     return quantize_(nn.LSTM(*sizes, **options), config)
 
 
-def plain(module, x, h, c, bits, q_grad, cell="l0", reverse=False, data="lstm_input", grad=NEAREST_GRAD):
-    """One direction of one layer, step by step, every operand quantised where it is used; x (T, B, I)."""
+def plain(module, x, h, c, bits, q_grad, cell="l0", reverse=False, rounded=None, grad=NEAREST_GRAD):
+    """One direction of one layer, step by step, every operand quantised where it is used; x (T, B, I).
+
+    ``rounded``: what quantises an "input" or a "hidden" state; on a range of its own if None.
+    """
+    rounded = rounded or (lambda x, role: quantize(x, bits, f"lstm_{role}"))
     w_ih, w_hh, b_ih, b_hh = (
         getattr(module, f"{n}_{cell}", None) for n in ("weight_ih", "weight_hh", "bias_ih", "bias_hh")
     )
     levels = torch.tensor(levels_of(q_grad))
 
-    def product(x, weight, bias):
+    def product(x, role, weight, bias):
         bias = None if bias is None else quantize(bias, bits, "bias")
-        y = nn.functional.linear(quantize(x, bits, data), quantize(weight, bits, "lstm_weight"), bias)
+        y = nn.functional.linear(rounded(x, role), quantize(weight, bits, "lstm_weight"), bias)
         return quantize_gradient(y, levels, grad)
 
     out = []
     for x_t in reversed(x) if reverse else x:
-        i, f, g, o = (product(x_t, w_ih, b_ih) + product(h, w_hh, b_hh)).chunk(4, 1)
+        i, f, g, o = (product(x_t, "input", w_ih, b_ih) + product(h, "hidden", w_hh, b_hh)).chunk(4, 1)
         c = torch.sigmoid(f) * c + torch.sigmoid(i) * torch.tanh(g)
         h = torch.sigmoid(o) * torch.tanh(c)
         out.append(h)
@@ -246,7 +250,8 @@ def test_other_quantisers_work_per_step_too(granularity):
     with precision(module, 3, q_grad=4):
         y = module(x)[0]
         found = gradients(module, y.square().sum())
-    expected = plain(module, x, zero, zero, 3, 4, data=Quantizer(granularity), grad=Quantizer("per_tensor"))[0]
+    rounded = lambda x, role: quantize(x, 3, Quantizer(granularity))  # noqa: E731
+    expected = plain(module, x, zero, zero, 3, 4, rounded=rounded, grad=Quantizer("per_tensor"))[0]
     assert same(y, expected)
     close(found, gradients(module, expected.square().sum()))
 
@@ -293,21 +298,9 @@ def test_evaluation_uses_running_ranges():
         low, width, weight = module.precision.running_input_l0
         expected = module(x.clamp(float(low / weight), float((low + width) / weight)))[0]
         assert same(module(x)[0], expected)
-        before = module.precision.get_running()
-        p, operand = module.precision, module.precision.operand
-        h, c = torch.zeros(3, 4), torch.zeros(3, 4)
-        for x_t, y_t in zip(x, module(x)[0], strict=True):  # hidden states on their stored range, step by step
-            gates = torch.zeros(())
-            for value, role, kind in ((x_t, "input_l0", "ih"), (h, "hidden_l0", "hh")):
-                weight, bias = getattr(module, f"weight_{kind}_l0"), getattr(module, f"bias_{kind}_l0")
-                gates = gates + nn.functional.linear(
-                    round_to_grid(value, *p.running_range(role), p.levels, clip=True),
-                    operand("weight", weight), operand("bias", bias),
-                )  # fmt: skip
-            i, f, g, o = gates.chunk(4, 1)
-            c = torch.sigmoid(f) * c + torch.sigmoid(i) * torch.tanh(g)
-            h = torch.sigmoid(o) * torch.tanh(c)
-            assert same(y_t, h)
+        p, before, zero = module.precision, module.precision.get_running(), torch.zeros(3, 4)
+        stored = lambda x, role: round_to_grid(x, *p.running_range(f"{role}_l0"), p.levels, clip=True)  # noqa: E731
+        assert same(module(x)[0], plain(module, x, zero, zero, 3, 8, rounded=stored)[0])
         module(10 * x)
     assert all(torch.equal(v, before[k]) for k, v in module.precision.get_running().items())
 
