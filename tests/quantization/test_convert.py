@@ -362,15 +362,6 @@ def test_conversion_does_not_depend_on_the_default_device():
     assert model[0].weight.grad.isfinite().all()
 
 
-def test_channels_last_models():
-    model = quantize_(small(), NEAREST)
-    x = pictures()
-    with precision(model, 4):
-        expected = model(x)
-        found = model.to(memory_format=torch.channels_last)(x.to(memory_format=torch.channels_last))
-    torch.testing.assert_close(found, expected)
-
-
 def test_an_in_place_relu_may_follow_a_layer():
     found = []
     for inplace in (False, True):

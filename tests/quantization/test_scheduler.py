@@ -91,20 +91,6 @@ def test_steps_follow_the_schedule(schedule, device):
         scheduler.step()
 
 
-def test_bits_decide_the_output():
-    model = quantize_(small())
-    scheduler = PrecisionScheduler(model, schedule_of("LR"))
-    x = pictures()
-    for _ in range(STEPS):
-        (bits,) = scheduler.get_last_bits()
-        found = model(x)
-        with precision(model, bits):
-            assert torch.equal(model(x), found)
-        with precision(model, bits + 1):
-            assert not torch.equal(model(x), found)
-        scheduler.step()
-
-
 def test_gradient_bits_can_be_given():
     model = quantize_(small())
     PrecisionScheduler(model, schedule_of(q_max=6), q_grad=8)
@@ -295,12 +281,6 @@ def test_bits_that_are_none(bits):
         with pytest.raises(ValueError, match=message):
             precision(model, 8, q_grad=bits).__enter__()
     assert bits_of(model) == [3] * 3
-
-
-def test_bits_of_a_schedule_are_bits():
-    model = quantize_(small())
-    with precision(model, schedule_of().bits()[0]):  # a numpy integer
-        assert bits_of(model) == [3] * 3
 
 
 @pytest.mark.parametrize("training", [True, False])
