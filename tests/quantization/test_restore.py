@@ -84,3 +84,8 @@ def test_norms_that_are_hooks_stay(norm, layer, before):
     assert names == {name for name, _ in plain.named_parameters()}
     assert torch.equal(restore_(model)(pictures()), expected)
     assert [type(m) for m in model.modules()] == [type(m) for m in plain.modules()]
+
+
+def test_a_model_that_is_not_converted_cannot_be_restored():
+    with pytest.raises(ValueError, match="the model has no quantised layers"):
+        restore_(small())
