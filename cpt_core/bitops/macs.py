@@ -1,4 +1,9 @@
-"""What a call of a layer costs: its multiply-accumulates (MACs) and elementwise operations, by class of layer."""
+"""What a call of a layer costs: its multiply-accumulates (MACs) and elementwise operations, by class of layer.
+
+Also what it reads and writes: elements of the first operand, of the weights, and of the result. Each is moved once: a
+convolution reads its image once, not once per window; a recurrent layer its weights, not once per step of a sequence.
+What no product reads, such as a bias, is not counted.
+"""
 
 from __future__ import annotations
 
@@ -12,6 +17,8 @@ from torch.nn.utils.rnn import PackedSequence
 
 from cpt_core.graphs.graph import as_graph
 from cpt_core.graphs.layers import GraphConv, MatrixNorm, SAGEConv
+
+Elements = tuple[int, int, int]
 
 
 def conv_macs(module: Any, inputs: tuple[Any, ...], y: Tensor) -> int:
@@ -72,18 +79,13 @@ def norm_macs(module: Any, inputs: tuple[Any, ...], y: Tensor) -> int:
     return y.numel() * ((2 if module.affine else 1) if fixed else (5 if module.affine else 4))
 
 
-def graph_conv_macs(module: Any, inputs: tuple[Any, ...], y: Tensor) -> int:
-    """MACs of a GCN layer's product; its rows are the sources where the product comes before the sum."""
+def graph_macs(module: Any, inputs: tuple[Any, ...], y: Tensor) -> int:
+    """MACs of a GCN layer's product, or of the two of a GraphSAGE layer, the second of the destinations themselves."""
     graph = as_graph(inputs[0])
-    rows = graph.num_src if module._in_feats > module._out_feats else graph.num_dst
-    return rows * module._in_feats * module._out_feats
-
-
-def sage_conv_macs(module: Any, inputs: tuple[Any, ...], y: Tensor) -> int:
-    """MACs of the two products of a GraphSAGE layer."""
-    graph = as_graph(inputs[0])
-    rows = graph.num_src if module._in_src_feats > module._out_feats else graph.num_dst
-    return (rows + graph.num_dst) * module._in_src_feats * module._out_feats
+    rows = graph.num_dst if sums_before_product(module) else graph.num_src
+    if hasattr(module, "fc_self"):
+        rows += graph.num_dst
+    return rows * inputs_of_product(module) * module._out_feats
 
 
 MACS: dict[type[nn.Module], Callable[[Any, tuple[Any, ...], Tensor], int]] = {
@@ -97,14 +99,8 @@ MACS: dict[type[nn.Module], Callable[[Any, tuple[Any, ...], Tensor], int]] = {
     nn.LayerNorm: layer_norm_macs,
     MatrixNorm: layer_norm_macs,
     nn.LSTM: recurrent_macs,
-    GraphConv: graph_conv_macs,
-    SAGEConv: sage_conv_macs,
-}
-
-# Layers with a sum over neighbours, beside their product: the number of features that are summed.
-AGGREGATED: dict[type[nn.Module], Callable[[Any], int]] = {
-    GraphConv: lambda m: min(m._in_feats, m._out_feats),
-    SAGEConv: lambda m: min(m._in_src_feats, m._out_feats),
+    GraphConv: graph_macs,
+    SAGEConv: graph_macs,
 }
 
 # Layers that the authors' counters do not know; their products are in float32, like those of plain functions.
@@ -120,16 +116,48 @@ def pyramid_kinds() -> set[type[nn.Module]]:
     return {module.FeaturePyramidNetwork} if module is not None else set()
 
 
-def upsampled(module: Any, y: Mapping[str, Tensor]) -> int:
-    """Return the elements that a feature pyramid makes by upsampling: all levels but the coarsest of its inputs'."""
-    return sum(level.numel() for level in list(y.values())[: len(module.inner_blocks) - 1])
-
-
 def sums_before_product(module: Any) -> bool:
     """Whether a graph convolution sums over neighbours first: the narrower side is summed."""
     return inputs_of_product(module) <= int(module._out_feats)
 
 
+def summed_features(module: Any) -> int:
+    """Return how many features a graph convolution sums over neighbours."""
+    return min(inputs_of_product(module), int(module._out_feats))
+
+
 def inputs_of_product(module: Any) -> int:
     """Return the features that a graph convolution takes."""
     return int(module._in_feats if hasattr(module, "_in_feats") else module._in_src_feats)
+
+
+def graph_elements(module: Any, macs: int, weights: int) -> Elements:
+    """Elements of the products of a graph convolution: as many rows as its MACs are of."""
+    features, outputs = inputs_of_product(module), int(module._out_feats)
+    rows = macs // (features * outputs)
+    return rows * features, weights, rows * outputs
+
+
+def recurrent_elements(module: Any, x: Tensor, y: Tensor, weights: int) -> tuple[Elements, Elements]:
+    """Elements of the first input product of an LSTM, GRU or RNN, and of those behind it together."""
+    units = units_of(module) // module.num_layers  # of a layer, over its directions
+    rows, gates, above = rows_of(y), GATES_OF[module.mode], module.num_layers - 1
+    first = gates * units * module.input_size
+    state = module.proj_size or module.hidden_size
+    read = units_of(module) // module.hidden_size * state + above * y.shape[-1]
+    written = gates * units * (module.num_layers + above)
+    if module.proj_size:
+        read += units_of(module)
+        written += module.num_layers * y.shape[-1]
+    return (x.numel(), first, rows * gates * units), (rows * read, weights - first, rows * written)
+
+
+def gate_elements(module: Any, y: Tensor) -> Elements:
+    """Elements of the gates of an LSTM: what the products left, then cell and hidden state."""
+    return 4 * rows_of(y) * units_of(module), 0, 2 * rows_of(y) * units_of(module)
+
+
+def upsampled_elements(module: Any, y: Mapping[str, Tensor]) -> Elements:
+    """Elements of a feature pyramid's copies: each level of its inputs' is read to make the one below it."""
+    sizes = [level.numel() for level in list(y.values())[: len(module.inner_blocks)]]
+    return sum(sizes[1:]), 0, sum(sizes[:-1])

@@ -24,7 +24,6 @@ class Tally:
     """Multiply-accumulates and moved elements, kept exactly; prices are computed when they are asked for."""
 
     def __init__(self) -> None:
-        """Start without work."""
         self._work: dict[str, dict[tuple[str, Format, Format], Work]] = {}
 
     def add(self, call: Call, passes: tuple[str, ...], operands: Operands, times: int = 1) -> None:

@@ -17,32 +17,11 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import _get_current_dispatch_mode
 
+from cpt_core.bitops import macs as counted
 from cpt_core.bitops.copies import inputs_of, shadow_of, tensors_in
-from cpt_core.bitops.elements import (
-    Elements,
-    gate_elements,
-    graph_elements,
-    recurrent_elements,
-    sum_elements,
-    upsampled_elements,
-)
-from cpt_core.bitops.macs import (
-    AGGREGATED,
-    AGGREGATION,
-    GATES,
-    MACS,
-    PLAIN,
-    PRODUCTS,
-    UPSAMPLING,
-    lstm_gate_operations,
-    pyramid_kinds,
-    recurrent_inner_macs,
-    recurrent_macs,
-    sums_before_product,
-    upsampled,
-)
+from cpt_core.bitops.macs import AGGREGATION, GATES, MACS, PLAIN, PRODUCTS, UPSAMPLING, Elements
 from cpt_core.bitops.products import Product, first_of, name_of
-from cpt_core.bitops.watch import Path, Watch
+from cpt_core.bitops.watch import Path, Watch, within
 from cpt_core.checks import arguments
 from cpt_core.graphs.graph import as_graph
 from cpt_core.graphs.layers import GraphConv, SAGEConv
@@ -91,37 +70,36 @@ class Call:
         return {"forward": (x, w, y), "error": (y, w, x), "weight": (y, x, w)}[name]
 
 
-def _entry(table: Mapping[type[nn.Module], Any], module: nn.Module) -> Any:
-    """Look a module up by class; DGL's layers count as ours of the same name."""
+def _count_of(module: nn.Module) -> Any:
+    """Look a module up in ``MACS`` by class; DGL's layers count as ours of the same name."""
     if getattr(module, "_aggre_type", "mean") != "mean":  # other GraphSAGE layers of DGL: their parts are counted
         return None
     if (dgl := sys.modules.get("dgl.nn")) is not None:
         for ours, theirs in ((GraphConv, dgl.GraphConv), (SAGEConv, dgl.SAGEConv)):
             if isinstance(module, theirs):
-                return table.get(ours)
-    return next((entry for kind, entry in table.items() if isinstance(module, kind)), None)
+                return MACS[ours]
+    return next((count for kind, count in MACS.items() if isinstance(module, kind)), None)
 
 
 def _counted(model: nn.Module) -> dict[str, nn.Module]:
     """The layers that report their MACs, without those inside another one."""
     found: dict[str, nn.Module] = {}
     for name, module in model.named_modules():
-        inside = any(name.startswith(f"{outer}.") or outer == "" for outer in found)
-        if not inside and (_entry(MACS, module) is not None or isinstance(module, PLAIN)):
+        if not within(name, found) and (_count_of(module) is not None or isinstance(module, PLAIN)):
             found[name] = module
     return found
 
 
 def _beside(model: nn.Module) -> dict[str, nn.Module]:
     """The modules that have operations of their own beside the layers inside them: feature pyramids."""
-    kinds = pyramid_kinds()
+    kinds = counted.pyramid_kinds()
     return {name: module for name, module in model.named_modules() if module_kind(module) in kinds}
 
 
 def compiled_parts(model: nn.Module) -> tuple[str, ...]:
     """Return the names of the modules that ``torch.compile`` has wrapped or compiles in place."""
-    found = (n for n, m in model.named_modules() if hasattr(m, "_orig_mod") or m._compiled_call_impl is not None)
-    return tuple(found)
+    modules = model.named_modules()
+    return tuple(n for n, m in modules if hasattr(m, "_orig_mod") or m._compiled_call_impl is not None)
 
 
 # Operations that move, rename or create data cost nothing by any convention.
@@ -175,7 +153,7 @@ class Calls(Watch):
         inner = {} if self.unseen else dict(self.model.named_modules())
         with ExitStack() as hooks:
             for name, module in (self.layers | self.wholes).items():
-                if not any(outer in ("", name) or name.startswith(f"{outer}.") for outer in self.unseen):
+                if not within(name, self.unseen):
                     report = partial(self._report, name)
                     hooks.enter_context(module.register_forward_hook(report, with_kwargs=True))
             hooks.enter_context(self.following(inner))
@@ -294,39 +272,41 @@ def _calls_of(
         elements=(features.numel(), stored, output.numel()),
     )
     if isinstance(module, (nn.LSTM, *PLAIN)):
-        first_elements, inner_elements = recurrent_elements(module, features, output, stored)
+        first_elements, inner_elements = counted.recurrent_elements(module, features, output, stored)
         call = replace(call, elements=first_elements)
     if isinstance(module, PLAIN):
         call = replace(call, layer=f"{name} ({PRODUCTS})".lstrip(), kind=PRODUCTS)
-        yield replace(call, macs=recurrent_macs(module, inputs, output))
-    if (macs := _entry(MACS, module)) is not None:
-        counted = replace(call, macs=int(macs(module, inputs, output)))
-        if _entry(AGGREGATED, module) is not None:
-            counted = replace(counted, elements=graph_elements(module, counted.macs, stored))
-        yield counted
-    if (summed := _entry(AGGREGATED, module)) is not None:
-        graph, first = as_graph(inputs[0]), sums_before_product(module)
+        yield replace(call, macs=counted.recurrent_macs(module, inputs, output))
+    count = _count_of(module)
+    macs = 0 if count is None else int(count(module, inputs, output))
+    if count is counted.graph_macs:
+        yield replace(call, macs=macs, elements=counted.graph_elements(module, macs, stored))
+        graph, first = as_graph(inputs[0]), counted.sums_before_product(module)
+        width = counted.summed_features(module)
         yield replace(
             call,
             layer=f"{name} ({AGGREGATION})".lstrip(),
             kind=AGGREGATION,
-            macs=graph.num_edges * summed(module),
+            macs=graph.num_edges * width,
             error=call.error or (call.weight and not first),  # the sum comes behind the product
             weight=False,
             owner=name if getattr(module, "quantizes_aggregation", False) else None,
             once=first and features is graph.constant,
-            elements=sum_elements(graph, summed(module)),
+            elements=(graph.num_src * width, graph.num_edges, graph.num_dst * width),
         )
+    elif count is not None:
+        yield replace(call, macs=macs)
     if isinstance(module, (nn.LSTM, *PLAIN)):
         inner = replace(call, error=call.error or call.weight, elements=inner_elements)  # behind the first
-        yield replace(inner, macs=recurrent_inner_macs(module, inputs, output))
+        yield replace(inner, macs=counted.recurrent_inner_macs(module, inputs, output))
     if isinstance(module, nn.LSTM):
         gates = replace(inner, layer=f"{name} ({GATES})".lstrip(), kind=GATES, weight=False, owner=None)
-        operations = lstm_gate_operations(module, inputs, output)
-        yield replace(gates, macs=operations, elements=gate_elements(module, output))
-    if module_kind(module) in pyramid_kinds():
+        operations = counted.lstm_gate_operations(module, inputs, output)
+        yield replace(gates, macs=operations, elements=counted.gate_elements(module, output))
+    if module_kind(module) in counted.pyramid_kinds():
         copies = replace(call, layer=f"{name} ({UPSAMPLING})".lstrip(), kind=UPSAMPLING, weight=False, owner=None)
-        yield replace(copies, macs=upsampled(module, whole), elements=upsampled_elements(module, whole))
+        elements = counted.upsampled_elements(module, whole)
+        yield replace(copies, macs=elements[-1], elements=elements)
 
 
 def trace(model: nn.Module, inputs: tuple[Any, ...]) -> tuple[list[Call], dict[str, int]]:

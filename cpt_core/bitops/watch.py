@@ -5,7 +5,7 @@ What is priced (``trace``), checked (``inspecting.check``) and measured (``inspe
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any
@@ -15,6 +15,11 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from cpt_core.bitops.products import Product, products_of
+
+
+def within(name: str, outer: Iterable[str]) -> bool:
+    """Whether a module is one of others, or inside one, by their names."""
+    return any(other in ("", name) or name.startswith(f"{other}.") for other in outer)
 
 
 class Path:

@@ -217,7 +217,6 @@ class GraphConv(nn.Module):
     def __init__(
         self, in_feats: int, out_feats: int, norm: str = "both", bias: bool = True, allow_zero_in_degree: bool = True
     ) -> None:
-        """Make and initialise the parameters."""
         super().__init__()
         declared(GraphConv.__init__, locals())
         choose("norm", norm, ("both", "left", "right", "none"))
@@ -251,7 +250,6 @@ class SAGEConv(nn.Module):
     """
 
     def __init__(self, in_feats: int, out_feats: int, bias: bool = True) -> None:
-        """Make and initialise the parameters."""
         super().__init__()
         declared(SAGEConv.__init__, locals())
         in_feats, out_feats = (

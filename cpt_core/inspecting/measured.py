@@ -58,7 +58,6 @@ class MeasuredCost:
     layers: Mapping[str, Mapping[int, Spent]]
 
     def __post_init__(self) -> None:
-        """Check the values."""
         declared(type(self), vars(self), parts=True)
         check_bits("q_grad", self.q_grad)
         if not self.steps or not all(check_bits("bits of steps", q) for q in self.steps):

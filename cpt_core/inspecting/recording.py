@@ -24,6 +24,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
+from cpt_core.bitops.trace import compiled_parts
+from cpt_core.bitops.watch import within
 from cpt_core.checks import declared, library, shown, whole
 from cpt_core.inspecting.observer import GRADIENTS, SUMS, Key, Observer
 from cpt_core.quantization.convert import layer_precisions
@@ -89,7 +91,7 @@ class Recording:
         """Check the arguments; recording starts with the block."""
         declared(type(self).__init__, {"model": model})
         self.every, self.step = whole("every", every, 1), whole("step", step, 0)
-        if _is_compiled(model):
+        if "" in compiled_parts(model):
             raise ValueError("a compiled model says nothing of its roundings; record one that is not compiled")
         self._layers = layer_precisions(model)
         self._model, self._modules = model, dict(model.named_modules())
@@ -176,15 +178,15 @@ class Recording:
     def unseen(self) -> dict[str, str]:
         """What is rounded in training and has no row so far, "layer/role", with the reason."""
         reasons: dict[str, str] = {}
+        compiled = compiled_parts(self._model)
         for name, precision in self._layers.items():
             layer = self._modules[name]
-            compiled = any(_is_compiled(self._modules[parent]) for parent in _parents(name))
             roles = _roles(layer, precision)
             if isinstance(layer, QuantOperations):  # what it multiplies is known when it has run
                 roles = [] if any(place.startswith(f"{name}/") for place in self._seen) else ["its products"]
             for role in roles:
                 if f"{name}/{role}" not in self._seen:
-                    reasons[f"{name}/{role}"] = COMPILED if compiled else NOT_SEEN
+                    reasons[f"{name}/{role}"] = COMPILED if within(name, compiled) else NOT_SEEN
             if isinstance(layer, QuantLSTM):
                 reasons[f"{name}/grad of the hidden state's product"] = RECURRENCE
         return reasons
@@ -262,16 +264,6 @@ class Recording:
                 "levels_used": s["used"] / s["available"],
                 "gradient_to_noise": ratio if ladder_role(role) in GRADIENTS else None,
             }
-
-
-def _is_compiled(module: nn.Module) -> bool:
-    return hasattr(module, "_orig_mod") or module._compiled_call_impl is not None
-
-
-def _parents(name: str) -> list[str]:
-    """Return the names of a module and of all that it is in, of "a.b" "", "a" and "a.b"."""
-    parts = name.split(".")
-    return ["", *(".".join(parts[: i + 1]) for i in range(len(parts)) if name)]
 
 
 def _roles(layer: nn.Module, precision: LayerPrecision) -> list[str]:

@@ -44,7 +44,6 @@ class GraphNet(nn.Module):
         dropout: float = 0.2,
         norm: str = "matrix",
     ) -> None:
-        """Make the layers."""
         super().__init__()
         convolution: Any = GRAPH_MODELS[kind]
         sizes = [inputs] + [hidden] * (layers - 1) + [classes]

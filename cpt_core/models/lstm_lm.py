@@ -31,7 +31,6 @@ class LanguageModel(nn.Module):
         dropout: float = 0.0,
         drop_embedding: bool = True,
     ) -> None:
-        """Make and initialise the parameters."""
         super().__init__()
         self.embedding = nn.Embedding(words, embedding)
         self.lstm = nn.LSTM(embedding, hidden, layers, dropout=dropout if layers > 1 else 0.0)

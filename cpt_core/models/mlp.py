@@ -18,7 +18,6 @@ class MLP(nn.Module):
     """
 
     def __init__(self, inputs: int, classes: int, hidden: int, width: int) -> None:
-        """Make and initialise the layers."""
         super().__init__()
         sizes = [inputs] + [width] * hidden
         layers: list[nn.Module] = []

@@ -16,7 +16,6 @@ class InvertedResidual(nn.Module):
     """1x1 expand, 3x3 depthwise, 1x1 project; every block of stride 1 has a shortcut."""
 
     def __init__(self, inputs: int, outputs: int, expansion: int, stride: int) -> None:
-        """Make the layers."""
         super().__init__()
         hidden = expansion * inputs
         self.stride = stride

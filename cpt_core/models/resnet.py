@@ -53,7 +53,6 @@ class CifarResNet(nn.Module):
     """
 
     def __init__(self, blocks: int, classes: int, width: int = 16, channels: int = 3) -> None:
-        """Make and initialise the layers."""
         super().__init__()
         self.conv1 = nn.Conv2d(channels, width, 3, padding=1, bias=False)
         self.bn1 = nn.BatchNorm2d(width)

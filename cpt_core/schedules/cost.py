@@ -44,12 +44,6 @@ def step_cost(bits: ArrayLike, q_grad: ArrayLike) -> NDArray[np.int64]:
     return q * q + 2 * q * g
 
 
-def role_costs(levels: tuple[ArrayLike, ArrayLike, ArrayLike, ArrayLike]) -> NDArray[np.int64]:
-    """Return ``a w + e w + g a`` per step for ``Levels``, in the unit of ``step_cost``: products by their operands."""
-    a, w, e, g = (_integers("levels", v) for v in levels)
-    return a * w + e * w + g * a
-
-
 def relative_cost(
     bits: ArrayLike,
     q_max: int,
@@ -93,7 +87,7 @@ def relative_role_cost(
     cost: StepCost | str | None = None,
     ladder: Ladders | None = None,
 ) -> float:
-    """Return the same of steps whose roles have ``Levels`` apart, by ``role_costs`` or the name of a cost.
+    """Return the same of steps whose roles have ``Levels`` apart, by the name of a cost, ``step_cost`` when None.
 
     Where roles have ladders of their own, the baseline is static at the highest level of every role.
 
@@ -112,11 +106,12 @@ def role_prices(
 ) -> tuple[NDArray[Any], float]:
     """Return what every step costs, shape (steps,), and what one of the baseline; see ``relative_role_cost``."""
     q_max = check_bits("q_max", q_max)
+    found = np.stack([_integers("levels", v) for v in levels])
     if cost is None and ladder is None:
-        return role_costs(levels), int(step_cost(q_max, q_max))
+        a, w, e, g = found  # each product costs by its own operands
+        return a * w + e * w + g * a, int(step_cost(q_max, q_max))
     if callable(cost):
         raise ValueError("roles with levels of their own are priced by the name of a cost; a function knows one level")
-    found = np.stack([_integers("levels", v) for v in levels])
     own = len(set(_by_role(ladder))) > 1
     baseline = found.max(1).tolist() if own else [q_max] * 4
     combinations, where = np.unique(np.column_stack([found, baseline]), axis=1, return_inverse=True)

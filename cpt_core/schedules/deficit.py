@@ -51,7 +51,6 @@ class DeficitSchedule(Schedule):
     kind: ClassVar[str] = "deficit"
 
     def __post_init__(self) -> None:
-        """Check the values."""
         set_integers(self, "q_low", "q_high", "total_steps")
         check_range(self.q_low, self.q_high, self.total_steps)
         windows = []
@@ -125,7 +124,6 @@ class AdjustedSchedule(AroundSchedule):
     kind: ClassVar[str] = "adjusted"
 
     def __post_init__(self) -> None:
-        """Check the changes."""
         declared(type(self), vars(self))
         changes = tuple(sorted((self.schedule._check_step(t), whole("bits", b)) for t, b in self.changes))
         object.__setattr__(self, "changes", changes)
@@ -165,7 +163,6 @@ class DelayedSchedule(AroundSchedule):
     kind: ClassVar[str] = "delayed"
 
     def __post_init__(self) -> None:
-        """Check the values."""
         set_integers(self, "hold")
         whole("hold", self.hold, 0, MOST_STEPS)
         check_range(1, 1, self.total_steps)

@@ -36,7 +36,6 @@ class LayeredSchedule(Schedule):
     kind: ClassVar[str] = "layered"
 
     def __post_init__(self) -> None:
-        """Check the groups."""
         declared(type(self), vars(self))
         try:
             found = [(tuple(patterns), s, macs) for patterns, s, macs in self.parts]

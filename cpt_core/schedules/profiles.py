@@ -61,7 +61,6 @@ class Exponential(Profile):
     rate: float = 4.0
 
     def __post_init__(self) -> None:
-        """Check the constant."""
         declared(type(self), vars(self))
         if not 0 < self.rate < math.inf:
             raise ValueError(f"rate must be positive, got {self.rate}")
@@ -120,7 +119,6 @@ class Warped(Profile):
     power: float = 1.0
 
     def __post_init__(self) -> None:
-        """Check the values."""
         choose("profile", self.base, (name for name, kind in PROFILES.items() if kind is not Warped))
         declared(type(self), vars(self))
         if not 0 < self.power < math.inf:

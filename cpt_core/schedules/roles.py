@@ -62,7 +62,7 @@ class RoleSchedules(Schedule):
                 f"roles missing: {', '.join(missing)}; give a schedule, a level, or 'float32' for each "
                 "(gradient stands for error and weight_gradient)"
             )
-        lengths = {s.total_steps for s in self._given() if isinstance(s, Schedule)}
+        lengths = {s.total_steps for s in self.parts if isinstance(s, Schedule)}
         if not lengths:
             raise ValueError("one role at least needs a schedule, which says how many steps there are")
         if len(lengths) > 1:
@@ -70,13 +70,10 @@ class RoleSchedules(Schedule):
         for name in Levels._fields:
             object.__setattr__(self, name, _schedule(name, getattr(self, name), *lengths))
 
-    def _given(self) -> list[Any]:
-        return [getattr(self, name) for name in Levels._fields]
-
     @property
     def parts(self) -> Levels:
         """The schedule of every role."""
-        return Levels(*self._given())
+        return Levels(*(getattr(self, name) for name in Levels._fields))
 
     @property
     def q_min(self) -> int:  # type: ignore[override]

@@ -147,7 +147,6 @@ class StaticSchedule(Schedule):
     name: ClassVar[str] = "STATIC"
 
     def __post_init__(self) -> None:
-        """Check the values."""
         set_integers(self, "q_max", "total_steps")
         check_range(self.q_max, self.q_max, self.total_steps)
 
@@ -270,7 +269,6 @@ class TableSchedule(Schedule):
     kind: ClassVar[str] = "table"
 
     def __post_init__(self) -> None:
-        """Check the values."""
         try:
             pairs = [(bits, steps) for bits, steps in self.runs]
         except (TypeError, ValueError):
