@@ -47,7 +47,7 @@ def as_matrices(conv, x):
 @pytest.mark.parametrize("kind", [nn.Conv2d, nn.ConvTranspose2d])
 @pytest.mark.parametrize("frozen", ["nothing", "input", "weight"])
 def test_gradients_of_convolutions(kind, frozen):
-    for groups, stride, dilation in product((1, 2, 4), (1, 2), (1, 2)):
+    for groups, stride, dilation in ((1, 1, 2), (2, 2, 1), (4, 2, 2)):
         conv = kind(4, 8, (3, 2), stride, 1, dilation=dilation, groups=groups, bias=False)
         conv.weight.requires_grad_(frozen != "weight")
         x = torch.randn(2, 4, 7, 6, requires_grad=frozen != "input")
@@ -116,14 +116,15 @@ class Attends(nn.Module):
 @pytest.mark.parametrize(
     ("module", "runs", "trained"),
     [
-        *product(["bert"], ["simulated", "integer", "float32", "fused"], ["layers", "adapters"]),
+        *product(["bert"], ["simulated", "integer", "float32", "fused"], ["layers"]),
+        *product(["bert"], ["simulated", "fused"], ["adapters"]),
         *product([m for m in SELF_ATTENTION if m != "bert"], ["simulated"], ["layers"]),
     ],
 )
 def test_gradients_of_attention(module, runs, trained):
     """Whichever of queries, keys and values are trained: plan and ledger have the products that run."""
     implementation = "sdpa" if runs == "fused" else "eager"
-    for chosen in ("q", "k", "v", "kv") if module == "bert" else ("q", "kv"):
+    for chosen in ("q", "k", "v", "kv") if module == "bert" else ("kv",):
         torch.manual_seed(0)
         model, x = Attends(module, implementation).eval().requires_grad_(False), torch.randn(2, 5, 8)
         for part in chosen:

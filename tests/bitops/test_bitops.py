@@ -3,7 +3,6 @@ import csv
 import pytest
 import torch
 from torch import nn
-from torch.utils.flop_counter import FlopCounterMode
 
 from cpt_core.bitops.ledger import BitOpsLedger
 from cpt_core.bitops.plan import count_bitops
@@ -39,7 +38,8 @@ def test_forward_macs_equal_the_reference(name, reference_dir):
     if row is None:
         pytest.skip(f"{name} is not in this reference")
     model, size, classes = REFERENCE[name]
-    calls, _ = trace(MODELS[model](3, size, classes), (torch.empty(int(row["batch"]), 3, size, size),))
+    with torch.device("meta"):
+        calls, _ = trace(MODELS[model](3, size, classes), (torch.empty(int(row["batch"]), 3, size, size),))
     assert sum(c.macs for c in calls) == int(row["forward_count"])
     for part in row["breakdown"].split(";"):
         kind, count = part.split("=")
@@ -48,13 +48,11 @@ def test_forward_macs_equal_the_reference(name, reference_dir):
 
 HAND = {
     # outputs x kernel x input channels per group
-    "conv": (nn.Conv2d(4, 6, 3, padding=1, bias=False), (2, 4, 5, 5), 2 * 6 * 25 * 9 * 4),
-    "conv with bias": (nn.Conv2d(4, 6, 3, padding=1), (2, 4, 5, 5), 2 * 6 * 25 * 9 * 4),
+    "conv": (nn.Conv2d(4, 6, 3, padding=1), (2, 4, 5, 5), 2 * 6 * 25 * 9 * 4),
     "grouped": (nn.Conv2d(4, 6, 3, groups=2), (2, 4, 5, 5), 2 * 6 * 9 * 9 * 2),
     "depthwise, stride 2": (nn.Conv2d(4, 4, 3, stride=2, padding=1, groups=4), (1, 4, 6, 6), 4 * 9 * 9),
     "1-d": (nn.Conv1d(3, 5, 4), (2, 3, 10), 2 * 5 * 7 * 4 * 3),
-    "linear": (nn.Linear(7, 3), (2, 7), 2 * 3 * 7),
-    "linear on sequences": (nn.Linear(7, 3), (2, 5, 7), 2 * 5 * 3 * 7),
+    "linear": (nn.Linear(7, 3), (2, 5, 7), 2 * 5 * 3 * 7),
     "layer norm": (nn.LayerNorm(7), (2, 7), 4 * 14),
 }
 
@@ -65,15 +63,6 @@ def test_macs_by_hand(case):
     plan = count_bitops(nn.Sequential(module), (torch.empty(shape),), convention="paper")
     assert plan.forward_macs == macs
     assert plan.total == 3 * macs  # 32 x 32 bits, three products
-
-
-def test_forward_agrees_with_torchs_own_counter():
-    model = MODELS["resnet8"](3, 16, 10)
-    x = torch.empty(2, 3, 16, 16, device="meta")
-    with FlopCounterMode(display=False) as flops:
-        model.to("meta")(x)
-    products = sum(c.macs for c in trace(model, (x,))[0] if c.kind != "BatchNorm2d")
-    assert flops.get_total_flops() == 2 * products  # one multiply-accumulate is two floating-point operations
 
 
 def test_conventions_by_hand():
@@ -104,34 +93,29 @@ def test_gradient_bits_of_your_own():
 
 
 def test_plain_functions_are_priced_or_told_not_lost():
-    class Model(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.layer = nn.Linear(4, 4)
-
-        def forward(self, x):
-            y = self.layer(x)
-            return (y @ y.T).softmax(-1)
-
-    paper, per_op = (count_bitops(Model(), (torch.empty(3, 4),), convention=c) for c in CONVENTIONS)
-    assert paper.macs == {"layer": 48}
-    assert paper.unpriced == {"(products)": 36}
-    assert per_op.macs == {"layer": 48, "(products)": 36}
-    assert per_op.by_layer == {"layer": 2 * 48, "(products)": 3 * 36}
+    model = nn.Sequential(nn.Linear(4, 4), Plain())
+    paper, per_op = (count_bitops(model, (torch.empty(3, 4),), convention=c) for c in CONVENTIONS)
+    assert paper.macs == {"0": 48}
+    assert paper.unpriced == {"1 (products)": 36}
+    assert per_op.macs == {"0": 48, "1 (products)": 36}
+    assert per_op.by_layer == {"0": 2 * 48, "1 (products)": 3 * 36}
     assert paper.uncounted == per_op.uncounted == {"_softmax": 9}
 
 
+# one network of every kind: deeper ones repeat its blocks
 MODELS_TO_TRAIN = {
     "mlp": (lambda: MODELS["mlp6"](1, 8, 10), (4, 1, 8, 8), "cifar"),
     "resnet8": (lambda: MODELS["resnet8_w8"](3, 8, 10), (2, 3, 8, 8), "cifar"),
-    "resnet20": (lambda: MODELS["resnet20"](3, 8, 10), (2, 3, 8, 8), "cifar"),
-    "resnet74": (lambda: MODELS["resnet74"](3, 8, 10), (2, 3, 8, 8), "cifar"),
-    "resnet152": (lambda: MODELS["resnet152"](3, 8, 10), (2, 3, 8, 8), "cifar"),
     "mobilenetv2": (lambda: MODELS["mobilenetv2"](3, 8, 10), (2, 3, 8, 8), "cifar"),
     "resnet18": (lambda: MODELS["resnet18"](3, 32, 10), (2, 3, 32, 32), "imagenet"),
-    "resnet34": (lambda: MODELS["resnet34"](3, 32, 10), (2, 3, 32, 32), "imagenet"),
     "depthwise block": (lambda: nn.Sequential(InvertedResidual(4, 8, 6, 1)), (2, 4, 6, 6), "all"),
+    "function": (lambda: nn.Sequential(nn.Linear(4, 3), Plain()), (5, 4), "all"),
 }
+
+
+class Plain(nn.Module):
+    def forward(self, x):
+        return (x @ x.T).softmax(-1)
 
 
 @pytest.mark.parametrize("name", MODELS_TO_TRAIN)
@@ -154,6 +138,9 @@ def test_plan_equals_ledger(name):
         assert ledger.total(convention) == plan.total
         assert ledger.by_layer(convention) == plan.by_layer
         assert ledger.by_pass(convention) == plan.by_pass
+        assert ledger.costs(convention) == pytest.approx(plan.costs)
+        assert ledger.table(convention).loc["total"].tolist() == pytest.approx(list(plan.costs.values()))
+        assert min(plan.costs.values()) > 0
 
 
 def test_plan_equals_ledger_with_a_schedule_per_layer():

@@ -100,10 +100,7 @@ ZOO = {
     "RNN": (lambda: nn.RNN(8, 6, batch_first=True), sequences),
     "GRUCell": (lambda: nn.GRUCell(8, 6), lambda: torch.randn(5, 8)),
     "LSTMCell": (lambda: nn.LSTMCell(8, 6), lambda: torch.randn(5, 8)),
-    "resnet18": (tv.resnet18, images),
-    "mobilenet": (tv.mobilenet_v3_small, images),
     "vit": (lambda: tv.VisionTransformer(32, 8, 2, 2, 16, 32, num_classes=5), images),
-    "swin": (lambda: tv.SwinTransformer(*WINDOWS, stochastic_depth_prob=0.0), images),
     "swin v2": (
         lambda: tv.SwinTransformer(
             *WINDOWS, stochastic_depth_prob=0.0, block=SwinTransformerBlockV2, downsample_layer=PatchMergingV2
@@ -140,7 +137,7 @@ BY_HAND = {
         2 * (14 * (4 * 16 * 16 + 4 * 16 + 2 * 3 * 16 * 24) + 2 * 2 * 7 * 7 * 16) + 14 * 16 * 50,
     ),
 }
-ELEMENTWISE = ("BatchNorm2d", "LayerNorm", "gates")  # counted by both conventions; no products
+ELEMENTWISE = ("LayerNorm", "gates")  # counted by both conventions; no products
 
 
 def made(entry):
@@ -156,6 +153,7 @@ def loss_of(output):
 
 @pytest.mark.parametrize("name", [*ZOO, *BY_HAND])
 def test_no_product_is_lost(name):
+    """Not by the plan, against torch's counter or by hand; nor by the ledger, against the plan."""
     entry = ZOO.get(name) or BY_HAND[name]
     model, inputs = made(entry)
     elementwise = sum(c.macs for c in trace(model, inputs)[0] if c.kind in ELEMENTWISE)
@@ -171,10 +169,6 @@ def test_no_product_is_lost(name):
         expected = entry[2]
     assert per_op.forward_macs - elementwise == expected
 
-
-@pytest.mark.parametrize("name", [n for n in (*ZOO, *BY_HAND) if n not in ("resnet18", "mobilenet", "swin")])
-def test_plan_equals_ledger(name):
-    model, inputs = made(ZOO.get(name) or BY_HAND[name])
     quantised = any(True for _ in convertible(model))
     schedule, scheduler = FunctionSchedule(lambda u: 3 + 5 * u if quantised else 32, total_steps=2), None
     if quantised:
@@ -184,11 +178,11 @@ def test_plan_equals_ledger(name):
             loss_of(model(*inputs)).backward()
             if scheduler is not None:
                 scheduler.step()
-    for convention in CONVENTIONS:
-        plan = count_bitops(model, inputs, schedule, convention=convention)
+    plans = {c: count_bitops(model, inputs, schedule, convention=c) for c in CONVENTIONS}
+    for convention, plan in plans.items():
         assert ledger.by_layer(convention) == plan.by_layer
         assert ledger.by_pass(convention) == plan.by_pass
-    assert ledger.unpriced == {k: 2 * v for k, v in count_bitops(model, inputs, convention="paper").unpriced.items()}
+    assert ledger.unpriced == {layer: 2 * macs for layer, macs in plans["paper"].unpriced.items()}
 
 
 def test_the_plan_says_what_its_total_lacks():
@@ -204,7 +198,7 @@ def test_the_plan_says_what_its_total_lacks():
     vit = count_bitops(*made(ZOO["vit"]), convention="paper")
     assert "encoder.layers.encoder_layer_0.self_attention (products) 5" in str(vit)
     assert "total is without" not in str(count_bitops(*made(ZOO["vit"])))
-    assert "total is without" not in str(count_bitops(*made(ZOO["resnet18"]), convention="paper"))
+    assert "total is without" not in str(count_bitops(nn.Linear(8, 3), (sequences(),), convention="paper"))
     gpt2 = str(count_bitops(*made(ZOO["gpt2"]), convention="paper"))
     assert "7 more in .unpriced" in gpt2
 
@@ -258,9 +252,7 @@ def test_a_product_of_sparse_matrices_costs_what_they_hold():
     assert ledger.unpriced == {"(products)": 4 * 3}
 
 
-@pytest.mark.parametrize(
-    "options", [{}, {"num_layers": 2}, {"bidirectional": True}, {"num_layers": 3, "bidirectional": True}]
-)
+@pytest.mark.parametrize("options", [{}, {"num_layers": 3, "bidirectional": True}])
 def test_lstm_with_projections(options):
     """Every weight meets every vector once; torch's counter sees the steps of an LSTM with projections."""
     model, x = nn.LSTM(8, 6, proj_size=2, **options).to("meta"), torch.randn(2, 5, 8, device="meta")
@@ -392,9 +384,7 @@ def test_a_quantised_model_that_is_one_layer_has_its_own_bits():
     PrecisionScheduler(model, schedule)
     with BitOpsLedger(model) as ledger:
         model(x).sum().backward()
-    assert (
-        ledger.total("per_op") == count_bitops(model, (x,), schedule, convention="per_op").total == 2 * 24 * 16 / 1024
-    )
+    assert ledger.total() == count_bitops(model, (x,), schedule).total == 2 * 24 * 16 / 1024
     unconverted = count_bitops(nn.Linear(4, 3), (x,), schedule)
     assert (unconverted.total, unconverted.by_convention["paper"]) == (2 * 24, 3 * 24 * 16 / 1024)
 

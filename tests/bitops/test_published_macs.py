@@ -8,10 +8,8 @@ import transformers
 from cpt_core.bitops.trace import trace
 from cpt_core.models.resnet import CifarResNet
 
-PUBLISHED = (
-    "alexnet densenet121 efficientnet_b0 mnasnet1_0 mobilenet_v2 mobilenet_v3_large resnet18 "
-    "resnet50 resnext50_32x4d shufflenet_v2_x1_0 squeezenet1_0 swin_t vgg16 vit_b_16"
-).split()
+# one of every kind of product: plain, grouped and depthwise convolutions, linear layers, attention in windows and whole
+PUBLISHED = "alexnet mobilenet_v3_large resnet18 resnext50_32x4d shufflenet_v2_x1_0 swin_t vit_b_16".split()
 ELEMENTWISE = {"BatchNorm2d", "LayerNorm", "LayerNorm2d", "LlamaRMSNorm"}
 
 
@@ -25,14 +23,12 @@ def macs_of(make, *inputs):
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_torchvision(name):
     published = torchvision.models.get_model_weights(name).DEFAULT.meta
-
     counted = macs_of(lambda: torchvision.models.get_model(name), lambda: torch.rand(1, 3, 224, 224))
     assert round(counted / 1e9, 3) == published["_ops"]
 
 
-@pytest.mark.parametrize("depth", [56, 110])
-def test_residual_networks_of_cifar(depth):
-    blocks, macs = (depth - 2) // 6, 32 * 32 * 9 * 3 * 16
+def test_residual_networks_of_cifar():
+    blocks, macs = (56 - 2) // 6, 32 * 32 * 9 * 3 * 16
     for width, side in ((16, 32), (32, 16), (64, 8)):
         macs += side * side * 9 * width * width * 2 * blocks
         if width > 16:  # the first convolution and the shortcut come from half the width
@@ -55,13 +51,6 @@ def test_gpt_2_small():
     t, d = 1024, 768
     model = lambda: transformers.GPT2LMHeadModel(transformers.GPT2Config())  # noqa: E731
     assert macs_of(model, tokens(t)) == 12 * (12 * t * d * d + 2 * t * t * d) + t * d * 50257
-
-
-def test_vision_transformer_base():
-    t, d = 197, 768
-    model = lambda: transformers.ViTModel(transformers.ViTConfig(), add_pooling_layer=False)  # noqa: E731
-    counted = macs_of(model, lambda: torch.rand(1, 3, 224, 224))
-    assert counted == 196 * d * d + 12 * (12 * t * d * d + 2 * t * t * d)
 
 
 def test_a_block_of_llama():

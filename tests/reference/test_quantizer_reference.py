@@ -1,5 +1,6 @@
 import json
 from contextlib import nullcontext
+from functools import partial
 
 import dgl
 import dgl.nn
@@ -103,30 +104,18 @@ def test_every_running_range(reference):
     assert wrong == []
 
 
-def layer_of(case):
-    weight, bias = tensor(case["weight"]), case.get("bias")
-    out, inner, *kernel = weight.shape
+# Makers of a layer: the layer, how to convert it, its call with what the reference has of the outcome, its gradients
+
+
+def plain(case):
+    state = {"weight": tensor(case["weight"])} | ({"bias": tensor(case["bias"])} if case.get("bias") else {})
+    out, inner, *kernel = state["weight"].shape
     if kernel:
-        layer = nn.Conv2d(inner, out, kernel, case["stride"], case["padding"], bias=bias is not None)
+        layer = nn.Conv2d(inner, out, kernel, case["stride"], case["padding"], bias="bias" in state)
     else:
-        layer = nn.Linear(inner, out, bias=bias is not None)
-    layer.load_state_dict({"weight": weight} | ({} if bias is None else {"bias": tensor(bias)}))
-    return quantize_(layer, QuantConfig().with_gradient_rounding("nearest"))
-
-
-def test_forward_and_backward_of_every_layer(reference):
-    wrong = []
-    for case in cases(reference, "layers", "conv2d", "conv2d_bias", "linear"):
-        layer, x = layer_of(case), tensor(case["x"]).requires_grad_()
-        with precision(layer, case["bits"], q_grad=case["grad_bits"]):
-            y = layer(x)
-            y.backward(tensor(case["upstream"]))
-        found = {"dx": x.grad, "dw": layer.weight.grad}
-        if layer.bias is not None:
-            found["db"] = layer.bias.grad
-        wrong += [(case["id"], k) for k, value in found.items() if differs(value, case[k], BACKWARD_ATOL)]
-        wrong += [(case["id"], "y")] if differs(y, case["y"], FORWARD_ATOL) else []
-    assert wrong == []
+        layer = nn.Linear(inner, out, bias="bias" in state)
+    layer.load_state_dict(state)
+    return layer, QuantConfig(), lambda layer, x: {"y": layer(x)}, {f"d{name[0]}": name for name in state}
 
 
 # where layer and sum come from -> what tells them apart; all must give the reference's numbers
@@ -141,82 +130,75 @@ GRAPH_LAYERS = {
 }
 
 
-def graph_layer_of(case, graph_conv, sage_conv):
+def graph_layer(case, origin):
+    backend, graph_conv, sage_conv = GRAPH_LAYERS[origin]
     if case["layer"] == "graphconv":
         layer = graph_conv(len(case["weight_in_out"]), len(case["bias"]))
         state = {"weight": case["weight_in_out"], "bias": case["bias"]}
+        gradients = {"dw": "weight", "db": "bias"}
     else:
         layer = sage_conv(len(case["w_neigh"][0]), len(case["bias"]))
         state = {"fc_neigh.weight": case["w_neigh"], "fc_self.weight": case["w_self"], "fc_self.bias": case["bias"]}
+        gradients = {"dw_neigh": "fc_neigh.weight", "dw_self": "fc_self.weight", "db": "fc_self.bias"}
     layer.load_state_dict({k: tensor(v) for k, v in state.items()})
+    adjacency = tensor(case["adjacency_dst_src"])
+    destination, source = adjacency.nonzero().T
+    if adjacency.shape[0] == adjacency.shape[1]:
+        graph = Graph.from_edges(source, destination, len(adjacency), backend)
+    else:  # a sampled block: the destinations are the first of the sources
+        indptr = torch.cat([torch.zeros(1), adjacency.sum(1).cumsum(0)]).int()
+        graph = Graph(indptr, source.int(), adjacency.shape[1], backend)
+    edges = graph._dgl if origin == "DGL's" else graph
     config = QuantConfig(aggregation="quantized" if case["quant_agg"] else "fp")
-    return quantize_(layer, config.with_gradient_rounding("nearest"))
+    return layer, config, lambda layer, x: {"y": layer(edges, x)}, gradients
 
 
-@pytest.mark.parametrize("origin", GRAPH_LAYERS)
-def test_forward_and_backward_of_every_graph_layer(reference, origin):
-    backend, graph_conv, sage_conv = GRAPH_LAYERS[origin]
-    wrong = []
-    for case in cases(reference, "layers", "graphconv", "sageconv_mean"):
-        layer, x = graph_layer_of(case, graph_conv, sage_conv), tensor(case["x"]).requires_grad_()
-        adjacency = tensor(case["adjacency_dst_src"])
-        destination, source = adjacency.nonzero().T
-        if adjacency.shape[0] == adjacency.shape[1]:
-            graph = Graph.from_edges(source, destination, len(adjacency), backend)
-        else:  # a sampled block: the destinations are the first of the sources
-            indptr = torch.cat([torch.zeros(1), adjacency.sum(1).cumsum(0)]).int()
-            graph = Graph(indptr, source.int(), adjacency.shape[1], backend)
-        if origin == "DGL's":
-            graph = graph._dgl
-        with precision(layer, case["bits"], q_grad=case["grad_bits"]):
-            y = layer(graph, x)
-            y.backward(tensor(case["upstream"]))
-        found = {"dx": x.grad}
-        if case["layer"] == "graphconv":
-            found |= {"dw": layer.weight.grad, "db": layer.bias.grad}
-        else:
-            found |= {"dw_neigh": layer.fc_neigh.weight.grad, "dw_self": layer.fc_self.weight.grad}
-            found["db"] = layer.fc_self.bias.grad
-        wrong += [(case["id"], k) for k, value in found.items() if differs(value, case[k], BACKWARD_ATOL)]
-        wrong += [(case["id"], "y")] if differs(y, case["y"], FORWARD_ATOL) else []
-    assert wrong == []
+def lstm(case):
+    weight, recurrent = tensor(case["W"]), tensor(case["U"])
+    layer = nn.LSTM(weight.shape[1], recurrent.shape[1])
+    state = {"weight_ih_l0": weight, "weight_hh_l0": recurrent, "bias_ih_l0": tensor(case["b"])}
+    layer.load_state_dict({**state, "bias_hh_l0": torch.zeros(len(weight))})  # the authors have one bias
 
-
-def test_forward_and_backward_of_every_lstm(reference):
-    wrong = []
-    for case in cases(reference, "layers", "lstm"):
-        weight, recurrent = tensor(case["W"]), tensor(case["U"])
-        layer = nn.LSTM(weight.shape[1], recurrent.shape[1])
-        state = {"weight_ih_l0": weight, "weight_hh_l0": recurrent, "bias_ih_l0": tensor(case["b"])}
-        layer.load_state_dict({**state, "bias_hh_l0": torch.zeros(len(weight))})  # the authors have one bias
-        config = QuantConfig(running_start="zero").with_gradient_rounding("nearest")
-        quantize_(layer, config)
-        x = tensor(case["x"]).requires_grad_()
-        with precision(layer, case["bits"], q_grad=case["grad_bits"]):
-            y, (_, c) = layer(x, (tensor(case["h0"]), tensor(case["c0"])))
-            y.backward(tensor(case["upstream"]))
-        found = {"dx": x.grad, "dW": layer.weight_ih_l0.grad, "dU": layer.weight_hh_l0.grad}
-        found |= {"db": layer.bias_ih_l0.grad}
-        wrong += [(case["id"], k) for k, value in found.items() if differs(value, case[k], BACKWARD_ATOL)]
+    def call(layer, x):
+        y, (_, c) = layer(x, (tensor(case["h0"]), tensor(case["c0"])))
         low, width, _ = layer.precision.running_hidden_l0
-        found = {"y": y, "cT": c, "U_running_min": low, "U_running_range": width}
-        wrong += [(case["id"], k) for k, value in found.items() if differs(value, case[k], FORWARD_ATOL)]
-    assert wrong == []
+        return {"y": y, "cT": c, "U_running_min": low, "U_running_range": width}
+
+    gradients = {"dW": "weight_ih_l0", "dU": "weight_hh_l0", "db": "bias_ih_l0"}
+    return layer, QuantConfig(running_start="zero"), call, gradients
 
 
-def test_forward_and_backward_of_every_attention(reference):
+def attention(case):
+    sizes = {"hidden_size": len(case["x"][0][0]), "num_attention_heads": case["heads"]}
+    layer = BertSelfAttention(BertConfig(**sizes, attn_implementation="eager")).eval()
+    layer.load_state_dict({f"{k}.{n}": tensor(v) for k, p in case["params"].items() for n, v in p.items()})
+    gradients = {f"dW{name[0]}": f"{name}.weight" for name in ("query", "key", "value")}
+    return layer, QuantConfig(), lambda layer, x: {"y": layer(x)[0]}, gradients
+
+
+LAYERS = {
+    "plain": (plain, "conv2d", "conv2d_bias", "linear"),
+    **{
+        f"graph, {origin}": (partial(graph_layer, origin=origin), "graphconv", "sageconv_mean")
+        for origin in GRAPH_LAYERS
+    },
+    "lstm": (lstm, "lstm"),
+    "attention": (attention, "bert_self_attention"),
+}
+
+
+@pytest.mark.parametrize("kind", LAYERS)
+def test_forward_and_backward_of_every_layer(reference, kind):
+    make, *names = LAYERS[kind]
     wrong = []
-    for case in cases(reference, "layers", "bert_self_attention"):
+    for case in cases(reference, "layers", *names):
+        layer, config, call, parameters = make(case)
+        layer = quantize_(layer, config.with_gradient_rounding("nearest"))
         x = tensor(case["x"]).requires_grad_()
-        config = BertConfig(hidden_size=x.shape[-1], num_attention_heads=case["heads"], attn_implementation="eager")
-        layer = BertSelfAttention(config).eval()
-        layer.load_state_dict({f"{k}.{n}": tensor(v) for k, p in case["params"].items() for n, v in p.items()})
-        quantize_(layer, QuantConfig().with_gradient_rounding("nearest"))
         with precision(layer, case["bits"], q_grad=case["grad_bits"]):
-            y = layer(x)[0]
-            y.backward(tensor(case["upstream"]))
-        found = {"dx": x.grad, "dWq": layer.query.weight.grad, "dWk": layer.key.weight.grad}
-        found |= {"dWv": layer.value.weight.grad}
-        wrong += [(case["id"], k) for k, value in found.items() if differs(value, case[k], BACKWARD_ATOL)]
-        wrong += [(case["id"], "y")] if differs(y, case["y"], FORWARD_ATOL) else []
+            found = call(layer, x)
+            found["y"].backward(tensor(case["upstream"]))
+        gradients = {"dx": x.grad} | {name: layer.get_parameter(path).grad for name, path in parameters.items()}
+        wrong += [(case["id"], k) for k, value in gradients.items() if differs(value, case[k], BACKWARD_ATOL)]
+        wrong += [(case["id"], k) for k, value in found.items() if differs(value, case[k], FORWARD_ATOL)]
     assert wrong == []
