@@ -18,8 +18,8 @@ from cpt_core.schedules.schedule import (
     CyclicSchedule,
     Levels,
     Schedule,
-    check_range,
     set_integers,
+    set_range,
 )
 
 
@@ -31,8 +31,8 @@ class DeficitSchedule(Schedule):
     [8, 8, 3, 3, 8, 8]
 
     Args:
-        q_low: bits inside the windows.
-        q_high: bits elsewhere, and of the gradients.
+        q_low: bits inside the windows; also ``q_min``.
+        q_high: bits elsewhere, and of the gradients; also ``q_max``.
         windows: pairs (start, stop) of 0-based steps, half-open: ``start <= t < stop``; none is no deficit. They are
             kept in order of time.
         total_steps: length of training in optimizer steps.
@@ -52,7 +52,7 @@ class DeficitSchedule(Schedule):
 
     def __post_init__(self) -> None:
         set_integers(self, "q_low", "q_high", "total_steps")
-        check_range(self.q_low, self.q_high, self.total_steps)
+        set_range(self, self.q_low, self.q_high, self.total_steps)
         windows = []
         for window in self.windows:
             windows.append(window_of(window))
@@ -76,16 +76,6 @@ class DeficitSchedule(Schedule):
         in_steps = tuple((start * steps, stop * steps) for start, stop in map(window_of, windows))
         return cls(q_low, q_high, in_steps, epochs * steps)
 
-    @property
-    def q_min(self) -> int:  # type: ignore[override]
-        """The same as ``q_low``."""
-        return self.q_low
-
-    @property
-    def q_max(self) -> int:  # type: ignore[override]
-        """The same as ``q_high``."""
-        return self.q_high
-
     def values(self) -> Array:
         """Return the bits of every step as floats."""
         values = np.full(self.total_steps, float(self.q_high))
@@ -94,29 +84,8 @@ class DeficitSchedule(Schedule):
         return values
 
 
-class AroundSchedule(Schedule):
-    """A schedule made from another one, with its bits and, unless it says otherwise, its length."""
-
-    schedule: Any
-
-    @property
-    def q_min(self) -> int:  # type: ignore[override]
-        """Of the schedule."""
-        return self.schedule.q_min
-
-    @property
-    def q_max(self) -> int:  # type: ignore[override]
-        """Of the schedule."""
-        return self.schedule.q_max
-
-    @property
-    def total_steps(self) -> int:  # type: ignore[override]
-        """Of the schedule."""
-        return self.schedule.total_steps
-
-
 @dataclass(frozen=True)
-class AdjustedSchedule(AroundSchedule):
+class AdjustedSchedule(Schedule):
     """A cyclic schedule with the bits of a few steps changed, ``((step, bits), ...)``: how short ones meet a budget."""
 
     schedule: CyclicSchedule
@@ -125,6 +94,7 @@ class AdjustedSchedule(AroundSchedule):
 
     def __post_init__(self) -> None:
         declared(type(self), vars(self))
+        set_range(self, self.schedule.q_min, self.schedule.q_max, self.schedule.total_steps)
         changes = tuple(sorted((self.schedule._check_step(t), whole("bits", b)) for t, b in self.changes))
         object.__setattr__(self, "changes", changes)
         if len({t for t, _ in changes}) < len(changes):
@@ -146,7 +116,7 @@ class AdjustedSchedule(AroundSchedule):
 
 
 @dataclass(frozen=True)
-class DelayedSchedule(AroundSchedule):
+class DelayedSchedule(Schedule):
     """``hold`` steps at ``q_max``, or without quantisation, then another schedule: low precision, but not at the start.
 
     Args:
@@ -165,14 +135,9 @@ class DelayedSchedule(AroundSchedule):
     def __post_init__(self) -> None:
         set_integers(self, "hold")
         whole("hold", self.hold, 0, MOST_STEPS)
-        check_range(1, 1, self.total_steps)
+        set_range(self, self.schedule.q_min, self.schedule.q_max, self.hold + self.schedule.total_steps)
         if self.level not in (None, FLOAT32):
             raise ValueError(f"a delay holds q_max (level None) or float32 (level {FLOAT32}), got {self.level!r}")
-
-    @property
-    def total_steps(self) -> int:  # type: ignore[override]
-        """The number of optimizer steps, those of the delay included."""
-        return self.hold + self.schedule.total_steps
 
     def values(self) -> Array:
         """Return the precision of every step before rounding, shape (total_steps,)."""

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from cpt_core.checks import declared, shown, whole
 from cpt_core.schedules.cost import noise_exposure, relative_cost
 from cpt_core.schedules.profiles import Array
-from cpt_core.schedules.schedule import Schedule
+from cpt_core.schedules.schedule import Schedule, set_range
 
 
 @dataclass(frozen=True)
@@ -20,7 +20,8 @@ class LayeredSchedule(Schedule):
 
     A group's MACs, multiply-accumulates of one forward pass, are its weight in ``relative_cost``, ``noise_exposure``
     and ``share_at``; those of a whole model are in ``count_bitops(...).macs``. ``bits`` are the highest of any layer,
-    at which the convention "paper" prices the work outside the quantised layers; ``at(step)`` are those of each.
+    at which the convention "paper" prices the work outside the quantised layers; ``at(step)`` are those of each;
+    ``q_min`` and ``q_max`` the lowest and the highest of any.
 
     >>> from cpt_core.schedules.schedule import StaticSchedule
     >>> s = LayeredSchedule(((("conv*",), StaticSchedule(4, 10), 30), (("fc",), StaticSchedule(8, 10), 10)))
@@ -55,21 +56,8 @@ class LayeredSchedule(Schedule):
                 raise ValueError(f"a group has a schedule that is not layered itself, got {schedule!r}")
         if len({s.total_steps for _, s, _ in parts}) > 1:
             raise ValueError(f"schedules must have one length, got {[s.total_steps for _, s, _ in parts]} steps")
-
-    @property
-    def q_min(self) -> int:  # type: ignore[override]
-        """The lowest bits of any group."""
-        return min(s.q_min for _, s, _ in self.parts)
-
-    @property
-    def q_max(self) -> int:  # type: ignore[override]
-        """The highest bits of any group."""
-        return max(s.q_max for _, s, _ in self.parts)
-
-    @property
-    def total_steps(self) -> int:  # type: ignore[override]
-        """The number of optimizer steps."""
-        return self.parts[0][1].total_steps
+        schedules = [s for _, s, _ in parts]
+        set_range(self, min(s.q_min for s in schedules), max(s.q_max for s in schedules), schedules[0].total_steps)
 
     @property
     def by_pattern(self) -> dict[str, Schedule]:

@@ -18,7 +18,7 @@ from cpt_core.checks import check_bits, declared, whole
 from cpt_core.schedules.cost import relative_role_cost
 from cpt_core.schedules.layered import LayeredSchedule
 from cpt_core.schedules.profiles import Array
-from cpt_core.schedules.schedule import FLOAT32, Levels, Schedule, StaticSchedule
+from cpt_core.schedules.schedule import FLOAT32, Levels, Schedule, StaticSchedule, set_range
 
 Part = Schedule | int | str | None
 
@@ -69,6 +69,8 @@ class RoleSchedules(Schedule):
             raise ValueError(f"schedules of roles must have one length, got {sorted(lengths)} steps")
         for name in Levels._fields:
             object.__setattr__(self, name, _schedule(name, getattr(self, name), *lengths))
+        lowest = min(self.parts.weight.q_min, self.parts.activation.q_min)
+        set_range(self, lowest, max(self.parts.weight.q_max, self.parts.activation.q_max), *lengths)
 
     @property
     def parts(self) -> Levels:
@@ -76,24 +78,9 @@ class RoleSchedules(Schedule):
         return Levels(*(getattr(self, name) for name in Levels._fields))
 
     @property
-    def q_min(self) -> int:  # type: ignore[override]
-        """The lowest level of weights and activations."""
-        return min(self.parts.weight.q_min, self.parts.activation.q_min)
-
-    @property
-    def q_max(self) -> int:  # type: ignore[override]
-        """The highest one."""
-        return max(self.parts.weight.q_max, self.parts.activation.q_max)
-
-    @property
     def highest(self) -> Levels:
         """The highest level of every role."""
         return Levels(*(s.q_max for s in self.parts))
-
-    @property
-    def total_steps(self) -> int:  # type: ignore[override]
-        """The number of optimizer steps."""
-        return self.parts.weight.total_steps
 
     def values(self) -> Array:
         """Return those of activations."""

@@ -148,12 +148,7 @@ class StaticSchedule(Schedule):
 
     def __post_init__(self) -> None:
         set_integers(self, "q_max", "total_steps")
-        check_range(self.q_max, self.q_max, self.total_steps)
-
-    @property
-    def q_min(self) -> int:  # type: ignore[override]
-        """The same as ``q_max``."""
-        return self.q_max
+        set_range(self, self.q_max, self.q_max, self.total_steps)
 
     @property
     def savings(self) -> str:
@@ -277,22 +272,7 @@ class TableSchedule(Schedule):
         object.__setattr__(self, "runs", runs)
         if not runs or min(s for _, s in runs) < 1:
             raise ValueError(f"runs must be pairs (bits, steps) with steps >= 1, got {shown(self.runs)}")
-        check_range(self.q_min, self.q_max, self.total_steps)
-
-    @cached_property
-    def q_min(self) -> int:  # type: ignore[override]
-        """The lowest bits."""
-        return min(b for b, _ in self.runs)
-
-    @cached_property
-    def q_max(self) -> int:  # type: ignore[override]
-        """The highest bits."""
-        return max(b for b, _ in self.runs)
-
-    @cached_property
-    def total_steps(self) -> int:  # type: ignore[override]
-        """The number of optimizer steps."""
-        return sum(s for _, s in self.runs)
+        set_range(self, min(b for b, _ in runs), max(b for b, _ in runs), sum(s for _, s in runs))
 
     def values(self) -> Array:
         """Return the bits of every step as floats."""
@@ -323,23 +303,14 @@ class FunctionSchedule(Schedule):
     def __post_init__(self) -> None:
         """Read the curve and check it."""
         set_integers(self, "total_steps")
-        check_range(1, 1, self.total_steps)
+        check_range(1, 1, self.total_steps)  # the curve is read at each of them
         last = max(self.total_steps - 1, 1)
         values = tuple(number("function must return bits", self.function(t / last)) for t in range(self.total_steps))
         bad = [t for t, v in enumerate(values) if not (math.isfinite(v) and 1 <= round(v) <= MOST_BITS)]
         if bad:
             raise ValueError(f"function gives {values[bad[0]]} bits at step {bad[0]}; bits lie in 1..{MOST_BITS}")
         object.__setattr__(self, "_values", values)
-
-    @property
-    def q_min(self) -> int:  # type: ignore[override]
-        """The lowest bits of the curve."""
-        return int(self._bits.min())
-
-    @property
-    def q_max(self) -> int:  # type: ignore[override]
-        """The highest bits of the curve."""
-        return int(self._bits.max())
+        set_range(self, int(self._bits.min()), int(self._bits.max()), self.total_steps)
 
     def values(self) -> Array:
         """Return the curve at every step, shape (total_steps,)."""
@@ -356,6 +327,13 @@ def set_integers(schedule: Schedule, *names: str) -> None:
     declared(type(schedule), vars(schedule))
     for name in names:  # numpy integers become int, so that equal schedules hash and serialise alike
         object.__setattr__(schedule, name, whole(name, getattr(schedule, name)))
+
+
+def set_range(schedule: Schedule, q_min: int, q_max: int, total_steps: int) -> None:
+    """Give a frozen schedule bits and length that are no fields of it; ValueError as ``check_range``."""
+    check_range(q_min, q_max, total_steps)
+    for name, value in (("q_min", q_min), ("q_max", q_max), ("total_steps", total_steps)):
+        object.__setattr__(schedule, name, value)
 
 
 def check_range(q_min: int, q_max: int, total_steps: int) -> None:

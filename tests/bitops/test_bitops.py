@@ -106,7 +106,6 @@ def test_plain_functions_are_priced_or_told_not_lost():
 MODELS_TO_TRAIN = {
     "mlp": (lambda: MODELS["mlp6"](1, 8, 10), (4, 1, 8, 8), "cifar"),
     "resnet8": (lambda: MODELS["resnet8_w8"](3, 8, 10), (2, 3, 8, 8), "cifar"),
-    "mobilenetv2": (lambda: MODELS["mobilenetv2"](3, 8, 10), (2, 3, 8, 8), "cifar"),
     "resnet18": (lambda: MODELS["resnet18"](3, 32, 10), (2, 3, 32, 32), "imagenet"),
     "depthwise block": (lambda: nn.Sequential(InvertedResidual(4, 8, 6, 1)), (2, 4, 6, 6), "all"),
     "function": (lambda: nn.Sequential(nn.Linear(4, 3), Plain()), (5, 4), "all"),

@@ -6,7 +6,8 @@ import torch
 from torch import nn
 from torch.nn.utils import parametrizations
 from torch.nn.utils.rnn import pack_sequence
-from torchvision.models.detection import retinanet_resnet50_fpn
+from torchvision.models.detection import RetinaNet
+from torchvision.models.detection.anchor_utils import AnchorGenerator
 
 from cpt_core.bitops.ledger import BitOpsLedger
 from cpt_core.bitops.plan import count_bitops
@@ -149,14 +150,16 @@ def test_inputs_that_do_not_fit_get_torchs_own_words():
 
 
 def test_a_detector_of_torchvision():
-    sizes = {"min_size": 64, "max_size": 64, "weights": None, "weights_backbone": None}
-    model = quantize_(retinanet_resnet50_fpn(**sizes, num_classes=3))
+    backbone = nn.Sequential(nn.Conv2d(3, 32, 16, stride=16))
+    backbone.out_channels = 32
+    anchors = AnchorGenerator(((8,),), ((1.0,),))
+    model = quantize_(RetinaNet(backbone, 3, min_size=64, max_size=64, anchor_generator=anchors))
     images, targets = [torch.rand(3, 64, 64)], [{"boxes": torch.tensor([[1.0, 1, 9, 9]]), "labels": torch.tensor([1])}]
     with pytest.warns(UserWarning, match="RetinaNet does not run on shapes alone"):
         plan = count_bitops(model, (images, targets))
     with precision(model, "float"), BitOpsLedger(model) as ledger:
         model(images, targets)
-    assert ledger.by_pass()["forward"] == plan.by_pass["forward"] > 8e8
+    assert ledger.by_pass()["forward"] == plan.by_pass["forward"] > 0
 
 
 EDGES = ([0, 1, 2, 0], [1, 2, 0, 2])

@@ -62,9 +62,9 @@ def test_bert_equals_the_reference(reference_dir):
         model = BertModel(BertConfig())  # the vocabulary plays no part
     ids = torch.empty(1, 128, dtype=torch.int64, device="meta")
     plan = count_bitops(model, (ids, ids), convention="paper")
-    expected = forward_count(reference_dir, "xnli_mbert")
-    assert plan.forward_macs == expected
-    assert macs_by_kind(trace(model, (ids, ids))[0])["Linear"] == 12 * 128 * (4 * 768**2 + 2 * 768 * 3072) + 768**2
+    assert plan.forward_macs == forward_count(reference_dir, "xnli_mbert")
+    linear = sum(macs for layer, macs in plan.macs.items() if not layer.endswith("LayerNorm"))
+    assert linear == 12 * 128 * (4 * 768**2 + 2 * 768 * 3072) + 768**2
     attention = {f"encoder.layer.{i}.attention.self (products)": 2 * 128 * 128 * 768 for i in range(12)}
     assert plan.unpriced == attention  # the authors' counter does not see it
 
