@@ -24,17 +24,6 @@ class Plain(nn.Module):
         return x @ x.T
 
 
-class Alone(nn.Module):
-    """A layer in a model, whatever it is called with."""
-
-    def __init__(self, layer):
-        super().__init__()
-        self.layer = layer
-
-    def forward(self, *inputs):
-        return self.layer(*inputs)
-
-
 def ring():
     """Four nodes, each with an edge from its neighbour and from itself."""
     return Graph(torch.arange(0, 9, 2), torch.tensor([0, 3, 0, 1, 1, 2, 2, 3]))
@@ -71,7 +60,7 @@ HAND = {
 @pytest.mark.parametrize("case", HAND)
 def test_elements_by_hand(case):
     make, inputs, expected = HAND[case]
-    calls, _ = trace(Alone(make()), inputs())
+    calls, _ = trace(make(), inputs())
     assert [c.elements for c in calls if c.macs] == expected
 
 
