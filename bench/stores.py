@@ -2,8 +2,8 @@
 
     python -m bench.stores --rows 100000
 
-The rows are the committed ones again and again, of other seeds. A sweep appends with a mark: it knows how far it has
-read; without one the whole store is looked through first, before it is locked.
+The rows are the committed ones again and again, of other seeds. Who finds or appends a row looks through the whole
+store, and parses the lines of that run.
 """
 
 from __future__ import annotations
@@ -20,8 +20,7 @@ from typing import Any
 from cpt_lab.experiments.spec import key_of
 from cpt_lab.paths import results_dir
 from cpt_lab.sweeps import stores
-from cpt_lab.sweeps.digests import line_of
-from cpt_lab.sweeps.lines import mark
+from cpt_lab.sweeps.lines import line_of
 
 
 def fill(store: Path, count: int) -> dict[str, Any]:
@@ -52,14 +51,12 @@ def seconds(call: Callable[[int], Any], repeats: int) -> float:
 def measure(store: Path, count: int, repeats: int) -> str:
     """Return the line of one size."""
     row = fill(store, count)
-    end = mark(store)
-    new = [of(row, count + i) for i in range(2 * repeats)]
-    appended = seconds(lambda i: stores.append_row(store, new[i], end), repeats)
-    looked = seconds(lambda i: stores.append_row(store, new[repeats + i]), repeats)
+    new = [of(row, count + i) for i in range(repeats)]
+    appended = seconds(lambda i: stores.append_row(store, new[i]), repeats)
     found = seconds(lambda i: stores.find_row(store, new[i]["key"]), repeats)
     read = seconds(lambda i: stores.load_rows(store), repeats)
     size = store.stat().st_size / 1e6
-    return f"{count:8} {size:6.0f} {read:8.2f} {1e3 * found:8.1f} {1e3 * appended:10.2f} {1e3 * looked:18.2f}"
+    return f"{count:8} {size:6.0f} {read:8.2f} {1e3 * found:8.1f} {1e3 * appended:10.2f}"
 
 
 def main() -> None:
@@ -68,7 +65,7 @@ def main() -> None:
     parser.add_argument("--rows", type=int, nargs="+", default=[1_000, 100_000])
     parser.add_argument("--repeats", type=int, default=5)
     given = parser.parse_args()
-    print(f"{'rows':>8} {'MB':>6} {'read s':>8} {'find ms':>8} {'append ms':>10} {'without a mark ms':>18}")
+    print(f"{'rows':>8} {'MB':>6} {'read s':>8} {'find ms':>8} {'append ms':>10}")
     with tempfile.TemporaryDirectory() as folder:
         for count in given.rows:
             print(measure(Path(folder) / f"{count}.jsonl", count, given.repeats))

@@ -1,46 +1,48 @@
-"""The lines of a store, read: all of them, those of one run, and those that came since somebody looked.  No torch."""
+"""The lines of a store: how a row is written, what a line is worth, and which of several rows counts.  No torch.
+
+Rows certify themselves: a digest stands in every line, so that what is not as it was written is noticed. The digest is
+the SHA-256 of the row without it, as ``json.dumps(row, sort_keys=True)`` writes it. Lines are ours when they begin with
+it; the fields of one that other programs wrote may come in any order. Rows that are older than digests have theirs in a
+file beside the store, ``NAME.sha256``, in any order. A digest tells mistakes and edits, no forgery: who writes a new
+one beside new numbers is told by the history of the file alone.
+
+>>> line_of({"key": key_of({}), "spec": {}, "status": "ok"})[:57]
+b'{"digest": "bbc052f0599814d847acec357ac9b931", "key": "44'
+"""
 
 from __future__ import annotations
 
 import gc
 import hashlib
 import json
-import os
 import re
 import warnings
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import orjson
 
 from cpt_core.checks import write_text
-from cpt_lab.sweeps.digests import BARE, BEGIN, Judge, beside, canonical, digest
+from cpt_lab.experiments.spec import key_of
 
 SCHEMA_VERSION = 1
-BLOCK = 2**20  # bytes that are looked through at a time
-TAIL = 4096  # bytes by which a file is known again: longer than the part that rows of one grid share
+STATUSES = ("ok", "diverged", "failed")
 RESULT = ("status", "metrics", "bitops", "steps", "loss", "evaluations", "data_checksum")  # what a run gives
+BARE = "no digest"  # of a row that is older than they are, and of which nobody wrote one since
 TORN = re.compile(
     rb'\{("\w*("(:( [ -~]*)?)?)?)?\0*|\0+'
 )  # the beginning of a line of ours, as a dying writer leaves it
+_TYPES = {
+    "key": str, "status": str, "spec": dict, "provenance": dict, "metrics": list, "bitops": dict, "loss": list,
+    "evaluations": list, "error": str,
+}  # fmt: skip
+_BEGIN, _LENGTH = b'{"digest": "', 32
+_REST = len(_BEGIN) + _LENGTH + len(b'", ')
 Row = dict[str, Any]
-
-
-@dataclass(frozen=True)
-class Mark:
-    """How far somebody has read a store: ``end`` bytes, whole lines. ``tail`` is a digest of the last of them.
-
-    As long as those are in their place, nothing before has changed, and only what came after need be read.
-    """
-
-    end: int = 0
-    tail: bytes = hashlib.sha256().digest()
-
-
-START = Mark()
 
 
 class NotIntactWarning(UserWarning):
@@ -70,6 +72,38 @@ class Integrity:
         return "; ".join([said, *(f"does not count: {fault}" for fault in self.faults), *self.doubts])
 
 
+# --- a row, written -------------------------------------------------------------------------------
+def digest(text: bytes) -> str:
+    """Return the digest of a row as it is written."""
+    return hashlib.sha256(text).hexdigest()[:_LENGTH]
+
+
+def canonical(row: Row) -> bytes:
+    """Return the text that the digest of a row is of."""
+    return json.dumps({k: v for k, v in row.items() if k != "digest"}, sort_keys=True, allow_nan=False).encode()
+
+
+def line_of(row: Row) -> bytes:
+    """Return the line of a row, its digest first; ValueError for a number that is not finite, and for another's key."""
+    if reason := _wrong(row):
+        raise ValueError(f"this is no row: {reason}")
+    text = canonical(row)
+    return _BEGIN + digest(text).encode() + b'", ' + text[1:] + b"\n"
+
+
+def _wrong(row: Row) -> str:
+    """Say what no row has: another type, a status of its own, the key of another spec."""
+    for name, kind in _TYPES.items():
+        if name in row and not isinstance(row[name], kind):
+            return f"{name} is {json.dumps(row[name])[:60]}, no {kind.__name__}"
+    if row["status"] not in STATUSES:
+        return f"status {row['status']!r} is none of {', '.join(STATUSES)}"
+    if row["key"] != (key := key_of(row["spec"])):
+        return f"key {row['key']} is not that of its spec, {key}"
+    return ""
+
+
+# --- a store, read --------------------------------------------------------------------------------
 def load_rows(store: Path) -> list[Row]:
     """Return the newest row of every key, in the order the keys first appeared; a torn last line is left out.
 
@@ -115,15 +149,44 @@ def certify(store: Path) -> int:
     return len(rows)
 
 
+def beside(store: Path) -> Path:
+    """Return the file of the digests of old rows."""
+    return Path(store).with_suffix(".sha256")
+
+
+def find_row(store: Path, key: str) -> Row | None:
+    """Return the row of one run that counts."""
+    return look(store, key)[0]
+
+
+def look(store: Path, key: str) -> tuple[Row | None, int, bool]:
+    """Return the row of a run that counts, how many bytes the whole rows are, and whether the last has its line's end.
+
+    Rows of other runs are passed over, not parsed, but for the last: the file may be no store at all.
+
+    Raises:
+        ValueError: when one of these lines is broken.
+    """
+    judge, word, lines, size, last = Judge(store), json.dumps(key).encode(), {}, 0, b"\n"
+    for number, line in enumerate(_lines(store), 1):
+        size, last = size + len(line), line
+        if word in line:
+            lines[number] = line
+    if size:
+        lines[number] = last
+    rows = [judge.row(*numbered) for numbered in lines.items()]
+    found = [row for row, fault in rows if row["key"] == key and fault in ("", BARE)]
+    return newest(found).get(key), size, last.endswith(b"\n")
+
+
 def _read_all(store: Path) -> tuple[list[Row], Integrity]:
     """Return the rows of a store that count, several of one key if there are, and what all its lines are worth."""
-    judge, rows, faults, bare = Judge(store), [], [], 0
+    judge, rows, faults, bare, number = Judge(store), [], [], 0, 0
     results: dict[str, tuple[int, Row]] = {}
     doubts: list[str] = []
-    number = 0
     with _collector_off():
         for number, line in enumerate(_lines(store), 1):
-            row, fault = _judged(store, number, line, judge)
+            row, fault = judge.row(number, line)
             if fault and fault != BARE:
                 faults.append(f"{store}, line {number}: {fault}")
                 continue
@@ -136,15 +199,118 @@ def _read_all(store: Path) -> tuple[list[Row], Integrity]:
     return rows, Integrity(number, bare, tuple(faults), tuple(doubts))
 
 
-def _lines(store: Path) -> list[bytes]:
-    """Return the lines of a store, the last one also if it has no end but is whole."""
+@contextmanager
+def _collector_off() -> Iterator[None]:
+    """Python's collector of cycles goes through all that was read again and again: a third of the time."""
+    was_on = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_on:
+            gc.enable()
+
+
+def _lines(store: Path) -> Iterator[bytes]:
+    """Yield the lines of a store, the last one also without its end if it is whole, but not if it is torn."""
     if not Path(store).exists():
-        return []
-    *lines, tail = Path(store).read_bytes().split(b"\n")
-    last = unended(store, tail)
-    return [*lines, last] if last else lines
+        return
+    with open(store, "rb") as file:
+        for line in file:
+            if whole := line if line.endswith(b"\n") else _unended(store, line):
+                yield whole
 
 
+def _unended(store: Path, tail: bytes) -> bytes:
+    """Return the row that stands after the last line's end, b"" where there is only the beginning of one.
+
+    Raises:
+        ValueError: for anything else: we did not write it, so it is not ours to pass over or to cut off.
+    """
+    row = tail.rstrip(b"\0")  # what a power cut may leave
+    try:
+        text = row.decode()
+        _, end = json.JSONDecoder().raw_decode(text)
+        if not text[end:].strip():
+            return row
+    except (ValueError, RecursionError):
+        if TORN.fullmatch(tail) and _BEGIN not in tail[1:]:
+            return b""
+    raise ValueError(
+        f"{store} ends with {tail[:60].decode(errors='replace')!r}, which is no row and no beginning of one: a line "
+        "of a store is one row, ended by a line feed; remove what does not belong there"
+    )
+
+
+class Judge:
+    """Reads the rows of a store and says whether they are as they were written."""
+
+    def __init__(self, store: Path) -> None:
+        self.store = store
+
+    @cached_property
+    def known(self) -> frozenset[str]:
+        """The digests beside the store; read when the first row comes that has none in it."""
+        file = beside(self.store)
+        return frozenset(file.read_text(encoding="utf-8").split()) if file.exists() else frozenset()
+
+    def row(self, number: int, line: bytes) -> tuple[Row, str]:
+        """Return the row of a line without its digest, and what is wrong with it: "", or ``BARE`` if nobody can tell.
+
+        Raises:
+            ValueError: for what is no JSON, or no row of this schema; it names the line.
+        """
+        row = self._parsed(number, line)
+        fault = self._fault(line, row)
+        if fault not in ("", BARE):  # orjson takes whole numbers of more than 64 bits for others: before one is blamed
+            row = json.loads(line)
+            fault = self._fault(line, row)
+        return row, fault
+
+    def _parsed(self, number: int, line: bytes) -> Row:
+        try:
+            row = _parsed(line)
+        except (ValueError, RecursionError) as error:
+            raise ValueError(
+                f"{self.store}, line {number} is no JSON: {line[:60].decode(errors='replace').rstrip()!r}; remove "
+                "that line to use the rest"
+            ) from error
+        schema = row.get("schema") if isinstance(row, dict) else None
+        if type(schema) is not int or schema != SCHEMA_VERSION:
+            raise ValueError(f"{self.store}, line {number}: schema {schema!r} is not {SCHEMA_VERSION}")
+        if missing := [name for name in ("key", "spec", "status") if name not in row]:
+            raise ValueError(f"{self.store}, line {number} has no {', '.join(missing)}")
+        return row
+
+    def _fault(self, line: bytes, row: Row) -> str:
+        given = row.pop("digest", None)
+        if reason := _wrong(row):
+            return reason
+        if given is None and not self.known:
+            return BARE
+        # as a line of ours has it, mostly, and then the row need not be written again to see
+        line = line.rstrip(b"\n")
+        text = b"{" + line[_REST:] if line.startswith(_BEGIN) else line
+        there = self.known if given is None else (given,)
+        if digest(text) in there or digest(canonical(row)) in there:
+            return ""
+        if given is None:
+            return f"its digest is not in {beside(self.store).name}: it was changed, or came after those"
+        return "it was changed after it was written: its digest is that of another row"
+
+
+def _parsed(line: bytes) -> Any:
+    try:
+        return orjson.loads(line)
+    except orjson.JSONDecodeError:  # also for half a surrogate pair, which a traceback may hold and json writes
+        return json.loads(line, parse_constant=_no_number)
+
+
+def _no_number(word: str) -> None:
+    raise ValueError(f"{word} is no number of JSON")
+
+
+# --- which row counts -----------------------------------------------------------------------------
 def newest(rows: Iterable[Row]) -> dict[str, Row]:
     """Return the row of every key that counts: the one rule for all who read rows, of one store or of several.
 
@@ -166,137 +332,3 @@ def _rank(row: Row) -> tuple[bool, bool, str]:
 
 def _content(row: Row) -> str:
     return json.dumps({name: value for name, value in row.items() if name != "store"}, sort_keys=True)
-
-
-def find_row(store: Path, key: str, since: Mark = START) -> Row | None:
-    """Return the newest row of one run, or of those that came after a mark."""
-    if not Path(store).exists():
-        return None
-    with open(store, "rb") as file:
-        return newest(look(store, file, key, since)[0]).get(key)
-
-
-def mark(store: Path) -> Mark:
-    """Return where the whole lines of a store end now."""
-    if not Path(store).exists():
-        return START
-    with open(store, "rb") as file:
-        end = file.seek(0, os.SEEK_END)
-        while end and b"\n" not in (block := _read(file, max(0, end - TAIL), end)):
-            end = max(0, end - TAIL)
-        return _mark(file, end - len(block) + block.rfind(b"\n") + 1 if end else 0)
-
-
-def look(store: Path, file: BinaryIO, key: str, since: Mark) -> tuple[list[Row], Mark]:
-    """Return the rows of a key after a mark, and where the whole lines end. Other lines are passed over, not parsed.
-
-    Raises:
-        ValueError: when one of these rows or the last line is broken: the file may be no store at all.
-    """
-    end, size, word = since.end if _mark(file, since.end) == since else 0, BLOCK, json.dumps(key).encode()
-    found: list[bytes] = []
-    last: list[bytes] = []
-    while len(block := _read(file, end, end + size)) == size or b"\n" in block:
-        cut = block.rfind(b"\n") + 1
-        at = block.find(word, 0, cut)
-        while at >= 0:
-            stop = block.index(b"\n", at)
-            found.append(block[block.rfind(b"\n", 0, at) + 1 : stop])
-            at = block.find(word, stop, cut)
-        if cut:
-            last = [block[block.rfind(b"\n", 0, cut - 1) + 1 : cut - 1]]
-        else:
-            size *= 2  # a line that is longer than that
-        end += cut
-    if whole := unended(store, block):
-        last = [whole]
-        found += last if word in whole else []
-    try:
-        judge = Judge(store)
-        rows = [_judged(store, 0, line, judge) for line in found + last]
-    except ValueError:
-        _read_all(store)  # the same, with the number of the line
-        raise
-    return [row for row, fault in rows if row["key"] == key and fault in ("", BARE)], _mark(file, end)
-
-
-def _read(file: BinaryIO, start: int, end: int) -> bytes:
-    file.seek(start)
-    return file.read(end - start)
-
-
-def _mark(file: BinaryIO, end: int) -> Mark:
-    return Mark(end, hashlib.sha256(_read(file, max(0, end - TAIL), end)).digest())
-
-
-def unended(store: Path, tail: bytes) -> bytes:
-    """Return the row that stands after the last line's end, b"" where there is only the beginning of one.
-
-    Raises:
-        ValueError: for anything else: we did not write it, so it is not ours to pass over or to cut off.
-    """
-    if not tail:
-        return b""
-    row = tail.rstrip(b"\0")  # what a power cut may leave
-    try:
-        text = row.decode()
-        _, end = json.JSONDecoder().raw_decode(text)
-        if not text[end:].strip():
-            return row
-    except (ValueError, RecursionError):
-        if TORN.fullmatch(tail) and BEGIN not in tail[1:]:
-            return b""
-    raise ValueError(
-        f"{store} ends with {tail[:60].decode(errors='replace')!r}, which is no row and no beginning of one: a line "
-        "of a store is one row, ended by a line feed; remove what does not belong there"
-    )
-
-
-def _judged(store: Path, number: int, line: bytes, judge: Judge) -> tuple[Row, str]:
-    """Return a row and what is wrong with it, see ``Judge.fault``."""
-    row = _row(store, number, line)
-    fault = judge.fault(line, row)
-    if fault not in ("", BARE):  # orjson takes whole numbers of more than 64 bits for others: before somebody is blamed
-        row = json.loads(line)
-        fault = judge.fault(line, row)
-    return row, fault
-
-
-def _row(store: Path, number: int, line: bytes) -> Row:
-    try:
-        row = _parsed(line)
-    except (ValueError, RecursionError) as error:
-        raise ValueError(
-            f"{store}, line {number} is no JSON: {line[:60].decode(errors='replace')!r}; remove "
-            "that line to use the rest"
-        ) from error
-    if not isinstance(row, dict) or type(row.get("schema")) is not int or row["schema"] != SCHEMA_VERSION:
-        schema = row.get("schema") if isinstance(row, dict) else None
-        raise ValueError(f"{store}, line {number}: schema {schema!r} is not {SCHEMA_VERSION}")
-    missing = [name for name in ("key", "spec", "status") if name not in row]
-    if missing:
-        raise ValueError(f"{store}, line {number} has no {', '.join(missing)}")
-    return row
-
-
-def _parsed(line: bytes) -> Any:
-    try:
-        return orjson.loads(line)
-    except orjson.JSONDecodeError:  # also for half a surrogate pair, which a traceback may hold and json writes
-        return json.loads(line, parse_constant=_no_number)
-
-
-def _no_number(word: str) -> None:
-    raise ValueError(f"{word} is no number of JSON")
-
-
-@contextmanager
-def _collector_off() -> Iterator[None]:
-    """Python's collector of cycles goes through all that was read again and again: two thirds of the time."""
-    was_on = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_on:
-            gc.enable()

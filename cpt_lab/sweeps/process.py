@@ -110,7 +110,7 @@ def record_loss(job: Job, why: str) -> Outcome:
         with suppress(OSError), open(log_file, "a", encoding="utf-8") as f:
             f.write(f"{why}\n")
         row = {**stores.describe(job.spec), "status": "failed", "error": f"{why}\n{last}"}
-        return Outcome(key, "ran", stores.append_row(store, row, job.since))
+        return Outcome(key, "ran", stores.append_row(store, row))
 
 
 def _end_of(path: Path, lines: int = 40) -> str:

@@ -26,11 +26,11 @@ from cpt_core.checks import nulled, sync, write_atomically
 from cpt_lab.experiments.spec import RunSpec
 from cpt_lab.paths import results_dir, runs_dir
 from cpt_lab.provenance import source
-from cpt_lab.sweeps.digests import STATUSES as STATUSES
-from cpt_lab.sweeps.digests import line_of
-from cpt_lab.sweeps.lines import SCHEMA_VERSION, START, Mark, Row, look, newest, unended
+from cpt_lab.sweeps.lines import SCHEMA_VERSION, Row, line_of, look
+from cpt_lab.sweeps.lines import STATUSES as STATUSES
 from cpt_lab.sweeps.lines import find_row as find_row
 from cpt_lab.sweeps.lines import load_rows as load_rows
+from cpt_lab.sweeps.lines import newest as newest
 
 LOCK_SECONDS = 60.0  # appending takes milliseconds: after this long something is wrong with the file system
 FREE_BYTES = 200 * 2**20  # a run is not started with less room on the disk than this
@@ -91,20 +91,15 @@ def claim(store: Path, key: str, seconds: float = 0.0, should_stop: Callable[[],
 
 
 # --- rows -----------------------------------------------------------------------------------------
-def append_row(store: Path, row: Row, since: Mark = START) -> Row:
+def append_row(store: Path, row: Row) -> Row:
     """Append a row as one line and return the row that counts.
 
     A finished row of the same run stays: then nothing is appended, and that row is returned. The torn beginning of a
     row that an interrupted writer left is cut off first, nothing else ever is; a whole row that lacks its line's end
-    gets it. The store is looked through before it is locked; under the lock only what came meanwhile is.
+    gets it.
 
     JSON has no number that is not finite: it is stored as null, and a finished row with any is that of a run that
     diverged, see ``settled``.
-
-    Args:
-        store: the file.
-        row: what to append.
-        since: up to there the caller has looked already, and there is no finished row of this run.
 
     Raises:
         StoreError: when it cannot be written; the file is then as it was before.
@@ -114,19 +109,12 @@ def append_row(store: Path, row: Row, since: Mark = START) -> Row:
     check_source(store, row.get("provenance", {}))
     key, line = row["key"], line_of(row)
     try:
-        found: list[Row] = []
-        if store.exists():
-            with open(store, "rb") as reader:
-                found, since = look(store, reader, key, since)
-        with _lock(store), open(store, "ab", buffering=0) as f, open(store, "rb") as reader:
-            new, whole = look(store, reader, key, since)
-            held = newest(found + new).get(key)
+        with _lock(store), open(store, "ab", buffering=0) as f:
+            held, end, ended = look(store, key)
             if held is not None and held["status"] != "failed":
                 return held
-            reader.seek(whole.end)
-            last = unended(store, reader.read())
-            line = b"\n" + line if last else line
-            f.truncate(end := whole.end + len(last))
+            line = line if ended else b"\n" + line
+            f.truncate(end)
             try:
                 if f.write(line) != len(line):
                     raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))

@@ -27,7 +27,6 @@ from cpt_lab.machine import usable_cores, usable_memory
 from cpt_lab.provenance import commit
 from cpt_lab.sweeps import stores
 from cpt_lab.sweeps.calibration import kept, measure, runs_per_gpu
-from cpt_lab.sweeps.lines import mark
 from cpt_lab.sweeps.options import SweepOptions
 from cpt_lab.sweeps.process import supervise
 from cpt_lab.sweeps.progress import Live, Signals
@@ -70,7 +69,6 @@ def run_grid(
         task_of(spec)
     store = Path(store).absolute()  # the runs are other processes, maybe in another folder
     stores.check_writable(store)
-    now = mark(store)
     held = {row["key"]: row for row in stores.load_rows(store)}
     retried = ("failed",) if options.retry_failed else ()
     done = {key for key, row in held.items() if row["status"] not in retried}
@@ -78,7 +76,7 @@ def run_grid(
     _check_data(specs, todo, held.values(), store, options)
     if todo:
         stores.check_source(store, commit())
-        _sweep([Job(spec, store, options, since=now) for spec in todo], _executor(todo, options), options.progress)
+        _sweep([Job(spec, store, options) for spec in todo], _executor(todo, options), options.progress)
         # read again instead of collected: another sweep may have done some, and what counts is what lies in the store
         held = {row["key"]: row for row in stores.load_rows(store)}
     rows = [held[spec.key] for spec in specs]

@@ -21,7 +21,6 @@ from cpt_core.kernels.backend import backend
 from cpt_lab.experiments.spec import RunSpec
 from cpt_lab.provenance import machine, versions
 from cpt_lab.sweeps import stores
-from cpt_lab.sweeps.lines import START, Mark, mark
 from cpt_lab.sweeps.options import SweepOptions
 from cpt_lab.sweeps.stores import Row, StoreError
 from cpt_lab.training.arithmetic import cuda_provenance
@@ -44,7 +43,6 @@ class Job:
         gpu: which of the visible GPUs the process sees; None for all of them.
         sharing: how many runs share the cores and the memory of its machine.
         wait: while another sweep has the run, wait for it a while before returning "busy".
-        since: up to there the sweep has read the store, and found that this run is to be done.
     """
 
     spec: RunSpec
@@ -53,7 +51,6 @@ class Job:
     gpu: int | None = None
     sharing: int = 1
     wait: bool = False
-    since: Mark = START
 
 
 @dataclass(frozen=True)
@@ -87,13 +84,12 @@ def run_one(
             if not mine:
                 return Outcome(key, "stopped" if should_stop() else "busy")
             on_start()
-            now = mark(store)  # before looking, so that nothing comes unseen in between
-            held = stores.find_row(store, key, job.since)  # only now: it may have come while this process waited
+            held = stores.find_row(store, key)  # only now: it may have come while this process waited
             if held is not None and not (held["status"] == "failed" and job.options.retry_failed):
                 return Outcome(key, "held", held)
             stores.check_free(store)
             stores.clean(store, key)
-            row = stores.append_row(store, _row(job, should_stop), now)
+            row = stores.append_row(store, _row(job, should_stop))
             if row["status"] != "failed":
                 stores.remove_checkpoints(store, {key})
             return Outcome(key, "ran", row)

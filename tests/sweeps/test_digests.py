@@ -16,7 +16,7 @@ from cpt_lab.analysis import report, runs
 from cpt_lab.commands import app
 from cpt_lab.experiments.spec import key_of
 from cpt_lab.paths import results_dir
-from cpt_lab.sweeps import digests, stores
+from cpt_lab.sweeps import lines, stores
 from cpt_lab.sweeps.lines import Integrity, NotIntactWarning, certify, integrity
 from cpt_lab.sweeps.sweep import run_grid
 
@@ -28,13 +28,13 @@ def rows():
     return [{**row_of(spec, 0.5), "schema": 1, "seconds": 1.0, "device": "cpu"} for spec in SPECS]
 
 
-def written(store, *lines):
-    store.write_bytes(b"".join(line if isinstance(line, bytes) else digests.line_of(line) for line in lines))
+def written(store, *rows):
+    store.write_bytes(b"".join(line if isinstance(line, bytes) else lines.line_of(line) for line in rows))
     return store
 
 
 def plain(row):
-    """The line of a row from before there were digests."""
+    """The line of a row from before there were lines."""
     return json.dumps(row, sort_keys=True).encode() + b"\n"
 
 
@@ -68,8 +68,8 @@ EDITS = {  # where, what instead, and what is said of it where the digest was wr
 
 def forged(row, digest=None):
     """The line of a row with a digest that is right, whatever it holds, or with another."""
-    text = digests.canonical(row)
-    return b'{"digest": "' + (digest or digests.digest(text)).encode() + b'", ' + text[1:] + b"\n"
+    text = lines.canonical(row)
+    return b'{"digest": "' + (digest or lines.digest(text)).encode() + b'", ' + text[1:] + b"\n"
 
 
 @pytest.mark.parametrize("how", ["in the line", "in another's line", "written anew", "beside the store", "none"])
@@ -82,9 +82,9 @@ def test_an_edited_row_does_not_count_and_is_named(name, how, tmp_path):
     edited = json.loads(json.dumps(first))
     put(edited, path, value)
     if reason is None and how in ("written anew", "none"):
-        assert digests.line_of(edited)  # nobody could tell
+        assert lines.line_of(edited)  # nobody could tell
         return
-    old = digests.digest(digests.canonical(first))
+    old = lines.digest(lines.canonical(first))
     line = {
         "in the line": forged(edited, old), "in another's line": plain({"digest": old, **edited}),
         "written anew": forged(edited), "beside the store": plain(edited), "none": plain(edited),
@@ -106,7 +106,7 @@ def test_an_edited_row_does_not_count_and_is_named(name, how, tmp_path):
     with pytest.raises(ValueError, match=r"nothing is certified: .*line 2: "):
         certify(store)
     assert stores.append_row(store, first) == first  # the run is done again, and what was there stays there
-    assert store.read_bytes() == before + digests.line_of(first)
+    assert store.read_bytes() == before + lines.line_of(first)
 
 
 @pytest.mark.parametrize("dump", [
@@ -117,7 +117,7 @@ def test_an_edited_row_does_not_count_and_is_named(name, how, tmp_path):
 def test_rows_that_other_programs_wrote_again_are_intact(dump, end, tmp_path):
     """Stores are put together by hand, sorted, sent through other tools."""
     odd = {**rows()[0], "title": '\u00fc \u2028 \\ " }{', "seconds": 1e-07, "steps": 10**16}
-    line = json.loads(digests.line_of(odd))
+    line = json.loads(lines.line_of(odd))
     store = tmp_path / "rows.jsonl"
     store.write_bytes((dump(line) + end).encode())
     assert stores.load_rows(store) == [odd]
@@ -141,7 +141,7 @@ ANYTHING = st.recursive(
 def test_whatever_a_row_holds_it_is_intact_and_found_by_the_key_of_its_spec(spec, more, old):
     row = {**more, "schema": 1, "key": key_of(spec), "spec": spec, "status": "ok"}
     row.pop("digest", None)
-    assume(all(isinstance(row[name], kind) for name, kind in digests._TYPES.items() if name in row))
+    assume(all(isinstance(row[name], kind) for name, kind in lines._TYPES.items() if name in row))
     with tempfile.TemporaryDirectory() as folder:
         store = Path(folder) / "rows.jsonl"
         if old:
@@ -176,7 +176,7 @@ def test_rows_of_before_are_certified_beside_their_store_which_stays_as_it_is(tm
     done = CliRunner().invoke(app, ["certify", str(store)])
     assert (done.exit_code, done.output) == (0, f"{store}: digests of 1 rows written\n")
     assert store.read_bytes() == before
-    assert (tmp_path / "rows.sha256").read_text() == f"{digests.digest(plain(first).strip())}\n"
+    assert (tmp_path / "rows.sha256").read_text() == f"{lines.digest(plain(first).strip())}\n"
     assert str(integrity([store])) == "2 of 2 rows intact"
     stores.append_row(store, third)
     assert str(integrity([store, store])) == "6 of 6 rows intact"
@@ -234,5 +234,5 @@ def test_committed_rows_are_intact_and_none_is_gone():
     assert integrity(files) == Integrity(count)
     for file in files:
         stored = [json.loads(line) for line in file.read_bytes().splitlines()]
-        bare = {digests.digest(digests.canonical(row)) for row in stored if "digest" not in row}
-        assert bare == digests.Judge(file).known
+        bare = {lines.digest(lines.canonical(row)) for row in stored if "digest" not in row}
+        assert bare == lines.Judge(file).known
