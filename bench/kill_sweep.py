@@ -25,7 +25,8 @@ from pathlib import Path
 from cpt_lab.experiments import designs
 from cpt_lab.sweeps import stores
 
-KINDS = ("sweep", "run", "writer", "ctrl-c", "ctrl-c twice")
+# In turn. A run or a writer is killed as soon as there is one, so what comes next meets a sweep at work.
+KINDS = ("run", "sweep", "writer", "ctrl-c twice", "run", "ctrl-c")
 SWEEP = """
 import json, sys
 from pathlib import Path

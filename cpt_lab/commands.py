@@ -184,10 +184,15 @@ def certify(store: Annotated[list[Path], typer.Argument(help="files of rows that
     """Write the digests of rows that have none into NAME.sha256 beside their store, which stays as it is."""
     from cpt_lab.sweeps.lines import certify
 
+    _check_files(store)
     for path in store:
+        typer.echo(f"{path}: digests of {certify(path)} rows written")
+
+
+def _check_files(paths: list[Path]) -> None:
+    for path in paths:
         if not path.is_file():
             raise FileNotFoundError(f"there is no file {path}")
-        typer.echo(f"{path}: digests of {certify(path)} rows written")
 
 
 @app.command(cls=Many)
@@ -201,9 +206,7 @@ def results(
     from cpt_lab.analysis import runs
     from cpt_lab.paths import runs_dir
 
-    for path in store or []:
-        if not path.is_file():
-            raise FileNotFoundError(f"there is no file {path}")
+    _check_files(store or [])
     frame = runs.where(runs.load(*(store or []), every_rate=True), only)
     flat = frame.drop(columns="evaluations")  # the only column of lists
     for out, write in ((csv, runs.write_csv), (parquet, lambda frame, path: frame.to_parquet(path, index=False))):
@@ -226,9 +229,7 @@ def report(
     """Write one HTML page, complete in itself: figures, tables beside the paper's numbers, statistics, differences."""
     from cpt_lab.analysis import report as r
 
-    for path in store or []:
-        if not path.is_file():
-            raise FileNotFoundError(f"there is no file {path}")
+    _check_files(store or [])
     typer.echo(f"report: {r.write_report(store or None, out)}")
 
 

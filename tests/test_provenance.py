@@ -57,32 +57,19 @@ def test_versions_are_those_of_what_was_imported(monkeypatch):
     assert "absent" not in found
 
 
-def test_a_changed_file_makes_a_checkout_dirty(tmp_path, monkeypatch):
-    (tmp_path / "file").write_text("one")
-    _commit_all(tmp_path)
-    monkeypatch.setattr(provenance, "CHECKOUT", tmp_path)
-    clean = provenance.commit()
-    (tmp_path / "new").write_text("not tracked")
-    assert len(clean["commit"]) == 40
-    assert clean["dirty"] is False
-    assert provenance.commit() == clean
-    (tmp_path / "file").write_text("two")
-    assert provenance.commit() == {**clean, "dirty": True}
-
-
-def test_a_row_that_came_makes_no_checkout_dirty(tmp_path, monkeypatch):
-    rows = tmp_path / "data" / "results" / "x.jsonl"
+def test_a_changed_file_makes_a_checkout_dirty_but_a_row_that_came_does_not(tmp_path, monkeypatch):
+    rows, file = tmp_path / "data" / "results" / "x.jsonl", tmp_path / "data" / "card"
     rows.parent.mkdir(parents=True)
     rows.write_text("one\n")
-    (tmp_path / "data" / "card").write_text("one")
-    _commit_all(tmp_path)
-    monkeypatch.setattr(provenance, "CHECKOUT", tmp_path)
-    rows.write_text("one\ntwo\n")
-    assert provenance.commit()["dirty"] is False
-    (tmp_path / "data" / "card").write_text("two")
-    assert provenance.commit()["dirty"] is True
-
-
-def _commit_all(folder):
+    file.write_text("one")
     for words in (["init", "-q"], ["add", "."], ["-c", "user.name=x", "-c", "user.email=x@x", "commit", "-qm", "x"]):
-        subprocess.run(["git", "-C", str(folder), *words], check=True)
+        subprocess.run(["git", "-C", str(tmp_path), *words], check=True)
+    monkeypatch.setattr(provenance, "CHECKOUT", tmp_path)
+    clean = provenance.commit()
+    assert len(clean["commit"]) == 40
+    assert clean["dirty"] is False
+    (tmp_path / "new").write_text("not tracked")
+    rows.write_text("one\ntwo\n")
+    assert provenance.commit() == clean
+    file.write_text("two")
+    assert provenance.commit() == {**clean, "dirty": True}

@@ -279,10 +279,11 @@ def equal_cost(
     def solved(level: float, delay: float = 0.0) -> Schedule:
         return solve_schedule(level, r.q_min, q_max, r.steps, r.n_cycles, "rex", delay=delay)
 
-    def make(arm: str, at: Recipe = r, schedule: Schedule | None = None, seed: int = 0) -> RunSpec:
-        if schedule is None:
-            return run_spec(at, arm, q_max=q_max, seed=seed, scale=scale)
-        return RunSpec(at, schedule, q_max, q_max, seed, arm, scale)
+    def make(arm: str, at: Recipe = r) -> RunSpec:
+        return run_spec(at, arm, q_max=q_max, seed=0, scale=scale)
+
+    def bent(schedule: Schedule, arm: str) -> RunSpec:
+        return RunSpec(r, schedule, q_max, q_max, 0, arm, scale)
 
     def stopped(arm: str) -> RunSpec:
         steps = r.steps
@@ -290,15 +291,13 @@ def equal_cost(
             steps = min(steps - 1, int(spent / price))
         return spec if steps == r.steps else replace(spec, arm=f"{arm}, {steps} of {r.steps} steps")
 
-    base = None if budget is None else solved(budget)
-    first = make("RR") if budget is None else make(f"RR at {budget:.3f}", schedule=base)
+    first = make("RR") if budget is None else bent(solved(budget), f"RR at {budget:.3f}")
     level = _price(first)
     spent = level * r.steps
     static = next(b for b in range(r.q_min, q_max + 1) if cost.relative_cost([b], q_max) >= 0.95 * level)
-    later = solved(level, delay)
     arms = [
         first,
-        make(f"{first.arm} delayed {100 * delay:g} %", schedule=later),
+        bent(solved(level, delay), f"{first.arm} delayed {100 * delay:g} %"),
         stopped("ER"),
         stopped(f"static {q_max}"),
         stopped(f"static {static}"),

@@ -136,16 +136,15 @@ def _work(job: Job, sign: str, slots: list[int | None]) -> Outcome:
     # Dask's nannies mark their workers as daemons, which may not start processes; ours end by themselves when the
     # worker dies.
     multiprocessing.current_process()._config["daemon"] = False  # type: ignore[attr-defined]
-    asked = [time.monotonic(), False]
+    asked, told = time.monotonic(), False
 
     def stopped() -> bool:
-        if not asked[1] and time.monotonic() - asked[0] > STOP_SECONDS:
+        nonlocal asked, told
+        if not told and time.monotonic() - asked > STOP_SECONDS:
             with suppress(OSError):
-                asked[:] = [
-                    time.monotonic(),
-                    not Path(sign).exists() or Path(sign).read_text(encoding="utf-8") == "stop",
-                ]
-        return bool(asked[1])
+                told = not Path(sign).exists() or Path(sign).read_text(encoding="utf-8") == "stop"
+                asked = time.monotonic()
+        return told
 
     worker = distributed.get_worker()
     if slots:  # a cluster of this machine, whose workers are numbered

@@ -4,15 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from cpt_core.checks import choose
+from cpt_core.checks import choose, declared, whole
 from cpt_lab.training.device import DEVICES
 
 EXECUTORS = ("local", "dask")
 MOST = 1024  # workers or threads: torch crashes where a process cannot have as many threads as it is told
-
-
-def _is_number(value: object) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool)
 
 
 @dataclass(frozen=True)
@@ -50,15 +46,13 @@ class SweepOptions:
         """Check every value alone, then those that exclude each other."""
         choose("executor", self.executor, EXECUTORS)
         choose("device", self.device, DEVICES)
+        declared(type(self), vars(self))
         for name, least in (("workers", 0), ("threads", 1), ("per_gpu", 1)):
-            value = getattr(self, name)
-            if value is None and name != "threads":
-                continue
-            if not isinstance(value, int) or isinstance(value, bool) or not least <= value <= MOST:
-                raise ValueError(f"{name} must be a whole number of at least {least}, at most {MOST}; got {value!r}")
-        if self.timeout is not None and not (_is_number(self.timeout) and self.timeout > 0):
+            if (value := getattr(self, name)) is not None:
+                whole(name, value, least, MOST)
+        if self.timeout is not None and not self.timeout > 0:
             raise ValueError(f"timeout must be more than 0 seconds; got {self.timeout!r}")
-        if not (_is_number(self.checkpoint_seconds) and self.checkpoint_seconds >= 0):
+        if not self.checkpoint_seconds >= 0:
             raise ValueError(f"checkpoint_seconds must be 0 or more; got {self.checkpoint_seconds!r}")
         if self.scheduler is not None and self.executor != "dask":
             raise ValueError(f"scheduler={self.scheduler!r} is for executor 'dask', not {self.executor!r}")

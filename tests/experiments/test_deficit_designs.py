@@ -256,43 +256,25 @@ def test_own_data_has_the_deficits_of_its_family():
         ({"dataset": "digits-graph", "task": "image"}, "is for task 'graph', not 'image'"),
         ({"stepz": 3}, "a recipe has no stepz; it has task"),
         ({"lengths": [0, -1]}, "the length of a deficit must be a whole number of at least 0, got -1"),
-        ({"lengths": [3.0]}, "length of a deficit must be a whole number .* got 3.0"),
         ({"lengths": [True]}, "length of a deficit must be a whole number .* got True"),
-        ({"lengths": ["3"]}, "length of a deficit must be a whole number .* got '3'"),
-        ({"windows": [(-1, 5)]}, r"window \(-1, 5\) must satisfy"),
-        ({"windows": [(5, 5)]}, r"window \(5, 5\) must satisfy"),
         ({"windows": [(0, 5), (5, 2)]}, r"window \(5, 2\) must satisfy"),
         ({"windows": [(0, 601)]}, r"window \(0, 601\) must satisfy .* total_steps = 600"),
         ({"windows": [(0, 51)], "steps": 50}, r"window \(0, 51\) must satisfy .* total_steps = 50"),
         ({"windows": [(0, 2.5)]}, "stop of a window must be an integer, got 2.5"),
         ({"windows": [(0, 7)], "steps_per_epoch": 100}, r"window \(0, 700\) must satisfy"),
         ({"steps_per_epoch": 0}, "steps_per_epoch must be a whole number of at least 1, got 0"),
-        ({"steps_per_epoch": 2.0}, "steps_per_epoch must be a whole number of at least 1, got 2.0"),
         ({"q_max": 1}, "q_min=2, q_max=1"),
         ({"q_max": 8.0}, "q_high must be an integer, got 8.0"),
         ({"steps": 100.5}, "steps must be a whole number of at least 1, got 100.5"),
+        ({"steps": 0}, "steps must be a whole number of at least 1, got 0"),
+        ({"windows": [3]}, "a window is a pair"),
+        ({"windows": [(0, 5, 9)]}, "a window is a pair"),
+        ({"windows": [(True, 5)]}, "start of a window must be an integer, got True"),
     ],
 )
 def test_deficits_that_do_not_fit_are_named(given, message):
     with pytest.raises(ValueError, match=message):
         designs.deficit_scan(**given)
-
-
-@pytest.mark.parametrize(
-    ("given", "message"),
-    [
-        ({"steps": 0}, "steps must be a whole number of at least 1, got 0"),
-        ({"steps": "3"}, "steps must be a whole number of at least 1, got '3'"),
-        ({"windows": [3]}, "a window is a pair"),
-        ({"windows": [(0, 5, 9)]}, "a window is a pair"),
-        ({"windows": [(None, 5)]}, "start of a window must be an integer, got None"),
-        ({"windows": [(True, 5)]}, "start of a window must be an integer, got True"),
-        ({"steps_per_epoch": True}, "steps_per_epoch must be a whole number of at least 1, got True"),
-    ],
-)
-def test_deficits_of_no_numbers(given, message):
-    with pytest.raises(ValueError, match=message):
-        designs.deficit_scan("demo", "digits", seeds=[0], **given)
 
 
 def test_numpy_numbers_are_numbers():

@@ -91,15 +91,6 @@ def test_the_static_precision_is_the_lowest_that_is_hardly_cheaper(budget, stati
             assert 0 <= money + 1e-6 - spent_by(spec) <= price([bits]) + 1e-6
 
 
-@pytest.mark.parametrize(("budget", "static"), [(0.56, 5), (0.57, 5), (0.7, 6)])
-def test_a_static_precision_a_little_cheaper_is_run_in_full(budget, static):
-    specs = quietly(designs.equal_cost, budget=budget, seeds=[0], steps=4_000)
-    (arm,) = [s for s in specs if s.arm == f"static {static}"]
-    assert arm.recipe.steps == 4_000
-    assert 0.95 * spent_by(specs[0]) <= spent_by(arm) < spent_by(specs[0])
-    assert not any(s.arm.startswith(f"static {static + 1}") for s in specs)
-
-
 def test_a_schedule_cheaper_than_the_budget_is_run_in_full():
     specs = quietly(designs.equal_cost, budget=0.9, seeds=[0], steps=4_000)
     rising = next(s for s in specs if s.arm == "ER")
@@ -160,9 +151,12 @@ def test_named_grids_of_equal_cost(name):
         ({"budget": 0}, "budget 0 cannot be met"),
         ({"budget": 1.5}, "budget 1.5 cannot be met"),
         ({"budget": NAN}, "budget must be a number"),
+        ({"budget": "0.5"}, "budget must be a number"),
         ({"delay": 1}, "delay is a share of the training"),
         ({"delay": -0.1}, "delay is a share of the training"),
         ({"delay": True}, "delay is a share of the training"),
+        ({"delay": "0.1"}, "delay is a share of the training"),
+        ({"delay": 0.9999}, "leaves none of 2000 steps to cycle in"),
         ({"stepz": 3}, "a recipe has no stepz"),
         ({"scale": "huge"}, "unknown scale 'huge'"),
         ({"task": "graph"}, "is for task 'image', not 'graph'"),
@@ -171,16 +165,3 @@ def test_named_grids_of_equal_cost(name):
 def test_costs_that_cannot_be_equal(given, message):
     with pytest.raises(ValueError, match=message):
         quietly(designs.equal_cost, **{"scale": "demo", "dataset": "cifar10", "model": "resnet20"} | given)
-
-
-@pytest.mark.parametrize(
-    ("given", "message"),
-    [
-        ({"budget": "0.5"}, "budget must be a number"),
-        ({"delay": "0.1"}, "delay is a share of the training"),
-        ({"delay": 0.9999}, "leaves none of 600 steps to cycle in"),
-    ],
-)
-def test_equal_cost_of_no_numbers(given, message):
-    with pytest.raises(ValueError, match=message):
-        designs.equal_cost("demo", "digits", seeds=[0], **given)

@@ -13,13 +13,10 @@ from cpt_lab.experiments.spec import RunSpec, run_spec
 from cpt_lessons.parameters import check_parameters
 
 
-def test_paper_settings_for_cifar():
+def test_paper_settings_for_pictures():
     r = recipe("paper", "cifar100", "mobilenetv2")
     assert (r.steps, r.batch, r.lr, r.momentum, r.weight_decay) == (64_000, 128, 0.1, 0.9, 1e-4)
     assert (r.q_min, r.n_cycles, r.crop, r.flip, r.milestones) == (3, 8, 4, True, (0.5, 0.75))
-
-
-def test_paper_settings_for_imagenet():
     r = recipe("paper", "imagenet", "resnet34")
     assert (r.steps, r.batch, r.lr, r.q_min, r.n_cycles) == (450_450, 256, 0.1, 4, 8)
     assert (r.crop, r.size, r.weight_decay, r.quantized) == ("resized", 224, 1e-4, "imagenet")
@@ -72,10 +69,6 @@ def test_grid_of_the_paper(dataset, model):
         (arm, q_max, seed) for q_max in (6, 8) for arm in (*SUITE, f"static {q_max}") for seed in (0, 1, 2)
     }
     assert all(s.q_grad == s.q_max for s in specs)
-
-
-def test_imagenet_grid():
-    assert len(grids.grid_specs("imagenet/resnet18")) == len(grids.grid_specs("imagenet/resnet34")) == 66
 
 
 @pytest.mark.parametrize("scale", RECIPES)

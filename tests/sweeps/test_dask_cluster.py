@@ -33,14 +33,6 @@ def numbers(rows):
     return [(r["key"], r["status"], r["metrics"], r["bitops"]) for r in rows]
 
 
-@pytest.fixture(scope="module")
-def cluster():
-    with distributed.LocalCluster(
-        n_workers=2, threads_per_worker=1, host="127.0.0.1", dashboard_address="127.0.0.1:0", silence_logs=50
-    ) as found:
-        yield found
-
-
 def test_a_cluster_of_its_own_takes_work_from_nobody_else_and_gives_the_same_rows(tmp_path, monkeypatch):
     """All that listens is on loopback, and speaks HTTP: the status pages."""
     local, answers = distributed.LocalCluster, []
@@ -94,43 +86,36 @@ def test_ctrl_c_ends_a_sweep_that_waits_for_workers(tmp_path, monkeypatch):
     assert list(tmp_path.glob("*.sweep")) == []
 
 
-def test_a_worker_that_is_killed_loses_nothing(cluster, tmp_path):
+def test_a_worker_that_is_killed_loses_nothing(tmp_path, monkeypatch):
     """Its run writes a checkpoint when the worker is gone, and the other worker goes on from there."""
     specs = specs_of("CR", "ER", steps=700)
     store = tmp_path / "rows.jsonl"
     rows = []
-
-    def sweep():
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr("cpt_lab.sweeps.progress.Signals.__enter__", lambda self: self)
-            rows.extend(
-                run_grid(specs, store, executor="dask", scheduler=cluster.scheduler_address, checkpoint_seconds=0.2)
-            )
-
-    thread = threading.Thread(target=sweep)
-    thread.start()
-    checkpoint = stores.place(store, "checkpoints", specs[0].key)
-    deadline = time.monotonic() + 200
-    while not checkpoint.exists() and time.monotonic() < deadline:
-        time.sleep(0.02)
-    run = holder(stores.place(store, "locks", specs[0].key))
-    worker = psutil.Process(run).parent().parent()  # the run was forked by the server of its worker
-    assert worker.pid in {w["pid"] for w in cluster_workers(cluster)}
-    os.kill(worker.pid, signal.SIGKILL)
-    thread.join()
+    monkeypatch.setattr(progress.Signals, "__enter__", lambda self: self)
+    with distributed.LocalCluster(
+        n_workers=2, threads_per_worker=1, host="127.0.0.1", dashboard_address="127.0.0.1:0", silence_logs=50
+    ) as cluster:
+        how = {"executor": "dask", "scheduler": cluster.scheduler_address, "checkpoint_seconds": 0.2}
+        thread = threading.Thread(target=lambda: rows.extend(run_grid(specs, store, **how)))
+        thread.start()
+        checkpoint = stores.place(store, "checkpoints", specs[0].key)
+        deadline = time.monotonic() + 200
+        while not checkpoint.exists() and time.monotonic() < deadline:
+            time.sleep(0.02)
+        run = holder(stores.place(store, "locks", specs[0].key))
+        worker = psutil.Process(run).parent().parent()  # the run was forked by the server of its worker
+        with distributed.Client(cluster) as client:
+            assert worker.pid in client.run(os.getpid).values()
+        os.kill(worker.pid, signal.SIGKILL)
+        thread.join()
     log = stores.place(store, "logs", specs[0].key).read_text()
     assert "goes on from step" in log
     assert len(store.read_text().splitlines()) == 2
     assert numbers(rows) == numbers(run_grid(specs, tmp_path / "calm.jsonl", workers=0))
 
 
-def cluster_workers(cluster):
-    with distributed.Client(cluster) as client:
-        return [{"pid": pid} for pid in client.run(os.getpid).values()]
-
-
-def test_missing_data_and_unshared_folders_stop_the_sweep(cluster, tmp_path):
-    how = {"executor": "dask", "scheduler": cluster.scheduler_address}
+def test_missing_data_and_unshared_folders_stop_the_sweep(tmp_path):
+    how = {"executor": "dask", "workers": 1}
     (good,) = specs_of("CR")
     bad = replace(good, recipe=replace(good.recipe, dataset="nowhere/"))
     with pytest.raises(FileNotFoundError, match="there is no folder"):
@@ -142,7 +127,7 @@ def test_missing_data_and_unshared_folders_stop_the_sweep(cluster, tmp_path):
     assert stores.load_rows(tmp_path / "rows.jsonl") == []
 
 
-def test_ctrl_c_waits_for_the_checkpoints_of_a_cluster(cluster, tmp_path, monkeypatch):
+def test_ctrl_c_waits_for_the_checkpoints_of_a_cluster(tmp_path, monkeypatch):
     specs = specs_of("CR", "ER", "LR", steps=20_000)  # too many to end before the signal
     store = tmp_path / "rows.jsonl"
     signals = []
@@ -156,7 +141,7 @@ def test_ctrl_c_waits_for_the_checkpoints_of_a_cluster(cluster, tmp_path, monkey
 
     threading.Thread(target=press).start()
     with pytest.raises(KeyboardInterrupt, match="0 of 3 missing runs done; the same command goes on from here"):
-        run_grid(specs, store, executor="dask", scheduler=cluster.scheduler_address)
+        run_grid(specs, store, executor="dask", workers=2)
     assert len(list((tmp_path / "rows.checkpoints").glob("*.pt"))) == 2
     assert [holder(claim) for claim in claims(store)] == [None, None]
     assert stores.load_rows(store) == []
