@@ -24,9 +24,11 @@ from pathlib import Path
 
 from cpt_lab.experiments import designs
 from cpt_lab.sweeps import stores
+from cpt_lab.sweeps.sweep import run_grid
 
-# In turn. A run or a writer is killed as soon as there is one, so what comes next meets a sweep at work.
-KINDS = ("run", "sweep", "writer", "ctrl-c twice", "run", "ctrl-c")
+# In turn. A run or a writer is killed as soon as there is one, so what comes next meets a sweep at work; and the sweep
+# after that tries again what failed.
+KINDS = ("run", "writer", "sweep", "run", "ctrl-c twice", "ctrl-c")
 SWEEP = """
 import json, sys
 from pathlib import Path
@@ -116,8 +118,7 @@ def torture(kills: int, seed: int, *, seeds: tuple[int, ...] = (0, 1), steps: in
         specs = designs.quality_cost("smoke", seeds=seeds, steps=steps)
         (folder / "specs.json").write_text(json.dumps([spec.to_dict() for spec in specs]))
         began = time.monotonic()
-        calm = start(folder / "specs.json", folder / "calm" / "rows.jsonl")
-        assert calm.wait() == 0
+        run_grid(specs, folder / "calm" / "rows.jsonl", workers=0)
         span = time.monotonic() - began
         expected = facts(folder / "calm" / "rows.jsonl")
         assert len(expected) == len(specs)

@@ -12,11 +12,18 @@ from cpt_core.schedules import cost
 from cpt_core.schedules.make import make_schedule, schedule_from_dict
 from cpt_core.schedules.schedule import ShortCycleWarning
 from cpt_lab.experiments import designs
-from cpt_lab.experiments.recipes import recipe
+from cpt_lab.experiments.recipe import SCALES
+from cpt_lab.experiments.recipes import EXPERIMENTS, recipe
 from cpt_lab.experiments.spec import run_spec
 
 WITH_CUDA = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
 NAN, INF = float("nan"), float("inf")
+RECIPES = {  # scale -> "dataset/model" -> recipe
+    scale: {
+        f"{d.name}/{r.model}": r for e in EXPERIMENTS.values() for d in e.datasets for r in d.recipes.get(scale, ())
+    }
+    for scale in SCALES
+}
 PROVENANCE = {"started": "2026-01-01", "commit": "0" * 40, "dirty": False, "versions": {}}
 
 

@@ -60,18 +60,15 @@ DESIGNS: dict[str, tuple[Callable[..., list[RunSpec]], str]] = {  # beside quali
 }
 
 
-@dataclass(frozen=True)
-class _Make:
-    """A design with data set and model filled in. Its settings are given: that some cycles are short is no news."""
+def _make(function: Callable[..., list[RunSpec]], dataset: str, model: str) -> Callable[..., list[RunSpec]]:
+    """Fill in data set and model of a design. Its settings are given: that some cycles are short is no news."""
 
-    function: Callable[..., list[RunSpec]]
-    dataset: str
-    model: str
-
-    def __call__(self, scale: str, **choices: Any) -> list[RunSpec]:
+    def make(scale: str, **choices: Any) -> list[RunSpec]:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", ShortCycleWarning)
-            return self.function(scale, self.dataset, self.model, **choices)
+            return function(scale, dataset, model, **choices)
+
+    return make
 
 
 def _quality_cost_grids() -> Iterator[tuple[str, Grid]]:
@@ -83,7 +80,7 @@ def _quality_cost_grids() -> Iterator[tuple[str, Grid]]:
                 runs = "66 runs: 10 schedules + static, q_max 6 and 8, 3 seeds" if "paper" in recipes else "small scale"
                 if rates := len(getattr(largest, "learning_rates", ())):
                     runs += f", each at {rates} learning rates: {66 * rates} in all"
-                about, make = f"{d.about}, {model}; {runs}", _Make(quality_cost, d.name, model)
+                about, make = f"{d.about}, {model}; {runs}", _make(quality_cost, d.name, model)
                 yield f"{d.name}/{model}", Grid(experiment.artefact, about, make, tuple(recipes))
 
 
@@ -102,7 +99,7 @@ def _design_grids() -> Iterator[tuple[str, Grid]]:
         for design, artefact in d.designs.items():
             function, what = DESIGNS[design]
             model, recipes = next(iter(_models(d).items()))
-            make = _Make(function, d.name, model)
+            make = _make(function, d.name, model)
             yield f"{d.name}/{design}", Grid(artefact, f"{d.about}, {model}: {what}", make, tuple(recipes))
 
 
@@ -131,7 +128,7 @@ _EXECUTED = {"mlp6": "digits", "resnet8_w8": "digits", "lstm": "pydoc", "bert_sm
 
 def _execution_grid(model: str) -> Grid:
     about = f"{_EXECUTED[model]}, {model}: CR simulated and on codes, with the paper's steps and shared ones, ten seeds"
-    return Grid("execution", about, _Make(execution, _EXECUTED[model], model), ("demo",))
+    return Grid("execution", about, _make(execution, _EXECUTED[model], model), ("demo",))
 
 
 # Questions beyond the paper, those of docs/preregistration.md and how products are computed; a name or "h1" finds them.

@@ -26,14 +26,6 @@ EXPERIMENTS: dict[str, Experiment] = {
 # the data sets of all tasks by name
 DATASETS: dict[str, Dataset] = {name: d for e in EXPERIMENTS.values() for name, d in e.named.items()}
 
-# scale -> "dataset/model" -> recipe; "own-graph" and the like stand for data without recipes of its own
-RECIPES: dict[str, dict[str, Recipe]] = {
-    scale: {
-        f"{d.name}/{r.model}": r for e in EXPERIMENTS.values() for d in e.datasets for r in d.recipes.get(scale, ())
-    }
-    for scale in SCALES
-}
-
 
 def recipe(
     scale: str, dataset: str = "digits", model: str | None = None, preset: str = "ours", task: str = "image"

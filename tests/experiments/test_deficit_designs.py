@@ -9,12 +9,13 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
+from helpers import RECIPES
 from torch import nn
 
 from cpt_lab.experiments import designs, grids
 from cpt_lab.experiments.graph import DEFICITS_OWN
 from cpt_lab.experiments.image import DEFICITS_CIFAR, ImageRecipe
-from cpt_lab.experiments.recipes import RECIPES, deficits, recipe
+from cpt_lab.experiments.recipes import deficits, recipe
 from cpt_lab.experiments.spec import RunSpec
 from cpt_lab.tasks.image import ImageTask
 

@@ -2,13 +2,14 @@ import pickle
 from dataclasses import replace
 
 import pytest
+from helpers import RECIPES
 
 from cpt_core.schedules.cost import relative_cost
 from cpt_core.schedules.profiles import SUITE
 from cpt_core.schedules.schedule import FunctionSchedule
 from cpt_lab.experiments import designs, grids
 from cpt_lab.experiments.recipe import SCALES, Recipe, is_own
-from cpt_lab.experiments.recipes import DATASETS, EXPERIMENTS, RECIPES, recipe, task_of_dataset
+from cpt_lab.experiments.recipes import DATASETS, EXPERIMENTS, recipe, task_of_dataset
 from cpt_lab.experiments.spec import RunSpec, run_spec
 from cpt_lessons.parameters import check_parameters
 

@@ -397,7 +397,7 @@ def test_two_sweeps_on_one_store_share_the_work(tmp_path):
 def test_nothing_is_lost_whoever_is_killed():
     """A sample of `python -m bench.kill_sweep`, over runs of one seed; Ctrl-C alone is below."""
     done = torture(len(KINDS) - 1, seed=random.randrange(10**6), seeds=(0,), steps=60, say=lambda text: None)
-    assert [done[kind] for kind in KINDS] == [2, 1, 1, 1, 2, 0]
+    assert all(done[kind] == KINDS[:-1].count(kind) for kind in KINDS)
 
 
 WORDS = ["run", "digits/mlp6", "--scale", "demo", "--only", "schedule=CR", "--seeds", "0", "1", "2", "--workers", "2"]

@@ -4,11 +4,11 @@ from dataclasses import replace
 
 import pytest
 import torch
-from helpers import same, smoke_spec, specs_of
+from helpers import RECIPES, same, smoke_spec, specs_of
 
 from cpt_lab.analysis.runs import table
 from cpt_lab.experiments.recipe import SCALES
-from cpt_lab.experiments.recipes import RECIPES, recipe
+from cpt_lab.experiments.recipes import recipe
 from cpt_lab.experiments.spec import run_spec
 from cpt_lab.sweeps import worker
 from cpt_lab.sweeps.sweep import run_grid
