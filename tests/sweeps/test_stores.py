@@ -157,6 +157,7 @@ PIECES = st.sampled_from([
 @given(st.lists(PIECES, max_size=8), st.sampled_from(["a", "b", "c"]))
 @example([LINE.rstrip(), b"\r", LINE.rstrip(), b"\r"], "c")
 @example([LINE.rstrip(), LINE.rstrip()], "c")
+@example([LINE[:30], line_of(row("b")).rstrip()], "c")
 @settings(max_examples=200, deadline=None)
 def test_nothing_is_cut_off_but_the_beginning_of_a_row(pieces, name):
     """Whatever a file holds: either nothing is added, or all but the torn beginning of a row stays as it is."""
