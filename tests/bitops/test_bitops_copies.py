@@ -8,6 +8,7 @@ from torch.nn.utils import parametrizations
 from torch.nn.utils.rnn import pack_sequence
 from torchvision.models.detection import RetinaNet
 from torchvision.models.detection.anchor_utils import AnchorGenerator
+from torchvision.ops import FeaturePyramidNetwork
 
 from cpt_core.bitops.ledger import BitOpsLedger
 from cpt_core.bitops.plan import count_bitops
@@ -149,16 +150,30 @@ def test_inputs_that_do_not_fit_get_torchs_own_words():
         count_bitops(nn.Sequential(nn.Linear(2, 2)), (torch.ones(1, 3),))
 
 
+class Pyramid(nn.Module):
+    """A backbone with a feature pyramid of two levels."""
+
+    out_channels = 32
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = nn.Conv2d(3, 8, 16, stride=16), nn.Conv2d(8, 16, 2, stride=2)
+        self.fpn = FeaturePyramidNetwork([8, 16], self.out_channels)
+
+    def forward(self, x):
+        x = self.first(x)
+        return self.fpn({"0": x, "1": self.second(x)})
+
+
 def test_a_detector_of_torchvision():
-    backbone = nn.Sequential(nn.Conv2d(3, 32, 16, stride=16))
-    backbone.out_channels = 32
-    anchors = AnchorGenerator(((8,),), ((1.0,),))
-    model = quantize_(RetinaNet(backbone, 3, min_size=64, max_size=64, anchor_generator=anchors))
+    anchors = AnchorGenerator(((8,), (16,)), ((1.0,),) * 2)
+    model = quantize_(RetinaNet(Pyramid(), 3, min_size=64, max_size=64, anchor_generator=anchors))
     images, targets = [torch.rand(3, 64, 64)], [{"boxes": torch.tensor([[1.0, 1, 9, 9]]), "labels": torch.tensor([1])}]
     with pytest.warns(UserWarning, match="RetinaNet does not run on shapes alone"):
         plan = count_bitops(model, (images, targets))
     with precision(model, "float"), BitOpsLedger(model) as ledger:
         model(images, targets)
+    assert plan.uncounted["upsampling"] == 32 * 4 * 4
     assert ledger.by_pass()["forward"] == plan.by_pass["forward"] > 0
 
 
