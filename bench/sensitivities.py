@@ -17,11 +17,11 @@ from cpt_core.checks import write_text
 from cpt_core.choosing.sensitivities import Sensitivity
 from cpt_lab.paths import results_dir
 from cpt_lab.provenance import machine, source, versions
-from cpt_lab.studies.h5.arms import CASES, FILE, Q_MAX, Case
+from cpt_lab.studies.h5.arms import CASES, FILE, Q_MAX, MeasuredCase
 from cpt_lab.training.recipe_trials import recipe_sensitivity
 
 
-def measured(case: Case) -> Sensitivity:
+def measured(case: MeasuredCase) -> Sensitivity:
     """Measure one case on its own seeds, 50 and up."""
     return recipe_sensitivity(case.recipe, base=case.bits, q_max=Q_MAX, seeds=range(50, 50 + case.measured))
 

@@ -7,7 +7,8 @@ True
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+import re
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -20,6 +21,8 @@ from cpt_lab.analysis.statistics import ALPHA, interval
 from cpt_lab.experiments.spec import RunSpec
 
 POINTS, PERCENT = "points", "%"
+TOP, OWN = "8 bits", "their own bits"
+RULES = {TOP: "", OWN: "_current"}  # where runs are evaluated, and what follows the metric in rows
 
 
 @dataclass(frozen=True)
@@ -94,6 +97,31 @@ def quality(rows: pd.DataFrame, outputs: int, column: str = "") -> np.ndarray:
     metric = metric_of(rows)
     values = rows[metric + column].where(rows["status"] == "ok", outputs if metric == "perplexity" else 1 / outputs)
     return metric_named(metric).factor * quality_of(rows.assign(**{metric: values}))["quality"].to_numpy(dtype=float)
+
+
+def by_run(
+    specs: Sequence[RunSpec], rows: pd.DataFrame, outputs: int, columns: Mapping[str, str] = RULES
+) -> pd.DataFrame:
+    """Return one line per run: spec, seed, arm, unit, whether it was lost, its BitOps, and ``quality`` by ``columns``.
+
+    An arm goes without the number that a grid adds to its name, as in "over time at 0.417".
+
+    Args:
+        specs: of one task.
+        rows: theirs, in the same order.
+        outputs: classes or words.
+        columns: name -> what follows the metric.
+    """
+    arms = [re.sub(r" at [\d.]+$", "", spec.arm) for spec in specs]
+    found = pd.DataFrame({"spec": specs, "seed": [spec.seed for spec in specs], "arm": arms, "unit": unit_of(rows)})
+    taken = {name: rows[name].to_numpy() for name in ("bitops", "bitops_per_op")}
+    values = {name: quality(rows, outputs, column) for name, column in columns.items()}
+    return found.assign(lost=(rows["status"] != "ok").to_numpy(), **taken, **values)
+
+
+def seeds_by_arms(runs: pd.DataFrame, value: str = TOP) -> pd.DataFrame:
+    """Return a column of ``by_run``, seeds by arms, arms in the order of the design."""
+    return runs.pivot(index="seed", columns="arm", values=value)[list(dict.fromkeys(runs["arm"]))]
 
 
 def holm(p: Sequence[float]) -> list[float]:

@@ -12,11 +12,10 @@ import pandas as pd
 from matplotlib.figure import Figure
 
 from cpt_lab.analysis.estimates import Estimate, holm, standing
-from cpt_lab.analysis.style import COLORS, drawing
+from cpt_lab.analysis.style import COLORS, drawing, interval_bar
 from cpt_lab.experiments.grids import studies
 
 LEVEL = 0.05  # of the tests of a study together
-RULES = {"8 bits": "", "their own bits": "_current"}  # both sides of a comparison judged alike: at, column of rows
 
 
 @dataclass(frozen=True)
@@ -37,8 +36,8 @@ class Answer:
         told: the outcome at length, where primary effects do not tell it.
     """
 
-    question: str
-    asks: str
+    question: str = ""
+    asks: str = ""
     primary: tuple[Estimate, ...] = ()
     p: float = math.nan
     words: tuple[str, str] = ("", "")
@@ -65,6 +64,17 @@ def against(primary: Sequence[Estimate]) -> tuple[float, list[str], list[str]]:
     """Return p of "every effect is below its margin", and those above and below 0 at .025, with Holm over all."""
     above, below = (standing(primary, side, 0.025) for side in ("above", "below"))
     return float(np.max([e.p(e.margin, "below") for e in primary])), above, below
+
+
+def unbeaten(
+    primary: Sequence[Estimate], stands: str, wins: str, secondary: Sequence[Estimate] = (), beside: str = ""
+) -> Answer:
+    """Return the answer to whether nothing beats static precision by its margin; ``wins`` says what does."""
+    p, above, below = against(primary)
+    count = f"of {len(primary)}"
+    beaten = f"contradicted: {wins} in {len(above)} {count} ({'; '.join(above)})" if above else ""
+    words, said = (f"confirmed: {stands}", beaten), f"static is better in {len(below)} {count}{beside}"
+    return Answer(primary=tuple(primary), p=p, words=words, secondary=tuple(secondary), beside=said)
 
 
 def ruled(answer: Answer, family: Sequence[Answer], by_rule: Mapping[str, Answer]) -> Answer:
@@ -101,17 +111,14 @@ def sentence(a: Answer) -> str:
     word = re.sub("(confirmed|contradicted): ", "", a.word)
     effects = "; ".join(f"{e.what}: {e.shown()}, n = {len(e.values)}" for e in a.primary)
     if len(a.primary) > 2:  # too many for a sentence: how far they reach
-        groups: dict[tuple[str, float], list[float]] = {
-            (e.unit, e.margin if e.margin == e.margin else 0.0): [] for e in a.primary
-        }
+        highest: dict[tuple[str, str], float] = {}
         for e in a.primary:
-            groups[e.unit, e.margin if e.margin == e.margin else 0.0].append(e.interval()[1])
-        ends = [(f"{max(of):+.2f} {u}".strip(), f" (margin {m:g})" if m else "") for (u, m), of in groups.items()]
-        reach = " and ".join(f"{end}{margin}" for end, margin in ends)
+            ends = (f" {e.unit}".rstrip(), f" (margin {e.margin:g})" if e.margin == e.margin else "")
+            highest[ends] = max(e.interval()[1], highest.get(ends, -math.inf))
+        reach = " and ".join(f"{high:+.2f}{unit}{margin}" for (unit, margin), high in highest.items())
         seeds = {e.what.partition(",")[0]: len(e.values) for e in a.primary}
-        effects = (
-            f"the 95 % intervals reach up to {reach}; {', '.join(f'{task}: n = {n}' for task, n in seeds.items())}"
-        )
+        counts = ", ".join(f"{task}: n = {n}" for task, n in seeds.items())
+        effects = f"the 95 % intervals reach up to {reach}; {counts}"
     said = [part for part in (word, effects) if part]
     return " ".join([f"{a.question}: {a.asks}", *(f"{part[0].upper()}{part[1:]}." for part in said)])
 
@@ -146,7 +153,7 @@ def answers_figure(found: Sequence[Answer]) -> Figure:
             margin = np.nan_to_num(e.margin)  # some have none
             ax.axvspan(-margin, margin, color="#dddddd", linewidth=0)
             ax.axvline(0, color="#888888", linewidth=0.8)
-            ax.errorbar(e.mean, 0, xerr=[[e.mean - low], [high - e.mean]], fmt="o", color=COLORS["static"], capsize=3)
+            interval_bar(ax, 0, (e.mean, low, high), color=COLORS["static"], capsize=3)
             ax.plot(e.values, np.full(len(e.values), -0.6), "|", color=COLORS["static"], alpha=0.5)
             widest = 1.15 * max(margin, *np.abs(e.values), abs(low), abs(high))
             ax.set(xlim=(-widest, widest), ylim=(-1, 0.7), yticks=[])

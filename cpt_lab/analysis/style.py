@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import textwrap
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, redirect_stdout
 from typing import Any
 
@@ -63,10 +63,16 @@ def drawing(rows: int = 1, columns: int = 1, alt: str = "", **options: Any) -> I
             plt.close(figure)
 
 
-def legend_below(figure: Any, ax: Any) -> None:
-    """Put the legend of one of several alike axes below all of them, where it hides nothing."""
+def legend_below(figure: Any, ax: Any, columns: int = 0) -> None:
+    """Put the legend of one of several alike axes below all of them, where it hides nothing, in so many columns."""
     handles, labels = ax.get_legend_handles_labels()
-    figure.legend(handles, labels, fontsize=SMALL, loc="outside lower center", ncols=len(labels))
+    figure.legend(handles, labels, fontsize=SMALL, loc="outside lower center", ncols=columns or len(labels))
+
+
+def interval_bar(ax: Any, y: float, ends: Iterable[float], **look: Any) -> None:
+    """Draw mean, low and high of an interval at a height; the mean of a bootstrap may lie outside of it."""
+    mean, low, high = ends
+    ax.errorbar(mean, y, xerr=[[max(mean - low, 0)], [max(high - mean, 0)]], **{"fmt": "o", **look})
 
 
 def whole(axis: Axis) -> None:

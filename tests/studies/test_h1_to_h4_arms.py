@@ -1,7 +1,4 @@
-"""The runs of docs/preregistration.md are what it says: arms, seeds, costs, and what the twelve schedules share."""
-
-import re
-from itertools import groupby
+"""The runs of H1 to H4: costs, what the twelve schedules share, what is crossed with what."""
 
 import numpy as np
 import pytest
@@ -9,25 +6,8 @@ from scipy.stats import rankdata
 
 from cpt_core.schedules import cost
 from cpt_lab.experiments import grids
-from cpt_lab.paths import ROOT
 from cpt_lab.studies.h1_to_h4 import arms
 from tests.helpers import price
-
-
-@pytest.mark.parametrize("name", arms.GRIDS)  # those of H5 wait for what is measured before
-def test_a_question_has_the_runs_and_the_seeds_that_the_document_names(name):
-    specs = grids.grid_specs(name)
-    assert len({s.key for s in specs}) == len(specs)
-    (told,) = re.findall(
-        rf"{name} +# (\d+) runs|{name} +(\d+) runs", (ROOT / "docs/preregistration.md").read_text("utf-8")
-    )
-    assert str(len(specs)) in told
-    seeds = {s.seed for s in specs}
-    assert seeds == set(range(100, 100 + len(seeds)))
-    for _, arm in groupby(specs, key=lambda s: (s.arm, s.recipe)):
-        assert {s.seed for s in arm} == seeds
-    assert {s.q_max for s in specs} == {8}
-    assert grids.find_grids(name.split("/")[0])[name].artefact == name.split("/")[0]
 
 
 def test_questions_stay_out_of_the_lists_of_the_paper():

@@ -1,28 +1,18 @@
 """The tests of docs/preregistration.md, on rows that were made up so that the answer is known."""
 
 import math
-import subprocess
-from datetime import UTC, datetime
 
-import matplotlib.pyplot as plt
 import numpy as np
 import pytest
 from scipy import stats
 
 from cpt_lab.analysis import groups, preregistered
 from cpt_lab.analysis.estimates import Estimate, holm
-from cpt_lab.analysis.runs import committed, table
+from cpt_lab.analysis.runs import table
 from cpt_lab.experiments import grids
-from cpt_lab.paths import ROOT
 from cpt_lab.studies.h1_to_h4 import arms, outcome
 from cpt_lab.tasks.graph import _learning_rate
 from tests.helpers import row_of
-
-
-@pytest.fixture(autouse=True)
-def close_figures():
-    yield
-    plt.close("all")
 
 
 def chance(spec):
@@ -239,18 +229,16 @@ def test_runs_that_diverged_count_as_chance():
     assert found.lost == 13
     assert found.word == "weights and activations hurt more"
     assert found.primary[0].mean == pytest.approx(-100 * math.log(2000 / 10), abs=0.2)
-    tasks = ("h2/facebook", "h2/characters", "h2/sage")
-    found = answer("H2", *(rows(task, lambda s: 0.0, lost=("static 5",)) for task in tasks))
+    found = answer("H2", *(rows(grid, lambda s: 0.0, lost=("static 5",)) for grid in H2))
     by_unit = {"points": 90 - 100 / 4, "%": 100 * math.log(102 / 10)}  # four classes, 102 characters
     assert {e.what: e.mean for e in found.primary if "static 5" in e.what} == {
         e.what: pytest.approx(by_unit[e.unit], abs=0.2) for e in found.primary if "static 5" in e.what
     }
 
 
-@pytest.mark.parametrize("grid", ["h2/facebook", "h2/characters", "h2/sage"])
+@pytest.mark.parametrize("grid", H2)
 def test_a_run_without_its_value_leaves_the_test_without_an_answer(grid):
-    tasks = ("h2/facebook", "h2/characters", "h2/sage")
-    made = table([r for task in tasks for r in rows(task, lambda s: -float("cyclic" in s.arm))])
+    made = table([r for task in H2 for r in rows(task, lambda s: -float("cyclic" in s.arm))])
     assert "confirmed" in next(a.word for a in outcome.answers(made) if a.question == "H2")
     lacks = made["key"] == grids.grid_specs(grid)[0].key
     made.loc[lacks, ["accuracy", "accuracy_current", "perplexity", "perplexity_current"]] = math.nan
@@ -305,23 +293,3 @@ def test_outcomes_are_said_in_words():
     )
     assert said.endswith("points, n = 10.")
     assert set(preregistered.secondary(found)[""]) == {"H2", "H3"}
-
-
-def before(runs, written):
-    """Preregistered runs that were started before the document was committed (seconds since 1970)."""
-    runs = runs[runs["key"].isin(groups.preregistered())]
-    return [
-        r.key for r in runs.itertuples() if datetime.fromisoformat(r.started).replace(tzinfo=UTC).timestamp() < written
-    ]
-
-
-def test_the_document_is_older_than_its_rows():
-    asked = subprocess.run(
-        ["git", "log", "--diff-filter=A", "--format=%ct", "--", "PREREGISTRATION.md"],  # its first place
-        cwd=ROOT, capture_output=True, text=True,
-    )  # fmt: skip
-    if asked.returncode or not asked.stdout.strip():
-        pytest.skip("no history here")
-    written = int(asked.stdout.split()[-1])
-    assert len(before(table(rows("h4/gradients", lambda s: 0.0)), written)) == 52  # made up, of January
-    assert before(committed(), written) == []

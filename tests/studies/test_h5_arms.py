@@ -1,15 +1,12 @@
 """The runs of H5: one cost, made from stored sensitivities alone, none of their seeds used twice."""
 
 import json
-import re
 
 import pytest
 
 from bench import sensitivities
 from cpt_core.choosing.sensitivities import Sensitivity
 from cpt_core.schedules.schedule import StaticSchedule
-from cpt_lab.experiments import grids
-from cpt_lab.experiments.spec import RunSpec
 from cpt_lab.paths import ROOT
 from cpt_lab.studies.h5 import arms
 from cpt_lab.studies.h5.arms import CASES, allocated, low_then_high, stored
@@ -42,25 +39,9 @@ def test_all_arms_cost_the_same(case):
 
 def test_the_seeds_of_the_test_are_not_those_of_the_measurement():
     for case, c in CASES.items():
-        tested = {s.seed for s in allocated(case, sensitivity=made_up(c.recipe.steps, c.bits))}
-        assert tested == set(range(100, 100 + c.seeds))
-        assert c.measured <= 50
-
-
-@pytest.mark.parametrize("case", CASES)
-def test_the_document_names_the_runs(case):
-    text = "".join(path.read_text("utf-8") for path in sorted(ROOT.glob("docs/preregistration*.md")))
-    (told,) = re.findall(rf"h5/{case} +#? *(\d+) runs", text)
-    assert int(told) == len(allocated(case, sensitivity=made_up(CASES[case].recipe.steps, CASES[case].bits)))
-    assert f"{CASES[case].seeds} seeds" in text
-    assert grids.QUESTIONS[f"h5/{case}"].artefact == "h5"
-
-
-def test_specs_with_layers_come_back_from_json():
-    spec = next(s for s in allocated("digits", [1], sensitivity=made_up(600)) if "both" in s.arm)
-    again = RunSpec.from_dict(json.loads(json.dumps(spec.to_dict())))
-    assert again == spec
-    assert again.key == spec.key
+        assert min(s.seed for s in allocated(case)) >= 50 + c.measured
+        told = "".join(path.read_text("utf-8") for path in sorted(ROOT.glob("docs/preregistration*.md")))
+        assert f"{c.seeds} seeds" in told
 
 
 def test_a_budget_between_two_precisions():

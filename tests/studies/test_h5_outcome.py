@@ -3,7 +3,6 @@
 import math
 from dataclasses import replace
 
-import matplotlib.pyplot as plt
 import numpy as np
 import pandas as pd
 import pytest
@@ -29,14 +28,12 @@ from tests.studies.test_h5_arms import made_up
 
 @pytest.fixture(autouse=True)
 def measured(monkeypatch):
-    """Every case has ten seeds and a made-up sensitivity; figures are closed."""
+    """Every case has ten seeds and a made-up sensitivity."""
     stored = {case: made_up(c.recipe.steps, c.bits) for case, c in CASES.items()}
     for case, c in CASES.items():
         monkeypatch.setitem(CASES, case, replace(c, seeds=10))
     for module in ("cpt_lab.studies.h5.arms", "cpt_lab.studies.h5.outcome"):
         monkeypatch.setattr(f"{module}.stored", stored.__getitem__)
-    yield
-    plt.close("all")
 
 
 def rows(gains=(), own=0.0, lost=(), cases=CASES, spread=0.1):
@@ -184,7 +181,8 @@ def test_promises_are_those_of_the_model():
 
 
 def test_other_effects_are_told_too():
-    told = secondary(rows({("facebook", "over both"): 0.5, ("facebook", "over time"): 0.2}, own=-2.0))
+    made = rows({("facebook", "over both"): 0.5, ("facebook", "over time"): 0.2}, own=-2.0)
+    told = secondary(outcome.cases(made))
     told = told[told["task"] == "facebook"].set_index("effect")["mean [95 %]"]
     assert told["over both, minus static at 8 bits"].startswith("+0.5")
     assert told["over both, minus static at its own bits"].startswith("+2.5")
@@ -214,14 +212,14 @@ def test_page_table_and_figures():
 def test_the_verdict_says_where_it_depends_on_how_arms_and_static_are_judged():
     runs = rows({("facebook", "over both"): 0.5, ("digits", "over both"): 2.0}, own=1.0)
     at_8 = "where both are judged at 8 bits"
-    assert outcome.robustness(runs) == {
+    assert outcome.robustness(outcome.cases(runs)) == {
         "over time": f"depends on the rule: open {at_8}",
         "over layers": f"depends on the rule: open {at_8}",
         "over both": f"depends on the rule: bits here, not there {at_8}",
     }
     assert outcome.answers(runs)[0].word.endswith("; depends on the rule: over time and over layers and over both")
     assert sentence(outcome.answers(runs)[0]).endswith(f". Over both depends on the rule: bits here, not there {at_8}.")
-    assert outcome.robustness(rows({("facebook", "over both"): 0.5})) == {}
+    assert outcome.robustness(outcome.cases(rows({("facebook", "over both"): 0.5}))) == {}
 
 
 def test_before_anything_is_measured_there_is_no_section(monkeypatch):

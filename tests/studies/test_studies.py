@@ -1,17 +1,67 @@
 """A study is a folder that names itself; the rest of the laboratory opens it by its name."""
 
+import re
+import subprocess
+
+import pandas as pd
+import pytest
+
 from cpt_lab.analysis import preregistered
-from cpt_lab.analysis.runs import table
+from cpt_lab.analysis.runs import load, table
 from cpt_lab.experiments import grids
-from cpt_lab.paths import ROOT
+from cpt_lab.paths import ROOT, results_dir
+from cpt_lab.studies.h7 import arms
+
+DOCUMENT = (ROOT / "docs/preregistration.md").read_text("utf-8")
+ASKED = [name for study in grids.studies("arms") for name in study.GRIDS]
 
 
 def test_every_folder_is_a_study_and_its_grids_are_known():
     folders = {p.parent.name for p in (ROOT / "cpt_lab" / "studies").glob("*/__init__.py")}
     assert folders == set(grids.STUDIES)
-    named = [name for study in grids.studies("arms") for name in study.GRIDS]
-    assert len(named) == len(set(named))
-    assert set(named) == {name for name in grids.QUESTIONS if not name.startswith("execution/")}
+    assert len(ASKED) == len(set(ASKED))
+    assert set(ASKED) == {name for name in grids.QUESTIONS if not name.startswith("execution/")}
+
+
+@pytest.mark.parametrize("name", [name for name in ASKED if not name.startswith("h7-rates/")])
+def test_a_question_has_the_runs_and_the_seeds_that_the_document_names(name):
+    specs = grids.grid_specs(name)
+    assert len({s.key for s in specs}) == len(specs)
+    assert re.findall(rf"run {name} +# (\d+) runs| {name} +(\d+) runs", DOCUMENT) in (
+        [(str(len(specs)), "")], [("", str(len(specs)))]
+    )  # fmt: skip
+    seeds, first = {s.seed for s in specs}, 300 if name.startswith("h7/") else 100
+    assert seeds == set(range(first, first + len(seeds)))
+    runs = pd.DataFrame([(s.arm, s.recipe, s.seed) for s in specs], columns=["arm", "recipe", "seed"])
+    assert all(set(part["seed"]) == seeds for _, part in runs.groupby(["arm", "recipe"], sort=False))
+    assert grids.find_grids(name.split("/")[0])[name].artefact == name.split("/")[0]
+
+
+def test_the_rates_of_h7_are_chosen_on_runs_of_their_own():
+    rates = [s for name in ASKED if name.startswith("h7-rates/") for s in grids.grid_specs(name)]
+    assert f"{len(rates)} runs that choose learning rates" in DOCUMENT
+    assert {s.seed for s in rates} == set(arms.TUNING)
+    assert not {s.key for s in rates} & {s.key for case in arms.CASES for s in arms.spent(case)}
+
+
+def started(store):
+    """When the runs of a committed store were."""
+    return pd.to_datetime(load(results_dir() / store, every_rate=True)["started"], utc=True, format="ISO8601")
+
+
+@pytest.mark.parametrize("store", ["h1", "h2", "h3", "h4", "h6", "h7", "h7_rates"])
+def test_the_document_is_older_than_its_rows_and_the_rates_than_their_test(store):
+    begun = started(f"{store}.jsonl")
+    if store == "h7":
+        assert begun.min() > started(arms.FILE).max()
+    git = ["git", "-C", str(ROOT)]
+    shallow = subprocess.run([*git, "rev-parse", "--is-shallow-repository"], capture_output=True, text=True)
+    if shallow.stdout.strip() != "false":  # the first commit there looks as if it had written everything
+        pytest.skip("no whole history here")
+    places = ["PREREGISTRATION.md", "docs/preregistration.md"]
+    heading = f"-S## {store.partition('_')[0].upper()} "
+    told = subprocess.run([*git, "log", heading, "--format=%ct", "--", *places], capture_output=True, text=True)
+    assert begun.min() > pd.Timestamp(int(told.stdout.split()[-1]), unit="s", tz="UTC")
 
 
 def test_every_study_answers_before_anything_ran():

@@ -24,8 +24,8 @@ from cpt_lab.experiments.graph import GraphRecipe
 from cpt_lab.experiments.recipe import Recipe
 from cpt_lab.experiments.recipes import recipe
 from cpt_lab.experiments.spec import RunSpec
+from cpt_lab.studies.case import FACEBOOK
 
-FACEBOOK = "facebook_ogb_layout/"  # Facebook's page-page graph in OGB's raw layout, below the data folder
 Q_MIN, Q_MAX = 2, 8
 FIRST_SEED = 100  # no run before these had such seeds
 STEPS = {"gcn": 160, "sage": 120, "lstm": 160}  # H1 and H2, by model
@@ -49,8 +49,6 @@ TWELVE: tuple[tuple[tuple[int, ...], tuple[int, ...]], ...] = (
 WINDOW, RECOVERY = 16, 32  # H3: steps of low precision, and steps after them
 STARTS = (0, 12, 24, 36, 48)
 LR_RULES = ("constant", "step", "cosine")
-
-OUTPUTS = {FACEBOOK: 4, "pydoc": 102, "ptb": 2000}  # classes or words: a run that diverged counts as chance
 
 DEGREES = (0, 5, 12, 30)  # H4: in-degrees at which strata begin, self-loops counted
 

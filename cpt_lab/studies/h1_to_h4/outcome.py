@@ -11,23 +11,22 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 
 import numpy as np
 import pandas as pd
 from scipy import stats
 
 from cpt_lab.analysis import preregistered
-from cpt_lab.analysis.estimates import PERCENT, POINTS, Estimate, found, quality, unit_of
+from cpt_lab.analysis.estimates import OWN, PERCENT, POINTS, RULES, Estimate, by_run, found, seeds_by_arms
 from cpt_lab.analysis.metrics import interval_text
 from cpt_lab.analysis.pages import Section
-from cpt_lab.analysis.preregistered import RULES, Answer, against, corrected, ruled
+from cpt_lab.analysis.preregistered import Answer, corrected, ruled, unbeaten
 from cpt_lab.analysis.statistics import spearman
 from cpt_lab.experiments.grids import grid_specs
 from cpt_lab.experiments.spec import RunSpec
+from cpt_lab.studies.case import OUTPUTS
 from cpt_lab.studies.h1_to_h4 import arms
-
-# primary effects, the p-value of their test, the words if it stands and in any case, secondary effects, what is beside
-Said = tuple[tuple[Estimate, ...], float, tuple[str, str], tuple[Estimate, ...], str]
 
 
 def answers(runs: pd.DataFrame) -> list[Answer]:
@@ -43,10 +42,10 @@ def answers(runs: pd.DataFrame) -> list[Answer]:
             told.append(Answer(question, asks, word=rows))
             continue
         frames = [_frame(part, rows.loc[[spec.key for spec in part]]) for part in specs]
-        lost = int((rows["status"] != "ok").sum())
-        told.append(Answer(question, asks, *answer(*frames), lost))
+        lost = sum(int(frame["lost"].sum()) for frame in frames)
+        told.append(replace(answer(*frames), question=question, asks=asks, lost=lost))
         if answer is _static:
-            alike = {rule: Answer(question, asks, *_static(*frames, rule=rule)) for rule in RULES}
+            alike = {rule: replace(_static(*frames, rule=rule), question=question) for rule in RULES}
     return [ruled(a, told, alike) if a.question == "H2" and alike else a for a in corrected(told)]
 
 
@@ -71,23 +70,21 @@ def sections(runs: pd.DataFrame) -> Iterator[Section]:
 
 
 def _frame(specs: list[RunSpec], rows: pd.DataFrame) -> pd.DataFrame:
-    """Return one line per run: its spec, seed and arm, quality at 8 bits and at its "own"; strata where any."""
-    recipe, own = specs[0].recipe, "_current"
-    columns = {"quality": "", "own": own}
-    columns |= {f"degree{low}": f"_degree{low}{own}" for low in getattr(recipe, "degrees", ())}
-    values = {name: quality(rows, arms.OUTPUTS[recipe.dataset], column) for name, column in columns.items()}
-    runs = {"spec": specs, "seed": [s.seed for s in specs], "arm": [s.arm for s in specs]}
-    return pd.DataFrame({**runs, **values, "unit": unit_of(rows)})
-
-
-def _wide(frame: pd.DataFrame, value: str = "quality") -> pd.DataFrame:
-    """Seeds by arms, arms in the order of the design."""
-    return frame.pivot(index="seed", columns="arm", values=value)[list(dict.fromkeys(frame["arm"]))]
+    """Return ``by_run`` of a grid, with the strata of degrees where there are any, at their own bits."""
+    recipe = specs[0].recipe
+    strata = {f"degree{low}": f"_degree{low}_current" for low in getattr(recipe, "degrees", ())}
+    return by_run(specs, rows, OUTPUTS[recipe.dataset], {**RULES, **strata})
 
 
 def _direction(effects: Sequence[Estimate], below: str, above: str) -> str:
     signs = {effect.mean < 0 for effect in effects}
     return "mixed: two signs" if len(signs) > 1 else below if signs.pop() else above
+
+
+def _alone(primary: Estimate, direction: str, small: str, secondary: Sequence[Estimate]) -> Answer:
+    """The answer of one primary effect: its direction if it stands, and whether it is too small to name."""
+    words = (direction, small if primary.small else "")
+    return Answer(primary=(primary,), p=primary.p(), words=words, secondary=tuple(secondary))
 
 
 def _slopes(x: np.ndarray, y: np.ndarray) -> np.ndarray:
@@ -105,10 +102,10 @@ def _covariates() -> np.ndarray:
     return np.array([(np.log2(s.noise_exposure()), s.share_at(2), arms.noise_date(s)) for s in schedules])
 
 
-def _noise(*frames: pd.DataFrame) -> Said:
+def _noise(*frames: pd.DataFrame) -> Answer:
     x, primary, secondary = _covariates(), [], []
     for frame, task in zip(frames, ("Facebook", "characters"), strict=True):
-        unit, y = frame["unit"].iloc[0], _wide(frame).to_numpy()
+        unit, y = frame["unit"].iloc[0], seeds_by_arms(frame).to_numpy()
         slopes = _slopes(x, y)
         primary.append(Estimate(f"{task}, a doubling of the noise", unit, slopes[0], H1_MARGINS[unit]))
         secondary.append(Estimate(f"{task}, 10 % more steps at 2 bits", unit, 0.1 * slopes[1]))
@@ -120,7 +117,8 @@ def _noise(*frames: pd.DataFrame) -> Said:
         primary, "confirmed: at one cost, noisier schedules are worse", "contradicted: noisier schedules are better"
     )
     small = "no effect worth naming" if all(effect.small for effect in primary) else ""
-    return tuple(primary), p, (direction if p < 0.01 else "", small), tuple(secondary), ""
+    words = (direction if p < 0.01 else "", small)
+    return Answer(primary=tuple(primary), p=p, words=words, secondary=tuple(secondary))
 
 
 def over_schedules(runs: pd.DataFrame) -> pd.DataFrame:
@@ -134,13 +132,14 @@ def over_schedules(runs: pd.DataFrame) -> pd.DataFrame:
         specs = grid_specs(name)
         if isinstance(rows := found(specs, runs), str):
             continue
-        y = _wide(_frame(specs, rows)).mean().to_numpy()
+        frame = _frame(specs, rows)
+        y = seeds_by_arms(frame).mean().to_numpy()
         b = np.linalg.lstsq(a, y, rcond=None)[0]
         free = len(x) - a.shape[1]
         error = math.sqrt(((y - a @ b) ** 2).sum() / free * np.linalg.inv(a.T @ a)[1, 1])
         half = float(stats.t.ppf(0.975, free)) * error
         p = float(2 * stats.t.sf(abs(b[1]) / error, free)) if error else 0.0
-        slope = f"{interval_text(b[1], b[1] - half, b[1] + half)} {unit_of(rows)}"
+        slope = f"{interval_text(b[1], b[1] - half, b[1] + half)} {frame['unit'].iloc[0]}"
         lines.append((name.split("/")[1], slope, f"{p:.2g}"))
     return pd.DataFrame(lines, columns=["task", "a doubling of the noise [95 %]", "p"])
 
@@ -149,31 +148,27 @@ def over_schedules(runs: pd.DataFrame) -> pd.DataFrame:
 H2_MARGINS = {POINTS: 0.2, PERCENT: 2.0}
 
 
-def _static(*frames: pd.DataFrame, rule: str = "") -> Said:
+def _static(*frames: pd.DataFrame, rule: str = "") -> Answer:
     """Judge a schedule at 8 bits, static at 8 or its own, whichever is better; or both by one of ``RULES``."""
     primary, secondary = [], []
     for frame, task in zip(frames, ("Facebook GCN", "characters", "Facebook GraphSAGE"), strict=True):
-        unit, at_top, at_own = frame["unit"].iloc[0], _wide(frame), _wide(frame, "own")
+        unit, at_top, at_own = frame["unit"].iloc[0], seeds_by_arms(frame), seeds_by_arms(frame, OWN)
         for bits in (5, 3):
             arm, cyclic = f"static {bits}", f"cyclic at the cost of static {bits}"
             schedule, better = at_top[cyclic], max(at_top[arm], at_own[arm], key=lambda values: float(values.mean()))
             if rule:
-                schedule, better = (at_own if RULES[rule] else at_top)[[cyclic, arm]].to_numpy().T
+                schedule, better = seeds_by_arms(frame, rule)[[cyclic, arm]].to_numpy().T
             name = f"{task}, schedule minus static {bits}"
             primary.append(Estimate(name, unit, np.asarray(schedule - better), H2_MARGINS[unit]))
             for values, where in ((at_top[arm], "8 bits"), (at_own[arm], "its own bits")):
                 secondary.append(Estimate(f"{name} at {where}", unit, np.asarray(schedule - values)))
-    p, wins, loses = against(primary)
-    word = f"a schedule wins in {len(wins)} of {len(primary)} ({'; '.join(wins)})" if wins else ""
-    alike = [effect.what for effect in primary if effect.small]
-    beside = f"static is better in {len(loses)} of {len(primary)}; alike within the margin in {len(alike)}"
-    stands = "confirmed: no schedule beats static by the margin"
-    return tuple(primary), p, (stands, word and f"contradicted: {word}"), tuple(secondary), beside
+    alike = f"; alike within the margin in {sum(effect.small for effect in primary)}"
+    return unbeaten(primary, "no schedule beats static by the margin", "a schedule wins", secondary, alike)
 
 
 # --- H3 -------------------------------------------------------------------------------------------
-def _date(frame: pd.DataFrame) -> Said:
-    wide, cells = _wide(frame), []
+def _date(frame: pd.DataFrame) -> Answer:
+    wide, cells = seeds_by_arms(frame), []
     specs = {spec.arm: spec for spec in frame["spec"]}
     for arm, spec in specs.items():
         if windows := spec.schedule.windows:
@@ -192,14 +187,13 @@ def _date(frame: pd.DataFrame) -> Said:
     secondary.append(Estimate("loss, a learning rate of 10 steps more in the deficit", POINTS, 10 * during))
     secondary.append(Estimate("loss, a learning rate of 10 steps more after it", POINTS, 10 * after))
     direction = _direction([primary], "earlier is worse", "later is worse")
-    small = "no effect worth naming" if primary.small else ""
-    return (primary,), primary.p(), (direction, small), tuple(secondary), ""
+    return _alone(primary, direction, "no effect worth naming", secondary)
 
 
 # --- H4 -------------------------------------------------------------------------------------------
-def _gradients(frame: pd.DataFrame) -> Said:
+def _gradients(frame: pd.DataFrame) -> Answer:
     at = {(int(s.schedule(0)), s.q_grad): s.arm for s in frame["spec"]}
-    wide = _wide(frame, "own")
+    wide = seeds_by_arms(frame, OWN)
     y = {bits: wide[arm].to_numpy() for bits, arm in at.items()}
     primary = Estimate("6 bits forward with 8-bit gradients, minus the reverse", PERCENT, y[6, 8] - y[8, 6], 0.15)
     secondary = (
@@ -209,10 +203,10 @@ def _gradients(frame: pd.DataFrame) -> Said:
         Estimate("6-bit minus 8-bit gradients, 6 bits forward", PERCENT, y[6, 6] - y[6, 8]),
     )
     direction = _direction([primary], "weights and activations hurt more", "gradients hurt more")
-    return (primary,), primary.p(), (direction, "alike" if primary.small else ""), secondary, ""
+    return _alone(primary, direction, "alike", secondary)
 
 
-def _hubs(frame: pd.DataFrame) -> Said:
+def _hubs(frame: pd.DataFrame) -> Answer:
     frame = frame.assign(kind=[s.recipe.aggregation for s in frame["spec"]])
     lowest, highest = min(arms.DEGREES), max(arms.DEGREES)
 
@@ -227,16 +221,15 @@ def _hubs(frame: pd.DataFrame) -> Said:
     secondary = [Estimate(f"the same at {bits} bits", POINTS, contrast(bits)) for bits in (4, 8)]
     for bits in (8, 4, 3):
         name = f"FP-Agg minus Q-Agg at {bits} bits"
-        secondary.append(Estimate(f"{name}, all nodes", POINTS, gain(bits, "own")))
+        secondary.append(Estimate(f"{name}, all nodes", POINTS, gain(bits, OWN)))
         for low in arms.DEGREES:
             secondary.append(Estimate(f"{name}, in-degree from {low}", POINTS, gain(bits, f"degree{low}")))
     direction = _direction([primary], "hubs are hurt less", "hubs are hurt more")
-    small = "no difference worth naming" if primary.small else ""
-    return (primary,), primary.p(), (direction, small), tuple(secondary), ""
+    return _alone(primary, direction, "no difference worth naming", secondary)
 
 
 # what each asks, the grids whose runs answer, the function of these runs, by grid, that does
-QUESTIONS: dict[str, tuple[str, tuple[str, ...], Callable[..., Said]]] = {
+QUESTIONS: dict[str, tuple[str, tuple[str, ...], Callable[..., Answer]]] = {
     "H1": ("At one cost, does noise decide?", ("h1/facebook", "h1/characters"), _noise),
     "H2": (
         "Does a cyclic schedule beat the static precision of its cost?",

@@ -11,9 +11,8 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import cache, partial
-from typing import Any
 
 from cpt_core.checks import choose
 from cpt_core.choosing.allocation import allocate, static_of_cost
@@ -21,9 +20,9 @@ from cpt_core.choosing.sensitivities import OVER, Sensitivity
 from cpt_core.schedules import cost
 from cpt_core.schedules.schedule import Schedule, StaticSchedule, TableSchedule
 from cpt_lab.experiments.recipe import Recipe
-from cpt_lab.experiments.recipes import recipe
 from cpt_lab.experiments.spec import NotMeasuredError, RunSpec
 from cpt_lab.paths import results_dir
+from cpt_lab.studies.case import FACEBOOK, Case
 
 FILE = "sensitivity.json"  # under data/results, written by ``python -m bench.sensitivities``
 Q_MAX = 8
@@ -31,33 +30,23 @@ SWITCH = 0.45  # of the training: a twentieth before the learning rate falls fir
 STATIC, LATE = "static", "low then high"
 
 
-@dataclass(frozen=True)
-class Case:
-    """A task of H5.
+@dataclass(frozen=True, kw_only=True)
+class MeasuredCase(Case):
+    """A task of H5; its seeds are from 100 on.
 
     Attributes:
-        dataset: see ``recipes.recipe``; ``task`` too.
-        outputs: classes or characters: a run that diverged counts as chance.
         bits: static precision at whose cost all arms are. Sensitivities are measured with one bit less than that, and
             nothing runs lower than what was measured.
-        seeds: how many the test has, from 100 on.
-        measured: how many the sensitivities have, from 50 on.
-        changes: other values for fields of the demo recipe.
+        measured: how many seeds the sensitivities have, from 50 on.
     """
 
-    dataset: str
-    task: str
-    outputs: int
     bits: int
-    seeds: int
     measured: int
-    changes: dict[str, Any] = field(default_factory=dict)
 
     @property
     def recipe(self) -> Recipe:
-        """What is trained: the demo recipe, evaluated at the end alone; its schedules have no cycles."""
-        found = recipe("demo", self.dataset, task=self.task)
-        return replace(found, n_cycles=1, evaluate_every=0, q_min=self.bits - 1, **self.changes)
+        """What is trained; its schedules have no cycles."""
+        return replace(super().recipe, n_cycles=1, q_min=self.bits - 1)
 
     @property
     def budget(self) -> float:
@@ -65,11 +54,11 @@ class Case:
         return cost.relative_cost([self.bits], Q_MAX)
 
 
-CASES: dict[str, Case] = {
-    "digits": Case("digits", "image", 10, 4, 40, 40),
-    "facebook": Case("facebook_ogb_layout/", "graph", 4, 3, 16, 8),
-    "characters": Case("pydoc", "language_model", 102, 3, 20, 16),
-    "cifar10-jpeg": Case("cifar10-jpeg/", "image", 10, 3, 10, 6),
+CASES = {
+    "digits": MeasuredCase("digits", "image", bits=4, seeds=40, measured=40),
+    "facebook": MeasuredCase(FACEBOOK, "graph", bits=3, seeds=16, measured=8),
+    "characters": MeasuredCase("pydoc", "language_model", bits=3, seeds=20, measured=16),
+    "cifar10-jpeg": MeasuredCase("cifar10-jpeg/", "image", bits=3, seeds=10, measured=6),
 }
 
 

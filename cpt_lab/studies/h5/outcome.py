@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -18,14 +18,14 @@ from matplotlib.figure import Figure
 
 from cpt_core.choosing.sensitivities import OVER
 from cpt_core.schedules.layered import LayeredSchedule
-from cpt_core.schedules.profiles import Array
 from cpt_core.schedules.schedule import Schedule
-from cpt_lab.analysis.estimates import PERCENT, Estimate, found, holm, quality, unit_of
+from cpt_lab.analysis.estimates import OWN, PERCENT, RULES, TOP, Estimate, by_run, found, holm, seeds_by_arms
 from cpt_lab.analysis.metrics import interval_text
 from cpt_lab.analysis.pages import Section
-from cpt_lab.analysis.preregistered import LEVEL, RULES, Answer, depends
-from cpt_lab.analysis.style import COLORS, SMALL, drawing, whole
-from cpt_lab.experiments.spec import NotMeasuredError
+from cpt_lab.analysis.preregistered import LEVEL, Answer, depends
+from cpt_lab.analysis.style import COLORS, SMALL, drawing, interval_bar, whole
+from cpt_lab.experiments.spec import NotMeasuredError, RunSpec
+from cpt_lab.studies.case import OUTPUTS
 from cpt_lab.studies.h5.arms import CASES, LATE, Q_MAX, STATIC, allocated, stored
 
 ASKS = "Do bits put where they matter beat static precision of equal cost?"
@@ -36,12 +36,11 @@ WINS, LOSES = "wins", "loses"
 WORDS = ("bits here, not there", "mixed, as what wins here loses elsewhere", "worse than static", "nothing beat static")
 
 
-def effects(runs: pd.DataFrame, rule: str = "") -> pd.DataFrame:
+def effects(runs: pd.DataFrame) -> pd.DataFrame:
     """Return one line per case and arm: what it gains on the better of static's two evaluations, by seed.
 
     Args:
         runs: any; those of H5 are found by their keys.
-        rule: of ``RULES``, which judge arms and static alike; as registered without one.
 
     Returns:
         case, arm, unit ("points", or "%" of the perplexity), mean, low, high (95 %), p (two-sided), adjusted (Holm over
@@ -50,7 +49,12 @@ def effects(runs: pd.DataFrame, rule: str = "") -> pd.DataFrame:
         it), promised (gain by the model), bitops and bitops_per_op (those of the whole model, relative to static's, by
         both conventions). NaN where a case has missing runs.
     """
-    lines = [line for case in CASES for line in _case(case, runs, rule)]
+    return _effects(cases(runs))
+
+
+def _effects(parts: Mapping[str, Arms | str], rule: str = "") -> pd.DataFrame:
+    """Return ``effects``, with a rule of ``RULES`` as they are where it judges arms and static alike."""
+    lines = [line for case, arms in parts.items() for line in _case(case, arms, rule)]
     adjusted = holm([line["p"] for line in lines])
     for line, p in zip(lines, adjusted, strict=True):
         line["adjusted"] = p
@@ -61,92 +65,89 @@ def effects(runs: pd.DataFrame, rule: str = "") -> pd.DataFrame:
     return pd.DataFrame(lines, columns=columns)
 
 
-@dataclass
-class _Arms:
-    """The runs of a case, by arm: quality at 8 bits and at their own (one a seed), runs lost, schedules, BitOps."""
+class Arms:
+    """The runs of a case: quality at 8 bits and at their own (seeds by arms), runs lost, schedules, BitOps by arm."""
 
-    unit: str
-    top: dict[str, Array]
-    own: dict[str, Array]
-    lost: dict[str, int]
-    schedules: dict[str, Schedule]
-    bitops: dict[str, dict[str, float]]  # by convention
+    def __init__(self, specs: list[RunSpec], rows: pd.DataFrame) -> None:
+        runs = by_run(specs, rows, OUTPUTS[specs[0].recipe.dataset])
+        self.unit, self.schedules = runs["unit"].iloc[0], {r.arm: r.spec.schedule for r in runs.itertuples()}
+        self.by_rule = {rule: seeds_by_arms(runs, rule) for rule in RULES}
+        self.lost = runs.groupby("arm")["lost"].sum()
+        bitops = runs.groupby("arm")[["bitops", "bitops_per_op"]].mean()
+        self.bitops = bitops / bitops.loc[STATIC]
 
     @property
-    def opponent(self) -> tuple[Array, str]:
-        """The better of static's two evaluations, by its mean, and where that is."""
-        top, own = self.top[STATIC], self.own[STATIC]
-        return (top, f"{Q_MAX} bits") if top.mean() >= own.mean() else (own, "own bits")
+    def opponent(self) -> str:
+        """The better of static's two evaluations by its mean, one of ``RULES``."""
+        at_top, at_own = (self.by_rule[rule][STATIC] for rule in (TOP, OWN))
+        return TOP if at_top.mean() >= at_own.mean() else OWN
+
+    def gain(self, arm: str, rule: str = "") -> Estimate:
+        """Return what an arm gains at 8 bits on static's better evaluation, or on static by one of ``RULES``."""
+        static = self.by_rule[rule or self.opponent][STATIC]
+        return Estimate(arm, self.unit, (self.by_rule[rule or TOP][arm] - static).to_numpy())
+
+    def is_static(self, arm: str) -> bool:
+        """Whether an arm is static precision itself: its layers have the same bits at every step."""
+        return _bits(self.schedules[arm]) == _bits(self.schedules[STATIC])
 
 
-def _arms(case: str, runs: pd.DataFrame) -> _Arms | str:
-    """Collect the runs of a case; where some are missing, or cannot be made yet, say so."""
-    try:
-        specs = allocated(case)
-    except NotMeasuredError:
-        return "open: where bits matter has not been measured"
-    if isinstance(rows := found(specs, runs), str):
-        return rows
-    rows = rows.assign(name=[spec.arm.split(" at ")[0] for spec in specs])
-    parts = {str(arm): part for arm, part in rows.groupby("name", sort=False)}
-    top, own = (
-        {arm: quality(part, CASES[case].outputs, column) for arm, part in parts.items()} for column in ("", "_current")
-    )
-    return _Arms(
-        unit_of(rows), top, own,
-        {arm: int((part["status"] != "ok").sum()) for arm, part in parts.items()},
-        dict(zip(rows["name"], [spec.schedule for spec in specs], strict=True)),
-        {name: {arm: float(part[name].mean()) for arm, part in parts.items()} for name in ("bitops", "bitops_per_op")},
-    )  # fmt: skip
+def cases(runs: pd.DataFrame) -> dict[str, Arms | str]:
+    """Return the runs of every case; where some are missing, or cannot be made yet, a word that says so."""
+
+    def arms(case: str) -> Arms | str:
+        try:
+            specs = allocated(case)
+        except NotMeasuredError:
+            return "open: where bits matter has not been measured"
+        rows = found(specs, runs)
+        return rows if isinstance(rows, str) else Arms(specs, rows)
+
+    return {case: arms(case) for case in CASES}
 
 
-def _case(case: str, runs: pd.DataFrame, rule: str) -> Iterator[dict[str, Any]]:
-    arms = _arms(case, runs)
+def _case(case: str, arms: Arms | str, rule: str) -> Iterator[dict[str, Any]]:
     if isinstance(arms, str):
         for arm in ARMS:
             yield {"case": case, "arm": arm, "p": math.nan, "word": arms, "n": 0, "lost": 0}
         return
-    (static, opponent), judged, s = arms.opponent, arms.top, stored(case)
-    if rule:
-        judged = arms.own if RULES[rule] else arms.top
-        static, opponent = judged[STATIC], rule
+    s, opponent = stored(case), rule or arms.opponent
+    static = float(arms.by_rule[opponent][STATIC].mean())
     scale = 100 / float(np.mean(s.reference)) if arms.unit == PERCENT else 100.0
     for arm in ARMS:
-        gain = Estimate(arm, arms.unit, judged[arm] - static)
+        gain = arms.gain(arm, rule)
         low, high = gain.interval()
-        same = _bits(arms.schedules[arm]) == _bits(arms.schedules[STATIC])
+        same = arms.is_static(arm)
         yield {
             "case": case, "arm": arm, "unit": arms.unit, "mean": gain.mean, "low": low, "high": high,
-            "p": 1.0 if same else gain.p(), "word": "static precision itself" if same else "", "n": len(static),
-            "lost": arms.lost[arm] + arms.lost[STATIC], "opponent": opponent, "static": float(static.mean()),
-            "full": float(arms.top[f"static {Q_MAX}"].mean() - static.mean()),
+            "p": 1.0 if same else gain.p(), "word": "static precision itself" if same else "", "n": len(gain.values),
+            "lost": arms.lost[arm] + arms.lost[STATIC], "opponent": opponent.removeprefix("their "), "static": static,
+            "full": float(arms.by_rule[TOP][f"static {Q_MAX}"].mean()) - static,
             "promised": scale * (s.promised(arms.schedules[STATIC]) - s.promised(arms.schedules[arm])),
-            **{convention: of[arm] / of[STATIC] for convention, of in arms.bitops.items()},
+            **arms.bitops.loc[arm],
         }  # fmt: skip
 
 
-def secondary(runs: pd.DataFrame) -> pd.DataFrame:
-    """Return what else the document promises, for people; it decides nothing. Runs are those of ``effects``."""
+def secondary(parts: Mapping[str, Arms | str]) -> pd.DataFrame:
+    """Return what else the document promises, from ``cases``, for people; it decides nothing."""
     lines = []
-    for case in CASES:
-        arms = _arms(case, runs)
+    for case, arms in parts.items():
         if isinstance(arms, str):
             continue
 
-        def add(what: str, a: Array, b: Array, case: str = case, unit: str = arms.unit) -> None:
-            lines.append((case, what, Estimate(what, unit, a - b).shown()))
+        def add(what: str, a: pd.Series, b: pd.Series, case: str = case, unit: str = arms.unit) -> None:
+            lines.append((case, what, Estimate(what, unit, (a - b).to_numpy()).shown()))
 
-        (static, _), full = arms.opponent, arms.top[f"static {Q_MAX}"]
+        top, static = arms.by_rule[TOP], float(arms.by_rule[arms.opponent][STATIC].mean())
         for arm in ARMS:
-            add(f"{arm}, minus static at {Q_MAX} bits", arms.top[arm], arms.top[STATIC])
-            add(f"{arm}, minus static at its own bits", arms.top[arm], arms.own[STATIC])
-            way = (arms.top[arm].mean() - static.mean()) / (full.mean() - static.mean())
+            add(f"{arm}, minus static at {Q_MAX} bits", top[arm], top[STATIC])
+            add(f"{arm}, minus static at its own bits", top[arm], arms.by_rule[OWN][STATIC])
+            way = (top[arm].mean() - static) / (top[f"static {Q_MAX}"].mean() - static)
             lines.append((case, f"{arm}, share of the way from static to static {Q_MAX}", f"{100 * way:.0f} %"))
-            for convention, name in (("bitops", "paper"), ("bitops_per_op", "per_op")):
-                share = arms.bitops[convention][arm] / arms.bitops[convention][STATIC]
+            for share, name in zip(arms.bitops.loc[arm], ("paper", "per_op"), strict=True):
                 lines.append((case, f"{arm}, BitOps of the whole model beside static's ({name})", f"{share:.3f}"))
         for other in ALLOCATED[:2]:
-            add(f"{ALLOCATED[2]}, minus {other}", arms.top[ALLOCATED[2]], arms.top[other])
+            add(f"{ALLOCATED[2]}, minus {other}", top[ALLOCATED[2]], top[other])
         for over in OVER[:2]:
             shown = f"{stored(case).agreement(over):+.2f}"
             lines.append((case, f"rank correlation over {over}: measured w, and estimated from gradients", shown))
@@ -192,11 +193,11 @@ def _classes(gains: pd.DataFrame) -> tuple[set[str], set[str], set[str]]:
     return wins - loses, wins & loses, loses - wins
 
 
-def robustness(runs: pd.DataFrame) -> dict[str, str]:
+def robustness(parts: Mapping[str, Arms | str]) -> dict[str, str]:
     """Return the arms that have another outcome under ``RULES``, which judge arms and static alike, and which."""
 
     def words(rule: str) -> dict[str, str]:
-        classes = _classes(effects(runs, rule))
+        classes = _classes(_effects(parts, rule))
         named = {
             arm: word.removesuffix(", as what wins here loses elsewhere")
             for word, arms in zip(WORDS, classes, strict=False)
@@ -215,22 +216,27 @@ def _gains(lines: pd.DataFrame) -> list[str]:
     for r in lines.itertuples():
         alike = max(abs(r.bitops - 1), abs(r.bitops_per_op - 1)) < 0.005
         whole = f"{r.bitops:.2f} of static's as the paper counts, {r.bitops_per_op:.2f} per_op"
-        gain = f"{r.arm}, {r.case}: {interval_text(r.mean, r.low, r.high)} {r.unit}"
+        gain = f"{r.arm}, {r.case}: {_interval(r)}"
         said.append(gain if alike else f"{gain} (BitOps of the whole model: {whole})")
     return said
 
 
+def _interval(r: Any) -> str:
+    """A line's gain with its interval and unit."""
+    return f"{interval_text(r.mean, r.low, r.high)} {r.unit}".strip()
+
+
 def answers(runs: pd.DataFrame) -> list[Answer]:
     """Return the answer of H5 from rows, in the words that the document has for outcomes."""
-    said = verdict(effects(runs))
+    parts = cases(runs)
+    said = verdict(_effects(parts))
     words = "; ".join(word for word in WORDS if word in said.lower()) or said
-    of = {case: _arms(case, runs) for case in CASES}
     primary = [
-        Estimate(f"{case}, {arm} minus static", arms.unit, arms.top[arm] - arms.opponent[0])
-        for case, arms in of.items() if not isinstance(arms, str)
-        for arm in ARMS if _bits(arms.schedules[arm]) != _bits(arms.schedules[STATIC])
+        replace(arms.gain(arm), what=f"{case}, {arm} minus static")
+        for case, arms in parts.items() if not isinstance(arms, str)
+        for arm in ARMS if not arms.is_static(arm)
     ]  # fmt: skip
-    if rules := robustness(runs):
+    if rules := robustness(parts):
         words += f"; depends on the rule: {' and '.join(rules)}"
     told = ". ".join([said, *(f"{arm.capitalize()} {text}" for arm, text in rules.items())])
     return [Answer("H5", ASKS, tuple(primary), word=words, told=told)]
@@ -238,25 +244,25 @@ def answers(runs: pd.DataFrame) -> list[Answer]:
 
 def summary(gains: pd.DataFrame) -> pd.DataFrame:
     """Return ``effects`` for people."""
-    numbers = gains.assign(
-        gain=[f"{interval_text(r.mean, r.low, r.high)} {r.unit}".strip() if r.n else "–" for r in gains.itertuples()]
-    )
+
+    def shown(values: Iterable[float], form: str) -> list[str]:
+        return [form.format(x) if x == x else "–" for x in values]
+
+    bitops = zip(shown(gains["bitops"], "{:.3f}"), shown(gains["bitops_per_op"], "{:.3f}"), strict=True)
     return pd.DataFrame(
         {
-            "task": numbers["case"],
-            "arm": numbers["arm"],
-            "gain on static [95 %]": numbers["gain"],
-            "promised": [f"{x:+.2f}" if x == x else "–" for x in numbers["promised"]],
-            f"static {Q_MAX} on static": [f"{x:+.2f}" if x == x else "–" for x in numbers["full"]],
-            "BitOps of the whole model (paper, per_op)": [
-                f"{r.bitops:.3f}, {r.bitops_per_op:.3f}" if r.n else "–" for r in numbers.itertuples()
-            ],
-            "p": [f"{x:.2g}" if x == x else "–" for x in numbers["p"]],
-            "p (Holm)": [f"{x:.2g}" if x == x else "–" for x in numbers["adjusted"]],
-            "outcome": numbers["word"],
-            "static judged at": [x if x == x else "–" for x in numbers["opponent"]],
-            "seeds": numbers["n"],
-            "diverged or failed": numbers["lost"],
+            "task": gains["case"],
+            "arm": gains["arm"],
+            "gain on static [95 %]": [_interval(r) if r.n else "–" for r in gains.itertuples()],
+            "promised": shown(gains["promised"], "{:+.2f}"),
+            f"static {Q_MAX} on static": shown(gains["full"], "{:+.2f}"),
+            "BitOps of the whole model (paper, per_op)": ["–" if a == "–" else f"{a}, {b}" for a, b in bitops],
+            "p": shown(gains["p"], "{:.2g}"),
+            "p (Holm)": shown(gains["adjusted"], "{:.2g}"),
+            "outcome": gains["word"],
+            "static judged at": shown(gains["opponent"], "{}"),
+            "seeds": gains["n"],
+            "diverged or failed": gains["lost"],
         }
     )
 
@@ -304,9 +310,7 @@ def _draw_bits(ax: Axes, schedule: Schedule, static: int) -> None:
 def _draw_gains(ax: Axes, lines: pd.DataFrame) -> None:
     for y, r in zip(range(len(lines))[::-1], lines.itertuples(), strict=True):
         color = COLORS["small"] if r.word == WINS else COLORS["large"] if r.word == LOSES else COLORS["static"]
-        ax.errorbar(
-            r.mean, y, xerr=[[r.mean - r.low], [r.high - r.mean]], fmt="o", color=color, markersize=4, capsize=3
-        )
+        interval_bar(ax, y, (r.mean, r.low, r.high), color=color, markersize=4, capsize=3)
         ax.plot(r.promised, y, "x", color="#888888", markersize=5)
     ax.axvline(0, color="#888888", linewidth=0.8)
     ax.set_yticks(range(len(lines))[::-1], lines["arm"], fontsize=SMALL)
@@ -317,15 +321,16 @@ def _draw_gains(ax: Axes, lines: pd.DataFrame) -> None:
 
 def sections(runs: pd.DataFrame) -> Iterator[Section]:
     """Yield what H5 came to, once all runs of a case are there."""
-    gains = effects(runs)
+    parts = cases(runs)
+    gains = _effects(parts)
     if not gains["n"].any():
         return
     notes = (
         f"H5 of docs/preregistration.md: {verdict(gains)}.",
-        *(f"{arm.capitalize()} {text}." for arm, text in robustness(runs).items()),
+        *(f"{arm.capitalize()} {text}." for arm, text in robustness(parts).items()),
         "Static precision is judged at 8 bits and at its own; the better counts. Runs that diverged or failed count as "
         "chance. Crosses: what the measured sensitivities promised.",
     )
     alt = "schedules made from sensitivities, and their gain on static precision of equal cost"
     yield Section("Bits where they matter", notes, allocation_figure(gains), alt, summary(gains), "left")
-    yield Section("Bits where they matter: other effects", table=secondary(runs), style="left folded")
+    yield Section("Bits where they matter: other effects", table=secondary(parts), style="left folded")

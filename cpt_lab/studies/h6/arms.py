@@ -10,25 +10,22 @@ import warnings
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any
 
 from cpt_core.checks import choose
 from cpt_core.formats.ladder import LADDERS
 from cpt_core.schedules.deficit import DeficitSchedule
 from cpt_core.schedules.profiles import SUITE
 from cpt_core.schedules.schedule import ShortCycleWarning
-from cpt_lab.experiments.recipes import recipe
 from cpt_lab.experiments.spec import RunSpec, run_spec
+from cpt_lab.studies.case import FACEBOOK, Case
 from cpt_lab.studies.h5.arms import SWITCH
 
 LATE = "low then high"
 ON = ("minifloat", "mx")
-SEEDS = range(100, 108)
-# case -> data set, task, classes or characters (a run that diverged counts as chance), fields of the demo recipe
-CASES: dict[str, tuple[str, str, int, dict[str, Any]]] = {
-    "digits": ("digits", "image", 10, {}),
-    "facebook": ("facebook_ogb_layout/", "graph", 4, {"steps": 64}),
-    "characters": ("pydoc", "language_model", 102, {"steps": 160, "lr_rule": "cosine"}),
+CASES = {
+    "digits": Case("digits", "image", margin=1.0),
+    "facebook": Case(FACEBOOK, "graph", margin=0.2, changes={"steps": 64}),
+    "characters": Case("pydoc", "language_model", margin=2.0, changes={"steps": 160, "lr_rule": "cosine"}),
 }
 
 
@@ -39,15 +36,13 @@ def on_ladders(case: str = "digits", seeds: Sequence[int] | None = None) -> list
         case: a key of ``CASES``.
         seeds: None takes those of the preregistration.
     """
-    dataset, task, _, changes = CASES[choose("case", case, CASES)]
-    found = []
+    c, found = CASES[choose("case", case, CASES)], []
     for name in ON:
         levels = LADDERS[name].levels
         low, high = levels[0], levels[-1]
-        r = recipe("demo", dataset, task=task)
-        r = replace(r, ladder=name, q_min=low, n_cycles=2, evaluate_every=0, **changes)
+        r = replace(c.recipe, ladder=name, q_min=low)
         late = DeficitSchedule(low, high, ((0, round(SWITCH * r.steps)),), r.steps)
-        for seed in SEEDS if seeds is None else seeds:
+        for seed in range(100, 100 + c.seeds) if seeds is None else seeds:
             arms = [*SUITE, *(f"static {level}" for level in levels)]
             with warnings.catch_warnings():  # Rex rises late: it ends one level short of the highest in 64 steps
                 warnings.simplefilter("ignore", ShortCycleWarning)

@@ -9,7 +9,7 @@ A task has two grids: ``h7-rates/NAME`` chooses the settings of every arm, ``h7/
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from functools import cache, partial
 from typing import Any
 
@@ -17,10 +17,9 @@ import numpy as np
 
 from cpt_core.checks import choose
 from cpt_core.schedules.schedule import Schedule, StaticSchedule
-from cpt_lab.experiments.recipe import Recipe
-from cpt_lab.experiments.recipes import recipe
 from cpt_lab.experiments.spec import NotMeasuredError, RunSpec
 from cpt_lab.paths import results_dir
+from cpt_lab.studies.case import FACEBOOK, OUTPUTS, Case
 from cpt_lab.studies.h1_to_h4.arms import least_noisy
 from cpt_lab.sweeps.stores import load_rows
 
@@ -32,39 +31,13 @@ RATES, TUNING = (0.5, 1.0, 2.0), range(50, 53)  # times the rate of the recipe; 
 EVALUATED = {"8 bits": "q_max", "their own bits": "current"}  # at which bits: the precision of a metric in rows
 
 
-@dataclass(frozen=True)
-class Case:
-    """A task of H7 and H8: as for ``recipes.recipe``, and
-
-    Attributes:
-        outputs: classes, characters or words: a run that diverged counts as chance.
-        margin: what is too little to name, in points or percent.
-        seeds: how many the test has, from 300 on.
-        changes: other values for fields of the demo recipe.
-    """
-
-    dataset: str
-    task: str
-    model: str | None
-    outputs: int
-    margin: float
-    seeds: int
-    changes: dict[str, Any] = field(default_factory=dict)
-
-    @property
-    def recipe(self) -> Recipe:
-        """What is trained: the demo recipe, evaluated at the end alone."""
-        found = recipe("demo", self.dataset, self.model, task=self.task)
-        return replace(found, n_cycles=2, evaluate_every=0, **self.changes)
-
-
 CASES = {
-    "characters": Case("pydoc", "language_model", None, 102, 1.0, 20, {"steps": 640}),
-    "digits": Case("digits", "image", None, 10, 1.0, 40),
-    "gcn": Case("facebook_ogb_layout/", "graph", "gcn", 4, 0.2, 16, {"steps": 64}),
-    "sage": Case("facebook_ogb_layout/", "graph", "sage", 4, 0.2, 20, {"steps": 120}),
-    "cifar10-jpeg": Case("cifar10-jpeg/", "image", None, 10, 1.0, 16),
-    "ptb": Case("ptb", "language_model", None, 2000, 1.0, 12, {"steps": 300}),
+    "characters": Case("pydoc", "language_model", seeds=20, margin=1.0, changes={"steps": 640}),
+    "digits": Case("digits", "image", seeds=40, margin=1.0),
+    "gcn": Case(FACEBOOK, "graph", "gcn", seeds=16, margin=0.2, changes={"steps": 64}),
+    "sage": Case(FACEBOOK, "graph", "sage", seeds=20, margin=0.2, changes={"steps": 120}),
+    "cifar10-jpeg": Case("cifar10-jpeg/", "image", seeds=16, margin=1.0),
+    "ptb": Case("ptb", "language_model", seeds=12, margin=1.0, changes={"steps": 300}),
 }
 
 
@@ -122,7 +95,7 @@ def settings(case: str) -> dict[str, tuple[float, str]]:
             f"{path} lacks {missing} of the {len(specs)} runs that choose the learning rates of {case!r}; "
             f"run them: python -m cpt_lab run h7-rates/{case}"
         )
-    text, outputs = CASES[case].task == "language_model", CASES[case].outputs
+    text, outputs = CASES[case].task == "language_model", OUTPUTS[CASES[case].dataset]
 
     def quality(row: dict[str, Any], precision: str) -> float:
         found = {

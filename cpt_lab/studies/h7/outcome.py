@@ -7,6 +7,7 @@ failed counts as chance.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from functools import partial
 
 import numpy as np
@@ -15,12 +16,13 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from scipy.stats import bootstrap
 
-from cpt_lab.analysis.estimates import Estimate, found, quality, unit_of
+from cpt_lab.analysis.estimates import RULES, Estimate, by_run, found, seeds_by_arms
 from cpt_lab.analysis.metrics import counted, interval_text
 from cpt_lab.analysis.pages import Section
-from cpt_lab.analysis.preregistered import RULES, Answer, against, corrected, ruled, secondary, summary
-from cpt_lab.analysis.style import COLORS, SMALL, drawing, legend_below
+from cpt_lab.analysis.preregistered import Answer, against, corrected, ruled, secondary, summary, unbeaten
+from cpt_lab.analysis.style import COLORS, SMALL, drawing, interval_bar, legend_below
 from cpt_lab.experiments.spec import NotMeasuredError
+from cpt_lab.studies.case import OUTPUTS
 from cpt_lab.studies.h7.arms import BUDGETS, CASES, CYCLED, Q_MAX, SPENT, arms, pays, settings, spent
 
 NAMED = {"characters": "characters", "digits": "digits", "gcn": "Facebook GCN", "sage": "Facebook GraphSAGE",
@@ -44,17 +46,15 @@ class Task:
     """
 
     def __init__(self, case: str, rows: pd.DataFrame) -> None:
-        specs, self.case, self.name = spent(case), case, NAMED[case]
-        self.unit, self.margin, self.settings = unit_of(rows), CASES[case].margin, settings(case)
-        self.lost = int((rows["status"] != "ok").sum())
-        arm = [spec.arm.rpartition(" at ")[0] for spec in specs]
-        self._by_rule = {rule: quality(rows, CASES[case].outputs, column) for rule, column in RULES.items()}
-        self._at = {name: np.array([a == name for a in arm]) for name in dict.fromkeys(arm)}
-        self.bitops = rows[["bitops", "bitops_per_op"]].groupby(arm).mean()
+        runs = by_run(spent(case), rows, OUTPUTS[CASES[case].dataset])
+        self.name, self.margin, self.settings = NAMED[case], CASES[case].margin, settings(case)
+        self.unit, self.lost = runs["unit"].iloc[0], int(runs["lost"].sum())
+        self.bitops = runs.groupby("arm")[["bitops", "bitops_per_op"]].mean()
+        self._by_rule = {rule: seeds_by_arms(runs, rule) for rule in RULES}
 
     def quality(self, arm: str, rule: str = "") -> np.ndarray:
         """Return the quality of an arm as it is evaluated by its settings, or by one of ``RULES``."""
-        return self._by_rule[rule or self.settings[arm][1]][self._at[arm]]
+        return self._by_rule[rule or self.settings[arm][1]][arm].to_numpy()
 
     def gain(self, arm: str, other: str, rule: str = "") -> Estimate:
         """Return what an arm gains on another."""
@@ -79,17 +79,27 @@ def tasks(runs: pd.DataFrame) -> tuple[list[Task], str]:
 
 def answers(runs: pd.DataFrame) -> list[Answer]:
     """Return the answers of H7 and H8, a family of five tests, from rows."""
-    parts, missing = tasks(runs)
+    return _answers(*tasks(runs))
+
+
+def _answers(parts: Sequence[Task], missing: str) -> list[Answer]:
     if missing:
         return [Answer(name, asks, word=missing) for name, asks in QUESTIONS.items()]
     makers = [partial(_pays, bits=b) for b in BUDGETS] + [partial(_cycles, bits=b) for b in CYCLED]
-    made = dict(zip(QUESTIONS, makers, strict=True))
-    told = [make(name, parts) for name, make in made.items()]
-    by_rule = {name: {rule: make(name, parts, rule=rule) for rule in RULES} for name, make in made.items()}
-    return [ruled(a, told, by_rule[a.question]) for a in corrected(told)]
+    lost = sum(t.lost for t in parts)
+
+    def told(rule: str = "") -> list[Answer]:
+        made = zip(QUESTIONS.items(), makers, strict=True)
+        return [replace(make(parts, rule=rule), question=name, asks=asks, lost=lost) for (name, asks), make in made]
+
+    registered, by_rule = told(), {rule: told(rule) for rule in RULES}
+    return [
+        ruled(a, registered, {rule: alike[i] for rule, alike in by_rule.items()})
+        for i, a in enumerate(corrected(registered))
+    ]
 
 
-def _pays(question: str, parts: Sequence[Task], bits: int, rule: str = "") -> Answer:
+def _pays(parts: Sequence[Task], bits: int, rule: str = "") -> Answer:
     static, pair = f"{bits}/{Q_MAX}", pays(bits)
     primary = [t.gain(pair, static, rule) for t in parts]
     gains = (len(primary) - GAIN + 1) * sorted(e.p(0.0, "above") for e in primary)[GAIN - 1]
@@ -97,24 +107,16 @@ def _pays(question: str, parts: Sequence[Task], bits: int, rule: str = "") -> An
     _, wins, loses = against(primary)
     keep = f"contradicted: gradients should keep their bits ({'; '.join(loses)})" if loses else ""
     other = [t.gain(pair, f"{bits + 1}/{Q_MAX}" if bits < max(BUDGETS) else TOP) for t in parts]
-    return Answer(
-        question, QUESTIONS[question], tuple(primary), min(1.0, p), ("confirmed: gradients may pay", keep),
-        tuple(other), f"the pair gains in {len(wins)} of {len(primary)}", sum(t.lost for t in parts),
-    )  # fmt: skip
+    words = ("confirmed: gradients may pay", keep)
+    said = f"the pair gains in {len(wins)} of {len(primary)}"
+    return Answer(primary=tuple(primary), p=min(1.0, p), words=words, secondary=tuple(other), beside=said)
 
 
-def _cycles(question: str, parts: Sequence[Task], bits: int, rule: str = "") -> Answer:
-    pair = pays(bits)
+def _cycles(parts: Sequence[Task], bits: int, rule: str = "") -> Answer:
+    pair, paid = pays(bits), f"{bits}/{Q_MAX}"
     primary = [t.gain(f"cycle at {pair}", pair, rule) for t in parts]
-    p, wins, loses = against(primary)
-    better = f"contradicted: a cycle wins in {len(wins)} of {len(primary)} ({'; '.join(wins)})" if wins else ""
-    paid = f"{bits}/{Q_MAX}"
     other = [t.gain(f"cycle at {paid}", paid) for t in parts if f"cycle at {paid}" in t.settings]
-    return Answer(
-        question, QUESTIONS[question], tuple(primary), p,
-        ("confirmed: no cycle beats static by the margin", better), tuple(other),
-        f"static is better in {len(loses)} of {len(primary)}", sum(t.lost for t in parts),
-    )  # fmt: skip
+    return unbeaten(primary, "no cycle beats static by the margin", "a cycle wins", other)
 
 
 def by_arm(parts: Sequence[Task]) -> pd.DataFrame:
@@ -186,12 +188,9 @@ def _panel(ax: Axes, bits: int, parts: Sequence[Task]) -> None:
     for row, (arm, (label, marker, color)) in enumerate(shown.items()):
         there = [(y, t.gain(arm, static)) for y, t in enumerate(reversed(parts)) if arm in t.settings]
         for y, e in there:
-            low, high = e.interval()
-            error = np.array([[e.mean - low], [high - e.mean]]) / e.margin
-            ax.errorbar(
-                e.mean / e.margin, y + 0.24 - 0.16 * row, xerr=error, fmt=marker, color=color, markersize=4, capsize=2,
-                label="" if y else label,
-            )  # fmt: skip
+            ends = (x / e.margin for x in (e.mean, *e.interval()))
+            look = {"fmt": marker, "color": color, "label": "" if y else label}
+            interval_bar(ax, y + 0.24 - 0.16 * row, ends, markersize=4, capsize=2, **look)
     ax.set_title(f"gain on static {bits} at equal cost", fontsize=SMALL, loc="left")
     ax.set_xlabel("in units of the margin (grey: too little to name)", fontsize=SMALL)
     ax.tick_params(labelsize=SMALL)
@@ -202,7 +201,7 @@ def sections(runs: pd.DataFrame) -> Iterator[Section]:
     parts, missing = tasks(runs)
     if not parts:
         return
-    told = answers(runs)
+    told = _answers(parts, missing)
     notes = [
         f"H7 and H8 of docs/preregistration.md. Pairs are forward/gradient bits: {pays(3)} costs less than 3/{Q_MAX}. "
         "Learning rate and bits of evaluation of every arm were chosen on held-out data. Grey: too little to name."

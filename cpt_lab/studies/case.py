@@ -1,0 +1,38 @@
+"""A task of a study: its data, model and recipe, and what counts as chance there.  No torch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from cpt_lab.experiments.recipe import Recipe
+from cpt_lab.experiments.recipes import recipe
+
+FACEBOOK = "facebook_ogb_layout/"  # Facebook's page-page graph in OGB's raw layout, below the data folder
+# classes, characters or words: a run that diverged counts as chance
+OUTPUTS = {"digits": 10, "cifar10-jpeg/": 10, FACEBOOK: 4, "pydoc": 102, "ptb": 2000}
+
+
+@dataclass(frozen=True)
+class Case:
+    """A task.
+
+    Attributes:
+        dataset: see ``recipes.recipe``; ``task`` and ``model`` too.
+        seeds: how many the test has.
+        margin: what is too little to name, in points or percent; 0 where the study has none.
+        changes: other values for fields of the demo recipe.
+    """
+
+    dataset: str
+    task: str
+    model: str | None = None
+    seeds: int = 8
+    margin: float = 0.0
+    changes: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def recipe(self) -> Recipe:
+        """What is trained: the demo recipe, evaluated at the end alone."""
+        found = recipe("demo", self.dataset, self.model, task=self.task)
+        return replace(found, n_cycles=2, evaluate_every=0, **self.changes)
