@@ -125,15 +125,12 @@ def test_the_examples_run(example, tmp_path, monkeypatch):
 
 
 def test_the_three_lines_of_the_first_screen_run():
+    assert [page.values[0].count("```python") for page in EXAMPLES] == [3, 1, 1, 1]
     lines = README.read_text().split("```python\n")[1].split("```")[0]
     assert len(lines.splitlines()) == 3
     names = {"cpt": cpt_core, "model": torch.nn.Sequential(torch.nn.Linear(4, 4))}
     exec(lines, names)
     assert names["model"][0].precision.bits == names["schedule"](0)
-
-
-def test_there_are_examples():
-    assert [page.values[0].count("```python") for page in EXAMPLES] == [3, 1, 1, 1]
 
 
 def test_links_of_the_pages_lead_somewhere():

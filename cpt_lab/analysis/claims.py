@@ -138,7 +138,7 @@ class Entry:
 
     def verdict(self, paper_scale: bool) -> str:
         """Return the word for the experiments at paper scale (exact ones are), or for the smaller ones."""
-        return combined(((e.task, v) for e, v in self._at(paper_scale) if _testable(e)), self.claim.test)
+        return combined(((e.task, v) for e, v in self._tested(paper_scale)), self.claim.test)
 
     def verdicts(self) -> tuple[str, str]:
         """Return what is found at paper scale and at smaller scales in words; "–" where only one of them can be.

@@ -5,7 +5,7 @@ Beyond the paper.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from itertools import combinations
 
 import pandas as pd
@@ -21,37 +21,27 @@ LEVELS = {"affine": (3, 8)}  # between which schedules run on a ladder of ``LADD
 TIE = 1e-3  # relative: nearer than this, two arms cost the same; a budget is met as nearly
 
 
-def suite(q_min: int = 3, q_max: int = 8, n_cycles: int = 8, total_steps: int = 64_000) -> dict[str, Schedule]:
-    """Return the arms of the paper: its ten schedules, and a static one for every level from ``q_min`` up."""
-    names: dict[str, Schedule] = {
-        name: make_schedule(name, q_min=q_min, q_max=q_max, total_steps=total_steps, n_cycles=n_cycles)
-        for name in SUITE
-    }
-    static = {f"static {q}": make_schedule("STATIC", q_max=q, total_steps=total_steps) for q in range(q_min, q_max + 1)}
-    return names | static
-
-
-def relative_costs(
-    arms: Mapping[str, Schedule] | None = None, ladder: FormatLadder = AFFINE, q_max: int = 8
-) -> pd.DataFrame:
-    """Return the cost of schedules relative to static ``q_max``: a line per arm, a column per cost of ``COSTS``.
+def relative_costs(q_min: int = 3, q_max: int = 8, ladder: FormatLadder = AFFINE) -> pd.DataFrame:
+    """Return the cost of the paper's ten schedules and of static levels relative to static ``q_max``.
 
     Args:
-        arms: name -> schedule; None takes ``suite()``.
-        ladder: of formats; "traffic" is that of products whose operands and results have as many elements each.
+        q_min: lowest level; the static ones are from there up.
         q_max: level of the baseline, and of all gradients.
+        ladder: of formats; "traffic" is that of products whose operands and results have as many elements each.
+
+    Returns:
+        A line per arm, a column per cost of ``COSTS``.
     """
-    arms = suite() if arms is None else arms
+    arms: dict[str, Schedule] = {
+        name: make_schedule(name, q_min=q_min, q_max=q_max, total_steps=64_000, n_cycles=8) for name in SUITE
+    }
+    arms |= {f"static {q}": make_schedule("STATIC", q_max=q, total_steps=64_000) for q in range(q_min, q_max + 1)}
     found = {arm: [s.relative_cost(q_max, q_max, cost, ladder) for cost in COSTS] for arm, s in arms.items()}
     return pd.DataFrame.from_dict(found, orient="index", columns=list(COSTS))
 
 
-def ranked_differently(costs: pd.DataFrame, tie: float = TIE) -> pd.DataFrame:
-    """Return the pairs of arms of which one is cheaper by one cost and dearer by another.
-
-    Args:
-        costs: a line per arm, a column per cost, such as ``relative_costs`` returns.
-        tie: relative difference up to which two arms cost the same.
+def ranked_differently(costs: pd.DataFrame) -> pd.DataFrame:
+    """Return the pairs of arms of which one is cheaper by one cost and dearer by another, from ``relative_costs``.
 
     Returns:
         Columns: cheaper and dearer, names of arms; by, the cost that says so; but_by, the one that has it the other
@@ -61,7 +51,7 @@ def ranked_differently(costs: pd.DataFrame, tie: float = TIE) -> pd.DataFrame:
     for by, but_by in combinations(costs.columns, 2):
         for a, b in combinations(costs.index, 2):
             gap, other = (costs.at[b, name] / costs.at[a, name] - 1 for name in (by, but_by))
-            if min(abs(gap), abs(other)) > tie and (gap > 0) != (other > 0):
+            if min(abs(gap), abs(other)) > TIE and (gap > 0) != (other > 0):
                 first, second = (a, b) if gap > 0 else (b, a)
                 gaps = (costs.at[second, name] / costs.at[first, name] - 1 for name in (by, but_by))
                 lines.append((first, second, by, but_by, *gaps))
@@ -73,7 +63,7 @@ def table() -> pd.DataFrame:
     found = {}
     for name, ladder in LADDERS.items():
         q_min, q_max = LEVELS.get(name, (ladder.levels[0], ladder.levels[-1]))
-        found[f"{name}, levels {q_min} to {q_max}"] = relative_costs(suite(q_min, q_max), ladder, q_max)
+        found[f"{name}, levels {q_min} to {q_max}"] = relative_costs(q_min, q_max, ladder)
     return pd.concat(found, names=["ladder", "arm"])
 
 

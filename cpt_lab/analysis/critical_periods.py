@@ -96,20 +96,15 @@ def _paper_arm(experiment: str, place: str, arm: str, shortest: bool) -> str:
     return ""
 
 
-def table_1(runs: pd.DataFrame, metric: str | None = None) -> pd.DataFrame:
+def table_1(runs: pd.DataFrame) -> pd.DataFrame:
     """Put a critical-period experiment beside table 1 of the paper: the columns of ``deficits``, in percent, and paper.
 
     ``paper`` is NaN where the paper has no such number, which is everywhere but at paper scale.
 
     Paper: table 1.
     """
-    metric = metric or metric_of(runs)
-    found, first = deficits(runs, metric), runs.iloc[0]
-    found[["mean", "std", "difference", "low", "high"]] *= metric_named(metric).factor
-    paper = printed.of_arms()
-    same = (paper.artefact == "table_1") & (paper.dataset == first["dataset"]) & (paper.model == first["model"])
-    same &= (paper.metric == metric) & (first["scale"] == "paper")
-    known = paper[same].set_index("arm").value
+    found, known = deficits(runs), printed.of_experiment(runs, "table_1").set_index("arm")["value"]
+    found[["mean", "std", "difference", "low", "high"]] *= metric_named(metric_of(runs)).factor
     found["paper"] = [float(known.get(arm, float("nan"))) for arm in found.paper_arm]
     return found
 
@@ -133,7 +128,7 @@ def summary(runs: pd.DataFrame) -> pd.DataFrame:
     )
 
 
-def figure_8(runs: pd.DataFrame, metric: str | None = None, heading: str = "") -> Figure:
+def figure_8(runs: pd.DataFrame, heading: str = "") -> Figure:
     """Draw a critical-period experiment: a dot per seed, lines through the means, controls of the same length.
 
     Left: deficits of R steps at the start, which make training R steps longer. Right: windows of low precision within
@@ -142,14 +137,13 @@ def figure_8(runs: pd.DataFrame, metric: str | None = None, heading: str = "") -
 
     Args:
         runs: of one experiment, see ``deficits``.
-        metric: None takes the main one of the task.
         heading: instead of what was trained.
 
     Paper: figure 8.
     Differs: single seeds, both controls (the same length at q_max, the same low steps at the end) are ours.
     """
-    name = metric or metric_of(runs)
-    drawn, found = metric_named(name), deficits(runs, name)
+    name = metric_of(runs)
+    drawn, found = metric_named(name), deficits(runs)
     found["mean"] *= drawn.factor
     values = runs.assign(value=drawn.factor * runs[name]).groupby(["arm", "recipe"])["value"]
     dots = {key: part.dropna().to_numpy() for key, part in values}

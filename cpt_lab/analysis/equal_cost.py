@@ -15,17 +15,17 @@ from cpt_lab.analysis.groups import equal_cost_groups, named
 from cpt_lab.analysis.metrics import intervals, metric_named, metric_of
 from cpt_lab.analysis.pages import Section
 from cpt_lab.analysis.statistics import interval, paired
-from cpt_lab.analysis.style import COLORS, drawing, title
+from cpt_lab.analysis.style import COLORS, drawing, interval_bar, title
 from cpt_lab.experiments.recipe import Metric
 
+WITHIN = 0.05  # how much dearer or cheaper than RR an arm may be to be compared with it
 
-def equal_cost(runs: pd.DataFrame, metric: str | None = None, within: float = 0.05) -> pd.DataFrame:
-    """Compare arms that spent the same number of BitOps, by seed.
+
+def equal_cost(runs: pd.DataFrame) -> pd.DataFrame:
+    """Compare arms that spent the same number of BitOps, give or take ``WITHIN``, by seed.
 
     Args:
         runs: of one recipe, at any length of training (``designs.equal_cost``).
-        metric: None takes the main one of the task.
-        within: how much dearer or cheaper than RR an arm may be to be compared with it.
 
     Returns:
         For each budget (RR, or RR bent to a budget) one line per arm: base, arm, spent (BitOps as a share of those of
@@ -33,7 +33,7 @@ def equal_cost(runs: pd.DataFrame, metric: str | None = None, within: float = 0.
         with low and high (95 %, paired over seeds), better (seeds above the base), pairs. A run that diverged counts
         with the worst value of the task and the BitOps that it would have spent.
     """
-    metric = metric or metric_of(runs)
+    metric = metric_of(runs)
     runs = runs[runs[metric].notna()]
     planned = runs["relative_cost"] * runs["total_steps"]
     unit = (runs["bitops"] / planned)[~runs["diverged"]].median()
@@ -45,7 +45,7 @@ def equal_cost(runs: pd.DataFrame, metric: str | None = None, within: float = 0.
         other = runs["arm"].str.startswith("RR") & ~runs["arm"].str.match(rf"{re.escape(base)}( delayed|$)")
         for arm, part in runs[~other].groupby("arm", sort=False):
             spent = float(part["bitops"].mean() / reference["bitops"].mean())
-            if abs(spent - 1) <= within:
+            if abs(spent - 1) <= WITHIN:
                 values, gains = part[metric], metric_named(metric).better * paired(part, reference, metric)
                 gains = gains if arm != base else gains.iloc[:0]
                 mean, low, high = interval(gains)
@@ -80,13 +80,13 @@ def summary(runs: pd.DataFrame) -> pd.DataFrame:
     )
 
 
-def equal_cost_figure(runs: pd.DataFrame, metric: str | None = None) -> Figure:
+def equal_cost_figure(runs: pd.DataFrame) -> Figure:
     """Draw what every way to spend the same BitOps gains or loses against RR: a dot per seed, mean and 95 % interval.
 
-    One panel per budget; right of the line is better. Arguments as for ``equal_cost``.
+    One panel per budget; right of the line is better. Runs as for ``equal_cost``.
     """
-    name = metric or metric_of(runs)
-    drawn, found = metric_named(name), equal_cost(runs, name)
+    name = metric_of(runs)
+    drawn, found = metric_named(name), equal_cost(runs)
     counted = runs[runs[name].notna()]
     bases = list(found.base.unique())
     size = (7.5, 0.6 + 1.9 * len(bases))
@@ -108,11 +108,8 @@ def _gains(ax: Axes, arms: pd.DataFrame, runs: pd.DataFrame, metric: Metric) -> 
         gains = metric.better * metric.factor * pairs
         group = "static" if r.arm.startswith("static") else "large" if "RR" in r.arm else "small"
         ax.plot(gains, np.full(len(gains), y), "o", color=COLORS[group], alpha=0.3, markersize=4)
-        ax.errorbar(
-            metric.factor * r.difference, y - 0.22,
-            xerr=[[metric.factor * (r.difference - r.low)], [metric.factor * (r.high - r.difference)]],
-            fmt="D", color=COLORS[group], markersize=4, capsize=3,
-        )  # fmt: skip
+        ends = (metric.factor * x for x in (r.difference, r.low, r.high))
+        interval_bar(ax, y - 0.22, ends, fmt="D", color=COLORS[group], markersize=4, capsize=3)
     ax.axvline(0, color="#888888", linewidth=0.8)
     ax.set_yticks(range(len(arms))[::-1], arms.arm, fontsize=8)
     ax.set_ylim(-0.6, len(arms) - 0.5)

@@ -45,30 +45,24 @@ def executions(runs: pd.DataFrame) -> list[pd.DataFrame]:
     return [part for part in parts if part["execution"].nunique() > 1]
 
 
-def execution_difference(runs: pd.DataFrame, metric: str | None = None) -> pd.DataFrame:
+def execution_difference(runs: pd.DataFrame, metric: str) -> pd.DataFrame:
     """Compare how products are computed, by seed.
 
     Args:
         runs: one of ``executions``.
-        metric: None takes the main one of the task.
+        metric: a column.
 
     Returns:
         For each of ``COMPARISONS`` that both sides have: difference (as stored, positive when the first is larger) with
         low and high (95 %, paired over seeds), std of the second side, pairs, and how many of both diverged.
     """
-    metric = metric or metric_of(runs)
     lines = []
     for name, sides in COMPARISONS.items():
         first, second = (_side(runs, *side) for side in sides)
         pairs = paired(first, second, metric)
         if len(pairs):
-            mean, low, high = interval(pairs)
-            lines.append(
-                {
-                    "comparison": name, "difference": mean, "low": low, "high": high, "std": second[metric].std(),
-                    "pairs": len(pairs), "diverged": int(first["diverged"].sum() + second["diverged"].sum()),
-                }
-            )  # fmt: skip
+            diverged = int(first["diverged"].sum() + second["diverged"].sum())
+            lines.append((name, *interval(pairs), second[metric].std(), len(pairs), diverged))
     return pd.DataFrame(lines, columns="comparison difference low high std pairs diverged".split())
 
 
@@ -112,42 +106,28 @@ def execution_figure(runs: pd.DataFrame) -> Figure:
     return figure
 
 
-def quality_seconds(runs: pd.DataFrame) -> pd.DataFrame:
-    """Return what the ways to compute products took and gave; runs as for ``execution_difference``.
-
-    Columns way, mean, std, n, diverged, seconds (median of whole runs, evaluations and all) and ratio, that of the
-    seconds to those of simulated products with the same steps.
-    """
-    metric, lines = metric_of(runs), []
-    for how, shared in WAYS:
-        part, base = _side(runs, how, shared), _side(runs, "simulated", shared)
-        seconds = part.loc[part["status"] == "ok", "seconds"].median()
-        lines.append(
-            {
-                "way": _name(how, shared), "mean": part[metric].mean(), "std": part[metric].std(),
-                "n": int(part[metric].count()), "diverged": int(part["diverged"].sum()), "seconds": seconds,
-                "ratio": seconds / base.loc[base["status"] == "ok", "seconds"].median(),
-            }
-        )  # fmt: skip
-    return pd.DataFrame(lines)
-
-
 def _name(how: str, shared: bool) -> str:
     return f"{how}, {'shared steps' if shared else 'steps of the paper'}"
 
 
 def seconds_summary(runs: pd.DataFrame) -> pd.DataFrame:
-    """Return ``quality_seconds`` for people; runs as there."""
-    metric, found = metric_named(metric_of(runs)), quality_seconds(runs)
+    """Return what the ways to compute products gave and took, for people; runs as for ``execution_difference``.
+
+    Seconds are the median of whole runs, evaluations and all; their ratio is to those of simulated products with the
+    same steps.
+    """
+    metric = metric_named(metric_of(runs))
+    parts = {way: _side(runs, *way) for way in WAYS}
+    seconds = {way: part.loc[part["status"] == "ok", "seconds"].median() for way, part in parts.items()}
     return pd.DataFrame(
         {
-            "products": found["way"],
-            f"{metric.name} {metric.unit}".rstrip(): metric.text(found["mean"]),
-            "std": metric.text(found["std"]),
-            "n": found["n"],
-            "diverged": found["diverged"],
-            "seconds of a run": found["seconds"].map("{:.1f}".format),
-            "times simulated": found["ratio"].map("{:.2f}".format),
+            "products": [_name(*way) for way in WAYS],
+            f"{metric.name} {metric.unit}".rstrip(): metric.text(part[metric.name].mean() for part in parts.values()),
+            "std": metric.text(part[metric.name].std() for part in parts.values()),
+            "n": [part[metric.name].count() for part in parts.values()],
+            "diverged": [part["diverged"].sum() for part in parts.values()],
+            "seconds of a run": [f"{seconds[way]:.1f}" for way in WAYS],
+            "times simulated": [f"{seconds[way] / seconds['simulated', way[1]]:.2f}" for way in WAYS],
         }
     )
 
@@ -165,8 +145,7 @@ def seconds_figure(runs: pd.DataFrame) -> Figure:
         ax.set(xlabel="seconds of a run", ylabel=metric.label, xlim=(0, None))
         if metric.better < 0:
             ax.invert_yaxis()
-        handles, labels = ax.get_legend_handles_labels()
-        figure.legend(handles, labels, fontsize=8, loc="outside lower center", ncols=2)
+        legend_below(figure, ax, columns=2)
         figure.suptitle(title(runs), fontsize=10)
     return figure
 

@@ -12,7 +12,7 @@ from cpt_core.schedules.profiles import SUITE
 from cpt_lab.analysis import critical_periods, groups, quality_cost, statistics
 from cpt_lab.analysis.aggregation import aggregation_difference
 from cpt_lab.analysis.metrics import interval_text, spread_text
-from cpt_lab.analysis.printed import UNITS, number_text, numbers, of_arms
+from cpt_lab.analysis.printed import UNITS, number_text, numbers
 from cpt_lab.experiments.recipe import Metric
 from cpt_lab.experiments.recipes import recipe
 
@@ -90,15 +90,3 @@ def _saved(p: Any) -> str:
     ]
     saved = sorted({f"{100 - 100 * schedule.relative_cost():.1f}" for schedule in schedules})
     return f"{' to '.join(dict.fromkeys((saved[0], saved[-1])))} {p.unit}, computed"
-
-
-def table_1() -> pd.DataFrame:
-    """Return table 1 of the paper for people, every arm with its distance to training without a deficit."""
-    paper = of_arms().query("artefact == 'table_1'")
-    lines = []
-    for (dataset, model), part in paper.groupby(["dataset", "model"]):
-        clean = part[part.arm == "no deficit"].value.iloc[0]
-        for r in part.itertuples():
-            minus = f"{r.value - clean:+.2f}" if r.arm != "no deficit" else ""
-            lines.append((f"{dataset}, {model}", r.arm, f"{r.value:.2f} +- {r.std:.2f}", minus))
-    return pd.DataFrame(lines, columns=["what", "low precision", "accuracy %", "minus no deficit"])

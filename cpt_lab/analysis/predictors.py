@@ -15,7 +15,7 @@ from cpt_lab.analysis.groups import at_q_max, named, quality_cost_groups, title_
 from cpt_lab.analysis.metrics import counted, interval_text, metric_named, metric_of
 from cpt_lab.analysis.pages import Section
 from cpt_lab.analysis.statistics import ALPHA, spearman
-from cpt_lab.analysis.style import COLORS, drawing
+from cpt_lab.analysis.style import COLORS, drawing, interval_bar
 
 PREDICTORS = {"relative_cost": 1, "noise_exposure": -1, "share_at_q_min": -1}  # name -> expected sign
 NAMES = {"relative_cost": "cost", "noise_exposure": "noise exposure", "share_at_q_min": "share of steps at q_min"}
@@ -133,15 +133,11 @@ def predictors_by_title(runs: pd.DataFrame) -> dict[str, pd.DataFrame]:
     return {title if titles[title] == 1 else name: frame for name, (title, frame) in found.items()}
 
 
-def summary(runs: pd.DataFrame) -> pd.DataFrame:
-    """Return ``predictors`` of every experiment that is large enough for people: a line per experiment and predictor.
-
-    Columns: experiment, predictor, rank correlation, minus that of cost, verdict, arms, seeds, diverged; intervals are
-    95 %.
-    """
-    columns = ["experiment", "predictor", "rank correlation [95 %]", "minus that of cost [95 %]", "verdict", "arms",
-               "seeds", "diverged"]  # fmt: skip
-    lines, found = [], predictors_by_title(runs)
+def summary(found: Mapping[str, pd.DataFrame]) -> pd.DataFrame:
+    """Return ``predictors_by_title`` for people: a line per experiment and predictor."""
+    of_both = ["rank correlation [95 %]", "minus that of cost [95 %]"]
+    columns = ["experiment", "predictor", *of_both, "verdict", "arms", "seeds", "diverged"]
+    lines = []
     short = {name: re.split(r",(?![^(]*\))", name)[0] for name in found}  # up to the first comma, not in brackets
     for name, frame in found.items():
         shown = short[name] if list(short.values()).count(short[name]) == 1 else name
@@ -152,16 +148,6 @@ def summary(runs: pd.DataFrame) -> pd.DataFrame:
             verdict = "" if cost else r.verdict
             lines.append((shown, NAMES[r.predictor], strength, against, verdict, r.arms, r.seeds, r.diverged))
     return pd.DataFrame(lines, columns=columns)
-
-
-def tally(found: Mapping[str, pd.DataFrame]) -> str:
-    """Return in words how often each predictor is better than cost, from ``predictors_by_title``."""
-    lines = []
-    for name in (n for n in NAMES if n != "relative_cost"):
-        verdicts = [frame.set_index("predictor")["verdict"][name] for frame in found.values()]
-        counts = ", ".join(f"{word} in {verdicts.count(word)}" for word in ("better", "undecided", "worse"))
-        lines.append(f"{NAMES[name]} against cost, of {counted(len(verdicts), 'experiment')}: {counts}")
-    return "\n".join(lines)
 
 
 def sentence(found: pd.DataFrame, metric: str) -> str:
@@ -178,11 +164,8 @@ def predictors_figure(found: Mapping[str, pd.DataFrame]) -> Figure:
     with drawing(figsize=(8, 1.2 + 0.62 * len(found))) as (figure, ((ax,),)):
         for y, frame in zip(range(len(found))[::-1], found.values(), strict=True):
             for i, r in enumerate(frame.itertuples()):
-                ax.errorbar(
-                    r.strength, y - 0.2 * (i - 1), xerr=[[max(r.strength - r.low, 0)], [max(r.high - r.strength, 0)]],
-                    fmt="o", color=COLORS[SHADES[r.predictor]], capsize=2, markersize=5,
-                    label=NAMES[r.predictor] if y == 0 else None,
-                )  # fmt: skip
+                look = {"color": COLORS[SHADES[r.predictor]], "label": NAMES[r.predictor] if y == 0 else None}
+                interval_bar(ax, y - 0.2 * (i - 1), (r.strength, r.low, r.high), capsize=2, markersize=5, **look)
         ax.axvline(0, color="#888888", linewidth=0.8)
         labels = [textwrap.fill(name, 42) for name in found]
         ax.set_yticks(range(len(found))[::-1], labels, fontsize=8, parse_math=False)
@@ -204,4 +187,4 @@ def sections(runs: pd.DataFrame) -> Iterator[Section]:
             "three levels and little between them, so that these ten schedules can hardly tell cost from noise."
         )
         name = "What predicts the quality of a schedule?"
-        yield Section(name, (note,), predictors_figure(found), alt, summary(runs), "left")
+        yield Section(name, (note,), predictors_figure(found), alt, summary(found), "left")

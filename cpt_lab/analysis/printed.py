@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import pandas as pd
 
+from cpt_lab.analysis.metrics import metric_of
 from cpt_lab.paths import paper_dir
 
 UNITS = {"%": 100.0, "points": 100.0, "1e13 BitOps": 1e-13}  # from stored values
@@ -21,10 +22,12 @@ def numbers() -> pd.DataFrame:
     return pd.read_csv(paper_dir() / "numbers.csv").fillna(dict.fromkeys(texts, ""))
 
 
-def of_arms() -> pd.DataFrame:
-    """Return those of arms by themselves."""
-    found = numbers()
-    return found[found["minus"] == ""].astype({"q_max": int})
+def of_experiment(runs: pd.DataFrame, artefact: str) -> pd.DataFrame:
+    """Return those of an artefact, such as "figure_3", that are about the arms of an experiment at paper scale."""
+    found, first = numbers(), runs.iloc[0]
+    same = (found["minus"] == "") & (found["artefact"] == artefact) & (found["metric"] == metric_of(runs))
+    same &= (found["dataset"] == first["dataset"]) & (found["model"] == first["model"]) & (first["scale"] == "paper")
+    return found[same].astype({"q_max": int})
 
 
 def number_text(value: float, to: float, std: float, unit: str) -> str:

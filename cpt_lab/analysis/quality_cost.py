@@ -24,21 +24,16 @@ GROUPS = ("large", "medium", "small")  # of savings
 SILENT = {"paper": "not in the paper", "failed": 0}  # columns that a page needs where they say more
 
 
-def by_arm(runs: pd.DataFrame, metric: str | None = None) -> pd.DataFrame:
-    """Return mean, standard deviation (n - 1) and n of a metric per arm, with costs and lost runs.
+def by_arm(runs: pd.DataFrame) -> pd.DataFrame:
+    """Return mean, standard deviation (n - 1) and n of the main metric per arm of one experiment, with costs.
 
     ``diverged`` are those of the n that broke and count with the worst value of the task, ``failed`` those that do not
-    count and are to be run again (``runs.table``).
-
-    Args:
-        runs: of one experiment.
-        metric: a column of ``runs``; None takes the main one of the task. Here and below values are as stored:
-            accuracies are shares.
+    count and are to be run again (``runs.table``). Here and below values are as stored: accuracies are shares.
 
     Raises:
         ValueError: when there are no runs, or they mix data sets, models, scales, presets or recipes.
     """
-    metric = metric or metric_of(runs)
+    metric = metric_of(runs)
     if runs.empty:
         raise ValueError("there are no rows; run the grid first")
     for column in ("dataset", "model", "scale", "preset", "q_min", "recipe"):
@@ -60,16 +55,13 @@ def by_arm(runs: pd.DataFrame, metric: str | None = None) -> pd.DataFrame:
     return out.reset_index()
 
 
-def on_common_seeds(runs: pd.DataFrame, metric: str | None = None) -> pd.DataFrame:
-    """Return the runs on the seeds that all arms have; all runs where there is no such seed.
+def on_common_seeds(runs: pd.DataFrame) -> pd.DataFrame:
+    """Return the runs of one experiment on the seeds that all arms have; all runs where there is no such seed.
 
-    Means over different seeds may differ by their seeds alone. Arms of which no run has a value do not count.
-
-    Args:
-        runs: of one experiment; an arm at another q_max is another arm.
-        metric: a column of ``runs``; None takes the main one of the task.
+    Means over different seeds may differ by their seeds alone. Arms of which no run has a value do not count; an arm at
+    another q_max is another arm.
     """
-    valued = runs[runs[metric or metric_of(runs)].notna()]
+    valued = runs[runs[metric_of(runs)].notna()]
     arms = valued.drop_duplicates(["seed", "q_max", "arm"]).groupby("seed").size()
     common = runs[runs["seed"].isin(arms.index[arms == len(valued.drop_duplicates(["q_max", "arm"]))])]
     return common if len(common) else runs
@@ -81,21 +73,17 @@ def pareto(arms: pd.DataFrame, better: int = 1) -> pd.Series:
     ``better`` is -1 for a metric of which less is better.
     """
     cost, mean = arms["relative_cost"].to_numpy(), better * arms["mean"].to_numpy()
-    beaten = [
-        bool(((cost <= c) & (mean >= m) & ((cost < c) | (mean > m))).any()) for c, m in zip(cost, mean, strict=True)
-    ]
+    beaten = [((cost <= c) & (mean >= m) & ((cost < c) | (mean > m))).any() for c, m in zip(cost, mean, strict=True)]
     return pd.Series(~np.array(beaten, dtype=bool) & ~np.isnan(mean), index=arms.index)
 
 
-def paired_difference(
-    runs: pd.DataFrame, a: str, b: str, metric: str | None = None, q_max: int | None = None
-) -> pd.Series:
-    """Return metric(a) - metric(b) by seed, for arms or savings groups ("large", "medium", "small").
+def paired_difference(runs: pd.DataFrame, a: str, b: str, metric: str | None = None) -> pd.Series:
+    """Return metric(a) - metric(b) by seed, at the largest q_max.
 
-    ``metric`` None takes the main one of the task, ``q_max`` None the largest in the runs.
+    ``a`` and ``b`` are arms or savings groups ("large", "medium", "small"); ``metric`` None takes the main one.
     """
     metric = metric or metric_of(runs)
-    runs = at_q_max(runs, q_max)
+    runs = at_q_max(runs, None)
     return paired(runs_of(runs, a), runs_of(runs, b), metric)
 
 
@@ -115,37 +103,23 @@ def runs_of(runs: pd.DataFrame, name: str) -> pd.DataFrame:
     return part
 
 
-def compare_with_paper(runs: pd.DataFrame, artefact: str | None = None, metric: str | None = None) -> pd.DataFrame:
+def compare_with_paper(runs: pd.DataFrame) -> pd.DataFrame:
     """Put our numbers beside those printed in the paper (``data/paper/numbers.csv``).
-
-    Args:
-        runs: of one experiment.
-        artefact: such as "figure_3"; None takes that of the task. Numbers of the paper are matched by artefact, data
-            set, model, q_max, arm, metric.
-        metric: ours; None takes the main one of the task.
 
     Returns:
         Columns arm, q_max, cost, ours, std, n, paper, difference, place; accuracies in percent. Where the paper draws a
         point but prints no number, or has no such experiment (all that are not at paper scale), ``paper`` is NaN and
         ``place`` says so.
     """
-    metric = metric or metric_of(runs)
-    factor, ours, first = metric_named(metric).factor, by_arm(runs, metric), runs.iloc[0]
-    paper = printed.of_arms()
-    at_paper_scale = first["scale"] == "paper"
-    same = (
-        (paper.artefact == (artefact or EXPERIMENTS[first["task"]].artefact))
-        & (paper.metric == metric)
-        & at_paper_scale
+    ours, first = by_arm(runs).rename(columns={"relative_cost": "cost", "mean": "ours"}), runs.iloc[0]
+    paper = printed.of_experiment(runs, EXPERIMENTS[first["task"]].artefact)
+    known = paper.rename(columns={"value": "paper"})[["arm", "q_max", "paper", "place"]]
+    out = ours[["arm", "q_max", "cost", "ours", "std", "n"]].merge(
+        known.drop_duplicates(["arm", "q_max"]), on=["arm", "q_max"], how="left"
     )
-    known = paper[same & (paper.dataset == first["dataset"]) & (paper.model == first["model"])]
-    out = ours[["arm", "q_max", "relative_cost", "mean", "std", "n"]].merge(
-        known[["arm", "q_max", "value", "place"]].drop_duplicates(["arm", "q_max"]), on=["arm", "q_max"], how="left"
-    )
-    out = out.rename(columns={"relative_cost": "cost", "mean": "ours", "value": "paper"})
-    out[["ours", "std"]] *= factor
+    out[["ours", "std"]] *= metric_named(metric_of(runs)).factor
     out["difference"] = out["ours"] - out["paper"]
-    out["place"] = out["place"].fillna("drawn, no number printed" if at_paper_scale else "not in the paper")
+    out["place"] = out["place"].fillna("drawn, no number printed" if first["scale"] == "paper" else "not in the paper")
     return out[["arm", "q_max", "cost", "ours", "std", "n", "paper", "difference", "place"]]
 
 
@@ -181,14 +155,7 @@ def summary(runs: pd.DataFrame) -> pd.DataFrame:
     return shown.iloc[arms.relative_cost.argsort(kind="stable")]
 
 
-def figure_3(
-    runs: pd.DataFrame,
-    *,
-    xs: Sequence[str] = ("relative_cost",),
-    metric: str | None = None,
-    q_max: int | None = None,
-    front: bool = False,
-) -> Figure:
+def figure_3(runs: pd.DataFrame, *, xs: Sequence[str] = ("relative_cost",), front: bool = False) -> Figure:
     """Draw quality against cost, one point per schedule: mean over seeds, bar = one standard deviation.
 
     The arms of a row of panels are drawn on the seeds that all of them have, if there are any. Static precisions are
@@ -198,20 +165,16 @@ def figure_3(
     Args:
         runs: of one experiment, which may have several q_max and both aggregations.
         xs: one panel for each of "relative_cost", "noise_exposure", "share_at_q_min".
-        metric: a column of ``runs``, None for the main one of the task; accuracies are drawn in percent.
-        q_max: None draws all in the runs.
         front: join the arms that no other arm beats in both cost and quality (the Pareto front) by a dotted line.
 
     Paper: figures 3, 4 (detection), 6 (graphs) and 7 (language).
     Differs: the static line and the panel against noise exposure are ours.
     """
-    name = metric or metric_of(runs)
-    drawn = metric_named(name)
-    runs = runs if q_max is None else runs[runs["q_max"] == q_max]
+    drawn = metric_named(metric_of(runs))
     lost = int((runs["diverged"] | (runs["status"] == "failed")).sum())
-    parts = [on_common_seeds(part, name) for _, part in runs.groupby(["q_max", "aggregation"], sort=False)]
+    parts = [on_common_seeds(part) for _, part in runs.groupby(["q_max", "aggregation"], sort=False)]
     runs = pd.concat(parts) if parts else runs
-    rows = _rows(runs, name, drawn.factor)
+    rows = _rows(runs, drawn.factor)
     size = (4.7 * len(xs) + 0.6, 4.4 * len(rows))
     with drawing(len(rows), len(xs), figsize=size, sharey=True) as (figure, axes):
         panels = list(zip(axes.flat, *zip(*product(rows.values(), xs), strict=True), strict=True))
@@ -229,26 +192,27 @@ def figure_3(
         note = f"; {lost} runs diverged or failed" if lost else ""  # those that diverged are in the means
         figure.suptitle(title(runs, f", {runs['scale'].iloc[0]} scale") + note, fontsize=10)
         for ax, arms, x in panels:
-            _name_points(ax, arms[arms.savings != "static"], x)
+            shown = arms[(arms.savings != "static") & arms["mean"].notna()]
+            name_points(ax, list(shown.arm), shown[x], shown["mean"], [TEXT[group] for group in shown.savings])
     return figure
 
 
-def _rows(runs: pd.DataFrame, metric: str, factor: float) -> dict[str, pd.DataFrame]:
+def _rows(runs: pd.DataFrame, factor: float) -> dict[str, pd.DataFrame]:
     """Arms, in drawn units, of every q_max and aggregation by their names, the largest q_max and FP-Agg first."""
     if runs["recipe_but_aggregation"].nunique() != 1:
-        by_arm(runs, metric)  # says what is wrong
+        by_arm(runs)  # says what is wrong
     found = {}
     for (top, kind), part in sorted(runs.groupby(["q_max", "aggregation"]), key=lambda p: (-p[0][0], p[0][1])):
         words = [f"q_max {top}"] if runs["q_max"].nunique() > 1 else []
         words += [AGGREGATIONS[kind]] if runs["aggregation"].nunique() > 1 else []
-        arms = by_arm(part, metric)
+        arms = by_arm(part)
         found[", ".join(words)] = arms.assign(mean=factor * arms["mean"], std=factor * arms["std"])
     return found
 
 
 def _quality(ax: Axes, arms: pd.DataFrame, x: str, metric: Metric) -> None:
     schedules, static = arms[arms.savings != "static"], arms[arms.savings == "static"].sort_values(x)
-    worst = _worst(static, metric, schedules)
+    worst = _worst(arms, metric)[static.index]
     drawn = static[~worst]
     if len(drawn):
         ax.errorbar(
@@ -275,19 +239,13 @@ def _quality(ax: Axes, arms: pd.DataFrame, x: str, metric: Metric) -> None:
     ax.set_xlabel(LABELS.get(x, x))
 
 
-def _worst(arms: pd.DataFrame, metric: Metric, schedules: pd.DataFrame | None = None) -> pd.Series:
+def _worst(arms: pd.DataFrame, metric: Metric) -> pd.Series:
     """Which static precisions fail to train and are named, not drawn: they would squeeze the others."""
-    schedules = arms[arms.savings != "static"] if schedules is None else schedules
+    schedules = arms[arms.savings != "static"]
     means = (schedules if len(schedules) else arms)["mean"]
     spread = means.max() - means.min()
     limit = means.min() - 15 if metric.better > 0 else 1.15 * means.min() + 1.5 * spread
     return (arms.savings == "static") & (metric.better * arms["mean"] < metric.better * limit)
-
-
-def _name_points(ax: Axes, arms: pd.DataFrame, x: str) -> None:
-    """Write the names of schedules beside their points."""
-    arms = arms[arms["mean"].notna()]
-    name_points(ax, list(arms.arm), arms[x], arms["mean"], [TEXT[group] for group in arms.savings])
 
 
 def sections(runs: pd.DataFrame) -> Iterator[Section]:

@@ -86,8 +86,10 @@ def _read(files: Iterable[Path]) -> list[Row]:
 def _title(row: Row, file: Path) -> str:
     """Call what is kept by what it is: to the run it was data of the user's own."""
     title = str(row.get("title", ""))
-    own = next((own for own in KEPT if file.parent == results_dir() and own in title), "")
-    return title.replace(own, KEPT[own]) if own else title
+    if file.parent == results_dir():
+        for own, name in KEPT.items():
+            title = title.replace(own, name)
+    return title
 
 
 def _of_one_data(rows: list[Row]) -> list[Row]:

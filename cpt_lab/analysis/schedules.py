@@ -63,12 +63,7 @@ def draw_schedule(ax: Axes, schedule: Schedule) -> None:
 def profiles_figure() -> Figure:
     """Draw the four profiles of the paper and their two mirror images.  Paper: section 3.1."""
     x = np.linspace(0, 1, 201)
-    looks = {
-        "linear": (COLORS["static"], ":"),
-        "cosine": (COLORS["medium"], "-"),
-        "exponential": (COLORS["small"], "--"),
-        "rex": (COLORS["large"], "-."),
-    }
+    groups = {"linear": "static", "cosine": "medium", "exponential": "small", "rex": "large"}
     turned = {
         "growth": "$f(x)$",
         "horizontal": "$f(1 - x)$, horizontal mirror",
@@ -81,9 +76,9 @@ def profiles_figure() -> Figure:
     )
     with drawing(1, 3, alt, figsize=(9, 2.9), sharey=True) as (figure, axes):
         for ax, (way, said) in zip(axes[0], turned.items(), strict=True):
-            for name, (color, line) in looks.items():
+            for (name, group), line in zip(groups.items(), (":", "-", "--", "-."), strict=True):
                 curve = getattr(PROFILES[name](), way)(x)
-                ax.plot(x, curve, line, color=color, label="REX" if name == "rex" else name)
+                ax.plot(x, curve, line, color=COLORS[group], label="REX" if name == "rex" else name)
             ax.set_title(said, fontsize=10)
             ax.set_xlabel("x, place in the cycle")
         axes[0][0].set_ylabel("part of the way\nfrom q_min to q_max")
@@ -106,9 +101,8 @@ def price_figure(schedule: Schedule) -> Figure:
         color = COLORS.get(schedule.savings or "", COLORS["static"])
         lower.step(steps, prices, where="post", color=color, linewidth=1.6)
         lower.fill_between(steps, prices, step="post", color=color, alpha=0.25)
-        lower.axhline(
-            1, color=COLORS["static"], linestyle="--", linewidth=1, label=f"every step at {schedule.q_max} bits"
-        )
+        throughout = f"every step at {schedule.q_max} bits"
+        lower.axhline(1, color=COLORS["static"], linestyle="--", linewidth=1, label=throughout)
         lower.set(xlabel="training step", ylabel="price of the step", ylim=(0, 1.3), yticks=(0, 0.25, 0.5, 0.75, 1))
         lower.legend(fontsize=8, loc="upper right")
         figure.suptitle(f"This schedule costs {prices.mean():.2f} of {schedule.q_max} bits throughout", fontsize=11)
@@ -127,21 +121,14 @@ def jensen_figure(q_min: int = 3, q_max: int = 8, total_steps: int = 64_000) -> 
     with drawing(figsize=(6.4, 3.8)) as (figure, axes):
         ax = axes[0, 0]
         costs, noises = zip(*static, strict=True)
-        ax.plot(
-            between,
-            np.interp(between, costs, noises),
-            color=COLORS["static"],
-            linewidth=1,
-            label="static, or two interleaved",
-        )
+        joined = np.interp(between, costs, noises)
+        ax.plot(between, joined, color=COLORS["static"], linewidth=1, label="static, or two interleaved")
         ax.plot(costs, noises, "o", color=COLORS["static"], markersize=5)
-        labels = set()
-        for name in SUITE:
+        labels = {entry.savings: f"schedules, {entry.savings} savings" for entry in SUITE.values()}
+        for name, entry in SUITE.items():
             s = make_schedule(name, q_min=q_min, q_max=q_max, total_steps=total_steps)
-            group = s.savings or ""
-            label = "" if group in labels else f"schedules, {group} savings"
-            labels.add(group)
-            ax.plot(s.relative_cost(), s.noise_exposure(), "D", color=COLORS[group], markersize=5, label=label or None)
+            look = {"color": COLORS[entry.savings], "label": labels.pop(entry.savings, None)}
+            ax.plot(s.relative_cost(), s.noise_exposure(), "D", markersize=5, **look)
         ax.set(yscale="log", xlabel="cost relative to static q_max (BitOps)", ylabel="noise: mean 4^-q, relative")
         ax.legend(fontsize=8)
         figure.suptitle("At equal cost, static precision has the least noise", fontsize=10)

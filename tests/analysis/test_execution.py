@@ -58,12 +58,12 @@ def test_a_recipe_says_how_its_products_are_computed(how, shared):
 
 
 def test_differences_are_paired_by_seed():
-    found = execution.execution_difference(of(rows())).set_index("comparison")
+    found = execution.execution_difference(of(rows()), "accuracy").set_index("comparison")
     assert found["difference"].tolist() == pytest.approx([0.01, 0, -0.1])
     assert (found["high"] - found["low"]).tolist() == pytest.approx([0, 0, 0], abs=1e-9)
     assert found["pairs"].tolist() == [6, 6, 6]
     some = [r for r in rows() if not r["spec"]["recipe"].get("shared_steps")]
-    assert execution.execution_difference(of(some))["comparison"].tolist() == ["integer minus simulated"]
+    assert execution.execution_difference(of(some), "accuracy")["comparison"].tolist() == ["integer minus simulated"]
     said = execution.summary(of(rows()))
     assert said["of"].tolist() == ["accuracy %"] * 3 + ["loss"] * 3
     assert said["difference [95 %]"].tolist()[::3] == ["+1.0 [+1.0, +1.0]", "-0.020 [-0.020, -0.020]"]
@@ -73,7 +73,7 @@ def test_a_run_that_diverged_counts_and_has_no_curve():
     ended = {"status": "diverged", "metrics": [], "evaluations": []}
     lost = [r["spec"]["seed"] == 2 and "execution" in r["spec"]["recipe"] for r in rows()]
     made = [{**r, **ended} if gone else r for r, gone in zip(rows(), lost, strict=True)]
-    found = execution.execution_difference(of(made)).set_index("comparison")
+    found = execution.execution_difference(of(made), "accuracy").set_index("comparison")
     assert found["diverged"].tolist() == [1, 1, 0]
     assert found["pairs"].tolist() == [6, 6, 6]
     assert found["difference"].tolist() == pytest.approx([0.01 * 5 / 6 - 0.7 / 6, -0.1, -0.1], abs=0.005)
@@ -91,11 +91,11 @@ def test_the_figure_shows_the_four_losses_and_the_three_differences():
 
 def test_quality_against_seconds():
     runs = of(rows(seeds=range(3)))
-    found = execution.quality_seconds(runs)
-    assert found["way"].tolist()[::3] == ["simulated, steps of the paper", "integer, shared steps"]
-    assert found["seconds"].tolist() == pytest.approx([1.01, 1.51, 2.01, 2.51])
-    assert found["ratio"].tolist() == pytest.approx([1, 1.51 / 1.01, 1, 2.51 / 2.01])
-    assert execution.seconds_summary(runs)["times simulated"].tolist() == ["1.00", "1.50", "1.00", "1.25"]
+    found = execution.seconds_summary(runs)
+    assert found["products"].tolist()[::3] == ["simulated, steps of the paper", "integer, shared steps"]
+    assert found["seconds of a run"].tolist() == ["1.0", "1.5", "2.0", "2.5"]
+    assert found["times simulated"].tolist() == ["1.00", "1.50", "1.00", "1.25"]
+    assert found["n"].tolist() == [3] * 4
     (ax,) = execution.seconds_figure(runs).axes
     assert [line.get_xdata().tolist() for line in ax.lines[1:3]] == [[1.5, 1.51, 1.52], [2.0, 2.01, 2.02]]
     specs = designs.execution("demo", "pydoc", seeds=[0, 1])

@@ -6,7 +6,7 @@ import pytest
 from cpt_lab.analysis import aggregation, critical_periods, equal_cost, groups, paper, predictors, quality_cost, report
 from cpt_lab.analysis.claims import CONFIRMED, CONTRADICTED, OPEN
 from cpt_lab.analysis.metrics import METRICS
-from cpt_lab.analysis.runs import table, tuned
+from cpt_lab.analysis.runs import table
 from cpt_lab.experiments import designs
 from cpt_lab.experiments.recipes import DATASETS, EXPERIMENTS, recipe
 from tests.analysis.test_claims import by_arm, entry, rows_of
@@ -87,8 +87,10 @@ def test_where_both_diverge_nothing_is_compared():
     ],
 )
 def test_errors_of_a_run_count_and_others_do_not(error, counts):
-    rows = by_arm(designs.quality_cost("demo", seeds=range(3)), {})
-    e = entry(lost(rows, lambda arm, seed: arm == "CR", "failed", error), "cpt_improves")
+    rows = by_arm(designs.quality_cost("demo", schedules=["CR"], static=[8], seeds=range(3)), {})
+    failed = lost(rows, lambda arm, seed: arm == "CR", "failed", error)
+    assert table(failed).query("arm == 'CR'")["diverged"].tolist() == [counts] * 3
+    e = entry(failed, "cpt_improves")
     assert e.effects[0][0].n == (3 if counts else 0)
     assert e.verdict(False) == (CONTRADICTED if counts else OPEN)
 
@@ -138,37 +140,6 @@ def test_all_metrics_of_the_data_set_are_those_of_chance():
     assert np.isnan(runs.loc[("templates", "static 8"), "perplexity"])
 
 
-# --- a learning rate ------------------------------------------------------------------------------
-
-
-def at_rates(valid):
-    """Rows at three rates, three seeds, with one metric on held-out data."""
-    out = []
-    for rate in (0.1, 0.2, 0.3):
-        for s in designs.quality_cost("demo", "digits", schedules=["CR"], static=[], seeds=range(3)):
-            row = row_of(s, 0.5)
-            row["spec"]["recipe"] |= {"lr": rate, "learning_rates": [0.1, 0.2, 0.3]}
-            row["metrics"].append({**row["metrics"][0], "split": "valid", "value": valid[rate]})
-            out.append(row)
-    return out
-
-
-def at(rows, rate, seeds, status="diverged", error=""):
-    return [
-        {**r, "status": status, "metrics": [], "error": error}
-        if r["spec"]["recipe"]["lr"] == rate and r["spec"]["seed"] in seeds else r for r in rows
-    ]  # fmt: skip
-
-
-def test_a_rate_at_which_runs_diverged_is_not_preferred():
-    rows = at_rates({0.1: 0.3, 0.2: 0.5, 0.3: 0.99})
-    assert set(tuned(table(rows)).lr) == {0.3}
-    assert set(tuned(table(at(rows, 0.3, [1]))).lr) == {0.2}  # 0.69 on average, and one run lost
-    assert set(tuned(table(at(at(at(rows, 0.3, [1, 2]), 0.2, [0]), 0.1, [0, 1]))).lr) == {0.2}  # the fewest
-    memory = at(rows, 0.3, [1], "failed", "torch.OutOfMemoryError: CUDA out of memory")
-    assert set(tuned(table(memory)).lr) == {0.3}
-
-
 # --- tables and figures ---------------------------------------------------------------------------
 
 
@@ -207,7 +178,7 @@ def test_every_table_counts_them():
     specs = designs.quality_cost("demo", seeds=range(3))
     runs = table(lost(rows_of(specs, lambda s: s.schedule.relative_cost()), lambda arm, seed: (arm, seed) == ("RR", 1)))
     assert quality_cost.summary(runs).set_index("arm").diverged["RR"] == 1
-    assert predictors.summary(runs).diverged.tolist() == [1, 1, 1]
+    assert predictors.summary(predictors.predictors_by_title(runs)).diverged.tolist() == [1, 1, 1]
     deficits = [row_of(s, 0.9) for s in designs.deficit_scan("demo", "digits", seeds=range(3))]
     found = critical_periods.summary(table(lost(deficits, lambda arm, seed: arm == "[0, 200) of 600" and seed == 1)))
     assert found.diverged.sum() == 2  # a deficit of both experiments

@@ -29,7 +29,7 @@ def test_numbers_of_the_paper_say_where_they_stand():
     known = table_1[table_1.arm == "no deficit"].set_index("dataset")
     assert known.value.to_dict() == {"cifar10": 92.23, "imagenet": 67.44}
     assert known["std"].to_dict() == {"cifar10": 0.09, "imagenet": 0.12}
-    assert set(paper.table_1()["accuracy %"]) >= {"92.23 +- 0.09", "92.08 +- 0.20", "66.65 +- 0.10"}
+    assert set(table_1["value"]) >= {92.08, 66.65}
 
 
 def test_ours_stand_beside_the_numbers_of_the_paper_in_its_units():

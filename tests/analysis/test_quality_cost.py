@@ -83,24 +83,6 @@ def test_seeds_that_disagree_leave_the_correlation_open():
     assert (line.strength, line.low, line.high) == pytest.approx((1, -1, 1))
 
 
-def test_correlation_against_scipy():
-    rng = np.random.default_rng(1)
-    noise = {}
-
-    def accuracy(arm, seed, cost):
-        return cost + noise.setdefault((arm, seed), 0.3 * rng.normal())
-
-    runs = made_up(accuracy)
-    c = cost_line(runs)
-    runs = runs[~runs.arm.isin(["static 2", "static 5"])]  # the ten schedules and the baseline
-    means = runs.groupby("arm")[["relative_cost", "accuracy"]].mean()
-    assert c.strength == pytest.approx(stats.spearmanr(means.relative_cost, means.accuracy).statistic)
-    assert c.low <= c.strength <= c.high
-    assert (c.arms, c.seeds) == (11, 3)
-    assert cost_line(made_up(lambda arm, seed, cost: cost)).strength == pytest.approx(1)
-    assert cost_line(made_up(lambda arm, seed, cost: -cost)).strength == pytest.approx(-1)
-
-
 def test_correlation_of_little():
     one = made_up(lambda arm, seed, cost: cost, seeds=(0,))
     assert cost_line(one).strength == pytest.approx(1)
@@ -132,6 +114,8 @@ def test_mixed_experiments_are_refused():
         quality_cost.by_arm(table([*changed(rows[:1], {"q_min": 4}), *rows[1:]]))
     with pytest.raises(ValueError, match="there are no rows"):
         quality_cost.by_arm(table([]))
+    with pytest.raises(ValueError, match="rows mix tasks: image, language_model"):
+        quality_cost.by_arm(table(rows + as_perplexity(rows)))
     with pytest.raises(ValueError, match="at least three arms"):
         predictors.rank_correlation(table(r for r in rows if r["spec"]["arm"] == "CR"))
 
@@ -155,7 +139,6 @@ def test_comparison_puts_the_papers_number_beside_ours(tmp_path, monkeypatch):
     assert out.loc["RR", "place"] == "drawn, no number printed"
     shown = quality_cost.summary(at_paper_scale).set_index("arm")
     assert shown.loc["CR", ["accuracy %", "paper"]].to_list() == ["60.0", "61.5 (made up for this test)"]
-    assert quality_cost.compare_with_paper(at_paper_scale, "figure_4").paper.isna().all()
 
 
 def test_figure_3_draws_every_point():
@@ -178,12 +161,9 @@ def test_a_precision_that_fails_is_named_below_the_axis():
     figure = quality_cost.figure_3(rows)
     assert figure.axes[0].get_title(loc="right") == "below the axis: static 2 bits 10 %"
     assert figure.axes[0].get_ylim()[0] > 10
-
-
-def test_smoke_figures_say_what_they_are():
+    assert "not a result" not in figure.get_suptitle()
     smoke = table(changed(rows_of(lambda arm, seed, cost: 0.5), scale="smoke"))
     assert quality_cost.figure_3(smoke).get_suptitle().startswith("smoke scale: not a result")
-    assert "not a result" not in quality_cost.figure_3(made_up(lambda arm, seed, cost: 0.5)).get_suptitle()
 
 
 def test_figure_2_draws_values_and_bits():
@@ -290,7 +270,6 @@ def test_quality_is_minus_perplexity():
     assert metrics.metric_of(runs) == "perplexity"
     assert cost_line(runs).strength == pytest.approx(1)  # what costs more is better
     arms = quality_cost.by_arm(runs)
-    assert arms.set_index("arm").loc["static 8", "mean"] == pytest.approx(91)
     assert quality_cost.pareto(arms, better=-1).all()
     assert quality_cost.pareto(arms, better=1).sum() == 1  # the cheapest is the largest
     assert quality_cost.compare_with_paper(runs).set_index("arm").loc["static 8", "ours"] == pytest.approx(91)
@@ -313,12 +292,6 @@ def test_figure_7_turns_the_axis():
     front = next(line for line in ax.lines if line.get_label() == "Pareto front")
     assert (np.diff(front.get_ydata()) <= 0).all()
     assert len(front.get_ydata()) > 3
-
-
-def test_tasks_do_not_mix():
-    rows = rows_of(lambda arm, seed, cost: 0.5, seeds=(0,))
-    with pytest.raises(ValueError, match="rows mix tasks: image, language_model"):
-        quality_cost.by_arm(table(rows + as_perplexity(rows)))
 
 
 # --- a learning rate per arm ----------------------------------------------------------------------
@@ -367,20 +340,30 @@ def test_the_rate_is_chosen_where_less_is_better():
     assert set(tuned(table(rows)).lr) == {0.1}
 
 
-def test_a_rate_that_failed_is_not_chosen():
-    rows = at_rates(valid=lambda arm, rate: rate, test=lambda arm, rate: rate)
-    for row in rows:
-        if row["spec"]["recipe"]["lr"] == 0.3:
-            row |= {"status": "diverged", "metrics": []}
-    assert set(tuned(table(rows)).lr) == {0.2}
-    for row in rows:
-        row |= {"status": "failed", "metrics": []}
-    assert set(tuned(table(rows)).lr) == {0.1}  # nothing to choose by
+def at(rows, rate, seeds, status="diverged", error=""):
+    """The rows, of which those at a rate and some seeds ended without a result."""
+    return [
+        {**r, "status": status, "metrics": [], "error": error}
+        if r["spec"]["recipe"]["lr"] == rate and r["spec"]["seed"] in seeds else r for r in rows
+    ]  # fmt: skip
 
 
-def test_one_rate_is_never_dropped():
+def test_a_rate_at_which_runs_diverged_is_not_preferred():
+    rows = at_rates(valid=lambda arm, rate: {0.1: 0.3, 0.2: 0.5, 0.3: 0.99}[rate], test=lambda arm, rate: 0.5)
+
+    def chosen(*lost):
+        found = rows
+        for which in lost:
+            found = at(found, *which)
+        return set(tuned(table(found)).lr)
+
+    assert chosen() == {0.3}
+    assert chosen((0.3, [1])) == {0.2}  # 0.55 on average, and one run lost
+    assert chosen((0.3, [0, 1]), (0.2, [0]), (0.1, [0, 1])) == {0.2}  # the fewest
+    assert chosen((0.3, [1], "failed", "torch.OutOfMemoryError: CUDA out of memory")) == {0.3}
+    assert chosen(*((rate, [0, 1], "failed") for rate in (0.1, 0.2, 0.3))) == {0.1}  # nothing to choose by
     runs = made_up(lambda arm, seed, cost: 0.5)
-    assert tuned(runs).equals(runs)
+    assert tuned(runs).equals(runs)  # one rate is never dropped
 
 
 def test_rows_that_are_kept_are_found_by_name():
@@ -458,8 +441,7 @@ def test_every_q_max_and_aggregation_has_a_row_of_panels():
         {round(y, 6) for line in ax.lines if line.get_marker() == "o" for y in line.get_ydata()} for ax in figure.axes
     ]
     assert drawn == [{70.0}, {70.0}, {60.0}, {60.0}] * 2
-    assert len(figures.figure_6(table(rows), q_max=6).axes) == 2
-    (alone,) = figures.figure_3(table(rows[:22]), q_max=8).axes
+    (alone,) = figures.figure_3(table(rows[:11])).axes
     assert alone.get_title() == ""
     other = [row_of(s, 0.5) for s in quietly(designs.quality_cost, "demo", "digits-graph", seeds=[0])]
     with pytest.raises(ValueError, match="rows mix datasets: digits-graph, ogbn-arxiv"):

@@ -28,10 +28,12 @@ THEMES = re.findall(r":root \{(.*?)\}", PAGE, re.DOTALL)
 BOTH = ("relative_cost", "noise_exposure")
 
 
+@cache
 def digits():
     return committed("image_digits").query("model == 'mlp6' and q_min == 3")
 
 
+@cache
 def facebook():
     return committed("graph_facebook").query("model == 'gcn' and aggregation == 'fp' and q_max == 8")
 
@@ -40,6 +42,7 @@ def characters():
     return committed("language_pydoc").query("q_max == 8")
 
 
+@cache
 def crowd():
     """Rows whose schedules have one cost and nearly one quality."""
     runs = digits()
@@ -86,11 +89,6 @@ def drawn(name):
     return figure
 
 
-@pytest.fixture(params=FIGURES)
-def figure(request):
-    return drawn(request.param)
-
-
 def words_of(figure):
     """The words that are shown, with where they stand; ticks outside of the limits are not."""
     shown = [t for t in figure.findobj(Text) if t.get_visible() and t.get_text().strip()]
@@ -115,11 +113,6 @@ def contrast(a, b):
     """WCAG 2.2: from 1 to 21."""
     low, high = sorted((luminance(a), luminance(b)))
     return (high + 0.05) / (low + 0.05)
-
-
-def test_contrast_is_that_of_wcag():
-    assert contrast("#000000", "#ffffff") == pytest.approx(21)
-    assert contrast("#777777", "#ffffff") == pytest.approx(4.48, abs=0.005)
 
 
 @pytest.mark.parametrize("name", [
@@ -154,25 +147,21 @@ def test_names_without_room_are_listed():
     assert ax.get_title(loc="left").startswith("no room to name: long long")
 
 
-def test_words_are_dark_and_large_enough(figure):
+@pytest.mark.parametrize("name", FIGURES)
+def test_a_figure_can_be_read_and_described(name):
+    figure = drawn(name)
     for text, _ in words_of(figure):
         ground = style.COLORS["static"] if text.get_color() == "white" else "white"  # bits in their squares
         assert contrast(text.get_color(), ground) >= 4.5, text.get_text()
         assert text.get_fontsize() >= style.SMALL, text.get_text()
     width = float(re.search(r"max-width: (\d+)rem", PAGE)[1]) * 16 - 32
     assert figure.get_tightbbox().width * INCH <= width  # a page shows it at its own size
-
-
-def test_bits_are_whole_at_every_axis(figure):
     for ax in figure.axes:
         for axis in (ax.xaxis, ax.yaxis):
             if re.search(r"^bits|\(bits\)|^level", axis.get_label_text()):
                 ticks = axis.get_ticklocs()
                 assert len(ticks)
-                assert list(ticks) == [round(tick) for tick in ticks]
-
-
-def test_a_figure_describes_itself_in_one_line(figure):
+                assert list(ticks) == [round(tick) for tick in ticks]  # bits are whole
     said = figure.description()
     assert len(said) > 20
     assert "\n" not in said
@@ -198,6 +187,8 @@ def test_words_have_the_hues_of_points():
 
 
 def test_the_report_can_be_read_in_light_and_in_dark():
+    assert contrast("#000000", "#ffffff") == pytest.approx(21)
+    assert contrast("#777777", "#ffffff") == pytest.approx(4.48, abs=0.005)
     light, dark = (dict(re.findall(r"--(\w+): (#\w+)", part)) for part in THEMES)
     named = ("text", "link", "bad", "quiet")
     assert set(re.findall(r"\bcolor: ([^;]+);", PAGE)) == {f"var(--{name})" for name in named}
@@ -208,8 +199,7 @@ def test_the_report_can_be_read_in_light_and_in_dark():
 
 @pytest.mark.parametrize("name", [r"$\frac$", "a$b", r"\$\frac$", "{$}_^%&#~$"])
 def test_names_of_the_users_are_no_formulas(name):
-    runs = committed("image_digits").query("model == 'mlp6' and q_min == 3").assign(title=f"own images ({name})")
-    drawn = quality_cost.figure_3(runs, xs=("relative_cost",))
+    drawn = quality_cost.figure_3(digits().assign(title=f"own images ({name})"))
     tested = precision_range(f"own ({name})")
     strengths = pd.DataFrame([("relative_cost", 0.5, 0.4, 0.6)], columns=["predictor", "strength", "low", "high"])
     compared = predictors_figure({f"own images ({name})": strengths})
