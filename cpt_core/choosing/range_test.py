@@ -24,7 +24,8 @@ L_q is the mean training loss over the second half of a short training at q bits
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Generator, Sequence
+from contextlib import closing
 from functools import partial
 from typing import Any
 
@@ -102,7 +103,7 @@ def precision_range_test(
 
 
 def range_tested(
-    start: Callable[..., Iterable[tuple[Trial, int]]],
+    start: Callable[..., Generator[tuple[Trial, int]]],
     q_max: int = 8,
     bits: Sequence[int] | None = None,
     dwell: int = 100,
@@ -128,8 +129,9 @@ def range_tested(
     all_bits = (*tried, q_max)
     plan = [[q] * dwell for q in all_bits] if mode == "reset" else [[q for q in all_bits for _ in range(dwell)]]
     traces = []  # per seed: the losses of every precision
-    with waiting("range test", total=len(seeds) * len(all_bits) * dwell, progress=progress) as bar:
-        for trial, first in start(q_max, seeds, dwell):
+    bar = waiting("range test", total=len(seeds) * len(all_bits) * dwell, progress=progress)
+    with bar, closing(start(q_max, seeds, dwell)) as started:  # put back now, not when an error is forgotten
+        for trial, first in started:
             steps = [trial.losses(part, first, q_max, bar) for part in plan]
             traces.append(steps if mode == "reset" else cut(steps[0], len(all_bits), dwell))
             title = trial.title

@@ -1,6 +1,5 @@
 """Sensitivities: what is measured is what one bit less does, and the model is left as it was."""
 
-import copy
 import json
 
 import numpy as np
@@ -16,7 +15,7 @@ from cpt_core.quantization import convert
 from cpt_core.quantization.convert import layer_precisions
 from cpt_lab.experiments.recipes import recipe
 from cpt_lab.training.recipe_trials import recipe_sensitivity
-from tests.choosing.test_range_test import problem
+from tests.choosing.test_trials import problem
 
 SHORT = dict(base=3, windows=2, steps=8, seeds=(0, 1))
 
@@ -85,50 +84,6 @@ def test_more_of_a_loss_is_lost_quality():
     assert found.in_groups == ((8 * 1, 8 * 2),) * 2
 
 
-def test_a_model_is_left_as_it_was():
-    model, train_step, optimizer, _ = problem(dropout=0.2)
-    before, random = copy.deepcopy(model.state_dict()), torch.get_rng_state()
-    sensitivity(model, train_step, optimizer, **SHORT)
-    assert all(torch.equal(v, before[k]) for k, v in model.state_dict().items())
-    assert torch.equal(torch.get_rng_state(), random)
-    assert type(model[0]) is nn.Linear
-    assert not model[0]._forward_pre_hooks
-    assert not model[0].weight._backward_hooks
-
-
-def decaying(optimizer, train_step):
-    """A train_step with the usual LR scheduler inside."""
-    scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 9)
-    rates = []
-
-    def decays(step):
-        rates.append(optimizer.param_groups[0]["lr"])
-        loss = train_step(step)
-        scheduler.step()
-        return loss
-
-    return scheduler, decays, rates
-
-
-@pytest.mark.parametrize("windows", [1, 2])
-def test_every_training_has_the_same_learning_rates_or_is_refused(windows):
-    model, train_step, optimizer, _ = problem()
-    weight = model[0].weight.detach().clone()
-    scheduler, decays, rates = decaying(optimizer, train_step)
-    few = {**SHORT, "windows": windows, "estimate": False}
-    sensitivity(model, decays, optimizer, stateful=[scheduler], **few)
-    trainings = [rates[i : i + 9] for i in range(1, 1 + 9 * (1 + windows + 2), 9)]
-    assert trainings == [trainings[0]] * len(trainings)
-    assert trainings[0][0] > 10 * trainings[0][-1]
-    assert (scheduler.last_epoch, optimizer.param_groups[0]["lr"]) == (0, 0.2)
-    with pytest.raises(ValueError, match=r"another \[.*name the LR scheduler in stateful="):
-        sensitivity(model, decays, optimizer, **few)
-    assert torch.equal(model[0].weight, weight)
-    for bad in (scheduler, [optimizer, 1]):
-        with pytest.raises(ValueError, match="stateful must list objects with state_dict and load_state_dict"):
-            sensitivity(model, train_step, optimizer, stateful=bad, **few)
-
-
 def test_every_training_is_in_the_mode_of_the_first():
     model, train_step, optimizer, _ = problem()
     modes = set()
@@ -142,23 +97,6 @@ def test_every_training_is_in_the_mode_of_the_first():
     sensitivity(model, watched, optimizer, quality=lambda: float(model.eval().training), **SHORT)
     assert modes == {(True, False, True)}
     assert [m.training for m in model.modules()] == before
-
-
-def test_a_model_is_put_back_at_once_after_an_error():
-    """Not when the error is forgotten: a notebook keeps it for long, and trains on meanwhile."""
-    model, train_step, optimizer, seen = problem()
-    weight = model[0].weight.detach().clone()
-
-    def breaks(step):
-        if len(seen) > 11:
-            raise RuntimeError("no more data")
-        return train_step(step)
-
-    with pytest.raises(RuntimeError, match="no more data") as kept:
-        sensitivity(model, breaks, optimizer, **SHORT)
-    assert type(model[0]) is nn.Linear
-    assert torch.equal(model[0].weight, weight)
-    assert kept.value.__traceback__ is not None
 
 
 @pytest.mark.parametrize("value", [None, "half", torch.ones(2)])

@@ -14,13 +14,10 @@ from cpt_core.quantization.convert import quantize_
 from cpt_core.quantization.scheduler import precision
 from cpt_lab.data import common
 from cpt_lab.experiments import designs, grids
-from cpt_lab.experiments.graph import GraphRecipe
 from cpt_lab.experiments.recipes import recipe, task_of_dataset
-from cpt_lab.experiments.spec import RunSpec
 from cpt_lab.tasks import graph as graph_task
 from cpt_lab.tasks.graph import GraphTask
-from cpt_lab.training.session import quant_config
-from cpt_lab.training.train import Stopped, train
+from cpt_lab.training.train import train
 
 CPU = torch.device("cpu")
 spec = partial(smoke_spec, "digits-graph", steps=12, evaluate_every=0)
@@ -44,20 +41,6 @@ def test_a_full_graph_is_trained_on_its_training_nodes():
     assert torch.equal(labels, task.data.labels[rows])
 
 
-@pytest.mark.parametrize("model", ["gcn", "sage"])
-@pytest.mark.parametrize("aggregation", ["fp", "quantized"])
-def test_a_resumed_run_is_bitwise_the_same(tmp_path, model, aggregation):
-    s = spec("CR", model=model, aggregation=aggregation, evaluate_every=5)
-    whole = train(GraphTask, s)
-    path = tmp_path / "c.pt"
-    with pytest.raises(Stopped):
-        train(GraphTask, s, checkpoint=path, should_stop=iter([False] * 6 + [True]).__next__)
-    resumed = train(GraphTask, s, checkpoint=path)
-    assert same(whole.model, resumed.model)
-    assert whole.metrics == resumed.metrics
-    assert whole.bitops == resumed.bitops
-
-
 def test_workers_change_nothing(monkeypatch):
     here = train(GraphTask, spec(model="sage"))
     monkeypatch.setattr(graph_task, "LARGE", 0)  # sample in processes of their own
@@ -74,42 +57,11 @@ def test_backends_agree(monkeypatch):
     np.testing.assert_allclose(with_dgl.history["loss"], without.history["loss"], rtol=2e-3)
 
 
-def test_arms_of_one_seed_share_weights_and_samples():
-    a, b = GraphTask(spec("CR", model="sage"), CPU), GraphTask(spec(model="sage"), CPU)
-    torch.manual_seed(0)
-    first = a.model()
-    torch.manual_seed(0)
-    assert all(torch.equal(p, q) for p, q in zip(first.parameters(), b.model().parameters(), strict=True))
-    (blocks, x, labels, _), (others, y, again, _) = next(a.batches(3)), next(b.batches(3))
-    assert torch.equal(x, y)
-    assert torch.equal(labels, again)
-    assert torch.equal(blocks[0].indices, others[0].indices)
-    third = next(GraphTask(spec(model="sage", seed=1), CPU).batches(3))
-    assert not torch.equal(labels, third[2])
-
-
 def test_an_epoch_holds_every_training_node_once():
     task = GraphTask(spec(model="sage", batch=15), CPU)
     seen = [next(task.batches(step))[2] for step in range(4)]
     assert [len(s) for s in seen] == [15, 15, 15, 5]  # 50 labelled nodes; the last batch is small, not dropped
     assert torch.bincount(torch.cat(seen)).tolist() == [5] * 10
-
-
-def test_learning_rate_is_a_cosine_to_a_tenth():
-    task = GraphTask(spec(steps=100, lr=1e-2, final_lr=0.1), CPU)
-    _, lr = task.optimizer(task.model())
-    assert (lr(0, []), lr(50, [])) == pytest.approx((1e-2, 5.5e-3))
-    assert lr(100, []) == pytest.approx(1e-3)
-    assert isinstance(task.optimizer(task.model())[0], torch.optim.Adam)
-
-
-def test_other_rules_of_the_learning_rate():
-    task = GraphTask(spec(steps=100, lr=1e-2, lr_rule="step"), CPU)
-    _, lr = task.optimizer(task.model())
-    assert [lr(step, []) for step in (49, 50, 74, 75, 99)] == pytest.approx([1e-2, 1e-3, 1e-3, 1e-4, 1e-4])
-    task = GraphTask(spec(steps=100, lr=1e-2, lr_rule="constant"), CPU)
-    _, lr = task.optimizer(task.model())
-    assert {lr(step, []) for step in range(100)} == {1e-2}
 
 
 def test_accuracy_by_in_degree():
@@ -197,32 +149,6 @@ def test_ogb_data_is_scored_by_ogb(monkeypatch):
 # --- recipes and grids ----------------------------------------------------------------------------
 
 
-def test_the_papers_recipes():
-    arxiv, products = recipe("paper", "ogbn-arxiv"), recipe("paper", "ogbn-products")
-    assert isinstance(arxiv, GraphRecipe)
-    assert isinstance(products, GraphRecipe)
-    assert (arxiv.steps, arxiv.layers, arxiv.hidden, arxiv.lr, arxiv.q_min, arxiv.loss) == (
-        1000, 3, 512, 1e-3, 3, "cross_entropy",
-    )  # fmt: skip
-    assert arxiv.self_loops
-    assert arxiv.weight_decay == 0
-    assert (products.steps, products.batch, products.layers, products.fanout, products.lr) == (
-        15_440,
-        1024,
-        2,
-        32,
-        3e-4,
-    )
-    theirs = recipe("paper", "ogbn-arxiv", preset="authors")
-    assert (theirs.steps, theirs.loss, theirs.self_loops, theirs.cycle_rule) == (
-        500,
-        "nll_raw",
-        False,
-        "floor_plus_one",
-    )
-    assert recipe("paper", "ogbn-products", preset="authors").q_min == 4
-
-
 def test_own_graphs_and_their_recipes():
     assert recipe("demo", "my.npz", task="graph").model == "gcn"
     assert recipe("demo", "ogbn-arxiv").hidden == 32  # below paper scale, OGB's graphs use the recipe of own graphs
@@ -241,26 +167,12 @@ def test_unknown_choices(field):
         designs.quality_cost("smoke", "digits-graph", **{field: "nonsense"})
 
 
-def test_a_spec_survives_json():
-    s = spec(aggregation="quantized", degrees=(0, 5))
-    again = RunSpec.from_dict(s.to_dict())
-    assert again == s
-    assert isinstance(again.recipe, GraphRecipe)
-    assert again.key != spec().key
-    assert quant_config(s.recipe, 0).aggregation == "quantized"
-
-
-def test_grids_of_node_classification():
-    assert len(grids.grid_specs("ogbn-arxiv/gcn")) == len(grids.grid_specs("ogbn-products/sage")) == 66
+def test_the_grid_of_aggregations():
     pairs = grids.grid_specs("ogbn-arxiv/aggregation")
     assert len(pairs) == 6
     assert {(s.arm, s.q_max, s.recipe.aggregation) for s in pairs} == {
         ("static 8", 8, "fp"), ("static 8", 8, "quantized"),
     }  # fmt: skip
-    with pytest.raises(ValueError, match="dataset 'digits' is for task 'image', not 'graph'"):
-        designs.quality_cost("demo", "digits", task="graph")
-    with pytest.raises(ValueError, match="dataset 'ogbn-arxiv' is for task 'graph', not 'image'"):
-        designs.quality_cost("paper", "ogbn-arxiv", task="image")
 
 
 @pytest.mark.parametrize("norm", ["matrix", "node", "none"])

@@ -12,12 +12,10 @@ from cpt_core.models.lstm_lm import LanguageModel
 from cpt_lab import data
 from cpt_lab.data import text
 from cpt_lab.data.files import DataNotFoundError
-from cpt_lab.experiments import designs, grids
-from cpt_lab.experiments.language_model import LanguageModelRecipe
 from cpt_lab.experiments.recipes import recipe
 from cpt_lab.experiments.spec import run_spec
 from cpt_lab.tasks.language_model import LanguageModelTask
-from cpt_lab.training.train import Stopped, train
+from cpt_lab.training.train import train
 
 SENTENCES = {
     "train": "the cat sat\nthe dog sat\n\n   \na bird sang\n" * 20,
@@ -164,14 +162,6 @@ def test_columns_run_side_by_side_through_the_whole_text(folder):
     assert torch.equal(late[0], epoch[3][0])
 
 
-def test_steps_of_an_epoch_of_penn_treebank():
-    """1,328, as the authors train; the last batch has 33 words."""
-    rows = 929_589 // 20 - 1
-    assert math.ceil(rows / 35) == 1328
-    assert rows - 1327 * 35 == 33
-    assert recipe("paper", "ptb", task="language_model").steps == 40 * 1328
-
-
 @pytest.mark.parametrize("count", [9, 10, 11, 1, 2])
 def test_every_word_is_asked_for_once(count):
     tokens = torch.arange(100, 100 + count)
@@ -248,21 +238,6 @@ def test_the_state_is_carried_and_begins_anew_with_an_epoch(folder):
 # --- learning rate --------------------------------------------------------------------------------
 
 
-def test_plateau_divides_after_every_evaluation_that_is_no_best(folder):
-    t = task(lr_rule="plateau", evaluate_every=5)
-    _, lr = t.optimizer(t.model())
-    losses, expected = [5.0, 4.0, 4.0, 4.5, 3.9, 3.95], [20, 20, 20, 4, 0.8, 0.8, 0.16]
-    evaluations = [{"valid": {"loss": x}} for x in losses]
-    assert [lr(7, evaluations[:k]) for k in range(7)] == pytest.approx(expected)
-    _, four = task(lr_rule="plateau", evaluate_every=5, lr_division=4.0).optimizer(t.model())
-    assert four(7, evaluations) == pytest.approx(20 / 64)
-
-
-def test_cosine(folder):
-    _, lr = task().optimizer(task().model())
-    assert (lr(0, []), lr(10, []), lr(20, [])) == pytest.approx((20, 10.5, 1))
-
-
 def test_the_rate_follows_the_evaluations_of_the_run(folder):
     """Trained for real: the rate is a function of what was evaluated, also after a stop."""
     run = train(LanguageModelTask, spec("static 2", lr_rule="plateau", evaluate_every=2, lr=60.0))
@@ -291,27 +266,6 @@ def test_training_learns_and_low_precision_shows(folder):
     best = runs["static 8"].metric("loss")
     assert runs["static 8"].metric("perplexity") == pytest.approx(math.exp(best))
     assert runs["static 8"].title == "LSTM (16 wide) on toy"
-
-
-@pytest.mark.parametrize("changes", [{"dropout": 0.3}, {"lr_rule": "plateau", "evaluate_every": 3}])
-def test_a_stopped_run_goes_on_bit_for_bit(folder, tmp_path, changes):
-    whole = train(LanguageModelTask, spec(**changes))
-    file = tmp_path / "run.pt"
-    steps = iter(range(100))
-    with pytest.raises(Stopped):
-        train(LanguageModelTask, spec(**changes), checkpoint=file, should_stop=lambda: next(steps) == 7)
-    resumed = train(LanguageModelTask, spec(**changes), checkpoint=file)
-    assert resumed.history == whole.history
-    assert resumed.metrics == whole.metrics
-    for a, b in zip(whole.model.parameters(), resumed.model.parameters(), strict=True):
-        assert torch.equal(a, b)
-
-
-def test_arms_of_a_seed_share_their_start(folder):
-    first = [train(LanguageModelTask, spec(arm, dropout=0.0)).history["loss"][0] for arm in ("static 24", "static 23")]
-    assert first[0] == pytest.approx(first[1], abs=1e-4)
-    other = train(LanguageModelTask, spec("static 24", seed=1, dropout=0.0)).history["loss"][0]
-    assert other != first[0]
 
 
 def test_model_is_that_of_the_paper():
@@ -347,17 +301,3 @@ def test_stand_in_needs_no_data():
         assert x.shape == y.shape == (35, 20)
         assert first
         assert len(made.data.vocabulary) == (10_000 if dataset == "ptb" else 100)
-
-
-def test_settings_and_grids():
-    r = recipe("paper", "ptb", task="language_model")
-    assert isinstance(r, LanguageModelRecipe)
-    assert (r.batch, r.length, r.lr, r.lr_division, r.clip, r.dropout, r.hidden) == (20, 35, 20.0, 5.0, 0.25, 0.5, 800)
-    assert (r.q_min, r.n_cycles, r.lr_rule, r.evaluate_every, r.eval_bits) == (5, 2, "plateau", 1328, "q_max")
-    authors = recipe("paper", "ptb", preset="authors", task="language_model")
-    assert (authors.n_cycles, authors.lr_division, authors.eval_bits) == (8, 4.0, "current")
-    specs = grids.grid_specs("ptb/lstm")
-    assert len(specs) == 66
-    assert {s.recipe.task for s in specs} == {"language_model"}
-    with pytest.raises(ValueError, match="dataset 'ptb' is for task 'language_model', not 'image'"):
-        designs.quality_cost("paper", "ptb", task="image")

@@ -12,7 +12,6 @@ from tape import TapeRecorder
 from cpt_core.codes import convolution
 from cpt_core.graphs import graph
 from cpt_core.schedules.schedule import TableSchedule
-from cpt_lab.tasks import TASKS
 from cpt_lab.training import capture, session
 from cpt_lab.training.session import Session, task_of
 from cpt_lab.training.train import Stopped, train
@@ -71,8 +70,8 @@ def spec_of(name, **changes):
 
 
 @pytest.mark.parametrize("name", RUNS)
-def test_replayed_steps_are_those_they_replace_bit_for_bit(name, recorders, eager, tmp_path):
-    spec, file = spec_of(name), tmp_path / "run.pt"
+def test_replayed_steps_are_those_they_replace_bit_for_bit(name, recorders, eager):
+    spec = spec_of(name)
     plain = eager(train, task_of(spec), spec)
     bits = set(plain.history["bits"])
     assert bits == {3, 4, 5, 6, 7, 8}
@@ -80,35 +79,31 @@ def test_replayed_steps_are_those_they_replace_bit_for_bit(name, recorders, eage
     assert (plain.captured, run.captured > 8) == (0, True)
     assert (run.history, run.metrics) == (plain.history, plain.metrics)
     assert len(recorders[1].tapes) == (len(bits) if "sums" in name else 1)
-    stop_at(11, spec, file)
+
+
+@pytest.mark.parametrize("name", ["words", "graph"])  # a state that is carried; Adam, which counts its steps
+def test_a_resumed_run_records_anew(name, recorders, tmp_path):
+    spec, file = spec_of(name), tmp_path / "run.pt"
+    whole, asked = train(task_of(spec), spec), iter(range(11))
+    with pytest.raises(Stopped):
+        train(task_of(spec), spec, checkpoint=file, should_stop=lambda: next(asked) == 10)
     resumed = train(task_of(spec), spec, checkpoint=file)
-    assert (resumed.history, resumed.metrics) == (plain.history, plain.metrics)
+    assert (resumed.history, resumed.metrics) == (whole.history, whole.metrics)
     assert resumed.captured > 4
 
 
-def test_bits_that_codes_do_not_hold_are_recorded_by_themselves(recorders, eager):
-    spec = spec_of("images on codes")
-    spec = replace(spec, schedule=TableSchedule(((7, 6), (10, 6), (7, 6))))
+@pytest.mark.parametrize(
+    ("name", "ladder", "runs"),
+    [("images on codes", "affine", ((7, 6), (10, 6), (7, 6))), ("images", "mx", ((1, 6), (2, 6), (1, 4), (2, 2)))],
+)
+def test_bits_that_codes_do_not_hold_and_formats_are_recorded_by_themselves(name, ladder, runs, recorders, eager):
+    spec, top = spec_of(name), min(8, max(bits for bits, _ in runs))
+    recipe = replace(spec.recipe, ladder=ladder)
+    spec = replace(spec, schedule=TableSchedule(runs), q_max=top, q_grad=top, recipe=recipe)
     plain, run = eager(train, task_of(spec), spec), train(task_of(spec), spec)
     assert run.history == plain.history
     assert run.captured > 4
     assert len(recorders[1].tapes) == 2
-
-
-def test_every_format_of_a_ladder_is_recorded_by_itself(recorders, eager):
-    spec = spec_of("images")
-    schedule = TableSchedule(((1, 6), (2, 6), (1, 4), (2, 2)))
-    spec = replace(spec, schedule=schedule, q_max=2, q_grad=2, recipe=replace(spec.recipe, ladder="mx"))
-    plain, run = eager(train, task_of(spec), spec), train(task_of(spec), spec)
-    assert run.history == plain.history
-    assert run.captured > 4
-    assert len(recorders[1].tapes) == 2
-
-
-def stop_at(step, spec, file):
-    asked = iter(range(step))
-    with pytest.raises(Stopped):
-        train(task_of(spec), spec, checkpoint=file, should_stop=lambda: next(asked) == step - 1)
 
 
 @pytest.mark.parametrize("name", ["images", "words"])
@@ -217,6 +212,6 @@ FIXED = {
 @pytest.mark.parametrize(("dataset", "model"), FIXED)
 def test_tasks_know_whether_their_steps_are_alike(dataset, model):
     spec = smoke_spec(dataset, model=model)
-    task = TASKS[spec.recipe.task](spec, torch.device("cpu"))
-    assert task.fixed_shape == FIXED[dataset, model]
-    assert Session(TASKS[spec.recipe.task], spec).why_not_captured == "the device is cpu"
+    made = Session(task_of(spec), spec)
+    assert made.task.fixed_shape == FIXED[dataset, model]
+    assert made.why_not_captured == "the device is cpu"

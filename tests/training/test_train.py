@@ -65,7 +65,7 @@ def test_every_metric_says_how_it_was_measured(run):
 
 
 def test_evaluation_precision_makes_a_difference():
-    run = train(TASKS["image"], spec_of("static 3"))
+    run = train(TASKS["image"], spec_of("static 3", steps=20))
     at = {m["precision"]: (m["bits"], m["value"]) for m in run.metrics if m["name"] == "loss" and m["split"] == "test"}
     assert (at["q_max"][0], at["current"][0]) == (8, 3)
     assert at["q_max"][1] != at["current"][1]
@@ -99,29 +99,9 @@ def test_a_seed_decides_the_initial_weights():
     assert not torch.equal(first, other)
 
 
-def test_arms_of_one_seed_are_paired():
-    first = {}
-
-    def remember(arm):
-        def on_step(step, model, loss):
-            if step == 0:
-                first[arm] = model.fc.weight.detach().clone()
-
-        return on_step
-
-    for arm in ("static 8", "ER"):  # neither has the same bits, but weights and the first batch are shared
-        train(TASKS["image"], spec_of(arm, steps=20, n_cycles=1), on_step=remember(arm))
-    starts = [TASKS["image"](spec_of(arm), torch.device("cpu")) for arm in ("static 8", "ER")]
-    batches = [next(task.batches(7)) for task in starts]
-    assert torch.equal(batches[0][0], batches[1][0])
-    assert torch.equal(batches[0][1], batches[1][1])
-    assert (first["static 8"] - first["ER"]).abs().max() < 0.05
-
-
-def test_same_spec_same_result_other_seed_other_result(run):
-    again = train(TASKS["image"], spec_of())
-    assert again.history["loss"] == run.history["loss"]
-    assert train(TASKS["image"], spec_of(seed=1)).history["loss"] != run.history["loss"]
+def test_same_spec_same_result_other_seed_other_result():
+    first, again, other = (train(TASKS["image"], spec_of(seed=s, steps=20, n_cycles=1)) for s in (0, 0, 1))
+    assert again.history["loss"] == first.history["loss"] != other.history["loss"]
 
 
 def test_precision_matters(run):
@@ -167,8 +147,13 @@ def disturbed(model, calls, at, place, value):
     return change
 
 
-@pytest.mark.parametrize("value", [math.nan, -math.inf])
-@pytest.mark.parametrize("place", ["valid.loss", "test.accuracy", "body.2.weight", "bn1.running_var"])
+@pytest.mark.parametrize(
+    ("place", "value"),
+    [
+        ("valid.loss", math.nan), ("test.accuracy", -math.inf), ("body.2.weight", math.nan),
+        ("bn1.running_var", -math.inf),
+    ],
+)  # fmt: skip
 @pytest.mark.parametrize("at", [0, 1, 2, 3], ids=["first", "second", "last", "last at the current bits"])
 def test_what_is_not_finite_anywhere_is_a_divergence(at, place, value, monkeypatch):
     model = "resnet8_w8" if place.startswith("bn") else "mlp6"
@@ -186,12 +171,6 @@ def test_what_is_not_finite_anywhere_is_a_divergence(at, place, value, monkeypat
     assert found.get("not_finite") == (None if at == 3 else [place])  # that one is no point of the curve
     assert [e["step"] for e in run.history["evaluations"]] == [2, 4, 6][: at + 1]
     json.dumps(run.history["evaluations"], allow_nan=False)
-
-
-def test_batchnorm_network_and_images_in_colour_layout():
-    run = train(TASKS["image"], spec_of("RTH", model="resnet8_w8", steps=190, evaluate_every=0))
-    assert run.status == "ok"
-    assert run.history["loss"][-1] < run.history["loss"][0]
 
 
 SCRIPT = """
@@ -212,11 +191,8 @@ torch.save([p.detach() for p in run.model.parameters()], Path(sys.argv[2]) / "en
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("model", ["mlp6", "resnet8_w8"])
-def test_a_killed_run_resumes_bit_for_bit(model, tmp_path):
-    import json
-
-    spec = spec_of("CR", model=model, steps=40, n_cycles=2, crop=1, evaluate_every=15)
+def test_a_killed_run_resumes_bit_for_bit(tmp_path):
+    spec = spec_of("CR", model="resnet8_w8", steps=40, n_cycles=2, crop=1, evaluate_every=15)
     straight = train(task_of(spec), spec)
     command = [sys.executable, "-c", textwrap.dedent(SCRIPT), json.dumps(spec.to_dict()), str(tmp_path)]
     assert subprocess.run(command).returncode == -signal.SIGKILL
@@ -285,7 +261,7 @@ def longer(content, at, length):
 @pytest.mark.parametrize("damage", [zeros, noise, one_bit, cut_off, cut_out, longer])
 @given(st.floats(0, 1, exclude_max=True), st.integers(1, 600), st.booleans())
 @example(0.0, 64, True)
-@settings(max_examples=6)
+@settings(max_examples=3)
 def test_a_damaged_checkpoint_changes_no_number(damage, stopped, share, length, both):
     spec, straight, files = stopped
     assume(damage(files[0], int(share * len(files[0])), length) != files[0])
@@ -414,18 +390,3 @@ def test_cuda_learns_as_the_cpu_does(run):
     assert train(TASKS["image"], spec_of(), device="cuda").metric("accuracy") == pytest.approx(
         run.metric("accuracy"), abs=0.1
     )
-
-
-def test_nothing_is_left_but_two_checkpoints(tmp_path):
-    spec = spec_of(steps=10, n_cycles=1)
-    train(task_of(spec), spec, checkpoint=tmp_path / "run.pt", checkpoint_seconds=0.0)
-    assert sorted(os.listdir(tmp_path)) == ["run.previous.pt", "run.pt"]
-
-
-def test_a_loss_that_is_not_finite_changes_no_weight(monkeypatch):
-    session = Session(TASKS["image"], spec_of())
-    before = {name: value.clone() for name, value in session.model.named_parameters()}
-    loss = TASKS["image"].loss
-    monkeypatch.setattr(TASKS["image"], "loss", lambda *a: (loss(*a)[0] * float("nan"), None))
-    assert math.isnan(session.step(next(iter(session.task.batches(0))), 0.1))
-    assert all(torch.equal(before[name], value) for name, value in session.model.named_parameters())
