@@ -141,7 +141,7 @@ def check_parameters(task: str = "image", /, **given: Any) -> Parameters:
     a fresh temporary file, so that they really run; other scales keep theirs under ``runs/``, so that they resume.
 
     Args:
-        task: of the runs of this notebook, a key of ``TASKS``.
+        task: of the runs of this notebook, a key of ``EXPERIMENTS``.
         given: the parameters.
 
     Raises:

@@ -52,7 +52,7 @@ class Tape(TorchDispatchMode):
 
 
 class TapeRecorder:
-    """A ``Recorder`` of ``training.capture`` for the CPU."""
+    """The ``CudaRecorder`` of ``training.capture`` for the CPU."""
 
     def __init__(self):
         self.tapes = []

@@ -24,7 +24,7 @@ from cpt_lab.paths import results_dir
 from cpt_lab.sweeps import calibration, outlook, stores
 from cpt_lab.sweeps.calibration import Calibration, kept, measure, runs_per_gpu
 from cpt_lab.sweeps.options import SweepOptions
-from cpt_lab.tasks import TASKS
+from cpt_lab.tasks.image import ImageTask
 from cpt_lessons.parameters import parse
 
 DIGITS = results_dir() / "image_digits.jsonl"
@@ -247,7 +247,7 @@ def test_a_measurement_takes_the_steps_of_training(monkeypatch):
     (spec,) = designs.quality_cost("smoke", schedules=["CR"], static=[], seeds=[0], steps=20, clip=0.001, lr=0.5)
     seen = []
 
-    class Watched(TASKS["image"]):
+    class Watched(ImageTask):
         def optimizer(self, model):
             optimizer, _ = super().optimizer(model)
 

@@ -14,7 +14,6 @@ Biases, hidden states of an LSTM and inputs that need no gradient (those of the 
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -27,44 +26,33 @@ from cpt_core.kernels.operators import range_of
 from cpt_core.quantization.layers import QuantizedLayer
 
 
-class GradientRecorder:
-    """Records the estimate of every quantised layer while a model trains; use ``with recorder.on():`` for a step.
-
-    Attributes:
-        found: layer -> the sum over the recorded steps.
-    """
-
-    def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-        self.layers: dict[str, Any] = {n: m for n, m in model.named_modules() if isinstance(m, QuantizedLayer)}
-        self.optimizer = optimizer
-        self.found: dict[str, float] = defaultdict(float)
-        self._handles: list[Any] = []
-
-    @contextmanager
-    def on(self) -> Iterator[None]:
-        """Record the steps inside a ``with`` block."""
-        handles = self._handles
-        for name, layer in self.layers.items():
-            handles.append(layer.register_forward_pre_hook(partial(self._inputs, name), with_kwargs=True))
-            for parameter, weight in layer.named_parameters(recurse=False):
-                if parameter.startswith("weight") and weight.requires_grad:
-                    handles.append(weight.register_hook(partial(self._add, name, "weight", weight)))
-        try:
-            yield
-        finally:
-            while handles:
-                handles.pop().remove()
-
-    def _inputs(self, name: str, layer: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
-        for x in (*args, *kwargs.values()):
-            if isinstance(x, Tensor) and x.is_floating_point() and x.requires_grad:
-                self._handles.append(x.register_hook(partial(self._add, name, "input", x.detach())))
+@contextmanager
+def gradients_recorded(model: nn.Module, optimizer: torch.optim.Optimizer, found: dict[str, float]) -> Iterator[None]:
+    """Add the estimate of every quantised layer to ``found`` for the steps inside a ``with`` block."""
+    layers: dict[str, Any] = {n: m for n, m in model.named_modules() if isinstance(m, QuantizedLayer)}
+    handles: list[Any] = []
 
     @torch.no_grad()
-    def _add(self, name: str, role: str, x: Tensor, gradient: Tensor) -> None:
-        quantizer = self.layers[name].precision.quantizers.get(role)
+    def add(name: str, role: str, x: Tensor, gradient: Tensor) -> None:
+        quantizer = layers[name].precision.quantizers.get(role)
         if quantizer is None or x.numel() == 0:
             return
         width = range_of(x.detach(), quantizer.grid)[1]
-        rate = float(self.optimizer.param_groups[0]["lr"])
-        self.found[name] += rate * float((gradient.float() * width).square().sum()) / 12
+        rate = float(optimizer.param_groups[0]["lr"])
+        found[name] += rate * float((gradient.float() * width).square().sum()) / 12
+
+    def inputs(name: str, layer: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
+        for x in (*args, *kwargs.values()):
+            if isinstance(x, Tensor) and x.is_floating_point() and x.requires_grad:
+                handles.append(x.register_hook(partial(add, name, "input", x.detach())))
+
+    for name, layer in layers.items():
+        handles.append(layer.register_forward_pre_hook(partial(inputs, name), with_kwargs=True))
+        for parameter, weight in layer.named_parameters(recurse=False):
+            if parameter.startswith("weight") and weight.requires_grad:
+                handles.append(weight.register_hook(partial(add, name, "weight", weight)))
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()

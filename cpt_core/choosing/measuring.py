@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Generator, Iterable, Sequence
 from contextlib import closing, nullcontext
 from fnmatch import fnmatchcase
@@ -33,7 +33,7 @@ from torch import nn
 
 from cpt_core.bitops.trace import Call, Calls
 from cpt_core.checks import check_bits, declared, number, whole
-from cpt_core.choosing.estimate import GradientRecorder
+from cpt_core.choosing.estimate import gradients_recorded
 from cpt_core.choosing.sensitivities import Sensitivity
 from cpt_core.choosing.trials import Bits, Judge, TrainStep, Trial, of_model
 from cpt_core.quantization.convert import QuantConfig, layer_precisions
@@ -228,16 +228,15 @@ def _estimate(
     trial: Trial, first: int, base: int, q_max: int, spans: Sequence[tuple[int, int]], groups: Sequence[Sequence[str]]
 ) -> list[tuple[float, ...]]:
     """Train once at ``base`` bits and return the mean estimate of every window and group."""
-    recorder = GradientRecorder(trial.model, trial.optimizer)
     trial.put_back()
     found = []
     for start, stop in spans:
-        recorder.found.clear()
+        of_layers: dict[str, float] = defaultdict(float)
         every = max(1, (stop - start) // RECORDED)
         for step in range(start, stop):
-            recorded = (step - start) % every == 0
-            with precision(trial.model, bits=base, q_grad=q_max), recorder.on() if recorded else nullcontext():
+            recorded = gradients_recorded(trial.model, trial.optimizer, of_layers)
+            with precision(trial.model, bits=base, q_grad=q_max), nullcontext() if (step - start) % every else recorded:
                 trial.train_step(first + step)
         steps = -(-(stop - start) // every)
-        found.append(tuple(sum(recorder.found[n] for n in g) / steps for g in groups))
+        found.append(tuple(sum(of_layers[n] for n in g) / steps for g in groups))
     return found

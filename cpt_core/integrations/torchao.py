@@ -225,24 +225,13 @@ def _qat(read: _Reading) -> Meaning:
     return Meaning(inputs.activation, weights.weight, granularities=granularities)
 
 
-def _integers(read: _Reading) -> Meaning:
-    """Say what differs: whole numbers of torchao's are never ours."""
-    config = read.config
-    found = [getattr(config, f"{of}mapping_type", None) for of in ("", "act_", "weight_")]
-    mappings = [value.name for value in found if value is not None] or ["SYMMETRIC"]
-    spans = [getattr(config, name, None) for name in ("granularity", "weight_granularity")]
-    groups = [GROUPS for span in spans if hasattr(span, "group_size")]
-    _refuse(config, *(INTEGERS[name] for name in mappings), *groups)
-
-
 GROUPS = "groups of a row share a scale: here a row does, or a tensor"
 ANEW = "every product rounds its operands anew, along its own sum; here an operand is rounded once"
-INTEGERS = {
-    "ASYMMETRIC": "zero points are whole numbers, so that 0 is on the grid: an affine grid here begins at the minimum",
-    "SYMMETRIC": "the step is amax / (2**(q - 1) - 1/2), and the largest number is clipped: symmetric grids here have "
-    "amax / (2**(q - 1) - 1)",
-    "SYMMETRIC_NO_CLIPPING_ERR": "the step serves the lowest code, too: symmetric grids here leave -2**(q - 1) out",
-}
+INTEGERS = (
+    "its grids of integers are others: zero points of asymmetric ones are whole numbers, where an affine grid here "
+    "begins at the minimum; symmetric ones have the step amax / (2**(q - 1) - 1/2), here amax / (2**(q - 1) - 1), or "
+    "use the code -2**(q - 1), too"
+)
 REFUSED: Mapping[str, str] = {
     "Int8MixedPrecisionTrainingConfig": ANEW,
     "MXFP8TrainingOpConfig": ANEW,
@@ -252,6 +241,11 @@ REFUSED: Mapping[str, str] = {
     "Float8DynamicActivationInt4WeightConfig": GROUPS,
     "Int8StaticActivationInt8WeightConfig": "the scale of activations is given: here it follows them",
     "FqnToConfig": "it has a configuration per layer: convert each by itself",
+    "IntxFakeQuantizeConfig": INTEGERS,
+    "IntxWeightOnlyConfig": INTEGERS,
+    "Int8WeightOnlyConfig": INTEGERS,
+    "Int8DynamicActivationInt8WeightConfig": INTEGERS,
+    "Int8DynamicActivationIntxWeightConfig": INTEGERS,
 }
 READERS: Mapping[str, Callable[[_Reading], Meaning]] = {
     "Float8LinearConfig": _float8_training,
@@ -264,9 +258,4 @@ READERS: Mapping[str, Callable[[_Reading], Meaning]] = {
     "NVFP4DynamicActivationNVFP4WeightConfig": _nvfp4,
     "NVFP4WeightOnlyConfig": _nvfp4,
     "QATConfig": _qat,
-    "IntxFakeQuantizeConfig": _integers,
-    "IntxWeightOnlyConfig": _integers,
-    "Int8WeightOnlyConfig": _integers,
-    "Int8DynamicActivationInt8WeightConfig": _integers,
-    "Int8DynamicActivationIntxWeightConfig": _integers,
 }

@@ -45,7 +45,7 @@ def quality_cost(
         scale: "smoke", "demo" or "paper".
         dataset: see ``recipes.recipe``.
         model: None takes the recipe's.
-        task: a key of ``TASKS``; needed for data of your own unless it is images.
+        task: a key of ``EXPERIMENTS``; needed for data of your own unless it is images.
         schedules: names of the suite.
         static: bits of the static baselines; None takes q_max alone at paper scale, as the paper does, 2..q_max at
             demo scale, an equal-cost baseline that the paper lacks, and 2 and q_max at smoke scale.

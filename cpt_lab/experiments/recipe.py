@@ -26,7 +26,7 @@ class Recipe:
     """All that defines a training run besides the schedule and the seed; what every task has.
 
     Attributes:
-        task: a key of ``TASKS``.
+        task: a key of ``EXPERIMENTS``.
         dataset: a named data set, or files of the user's own.
         model: the name of a model.
         quantized: which layers are quantised, a key of ``quantization.convert.PRESETS``.

@@ -32,6 +32,16 @@ def sums(parts: Iterable[tuple[Tensor, ...]]) -> list[float]:
     return cast(Tensor, total).tolist()
 
 
+@torch.no_grad()
+def accuracy_and_loss(batches: Iterable[tuple[Tensor, Tensor]], count: int) -> Metrics:
+    """Return accuracy (0..1) and mean cross entropy of ``count`` answers: logits (B, classes) and labels (B,)."""
+    right, loss = sums(
+        ((logits.argmax(1) == labels).sum(), nn.functional.cross_entropy(logits, labels, reduction="sum"))
+        for logits, labels in batches
+    )
+    return {"accuracy": right / count, "loss": loss / count}
+
+
 class Task(Protocol):
     """A data set with a model, a loss and a metric. Making one loads the data.
 

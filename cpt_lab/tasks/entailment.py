@@ -20,7 +20,7 @@ from cpt_lab.data.files import DataNotFoundError, own_path
 from cpt_lab.experiments.entailment import EXPERIMENT, EntailmentRecipe
 from cpt_lab.experiments.spec import RunSpec
 from cpt_lab.paths import command
-from cpt_lab.tasks.base import Metrics, on_gpu, sums
+from cpt_lab.tasks.base import Metrics, accuracy_and_loss, on_gpu
 from cpt_lab.tasks.learning_rates import LearningRate, linear
 
 log = logging.getLogger(__name__)
@@ -119,17 +119,10 @@ class EntailmentTask:
         further = {f"accuracy_{language}": self._measure(model, part)["accuracy"] for language, part in others}
         return {"valid": self._measure(model, self.data.valid), "test": {**self._measure(model, first), **further}}
 
-    @torch.no_grad()
     def _measure(self, model: nn.Module, part: _Encoded) -> Metrics:
-        def measured() -> Iterator[tuple[Tensor, Tensor]]:
-            for rows in torch.arange(len(part)).split(EVALUATION_BATCH):
-                batch = self._batch(part, rows)
-                logits = model(*self.inputs(batch)).logits
-                loss = nn.functional.cross_entropy(logits, batch[-1], reduction="sum")
-                yield (logits.argmax(1) == batch[-1]).sum(), loss
-
-        right, loss = sums(measured())
-        return {"accuracy": right / len(part), "loss": loss / len(part)}
+        batches = (self._batch(part, rows) for rows in torch.arange(len(part)).split(EVALUATION_BATCH))
+        answers = ((model(*self.inputs(batch)).logits, batch[-1]) for batch in batches)
+        return accuracy_and_loss(answers, len(part))
 
     def optimizer(self, model: nn.Module) -> tuple[torch.optim.Optimizer, LearningRate]:
         """Return AdamW and the learning rate: a line from ``lr`` to ``final_lr`` times that."""

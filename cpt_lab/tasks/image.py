@@ -13,11 +13,11 @@ from cpt_core.models import MODELS
 from cpt_lab.data.common import load_once
 from cpt_lab.data.image_batches import ArrayBatches, FileBatches, bytes_read, evaluation_batches
 from cpt_lab.data.image_readers import ArrayImages
-from cpt_lab.data.images import Batch, Split, load_images, random_images
+from cpt_lab.data.images import Batch, load_images, random_images
 from cpt_lab.data.loading import readers
 from cpt_lab.experiments.image import EXPERIMENT, ImageRecipe
 from cpt_lab.experiments.spec import RunSpec
-from cpt_lab.tasks.base import Metrics, on_gpu, sums
+from cpt_lab.tasks.base import Metrics, accuracy_and_loss, on_gpu
 from cpt_lab.tasks.learning_rates import LearningRate, milestones
 
 
@@ -65,20 +65,12 @@ class ImageTask:
 
     def evaluate(self, model: nn.Module) -> dict[str, Metrics]:
         """Return accuracy (share of images, 0..1) and mean cross entropy of every split that is not empty."""
-        splits = {"valid": self.data.valid, "test": self.data.test}
-        return {name: self._measure(model, part) for name, part in splits.items() if len(part)}  # type: ignore[arg-type]
-
-    @torch.no_grad()
-    def _measure(self, model: nn.Module, part: Split) -> Metrics:
-        def measured() -> Iterator[tuple[Tensor, Tensor]]:
-            for images, labels in evaluation_batches(part, self.data, self.recipe.size, self.device, self.workers):
-                logits = model(images)
-                loss = nn.functional.cross_entropy(logits, labels, reduction="sum")
-                yield (logits.argmax(1) == labels).sum(), loss
-
-        count = len(part)  # type: ignore[arg-type]
-        right, loss = sums(measured())
-        return {"accuracy": right / count, "loss": loss / count}
+        measured = {}
+        for name, part in (("valid", self.data.valid), ("test", self.data.test)):
+            if count := len(part):  # type: ignore[arg-type]
+                batches = evaluation_batches(part, self.data, self.recipe.size, self.device, self.workers)
+                measured[name] = accuracy_and_loss(((model(images), labels) for images, labels in batches), count)
+        return measured
 
     def optimizer(self, model: nn.Module) -> tuple[torch.optim.Optimizer, LearningRate]:
         """Return SGD and the learning rate: times 0.1 at every milestone."""

@@ -15,7 +15,7 @@ import logging
 import os
 from collections.abc import Callable, Hashable, Iterable
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -29,24 +29,17 @@ log = logging.getLogger(__name__)
 Work = Callable[[Any, Any], tuple[Tensor, Any]]  # (batch, carry) -> (loss, carry), without a word to the host
 
 
-class Recorder(Protocol):
-    """What records work on a device; the only part that knows CUDA."""
-
-    def warm_up(self, work: Callable[[], Any]) -> Any:
-        """Do the work as the recorded one will be done, and return its result."""
-
-    def record(self, work: Callable[[], Any]) -> tuple[Callable[[], Any], Any]:
-        """Record the work without doing it; return what replays it, and the result that every replay overwrites."""
-
-
 class CudaRecorder:
-    """CUDA graphs.  Source: https://docs.pytorch.org/docs/stable/notes/cuda.html#cuda-graphs."""
+    """CUDA graphs, the only part that knows CUDA.
+
+    Source: https://docs.pytorch.org/docs/stable/notes/cuda.html#cuda-graphs.
+    """
 
     def __init__(self, device: torch.device) -> None:
         self.stream = torch.cuda.Stream(device)
 
     def warm_up(self, work: Callable[[], Any]) -> Any:
-        """Do the work on a stream beside the usual one, which waits for it."""
+        """Do the work as the recorded one is done, on a stream beside the usual one, which waits for it."""
         usual = torch.cuda.current_stream()
         self.stream.wait_stream(usual)
         with torch.cuda.stream(self.stream):
@@ -55,7 +48,10 @@ class CudaRecorder:
         return result
 
     def record(self, work: Callable[[], Any]) -> tuple[Callable[[], Any], Any]:
-        """Capture the work; threads that load data may use CUDA meanwhile."""
+        """Capture the work without doing it; return what replays it, and the result that every replay overwrites.
+
+        Threads that load data may use CUDA meanwhile.
+        """
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, capture_error_mode="thread_local"):
             result = work()
@@ -71,11 +67,6 @@ def why_not(device: torch.device, fixed_shape: bool) -> str:
     if os.environ.get(VARIABLE, "1") == "0":
         return f"{VARIABLE}=0"
     return "" if fixed_shape else "shapes differ from step to step"
-
-
-def recorder_of(device: torch.device) -> Recorder:
-    """Return what records on a device."""
-    return CudaRecorder(device)
 
 
 def make_capturable(optimizer: torch.optim.Optimizer, lr: Tensor) -> None:
@@ -101,7 +92,7 @@ class Capture:
     """
 
     def __init__(
-        self, work: Work, recorder: Recorder, state: Callable[[], Hashable], written: Iterable[Tensor] = ()
+        self, work: Work, recorder: CudaRecorder, state: Callable[[], Hashable], written: Iterable[Tensor] = ()
     ) -> None:
         self.work, self.recorder, self.state, self.written = work, recorder, state, list(written)
         self.replayed, self.why_not = 0, ""

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch.utils._pytree import tree_map_only
 
 from cpt_core.checks import write_atomically
 from cpt_lab.training.session import Session
@@ -108,7 +109,7 @@ def load_checkpoint(path: Path, session: Session) -> State:
         raise ValueError(f"{path} cannot be read; remove it to start the run again") from error
     if content["key"] != session.spec.key:
         raise ValueError(f"{path} belongs to run {content['key']}, not to {session.spec.key}")
-    session.carry = _on(session.device, content["state"].pop("carry"))
+    session.carry = tree_map_only(torch.Tensor, lambda x: x.to(session.device), content["state"].pop("carry"))
     for saved, own in zip(content["optimizer"]["param_groups"], session.optimizer.param_groups, strict=False):
         saved["fused"] = own.get("fused")  # of this device, which may be another one
     session.model.load_state_dict(content["model"])
@@ -118,13 +119,6 @@ def load_checkpoint(path: Path, session: Session) -> State:
     if content["random_cuda"] is not None and torch.cuda.is_available():
         torch.cuda.set_rng_state(content["random_cuda"])
     return State(**content["state"])
-
-
-def _on(device: torch.device, carry: Any) -> Any:
-    """Return tensors, or tuples of tensors, on a device."""
-    if isinstance(carry, torch.Tensor):
-        return carry.to(device)
-    return tuple(_on(device, part) for part in carry) if isinstance(carry, tuple) else carry
 
 
 def _verify(path: Path) -> None:

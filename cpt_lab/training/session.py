@@ -8,18 +8,19 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from cpt_core.checks import choose
+from cpt_core.checks import choose, library
 from cpt_core.formats.ladder import LADDERS
 from cpt_core.quantization.convert import PRESETS, QuantConfig, layer_precisions, quantize_
 from cpt_core.quantization.scheduler import PrecisionScheduler
 from cpt_lab.experiments.graph import GraphRecipe
 from cpt_lab.experiments.recipe import Recipe
+from cpt_lab.experiments.recipes import EXPERIMENTS
 from cpt_lab.experiments.spec import RunSpec
 from cpt_lab.training.arithmetic import arithmetic, check_arithmetic, lay_out
-from cpt_lab.training.capture import Capture, make_capturable, recorder_of, why_not
+from cpt_lab.training.capture import Capture, CudaRecorder, make_capturable, why_not
 
 if TYPE_CHECKING:  # the range test of one's own model takes no task, so it does without what the tasks import
-    from cpt_lab.tasks import Task
+    from cpt_lab.tasks.base import Task
 
 
 def quant_config(recipe: Recipe, seed: int) -> QuantConfig:
@@ -34,17 +35,16 @@ def quant_config(recipe: Recipe, seed: int) -> QuantConfig:
 
 
 def task_of(spec: RunSpec) -> type[Task]:
-    """Return the task class of a spec; ValueError names the tasks there are."""
-    from cpt_lab.tasks import TASKS
-
-    return TASKS[choose("task", spec.recipe.task, tuple(TASKS))]
+    """Import the task class of a spec; ValueError names the tasks there are, ImportError the extra that one needs."""
+    experiment = EXPERIMENTS[choose("task", spec.recipe.task, EXPERIMENTS)]
+    return library(experiment.task, experiment.extra)
 
 
 class Session:
     """A spec with everything that trains it. Initial weights depend on its seed alone.
 
     Args:
-        task_class: a value of ``TASKS``.
+        task_class: as ``task_of`` returns it.
         spec: what to train.
         device: "cpu" or "cuda".
         stand_in: random data of the same shapes instead of the task's own.
@@ -79,7 +79,7 @@ class Session:
         self._layers = list(layer_precisions(self.model).values())
         self.capture: Capture | None = None
         if not (reason := why_not(self.device, self.task.fixed_shape)):
-            self.capture = Capture(self._advance, recorder_of(self.device), self._kind, self.model.parameters())
+            self.capture = Capture(self._advance, CudaRecorder(self.device), self._kind, self.model.parameters())
             self.lr = torch.zeros((), device=self.device)
             make_capturable(self.optimizer, self.lr)
             self.optimizer.register_load_state_dict_post_hook(self._follow)

@@ -29,7 +29,7 @@ from cpt_lab.training.evaluation import assess, bitops_of, metrics_of
 from cpt_lab.training.session import Session
 
 if TYPE_CHECKING:
-    from cpt_lab.tasks import Task
+    from cpt_lab.tasks.base import Task
 
 OnStep = Callable[[int, nn.Module, float], None]
 READ_EVERY = 50  # optimizer steps whose losses a GPU keeps until they are read together: reading waits for it
@@ -99,7 +99,7 @@ def train(
     Initial weights, data order and augmentation depend on the seed alone, so the arms of one seed are paired.
 
     Args:
-        task_class: a value of ``TASKS``.
+        task_class: as ``task_of`` returns it.
         spec: what to run.
         device: "cpu" or "cuda".
         checkpoint: a file; a run that finds it goes on from it, on the CPU bit for bit; one that is damaged is set

@@ -174,12 +174,6 @@ def test_an_infinite_response_counts_as_diverged():
     assert infinite.weights("time").tolist() == finite.weights("time").tolist()
 
 
-@pytest.mark.parametrize("floor", [-0.1, 1.5, float("nan"), float("inf"), "low", True])
-def test_a_floor_is_a_share(floor):
-    with pytest.raises(ValueError, match="floor must lie between 0 and 1, got"):
-        allocate(measured(), 0.5, 2, 8, floor=floor)
-
-
 @pytest.mark.parametrize("ask", ["response", "estimates", "even", "weights", "agreement"])
 def test_responses_are_over_time_or_over_layers(ask):
     with pytest.raises(ValueError, match=r"unknown over 'both'; choose from time, layers$"):
@@ -229,15 +223,8 @@ def test_agreement_with_the_estimate():
         (dict(budget=0.05), "budgets lie between 0.1875 and 1"),
         (dict(budget=1.2), "budgets lie between"),
         (dict(budget=0.9, q_min=8, q_max=8), "budget 0.9 cannot be met: q_min and q_max are both 8, and static"),
-        (dict(budget=float("nan")), "budget must be a number"),
-        (dict(budget="half"), "budget must be a number"),
         (dict(over="space"), "unknown over 'space'; choose from time, layers, both"),
         (dict(q_min=9), "1 <= q_min <= q_max"),
-        (dict(q_min=2.5), "q_min must be an integer, got 2.5"),
-        (dict(q_min="2"), "q_min must be an integer, got '2'"),
-        (dict(q_max=True), "q_max must be an integer, got True"),
-        (dict(q_grad=0), "q_grad must be a whole number of at least 1, got 0"),
-        (dict(q_grad=-3), "q_grad must be a whole number of at least 1, got -3"),
         (dict(q_grad=64), "q_grad must be at most 32, got 64"),
         (dict(total_steps=4), "4 steps are too few for 8 windows"),
         (dict(total_steps=9, budget=0.451), "9 steps are too few to cost 0.451 to 0.1 %"),
@@ -247,20 +234,6 @@ def test_bad_values_are_refused(change, said):
     values = dict(budget=0.5, q_min=2, q_max=8, over="time")
     with pytest.raises(ValueError, match=said.replace("(", r"\(")):
         allocate(measured(), **{**values, **change})
-
-
-@pytest.mark.parametrize(
-    ("change", "said"),
-    [
-        (dict(q_min=9), "1 <= q_min <= q_max"),
-        (dict(total_steps=0), "total_steps must be a whole number of at least 1, got 0"),
-        (dict(total_steps=2.5), "total_steps must be a whole number"),
-        (dict(q_grad=0), "q_grad must be a whole number of at least 1, got 0"),
-    ],
-)
-def test_static_precision_of_no_sense_is_refused(change, said):
-    with pytest.raises(ValueError, match=said):
-        static_of_cost(**{**dict(budget=0.5, q_max=8, total_steps=10), **change})
 
 
 @pytest.mark.parametrize("over", ["time", "layers", "both"])
@@ -285,8 +258,12 @@ def test_a_budget_in_another_cost_is_met_in_it(over, spent, q_min, q_max):
 def test_a_level_that_costs_no_more_than_a_lower_one_is_refused():
     with pytest.raises(ValueError, match="more bits must cost more"):
         allocate(measured(), 0.9, 3, 5, cost={3: 2.0, 4: 1.0, 5: 3.0}.__getitem__)
-    with pytest.raises(ValueError, match="unknown cost 'joules'"):
-        static_of_cost(0.5, 8, 10, cost="joules")
+    for change, said in (
+        (dict(cost="joules"), "unknown cost 'joules'"), (dict(q_min=9), "1 <= q_min <= q_max"),
+        (dict(total_steps=0), "total_steps must be a whole number of at least 1, got 0"),
+    ):  # fmt: skip
+        with pytest.raises(ValueError, match=said):
+            static_of_cost(**{**dict(budget=0.5, q_max=8, total_steps=10), **change})
 
 
 def test_a_long_schedule_is_driven_without_reading_it_all_at_every_step():

@@ -222,14 +222,14 @@ def test_a_recipe_against_losses_computed_here():
     r = recipe("smoke", "digits")
     found = recipe_range_test(r, bits=(3,), dwell=12, seeds=(4,))
     from cpt_lab.experiments.spec import run_spec
-    from cpt_lab.tasks import TASKS
+    from cpt_lab.tasks.image import ImageTask
     from cpt_lab.training.session import quant_config
 
     losses = {}
     for q in (3, 8):
         spec = run_spec(r, f"static {q}", q_max=8, seed=4)
         torch.manual_seed(4)
-        task = TASKS["image"](spec, torch.device("cpu"))
+        task = ImageTask(spec, torch.device("cpu"))
         model = convert.quantize_(task.model(), quant_config(r, 4))
         optimizer, _ = task.optimizer(model)
         PrecisionScheduler(model, make_schedule("STATIC", q_max=q, total_steps=12), q_grad=8)
@@ -285,15 +285,11 @@ def test_the_figure_shows_every_seed_and_the_threshold():
     ("changes", "message"),
     [
         ({"mode": "restart"}, "unknown mode 'restart'; choose from reset, continuing"),
-        ({"threshold": 0}, "threshold must lie between 0 and 1, got 0"),
-        ({"threshold": math.nan}, "threshold must lie between 0 and 1, got nan"),
+        ({"threshold": 1}, "threshold must lie between 0 and 1, got 1"),
         ({"dwell": 3}, "dwell must be a whole number of at least 4 .* got 3"),
-        ({"dwell": 10.0}, "dwell must be a whole number"),
-        ({"q_max": 0}, "q_max must be an integer from 1 to 32, got 0"),
         ({"bits": ()}, r"bits must name precisions below q_max = 8, got \(\)"),
         ({"bits": (8,)}, "bits must name precisions below q_max = 8"),
         ({"bits": (4, 9)}, "bits must name precisions below q_max = 8"),
-        ({"bits": (2.5,)}, "bits must be an integer from 1 to 32, got 2.5"),
         ({"q_max": 2, "bits": None}, "bits must name precisions below q_max = 2"),
         ({"seeds": ()}, "seeds must name at least one"),
         ({"seeds": (-1,)}, "each of seeds must be a whole number of at least 0"),

@@ -34,10 +34,6 @@ class ScaleCalculationMode(Enum):
     FLOOR, RCEIL = "floor", "rceil"
 
 
-class MappingType(Enum):
-    SYMMETRIC, ASYMMETRIC = 1, 2
-
-
 @dataclass(frozen=True)
 class PerTensor:
     pass
@@ -95,13 +91,7 @@ NVFP4WeightOnly = config("NVFP4WeightOnlyConfig", use_dynamic_per_tensor_scale=T
 NVFP4Fake = config("NVFP4FakeQuantizeConfig", use_per_tensor_scale=True, use_triton_kernel=False)
 NVFP4Dynamic = config("NVFP4DynamicActivationNVFP4WeightConfig", use_dynamic_per_tensor_scale=True, step=None)
 QATConfig = config("QATConfig", base_config=None, activation_config=None, weight_config=None, step="prepare")
-Intx = config("IntxFakeQuantizeConfig", dtype=torch.int8, granularity=PerRow(), mapping_type=MappingType.SYMMETRIC)
-Int8Intx = config(
-    "Int8DynamicActivationIntxWeightConfig",
-    weight_granularity=PerGroup(32),
-    weight_mapping_type=MappingType.SYMMETRIC,
-    act_mapping_type=MappingType.ASYMMETRIC,
-)
+Intx = config("IntxFakeQuantizeConfig", dtype=torch.int8, granularity=PerRow())
 AXISWISE = CastConfig(scaling_granularity=ScalingGranularity.AXISWISE)
 DISABLED = CastConfig(scaling_type=ScalingType.DISABLED)
 FLOOR = {"scaling_mode": ScaleCalculationMode.FLOOR}
@@ -148,9 +138,7 @@ OTHER = [
     (QATConfig(Float8Dynamic(), step="convert"), "step 'convert' makes a model for inference"),
     (QATConfig(), "neither how activations nor how weights"),
     (QATConfig(MXFake()), "MXFakeQuantizeConfig means something else"),
-    (Intx(), r"the step is amax / \(2\*\*\(q - 1\) - 1/2\)"),
-    (Intx(mapping_type=MappingType.ASYMMETRIC), "zero points are whole numbers"),
-    (Int8Intx(), "zero points are whole numbers.*the step is amax.*groups of a row share a scale"),
+    (Intx(), r"zero points of asymmetric ones are whole numbers.*the step amax / \(2\*\*\(q - 1\) - 1/2\)"),
     (config("Int8MixedPrecisionTrainingConfig", output=True)(), "every product rounds its operands anew"),
     (config("SomethingNew")(), "unknown configuration of torchao 'SomethingNew'"),
     (3, "takes a configuration of torchao, got 3"),

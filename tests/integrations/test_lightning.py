@@ -5,7 +5,6 @@ import torch
 from torch import nn
 
 import cpt_core as cpt
-from cpt_core.schedules.schedule import FunctionSchedule
 
 pl = pytest.importorskip("lightning.pytorch")
 
@@ -142,27 +141,14 @@ def test_evaluations_have_bits_of_their_own(tmp_path):
     trainer.fit(module, TRAIN, TEST)
     trainer.test(module, TEST, verbose=False)
     trainer.predict(module, TEST)
+    callback.eval_bits = "float"
+    (metrics,) = trainer.test(module, TEST, verbose=False)
+    assert metrics["eval_bits"] == 32
     assert module.bits("train") == per_batch(schedule.bits())
     assert module.bits("val") == [{5}] * (1 + 1 + 2 * EPOCHS)  # before, the sanity check, twice an epoch
-    assert module.bits("test") == module.bits("predict") == [{5}]
+    assert (module.bits("predict"), module.bits("test")) == ([{5}], [{5}, {None}])
     assert callback.precision.get_last_bits() == [8]
     assert {m.precision.bits for m in (module.net[0], module.net[2])} == {8}  # those of training again
-
-
-@pytest.mark.parametrize(
-    ("eval_bits", "bits", "logged"), [("q_max", 7, 7), ("current", 4, 4), ("float", None, 32), (2, 2, 2)]
-)
-def test_precisions_of_evaluation(tmp_path, eval_bits, bits, logged):
-    schedule = FunctionSchedule(lambda u: 7 - 3 * u, total_steps=STEPS)  # ends at 4
-    module, callback = module_of(), PrecisionCallback(schedule, eval_bits=eval_bits)
-    trainer = trainer_of(tmp_path, callback)
-    trainer.fit(module, TRAIN, TEST)
-    (metrics,) = trainer.test(module, TEST, verbose=False)
-    assert metrics["eval_bits"] == logged
-    callback.eval_bits = 6
-    (metrics,) = trainer.test(module, TEST, verbose=False)
-    assert metrics["eval_bits"] == 6
-    assert module.bits("test") == [{bits}, {6}]
 
 
 def test_other_precisions_of_evaluation_are_refused():
@@ -263,14 +249,6 @@ def test_loggers_get_bits_and_cost(tmp_path):
     assert log.of("eval_bits") == [8] * EPOCHS
 
 
-def test_schedules_per_layer_have_entries_of_their_own(tmp_path):
-    first, rest, log = schedule_of("ER", q_max=6), schedule_of(), Log()
-    trainer_of(tmp_path, PrecisionCallback({"net.0": first, "*": rest}), logger=log).fit(module_of(), TRAIN, TEST)
-    assert log.of("bits/net.0") == first.bits().tolist()
-    assert log.of("bits/*") == rest.bits().tolist()
-    assert (log.of("eval_bits/net.0")[0], log.of("eval_bits/*")[0]) == (6, 8)
-
-
 def test_a_second_training_starts_anew(tmp_path):
     module, callback = module_of(), PrecisionCallback(schedule_of(), eval_bits=5)
     for _ in range(2):
@@ -278,15 +256,3 @@ def test_a_second_training_starts_anew(tmp_path):
         trainer.fit(module, TRAIN, TEST)
         trainer.test(module, TEST, verbose=False)
     assert module.bits("train") == 2 * per_batch(schedule_of().bits())
-
-
-def test_a_context_inside_the_training_leaves_no_trace(tmp_path):
-    class Peek(Callback):
-        def on_train_batch_end(self, trainer, module, *_):
-            with cpt.precision(module, 2), torch.no_grad():
-                module._loss("peek", next(iter(TEST)))
-
-    module = module_of()
-    trainer_of(tmp_path, PrecisionCallback(schedule_of()), Peek()).fit(module, TRAIN, TEST)
-    assert {tuple(bits) for bits in module.bits("peek")} == {(2,)}
-    assert module.bits("train") == per_batch(schedule_of().bits())

@@ -1,11 +1,13 @@
-"""What both callbacks log, whatever the levels mean."""
+"""What both callbacks are made of: bits of training and of evaluation, and what is logged of them."""
 
 import pytest
 from torch import nn
 
 import cpt_core as cpt
 from cpt_core.formats.ladder import LADDERS
-from cpt_core.integrations._common import TrainerPrecision
+from cpt_core.integrations._common import TrainerPrecision, check_eval_bits
+from cpt_core.quantization.convert import layer_precisions
+from cpt_core.schedules.schedule import FunctionSchedule
 from tests.helpers import quietly
 
 
@@ -24,3 +26,37 @@ def test_the_cost_of_roles_apart_is_theirs():
     roles = cpt.RoleSchedules(weight=cycle, activation=8, gradient="float32")
     model = cpt.quantize_(nn.Sequential(nn.Linear(4, 4)))
     assert TrainerPrecision(model, roles, None).logs(40)["relative_cost"] == pytest.approx(roles.relative_cost())
+
+
+def test_precisions_of_evaluation():
+    model = cpt.quantize_(nn.Sequential(nn.Linear(4, 4)))
+    trained = TrainerPrecision(model, FunctionSchedule(lambda u: 7 - 3 * u, total_steps=12), None)  # ends at 4
+    for _ in range(12):
+        trained.step()
+    for chosen, bits, logged in (("q_max", 7, 7), ("current", 4, 4), ("float", None, 32), (2, 2, 2)):
+        trained.evaluate_at(chosen)
+        assert (layer_precisions(model)["0"].bits, trained.eval_logs()) == (bits, {"eval_bits": logged})
+    trained.evaluate_at(None)
+    assert (layer_precisions(model)["0"].bits, trained.eval_logs()) == (4, {})
+
+
+@pytest.mark.parametrize("eval_bits", [0, 33, 2.5, True, None, "max", "8", [8]])
+def test_other_precisions_of_evaluation_are_refused(eval_bits):
+    with pytest.raises(ValueError, match="eval_bits must be 'q_max', 'current', 'float' or an integer from 1 to 32"):
+        check_eval_bits(eval_bits)
+
+
+def test_schedules_per_layer_have_entries_of_their_own():
+    first, rest = (
+        cpt.make_schedule(n, q_min=3, q_max=q, total_steps=12, n_cycles=2) for n, q in (("ER", 6), ("CR", 8))
+    )
+    model = cpt.quantize_(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2)))
+    trained, logs = TrainerPrecision(model, {"0": first, "*": rest}, None), []
+    for step in range(1, 13):
+        trained.step()
+        logs.append(trained.logs(step))
+    assert [e["bits/0"] for e in logs] == first.bits().tolist()
+    assert [e["bits/*"] for e in logs] == rest.bits().tolist()
+    assert logs[-1]["relative_cost/*"] == rest.relative_cost()
+    trained.evaluate_at("q_max")
+    assert trained.eval_logs() == {"eval_bits/0": 6, "eval_bits/*": 8}

@@ -25,6 +25,7 @@ from cpt_lab.analysis.runs import table
 from cpt_lab.commands import main
 from cpt_lab.data import common
 from cpt_lab.experiments import designs
+from cpt_lab.experiments.recipes import EXPERIMENTS
 from cpt_lab.machine import usable_cores
 from cpt_lab.sweeps import progress, stores, worker
 from cpt_lab.sweeps import sweep as sweep_module
@@ -34,7 +35,6 @@ from cpt_lab.sweeps.progress import Live
 from cpt_lab.sweeps.stores import StoreError
 from cpt_lab.sweeps.sweep import _slots, run_grid
 from cpt_lab.sweeps.worker import Job, Outcome, run_one
-from cpt_lab.tasks import TASKS
 
 pytestmark = pytest.mark.filterwarnings("ignore::cpt_core.schedules.schedule.ShortCycleWarning")
 
@@ -192,7 +192,8 @@ def test_the_environment_of_now_reaches_the_runs(tmp_path, monkeypatch):
     monkeypatch.setenv("CPT_TEST_WORD", "reached")
     outcome = supervise(Job(spec, tmp_path / "b.jsonl"), work=tell)
     assert outcome.row == {"word": "reached", "threads": 1}
-    assert {f"cpt_lab.tasks.{name}" for name in TASKS} < set(forkserver._forkserver._preload_modules)  # seconds a run
+    tasks = {f"cpt_lab.tasks.{name}" for name in EXPERIMENTS}
+    assert tasks < set(forkserver._forkserver._preload_modules)  # seconds a run
     two = Job(spec, tmp_path / "b.jsonl", SweepOptions(threads=2))
     assert supervise(two, work=tell).row["threads"] == 2
 

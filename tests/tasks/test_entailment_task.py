@@ -19,9 +19,9 @@ from cpt_lab.data.files import DataNotFoundError
 from cpt_lab.data.templates import sentence_pairs
 from cpt_lab.experiments.recipes import recipe, task_of_dataset
 from cpt_lab.experiments.spec import run_spec
-from cpt_lab.tasks import TASKS
 from cpt_lab.tasks import entailment as entailment_task
 from cpt_lab.tasks.entailment import EntailmentTask
+from cpt_lab.training.session import task_of
 from cpt_lab.training.train import train
 
 CPU = torch.device("cpu")
@@ -38,7 +38,7 @@ def test_training_learns():
     assert run.metric("accuracy", "valid") > 0.42
     assert run.metric("loss") < 1.09  # log 3
     assert run.title.startswith("small BERT from scratch, WordPiece of its own, on synthetic sentence pairs")
-    assert TASKS["entailment"] is EntailmentTask
+    assert task_of(run.spec) is EntailmentTask
 
 
 def test_batches_are_a_function_of_the_step_and_an_epoch_holds_every_pair_once():

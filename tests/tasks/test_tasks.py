@@ -12,12 +12,14 @@ from helpers import same, smoke_spec
 from torch import nn
 from torch.utils._pytree import tree_leaves
 
+from cpt_core.checks import library
 from cpt_lab.data import common
 from cpt_lab.data.common import Stream, epoch_order, generator_of, load_once
 from cpt_lab.experiments.grids import grid_specs
 from cpt_lab.experiments.recipes import DATASETS, EXPERIMENTS, recipe
 from cpt_lab.experiments.spec import run_spec
-from cpt_lab.tasks import TASKS, learning_rates
+from cpt_lab.tasks import learning_rates
+from cpt_lab.tasks.language_model import LanguageModelTask
 from cpt_lab.training.session import task_of
 from cpt_lab.training.train import Stopped, train
 
@@ -26,10 +28,10 @@ OPTIONAL = "torchvision PIL torchmetrics dgl ogb transformers tokenizers dataset
 BASE = ("digits/mlp6", "digits/resnet8_w8", "pydoc/lstm", "digits-graph/gcn", "digits-graph/sage")
 # what needs an extra -> the library that is missed first, the extra
 REFUSED = {
-    "TASKS['image'](spec('cifar10/resnet8_w8'), CPU)": ("torchvision", "vision"),
-    "TASKS['image'](spec('imagenet/resnet18', 'paper'), CPU, stand_in=True).model()": ("torchvision", "vision"),
-    "TASKS['detection'](spec('digit-scenes/retinanet_small'), CPU)": ("torchvision", "vision"),
-    "TASKS['entailment'](spec('templates/bert_small'), CPU)": ("tokenizers", "text"),
+    "task('cifar10/resnet8_w8')": ("torchvision", "vision"),
+    "task('imagenet/resnet18', 'paper', stand_in=True).model()": ("torchvision", "vision"),
+    "task('digit-scenes/retinanet_small')": ("torchvision", "vision"),
+    "task('templates/bert_small')": ("tokenizers", "text"),
     "download('voc2012')": ("torchvision", "vision"),
     "download('ogbn-arxiv')": ("ogb", "graph"),
 }
@@ -42,17 +44,18 @@ from dataclasses import replace
 from cpt_lab.data import download
 from cpt_lab.experiments.recipes import recipe
 from cpt_lab.experiments.spec import run_spec
-from cpt_lab.tasks import TASKS
+from cpt_lab.training.session import task_of
 from cpt_lab.training.train import train
-CPU = torch.device("cpu")
 torch.set_num_threads(1)
 def spec(name, scale="smoke"):
     r = recipe(scale, *name.split("/"))
     return run_spec(replace(r, steps=3, n_cycles=1, evaluate_every=0), "static 8", q_max=8, seed=0, scale=scale)
-out = {{"tasks": sorted(TASKS), "shown": str(TASKS)}}
-out["imported"] = [name for name in sys.modules if name.startswith("cpt_lab.tasks.")]
+def task(name, scale="smoke", **options):
+    found = spec(name, scale)
+    return task_of(found)(found, torch.device("cpu"), **options)
+out = {{"imported": [name for name in sys.modules if name.startswith("cpt_lab.tasks.")]}}
 for name in {BASE!r}:
-    run = train(TASKS[spec(name).recipe.task], spec(name))
+    run = train(task_of(spec(name)), spec(name))
     out[name] = [run.status, len(run.history["loss"]), min(run.bitops.values())]
 for code in {list(REFUSED)!r}:
     try:
@@ -72,10 +75,8 @@ def without_extras():
 
 
 @pytest.mark.slow
-def test_asking_what_there_is_imports_no_task(without_extras):
-    assert without_extras["tasks"] == sorted(EXPERIMENTS)
-    assert all(name in without_extras["shown"] for name in EXPERIMENTS)
-    assert without_extras["imported"] == ["cpt_lab.tasks.base"]
+def test_a_task_is_imported_when_it_is_asked_for(without_extras):
+    assert without_extras["imported"] == []
 
 
 @pytest.mark.parametrize("name", BASE)
@@ -92,13 +93,10 @@ def test_what_needs_an_extra_names_it(code, without_extras):
 
 
 def test_tasks_have_the_metric_of_their_experiment():
-    assert list(TASKS) == list(EXPERIMENTS)
-    for name, experiment in EXPERIMENTS.items():
-        assert (TASKS[name].metric, TASKS[name].better) == (experiment.metric.name, experiment.metric.better)
-    assert TASKS["language_model"].better == -1
-    with pytest.raises(KeyError):
-        TASKS["chess"]
-    assert "chess" not in TASKS
+    for experiment in EXPERIMENTS.values():
+        task = library(experiment.task, experiment.extra)
+        assert (task.metric, task.better) == (experiment.metric.name, experiment.metric.better)
+    assert LanguageModelTask.better == -1
 
 
 # --- learning rates -------------------------------------------------------------------------------
@@ -279,7 +277,7 @@ def test_words_and_characters_of_one_text_are_two_data_sets():
     large = []
     for unit in ("characters", "words"):
         changed = replace(recipe("smoke", "pydoc"), unit=unit, steps=30)
-        task = TASKS["language_model"](run_spec(changed, "CR", q_max=8, seed=0, scale="smoke"), CPU)
+        task = LanguageModelTask(run_spec(changed, "CR", q_max=8, seed=0, scale="smoke"), CPU)
         large.append(len(task.data.vocabulary) > 300)
     assert large == [False, True]
 
@@ -292,10 +290,8 @@ def test_the_checksum_of_data_does_not_depend_on_the_number_of_threads(dataset):
         for threads in (1, 3):
             torch.set_num_threads(threads)
             common._last.clear()
-            (chosen, *_) = dataset.recipes["smoke"]
-            found.add(
-                TASKS[chosen.task](run_spec(chosen, "CR", q_max=8, seed=0, scale="smoke"), torch.device("cpu")).checksum
-            )
+            spec = run_spec(dataset.recipes["smoke"][0], "CR", q_max=8, seed=0, scale="smoke")
+            found.add(task_of(spec)(spec, CPU).checksum)
     finally:
         torch.set_num_threads(before)
     assert len(found) == 1

@@ -39,12 +39,12 @@ def recorders(monkeypatch):
     """Let sessions on the CPU capture their steps; returns the recorders that were made."""
     made = []
 
-    def recorder_of(device):
+    def recorder(device):
         made.append(TapeRecorder())
         return made[-1]
 
     monkeypatch.setattr(session, "why_not", lambda device, fixed_shape: "" if fixed_shape else "shapes differ")
-    monkeypatch.setattr(session, "recorder_of", recorder_of)
+    monkeypatch.setattr(session, "CudaRecorder", recorder)
     on_device = classmethod(lambda cls, x: cls(*(v.reshape(()) for v in (x.zero, x.rest, x.scale))))
     monkeypatch.setattr(convolution.Grid, "of", on_device)  # as on a GPU: on a CPU the host reads these numbers
     monkeypatch.setattr(convolution, "has_library", lambda device: False)  # nor are there weights that a library packs

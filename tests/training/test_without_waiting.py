@@ -13,7 +13,7 @@ from phantom import Phantom, PhantomTensor
 from cpt_core.choosing.range_test import RangeTestWarning
 from cpt_core.quantization.convert import layer_precisions
 from cpt_core.quantization.scheduler import precision
-from cpt_lab.tasks import TASKS
+from cpt_lab.tasks.image import ImageTask
 from cpt_lab.training import train as loop
 from cpt_lab.training.recipe_trials import recipe_range_test
 from cpt_lab.training.session import Session, task_of
@@ -112,13 +112,13 @@ def test_the_host_waits_for_no_step_and_once_for_an_evaluation(name):
 
 def disturb(monkeypatch, at, value):
     """Let the loss of call number ``at`` of the image task be ``value``, on whatever device."""
-    calls, loss = iter(range(1000)), TASKS["image"].loss
+    calls, loss = iter(range(1000)), ImageTask.loss
 
     def disturbed(*args):
         found, carry = loss(*args)
         return (found * value if next(calls) == at else found), carry
 
-    monkeypatch.setattr(TASKS["image"], "loss", disturbed)
+    monkeypatch.setattr(ImageTask, "loss", disturbed)
 
 
 @pytest.mark.parametrize("changes", [{}, {"evaluate_every": 4}])
@@ -188,7 +188,7 @@ def test_no_weight_changes_from_a_loss_on_that_is_not_finite(model, device, monk
 
 
 def test_a_precision_that_diverges_does_not_stop_the_next_one(monkeypatch):
-    recipe, loss = spec_of("mlp").recipe, TASKS["image"].loss
+    recipe, loss = spec_of("mlp").recipe, ImageTask.loss
 
     def fails_at_3_bits(task, model, batch, carry):
         found, carry = loss(task, model, batch, carry)
@@ -199,21 +199,21 @@ def test_a_precision_that_diverges_does_not_stop_the_next_one(monkeypatch):
     with Phantom(), warnings.catch_warnings():
         warnings.simplefilter("ignore", RangeTestWarning)
         whole = recipe_range_test(recipe, bits=(6,), **options)
-        monkeypatch.setattr(TASKS["image"], "loss", fails_at_3_bits)
+        monkeypatch.setattr(ImageTask, "loss", fails_at_3_bits)
         disturbed = recipe_range_test(recipe, bits=(3, 6), **options)
     assert math.isnan(disturbed.losses[0][0])
     assert disturbed.losses[0][1:] == whole.losses[0]
 
 
 def test_on_a_gpu_the_optimizer_must_be_a_fused_one(monkeypatch):
-    optimizer = TASKS["image"].optimizer
-    monkeypatch.setattr(TASKS["image"], "optimizer", lambda task, model: (torch.optim.SGD(model.parameters()), None))
+    optimizer = ImageTask.optimizer
+    monkeypatch.setattr(ImageTask, "optimizer", lambda task, model: (torch.optim.SGD(model.parameters()), None))
     spec = spec_of("mlp")
     with Phantom():
         with pytest.raises(ValueError, match="on cuda:0 a task's optimizer must be fused, got SGD"):
             Session(task_of(spec), spec, GPU)
         Session(task_of(spec), spec, "cpu")
-        monkeypatch.setattr(TASKS["image"], "optimizer", optimizer)
+        monkeypatch.setattr(ImageTask, "optimizer", optimizer)
         Session(task_of(spec), spec, GPU)
 
 
