@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import nn
 
-from cpt_core.checks import check_bits, whole
+from cpt_core.checks import check_bits
 from cpt_core.formats.ladder import AFFINE
 from cpt_core.inspecting.recording import Recording
 from cpt_core.quantization.precision import LayerPrecision
@@ -29,11 +29,6 @@ def check_eval_bits(value: Any) -> EvalBits:
     except ValueError:
         names = ", ".join(map(repr, EVAL_BITS))
         raise ValueError(f"eval_bits must be {names} or an integer from 1 to 32, got {value!r}") from None
-
-
-def check_record_every(value: Any) -> int | None:
-    """Return ``value`` when one of so many steps can be recorded, None for none; else raise ValueError."""
-    return None if value is None else whole("record_every", value, 1)
 
 
 class TrainerPrecision(PrecisionScheduler):

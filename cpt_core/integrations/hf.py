@@ -25,8 +25,8 @@ from transformers import TrainerState as State
 from transformers import TrainingArguments as Arguments
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
-from cpt_core.checks import write_atomically
-from cpt_core.integrations._common import TrainerPrecision, check_eval_bits, check_record_every
+from cpt_core.checks import whole, write_atomically
+from cpt_core.integrations._common import TrainerPrecision, check_eval_bits
 from cpt_core.quantization.convert import layer_precisions
 from cpt_core.quantization.scheduler import Schedules
 
@@ -74,7 +74,7 @@ class PrecisionCallback(TrainerCallback):
         self.schedule, self.q_grad = schedule, q_grad
         self.eval_bits = check_eval_bits(eval_bits)
         self.resume_from = resume_from
-        self.record_every = check_record_every(record_every)
+        self.record_every = None if record_every is None else whole("record_every", record_every, 1)
         self._switch = _Switch(self)
 
     def remove(self) -> None:

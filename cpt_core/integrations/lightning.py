@@ -16,7 +16,8 @@ from typing import Any
 
 from lightning.pytorch import Callback, LightningModule, Trainer
 
-from cpt_core.integrations._common import TrainerPrecision, check_eval_bits, check_record_every
+from cpt_core.checks import whole
+from cpt_core.integrations._common import TrainerPrecision, check_eval_bits
 from cpt_core.quantization.scheduler import Schedules
 
 
@@ -53,7 +54,7 @@ class PrecisionCallback(Callback):
         """Keep the settings; the module comes with the Trainer."""
         self.schedule, self.q_grad = schedule, q_grad
         self.eval_bits = check_eval_bits(eval_bits)
-        self.record_every = check_record_every(record_every)
+        self.record_every = None if record_every is None else whole("record_every", record_every, 1)
         self.precision: TrainerPrecision | None = None
         self._saved: dict[str, Any] | None = None  # Lightning loads states before there is a scheduler
 

@@ -174,13 +174,9 @@ class GraphTask:
         """Return Adam and the learning rate by the recipe's rule."""
         r = self.recipe
         adam = torch.optim.Adam(model.parameters(), lr=r.lr, weight_decay=r.weight_decay, fused=on_gpu(self.device))
-        return adam, _learning_rate(r)
-
-
-def _learning_rate(r: GraphRecipe) -> LearningRate:
-    if r.lr_rule == "step":
-        return milestones(r.lr, (0.5, 0.75), r.steps)
-    return cosine(r.lr, r.final_lr, r.steps) if r.lr_rule == "cosine" else constant(r.lr)
+        if r.lr_rule == "step":
+            return adam, milestones(r.lr, (0.5, 0.75), r.steps)
+        return adam, cosine(r.lr, r.final_lr, r.steps) if r.lr_rule == "cosine" else constant(r.lr)
 
 
 def _loss(kind: str, logits: Tensor, labels: Tensor) -> Tensor:

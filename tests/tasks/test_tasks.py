@@ -4,7 +4,6 @@ import json
 import math
 import subprocess
 import sys
-from dataclasses import replace
 
 import pytest
 import torch
@@ -271,15 +270,6 @@ def test_settings_and_grids_of_the_paper(dataset, preset):
         specs = grid_specs(f"{dataset}/{found.model}")
         assert len(specs) == 66
         assert {(s.q_max, s.q_grad) for s in specs} == {(6, 6), (8, 8)}
-
-
-def test_words_and_characters_of_one_text_are_two_data_sets():
-    large = []
-    for unit in ("characters", "words"):
-        changed = replace(recipe("smoke", "pydoc"), unit=unit, steps=30)
-        task = LanguageModelTask(run_spec(changed, "CR", q_max=8, seed=0, scale="smoke"), CPU)
-        large.append(len(task.data.vocabulary) > 300)
-    assert large == [False, True]
 
 
 @pytest.mark.parametrize("dataset", [d for d in DATASETS.values() if d.embedded], ids=lambda d: d.name)

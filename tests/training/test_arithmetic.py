@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from helpers import RECIPES, same, smoke_spec, specs_of
+from helpers import RECIPES, smoke_spec, specs_of
 
 from cpt_lab.analysis.runs import table
 from cpt_lab.experiments.recipe import SCALES
@@ -17,7 +17,7 @@ from cpt_lab.training.arithmetic import arithmetic, cuda_provenance
 from cpt_lab.training.device import DeviceNotFoundError, choose_device, usual_device
 from cpt_lab.training.evaluation import evaluate
 from cpt_lab.training.session import Session, task_of
-from cpt_lab.training.train import Stopped, train
+from cpt_lab.training.train import train
 
 pytestmark = pytest.mark.filterwarnings("ignore::cpt_core.schedules.schedule.ShortCycleWarning")
 SHORT = {"steps": 4, "n_cycles": 2, "evaluate_every": 2}
@@ -83,16 +83,6 @@ def test_every_task_trains_under_autocast(dataset):
     assert rounded.history["loss"] != plain.history["loss"]
     assert rounded.history["loss"] == pytest.approx(plain.history["loss"], rel=0.1)
     assert rounded.metric("loss") != plain.metric("loss")
-
-
-def test_a_run_goes_on_as_if_it_had_not_been_stopped(tmp_path):
-    spec = digits(autocast="bfloat16", channels_last=True, steps=6)
-    whole, steps = train(task_of(spec), spec), iter(range(6))
-    with pytest.raises(Stopped):
-        train(task_of(spec), spec, checkpoint=tmp_path / "c.pt", should_stop=lambda: next(steps) == 3)
-    resumed = train(task_of(spec), spec, checkpoint=tmp_path / "c.pt")
-    assert resumed.history == whole.history
-    assert same(resumed.model, whole.model)
 
 
 REFUSED = {
