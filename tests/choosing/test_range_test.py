@@ -2,8 +2,6 @@
 
 import json
 import math
-import subprocess
-import sys
 
 import numpy as np
 import pytest
@@ -185,33 +183,6 @@ def test_a_warning_is_given_and_kept():
         found = run(model, train_step, optimizer, dwell=16)
     assert found.losses[0] == found.losses[1]
     assert "same batches" not in run(model, train_step, optimizer, dwell=12).warning
-
-
-ALONE = """
-import sys
-for name in ("torchvision", "dgl", "transformers", "tokenizers", "datasets", "torchmetrics", "PIL", "sklearn"):
-    sys.modules[name] = None  # importing it fails, as where it is not installed
-import torch
-import cpt_core as cpt
-model = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.ReLU(), torch.nn.Linear(16, 2))
-optimizer = torch.optim.SGD(model.parameters(), lr=0.2)
-inputs = torch.randn(16, 32, 8)
-def train_step(step):
-    x = inputs[step % 16]
-    loss = torch.nn.functional.cross_entropy(model(x), (x.sum(1) > 0).long())
-    loss.backward()
-    optimizer.step()
-    optimizer.zero_grad()
-    return loss
-print(cpt.choosing.precision_range_test(model, train_step, optimizer, bits=(2, 4), dwell=20, seeds=(0, 1)).bits)
-print(sorted(name for name in sys.modules if name.startswith(("cpt_lab.tasks", "cpt_lab.data", "cpt_core.models"))))
-"""
-
-
-@pytest.mark.slow
-def test_a_model_of_ones_own_needs_neither_the_extras_nor_a_task():
-    done = subprocess.run([sys.executable, "-W", "ignore", "-c", ALONE], capture_output=True, text=True)
-    assert (done.stdout.splitlines(), done.returncode) == (["(2, 4, 8)", "[]"], 0), done.stderr
 
 
 # --- recipes --------------------------------------------------------------------------------------

@@ -161,9 +161,11 @@ def test_checkpoints_of_other_runs_are_refused(straight, tmp_path, content, sche
         saved = torch.load(checkpoint / FILE, weights_only=True)
         saved["last_step"] -= content == "step"
         torch.save(saved if isinstance(content, str) else content, path)
-    trainer = trainer_of(tmp_path, PrecisionCallback(schedule, resume_from=tmp_path))
+    callback = PrecisionCallback(schedule, resume_from=tmp_path)
+    arguments = transformers.TrainingArguments(str(tmp_path), use_cpu=True, report_to=[])
+    state = transformers.TrainerState(max_steps=STEPS, global_step=STOP)  # as the Trainer read it
     with pytest.raises(ValueError, match=message) as error:
-        trainer.train(resume_from_checkpoint=str(checkpoint))
+        callback.on_train_begin(arguments, state, None, model=cpt.quantize_(bert()))
     assert str(path) in str(error.value)
     assert "resume_from" in str(error.value)
 

@@ -39,6 +39,17 @@ import json, sys
 for name in {OPTIONAL!r}:
     sys.modules[name] = None
 import torch
+import cpt_core as cpt
+model = torch.nn.Linear(8, 2)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.2)
+def train_step(step):
+    optimizer.zero_grad()
+    loss = model(torch.ones(1, 8)).square().mean()
+    loss.backward()
+    optimizer.step()
+    return loss
+tested = cpt.choosing.precision_range_test(model, train_step, optimizer, bits=(2, 4), dwell=8, seeds=(0,)).bits
+out = {{"tested": tested, "needed": [name for name in sys.modules if name.startswith(("cpt_lab", "cpt_core.models"))]}}
 from dataclasses import replace
 from cpt_lab.data import download
 from cpt_lab.experiments.recipes import recipe
@@ -52,7 +63,7 @@ def spec(name, scale="smoke"):
 def task(name, scale="smoke", **options):
     found = spec(name, scale)
     return task_of(found)(found, torch.device("cpu"), **options)
-out = {{"imported": [name for name in sys.modules if name.startswith("cpt_lab.tasks.")]}}
+out["imported"] = [name for name in sys.modules if name.startswith("cpt_lab.tasks.")]
 for name in {BASE!r}:
     run = train(task_of(spec(name)), spec(name))
     out[name] = [run.status, len(run.history["loss"]), min(run.bitops.values())]
@@ -68,7 +79,7 @@ print(json.dumps(out))
 @pytest.fixture(scope="module")
 def without_extras():
     """What one process found in which no library of an extra can be imported."""
-    done = subprocess.run([sys.executable, "-c", WITHOUT_EXTRAS], capture_output=True, text=True)
+    done = subprocess.run([sys.executable, "-W", "ignore", "-c", WITHOUT_EXTRAS], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout)
 
@@ -76,6 +87,10 @@ def without_extras():
 @pytest.mark.slow
 def test_a_task_is_imported_when_it_is_asked_for(without_extras):
     assert without_extras["imported"] == []
+
+
+def test_a_model_of_ones_own_needs_neither_the_extras_nor_a_task(without_extras):
+    assert (without_extras["tested"], without_extras["needed"]) == ([2, 4, 8], [])
 
 
 @pytest.mark.parametrize("name", BASE)
