@@ -74,8 +74,8 @@ def values(model):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["images", "detection", "gcn, Q-Agg", "sage", "lstm", "bert"])
-def test_every_task_trains_stops_and_resumes_on_a_gpu(name, tmp_path):
+@pytest.mark.parametrize("name", ["images", "gcn, Q-Agg", "sage", "lstm"])
+def test_what_draws_or_carries_on_a_gpu_trains_stops_and_resumes(name, tmp_path):
     spec, asked = spec_of(name), iter(range(4))
     with Phantom():
         whole = start(spec)
@@ -136,8 +136,8 @@ def test_losses_are_read_together(changes, monkeypatch):
     assert all(isinstance(loss, float) for loss in seen)
 
 
-# the first, the second and the third of the steps whose losses are read together; the last step of all
-@pytest.mark.parametrize(("at", "value"), [(0, math.nan), (4, math.inf), (5, math.nan), (7, math.inf)])
+# the first and the second of the steps whose losses are read together; the last step of all
+@pytest.mark.parametrize(("at", "value"), [(0, math.nan), (4, math.inf), (7, math.inf)])
 def test_a_run_that_diverges_is_the_same_run_however_late_it_is_noticed(at, value, monkeypatch, tmp_path):
     spec = spec_of("mlp", steps=8, evaluate_every=0)
 
