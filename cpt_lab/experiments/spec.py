@@ -11,6 +11,7 @@ from __future__ import annotations
 import hashlib
 import json
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 from cpt_core.formats.ladder import LADDERS
@@ -102,7 +103,7 @@ class RunSpec:
             d["preset"],
         )
 
-    @property
+    @cached_property
     def key(self) -> str:
         """Sixteen hexadecimal digits that identify the run."""
         return key_of(self.to_dict())

@@ -49,7 +49,7 @@ def started(store):
     return pd.to_datetime(load(results_dir() / store, every_rate=True)["started"], utc=True, format="ISO8601")
 
 
-@pytest.mark.parametrize("store", ["h1", "h2", "h3", "h4", "h6", "h7", "h7_rates"])
+@pytest.mark.parametrize("store", ["h1", "h2", "h3", "h4", "h5", "h6", "h7", "h7_rates"])
 def test_the_document_is_older_than_its_rows_and_the_rates_than_their_test(store):
     begun = started(f"{store}.jsonl")
     if store == "h7":
@@ -60,7 +60,7 @@ def test_the_document_is_older_than_its_rows_and_the_rates_than_their_test(store
         pytest.skip("no whole history here")
     places = ["PREREGISTRATION.md", "docs/preregistration.md"]
     heading = f"-S## {store.partition('_')[0].upper()} "
-    told = subprocess.run([*git, "log", heading, "--format=%ct", "--", *places], capture_output=True, text=True)
+    told = subprocess.run([*git, "log", "-m", heading, "--format=%ct", "--", *places], capture_output=True, text=True)
     assert begun.min() > pd.Timestamp(int(told.stdout.split()[-1]), unit="s", tz="UTC")
 
 
