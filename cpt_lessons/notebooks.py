@@ -16,7 +16,9 @@ from pathlib import Path
 from typing import Any
 
 from cpt_core.checks import library, offer, write_text
-from cpt_lab.analysis import report
+from cpt_lab.analysis import report, trying
+from cpt_lab.commands import try_
+from cpt_lab.experiments.recipe import is_own
 from cpt_lab.experiments.recipes import task_of_dataset
 from cpt_lab.paths import cards_dir, notebooks_dir, paper_dir, results_dir, runs_dir, solutions_dir
 from cpt_lessons.notebook_runs import NotebookOutcome, NotebookRun, earlier
@@ -30,6 +32,7 @@ SECONDS = {
 }  # fmt: skip
 
 AT_ONCE = 2
+TRY_MINUTES = 5.0  # for data of the user's own, before the notebooks
 
 SPEED = ("workers",)  # parameters that change nothing of what a page shows
 
@@ -101,6 +104,8 @@ def reproduce(
 ) -> tuple[list[NotebookOutcome], Path]:
     """Run notebooks at a scale, ``AT_ONCE`` at a time, and write ``runs/reproduce/<scale>/index.html`` and its pages.
 
+    At demo scale data of your own are tried first (`cpt try`), once: the index begins with the answer.
+
     Args:
         scale: "smoke", "demo" or "paper".
         number: such as "03"; None runs all.
@@ -136,13 +141,17 @@ def reproduce(
         check_parameters(tasks[path] or "image", **{**defaults, **values})
         given = {k: v for k, v in values.items() if k not in ("scale", *SPEED) and v != defaults[k]}
         jobs.append(NotebookRun(path, values, given, folder))
+    own = wanted.get("dataset", "")
+    if is_own(own) and scale == "demo" and not trying.answered(own, scale):
+        try_(own, scale=scale, minutes=TRY_MINUTES)
     folder.mkdir(parents=True, exist_ok=True)
     outcomes = sorted(_run_all(jobs, expected(scale, chosen), progress), key=lambda o: o.name)
     _write_glossary(folder)
     names = {o.name for o in outcomes}
     former = [o for o in earlier(folder, [path.stem for path in notebooks()]) if o.name not in names]
     shown = sorted([*outcomes, *former], key=lambda o: o.name)
-    return outcomes, report.write(folder, scale, [{**vars(o), "name": o.name} for o in shown])
+    pages = [{**vars(o), "name": o.name} for o in shown]
+    return outcomes, report.write(folder, scale, pages, trying.answered(own, scale) if own else [])
 
 
 def _write_glossary(folder: Path) -> None:

@@ -415,6 +415,7 @@ def test_a_try_says_how_few_bits_and_writes_a_page(command, place):
     assert "bits look like enough" in page  # one seed
     assert "points" in page
     assert page.count("<tr>") == 1 + 11  # all but float32
+    assert (rows.parent / "answer.txt").read_text().startswith("digits\n")
     before = rows.read_bytes()
     assert command(*words)[1].splitlines()[0] == said.splitlines()[0]
     assert rows.read_bytes() == before  # nothing is trained twice
@@ -454,7 +455,7 @@ def test_claims_with_their_evidence_where_the_locale_has_no_utf_8(place):
 
         here = Path(sys.argv.pop())
         job = NotebookRun(Path(report.__file__), {}, {}, here)
-        job.keep_failure("–", "–", "not – found")
+        job.keep("–", "–", error="not – found")
         outcome = {**vars(job.outcome("failed")), "name": "–"}
         page = report.write(here, "smoke", [outcome])
         assert "not \u2013 found" in page.read_text(encoding="utf-8")

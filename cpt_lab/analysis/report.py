@@ -53,8 +53,8 @@ ANSWER = (  # of H2, a test holds it to the rows
 QUESTIONS = (quality_cost, aggregation, critical_periods, equal_cost, execution)
 
 
-def write(folder: Path, scale: str, outcomes: list[dict[str, Any]]) -> Path:
-    """Write ``index.html`` into ``folder``: notebooks, figures and tables from the runs of this scale, versions."""
+def write(folder: Path, scale: str, outcomes: list[dict[str, Any]], first: Sequence[Section] = ()) -> Path:
+    """Write ``index.html`` into ``folder``: what comes ``first``, notebooks, figures, tables of a scale, versions."""
     runs = _of_scale(scale)
     notes = [
         ANSWER,
@@ -65,6 +65,7 @@ def write(folder: Path, scale: str, outcomes: list[dict[str, Any]]) -> Path:
         notes.append("Smoke runs show that everything runs; they are not a result.")
     spent = f"Notebook time {sum(o['seconds'] for o in outcomes):.0f} s in all."
     sections = [
+        *first,
         Section("Notebooks", table=_notebooks(outcomes)),
         *(section for question in QUESTIONS for section in question.sections(runs)),
         Section("Words", WORDS),

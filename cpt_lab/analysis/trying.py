@@ -23,6 +23,7 @@ from cpt_lab.experiments.spec import RunSpec
 from cpt_lab.paths import runs_dir
 from cpt_lab.sweeps.lines import Row
 
+ANSWER = "answer.txt"  # beside the page: a line for the data set, one for the finding, the answer in words
 MARGIN = 1.0  # points of a metric, or percent of a perplexity
 NOT_TRIED = (
     "Not tried: other learning rates (fewer bits may want another), longer trainings, bits that differ by layer, other "
@@ -36,6 +37,17 @@ def folder_of(recipe: Recipe, scale: str) -> Path:
     """Return where rows and page lie."""
     name = re.sub(r"[^\w.-]+", "-", f"{recipe.dataset.strip('/')}-{recipe.model}")
     return runs_dir() / "try" / f"{name}-{scale}"
+
+
+def answered(dataset: str, scale: str) -> list[Section]:
+    """Return what was found for data, by model, in words, with links to its pages from ``runs/reproduce/SCALE``."""
+    found = []
+    for path in sorted((runs_dir() / "try").glob(f"*-{scale}/{ANSWER}")):
+        of, finding, *said = path.read_text(encoding="utf-8").splitlines()
+        link = {"page": f"../../try/{path.parent.name}/index.html", "name": "figure, lines to paste", "failed": ""}
+        if of == dataset:
+            found.append(Section(f"{dataset}: {finding}", tuple(said), table=pd.DataFrame({"all of it": [link]})))
+    return found
 
 
 def specs(recipe: Recipe, scale: str, arms: Iterable[Arm], seed: int) -> list[RunSpec]:
@@ -75,6 +87,7 @@ def try_recipe(
     page = store.parent / "index.html"
     page.parent.mkdir(parents=True, exist_ok=True)
     write_text(page, render("page.html.j2", title=found.title, notes=[], sections=sections(found)))
+    write_text(page.with_name(ANSWER), f"{recipe.dataset}\n{found.finding}\n{found}\n")
     return found, page
 
 

@@ -11,7 +11,7 @@ from cpt_lab.analysis.estimates import Estimate, holm
 from cpt_lab.analysis.runs import table
 from cpt_lab.experiments import grids
 from cpt_lab.studies.h1_to_h4 import arms, outcome
-from cpt_lab.tasks.graph import _learning_rate
+from cpt_lab.tasks.learning_rates import constant, cosine, milestones
 from tests.helpers import row_of
 
 
@@ -189,7 +189,12 @@ def test_h3_tells_the_date_from_the_learning_rate():
 def test_sums_of_the_learning_rate_are_those_of_the_training():
     for spec in arms.deficit_dates(seeds=[100]):
         if spec.schedule.windows:
-            rate, r = _learning_rate(spec.recipe), spec.recipe
+            r = spec.recipe
+            rate = {
+                "step": milestones(r.lr, (0.5, 0.75), r.steps),
+                "cosine": cosine(r.lr, r.final_lr, r.steps),
+                "constant": constant(r.lr),
+            }[r.lr_rule]
             ((start, stop),) = spec.schedule.windows
             during, after = (
                 sum(rate(t, []) for t in part) / r.lr for part in (range(start, stop), range(stop, r.steps))

@@ -136,6 +136,8 @@ def test_pages_of_data_of_the_users_own_are_made_again_when_the_data_changes(pla
     own.mkdir()
     (own / "edges.npy").write_bytes(b"one")
     place("05_own.ipynb", "print('ran')", dataset="'digits-graph'")
+    tried = []
+    monkeypatch.setattr(reproduce, "try_", lambda *data, **how: tried.append((*data, how)))
 
     def status():
         (outcome,), _ = reproduce.reproduce("demo", "05", f"{own.name}/", progress=False)
@@ -149,6 +151,14 @@ def test_pages_of_data_of_the_users_own_are_made_again_when_the_data_changes(pla
     assert [status(), status()] == ["done", "up to date"]
     (own / "feat.npy").write_bytes(b"")
     assert [status(), status()] == ["done", "up to date"]
+    assert tried == [(f"{own.name}/", {"scale": "demo", "minutes": 5})] * 8  # until there is an answer
+    answer = reproduce.runs_dir() / "try" / "graph-gcn-demo" / "answer.txt"
+    answer.parent.mkdir(parents=True)
+    for of, shown in (("another/", False), (f"{own.name}/", True)):
+        answer.write_text(f"{of}\n3 bits are enough\nBits: 3 do\n")
+        page = reproduce.reproduce("demo", "05", f"{own.name}/", progress=False)[1].read_text()
+        assert ("3 bits are enough" in page) == ('href="../../try/graph-gcn-demo/index.html"' in page) == shown
+        assert len(tried) == 9
 
 
 def test_a_lost_kernel_ends_at_smoke_scale_alone(place, monkeypatch, capfd):
@@ -355,6 +365,7 @@ def test_a_data_set_goes_to_the_notebooks_of_its_task(tmp_path, monkeypatch):
         return reproduce.NotebookOutcome(job.notebook.stem, "", "done", 0.0, job.folder / "x.html")
 
     monkeypatch.setattr(reproduce, "_run", note)
+    monkeypatch.setattr(reproduce, "try_", lambda data, **how: asked.setdefault("tried", []).append(data))
     reproduce.reproduce("demo", dataset="cifar10", given={"model": "resnet20", "seeds": [1]}, progress=False)
     assert asked["03"] == {"scale": "demo", "dataset": "cifar10", "model": "resnet20", "seeds": [1]}
     assert asked["05"] == {"scale": "demo", "seeds": [1]}  # keeps its own graph
@@ -363,6 +374,7 @@ def test_a_data_set_goes_to_the_notebooks_of_its_task(tmp_path, monkeypatch):
     assert asked["06"] == {"scale": "demo", "dataset": "my-text/", "pairs": "my-pairs/"}
     reproduce.reproduce("demo", "05", "my.npz", progress=False)
     assert asked["05"] == {"scale": "demo", "dataset": "my.npz"}
+    assert asked["tried"] == ["my-text/", "my.npz"]  # not a named one
     with pytest.raises(ValueError, match=r"say which notebook 'my\.npz' is for"):
         reproduce.reproduce("demo", dataset="my.npz", progress=False)
     with pytest.raises(ValueError, match="'ogbn-arxiv' is for another notebook: its task is 'graph', not 'image'"):
