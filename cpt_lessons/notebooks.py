@@ -15,6 +15,8 @@ from concurrent.futures import FIRST_COMPLETED, ThreadPoolExecutor, wait
 from pathlib import Path
 from typing import Any
 
+import typer
+
 from cpt_core.checks import library, offer, write_text
 from cpt_lab.analysis import report, trying
 from cpt_lab.commands import try_
@@ -143,6 +145,7 @@ def reproduce(
         jobs.append(NotebookRun(path, values, given, folder))
     own = wanted.get("dataset", "")
     if is_own(own) and scale == "demo" and not trying.answered(own, scale):
+        typer.echo(f"first cpt try {own}, {TRY_MINUTES:.0f} minutes at most")
         try_(own, scale=scale, minutes=TRY_MINUTES)
     folder.mkdir(parents=True, exist_ok=True)
     outcomes = sorted(_run_all(jobs, expected(scale, chosen), progress), key=lambda o: o.name)
