@@ -59,7 +59,7 @@ def test_cpp_is_bit_identical(compiled, layout, granularity):
         pytest.skip("nothing to take the mean over")
     assert identical(compiled.range(x, granularity), plain.range(x, granularity))
     # among the large numbers of a grid of 16 bits there are ties
-    for bits, key, clip in ((1, 7, True), (4, None, True), (4, 7, False), (16, None, False)):
+    for bits, key, clip in ((1, 7, True), (4, None, True), (4, 7, False), (16, None, False), (16, 7, True)):
         levels, key = torch.tensor(2.0**bits - 1), None if key is None else torch.tensor(key)
         found, expected = (ops.fake_quantize(x, levels, granularity, key) for ops in (compiled, plain))
         assert identical(found, expected)
