@@ -374,7 +374,9 @@ def test_a_data_set_goes_to_the_notebooks_of_its_task(tmp_path, monkeypatch):
     assert asked["06"] == {"scale": "demo", "dataset": "my-text/", "pairs": "my-pairs/"}
     reproduce.reproduce("demo", "05", "my.npz", progress=False)
     assert asked["05"] == {"scale": "demo", "dataset": "my.npz"}
-    assert asked["tried"] == ["my-text/", "my.npz"]  # not a named one
+    for scale in ("smoke", "paper"):
+        reproduce.reproduce(scale, "05", "my.npz", progress=False)
+    assert asked["tried"] == ["my-text/", "my.npz"]  # at demo scale, and not a named one
     with pytest.raises(ValueError, match=r"say which notebook 'my\.npz' is for"):
         reproduce.reproduce("demo", dataset="my.npz", progress=False)
     with pytest.raises(ValueError, match="'ogbn-arxiv' is for another notebook: its task is 'graph', not 'image'"):
