@@ -80,7 +80,7 @@ def predictions(book: Notebook) -> None:
     """A question is answered for those who have chosen, and for nobody else."""
     asked = book.containing(r'exercises\.predict\(\s*"([^"]+)"')
     told = book.containing(r'exercises\.reveal\(\s*"([^"]+)"')
-    assert asked
+    assert asked or book.path.stem[0] == "1"  # appendices ask less
     assert set(asked) == set(told)
     for question, at in told.items():
         before = book.state()[at]["text"]
@@ -94,6 +94,9 @@ def predictions(book: Notebook) -> None:
 def exercise(book: Notebook) -> None:
     """The solutions are correct where they are typed in, and nonsense is not."""
     checks = book.containing(r'exercises\.check\("([^"]+)"')
+    if book.path.stem[:2] == "12":
+        assert not checks  # an appendix of answers
+        return
     at = max(checks.values())  # the last cell with one; the solutions hold those of all
     solutions = book.path.parent / "solutions" / f"{book.path.name[:2]}_solutions.py"
     first = next(iter(checks))

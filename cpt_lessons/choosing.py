@@ -21,7 +21,7 @@ from cpt_lab.analysis.estimates import Estimate, standing
 from cpt_lab.analysis.pages import terminal
 from cpt_lab.analysis.preregistered import Answer, all_answers
 from cpt_lab.analysis.runs import committed
-from cpt_lab.analysis.style import COLORS, QUIET, SMALL, TEXT, drawing
+from cpt_lab.analysis.style import COLORS, QUIET, SMALL, TEXT, drawing, interval_bar
 from cpt_lab.experiments.grids import studies
 from cpt_lab.paths import results_dir
 
@@ -30,18 +30,18 @@ Line = tuple[str, float, float, float, str]
 
 
 def intervals(lines: Sequence[Line], title: str, unit: str, band: float = 0.0) -> Figure:
-    """Draw means and 95 % intervals on one axis from the top down, the verdict beside each, a grey band around 0."""
+    """Draw means and 95 % intervals on one axis from the top down, name and verdict above each, grey around 0."""
     alt = f"{title}. {'; '.join(f'{name}: {word}' for name, *_, word in lines)}"
-    with drawing(alt=alt, figsize=(8.4, 0.9 + 0.27 * len(lines))) as (figure, ((ax,),)):
+    with drawing(alt=alt, figsize=(5.6, 0.9 + 0.38 * len(lines))) as (figure, ((ax,),)):  # narrow: phones read it, too
         ax.axvspan(-band, band, color="#dddddd", linewidth=0)
         ax.axvline(0, color=QUIET, linewidth=0.8)
-        for y, (_, mean, low, high, word) in zip(range(len(lines))[::-1], lines, strict=True):
+        for y, (name, mean, low, high, word) in zip(range(len(lines))[::-1], lines, strict=True):
             group = "static" if word == "open" or low <= 0 <= high else "large" if high < 0 else "small"
-            bar = [[mean - low], [high - mean]]
-            ax.errorbar(mean, y, xerr=bar, fmt="o", color=COLORS[group], markersize=4, capsize=3)
-            ax.text(1.02, y, word, color=TEXT[group], va="center", fontsize=9, transform=ax.get_yaxis_transform())
-        ax.set_yticks(range(len(lines))[::-1], [name for name, *_ in lines], fontsize=9)
-        ax.set(xlabel=unit, ylim=(-0.6, len(lines) - 0.4))
+            interval_bar(ax, y, (mean, low, high), color=COLORS[group], markersize=4, capsize=2)
+            for x, text, side in ((0.01, name, "left"), (0.99, word, "right")):
+                ax.text(x, y + 0.28, text, color=TEXT[group], ha=side, fontsize=8.5, transform=ax.get_yaxis_transform())
+        ax.grid(axis="y", visible=False)
+        ax.set(xlabel=unit, yticks=[], ylim=(-0.35, len(lines) - 0.2))
         figure.suptitle(title, fontsize=11)
     return figure
 
@@ -84,7 +84,7 @@ def static_or_cycle() -> Figure:
 def noise_harms() -> Figure:
     """Draw H1: what twice the noise does to quality at one cost."""
     lines = in_margins(_effects("H1"), ("graph of pages, GCN", "characters, LSTM"), "worse", "better")
-    unit = "effect of twice the noise, in margins (grey: within one margin, 0.1 points or 1.6 %)"
+    unit = "effect of twice the noise, in margins (0.1 points or 1.6 %; worse: below 0)"
     return intervals(lines, "At one cost, twice the noise makes a schedule worse", unit, band=1)
 
 
@@ -135,14 +135,15 @@ def show_range_tests() -> None:
 
 
 def show_costs(q_min: int, q_max: int, total_steps: int = 64_000) -> None:
-    """Print what static precisions and a schedule of every group cost by each of ``COSTS``; static q_max is 1."""
+    """Print what static precisions and a schedule of each group cost by each price but ACE; static q_max is 1."""
     arms: dict[str, Schedule] = {f"static {q}": StaticSchedule(q, total_steps) for q in range(q_min, q_max)}
     arms |= {
         name: make_schedule(name, q_min=q_min, q_max=q_max, total_steps=total_steps) for name in ("RR", "CR", "ER")
     }
-    costs = {arm: [s.relative_cost(q_max, q_max, cost=name) for name in COSTS] for arm, s in arms.items()}
+    prices = [name for name in COSTS if name != "ace"]
+    costs = {arm: [s.relative_cost(q_max, q_max, cost=name) for name in prices] for arm, s in arms.items()}
     lines = [(arm, *(f"{c:.3f}" for c in of)) for arm, of in sorted(costs.items(), key=lambda line: line[1])]
-    print(terminal(pd.DataFrame(lines, columns=["arm", *COSTS])))
+    print(terminal(pd.DataFrame(lines, columns=["arm", *prices])))
 
 
 def show_equal_cost() -> None:

@@ -69,7 +69,7 @@ def overlaps(there: Box, anchors: Sequence[Box]) -> Figure:
             ax.set_title(f"overlap {overlap(there, anchor):.2f}", fontsize=10)
         handles, labels = axes[0][0].get_legend_handles_labels()
         figure.legend(handles, labels, fontsize=SMALL, loc="outside lower center", ncols=3)
-        figure.suptitle("From an overlap of 0.5 on an anchor has to find the object", fontsize=10)
+        figure.suptitle("Anchors that overlap an object by 0.5 or more must find it", fontsize=10)
     return figure
 
 
@@ -94,7 +94,7 @@ def precision_recall(hits: Sequence[bool], objects: int) -> Figure:
             color=COLORS["static"],
             linewidth=1,
             markersize=5,
-            label="after 1, 2, ... of them",
+            label="after 1, 2, ... detections",
         )
         ax.fill_between(
             [0, *recalls], [best[0], *best], step="pre", color=COLORS["small"], alpha=0.25, label="average precision"

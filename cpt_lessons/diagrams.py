@@ -31,9 +31,9 @@ def slopes() -> Figure:
     with drawing(1, 2, alt, figsize=(8, 3.3)) as (figure, ((left, right),)):
         left.plot(x, x, color=RAMP, linewidth=1, label="the values themselves")
         left.plot(x, stairs(x), color=COLORS["small"], linewidth=1.6, label="rounded values")
-        for h, color, mark, width, name in ((wide, "large", "o--", 1.8, "wide"), (narrow, "static", "D-", 1, "narrow")):
+        for h, color, mark, width in ((wide, "large", "o--", 1.8), (narrow, "static", "D-", 1)):
             ends, look = np.array([here - h, here + h]), {"color": COLORS[color], "linewidth": width}
-            left.plot(ends, stairs(ends), mark, markersize=5, label=f"{name} difference, h = {h:g}", **look)
+            left.plot(ends, stairs(ends), mark, markersize=5, label=f"slope over x ± {h:g}", **look)
             right.plot(v, (stairs(v + h) - stairs(v - h)) / (2 * h), mark[1:], **look)
         right.axhline(1, color=RAMP, linewidth=1)
         figure.suptitle("A stair is flat; several stairs climb like a straight line", fontsize=11)

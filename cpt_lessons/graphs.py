@@ -31,7 +31,7 @@ def experiment(
     """
     where = (scale, dataset, model or None)
     given: dict[str, Any] = {"seeds": seeds or None, "preset": preset}
-    with warnings_as_text():
+    with warnings_as_text(scale):
         fp = designs.quality_cost(*where, task="graph", schedules=schedules, **given)
         demo, top = scale == "demo", fp[0].q_max
         few = [s for s in schedules if s == "CR"] if scale == "smoke" else schedules

@@ -44,7 +44,7 @@ def experiment(
     def runs(task: str, dataset: str, **design: object) -> list[RunSpec]:
         return designs.quality_cost(scale, dataset, task=task, preset=preset, seeds=seeds or None, **design)  # type: ignore[arg-type]
 
-    with warnings_as_text():
+    with warnings_as_text(scale):
         static = STATIC[scale]
         text = runs("language_model", dataset, schedules=asked(SCHEDULES[scale]), static=static)
         text += runs("language_model", dataset, schedules=[], static=[6], q_max=[6])

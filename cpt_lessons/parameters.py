@@ -167,6 +167,10 @@ def check_parameters(task: str = "image", /, **given: Any) -> Parameters:
         if found.task != own_task:
             raise ValueError(f"{dataset!r} is for another notebook: its task is {found.task!r}, not {own_task!r}")
         check_data(found)
+        if is_own(dataset):
+            from cpt_lab.training.session import read_whole  # here, as it imports torch
+
+            read_whole(found)
     if scale != "smoke":
         return Parameters(dict(given), store_path(scale, task))
     folder = tempfile.mkdtemp(prefix="cpt-smoke-")

@@ -62,6 +62,6 @@ def promise_and_machine(measured: MeasuredCost) -> Figure:
         for name, (values, hue, style) in of.items():
             ax.plot(list(values), list(values.values()), style, color=COLORS[hue], markersize=5, label=name)
         whole(ax.xaxis)
-        ax.set(ylim=0, xlabel="bits", ylabel=f"of a step at {base} bits", title=heading)
+        ax.set(ylim=0, xlabel="bits", ylabel=f"relative to {base} bits", title=heading)
         ax.legend()
     return figure

@@ -228,7 +228,7 @@ class Sensitivity:
             even = self.even(over)
             mean, low, high = self.estimates(over) / even
             x = np.arange(len(mean))
-            ax.axhline(1, color="#888888", linewidth=0.8, label="all work alike")
+            ax.axhline(1, color="#888888", linewidth=0.8, label="all alike")
             ax.errorbar(x, mean, [mean - low, high - mean], fmt="o", color="#222222", capsize=3, label="measured")
             if even.sum() > 0:
                 ax.plot(x, self.weights(over) / even, "D", color="#D55E00", markersize=4, label="used by allocate")

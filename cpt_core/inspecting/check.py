@@ -107,7 +107,7 @@ class Check:
             pass_, kind = "backward" if p.backward else "forward", "quantised" if p.quantized else "float32"
             lines.append(f"{name:<{width}}  {p.operation:<24} {pass_:<8}  {p.macs:>15,}  {kind}")
         macs = sum(p.macs for p in self.products if not p.backward)
-        lines.append(f"quantised: {self.quantized_share:.1%} of the {macs:,} MACs of a forward pass")
+        lines.append(f"quantised: {self.quantized_share:.1%} of the {macs:,} MACs of the products of a forward pass")
         for layer, reader in self.bypassed.items():
             lines.append(f"listed as quantised, but used in float32: {layer} (by {reader or 'the model'})")
         if self.unused:

@@ -1,12 +1,8 @@
-"""Costs beside BitOps: what the schedules cost by each, and which of them two costs rank differently.
-
-Beyond the paper.
-"""
+"""Costs beside BitOps: what the schedules cost by each.  Beyond the paper."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from itertools import combinations
 
 import pandas as pd
 
@@ -18,7 +14,6 @@ from cpt_core.schedules.schedule import Schedule
 from cpt_lab.analysis.pages import Section
 
 LEVELS = {"affine": (3, 8)}  # between which schedules run on a ladder of ``LADDERS``; from end to end of the others
-TIE = 1e-3  # relative: nearer than this, two arms cost the same; a budget is met as nearly
 
 
 def relative_costs(q_min: int = 3, q_max: int = 8, ladder: FormatLadder = AFFINE) -> pd.DataFrame:
@@ -40,24 +35,6 @@ def relative_costs(q_min: int = 3, q_max: int = 8, ladder: FormatLadder = AFFINE
     return pd.DataFrame.from_dict(found, orient="index", columns=list(COSTS))
 
 
-def ranked_differently(costs: pd.DataFrame) -> pd.DataFrame:
-    """Return the pairs of arms of which one is cheaper by one cost and dearer by another, from ``relative_costs``.
-
-    Returns:
-        Columns: cheaper and dearer, names of arms; by, the cost that says so; but_by, the one that has it the other
-        way round; gap and other_gap, how much dearer the second is by either, as a share (the latter is negative).
-    """
-    lines = []
-    for by, but_by in combinations(costs.columns, 2):
-        for a, b in combinations(costs.index, 2):
-            gap, other = (costs.at[b, name] / costs.at[a, name] - 1 for name in (by, but_by))
-            if min(abs(gap), abs(other)) > TIE and (gap > 0) != (other > 0):
-                first, second = (a, b) if gap > 0 else (b, a)
-                gaps = (costs.at[second, name] / costs.at[first, name] - 1 for name in (by, but_by))
-                lines.append((first, second, by, but_by, *gaps))
-    return pd.DataFrame(lines, columns=["cheaper", "dearer", "by", "but_by", "gap", "other_gap"])
-
-
 def table() -> pd.DataFrame:
     """Return ``relative_costs`` of the paper's arms on all ladders: by ladder, with its levels, and arm."""
     found = {}
@@ -68,7 +45,7 @@ def table() -> pd.DataFrame:
 
 
 def sections() -> Iterator[Section]:
-    """The costs of the paper's schedules, and the pairs that two of them rank differently."""
+    """The costs of the paper's schedules."""
     costs = table()
     formats = "; ".join(
         f"{name}: " + ", ".join(f"{q} {ladder[q]}" for q in ladder.levels)
@@ -82,13 +59,3 @@ def sections() -> Iterator[Section]:
         *(f"{cost.name} ({cost.unit}; {cost.source}): {cost.about}" for cost in COSTS.values()),
     )
     yield Section("Costs beside BitOps", notes, table=costs.map("{:.3f}".format).reset_index(), style="left")
-    by_ladder = costs.drop(columns="ace").groupby(level=0)  # ACE is BitOps times a number
-    pairs = {ladder: ranked_differently(part.droplevel(0)) for ladder, part in by_ladder}
-    none = [ladder for ladder, found in pairs.items() if found.empty]
-    shown = pd.concat(pairs, names=["ladder", None]).droplevel(1).reset_index()
-    for gap in ("gap", "other_gap"):
-        shown[gap] = shown[gap].map("{:+.1%}".format)
-    said = [f"Arms within {TIE:.1%} cost the same."]
-    said += [f"No pair on: {'; '.join(none)}."] if none else []
-    shown = shown.rename(columns={"but_by": "but by", "gap": "dearer by that", "other_gap": "by the other"})
-    yield Section("Costs beside BitOps: ranked differently", (" ".join(said),), table=shown, style="left folded")

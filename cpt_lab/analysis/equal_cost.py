@@ -6,17 +6,12 @@ import re
 from collections.abc import Iterator
 from dataclasses import replace
 
-import numpy as np
 import pandas as pd
-from matplotlib.axes import Axes
-from matplotlib.figure import Figure
 
 from cpt_lab.analysis.groups import equal_cost_groups, named
 from cpt_lab.analysis.metrics import intervals, metric_named, metric_of
 from cpt_lab.analysis.pages import Section
 from cpt_lab.analysis.statistics import interval, paired
-from cpt_lab.analysis.style import COLORS, drawing, interval_bar, title
-from cpt_lab.experiments.recipe import Metric
 
 WITHIN = 0.05  # how much dearer or cheaper than RR an arm may be to be compared with it
 
@@ -80,41 +75,6 @@ def summary(runs: pd.DataFrame) -> pd.DataFrame:
     )
 
 
-def equal_cost_figure(runs: pd.DataFrame) -> Figure:
-    """Draw what every way to spend the same BitOps gains or loses against RR: a dot per seed, mean and 95 % interval.
-
-    One panel per budget; right of the line is better. Runs as for ``equal_cost``.
-    """
-    name = metric_of(runs)
-    drawn, found = metric_named(name), equal_cost(runs)
-    counted = runs[runs[name].notna()]
-    bases = list(found.base.unique())
-    size = (7.5, 0.6 + 1.9 * len(bases))
-    with drawing(len(bases), figsize=size, sharex=True) as (figure, axes):
-        for ax, base in zip(axes[:, 0], bases, strict=True):
-            _gains(ax, found[(found.base == base) & (found.arm != base)].reset_index(drop=True), counted, drawn)
-            ax.set_title(f"at the cost of {base}", fontsize=9, loc="left")
-        what = f"{drawn.label.split(' (')[0]} {drawn.unit}".rstrip()
-        axes[-1, 0].set_xlabel(f"difference to RR at the same BitOps in {what}; right is better")
-        lost = int(counted["diverged"].sum())
-        figure.suptitle(title(counted) + (f"; {lost} runs diverged" if lost else ""), fontsize=10)
-    return figure
-
-
-def _gains(ax: Axes, arms: pd.DataFrame, runs: pd.DataFrame, metric: Metric) -> None:
-    """Draw the arms of one budget from the top down."""
-    for y, r in zip(range(len(arms))[::-1], arms.itertuples(), strict=True):
-        pairs = paired(runs[runs["arm"] == r.arm], runs[runs["arm"] == r.base], metric.name)
-        gains = metric.better * metric.factor * pairs
-        group = "static" if r.arm.startswith("static") else "large" if "RR" in r.arm else "small"
-        ax.plot(gains, np.full(len(gains), y), "o", color=COLORS[group], alpha=0.3, markersize=4)
-        ends = (metric.factor * x for x in (r.difference, r.low, r.high))
-        interval_bar(ax, y - 0.22, ends, fmt="D", color=COLORS[group], markersize=4, capsize=3)
-    ax.axvline(0, color="#888888", linewidth=0.8)
-    ax.set_yticks(range(len(arms))[::-1], arms.arm, fontsize=8)
-    ax.set_ylim(-0.6, len(arms) - 0.5)
-
-
 def sections(runs: pd.DataFrame) -> Iterator[Section]:
     """Yield what the same BitOps buy, for every recipe where that was tried."""
     for name, group in named(equal_cost_groups(runs)):
@@ -123,5 +83,4 @@ def sections(runs: pd.DataFrame) -> Iterator[Section]:
         except ValueError:  # RR itself is missing
             continue
         if (found.arm != found.base).any():
-            drawn, alt = equal_cost_figure(group), "differences to RR at the same cost"
-            yield Section(f"Equal cost: {name}", (), drawn, alt, summary(group))
+            yield Section(f"Equal cost: {name}", table=summary(group))

@@ -1,4 +1,4 @@
-"""Products on codes beside simulated ones: numbers, table, figure.  Beyond the paper.
+"""Products on codes beside simulated ones: numbers and tables.  Beyond the paper.
 
 Runs of one seed share weights, data and order. They differ in the last digits of a product, and from there on in all
 that follows, as two seeds of the rounding noise would.
@@ -8,16 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-import numpy as np
 import pandas as pd
-from matplotlib.axes import Axes
-from matplotlib.figure import Figure
 
 from cpt_lab.analysis.groups import experiment_name
 from cpt_lab.analysis.metrics import intervals, metric_named, metric_of
 from cpt_lab.analysis.pages import Section
 from cpt_lab.analysis.statistics import interval, paired
-from cpt_lab.analysis.style import COLORS, drawing, legend_below, title
 from cpt_lab.experiments.grids import find_grids
 from cpt_lab.experiments.recipe import LOSS
 
@@ -28,7 +24,6 @@ COMPARISONS = {
     "shared steps minus the paper's, simulated": (("simulated", True), ("simulated", False)),
 }
 WAYS = [(how, shared) for shared in (False, True) for how in ("simulated", "integer")]
-COLORED = dict(zip(COMPARISONS, (COLORS["small"], COLORS["medium"], COLORS["large"]), strict=True))
 
 
 def executions(runs: pd.DataFrame) -> list[pd.DataFrame]:
@@ -87,25 +82,6 @@ def summary(runs: pd.DataFrame) -> pd.DataFrame:
     return pd.concat(parts, ignore_index=True)
 
 
-def execution_figure(runs: pd.DataFrame) -> Figure:
-    """Draw the test loss while training, and what the comparisons change of it: mean and 95 % interval over seeds."""
-    with drawing(1, 2, figsize=(10, 3.8)) as (figure, axes):
-        losses, differences = axes[0]
-        for how, shared in WAYS:
-            steps, values = _curves(_side(runs, how, shared))
-            color, style = COLORS["large" if shared else "small"], "-" if how == "simulated" else "--"
-            losses.plot(steps, values.mean(0), style, color=color, label=_name(how, shared), linewidth=1.4)
-        losses.set(xlabel="training step", ylabel="test loss in nats")
-        losses.legend(fontsize=8)
-        for name, sides in COMPARISONS.items():
-            _difference(differences, name, *(_side(runs, *side) for side in sides))
-        differences.axhline(0, color="#888888", linewidth=0.8)
-        differences.set(xlabel="training step", ylabel="difference of the test loss")
-        legend_below(figure, differences)
-        figure.suptitle(title(runs), fontsize=10)
-    return figure
-
-
 def _name(how: str, shared: bool) -> str:
     return f"{how}, {'shared steps' if shared else 'steps of the paper'}"
 
@@ -132,48 +108,11 @@ def seconds_summary(runs: pd.DataFrame) -> pd.DataFrame:
     )
 
 
-def seconds_figure(runs: pd.DataFrame) -> Figure:
-    """Draw quality against the seconds that a run took, a dot per seed."""
-    metric = metric_named(metric_of(runs))
-    with drawing(figsize=(6.5, 3.8)) as (figure, axes):
-        ax = axes[0, 0]
-        for how, shared in WAYS:
-            part = _side(runs, how, shared)
-            part = part[part["status"] == "ok"]
-            shown = {"marker": "o" if how == "simulated" else "D", "color": COLORS["large" if shared else "small"]}
-            ax.plot(part["seconds"], metric.factor * part[metric.name], linestyle="", label=_name(how, shared), **shown)
-        ax.set(xlabel="seconds of a run", ylabel=metric.label, xlim=(0, None))
-        if metric.better < 0:
-            ax.invert_yaxis()
-        legend_below(figure, ax, columns=2)
-        figure.suptitle(title(runs), fontsize=10)
-    return figure
-
-
-def _curves(runs: pd.DataFrame) -> tuple[np.ndarray, np.ndarray]:
-    """Return steps (E,) and test losses (S, E) of the seeds that finished, ordered by seed."""
-    found = [
-        [(e["step"], e["test"]["loss"]) for e in evaluations]
-        for evaluations in runs[runs["status"] == "ok"].sort_values("seed")["evaluations"]
-    ]
-    curves = np.array(found).reshape(len(found), -1, 2)
-    return (curves[0, :, 0], curves[..., 1]) if found else (np.zeros(0), np.zeros((1, 0)))
-
-
-def _difference(ax: Axes, name: str, first: pd.DataFrame, second: pd.DataFrame) -> None:
-    """Draw the band of one comparison, on the seeds at which both sides finished."""
-    both = set(first.loc[first["status"] == "ok", "seed"]) & set(second.loc[second["status"] == "ok", "seed"])
-    (steps, a), (_, b) = (_curves(part[part["seed"].isin(both)]) for part in (first, second))
-    mean, low, high = np.array([interval(column) for column in (a - b).T]).reshape(-1, 3).T
-    ax.plot(steps, mean, color=COLORED[name], label=name, linewidth=1.4)
-    ax.fill_between(steps, low, high, color=COLORED[name], alpha=0.15, linewidth=0)
-
-
 def sections(runs: pd.DataFrame) -> Iterator[Section]:
     """Yield what computing on codes changes, for every model that was run in both ways."""
     for part in executions(runs):
-        alt = "test loss with simulated products and with products on codes"
-        yield Section(f"Products on codes: {experiment_name(part)}", (), execution_figure(part), alt, summary(part))
-        alt, note = "quality against the seconds of a run", "Several runs shared the machine: seconds are only near."
-        heading = f"Quality against seconds: {experiment_name(part)}"
-        yield Section(heading, (note,), seconds_figure(part), alt, seconds_summary(part))
+        name, note = experiment_name(part), "Several runs shared the machine: seconds are only near."
+        yield Section(f"Products on codes: {name}", table=summary(part), style="left")
+        yield Section(
+            f"Products on codes, in seconds: {name}", (note,), table=seconds_summary(part), style="left folded"
+        )

@@ -3,23 +3,19 @@
 from __future__ import annotations
 
 import re
-import textwrap
 from collections import Counter
 from collections.abc import Iterator, Mapping
 
 import numpy as np
 import pandas as pd
-from matplotlib.figure import Figure
 
 from cpt_lab.analysis.groups import at_q_max, named, quality_cost_groups, title_of
 from cpt_lab.analysis.metrics import counted, interval_text, metric_named, metric_of
 from cpt_lab.analysis.pages import Section
 from cpt_lab.analysis.statistics import ALPHA, spearman
-from cpt_lab.analysis.style import COLORS, drawing, interval_bar
 
 PREDICTORS = {"relative_cost": 1, "noise_exposure": -1, "share_at_q_min": -1}  # name -> expected sign
 NAMES = {"relative_cost": "cost", "noise_exposure": "noise exposure", "share_at_q_min": "share of steps at q_min"}
-SHADES = {"relative_cost": "large", "noise_exposure": "small", "share_at_q_min": "medium"}
 
 
 def rank_correlation(
@@ -159,32 +155,14 @@ def sentence(found: pd.DataFrame, metric: str) -> str:
     return f"Rank correlation with quality ({metric}), positive in the expected direction: {said} ({over}; {how})."
 
 
-def predictors_figure(found: Mapping[str, pd.DataFrame]) -> Figure:
-    """Draw ``predictors`` of several experiments, by name: strength with its 95 % interval."""
-    with drawing(figsize=(8, 1.2 + 0.62 * len(found))) as (figure, ((ax,),)):
-        for y, frame in zip(range(len(found))[::-1], found.values(), strict=True):
-            for i, r in enumerate(frame.itertuples()):
-                look = {"color": COLORS[SHADES[r.predictor]], "label": NAMES[r.predictor] if y == 0 else None}
-                interval_bar(ax, y - 0.2 * (i - 1), (r.strength, r.low, r.high), capsize=2, markersize=5, **look)
-        ax.axvline(0, color="#888888", linewidth=0.8)
-        labels = [textwrap.fill(name, 42) for name in found]
-        ax.set_yticks(range(len(found))[::-1], labels, fontsize=8, parse_math=False)
-        ax.set_ylim(-0.6, len(found) - 0.4)
-        ax.set_xlim(-1.05, 1.05)
-        ax.set_xlabel("rank correlation with quality, positive in the expected direction")
-        ax.legend(fontsize=8, loc="lower center", bbox_to_anchor=(0.4, 1.0), ncols=3)
-    return figure
-
-
 def sections(runs: pd.DataFrame) -> Iterator[Section]:
     """Yield what predicts the quality of a schedule, over all experiments that are large enough."""
     found = predictors_by_title(runs)
     if found:
-        alt = "rank correlations of three predictors with quality"
         note = (
             "Positive in the expected direction: quality rises with cost, falls with noise and with time at q_min. "
             "Every line stands for itself; the claims above test all of them together. In the paper's suite cost has "
             "three levels and little between them, so that these ten schedules can hardly tell cost from noise."
         )
         name = "What predicts the quality of a schedule?"
-        yield Section(name, (note,), predictors_figure(found), alt, summary(found), "left")
+        yield Section(name, (note,), table=summary(found), style="left")

@@ -122,7 +122,7 @@ def jensen_figure(q_min: int = 3, q_max: int = 8, total_steps: int = 64_000) -> 
         ax = axes[0, 0]
         costs, noises = zip(*static, strict=True)
         joined = np.interp(between, costs, noises)
-        ax.plot(between, joined, color=COLORS["static"], linewidth=1, label="static, or two interleaved")
+        ax.plot(between, joined, color=COLORS["static"], linewidth=1, label="static, or a mix of two neighbours")
         ax.plot(costs, noises, "o", color=COLORS["static"], markersize=5)
         labels = {entry.savings: f"schedules, {entry.savings} savings" for entry in SUITE.values()}
         for name, entry in SUITE.items():

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import itertools
 import math
-from collections.abc import Callable, Iterator, Sized
+from collections.abc import Callable, Iterable, Iterator, Sized
 from contextlib import contextmanager
 from enum import IntEnum
 from typing import Any, TypeVar
@@ -15,12 +15,14 @@ import torch
 from threadpoolctl import threadpool_limits
 from torch import Tensor
 
-from cpt_lab.data.files import fingerprint
+from cpt_lab.data.files import DataNotFoundError, fingerprint
 from cpt_lab.experiments.recipe import Recipe, is_own
 from cpt_lab.paths import data_dir, work_dir
 
 MOST_CLASSES = 10_000  # where there are not as many samples
+MOST_NAMED = 10  # defects in one message
 R = TypeVar("R", bound=Recipe)
+S = TypeVar("S")
 T = TypeVar("T")
 
 
@@ -94,6 +96,23 @@ def load_once(load: Callable[[R], T], recipe: R, *fields: str) -> T:
         _last.pop(load, None)  # there may not be memory for both
         _last[load] = key, load(recipe)
     return _last[load][1]
+
+
+def each(read: Callable[[S], T], items: Iterable[S]) -> list[T]:
+    """Return ``read(item)`` of all items; ValueError has a line for every one that cannot be read, ten at most."""
+    found: list[T] = []
+    wrong: dict[str, Exception] = {}
+    for item in items:
+        try:
+            found.append(read(item))
+        except (ValueError, DataNotFoundError) as error:
+            wrong[str(error)] = error
+    if len(wrong) == 1:
+        raise next(iter(wrong.values()))
+    if wrong:
+        more = [f"and {len(wrong) - MOST_NAMED} more"] * (len(wrong) > MOST_NAMED)
+        raise ValueError("\n".join([f"{len(wrong)} files are wrong:", *list(wrong)[:MOST_NAMED], *more]))
+    return found
 
 
 def whole_numbers(what: str, values: Any, missing: int | None = None) -> np.ndarray:

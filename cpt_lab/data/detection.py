@@ -1,6 +1,9 @@
 """Pictures with boxes: scenes of embedded digits, Pascal VOC, and your own in VOC's layout.
 
-Your own pictures, as ``dataset``, a folder (or one with ``VOCdevkit/VOC2007/`` or the like inside) that holds
+Your own pictures, as ``dataset``: a folder in COCO's layout, ``annotations/instances_train*.json`` with pictures in
+``train*/`` or ``images/``, or ``train/_annotations.coco.json`` beside them, and the same of ``test`` or ``val``; or one
+in VOC's (maybe with
+``VOCdevkit/VOC2007/`` or the like inside), that holds
 
 - ``JPEGImages/<id>.jpg``; greyscale ones are read as colour;
 - ``Annotations/<id>.xml``: ``size`` and one ``object`` per box, with ``name`` and ``bndbox``; an object's own ``part``
@@ -10,7 +13,7 @@ Your own pictures, as ``dataset``, a folder (or one with ``VOCdevkit/VOC2007/`` 
 Rules: the classes are the names in the training annotations. Pixels are counted from 1 and both corners belong to the
 box, as in VOC. A box that sticks out of its image, a box without area and an unknown class are errors. Objects marked
 ``difficult`` are not trained on and count neither for nor against a detection. An image without objects is kept: it is
-all background.
+all background. Of COCO the boxes are turned into this form; what is a crowd there is difficult here.
 
 Shapes: n boxes of an image.
 """
@@ -18,6 +21,8 @@ Shapes: n boxes of an image.
 from __future__ import annotations
 
 import hashlib
+import itertools
+import json
 import math
 from collections import Counter
 from collections.abc import Sequence
@@ -27,12 +32,11 @@ from xml.etree import ElementTree
 import numpy as np
 import torch
 import torchvision
-from PIL import Image
 from torch import Tensor
 
-from cpt_lab.data.common import generator_of, split_sizes, titled
+from cpt_lab.data.common import each, generator_of, split_sizes, titled
 from cpt_lab.data.files import DataNotFoundError, own_path, reading
-from cpt_lab.data.image_readers import rgb
+from cpt_lab.data.image_readers import picture_size
 from cpt_lab.data.pictures import DIGITS, SCENES, Annotated, DetectionData, annotated_picture, scenes
 from cpt_lab.experiments.detection import EXPERIMENT, DetectionRecipe
 from cpt_lab.experiments.recipe import is_own
@@ -43,7 +47,6 @@ VOC_CLASSES = tuple(
     "sofa train tvmonitor".split()
 )
 
-END_OF_JPEG = b"\xff\xd9"
 LONGEST = 200  # characters of an id: file systems take 255 for a name
 
 # name -> year and the splits to train and to test on
@@ -66,21 +69,26 @@ def load_detection(recipe: DetectionRecipe) -> DetectionData:
         test = scenes("test", r.test_images or SCENES, r.size)
         title = f"synthetic scenes of scikit-learn digits, {r.size} x {r.size}"
         return DetectionData(title, DIGITS, train, valid, test, _checksum(train + valid + test))
-    files, classes, title = _voc(r.dataset)
+    files, classes, title = _files(r.dataset)
     order = np.random.default_rng(0).permutation(len(files[0]))
     used, count = split_sizes(r, len(order))
     held, rest = order[:count], order[count:][:used]
     chosen = ([files[0][i] for i in sorted(rest)], [files[0][i] for i in sorted(held)], files[1][: r.test_images])
-    train, valid, test = (tuple(annotated(image, xml, classes) for image, xml in part) for part in chosen)
+    read = iter(each(lambda file: annotated(file[0], file[1], classes), [file for part in chosen for file in part]))
+    train, valid, test = (tuple(itertools.islice(read, len(part))) for part in chosen)
     for name, part in (("training", train), ("validation", valid), ("test", test)):
         if part and all(a.difficult.all() for a in part):
             raise ValueError(f"{r.dataset}: there is no object that counts on any of {len(part)} {name} pictures")
     return DetectionData(titled(title, r, train, valid), classes, train, valid, test, _checksum(train + valid + test))
 
 
-def _voc(dataset: str) -> tuple[list[list[tuple[Path, Path]]], tuple[str, ...], str]:
+File = tuple[Path, Path | ElementTree.Element]  # a picture, and its annotation in VOC's form
+
+
+def _files(dataset: str) -> tuple[list[list[File]], tuple[str, ...], str]:
     """Return pictures and annotations to train and to test on, the classes, and a title."""
     EXPERIMENT.check_dataset(dataset)
+    files: list[list[File]]
     if dataset in VOC:
         year, first, second = VOC[dataset]
         try:
@@ -91,14 +99,18 @@ def _voc(dataset: str) -> tuple[list[list[tuple[Path, Path]]], tuple[str, ...], 
             ) from error
         files = [list(zip(map(Path, f.images), map(Path, f.annotations), strict=True)) for f in found]
         return files, VOC_CLASSES, EXPERIMENT.named[dataset].title
-    folder = voc_folder(own_path(dataset))
-    files = [_listed(folder, "train"), _listed(folder, "test" if _list(folder, "test").is_file() else "val")]
+    folder = own_path(dataset)
+    if _coco_file(folder, "train"):
+        files = [_of_coco(folder, "train"), _of_coco(folder, "test" if _coco_file(folder, "test") else "val")]
+    else:
+        folder = voc_folder(folder)
+        files = [_listed(folder, "train"), _listed(folder, "test" if _list(folder, "test").is_file() else "val")]
     objects = (obj for _, xml in files[0] for obj in _root(xml).findall("object"))
     classes = tuple(sorted({obj.findtext("name", "").strip() for obj in objects}))
     if not classes:
         raise ValueError(f"{folder}: there is no object in any training annotation")
     title = f"own pictures ({own_path(dataset).name})"
-    if both := len(set(files[0]) & set(files[1])):
+    if both := len({image for image, _ in files[0]} & {image for image, _ in files[1]}):
         own = "its own training pictures"
         title += f", tested on {own}" if both == len(files[1]) else f", tested on {both} of {own} and others"
     return files, classes, title
@@ -146,7 +158,7 @@ def _list(folder: Path, part: str) -> Path:
     return folder / "ImageSets" / "Main" / f"{part}.txt"
 
 
-def _listed(folder: Path, part: str) -> list[tuple[Path, Path]]:
+def _listed(folder: Path, part: str) -> list[File]:
     """Return picture and annotation of every id in a list; the id is the first word of a line."""
     path = _list(folder, part)
     if not path.is_file():
@@ -163,26 +175,64 @@ def _listed(folder: Path, part: str) -> list[tuple[Path, Path]]:
     return [(folder / "JPEGImages" / f"{i}.jpg", folder / "Annotations" / f"{i}.xml") for i in ids]
 
 
-def _root(xml: Path) -> ElementTree.Element:
+def _coco_file(folder: Path, part: str) -> Path | None:
+    places = (f"annotations/instances_{part}*.json", f"{part}*/_annotations.coco.json")
+    return next((path for place in places for path in sorted(folder.glob(place))), None)
+
+
+def _of_coco(folder: Path, part: str) -> list[File]:
+    """Return pictures and annotations of a split in COCO's form; a box there is left, top, width and height, from 0."""
+    path = _coco_file(folder, part)
+    if path is None:
+        raise DataNotFoundError(f"{folder} has COCO's annotations to train on, and none of val or test")
+    split = path.stem.removeprefix("instances_")
+    places = (path.parent, folder / split, folder / "images", folder / "images" / split)
+    files: list[File] = []
+    roots = {}
+    with reading(path):
+        told = json.loads(path.read_text(encoding="utf-8"))
+        names = {category["id"]: category["name"] for category in told["categories"]}
+        for picture in told["images"]:
+            root = roots[picture["id"]] = ElementTree.Element("annotation")
+            _add(root, "size", height=picture["height"], width=picture["width"])
+            found = [place / picture["file_name"] for place in places]
+            files.append((next(filter(Path.is_file, found), found[0]), root))
+        for a in told["annotations"]:
+            thing = _add(roots[a["image_id"]], "object", name=names[a["category_id"]], difficult=a.get("iscrowd", 0))
+            x, y, w, h = (float(number) for number in a["bbox"])
+            _add(thing, "bndbox", xmin=x + 1, ymin=y + 1, xmax=round(x + w, 3), ymax=round(y + h, 3))
+    return files
+
+
+def _add(to: ElementTree.Element, tag: str, **fields: object) -> ElementTree.Element:
+    added = ElementTree.SubElement(to, tag)
+    for name, value in fields.items():
+        ElementTree.SubElement(added, name).text = str(value)
+    return added
+
+
+def _root(xml: Path | ElementTree.Element) -> ElementTree.Element:
+    if isinstance(xml, ElementTree.Element):
+        return xml
     with reading(xml):
         return ElementTree.parse(xml).getroot()
 
 
-def annotated(image: Path, xml: Path, classes: Sequence[str]) -> Annotated:
+def annotated(image: Path, xml: Path | ElementTree.Element, classes: Sequence[str]) -> Annotated:
     """Read and check one annotation, and that its picture is there, whole and of the size it says.
 
     Raises:
         DataNotFoundError: when a file is missing.
         ValueError: naming the file and what is wrong with it.
     """
-    height, width = _check_picture(image)
-    root = _root(xml)
-    said = tuple(_number(root, f"size/{side}", xml) for side in ("height", "width"))
+    height, width = picture_size(image)
+    root, file = _root(xml), xml if isinstance(xml, Path) else f"the annotation of {image}"
+    said = tuple(_number(root, f"size/{side}", file) for side in ("height", "width"))
     if said != (height, width):
-        raise ValueError(f"{xml} says {said[1]:g} x {said[0]:g} pixels, {image.name} has {width} x {height}")
+        raise ValueError(f"{file} says {said[1]:g} x {said[0]:g} pixels, {image.name} has {width} x {height}")
     boxes, labels, difficult = [], [], []
     for number, obj in enumerate(root.findall("object"), start=1):
-        what = f"{xml}, object {number}"
+        what = f"{file}, object {number}"
         name = obj.findtext("name", "").strip()
         if name not in classes:
             raise ValueError(f"{what}: unknown class {name!r}; the classes are {', '.join(classes)}")
@@ -207,18 +257,6 @@ def _number(element: ElementTree.Element, path: str, what: object) -> float:
     if not math.isfinite(value):
         raise ValueError(f"{what}: {path} must be a number, got {text!r}")
     return value
-
-
-def _check_picture(path: Path) -> tuple[int, int]:
-    """Return height and width; a file that breaks off is found here, before any training."""
-    if not path.is_file():
-        raise DataNotFoundError(f"there is no picture {path}")
-    with reading(path), Image.open(path) as image:
-        with path.open("rb") as file:
-            file.seek(max(0, path.stat().st_size - 64))
-            if image.format != "JPEG" or END_OF_JPEG not in file.read():  # an unusual end: look at all of it
-                rgb(image)
-        return image.height, image.width
 
 
 WEIGHTS = "resnet18-f37072fd.pth"  # torchvision's ResNet18_Weights.IMAGENET1K_V1

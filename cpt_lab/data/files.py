@@ -113,14 +113,29 @@ def task_of_data(dataset: str) -> str:
     found = next((task for task in EXPERIMENTS if _laid_out(path, task)), None)
     if found is None:
         needs = "; ".join(f"{task}: {e.needs}" for task, e in EXPERIMENTS.items())
-        raise ValueError(f"{path} is not laid out as any task needs it; {_seen(path)}. {needs} (see data/cards)")
+        said = _seen(path) if _way_out(path) else f"{_seen(path)}. {needs} (see data/cards)"
+        raise ValueError(f"{path} is not laid out as any task needs it; {said}")
     return found
 
 
+# what else people have, and what to do with it
+WAYS_OUT = {
+    "*.[jJ][pP]*[gG]|*.[pP][nN][gG]": "give the pictures of every class a folder of their own",
+    "labels/*.txt|*/labels/*.txt|labels/*/*.txt": "export boxes of YOLO's form in COCO's or VOC's",
+    "*.pt|*/*.pt": "save a graph of PyTorch Geometric with numpy.savez('my-graph.npz', x=..., y=..., edge_index=...)",
+    "*.arrow|*/*.arrow": "save pictures of Hugging Face's datasets in a folder for every class, pairs with to_parquet",
+}
+
+
 def _seen(path: Path) -> str:
-    """Say what is there instead."""
+    """Say what is there instead, and a way out where it is known."""
     names = sorted(p.name + "/" * p.is_dir() for p in path.iterdir()) if path.is_dir() else [path.name]
-    return f"found {', '.join(names[:4]) or 'nothing'}{', ...' if len(names) > 4 else ''}"
+    found = f"found {', '.join(names[:4]) or 'nothing'}{', ...' if len(names) > 4 else ''}"
+    return "; ".join(filter(None, (found, _way_out(path))))
+
+
+def _way_out(path: Path) -> str:
+    return next((way for word, way in WAYS_OUT.items() if _has(path, word)), "")
 
 
 def _laid_out(path: Path, task: str) -> bool:
@@ -128,10 +143,12 @@ def _laid_out(path: Path, task: str) -> bool:
 
 
 def _has(path: Path, word: str) -> bool:
-    """Whether a folder, or an archive, holds something that fits one of the patterns of a word."""
+    """Whether a folder, an archive or the name of a file has what fits one of the patterns of a word; "!" turns it."""
+    if word.startswith("!"):
+        return not _has(path, word[1:])
     if path.is_dir():
         return any(next(path.glob(pattern), None) for pattern in word.split("|"))
     if path.suffix != ".npz":
-        return False
+        return any(fnmatchcase(path.name, pattern) for pattern in word.split("|"))
     with reading(path), zipfile.ZipFile(path) as archive:
         return any(fnmatchcase(name, pattern) for name in archive.namelist() for pattern in word.split("|"))

@@ -54,8 +54,8 @@ def read_digits() -> RawGraph:
 
 NAMES = {
     "edges": ("edge_index", "edges"),
-    "features": ("features", "node_features"),
-    "labels": ("labels", "node_labels"),
+    "features": ("features", "node_features", "x"),
+    "labels": ("labels", "node_labels", "y"),
     "train": ("train_idx", "train_masks", "train_mask"),
     "valid": ("valid_idx", "val_masks", "val_mask"),
     "test": ("test_idx", "test_masks", "test_mask"),
@@ -75,7 +75,7 @@ def read_archive(path: Path) -> RawGraph:
                 found[what] = arrays[key]
             elif what == "features" and {"feat_indptr", "feat_indices", "feat_shape"} <= arrays.keys():
                 found[what] = _dense(path, *(arrays[f"feat_{part}"] for part in ("indptr", "indices", "shape")))
-            else:
+            elif what not in SPLITS:
                 raise ValueError(f"{path}: needs one of {', '.join(names)}; it has {', '.join(arrays)}")
         labels = whole_numbers(f"{path}: labels", found["labels"], missing=-1)
     edges, pyg = found["edges"], "edge_index" in arrays
@@ -83,8 +83,15 @@ def read_archive(path: Path) -> RawGraph:
         raise ValueError(f"{path}: edges must be whole numbers (2, E) or (E, 2), got {edges.dtype} {edges.shape}")
     # of two edges, which could be read either way, an edge_index has the sources first, and edges has edges
     source, destination = edges if edges.shape[0] == 2 and (pyg or edges.shape[1] != 2) else edges.T
+    title, there = f"own graph ({path.stem})", [part for part in SPLITS if part in found]
+    if not there:
+        order = np.random.default_rng(0).permutation(np.flatnonzero(labels >= 0))
+        found |= zip(SPLITS, np.split(order, [len(order) * 6 // 10, len(order) * 8 // 10]), strict=True)
+        title += ", nodes drawn 6 : 2 : 2"
+    elif len(there) < len(SPLITS):
+        raise ValueError(f"{path}: has nodes for {' and '.join(there)}; it needs {', '.join(SPLITS)}, or none of them")
     return RawGraph(
-        title=f"own graph ({path.stem})",
+        title=title,
         edges=(source, destination),
         features=found["features"],
         labels=labels,

@@ -5,8 +5,10 @@ Pictures of any kind are read as eight-bit red, green and blue.
 
 from __future__ import annotations
 
+import copy
 import io
 import itertools
+from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,7 +18,7 @@ import torch
 from torch import Tensor
 
 from cpt_core.checks import library
-from cpt_lab.data.common import whole_numbers
+from cpt_lab.data.common import each, whole_numbers
 from cpt_lab.data.files import DataNotFoundError, own_path, reading
 
 
@@ -42,6 +44,21 @@ def rgb(image: Any) -> Any:
     return image.convert("RGB")
 
 
+END_OF_JPEG = b"\xff\xd9"
+
+
+def picture_size(path: Path) -> tuple[int, int]:
+    """Return height and width; ValueError for a file that breaks off: it is noticed here, before any training."""
+    if not path.is_file():
+        raise DataNotFoundError(f"there is no picture {path}")
+    with reading(path), library("PIL.Image", "vision").open(path) as image:
+        with path.open("rb") as file:
+            file.seek(max(0, path.stat().st_size - 64))
+            if image.format != "JPEG" or END_OF_JPEG not in file.read():  # an unusual end: look at all of it
+                rgb(image)
+        return image.height, image.width
+
+
 @dataclass(frozen=True)
 class ArrayImages:
     """Images in memory: uint8 (N, C, H, W) and labels int64 (N,)."""
@@ -65,14 +82,15 @@ def read_own(dataset: str, size: int) -> tuple[ArrayImages, ArrayImages, str]:
         DataNotFoundError, ValueError: naming the file or folder, and what is wrong with it.
     """
     given = [own_path(part) for part in dataset.split(",")]
-    folder, name = given[0], given[0].name if len(given) == 1 else given[0].stem
-    if len(given) == 1 and (folder / "train").is_dir():
-        train, test = (_in_memory(files, size) for files in image_folders(folder))
+    folder, title = given[0], f"own images ({given[0].name if len(given) == 1 else given[0].stem})"
+    if len(given) == 1 and folder.is_dir() and ((folder / "train").is_dir() or not any(folder.glob("*.npz"))):
+        *files, title = image_folders(folder)
+        train, test = (_in_memory(part, size) for part in files)
     else:
         train, test = _two_archives(dataset, given if len(given) > 1 else _archives_of(folder))
     if torch.equal(train.images, test.images):
         raise ValueError(f"{dataset}: the {len(test)} test images are the training images; a test needs others")
-    return train, test, f"own images ({name})"
+    return train, test, title
 
 
 def _two_archives(dataset: str, paths: list[Path]) -> tuple[ArrayImages, ArrayImages]:
@@ -135,26 +153,51 @@ def _unpacked(path: Path, raw: np.ndarray, offsets: np.ndarray) -> np.ndarray:
     return np.stack([np.asarray(rgb(read(io.BytesIO(raw[a:b].tobytes())))) for a, b in itertools.pairwise(ends)])
 
 
-def image_folders(folder: Path) -> tuple[Any, Any]:
-    """Return torchvision's lists of the files in ``train/`` and ``val/``, both numbered by the classes of ``train/``.
+def image_folders(folder: Path) -> tuple[Any, Any, str]:
+    """Return torchvision's lists of files to train and to test on, numbered by the classes of the first, and a title.
 
-    Without ``val/``, ``test/`` is taken. A class may be missing from it; one that ``train/`` does not have is an error.
+    They are those of ``train/`` and ``val/`` (or ``test/``); a class may be missing from the second, but not from the
+    first. Where there is one of them alone, or class folders alone, every fifth picture of a class is tested on, in an
+    order drawn once and for all, and the title says so.
     """
-    held = "val" if (folder / "val").is_dir() else "test"
-    for part in ("train", held):
-        if not (folder / part).is_dir():
-            raise DataNotFoundError(f"{folder} has no {part}/ of images; it needs train/<class>/ and val/<class>/")
+    first = folder / "train" if (folder / "train").is_dir() else folder
+    held = next((folder / part for part in ("val", "test") if (folder / part).is_dir()), None)
+    if first == folder and held:
+        raise DataNotFoundError(f"{folder} has {held.name}/ and no train/; it needs train/<class>/")
     kind = library("torchvision.datasets", "vision").ImageFolder
-    train, test = (kind(str(folder / part), loader=open_rgb) for part in ("train", held))
+    title = f"own images ({folder.name})"
+    train = kind(str(first), loader=open_rgb)
+    if held is None:
+        return *_drawn(train), f"{title}, a fifth drawn to test on"
+    test = kind(str(held), loader=open_rgb)
     if unknown := sorted(set(test.classes) - set(train.classes)):
         names = ", ".join(train.classes[:20]) + (", ..." if len(train.classes) > 20 else "")
-        raise ValueError(f"{folder / held}: class {unknown[0]!r} is unknown; those of train/ are {names}")
+        raise ValueError(f"{held}: class {unknown[0]!r} is unknown; those of train/ are {names}")
     test.target_transform = [train.class_to_idx[name] for name in test.classes].__getitem__
-    return train, test
+    return train, test, title
+
+
+def _drawn(files: Any) -> tuple[Any, Any]:
+    """Return two lists of the files of one, to train and to test on."""
+    seen: Counter[int] = Counter()
+    parts: tuple[list[int], list[int]] = ([], [])
+    for i in np.random.default_rng(0).permutation(len(files.targets)):
+        seen[files.targets[i]] += 1
+        parts[seen[files.targets[i]] % 5 == 0].append(i)
+    if not parts[1]:
+        raise ValueError(
+            f"{files.root}: no class has the five pictures of which one is tested on; give train/ and val/"
+        )
+    lists = []
+    for part in parts:
+        lists.append(copy.copy(files))
+        lists[-1].samples = [files.samples[i] for i in sorted(part)]
+        lists[-1].targets = [label for _, label in lists[-1].samples]
+    return lists[0], lists[1]
 
 
 def _in_memory(files: Any, size: int) -> ArrayImages:
     v2 = library("torchvision.transforms.v2", "vision")
     files.transform = v2.Compose([v2.Resize(size), v2.CenterCrop(size), v2.PILToTensor()])
-    images, labels = zip(*(files[i] for i in range(len(files))), strict=True)
+    images, labels = zip(*each(files.__getitem__, range(len(files))), strict=True)
     return ArrayImages(torch.stack(images), torch.tensor(labels))

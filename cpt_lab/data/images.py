@@ -6,7 +6,8 @@ Small images live in memory as one uint8 tensor and are augmented there, a batch
 
 Your own images, as ``dataset``:
 
-- a folder with ``train/<class>/*.jpg`` and ``val/<class>/*.jpg`` (torchvision's ImageFolder layout);
+- a folder with ``train/<class>/*.jpg`` and ``val/<class>/*.jpg`` (torchvision's ImageFolder layout), or with class
+  folders alone: then every fifth picture is tested on;
 - ``"train.npz,test.npz"``, or a folder with exactly one ``*train*.npz`` and one ``*test*.npz`` or ``*val*.npz``; each
   archive has ``labels`` (n,) and either ``data`` uint8 (n, H, W) or (n, H, W, C), or ``jpeg`` (all files, one after
   the other, uint8) with ``offsets`` (n + 1,).
@@ -31,9 +32,9 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from cpt_core.checks import library
-from cpt_lab.data.common import class_count, generator_of, split_sizes, titled
+from cpt_lab.data.common import class_count, each, generator_of, split_sizes, titled
 from cpt_lab.data.files import DataNotFoundError, own_path
-from cpt_lab.data.image_readers import ArrayImages, image_folders, read_own
+from cpt_lab.data.image_readers import ArrayImages, image_folders, picture_size, read_own
 from cpt_lab.experiments.image import EXPERIMENT, ImageRecipe
 from cpt_lab.experiments.recipe import is_own
 from cpt_lab.paths import command, data_dir
@@ -210,8 +211,8 @@ def _load_files(recipe: ImageRecipe) -> tuple[Any, Any, str, tuple[float, ...], 
             ) from error
         title = EXPERIMENT.named[recipe.dataset].title
     else:
-        folder = own_path(recipe.dataset)
-        parts, title = [*image_folders(folder)], f"own images ({folder.name})"
+        *parts, title = image_folders(own_path(recipe.dataset))
+        each(lambda sample: picture_size(Path(sample[0])), parts[0].samples + parts[1].samples)
     return (*parts, title, IMAGENET_MEAN, IMAGENET_STD)
 
 

@@ -1,13 +1,14 @@
 """Text for language models: Penn Treebank, Python's own reference text, and plain-text corpora of your own.
 
 A corpus is three files of one sentence per line, words separated by blanks, such as ``ptb.train.txt``,
-``ptb.valid.txt``, ``ptb.test.txt``. Every line ends in the word ``<eos>``; lines without words are skipped; words that
-the training text does not have become ``<unk>``.
+``ptb.valid.txt``, ``ptb.test.txt``; or one file, whose first eight tenths of lines are trained on. Every line ends in
+the word ``<eos>``; lines without words are skipped; words that the training text does not have become ``<unk>``.
 """
 
 from __future__ import annotations
 
 import hashlib
+import itertools
 import math
 from collections import Counter
 from dataclasses import dataclass
@@ -74,8 +75,7 @@ def load_text(recipe: LanguageModelRecipe) -> TextData:
         if counts != PTB_WORDS:
             raise ValueError(f"{data_dir() / 'ptb'} is not the official Penn Treebank: {counts} words, not {PTB_WORDS}")
     else:
-        folder = own_path(recipe.dataset)
-        texts, title = {split: _read(_file_of(folder, split)) for split in SPLITS}, folder.name
+        texts, title = _own(own_path(recipe.dataset))
     whole = {split: list(text) if recipe.unit == "characters" else _words(text) for split, text in texts.items()}
     parts = {split: whole[split][: getattr(recipe, f"{split}_tokens")] for split in SPLITS}
     if len(parts["train"]) < 2 * recipe.batch:
@@ -107,10 +107,24 @@ def _title(name: str, recipe: LanguageModelRecipe, there: int, words: int) -> st
     return f"{part}{name}{known}"
 
 
+def _own(path: Path) -> tuple[dict[str, str], str]:
+    """Return the three texts of a folder, or the parts of the one text that is there, and what they are called."""
+    files = [path] if path.is_file() else sorted(path.glob("*.txt"))
+    if len(files) != 1:
+        return {split: _read(_file_of(path, split)) for split in SPLITS}, path.name
+    lines = [line for line in _read(files[0]).splitlines(keepends=True) if line.strip()]
+    if len(lines) < 10:
+        raise ValueError(f"{files[0]} has {len(lines)} lines with words; one text is cut in three, and needs ten")
+    ends = [0, len(lines) * 8 // 10, len(lines) * 9 // 10, len(lines)]
+    parts = ("".join(lines[a:b]) for a, b in itertools.pairwise(ends))
+    return dict(zip(SPLITS, parts, strict=True)), f"{files[0].stem}, cut 8 : 1 : 1"
+
+
 def _file_of(folder: Path, split: str) -> Path:
     if not folder.is_dir():
         raise DataNotFoundError(f"there is no folder {folder}")
-    found = sorted(folder.glob(f"*{split}.txt"))
+    ends = ("valid", "val") if split == "valid" else (split,)
+    found = sorted(path for end in ends for path in folder.glob(f"*{end}.txt"))
     if not found:
         raise DataNotFoundError(
             f"{folder} has no file that ends in {split}.txt; a text needs one for {', '.join(SPLITS)}"

@@ -121,7 +121,7 @@ DEFICITS_DIGITS_SMOKE = Deficits(
 
 EXPERIMENT = Experiment(
     recipe=GraphRecipe, task="cpt_lab.tasks.graph:GraphTask", metrics=(ACCURACY,), artefact="figure_6",
-    own="own-graph", card="own-graphs.md", needs="an .npz with edge_index, or OGB's raw/edge.csv.gz",
+    own="own-graph", card="own-graphs.md", needs="an .npz with x, y and edge_index, or OGB's raw/edge.csv.gz",
     layouts=("edge_index.npy|edges.npy", "raw/edge.csv.gz", "ind.*.graph|raw/ind.*.graph"),
     extra="graph", download="cpt_lab.data.ogb:download",
     datasets=(

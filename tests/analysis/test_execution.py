@@ -69,7 +69,7 @@ def test_differences_are_paired_by_seed():
     assert said["difference [95 %]"].tolist()[::3] == ["+1.0 [+1.0, +1.0]", "-0.020 [-0.020, -0.020]"]
 
 
-def test_a_run_that_diverged_counts_and_has_no_curve():
+def test_a_run_that_diverged_counts():
     ended = {"status": "diverged", "metrics": [], "evaluations": []}
     lost = [r["spec"]["seed"] == 2 and "execution" in r["spec"]["recipe"] for r in rows()]
     made = [{**r, **ended} if gone else r for r, gone in zip(rows(), lost, strict=True)]
@@ -77,16 +77,6 @@ def test_a_run_that_diverged_counts_and_has_no_curve():
     assert found["diverged"].tolist() == [1, 1, 0]
     assert found["pairs"].tolist() == [6, 6, 6]
     assert found["difference"].tolist() == pytest.approx([0.01 * 5 / 6 - 0.7 / 6, -0.1, -0.1], abs=0.005)
-    drawn = execution.execution_figure(of(made)).axes[1]
-    assert drawn.lines[0].get_ydata() == pytest.approx([-0.02, -0.02])
-
-
-def test_the_figure_shows_the_four_losses_and_the_three_differences():
-    losses, differences = execution.execution_figure(of(rows())).axes
-    values = np.mean([r["evaluations"][1]["test"]["loss"] for r in rows() if r["spec"]["recipe"].get("shared_steps")])
-    assert [line.get_linestyle() for line in losses.lines] == ["-", "--", "-", "--"]
-    assert losses.lines[2].get_ydata()[1] == pytest.approx(values)
-    assert [line.get_ydata()[0] for line in differences.lines[:3]] == pytest.approx([-0.02, 0, 0.2])
 
 
 def test_quality_against_seconds():
@@ -96,11 +86,6 @@ def test_quality_against_seconds():
     assert found["seconds of a run"].tolist() == ["1.0", "1.5", "2.0", "2.5"]
     assert found["times simulated"].tolist() == ["1.00", "1.50", "1.00", "1.25"]
     assert found["n"].tolist() == [3] * 4
-    (ax,) = execution.seconds_figure(runs).axes
-    assert [line.get_xdata().tolist() for line in ax.lines[1:3]] == [[1.5, 1.51, 1.52], [2.0, 2.01, 2.02]]
-    specs = designs.execution("demo", "pydoc", seeds=[0, 1])
-    words = of([row_of(s, 9 - s.seed, "perplexity") for s in specs])
-    assert execution.seconds_figure(words.assign(seconds=1.0)).axes[0].yaxis_inverted()
 
 
 def test_they_are_an_experiment_of_their_own():
@@ -110,7 +95,7 @@ def test_they_are_an_experiment_of_their_own():
     assert len(rest) == 34
     assert execution in report.QUESTIONS
     assert [s.title.split(":")[0] for s in execution.sections(runs)] == [
-        "Products on codes", "Quality against seconds",
+        "Products on codes", "Products on codes, in seconds",
     ]  # fmt: skip
     assert execution.executions(rest) == []
 

@@ -230,7 +230,6 @@ def test_two_budgets_are_kept_apart():
     ]  # fmt: skip
     assert second.spent.between(0.99, 1.001).all()
     assert len(found[found.base == "RR"]) == 5
-    assert len(equal_cost.equal_cost_figure(runs).axes) == 2
     with pytest.raises(ValueError, match="no rows of RR"):
         equal_cost.equal_cost(runs[~runs.arm.str.startswith("RR")])
 
@@ -317,16 +316,6 @@ def test_too_little_for_a_prediction():
     assert predictors.summary(predictors.predictors_by_title(table(rows))).experiment.to_list() == ["made up"] * 3
     assert predictors.predictors_by_title(few) == {}
     assert predictors.summary({}).empty
-
-
-def test_figure_of_predictors():
-    found = {
-        "one": predictors.predictors(quality_runs(by_cost)),
-        "two": predictors.predictors(quality_runs(by_noise)),
-    }
-    (ax,) = predictors.predictors_figure(found).axes
-    assert [t.get_text() for t in ax.get_yticklabels()] == ["one", "two"]
-    assert len(ax.containers) == 6
 
 
 def test_runs_that_count_compare_aggregations_and_every_q_max_has_its_own_deficits():

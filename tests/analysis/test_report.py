@@ -11,7 +11,6 @@ from matplotlib.figure import Figure
 
 from cpt_core.schedules.schedule import FunctionSchedule
 from cpt_lab.analysis import claims, figures, groups, paper, predictors, quality_cost, report, runs, style
-from cpt_lab.analysis.equal_cost import equal_cost_figure
 from cpt_lab.experiments import designs
 from cpt_lab.paths import results_dir
 from cpt_lab.sweeps import stores
@@ -97,9 +96,8 @@ def test_the_report_is_one_page_that_needs_nothing_else(page):
     images = re.findall(r"src='data:image/png;base64,([^']*)'", page)
     asked = sum(f"{name}</h2>" in page for name in PREREGISTERED if not name.startswith(("Claims", "H1")))
     # figure 2; quality and cost: four on images, two on detection, six on graphs (figure 5 for three), three on
-    # language; two on critical periods, three at equal cost, one of predictors; four models on codes, two each;
-    # preregistered questions as answered
-    assert len(images) == asked + 33
+    # language; two on critical periods; preregistered questions as answered
+    assert len(images) == asked + 21
     assert len(images) == len(re.findall(r"<img alt='[^']{15,}'", page))
     assert all(base64.b64decode(i).startswith(b"\x89PNG") for i in images)
     digits = runs.committed("image_digits")
@@ -226,7 +224,6 @@ def test_an_own_arm_has_a_colour_and_a_name():
     [
         (lambda: designs.aggregation("demo", seeds=[0, 1]), figures.figure_5),
         (lambda: designs.deficit_scan("demo", seeds=[0, 1]), figures.figure_8),
-        (lambda: designs.equal_cost("demo", seeds=[0, 1]), equal_cost_figure),
     ],
 )
 def test_every_figure_is_drawn_with_an_own_arm(specs, draw):

@@ -17,7 +17,6 @@ from cpt_core.choosing.precision_range import PrecisionRange
 from cpt_core.described import INCH
 from cpt_lab.analysis import quality_cost, schedules, style
 from cpt_lab.analysis.figures import figure_3, figure_6, figure_7, figure_8
-from cpt_lab.analysis.predictors import predictors_figure
 from cpt_lab.analysis.rounding import error_over_training
 from cpt_lab.analysis.runs import committed
 from cpt_lab.paths import ROOT
@@ -201,9 +200,7 @@ def test_the_report_can_be_read_in_light_and_in_dark():
 def test_names_of_the_users_are_no_formulas(name):
     drawn = quality_cost.figure_3(digits().assign(title=f"own images ({name})"))
     tested = precision_range(f"own ({name})")
-    strengths = pd.DataFrame([("relative_cost", 0.5, 0.4, 0.6)], columns=["predictor", "strength", "low", "high"])
-    compared = predictors_figure({f"own images ({name})": strengths})
-    for figure in (drawn, tested.figure(), compared):
+    for figure in (drawn, tested.figure()):
         figure.canvas.draw()
     assert not is_math_text(drawn.get_suptitle())
     assert f"own images ({name})".replace("$", r"\$") in drawn.get_suptitle()

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 import torchvision
-from layouts import annotated_picture, boxes, write
+from layouts import annotated_picture, boxes, coco_folder, write
 
 from cpt_lab import data as data_sets
 from cpt_lab.data import detection
@@ -108,6 +108,46 @@ def test_splits_subsets_and_checksum(own):
     assert "tested on 1 of its own training pictures and others" in load_detection(small("pets/")).title
     write_lists(own, test=["a", "b"])
     assert "tested on its own training pictures" in load_detection(small("pets/")).title
+
+
+@pytest.mark.parametrize("place", ["train2017/", "train/", "images/"])
+def test_coco_s_boxes_are_those_of_voc(tmp_path, monkeypatch, place):
+    monkeypatch.setenv("CPT_DATA_DIR", str(tmp_path))
+    files = coco_folder(boxes=((0, 0, 40, 30), (9.5, 19, 21, 1.25)), place=place.replace("images", "train2017"))
+    if place == "images/":
+        files = {name.replace("train2017/", place).replace("val2017/", place): file for name, file in files.items()}
+    write(tmp_path / "pets", files)
+    data = load_detection(small("pets/"))
+    assert (data.classes, data.title) == (("cat",), "own pictures (pets)")
+    assert [p.picture.name for p in data.train] == ["3.jpg", "5.jpg"]
+    for part in (*data.train, *data.test):
+        assert part.boxes.tolist() == [[0, 0, 40, 30], [9.5, 19, 30.5, 20.25]]
+        assert not part.difficult.any()
+    assert data.test[0].read().shape == (3, 30, 40)
+
+
+@pytest.mark.parametrize(
+    ("box", "said"),
+    [
+        ((0, 0, 41, 5), r"annotation of .*3\.jpg, object 1 \(cat\): the box .* is not inside the 40 x 30 picture"),
+        ((4, 4, 0, 5), r"3\.jpg, object 1 \(cat\): the box .* has no area"),
+        ((4, 4, 5), r"instances_train2017\.json cannot be read: ValueError"),
+    ],
+)
+def test_wrong_boxes_of_coco(tmp_path, monkeypatch, box, said):
+    monkeypatch.setenv("CPT_DATA_DIR", str(tmp_path))
+    write(tmp_path / "pets", coco_folder(boxes=(box,)))
+    refused(said)
+
+
+def test_coco_without_what_to_test_on_and_a_crowd(tmp_path, monkeypatch):
+    monkeypatch.setenv("CPT_DATA_DIR", str(tmp_path))
+    folder = write(tmp_path / "pets", coco_folder())
+    path = folder / "annotations/instances_train2017.json"
+    path.write_text(path.read_text().replace('"iscrowd": 0', '"iscrowd": 1', 1))
+    assert [p.difficult.tolist() for p in load_detection(small("pets/")).train] == [[True], [False]]
+    (folder / "annotations/instances_val2017.json").unlink()
+    refused("pets has COCO's annotations to train on, and none of val or test", DataNotFoundError)
 
 
 @pytest.mark.parametrize("where", ["", "VOCdevkit/VOC2012", "VOC2007"])

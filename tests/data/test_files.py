@@ -15,6 +15,8 @@ from layouts import (
     annotated_picture,
     archive,
     boxes,
+    class_folders,
+    coco_folder,
     image_archives,
     image_folder,
     ogb_folder,
@@ -30,7 +32,7 @@ from cpt_lab.data import common
 from cpt_lab.data.common import load_once, split_sizes, titled, whole_numbers
 from cpt_lab.data.detection import load_detection
 from cpt_lab.data.entailment import load_entailment
-from cpt_lab.data.files import DataNotFoundError, check_data, fingerprint
+from cpt_lab.data.files import DataNotFoundError, check_data, fingerprint, task_of_data
 from cpt_lab.data.graphs import load_graph
 from cpt_lab.data.image_readers import rgb
 from cpt_lab.data.images import load_images
@@ -64,6 +66,10 @@ GRAPH = {
 }  # fmt: skip
 
 
+def without_split():
+    return {"x": GRAPH["features"], "y": GRAPH["labels"], "edge_index": GRAPH["edge_index"]}
+
+
 def voc_folder():
     cats = (annotated_picture(i, (30, 40), [("cat", (2, 2, 20, 20))]) for i in "xy")
     return {**boxes(train="xy", test="xy"), **next(cats), **next(cats)}
@@ -72,8 +78,12 @@ def voc_folder():
 LAYOUTS = {  # name -> task, its files
     "images in archives": ("image", image_archives), "packed images": ("image", lambda: image_archives(packed=True)),
     "folders of images": ("image", image_folder), "boxes": ("detection", voc_folder),
+    "classes without a split": ("image", class_folders), "COCO's boxes": ("detection", coco_folder),
+    "COCO's boxes beside pictures": ("detection", partial(coco_folder, place="train/")),
     "graph in an archive": ("graph", lambda: {"g.npz": archive(**GRAPH)}),
     "OGB's layout": ("graph", lambda: ogb_folder(GRAPH)), "Planetoid": ("graph", planetoid),
+    "a graph without a split": ("graph", lambda: {"g.npz": archive(**without_split())}),
+    "one text": ("language_model", lambda: {"novel.txt": b"one two three\n" * 30}),
     "text": ("language_model", lambda: {f"{part}.txt": b"one two three\n" * 9 for part in ("train", "valid", "test")}),
     **{f"pairs as {e}": ("entailment", partial(pair_files, e)) for e in ("csv", "parquet", "jsonl", "tsv")},
 }  # fmt: skip
@@ -310,8 +320,43 @@ def test_data_of_another_task_is_refused_at_a_glance(layout, task, data_folder):
             check_data(asked)
 
 
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_the_task_of_data_is_seen_in_its_layout(layout, data_folder):
+    task, make = LAYOUTS[layout]
+    assert task_of_data(own_data(data_folder, make())) == task
+
+
+@pytest.mark.parametrize(
+    ("file", "way"),
+    [
+        ("a.JPG", "the pictures of every class a folder"), ("labels/train/a.txt", "of YOLO's form in COCO's or VOC's"),
+        ("processed/data.pt", "PyTorch Geometric with numpy.savez"), ("train/data-0.arrow", "Hugging Face's datasets"),
+    ],
+)  # fmt: skip
+def test_other_layouts_are_refused_with_a_way_out(file, way, data_folder):
+    write(data_folder / "mine", {file: b""})
+    with pytest.raises(ValueError, match=rf"mine is not laid out as any task needs it; found [^;]+; .*{way}") as said:
+        task_of_data("mine/")
+    assert len(str(said.value)) < 300  # and not what every task needs
+    with pytest.raises(ValueError, match=way):
+        check_data(own("graph", "mine/"))
+
+
+def test_all_wrong_files_are_named_at_once(data_folder):
+    files = image_folder(counts=(12, 4))
+    dataset = own_data(
+        data_folder, {n: b"" if n.startswith("train/") and n[-5] in "12" else f for n, f in files.items()}
+    )
+    said = refusal(own("image", dataset))
+    assert said.splitlines()[0] == "6 files are wrong:"  # of two classes 1, 2 and 11
+    assert said.count("cannot be read: UnidentifiedImageError") == 6
+    names = [str(i) for i in range(15)]
+    with pytest.raises(ValueError, match=r"15 files are wrong:\n(.*\n){10}and 5 more"):
+        common.each(lambda name: whole_numbers(name, ["a"]), names)
+
+
 @pytest.mark.parametrize("task", EXPERIMENTS)
-@pytest.mark.parametrize("dataset", ["nowhere/", "nowhere.npz"])
+@pytest.mark.parametrize("dataset", ["nowhere/", "nowhere.npz", "nowhere.txt"])
 def test_own_data_that_is_not_there(task, dataset):
     with pytest.raises(DataNotFoundError, match=r"there is no file or folder .*nowhere"):
         check_data(own(task, dataset))

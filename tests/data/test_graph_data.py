@@ -105,6 +105,19 @@ def test_other_names_of_an_archive(tmp_path):
     assert torch.equal(found.test, plain.test.sort().values)
 
 
+def test_a_graph_without_a_split_is_cut_and_says_so(tmp_path):
+    given = {name: a for name, a in arrays().items() if not name.endswith("_idx")}
+    given["x"], given["y"] = given.pop("features"), given.pop("labels")
+    given["y"][7] = -1
+    np.savez(tmp_path / "g.npz", **given)
+    data = load_graph(own(tmp_path / "g.npz"))
+    assert data.title == "own graph (g), nodes drawn 6 : 2 : 2"
+    assert [len(part) for part in (data.train, data.valid, data.test)] == [35, 12, 12]
+    assert sorted([*data.train.tolist(), *data.valid.tolist(), *data.test.tolist()]) == [*range(7), *range(8, NODES)]
+    np.savez(tmp_path / "g.npz", **given, train_mask=np.ones(NODES, bool))
+    refused(own(tmp_path / "g.npz"), "g.npz: has nodes for train; it needs train, valid, test, or none of them")
+
+
 def test_a_folder_in_ogb_layout(tmp_path):
     found, plain = load_graph(own(write(tmp_path / "mine", ogb_folder(arrays())))), load_graph(own(write_npz(tmp_path)))
     assert found.title == "own graph (mine)"
@@ -276,7 +289,7 @@ def changed(name, index, value):
         (changed("labels", int(arrays()["test_idx"][0]), -1), r"node \d+ of the test split has no label"),
         (changed("labels", 2, 10**6), "nodes: label 1000000 of 60; classes must be numbered 0, 1, 2"),
         ({"labels": np.full(NODES, 3)}, "all 60 labels are 3; there is nothing to learn from one class"),
-        ({"labels": None}, "g.npz: needs one of labels, node_labels; it has edge_index, features, train_idx"),
+        ({"labels": None}, "g.npz: needs one of labels, node_labels, y; it has edge_index, features, train_idx"),
     ],
 )
 def test_wrong_content_of_an_archive(tmp_path, changes, message):

@@ -4,6 +4,7 @@ import http.server
 import itertools
 import json
 import pickle
+import re
 import shutil
 import tarfile
 import threading
@@ -14,7 +15,7 @@ import numpy as np
 import pytest
 import torch
 import torchvision
-from layouts import image_archives, image_folder, write
+from layouts import class_folders, image_archives, image_folder, write
 from PIL import Image
 
 from cpt_lab import data
@@ -194,6 +195,38 @@ def test_a_folder_with_train_and_test_is_read(data_folder):
     (data_folder / "pets/val").rename(data_folder / "pets/test")
     check_data(small("pets/", size=16))
     assert torch.equal(load_images(small("pets/", size=16)).test.images, images.test.images)
+
+
+@pytest.mark.parametrize("size", [16, 80])  # in memory, and from disk
+@pytest.mark.parametrize("place", ["pets/", "pets/train/"])
+def test_of_classes_without_a_split_every_fifth_picture_is_tested_on(size, place, data_folder):
+    write(data_folder / place, class_folders(10))
+    data = load_images(small("pets/", size=size))
+    assert "own images (pets), a fifth drawn to test on" in data.title
+    assert (len(data.train) + len(data.valid), len(data.test)) == (16, 4)
+    labels = data.test.labels if size == 16 else torch.tensor([data.test[i][1] for i in range(4)])
+    assert labels.bincount().tolist() == [2, 2]
+    if size == 16:
+        pixels = [*data.train.images, *data.valid.images, *data.test.images]
+        assert len({image.numpy().tobytes() for image in pixels}) == 20
+    assert load_images(small("pets/", size=size)).checksum == data.checksum
+
+
+def test_classes_too_small_to_draw_from_and_a_split_without_train(data_folder):
+    write(data_folder / "pets", class_folders(4))
+    with pytest.raises(ValueError, match=r"pets: no class has the five pictures of which one is tested on"):
+        load_images(small("pets/", size=16))
+    (data_folder / "pets/a").rename(data_folder / "pets/val")
+    with pytest.raises(DataNotFoundError, match=r"pets has val/ and no train/; it needs train/<class>/"):
+        load_images(small("pets/", size=16))
+
+
+def test_a_broken_picture_on_disk_is_found_before_training(data_folder):
+    image_files(data_folder / "pets", size=80)
+    path = next((data_folder / "pets/val").glob("*/*"))
+    path.write_bytes(path.read_bytes()[:200])
+    with pytest.raises(ValueError, match=re.escape(f"{path} cannot be read")):
+        load_images(small("pets/", size=80))
 
 
 def test_image_folder_from_disk_resumes(data_folder):

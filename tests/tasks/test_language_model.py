@@ -64,6 +64,27 @@ def test_words_lines_and_unknown_words(folder):
     assert found.title == "toy"
 
 
+@pytest.mark.parametrize("dataset", ["novel.txt", "novel/"])
+def test_one_text_is_cut_at_its_lines(folder, dataset):
+    lines = [f"line {i}" for i in range(30)]
+    for path in (folder.parent / "novel.txt", folder.parent / "novel" / "novel.txt"):
+        path.parent.mkdir(exist_ok=True)
+        path.write_text("\n\n".join(lines))
+    found = text.load_text(toy(dataset=dataset))
+    assert found.title == "novel, cut 8 : 1 : 1"
+    assert [len(part) for part in (found.train, found.valid, found.test)] == [72, 9, 9]
+    assert [found.vocabulary[i] for i in found.train[-3:]] == ["line", "23", "<eos>"]
+    for path in (folder.parent / "novel.txt", folder.parent / "novel" / "novel.txt"):
+        path.write_text("\n".join(lines[:9]))
+    with pytest.raises(ValueError, match=r"novel.txt has 9 lines with words; one text is cut in three, and needs ten"):
+        text.load_text(toy(dataset=dataset))
+
+
+def test_a_split_called_val(folder):
+    (folder / "toy.valid.txt").rename(folder / "toy.val.txt")
+    assert len(text.load_text(toy()).valid) > 20
+
+
 def test_a_limited_vocabulary_keeps_the_most_frequent_words(folder):
     found = text.load_text(toy(vocabulary=3, train_tokens=120))
     assert set(found.vocabulary) == {"<eos>", "<unk>", "the", "sat"}

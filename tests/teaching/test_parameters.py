@@ -1,6 +1,7 @@
 """``P.run``: what the cell of an experiment does not have to say."""
 
 import pytest
+from layouts import image_folder, write
 
 from cpt_lab.experiments import designs
 from cpt_lab.sweeps import stores, sweep
@@ -23,6 +24,16 @@ def test_runs_come_back_as_a_table():
     assert runs.accuracy.between(0, 1).all()
     assert (runs.first_loss > 0).all()
     assert [row["key"] for row in stores.load_rows(parameters.store)] == runs.key.to_list()
+
+
+def test_own_data_is_read_whole_before_anything_else(tmp_path, monkeypatch):
+    monkeypatch.setenv("CPT_DATA_DIR", str(tmp_path))
+    files = image_folder(kind="JPEG")
+    write(tmp_path / "pets", files)
+    check_parameters(scale="smoke", dataset="pets/")
+    write(tmp_path / "pets", {name: file[:300] for name, file in files.items() if name.endswith("1.jpeg")})
+    with pytest.raises(ValueError, match=r"2 files are wrong:\n.*train/a/1.jpeg cannot be read"):
+        check_parameters(scale="smoke", dataset="pets/")
 
 
 def test_nothing_to_run(asked):

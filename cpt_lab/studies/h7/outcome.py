@@ -181,7 +181,7 @@ def _panel(ax: Axes, bits: int, parts: Sequence[Task]) -> None:
         pair: ("gradients pay", "o", COLORS["small"]),
         f"cycle at {static}": ("a cycle", "s", COLORS["large"]),
         f"cycle at {pair}": ("gradients pay, and a cycle", "D", COLORS["medium"]),
-        TOP: ("all there is: static 8 in full", "|", COLORS["static"]),
+        TOP: ("static 8, which costs more", "|", COLORS["static"]),
     }
     ax.axvspan(-1, 1, color="#dddddd", linewidth=0)
     ax.axvline(0, color="#888888", linewidth=0.8)
