@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import hashlib
 import signal
 import sys
 import warnings
+from collections.abc import Iterator
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
@@ -12,6 +14,9 @@ from typing import Annotated, Any
 
 import typer
 from typer.core import TyperCommand
+
+from cpt_core.checks import write_text
+from cpt_lab.paths import ROOT, all_stores, paper_dir, results_dir, runs_dir
 
 PLUG_INS = ("cpt_lessons.commands",)  # modules of packages above this one that bring commands, if they are there
 
@@ -167,7 +172,6 @@ def verify(
 
 def _verdict(grid: str) -> None:
     from cpt_lab.analysis.repeated import fresh, repeated
-    from cpt_lab.paths import runs_dir
     from cpt_lab.sweeps.sweep import run_grid
 
     specs, store = fresh(grid), runs_dir() / "verdicts" / f"{grid}.jsonl"
@@ -204,7 +208,6 @@ def results(
 ) -> None:
     """Show the newest row of every run, filter them, export them."""
     from cpt_lab.analysis import runs
-    from cpt_lab.paths import runs_dir
 
     _check_files(store or [])
     frame = runs.where(runs.load(*(store or []), every_rate=True), only)
@@ -325,9 +328,21 @@ def claims(
     evidence: Annotated[bool, typer.Option(help="show them with the effects behind every verdict")] = False,
 ) -> None:
     """Say what of the paper holds by the committed rows and those under runs/, and what became of our own questions."""
+    digest = hashlib.sha256(f"{every} {evidence}".encode())
+    code = (path for room in ("cpt_core", "cpt_lab") for path in (ROOT / room).rglob("*.py"))
+    for path in sorted({*code, *all_stores(), *paper_dir().iterdir(), *results_dir().iterdir()}):
+        digest.update(f"{path}\0".encode() + hashlib.sha256(path.read_bytes()).digest())
+    kept = runs_dir() / "claims" / f"{digest.hexdigest()[:16]}.txt"  # what the same code said of the same rows
+    if not kept.exists():
+        typer.echo("judging all rows, for about half a minute, once", err=True)
+        kept.parent.mkdir(parents=True, exist_ok=True)
+        write_text(kept, "\n".join(_claims(every, evidence)))
+    typer.echo(kept.read_text(encoding="utf-8"))
+
+
+def _claims(every: bool, evidence: bool) -> Iterator[str]:
     from cpt_lab.analysis.claims import judged
     from cpt_lab.analysis.preregistered import all_answers
-    from cpt_lab.analysis.report import all_stores
     from cpt_lab.analysis.runs import load
     from cpt_lab.sweeps.lines import integrity
 
@@ -335,23 +350,21 @@ def claims(
     entries = judged(runs)
     words = zip(*(entry.verdicts() for entry in entries), strict=True)
     decided = [sum(not word.startswith(("open", "–")) for word in of) for of in words]
-    typer.echo(
+    yield (
         f"{len(entries)} claims of the paper: {decided[0]} decided exactly or at its scale, {decided[1]} at smaller "
         "ones (--all lists them, --evidence with effects)"
     )
     for entry in entries if every or evidence else []:
         at_paper, smaller = entry.verdicts()
-        typer.echo(f"{entry.claim.claim} ({entry.claim.place})")
-        typer.echo(f"  paper scale: {at_paper}\n  smaller scales: {smaller}\n  rule of {entry.rule()}")
-        for line in entry.evidence() if evidence else []:
-            typer.echo(f"    {line}")
-    typer.echo("our own questions (docs/preregistration.md):")
+        yield f"{entry.claim.claim} ({entry.claim.place})"
+        yield f"  paper scale: {at_paper}\n  smaller scales: {smaller}\n  rule of {entry.rule()}"
+        yield from (f"    {line}" for line in entry.evidence() if evidence)
+    yield "our own questions (docs/preregistration.md):"
     for a in all_answers(runs):
-        typer.echo(f"{a.question}: {a.asks}\n  {a.word}")
-        for effect in (*a.primary, *a.secondary) if evidence else ():
-            typer.echo(f"    {effect}")
+        yield f"{a.question}: {a.asks}\n  {a.word}"
+        yield from (f"    {effect}" for effect in (*a.primary, *a.secondary) if evidence)
     if evidence:
-        typer.echo(integrity(all_stores()))
+        yield str(integrity(all_stores()))
 
 
 @app.command()

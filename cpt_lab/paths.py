@@ -54,6 +54,12 @@ def results_dir() -> Path:
     return CHECKOUT / "data" / "results" if CHECKOUT else _SHIPPED / "results"
 
 
+def all_stores() -> list[Path]:
+    """Return the committed stores and those under ``runs/`` but for smoke runs."""
+    own = [p for p in sorted(runs_dir().glob("*/*.jsonl")) if p.parent.name != "smoke"]
+    return [*sorted(results_dir().glob("*.jsonl")), *own]
+
+
 def paper_dir() -> Path:
     """Return the folder of the numbers taken from the paper."""
     return CHECKOUT / "data" / "paper" if CHECKOUT else _SHIPPED / "paper"

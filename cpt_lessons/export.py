@@ -17,14 +17,9 @@ from cpt_lessons.predictions import with_answers
 # nbconvert's page without the scripts that it would fetch: MathJax, RequireJS, Mermaid; pictures say what they show.
 ALT = """{% block data_png scoped %}{% set alt = output | get_metadata("alt", "image/png") | escape_html %}
 {{ super() | replace("<img ", '<img alt="' ~ alt ~ '" ', 1) }}{% endblock %}"""
-# On a phone a picture keeps its size, so that its words stay large enough, and its box scrolls.
-PHONE = """{% block html_head_css %}{{ super() }}<style>@media (max-width: 40em) {
-.jp-OutputArea-output.jp-RenderedImage { overflow-x: auto; } .jp-RenderedImage img { max-width: none !important; }
-}</style>{% endblock %}"""
 TEMPLATE = (
     "{% extends 'lab/index.html.j2' %}"
     + ALT
-    + PHONE
     + "".join(
         f"{{% block {name} %}}{{% endblock %}}"
         for name in ("html_head_js", "html_head_js_mathjax", "html_head_js_mermaidjs", "jupyter_widgets")

@@ -430,16 +430,21 @@ def test_a_try_with_a_training_that_fails_says_why(command, monkeypatch):
     assert "a training failed: float32, seed 0: MemoryError: none left; rows and logs: " in said
 
 
-def test_claims_are_summed_up_unless_all_are_asked_for(command, monkeypatch):
-    entries = judged(committed("language_pydoc"))
-    monkeypatch.setattr("cpt_lab.analysis.claims.judged", lambda runs: entries)
-    monkeypatch.setattr("cpt_lab.analysis.report.all_stores", lambda: [])
+def test_claims_are_summed_up_unless_all_are_asked_for(command, monkeypatch, tmp_path):
+    entries, store, asked = judged(committed("language_pydoc")), tmp_path / "own" / "mine.jsonl", []
+    monkeypatch.setattr("cpt_lab.analysis.claims.judged", lambda runs: asked.append(1) or entries)
+    monkeypatch.setenv("CPT_RUNS_DIR", str(tmp_path))
     monkeypatch.setattr("cpt_lab.analysis.preregistered.all_answers", lambda runs: [Answer("H9", "Why?", word="open")])
     said = command("claims")[1].splitlines()
     at_paper = sum(not e.verdicts()[0].startswith(("open", "–")) for e in entries)
     assert said[0].startswith(f"{len(entries)} claims of the paper: {at_paper} decided exactly or at its scale, ")
     assert said[1:] == ["our own questions (docs/preregistration.md):", "H9: Why?", "  open"]
     assert len(command("claims", "--all")[1].splitlines()) == 4 + 4 * len(entries)
+    assert (command("claims")[1].splitlines(), command("claims")[2], len(asked)) == (said, "", 2)  # judged before
+    store.parent.mkdir()
+    store.touch()
+    assert "judging all rows, for about half a minute, once" in command("claims")[2]
+    assert len(asked) == 3  # a store more
 
 
 @pytest.mark.slow

@@ -1,4 +1,4 @@
-"""What equal BitOps buy: numbers, table, figure.  Beyond the paper."""
+"""What equal BitOps buy: numbers and table.  Beyond the paper."""
 
 from __future__ import annotations
 

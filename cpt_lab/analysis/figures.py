@@ -1,8 +1,4 @@
-"""The paper's figures by number, and two of what rounding does.  Needs matplotlib, not torch.
-
-Savings groups keep their colour everywhere; what is printed on an axis is always relative to static q_max. Figures 3,
-4, 6 and 7 are of one kind: the task of the runs says which metric is drawn.
-"""
+"""The paper's figures by number, and two of what rounding does. Figures 3, 4, 6 and 7 differ by the task of runs."""
 
 from cpt_lab.analysis.aggregation import figure_5 as figure_5
 from cpt_lab.analysis.critical_periods import figure_8 as figure_8

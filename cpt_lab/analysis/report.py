@@ -32,7 +32,7 @@ from cpt_lab.analysis.pages import Section, render
 from cpt_lab.analysis.runs import load, table, tuned
 from cpt_lab.analysis.schedules import figure_2
 from cpt_lab.experiments.grids import GRIDS, studies
-from cpt_lab.paths import ROOT, results_dir, runs_dir
+from cpt_lab.paths import ROOT, all_stores, runs_dir
 from cpt_lab.sweeps.lines import integrity
 
 PACKAGES = ("cpt-core", "torch", "torchvision", "numpy", "papermill", "jupyterlab")
@@ -89,14 +89,12 @@ def write_report(files: Sequence[Path] | None = None, out: Path | None = None) -
     stored = stored[stored["scale"] != "smoke"]
     runs = tuned(stored)
     shown = [section for question in QUESTIONS for section in question.sections(runs)]
-    nothing = Section("Results", ("No rows are stored yet; `cpt plan` lists the grids.",))
-    alt = "precision over training steps for the ten schedules"
     sections = [
         claims.section(runs),
         *(section for study in studies("outcome") for section in study.sections(runs)),
-        *(shown or [nothing]),
+        *(shown or [Section("Results", ("No rows are stored yet; `cpt plan` lists the grids.",))]),
         *predictors.sections(runs),
-        Section("Figure 2: the ten schedules", (), figure_2(), alt),
+        Section("Figure 2: the ten schedules", (), figure_2(), "precision over training steps for the ten schedules"),
         *costs.sections(),
         *_run_or_not("What has been run", _overview(stored)),
         *_run_or_not("Numbers printed in the paper", paper.summary(runs)),
@@ -112,12 +110,6 @@ def write_report(files: Sequence[Path] | None = None, out: Path | None = None) -
     title = "Cyclic precision training: figures and tables from stored runs"
     write_text(out, render("page.html.j2", title=title, notes=[note, *WORDS], sections=sections))
     return out
-
-
-def all_stores() -> list[Path]:
-    """Return the committed stores and those under ``runs/`` but for smoke runs."""
-    own = [p for p in sorted(runs_dir().glob("*/*.jsonl")) if p.parent.name != "smoke"]
-    return [*sorted(results_dir().glob("*.jsonl")), *own]
 
 
 def summary(scale: str) -> list[str]:
