@@ -50,11 +50,6 @@ def reproduce(scale: Scale = "demo", notebook: Number = None, dataset: Data = No
     for o in outcomes:
         typer.echo(f"  {o.name:<{width}} {o.status:<11} {o.seconds:6.0f} s  {o.error}".rstrip())
     failed = [o for o in outcomes if o.failed]
-    if not failed:  # old results below a failure would look like its own
-        from cpt_lab.analysis import report
-
-        for line in report.summary(scale):
-            typer.echo(line)
     typer.echo(f"took {time.monotonic() - started:.0f} s")
     typer.echo(f"report: {index}")
     if failed:
@@ -72,6 +67,20 @@ def notebooks(
 
     copies = r.copy_notebooks(copy, hand_out)
     typer.echo(f"{len(copies)} notebooks and their rows are in {copy}; next: jupyter lab {copy}")
+
+
+@app.command()
+def collect(
+    folder: Annotated[Path, typer.Argument(help="of notebooks, or of one folder of them for every student")],
+    out: Annotated[Path | None, typer.Option(help="write the table into this .csv, too")] = None,
+) -> None:
+    """Make a table of what the exercises in handed-in notebooks say: correct, not yet, not attempted, not handed in."""
+    from cpt_lessons import notebooks as r
+
+    table = r.collected(folder)
+    typer.echo(table.to_string())
+    if out:
+        table.to_csv(out, index_label="student")
 
 
 @app.command("run-notebooks", hidden=True)

@@ -15,11 +15,13 @@ from concurrent.futures import FIRST_COMPLETED, ThreadPoolExecutor, wait
 from pathlib import Path
 from typing import Any
 
+import pandas as pd
 import typer
 
 from cpt_core.checks import library, offer, write_text
 from cpt_lab.analysis import report, trying
 from cpt_lab.commands import try_
+from cpt_lab.data.files import reading
 from cpt_lab.experiments.recipe import is_own
 from cpt_lab.experiments.recipes import task_of_dataset
 from cpt_lab.paths import cards_dir, notebooks_dir, paper_dir, results_dir, runs_dir, solutions_dir
@@ -95,6 +97,24 @@ def copy_notebooks(folder: Path, hand_out: bool = False) -> list[Path]:
                 cell.update({"execution_count": None, "outputs": []} if cell["cell_type"] == "code" else {})
             copy.write_text(json.dumps(book, ensure_ascii=False, indent=1) + "\n", encoding="utf-8")
     return [copy for copy in copies if copy.suffix == ".ipynb"]
+
+
+def collected(folder: Path) -> pd.DataFrame:
+    """Return what the checks printed in handed-in notebooks: a line per student, who is the first name below a folder.
+
+    Raises:
+        ValueError: where no notebook says anything of an exercise.
+    """
+    found: dict[str, dict[str, str]] = {}
+    for path in sorted(p for p in folder.rglob("*.ipynb") if ".ipynb_checkpoints" not in p.parts):
+        with reading(path):
+            cells = json.loads(path.read_text(encoding="utf-8"))["cells"]
+        said = "\n".join("".join(o.get("text", "")) for cell in cells for o in cell.get("outputs", []))
+        answers = dict(re.findall(r"^exercise ([\d.]+): (correct|not yet|not attempted)", said, re.M))
+        found.setdefault(path.relative_to(folder).parts[0].removesuffix(".ipynb"), {}).update(answers)
+    if not any(found.values()):
+        raise ValueError(f"no notebook below {folder} says anything of an exercise; they are to be run, and saved")
+    return pd.DataFrame.from_dict(found, orient="index").sort_index(axis=1).fillna("not handed in")
 
 
 def reproduce(

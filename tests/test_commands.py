@@ -16,7 +16,7 @@ from cpt_lab import commands
 from cpt_lab.analysis import quality_cost
 from cpt_lab.analysis.claims import judged
 from cpt_lab.analysis.preregistered import Answer
-from cpt_lab.analysis.report import summary, write_report
+from cpt_lab.analysis.report import write_report
 from cpt_lab.analysis.runs import TYPES, committed, load, table
 from cpt_lab.experiments import designs, grids
 from cpt_lab.experiments.grids import GRIDS
@@ -330,7 +330,7 @@ def test_run_then_results_then_report(command, place, monkeypatch):
     assert command("results", "--only", "schedule=CR")[1].count(" CR ") == 2
     for file in (DIGITS, DIGITS.with_suffix(".sha256")):
         (place / file.name).write_bytes(file.read_bytes())
-    monkeypatch.setattr("cpt_lab.analysis.report.results_dir", lambda: place)
+    monkeypatch.setattr("cpt_lab.paths.results_dir", lambda: place)
     status, out, _ = command("report")
     page = (place / "runs" / "report.html").read_text()
     assert "85 of 85 runs stored" in page  # the committed rows; smoke runs are no result
@@ -383,9 +383,7 @@ def test_a_report_of_runs_that_failed(ok, place):
         row = {**stores.describe(spec), **(done if spec.arm in ok else {"status": "failed", "error": "x"})}
         stores.append_row(store, row)
     page = write_report([store]).read_text()
-    assert ("Rank correlation" in page) == bool(ok)  # runs that failed count beside those that did not
     assert page.count("<td>1</td>") >= 4  # four runs, finished or failed
-    assert f"{4 - len(ok)} failed" in summary("demo")[0]
 
 
 def test_a_range_test_says_what_it_found(command, place):

@@ -10,7 +10,7 @@ import numpy as np
 import pandas as pd
 
 from cpt_lab.analysis.groups import at_q_max, named, quality_cost_groups, title_of
-from cpt_lab.analysis.metrics import counted, interval_text, metric_named, metric_of
+from cpt_lab.analysis.metrics import interval_text, metric_named, metric_of
 from cpt_lab.analysis.pages import Section
 from cpt_lab.analysis.statistics import ALPHA, spearman
 
@@ -144,15 +144,6 @@ def summary(found: Mapping[str, pd.DataFrame]) -> pd.DataFrame:
             verdict = "" if cost else r.verdict
             lines.append((shown, NAMES[r.predictor], strength, against, verdict, r.arms, r.seeds, r.diverged))
     return pd.DataFrame(lines, columns=columns)
-
-
-def sentence(found: pd.DataFrame, metric: str) -> str:
-    """Return ``rank_correlation`` in words."""
-    seeds = int(found["seeds"].iloc[0])
-    said = ", ".join(f"{NAMES[r.predictor]} {interval_text(r.strength, r.low, r.high)}" for r in found.itertuples())
-    over = f"{found['arms'].iloc[0]} arms, {counted(seeds, 'seed')}"
-    how = "intervals 95 %, arms and seeds resampled" if seeds > 1 else "no interval"
-    return f"Rank correlation with quality ({metric}), positive in the expected direction: {said} ({over}; {how})."
 
 
 def sections(runs: pd.DataFrame) -> Iterator[Section]:

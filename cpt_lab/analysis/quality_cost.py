@@ -14,7 +14,6 @@ from cpt_lab.analysis import printed
 from cpt_lab.analysis.groups import AGGREGATIONS, at_q_max, named, quality_cost_groups
 from cpt_lab.analysis.metrics import metric_named, metric_of
 from cpt_lab.analysis.pages import Section
-from cpt_lab.analysis.predictors import rank_correlation, sentence
 from cpt_lab.analysis.statistics import by_seed, paired
 from cpt_lab.analysis.style import COLORS, LABELS, SMALL, TEXT, drawing, legend_below, name_points, title
 from cpt_lab.experiments.recipe import Metric
@@ -249,17 +248,14 @@ def _worst(arms: pd.DataFrame, metric: Metric) -> pd.Series:
 
 
 def sections(runs: pd.DataFrame) -> Iterator[Section]:
-    """Yield the figure, the rank correlations and the table of every experiment of quality against cost."""
+    """Yield the figure and the table of every experiment of quality against cost."""
     for name, group in sorted(named(quality_cost_groups(runs)), key=_most_arms_first):
         arms, metric = by_arm(group), metric_of(group)
         several = len(arms) > 1
         drawn = figure_3(group, xs=("relative_cost", "noise_exposure"), front=True) if several else None
-        # runs that failed have no mean; where all diverged there is nothing to rank
-        ranked = (arms["mean"].notna() & arms.savings.isin(GROUPS)).sum() >= 3 and (arms.n > arms.diverged).any()
-        notes = (sentence(rank_correlation(group), metric),) if ranked else ()
         shown = summary(group)
         silent = [column for column, said in SILENT.items() if (shown[column] == said).all()]
-        yield Section(name, notes, drawn, f"{metric} against cost", shown.drop(columns=silent))
+        yield Section(name, (), drawn, f"{metric} against cost", shown.drop(columns=silent))
 
 
 def _most_arms_first(experiment: tuple[str, pd.DataFrame]) -> tuple[bool, int]:

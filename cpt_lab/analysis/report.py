@@ -26,8 +26,7 @@ from cpt_lab.analysis import (
     predictors,
     quality_cost,
 )
-from cpt_lab.analysis.groups import named, quality_cost_groups
-from cpt_lab.analysis.metrics import counted, metric_named, metric_of, spread_text
+from cpt_lab.analysis.metrics import counted
 from cpt_lab.analysis.pages import Section, render
 from cpt_lab.analysis.runs import load, table, tuned
 from cpt_lab.analysis.schedules import figure_2
@@ -110,26 +109,6 @@ def write_report(files: Sequence[Path] | None = None, out: Path | None = None) -
     title = "Cyclic precision training: figures and tables from stored runs"
     write_text(out, render("page.html.j2", title=title, notes=[note, *WORDS], sections=sections))
     return out
-
-
-def summary(scale: str) -> list[str]:
-    """Return what the stored runs of a scale say, in a few lines."""
-    lines = []
-    for experiment, runs in named(quality_cost_groups(_of_scale(scale))):
-        counts = ", ".join(f"{n} {status}" for status, n in runs["status"].value_counts().items())
-        lines.append(f"{experiment}: {counts}")
-        name, arms = metric_of(runs), quality_cost.by_arm(runs)
-        if (arms.n == arms.diverged).all():  # no run finished
-            continue
-        metric = metric_named(name)
-        said = []
-        for group in quality_cost.GROUPS:
-            (mean,) = metric.text([runs.loc[runs["savings"] == group, name].mean()])
-            said += [f"{group} savings {mean}"] if mean != "–" else []
-        for r in arms[arms.arm == f"static {arms.q_max.max()}"].itertuples():
-            said.append(f"{r.arm} bits {spread_text(metric, r.mean, r.std, r.n)}")
-        lines.append(f"  {name} {metric.unit}".rstrip() + f": {', '.join(said)}")
-    return lines
 
 
 def _of_scale(scale: str) -> pd.DataFrame:

@@ -123,7 +123,7 @@ EXPERIMENT = Experiment(
     recipe=ImageRecipe, task="cpt_lab.tasks.image:ImageTask", metrics=(ACCURACY,), artefact="figure_3",
     own="cifar10", own_large="imagenet", extra="vision", download="cpt_lab.data.images:download",
     card="own-images.md",
-    needs="a folder of pictures for every class, or train/CLASS/ and val/CLASS/, or train.npz and test.npz",
+    needs="a folder of pictures for every class, maybe in train/ and val/, or train.npz and test.npz",
     layouts=(
         "*/*.[jJ][pP]*[gG]|*/*.[pP][nN][gG] !?nnotations !train/*.json", "train/*/*",
         "*train*.npz *test*.npz|*val*.npz", "labels.npy data.npy", "labels.npy jpeg.npy",

@@ -95,7 +95,7 @@ EXPERIMENT = Experiment(
     recipe=LanguageModelRecipe, task="cpt_lab.tasks.language_model:LanguageModelTask", artefact="figure_7",
     metrics=(PERPLEXITY,), outputs=known_words,
     own="ptb", card="own-text.md", layouts=("*train.txt *val*.txt *test.txt", "*.txt !*.[!t]*"),
-    needs="one text, my-text.txt, or a folder with train.txt, valid.txt and test.txt",
+    needs="one my-text.txt, or train.txt, valid.txt and test.txt",
     download="cpt_lab.data.text:download",
     datasets=(
         Dataset(

@@ -12,7 +12,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from typer.testing import CliRunner
 
-from cpt_lab.analysis import report, runs
+from cpt_lab.analysis import runs
 from cpt_lab.commands import app
 from cpt_lab.experiments.spec import key_of
 from cpt_lab.paths import results_dir
@@ -197,7 +197,7 @@ def test_a_sweep_does_an_edited_run_again(tmp_path):
 
 def test_readers_say_how_many_rows_are_intact(tmp_path, monkeypatch):
     monkeypatch.setenv("CPT_RUNS_DIR", str(tmp_path / "runs"))
-    monkeypatch.setattr(report, "results_dir", lambda: tmp_path)
+    monkeypatch.setattr("cpt_lab.paths.results_dir", lambda: tmp_path)
     monkeypatch.setattr("cpt_lab.sweeps.verify.run_again", lambda row: row)
     store, (first, second, _) = tmp_path / "rows.jsonl", rows()
     written(

@@ -7,6 +7,7 @@ import re
 
 import nbformat
 import numpy as np
+import pandas as pd
 import papermill
 import pytest
 from nbformat.v4 import new_code_cell, new_markdown_cell, new_notebook, new_output
@@ -19,7 +20,7 @@ from cpt_lessons import kernels, places
 from cpt_lessons import notebooks as reproduce
 from cpt_lessons.commands import app
 from cpt_lessons.export import clean
-from cpt_lessons.notebooks import copy_notebooks, estimate, notebooks
+from cpt_lessons.notebooks import collected, copy_notebooks, estimate, notebooks
 from cpt_lessons.places import Place, Progress
 
 pytestmark = pytest.mark.slow
@@ -288,6 +289,33 @@ def test_what_is_handed_out_has_no_answers(tmp_path):
         assert [c.source for c in handed.cells if c.cell_type == "code"] == [
             c.source for c in whole.cells if c.cell_type == "code"
         ]
+
+
+def test_a_table_of_what_was_handed_in(tmp_path):
+    def hand_in(name, *said):
+        cell = nbformat.v4.new_code_cell(outputs=[nbformat.v4.new_output("stream", text=f"{line}\n") for line in said])
+        (tmp_path / name).parent.mkdir(exist_ok=True, parents=True)
+        nbformat.write(nbformat.v4.new_notebook(cells=[cell]), tmp_path / name)
+
+    hand_in("ada/03_images.ipynb", "exercise 03.1: correct: yes\nexercise 03.2: not yet. 5 is wanted, of 2 it makes 7")
+    hand_in("ada/08.ipynb", "exercise 08.1: not attempted yet", "exercise 08.1: correct")
+    hand_in("ada/.ipynb_checkpoints/08.ipynb", "exercise 08.1: not yet")
+    hand_in("bo.ipynb", "exercise 03.1: not attempted yet")
+    hand_in("eve/empty.ipynb")
+    out = tmp_path / "table.csv"
+    done = CliRunner().invoke(app, ["collect", str(tmp_path), "--out", str(out)])
+    assert done.exit_code == 0, done.output
+    table = pd.read_csv(out, index_col="student")
+    assert table.columns.tolist() == ["03.1", "03.2", "08.1"]
+    assert table.loc["ada"].tolist() == ["correct", "not yet", "correct"]
+    assert table.loc["bo"].tolist() == ["not attempted", "not handed in", "not handed in"]
+    assert table.loc["eve"].tolist() == ["not handed in"] * 3
+    assert "not attempted" in done.output
+    (tmp_path / "bo.ipynb").write_text("{")
+    with pytest.raises(ValueError, match=r"bo\.ipynb cannot be read"):
+        collected(tmp_path)
+    with pytest.raises(ValueError, match=r"no notebook below .* says anything of an exercise"):
+        collected(tmp_path / "eve")
 
 
 @pytest.mark.parametrize(
