@@ -1,8 +1,4 @@
-"""Products on codes beside simulated ones: numbers and tables.  Beyond the paper.
-
-Runs of one seed share weights, data and order. They differ in the last digits of a product, and from there on in all
-that follows, as two seeds of the rounding noise would.
-"""
+"""Products on codes beside simulated ones, whose runs differ as two seeds of rounding noise.  Beyond the paper."""
 
 from __future__ import annotations
 

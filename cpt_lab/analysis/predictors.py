@@ -26,10 +26,8 @@ def rank_correlation(
     The strength is Spearman's correlation with the sign turned so that the expected direction counts as positive:
     quality rises with cost, falls with noise and with time at q_min.
 
-    Intervals are a bootstrap that resamples arms and seeds together. Both are samples: the claim is about schedules in
-    general, not about these ten, and a handful that lie at three levels of cost say less of it than their points do.
-    Seeds alone leave the arms as they are, and give intervals that a single other schedule would leave. All that shows
-    such a number takes it from here, with this interval. They are NaN for one seed.
+    Intervals are a bootstrap that resamples arms and seeds together, as the claim is about schedules in general, not
+    about these ten. Of seeds alone a single other schedule would leave them. They are NaN for one seed.
 
     Args:
         runs: of one experiment; of several q_max the largest counts. The ten schedules and static q_max take part, on

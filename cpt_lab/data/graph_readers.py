@@ -114,7 +114,8 @@ def _dense(path: Path, *csr: np.ndarray) -> np.ndarray:
 def _indices(path: Path, part: str, given: np.ndarray, nodes: int) -> np.ndarray:
     """Return the node numbers of a split; of several masks, (splits, N) or PyG's (N, splits), the first is taken."""
     if given.dtype != bool:
-        return given
+        as_mask = given.shape == (nodes,) and nodes > 2 and np.isin(given, (0, 1)).all()  # else nodes are named twice
+        return np.flatnonzero(given) if as_mask else given
     wanted = f"{path}: masks of the {part} split must be (N,), (splits, N) or (N, splits) with N = {nodes}"
     if given.ndim not in (1, 2) or nodes not in given.shape:
         raise ValueError(f"{wanted}, got {given.shape}")

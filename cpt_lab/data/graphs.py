@@ -185,6 +185,7 @@ def _checked(name: str, raw: RawGraph) -> tuple[Tensor, Tensor, int]:
         raise ValueError(f"{name}: the train and the test split need at least one node each")
     known = labels[labels >= 0]  # also those of nodes that are tested alone
     classes = raw.classes or class_count(f"{name}: nodes", known)
+    class_count(f"{name}: nodes to train on", labels[raw.split["train"]])
     return torch.from_numpy(features), torch.from_numpy(labels), classes
 
 

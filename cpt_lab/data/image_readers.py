@@ -10,6 +10,7 @@ import io
 import itertools
 from collections import Counter
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -164,17 +165,23 @@ def image_folders(folder: Path) -> tuple[Any, Any, str]:
     held = next((folder / part for part in ("val", "test") if (folder / part).is_dir()), None)
     if first == folder and held:
         raise DataNotFoundError(f"{folder} has {held.name}/ and no train/; it needs train/<class>/")
-    kind = library("torchvision.datasets", "vision").ImageFolder
-    title = f"own images ({folder.name})"
-    train = kind(str(first), loader=open_rgb)
+    datasets = library("torchvision.datasets", "vision")
+    kind = partial(datasets.ImageFolder, loader=open_rgb, is_valid_file=_shown)
+    title, train = f"own images ({folder.name})", kind(str(first))
     if held is None:
         return *_drawn(train), f"{title}, a fifth drawn to test on"
-    test = kind(str(held), loader=open_rgb)
+    test = kind(str(held))
     if unknown := sorted(set(test.classes) - set(train.classes)):
         names = ", ".join(train.classes[:20]) + (", ..." if len(train.classes) > 20 else "")
         raise ValueError(f"{held}: class {unknown[0]!r} is unknown; those of train/ are {names}")
     test.target_transform = [train.class_to_idx[name] for name in test.classes].__getitem__
     return train, test, title
+
+
+def _shown(path: str) -> bool:
+    """Whether a file is a picture that a person has put there, not one of a Mac beside it."""
+    kinds = library("torchvision.datasets.folder", "vision").IMG_EXTENSIONS
+    return path.lower().endswith(kinds) and not Path(path).name.startswith(".")
 
 
 def _drawn(files: Any) -> tuple[Any, Any]:
@@ -188,12 +195,11 @@ def _drawn(files: Any) -> tuple[Any, Any]:
         raise ValueError(
             f"{files.root}: no class has the five pictures of which one is tested on; give train/ and val/"
         )
-    lists = []
-    for part in parts:
-        lists.append(copy.copy(files))
-        lists[-1].samples = [files.samples[i] for i in sorted(part)]
-        lists[-1].targets = [label for _, label in lists[-1].samples]
-    return lists[0], lists[1]
+    train, test = copy.copy(files), copy.copy(files)
+    for split, part in zip((train, test), parts, strict=True):
+        split.samples = [files.samples[i] for i in sorted(part)]
+        split.targets = [label for _, label in split.samples]
+    return train, test
 
 
 def _in_memory(files: Any, size: int) -> ArrayImages:

@@ -6,8 +6,7 @@ Small images live in memory as one uint8 tensor and are augmented there, a batch
 
 Your own images, as ``dataset``:
 
-- a folder with ``train/<class>/*.jpg`` and ``val/<class>/*.jpg`` (torchvision's ImageFolder layout), or with class
-  folders alone: then every fifth picture is tested on;
+- a folder with ``train/<class>/*.jpg`` and ``val/<class>/*.jpg``, or with class folders alone;
 - ``"train.npz,test.npz"``, or a folder with exactly one ``*train*.npz`` and one ``*test*.npz`` or ``*val*.npz``; each
   archive has ``labels`` (n,) and either ``data`` uint8 (n, H, W) or (n, H, W, C), or ``jpeg`` (all files, one after
   the other, uint8) with ``offsets`` (n + 1,).

@@ -118,6 +118,17 @@ def test_a_graph_without_a_split_is_cut_and_says_so(tmp_path):
     refused(own(tmp_path / "g.npz"), "g.npz: has nodes for train; it needs train, valid, test, or none of them")
 
 
+def test_masks_of_ones_and_zeros_are_masks(tmp_path):
+    whole = load_graph(own(write_npz(tmp_path)))
+    masks = {
+        f"{part}_idx": np.isin(np.arange(NODES), arrays()[f"{part}_idx"]).astype(float)
+        for part in ("train", "valid", "test")
+    }
+    found = load_graph(own(write_npz(tmp_path, **masks)))
+    for part in ("train", "valid", "test"):
+        assert getattr(found, part).tolist() == sorted(getattr(whole, part).tolist())
+
+
 def test_a_folder_in_ogb_layout(tmp_path):
     found, plain = load_graph(own(write(tmp_path / "mine", ogb_folder(arrays())))), load_graph(own(write_npz(tmp_path)))
     assert found.title == "own graph (mine)"
@@ -288,7 +299,10 @@ def changed(name, index, value):
         ({"train_idx": np.array([0.5])}, "the train split must be whole numbers, number 0 is 0.5"),
         (changed("labels", int(arrays()["test_idx"][0]), -1), r"node \d+ of the test split has no label"),
         (changed("labels", 2, 10**6), "nodes: label 1000000 of 60; classes must be numbered 0, 1, 2"),
-        ({"labels": np.full(NODES, 3)}, "all 60 labels are 3; there is nothing to learn from one class"),
+        (
+            {"labels": np.full(NODES, 3)},
+            "nodes to train on: all 30 labels are 3; there is nothing to learn from one class",
+        ),
         ({"labels": None}, "g.npz: needs one of labels, node_labels, y; it has edge_index, features, train_idx"),
     ],
 )

@@ -212,6 +212,14 @@ def test_of_classes_without_a_split_every_fifth_picture_is_tested_on(size, place
     assert load_images(small("pets/", size=size)).checksum == data.checksum
 
 
+def test_what_a_mac_puts_beside_a_picture_is_none(data_folder):
+    image_files(data_folder / "pets")
+    before = load_images(small("pets/", size=16)).checksum
+    write(data_folder / "pets", {f"train/{name}/._0.png": b"\0" for name in ("cat", "dog")})
+    write(data_folder / "pets", {"train/.DS_Store": b"\0", "train/notes.txt": b"cats"})
+    assert load_images(small("pets/", size=16)).checksum == before
+
+
 def test_classes_too_small_to_draw_from_and_a_split_without_train(data_folder):
     write(data_folder / "pets", class_folders(4))
     with pytest.raises(ValueError, match=r"pets: no class has the five pictures of which one is tested on"):
