@@ -299,10 +299,8 @@ def changed(name, index, value):
         ({"train_idx": np.array([0.5])}, "the train split must be whole numbers, number 0 is 0.5"),
         (changed("labels", int(arrays()["test_idx"][0]), -1), r"node \d+ of the test split has no label"),
         (changed("labels", 2, 10**6), "nodes: label 1000000 of 60; classes must be numbered 0, 1, 2"),
-        (
-            {"labels": np.full(NODES, 3)},
-            "nodes to train on: all 30 labels are 3; there is nothing to learn from one class",
-        ),
+        ({"labels": np.full(NODES, 3)}, "all 60 labels are 3; there is nothing to learn from one class"),
+        ({"labels": np.isin(np.arange(NODES), arrays()["train_idx"]) * 1}, "nodes to train on: all 30 labels are 1"),
         ({"labels": None}, "g.npz: needs one of labels, node_labels, y; it has edge_index, features, train_idx"),
     ],
 )
