@@ -81,8 +81,6 @@ def preregistered() -> frozenset[str]:
 
 
 def _split(runs: pd.DataFrame, *columns: str) -> list[pd.DataFrame]:
-    if runs.empty:
-        return []
     runs = runs[~runs["key"].isin(preregistered())]
     parts = [part for _, part in runs.groupby(list(columns), sort=False)]
     return sorted(parts, key=lambda part: part["scale"].iloc[0] != "paper")

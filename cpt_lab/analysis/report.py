@@ -66,7 +66,7 @@ def write(folder: Path, scale: str, outcomes: list[dict[str, Any]], first: Seque
     sections = [
         *first,
         Section("Notebooks", table=_notebooks(outcomes)),
-        *(section for question in QUESTIONS for section in question.sections(runs)),
+        *(section for question in QUESTIONS if len(runs) for section in question.sections(runs)),
         Section("Words", WORDS),
         Section("Where this comes from", (spent, _versions())),
     ]

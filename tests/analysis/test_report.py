@@ -185,8 +185,7 @@ def test_report_and_ledger_show_one_interval_for_a_correlation(page, stored):
         r = frame.set_index("predictor").loc["relative_cost"]
         number = f"{r.strength:+.2f} [{r.low:+.2f}, {r.high:+.2f}]"
         assert f"over {r.arms} arms: {number}, n = {r.seeds}" in ledger
-        assert f"cost {number}, noise exposure" in text  # under its figure
-        assert text.count(number) >= 3  # there, in the ledger, in the table of predictors
+        assert text.count(number) >= 2  # in the ledger, in the table of predictors
 
 
 # --- arms of one's own ----------------------------------------------------------------------------
