@@ -164,7 +164,7 @@ def _listed(folder: Path, part: str) -> list[File]:
     if not path.is_file():
         raise DataNotFoundError(f"there is no {path}: a list of picture ids, one per line")
     with reading(path):
-        ids = [line.split()[0] for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
+        ids = [line.split()[0] for line in path.read_text(encoding="utf-8-sig").splitlines() if line.strip()]
     if not ids:
         raise ValueError(f"{path} is empty")
     if wrong := [i for i in ids if not i.isprintable() or len(i) > LONGEST]:
@@ -190,13 +190,15 @@ def _of_coco(folder: Path, part: str) -> list[File]:
     files: list[File] = []
     roots = {}
     with reading(path):
-        told = json.loads(path.read_text(encoding="utf-8"))
+        told = json.loads(path.read_text(encoding="utf-8-sig"))
         names = {category["id"]: category["name"] for category in told["categories"]}
         for picture in told["images"]:
             root = roots[picture["id"]] = ElementTree.Element("annotation")
             _add(root, "size", height=picture["height"], width=picture["width"])
             found = [place / picture["file_name"] for place in places]
             files.append((next(filter(Path.is_file, found), found[0]), root))
+        if told["annotations"] and all(max(a["bbox"]) <= 1 for a in told["annotations"]):
+            raise ValueError("boxes are to be counted in pixels, these are shares of a picture")
         for a in told["annotations"]:
             thing = _add(roots[a["image_id"]], "object", name=names[a["category_id"]], difficult=a.get("iscrowd", 0))
             x, y, w, h = (float(number) for number in a["bbox"])

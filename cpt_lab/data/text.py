@@ -136,7 +136,7 @@ def _file_of(folder: Path, split: str) -> Path:
 
 def _read(path: Path) -> str:
     with reading(path):
-        text = path.read_text(encoding="utf-8")
+        text = path.read_text(encoding="utf-8-sig")
     if "\0" in text:  # UTF-16, or no text at all
         raise ValueError(f"{path} is no text in UTF-8: it holds NUL characters")
     if not text.strip():

@@ -119,6 +119,9 @@ def test_coco_s_boxes_are_those_of_voc(tmp_path, monkeypatch, place):
     write(tmp_path / "pets", files)
     data = load_detection(small("pets/"))
     assert (data.classes, data.title) == (("cat",), "own pictures (pets)")
+    with_bom = {name: b"\xef\xbb\xbf" + file for name, file in files.items() if name.endswith(".json")}
+    write(tmp_path / "pets", with_bom)
+    assert load_detection(small("pets/")).checksum == data.checksum
     assert [p.picture.name for p in data.train] == ["3.jpg", "5.jpg"]
     for part in (*data.train, *data.test):
         assert part.boxes.tolist() == [[0, 0, 40, 30], [9.5, 19, 30.5, 20.25]]
@@ -131,6 +134,10 @@ def test_coco_s_boxes_are_those_of_voc(tmp_path, monkeypatch, place):
     [
         ((0, 0, 41, 5), r"annotation of .*3\.jpg, object 1 \(cat\): the box .* is not inside the 40 x 30 picture"),
         ((4, 4, 0, 5), r"3\.jpg, object 1 \(cat\): the box .* has no area"),
+        (
+            (0.1, 0.2, 0.5, 0.5),
+            r"instances_train2017\.json cannot be read: .* in pixels, these are shares of a picture",
+        ),
         ((4, 4, 5), r"instances_train2017\.json cannot be read: ValueError"),
     ],
 )
