@@ -19,7 +19,6 @@ from nbclient.exceptions import CellTimeoutError
 from papermill.clientwrap import PapermillNotebookClient
 from papermill.engines import NBClientEngine, papermill_engines
 
-from cpt_lab.paths import work_dir
 from cpt_lessons.places import Place
 
 # Seconds for a kernel to come up on a loaded machine; alone it takes one or two.
@@ -76,7 +75,7 @@ class _Engine(NBClientEngine):
                 timeout=options["execution_timeout"],
                 extra_arguments=["--IPKernelApp.log_level=50"],  # else it tells of its end when it is ended
             )
-            client.execute(cwd=str(work_dir()))
+            client.execute(cwd=str(Path.cwd()))  # where relative paths of data begin
 
 
 papermill_engines.register("cpt_core", _Engine)

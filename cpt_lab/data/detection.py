@@ -196,11 +196,12 @@ def _of_coco(folder: Path, part: str) -> list[File]:
             root = roots[picture["id"]] = ElementTree.Element("annotation")
             _add(root, "size", height=picture["height"], width=picture["width"])
             found = [place / picture["file_name"] for place in places]
-            files.append((next(filter(Path.is_file, found), found[0]), root))
+            files.append((next(filter(Path.is_file, found), found[path.parent.name == "annotations"]), root))
         if told["annotations"] and all(max(a["bbox"]) <= 1 for a in told["annotations"]):
             raise ValueError("boxes are to be counted in pixels, these are shares of a picture")
         for a in told["annotations"]:
-            thing = _add(roots[a["image_id"]], "object", name=names[a["category_id"]], difficult=a.get("iscrowd", 0))
+            name, crowd = names[a["category_id"]], int(a.get("iscrowd", 0))
+            thing = _add(roots[a["image_id"]], "object", name=name, difficult=crowd)
             x, y, w, h = (float(number) for number in a["bbox"])
             _add(thing, "bndbox", xmin=x + 1, ymin=y + 1, xmax=round(x + w, 3), ymax=round(y + h, 3))
     return files

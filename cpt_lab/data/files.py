@@ -118,8 +118,7 @@ def task_of_data(dataset: str) -> str:
     return found
 
 
-# what else people have, and what to do with it
-WAYS_OUT = {
+WAYS_OUT = {  # what else people have, and what to do with it
     "*.[jJ][pP]*[gG]|*.[pP][nN][gG]": "give the pictures of every class a folder of their own",
     "labels/*.txt|*/labels/*.txt|labels/*/*.txt": "export boxes of YOLO's form in COCO's or VOC's",
     "*.pt|*/*.pt": "save a graph of PyTorch Geometric with numpy.savez('my-graph.npz', x=..., y=..., edge_index=...)",
@@ -145,7 +144,7 @@ def _laid_out(path: Path, task: str) -> bool:
 def _has(path: Path, word: str) -> bool:
     """Whether a folder, an archive or the name of a file has what fits one of the patterns of a word; "!" turns it."""
     if word.startswith("!"):
-        return not _has(path, word[1:])
+        return path.is_file() or not _has(path, word[1:])
     if path.is_dir():
         return any(next(path.glob(pattern), None) for pattern in word.split("|"))
     if path.suffix != ".npz":

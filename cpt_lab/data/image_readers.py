@@ -46,6 +46,7 @@ def rgb(image: Any) -> Any:
 
 
 END_OF_JPEG = b"\xff\xd9"
+HELD = ("val", "valid", "validation", "test")  # folders of what is tested on; the first that is there
 
 
 def picture_size(path: Path) -> tuple[int, int]:
@@ -162,7 +163,7 @@ def image_folders(folder: Path) -> tuple[Any, Any, str]:
     order drawn once and for all, and the title says so.
     """
     first = folder / "train" if (folder / "train").is_dir() else folder
-    held = next((folder / part for part in ("val", "test") if (folder / part).is_dir()), None)
+    held = next((folder / part for part in HELD if (folder / part).is_dir()), None)
     if first == folder and held:
         raise DataNotFoundError(f"{folder} has {held.name}/ and no train/; it needs train/<class>/")
     datasets = library("torchvision.datasets", "vision")

@@ -151,7 +151,7 @@ def test_coco_without_what_to_test_on_and_a_crowd(tmp_path, monkeypatch):
     monkeypatch.setenv("CPT_DATA_DIR", str(tmp_path))
     folder = write(tmp_path / "pets", coco_folder())
     path = folder / "annotations/instances_train2017.json"
-    path.write_text(path.read_text().replace('"iscrowd": 0', '"iscrowd": 1', 1))
+    path.write_text(path.read_text().replace('"iscrowd": 0', '"iscrowd": true', 1))
     assert [p.difficult.tolist() for p in load_detection(small("pets/")).train] == [[True], [False]]
     (folder / "annotations/instances_val2017.json").unlink()
     refused("pets has COCO's annotations to train on, and none of val or test", DataNotFoundError)

@@ -83,6 +83,9 @@ LAYOUTS = {  # name -> task, its files
     "graph in an archive": ("graph", lambda: {"g.npz": archive(**GRAPH)}),
     "OGB's layout": ("graph", lambda: ogb_folder(GRAPH)), "Planetoid": ("graph", planetoid),
     "a graph without a split": ("graph", lambda: {"g.npz": archive(**without_split())}),
+    "tiles without a split": (
+        "image", lambda: {n.replace("png", "TIF"): picture(kind="TIFF", seed=i) for i, n in enumerate(class_folders())},
+    ),
     "one text": ("language_model", lambda: {"novel.txt": b"one two three\n" * 30}),
     "text": ("language_model", lambda: {f"{part}.txt": b"one two three\n" * 9 for part in ("train", "valid", "test")}),
     **{f"pairs as {e}": ("entailment", partial(pair_files, e)) for e in ("csv", "parquet", "jsonl", "tsv")},

@@ -192,9 +192,10 @@ def test_a_folder_with_train_and_test_is_read(data_folder):
     image_files(data_folder / "pets")
     images = load_images(small("pets/", size=16))
     assert (images.train.images.shape, images.classes) == ((10, 3, 16, 16), 2)
-    (data_folder / "pets/val").rename(data_folder / "pets/test")
-    check_data(small("pets/", size=16))
-    assert torch.equal(load_images(small("pets/", size=16)).test.images, images.test.images)
+    for before, after in (("val", "valid"), ("valid", "test")):
+        (data_folder / "pets" / before).rename(data_folder / "pets" / after)
+        check_data(small("pets/", size=16))
+        assert torch.equal(load_images(small("pets/", size=16)).test.images, images.test.images)
 
 
 @pytest.mark.parametrize("size", [16, 80])  # in memory, and from disk
