@@ -7,6 +7,7 @@ import signal
 import sys
 import warnings
 from collections.abc import Iterator
+from contextlib import suppress
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
@@ -333,11 +334,13 @@ def claims(
     for path in sorted({*code, *all_stores(), *paper_dir().iterdir(), *results_dir().iterdir()}):
         digest.update(f"{path}\0".encode() + hashlib.sha256(path.read_bytes()).digest())
     kept = runs_dir() / "claims" / f"{digest.hexdigest()[:16]}.txt"  # what the same code said of the same rows
-    if not kept.exists():
-        typer.echo("judging all rows, for about half a minute, once", err=True)
+    if kept.exists():
+        return typer.echo(kept.read_text(encoding="utf-8"))
+    typer.echo("judging all rows, for about half a minute, once", err=True)
+    typer.echo(said := "\n".join(_claims(every, evidence)))
+    with suppress(OSError):  # where nothing can be written nothing is kept
         kept.parent.mkdir(parents=True, exist_ok=True)
-        write_text(kept, "\n".join(_claims(every, evidence)))
-    typer.echo(kept.read_text(encoding="utf-8"))
+        write_text(kept, said)
 
 
 def _claims(every: bool, evidence: bool) -> Iterator[str]:

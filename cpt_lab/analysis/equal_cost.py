@@ -25,7 +25,7 @@ def equal_cost(runs: pd.DataFrame) -> pd.DataFrame:
     Returns:
         For each budget (RR, or RR bent to a budget) one line per arm: base, arm, spent (BitOps as a share of those of
         the base), mean, std, n, diverged; difference to the base, positive when better, with low and high (95 %, paired
-        over seeds), better (seeds above the base), pairs. A run that diverged counts as if it had spent all.
+        over seeds), better (seeds above the base), pairs. A diverged run has the worst value and all BitOps.
     """
     metric = metric_of(runs)
     runs = runs[runs[metric].notna()]

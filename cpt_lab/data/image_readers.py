@@ -158,7 +158,7 @@ def _unpacked(path: Path, raw: np.ndarray, offsets: np.ndarray) -> np.ndarray:
 def image_folders(folder: Path) -> tuple[Any, Any, str]:
     """Return torchvision's lists of files to train and to test on, numbered by the classes of the first, and a title.
 
-    They are those of ``train/`` and ``val/`` (or ``test/``); a class may be missing from the second, but not from the
+    They are those of ``train/`` and of the first of ``HELD``; a class may be missing from the second, but not from the
     first. Where there is one of them alone, or class folders alone, every fifth picture of a class is tested on, in an
     order drawn once and for all, and the title says so.
     """
@@ -166,8 +166,7 @@ def image_folders(folder: Path) -> tuple[Any, Any, str]:
     held = next((folder / part for part in HELD if (folder / part).is_dir()), None)
     if first == folder and held:
         raise DataNotFoundError(f"{folder} has {held.name}/ and no train/; it needs train/<class>/")
-    datasets = library("torchvision.datasets", "vision")
-    kind = partial(datasets.ImageFolder, loader=open_rgb, is_valid_file=_shown)
+    kind = partial(library("torchvision.datasets", "vision").ImageFolder, loader=open_rgb, is_valid_file=_shown)
     title, train = f"own images ({folder.name})", kind(str(first))
     if held is None:
         return *_drawn(train), f"{title}, a fifth drawn to test on"
@@ -193,9 +192,7 @@ def _drawn(files: Any) -> tuple[Any, Any]:
         seen[files.targets[i]] += 1
         parts[seen[files.targets[i]] % 5 == 0].append(i)
     if not parts[1]:
-        raise ValueError(
-            f"{files.root}: no class has the five pictures of which one is tested on; give train/ and val/"
-        )
+        raise ValueError(f"{files.root}: no class has the five pictures of which one is tested on; give train/, val/")
     train, test = copy.copy(files), copy.copy(files)
     for split, part in zip((train, test), parts, strict=True):
         split.samples = [files.samples[i] for i in sorted(part)]
