@@ -20,7 +20,7 @@ import torch
 from cpt_lab.experiments import designs
 from cpt_lab.experiments.spec import RunSpec
 from cpt_lab.sweeps.sweep import run_grid
-from cpt_lab.training.session import task_of
+from cpt_lab.tasks.base import task_of
 from cpt_lab.training.train import train
 
 

@@ -251,10 +251,17 @@ def try_(
 ) -> None:
     """Say how few bits your data can be trained with, whether a schedule helps, and what it costs; write one page."""
     from cpt_lab.data.files import check_data, task_of_data
+    from cpt_lab.experiments.recipe import is_own
     from cpt_lab.experiments.recipes import recipe
 
+    if task and not is_own(dataset):
+        raise ValueError(f"--task {task} is for data of your own; {dataset} has its task")
     r = recipe(scale, dataset, model, task=task or task_of_data(dataset))
     check_data(r)
+    from cpt_lab.tasks.base import read_whole
+
+    if is_own(dataset):
+        read_whole(r)  # before what takes longer to import: a defect is said within seconds
     from functools import partial
 
     from cpt_lab.analysis.trying import try_recipe

@@ -168,7 +168,7 @@ def check_parameters(task: str = "image", /, **given: Any) -> Parameters:
             raise ValueError(f"{dataset!r} is for another notebook: its task is {found.task!r}, not {own_task!r}")
         check_data(found)
         if is_own(dataset):
-            from cpt_lab.training.session import read_whole  # here, as it imports torch
+            from cpt_lab.tasks.base import read_whole  # here, as it imports torch
 
             read_whole(found)
     if scale != "smoke":

@@ -99,6 +99,7 @@ def command(monkeypatch, capsys):
         (["reproduce", "--notebook", "03", "--dataset", "cifar10"], "python -m cpt_lab download cifar10"),
         (["try", "nothere/"], "there is no file or folder"),
         (["try", "cpt_lab/data/"], "data is not laid out as any task needs it; found __init__.py, "),
+        (["try", "digits", "--task", "graph"], "--task graph is for data of your own; digits has its task"),
         (["try", "digits", "--margin", "0"], "margin must be a number of more than 0, got 0"),
         (["try", "digits", "--workers", "-1"], "workers must be a whole number of at least 0"),
         (["range-test", "cpt_lab/data/", "--task", "graph"], "is no data for this task (graph)"),

@@ -18,8 +18,9 @@ from cpt_lab.sweeps import worker
 from cpt_lab.sweeps.options import SweepOptions
 from cpt_lab.sweeps.process import supervise
 from cpt_lab.sweeps.worker import Job, run_one
+from cpt_lab.tasks.base import task_of
 from cpt_lab.training.device import device_name
-from cpt_lab.training.session import Session, task_of
+from cpt_lab.training.session import Session
 from cpt_lab.training.train import train
 
 ON_CPU = ("GraphSAGE",)  # the others are stopped and resumed there by their own tests

@@ -24,7 +24,7 @@ from cpt_core.quantization.fake_quantize import quantize
 from cpt_core.quantization.scheduler import precision
 from cpt_lab.experiments.recipes import recipe
 from cpt_lab.experiments.spec import run_spec
-from cpt_lab.training.session import task_of
+from cpt_lab.tasks.base import task_of
 from cpt_lab.training.train import Stopped, train
 
 BITS = (2, 8, 16)

@@ -21,7 +21,8 @@ from cpt_core.quantization.convert import restore_
 from cpt_lab.experiments.recipe import Recipe
 from cpt_lab.experiments.recipes import recipe
 from cpt_lab.experiments.spec import run_spec
-from cpt_lab.training.session import Session, task_of
+from cpt_lab.tasks.base import task_of
+from cpt_lab.training.session import Session
 
 KINDS = (
     "float32", "float32 captured", "float32 TF32", "quantised", "quantised captured", "quantised TF32",

@@ -310,6 +310,8 @@ def tried(
 ) -> Tried:  # fmt: skip
     """Return the answer from the trainings that ``run(arms, seed)`` does, at most ``at_once`` of them a call.
 
+    Ctrl-C ends them early: the answer is that of what was trained.
+
     The other arguments are those of ``try_precision``; ``cycles`` is how many a schedule has.
     """
     declared(tried, {"margin": margin, "progress": progress})
@@ -347,13 +349,18 @@ def tried(
         return True
 
     in_time = True
-    with waiting("trying", unit=" trainings", progress=progress) as bar:
-        for seed in range(seeds):
-            if seed < FEWEST:
-                in_time = train([a.name for a in arms.values() if a.kind == "static"], seed)
-                in_time = in_time and train([d.arm.name for d in now().rests_on], seed)
-            else:
-                in_time = train([n for d in now().unclear for n in (d.arm.against, d.arm.name)], seed)
-            if not in_time or (seed + 1 >= FEWEST and not now().unclear):
-                break
+    try:
+        with waiting("trying", unit=" trainings", progress=progress) as bar:
+            for seed in range(seeds):
+                if seed < FEWEST:
+                    in_time = train([a.name for a in arms.values() if a.kind == "static"], seed)
+                    in_time = in_time and train([d.arm.name for d in now().rests_on], seed)
+                else:
+                    in_time = train([n for d in now().unclear for n in (d.arm.against, d.arm.name)], seed)
+                if not in_time or (seed + 1 >= FEWEST and not now().unclear):
+                    break
+    except KeyboardInterrupt:
+        if not results:
+            raise
+        in_time = False
     return now(over=not in_time)

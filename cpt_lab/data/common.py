@@ -150,13 +150,15 @@ def class_count(what: str, labels: Any) -> int:
         labels: (n,) whole numbers from 0.
 
     Raises:
-        ValueError: for one class only, and for a label that is no number of a class: every class is an output.
+        ValueError: for one class only, and where labels are no numbers of classes: every number is an output.
     """
     largest = int(labels.max())
     if largest >= max(MOST_CLASSES, len(labels)):
         raise ValueError(f"{what}: label {largest} of {len(labels)}; classes must be numbered 0, 1, 2, ...")
     if int(labels.min()) == largest:
         raise ValueError(f"{what}: all {len(labels)} labels are {largest}; there is nothing to learn from one class")
+    if int(labels.min()) > 0:
+        raise ValueError(f"{what}: labels are {int(labels.min())} to {largest}; classes must be numbered 0, 1, 2, ...")
     return largest + 1
 
 

@@ -105,8 +105,12 @@ def _files(dataset: str) -> tuple[list[list[File]], tuple[str, ...], str]:
     else:
         folder = voc_folder(folder)
         files = [_listed(folder, "train"), _listed(folder, "test" if _list(folder, "test").is_file() else "val")]
+    for part in files:
+        image, count = Counter(image for image, _ in part).most_common(1)[0]
+        if count > 1:
+            raise ValueError(f"{folder}: {image.name} is listed {count} times; list every picture once")
     objects = (obj for _, xml in files[0] for obj in _root(xml).findall("object"))
-    classes = tuple(sorted({obj.findtext("name", "").strip() for obj in objects}))
+    classes = tuple(sorted({obj.findtext("name", "").strip() for obj in objects} - {""}))
     if not classes:
         raise ValueError(f"{folder}: there is no object in any training annotation")
     title = f"own pictures ({own_path(dataset).name})"
@@ -169,9 +173,6 @@ def _listed(folder: Path, part: str) -> list[File]:
         raise ValueError(f"{path} is empty")
     if wrong := [i for i in ids if not i.isprintable() or len(i) > LONGEST]:
         raise ValueError(f"{path}: {wrong[0][:40]!r} is no picture id")
-    name, count = Counter(ids).most_common(1)[0]
-    if count > 1:
-        raise ValueError(f"{path} names {name!r} twice")
     return [(folder / "JPEGImages" / f"{i}.jpg", folder / "Annotations" / f"{i}.xml") for i in ids]
 
 
@@ -197,6 +198,11 @@ def _of_coco(folder: Path, part: str) -> list[File]:
             _add(root, "size", height=picture["height"], width=picture["width"])
             found = [place / picture["file_name"] for place in places]
             files.append((next(filter(Path.is_file, found), found[path.parent.name == "annotations"]), root))
+        if not files or len(roots) < len(files):
+            raise ValueError(f"{len(files)} images have {len(roots)} ids; every image needs one of its own")
+        for field, known in (("category_id", names), ("image_id", roots)):
+            if wrong := [a[field] for a in told["annotations"] if a[field] not in known]:
+                raise ValueError(f"an annotation has the {field} {wrong[0]}, which nothing in the file has")
         if told["annotations"] and all(max(a["bbox"]) <= 1 for a in told["annotations"]):
             raise ValueError("boxes are to be counted in pixels, these are shares of a picture")
         for a in told["annotations"]:

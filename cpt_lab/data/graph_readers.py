@@ -8,9 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pandas as pd
-from sklearn.datasets import load_digits
-from sklearn.neighbors import kneighbors_graph
 
 from cpt_lab.data.common import whole_numbers
 from cpt_lab.data.files import DataNotFoundError, reading
@@ -34,6 +31,9 @@ class RawGraph:
 
 def read_digits() -> RawGraph:
     """Return the nearest-neighbour graph over scikit-learn's digits."""
+    from sklearn.datasets import load_digits  # here, as they take a second
+    from sklearn.neighbors import kneighbors_graph
+
     digits = load_digits()
     pixels, labels = digits.data.astype(np.float32) / 16, digits.target.astype(np.int64)
     source, destination = kneighbors_graph(pixels, n_neighbors=8).nonzero()
@@ -151,6 +151,8 @@ def read_ogb_folder(path: Path, title: str) -> RawGraph:
 
 def _csv(path: Path, kind: type | None, columns: int | None = None) -> np.ndarray:
     """Return a table of numbers without a header, (lines, columns), in one type or (None) as it is written."""
+    import pandas as pd  # here, as it takes half a second
+
     with reading(path):
         if path.stat().st_size == 0:  # a table without lines is some bytes of gzip
             raise ValueError("the file is empty")

@@ -6,11 +6,11 @@ Pictures of any kind are read as eight-bit red, green and blue.
 from __future__ import annotations
 
 import copy
+import filecmp
 import io
 import itertools
 from collections import Counter
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -166,16 +166,39 @@ def image_folders(folder: Path) -> tuple[Any, Any, str]:
     held = next((folder / part for part in HELD if (folder / part).is_dir()), None)
     if first == folder and held:
         raise DataNotFoundError(f"{folder} has {held.name}/ and no train/; it needs train/<class>/")
-    kind = partial(library("torchvision.datasets", "vision").ImageFolder, loader=open_rgb, is_valid_file=_shown)
-    title, train = f"own images ({folder.name})", kind(str(first))
+    title, train = f"own images ({folder.name})", _listed(first)
     if held is None:
         return *_drawn(train), f"{title}, a fifth drawn to test on"
-    test = kind(str(held))
+    test = _listed(held)
+    if sum((folder / part).is_dir() for part in HELD) > 1:
+        title += f", tested on {held.name}/"
     if unknown := sorted(set(test.classes) - set(train.classes)):
         names = ", ".join(train.classes[:20]) + (", ..." if len(train.classes) > 20 else "")
         raise ValueError(f"{held}: class {unknown[0]!r} is unknown; those of train/ are {names}")
+    copies = ((first / Path(path).relative_to(held), path) for path, _ in test.samples)
+    if all(one.is_file() and filecmp.cmp(one, other, shallow=False) for one, other in copies):
+        raise ValueError(f"{held}: the {len(test)} test images are the training images; a test needs others")
     test.target_transform = [train.class_to_idx[name] for name in test.classes].__getitem__
     return train, test, title
+
+
+def _listed(folder: Path) -> Any:
+    """Return torchvision's list of the pictures in class folders; hidden ones are none, such as notebooks leave."""
+    kind = library("torchvision.datasets", "vision").ImageFolder
+    files = kind.__new__(kind)
+    files.find_classes = _classes
+    files.__init__(str(folder), loader=open_rgb, is_valid_file=_shown)
+    return files
+
+
+def _classes(folder: str) -> tuple[list[str], dict[str, int]]:
+    names = sorted(p.name for p in Path(folder).iterdir() if p.is_dir() and not p.name.startswith((".", "__")))
+    for name in names:
+        if not any(_shown(str(path)) for path in (Path(folder) / name).rglob("*")):
+            raise ValueError(f"{Path(folder) / name} is the folder of a class, and has no picture")
+    if not names:
+        raise ValueError(f"{folder} has no folder of a class in it")
+    return names, {name: i for i, name in enumerate(names)}
 
 
 def _shown(path: str) -> bool:

@@ -26,7 +26,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from sklearn.datasets import load_digits
 from torch import Tensor
 from torch.utils.data import Dataset
 
@@ -161,6 +160,8 @@ def _load_arrays(recipe: ImageRecipe) -> Arrays:
 
 def _digits(name: str) -> Arrays:
     # 0..16 per pixel; scaled as if it were 0..255 so that mean 0 and std 16 / 255 give pixel / 16
+    from sklearn.datasets import load_digits  # here, as it takes a second
+
     digits = load_digits()
     order = np.random.default_rng(0).permutation(len(digits.target))
     images = torch.from_numpy(digits.images[order].astype(np.uint8)).unsqueeze(1)

@@ -8,7 +8,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from sklearn.datasets import load_digits
 from torch import Tensor
 from torchvision.transforms import v2
 
@@ -90,6 +89,8 @@ def scenes(part: str, count: int, size: int) -> tuple[Annotated, ...]:
     Digits of "train", "valid" and "test" come from different pictures of scikit-learn's set. A scene depends on its
     split, number and size alone. Boxes are exact: the smallest that holds all ink of a digit.
     """
+    from sklearn.datasets import load_digits  # here, as it takes a second
+
     digits = load_digits()
     order = np.random.default_rng(0).permutation(len(digits.target))
     first, last = {"train": (0, 1097), "valid": (1097, 1397), "test": (1397, 1797)}[part]

@@ -84,6 +84,9 @@ def load_text(recipe: LanguageModelRecipe) -> TextData:
             f"{recipe.batch} columns"
         )
     start = "\n" if recipe.unit == "characters" else EOS
+    for split, part in parts.items():
+        if set(part) - {start} and set(part).isdisjoint(set(parts["train"]) - {start}):
+            raise ValueError(f"{recipe.dataset}: nothing of the {split} text is in the training text")
     common = [unit for unit, _ in Counter(parts["train"]).most_common(recipe.vocabulary)]
     vocabulary = list(dict.fromkeys([start, *common]))
     if not set().union(*parts.values()) <= set(vocabulary):

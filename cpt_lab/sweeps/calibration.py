@@ -30,8 +30,9 @@ from cpt_lab.paths import runs_dir
 from cpt_lab.sweeps.options import SweepOptions
 from cpt_lab.sweeps.process import supervise
 from cpt_lab.sweeps.worker import Job, Outcome
+from cpt_lab.tasks.base import task_of
 from cpt_lab.training.device import device_name, host_memory, peak_memory, usual_device
-from cpt_lab.training.session import Session, task_of
+from cpt_lab.training.session import Session
 
 SECONDS = 1.0  # about the time that measuring one recipe takes, if its steps are that quick
 VERSION = 4  # of what is measured: kept measurements of another version are not taken

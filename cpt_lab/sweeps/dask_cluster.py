@@ -29,8 +29,8 @@ from cpt_lab.sweeps.process import record_loss, supervise
 from cpt_lab.sweeps.progress import Live, Signals
 from cpt_lab.sweeps.stores import check_same_data, load_rows
 from cpt_lab.sweeps.worker import Job, Outcome
+from cpt_lab.tasks.base import task_of
 from cpt_lab.training.device import choose_device
-from cpt_lab.training.session import task_of
 
 try:
     import distributed

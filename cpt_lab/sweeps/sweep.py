@@ -32,9 +32,9 @@ from cpt_lab.sweeps.process import supervise
 from cpt_lab.sweeps.progress import Live, Signals
 from cpt_lab.sweeps.stores import Row
 from cpt_lab.sweeps.worker import Job, Outcome, run_one
+from cpt_lab.tasks.base import task_of
 from cpt_lab.training.arithmetic import lay_out
 from cpt_lab.training.device import choose_device
-from cpt_lab.training.session import task_of
 
 Execute = Callable[[list[Job], Signals, Live], Iterator[Outcome]]
 

@@ -40,7 +40,7 @@ from cpt_lab.paths import results_dir
 from cpt_lab.provenance import commit, version
 from cpt_lab.sweeps.lines import Row, load_rows
 from cpt_lab.sweeps.sweep import run_grid
-from cpt_lab.training.session import task_of
+from cpt_lab.tasks.base import task_of
 
 FIRST_LOSS = 0.1  # relative: twice what was seen, see docs/reproducing/repeating.md
 SPREADS = 5  # standard deviations between seeds

@@ -23,9 +23,9 @@ from cpt_lab.provenance import machine, versions
 from cpt_lab.sweeps import stores
 from cpt_lab.sweeps.options import SweepOptions
 from cpt_lab.sweeps.stores import Row, StoreError
+from cpt_lab.tasks.base import task_of
 from cpt_lab.training.arithmetic import cuda_provenance
 from cpt_lab.training.device import choose_device, device_name, peak_memory
-from cpt_lab.training.session import task_of
 from cpt_lab.training.train import Run, Stopped, train
 
 WAIT_SECONDS = 60.0  # for a run that another sweep has, before a worker looks after its other runs

@@ -8,7 +8,10 @@ from typing import Any, Protocol, cast
 import torch
 from torch import Tensor, nn
 
-from cpt_lab.experiments.spec import RunSpec
+from cpt_core.checks import choose, library
+from cpt_lab.experiments.recipe import Recipe
+from cpt_lab.experiments.recipes import EXPERIMENTS
+from cpt_lab.experiments.spec import RunSpec, run_spec
 
 Batch = Any
 Metrics = dict[str, float]
@@ -88,3 +91,15 @@ class Task(Protocol):
 
         On a GPU the optimizer is a fused one: it reads there whether a loss was not finite, and then does nothing.
         """
+
+
+def task_of(spec: RunSpec) -> type[Task]:
+    """Import the task class of a spec; ValueError names the tasks there are, ImportError the extra that one needs."""
+    experiment = EXPERIMENTS[choose("task", spec.recipe.task, EXPERIMENTS)]
+    return library(experiment.task, experiment.extra)
+
+
+def read_whole(recipe: Recipe) -> None:
+    """Read all data of a recipe, so that what is wrong in a file is said now; what was read last stays in memory."""
+    spec = run_spec(recipe, "static 8", q_max=8, seed=0)
+    task_of(spec)(spec, torch.device("cpu"))

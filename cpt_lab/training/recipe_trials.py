@@ -24,7 +24,8 @@ from cpt_core.choosing.trials import Judge, Trial
 from cpt_core.quantization.scheduler import precision
 from cpt_lab.experiments.recipe import Recipe
 from cpt_lab.experiments.spec import run_spec
-from cpt_lab.training.session import Session, task_of
+from cpt_lab.tasks.base import task_of
+from cpt_lab.training.session import Session
 
 
 def recipe_range_test(recipe: Recipe, *, device: str | torch.device = "cpu", **options: Any) -> PrecisionRange:

@@ -8,14 +8,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from cpt_core.checks import choose, library
 from cpt_core.formats.ladder import LADDERS
 from cpt_core.quantization.convert import PRESETS, QuantConfig, layer_precisions, quantize_
 from cpt_core.quantization.scheduler import PrecisionScheduler
 from cpt_lab.experiments.graph import GraphRecipe
 from cpt_lab.experiments.recipe import Recipe
-from cpt_lab.experiments.recipes import EXPERIMENTS
-from cpt_lab.experiments.spec import RunSpec, run_spec
+from cpt_lab.experiments.spec import RunSpec
 from cpt_lab.training.arithmetic import arithmetic, check_arithmetic, lay_out
 from cpt_lab.training.capture import Capture, CudaRecorder, make_capturable, why_not
 
@@ -32,18 +30,6 @@ def quant_config(recipe: Recipe, seed: int) -> QuantConfig:
         base.float32, base.quantizers, recipe.running_start, seed, aggregation, recipe.execution, ladder
     )
     return config.with_shared_steps() if recipe.shared_steps else config
-
-
-def task_of(spec: RunSpec) -> type[Task]:
-    """Import the task class of a spec; ValueError names the tasks there are, ImportError the extra that one needs."""
-    experiment = EXPERIMENTS[choose("task", spec.recipe.task, EXPERIMENTS)]
-    return library(experiment.task, experiment.extra)
-
-
-def read_whole(recipe: Recipe) -> None:
-    """Read all data of a recipe, so that what is wrong in a file is said now; what was read last stays in memory."""
-    spec = run_spec(recipe, "static 8", q_max=8, seed=0)
-    task_of(spec)(spec, torch.device("cpu"))
 
 
 class Session:

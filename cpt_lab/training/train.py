@@ -2,7 +2,7 @@
 
 >>> from cpt_lab.experiments.recipes import recipe
 >>> from cpt_lab.experiments.spec import run_spec
->>> from cpt_lab.training.session import task_of
+>>> from cpt_lab.tasks.base import task_of
 >>> spec = run_spec(recipe("smoke"), "CR", q_max=8, seed=0, scale="smoke")
 >>> train(task_of(spec), spec).status
 'ok'

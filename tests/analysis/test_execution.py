@@ -9,7 +9,8 @@ from cpt_lab.analysis import execution, groups, report
 from cpt_lab.analysis.runs import table
 from cpt_lab.experiments import designs, grids
 from cpt_lab.experiments.spec import RunSpec
-from cpt_lab.training.session import Session, task_of
+from cpt_lab.tasks.base import task_of
+from cpt_lab.training.session import Session
 from tests.helpers import row_of, smoke_spec
 
 WAYS = {("simulated", False): 0.80, ("integer", False): 0.81, ("simulated", True): 0.70, ("integer", True): 0.70}

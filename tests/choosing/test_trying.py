@@ -160,6 +160,24 @@ def test_time_is_kept(monkeypatch):
     assert nothing.lines() == ""
 
 
+def test_ctrl_c_ends_early_with_the_answer_so_far():
+    def stopped(after):
+        run = Trainings()
+
+        def trained(arms, seed):
+            if len(run.done) == after:
+                raise KeyboardInterrupt
+            return run(arms, seed)
+
+        return trained
+
+    found = answer(stopped(8))
+    assert found.out_of_time
+    assert found.sentences()["Bits"].startswith("With 4 bits it is about as good as in float32")
+    with pytest.raises(KeyboardInterrupt):
+        answer(stopped(0))
+
+
 def test_words_of_a_difference():
     arm = Arm("4 bits", "static", 4, cpt.make_schedule("STATIC", q_max=4, total_steps=9), 8, FULL)
     for values, word in (

@@ -151,7 +151,17 @@ def test_coco_without_what_to_test_on_and_a_crowd(tmp_path, monkeypatch):
     monkeypatch.setenv("CPT_DATA_DIR", str(tmp_path))
     folder = write(tmp_path / "pets", coco_folder())
     path = folder / "annotations/instances_train2017.json"
-    path.write_text(path.read_text().replace('"iscrowd": 0', '"iscrowd": true', 1))
+    good = path.read_text()
+    for old, new, said in (
+        ('"category_id": 90', '"category_id": 9', r"has the category_id 9, which nothing in the file has"),
+        ('"image_id": 5', '"image_id": 6', "has the image_id 6, which nothing in the file has"),
+        ('{"id": 5', '{"id": 3', "2 images have 1 ids; every image needs one of its own"),
+        ("5.jpg", "3.jpg", r"pets: 3\.jpg is listed 2 times"),
+        ('"name": "cat"', '"name": " "', "there is no object in any training annotation"),
+    ):
+        path.write_text(good.replace(old, new))
+        refused(said)
+    path.write_text(good.replace('"iscrowd": 0', '"iscrowd": true', 1))
     assert [p.difficult.tolist() for p in load_detection(small("pets/")).train] == [[True], [False]]
     (folder / "annotations/instances_val2017.json").unlink()
     refused("pets has COCO's annotations to train on, and none of val or test", DataNotFoundError)
@@ -238,7 +248,7 @@ def test_a_split_without_an_object_that_counts_is_refused(own):
 
 def test_wrong_lists_and_folders(own, tmp_path):
     write_lists(own, train=["a", "b", "a"])
-    refused(r"train\.txt names 'a' twice")
+    refused(r"VOC\d+: a\.jpg is listed 2 times; list every picture once")
     write_lists(own, train=[])
     refused(r"train\.txt is empty")
     write_lists(own, train=["c"])

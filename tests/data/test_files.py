@@ -429,10 +429,10 @@ def test_what_was_loaded_is_loaded_again_when_anything_changed(data_folder, tmp_
     assert load_once(load_text, replace(words, steps=words.steps + 1), *fields) is first
     assert len(load_once(load_text, replace(words, unit="characters"), *fields).train) > len(first.train)
     first = load_once(load_text, words, *fields)
-    (data_folder / "mine" / "train.txt").write_bytes(b"quite another text\n" * 9)
+    (data_folder / "mine" / "train.txt").write_bytes(b"quite another one\n" * 9)
     assert "another" in load_once(load_text, words, *fields).vocabulary
     elsewhere = tmp_path_factory.mktemp("elsewhere")
-    own_data(elsewhere, {**files, "train.txt": b"quite a like text!\n" * 9})
+    own_data(elsewhere, {**files, "train.txt": b"one quite like it\n" * 9})
     for name in files:  # as a copy that keeps the times
         stat = (data_folder / "mine" / name).stat()
         os.utime(elsewhere / "mine" / name, ns=(stat.st_atime_ns, stat.st_mtime_ns))

@@ -8,7 +8,6 @@ import re
 import shutil
 import tarfile
 import threading
-from contextlib import nullcontext
 from dataclasses import replace
 
 import numpy as np
@@ -289,6 +288,7 @@ def test_imagenet_in_its_real_layout(data_folder):
          ValueError, r"labels must be 0, 1"),
         ("mnist", lambda f: None, ValueError, "unknown dataset 'mnist'"),
         ("a.npz,b.npz", lambda f: _two(f, [0, 1, 10**6]), ValueError, "training images: label 1000000 of 3; classes"),
+        ("a.npz,b.npz", lambda f: _two(f, [1, 2, 3]), ValueError, "training images: labels are 1 to 3; classes must"),
         ("a.npz,b.npz", lambda f: _two(f, [2, 2, 2]), ValueError, "all 3 labels are 2; there is nothing to learn"),
         ("a.npz,a.npz", lambda f: _npz(f / "a.npz"), ValueError, "the 4 test images are the training images"),
     ],
@@ -312,8 +312,17 @@ def test_folders_of_one_class_and_folders_that_are_the_same(size, data_folder):
         shutil.copytree(data_folder / "pets" / "train", data_folder / "same" / split)
     with pytest.raises(ValueError, match="labels are 0; there is nothing to learn from one class"):
         load_images(small("one/", size=size))
-    with pytest.raises(ValueError, match="the 12 test images are the training images") if size == 16 else nullcontext():
-        load_images(small("same/", size=size))  # pictures on the disk are not compared
+    with pytest.raises(ValueError, match="the 12 test images are the training images"):
+        load_images(small("same/", size=size))
+    (data_folder / "pets/val/dog/.ipynb_checkpoints").mkdir()
+    (data_folder / "pets/val/.ipynb_checkpoints").mkdir()
+    images = load_images(small("pets/", size=size))
+    assert (images.classes, images.title.partition(",")[0]) == (2, "own images (pets)")
+    shutil.copytree(data_folder / "pets/val", data_folder / "pets/test")
+    assert ", tested on val/" in load_images(small("pets/", size=size)).title
+    (data_folder / "pets/train/empty").mkdir()
+    with pytest.raises(ValueError, match=r"pets/train/empty is the folder of a class, and has no picture"):
+        load_images(small("pets/", size=size))
 
 
 def test_labels_may_be_many_where_samples_are_too():

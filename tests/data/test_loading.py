@@ -28,8 +28,8 @@ from cpt_lab.experiments.detection import DetectionRecipe
 from cpt_lab.experiments.image import ImageRecipe
 from cpt_lab.experiments.spec import run_spec
 from cpt_lab.sweeps.sweep import run_grid
+from cpt_lab.tasks.base import task_of
 from cpt_lab.tasks.graph import GraphTask, _Samples
-from cpt_lab.training.session import task_of
 
 CPU = torch.device("cpu")
 MB = 10**6

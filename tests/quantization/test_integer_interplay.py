@@ -14,8 +14,9 @@ import cpt_core as cpt
 from cpt_core.graphs.graph import Graph
 from cpt_core.quantization import precision as precisions
 from cpt_core.quantization.convert import layer_precisions
+from cpt_lab.tasks.base import task_of
 from cpt_lab.training import session
-from cpt_lab.training.session import Session, task_of
+from cpt_lab.training.session import Session
 from cpt_lab.training.train import Stopped, train
 
 STEPS = 6

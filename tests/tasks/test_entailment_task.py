@@ -20,8 +20,8 @@ from cpt_lab.data.templates import sentence_pairs
 from cpt_lab.experiments.recipes import recipe, task_of_dataset
 from cpt_lab.experiments.spec import run_spec
 from cpt_lab.tasks import entailment as entailment_task
+from cpt_lab.tasks.base import task_of
 from cpt_lab.tasks.entailment import EntailmentTask
-from cpt_lab.training.session import task_of
 from cpt_lab.training.train import train
 
 CPU = torch.device("cpu")

@@ -128,6 +128,7 @@ def test_files_are_found_and_missed(folder):
         (b" \n\n", "has no words"),
         (b"caf\xe9\n", "cannot be read: UnicodeDecodeError: 'utf-8'"),
         (b"a b\n", "3 words, too few"),
+        (b"un peu\n" * 20, "toy/: nothing of the valid text is in the training text"),
     ],
 )  # fmt: skip
 def test_bad_text(folder, content, message):

@@ -18,8 +18,8 @@ from cpt_lab.experiments.grids import grid_specs
 from cpt_lab.experiments.recipes import DATASETS, EXPERIMENTS, recipe
 from cpt_lab.experiments.spec import run_spec
 from cpt_lab.tasks import learning_rates
+from cpt_lab.tasks.base import task_of
 from cpt_lab.tasks.language_model import LanguageModelTask
-from cpt_lab.training.session import task_of
 from cpt_lab.training.train import Stopped, train
 
 CPU = torch.device("cpu")
@@ -54,7 +54,7 @@ from dataclasses import replace
 from cpt_lab.data import download
 from cpt_lab.experiments.recipes import recipe
 from cpt_lab.experiments.spec import run_spec
-from cpt_lab.training.session import task_of
+from cpt_lab.tasks.base import task_of
 from cpt_lab.training.train import train
 torch.set_num_threads(1)
 def spec(name, scale="smoke"):
@@ -63,7 +63,7 @@ def spec(name, scale="smoke"):
 def task(name, scale="smoke", **options):
     found = spec(name, scale)
     return task_of(found)(found, torch.device("cpu"), **options)
-out["imported"] = [name for name in sys.modules if name.startswith("cpt_lab.tasks.")]
+out["imported"] = [name for name in sys.modules if name.startswith("cpt_lab.tasks.") and name != "cpt_lab.tasks.base"]
 for name in {BASE!r}:
     run = train(task_of(spec(name)), spec(name))
     out[name] = [run.status, len(run.history["loss"]), min(run.bitops.values())]

@@ -133,7 +133,7 @@ def test_other_parameters_have_a_page_of_their_own(place, quick):
 
 def test_pages_of_data_of_the_users_own_are_made_again_when_the_data_changes(place, quick, tmp_path, monkeypatch):
     monkeypatch.setenv("CPT_DATA_DIR", str(tmp_path))
-    monkeypatch.setattr("cpt_lab.training.session.read_whole", lambda recipe: None)  # the files are none
+    monkeypatch.setattr("cpt_lab.tasks.base.read_whole", lambda recipe: None)  # the files are none
     own = tmp_path / "my $frac$ graph"
     own.mkdir()
     (own / "edges.npy").write_bytes(b"one")
@@ -378,7 +378,7 @@ def test_notebooks_and_estimates():
 
 
 def test_a_data_set_goes_to_the_notebooks_of_its_task(tmp_path, monkeypatch):
-    monkeypatch.setattr("cpt_lab.training.session.read_whole", lambda recipe: None)  # the files are none
+    monkeypatch.setattr("cpt_lab.tasks.base.read_whole", lambda recipe: None)  # the files are none
     monkeypatch.setenv("CPT_RUNS_DIR", str(tmp_path))
     monkeypatch.setenv("CPT_DATA_DIR", str(tmp_path))
     for name in ("cifar-10-batches-py", "my-text", "my-pairs"):

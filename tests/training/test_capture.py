@@ -12,8 +12,9 @@ from tape import TapeRecorder
 from cpt_core.codes import convolution
 from cpt_core.graphs import graph
 from cpt_core.schedules.schedule import TableSchedule
+from cpt_lab.tasks.base import task_of
 from cpt_lab.training import capture, session
-from cpt_lab.training.session import Session, task_of
+from cpt_lab.training.session import Session
 from cpt_lab.training.train import Stopped, train
 
 pytestmark = pytest.mark.slow

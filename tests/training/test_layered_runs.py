@@ -16,7 +16,7 @@ from cpt_lab.experiments.recipes import recipe
 from cpt_lab.experiments.spec import RunSpec, run_spec
 from cpt_lab.sweeps import stores
 from cpt_lab.sweeps.worker import Job, SweepOptions, run_one
-from cpt_lab.training.session import task_of
+from cpt_lab.tasks.base import task_of
 from cpt_lab.training.train import train
 
 RECIPE = replace(recipe("smoke", "digits"), steps=6)

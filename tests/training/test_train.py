@@ -16,10 +16,11 @@ from cpt_core.checks import write_atomically
 from cpt_lab.experiments import designs
 from cpt_lab.experiments.recipes import recipe
 from cpt_lab.experiments.spec import run_spec
+from cpt_lab.tasks.base import task_of
 from cpt_lab.tasks.image import ImageTask
 from cpt_lab.training.checkpoint import State, previous, resume, save_checkpoint
 from cpt_lab.training.evaluation import evaluate
-from cpt_lab.training.session import Session, task_of
+from cpt_lab.training.session import Session
 from cpt_lab.training.train import Stopped, train
 
 
@@ -171,7 +172,8 @@ SCRIPT = """
 import os, signal, sys, torch
 from pathlib import Path
 from cpt_lab.experiments.spec import RunSpec
-from cpt_lab.training.session import Session, task_of
+from cpt_lab.tasks.base import task_of
+from cpt_lab.training.session import Session
 from cpt_lab.training.train import train
 import json
 torch.set_num_threads(1)

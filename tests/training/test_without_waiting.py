@@ -13,10 +13,11 @@ from phantom import Phantom, PhantomTensor
 from cpt_core.choosing.range_test import RangeTestWarning
 from cpt_core.quantization.convert import layer_precisions
 from cpt_core.quantization.scheduler import precision
+from cpt_lab.tasks.base import task_of
 from cpt_lab.tasks.image import ImageTask
 from cpt_lab.training import train as loop
 from cpt_lab.training.recipe_trials import recipe_range_test
-from cpt_lab.training.session import Session, task_of
+from cpt_lab.training.session import Session
 from cpt_lab.training.train import Stopped, train
 
 GPU = "cuda:0"
