@@ -12,16 +12,18 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from cpt_core.checks import write_text
+from cpt_lab import commands
 from cpt_lab.analysis import claims, preregistered
 from cpt_lab.analysis.metrics import counted
 from cpt_lab.analysis.pages import render
 from cpt_lab.analysis.report import harvest
 from cpt_lab.analysis.runs import committed, load
 from cpt_lab.experiments.grids import find_grids, grid_specs
-from cpt_lab.paths import ROOT, results_dir
+from cpt_lab.paths import ROOT, paper_dir, results_dir
 from cpt_lab.studies.h7 import outcome as h7
 
 KINDS = ("Differs", "Paper")
+PAGES = ROOT / "docs" / "reproducing"
 
 # page -> the words that a claim's name and task, or a place in the code, has; the first page that fits takes it
 TOPICS = {
@@ -36,12 +38,13 @@ TOPICS = {
 }
 
 
-def pages() -> dict[str, str]:
-    """Return every page by its name, such as "images.md"."""
+def pages() -> dict[Path, str]:
+    """Return every page, and what ``cpt claims`` says, by file."""
     runs = committed()
     answers = preregistered.all_answers(runs)
     stored = set(runs.loc[runs["scale"] == "paper", "key"])
-    told = [(topic_of(f"{e.claim.id} {e.claim.tasks}"), e, e.verdicts()) for e in claims.judged(runs)]
+    judged = claims.judged(runs)
+    told = [(topic_of(f"{e.claim.id} {e.claim.tasks}"), e, e.verdicts()) for e in judged]
     lines = {kind: [(topic_of(place), f"`{place}`: {text}") for place, text in harvest(kind)] for kind in KINDS}
     whole = render(
         "results.md.j2",
@@ -57,7 +60,9 @@ def pages() -> dict[str, str]:
         spent=h7.gains(h7.tasks(committed("h7"))[0]),
     )
     parts = re.split(r"^<!-- page: (.*) -->\n\n?", whole, flags=re.M)[1:]
-    return {name: re.sub(r"\n{3,}", "\n\n", text).strip() + "\n" for name, text in zip(*2 * [iter(parts)], strict=True)}
+    found = {name: re.sub(r"\n{3,}", "\n\n", text).strip() for name, text in zip(*2 * [iter(parts)], strict=True)}
+    said = "\n".join([commands.digest(sorted(results_dir().glob("*.jsonl"))), *commands.told(judged, answers)])
+    return {PAGES / name: f"{text}\n" for name, text in found.items()} | {paper_dir() / "claims.txt": f"{said}\n"}
 
 
 def topic_of(place: str) -> str:
@@ -128,8 +133,8 @@ def _filled(text: str) -> str:
 
 def main() -> None:
     """Write the pages and the figure."""
-    for name, text in pages().items():
-        write_text(ROOT / "docs" / "reproducing" / name, text)
+    for path, text in pages().items():
+        write_text(path, text)
     h7.figure(h7.tasks(committed("h7"))[0]).savefig(results_dir() / "where_to_spend_bits.png", dpi=110)
     print("docs/reproducing and data/results/where_to_spend_bits.png written")
 

@@ -11,7 +11,7 @@ import torch
 import cpt_core as cpt
 from cpt_core.formats.format import FORMATS, Format
 from cpt_core.formats.quantizer import Quantizer
-from cpt_core.integrations.torchao import from_torchao, meaning_of
+from cpt_core.quantization.quantizers import QUANTIZERS
 from cpt_core.schedules.schedule import StaticSchedule
 
 PAGE = (Path(__file__).parents[2] / "docs" / "coming-from.md").read_text(encoding="utf-8")
@@ -71,21 +71,6 @@ def test_their_names_exist(section, name):
     theirs(section, name)
 
 
-@pytest.mark.parametrize(("name", "ours"), [row[1:3] for row in ROWS if row[0] == "torchao"])
-def test_from_torchao_is_what_the_table_says(name, ours):
-    config = theirs("torchao", name)
-    if not ours:
-        with pytest.raises(ValueError, match="means something else"):
-            meaning_of(config)
-        return
-    meaning = meaning_of(config)
-    values = [eval(each, dict(OURS)) for each in ours]
-    found = [str(f).partition(":partial")[0] for f in (meaning.weight, meaning.gradient) if f]
-    assert found == [str(value) for value in values if isinstance(value, Format)]
-    spans = [value.granularity for value in values if isinstance(value, Quantizer)] or ["per_tensor"]
-    assert meaning.granularities == (*spans, *spans)
-
-
 def rounded_by_torchao(config, x):
     name = type(config).__name__
     if name == "Float8LinearConfig":
@@ -136,16 +121,33 @@ def test_what_is_called_equal_is(section, name, ours, ulp):
         assert not apart.numel() or apart.max() <= ulp
 
 
-STRAIGHT_THROUGH = "QATConfig(activation_config={0}, weight_config={0})"
-FLOAT8 = STRAIGHT_THROUGH.format("Float8FakeQuantizeConfig(granularity=PerTensor())")
 MXFP8 = "MXFakeQuantizeConfig(torch.float8_e4m3fn, scaling_mode=ScaleCalculationMode.FLOOR)"
+STRAIGHT_THROUGH = "QATConfig(activation_config={0}, weight_config={0})"
+WIDE = {16: "bf16", 32: "float32"}
+PER_TENSOR = {f"linear_{role}": Quantizer("per_tensor") for role in ("input", "weight", "grad")}
+FLOAT8 = {role: cpt.FormatLadder({8: "e4m3", **WIDE}) for role in ("activation", "weight")}
 
 
 @pytest.mark.parametrize(
-    ("name", "gradients"),
-    [("Float8LinearConfig(emulate=True)", True), (STRAIGHT_THROUGH.format(MXFP8), True), (FLOAT8, False)],
+    ("name", "formats", "gradients"),
+    [
+        ("Float8LinearConfig(emulate=True)", {**FLOAT8, "gradient": cpt.FormatLadder({8: "e5m2", **WIDE})}, True),
+        (
+            STRAIGHT_THROUGH.format(MXFP8),
+            {
+                role: cpt.FormatLadder({8: "mxfp8_e4m3" if role != "gradient" else "float32", **WIDE})
+                for role in (*FLOAT8, "gradient")
+            },
+            True,
+        ),
+        (
+            STRAIGHT_THROUGH.format("Float8FakeQuantizeConfig(granularity=PerTensor())"),
+            {**FLOAT8, "gradient": cpt.FormatLadder({8: "float32", **WIDE})},
+            False,
+        ),
+    ],
 )
-def test_layers_compute_what_those_of_torchao_do(name, gradients):
+def test_layers_compute_what_those_of_torchao_do(name, formats, gradients):
     """Forward and, but for what torchao does to gradients of its float8 fake quantisation, backward."""
     config = theirs("torchao", name)
     torch.manual_seed(0)
@@ -157,8 +159,8 @@ def test_layers_compute_what_those_of_torchao_do(name, gradients):
         theirs("torchao", "convert_to_float8_training")(other, config=config)
     else:
         theirs("torchao", "quantize_")(other, config)
-    converted = from_torchao(config)
-    cpt.PrecisionScheduler(cpt.quantize_(ours, converted), StaticSchedule(converted.ladder.weight.levels[0], 1))
+    converted = cpt.QuantConfig(quantizers={**QUANTIZERS, **PER_TENSOR}, ladder=formats)
+    cpt.PrecisionScheduler(cpt.quantize_(ours, converted), StaticSchedule(8, 1))
 
     x, gradient = torch.randn(48, 64), torch.randn(48, 32)
     found, expected = [], []
