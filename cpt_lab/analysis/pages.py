@@ -12,6 +12,7 @@ import base64
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,8 @@ import pandas as pd
 from matplotlib.figure import Figure
 
 from cpt_core.described import picture
+from cpt_core.schedules.profiles import SUITE
+from cpt_lab.paths import notebooks_dir
 
 
 @dataclass(frozen=True)
@@ -70,8 +73,10 @@ def render(template: str, folder: Path = Path(__file__).parent, /, **values: Any
         lstrip_blocks=True,
         keep_trailing_newline=True,
     )
-    environment.filters |= {"code": _code, "contents": contents, "picture": _picture, "markdown": markdown}
-    return environment.get_template(template).render(values)
+    used: dict[str, str] = {}  # of the glossary, what the page uses
+    marked = partial(_marked, glossary=glossary(), used=used)
+    environment.filters |= {"marked": marked, "contents": contents, "picture": _picture, "markdown": markdown}
+    return environment.get_template(template).render(values, used=used)
 
 
 # "Equal cost: mlp6 on digits, 600 steps, 4 cycles, q_min 3, q_max 8, demo scale": what is shown, of what, trained how
@@ -103,9 +108,28 @@ def contents(sections: Sequence[Section]) -> list[tuple[str, list[tuple[str, lis
     return shown
 
 
-def _code(escaped: str) -> str:
-    """Set the words between backticks as code."""
-    return re.sub(r"``?([^`]+)``?", r"<code>\1</code>", str(escaped))
+def glossary() -> dict[str, str]:
+    """Return what the notebooks' glossary says of every word, in plain text."""
+    text = (notebooks_dir() / "glossary.md").read_text(encoding="utf-8").replace(r"\cdot", "x")
+    text = re.sub(r" (Notebook|Appendix)\s\[\d.*|[${}*\\`]", "", re.sub(r"\[([^]]+)\]\(#[^)]+\)", r"\1", text))
+    return {name: " ".join(said.split()) for name, said in re.findall(r"^## (.+)\n\n((?:.+\n)+)", text, re.M)}
+
+
+def _marked(escaped: str, glossary: dict[str, str], used: dict[str, str]) -> str:
+    """Set words between backticks as code; where a word of the glossary stands first, it leads to what that says."""
+    names = {word: name for name in glossary for of in name.split(" and ") for word in (of, of.capitalize())}
+    names |= {arm: name for name in glossary if name == "names of schedules" for arm in SUITE}
+
+    def mark(found: re.Match[str]) -> str:
+        if found["code"]:
+            return f"<code>{found['code']}</code>"
+        if (name := names[found["word"]]) in used:
+            return found[0]
+        used[name] = glossary[name]
+        return f'<a class="word" href="#word-{len(used)}">{found[0]}</a>'
+
+    words = "|".join(map(re.escape, sorted(names, key=len, reverse=True)))
+    return re.sub(rf"``?(?P<code>[^`]+)``?|\b(?P<word>{words})s?\b", mark, str(escaped))
 
 
 def _picture(figure: Figure) -> dict[str, Any]:

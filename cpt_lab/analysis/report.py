@@ -35,16 +35,6 @@ from cpt_lab.paths import ROOT, all_stores, runs_dir
 from cpt_lab.sweeps.lines import integrity
 
 PACKAGES = ("cpt-core", "torch", "torchvision", "numpy", "papermill", "jupyterlab")
-WORDS = (
-    "An arm is what a model is trained with: one of the schedules, or a static precision (static 5: always 5 bits). "
-    "Its relative cost is its BitOps divided by those of static q_max; by it the paper groups the schedules into "
-    "large, medium and small savings. BitOps are in units of one 32 x 32-bit product: a multiply-accumulate of an "
-    "a-bit and a b-bit number counts as a b / 32^2.",
-    "The noise exposure of an arm is the mean of 4^-q over its steps, divided by that of static q_max (so that has 1): "
-    "the variance of rounding errors at q bits goes with 4^-q.",
-    "The first letter of a schedule is its profile: linear, cosine, REX or exponential. R repeats it, T runs it up and "
-    "down, and H and V say how it is mirrored for that: LR is linear and repeated.",
-)
 ANSWER = (  # of H2, a test holds it to the rows
     "How few bits can a network be trained with, and does it help to let them rise and fall? In the results that are "
     "kept, no cyclic schedule beat static bits of its cost by the margin set beforehand."
@@ -67,7 +57,6 @@ def write(folder: Path, scale: str, outcomes: list[dict[str, Any]], first: Seque
         *first,
         Section("Notebooks", table=_notebooks(outcomes)),
         *(section for question in QUESTIONS if len(runs) for section in question.sections(runs)),
-        Section("Words", WORDS),
         Section("Where this comes from", (spent, _versions())),
     ]
     index = folder / "index.html"
@@ -107,7 +96,7 @@ def write_report(files: Sequence[Path] | None = None, out: Path | None = None) -
     out = out or runs_dir() / "report.html"
     out.parent.mkdir(parents=True, exist_ok=True)
     title = "Cyclic precision training: figures and tables from stored runs"
-    write_text(out, render("page.html.j2", title=title, notes=[note, *WORDS], sections=sections))
+    write_text(out, render("page.html.j2", title=title, notes=[note], sections=sections))
     return out
 
 

@@ -25,7 +25,8 @@ def test_a_table_on_a_terminal_and_in_markdown():
 
 def test_a_table_on_a_page():
     shown = page(Section("numbers", table=FRAME, style="left"))
-    assert "<th>arm</th><th>n</th>" in shown
+    assert '<th><a class="word" href="#word-1">arm</a></th><th>n</th>' in shown
+    assert '<dt id="word-1">arm</dt><dd>One line of an experiment: a schedule, or a static precision.' in shown
     assert "<tr><td>static 8</td><td>12</td></tr>" in shown
     assert '<table class="left">' in shown
 
@@ -34,7 +35,14 @@ def test_what_goes_into_a_page_is_escaped():
     good = {"page": "x.html?<d>", "name": "<e>", "failed": None, "error": ""}
     bad = {"page": None, "name": "<e>", "failed": "y.html?<d>", "error": "<f>"}
     frame = pd.DataFrame({"<a>": ["<b>", good, bad, {**bad, "page": "x.html"}, ["<g>"]]})
-    section = Section("<h>", ("a `<code>` & more",), Figure(), "'<i>", frame, points=(("<j>", "<k>"),))
+    section = Section(
+        "<h>",
+        ("a `<code>` & more",),
+        Figure(),
+        "'<i>",
+        frame,
+        points=(("<j>", "<k>"),),
+    )
     folded = Section("<l>", ("<m>",), table=frame, style="folded")
     shown = render("page.html.j2", title="<n>", notes=["<o>"], sections=[section, folded, section, section])
     assert not re.search("<[a-o]>", shown)
@@ -45,6 +53,15 @@ def test_what_goes_into_a_page_is_escaped():
     assert cells[1:4] == [
         '<a href="x.html?&lt;d&gt;">&lt;e&gt;</a>', f"&lt;e&gt;{failed}", f'<a href="x.html">&lt;e&gt;</a>{failed}'
     ]  # fmt: skip
+
+
+def test_a_word_of_the_glossary_leads_to_what_it_says_where_it_stands_first():
+    shown = page(Section("arms", ("Of arms, arm by arm, and `margin`, CR and RR.", "Their scale.")))
+    assert re.findall(r'href="#word-(\d)">(\w+)</a>', shown) == [("1", "arms"), ("2", "CR"), ("3", "scale")]
+    assert re.findall(r'<dt id="word-(\d)">([\w ]+)</dt>', shown) == [
+        ("1", "arm"), ("2", "names of schedules"), ("3", "scale")
+    ]  # fmt: skip
+    assert "arm by arm, and <code>margin</code>" in shown
 
 
 def test_contents_put_together_what_differs_in_its_settings():

@@ -116,12 +116,14 @@ def test_a_report_of_nothing_says_so(quick, tmp_path):
     assert "No rows are stored yet" in report.write_report([], tmp_path / "empty.html").read_text()
 
 
-def test_the_report_says_how_many_rows_are_intact_and_explains_words_before_it_uses_them(page):
+def test_the_report_says_how_many_rows_are_intact_and_its_words_lead_to_what_they_mean(page):
     count, text = sum(len(path.read_bytes().splitlines()) for path in results_dir().glob("*.jsonl")), plain(page)
     assert f"{count} of {count} rows intact" in text
-    explained = text[: text.index("Claims of the paper")]
-    for word in ("arm", "relative cost", "savings", "noise exposure", "mean of 4^-q", "32 x 32-bit", "n - 1"):
-        assert word in explained, word
+    said = dict(re.findall(r'<dt id="(word-\d+)">(.*?)</dt><dd>.{40,}?</dd>', page))
+    links = [f"{mark} {word}" for mark, word in re.findall(r'<a class="word" href="#(word-\d+)">(.*?)</a>', page)]
+    assert [link.split()[0] for link in links] == list(said)
+    assert {"arm", "relative cost", "savings", "noise exposure", "names of schedules"} <= set(said.values())
+    assert not re.search(r"[$\\`*{]", " ".join(re.findall("<dd>(.*?)</dd>", page)))
 
 
 def test_experiments_of_one_title_have_names_of_their_own_and_are_all_judged():
