@@ -405,13 +405,13 @@ def test_a_try_says_how_few_bits_and_writes_a_page(command, place):
     for told in (
         ": 12 trainings, 1 seed; nothing is clear with so few; plus is better, 1 point is too little to matter\n",
         "\nBits:      With ",
-        "\nCost:      That is 0.",
+        "-bit gradients do 0.",
         "\nTime:      None is saved, as low precision is simulated",
     ):
         assert told in said
     rows = place / "runs/try/digits-mlp6-smoke/rows.jsonl"
     page = (rows.parent / "index.html").read_text()
-    assert "bits look like enough" in page  # one seed
+    assert "bits are perhaps enough" in page  # one seed
     assert "points" in page
     assert page.count("<tr>") == 1 + 11  # all but float32
     assert (rows.parent / "answer.txt").read_text().startswith("digits\n")

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import textwrap
 import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -179,10 +180,11 @@ class Tried:
             return {"Bits": f"All {len(values)} trainings reached {values[0]:.4g}: nothing tells precisions apart."}
         bits, first, static = self.bits, statics[self.bits], f"{self.rival} bits"
         schedules = self._of("schedule", self.rival)
-        about = "about as good as" if first.mean >= -self.margin else "perhaps worse than"
+        about = "perhaps as good as" if first.mean >= -self.margin else "perhaps worse than"
         told = about if first.word == "unclear" else first.word
         full = float(np.mean([r.value for r in self.results[FULL].values()]))
-        reached = f", which reaches {full:.4g}{f' {self.unit}' if self.unit else ''}" * (self.unit != "%")
+        percent = " %" * (self.unit == "points")
+        reached = f", which reaches {full:.4g}{percent or f' {self.unit}'.rstrip()}" * (self.unit != "%")
         said = f"With {bits} bits it is {told} in float32{reached} ({first})."
         if lower := [d for b, d in statics.items() if b < bits][:1]:
             worse = lower[0].word.replace("unclear", "perhaps worse than")
@@ -193,17 +195,24 @@ class Tried:
             verdict = f"{better} is clearly better" if better else "no schedule is clearly better"
             effects = "; ".join(f"{d.arm.shape} {d}" for d in schedules)
             nearest = ", the nearest that schedules have," * (self.rival != bits)
-            found["Schedule"] = f"At the cost of {static}{nearest} {verdict} than {static} throughout ({effects})."
+            found["Schedule"] = (
+                f"At the cost of {static}{nearest} {verdict} than {static} throughout. With bits that rise in cycles, "
+                f"by a cosine (CR) or late (RR): {effects}."
+            )
         if none := [shape for shape in SHAPES if f"{shape} at {self.rival}" not in self.arms]:
             told = f"Not tried: {' and '.join(none)}, of which so few steps have none of exactly the cost of {static}."
             found["Schedule"] = " ".join([*filter(None, [found.get("Schedule", "")]), told])
         best = next((d for d in self._of("gradients", bits) if d.arm.q_grad == self.q_grad), None)
         perhaps = "perhaps " * bool(best and best.word == "unclear")
-        may = f"may {perhaps}have {self.q_grad} ({best})" if best else f"should keep {WIDTHS[0]}"
-        share = (best or first).arm.cost
-        if self._of("gradients", bits):
+        fewer = self._of("gradients", bits)
+        each = "; ".join(f"{d.arm.q_grad} bits: {d}" for d in fewer)
+        may = f"may {perhaps}have {self.q_grad} ({best})" if best else f"keep {WIDTHS[0]}, as fewer lost more ({each})"
+        if fewer:
             found["Gradients"] = f"With {bits} bits for weights and activations, gradients {may}."
-        found["Cost"] = f"That is {share:.2f} of the bit operations of {WIDTHS[0]} bits."
+        share = (best or first).arm.cost
+        found["Cost"] = (
+            f"{bits} bits with {self.q_grad}-bit gradients do {share:.2f} of the bit operations of {WIDTHS[0]} bits."
+        )
         ratio = self._seconds(first.arm.name) / self._seconds(first.arm.against)
         found["Time"] = f"None is saved, as low precision is simulated: a training takes {ratio:.1f} times float32's."
         if any(len(d.values) >= FEWEST for d in self.unclear):
@@ -226,7 +235,7 @@ class Tried:
         perhaps = "perhaps " * any(d.word == "unclear" for d in tried)
         gradients = f", {perhaps}{self.q_grad} for gradients" if self._of("gradients", self.bits) else ""
         first = self.difference(f"{self.bits} bits")
-        are = "look like" if first.word == "unclear" else "are"
+        are = "are perhaps" if first.word == "unclear" else "are"
         enough = first.mean >= -self.margin
         bits = f"{self.bits} bits {are} enough{gradients}" if enough else f"Even {self.bits} bits are not enough"
         return f"{bits}; {'a' if helps else 'no'} schedule is clearly better"
@@ -244,10 +253,11 @@ class Tried:
 
     def __str__(self) -> str:
         """Return the answer, a line each."""
-        runs, seeds = sum(map(len, self.results.values())), max(map(len, self.results.values()), default=0)
+        counts = [len(of_arm) for of_arm in self.results.values()]
+        runs, seeds, least = sum(counts), max(counts, default=0), min(counts, default=0)
         over = "; the time was over" * self.out_of_time + "; nothing is clear with so few" * (seeds < FEWEST)
         told = [f"{f'{name}:':<11}{said}" for name, said in self.sentences().items()]
-        said = f"{runs} trainings, {seeds} seed{'s' * (seeds != 1)}{over}"
+        said = f"{runs} trainings, {f'{least} to ' * (least < seeds)}{seeds} seed{'s' * (seeds != 1)}{over}"
         return "\n".join([f"{self.title}: {said}; plus is better, {self._little} is too little to matter", *told])
 
     @property
@@ -260,27 +270,29 @@ class Tried:
         plt = library("matplotlib.pyplot", "lab")
         from cpt_core.described import DescribedFigure
 
-        figure, ax = plt.subplots(figsize=(6.4, 3.8), FigureClass=DescribedFigure)
+        figure, ax = plt.subplots(figsize=(4.8, 4), FigureClass=DescribedFigure)
         ax.axhspan(-self.margin, self.margin, color="#dddddd", linewidth=0, label="too little to matter")
         ax.axhline(0, color="#888888", linewidth=0.8)
         for kind, bits, label, fmt, color, above in (
             ("static", None, "static bits", "o-", "#222222", 5),
             ("schedule", self.rival, "schedules", "D", "#0072B2", -10),
-            ("gradients", self.bits, "fewer bits for gradients", "s", "#D55E00", 5),
+            ("gradients", self.bits, f"{self.bits} bits, gradients at …", "s", "#D55E00", 5),
         ):
             found = [self.difference(d.arm.name, FULL) for d in self._of(kind, bits)]
             shown = [d for d in found if d.values and d.mean > -math.inf]
-            x, y = [d.arm.cost for d in shown], [d.mean for d in shown]
+            aside = 0.012 * (kind == "schedule")  # where their static precision would hide them
+            x, y = [d.arm.cost + aside * (i + 1) for i, d in enumerate(shown)], [d.mean for d in shown]
             half = [d.half() if len(d.values) > 1 else 0.0 for d in shown]
             ax.errorbar(x, y, half, fmt=fmt, color=color, markersize=4, capsize=2, linewidth=1, label=label)
             for d, a, b in zip(shown, x, y, strict=True):
                 text = {"static": d.arm.name, "schedule": d.arm.shape, "gradients": str(d.arm.q_grad)}[kind]
-                ax.annotate(text, (a, b), (4, above), textcoords="offset points", fontsize=8, color=color)
+                ax.annotate(text, (a, b), (4, above), textcoords="offset points", fontsize=9, color=color)
         of = f" ({self.unit})" if self.unit else ""
-        ax.set(xlabel=f"bit operations, {WIDTHS[0]} bits = 1", ylabel=f"difference to float32{of}")
-        ax.set_title(self.finding, fontsize=10, loc="left")
+        ax.set(xlabel=f"bit operations, {WIDTHS[0]} bits = 1", ylabel=f"difference to float32{of}, bars: 95 %")
+        ax.set_title(textwrap.fill(self.finding, 56), fontsize=10, loc="left")
         ax.spines[["top", "right"]].set_visible(False)
-        ax.legend(fontsize=8, loc="lower right", frameon=False)
+        ax.margins(x=0.12)
+        ax.legend(fontsize=9, loc="lower right", frameon=False)
         figure.tight_layout()
         plt.close(figure)
         return figure

@@ -13,7 +13,7 @@
 >>> found = try_precision(model, train_step, optimizer, lambda: -loss_of(batches[0]), steps=40, seeds=1)
 >>> print(found)  # doctest: +ELLIPSIS
 Sequential: 12 trainings, 1 seed; nothing is clear with so few; plus is better, 0.00073 is too little to matter
-Bits:      With ... bits it is about as good as in float32, which reaches -0.0... (...
+Bits:      With ... bits it is perhaps as good as in float32, which reaches -0.0... (...
 """
 
 from __future__ import annotations

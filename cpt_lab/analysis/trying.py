@@ -28,8 +28,9 @@ MARGIN = 1.0  # points of a metric, or percent of a perplexity
 NOT_TRIED = (
     "Not tried: other learning rates (fewer bits may want another), longer trainings, bits that differ by layer, other "
     "schedules. Every training was evaluated on the test data, at the bits with which it ended.",
-    "An interval is that of one comparison which is looked at once. Here several are, some after every seed: take what "
-    "is clear as a good hint, not as a test. Low precision is simulated: bit operations count work, not seconds.",
+    "Differences are taken seed by seed, over the seeds that both trainings have. Brackets are 95 % intervals, not "
+    "corrected for several comparisons, nor for looks after every seed: take what is clear as a good hint, not as a "
+    "test. Low precision is simulated: bit operations count work, not seconds.",
 )
 
 
@@ -94,7 +95,7 @@ def try_recipe(
 def sections(found: Tried) -> list[Section]:
     """Return the page: the answer with its figure, the lines to paste, every arm, and what was not tried."""
     said = tuple(f"{name}: {sentence}" for name, sentence in found.sentences().items())
-    over = ("The time was over before all was clear; the same command goes on.",) if found.out_of_time else ()
+    over = ("Stopped before all was clear: the same command, run again, adds seeds.",) if found.out_of_time else ()
     alt = "difference to float32 against bit operations: static bits, schedules, fewer bits for gradients"
     there = [d for d in map(partial(found.difference, other=FULL), found.results) if d.arm.name != FULL]
     pasted = tuple(f"`{line}`" for line in found.lines().splitlines())
