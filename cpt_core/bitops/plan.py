@@ -130,7 +130,7 @@ class BitOpsPlan:
         lines.append(tally.mostly_float32(self.float32))
         paper, ran = self.by_convention["paper"], self.by_convention["per_op"]
         if self.convention == "per_op":
-            lines.append(f"{paper:.5g} BitOps by {PAPERS}")
+            lines += [f"{paper:.5g} BitOps by {PAPERS}"] * (paper > 0)
         else:
             lines.append(f"the total is by {PAPERS}; what runs takes {ran:.5g} BitOps")
         if self.unpriced:
