@@ -162,10 +162,8 @@ def quantize_(
     forms: dict[str, Any] = {name: form_of(module) for name, module in chosen.items()}
     summing = [name for name, m in model.named_modules() if hasattr(m, "propagate") and hasattr(m, "aggregate")]
     if config.aggregation == "quantized" and summing:
-        raise ValueError(
-            f"aggregation='quantized': the sums over neighbours of PyTorch Geometric's layers ({summing[0]!r}) have no "
-            "quantised form; take GraphConv or SAGEConv of cpt_core.graphs, or aggregation='fp'"
-        )
+        other = "take GraphConv or SAGEConv of cpt_core.graphs, or aggregation='fp'"
+        raise ValueError(f"sums of PyTorch Geometric's layers ({summing[0]!r}) have no quantised form; {other}")
     for name, module in chosen.items():  # before the first is changed
         forms[name].check(module)
         if "forward" in vars(module):

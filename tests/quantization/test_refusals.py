@@ -100,7 +100,7 @@ REFUSED = {  # what -> model, arguments, and what is said
         lambda: bert("flash_attention_2"), (), r"attention with 'flash_attention_2'.*attn_implementation='eager'",
     ),
     "sums of another library": (
-        lambda: nn.Sequential(Passing(4, 4)), (QuantConfig(aggregation="quantized"),), r"Geometric's layers \('0'\) have",
+        lambda: nn.Sequential(Passing(4, 4)), (QuantConfig(aggregation="quantized"),), r"layers \('0'\) have no",
     ),
     "nothing but a script": (lambda: torch.jit.script(nn.Sequential(nn.Linear(4, 4))), (), NOTHING),
 }  # fmt: skip
