@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import re
 import signal
 import sys
 import warnings
@@ -85,6 +86,9 @@ def run(
     scheduler: Annotated[str | None, typer.Option(help="address of a Dask scheduler, such as tcp://host:8786")] = None,
     timeout: Annotated[float | None, typer.Option(help="seconds after which a run is failed")] = None,
     retry_failed: Annotated[bool, typer.Option("--retry-failed", help="run again what failed before")] = False,
+    shard: Annotated[
+        str, typer.Option(help="I/N: every N-th run from the I-th on, for machines without a common disk")
+    ] = "",
 ) -> None:
     """Run the missing runs of a grid. Ctrl-C stops it, the same command goes on; several at once share the work."""
     from cpt_lab.experiments import grids
@@ -94,6 +98,11 @@ def run(
     if unfit:
         raise ValueError(f"a seed is a whole number from 0 to {2**31 - 1}; got {unfit[0]!r}")
     specs = grids.keep(grids.grid_specs(grid, scale, list(dict.fromkeys(map(int, seeds))) or None), only)
+    if shard:
+        found = re.fullmatch(r"(\d+)/(\d+)", shard)
+        if found is None or not 1 <= int(found[1]) <= int(found[2]) <= len(specs):
+            raise ValueError(f"--shard takes I/N, such as 1/4, with I <= N <= {len(specs)}, the runs; got {shard!r}")
+        specs = specs[int(found[1]) - 1 :: int(found[2])]
     store = stores.store_path(specs[0].scale, specs[0].recipe.task)
     typer.echo(f"{grid} at {specs[0].scale} scale: {len(specs)} runs, rows in {store}")
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # before and after the runs, as Ctrl-C

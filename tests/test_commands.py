@@ -75,6 +75,8 @@ def command(monkeypatch, capsys):
         (["run", "digits/mlp6", "--executor", "ray"], "unknown executor 'ray'; choose from local, dask"),
         (["run", "digits/mlp6", "--scheduler", "tcp://x:1"], "is for executor 'dask'"),
         (["run", "digits/mlp6", "--retry"], "No such option"),
+        *((["run", "digits/mlp6", "--seeds", "0", "--shard", part], "--shard takes I/N, such as 1/4, with I <= N <= 17")
+          for part in ("0/2", "3/2", "1/18", "2")),
         (["run", "cifar10/resnet74", "--device", "cpu"], "python -m cpt_lab download cifar10"),
         (["results", "nowhere.jsonl"], "there is no file nowhere.jsonl"),
         (["results", "--only", "arm=CR"], "no row has arm 'CR'; there is nothing: there are no rows"),
@@ -336,6 +338,25 @@ def test_run_then_results_then_report(command, place, monkeypatch):
     page = (place / "runs" / "report.html").read_text()
     assert "85 of 85 runs stored" in page  # the committed rows; smoke runs are no result
     assert "smoke scale" not in page
+
+
+def test_machines_without_a_common_disk_take_parts_of_a_grid_and_their_rows_are_one_file(
+    command, monkeypatch, tmp_path
+):
+    words, files, keys = ["run", "digits/mlp6", "--scale", "smoke", "--only", "schedule=CR,RR,static 8"], [], []
+    for part in ("1/2", "2/2"):
+        monkeypatch.setenv("CPT_RUNS_DIR", str(tmp_path / part[0]))
+        assert command(*words, "--workers", "0", "--shard", part)[0] == 0
+        files.append(tmp_path / part[0] / "smoke" / "image.jsonl")
+        keys.append({row["key"] for row in stores.load_rows(files[-1])})
+    assert [len(of) for of in keys] == [2, 1]
+    assert not keys[0] & keys[1]
+    with files[0].open("ab") as file:
+        file.write(files[1].read_bytes())
+    monkeypatch.setenv("CPT_RUNS_DIR", str(tmp_path / "1"))
+    status, out, said = command(*words, "--workers", "0")
+    assert (status, said, len(stores.load_rows(files[0]))) == (0, "", 3)  # nothing is left to run
+    assert "3 ok" in out
 
 
 def test_a_failed_run_is_shown_with_its_reason_and_its_log(command, monkeypatch):
