@@ -36,7 +36,7 @@ def test_in_a_checkout_all_lies_in_its_folders_wherever_a_program_starts(tmp_pat
     for folder in (paths.results_dir(), paths.paper_dir(), paths.cards_dir(), paths.notebooks_dir()):
         assert folder.is_dir()
         assert folder.is_relative_to(ROOT)
-    assert own_path("my-images/") == ROOT / "my-images"
+    assert own_path("my-images/") == tmp_path / "my-images"  # there is none: it is missed where one looks
 
 
 def test_an_installation_writes_to_the_users_folders(installed):

@@ -119,7 +119,7 @@ class Tried:
         results: of those that were, by name and seed.
         margin: what is too little to matter, in units of the results.
         unit: of the results, such as "points".
-        out_of_time: whether the time was over before all was clear.
+        out_of_time: whether the time was over, or Ctrl-C came, before all was clear.
         conversion: the line that quantises the model.
     """
 
@@ -174,7 +174,7 @@ class Tried:
         """Return the answer in words: a sentence or two on bits, schedules, gradients, time, and what is not clear."""
         statics = {d.arm.bits: d for d in self._of("static")}
         if not statics:
-            return {"Bits": "Nothing can be said: the time was over before float32 and one precision were trained."}
+            return {"Bits": "Nothing can be said: it was stopped before float32 and one precision were trained."}
         values = [r.value for of_arm in self.results.values() for r in of_arm.values()]
         if len(set(values)) == 1:
             return {"Bits": f"All {len(values)} trainings reached {values[0]:.4g}: nothing tells precisions apart."}
@@ -255,7 +255,7 @@ class Tried:
         """Return the answer, a line each."""
         counts = [len(of_arm) for of_arm in self.results.values()]
         runs, seeds, least = sum(counts), max(counts, default=0), min(counts, default=0)
-        over = "; the time was over" * self.out_of_time + "; nothing is clear with so few" * (seeds < FEWEST)
+        over = "; stopped before all was clear" * self.out_of_time + "; nothing is clear with so few" * (seeds < FEWEST)
         told = [f"{f'{name}:':<11}{said}" for name, said in self.sentences().items()]
         said = f"{runs} trainings, {f'{least} to ' * (least < seeds)}{seeds} seed{'s' * (seeds != 1)}{over}"
         return "\n".join([f"{self.title}: {said}; plus is better, {self._little} is too little to matter", *told])

@@ -176,6 +176,12 @@ def _listed(folder: Path, part: str) -> list[File]:
     return [(folder / "JPEGImages" / f"{i}.jpg", folder / "Annotations" / f"{i}.xml") for i in ids]
 
 
+COCO = (
+    "COCO's form is {categories: [{id, name}], images: [{id, file_name, height, width}], annotations: [{image_id, "
+    "category_id, bbox: [left, top, width, height]}]}"
+)
+
+
 def _coco_file(folder: Path, part: str) -> Path | None:
     places = (f"annotations/instances_{part}*.json", f"{part}*/_annotations.coco.json")
     return next((path for place in places for path in sorted(folder.glob(place))), None)
@@ -190,7 +196,7 @@ def _of_coco(folder: Path, part: str) -> list[File]:
     places = (path.parent, folder / split, folder / "images", folder / "images" / split)
     files: list[File] = []
     roots = {}
-    with reading(path):
+    with reading(path, COCO):
         told = json.loads(path.read_text(encoding="utf-8-sig"))
         names = {category["id"]: category["name"] for category in told["categories"]}
         for picture in told["images"]:

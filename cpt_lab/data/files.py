@@ -23,12 +23,12 @@ def own_path(path: str) -> Path:
     """Resolve a path of the user's: relative ones are looked up in the data folder, here, then in ``work_dir()``."""
     given = Path(path.strip()).expanduser()
     places = [place / given for place in (data_dir(), Path.cwd(), work_dir())]
-    return next((place for place in places if place.exists()), places[-1])
+    return next((place for place in places if place.exists()), places[1])
 
 
 @contextmanager
-def reading(path: Path) -> Iterator[None]:
-    """Turn whatever a library raises over a file into one ValueError that names the file and the reason.
+def reading(path: Path, needs: str = "") -> Iterator[None]:
+    """Turn whatever a library raises over a file into one ValueError that names the file, the reason, what it needs.
 
     A damaged or hostile file makes libraries raise nearly anything, also what the command line must not see: EOFError
     is Ctrl-D to click. Errors that name the file already pass, and so do missing files and libraries.
@@ -43,7 +43,8 @@ def reading(path: Path) -> Iterator[None]:
         if isinstance(error, ValueError) and str(path) in str(error):
             raise
         reason = next(iter(str(error).splitlines()), "") or "no reason is given"
-        raise ValueError(f"{path} cannot be read: {type(error).__name__}: {reason}") from error
+        needs = "save it as UTF-8" if isinstance(error, UnicodeDecodeError) else needs
+        raise ValueError(f"{path} cannot be read: {type(error).__name__}: {reason}{needs and f'; {needs}'}") from error
 
 
 def sources(recipe: Recipe) -> list[Path]:

@@ -87,7 +87,7 @@ def read_own(dataset: str, size: int) -> tuple[ArrayImages, ArrayImages, str]:
     folder, title = given[0], f"own images ({given[0].name if len(given) == 1 else given[0].stem})"
     if len(given) == 1 and folder.is_dir() and ((folder / "train").is_dir() or not any(folder.glob("*.npz"))):
         *files, title = image_folders(folder)
-        train, test = (_in_memory(part, size) for part in files)
+        train, test = _in_memory(files, size)
     else:
         train, test = _two_archives(dataset, given if len(given) > 1 else _archives_of(folder))
     if torch.equal(train.images, test.images):
@@ -223,8 +223,10 @@ def _drawn(files: Any) -> tuple[Any, Any]:
     return train, test
 
 
-def _in_memory(files: Any, size: int) -> ArrayImages:
+def _in_memory(lists: list[Any], size: int) -> tuple[ArrayImages, ArrayImages]:
     v2 = library("torchvision.transforms.v2", "vision")
-    files.transform = v2.Compose([v2.Resize(size), v2.CenterCrop(size), v2.PILToTensor()])
-    images, labels = zip(*each(files.__getitem__, range(len(files))), strict=True)
-    return ArrayImages(torch.stack(images), torch.tensor(labels))
+    for files in lists:
+        files.transform = v2.Compose([v2.Resize(size), v2.CenterCrop(size), v2.PILToTensor()])
+    images, labels = zip(*each(lambda at: at[0][at[1]], [(f, i) for f in lists for i in range(len(f))]), strict=True)
+    whole = ArrayImages(torch.stack(images), torch.tensor(labels))
+    return whole[: len(lists[0])], whole[len(lists[0]) :]

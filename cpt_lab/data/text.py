@@ -84,6 +84,8 @@ def load_text(recipe: LanguageModelRecipe) -> TextData:
             f"{recipe.batch} columns"
         )
     start = "\n" if recipe.unit == "characters" else EOS
+    if texts["test"] == texts["train"]:
+        raise ValueError(f"{recipe.dataset}: the test text is the training text; a test needs another")
     for split, part in parts.items():
         if set(part) - {start} and set(part).isdisjoint(set(parts["train"]) - {start}):
             raise ValueError(f"{recipe.dataset}: nothing of the {split} text is in the training text")

@@ -24,7 +24,7 @@ log = logging.getLogger(__name__)
 
 
 class DamagedError(ValueError):
-    """The bytes of a checkpoint are not those that were written."""
+    """The bytes of a checkpoint are not those that were written, or the data is not that of the run so far."""
 
 
 @dataclass
@@ -55,6 +55,7 @@ def save_checkpoint(path: Path, session: Session, state: State) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     content = {
         "key": session.spec.key,
+        "data_checksum": session.task.checksum,
         "state": {**vars(state), "carry": session.carry},
         "model": session.model.state_dict(),
         "optimizer": session.optimizer.state_dict(),
@@ -99,7 +100,7 @@ def load_checkpoint(path: Path, session: Session) -> State:
     """Put the session back as a checkpoint has it.
 
     Raises:
-        DamagedError: when it is not as it was written; the session is then as before.
+        DamagedError: when it is not as it was written, or of other data; the session is then as before.
         ValueError: for one of another run, or one that torch cannot read.
     """
     _verify(path)
@@ -109,6 +110,8 @@ def load_checkpoint(path: Path, session: Session) -> State:
         raise ValueError(f"{path} cannot be read; remove it to start the run again") from error
     if content["key"] != session.spec.key:
         raise ValueError(f"{path} belongs to run {content['key']}, not to {session.spec.key}")
+    if content.get("data_checksum", session.task.checksum) != session.task.checksum:
+        raise DamagedError(f"{path} was trained on other data than is there now")
     session.carry = tree_map_only(torch.Tensor, lambda x: x.to(session.device), content["state"].pop("carry"))
     for saved, own in zip(content["optimizer"]["param_groups"], session.optimizer.param_groups, strict=False):
         saved["fused"] = own.get("fused")  # of this device, which may be another one

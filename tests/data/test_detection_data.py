@@ -154,6 +154,7 @@ def test_coco_without_what_to_test_on_and_a_crowd(tmp_path, monkeypatch):
     good = path.read_text()
     for old, new, said in (
         ('"category_id": 90', '"category_id": 9', r"has the category_id 9, which nothing in the file has"),
+        ('"bbox"', '"box"', r"cannot be read: KeyError: 'bbox'; COCO's form is .*bbox: \[left, top, width, height\]"),
         ('"image_id": 5', '"image_id": 6', "has the image_id 6, which nothing in the file has"),
         ('{"id": 5', '{"id": 3', "2 images have 1 ids; every image needs one of its own"),
         ("5.jpg", "3.jpg", r"pets: 3\.jpg is listed 2 times"),

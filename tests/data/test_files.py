@@ -36,7 +36,7 @@ from cpt_lab.data.files import DataNotFoundError, check_data, fingerprint, task_
 from cpt_lab.data.graphs import load_graph
 from cpt_lab.data.image_readers import rgb
 from cpt_lab.data.images import load_images
-from cpt_lab.data.text import load_text
+from cpt_lab.data.text import SPLITS, load_text
 from cpt_lab.experiments.recipes import DATASETS, EXPERIMENTS, recipe
 
 LOAD = {
@@ -87,7 +87,7 @@ LAYOUTS = {  # name -> task, its files
         "image", lambda: {n.replace("png", "TIF"): picture(kind="TIFF", seed=i) for i, n in enumerate(class_folders())},
     ),
     "one text": ("language_model", lambda: {"novel.txt": b"one two three\n" * 30}),
-    "text": ("language_model", lambda: {f"{part}.txt": b"one two three\n" * 9 for part in ("train", "valid", "test")}),
+    "text": ("language_model", lambda: {f"{part}.txt": b"one two three\n" * (9 - i) for i, part in enumerate(SPLITS)}),
     **{f"pairs as {e}": ("entailment", partial(pair_files, e)) for e in ("csv", "parquet", "jsonl", "tsv")},
 }  # fmt: skip
 

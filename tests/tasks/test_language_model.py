@@ -126,7 +126,7 @@ def test_files_are_found_and_missed(folder):
     [
         (b"", "has no words"),
         (b" \n\n", "has no words"),
-        (b"caf\xe9\n", "cannot be read: UnicodeDecodeError: 'utf-8'"),
+        (b"caf\xe9\n", "cannot be read: UnicodeDecodeError: 'utf-8'.*; save it as UTF-8$"),
         (b"a b\n", "3 words, too few"),
         (b"un peu\n" * 20, "toy/: nothing of the valid text is in the training text"),
     ],
@@ -134,6 +134,12 @@ def test_files_are_found_and_missed(folder):
 def test_bad_text(folder, content, message):
     (folder / "toy.train.txt").write_bytes(content)
     with pytest.raises(ValueError, match=message):
+        text.load_text(toy())
+
+
+def test_a_test_text_of_what_was_trained_on(folder):
+    (folder / "toy.test.txt").write_bytes((folder / "toy.train.txt").read_bytes())
+    with pytest.raises(ValueError, match="toy/: the test text is the training text; a test needs another"):
         text.load_text(toy())
 
 

@@ -256,6 +256,19 @@ def test_a_damaged_checkpoint_changes_no_number(damage, both, stopped, tmp_path,
     assert lines[0].startswith(f"{checkpoint} is damaged: kept as run.damaged.pt; the run goes back to the checkpoint")
 
 
+def test_a_checkpoint_of_other_data_is_set_aside(tmp_path, caplog):
+    spec, checkpoint, steps = spec_of(steps=20, n_cycles=1), tmp_path / "run.pt", []
+    stop_at(11, spec, checkpoint)
+
+    class Changed(task_of(spec)):
+        checksum = property(lambda self: "other", lambda self, value: None)
+
+    train(Changed, spec, checkpoint=checkpoint, on_step=lambda step, *_: steps.append(step))
+    assert steps[0] == 0
+    assert os.listdir(tmp_path) == ["run.damaged.pt"]
+    assert "run.pt was trained on other data than is there now: kept as run.damaged.pt" in caplog.text
+
+
 def test_a_whole_checkpoint_is_on_the_disk_before_it_is_the_newest(tmp_path, monkeypatch):
     """A machine that stops between two of these leaves the older checkpoint or the newer one."""
     events, fsync, rename = [], os.fsync, os.replace
