@@ -174,7 +174,11 @@ class Tried:
         """Return the answer in words: a sentence or two on bits, schedules, gradients, time, and what is not clear."""
         statics = {d.arm.bits: d for d in self._of("static")}
         if not statics:
-            return {"Bits": "Nothing can be said: it was stopped before float32 and one precision were trained."}
+            took = [r.seconds for of_arm in self.results.values() for r in of_arm.values()]
+            takes = f" A training takes {took[0]:.0f} s, and a first answer a dozen." if took else ""
+            return {
+                "Bits": f"Nothing can be said: it was stopped before float32 and one precision were trained.{takes}"
+            }
         values = [r.value for of_arm in self.results.values() for r in of_arm.values()]
         if len(set(values)) == 1:
             return {"Bits": f"All {len(values)} trainings reached {values[0]:.4g}: nothing tells precisions apart."}

@@ -155,7 +155,8 @@ def test_time_is_kept(monkeypatch):
     assert "; stopped before all was clear" in str(found)
     nothing = answer(slow, minutes=0.5)
     assert nothing.sentences() == {
-        "Bits": "Nothing can be said: it was stopped before float32 and one precision were trained."
+        "Bits": "Nothing can be said: it was stopped before float32 and one precision were trained. A training takes "
+        "1 s, and a first answer a dozen."
     }
     assert nothing.finding.startswith("It was stopped before")
     assert nothing.lines() == ""
