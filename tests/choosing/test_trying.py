@@ -132,6 +132,13 @@ def test_bits_that_diverge_are_worse_and_float32_that_does_is_an_error():
         answer(Trainings(diverged=(FULL,)))
 
 
+def test_schedules_that_all_lose_are_said_to():
+    assert (
+        "of 4 bits schedules are clearly worse than 4 bits throughout."
+        in answer(Trainings(rr=-2.0)).sentences()["Schedule"]
+    )
+
+
 def test_no_bits_are_good_enough():
     found = answer(Trainings(diverged=tuple(f"{b} bits" for b in WIDTHS)))
     assert (found.bits, found.q_grad) == (8, 8)
