@@ -185,7 +185,8 @@ class Tried:
         bits, first, static = self.bits, statics[self.bits], f"{self.rival} bits"
         schedules = self._of("schedule", self.rival)
         about = "perhaps as good as" if first.mean >= -self.margin else "perhaps worse than"
-        told = about if first.word == "unclear" else first.word
+        slightly = "slightly " * (first.word == "worse than" and first.mean >= -self.margin)
+        told = about if first.word == "unclear" else f"{slightly}{first.word}"
         full = float(np.mean([r.value for r in self.results[FULL].values()]))
         percent = " %" * (self.unit == "points")
         reached = f", which reaches {full:.4g}{percent or f' {self.unit}'.rstrip()}" * (self.unit != "%")

@@ -132,6 +132,12 @@ def test_bits_that_diverge_are_worse_and_float32_that_does_is_an_error():
         answer(Trainings(diverged=(FULL,)))
 
 
+def test_bits_that_lose_less_than_matters_are_slightly_worse():
+    found = answer(Trainings(noise=0.1), margin=4.1)  # 3 bits lose 4
+    assert found.bits == 3
+    assert found.sentences()["Bits"].startswith("With 3 bits it is slightly worse than in float32, which")
+
+
 def test_schedules_that_all_lose_are_said_to():
     assert (
         "of 4 bits schedules are clearly worse than 4 bits throughout."
