@@ -197,8 +197,8 @@ class Tried:
         found = {"Bits": said}
         if schedules:
             better = " and ".join(d.arm.shape for d in schedules if d.word == "better than")
-            worse = all(d.word == "worse than" for d in schedules)
-            neither = "schedules are clearly worse" if worse else "no schedule is clearly better"
+            lose = all(d.word == "worse than" for d in schedules)
+            neither = "schedules are clearly worse" if lose else "no schedule is clearly better"
             verdict = f"{better} is clearly better" if better else neither
             effects = "; ".join(f"{d.arm.shape} {d}" for d in schedules)
             nearest = ", the nearest that schedules have," * (self.rival != bits)
