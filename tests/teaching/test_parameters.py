@@ -32,7 +32,7 @@ def test_own_data_is_read_whole_before_anything_else(tmp_path, monkeypatch):
     write(tmp_path / "pets", files)
     check_parameters(scale="smoke", dataset="pets/")
     write(tmp_path / "pets", {name: file[:300] for name, file in files.items() if name.endswith("1.jpeg")})
-    with pytest.raises(ValueError, match=r"2 files are wrong:\n.*train/a/1.jpeg cannot be read"):
+    with pytest.raises(ValueError, match=r"4 files are wrong:\n.*train/a/1.jpeg cannot be read"):
         check_parameters(scale="smoke", dataset="pets/")
 
 
