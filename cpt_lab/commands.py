@@ -240,9 +240,10 @@ def report(
     out: Annotated[Path | None, typer.Option(help="the page; runs/report.html when left out")] = None,
 ) -> None:
     """Write one HTML page, complete in itself: figures, tables beside the paper's numbers, statistics, differences."""
+    _check_files(store or [])
+    typer.echo("writing the page, for about a minute where all rows are shown", err=True)
     from cpt_lab.analysis import report as r
 
-    _check_files(store or [])
     typer.echo(f"report: {r.write_report(store or None, out)}")
 
 

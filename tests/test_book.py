@@ -175,6 +175,7 @@ def test_links_that_lead_nowhere_are_named(tmp_path, bad, why):
     assert links.problems(site) == [f"index.html: {why}"]
 
 
+@pytest.mark.slow
 def test_sphinx_shows_formulas_outputs_and_names_without_the_network(made, tmp_path):
     """A site of three pages; a cell that would end the build if it ran shows what it has stored."""
     pytest.importorskip("sphinx", reason="the extra book")

@@ -312,6 +312,7 @@ def test_how_many_runs_share_a_gpu():
     assert packed(1, 10) == 5  # nine tenths of the machine's memory
 
 
+@pytest.mark.slow
 def test_run_then_results_then_report(command, place, monkeypatch):
     words = ["run", "digits/mlp6", "--scale", "smoke", "--only", "schedule=CR,static 8", "--seeds", "0", "1"]
     status, out, said = command(*words, "--workers", "0")
@@ -396,6 +397,7 @@ def test_parameters_of_notebooks_as_words():
     assert parse(["schedules=['CR', \"RR\"]"]) == {"schedules": ["CR", "RR"]}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("ok", [[], ["CR"]])
 def test_a_report_of_runs_that_failed(ok, place):
     store = stores.store_path("demo", "image")
@@ -418,6 +420,7 @@ def test_a_range_test_says_what_it_found(command, place):
     assert (place / "f.png").read_bytes().startswith(b"\x89PNG")
 
 
+@pytest.mark.slow
 def test_a_try_says_how_few_bits_and_writes_a_page(command, place):
     words = ["try", "digits", "--scale", "smoke", "--seeds", "1", "--workers", "2"]
     status, said, _ = command(*words)
@@ -450,6 +453,7 @@ def test_a_try_with_a_training_that_fails_says_why(command, monkeypatch):
     assert "a training failed: float32, seed 0: MemoryError: none left; rows and logs: " in said
 
 
+@pytest.mark.slow
 def test_claims_are_summed_up_unless_all_are_asked_for(command, monkeypatch, tmp_path):
     entries, store, asked = judged(committed("language_pydoc")), tmp_path / "own" / "mine.jsonl", []
     monkeypatch.setattr("cpt_lab.analysis.claims.judged", lambda runs: asked.append(1) or entries)

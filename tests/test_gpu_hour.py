@@ -29,6 +29,7 @@ def read(folder, part):
     return json.loads((folder / f"{part}.json").read_text()), stages.read(folder / f"{part}.jsonl")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("part", "only", "ok", "left_out"),
     [
@@ -49,6 +50,7 @@ def test_parts_run_on_the_cpu_and_are_not_repeated(part, only, ok, left_out, fol
         assert told["values"]["PTB LSTM, quantised"]["ratio"] > 0
 
 
+@pytest.mark.slow
 def test_the_steps_of_processes_are_counted_together(folder):
     assert hour.main(["packing", "--dry", "--only", "1 at a time"]) == 0
     (found,) = read(folder, "packing")[0]["values"].values()

@@ -364,6 +364,7 @@ def test_a_rate_at_which_runs_diverged_is_not_preferred():
     assert tuned(runs).equals(runs)  # one rate is never dropped
 
 
+@pytest.mark.slow
 def test_rows_that_are_kept_are_found_by_name():
     assert len(committed("image_digits")) == len((results_dir() / "image_digits.jsonl").read_text().splitlines())
     assert set(committed("language_ptb", "graph_cora").store) == {

@@ -16,7 +16,10 @@ from cpt_lab.paths import results_dir
 from cpt_lab.sweeps import stores
 from tests.helpers import row_of
 
-pytestmark = pytest.mark.filterwarnings("ignore::cpt_core.schedules.schedule.ShortCycleWarning")
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.filterwarnings("ignore::cpt_core.schedules.schedule.ShortCycleWarning"),
+]
 
 
 def plain(page):

@@ -201,6 +201,7 @@ def test_other_counts_are_not_ogbs(arxiv, monkeypatch):
     refused(recipe("paper", "ogbn-arxiv"), r"is not the official ogbn-arxiv: .* \[60, 150, 4\], not \[60, 151, 4\]")
 
 
+@pytest.mark.slow
 def test_ogbs_evaluator_says_nothing_and_asks_no_network():
     code = (
         "import socket, builtins\n"

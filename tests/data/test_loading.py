@@ -172,6 +172,7 @@ def files(device):
     return FileBatches(FILES, recipe(), 0, device, workers=0)
 
 
+@pytest.mark.slow
 def test_workers_ask_for_no_gpu():
     """What they are sent, they load and read in a process that would notice."""
     pictures, graph = smoke_spec("digit-scenes").recipe, GraphTask(smoke_spec("digits-graph", model="sage"), CPU)

@@ -112,6 +112,7 @@ def test_pairs_that_gain_confirm_and_cycles_that_lose_do_too(rated):
         assert found.word == "confirmed: no cycle beats static by the margin; static is better in 6 of 6"
 
 
+@pytest.mark.slow
 def test_four_tasks_must_gain_and_none_may_lose_its_margin(rated):
     rated()
     names = list(CASES)
@@ -146,6 +147,7 @@ def test_what_depends_on_the_bits_of_evaluation_is_said(rated):
     assert "their own bits" not in word
 
 
+@pytest.mark.slow
 def test_lost_runs_count_as_chance_and_missing_ones_leave_it_open(rated):
     rated()
     found = rows(pair=2.0, lost={("digits", "4/5", 300)})

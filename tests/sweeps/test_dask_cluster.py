@@ -33,6 +33,7 @@ def numbers(rows):
     return [(r["key"], r["status"], r["metrics"], r["bitops"]) for r in rows]
 
 
+@pytest.mark.slow
 def test_a_cluster_of_its_own_takes_work_from_nobody_else_and_gives_the_same_rows(tmp_path, monkeypatch):
     """All that listens is on loopback, and speaks HTTP: the status pages."""
     local, answers = distributed.LocalCluster, []
@@ -57,6 +58,7 @@ def test_a_cluster_of_its_own_takes_work_from_nobody_else_and_gives_the_same_row
     assert list(tmp_path.glob("*.sweep")) == []
 
 
+@pytest.mark.slow
 def test_a_cluster_that_grows_with_its_work_is_given_some_before_it_has_workers(tmp_path, capsys):
     """As that of a batch system: nobody starts workers for a sweep that only waits for them."""
     specs = specs_of("CR", "ER")
@@ -86,6 +88,7 @@ def test_ctrl_c_ends_a_sweep_that_waits_for_workers(tmp_path, monkeypatch):
     assert list(tmp_path.glob("*.sweep")) == []
 
 
+@pytest.mark.slow
 def test_a_worker_that_is_killed_loses_nothing(tmp_path, monkeypatch):
     """Its run writes a checkpoint when the worker is gone, and the other worker goes on from there."""
     specs = specs_of("CR", "ER", steps=700)

@@ -195,6 +195,7 @@ def test_a_sweep_does_an_edited_run_again(tmp_path):
     assert store.read_bytes().startswith(edited)
 
 
+@pytest.mark.slow
 def test_readers_say_how_many_rows_are_intact(tmp_path, monkeypatch):
     monkeypatch.setenv("CPT_RUNS_DIR", str(tmp_path / "runs"))
     monkeypatch.setattr("cpt_lab.paths.results_dir", lambda: tmp_path)

@@ -124,6 +124,7 @@ class TestStore:
         assert len(run_grid(specs_of("CR"), tmp_path / "rows.jsonl", workers=2)) == 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("every", [1, 5])
 def test_runs_that_diverge_count_in_this_process_and_in_others(tmp_path, every):
     """The update that breaks a run is followed by an evaluation, or by the next loss: both are the same divergence."""
@@ -207,6 +208,7 @@ def tell(job, stop, on_start):
 # --- what fails -----------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("workers", [0, 1])
 def test_a_run_that_raises_is_a_row_with_its_traceback(workers, tmp_path):
     good, bad = specs_of("CR", steps=20)[0], specs_of("CR", steps=20)[0]
@@ -284,6 +286,7 @@ def test_a_run_that_takes_too_long_is_failed_also_when_it_hangs(tmp_path, monkey
     assert "no step ever ends" in outcome.row["error"]
 
 
+@pytest.mark.slow
 def test_a_slow_run_is_failed_with_its_checkpoint_and_goes_on_when_retried(tmp_path):
     (spec,) = specs_of("CR", steps=1000)
     store = tmp_path / "rows.jsonl"
@@ -346,6 +349,7 @@ def test_a_run_that_another_sweep_has_is_left_to_it(tmp_path):
     assert len(store.read_text().splitlines()) == 2
 
 
+@pytest.mark.slow
 def test_a_run_whose_process_somebody_ends_is_started_again(tmp_path, monkeypatch):
     (spec,) = specs_of("CR", steps=20)
     tried = []

@@ -248,6 +248,7 @@ def test_seeds_tell_how_far_a_metric_may_be_off():
     assert verify.allowed(text, [])[0] == pytest.approx(4.0)
 
 
+@pytest.mark.slow
 def test_a_quantiser_that_rounds_down_is_not_within_the_tolerance(tmp_path, monkeypatch):
     rows = load_rows(results_dir() / "image_digits.jsonl")
     row = next(r for r in rows if r["spec"]["arm"] == "static 4" and r["spec"]["recipe"]["model"] == "mlp6")

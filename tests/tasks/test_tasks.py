@@ -199,6 +199,7 @@ def test_arms_of_one_seed_share_weights_and_batches(dataset):
         assert not shared(batch, start(tiny(dataset, seed=1))[1])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dataset", TINY)
 def test_a_resumed_run_is_bitwise_the_same(dataset, tmp_path):
     spec, asked, path = tiny(dataset), iter(range(6)), tmp_path / "c.pt"

@@ -36,6 +36,7 @@ def test_costs_beside_bit_operations(capsys):
     assert [of["bitops"] for of in costs.values()] == sorted(of["bitops"] for of in costs.values())
 
 
+@pytest.mark.slow
 def test_three_ways_beside_a_schedule_on_three_tasks(capsys):
     choosing.show_equal_cost()
     head, *lines = capsys.readouterr().out.splitlines()
