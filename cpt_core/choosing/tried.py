@@ -175,7 +175,7 @@ class Tried:
         statics = {d.arm.bits: d for d in self._of("static")}
         if not statics:
             took = [r.seconds for of_arm in self.results.values() for r in of_arm.values()]
-            takes = f" A training takes {took[0]:.0f} s, and a first answer a dozen." if took else ""
+            takes = f" A training takes {took[0]:.0f} s; a first answer needs a dozen." if took else ""
             return {
                 "Bits": f"Nothing can be said: it was stopped before float32 and one precision were trained.{takes}"
             }

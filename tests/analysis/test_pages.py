@@ -35,14 +35,7 @@ def test_what_goes_into_a_page_is_escaped():
     good = {"page": "x.html?<d>", "name": "<e>", "failed": None, "error": ""}
     bad = {"page": None, "name": "<e>", "failed": "y.html?<d>", "error": "<f>"}
     frame = pd.DataFrame({"<a>": ["<b>", good, bad, {**bad, "page": "x.html"}, ["<g>"]]})
-    section = Section(
-        "<h>",
-        ("a `<code>` & more",),
-        Figure(),
-        "'<i>",
-        frame,
-        points=(("<j>", "<k>"),),
-    )
+    section = Section("<h>", ("a `<code>` & more",), Figure(), "'<i>", frame, points=(("<j>", "<k>"),))
     folded = Section("<l>", ("<m>",), table=frame, style="folded")
     shown = render("page.html.j2", title="<n>", notes=["<o>"], sections=[section, folded, section, section])
     assert not re.search("<[a-o]>", shown)

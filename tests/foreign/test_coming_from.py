@@ -2,6 +2,7 @@
 
 import copy
 import re
+from dataclasses import replace
 from pathlib import Path
 from pkgutil import resolve_name
 
@@ -123,31 +124,31 @@ def test_what_is_called_equal_is(section, name, ours, ulp):
 
 MXFP8 = "MXFakeQuantizeConfig(torch.float8_e4m3fn, scaling_mode=ScaleCalculationMode.FLOOR)"
 STRAIGHT_THROUGH = "QATConfig(activation_config={0}, weight_config={0})"
-WIDE = {16: "bf16", 32: "float32"}
-PER_TENSOR = {f"linear_{role}": Quantizer("per_tensor") for role in ("input", "weight", "grad")}
-FLOAT8 = {role: cpt.FormatLadder({8: "e4m3", **WIDE}) for role in ("activation", "weight")}
+WRITTEN = {**OURS, "QUANTIZERS": QUANTIZERS}  # the page's lines for Float8LinearConfig put config into it
+exec(re.search("```python\n(.*?)```", PAGE, re.DOTALL)[1], WRITTEN)
+
+
+def formats(activation, gradient="float32"):
+    """The page's configuration with other formats at level 8."""
+    at_8 = {"activation": activation, "weight": activation, "gradient": gradient}
+    ladder = {role: cpt.FormatLadder({8: name, 16: "bf16", 32: "float32"}) for role, name in at_8.items()}
+    return replace(WRITTEN["config"], ladder=ladder)
+
+
+def test_the_lines_of_the_page_put_float8_on_level_8():
+    assert WRITTEN["config"] == formats("e4m3", "e5m2")
+    assert WRITTEN["config"].quantizers["linear_weight"] == Quantizer("per_tensor")
 
 
 @pytest.mark.parametrize(
-    ("name", "formats", "gradients"),
+    ("name", "converted", "gradients"),
     [
-        ("Float8LinearConfig(emulate=True)", {**FLOAT8, "gradient": cpt.FormatLadder({8: "e5m2", **WIDE})}, True),
-        (
-            STRAIGHT_THROUGH.format(MXFP8),
-            {
-                role: cpt.FormatLadder({8: "mxfp8_e4m3" if role != "gradient" else "float32", **WIDE})
-                for role in (*FLOAT8, "gradient")
-            },
-            True,
-        ),
-        (
-            STRAIGHT_THROUGH.format("Float8FakeQuantizeConfig(granularity=PerTensor())"),
-            {**FLOAT8, "gradient": cpt.FormatLadder({8: "float32", **WIDE})},
-            False,
-        ),
+        ("Float8LinearConfig(emulate=True)", WRITTEN["config"], True),
+        (STRAIGHT_THROUGH.format(MXFP8), formats("mxfp8_e4m3"), True),
+        (STRAIGHT_THROUGH.format("Float8FakeQuantizeConfig(granularity=PerTensor())"), formats("e4m3"), False),
     ],
 )
-def test_layers_compute_what_those_of_torchao_do(name, formats, gradients):
+def test_layers_compute_what_those_of_torchao_do(name, converted, gradients):
     """Forward and, but for what torchao does to gradients of its float8 fake quantisation, backward."""
     config = theirs("torchao", name)
     torch.manual_seed(0)
@@ -159,7 +160,6 @@ def test_layers_compute_what_those_of_torchao_do(name, formats, gradients):
         theirs("torchao", "convert_to_float8_training")(other, config=config)
     else:
         theirs("torchao", "quantize_")(other, config)
-    converted = cpt.QuantConfig(quantizers={**QUANTIZERS, **PER_TENSOR}, ladder=formats)
     cpt.PrecisionScheduler(cpt.quantize_(ours, converted), StaticSchedule(8, 1))
 
     x, gradient = torch.randn(48, 64), torch.randn(48, 32)
