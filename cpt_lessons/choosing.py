@@ -19,31 +19,11 @@ from cpt_core.schedules.schedule import Schedule, StaticSchedule
 from cpt_lab.analysis.equal_cost import equal_cost
 from cpt_lab.analysis.estimates import Estimate, standing
 from cpt_lab.analysis.pages import terminal
-from cpt_lab.analysis.preregistered import Answer, all_answers
+from cpt_lab.analysis.preregistered import Answer, Line, all_answers, intervals
 from cpt_lab.analysis.runs import committed
-from cpt_lab.analysis.style import COLORS, QUIET, SMALL, TEXT, drawing, interval_bar
+from cpt_lab.analysis.style import COLORS, SMALL, TEXT, drawing
 from cpt_lab.experiments.grids import studies
 from cpt_lab.paths import results_dir
-
-# what is drawn in a line: its name, mean, ends of its interval, a verdict
-Line = tuple[str, float, float, float, str]
-
-
-def intervals(lines: Sequence[Line], title: str, unit: str, band: float = 0.0) -> Figure:
-    """Draw means and 95 % intervals on one axis from the top down, name and verdict above each, grey around 0."""
-    alt = f"{title}. {'; '.join(f'{name}: {word}' for name, *_, word in lines)}"
-    with drawing(alt=alt, figsize=(5.6, 0.9 + 0.38 * len(lines))) as (figure, ((ax,),)):  # narrow: phones read it, too
-        ax.axvspan(-band, band, color="#dddddd", linewidth=0)
-        ax.axvline(0, color=QUIET, linewidth=0.8)
-        for y, (name, mean, low, high, word) in zip(range(len(lines))[::-1], lines, strict=True):
-            group = "static" if word == "open" or low <= 0 <= high else "large" if high < 0 else "small"
-            interval_bar(ax, y, (mean, low, high), color=COLORS[group], markersize=4, capsize=2)
-            for x, text, side in ((0.01, name, "left"), (0.99, word, "right")):
-                ax.text(x, y + 0.28, text, color=TEXT[group], ha=side, fontsize=8.5, transform=ax.get_yaxis_transform())
-        ax.grid(axis="y", visible=False)
-        ax.set(xlabel=unit, yticks=[], ylim=(-0.35, len(lines) - 0.2))
-        figure.suptitle(title, fontsize=11)
-    return figure
 
 
 def in_margins(

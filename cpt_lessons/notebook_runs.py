@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from cpt_core.checks import write_text
+from cpt_lab.analysis.pages import plain
 from cpt_lab.data.files import fingerprint_of, own_path
 from cpt_lab.experiments.recipe import is_own
 from cpt_lab.paths import ROOT, paper_dir, results_dir
@@ -46,6 +47,8 @@ class NotebookOutcome:
         page: the newest one that is good, None where there is none.
         error: why it failed, in one line.
         failed: the page of the failure, None where there is none.
+        asked: the notebook's question.
+        found: what came out, in words: the comparisons of its own runs, and what it sums up of the data that it names.
     """
 
     notebook: str
@@ -55,6 +58,8 @@ class NotebookOutcome:
     page: Path | None
     error: str = ""
     failed: Path | None = None
+    asked: str = ""
+    found: str = ""
 
     @property
     def name(self) -> str:
@@ -140,6 +145,7 @@ def _outcome(folder: Path, name: str, status: str, seconds: float | None = None)
     good, bad = (_known(folder / f"{name}.{ending}") for ending in ("json", "failed.json"))
     page, failed = (folder / f"{name}.{ending}" for ending in ("html", "failed.html"))
     either = good or bad
+    asked, found = _asked_and_found(folder / f"{name}.{'' if good else 'failed.'}ipynb", either.get("given", ""))
     return NotebookOutcome(
         either.get("notebook", ""),
         either.get("given", ""),
@@ -148,7 +154,27 @@ def _outcome(folder: Path, name: str, status: str, seconds: float | None = None)
         page if good and page.exists() else None,
         bad.get("error", ""),
         failed if bad and failed.exists() else None,
+        asked,
+        found,
     )
+
+
+def _asked_and_found(notebook: Path, given: str) -> tuple[str, str]:
+    cells = _known(notebook).get("cells", [])
+    text = plain("\n\n".join("".join(c["source"]) for c in cells if c["cell_type"] == "markdown"))
+    asked = re.search(r"Question(?: \(.*?\))?:? ([^?\n]+\?(?: [^.?\n]+\?)*)", text)
+    summary = re.search(r"^## Summary\n\n((?:.+\n?)+)", text, re.M)
+    of_others = any(f"{name}=" in given for name in DATA)  # what it sums up is of other data
+    found = "" if of_others or not summary else " ".join(re.sub("^- ", "", summary[1], flags=re.M).split())
+    # outputs that are checked are of kept rows
+    own = [c for c in cells if "nbval-check-output" not in c["metadata"].get("tags", ())]
+    said = "".join("".join(o.get("text", "")) for c in own for o in c.get("outputs", []))
+    lines = re.findall(r"^(.+) minus (.+): (.+, n = \d+): (above 0|below 0)?", said, re.M)
+    here = [f"{a} minus {b}: {effect}" for a, b, effect, word in lines if word]
+    if alike := ", ".join(f"{a} and {b}" for a, b, _, word in lines if not word):
+        here.append(f"not told apart: {alike}")
+    found += f" In this run: {'; '.join(here)}." if here else ""
+    return asked[1][0].upper() + asked[1][1:] if asked else "", found.strip()
 
 
 def _known(path: Path) -> dict[str, Any]:

@@ -6,6 +6,7 @@ Running them needs the extra "notebooks", copying does not.
 from __future__ import annotations
 
 import ast
+import hashlib
 import json
 import re
 import shutil
@@ -21,6 +22,7 @@ import typer
 
 from cpt_core.checks import library, offer, write_text
 from cpt_lab.analysis import report, trying
+from cpt_lab.analysis.pages import Section
 from cpt_lab.commands import try_
 from cpt_lab.data.files import reading
 from cpt_lab.experiments.recipe import is_own
@@ -172,12 +174,33 @@ def reproduce(
         try_(own, scale=scale, minutes=TRY_MINUTES)
     folder.mkdir(parents=True, exist_ok=True)
     outcomes = sorted(_run_all(jobs, expected(scale, chosen), progress), key=lambda o: o.name)
+    index, key = folder / "index.key", _key(folder, scale, own)
+    if index.exists() and index.read_text(encoding="utf-8") == key:  # of a page that would say the same
+        return outcomes, folder / "index.html"
     _write_glossary(folder)
-    names = {o.name for o in outcomes}
-    former = [o for o in earlier(folder, [path.stem for path in notebooks()]) if o.name not in names]
-    shown = sorted([*outcomes, *former], key=lambda o: o.name)
-    pages = [{**vars(o), "name": o.name} for o in shown]
-    return outcomes, report.write(folder, scale, pages, trying.answered(own, scale) if own else [])
+    former = {o.name: o for o in earlier(folder, [path.stem for path in notebooks()])}
+    shown = former | {o.name: o for o in outcomes}
+    pages = [{**vars(o), "name": name} for name, o in sorted(shown.items())]
+    page = report.write(folder, scale, pages, trying.answered(own, scale) if own else _kept())
+    write_text(index, key)
+    return outcomes, page
+
+
+def _key(folder: Path, scale: str, own: str) -> str:
+    """Hash what the index shows: what is known of pages, the rows of the scale, what `cpt try` answered."""
+    digest = hashlib.sha256(own.encode())
+    rows, answers = (runs_dir() / scale).glob("*.jsonl"), runs_dir().glob(f"try/*-{scale}/{trying.ANSWER}")
+    for path in sorted([*folder.glob("*.json"), *rows, *answers]):
+        digest.update(str(path).encode() + path.read_bytes())
+    return digest.hexdigest()
+
+
+def _kept() -> list[Section]:
+    """What the kept results answer, in a figure."""
+    from cpt_lessons.choosing import static_or_cycle
+
+    figure = static_or_cycle()
+    return [Section(figure.get_suptitle(), (), figure, figure.get_suptitle())]
 
 
 def _write_glossary(folder: Path) -> None:
@@ -232,13 +255,13 @@ def estimate(scale: str, number: str | None = None) -> float | None:
 
 
 def _run(job: NotebookRun, key: str, place: Place) -> NotebookOutcome:
+    if job.up_to_date(key):
+        job.forget_failure()
+        return job.outcome("up to date")
     import nbformat
 
     from cpt_lessons import export, kernels
 
-    if job.up_to_date(key):
-        job.forget_failure()
-        return job.outcome("up to date")
     started = place.started = time.monotonic()
     copy, error = job.file("running.ipynb"), ""
     try:

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import pandas as pd
 from matplotlib.figure import Figure
 
+from cpt_lab.analysis.groups import AGGREGATIONS, at_q_max
 from cpt_lab.analysis.metrics import counted, metric_named, metric_of
-from cpt_lab.analysis.pages import terminal
-from cpt_lab.analysis.quality_cost import SILENT, figure_3, paired_difference, summary
+from cpt_lab.analysis.quality_cost import figure_3, paired_difference
 from cpt_lessons.exercises import compare, in_band
+
+SHOWN = ("RR", "CR", "ER")  # of large, medium and small savings
 
 # data set, model -> a metric of its smoke runs, and what their bands are called
 BANDS = {
@@ -33,55 +33,44 @@ def ran(runs: pd.DataFrame) -> None:
     print(f"{said}, {ended}: {runs.seconds.sum():.0f} s of training")
 
 
-def told(*experiments: pd.DataFrame) -> None:
-    """Print what ran, and beyond smoke scale a table of it, of every q_max and aggregation.
-
-    Args:
-        experiments: a line per run, of one task each.
-    """
-    for runs in experiments:
-        ran(runs)
-        for _, part in runs[runs.scale != "smoke"].groupby(["q_max", "aggregation"]):
-            brief(summary(part))
-
-
 def titled(figure: Figure, finding: str) -> Figure:
     """Return a figure with what it shows, in a sentence, for its title."""
     figure.suptitle(finding, fontsize=10, y=1, va="bottom")
     return figure
 
 
-def compared(runs: pd.DataFrame, pairs: Sequence[tuple[str, str]]) -> None:
-    """Print what ran; draw it against cost, with the differences of pairs, or hold smoke runs against their bands.
+def compared(*experiments: pd.DataFrame) -> None:
+    """Print what ran; draw it against cost, with RR, CR and ER beside the static bits of nearest cost.
+
+    Smoke runs are held against their bands instead.
 
     Args:
-        runs: a line per run, of one recipe.
-        pairs: arms, or savings groups, of which the second is subtracted; those that did not run are left out.
+        experiments: a line per run, of one recipe each, of several q_max and both aggregations.
     """
-    ran(runs)
-    if not (runs.scale == "smoke").any():
-        metric = metric_named(metric_of(runs))
-        figure_3(runs)
-        for a, b in pairs:
-            if {a, b} <= {*runs.arm, *runs.savings}:
-                compare(f"{a} minus {b}", metric.factor * paired_difference(runs, a, b))
-        return
-    said = ", ".join(f"{a} and {b}" for a, b in pairs)
-    print(f'smoke scale, nothing to compare; scale = "demo" prints the differences of {said}, drawn too')
+    for runs in experiments:
+        ran(runs)
+        if (runs.scale == "smoke").any():
+            _in_bands(runs)
+        else:
+            figure_3(runs)
+            _beside_rivals(at_q_max(runs, None))
+
+
+def _beside_rivals(runs: pd.DataFrame) -> None:
+    metric = metric_named(metric_of(runs))
+    unit = "points" if metric.factor == 100 else f"of {metric.name} (less is better)"
+    for kind, part in runs.groupby("aggregation"):
+        of = f" ({AGGREGATIONS[kind]})" if runs.aggregation.nunique() > 1 else ""
+        cost = part.groupby("arm").relative_cost.first()
+        static = cost[cost.index.str.fullmatch(r"static \d+")]
+        for arm in (a for a in SHOWN if a in cost and len(static)):
+            rival = (static - cost[arm]).abs().idxmin()
+            compare(f"{arm} minus {rival}{of}", metric.factor * paired_difference(part, arm, rival), unit)
+
+
+def _in_bands(runs: pd.DataFrame) -> None:
+    print('smoke runs are too short to compare; scale = "demo" compares')
     for run in runs[runs.arm.isin(["static 8", "ER"]) & (runs.preset == "ours")].itertuples():
         if (run.dataset, run.model) in BANDS:
             value, name = BANDS[run.dataset, run.model]
             in_band(f"{name} {run.arm}", getattr(run, value))
-
-
-def brief(table: pd.DataFrame) -> None:
-    """Print a table of several lines without the columns that say the same in all of them; these follow in words.
-
-    Left out are columns without a name, and those that say nothing there (``SILENT``).
-    """
-    same = [name for name in table if table[name].nunique(dropna=False) == 1]
-    print(terminal(table.drop(columns=same)))
-    values = {name: table[name].iloc[0] for name in same if name}
-    said = [f"{name} {value}" for name, value in values.items() if SILENT.get(name) != value]
-    if said:
-        print("in every line: " + "; ".join(said))

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from cpt_lab import commands
-from cpt_lab.analysis import quality_cost
+from cpt_lab.analysis import pages, quality_cost, trying
 from cpt_lab.analysis.claims import judged
 from cpt_lab.analysis.preregistered import Answer
 from cpt_lab.analysis.report import write_report
@@ -439,6 +439,12 @@ def test_a_try_says_how_few_bits_and_writes_a_page(command, place):
     assert "points" in page
     assert page.count("<tr>") == 1 + 11  # all but float32
     assert (rows.parent / "answer.txt").read_text().startswith("digits\n")
+    (told,) = trying.answered("digits", "smoke")
+    shown = pages.render("page.html.j2", title="", notes=[], sections=[told])
+    (figure,) = re.findall("<img[^>]* src='([^']*)' width='480'", shown)
+    index = place / "runs/reproduce/smoke"  # from where it is seen
+    index.mkdir(parents=True)
+    assert (index / figure).read_bytes().startswith(b"\x89PNG")
     before = rows.read_bytes()
     assert command(*words)[1].splitlines()[0] == said.splitlines()[0]
     assert rows.read_bytes() == before  # nothing is trained twice

@@ -19,7 +19,6 @@ COMPARISONS = {
     "integer minus simulated, shared steps": (("integer", True), ("simulated", True)),
     "shared steps minus the paper's, simulated": (("simulated", True), ("simulated", False)),
 }
-WAYS = [(how, shared) for shared in (False, True) for how in ("simulated", "integer")]
 
 
 def executions(runs: pd.DataFrame) -> list[pd.DataFrame]:
@@ -78,37 +77,7 @@ def summary(runs: pd.DataFrame) -> pd.DataFrame:
     return pd.concat(parts, ignore_index=True)
 
 
-def _name(how: str, shared: bool) -> str:
-    return f"{how}, {'shared steps' if shared else 'steps of the paper'}"
-
-
-def seconds_summary(runs: pd.DataFrame) -> pd.DataFrame:
-    """Return what the ways to compute products gave and took, for people; runs as for ``execution_difference``.
-
-    Seconds are the median of whole runs, evaluations and all; their ratio is to those of simulated products with the
-    same steps.
-    """
-    metric = metric_named(metric_of(runs))
-    parts = {way: _side(runs, *way) for way in WAYS}
-    seconds = {way: part.loc[part["status"] == "ok", "seconds"].median() for way, part in parts.items()}
-    return pd.DataFrame(
-        {
-            "products": [_name(*way) for way in WAYS],
-            f"{metric.name} {metric.unit}".rstrip(): metric.text(part[metric.name].mean() for part in parts.values()),
-            "std": metric.text(part[metric.name].std() for part in parts.values()),
-            "n": [part[metric.name].count() for part in parts.values()],
-            "diverged": [part["diverged"].sum() for part in parts.values()],
-            "seconds of a run": [f"{seconds[way]:.1f}" for way in WAYS],
-            "times simulated": [f"{seconds[way] / seconds['simulated', way[1]]:.2f}" for way in WAYS],
-        }
-    )
-
-
 def sections(runs: pd.DataFrame) -> Iterator[Section]:
     """Yield what computing on codes changes, for every model that was run in both ways."""
     for part in executions(runs):
-        name, note = experiment_name(part), "Several runs shared the machine: seconds are only near."
-        yield Section(f"Products on codes: {name}", table=summary(part), style="left")
-        yield Section(
-            f"Products on codes, in seconds: {name}", (note,), table=seconds_summary(part), style="left folded"
-        )
+        yield Section(f"Products on codes: {experiment_name(part)}", table=summary(part), style="left")

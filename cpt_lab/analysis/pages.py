@@ -32,7 +32,7 @@ class Section:
     Attributes:
         title: its heading.
         notes: paragraphs; words between backticks are set as code.
-        figure: stands in the page itself, no other file is needed.
+        figure: stands in the page itself, no other file is needed; or the address of a picture.
         alt: what the figure shows, in words.
         table: a cell that is a list is folded up behind its length; one that is a dict of page, name, failed and
             error is a link, and one to the page of what went wrong.
@@ -42,7 +42,7 @@ class Section:
 
     title: str
     notes: tuple[str, ...] = ()
-    figure: Figure | None = None
+    figure: Figure | str | None = None
     alt: str = ""
     table: pd.DataFrame | None = None
     style: str = ""
@@ -108,10 +108,16 @@ def contents(sections: Sequence[Section]) -> list[tuple[str, list[tuple[str, lis
     return shown
 
 
+def plain(text: str) -> str:
+    """Return Markdown as words: without links, emphasis and the signs of formulas."""
+    text = re.sub(r"\[([^]]+)\]\([^)]+\)", r"\1", text.replace(r"\cdot", "x").replace(r"\,", " "))
+    return re.sub(r"\\mathrm|[${}*\\`]", "", text)
+
+
 def glossary() -> dict[str, str]:
     """Return what the notebooks' glossary says of every word, in plain text."""
-    text = (notebooks_dir() / "glossary.md").read_text(encoding="utf-8").replace(r"\cdot", "x")
-    text = re.sub(r" (Notebook|Appendix)\s\[\d.*|[${}*\\`]", "", re.sub(r"\[([^]]+)\]\(#[^)]+\)", r"\1", text))
+    text = (notebooks_dir() / "glossary.md").read_text(encoding="utf-8")
+    text = plain(re.sub(r" (Notebook|Appendix)\s\[\d.*", "", text))
     return {name: " ".join(said.split()) for name, said in re.findall(r"^## (.+)\n\n((?:.+\n)+)", text, re.M)}
 
 
@@ -132,7 +138,9 @@ def _marked(escaped: str, glossary: dict[str, str], used: dict[str, str]) -> str
     return re.sub(rf"``?(?P<code>[^`]+)``?|\b(?P<word>{words})s?\b", mark, str(escaped))
 
 
-def _picture(figure: Figure) -> dict[str, Any]:
+def _picture(figure: Figure | str) -> dict[str, Any]:
     """Return a figure as the address of an image that needs no other file, and the width at which it is shown."""
+    if isinstance(figure, str):
+        return {"src": figure, "width": 480}
     png, width, _ = picture(figure)
     return {"src": f"data:image/png;base64,{base64.b64encode(png).decode()}", "width": width}

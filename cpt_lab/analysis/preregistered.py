@@ -12,7 +12,7 @@ import pandas as pd
 from matplotlib.figure import Figure
 
 from cpt_lab.analysis.estimates import Estimate, holm, standing
-from cpt_lab.analysis.style import COLORS, drawing, interval_bar
+from cpt_lab.analysis.style import COLORS, QUIET, TEXT, drawing, interval_bar
 from cpt_lab.experiments.grids import studies
 
 LEVEL = 0.05  # of the tests of a study together
@@ -138,25 +138,22 @@ def _number(value: float) -> str:
     return f"{value:.2g}" if value == value else "–"
 
 
-def answers_figure(found: Sequence[Answer]) -> Figure:
-    """Draw the primary effects of the answered questions, each in its unit: mean, 95 % interval, its margin in grey.
+# what is drawn in a line: its name, mean, ends of its interval, a verdict
+Line = tuple[str, float, float, float, str]
 
-    Raises:
-        ValueError: when no question is answered.
-    """
-    shown = [(a, e) for a in found for e in a.primary]
-    if not shown:
-        raise ValueError("no question is answered yet; all runs of one are needed")
-    with drawing(len(shown), 1, figsize=(8, 0.75 * len(shown) + 0.3)) as (figure, axes):
-        for ax, (a, e) in zip(axes[:, 0], shown, strict=True):
-            low, high = e.interval()
-            margin = np.nan_to_num(e.margin)  # some have none
-            ax.axvspan(-margin, margin, color="#dddddd", linewidth=0)
-            ax.axvline(0, color="#888888", linewidth=0.8)
-            interval_bar(ax, 0, (e.mean, low, high), color=COLORS["static"], capsize=3)
-            ax.plot(e.values, np.full(len(e.values), -0.6), "|", color=COLORS["static"], alpha=0.5)
-            widest = 1.15 * max(margin, *np.abs(e.values), abs(low), abs(high))
-            ax.set(xlim=(-widest, widest), ylim=(-1, 0.7), yticks=[])
-            ax.set_title(f"{a.question}  {e.what}" + (f" ({e.unit})" if e.unit else ""), fontsize=8, loc="left")
-            ax.tick_params(labelsize=8)
+
+def intervals(lines: Sequence[Line], title: str, unit: str, band: float = 0.0) -> Figure:
+    """Draw means and 95 % intervals on one axis from the top down, name and verdict above each, grey around 0."""
+    alt = f"{title}. {'; '.join(f'{name}: {word}' for name, *_, word in lines)}"
+    with drawing(alt=alt, figsize=(5.6, 0.9 + 0.38 * len(lines))) as (figure, ((ax,),)):  # narrow: phones read it, too
+        ax.axvspan(-band, band, color="#dddddd", linewidth=0)
+        ax.axvline(0, color=QUIET, linewidth=0.8)
+        for y, (name, mean, low, high, word) in zip(range(len(lines))[::-1], lines, strict=True):
+            group = "static" if word == "open" or low <= 0 <= high else "large" if high < 0 else "small"
+            interval_bar(ax, y, (mean, low, high), color=COLORS[group], markersize=4, capsize=2)
+            for x, text, side in ((0.01, name, "left"), (0.99, word, "right")):
+                ax.text(x, y + 0.28, text, color=TEXT[group], ha=side, fontsize=8.5, transform=ax.get_yaxis_transform())
+        ax.grid(axis="y", visible=False)
+        ax.set(xlabel=unit, yticks=[], ylim=(-0.35, len(lines) - 0.2))
+        figure.suptitle(title, fontsize=11)
     return figure

@@ -20,7 +20,6 @@ from cpt_lab.experiments.recipe import Metric
 from cpt_lab.experiments.recipes import EXPERIMENTS
 
 GROUPS = ("large", "medium", "small")  # of savings
-SILENT = {"paper": "not in the paper", "failed": 0}  # columns that a page needs where they say more
 
 
 def by_arm(runs: pd.DataFrame) -> pd.DataFrame:
@@ -254,7 +253,7 @@ def sections(runs: pd.DataFrame) -> Iterator[Section]:
         several = len(arms) > 1
         drawn = figure_3(group, xs=("relative_cost", "noise_exposure"), front=True) if several else None
         shown = summary(group)
-        silent = [column for column, said in SILENT.items() if (shown[column] == said).all()]
+        silent = [name for name, said in (("paper", "not in the paper"), ("failed", 0)) if (shown[name] == said).all()]
         yield Section(name, (), drawn, f"{metric} against cost", shown.drop(columns=silent))
 
 

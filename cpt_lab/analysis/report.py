@@ -44,7 +44,8 @@ QUESTIONS = (quality_cost, aggregation, critical_periods, equal_cost, execution)
 
 def write(folder: Path, scale: str, outcomes: list[dict[str, Any]], first: Sequence[Section] = ()) -> Path:
     """Write ``index.html`` into ``folder``: what comes ``first``, notebooks, figures, tables of a scale, versions."""
-    runs = _of_scale(scale)
+    files = [] if scale == "smoke" else sorted((runs_dir() / scale).glob("*.jsonl"))
+    runs = load(*files) if files else table([])
     notes = [
         ANSWER,
         "`cpt try` answers both for data of yours, in ten minutes. Low precision is simulated here: bit operations "
@@ -55,7 +56,7 @@ def write(folder: Path, scale: str, outcomes: list[dict[str, Any]], first: Seque
     spent = f"Notebook time {sum(o['seconds'] for o in outcomes):.0f} s in all."
     sections = [
         *first,
-        Section("Notebooks", table=_notebooks(outcomes)),
+        Section("Notebooks", table=_notebooks(outcomes), style="left"),
         *(section for question in QUESTIONS if len(runs) for section in question.sections(runs)),
         Section("Where this comes from", (spent, _versions())),
     ]
@@ -100,20 +101,15 @@ def write_report(files: Sequence[Path] | None = None, out: Path | None = None) -
     return out
 
 
-def _of_scale(scale: str) -> pd.DataFrame:
-    """The runs of a scale that are kept: smoke runs are none."""
-    files = [] if scale == "smoke" else sorted((runs_dir() / scale).glob("*.jsonl"))
-    return load(*files) if files else table([])
-
-
 def _notebooks(outcomes: list[dict[str, Any]]) -> pd.DataFrame:
-    """A line per page: the good one and, where that was the last try, the failure with its reason."""
+    """A line per page: the good one, with question and answer, and the failure with its reason, if the last."""
     lines = []
     for o in outcomes:
         links = {"page": o["page"] and o["page"].name, "failed": o["failed"] and o["failed"].name}
-        time = f"{o['seconds']:.0f} s" if o["seconds"] else "–"
-        lines.append(({**links, "name": o["name"], "error": o["error"]}, o["status"], time))
-    return pd.DataFrame(lines, columns=["notebook", "status", "time"])
+        time = f"{o['seconds']:.0f}\N{NO-BREAK SPACE}s" if o["seconds"] else "–"
+        when = f"{time}, earlier" if "earlier" in o["status"] else time
+        lines.append(({**links, "name": o["name"], "error": o["error"]}, o["asked"], o["found"], when))
+    return pd.DataFrame(lines, columns=["notebook", "what was asked", "what came out", "time"])
 
 
 def _overview(runs: pd.DataFrame) -> pd.DataFrame:

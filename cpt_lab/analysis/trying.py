@@ -15,6 +15,7 @@ import pandas as pd
 
 from cpt_core.checks import write_text
 from cpt_core.choosing.tried import FULL, WIDTHS, Arm, Result, Tried, tried
+from cpt_core.described import picture
 from cpt_lab.analysis.estimates import quality, unit_of
 from cpt_lab.analysis.pages import Section, render
 from cpt_lab.analysis.runs import table
@@ -23,6 +24,8 @@ from cpt_lab.experiments.spec import RunSpec
 from cpt_lab.paths import runs_dir
 from cpt_lab.sweeps.lines import Row
 
+FIGURE = "figure.png"
+ALT = "difference to float32 against bit operations: static bits, schedules, fewer bits for gradients"
 ANSWER = "answer.txt"  # beside the page: a line for the data set, one for the finding, the answer in words
 MARGIN = 1.0  # points of a metric, or percent of a perplexity
 NOT_TRIED = (
@@ -41,13 +44,15 @@ def folder_of(recipe: Recipe, scale: str) -> Path:
 
 
 def answered(dataset: str, scale: str) -> list[Section]:
-    """Return what was found for data, by model, in words, with links to its pages from ``runs/reproduce/SCALE``."""
+    """Return what was found for data, by model, with figures and links as seen from ``runs/reproduce/SCALE``."""
     found = []
     for path in sorted((runs_dir() / "try").glob(f"*-{scale}/{ANSWER}")):
         of, finding, *said = path.read_text(encoding="utf-8").splitlines()
-        link = {"page": f"../../try/{path.parent.name}/index.html", "name": "figure, lines to paste", "failed": ""}
+        at = f"../../try/{path.parent.name}"
+        table = pd.DataFrame({"all of it": [{"page": f"{at}/index.html", "name": "every training", "failed": ""}]})
+        figure = f"{at}/{FIGURE}" if path.with_name(FIGURE).exists() else None
         if of == dataset:
-            found.append(Section(f"{dataset}: {finding}", tuple(said), table=pd.DataFrame({"all of it": [link]})))
+            found.append(Section(f"{dataset}: {finding}", tuple(said), figure, ALT, table))
     return found
 
 
@@ -87,7 +92,10 @@ def try_recipe(
     found = replace(found, title=title or recipe.dataset, unit=unit)
     page = store.parent / "index.html"
     page.parent.mkdir(parents=True, exist_ok=True)
-    write_text(page, render("page.html.j2", title=found.title, notes=[], sections=sections(found)))
+    shown = sections(found)
+    write_text(page, render("page.html.j2", title=found.title, notes=[], sections=shown))
+    if drawn := shown[0].figure:
+        page.with_name(FIGURE).write_bytes(picture(drawn)[0])  # type: ignore[arg-type]  # no address
     write_text(page.with_name(ANSWER), f"{recipe.dataset}\n{found.finding}\n{found}\n")
     return found, page
 
@@ -96,13 +104,12 @@ def sections(found: Tried) -> list[Section]:
     """Return the page: the answer with its figure, the lines to paste, every arm, and what was not tried."""
     said = tuple(f"{name}: {sentence}" for name, sentence in found.sentences().items())
     over = ("Stopped before all was clear: the same command, run again, adds seeds.",) if found.out_of_time else ()
-    alt = "difference to float32 against bit operations: static bits, schedules, fewer bits for gradients"
     there = [d for d in map(partial(found.difference, other=FULL), found.results) if d.arm.name != FULL]
     pasted = tuple(f"`{line}`" for line in found.lines().splitlines())
     lines = [(d.arm.name, f"{d.arm.cost:.2f}", str(d), len(d.values)) for d in there]
     columns = ["bits", f"bit operations, {WIDTHS[0]} bits = 1", "difference to float32 [95 %]", "seeds"]
     return [
-        Section(found.finding, (*said, *over), found.figure() if there else None, alt),
+        Section(found.finding, (*said, *over), found.figure() if there else None, ALT),
         *([Section("To train like this", pasted)] if pasted else []),
         Section("All that was trained", table=pd.DataFrame(lines, columns=columns), style="left"),
         Section("What was not tried, and what this does not say", NOT_TRIED),

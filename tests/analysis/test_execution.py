@@ -80,24 +80,13 @@ def test_a_run_that_diverged_counts():
     assert found["difference"].tolist() == pytest.approx([0.01 * 5 / 6 - 0.7 / 6, -0.1, -0.1], abs=0.005)
 
 
-def test_quality_against_seconds():
-    runs = of(rows(seeds=range(3)))
-    found = execution.seconds_summary(runs)
-    assert found["products"].tolist()[::3] == ["simulated, steps of the paper", "integer, shared steps"]
-    assert found["seconds of a run"].tolist() == ["1.0", "1.5", "2.0", "2.5"]
-    assert found["times simulated"].tolist() == ["1.00", "1.50", "1.00", "1.25"]
-    assert found["n"].tolist() == [3] * 4
-
-
 def test_they_are_an_experiment_of_their_own():
     runs = table([*rows(), *(row_of(s, 0.8) for s in designs.quality_cost("demo", seeds=range(2)))])
     assert [len(part) for part in execution.executions(runs)] == [24]
     (rest,) = groups.quality_cost_groups(runs)
     assert len(rest) == 34
     assert execution in report.QUESTIONS
-    assert [s.title.split(":")[0] for s in execution.sections(runs)] == [
-        "Products on codes", "Products on codes, in seconds",
-    ]  # fmt: skip
+    assert [s.title.split(":")[0] for s in execution.sections(runs)] == ["Products on codes"]
     assert execution.executions(rest) == []
 
 

@@ -7,7 +7,6 @@ import pytest
 
 from cpt_core.formats.ladder import LADDERS
 from cpt_core.schedules.profiles import SUITE
-from cpt_lab.analysis import preregistered
 from cpt_lab.analysis.runs import table
 from cpt_lab.studies.h6 import outcome
 from cpt_lab.studies.h6.arms import CASES, LATE, ON, on_ladders
@@ -47,14 +46,6 @@ def test_costs_are_those_of_the_formats():
     assert by_arm["mx", "static 1"] == pytest.approx((4 * 4 + 2 * 4 * 16) / (3 * 16 * 16))
     assert by_arm["minifloat", "static 4"] == pytest.approx((4 * 4 + 2 * 4 * 8) / (3 * 8 * 8))
     assert by_arm["mx", LATE] == pytest.approx(0.45 * by_arm["mx", "static 1"] + 0.55)
-
-
-def test_answers_without_a_margin_are_drawn():
-    found = outcome.answers(rows())
-    drawn = preregistered.answers_figure(found)
-    assert len(drawn.axes) == sum(len(a.primary) for a in found) == 18
-    assert all(np.isfinite(ax.get_xlim()).all() for ax in drawn.axes)
-    assert drawn.axes[0].get_title("left").endswith("rank correlation of cost and quality")  # it has no unit
 
 
 def test_schedules_a_little_below_the_line_confirm_all_three():

@@ -7,7 +7,6 @@ from functools import cache
 import numpy as np
 import pytest
 
-from cpt_lab.analysis import preregistered
 from cpt_lab.analysis.runs import table
 from cpt_lab.experiments.spec import NotMeasuredError
 from cpt_lab.studies.h7 import arms, outcome
@@ -167,7 +166,6 @@ def test_lost_runs_count_as_chance_and_missing_ones_leave_it_open(rated):
     assert len(last.table) == 3 * 6 + 6
     with pytest.raises(ValueError, match="no task of H7 is complete"):
         outcome.figure([])
-    assert len(preregistered.answers_figure(outcome.answers(found)).axes) == 30
 
 
 def test_effects_in_units_of_what_full_precision_gains(rated):

@@ -13,13 +13,14 @@ import pytest
 from nbformat.v4 import new_code_cell, new_markdown_cell, new_notebook, new_output
 from typer.testing import CliRunner
 
-from cpt_lab.analysis import quality_cost
+from cpt_lab.analysis import quality_cost, report
 from cpt_lab.analysis.runs import committed
 from cpt_lab.paths import results_dir
 from cpt_lessons import kernels, places
 from cpt_lessons import notebooks as reproduce
 from cpt_lessons.commands import app
 from cpt_lessons.export import clean
+from cpt_lessons.notebook_runs import NotebookRun
 from cpt_lessons.notebooks import collected, copy_notebooks, estimate, notebooks
 from cpt_lessons.places import Place, Progress
 
@@ -360,7 +361,7 @@ def test_report_of_real_rows_and_the_glossary_beside_the_pages(place, quick, tmp
     _, index = reproduce.reproduce("demo", progress=False)
     assert 'id="bitops"' in (index.parent / "glossary.html").read_text(encoding="utf-8")
     page = index.read_text()
-    assert page.count("data:image/png;base64,") == 3  # the three experiments of the committed rows
+    assert page.count("data:image/png;base64,") == 4  # the answer, and the three experiments of the committed rows
     assert "mlp6 on scikit-learn digits, 8 x 8, 600 steps, 4 cycles, q_min 4" in page
     assert "resnet8_w8 on scikit-learn digits" in page
     first = committed("image_digits").query("model == 'mlp6' and q_min == 3")
@@ -422,3 +423,59 @@ def test_a_data_set_goes_to_the_notebooks_of_its_task(tmp_path, monkeypatch):
         with pytest.raises((ValueError, FileNotFoundError), match=message):
             reproduce.reproduce("paper", number, dataset, given, progress=False)
     assert asked == {}, "a notebook was started"
+
+
+def test_the_index_says_what_a_notebook_asked_and_what_came_out(tmp_path):
+    line = "minus static 4: +1.20 [+0.40, +2.00] points, n = 5: above 0"
+    beside = "ER minus static 7: +0.20 [-0.40, +0.80] points, n = 5: cannot be told from 0"
+    here = "In this run: RR minus static 4: +1.20 [+0.40, +2.00] points, n = 5; not told apart: ER and static 7."
+    asks = "# 07\n\n**Question** (section 3 of the [paper](x)): do *few* bits do? And $2$? The paper says so."
+    sums_up = "## Summary\n\n- On **digits** they do.\n- Elsewhere [not](y).\n\nMore."
+    cells = [
+        new_markdown_cell(asks),
+        new_code_cell(
+            "kept", outputs=[new_output("stream", text=f"CR {line}\n")], metadata={"tags": ["nbval-check-output"]}
+        ),
+        new_code_cell("own", outputs=[new_output("stream", text=f"5 runs\nRR {line}\n{beside}\n")]),
+        new_markdown_cell(sums_up),
+    ]
+    book = nbformat.writes(new_notebook(cells=cells))
+    for given, found in (
+        ({}, f"On digits they do. Elsewhere not. {here}"),
+        ({"seeds": [3]}, f"On digits they do. Elsewhere not. {here}"),
+        ({"dataset": "my/"}, here),  # what the notebook sums up is of other data
+    ):
+        job = NotebookRun(tmp_path / "07_asks.ipynb", {}, given, tmp_path)
+        job.keep("page", book, key="k", seconds=3.0)
+        outcome = job.outcome("done")
+        assert (outcome.asked, outcome.found) == ("Do few bits do? And 2?", found)
+    page = report.write(tmp_path, "smoke", [{**vars(outcome), "name": outcome.name}]).read_text()
+    told = " ".join(re.sub("<.*?>", " ", page.split("</style>")[1]).split())
+    assert (
+        "notebook what was asked what came out time 07_asks (dataset=my/) Do few bits do? And 2? In this run: RR "
+        in told
+    )
+
+
+def test_every_notebook_asks_and_sums_up(tmp_path):
+    for path in notebooks():
+        job = NotebookRun(path, {}, {}, tmp_path)
+        job.keep("page", path.read_text(encoding="utf-8"), key="k", seconds=3.0)
+        outcome = job.outcome("done")
+        assert outcome.asked.endswith("?"), path
+        assert outcome.found[0].isupper(), path
+
+
+def test_an_index_that_would_say_the_same_is_left_alone(place, quick, tmp_path, monkeypatch):
+    place("07_picky.ipynb", "print('fine')")
+    _, index = reproduce.reproduce("demo", progress=False)
+    page = index.read_text()
+    assert page.index("At equal cost no cycle beats static precision") < page.index(">Notebooks</h2>")
+    index.write_text("kept")
+    _, again = reproduce.reproduce("demo", progress=False)
+    assert again.read_text() == "kept"
+    rows = tmp_path / "runs" / "demo" / "new.jsonl"
+    rows.parent.mkdir(exist_ok=True)
+    rows.write_text("")
+    _, again = reproduce.reproduce("demo", progress=False)
+    assert ">Notebooks</h2>" in again.read_text()

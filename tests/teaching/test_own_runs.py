@@ -5,7 +5,7 @@ import pytest
 
 from cpt_lab.analysis import quality_cost
 from cpt_lab.analysis.runs import committed
-from cpt_lessons.own_runs import brief, compared, ran, titled, told
+from cpt_lessons.own_runs import compared, ran, titled
 
 
 @pytest.fixture
@@ -32,46 +32,36 @@ def test_what_ran_is_said_in_a_line(runs, capsys):
     ]
 
 
-def test_what_ran_is_compared(capsys):
+def test_schedules_stand_beside_static_bits_of_about_their_cost(capsys):
     rows = committed("image_digits").query("model == 'mlp6' and q_min == 3")
-    compared(rows[rows.arm.isin(["RR", "static 4"])], [("RR", "static 4"), ("CR", "static 5"), ("large", "static 4")])
-    ran_, rr, large = capsys.readouterr().out.splitlines()
-    assert ran_.startswith("20 runs, 2 arms, 10 seeds, none diverged")
+    compared(rows[rows.arm.isin(["RR", "static 3", "static 4", "static 8"])])
+    ran_, rr = capsys.readouterr().out.splitlines()
+    assert ran_.startswith("40 runs, 4 arms, 10 seeds, none diverged")
     assert rr == "RR minus static 4: +0.00 [-1.74, +1.74] points, n = 10: cannot be told from 0"
-    assert large.startswith("large minus static 4: +0.00 ")
+    compared(rows[rows.arm == "RR"])
+    assert len(capsys.readouterr().out.splitlines()) == 1
+
+
+def test_every_experiment_and_aggregation_is_compared(capsys):
+    gcn = committed("graph_facebook").query(
+        "model == 'gcn' and arm in ['RR', 'CR', 'static 2', 'static 3', 'static 8']"
+    )
+    text = committed("language_pydoc").query("arm in ['RR', 'static 3', 'static 8']")
+    compared(gcn.assign(scale="demo"), text[text.q_max.isin([8, 6])].assign(scale="demo"))
+    told = [line.split(":")[0] for line in capsys.readouterr().out.splitlines() if " minus " in line]
+    assert told == ["RR minus static 3 (FP-Agg)", "CR minus static 3 (FP-Agg)", "RR minus static 3"]
 
 
 def test_smoke_runs_are_held_against_their_bands(capsys):
     rows = committed("image_digits").query("model == 'mlp6' and q_min == 3 and seed == 0 and arm in ('ER', 'CR')")
     smoke = rows.assign(scale="smoke")
-    compared(smoke.assign(accuracy=0.88), [("ER", "CR")])
+    compared(smoke.assign(accuracy=0.88))
     _, reason, inside = capsys.readouterr().out.splitlines()
-    assert reason == 'smoke scale, nothing to compare; scale = "demo" prints the differences of ER and CR, drawn too'
+    assert reason == 'smoke runs are too short to compare; scale = "demo" compares'
     assert inside == "smoke accuracy of ER: within the range of 12 earlier seeds"
     with pytest.raises(AssertionError, match="outside its band"):
-        compared(smoke.assign(accuracy=0.1), [])
-    compared(smoke.assign(accuracy=0.1, dataset="my-images/"), [])
-
-
-def test_what_all_lines_of_a_table_say_is_said_once(capsys):
-    silent = {"": "H1", "paper": "not in the paper", "failed": 0}
-    brief(pd.DataFrame({"arm": ["CR", "RR"], "n": 10, "cost": [0.6, 0.4], "diverged": 0, **silent}))
-    brief(pd.DataFrame({"arm": ["CR", "RR"], "n": [10, 9], **silent}))
-    brief(pd.DataFrame({"arm": ["CR", "RR"], "failed": 1}))
-    lines = [line.split() for line in capsys.readouterr().out.splitlines()]
-    assert lines[:3] == [["arm", "cost"], ["CR", "0.6"], ["RR", "0.4"]]
-    assert " ".join(lines[3]) == "in every line: n 10; diverged 0"
-    assert lines[4:7] == [["arm", "n"], ["CR", "10"], ["RR", "9"]]
-    assert " ".join(lines[-1]) == "in every line: failed 1"
-
-
-def test_beyond_smoke_scale_a_table_per_aggregation_is_told(capsys):
-    gcn = committed("graph_facebook").query("model == 'gcn' and arm in ['static 2', 'static 8']")
-    told(gcn.assign(scale="smoke"), gcn)
-    first, second, *tables = capsys.readouterr().out.splitlines()
-    assert first == second
-    assert first.startswith("23 runs, 2 arms, 8 seeds, none diverged")
-    assert [line.split()[0] for line in tables if line.startswith("static ")] == ["static"] * 4
+        compared(smoke.assign(accuracy=0.1))
+    compared(smoke.assign(accuracy=0.1, dataset="my-images/"))
 
 
 def test_a_figure_has_its_finding_for_its_title():

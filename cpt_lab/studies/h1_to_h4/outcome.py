@@ -59,7 +59,12 @@ def sections(runs: pd.DataFrame) -> Iterator[Section]:
         "run. Grey: margins within which an effect is not worth naming. Runs that diverged or failed count as chance."
     )
     alt = "primary effects of the preregistered questions with their intervals and margins"
-    drawn = preregistered.answers_figure(told)
+    lines: list[preregistered.Line] = []
+    for question, e in ((a.question, e) for a in told for e in a.primary):
+        mean, low, high = (x / e.margin for x in (e.mean, *e.interval()))
+        lines.append((f"{question} {e.what}, n = {len(e.values)}", mean, low, high, e.shown()))
+    title = "What was found, beside margins within which it is not worth naming"
+    drawn = preregistered.intervals(lines, title, "effect in margins (grey: within one)", band=1)
     yield Section("Preregistered questions", (note,), drawn, alt, preregistered.summary(told), "left")
     other = preregistered.secondary(told)
     yield Section("Preregistered questions: other effects", table=other, style="left folded")
