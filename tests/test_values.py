@@ -253,7 +253,8 @@ CALLS = {
     "Recording.write": lambda: (recording().write, {"writer": type("W", (), {"add_scalar": lambda *a: None})()}),
     "export": lambda: (cpt.export, {"model": evaluating(), "inputs": X, "bits": 8, "dynamic_shapes": None}),
     "PrecisionScheduler": lambda: (
-        cpt.PrecisionScheduler, {"model": converted(), "schedule": {"*": cyclic()}, "q_grad": 8}
+        cpt.PrecisionScheduler,
+        {"model": converted(), "schedule": {"*": cyclic()}, "q_grad": 8, "optimizer": torch.optim.SGD([torch.ones(1)])},
     ),
     "PrecisionScheduler.load_state_dict": lambda: (scheduler().load_state_dict, {"state": scheduler().state_dict()}),
     "precision": lambda: (cpt.precision, {"model": converted(), "bits": 4, "q_grad": 8}),

@@ -51,7 +51,7 @@ def _encoded_input(layer: QuantLSTM, cell: str, x: Tensor, steps: tuple[int, tup
     p.follow(x)
     x = x.detach()
     low, width = layer.ranges(cell, x, steps)
-    return QuantizedTensor.on(x, p.marked(role, x, low), width, p.levels, clip=p.clips(role))
+    return QuantizedTensor.on(x, p.marked(role, x, low), width, p.levels, None, p.clips(role))
 
 
 class _Recurrence(torch.autograd.Function):

@@ -35,7 +35,7 @@ def encoded(p: LayerPrecision, role: str, x: Tensor, channels_last: bool = False
     else:
         low, width = p.evaluated(role, x)
         low = p.marked(role, x, low)
-    return QuantizedTensor.on(x, low, width, p.levels_for(role), clip=p.clips(role), channels_last=channels_last)
+    return QuantizedTensor.on(x, low, width, p.levels_for(role), None, p.clips(role), channels_last)
 
 
 def encoded_gradient(p: LayerPrecision, role: str, gradient: Tensor, channels_last: bool = False) -> QuantizedTensor:

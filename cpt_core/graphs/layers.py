@@ -73,14 +73,9 @@ class Precision:
         return h if bias is None else self.gradient("grad", self.operand("input", h) + self.operand("bias", bias))
 
     def product(
-        self,
-        x: Tensor,
-        scale: Tensor | None,
-        weight: Tensor,
-        keep: Keep,
-        linear: bool = False,
+        self, x: Tensor, scale: Tensor | None, weight: Tensor, keep: Keep, linear: bool = False,
         tail: Tail | None = None,
-    ) -> Tensor:
+    ) -> Tensor:  # fmt: skip
         """Return ``(x * scale) @ weight``, (N, O), and what follows it.
 
         Args:

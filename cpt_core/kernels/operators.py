@@ -97,14 +97,9 @@ def round_in_range(
 
 
 def encode(
-    x: Tensor,
-    low: Tensor,
-    width: Tensor,
-    levels: Tensor,
-    key: Tensor | None = None,
-    clip: bool = False,
+    x: Tensor, low: Tensor, width: Tensor, levels: Tensor, key: Tensor | None = None, clip: bool = False,
     channels_last: bool = False,
-) -> Tensor:
+) -> Tensor:  # fmt: skip
     """Return the codes of ``round_to_grid``, int8; they have no gradient.  As ``reference.encode``."""
     return active.encode(x, low, width, levels, key, clip, channels_last)
 

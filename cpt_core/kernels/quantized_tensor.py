@@ -11,7 +11,7 @@ where the range holds 0.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -38,18 +38,9 @@ class QuantizedTensor(NamedTuple):
     half: Tensor
 
     @classmethod
-    def on(
-        cls,
-        x: Tensor,
-        low: Tensor,
-        width: Tensor,
-        levels: Tensor,
-        key: Tensor | None = None,
-        clip: bool = False,
-        channels_last: bool = False,
-    ) -> QuantizedTensor:
+    def on(cls, x: Tensor, low: Tensor, width: Tensor, levels: Tensor, *how: Any) -> QuantizedTensor:
         """Round to a given grid of at most 8 bits; arguments as those of ``reference.encode``."""
-        return cls.with_codes(operators.encode(x, low, width, levels, key, clip, channels_last), low, width, levels)
+        return cls.with_codes(operators.encode(x, low, width, levels, *how), low, width, levels)
 
     @classmethod
     def with_codes(cls, codes: Tensor, low: Tensor, width: Tensor, levels: Tensor) -> QuantizedTensor:

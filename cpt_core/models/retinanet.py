@@ -62,11 +62,7 @@ class BoxHead(RetinaNetRegressionHead):
     """torchvision's box head with the paper's loss: smooth L1, the mean over all coordinates of positive anchors."""
 
     def compute_loss(
-        self,
-        targets: list[Target],
-        head_outputs: dict[str, Tensor],
-        anchors: list[Tensor],
-        matched_idxs: list[Tensor],
+        self, targets: list[Target], head_outputs: dict[str, Tensor], anchors: list[Tensor], matched_idxs: list[Tensor]
     ) -> Tensor:
         """Return the loss (0-d), a mean over images; an image without positive anchors counts as 0."""
         losses = []

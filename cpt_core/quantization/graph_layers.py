@@ -92,14 +92,9 @@ class GraphPrecision(LayerPrecision, layers.Precision):
         return self.operand("input", h if scale is None else h * scale) + bias
 
     def product(
-        self,
-        x: Tensor,
-        scale: Tensor | None,
-        weight: Tensor,
-        keep: Keep,
-        linear: bool = False,
+        self, x: Tensor, scale: Tensor | None, weight: Tensor, keep: Keep, linear: bool = False,
         tail: Tail | None = None,
-    ) -> Tensor:
+    ) -> Tensor:  # fmt: skip
         """Return ``(x * scale) @ weight`` and what follows it, on codes if asked to."""
         if self.on_codes(x):
             return on_codes("graph", self, x, scale, weight, keep, linear, tail)

@@ -205,14 +205,9 @@ def _added(c: Products, function: Any, input: Tensor, a: Tensor, b: Tensor, *, b
 
 
 def _pair(
-    c: Products,
-    multiply: Callable[..., Tensor],
-    weights: tuple[bool, bool],
-    a: Tensor,
-    b: Tensor,
-    *bias: Tensor,
+    c: Products, multiply: Callable[..., Tensor], weights: tuple[bool, bool], a: Tensor, b: Tensor, *bias: Tensor,
     roles: tuple[str, ...] = (),
-) -> Tensor:
+) -> Tensor:  # fmt: skip
     """Multiply a (..., M, K) and b (..., K, N), either of them perhaps a vector; ``weights`` says which is a weight."""
     p = c.precision
     if weights[1] and b.dim() > 1:
@@ -238,17 +233,9 @@ def _pair(
 
 
 def _attention(
-    c: Products,
-    function: Any,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attn_mask: Tensor | None = None,
-    dropout_p: float = 0.0,
-    is_causal: bool = False,
-    scale: float | None = None,
-    enable_gqa: bool = False,
-) -> Tensor:
+    c: Products, function: Any, query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0, is_causal: bool = False, scale: float | None = None, enable_gqa: bool = False,
+) -> Tensor:  # fmt: skip
     """Attention with both of its products quantised; scaling, mask, softmax and dropout stay in float32.
 
     scores = q(Q) q(K')     P = dropout(softmax(scores * scale + mask))     context = q(P) q(V)

@@ -21,10 +21,12 @@ from typing import Any
 
 import numpy as np
 from torch import nn
+from torch.optim import Optimizer
 
 from cpt_core.checks import check_bits, declared
 from cpt_core.formats.ladder import AFFINE
 from cpt_core.quantization.convert import all_precisions
+from cpt_core.quantization.following import follow, follows
 from cpt_core.quantization.forgotten import ForgottenStep
 from cpt_core.quantization.in_force import NOTHING
 from cpt_core.quantization.layers import catches
@@ -44,6 +46,8 @@ class PrecisionScheduler:
             ``{"layer4.*": s1, "*": s2}``, or a ``LayeredSchedule``: the first pattern that matches a layer decides.
             Patterns must cover every layer and each must match some layer.
         q_grad: gradient level; None takes each schedule's ``q_max``, or what a ``RoleSchedules`` says.
+        optimizer: one to follow: ``step()`` is called for you after each of its steps, and its ``state_dict`` holds
+            that of the scheduler. For loops that are not yours: nothing else of theirs changes, and they resume.
 
     Levels are bits on the paper's ladder, see ``QuantConfig(ladder=...)``. Holes in a ladder, and formats that a layer
     cannot take, are errors here, before training. The constructor applies step 0; call ``step()`` after
@@ -59,7 +63,9 @@ class PrecisionScheduler:
     Differs: the authors' CIFAR sweeps keep 8-bit gradients at q_max = 6; give ``q_grad=8`` for that.
     """
 
-    def __init__(self, model: nn.Module, schedule: Schedules, q_grad: int | None = None) -> None:
+    def __init__(
+        self, model: nn.Module, schedule: Schedules, q_grad: int | None = None, *, optimizer: Optimizer | None = None
+    ) -> None:
         """Assign layers to schedules and apply step 0."""
         self._layers = all_precisions(model)
         self.schedules = assign_schedules(schedule, self._layers, caught(model))
@@ -74,15 +80,23 @@ class PrecisionScheduler:
             for layer, levels in itertools.product(self._groups[pattern], sorted(used)):
                 layer.check_levels(Levels(*levels))
         self._apply()
-        if changes:
+        if optimizer is not None:
+            follow(optimizer, self)
+        elif changes:
             ForgottenStep(self, model)
 
     def step(self) -> None:
-        """Go to the next optimizer step."""
+        """Go to the next optimizer step; RuntimeError where the scheduler follows an optimizer."""
+        if follows(self):
+            raise RuntimeError("this scheduler follows its optimizer: every optimizer.step() calls step() already")
+        self.advance()
+
+    def advance(self) -> None:
+        """Do what ``step`` does, wherever it is called from."""
         self.last_step += 1
         if self.last_step == self.total_steps + 1:
             warnings.warn(
-                f"training goes on after the schedule's {self.total_steps} steps; the last bits are kept", stacklevel=2
+                f"training goes on after the schedule's {self.total_steps} steps; the last bits are kept", stacklevel=3
             )
         self._apply()
 

@@ -116,10 +116,10 @@ def test_codes_are_those_of_the_simulation(granularity, layout, noise):
     for bits in range(1, 9):
         levels = torch.tensor(2.0**bits - 1)
         low, width = operators.range_of(x, granularity)
-        there = QuantizedTensor.on(x, low, width, levels, key, clip=key is not None)
+        there = QuantizedTensor.on(x, low, width, levels, key, key is not None)
         assert there.codes.is_contiguous(memory_format=layout)
         with reference():
-            plain = QuantizedTensor.on(x, low, width, levels, key, clip=key is not None)
+            plain = QuantizedTensor.on(x, low, width, levels, key, key is not None)
         assert torch.equal(there.codes, plain.codes)
         simulated = operators.round_to_grid(x, low, width, levels, key, key is not None)
         assert torch.equal(there.dequantize(), simulated)

@@ -1,0 +1,38 @@
+"""A scheduler that follows an optimizer: it steps, is saved and is loaded with it, in whoever's loop."""
+
+from __future__ import annotations
+
+import weakref
+from typing import TYPE_CHECKING, Any
+
+from torch.optim import Optimizer
+
+if TYPE_CHECKING:
+    from cpt_core.quantization.scheduler import PrecisionScheduler
+
+KEY = "precision"  # in the state_dict of the optimizer
+_followers: weakref.WeakKeyDictionary[Optimizer, PrecisionScheduler] = weakref.WeakKeyDictionary()
+
+
+def follow(optimizer: Optimizer, scheduler: PrecisionScheduler) -> None:
+    """Let a scheduler follow an optimizer, which whatever followed it before does no longer."""
+    if not isinstance(optimizer, Optimizer):
+        raise TypeError(f"optimizer must be a torch.optim.Optimizer, got {type(optimizer).__name__}")
+    if optimizer not in _followers:
+        optimizer.register_step_post_hook(lambda optimizer, *_: _followers[optimizer].advance())
+        optimizer.register_state_dict_post_hook(lambda o, state: {**state, KEY: _followers[o].state_dict()})
+        optimizer.register_load_state_dict_pre_hook(_load)
+    _followers[optimizer] = scheduler
+
+
+def follows(scheduler: PrecisionScheduler) -> bool:
+    """Return whether a scheduler follows some optimizer."""
+    return any(s is scheduler for s in _followers.values())
+
+
+def _load(optimizer: Optimizer, state: dict[str, Any]) -> dict[str, Any]:
+    if KEY not in state:
+        said = "the optimizer's state is of a training without a PrecisionScheduler that followed it"
+        raise ValueError(f"{said}; to start a schedule there, make the scheduler after load_state_dict")
+    _followers[optimizer].load_state_dict(state[KEY])
+    return {name: value for name, value in state.items() if name != KEY}
