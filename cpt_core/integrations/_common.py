@@ -18,6 +18,7 @@ from cpt_core.schedules.schedule import Levels
 
 EvalBits = int | str
 EVAL_BITS = ("q_max", "current", "float")
+LOGGED = ("level", "snr_db", "underflow", "gradient_to_noise")  # of what a recording knows
 
 
 def check_eval_bits(value: Any) -> EvalBits:
@@ -75,12 +76,17 @@ class TrainerPrecision(PrecisionScheduler):
             self.recording.__exit__()
 
     def recorded(self) -> dict[str, float]:
-        """Return the scalars of the last recorded step, once."""
+        """Return the scalars of the last recorded step, once: of every role the median over layers."""
         steps = self.recording.steps if self.recording is not None else []
         if self.recording is None or not steps or steps[-1] == self._told:
             return {}
         self._told = steps[-1]
-        return self.recording.scalars()
+        of_roles: dict[str, list[float]] = {}
+        for name, value in self.recording.scalars().items():
+            _, role, statistic = name.rsplit("/", 2)
+            if statistic in LOGGED:
+                of_roles.setdefault(f"{role}/{statistic}", []).append(value)
+        return {name: float(np.median(values)) for name, values in of_roles.items()}
 
     def evaluate_at(self, eval_bits: EvalBits | None) -> None:
         """Set the bits of an evaluation; None goes back to those of training."""

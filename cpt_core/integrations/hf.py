@@ -46,7 +46,8 @@ class PrecisionCallback(TrainerCallback):
         resume_from: the checkpoint folder that a resumed run continues from, where that is not
             ``<output_dir>/checkpoint-<step>``.
         record_every: record what quantisation did, one optimizer step of so many (``cpt.inspecting.record``); None
-            for never. The log gets the scalars of the last recorded step, ``callback.precision.recording`` has all.
+            for never. The log gets the last recorded step, of every role the median over layers, such as
+            "grad/snr_db"; ``callback.precision.recording`` has every layer.
 
     Raises:
         ValueError: for other ``eval_bits``; when the Trainer is made with a model that is not converted; at the start
@@ -63,13 +64,9 @@ class PrecisionCallback(TrainerCallback):
     precision: TrainerPrecision
 
     def __init__(
-        self,
-        schedule: Schedules,
-        q_grad: int | None = None,
-        eval_bits: int | str = "q_max",
-        resume_from: str | os.PathLike[str] | None = None,
-        record_every: int | None = None,
-    ) -> None:
+        self, schedule: Schedules, q_grad: int | None = None, eval_bits: int | str = "q_max",
+        resume_from: str | os.PathLike[str] | None = None, record_every: int | None = None,
+    ) -> None:  # fmt: skip
         """Keep the settings; the model comes with the Trainer."""
         self.schedule, self.q_grad = schedule, q_grad
         self.eval_bits = check_eval_bits(eval_bits)

@@ -32,7 +32,7 @@ class PrecisionCallback(Callback):
         eval_bits: precision of validation, test and prediction: "q_max", "current" (of the schedule), "float" (no
             quantisation) or 1 to 32. It may be assigned later: ``callback.eval_bits = 4``.
         record_every: record what quantisation did, one optimizer step of so many (``cpt.inspecting.record``); None
-            for never. Loggers get the scalars, ``callback.precision.recording`` has all.
+            for never. Loggers get of every role the median over layers, ``callback.precision.recording`` every layer.
 
     Raises:
         ValueError: for other ``eval_bits``; at the start of training, when the module is not converted, the steps
@@ -45,12 +45,9 @@ class PrecisionCallback(Callback):
     """
 
     def __init__(
-        self,
-        schedule: Schedules,
-        q_grad: int | None = None,
-        eval_bits: int | str = "q_max",
+        self, schedule: Schedules, q_grad: int | None = None, eval_bits: int | str = "q_max",
         record_every: int | None = None,
-    ) -> None:
+    ) -> None:  # fmt: skip
         """Keep the settings; the module comes with the Trainer."""
         self.schedule, self.q_grad = schedule, q_grad
         self.eval_bits = check_eval_bits(eval_bits)
