@@ -15,7 +15,8 @@ _followers: weakref.WeakKeyDictionary[Optimizer, PrecisionScheduler] = weakref.W
 
 
 def follow(optimizer: Optimizer, scheduler: PrecisionScheduler) -> None:
-    """Let a scheduler follow an optimizer, which whatever followed it before does no longer."""
+    """Let a scheduler follow an optimizer, or the one that accelerate or Lightning wrapped, alone."""
+    optimizer = getattr(optimizer, "optimizer", optimizer)
     if not isinstance(optimizer, Optimizer):
         raise TypeError(f"optimizer must be a torch.optim.Optimizer, got {type(optimizer).__name__}")
     if optimizer not in _followers:
@@ -32,7 +33,7 @@ def follows(scheduler: PrecisionScheduler) -> bool:
 
 def _load(optimizer: Optimizer, state: dict[str, Any]) -> dict[str, Any]:
     if KEY not in state:
-        said = "the optimizer's state is of a training without a PrecisionScheduler that followed it"
-        raise ValueError(f"{said}; to start a schedule there, make the scheduler after load_state_dict")
+        said = "the optimizer's state has no PrecisionScheduler: to start one there, make it after load_state_dict"
+        raise ValueError(f"{said}; with torch.distributed.checkpoint call step() and save its state_dict() yourself")
     _followers[optimizer].load_state_dict(state[KEY])
     return {name: value for name, value in state.items() if name != KEY}

@@ -46,15 +46,14 @@ class PrecisionScheduler:
             ``{"layer4.*": s1, "*": s2}``, or a ``LayeredSchedule``: the first pattern that matches a layer decides.
             Patterns must cover every layer and each must match some layer.
         q_grad: gradient level; None takes each schedule's ``q_max``, or what a ``RoleSchedules`` says.
-        optimizer: one to follow: ``step()`` is called for you after each of its steps, and its ``state_dict`` holds
-            that of the scheduler. For loops that are not yours: nothing else of theirs changes, and they resume.
+        optimizer: in a loop that is not yours, one to follow: each of its steps calls ``step()``, and its
+            ``state_dict`` holds that of the scheduler.
 
     Levels are bits on the paper's ladder, see ``QuantConfig(ladder=...)``. Holes in a ladder, and formats that a layer
     cannot take, are errors here, before training. The constructor applies step 0; call ``step()`` after
-    ``optimizer.step()``. Past the last step the last bits stay.
-    A copy of the model (``deepcopy``, pickle, ``AveragedModel``, ``ModelEmaV3`` of timm) is not driven, and has no
-    precision: run it inside ``precision(copy, "q_max")``, or give it a ``PrecisionScheduler`` of its own. Only what is
-    copied together with its scheduler stays driven, by the scheduler's copy.
+    ``optimizer.step()``. Past the last step the last bits stay. A copy of the model (``deepcopy``, pickle,
+    ``AveragedModel``, ``ModelEmaV3`` of timm) is not driven, and has no precision: run it inside
+    ``precision(copy, "q_max")``, or give it a scheduler of its own. What is copied with its scheduler stays driven.
 
     Warns:
         UserWarning: once, when ``step()`` seems to be forgotten, see ``ForgottenStep``.

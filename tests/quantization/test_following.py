@@ -98,6 +98,15 @@ def test_a_second_scheduler_takes_the_place_of_the_first():
     assert optimizer.state_dict()[following.KEY]["last_step"] == 1
 
 
+def test_wrapped_optimizers_are_followed():
+    accelerate = pytest.importorskip("accelerate")
+    model, optimizer, _ = made(follow=False)
+    wrapped = accelerate.Accelerator(cpu=True).prepare_optimizer(optimizer)
+    follower = cpt.PrecisionScheduler(model, SCHEDULE, optimizer=wrapped)
+    their_loop(model, optimizer, stop=3)
+    assert follower.last_step == 3
+
+
 def test_nobody_is_kept_alive():
     model, optimizer, follower = made()
     gone = weakref.ref(follower)
@@ -111,7 +120,7 @@ def test_what_would_go_wrong_without_a_word_is_an_error():
     with pytest.raises(RuntimeError, match=r"every optimizer\.step\(\) calls step\(\) already"):
         follower.step()
     plain = copy.deepcopy(optimizer).state_dict()
-    with pytest.raises(ValueError, match="make the scheduler after load_state_dict"):
+    with pytest.raises(ValueError, match="make it after load_state_dict; with torch"):
         optimizer.load_state_dict(plain)
     other = cpt.make_schedule("LR", q_min=3, q_max=8, total_steps=STEPS, n_cycles=2)
     saved = optimizer.state_dict()
