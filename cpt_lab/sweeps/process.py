@@ -140,7 +140,7 @@ def _context() -> Any:
     with _starting:
         # a task whose extra is not installed is left out there, and missed by its own runs only
         tasks = [experiment.task.partition(":")[0] for experiment in EXPERIMENTS.values()]
-        context.set_forkserver_preload(["cpt_lab.sweeps.worker", *tasks])
+        context.set_forkserver_preload(["cpt_lab.sweeps.worker", *tasks, "sklearn.datasets", "sklearn.neighbors"])
         before = {name: os.environ.get(name) for name in ALLOCATOR}
         os.environ.update({name: value for name, value in ALLOCATOR.items() if before[name] is None})
         # Ctrl-C in a terminal reaches the server too; while it starts, nothing there would catch it. The tracker of
