@@ -55,9 +55,7 @@ Only = Annotated[list[str], typer.Option(help="runs to keep, such as schedule=CR
 
 @app.command()
 def plan(
-    grid: Annotated[
-        str | None, typer.Argument(help="a grid or an artefact such as figure_3; all when left out")
-    ] = None,
+    grid: Annotated[str | None, typer.Argument(help="a grid or an artefact such as figure_3; else all")] = None,
     scale: AtScale = None,
     device: Device = "auto",
     measure: Annotated[bool, typer.Option(help="measure a few steps of every model, and keep it")] = False,
@@ -66,6 +64,7 @@ def plan(
     from cpt_lab.experiments.grids import find_grids
 
     find_grids(grid)
+    typer.echo("reading grids and stored rows", err=True)
     from cpt_lab.sweeps.outlook import plan, text
 
     frame = plan(grid, scale, device=device, measured=measure, progress=sys.stderr.isatty())
@@ -86,9 +85,7 @@ def run(
     scheduler: Annotated[str | None, typer.Option(help="address of a Dask scheduler, such as tcp://host:8786")] = None,
     timeout: Annotated[float | None, typer.Option(help="seconds after which a run is failed")] = None,
     retry_failed: Annotated[bool, typer.Option("--retry-failed", help="run again what failed before")] = False,
-    shard: Annotated[
-        str, typer.Option(help="I/N: every N-th run from the I-th on, for machines without a common disk")
-    ] = "",
+    shard: Annotated[str, typer.Option(help="I/N: every N-th run from the I-th, where no disk is shared")] = "",
 ) -> None:
     """Run the missing runs of a grid. Ctrl-C stops it, the same command goes on; several at once share the work."""
     from cpt_lab.experiments import grids

@@ -16,23 +16,20 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from statistics import median
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from filelock import FileLock
 
-from cpt_core.bitops.plan import count_bitops
 from cpt_core.checks import write_text
 from cpt_core.processor import cpu
-from cpt_core.quantization.scheduler import precision
 from cpt_lab.experiments.spec import RunSpec
 from cpt_lab.paths import runs_dir
 from cpt_lab.sweeps.options import SweepOptions
-from cpt_lab.sweeps.process import supervise
-from cpt_lab.sweeps.worker import Job, Outcome
-from cpt_lab.tasks.base import task_of
 from cpt_lab.training.device import device_name, host_memory, peak_memory, usual_device
-from cpt_lab.training.session import Session
+
+if TYPE_CHECKING:
+    from cpt_lab.sweeps.worker import Job, Outcome
 
 SECONDS = 1.0  # about the time that measuring one recipe takes, if its steps are that quick
 VERSION = 4  # of what is measured: kept measurements of another version are not taken
@@ -77,6 +74,9 @@ def measure(spec: RunSpec, device: str = "auto") -> Calibration:
     Raises:
         RuntimeError: when the steps fail, with the reason.
     """
+    from cpt_lab.sweeps.process import supervise  # what was kept is read without what trains
+    from cpt_lab.sweeps.worker import Job
+
     path = runs_dir() / "calibration.json"
     with tempfile.TemporaryDirectory() as folder:
         job = Job(spec, Path(folder) / "calibration.jsonl", SweepOptions(device=device))
@@ -125,6 +125,8 @@ def _key(spec: RunSpec, device: str) -> str:
 
 def _measure(job: Job, should_stop: Callable[[], bool], on_start: Callable[[], None]) -> Outcome:
     """Work of the measuring process."""
+    from cpt_lab.sweeps.worker import Outcome
+
     try:
         return Outcome(job.spec.key, "ran", asdict(_steps(job.spec, usual_device(job.options.device, job.spec))))
     except Exception as error:
@@ -146,6 +148,11 @@ def _steps(spec: RunSpec, device: str) -> Calibration:
 
 def _steps_of(spec: RunSpec, device: str, batch: int) -> Calibration:
     """Measure steps with batches of one size."""
+    from cpt_core.bitops.plan import count_bitops
+    from cpt_core.quantization.scheduler import precision
+    from cpt_lab.tasks.base import task_of
+    from cpt_lab.training.session import Session
+
     spec = replace(spec, recipe=replace(spec.recipe, batch=batch))
     session = Session(task_of(spec), spec, device, stand_in=True)
     first, lr = next(session.task.batches(0)), session.lr_at(0, [])

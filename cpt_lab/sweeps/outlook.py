@@ -84,12 +84,7 @@ def plan(
         lines.append(line)
     columns = "grid artefact scale runs done failed missing bitops hours disk age note".split()
     frame = pd.DataFrame(lines, columns=columns)
-    counts = ["runs", "done", "failed", "missing"]
-    types = {
-        **dict.fromkeys(counts, "Int64"),
-        **dict.fromkeys(["bitops", "hours", "disk", "age"], "float64"),
-        "note": "string",
-    }
+    types = dict.fromkeys(columns[3:7], "Int64") | dict.fromkeys(columns[7:11], "float64") | {"note": "string"}
     return frame.astype(types).fillna({"done": 0, "failed": 0, "note": ""})
 
 
