@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import cast
+from typing import Any, cast
 
 from matplotlib.figure import Figure
 from torch import Tensor
@@ -18,7 +18,8 @@ from cpt_lessons.exercises import warnings_as_text
 
 SCHEDULES = {"smoke": ("CR", "ER"), "demo": None, "paper": None}  # of those that are asked for; None takes all
 ON_PAIRS = {"smoke": ("CR",), "demo": ("CR", "RR"), "paper": None}
-STATIC = {"smoke": (2, 8), "demo": (2, 3, 4, 8), "paper": None}  # bits; None takes q_max alone
+STATIC = {"smoke": (2, 8), "demo": (2, 3, 4, 5, 7, 8), "paper": None}  # bits; None takes q_max alone
+STATIC_ON_PAIRS = {"smoke": (8,), "demo": (3, 5, 8), "paper": None}
 
 
 def characters() -> tuple[Tensor, Tensor, int]:
@@ -45,11 +46,10 @@ def experiment(
         return designs.quality_cost(scale, dataset, task=task, preset=preset, seeds=seeds or None, **design)  # type: ignore[arg-type]
 
     with warnings_as_text(scale):
-        static = STATIC[scale]
-        text = runs("language_model", dataset, schedules=asked(SCHEDULES[scale]), static=static)
+        text = runs("language_model", dataset, schedules=asked(SCHEDULES[scale]), static=STATIC[scale])
         text += runs("language_model", dataset, schedules=[], static=[6], q_max=[6])
-        top = static and static[-1:]
-        judged = runs("entailment", pairs, schedules=asked(ON_PAIRS[scale]), static=top) if pairs else []
+        on_pairs: dict[str, Any] = {"schedules": asked(ON_PAIRS[scale]), "static": STATIC_ON_PAIRS[scale]}
+        judged = runs("entailment", pairs, **on_pairs) if pairs else []
     once = list({spec.key: spec for spec in text}.values())  # the paper's scale has static 6 already
     return [once, judged] if judged else [once]
 

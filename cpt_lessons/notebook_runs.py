@@ -169,10 +169,11 @@ def _asked_and_found(notebook: Path, given: str) -> tuple[str, str]:
     # outputs that are checked are of kept rows
     own = [c for c in cells if "nbval-check-output" not in c["metadata"].get("tags", ())]
     said = "".join("".join(o.get("text", "")) for c in own for o in c.get("outputs", []))
-    lines = re.findall(r"^(.+) minus (.+): (.+, n = \d+): (above 0|below 0)?", said, re.M)
-    here = [f"{a} minus {b}: {effect}" for a, b, effect, word in lines if word]
-    if alike := ", ".join(f"{a} and {b}" for a, b, _, word in lines if not word):
-        here.append(f"not told apart: {alike}")
+    lines = re.findall(r"^(.+) minus (.+): (.+, n = \d+): (above|below|cannot|fewer)", said, re.M)
+    here = [f"{a} minus {b}: {effect}" for a, b, effect, word in lines if word in ("above", "below")]
+    for word, words in (("cannot", "not told apart"), ("fewer", "too few seeds to tell")):
+        if alike := ", ".join(f"{a} and {b}" for a, b, _, this in lines if this == word):
+            here.append(f"{words}: {alike}")
     found += f" In this run: {'; '.join(here)}." if here else ""
     return asked[1][0].upper() + asked[1][1:] if asked else "", found.strip()
 

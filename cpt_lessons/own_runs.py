@@ -11,6 +11,7 @@ from cpt_lab.analysis.quality_cost import figure_3, paired_difference
 from cpt_lessons.exercises import compare, in_band
 
 SHOWN = ("RR", "CR", "ER")  # of large, medium and small savings
+FAIR = 0.1  # how much dearer or cheaper static precision may be to stand beside a schedule
 
 # data set, model -> a metric of its smoke runs, and what their bands are called
 BANDS = {
@@ -40,9 +41,7 @@ def titled(figure: Figure, finding: str) -> Figure:
 
 
 def compared(*experiments: pd.DataFrame) -> None:
-    """Print what ran; draw it against cost, with RR, CR and ER beside the static bits of nearest cost.
-
-    Smoke runs are held against their bands instead.
+    """Print what ran; draw it against cost, and set schedules beside their rivals; hold smoke runs against bands.
 
     Args:
         experiments: a line per run, of one recipe each, of several q_max and both aggregations.
@@ -53,19 +52,29 @@ def compared(*experiments: pd.DataFrame) -> None:
             _in_bands(runs)
         else:
             figure_3(runs)
-            _beside_rivals(at_q_max(runs, None))
+            beside_rivals(at_q_max(runs, None))
 
 
-def _beside_rivals(runs: pd.DataFrame) -> None:
+def beside_rivals(runs: pd.DataFrame) -> None:
+    """Print RR, CR and ER minus the static bits of nearest cost, with both costs, where they ran within ``FAIR``.
+
+    Args:
+        runs: of one recipe and q_max.
+    """
     metric = metric_named(metric_of(runs))
     unit = "points" if metric.factor == 100 else f"of {metric.name} (less is better)"
     for kind, part in runs.groupby("aggregation"):
-        of = f" ({AGGREGATIONS[kind]})" if runs.aggregation.nunique() > 1 else ""
+        of = f", {AGGREGATIONS[kind]}" if runs.aggregation.nunique() > 1 else ""
         cost = part.groupby("arm").relative_cost.first()
         static = cost[cost.index.str.fullmatch(r"static \d+")]
-        for arm in (a for a in SHOWN if a in cost and len(static)):
-            rival = (static - cost[arm]).abs().idxmin()
-            compare(f"{arm} minus {rival}{of}", metric.factor * paired_difference(part, arm, rival), unit)
+        for arm in (a for a in SHOWN if a in cost):
+            away, said = (static / cost[arm] - 1).abs(), f"{arm} (cost {cost[arm]:.2f})"
+            if (away <= FAIR).any():
+                rival = away.idxmin()
+                said += f" minus {rival} ({static[rival]:.2f}){of}"
+                compare(said, metric.factor * paired_difference(part, arm, rival), unit)
+            else:
+                print(f"{said}{of}: no static precision ran within {100 * FAIR:.0f} % of its cost")
 
 
 def _in_bands(runs: pd.DataFrame) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ast
 import re
-from collections import Counter
 from collections.abc import Iterator, Sequence
 from datetime import UTC, datetime
 from importlib import metadata
@@ -26,11 +25,10 @@ from cpt_lab.analysis import (
     predictors,
     quality_cost,
 )
-from cpt_lab.analysis.metrics import counted
 from cpt_lab.analysis.pages import Section, render
 from cpt_lab.analysis.runs import load, table, tuned
 from cpt_lab.analysis.schedules import figure_2
-from cpt_lab.experiments.grids import GRIDS, studies
+from cpt_lab.experiments.grids import studies
 from cpt_lab.paths import ROOT, all_stores, runs_dir
 from cpt_lab.sweeps.lines import integrity
 
@@ -38,6 +36,10 @@ PACKAGES = ("cpt-core", "torch", "torchvision", "numpy", "papermill", "jupyterla
 ANSWER = (  # of H2, a test holds it to the rows
     "How few bits can a network be trained with, and does it help to let them rise and fall? In the results that are "
     "kept, no cyclic schedule beat static bits of its cost by the margin set beforehand."
+)
+BRACKETS = (
+    "In round brackets: what training cost, relative to the most bits throughout. In square ones: 95 % intervals, "
+    "paired by seed, each on its own and not corrected for several comparisons."
 )
 QUESTIONS = (quality_cost, aggregation, critical_periods, equal_cost, execution)
 
@@ -53,12 +55,11 @@ def write(folder: Path, scale: str, outcomes: list[dict[str, Any]], first: Seque
     ]
     if scale == "smoke":
         notes.append("Smoke runs show that everything runs; they are not a result.")
-    spent = f"Notebook time {sum(o['seconds'] for o in outcomes):.0f} s in all."
     sections = [
         *first,
-        Section("Notebooks", table=_notebooks(outcomes), style="left"),
+        Section("Notebooks", (BRACKETS,), table=_notebooks(outcomes), style="left"),
         *(section for question in QUESTIONS if len(runs) for section in question.sections(runs)),
-        Section("Where this comes from", (spent, _versions())),
+        Section("Where this comes from", (_versions(),)),
     ]
     index = folder / "index.html"
     title = f"Cyclic precision training, reproduced at {scale} scale"
@@ -85,7 +86,6 @@ def write_report(files: Sequence[Path] | None = None, out: Path | None = None) -
         *predictors.sections(runs),
         Section("Figure 2: the ten schedules", (), figure_2(), "precision over training steps for the ten schedules"),
         *costs.sections(),
-        *_run_or_not("What has been run", _overview(stored)),
         *_run_or_not("Numbers printed in the paper", paper.summary(runs)),
         Section("Differences from the paper", points=tuple((entry, place) for place, entry in harvest("Differs"))),
         Section("Where this comes from", (str(integrity(files)), _versions()), table=_sources(stored), style="left"),
@@ -110,20 +110,6 @@ def _notebooks(outcomes: list[dict[str, Any]]) -> pd.DataFrame:
         when = f"{time}, earlier" if "earlier" in o["status"] else time
         lines.append(({**links, "name": o["name"], "error": o["error"]}, o["asked"], o["found"], when))
     return pd.DataFrame(lines, columns=["notebook", "what was asked", "what came out", "time"])
-
-
-def _overview(runs: pd.DataFrame) -> pd.DataFrame:
-    """How many runs of every grid are stored, and what is stored besides."""
-    lines, left = [], runs
-    for name, grid in GRIDS.items():
-        keys = {spec.key for spec in grid.make(grid.scales[0])}
-        there = int(runs["key"].isin(keys).sum())
-        left = left[~left["key"].isin(keys)]
-        state = f"{there} of {counted(len(keys), 'run')} stored" if there else "not run"
-        lines.append((grid.artefact.replace("_", " "), name, grid.about, grid.scales[0], state))
-    others = Counter(zip(left["dataset"].str.rstrip("/") + "/" + left["model"], left["scale"], strict=True))
-    lines += [("", name, "not one of the grids", at, f"{counted(n, 'run')} stored") for (name, at), n in others.items()]
-    return pd.DataFrame(lines, columns=["what", "grid", "about", "scale", "state"])
 
 
 def _run_or_not(title: str, lines: pd.DataFrame) -> Iterator[Section]:

@@ -157,10 +157,12 @@ def test_pages_of_data_of_the_users_own_are_made_again_when_the_data_changes(pla
     assert tried == [(f"{own.name}/", {"scale": "demo", "minutes": 5})] * 8  # until there is an answer
     answer = reproduce.runs_dir() / "try" / "graph-gcn-demo" / "answer.txt"
     answer.parent.mkdir(parents=True)
+    answer.with_name("figure.png").write_bytes(b"drawn")
     for of, shown in (("another/", False), (f"{own.name}/", True)):
         answer.write_text(f"{of}\n3 bits are enough\nBits: 3 do\n")
         page = reproduce.reproduce("demo", "05", f"{own.name}/", progress=False)[1].read_text()
         assert ("3 bits are enough" in page) == ('href="../../try/graph-gcn-demo/index.html"' in page) == shown
+        assert ("../../try/graph-gcn-demo/figure.png" in page) == shown
         assert len(tried) == 9
 
 
@@ -428,7 +430,11 @@ def test_a_data_set_goes_to_the_notebooks_of_its_task(tmp_path, monkeypatch):
 def test_the_index_says_what_a_notebook_asked_and_what_came_out(tmp_path):
     line = "minus static 4: +1.20 [+0.40, +2.00] points, n = 5: above 0"
     beside = "ER minus static 7: +0.20 [-0.40, +0.80] points, n = 5: cannot be told from 0"
-    here = "In this run: RR minus static 4: +1.20 [+0.40, +2.00] points, n = 5; not told apart: ER and static 7."
+    few = "CR minus static 5: +0.20 [-0.40, +0.80] points, n = 2: fewer than 3 seeds say nothing"
+    here = (
+        "In this run: RR minus static 4: +1.20 [+0.40, +2.00] points, n = 5; not told apart: ER and static 7; "
+        "too few seeds to tell: CR and static 5."
+    )
     asks = "# 07\n\n**Question** (section 3 of the [paper](x)): do *few* bits do? And $2$? The paper says so."
     sums_up = "## Summary\n\n- On **digits** they do.\n- Elsewhere [not](y).\n\nMore."
     cells = [
@@ -436,7 +442,7 @@ def test_the_index_says_what_a_notebook_asked_and_what_came_out(tmp_path):
         new_code_cell(
             "kept", outputs=[new_output("stream", text=f"CR {line}\n")], metadata={"tags": ["nbval-check-output"]}
         ),
-        new_code_cell("own", outputs=[new_output("stream", text=f"5 runs\nRR {line}\n{beside}\n")]),
+        new_code_cell("own", outputs=[new_output("stream", text=f"5 runs\nRR {line}\n{beside}\n{few}\n")]),
         new_markdown_cell(sums_up),
     ]
     book = nbformat.writes(new_notebook(cells=cells))
@@ -451,6 +457,7 @@ def test_the_index_says_what_a_notebook_asked_and_what_came_out(tmp_path):
         assert (outcome.asked, outcome.found) == ("Do few bits do? And 2?", found)
     page = report.write(tmp_path, "smoke", [{**vars(outcome), "name": outcome.name}]).read_text()
     told = " ".join(re.sub("<.*?>", " ", page.split("</style>")[1]).split())
+    assert "not corrected for several comparisons" in told
     assert (
         "notebook what was asked what came out time 07_asks (dataset=my/) Do few bits do? And 2? In this run: RR "
         in told

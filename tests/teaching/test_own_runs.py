@@ -3,9 +3,13 @@
 import pandas as pd
 import pytest
 
+from cpt_core.schedules.profiles import SUITE
 from cpt_lab.analysis import quality_cost
+from cpt_lab.analysis.groups import at_q_max
+from cpt_lab.analysis.metrics import main_metric
 from cpt_lab.analysis.runs import committed
-from cpt_lessons.own_runs import compared, ran, titled
+from cpt_lessons import detection, graphs, images, language
+from cpt_lessons.own_runs import beside_rivals, compared, ran, titled
 
 
 @pytest.fixture
@@ -34,22 +38,51 @@ def test_what_ran_is_said_in_a_line(runs, capsys):
 
 def test_schedules_stand_beside_static_bits_of_about_their_cost(capsys):
     rows = committed("image_digits").query("model == 'mlp6' and q_min == 3")
-    compared(rows[rows.arm.isin(["RR", "static 3", "static 4", "static 8"])])
-    ran_, rr = capsys.readouterr().out.splitlines()
-    assert ran_.startswith("40 runs, 4 arms, 10 seeds, none diverged")
-    assert rr == "RR minus static 4: +0.00 [-1.74, +1.74] points, n = 10: cannot be told from 0"
+    compared(rows[rows.arm.isin(["RR", "CR", "static 3", "static 4", "static 5", "static 8"])])
+    ran_, rr, cr = capsys.readouterr().out.splitlines()
+    assert ran_.startswith("60 runs, 6 arms, 10 seeds, none diverged")
+    assert rr == "RR (cost 0.40) minus static 4 (0.42): +0.00 [-1.74, +1.74] points, n = 10: cannot be told from 0"
+    assert cr == "CR (cost 0.63): no static precision ran within 10 % of its cost"
     compared(rows[rows.arm == "RR"])
-    assert len(capsys.readouterr().out.splitlines()) == 1
+    assert capsys.readouterr().out.splitlines()[1:] == [
+        "RR (cost 0.40): no static precision ran within 10 % of its cost"
+    ]
+
+
+def test_at_demo_scale_every_schedule_has_a_rival(capsys):
+    asked = {"seeds": [0], "preset": "ours"}
+    experiments = [
+        images.experiment("demo", "digits", "", SUITE, **asked),
+        detection.experiment("demo", "digit-scenes", [], **asked),
+        graphs.experiment("demo", "digits-graph", "", SUITE, **asked),
+        *language.experiment("demo", "pydoc", "templates", SUITE, **asked),
+    ]
+    capsys.readouterr()
+    for specs in experiments:
+        runs = pd.DataFrame({"arm": s.arm, "q_max": s.q_max, "relative_cost": s.relative_cost} for s in specs)
+        recipe = specs[0].recipe
+        runs["aggregation"] = [getattr(s.recipe, "aggregation", "") for s in specs]
+        beside_rivals(
+            at_q_max(
+                runs.assign(task=recipe.task, seed=0, diverged=False, **{main_metric(recipe.task).name: 0.5}), None
+            )
+        )
+    told = [line.split(":")[0] for line in capsys.readouterr().out.splitlines()]
+    assert len(told) == 3 + 1 + 2 * 3 + 3 + 2
+    assert all(" minus static " in line for line in told), told
 
 
 def test_every_experiment_and_aggregation_is_compared(capsys):
     gcn = committed("graph_facebook").query(
-        "model == 'gcn' and arm in ['RR', 'CR', 'static 2', 'static 3', 'static 8']"
+        "model == 'gcn' and arm in ['RR', 'CR', 'static 2', 'static 3', 'static 5']"
     )
     text = committed("language_pydoc").query("arm in ['RR', 'static 3', 'static 8']")
     compared(gcn.assign(scale="demo"), text[text.q_max.isin([8, 6])].assign(scale="demo"))
     told = [line.split(":")[0] for line in capsys.readouterr().out.splitlines() if " minus " in line]
-    assert told == ["RR minus static 3 (FP-Agg)", "CR minus static 3 (FP-Agg)", "RR minus static 3"]
+    assert told == [
+        "RR (cost 0.28) minus static 3 (0.30), FP-Agg", "CR (cost 0.55) minus static 5 (0.55), FP-Agg",
+        "RR (cost 0.30) minus static 3 (0.30)",
+    ]  # fmt: skip
 
 
 def test_smoke_runs_are_held_against_their_bands(capsys):
