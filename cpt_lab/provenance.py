@@ -25,7 +25,8 @@ LIBRARIES = {
     "transformers": "transformers", "tokenizers": "tokenizers", "dgl": "dgl", "ogb": "ogb", "pandas": "pandas",
     "triton": "triton",
 }  # fmt: skip
-SWITCHES = ("ATEN_CPU_CAPABILITY", "MKL_CBWR", "MKL_ENABLE_INSTRUCTIONS", "ONEDNN_MAX_CPU_ISA", "DNNL_MAX_CPU_ISA")
+SWITCHES = "ATEN_CPU_CAPABILITY MKL_CBWR MKL_ENABLE_INSTRUCTIONS ONEDNN_MAX_CPU_ISA DNNL_MAX_CPU_ISA".split()
+SWITCHES += ["CPT_DETERMINISTIC", "CUBLAS_WORKSPACE_CONFIG"]
 
 
 def source() -> dict[str, Any]:
@@ -68,7 +69,7 @@ def version(name: str) -> str:
 def machine() -> dict[str, Any]:
     """Return what computes on the CPU: its model, the instructions it has and torch uses, threads, BLAS, oneDNN.
 
-    ``switches`` holds the environment variables that choose other instructions, where there are any.
+    ``switches`` holds the environment variables that choose how it computes, where there are any.
     """
     import torch
 

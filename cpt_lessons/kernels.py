@@ -103,7 +103,7 @@ def execute(path: Path, copy: Path | None, values: dict[str, Any], place: Place 
     try:
         return run()
     except LOST as failure:
-        place.say(f"{reason(failure, place)}; it is tried once more")
+        place.said.append(f"{reason(failure, place)}; it is tried once more")
         return run()
 
 

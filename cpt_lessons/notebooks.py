@@ -238,7 +238,7 @@ def _run_all(jobs: list[NotebookRun], seconds: dict[str, float], shown: bool) ->
                 place.stop()
             raise
         finally:
-            progress.close()
+            progress.bar.close()
     return outcomes
 
 

@@ -52,19 +52,19 @@ def compared(*experiments: pd.DataFrame) -> None:
             _in_bands(runs)
         else:
             figure_3(runs)
-            beside_rivals(at_q_max(runs, None))
+            beside_rivals(at_q_max(runs, None), f", {runs.dataset.iloc[0]}" if experiments[1:] else "")
 
 
-def beside_rivals(runs: pd.DataFrame) -> None:
+def beside_rivals(runs: pd.DataFrame, of: str = "") -> None:
     """Print RR, CR and ER minus the static bits of nearest cost, with both costs, where they ran within ``FAIR``.
 
     Args:
-        runs: of one recipe and q_max.
+        runs, of: those of one recipe and q_max, and what is added to every line.
     """
     metric = metric_named(metric_of(runs))
     unit = "points" if metric.factor == 100 else f"of {metric.name} (less is better)"
     for kind, part in runs.groupby("aggregation"):
-        of = f", {AGGREGATIONS[kind]}" if runs.aggregation.nunique() > 1 else ""
+        of = f", {AGGREGATIONS[kind]}" if runs.aggregation.nunique() > 1 else of
         cost = part.groupby("arm").relative_cost.first()
         static = cost[cost.index.str.fullmatch(r"static \d+")]
         for arm in (a for a in SHOWN if a in cost):

@@ -37,10 +37,6 @@ class Place:
         """Note that a cell of a section starts."""
         self.section, self.cell, self.bars = section, cell, {}
 
-    def say(self, text: str) -> None:
-        """Have a line shown."""
-        self.said.append(text)
-
     def show(self, widget: str, text: object) -> None:
         """Note what a widget of the cell says; other values than text are positions of bars."""
         if isinstance(text, str):
@@ -110,10 +106,6 @@ class Progress:
         self.bar.set_postfix_str(self._where())
         if time.monotonic() - self.said >= EVERY:
             self._say(self._where())
-
-    def close(self) -> None:
-        """Leave the line as it is."""
-        self.bar.close()
 
     def _where(self) -> str:
         parts = [str(p) for p in self.places.values() if p.started is not None and p.notebook in self.todo]

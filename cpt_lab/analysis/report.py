@@ -79,6 +79,9 @@ def write_report(files: Sequence[Path] | None = None, out: Path | None = None) -
     stored = stored[stored["scale"] != "smoke"]
     runs = tuned(stored)
     shown = [section for question in QUESTIONS for section in question.sections(runs)]
+    printed, title = paper.summary(runs), "Numbers printed in the paper"
+    missing = printed.eq("not run").any(axis=1)
+    parts = (title, printed[~missing], "left"), (f"{title}: not run", printed[missing], "left folded")
     sections = [
         claims.section(runs),
         *(section for study in studies("outcome") for section in study.sections(runs)),
@@ -86,7 +89,7 @@ def write_report(files: Sequence[Path] | None = None, out: Path | None = None) -
         *predictors.sections(runs),
         Section("Figure 2: the ten schedules", (), figure_2(), "precision over training steps for the ten schedules"),
         *costs.sections(),
-        *_run_or_not("Numbers printed in the paper", paper.summary(runs)),
+        *(Section(title, table=lines, style=style) for title, lines, style in parts if len(lines)),
         Section("Differences from the paper", points=tuple((entry, place) for place, entry in harvest("Differs"))),
         Section("Where this comes from", (str(integrity(files)), _versions()), table=_sources(stored), style="left"),
     ]
@@ -110,15 +113,6 @@ def _notebooks(outcomes: list[dict[str, Any]]) -> pd.DataFrame:
         when = f"{time}, earlier" if "earlier" in o["status"] else time
         lines.append(({**links, "name": o["name"], "error": o["error"]}, o["asked"], o["found"], when))
     return pd.DataFrame(lines, columns=["notebook", "what was asked", "what came out", "time"])
-
-
-def _run_or_not(title: str, lines: pd.DataFrame) -> Iterator[Section]:
-    """A table, with the lines that say "not run" folded up behind it."""
-    missing = lines.eq("not run").any(axis=1)
-    if not missing.all():
-        yield Section(title, table=lines[~missing], style="left")
-    if missing.any():
-        yield Section(f"{title}: not run", table=lines[missing], style="left folded")
 
 
 def _sources(runs: pd.DataFrame) -> pd.DataFrame:

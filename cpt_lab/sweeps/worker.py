@@ -24,7 +24,7 @@ from cpt_lab.sweeps import stores
 from cpt_lab.sweeps.options import SweepOptions
 from cpt_lab.sweeps.stores import Row, StoreError
 from cpt_lab.tasks.base import task_of
-from cpt_lab.training.arithmetic import cuda_provenance
+from cpt_lab.training.arithmetic import cuda_provenance, fix_order_of_sums
 from cpt_lab.training.device import choose_device, device_name, peak_memory
 from cpt_lab.training.train import Run, Stopped, train
 
@@ -105,6 +105,7 @@ def _row(job: Job, should_stop: Callable[[], bool]) -> Row:
     spec = job.spec
     row = stores.describe(spec)
     device = job.options.device
+    fix_order_of_sums()
     try:
         device = choose_device(device, spec)
         if device == "cuda":

@@ -6,6 +6,7 @@ takes it in cuDNN's convolutions unless it is told not to, and not in cuBLAS: he
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -39,6 +40,13 @@ def lay_out(model: nn.Module, recipe: Recipe) -> None:
     if not any(p.dim() == 4 for p in model.parameters()):
         raise ValueError(f"channels_last is for convolutions in two dimensions; {recipe.model} has none")
     model.to(memory_format=torch.channels_last)
+
+
+def fix_order_of_sums() -> None:
+    """Let torch refuse, in this process, what sums in another order each time, where ``CPT_DETERMINISTIC=1`` asks."""
+    if os.environ.get("CPT_DETERMINISTIC") == "1":
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # what torch asks of cuBLAS then
+        torch.use_deterministic_algorithms(True)
 
 
 def set_tf32(recipe: Recipe) -> None:

@@ -167,6 +167,11 @@ def test_rows_that_do_not_say_where_they_come_from_are_said_to(row):
     assert verify.compare(row, found, []).differs[-1] == "device"
     found["device"] = "some GPU"
     assert verify.compare(row, found, []).differs[-1] == "order of sums (a GPU chooses it)"
+    fixed = {"switches": {"CPT_DETERMINISTIC": "1"}}
+    found["provenance"] = found["provenance"] | {"machine": found["provenance"]["machine"] | fixed}
+    assert verify.compare(row, found, []).differs[-1] == "order of sums (a GPU chooses it)"
+    row["provenance"]["machine"] = found["provenance"]["machine"]
+    assert [why.split()[0] for why in verify.compare(row, found, []).differs] == ["code"]
 
 
 def test_early_rows_hold_no_evaluations(row):
@@ -285,12 +290,13 @@ def test_a_part_of_a_store_takes_its_tolerance_from_the_seeds_that_are_committed
 def test_a_rerun_has_the_threads_the_device_and_the_kernels_of_its_row(row, monkeypatch):
     import os
 
-    asked, libraries = [], []
+    asked, libraries, orders = [], [], []
     monkeypatch.setattr(verify.products, "is_there", lambda: True)
     monkeypatch.delenv("CPT_PRODUCTS", raising=False)
 
     def grid(specs, store, **options):
         libraries.append(os.environ.get("CPT_PRODUCTS"))
+        orders.append(os.environ.get("CPT_DETERMINISTIC"))
         asked.append((os.environ.get("CPT_KERNELS"), [spec.key for spec in specs], options))
         return [row]
 
@@ -300,12 +306,14 @@ def test_a_rerun_has_the_threads_the_device_and_the_kernels_of_its_row(row, monk
     row["provenance"].pop("products", None)
     verify.run_again(row)
     row["provenance"] |= {"kernels": "cpp", "products": "onednn"}
+    row["provenance"]["machine"]["switches"] = {"CPT_DETERMINISTIC": "1"}
     verify.run_again(row)
     monkeypatch.setenv("CPT_KERNELS", "cpp")
     verify.run_again(row | {"device": "some GPU", "provenance": {"kernels": "reference"}})
     assert [kernels for kernels, *_ in asked] == ["reference", None, "cpp"]
     assert libraries == ["torch", "onednn", "torch"]  # rows that name no library are older than the choice
-    assert "CPT_PRODUCTS" not in os.environ
+    assert orders == [None, "1", None]
+    assert not {"CPT_PRODUCTS", "CPT_DETERMINISTIC"} & set(os.environ)
     assert {tuple(keys) for _, keys, _ in asked} == {(row["key"],)}
     common = {"workers": 1, "progress": False}
     assert [options for *_, options in asked] == [

@@ -81,7 +81,7 @@ def test_every_experiment_and_aggregation_is_compared(capsys):
     told = [line.split(":")[0] for line in capsys.readouterr().out.splitlines() if " minus " in line]
     assert told == [
         "RR (cost 0.28) minus static 3 (0.30), FP-Agg", "CR (cost 0.55) minus static 5 (0.55), FP-Agg",
-        "RR (cost 0.30) minus static 3 (0.30)",
+        "RR (cost 0.30) minus static 3 (0.30), pydoc",
     ]  # fmt: skip
 
 

@@ -220,3 +220,18 @@ def test_products_on_a_gpu_are_of_float32_or_tf32(flags):
             for found in (x @ w[:, :, 0, 0].T, torch.conv2d(x[:, :, None, None], w)[:, :, 0, 0]):
                 error = ((found - exact).abs().max() / exact.abs().max()).item()
                 assert low <= error < high
+
+
+@pytest.mark.parametrize("asked", [None, "0", "1"])
+def test_the_order_of_sums_is_fixed_where_that_is_asked_for_and_the_row_says_so(asked, tmp_path, monkeypatch):
+    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":16:8")  # what is set stays
+    monkeypatch.setenv("CPT_DETERMINISTIC", asked or "")
+    try:
+        (row,) = run_grid([smoke_spec("digits")], tmp_path / "rows.jsonl", workers=0)
+        assert torch.are_deterministic_algorithms_enabled() == (asked == "1")
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert row["status"] == "ok"
+    switches = row["provenance"]["machine"]["switches"]
+    assert switches["CPT_DETERMINISTIC"] == (asked or "")
+    assert switches["CUBLAS_WORKSPACE_CONFIG"] == ":16:8"

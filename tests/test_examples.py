@@ -1,0 +1,95 @@
+"""The scripts that people copy: each runs for real, and each does what it says."""
+
+import ast
+import os
+import runpy
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+import cpt_core as cpt
+
+FOLDER = Path(__file__).parents[1] / "examples"
+pytestmark = pytest.mark.slow
+
+
+def example(name):
+    return runpy.run_path(str(FOLDER / f"{name}.py"))
+
+
+@pytest.mark.parametrize("path", sorted(FOLDER.glob("*.py")), ids=lambda p: p.stem)
+def test_an_example_is_short_says_what_it_is_and_is_tested_here(path):
+    text = path.read_text()
+    assert len(text.splitlines()) <= 60
+    assert (ast.get_docstring(ast.parse(text)) or "").count(".") >= 1
+    assert path.stem in Path(__file__).read_text()
+
+
+def test_bits_rise_when_the_loss_stalls():
+    rising_bits = example("rising_bits")
+    state = rising_bits["START"]
+    for loss in (3.0, 2.0, 1.5, 1.2, 1.0):  # falls
+        state = rising_bits["after_epoch"](state, loss)
+    assert (state["stage"], state["bits"]) == (0, [3] * 5)
+    for loss in (0.9, 0.91, 0.9, 0.91):  # the window still holds 1.0, which is too far away
+        state = rising_bits["after_epoch"](state, loss)
+    assert state["stage"] == 0
+    state = rising_bits["after_epoch"](state, 0.9)
+    assert (state["stage"], state["share"], state["window"]) == (1, pytest.approx(0.015), [])
+    for _ in range(20):  # five epochs for each stage that is left, and no more than there are
+        state = rising_bits["after_epoch"](state, 0.9)
+    assert state["bits"] == [3] * 10 + [4] * 5 + [6] * 5 + [8] * 10
+
+
+def test_a_training_whose_bits_rise_resumes_bit_for_bit():
+    train = example("rising_bits")["train"]
+    accuracy, whole = train(8)
+    assert accuracy > 0.6
+    again, resumed = train(8, checkpoint=train(8, until=3)[1])
+    assert again == accuracy
+    assert resumed["state"] == whole["state"]
+    assert all(torch.equal(resumed["model"][name], x) for name, x in whole["model"].items())
+    assert not all(torch.equal(train(8, until=3)[1]["model"][name], x) for name, x in whole["model"].items())
+
+
+def test_a_schedule_drives_the_kernels_of_others():
+    train = example("switch_kernels")["train"]
+    schedule = cpt.schedules.TableSchedule(((16, 30), (32, 10)))
+    accuracy, types = train(schedule, 24)
+    assert types == [torch.bfloat16] * 30 + [torch.float32] * 10
+    assert accuracy > 0.5
+    assert train(schedule, 16)[1] == [torch.float32] * 40
+
+
+def test_two_processes_train_one_model(tmp_path):
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    surroundings = os.environ | {"PYTHONPATH": str(FOLDER.parent), "GLOO_SOCKET_IFNAME": "lo"}
+    script = [*command, str(FOLDER / "processes.py")]
+    done = subprocess.run(script, cwd=tmp_path, env=surroundings, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    first, *report = done.stdout.splitlines()
+    assert first.startswith("2 processes, accuracy ")
+    assert float(first.split()[-2]) > 80
+    assert report[1].split()[:2] == ["0", "204,800"]  # 64 x 32 products for each of 2 x 50 pictures
+    checkpoint = torch.load(tmp_path / "checkpoint.pt", weights_only=True)
+    assert checkpoint["precision"]["last_step"] == 200
+
+
+def test_the_trainer_of_hugging_face(tmp_path, monkeypatch):
+    pytest.importorskip("transformers")
+    monkeypatch.chdir(tmp_path)
+    found = example("huggingface")["main"](str(tmp_path), steps=16)
+    assert found["eval_bits"] == 8
+    assert found["eval_loss"] < 4.6  # below that of guessing one of 100 characters
+    assert (tmp_path / "checkpoint-8" / "precision.pt").exists()
+
+
+def test_the_trainer_of_lightning(tmp_path, monkeypatch):
+    pytest.importorskip("lightning")
+    monkeypatch.chdir(tmp_path)
+    found = example("lightning_digits")["main"](steps=100, folder=str(tmp_path))
+    assert found["eval_bits"] == 8
+    assert found["accuracy"] > 0.6
