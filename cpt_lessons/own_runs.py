@@ -52,29 +52,29 @@ def compared(*experiments: pd.DataFrame) -> None:
             _in_bands(runs)
         else:
             figure_3(runs)
-            beside_rivals(at_q_max(runs, None), f", {runs.dataset.iloc[0]}" if experiments[1:] else "")
+            beside_rivals(at_q_max(runs, None), f"{runs.dataset.iloc[0]}, " if experiments[1:] else "")
 
 
 def beside_rivals(runs: pd.DataFrame, of: str = "") -> None:
     """Print RR, CR and ER minus the static bits of nearest cost, with both costs, where they ran within ``FAIR``.
 
     Args:
-        runs, of: those of one recipe and q_max, and what is added to every line.
+        runs, of: those of one recipe and q_max, and what every line says of them.
     """
     metric = metric_named(metric_of(runs))
     unit = "points" if metric.factor == 100 else f"of {metric.name} (less is better)"
     for kind, part in runs.groupby("aggregation"):
-        of = f", {AGGREGATIONS[kind]}" if runs.aggregation.nunique() > 1 else of
+        of = f"{AGGREGATIONS[kind]}, " if runs.aggregation.nunique() > 1 else of
         cost = part.groupby("arm").relative_cost.first()
         static = cost[cost.index.str.fullmatch(r"static \d+")]
         for arm in (a for a in SHOWN if a in cost):
-            away, said = (static / cost[arm] - 1).abs(), f"{arm} (cost {cost[arm]:.2f})"
+            away, said = (static / cost[arm] - 1).abs(), f"{arm} ({of}cost {cost[arm]:.2f})"
             if (away <= FAIR).any():
                 rival = away.idxmin()
-                said += f" minus {rival} ({static[rival]:.2f}){of}"
+                said += f" minus {rival} ({static[rival]:.2f})"
                 compare(said, metric.factor * paired_difference(part, arm, rival), unit)
             else:
-                print(f"{said}{of}: no static precision ran within {100 * FAIR:.0f} % of its cost")
+                print(f"{said}: no static precision ran within {100 * FAIR:.0f} % of its cost")
 
 
 def _in_bands(runs: pd.DataFrame) -> None:

@@ -80,8 +80,8 @@ def test_every_experiment_and_aggregation_is_compared(capsys):
     compared(gcn.assign(scale="demo"), text[text.q_max.isin([8, 6])].assign(scale="demo"))
     told = [line.split(":")[0] for line in capsys.readouterr().out.splitlines() if " minus " in line]
     assert told == [
-        "RR (cost 0.28) minus static 3 (0.30), FP-Agg", "CR (cost 0.55) minus static 5 (0.55), FP-Agg",
-        "RR (cost 0.30) minus static 3 (0.30), pydoc",
+        "RR (FP-Agg, cost 0.28) minus static 3 (0.30)", "CR (FP-Agg, cost 0.55) minus static 5 (0.55)",
+        "RR (pydoc, cost 0.30) minus static 3 (0.30)",
     ]  # fmt: skip
 
 
