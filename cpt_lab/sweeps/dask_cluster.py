@@ -49,6 +49,7 @@ def dask_outcomes(jobs: list[Job], signals: Signals, live: Live, slots: list[int
     ``1 / per_gpu`` of it. ``slots`` are the runs at a time on this machine, each with its GPU or None.
 
     Raises:
+        ConnectionError: when the scheduler goes away.
         ValueError: when the scheduler cannot be reached, or a worker does not see the folder of the store, or sees
             other data than those of the rows in it.
         DataNotFoundError: when a worker does not find the data of a run.
@@ -67,11 +68,9 @@ def dask_outcomes(jobs: list[Job], signals: Signals, live: Live, slots: list[int
                 for spec in recipes.values()
             }
             if not client.nthreads():
-                said = (
-                    f"{len(jobs)} runs wait for workers of the Dask scheduler at {client.scheduler.address}: none yet"
-                )
+                live.note, at = "waiting for workers", client.scheduler.address
+                said = f"{len(jobs)} runs wait for workers of the Dask scheduler at {at}: none yet"
                 tqdm.write(said, sys.stderr)  # a log shows no bar
-                live.note = "waiting for workers"
             rows = load_rows(store)
             for check, spec in _results(client, checks, signals, live, sign):
                 live.note = ""
@@ -162,7 +161,13 @@ def _client(scheduler: str | None, workers: int) -> Iterator[Any]:
         except (OSError, ValueError) as error:
             raise ValueError(f"no Dask scheduler at {scheduler!r}: {error}") from error
         with client:
-            yield client
+            try:
+                yield client
+            except (distributed.client.FutureCancelledError, OSError):
+                if client.status == "running":  # a worker's error, or the store's
+                    raise
+                gone = f"the Dask scheduler at {scheduler} is gone; its runs write checkpoints"
+                raise ConnectionError(f"{gone}, and the same command goes on from there") from None
         return
     with (
         distributed.LocalCluster(

@@ -51,8 +51,7 @@ class Live:
     def __init__(self, total: int, progress: bool | None) -> None:
         self.total, self.done, self.failed = total, 0, 0
         self.running: set[str] = set()
-        self.steps = 0  # that the run in this process has done, where runs go one by one
-        self.of_steps = 0
+        self.steps = self.of_steps = 0  # that the run in this process has done, where runs go one by one
         self.at_once = 0  # runs at a time, where they do not say that they have started
         self.note = ""
         self.bar = waiting(
@@ -94,9 +93,8 @@ class Live:
 
     def summary(self) -> str:
         """Return the counts in words."""
-        words = [f"{self.done - self.failed} of {self.total} missing runs done"]
-        words += [f"{self.failed} failed"] if self.failed else []
-        return ", ".join(words)
+        failed = f", {self.failed} failed" if self.failed else ""
+        return f"{self.done - self.failed} of {self.total} missing runs done{failed}"
 
     def refresh(self, ended: int = 0) -> None:
         """Draw the bar anew, twice a second at most, with so many runs more that have ended."""

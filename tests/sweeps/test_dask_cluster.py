@@ -1,7 +1,10 @@
 """The same runs on a Dask cluster of two worker processes on this machine."""
 
+import json
 import os
 import signal
+import subprocess
+import sys
 import threading
 import time
 import urllib.request
@@ -13,6 +16,7 @@ import pytest
 from helpers import specs_of as short_specs
 
 from bench.kill_sweep import claims, holder
+from cpt_lab.paths import ROOT
 from cpt_lab.sweeps import progress, stores
 from cpt_lab.sweeps.sweep import run_grid
 
@@ -115,6 +119,39 @@ def test_a_worker_that_is_killed_loses_nothing(tmp_path, monkeypatch):
     assert "goes on from step" in log
     assert len(store.read_text().splitlines()) == 2
     assert numbers(rows) == numbers(run_grid(specs, tmp_path / "calm.jsonl", workers=0))
+
+
+def test_a_scheduler_that_goes_away_is_said_to_in_a_line(tmp_path):
+    """Of processes as people start them: in a thread of this one Dask's own loop would be torn."""
+    here, surroundings = {"cwd": tmp_path, "text": True}, os.environ | {"PYTHONPATH": str(ROOT)}
+    quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL, "env": surroundings, **here}
+    dask, file = [sys.executable, "-m", "dask"], tmp_path / "scheduler.json"
+    places = ["--host", "127.0.0.1", "--port", "0", "--dashboard-address", "127.0.0.1:0"]
+    scheduler = subprocess.Popen([*dask, "scheduler", *places, "--scheduler-file", str(file)], **quiet)
+    while not file.exists() or not file.read_text():
+        time.sleep(0.1)
+    address = json.loads(file.read_text())["address"]
+    worker = subprocess.Popen([*dask, "worker", address, "--nthreads", "1", "--no-dashboard", "--no-nanny"], **quiet)
+    grid = ["run", "digits/mlp6", "--scale", "demo", "--executor", "dask", "--scheduler", address]
+    surroundings = surroundings | {"CPT_RUNS_DIR": str(tmp_path)}
+    command = [sys.executable, "-m", "cpt_lab", *grid]
+    run = subprocess.Popen(command, env=surroundings, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, **here)
+    try:
+        while not (tmp_path / "demo" / "image.jsonl").exists() and run.poll() is None:
+            time.sleep(0.1)
+        scheduler.kill()
+        said = run.communicate(timeout=120)[1]
+    finally:
+        for process in (scheduler, worker, run):
+            process.kill()
+            process.wait()
+    gone = (
+        f"the Dask scheduler at {address} is gone; its runs write checkpoints, and the same command goes on from there"
+    )
+    assert said.splitlines()[-1] == f"error: {gone}"
+    assert "Traceback" not in said
+    assert run.returncode == 2
+    assert list(tmp_path.glob("demo/*.sweep")) == []
 
 
 def test_missing_data_and_unshared_folders_stop_the_sweep(tmp_path):
