@@ -249,9 +249,13 @@ def try_(
     dataset: Annotated[str, typer.Argument(help="a named data set, or your own: my-images/, my-text/, my-graph.npz")],
     model: Annotated[str | None, typer.Option(help="the first of the data set if left out")] = None,
     scale: Scale = "demo",
-    minutes: Annotated[float, typer.Option(help="after which no training is begun; the same command goes on")] = 10,
-    seeds: Annotated[int, typer.Option(help="at most so many")] = 10,
-    margin: Annotated[float, typer.Option(help="too little to matter: points, or percent of a perplexity")] = 1,
+    minutes: Annotated[
+        float, typer.Option(min=0.01, help="after which no training is begun; the same command goes on")
+    ] = 10,
+    seeds: Annotated[int, typer.Option(min=1, help="at most so many")] = 10,
+    margin: Annotated[
+        float, typer.Option(min=1e-6, help="too little to matter: points, or percent of a perplexity")
+    ] = 1,
     task: Annotated[str | None, typer.Option(help="of your own data: image, detection, ...; found if left out")] = None,
     workers: Annotated[int | None, typer.Option(help="trainings at a time; the cores if left out")] = None,
     device: Device = "auto",
@@ -276,6 +280,10 @@ def try_(
     from cpt_lab.sweeps.options import SweepOptions
     from cpt_lab.sweeps.sweep import run_grid
 
+    if r.task == "detection" and scale != "smoke":
+        typer.echo(
+            "pictures with boxes: on two cores a training takes minutes, an answer hours (--minutes 300)", err=True
+        )
     options = SweepOptions(workers=workers, device=device, progress=False)
     try:
         found, page = try_recipe(

@@ -11,6 +11,7 @@ import json
 import re
 import shutil
 import time
+import warnings
 from collections.abc import Sequence
 from concurrent.futures import FIRST_COMPLETED, ThreadPoolExecutor, wait
 from importlib.util import find_spec
@@ -94,8 +95,10 @@ def copy_notebooks(folder: Path, hand_out: bool = False) -> list[Path]:
         copy.parent.mkdir(parents=True, exist_ok=True)
         shutil.copyfile(path, copy)
         if copy.parent == folder:
-            text, gone = copy.read_text(encoding="utf-8"), r"\.\./|solutions/" if hand_out else r"\.\./"
-            copy.write_text(re.sub(rf"\[([^][]*)\]\((?:{gone})[^)]*\)", r"\1", text), encoding="utf-8")
+            text = copy.read_text(encoding="utf-8")
+            if hand_out:  # the whole sentence
+                text = re.sub(r" ?\[Solutions\]\(solutions/[^)]*\)[^.\"]*\. ?", "", text)
+            copy.write_text(re.sub(r"\[([^][]*)\]\(\.\./[^)]*\)", r"\1", text), encoding="utf-8")
         if hand_out and copy.suffix == ".ipynb":
             book = json.loads(copy.read_text(encoding="utf-8"))
             for cell in book["cells"]:
@@ -108,15 +111,25 @@ def collected(folder: Path) -> pd.DataFrame:
     """Return what the checks printed in handed-in notebooks: a line per student, who is the first name below a folder.
 
     Raises:
+        FileNotFoundError: where there is no such folder.
         ValueError: where no notebook says anything of an exercise.
+
+    Warns:
+        UserWarning: of a notebook that cannot be read.
     """
+    if not folder.is_dir():
+        raise FileNotFoundError(f"there is no folder {folder}")
     found: dict[str, dict[str, str]] = {}
     for path in sorted(p for p in folder.rglob("*.ipynb") if ".ipynb_checkpoints" not in p.parts):
-        with reading(path):
-            cells = json.loads(path.read_text(encoding="utf-8"))["cells"]
+        answers_of = found.setdefault(path.relative_to(folder).parts[0].removesuffix(".ipynb"), {})
+        try:
+            with reading(path):
+                cells = json.loads(path.read_text(encoding="utf-8"))["cells"]
+        except ValueError as error:
+            warnings.warn(str(error), stacklevel=2)
+            continue
         said = "\n".join("".join(o.get("text", "")) for cell in cells for o in cell.get("outputs", []))
-        answers = dict(re.findall(r"^exercise ([\d.]+): (correct|not yet|not attempted)", said, re.M))
-        found.setdefault(path.relative_to(folder).parts[0].removesuffix(".ipynb"), {}).update(answers)
+        answers_of.update(re.findall(r"^exercise ([\d.]+): (correct|not yet|not attempted)", said, re.M))
     if not any(found.values()):
         raise ValueError(f"no notebook below {folder} says anything of an exercise; they are to be run, and saved")
     return pd.DataFrame.from_dict(found, orient="index").sort_index(axis=1).fillna("not handed in")

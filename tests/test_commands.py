@@ -102,7 +102,8 @@ def command(monkeypatch, capsys):
         (["try", "nothere/"], "there is no file or folder"),
         (["try", "cpt_lab/data/"], "data is not laid out as any task needs it; found __init__.py, "),
         (["try", "digits", "--task", "graph"], "--task graph is for data of your own; digits has its task"),
-        (["try", "digits", "--margin", "0"], "margin must be a number of more than 0, got 0"),
+        (["try", "digits", "--margin", "0"], "Invalid value for '--margin'"),
+        (["try", "nothing/", "--minutes", "0"], "Invalid value for '--minutes'"),
         (["try", "digits", "--workers", "-1"], "workers must be a whole number of at least 0"),
         (["range-test", "cpt_lab/data/", "--task", "graph"], "is no data for this task (graph)"),
         (["reproduce", "--notebook", "01", "-p", "q_min=9"], "1 <= q_min <= q_max"),
@@ -339,7 +340,7 @@ def test_run_then_results_then_report(command, place, monkeypatch):
     monkeypatch.setattr("cpt_lab.paths.results_dir", lambda: place)
     status, out, _ = command("report")
     page = (place / "runs" / "report.html").read_text()
-    assert "85 of 85 runs stored" in page  # the committed rows; smoke runs are no result
+    assert re.search(r"image_digits\.jsonl</td>\s*<td>85</td>", page)  # smoke runs are no result
     assert "smoke scale" not in page
 
 
@@ -429,7 +430,8 @@ def test_a_try_says_how_few_bits_and_writes_a_page(command, place):
     assert status == 0, said
     assert said.startswith("mlp6 on scikit-learn digits, 8 x 8")
     for told in (
-        ": 12 trainings, 1 seed; nothing is clear with so few; plus is better, 1 point is too little to matter\n",
+        ": 12 trainings, 1 seed; nothing is clear with so few; plus is better, 1 point of accuracy is too little "
+        "to matter\n",
         "\nBits:      With ",
         "-bit gradients do 0.",
         "\nTime:      None is saved, as low precision is simulated",
@@ -438,6 +440,7 @@ def test_a_try_says_how_few_bits_and_writes_a_page(command, place):
     rows = place / "runs/try/digits-mlp6-smoke/rows.jsonl"
     page = (rows.parent / "index.html").read_text()
     assert "bits are perhaps enough" in page  # one seed
+    assert "plus is better, 1 point of accuracy is too little to matter" in page
     assert "points" in page
     assert page.count("<tr>") == 1 + 11  # all but float32
     assert (rows.parent / "answer.txt").read_text().startswith("digits\n")

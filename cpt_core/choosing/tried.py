@@ -105,8 +105,10 @@ class Difference:
         """Return the mean with its 95 % interval, such as "-0.21 [-0.52, +0.10] points"."""
         if self.mean == -math.inf:
             return "diverged"
-        ends = f"[{self.mean - self.half():+.2g}, {self.mean + self.half():+.2g}]"
-        return f"{self.mean:+.2g} {ends if len(self.values) > 1 else '(one seed)'} {self.unit}".strip()
+        n = len(self.values)
+        mean, low, high = (round(x, 9) + 0.0 for x in (self.mean, self.mean - self.half(), self.mean + self.half()))
+        ends = f"[{low:+.2g}, {high:+.2g}]" if n >= FEWEST else f"({n} seeds)" if n > 1 else "(one seed)"
+        return f"{mean:+.2g} {ends} {self.unit}".strip()
 
 
 @dataclass(frozen=True)
@@ -181,20 +183,20 @@ class Tried:
             }
         values = [r.value for of_arm in self.results.values() for r in of_arm.values()]
         if len(set(values)) == 1:
-            return {"Bits": f"All {len(values)} trainings reached {values[0]:.4g}: nothing tells precisions apart."}
+            return {"Bits": f"All {len(values)} trainings reached {self._reached}: nothing tells precisions apart."}
         bits, first, static = self.bits, statics[self.bits], f"{self.rival} bits"
         schedules = self._of("schedule", self.rival)
         about = "perhaps as good as" if first.mean >= -self.margin else "perhaps worse than"
         slightly = "slightly " * (first.word == "worse than" and first.mean >= -self.margin)
         told = about if first.word == "unclear" else f"{slightly}{first.word}"
-        full = float(np.mean([r.value for r in self.results[FULL].values()]))
-        percent = " %" * (self.unit == "points")
-        reached = f", which reaches {full:.4g}{percent or f' {self.unit}'.rstrip()}" * (self.unit != "%")
+        reached = f", which reaches {self._reached}" * (not self.unit.startswith("%"))
         said = f"With {bits} bits it is {told} in float32{reached} ({first})."
         if lower := [d for b, d in statics.items() if b < bits][:1]:
             worse = lower[0].word.replace("unclear", "perhaps worse than")
             said += f" With {lower[0].arm.name} it is {worse} float32 ({lower[0]})."
         found = {"Bits": said}
+        if self.out_of_time and not schedules:
+            found["Schedule"] = "Not compared yet."
         if schedules:
             better = " and ".join(d.arm.shape for d in schedules if d.word == "better than")
             lose = all(d.word == "worse than" for d in schedules)
@@ -221,7 +223,8 @@ class Tried:
             f"{bits} bits with {self.q_grad}-bit gradients do {share:.2f} of the bit operations of {WIDTHS[0]} bits."
         )
         ratio = self._seconds(first.arm.name) / self._seconds(first.arm.against)
-        found["Time"] = f"None is saved, as low precision is simulated: a training takes {ratio:.1f} times float32's."
+        takes = f": a training takes {ratio:.1f} times float32's" if ratio >= 1 else "; these were too short to time"
+        found["Time"] = f"None is saved, as low precision is simulated{takes}."
         if any(len(d.values) >= FEWEST for d in self.unclear):
             names = "; ".join(f"{d.arm.name} against {d.arm.against}" for d in self.unclear)
             seeds = max(d.needed for d in self.unclear)
@@ -237,7 +240,10 @@ class Tried:
         """The answer in a few words."""
         if len(told := self.sentences()) == 1:
             return told["Bits"].partition(":")[2].strip().capitalize().rstrip(".")
-        helps = any(d.word == "better than" for d in self._of("schedule", self.rival))
+        schedules = self._of("schedule", self.rival)
+        helps = any(d.word == "better than" for d in schedules)
+        than = f" than {self.rival} bits" * (self.rival != self.bits)
+        verdict = f"{'a' if helps else 'no'} schedule is clearly better{than}"
         tried = [d for d in self._of("gradients", self.bits) if d.arm.q_grad == self.q_grad]
         perhaps = "perhaps " * any(d.word == "unclear" for d in tried)
         gradients = f", {perhaps}{self.q_grad} for gradients" if self._of("gradients", self.bits) else ""
@@ -245,7 +251,7 @@ class Tried:
         are = "are perhaps" if first.word == "unclear" else "are"
         enough = first.mean >= -self.margin
         bits = f"{self.bits} bits {are} enough{gradients}" if enough else f"Even {self.bits} bits are not enough"
-        return f"{bits}; {'a' if helps else 'no'} schedule is clearly better"
+        return f"{bits}; {verdict if schedules else 'schedules are not compared yet'}"
 
     def lines(self) -> str:
         """Return the lines that train like this; "" when nothing can be said."""
@@ -270,7 +276,13 @@ class Tried:
     @property
     def _little(self) -> str:
         """The margin in words."""
-        return f"{self.margin:.2g} {self.unit.removesuffix('s') if self.margin == 1 else self.unit}".strip()
+        return f"{self.margin:.2g} {self.unit.replace('points', 'point') if self.margin == 1 else self.unit}".strip()
+
+    @property
+    def _reached(self) -> str:
+        """What float32 reaches, in the mean."""
+        full = float(np.mean([r.value for r in self.results[FULL].values()]))
+        return f"{full:.4g} {'%' if self.unit.startswith('points') else self.unit}".strip()
 
     def figure(self) -> Any:
         """Draw quality against cost, as differences to float32: a matplotlib figure."""
@@ -289,7 +301,7 @@ class Tried:
             shown = [d for d in found if d.values and d.mean > -math.inf]
             aside = 0.012 * (kind == "schedule")  # where their static precision would hide them
             x, y = [d.arm.cost + aside * (i + 1) for i, d in enumerate(shown)], [d.mean for d in shown]
-            half = [d.half() if len(d.values) > 1 else 0.0 for d in shown]
+            half = [d.half() if len(d.values) >= FEWEST else 0.0 for d in shown]
             ax.errorbar(x, y, half, fmt=fmt, color=color, markersize=4, capsize=2, linewidth=1, label=label)
             for d, a, b in zip(shown, x, y, strict=True):
                 text = {"static": d.arm.name, "schedule": d.arm.shape, "gradients": str(d.arm.q_grad)}[kind]

@@ -17,7 +17,6 @@ from cpt_lab import provenance
 from cpt_lab.analysis import (
     aggregation,
     claims,
-    costs,
     critical_periods,
     equal_cost,
     execution,
@@ -88,7 +87,6 @@ def write_report(files: Sequence[Path] | None = None, out: Path | None = None) -
         *(shown or [Section("Results", ("No rows are stored yet; `cpt plan` lists the grids.",))]),
         *predictors.sections(runs),
         Section("Figure 2: the ten schedules", (), figure_2(), "precision over training steps for the ten schedules"),
-        *costs.sections(),
         *(Section(title, table=lines, style=style) for title, lines, style in parts if len(lines)),
         Section("Differences from the paper", points=tuple((entry, place) for place, entry in harvest("Differs"))),
         Section("Where this comes from", (str(integrity(files)), _versions()), table=_sources(stored), style="left"),

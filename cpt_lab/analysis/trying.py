@@ -17,6 +17,7 @@ from cpt_core.checks import write_text
 from cpt_core.choosing.tried import FULL, WIDTHS, Arm, Result, Tried, tried
 from cpt_core.described import picture
 from cpt_lab.analysis.estimates import quality, unit_of
+from cpt_lab.analysis.metrics import metric_of
 from cpt_lab.analysis.pages import Section, render
 from cpt_lab.analysis.runs import table
 from cpt_lab.experiments.recipe import Recipe
@@ -81,7 +82,7 @@ def try_recipe(
             reason = failed[0]["error"].strip().splitlines()[-1]
             raise RuntimeError(f"{failed[0]['spec']['arm']}, seed {seed}: {reason}; rows and logs: {store.parent}")
         frame = table(rows)
-        unit, title = unit_of(frame), rows[0]["title"]
+        unit, title = f"{unit_of(frame)} of {metric_of(frame)}", rows[0]["title"]
         values = pd.Series(quality(frame, 1, "_current")).where((frame["status"] == "ok").to_numpy())
         return {a.name: Result(float(v), row["seconds"]) for a, v, row in zip(arms, values, rows, strict=True)}
 
@@ -102,7 +103,7 @@ def try_recipe(
 
 def sections(found: Tried) -> list[Section]:
     """Return the page: the answer with its figure, the lines to paste, every arm, and what was not tried."""
-    said = tuple(f"{name}: {sentence}" for name, sentence in found.sentences().items())
+    said = (*(f"{name}: {words}" for name, words in found.sentences().items()), str(found).partition("\n")[0])
     over = ("Stopped before all was clear: the same command, run again, adds seeds.",) if found.out_of_time else ()
     there = [d for d in map(partial(found.difference, other=FULL), found.results) if d.arm.name != FULL]
     pasted = tuple(f"`{line}`" for line in found.lines().splitlines())

@@ -199,6 +199,8 @@ def _of_coco(folder: Path, part: str) -> list[File]:
     with reading(path, COCO):
         told = json.loads(path.read_text(encoding="utf-8-sig"))
         names = {category["id"]: category["name"] for category in told["categories"]}
+        if len(names) < (count := len(told["categories"])):
+            raise ValueError(f"{count} categories have {len(names)} ids; every category needs one of its own")
         for picture in told["images"]:
             root = roots[picture["id"]] = ElementTree.Element("annotation")
             _add(root, "size", height=picture["height"], width=picture["width"])

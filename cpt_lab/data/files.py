@@ -42,9 +42,12 @@ def reading(path: Path, needs: str = "") -> Iterator[None]:
     except Exception as error:
         if isinstance(error, ValueError) and str(path) in str(error):
             raise
-        reason = next(iter(str(error).splitlines()), "") or "no reason is given"
+        kind = {KeyError: "it lacks ", ValueError: ""}.get(type(error), f"{type(error).__name__}: ")
+        reason = kind + (next(iter(str(error).splitlines()), "") or "no reason is given").replace(f" {str(path)!r}", "")
+        if path.is_file() and not path.stat().st_size:
+            reason = "it is empty"
         needs = "save it as UTF-8" if isinstance(error, UnicodeDecodeError) else needs
-        raise ValueError(f"{path} cannot be read: {type(error).__name__}: {reason}{needs and f'; {needs}'}") from error
+        raise ValueError(f"{path} cannot be read: {reason}{needs and f'; {needs}'}") from error
 
 
 def sources(recipe: Recipe) -> list[Path]:
@@ -130,6 +133,9 @@ WAYS_OUT = {  # what else people have, and what to do with it
 def _seen(path: Path) -> str:
     """Say what is there instead, and a way out where it is known."""
     names = sorted(p.name + "/" * p.is_dir() for p in path.iterdir()) if path.is_dir() else [path.name]
+    if path.suffix == ".npz":
+        with reading(path), zipfile.ZipFile(path) as archive:
+            names = [f"the array {name.removesuffix('.npy')}" for name in archive.namelist()]
     found = f"found {', '.join(names[:4]) or 'nothing'}{', ...' if len(names) > 4 else ''}"
     return "; ".join(filter(None, (found, _way_out(path))))
 

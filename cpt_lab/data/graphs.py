@@ -182,7 +182,7 @@ def _checked(name: str, raw: RawGraph) -> tuple[Tensor, Tensor, int]:
             raise ValueError(f"{name}: node {int(index[labels[index] < 0][0])} of the {part} split has no label")
         used[index] = part
     if not len(raw.split["train"]) or not len(raw.split["test"]):
-        raise ValueError(f"{name}: the train and the test split need at least one node each")
+        raise ValueError(f"{name}: the train and the test split need at least one node with a label each")
     known = labels[labels >= 0]  # also those of nodes that are tested alone
     classes = raw.classes or class_count(f"{name}: nodes", known)
     class_count(f"{name}: nodes to train on", labels[raw.split["train"]])

@@ -84,6 +84,8 @@ def load_text(recipe: LanguageModelRecipe) -> TextData:
             f"{recipe.batch} columns"
         )
     start = "\n" if recipe.unit == "characters" else EOS
+    if len(set(parts["train"]) - {start}) < 2:
+        raise ValueError(f"{recipe.dataset}: the training text is one word over and over; nothing can be learnt")
     if texts["test"] == texts["train"]:
         raise ValueError(f"{recipe.dataset}: the test text is the training text; a test needs another")
     for split, part in parts.items():

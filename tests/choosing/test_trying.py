@@ -84,10 +84,15 @@ def test_so_few_steps_that_no_schedule_costs_that_are_said():
     assert told == "Not tried: CR and RR, of which so few steps have none of exactly the cost of 4 bits."
 
 
-def test_a_schedule_that_helps_is_said():
+def test_a_schedule_that_helps_is_said_and_than_what(monkeypatch):
     found = answer(Trainings(rr=2.0))
     assert "4 bits RR is clearly better than 4 bits throughout" in found.sentences()["Schedule"]
     assert found.finding.endswith("; a schedule is clearly better")
+    monkeypatch.setitem(LOST, 2, 0.5)
+    monkeypatch.setitem(LOST, 3, 0.5)
+    cheaper = answer(Trainings(rr=2.0, noise=0.01))  # two bits are enough, which no schedule costs
+    assert (cheaper.bits, cheaper.rival) == (2, 3)
+    assert cheaper.finding.endswith("; a schedule is clearly better than 3 bits")
 
 
 def test_what_is_not_clear_is_repeated_and_no_more_than_that():
@@ -120,7 +125,7 @@ def test_trainings_that_all_reach_the_same_tell_nothing():
 
     found = answer(Same())
     assert (found.finding, found.lines()) == ("Nothing tells precisions apart", "")
-    assert found.sentences() == {"Bits": "All 36 trainings reached 100: nothing tells precisions apart."}
+    assert found.sentences() == {"Bits": "All 36 trainings reached 100 %: nothing tells precisions apart."}
 
 
 def test_bits_that_diverge_are_worse_and_float32_that_does_is_an_error():
@@ -148,6 +153,17 @@ def test_no_bits_are_good_enough():
     assert (found.bits, found.q_grad) == (8, 8)
     assert "worse than in float32, which reaches 9" in found.sentences()["Bits"]
     assert found.finding.startswith("Even 8 bits are not enough")
+
+
+def test_trainings_that_low_precision_seems_to_shorten_are_not_timed():
+    class Loaded(Trainings):
+        def __call__(self, arms, seed):
+            return {
+                name: r._replace(seconds=2.0 - 0.8 * (name != FULL)) for name, r in super().__call__(arms, seed).items()
+            }
+
+    told = answer(Loaded()).sentences()["Time"]
+    assert told == "None is saved, as low precision is simulated; these were too short to time."
 
 
 def test_time_is_kept(monkeypatch):
@@ -190,6 +206,8 @@ def test_ctrl_c_ends_early_with_the_answer_so_far():
         pytest.fail("nothing is said of what was trained")
     assert found.out_of_time
     assert found.sentences()["Bits"].startswith("With 4 bits it is perhaps as good as in float32")
+    assert found.sentences()["Schedule"] == "Not compared yet."
+    assert found.finding == "4 bits are perhaps enough, perhaps 6 for gradients; schedules are not compared yet"
     with pytest.raises(KeyboardInterrupt):
         answer(stopped(0))
 
@@ -202,6 +220,8 @@ def test_words_of_a_difference():
     ):  # fmt: skip
         assert Difference(arm, values, 1.0).word == word, values
     assert str(Difference(arm, (1.0,), 1.0, "points")) == "+1 (one seed) points"
+    assert str(Difference(arm, (-40.0, 42.0), 1.0, "points")) == "+1 (2 seeds) points"  # an interval of t(1) is none
+    assert str(Difference(arm, (0.1 + 0.2, -0.3, 0.0), 1.0)).startswith("+0 [-0.75, ")
     assert str(Difference(arm, (0.0, 1.0, 2.0), 1.0)) == "+1 [-1.5, +3.5]"  # t(2) = 4.30
 
 

@@ -251,7 +251,7 @@ def changed(files, **contents):
         ("graph", lambda: masks(lambda m: m[:, :5]), r"masks of the train split must be .* N = 6, got \(3, 5\)"),
         ("graph", lambda: masks(lambda m: np.tile(m, (2, 1))), r"\(6, 6\) could be either: keep one mask"),
         ("graph", lambda: changed(ogb_folder(GRAPH), edge_csv_gz=table([[0, 1, 2]] * 4)),
-         r"edge\.csv\.gz cannot be read: .* 2 columns expected, got 3"),
+         r"edge\.csv\.gz cannot be read: 2 columns expected, got 3"),
         ("graph", lambda: changed(ogb_folder(GRAPH), label_csv_gz=table(np.arange(6) / 4, "%.2f")),
          rf"node-label\.csv\.gz: {WHOLE}, number 1 is 0\.25"),
         ("graph", lambda: changed(ogb_folder(GRAPH), feat_csv_gz=gzip.compress(b"a,b\n" * 6)),
@@ -352,7 +352,7 @@ def test_all_wrong_files_are_named_at_once(data_folder):
     )
     said = refusal(own("image", dataset))
     assert said.splitlines()[0] == "6 files are wrong:"  # of two classes 1, 2 and 11
-    assert said.count("cannot be read: UnidentifiedImageError") == 6
+    assert said.count("cannot be read: it is empty") == 6
     names = [str(i) for i in range(15)]
     with pytest.raises(ValueError, match=r"15 files are wrong:\n(.*\n){10}and 5 more"):
         common.each(lambda name: whole_numbers(name, ["a"]), names)

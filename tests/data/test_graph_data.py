@@ -296,7 +296,10 @@ def changed(name, index, value):
         (changed("train_idx", 0, 99), r"the train split must name nodes 0\.\.59, got 99"),
         ({"train_idx": np.array([1, 1, 2])}, "the train split names a node more than once"),
         ({"test_idx": arrays()["train_idx"][:3]}, r"node \d+ is in the splits train and test"),
-        ({"train_idx": np.empty(0, dtype=int)}, "the train and the test split need at least one node each"),
+        (
+            {"train_idx": np.empty(0, dtype=int)},
+            "the train and the test split need at least one node with a label each",
+        ),
         ({"train_idx": np.array([0.5])}, "the train split must be whole numbers, number 0 is 0.5"),
         (changed("labels", int(arrays()["test_idx"][0]), -1), r"node \d+ of the test split has no label"),
         (changed("labels", 2, 10**6), "nodes: label 1000000 of 60; classes must be numbered 0, 1, 2"),
