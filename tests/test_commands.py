@@ -340,7 +340,7 @@ def test_run_then_results_then_report(command, place, monkeypatch):
     monkeypatch.setattr("cpt_lab.paths.results_dir", lambda: place)
     status, out, _ = command("report")
     page = (place / "runs" / "report.html").read_text()
-    assert re.search(r"image_digits\.jsonl</td>\s*<td>85</td>", page)  # smoke runs are no result
+    assert re.findall(r"(\w+\.jsonl)</td><td>(\d+)</td>", page) == [("image_digits.jsonl", "190")]  # of no smoke run
     assert "smoke scale" not in page
 
 
@@ -424,6 +424,17 @@ def test_a_range_test_says_what_it_found(command, place):
 
 
 @pytest.mark.slow
+def test_a_try_of_boxes_says_that_it_takes_hours(command, monkeypatch):
+    def stopped(*given, **options):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("cpt_lab.analysis.trying.try_recipe", stopped)
+    status, _, said = command("try", "digit-scenes")
+    assert status == 130
+    assert "a training takes minutes, an answer hours (--minutes 300)" in said
+    assert "hours" not in command("try", "digits")[2]
+
+
 def test_a_try_says_how_few_bits_and_writes_a_page(command, place):
     words = ["try", "digits", "--scale", "smoke", "--seeds", "1", "--workers", "2"]
     status, said, _ = command(*words)

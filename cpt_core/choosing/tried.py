@@ -121,6 +121,7 @@ class Tried:
         results: of those that were, by name and seed.
         margin: what is too little to matter, in units of the results.
         unit: of the results, such as "points".
+        of: what is measured, such as "accuracy".
         out_of_time: whether the time was over, or Ctrl-C came, before all was clear.
         conversion: the line that quantises the model.
     """
@@ -132,6 +133,7 @@ class Tried:
     unit: str = ""
     out_of_time: bool = False
     conversion: str = "cpt.quantize_(model)"
+    of: str = ""
 
     def difference(self, name: str, other: str = "") -> Difference:
         """Return what an arm reaches minus what another does, by the seeds of both; ``other`` is its ``against``."""
@@ -189,7 +191,7 @@ class Tried:
         about = "perhaps as good as" if first.mean >= -self.margin else "perhaps worse than"
         slightly = "slightly " * (first.word == "worse than" and first.mean >= -self.margin)
         told = about if first.word == "unclear" else f"{slightly}{first.word}"
-        reached = f", which reaches {self._reached}" * (not self.unit.startswith("%"))
+        reached = f", which reaches {self._reached}" * (self.unit != "%")
         said = f"With {bits} bits it is {told} in float32{reached} ({first})."
         if lower := [d for b, d in statics.items() if b < bits][:1]:
             worse = lower[0].word.replace("unclear", "perhaps worse than")
@@ -276,13 +278,14 @@ class Tried:
     @property
     def _little(self) -> str:
         """The margin in words."""
-        return f"{self.margin:.2g} {self.unit.replace('points', 'point') if self.margin == 1 else self.unit}".strip()
+        unit = self.unit.removesuffix("s") if self.margin == 1 else self.unit
+        return f"{self.margin:.2g} {unit}{f' of {self.of}' * bool(self.of)}".strip()
 
     @property
     def _reached(self) -> str:
         """What float32 reaches, in the mean."""
         full = float(np.mean([r.value for r in self.results[FULL].values()]))
-        return f"{full:.4g} {'%' if self.unit.startswith('points') else self.unit}".strip()
+        return f"{full:.4g} {'%' if self.unit == 'points' else self.unit}".strip()
 
     def figure(self) -> Any:
         """Draw quality against cost, as differences to float32: a matplotlib figure."""

@@ -73,16 +73,16 @@ def try_recipe(
     Raises:
         RuntimeError: when a run fails: the reason, and the log.
     """
-    store, unit, title = folder_of(recipe, scale) / "rows.jsonl", "", ""
+    store, unit, title, of = folder_of(recipe, scale) / "rows.jsonl", "", "", ""
 
     def results(arms: Sequence[Arm], seed: int) -> dict[str, Result]:
-        nonlocal unit, title
+        nonlocal unit, title, of
         rows = run(specs(recipe, scale, arms, seed), store)
         if failed := [row for row in rows if row["status"] == "failed"]:
             reason = failed[0]["error"].strip().splitlines()[-1]
             raise RuntimeError(f"{failed[0]['spec']['arm']}, seed {seed}: {reason}; rows and logs: {store.parent}")
         frame = table(rows)
-        unit, title = f"{unit_of(frame)} of {metric_of(frame)}", rows[0]["title"]
+        unit, title, of = unit_of(frame), rows[0]["title"], metric_of(frame)
         values = pd.Series(quality(frame, 1, "_current")).where((frame["status"] == "ok").to_numpy())
         return {a.name: Result(float(v), row["seconds"]) for a, v, row in zip(arms, values, rows, strict=True)}
 
@@ -90,7 +90,7 @@ def try_recipe(
         results, recipe.dataset, recipe.steps, cycles=recipe.n_cycles, margin=margin, minutes=minutes, seeds=seeds,
         at_once=at_once, progress=progress,
     )  # fmt: skip
-    found = replace(found, title=title or recipe.dataset, unit=unit)
+    found = replace(found, title=title or recipe.dataset, unit=unit, of=of)
     page = store.parent / "index.html"
     page.parent.mkdir(parents=True, exist_ok=True)
     shown = sections(found)

@@ -345,6 +345,18 @@ def test_other_layouts_are_refused_with_a_way_out(file, way, data_folder):
         check_data(own("graph", "mine/"))
 
 
+def test_what_is_misnamed_is_said(data_folder):
+    data_folder.mkdir(exist_ok=True)
+    np.savez(data_folder / "mine.npz", x=np.ones((3, 2)), y=np.arange(3))
+    with pytest.raises(
+        ValueError, match=r"mine\.npz is not laid out .*; found the array x, the array y\. .*edge_index"
+    ):
+        task_of_data("mine.npz")
+    write(data_folder / "voc", {"JPEGImages/a.jpg": b"", "annotation/a.xml": b"", "ImageSets/Main/train.txt": b"a"})
+    with pytest.raises(ValueError, match=r"found ImageSets/, JPEGImages/, annotation/\. .*VOC's form \(Annotations, J"):
+        task_of_data("voc/")
+
+
 def test_all_wrong_files_are_named_at_once(data_folder):
     files = image_folder(counts=(12, 4))
     dataset = own_data(

@@ -128,6 +128,7 @@ def test_files_are_found_and_missed(folder):
         (b" \n\n", "has no words"),
         (b"caf\xe9\n", "cannot be read: UnicodeDecodeError: 'utf-8'.*; save it as UTF-8$"),
         (b"a b\n", "3 words, too few"),
+        (b"word word word\n" * 60, "toy/: the training text is one word over and over; nothing can be learnt"),
         (b"un peu\n" * 20, "toy/: nothing of the valid text is in the training text"),
     ],
 )  # fmt: skip
