@@ -214,10 +214,11 @@ class Tried:
             told = f"Not tried: {' and '.join(none)}, of which so few steps have none of exactly the cost of {static}."
             found["Schedule"] = " ".join([*filter(None, [found.get("Schedule", "")]), told])
         best = next((d for d in self._of("gradients", bits) if d.arm.q_grad == self.q_grad), None)
-        perhaps = "perhaps " * bool(best and best.word == "unclear")
         fewer = self._of("gradients", bits)
+        perhaps = "perhaps " * any(d.word == "unclear" for d in ([best] if best else fewer))
         each = "; ".join(f"{d.arm.q_grad} bits: {d}" for d in fewer)
-        may = f"may {perhaps}have {self.q_grad} ({best})" if best else f"keep {WIDTHS[0]}, as fewer lost more ({each})"
+        keep = f"{perhaps}keep {WIDTHS[0]}, as fewer lost more ({each})"
+        may = f"may {perhaps}have {self.q_grad} ({best})" if best else keep
         if fewer:
             found["Gradients"] = f"With {bits} bits for weights and activations, gradients {may}."
         share = (best or first).arm.cost
