@@ -271,8 +271,7 @@ def try_(
     check_data(r)
     from cpt_lab.tasks.base import read_whole
 
-    if is_own(dataset):
-        read_whole(r)  # before what takes longer to import: a defect is said within seconds
+    classes = read_whole(r) if is_own(dataset) else None  # before longer imports: a defect is said within seconds
     from functools import partial
 
     from cpt_lab.analysis.trying import try_recipe
@@ -288,7 +287,7 @@ def try_(
     try:
         found, page = try_recipe(
             r, scale, partial(run_grid, options=options), at_once=workers or usable_cores(), minutes=minutes,
-            seeds=seeds, margin=margin,
+            seeds=seeds, margin=margin, classes=classes,
         )  # fmt: skip
     except KeyboardInterrupt:
         typer.echo("\nstopped; the same command goes on from here", err=True)

@@ -122,6 +122,7 @@ class Tried:
         margin: what is too little to matter, in units of the results.
         unit: of the results, such as "points".
         of: what is measured, such as "accuracy".
+        guessed: what guessing reaches.
         out_of_time: whether the time was over, or Ctrl-C came, before all was clear.
         conversion: the line that quantises the model.
     """
@@ -134,6 +135,7 @@ class Tried:
     out_of_time: bool = False
     conversion: str = "cpt.quantize_(model)"
     of: str = ""
+    guessed: float = -math.inf
 
     def difference(self, name: str, other: str = "") -> Difference:
         """Return what an arm reaches minus what another does, by the seeds of both; ``other`` is its ``against``."""
@@ -186,6 +188,9 @@ class Tried:
         values = [r.value for of_arm in self.results.values() for r in of_arm.values()]
         if len(set(values)) == 1:
             return {"Bits": f"All {len(values)} trainings reached {self._reached}: nothing tells precisions apart."}
+        if np.mean([r.value for r in self.results[FULL].values()]) <= self.guessed:
+            said = f"Nothing can be said: in float32 it reaches {self._reached}, no more than guessing"
+            return {"Bits": f"{said} ({self.guessed:.4g})."}
         bits, first, static = self.bits, statics[self.bits], f"{self.rival} bits"
         schedules = self._of("schedule", self.rival)
         about = "perhaps as good as" if first.mean >= -self.margin else "perhaps worse than"

@@ -5,6 +5,7 @@ The rows lie beside the page; the same command goes on from them.
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
@@ -67,8 +68,11 @@ def specs(recipe: Recipe, scale: str, arms: Iterable[Arm], seed: int) -> list[Ru
 def try_recipe(
     recipe: Recipe, scale: str, run: Callable[[list[RunSpec], Path], list[Row]], *, at_once: int,
     minutes: float = 10, seeds: int = 10, margin: float = MARGIN, progress: bool | None = None,
+    classes: int | None = None,
 ) -> tuple[Tried, Path]:  # fmt: skip
     """Return the answer for a recipe, and the page that says it; ``run(specs, store)`` is ``run_grid``.
+
+    Where there are ``classes`` and float32 is no better than guessing one of them, the answer says that.
 
     Raises:
         RuntimeError: when a run fails: the reason, and the log.
@@ -90,7 +94,9 @@ def try_recipe(
         results, recipe.dataset, recipe.steps, cycles=recipe.n_cycles, margin=margin, minutes=minutes, seeds=seeds,
         at_once=at_once, progress=progress,
     )  # fmt: skip
-    found = replace(found, title=title or recipe.dataset, unit=unit, of=of)
+    found = replace(
+        found, title=title or recipe.dataset, unit=unit, of=of, guessed=100 / classes if classes else -math.inf
+    )
     page = store.parent / "index.html"
     page.parent.mkdir(parents=True, exist_ok=True)
     shown = sections(found)

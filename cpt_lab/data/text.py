@@ -78,11 +78,10 @@ def load_text(recipe: LanguageModelRecipe) -> TextData:
         texts, title = _own(own_path(recipe.dataset))
     whole = {split: list(text) if recipe.unit == "characters" else _words(text) for split, text in texts.items()}
     parts = {split: whole[split][: getattr(recipe, f"{split}_tokens")] for split in SPLITS}
-    if len(parts["train"]) < 2 * recipe.batch:
-        raise ValueError(
-            f"{recipe.dataset}: the training text has {len(parts['train'])} {recipe.unit}, too few for a batch of "
-            f"{recipe.batch} columns"
-        )
+    for split, part in parts.items():
+        if len(part) < recipe.batch * (1 + (split == "train")):
+            few = f"the {split} text has {len(part)} {recipe.unit}, too few for a batch of {recipe.batch} columns"
+            raise ValueError(f"{recipe.dataset}: {few}")
     start = "\n" if recipe.unit == "characters" else EOS
     if len(set(parts["train"]) - {start}) < 2:
         raise ValueError(f"{recipe.dataset}: the training text is one word over and over; nothing can be learnt")

@@ -82,8 +82,7 @@ EXPERIMENT = Experiment(
         Metric("map50", "test mAP at IoU 0.5 (%)", "%", 100.0, worst=lambda _: 0.0),
         Metric("map", "test mAP, COCO (%)", "%", 100.0, worst=lambda _: 0.0),
     ),
-    own="own-pictures", card="own-pictures.md",
-    needs="boxes in VOC's form (Annotations, JPEGImages, ImageSets) or COCO's",
+    own="own-pictures", card="own-pictures.md", needs="boxes in VOC's or COCO's form",
     layouts=(
         *(
             f"{place}Annotations {place}JPEGImages {place}ImageSets/Main/train.txt"

@@ -99,7 +99,12 @@ def task_of(spec: RunSpec) -> type[Task]:
     return library(experiment.task, experiment.extra)
 
 
-def read_whole(recipe: Recipe) -> None:
-    """Read all data of a recipe, so that what is wrong in a file is said now; what was read last stays in memory."""
+def read_whole(recipe: Recipe) -> int | None:
+    """Read all data of a recipe, so that what is wrong in a file is said now; what was read last stays in memory.
+
+    Returns:
+        How many classes there are, of tasks that have one answer of several.
+    """
     spec = run_spec(recipe, "static 8", q_max=8, seed=0)
-    task_of(spec)(spec, torch.device("cpu"))
+    classes = getattr(getattr(task_of(spec)(spec, torch.device("cpu")), "data", None), "classes", None)
+    return classes if isinstance(classes, int) else None

@@ -2,6 +2,7 @@
 
 import json
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -126,6 +127,14 @@ def test_trainings_that_all_reach_the_same_tell_nothing():
     found = answer(Same())
     assert (found.finding, found.lines()) == ("Nothing tells precisions apart", "")
     assert found.sentences() == {"Bits": "All 36 trainings reached 100 %: nothing tells precisions apart."}
+
+
+def test_a_task_that_float32_does_not_learn_tells_nothing_of_bits():
+    found = replace(answer(Trainings(reached=49.0, noise=0.0)), guessed=50.0)
+    assert found.sentences() == {"Bits": "Nothing can be said: in float32 it reaches 49 %, no more than guessing (50)."}
+    assert found.finding == "In float32 it reaches 49 %, no more than guessing (50)"
+    assert found.lines() == ""
+    assert len(replace(found, guessed=48.9).sentences()) > 3
 
 
 def test_bits_that_diverge_are_worse_and_float32_that_does_is_an_error():

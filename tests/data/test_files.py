@@ -353,7 +353,7 @@ def test_what_is_misnamed_is_said(data_folder):
     ):
         task_of_data("mine.npz")
     write(data_folder / "voc", {"JPEGImages/a.jpg": b"", "annotation/a.xml": b"", "ImageSets/Main/train.txt": b"a"})
-    with pytest.raises(ValueError, match=r"found ImageSets/, JPEGImages/, annotation/\. .*VOC's form \(Annotations, J"):
+    with pytest.raises(ValueError, match=r"found ImageSets/, JPEGImages/, annotation/\. .*detection: boxes in VOC's"):
         task_of_data("voc/")
 
 

@@ -138,6 +138,12 @@ def test_bad_text(folder, content, message):
         text.load_text(toy())
 
 
+def test_a_test_text_of_a_few_words_tests_nothing(folder):
+    (folder / "toy.test.txt").write_text("a b\n")
+    with pytest.raises(ValueError, match="toy/: the test text has 3 words, too few for a batch of "):
+        text.load_text(toy())
+
+
 def test_a_test_text_of_what_was_trained_on(folder):
     (folder / "toy.test.txt").write_bytes((folder / "toy.train.txt").read_bytes())
     with pytest.raises(ValueError, match="toy/: the test text is the training text; a test needs another"):
