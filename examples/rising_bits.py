@@ -1,7 +1,8 @@
 """Bits that rise when the loss stalls: the progressive rule of FracTrain (Fu and others, 2020, arXiv:2012.13113).
 
 A window holds the mean losses of the last five epochs. When none of them differs from the newest by more than a share
-of the mean loss so far, the next number of bits begins with an empty window, and that share falls.
+of the mean over the first ten epochs, the next number of bits begins with an empty window, and that share falls.
+Differs: gradients keep the most bits; FracTrain lets theirs rise, too.
 """
 
 import torch
@@ -17,7 +18,7 @@ def after_epoch(state, loss):
     """Return what is known after an epoch of this mean loss: plain values, for a checkpoint."""
     losses, window = [*state["losses"], loss], [*state["window"], loss][-KEPT:]
     state = {**state, "losses": losses, "window": window, "bits": [*state["bits"], STAGES[state["stage"]]]}
-    near = state["share"] * sum(losses) / len(losses)
+    near = state["share"] * sum(losses[:10]) / len(losses[:10])
     if len(window) == KEPT and state["stage"] + 1 < len(STAGES) and all(abs(x - loss) <= near for x in window):
         state |= {"stage": state["stage"] + 1, "share": DECAY * state["share"], "window": []}
     return state

@@ -37,7 +37,7 @@ def train(schedule, threshold):
 
 
 if __name__ == "__main__":
-    # what torchtitan's users do by hand: high precision for the last fifth, when the learning rate decays
+    # high precision for the last fifth, where a learning rate would decay
     last_fifth = cpt.schedules.TableSchedule(((16, 320), (32, 80)))
     cyclic = cpt.make_schedule("CR", q_min=16, q_max=32, total_steps=400, n_cycles=4)
     for name, schedule in (("the last fifth in float32", last_fifth), ("four cycles", cyclic)):

@@ -39,6 +39,8 @@ def test_bits_rise_when_the_loss_stalls():
     assert state["stage"] == 0
     state = rising_bits["after_epoch"](state, 0.9)
     assert (state["stage"], state["share"], state["window"]) == (1, pytest.approx(0.015), [])
+    known = {**rising_bits["START"], "losses": [10.0] * 10 + [0.9] * 90, "window": [0.9, 1.2, 0.9, 1.2]}
+    assert rising_bits["after_epoch"](known, 0.9)["stage"] == 1  # 0.3 is near, by the losses of the first ten epochs
     for _ in range(20):  # five epochs for each stage that is left, and no more than there are
         state = rising_bits["after_epoch"](state, 0.9)
     assert state["bits"] == [3] * 10 + [4] * 5 + [6] * 5 + [8] * 10

@@ -259,7 +259,7 @@ class Tried:
         are = "are perhaps" if first.word == "unclear" else "are"
         enough = first.mean >= -self.margin
         bits = f"{self.bits} bits {are} enough{gradients}" if enough else f"Even {self.bits} bits are not enough"
-        return f"{bits}; {verdict if schedules else 'schedules are not compared yet'}"
+        return f"{bits}; {verdict if schedules else 'schedules were not compared'}"
 
     def lines(self) -> str:
         """Return the lines that train like this; "" when nothing can be said."""

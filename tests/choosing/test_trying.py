@@ -216,7 +216,7 @@ def test_ctrl_c_ends_early_with_the_answer_so_far():
     assert found.out_of_time
     assert found.sentences()["Bits"].startswith("With 4 bits it is perhaps as good as in float32")
     assert found.sentences()["Schedule"] == "Not compared yet."
-    assert found.finding == "4 bits are perhaps enough, perhaps 6 for gradients; schedules are not compared yet"
+    assert found.finding == "4 bits are perhaps enough, perhaps 6 for gradients; schedules were not compared"
     with pytest.raises(KeyboardInterrupt):
         answer(stopped(0))
 
