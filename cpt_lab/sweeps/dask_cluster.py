@@ -163,9 +163,9 @@ def _client(scheduler: str | None, workers: int) -> Iterator[Any]:
         with client:
             try:
                 yield client
-            except (distributed.client.FutureCancelledError, OSError):
-                if client.status == "running":  # a worker's error, or the store's
-                    raise
+            except (distributed.client.FutureCancelledError, OSError) as error:
+                if client.status == "running" and not isinstance(error, distributed.comm.CommClosedError):
+                    raise  # a worker's error, or the store's
                 gone = f"the Dask scheduler at {scheduler} is gone; its runs write checkpoints"
                 raise ConnectionError(f"{gone}, and the same command goes on from there") from None
         return
