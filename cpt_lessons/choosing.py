@@ -17,27 +17,13 @@ from cpt_core.formats.costs import COSTS
 from cpt_core.schedules.make import make_schedule
 from cpt_core.schedules.schedule import Schedule, StaticSchedule
 from cpt_lab.analysis.equal_cost import equal_cost
-from cpt_lab.analysis.estimates import Estimate, standing
+from cpt_lab.analysis.estimates import Estimate
 from cpt_lab.analysis.pages import terminal
-from cpt_lab.analysis.preregistered import Answer, Line, all_answers, intervals
+from cpt_lab.analysis.preregistered import Answer, all_answers, in_margins, intervals
 from cpt_lab.analysis.runs import committed
 from cpt_lab.analysis.style import COLORS, SMALL, TEXT, drawing
 from cpt_lab.experiments.grids import studies
 from cpt_lab.paths import results_dir
-
-
-def in_margins(
-    effects: Sequence[Estimate], names: Sequence[str], below: str = "static is better", above: str = "cycle is better"
-) -> list[Line]:
-    """Return effects in units of their margins; a verdict stands at .025 on one side, with Holm's correction."""
-    lost, won = (standing(effects, side, 0.025) for side in ("below", "above"))
-    lines = []
-    for name, e in zip(names, effects, strict=True):
-        word = below if e.what in lost else above if e.what in won else "alike" if e.small else "open"
-        low, high = e.interval()
-        said = f"{word} ({e.mean:+.2f} {e.unit})"
-        lines.append((f"{name}, n = {len(e.values)}", e.mean / e.margin, low / e.margin, high / e.margin, said))
-    return lines
 
 
 @cache

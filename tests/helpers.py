@@ -103,7 +103,8 @@ def row_of(spec, value, metric="accuracy", status="ok"):
         "noise_exposure": cost.noise_exposure(bits, spec.q_max),
         "share_at_q_min": spec.schedule.share_at(spec.schedule.q_min),
         "metrics": [{"name": metric, "value": value, **point}] if status == "ok" else [], "evaluations": curve,
-        "bitops": {"paper": cost.total_bitops(1, bits, spec.q_grad)} if status == "ok" else {}, "steps": len(bits),
+        "bitops": {"paper": cost.total_bitops(1, bits, spec.q_grad or spec.q_max)} if status == "ok" else {},
+        "steps": len(bits),
     }  # fmt: skip
 
 

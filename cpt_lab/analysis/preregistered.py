@@ -67,13 +67,14 @@ def against(primary: Sequence[Estimate]) -> tuple[float, list[str], list[str]]:
 
 
 def unbeaten(
-    primary: Sequence[Estimate], stands: str, wins: str, secondary: Sequence[Estimate] = (), beside: str = ""
-) -> Answer:
-    """Return the answer to whether nothing beats static precision by its margin; ``wins`` says what does."""
+    primary: Sequence[Estimate], stands: str, wins: str, secondary: Sequence[Estimate] = (), beside: str = "",
+    other: str = "static",
+) -> Answer:  # fmt: skip
+    """Return the answer to whether nothing beats the other side by its margin; ``wins`` says what does."""
     p, above, below = against(primary)
     count = f"of {len(primary)}"
     beaten = f"contradicted: {wins} in {len(above)} {count} ({'; '.join(above)})" if above else ""
-    words, said = (f"confirmed: {stands}", beaten), f"static is better in {len(below)} {count}{beside}"
+    words, said = (f"confirmed: {stands}", beaten), f"{other} is better in {len(below)} {count}{beside}"
     return Answer(primary=tuple(primary), p=p, words=words, secondary=tuple(secondary), beside=said)
 
 
@@ -140,6 +141,20 @@ def _number(value: float) -> str:
 
 # what is drawn in a line: its name, mean, ends of its interval, a verdict
 Line = tuple[str, float, float, float, str]
+
+
+def in_margins(
+    effects: Sequence[Estimate], names: Sequence[str], below: str = "static is better", above: str = "cycle is better"
+) -> list[Line]:
+    """Return effects in units of their margins; a verdict stands at .025 on one side, with Holm's correction."""
+    lost, won = (standing(effects, side, 0.025) for side in ("below", "above"))
+    lines = []
+    for name, e in zip(names, effects, strict=True):
+        word = below if e.what in lost else above if e.what in won else "alike" if e.small else "open"
+        low, high = e.interval()
+        said = f"{word} ({e.mean:+.2f} {e.unit})"
+        lines.append((f"{name}, n = {len(e.values)}", e.mean / e.margin, low / e.margin, high / e.margin, said))
+    return lines
 
 
 def intervals(lines: Sequence[Line], title: str, unit: str, band: float = 0.0) -> Figure:

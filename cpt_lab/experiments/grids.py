@@ -109,7 +109,7 @@ GRIDS: dict[str, Grid] = dict(
     sorted([*_quality_cost_grids(), *_design_grids()], key=lambda named: "paper" not in named[1].scales)
 )
 
-STUDIES = ("h1_to_h4", "h5", "h6", "h7")  # folders of ``cpt_lab.studies``, opened by name: nothing imports them
+STUDIES = ("h1_to_h4", "h5", "h6", "h7", "h10")  # folders of ``cpt_lab.studies``, opened by name: nothing imports them
 
 
 def studies(part: str) -> list[ModuleType]:

@@ -43,7 +43,7 @@ class RunSpec:
         recipe: data, model, optimizer.
         schedule: forward bits of every step; a ``LayeredSchedule`` where layers differ.
         q_max: bits of the static baseline the run is compared with, and of its evaluation.
-        q_grad: gradient bits.
+        q_grad: gradient bits; None where the schedule is of roles, ``RoleSchedules``.
         seed: of initial weights, data order, augmentation and rounding noise; arms of one seed share the first three.
         arm: what the run is called in figures, such as "CR" or "static 8".
         scale: "smoke", "demo", "paper".
@@ -53,7 +53,7 @@ class RunSpec:
     recipe: Recipe
     schedule: Schedule
     q_max: int
-    q_grad: int
+    q_grad: int | None
     seed: int
     arm: str
     scale: str

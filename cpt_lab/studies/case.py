@@ -22,6 +22,8 @@ class Case:
         seeds: how many the test has.
         margin: what is too little to name, in points or percent; 0 where the study has none.
         changes: other values for fields of the demo recipe.
+        q_max: highest level, of which eight bits are one.
+        title: its name for people, where that is not its key.
     """
 
     dataset: str
@@ -30,6 +32,8 @@ class Case:
     seeds: int = 8
     margin: float = 0.0
     changes: dict[str, Any] = field(default_factory=dict)
+    q_max: int = 8
+    title: str = ""
 
     @property
     def recipe(self) -> Recipe:

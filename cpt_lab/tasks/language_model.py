@@ -15,7 +15,7 @@ from cpt_lab.data.text import columns, load_text, questions, random_text
 from cpt_lab.experiments.language_model import EXPERIMENT, LanguageModelRecipe
 from cpt_lab.experiments.spec import RunSpec
 from cpt_lab.tasks.base import Metrics, on_gpu, sums
-from cpt_lab.tasks.learning_rates import LearningRate, cosine, plateau
+from cpt_lab.tasks.learning_rates import LearningRate, cosine, milestones, plateau
 
 Batch = tuple[Tensor, Tensor, bool]  # words (T, B), the words after them (T, B), whether an epoch begins
 
@@ -94,8 +94,10 @@ class LanguageModelTask:
         return {"perplexity": math.exp(min(loss, 700.0)), "loss": loss}
 
     def optimizer(self, model: nn.Module) -> tuple[torch.optim.Optimizer, LearningRate]:
-        """Return SGD and the learning rate: a cosine, or cut after every evaluation that is not the best so far."""
+        """Return SGD and the learning rate by the recipe's rule."""
         r = self.recipe
         trained = [p for p in model.parameters() if p.requires_grad]
         sgd = torch.optim.SGD(trained, lr=r.lr, weight_decay=r.weight_decay, fused=on_gpu(self.device))
+        if r.lr_rule == "step":
+            return sgd, milestones(r.lr, (0.8, 0.9), r.steps)
         return sgd, cosine(r.lr, r.final_lr, r.steps) if r.lr_rule == "cosine" else plateau(r.lr, r.lr_division)

@@ -283,7 +283,9 @@ def test_the_page_and_the_figure_show_what_is_answered():
 def test_outcomes_are_said_in_words():
     made = [row for grid in H2 for row in rows(grid, lambda s: -3.0 * s.arm.startswith("cyclic"), sd=0.0)]
     found = list(map(preregistered.sentence, preregistered.all_answers(table(made))))
-    assert [said[: said.index(":")] for said in found] == "H1 H2 H3 H4a H4b H5 H6a H6b H6c H7a H7b H7c H8a H8b".split()
+    assert [
+        said[: said.index(":")] for said in found
+    ] == "H1 H2 H3 H4a H4b H5 H6a H6b H6c H7a H7b H7c H8a H8b H10a H10b H10c".split()
     first, second, third = (found[i] for i in (1, 0, 5))
     assert first == (
         "H2: Does a cyclic schedule beat the static precision of its cost? No schedule beats static by the margin; "

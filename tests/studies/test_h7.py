@@ -9,8 +9,9 @@ import pytest
 
 from cpt_lab.analysis.runs import table
 from cpt_lab.experiments.spec import NotMeasuredError
+from cpt_lab.studies import tuned
 from cpt_lab.studies.h7 import arms, outcome
-from cpt_lab.studies.h7.arms import CASES, spent, tuning
+from cpt_lab.studies.h7.arms import CASES, STUDY
 from tests.helpers import row_of
 
 WORSE = 5.0  # points or percent that the other rates and evaluations lose
@@ -36,7 +37,7 @@ def row(spec, top, own, status="ok"):
 def rates(best):
     """Lines of rows by which every arm takes ``best`` times the recipe's rate, and its own bits but for 8/8."""
     made = []
-    for spec in (spec for case in CASES for spec in tuning(case)):
+    for spec in (spec for case in CASES for spec in STUDY.rates(case)):
         lost = 0 if spec.arm.endswith(f" at {best:g}") else WORSE
         own = -WORSE if spec.arm.startswith("8/8") else 0.0
         made.append(json.dumps({**row(spec, -lost - WORSE - own, -lost), "schema": 1}) + "\n")
@@ -48,12 +49,12 @@ def rated(tmp_path, monkeypatch):
     """Writes the rows of the rates."""
 
     def write(drop=0, best=2.0):
-        (tmp_path / arms.FILE).write_text("".join(rates(best)[drop:]))
-        arms.settings.cache_clear()
+        (tmp_path / STUDY.file).write_text("".join(rates(best)[drop:]))
+        tuned.held_out.cache_clear()
 
-    monkeypatch.setattr(arms, "results_dir", lambda: tmp_path)
+    monkeypatch.setattr(tuned, "results_dir", lambda: tmp_path)
     yield write
-    arms.settings.cache_clear()
+    tuned.held_out.cache_clear()
 
 
 def rows(pair=0.0, cycle=0.0, by_case=None, noise=0.05, lost=()):
@@ -61,7 +62,7 @@ def rows(pair=0.0, cycle=0.0, by_case=None, noise=0.05, lost=()):
     made, rng = [], np.random.default_rng(0)
     for case, c in CASES.items():
         gain = (by_case or {}).get(case, pair)
-        for spec in spent(case):
+        for spec in STUDY.runs(case):
             arm = spec.arm.rpartition(" at ")[0]
             own = gain * arm.endswith("/5") + cycle * arm.startswith("cycle") + 3 * (arm == "8/8")
             q = c.margin * (own + noise * rng.standard_normal())
@@ -73,7 +74,7 @@ def rows(pair=0.0, cycle=0.0, by_case=None, noise=0.05, lost=()):
 def test_pairs_cost_less_and_cycles_as_much_as_static(rated):
     rated()
     for case in CASES:
-        cost = {s.arm.rpartition(" at ")[0]: s.relative_cost for s in spent(case)}
+        cost = {s.arm.rpartition(" at ")[0]: s.relative_cost for s in STUDY.runs(case)}
         assert [round(cost[arms.pays(b)] / cost[f"{b}/8"], 3) for b in (3, 4, 5)] == [0.982, 0.938, 0.914]
         for other in ("4/8", "4/5", "5/5"):
             assert cost[f"cycle at {other}"] == pytest.approx(cost[other], rel=1e-3)
@@ -85,17 +86,17 @@ def test_pairs_cost_less_and_cycles_as_much_as_static(rated):
 def test_settings_are_the_best_on_held_out_data(rated):
     rated(best=0.5)
     for case, c in CASES.items():
-        chosen = arms.settings(case)
+        chosen = tuned.settings(STUDY, case)
         assert {rate for rate, _ in chosen.values()} == {0.5}
         assert [arm for arm, (_, at) in chosen.items() if at == "8 bits"] == ["8/8"]
-        assert {s.recipe.lr for s in spent(case)} == {0.5 * c.recipe.lr}
+        assert {s.recipe.lr for s in STUDY.runs(case)} == {0.5 * c.recipe.lr}
 
 
 def test_a_task_without_its_rates_has_no_runs(rated):
     rated(drop=1)  # one of the first task
     with pytest.raises(NotMeasuredError, match=r"lacks 1 of the 90 runs .* run h7-rates/characters"):
-        spent("characters")
-    assert len(spent("digits")) == 400
+        STUDY.runs("characters")
+    assert len(STUDY.runs("digits")) == 400
     found = outcome.answers(table([]))
     assert {a.word for a in found} == {"open: 0 of 1240 runs"}
 

@@ -10,7 +10,8 @@ from cpt_lab.analysis import preregistered
 from cpt_lab.analysis.runs import load, table
 from cpt_lab.experiments import grids
 from cpt_lab.paths import ROOT, results_dir
-from cpt_lab.studies.h7 import arms
+from cpt_lab.studies.h7.arms import STUDY as H7
+from cpt_lab.studies.h10.arms import STUDY as H10
 
 DOCUMENT = (ROOT / "docs/preregistration.md").read_text("utf-8")
 ASKED = [name for study in grids.studies("arms") for name in study.GRIDS]
@@ -23,7 +24,7 @@ def test_every_folder_is_a_study_and_its_grids_are_known():
     assert set(ASKED) == {name for name in grids.QUESTIONS if not name.startswith("execution/")}
 
 
-@pytest.mark.parametrize("name", [name for name in ASKED if not name.startswith("h7-rates/")])
+@pytest.mark.parametrize("name", [name for name in ASKED if "-rates/" not in name and not name.startswith("h10/")])
 def test_a_question_has_the_runs_and_the_seeds_that_the_document_names(name):
     specs = grids.grid_specs(name)
     assert len({s.key for s in specs}) == len(specs)
@@ -37,11 +38,12 @@ def test_a_question_has_the_runs_and_the_seeds_that_the_document_names(name):
     assert grids.find_grids(name.split("/")[0])[name].artefact == name.split("/")[0]
 
 
-def test_the_rates_of_h7_are_chosen_on_runs_of_their_own():
-    rates = [s for name in ASKED if name.startswith("h7-rates/") for s in grids.grid_specs(name)]
+@pytest.mark.parametrize("study", [H7, H10], ids=lambda study: study.name)
+def test_rates_are_chosen_on_runs_of_their_own(study):
+    rates = [s for name in ASKED if name.startswith(f"{study.name}-rates/") for s in grids.grid_specs(name)]
     assert f"{len(rates)} runs that choose learning rates" in DOCUMENT
-    assert {s.seed for s in rates} == set(arms.TUNING)
-    assert not {s.key for s in rates} & {s.key for case in arms.CASES for s in arms.spent(case)}
+    assert {s.seed for s in rates} == set(study.tuning)
+    assert not set(study.tuning) & {study.first + i for case in study.cases.values() for i in range(case.seeds)}
 
 
 def started(store):
@@ -53,7 +55,7 @@ def started(store):
 def test_the_document_is_older_than_its_rows_and_the_rates_than_their_test(store):
     begun = started(f"{store}.jsonl")
     if store == "h7":
-        assert begun.min() > started(arms.FILE).max()
+        assert begun.min() > started(H7.file).max()
     git = ["git", "-C", str(ROOT)]
     shallow = subprocess.run([*git, "rev-parse", "--is-shallow-repository"], capture_output=True, text=True)
     if shallow.stdout.strip() != "false":  # the first commit there looks as if it had written everything
@@ -66,7 +68,7 @@ def test_the_document_is_older_than_its_rows_and_the_rates_than_their_test(store
 
 def test_every_study_answers_before_anything_ran():
     found = preregistered.all_answers(table([]))
-    assert [a.question for a in found] == "H1 H2 H3 H4a H4b H5 H6a H6b H6c H7a H7b H7c H8a H8b".split()
+    assert [a.question for a in found] == "H1 H2 H3 H4a H4b H5 H6a H6b H6c H7a H7b H7c H8a H8b H10a H10b H10c".split()
     assert all(a.word.startswith("open: ") and not a.primary for a in found)
     assert {a.word for a in found if a.question == "H6a"} == {"open: 0 of 744 runs"}
     for study in grids.studies("outcome"):

@@ -7,7 +7,6 @@ failed counts as chance.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
 from functools import partial
 
 import numpy as np
@@ -16,19 +15,15 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from scipy.stats import bootstrap
 
-from cpt_lab.analysis.estimates import RULES, Estimate, by_run, found, seeds_by_arms
-from cpt_lab.analysis.metrics import counted, interval_text
+from cpt_lab.analysis.metrics import interval_text
 from cpt_lab.analysis.pages import Section
-from cpt_lab.analysis.preregistered import Answer, against, corrected, ruled, secondary, summary, unbeaten
+from cpt_lab.analysis.preregistered import Answer, against, secondary, summary, unbeaten
 from cpt_lab.analysis.style import COLORS, SMALL, drawing, interval_bar, legend_below
-from cpt_lab.experiments.spec import NotMeasuredError
-from cpt_lab.studies.case import OUTPUTS
-from cpt_lab.studies.h7.arms import BUDGETS, CASES, CYCLED, Q_MAX, SPENT, arms, pays, settings, spent
+from cpt_lab.studies.h7.arms import BUDGETS, CYCLED, Q_MAX, SPENT, STUDY, pays
+from cpt_lab.studies.tuned_outcome import TOP, Task, answered, by_arm
+from cpt_lab.studies.tuned_outcome import tasks as complete
 
-NAMED = {"characters": "characters", "digits": "digits", "gcn": "Facebook GCN", "sage": "Facebook GraphSAGE",
-         "cifar10-jpeg": "CIFAR-10 copies", "ptb": "Penn Treebank, small"}  # fmt: skip
 GAIN = 4  # tasks that must gain
-TOP = f"{Q_MAX}/{Q_MAX}"
 QUESTIONS = {
     **{f"H7{x}": f"At the cost of static {b}, are {b + 1} forward bits with {SPENT}-bit gradients better?"
        for x, b in zip("abc", BUDGETS, strict=True)},
@@ -37,44 +32,7 @@ QUESTIONS = {
 }  # fmt: skip
 
 
-class Task:
-    """A complete task: quality of every arm, one value a seed.
-
-    Args:
-        case: of ``CASES``.
-        rows: those of ``spent(case)``, in that order.
-    """
-
-    def __init__(self, case: str, rows: pd.DataFrame) -> None:
-        runs = by_run(spent(case), rows, OUTPUTS[CASES[case].dataset])
-        self.name, self.margin, self.settings = NAMED[case], CASES[case].margin, settings(case)
-        self.unit, self.lost = runs["unit"].iloc[0], int(runs["lost"].sum())
-        self.bitops = runs.groupby("arm")[["bitops", "bitops_per_op"]].mean()
-        self._by_rule = {rule: seeds_by_arms(runs, rule) for rule in RULES}
-
-    def quality(self, arm: str, rule: str = "") -> np.ndarray:
-        """Return the quality of an arm as it is evaluated by its settings, or by one of ``RULES``."""
-        return self._by_rule[rule or self.settings[arm][1]][arm].to_numpy()
-
-    def gain(self, arm: str, other: str, rule: str = "") -> Estimate:
-        """Return what an arm gains on another."""
-        what = f"{self.name}, {arm} minus {other}"
-        return Estimate(what, self.unit, self.quality(arm, rule) - self.quality(other, rule), self.margin)
-
-
-def tasks(runs: pd.DataFrame) -> tuple[list[Task], str]:
-    """Return the complete tasks, and a word on what is missing: "" when nothing is."""
-    complete, there, wanted = [], 0, 0
-    for case, c in CASES.items():
-        wanted += c.seeds * len(arms(c.recipe.steps))
-        try:
-            specs = spent(case)
-        except NotMeasuredError:
-            continue
-        there += len({spec.key for spec in specs} & set(runs["key"]))
-        if not isinstance(rows := found(specs, runs), str):
-            complete.append(Task(case, rows))
-    return complete, "" if len(complete) == len(CASES) else f"open: {there} of {counted(wanted, 'run')}"
+tasks = partial(complete, STUDY)
 
 
 def answers(runs: pd.DataFrame) -> list[Answer]:
@@ -83,20 +41,8 @@ def answers(runs: pd.DataFrame) -> list[Answer]:
 
 
 def _answers(parts: Sequence[Task], missing: str) -> list[Answer]:
-    if missing:
-        return [Answer(name, asks, word=missing) for name, asks in QUESTIONS.items()]
     makers = [partial(_pays, bits=b) for b in BUDGETS] + [partial(_cycles, bits=b) for b in CYCLED]
-    lost = sum(t.lost for t in parts)
-
-    def told(rule: str = "") -> list[Answer]:
-        made = zip(QUESTIONS.items(), makers, strict=True)
-        return [replace(make(parts, rule=rule), question=name, asks=asks, lost=lost) for (name, asks), make in made]
-
-    registered, by_rule = told(), {rule: told(rule) for rule in RULES}
-    return [
-        ruled(a, registered, {rule: alike[i] for rule, alike in by_rule.items()})
-        for i, a in enumerate(corrected(registered))
-    ]
+    return answered(parts, missing, QUESTIONS, makers)
 
 
 def _pays(parts: Sequence[Task], bits: int, rule: str = "") -> Answer:
@@ -117,18 +63,6 @@ def _cycles(parts: Sequence[Task], bits: int, rule: str = "") -> Answer:
     primary = [t.gain(f"cycle at {pair}", pair, rule) for t in parts]
     other = [t.gain(f"cycle at {paid}", paid) for t in parts if f"cycle at {paid}" in t.settings]
     return unbeaten(primary, "no cycle beats static by the margin", "a cycle wins", other)
-
-
-def by_arm(parts: Sequence[Task]) -> pd.DataFrame:
-    """Return settings, quality and BitOps of every arm, for people."""
-    lines = []
-    for t in parts:
-        for arm, (rate, evaluated) in t.settings.items():
-            ratio = t.bitops.loc[arm] / t.bitops.loc[TOP]
-            mean = f"{t.quality(arm).mean():.2f}"
-            lines.append((t.name, arm, f"{rate:g}", evaluated, mean, *(f"{x:.3f}" for x in ratio)))
-    columns = ["task", "arm", "rate, times the recipe's", "evaluated at", "quality", "BitOps (paper)", "per_op"]
-    return pd.DataFrame(lines, columns=columns)
 
 
 def gains(parts: Sequence[Task]) -> pd.DataFrame:

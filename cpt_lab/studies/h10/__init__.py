@@ -1,0 +1,1 @@
+"""Which products switch to more bits, shortly before the learning rate falls: H10."""

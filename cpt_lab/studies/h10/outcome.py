@@ -1,0 +1,79 @@
+"""Which products switch to more bits, shortly before the learning rate falls: H10 of ``docs/preregistration.md``."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from functools import partial
+
+import pandas as pd
+from matplotlib.figure import Figure
+
+from cpt_lab.analysis.estimates import Estimate
+from cpt_lab.analysis.pages import Section
+from cpt_lab.analysis.preregistered import Answer, in_margins, intervals, secondary, summary, unbeaten
+from cpt_lab.studies.h10.arms import LATE, STATIC, STUDY
+from cpt_lab.studies.tuned_outcome import TOP, Task, answered, by_arm
+from cpt_lab.studies.tuned_outcome import tasks as complete
+
+OTHERS = {"H10a": STATIC, "H10b": ("gradients late", "both late"), "H10c": ("forward spread",)}
+ASKS = "At one cost, does switching the forward products to 8 bits, as the learning rate falls,"
+QUESTIONS = {
+    "H10a": f"{ASKS} beat static bits?",
+    "H10b": f"{ASKS} beat switching the gradients, or both?",
+    "H10c": f"{ASKS} beat the same bits at other times?",
+}
+ALT = "gain of switching the forward products late on static bits, on other switches, and on the same bits spread"
+tasks = partial(complete, STUDY)
+
+
+def effects(parts: Sequence[Task], question: str, rule: str = "") -> list[Estimate]:
+    """Return what the late forward switch gains, in every task, on the best of what a question compares it with."""
+    return [t.gain(LATE, t.best(OTHERS[question]), rule) for t in parts]
+
+
+def answers(runs: pd.DataFrame) -> list[Answer]:
+    """Return the answers of H10, a family of three tests, from rows."""
+    return _answers(*tasks(runs))
+
+
+def _answers(parts: Sequence[Task], missing: str) -> list[Answer]:
+    return answered(parts, missing, QUESTIONS, [partial(_answer, question=question) for question in QUESTIONS])
+
+
+def _answer(parts: Sequence[Task], question: str, rule: str = "") -> Answer:
+    pairs = {"H10a": ((LATE, "4/4"), (TOP, LATE)), "H10b": (("gradients late", "both late"),)}.get(question, ())
+    return unbeaten(
+        effects(parts, question, rule), "the forward switch beats it nowhere by the margin", "the forward switch wins",
+        [t.gain(*pair) for pair in pairs for t in parts], other="the other",
+    )  # fmt: skip
+
+
+def figure(parts: Sequence[Task]) -> Figure:
+    """Draw what the late forward switch gains, in units of the margin."""
+    lines = []
+    for question in QUESTIONS:
+        found = effects(parts, question)
+        lines += in_margins(found, [e.what for e in found], "the other is better", "the switch is better")
+    won, lost = (sum(line[-1].startswith(word) for line in lines) for word in ("the switch", "the other"))
+    title = f"Switching the forward products late: better in {won} of {len(lines)} comparisons, worse in {lost}"
+    return intervals(lines, title, "gain at equal cost, in margins (grey: within one margin, 1 point or 1 %)", band=1)
+
+
+def sections(runs: pd.DataFrame) -> Iterator[Section]:
+    """Yield what H10 came to, once all runs of a task are there."""
+    parts, missing = tasks(runs)
+    if not parts:
+        return
+    told = _answers(parts, missing)
+    notes = [
+        "H10 of docs/preregistration.md. Bits are forward/gradient bits; all arms but 4/4 and 8/8 cost a third of 8/8, "
+        "and 5/4 costs 1.6 % more. Learning rate and bits of evaluation of every arm, and which opponent is taken, "
+        "were chosen on held-out data."
+    ]
+    if missing:
+        notes.append(f"Nothing is decided ({missing}): shown are the tasks that are complete.")
+    name = "Which products should switch to more bits late"
+    yield Section(name, tuple(notes), figure(parts), ALT, summary(told), "left")
+    yield Section(f"{name}: every arm", table=by_arm(parts), style="left folded")
+    if not missing:
+        yield Section(f"{name}: other effects", table=secondary(told), style="left folded")

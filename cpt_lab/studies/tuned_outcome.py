@@ -1,0 +1,99 @@
+"""Complete tasks of a study whose arms have settings of their own, see ``tuned``, and the answers to its questions.
+
+A task is complete when all its runs are there; the questions are answered when all tasks are. A run that diverged or
+failed counts as chance.  No torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+
+import numpy as np
+import pandas as pd
+
+from cpt_lab.analysis.estimates import RULES, Estimate, by_run, found, seeds_by_arms
+from cpt_lab.analysis.metrics import counted
+from cpt_lab.analysis.preregistered import Answer, corrected, ruled
+from cpt_lab.experiments.spec import NotMeasuredError
+from cpt_lab.studies.case import OUTPUTS
+from cpt_lab.studies.tuned import Tuned, held_out, settings
+
+TOP = "8/8"  # the arm that costs most
+
+
+class Task:
+    """A complete task: quality of every arm, one value a seed.
+
+    Args:
+        study: whose.
+        case: of its ``cases``.
+        rows: those of ``study.runs(case)``, in that order.
+    """
+
+    def __init__(self, study: Tuned, case: str, rows: pd.DataFrame) -> None:
+        c, runs = study.case(case), by_run(study.runs(case), rows, OUTPUTS[study.case(case).dataset])
+        self.name, self.margin, self.settings = c.title or case, c.margin, settings(study, case)
+        self.unit, self.lost = runs["unit"].iloc[0], int(runs["lost"].sum())
+        self.bitops = runs.groupby("arm")[["bitops", "bitops_per_op"]].mean()
+        self._held_out = {arm: max(of.values()) for arm, of in held_out(study, case).items()}
+        self._by_rule = {rule: seeds_by_arms(runs, rule) for rule in RULES}
+
+    def quality(self, arm: str, rule: str = "") -> np.ndarray:
+        """Return the quality of an arm as it is evaluated by its settings, or by one of ``RULES``."""
+        return self._by_rule[rule or self.settings[arm][1]][arm].to_numpy()
+
+    def gain(self, arm: str, other: str, rule: str = "") -> Estimate:
+        """Return what an arm gains on another."""
+        what = f"{self.name}, {arm} minus {other}"
+        return Estimate(what, self.unit, self.quality(arm, rule) - self.quality(other, rule), self.margin)
+
+    def best(self, arms: Sequence[str]) -> str:
+        """Return that of some arms, as far as the task has them, which is best on held-out data."""
+        return max((arm for arm in arms if arm in self._held_out), key=self._held_out.__getitem__)
+
+
+def tasks(study: Tuned, runs: pd.DataFrame) -> tuple[list[Task], str]:
+    """Return the complete tasks, and a word on what is missing: "" when nothing is."""
+    complete, there, wanted = [], 0, 0
+    for case, c in study.cases.items():
+        wanted += c.seeds * len(study.arms(c))
+        try:
+            specs = study.runs(case)
+        except NotMeasuredError:
+            continue
+        there += len({spec.key for spec in specs} & set(runs["key"]))
+        if not isinstance(rows := found(specs, runs), str):
+            complete.append(Task(study, case, rows))
+    return complete, "" if len(complete) == len(study.cases) else f"open: {there} of {counted(wanted, 'run')}"
+
+
+def answered(
+    parts: Sequence[Task], missing: str, questions: Mapping[str, str], makers: Sequence[Callable[..., Answer]]
+) -> list[Answer]:
+    """Return the answers to a family of questions; a maker takes the tasks, and the name of one of ``RULES``."""
+    if missing:
+        return [Answer(name, asks, word=missing) for name, asks in questions.items()]
+    lost = sum(t.lost for t in parts)
+
+    def told(rule: str = "") -> list[Answer]:
+        made = zip(questions.items(), makers, strict=True)
+        return [replace(make(parts, rule=rule), question=name, asks=asks, lost=lost) for (name, asks), make in made]
+
+    registered, by_rule = told(), {rule: told(rule) for rule in RULES}
+    return [
+        ruled(a, registered, {rule: alike[i] for rule, alike in by_rule.items()})
+        for i, a in enumerate(corrected(registered))
+    ]
+
+
+def by_arm(parts: Sequence[Task]) -> pd.DataFrame:
+    """Return settings, quality and BitOps of every arm, for people."""
+    lines = []
+    for t in parts:
+        for arm, (rate, evaluated) in t.settings.items():
+            ratio = t.bitops.loc[arm] / t.bitops.loc[TOP]
+            mean = f"{t.quality(arm).mean():.2f}"
+            lines.append((t.name, arm, f"{rate:g}", evaluated, mean, *(f"{x:.3f}" for x in ratio)))
+    columns = ["task", "arm", "rate, times the recipe's", "evaluated at", "quality", "BitOps (paper)", "per_op"]
+    return pd.DataFrame(lines, columns=columns)

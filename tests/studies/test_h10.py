@@ -1,0 +1,84 @@
+"""H10 of docs/preregistration.md, on rows that were made up so that the answer is known."""
+
+import json
+
+import numpy as np
+import pytest
+
+from cpt_lab.analysis.runs import table
+from cpt_lab.studies import tuned
+from cpt_lab.studies.h10 import outcome
+from cpt_lab.studies.h10.arms import CASES, LATE, STUDY, arms
+from tests.studies.test_h7 import row
+
+
+@pytest.fixture
+def rated(tmp_path, monkeypatch):
+    """Rows by which every arm takes the recipe's rate and its own bits, and 5/4 and "both late" are best."""
+    made = []
+    for spec in (spec for case in CASES for spec in STUDY.rates(case)):
+        good = 2 * spec.arm.startswith(("5/4", "both")) - 5 * (not spec.arm.endswith(" at 1"))
+        made.append(json.dumps({**row(spec, good - 3, good), "schema": 1}) + "\n")
+    (tmp_path / STUDY.file).write_text("".join(made))
+    monkeypatch.setattr(tuned, "results_dir", lambda: tmp_path)
+    tuned.held_out.cache_clear()
+    yield
+    tuned.held_out.cache_clear()
+
+
+def rows(gains, cases=CASES):
+    """Rows in which arms are better than 4/4 by as many margins."""
+    made, rng = [], np.random.default_rng(0)
+    for case in cases:
+        for spec in STUDY.runs(case):
+            q = gains.get(spec.arm.rpartition(" at ")[0], 0.0) + 0.05 * rng.standard_normal()
+            made.append(row(spec, q - 3, q))
+    return table(made)
+
+
+def test_arms_of_one_cost_differ_in_what_has_more_bits_and_when():
+    for case in CASES.values():
+        found, steps = arms(case), case.recipe.steps
+        low, high = (1, 3) if case.q_max == 3 else (4, 8)
+        assert len(found) == 8 - (case.q_max == 3)
+        for name, (schedule, g) in found.items():
+            levels = schedule.levels(g)
+            forward, gradients = np.asarray(levels.activation), np.asarray(levels.error)
+            assert np.array_equal(forward, levels.weight)
+            assert np.array_equal(gradients, levels.weight_gradient)
+            if name in (LATE, "forward spread"):
+                assert (forward == high).sum() == steps // 5
+                assert set(gradients.tolist()) == {low}
+        late, spread = (np.asarray(found[name][0].levels(low).activation) for name in (LATE, "forward spread"))
+        assert (late[-(steps // 5) :] == high).all()
+        assert (spread.reshape(-1, 5) == [low] * 4 + [high]).all()
+        last = {name: np.asarray(found[name][0].levels(None).error) == high for name in ("gradients late", "both late")}
+        assert last["gradients late"].nonzero()[0].min() == steps // 2
+        assert last["both late"].sum() == round(steps / 9)
+
+
+def test_the_opponent_is_the_best_on_held_out_data(rated):
+    parts, missing = outcome.tasks(rows({}))
+    assert missing == ""
+    assert [t.best(("4/6", "5/4")) for t in parts] == ["5/4"] * 4 + ["4/6"]
+    assert {t.best(("gradients late", "both late")) for t in parts} == {"both late"}
+    assert {rate for t in parts for rate, _ in t.settings.values()} == {1.0}
+
+
+def test_a_switch_that_wins_loses_or_does_nothing(rated):
+    a, b, c = outcome.answers(rows({LATE: 2.0, "both late": 4.0, "forward spread": 2.0}))
+    assert a.word.startswith("contradicted: the forward switch wins in 5 of 5 (characters, forward late minus 5/4; ")
+    assert b.word == "confirmed: the forward switch beats it nowhere by the margin; the other is better in 5 of 5"
+    assert c.word == "confirmed: the forward switch beats it nowhere by the margin; the other is better in 0 of 5"
+    assert [len(x.secondary) for x in (a, b, c)] == [10, 5, 0]
+
+
+def test_missing_tasks_leave_it_open(rated):
+    some = rows({LATE: 2.0}, ["digits", "ptb"])
+    assert {x.word for x in outcome.answers(some)} == {"open: 400 of 856 runs"}
+    first, arm = outcome.sections(some)
+    assert "Nothing is decided (open: 400 of 856 runs)" in first.notes[1]
+    assert first.figure.get_suptitle().endswith("better in 6 of 6 comparisons, worse in 0")
+    assert len(arm.table) == 16
+    *_, last = outcome.sections(rows({}))
+    assert len(last.table) == 15
