@@ -73,7 +73,7 @@ def plan(
 
 @app.command(cls=Many)
 def run(
-    grid: Annotated[str, typer.Argument(help="the name of a grid, before the options; `plan` lists them")],
+    grid: Annotated[str, typer.Argument(help="a grid, or a figure such as h7; before the options; `plan` lists them")],
     scale: AtScale = None,
     only: Only = [],  # noqa: B006 - typer copies it
     seeds: Annotated[list[str], typer.Option(help="seeds instead of the recipe's, such as 0 1")] = [],  # noqa: B006
@@ -94,33 +94,43 @@ def run(
     unfit = [word for word in seeds if not (word.isdigit() and int(word) < 2**31)]
     if unfit:
         raise ValueError(f"a seed is a whole number from 0 to {2**31 - 1}; got {unfit[0]!r}")
-    specs = grids.keep(grids.grid_specs(grid, scale, list(dict.fromkeys(map(int, seeds))) or None), only)
+    chosen = list(dict.fromkeys(map(int, seeds))) or None
+    specs = grids.keep(
+        [spec for name in grids.find_grids(grid) for spec in grids.grid_specs(name, scale, chosen)], only
+    )
     if shard:
         found = re.fullmatch(r"(\d+)/(\d+)", shard)
         if found is None or not 1 <= int(found[1]) <= int(found[2]) <= len(specs):
             raise ValueError(f"--shard takes I/N, such as 1/4, with I <= N <= {len(specs)}, the runs; got {shard!r}")
         specs = specs[int(found[1]) - 1 :: int(found[2])]
-    store = stores.store_path(specs[0].scale, specs[0].recipe.task)
-    typer.echo(f"{grid} at {specs[0].scale} scale: {len(specs)} runs, rows in {store}")
+    by_store: dict[Path, list[Any]] = {}
+    for spec in specs:
+        by_store.setdefault(stores.store_path(spec.scale, spec.recipe.task), []).append(spec)
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # before and after the runs, as Ctrl-C
-    try:
-        from cpt_lab.sweeps.options import SweepOptions
-        from cpt_lab.sweeps.sweep import run_grid
+    failed = 0
+    for store, part in by_store.items():
+        typer.echo(f"{grid} at {part[0].scale} scale: {len(part)} runs, rows in {store}")
+        try:
+            from cpt_lab.sweeps.options import SweepOptions
+            from cpt_lab.sweeps.sweep import run_grid
 
-        options = SweepOptions(executor, workers, threads, device, per_gpu, scheduler, timeout, retry_failed)
-        rows = run_grid(specs, store, options)
-    except KeyboardInterrupt as stop:
-        typer.echo(f"\n{str(stop) or 'stopped before anything ran'}", err=True)
-        raise typer.Exit(130) from None
-    counts = {status: sum(row["status"] == status for row in rows) for status in stores.STATUSES}
-    typer.echo(", ".join(f"{n} {status}" for status, n in counts.items() if n))
-    for row in rows:
-        if row["status"] == "failed":
-            log = stores.place(store, "logs", row["key"])
-            lines = row["error"].strip().splitlines()
-            reason = lines[-1 if lines[0].startswith("Traceback") else 0]
-            typer.echo(f"  failed: {row['spec']['arm']} seed {row['spec']['seed']}: {reason} (log: {log})", err=True)
-    if counts["failed"]:
+            options = SweepOptions(executor, workers, threads, device, per_gpu, scheduler, timeout, retry_failed)
+            rows = run_grid(part, store, options)
+        except KeyboardInterrupt as stop:
+            typer.echo(f"\n{str(stop) or 'stopped before anything ran'}", err=True)
+            raise typer.Exit(130) from None
+        counts = {status: sum(row["status"] == status for row in rows) for status in stores.STATUSES}
+        typer.echo(", ".join(f"{n} {status}" for status, n in counts.items() if n))
+        failed += counts["failed"]
+        for row in rows:
+            if row["status"] == "failed":
+                log = stores.place(store, "logs", row["key"])
+                lines = row["error"].strip().splitlines()
+                reason = lines[-1 if lines[0].startswith("Traceback") else 0]
+                typer.echo(
+                    f"  failed: {row['spec']['arm']} seed {row['spec']['seed']}: {reason} (log: {log})", err=True
+                )
+    if failed:
         typer.echo("  the same command with --retry-failed tries these again", err=True)
         raise typer.Exit(1)
 

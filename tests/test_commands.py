@@ -21,7 +21,7 @@ from cpt_lab.analysis.runs import TYPES, committed, load, table
 from cpt_lab.experiments import designs, grids
 from cpt_lab.experiments.grids import GRIDS
 from cpt_lab.paths import paper_dir, results_dir
-from cpt_lab.sweeps import calibration, outlook, stores
+from cpt_lab.sweeps import calibration, outlook, stores, sweep
 from cpt_lab.sweeps.calibration import Calibration, kept, measure, runs_per_gpu
 from cpt_lab.sweeps.options import SweepOptions
 from cpt_lab.tasks.image import ImageTask
@@ -57,7 +57,7 @@ def command(monkeypatch, capsys):
         (["plan", "digits/mlp6", "--scale", "paper"], "no grid of digits/mlp6 has scale 'paper'"),
         (["plan", "digits/mlp6", "--device", "tpu"], "unknown device 'tpu'"),
         (["run"], "Missing argument 'grid'"),
-        (["run", "figure_3"], "'figure_3' is several grids; choose one of cifar10/resnet74"),
+        (["run", "figure_3", "--device", "cpu"], "python -m cpt_lab download cifar10"),
         (["run", "ogbn-arxiv/deficit_length", "--device", "cpu"], "python -m cpt_lab download ogbn-arxiv"),
         (["range-test", "digitz"], "no demo recipe for dataset 'digitz'"),
         (["range-test", "digits", "--mode", "restart"], "unknown mode 'restart'; choose from reset, continuing"),
@@ -132,6 +132,17 @@ def test_an_empty_archive_is_no_ctrl_d(command, place):
     assert status == 2
     assert "empty.npz cannot be read: " in said
     assert "Aborted" not in said
+
+
+def test_a_figure_or_question_runs_all_its_grids_each_task_in_its_store(command, monkeypatch):
+    asked = []
+    monkeypatch.setattr(sweep, "run_grid", lambda specs, store, options: asked.append((store.name, len(specs))) or [])
+    status, said, _ = command("run", "h4")
+    assert (status, asked) == (0, [("language_model.jsonl", 52), ("graph.jsonl", 120)])
+    assert "h4 at demo scale: 120 runs, rows in " in said
+    asked.clear()
+    assert command("run", "h4", "--seeds", "7", "--shard", "1/2")[0] == 0
+    assert asked == [("language_model.jsonl", 2), ("graph.jsonl", 3)]
 
 
 @pytest.mark.parametrize("words", [["--help"], ["run", "--help"], ["plan", "--help"], ["results", "--help"]])

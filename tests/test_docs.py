@@ -12,6 +12,7 @@ import torch
 import cpt_core
 from book import results
 from cpt_lab.analysis import claims, report
+from cpt_lab.experiments import grids
 
 ROOT = Path(__file__).parents[1]
 MODULES = sorted(
@@ -37,6 +38,14 @@ def test_the_pages_of_results_are_up_to_date():
     assert len(pages[results.PAGES / "index.md"].splitlines()) <= 45, "a summary of one screen"
     told = [line for page in pages.values() for line in page.splitlines() if line.startswith("### ")]
     assert sorted(told) == sorted(f"### {claim.claim}" for claim in claims.claims())
+
+
+def test_the_grids_that_pages_run_are_there():
+    pages = [ROOT / "README.md", *(ROOT / "docs").rglob("*.md")]
+    named = {name for page in pages for name in re.findall(r"cpt(?:_lab)? run ([\w/-]+)", page.read_text("utf-8"))}
+    assert {"h6", "h10-rates", "cifar10/resnet74", "h1/facebook"} <= named
+    for name in named:
+        assert grids.find_grids(name), name
 
 
 OUTCOMES = {  # the words of the rows, and of the README
