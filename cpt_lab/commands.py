@@ -216,29 +216,6 @@ def _check_files(paths: list[Path]) -> None:
             raise FileNotFoundError(f"there is no file {path}")
 
 
-@app.command(cls=Many)
-def results(
-    store: Annotated[list[Path] | None, typer.Argument(help="files of rows; all under runs/ when left out")] = None,
-    only: Annotated[list[str], typer.Option(help="rows to keep, such as arm=CR status=failed scale=demo")] = [],  # noqa: B006
-    csv: Annotated[Path | None, typer.Option(help="write the rows to this file")] = None,
-    parquet: Annotated[Path | None, typer.Option(help="write the rows to this file")] = None,
-) -> None:
-    """Show the newest row of every run, filter them, export them."""
-    from cpt_lab.analysis import runs
-
-    _check_files(store or [])
-    frame = runs.where(runs.load(*(store or []), every_rate=True), only)
-    flat = frame.drop(columns="evaluations")  # the only column of lists
-    for out, write in ((csv, runs.write_csv), (parquet, lambda frame, path: frame.to_parquet(path, index=False))):
-        if out is not None:
-            if not out.parent.is_dir():
-                raise FileNotFoundError(f"there is no folder {out.parent}")
-            write(flat, out)
-            typer.echo(f"{len(frame)} rows written to {out}")
-    if csv is None and parquet is None:
-        typer.echo(f"{runs.text(frame)} in {', '.join(map(str, store)) if store else runs_dir()}")
-
-
 @app.command()
 def report(
     store: Annotated[

@@ -54,20 +54,20 @@ def noise_harms() -> Figure:
     return intervals(lines, "At one cost, twice the noise makes a schedule worse", unit, band=1)
 
 
+def _outcome(name: str) -> Any:
+    """Return what a study answers with, such as that of "h7"."""
+    return next(study for study in studies("outcome") if study.__name__.endswith(f".{name}.outcome"))
+
+
 def spent() -> Figure:
     """Draw what gradients that pay for forward bits gain, and cycles, in H7 and H8."""
-    (h7,) = (study for study in studies("outcome") if study.__name__.endswith("h7.outcome"))
+    h7 = _outcome("h7")
     return h7.figure(h7.tasks(committed("h7"))[0])
 
 
 def other_formats() -> Figure:
     """Draw H6b and H6c: schedules against static number formats of their cost."""
-    lines = []
-    for effects in map(_effects, ("H6b", "H6c")):
-        names = [effect.what.replace(" minus static", "") for effect in effects]
-        lines += in_margins(effects, names, above="schedule is better")
-    unit = "gain on static formats of equal cost, in margins\n(grey: within one margin, 1 or 0.2 points, or 2 %)"
-    return intervals(lines, "In other number formats, too, no schedule was better than static ones", unit, band=1)
+    return _outcome("h6").figure(committed("h6"))
 
 
 def _stored() -> dict[str, Any]:

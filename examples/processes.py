@@ -1,7 +1,7 @@
 """Several processes train one model: ``torchrun --nproc-per-node 2 examples/processes.py``, on CPUs here.
 
-``quantize_`` comes before DDP, and the scheduler steps in every process. Each process has ranges of its own, as it has
-statistics of its own in BatchNorm, and rounding noise of its own. One of them evaluates, saves and counts.
+``quantize_`` comes before DDP, and the scheduler steps in every process. Inside ``agreed_ranges`` all round on ranges of
+the whole batch; each has rounding noise of its own. One of them evaluates, saves and counts.
 """
 
 import torch
@@ -9,6 +9,7 @@ import torch.distributed as dist
 from sklearn.datasets import load_digits
 
 import cpt_core as cpt
+from cpt_core.integrations.processes import agreed_ranges
 
 STEPS, EACH = 200, 50  # steps, pictures of a step in every process
 
@@ -25,13 +26,14 @@ def main():
     optimizer = torch.optim.Adam(model.parameters(), lr=0.003)
     schedule = cpt.make_schedule("CR", q_min=3, q_max=8, total_steps=STEPS, n_cycles=4)
     precision = cpt.PrecisionScheduler(parallel, schedule)
-    for step in range(STEPS):
-        batch = torch.randint(1200, (processes * EACH,), generator=torch.Generator().manual_seed(step))
-        i = batch.view(processes, EACH)[rank]
-        torch.nn.functional.cross_entropy(parallel(x[i]), y[i]).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        precision.step()
+    with agreed_ranges():
+        for step in range(STEPS):
+            batch = torch.randint(1200, (processes * EACH,), generator=torch.Generator().manual_seed(step))
+            i = batch.view(processes, EACH)[rank]
+            torch.nn.functional.cross_entropy(parallel(x[i]), y[i]).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            precision.step()
     if rank == 0:
         with torch.no_grad(), cpt.precision(model.eval(), "q_max"):
             accuracy = float((model(x[1200:]).argmax(1) == y[1200:]).float().mean())

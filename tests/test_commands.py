@@ -78,13 +78,8 @@ def command(monkeypatch, capsys):
         *((["run", "digits/mlp6", "--seeds", "0", "--shard", part], "--shard takes I/N, such as 1/4, with I <= N <= 17")
           for part in ("0/2", "3/2", "1/18", "2")),
         (["run", "cifar10/resnet74", "--device", "cpu"], "python -m cpt_lab download cifar10"),
-        (["results", "nowhere.jsonl"], "there is no file nowhere.jsonl"),
-        (["results", "--only", "arm=CR"], "no row has arm 'CR'; there is nothing: there are no rows"),
-        (["results", str(DIGITS), "--only", "arm=XR"], "no row has arm 'XR'; there is CR, CT"),
-        (["results", str(DIGITS), "--only", "colour=red"], "--only takes NAME=VALUE with arm, savings"),
-        (["results", str(DIGITS), "--csv", "no/such/folder/x.csv"], "there is no folder no/such/folder"),
-        (["results", __file__], "line 1 is no JSON"),
         (["report", "nowhere.jsonl"], "there is no file nowhere.jsonl"),
+        (["report", __file__], "line 1 is no JSON"),
         (["explorer", "no/such/page.html"], "there is no folder no/such"),
         (["reproduce", "--notebook", "99"], "no notebook '99'; choose from 00"),
         (["reproduce", "--scale", "big"], "scale must be one of smoke, demo, paper; got 'big'"),
@@ -145,7 +140,7 @@ def test_a_figure_or_question_runs_all_its_grids_each_task_in_its_store(command,
     assert asked == [("language_model.jsonl", 2), ("graph.jsonl", 3)]
 
 
-@pytest.mark.parametrize("words", [["--help"], ["run", "--help"], ["plan", "--help"], ["results", "--help"]])
+@pytest.mark.parametrize("words", [["--help"], ["run", "--help"], ["plan", "--help"]])
 def test_help(words, command):
     status, out, _ = command(*words)
     assert status == 0
@@ -327,25 +322,12 @@ def test_how_many_runs_share_a_gpu():
 
 
 @pytest.mark.slow
-def test_run_then_results_then_report(command, place, monkeypatch):
+def test_run_then_report(command, place, monkeypatch):
     words = ["run", "digits/mlp6", "--scale", "smoke", "--only", "schedule=CR,static 8", "--seeds", "0", "1"]
     status, out, said = command(*words, "--workers", "0")
     assert (status, said) == (0, "")
     assert "4 runs" in out
     assert "4 ok" in out
-    status, out, _ = command(
-        "results", "--only", "arm=CR", "seed=1", "--csv", str(place / "a.csv"), "--parquet", str(place / "a.parquet")
-    )
-    assert (status, "1 rows written" in out) == (0, True)
-    (line,) = pd.read_csv(place / "a.csv").itertuples()
-    assert (line.arm, line.seed, line.status, line.steps) == ("CR", 1, "ok", 190)
-    assert 0 < line.accuracy <= 1
-    same = pd.read_parquet(place / "a.parquet")
-    assert same.accuracy.iloc[0] == line.accuracy
-    assert same.dtypes["seed"] == "Int64"
-    status, out, _ = command("results")
-    assert f"4 rows: 4 ok in {place / 'runs'}" in out
-    assert command("results", "--only", "schedule=CR")[1].count(" CR ") == 2
     for file in (DIGITS, DIGITS.with_suffix(".sha256")):
         (place / file.name).write_bytes(file.read_bytes())
     monkeypatch.setattr("cpt_lab.paths.results_dir", lambda: place)

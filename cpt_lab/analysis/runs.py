@@ -36,7 +36,6 @@ TYPES = {
     "dirty": "boolean", "torch": "string", "store": "string",
 }  # fmt: skip
 
-FORMULA = r"^([=+\-@\t\r])"
 # failures that say nothing of the arm: memory, time, files, libraries, network, the device, the end of the process
 OUTSIDE = re.compile(
     r"\Atook longer than|\Athe process of the run|CUDA error|CUDA out of memory|DefaultCPUAllocator|DataLoader worker|"
@@ -259,45 +258,6 @@ def tuned(runs: pd.DataFrame) -> pd.DataFrame:
     best = means.sort_values(["lost", "score"], ascending=[True, False], kind="stable").drop_duplicates(arm)
     chosen = pd.MultiIndex.from_frame(runs[[*arm, "lr"]]).isin(pd.MultiIndex.from_frame(best[[*arm, "lr"]]))
     return runs[chosen | (runs["learning_rates"] == 1)]
-
-
-def where(runs: pd.DataFrame, conditions: Iterable[str]) -> pd.DataFrame:
-    """Keep the lines that meet every condition, such as "arm=CR,RR" or "q_max=8"; ValueError names what there is."""
-    for condition in conditions:
-        name, _, text = condition.partition("=")
-        name = "arm" if name == "schedule" else name
-        if name not in TYPES or not text:
-            names = ", ".join(column for column in TYPES if not column.startswith("recipe_but"))
-            raise ValueError(f"--only takes NAME=VALUE with {names}; got {condition!r}")
-        wanted = [value.strip() for value in text.split(",")]
-        there = runs[name].astype("string").dropna()
-        unknown = [value for value in wanted if value not in set(there)]
-        if unknown:
-            shown = ", ".join(sorted(set(there))[:20]) or "nothing: there are no rows"
-            raise ValueError(f"no row has {name} {unknown[0]!r}; there is {shown}")
-        runs = runs[runs[name].astype("string").isin(wanted)]
-    return runs
-
-
-def text(runs: pd.DataFrame) -> str:
-    """Return runs as a table for a terminal, with the counts of each status."""
-    if runs.empty:
-        return "no rows"
-    columns = "scale dataset model q_min q_max arm seed status relative_cost".split()
-    known = [name + when for name in METRICS if name != "loss" for when in ("", "_best_valid", "_best_test")]
-    metrics = [m for m in known if m in runs and runs[m].notna().any()]
-    shown = runs[[*columns, *metrics, "seconds", "key"]].round(
-        {"relative_cost": 3, "seconds": 1, **dict.fromkeys(metrics, 4)}
-    )
-    counts = ", ".join(f"{n} {status}" for status, n in runs["status"].value_counts().items())
-    return f"{shown.to_string(index=False)}\n\n{len(runs)} rows: {counts}"
-
-
-def write_csv(runs: pd.DataFrame, path: Path) -> None:
-    """Write runs to a CSV file; text that a spreadsheet would take for a formula gets an apostrophe before it."""
-    safe = {name: runs[name].str.replace(FORMULA, r"'\1", regex=True) for name in runs.select_dtypes("string")}
-    header = runs.columns.str.replace(FORMULA, r"'\1", regex=True)
-    runs.assign(**safe).to_csv(path, index=False, header=list(header))
 
 
 def _place(store: Path) -> str:

@@ -5,12 +5,11 @@ import html
 import re
 
 import matplotlib.colors
-import pandas as pd
 import pytest
 from matplotlib.figure import Figure
 
 from cpt_core.schedules.schedule import FunctionSchedule
-from cpt_lab.analysis import claims, figures, groups, paper, predictors, quality_cost, report, runs, style
+from cpt_lab.analysis import claims, figures, groups, paper, predictors, report, runs, style
 from cpt_lab.experiments import designs
 from cpt_lab.paths import results_dir
 from cpt_lab.sweeps import stores
@@ -257,18 +256,3 @@ def test_what_rows_say_is_text_on_the_page(quick, tmp_path):
     assert html.unescape(shown).count(HOSTILE) > 10  # headings, arms, evidence, stores
     evidence = re.search(r"<details><summary>1 effect</summary><ul><li>([^\n]*)</li>", shown.split("trades quality")[1])
     assert html.escape(HOSTILE, quote=False).split("&amp;")[0] in evidence[1].replace("&#39;", "'")
-
-
-@pytest.mark.parametrize("start", ["=", "+", "-", "@", "\t", "\r"])
-def test_text_in_a_csv_file_is_no_formula(start, tmp_path):
-    specs = designs.quality_cost("demo", schedules=["CR"], static=[8], seeds=[0])
-    rows = rows_of(specs, title=f"{start}1+1", error="a = b")
-    rows[0]["metrics"].append({**rows[0]["metrics"][0], "name": f"{start}m", "value": -0.25})
-    frame = runs.table(rows).drop(columns="evaluations")
-    runs.write_csv(frame, tmp_path / "x.csv")
-    read = pd.read_csv(tmp_path / "x.csv", lineterminator="\n")
-    assert read.title.tolist() == [f"'{start}1+1"] * 2
-    assert read.error.tolist() == ["a = b"] * 2
-    assert read[f"'{start}m"].iloc[0] == -0.25  # numbers stay numbers
-    assert frame.title.tolist() == [f"{start}1+1"] * 2  # the table itself is as it was
-    assert quality_cost.by_arm(frame)["n"].tolist() == [1, 1]

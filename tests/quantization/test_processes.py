@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from cpt_core.integrations.processes import agreed_ranges
 from cpt_core.quantization.convert import QuantConfig, layer_precisions, quantize_
 from cpt_core.quantization.precision import EXECUTIONS
 from cpt_core.quantization.running import KEY_BITS, _wrapped
@@ -80,10 +81,38 @@ def trained(state=None, steps=4, execution="simulated"):
     return [p.detach() for p in model.parameters()], keys_of(model), bits, state
 
 
-def losses(config, rank=0, processes=1):
+KINDS = {  # of networks, for rows of 8 numbers
+    "linear": lambda: nn.Sequential(nn.Linear(8, 32), nn.ReLU(), nn.Linear(32, 4)),
+    "tokens": lambda: nn.Sequential(
+        nn.Unflatten(1, (2, 4)), nn.Linear(4, 16), nn.ReLU(), nn.Linear(16, 4), nn.Flatten()
+    ),
+    "pictures": lambda: nn.Sequential(
+        nn.Unflatten(1, (1, 2, 4)), nn.Conv2d(1, 8, 2), nn.ReLU(), nn.Flatten(), nn.Linear(24, 4)
+    ),
+}
+NEAREST = QuantConfig().with_gradient_rounding("nearest")
+
+
+def of_samples():
+    """Return a config with the authors' third range, the mean over a batch of those of its samples."""
+    means = {
+        r: replace(QuantConfig().quantizers[r], granularity="per_sample_mean", running=False)
+        for r in ("conv_input", "conv_grad")
+    }
+    return QuantConfig(quantizers=QuantConfig().quantizers | means).with_gradient_rounding("nearest")
+
+
+AGREED = [
+    *((kind, NEAREST) for kind in KINDS),
+    ("pictures", of_samples()),
+    ("linear", QuantConfig(ladder=dict.fromkeys(range(3, 9), "e4m3")).with_gradient_rounding("nearest")),
+]
+
+
+def losses(config, rank=0, processes=1, kind="linear"):
     """Return the losses of 20 steps of training, each on the same 32 rows of data, shared out to the processes."""
     torch.manual_seed(0)
-    model = quantize_(nn.Sequential(nn.Linear(8, 32), nn.ReLU(), nn.Linear(32, 4)), config)
+    model = quantize_(KINDS[kind](), config)
     call = nn.parallel.DistributedDataParallel(model) if processes > 1 else model
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     scheduler = PrecisionScheduler(
@@ -131,7 +160,13 @@ def worker(rank, folder):
         *found[execution], state = trained(execution=execution)
         if execution == "simulated":
             torch.save(state, f"{folder}/state{rank}.pt")
-    found["losses"] = [losses(c, rank, 2) for c in (of_examples(), QuantConfig().with_gradient_rounding("nearest"))]
+    found["losses"] = [losses(c, rank, 2) for c in (of_examples(), NEAREST)]
+    with agreed_ranges():
+        found["agreed"] = [losses(config, rank, 2, kind) for kind, config in AGREED]
+        refused = quantize_(nn.LSTM(4, 4))
+        with pytest.raises(RuntimeError, match="lstm_forward finds the ranges of several examples inside"):
+            with precision(refused, 8):
+                refused(torch.ones(2, 2, 4))
     dist.barrier()
     # one process saves for all, the first as a rule
     states = [torch.load(f"{folder}/state{saved}.pt", weights_only=True) for saved in (0, 1)]
@@ -161,8 +196,21 @@ def test_processes_train_as_one_does_where_no_range_holds_several_examples(proce
     alone = losses(of_examples())
     torch.testing.assert_close(of_rows[:8], alone[:8], rtol=1e-5, atol=0)
     torch.testing.assert_close(of_rows, alone, rtol=1e-2, atol=0)  # sums in another order tip a rounding now and then
-    alone = losses(QuantConfig().with_gradient_rounding("nearest"))
+    alone = losses(NEAREST)
     assert ((of_batches - alone) / alone).abs().max() > 0.05  # a range of half the batch is another one
+
+
+@pytest.mark.parametrize("number", range(len(AGREED)))
+def test_with_agreed_ranges_processes_train_as_one_does(number, processes):
+    kind, config = AGREED[number]
+    both, alone = torch.stack([p["agreed"][number] for p in processes]).mean(0), losses(config, kind=kind)
+    torch.testing.assert_close(both[:8], alone[:8], rtol=1e-4, atol=0)
+    torch.testing.assert_close(both, alone, rtol=1e-2, atol=0)
+
+
+def test_without_a_group_nobody_can_agree():
+    with pytest.raises(RuntimeError, match=r"call torch\.distributed\.init_process_group"), agreed_ranges():
+        pass
 
 
 def test_no_layer_of_a_process_has_the_key_of_another(processes):

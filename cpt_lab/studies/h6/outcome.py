@@ -6,22 +6,19 @@ failed counts as chance.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import replace
 
 import numpy as np
 import pandas as pd
-from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from cpt_core.formats.ladder import LADDERS
 from cpt_core.schedules.profiles import SUITE, savings_of
-from cpt_lab.analysis.estimates import PERCENT, TOP, Estimate, by_run, found, seeds_by_arms, standing
+from cpt_lab.analysis.estimates import TOP, Estimate, by_run, found, seeds_by_arms, standing
 from cpt_lab.analysis.pages import Section
-from cpt_lab.analysis.preregistered import Answer, corrected, summary, unbeaten
+from cpt_lab.analysis.preregistered import Answer, corrected, in_margins, intervals, summary, unbeaten
 from cpt_lab.analysis.statistics import spearman
-from cpt_lab.analysis.style import COLORS, TEXT, drawing, legend_below, name_points
 from cpt_lab.studies.case import OUTPUTS
 from cpt_lab.studies.h6.arms import CASES, LATE, ON, on_ladders
 
@@ -117,30 +114,18 @@ def by_arm(parts: Sequence[Cell]) -> pd.DataFrame:
     return pd.DataFrame(lines, columns=["cell", "arm", "savings", "relative cost", "quality", "gain on static [95 %]"])
 
 
-def figure(parts: Sequence[Cell]) -> Figure:
-    """Draw quality against cost, a panel for each cell: schedules, the late rise, and the line of static formats."""
-    with drawing(len(CASES), len(ON), figsize=(9, 2.8 * len(CASES))) as (drawn, axes):
-        for ax, c in zip(axes.flat, parts, strict=True):
-            _panel(ax, c)
-        legend_below(drawn, axes[0, 0])
-        for ax, c in zip(axes.flat, parts, strict=True):
-            names = [str(LADDERS[c.ladder][level]).partition(":")[0] for level in LADDERS[c.ladder].levels]
-            costs, mean = [c.cost[arm] for arm in c.static], c.quality.mean()[c.static]
-            name_points(ax, names, costs, mean, [TEXT["static"]] * len(names))
-    return drawn
-
-
-def _panel(ax: Axes, c: Cell) -> None:
-    mean, error = c.quality.mean(), 1.96 * c.quality.std() / math.sqrt(len(c.quality))
-    shown = {"static": (c.static, "s-", COLORS["static"])}
-    for group in ("large", "medium", "small"):
-        shown[f"{group} savings"] = [arm for arm in SUITE if savings_of(arm) == group], "o", COLORS[group]
-    shown[LATE] = [LATE], "D", "black"
-    for label, (arms, marker, color) in shown.items():
-        costs = [c.cost[arm] for arm in arms]
-        ax.errorbar(costs, mean[arms], yerr=error[arms], fmt=marker, color=color, capsize=2, label=label)
-    ax.set(xlabel="relative cost (BitOps)", ylabel="-100 ln perplexity" if c.unit == PERCENT else "accuracy (%)")
-    ax.set_title(c.name, fontsize=9, loc="left")
+def figure(runs: pd.DataFrame) -> Figure:
+    """Draw H6b and H6c: schedules against static number formats of their cost, in units of the margin."""
+    lines = []
+    for effects in (a.primary for a in answers(runs)[1:]):
+        names = [effect.what.replace(" minus static", "") for effect in effects]
+        lines += in_margins(effects, names, above="schedule is better")
+    unit = "gain on static formats of equal cost, in margins\n(grey: within one margin, 1 or 0.2 points, or 2 %)"
+    won = sum("schedule is better" in line[-1] for line in lines)
+    title = (
+        f"In other number formats, too, {f'{won} schedules were' if won else 'no schedule was'} better than static ones"
+    )
+    return intervals(lines, title, unit, band=1)
 
 
 def sections(runs: pd.DataFrame) -> Iterator[Section]:
@@ -153,6 +138,8 @@ def sections(runs: pd.DataFrame) -> Iterator[Section]:
         "number formats. Costs are bit operations of elements; those of static training in the highest format are 1. "
         "Small tasks, simulated arithmetic, eight seeds."
     )
-    alt = "quality against cost of schedules and static number formats, for three tasks and two ladders"
-    yield Section("Schedules on other number formats", (note,), figure(parts), alt, summary(_answers(parts)), "left")
+    alt = (
+        "what schedules, and a late rise, gain on static number formats of their cost, for three tasks and two ladders"
+    )
+    yield Section("Schedules on other number formats", (note,), figure(runs), alt, summary(_answers(parts)), "left")
     yield Section("Schedules on other number formats: every arm", table=by_arm(parts), style="left folded")
