@@ -1,7 +1,7 @@
 """Several processes train one model: ``torchrun --nproc-per-node 2 examples/processes.py``, on CPUs here.
 
-``quantize_`` comes before DDP, and the scheduler steps in every process. Inside ``agreed_ranges`` all round on ranges of
-the whole batch; each has rounding noise of its own. One of them evaluates, saves and counts.
+``quantize_`` comes before DDP, and the scheduler steps in every process. Inside ``agreed_ranges`` all round on ranges
+of the whole batch; each has rounding noise of its own. One of them evaluates, saves and counts.
 """
 
 import torch

@@ -256,6 +256,10 @@ CALLS = {
         cpt.PrecisionScheduler,
         {"model": converted(), "schedule": {"*": cyclic()}, "q_grad": 8, "optimizer": torch.optim.SGD([torch.ones(1)])},
     ),
+    "AdaptiveScheduler": lambda: (
+        cpt.choosing.AdaptiveScheduler,
+        {"model": converted(), "levels": (3, 8), "steps_per_epoch": 2, "q_grad": 8, "share": 0.1, "decay": 0.5},
+    ),
     "PrecisionScheduler.load_state_dict": lambda: (scheduler().load_state_dict, {"state": scheduler().state_dict()}),
     "precision": lambda: (cpt.precision, {"model": converted(), "bits": 4, "q_grad": 8}),
     "count_bitops": lambda: (
@@ -310,7 +314,7 @@ TAKEN = {
     "None": "progress Quantizer.on.level Graph.set_constant.features",
     "True": "triangular partial saturate bias allow_zero_in_degree running progress estimate",
     "-1": "seed",
-    "0": "d hold delay floor step seed hadamard mantissa",
+    "0": "d hold delay floor step seed hadamard mantissa share decay",
     "2.5": "rate power minutes margin",
     "1e300": "rate power minutes margin",
     "10**30": "rate power block every step layers minutes margin",
