@@ -2,6 +2,7 @@
 
 import ast
 import os
+import re
 import runpy
 import subprocess
 import sys
@@ -45,6 +46,33 @@ def test_a_schedule_drives_the_kernels_of_others():
     assert types == [torch.bfloat16] * 30 + [torch.float32] * 10
     assert accuracy > 0.5
     assert train(schedule, 16)[1] == [torch.float32] * 40
+
+
+def test_a_study_of_ones_own_goes_on_where_it_was_stopped(tmp_path):
+    text = (FOLDER / "own_study.py").read_text().replace("STEPS, Q_MAX, STORE = 400", "STEPS, Q_MAX, STORE = 40")
+    script, surroundings = tmp_path / "own_study.py", os.environ | {"PYTHONPATH": str(FOLDER.parent)}
+    script.write_text(text)
+
+    def study(seeds):
+        command = [sys.executable, str(script), str(seeds)]
+        done = subprocess.run(command, cwd=tmp_path, env=surroundings, capture_output=True, text=True, timeout=300)
+        assert done.returncode == 0, done.stderr
+        return done.stdout.splitlines()
+
+    said = study(2)
+    store = tmp_path / "own_study.jsonl"
+    kept = store.read_text().splitlines()
+    arms = len(said)
+    assert {line.split(" cost")[0].strip() for line in said} > {*cpt.SUITE, "static 8"}
+    assert len(kept) == 2 * arms
+    costs = [float(re.search(r"cost ([\d.]+)", line)[1]) for line in said]
+    assert costs == sorted(costs)
+    assert said[-1].startswith("static 8 cost 1.000: ")
+    assert said[-1].endswith("+0.00 +- 0.00 to static")
+    store.write_text("".join(f"{line}\n" for line in kept[:-3]))
+    assert study(2) == said
+    assert sorted(store.read_text().splitlines()) == sorted(kept)
+    assert (tmp_path / "own_study.png").stat().st_size > 10_000
 
 
 def test_two_processes_train_one_model(tmp_path):
