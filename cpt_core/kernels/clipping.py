@@ -15,7 +15,8 @@ from torch import Tensor
 from cpt_core.formats.format import Format
 from cpt_core.formats.quantizer import Quantizer
 from cpt_core.kernels import reference
-from cpt_core.kernels.elements import into, round_elements
+from cpt_core.kernels.elements import round_elements
+from cpt_core.kernels.reference import into
 
 FACTORS = tuple(k / 32 for k in range(32, 7, -1))
 MOVES = tuple(k / 32 for k in range(1, 17))  # of one end of an affine range, in widths

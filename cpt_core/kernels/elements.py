@@ -14,6 +14,7 @@ from torch import Tensor
 
 from cpt_core.formats.format import Format
 from cpt_core.kernels import reference
+from cpt_core.kernels.reference import into
 
 EXPONENT = 0x7F800000  # the bits of a float32's exponent
 # torch rounds to these itself, half to even; both have infinities
@@ -39,11 +40,6 @@ def round_elements(x: Tensor, scale: Tensor | None, format: Format, key: Tensor 
         noise = None if key is None else reference.hash_noise(key, start * row, part.numel()).view(part.shape)
         out[start:end] = _rounded(part, scale[start:end] if by_row and scale is not None else scale, format, noise)
     return out
-
-
-def into(own: Tensor) -> Tensor | None:
-    """A tensor that may be written over; a compiler's graph holds no such thing, and needs none."""
-    return None if torch.compiler.is_compiling() else own
 
 
 def _rounded(x: Tensor, scale: Tensor | None, format: Format, noise: Tensor | None) -> Tensor:

@@ -4,7 +4,7 @@ What kernels call granularity is a *grid* where a format is in force: the granul
 else granularity, "|" and the format's name, with clipping; see ``Quantizer.grid``.
 
 >>> x = torch.tensor([[0.1, 0.5, -6.0], [1.0, 2.0, 12.0]])
->>> quantize_to(x, "per_row|e2m1", torch.tensor(15.0), None)[0].tolist()
+>>> fake_quantize(x, torch.tensor(15.0), "per_row|e2m1", None)[0].tolist()
 [[0.0, 0.5, -6.0], [1.0, 2.0, 12.0]]
 """
 
@@ -31,8 +31,11 @@ def parts_of(grid: str) -> tuple[str, Quantizer | None]:
 _parts: dict[str, tuple[str, Quantizer | None]] = {}
 
 
-def quantize_to(x: Tensor, grid: str, levels: Tensor, key: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
-    """Round to a grid on the tensor's own range; return it with the range, which is the same for every format."""
+def fake_quantize(x: Tensor, levels: Tensor, grid: str, key: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+    """Round a tensor that is not empty on its own range; return it with the range, which every format shares.
+
+    Arguments as those of ``round_in_range``.
+    """
     low, width = reference.range_of(x, grid)
     return round_in_range(x, low, width, levels, grid, key, reference.clips(grid, key is not None)), low, width
 

@@ -31,13 +31,6 @@ def check_floating(x: Tensor) -> None:
         raise ValueError(f"only floating tensors can be quantised, got {x.dtype}; convert it with .float() first")
 
 
-def on_own_range(x: Tensor, levels: Tensor, grid: str, key: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
-    """Round to the paper's grid, or to that of a format; ``fake_quantize`` in plain torch."""
-    if "|" in grid:
-        return grids.quantize_to(x, grid, levels, key)
-    return reference.fake_quantize(x, levels, grid, key)
-
-
 SCHEMAS = {
     "range": "(Tensor x, str granularity) -> (Tensor, Tensor)",
     "round_to_grid": "(Tensor x, Tensor low, Tensor width, Tensor levels, Tensor? key, bool clip) -> Tensor",
@@ -53,7 +46,7 @@ SCHEMAS = {
 PLAIN = {
     "range": reference.range_of,
     "round_to_grid": reference.round_to_grid,
-    "fake_quantize": on_own_range,
+    "fake_quantize": grids.fake_quantize,
     "round_in_range": grids.round_in_range,
     "encode": reference.encode,
     "affine_": reference.affine,
@@ -196,31 +189,11 @@ def _teach_inductor() -> None:
         return
     from torch._inductor import decomposition
 
-    parts_of = {"range": reference.range_of, "round_to_grid": _round, "fake_quantize": _quantize}
-    parts_of["round_in_range"] = grids.round_in_range
     for ops in (getattr(torch.ops, family) for family in FAMILIES):
-        for name, parts in parts_of.items():
-            decomposition.decompositions[getattr(ops, name).default] = parts
+        for name in ("range", "round_to_grid", "fake_quantize", "round_in_range"):
+            decomposition.decompositions[getattr(ops, name).default] = PLAIN[name]
     decomposition.fast_random_decomps.cache_clear()
     _taught.append(True)
-
-
-def _round(x: Tensor, low: Tensor, width: Tensor, levels: Tensor, key: Tensor | None, clip: bool) -> Tensor:
-    """``reference.round_to_grid`` without a change in place: what a graph may hold."""
-    scale = (width / levels).clamp_min(reference.MIN_SCALE)
-    y = (x.float() - low) / scale
-    if key is not None:
-        y = y + reference.traced_noise(key, x.numel()).view(x.shape)
-    if clip:
-        y = torch.minimum(torch.maximum(y, torch.zeros_like(levels)), levels)
-    return (y.round() * scale + low).to(x.dtype)
-
-
-def _quantize(x: Tensor, levels: Tensor, granularity: str, key: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
-    if grids.parts_of(granularity)[1] is not None:
-        return grids.quantize_to(x, granularity, levels, key)
-    low, width = reference.range_of(x, granularity)
-    return _round(x, low, width, levels, key, reference.clips(granularity, key is not None)), low, width
 
 
 _taught: list[bool] = []

@@ -109,25 +109,31 @@ def round_to_grid(x: Tensor, low: Tensor, width: Tensor, levels: Tensor, key: Te
         clip: bring values outside the range to its ends.
     """
     scale = (width / levels).clamp_min(MIN_SCALE)  # s = max(range / n, 1e-8)
-    y = x.float() if x.dtype != torch.float32 else x
+    y = x.float()
     if in_parts(y) and y.is_contiguous():
         out = _round_in_parts(y, low, scale, levels, key, clip)
     else:
-        noise = None if key is None else hash_noise(key, 0, y.numel()).view(y.shape)
-        out = _round(y - low, low, scale, levels, noise, clip)
-    return out if x.dtype == torch.float32 else out.to(x.dtype)
+        out = _round(y - low, low, scale, levels, None if key is None else noise_of(key, y), clip)
+    return out.to(x.dtype)
+
+
+def into(own: Tensor) -> Tensor | None:
+    """A tensor that may be written over; a compiler's graph holds no such thing, and needs none."""
+    return None if torch.compiler.is_compiling() else own
 
 
 def _round(y: Tensor, low: Tensor, scale: Tensor, levels: Tensor, noise: Tensor | None, clip: bool) -> Tensor:
     """Finish ``y`` = x - low, in place."""
-    y = y.div_(scale)
+    y = torch.div(y, scale, out=into(y))
     if noise is not None:
-        y = y.add_(noise)
+        y = torch.add(y, noise, out=into(y))
     if clip and y.is_cpu and not torch.compiler.is_compiling() and type(levels) is Tensor:
         y = y.clamp_(0.0, float(levels))  # scalar bounds are much faster than tensor bounds on the CPU
     elif clip:
-        y = y.clamp_(torch.zeros_like(levels), levels)
-    return y.round_().mul_(scale).add_(low)
+        y = torch.clamp(y, torch.zeros_like(levels), levels, out=into(y))
+    y = torch.round(y, out=into(y))
+    y = torch.mul(y, scale, out=into(y))
+    return torch.add(y, low, out=into(y))
 
 
 def _round_in_parts(x: Tensor, low: Tensor, scale: Tensor, levels: Tensor, key: Tensor | None, clip: bool) -> Tensor:
@@ -170,19 +176,6 @@ def empty_codes(x: Tensor, channels_last: bool) -> Tensor:
     if not channels_last:
         return torch.empty_like(x, dtype=torch.int8)
     return x.new_empty([x.shape[d] for d in (0, 2, 3, 1)], dtype=torch.int8).permute(0, 3, 1, 2)
-
-
-def fake_quantize(x: Tensor, levels: Tensor, granularity: str, key: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
-    """Round a tensor that is not empty on its own range; return it with the range.
-
-    Args:
-        x: any shape and floating dtype.
-        levels: n = 2**q - 1, 0-d float32.
-        granularity: a key of ``GRANULARITIES``.
-        key: of stochastic rounding, 0-d int64; None for rounding half to even.
-    """
-    low, width = range_of(x, granularity)
-    return round_to_grid(x, low, width, levels, key, clips(granularity, key is not None)), low, width
 
 
 def clips(granularity: str, stochastic: bool) -> bool:

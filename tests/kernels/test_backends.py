@@ -5,7 +5,7 @@ import torch
 from helpers import EDGES, INF, NAN, identical, normal
 
 from cpt_core.kernels import backend as backend_module
-from cpt_core.kernels import operators, reference
+from cpt_core.kernels import grids, operators, reference
 from cpt_core.kernels.reference import GRANULARITIES
 
 LAYOUTS = {
@@ -112,7 +112,7 @@ def test_parts_change_no_bit(monkeypatch, granularity, key):
         found = []
         for block in (10**9, 64):  # in one piece first
             monkeypatch.setattr(reference, "BLOCK", block)
-            found.append(reference.fake_quantize(normal(*shape), torch.tensor(7.0), granularity, key))
+            found.append(grids.fake_quantize(normal(*shape), torch.tensor(7.0), granularity, key))
         assert identical(*found), shape
 
 
@@ -121,7 +121,7 @@ def test_parts_are_really_used(monkeypatch):
     monkeypatch.setattr(reference, "_round_in_parts", lambda x, *rest: calls.append(x.numel()) or x.clone())
     x, levels = torch.rand(2 * reference.BLOCK + 1), torch.tensor(7.0)
     for y in (x, x[:-1], x[::2].repeat(3)[::2]):
-        reference.fake_quantize(y, levels, "per_tensor", None)
+        grids.fake_quantize(y, levels, "per_tensor", None)
     assert calls == [len(x)]
 
 

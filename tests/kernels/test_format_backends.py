@@ -27,7 +27,7 @@ def fits(layout, grid):
 def test_all_backends_round_alike(cpp_kernels, layout, grid):
     x = LAYOUTS[layout]
     for key in (None, torch.tensor(7)):
-        expected = grids.quantize_to(x, grid, N, key)
+        expected = grids.fake_quantize(x, N, grid, key)
         assert expected[0].dtype == x.dtype
         assert expected[0].shape == x.shape
         for ops in (torch.ops.cpt, torch.ops.cpt_reference):
@@ -37,7 +37,7 @@ def test_all_backends_round_alike(cpp_kernels, layout, grid):
             again = ops.round_in_range(x, *found[1:], N, grid, key, False)
             assert identical([again], [expected[0]])
     if x.dtype != torch.float32:
-        assert identical([expected[0]], [grids.quantize_to(x.float(), grid, N, key)[0].to(x.dtype)])
+        assert identical([expected[0]], [grids.fake_quantize(x.float(), N, grid, key)[0].to(x.dtype)])
 
 
 def test_a_grid_without_a_format_is_the_one_of_levels():
@@ -45,9 +45,10 @@ def test_a_grid_without_a_format_is_the_one_of_levels():
     assert Quantizer("per_row", format=Format.affine(4)).grid == "per_row"
     assert grids.parts_of("per_row") == ("per_row", None)
     assert Quantizer("per_row").on(Quantizer("per_tensor", format=Format.affine(4))).grid == "per_tensor"
-    expected = reference.fake_quantize(x, N, "per_row", None)
+    low, width = reference.range_of(x, "per_row")
+    expected = reference.round_to_grid(x, low, width, N, None, False), low, width
     assert identical(torch.ops.cpt.fake_quantize(x, N, "per_row", None), expected)
-    assert identical(grids.quantize_to(x, "per_row", N, None), expected)
+    assert identical(grids.fake_quantize(x, N, "per_row", None), expected)
     stored = operators.round_in_range(x, *expected[1:], N, "per_row", clip=True)
     assert identical([stored], [operators.round_to_grid(x, *expected[1:], N, clip=True)])
     named = torch.ops.cpt.fake_quantize(x, torch.tensor(1.0), "per_row|affine4", None)
@@ -61,7 +62,7 @@ def test_large_tensors_are_those_of_their_parts(name):
     for granularity in ("per_row", "per_tensor"):
         for key in (None, torch.tensor(4)):
             grid = f"{granularity}|{name}"
-            found, low, width = grids.quantize_to(x, grid, N, key)
+            found, low, width = grids.fake_quantize(x, N, grid, key)
             some = slice(600, 603)
             if granularity == "per_row":
                 low, width = low[some], width[some]
@@ -98,7 +99,7 @@ def test_gradients_are_rounded_to_formats(cpp_kernels, rounding):
     """By the node in C++, which knows no formats itself."""
     y, g = normal(6, 8).requires_grad_(), normal(6, 8)
     key = torch.tensor(5) if rounding == "stochastic" else None
-    expected = grids.quantize_to(g, "per_row|e5m2", N, key)[0]
+    expected = grids.fake_quantize(g, N, "per_row|e5m2", key)[0]
     torch.ops.cpt.quantize_gradient(y * 1, N, key, "per_row|e5m2").backward(g.clone())
     assert torch.equal(y.grad, expected)
     assert key is None or int(key) == 6
@@ -132,7 +133,7 @@ def test_graph_operators_take_grids(cpp_kernels):
     import cpt_core.kernels.graph  # noqa: F401 - brings them
 
     x, scale, bias = normal(9, 32), torch.rand(9, 1) + 0.5, normal(32)
-    expected = grids.quantize_to(x * scale, "per_row|e4m3", N, None)[0] + bias
+    expected = grids.fake_quantize(x * scale, N, "per_row|e4m3", None)[0] + bias
     for ops in (torch.ops.cpt, torch.ops.cpt_reference):
         assert torch.equal(ops.scale_round_add(x, scale, bias, N, "per_row|e4m3"), expected)
 
@@ -165,7 +166,7 @@ def test_the_recurrence_takes_grids(cpp_kernels, grid, stored):
     hidden = torch.cat([normal(3, 32), found[0]])[: len(operands)]  # what every step took in
     for step, operand in zip(hidden.split(3), operands.split(3), strict=True):
         if stored is None:
-            rounded = grids.quantize_to(step, grid, N, None)[0]
+            rounded = grids.fake_quantize(step, N, grid, None)[0]
         else:
             rounded = grids.round_in_range(step, *stored, N, grid, None, True)
         assert torch.equal(operand, rounded)
@@ -174,5 +175,5 @@ def test_the_recurrence_takes_grids(cpp_kernels, grid, stored):
     later = lstm(torch.ops.cpt, grid, (torch.tensor(-9.0), torch.tensor(18.0)), filled=torch.tensor(0.0))[0]
     assert torch.equal(later[5], lstm(torch.ops.cpt, grid, None)[0][5])  # not filled: own ranges
     last = back[1][-3:]
-    assert torch.equal(last, grids.quantize_to(back[0][-3:], "per_row|e5m2", N, key)[0])
+    assert torch.equal(last, grids.fake_quantize(back[0][-3:], N, "per_row|e5m2", key)[0])
     assert gates.shape == (12, 128)

@@ -10,7 +10,7 @@ import torch
 from helpers import EDGES, INF, NAN, WITH_CUDA, identical, normal
 from quantization.test_quantizer_properties import splitmix_and_finaliser
 
-from cpt_core.kernels import operators, reference
+from cpt_core.kernels import grids, operators, reference
 from cpt_core.kernels.backend import backend
 from cpt_core.kernels.reference import GRANULARITIES
 from cpt_core.kernels.triton import tiles
@@ -101,7 +101,7 @@ def cut(monkeypatch):
 
 def check(kernels, x, granularity, bits, key):
     found, expected = (
-        f(x, torch.tensor(2.0**bits - 1), granularity, key) for f in (kernels.fake_quantize, reference.fake_quantize)
+        f(x, torch.tensor(2.0**bits - 1), granularity, key) for f in (kernels.fake_quantize, grids.fake_quantize)
     )
     assert identical(found, expected)
     assert found[0].stride() == expected[0].stride()  # what is computed with it takes the same path

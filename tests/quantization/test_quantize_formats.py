@@ -6,7 +6,7 @@ from helpers import INF, NAN, normal
 
 from cpt_core.formats.format import FORMATS, Format
 from cpt_core.formats.quantizer import Quantizer
-from cpt_core.kernels import grids, reference
+from cpt_core.kernels import grids
 from cpt_core.kernels.elements import round_elements
 from cpt_core.kernels.rotation import rotate
 from cpt_core.quantization.fake_quantize import quantize
@@ -17,13 +17,13 @@ N = torch.tensor(15.0)
 
 def test_quantize_takes_bits_as_before():
     x = normal(5, 6)
-    expected = reference.fake_quantize(x, N, "per_tensor", None)[0]
+    expected = grids.fake_quantize(x, N, "per_tensor", None)[0]
     for found in (quantize(x, 4), quantize(x, bits=4, quantizer="conv_input"), quantize(x, 4, "conv_input")):
         assert torch.equal(found, expected)
     assert torch.equal(quantize(x, format="affine4"), expected)
     assert quantize(x, 24) is x
     assert quantize(x, format="float32") is x
-    assert torch.equal(quantize(x, 4, "linear_weight"), reference.fake_quantize(x, N, "per_row", None)[0])
+    assert torch.equal(quantize(x, 4, "linear_weight"), grids.fake_quantize(x, N, "per_row", None)[0])
     assert torch.equal(quantize(x, format="affine4", quantizer="linear_weight"), quantize(x, 4, "linear_weight"))
     assert torch.equal(quantize(x, format="affine12"), quantize(x, 12))
 
@@ -36,7 +36,7 @@ def test_quantize_rounds_to_every_format(name):
         expected = round_elements(x, None, format)  # no scale
         assert format.bits > 8 or set(y.flatten().tolist()) <= set(format.values().tolist())
     else:
-        expected = grids.quantize_to(x, f"per_tensor|{name}", torch.tensor(2.0**format.bits - 1), None)[0]
+        expected = grids.fake_quantize(x, torch.tensor(2.0**format.bits - 1), f"per_tensor|{name}", None)[0]
         if format.plain_affine:
             expected = quantize(x, format.bits)
     assert torch.equal(y, expected)
@@ -49,7 +49,7 @@ def test_quantize_rounds_to_every_format(name):
     own = quantize(x, format=Quantizer("per_row", format=format))
     assert torch.equal(own, quantize(x, format=f"{name}:granularity=per_row"))
     if not format.plain_affine:
-        assert torch.equal(own, grids.quantize_to(x, f"per_row|{name}", N, None)[0])
+        assert torch.equal(own, grids.fake_quantize(x, N, f"per_row|{name}", None)[0])
 
 
 @pytest.mark.parametrize("how", [{"bits": 4}, {"format": "e4m3"}])

@@ -13,7 +13,7 @@ from sklearn.datasets import load_digits
 
 import cpt_core as cpt
 from cpt_core.choosing.allocation import static_of_cost
-from cpt_core.kernels import reference
+from cpt_core.kernels import grids, reference
 from cpt_core.schedules.cost import step_cost
 from cpt_core.schedules.schedule import ShortCycleWarning
 from cpt_lab.analysis.statistics import interval
@@ -176,7 +176,7 @@ def test_rounding_is_that_of_the_library(engine, bits):
         rows = run(engine, f"Array.from(rounded({shape}, {len(x)}))")
         assert rows == cpt.quantize(x, bits, "linear_weight").flatten().tolist()
         noisy = run(engine, f"Array.from(rounded({shape}, 1, 99n))")
-        assert noisy == reference.fake_quantize(x, levels, "per_tensor", key)[0].flatten().tolist()
+        assert noisy == grids.fake_quantize(x, levels, "per_tensor", key)[0].flatten().tolist()
 
 
 @pytest.mark.parametrize(("bits", "q_grad"), [(8, 8), (3, 8), (5, 4)])

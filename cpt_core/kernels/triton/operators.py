@@ -298,10 +298,10 @@ def _on_given_grid(
 
 
 def fake_quantize(x: Tensor, levels: Tensor, granularity: str, key: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
-    """Round a tensor that is not empty on its own range, as ``reference.fake_quantize``."""
+    """Round a tensor that is not empty on its own range, as ``grids.fake_quantize``."""
     noisy, clip = key is not None, reference.clips(granularity, key is not None)
     if grids.parts_of(granularity)[1] is not None:
-        return grids.quantize_to(x, granularity, levels, key)
+        return grids.fake_quantize(x, levels, granularity, key)
     if granularity not in KEPT:
         low, width = reference.range_of(x, granularity)
         return round_to_grid(x, low, width, levels, key, clip), low, width
