@@ -11,12 +11,12 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import torch
 from torch import Tensor, nn
 
+import cpt_core.kernels.graph  # noqa: F401 - brings operators
 from cpt_core.formats.quantizer import Quantizer
 from cpt_core.graphs import layers
 from cpt_core.graphs.graph import Graph, as_graph
 from cpt_core.graphs.layers import Features, GraphConv, Keep, SAGEConv, Tail, graph_convolution, sage_convolution
 from cpt_core.kernels import operators, products, traced
-from cpt_core.kernels.graph import round_scale_round, scale_round, scale_round_add
 from cpt_core.quantization.layers import PASSES, QuantizedLayer, in_float32, on_codes
 from cpt_core.quantization.precision import HALF, LayerPrecision
 from cpt_core.schedules.schedule import Levels
@@ -45,11 +45,11 @@ class _ScaledAndBiased(torch.autograd.Function):
         key: Tensor | None,
     ) -> Tensor:
         ctx.scale, ctx.levels, ctx.key = scale, grad_levels, key
-        return scale_round_add(h, scale, bias, levels, granularity)
+        return operators.active.scale_round_add(h, scale, bias, levels, granularity)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        of_product, of_bias = round_scale_round(gradient, ctx.scale, ctx.levels, ctx.key)
+        of_product, of_bias = operators.active.round_scale_round(gradient, ctx.scale, ctx.levels, ctx.key)
         if ctx.key is not None:
             ctx.key.add_(2)
         return of_product, None, of_bias, None, None, None, None
@@ -72,7 +72,7 @@ class GraphPrecision(LayerPrecision, layers.Precision):
         """Return the operand made of ``x * scale``, in one pass over them."""
         if scale is None or not self._in_one_pass(role, x):
             return super().scaled_operand(role, x, scale)
-        return scale_round(x, scale, self.levels, self.quantizers[role].grid)
+        return operators.active.scale_round(x, scale, self.levels, self.quantizers[role].grid)
 
     def scaled_and_biased(self, h: Tensor, output: bool, scale: Tensor | None, bias: Tensor | None) -> Tensor:
         """Return ``h * scale + bias``, likewise."""
@@ -81,14 +81,14 @@ class GraphPrecision(LayerPrecision, layers.Precision):
             return super().scaled_and_biased(h, output, scale, bias)
         terms = h, scale, self.operand("bias", bias), self.levels, self.quantizers["input"].grid
         if not (output and self.now.gradient and h.requires_grad):
-            return self.gradient("grad", scale_round_add(*terms))
+            return self.gradient("grad", operators.active.scale_round_add(*terms))
         key = self.noise_key if q.rounding == "stochastic" else None
         return _ScaledAndBiased.apply(*terms, self.grad_levels, key)
 
     def rounded_and_biased(self, h: Tensor, scale: Tensor | None, bias: Tensor) -> Tensor:
         """Return the operand made of ``h * scale``, plus a bias that is rounded already; without gradients."""
         if self._in_one_pass("input", h):
-            return scale_round_add(h, scale, bias, self.levels, self.quantizers["input"].grid)
+            return operators.active.scale_round_add(h, scale, bias, self.levels, self.quantizers["input"].grid)
         return self.operand("input", h if scale is None else h * scale) + bias
 
     def product(

@@ -56,7 +56,7 @@ def call(ops, name, x, *given):
 
 def cases(x):
     scale, bias = normal(len(x), 1).abs().to(x), normal(x.shape[1]).to(x)
-    for name in graph.SCHEMAS:
+    for name in graph.OPERATORS:
         for s in (scale, *[None] * (name != "scale_round")):
             for levels in map(torch.tensor, (1.0, 15.0, 65535.0)):
                 if name == "round_scale_round":
@@ -82,7 +82,7 @@ def test_threads_change_no_bit(threaded, threads):
 
 
 @pytest.mark.parametrize(
-    ("name", "scaled"), [(name, s) for name in graph.SCHEMAS for s in (True, False) if s or name != "scale_round"]
+    ("name", "scaled"), [(name, s) for name in graph.OPERATORS for s in (True, False) if s or name != "scale_round"]
 )
 def test_gradients_pass_the_roundings_unchanged(name, scaled):
     x, bias = normal(6, 5).requires_grad_(), normal(5).requires_grad_()
