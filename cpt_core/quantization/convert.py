@@ -235,13 +235,13 @@ def _leave_out(model: nn.Module) -> None:
     outer = [name for name, m in model.named_modules() if catches(m)]
     if not outer:
         return
-    from cpt_core.quantization.operations import float_class
+    from cpt_core.quantization.operations import InFloat32, made
 
     for name, module in list(model.named_modules()):
         inside = any(name.startswith(f"{o}.") or (o == "" and name) for o in outer)
         if inside and not isinstance(module, QuantizedLayer):
             if isinstance(module, ParametrizationList) or form_of(module) is not None:
-                module.__class__ = float_class(type(module))
+                module.__class__ = made(InFloat32, type(module))
 
 
 def layer_precisions(model: nn.Module) -> dict[str, LayerPrecision]:

@@ -52,9 +52,9 @@ def form_of(module: nn.Module) -> type[QuantizedLayer] | None:
         return own
     if isinstance(module, LazyModuleMixin) or not names_a_product(module):
         return None
-    from cpt_core.quantization.operations import quantized_class
+    from cpt_core.quantization.operations import QuantOperations, made
 
-    return quantized_class(type(module))
+    return made(QuantOperations, type(module))
 
 
 def module_kind(module: nn.Module) -> type[nn.Module]:

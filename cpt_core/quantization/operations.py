@@ -32,10 +32,9 @@ Differs: the paper and its code quantise the layers of their own models; nothing
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from functools import partial, wraps
+from functools import cache, partial, wraps
 from types import FunctionType
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -369,17 +368,9 @@ def _chained(c: Products, function: Any, *matrices: Any) -> Tensor:
     return first
 
 
-def _cell(kind: str) -> Rule:
-    def rule(c: Products, function: Any, x: Tensor, state: Any, *weights: Tensor | None) -> Any:
-        run = partial(recurrences.cell, kind, c.linear)
-        return in_float32(c.precision, x, run, x, tuple(state) if kind == "lstm" else state, *weights)
-
-    return rule
-
-
-def _recurrence(kind: str) -> Rule:
+def _recurrence(form: Rule, kind: str) -> Rule:
     def rule(c: Products, function: Any, x: Tensor, *given: Any) -> Any:
-        run = partial(recurrences.unrolled, kind, c.linear)
+        run = partial(form, kind, c.linear)
         return in_float32(c.precision, x, run, x, *(tuple(g) if isinstance(g, list) else g for g in given))
 
     return rule
@@ -397,7 +388,7 @@ TRANSPOSED = dict.fromkeys(_named("conv_transpose1d", "conv_transpose2d", "conv_
 
 def _table() -> dict[str, tuple[Rule, str]]:
     """Return the name of a product -> its rule, and the names of its operands in their order."""
-    like_linear = "input weight bias"
+    like_linear, cell = "input weight bias", "input hx w_ih w_hh b_ih b_hh"
     return {
         "linear": (_linear, like_linear),
         **{f"conv{way}{n}d": (_conv, like_linear) for way in ("", "_transpose") for n in (1, 2, 3)},
@@ -416,8 +407,8 @@ def _table() -> dict[str, tuple[Rule, str]]:
         "einsum": (_einsum, "equation"),
         "tensordot": (_tensordot, "a b"),
         **dict.fromkeys(("chain_matmul", "multi_dot"), (_chained, "tensors")),
-        **{kind: (_recurrence(kind), "input hx") for kind in recurrences.STEPS},
-        **{f"{kind}_cell": (_cell(kind), "input hx w_ih w_hh b_ih b_hh") for kind in recurrences.STEPS},
+        **{kind: (_recurrence(recurrences.unrolled, kind), "input hx") for kind in recurrences.STEPS},
+        **{f"{kind}_cell": (_recurrence(recurrences.cell, kind), cell) for kind in recurrences.STEPS},
     }
 
 
@@ -534,10 +525,6 @@ class QuantOperations(QuantizedLayer):
         found = {k: [why for role, why in of.items() if role in by_row] for k, of in reasons.items()}
         return {k: ", ".join(dict.fromkeys(why)) for k, why in found.items() if why}
 
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        """Let the class be made again, where a copy or a stored model comes to."""
-        return _empty, (self.FLOAT,), self.__getstate__()
-
 
 class InFloat32(Changed):
     """A module that was left out, inside one whose products are caught."""
@@ -548,42 +535,29 @@ class InFloat32(Changed):
         with unseen():
             return forward(module, *args, **kwargs)
 
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        """As that of ``QuantOperations``."""
-        return _empty, (self.FLOAT, "InFloat32"), self.__getstate__()
-
 
 def _keeps_ranges(kind: type[nn.Module]) -> bool:
     """Whether a class is one of torch's layers with one product, whose inputs have a running range."""
     return issubclass(kind, (nn.Linear, _ConvNd))
 
 
-def quantized_class(kind: type[nn.Module]) -> type[QuantOperations]:
-    """Return the class of converted modules of a class."""
-    return _made(QuantOperations, f"Quant{kind.__name__}", kind)
+def _made(base: type[QuantOperations] | type[InFloat32], kind: type[nn.Module]) -> type[Any]:
+    """Return the class of modules that had the class ``kind``: they run its forward inside the ``run`` of a base."""
+    run = base.run if TRACED else torch.compiler.disable(base.run)
+
+    @wraps(kind.forward)  # with its signature, which others read
+    def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        return run(kind.forward, self, *args, **kwargs)
+
+    def again(self: Any, protocol: Any) -> Any:  # the class is made where a copy or a stored model comes to
+        return _empty, (base, kind), self.__getstate__()
+
+    about = {"FLOAT": kind, "forward": forward, "__module__": __name__, "__doc__": kind.__doc__, "__reduce_ex__": again}
+    return type(f"Quant{kind.__name__}" if base is QuantOperations else kind.__name__, (base, kind), about)
 
 
-def float_class(kind: type[nn.Module]) -> type[InFloat32]:
-    """Return the class of modules of a class that stay in float32 inside others."""
-    return _made(InFloat32, kind.__name__, kind)
+def _empty(*of: Any) -> Any:
+    return made(*of).__new__(made(*of))
 
 
-def _made(mixin: type[Any], name: str, kind: type[nn.Module]) -> type[Any]:
-    if kind not in (made := _classes.setdefault(mixin, weakref.WeakKeyDictionary())):
-        run = mixin.run if TRACED else torch.compiler.disable(mixin.run)
-
-        @wraps(kind.forward)  # with its signature, which others read
-        def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-            return run(kind.forward, self, *args, **kwargs)
-
-        about = {"FLOAT": kind, "forward": forward, "__module__": __name__, "__doc__": kind.__doc__}
-        made[kind] = type(name, (mixin, kind), about)
-    return made[kind]
-
-
-def _empty(kind: type[nn.Module], of: str = "QuantOperations") -> Any:
-    made: Any = quantized_class(kind) if of == "QuantOperations" else float_class(kind)
-    return made.__new__(made)
-
-
-_classes: dict[type[Any], Any] = {}
+made: Any = cache(_made)
