@@ -70,14 +70,8 @@ def rows_of_part(x: Tensor) -> int:
 
 
 def _min_and_width(x: Tensor, dims: tuple[int, ...]) -> Range:
-    if 0 not in dims and x.dim() > 1 and in_parts(x):
-        parts = x.split(rows_of_part(x))  # each is read from memory once
-        pairs = [(p.amin(dims, True), p.amax(dims, True)) for p in parts]
-        low, high = (torch.cat(values) for values in zip(*pairs, strict=True))
-    else:
-        low, high = x.amin(dims, keepdim=True), x.amax(dims, keepdim=True)
-    low = low.float()
-    return low, high.float() - low
+    low = x.amin(dims, keepdim=True).float()
+    return low, x.amax(dims, keepdim=True).float() - low
 
 
 GRANULARITIES: dict[str, Callable[[Tensor], Range]] = {
