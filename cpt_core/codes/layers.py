@@ -11,7 +11,7 @@ Shapes: N batch, C and O channels in and out, H and W height and width (of the o
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import wraps
+from functools import partial, wraps
 from typing import Any
 
 import torch
@@ -23,7 +23,6 @@ from cpt_core.codes.convolution import Geometry
 from cpt_core.codes.integer import has_integer_form, matmul, sum_values
 from cpt_core.codes.operands import encoded, encoded_gradient
 from cpt_core.kernels.quantized_tensor import QuantizedTensor
-from cpt_core.quantization.fake_quantize import round_gradient
 from cpt_core.quantization.precision import LayerPrecision
 
 Operand = Tensor | QuantizedTensor
@@ -210,18 +209,11 @@ class GradientRounding:
             return gradient
         p = self.precision
         if not self.encodes:
-            found = [self._rounded(g) for g in self._split(gradient)]
+            rounded = partial(p.rounded_gradient, p.grad_levels)
+            found = [p.along_sum("grad", g, rounded) for g in self._split(gradient)]
             return torch.cat(found[::-1]) if self.parts else found[0]
         codes = [encoded_gradient(p, "grad", g, self.channels_last) for g in self._split(gradient)][::-1]
         return in_rows(codes) if self.parts else codes[0]
-
-    def _rounded(self, gradient: Tensor) -> Tensor:
-        p = self.precision
-        quantizer, dim = p.quantizers["grad"], p.sums.get("grad", -1)
-        turned = gradient.transpose(dim, -1) if quantizer.along_sum else gradient
-        p.observe("grad", turned)
-        turned = round_gradient(turned, p.grad_levels, quantizer, p.noise_key)
-        return turned.transpose(dim, -1) if quantizer.along_sum else turned
 
     def _split(self, gradient: Tensor) -> Sequence[Tensor]:
         return gradient.split(self.parts)[::-1] if self.parts else (gradient,)

@@ -239,9 +239,9 @@ class LayerPrecision(RunningState):
             return x
         check_floating(x)
         self.follow(x)
-        return self._along_sum(role, x, self._rounded, along)
+        return self.along_sum(role, x, self._rounded, along)
 
-    def _along_sum(
+    def along_sum(
         self, role: str, x: Tensor, rounded: Callable[[str, Tensor], Tensor], along: int | None = None
     ) -> Tensor:
         """Return ``rounded(role, x)``, where blocks lie along the product's sum with that dimension put last."""
@@ -282,7 +282,7 @@ class LayerPrecision(RunningState):
         """Return the layer's output; the gradient that comes back through it is quantised."""
         if not self.now.gradient or not y.requires_grad:
             return y
-        return self._along_sum(role, y, self._with_rounded_gradient)
+        return self.along_sum(role, y, self._with_rounded_gradient)
 
     def _with_rounded_gradient(self, role: str, y: Tensor) -> Tensor:
         key = self.gradient_noise(role, 1)[2]
@@ -293,19 +293,18 @@ class LayerPrecision(RunningState):
 
     def rounded_gradients(self, gradient: Tensor, role: str = "grad") -> tuple[Tensor, Tensor]:
         """Return an output's gradient as the error product takes it, and as the weight gradient does."""
-        along = self.sums.get(role, -1)
-
-        def rounded(levels: Tensor, role: str, gradient: Tensor) -> Tensor:
-            self.observe(role, gradient)
-            return round_gradient(gradient, levels, self.quantizers[role], self.noise_key)
-
         error = weight = gradient
         if self.now.asked.error is not None:
-            error = self._along_sum(role, gradient, partial(rounded, self.grad_levels), along)
+            error = self.along_sum(role, gradient, partial(self.rounded_gradient, self.grad_levels))
         if self.now.asked.weight_gradient is not None:
-            of_weight = partial(rounded, self.weight_grad_levels)
-            weight = self._along_sum(weight_role(role), gradient, of_weight, along)
+            of_weight, along = partial(self.rounded_gradient, self.weight_grad_levels), self.sums.get(role, -1)
+            weight = self.along_sum(weight_role(role), gradient, of_weight, along)
         return error, weight
+
+    def rounded_gradient(self, levels: Tensor, role: str, gradient: Tensor) -> Tensor:
+        """Return a gradient on the grid of its role, where it has come."""
+        self.observe(role, gradient)
+        return round_gradient(gradient, levels, self.quantizers[role], self.noise_key)
 
     @property
     def observed(self) -> bool:
