@@ -100,13 +100,13 @@ class QuantLSTM(QuantizedLayer, nn.LSTM):
         for tensor in (x, *(hx or ())):
             check_floating(tensor)  # the result would be cut to its dtype
         dtype = torch.promote_types(x.dtype, torch.float32)
-        alone = packed is None and x.dim() == 2  # one sequence without a batch
-        if packed is None:
-            if x.dim() not in (2, 3):
-                raise ValueError(f"the input of an LSTM has 2 or 3 dimensions, got {tuple(x.shape)}")
-            x = x.unsqueeze(0 if self.batch_first else 1) if alone else x
-        if hx is not None and alone:
-            hx = (hx[0].unsqueeze(1), hx[1].unsqueeze(1))
+        if packed is None and x.dim() not in (2, 3):
+            raise ValueError(f"the input of an LSTM has 2 or 3 dimensions, got {tuple(x.shape)}")
+        if packed is None and x.dim() == 2:  # one sequence without a batch
+            at = 0 if self.batch_first else 1
+            given = None if hx is None else (hx[0].unsqueeze(1), hx[1].unsqueeze(1))
+            y, (h, c) = QuantLSTM.forward(self, x.unsqueeze(at), given)
+            return y.squeeze(at), (h.squeeze(1), c.squeeze(1))  # type: ignore[union-attr]
         if packed is not None:
             sizes = tuple(packed.batch_sizes.tolist())
             steps, batch = len(sizes), max(sizes, default=0)
@@ -132,10 +132,7 @@ class QuantLSTM(QuantizedLayer, nn.LSTM):
             packed = PackedSequence(y, packed.batch_sizes, packed.sorted_indices, packed.unsorted_indices)
             return packed, self.permute_hidden(state, packed.unsorted_indices)
         y = y.unflatten(0, (steps, batch))
-        y = y.transpose(0, 1) if self.batch_first else y
-        if alone:
-            return y.squeeze(0 if self.batch_first else 1), (state[0].squeeze(1), state[1].squeeze(1))
-        return y, state
+        return (y.transpose(0, 1) if self.batch_first else y), state
 
     @property
     def _directions(self) -> int:
