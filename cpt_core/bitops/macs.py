@@ -37,16 +37,8 @@ def layer_norm_macs(module: nn.Module, inputs: tuple[Any, ...], y: Tensor) -> in
 
 
 def recurrent_macs(module: Any, inputs: tuple[Any, ...], y: Tensor) -> int:
-    """MACs of the first input product of an LSTM, GRU or RNN; those behind it are ``recurrent_inner_macs``."""
-    return rows_of(y) * units_of(module) // module.num_layers * GATES_OF[module.mode] * module.input_size
-
-
-def recurrent_inner_macs(module: Any, inputs: tuple[Any, ...], y: Tensor) -> int:
-    """MACs of the products with hidden states, of the input products of higher layers, and of an LSTM's projections."""
-    above = units_of(module) // module.num_layers * (module.num_layers - 1) * y.shape[-1]  # y: what the layers hand on
-    state = module.proj_size or module.hidden_size
-    gates = GATES_OF[module.mode] * (units_of(module) * state + above)
-    return rows_of(y) * (gates + units_of(module) * module.proj_size)
+    """MACs of the first input product of an LSTM, GRU or RNN: every row meets every weight."""
+    return rows_of(y) * recurrent_elements(module, y, y)[0][1]
 
 
 def lstm_gate_operations(module: Any, inputs: tuple[Any, ...], y: Tensor) -> int:
@@ -138,18 +130,22 @@ def graph_elements(module: Any, macs: int, weights: int) -> Elements:
     return rows * features, weights, rows * outputs
 
 
-def recurrent_elements(module: Any, x: Tensor, y: Tensor, weights: int) -> tuple[Elements, Elements]:
-    """Elements of the first input product of an LSTM, GRU or RNN, and of those behind it together."""
+def recurrent_elements(module: Any, x: Tensor, y: Tensor) -> tuple[Elements, Elements]:
+    """Elements of the first input product of an LSTM, GRU or RNN, and of those behind it together.
+
+    These are the products with hidden states, the input products of higher layers, and an LSTM's projections.
+    """
     units = units_of(module) // module.num_layers  # of a layer, over its directions
     rows, gates, above = rows_of(y), GATES_OF[module.mode], module.num_layers - 1
     first = gates * units * module.input_size
     state = module.proj_size or module.hidden_size
-    read = units_of(module) // module.hidden_size * state + above * y.shape[-1]
+    inner = gates * (units_of(module) * state + units * above * y.shape[-1]) + units_of(module) * module.proj_size
+    read = units_of(module) // module.hidden_size * state + above * y.shape[-1]  # y: what the layers hand on
     written = gates * units * (module.num_layers + above)
     if module.proj_size:
         read += units_of(module)
         written += module.num_layers * y.shape[-1]
-    return (x.numel(), first, rows * gates * units), (rows * read, weights - first, rows * written)
+    return (x.numel(), first, rows * gates * units), (rows * read, inner, rows * written)
 
 
 def gate_elements(module: Any, y: Tensor) -> Elements:

@@ -272,7 +272,7 @@ def _calls_of(
         elements=(features.numel(), stored, output.numel()),
     )
     if isinstance(module, (nn.LSTM, *PLAIN)):
-        first_elements, inner_elements = counted.recurrent_elements(module, features, output, stored)
+        first_elements, inner_elements = counted.recurrent_elements(module, features, output)
         call = replace(call, elements=first_elements)
     if isinstance(module, PLAIN):
         call = replace(call, layer=f"{name} ({PRODUCTS})".lstrip(), kind=PRODUCTS)
@@ -298,7 +298,7 @@ def _calls_of(
         yield replace(call, macs=macs)
     if isinstance(module, (nn.LSTM, *PLAIN)):
         inner = replace(call, error=call.error or call.weight, elements=inner_elements)  # behind the first
-        yield replace(inner, macs=counted.recurrent_inner_macs(module, inputs, output))
+        yield replace(inner, macs=counted.rows_of(output) * inner_elements[1])
     if isinstance(module, nn.LSTM):
         gates = replace(inner, layer=f"{name} ({GATES})".lstrip(), kind=GATES, weight=False, owner=None)
         operations = counted.lstm_gate_operations(module, inputs, output)
