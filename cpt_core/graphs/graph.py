@@ -176,14 +176,7 @@ class Graph:
             (D, F), of the type of ``h``.
         """
         choose("reduce", reduce, REDUCES)
-        if not isinstance(h, Tensor):
-            raise ValueError(f"h must be a tensor of features, got {shown(h)}")
-        if h.dim() != 2 or len(h) != self.num_src:
-            raise ValueError(
-                f"h: features must be ({self.num_src}, F), a row for every source node, got {tuple(h.shape)}"
-            )
-        if not h.is_floating_point():
-            raise ValueError(f"h: features must be floating point, got {h.dtype}; convert them with .float()")
+        check_features(h, self.num_src, "h: ")
         wide = h if h.dtype in (torch.float32, torch.float64) else h.float()
         if self._dgl_can(h):
             out = dgl_module().ops.copy_u_sum(self._dgl, wide.contiguous())
@@ -260,6 +253,16 @@ class Graph:
     @property
     def _back(self) -> csr.Edges:
         return self._once("back", lambda: csr.transposed(self.indptr, self.indices, self.num_src))
+
+
+def check_features(x: Any, nodes: int, where: str = "") -> None:
+    """Raise ValueError for no tensor (nodes, F) of floating numbers."""
+    if not isinstance(x, Tensor):
+        raise ValueError(f"{where}features must be a tensor, or a pair of them for a layer, got {shown(x)}")
+    if x.dim() != 2 or len(x) != nodes:
+        raise ValueError(f"{where}features must be ({nodes}, F), a row for every node, got {tuple(x.shape)}")
+    if not x.is_floating_point():
+        raise ValueError(f"{where}features must be floating point, got {x.dtype}; convert them with .float()")
 
 
 def as_graph(graph: Any) -> Graph:

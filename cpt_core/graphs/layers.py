@@ -20,8 +20,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from cpt_core.checks import choose, declared, shown, whole
-from cpt_core.graphs.graph import Graph, as_graph
+from cpt_core.checks import choose, declared, whole
+from cpt_core.graphs.graph import Graph, as_graph, check_features
 
 Features = Tensor | tuple[Tensor, Tensor]  # (S, I), or those of sources and destinations
 Keep = Callable[[Any, Callable[[], Any]], Any]  # what is computed of constant features is kept, see ``Graph.keep``
@@ -135,15 +135,9 @@ def _keep(graph: Graph, x: Tensor, *what: Any) -> Keep:
 def _pair(features: Features, graph: Graph) -> tuple[Tensor, Tensor]:
     """Features of sources and destinations; in a block the destinations are the first of the sources."""
     pair = features if isinstance(features, tuple) and len(features) == 2 else (features, features)
-    for x in pair:
-        if not isinstance(x, Tensor):
-            raise ValueError(f"features must be a tensor, or a pair of them, got {shown(x)}")
-    source, destination = pair[0], pair[1][: graph.num_dst]
-    for x, nodes in ((source, graph.num_src), (destination, graph.num_dst)):
-        if x.dim() != 2 or len(x) != nodes:
-            raise ValueError(f"features must be ({nodes}, F), a row for every node, got {tuple(x.shape)}")
-        if not x.is_floating_point():
-            raise ValueError(f"features must be floating point, got {x.dtype}; convert them with .float()")
+    source, destination = pair[0], pair[1][: graph.num_dst] if isinstance(pair[1], Tensor) else pair[1]
+    check_features(source, graph.num_src)
+    check_features(destination, graph.num_dst)
     return source, destination
 
 
