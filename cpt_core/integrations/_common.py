@@ -12,7 +12,7 @@ from cpt_core.checks import check_bits
 from cpt_core.formats.ladder import AFFINE
 from cpt_core.inspecting.recording import Recording
 from cpt_core.quantization.precision import LayerPrecision
-from cpt_core.quantization.scheduler import PrecisionScheduler, Schedules
+from cpt_core.quantization.scheduler import PrecisionScheduler, Schedules, resolve
 from cpt_core.schedules import cost
 from cpt_core.schedules.schedule import Levels
 
@@ -103,14 +103,10 @@ class TrainerPrecision(PrecisionScheduler):
 
     def _levels_of_evaluation(self) -> list[Levels]:
         """Return the levels of every schedule, of which those of gradients do not count; None for float32."""
-        schedules = [schedule for schedule, _ in self.schedules.values()]
-        if self._eval_bits == "current":
+        if self._eval_bits is None or self._eval_bits == "current":
             step = min(self.last_step, self.total_steps - 1)
-            return [schedule.levels_at(step, self.q_grad) for schedule in schedules]
-        if self._eval_bits == "q_max":
-            return [schedule.highest for schedule in schedules]
-        given = self._eval_bits if isinstance(self._eval_bits, int) else None
-        return [Levels(*[given] * 4)] * len(schedules)
+            return [schedule.levels_at(step, self.q_grad) for schedule, _ in self.schedules.values()]
+        return [resolve("eval_bits", self._eval_bits, layers[0], pattern) for pattern, layers in self._groups.items()]
 
     def _so_far(self, pattern: str) -> NDArray[np.float64]:
         """Return ``relative_cost`` of the first 1, 2, ... steps, shape (total_steps,), on the layers' ladders."""

@@ -216,13 +216,13 @@ def precision(
     """
     layers, by_pattern = all_precisions(model), bits if isinstance(bits, Mapping) else {"*": bits}
     patterns = _patterns_of(layers, by_pattern, caught(model), "bits")
-    wanted = {name: _resolve("bits", by_pattern[pattern], layers[name], name) for name, pattern in patterns.items()}
+    wanted = {name: resolve("bits", by_pattern[pattern], layers[name], name) for name, pattern in patterns.items()}
     before = [(layer, layer.in_force, layer.driver) for layer in layers.values()]
     try:
         for name, values in wanted.items():
             layer = layers[name]
             kept = layer.in_force if layer.in_force and values.activation is not None else values
-            gradients = kept if q_grad is None else _resolve("q_grad", q_grad, layer, name)
+            gradients = kept if q_grad is None else resolve("q_grad", q_grad, layer, name)
             layer.set_levels(Levels(*values[:2], *gradients[2:]))
         yield model
     finally:
@@ -235,7 +235,7 @@ def caught(model: nn.Module) -> set[str]:
     return {name for name, m in model.named_modules() if catches(m)}
 
 
-def _resolve(what: str, value: int | str, layer: LayerPrecision, name: str) -> Levels:
+def resolve(what: str, value: int | str, layer: LayerPrecision, name: str) -> Levels:
     """Return the levels of all roles that a value of ``precision`` means; of gradients only the last two count."""
     if isinstance(value, str) and value == "float":
         return NOTHING
