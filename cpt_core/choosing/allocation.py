@@ -141,8 +141,7 @@ def static_of_cost(
 def _table(parts: Sequence[Counts], q_min: int) -> TableSchedule:
     """Make a schedule of places one after the other, the steps of each precision spread evenly within a place."""
     bits = np.concatenate([_interleaved(counts, q_min) for part in parts for counts in part])
-    edges = [0, *(np.flatnonzero(np.diff(bits)) + 1).tolist(), len(bits)]
-    return TableSchedule(tuple((int(bits[a]), b - a) for a, b in itertools.pairwise(edges)))
+    return TableSchedule(tuple((q, len(list(run))) for q, run in itertools.groupby(bits.tolist())))
 
 
 def _interleaved(counts: NDArray[np.int64], q_min: int) -> NDArray[np.int64]:

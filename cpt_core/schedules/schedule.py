@@ -318,8 +318,7 @@ class FunctionSchedule(Schedule):
 
     def to_dict(self) -> dict[str, Any]:
         """Return the bits as a table: a function itself cannot be written to JSON."""
-        edges = [0, *(np.flatnonzero(np.diff(self._bits)) + 1).tolist(), self.total_steps]
-        return {"kind": "table", "runs": [[int(self._bits[a]), b - a] for a, b in itertools.pairwise(edges)]}
+        return {"kind": "table", "runs": [[q, len(list(run))] for q, run in itertools.groupby(self._bits.tolist())]}
 
 
 def set_integers(schedule: Schedule, *names: str) -> None:
