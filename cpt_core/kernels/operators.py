@@ -63,13 +63,6 @@ def range_of(x: Tensor, granularity: str) -> reference.Range:
     return active.range(x, granularity)
 
 
-def round_to_grid(
-    x: Tensor, low: Tensor, width: Tensor, levels: Tensor, key: Tensor | None = None, clip: bool = False
-) -> Tensor:
-    """Round to the grid of a given range; arguments as those of ``reference.round_to_grid``."""
-    return active.round_to_grid(x, low, width, levels, key, clip)
-
-
 def fake_quantize(
     x: Tensor, levels: Tensor, granularity: str, key: Tensor | None = None
 ) -> tuple[Tensor, Tensor, Tensor]:

@@ -50,7 +50,7 @@ def test_a_grid_without_a_format_is_the_one_of_levels():
     assert identical(torch.ops.cpt.fake_quantize(x, N, "per_row", None), expected)
     assert identical(grids.fake_quantize(x, N, "per_row", None), expected)
     stored = operators.round_in_range(x, *expected[1:], N, "per_row", clip=True)
-    assert identical([stored], [operators.round_to_grid(x, *expected[1:], N, clip=True)])
+    assert identical([stored], [operators.active.round_to_grid(x, *expected[1:], N, None, True)])
     named = torch.ops.cpt.fake_quantize(x, torch.tensor(1.0), "per_row|affine4", None)
     assert identical(named, expected)  # its own n
 

@@ -121,7 +121,7 @@ def test_codes_are_those_of_the_simulation(granularity, layout, noise):
         with reference():
             plain = QuantizedTensor.on(x, low, width, levels, key, key is not None)
         assert torch.equal(there.codes, plain.codes)
-        simulated = operators.round_to_grid(x, low, width, levels, key, key is not None)
+        simulated = operators.round_in_range(x, low, width, levels, "per_tensor", key, key is not None)
         assert torch.equal(there.dequantize(), simulated)
 
 

@@ -10,7 +10,7 @@ from cpt_core.formats.quantizer import Quantizer
 from cpt_core.kernels import products
 from cpt_core.kernels.backend import reference
 from cpt_core.kernels.lstm import Forward, recurrence
-from cpt_core.kernels.operators import round_to_grid
+from cpt_core.kernels.operators import round_in_range
 from cpt_core.quantization.convert import QuantConfig, quantize_
 from cpt_core.quantization.fake_quantize import levels_of, quantize, quantize_gradient
 from cpt_core.quantization.quantizers import QUANTIZERS
@@ -299,7 +299,7 @@ def test_evaluation_uses_running_ranges():
         expected = module(x.clamp(float(low / weight), float((low + width) / weight)))[0]
         assert same(module(x)[0], expected)
         p, before, zero = module.precision, module.precision.get_running(), torch.zeros(3, 4)
-        stored = lambda x, role: round_to_grid(x, *p.running_range(f"{role}_l0"), p.levels, clip=True)  # noqa: E731
+        stored = lambda x, role: round_in_range(x, *p.running_range(f"{role}_l0"), p.levels, "per_tensor", clip=True)  # noqa: E731
         assert same(module(x)[0], plain(module, x, zero, zero, 3, 8, rounded=stored)[0])
         module(10 * x)
     assert all(torch.equal(v, before[k]) for k, v in module.precision.get_running().items())

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
 from cpt_core.formats.quantizer import Quantizer
-from cpt_core.kernels.operators import round_to_grid
+from cpt_core.kernels.operators import round_in_range
 from cpt_core.kernels.reference import GRANULARITIES, hash_noise
 from cpt_core.quantization.fake_quantize import levels_of, quantize, quantize_gradient
 
@@ -104,7 +104,7 @@ def test_gradient_passes_straight_through(x, bits, granularity):
 def test_gradient_passes_clipped_values_too(x, bits):
     leaf = torch.from_numpy(x).requires_grad_()
     low, width = torch.tensor(x.mean()), torch.tensor(np.ptp(x) / 4)  # much is outside
-    y = round_to_grid(leaf, low, width, torch.tensor(levels_of(bits)), clip=True)
+    y = round_in_range(leaf, low, width, torch.tensor(levels_of(bits)), "per_tensor", clip=True)
     y.backward(torch.full_like(y, -3.0))
     assert torch.equal(leaf.grad, torch.full_like(leaf, -3.0))
     np.testing.assert_array_equal(y.detach().numpy(), numpy_quantize(x, bits, low.numpy(), width.numpy()))

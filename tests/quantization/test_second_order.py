@@ -7,7 +7,7 @@ from torch import nn
 from cpt_core.formats.quantizer import Quantizer
 from cpt_core.graphs.graph import Graph
 from cpt_core.graphs.layers import GraphConv, SAGEConv
-from cpt_core.kernels.operators import round_to_grid
+from cpt_core.kernels.operators import round_in_range
 from cpt_core.quantization.convert import QuantConfig, quantize_, restore_
 from cpt_core.quantization.fake_quantize import levels_of, quantize, quantize_gradient
 from cpt_core.quantization.scheduler import precision
@@ -77,13 +77,13 @@ def test_few_bits_take_every_rounding_as_the_identity():
     torch.testing.assert_close(of_x, back @ w_q)
 
 
-@pytest.mark.parametrize("call", ["quantize", "round_to_grid"])
+@pytest.mark.parametrize("call", ["quantize", "round_in_range"])
 def test_gradients_of_gradients_pass_straight_through(call):
     x = torch.tensor([0.2, 0.9, 0.0, 1.0], requires_grad=True)
     if call == "quantize":
         y = quantize(x, 2, Quantizer("per_tensor"))
     else:
-        y = round_to_grid(x, torch.tensor(0.0), torch.tensor(1.0), torch.tensor(3.0), clip=True)
+        y = round_in_range(x, torch.tensor(0.0), torch.tensor(1.0), torch.tensor(3.0), "per_tensor", clip=True)
     (first,) = torch.autograd.grad((y**3).sum(), x, create_graph=True)
     (second,) = torch.autograd.grad(first.sum(), x)
     torch.testing.assert_close(first, 3 * y**2)
