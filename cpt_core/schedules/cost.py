@@ -81,30 +81,20 @@ def static_cost(q_max: int, cost: StepCost | str | None = None, ladder: Ladders 
     return float(costs_of(q_max, q_max, function_of(cost, q_max, ladder)))
 
 
-def relative_role_cost(
-    levels: tuple[ArrayLike, ArrayLike, ArrayLike, ArrayLike],
-    q_max: int,
-    cost: StepCost | str | None = None,
-    ladder: Ladders | None = None,
-) -> float:
-    """Return the same of steps whose roles have ``Levels`` apart, by the name of a cost, ``step_cost`` when None.
-
-    Where roles have ladders of their own, the baseline is static at the highest level of every role.
-
-    Raises:
-        ValueError: as ``function_of``; for a function, which knows one level of a step.
-    """
-    prices, baseline = role_prices(levels, q_max, cost, ladder)
-    return float(prices.mean() / baseline)
-
-
 def role_prices(
     levels: tuple[ArrayLike, ArrayLike, ArrayLike, ArrayLike],
     q_max: int,
     cost: StepCost | str | None = None,
     ladder: Ladders | None = None,
 ) -> tuple[NDArray[Any], float]:
-    """Return what every step costs, shape (steps,), and what one of the baseline; see ``relative_role_cost``."""
+    """Return what every step costs whose roles have ``Levels`` apart, shape (steps,), and what one of the baseline.
+
+    By the name of a cost, ``step_cost`` when None. Where roles have ladders of their own, the baseline is static at the
+    highest level of every role.
+
+    Raises:
+        ValueError: as ``function_of``; for a function, which knows one level of a step.
+    """
     q_max = check_bits("q_max", q_max)
     found = np.stack([_integers("levels", v) for v in levels])
     if cost is None and ladder is None:

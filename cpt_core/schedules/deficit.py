@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 import numpy as np
 
 from cpt_core.checks import check_bits, declared, shown, whole
-from cpt_core.schedules.cost import relative_role_cost
+from cpt_core.schedules.cost import role_prices
 from cpt_core.schedules.profiles import Array
 from cpt_core.schedules.schedule import (
     FLOAT32,
@@ -161,7 +161,8 @@ class DelayedSchedule(Schedule):
     def _relative_cost(self, q_max: int, q_grad: int | None, *priced: Any) -> float:
         if self.level is None:
             return super()._relative_cost(q_max, q_grad, *priced)
-        return relative_role_cost(self.levels(q_max if q_grad is None else q_grad), q_max, *priced)
+        spent, top = role_prices(self.levels(q_max if q_grad is None else q_grad), q_max, *priced)
+        return float(spent.mean() / top)
 
     def to_dict(self) -> dict[str, Any]:
         """Return a JSON-able description; ``schedule_from_dict`` gives an equal schedule."""

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from cpt_core.checks import check_bits, declared, whole
-from cpt_core.schedules.cost import relative_role_cost
+from cpt_core.schedules.cost import role_prices
 from cpt_core.schedules.layered import LayeredSchedule
 from cpt_core.schedules.profiles import Array
 from cpt_core.schedules.schedule import FLOAT32, Levels, Schedule, StaticSchedule, set_range
@@ -99,7 +99,8 @@ class RoleSchedules(Schedule):
     def _relative_cost(self, q_max: int, q_grad: int | None, *priced: Any) -> float:
         if q_grad is not None:
             check_bits("q_grad", q_grad)  # it says nothing: gradients have schedules of their own
-        return relative_role_cost(self.levels(), q_max, *priced)
+        spent, top = role_prices(self.levels(), q_max, *priced)
+        return float(spent.mean() / top)
 
     def _refuse(self, q_grad: int | None) -> None:
         if q_grad is not None:
