@@ -75,9 +75,7 @@ class _Agreed:
         """Round on these ranges."""
         low, width = self.range(x.detach(), granularity)
         clip = clips(granularity, key is not None)
-        if "|" not in granularity:
-            return self.ops.round_to_grid(x, low, width, levels, key, clip), low, width
-        return self.ops.round_in_range(x, low, width, levels, granularity, key, clip), low, width
+        return operators.round_in_range(x, low, width, levels, granularity, key, clip), low, width
 
     def __getattr__(self, name: str) -> Callable[..., Any]:
         """Return any other operator, which finds no range of several examples inside."""
