@@ -158,11 +158,6 @@ def _doubt(of: dict[int, tuple[float, float]], q_min: int, threshold: float, los
     return f"{' and '.join(close)}: within two standard deviations of the threshold {threshold:g}" if close else ""
 
 
-def cut(losses: list[float], parts: int, dwell: int) -> list[list[float]]:
-    """Cut the losses of one training through all precisions into those of each."""
-    return [losses[i * dwell : (i + 1) * dwell] for i in range(parts)]
-
-
 def _mean_std(values: Sequence[float]) -> tuple[float, float]:
     """Mean and standard deviation (n - 1; 0 for one value); NaN if any value is."""
     x = torch.tensor(values, dtype=torch.float64)

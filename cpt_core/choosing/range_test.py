@@ -33,7 +33,7 @@ import torch
 from torch import nn
 
 from cpt_core.checks import check_bits, choose, declared, whole
-from cpt_core.choosing.precision_range import MODES, PrecisionRange, cut, judge
+from cpt_core.choosing.precision_range import MODES, PrecisionRange, judge
 from cpt_core.choosing.trials import TrainStep, Trial, of_model
 from cpt_core.quantization.convert import QuantConfig
 from cpt_core.schedules.schedule import MOST_STEPS
@@ -132,8 +132,8 @@ def range_tested(
     bar = waiting("range test", total=len(seeds) * len(all_bits) * dwell, progress=progress)
     with bar, closing(start(q_max, seeds, dwell)) as started:  # put back now, not when an error is forgotten
         for trial, first in started:
-            steps = [trial.losses(part, first, q_max, bar) for part in plan]
-            traces.append(steps if mode == "reset" else cut(steps[0], len(all_bits), dwell))
+            losses = [loss for part in plan for loss in trial.losses(part, first, q_max, bar)]
+            traces.append([losses[i : i + dwell] for i in range(0, len(losses), dwell)])
             title = trial.title
     found = judge(traces, all_bits, mode, threshold, dwell, title)
     if found.warning:
