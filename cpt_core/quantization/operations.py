@@ -88,13 +88,12 @@ class Products(TorchFunctionMode):
         if function in INSIDE:
             with self:
                 return INSIDE[function](*args, **kwargs)
-        rule = RULES.get(function)
-        if rule is not None and "out" not in kwargs:
+        if function in RULES and "out" not in kwargs:
             if kwargs:
                 args, kwargs = in_order(function, args, kwargs)
             with unseen():
                 if _has_a_grid(args) and not only_scales(function, args):
-                    return self._multiplied(rule, function, args, kwargs)
+                    return self._multiplied(RULES[function][0], function, args, kwargs)
         return function(*args, **kwargs)
 
     def _multiplied(self, rule: Rule, function: Any, args: Any, kwargs: Any) -> Any:
@@ -414,7 +413,7 @@ def _table() -> dict[str, tuple[Rule, str]]:
 
 def in_order(function: Any, args: Any, kwargs: Mapping[str, Any]) -> tuple[Any, dict[str, Any]]:
     """Return the arguments of a product, with operands that were given by name in their places."""
-    args, kwargs, names = tuple(args), dict(kwargs), OPERANDS[function]
+    args, kwargs, names = tuple(args), dict(kwargs), RULES[function][1]
     while len(args) < len(names) and names[len(args)] in kwargs:
         args = (*args, kwargs.pop(names[len(args)]))
     return args, kwargs
@@ -422,8 +421,8 @@ def in_order(function: Any, args: Any, kwargs: Mapping[str, Any]) -> tuple[Any, 
 
 def factors(function: Any, args: Any, kwargs: Mapping[str, Any]) -> Any:
     """Return the first two operands that a product multiplies."""
-    ordered = in_order(function, args, kwargs)[0] if function in OPERANDS else args
-    return ordered[1:3] if function in UNRULED or RULES[function] is _added else ordered[:2]
+    ordered = in_order(function, args, kwargs)[0] if function in RULES else args
+    return ordered[1:3] if function in UNRULED or RULES[function][0] is _added else ordered[:2]
 
 
 def _seen_inside(function: Any) -> FunctionType:
@@ -434,10 +433,7 @@ def _seen_inside(function: Any) -> FunctionType:
     return inside
 
 
-RULES = {function: rule for name, (rule, _) in _table().items() for function in _named(name)}
-OPERANDS: dict[Any, list[str]] = {
-    function: names.split() for name, (_, names) in _table().items() for function in _named(name)
-}
+RULES = {function: (rule, names.split()) for name, (rule, names) in _table().items() for function in _named(name)}
 OPERATORS = {"transformers::grouped_mm_fallback": (_grouped, "input weight")}  # of libraries that may not be imported
 UNRULED = frozenset(_named(*multiplies.UNRULED))  # products that no rule quantises
 INSIDE = {functional.multi_head_attention_forward: _seen_inside(functional.multi_head_attention_forward)}
@@ -449,7 +445,7 @@ def learn_operators() -> None:
         library, _, operator = name.partition("::")
         packet = getattr(getattr(torch.ops, library), operator, None)
         for function in () if packet is None else (packet, packet.default):
-            RULES[function], OPERANDS[function] = rule, operands.split()
+            RULES[function] = rule, operands.split()
 
 
 class QuantOperations(QuantizedLayer):
