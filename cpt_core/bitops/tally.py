@@ -37,7 +37,8 @@ class Tally:
 
     def total(self, bits: int | None = None) -> float:
         """Return the BitOps of all products, at the bits of their operands or all at others."""
-        found = (macs * (a.bits * b.bits if bits is None else bits**2) for (_, a, b), (macs, *_) in self._products())
+        products = (entry for work in self._work.values() for entry in work.items())
+        found = (macs * (a.bits * b.bits if bits is None else bits**2) for (_, a, b), (macs, *_) in products)
         return sum(found) / FULL_PRECISION**2
 
     def float32(self) -> dict[str, float]:
@@ -49,9 +50,6 @@ class Tally:
         every = sum(macs for work in forward.values() for _, macs in work)
         found = {layer: sum(macs for plain, macs in work if plain) for layer, work in forward.items()}
         return {layer: macs / every for layer, macs in found.items() if macs}
-
-    def _products(self) -> Iterable[tuple[tuple[str, Format, Format], Work]]:
-        return (entry for work in self._work.values() for entry in work.items())
 
     def squared_bits(self) -> dict[str, Counter[str]]:
         """Return layer -> pass -> squared bits x MACs, exact integers."""

@@ -209,9 +209,8 @@ class GraphConv(nn.Module):
         super().__init__()
         declared(GraphConv.__init__, locals())
         choose("norm", norm, ("both", "left", "right", "none"))
-        in_feats, out_feats = (
-            whole(n, v, 1, MOST_FEATURES) for n, v in (("in_feats", in_feats), ("out_feats", out_feats))
-        )
+        in_feats = whole("in_feats", in_feats, 1, MOST_FEATURES)
+        out_feats = whole("out_feats", out_feats, 1, MOST_FEATURES)
         # named as in DGL, so that one forward serves both
         self._in_feats, self._out_feats, self._norm = in_feats, out_feats, norm
         self._allow_zero_in_degree, self._activation = allow_zero_in_degree, None
@@ -241,9 +240,8 @@ class SAGEConv(nn.Module):
     def __init__(self, in_feats: int, out_feats: int, bias: bool = True) -> None:
         super().__init__()
         declared(SAGEConv.__init__, locals())
-        in_feats, out_feats = (
-            whole(n, v, 1, MOST_FEATURES) for n, v in (("in_feats", in_feats), ("out_feats", out_feats))
-        )
+        in_feats = whole("in_feats", in_feats, 1, MOST_FEATURES)
+        out_feats = whole("out_feats", out_feats, 1, MOST_FEATURES)
         self._in_src_feats, self._out_feats = in_feats, out_feats
         self.fc_neigh = nn.Linear(in_feats, out_feats, bias=False)
         self.fc_self = nn.Linear(in_feats, out_feats, bias=bias)
