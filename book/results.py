@@ -21,6 +21,7 @@ from cpt_lab.analysis.runs import committed, load
 from cpt_lab.experiments.grids import find_grids, grid_specs
 from cpt_lab.paths import ROOT, paper_dir, results_dir
 from cpt_lab.studies.h7 import outcome as h7
+from cpt_lab.studies.h10 import outcome as h10
 
 KINDS = ("Differs", "Paper")
 PAGES = ROOT / "docs" / "reproducing"
@@ -58,6 +59,7 @@ def pages() -> dict[Path, str]:
         outcome=_listed(map(preregistered.sentence, answers)),
         answers=preregistered.summary(answers)[["", "question", "outcome"]],
         spent=h7.gains(h7.tasks(committed("h7"))[0]),
+        switched=h10.gains(h10.tasks(committed("h10"))[0]),
     )
     parts = re.split(r"^<!-- page: (.*) -->\n\n?", whole, flags=re.M)[1:]
     found = {name: re.sub(r"\n{3,}", "\n\n", text).strip() for name, text in zip(*2 * [iter(parts)], strict=True)}
@@ -135,8 +137,10 @@ def main() -> None:
     """Write the pages and the figure."""
     for path, text in pages().items():
         write_text(path, text)
-    h7.figure(h7.tasks(committed("h7"))[0]).savefig(results_dir() / "where_to_spend_bits.png", dpi=110)
-    print("docs/reproducing and data/results/where_to_spend_bits.png written")
+    for study, name in ((h7, "where_to_spend_bits"), (h10, "when_to_switch")):
+        drawn = study.figure(study.tasks(committed(study.STUDY.name))[0])
+        drawn.savefig(results_dir() / f"{name}.png", dpi=110)
+    print("docs/reproducing, and two figures in data/results, written")
 
 
 if __name__ == "__main__":

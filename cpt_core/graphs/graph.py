@@ -97,8 +97,8 @@ class Graph:
             )
         if len(source) and (min(int(source.min()), int(destination.min())) < 0):
             raise ValueError("edges must name nodes 0 or above, got a negative number")
-        if len(destination) and int(destination.max()) >= num_nodes:
-            raise ValueError(f"edges must name nodes 0..{num_nodes - 1}, got {int(destination.max())}")
+        if len(source) and (highest := max(int(source.max()), int(destination.max()))) >= num_nodes:
+            raise ValueError(f"edges must name nodes 0..{num_nodes - 1}, got {highest}")
         indptr, order = csr.grouped(destination, num_nodes)
         kind = torch.int32 if max(num_nodes, len(source)) < 2**31 else torch.int64
         return cls(indptr.to(kind), source[order].to(kind), num_nodes, backend)

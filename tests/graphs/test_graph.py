@@ -94,6 +94,7 @@ def test_graphs_and_blocks_of_dgl():
     [
         (lambda: Graph.from_edges(torch.tensor([0]), torch.tensor([5]), 3), r"nodes 0\.\.2, got 5"),
         (lambda: Graph.from_edges(torch.tensor([5]), torch.tensor([0]), 3), r"nodes 0\.\.2, got 5"),
+        (lambda: Graph.from_edges(torch.tensor([2**32]), torch.tensor([0]), 3), r"nodes 0\.\.2, got 4294967296"),
         (lambda: Graph.from_edges(torch.tensor([-1]), torch.tensor([0]), 3), "negative"),
         (lambda: Graph(torch.tensor([0, 3]), torch.tensor([0])), "indptr must go from 0 to the number of edges, 1"),
         (lambda: Graph(torch.tensor([0, 1]), torch.tensor([0]), backend="cuda"), "choose from auto, dgl, csr"),

@@ -282,11 +282,16 @@ def test_the_rate_follows_the_evaluations_of_the_run(folder):
     assert len(set(history["lr"])) > 2  # it was cut
 
 
+def test_the_learning_rate_falls_in_steps(folder):
+    run = train(LanguageModelTask, spec("static 2", lr_rule="step", lr=2.0))
+    assert run.history["lr"] == pytest.approx([2.0] * 16 + [0.2] * 2 + [0.02] * 2)
+
+
 def test_rules_need_what_they_read():
     with pytest.raises(ValueError, match="lr_rule 'plateau' needs evaluations"):
         toy(lr_rule="plateau", evaluate_every=0)
-    with pytest.raises(ValueError, match="unknown lr_rule 'step'; choose from plateau, cosine"):
-        toy(lr_rule="step")
+    with pytest.raises(ValueError, match="unknown lr_rule 'steps'; choose from plateau, cosine, step"):
+        toy(lr_rule="steps")
     with pytest.raises(ValueError, match="unknown unit 'bytes'; choose from words, characters"):
         toy(unit="bytes")
 

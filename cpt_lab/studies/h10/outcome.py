@@ -48,6 +48,15 @@ def _answer(parts: Sequence[Task], question: str, rule: str = "") -> Answer:
     )  # fmt: skip
 
 
+def gains(parts: Sequence[Task]) -> pd.DataFrame:
+    """Return what the late forward switch gains on the opponents of every question, for people."""
+    found: dict[str, list[str]] = {"task": [t.name for t in parts]}
+    for question, what in {"H10a": "static bits", "H10b": "another switch", "H10c": "the same, spread"}.items():
+        told = zip(parts, effects(parts, question), strict=True)
+        found[f"minus {what} [95 %]"] = [f"{e.shown()} ({t.best(OTHERS[question])})" for t, e in told]
+    return pd.DataFrame(found)
+
+
 def figure(parts: Sequence[Task]) -> Figure:
     """Draw what the late forward switch gains, in units of the margin."""
     lines = []
