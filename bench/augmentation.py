@@ -12,7 +12,7 @@ from collections.abc import Callable
 import torch
 from torchvision.transforms import v2
 
-from cpt_lab.data.image_batches import ArrayBatches
+from cpt_lab.data.image_batches import array_batches
 from cpt_lab.data.image_readers import ArrayImages
 from cpt_lab.data.images import CIFAR_MEAN, CIFAR_STD, ImageData
 from cpt_lab.experiments.recipes import recipe
@@ -25,7 +25,7 @@ def main() -> None:
     images = torch.randint(0, 256, (5_000, 3, 32, 32), dtype=torch.uint8)
     split = ArrayImages(images, torch.zeros(len(images), dtype=torch.int64))
     data = ImageData("random", 10, 3, CIFAR_MEAN, CIFAR_STD, split, split, split, "")
-    batched = ArrayBatches(split, data, recipe("paper", "cifar10"), 0, torch.device("cpu"))
+    batched = array_batches(split, data, recipe("paper", "cifar10"), 0, torch.device("cpu"), 0)
     pil = [v2.functional.to_pil_image(i) for i in images[:512]]
     transform = v2.Compose(
         [
@@ -36,15 +36,15 @@ def main() -> None:
             v2.Normalize(CIFAR_MEAN, CIFAR_STD),
         ]
     )
-    variants: dict[str, Callable[[int], object]] = {
-        "per-image PIL": lambda step: torch.stack([transform(i) for i in pil[:128]]),
-        "batched": batched,
+    variants: dict[str, Callable[[], object]] = {
+        "per-image PIL": lambda: torch.stack([transform(i) for i in pil[:128]]),
+        "batched": lambda: next(batched),
     }
     speeds: dict[str, list[float]] = {name: [] for name in variants}
     for step in range(21):
         for name, make in variants.items():
             start = time.perf_counter()
-            make(step)
+            make()
             if step:  # the first round warms up
                 speeds[name].append(128 / (time.perf_counter() - start))
     medians = {name: statistics.median(v) for name, v in speeds.items()}

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from cpt_core.models import MODELS
 from cpt_lab.data.common import load_once
-from cpt_lab.data.image_batches import ArrayBatches, FileBatches, bytes_read, evaluation_batches
+from cpt_lab.data.image_batches import array_batches, bytes_read, evaluation_batches, file_batches
 from cpt_lab.data.image_readers import ArrayImages
 from cpt_lab.data.images import Batch, load_images, random_images
 from cpt_lab.data.loading import readers
@@ -51,8 +51,8 @@ class ImageTask:
     def batches(self, start: int) -> Iterator[Batch]:
         """Yield augmented training batches from step ``start`` on."""
         if isinstance(self.data.train, ArrayImages):
-            return ArrayBatches(self.data.train, self.data, self.recipe, self.seed, self.device).iterate(start)
-        return FileBatches(self.data.train, self.recipe, self.seed, self.device, self.workers).iterate(start)
+            return array_batches(self.data.train, self.data, self.recipe, self.seed, self.device, start)
+        return file_batches(self.data.train, self.recipe, self.seed, self.device, self.workers, start)
 
     def loss(self, model: nn.Module, batch: Batch, carry: None) -> tuple[Tensor, None]:
         """Return the mean cross entropy."""

@@ -20,7 +20,7 @@ from cpt_lab.data import detection_batches, image_batches, loading
 from cpt_lab.data.common import batch_keys
 from cpt_lab.data.detection import random_detection
 from cpt_lab.data.detection_batches import _Ready
-from cpt_lab.data.image_batches import EVALUATION_BATCH, FileBatches, evaluation_batches
+from cpt_lab.data.image_batches import EVALUATION_BATCH, evaluation_batches, file_batches, training_files
 from cpt_lab.data.images import IMAGENET_MEAN, IMAGENET_STD, load_images
 from cpt_lab.data.loading import readers
 from cpt_lab.data.pictures import annotated_picture
@@ -98,10 +98,10 @@ NORMALIZED = v2.Compose([v2.ToDtype(torch.float32, scale=True), v2.Normalize(IMA
 
 
 def test_images_are_read_as_bytes_and_normalised_as_torchvision_does(pets, device):
-    batches = FileBatches(pets.train, IMAGES, 0, device, workers=0)
-    found, seen = list(itertools.islice(batches.iterate(0), 5)), []
+    batches, data = file_batches(pets.train, IMAGES, 0, device, 0, 0), training_files(pets.train, IMAGES, 0)
+    found, seen = list(itertools.islice(batches, 5)), []
     for keys in itertools.islice(batch_keys(len(pets.train), IMAGES.batch, 0, 0), 5):
-        read = [batches.data[key] for key in keys]
+        read = [data[key] for key in keys]
         assert {(image.dtype, image.shape) for image, _ in read} == {(torch.uint8, (3, 72, 72))}
         seen.append((torch.stack([NORMALIZED(image) for image, _ in read]), torch.tensor([label for _, label in read])))
     evaluated = v2.Compose([v2.Resize(82), v2.CenterCrop(72), v2.PILToTensor()])
@@ -169,7 +169,7 @@ def recipe():
 
 
 def files(device):
-    return FileBatches(FILES, recipe(), 0, device, workers=0)
+    return file_batches(FILES, recipe(), 0, device, 0, 0)
 
 
 @pytest.mark.slow
@@ -177,7 +177,7 @@ def test_workers_ask_for_no_gpu():
     """What they are sent, they load and read in a process that would notice."""
     pictures, graph = smoke_spec("digit-scenes").recipe, GraphTask(smoke_spec("digits-graph", model="sage"), CPU)
     sent = [
-        (files(CPU).data, (0, 1)),
+        (training_files(FILES, recipe(), 0), (0, 1)),
         (_Ready(random_detection(pictures).train, [[0], [1]], pictures, 0), (0, 1)),
         (_Samples(graph.graph, graph.rows["train"], 8, [2, 2], 0), 3),
     ]
@@ -208,14 +208,14 @@ def test_images_from_disk_reach_a_gpu_without_waiting(monkeypatch):
     monkeypatch.setattr(loading, "DataLoader", Loader)
     monkeypatch.setattr(Loader, "started", 0)
     torch.manual_seed(0)
-    wanted = list(itertools.islice(files(CPU).iterate(0), 5))  # two epochs and a half
+    wanted = list(itertools.islice(files(CPU), 5))  # two epochs and a half
     assert Loader.started == 1
     on_cpu = list(evaluation_batches(FILES, None, 32, CPU, 0))
     # the model's random numbers are left alone
     assert torch.rand(1) == torch.rand(1, generator=torch.Generator().manual_seed(0))
     with Phantom() as gpu:
         Loader.pinned = []
-        found = [*itertools.islice(files(CUDA).iterate(0), 5), *evaluation_batches(FILES, None, 32, CUDA, 0)]
+        found = [*itertools.islice(files(CUDA), 5), *evaluation_batches(FILES, None, 32, CUDA, 0)]
         assert not gpu.waits
         assert Loader.pinned == [True, True]  # a copy from other memory waits for the CPU
         for (x, y), (images, labels) in zip(found, wanted + on_cpu, strict=True):
