@@ -62,48 +62,38 @@ CASES = {
 }
 
 
-def allocated(
-    case: str = "digits",
-    seeds: Sequence[int] | None = None,
-    *,
-    budget: float | None = None,
-    sensitivity: Sensitivity | None = None,
-) -> list[RunSpec]:
+def allocated(case: str = "digits", seeds: Sequence[int] | None = None) -> list[RunSpec]:
     """Return the runs of a task of H5: every way to spend one BitOps budget, and static 8 in full beside them.
 
-    Static precision (the two next to the budget interleaved step by step where it lies between); bits allocated over
-    time, over layers, over both; and one step lower than static until shortly before the learning rate falls, then
-    as high as the budget allows.
+    Static precision; bits allocated over time, over layers, over both; and one step lower than static until shortly
+    before the learning rate falls, then as high as the budget allows.
 
     Args:
         case: a key of ``CASES``.
         seeds: None takes those of the preregistration.
-        budget: cost relative to static 8; None takes the case's.
-        sensitivity: None takes the stored one.
 
     Raises:
-        ValueError: for an unknown case and a budget that cannot be met.
+        ValueError: for an unknown case.
         NotMeasuredError: when no sensitivity is stored.
     """
     c = CASES[choose("case", case, CASES)]
-    r, level = c.recipe, c.budget if budget is None else budget
-    s = stored(case) if sensitivity is None else sensitivity
-    arms: dict[str, Schedule] = {STATIC: static_of_cost(level, Q_MAX, r.steps)}
-    arms |= {f"over {over}": allocate(s, level, r.q_min, Q_MAX, over, total_steps=r.steps) for over in OVER}
-    arms |= {LATE: low_then_high(level, r.steps), f"static {Q_MAX}": StaticSchedule(Q_MAX, r.steps)}
-    name = {arm: arm if arm == f"static {Q_MAX}" else f"{arm} at {level:.3f}" for arm in arms}
+    r, s = c.recipe, stored(case)
+    arms: dict[str, Schedule] = {STATIC: StaticSchedule(c.bits, r.steps)}
+    arms |= {f"over {over}": allocate(s, c.budget, r.q_min, Q_MAX, over, total_steps=r.steps) for over in OVER}
+    arms[LATE] = low_then_high(c.bits, r.steps)
+    named = {f"{arm} at {c.budget:.3f}": schedule for arm, schedule in arms.items()}
+    named[f"static {Q_MAX}"] = StaticSchedule(Q_MAX, r.steps)
     return [
-        RunSpec(r, schedule, Q_MAX, Q_MAX, seed, name[arm], "demo")
-        for arm, schedule in arms.items()
+        RunSpec(r, schedule, Q_MAX, Q_MAX, seed, arm, "demo")
+        for arm, schedule in named.items()
         for seed in (range(100, 100 + c.seeds) if seeds is None else seeds)
     ]
 
 
-def low_then_high(budget: float, total_steps: int) -> TableSchedule:
+def low_then_high(static: int, total_steps: int) -> TableSchedule:
     """Return the schedule that is one bit below static until ``SWITCH``, and spends what is left evenly after it."""
-    low = int(static_of_cost(budget, Q_MAX, total_steps).bits().min()) - 1
-    first = round(SWITCH * total_steps)
-    left = budget * total_steps - first * cost.relative_cost([low], Q_MAX)
+    low, first = static - 1, round(SWITCH * total_steps)
+    left = cost.relative_cost([static], Q_MAX) * total_steps - first * cost.relative_cost([low], Q_MAX)
     high = static_of_cost(min(1.0, left / (total_steps - first)), Q_MAX, total_steps - first)
     runs = high.runs if isinstance(high, TableSchedule) else ((high.q_max, total_steps - first),)
     return TableSchedule(((low, first), *runs))
