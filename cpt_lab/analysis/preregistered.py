@@ -62,8 +62,8 @@ def _worded(answer: Answer, adjusted: float) -> Answer:
 
 def against(primary: Sequence[Estimate]) -> tuple[float, list[str], list[str]]:
     """Return p of "every effect is below its margin", and those above and below 0 at .025, with Holm over all."""
-    above, below = (standing(primary, side, 0.025) for side in ("above", "below"))
-    return float(np.max([e.p(e.margin, "below") for e in primary])), above, below
+    above, below = (standing(primary, side, 0.025) for side in ("greater", "less"))
+    return float(np.max([e.p(e.margin, "less") for e in primary])), above, below
 
 
 def unbeaten(
@@ -147,7 +147,7 @@ def in_margins(
     effects: Sequence[Estimate], names: Sequence[str], below: str = "static is better", above: str = "cycle is better"
 ) -> list[Line]:
     """Return effects in units of their margins; a verdict stands at .025 on one side, with Holm's correction."""
-    lost, won = (standing(effects, side, 0.025) for side in ("below", "above"))
+    lost, won = (standing(effects, side, 0.025) for side in ("less", "greater"))
     lines = []
     for name, e in zip(names, effects, strict=True):
         word = below if e.what in lost else above if e.what in won else "alike" if e.small else "open"

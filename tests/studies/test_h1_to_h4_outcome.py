@@ -66,13 +66,13 @@ def test_an_estimate_is_students_t():
     told = stats.ttest_1samp(values, 0)
     assert e.p() == pytest.approx(told.pvalue)
     assert e.interval() == pytest.approx(tuple(told.confidence_interval(0.95)))
-    assert e.p(0.3, "above") == pytest.approx(stats.ttest_1samp(values, 0.3, alternative="greater").pvalue)
-    assert e.p(0.3, "below") == pytest.approx(stats.ttest_1samp(values, 0.3, alternative="less").pvalue)
+    assert e.p(0.3, "greater") == pytest.approx(stats.ttest_1samp(values, 0.3, alternative="greater").pvalue)
+    assert e.p(0.3, "less") == pytest.approx(stats.ttest_1samp(values, 0.3, alternative="less").pvalue)
     assert e.small
     assert not Estimate("a", "points", values, margin=0.6).small
     assert not Estimate("a", "points", -values, margin=0.6).small
     same = Estimate("a", "points", np.ones(3))
-    assert (same.p(), same.p(1.0), same.p(0, "above"), same.p(0, "below")) == (0, 1, 0, 1)
+    assert (same.p(), same.p(1.0), same.p(0, "greater"), same.p(0, "less")) == (0, 1, 0, 1)
 
 
 def test_holm_steps_down_and_leaves_room_for_what_may_come():

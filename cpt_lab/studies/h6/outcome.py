@@ -88,7 +88,7 @@ def _answers(parts: list[Cell] | str) -> list[Answer]:
 
 def _correlation(parts: list[Cell]) -> Answer:
     primary = [Estimate(f"{c.name}: rank correlation of cost and quality", "", c.agreement()) for c in parts]
-    above, below = (standing(primary, side, 0.025) for side in ("above", "below"))
+    above, below = (standing(primary, side, 0.025) for side in ("greater", "less"))
     up = all(e.mean > 0 for e in primary)
     p = max(e.p() for e in primary)
     stands = "confirmed: dearer schedules are better in every task and format" if up else ""

@@ -48,8 +48,8 @@ def _answers(parts: Sequence[Task], missing: str) -> list[Answer]:
 def _pays(parts: Sequence[Task], bits: int, rule: str = "") -> Answer:
     static, pair = f"{bits}/{Q_MAX}", pays(bits)
     primary = [t.gain(pair, static, rule) for t in parts]
-    gains = (len(primary) - GAIN + 1) * sorted(e.p(0.0, "above") for e in primary)[GAIN - 1]
-    p = max(gains, *(e.p(-e.margin, "above") for e in primary))
+    gains = (len(primary) - GAIN + 1) * sorted(e.p(0.0, "greater") for e in primary)[GAIN - 1]
+    p = max(gains, *(e.p(-e.margin, "greater") for e in primary))
     _, wins, loses = against(primary)
     keep = f"contradicted: gradients should keep their bits ({'; '.join(loses)})" if loses else ""
     other = [t.gain(pair, f"{bits + 1}/{Q_MAX}" if bits < max(BUDGETS) else TOP) for t in parts]
