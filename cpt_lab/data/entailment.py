@@ -251,15 +251,14 @@ def _table(path: Path) -> pd.DataFrame:
         return pd.DataFrame([json.loads(line) for line in whole.split("\n") if line.strip()])
     form: dict[str, Any] = {"delimiter": "\t", "quoting": csv.QUOTE_NONE} if path.suffix == ".tsv" else {}
     with path.open(encoding="utf-8", newline="") as text:
-        lines = csv.reader(text, **form)
-        header, rows = next(lines, []), []
-        for fields in lines:
-            if len(fields) > len(header):
-                said = f"{path}, line {lines.line_num}: {len(fields)} fields under {len(header)} names"
+        lines, rows = csv.DictReader(text, **form), []
+        for row in lines:
+            if None in row:
+                names = len(lines.fieldnames or ())
+                said = f"{path}, line {lines.line_num}: {names + len(row[None])} fields under {names} names"
                 raise ValueError(f"{said}; are quotes missing?")
-            if fields:
-                rows.append(fields)
-    return pd.DataFrame(rows, columns=header)
+            rows.append(row)
+    return pd.DataFrame(rows, columns=lines.fieldnames)
 
 
 def _checked(file: _File, rows: pd.DataFrame) -> pd.DataFrame:
