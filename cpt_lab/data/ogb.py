@@ -9,12 +9,13 @@ import contextlib
 import hashlib
 import io
 import logging
+import re
 import shutil
 import sys
 import tempfile
 import zipfile
 from collections.abc import Iterator
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 from typing import Any, cast
 
 import torch
@@ -63,7 +64,7 @@ def download(name: str, language: str = "") -> Path:
     folder.parent.mkdir(parents=True, exist_ok=True)
     kept = folder.with_name(f"{folder.name}.sha256")
     with tempfile.TemporaryDirectory(dir=folder.parent, prefix=f"{folder.name}-") as temporary:
-        archive, unpacked = Path(temporary, "archive.zip"), Path(temporary, folder.name)
+        archive = Path(temporary, "archive.zip")
         torch.hub.download_url_to_file(URL.format(name.removeprefix("ogbn-")), str(archive))
         with archive.open("rb") as stream:
             digest = hashlib.file_digest(stream, "sha256").hexdigest()
@@ -72,25 +73,20 @@ def download(name: str, language: str = "") -> Path:
                 f"the archive of {name} has the SHA-256 {digest}, not that of the first download, in {kept}; remove "
                 "that file if OGB has made a new release"
             )
-        _unpack(archive, unpacked)
+        unpacked = _unpack(archive, Path(temporary, "unpacked"))
         kept.write_text(f"{digest}\n", encoding="utf-8")
         shutil.rmtree(folder, ignore_errors=True)
         unpacked.rename(folder)
     return folder
 
 
-def _unpack(archive: Path, folder: Path) -> None:
-    """Unpack the raw files and the split of an archive, nothing else."""
+def _unpack(archive: Path, folder: Path) -> Path:
+    """Unpack the raw files and the split of an archive, nothing else, below a folder; return the one that has them."""
     with reading(archive), zipfile.ZipFile(archive) as z:
-        for member in z.infolist():
-            _, *inner = PurePosixPath(member.filename).parts or ("",)
-            if inner[:1] in (["raw"], ["split"]) and member.filename.endswith(".csv.gz") and ".." not in inner:
-                target = folder.joinpath(*inner)
-                target.parent.mkdir(parents=True, exist_ok=True)
-                with z.open(member) as packed, target.open("wb") as out:
-                    shutil.copyfileobj(packed, out)
-    if not (folder / "raw" / "edge.csv.gz").exists():
+        z.extractall(folder, [name for name in z.namelist() if re.fullmatch(r"[^/]+/(raw|split)/.+\.csv\.gz", name)])
+    if (edges := next(folder.glob("*/raw/edge.csv.gz"), None)) is None:
         raise ValueError(f"{archive} holds no raw/edge.csv.gz")
+    return edges.parent.parent
 
 
 def evaluator(name: str) -> Any:
