@@ -101,26 +101,6 @@ def runs_of(runs: pd.DataFrame, name: str) -> pd.DataFrame:
     return part
 
 
-def compare_with_paper(runs: pd.DataFrame) -> pd.DataFrame:
-    """Put our numbers beside those printed in the paper (``data/paper/numbers.csv``).
-
-    Returns:
-        Columns arm, q_max, cost, ours, std, n, paper, difference, place; accuracies in percent. Where the paper draws a
-        point but prints no number, or has no such experiment (all that are not at paper scale), ``paper`` is NaN and
-        ``place`` says so.
-    """
-    ours, first = by_arm(runs).rename(columns={"relative_cost": "cost", "mean": "ours"}), runs.iloc[0]
-    paper = printed.of_experiment(runs, EXPERIMENTS[first["task"]].artefact)
-    known = paper.rename(columns={"value": "paper"})[["arm", "q_max", "paper", "place"]]
-    out = ours[["arm", "q_max", "cost", "ours", "std", "n"]].merge(
-        known.drop_duplicates(["arm", "q_max"]), on=["arm", "q_max"], how="left"
-    )
-    out[["ours", "std"]] *= metric_named(metric_of(runs)).factor
-    out["difference"] = out["ours"] - out["paper"]
-    out["place"] = out["place"].fillna("drawn, no number printed" if first["scale"] == "paper" else "not in the paper")
-    return out[["arm", "q_max", "cost", "ours", "std", "n", "paper", "difference", "place"]]
-
-
 def summary(runs: pd.DataFrame) -> pd.DataFrame:
     """Return the arms of one experiment for people, by cost, beside the paper's numbers.
 
@@ -131,9 +111,6 @@ def summary(runs: pd.DataFrame) -> pd.DataFrame:
     compared = by_arm(on_common_seeds(runs))
     best = compared[["q_max", "arm"]][pareto(compared, metric.better)]
     front = pd.MultiIndex.from_frame(arms[["q_max", "arm"]]).isin(pd.MultiIndex.from_frame(best))
-    paper = [
-        r.place if r.paper != r.paper else f"{r.paper:g} ({r.place})" for r in compare_with_paper(runs).itertuples()
-    ]
     shown = pd.DataFrame(
         {
             "arm": arms.arm,
@@ -144,13 +121,22 @@ def summary(runs: pd.DataFrame) -> pd.DataFrame:
             f"{name} {metric.unit}".rstrip(): metric.text(arms["mean"]),
             "std": metric.text(arms["std"]),
             "n": arms.n,
-            "paper": paper,
+            "paper": _printed(runs, arms),
             "Pareto front": np.where(front, "yes", ""),
             "diverged": arms.diverged,
             "failed": arms.failed,
         }
     )
     return shown.iloc[arms.relative_cost.argsort(kind="stable")]
+
+
+def _printed(runs: pd.DataFrame, arms: pd.DataFrame) -> list[str]:
+    """What the paper prints of every arm (``data/paper/numbers.csv``), and where; or that it has no number of it."""
+    first = runs.iloc[0]
+    lines = printed.of_experiment(runs, EXPERIMENTS[first["task"]].artefact).drop_duplicates(["arm", "q_max"])
+    known = {(p.arm, p.q_max): f"{p.value:g} ({p.place})" for p in lines.itertuples()}
+    unknown = "drawn, no number printed" if first["scale"] == "paper" else "not in the paper"
+    return [known.get((r.arm, r.q_max), unknown) for r in arms.itertuples()]
 
 
 def figure_3(runs: pd.DataFrame, *, xs: Sequence[str] = ("relative_cost",), front: bool = False) -> Figure:

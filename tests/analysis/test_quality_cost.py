@@ -126,17 +126,11 @@ def test_comparison_puts_the_papers_number_beside_ours(tmp_path, monkeypatch):
     pd.concat(lines).to_csv(tmp_path / "numbers.csv", index=False)
     monkeypatch.setattr("cpt_lab.analysis.printed.paper_dir", lambda: tmp_path)
     rows = rows_of(lambda arm, seed, cost: 0.6)
-    small = quality_cost.compare_with_paper(table(rows)).set_index("arm")
-    assert small.paper.isna().all()  # a small run is never put beside a number of the paper
-    assert small.loc["RR", "place"] == "not in the paper"
-    at_paper_scale = table(changed(rows, scale="paper"))
-    out = quality_cost.compare_with_paper(at_paper_scale).set_index("arm")
-    assert out.loc["CR", "difference"] == pytest.approx(-1.5)
-    assert out.loc["CR", "place"] == "made up for this test"
-    assert np.isnan(out.loc["RR", "paper"])
-    assert out.loc["RR", "place"] == "drawn, no number printed"
-    shown = quality_cost.summary(at_paper_scale).set_index("arm")
+    small = quality_cost.summary(table(rows))
+    assert set(small["paper"]) == {"not in the paper"}  # a small run is never put beside a number of the paper
+    shown = quality_cost.summary(table(changed(rows, scale="paper"))).set_index("arm")
     assert shown.loc["CR", ["accuracy %", "paper"]].to_list() == ["60.0", "61.5 (made up for this test)"]
+    assert shown.loc["RR", "paper"] == "drawn, no number printed"
 
 
 def test_figure_3_draws_every_point():
@@ -270,7 +264,7 @@ def test_quality_is_minus_perplexity():
     arms = quality_cost.by_arm(runs)
     assert quality_cost.pareto(arms, better=-1).all()
     assert quality_cost.pareto(arms, better=1).sum() == 1  # the cheapest is the largest
-    assert quality_cost.compare_with_paper(runs).set_index("arm").loc["static 8", "ours"] == pytest.approx(91)
+    assert quality_cost.summary(runs).set_index("arm").loc["static 8", "perplexity"] == "91.0"
     assert quality_cost.paired_difference(runs, "static 8", "static 2").to_list() == pytest.approx([-8.125] * 3)
 
 
