@@ -93,13 +93,9 @@ def _title(row: Row, file: Path) -> str:
 
 def _of_one_data(rows: list[Row]) -> list[Row]:
     """Keep, of every recipe, the rows on the data that most have (the newest of equally many), and those on none."""
-    checksums: dict[str, set[str]] = defaultdict(set)
-    for row in rows:
-        if row.get("data_checksum"):
-            checksums[row["spec"]["recipe"]["dataset"]].add(row["data_checksum"])
     recipes: dict[str, list[Row]] = defaultdict(list)
     for row in rows:  # a data set may have several checksums for good: recipes take parts of it
-        if row.get("data_checksum") and len(checksums[row["spec"]["recipe"]["dataset"]]) > 1:
+        if row.get("data_checksum"):
             recipes[_recipe_key(row["spec"]["recipe"])].append(row)
     left_out: set[int] = set()
     for mine in recipes.values():
