@@ -48,16 +48,12 @@ def execution_difference(runs: pd.DataFrame, metric: str) -> pd.DataFrame:
     """
     lines = []
     for name, sides in COMPARISONS.items():
-        first, second = (_side(runs, *side) for side in sides)
+        first, second = (runs[(runs["execution"] == way) & (runs["shared_steps"] == shared)] for way, shared in sides)
         pairs = paired(first, second, metric)
         if len(pairs):
             diverged = int(first["diverged"].sum() + second["diverged"].sum())
             lines.append((name, *interval(pairs), second[metric].std(), len(pairs), diverged))
     return pd.DataFrame(lines, columns="comparison difference low high std pairs diverged".split())
-
-
-def _side(runs: pd.DataFrame, execution: str, shared: bool) -> pd.DataFrame:
-    return runs[(runs["execution"] == execution) & (runs["shared_steps"] == shared)]
 
 
 def summary(runs: pd.DataFrame) -> pd.DataFrame:
