@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
 import numpy as np
 from matplotlib.axes import Axes
@@ -15,21 +15,19 @@ from cpt_core.schedules.schedule import Schedule
 from cpt_lab.analysis.style import COLORS, TEXT, drawing, legend_below, name_points, whole
 
 
-def figure_2(
-    q_min: int = 3, q_max: int = 8, n_cycles: int = 8, total_steps: int = 64_000, names: Sequence[str] = tuple(SUITE)
-) -> Figure:
+def figure_2(q_min: int = 3, q_max: int = 8, n_cycles: int = 8, total_steps: int = 64_000) -> Figure:
     """Draw the schedules of the suite: precision before and after rounding at every step.
 
     Paper: figure 2.
     """
     made = {
         name: make_schedule(name, q_min=q_min, q_max=q_max, total_steps=total_steps, n_cycles=n_cycles)
-        for name in names
+        for name in SUITE
     }
     titles = {f"{n}   {s.savings} savings, cost {s.relative_cost():.2f}": s for n, s in made.items()}
     levels = len({s.savings for s in made.values()})
-    cost = f"{levels} level{'s' * (levels > 1)} of cost"
-    return schedules(titles, f"{len(made)} ways from {q_min} to {q_max} bits in {n_cycles} cycles, {cost}")
+    what = f"{len(made)} ways from {q_min} to {q_max} bits in {n_cycles} cycles, {levels} levels of cost"
+    return schedules(titles, what)
 
 
 def schedules(found: Mapping[str, Schedule], title: str = "") -> Figure:

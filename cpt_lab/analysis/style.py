@@ -63,10 +63,10 @@ def drawing(rows: int = 1, columns: int = 1, alt: str = "", **options: Any) -> I
             plt.close(figure)
 
 
-def legend_below(figure: Any, ax: Any, columns: int = 0) -> None:
-    """Put the legend of one of several alike axes below all of them, where it hides nothing, in so many columns."""
+def legend_below(figure: Any, ax: Any) -> None:
+    """Put the legend of one of several alike axes below all of them, where it hides nothing."""
     handles, labels = ax.get_legend_handles_labels()
-    figure.legend(handles, labels, fontsize=SMALL, loc="outside lower center", ncols=columns or len(labels))
+    figure.legend(handles, labels, fontsize=SMALL, loc="outside lower center", ncols=len(labels))
 
 
 def interval_bar(ax: Any, y: float, ends: Iterable[float], **look: Any) -> None:

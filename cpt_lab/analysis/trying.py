@@ -67,8 +67,7 @@ def specs(recipe: Recipe, scale: str, arms: Iterable[Arm], seed: int) -> list[Ru
 
 def try_recipe(
     recipe: Recipe, scale: str, run: Callable[[list[RunSpec], Path], list[Row]], *, at_once: int,
-    minutes: float = 10, seeds: int = 10, margin: float = MARGIN, progress: bool | None = None,
-    classes: int | None = None,
+    minutes: float = 10, seeds: int = 10, margin: float = MARGIN, classes: int | None = None,
 ) -> tuple[Tried, Path]:  # fmt: skip
     """Return the answer for a recipe, and the page that says it; ``run(specs, store)`` is ``run_grid``.
 
@@ -92,7 +91,7 @@ def try_recipe(
 
     found = tried(
         results, recipe.dataset, recipe.steps, cycles=recipe.n_cycles, margin=margin, minutes=minutes, seeds=seeds,
-        at_once=at_once, progress=progress,
+        at_once=at_once,
     )  # fmt: skip
     found = replace(
         found, title=title or recipe.dataset, unit=unit, of=of, guessed=100 / classes if classes else -math.inf

@@ -56,7 +56,7 @@ def precision_range(name="digits"):
 
 RECORDED = pd.DataFrame({"step": [0, 1, 2], "role": "input", "level": [2, 3, 3], "snr_db": [9.0, 12.0, 13.0]})
 FIGURES = {
-    "figure 2": lambda: schedules.figure_2(names=("CR", "RTV"), total_steps=800),
+    "figure 2": lambda: schedules.figure_2(total_steps=800),
     "figure 3": lambda: figure_3(digits(), xs=BOTH, front=True),
     "figure 6": lambda: figure_6(facebook(), xs=BOTH, front=True),
     "figure 7": lambda: figure_7(characters(), xs=BOTH),
