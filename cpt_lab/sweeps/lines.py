@@ -24,8 +24,6 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-import orjson
-
 from cpt_core.checks import write_text
 from cpt_lab.experiments.spec import key_of
 
@@ -261,15 +259,11 @@ class Judge:
             ValueError: for what is no JSON, or no row of this schema; it names the line.
         """
         row = self._parsed(number, line)
-        fault = self._fault(line, row)
-        if fault not in ("", BARE):  # orjson takes whole numbers of more than 64 bits for others: before one is blamed
-            row = json.loads(line)
-            fault = self._fault(line, row)
-        return row, fault
+        return row, self._fault(line, row)
 
     def _parsed(self, number: int, line: bytes) -> Row:
         try:
-            row = _parsed(line)
+            row = json.loads(line, parse_constant=_no_number)
         except (ValueError, RecursionError) as error:
             raise ValueError(
                 f"{self.store}, line {number} is no JSON: {line[:60].decode(errors='replace').rstrip()!r}; remove "
@@ -297,13 +291,6 @@ class Judge:
         if given is None:
             return f"its digest is not in {beside(self.store).name}: it was changed, or came after those"
         return "it was changed after it was written: its digest is that of another row"
-
-
-def _parsed(line: bytes) -> Any:
-    try:
-        return orjson.loads(line)
-    except orjson.JSONDecodeError:  # also for half a surrogate pair, which a traceback may hold and json writes
-        return json.loads(line, parse_constant=_no_number)
 
 
 def _no_number(word: str) -> None:
