@@ -12,13 +12,11 @@ b'{"digest": "bbc052f0599814d847acec357ac9b931", "key": "44'
 
 from __future__ import annotations
 
-import gc
 import hashlib
 import json
 import re
 import warnings
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -182,31 +180,18 @@ def _read_all(store: Path) -> tuple[list[Row], Integrity]:
     judge, rows, faults, bare, number = Judge(store), [], [], 0, 0
     results: dict[str, tuple[int, Row]] = {}
     doubts: list[str] = []
-    with _collector_off():
-        for number, line in enumerate(_lines(store), 1):
-            row, fault = judge.row(number, line)
-            if fault and fault != BARE:
-                faults.append(f"{store}, line {number}: {fault}")
-                continue
-            bare += fault == BARE
-            rows.append(row)
-            if row["status"] != "failed":
-                first, other = results.setdefault(row["key"], (number, row))
-                if other is not row and any(other.get(name) != row.get(name) for name in RESULT):
-                    doubts.append(f"{store}, lines {first} and {number} have different results of run {row['key']}")
+    for number, line in enumerate(_lines(store), 1):
+        row, fault = judge.row(number, line)
+        if fault and fault != BARE:
+            faults.append(f"{store}, line {number}: {fault}")
+            continue
+        bare += fault == BARE
+        rows.append(row)
+        if row["status"] != "failed":
+            first, other = results.setdefault(row["key"], (number, row))
+            if other is not row and any(other.get(name) != row.get(name) for name in RESULT):
+                doubts.append(f"{store}, lines {first} and {number} have different results of run {row['key']}")
     return rows, Integrity(number, bare, tuple(faults), tuple(doubts))
-
-
-@contextmanager
-def _collector_off() -> Iterator[None]:
-    """Python's collector of cycles goes through all that was read again and again: a third of the time."""
-    was_on = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_on:
-            gc.enable()
 
 
 def _lines(store: Path) -> Iterator[bytes]:
