@@ -120,13 +120,7 @@ def load_rows(store: Path) -> list[Row]:
 
 def integrity(stores: Iterable[Path]) -> Integrity:
     """Return what the rows of some stores are worth, all together."""
-    found = [_read_all(store)[1] for store in stores]
-    return Integrity(
-        sum(one.rows for one in found),
-        sum(one.bare for one in found),
-        sum((one.faults for one in found), ()),
-        sum((one.doubts for one in found), ()),
-    )
+    return _read_all(*stores)[1]
 
 
 def certify(store: Path) -> int:
@@ -175,23 +169,26 @@ def look(store: Path, key: str) -> tuple[Row | None, int, bool]:
     return newest(found).get(key), size, last.endswith(b"\n")
 
 
-def _read_all(store: Path) -> tuple[list[Row], Integrity]:
-    """Return the rows of a store that count, several of one key if there are, and what all its lines are worth."""
-    judge, rows, faults, bare, number = Judge(store), [], [], 0, 0
-    results: dict[str, tuple[int, Row]] = {}
+def _read_all(*stores: Path) -> tuple[list[Row], Integrity]:
+    """Return the rows of stores that count, several of one key if there are, and what all their lines are worth."""
+    rows: list[Row] = []
+    faults: list[str] = []
     doubts: list[str] = []
-    for number, line in enumerate(_lines(store), 1):
-        row, fault = judge.row(number, line)
-        if fault and fault != BARE:
-            faults.append(f"{store}, line {number}: {fault}")
-            continue
-        bare += fault == BARE
-        rows.append(row)
-        if row["status"] != "failed":
-            first, other = results.setdefault(row["key"], (number, row))
-            if other is not row and any(other.get(name) != row.get(name) for name in RESULT):
-                doubts.append(f"{store}, lines {first} and {number} have different results of run {row['key']}")
-    return rows, Integrity(number, bare, tuple(faults), tuple(doubts))
+    bare = 0
+    for store in stores:
+        judge, results = Judge(store), dict[str, tuple[int, Row]]()
+        for number, line in enumerate(_lines(store), 1):
+            row, fault = judge.row(number, line)
+            if fault and fault != BARE:
+                faults.append(f"{store}, line {number}: {fault}")
+                continue
+            bare += fault == BARE
+            rows.append(row)
+            if row["status"] != "failed":
+                first, other = results.setdefault(row["key"], (number, row))
+                if other is not row and any(other.get(name) != row.get(name) for name in RESULT):
+                    doubts.append(f"{store}, lines {first} and {number} have different results of run {row['key']}")
+    return rows, Integrity(len(rows) + len(faults), bare, tuple(faults), tuple(doubts))
 
 
 def _lines(store: Path) -> Iterator[bytes]:
