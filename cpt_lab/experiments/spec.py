@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import cached_property
 from typing import Any
 
@@ -74,17 +74,9 @@ class RunSpec:
 
     def to_dict(self) -> dict[str, Any]:
         """Return the canonical JSON form."""
-        return {
-            "version": SPEC_VERSION,
-            "recipe": self.recipe.to_dict(),
-            "schedule": self.schedule.to_dict(),
-            "q_max": self.q_max,
-            "q_grad": self.q_grad,
-            "seed": self.seed,
-            "arm": self.arm,
-            "scale": self.scale,
-            "preset": self.preset,
-        }
+        given = {f.name: getattr(self, f.name) for f in fields(self)}
+        parts = {"recipe": self.recipe.to_dict(), "schedule": self.schedule.to_dict()}
+        return {"version": SPEC_VERSION, **given, **parts}
 
     @classmethod
     def from_dict(cls, d: dict[str, Any]) -> RunSpec:
@@ -92,16 +84,10 @@ class RunSpec:
         if d.get("version") != SPEC_VERSION:
             raise ValueError(f"spec version {d.get('version')!r} is not {SPEC_VERSION}")
         recipe: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in d["recipe"].items()}
-        return cls(
-            EXPERIMENTS[recipe["task"]].recipe(**recipe),
-            schedule_from_dict(d["schedule"]),
-            d["q_max"],
-            d["q_grad"],
-            d["seed"],
-            d["arm"],
-            d["scale"],
-            d["preset"],
-        )
+        given = {f.name: d[f.name] for f in fields(cls)}
+        given["recipe"] = EXPERIMENTS[recipe["task"]].recipe(**recipe)
+        given["schedule"] = schedule_from_dict(d["schedule"])
+        return cls(**given)
 
     @cached_property
     def key(self) -> str:
