@@ -74,15 +74,8 @@ def metrics_of(session: Session, state: State) -> list[dict[str, Any]]:
 
 
 def _metric(name: str, split: str, when: str, evaluation: dict[str, Any], value: float) -> dict[str, Any]:
-    return {
-        "name": name,
-        "split": split,
-        "when": when,
-        "step": evaluation["step"],
-        "precision": evaluation["precision"],
-        "bits": evaluation["bits"],
-        "value": value,
-    }
+    where = {column: evaluation[column] for column in ("step", "precision", "bits")}
+    return {"name": name, "split": split, "when": when, **where, "value": value}
 
 
 def bitops_of(session: Session) -> dict[str, float]:
