@@ -46,11 +46,9 @@ def accuracy_and_loss(batches: Iterable[tuple[Tensor, Tensor]], count: int) -> M
 
 
 class Task(Protocol):
-    """A data set with a model, a loss and a metric. Making one loads the data.
+    """A data set with a model, a loss and metrics. Making one loads the data.
 
     Attributes:
-        metric: name of the main metric, such as "accuracy".
-        better: +1 when a larger metric is better, -1 when a smaller one is.
         title: what is measured on which data, for figures and rows.
         checksum: of the data.
         cost_batches: over how many batches operations are averaged: 1 where all steps do the same work.
@@ -58,8 +56,6 @@ class Task(Protocol):
             last batch of an epoch may be smaller.
     """
 
-    metric: str
-    better: int
     title: str
     checksum: str
     cost_batches: int

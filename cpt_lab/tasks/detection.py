@@ -18,7 +18,7 @@ from cpt_lab.data.detection import backbone_weights, load_detection, random_dete
 from cpt_lab.data.detection_batches import Batch, batches, bytes_read, evaluation_batches
 from cpt_lab.data.loading import readers
 from cpt_lab.data.pictures import Annotated
-from cpt_lab.experiments.detection import EXPERIMENT, DetectionRecipe
+from cpt_lab.experiments.detection import DetectionRecipe
 from cpt_lab.experiments.spec import RunSpec
 from cpt_lab.tasks.base import Metrics, on_gpu, sums
 from cpt_lab.tasks.learning_rates import LearningRate, constant
@@ -39,8 +39,6 @@ class DetectionTask:
     Differs: pictures are padded to multiples of 32; the authors pad by a further 32 where they are multiples already.
     """
 
-    metric = EXPERIMENT.metric.name
-    better = EXPERIMENT.metric.better
     fixed_shape = False  # how many anchors count is decided by the data
 
     def __init__(self, spec: RunSpec, device: torch.device, stand_in: bool = False) -> None:

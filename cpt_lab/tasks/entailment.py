@@ -17,7 +17,7 @@ from cpt_core.checks import library
 from cpt_lab.data.common import epoch_order, generator_of, load_once, send
 from cpt_lab.data.entailment import CHECKPOINTS, LABELS, EntailmentData, Pairs, load_entailment
 from cpt_lab.data.files import DataNotFoundError, own_path
-from cpt_lab.experiments.entailment import EXPERIMENT, EntailmentRecipe
+from cpt_lab.experiments.entailment import EntailmentRecipe
 from cpt_lab.experiments.spec import RunSpec
 from cpt_lab.paths import command
 from cpt_lab.tasks.base import Metrics, accuracy_and_loss, on_gpu
@@ -42,9 +42,6 @@ class EntailmentTask:
     Paper: section 4.4.
     Differs: validation and test accuracy are both reported; the authors' script reports the validation split.
     """
-
-    metric = EXPERIMENT.metric.name
-    better = EXPERIMENT.metric.better
 
     def __init__(self, spec: RunSpec, device: torch.device, stand_in: bool = False) -> None:
         """Load and encode the data of the spec's recipe, or make random word pieces of the same shapes."""

@@ -21,7 +21,7 @@ from cpt_lab.data.common import Stream, epoch_order, generator_of, load_once, se
 from cpt_lab.data.graphs import load_graph, random_graph
 from cpt_lab.data.loading import loader
 from cpt_lab.data.ogb import evaluator
-from cpt_lab.experiments.graph import EXPERIMENT, GraphRecipe
+from cpt_lab.experiments.graph import GraphRecipe
 from cpt_lab.experiments.spec import RunSpec
 from cpt_lab.machine import usable_cores
 from cpt_lab.tasks.base import Metrics, on_gpu, sums
@@ -47,9 +47,6 @@ class GraphTask:
         which has no lower bound (``loss="nll_raw"``).
     Differs: edges of OGBN-Products are not doubled; the authors add reverse edges to a graph that has them.
     """
-
-    metric = EXPERIMENT.metric.name
-    better = EXPERIMENT.metric.better
 
     def __init__(self, spec: RunSpec, device: torch.device, stand_in: bool = False) -> None:
         """Load the data of the spec's recipe, or make a random graph of the same shapes."""

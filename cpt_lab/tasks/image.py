@@ -15,7 +15,7 @@ from cpt_lab.data.image_batches import array_batches, bytes_read, evaluation_bat
 from cpt_lab.data.image_readers import ArrayImages
 from cpt_lab.data.images import Batch, load_images, random_images
 from cpt_lab.data.loading import readers
-from cpt_lab.experiments.image import EXPERIMENT, ImageRecipe
+from cpt_lab.experiments.image import ImageRecipe
 from cpt_lab.experiments.spec import RunSpec
 from cpt_lab.tasks.base import Metrics, accuracy_and_loss, on_gpu
 from cpt_lab.tasks.learning_rates import LearningRate, milestones
@@ -27,8 +27,6 @@ class ImageTask:
     Paper: section 4.2.
     """
 
-    metric = EXPERIMENT.metric.name
-    better = EXPERIMENT.metric.better
     cost_batches = 1
     fixed_shape = True
 

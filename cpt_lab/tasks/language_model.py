@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from cpt_core.models.lstm_lm import LanguageModel, State
 from cpt_lab.data.common import load_once, send
 from cpt_lab.data.text import columns, load_text, questions, random_text
-from cpt_lab.experiments.language_model import EXPERIMENT, LanguageModelRecipe
+from cpt_lab.experiments.language_model import LanguageModelRecipe
 from cpt_lab.experiments.spec import RunSpec
 from cpt_lab.tasks.base import Metrics, on_gpu, sums
 from cpt_lab.tasks.learning_rates import LearningRate, cosine, milestones, plateau
@@ -34,8 +34,6 @@ class LanguageModelTask:
     Differs: perplexity counts every word of a text; the authors leave out the first word of every column.
     """
 
-    metric = EXPERIMENT.metric.name
-    better = EXPERIMENT.metric.better
     cost_batches = 1
     fixed_shape = True
 

@@ -55,7 +55,7 @@ def metrics_of(session: Session, state: State) -> list[dict[str, Any]]:
     """
     if state.status != "ok":
         return []
-    task, rows = session.task, []
+    rows = []
     last = state.history["evaluations"][-1]
     finals = {last["precision"]: last}
     other = "current" if last["precision"] == "q_max" else "q_max"
@@ -68,8 +68,9 @@ def metrics_of(session: Session, state: State) -> list[dict[str, Any]]:
                 rows.append(_metric(name, split, "final", finals[policy], value))
     # chosen on held-out data; without any, on the test set, and then it is called so
     split = "valid" if "valid" in last else "test"
-    best = max(state.history["evaluations"], key=lambda e: task.better * e[split][task.metric])
-    rows.append(_metric(task.metric, "test", f"best_{split}", best, best["test"][task.metric]))
+    metric = session.metric
+    best = max(state.history["evaluations"], key=lambda e: metric.better * e[split][metric.name])
+    rows.append(_metric(metric.name, "test", f"best_{split}", best, best["test"][metric.name]))
     return rows
 
 

@@ -94,7 +94,8 @@ def _stepper(session: Session, falling: bool) -> Any:
 
 
 def _judge(session: Session, q_max: int, metric: str | None) -> Judge:
-    name = session.task.metric if metric is None else choose("metric", metric, (session.task.metric, "loss"))
+    main = session.metric
+    name = main.name if metric is None else choose("metric", metric, (main.name, "loss"))
 
     def held_out() -> float:
         session.model.eval()
@@ -104,4 +105,4 @@ def _judge(session: Session, q_max: int, metric: str | None) -> Judge:
             raise ValueError("a sensitivity needs held-out data; give the recipe some, such as valid_images=200")
         return float(found["valid"][name])
 
-    return Judge(name, -1 if metric == "loss" else session.task.better, held_out)
+    return Judge(name, -1 if metric == "loss" else main.better, held_out)

@@ -13,6 +13,7 @@ from cpt_core.quantization.convert import PRESETS, QuantConfig, layer_precisions
 from cpt_core.quantization.scheduler import PrecisionScheduler
 from cpt_lab.experiments.graph import GraphRecipe
 from cpt_lab.experiments.recipe import Recipe
+from cpt_lab.experiments.recipes import EXPERIMENTS
 from cpt_lab.experiments.spec import RunSpec
 from cpt_lab.training.arithmetic import arithmetic, check_arithmetic, lay_out
 from cpt_lab.training.capture import Capture, CudaRecorder, make_capturable, why_not
@@ -43,7 +44,8 @@ class Session:
 
     Attributes:
         arithmetic: enters how a forward pass is computed, in training and evaluation.
-        task: the data set with its model, loss and metric.
+        task: the data set with its model and loss.
+        metric: the main one of the task.
         model: converted, at the bits of step 0.
         optimizer: of the task.
         lr_at: the learning rate as a function of the step and the evaluations so far.
@@ -64,6 +66,7 @@ class Session:
         self.arithmetic = partial(arithmetic, spec.recipe, self.device)
         torch.manual_seed(spec.seed)
         self.task = task_class(spec, self.device, stand_in)
+        self.metric = EXPERIMENTS[spec.recipe.task].metric
         self.model = quantize_(self.task.model(), quant_config(spec.recipe, spec.seed))
         lay_out(self.model, spec.recipe)
         self.optimizer, self.lr_at = self.task.optimizer(self.model)

@@ -11,7 +11,6 @@ from helpers import same, smoke_spec
 from torch import nn
 from torch.utils._pytree import tree_leaves
 
-from cpt_core.checks import library
 from cpt_lab.data import common
 from cpt_lab.data.common import Stream, epoch_order, generator_of, load_once
 from cpt_lab.experiments.grids import grid_specs
@@ -19,7 +18,7 @@ from cpt_lab.experiments.recipes import DATASETS, EXPERIMENTS, recipe
 from cpt_lab.experiments.spec import run_spec
 from cpt_lab.tasks import learning_rates
 from cpt_lab.tasks.base import task_of
-from cpt_lab.tasks.language_model import LanguageModelTask
+from cpt_lab.training.session import Session
 from cpt_lab.training.train import Stopped, train
 
 CPU = torch.device("cpu")
@@ -106,11 +105,14 @@ def test_what_needs_an_extra_names_it(code, without_extras):
     assert without_extras[code] == f"{library} cannot be imported; get it with: pip install 'cpt-core[{extra}]'"
 
 
-def test_tasks_have_the_metric_of_their_experiment():
-    for experiment in EXPERIMENTS.values():
-        task = library(experiment.task, experiment.extra)
-        assert (task.metric, task.better) == (experiment.metric.name, experiment.metric.better)
-    assert LanguageModelTask.better == -1
+@pytest.mark.parametrize("task", EXPERIMENTS)
+def test_a_session_has_the_metric_of_its_experiment(task):
+    experiment = EXPERIMENTS[task]
+    dataset = next(d.name for d in experiment.datasets if d.embedded)
+    spec = run_spec(recipe("smoke", dataset), "CR", q_max=8, seed=0, scale="smoke")
+    session = Session(task_of(spec), spec, stand_in=True)
+    assert session.metric is experiment.metric
+    assert session.metric.better == (-1 if task == "language_model" else 1)
 
 
 # --- learning rates -------------------------------------------------------------------------------
