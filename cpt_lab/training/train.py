@@ -40,39 +40,27 @@ class Stopped(Exception):
     """A run was asked to stop and has written its checkpoint."""
 
 
-@dataclass
-class Run:
-    """The result of a training run.
+@dataclass(kw_only=True)
+class Run(State):
+    """The result of a training run: its last state, and what came of it.
 
     Attributes:
         spec: what was run.
-        status: "ok", or "diverged" when anything was not finite: the training loss, a metric of an evaluation, a
-            weight (training stops there).
         metrics: one dict per number: name, split, value, ``when`` ("final", "best_valid" or "best_test"), and the
             ``precision`` ("q_max" or "current") and ``bits`` of the evaluation.
-        history: columns ``step``, ``loss``, ``bits`` (the highest of any layer), ``lr`` of every step, and
-            ``evaluations``, a list of dicts.
         bitops: BitOps of the steps that ran, by convention.
-        seconds: time spent training and evaluating, over all sessions of a resumed run.
         model: the trained model, still converted.
         title, checksum: of the data.
-        error: of a run that diverged, after how many updates and in what.
-        captured: optimizer steps that were replayed from a recording, see ``capture``.
-        why_not_captured: why the others were not, or "".
+        why_not_captured: why steps were not replayed, or "".
     """
 
     spec: RunSpec
-    status: str
     metrics: list[dict[str, Any]]
-    history: dict[str, list[Any]]
     bitops: dict[str, float]
-    seconds: float
     model: nn.Module
     title: str
     checksum: str
-    error: str = ""
-    captured: int = 0
-    why_not_captured: str = ""
+    why_not_captured: str
 
     def metric(self, name: str, split: str = "test", when: str = "final", precision: str = "q_max") -> float:
         """Return one metric; KeyError when the run has no such number."""
@@ -164,19 +152,15 @@ def train(
     if state.status == "ok":
         state.history["evaluations"].append(assess(session, state, recipe.eval_bits))
     metrics = metrics_of(session, state)
-    state.seconds = before + time.monotonic() - started
+    state.seconds, state.captured = before + time.monotonic() - started, captured + session.captured
     return Run(
+        **vars(state),
         spec=spec,
-        status=state.status,
         metrics=metrics,
-        history=state.history,
         bitops=bitops_of(session),  # takes its time too, which is none of training
-        seconds=state.seconds,
         model=session.model,
         title=session.task.title,
         checksum=session.task.checksum,
-        error=state.error,
-        captured=captured + session.captured,
         why_not_captured=session.why_not_captured,
     )
 
