@@ -22,7 +22,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from cpt_core.waiting import waiting
 from cpt_lab.experiments.spec import RunSpec
 from cpt_lab.training.checkpoint import State, resume, save_checkpoint
 from cpt_lab.training.evaluation import assess, bitops_of, metrics_of
@@ -78,7 +77,6 @@ def train(
     device: str | torch.device = "cpu",
     checkpoint: Path | None = None,
     checkpoint_seconds: float = 60.0,
-    progress: bool | None = False,
     on_step: OnStep | None = None,
     should_stop: Callable[[], bool] | None = None,
 ) -> Run:
@@ -94,7 +92,6 @@ def train(
             aside. It is written every ``checkpoint_seconds`` and left there, as is the one before it, also when the
             run raises: remove both when the result is safe. None keeps none.
         checkpoint_seconds: see ``checkpoint``.
-        progress: show a bar; None shows it to people only, in a terminal or a notebook.
         on_step: ``on_step(step, model, loss)`` after every optimizer step, for probes; every loss is then read at once.
         should_stop: asked after every step; when it says so, the checkpoint is written and ``Stopped`` raised.
 
@@ -110,43 +107,40 @@ def train(
     batches = session.task.batches(state.step)
     losses: list[Tensor] = []  # of the last steps, not read yet
     at_once = session.device.type == "cpu" or on_step is not None
-    bar = waiting(f"{spec.arm} seed {spec.seed}", total=recipe.steps, initial=state.step, progress=progress)
-    with bar:
-        while state.step < recipe.steps:
-            lr = session.lr_at(state.step, state.history["evaluations"])
-            losses.append(session.step(next(batches), lr))
-            entries = {"step": state.step, "bits": max(session.scheduler.get_last_bits()), "lr": lr}
-            for column, entry in entries.items():
-                state.history[column].append(entry)
-            done = state.step + 1
-            evaluates = recipe.evaluate_every and done % recipe.evaluate_every == 0 and done < recipe.steps
-            stop = should_stop is not None and should_stop()
-            saves = checkpoint is not None and (stop or time.monotonic() - saved > checkpoint_seconds)
-            if at_once or evaluates or stop or saves or done == recipe.steps or len(losses) == READ_EVERY:
-                read(losses, state)
-                if state.status != "ok":
-                    break
-            session.scheduler.step()
-            state.step = done
-            bar.update()
-            if on_step is not None:
-                on_step(state.step - 1, session.model, state.history["loss"][-1])
-            if evaluates:
-                found = assess(session, state, recipe.eval_bits)
-                state.history["evaluations"].append(found)
-                log.info("step %d of %d: loss %.4f, %s", state.step, recipe.steps, state.history["loss"][-1], found)
-                if state.status != "ok":
-                    break
-            state.seconds, state.captured = before + time.monotonic() - started, captured + session.captured
-            if checkpoint is not None and saves:
-                try:
-                    save_checkpoint(checkpoint, session, state)
-                except (OSError, RuntimeError) as error:  # torch raises RuntimeError when the disk is full
-                    # the run may still end well, and the last checkpoint is still there
-                    log.error("step %d: cannot write %s: %s", state.step, checkpoint, error)
-                saved = time.monotonic()
-            if stop:
-                raise Stopped(f"at step {state.step} of {recipe.steps}")
+    while state.step < recipe.steps:
+        lr = session.lr_at(state.step, state.history["evaluations"])
+        losses.append(session.step(next(batches), lr))
+        entries = {"step": state.step, "bits": max(session.scheduler.get_last_bits()), "lr": lr}
+        for column, entry in entries.items():
+            state.history[column].append(entry)
+        done = state.step + 1
+        evaluates = recipe.evaluate_every and done % recipe.evaluate_every == 0 and done < recipe.steps
+        stop = should_stop is not None and should_stop()
+        saves = checkpoint is not None and (stop or time.monotonic() - saved > checkpoint_seconds)
+        if at_once or evaluates or stop or saves or done == recipe.steps or len(losses) == READ_EVERY:
+            read(losses, state)
+            if state.status != "ok":
+                break
+        session.scheduler.step()
+        state.step = done
+        if on_step is not None:
+            on_step(state.step - 1, session.model, state.history["loss"][-1])
+        if evaluates:
+            found = assess(session, state, recipe.eval_bits)
+            state.history["evaluations"].append(found)
+            log.info("step %d of %d: loss %.4f, %s", state.step, recipe.steps, state.history["loss"][-1], found)
+            if state.status != "ok":
+                break
+        state.seconds, state.captured = before + time.monotonic() - started, captured + session.captured
+        if checkpoint is not None and saves:
+            try:
+                save_checkpoint(checkpoint, session, state)
+            except (OSError, RuntimeError) as error:  # torch raises RuntimeError when the disk is full
+                # the run may still end well, and the last checkpoint is still there
+                log.error("step %d: cannot write %s: %s", state.step, checkpoint, error)
+            saved = time.monotonic()
+        if stop:
+            raise Stopped(f"at step {state.step} of {recipe.steps}")
 
     # the last evaluation is not in the loop, so that a run which died after its last step needs no other one
     if state.status == "ok":
