@@ -34,14 +34,9 @@ LOST = (CellTimeoutError, RuntimeError)
 class _Client(PapermillNotebookClient):
     """Tells where it is: the heading above the cell that runs, and the bars that tqdm shows in it."""
 
-    def __init__(self, nb_man: Any, place: Place, sockets: str, **options: Any) -> None:
+    def __init__(self, nb_man: Any, place: Place, **options: Any) -> None:
         super().__init__(nb_man, on_cell_start=self._enter, **options)
-        self.place, self.sockets = place, sockets
-
-    def create_kernel_manager(self) -> Any:
-        manager = super().create_kernel_manager()
-        manager.transport, manager.ip = "ipc", f"{self.sockets}/kernel"
-        return manager
+        self.place = place
 
     def _enter(self, cell: nbformat.NotebookNode, cell_index: int) -> None:
         self.place.kernel = getattr(self.km.provisioner, "pid", None)
@@ -69,12 +64,12 @@ class _Engine(NBClientEngine):
             client = _Client(
                 nb_man,
                 options["place"],
-                sockets,
                 kernel_name=kernel_name,
                 startup_timeout=START,
                 timeout=options["execution_timeout"],
                 extra_arguments=["--IPKernelApp.log_level=50"],  # else it tells of its end when it is ended
             )
+            client.config.KernelManager.update(transport="ipc", ip=f"{sockets}/kernel")
             client.execute(cwd=str(Path.cwd()))  # where relative paths of data begin
 
 
