@@ -59,16 +59,6 @@ def number(answer: Any) -> float:
         raise Refused(f"{short(answer)} is no number") from None
 
 
-def near(value: float, tolerance: float = 1e-3) -> Callable[[Any], bool]:
-    """Return a check of a number within ``tolerance``; of a value that is infinite, of just that."""
-
-    def right(answer: Any) -> bool:
-        given = number(answer)
-        return given == value or abs(given - value) <= tolerance
-
-    return right
-
-
 def words(answer: Any) -> str:
     """Return a word, or a schedule's name, in small letters with single blanks."""
     text = answer if isinstance(answer, str) else getattr(answer, "name", None)
@@ -166,12 +156,11 @@ def like(
     return right
 
 
-def share(value: float, tolerance: float = 1e-3) -> Callable[[Any], bool]:
-    """Return a check of a share: a number from 0 to 1, or a percentage that says so."""
-    right = near(value, tolerance)
+def share(value: float, tolerance: float) -> Callable[[Any], bool]:
+    """Return a check of a share within ``tolerance``: a number from 0 to 1, or a percentage that says so."""
 
-    def check(answer: Any) -> bool:
+    def right(answer: Any) -> bool:
         percentage = isinstance(answer, str) and "%" in answer
-        return right(number(answer) / (100 if percentage else 1))
+        return abs(number(answer) / (100 if percentage else 1) - value) <= tolerance
 
-    return check
+    return right
