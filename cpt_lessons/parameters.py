@@ -19,6 +19,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pandas as pd
@@ -91,19 +92,10 @@ PARAMETERS: dict[str, Parameter] = {
 }
 
 
-@dataclass(frozen=True)
-class Parameters:
+class Parameters(SimpleNamespace):
     """Checked parameters, as attributes, and the store that runs of this scale and task go to."""
 
-    values: dict[str, Any]
     store: Path
-
-    def __getattr__(self, name: str) -> Any:
-        """Return a parameter."""
-        try:
-            return self.__dict__["values"][name]
-        except KeyError:
-            raise AttributeError(f"there is no parameter {name!r}") from None
 
     def run(self, specs: Sequence[RunSpec]) -> pd.DataFrame:
         """Run what the store of this scale does not hold yet and return a typed line per run (``analysis.runs.table``).
@@ -123,7 +115,7 @@ class Parameters:
         from cpt_lab.sweeps.sweep import run_grid  # needs torch
 
         smoke = self.scale == "smoke"
-        workers, device = 0 if smoke else self.values.get("workers"), self.values.get("device", "auto")
+        workers, device = 0 if smoke else vars(self).get("workers"), vars(self).get("device", "auto")
         store = self.store.with_name(f"{specs[0].recipe.task}.jsonl")
         runs = table(run_grid(specs, store, workers=workers, device=device, progress=None if smoke else True))
         if len(failed := runs[runs.status == "failed"]):
@@ -172,10 +164,10 @@ def check_parameters(task: str = "image", /, **given: Any) -> Parameters:
 
             read_whole(found)
     if scale != "smoke":
-        return Parameters(dict(given), store_path(scale, task))
+        return Parameters(**given, store=store_path(scale, task))
     folder = tempfile.mkdtemp(prefix="cpt-smoke-")
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
-    return Parameters(dict(given), Path(folder) / f"{task}.jsonl")
+    return Parameters(**given, store=Path(folder) / f"{task}.jsonl")
 
 
 def parse(assignments: Sequence[str]) -> dict[str, Any]:
