@@ -29,13 +29,11 @@ class Exercise(NamedTuple):
 
     Attributes:
         right: takes the attempt; may raise ``Refused`` or ``Unanswered``; a sentence is said of a right answer.
-        hint: what helps on.
-        hints: what helps on instead, by a part of the sentence that refuses.
+        hint: what helps on, unless the refusal has a better one.
     """
 
     right: Callable[[Any], bool | str]
     hint: str
-    hints: Mapping[str, str] = {}
 
 
 def number(answer: Any) -> float:

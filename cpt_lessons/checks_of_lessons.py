@@ -64,7 +64,8 @@ def _gradients(layer: Any) -> list[torch.Tensor]:
     arriving = torch.linspace(0.0, 9.0, y.numel()).sin().view(y.shape)
     drawn = [torch.autograd.grad(y, OPERANDS, arriving, True, allow_unused=True) for _ in range(400)]
     if any(found is None for found in drawn[0]):
-        raise Refused("its values are right, but no gradient goes from them to all of its operands")
+        said = "its values are right, but no gradient goes from them to all of its operands"
+        raise Refused(said, "quantize alone loses the gradient, rounded keeps it")
     return [torch.stack(found) for found in zip(*drawn, strict=True)]
 
 
@@ -73,13 +74,16 @@ def _own_layer(answer: Any) -> bool:
     names = ("input", "weight", "bias")
     for name, given, wanted in zip(names, _gradients(answer), _gradients(library_layer), strict=True):
         noise, usual = given.std(0), wanted.std(0)
-        wrong = {  # eight standard errors
-            "is the same in every backward pass": not noise.any(),
-            "is another one, also in the mean": ((given - wanted).mean(0).abs() > 0.4 * (noise + usual) + 1e-5).any(),
-            "has not the noise of 8 bits": not 0.5 < noise.mean() / usual.mean() < 2,
-        }
-        if said := [why for why, so in wrong.items() if so]:
-            raise Refused(f"its values are right; the gradient of the {name} {said[0]}")
+        said = f"its values are right; the gradient of the {name}"
+        if not noise.any():
+            hook = "y.register_hook(...) with quantize(gradient, 8, noise=torch.rand_like(gradient) - 0.5)"
+            raise Refused(f"{said} is the same in every backward pass", hook)
+        if ((given - wanted).mean(0).abs() > 0.4 * (noise + usual) + 1e-5).any():  # eight standard errors
+            slope = "rounded(...) has the slope 1, and the hook rounds the gradient, no more"
+            raise Refused(f"{said} is another one, also in the mean", slope)
+        if not 0.5 < noise.mean() / usual.mean() < 2:
+            bits = "gradients have 8 bits, however many the operands have"
+            raise Refused(f"{said} has not the noise of 8 bits", bits)
     return True
 
 
@@ -189,18 +193,13 @@ _EQUAL = torch.full((3,), 0.7)
 _ONE_ROW_EQUAL = torch.stack([_EQUAL, torch.tensor([0.0, 0.4, 1.0])])
 OPERANDS = [v.clone().requires_grad_() for v in (_MATRIX[:, :6], _MATRIX[:3, 2:], _MATRIX[3, :3])]  # x, weight, bias
 _LAYER_SLIPS = {
-    "nothing is rounded": lambda x, w, b, q: linear(x, w, b),
-    "the weight has one range, and not one for each row": lambda *v: linear(*(quantize(each, v[3]) for each in v[:3])),
-    "the bias is not rounded": lambda x, w, b, q: linear(quantize(x, q), quantize(w, q, "linear_weight"), b),
-}
-_LAYER_HINTS = {
-    "nothing is rounded": "multiply rounded(x, bits), and the weight and the bias likewise",
-    "has one range": "rounded(weight, bits, dim=1)",
-    "bias is not rounded": "rounded(bias, bits)",
-    "no gradient goes": "quantize alone loses the gradient, rounded keeps it",
-    "is another one": "rounded(...) has the slope 1, and the hook rounds the gradient, no more",
-    "the same in every": "y.register_hook(...) with quantize(gradient, 8, noise=torch.rand_like(gradient) - 0.5)",
-    "the noise of 8 bits": "gradients have 8 bits, however many the operands have",
+    "nothing is rounded: multiply rounded(x, bits), and the weight and the bias likewise": lambda *v: linear(*v[:3]),
+    "the weight has one range, and not one for each row: rounded(weight, bits, dim=1)": lambda *v: linear(
+        *(quantize(each, v[3]) for each in v[:3])
+    ),
+    "the bias is not rounded: rounded(bias, bits)": lambda x, w, b, q: linear(
+        quantize(x, q), quantize(w, q, "linear_weight"), b
+    ),
 }
 _CR = make_schedule("CR", q_min=3, q_max=8, total_steps=64_000, n_cycles=8)
 _ETH = make_schedule("ETH", q_min=3, q_max=8, total_steps=64_000, n_cycles=8)
@@ -212,7 +211,6 @@ EXERCISES = {
     "00.4": Exercise(
         _own_layer,
         "rounded(...) of all three, with dim=1 for the weight; multiply; y.register_hook(...); return y",
-        _LAYER_HINTS,
     ),
     "01.1": Exercise(_own_curve, "3 + 5 * u costs 0.628; a power of u stays low for longer"),
     "01.2": Exercise(

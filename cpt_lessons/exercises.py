@@ -76,10 +76,7 @@ def _verdict(exercise: Exercise, attempt: Any) -> str:
         return "not attempted yet"
     except Refused as refused:
         refusal, *better = refused.args
-        why = f": {refusal}"
-        said = " ".join(refused.args)
-        hint = next((helps for part, helps in exercise.hints.items() if part in said), "" if better else hint)
-        hint = ": ".join(filter(None, [*better, hint]))
+        why, hint = f": {refusal}", better[0] if better else hint
     except Exception as error:
         why = f" ({type(error).__name__}: {error})"
     return f"not yet{why}" + ("\n  " if "\n" in why else ". ") + f"Hint: {hint}"
