@@ -240,10 +240,6 @@ class Judge:
         Raises:
             ValueError: for what is no JSON, or no row of this schema; it names the line.
         """
-        row = self._parsed(number, line)
-        return row, self._fault(line, row)
-
-    def _parsed(self, number: int, line: bytes) -> Row:
         try:
             row = json.loads(line, parse_constant=_no_number)
         except (ValueError, RecursionError) as error:
@@ -256,7 +252,7 @@ class Judge:
             raise ValueError(f"{self.store}, line {number}: schema {schema!r} is not {SCHEMA_VERSION}")
         if missing := [name for name in ("key", "spec", "status") if name not in row]:
             raise ValueError(f"{self.store}, line {number} has no {', '.join(missing)}")
-        return row
+        return row, self._fault(line, row)
 
     def _fault(self, line: bytes, row: Row) -> str:
         given = row.pop("digest", None)
