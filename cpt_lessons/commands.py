@@ -92,5 +92,5 @@ def run_notebooks() -> None:
 
     for path in r.notebooks():
         started = time.monotonic()
-        r.execute_in_place([path])
+        r.execute_in_place(path)
         typer.echo(f"{path.name}: {time.monotonic() - started:.0f} s")

@@ -42,8 +42,6 @@ SECONDS = {
 AT_ONCE = 2
 TRY_MINUTES = 5.0  # for data of the user's own, before the notebooks
 
-SPEED = ("workers",)  # parameters that change nothing of what a page shows
-
 
 def notebooks(number: str | None = None) -> list[Path]:
     """Return the notebooks, or the one whose name starts with ``number``; ValueError names what there is."""
@@ -179,7 +177,8 @@ def reproduce(
             values = {name: value for name, value in values.items() if name not in ("dataset", "model", "preset")}
         defaults = {k: ast.literal_eval(v) for k, v in parameters.items()}
         check_parameters(tasks[path] or "image", **{**defaults, **values})
-        given = {k: v for k, v in values.items() if k not in ("scale", *SPEED) and v != defaults[k]}
+        # how many run at a time changes nothing of what a page shows
+        given = {k: v for k, v in values.items() if k not in ("scale", "workers") and v != defaults[k]}
         jobs.append(NotebookRun(path, values, given, folder))
     own = wanted.get("dataset", "")
     if is_own(own) and scale == "demo" and not trying.answered(own, scale):
@@ -293,10 +292,9 @@ def _run(job: NotebookRun, key: str, place: Place) -> NotebookOutcome:
     return job.outcome("failed" if error else "done", seconds)
 
 
-def execute_in_place(paths: Sequence[Path]) -> None:
-    """Run notebooks at their defaults (smoke scale) and save them with outputs and execution counts."""
+def execute_in_place(path: Path) -> None:
+    """Run a notebook at its defaults (smoke scale) and save it with outputs and execution counts."""
     nbformat = library("nbformat", "notebooks")
     from cpt_lessons import export, kernels
 
-    for path in paths:
-        nbformat.write(export.clean(kernels.execute(path, None, {})), path)
+    nbformat.write(export.clean(kernels.execute(path, None, {})), path)
