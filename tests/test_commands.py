@@ -170,7 +170,7 @@ def test_a_plan_counts_what_is_done_failed_and_missing(command, place):
 
 def test_a_plan_knows_the_price_before_anything_runs(monkeypatch):
     known = Calibration(
-        seconds_per_step=0.5, peak_memory=1, host_memory=1, checkpoint=10**6, macs=1024 * 1000, batch=64,
+        seconds_per_step=0.5, peak_memory=1, host_memory=1, checkpoint=10**6, macs=1024 * 1000,
         measured=time.time() - 3 * 86400,
     )  # fmt: skip
     monkeypatch.setattr(outlook, "kept", lambda spec, device: known)

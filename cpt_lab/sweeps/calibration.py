@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from cpt_lab.sweeps.worker import Job, Outcome
 
 SECONDS = 1.0  # about the time that measuring one recipe takes, if its steps are that quick
-VERSION = 4  # of what is measured: kept measurements of another version are not taken
+VERSION = 5  # of what is measured: kept measurements of another version are not taken
 CONTEXT = 600 * 2**20  # bytes that a CUDA process takes before its first tensor
 
 
@@ -46,7 +46,6 @@ class Calibration:
         host_memory: bytes that its process takes of the machine's memory.
         checkpoint: bytes on disk.
         macs: forward multiply-accumulates of one step, as convention "paper" counts them.
-        batch: samples of the measured steps; a CPU measures large models on fewer, and multiplies.
         measured: when, in seconds since 1970.
     """
 
@@ -55,7 +54,6 @@ class Calibration:
     host_memory: int
     checkpoint: int
     macs: int
-    batch: int
     measured: float
 
 
@@ -176,6 +174,5 @@ def _steps_of(spec: RunSpec, device: str, batch: int) -> Calibration:
         host_memory=host_memory(),
         checkpoint=sum(t.numel() * t.element_size() for t in tensors),
         macs=count_bitops(session.model, session.task.inputs(first), convention="paper").forward_macs,
-        batch=batch,
         measured=time.time(),
     )
