@@ -115,7 +115,7 @@ def _share(client: Any, options: SweepOptions) -> dict[str, float] | None:
 def _check(spec: RunSpec, device: str, sign: str) -> str:
     _told_to_stop(sign)
     choose_device(device, spec)
-    return task_of(spec)(spec, torch.device("cpu")).checksum
+    return task_of(spec)(spec, torch.device("cpu")).data.checksum
 
 
 def _told_to_stop(sign: str) -> bool:

@@ -113,7 +113,7 @@ def _check_data(
             if spec.recipe in here:
                 raise
         else:
-            stores.check_same_data(store, rows, spec, task.checksum)
+            stores.check_same_data(store, rows, spec, task.data.checksum)
             if spec.recipe.channels_last:
                 lay_out(task.model(), spec.recipe)
 

@@ -50,14 +50,14 @@ class Task(Protocol):
 
     Attributes:
         title: what is measured on which data, for figures and rows.
-        checksum: of the data.
+        data: what was loaded; its ``checksum`` tells other data of the same name.
         cost_batches: over how many batches operations are averaged: 1 where all steps do the same work.
         fixed_shape: whether every step runs the same operations on the same shapes, so that a GPU can replay one; the
             last batch of an epoch may be smaller.
     """
 
     title: str
-    checksum: str
+    data: Any
     cost_batches: int
     fixed_shape: bool
 
@@ -102,5 +102,5 @@ def read_whole(recipe: Recipe) -> int | None:
         How many classes there are, of tasks that have one answer of several.
     """
     spec = run_spec(recipe, "static 8", q_max=8, seed=0)
-    classes = getattr(getattr(task_of(spec)(spec, torch.device("cpu")), "data", None), "classes", None)
+    classes = getattr(task_of(spec)(spec, torch.device("cpu")).data, "classes", None)
     return classes if isinstance(classes, int) else None

@@ -51,7 +51,6 @@ class DetectionTask:
         self.workers = 0 if in_memory else readers(bytes_read(self.recipe))
         start = "ImageNet-pretrained backbone" if self.recipe.pretrained else "from scratch"
         self.title = f"{self.recipe.model}, {start}, on {self.data.title}"
-        self.checksum = self.data.checksum
         # pictures differ in shape from one batch to the next
         self.cost_batches = 1 if len({a.size for a in self.data.train}) == 1 else 8
 

@@ -52,7 +52,6 @@ class EntailmentTask:
         self.pretrained = bool(self.recipe.checkpoint) and not stand_in
         kind = self.recipe.checkpoint or "small BERT from scratch, WordPiece of its own,"
         self.title = f"{kind} on {self.data.title}"
-        self.checksum = self.data.checksum
         self.cost_batches = 8 if self.recipe.padding == "longest" else 1  # batches differ in length
         self.fixed_shape = self.recipe.padding == "max"
 

@@ -62,7 +62,6 @@ class GraphTask:
         aggregation = {"fp": "FP-Agg", "quantized": "Q-Agg"}[self.recipe.aggregation]
         loss = ", raw-logit loss" if self.recipe.loss == "nll_raw" else ""
         self.title = f"{kind} ({aggregation}{loss}) on {self.data.title}"
-        self.checksum = self.data.checksum
         self.cost_batches = 8 if self.recipe.batch else 1  # samples differ in size
         self.fixed_shape = not self.recipe.batch
 

@@ -39,7 +39,6 @@ class ImageTask:
             self.recipe = replace(self.recipe, crop=0)
         self.workers = 0 if isinstance(self.data.train, ArrayImages) else readers(bytes_read(self.recipe))
         self.title = f"{self.recipe.model} on {self.data.title}"
-        self.checksum = self.data.checksum
 
     def model(self) -> nn.Module:
         """Return the recipe's model."""

@@ -44,7 +44,6 @@ class LanguageModelTask:
         self.data = random_text(self.recipe) if stand_in else load_once(load_text, self.recipe, *limits)
         self.columns = columns(self.data.train, self.recipe.batch).to(device)
         self.title = f"LSTM ({self.recipe.hidden} wide) on {self.data.title}"
-        self.checksum = self.data.checksum
 
     def model(self) -> nn.Module:
         """Return the recipe's model."""

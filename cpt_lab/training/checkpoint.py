@@ -66,7 +66,7 @@ def save_checkpoint(path: Path, session: Session, state: State) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     content = {
         "key": session.spec.key,
-        "data_checksum": session.task.checksum,
+        "data_checksum": session.task.data.checksum,
         "state": {**vars(state), "carry": session.carry},
         "model": session.model.state_dict(),
         "optimizer": session.optimizer.state_dict(),
@@ -121,7 +121,7 @@ def load_checkpoint(path: Path, session: Session) -> State:
         raise ValueError(f"{path} cannot be read; remove it to start the run again") from error
     if content["key"] != session.spec.key:
         raise ValueError(f"{path} belongs to run {content['key']}, not to {session.spec.key}")
-    if content.get("data_checksum", session.task.checksum) != session.task.checksum:
+    if content.get("data_checksum", session.task.data.checksum) != session.task.data.checksum:
         raise DamagedError(f"{path} was trained on other data than is there now")
     session.carry = tree_map_only(torch.Tensor, lambda x: x.to(session.device), content["state"].pop("carry"))
     for saved, own in zip(content["optimizer"]["param_groups"], session.optimizer.param_groups, strict=False):

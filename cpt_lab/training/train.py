@@ -154,7 +154,7 @@ def train(
         bitops=bitops_of(session),  # takes its time too, which is none of training
         model=session.model,
         title=session.task.title,
-        checksum=session.task.checksum,
+        checksum=session.task.data.checksum,
         why_not_captured=session.why_not_captured,
     )
 

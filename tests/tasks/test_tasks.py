@@ -299,7 +299,7 @@ def test_the_checksum_of_data_does_not_depend_on_the_number_of_threads(dataset):
             torch.set_num_threads(threads)
             common._last.clear()
             spec = run_spec(dataset.recipes["smoke"][0], "CR", q_max=8, seed=0, scale="smoke")
-            found.add(task_of(spec)(spec, CPU).checksum)
+            found.add(task_of(spec)(spec, CPU).data.checksum)
     finally:
         torch.set_num_threads(before)
     assert len(found) == 1
