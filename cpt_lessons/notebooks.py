@@ -59,7 +59,8 @@ def parameters_of(notebook: Path) -> dict[str, Any]:
     _ = find_spec("papermill") or library("papermill", "notebooks")  # to import it takes a second: only where it runs
     cells = json.loads(notebook.read_text(encoding="utf-8"))["cells"]
     given = "".join(line for c in cells if "parameters" in c["metadata"].get("tags", ()) for line in c["source"])
-    return {line.targets[0].id: ast.unparse(line.value) for line in ast.parse(given).body}  # type: ignore[attr-defined]
+    lines: list[Any] = ast.parse(given).body
+    return {line.targets[0].id: ast.literal_eval(line.value) for line in lines}
 
 
 def copy_notebooks(folder: Path, hand_out: bool = False) -> list[Path]:
@@ -163,19 +164,18 @@ def reproduce(
     check_values(wanted)
     accepted = {path: parameters_of(path) for path in chosen}
     for name in wanted:
-        if not any(name in parameters for parameters in accepted.values()):
+        if not any(name in defaults for defaults in accepted.values()):
             raise ValueError(f"no chosen notebook has a parameter {name!r}")
     jobs = []
     folder = runs_dir() / "reproduce" / scale
-    tasks = {path: _task(parameters) for path, parameters in accepted.items()}
+    tasks = {path: task_of_dataset(of["dataset"]) if "dataset" in of else None for path, of in accepted.items()}
     data_task = task_of_dataset(wanted["dataset"]) if "dataset" in wanted else None
     if "dataset" in wanted and data_task is None and len({t for t in tasks.values() if t}) > 1:
         raise ValueError(f"say which notebook {wanted['dataset']!r} is for, such as --notebook 03")
-    for path, parameters in accepted.items():
-        values = {name: value for name, value in wanted.items() if name in parameters}
+    for path, defaults in accepted.items():
+        values = {name: value for name, value in wanted.items() if name in defaults}
         if number is None and data_task and tasks[path] not in (None, data_task):
             values = {name: value for name, value in values.items() if name not in ("dataset", "model", "preset")}
-        defaults = {k: ast.literal_eval(v) for k, v in parameters.items()}
         check_parameters(tasks[path] or "image", **{**defaults, **values})
         # how many run at a time changes nothing of what a page shows
         given = {k: v for k, v in values.items() if k not in ("scale", "workers") and v != defaults[k]}
@@ -222,11 +222,6 @@ def _write_glossary(folder: Path) -> None:
     glossary = notebooks_dir() / "glossary.md"
     if glossary.exists():
         write_text(folder / "glossary.html", export.glossary_page(glossary.read_text(encoding="utf-8")))
-
-
-def _task(parameters: dict[str, Any]) -> str | None:
-    """The task of a notebook's data set; None for notebooks without one."""
-    return task_of_dataset(ast.literal_eval(parameters["dataset"])) if "dataset" in parameters else None
 
 
 def _run_all(jobs: list[NotebookRun], seconds: dict[str, float], shown: bool) -> list[NotebookOutcome]:
