@@ -19,6 +19,7 @@ from typing import Any
 
 from cpt_core.checks import write_text
 from cpt_lab.analysis.pages import plain
+from cpt_lab.commands import digest
 from cpt_lab.data.files import fingerprint_of, own_path
 from cpt_lab.experiments.recipe import is_own
 from cpt_lab.paths import ROOT, paper_dir, results_dir
@@ -31,8 +32,8 @@ def page_name(notebook: str, given: Mapping[str, Any]) -> str:
     if not given:
         return notebook
     words = re.sub(r"[^A-Za-z0-9]+", "-", " ".join(map(str, given.values()))).strip("-")[:40]
-    digest = hashlib.sha256(json.dumps(dict(given), sort_keys=True).encode()).hexdigest()[:8]
-    return f"{notebook}.{words}-{digest}"
+    key = hashlib.sha256(json.dumps(dict(given), sort_keys=True).encode()).hexdigest()[:8]
+    return f"{notebook}.{words}-{key}"
 
 
 @dataclass(frozen=True)
@@ -93,16 +94,14 @@ class NotebookRun:
         return self.folder / f"{self.name}.{ending}"
 
     def key(self) -> str:
-        """Hash all that the page depends on: notebook, parameters, the user's data, the package, the committed rows."""
+        """Return what tells all that the page depends on: notebook, parameters, own data, package, committed rows."""
         shown = {**self.given, "scale": self.values.get("scale")}
         own = [v for name, v in shown.items() if name in DATA and is_own(v)]
         if own:
             shown["fingerprints"] = [fingerprint_of(map(own_path, data.split(","))) for data in own]
-        digest = hashlib.sha256(json.dumps(shown, sort_keys=True).encode())
         committed = [*sorted(results_dir().glob("*.json*")), *sorted(paper_dir().glob("*.csv"))]
-        for source in [self.notebook, *sorted(ROOT.glob("cpt_*/**/*.py")), *committed]:
-            digest.update(source.read_bytes())
-        return digest.hexdigest()
+        sources = digest([self.notebook, *sorted(ROOT.glob("cpt_*/**/*.py")), *committed])
+        return f"{json.dumps(shown, sort_keys=True)} {sources}"
 
     def up_to_date(self, key: str) -> bool:
         """Whether there is a page of a run that went well and would show the same now."""

@@ -6,7 +6,6 @@ Running them needs the extra "notebooks", copying does not.
 from __future__ import annotations
 
 import ast
-import hashlib
 import json
 import re
 import shutil
@@ -24,7 +23,7 @@ import typer
 from cpt_core.checks import library, offer, write_text
 from cpt_lab.analysis import report, trying
 from cpt_lab.analysis.pages import Section
-from cpt_lab.commands import try_
+from cpt_lab.commands import digest, try_
 from cpt_lab.data.files import reading
 from cpt_lab.experiments.recipe import is_own
 from cpt_lab.experiments.recipes import task_of_dataset
@@ -199,12 +198,9 @@ def reproduce(
 
 
 def _key(folder: Path, scale: str, own: str) -> str:
-    """Hash what the index shows: what is known of pages, the rows of the scale, what `cpt try` answered."""
-    digest = hashlib.sha256(own.encode())
+    """Return what tells all that the index shows: what is known of pages, the rows of the scale, `cpt try`'s answer."""
     rows, answers = (runs_dir() / scale).glob("*.jsonl"), runs_dir().glob(f"try/*-{scale}/{trying.ANSWER}")
-    for path in sorted([*folder.glob("*.json"), *rows, *answers]):
-        digest.update(str(path).encode() + path.read_bytes())
-    return digest.hexdigest()
+    return f"{own} {digest(sorted([*folder.glob('*.json'), *rows, *answers]))}"
 
 
 def _kept() -> list[Section]:
