@@ -134,8 +134,7 @@ def _beside(line: Any) -> str:
 
 def bisection(powers: Sequence[float], costs: Sequence[float], tried: Sequence[float], budget: float) -> Figure:
     """Draw the cost of a bent profile over its power, the budget, and the powers that a bisection tried, in order."""
-    with drawing(1, 1, figsize=(7, 3)) as (figure, axes):
-        ax = axes[0, 0]
+    with drawing(1, 1, figsize=(7, 3)) as (figure, ((ax,),)):
         ax.plot(powers, costs, color=COLORS["static"], linewidth=1.4, label="cost of a schedule of this power")
         ax.axhline(budget, color=COLORS["large"], linestyle="--", linewidth=1, label=f"budget {budget:g}")
         at = np.interp(np.log(tried), np.log(powers), costs)

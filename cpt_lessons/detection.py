@@ -85,8 +85,7 @@ def precision_recall(hits: Sequence[bool], objects: int) -> Figure:
     best = np.maximum.accumulate(precisions[::-1])[::-1]
     average = float(best[np.asarray(hits)].sum()) / objects
     alt = f"precision over recall of {len(hits)} detections of {objects} objects, and the area under its steps"
-    with drawing(1, 1, alt, figsize=(5.6, 3.2)) as (figure, axes):
-        ax = axes[0][0]
+    with drawing(1, 1, alt, figsize=(5.6, 3.2)) as (figure, ((ax,),)):
         ax.plot(
             recalls,
             precisions,

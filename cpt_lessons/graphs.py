@@ -49,8 +49,7 @@ def star(edges: Sequence[tuple[int, int]], features: Sequence[float]) -> Figure:
     angles = np.pi / 2 + 2 * np.pi * np.arange(len(others)) / len(others)
     places = {middle: (0.0, 0.0)} | {n: (1.7 * np.cos(a), np.sin(a)) for n, a in zip(others, angles, strict=True)}
     alt = f"{len(edges)} edges between {len(features)} nodes, of features {', '.join(f'{x:g}' for x in features)}"
-    with drawing(1, 1, alt, figsize=(7, 3)) as (figure, axes):
-        ax = axes[0][0]
+    with drawing(1, 1, alt, figsize=(7, 3)) as (figure, ((ax,),)):
         for a, b in edges:
             ax.plot(*zip(places[a], places[b], strict=True), color="#888888", linewidth=1.4, zorder=1)
         for node, (x, y) in places.items():

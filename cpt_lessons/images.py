@@ -36,8 +36,7 @@ def seed_by_seed(runs: pd.DataFrame, a: str, b: str) -> Figure:
     differences = metric.factor * paired_difference(runs, a, b)
     mean, low, high = interval(differences)
     alt = f"{metric.label} of {a} and {b}, a line per seed; beside it the {len(differences)} differences and their mean"
-    with drawing(1, 2, alt, figsize=(8, 3.4), width_ratios=(3, 2)) as (figure, axes):
-        left, right = axes[0]
+    with drawing(1, 2, alt, figsize=(8, 3.4), width_ratios=(3, 2)) as (figure, ((left, right),)):
         for seed in differences.index:
             left.plot([0, 1], [side[seed] for side in sides], "o-", color=COLORS["medium"], linewidth=1, markersize=4)
         left.set_xticks([0, 1], [a, b])

@@ -78,8 +78,7 @@ def lstm_step() -> Figure:
         "One step of an LSTM. Input, state, both weights and the bias are rounded to q bits; the two products are "
         "added to the gates. Sigmoids, tanh, cell and new state stay in float32."
     )
-    with drawing(1, 1, alt, figsize=(8, 3.1)) as (figure, axes):
-        ax = axes[0, 0]
+    with drawing(1, 1, alt, figsize=(8, 3.1)) as (figure, ((ax,),)):
         drawn = {}
         for boxes, group in ((_ROUNDED, "large"), (_EXACT, "static")):
             edge = COLORS[group] if boxes is _ROUNDED else "#999999"

@@ -35,8 +35,7 @@ def number_lines() -> Figure:
     """Draw the values of number formats between -1 and 1, each scaled so that its largest value is 1."""
     names = ("affine4", "symmetric4", "log2_4", "e2m1", "e3m2", "e4m3")
     alt = f"lines with a mark at every value of {', '.join(names)}, from -1 to 1"
-    with drawing(1, 1, alt, figsize=(8, 0.45 * len(names) + 0.6)) as (figure, axes):
-        ax = axes[0][0]
+    with drawing(1, 1, alt, figsize=(8, 0.45 * len(names) + 0.6)) as (figure, ((ax,),)):
         for line, name in enumerate(names):
             format = Format.of(name)
             values = format.values().numpy() / format.largest
