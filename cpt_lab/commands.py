@@ -95,9 +95,8 @@ def run(
     if unfit:
         raise ValueError(f"a seed is a whole number from 0 to {2**31 - 1}; got {unfit[0]!r}")
     chosen = list(dict.fromkeys(map(int, seeds))) or None
-    specs = grids.keep(
-        [spec for name in grids.find_grids(grid) for spec in grids.grid_specs(name, scale, chosen)], only
-    )
+    specs = [spec for name in grids.find_grids(grid) for spec in grids.grid_specs(name, scale, chosen)]
+    specs = grids.keep(specs, only)
     if shard:
         found = re.fullmatch(r"(\d+)/(\d+)", shard)
         if found is None or not 1 <= int(found[1]) <= int(found[2]) <= len(specs):

@@ -47,10 +47,8 @@ def arms(case: Case) -> dict[str, tuple[Schedule, int | None]]:
         return StaticSchedule(level[bits], steps)
 
     every = itertools.repeat(((low, SWITCH - 1), (high, 1)), steps // SWITCH)
-    found: dict[str, tuple[Schedule, int | None]] = {
-        f"{q}/{g}": (static(q), level[g]) for q, g in ((4, 4), (4, 6), (5, 4)) if {q, g} <= set(level)
-    }
-    return found | {
+    return {
+        **{f"{q}/{g}": (static(q), level[g]) for q, g in ((4, 4), (4, 6), (5, 4)) if {q, g} <= set(level)},
         LATE: (late(SWITCH), low),
         "forward spread": (TableSchedule(tuple(itertools.chain(*every))), low),
         "gradients late": (RoleSchedules(weight=static(4), activation=static(4), gradient=late(2)), None),

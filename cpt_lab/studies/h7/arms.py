@@ -6,8 +6,6 @@
 
 from __future__ import annotations
 
-from functools import cache
-
 from cpt_core.schedules.schedule import Schedule, StaticSchedule
 from cpt_lab.studies.case import FACEBOOK, Case
 from cpt_lab.studies.h1_to_h4.arms import least_noisy
@@ -38,11 +36,7 @@ def arms(case: Case) -> dict[str, tuple[Schedule, int]]:
     "4/5" is static 4 with gradients of 5 bits. A cycle is the least noisy of the suite's ten shapes, in two cycles,
     that starts one bit below static and costs what static does.
     """
-    return _arms(case.recipe.steps)
-
-
-@cache
-def _arms(steps: int) -> dict[str, tuple[Schedule, int]]:
+    steps = case.recipe.steps
     pairs = [(b, Q_MAX) for b in BUDGETS] + [(b + 1, SPENT) for b in BUDGETS] + [(Q_MAX, Q_MAX)]
     found: dict[str, tuple[Schedule, int]] = {f"{q}/{g}": (StaticSchedule(q, steps), g) for q, g in pairs}
     for q, g in [(4, Q_MAX), *((b + 1, SPENT) for b in CYCLED)]:
