@@ -88,7 +88,8 @@ def test_every_page_is_in_the_contents(made):
         new = found - reached
     alone = {name for name in made if name not in reached and "orphan: true" not in str(made[name])[:60]}
     downloads = {f"downloads/{path.name}" for path in ROOT.glob("notebooks/*.ipynb")}
-    assert alone == {"data/results/where_to_spend_bits.png", *downloads}
+    figures = {f"data/results/{name}.png" for name in ("where_to_spend_bits", "when_to_switch")}
+    assert alone == {*figures, *downloads}
     documents = [path for pattern in pages.DOCUMENTS for path in ROOT.glob(pattern)]
     assert len(documents) > 30
     assert {path.relative_to(ROOT).as_posix() for path in documents} <= reached
