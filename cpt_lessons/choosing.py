@@ -6,6 +6,7 @@ import json
 from collections.abc import Sequence
 from dataclasses import fields
 from functools import cache
+from importlib import import_module
 from typing import Any
 
 import numpy as np
@@ -22,7 +23,6 @@ from cpt_lab.analysis.pages import terminal
 from cpt_lab.analysis.preregistered import Answer, all_answers, in_margins, intervals
 from cpt_lab.analysis.runs import committed
 from cpt_lab.analysis.style import COLORS, SMALL, TEXT, drawing
-from cpt_lab.experiments.grids import studies
 from cpt_lab.paths import results_dir
 
 
@@ -54,20 +54,15 @@ def noise_harms() -> Figure:
     return intervals(lines, "At one cost, twice the noise makes a schedule worse", unit, band=1)
 
 
-def _outcome(name: str) -> Any:
-    """Return what a study answers with, such as that of "h7"."""
-    return next(study for study in studies("outcome") if study.__name__.endswith(f".{name}.outcome"))
-
-
 def spent() -> Figure:
     """Draw what gradients that pay for forward bits gain, and cycles, in H7 and H8."""
-    h7 = _outcome("h7")
+    h7 = import_module("cpt_lab.studies.h7.outcome")
     return h7.figure(h7.tasks(committed("h7"))[0])
 
 
 def other_formats() -> Figure:
     """Draw H6b and H6c: schedules against static number formats of their cost."""
-    return _outcome("h6").figure(committed("h6"))
+    return import_module("cpt_lab.studies.h6.outcome").figure(committed("h6"))
 
 
 def _stored() -> dict[str, Any]:

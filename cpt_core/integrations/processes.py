@@ -17,16 +17,18 @@ from torch import Tensor, distributed
 from cpt_core.kernels import operators
 from cpt_core.kernels.backend import backend
 from cpt_core.kernels.reference import Range, clips
+from cpt_core.quantization.operations import is_weight
 
 OF_EXAMPLES = "per_row"  # a row belongs to one example, or to a weight: nothing to agree on
 
 
 @contextmanager
 def agreed_ranges() -> Iterator[None]:
-    """Round on ranges over all processes of the default group; around training, ``backward()`` and evaluation, too.
+    """Round on ranges over all processes of the default group; around a training with its backward passes.
 
     Every process must run the same layers on parts of one size. Each rounding of a tensor with one range for several
-    examples waits for the others: two numbers a range go around. Layers run uncompiled.
+    examples waits for the others: two numbers a range go around. So a process may evaluate alone only what rounds on
+    running ranges, as the authors' layers do, or outside of the block. Layers run uncompiled.
 
     Raises:
         RuntimeError: without a group of processes; from layers whose operators find ranges of several examples inside
@@ -73,7 +75,7 @@ class _Agreed:
         self, x: Tensor, levels: Tensor, granularity: str, key: Tensor | None
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Round on these ranges."""
-        low, width = self.range(x.detach(), granularity)
+        low, width = self.ops.range(x.detach(), granularity) if is_weight(x) else self.range(x.detach(), granularity)
         clip = clips(granularity, key is not None)
         return operators.round_in_range(x, low, width, levels, granularity, key, clip), low, width
 
