@@ -12,7 +12,10 @@ import torch
 import cpt_core
 from book import results
 from cpt_lab.analysis import claims, report
+from cpt_lab.analysis.metrics import interval_text
+from cpt_lab.analysis.statistics import interval
 from cpt_lab.experiments import grids
+from cpt_lab.paths import results_dir
 
 ROOT = Path(__file__).parents[1]
 MODULES = sorted(
@@ -46,6 +49,27 @@ def test_the_grids_that_pages_run_are_there():
     assert {"h6", "h10-rates", "cifar10/resnet74", "h1/facebook"} <= named
     for name in named:
         assert grids.find_grids(name), name
+
+
+def test_the_page_on_choosing_says_what_rising_bits_came_to():
+    page, tasks = (
+        (ROOT / "docs/choosing.md").read_text(),
+        json.loads((results_dir() / "adaptive.json").read_text())["tasks"],
+    )
+    verdicts = []
+    for task, runs in tasks.items():
+        for other in ("static", "CR"):
+            mean, low, high = interval([run["adaptive"] - run[other] for run in runs])
+            assert re.search(rf"^\| {task} .* {re.escape(interval_text(mean, low, high))} ", page, re.M)
+            assert all(abs(run["costs"][other] / run["cost"] - 1) < 1e-3 for run in runs)
+            verdicts.append((task, other, (low > 0) - (high < 0)))
+    assert verdicts == [
+        ("digits", "static", 0),
+        ("digits", "CR", 0),
+        ("characters", "static", 0),
+        ("characters", "CR", 1),
+    ]
+    assert "It is not clearly better than static bits. On characters it is better than CR." in page
 
 
 OUTCOMES = {  # the words of the rows, and of the README
@@ -135,7 +159,7 @@ def test_the_examples_run(example, tmp_path, monkeypatch):
 
 
 def test_the_three_lines_of_the_first_screen_run():
-    assert [page.values[0].count("```python") for page in EXAMPLES] == [3, 1, 1, 2]
+    assert [page.values[0].count("```python") for page in EXAMPLES] == [4, 1, 1, 2]
     lines = README.read_text().split("```python\n")[1].split("```")[0]
     assert len(lines.splitlines()) == 3
     names = {"cpt": cpt_core, "model": torch.nn.Sequential(torch.nn.Linear(4, 4))}
