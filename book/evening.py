@@ -87,7 +87,7 @@ still stored as 32-bit numbers (float32), so this is *simulated* quantisation.
     `_min_and_width`.
 @kernels/reference.py per_row: Or every row has its own.
 @kernels/reference.py per_position: Or every place of a sequence has its own.
-@kernels/reference.py fake_quantize: The range is found, then the numbers are rounded.
+@kernels/grids.py fake_quantize: The range is found, then the numbers are rounded.
 @kernels/reference.py round_to_grid: The distance of the grid is never 0, so that a tensor of equal numbers can be
     divided by it. $s = \max((max - min) / n, 10^{-8})$
 @kernels/reference.py _round: Count the steps from the smallest number, round the count, go back. Noise is added where

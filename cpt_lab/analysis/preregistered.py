@@ -164,7 +164,7 @@ def intervals(lines: Sequence[Line], title: str, unit: str, band: float = 0.0) -
         ax.axvspan(-band, band, color="#dddddd", linewidth=0)
         ax.axvline(0, color=QUIET, linewidth=0.8)
         for y, (name, mean, low, high, word) in zip(range(len(lines))[::-1], lines, strict=True):
-            group = "static" if word == "open" or low <= 0 <= high else "large" if high < 0 else "small"
+            group = "static" if word.startswith("open") or low <= 0 <= high else "large" if high < 0 else "small"
             interval_bar(ax, y, (mean, low, high), color=COLORS[group], markersize=4, capsize=2)
             for x, text, side in ((0.01, name, "left"), (0.99, word, "right")):
                 ax.text(x, y + 0.28, text, color=TEXT[group], ha=side, fontsize=8.5, transform=ax.get_yaxis_transform())

@@ -24,14 +24,14 @@ def test_every_folder_is_a_study_and_its_grids_are_known():
     assert set(ASKED) == {name for name in grids.QUESTIONS if not name.startswith("execution/")}
 
 
-@pytest.mark.parametrize("name", [name for name in ASKED if "-rates/" not in name and not name.startswith("h10/")])
+@pytest.mark.parametrize("name", [name for name in ASKED if "-rates/" not in name])
 def test_a_question_has_the_runs_and_the_seeds_that_the_document_names(name):
     specs = grids.grid_specs(name)
     assert len({s.key for s in specs}) == len(specs)
     assert re.findall(rf"run {name} +# (\d+) runs| {name} +(\d+) runs", DOCUMENT) in (
         [(str(len(specs)), "")], [("", str(len(specs)))]
     )  # fmt: skip
-    seeds, first = {s.seed for s in specs}, 300 if name.startswith("h7/") else 100
+    seeds, first = {s.seed for s in specs}, {"h7": 300, "h10": 400}.get(name.split("/")[0], 100)
     assert seeds == set(range(first, first + len(seeds)))
     runs = pd.DataFrame([(s.arm, s.recipe, s.seed) for s in specs], columns=["arm", "recipe", "seed"])
     assert all(set(part["seed"]) == seeds for _, part in runs.groupby(["arm", "recipe"], sort=False))
@@ -51,11 +51,12 @@ def started(store):
     return pd.to_datetime(load(results_dir() / store, every_rate=True)["started"], utc=True, format="ISO8601")
 
 
-@pytest.mark.parametrize("store", ["h1", "h2", "h3", "h4", "h5", "h6", "h7", "h7_rates"])
+@pytest.mark.parametrize("store", ["h1", "h2", "h3", "h4", "h5", "h6", "h7", "h7_rates", "h10", "h10_rates"])
 def test_the_document_is_older_than_its_rows_and_the_rates_than_their_test(store):
     begun = started(f"{store}.jsonl")
-    if store == "h7":
-        assert begun.min() > started(H7.file).max()
+    for study in (H7, H10):
+        if store == study.name:
+            assert begun.min() > started(study.file).max()
     git = ["git", "-C", str(ROOT)]
     shallow = subprocess.run([*git, "rev-parse", "--is-shallow-repository"], capture_output=True, text=True)
     if shallow.stdout.strip() != "false":  # the first commit there looks as if it had written everything

@@ -62,10 +62,11 @@ def figure(parts: Sequence[Task]) -> Figure:
     lines = []
     for question in QUESTIONS:
         found = effects(parts, question)
-        lines += in_margins(found, [e.what for e in found], "the other is better", "the switch is better")
-    won, lost = (sum(line[-1].startswith(word) for line in lines) for word in ("the switch", "the other"))
-    title = f"Switching the forward products late: better in {won} of {len(lines)} comparisons, worse in {lost}"
-    return intervals(lines, title, "gain at equal cost, in margins (grey: within one margin, 1 point or 1 %)", band=1)
+        names = [f"{t.name}, to {t.best(OTHERS[question])}" for t in parts]
+        lines += in_margins(found, names, "worse", "better")
+    won, lost = (sum(line[-1].startswith(word) for line in lines) for word in ("better", "worse"))
+    title = f"A late forward switch wins {won} of {len(lines)} comparisons and loses {lost}"
+    return intervals(lines, title, "gain at equal cost, in margins (grey: within one, 1 point or 1 %)", band=1)
 
 
 def sections(runs: pd.DataFrame) -> Iterator[Section]:
