@@ -47,6 +47,7 @@ PREREGISTERED = (
     "Bits where they matter",
     "Schedules on other number formats",
     "Where the next bit operation should go",
+    "Which products should switch to more bits late",
 )
 
 

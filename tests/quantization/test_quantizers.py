@@ -334,11 +334,12 @@ def files_entered(call):
     return found
 
 
-def test_rounding_is_walked_in_three_files():
+def test_rounding_is_walked_in_four_files():
     """What a reader of the method holds at once: a weight on its way to its grid, in plain torch."""
     layer = quantize_(nn.Linear(4, 3))
     with reference(), precision(layer, 4):
         own = layer.precision.operand("weight", layer.weight)
         entered = files_entered(lambda: layer.precision.operand("weight", layer.weight))
     assert own.unique().numel() > 3
-    assert entered == {"quantization/precision.py", "kernels/operators.py", "kernels/reference.py"}
+    kernels = {f"kernels/{name}.py" for name in ("operators", "grids", "reference")}
+    assert entered == {"quantization/precision.py", *kernels}

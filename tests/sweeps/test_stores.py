@@ -514,6 +514,8 @@ def test_keys_never_change():
 def test_the_committed_rows_still_have_their_keys_their_numbers_and_their_source(path):
     rows = [json.loads(line) for line in path.read_text().splitlines()]
     assert rows
+    for row in rows:
+        row.pop("digest", None)  # which is no part of what it certifies
     assert repr(stores.load_rows(path)) == repr(list(stores.newest(rows).values()))  # as the plain parser reads them
     for r in rows:
         assert RunSpec.from_dict(r["spec"]).key == key_of(r["spec"]) == r["key"]
