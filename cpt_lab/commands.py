@@ -90,6 +90,9 @@ def run(
     """Run the missing runs of a grid. Ctrl-C stops it, the same command goes on; several at once share the work."""
     from cpt_lab.experiments import grids
     from cpt_lab.sweeps import stores
+    from cpt_lab.sweeps.options import SweepOptions
+    from cpt_lab.sweeps.worker import follow
+    from cpt_lab.training.processes import joined
 
     unfit = [word for word in seeds if not (word.isdigit() and int(word) < 2**31)]
     if unfit:
@@ -106,14 +109,23 @@ def run(
     for spec in specs:
         by_store.setdefault(stores.store_path(spec.scale, spec.recipe.task), []).append(spec)
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # before and after the runs, as Ctrl-C
+    options = SweepOptions(executor, workers, threads, device, per_gpu, scheduler, timeout, retry_failed)
+    with joined() as leads:  # alone, or the first of the processes of torchrun
+        failed = _run(grid, by_store, options) if leads else follow()
+    if failed:
+        typer.echo("  the same command with --retry-failed tries these again", err=True)
+        raise typer.Exit(1)
+
+
+def _run(grid: str, by_store: dict[Path, list[Any]], options: Any) -> int:
+    """Run specs, store by store, and print what became of them; return how many failed."""
+    from cpt_lab.sweeps import stores
+    from cpt_lab.sweeps.sweep import run_grid
+
     failed = 0
     for store, part in by_store.items():
         typer.echo(f"{grid} at {part[0].scale} scale: {len(part)} runs, rows in {store}")
         try:
-            from cpt_lab.sweeps.options import SweepOptions
-            from cpt_lab.sweeps.sweep import run_grid
-
-            options = SweepOptions(executor, workers, threads, device, per_gpu, scheduler, timeout, retry_failed)
             rows = run_grid(part, store, options)
         except KeyboardInterrupt as stop:
             typer.echo(f"\n{str(stop) or 'stopped before anything ran'}", err=True)
@@ -129,9 +141,7 @@ def run(
                 typer.echo(
                     f"  failed: {row['spec']['arm']} seed {row['spec']['seed']}: {reason} (log: {log})", err=True
                 )
-    if failed:
-        typer.echo("  the same command with --retry-failed tries these again", err=True)
-        raise typer.Exit(1)
+    return failed
 
 
 @app.command()

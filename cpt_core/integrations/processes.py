@@ -45,6 +45,17 @@ def agreed_ranges() -> Iterator[None]:
         operators.active = before
 
 
+@contextmanager
+def own_ranges() -> Iterator[None]:
+    """Inside ``agreed_ranges``, round on ranges of this process's part again: what one of them computes alone."""
+    before = operators.active
+    operators.active = getattr(before, "ops", before)
+    try:
+        yield
+    finally:
+        operators.active = before
+
+
 class _Agreed:
     """The operators ``ops``, with ranges over all processes of a group."""
 

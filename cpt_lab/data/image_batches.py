@@ -98,10 +98,11 @@ def training_files(split: Any, recipe: ImageRecipe, seed: int) -> _Files:
 
 
 def file_batches(
-    split: Any, recipe: ImageRecipe, seed: int, device: torch.device, workers: int, start: int
-) -> Iterator[Batch]:
-    """Yield batches of images read from disk by worker processes; same contract as ``array_batches``."""
-    keys = batch_keys(len(split), recipe.batch, seed, start)
+    split: Any, recipe: ImageRecipe, seed: int, device: torch.device, workers: int, start: int,
+    share: Callable[[list[Any]], list[Any]] = list,
+) -> Iterator[Batch]:  # fmt: skip
+    """Yield batches of images read from disk by worker processes, a share of each; else as ``array_batches``."""
+    keys = map(share, batch_keys(len(split), recipe.batch, seed, start))
     return _read(training_files(split, recipe, seed), keys, device, workers)
 
 

@@ -33,6 +33,7 @@ from cpt_lab.sweeps.progress import Live, Signals
 from cpt_lab.sweeps.stores import Row
 from cpt_lab.sweeps.worker import Job, Outcome, run_one
 from cpt_lab.tasks.base import task_of
+from cpt_lab.training import processes
 from cpt_lab.training.arithmetic import lay_out
 from cpt_lab.training.device import choose_device
 
@@ -66,6 +67,8 @@ def run_grid(
     for spec in specs:
         if not isinstance(spec, RunSpec):
             raise TypeError(f"specs must be a list of RunSpec, as the designs return it; got {spec!r} in it")
+        if processes.count() > 1:
+            _check_shared(spec, options)
         task_of(spec)
     store = Path(store).absolute()  # the runs are other processes, maybe in another folder
     stores.check_writable(store)
@@ -85,13 +88,24 @@ def run_grid(
     return rows
 
 
+def _check_shared(spec: RunSpec, options: SweepOptions) -> None:
+    """Refuse what several processes that torchrun started cannot train together."""
+    recipe, among = spec.recipe, processes.count()
+    if not hasattr(task_of(spec), "shared_batches"):
+        raise ValueError(f"runs of {recipe.model} on {recipe.dataset} take one process each, not {among} of torchrun's")
+    if recipe.batch % among:
+        raise ValueError(f"{among} processes cannot share the batch of {recipe.batch} that {recipe.model} trains on")
+    if options.executor == "dask" or options.workers:
+        raise ValueError("the processes of torchrun train one run at a time; leave out workers and executor")
+
+
 def _executor(specs: list[RunSpec], options: SweepOptions) -> Execute:
     """Return what runs the jobs of these specs."""
     if options.executor == "dask":
         from cpt_lab.sweeps.dask_cluster import dask_outcomes
 
         return partial(dask_outcomes, slots=_slots(specs, options) if options.scheduler is None else [])
-    return _here if options.workers == 0 else partial(_local, slots=_slots(specs, options))
+    return _here if options.workers == 0 or processes.count() > 1 else partial(_local, slots=_slots(specs, options))
 
 
 def _check_data(

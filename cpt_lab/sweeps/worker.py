@@ -24,6 +24,7 @@ from cpt_lab.sweeps import stores
 from cpt_lab.sweeps.options import SweepOptions
 from cpt_lab.sweeps.stores import Row, StoreError
 from cpt_lab.tasks.base import task_of
+from cpt_lab.training import processes
 from cpt_lab.training.arithmetic import cuda_provenance, fix_order_of_sums
 from cpt_lab.training.device import choose_device, device_name, peak_memory
 from cpt_lab.training.train import Run, Stopped, train
@@ -115,14 +116,10 @@ def _row(job: Job, should_stop: Callable[[], bool]) -> Row:
         if device == "cpu":
             row["provenance"]["products"] = backend().products
         log.info("%s: %s seed %d, %s", spec.key, spec.arm, spec.seed, device)
-        run = train(
-            task_of(spec),
-            spec,
-            device=device,
-            checkpoint=stores.place(job.store, "checkpoints", spec.key),
-            checkpoint_seconds=job.options.checkpoint_seconds,
-            should_stop=should_stop,
-        )
+        if processes.count() > 1:
+            row["provenance"]["processes"] = processes.count()
+            processes.tell((job, device))
+        run = _trained(job, device, should_stop)
         row["provenance"]["versions"] = versions()
         stores.write_curve(job.store, spec.key, run.history)
     except (Stopped, StoreError):
@@ -133,6 +130,33 @@ def _row(job: Job, should_stop: Callable[[], bool]) -> Row:
         return {**row, "status": "failed", "error": traceback.format_exc(), "device": device_name(device)}
     log.info("%s after %.1f s", run.error or run.status, run.seconds)
     return {**row, **_results(run, device)}
+
+
+def _trained(job: Job, device: str, should_stop: Callable[[], bool]) -> Run:
+    with processes.agreed():
+        return train(
+            task_of(job.spec),
+            job.spec,
+            device=device,
+            checkpoint=stores.place(job.store, "checkpoints", job.spec.key),
+            checkpoint_seconds=job.options.checkpoint_seconds,
+            should_stop=should_stop,
+        )
+
+
+def follow() -> int:
+    """Train along with the first process, run after run, until it has no more; count no failure, which it counts."""
+    fix_order_of_sums()
+    while (told := processes.tell(None)) is not None:
+        job, device = told
+        torch.set_num_threads(job.options.threads)
+        try:
+            _trained(job, device, lambda: False)
+        except Stopped:
+            pass
+        except Exception:  # the first process, which has it too, says so in the row
+            log.exception("failed")
+    return 0
 
 
 def _results(run: Run, device: str) -> Row:

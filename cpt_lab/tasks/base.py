@@ -70,6 +70,9 @@ class Task(Protocol):
     def batches(self, start: int) -> Iterator[Batch]:
         """Yield the training batches from optimizer step ``start`` on: a pure function of (seed, step)."""
 
+    def shared_batches(self, start: int, share: Callable[[Any], Any]) -> Iterator[Batch]:
+        """Yield a process's part of the same batches; only of tasks whose batches several processes can share."""
+
     def loss(self, model: nn.Module, batch: Batch, carry: Any) -> tuple[Tensor, Any]:
         """Return the training loss (0-d) of a batch, and what the next step needs of this one; nothing waits for a GPU.
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import logging
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
@@ -88,6 +88,10 @@ class EntailmentTask:
             for rows in order[position * batch :].split(batch):
                 yield self._batch(train, rows)
             position = 0
+
+    def shared_batches(self, start: int, share: Callable[[Tensor], Tensor]) -> Iterator[Batch]:
+        """Yield a process's part of every batch, as wide as the whole one."""
+        return (cast(Batch, tuple(map(share, batch))) for batch in self.batches(start))
 
     def _batch(self, part: _Encoded, rows: Tensor) -> Batch:
         lengths = part.lengths[rows]

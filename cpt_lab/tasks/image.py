@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
-from typing import cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -50,6 +50,12 @@ class ImageTask:
         if isinstance(self.data.train, ArrayImages):
             return array_batches(self.data.train, self.data, self.recipe, self.seed, self.device, start)
         return file_batches(self.data.train, self.recipe, self.seed, self.device, self.workers, start)
+
+    def shared_batches(self, start: int, share: Callable[[Any], Any]) -> Iterator[Batch]:
+        """Yield a process's part of every batch; of images on disk it reads no others."""
+        if isinstance(self.data.train, ArrayImages):
+            return (cast(Batch, tuple(map(share, batch))) for batch in self.batches(start))
+        return file_batches(self.data.train, self.recipe, self.seed, self.device, self.workers, start, share)
 
     def loss(self, model: nn.Module, batch: Batch, carry: None) -> tuple[Tensor, None]:
         """Return the mean cross entropy."""

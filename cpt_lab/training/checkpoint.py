@@ -18,6 +18,7 @@ import torch
 from torch.utils._pytree import tree_map_only
 
 from cpt_core.checks import write_atomically
+from cpt_lab.training import processes
 from cpt_lab.training.session import Session
 
 log = logging.getLogger(__name__)
@@ -62,7 +63,14 @@ def previous(path: Path) -> Path:
 
 
 def save_checkpoint(path: Path, session: Session, state: State) -> None:
-    """Write all that changes during training, replacing an older file in one go; that one becomes ``previous``."""
+    """Write all that changes during training, replacing an older file in one go; that one becomes ``previous``.
+
+    Several processes call it together, and the first one writes.
+    """
+    on_gpu = torch.cuda.get_rng_state() if torch.cuda.is_initialized() else None  # on this run's
+    random = processes.gathered((torch.get_rng_state(), on_gpu))
+    if processes.rank():
+        return
     path.parent.mkdir(parents=True, exist_ok=True)
     content = {
         "key": session.spec.key,
@@ -71,8 +79,9 @@ def save_checkpoint(path: Path, session: Session, state: State) -> None:
         "model": session.model.state_dict(),
         "optimizer": session.optimizer.state_dict(),
         "precision": session.scheduler.state_dict(),
-        "random": torch.get_rng_state(),
-        "random_cuda": torch.cuda.get_rng_state() if torch.cuda.is_initialized() else None,  # of this run's GPU
+        "random": random[0][0],
+        "random_cuda": random[0][1],
+        "random_of_others": random[1:],
     }
 
     def write(temporary: Path) -> None:
@@ -102,7 +111,8 @@ def resume(path: Path, make: Callable[[], Session]) -> tuple[Session, State]:
             break
         except DamagedError as error:
             aside = file.with_suffix(f".damaged{file.suffix}")
-            os.replace(file, aside)
+            if not processes.rank():
+                os.replace(file, aside)
             log.warning("%s: kept as %s; the run goes back to the checkpoint before, or to step 0", error, aside.name)
     return session, state
 
@@ -123,15 +133,19 @@ def load_checkpoint(path: Path, session: Session) -> State:
         raise ValueError(f"{path} belongs to run {content['key']}, not to {session.spec.key}")
     if content.get("data_checksum", session.task.data.checksum) != session.task.data.checksum:
         raise DamagedError(f"{path} was trained on other data than is there now")
+    written = [(content["random"], content["random_cuda"]), *content.get("random_of_others", [])]
+    if len(written) != processes.count():
+        raise ValueError(f"{path} was written by {len(written)} processes, and {processes.count()} would go on from it")
     session.carry = tree_map_only(torch.Tensor, lambda x: x.to(session.device), content["state"].pop("carry"))
     for saved, own in zip(content["optimizer"]["param_groups"], session.optimizer.param_groups, strict=False):
         saved["fused"] = own.get("fused")  # of this device, which may be another one
     session.model.load_state_dict(content["model"])
     session.optimizer.load_state_dict(content["optimizer"])
     session.scheduler.load_state_dict(content["precision"])
-    torch.set_rng_state(content["random"])
-    if content["random_cuda"] is not None and torch.cuda.is_available():
-        torch.cuda.set_rng_state(content["random_cuda"])
+    random, random_cuda = written[processes.rank()]
+    torch.set_rng_state(random)
+    if random_cuda is not None and torch.cuda.is_available():
+        torch.cuda.set_rng_state(random_cuda)
     return State(**content["state"])
 
 

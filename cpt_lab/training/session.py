@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -15,6 +16,7 @@ from cpt_lab.experiments.graph import GraphRecipe
 from cpt_lab.experiments.recipe import Recipe
 from cpt_lab.experiments.recipes import EXPERIMENTS
 from cpt_lab.experiments.spec import RunSpec
+from cpt_lab.training import processes
 from cpt_lab.training.arithmetic import arithmetic, check_arithmetic, lay_out
 from cpt_lab.training.capture import Capture, CudaRecorder, make_capturable, why_not
 
@@ -46,7 +48,7 @@ class Session:
         arithmetic: enters how a forward pass is computed, in training and evaluation.
         task: the data set with its model and loss.
         metric: the main one of the task.
-        model: converted, at the bits of step 0.
+        model: converted, at the bits of step 0; ``parallel`` is it, or what steps call where several processes train.
         optimizer: of the task.
         lr_at: the learning rate as a function of the step and the evaluations so far.
         scheduler: drives the bits of the model; whoever trains through the schedule steps it.
@@ -69,11 +71,13 @@ class Session:
         self.metric = EXPERIMENTS[spec.recipe.task].metric
         self.model = quantize_(self.task.model(), quant_config(spec.recipe, spec.seed))
         lay_out(self.model, spec.recipe)
+        self.parallel: nn.Module = self.model
         self.optimizer, self.lr_at = self.task.optimizer(self.model)
         self.scheduler = PrecisionScheduler(self.model, spec.schedule, spec.q_grad)
         self._layers = list(layer_precisions(self.model).values())
         self.capture: Capture | None = None
-        if not (reason := why_not(self.device, self.task.fixed_shape)):
+        reason = why_not(self.device, self.task.fixed_shape)
+        if not reason and not (reason := "several processes train" if processes.count() > 1 else ""):
             self.capture = Capture(self._advance, CudaRecorder(self.device), self._kind, self.model.parameters())
             self.lr = torch.zeros((), device=self.device)
             make_capturable(self.optimizer, self.lr)
@@ -102,6 +106,11 @@ class Session:
         And more bits than codes have are simulated in any case.
         """
         return tuple((*p.now.constants(), p.keeps_by_bits and p.now.formats.activation) for p in self._layers)
+
+    def batches(self, start: int) -> Iterator[Any]:
+        """Yield the batches from step ``start`` on, of each the part of this process."""
+        alone = processes.count() == 1
+        return self.task.batches(start) if alone else self.task.shared_batches(start, processes.share)
 
     def reset(self) -> None:
         """Forget what steps leave for the next one, apart from what is trained."""
@@ -139,8 +148,8 @@ class Session:
     def _advance(self, batch: Any, carry: Any) -> tuple[Tensor, Any]:
         """Forward, backward and update: the loss of a batch, and what the next step needs."""
         with self.arithmetic():
-            loss, carry = self.task.loss(self.model, batch, carry)
-        value = loss.detach()
+            loss, carry = self.task.loss(self.parallel, batch, carry)
+        value = processes.mean(loss.detach())
         self.diverged.logical_or_(~value.isfinite())
         if self._on_device or not self.diverged:
             loss.backward()

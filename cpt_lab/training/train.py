@@ -23,6 +23,7 @@ import torch
 from torch import Tensor, nn
 
 from cpt_lab.experiments.spec import RunSpec
+from cpt_lab.training import processes
 from cpt_lab.training.checkpoint import State, resume, save_checkpoint
 from cpt_lab.training.evaluation import assess, bitops_of, metrics_of
 from cpt_lab.training.session import Session
@@ -102,9 +103,19 @@ def train(
     if state.step:
         log.info("goes on from step %d of %d", state.step, recipe.steps)
 
+    if processes.count() > 1:
+        session.parallel = nn.parallel.DistributedDataParallel(session.model)
+        if processes.rank() and not state.step:  # what is dropped out is another thing in every process
+            torch.manual_seed(spec.seed + (processes.rank() << 32))
+
+    def assessed(work: Callable[[Session, State], Any]) -> Any:
+        found, state.status, state.error = processes.by_first(lambda: (work(session, state), state.status, state.error))
+        return found
+
+    look = partial(assessed, partial(assess, policy=recipe.eval_bits))
     started = saved = time.monotonic()
     before, captured = state.seconds, state.captured
-    batches = session.task.batches(state.step)
+    batches = session.batches(state.step)
     losses: list[Tensor] = []  # of the last steps, not read yet
     at_once = session.device.type == "cpu" or on_step is not None
     while state.step < recipe.steps:
@@ -117,6 +128,7 @@ def train(
         evaluates = recipe.evaluate_every and done % recipe.evaluate_every == 0 and done < recipe.steps
         stop = should_stop is not None and should_stop()
         saves = checkpoint is not None and (stop or time.monotonic() - saved > checkpoint_seconds)
+        stop, saves = map(any, zip(*processes.gathered((stop, saves)), strict=True))
         if at_once or evaluates or stop or saves or done == recipe.steps or len(losses) == READ_EVERY:
             read(losses, state)
             if state.status != "ok":
@@ -126,7 +138,7 @@ def train(
         if on_step is not None:
             on_step(state.step - 1, session.model, state.history["loss"][-1])
         if evaluates:
-            found = assess(session, state, recipe.eval_bits)
+            found = look()
             state.history["evaluations"].append(found)
             log.info("step %d of %d: loss %.4f, %s", state.step, recipe.steps, state.history["loss"][-1], found)
             if state.status != "ok":
@@ -144,14 +156,14 @@ def train(
 
     # the last evaluation is not in the loop, so that a run which died after its last step needs no other one
     if state.status == "ok":
-        state.history["evaluations"].append(assess(session, state, recipe.eval_bits))
-    metrics = metrics_of(session, state)
+        state.history["evaluations"].append(look())
+    metrics = assessed(metrics_of)
     state.seconds, state.captured = before + time.monotonic() - started, captured + session.captured
     return Run(
         **vars(state),
         spec=spec,
         metrics=metrics,
-        bitops=bitops_of(session),  # takes its time too, which is none of training
+        bitops=processes.by_first(partial(bitops_of, session)),  # takes its time too, which is none of training
         model=session.model,
         title=session.task.title,
         checksum=session.task.data.checksum,

@@ -247,6 +247,8 @@ def test_image_folder_from_disk_resumes(data_folder):
     x, y = next(file_batches(images.train, r, 0, CPU, 0, 5))
     assert torch.equal(x, batches[5][0])
     assert torch.equal(y, batches[5][1])
+    second, _ = next(file_batches(images.train, r, 0, CPU, 0, 5, share=lambda keys: keys[1:]))
+    assert torch.equal(second, x[1:])  # a process reads no more than its part
     worker_x, _ = next(file_batches(images.train, r, 0, CPU, 1, 5))
     assert torch.equal(worker_x, x)
     x, y = next(evaluation_batches(images.test, images, 72, CPU, 0))

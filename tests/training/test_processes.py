@@ -1,0 +1,148 @@
+"""One run on two processes of gloo: one alone trains alike, a stopped run goes on, what cannot be shared is refused."""
+
+import datetime
+import json
+import os
+import subprocess
+import sys
+from dataclasses import replace
+from unittest.mock import patch
+
+import pytest
+import torch
+from torch import distributed
+
+from cpt_core.integrations.processes import agreed_ranges, own_ranges
+from cpt_core.kernels import operators
+from cpt_lab.data.image_batches import array_batches
+from cpt_lab.experiments.recipes import recipe
+from cpt_lab.experiments.spec import run_spec
+from cpt_lab.sweeps.sweep import run_grid
+from cpt_lab.tasks.base import task_of
+from cpt_lab.training import processes, session
+from cpt_lab.training.checkpoint import load_checkpoint
+from cpt_lab.training.session import Session, quant_config
+from cpt_lab.training.train import Stopped, train
+
+SPEC = run_spec(replace(recipe("smoke"), steps=24, evaluate_every=12), "CR", q_max=8, seed=3, scale="smoke")
+PAIRS = run_spec(replace(recipe("smoke", "templates"), steps=3, n_cycles=1), "static 6", q_max=8, seed=0, scale="smoke")
+
+
+def nearest(*given):
+    return quant_config(*given).with_gradient_rounding("nearest")
+
+
+def trained(spec=SPEC, **options):
+    """Train with gradients rounded to nearest, on ranges of all processes; return what came of it."""
+    with patch.object(session, "quant_config", nearest), processes.agreed():
+        run = train(task_of(spec), spec, **options)
+    weights = torch.cat([x.flatten() for x in run.model.state_dict().values()])
+    return {"loss": run.history["loss"], "weights": weights, "bitops": run.bitops, "metrics": run.metrics}
+
+
+def worker(rank, folder):
+    torch.set_num_threads(1)
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    timeout = datetime.timedelta(seconds=120)
+    distributed.init_process_group("gloo", f"file://{folder}/group", timeout, world_size=2, rank=rank)
+    found = {"whole": trained(), "pairs": trained(PAIRS)}
+    steps = iter(range(100))
+    asked = lambda: rank == 1 and next(steps) == 9  # noqa: E731 - one process alone is told to stop
+    with pytest.raises(Stopped, match="at step 10 of 24"):
+        trained(checkpoint=folder / "run.pt", should_stop=asked)
+    distributed.barrier()
+    found["resumed"] = trained(checkpoint=folder / "run.pt")
+    with agreed_ranges():
+        active = operators.active
+        with own_ranges():
+            found["own"] = operators.active is active.ops
+        with pytest.raises(ValueError, match="the first one's"):
+            processes.by_first(lambda: int("the first one's"))
+    found["random"] = float(torch.rand(()))
+    torch.save(found, folder / f"{rank}.pt")
+    distributed.destroy_process_group()
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("run")
+    torch.multiprocessing.spawn(worker, (folder,), nprocs=2)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def both(folder):
+    return [torch.load(folder / f"{rank}.pt", weights_only=True) for rank in (0, 1)]
+
+
+@pytest.mark.parametrize(("kind", "spec"), [("whole", SPEC), ("pairs", PAIRS)])
+def test_two_processes_train_as_one_does(kind, spec, both):
+    alone, (first, second) = trained(spec), (found[kind] for found in both)
+    torch.testing.assert_close(first["loss"][:8], alone["loss"][:8], rtol=1e-3, atol=0)
+    torch.testing.assert_close(first["loss"], alone["loss"], rtol=2e-2, atol=0)  # sums of another order flip roundings
+    assert torch.equal(first["weights"], second["weights"])
+    assert first["loss"] == second["loss"]
+    assert first["bitops"] == alone["bitops"]  # of the whole batch
+    assert first["metrics"] == second["metrics"]
+
+
+def test_a_stopped_run_goes_on_bit_for_bit(both):
+    for found in both:
+        assert found["resumed"]["loss"] == found["whole"]["loss"]
+        assert torch.equal(found["resumed"]["weights"], found["whole"]["weights"])
+
+
+def test_each_process_drops_out_others_and_evaluates_on_its_own_ranges(both):
+    assert both[0]["random"] != both[1]["random"]
+    assert [found["own"] for found in both] == [True, True]
+
+
+def test_another_number_of_processes_does_not_go_on(folder):
+    with pytest.raises(ValueError, match="was written by 2 processes, and 1 would go on from it"):
+        load_checkpoint(folder / "run.pt", Session(task_of(SPEC), SPEC))
+
+
+@pytest.mark.parametrize(
+    ("task", "count", "options", "message"),
+    [
+        ("digits", 3, {}, "3 processes cannot share the batch of 64 that mlp6 trains on"),
+        ("digits-graph", 2, {}, "runs of gcn on digits-graph take one process each, not 2 of torchrun's"),
+        ("pydoc", 2, {}, "runs of lstm on pydoc take one process each"),
+        ("digits", 2, {"workers": 2}, "one run at a time; leave out workers and executor"),
+    ],
+)
+def test_what_cannot_be_shared_is_refused_before_anything_runs(task, count, options, message, tmp_path, monkeypatch):
+    monkeypatch.setattr(processes, "count", lambda: count)
+    spec = run_spec(recipe("smoke", task), "CR", q_max=8, seed=0, scale="smoke")
+    with pytest.raises(ValueError, match=message):
+        run_grid([spec], tmp_path / "rows.jsonl", **options)
+    assert not list(tmp_path.iterdir())
+
+
+def test_shares_are_the_batch(monkeypatch):
+    task = task_of(SPEC)(SPEC, torch.device("cpu"))
+    whole = next(array_batches(task.data.train, task.data, task.recipe, 3, torch.device("cpu"), 0))
+    parts = []
+    monkeypatch.setattr(processes, "count", lambda: 2)
+    for rank in (0, 1):
+        monkeypatch.setattr(processes, "rank", lambda rank=rank: rank)
+        parts.append(next(task.shared_batches(0, processes.share)))
+        assert processes.share([0, 1, 2, 3, 4]) == [[0, 1], [2, 3]][rank]
+        assert processes.share([7]) == [7]  # too few for all: everybody's
+    for x, *shares in zip(whole, *parts, strict=True):
+        assert torch.equal(torch.cat(shares), x)
+
+
+def test_torchrun_runs_a_grid(tmp_path):
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    grid = ["run", "digits/mlp6", "--scale", "smoke", "--only", "schedule=CR", "q_max=8", "--seeds", "0"]
+    surroundings = os.environ | {"CPT_RUNS_DIR": str(tmp_path), "GLOO_SOCKET_IFNAME": "lo"}
+    done = subprocess.run(
+        [*command, "-m", "cpt_lab", *grid], env=surroundings, capture_output=True, text=True, timeout=300
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines()[-1] == "1 ok"
+    (row,) = map(json.loads, (tmp_path / "smoke/image.jsonl").read_text().splitlines())
+    spec = run_spec(recipe("smoke"), "CR", q_max=8, seed=0, scale="smoke")
+    assert (row["key"], row["provenance"]["processes"], row["steps"]) == (spec.key, 2, 190)
+    assert not list(tmp_path.rglob("*.pt"))
