@@ -18,7 +18,7 @@ import typer
 from typer.core import TyperCommand
 
 from cpt_core.checks import write_text
-from cpt_lab.paths import ROOT, all_stores, paper_dir, runs_dir
+from cpt_lab.paths import ROOT, all_stores, paper_dir, results_dir, runs_dir
 
 PLUG_INS = ("cpt_lessons.commands",)  # modules of packages above this one that bring commands, if they are there
 
@@ -345,10 +345,14 @@ def claims(
     every: Annotated[bool, typer.Option("--all", help="show every claim with its verdicts")] = False,
     evidence: Annotated[bool, typer.Option(help="show them with the effects behind every verdict")] = False,
 ) -> None:
-    """Say what of the paper holds by the committed rows and those under runs/, and what became of our own questions."""
+    """Say what of the paper holds by the committed rows, and with --all by yours too; what became of our questions."""
     judged_rows, _, said = (paper_dir() / "claims.txt").read_text(encoding="utf-8").partition("\n")
-    if not every and not evidence and judged_rows == digest(all_stores()):  # a test judges these once more
-        return typer.echo(said.rstrip())
+    kept_rows = sorted(results_dir().glob("*.jsonl"))
+    if not every and not evidence and judged_rows == digest(kept_rows):  # a test judges these once more
+        typer.echo(said.rstrip())
+        if mine := len(all_stores()) - len(kept_rows):
+            typer.echo(f"by the committed rows; --all judges yours too, in {mine} files under {runs_dir()}", err=True)
+        return
     code = (path for room in ("cpt_core", "cpt_lab") for path in (ROOT / room).rglob("*.py"))
     kept = runs_dir() / "claims" / f"{digest([*all_stores(), *sorted(code)])}{every:d}{evidence:d}.txt"
     if kept.exists():  # what the same code said of the same rows

@@ -74,7 +74,7 @@ def collect(
     folder: Annotated[Path, typer.Argument(help="of notebooks, or of one folder of them for every student")],
     out: Annotated[Path | None, typer.Option(help="write the table into this .csv, too")] = None,
 ) -> None:
-    """Make a table of what the exercises in handed-in notebooks say: correct, not yet, not attempted, not handed in."""
+    """Tell by student what the exercises say: correct, not yet, not attempted, not run, not handed in."""
     from cpt_lessons import notebooks as r
 
     table = r.collected(folder)

@@ -475,18 +475,22 @@ def test_claims_are_summed_up_unless_all_are_asked_for(command, monkeypatch, tmp
     monkeypatch.setenv("CPT_RUNS_DIR", str(tmp_path))
     monkeypatch.setattr("cpt_lab.analysis.preregistered.all_answers", lambda runs: [Answer("H9", "Why?", word="open")])
     committed_words = (paper_dir() / "claims.txt").read_text().splitlines()[1:]
-    assert command("claims")[1:] == ("\n".join(committed_words) + "\n", "")  # at once, as nothing else is there
+    assert command("claims")[1:] == ("\n".join(committed_words) + "\n", "")
     store.parent.mkdir()
     store.touch()
-    said = command("claims")[1].splitlines()
+    shown = command("claims")[1:]  # at once, also where there are rows of one's own
+    assert shown[0].splitlines() == committed_words
+    assert shown[1] == f"by the committed rows; --all judges yours too, in 1 files under {tmp_path}\n"
+    assert asked == []
+    said = command("claims", "--all")[1].splitlines()
     at_paper = sum(not e.verdicts()[0].startswith(("open", "–")) for e in entries)
     assert said[0].startswith(f"{len(entries)} claims of the paper: {at_paper} decided exactly or at its scale, ")
-    assert said[1:] == ["our own questions (docs/preregistration.md):", "H9: Why?", "  open"]
-    assert len(command("claims", "--all")[1].splitlines()) == 4 + 4 * len(entries)
-    assert (command("claims")[1].splitlines(), command("claims")[2], len(asked)) == (said, "", 2)  # judged before
+    assert said[-3:] == ["our own questions (docs/preregistration.md):", "H9: Why?", "  open"]
+    assert len(said) == 4 + 4 * len(entries)
+    assert (command("claims", "--all")[1].splitlines(), command("claims", "--all")[2], len(asked)) == (said, "", 1)
     store.with_name("more.jsonl").touch()
-    assert "judging all rows, for about half a minute, once" in command("claims")[2]
-    assert len(asked) == 3  # a store more
+    assert "judging all rows, for about half a minute, once" in command("claims", "--all")[2]
+    assert len(asked) == 2  # a store more
     monkeypatch.setenv("CPT_RUNS_DIR", str(store))  # a file: no folder can be made in it
     status, again, _ = command("claims", "--all")
     assert (status, len(again.splitlines())) == (0, 4 + 4 * len(entries))

@@ -226,17 +226,19 @@ class Tried:
         may = f"may {perhaps}have {self.q_grad} ({best})" if best else keep
         if fewer:
             found["Gradients"] = f"With {bits} bits for weights and activations, gradients {may}."
-        share = (best or first).arm.cost
+        lowered = f", with {self.q_grad}-bit gradients {best.arm.cost:.2f}" if best else ""
         found["Cost"] = (
-            f"{bits} bits with {self.q_grad}-bit gradients do {share:.2f} of the bit operations of {WIDTHS[0]} bits."
+            f"{bits} bits, with gradients of {WIDTHS[0]}, do {first.arm.cost:.2f} of the bit operations of {WIDTHS[0]} "
+            f"bits{lowered}."
         )
         ratio = self._seconds(first.arm.name) / self._seconds(first.arm.against)
         takes = f": a training takes {ratio:.1f} times float32's" if ratio >= 1 else "; these were too short to time"
         found["Time"] = f"None is saved, as low precision is simulated{takes}."
-        if any(len(d.values) >= FEWEST for d in self.unclear):
+        if self.unclear:
             names = "; ".join(f"{d.arm.name} against {d.arm.against}" for d in self.unclear)
-            seeds = max(d.needed for d in self.unclear)
+            seeds = max((d.needed for d in self.unclear if len(d.values) >= FEWEST), default=0)
             count = f"takes about {seeds} seeds" if seeds < MOST_SEEDS else "takes more than these seeds can say"
+            count = count if seeds else f"takes {FEWEST} seeds at least"
             found["Not clear"] = f"{names}. To tell {self._little} apart {count}."
         return found
 
@@ -262,13 +264,14 @@ class Tried:
         return f"{bits}; {verdict if schedules else 'schedules were not compared'}"
 
     def lines(self) -> str:
-        """Return the lines that train like this; "" when nothing can be said."""
+        """Return the lines that train like this, with gradient bits that cost nothing; "" when nothing can be said."""
         if len(self.sentences()) == 1:
             return ""
+        sure = [d.arm.q_grad for d in self._of("gradients", self.bits) if d.word in ("as good as", "better than")]
         return (
             f"{self.conversion}\n"
             f'schedule = cpt.make_schedule("STATIC", q_max={self.bits}, total_steps=total_steps)\n'
-            f"precision = cpt.PrecisionScheduler(model, schedule, q_grad={self.q_grad})\n"
+            f"precision = cpt.PrecisionScheduler(model, schedule, q_grad={min(sure, default=WIDTHS[0])})\n"
             "precision.step()  # in your loop, after every optimizer.step()"
         )
 

@@ -42,7 +42,8 @@ def reading(path: Path, needs: str = "") -> Iterator[None]:
     except Exception as error:
         if isinstance(error, ValueError) and str(path) in str(error):
             raise
-        kind = {KeyError: "it lacks ", ValueError: ""}.get(type(error), f"{type(error).__name__}: ")
+        plain = isinstance(error, (OSError, ValueError, zipfile.BadZipFile))  # whose words are for people
+        kind = "it lacks " if type(error) is KeyError else "" if plain else f"{type(error).__name__}: "
         reason = kind + (next(iter(str(error).splitlines()), "") or "no reason is given").replace(f" {str(path)!r}", "")
         if path.is_file() and not path.stat().st_size:
             reason = "it is empty"
@@ -125,6 +126,8 @@ def task_of_data(dataset: str) -> str:
 WAYS_OUT = {  # what else people have, and what to do with it
     "*.[jJ][pP]*[gG]|*.[pP][nN][gG]": "give the pictures of every class a folder of their own",
     "labels/*.txt|*/labels/*.txt|labels/*/*.txt": "export boxes of YOLO's form in COCO's or VOC's",
+    "*.json|*/*.json": "put boxes of COCO's form into annotations/instances_train.json and instances_val.json",
+    "T[rR][aA][iI][nN]/*/*": "call the folders train/ and test/, in small letters",
     "*.pt|*/*.pt": "save a graph of PyTorch Geometric with numpy.savez('my-graph.npz', x=..., y=..., edge_index=...)",
     "*.arrow|*/*.arrow": "save pictures of Hugging Face's datasets in a folder for every class, pairs with to_parquet",
 }

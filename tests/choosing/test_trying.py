@@ -56,7 +56,8 @@ def test_the_answer_is_that_of_the_trainings():
         "a cosine (CR) or late (RR): CR -1.9 ["
     )
     assert told["Gradients"].startswith("With 4 bits for weights and activations, gradients may have 5 (")
-    assert told["Cost"] == "4 bits with 5-bit gradients do 0.29 of the bit operations of 8 bits."  # (16 + 40) / 192
+    cost = "4 bits, with gradients of 8, do 0.42 of the bit operations of 8 bits, with 5-bit gradients 0.29."
+    assert told["Cost"] == cost  # (16 + 64) / 192, (16 + 40) / 192
     assert told["Time"].endswith("a training takes 1.5 times float32's.")
     assert found.finding == "4 bits are enough, 5 for gradients; no schedule is clearly better"
     pasted = {"cpt": cpt, "model": nn.Sequential(nn.Linear(4, 4)), "total_steps": 3}
@@ -114,6 +115,10 @@ def test_what_is_not_clear_is_repeated_and_no_more_than_that():
     noisy = answer(Trainings(noise=3.0), seeds=3)
     assert "Not clear" in noisy.sentences()
     assert "points" not in noisy.sentences()["Not clear"]  # 1 point
+    pasted = noisy.lines()
+    assert (noisy.q_grad < 8, "q_grad=8" in pasted) == (True, True)  # what is not clear is told, not given to paste
+    few = answer(Trainings(), seeds=1).sentences()["Not clear"]
+    assert few.endswith("To tell 1 point apart takes 3 seeds at least.")
     assert "bits are perhaps enough" in noisy.finding
     assert max(d.needed for d in noisy.unclear) > 20
     assert len(found.results[FULL]) >= FEWEST

@@ -333,11 +333,14 @@ def test_the_task_of_data_is_seen_in_its_layout(layout, data_folder):
     ("file", "way"),
     [
         ("a.JPG", "the pictures of every class a folder"), ("labels/train/a.txt", "of YOLO's form in COCO's or VOC's"),
+        ("labels/a.txt images/a.jpg", "of YOLO's"), ("train/labels/a.txt train/images/a.jpg", "of YOLO's"),
+        ("train.json train/a.jpg", "boxes of COCO's form into annotations/instances_train.json"),
+        ("Train/cat/a.jpg Test/cat/a.jpg", "call the folders train/ and test/, in small letters"),
         ("processed/data.pt", "PyTorch Geometric with numpy.savez"), ("train/data-0.arrow", "Hugging Face's datasets"),
     ],
 )  # fmt: skip
 def test_other_layouts_are_refused_with_a_way_out(file, way, data_folder):
-    write(data_folder / "mine", {file: b""})
+    write(data_folder / "mine", dict.fromkeys(file.split(), b""))
     with pytest.raises(ValueError, match=rf"mine is not laid out as any task needs it; found [^;]+; .*{way}") as said:
         task_of_data("mine/")
     assert len(str(said.value)) < 300  # and not what every task needs

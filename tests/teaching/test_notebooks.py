@@ -307,6 +307,10 @@ def test_a_table_of_what_was_handed_in(tmp_path):
     hand_in("ada/.ipynb_checkpoints/08.ipynb", "exercise 08.1: not yet")
     hand_in("bo.ipynb", "exercise 03.1: not attempted yet")
     hand_in("eve/empty.ipynb")
+    hand_out = tmp_path / "fay" / "03.ipynb"
+    hand_out.parent.mkdir()
+    cells = [nbformat.v4.new_code_cell(f'exercises.check("03.{i}", answer)') for i in (1, 2)]
+    nbformat.write(nbformat.v4.new_notebook(cells=cells), hand_out)
     out = tmp_path / "table.csv"
     done = CliRunner().invoke(app, ["collect", str(tmp_path), "--out", str(out)])
     assert done.exit_code == 0, done.output
@@ -315,6 +319,7 @@ def test_a_table_of_what_was_handed_in(tmp_path):
     assert table.loc["ada"].tolist() == ["correct", "not yet", "correct"]
     assert table.loc["bo"].tolist() == ["not attempted", "not handed in", "not handed in"]
     assert table.loc["eve"].tolist() == ["not handed in"] * 3
+    assert table.loc["fay"].tolist() == ["not run", "not run", "not handed in"]
     assert "not attempted" in done.output
     (tmp_path / "bo.ipynb").write_text("{")
     with pytest.warns(UserWarning, match=r"bo\.ipynb cannot be read"):
