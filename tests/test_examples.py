@@ -12,8 +12,10 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+import yaml
 
 import cpt_core as cpt
+from cpt_lab.experiments.grids import find_grids
 from cpt_lab.experiments.recipes import recipe
 from cpt_lab.experiments.spec import run_spec
 from cpt_lab.sweeps.stores import load_rows
@@ -121,6 +123,55 @@ def test_two_processes_train_one_model(tmp_path):
     assert report[1].split()[:2] == ["0", "204,800"]  # 64 x 32 products for each of 2 x 50 pictures
     checkpoint = torch.load(tmp_path / "checkpoint.pt", weights_only=True)
     assert checkpoint["precision"]["last_step"] == 200
+
+
+CLUSTER = FOLDER / "cluster"
+GRID = ["digits/mlp6", "--scale", "smoke", "--only", "schedule=CR,RR", "q_max=8", "--seeds", "0"]
+
+
+def on_a_cluster(script, tmp_path, **programs):
+    """Run a script of a cluster with small data; ``programs`` stand for those that only a cluster has."""
+    for name, text in {"cpt": f'exec {sys.executable} -m cpt_lab "$@"', **programs}.items():
+        path = tmp_path / "bin" / name
+        path.parent.mkdir(exist_ok=True)
+        path.write_text(f"#!/bin/bash\n{text}\n")
+        path.chmod(0o755)
+    found = os.environ | {"PATH": f"{tmp_path / 'bin'}:{os.environ['PATH']}", "CPT_RUNS_DIR": str(tmp_path / "runs")}
+    found |= {"CPT_DATA_DIR": str(tmp_path), "GLOO_SOCKET_IFNAME": "lo", "PYTHONPATH": str(FOLDER.parent)}
+    found |= {"SLURM_JOB_NODELIST": "here", "SLURM_NNODES": "1", "SLURM_JOB_ID": "7", "GPUS": "2"}
+    words = ["bash", str(CLUSTER / script), *GRID]
+    return subprocess.Popen(words, cwd=tmp_path, env=found, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+
+
+def test_jobs_of_an_array_share_a_grid(tmp_path):
+    """SLURM itself is not there: its script runs twice at once."""
+    jobs = [on_a_cluster("slurm_array.sh", tmp_path) for _ in range(2)]
+    for job in jobs:
+        said, wrong = job.communicate(timeout=300)
+        assert (job.returncode, said.splitlines()[-1]) == (0, "2 ok"), wrong
+    assert len(load_rows(tmp_path / "runs/smoke/image.jsonl")) == 2
+
+
+def test_a_job_of_torchrun_trains_on_all_processes(tmp_path):
+    """Programs of two lines stand for SLURM's ``srun`` and ``scontrol``."""
+    torchrun = f'exec {sys.executable} -m torch.distributed.run "$@"'
+    stand_ins = {"srun": 'exec "$@"', "scontrol": "echo localhost", "torchrun": torchrun}
+    job = on_a_cluster("slurm_torchrun.sh", tmp_path, **stand_ins)
+    said, wrong = job.communicate(timeout=300)
+    assert (job.returncode, said.splitlines()[-1]) == (0, "2 ok"), wrong
+    assert [row["provenance"]["processes"] for row in load_rows(tmp_path / "runs/smoke/image.jsonl")] == [2, 2]
+
+
+def test_a_job_of_kubernetes_runs_a_grid_that_is_there():
+    job = yaml.safe_load((CLUSTER / "kubernetes.yaml").read_text())
+    assert (job["apiVersion"], job["kind"]) == ("batch/v1", "Job")
+    pod = job["spec"]["template"]["spec"]
+    (container,) = pod["containers"]
+    assert container["command"][:2] == ["cpt", "run"]
+    assert find_grids(container["command"][2])
+    assert {e["name"] for e in container["env"]} == {"CPT_DATA_DIR", "CPT_RUNS_DIR"}
+    assert {m["name"] for m in container["volumeMounts"]} == {v["name"] for v in pod["volumes"]}
+    assert all(isinstance(word, str) for word in container["command"])
 
 
 def test_the_trainer_of_hugging_face(tmp_path, monkeypatch):
