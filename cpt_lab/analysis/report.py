@@ -47,10 +47,11 @@ def write(folder: Path, scale: str, outcomes: list[dict[str, Any]], first: Seque
     """Write ``index.html`` into ``folder``: what comes ``first``, notebooks, figures, tables of a scale, versions."""
     files = [] if scale == "smoke" else sorted((runs_dir() / scale).glob("*.jsonl"))
     runs = load(*files) if files else table([])
+    answered = "What was found for your data comes first." if first else "`cpt try` answers both for data of yours."
     notes = [
         ANSWER,
-        "`cpt try` answers both for data of yours, in ten minutes. Low precision is simulated here: bit operations "
-        "(BitOps) count work, they are not seconds. The words are explained at the end.",
+        f"{answered} Low precision is simulated here: bit operations (BitOps) count work, they are not seconds. The "
+        "words are explained at the end.",
     ]
     if scale == "smoke":
         notes.append("Smoke runs show that everything runs; they are not a result.")
