@@ -350,8 +350,8 @@ def claims(
     kept_rows = sorted(results_dir().glob("*.jsonl"))
     if not every and not evidence and judged_rows == digest(kept_rows):  # a test judges these once more
         typer.echo(said.rstrip())
-        if mine := len(all_stores()) - len(kept_rows):
-            typer.echo(f"by the committed rows; --all judges yours too, in {mine} files under {runs_dir()}", err=True)
+        if len(all_stores()) > len(kept_rows):
+            typer.echo(f"by the committed rows; --all judges those under {runs_dir()}, too", err=True)
         return
     code = (path for room in ("cpt_core", "cpt_lab") for path in (ROOT / room).rglob("*.py"))
     kept = runs_dir() / "claims" / f"{digest([*all_stores(), *sorted(code)])}{every:d}{evidence:d}.txt"

@@ -480,7 +480,7 @@ def test_claims_are_summed_up_unless_all_are_asked_for(command, monkeypatch, tmp
     store.touch()
     shown = command("claims")[1:]  # at once, also where there are rows of one's own
     assert shown[0].splitlines() == committed_words
-    assert shown[1] == f"by the committed rows; --all judges yours too, in 1 files under {tmp_path}\n"
+    assert shown[1] == f"by the committed rows; --all judges those under {tmp_path}, too\n"
     assert asked == []
     said = command("claims", "--all")[1].splitlines()
     at_paper = sum(not e.verdicts()[0].startswith(("open", "–")) for e in entries)
