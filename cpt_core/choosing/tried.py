@@ -281,7 +281,8 @@ class Tried:
         runs, seeds, least = sum(counts), max(counts, default=0), min(counts, default=0)
         over = "; stopped before all was clear" * self.out_of_time + "; nothing is clear with so few" * (seeds < FEWEST)
         told = [f"{f'{name}:':<11}{said}" for name, said in self.sentences().items()]
-        said = f"{runs} training{'s' * (runs != 1)}, {f'{least} to ' * (least < seeds)}{seeds} seed{'s' * (seeds != 1)}{over}"
+        of = f"{f'{least} to ' * (least < seeds)}{seeds} seed{'s' * (seeds != 1)}"
+        said = f"{runs} training{'s' * (runs != 1)}, {of}{over}"
         return "\n".join([f"{self.title}: {said}; plus is better, {self._little} is too little to matter", *told])
 
     @property
