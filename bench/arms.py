@@ -10,11 +10,12 @@ torch's operations, and timed three ways, interleaved, medians, on one thread:
 - ``R=11``, per run: every operation at once for R runs where torch has it (products as ``bmm``, convolutions in
   groups, ranges per run, all that goes element by element), the others R times. Their sums have another order.
 
-A ratio is ``step`` over the column.
+A ratio is ``step`` over the column. Writes ``data/results/arms.json``.
 """
 
 from __future__ import annotations
 
+import json
 import operator
 import statistics
 import sys
@@ -27,8 +28,11 @@ from torch import Tensor, fx
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils._pytree import tree_map_only
 
+from cpt_core.checks import write_text
 from cpt_lab.experiments.recipes import EXPERIMENTS
 from cpt_lab.experiments.spec import run_spec
+from cpt_lab.paths import results_dir
+from cpt_lab.provenance import machine, source, versions
 from cpt_lab.tasks.base import task_of
 from cpt_lab.training.session import Session
 
@@ -176,10 +180,15 @@ def measured(name: str) -> list[float]:
 
 def main(names: list[str]) -> None:
     torch.set_num_threads(1)
-    print(f"{'':22s}{'step, ms':>10s}{'bare':>8s}" + "".join(f"{f'R={r}':>8s}" for r in ARMS))
+    columns, found = ["bare", *(f"R={r}" for r in ARMS)], {}
     for name in names or EMBEDDED:
         step, *rest = measured(name)
-        print(f"{name:22s}{1e3 * step:10.2f}" + "".join(f"{step / x:8.2f}" for x in rest), flush=True)
+        ratios = {column: round(step / x, 2) for column, x in zip(columns, rest, strict=True)}
+        found[name] = {"step_ms": round(1e3 * step, 2), **ratios}
+        print(name, found[name], flush=True)
+    where = {**source(), "machine": machine(), "versions": versions()}
+    kept = {"command": "python -m bench.arms", "recipes": found, "provenance": where}
+    write_text(results_dir() / "arms.json", json.dumps(kept, indent=1) + "\n")
 
 
 if __name__ == "__main__":
