@@ -7,7 +7,9 @@ from dataclasses import replace
 import pytest
 import torch
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
+from cpt_core.graphs.graph import Graph
 from cpt_core.schedules import cost
 from cpt_core.schedules.make import make_schedule, schedule_from_dict
 from cpt_core.schedules.schedule import ShortCycleWarning
@@ -50,6 +52,36 @@ def identical(found, expected):
         and torch.equal(a.nan_to_num(7.0), b.nan_to_num(7.0))
         for a, b in zip(found, expected, strict=True)
     )  # fmt: skip
+
+
+class Ran(TorchDispatchMode):
+    """What runs inside the block: pairs of a name, such as "mm" or "cpt::encode", and the tensors that it was given."""
+
+    def __init__(self):
+        super().__init__()
+        self.calls = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        name = func._schema.name.removeprefix("aten::").replace("cpt_reference::", "cpt::")
+        self.calls.append((name, [a for a in args if isinstance(a, torch.Tensor)]))
+        return func(*args, **(kwargs or {}))
+
+    def count(self, *names, where=lambda *tensors: True):
+        return sum(name in names and where(*tensors) for name, tensors in self.calls)
+
+
+RINGS = {b: Graph.from_edges(torch.arange(6), torch.arange(6).roll(1), 6, b) for b in ("auto", "csr")}
+
+
+class OnRing(nn.Module):
+    """A graph convolution on a ring of six nodes, one graph for all of a backend: its degrees are counted once."""
+
+    def __init__(self, layer, backend="auto"):
+        super().__init__()
+        self.layer, self.backend = layer, backend
+
+    def forward(self, x):
+        return self.layer(RINGS[self.backend], x)
 
 
 def make(name="CR", **changes):

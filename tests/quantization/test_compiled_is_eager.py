@@ -5,36 +5,21 @@ from dataclasses import replace
 
 import pytest
 import torch
-from helpers import identical
+from helpers import OnRing, Ran, identical
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
-from cpt_core.graphs.graph import Graph
 from cpt_core.graphs.layers import GraphConv, SAGEConv
 from cpt_core.quantization import fake_quantize
 from cpt_core.quantization.convert import QuantConfig, layer_precisions, quantize_
 from cpt_core.quantization.scheduler import precision
 
-PRODUCTS = ("mm", "bmm", "addmm", "baddbmm", "convolution", "convolution_backward", "lstm_forward", "lstm_backward")
+PRODUCTS = ("mm", "bmm", "addmm", "baddbmm", "convolution", "convolution_backward")
+PRODUCTS += ("cpt::lstm_forward", "cpt::lstm_backward")
 LADDERS = {"activation": {6: "affine6:hadamard=8"}, "weight": {6: "affine6:hadamard=8"}, "gradient": None}
 STOCHASTIC = QuantConfig(aggregation="quantized")
 needs_order = pytest.mark.skipif(
     not fake_quantize.COMPILED_KEYS_COUNT, reason="compilers of this release take other noise"
 )
-
-
-RING = Graph.from_edges(torch.arange(6), torch.arange(6).roll(1), 6, backend="csr")
-
-
-class OnRing(nn.Module):
-    """A graph convolution on a ring of six nodes, whose degrees eager code has counted: else torch compiles twice."""
-
-    def __init__(self, layer):
-        super().__init__()
-        self.layer = layer
-
-    def forward(self, x):
-        return self.layer(RING, x)
 
 
 class First(nn.Module):
@@ -75,8 +60,8 @@ KINDS = {
     "conv2d": (lambda: nn.Conv2d(2, 4, 3, groups=2), (2, 2, 7, 7)),
     "lstm": (lambda: First(nn.LSTM(5, 4, bidirectional=True)), (3, 3, 5)),
     "attention": (attention, (2, 6, 16)),
-    "gcn": (lambda: OnRing(GraphConv(4, 3)), (6, 4)),
-    "sage": (lambda: OnRing(SAGEConv(3, 4)), (6, 3)),
+    "gcn": (lambda: OnRing(GraphConv(4, 3), "csr"), (6, 4)),  # eager code counts its degrees: else torch compiles twice
+    "sage": (lambda: OnRing(SAGEConv(3, 4), "csr"), (6, 3)),
     "called twice": (Twice, (5, 8)),
 }
 HALF = torch.bfloat16  # the type is a parameter of the same code
@@ -97,19 +82,6 @@ class Side(nn.Module):
         return {kind: part(inputs[kind]) for kind, part in self.parts.items()}
 
 
-class Operands(TorchDispatchMode):
-    """Notes the types of what products multiply."""
-
-    def __init__(self):
-        super().__init__()
-        self.types = set()
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        if func.overloadpacket.__name__ in PRODUCTS:
-            self.types |= {a.dtype for a in args if isinstance(a, torch.Tensor) and a.is_floating_point()}
-        return func(*args, **(kwargs or {}))
-
-
 @pytest.fixture
 def compiled():
     from torch._dynamo import config, reset  # slow to import
@@ -127,7 +99,7 @@ def left_by_a_step(model, call, seed):
     inputs = {kind: torch.randn(shape, requires_grad=True) for kind, (_, shape) in KINDS.items()}
     with torch.autocast("cpu", HALF):
         outputs = call(inputs)
-    with Operands() as operands:
+    with Ran() as ran:
         sum(y.float().cos().sum() for y in outputs.values()).backward()
     return {
         kind: [
@@ -135,7 +107,7 @@ def left_by_a_step(model, call, seed):
             *(p.noise_key.clone() for p in layer_precisions(part).values()),
         ]
         for kind, part in model.parts.items()
-    }, operands.types  # fmt: skip
+    }, {t.dtype for name, given in ran.calls if name in PRODUCTS for t in given if t.is_floating_point()}  # fmt: skip
 
 
 @pytest.mark.slow

@@ -7,6 +7,7 @@ import warnings
 
 import pytest
 import torch
+from helpers import Ran
 from torch import nn
 from torch.nn import functional as F
 
@@ -190,24 +191,6 @@ def test_quantize_says_what_it_left_in_float32(model, config, message):
 # --- half precision -------------------------------------------------------------------------------
 
 
-def values_of_products(run, bits):
-    """The number of different values of both operands of every product of a pass, at most 2**bits if they survive."""
-    from torch.utils._python_dispatch import TorchDispatchMode
-
-    class Watch(TorchDispatchMode):
-        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-            name = func._schema.name
-            if name in ("aten::mm", "aten::bmm", "aten::convolution", "aten::addmm"):
-                operands = [a for a in args if isinstance(a, torch.Tensor) and a.dim() > 1]
-                seen.append((name, *(o.unique().numel() for o in operands), *(o.dtype for o in operands)))
-            return func(*args, **(kwargs or {}))
-
-    seen = []
-    with Watch():
-        run()
-    return seen
-
-
 HALF_MODELS = {
     "linear": (lambda: nn.Linear(300, 1, bias=False), lambda: torch.rand(64, 300) + 10),
     "conv": (lambda: nn.Conv2d(3, 1, 3, bias=False), lambda: torch.rand(4, 3, 20, 20) + 10),
@@ -229,19 +212,16 @@ def test_half_precision_leaves_operands_on_their_grid(kind, way, dtype):
     if way == "model":
         model, x = model.to(dtype), x.to(dtype)
 
-    def step():
+    with Ran() as ran:
         with torch.autocast("cpu", dtype, enabled=way == "autocast"), precision(model, 8):
             y = model(x)
             y = y[0] if isinstance(y, tuple) else y
             assert y.dtype == (torch.float32 if kind == "lstm" and way == "autocast" else dtype)
         y.float().square().sum().backward()
-
-    products = values_of_products(step, 8)
-    assert products
-    assert all(d == torch.float32 for _, *rest in products for d in rest if isinstance(d, torch.dtype))
-    _, *values = products[0]
-    expected = min(256, exact.unique().numel())
-    assert max(v for v in values if isinstance(v, int)) > 0.9 * expected
+    names = ("mm", "bmm", "convolution", "addmm")
+    products = [[t for t in operands if t.dim() > 1] for name, operands in ran.calls if name in names]
+    assert all(t.dtype == torch.float32 for operands in products for t in operands)
+    assert max(t.unique().numel() for t in products[0]) > 0.9 * min(256, exact.unique().numel())
     assert all(p.grad.dtype == p.dtype and p.grad.isfinite().all() for p in model.parameters())
 
 

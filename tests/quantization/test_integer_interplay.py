@@ -6,12 +6,11 @@ from dataclasses import replace
 
 import pytest
 import torch
-from helpers import identical, pictures, small, smoke_spec
+from helpers import OnRing, identical, pictures, small, smoke_spec
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import cpt_core as cpt
-from cpt_core.graphs.graph import Graph
 from cpt_core.quantization import precision as precisions
 from cpt_core.quantization.convert import layer_precisions
 from cpt_lab.tasks.base import task_of
@@ -212,12 +211,11 @@ def test_a_resumed_run_is_bitwise_the_same(monkeypatch, tmp_path):
 
 # --- layers -----------------------------------------------------------------------------------------------------------
 
-RING = Graph.from_edges(torch.arange(4), torch.arange(4).roll(1), 4)
 LAYERS = {
     "linear": (lambda: nn.Linear(6, 5), (4, 6)),
     "conv": (lambda: nn.Conv2d(6, 5, 3), (4, 6, 5, 5)),
     "lstm": (lambda: nn.LSTM(6, 5), (4, 2, 6)),
-    "graph": (lambda: cpt.GraphConv(6, 5), (4, 6)),
+    "graph": (lambda: OnRing(cpt.GraphConv(6, 5)), (6, 6)),
 }
 
 
@@ -238,10 +236,9 @@ def test_the_output_may_be_changed_in_place(kind, shared):
 @pytest.mark.parametrize("kind", LAYERS)
 def test_gradients_of_gradients_are_refused_and_not_left_out(kind):
     make, shape = LAYERS[kind]
-    layer, x = cpt.quantize_(nn.Sequential(make()), config())[0], torch.randn(shape, requires_grad=True)
-    with cpt.precision(layer, 8):
-        y = layer(RING, x) if kind == "graph" else layer(x)
-        y = y[0] if kind == "lstm" else y
+    model, x = cpt.quantize_(nn.Sequential(make()), config()), torch.randn(shape, requires_grad=True)
+    with cpt.precision(model, 8):
+        y = model(x)[0] if kind == "lstm" else model(x)
         with pytest.raises(RuntimeError, match=r"gradients of gradients.*simulated"):
             torch.autograd.grad(y.sum(), x, create_graph=True)
 

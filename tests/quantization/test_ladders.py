@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from helpers import OnRing
 from torch import nn
 
 import cpt_core as cpt
@@ -14,16 +15,6 @@ from cpt_core.schedules.schedule import Levels, StaticSchedule, TableSchedule
 LADDER = cpt.FormatLadder({3: "mxfp4", 4: "nvfp4", 6: "e3m2", 8: "e4m3"})
 NINE = torch.tensor(9.0)
 CYCLE = TableSchedule(((3, 1), (4, 1), (6, 1), (8, 1)))
-GRAPH = cpt.Graph.from_edges(torch.tensor([0, 1, 2, 3]), torch.tensor([1, 2, 3, 0]), 4)
-
-
-class OnGraph(nn.Module):
-    def __init__(self, kind):
-        super().__init__()
-        self.layer = kind(32, 64)
-
-    def forward(self, x):
-        return self.layer(GRAPH, x)
 
 
 def made(kind):
@@ -33,8 +24,8 @@ def made(kind):
         "sequence": lambda: (nn.Linear(32, 64), torch.randn(4, 3, 32)),
         "convolution": lambda: (nn.Conv2d(32, 64, 3), torch.randn(2, 32, 6, 6)),
         "lstm": lambda: (nn.LSTM(32, 32), torch.randn(5, 4, 32)),
-        "gcn": lambda: (OnGraph(cpt.GraphConv), torch.randn(4, 32)),
-        "sage": lambda: (OnGraph(cpt.SAGEConv), torch.randn(4, 32)),
+        "gcn": lambda: (OnRing(cpt.GraphConv(32, 64)), torch.randn(6, 32)),
+        "sage": lambda: (OnRing(cpt.SAGEConv(32, 64)), torch.randn(6, 32)),
     }[kind]()
 
 

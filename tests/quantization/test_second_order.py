@@ -2,10 +2,10 @@
 
 import pytest
 import torch
+from helpers import OnRing
 from torch import nn
 
 from cpt_core.formats.quantizer import Quantizer
-from cpt_core.graphs.graph import Graph
 from cpt_core.graphs.layers import GraphConv, SAGEConv
 from cpt_core.kernels.operators import round_in_range
 from cpt_core.quantization.convert import QuantConfig, quantize_, restore_
@@ -13,17 +13,6 @@ from cpt_core.quantization.fake_quantize import levels_of, quantize, quantize_gr
 from cpt_core.quantization.scheduler import precision
 
 NEAREST = QuantConfig().with_gradient_rounding("nearest")
-
-
-class OnRing(nn.Module):
-    """A graph convolution on a ring of six nodes."""
-
-    def __init__(self, layer):
-        super().__init__()
-        self.layer, self.graph = layer, Graph.from_edges(torch.arange(6), torch.arange(6).roll(1), 6)
-
-    def forward(self, x):
-        return self.layer(self.graph, x)
 
 
 MODELS = {
