@@ -290,11 +290,6 @@ def test_storage_and_other_precisions():
             assert model(x).isfinite().all()
 
 
-def test_an_unknown_execution_is_refused():
-    with pytest.raises(ValueError, match="unknown execution 'int8'; choose from simulated, integer, auto"):
-        cpt.QuantConfig(execution="int8")
-
-
 @pytest.mark.filterwarnings("ignore:`torch.jit.trace", "ignore::torch.jit.TracerWarning")  # deprecated, some day
 @pytest.mark.parametrize("layer", [nn.Linear(5, 3), nn.Conv2d(5, 3, 1)])
 def test_what_cannot_be_computed_on_codes_is_an_error(layer):

@@ -129,7 +129,6 @@ def test_quantize_never_hides_what_is_not_finite():
 # --- rotation -------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("size", [1, 2, 16, 32])
 def test_a_rotation_keeps_lengths_and_products(size):
     a, b = normal(3, 5, 64), normal(7, 64)
@@ -143,8 +142,7 @@ def test_a_rotation_keeps_lengths_and_products(size):
     assert torch.allclose(matrix.abs().amax(1), torch.full((64,), size**-0.5))
     if size > 2:
         assert not torch.equal(turned, rotate(a, size, 4))
-    x = a.double().clone().requires_grad_()
-    assert torch.autograd.gradcheck(lambda v: rotate(v[:1, :1], size, 3), (x,))
+    assert torch.autograd.gradcheck(lambda v: rotate(v, size, 3), (a[0, 0].double().requires_grad_(),))
 
 
 def test_a_rotation_spreads_what_stands_out():

@@ -65,7 +65,11 @@ def rounding_error(x):
 def test_equals_plain_numpy(x, bits, granularity):
     low, width = numpy_range(x, granularity)
     expected = numpy_quantize(x, bits, low, width)
-    found = quantize(torch.from_numpy(x), bits, Quantizer(granularity)).numpy()
+    leaf = torch.from_numpy(x).requires_grad_()
+    y, upstream = quantize(leaf, bits, Quantizer(granularity)), torch.arange(1.0, x.size + 1).reshape(x.shape)
+    y.backward(upstream)
+    assert torch.equal(leaf.grad, upstream)  # straight through
+    found = y.detach().numpy()
     if granularity == "per_sample_mean":  # a mean depends on the order of the sum, and with it the grid
         step = step_of(width, bits)
         assert (np.abs(found - expected) <= step * 1.001 + rounding_error(x)).all()
@@ -74,30 +78,9 @@ def test_equals_plain_numpy(x, bits, granularity):
         np.testing.assert_array_equal(found, expected)
 
 
-@given(tensors(), BITS, GRANULARITY.filter(lambda g: g != "per_sample_mean"))
-def test_stays_in_the_range_and_within_half_a_step_and_twice_is_once(x, bits, granularity):
-    low, width = numpy_range(x, granularity)
-    step = step_of(width, bits)
-    found = quantize(torch.from_numpy(x), bits, Quantizer(granularity))
-    twice = quantize(found, bits, Quantizer(granularity)).numpy()
-    slack, found = rounding_error(x), found.numpy()
-    assert (found >= low - slack).all()
-    assert (found <= top_of(low, width, bits) + slack).all()
-    assert (np.abs(found - x) <= step / 2 + slack).all()
-    np.testing.assert_allclose(twice, found, rtol=0, atol=slack + 1e-8)
-
-
 @given(tensors(), st.integers(24, 32), GRANULARITY)
 def test_24_bits_and_more_change_nothing(x, bits, granularity):
     np.testing.assert_array_equal(quantize(torch.from_numpy(x), bits, Quantizer(granularity)).numpy(), x)
-
-
-@given(tensors(), BITS, GRANULARITY)
-def test_gradient_passes_straight_through(x, bits, granularity):
-    leaf = torch.from_numpy(x).requires_grad_()
-    upstream = torch.arange(1.0, leaf.numel() + 1).reshape(leaf.shape)
-    quantize(leaf, bits, Quantizer(granularity)).backward(upstream)
-    assert torch.equal(leaf.grad, upstream)
 
 
 @given(tensors(), BITS)
@@ -146,18 +129,6 @@ def test_stochastic_rounding_is_unbiased(bits):
     assert z.abs().max() < 5
     assert 0.9 < z.std() < 1.1  # the spread of fair coins: the draws are independent
     assert abs(z.mean()) < 5 / len(z) ** 0.5
-
-
-@pytest.mark.parametrize("bits", [2, 8])
-def test_extremes_and_zeros_are_not_moved(bits):
-    torch.manual_seed(0)
-    x, key = torch.randn(500), torch.tensor(2)
-    for _ in range(200):
-        found = rounded_gradient(x, bits, key)
-        assert found[x.argmin()] == x.min()
-        torch.testing.assert_close(found[x.argmax()], x.max())
-    assert torch.equal(rounded_gradient(torch.zeros(7, 3), bits, key), torch.zeros(7, 3))
-    assert torch.equal(rounded_gradient(torch.full((5,), 0.3), bits, key), torch.full((5,), 0.3))
 
 
 # --- noise ----------------------------------------------------------------------------------------

@@ -61,12 +61,10 @@ def test_ties_go_to_the_even_level():
     assert quantize(x, 3, "bias").tolist() == [0, 0, 2, 2, 4, 7]
 
 
-@pytest.mark.parametrize("bits", [23, 24, 32])
-def test_many_bits(bits):
-    x = image()
-    y = quantize(x, bits)
-    assert torch.equal(y, x) if bits >= 24 else torch.allclose(y, x, rtol=0, atol=1e-6)
-    assert bits >= 24 or not torch.equal(y, x)
+def test_23_bits_still_round():
+    y = quantize(image(), 23)
+    assert torch.allclose(y, image(), rtol=0, atol=1e-6)
+    assert not torch.equal(y, image())
 
 
 def test_tiny_ranges_have_a_least_step():
@@ -186,12 +184,14 @@ def test_stochastic_rounding_differs_from_call_to_call_and_repeats_from_a_state(
 
 
 @pytest.mark.parametrize("bits", [2, 8, 16, 20])
-def test_the_largest_noise_leaves_nothing_beyond_the_range(bits):
-    x = torch.tensor([-1.0, *[1.0] * 5000])
-    for seed in range(20):  # the largest of 100,000 numbers is 0.49999
+def test_no_noise_moves_the_ends_of_the_range(bits):
+    x = torch.tensor([-1.0, 1.0]).repeat_interleave(2500)
+    for seed in range(40):  # the largest of 100,000 numbers is 0.49999
         found = gradient_of(x, bits, STOCHASTIC, seed)
-        assert found.min() == -1
+        assert torch.equal(found[:2500], x[:2500])
         assert found.max() <= 1 + 2.0**-22
+        if bits <= 8:  # more steps are rounded so that the last of the noise counts
+            assert (found[2500:] - 1).abs().le(2.0**-22).float().mean() > 0.999
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
@@ -248,8 +248,9 @@ def test_unknown_names_list_the_choices():
         Quantizer("rows")
     with pytest.raises(ValueError, match="unknown rounding 'up'; choose from nearest, stochastic"):
         Quantizer("per_row", rounding="up")
-    with pytest.raises(ValueError, match="unknown running_start 'one'; choose from corrected, zero"):
-        QuantConfig(running_start="one")
+    for name, choices in {"running_start": "corrected, zero", "execution": "simulated, integer, auto"}.items():
+        with pytest.raises(ValueError, match=f"unknown {name} 'one'; choose from {choices}"):
+            QuantConfig(**{name: "one"})
 
 
 @pytest.mark.parametrize("granularity", sorted(set(EVERY) - {"per_tensor"}))

@@ -1,7 +1,5 @@
 """A scheduler's state fits the same layers whatever wraps their model."""
 
-import itertools
-
 import pytest
 from helpers import make, small
 from torch import nn
@@ -34,11 +32,13 @@ MODELS = {
 }
 
 
-PAIRS = itertools.product(MODELS, WRAPPED, WRAPPED)
+# What goes to the bare model and what comes from it: the names of the one are those of the other, so any fits any.
+PAIRS = [(way, "bare") for way in WRAPPED] + [("bare", way) for way in WRAPPED if way != "bare"]
 
 
 @pytest.mark.parametrize(
-    ("model", "source", "target"), [p for p in PAIRS if not {"one layer", "a part compiled"} <= set(p)]
+    ("model", "source", "target"),
+    [(m, *p) for m in MODELS for p in PAIRS if not (m == "one layer" and "a part compiled" in p)],
 )
 def test_a_state_does_not_depend_on_what_wraps_the_model(model, source, target):
     schedulers = []
