@@ -61,10 +61,3 @@ def cpp_kernels() -> None:
     if found.cpu != "cpp":
         assert os.environ.get("CPT_KERNELS") or building.compiler() is None, str(found)
         pytest.skip(f"on a CPU: {found.cpu} ({found.why['cpu']})")
-
-
-@pytest.fixture
-def on_device(device: torch.device) -> Iterator[torch.device]:
-    """Make tensors and modules on the device; a GPU may add up in another order, so compare there at 16 bits or so."""
-    with torch.device(device):
-        yield device

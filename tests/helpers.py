@@ -10,6 +10,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from cpt_core.graphs.graph import Graph
+from cpt_core.quantization.scheduler import PrecisionScheduler
 from cpt_core.schedules import cost
 from cpt_core.schedules.make import make_schedule, schedule_from_dict
 from cpt_core.schedules.schedule import ShortCycleWarning
@@ -82,6 +83,20 @@ class OnRing(nn.Module):
 
     def forward(self, x):
         return self.layer(RINGS[self.backend], x)
+
+
+def losses_of(model, schedule, loss, steps, **sgd):
+    """Train by SGD, a step of the schedule after each of the optimizer's; return what ``loss`` gave of every step."""
+    optimizer, scheduler = torch.optim.SGD(model.parameters(), **{"lr": 0.1} | sgd), PrecisionScheduler(model, schedule)
+    found = []
+    for step in range(steps):
+        optimizer.zero_grad()
+        value = loss(step)
+        value.backward()
+        optimizer.step()
+        scheduler.step()
+        found.append(value.item())
+    return found
 
 
 def make(name="CR", **changes):

@@ -8,32 +8,44 @@ from cpt_core.kernels import backend as backend_module
 from cpt_core.kernels import grids, operators, reference
 from cpt_core.kernels.reference import GRANULARITIES
 
-LAYOUTS = {
-    "(n)": normal(3000),
-    "(n, f)": normal(40, 300),
-    "(n, l, f)": normal(5, 7, 33),
-    "(n, c, h, w)": normal(4, 6, 8, 10),
-    "large": normal(700, 900),
-    "channels_last": normal(4, 6, 8, 10).contiguous(memory_format=torch.channels_last),
-    "channels_last_3d": normal(2, 6, 3, 4, 5).contiguous(memory_format=torch.channels_last_3d),
-    "transposed": normal(40, 300).t(),
-    "queries": normal(3, 9, 4, 8).transpose(1, 2),
-    "keys": normal(3, 9, 4, 8).transpose(1, 2).transpose(2, 3),
-    "any order": normal(2, 3, 4, 5, 6).permute(4, 0, 3, 1, 2),
-    "gaps": normal(40, 300)[:, ::3],
-    "repeated": normal(5, 1).expand(5, 9),
-    "offset": normal(50, 31)[7:],
-    "one": normal(1, 1, 1),
-    "0-d": normal(),
-    "float64": normal(40, 300).double(),
-    "bfloat16": normal(40, 300).bfloat16(),
-    "float16": normal(4, 6, 8, 10).half(),
-    "a NaN": normal(9, 30).index_fill(1, torch.tensor([3]), NAN),
-    "a negative NaN": -normal(9, 30).index_fill(1, torch.tensor([3]), NAN),
-    "a NaN in a row": normal(9, 30).index_fill(0, torch.tensor([3]), NAN),
-    **EDGES,
-    "ties": torch.arange(16.0).view(2, 8),
-}
+
+def layouts(n):
+    """How tensors lie in memory, of sizes that grow with a number."""
+    return {
+        "(n)": normal(77 * n * n),
+        "(n, f)": normal(7 * n, 23 * n),
+        "(n, l, f)": normal(3, 5, 11 * n),
+        "(n, c, h, w)": normal(2 * n, 3, 5, 7),
+        "channels_last": normal(2, 3 * n, 5, 7).contiguous(memory_format=torch.channels_last),
+        "channels_last_3d": normal(2, 3 * n, 3, 2, 4).contiguous(memory_format=torch.channels_last_3d),
+        "transposed": normal(7 * n, 20 * n).t(),
+        "queries": normal(2, 5, 3, 4 * n).transpose(1, 2),
+        "keys": normal(2, 5, 3, 4 * n).transpose(1, 2).transpose(2, 3),
+        "any order": normal(2, 3, 4, 2, 3 * n).permute(4, 0, 3, 1, 2),
+        "gaps": normal(6 * n, 24 * n)[:, ::3],
+        "repeated": normal(5, 1).expand(5, 9 * n),
+        "all the same": normal(1).expand(4, 3, 6 * n),
+        "offset": normal(9 * n, 13 * n)[4:],
+        "one": normal(1, 1, 1),
+        "0-d": normal(),
+    }
+
+
+def numbers(n):
+    """Types, and numbers at which a grid is easily got wrong."""
+    return {
+        "float64": normal(4 * n, 30 * n).double(),
+        "bfloat16": normal(4 * n, 30 * n).bfloat16(),
+        "float16": normal(4 * n, 30 * n).half(),
+        "a NaN": normal(5, 20 * n).index_fill(1, torch.tensor([3]), NAN),
+        "a negative NaN": -normal(5, 20 * n).index_fill(1, torch.tensor([3]), NAN),
+        "a NaN in a row": normal(5, 20 * n).index_fill(0, torch.tensor([3]), NAN),
+        **EDGES,
+        "ties": torch.arange(16.0).view(2, 8),
+    }
+
+
+LAYOUTS = layouts(5) | numbers(5) | {"large": normal(700, 900), "float16, 4-d": normal(4, 6, 8, 10).half()}
 
 
 def test_what_rounds_on_a_device_is_said(monkeypatch):

@@ -1,11 +1,13 @@
 """Convolutions on codes: each product against float64 on the same codes, whichever way it is computed."""
 
 from contextlib import nullcontext
+from functools import partial
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from quantization.test_integer import SOME_KIND, drawn, values64
 from torch.nn.functional import conv2d
 from torch.nn.grad import conv2d_input, conv2d_weight
 
@@ -16,18 +18,7 @@ from cpt_core.kernels.backend import backend, reference
 from cpt_core.kernels.quantized_tensor import LONGEST, QuantizedTensor
 
 NEAR = 1e-6
-KINDS = {
-    "two-sided": lambda x: x,
-    "one-sided": lambda x: x.relu(),
-    "negative": lambda x: -x.abs() - 0.2,
-    "far from 0": lambda x: x + 30,
-    "constant": lambda x: x * 0 + 0.7,
-    "one large": lambda x: x.abs() * 1e-3 + (x == x.max()),
-}
-
-
-def normal(*shape, seed=0):
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+normal = partial(drawn, "two-sided")
 
 
 def bytes_of(*shape, seed=0):
@@ -41,10 +32,6 @@ def last(codes):
 def quantized(x, bits, granularity="per_tensor"):
     q = QuantizedTensor.of(x, bits, granularity)
     return q._replace(codes=last(q.codes)) if granularity == "per_tensor" else q
-
-
-def values(x):
-    return (x.codes.double() + x.half.double()) * x.scale.double() + x.low.double()
 
 
 def near(y, exact, terms):
@@ -68,7 +55,7 @@ def three_products(a, w, g, bias, geometry, channels_last=False):
         pairs += ((by_input, lambda a, w, g: conv2d_input(shapes[0], w, g, *geometry)),)
     by_weight = convolution.conv2d_weight(g, a, shapes[1][2:], geometry)
     pairs += ((by_weight, lambda a, w, g: conv2d_weight(a, shapes[1], g, *geometry)),)
-    exact = [values(x) for x in (a, w, g)]
+    exact = [values64(x) for x in (a, w, g)]
     for i, (y, product) in enumerate(pairs):
         plus = bias.double().view(-1, 1, 1) if i == 0 and bias is not None else torch.zeros(())
         yield y, product(*exact) + plus, product(*(x.abs() for x in exact)) + plus.abs()
@@ -84,7 +71,7 @@ def three_products(a, w, g, bias, geometry, channels_last=False):
     padding=st.tuples(st.integers(0, 3), st.integers(0, 3)),
     dilation=st.tuples(st.integers(1, 2), st.integers(1, 2)),
     bits=st.tuples(*[st.integers(1, 8)] * 3),
-    kinds=st.tuples(*[st.sampled_from(sorted(KINDS))] * 3),
+    kinds=st.tuples(*[SOME_KIND] * 3),
     by_channel=st.booleans(),
     with_bias=st.booleans(),
 )
@@ -95,8 +82,8 @@ def test_products_of_codes_are_those_of_the_values(
     reach = [d * (k - 1) + 1 for d, k in zip(dilation, kernel, strict=True)]
     image = [max(n, r - 2 * p) for n, r, p in zip(image, reach, padding, strict=True)]
     out = [(n + 2 * p - r) // s + 1 for n, p, r, s in zip(image, padding, reach, stride, strict=True)]
-    drawn = normal(N, C, *image), normal(outputs, C, *kernel, seed=1), normal(N, outputs, *out, seed=2)
-    x, weight, gradient = (KINDS[kind](t) for kind, t in zip(kinds, drawn, strict=True))
+    shapes = (N, C, *image), (outputs, C, *kernel), (N, outputs, *out)
+    x, weight, gradient = (drawn(k, *s, seed=i) for i, k, s in zip(range(3), kinds, shapes, strict=True))
     bias = normal(outputs, seed=3) if with_bias else None
     with how():
         a, g = quantized(x, bits[0]), quantized(gradient, bits[2])
@@ -123,7 +110,7 @@ def test_ways_to_compute_differ_in_no_bit(monkeypatch):
 def test_results_in_either_layout_differ_in_no_bit(how, C):
     image = (9, 8) if C in (3, 16) else (16, 20)  # 72 and 320 pixels: whole blocks, and parts of one
     g, w = quantized(normal(2, C, *image), 8), quantized(normal(C, C, 3, 3), 8)
-    a = quantized(KINDS["far from 0"](normal(2, C, *image)), 8)
+    a = quantized(drawn("far from 0", 2, C, *image), 8)
     with how():
         first, last = (
             [y for y, *_ in three_products(a, w, g, normal(C), Geometry((1, 1), (1, 1), (1, 1)), layout)][:2]

@@ -2,27 +2,15 @@
 
 import pytest
 import torch
-from helpers import EDGES, NAN, identical, normal
+from helpers import identical, normal
+from kernels.test_backends import layouts, numbers
 
 from cpt_core.codes import graph_layers as graph_on_codes
 from cpt_core.kernels import graph, operators
 
-LAYOUTS = {
-    "(n, f)": normal(300, 40),
-    "large": normal(400, 900),
-    "odd": normal(37, 13),
-    "one column": normal(50, 1),
-    "one row": normal(1, 50),
-    "offset": normal(50, 31)[7:],
-    "transposed": normal(40, 300).t(),
-    "gaps": normal(40, 300)[:, ::3],
-    "expanded": normal(1, 9).expand(5, 9),
-    "float64": normal(40, 30).double(),
-    "a NaN": normal(9, 30).index_fill(0, torch.tensor([3]), NAN),
-    **EDGES,
-    "ties": torch.arange(16.0).view(2, 8),
-}
-
+LAYOUTS = {name: x for name, x in (layouts(5) | numbers(5)).items() if x.dim() == 2} | {
+    "large": normal(400, 900), "odd": normal(37, 13), "one column": normal(50, 1), "one row": normal(1, 50),
+}  # fmt: skip
 GRANULARITIES = ("per_row", "per_tensor", "per_position", "per_channel")
 pytestmark = pytest.mark.usefixtures("cpp_kernels")
 

@@ -7,7 +7,8 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from helpers import EDGES, INF, NAN, WITH_CUDA, identical, normal
+from helpers import INF, NAN, WITH_CUDA, identical, normal
+from kernels.test_backends import layouts, numbers
 from quantization.test_quantizer_properties import splitmix_and_finaliser
 
 from cpt_core.kernels import grids, operators, reference
@@ -20,34 +21,7 @@ triton = pytest.importorskip("triton", reason="triton is not installed: it comes
 WHOLE = {"TILE": 4096, "FUSED": 16384, "WIDE": 2**30}  # rows in one block
 PARTS = {"TILE": 256, "FUSED": 4, "PARTS": 3, "BLOCKS": 2, "DIVIDED": 8, "WIDE": 0}  # several of everything, 64 bits
 KEPT = sorted(tiles.KEPT)
-
-
-LAYOUTS = {
-    "(n)": normal(77),
-    "(n, f)": normal(7, 23),
-    "(n, l, f)": normal(3, 5, 11),
-    "channels_last": normal(2, 3, 5, 7).contiguous(memory_format=torch.channels_last),
-    "channels_last_3d": normal(2, 3, 3, 2, 4).contiguous(memory_format=torch.channels_last_3d),
-    "transposed": normal(7, 20).t(),
-    "queries": normal(2, 5, 3, 4).transpose(1, 2),
-    "keys": normal(2, 5, 3, 4).transpose(1, 2).transpose(2, 3),
-    "any order": normal(2, 3, 4, 2, 3).permute(4, 0, 3, 1, 2),
-    "gaps": normal(6, 24)[:, ::3],
-    "repeated": normal(5, 1).expand(5, 9),
-    "all the same": normal(1).expand(4, 3, 6),
-    "offset": normal(9, 13)[4:],
-    "one": normal(1, 1, 1),
-    "0-d": normal(),
-}
-VALUES = {
-    "float64": normal(4, 30).double(),
-    "bfloat16": normal(4, 30).bfloat16(),
-    "float16": normal(4, 30).half(),
-    "a NaN": normal(5, 20).index_fill(1, torch.tensor([3]), NAN),
-    "a negative NaN": -normal(5, 20).index_fill(1, torch.tensor([3]), NAN),
-    "a NaN in a row": normal(5, 20).index_fill(0, torch.tensor([3]), NAN),
-    **EDGES,
-}
+LAYOUTS, VALUES = layouts(1), numbers(1)
 
 
 @pytest.fixture(scope="module")

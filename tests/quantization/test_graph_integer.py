@@ -10,7 +10,7 @@ import torch
 from helpers import Ran
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from quantization.test_integer import KINDS, drawn, kept_bytes, values64
+from quantization.test_integer import SOME_KIND, drawn, kept_bytes, values64
 from torch import nn
 
 import cpt_core as cpt
@@ -69,7 +69,7 @@ BITS = st.tuples(st.integers(1, 8), st.integers(1, 8))
 
 @pytest.mark.slow
 @settings(max_examples=40)
-@given(bits=BITS, kinds=st.tuples(KINDS, KINDS), shared=st.booleans(), linear=st.booleans(),
+@given(bits=BITS, kinds=st.tuples(SOME_KIND, SOME_KIND), shared=st.booleans(), linear=st.booleans(),
        scaled=st.booleans(), plain=st.booleans(), sizes=st.tuples(st.integers(2, 30), st.integers(1, 40)))  # fmt: skip
 def test_a_product_of_codes_is_that_of_the_values_and_so_are_its_gradients(
     bits, kinds, shared, linear, scaled, plain, sizes
@@ -96,7 +96,7 @@ def test_a_product_of_codes_is_that_of_the_values_and_so_are_its_gradients(
 
 
 @settings(max_examples=40)
-@given(bits=BITS, kinds=st.tuples(KINDS, KINDS), shared=st.booleans(), scaled=st.booleans(),
+@given(bits=BITS, kinds=st.tuples(SOME_KIND, SOME_KIND), shared=st.booleans(), scaled=st.booleans(),
        reduce=st.sampled_from(["sum", "mean"]), plain=st.booleans(), width=st.integers(1, 70),
        sources=st.sampled_from([NODES, SOURCES]), backend=st.sampled_from(["auto", "csr"]),
        seed=st.integers(0, 9))  # fmt: skip

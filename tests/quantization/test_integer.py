@@ -6,7 +6,7 @@ from contextlib import nullcontext
 
 import pytest
 import torch
-from helpers import Ran
+from helpers import Ran, losses_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
@@ -46,18 +46,19 @@ def passes(model, x, gradient, q=8, q_grad=8):
     return [y.detach(), x.grad, *(p.grad.clone() for p in model.parameters())]
 
 
-KINDS = st.sampled_from(["two-sided", "one-sided", "negative", "far from 0", "constant"])
+KINDS = {
+    "two-sided": lambda x: x,
+    "one-sided": lambda x: x.relu(),
+    "negative": lambda x: -x.abs() - 0.2,
+    "far from 0": lambda x: x + 30,
+    "constant": lambda x: x * 0 + 0.7,
+    "one large": lambda x: x.abs() * 1e-3 + (x == x.max()),
+}
+SOME_KIND = st.sampled_from(sorted(KINDS))
 
 
 def drawn(kind, *shape, seed=0):
-    x = torch.randn(shape, generator=torch.Generator().manual_seed(seed))
-    return {
-        "two-sided": x,
-        "one-sided": x.relu(),
-        "negative": -x.abs() - 0.2,
-        "far from 0": x + 30,
-        "constant": x * 0 + 0.7,
-    }[kind]
+    return KINDS[kind](torch.randn(shape, generator=torch.Generator().manual_seed(seed)))
 
 
 @pytest.mark.slow
@@ -66,7 +67,7 @@ def drawn(kind, *shape, seed=0):
     outer=st.lists(st.integers(1, 4), max_size=2),
     sizes=st.tuples(st.integers(1, 40), st.integers(1, 300), st.integers(1, 40)),
     bits=st.tuples(st.integers(1, 8), st.integers(1, 8)),
-    kinds=st.tuples(KINDS, KINDS),
+    kinds=st.tuples(SOME_KIND, SOME_KIND),
     names=st.tuples(*[st.sampled_from(["per_tensor", "per_row", "per_position"])] * 2),
     plain=st.booleans(),
 )
@@ -233,20 +234,10 @@ def test_codes_are_what_is_kept_between_the_passes():
 
 
 def train(model, steps=6):
-    torch.manual_seed(0)
-    optimizer = torch.optim.SGD(model.parameters(), 0.1)
     schedule = cpt.make_schedule("CR", q_min=3, q_max=8, total_steps=steps, n_cycles=1)
-    scheduler = cpt.PrecisionScheduler(model, schedule)
-    losses = []
-    for step in range(steps):
-        x = torch.randn(8, 3, 8, 8, generator=torch.Generator().manual_seed(step))
-        loss = model(x).square().mean()
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-        scheduler.step()
-        losses.append(float(loss.detach()))
-    return losses
+    return losses_of(
+        model, schedule, lambda step: model(drawn("two-sided", 8, 3, 8, 8, seed=step)).square().mean(), steps
+    )
 
 
 def network(execution="integer"):
@@ -307,11 +298,3 @@ def test_bitops_are_those_of_the_simulation():
     x = torch.randn(4, 3, 8, 8)
     on_codes, simulated = (cpt.count_bitops(network(e), (x,)).total for e in ("integer", "simulated"))
     assert on_codes == simulated
-
-
-def test_auto_follows_the_machine(monkeypatch):
-    model = network("auto")
-    for fast in (True, False):
-        monkeypatch.setattr("cpt_core.quantization.precision.multiplies_codes", lambda device, fast=fast: fast)
-        with cpt.precision(model, 8):
-            assert layer_precisions(model)["0"].on_codes(torch.randn(1, 3, 8, 8)) is fast

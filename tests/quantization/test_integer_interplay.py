@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from helpers import OnRing, identical, pictures, small, smoke_spec
+from helpers import OnRing, identical, losses_of, pictures, small, smoke_spec
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -29,10 +29,6 @@ def converted(execution="integer", seed=0):
     return cpt.quantize_(small(seed), config(execution))
 
 
-def schedule_of(total_steps=STEPS):
-    return cpt.make_schedule("CR", q_min=3, q_max=8, total_steps=total_steps, n_cycles=1)
-
-
 def step(model, seed=0, call=None):
     """Forward and backward: the output and all gradients."""
     model.zero_grad()
@@ -41,17 +37,12 @@ def step(model, seed=0, call=None):
     return [y.detach().clone(), *(p.grad.clone() for p in model.parameters())]
 
 
-def trained(model, call=None, between=lambda model: None):
+def trained(model, call=None):
     """Train a few steps, through ``call``: losses, parameters, running ranges and keys of the noise."""
-    optimizer, scheduler = torch.optim.SGD(model.parameters(), 0.1), cpt.PrecisionScheduler(model, schedule_of())
-    losses = []
-    for seed in range(STEPS):
-        losses.append(step(model, seed, call)[0].square().mean())
-        optimizer.step()
-        scheduler.step()
-        between(model)
+    schedule = cpt.make_schedule("CR", q_min=3, q_max=8, total_steps=STEPS, n_cycles=1)
+    losses = losses_of(model, schedule, lambda seed: (call or model)(pictures(seed)).square().mean(), STEPS)
     ranges = [v for p in layer_precisions(model).values() for v in p.get_running().values()]
-    return [torch.stack(losses), *(p.detach() for p in model.parameters()), *ranges]
+    return [torch.tensor(losses), *(p.detach() for p in model.parameters()), *ranges]
 
 
 # --- machines ---------------------------------------------------------------------------------------------------------
@@ -77,9 +68,9 @@ def test_where_integers_are_slow_it_is_said_once(slow):
 @pytest.mark.slow
 def test_where_integers_are_slow_compiled_code_says_so_too(slow):
     torch._dynamo.reset()
-    model = converted()
+    model = cpt.quantize_(nn.Sequential(nn.Linear(4, 3)), config())
     with cpt.precision(model, 8), pytest.warns(UserWarning, match="has no instructions for products of 8-bit"):
-        torch.compile(model, backend="eager")(pictures())
+        torch.compile(model, backend="eager")(torch.ones(2, 4))
 
 
 def test_auto_simulates_where_integers_are_slow(slow):
@@ -98,15 +89,16 @@ def test_auto_simulates_where_integers_are_slow(slow):
 
 
 def test_evaluation_between_steps_leaves_no_trace():
-    def evaluate(model):
-        model.eval()
-        with torch.inference_mode(), cpt.precision(model, 8):
+    model = converted()
+
+    def evaluated_before(x):
+        with torch.inference_mode(), cpt.precision(model.eval(), 8):
             model(3 * pictures(100))
         with torch.no_grad(), cpt.precision(model, "float"):
             model(pictures(100))
-        model.train()
+        return model.train()(x)
 
-    assert identical(trained(converted()), trained(converted(), between=evaluate))
+    assert identical(trained(converted()), trained(model, evaluated_before))
 
 
 @pytest.mark.parametrize("q_grad", [6, 12])
@@ -219,14 +211,13 @@ LAYERS = {
 }
 
 
-@pytest.mark.parametrize("shared", [True, False])
+@pytest.mark.parametrize("how", [config(), config("simulated"), cpt.QuantConfig(execution="integer")])
 @pytest.mark.parametrize("kind", ["linear", "conv"])
-def test_the_output_may_be_changed_in_place(kind, shared):
-    (make, shape), authors = LAYERS[kind], cpt.QuantConfig(execution="integer")
+def test_the_output_may_be_changed_in_place(kind, how):
+    make, shape = LAYERS[kind]
     layer, x, found = make(), torch.randn(shape), []
     for inplace in (True, False):
-        model = nn.Sequential(copy.deepcopy(layer), nn.ReLU(inplace))
-        cpt.quantize_(model, authors.with_shared_steps() if shared else authors)
+        model = cpt.quantize_(nn.Sequential(copy.deepcopy(layer), nn.ReLU(inplace)), how)
         with cpt.precision(model, 8):
             model(x).square().sum().backward()
         found.append(model[0].weight.grad)

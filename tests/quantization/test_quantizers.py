@@ -194,23 +194,6 @@ def test_no_noise_moves_the_ends_of_the_range(bits):
             assert (found[2500:] - 1).abs().le(2.0**-22).float().mean() > 0.999
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
-def test_noise_does_not_depend_on_the_default_dtype(dtype):
-    upstream = image()
-    expected = gradient_of(upstream)
-    torch.set_default_dtype(dtype)
-    try:
-        found = gradient_of(upstream)
-        layer = LayerPrecision({"input": QUANTIZERS["conv_input"]})
-        layer.set_bits(16, 16)
-    finally:
-        torch.set_default_dtype(torch.float32)
-    assert found.dtype == torch.float32
-    assert torch.equal(found, expected)
-    assert {b.dtype for b in layer.buffers() if b.is_floating_point()} == {torch.float32}
-    assert layer.levels == 2**16 - 1
-
-
 # --- checks ---------------------------------------------------------------------------------------
 
 

@@ -3,7 +3,7 @@
 import pytest
 import torch
 from torch import nn
-from torch.func import functional_call, grad, jvp, vjp, vmap
+from torch.func import grad, jvp, vjp, vmap
 
 import cpt_core as cpt
 
@@ -51,9 +51,3 @@ def test_vmap_runs_in_evaluation_alone():
         model.eval()
         # products of other shapes may be summed in another order
         torch.testing.assert_close(vmap(model)(x), torch.stack([model(row) for row in x]), rtol=1e-6, atol=1e-6)
-
-
-def test_a_functional_call_is_the_call():
-    model, x = cpt.quantize_(nn.Sequential(nn.Linear(4, 3))), torch.randn(5, 4)
-    with cpt.precision(model, 4):
-        assert torch.equal(functional_call(model, dict(model.named_parameters()), (x,)), model(x))
