@@ -137,22 +137,5 @@ def test_parts_are_really_used(monkeypatch):
     assert calls == [len(x)]
 
 
-# --- the operators as nodes ---------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("family", operators.FAMILIES)
-@pytest.mark.parametrize("key", [None, 4])
-def test_the_gradient_passes_straight_through(family, key):
-    ops, key = getattr(torch.ops, family), None if key is None else torch.tensor(key)
-    x, upstream = normal(4, 5).requires_grad_(), torch.arange(20.0).view(4, 5)
-    y, low, width = ops.fake_quantize(x, torch.tensor(3.0), "per_row", key)
-    assert not low.requires_grad
-    assert not width.requires_grad
-    y.backward(upstream)
-    assert torch.equal(x.grad, upstream)
-    ops.round_to_grid(x, low, width, torch.tensor(3.0), key, True).backward(upstream)
-    assert torch.equal(x.grad, 2 * upstream)
-
-
 def test_empty_noise():
     assert reference.hash_noise(torch.tensor(1), 0, 0).shape == (0,)

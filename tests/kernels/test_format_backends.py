@@ -82,15 +82,17 @@ def test_large_tensors_are_those_of_their_parts(name):
 
 
 @pytest.mark.parametrize("family", operators.FAMILIES)
-def test_gradients_pass_unchanged(cpp_kernels, family):
+@pytest.mark.parametrize("key", [None, torch.tensor(4)])
+def test_gradients_pass_unchanged(cpp_kernels, family, key):
     ops = getattr(torch.ops, family)
     x, g = normal(4, 6, 8).requires_grad_(), normal(4, 6, 8) * 3
-    for grid in GRIDS:
-        y, low, width = ops.fake_quantize(x, N, grid, None)
+    for grid in ("per_row", *GRIDS):
+        y, low, width = ops.fake_quantize(x, N, grid, key)
         assert not low.requires_grad
         assert not width.requires_grad
-        stored = ops.round_in_range(x, low / 4, width / 4, N, grid, None, True)
-        for result in (y, stored):
+        results = [y, ops.round_in_range(x, low / 4, width / 4, N, grid, key, True)]
+        results += [] if "|" in grid else [ops.round_to_grid(x, low, width, N, key, True)]
+        for result in results:
             assert torch.equal(torch.autograd.grad(result, x, g, retain_graph=True)[0], g)
 
 

@@ -9,8 +9,6 @@ import pytest
 import torch
 from formats.test_formats import THEIRS
 from helpers import INF, NAN, normal
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from cpt_core.formats.format import FORMATS, Format
 from cpt_core.kernels import grids, reference
@@ -206,43 +204,21 @@ def test_nvfp4(spread):
     assert torch.equal(rounded(x, "per_row|nvfp4"), torch.stack(by_row).view_as(x))
 
 
-finite = st.floats(-(2.0**100), 2.0**100, width=32)
-rows = st.lists(finite, min_size=32, max_size=32)
-named = st.sampled_from([n for n in FORMATS if n != "float32" and FORMATS[n].kind != "affine"])
-
-
-@settings(deadline=None, max_examples=150)
-@given(rows, named, st.integers(-20, 20))
-def test_rounding_is_idempotent_monotone_and_near(values, name, power):
-    x, format = torch.tensor(values), FORMATS[name]
-    grid = f"per_tensor|{name}"
-    y, order = rounded(x, grid), x.argsort()
-    if format.scale != "e4m3":  # blocks of nvfp4 have grids of their own inside one row
-        assert bool((y[order].diff() >= 0).all())
-    if format.scale == "e8m0":
-        assert torch.equal(y, -rounded(-x, grid))
-        assert torch.equal(rounded(y, grid), y)
-        small = float(x.abs().max()) < 1e-20  # scales end
-        assert small or torch.equal(rounded(x * 2.0**power, grid), y * 2.0**power)
-    if not format.block and format.bits <= 8:
-        plain = round_elements(x, None, format)
-        assert torch.equal(round_elements(plain, None, format), plain)
-
-
 @pytest.mark.parametrize("granularity", sorted(reference.GRANULARITIES))
 @pytest.mark.parametrize("name", ["e4m3", "symmetric4", "log2_4", "e2m1", "affine4"])
 def test_a_scale_brings_the_largest_of_a_range_to_the_largest_value(granularity, name):
-    x, format = normal(4, 5, 6), Format.of(name)
-    y, low, width = torch.ops.cpt_reference.fake_quantize(x, NINE, f"{granularity}|{name}", None)
-    assert all(torch.equal(a, b) for a, b in zip((low, width), reference.range_of(x, granularity), strict=True))
-    if format.kind == "affine":
-        expected = grids.fake_quantize(x, torch.tensor(15.0), granularity, None)[0]
-        clipped = torch.minimum(torch.maximum(expected, low), low + width)
-        assert torch.equal(y, expected if granularity != "per_sample_mean" else y)
-        assert torch.allclose(y, clipped)
-        return
-    s = torch.maximum(-low, low + width) / format.largest
-    assert torch.allclose(y, oracle(x / s, format) * s, rtol=1e-6)
+    format = Format.of(name)
+    for x in (normal(4, 5, 6), normal(4, 5, 6) * 1e30, normal(4, 5, 6) * 1e-20):
+        y, low, width = torch.ops.cpt_reference.fake_quantize(x, NINE, f"{granularity}|{name}", None)
+        assert all(torch.equal(a, b) for a, b in zip((low, width), reference.range_of(x, granularity), strict=True))
+        if format.kind == "affine":
+            expected = grids.fake_quantize(x, torch.tensor(15.0), granularity, None)[0]
+            clipped = torch.minimum(torch.maximum(expected, low), low + width)
+            assert torch.equal(y, expected if granularity != "per_sample_mean" else y)
+            assert torch.allclose(y, clipped)
+        else:
+            s = torch.maximum(-low, low + width) / format.largest
+            assert torch.allclose(y, oracle(x / s, format) * s, rtol=1e-6, atol=0)
 
 
 def test_a_range_of_zeros_or_of_tiny_numbers_is_rounded_all_the_same():

@@ -3,6 +3,7 @@
 import copy
 import functools
 import pickle
+import re
 import warnings
 
 import pytest
@@ -163,11 +164,7 @@ def test_a_forward_of_the_instance_is_refused_where_it_would_hide_the_quantised_
 @pytest.mark.parametrize(
     ("model", "config", "message"),
     [
-        (
-            nn.Sequential(nn.Linear(4, 4), Hidden()),
-            None,
-            r"^50% of the weights stay in float32: 1 Hidden \(its forward names no product\)",
-        ),
+        (nn.Sequential(nn.Linear(4, 4), Hidden()), None, r"^50% .* float32: 1 Hidden \(its forward names no product\)"),
         (nn.Sequential(nn.Linear(4, 40), Hidden()), None, ""),  # less than a tenth
         (nn.Sequential(nn.Linear(4, 4), Hidden()), QuantConfig(float32=("1",)), ""),  # as asked for
         (nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 8)), QuantConfig(float32=("1",)), ""),
@@ -178,14 +175,11 @@ def test_quantize_says_what_it_left_in_float32(model, config, message):
     with warnings.catch_warnings(record=True) as seen:
         warnings.simplefilter("always")
         quantize_(model, config)
-    if message:
-        assert len(seen) == 1
-        with pytest.raises(AssertionError, match=message):
-            raise AssertionError(str(seen[0].message))
-        assert "\n" not in str(seen[0].message)
-        assert seen[0].filename == __file__
-    else:
-        assert not seen
+    assert len(seen) == bool(message)
+    for warning in seen:
+        assert re.match(message, str(warning.message))
+        assert "\n" not in str(warning.message)
+        assert warning.filename == __file__
 
 
 # --- half precision -------------------------------------------------------------------------------

@@ -3,11 +3,12 @@
 import copy
 import pickle
 from dataclasses import replace
+from functools import partial
 
 import dgl.nn
 import pytest
 import torch
-from helpers import Ran
+from helpers import Ran, losses_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from quantization.test_integer import SOME_KIND, drawn, kept_bytes, values64
@@ -307,42 +308,26 @@ def network(kind="gcn", config=SHARED):
     return cpt.quantize_(GraphNet(kind, 6, 3, hidden=16, dropout=0.0), config)
 
 
-def start(model):
-    optimizer = torch.optim.SGD(model.parameters(), 0.05)
-    schedule = cpt.make_schedule("CR", q_min=3, q_max=8, total_steps=8, n_cycles=1)
-    return model, optimizer, cpt.PrecisionScheduler(model, schedule)
+SCHEDULE = cpt.make_schedule("CR", q_min=3, q_max=8, total_steps=8, n_cycles=1)
 
 
-def train(state, steps, checkpoint=False):
-    (model, optimizer, scheduler), g, x = state, graph(), drawn("two-sided", NODES, 6)
+def train(model, checkpoint=False):
+    """Return the losses of eight steps on constant features."""
+    g, x = graph(), drawn("two-sided", NODES, 6)
     g.set_constant(x)
-    target, losses = torch.randint(3, (NODES,), generator=torch.Generator().manual_seed(3)), []
-    for _ in range(steps):
-        y = torch.utils.checkpoint.checkpoint(model, g, x, use_reentrant=False) if checkpoint else model(g, x)
-        loss = nn.functional.cross_entropy(y, target)
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-        scheduler.step()
-        losses.append(float(loss.detach()))
-    return losses
+    target = torch.randint(3, (NODES,), generator=torch.Generator().manual_seed(3))
+    run = partial(torch.utils.checkpoint.checkpoint, model, use_reentrant=False) if checkpoint else model
+    return losses_of(model, SCHEDULE, lambda step: nn.functional.cross_entropy(run(g, x), target), 8, lr=0.05)
 
 
 @pytest.mark.parametrize("config", [SHARED, AUTHORS], ids=["shared steps", "authors' steps"])
 @pytest.mark.parametrize("kind", ["gcn", "sage"])
-def test_training_is_that_of_the_simulation_repeats_and_resumes(kind, config):
-    losses = train(start(network(kind, config)), 8)
-    assert losses == train(start(network(kind, config)), 8, checkpoint=True)
-    simulated = train(start(network(kind, replace(config, execution="simulated"))), 8)
+def test_training_is_that_of_the_simulation_and_repeats(kind, config):
+    losses = train(network(kind, config))
+    assert losses == train(network(kind, config), checkpoint=True)
+    simulated = train(network(kind, replace(config, execution="simulated")))
     assert losses[0] == pytest.approx(simulated[0], rel=1e-2)  # a code that flips is a step of a 3-bit grid
     assert losses == pytest.approx(simulated, rel=0.1)
-    first = start(network(kind, config))
-    begun = train(first, 4)
-    saved = pickle.loads(pickle.dumps([part.state_dict() for part in first]))
-    second = start(network(kind, config))
-    for part, state in zip(second, saved, strict=True):
-        part.load_state_dict(state)
-    assert begun + train(second, 4) == losses
 
 
 @pytest.mark.parametrize("kind", ["gcn", "sage"])
@@ -371,13 +356,12 @@ def test_copies_storage_restoring_and_other_precisions(kind):
 def test_bitops_are_those_of_the_simulation():
     g, x = graph(), drawn("two-sided", NODES, 6)
     g.set_constant(x)
-    schedule = cpt.make_schedule("CR", q_min=3, q_max=8, total_steps=8, n_cycles=1)
     totals = []
     for how in ("integer", "simulated"):
         model = network(config=replace(SHARED, execution=how))
-        totals.append(cpt.count_bitops(model, (g, x), schedule, convention="per_op").by_layer)
+        totals.append(cpt.count_bitops(model, (g, x), SCHEDULE, convention="per_op").by_layer)
         with cpt.BitOpsLedger(model) as ledger:
-            train((model, *start(model)[1:]), 8)
+            train(model)
         totals.append(ledger.by_layer("per_op"))
     assert totals[0] == totals[2]
     assert totals[1] == totals[3]

@@ -214,17 +214,17 @@ def test_summary_says_what_stays_simulated():
     assert "codes" not in str(cpt.summary(cpt.quantize_(model)))
 
 
-def kept_bytes(model, *inputs):
-    """Bytes that a layer keeps between the passes."""
+def kept(call, *args):
+    """Return the tensors that are kept between the passes."""
     held = {}
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: held.setdefault(t.data_ptr(), t), lambda t: t):
+        call(*args)
+    return list(held.values())
 
-    def keep(tensor):
-        held[tensor.data_ptr()] = tensor.numel() * tensor.element_size()
-        return tensor
 
-    with cpt.precision(model, 8, q_grad=8), torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-        model(*inputs)
-    return sum(held.values())
+def kept_bytes(model, *inputs):
+    with cpt.precision(model, 8, q_grad=8):
+        return sum(t.numel() * t.element_size() for t in kept(model, *inputs))
 
 
 def test_codes_are_what_is_kept_between_the_passes():

@@ -3,6 +3,7 @@
 import pytest
 import torch
 from helpers import Ran
+from quantization.test_integer import kept
 from torch.utils.checkpoint import checkpoint
 from transformers import BertConfig, BertModel
 from transformers.models.bert.modeling_bert import eager_attention_forward
@@ -70,19 +71,8 @@ def test_products_run_where_the_summary_says(execution, shared, left):
 
 
 def test_probabilities_are_kept_as_codes():
-    def kept(execution):
-        held = {}
-
-        def keep(x):
-            held[x.data_ptr()] = x.dtype
-            return x
-
-        with torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x):
-            attend(execution, True)
-        return list(held.values())
-
-    assert kept("simulated").count(torch.int8) == 0
-    assert kept("integer").count(torch.int8) == 4  # queries, keys, probabilities, values
+    for execution, codes in (("simulated", 0), ("integer", 4)):  # queries, keys, probabilities, values
+        assert sum(t.dtype == torch.int8 for t in kept(attend, execution, True)) == codes
 
 
 def test_an_encoder_trains_as_simulated_and_checkpoints_repeat_it():

@@ -2,21 +2,16 @@
 
 import copy
 import warnings
-from dataclasses import replace
 
 import pytest
 import torch
-from helpers import OnRing, identical, losses_of, pictures, small, smoke_spec
+from helpers import OnRing, identical, losses_of, pictures, small
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import cpt_core as cpt
 from cpt_core.quantization import precision as precisions
 from cpt_core.quantization.convert import layer_precisions
-from cpt_lab.tasks.base import task_of
-from cpt_lab.training import session
-from cpt_lab.training.session import Session
-from cpt_lab.training.train import Stopped, train
 
 STEPS = 6
 
@@ -179,26 +174,6 @@ def test_compiled_it_computes_the_same_and_a_change_of_bits_compiles_nothing_ane
         frames.add(counter.frame_count)
     assert len(frames) == 1
     torch._dynamo.reset()
-
-
-# --- training loops ---------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.slow
-def test_a_resumed_run_is_bitwise_the_same(monkeypatch, tmp_path):
-    plain = session.quant_config
-    monkeypatch.setattr(
-        session, "quant_config", lambda *args: replace(plain(*args), execution="integer").with_shared_steps()
-    )
-    spec = smoke_spec("digits", "CR", model="resnet8_w8", steps=8, n_cycles=1, evaluate_every=3)
-    assert {p.execution for p in layer_precisions(Session(task_of(spec), spec).model).values()} == {"integer"}
-    straight, asked = train(task_of(spec), spec), iter(range(8))
-    with pytest.raises(Stopped):
-        train(task_of(spec), spec, checkpoint=tmp_path / "run.pt", should_stop=lambda: next(asked) == 4)
-    resumed = train(task_of(spec), spec, checkpoint=tmp_path / "run.pt")
-    assert (resumed.history, resumed.metrics, resumed.bitops) == (straight.history, straight.metrics, straight.bitops)
-    assert identical(resumed.model.state_dict().values(), straight.model.state_dict().values())
-    assert len(set(straight.history["bits"])) > 1
 
 
 # --- layers -----------------------------------------------------------------------------------------------------------

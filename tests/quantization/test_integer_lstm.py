@@ -5,6 +5,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from quantization.test_integer import distance, kept
 from torch import nn
 from torch.nn.utils.rnn import pack_padded_sequence
 from torch.utils.checkpoint import checkpoint
@@ -36,10 +37,6 @@ def passes(module, x, state=None, q=8, q_grad=8, run=None):
         y = y if isinstance(y, torch.Tensor) else y.data
         (y * y.detach().sin() + y).sum().add(h.cos().sum()).sub(c.square().sum()).backward()
     return [t.detach() for t in (y, h, c)] + [t.grad for t in (*leaves, *module.parameters())]
-
-
-def distance(y, z):
-    return float((y - z).norm() / z.norm())
 
 
 def packed(module):
@@ -121,11 +118,7 @@ def test_what_has_no_integer_form_stays_simulated(granularity, longest, why, mon
 
 
 def test_hidden_states_are_kept_as_codes():
-    held = []
-    module = lstm("integer")
-    with torch.autograd.graph.saved_tensors_hooks(lambda t: held.append(t) or t, lambda t: t):
-        passes(module, given())
-    kinds = [(t.dtype, tuple(t.shape)) for t in held]
+    kinds = [(t.dtype, tuple(t.shape)) for t in kept(passes, lstm("integer"), given())]
     assert kinds.count((torch.int8, (STEPS * BATCH, WIDTH))) == 2  # of inputs and hidden states
     assert kinds.count((torch.int8, (4 * WIDTH, WIDTH))) == 2  # both weights
 

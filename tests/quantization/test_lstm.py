@@ -1,5 +1,6 @@
+"""The quantised LSTM against plain loops; that both backends agree bit for bit: test_lstm_kernels."""
+
 import copy
-from contextlib import nullcontext
 
 import pytest
 import torch
@@ -8,7 +9,6 @@ from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence, pack_sequen
 
 from cpt_core.formats.quantizer import Quantizer
 from cpt_core.kernels import products
-from cpt_core.kernels.backend import reference
 from cpt_core.kernels.lstm import Forward, recurrence
 from cpt_core.kernels.operators import round_in_range
 from cpt_core.quantization.convert import QuantConfig, quantize_
@@ -18,13 +18,6 @@ from cpt_core.quantization.scheduler import precision
 
 NEAREST = QuantConfig().with_gradient_rounding("nearest")
 NEAREST_GRAD = NEAREST.quantizers["lstm_grad"]
-
-
-@pytest.fixture(params=["active", "plain"])
-def backends(request):
-    """What computes holds for both backends, which agree bit for bit besides, see test_lstm_kernels."""
-    with reference() if request.param == "plain" else nullcontext():
-        yield
 
 
 def lstm_of(*sizes, config=NEAREST, seed=0, **options):
@@ -74,7 +67,6 @@ def close(a, b, atol=2e-5):
         assert torch.allclose(a[name], b[name], rtol=1e-4, atol=atol), name
 
 
-@pytest.mark.usefixtures("backends")
 @pytest.mark.parametrize("bits", [2, 5, 8])
 @pytest.mark.parametrize("bias", [True, False])
 def test_same_bits_as_the_plain_loop(bits, bias):
@@ -107,7 +99,6 @@ def test_the_paper_s_size_has_the_same_bits():
         assert torch.equal(module(x)[0], plain(module, x, zero, zero, 5, 8)[0])
 
 
-@pytest.mark.usefixtures("backends")
 def test_layers_and_directions():
     module = lstm_of(5, 4, num_layers=2, bidirectional=True)
     x, h, c = torch.randn(6, 3, 5, requires_grad=True), torch.randn(4, 3, 4), torch.randn(4, 3, 4)
@@ -129,7 +120,6 @@ def test_layers_and_directions():
     close(found, gradients(module, below.square().sum() + h2.sum() + c2.sum(), x))
 
 
-@pytest.mark.usefixtures("backends")
 @pytest.mark.parametrize("bidirectional", [False, True])
 def test_packed_sequences(bidirectional):
     """Every step sees the sequences that still run, and ranges see nothing of the padding."""
@@ -234,7 +224,6 @@ def test_only_gradients_quantised():
     assert not torch.allclose(found["weight_hh_l0"], gradients(module, module(x)[0].square().sum())["weight_hh_l0"])
 
 
-@pytest.mark.usefixtures("backends")
 @pytest.mark.parametrize("granularity", ["per_row", "per_channel", "per_position", "per_sample_mean"])
 def test_other_quantisers_work_per_step_too(granularity):
     changed = {"lstm_input": Quantizer(granularity), "lstm_hidden": Quantizer(granularity)}
@@ -253,7 +242,6 @@ def test_other_quantisers_work_per_step_too(granularity):
 # --- running ranges -------------------------------------------------------------------------------
 
 
-@pytest.mark.usefixtures("backends")
 @pytest.mark.parametrize("start", ["corrected", "zero"])
 def test_running_ranges_move_once_per_step_in_the_order_of_the_direction(start):
     module = lstm_of(5, 4, bidirectional=True, config=QuantConfig(running_start=start))
@@ -282,7 +270,6 @@ def test_a_step_that_is_not_finite_leaves_running_ranges_alone():
     assert other.precision.running_hidden_l0.isfinite().all()
 
 
-@pytest.mark.usefixtures("backends")
 def test_evaluation_uses_running_ranges():
     module = lstm_of(5, 4)
     x = torch.randn(8, 3, 5)

@@ -371,46 +371,30 @@ def test_a_checkpoint_fits_whether_or_not_it_is_known_what_multiplies():
 
 
 def test_what_names_a_product():
-    class Calls(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.linear, self.inner = nn.Linear(2, 2), nn.ReLU()
-
-        def forward(self, x):
-            return self.inner(self.linear(x))
-
-    class Method(nn.Module):
-        def forward(self, x):
-            return self.helper(x)
-
-        def helper(self, x):
-            return module_function(x)
-
-    class Wrapped(nn.Module):
-        @torch.no_grad()
-        def forward(self, x):
-            return [y @ y for y in x]
-
-    class Below(Method):
-        def forward(self, x):
-            return super().forward(x) + 1
+    def module(**methods):
+        found = type("Module", (nn.Module,), methods)()
+        found.linear, found.inner = nn.Linear(2, 2), nn.ReLU()
+        return found
 
     class Processor:
         def __call__(self, module, x):
             return module_function(x)
 
-    class Processed(Calls):
-        def __init__(self, processor):
-            super().__init__()
-            self.processor = processor
-
+    class Below(nn.MultiheadAttention):
         def forward(self, x):
-            return self.processor(self, x)
+            return super().forward(x, x, x)
 
-    assert not names_a_product(Calls())
-    assert not names_a_product(Processed(print))
-    assert all(names_a_product(kind()) for kind in (Method, Wrapped, Below))
-    assert all(map(names_a_product, (Processed(Processor()), Processed(module_function))))
+    def processed(processor):
+        found = module(forward=lambda self, x: self.processor(self, x))
+        found.processor = processor
+        return found
+
+    through_a_method = {"forward": lambda self, x: self.helper(x), "helper": lambda self, x: module_function(x)}
+    wrapped = torch.no_grad()(lambda self, x: [y @ y for y in x])
+    assert not names_a_product(module(forward=lambda self, x: self.inner(self.linear(x))))
+    assert not names_a_product(processed(print))
+    assert all(map(names_a_product, (module(**through_a_method), module(forward=wrapped), Below(2, 1))))
+    assert all(map(names_a_product, (processed(Processor()), processed(module_function))))
     assert not any(map(names_a_product, (nn.ReLU(), nn.Sequential(), nn.BatchNorm2d(2), nn.Embedding(2, 2))))
     assert all(map(names_a_product, (nn.MultiheadAttention(2, 1), nn.TransformerEncoderLayer(2, 1, 2), nn.GRU(2, 2))))
 

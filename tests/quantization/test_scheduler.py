@@ -29,15 +29,6 @@ def q_grads_of(model):
     return [m.precision.q_grad for m in model.modules() if hasattr(m, "precision")]
 
 
-def train_step(model, optimizer, scheduler, seed):
-    optimizer.zero_grad()
-    loss = model(pictures(seed)).square().mean()
-    loss.backward()
-    optimizer.step()
-    scheduler.step()
-    return loss.item()
-
-
 # --- the scheduler --------------------------------------------------------------------------------
 
 
@@ -134,7 +125,14 @@ def run_from(model, schedule, steps, state=None):
         model.load_state_dict(state["model"])
         optimizer.load_state_dict(state["optimizer"])
         scheduler.load_state_dict(state["precision"])
-    losses = [train_step(model, optimizer, scheduler, seed) for seed in steps]
+    losses = []
+    for seed in steps:
+        optimizer.zero_grad()
+        loss = model(pictures(seed)).square().mean()
+        loss.backward()
+        optimizer.step()
+        scheduler.step()
+        losses.append(loss.item())
     parts = {"model": model, "optimizer": optimizer, "precision": scheduler}
     return losses, {k: v.state_dict() for k, v in parts.items()}
 

@@ -37,31 +37,7 @@ def x():
 
 def each(write):
     """Return what writes every parameter of a model, one by one."""
-
-    def written(model):
-        for parameter in model.parameters():
-            write(parameter)
-
-    return written
-
-
-def without_gradients(p):
-    with torch.no_grad():
-        p.mul_(-2)
-
-
-def in_inference_mode(p):
-    with torch.inference_mode():
-        p.mul_(-2)
-
-
-def through_numpy(p):
-    array = p.detach().numpy()
-    array[:] *= -2
-
-
-def assigned(p):
-    p.data = p.data * -2
+    return lambda model: [write(parameter) for parameter in model.parameters()]
 
 
 def replaced(model):
@@ -80,12 +56,12 @@ def stepped(model):
 
 
 WAYS = {
-    "no_grad": each(without_gradients),
-    "inference_mode": each(in_inference_mode),
+    "no_grad": torch.no_grad()(each(lambda p: p.mul_(-2))),
+    "inference_mode": torch.inference_mode()(each(lambda p: p.mul_(-2))),
     ".data in place": each(lambda p: p.data.mul_(-2)),
-    ".data assigned": each(assigned),
+    ".data assigned": each(lambda p: setattr(p, "data", p.data * -2)),
     "a view of detach()": each(lambda p: p.detach().view(-1).mul_(-2)),
-    "numpy": each(through_numpy),
+    "numpy": each(lambda p: p.detach().numpy().__imul__(-2)),
     "a new Parameter": replaced,
     "an optimizer": stepped,
 }
