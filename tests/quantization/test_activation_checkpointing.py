@@ -11,14 +11,16 @@ from cpt_core.quantization.scheduler import precision
 
 
 class Language(nn.Module):
-    """An LSTM of two directions, as ``small`` takes pictures."""
+    """An LSTM of two directions and attention, for what ``small`` takes."""
 
     def __init__(self):
         super().__init__()
-        self.lstm, self.head = nn.LSTM(6, 4, bidirectional=True), nn.Linear(8, 3)
+        self.lstm, self.attention = nn.LSTM(6, 4, bidirectional=True), nn.MultiheadAttention(8, 2)
+        self.head = nn.Linear(8, 3)
 
     def forward(self, x):
-        return self.head(self.lstm(x.flatten(0, 1))[0])
+        y = self.lstm(x.flatten(0, 1))[0]
+        return self.head(self.attention(y, y, y)[0])
 
 
 def nested(model, x, **how):

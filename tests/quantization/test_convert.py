@@ -88,9 +88,6 @@ def test_an_empty_batch_passes(kind):
     assert layer.weight.grad.count_nonzero() == 0
 
 
-# --- identity -------------------------------------------------------------------------------------
-
-
 def test_conversion_keeps_parameters_hooks_and_modes_and_restore_gives_the_original_back():
     model, x, calls = small().eval(), pictures(), []
     model[0].register_forward_hook(lambda *_: calls.append("hook"))
@@ -352,9 +349,6 @@ def test_conversion_does_not_depend_on_the_default_device():
     with precision(model, 4), torch.device("meta"):
         model(torch.ones(3, 4, device="cpu")).sum().backward()
     assert model[0].weight.grad.isfinite().all()
-
-
-# --- roles ----------------------------------------------------------------------------------------
 
 
 def test_the_noise_of_two_layers_stays_apart():

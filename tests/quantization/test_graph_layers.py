@@ -50,9 +50,6 @@ class TheirModel(nn.Module):
         return self.out(self.conv2(g, self.conv1(g, x).relu()))
 
 
-# --- float32 --------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("norm", ["both", "left", "right", "none", "mean"])
 @pytest.mark.parametrize("sizes", [(6, 4), (4, 6)])
 def test_our_layers_are_dgls(norm, sizes):
@@ -223,9 +220,6 @@ def test_matrix_norm_is_no_layer_norm_of_one_row_on_a_gpu():
         assert ran.count("native_layer_norm") == layer_norm
 
 
-# --- constant features ----------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("kind", ["gcn", "sage"])
 @pytest.mark.parametrize("aggregation", ["fp", "quantized"])
 def test_the_sum_of_constant_features_is_computed_once_and_exactly(monkeypatch, kind, aggregation):
@@ -329,15 +323,6 @@ def test_operations_of_dgls_layers():
         for layer, g in ((GraphConv(6, 3), graph()), (dgl.nn.GraphConv(6, 3), graph()._dgl))
     ]
     assert plans[0].forward_macs == plans[1].forward_macs == NODES * 6 * 3 + graph().num_edges * 3
-    mean = TheirModel(dgl.nn.SAGEConv, "mean")  # in float32 it calls its linear parts: they are not counted again
-    with BitOpsLedger(mean) as ledger:
-        mean(graph()._dgl, features()).sum().backward()
-    assert set(ledger.by_layer("paper")) == {"conv1", "conv2", "out"}
-    assert set(ledger.by_layer("per_op")) == {"conv1", "conv1 (aggregation)", "conv2", "conv2 (aggregation)", "out"}
-    pool = TheirModel(dgl.nn.SAGEConv, "pool")
-    with BitOpsLedger(pool) as ledger:  # its linear parts are counted one by one
-        pool(graph()._dgl, features()).sum().backward()
-    assert {"conv1.fc_pool", "conv1.fc_neigh", "conv1.fc_self"} < set(ledger.by_layer())
 
 
 def test_making_one_by_hand():
@@ -345,5 +330,3 @@ def test_making_one_by_hand():
     bare.weight = None
     with pytest.raises(ValueError, match="cannot be quantised: it has no weight of its own"):
         QuantGraphConv.from_float(bare, QuantConfig())
-    with pytest.raises(ValueError, match="unknown norm 'sym'; choose from both, left, right, none"):
-        GraphConv(3, 2, norm="sym")

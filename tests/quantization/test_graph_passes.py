@@ -89,9 +89,6 @@ def test_what_is_rounded_in_passing_is_seen(backend, config):
     assert {p.layer for p in found.products if p.backward} == {"convs.0", "convs.1", "convs.2"}
 
 
-# --- kept --------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("config", [FP, Q], ids=["FP-Agg", "Q-Agg"])
 @pytest.mark.parametrize("first", ["training", "evaluation"])
 def test_training_and_evaluation_share_what_is_kept(monkeypatch, config, first):

@@ -4,14 +4,13 @@ import pytest
 import torch
 from helpers import Ran
 from quantization.test_integer import kept
-from torch.utils.checkpoint import checkpoint
 from transformers import BertConfig, BertModel
 from transformers.models.bert.modeling_bert import eager_attention_forward
 
 import cpt_core as cpt
 from cpt_core.quantization.convert import layer_precisions
 
-SIZE = {"num_hidden_layers": 2, "hidden_size": 32, "num_attention_heads": 4, "intermediate_size": 48, "vocab_size": 30}
+SIZE = {"num_hidden_layers": 1, "hidden_size": 32, "num_attention_heads": 4, "intermediate_size": 48, "vocab_size": 30}
 
 
 def bert(execution, shared, seed=0):
@@ -22,7 +21,7 @@ def bert(execution, shared, seed=0):
 
 
 def attend(execution, shared, q=8, q_grad=8, half=None, mask=None):
-    """Context, probabilities, and the gradients of queries, keys and values."""
+    """Context, probabilities, the gradients of queries, keys and values, and how often noise was drawn."""
     module = next(m for n, m in bert(execution, shared).named_modules() if n.endswith("attention.self"))
     g = torch.Generator().manual_seed(3)
     inputs = [torch.randn(3, 7, 4, 8, generator=g).to(half).transpose(1, 2) for _ in range(3)]
@@ -31,7 +30,8 @@ def attend(execution, shared, q=8, q_grad=8, half=None, mask=None):
         with module.catching:
             context, probabilities = eager_attention_forward(module, *inputs, mask)
         context.backward(torch.randn(context.shape, generator=g).to(half))
-    return [context.detach(), probabilities.detach(), *(x.grad for x in inputs)]
+    drawn = torch.stack([torch.tensor(1), layer_precisions(module)[""].noise_key % 2**20]).float()
+    return [context.detach(), probabilities.detach(), *(x.grad for x in inputs), drawn]
 
 
 MASK = torch.zeros(3, 1, 1, 7).masked_fill(torch.arange(7) > 4, torch.finfo().min)
@@ -51,7 +51,7 @@ def test_attention_computes_what_the_simulation_does(shared, q, q_grad, mask):
 
 def test_half_precision_is_computed_in_float32():
     on_codes, simulated = (attend(e, True, half=torch.bfloat16) for e in ("integer", "simulated"))
-    for y, z in zip(on_codes, simulated, strict=True):
+    for y, z in zip(on_codes[:-1], simulated[:-1], strict=True):
         assert y.dtype == z.dtype == torch.bfloat16
         assert torch.allclose(y.float(), z.float(), rtol=0.01, atol=0.01)
 
@@ -73,18 +73,3 @@ def test_products_run_where_the_summary_says(execution, shared, left):
 def test_probabilities_are_kept_as_codes():
     for execution, codes in (("simulated", 0), ("integer", 4)):  # queries, keys, probabilities, values
         assert sum(t.dtype == torch.int8 for t in kept(attend, execution, True)) == codes
-
-
-def test_an_encoder_trains_as_simulated_and_checkpoints_repeat_it():
-    ids = torch.randint(0, 30, (4, 9), generator=torch.Generator().manual_seed(0))
-    found = []
-    for how in ("integer", "simulated", "checkpoint"):
-        model = bert("simulated" if how == "simulated" else "integer", True)
-        with cpt.precision(model, 8, q_grad=8):
-            y = checkpoint(model, ids, use_reentrant=False) if how == "checkpoint" else model(ids)
-            y.last_hidden_state.square().mean().backward()
-        assert layer_precisions(model)["encoder.layer.0.attention.self"].noise_key % 2**20 == 2
-        found.append(torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None]))
-    on_codes, simulated, again = found
-    assert torch.equal(on_codes, again)
-    assert float((on_codes - simulated).norm() / simulated.norm()) < 0.05  # codes flip where float sums differ

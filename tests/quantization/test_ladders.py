@@ -290,9 +290,6 @@ def test_layers_with_one_gradient_say_so(kind):
         ({"weight": None}, "roles missing: activation, error, weight_gradient"),
         ({"weights": None}, "unknown role 'weights'"),
         ({"weight": None, "activation": None, "gradient": None, "error": None}, "not both"),
-        ({3: "e9m9"}, "unknown format|minifloats"),
-        ({}, "at least one level"),
-        ("e4m3", "a ladder is a mapping"),
     ],
 )
 def test_bad_ladders_of_a_configuration_are_refused(ladder, said):
