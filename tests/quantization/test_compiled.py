@@ -72,8 +72,8 @@ KINDS = {
     "conv2d": (lambda: nn.Conv2d(2, 4, 3, groups=2), (2, 2, 7, 7)),
     "lstm": (lambda: First(nn.LSTM(5, 4, bidirectional=True)), (3, 3, 5)),
     "attention": (attention, (2, 6, 16)),
-    "gcn": (lambda: OnRing(GraphConv(4, 3), "csr"), (6, 4)),  # eager code counts its degrees: else torch compiles twice
-    "sage": (lambda: OnRing(SAGEConv(3, 4), "csr"), (6, 3)),
+    "gcn": (lambda: OnRing(GraphConv(3, 4), "csr"), (6, 3)),  # eager code counts its degrees: else torch compiles twice
+    "sage": (lambda: OnRing(SAGEConv(4, 3), "csr"), (6, 4)),
     "called twice": (Twice, (5, 8)),
 }
 HALF = torch.bfloat16  # the type is a parameter of the same code
