@@ -2,6 +2,7 @@
 
 import doctest
 import importlib
+import itertools
 import json
 import re
 from pathlib import Path
@@ -70,6 +71,32 @@ def test_the_page_on_choosing_says_what_rising_bits_came_to():
         ("characters", "CR", 1),
     ]
     assert "It is not clearly better than static bits. On characters it is better than CR." in page
+
+
+def test_the_page_on_choosing_says_which_bits_evaluate():
+    page = (ROOT / "docs/choosing.md").read_text()
+    rows = json.loads((results_dir() / "evaluated_at.json").read_text())["rows"]
+    found = {(row["task"], row["trained"], row["seed"]): row["quality"] for row in rows}
+    assert len(found) == 4 * 5 * 8
+
+    def minus(task, one, other):
+        (trained, at), (its, its_at) = one, other
+        values = [found[task, trained, s][at] - found[task, its, s][its_at] for s in range(600, 608)]
+        return interval(values)
+
+    words = {"digits": "digits", "characters": "characters", "gcn": "Facebook GCN", "ptb": "Penn Treebank, small"}
+    verdicts = {}
+    for task, b in itertools.product(words, (3, 4, 5, 6)):
+        more, rounded = minus(task, (b, "8"), (b, str(b))), minus(task, (8, str(b)), (b, str(b)))
+        unit = "points" if task in ("digits", "gcn") else "%"
+        assert f"| {words[task]} | {b} | {interval_text(*more)} {unit} | {interval_text(*rounded)} {unit} |" in page
+        verdicts[task, b] = [(low > 0) - (high < 0) for _, low, high in (more, rounded)]
+    assert not any(low > 0 or high < 0 for _, low, high in (minus(t, (8, "float"), (8, "8")) for t in words))
+    assert min(more for more, _ in verdicts.values()) == 0
+    assert [task for (task, b), (more, _) in verdicts.items() if more > 0] == ["characters"] * 4 + ["ptb"] * 2
+    assert [key for key, (_, rounded) in verdicts.items() if rounded < 0] == [
+        ("digits", 3), ("digits", 4), ("characters", 3), ("gcn", 3),
+    ]  # fmt: skip
 
 
 OUTCOMES = {  # the words of the rows, and of the README
