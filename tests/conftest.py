@@ -1,6 +1,7 @@
 """What all tests share."""
 
 import atexit
+import csv
 import os
 import tempfile
 from collections.abc import Iterator
@@ -46,6 +47,20 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 def reference_dir() -> Path:
     """The folder of the reference values; CPT_REFERENCE_DIR names another one with files of that format."""
     return Path(os.environ.get("CPT_REFERENCE_DIR") or Path(__file__).parent / "reference" / "data")
+
+
+@pytest.fixture(scope="session")
+def reference_macs(reference_dir: Path) -> dict[str, dict[str, str]]:
+    """The rows of the reference's forward passes, by model."""
+    with (reference_dir / "flops.csv").open() as file:
+        return {row["model"]: row for row in csv.DictReader(file)}
+
+
+@pytest.fixture
+def data_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An empty folder where data are looked for."""
+    monkeypatch.setenv("CPT_DATA_DIR", str(tmp_path))
+    return tmp_path
 
 
 @pytest.fixture(params=["cpu", pytest.param("cuda", marks=WITH_CUDA)])
