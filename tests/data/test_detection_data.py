@@ -46,10 +46,9 @@ def refused(message, error=ValueError, dataset="pets/"):
 
 
 @pytest.fixture
-def own(tmp_path, monkeypatch):
+def own(data_folder):
     """A folder of five pictures in VOC's layout, as dataset "pets/" in the data folder."""
-    monkeypatch.setenv("CPT_DATA_DIR", str(tmp_path))
-    folder = tmp_path / "pets" / "VOCdevkit" / "VOC2007"
+    folder = data_folder / "pets" / "VOCdevkit" / "VOC2007"
     write_picture(folder, "a", (60, 90), [("dog", (1, 1, 90, 60)), ("cat", (10, 20, 30, 40), DIFFICULT)])
     write_picture(folder, "b", (90, 60), [("person", (5, 6, 7, 8), "<difficult>0</difficult>", PART)])
     write_picture(folder, "c", (60, 60))  # nothing to be seen
@@ -111,16 +110,15 @@ def test_splits_subsets_and_checksum(own):
 
 
 @pytest.mark.parametrize("place", ["train2017/", "train/", "images/"])
-def test_coco_s_boxes_are_those_of_voc(tmp_path, monkeypatch, place):
-    monkeypatch.setenv("CPT_DATA_DIR", str(tmp_path))
+def test_coco_s_boxes_are_those_of_voc(data_folder, place):
     files = coco_folder(boxes=((0, 0, 40, 30), (9.5, 19, 21, 1.25)), place=place.replace("images", "train2017"))
     if place == "images/":
         files = {name.replace("train2017/", place).replace("val2017/", place): file for name, file in files.items()}
-    write(tmp_path / "pets", files)
+    write(data_folder / "pets", files)
     data = load_detection(small("pets/"))
     assert (data.classes, data.title) == (("cat",), "own pictures (pets)")
     with_bom = {name: b"\xef\xbb\xbf" + file for name, file in files.items() if name.endswith(".json")}
-    write(tmp_path / "pets", with_bom)
+    write(data_folder / "pets", with_bom)
     assert load_detection(small("pets/")).checksum == data.checksum
     assert [p.picture.name for p in data.train] == ["3.jpg", "5.jpg"]
     for part in (*data.train, *data.test):
@@ -141,15 +139,13 @@ def test_coco_s_boxes_are_those_of_voc(tmp_path, monkeypatch, place):
         ((4, 4, 5), r"instances_train2017\.json cannot be read: not enough values"),
     ],
 )
-def test_wrong_boxes_of_coco(tmp_path, monkeypatch, box, said):
-    monkeypatch.setenv("CPT_DATA_DIR", str(tmp_path))
-    write(tmp_path / "pets", coco_folder(boxes=(box,)))
+def test_wrong_boxes_of_coco(data_folder, box, said):
+    write(data_folder / "pets", coco_folder(boxes=(box,)))
     refused(said)
 
 
-def test_coco_without_what_to_test_on_and_a_crowd(tmp_path, monkeypatch):
-    monkeypatch.setenv("CPT_DATA_DIR", str(tmp_path))
-    folder = write(tmp_path / "pets", coco_folder())
+def test_coco_without_what_to_test_on_and_a_crowd(data_folder):
+    folder = write(data_folder / "pets", coco_folder())
     path = folder / "annotations/instances_train2017.json"
     good = path.read_text()
     for old, new, said in (
@@ -170,19 +166,17 @@ def test_coco_without_what_to_test_on_and_a_crowd(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("where", ["", "VOCdevkit/VOC2012", "VOC2007"])
-def test_the_folder_may_be_given_at_each_level(tmp_path, monkeypatch, where):
-    monkeypatch.setenv("CPT_DATA_DIR", str(tmp_path))
-    folder = tmp_path / "mine" / where
+def test_the_folder_may_be_given_at_each_level(data_folder, where):
+    folder = data_folder / "mine" / where
     write_picture(folder, "a", objects=[("x", (1, 1, 5, 5))])
     write_lists(folder, train=["a"], val=["a"])
     assert load_detection(small("mine/")).classes == ("x",)
 
 
 @pytest.mark.parametrize("dataset", ["voc2007", "voc2012"])
-def test_official_layout(tmp_path, monkeypatch, dataset):
-    monkeypatch.setenv("CPT_DATA_DIR", str(tmp_path))
+def test_official_layout(data_folder, dataset):
     year, first, second = detection.VOC[dataset]
-    folder = tmp_path / "VOCdevkit" / f"VOC{year}"
+    folder = data_folder / "VOCdevkit" / f"VOC{year}"
     write_picture(folder, "a", objects=[("person", (1, 1, 5, 5))])
     write_picture(folder, "b", objects=[("aeroplane", (1, 1, 5, 5))])
     write_lists(folder, **{first: ["a"], second: ["b"]})
@@ -381,15 +375,14 @@ def test_reading_takes_nothing_from_torchs_random_numbers(own):
 # --- downloads ------------------------------------------------------------------------------------
 
 
-def test_downloads_go_through_torchvision(tmp_path, monkeypatch):
-    monkeypatch.setenv("CPT_DATA_DIR", str(tmp_path))
+def test_downloads_go_through_torchvision(data_folder, monkeypatch):
     asked = []
     monkeypatch.setattr(torchvision.datasets, "VOCDetection", lambda *a, **k: asked.append((*a[1:], k["download"])))
     data_sets.download("voc2012")
     data_sets.download("voc2007")
     assert asked == [("2012", "train", True), ("2012", "val", True), ("2007", "trainval", True), ("2007", "test", True)]
     monkeypatch.setattr(torch.hub, "load_state_dict_from_url", lambda url, *a, **k: asked.append((url, k)))
-    assert data_sets.download("resnet18").parent == tmp_path
+    assert data_sets.download("resnet18").parent == data_folder
     url, options = asked[-1]
     assert url.endswith(detection.WEIGHTS)
     assert options["check_hash"]

@@ -17,9 +17,8 @@ from cpt_lab.experiments.recipes import recipe
 
 
 @pytest.fixture(autouse=True)
-def offline(tmp_path, monkeypatch):
+def offline(data_folder, monkeypatch):
     """Nothing may ask the network, or look at data that happens to be on this machine."""
-    monkeypatch.setenv("CPT_DATA_DIR", str(tmp_path))
     monkeypatch.setattr(socket.socket, "connect", lambda *args: pytest.fail("something asked the network"))
 
 

@@ -43,13 +43,8 @@ LOAD = {
     "image": load_images, "detection": load_detection, "graph": load_graph, "language_model": load_text,
     "entailment": load_entailment,
 }  # fmt: skip
+pytestmark = pytest.mark.usefixtures("data_folder")
 CHANGES = {"entailment": {"language": "en", "test_languages": ("en",)}, "language_model": {"batch": 2}}
-
-
-@pytest.fixture(autouse=True)
-def data_folder(tmp_path, monkeypatch):
-    monkeypatch.setenv("CPT_DATA_DIR", str(tmp_path))
-    return tmp_path
 
 
 def own(task, dataset, **changes):

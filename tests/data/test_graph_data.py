@@ -164,11 +164,10 @@ def test_stand_ins_have_the_shapes_of_the_data():
 
 
 @pytest.fixture
-def arxiv(tmp_path, monkeypatch):
+def arxiv(data_folder, monkeypatch):
     """A small data set in the real layout of ogbn-arxiv, with counts of its own."""
-    monkeypatch.setenv("CPT_DATA_DIR", str(tmp_path))
     monkeypatch.setitem(ogb.OFFICIAL, "ogbn-arxiv", (NODES, 150, 4, 40))
-    return write(tmp_path / "ogbn_arxiv", ogb_folder(arrays()))
+    return write(data_folder / "ogbn_arxiv", ogb_folder(arrays()))
 
 
 class Bomb:

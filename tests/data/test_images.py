@@ -30,12 +30,6 @@ from cpt_lab.paths import results_dir
 CPU = torch.device("cpu")
 
 
-@pytest.fixture
-def data_folder(tmp_path, monkeypatch):
-    monkeypatch.setenv("CPT_DATA_DIR", str(tmp_path))
-    return tmp_path
-
-
 def small(dataset, **changes):
     base = replace(recipe("demo", "cifar10"), dataset=dataset, batch=4, train_images=None, valid_images=2)
     return replace(base, **{"test_images": None, **changes})

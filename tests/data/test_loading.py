@@ -44,16 +44,15 @@ PICTURES = DetectionRecipe(
 
 
 @pytest.fixture
-def pets(tmp_path, monkeypatch):
+def pets(data_folder):
     """Images of their own sizes, one file for every class and number."""
-    monkeypatch.setenv("CPT_DATA_DIR", str(tmp_path))
     rng = np.random.default_rng(0)
     for split, count in (("train", 5), ("val", 3)):
         for kind in ("cat", "dog"):
-            (tmp_path / "pets" / split / kind).mkdir(parents=True)
+            (data_folder / "pets" / split / kind).mkdir(parents=True)
             for i in range(count):
                 pixels = rng.integers(0, 256, (80 + i, 90, 3), dtype=np.uint8)
-                Image.fromarray(pixels).save(tmp_path / "pets" / split / kind / f"{i}.png")
+                Image.fromarray(pixels).save(data_folder / "pets" / split / kind / f"{i}.png")
     return load_images(IMAGES)
 
 

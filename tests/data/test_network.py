@@ -43,7 +43,6 @@ def test_a_download_without_a_network_names_the_data_set(get, error, message, mo
             data.download("ptb")
 
 
-def test_archives_that_are_not_there_are_named(tmp_path, monkeypatch):
-    monkeypatch.setenv("CPT_DATA_DIR", str(tmp_path))
+def test_archives_that_are_not_there_are_named(data_folder):
     with pytest.raises(DataNotFoundError, match=r"devkit.* is not present .* See data/cards/imagenet\.md$"):
         data.download("imagenet")

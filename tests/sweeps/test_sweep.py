@@ -463,10 +463,9 @@ def test_missing_data_stop_the_sweep_before_anything_runs(tmp_path):
 
 
 @pytest.fixture
-def own_specs(tmp_path, monkeypatch):
+def own_specs(data_folder):
     """Runs on images of one's own, of two seeds; ``own_images`` makes them."""
-    monkeypatch.setenv("CPT_DATA_DIR", str(tmp_path))
-    own_images(tmp_path, seed=0)
+    own_images(data_folder, seed=0)
     changes = {"size": 8, "train_images": None, "valid_images": 0, "test_images": None, "batch": 8, "crop": 0}
     (spec,) = specs_of("CR", **changes)
     return [replace(spec, recipe=replace(spec.recipe, dataset="mine/"), seed=seed) for seed in (0, 1)]

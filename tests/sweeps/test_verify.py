@@ -362,15 +362,14 @@ def test_one_row_that_is_not_reproduced_is_status_1(command, as_stored, stored, 
     assert len(as_stored) == 5
 
 
-def test_data_that_is_missing_is_said_before_anything_runs(command, as_stored, stored, tmp_path, monkeypatch):
-    monkeypatch.setenv("CPT_DATA_DIR", str(tmp_path))
+def test_data_that_is_missing_is_said_before_anything_runs(command, as_stored, stored, data_folder):
     spec = smoke_spec("digits")
     spec = replace(spec, recipe=replace(spec.recipe, dataset="cifar10"))
-    far = tmp_path / "far.jsonl"
+    far = data_folder / "far.jsonl"
     far.write_text(json.dumps({**row_of(spec, 0.5), "schema": 1, "seconds": 1.0, "device": "cpu"}) + "\n")
     status, said, error = command(stored, far)
     assert (status, said, as_stored) == (2, "", [])
-    assert f"{far}: cifar10 is not in {tmp_path}; get it with: " in error
+    assert f"{far}: cifar10 is not in {data_folder}; get it with: " in error
     assert "--skip-missing" in error
     status, said, _ = command(far, stored, "--skip-missing")
     assert (status, len(as_stored)) == (0, 2)

@@ -351,10 +351,9 @@ def test_training_learns_on_one_scene_and_all_metrics_are_stored():
 # --- a pretrained backbone ------------------------------------------------------------------------
 
 
-def test_pretrained_weights_are_asked_for_and_used(tmp_path, monkeypatch):
+def test_pretrained_weights_are_asked_for_and_used(data_folder):
     import torchvision
 
-    monkeypatch.setenv("CPT_DATA_DIR", str(tmp_path))
     s = spec(pretrained=True, train_images=2, valid_images=0, test_images=1)
     s = replace(s, recipe=replace(s.recipe, model="retinanet"))
     with pytest.raises(DataNotFoundError, match=r"python -m cpt_lab download resnet18, or train from scratch with pre"):
@@ -362,7 +361,7 @@ def test_pretrained_weights_are_asked_for_and_used(tmp_path, monkeypatch):
     torch.manual_seed(5)
     stored = torchvision.models.resnet18().state_dict()
     stored["bn1.running_mean"] += 7
-    torch.save(stored, tmp_path / WEIGHTS)
+    torch.save(stored, data_folder / WEIGHTS)
     task = DetectionTask(s, CPU)
     body = task.model().backbone.body
     assert torch.equal(body.conv1.weight, stored["conv1.weight"])
@@ -370,7 +369,7 @@ def test_pretrained_weights_are_asked_for_and_used(tmp_path, monkeypatch):
     assert body.bn1.running_mean[0] == 7
     assert isinstance(body.bn1, FrozenStatisticsBatchNorm2d)
     assert "ImageNet-pretrained backbone" in task.title
-    torch.save({k: v for k, v in stored.items() if k != "conv1.weight"}, tmp_path / WEIGHTS)
+    torch.save({k: v for k, v in stored.items() if k != "conv1.weight"}, data_folder / WEIGHTS)
     with pytest.raises(ValueError, match=r"holds no weights of this backbone.*conv1\.weight"):
         task.model()
     scratch = DetectionTask(replace(s, recipe=replace(s.recipe, pretrained=False)), CPU)
@@ -379,15 +378,14 @@ def test_pretrained_weights_are_asked_for_and_used(tmp_path, monkeypatch):
     assert "from scratch" in scratch.title
 
 
-def test_a_notebook_without_the_weights_says_so_and_starts_from_scratch(tmp_path, monkeypatch, capsys):
-    monkeypatch.setenv("CPT_DATA_DIR", str(tmp_path))
+def test_a_notebook_without_the_weights_says_so_and_starts_from_scratch(data_folder, capsys):
     assert pretrained_or_scratch("demo") == {}
     assert capsys.readouterr().out == ""
     changes = pretrained_or_scratch("paper")
     assert "from scratch, unlike the paper's" in capsys.readouterr().out
     (first, *_) = designs.quality_cost("paper", "voc2012", preset="authors", **changes)
     assert not first.recipe.pretrained
-    (tmp_path / WEIGHTS).write_bytes(b"")
+    (data_folder / WEIGHTS).write_bytes(b"")
     assert pretrained_or_scratch("paper") == {}
     assert WEIGHTS in capsys.readouterr().out
 

@@ -195,10 +195,9 @@ def test_a_checkpoint_is_taken_and_a_wrong_classifier_replaced(tmp_path, labels)
     assert task.data.vocabulary == model.config.vocab_size
 
 
-def test_checkpoints_that_cannot_be_used(tmp_path, monkeypatch):
-    monkeypatch.setenv("CPT_DATA_DIR", str(tmp_path))
-    (tmp_path / "empty").mkdir()
-    write_checkpoint(tmp_path / "gpt", kind="gpt2")
+def test_checkpoints_that_cannot_be_used(data_folder):
+    (data_folder / "empty").mkdir()
+    write_checkpoint(data_folder / "gpt", kind="gpt2")
     for name, error, message in (
         ("bert-base-multilingual-cased", DataNotFoundError, r"with: .*python -m cpt_lab download bert-base-multi"),
         ("nowhere", DataNotFoundError, r"no pretrained model in .*nowhere$"),

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from layouts import write
 from torch import nn
 
 from cpt_core.models.lstm_lm import LanguageModel
@@ -25,12 +26,8 @@ SENTENCES = {
 
 
 @pytest.fixture
-def folder(tmp_path, monkeypatch):
-    monkeypatch.setenv("CPT_DATA_DIR", str(tmp_path))
-    (tmp_path / "toy").mkdir()
-    for split, content in SENTENCES.items():
-        (tmp_path / "toy" / f"toy.{split}.txt").write_text(content)
-    return tmp_path / "toy"
+def folder(data_folder):
+    return write(data_folder / "toy", {f"toy.{split}.txt": words.encode() for split, words in SENTENCES.items()})
 
 
 SMALL = dict(steps=20, batch=4, length=5, embedding=6, hidden=8, n_cycles=1, vocabulary=None, train_tokens=None,
