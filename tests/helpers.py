@@ -155,6 +155,17 @@ def row_of(spec, value, metric="accuracy", status="ok"):
     }  # fmt: skip
 
 
+def kept_row(spec, value, **changes):
+    """A row with what stores and their readers ask for besides."""
+    return {**row_of(spec, value), "schema": 1, "seconds": 1.0, "device": "cpu", **changes}
+
+
+def written(path, *rows):
+    """Write rows into a file as JSON, one a line, without digests; return the file."""
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
 def same(a, b):
     """Whether two models have the same parameters, bit for bit."""
     return all(torch.equal(p, q) for p, q in zip(a.parameters(), b.parameters(), strict=True))

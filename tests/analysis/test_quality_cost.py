@@ -1,5 +1,3 @@
-import json
-
 import matplotlib.colors
 import numpy as np
 import pandas as pd
@@ -13,7 +11,7 @@ from cpt_lab.experiments import designs
 from cpt_lab.experiments.spec import key_of
 from cpt_lab.paths import paper_dir, results_dir
 from cpt_lab.sweeps import stores
-from tests.helpers import PROVENANCE, quietly, row_of
+from tests.helpers import PROVENANCE, kept_row, quietly, row_of, written
 
 
 def made_up(accuracy, seeds=(0, 1, 2), statics=(2, 5, 8)):
@@ -372,22 +370,17 @@ def test_a_run_that_lies_in_two_stores_is_the_same_one_whichever_is_asked_for(tm
     monkeypatch.setattr("cpt_lab.analysis.runs.results_dir", lambda: tmp_path)
     spec, other = designs.quality_cost("demo", "digits", "mlp6", schedules=["CR", "RR"], static=[], seeds=[0])
 
-    def keep(name, *rows):
-        (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps({**row, "schema": 1}) + "\n" for row in rows))
-
     early, late = (
-        {**row_of(spec, value), "provenance": {**PROVENANCE, "started": day}}
+        kept_row(spec, value, provenance={**PROVENANCE, "started": day})
         for value, day in ((0.5, "2026-01-01"), (0.7, "2026-01-02"))
     )
     for first, second in ((early, late), (late, early)):
-        keep("a", first)
-        keep("b", second, row_of(other, 0.6))
+        a, b = written(tmp_path / "a.jsonl", first), written(tmp_path / "b.jsonl", second, kept_row(other, 0.6))
         for names, arms in ((["a"], ["CR"]), (["b"], ["CR", "RR"]), (["b", "a"], ["CR", "RR"]), ([], ["CR", "RR"])):
             found = committed(*names)
             assert found.arm.tolist() == arms
             assert found.accuracy[0] == 0.7
-        assert load(tmp_path / "a.jsonl", tmp_path / "b.jsonl").accuracy[0] == 0.7
-        assert load(tmp_path / "b.jsonl", tmp_path / "a.jsonl").accuracy[0] == 0.7
+        assert load(a, b).accuracy[0] == load(b, a).accuracy[0] == 0.7
 
 
 def test_an_interval_holds_the_middle_95_percent_of_the_resamples():
@@ -398,17 +391,14 @@ def test_an_interval_holds_the_middle_95_percent_of_the_resamples():
 def test_runs_on_other_data_are_left_out_and_said(tmp_path):
     specs = designs.quality_cost("demo", "digits", "mlp6", schedules=["CR"], static=[], seeds=range(5))
     (elsewhere,) = designs.quality_cost("demo", "digits", "resnet8_w8", schedules=["CR"], static=[], seeds=[0])
-    rows = [{**row_of(spec, 0.5), "schema": 1, "data_checksum": "aa"} for spec in specs]
-    rows += [{**row_of(elsewhere, 0.5), "schema": 1, "data_checksum": "cc"}]  # a recipe that takes another part
-    old, new = tmp_path / "old.jsonl", tmp_path / "new.jsonl"
-    old.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    rows = [kept_row(spec, 0.5, data_checksum="aa") for spec in specs]
+    rows += [kept_row(elsewhere, 0.5, data_checksum="cc")]  # a recipe that takes another part
+    old, new = written(tmp_path / "old.jsonl", *rows), tmp_path / "new.jsonl"
     assert len(load(old)) == 6
 
     def add(count, started="2026-02-01"):
-        later = [
-            {**row, "data_checksum": "bb", "provenance": {**PROVENANCE, "started": started}} for row in rows[:count]
-        ]
-        new.write_text("".join(json.dumps(row) + "\n" for row in later))
+        later = {"data_checksum": "bb", "provenance": {**PROVENANCE, "started": started}}
+        written(new, *(row | later for row in rows[:count]))
 
     add(2)
     said = (

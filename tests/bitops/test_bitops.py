@@ -16,10 +16,8 @@ from cpt_core.schedules.schedule import FunctionSchedule
 # row of flops.csv -> (model, side of the images, classes)
 REFERENCE = {
     "cifar10_resnet74": ("resnet74", 32, 10),
-    "cifar100_resnet74": ("resnet74", 32, 100),
     "cifar10_resnet152": ("resnet152", 32, 10),
     "cifar10_mobilenetv2": ("mobilenetv2", 32, 10),
-    "cifar100_mobilenetv2": ("mobilenetv2", 32, 100),
     "imagenet_resnet18": ("resnet18", 224, 1000),
     "imagenet_resnet34": ("resnet34", 224, 1000),
 }

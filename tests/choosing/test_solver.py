@@ -1,7 +1,5 @@
 """Warped profiles, and the schedule of a budget."""
 
-from dataclasses import replace
-
 import numpy as np
 import pytest
 import torch
@@ -13,7 +11,7 @@ from cpt_core.choosing.solver import solve_schedule
 from cpt_core.inspecting.measured import MeasuredCost, Spent
 from cpt_core.schedules.deficit import AdjustedSchedule
 from cpt_core.schedules.make import make_schedule
-from cpt_core.schedules.profiles import PROFILES, SUITE, Warped
+from cpt_core.schedules.profiles import PROFILES, Warped
 from cpt_core.schedules.schedule import CyclicSchedule, ShortCycleWarning, StaticSchedule
 
 FAMILIES = {"linear": "LR", "cosine": "CR", "rex": "RR", "exponential": "ER"}
@@ -23,20 +21,7 @@ CURVES = ", ".join(name for name in PROFILES if name != "warped")  # what can be
 # --- warped profiles ------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", ["LR", "CR", "RR", "ER", "LT", "RTH", "RTV", "ETH", "ETV"])
-@pytest.mark.parametrize(("q_min", "steps", "n_cycles"), [(3, 64_000, 8), (4, 45_045, 8), (5, 12_272, 2)])
-def test_a_power_of_one_changes_nothing(name, q_min, steps, n_cycles):
-    plain = make(name, q_min=q_min, total_steps=steps, n_cycles=n_cycles)
-    entry = SUITE[name]
-    bent = replace(plain, profile=Warped(entry.profile, 1.0), name="")
-    if entry.triangular:  # REX turns itself over by a formula of its own
-        np.testing.assert_allclose(bent.values(), plain.values(), rtol=0, atol=1e-12)
-    else:
-        assert bent.values().tolist() == plain.values().tolist()
-        assert bent.bits().tolist() == plain.bits().tolist()
-
-
-@pytest.mark.parametrize("power", [0.25, 0.5, 2, 3.7])
+@pytest.mark.parametrize("power", [0.25, 1, 3.7])
 @pytest.mark.parametrize(
     ("base", "curve"),
     [
@@ -58,12 +43,6 @@ def test_a_warped_profile_is_read_at_a_power(base, curve, power):
 def test_unknown_bases_list_the_choices(base):
     with pytest.raises(ValueError, match=f"unknown profile .*; choose from {CURVES}$"):
         Warped(base, 1.0)
-
-
-@pytest.mark.parametrize("power", [0, 0.0, -1, -0.5, INF, -INF, NAN])
-def test_powers_without_a_curve(power):
-    with pytest.raises(ValueError, match="power must be positive, got"):
-        Warped("rex", power)
 
 
 # --- budgets --------------------------------------------------------------------------------------
@@ -255,13 +234,15 @@ def test_a_machine_with_two_speeds_is_paid_for_steps_of_the_slow_one():
             {3: 2.1, **dict.fromkeys(range(4, 9), 2.0)},
             r"0\.7 cannot be met: a step at 3 bits costs 1\.0500 of one at 8",
         ),
-        (
-            {q: q if q != 6 else NAN for q in range(3, 9)},
-            "a step must cost a positive number; cost gives nan at 6 bits",
-        ),
-        ({q: q if q != 6 else 0 for q in range(3, 9)}, "cost gives 0 at 6 bits"),
-        ({q: q if q != 6 else "6" for q in range(3, 9)}, "cost gives '6' at 6 bits"),
         ({q: q for q in range(3, 8)}, "cost gives None at 8 bits"),
+    ]
+    + [
+        ({q: value if q == 6 else q for q in range(3, 9)}, f"a step must cost a positive number; cost gives {shown}")
+        for value, shown in zip(
+            (NAN, 0, "6", np.array(False), np.array("6"), np.ones(1), np.ones(2)),
+            ("nan at 6 bits", "0", "'6'", "False", "'6'", "array", "array"),
+            strict=True,
+        )
     ],
 )
 def test_costs_that_buy_nothing_and_costs_that_are_none(cost, message):
@@ -280,15 +261,6 @@ def test_costs_that_buy_nothing_and_costs_that_are_none(cost, message):
 def test_a_cost_may_be_a_number_of_numpy_or_torch(cost):
     plain = solve_schedule(0.75, 4, 16, 6_400, cost=lambda q: 40 if q > 8 else 20)
     assert solve_schedule(0.75, 4, 16, 6_400, cost=cost) == plain
-
-
-@pytest.mark.parametrize(
-    ("value", "shown"),
-    [(np.array(False), "False"), (np.array("6"), "'6'"), (np.ones(2), "array"), (np.ones(1), "array")],
-)
-def test_other_arrays_are_no_cost(value, shown):
-    with pytest.raises(ValueError, match=f"a step must cost a positive number; cost gives {shown}"):
-        solve_schedule(0.75, 4, 16, 6_400, cost=lambda q: value)
 
 
 def test_measured_seconds_are_a_cost():

@@ -7,10 +7,10 @@ import subprocess
 import sys
 from typing import ClassVar
 
-import numpy as np
 import pytest
 import torch
 from helpers import smoke_spec
+from layouts import picture, write
 from phantom import CUDA, Phantom
 from PIL import Image
 from torch.utils.data import DataLoader
@@ -46,13 +46,8 @@ PICTURES = DetectionRecipe(
 @pytest.fixture
 def pets(data_folder):
     """Images of their own sizes, one file for every class and number."""
-    rng = np.random.default_rng(0)
-    for split, count in (("train", 5), ("val", 3)):
-        for kind in ("cat", "dog"):
-            (data_folder / "pets" / split / kind).mkdir(parents=True)
-            for i in range(count):
-                pixels = rng.integers(0, 256, (80 + i, 90, 3), dtype=np.uint8)
-                Image.fromarray(pixels).save(data_folder / "pets" / split / kind / f"{i}.png")
+    places = [f"{split}/{kind}/{i}.png" for split, n in (("train", 5), ("val", 3)) for kind in "ab" for i in range(n)]
+    write(data_folder / "pets", {name: picture((80 + i, 90), seed=i) for i, name in enumerate(places)})
     return load_images(IMAGES)
 
 

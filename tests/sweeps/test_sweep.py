@@ -209,11 +209,10 @@ def tell(job, stop, on_start):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("workers", [0, 1])
-def test_a_run_that_raises_is_a_row_with_its_traceback(workers, tmp_path):
-    good, bad = specs_of("CR", steps=20)[0], specs_of("CR", steps=20)[0]
-    bad = replace(bad, recipe=replace(bad.recipe, model="vgg"))
-    rows = run_grid([bad, good], tmp_path / "rows.jsonl", workers=workers)
+def test_a_run_that_raises_is_a_row_with_its_traceback(tmp_path):
+    (good,) = specs_of("CR", steps=20)
+    bad = replace(good, recipe=replace(good.recipe, model="vgg"))
+    rows = run_grid([bad, good], tmp_path / "rows.jsonl", workers=1)
     assert [r["status"] for r in rows] == ["failed", "ok"]
     assert "KeyError: 'vgg'" in rows[0]["error"]
 

@@ -2,12 +2,13 @@
 
 import copy
 import json
+import os
 import sys
 from dataclasses import replace
 from statistics import stdev
 
 import pytest
-from helpers import PROVENANCE, row_of, smoke_spec, specs_of
+from helpers import PROVENANCE, kept_row, row_of, smoke_spec, specs_of, written
 
 from cpt_core.kernels import backend, reference
 from cpt_lab import commands
@@ -273,12 +274,10 @@ def test_a_quantiser_that_rounds_down_is_not_within_the_tolerance(tmp_path, monk
 
 def test_a_part_of_a_store_takes_its_tolerance_from_the_seeds_that_are_committed(tmp_path, monkeypatch):
     specs = designs.quality_cost("demo", "digits", schedules=["CR"], static=[], seeds=range(4))
-    more = {"schema": 1, "seconds": 1.0, "device": "cpu"}
-    rows = [row_of(spec, value) | more for spec, value in zip(specs, [0.5, 0.6, 0.7, 0.8], strict=True)]
-    (tmp_path / "all.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    one = tmp_path / "elsewhere" / "one.jsonl"
-    one.parent.mkdir()
-    one.write_text(json.dumps(rows[0]) + "\n")
+    rows = [kept_row(spec, value) for spec, value in zip(specs, [0.5, 0.6, 0.7, 0.8], strict=True)]
+    written(tmp_path / "all.jsonl", *rows)
+    (tmp_path / "elsewhere").mkdir()
+    one = written(tmp_path / "elsewhere" / "one.jsonl", rows[0])
     monkeypatch.setattr(verify, "results_dir", lambda: tmp_path)
     monkeypatch.setattr(verify, "run_again", lambda row: row)
     monkeypatch.setattr(verify, "compare", lambda row, found, known: verify.allowed(row, known))
@@ -288,20 +287,19 @@ def test_a_part_of_a_store_takes_its_tolerance_from_the_seeds_that_are_committed
 
 
 def test_a_rerun_has_the_threads_the_device_and_the_kernels_of_its_row(row, monkeypatch):
-    import os
-
-    asked, libraries, orders = [], [], []
+    asked, names = [], ("CPT_KERNELS", "CPT_PRODUCTS", "CPT_DETERMINISTIC")
     monkeypatch.setattr(verify.products, "is_there", lambda: True)
-    monkeypatch.delenv("CPT_PRODUCTS", raising=False)
+    for name in names:
+        monkeypatch.delenv(name, raising=False)
 
-    def grid(specs, store, **options):
-        libraries.append(os.environ.get("CPT_PRODUCTS"))
-        orders.append(os.environ.get("CPT_DETERMINISTIC"))
-        asked.append((os.environ.get("CPT_KERNELS"), [spec.key for spec in specs], options))
+    def grid(specs, store, *, workers, progress, **options):
+        asked.append((*map(os.environ.get, names), *options.values()))
+        assert ([spec.key for spec in specs], workers, progress, list(options)) == (
+            [row["key"]], 1, False, ["threads", "device"]
+        )  # fmt: skip
         return [row]
 
     monkeypatch.setattr(verify, "run_grid", grid)
-    monkeypatch.delenv("CPT_KERNELS", raising=False)
     row["provenance"] |= {"machine": {"threads": 3}, "kernels": "reference"}
     row["provenance"].pop("products", None)
     verify.run_again(row)
@@ -310,26 +308,19 @@ def test_a_rerun_has_the_threads_the_device_and_the_kernels_of_its_row(row, monk
     verify.run_again(row)
     monkeypatch.setenv("CPT_KERNELS", "cpp")
     verify.run_again(row | {"device": "some GPU", "provenance": {"kernels": "reference"}})
-    assert [kernels for kernels, *_ in asked] == ["reference", None, "cpp"]
-    assert libraries == ["torch", "onednn", "torch"]  # rows that name no library are older than the choice
-    assert orders == [None, "1", None]
+    assert asked == [  # rows that name no library are older than the choice
+        ("reference", "torch", None, 3, "cpu"), (None, "onednn", "1", 3, "cpu"), ("cpp", "torch", None, 1, "cuda"),
+    ]  # fmt: skip
     assert not {"CPT_PRODUCTS", "CPT_DETERMINISTIC"} & set(os.environ)
-    assert {tuple(keys) for _, keys, _ in asked} == {(row["key"],)}
-    common = {"workers": 1, "progress": False}
-    assert [options for *_, options in asked] == [
-        {"threads": 3, "device": "cpu", **common},
-        {"threads": 3, "device": "cpu", **common},
-        {"threads": 1, "device": "cuda", **common},
-    ]
 
 
 # --- which rows, and the command ------------------------------------------------------------------
 def test_finished_rows_are_picked_at_random_or_by_seconds(tmp_path):
     specs, store = specs_of("CR", seeds=range(12)), tmp_path / "rows.jsonl"
-    rows = [{**row_of(s, 0.5), "schema": 1, "seconds": 20.0 - i, "device": "cpu"} for i, s in enumerate(specs)]
+    rows = [kept_row(s, 0.5, seconds=20.0 - i) for i, s in enumerate(specs)]
     rows[11] |= {"status": "failed"}
     rows[10] |= {"status": "diverged"}
-    store.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    written(store, *rows)
 
     def seeds(**how):
         return [row["spec"]["seed"] for row in verify.sample(store, **how).picked]
@@ -344,7 +335,7 @@ def test_finished_rows_are_picked_at_random_or_by_seconds(tmp_path):
         verify.sample(store, 0)
     with pytest.raises(FileNotFoundError, match="there is no file"):
         verify.sample(tmp_path / "none.jsonl")
-    store.write_text(json.dumps(rows[11]) + "\n")
+    written(store, rows[11])
     with pytest.raises(ValueError, match="has no finished row"):
         verify.sample(store)
 
@@ -353,8 +344,7 @@ def test_one_row_that_is_not_reproduced_is_status_1(command, as_stored, stored, 
     assert command(stored, "--rows", 1)[0] == 0
     rows = load_rows(stored)
     change(rows[1], "loss", 0)
-    store = tmp_path / "rows.jsonl"
-    store.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    store = written(tmp_path / "rows.jsonl", *rows)
     status, said, _ = command(stored, store)
     assert status == 1
     assert "LR seed 0: NOT REPRODUCED: loss 1 of 10 is " in said
@@ -365,8 +355,7 @@ def test_one_row_that_is_not_reproduced_is_status_1(command, as_stored, stored, 
 def test_data_that_is_missing_is_said_before_anything_runs(command, as_stored, stored, data_folder):
     spec = smoke_spec("digits")
     spec = replace(spec, recipe=replace(spec.recipe, dataset="cifar10"))
-    far = data_folder / "far.jsonl"
-    far.write_text(json.dumps({**row_of(spec, 0.5), "schema": 1, "seconds": 1.0, "device": "cpu"}) + "\n")
+    far = written(data_folder / "far.jsonl", kept_row(spec, 0.5))
     status, said, error = command(stored, far)
     assert (status, said, as_stored) == (2, "", [])
     assert f"{far}: cifar10 is not in {data_folder}; get it with: " in error
@@ -380,8 +369,7 @@ def test_data_that_is_missing_is_said_before_anything_runs(command, as_stored, s
 
 def test_a_row_of_a_gpu_needs_one(row, tmp_path, monkeypatch):
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
-    store = tmp_path / "rows.jsonl"
-    store.write_text(json.dumps(row | {"device": "some GPU"}) + "\n")
+    store = written(tmp_path / "rows.jsonl", row | {"device": "some GPU"})
     assert verify.sample(store).missing == f"{row['key']} ran on some GPU, and torch sees no CUDA device here"
 
 

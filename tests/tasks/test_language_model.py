@@ -119,31 +119,20 @@ def test_files_are_found_and_missed(folder):
 
 
 @pytest.mark.parametrize(
-    ("content", "message"),
+    ("split", "content", "message"),
     [
-        (b"", "has no words"),
-        (b" \n\n", "has no words"),
-        (b"caf\xe9\n", "cannot be read: UnicodeDecodeError: 'utf-8'.*; save it as UTF-8$"),
-        (b"a b\n", "3 words, too few"),
-        (b"word word word\n" * 60, "toy/: the training text is one word over and over; nothing can be learnt"),
-        (b"un peu\n" * 20, "toy/: nothing of the valid text is in the training text"),
+        ("train", b" \n\n", "has no words"),
+        ("train", b"caf\xe9\n", "cannot be read: UnicodeDecodeError: 'utf-8'.*; save it as UTF-8$"),
+        ("train", b"a b\n", "3 words, too few"),
+        ("train", b"word word word\n" * 60, "toy/: the training text is one word over and over; nothing can be learnt"),
+        ("train", b"un peu\n" * 20, "toy/: nothing of the valid text is in the training text"),
+        ("test", b"a b\n", "toy/: the test text has 3 words, too few for a batch of "),
+        ("test", SENTENCES["train"].encode(), "toy/: the test text is the training text; a test needs another"),
     ],
 )  # fmt: skip
-def test_bad_text(folder, content, message):
-    (folder / "toy.train.txt").write_bytes(content)
+def test_bad_text(folder, split, content, message):
+    (folder / f"toy.{split}.txt").write_bytes(content)
     with pytest.raises(ValueError, match=message):
-        text.load_text(toy())
-
-
-def test_a_test_text_of_a_few_words_tests_nothing(folder):
-    (folder / "toy.test.txt").write_text("a b\n")
-    with pytest.raises(ValueError, match="toy/: the test text has 3 words, too few for a batch of "):
-        text.load_text(toy())
-
-
-def test_a_test_text_of_what_was_trained_on(folder):
-    (folder / "toy.test.txt").write_bytes((folder / "toy.train.txt").read_bytes())
-    with pytest.raises(ValueError, match="toy/: the test text is the training text; a test needs another"):
         text.load_text(toy())
 
 

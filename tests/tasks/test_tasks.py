@@ -75,34 +75,19 @@ print(json.dumps(out))
 """
 
 
-@pytest.fixture(scope="module")
-def without_extras():
-    """What one process found in which no library of an extra can be imported."""
+@pytest.mark.slow
+def test_the_base_installation_trains_and_what_needs_an_extra_names_it():
+    """In one process in which no library of an extra can be imported."""
     done = subprocess.run([sys.executable, "-W", "ignore", "-c", WITHOUT_EXTRAS], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    return json.loads(done.stdout)
-
-
-@pytest.mark.slow
-def test_a_task_is_imported_when_it_is_asked_for(without_extras):
-    assert without_extras["imported"] == []
-
-
-def test_a_model_of_ones_own_needs_neither_the_extras_nor_a_task(without_extras):
-    assert (without_extras["tested"], without_extras["needed"]) == ([2, 4, 8], [])
-
-
-@pytest.mark.parametrize("name", BASE)
-def test_the_base_installation_trains(name, without_extras):
-    status, steps, cost = without_extras[name]
-    assert (status, steps) == ("ok", 3)
-    assert cost > 0
-
-
-@pytest.mark.parametrize("code", REFUSED)
-def test_what_needs_an_extra_names_it(code, without_extras):
-    library, extra = REFUSED[code]
-    assert without_extras[code] == f"{library} cannot be imported; get it with: pip install 'cpt-core[{extra}]'"
+    found = json.loads(done.stdout)
+    assert (found["tested"], found["needed"]) == ([2, 4, 8], [])  # a model of one's own needs no task either
+    assert found["imported"] == []  # a task is imported when it is asked for
+    assert [(*found[name][:2], found[name][2] > 0) for name in BASE] == [("ok", 3, True)] * len(BASE)
+    assert {code: found[code] for code in REFUSED} == {
+        code: f"{library} cannot be imported; get it with: pip install 'cpt-core[{extra}]'"
+        for code, (library, extra) in REFUSED.items()
+    }
 
 
 @pytest.mark.parametrize("task", EXPERIMENTS)
