@@ -4,6 +4,7 @@ import pandas as pd
 import pytest
 from scipy import stats
 
+from cpt_core.schedules.cost import relative_cost
 from cpt_core.schedules.make import make_schedule
 from cpt_lab.analysis import aggregation, figures, metrics, predictors, quality_cost, schedules, statistics, style
 from cpt_lab.analysis.runs import OtherDataWarning, committed, load, table, tuned
@@ -20,17 +21,9 @@ def made_up(accuracy, seeds=(0, 1, 2), statics=(2, 5, 8)):
 
 
 def rows_of(accuracy, seeds=(0, 1, 2), statics=(2, 5, 8)):
-    """Rows as a grid would leave them, with accuracies that are a known function of (arm, seed)."""
-    rows = []
-    for spec in designs.quality_cost("demo", static=statics, seeds=seeds):
-        value = accuracy(spec.arm, spec.seed, stores.describe(spec)["relative_cost"])
-        row = {**stores.describe(spec), "status": "ok", "title": "made up", "seconds": 1.0}
-        row["metrics"] = [
-            {"name": "accuracy", "split": "test", "when": "final", "precision": p, "bits": 8, "value": value}
-            for p in ("q_max", "current")
-        ]
-        rows.append(row)
-    return rows
+    """Rows as a grid would leave them, with accuracies that are a known function of (arm, seed, cost)."""
+    specs = designs.quality_cost("demo", static=statics, seeds=seeds)
+    return [kept_row(s, accuracy(s.arm, s.seed, relative_cost(s.schedule.bits(), 8))) for s in specs]
 
 
 def changed(rows, recipe=None, **spec):
@@ -212,15 +205,8 @@ def both_aggregations(gap=0.01, seeds=(0, 1, 2)):
     rows = []
     for spec in designs.aggregation("demo", bits=(2, 8), seeds=seeds):
         value = 0.8 + 0.02 * spec.seed + gap * (spec.recipe.aggregation == "quantized")
-        row = {**stores.describe(spec), "status": "ok", "title": "GCN (FP-Agg) on made up", "seconds": 1.0}
-        row["evaluations"] = [
-            {"step": s, "precision": "q_max", "bits": 8, "valid": {"accuracy": value - 0.1 / s}, "test": {}}
-            for s in (1, 2)
-        ]
-        row["metrics"] = [
-            {"name": "accuracy", "split": "test", "when": "final", "precision": "q_max", "bits": 8, "value": value}
-        ]
-        rows.append(row)
+        curve = [{"step": s, "precision": "q_max", "valid": {"accuracy": value - 0.1 / s}, "test": {}} for s in (1, 2)]
+        rows.append(row_of(spec, value) | {"title": "GCN (FP-Agg) on made up", "evaluations": curve})
     return table(rows)
 
 

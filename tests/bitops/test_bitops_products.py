@@ -221,8 +221,6 @@ def test_the_plan_says_what_its_total_lacks():
         (lambda layer, w, x: layer(x) @ w.detach(), {"forward": 80, "error": 80}),
         (lambda layer, w, x: layer(x).detach() @ w.detach(), {"forward": 80}),
         (lambda layer, w, x: torch.no_grad()(torch.matmul)(layer(x), w), {"forward": 80}),
-        (lambda layer, w, x: F.scaled_dot_product_attention(x, x, layer(x)), {"forward": 800, "weight": 400}),
-        (lambda layer, w, x: F.scaled_dot_product_attention(layer(x), x, x), {"forward": 800, "error": 800}),
         (
             lambda layer, w, x: F.scaled_dot_product_attention(x, layer(x), x),
             {"forward": 800, "error": 400, "weight": 400},

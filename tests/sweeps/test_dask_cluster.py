@@ -33,11 +33,13 @@ pytestmark = [
 ]
 
 
+QUIET = {"threads_per_worker": 1, "dashboard_address": "127.0.0.1:0", "silence_logs": 50}
+
+
 def numbers(rows):
     return [(r["key"], r["status"], r["metrics"], r["bitops"]) for r in rows]
 
 
-@pytest.mark.slow
 def test_a_cluster_of_its_own_takes_work_from_nobody_else_and_gives_the_same_rows(tmp_path, monkeypatch):
     """All that listens is on loopback, and speaks HTTP: the status pages."""
     local, answers = distributed.LocalCluster, []
@@ -62,13 +64,10 @@ def test_a_cluster_of_its_own_takes_work_from_nobody_else_and_gives_the_same_row
     assert list(tmp_path.glob("*.sweep")) == []
 
 
-@pytest.mark.slow
 def test_a_cluster_that_grows_with_its_work_is_given_some_before_it_has_workers(tmp_path, capsys):
     """As that of a batch system: nobody starts workers for a sweep that only waits for them."""
     specs = specs_of("CR", "ER")
-    with distributed.LocalCluster(
-        n_workers=0, threads_per_worker=1, processes=False, dashboard_address="127.0.0.1:0", silence_logs=50
-    ) as cluster:
+    with distributed.LocalCluster(n_workers=0, processes=False, **QUIET) as cluster:
         cluster.adapt(minimum=0, maximum=2, interval="200ms")
         rows = run_grid(specs, tmp_path / "rows.jsonl", executor="dask", scheduler=cluster.scheduler_address)
     assert [row["status"] for row in rows] == ["ok", "ok"]
@@ -83,25 +82,20 @@ def test_ctrl_c_ends_a_sweep_that_waits_for_workers(tmp_path, monkeypatch):
         "cpt_lab.sweeps.dask_cluster.tqdm.write", lambda *_: signals[0]._handle(signal.SIGINT, None), raising=True
     )
     with (
-        distributed.LocalCluster(
-            n_workers=0, processes=False, dashboard_address="127.0.0.1:0", silence_logs=50
-        ) as cluster,
+        distributed.LocalCluster(n_workers=0, processes=False, **QUIET) as cluster,
         pytest.raises(KeyboardInterrupt, match="0 of 1 missing runs done; the same command goes on from here"),
     ):
         run_grid(specs_of("CR"), tmp_path / "rows.jsonl", executor="dask", scheduler=cluster.scheduler_address)
     assert list(tmp_path.glob("*.sweep")) == []
 
 
-@pytest.mark.slow
 def test_a_worker_that_is_killed_loses_nothing(tmp_path, monkeypatch):
     """Its run writes a checkpoint when the worker is gone, and the other worker goes on from there."""
     specs = specs_of("CR", "ER", steps=700)
     store = tmp_path / "rows.jsonl"
     rows = []
     monkeypatch.setattr(progress.Signals, "__enter__", lambda self: self)
-    with distributed.LocalCluster(
-        n_workers=2, threads_per_worker=1, host="127.0.0.1", dashboard_address="127.0.0.1:0", silence_logs=50
-    ) as cluster:
+    with distributed.LocalCluster(n_workers=2, host="127.0.0.1", **QUIET) as cluster:
         how = {"executor": "dask", "scheduler": cluster.scheduler_address, "checkpoint_seconds": 0.2}
         thread = threading.Thread(target=lambda: rows.extend(run_grid(specs, store, **how)))
         thread.start()
@@ -188,7 +182,6 @@ def test_ctrl_c_waits_for_the_checkpoints_of_a_cluster(tmp_path, monkeypatch):
 
 def test_a_scheduler_that_does_not_answer(tmp_path, monkeypatch):
     monkeypatch.setattr("cpt_lab.sweeps.dask_cluster.CONNECT_SECONDS", 1)
-    with pytest.raises(ValueError, match=r"no Dask scheduler at 'tcp://127\.0\.0\.1:9'"):
-        run_grid(specs_of("CR"), tmp_path / "rows.jsonl", executor="dask", scheduler="tcp://127.0.0.1:9")
-    with pytest.raises(ValueError, match="no Dask scheduler at 'nonsense://x'"):
-        run_grid(specs_of("CR"), tmp_path / "rows.jsonl", executor="dask", scheduler="nonsense://x")
+    for address in ("tcp://127.0.0.1:9", "nonsense://x"):
+        with pytest.raises(ValueError, match=f"no Dask scheduler at '{address}'"):
+            run_grid(specs_of("CR"), tmp_path / "rows.jsonl", executor="dask", scheduler=address)

@@ -66,21 +66,24 @@ def touch(*paths):
 
 
 class TestStore:
-    def test_what_is_there_is_not_run_again(self, quick, tmp_path):
+    def test_what_is_there_is_not_run_again(self, quick, tmp_path, monkeypatch):
         store = tmp_path / "rows.jsonl"
         run_grid(specs_of("CR"), store, workers=0)
         rows = run_grid(specs_of("CR", "LR", "CR"), store, workers=0)  # one of them twice
         assert quick == ["CR", "LR"]
         assert [r["spec"]["arm"] for r in rows] == ["CR", "LR", "CR"]
         assert len(store.read_text().splitlines()) == 2
+        monkeypatch.setattr(sweep_module, "supervise", None)
+        assert len(run_grid(specs_of("CR"), store, workers=2)) == 1  # nothing to do starts nothing
 
     def test_failures_stay_and_are_retried_on_demand(self, quick, tmp_path):
-        store = tmp_path / "rows.jsonl"
-        rows = run_grid(specs_of("RR", "CR"), store, workers=0)
+        """Options are one value, and single ones change it."""
+        store, options = tmp_path / "rows.jsonl", SweepOptions(workers=0)
+        rows = run_grid(specs_of("RR", "CR"), store, options)
         assert [r["status"] for r in rows] == ["failed", "ok"]
-        run_grid(specs_of("RR", "CR"), store, workers=0)
+        run_grid(specs_of("RR", "CR"), store, options)
         assert quick == ["RR", "CR"]
-        run_grid(specs_of("RR", "CR"), store, workers=0, retry_failed=True)
+        run_grid(specs_of("RR", "CR"), store, options, retry_failed=True)
         assert quick == ["RR", "CR", "RR"]
         assert len(store.read_text().splitlines()) == 3  # appended, not edited
 
@@ -117,11 +120,6 @@ class TestStore:
         tree["dirty"] = True  # what is there may be asked for
         assert len(run_grid(specs_of("CR"), tmp_path / "rows.jsonl", workers=0)) == 1
         assert quick == ["CR"]
-
-    def test_nothing_to_do_starts_nothing(self, quick, tmp_path, monkeypatch):
-        run_grid(specs_of("CR"), tmp_path / "rows.jsonl", workers=0)
-        monkeypatch.setattr(sweep_module, "supervise", None)
-        assert len(run_grid(specs_of("CR"), tmp_path / "rows.jsonl", workers=2)) == 1
 
 
 @pytest.mark.slow
@@ -188,21 +186,24 @@ def test_processes_give_the_same_numbers_as_this_one_and_leave_only_results(tmp_
 
 def test_the_environment_of_now_reaches_the_runs(tmp_path, monkeypatch):
     """The server that processes are forked from keeps the environment of its start."""
-    spec = specs_of("CR", steps=20)[0]
-    run_grid([spec], tmp_path / "a.jsonl", workers=1)
+    assert told(tmp_path)["word"] is None
     monkeypatch.setenv("CPT_TEST_WORD", "reached")
-    outcome = supervise(Job(spec, tmp_path / "b.jsonl"), work=tell)
-    assert outcome.row == {"word": "reached", "threads": 1}
+    found = told(tmp_path)
+    assert (found["word"], found["threads"]) == ("reached", 1)
     tasks = {f"cpt_lab.tasks.{name}" for name in EXPERIMENTS}
     assert tasks < set(forkserver._forkserver._preload_modules)  # seconds a run
-    two = Job(spec, tmp_path / "b.jsonl", SweepOptions(threads=2))
-    assert supervise(two, work=tell).row["threads"] == 2
+    assert told(tmp_path, options=SweepOptions(threads=2))["threads"] == 2
+
+
+def told(folder, **job):
+    """What the process of a run says of itself."""
+    return supervise(Job(specs_of("CR")[0], folder / "rows.jsonl", **job), work=tell).row
 
 
 def tell(job, stop, on_start):
-    import torch
-
-    return Outcome(job.spec.key, "ran", {"word": os.environ.get("CPT_TEST_WORD"), "threads": torch.get_num_threads()})
+    threads, cores = torch.get_num_threads(), usable_cores()
+    words = {"word": os.environ.get("CPT_TEST_WORD"), "visible": os.environ.get("CUDA_VISIBLE_DEVICES")}
+    return Outcome(job.spec.key, "ran", {"threads": threads, "cores": cores, "sharing": job.sharing, **words})
 
 
 # --- what fails -----------------------------------------------------------------------------------
@@ -520,7 +521,7 @@ def test_the_workers_of_a_cluster_look_at_the_data_too(quick, own_specs, tmp_pat
         ({"threads": None}, "threads must be an integer, got None"),
         ({"threads": 10**6}, "threads must be a whole number of at least 1 and at most 1024, got 1000000"),
         ({"per_gpu": 0}, "per_gpu must be a whole number of at least 1 and at most 1024, got 0"),
-        ({"workers": 0, "timeout": 5}, "timeout=5 needs runs in processes of their own; got workers=0"),
+        ({"options": SweepOptions(workers=0), "timeout": 5}, "timeout=5 needs runs in processes of their own"),
         ({"workers": 0, "executor": "dask"}, "executor 'dask' needs at least 1"),
         ({"timeout": 0}, "timeout must be more than 0 seconds; got 0"),
         ({"timeout": float("nan")}, "timeout must be more than 0 seconds; got nan"),
@@ -566,6 +567,8 @@ def test_specs_may_come_one_by_one_but_must_be_specs(quick, tmp_path):
     assert quick == ["LR", "CR"]
     with pytest.raises(TypeError, match=r"specs must be a list of RunSpec.*got 'CR' in it"):
         run_grid(["CR"], tmp_path / "other.jsonl", workers=0)
+    with pytest.raises(TypeError, match="unexpected keyword argument 'worker'"):
+        run_grid(specs_of("CR"), tmp_path / "other.jsonl", worker=2)
 
 
 def test_a_row_has_twenty_points_of_a_run_with_the_last_evaluation_and_no_number_that_json_lacks():
@@ -573,19 +576,6 @@ def test_a_row_has_twenty_points_of_a_run_with_the_last_evaluation_and_no_number
     assert worker._spread(list(range(50))) == list(range(1, 50, 3))
     assert worker._curve([1.0, 2.0, float("nan"), float("inf"), 3.0, -float("inf")]) == [1.0, 2.0, 3.0]
     assert worker._curve([float(i) for i in range(40)]) == [0.5 + 2 * i for i in range(20)]
-
-
-def test_options_are_one_value_and_single_ones_change_it(quick, tmp_path):
-    store, options = tmp_path / "rows.jsonl", SweepOptions(workers=0)
-    run_grid(specs_of("RR"), store, options)
-    run_grid(specs_of("RR"), store, options)
-    assert quick == ["RR"]
-    run_grid(specs_of("RR"), store, options, retry_failed=True)
-    assert quick == ["RR", "RR"]
-    with pytest.raises(TypeError, match="unexpected keyword argument 'worker'"):
-        run_grid(specs_of("RR"), store, worker=2)
-    with pytest.raises(ValueError, match="timeout=5 needs runs in processes of their own"):
-        run_grid(specs_of("RR"), store, options, timeout=5)
 
 
 # --- what people see, and GPUs --------------------------------------------------------------------
@@ -689,26 +679,16 @@ def test_gpus_are_used_round_robin_with_as_many_runs_as_fit(monkeypatch):
 
 
 def test_a_run_sees_its_gpu_only(tmp_path, monkeypatch):
-    job = Job(specs_of("CR")[0], tmp_path / "rows.jsonl", gpu=1)
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    assert supervise(job, work=see).row == {"visible": "1"}
+    assert told(tmp_path, gpu=1)["visible"] == "1"
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,GPU-7")  # what a cluster gave to this job
-    assert supervise(job, work=see).row == {"visible": "GPU-7"}
-
-
-def see(job, stop, on_start):
-    return Outcome(job.spec.key, "ran", {"visible": os.environ["CUDA_VISIBLE_DEVICES"]})
-
-
-def count(job, stop, on_start):
-    return Outcome(job.spec.key, "ran", {"cores": usable_cores(), "sharing": job.sharing})
+    assert told(tmp_path, gpu=1)["visible"] == "GPU-7"
 
 
 def test_runs_at_the_same_time_share_the_cores(tmp_path, monkeypatch):
     for sharing in (1, 2, 1000):
-        job = Job(specs_of("CR")[0], tmp_path / "rows.jsonl", sharing=sharing)
-        assert supervise(job, work=count).row["cores"] == max(1, usable_cores() // sharing)
-    monkeypatch.setattr(sweep_module, "supervise", partial(supervise, work=count))
+        assert told(tmp_path, sharing=sharing)["cores"] == max(1, usable_cores() // sharing)
+    monkeypatch.setattr(sweep_module, "supervise", partial(supervise, work=tell))
     jobs = [Job(spec, tmp_path / "rows.jsonl") for spec in specs_of("CR", "RR")]
     signals, live = SimpleNamespace(stop=threading.Event(), kill=threading.Event()), Live(2, False)
     shares = [o.row["sharing"] for o in sweep_module._local(jobs, signals, live, slots=[None] * 3)]
