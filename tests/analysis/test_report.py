@@ -3,6 +3,7 @@
 import base64
 import html
 import re
+from dataclasses import replace
 
 import matplotlib.colors
 import pytest
@@ -10,6 +11,8 @@ from matplotlib.figure import Figure
 
 from cpt_core.schedules.schedule import FunctionSchedule
 from cpt_lab.analysis import claims, figures, groups, paper, predictors, report, runs, style
+from cpt_lab.analysis.measures import MEASURES
+from cpt_lab.analysis.pages import Section
 from cpt_lab.experiments import designs
 from cpt_lab.paths import results_dir
 from cpt_lab.sweeps import stores
@@ -65,8 +68,12 @@ def page(tmp_path_factory):
 
 @pytest.fixture
 def quick(monkeypatch):
-    """Pages without what does not depend on rows."""
+    """Pages without what does not depend on rows; one of all rows is whole."""
     monkeypatch.setattr(report, "figure_2", Figure)
+    monkeypatch.setattr(report, "harvest", lambda kind: ())
+    monkeypatch.setattr(report, "_versions", str)
+    for name in ("ptb_costs", "cost_groups"):
+        monkeypatch.setitem(MEASURES, name, lambda runs, claim: [])
 
 
 # --- what stands where ----------------------------------------------------------------------------
@@ -152,10 +159,11 @@ def test_one_is_singular_and_one_seed_has_no_deviation(page, quick, tmp_path):
     assert set(numbers[~numbers.str.endswith("computed")]) == {"not run", "7.00 (n = 1)"}
 
 
-def test_columns_that_say_nothing_are_left_out(page, quick, tmp_path):
+def test_columns_that_say_nothing_are_left_out(page, quick, tmp_path, monkeypatch):
     assert "not in the paper" not in page.replace("ours, not in the paper", "").replace(
         "one cost; not in the paper", ""
     )
+    monkeypatch.setattr(claims, "section", lambda runs: Section("Claims"))
     failed = rows_of(designs.quality_cost("demo", schedules=["CR", "RR"], static=[8], seeds=[0]))
     failed[0] |= {"status": "diverged", "metrics": []}
     for error, shown in (("", False), ("took longer than 60 s", True)):  # the second is to be run again
@@ -195,8 +203,6 @@ def test_report_and_ledger_show_one_interval_for_a_correlation(page, stored):
 
 def with_an_own_arm(specs):
     """Specs, and for every seed one that is called "mine"."""
-    from dataclasses import replace
-
     own = {}
     for spec in specs:
         curve = FunctionSchedule(lambda u: 3 + 5 * u, total_steps=spec.recipe.steps)
@@ -244,8 +250,6 @@ HOSTILE = "<script>alert('x')</script>&\""
 
 
 def test_what_rows_say_is_text_on_the_page(quick, tmp_path):
-    from dataclasses import replace
-
     specs = [replace(s, arm=HOSTILE) if s.arm == "CR" else s for s in designs.quality_cost("demo", seeds=[0, 1, 2])]
     bad = {"title": HOSTILE, "error": HOSTILE, "device": HOSTILE}
     rows = [{**row, **bad} for row in rows_of(specs)]
