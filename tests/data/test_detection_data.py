@@ -127,24 +127,7 @@ def test_coco_s_boxes_are_those_of_voc(data_folder, place):
     assert data.test[0].read().shape == (3, 30, 40)
 
 
-@pytest.mark.parametrize(
-    ("box", "said"),
-    [
-        ((0, 0, 41, 5), r"annotation of .*3\.jpg, object 1 \(cat\): the box .* is not inside the 40 x 30 picture"),
-        ((4, 4, 0, 5), r"3\.jpg, object 1 \(cat\): the box .* has no area"),
-        (
-            (0.1, 0.2, 0.5, 0.5),
-            r"instances_train2017\.json cannot be read: .* in pixels, these are shares of a picture",
-        ),
-        ((4, 4, 5), r"instances_train2017\.json cannot be read: not enough values"),
-    ],
-)
-def test_wrong_boxes_of_coco(data_folder, box, said):
-    write(data_folder / "pets", coco_folder(boxes=(box,)))
-    refused(said)
-
-
-def test_coco_without_what_to_test_on_and_a_crowd(data_folder):
+def test_wrong_annotations_of_coco_and_a_crowd(data_folder):
     folder = write(data_folder / "pets", coco_folder())
     path = folder / "annotations/instances_train2017.json"
     good = path.read_text()
@@ -156,6 +139,10 @@ def test_coco_without_what_to_test_on_and_a_crowd(data_folder):
         ('{"id": 5', '{"id": 3', "2 images have 1 ids; every image needs one of its own"),
         ("5.jpg", "3.jpg", r"pets: 3\.jpg is listed 2 times"),
         ('"name": "cat"', '"name": " "', "there is no object in any training annotation"),
+        ("[1, 1, 19, 19]", "[0, 0, 41, 5]", r"3\.jpg, object 1 \(cat\): the box .* is not inside the 40 x 30 picture"),
+        ("[1, 1, 19, 19]", "[4, 4, 0, 5]", r"3\.jpg, object 1 \(cat\): the box .* has no area"),
+        ("[1, 1, 19, 19]", "[0.1, 0.2, 0.5, 0.5]", r"2017\.json cannot .* in pixels, these are shares of a picture"),
+        ("[1, 1, 19, 19]", "[4, 4, 5]", r"instances_train2017\.json cannot be read: not enough values"),
     ):
         path.write_text(good.replace(old, new))
         refused(said)

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import torch
 import torchvision
-from layouts import class_folders, image_archives, image_folder, write
+from layouts import archive, class_folders, image_archives, image_folder, write
 from PIL import Image
 
 from cpt_lab import data
@@ -266,37 +266,38 @@ def test_imagenet_in_its_real_layout(data_folder):
     assert (images.title, images.classes, len(images.test)) == ("ImageNet", 2, 6)
 
 
+def npz(count=4, grey=0, **changes):
+    data = np.full((count, 8, 8), grey, np.uint8)
+    return archive(**{"data": data, "labels": np.arange(count), **changes})
+
+
+def two(*labels):
+    return {f"{name}.npz": npz(len(labels), grey, labels=np.array(labels)) for grey, name in enumerate("ab")}
+
+
 @pytest.mark.parametrize(
-    ("dataset", "prepare", "error", "message"),
+    ("dataset", "files", "error", "message"),
     [
-        ("nowhere/", lambda f: None, DataNotFoundError, "there is no folder"),
-        ("a.npz,b.npz", lambda f: None, DataNotFoundError, "there is no archive"),
-        ("a.npz,b.npz,c.npz", lambda f: None, ValueError, "two archives expected"),
-        ("two/", lambda f: [_npz(f / "two" / n) for n in ("x_train.npz", "y_train.npz", "t_test.npz")], ValueError,
+        ("nowhere/", {}, DataNotFoundError, "there is no folder"),
+        ("a.npz,b.npz", {}, DataNotFoundError, "there is no archive"),
+        ("a.npz,b.npz,c.npz", {}, ValueError, "two archives expected"),
+        ("two/", {f"two/{n}.npz": npz() for n in ("x_train", "y_train", "t_test")}, ValueError,
          "archives there: t_test.npz, x_train.npz, y_train.npz"),
-        ("a.npz,a.npz", lambda f: np.savez(f / "a.npz", images=np.zeros(3)), ValueError, "needs labels and either"),
-        ("a.npz,a.npz", lambda f: np.savez(f / "a.npz", data=np.zeros((3, 8, 8)), labels=np.arange(3)), ValueError,
-         "must be uint8"),
-        ("a.npz,a.npz", lambda f: np.savez(f / "a.npz", data=np.zeros((3, 8, 8), np.uint8), labels=np.arange(2)),
-         ValueError, "2 labels"),
-        ("a.npz,a.npz", lambda f: np.savez(f / "a.npz", data=np.zeros((2, 8, 8), np.uint8), labels=np.array([-1, 0])),
-         ValueError, r"labels must be 0, 1"),
-        ("mnist", lambda f: None, ValueError, "unknown dataset 'mnist'"),
-        ("a.npz,b.npz", lambda f: _two(f, [0, 1, 10**6]), ValueError, "training images: label 1000000 of 3; classes"),
-        ("a.npz,b.npz", lambda f: _two(f, [1, 2, 3]), ValueError, "training images: labels are 1 to 3; classes must"),
-        ("a.npz,b.npz", lambda f: _two(f, [2, 2, 2]), ValueError, "all 3 labels are 2; there is nothing to learn"),
-        ("a.npz,a.npz", lambda f: _npz(f / "a.npz"), ValueError, "the 4 test images are the training images"),
+        ("a.npz,a.npz", {"a.npz": archive(images=np.zeros(3))}, ValueError, "needs labels and either"),
+        ("a.npz,a.npz", {"a.npz": npz(data=np.zeros((4, 8, 8)))}, ValueError, "must be uint8"),
+        ("a.npz,a.npz", {"a.npz": npz(labels=np.arange(2))}, ValueError, "2 labels"),
+        ("a.npz,a.npz", {"a.npz": npz(2, labels=np.array([-1, 0]))}, ValueError, r"labels must be 0, 1"),
+        ("mnist", {}, ValueError, "unknown dataset 'mnist'"),
+        ("a.npz,b.npz", two(0, 1, 10**6), ValueError, "training images: label 1000000 of 3; classes"),
+        ("a.npz,b.npz", two(1, 2, 3), ValueError, "training images: labels are 1 to 3; classes must"),
+        ("a.npz,b.npz", two(2, 2, 2), ValueError, "all 3 labels are 2; there is nothing to learn"),
+        ("a.npz,a.npz", {"a.npz": npz()}, ValueError, "the 4 test images are the training images"),
     ],
 )  # fmt: skip
-def test_bad_data_is_named(dataset, prepare, error, message, data_folder):
-    prepare(data_folder)
+def test_bad_data_is_named(dataset, files, error, message, data_folder):
+    write(data_folder, files)
     with pytest.raises(error, match=message):
         load_images(small(dataset, size=8))
-
-
-def _two(folder, labels):
-    for grey, name in enumerate(("a.npz", "b.npz")):
-        np.savez(folder / name, data=np.full((len(labels), 8, 8), grey, np.uint8), labels=np.array(labels))
 
 
 @pytest.mark.parametrize("size", [16, 80])  # in memory, and read from disk
@@ -325,11 +326,6 @@ def test_labels_may_be_many_where_samples_are_too():
     assert class_count("x", np.array([0, 9_999])) == 10_000
     with pytest.raises(ValueError, match="x: label 20000 of 20000"):
         class_count("x", np.arange(1, 20_001))
-
-
-def _npz(path):
-    path.parent.mkdir(exist_ok=True)
-    np.savez(path, data=np.zeros((4, 8, 8), np.uint8), labels=np.arange(4))
 
 
 def test_download_refuses_what_it_cannot_get():
