@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 from helpers import kept_row, quietly, specs_of
-from hypothesis import assume, given, settings
+from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
 from typer.testing import CliRunner
 
@@ -137,6 +137,7 @@ ANYTHING = st.recursive(
 
 
 @given(st.dictionaries(TEXT, ANYTHING, max_size=4), st.dictionaries(TEXT, ANYTHING, max_size=3), st.booleans())
+@example({}, {"file": ["\udcc3", "\u2028\x00\n", 2**64 - 1, -0.0, 5e-324, {"": None}]}, False)  # a file's odd name
 @settings(max_examples=100, deadline=None)
 def test_whatever_a_row_holds_it_is_intact_and_found_by_the_key_of_its_spec(spec, more, old):
     row = {**more, "schema": 1, "key": key_of(spec), "spec": spec, "status": "ok"}
