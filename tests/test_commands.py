@@ -437,7 +437,7 @@ def test_a_try_says_how_few_bits_and_writes_a_page(command, place):
         ": 12 trainings, 1 seed; nothing is clear with so few; plus is better, 1 point of accuracy is too little "
         "to matter\n",
         "\nBits:      With ",
-        "-bit gradients do 0.",
+        " bits, with gradients of 8, do 0.",
         "\nTime:      None is saved, as low precision is simulated",
     ):
         assert told in said
@@ -491,6 +491,9 @@ def test_claims_are_summed_up_unless_all_are_asked_for(command, monkeypatch, tmp
     store.with_name("more.jsonl").touch()
     assert "judging all rows, for about half a minute, once" in command("claims", "--all")[2]
     assert len(asked) == 2  # a store more
+    monkeypatch.setattr("cpt_lab.commands.results_dir", lambda: tmp_path)  # other rows than those that were judged
+    assert command("claims")[1].splitlines() == [*said[:1], *said[-3:]]
+    assert len(asked) == 3
     monkeypatch.setenv("CPT_RUNS_DIR", str(store))  # a file: no folder can be made in it
     status, again, _ = command("claims", "--all")
     assert (status, len(again.splitlines())) == (0, 4 + 4 * len(entries))
