@@ -8,8 +8,8 @@ torch's operations, and timed three ways, interleaved, medians, on one thread:
 - ``bare``: the same operations called one after the other, with no module, autograd or schedule around them. No way of
   running R steps side by side that keeps their numbers is faster than R times this;
 - ``R=11``, per run: every operation at once for R runs where torch has it (products as ``bmm``, convolutions in
-  groups, ranges per run, all that goes element by element), the others R times. Their sums have another order. These are
-  sums of times of single operations, which is a bit too good: ``R=1`` says by how much.
+  groups, ranges per run, all that goes element by element), the others R times. Their sums have another order. These
+  are sums of times of single operations, which is a bit too good: ``R=1`` says by how much.
 
 A ratio is ``step`` over the column. Writes ``data/results/arms.json``.
 """

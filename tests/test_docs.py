@@ -99,6 +99,16 @@ def test_the_page_on_choosing_says_which_bits_evaluate():
     ]  # fmt: skip
 
 
+def test_the_page_on_sweeps_says_what_batched_runs_could_gain():
+    page = (ROOT / "docs/sweeps.md").read_text()
+    found = json.loads((results_dir() / "arms.json").read_text())["recipes"]
+    for name, of in found.items():
+        ratios = " | ".join(f"{of[column]:.1f}" for column in ("bare", "R=1", "R=2", "R=11", "R=26"))
+        assert f"| {name} | {of['step_ms']:.1f} ms | {ratios} |" in page
+    gains = {name: max(of["R=11"], of["R=26"]) / of["R=1"] for name, of in found.items()}
+    assert [name for name, gain in gains.items() if gain > 1.1] == ["digits/mlp6", "digits/resnet8_w8"]
+
+
 OUTCOMES = {  # the words of the rows, and of the README
     "H1": ("at one cost, noisier schedules are worse", "noisier schedules are worse"),
     "H2": (
