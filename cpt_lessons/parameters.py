@@ -56,10 +56,7 @@ def _data(names: tuple[str, ...], own: str, none: tuple[str, ...] = ("",)) -> Pa
 
 
 def _whole(low: int, high: int) -> Parameter:
-    def accepts(value: Any) -> bool:
-        return isinstance(value, int) and not isinstance(value, bool) and low <= value <= high
-
-    return Parameter(f"a whole number from {low} to {high}", accepts)
+    return Parameter(f"a whole number from {low} to {high}", lambda v: type(v) is int and low <= v <= high)
 
 
 def _list(allowed: str, item: Parameter) -> Parameter:
@@ -205,15 +202,7 @@ def _injected() -> list[str]:
     """Return the names that papermill assigned in this notebook: it puts them into a cell of their own."""
     shell = sys.modules["IPython"].get_ipython() if "IPython" in sys.modules else None
     cells = shell.user_ns.get("In", []) if shell is not None else []
-    return [
-        target.id
-        for cell in cells
-        if cell.startswith("# Parameters\n")
-        for statement in ast.parse(cell).body
-        if isinstance(statement, ast.Assign)
-        for target in statement.targets
-        if isinstance(target, ast.Name)
-    ]
+    return [n for cell in cells if cell.startswith("# Parameters\n") for n in re.findall(r"^(\w+) =", cell, re.M)]
 
 
 def check_values(given: dict[str, Any]) -> None:
