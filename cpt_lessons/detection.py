@@ -12,7 +12,7 @@ from matplotlib.figure import Figure
 from torchvision.ops import box_iou
 
 from cpt_core.schedules.profiles import SUITE
-from cpt_lab.analysis.style import COLORS, SMALL, drawing
+from cpt_lab.analysis.style import COLORS, SMALL, drawing, legend_below
 from cpt_lab.data.detection import backbone_weights
 from cpt_lab.data.files import DataNotFoundError
 from cpt_lab.experiments import designs
@@ -67,8 +67,7 @@ def overlaps(there: Box, anchors: Sequence[Box]) -> Figure:
                 ax.add_patch(plt.Rectangle((x1, y1), x2 - x1, y2 - y1, color=COLORS[group], label=name, **style))
             ax.set(xlim=(0, 64), ylim=(64, 0), xticks=[], yticks=[], aspect="equal")
             ax.set_title(f"overlap {overlap(there, anchor):.2f}", fontsize=10)
-        handles, labels = axes[0][0].get_legend_handles_labels()
-        figure.legend(handles, labels, fontsize=SMALL, loc="outside lower center", ncols=3)
+        legend_below(figure, axes[0][0])
         figure.suptitle("Anchors that overlap an object by 0.5 or more must find it", fontsize=10)
     return figure
 

@@ -46,11 +46,7 @@ class _Renderer(IPythonRenderer):
         """Link to the page beside this one, of a notebook or the glossary; files of the checkout are named alone."""
         if url.startswith(("../", "solutions/")):
             return text
-        return super().link(text, re.sub(r"^(\d\d_\w+\.ipynb|glossary\.md)\b", _page_of, url), title)
-
-
-def _page_of(file: re.Match[str]) -> str:
-    return f"{file[1].partition('.')[0]}.html"
+        return super().link(text, re.sub(r"^(\d\d_\w+|glossary)\.(?:ipynb|md)\b", r"\1.html", url), title)
 
 
 class _Exporter(HTMLExporter):

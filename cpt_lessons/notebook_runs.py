@@ -1,9 +1,8 @@
 """What became of notebooks: a page per notebook, data set and parameters; a failure has a page beside the good one.
 
->>> page_name("03_image_classification", {})
-'03_image_classification'
->>> page_name("03_image_classification", {"dataset": "my pictures/", "seeds": [0, 1]})
-'03_image_classification.my-pictures-0-1-e9f736f0'
+>>> notebook, given = Path("03_image_classification.ipynb"), {"dataset": "my pictures/", "seeds": [0, 1]}
+>>> NotebookRun(notebook, {}, {}, Path()).name, NotebookRun(notebook, given, given, Path()).name
+('03_image_classification', '03_image_classification.my-pictures-0-1-e9f736f0')
 """
 
 from __future__ import annotations
@@ -25,15 +24,6 @@ from cpt_lab.experiments.recipe import is_own
 from cpt_lab.paths import ROOT, paper_dir, results_dir
 
 DATA = ("dataset", "pairs", "graph")  # parameters that can name data of the user's own
-
-
-def page_name(notebook: str, given: Mapping[str, Any]) -> str:
-    """Return the name of a page: that of the notebook, and of the parameters that are not the notebook's own."""
-    if not given:
-        return notebook
-    words = re.sub(r"[^A-Za-z0-9]+", "-", " ".join(map(str, given.values()))).strip("-")[:40]
-    key = hashlib.sha256(json.dumps(dict(given), sort_keys=True).encode()).hexdigest()[:8]
-    return f"{notebook}.{words}-{key}"
 
 
 @dataclass(frozen=True)
@@ -86,8 +76,12 @@ class NotebookRun:
 
     @property
     def name(self) -> str:
-        """Of the page."""
-        return page_name(self.notebook.stem, self.given)
+        """Of the page: that of the notebook, and of the parameters that are not the notebook's own."""
+        if not self.given:
+            return self.notebook.stem
+        words = re.sub(r"[^A-Za-z0-9]+", "-", " ".join(map(str, self.given.values()))).strip("-")[:40]
+        key = hashlib.sha256(json.dumps(dict(self.given), sort_keys=True).encode()).hexdigest()[:8]
+        return f"{self.notebook.stem}.{words}-{key}"
 
     def file(self, ending: str) -> Path:
         """Return a file of this page: "html", "ipynb", or "json" with what is known; "failed.html" and the like."""

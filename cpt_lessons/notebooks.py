@@ -190,7 +190,10 @@ def reproduce(
     index, key = folder / "index.key", _key(folder, scale, own)
     if index.exists() and index.read_text(encoding="utf-8") == key:  # of a page that would say the same
         return outcomes, folder / "index.html"
-    _write_glossary(folder)
+    from cpt_lessons import export
+
+    glossary = (notebooks_dir() / "glossary.md").read_text(encoding="utf-8")
+    write_text(folder / "glossary.html", export.glossary_page(glossary))
     former = {o.name: o for o in earlier(folder, [path.stem for path in notebooks()])}
     shown = former | {o.name: o for o in outcomes}
     pages = [{**vars(o), "name": name} for name, o in sorted(shown.items())]
@@ -211,15 +214,6 @@ def _kept() -> list[Section]:
 
     figure = static_or_cycle()
     return [Section(figure.get_suptitle(), (), figure, figure.get_suptitle())]
-
-
-def _write_glossary(folder: Path) -> None:
-    """Write the page of the glossary, which the pages of the notebooks link to, where there is one."""
-    from cpt_lessons import export
-
-    glossary = notebooks_dir() / "glossary.md"
-    if glossary.exists():
-        write_text(folder / "glossary.html", export.glossary_page(glossary.read_text(encoding="utf-8")))
 
 
 def _run_all(jobs: list[NotebookRun], seconds: dict[str, float], shown: bool) -> list[NotebookOutcome]:

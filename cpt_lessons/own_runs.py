@@ -49,7 +49,11 @@ def compared(*experiments: pd.DataFrame) -> None:
     for runs in experiments:
         ran(runs)
         if (runs.scale == "smoke").any():
-            _in_bands(runs)
+            print('smoke runs are too short to compare; scale = "demo" compares')
+            for run in runs[runs.arm.isin(["static 8", "ER"]) & (runs.preset == "ours")].itertuples():
+                if (run.dataset, run.model) in BANDS:
+                    value, name = BANDS[run.dataset, run.model]
+                    in_band(f"{name} {run.arm}", getattr(run, value))
         else:
             figure_3(runs)
             beside_rivals(at_q_max(runs, None), f"{runs.dataset.iloc[0]}, " if experiments[1:] else "")
@@ -75,11 +79,3 @@ def beside_rivals(runs: pd.DataFrame, of: str = "") -> None:
                 compare(said, metric.factor * paired_difference(part, arm, rival), unit)
             else:
                 print(f"{said}: no static precision ran within {100 * FAIR:.0f} % of its cost")
-
-
-def _in_bands(runs: pd.DataFrame) -> None:
-    print('smoke runs are too short to compare; scale = "demo" compares')
-    for run in runs[runs.arm.isin(["static 8", "ER"]) & (runs.preset == "ours")].itertuples():
-        if (run.dataset, run.model) in BANDS:
-            value, name = BANDS[run.dataset, run.model]
-            in_band(f"{name} {run.arm}", getattr(run, value))

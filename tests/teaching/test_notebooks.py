@@ -32,6 +32,7 @@ def place(tmp_path, monkeypatch):
     """A folder of notebooks and a folder of runs of our own."""
     folder = tmp_path / "notebooks"
     folder.mkdir()
+    (folder / "glossary.md").write_text("# Glossary\n\n## BitOps\n\nBit operations.\n")
     monkeypatch.setattr(reproduce, "notebooks_dir", lambda: folder)
     monkeypatch.setenv("CPT_RUNS_DIR", str(tmp_path / "runs"))
 
@@ -365,7 +366,6 @@ def test_a_notebook_refuses_what_papermill_lets_through_and_keeps_no_bar(place, 
 
 def test_report_of_real_rows_and_the_glossary_beside_the_pages(place, quick, tmp_path):
     place("07_small.ipynb", "print(scale)")
-    (tmp_path / "notebooks" / "glossary.md").write_text("# Glossary\n\n## BitOps\n\nBit operations.\n")
     store = tmp_path / "runs" / "demo" / "image.jsonl"
     store.parent.mkdir(parents=True)
     store.write_text((results_dir() / "image_digits.jsonl").read_text())
