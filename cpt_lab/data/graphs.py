@@ -35,8 +35,6 @@ from cpt_lab.data.graph_readers import SPLITS, RawGraph, read_archive, read_digi
 from cpt_lab.data.ogb import read_ogb
 from cpt_lab.experiments.graph import EXPERIMENT, GraphRecipe
 
-PIECE = 1 << 24  # edges that are unpacked at a time
-
 
 @dataclass(frozen=True)
 class GraphData:
@@ -131,20 +129,11 @@ def bidirected(source: np.ndarray, destination: np.ndarray, nodes: int, self_loo
     if self_loops:
         keys[2 * count :] = np.arange(nodes, dtype=np.int64) * (nodes + 1)
     keys.sort()
-    keep: Any = np.empty(len(keys), dtype=bool)
-    keep[:1] = True
-    np.not_equal(keys[1:], keys[:-1], out=keep[1:])
-    np.logical_and(keep, keys >= 0, out=keep)
-    keys = keys[keep]
+    keys = torch.unique_consecutive(torch.from_numpy(keys[np.searchsorted(keys, 0) :])).numpy()
     kind: Any = np.int32 if max(nodes, len(keys)) < 2**31 else np.int64
-    indptr = np.zeros(nodes + 1, dtype=kind)
-    indices = np.empty(len(keys), dtype=kind)
-    for start in range(0, len(keys), PIECE):  # in pieces: no second array of int64
-        part = keys[start : start + PIECE]
-        indices[start : start + len(part)] = part % nodes
-        indptr[1:] = indptr[1:] + np.bincount(part // nodes, minlength=nodes)
-    np.cumsum(indptr, out=indptr)
-    return Graph(torch.from_numpy(indptr), torch.from_numpy(indices))
+    indptr = np.searchsorted(keys, np.arange(nodes + 1) * nodes).astype(kind)
+    keys %= nodes  # in place: no second array of int64
+    return Graph(torch.from_numpy(indptr), torch.from_numpy(keys.astype(kind)))
 
 
 def _checked(name: str, raw: RawGraph) -> tuple[Tensor, Tensor, int]:

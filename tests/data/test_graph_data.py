@@ -15,7 +15,7 @@ import torch
 from layouts import graph_arrays, ogb_folder, planetoid, table, write
 
 from cpt_lab import data
-from cpt_lab.data import graphs, ogb
+from cpt_lab.data import ogb
 from cpt_lab.data.files import DataNotFoundError
 from cpt_lab.data.graphs import bidirected, load_graph, random_graph
 from cpt_lab.experiments.recipes import recipe
@@ -57,14 +57,15 @@ def test_edges_go_both_ways_once_and_self_loops_are_a_choice():
         assert graph.indices.dtype == torch.int32
 
 
-def test_large_edge_lists_are_read_in_pieces(monkeypatch):
-    rng = np.random.default_rng(0)
-    source, destination = rng.integers(0, 50, (2, 400))
-    whole = bidirected(source, destination, 50, True)
-    monkeypatch.setattr(graphs, "PIECE", 64)
-    both = bidirected(source, destination, 50, True)
-    assert torch.equal(whole.indptr, both.indptr)
-    assert torch.equal(whole.indices, both.indices)
+@pytest.mark.parametrize("self_loops", [False, True])
+def test_edges_are_those_of_a_dense_matrix(self_loops):
+    source, destination = np.random.default_rng(0).integers(0, 50, (2, 400))
+    dense = np.zeros((60, 60), dtype=bool)  # ten nodes have no edge
+    dense[source, destination] = dense[destination, source] = True
+    np.fill_diagonal(dense, self_loops)
+    graph = bidirected(source, destination, 60, self_loops)
+    assert graph.indptr.tolist() == [0, *dense.sum(1).cumsum()]
+    assert graph.indices.tolist() == np.nonzero(dense)[1].tolist()
 
 
 # --- layouts --------------------------------------------------------------------------------------
@@ -353,7 +354,7 @@ def test_wrong_folders(tmp_path, damage, message):
 
 
 def test_what_is_not_there(tmp_path):
-    for dataset, message in ((tmp_path / "no.npz", "no archive"), (tmp_path / "no" / "folder", "no file or folder")):
+    for dataset, message in ((tmp_path / "no.npz", "no file"), (tmp_path / "no" / "folder", "no file or folder")):
         refused(own(dataset), message, DataNotFoundError)
     (tmp_path / "empty").mkdir()
     refused(own(tmp_path / "empty"), "holds no graph")
