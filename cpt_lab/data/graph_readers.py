@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from cpt_lab.data.common import whole_numbers
-from cpt_lab.data.files import DataNotFoundError, reading
+from cpt_lab.data.files import reading
 
 SPLITS = ("train", "valid", "test")
 ROWS = 1 << 17  # lines of a table that are read at a time
@@ -64,8 +64,6 @@ NAMES = {
 
 def read_archive(path: Path) -> RawGraph:
     """Read a graph from an ``.npz`` archive of the documented layout."""
-    if not path.is_file():
-        raise DataNotFoundError(f"there is no archive {path}")
     with reading(path), path.open("rb") as file, np.load(file, allow_pickle=False) as z:
         arrays = {key: z[key] for key in z.files}
         found: dict[str, np.ndarray] = {}

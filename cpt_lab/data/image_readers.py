@@ -51,8 +51,6 @@ HELD = ("val", "valid", "validation", "test")  # folders of what is tested on; t
 
 def picture_size(path: Path) -> tuple[int, int]:
     """Return height and width; ValueError for a file that breaks off: it is noticed here, before any training."""
-    if not path.is_file():
-        raise DataNotFoundError(f"there is no picture {path}")
     with reading(path), library("PIL.Image", "vision").open(path) as image:
         with path.open("rb") as file:
             file.seek(max(0, path.stat().st_size - 64))
@@ -124,8 +122,6 @@ def _archives_of(folder: Path) -> list[Path]:
 
 
 def _archive(path: Path) -> ArrayImages:
-    if not path.is_file():
-        raise DataNotFoundError(f"there is no archive {path}")
     with reading(path), path.open("rb") as file, np.load(file, allow_pickle=False) as z:
         keys = set(z.files)
         if "labels" not in keys or not ("data" in keys or {"jpeg", "offsets"} <= keys):

@@ -217,7 +217,7 @@ def test_missing_and_wrong_files(own):
     refused(r"there is no file .*b\.xml", DataNotFoundError)
     xml.write_text(good)
     (own / "JPEGImages" / "b.jpg").unlink()
-    refused(r"no picture .*b\.jpg", DataNotFoundError)
+    refused(r"no file .*b\.jpg", DataNotFoundError)
 
 
 def test_a_split_without_an_object_that_counts_is_refused(own):

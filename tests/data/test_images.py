@@ -279,7 +279,7 @@ def two(*labels):
     ("dataset", "files", "error", "message"),
     [
         ("nowhere/", {}, DataNotFoundError, "there is no folder"),
-        ("a.npz,b.npz", {}, DataNotFoundError, "there is no archive"),
+        ("a.npz,b.npz", {}, DataNotFoundError, "there is no file .*a.npz"),
         ("a.npz,b.npz,c.npz", {}, ValueError, "two archives expected"),
         ("two/", {f"two/{n}.npz": npz() for n in ("x_train", "y_train", "t_test")}, ValueError,
          "archives there: t_test.npz, x_train.npz, y_train.npz"),
