@@ -421,14 +421,14 @@ def test_legal_values_are_taken_and_odd_ones_refused_by_name(name, tmp_path, mon
     [
         (lambda: cpt.count_bitops(converted(), X, cyclic(), q_grad=33), "q_grad must be an integer from 1 to 32"),
         (lambda: cyclic().relative_cost(q_max=33), "q_max must be an integer from 1 to 32"),
-        (lambda: cpt.StaticSchedule(8, 10**8 + 1), "total_steps must be at most 100,000,000"),
-        (lambda: cpt.make_schedule("LR", q_min=3, q_max=8, total_steps=10**9), "total_steps must be at most"),
+        (lambda: cpt.StaticSchedule(8, 10**8 + 1), "total_steps must be .* at most 100000000"),
+        (lambda: cpt.make_schedule("LR", q_min=3, q_max=8, total_steps=10**9), "total_steps must be .* at most"),
         (lambda: cpt.Format("affine", 4, saturate="no"), "saturate must be True or False, got 'no'"),
         (lambda: cpt.QuantConfig(float32="fc"), r"float32 must be tuple\[str, ...\], got 'fc'"),
         (lambda: cpt.QuantConfig(float32=("fc", 1)), r"float32 must be tuple\[str, ...\], got \('fc', 1\)"),
         (lambda: relative_cost([3, 40], 8), r"bits must lie between 1 and 32, got \[3, 40\]"),
         (lambda: relative_cost([3, 8], 8, cost=lambda bits: None), "cost must return what a step costs, one number"),
-        (lambda: cpt.schedules.TableSchedule(((3, 5), (8, 10**9))), "total_steps must be at most"),
+        (lambda: cpt.schedules.TableSchedule(((3, 5), (8, 10**9))), "total_steps must be .* at most"),
     ],
 )
 def test_beyond_the_ends_of_a_range(refused, message):

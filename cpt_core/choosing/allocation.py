@@ -19,7 +19,6 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Sequence
 from numbers import Real
 from typing import Any
 
@@ -98,7 +97,7 @@ def allocate(
     if over == "time":
         weights = sensitivity.weights("time", floor)
         counts = spread_bits(weights, np.ones(len(steps)), steps, budget, q_min, prices, unit)
-        return _table([counts], q_min)
+        return _table(counts, q_min)
     if over == "layers":
         weights, steps = sensitivity.weights("layers", floor)[None], np.array([total])
     else:
@@ -107,7 +106,7 @@ def allocate(
     work, length = (np.broadcast_to(x, shape).ravel() for x in (macs[None], steps[:, None]))
     found = spread_bits(weights.ravel(), work, length, budget, q_min, prices, unit).reshape(*shape, -1)
     parts = zip(sensitivity.groups, found.transpose(1, 0, 2), sensitivity.macs, strict=True)
-    return LayeredSchedule(tuple((names, _table([counts], q_min), m) for names, counts, m in parts))
+    return LayeredSchedule(tuple((names, _table(counts, q_min), m) for names, counts, m in parts))
 
 
 def static_of_cost(
@@ -125,29 +124,24 @@ def static_of_cost(
     """
     prices, unit = _prices(q_min, q_max, q_grad, cost, ladder)
     prices = prices / unit
-    q_min, q_max, _ = check_all_bits(q_min, q_max, q_grad)
     total_steps = whole("total_steps", total_steps, 1)
-    bits = np.arange(q_min, q_max + 1)
     check_budget(budget, float(prices[0]), float(prices[-1]), q_min, q_max)
     low = int(np.flatnonzero(prices <= budget * (1 + 1e-9))[-1])
-    if low == len(bits) - 1 or math.isclose(prices[low], budget):
-        return StaticSchedule(int(bits[low]), total_steps)
-    counts = np.zeros((1, len(bits)), dtype=np.int64)
+    if low == len(prices) - 1 or math.isclose(prices[low], budget):
+        return StaticSchedule(q_min + low, total_steps)
+    counts = np.zeros((1, len(prices)), dtype=np.int64)
     counts[0, low + 1] = math.ceil((budget - prices[low]) / (prices[low + 1] - prices[low]) * total_steps)
     counts[0, low] = total_steps - counts[0, low + 1]
-    return _table([counts], q_min)
+    return _table(counts, q_min)
 
 
-def _table(parts: Sequence[Counts], q_min: int) -> TableSchedule:
+def _table(counts: Counts, q_min: int) -> TableSchedule:
     """Make a schedule of places one after the other, the steps of each precision spread evenly within a place."""
-    bits = np.concatenate([_interleaved(counts, q_min) for part in parts for counts in part])
-    return TableSchedule(tuple((q, len(list(run))) for q, run in itertools.groupby(bits.tolist())))
-
-
-def _interleaved(counts: NDArray[np.int64], q_min: int) -> NDArray[np.int64]:
-    bits = np.repeat(np.arange(len(counts)) + q_min, counts)
-    when = np.concatenate([(np.arange(n) + 0.5) / n for n in counts if n])
-    return bits[np.argsort(when, kind="stable")]
+    bits: list[int] = []
+    for of_place in counts:
+        when = np.concatenate([(np.arange(n) + 0.5) / n for n in of_place if n])
+        bits += np.repeat(np.arange(len(of_place)) + q_min, of_place)[np.argsort(when, kind="stable")].tolist()
+    return TableSchedule(tuple((q, len(list(run))) for q, run in itertools.groupby(bits)))
 
 
 def spread_bits(
@@ -181,24 +175,16 @@ def _prices(
     """Return what a step costs at every precision, and one of the baseline.
 
     Raises:
-        ValueError: for bits that are none, or where more bits do not cost more.
+        ValueError: unless bits are whole numbers from 1 to 32, in order, and where more bits do not cost more.
     """
-    q_min, q_max, grade = check_all_bits(q_min, q_max, q_grad)
+    q_min, q_max = whole("q_min", q_min), whole("q_max", q_max)
+    check_range(q_min, q_max, 1)
+    grade = q_max if q_grad is None else whole("q_grad", q_grad, 1, MOST_BITS)
     prices = costs_of(np.arange(q_min, q_max + 1), grade, function_of(cost, grade, ladder))
     if not (np.isfinite(prices).all() and prices[0] > 0 and (np.diff(prices) > 0).all()):
         shown = ", ".join(f"{q}: {price:g}" for q, price in enumerate(prices.tolist(), q_min))
         raise ValueError(f"more bits must cost more for a budget to be spread over them; a step costs {shown}")
     return prices, static_cost(q_max, cost, ladder)
-
-
-def check_all_bits(q_min: Any, q_max: Any, q_grad: Any) -> tuple[int, int, int]:
-    """Return q_min, q_max and gradient bits (``q_max`` when None); ValueError unless whole, in order, from 1 to 32."""
-    low, high = whole("q_min", q_min), whole("q_max", q_max)
-    check_range(low, high, 1)
-    grade = high if q_grad is None else whole("q_grad", q_grad, 1)
-    if grade > MOST_BITS:
-        raise ValueError(f"q_grad must be at most {MOST_BITS}, got {q_grad!r}")
-    return low, high, grade
 
 
 def check_budget(budget: float, lowest: float, highest: float, q_min: int, q_max: int) -> None:

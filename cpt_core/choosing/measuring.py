@@ -125,16 +125,14 @@ def measured(
     """
     declared(measured, {"estimate": estimate, "progress": progress})
     base, q_max = check_bits("base", base), check_bits("q_max", q_max)
-    if not 2 <= base <= q_max:
-        raise ValueError(f"base must lie between 2 and q_max = {q_max}, got {base}")
+    whole("base, up to q_max,", base, 2, q_max)
     if not isinstance(seeds, Iterable) or isinstance(seeds, bytes) or not (found := tuple(seeds)):
         raise ValueError(f"seeds must name at least one, as (0, 1, 2) does; got {seeds!r}")
     seeds = tuple(whole("each of seeds", s, 0) for s in found)
     if len(set(seeds)) < len(seeds):
         raise ValueError(f"seeds must differ, a seed twice is the same training; got {seeds}")
     steps = whole("steps", steps, 1, MOST_STEPS)
-    if whole("windows", windows, 1) > steps:
-        raise ValueError(f"windows must be at most the number of steps, {steps}, got {windows}")
+    windows = whole("windows, at most one a step,", windows, 1, steps)
     edges = [steps * i // windows for i in range(windows + 1)]
     spans = tuple(itertools.pairwise(edges))
     cut = whole("layers", layers, 1) if isinstance(layers, int) else _patterns(layers)

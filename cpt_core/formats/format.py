@@ -69,9 +69,7 @@ class Format:
         choose("specials", self.specials, SPECIALS)
         for name in ("bits", "exponent", "mantissa", "block"):
             object.__setattr__(self, name, whole(f"{name} of a format", getattr(self, name), 0))
-        least, most = BITS[self.kind]
-        if not least <= self.bits <= most:
-            raise ValueError(f"{self.kind} formats have {least} to {most} bits, got {self.bits}")
+        whole(f"bits of {self.kind} formats", self.bits, *BITS[self.kind])
         if self.kind == "minifloat":
             self._check_minifloat()
         elif self.exponent or self.mantissa or self.specials != "none":
@@ -82,11 +80,8 @@ class Format:
             choose("scale of a block", self.scale, ("e8m0", "e4m3"))
 
     def _check_minifloat(self) -> None:
-        if not (2 <= self.exponent <= 8 and self.mantissa <= 23):
-            raise ValueError(
-                "minifloats have 2 to 8 bits of exponent and at most 23 of mantissa, "
-                f"got e{self.exponent}m{self.mantissa}"
-            )
+        whole("bits of a minifloat's exponent", self.exponent, 2, 8)
+        whole("bits of a minifloat's mantissa", self.mantissa, 0, 23)
         if self.bits != 1 + self.exponent + self.mantissa:
             raise ValueError(f"bits of a minifloat are 1 + exponent + mantissa, got {self.bits}")
         if self.largest >= 2.0**128:

@@ -42,7 +42,7 @@ class FormatLadder:
         if not isinstance(formats, Mapping) or not formats:
             raise ValueError(f"a ladder is a mapping, level -> format, of at least one level; got {formats!r}")
         try:
-            found = {_level(level): Quantizer.of(value) for level, value in formats.items()}
+            found = {whole("level", level, 1, MOST_LEVEL): Quantizer.of(value) for level, value in formats.items()}
         except ValueError as error:
             raise ValueError(f"formats of a ladder: {error}") from None
         self._levels = dict(sorted(found.items()))
@@ -70,7 +70,7 @@ class FormatLadder:
 
     def quantizer(self, level: int) -> Quantizer:
         """Return the format of a level with how a tensor is brought onto it; errors as above."""
-        level = _level(level)
+        level = whole("level", level, 1, MOST_LEVEL)
         if level == MOST_LEVEL and level not in self._levels:
             return Quantizer(format=FORMATS["float32"])
         if level not in self._levels:
@@ -171,12 +171,6 @@ class FormatLadder:
         if self == AFFINE:
             return "FormatLadder.affine()"
         return f"FormatLadder({ {level: str(value) for level, value in self._levels.items()} })"
-
-
-def _level(level: Any) -> int:
-    if not 1 <= (number := whole("level", level)) <= MOST_LEVEL:
-        raise ValueError(f"levels are whole numbers from 1 to {MOST_LEVEL}, got {level!r}")
-    return number
 
 
 def ladder_of(value: FormatLadder | Mapping[int, Format | Quantizer | str] | None) -> FormatLadder:

@@ -25,11 +25,7 @@ def check_eval_bits(value: Any) -> EvalBits:
     """Return ``value`` when a model can be evaluated at it, else raise ValueError."""
     if isinstance(value, str) and value in EVAL_BITS:
         return value
-    try:
-        return check_bits("eval_bits", value)
-    except ValueError:
-        names = ", ".join(map(repr, EVAL_BITS))
-        raise ValueError(f"eval_bits must be {names} or an integer from 1 to 32, got {value!r}") from None
+    return check_bits(f"eval_bits, if not {' or '.join(map(repr, EVAL_BITS))},", value)
 
 
 class TrainerPrecision(PrecisionScheduler):

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
-from cpt_core.checks import arguments, shown, whole
+from cpt_core.checks import arguments, whole
 from cpt_core.codes.operands import encoded
 from cpt_core.formats.format import FULL
 from cpt_core.kernels import lstm, operators, products
@@ -114,7 +114,8 @@ def export(
             forget_first_pass(module)
             if getattr(getattr(module, "config", None), "use_cache", False):  # transformers' decoders; this is a copy
                 module.config.use_cache = False  # type: ignore[union-attr]
-        deployed.register_forward_hook(_plain_output)
+        # a program that returns a class of transformers could not be loaded without it
+        deployed.register_forward_hook(lambda module, args, y: dict(y) if isinstance(y, Mapping) else y)
         shapes = tree_map(_first_free, inputs) if dynamic_shapes is None else dynamic_shapes
         with _in_torch_operations():
             program = torch.export.export(deployed, inputs, dynamic_shapes=shapes, strict=False)
@@ -130,11 +131,7 @@ def export(
 def _check(model: nn.Module, bits: int | str | Mapping[str, int]) -> None:
     for value in bits.values() if isinstance(bits, Mapping) else (bits,):
         if not isinstance(value, str) or value != "q_max":
-            try:
-                whole("bits", value, 1, CODE_BITS)
-            except ValueError:
-                wanted = f"bits must be an integer from 1 to {CODE_BITS} (codes of a byte) or 'q_max'"
-                raise ValueError(f"{wanted}, got {shown(value)}") from None
+            whole("bits, if not 'q_max', are codes of a byte and", value, 1, CODE_BITS)
     layers = layer_precisions(model)
     for name, module in model.named_modules():
         if module.training:
@@ -190,11 +187,6 @@ def _encode_parameters_(module: nn.Module, layer: LayerPrecision) -> None:
 
 def _operand(of_data: Any, role: str, x: Tensor | Codes, *along: int) -> Tensor:
     return x() if isinstance(x, Codes) else of_data(role, x, *along)
-
-
-def _plain_output(module: nn.Module, args: Any, output: Any) -> Any:
-    """Forward hook: a program that returns a class of transformers could not be loaded without it."""
-    return dict(output) if isinstance(output, Mapping) else output
 
 
 def _first_free(x: Any) -> dict[int, Any] | None:

@@ -53,14 +53,12 @@ class DeficitSchedule(Schedule):
     def __post_init__(self) -> None:
         set_integers(self, "q_low", "q_high", "total_steps")
         set_range(self, self.q_low, self.q_high, self.total_steps)
-        windows = []
-        for window in self.windows:
-            windows.append(window_of(window))
-            if not 0 <= windows[-1][0] < windows[-1][1] <= self.total_steps:
+        windows = sorted(map(window_of, self.windows))
+        for start, stop in windows:
+            if not 0 <= start < stop <= self.total_steps:
                 raise ValueError(
-                    f"window {windows[-1]} must satisfy 0 <= start < stop <= total_steps = {self.total_steps}"
+                    f"window {start, stop} must satisfy 0 <= start < stop <= total_steps = {self.total_steps}"
                 )
-        windows.sort()
         for a, b in itertools.pairwise(windows):
             if b[0] < a[1]:
                 raise ValueError(f"windows {a} and {b} overlap")
@@ -95,13 +93,11 @@ class AdjustedSchedule(Schedule):
     def __post_init__(self) -> None:
         declared(type(self), vars(self))
         set_range(self, self.schedule.q_min, self.schedule.q_max, self.schedule.total_steps)
-        changes = tuple(sorted((self.schedule._check_step(t), whole("bits", b)) for t, b in self.changes))
+        ends = self.q_min, self.q_max
+        changes = tuple(sorted((self.schedule._check_step(t), whole("bits", b, *ends)) for t, b in self.changes))
         object.__setattr__(self, "changes", changes)
         if len({t for t, _ in changes}) < len(changes):
             raise ValueError(f"a step is changed once, got {changes}")
-        for _, bits in changes:
-            if not self.q_min <= bits <= self.q_max:
-                raise ValueError(f"changed bits must lie in {self.q_min}..{self.q_max}, got {bits}")
 
     def values(self) -> Array:
         """Return the schedule's values, whole numbers where it was changed."""

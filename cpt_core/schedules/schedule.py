@@ -339,7 +339,4 @@ def check_range(q_min: int, q_max: int, total_steps: int) -> None:
     """Raise ValueError unless 1 <= q_min <= q_max <= 32 and there are 1 to ``MOST_STEPS`` steps."""
     if not 1 <= q_min <= q_max <= MOST_BITS:
         raise ValueError(f"bits must satisfy 1 <= q_min <= q_max <= {MOST_BITS}, got q_min={q_min}, q_max={q_max}")
-    if total_steps < 1:
-        raise ValueError(f"total_steps must be at least 1, got {total_steps}")
-    if total_steps > MOST_STEPS:
-        raise ValueError(f"total_steps must be at most {MOST_STEPS:,}, got {total_steps}")
+    whole("total_steps", total_steps, 1, MOST_STEPS)

@@ -216,8 +216,7 @@ def claims() -> list[Claim]:
     table = pd.read_csv(paper_dir() / "claims.csv", keep_default_na=False, dtype=str)
     found = [Claim(**{**line, "margin": float(line["margin"] or 0)}) for line in table.to_dict("records")]
     for c in found:
-        if c.measure not in MEASURES:
-            raise ValueError(f"claim {c.id}: unknown measure {c.measure!r}; choose from {', '.join(MEASURES)}")
+        choose(f"measure of claim {c.id}", c.measure, MEASURES)
         verdict(c.test, c.margin, (0.0, 0.0, 0.0), LEAST_SEEDS)
     return found
 

@@ -12,6 +12,7 @@ import numpy as np
 import pandas as pd
 from matplotlib.figure import Figure
 
+from cpt_core.checks import choose
 from cpt_lab.analysis.style import COLORS, drawing, legend_below, whole
 
 BINS = 80
@@ -40,9 +41,7 @@ def error_over_training(recording: Any, statistic: str = "relative_error") -> Fi
         ValueError: for another statistic, or when nothing is recorded.
     """
     table = recording if isinstance(recording, pd.DataFrame) else recording.table()
-    if statistic not in LABELS:
-        raise ValueError(f"unknown statistic {statistic!r}; choose from {', '.join(LABELS)}")
-    known = table[table[statistic].notna()]
+    known = table[table[choose("statistic", statistic, LABELS)].notna()]
     if known.empty:
         raise ValueError(f"no step has a {statistic}: nothing is recorded")
     roles = known["role"].str.replace(r"_l\d+.*", "", regex=True)  # those of an LSTM's layers together

@@ -17,6 +17,7 @@ from typing import Any
 
 import pandas as pd
 
+from cpt_core.checks import choose
 from cpt_core.schedules.profiles import savings_of
 from cpt_lab.analysis.metrics import METRICS, main_metric, metric_named, worst_value
 from cpt_lab.paths import ROOT, results_dir, runs_dir
@@ -121,10 +122,7 @@ def committed(*names: str) -> pd.DataFrame:
     Where several stores hold a run, the row that counts among all of them is taken, whichever were named.
     """
     there = {path.stem: path for path in sorted(results_dir().glob("*.jsonl"))}
-    unknown = [name for name in names if name not in there]
-    if unknown:
-        raise ValueError(f"no rows are kept under the name {unknown[0]!r}; choose from {', '.join(there)}")
-    rows = _read(dict.fromkeys([*(there[name] for name in names), *there.values()]))
+    rows = _read(dict.fromkeys([*(there[choose("name of kept rows", name, there)] for name in names), *there.values()]))
     places = {_place(there[name]) for name in names or there}
     named = {row["key"] for row in rows if row["store"] in places}
     return tuned(table(newest(_of_one_data([row for row in rows if row["key"] in named])).values()))

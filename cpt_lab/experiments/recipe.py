@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any
 
-from cpt_core.checks import choose, offer
+from cpt_core.checks import choose, declared, offer
 from cpt_core.formats.ladder import LADDERS
 
 SCALES = ("smoke", "demo", "paper")
@@ -83,12 +83,9 @@ class Recipe:
         """Check the arithmetic."""
         if self.autocast not in ("", "bfloat16"):
             raise ValueError(f"autocast must be 'bfloat16', or '' for none, got {self.autocast!r}")
-        if self.execution not in EXECUTIONS:
-            raise ValueError(f"execution must be {' or '.join(map(repr, EXECUTIONS))}, got {self.execution!r}")
+        choose("execution", self.execution, EXECUTIONS)
         choose("ladder", self.ladder, LADDERS)
-        for name in ("tf32", "channels_last", "shared_steps"):
-            if not isinstance(value := getattr(self, name), bool):
-                raise ValueError(f"{name} must be true or false, got {value!r}")
+        declared(Recipe, {name: getattr(self, name) for name in ("tf32", "channels_last", "shared_steps")})
 
     def to_dict(self) -> dict[str, Any]:
         """Return the JSON form, the part of a spec that its key is made of."""

@@ -339,7 +339,7 @@ def test_a_misspelt_claim_is_refused(monkeypatch):
     listed = pd.read_csv(paper_dir() / "claims.csv", keep_default_na=False)
     listed.loc[0, "measure"] = "guess"
     monkeypatch.setattr(pd, "read_csv", lambda *a, **k: listed)
-    with pytest.raises(ValueError, match="claim ptb_costs: unknown measure 'guess'; choose from arms"):
+    with pytest.raises(ValueError, match="unknown measure of claim ptb_costs 'guess'; the nearest of"):
         claims()
 
 

@@ -184,9 +184,9 @@ def test_the_estimate_by_hand():
 @pytest.mark.parametrize(
     ("change", "said"),
     [
-        (dict(base=1), "base must lie between 2 and q_max = 8, got 1"),
-        (dict(base=9), "base must lie between 2"),
-        (dict(windows=9), "windows must be at most the number of steps, 8, got 9"),
+        (dict(base=1), "base, up to q_max, must be a whole number of at least 2 and at most 8, got 1"),
+        (dict(base=9), "base, up to q_max, must be a whole number of at least 2"),
+        (dict(windows=9), "windows, at most one a step, must be .* at most 8, got 9"),
         (dict(seeds=3), "seeds must name at least one, as .* does; got 3"),
         (dict(seeds=(1, 0, 1)), "seeds must differ"),
         (dict(layers=[0, 4]), "layers must be a whole number, or patterns"),

@@ -120,7 +120,7 @@ def test_every_task_refuses_an_arithmetic_that_there_is_not():
             ("autocast", "float16"), ("autocast", None), ("tf32", 1), ("channels_last", "yes"),
             ("execution", "auto"), ("shared_steps", "no"),
         ):  # fmt: skip
-            with pytest.raises(ValueError, match=rf"{name} must be .*, got {wrong!r}"):
+            with pytest.raises(ValueError, match=rf"{name} (must be .*, got )?{wrong!r}"):
                 replace(some, **{name: wrong})
 
 

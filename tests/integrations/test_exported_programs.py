@@ -224,7 +224,8 @@ def test_other_bits_are_refused():
     model = filled(perceptron(), *numbers(4, 12))
     for bits in (0, 9, 24, 2.5, "float", "8", None, {"0": 8, "*": 16}):
         with pytest.raises(
-            ValueError, match=r"bits must be an integer from 1 to 8 \(codes of a byte\) or 'q_max', got"
+            ValueError,
+            match="bits, if not 'q_max', are codes of a byte and must be a whole number of at least 1 and at most 8",
         ):
             cpt.export(model, numbers(2, 12), bits)
 

@@ -98,7 +98,9 @@ def test_evaluations_have_bits_of_their_own_in_whatever_order(tmp_path):
 
 
 def test_other_precisions_of_evaluation_and_other_steps_to_record_are_refused():
-    with pytest.raises(ValueError, match="eval_bits must be 'q_max', 'current', 'float' or an integer from 1 to 32"):
+    with pytest.raises(
+        ValueError, match="eval_bits, if not 'q_max' or 'current' or 'float', must be an integer from 1 to 32"
+    ):
         PrecisionCallback(schedule_of(), eval_bits="max")
     with pytest.raises(ValueError, match="record_every must be a whole number of at least 1, got 'often'"):
         PrecisionCallback(schedule_of(), record_every="often")

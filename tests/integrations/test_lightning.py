@@ -154,7 +154,9 @@ def test_evaluations_have_bits_of_their_own(tmp_path):
 
 
 def test_other_precisions_of_evaluation_are_refused():
-    with pytest.raises(ValueError, match="eval_bits must be 'q_max', 'current', 'float' or an integer from 1 to 32"):
+    with pytest.raises(
+        ValueError, match="eval_bits, if not 'q_max' or 'current' or 'float', must be an integer from 1 to 32"
+    ):
         PrecisionCallback(schedule_of(), eval_bits="max")
 
 

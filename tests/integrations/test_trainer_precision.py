@@ -42,7 +42,9 @@ def test_precisions_of_evaluation():
 
 @pytest.mark.parametrize("eval_bits", [0, 33, 2.5, True, None, "max", "8", [8]])
 def test_other_precisions_of_evaluation_are_refused(eval_bits):
-    with pytest.raises(ValueError, match="eval_bits must be 'q_max', 'current', 'float' or an integer from 1 to 32"):
+    with pytest.raises(
+        ValueError, match="eval_bits, if not 'q_max' or 'current' or 'float', must be an integer from 1 to 32"
+    ):
         check_eval_bits(eval_bits)
 
 

@@ -161,9 +161,9 @@ def test_only_the_changed_steps_change():
     [
         ((-1, 5), "step -1 is outside the schedule; steps run from 0 to 1599"),
         ((1600, 5), "step 1600 is outside the schedule"),
-        ((1, 2), "changed bits must lie in 3..8, got 2"),
-        ((1, 9), "changed bits must lie in 3..8, got 9"),
-        ((1, 4.5), "bits must be an integer, got 4.5"),
+        ((1, 2), "bits must be a whole number of at least 3 and at most 8, got 2"),
+        ((1, 9), "bits must be a whole number of at least 3 and at most 8, got 9"),
+        ((1, 4.5), "bits must be a whole number of at least 3 and at most 8, got 4.5"),
         ((0, 6), "a step is changed once"),
     ],
 )

@@ -45,7 +45,7 @@ def test_schedules_and_costs_do_without_torch():
         ({"q_min": 0}, "1 <= q_min"),
         ({"q_min": None}, "needs q_min"),
         ({"q_max": 33}, "<= 32"),
-        ({"total_steps": 0, "n_cycles": 0}, "total_steps must be at least 1"),
+        ({"total_steps": 0, "n_cycles": 0}, "total_steps must be a whole number of at least 1"),
         ({"n_cycles": 0}, "n_cycles must lie in 1"),
         ({"n_cycles": 1601}, "n_cycles must lie in 1..total_steps = 1..1600, got 1601"),
         ({"name": "LT", "n_cycles": 7}, "even n_cycles"),
