@@ -43,13 +43,11 @@ def _tiny(seed: int) -> tuple[Any, Any, Any, Any]:
 def rounded_tensors(model: Any, layer: Any, batch: tuple[Any, Any], loss: Any) -> dict[str, Any]:
     """Return what a step rounds in a layer, before it is rounded: weights, inputs, gradients of the output."""
     found = {"weights": layer.weight.detach()}
-    hooks = [
+    inputs, labels = batch
+    with (
         layer.register_forward_pre_hook(lambda module, given: found.update(inputs=given[0].detach())),
         layer.register_full_backward_pre_hook(lambda module, given: found.update(gradients=given[0].detach())),
-    ]
-    inputs, labels = batch
-    loss(model(inputs), labels).backward()
+    ):
+        loss(model(inputs), labels).backward()
     model.zero_grad()
-    for hook in hooks:
-        hook.remove()
     return found

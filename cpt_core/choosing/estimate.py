@@ -15,7 +15,7 @@ Biases, hidden states of an LSTM and inputs that need no gradient (those of the 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any
 
@@ -30,7 +30,7 @@ from cpt_core.quantization.layers import QuantizedLayer
 def gradients_recorded(model: nn.Module, optimizer: torch.optim.Optimizer, found: dict[str, float]) -> Iterator[None]:
     """Add the estimate of every quantised layer to ``found`` for the steps inside a ``with`` block."""
     layers: dict[str, Any] = {n: m for n, m in model.named_modules() if isinstance(m, QuantizedLayer)}
-    handles: list[Any] = []
+    hooks = ExitStack()
 
     @torch.no_grad()
     def add(name: str, role: str, x: Tensor, gradient: Tensor) -> None:
@@ -44,15 +44,12 @@ def gradients_recorded(model: nn.Module, optimizer: torch.optim.Optimizer, found
     def inputs(name: str, layer: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
         for x in (*args, *kwargs.values()):
             if isinstance(x, Tensor) and x.is_floating_point() and x.requires_grad:
-                handles.append(x.register_hook(partial(add, name, "input", x.detach())))
+                hooks.enter_context(x.register_hook(partial(add, name, "input", x.detach())))
 
-    for name, layer in layers.items():
-        handles.append(layer.register_forward_pre_hook(partial(inputs, name), with_kwargs=True))
-        for parameter, weight in layer.named_parameters(recurse=False):
-            if parameter.startswith("weight") and weight.requires_grad:
-                handles.append(weight.register_hook(partial(add, name, "weight", weight)))
-    try:
+    with hooks:
+        for name, layer in layers.items():
+            hooks.enter_context(layer.register_forward_pre_hook(partial(inputs, name), with_kwargs=True))
+            for parameter, weight in layer.named_parameters(recurse=False):
+                if parameter.startswith("weight") and weight.requires_grad:
+                    hooks.enter_context(weight.register_hook(partial(add, name, "weight", weight)))
         yield
-    finally:
-        for handle in handles:
-            handle.remove()

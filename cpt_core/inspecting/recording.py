@@ -16,6 +16,7 @@ from __future__ import annotations
 import math
 import weakref
 from collections.abc import Iterator
+from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any, Protocol, Self
 
 import numpy as np
@@ -75,6 +76,7 @@ class Recording:
 
     Attributes:
         step: number of the optimizer step that is under way.
+        open: whether the block is under way.
         every: one step of so many is recorded. Memory is bounded: with more than ``MOST_STEPS`` recorded, every second
             is forgotten and ``every`` doubles.
 
@@ -102,17 +104,17 @@ class Recording:
         self._kept: dict[int, dict[Key, np.ndarray]] = {}
         self._seen: set[str] = set()
         self._written = -1
-        self._hooks: list[Any] = []
+        self._hooks = ExitStack()
+        self.open = False
 
     def __enter__(self) -> Self:
         """Start; ValueError when a layer is recorded already."""
         if odd := [name for name, p in self._layers.items() if p in _RECORDED]:
             raise ValueError(f"layer {odd[0]!r} is recorded already; leave that block first")
         _RECORDED.update(self._layers.values())
-        self._hooks = [
-            self._model.register_forward_pre_hook(self._before_pass),
-            register_optimizer_step_post_hook(self._after_step),
-        ]
+        self._hooks.enter_context(self._model.register_forward_pre_hook(self._before_pass))
+        self._hooks.enter_context(register_optimizer_step_post_hook(self._after_step))
+        self.open = True
         self._watch((self.step - self._first) % self.every == 0)
         return self
 
@@ -120,15 +122,9 @@ class Recording:
         """Stop, and keep what has been seen of the step under way."""
         self._watch(False)
         self._collect()
-        for hook in self._hooks:
-            hook.remove()
-        self._hooks = []
+        self._hooks.close()
+        self.open = False
         _RECORDED.difference_update(self._layers.values())
-
-    @property
-    def open(self) -> bool:
-        """Whether the block is under way."""
-        return bool(self._hooks)
 
     # --- while it runs ------------------------------------------------------------------------------------------------
 
