@@ -10,8 +10,8 @@ from __future__ import annotations
 import time
 from bisect import bisect_right
 from collections import Counter, defaultdict
-from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Mapping
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -30,7 +30,6 @@ class TrainingStep(Path):
         model: on the device of the inputs, anyone's.
         inputs: the arguments of its forward.
         modules: those of its modules that ``shares`` and ``saved`` tell apart, by name.
-        around: makes the context of the forward pass, such as ``torch.autocast``.
 
     Raises:
         ValueError: for a model on another device than the CPU or a GPU with CUDA.
@@ -44,10 +43,9 @@ class TrainingStep(Path):
         model: nn.Module,
         inputs: tuple[Any, ...],
         modules: Mapping[str, nn.Module] | None = None,
-        around: Callable[[], AbstractContextManager[Any]] = nullcontext,
     ) -> None:
         super().__init__()
-        self.model, self.inputs, self.modules, self.around = model, inputs, modules or {}, around
+        self.model, self.inputs, self.modules = model, inputs, modules or {}
         self.trained = [t for t in (*model.parameters(), *tensors_in(inputs)) if t.requires_grad]
         self.device = next((t.device for t in self.trained), torch.device("cpu"))
         choose("device of a model to time", self.device.type, ("cpu", "cuda"))
@@ -108,9 +106,7 @@ class TrainingStep(Path):
 
     def _forward(self) -> list[Tensor]:
         """Return the outputs that need a gradient."""
-        with self.around():
-            outputs = self.model(*self.inputs)
-        found = [y for y in floating_in(outputs) if y.requires_grad]
+        found = [y for y in floating_in(self.model(*self.inputs)) if y.requires_grad]
         if not found:
             raise ValueError(f"no output of {type(self.model).__name__} needs a gradient: there is no step to measure")
         return found
