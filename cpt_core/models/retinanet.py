@@ -160,15 +160,9 @@ def retinanet(
     )
     model.box_coder = head.regression_head.box_coder = BoxCoder(BOX_WEIGHTS)
     initialize(model)
-    for convolution in (m for m in model.modules() if isinstance(m, nn.Conv2d)):
-        if convolution.bias is not None:
-            nn.init.zeros_(convolution.bias)
-    for output, bias in (
-        (head.classification_head.cls_logits, -math.log((1 - PRIOR) / PRIOR)),
-        (head.regression_head.bbox_reg, 0.0),
-    ):
+    for output in (head.classification_head.cls_logits, head.regression_head.bbox_reg):
         nn.init.zeros_(output.weight)
-        nn.init.constant_(output.bias, bias)
+    nn.init.constant_(head.classification_head.cls_logits.bias, -math.log((1 - PRIOR) / PRIOR))
     if weights is not None:
         stored = torch.load(weights, weights_only=True, map_location="cpu")
         wanted = {name for name in body.state_dict() if not name.startswith("fc.")}
@@ -176,10 +170,6 @@ def retinanet(
             raise ValueError(f"{weights} holds no weights of this backbone: there is no {missing[0]}")
         body.load_state_dict({name: stored[name] for name in wanted}, strict=False)
     return model
-
-
-def _resnet18(norm: Callable[..., nn.Module]) -> nn.Module:
-    return torchvision.models.resnet18(norm_layer=norm)
 
 
 def _small(norm: Callable[..., nn.Module]) -> nn.Module:
@@ -192,6 +182,6 @@ def _small(norm: Callable[..., nn.Module]) -> nn.Module:
 # name -> backbone by its normalisation layer, channels of its last three stages, stride of the first of them (pixels
 # between the anchors of P3), channels of the pyramid
 BACKBONES: dict[str, tuple[Callable[[Any], nn.Module], tuple[int, int, int], int, int]] = {
-    "retinanet": (_resnet18, (128, 256, 512), 8, 256),
+    "retinanet": (lambda norm: torchvision.models.resnet18(norm_layer=norm), (128, 256, 512), 8, 256),
     "retinanet_small": (_small, (32, 64, 128), 4, 32),
 }
