@@ -81,21 +81,14 @@ def aggregation(
     model: str | None = None,
     *,
     bits: Sequence[int] = (8,),
-    seeds: Sequence[int] | None = None,
-    **changes: Any,
+    **given: Any,
 ) -> list[RunSpec]:
     """Return the runs that compare FP-Agg with Q-Agg at static precision: both at all ``bits``, 3 seeds.
 
     Paper: section 4.3, figure 5 (8 bits, OGBN-Arxiv and OGBN-Products).
     """
-    return [
-        spec
-        for kind in ("fp", "quantized")
-        for spec in quality_cost(
-            scale, dataset, model, task="graph", schedules=(), static=bits, q_max=(max(bits),), seeds=seeds,
-            aggregation=kind, **changes,
-        )
-    ]  # fmt: skip
+    both = {"task": "graph", "schedules": (), "static": bits, "q_max": (max(bits),), **given}
+    return [s for kind in ("fp", "quantized") for s in quality_cost(scale, dataset, model, aggregation=kind, **both)]
 
 
 def q_agg(scale: str = "demo", dataset: str = "digits-graph", model: str | None = None, **given: Any) -> list[RunSpec]:
@@ -112,8 +105,7 @@ def fanout(
     model: str | None = None,
     *,
     fanouts: Sequence[int] = (8, 16, 32, 64),
-    seeds: Sequence[int] | None = None,
-    **changes: Any,
+    **given: Any,
 ) -> list[RunSpec]:
     """Return the runs that compare numbers of sampled neighbours at static 8 bits, with FP-Agg and with Q-Agg.
 
@@ -123,7 +115,7 @@ def fanout(
     Paper: section 4.3 (32 neighbours).
     Differs: the other numbers of neighbours are ours.
     """
-    specs = [s for n in fanouts for s in aggregation(scale, dataset, model, seeds=seeds, fanout=n, **changes)]
+    specs = [s for n in fanouts for s in aggregation(scale, dataset, model, fanout=n, **given)]
     if any(not s.recipe.batch for s in specs):
         raise ValueError(f"{specs[0].recipe.model} on {dataset} trains on the full graph: no neighbours are sampled")
     return specs
@@ -177,13 +169,12 @@ def deficit_scan(
     length. Each total length has two controls, without which lost training time passes for damage: the same training
     at ``q_max`` throughout, and the same number of low steps at its end.
 
+    Other arguments are those of ``quality_cost``.
+
     Args:
-        scale: "smoke", "demo" or "paper".
-        dataset: see ``recipes.recipe``; ``model`` and ``task`` too.
         lengths: low steps at the start; 0 is no deficit. None takes those of ``Dataset.deficits``.
         windows: pairs (start, stop) of low steps, half-open. None takes those of ``Dataset.deficits``.
         steps_per_epoch: what one unit of ``lengths`` and ``windows`` is, when they are given in epochs.
-        seeds: None takes the recipe's.
         q_max: bits outside the deficit, and of the gradients.
         changes: other values for fields of the recipe, such as ``q_min=3``; ``steps=`` is the training after a deficit
             at the start, and all of the training with a window.
@@ -260,14 +251,12 @@ def equal_cost(
     it costs the same; ER, static ``q_max`` and the lowest static precision that costs at least 95 % of RR per step,
     each stopped when the money is spent (by whole steps: never later), its learning rate falling accordingly sooner.
 
+    Other arguments are those of ``quality_cost``.
+
     Args:
-        scale: "smoke", "demo" or "paper".
-        dataset: see ``recipes.recipe``; ``model`` and ``task`` too.
         budget: cost relative to static ``q_max``; None takes RR's.
         delay: share of the steps that the delayed schedule holds at ``q_max`` first.
-        seeds: None takes the recipe's.
         q_max: highest bits.
-        changes: other values for fields of the recipe.
 
     Raises:
         ValueError: for unknown names, and for a budget or a delay that cannot be met.
@@ -322,12 +311,11 @@ def execution(
     The steps of the grids are those of the paper's code, or one per tensor, with which all products have an integer
     form. Runs of one seed differ in nothing else. The test set is looked at ten times, for curves.
 
+    Other arguments are those of ``quality_cost``.
+
     Args:
-        scale: "smoke", "demo" or "paper".
-        dataset: see ``recipes.recipe``; ``model`` and ``task`` too.
         arm: a schedule's name, or "static 5".
         seeds: None takes 0 to 9.
-        changes: other values for fields of the recipe.
     """
     r = recipe(scale, dataset, model, task=task or "image")
     r = _changed(r, task, {"evaluate_every": max(1, changes.get("steps", r.steps) // 10), **changes})
