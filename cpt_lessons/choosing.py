@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from dataclasses import fields
 from functools import cache
@@ -17,24 +16,19 @@ from cpt_core.choosing.precision_range import PrecisionRange
 from cpt_core.formats.costs import COSTS
 from cpt_core.schedules.make import make_schedule
 from cpt_core.schedules.schedule import Schedule, StaticSchedule
+from cpt_lab.analysis.effects import range_tests
 from cpt_lab.analysis.equal_cost import equal_cost
 from cpt_lab.analysis.estimates import Estimate
 from cpt_lab.analysis.pages import terminal
-from cpt_lab.analysis.preregistered import Answer, all_answers, in_margins, intervals
+from cpt_lab.analysis.preregistered import all_answers, in_margins, intervals
 from cpt_lab.analysis.runs import committed
 from cpt_lab.analysis.style import COLORS, SMALL, TEXT, drawing
-from cpt_lab.paths import results_dir
 
 
 @cache
-def _answers(study: str) -> list[Answer]:
-    """Return the answers that the committed rows of a study give to its preregistered questions."""
-    return all_answers(committed(study))
-
-
 def _effects(question: str) -> tuple[Estimate, ...]:
-    """Return the primary effects of a preregistered question."""
-    return next(a.primary for a in _answers(question[:2].lower()) if a.question == question)
+    """Return the primary effects of a preregistered question, by the committed rows of its study."""
+    return next(a.primary for a in all_answers(committed(question[:2].lower())) if a.question == question)
 
 
 def static_or_cycle() -> Figure:
@@ -62,24 +56,20 @@ def spent() -> Figure:
 
 def other_formats() -> Figure:
     """Draw H6b and H6c: schedules against static number formats of their cost."""
-    return import_module("cpt_lab.studies.h6.outcome").figure(committed("h6"))
-
-
-def _stored() -> dict[str, Any]:
-    tests: dict[str, Any] = json.loads((results_dir() / "range_tests.json").read_text(encoding="utf-8"))["tests"]
-    return tests
+    h6 = import_module("cpt_lab.studies.h6.outcome")
+    return h6.figure(h6.answers(committed("h6")))
 
 
 def stored_range_test(name: str) -> PrecisionRange:
     """Return a committed range test, such as "digits/mlp6"."""
-    test = _stored()[name]
+    test = range_tests()[name]
     return PrecisionRange(**{field.name: test[field.name] for field in fields(PrecisionRange)})
 
 
 def show_range_tests() -> None:
     """Print the committed range tests: the share of q_max's loss reduction at each precision, and both q_min."""
     print(f"{'data set/network':<29}{'f(2)':>14}{'f(3)':>14}{'f(4)':>14}   q_min found   here  paper")
-    for name, test in _stored().items():
+    for name, test in range_tests().items():
         cells = []
         for bits in (2, 3, 4):
             column = [row[test["bits"].index(bits)] for row in test["shares"]]

@@ -6,6 +6,7 @@ import json
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import cache
+from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -60,7 +61,7 @@ class Effect:
         """Return it in words; exact ones have no interval."""
         if self.scale == "exact":
             return self.what
-        found = q_min_found().get(self.place, 0)
+        found = range_tests().get(self.place, {}).get("q_min") or 0
         below = f" (below the {found} that the range test finds)" if self.bits < f"q_min {found}" else ""
         return f"{self.experiment}{below}: {'; '.join(e.number() for e in (self, *self.others))}"
 
@@ -74,10 +75,10 @@ class Effect:
 
 
 @cache
-def q_min_found() -> dict[str, int]:
-    """Return the lowest bits that the kept range tests found, by data set and model."""
-    tests = json.loads((results_dir() / "range_tests.json").read_text(encoding="utf-8"))["tests"]
-    return {name: test["q_min"] for name, test in tests.items() if test["q_min"]}
+def range_tests() -> dict[str, dict[str, Any]]:
+    """Return the kept range tests, by data set and model."""
+    tests: dict[str, Any] = json.loads((results_dir() / "range_tests.json").read_text(encoding="utf-8"))["tests"]
+    return tests
 
 
 @dataclass(frozen=True)

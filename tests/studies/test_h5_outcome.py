@@ -16,7 +16,7 @@ from cpt_lab.studies.h5.arms import CASES, allocated
 from cpt_lab.studies.h5.outcome import (
     ARMS,
     allocation_figure,
-    effects,
+    cases,
     secondary,
     sections,
     summary,
@@ -24,6 +24,10 @@ from cpt_lab.studies.h5.outcome import (
 )
 from tests.helpers import row_of
 from tests.studies.test_h5_arms import made_up
+
+
+def effects(runs):
+    return outcome.effects(cases(runs))
 
 
 @pytest.fixture(autouse=True)

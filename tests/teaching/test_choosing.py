@@ -7,6 +7,7 @@ from cpt_core.choosing.solver import solve_schedule
 from cpt_core.schedules.schedule import StaticSchedule
 from cpt_lab.analysis import predictors
 from cpt_lab.analysis.estimates import Estimate
+from cpt_lab.analysis.preregistered import all_answers
 from cpt_lab.analysis.runs import committed
 from cpt_lab.experiments.grids import grid_specs
 from cpt_lab.studies.h1_to_h4 import arms
@@ -61,7 +62,7 @@ def test_static_and_cycles_in_margins_with_the_verdicts_of_h2():
     assert [line[0].rpartition(", ")[2] for line in lines] == ["n = 10", "n = 20", "n = 20"] * 2
     assert all(-1 < low < mean < high < 1 and word.startswith("alike") for _, mean, low, high, word in lines[:3])
     assert all(high < 0 and word.startswith("static is better (-") for *_, high, word in lines[3:])
-    (h2,) = [a for a in choosing._answers("h2") if a.question == "H2"]
+    (h2,) = [a for a in all_answers(committed("h2")) if a.question == "H2"]
     assert "static is better in 3 of 6; alike within the margin in 3" in h2.word
     assert lines[4][1] == pytest.approx(h2.primary[3].mean / 2)
 
@@ -93,7 +94,7 @@ def test_what_notebook_12_says_of_noise_and_of_other_formats():
         assert not any("schedule is better" in line[-1] for line in part)
     assert sum(high > 1 for *_, high, _ in ten) == 1
     assert not any(high > 1 for *_, high, _ in late)
-    assert not any(a.adjusted < 0.05 for a in choosing._answers("h6"))
+    assert not any(a.adjusted < 0.05 for a in all_answers(committed("h6")))
 
 
 def test_what_notebook_12_says_of_predictors():

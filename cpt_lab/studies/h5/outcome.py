@@ -36,11 +36,12 @@ WINS, LOSES = "wins", "loses"
 WORDS = ("bits here, not there", "mixed, as what wins here loses elsewhere", "worse than static", "nothing beat static")
 
 
-def effects(runs: pd.DataFrame) -> pd.DataFrame:
+def effects(parts: Mapping[str, Arms | str], rule: str = "") -> pd.DataFrame:
     """Return one line per case and arm: what it gains on the better of static's two evaluations, by seed.
 
     Args:
-        runs: any; those of H5 are found by their keys.
+        parts: of ``cases``.
+        rule: one of ``RULES``: as they are where it judges arms and static alike.
 
     Returns:
         case, arm, unit ("points", or "%" of the perplexity), mean, low, high (95 %), p (two-sided), adjusted (Holm over
@@ -49,11 +50,6 @@ def effects(runs: pd.DataFrame) -> pd.DataFrame:
         it), promised (gain by the model), bitops and bitops_per_op (those of the whole model, relative to static's, by
         both conventions). NaN where a case has missing runs.
     """
-    return _effects(cases(runs))
-
-
-def _effects(parts: Mapping[str, Arms | str], rule: str = "") -> pd.DataFrame:
-    """Return ``effects``, with a rule of ``RULES`` as they are where it judges arms and static alike."""
     lines = [line for case, arms in parts.items() for line in _case(case, arms, rule)]
     adjusted = holm([line["p"] for line in lines])
     for line, p in zip(lines, adjusted, strict=True):
@@ -197,7 +193,7 @@ def robustness(parts: Mapping[str, Arms | str]) -> dict[str, str]:
     """Return the arms that have another outcome under ``RULES``, which judge arms and static alike, and which."""
 
     def words(rule: str) -> dict[str, str]:
-        classes = _classes(_effects(parts, rule))
+        classes = _classes(effects(parts, rule))
         named = {
             arm: word.removesuffix(", as what wins here loses elsewhere")
             for word, arms in zip(WORDS, classes, strict=False)
@@ -229,7 +225,7 @@ def _interval(r: Any) -> str:
 def answers(runs: pd.DataFrame) -> list[Answer]:
     """Return the answer of H5 from rows, in the words that the document has for outcomes."""
     parts = cases(runs)
-    said = verdict(_effects(parts))
+    said = verdict(effects(parts))
     words = "; ".join(word for word in WORDS if word in said.lower()) or said
     primary = [
         replace(arms.gain(arm), what=f"{case}, {arm} minus static")
@@ -322,7 +318,7 @@ def _draw_gains(ax: Axes, lines: pd.DataFrame) -> None:
 def sections(runs: pd.DataFrame) -> Iterator[Section]:
     """Yield what H5 came to, once all runs of a case are there."""
     parts = cases(runs)
-    gains = _effects(parts)
+    gains = effects(parts)
     if not gains["n"].any():
         return
     notes = (

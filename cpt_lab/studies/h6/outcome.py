@@ -75,10 +75,7 @@ def cells(runs: pd.DataFrame) -> list[Cell] | str:
 
 def answers(runs: pd.DataFrame) -> list[Answer]:
     """Return the answers of H6a, H6b and H6c, a family of three tests, from rows."""
-    return _answers(cells(runs))
-
-
-def _answers(parts: list[Cell] | str) -> list[Answer]:
+    parts = cells(runs)
     if isinstance(parts, str):
         return [Answer(name, asks, word=parts) for name, asks in QUESTIONS.items()]
     told = zip(QUESTIONS.items(), (_correlation(parts), _gains(parts, SUITE), _gains(parts, (LATE,))), strict=True)
@@ -114,10 +111,10 @@ def by_arm(parts: Sequence[Cell]) -> pd.DataFrame:
     return pd.DataFrame(lines, columns=["cell", "arm", "savings", "relative cost", "quality", "gain on static [95 %]"])
 
 
-def figure(runs: pd.DataFrame) -> Figure:
-    """Draw H6b and H6c: schedules against static number formats of their cost, in units of the margin."""
+def figure(told: Sequence[Answer]) -> Figure:
+    """Draw H6b and H6c of ``answers``: schedules against static formats of their cost, in units of the margin."""
     lines = []
-    for effects in (a.primary for a in answers(runs)[1:]):
+    for effects in (a.primary for a in told[1:]):
         names = [effect.what.replace(" minus static", "") for effect in effects]
         lines += in_margins(effects, names, above="schedule is better")
     unit = "gain on static formats of equal cost, in margins\n(grey: within one margin, 1 or 0.2 points, or 2 %)"
@@ -130,7 +127,7 @@ def figure(runs: pd.DataFrame) -> Figure:
 
 def sections(runs: pd.DataFrame) -> Iterator[Section]:
     """Yield what the schedules came to on other formats, once all runs are there."""
-    parts = cells(runs)
+    parts, told = cells(runs), answers(runs)
     if isinstance(parts, str):
         return
     note = (
@@ -141,5 +138,5 @@ def sections(runs: pd.DataFrame) -> Iterator[Section]:
     alt = (
         "what schedules, and a late rise, gain on static number formats of their cost, for three tasks and two ladders"
     )
-    yield Section("Schedules on other number formats", (note,), figure(runs), alt, summary(_answers(parts)), "left")
+    yield Section("Schedules on other number formats", (note,), figure(told), alt, summary(told), "left")
     yield Section("Schedules on other number formats: every arm", table=by_arm(parts), style="left folded")
