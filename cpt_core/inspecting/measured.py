@@ -79,11 +79,7 @@ class MeasuredCost:
     def other(self, bits: int) -> Spent:
         """Return what a step takes outside the layers: activation functions, sums, autograd itself; errors as above."""
         step, parts = self._at(bits), [spent[bits] for spent in self.layers.values()]
-        return Spent(
-            step.seconds - sum(p.seconds for p in parts),
-            step.saved_bytes - sum(p.saved_bytes for p in parts),
-            step.bitops - sum(p.bitops for p in parts),
-        )
+        return Spent(*(whole - sum(of_layers) for whole, *of_layers in zip(step, *parts, strict=True)))
 
     def relative_cost(self, schedule: Schedule) -> float:
         """Return the seconds of a step, the mean over a schedule, relative to static ``q_max``.

@@ -252,10 +252,7 @@ def remove_checkpoints(store: Path, keys: Collection[str]) -> None:
 
 def load_curve(store: Path | str, key: str) -> pd.DataFrame:
     """Return the curve of one run; FileNotFoundError when there is none."""
-    path = place(Path(store), "curves", key)
-    if not path.exists():
-        raise FileNotFoundError(f"no curve of run {key} beside {store}")
-    return pd.read_parquet(path)
+    return pd.read_parquet(place(Path(store), "curves", key))
 
 
 # --- what is known before a run -------------------------------------------------------------------

@@ -483,7 +483,7 @@ def test_curves_hold_every_step_and_its_evaluations(tmp_path):
     assert curve.valid_accuracy_at_q_max.dropna().to_dict() == {1: 0.4}
     assert [p.name for p in (tmp_path / "rows.curves").iterdir()] == ["abc.parquet"]
     pd.testing.assert_frame_equal(curve, pd.read_parquet(tmp_path / "rows.curves" / "abc.parquet"))
-    with pytest.raises(FileNotFoundError, match="no curve of run xyz"):
+    with pytest.raises(FileNotFoundError, match="xyz"):
         stores.load_curve(store, "xyz")
 
 
