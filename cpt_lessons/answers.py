@@ -65,12 +65,14 @@ def words(answer: Any) -> str:
     return " ".join(text.lower().split())
 
 
-def schedule(answer: Any, total_steps: int) -> Schedule:
-    """Return a schedule of that many steps."""
+def schedule(answer: Any, total_steps: int, *ends: int) -> Schedule:
+    """Return a schedule of that many steps, between these bits where they are given."""
     if not isinstance(answer, Schedule):
         raise Refused(f"{short(answer)} is no schedule")
     if answer.total_steps != total_steps:
         raise Refused(f"it has {answer.total_steps:,} steps, not {total_steps:,}")
+    if ends and (answer.q_min, answer.q_max) != ends:
+        raise Refused(f"it goes from {answer.q_min} to {answer.q_max} bits")
     return answer
 
 
@@ -79,9 +81,7 @@ def of_the_suite(answer: Any) -> Schedule:
     s = schedule(answer, 64_000)
     if s.savings not in ("large", "medium", "small"):
         raise Refused("it is none of the ten of the suite")
-    if (s.q_min, s.q_max) != (3, 8):
-        raise Refused(f"it goes from {s.q_min} to {s.q_max} bits")
-    return s
+    return schedule(s, 64_000, 3, 8)
 
 
 def outcome(function: Any, *args: Any) -> Any:

@@ -33,9 +33,7 @@ def _precision_at_hits(hits: list[bool], objects: int) -> float:
 
 
 def _half_with_cosine(answer: Any) -> bool:
-    s = schedule(answer, 64_000)
-    if (s.q_min, s.q_max) != (3, 8):
-        raise Refused(f"it goes from {s.q_min} to {s.q_max} bits")
+    s = schedule(answer, 64_000, 3, 8)
     profile = getattr(getattr(s, "schedule", s), "profile", None)  # a few steps may have been adjusted
     name = getattr(profile, "base", type(profile).__name__.lower())
     if name != "cosine":
@@ -46,9 +44,7 @@ def _half_with_cosine(answer: Any) -> bool:
 
 
 def _half_above_8(answer: Any) -> bool:
-    s = schedule(answer, 64_000)
-    if (s.q_min, s.q_max) != (4, 16):
-        raise Refused(f"it goes from {s.q_min} to {s.q_max} bits")
+    s = schedule(answer, 64_000, 4, 16)
     if abs((seconds := (1 + (s.bits() > 8).mean()) / 2) - 0.75) >= 1e-3:
         raise Refused(f"it takes {seconds:.3f} of the seconds")
     return True

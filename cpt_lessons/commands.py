@@ -8,6 +8,7 @@ from typing import Annotated
 
 import typer
 
+from cpt_core.checks import library
 from cpt_lab.commands import Many, Scale, app
 from cpt_lab.paths import CHECKOUT
 
@@ -88,9 +89,11 @@ def run_notebooks() -> None:
     """Run every notebook at smoke scale and save it with its outputs, before a commit."""
     if CHECKOUT is None:
         raise ValueError("the notebooks of an installed package stay as they are; copies: notebooks --copy FOLDER")
+    nbformat = library("nbformat", "notebooks")
+    from cpt_lessons import export, kernels
     from cpt_lessons import notebooks as r
 
     for path in r.notebooks():
         started = time.monotonic()
-        r.execute_in_place(path)
+        nbformat.write(export.clean(kernels.execute(path, None, {})), path)  # at its defaults
         typer.echo(f"{path.name}: {time.monotonic() - started:.0f} s")

@@ -277,11 +277,3 @@ def _run(job: NotebookRun, key: str, place: Place) -> NotebookOutcome:
     page = export.notebook_page(book, job.file("html").stem, error and f"This run failed: {error}")
     job.keep(page, nbformat.writes(book), **({"error": error} if error else {"key": key, "seconds": seconds}))
     return job.outcome("failed" if error else "done", seconds)
-
-
-def execute_in_place(path: Path) -> None:
-    """Run a notebook at its defaults (smoke scale) and save it with outputs and execution counts."""
-    nbformat = library("nbformat", "notebooks")
-    from cpt_lessons import export, kernels
-
-    nbformat.write(export.clean(kernels.execute(path, None, {})), path)

@@ -117,7 +117,8 @@ class _Conv2d(torch.autograd.Function):
         ctx.save_for_backward(*a, *w)
         ctx.geometry, ctx.gradient = geometry, GradientRounding(precision, channels_last=True)
         # as a convolution of torch: what follows may rely on the layout, as view does
-        ctx.channels_last = any(map(_is_channels_last, (x, weight)))
+        last = torch.channels_last
+        ctx.channels_last = any(t.is_contiguous(memory_format=last) and not t.is_contiguous() for t in (x, weight))
         return convolution.conv2d(a, w, bias, geometry, ctx.channels_last).detach()  # as above
 
     @staticmethod
@@ -146,10 +147,6 @@ def _conv2d_weight(g: Operand, a: QuantizedTensor, shape: torch.Size, geometry: 
     if isinstance(g, QuantizedTensor) and g.one_step:
         return convolution.conv2d_weight(g, a, shape[2:], geometry)
     return conv2d_weight(values(a), shape, values(g), *geometry)
-
-
-def _is_channels_last(x: Tensor) -> bool:
-    return x.is_contiguous(memory_format=torch.channels_last) and not x.is_contiguous()
 
 
 def _pixels(x: QuantizedTensor) -> QuantizedTensor:

@@ -90,20 +90,12 @@ def _bits(a: Format, b: Format) -> float:
     return float(a.bits * b.bits)
 
 
-def _bitops(a: Format, b: Format) -> float:
-    return _bits(a, b) / FULL**2
-
-
 def _exponent(f: Format) -> int:
     """Bits of an exponent: all but the sign, of a power of two; none, of whole numbers."""
     return f.bits - 1 if f.kind == "log2" else f.exponent
 
 
 ACCUMULATOR = 32  # bits: an integer, or a float32, of which 24 are added and 8 compared
-
-
-def _adders(a: Format, b: Format) -> float:
-    return float(a.significand * b.significand + max(_exponent(a), _exponent(b)) + ACCUMULATOR)
 
 
 # picojoules at 45 nm and 0.9 V: kind -> significands of the two multiplications of the table, with their energies
@@ -126,7 +118,7 @@ COSTS: Mapping[str, Cost] = {
             "32 x 32-bit MACs",
             "Wolfe and Kyrillidis, arXiv 2403.02243, section 4.1",
             "The product of the bits of both operands, of 32^2. Floats count with sign and exponent.",
-            per_mac=_bitops,
+            per_mac=lambda a, b: _bits(a, b) / FULL**2,
         ),
         Cost(
             "ace",
@@ -145,7 +137,7 @@ COSTS: Mapping[str, Cost] = {
             "last for the accumulation in 32 bits. A float's significand is its mantissa with the leading one, a whole "
             "number's all its bits, a power of two's one bit; shifters, normalisation and signs are not counted. Of "
             "whole numbers 1024 times BitOps, and 32 for every MAC.",
-            per_mac=_adders,
+            per_mac=lambda a, b: float(a.significand * b.significand + max(_exponent(a), _exponent(b)) + ACCUMULATOR),
         ),
         Cost(
             "traffic",

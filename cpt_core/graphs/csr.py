@@ -58,10 +58,6 @@ def _swallow_warning() -> None:
         _matrix(torch.zeros(1, dtype=torch.int64), torch.zeros(0, dtype=torch.int64), torch.zeros(0), 0)
 
 
-def _fake_sum(h: Tensor, indptr: Tensor, *_: Tensor | None) -> Tensor:
-    return h.new_empty(len(indptr) - 1, h.shape[1])
-
-
 def _keep_edges(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
     ctx.save_for_backward(*inputs[1:])
 
@@ -74,5 +70,5 @@ def _backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
 LIBRARY = torch.library.Library("cpt_graphs", "DEF")
 LIBRARY.define(f"sum{SCHEMA}")
 LIBRARY.impl("sum", _sum, "CompositeExplicitAutograd")
-torch.library.register_fake("cpt_graphs::sum", _fake_sum, lib=LIBRARY)
+torch.library.register_fake("cpt_graphs::sum", lambda h, ends, *_: h.new_empty(len(ends) - 1, h.shape[1]), lib=LIBRARY)
 torch.library.register_autograd("cpt_graphs::sum", _backward, setup_context=_keep_edges, lib=LIBRARY)

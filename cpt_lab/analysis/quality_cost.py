@@ -233,17 +233,12 @@ def _worst(arms: pd.DataFrame, metric: Metric) -> pd.Series:
 
 
 def sections(runs: pd.DataFrame) -> Iterator[Section]:
-    """Yield the figure and the table of every experiment of quality against cost."""
-    for name, group in sorted(named(quality_cost_groups(runs)), key=_most_arms_first):
+    """Yield the figure and the table of every experiment of quality against cost, those that show most first."""
+    of = named(quality_cost_groups(runs))
+    for name, group in sorted(of, key=lambda e: (e[1]["scale"].iloc[0] != "paper", -e[1]["arm"].nunique())):
         arms, metric = by_arm(group), metric_of(group)
         several = len(arms) > 1
         drawn = figure_3(group, xs=("relative_cost", "noise_exposure"), front=True) if several else None
         shown = summary(group)
         silent = [name for name, said in (("paper", "not in the paper"), ("failed", 0)) if (shown[name] == said).all()]
         yield Section(name, (), drawn, f"{metric} against cost", shown.drop(columns=silent))
-
-
-def _most_arms_first(experiment: tuple[str, pd.DataFrame]) -> tuple[bool, int]:
-    """Order experiments for a page: paper scale first, then those that show most."""
-    _, runs = experiment
-    return runs["scale"].iloc[0] != "paper", -runs["arm"].nunique()

@@ -6,7 +6,6 @@ import ast
 import re
 from collections.abc import Iterator, Sequence
 from datetime import UTC, datetime
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -130,8 +129,8 @@ def _sources(runs: pd.DataFrame) -> pd.DataFrame:
 
 
 def _versions() -> str:
-    installed = {d.metadata["Name"].lower(): d.version for d in metadata.distributions() if d.metadata["Name"]}
-    versions = ", ".join(f"{name} {installed[name]}" for name in PACKAGES if name in installed)
+    found = {name: provenance.version(name) for name in PACKAGES}
+    versions = ", ".join(f"{name} {version}" for name, version in found.items() if version != "not installed")
     commit = provenance.commit()
     where = f"{commit['commit'][:12]}{' with local changes' if commit['dirty'] else ''}" if commit["commit"] else "none"
     written = datetime.now(UTC).isoformat(timespec="minutes")
@@ -157,7 +156,5 @@ def harvest(kind: str) -> Iterator[tuple[str, str]]:
 
 def _entries(text: str, kind: str) -> list[str]:
     """Cut the entries out of a text: from the word to the next such word, a blank line or a line of less indent."""
-    out = []
-    for match in re.finditer(rf"(?:^|\s){kind}: (.*?)(?=(?:\s(?:Paper|Differs): )|\n\s*\n|\n\w+:|\Z)", text, re.S):
-        out.append(" ".join(match[1].split()))
-    return out
+    found = re.findall(rf"(?:^|\s){kind}: (.*?)(?=(?:\s(?:Paper|Differs): )|\n\s*\n|\n\w+:|\Z)", text, re.S)
+    return [" ".join(entry.split()) for entry in found]

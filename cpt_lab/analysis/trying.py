@@ -41,12 +41,6 @@ NOT_TRIED = (
 )
 
 
-def folder_of(recipe: Recipe, scale: str) -> Path:
-    """Return where rows and page lie."""
-    name = re.sub(r"[^\w.-]+", "-", f"{recipe.dataset.strip('/')}-{recipe.model}")
-    return runs_dir() / "try" / f"{name}-{scale}"
-
-
 def answered(dataset: str, scale: str) -> list[Section]:
     """Return what was found for data, by model, with figures and links as seen from ``runs/reproduce/SCALE``."""
     found = []
@@ -78,7 +72,8 @@ def try_recipe(
     Raises:
         RuntimeError: when a run fails: the reason, and the log.
     """
-    store, unit, title, of = folder_of(recipe, scale) / "rows.jsonl", "", "", ""
+    name = re.sub(r"[^\w.-]+", "-", f"{recipe.dataset.strip('/')}-{recipe.model}")
+    store, unit, title, of = runs_dir() / "try" / f"{name}-{scale}" / "rows.jsonl", "", "", ""
 
     def results(arms: Sequence[Arm], seed: int) -> dict[str, Result]:
         nonlocal unit, title, of

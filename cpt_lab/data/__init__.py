@@ -6,7 +6,6 @@ Downloads happen when asked for. Data is looked up in ``CPT_DATA_DIR``, then in 
 from __future__ import annotations
 
 import socket
-from collections.abc import Iterator
 from http.client import HTTPException
 from pathlib import Path
 from urllib.error import URLError
@@ -48,14 +47,10 @@ def download(dataset: str, language: str = "de") -> Path:
     try:
         return get(dataset, language)
     except Exception as error:
-        failures = [e for e in _causes(error) if isinstance(e, NETWORK)]
+        chain: list[BaseException] = [error]  # what it came from, down to the bottom
+        while cause := chain[-1].__cause__ or chain[-1].__context__:
+            chain.append(cause)
+        failures = [e for e in chain if isinstance(e, NETWORK)]
         if not failures:
             raise
         raise ConnectionError(f"{dataset} was not downloaded: {failures[-1]}; a download needs a network") from error
-
-
-def _causes(error: BaseException | None) -> Iterator[BaseException]:
-    """An error and what it came from, down to the bottom."""
-    while error is not None:
-        yield error
-        error = error.__cause__ or error.__context__

@@ -47,10 +47,9 @@ class Batch:
 class _Ready(Dataset):
     """Groups of pictures as they are read: resized, perhaps mirrored, padded. Keys: (epoch, group)."""
 
-    def __init__(
-        self, pictures: Sequence[Annotated], groups: Sequence[Sequence[int]], recipe: DetectionRecipe, seed: int | None
-    ) -> None:
-        self.pictures, self.groups, self.recipe, self.seed = pictures, groups, recipe, seed
+    def __init__(self, pictures: Sequence[Annotated], recipe: DetectionRecipe, seed: int | None) -> None:
+        self.pictures, self.recipe, self.seed = pictures, recipe, seed
+        self.groups = aspect_groups(pictures, recipe.batch)
 
     def __len__(self) -> int:
         return len(self.groups)
@@ -103,7 +102,7 @@ def batches(
 
     The groups are the same in every epoch, their order is not. Files are read by worker processes.
     """
-    data = _Ready(pictures, aspect_groups(pictures, recipe.batch), recipe, seed)
+    data = _Ready(pictures, recipe, seed)
     return _loaded(data, (key for (key,) in batch_keys(len(data), 1, seed, start)), workers, device)
 
 
@@ -111,7 +110,7 @@ def evaluation_batches(
     pictures: Sequence[Annotated], recipe: DetectionRecipe, workers: int, device: torch.device = CPU
 ) -> Iterator[Batch]:
     """Yield a split once, without mirroring, on the device."""
-    data = _Ready(pictures, aspect_groups(pictures, recipe.batch), recipe, None)
+    data = _Ready(pictures, recipe, None)
     return _loaded(data, ((0, group) for group in range(len(data))), workers, device)
 
 

@@ -124,18 +124,16 @@ def _question(name: str, make: Callable[..., list[RunSpec]], about: str) -> Grid
 
 # Models of digits, characters and synthetic sentence pairs whose products are computed in several ways.
 _EXECUTED = {"mlp6": "digits", "resnet8_w8": "digits", "lstm": "pydoc", "bert_small": "templates"}
-
-
-def _execution_grid(model: str) -> Grid:
-    about = f"{_EXECUTED[model]}, {model}: CR simulated and on codes, with the paper's steps and shared ones, ten seeds"
-    return Grid("execution", about, _make(execution, _EXECUTED[model], model), ("demo",))
-
+_WAYS = "CR simulated and on codes, with the paper's steps and shared ones, ten seeds"
 
 # Questions beyond the paper, those of docs/preregistration.md and how products are computed; a name or "h1" finds them.
 # Lists of what the paper needs leave them out, and their runs are pooled with no others.
 QUESTIONS: dict[str, Grid] = {
     **{name: _question(name, *asked) for study in studies("arms") for name, asked in study.GRIDS.items()},
-    **{f"execution/{model}": _execution_grid(model) for model in _EXECUTED},
+    **{
+        f"execution/{model}": Grid("execution", f"{d}, {model}: {_WAYS}", _make(execution, d, model), ("demo",))
+        for model, d in _EXECUTED.items()
+    },
 }
 
 
