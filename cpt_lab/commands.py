@@ -8,7 +8,6 @@ import signal
 import sys
 import warnings
 from collections.abc import Iterable, Iterator
-from contextlib import suppress
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
@@ -17,8 +16,7 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperCommand
 
-from cpt_core.checks import write_text
-from cpt_lab.paths import ROOT, all_stores, paper_dir, results_dir, runs_dir
+from cpt_lab.paths import all_stores, paper_dir, results_dir, runs_dir
 
 PLUG_INS = ("cpt_lessons.commands",)  # modules of packages above this one that bring commands, if they are there
 
@@ -353,19 +351,11 @@ def claims(
         if len(all_stores()) > len(kept_rows):
             typer.echo(f"by the committed rows; --all judges those under {runs_dir()}, too", err=True)
         return
-    code = (path for room in ("cpt_core", "cpt_lab") for path in (ROOT / room).rglob("*.py"))
-    kept = runs_dir() / "claims" / f"{digest([*all_stores(), *sorted(code)])}{every:d}{evidence:d}.txt"
-    if kept.exists():  # what the same code said of the same rows
-        return typer.echo(kept.read_text(encoding="utf-8"))
-    typer.echo("judging all rows, for about half a minute, once", err=True)
+    typer.echo("judging all rows, for about half a minute", err=True)
     from cpt_lab.analysis import claims, preregistered, runs
 
     frame = runs.load(*all_stores())
-    said = "\n".join(told(claims.judged(frame), preregistered.all_answers(frame), every, evidence))
-    typer.echo(said)
-    with suppress(OSError):  # where nothing can be written nothing is kept
-        kept.parent.mkdir(parents=True, exist_ok=True)
-        write_text(kept, said)
+    typer.echo("\n".join(told(claims.judged(frame), preregistered.all_answers(frame), every, evidence)))
 
 
 def digest(paths: Iterable[Path]) -> str:

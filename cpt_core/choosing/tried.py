@@ -236,9 +236,8 @@ class Tried:
         found["Time"] = f"None is saved, as low precision is simulated{takes}."
         if self.unclear:
             names = "; ".join(f"{d.arm.name} against {d.arm.against}" for d in self.unclear)
-            seeds = max((d.needed for d in self.unclear if len(d.values) >= FEWEST), default=0)
+            seeds = max((d.needed for d in self.unclear if len(d.values) >= FEWEST), default=FEWEST)
             count = f"takes about {seeds} seeds" if seeds < MOST_SEEDS else "takes more than these seeds can say"
-            count = count if seeds else f"takes {FEWEST} seeds at least"
             found["Not clear"] = f"{names}. To tell {self._little} apart {count}."
         return found
 

@@ -91,10 +91,9 @@ def run_grid(
 def _check_shared(spec: RunSpec, options: SweepOptions) -> None:
     """Refuse what several processes that torchrun started cannot train together."""
     recipe, among = spec.recipe, processes.count()
-    if not hasattr(task_of(spec), "shared_batches"):
-        raise ValueError(f"runs of {recipe.model} on {recipe.dataset} take one process each, not {among} of torchrun's")
-    if recipe.batch % among:
-        raise ValueError(f"{among} processes cannot share the batch of {recipe.batch} that {recipe.model} trains on")
+    if not hasattr(task_of(spec), "shared_batches") or recipe.batch % among:
+        what = f"batches of {recipe.batch} of {recipe.dataset} ({recipe.task}): images and sentence pairs alone"
+        raise ValueError(f"{among} processes cannot share {what}, and a number that divides the batch")
     if options.executor == "dask" or options.workers:
         raise ValueError("the processes of torchrun train one run at a time; leave out workers and executor")
 

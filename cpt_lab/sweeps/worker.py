@@ -152,10 +152,8 @@ def follow() -> int:
         torch.set_num_threads(job.options.threads)
         try:
             _trained(job, device, lambda: False)
-        except Stopped:
-            pass
-        except Exception:  # the first process, which has it too, says so in the row
-            log.exception("failed")
+        except Exception:  # what stopped or ended it, the first process, which has it too, says
+            log.info("ended", exc_info=True)
     return 0
 
 

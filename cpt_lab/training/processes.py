@@ -3,8 +3,7 @@
     torchrun --nproc-per-node 4 -m cpt_lab run imagenet/resnet34
 
 All round on ranges of the whole batch, with noise of their own, and take the mean of their gradients. The first one
-leads: it claims the runs, evaluates, writes checkpoints and rows; the others train along. Alone, all of this does
-nothing.
+leads: it claims the runs, evaluates, writes checkpoints and rows. Alone, all of this does nothing.
 """
 
 from __future__ import annotations
@@ -37,8 +36,7 @@ def joined() -> Iterator[bool]:
     if not (distributed.is_available() and distributed.is_torchelastic_launched()):
         yield True
         return
-    gpu = torch.cuda.is_available()
-    if gpu:
+    if gpu := torch.cuda.is_available():
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     distributed.init_process_group("cpu:gloo,cuda:nccl" if gpu else "gloo")  # objects go through CPUs
     if rank():  # they stop when the first one does, at the same step
@@ -69,8 +67,7 @@ def by_first(work: Callable[[], Any]) -> Any:
                 found = work()
         except Exception as error:
             found = error
-    found = tell(found)
-    if isinstance(found, Exception):
+    if isinstance(found := tell(found), Exception):
         raise found
     return found
 

@@ -76,8 +76,8 @@ class Session:
         self.scheduler = PrecisionScheduler(self.model, spec.schedule, spec.q_grad)
         self._layers = list(layer_precisions(self.model).values())
         self.capture: Capture | None = None
-        reason = why_not(self.device, self.task.fixed_shape)
-        if not reason and not (reason := "several processes train" if processes.count() > 1 else ""):
+        reason = "several processes" if processes.count() > 1 else why_not(self.device, self.task.fixed_shape)
+        if not reason:
             self.capture = Capture(self._advance, CudaRecorder(self.device), self._kind, self.model.parameters())
             self.lr = torch.zeros((), device=self.device)
             make_capturable(self.optimizer, self.lr)
