@@ -237,8 +237,8 @@ def sections(runs: pd.DataFrame) -> Iterator[Section]:
     of = named(quality_cost_groups(runs))
     for name, group in sorted(of, key=lambda e: (e[1]["scale"].iloc[0] != "paper", -e[1]["arm"].nunique())):
         arms, metric = by_arm(group), metric_of(group)
-        several = len(arms) > 1
-        drawn = figure_3(group, xs=("relative_cost", "noise_exposure"), front=True) if several else None
+        drawn = figure_3(group, xs=("relative_cost", "noise_exposure"), front=True) if len(arms) > 1 else None
         shown = summary(group)
-        silent = [name for name, said in (("paper", "not in the paper"), ("failed", 0)) if (shown[name] == said).all()]
+        same = {"paper": "not in the paper", "std": "–", "diverged": 0, "failed": 0, "q_max": group["q_max"].iloc[0]}
+        silent = [column for column, said in same.items() if (shown[column] == said).all()]
         yield Section(name, (), drawn, f"{metric} against cost", shown.drop(columns=silent))

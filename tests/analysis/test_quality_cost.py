@@ -124,6 +124,14 @@ def test_comparison_puts_the_papers_number_beside_ours(tmp_path, monkeypatch):
     assert shown.loc["RR", "paper"] == "drawn, no number printed"
 
 
+def test_columns_that_say_the_same_of_all_arms_are_left_out():
+    (section,) = quality_cost.sections(made_up(lambda arm, seed, cost: 0.6, seeds=(0,)))
+    assert not {"q_max", "std", "diverged", "failed", "paper"} & set(section.table)
+    rows = made_up(lambda arm, seed, cost: 0.6 + 0.1 * seed)
+    (section,) = quality_cost.sections(rows.assign(diverged=rows["arm"] == "CR"))
+    assert {"std", "n", "diverged"} < set(section.table)
+
+
 def test_figure_3_draws_every_point():
     rows = made_up(lambda arm, seed, cost: 0.5 + 0.1 * cost + 0.01 * seed)
     figure = quality_cost.figure_3(rows, xs=("relative_cost", "noise_exposure"))
