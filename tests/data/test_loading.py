@@ -120,7 +120,7 @@ def test_pictures_are_read_as_bytes_and_normalised_without_their_padding(device)
         for size in sizes
     )  # fmt: skip
     groups = detection_batches.aspect_groups(pictures, PICTURES.batch)
-    data = _Ready(pictures, groups, PICTURES, None)
+    data = _Ready(pictures, PICTURES, None)
     found = list(detection_batches.evaluation_batches(pictures, PICTURES, 0, device))
     assert len(found) == len(groups) == 2
     for batch, group in zip(found, range(2), strict=True):
@@ -141,7 +141,7 @@ def test_no_batch_is_larger_than_the_shared_memory_was_asked_for(pets):
     shapes = [(s, math.floor(70 / 40 * s)) for s in (40, 80)]
     pictures = [annotated_picture(torch.zeros(3, *s, dtype=torch.uint8), s, [], [], []) for s in shapes]
     turned = [annotated_picture(p.picture.mT.contiguous(), p.size[::-1], [], [], []) for p in pictures]
-    data = _Ready(pictures + turned, [[0, 2], [1, 3]], PICTURES, None)
+    data = _Ready(pictures + turned, PICTURES, None)
     assert max(data[0, group].images.numel() for group in (0, 1)) * 2 == detection_batches.bytes_read(PICTURES)
 
 
@@ -172,7 +172,7 @@ def test_workers_ask_for_no_gpu():
     pictures, graph = smoke_spec("digit-scenes").recipe, GraphTask(smoke_spec("digits-graph", model="sage"), CPU)
     sent = [
         (training_files(FILES, recipe(), 0), (0, 1)),
-        (_Ready(random_detection(pictures).train, [[0], [1]], pictures, 0), (0, 1)),
+        (_Ready(random_detection(pictures).train, pictures, 0), (0, 1)),
         (_Samples(graph.graph, graph.rows["train"], 8, [2, 2], 0), 3),
     ]
     worker = [sys.executable, "-c", WORKER]
