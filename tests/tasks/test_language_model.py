@@ -122,7 +122,7 @@ def test_files_are_found_and_missed(folder):
     ("split", "content", "message"),
     [
         ("train", b" \n\n", "has no words"),
-        ("train", b"caf\xe9\n", "cannot be read: UnicodeDecodeError: 'utf-8'.*; save it as UTF-8$"),
+        ("train", b"caf\xe9\n", "cannot be read: 'utf-8' codec .*; save it as UTF-8$"),
         ("train", b"a b\n", "3 words, too few"),
         ("train", b"word word word\n" * 60, "toy/: the training text is one word over and over; nothing can be learnt"),
         ("train", b"un peu\n" * 20, "toy/: nothing of the valid text is in the training text"),
