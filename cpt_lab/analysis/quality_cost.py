@@ -239,6 +239,6 @@ def sections(runs: pd.DataFrame) -> Iterator[Section]:
         arms, metric = by_arm(group), metric_of(group)
         drawn = figure_3(group, xs=("relative_cost", "noise_exposure"), front=True) if len(arms) > 1 else None
         shown = summary(group)
-        same = {"paper": "not in the paper", "std": "–", "diverged": 0, "failed": 0, "q_max": group["q_max"].iloc[0]}
+        same = {"paper": "not in the paper", "std": "–", "failed": 0, "q_max": group["q_max"].iloc[0]}
         silent = [column for column, said in same.items() if (shown[column] == said).all()]
         yield Section(name, (), drawn, f"{metric} against cost", shown.drop(columns=silent))
