@@ -2,11 +2,11 @@
 
 Runs of one seed differ in their bits alone, so that R of them could be one model whose operands have a leading
 dimension. That saves launches and Python, not arithmetic. Here the forward and backward pass of a step are recorded as
-torch's operations, and timed three ways, interleaved, medians, on one thread:
+torch's operations, and timed three ways, medians of CPU time on one thread, the first two interleaved:
 
 - ``step``: as training does it, with optimizer and schedule;
-- ``bare``: the same operations called one after the other, with no module, autograd or schedule around them. No way of
-  running R steps side by side that keeps their numbers is faster than R times this;
+- ``bare``: the same operations called by Python one after the other, with no module, autograd or schedule around them.
+  So a run keeps its numbers. (Called from C++, those of a small network take less.)
 - ``R=11``, per run: every operation at once for R runs where torch has it (products as ``bmm``, convolutions in
   groups, ranges per run, all that goes element by element), the others R times. Their sums have another order. These
   are sums of times of single operations, which is a bit too good: ``R=1`` says by how much.

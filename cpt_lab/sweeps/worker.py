@@ -145,7 +145,7 @@ def _trained(job: Job, device: str, should_stop: Callable[[], bool]) -> Run:
 
 
 def follow() -> int:
-    """Train along with the first process, run after run, until it has no more; count no failure, which it counts."""
+    """Train along with the first process, run after run, until it has no more; return 0: it counts what failed."""
     fix_order_of_sums()
     while (told := processes.tell(None)) is not None:
         job, device = told
