@@ -1,6 +1,7 @@
 """Models whose parameters are spread over processes: what works, and what says what to do first."""
 
 import copy
+import weakref
 
 import pytest
 import torch
@@ -8,6 +9,7 @@ from torch import distributed, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.utils.checkpoint import checkpoint
 
 from cpt_core.bitops.ledger import BitOpsLedger
 from cpt_core.bitops.plan import count_bitops
@@ -89,3 +91,34 @@ def test_converted_before_it_trains_as_unsharded_and_the_ledger_counts(mesh, sha
     assert torch.equal(loss, other)
     assert all(torch.equal(a, b) for a, b in zip(gradients, others, strict=True))
     assert bitops == counted
+
+
+class Saved:
+    """What autograd keeps for the backward pass."""
+
+    def __init__(self, x):
+        self.x = x
+
+
+def test_whole_weights_are_kept_from_forward_to_backward_alone_and_not_by_checkpointed_blocks(mesh):
+    """Gathered weights are freed after their layer; quantised ones are tensors of their own."""
+    gradients = {}
+    for checkpointed in (False, True):
+        model, kept = layer_by_layer(quantize_(net()), mesh), []
+
+        def keep(x, kept=kept):
+            saved = Saved(x)
+            kept.append((weakref.ref(saved), tuple(x.shape)))
+            return saved
+
+        out = X.clone().requires_grad_()
+        with precision(model, 4, 4):
+            with torch.autograd.graph.saved_tensors_hooks(keep, lambda saved: saved.x):
+                for layer in model:
+                    out = checkpoint(layer, out, use_reentrant=False) if checkpointed else layer(out)
+            weights = [shape for alive, shape in kept if alive() is not None and shape in ((8, 8), (8, 4))]
+            assert len(weights) == (0 if checkpointed else 2)
+            out.square().sum().backward()
+        assert not any(alive() is not None for alive, _ in kept)
+        gradients[checkpointed] = [p.grad.full_tensor() for p in model.parameters()]
+    assert all(torch.equal(*both) for both in zip(*gradients.values(), strict=True))
