@@ -75,6 +75,11 @@ def notebooks_dir() -> Path:
     return CHECKOUT / "notebooks" if CHECKOUT else _SHIPPED / "notebooks"
 
 
+def study_dir() -> Path:
+    """Return the folder of what a study of one's own begins with."""
+    return CHECKOUT / "examples" / "study" if CHECKOUT else _SHIPPED / "study"
+
+
 def solutions_dir() -> Path:
     """Return the folder of the solutions of the notebooks' exercises."""
     return CHECKOUT / "notebooks" / "solutions" if CHECKOUT else _SHIPPED / "solutions"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import time
 from pathlib import Path
 from typing import Annotated
@@ -10,7 +11,7 @@ import typer
 
 from cpt_core.checks import library
 from cpt_lab.commands import Many, Scale, app
-from cpt_lab.paths import CHECKOUT
+from cpt_lab.paths import CHECKOUT, study_dir
 
 Number = Annotated[str | None, typer.Option(help="one notebook, such as 03; all when left out")]
 Data = Annotated[str | None, typer.Option(help="a named data set, or your own images or graph")]
@@ -68,6 +69,22 @@ def notebooks(
 
     copies = r.copy_notebooks(copy, hand_out)
     typer.echo(f"{len(copies)} notebooks and their rows are in {copy}; next: jupyter lab {copy}")
+
+
+study = typer.Typer(help="The paper's study for a model of yours.", no_args_is_help=True)
+app.add_typer(study, name="study")
+
+
+@study.command("new")
+def new_study(folder: Annotated[Path, typer.Argument(help="which is made where it is not there")]) -> None:
+    """Write study.py, where your model goes, and a notebook that runs it and shows what came out."""
+    files = [study_dir() / name for name in ("study.py", "study.ipynb")]
+    if there := [folder / f.name for f in files if (folder / f.name).exists()]:
+        raise FileExistsError(f"{there[0]} is there already; name another folder, nothing was written")
+    folder.mkdir(parents=True, exist_ok=True)
+    for file in files:
+        shutil.copy(file, folder)
+    typer.echo(f"next: put your model into {folder / 'study.py'}, then `jupyter lab {folder}`, or there `python study.py 8`")
 
 
 @app.command()

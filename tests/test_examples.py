@@ -3,13 +3,13 @@
 import ast
 import contextlib
 import os
-import re
 import runpy
 import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
 
+import papermill
 import pytest
 import torch
 import yaml
@@ -57,30 +57,45 @@ def test_a_schedule_drives_the_kernels_of_others():
 
 
 def test_a_study_of_ones_own_goes_on_where_it_was_stopped(tmp_path):
-    text = (FOLDER / "own_study.py").read_text().replace("STEPS, Q_MAX, STORE = 400", "STEPS, Q_MAX, STORE = 40")
-    script, surroundings = tmp_path / "own_study.py", os.environ | {"PYTHONPATH": str(FOLDER.parent)}
-    script.write_text(text)
+    command = [sys.executable, "-m", "cpt_lab", "study", "new", "mine"]
+    surroundings = os.environ | {"PYTHONPATH": str(FOLDER.parent)}
+
+    def done(command, folder):
+        return subprocess.run(command, cwd=folder, env=surroundings, capture_output=True, text=True, timeout=300)
+
+    first, again = done(command, tmp_path), done(command, tmp_path)
+    assert (first.returncode, again.returncode) == (0, 2)
+    assert "study.py is there already; name another folder, nothing was written" in again.stderr
+    folder = tmp_path / "mine"
+    script, store = folder / "study.py", folder / "study.jsonl"
+    assert len(script.read_text().splitlines()) <= 120
+    script.write_text(script.read_text().replace("STEPS, Q_MAX, STORE = 400", "STEPS, Q_MAX, STORE = 40"))
 
     def study(seeds):
-        command = [sys.executable, str(script), str(seeds)]
-        done = subprocess.run(command, cwd=tmp_path, env=surroundings, capture_output=True, text=True, timeout=300)
-        assert done.returncode == 0, done.stderr
-        return done.stdout.splitlines()
+        ended = done([sys.executable, "study.py", str(seeds)], folder)
+        assert ended.returncode == 0, ended.stderr
+        return ended.stdout.splitlines()
 
     said = study(2)
-    store = tmp_path / "own_study.jsonl"
     kept = store.read_text().splitlines()
-    arms = len(said)
-    assert {line.split(" cost")[0].strip() for line in said} > {*cpt.SUITE, "static 8"}
-    assert len(kept) == 2 * arms
-    costs = [float(re.search(r"cost ([\d.]+)", line)[1]) for line in said]
-    assert costs == sorted(costs)
-    assert said[-1].startswith("static 8 cost 1.000: ")
-    assert said[-1].endswith("+0.00 +- 0.00 to static")
+    arms = [line.rsplit(None, 4)[0] for line in said[2:-1] if not line.startswith("static")]
+    static = [line.split()[1:] for line in said[2:-1] if line.startswith("static")]
+    assert {*arms} == {*cpt.SUITE, "allocated"}
+    assert len(kept) == 1 + 2 * (len(arms) + len(static))
+    assert static[-1][:2] == ["8", "1.000"]
+    assert said[-1].startswith("Better than static bits of the same cost: ")
+    assert (folder / "study.png").stat().st_size > 10_000
     store.write_text("".join(f"{line}\n" for line in kept[:-3]))
     assert study(2) == said
-    assert sorted(store.read_text().splitlines()) == sorted(kept)
-    assert (tmp_path / "own_study.png").stat().st_size > 10_000
+    assert store.read_text().splitlines() == kept
+    assert "needs 2 seeds or more, got 1" in done([sys.executable, "study.py", "1"], folder).stderr
+    book = papermill.execute_notebook(
+        folder / "study.ipynb", None, {"seeds": 2}, cwd=folder, progress_bar=False, kernel_name="python3"
+    )
+    shown = [output for cell in book.cells if cell.cell_type == "code" for output in cell.outputs]
+    assert shown[-2]["text"].strip() == said[-1]
+    assert "image/png" in shown[-1]["data"]
+    assert store.read_text().splitlines() == kept
 
 
 def test_rows_and_curves_go_to_a_tracker_once(tmp_path, monkeypatch):
