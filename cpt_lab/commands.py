@@ -84,11 +84,13 @@ def run(
     timeout: Annotated[float | None, typer.Option(help="seconds after which a run is failed")] = None,
     retry_failed: Annotated[bool, typer.Option("--retry-failed", help="run again what failed before")] = False,
     shard: Annotated[str, typer.Option(help="I/N: every N-th run from the I-th, where no disk is shared")] = "",
+    log: Annotated[str, typer.Option(help="send rows and curves to tensorboard, mlflow or trackio, too")] = "",
 ) -> None:
     """Run the missing runs of a grid. Ctrl-C stops it, the same command goes on; several at once share the work."""
     from cpt_lab.experiments import grids
     from cpt_lab.sweeps import stores
     from cpt_lab.sweeps.options import SweepOptions
+    from cpt_lab.sweeps.trackers import sender
     from cpt_lab.sweeps.worker import follow
     from cpt_lab.training.processes import joined
 
@@ -106,16 +108,17 @@ def run(
     by_store: dict[Path, list[Any]] = {}
     for spec in specs:
         by_store.setdefault(stores.store_path(spec.scale, spec.recipe.task), []).append(spec)
+    send = sender(log) if log else None
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # before and after the runs, as Ctrl-C
     options = SweepOptions(executor, workers, threads, device, per_gpu, scheduler, timeout, retry_failed)
     with joined() as leads:  # alone, or the first of the processes of torchrun
-        failed = _run(grid, by_store, options) if leads else follow()
+        failed = _run(grid, by_store, options, send) if leads else follow()
     if failed:
         typer.echo("  the same command with --retry-failed tries these again", err=True)
         raise typer.Exit(1)
 
 
-def _run(grid: str, by_store: dict[Path, list[Any]], options: Any) -> int:
+def _run(grid: str, by_store: dict[Path, list[Any]], options: Any, send: Any) -> int:
     """Run specs, store by store, and print what became of them; return how many failed."""
     from cpt_lab.sweeps import stores
     from cpt_lab.sweeps.sweep import run_grid
@@ -130,6 +133,8 @@ def _run(grid: str, by_store: dict[Path, list[Any]], options: Any) -> int:
             raise typer.Exit(130) from None
         counts = {status: sum(row["status"] == status for row in rows) for status in stores.STATUSES}
         typer.echo(", ".join(f"{n} {status}" for status, n in counts.items() if n))
+        if send:
+            typer.echo(f"{send(store, rows)} rows sent")
         failed += counts["failed"]
         for row in rows:
             if row["status"] == "failed":

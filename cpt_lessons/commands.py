@@ -84,7 +84,9 @@ def new_study(folder: Annotated[Path, typer.Argument(help="which is made where i
     folder.mkdir(parents=True, exist_ok=True)
     for file in files:
         shutil.copy(file, folder)
-    typer.echo(f"next: put your model into {folder / 'study.py'}, then `jupyter lab {folder}`, or there `python study.py 8`")
+    typer.echo(
+        f"next: put your model into {folder / 'study.py'}, then `jupyter lab {folder}`, or there `python study.py 8`"
+    )
 
 
 @app.command()

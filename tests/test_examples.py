@@ -1,13 +1,11 @@
 """The scripts that people copy: each runs for real, and each does what it says."""
 
 import ast
-import contextlib
 import os
 import runpy
 import subprocess
 import sys
 from pathlib import Path
-from types import SimpleNamespace
 
 import papermill
 import pytest
@@ -16,10 +14,7 @@ import yaml
 
 import cpt_core as cpt
 from cpt_lab.experiments.grids import find_grids
-from cpt_lab.experiments.recipes import recipe
-from cpt_lab.experiments.spec import run_spec
 from cpt_lab.sweeps.stores import load_rows
-from cpt_lab.sweeps.sweep import run_grid
 
 FOLDER = Path(__file__).parents[1] / "examples"
 pytestmark = pytest.mark.slow
@@ -96,34 +91,6 @@ def test_a_study_of_ones_own_goes_on_where_it_was_stopped(tmp_path):
     assert shown[-2]["text"].strip() == said[-1]
     assert "image/png" in shown[-1]["data"]
     assert store.read_text().splitlines() == kept
-
-
-def test_rows_and_curves_go_to_a_tracker_once(tmp_path, monkeypatch):
-    """Of a stand-in for mlflow's client; with the clients of mlflow and tensorboard it was tried by hand."""
-    specs = [run_spec(recipe("smoke", "digits"), arm, q_max=8, seed=0, scale="smoke") for arm in ("CR", "static 8")]
-    run_grid(specs, store := tmp_path / "image.jsonl", workers=0)
-    said = []
-
-    def noted(name):
-        return lambda *given, **named: said.append((name, *given, *named.values())) or contextlib.nullcontext()
-
-    names = ("set_experiment", "start_run", "log_params", "log_metrics")
-    monkeypatch.setitem(sys.modules, "mlflow", SimpleNamespace(**{name: noted(name) for name in names}))
-    monkeypatch.chdir(tmp_path)
-    send = example("track")["main"]
-    assert send(str(store), "mlflow") == 2
-    assert [x[1] for x in said if x[0] == "start_run"] == ["CR, seed 0", "static 8, seed 0"]
-    (first, _) = (x[1] for x in said if x[0] == "log_params")
-    assert (first["dataset"], first["arm"], first["q_max"]) == ("digits", "CR", "8")
-    final = next(x[1] for x in said if x[0] == "log_metrics")
-    row = load_rows(store)[0]
-    assert final["cost"] == row["relative_cost"]
-    assert final["accuracy_at_q_max"] in [m["value"] for m in row["metrics"]]
-    steps = [x for x in said if x[0] == "log_metrics" and len(x) == 3]
-    assert len(steps) == 2 * specs[0].recipe.steps
-    assert {"loss", "bits", "lr"} <= set(steps[0][1])
-    said.clear()
-    assert (send(str(store), "mlflow"), said) == (0, [])
 
 
 def test_two_processes_train_one_model(tmp_path):

@@ -47,8 +47,8 @@ def store_path(scale: str, task: str) -> Path:
 
 
 def place(store: Path, kind: str, key: str) -> Path:
-    """Return the file of one run: ``kind`` is "curves", "checkpoints", "locks" or "logs"."""
-    return store.parent / f"{store.stem}.{kind}" / f"{key}{_ENDINGS[kind]}"
+    """Return the file of one run: ``kind`` is "curves", "checkpoints", "locks", "logs"; a tracker's is a folder."""
+    return store.parent / f"{store.stem}.{kind}" / f"{key}{_ENDINGS.get(kind, '')}"
 
 
 # --- who may do what ------------------------------------------------------------------------------
