@@ -1,0 +1,70 @@
+"""What the whole paper would take, by arithmetic: ``cpt plan --measure --scale paper``, then this.
+
+    python -m bench.paper_scale --tflops 10 --price 2
+
+The plan counts the multiply-accumulates (MACs) of a forward pass of every grid. A training step has three such passes,
+a MAC is two operations, and a simulated product is one of float32; rounding, evaluation, reading data and waiting come
+on top. So hours = 6 x MACs x steps x runs / speed. The speed, of the float32 operations that a GPU reaches on such models,
+and the price of an hour are yours to say: no GPU was measured. Writes ``data/results/paper_scale.json``, without them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+
+import pandas as pd
+
+from cpt_core.checks import write_text
+from cpt_lab.experiments.grids import find_grids
+from cpt_lab.paths import results_dir
+from cpt_lab.provenance import source
+from cpt_lab.sweeps.calibration import kept
+from cpt_lab.sweeps.outlook import CURVE_BYTES, RUN_BYTES
+
+OPERATIONS = 6  # of a training step, for every MAC of a forward pass
+OF_A_ROW = "grid artefact runs steps gigamacs store_mb checkpoint_mb".split()
+
+
+def counted() -> pd.DataFrame:
+    """Return a line per grid of the paper: its runs, the steps of one, the MACs of a forward pass, what is stored."""
+    lines = []
+    for name, grid in find_grids(None).items():
+        if "paper" not in grid.scales:
+            continue
+        specs = grid.make("paper")
+        found = kept(specs[0])
+        if found is None:
+            raise SystemExit(f"{name} was never measured here; first: cpt plan --measure --scale paper")
+        steps = [spec.recipe.steps for spec in specs]
+        stored = sum(CURVE_BYTES * n + RUN_BYTES for n in steps) / 1e6
+        values = (name, grid.artefact, len(specs), sum(steps) / len(steps), found.macs / 1e9, stored)
+        lines.append(dict(zip(OF_A_ROW, (*values, 2 * found.checkpoint / 1e6), strict=True)))
+    return pd.DataFrame(lines, columns=OF_A_ROW)
+
+
+def priced(frame: pd.DataFrame, tflops: float, price: float) -> pd.DataFrame:
+    """Return GPU hours and money at a speed in 10^12 operations a second and a price of an hour."""
+    operations = OPERATIONS * frame.gigamacs * 1e9 * frame.steps * frame.runs
+    hours = operations / (tflops * 1e12) / 3600
+    return frame.assign(exaops=operations / 1e18, hours=hours, money=hours * price)
+
+
+def main() -> None:
+    """Count, write, print."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument(
+        "--tflops", type=float, default=10.0, help="float32 operations a second that are reached, in 10^12"
+    )
+    parser.add_argument("--price", type=float, default=2.0, help="of an hour of this GPU")
+    given = parser.parse_args()
+    frame = counted()
+    kept_ = {"command": "python -m bench.paper_scale", "rows": frame.to_dict("records"), "provenance": source()}
+    write_text(results_dir() / "paper_scale.json", json.dumps(kept_, indent=1) + "\n")
+    table = priced(frame, given.tflops, given.price)
+    print(table.round(1).to_string(index=False))
+    print(table[["runs", "store_mb", "exaops", "hours", "money"]].sum().round(1).to_string())
+
+
+if __name__ == "__main__":
+    main()
