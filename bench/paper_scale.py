@@ -4,8 +4,9 @@
 
 The plan counts the multiply-accumulates (MACs) of a forward pass of every grid. A training step has three such passes,
 a MAC is two operations, and a simulated product is one of float32; rounding, evaluation, reading data and waiting come
-on top. So hours = 6 x MACs x steps x runs / speed. The speed, of the float32 operations that a GPU reaches on such models,
-and the price of an hour are yours to say: no GPU was measured. Writes ``data/results/paper_scale.json``, without them.
+on top. So hours = 6 x MACs x steps x runs / speed. The speed, of the float32 operations that a GPU reaches on such
+models, and the price of an hour are yours to say: no GPU was measured. Writes ``data/results/paper_scale.json``,
+without these two.
 """
 
 from __future__ import annotations
