@@ -84,6 +84,18 @@ def _deficit_window(runs: pd.DataFrame, claim: Claim) -> Iterator[Effect]:
             yield arm_minus(group, (last.arm, first.recipe), (first.arm, first.recipe), what)
 
 
+def _deficit_end(runs: pd.DataFrame, claim: Claim) -> Iterator[Effect]:
+    """The latest window that leaves some time after it against one of the same length at the end."""
+    for group in groups.deficit_groups(runs):
+        found = critical_periods.deficits(group)
+        windows = found[found.experiment == "window"].sort_values("start").set_index("place")
+        if {"inside", "end"} <= set(windows.index):
+            before, last = windows.loc[["inside"]].iloc[-1], windows.loc[["end"]].iloc[-1]
+            if before.stop - before.start == last.stop - last.start:
+                what = f"window {before.arm} minus {last.arm}"
+                yield arm_minus(group, (before.arm, before.recipe), (last.arm, last.recipe), what)
+
+
 def _deficit_longer(runs: pd.DataFrame, claim: Claim) -> Iterator[Effect]:
     """The longest deficit at the start against the next shorter one."""
     for group, deficits, _ in _lengths(runs):
@@ -176,6 +188,7 @@ MEASURES: dict[str, Callable[[pd.DataFrame, Claim], Iterator[Effect]]] = {
     "correlation": _correlation,
     "deficit_length": _deficit_length,
     "deficit_window": _deficit_window,
+    "deficit_end": _deficit_end,
     "deficit_longer": _deficit_longer,
     "deficit_short": _deficit_short,
     "deficit_decay": _deficit_decay,
