@@ -2,10 +2,12 @@
 
 import ast
 import os
+import re
 import runpy
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import papermill
 import pytest
@@ -171,3 +173,91 @@ def test_the_trainer_of_lightning(tmp_path, monkeypatch):
     found = example("lightning_digits")["main"](steps=100, folder=str(tmp_path))
     assert found["eval_bits"] == 8
     assert found["accuracy"] > 0.6
+
+
+PATCHES = sorted(FOLDER.glob("*.patch"))
+
+
+def hunks(path):
+    """Return the script and (the line of it after which, lines added there): a patch quotes no line of others."""
+    head, diff = path.read_text().split("\ndiff --git ")
+    assert all(
+        word in head for word in ("git apply --3way --unidiff-zero", "patch -p1", "sha256sum -c", "is quoted here")
+    )
+    _, index, old, new, *lines = diff.splitlines()
+    assert (old[:6], new) == ("--- a/", f"+++ b/{old[6:]}")
+    assert f"git cat-file -e {index.split()[1][:12]} " in head  # else git takes the numbers of lines for another file
+    found = []
+    for line in lines:
+        if place := re.fullmatch(r"@@ -(\d+),0 \+(\d+)(?:,(\d+))? @@", line):
+            found.append((*(int(n or 1) for n in place.groups()), []))
+        else:
+            assert line.startswith("+")
+            found[-1][-1].append(line[1:])
+    moved = 0
+    for after, at, count, added in found:
+        assert (at, len(added)) == (after + moved + 1, count)
+        moved += count
+    assert moved <= 4
+    return old[6:], [(after, added) for after, _, _, added in found]
+
+
+@pytest.mark.parametrize("path", PATCHES, ids=lambda p: p.stem)
+def test_a_patch_adds_four_lines_to_a_script_of_others_and_says_how_to_apply_it(path):
+    assert len(path.read_text().splitlines()) < 60
+    used = set()
+    for line in (line for _, added in hunks(path)[1] for line in added):
+        parsed = ast.parse(line.strip() + "\ndef f(): ..." * line.startswith("@"))
+        used |= {n.attr for n in ast.walk(parsed) if isinstance(n, ast.Attribute) and ast.unparse(n.value) == "cpt"}
+    assert used == {"make_schedule", "quantize_", "PrecisionScheduler", "precision"}
+    assert used <= set(dir(cpt))
+
+
+IMPORTS = ["import copy", "import torch"]
+EVALUATE = ["def evaluate(model, x, seen):", "    seen.append(model.precision.bits)", "    return model(x)"]
+BEGINNING = ["def main(args, model, optimizer, data_loader, seen):", "    loader_train = data_loader"]
+LOOP = """
+    if args.resume:
+        optimizer.load_state_dict(args.resume)
+    averaged = copy.deepcopy(model)
+    for _ in range(args.start, args.stop):
+        for i, x in enumerate(data_loader, 1):
+            model.train()(x).square().mean().backward()
+            if i % args.grad_accum_steps == 0 or i == len(data_loader):
+                seen.append(model.precision.bits)
+                optimizer.step()
+        evaluate(model.eval(), x, seen)
+        evaluate(averaged.eval(), x, seen)
+    return optimizer.state_dict()
+"""
+AROUND = {"import": (IMPORTS, []), "@": ([], EVALUATE), "    schedule": (BEGINNING, LOOP.splitlines()[1:])}
+
+
+@pytest.mark.parametrize("path", PATCHES, ids=lambda p: p.stem)
+def test_a_patched_script_trains_at_the_bits_of_the_schedule_resumes_and_evaluates_at_q_max(path, tmp_path):
+    """Of a stand-in that has, at the same lines, what the added lines need; the scripts themselves were run by hand."""
+    name, places = hunks(path)
+    lines = [""] * (places[-1][0] + 40)
+    for after, (first, *_) in places:
+        above, below = next(around for start, around in AROUND.items() if first.startswith(start))
+        lines[after - len(above) : after + len(below)] = above + below
+    script = tmp_path / name
+    script.parent.mkdir(parents=True, exist_ok=True)
+    script.write_text("\n".join(lines))
+    subprocess.run(["git", "apply", "--unidiff-zero", str(path)], cwd=tmp_path, check=True)
+    main = runpy.run_path(str(script))["main"]
+    accumulated = 3 if "grad_accum_steps" in path.read_text() else 1
+    epoch = -(-50 // accumulated)
+    schedule = cpt.make_schedule("CR", q_min=3, q_max=8, total_steps=4 * epoch)
+
+    def trained(start, stop, resume=None):
+        model, seen = torch.nn.Linear(3, 2), []
+        args = SimpleNamespace(epochs=4, grad_accum_steps=accumulated, start=start, stop=stop, resume=resume)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+        return seen, main(args, model, optimizer, [torch.randn(4, 3) for _ in range(50)], seen)
+
+    expected = [q for e in range(4) for q in (*map(schedule, range(e * epoch, (e + 1) * epoch)), 8, 8)]
+    whole, state = trained(0, 4)
+    assert (whole, state["precision"]["last_step"]) == (expected, 4 * epoch)
+    half, state = trained(0, 2)
+    assert half + trained(2, 4, state)[0] == expected
