@@ -26,9 +26,9 @@ from transformers import TrainingArguments as Arguments
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from cpt_core.checks import whole, write_atomically
-from cpt_core.integrations._common import TrainerPrecision, check_eval_bits
+from cpt_core.integrations._common import TrainerPrecision
 from cpt_core.quantization.convert import layer_precisions
-from cpt_core.quantization.scheduler import Schedules
+from cpt_core.quantization.scheduler import EvalBits, Schedules, check_eval_bits
 
 FILE = "precision.pt"  # beside the files that the Trainer writes into a checkpoint
 UNREADABLE = (EOFError, RuntimeError, UnpicklingError)  # what torch.load raises for a file of another kind
@@ -54,14 +54,14 @@ class PrecisionCallback(TrainerCallback):
             of training, when the steps differ or a resumed run finds no state of its own in the checkpoint.
 
     The switch between the two precisions is the model's own ``train()`` and ``eval()``, which the Trainer calls before
-    every batch and every evaluation. ``remove()`` takes it away. A checkpoint of the Trainer gains ``precision.pt``
+    every batch and every evaluation. ``remove()`` ends that. A checkpoint of the Trainer gains ``precision.pt``
     (running ranges, rounding noise, step), so that a resumed run is the uninterrupted one; those of a hyperparameter
     search do not. Entries of the log gain ``bits`` and ``relative_cost`` (so far, to static ``q_max``), evaluations
     also ``eval_bits``. Reporters named by ``report_to`` are called before this callback and miss them: give a
     reporter in ``callbacks`` after this one instead.
     """
 
-    precision: TrainerPrecision
+    precision: Any = None  # a TrainerPrecision, once there is a model
 
     def __init__(
         self, schedule: Schedules, q_grad: int | None = None, eval_bits: int | str = "q_max",
@@ -69,25 +69,30 @@ class PrecisionCallback(TrainerCallback):
     ) -> None:  # fmt: skip
         """Keep the settings; the model comes with the Trainer."""
         self.schedule, self.q_grad = schedule, q_grad
-        self.eval_bits = check_eval_bits(eval_bits)
+        self.eval_bits = eval_bits
         self.resume_from = resume_from
         self.record_every = None if record_every is None else whole("record_every", record_every, 1)
-        self._switch = _Switch(self)
+
+    @property
+    def eval_bits(self) -> EvalBits:
+        """Precision of evaluations; may be assigned."""
+        return self._eval_bits
+
+    @eval_bits.setter
+    def eval_bits(self, value: EvalBits) -> None:
+        self._eval_bits = check_eval_bits(value)
+        if self.precision is not None:
+            self.precision.eval_bits = value
 
     def remove(self) -> None:
-        """Take the switch and recording away from the model; the bits of training stay."""
-        model = self.precision.model if hasattr(self, "precision") else None
-        if model is not None:
+        """Leave the model at the bits of training, also in evaluation, and take recording off."""
+        if self.precision is not None:
             self.precision.stop_recording()
-        if getattr(model, _Switch.NAME, None) is self._switch:  # not that of another callback
-            self.precision.evaluate_at(None)
-            delattr(model, _Switch.NAME)
+            self.precision.evaluate_as_it_trains()
 
     def _attach(self, model: nn.Module, total_steps: int | None = None) -> None:
         self.remove()
-        self.precision = TrainerPrecision(model, self.schedule, self.q_grad, total_steps)
-        self._switch.train(model.training)
-        setattr(model, _Switch.NAME, self._switch)
+        self.precision = TrainerPrecision(model, self.schedule, self.q_grad, total_steps, self.eval_bits)
 
     def on_init_end(self, args: Arguments, state: State, control: Control, **kwargs: Any) -> None:
         """Take hold of the model, which may be evaluated before it is trained."""
@@ -137,20 +142,6 @@ class PrecisionCallback(TrainerCallback):
             entries |= self.precision.recorded()
         logs.update(entries)
         state.log_history[-1].update(entries)
-
-
-class _Switch(nn.Module):
-    """A child of the model that hears of ``train()`` and ``eval()``; it has no parameters and no state."""
-
-    NAME = "precision_switch"
-
-    def __init__(self, callback: PrecisionCallback) -> None:
-        super().__init__()
-        self.callback = callback
-
-    def train(self, mode: bool = True) -> _Switch:
-        self.callback.precision.evaluate_at(None if mode else self.callback.eval_bits)
-        return super().train(mode)
 
 
 def _folder(args: Arguments, state: State) -> Path:

@@ -17,8 +17,8 @@ from typing import Any
 from lightning.pytorch import Callback, LightningModule, Trainer
 
 from cpt_core.checks import whole
-from cpt_core.integrations._common import TrainerPrecision, check_eval_bits
-from cpt_core.quantization.scheduler import Schedules
+from cpt_core.integrations._common import TrainerPrecision
+from cpt_core.quantization.scheduler import Schedules, check_eval_bits
 
 
 class PrecisionCallback(Callback):
@@ -114,22 +114,18 @@ class PrecisionCallback(Callback):
             self._saved = None
         return self.precision
 
-    def _evaluation(self, pl_module: LightningModule, start: bool) -> TrainerPrecision:
-        precision = self._restored(pl_module)
-        precision.evaluate_at(self.eval_bits if start else None)
-        return precision
-
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Set the bits of evaluation."""
-        pl_module.log_dict(self._evaluation(pl_module, True).eval_logs(), sync_dist=True)
+        """Set the bits of evaluation, and log them."""
+        self.on_predict_start(trainer, pl_module)
+        pl_module.log_dict(self._restored(pl_module).eval_logs(), sync_dist=True)
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Go back to the bits of training."""
-        self._evaluation(pl_module, False)
+        """Go back to the bits of training: Lightning calls no ``train()`` of the layers."""
+        self._restored(pl_module).eval_bits = "current"
 
     def on_predict_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Set the bits of evaluation; Lightning does not log here."""
-        self._evaluation(pl_module, True)
+        self._restored(pl_module).eval_bits = self.eval_bits
 
     on_test_start = on_validation_start
     on_test_end = on_predict_end = on_validation_end

@@ -169,6 +169,13 @@ class LayerPrecision(RunningState):
             self.in_force = Levels(*checked)
         self.driver = driver
 
+    def train(self, mode: bool = True) -> Self:
+        """Change the mode as every module does; the scheduler may have other bits for evaluation."""
+        super().train(mode)
+        if self.driver is not None:
+            self.driver.hear(self)
+        return self
+
     def check_levels(self, levels: Levels) -> None:
         """Raise ValueError for levels that are holes of a ladder, or whose formats this layer cannot take."""
         where = f"layer {self.name!r}" if self.name else "this layer"

@@ -34,6 +34,8 @@ from cpt_core.quantization.precision import LayerPrecision
 from cpt_core.schedules.schedule import Levels, Schedule
 
 Schedules = Schedule | Mapping[str, Schedule]
+EvalBits = int | str
+EVAL_BITS = ("q_max", "current", "float")
 _WRAPPER = re.compile(r"\b_(orig_mod|fsdp_wrapped_module|checkpoint_wrapped_module)\.")
 
 
@@ -48,6 +50,8 @@ class PrecisionScheduler:
         q_grad: gradient level; None takes each schedule's ``q_max``, or what a ``RoleSchedules`` says.
         optimizer: in a loop that is not yours, one to follow: each of its steps calls ``step()``, and its
             ``state_dict`` holds that of the scheduler.
+        eval_bits: precision after ``model.eval()``, until ``model.train()``: "q_max", "float" (no quantisation) or 1 to
+            32; "current" leaves it at the bits of the step.
 
     Levels are bits on the paper's ladder, see ``QuantConfig(ladder=...)``. Holes in a ladder, and formats that a layer
     cannot take, are errors here, before training. The constructor applies step 0; call ``step()`` after
@@ -63,9 +67,11 @@ class PrecisionScheduler:
     """
 
     def __init__(
-        self, model: nn.Module, schedule: Schedules, q_grad: int | None = None, *, optimizer: Optimizer | None = None
-    ) -> None:
+        self, model: nn.Module, schedule: Schedules, q_grad: int | None = None, *, optimizer: Optimizer | None = None,
+        eval_bits: EvalBits = "current",
+    ) -> None:  # fmt: skip
         """Assign layers to schedules and apply step 0."""
+        self._eval_bits = check_eval_bits(eval_bits)
         self._layers = all_precisions(model)
         self.schedules = assign_schedules(schedule, self._layers, caught(model))
         self.q_grad = None if q_grad is None else check_bits("q_grad", q_grad)
@@ -83,6 +89,16 @@ class PrecisionScheduler:
             follow(optimizer, self)
         elif changes:
             ForgottenStep(self, model)
+
+    @property
+    def eval_bits(self) -> EvalBits:
+        """Precision of evaluation; may be assigned."""
+        return self._eval_bits
+
+    @eval_bits.setter
+    def eval_bits(self, value: EvalBits) -> None:
+        self._eval_bits = check_eval_bits(value)
+        self._apply()
 
     def step(self) -> None:
         """Go to the next optimizer step; RuntimeError where the scheduler follows an optimizer."""
@@ -105,12 +121,25 @@ class PrecisionScheduler:
         return [schedule(step) for schedule, _ in self.schedules.values()]
 
     def _apply(self) -> None:
-        step = min(self.last_step, self.total_steps - 1)
-        for pattern, (schedule, _) in self.schedules.items():
-            levels = schedule.levels_at(step, self.q_grad)
-            for layer in self._groups[pattern]:
-                layer.highest = schedule.highest
-                layer.set_levels(levels, self)
+        for pattern, layers in self._groups.items():
+            levels = self._of_step(pattern)
+            for layer in layers:
+                self._set(layer, levels, pattern)
+
+    def _of_step(self, pattern: str) -> Levels:
+        return self.schedules[pattern][0].levels_at(min(self.last_step, self.total_steps - 1), self.q_grad)
+
+    def _set(self, layer: LayerPrecision, levels: Levels, pattern: str) -> None:
+        layer.highest = self.schedules[pattern][0].highest
+        if not layer.training and self.eval_bits != "current":
+            levels = merged(resolve("eval_bits", self.eval_bits, layer, pattern), levels)
+        layer.set_levels(levels, self)
+
+    def hear(self, layer: LayerPrecision) -> None:
+        """Give a layer that changed between training and evaluation the bits of its mode."""
+        if self.eval_bits != "current":
+            pattern = next(p for p, layers in self._groups.items() if any(x is layer for x in layers))
+            self._set(layer, self._of_step(pattern), pattern)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Drive the layers that were copied together with their scheduler."""
@@ -221,13 +250,28 @@ def precision(
     try:
         for name, values in wanted.items():
             layer = layers[name]
-            kept = layer.in_force if layer.in_force and values.activation is not None else values
-            gradients = kept if q_grad is None else resolve("q_grad", q_grad, layer, name)
-            layer.set_levels(Levels(*values[:2], *gradients[2:]))
+            if q_grad is None:
+                layer.set_levels(merged(values, layer.in_force or values))
+            else:
+                layer.set_levels(Levels(*values[:2], *resolve("q_grad", q_grad, layer, name)[2:]))
         yield model
     finally:
         for layer, in_force, driver in before:
             layer.in_force, layer.driver = in_force, driver
+            if driver is not None:
+                driver.hear(layer)  # whose mode may have changed inside
+
+
+def merged(values: Levels, gradients: Levels) -> Levels:
+    """Return levels of other forward values; a forward pass in float32 has gradients in float32."""
+    return Levels(*values[:2], *(values if values.activation is None else gradients)[2:])
+
+
+def check_eval_bits(value: Any) -> EvalBits:
+    """Return ``value`` when a model can be evaluated at it, else raise ValueError."""
+    if isinstance(value, str) and value in EVAL_BITS:
+        return value
+    return check_bits(f"eval_bits, if not {' or '.join(map(repr, EVAL_BITS))},", value)
 
 
 def caught(model: nn.Module) -> set[str]:

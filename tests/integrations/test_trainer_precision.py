@@ -5,7 +5,7 @@ from torch import nn
 
 import cpt_core as cpt
 from cpt_core.formats.ladder import LADDERS
-from cpt_core.integrations._common import TrainerPrecision, check_eval_bits
+from cpt_core.integrations._common import TrainerPrecision
 from cpt_core.quantization.convert import layer_precisions
 from cpt_core.schedules.schedule import FunctionSchedule
 from tests.helpers import quietly
@@ -15,7 +15,7 @@ from tests.helpers import quietly
 def test_the_cost_on_a_ladder_is_that_of_its_formats(name, q_min, q_max):
     schedule = quietly(cpt.make_schedule, "CR", q_min=q_min, q_max=q_max, total_steps=40, n_cycles=2)
     model = cpt.quantize_(nn.Sequential(nn.Linear(4, 4)), cpt.QuantConfig(ladder=LADDERS[name]))
-    logs = TrainerPrecision(model, schedule, None).logs(40)
+    logs = TrainerPrecision(model, schedule, None, eval_bits="q_max").logs(40)
     assert logs["bits"] == schedule(39)
     assert logs["relative_cost"] == pytest.approx(schedule.relative_cost(ladder=LADDERS[name]), rel=1e-12)
     assert (logs["relative_cost"] == schedule.relative_cost()) == (name in ("affine", "minifloat"))
@@ -25,18 +25,23 @@ def test_the_cost_of_roles_apart_is_theirs():
     cycle = quietly(cpt.make_schedule, "CR", q_min=3, q_max=8, total_steps=40, n_cycles=2)
     roles = cpt.RoleSchedules(weight=cycle, activation=8, gradient="float32")
     model = cpt.quantize_(nn.Sequential(nn.Linear(4, 4)))
-    assert TrainerPrecision(model, roles, None).logs(40)["relative_cost"] == pytest.approx(roles.relative_cost())
+    assert TrainerPrecision(model, roles, None, eval_bits="q_max").logs(40)["relative_cost"] == pytest.approx(
+        roles.relative_cost()
+    )
 
 
 def test_precisions_of_evaluation():
     model = cpt.quantize_(nn.Sequential(nn.Linear(4, 4)))
-    trained = TrainerPrecision(model, FunctionSchedule(lambda u: 7 - 3 * u, total_steps=12), None)  # ends at 4
-    for _ in range(12):
+    trained = TrainerPrecision(
+        model, FunctionSchedule(lambda u: 7 - 3 * u, total_steps=12), None, eval_bits="q_max"
+    )  # ends at 4
+    for _ in range(12):  # to 4 bits
         trained.step()
     for chosen, bits, logged in (("q_max", 7, 7), ("current", 4, 4), ("float", None, 32), (2, 2, 2)):
-        trained.evaluate_at(chosen)
+        trained.eval_bits = chosen
+        model.eval()
         assert (layer_precisions(model)["0"].bits, trained.eval_logs()) == (bits, {"eval_bits": logged})
-    trained.evaluate_at(None)
+    model.train()
     assert (layer_precisions(model)["0"].bits, trained.eval_logs()) == (4, {})
 
 
@@ -45,7 +50,7 @@ def test_other_precisions_of_evaluation_are_refused(eval_bits):
     with pytest.raises(
         ValueError, match="eval_bits, if not 'q_max' or 'current' or 'float', must be an integer from 1 to 32"
     ):
-        check_eval_bits(eval_bits)
+        cpt.PrecisionScheduler(cpt.quantize_(nn.Linear(2, 2)), cpt.StaticSchedule(4, 9), eval_bits=eval_bits)
 
 
 def test_schedules_per_layer_have_entries_of_their_own():
@@ -53,12 +58,12 @@ def test_schedules_per_layer_have_entries_of_their_own():
         cpt.make_schedule(n, q_min=3, q_max=q, total_steps=12, n_cycles=2) for n, q in (("ER", 6), ("CR", 8))
     )
     model = cpt.quantize_(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2)))
-    trained, logs = TrainerPrecision(model, {"0": first, "*": rest}, None), []
+    trained, logs = TrainerPrecision(model, {"0": first, "*": rest}, None, eval_bits="q_max"), []
     for step in range(1, 13):
         trained.step()
         logs.append(trained.logs(step))
     assert [e["bits/0"] for e in logs] == first.bits().tolist()
     assert [e["bits/*"] for e in logs] == rest.bits().tolist()
     assert logs[-1]["relative_cost/*"] == rest.relative_cost()
-    trained.evaluate_at("q_max")
+    model.eval()
     assert trained.eval_logs() == {"eval_bits/0": 6, "eval_bits/*": 8}

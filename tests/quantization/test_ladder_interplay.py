@@ -222,11 +222,11 @@ def test_q_max_is_that_of_every_role():
 @pytest.mark.parametrize(("asked", "expected"), [("q_max", (6, 2)), ("current", (6, 1)), ("float", (None, None))])
 def test_callbacks_evaluate_every_role_at_its_own_level(asked, expected):
     model = net(BY_ROLE)
-    precision = TrainerPrecision(model, RISING, None)
-    precision.evaluate_at(asked)
+    precision = TrainerPrecision(model, RISING, None, eval_bits=asked)
+    model.eval()
     assert layer_precisions(model)["0"].in_force[:2] == expected
     assert precision.eval_logs() == {"eval_bits": expected[0] or 32}
-    precision.evaluate_at(None)
+    model.train()
     assert layer_precisions(model)["0"].in_force == (6, 1, 32, 32)
 
 
