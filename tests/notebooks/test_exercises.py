@@ -394,7 +394,7 @@ def test_a_prediction_is_compared_with_the_answer(choice, unchosen, capsys):
     exercises.reveal("backward share")
     noted, *told = capsys.readouterr().out.splitlines()
     assert noted == "backward share: noted 'c'"
-    assert told[1:] == [PREDICTIONS["backward share"].because]
+    assert told[1:] == [PREDICTIONS["backward share"][1]]
     assert told[0] == "backward share: the answer is c.  You were right."
     exercises.predict("backward share", "a")
     exercises.reveal("backward share")

@@ -52,7 +52,7 @@ def test_every_formula_of_a_notebook_is_shown_without_the_network(path):
     assert set(re.findall(r'href="([^#"][^"]*)"', leads.sub("<a", page))) <= {f"{p.stem}.html" for p in notebooks()}
     assert f"<title>{path.stem}</title>" in page
     for question in re.findall(r'exercises\.reveal\("([^"]+)"', "\n".join(cell.source for cell in book.cells)):
-        assert page.count(escape(PREDICTIONS[question].because, quote=False)) == 1
+        assert page.count(escape(PREDICTIONS[question][1], quote=False)) == 1
 
 
 def test_the_cell_that_installs_is_not_shown_to_those_who_read():
