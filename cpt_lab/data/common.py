@@ -42,11 +42,6 @@ def generator_of(*numbers: int) -> torch.Generator:
     return torch.Generator().manual_seed(seed)
 
 
-def epoch_order(count: int, seed: int, epoch: int) -> Tensor:
-    """Return the order of the samples (or batches) of an epoch, (count,) int64."""
-    return torch.randperm(count, generator=generator_of(seed, epoch, Stream.ORDER))
-
-
 def batch_keys(count: int, batch: int, seed: int, start: int) -> Iterator[list[tuple[int, int]]]:
     """Yield the keys (epoch, number) of every batch from step ``start`` on, without end.
 
@@ -54,7 +49,7 @@ def batch_keys(count: int, batch: int, seed: int, start: int) -> Iterator[list[t
     """
     first, position = divmod(start, math.ceil(count / batch))
     for epoch in itertools.count(first):
-        order = epoch_order(count, seed, epoch).tolist()
+        order = torch.randperm(count, generator=generator_of(seed, epoch, Stream.ORDER)).tolist()
         for i in range(position * batch, count, batch):
             yield [(epoch, number) for number in order[i : i + batch]]
         position = 0

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import itertools
 import logging
-import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from cpt_core.checks import library
-from cpt_lab.data.common import epoch_order, generator_of, load_once, send
+from cpt_lab.data.common import batch_keys, generator_of, load_once, send
 from cpt_lab.data.entailment import CHECKPOINTS, LABELS, EntailmentData, Pairs, load_entailment
 from cpt_lab.data.files import DataNotFoundError, own_path
 from cpt_lab.experiments.entailment import EntailmentRecipe
@@ -81,13 +79,8 @@ class EntailmentTask:
 
     def batches(self, start: int) -> Iterator[Batch]:
         """Yield training batches from step ``start`` on, without end; the last one of an epoch may be smaller."""
-        train, batch = self.data.train, self.recipe.batch
-        first, position = divmod(start, math.ceil(len(train) / batch))
-        for epoch in itertools.count(first):
-            order = epoch_order(len(train), self.seed, epoch)
-            for rows in order[position * batch :].split(batch):
-                yield self._batch(train, rows)
-            position = 0
+        for keys in batch_keys(len(self.data.train), self.recipe.batch, self.seed, start):
+            yield self._batch(self.data.train, torch.tensor([number for _, number in keys]))
 
     def shared_batches(self, start: int, share: Callable[[Tensor], Tensor]) -> Iterator[Batch]:
         """Yield a process's part of every batch, as wide as the whole one."""

@@ -17,7 +17,7 @@ from torch.utils.data import Dataset
 from cpt_core.graphs.graph import Graph
 from cpt_core.graphs.sampling import sample_blocks
 from cpt_core.models.gnn import GraphNet
-from cpt_lab.data.common import Stream, epoch_order, generator_of, load_once, send
+from cpt_lab.data.common import Stream, batch_keys, generator_of, load_once, send
 from cpt_lab.data.graphs import load_graph, random_graph
 from cpt_lab.data.loading import loader
 from cpt_lab.data.ogb import evaluator
@@ -84,12 +84,14 @@ class GraphTask:
         return self._sampled(start)
 
     def _sampled(self, start: int) -> Iterator[Batch]:
-        samples = _Samples(self.graph, self.rows["train"], self.recipe.batch, self.fanouts, self.seed)
+        train = self.rows["train"]
+        samples = _Samples(self.graph, train, self.fanouts, self.seed)
+        keys = enumerate(batch_keys(len(train), self.recipe.batch, self.seed, start), start)
         if self.device.type == "cpu" and self.graph.num_edges > LARGE:
             workers = min(WORKERS, usable_cores())
-            parts: Any = loader(samples, self.device, workers, sampler=itertools.count(start), batch_size=None)
+            parts: Any = loader(samples, self.device, workers, sampler=keys, batch_size=None)
         else:
-            parts = map(samples.__getitem__, itertools.count(start))
+            parts = map(samples.__getitem__, keys)
         for seeds, nodes, blocks in parts:
             yield blocks, self.features[nodes], self.labels[seeds], None
 
@@ -182,19 +184,14 @@ def _loss(kind: str, logits: Tensor, labels: Tensor) -> Tensor:
 
 
 class _Samples(Dataset):
-    """Sampled neighbourhoods of step 0, 1, ...: a pure function of (seed, step), whoever computes it."""
+    """Sampled neighbourhoods of a step's nodes: a pure function of (seed, step), whoever computes it."""
 
-    def __init__(self, graph: Graph, train: Tensor, batch: int, fanouts: list[int], seed: int) -> None:
-        self.graph, self.train, self.batch, self.fanouts, self.seed = graph, train, batch, fanouts, seed
-        self.per_epoch = math.ceil(len(train) / batch)
-        self._epoch, self._order = -1, train  # the nodes in the order of an epoch
+    def __init__(self, graph: Graph, train: Tensor, fanouts: list[int], seed: int) -> None:
+        self.graph, self.train, self.fanouts, self.seed = graph, train, fanouts, seed
 
-    def __getitem__(self, step: int) -> tuple[Tensor, Tensor, list[Graph]]:
-        epoch, position = divmod(step, self.per_epoch)
-        if epoch != self._epoch:
-            order = send(epoch_order(len(self.train), self.seed, epoch), self.train.device)
-            self._epoch, self._order = epoch, self.train[order]
-        seeds = self._order[position * self.batch : (position + 1) * self.batch]
+    def __getitem__(self, key: tuple[int, list[tuple[int, int]]]) -> tuple[Tensor, Tensor, list[Graph]]:
+        step, numbers = key
+        seeds = self.train[send(torch.tensor([number for _, number in numbers]), self.train.device)]
         random = generator_of(self.seed, step, Stream.SAMPLE)
         if seeds.is_cuda:
             random = torch.Generator(seeds.device).manual_seed(random.initial_seed())

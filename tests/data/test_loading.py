@@ -174,7 +174,7 @@ def test_workers_ask_for_no_gpu():
     sent = [
         (training_files(FILES, recipe(), 0), (0, 1)),
         (_Ready(random_detection(pictures).train, pictures, 0), (0, 0)),
-        (_Samples(graph.graph, graph.rows["train"], 8, [2, 2], 0), 3),
+        (_Samples(graph.graph, graph.rows["train"], [2, 2], 0), (3, [(0, 5), (0, 1)])),
     ]
     worker = [sys.executable, "-c", WORKER]
     done = subprocess.run(worker, input=pickle.dumps(sent), capture_output=True, check=False)

@@ -1,5 +1,6 @@
 """Tasks are imported when asked for; what every task shares; what runs without any extra."""
 
+import itertools
 import json
 import math
 import subprocess
@@ -12,7 +13,7 @@ from torch import nn
 from torch.utils._pytree import tree_leaves
 
 from cpt_lab.data import common
-from cpt_lab.data.common import Stream, epoch_order, generator_of, load_once
+from cpt_lab.data.common import Stream, batch_keys, generator_of, load_once
 from cpt_lab.experiments.grids import grid_specs
 from cpt_lab.experiments.recipes import DATASETS, EXPERIMENTS, recipe
 from cpt_lab.experiments.spec import run_spec
@@ -211,9 +212,11 @@ def test_purposes_are_the_numbers_that_rows_were_made_with():
         assert generator_of(5, 7, stream).initial_seed() == generator_of(5, 7, int(stream)).initial_seed()
     assert len({generator_of(5, 7, stream).initial_seed() for stream in Stream}) == len(Stream)
     assert generator_of(5, 7, Stream.SAMPLE).initial_seed() == 53_212_224_671_631_112
-    order = epoch_order(50, seed=1, epoch=2)
-    assert order.tolist() == torch.randperm(50, generator=generator_of(1, 2, 0)).tolist()
-    assert order.tolist() != epoch_order(50, seed=1, epoch=3).tolist()
+    epochs = itertools.islice(batch_keys(50, 50, seed=1, start=2), 2)
+    (second, order), (third, other) = (map(list, zip(*keys, strict=True)) for keys in epochs)
+    assert (set(second), set(third)) == ({2}, {3})
+    assert order == torch.randperm(50, generator=generator_of(1, 2, 0)).tolist()
+    assert order != other
 
 
 def test_data_is_loaded_once_and_the_last_is_kept(monkeypatch, tmp_path):
