@@ -6,20 +6,23 @@ failed counts as chance.  No torch.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 
 import numpy as np
 import pandas as pd
+from matplotlib.figure import Figure
 
 from cpt_lab.analysis.estimates import RULES, Estimate, by_run, found, seeds_by_arms
 from cpt_lab.analysis.metrics import counted
-from cpt_lab.analysis.preregistered import Answer, corrected, ruled
+from cpt_lab.analysis.pages import Section
+from cpt_lab.analysis.preregistered import Answer, corrected, ruled, secondary, summary
 from cpt_lab.experiments.spec import NotMeasuredError
 from cpt_lab.studies.case import OUTPUTS
 from cpt_lab.studies.tuned import Tuned, held_out, settings
 
 TOP = "8/8"  # the arm that costs most
+Question = tuple[str, Callable[..., Answer]]  # what is asked; its answer, from tasks and the name of one of ``RULES``
 
 
 class Task:
@@ -68,23 +71,38 @@ def tasks(study: Tuned, runs: pd.DataFrame) -> tuple[list[Task], str]:
     return complete, "" if len(complete) == len(study.cases) else f"open: {there} of {counted(wanted, 'run')}"
 
 
-def answered(
-    parts: Sequence[Task], missing: str, questions: Mapping[str, str], makers: Sequence[Callable[..., Answer]]
-) -> list[Answer]:
-    """Return the answers to a family of questions; a maker takes the tasks, and the name of one of ``RULES``."""
+def answered(parts: Sequence[Task], missing: str, questions: Mapping[str, Question]) -> list[Answer]:
+    """Return the answers to a family of questions from what ``tasks`` returned."""
     if missing:
-        return [Answer(name, asks, word=missing) for name, asks in questions.items()]
+        return [Answer(name, asks, word=missing) for name, (asks, _) in questions.items()]
     lost = sum(t.lost for t in parts)
 
     def told(rule: str = "") -> list[Answer]:
-        made = zip(questions.items(), makers, strict=True)
-        return [replace(make(parts, rule=rule), question=name, asks=asks, lost=lost) for (name, asks), make in made]
+        made = ((name, asks, make(parts, rule=rule)) for name, (asks, make) in questions.items())
+        return [replace(answer, question=name, asks=asks, lost=lost) for name, asks, answer in made]
 
     registered, by_rule = told(), {rule: told(rule) for rule in RULES}
     return [
         ruled(a, registered, {rule: alike[i] for rule, alike in by_rule.items()})
         for i, a in enumerate(corrected(registered))
     ]
+
+
+def shown(
+    study: Tuned, runs: pd.DataFrame, questions: Mapping[str, Question], name: str, note: str,
+    figure: Callable[[Sequence[Task]], Figure], alt: str, *tables: tuple[str, Callable[[Sequence[Task]], pd.DataFrame]],
+) -> Iterator[Section]:  # fmt: skip
+    """Yield what a study came to, once all runs of a task are there; ``tables`` have a title each."""
+    parts, missing = tasks(study, runs)
+    if not parts:
+        return
+    told = answered(parts, missing, questions)
+    undecided = (f"Nothing is decided ({missing}): shown are the tasks that are complete.",) if missing else ()
+    yield Section(name, (note, *undecided), figure(parts), alt, summary(told), "left")
+    for title, table in (*tables, ("every arm", by_arm)):
+        yield Section(f"{name}: {title}", table=table(parts), style="left folded")
+    if not missing:
+        yield Section(f"{name}: other effects", table=secondary(told), style="left folded")
 
 
 def by_arm(parts: Sequence[Task]) -> pd.DataFrame:

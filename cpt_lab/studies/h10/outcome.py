@@ -10,18 +10,13 @@ from matplotlib.figure import Figure
 
 from cpt_lab.analysis.estimates import Estimate
 from cpt_lab.analysis.pages import Section
-from cpt_lab.analysis.preregistered import Answer, in_margins, intervals, secondary, summary, unbeaten
+from cpt_lab.analysis.preregistered import Answer, in_margins, intervals, unbeaten
 from cpt_lab.studies.h10.arms import LATE, STATIC, STUDY
-from cpt_lab.studies.tuned_outcome import TOP, Task, answered, by_arm
+from cpt_lab.studies.tuned_outcome import TOP, Task, answered, shown
 from cpt_lab.studies.tuned_outcome import tasks as complete
 
 OTHERS = {"H10a": STATIC, "H10b": ("gradients late", "both late"), "H10c": ("forward spread",)}
 ASKS = "At one cost, does switching the forward products to 8 bits, as the learning rate falls,"
-QUESTIONS = {
-    "H10a": f"{ASKS} beat static bits?",
-    "H10b": f"{ASKS} beat switching the gradients, or both?",
-    "H10c": f"{ASKS} beat the same bits at other times?",
-}
 ALT = "gain of switching the forward products late on static bits, on other switches, and on the same bits spread"
 tasks = partial(complete, STUDY)
 
@@ -33,11 +28,7 @@ def effects(parts: Sequence[Task], question: str, rule: str = "") -> list[Estima
 
 def answers(runs: pd.DataFrame) -> list[Answer]:
     """Return the answers of H10, a family of three tests, from rows."""
-    return _answers(*tasks(runs))
-
-
-def _answers(parts: Sequence[Task], missing: str) -> list[Answer]:
-    return answered(parts, missing, QUESTIONS, [partial(_answer, question=question) for question in QUESTIONS])
+    return answered(*tasks(runs), QUESTIONS)
 
 
 def _answer(parts: Sequence[Task], question: str, rule: str = "") -> Answer:
@@ -46,6 +37,13 @@ def _answer(parts: Sequence[Task], question: str, rule: str = "") -> Answer:
         effects(parts, question, rule), "the forward switch beats it nowhere by the margin", "the forward switch wins",
         [t.gain(*pair) for pair in pairs for t in parts], other="the other",
     )  # fmt: skip
+
+
+QUESTIONS = {
+    "H10a": (f"{ASKS} beat static bits?", partial(_answer, question="H10a")),
+    "H10b": (f"{ASKS} beat switching the gradients, or both?", partial(_answer, question="H10b")),
+    "H10c": (f"{ASKS} beat the same bits at other times?", partial(_answer, question="H10c")),
+}
 
 
 def gains(parts: Sequence[Task]) -> pd.DataFrame:
@@ -71,19 +69,9 @@ def figure(parts: Sequence[Task]) -> Figure:
 
 def sections(runs: pd.DataFrame) -> Iterator[Section]:
     """Yield what H10 came to, once all runs of a task are there."""
-    parts, missing = tasks(runs)
-    if not parts:
-        return
-    told = _answers(parts, missing)
-    notes = [
+    note = (
         "H10 of docs/preregistration.md. Bits are forward/gradient bits; all arms but 4/4 and 8/8 cost a third of 8/8, "
         "and 5/4 costs 1.6 % more. Learning rate and bits of evaluation of every arm, and which opponent is taken, "
         "were chosen on held-out data."
-    ]
-    if missing:
-        notes.append(f"Nothing is decided ({missing}): shown are the tasks that are complete.")
-    name = "Which products should switch to more bits late"
-    yield Section(name, tuple(notes), figure(parts), ALT, summary(told), "left")
-    yield Section(f"{name}: every arm", table=by_arm(parts), style="left folded")
-    if not missing:
-        yield Section(f"{name}: other effects", table=secondary(told), style="left folded")
+    )
+    return shown(STUDY, runs, QUESTIONS, "Which products should switch to more bits late", note, figure, ALT)

@@ -17,32 +17,19 @@ from scipy.stats import bootstrap
 
 from cpt_lab.analysis.metrics import interval_text
 from cpt_lab.analysis.pages import Section
-from cpt_lab.analysis.preregistered import Answer, against, secondary, summary, unbeaten
+from cpt_lab.analysis.preregistered import Answer, against, unbeaten
 from cpt_lab.analysis.style import COLORS, SMALL, drawing, interval_bar, legend_below
 from cpt_lab.studies.h7.arms import BUDGETS, CYCLED, Q_MAX, SPENT, STUDY, pays
-from cpt_lab.studies.tuned_outcome import TOP, Task, answered, by_arm
+from cpt_lab.studies.tuned_outcome import TOP, Task, answered, shown
 from cpt_lab.studies.tuned_outcome import tasks as complete
 
 GAIN = 4  # tasks that must gain
-QUESTIONS = {
-    **{f"H7{x}": f"At the cost of static {b}, are {b + 1} forward bits with {SPENT}-bit gradients better?"
-       for x, b in zip("abc", BUDGETS, strict=True)},
-    **{f"H8{x}": f"Does a cycle beat {b + 1} forward bits with {SPENT}-bit gradients at equal cost?"
-       for x, b in zip("ab", CYCLED, strict=True)},
-}  # fmt: skip
-
-
 tasks = partial(complete, STUDY)
 
 
 def answers(runs: pd.DataFrame) -> list[Answer]:
     """Return the answers of H7 and H8, a family of five tests, from rows."""
-    return _answers(*tasks(runs))
-
-
-def _answers(parts: Sequence[Task], missing: str) -> list[Answer]:
-    makers = [partial(_pays, bits=b) for b in BUDGETS] + [partial(_cycles, bits=b) for b in CYCLED]
-    return answered(parts, missing, QUESTIONS, makers)
+    return answered(*tasks(runs), QUESTIONS)
 
 
 def _pays(parts: Sequence[Task], bits: int, rule: str = "") -> Answer:
@@ -63,6 +50,14 @@ def _cycles(parts: Sequence[Task], bits: int, rule: str = "") -> Answer:
     primary = [t.gain(f"cycle at {pair}", pair, rule) for t in parts]
     other = [t.gain(f"cycle at {paid}", paid) for t in parts if f"cycle at {paid}" in t.settings]
     return unbeaten(primary, "no cycle beats static by the margin", "a cycle wins", other)
+
+
+QUESTIONS = {
+    **{f"H7{x}": (f"At the cost of static {b}, are {b + 1} forward bits with {SPENT}-bit gradients better?",
+                  partial(_pays, bits=b)) for x, b in zip("abc", BUDGETS, strict=True)},
+    **{f"H8{x}": (f"Does a cycle beat {b + 1} forward bits with {SPENT}-bit gradients at equal cost?",
+                  partial(_cycles, bits=b)) for x, b in zip("ab", CYCLED, strict=True)},
+}  # fmt: skip
 
 
 def gains(parts: Sequence[Task]) -> pd.DataFrame:
@@ -132,20 +127,10 @@ def _panel(ax: Axes, bits: int, parts: Sequence[Task]) -> None:
 
 def sections(runs: pd.DataFrame) -> Iterator[Section]:
     """Yield what H7 and H8 came to, once all runs of a task are there."""
-    parts, missing = tasks(runs)
-    if not parts:
-        return
-    told = _answers(parts, missing)
-    notes = [
+    note = (
         f"H7 and H8 of docs/preregistration.md. Pairs are forward/gradient bits: {pays(3)} costs less than 3/{Q_MAX}. "
         "Learning rate and bits of evaluation of every arm were chosen on held-out data. Grey: too little to name."
-    ]
-    if missing:
-        notes.append(f"Nothing is decided ({missing}): shown are the tasks that are complete.")
+    )
     alt = "gains of gradients that pay for forward bits, of a cycle, and of both, on static precision of equal cost"
-    name = "Where the next bit operation should go"
-    yield Section(name, tuple(notes), figure(parts), alt, summary(told), "left")
-    yield Section(f"{name}: beside all that there is to win", table=gains(parts), style="left folded")
-    yield Section(f"{name}: every arm", table=by_arm(parts), style="left folded")
-    if not missing:
-        yield Section(f"{name}: other effects", table=secondary(told), style="left folded")
+    table = "beside all that there is to win", gains
+    return shown(STUDY, runs, QUESTIONS, "Where the next bit operation should go", note, figure, alt, table)
