@@ -25,15 +25,11 @@ class Unanswered(Exception):
 
 
 class Exercise(NamedTuple):
-    """A check.
+    """A check."""
 
-    Attributes:
-        right: takes the attempt; may raise ``Refused`` or ``Unanswered``; a sentence is said of a right answer.
-        hint: what helps on, unless the refusal has a better one.
-    """
-
+    # takes the attempt; may raise ``Refused`` or ``Unanswered``; a sentence is said of a right answer
     right: Callable[[Any], bool | str]
-    hint: str
+    hint: str  # what helps on, unless the refusal has a better one
 
 
 def number(answer: Any) -> float:

@@ -28,28 +28,17 @@ DATA = ("dataset", "pairs", "graph")  # parameters that can name data of the use
 
 @dataclass(frozen=True)
 class NotebookOutcome:
-    """What became of one notebook.
+    """What became of one notebook."""
 
-    Attributes:
-        notebook: its name.
-        given: the parameters that are not its own, in words.
-        status: "done", "up to date" or "failed"; "earlier" and "failed earlier" for what another call has run.
-        seconds: that it took.
-        page: the newest one that is good, None where there is none.
-        error: why it failed, in one line.
-        failed: the page of the failure, None where there is none.
-        asked: the notebook's question.
-        found: what came out, in words: the comparisons of its own runs, and what it sums up of the data that it names.
-    """
-
-    notebook: str
-    given: str
-    status: str
-    seconds: float
-    page: Path | None
-    error: str = ""
-    failed: Path | None = None
-    asked: str = ""
+    notebook: str  # its name
+    given: str  # the parameters that are not its own, in words
+    status: str  # "done", "up to date" or "failed"; "earlier" and "failed earlier" for what another call has run
+    seconds: float  # that it took
+    page: Path | None  # the newest one that is good, None where there is none
+    error: str = ""  # why it failed, in one line
+    failed: Path | None = None  # the page of the failure, None where there is none
+    asked: str = ""  # the notebook's question
+    # what came out, in words: the comparisons of its own runs, and what it sums up of the data that it names
     found: str = ""
 
     @property
@@ -60,19 +49,13 @@ class NotebookOutcome:
 
 @dataclass(frozen=True)
 class NotebookRun:
-    """A notebook to run, and where its page goes.
+    """A notebook to run, and where its page goes."""
 
-    Attributes:
-        notebook: its path.
-        values: parameters to run it with.
-        given: those of them that change what the page shows and are not the notebook's own: they name it.
-        folder: of the page.
-    """
-
-    notebook: Path
-    values: Mapping[str, Any]
+    notebook: Path  # its path
+    values: Mapping[str, Any]  # parameters to run it with
+    # those of them that change what the page shows and are not the notebook's own: they name it
     given: Mapping[str, Any]
-    folder: Path
+    folder: Path  # of the page
 
     @property
     def name(self) -> str:

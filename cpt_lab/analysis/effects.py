@@ -22,35 +22,21 @@ Interval = tuple[float, float, float]  # mean, low, high
 
 @dataclass(frozen=True)
 class Effect:
-    """What one experiment says, in the direction of a claim.
+    """What one experiment says, in the direction of a claim."""
 
-    Attributes:
-        experiment: what was trained, in words; ``place`` the same in short: data set and model; ``bits`` its q_min.
-        scale: of the runs; "exact" of what is computed.
-        at: the effect with its interval at 1 - alpha, from alpha.
-        n: seeds that were compared.
-        what: what was compared.
-        stores: that the runs are in.
-        task: of the runs.
-        dataset: of the runs.
-        started: when the runs that were compared were started, ISO.
-        diverged: how many of them did.
-        others: the same effect against further controls; all have to agree.
-    """
-
-    experiment: str
-    scale: str
-    at: Callable[[float], Interval]
-    n: int
-    what: str
+    experiment: str  # what was trained, in words; ``place`` the same in short: data set and model; ``bits`` its q_min
+    scale: str  # of the runs; "exact" of what is computed
+    at: Callable[[float], Interval]  # the effect with its interval at 1 - alpha, from alpha
+    n: int  # seeds that were compared
+    what: str  # what was compared
     place: str = ""
     bits: str = ""
-    stores: tuple[str, ...] = ()
+    stores: tuple[str, ...] = ()  # that the runs are in
     task: str = ""
     dataset: str = ""
-    started: tuple[str, ...] = ()
-    diverged: int = 0
-    others: tuple[Effect, ...] = ()
+    started: tuple[str, ...] = ()  # when the runs that were compared were started, ISO
+    diverged: int = 0  # how many of them did
+    others: tuple[Effect, ...] = ()  # the same effect against further controls; all have to agree
 
     @property
     def interval(self) -> Interval:

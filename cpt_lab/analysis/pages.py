@@ -27,26 +27,19 @@ from cpt_lab.paths import notebooks_dir
 
 @dataclass(frozen=True)
 class Section:
-    """A part of a page.
+    """A part of a page."""
 
-    Attributes:
-        title: its heading.
-        notes: paragraphs; words between backticks are set as code.
-        figure: stands in the page itself, no other file is needed; or the address of a picture.
-        alt: what the figure shows, in words.
-        table: a cell that is a list is folded up behind its length; one that is a dict of page, name, failed and
-            error is a link, and one to the page of what went wrong.
-        style: classes of the table: "left" aligns everything left, "folded" folds it up behind its number of lines.
-        points: a list of (text, place).
-    """
-
-    title: str
-    notes: tuple[str, ...] = ()
+    title: str  # its heading
+    notes: tuple[str, ...] = ()  # paragraphs; words between backticks are set as code
+    # stands in the page itself, no other file is needed; or the address of a picture
     figure: Figure | str | None = None
-    alt: str = ""
+    alt: str = ""  # what the figure shows, in words
+    # a cell that is a list is folded up behind its length; one that is a dict of page, name, failed and error is a
+    # link, and one to the page of what went wrong
     table: pd.DataFrame | None = None
+    # classes of the table: "left" aligns everything left, "folded" folds it up behind its number of lines
     style: str = ""
-    points: tuple[tuple[str, str], ...] = ()
+    points: tuple[tuple[str, str], ...] = ()  # a list of (text, place)
 
 
 def terminal(frame: pd.DataFrame) -> str:

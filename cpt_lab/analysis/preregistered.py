@@ -20,33 +20,20 @@ LEVEL = 0.05  # of the tests of a study together
 
 @dataclass(frozen=True)
 class Answer:
-    """A preregistered question, and what its runs say.
+    """A preregistered question, and what its runs say."""
 
-    Attributes:
-        question: its name, such as "H4b".
-        asks: the question in words.
-        primary: the effects that the primary test is about.
-        p: of the primary test; NaN where runs are missing.
-        words: of the outcome if the test stands, and whether it stands or not; the outcome is "open" without either.
-        beside: what is said after the outcome, and decides nothing.
-        secondary: what else the document promises.
-        lost: how many runs diverged or failed.
-        adjusted: ``p`` by Holm's correction over the tests of a study.
-        word: the outcome.
-        told: the outcome at length, where primary effects do not tell it.
-    """
-
-    question: str = ""
-    asks: str = ""
-    primary: tuple[Estimate, ...] = ()
-    p: float = math.nan
+    question: str = ""  # its name, such as "H4b"
+    asks: str = ""  # the question in words
+    primary: tuple[Estimate, ...] = ()  # the effects that the primary test is about
+    p: float = math.nan  # of the primary test; NaN where runs are missing
+    # of the outcome if the test stands, and whether it stands or not; the outcome is "open" without either
     words: tuple[str, str] = ("", "")
-    secondary: tuple[Estimate, ...] = ()
-    beside: str = ""
-    lost: int = 0
-    adjusted: float = math.nan
+    secondary: tuple[Estimate, ...] = ()  # what else the document promises
+    beside: str = ""  # what is said after the outcome, and decides nothing
+    lost: int = 0  # how many runs diverged or failed
+    adjusted: float = math.nan  # ``p`` by Holm's correction over the tests of a study
     word: str = ""
-    told: str = ""
+    told: str = ""  # the outcome at length, where primary effects do not tell it
 
 
 def corrected(found: Sequence[Answer]) -> list[Answer]:

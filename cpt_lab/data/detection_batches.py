@@ -24,19 +24,13 @@ MULTIPLE = 32  # sides of a padded batch
 
 @dataclass(frozen=True)
 class Batch:
-    """Pictures made ready for a model, and their objects.
+    """Pictures made ready for a model, and their objects."""
 
-    Attributes:
-        images: float32 (N, 3, H, W), normalised, padded with zeros to multiples of 32; as they are read, uint8.
-        targets: of every image, boxes float32 (n, 4) in pixels of ``images`` and labels int64 (n,).
-        sizes: height and width of every image without its padding.
-        originals: the pictures they were made from.
-    """
-
-    images: Tensor
+    images: Tensor  # float32 (N, 3, H, W), normalised, padded with zeros to multiples of 32; as they are read, uint8
+    # of every image, boxes float32 (n, 4) in pixels of ``images`` and labels int64 (n,)
     targets: list[dict[str, Tensor]]
-    sizes: list[tuple[int, int]]
-    originals: list[Annotated]
+    sizes: list[tuple[int, int]]  # height and width of every image without its padding
+    originals: list[Annotated]  # the pictures they were made from
 
     def pin_memory(self) -> Batch:
         """Return it in memory from which a GPU copies while it computes; torch's loader calls this."""

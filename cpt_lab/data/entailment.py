@@ -58,17 +58,11 @@ CHECKPOINT_FILES = ["config.json", "model.safetensors", "tokenizer.json", "token
 
 @dataclass(frozen=True)
 class Pairs:
-    """Sentence pairs of one split and language, n of them.
+    """Sentence pairs of one split and language, n of them."""
 
-    Attributes:
-        premises: n sentences.
-        hypotheses: n sentences.
-        labels: (n,) int64, positions in ``LABELS``.
-    """
-
-    premises: list[str]
-    hypotheses: list[str]
-    labels: Tensor
+    premises: list[str]  # n sentences
+    hypotheses: list[str]  # n sentences
+    labels: Tensor  # (n,) int64, positions in ``LABELS``
 
     def __len__(self) -> int:
         return len(self.labels)
@@ -76,20 +70,14 @@ class Pairs:
 
 @dataclass(frozen=True)
 class EntailmentData:
-    """A data set of sentence pairs.
+    """A data set of sentence pairs."""
 
-    Attributes:
-        train, valid: in the recipe's language.
-        test: by language, in the recipe's order.
-        title: what the numbers are measured on, as figures must call it.
-        checksum: of all of this.
-    """
-
+    # train, valid: in the recipe's language
     train: Pairs
     valid: Pairs
-    test: dict[str, Pairs]
-    title: str
-    checksum: str
+    test: dict[str, Pairs]  # by language, in the recipe's order
+    title: str  # what the numbers are measured on, as figures must call it
+    checksum: str  # of all of this
 
 
 def load_entailment(recipe: EntailmentRecipe) -> EntailmentData:

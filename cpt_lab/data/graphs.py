@@ -38,29 +38,19 @@ from cpt_lab.experiments.graph import EXPERIMENT, GraphRecipe
 
 @dataclass(frozen=True)
 class GraphData:
-    """A graph with features, labels and a split.
+    """A graph with features, labels and a split."""
 
-    Attributes:
-        title: what the numbers are measured on, as figures must call it.
-        graph: the edges, in both directions, and self-loops if the recipe wants them.
-        features: (N, F) float32.
-        labels: (N,) int64; -1 where a node has none.
-        classes: number of classes.
-        train, valid, test: (n,) int64, numbers of the nodes; ``valid`` may be empty.
-        checksum: of all of this.
-        ogb: name for OGB's ``Evaluator``, or None.
-    """
-
-    title: str
-    graph: Graph
-    features: Tensor
-    labels: Tensor
+    title: str  # what the numbers are measured on, as figures must call it
+    graph: Graph  # the edges, in both directions, and self-loops if the recipe wants them
+    features: Tensor  # (N, F) float32
+    labels: Tensor  # (N,) int64; -1 where a node has none
     classes: int
+    # train, valid, test: (n,) int64, numbers of the nodes; ``valid`` may be empty
     train: Tensor
     valid: Tensor
     test: Tensor
-    checksum: str
-    ogb: str | None = None
+    checksum: str  # of all of this
+    ogb: str | None = None  # name for OGB's ``Evaluator``, or None
 
 
 def load_graph(recipe: GraphRecipe) -> GraphData:

@@ -50,26 +50,19 @@ Split = ArrayImages | Dataset
 
 @dataclass(frozen=True)
 class ImageData:
-    """A data set, split three ways.
+    """A data set, split three ways."""
 
-    Attributes:
-        title: what the numbers are measured on, as figures must call it.
-        classes: number of classes.
-        channels: 1 or 3.
-        mean, std: of the pixels divided by 255, per channel.
-        train, valid, test: the splits; ``valid`` is empty when nothing is held out.
-        checksum: of pixels and labels in memory, or of the list of files.
-    """
-
-    title: str
+    title: str  # what the numbers are measured on, as figures must call it
     classes: int
-    channels: int
+    channels: int  # 1 or 3
+    # mean, std: of the pixels divided by 255, per channel
     mean: tuple[float, ...]
     std: tuple[float, ...]
+    # train, valid, test: the splits; ``valid`` is empty when nothing is held out
     train: Split
     valid: Split
     test: Split
-    checksum: str
+    checksum: str  # of pixels and labels in memory, or of the list of files
 
 
 def load_images(recipe: ImageRecipe) -> ImageData:

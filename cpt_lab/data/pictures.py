@@ -29,20 +29,13 @@ class Annotated:
 
     Objects are arrays, not tensors: processes that read files get thousands of them, and torch would send each tensor
     through a file descriptor of its own.
-
-    Attributes:
-        picture: a file, or uint8 (3, H, W).
-        size: height and width in pixels.
-        boxes: float32 (n, 4), x1, y1, x2, y2 in pixels from the upper left corner.
-        labels: int64 (n,).
-        difficult: bool (n,).
     """
 
-    picture: Path | Tensor
-    size: tuple[int, int]
-    boxes: np.ndarray
-    labels: np.ndarray
-    difficult: np.ndarray
+    picture: Path | Tensor  # a file, or uint8 (3, H, W)
+    size: tuple[int, int]  # height and width in pixels
+    boxes: np.ndarray  # float32 (n, 4), x1, y1, x2, y2 in pixels from the upper left corner
+    labels: np.ndarray  # int64 (n,)
+    difficult: np.ndarray  # bool (n,)
 
     def read(self) -> Tensor:
         """Return the picture, uint8 (3, H, W); ValueError names a file that is damaged."""
@@ -53,21 +46,15 @@ class Annotated:
 
 @dataclass(frozen=True)
 class DetectionData:
-    """Annotated pictures, split three ways.
+    """Annotated pictures, split three ways."""
 
-    Attributes:
-        title: what the numbers are measured on, as figures must call it.
-        classes: their names.
-        train, valid, test: the splits; ``valid`` is empty when nothing is held out.
-        checksum: of annotations and pixels, or of annotations and the sizes of the files.
-    """
-
-    title: str
-    classes: tuple[str, ...]
+    title: str  # what the numbers are measured on, as figures must call it
+    classes: tuple[str, ...]  # their names
+    # train, valid, test: the splits; ``valid`` is empty when nothing is held out
     train: tuple[Annotated, ...]
     valid: tuple[Annotated, ...]
     test: tuple[Annotated, ...]
-    checksum: str
+    checksum: str  # of annotations and pixels, or of annotations and the sizes of the files
 
 
 def annotated_picture(

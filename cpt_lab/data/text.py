@@ -36,23 +36,16 @@ PYDOC_CHARACTERS = {"train": 270_000, "valid": 10_000, "test": 20_000}
 
 @dataclass(frozen=True)
 class TextData:
-    """A text as numbers.
+    """A text as numbers."""
 
-    Attributes:
-        train, valid, test: words or characters by number, (n,) int64.
-        vocabulary: word or character of every number.
-        start: the number that stands before the first word: that of ``<eos>``, or of a line break.
-        title: for figures.
-        checksum: of the files.
-    """
-
+    # train, valid, test: words or characters by number, (n,) int64
     train: Tensor
     valid: Tensor
     test: Tensor
-    vocabulary: tuple[str, ...]
-    start: int
-    title: str
-    checksum: str
+    vocabulary: tuple[str, ...]  # word or character of every number
+    start: int  # the number that stands before the first word: that of ``<eos>``, or of a line break
+    title: str  # for figures
+    checksum: str  # of the files
 
 
 def load_text(recipe: LanguageModelRecipe) -> TextData:

@@ -34,19 +34,12 @@ from cpt_lab.experiments.spec import RunSpec
 
 @dataclass(frozen=True)
 class Grid:
-    """A named list of runs: one panel of a figure, or one part of a table.
+    """A named list of runs: one panel of a figure, or one part of a table."""
 
-    Attributes:
-        artefact: of the paper, such as "figure_3".
-        about: what it is, and how many runs the paper has.
-        make: (scale, **choices) -> specs.
-        scales: at which it exists, the one to take first.
-    """
-
-    artefact: str
-    about: str
-    make: Callable[..., list[RunSpec]]
-    scales: tuple[str, ...]
+    artefact: str  # of the paper, such as "figure_3"
+    about: str  # what it is, and how many runs the paper has
+    make: Callable[..., list[RunSpec]]  # (scale, **choices) -> specs
+    scales: tuple[str, ...]  # at which it exists, the one to take first
 
 
 DESIGNS: dict[str, tuple[Callable[..., list[RunSpec]], str]] = {  # beside quality against cost

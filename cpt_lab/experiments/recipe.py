@@ -99,47 +99,31 @@ class Recipe:
 
 @dataclass(frozen=True)
 class Deficits:
-    """Settings of the critical-period experiments: training at ``q_min`` bits for a while, elsewhere at q_max.
+    """Settings of the critical-period experiments: training at ``q_min`` bits for a while, elsewhere at q_max."""
 
-    Attributes:
-        changes: fields of the recipe that differ from those of section 4; ``steps`` is the training after a deficit.
-        lengths: low steps at the start of training, which make it longer.
-        windows: (start, stop) of low steps within a training of ``window_steps``.
-        window_steps: see ``windows``.
-        lr_after: the milestones of the learning rate count from the end of a deficit at the start, not from step 0.
-        unit: steps that count as one in the names of arms, ``suffix`` what is written behind them.
-    """
-
+    # fields of the recipe that differ from those of section 4; ``steps`` is the training after a deficit
     changes: dict[str, Any]
-    lengths: tuple[int, ...]
-    windows: tuple[tuple[int, int], ...]
-    window_steps: int
+    lengths: tuple[int, ...]  # low steps at the start of training, which make it longer
+    windows: tuple[tuple[int, int], ...]  # (start, stop) of low steps within a training of ``window_steps``
+    window_steps: int  # see ``windows``
+    # the milestones of the learning rate count from the end of a deficit at the start, not from step 0
     lr_after: bool = False
-    unit: int = 1
+    unit: int = 1  # steps that count as one in the names of arms, ``suffix`` what is written behind them
     suffix: str = ""
 
 
 @dataclass(frozen=True)
 class Metric:
-    """A number that tells how good a model is, and how it is printed.
+    """A number that tells how good a model is, and how it is printed."""
 
-    Attributes:
-        name: in rows, such as "accuracy"; after an underscore stands a further test set, as in "accuracy_es".
-        label: for axes.
-        unit: for tables.
-        factor: from stored to printed numbers.
-        better: +1 when a larger value is better, -1 when a smaller one is.
-        digits: behind the point in tables.
-        worst: what a run counts that diverged, stored: that of a model that has learned nothing, by the number of its
-            outputs (classes or words; infinite where it is not known). None where there is no such value.
-    """
-
-    name: str
-    label: str
-    unit: str = ""
-    factor: float = 1.0
-    better: int = 1
-    digits: int = 1
+    name: str  # in rows, such as "accuracy"; after an underscore stands a further test set, as in "accuracy_es"
+    label: str  # for axes
+    unit: str = ""  # for tables
+    factor: float = 1.0  # from stored to printed numbers
+    better: int = 1  # +1 when a larger value is better, -1 when a smaller one is
+    digits: int = 1  # behind the point in tables
+    # what a run counts that diverged, stored: that of a model that has learned nothing, by the number of its outputs
+    # (classes or words; infinite where it is not known). None where there is no such value
     worst: Callable[[float], float] | None = None
 
     def text(self, values: Iterable[float]) -> list[str]:
@@ -155,31 +139,24 @@ Changes = Mapping[str, Mapping[str, Any]]  # model, or "" for all models -> fiel
 
 @dataclass(frozen=True)
 class Dataset:
-    """A data set with all that is known of it; without a title, recipes that other data takes, such as "own-graph".
+    """A data set with all that is known of it; without a title, recipes that other data takes, such as "own-graph"."""
 
-    Attributes:
-        name: of the data set, as ``dataset`` of a recipe.
-        title: for figures and lists of grids.
-        embedded: of data that comes with the installed packages: what it is good for. All other data can be downloaded.
-        recipes: scale -> its recipes; the first model is taken when none is named.
-        like: the data set whose recipes it takes at scales at which it has none; "" for none.
-        authors: what the authors' scripts do where they differ from the paper's text.
-        deficits: scale -> model -> settings of its critical-period experiments.
-        designs: what its first model is run with besides quality against cost: a key of ``grids.DESIGNS`` -> artefact.
-        sizes: of random data in its place, for plans: counts by name, which its data module reads.
-        folders: below the data folder, one of which it is read from; () for embedded data.
-    """
-
-    name: str
-    title: str = ""
+    name: str  # of the data set, as ``dataset`` of a recipe
+    title: str = ""  # for figures and lists of grids
+    # of data that comes with the installed packages: what it is good for. All other data can be downloaded
     embedded: str = ""
+    # scale -> its recipes; the first model is taken when none is named
     recipes: Mapping[str, tuple[Recipe, ...]] = field(default_factory=dict)
-    like: str = ""
+    like: str = ""  # the data set whose recipes it takes at scales at which it has none; "" for none
+    # what the authors' scripts do where they differ from the paper's text
     authors: Changes = field(default_factory=dict)
+    # scale -> model -> settings of its critical-period experiments
     deficits: Mapping[str, Mapping[str, Deficits]] = field(default_factory=dict)
+    # what its first model is run with besides quality against cost: a key of ``grids.DESIGNS`` -> artefact
     designs: Mapping[str, str] = field(default_factory=dict)
+    # of random data in its place, for plans: counts by name, which its data module reads
     sizes: Mapping[str, int] = field(default_factory=dict)
-    folders: tuple[str, ...] = ()
+    folders: tuple[str, ...] = ()  # below the data folder, one of which it is read from; () for embedded data
 
     @property
     def about(self) -> str:
@@ -189,39 +166,24 @@ class Dataset:
 
 @dataclass(frozen=True)
 class Experiment:
-    """A task of the paper, declared once.
+    """A task of the paper, declared once."""
 
-    Attributes:
-        recipe: the class of its recipes.
-        task: the class that trains it, "module:class", imported when it is asked for.
-        metrics: the main one first.
-        outputs: of a model, classes or words, from its recipe in JSON form; None takes the classes of the data set.
-        artefact: of the paper, which shows quality against cost, such as "figure_3".
-        datasets: its data sets.
-        own: the data set whose recipes the user's own data takes; "" where it cannot be used.
-        own_large: the same for folders at paper scale, where it differs.
-        layouts: what the user's own data may look like: patterns of names in a folder or archive, all of which it
-            holds; "|" stands between those of which one is enough.
-        needs: the same in words.
-        card: the page of ``data/cards`` on data of one's own.
-        extra: of the installation, with the libraries that this task, or some of its data, needs.
-        download: the function that gets its data, "module:function", called with (name, language).
-        weights: pretrained models that this function gets too.
-    """
-
-    recipe: type[Recipe]
-    task: str
-    metrics: tuple[Metric, ...]
-    artefact: str
+    recipe: type[Recipe]  # the class of its recipes
+    task: str  # the class that trains it, "module:class", imported when it is asked for
+    metrics: tuple[Metric, ...]  # the main one first
+    artefact: str  # of the paper, which shows quality against cost, such as "figure_3"
     datasets: tuple[Dataset, ...]
-    own: str = ""
-    own_large: str = ""
+    own: str = ""  # the data set whose recipes the user's own data takes; "" where it cannot be used
+    own_large: str = ""  # the same for folders at paper scale, where it differs
+    # what the user's own data may look like: patterns of names in a folder or archive, all of which it holds; "|"
+    # stands between those of which one is enough
     layouts: tuple[str, ...] = ()
-    needs: str = ""
-    card: str = ""
-    extra: str = ""
-    download: str = ""
-    weights: tuple[str, ...] = ()
+    needs: str = ""  # the same in words
+    card: str = ""  # the page of ``data/cards`` on data of one's own
+    extra: str = ""  # of the installation, with the libraries that this task, or some of its data, needs
+    download: str = ""  # the function that gets its data, "module:function", called with (name, language)
+    weights: tuple[str, ...] = ()  # pretrained models that this function gets too
+    # of a model, classes or words, from its recipe in JSON form; None takes the classes of the data set
     outputs: Callable[[Mapping[str, Any]], float] | None = None
 
     @property

@@ -15,25 +15,16 @@ OUTPUTS = {"digits": 10, "cifar10-jpeg/": 10, FACEBOOK: 4, "pydoc": 102, "ptb": 
 
 @dataclass(frozen=True)
 class Case:
-    """A task.
+    """A task."""
 
-    Attributes:
-        dataset: see ``recipes.recipe``; ``task`` and ``model`` too.
-        seeds: how many the test has.
-        margin: what is too little to name, in points or percent; 0 where the study has none.
-        changes: other values for fields of the demo recipe.
-        q_max: highest level, of which eight bits are one.
-        title: its name for people, where that is not its key.
-    """
-
-    dataset: str
+    dataset: str  # see ``recipes.recipe``; ``task`` and ``model`` too
     task: str
     model: str | None = None
-    seeds: int = 8
-    margin: float = 0.0
-    changes: dict[str, Any] = field(default_factory=dict)
-    q_max: int = 8
-    title: str = ""
+    seeds: int = 8  # how many the test has
+    margin: float = 0.0  # what is too little to name, in points or percent; 0 where the study has none
+    changes: dict[str, Any] = field(default_factory=dict)  # other values for fields of the demo recipe
+    q_max: int = 8  # highest level, of which eight bits are one
+    title: str = ""  # its name for people, where that is not its key
 
     @property
     def recipe(self) -> Recipe:

@@ -26,23 +26,15 @@ EVALUATED = {"8 bits": "q_max", "their own bits": "current"}  # at which bits: t
 
 @dataclass(frozen=True, eq=False)
 class Tuned:
-    """The runs of a study.
+    """The runs of a study."""
 
-    Attributes:
-        name: such as "h7".
-        about: what it compares.
-        cases: its tasks.
-        arms: a task -> schedule and gradient bits by name, see ``RunSpec``.
-        tuning: seeds of the choice, which no test has.
-        first: seed of the test.
-    """
-
-    name: str
-    about: str
-    cases: Mapping[str, Case]
+    name: str  # such as "h7"
+    about: str  # what it compares
+    cases: Mapping[str, Case]  # its tasks
+    # a task -> schedule and gradient bits by name, see ``RunSpec``
     arms: Callable[[Case], Mapping[str, tuple[Schedule, int | None]]]
-    tuning: Sequence[int]
-    first: int
+    tuning: Sequence[int]  # seeds of the choice, which no test has
+    first: int  # seed of the test
 
     @property
     def file(self) -> str:

@@ -38,23 +38,14 @@ CONTEXT = 600 * 2**20  # bytes that a CUDA process takes before its first tensor
 
 @dataclass(frozen=True)
 class Calibration:
-    """What a run of a recipe takes on one device.
+    """What a run of a recipe takes on one device."""
 
-    Attributes:
-        seconds_per_step: of training, on one CPU thread or one GPU; evaluation and reading images are not in it.
-        peak_memory: bytes, see ``training.device``.
-        host_memory: bytes that its process takes of the machine's memory.
-        checkpoint: bytes on disk.
-        macs: forward multiply-accumulates of one step, as convention "paper" counts them.
-        measured: when, in seconds since 1970.
-    """
-
-    seconds_per_step: float
-    peak_memory: int
-    host_memory: int
-    checkpoint: int
-    macs: int
-    measured: float
+    seconds_per_step: float  # of training, on one CPU thread or one GPU; evaluation and reading images are not in it
+    peak_memory: int  # bytes, see ``training.device``
+    host_memory: int  # bytes that its process takes of the machine's memory
+    checkpoint: int  # bytes on disk
+    macs: int  # forward multiply-accumulates of one step, as convention "paper" counts them
+    measured: float  # when, in seconds since 1970
 
 
 def kept(spec: RunSpec, device: str = "auto") -> Calibration | None:

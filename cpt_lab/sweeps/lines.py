@@ -47,19 +47,13 @@ class NotIntactWarning(UserWarning):
 
 @dataclass(frozen=True)
 class Integrity:
-    """What the lines of stores are worth; print it: "41 of 41 rows intact".
+    """What the lines of stores are worth; print it: "41 of 41 rows intact"."""
 
-    Attributes:
-        rows: how many there are.
-        bare: how many of them have no digest: they count, but nobody can tell whether they were changed.
-        faults: file, line and reason of those that were, or that are no rows of ours. They do not count.
-        doubts: lines that are intact, but give other results than another line of the same run.
-    """
-
-    rows: int = 0
-    bare: int = 0
+    rows: int = 0  # how many there are
+    bare: int = 0  # how many of them have no digest: they count, but nobody can tell whether they were changed
+    # file, line and reason of those that were, or that are no rows of ours. They do not count
     faults: tuple[str, ...] = ()
-    doubts: tuple[str, ...] = ()
+    doubts: tuple[str, ...] = ()  # lines that are intact, but give other results than another line of the same run
 
     def __str__(self) -> str:
         """Return the counts, then what is wrong."""

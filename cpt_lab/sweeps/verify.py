@@ -53,19 +53,12 @@ EXACT = ("key", "status", "relative_cost", "noise_exposure", "share_at_q_min", "
 
 @dataclass(frozen=True)
 class Sample:
-    """Rows of a store that are to be run again.
-
-    Attributes:
-        store: the file.
-        rows: all its rows that did not fail.
-        picked: those to be run again.
-        missing: why they cannot be run here, such as data that is not there; or "".
-    """
+    """Rows of a store that are to be run again."""
 
     store: Path
-    rows: list[Row]
-    picked: list[Row]
-    missing: str = ""
+    rows: list[Row]  # all its rows that did not fail
+    picked: list[Row]  # those to be run again
+    missing: str = ""  # why they cannot be run here, such as data that is not there; or ""
 
     @property
     def seconds(self) -> float:
@@ -75,19 +68,12 @@ class Sample:
 
 @dataclass(frozen=True)
 class Finding:
-    """What became of a row that was run again; print it.
+    """What became of a row that was run again; print it."""
 
-    Attributes:
-        row: as stored.
-        verdict: one of ``VERDICTS``.
-        differs: of what computes a run, what is not as the row has it; it is why bits may differ.
-        said: the numbers that decided.
-    """
-
-    row: Row
-    verdict: str
-    differs: tuple[str, ...] = ()
-    said: tuple[str, ...] = ()
+    row: Row  # as stored
+    verdict: str  # one of ``VERDICTS``
+    differs: tuple[str, ...] = ()  # of what computes a run, what is not as the row has it; it is why bits may differ
+    said: tuple[str, ...] = ()  # the numbers that decided
 
     @property
     def reproduced(self) -> bool:

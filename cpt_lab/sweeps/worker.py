@@ -35,23 +35,14 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Job:
-    """A run, and how to run it.
-
-    Attributes:
-        spec: the run.
-        store: the file its row goes to.
-        options: of its sweep.
-        gpu: which of the visible GPUs the process sees; None for all of them.
-        sharing: how many runs share the cores and the memory of its machine.
-        wait: while another sweep has the run, wait for it a while before returning "busy".
-    """
+    """A run, and how to run it."""
 
     spec: RunSpec
-    store: Path
-    options: SweepOptions = field(default_factory=SweepOptions)
-    gpu: int | None = None
-    sharing: int = 1
-    wait: bool = False
+    store: Path  # the file its row goes to
+    options: SweepOptions = field(default_factory=SweepOptions)  # of its sweep
+    gpu: int | None = None  # which of the visible GPUs the process sees; None for all of them
+    sharing: int = 1  # how many runs share the cores and the memory of its machine
+    wait: bool = False  # while another sweep has the run, wait for it a while before returning "busy"
 
 
 @dataclass(frozen=True)

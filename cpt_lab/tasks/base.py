@@ -46,19 +46,13 @@ def accuracy_and_loss(batches: Iterable[tuple[Tensor, Tensor]], count: int) -> M
 
 
 class Task(Protocol):
-    """A data set with a model, a loss and metrics. Making one loads the data.
+    """A data set with a model, a loss and metrics. Making one loads the data."""
 
-    Attributes:
-        title: what is measured on which data, for figures and rows.
-        data: what was loaded; its ``checksum`` tells other data of the same name.
-        cost_batches: over how many batches operations are averaged: 1 where all steps do the same work.
-        fixed_shape: whether every step runs the same operations on the same shapes, so that a GPU can replay one; the
-            last batch of an epoch may be smaller.
-    """
-
-    title: str
-    data: Any
-    cost_batches: int
+    title: str  # what is measured on which data, for figures and rows
+    data: Any  # what was loaded; its ``checksum`` tells other data of the same name
+    cost_batches: int  # over how many batches operations are averaged: 1 where all steps do the same work
+    # whether every step runs the same operations on the same shapes, so that a GPU can replay one; the last batch of an
+    # epoch may be smaller
     fixed_shape: bool
 
     def __init__(self, spec: RunSpec, device: torch.device, stand_in: bool = False) -> None:

@@ -30,24 +30,17 @@ class DamagedError(ValueError):
 
 @dataclass
 class State:
-    """How far a run is and what happened so far; with what changes in its session, this is what a checkpoint holds.
+    """How far a run is and what happened so far; with what changes in its session, this is what a checkpoint holds."""
 
-    Attributes:
-        step: optimizer steps that are done.
-        seconds: time spent training and evaluating, over all sessions of a resumed run.
-        status: "ok", or "diverged" when anything was not finite: the training loss, a metric of an evaluation, a
-            weight (training stops there).
-        error: of a run that diverged, after how many updates and in what.
-        captured: optimizer steps that were replayed from a recording, see ``capture``.
-        history: columns ``step``, ``loss``, ``bits`` (the highest of any layer), ``lr`` of every step, and
-            ``evaluations``, a list of dicts.
-    """
-
-    step: int = 0
-    seconds: float = 0.0
+    step: int = 0  # optimizer steps that are done
+    seconds: float = 0.0  # time spent training and evaluating, over all sessions of a resumed run
+    # "ok", or "diverged" when anything was not finite: the training loss, a metric of an evaluation, a weight (training
+    # stops there)
     status: str = "ok"
-    error: str = ""
-    captured: int = 0
+    error: str = ""  # of a run that diverged, after how many updates and in what
+    captured: int = 0  # optimizer steps that were replayed from a recording, see ``capture``
+    # columns ``step``, ``loss``, ``bits`` (the highest of any layer), ``lr`` of every step, and ``evaluations``, a list
+    # of dicts
     history: dict[str, list[Any]] = field(
         default_factory=lambda: {"step": [], "loss": [], "bits": [], "lr": [], "evaluations": []}
     )

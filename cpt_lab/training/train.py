@@ -42,25 +42,18 @@ class Stopped(Exception):
 
 @dataclass(kw_only=True)
 class Run(State):
-    """The result of a training run: its last state, and what came of it.
+    """The result of a training run: its last state, and what came of it."""
 
-    Attributes:
-        spec: what was run.
-        metrics: one dict per number: name, split, value, ``when`` ("final", "best_valid" or "best_test"), and the
-            ``precision`` ("q_max" or "current") and ``bits`` of the evaluation.
-        bitops: BitOps of the steps that ran, by convention.
-        model: the trained model, still converted.
-        title, checksum: of the data.
-        why_not_captured: why steps were not replayed, or "".
-    """
-
-    spec: RunSpec
+    spec: RunSpec  # what was run
+    # one dict per number: name, split, value, ``when`` ("final", "best_valid" or "best_test"), and the ``precision``
+    # ("q_max" or "current") and ``bits`` of the evaluation
     metrics: list[dict[str, Any]]
-    bitops: dict[str, float]
-    model: nn.Module
+    bitops: dict[str, float]  # BitOps of the steps that ran, by convention
+    model: nn.Module  # the trained model, still converted
+    # title, checksum: of the data
     title: str
     checksum: str
-    why_not_captured: str
+    why_not_captured: str  # why steps were not replayed, or ""
 
     def metric(self, name: str, split: str = "test", when: str = "final", precision: str = "q_max") -> float:
         """Return one metric; KeyError when the run has no such number."""

@@ -32,16 +32,12 @@ STATIC, LATE = "static", "low then high"
 
 @dataclass(frozen=True, kw_only=True)
 class MeasuredCase(Case):
-    """A task of H5; its seeds are from 100 on.
+    """A task of H5; its seeds are from 100 on."""
 
-    Attributes:
-        bits: static precision at whose cost all arms are. Sensitivities are measured with one bit less than that, and
-            nothing runs lower than what was measured.
-        measured: how many seeds the sensitivities have, from 50 on.
-    """
-
+    # static precision at whose cost all arms are. Sensitivities are measured with one bit less than that, and nothing
+    # runs lower than what was measured
     bits: int
-    measured: int
+    measured: int  # how many seeds the sensitivities have, from 50 on
 
     @property
     def recipe(self) -> Recipe:
