@@ -15,18 +15,12 @@ from torch.utils.flop_counter import flop_registry
 
 @dataclass(frozen=True)
 class Product:
-    """One product of two operands.
+    """One product of two operands."""
 
-    Attributes:
-        macs: multiply-accumulates; each of the gradients takes as many.
-        error: the first operand needs a gradient.
-        weight: the second one does.
-        elements: of the first operand, of the second, of the result; 0 for what a fused operation keeps to itself.
-    """
-
-    macs: int
-    error: bool
-    weight: bool
+    macs: int  # multiply-accumulates; each of the gradients takes as many
+    error: bool  # the first operand needs a gradient
+    weight: bool  # the second one does
+    # of the first operand, of the second, of the result; 0 for what a fused operation keeps to itself
     elements: tuple[int, int, int]
 
 
