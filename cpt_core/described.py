@@ -6,11 +6,15 @@ import base64
 import io
 import math
 from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
+import matplotlib.pyplot as plt
 import numpy as np
 from matplotlib.axes import Axes
+from matplotlib.axis import Axis
 from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator
 from PIL import Image
 
 SHARP = 2  # pixels of the picture per pixel of its size on the page
@@ -21,7 +25,7 @@ SHADES = 128  # colours of the picture: lines and letters need no more, and it i
 class DescribedFigure(Figure):
     """A figure that says what it shows: for readers who hear a page, and where pictures are not loaded.
 
-    ``plt.subplots(FigureClass=DescribedFigure)`` makes one.
+    ``drawing`` makes one.
 
     Attributes:
         alt: what it shows, in words; where it is empty, they are made from its titles, axes and legends.
@@ -52,6 +56,40 @@ def picture(figure: Figure) -> tuple[bytes, int, int]:
     buffer = io.BytesIO()
     small.save(buffer, format="png", optimize=True)
     return buffer.getvalue(), small.width // SHARP, small.height // SHARP
+
+
+STYLE: Any = {
+    "figure.dpi": 100,
+    "savefig.bbox": "tight",
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.grid": True,
+    "grid.alpha": 0.25,
+    "legend.frameon": False,
+}
+
+
+@contextmanager
+def drawing(rows: int = 1, columns: int = 1, alt: str = "", **options: Any) -> Iterator[tuple[Any, Any]]:
+    """Yield a figure and its axes, an array (rows, columns), in our style; lay it out in the end.
+
+    The figure is closed, so that a notebook shows it once: as the value of its cell. ``alt`` says what it shows; where
+    it is empty, titles, axes and legends do.
+    """
+    with plt.rc_context(STYLE):
+        figure, axes = plt.subplots(
+            rows, columns, squeeze=False, layout="constrained", FigureClass=DescribedFigure, **options
+        )
+        figure.alt = alt
+        try:
+            yield figure, axes
+        finally:
+            plt.close(figure)
+
+
+def whole(axis: Axis) -> None:
+    """Put the ticks of an axis of bits or levels at whole numbers."""
+    axis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))
 
 
 # --- numbers ----------------------------------------------------------------------------------------

@@ -68,32 +68,24 @@ class PrecisionRange:
 
     def figure(self) -> Any:
         """Draw the share of every seed against bits, their mean and the threshold: a matplotlib figure."""
-        plt = library("matplotlib.pyplot", "lab")
-        from matplotlib.ticker import MaxNLocator
-
-        from cpt_core.described import DescribedFigure
-
+        described = library("cpt_core.described", "lab")
         reset = self.mode == "reset"
         bits = list(self.bits[:-1]) if reset else list(self.bits)  # f(q_max) is 1 by definition
         shares = np.array(self.shares, dtype=float)[:, : len(bits)]
-        figure, ax = plt.subplots(figsize=(6.4, 3.4), FigureClass=DescribedFigure)
-        ax.axhline(self.threshold, color="#D55E00", linewidth=1, label=f"threshold {self.threshold:g}")
-        for row in shares:
-            ax.plot(bits, row, "o", color="#222222", markersize=4, alpha=0.5)
-        ax.plot(bits, shares.mean(0), color="#222222", linewidth=1.4, label=f"mean of {len(shares)} seeds")
-        if self.q_min in bits:
-            ax.axvline(self.q_min, color="#0072B2", linestyle=":", label=f"q_min = {self.q_min}")
-        what = "share f(q) of the loss reduction\nat q_max" if reset else "fall of the loss\n(share of its start)"
-        ax.set(xlabel="bits", ylabel=what)
-        ax.xaxis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))
-        ax.spines[["top", "right"]].set_visible(False)
-        ax.grid(alpha=0.25)
-        ax.legend(fontsize=8, loc="lower right", frameon=False)
-        found = f"{self.q_min} bits are the fewest that train enough" if self.q_min else "The test has no answer"
-        said = f"{found}\n{self.title}: precision range test, {self.dwell} steps at each precision"
-        figure.suptitle(said, fontsize=9, parse_math=False)
-        figure.tight_layout()
-        plt.close(figure)
+        with described.drawing(figsize=(6.4, 3.4)) as (figure, ((ax,),)):
+            ax.axhline(self.threshold, color="#D55E00", linewidth=1, label=f"threshold {self.threshold:g}")
+            for row in shares:
+                ax.plot(bits, row, "o", color="#222222", markersize=4, alpha=0.5)
+            ax.plot(bits, shares.mean(0), color="#222222", linewidth=1.4, label=f"mean of {len(shares)} seeds")
+            if self.q_min in bits:
+                ax.axvline(self.q_min, color="#0072B2", linestyle=":", label=f"q_min = {self.q_min}")
+            what = "share f(q) of the loss reduction\nat q_max" if reset else "fall of the loss\n(share of its start)"
+            ax.set(xlabel="bits", ylabel=what)
+            described.whole(ax.xaxis)
+            ax.legend(fontsize=8, loc="lower right")
+            found = f"{self.q_min} bits are the fewest that train enough" if self.q_min else "The test has no answer"
+            said = f"{found}\n{self.title}: precision range test, {self.dwell} steps at each precision"
+            figure.suptitle(said, fontsize=9, parse_math=False)
         return figure
 
 

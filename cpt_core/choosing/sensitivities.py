@@ -219,32 +219,29 @@ class Sensitivity:
 
     def figure(self) -> Any:
         """Draw responses over time and over layers (per MAC), relative to work that is alike: a matplotlib figure."""
-        plt = library("matplotlib.pyplot", "lab")
-
-        from cpt_core.described import DescribedFigure
-
-        figure, axes = plt.subplots(1, 2, figsize=(9, 3.2), layout="constrained", FigureClass=DescribedFigure)
-        for ax, over in zip(axes, OVER, strict=False):
-            even = self.even(over)
-            mean, low, high = self.estimates(over) / even
-            x = np.arange(len(mean))
-            ax.axhline(1, color="#888888", linewidth=0.8, label="all alike")
-            ax.errorbar(x, mean, [mean - low, high - mean], fmt="o", color="#222222", capsize=3, label="measured")
-            if even.sum() > 0:
-                ax.plot(x, self.weights(over) / even, "D", color="#D55E00", markersize=4, label="used by allocate")
-            if self.estimated:
-                estimated = np.array(self.estimated).mean(1 if over == "time" else 0)
-                shares = estimated / estimated.sum() / (even / even.sum())
-                ax.plot(x, shares, "x", color="#0072B2", label="estimated from gradients")
-            ax.set_xticks(x, self.places(over), rotation=30, ha="right", fontsize=8)
-            ax.set_ylabel("response w, 1: as if all were alike", fontsize=8)
-            ax.spines[["top", "right"]].set_visible(False)
-        axes[0].legend(fontsize=8, frameon=False)
-        worst = int(np.argmax(mean))  # of the layers, drawn last
-        found = f"A bit less costs most in {self.places('layers')[worst]}" if low[worst] > 1 else "No layer stands out"
-        said = f"{found}\n{self.title}: {self.quality} lost by {self.base - 1} instead of {self.base} bits"
-        figure.suptitle(said, fontsize=9, parse_math=False)
-        plt.close(figure)
+        described = library("cpt_core.described", "lab")
+        with described.drawing(1, 2, figsize=(9, 3.2)) as (figure, (axes,)):
+            for ax, over in zip(axes, OVER, strict=False):
+                even = self.even(over)
+                mean, low, high = self.estimates(over) / even
+                x = np.arange(len(mean))
+                ax.axhline(1, color="#888888", linewidth=0.8, label="all alike")
+                ax.errorbar(x, mean, [mean - low, high - mean], fmt="o", color="#222222", capsize=3, label="measured")
+                if even.sum() > 0:
+                    ax.plot(x, self.weights(over) / even, "D", color="#D55E00", markersize=4, label="used by allocate")
+                if self.estimated:
+                    estimated = np.array(self.estimated).mean(1 if over == "time" else 0)
+                    shares = estimated / estimated.sum() / (even / even.sum())
+                    ax.plot(x, shares, "x", color="#0072B2", label="estimated from gradients")
+                ax.set_xticks(x, self.places(over), rotation=30, ha="right", fontsize=8)
+                ax.set_ylabel("response w, 1: as if all were alike", fontsize=8)
+            axes[0].legend(fontsize=8)
+            worst = int(np.argmax(mean))  # of the layers, drawn last
+            found = (
+                f"A bit less costs most in {self.places('layers')[worst]}" if low[worst] > 1 else "No layer stands out"
+            )
+            said = f"{found}\n{self.title}: {self.quality} lost by {self.base - 1} instead of {self.base} bits"
+            figure.suptitle(said, fontsize=9, parse_math=False)
         return figure
 
 

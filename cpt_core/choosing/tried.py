@@ -298,34 +298,29 @@ class Tried:
 
     def figure(self) -> Any:
         """Draw quality against cost, as differences to float32: a matplotlib figure."""
-        plt = library("matplotlib.pyplot", "lab")
-        from cpt_core.described import DescribedFigure
-
-        figure, ax = plt.subplots(figsize=(4.8, 4), FigureClass=DescribedFigure)
-        ax.axhspan(-self.margin, self.margin, color="#dddddd", linewidth=0, label="too little to matter")
-        ax.axhline(0, color="#888888", linewidth=0.8)
-        for kind, bits, label, fmt, color, above in (
-            ("static", None, "static bits", "o-", "#222222", 5),
-            ("schedule", self.rival, "schedules", "D", "#0072B2", -10),
-            ("gradients", self.bits, f"{self.bits} bits, gradients at …", "s", "#D55E00", 5),
-        ):
-            found = [self.difference(d.arm.name, FULL) for d in self._of(kind, bits)]
-            shown = [d for d in found if d.values and d.mean > -math.inf]
-            aside = 0.012 * (kind == "schedule")  # where their static precision would hide them
-            x, y = [d.arm.cost + aside * (i + 1) for i, d in enumerate(shown)], [d.mean for d in shown]
-            half = [d.half() if len(d.values) >= FEWEST else 0.0 for d in shown]
-            ax.errorbar(x, y, half, fmt=fmt, color=color, markersize=4, capsize=2, linewidth=1, label=label)
-            for d, a, b in zip(shown, x, y, strict=True):
-                text = {"static": d.arm.name, "schedule": d.arm.shape, "gradients": str(d.arm.q_grad)}[kind]
-                ax.annotate(text, (a, b), (4, above), textcoords="offset points", fontsize=9, color=color)
-        of = f" ({self.unit})" if self.unit else ""
-        ax.set(xlabel=f"bit operations, {WIDTHS[0]} bits = 1", ylabel=f"difference to float32{of}, bars: 95 %")
-        ax.set_title(textwrap.fill(self.finding, 56), fontsize=10, loc="left")
-        ax.spines[["top", "right"]].set_visible(False)
-        ax.margins(x=0.12)
-        ax.legend(fontsize=9, loc="lower right", frameon=False)
-        figure.tight_layout()
-        plt.close(figure)
+        described = library("cpt_core.described", "lab")
+        with described.drawing(figsize=(4.8, 4)) as (figure, ((ax,),)):
+            ax.axhspan(-self.margin, self.margin, color="#dddddd", linewidth=0, label="too little to matter")
+            ax.axhline(0, color="#888888", linewidth=0.8)
+            for kind, bits, label, fmt, color, above in (
+                ("static", None, "static bits", "o-", "#222222", 5),
+                ("schedule", self.rival, "schedules", "D", "#0072B2", -10),
+                ("gradients", self.bits, f"{self.bits} bits, gradients at …", "s", "#D55E00", 5),
+            ):
+                found = [self.difference(d.arm.name, FULL) for d in self._of(kind, bits)]
+                shown = [d for d in found if d.values and d.mean > -math.inf]
+                aside = 0.012 * (kind == "schedule")  # where their static precision would hide them
+                x, y = [d.arm.cost + aside * (i + 1) for i, d in enumerate(shown)], [d.mean for d in shown]
+                half = [d.half() if len(d.values) >= FEWEST else 0.0 for d in shown]
+                ax.errorbar(x, y, half, fmt=fmt, color=color, markersize=4, capsize=2, linewidth=1, label=label)
+                for d, a, b in zip(shown, x, y, strict=True):
+                    text = {"static": d.arm.name, "schedule": d.arm.shape, "gradients": str(d.arm.q_grad)}[kind]
+                    ax.annotate(text, (a, b), (4, above), textcoords="offset points", fontsize=9, color=color)
+            of = f" ({self.unit})" if self.unit else ""
+            ax.set(xlabel=f"bit operations, {WIDTHS[0]} bits = 1", ylabel=f"difference to float32{of}, bars: 95 %")
+            ax.set_title(textwrap.fill(self.finding, 56), fontsize=10, loc="left")
+            ax.margins(x=0.12)
+            ax.legend(fontsize=9, loc="lower right")
         return figure
 
 

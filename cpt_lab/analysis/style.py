@@ -3,20 +3,18 @@
 from __future__ import annotations
 
 import textwrap
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager, redirect_stdout
+from collections.abc import Iterable, Sequence
+from contextlib import redirect_stdout
 from typing import Any
 
-import matplotlib.pyplot as plt
 import numpy as np
 import pandas as pd
 import textalloc
-from matplotlib.axis import Axis
 from matplotlib.collections import LineCollection
 from matplotlib.layout_engine import ConstrainedLayoutEngine
-from matplotlib.ticker import MaxNLocator
 
-from cpt_core.described import DescribedFigure
+from cpt_core.described import drawing as drawing
+from cpt_core.described import whole as whole
 from cpt_lab.analysis.groups import title_of
 from cpt_lab.analysis.metrics import counted
 
@@ -34,34 +32,6 @@ LABELS = {
     "noise_exposure": "noise exposure: mean 4^-q relative to static q_max",
 }
 
-STYLE: Any = {
-    "figure.dpi": 100,
-    "savefig.bbox": "tight",
-    "axes.spines.top": False,
-    "axes.spines.right": False,
-    "axes.grid": True,
-    "grid.alpha": 0.25,
-    "legend.frameon": False,
-}
-
-
-@contextmanager
-def drawing(rows: int = 1, columns: int = 1, alt: str = "", **options: Any) -> Iterator[tuple[Any, Any]]:
-    """Yield a figure and its axes, an array (rows, columns), in our style; lay it out in the end.
-
-    The figure is closed, so that a notebook shows it once: as the value of its cell. ``alt`` says what it shows; where
-    it is empty, titles, axes and legends do.
-    """
-    with plt.rc_context(STYLE):
-        figure, axes = plt.subplots(
-            rows, columns, squeeze=False, layout="constrained", FigureClass=DescribedFigure, **options
-        )
-        figure.alt = alt
-        try:
-            yield figure, axes
-        finally:
-            plt.close(figure)
-
 
 def legend_below(figure: Any, ax: Any) -> None:
     """Put the legend of one of several alike axes below all of them, where it hides nothing."""
@@ -73,11 +43,6 @@ def interval_bar(ax: Any, y: float, ends: Iterable[float], **look: Any) -> None:
     """Draw mean, low and high of an interval at a height; the mean of a bootstrap may lie outside of it."""
     mean, low, high = ends
     ax.errorbar(mean, y, xerr=[[max(mean - low, 0)], [max(high - mean, 0)]], **{"fmt": "o", **look})
-
-
-def whole(axis: Axis) -> None:
-    """Put the ticks of an axis of bits or levels at whole numbers."""
-    axis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))
 
 
 def name_points(ax: Any, names: Sequence[str], x: Sequence[float], y: Sequence[float], colors: Sequence[str]) -> None:
