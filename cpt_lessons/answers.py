@@ -33,11 +33,7 @@ class Exercise(NamedTuple):
 
 
 def number(answer: Any) -> float:
-    """Return a number of any kind as a float: of Python, NumPy, torch, or as text, such as "4/9", "10,000" or "59 %".
-
-    Raises:
-        Refused: for what is no single number.
-    """
+    """Return a number of any kind as a float: of Python, NumPy, torch, or text, such as "4/9", "10,000" or "59 %"."""
     if isinstance(answer, str):
         text = re.sub(r"[\s_%]", "", answer)
         thousands = re.fullmatch(r"[+-]?[1-9]\d{0,2}(,\d{3})+(\.\d*)?", text)
@@ -81,12 +77,7 @@ def of_the_suite(answer: Any) -> Schedule:
 
 
 def outcome(function: Any, *args: Any) -> Any:
-    """Call a reader's function on copies of ``args``.
-
-    Raises:
-        Refused: when it is none, or raises.
-        Unanswered: when it returns nothing.
-    """
+    """Call a reader's function on copies of ``args``; refused when it is none, or raises, unanswered without result."""
     if not callable(function):
         raise Refused(f"{short(function)} is no function")
     try:

@@ -75,9 +75,7 @@ def overlaps(there: Box, anchors: Sequence[Box]) -> Figure:
 def precision_recall(hits: Sequence[bool], objects: int) -> Figure:
     """Draw precision over recall as more and more detections count, and the area that is the average precision.
 
-    Args:
-        hits: whether each detection found an object, the surest first.
-        objects: how many there are.
+    ``hits``: whether each detection found one of so many objects, the surest first.
     """
     found = np.cumsum(hits)
     precisions, recalls = found / np.arange(1, len(hits) + 1), found / objects

@@ -80,12 +80,7 @@ INK = COLORS["static"]
 
 
 def three_products(q: int, q_grad: int) -> Figure:
-    """Draw the three products of a layer in a training step, with the bits of every operand and what they cost.
-
-    Args:
-        q: bits of inputs and weights.
-        q_grad: bits of gradients.
-    """
+    """Draw the three products of a layer in a training step, with the bits of every operand and what they cost."""
     bits = {"inputs": q, "weights": q, "output gradients": q_grad}
     products = (
         ("forward", "inputs", "weights", "outputs", "$Y = X\\,W$"),

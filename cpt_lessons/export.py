@@ -57,12 +57,9 @@ class _Exporter(HTMLExporter):
 
 
 def notebook_page(book: nbformat.NotebookNode, title: str = "notebook", note: str = "") -> str:
-    """Return an executed notebook as one HTML page.
+    """Return an executed notebook, which stays as it is, as one HTML page, with a note as a line of text above it all.
 
-    Args:
-        book: stays as it is; its cells with the tag "remove-cell" are left out.
-        title: of the page.
-        note: a line of text above it all.
+    Cells with the tag "remove-cell" are left out.
     """
     book = _described(without_widgets(nbformat.from_dict(book)))
     shown = [cell for cell in book.cells if "remove-cell" not in cell.metadata.get("tags", [])]

@@ -26,10 +26,7 @@ def experiment(
 def seed_by_seed(runs: pd.DataFrame, a: str, b: str) -> Figure:
     """Draw the quality of two arms, a line per seed, and beside it their differences with mean and 95 % interval.
 
-    Args:
-        runs: of one experiment.
-        a: an arm, or a savings group ("large", "medium", "small").
-        b: what is subtracted from it.
+    ``a`` is an arm, or a savings group ("large", "medium", "small"), and so is ``b``, which is subtracted from it.
     """
     metric = metric_named(metric_of(runs))
     sides = [metric.factor * of_arms(runs, name, metric_of(runs)) for name in (a, b)]

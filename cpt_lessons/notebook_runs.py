@@ -87,10 +87,8 @@ class NotebookRun:
     def keep(self, page: str, book: str, **known: Any) -> None:
         """Keep the page and the notebook of a run, and what is known of it.
 
-        Args:
-            page, book: their text.
-            **known: ``key`` and ``seconds`` of a run that went well: what failed before is forgotten. Or ``error`` of
-                one that failed: it stands beside the last one that went well.
+        That is ``key`` and ``seconds`` of a run that went well: what failed before is forgotten. Or ``error`` of one
+        that failed: it stands beside the last one that went well.
         """
         beside = "failed." if "error" in known else ""
         given = ", ".join(f"{name}={value}" for name, value in self.given.items())

@@ -69,12 +69,7 @@ def copy_notebooks(folder: Path, hand_out: bool = False) -> list[Path]:
     is read from the package, so that the rows in ``data/`` are there to be looked at. Links to pages of the repository
     become their words: a copy may lie anywhere.
 
-    Args:
-        folder: is made where it is not there.
-        hand_out: for a class: without solutions, and notebooks without outputs.
-
-    Returns:
-        The notebooks.
+    The folder is made where it is not there. To hand out to a class: without solutions, and notebooks without outputs.
 
     Raises:
         FileExistsError: when the folder holds one of the files already; nothing is copied then.
@@ -147,15 +142,11 @@ def reproduce(
     At demo scale data of your own are tried first (`cpt try`), once: the index begins with the answer.
 
     Args:
-        scale: "smoke", "demo" or "paper".
         number: such as "03"; None runs all.
         dataset: for the notebooks of its task; the others keep their own data set, model and preset. Data of your own
             needs ``number``, to say which notebook it is for.
         given: more parameters, each of which at least one of the notebooks must have.
         progress: show where the notebooks are and how long the rest takes.
-
-    Returns:
-        The outcomes and the path of the report.
 
     Raises:
         ValueError: for an unknown notebook, parameter or value, before anything starts.

@@ -21,11 +21,7 @@ BANDS = {
 
 
 def ran(runs: pd.DataFrame) -> None:
-    """Print what ran, in a line: runs, arms, seeds, how many diverged, seconds of training.
-
-    Args:
-        runs: a line per run, such as ``Parameters.run`` returns: runs that fail outright do not get there.
-    """
+    """Print what ran, in a line: runs, arms, seeds, how many diverged, seconds of training."""
     if runs.empty:
         print("nothing to run")
         return
@@ -43,8 +39,7 @@ def titled(figure: Figure, finding: str) -> Figure:
 def compared(*experiments: pd.DataFrame) -> None:
     """Print what ran; draw it against cost, and set schedules beside their rivals; hold smoke runs against bands.
 
-    Args:
-        experiments: a line per run, of one recipe each, of several q_max and both aggregations.
+    An experiment is of one recipe, maybe of several q_max and both aggregations.
     """
     for runs in experiments:
         ran(runs)
@@ -62,8 +57,7 @@ def compared(*experiments: pd.DataFrame) -> None:
 def beside_rivals(runs: pd.DataFrame, of: str = "") -> None:
     """Print RR, CR and ER minus the static bits of nearest cost, with both costs, where they ran within ``FAIR``.
 
-    Args:
-        runs, of: those of one recipe and q_max, and what every line says of them.
+    The runs are of one recipe and q_max; ``of`` is what every line says of them.
     """
     metric = metric_named(metric_of(runs))
     unit = "points" if metric.factor == 100 else f"of {metric.name} (less is better)"

@@ -101,8 +101,7 @@ class Parameters(SimpleNamespace):
         how far they are; at smoke scale to people only, so that a log of seconds stays short. Where the learning rate
         is chosen, the runs at the chosen one are returned.
 
-        Args:
-            specs: of one task; none are an empty table.
+        Specs are of one task; none are an empty table.
 
         Raises:
             RuntimeError: when runs failed: how many, and the reason of the first.
@@ -129,9 +128,7 @@ def check_parameters(task: str = "image", /, **given: Any) -> Parameters:
     Names that papermill injected and that the notebook does not have are refused here too. The store of smoke runs is
     a fresh temporary file, so that they really run; other scales keep theirs under ``runs/``, so that they resume.
 
-    Args:
-        task: of the runs of this notebook, a key of ``EXPERIMENTS``.
-        given: the parameters.
+    The task is that of the notebook's runs.
 
     Raises:
         ValueError: for a wrong name or value, and for data of one's own that is laid out for another task.

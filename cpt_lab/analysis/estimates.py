@@ -81,7 +81,6 @@ def quality(rows: pd.DataFrame, outputs: int, column: str = "") -> np.ndarray:
     """Return points of accuracy, or 100 times minus the logarithm of the perplexity; chance where a run was lost.
 
     Args:
-        rows: runs of one task.
         outputs: classes or words.
         column: what follows the name of the metric, such as "_current".
     """
@@ -98,7 +97,6 @@ def by_run(
     An arm goes without the number that a grid adds to its name, as in "over time at 0.417".
 
     Args:
-        specs: of one task.
         rows: theirs, in the same order.
         outputs: classes or words.
         columns: name -> what follows the metric.

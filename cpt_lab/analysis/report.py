@@ -69,9 +69,7 @@ def write(folder: Path, scale: str, outcomes: list[dict[str, Any]], first: Seque
 def write_report(files: Sequence[Path] | None = None, out: Path | None = None) -> Path:
     """Write one page, complete in itself, about all stored runs but those at smoke scale, and return its path.
 
-    Args:
-        files: stores; None takes the committed ones and those under ``runs/``.
-        out: the page; None takes ``runs/report.html``.
+    Without ``files`` it takes the committed stores and those under ``runs/``, without ``out`` ``runs/report.html``.
     """
     files = all_stores() if files is None else files
     stored = load(*files, every_rate=True) if files else table([])

@@ -61,12 +61,8 @@ class OtherDataWarning(UserWarning):
 def load(*stores: Path, every_rate: bool = False) -> pd.DataFrame:
     """Return one typed line per run, the row that counts of every key, from the stores given or all under ``runs/``.
 
-    Args:
-        stores: files of rows.
-        every_rate: keep all runs where a recipe leaves the learning rate to be chosen; else those of ``tuned``.
-
-    Returns:
-        The columns of ``table``.
+    Where a recipe leaves the learning rate to be chosen they are those of ``tuned``, or all with ``every_rate``. The
+    columns are those of ``table``.
 
     Warns:
         OtherDataWarning: about runs that are left out because most runs of their recipe had other data.

@@ -33,7 +33,6 @@ def download(dataset: str, language: str = "de") -> Path:
 
     Args:
         dataset: one of ``DOWNLOADS``, among them pretrained models.
-        language: of XNLI's text.
 
     Raises:
         ValueError: for a data set that cannot be downloaded.

@@ -80,10 +80,7 @@ def load_once(load: Callable[[R], T], recipe: R, *fields: str) -> T:
 
     Files that changed since, and another data folder, are noticed.
 
-    Args:
-        load: of it, the last result is kept in this process.
-        recipe: names the data set.
-        fields: of the recipe, on which what is loaded depends too.
+    ``fields``: of the recipe, on which what is loaded depends too.
     """
     where = recipe.dataset, data_dir().absolute(), work_dir().absolute(), fingerprint(recipe)
     key = (*where, *(getattr(recipe, name) for name in fields))
@@ -115,7 +112,6 @@ def whole_numbers(what: str, values: Any, missing: int | None = None) -> np.ndar
 
     Args:
         what: they are, for the errors.
-        values: an array.
         missing: what NaN stands for; None refuses it.
 
     Raises:
@@ -160,15 +156,9 @@ def class_count(what: str, labels: Any) -> int:
 def split_sizes(recipe: Any, there: int) -> tuple[int | None, int]:
     """Return how many of ``there`` training samples are trained on (None: all that are left) and how many held out.
 
-    Named data must have what the recipe wants. Data of one's own may be smaller: where the wanted do not fit, or where
-    more would be held out than trained on, at most a tenth is held out and the rest trained on.
-
-    Args:
-        recipe: with ``train_images`` and ``valid_images``.
-        there: samples that are not test samples.
-
-    Raises:
-        ValueError: when there are too few.
+    Test samples are not among them. Named data must have what the recipe wants: ValueError when there are too few. Data
+    of one's own may be smaller: where the wanted do not fit, or where more would be held out than trained on, at most a
+    tenth is held out and the rest trained on.
     """
     train, valid = recipe.train_images, recipe.valid_images
     if is_own(recipe.dataset) and there > 1 and valid + (valid if train is None else train) > there:

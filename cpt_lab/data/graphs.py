@@ -103,10 +103,7 @@ def _read(recipe: GraphRecipe) -> RawGraph:
 def bidirected(source: np.ndarray, destination: np.ndarray, nodes: int, self_loops: bool) -> Graph:
     """Return the graph with every edge in both directions, each once; self-loops of the input are dropped.
 
-    Args:
-        source, destination: (E,) node numbers, checked.
-        nodes: N.
-        self_loops: add one to every node.
+    ``source`` and ``destination``: (E,) numbers of N nodes, checked.
     """
     # one int64 key per edge, sorted by destination, then source: on 124 million edges this is what takes the memory
     count = len(source)

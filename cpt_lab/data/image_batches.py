@@ -25,15 +25,8 @@ def array_batches(
 ) -> Iterator[Batch]:
     """Yield batches of images in memory, augmented on the device, from step ``start`` on, without end.
 
-    A batch is a pure function of (seed, step); the last one of an epoch may be smaller.
-
-    Args:
-        split: the images.
-        data: the data set they belong to (for mean and standard deviation).
-        recipe: batch size and augmentation.
-        seed: of order and augmentation.
-        device: where the images are kept and the batches made.
-        start: the first step.
+    A batch is a pure function of (seed, step); the last one of an epoch may be smaller. The device is where the images
+    are kept, too; ``data`` has their mean and standard deviation.
     """
     pad, size = int(recipe.crop), split.images.shape[-1]
     images = torch.nn.functional.pad(split.images, (pad,) * 4).to(device)

@@ -48,7 +48,6 @@ def loader(data: Dataset, device: torch.device, workers: int, **keys: Any) -> Da
     """Return a loader that takes nothing from torch's random numbers: they belong to the model.
 
     Args:
-        data: what is read.
         device: where its batches go next.
         workers: processes that read; 0 reads here.
         **keys: the batches: ``batch_sampler``, or ``sampler`` with ``batch_size=None``.

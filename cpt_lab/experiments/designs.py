@@ -42,16 +42,13 @@ def quality_cost(
     to be chosen among several, as many times that. They need a GPU.
 
     Args:
-        scale: "smoke", "demo" or "paper".
         dataset: see ``recipes.recipe``.
         model: None takes the recipe's.
         task: a key of ``EXPERIMENTS``; needed for data of your own unless it is images.
-        schedules: names of the suite.
         static: bits of the static baselines; None takes q_max alone at paper scale, as the paper does, 2..q_max at
             demo scale, an equal-cost baseline that the paper lacks, and 2 and q_max at smoke scale.
         q_max: None takes 6 and 8 at paper scale, 8 elsewhere.
         seeds: None takes the recipe's.
-        preset: "ours" or "authors".
         changes: other values for fields of the recipe, such as ``steps=2_000`` or ``aggregation="quantized"``.
 
     Raises:
@@ -256,7 +253,6 @@ def equal_cost(
     Args:
         budget: cost relative to static ``q_max``; None takes RR's.
         delay: share of the steps that the delayed schedule holds at ``q_max`` first.
-        q_max: highest bits.
 
     Raises:
         ValueError: for unknown names, and for a budget or a delay that cannot be met.

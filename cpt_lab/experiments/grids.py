@@ -131,11 +131,7 @@ QUESTIONS: dict[str, Grid] = {
 
 
 def find_grids(name: str | None = None) -> dict[str, Grid]:
-    """Return the grids of a name or of an artefact such as "figure_3" or "h1"; without a name all of the paper.
-
-    Raises:
-        ValueError: for an unknown name; it says what there is.
-    """
+    """Return the grids of a name or of an artefact such as "figure_3" or "h1"; without a name all of the paper."""
     known = GRIDS if name is None else {**GRIDS, **QUESTIONS}
     found = {key: grid for key, grid in known.items() if name in (None, key, grid.artefact)}
     if not found:
@@ -145,11 +141,7 @@ def find_grids(name: str | None = None) -> dict[str, Grid]:
 
 
 def grid_specs(name: str, scale: str | None = None, seeds: Sequence[int] | None = None) -> list[RunSpec]:
-    """Return the runs of one grid.
-
-    Raises:
-        ValueError: for an unknown grid or scale.
-    """
+    """Return the runs of one grid; ValueError says what there is instead of an unknown grid or scale."""
     if (grid := {**GRIDS, **QUESTIONS}.get(name)) is None:
         find_grids(name)  # names what there is, unless it is an artefact
         raise ValueError(f"{name!r} is several grids; choose one of {', '.join(find_grids(name))}")

@@ -33,17 +33,14 @@ def recipe(
     """Look a recipe up.
 
     Args:
-        scale: "smoke", "demo" or "paper".
         dataset: a named data set, or data of your own: images in an ImageFolder use ImageNet's recipe at paper scale,
             other images CIFAR-10's; pictures with boxes, Pascal VOC 2007, and 2012 below paper scale, those of
             "own-pictures"; graphs, and OGB's below paper scale, those of "own-graph"; sentence pairs, and XNLI below
             paper scale, those of "own-pairs".
         model: None takes the first model listed for the data set.
-        preset: "ours" or "authors".
         task: what the user's own data is for; a named data set has its own.
 
-    Raises:
-        ValueError: naming what there is.
+    ValueError names what there is; of scales and presets the module says what they are for.
     """
     choose("scale", scale, SCALES)
     choose("preset", preset, PRESETS)

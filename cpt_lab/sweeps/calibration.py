@@ -93,11 +93,9 @@ def runs_per_gpu(on_gpu: int, gpu_memory: int, on_host: int, memory: int, cores:
     """Return how many runs share a GPU: one per CPU core at most, and as many as fit into nine tenths of both memories.
 
     Args:
-        on_gpu: bytes that a run takes there, without its CUDA context.
-        gpu_memory: bytes of the GPU.
-        on_host: bytes that the process of a run takes of the machine's memory.
-        memory: bytes of that memory, and
-        cores: CPU cores, for the runs of this GPU.
+        on_gpu: bytes that a run takes there, without its CUDA context; ``gpu_memory`` has the GPU.
+        on_host: bytes that its process takes of ``memory``, the machine's.
+        memory, cores: for the runs of this GPU.
 
     >>> runs_per_gpu(2 * 2**30, 24 * 2**30, on_host=3 * 2**30, memory=64 * 2**30, cores=16)
     8

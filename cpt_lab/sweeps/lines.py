@@ -120,10 +120,8 @@ def integrity(stores: Iterable[Path]) -> Integrity:
 def certify(store: Path) -> int:
     """Write the digests of the rows that have none into a file beside a store and return how many these are.
 
-    The store stays as it is. From then on a row without a digest that is not among these does not count.
-
-    Raises:
-        ValueError: where a row is not intact.
+    The store stays as it is. From then on a row without a digest that is not among these does not count. ValueError
+    where a row is not intact.
     """
     found = _read_all(store)[1]
     if found.faults:
@@ -146,10 +144,8 @@ def find_row(store: Path, key: str) -> Row | None:
 def look(store: Path, key: str) -> tuple[Row | None, int, bool]:
     """Return the row of a run that counts, how many bytes the whole rows are, and whether the last has its line's end.
 
-    Rows of other runs are passed over, not parsed, but for the last: the file may be no store at all.
-
-    Raises:
-        ValueError: when one of these lines is broken.
+    Rows of other runs are passed over, not parsed, but for the last: the file may be no store at all. ValueError when
+    one of these lines is broken.
     """
     judge, word, lines, size, last = Judge(store), json.dumps(key).encode(), {}, 0, b"\n"
     for number, line in enumerate(_lines(store), 1):
@@ -198,8 +194,7 @@ def _lines(store: Path) -> Iterator[bytes]:
 def _unended(store: Path, tail: bytes) -> bytes:
     """Return the row that stands after the last line's end, b"" where there is only the beginning of one.
 
-    Raises:
-        ValueError: for anything else: we did not write it, so it is not ours to pass over or to cut off.
+    ValueError for anything else: we did not write it, so it is not ours to pass over or to cut off.
     """
     row = tail.rstrip(b"\0")  # what a power cut may leave
     try:
@@ -231,8 +226,7 @@ class Judge:
     def row(self, number: int, line: bytes) -> tuple[Row, str]:
         """Return the row of a line without its digest, and what is wrong with it: "", or ``BARE`` if nobody can tell.
 
-        Raises:
-            ValueError: for what is no JSON, or no row of this schema; it names the line.
+        ValueError names the line of what is no JSON, or no row of this schema.
         """
         try:
             row = json.loads(line, parse_constant=_no_number)

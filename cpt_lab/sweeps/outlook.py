@@ -39,9 +39,7 @@ def plan(
     Args:
         name: of a grid or an artefact; None takes all.
         scale: None takes the paper's where a grid has it, else demo.
-        device: see ``run_grid``.
         measured: take a few steps of every model (seconds each, kept for the next time); without, what was kept counts.
-        progress: show a bar.
 
     Returns:
         Columns grid, artefact, scale, runs, done, failed, missing; bitops of all runs (convention "paper"); hours of

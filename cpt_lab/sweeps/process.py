@@ -42,7 +42,6 @@ def supervise(
     """Run a job in a new process and wait for it; a process that dies or takes too long leaves a failed row.
 
     Args:
-        job: the run.
         should_stop: asked all the time; the run then writes its checkpoint and ends.
         should_kill: the same, but the process is killed.
         on_start: called when the run has started: the time that it may take counts from there.

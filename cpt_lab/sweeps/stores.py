@@ -66,14 +66,8 @@ def claim(store: Path, key: str, seconds: float = 0.0, should_stop: Callable[[],
     ended. The file stays, for ever: that it is there says nothing, and to remove one that another process has just
     opened would let two of them hold "the" lock.
 
-    Args:
-        store: where the run's row goes.
-        key: of the run.
-        seconds: how long to wait for another holder.
-        should_stop: asked while waiting; True ends it.
-
-    Raises:
-        StoreError: when the file cannot be written.
+    Another holder is waited for as many seconds, until ``should_stop`` says True. StoreError when the file cannot be
+    written.
     """
     path = place(store, "locks", key)
     lock, mine = FileLock(path), True
@@ -171,12 +165,7 @@ def check_writable(store: Path) -> None:
 def check_source(store: Path, where: dict[str, Any]) -> None:
     """Refuse to keep rows under ``data/results`` that no commit gives again; other stores take any.
 
-    Args:
-        store: the file.
-        where: the "commit" and "dirty" of the tree that the rows come from.
-
-    Raises:
-        StoreError: names the store, and what to do.
+    StoreError names what to do. ``where``: the "commit" and "dirty" of the tree that the rows come from.
     """
     if where.get("dirty") is False or not Path(store).resolve().is_relative_to(results_dir().resolve()):
         return
@@ -196,11 +185,7 @@ def check_free(store: Path) -> None:
 
 
 def check_same_data(store: Path, rows: Iterable[Row], spec: RunSpec, checksum: str) -> None:
-    """Refuse to go on beside rows of the same recipe that were trained on other data under the same name.
-
-    Raises:
-        ValueError: names the data and what can be done.
-    """
+    """Refuse to go on beside rows of the same recipe that were trained on other data under the same name."""
     recipe = spec.to_dict()["recipe"]
     known = [row["data_checksum"] for row in rows if "data_checksum" in row and row["spec"]["recipe"] == recipe]
     if other := sorted(set(known) - {checksum}):

@@ -51,7 +51,6 @@ def run_grid(
     twice: at once.
 
     Args:
-        specs: the runs.
         store: a file of JSON lines; made when it does not exist.
         options: how to run them; None takes ``SweepOptions()``.
         **changes: single options, such as ``workers=2``; see ``SweepOptions``.

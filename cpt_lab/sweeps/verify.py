@@ -89,17 +89,9 @@ class Finding:
 
 
 def sample(store: Path, rows: int = 5, seed: int = 0, cheapest: bool = False) -> Sample:
-    """Pick rows of a store at random, or those that took the least time; rows that failed are not picked.
+    """Pick so many rows of a store at random, or those that took the least time; of fewer, all.
 
-    Args:
-        store: a file of rows.
-        rows: how many; of fewer, all.
-        seed: of the choice.
-        cheapest: pick by seconds instead.
-
-    Raises:
-        FileNotFoundError: when there is no such file.
-        ValueError: for a wrong number, or a store without a finished row.
+    Rows that failed are not picked: ValueError where no other is there.
     """
     whole("rows", rows, 1)
     whole("seed", seed, 0)
@@ -192,12 +184,9 @@ def _library(where: dict[str, Any]) -> str:
 
 # --- what is compared -----------------------------------------------------------------------------
 def compare(row: Row, found: Row, rows: list[Row]) -> Finding:
-    """Compare a stored row with what its spec gives now.
+    """Compare a stored row with what its spec gives now, ``found``.
 
-    Args:
-        row: as stored.
-        found: of the run now.
-        rows: of the store and those committed; they tell how far seeds differ.
+    ``rows``: of the store and those committed; they tell how far seeds differ.
     """
     if found["status"] == "failed":
         return Finding(row, "NOT REPRODUCED", said=(f"the run failed: {found['error'].strip().splitlines()[-1]}",))

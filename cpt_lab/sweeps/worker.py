@@ -63,7 +63,6 @@ def run_one(
     loses nothing but the time since its last checkpoint. The claim on the run is held until the end.
 
     Args:
-        job: the run.
         should_stop: asked after every step; the run then writes its checkpoint and ends.
         on_start: called when the run is this process's to do.
 

@@ -33,7 +33,6 @@ def recipe_range_test(recipe: Recipe, *, device: str | torch.device = "cpu", **o
 
     Args:
         recipe: its data must be there. Every seed has initial weights, batches and rounding noise of its own.
-        device: of the model.
         **options: ``q_max bits dwell mode threshold seeds progress`` of ``cpt_core.choosing.precision_range_test``.
     """
     declared(recipe_range_test, {"recipe": recipe, "device": device})
@@ -50,7 +49,6 @@ def recipe_sensitivity(
         recipe: its data must be there. Every seed has initial weights, batches and rounding noise of its own.
         metric: None takes the main one of the task, on held-out data; "loss" is less noisy.
         steps: optimizer steps of a training; None takes the recipe's.
-        device: of the model.
         **options: ``base q_max windows layers estimate seeds progress`` of ``cpt_core.choosing.sensitivity``.
 
     Raises:

@@ -80,12 +80,9 @@ def train(
 
     Args:
         task_class: as ``task_of`` returns it.
-        spec: what to run.
-        device: "cpu" or "cuda".
         checkpoint: a file; a run that finds it goes on from it, on the CPU bit for bit; one that is damaged is set
             aside. It is written every ``checkpoint_seconds`` and left there, as is the one before it, also when the
             run raises: remove both when the result is safe. None keeps none.
-        checkpoint_seconds: see ``checkpoint``.
         on_step: ``on_step(step, model, loss)`` after every optimizer step, for probes; every loss is then read at once.
         should_stop: asked after every step; when it says so, the checkpoint is written and ``Stopped`` raised.
 

@@ -59,9 +59,7 @@ def noise(dataset: str = FACEBOOK, seeds: Sequence[int] | None = None) -> list[R
     Noise exposure, share of steps at 2 bits and mean date of the noise are uncorrelated over the schedules, which all
     end with a tenth of their steps at 8 bits.
 
-    Args:
-        dataset: a graph of one's own, or "pydoc".
-        seeds: None takes those of the preregistration.
+    The data set is a graph of one's own, or "pydoc"; here and below, no seeds take those of the preregistration.
     """
     r = _recipe(dataset)
     n = 8 if r.task == "graph" else 16  # runs on characters differ more by seed, and cost less
@@ -87,12 +85,7 @@ def against_static(
 ) -> list[RunSpec]:
     """Return the runs of H2: static 5 and 3 and the least noisy cyclic schedule of each one's cost.
 
-    10 seeds, 20 of GraphSAGE and characters.
-
-    Args:
-        dataset: see ``noise``.
-        model: of the dataset; None takes the first.
-        seeds: None takes those of the preregistration.
+    10 seeds, 20 of GraphSAGE and characters. Without a model it takes the data set's first.
     """
     r = _recipe(dataset, model=model)
     arms: dict[str, Schedule] = {}

@@ -64,12 +64,9 @@ def allocated(case: str = "digits", seeds: Sequence[int] | None = None) -> list[
     Static precision; bits allocated over time, over layers, over both; and one step lower than static until shortly
     before the learning rate falls, then as high as the budget allows.
 
-    Args:
-        case: a key of ``CASES``.
-        seeds: None takes those of the preregistration.
+    No seeds take those of the preregistration.
 
     Raises:
-        ValueError: for an unknown case.
         NotMeasuredError: when no sensitivity is stored.
     """
     c = CASES[choose("case", case, CASES)]

@@ -264,14 +264,7 @@ def summary(gains: pd.DataFrame) -> pd.DataFrame:
 
 
 def allocation_figure(gains: pd.DataFrame) -> Figure:
-    """Draw the schedules of every answered case and what they gain on static precision of equal cost.
-
-    Args:
-        gains: of ``effects``.
-
-    Raises:
-        ValueError: when no case is answered.
-    """
+    """Draw the schedules of every answered case of ``effects``, and their gains; ValueError when none is answered."""
     cases = [case for case in CASES if (gains["n"][gains["case"] == case] > 0).any()]
     if not cases:
         raise ValueError("no case of H5 is answered yet; all runs of one are needed")

@@ -30,12 +30,7 @@ CASES = {
 
 
 def on_ladders(case: str = "digits", seeds: Sequence[int] | None = None) -> list[RunSpec]:
-    """Return the runs of a task of H6: on each ladder the suite's ten, one late rise, every format by itself.
-
-    Args:
-        case: a key of ``CASES``.
-        seeds: None takes those of the preregistration.
-    """
+    """Return the runs of a task of H6: on each ladder the suite's ten, one late rise, every format by itself."""
     c, found = CASES[choose("case", case, CASES)], []
     for name in ON:
         levels = LADDERS[name].levels

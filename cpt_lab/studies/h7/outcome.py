@@ -86,11 +86,7 @@ def _ratio(gain: np.ndarray, full: np.ndarray, axis: int) -> np.ndarray:
 
 
 def figure(parts: Sequence[Task]) -> Figure:
-    """Draw what gradients that pay, a cycle, and both gain on static precision of equal cost, in units of the margin.
-
-    Raises:
-        ValueError: when no task is complete.
-    """
+    """Draw what gradients that pay, a cycle, and both gain on static precision of equal cost, in margins."""
     if not parts:
         raise ValueError("no task of H7 is complete yet; all runs of one are needed")
     with drawing(1, len(BUDGETS), figsize=(10, 0.55 * len(parts) + 1.4), sharey=True) as (drawn, axes):
