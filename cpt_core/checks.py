@@ -177,7 +177,6 @@ def nulled(value: Any, lost: list[str] | None = None, place: str = "") -> Any:
     ({'test': {'accuracy': 0.1, 'loss': None}}, ['test.loss'])
 
     Args:
-        value: a number, a text, or lists, tuples and dicts of such.
         lost: gets the places of the numbers that were not finite.
         place: of ``value`` itself.
     """

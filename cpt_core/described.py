@@ -26,12 +26,9 @@ class DescribedFigure(Figure):
     """A figure that says what it shows: for readers who hear a page, and where pictures are not loaded.
 
     ``drawing`` makes one.
-
-    Attributes:
-        alt: what it shows, in words; where it is empty, they are made from its titles, axes and legends.
     """
 
-    alt = ""
+    alt = ""  # what it shows, in words; where it is empty, they are made from its titles, axes and legends
 
     def description(self) -> str:
         """Return what it shows in words, in one line."""

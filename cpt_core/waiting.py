@@ -13,7 +13,6 @@ def waiting(what: str, items: Iterable[Any] | None = None, *, progress: bool | N
 
     Args:
         what: stands before the bar.
-        items: what is gone through.
         progress: show the bar; None shows it to people only, in a terminal or a notebook.
         options: of tqdm, such as ``total``.
     """

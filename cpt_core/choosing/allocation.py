@@ -153,10 +153,7 @@ def spread_bits(
     noise for their cost, which is optimal where each further bit of a step saves less and costs more, as BitOps do;
     places with the same gain share what is left alike. Single steps are then exchanged, to meet the budget and as long
     as that helps. ``weights`` (> 0), ``macs`` and ``steps`` are (places,), ``prices`` of a step (precisions,), of which
-    the budget's unit is ``unit``.
-
-    Raises:
-        ValueError: for a budget that cannot be met.
+    the budget's unit is ``unit``. ValueError for a budget that cannot be met.
     """
     if len(weights) > MOST:
         raise ValueError(f"bits are given to at most {MOST} places, windows times groups; got {len(weights)}")
@@ -174,8 +171,7 @@ def _prices(
 ) -> tuple[NDArray[Any], float]:
     """Return what a step costs at every precision, and one of the baseline.
 
-    Raises:
-        ValueError: unless bits are whole numbers from 1 to 32, in order, and where more bits do not cost more.
+    ValueError unless bits are whole numbers from 1 to 32, in order, and where more bits do not cost more.
     """
     q_min, q_max = whole("q_min", q_min), whole("q_max", q_max)
     check_range(q_min, q_max, 1)

@@ -67,15 +67,12 @@ def sensitivity(
     It takes ``1 + windows + groups`` trainings a seed, and one to estimate the same from gradients: minutes at demo
     scale. What is lost in windows and in layers is measured, what is lost in both at once is taken to be their product.
 
+    Other arguments are those of ``precision_range_test``.
+
     Args:
-        model: converted for the test if it is not yet, and left with the weights, the optimizer state and the random
-            state that it had before.
         train_step: ``train_step(step) -> loss`` does one whole optimizer step of your model on batch number ``step``,
             the same batch whenever the number is the same, and returns the loss. Numbers do not begin at 0: they go on
             from one seed to the next.
-        optimizer: the one that ``train_step`` uses.
-        stateful: what else ``train_step`` changes and is to be put back before every training, such as an LR scheduler
-            or a GradScaler: objects with ``state_dict`` and ``load_state_dict``.
         base: bits of the training that the others are compared with. Near the bits you can afford; where one bit less
             costs nothing, there is nothing to measure.
         q_max: bits of all gradients, and of the evaluation.
@@ -87,8 +84,6 @@ def sensitivity(
             steps at q_max bits, an eighth as many as there were.
         estimate: make the estimate too, see ``choosing.estimate``.
         seeds: repetitions, to know the noise: the model keeps its weights and takes other batches.
-        config: of ``quantize_``; None quantises all layers.
-        progress: show a bar; None shows it to people only, in a terminal or a notebook.
 
     Raises:
         ValueError: for values that make no measurement, before anything is trained; when training at ``base`` bits

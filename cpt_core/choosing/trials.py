@@ -71,8 +71,7 @@ class Trial:
     def losses(self, bits: Sequence[Bits], first: int, q_grad: int, bar: Any) -> list[float]:
         """Train from the start, step i at ``bits[i]``; a diverged training ends with NaN.
 
-        Raises:
-            ValueError: when the loss is no number, and when a learning rate is not that of the trainings before.
+        ValueError when the loss is no number, and when a learning rate is not that of the trainings before.
         """
         self.put_back()
         out: list[float] = []

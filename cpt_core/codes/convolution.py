@@ -79,7 +79,6 @@ def conv2d(
         a: (N, C, H, W), channels last in memory, with one range.
         w: (O, C, I, J), with one range or one per output channel.
         bias: (O,) or None.
-        geometry: of the convolution.
         channels_last: the layout of the result in memory.
     """
     grid = Grid.of(a)
@@ -99,8 +98,6 @@ def conv2d_input(
     Args:
         g: gradient of the output, (N, O, P, Q), channels last in memory, with one range.
         w: (O, C, I, J), with one range.
-        shape: of the input.
-        geometry: of the convolution.
         channels_last: the layout of the result in memory.
     """
     grid, (stride, padding, dilation) = Grid.of(g), geometry
@@ -136,7 +133,6 @@ def conv2d_weight(g: QuantizedTensor, a: QuantizedTensor, kernel: torch.Size, ge
         g: gradient of the output, (N, O, P, Q), channels last in memory, with one range.
         a: the input, (N, C, H, W), likewise.
         kernel: its size, (I, J).
-        geometry: of the convolution.
     """
     gradient, x = g.codes.permute(0, 2, 3, 1), a.codes.permute(0, 2, 3, 1)
     of_g, of_a = Grid.of(g), Grid.of(a)
@@ -204,7 +200,6 @@ def window_products(codes: Tensor, zero: Any, weight: Tensor, geometry: Geometry
         codes: k_a, (N, C, H, W), channels last in memory.
         zero: z_a.
         weight: k_w, (O, C, I, J).
-        geometry: of the convolution.
     """
     x, taps = codes.permute(0, 2, 3, 1), weight[0, 0].numel()  # channels can be divided, a channel's taps cannot
     if has_library(x.device) and operators.active is torch.ops.cpt and taps * MOST < EXACT:

@@ -120,8 +120,7 @@ class _Sum(torch.autograd.Function):
 def total(graph: Graph, x: Operand) -> Tensor:
     """Return the sum over every node's in-neighbours, (D, F) float32: on codes where those of x have one step.
 
-    Raises:
-        ValueError: for codes, where more edges than ``LARGEST_DEGREE`` lead to a node.
+    ValueError for codes, where more edges than ``LARGEST_DEGREE`` lead to a node.
     """
     if not (isinstance(x, QuantizedTensor) and x.one_step):
         return graph.aggregate(values(x))
@@ -138,12 +137,7 @@ def _divisors(graph: Graph) -> Tensor:
 
 
 class After:
-    """What follows a product or a sum h, ``h * scale + bias`` with both terms rounded, and what comes back to h.
-
-    Args:
-        precision: of the layer.
-        tail: scale and bias; None for neither.
-    """
+    """What follows a product or a sum h, ``h * scale + bias`` with both terms rounded, and what comes back to h."""
 
     def __init__(self, precision: GraphPrecision, tail: Tail | None) -> None:
         """Note what is in force."""

@@ -54,10 +54,6 @@ def linear_on_codes(
     """Return the product (..., O) of x (..., C), weight (O, C) and bias (O,), all quantised.
 
     Args:
-        precision: of the layer.
-        x: the input.
-        weight: likewise.
-        bias: likewise, or None.
         codes: those of ``x`` where a layer finds the ranges itself.
         parts: rows of the parts of the output whose gradients are quantised by themselves; empty for one part.
     """

@@ -28,7 +28,6 @@ class TrainingStep(Path):
 
     Args:
         model: on the device of the inputs, anyone's.
-        inputs: the arguments of its forward.
         modules: those of its modules that ``shares`` and ``saved`` tell apart, by name.
 
     Raises:
@@ -56,11 +55,7 @@ class TrainingStep(Path):
         self._owner: list[str | None] = []  # ... this module is the innermost that runs
 
     def seconds(self) -> float:
-        """Run a step and return its seconds.
-
-        Raises:
-            ValueError: when no output of the model needs a gradient; so do the others.
-        """
+        """Run a step and return its seconds; here and below ValueError when no output of the model needs a gradient."""
         self._synchronize()
         start = time.perf_counter()
         self._backward(self._forward())

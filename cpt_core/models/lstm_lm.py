@@ -11,11 +11,7 @@ class LanguageModel(nn.Module):
     """An LSTM over word embeddings that predicts the next word; dropout on the embeddings and on the LSTM's output.
 
     Args:
-        words: size of the vocabulary.
-        embedding: width of the embeddings, which stay in float32.
-        hidden: width of the LSTM.
-        layers: its layers.
-        dropout: share that is dropped.
+        embedding: width of the embeddings, which stay in float32; ``hidden`` that of the LSTM.
         drop_embedding: drop on the embeddings too.
 
     The LSTM has one bias per gate, as the authors' has: torch's second one is 0 and stays it. Embedding and decoder

@@ -10,11 +10,7 @@ from torch import Tensor, nn
 class MLP(nn.Module):
     """``hidden`` layers of ``width`` with ReLU, then a linear classifier ``fc``; He initialisation, zero biases.
 
-    Args:
-        inputs: pixels of an image (all channels).
-        classes: number of classes.
-        hidden: number of hidden layers.
-        width: units of a hidden layer.
+    Inputs are the pixels of an image, of all channels.
     """
 
     def __init__(self, inputs: int, classes: int, hidden: int, width: int) -> None:

@@ -45,9 +45,7 @@ class CifarResNet(nn.Module):
 
     Args:
         blocks: m; 1, 3, 12, 25 give ResNet-8, -20, -74, -152.
-        classes: number of classes.
-        width: channels of the first stage.
-        channels: channels of the images.
+        width: w; ``channels`` are those of the images.
 
     Differs: the authors' class also makes a third, unused BatchNorm in every block without a shortcut; left out.
     """
