@@ -29,12 +29,9 @@ class Judge(NamedTuple):
 
 
 class Trial:
-    """A model that can be put back to where it started.
+    """A model that can be put back to where it started; without a judge its loss is what a training gave.
 
-    Attributes:
-        judge: measures what a training gave; None takes its loss.
-        stateful: what else is put back, by ``state_dict`` and ``load_state_dict``.
-        rates: learning rates after every step, which all trainings have in common.
+    ``stateful``: what else is put back, by ``state_dict`` and ``load_state_dict``.
     """
 
     def __init__(
@@ -43,15 +40,13 @@ class Trial:
     ) -> None:  # fmt: skip
         self.model, self.train_step, self.optimizer, self.title = model, train_step, optimizer, title
         self.judge, self.stateful = judge, tuple(stateful)
-        self.rates: list[list[float]] = []
+        self.rates: list[list[float]] = []  # after every step, which all trainings have in common
         self.modes = [(module, module.training) for module in model.modules()]
         self.scheduler = PrecisionScheduler(model, StaticSchedule(q_max, 1))  # knows running ranges and rounding noise
-        self.before = copy.deepcopy(self._state())
-
-    def _state(self) -> tuple[Any, ...]:
         random = (torch.get_rng_state(), torch.cuda.get_rng_state() if torch.cuda.is_initialized() else None)
         others = [s.state_dict() for s in self.stateful]
-        return self.model.state_dict(), self.optimizer.state_dict(), self.scheduler.state_dict(), others, *random
+        states = (model.state_dict(), optimizer.state_dict(), self.scheduler.state_dict(), others, *random)
+        self.before = copy.deepcopy(states)
 
     def put_back(self) -> None:
         """Restore weights, train or eval mode, optimizer, running ranges, what else was named, and random numbers."""

@@ -80,7 +80,9 @@ def measure_cost(
     listed = {*layer_precisions(model), *(row.name for row in summary(model).rows)}
     if not model.training:
         raise ValueError("the model is in evaluation mode; call model.train() to measure training steps")
-    plans = _plans(model, inputs, widths, q_grad, convention)
+    calls, uncounted = trace(model, inputs)
+    static = {q: formats_per_layer(model, calls, StaticSchedule(q, 1), q_grad) for q in widths}
+    plans = {q: price(calls, uncounted, formats, convention) for q, formats in static.items()}
     names = [name for name, _ in model.named_modules() if name in listed]
     rounds: list[dict[int, float]] = []
     parts: defaultdict[int, list[dict[str, float]]] = defaultdict(list)
@@ -131,15 +133,6 @@ def _typical(rounds: Sequence[Mapping[int, float]]) -> dict[int, float]:
     levels = [statistics.median(times.values()) for times in rounds]
     shares = {q: [times[q] / level for times, level in zip(rounds, levels, strict=True)] for q in rounds[0]}
     return {q: statistics.median(of) * statistics.median(levels) for q, of in shares.items()}
-
-
-def _plans(
-    model: nn.Module, inputs: tuple[Any, ...], widths: list[int], q_grad: int, convention: str
-) -> dict[int, BitOpsPlan]:
-    """Return the BitOps of one step at each of the bit widths."""
-    calls, uncounted = trace(model, inputs)
-    static = {q: formats_per_layer(model, calls, StaticSchedule(q, 1), q_grad) for q in widths}
-    return {q: price(calls, uncounted, formats, convention) for q, formats in static.items()}
 
 
 def _bitops(plan: BitOpsPlan, layer: str) -> float:

@@ -66,19 +66,16 @@ PER_FEATURE = (
 class Products(TorchFunctionMode):
     """Quantises the products that run while it is on, in the precision of one module.
 
-    Attributes:
-        own: shape of the module's weight, which alone meets inputs with a running range; None where there are none.
-        per_feature: whether keys have a range per feature.
-        multiplying: whether a product of the module is running.
-        on_codes: whether a product on codes is, whose parts are no products to count.
-        report: called with the operands and the result of every product on codes.
+    ``own``: shape of the module's weight, which alone meets inputs with a running range; None where there are none.
+    ``per_feature``: whether keys have a range per feature.
     """
 
-    report: Callable[[Tensor, Tensor, Tensor], None] | None = None
+    report: Callable[[Tensor, Tensor, Tensor], None] | None = None  # called with operands and result of those on codes
 
     def __init__(self, precision: Any, own: tuple[int, ...] | None, per_feature: bool) -> None:
         super().__init__()
         self.precision, self.own, self.per_feature = precision, own, per_feature
+        # whether a product of the module is running, and one on codes, whose parts are no products to count
         self.multiplying = self.on_codes = False
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

@@ -85,17 +85,13 @@ class Capture:
         recorder: of the device.
         state: what the step depends on besides tensors, such as which layers quantise at all.
         written: tensors that the step changes and others look at: a replay would leave their versions as they were.
-
-    Attributes:
-        replayed: steps that were replayed.
-        why_not: why no more is recorded, "" as long as nothing went wrong.
     """
 
     def __init__(
         self, work: Work, recorder: CudaRecorder, state: Callable[[], Hashable], written: Iterable[Tensor] = ()
     ) -> None:
         self.work, self.recorder, self.state, self.written = work, recorder, state, list(written)
-        self.replayed, self.why_not = 0, ""
+        self.replayed, self.why_not = 0, ""  # how many steps, and why no more is recorded where something went wrong
         self.reset()
 
     def reset(self) -> None:

@@ -40,21 +40,7 @@ class Session:
 
     Args:
         task_class: as ``task_of`` returns it.
-        spec: what to train.
-        device: "cpu" or "cuda".
         stand_in: random data of the same shapes instead of the task's own.
-
-    Attributes:
-        arithmetic: enters how a forward pass is computed, in training and evaluation.
-        task: the data set with its model and loss.
-        metric: the main one of the task.
-        model: converted, at the bits of step 0; ``parallel`` is it, or what steps call where several processes train.
-        optimizer: of the task.
-        lr_at: the learning rate as a function of the step and the evaluations so far.
-        scheduler: drives the bits of the model; whoever trains through the schedule steps it.
-        carry: what the next step needs of the last one, such as the hidden state of an LSTM, or None.
-        diverged: 1 on the device once a loss was not finite, else 0: float32, 0-d, as fused optimizers want it.
-        capture: records the step and replays it; None where steps are not captured, and ``why_not_captured`` says why.
 
     Raises:
         ValueError: on a GPU, for a task whose optimizer is not fused: the others cannot leave a step out by themselves.
@@ -65,17 +51,18 @@ class Session:
     ) -> None:
         self.spec, self.device = spec, torch.device(device)
         check_arithmetic(spec.recipe, self.device)
-        self.arithmetic = partial(arithmetic, spec.recipe, self.device)
+        self.arithmetic = partial(arithmetic, spec.recipe, self.device)  # a forward pass, in training and evaluation
         torch.manual_seed(spec.seed)
         self.task = task_class(spec, self.device, stand_in)
-        self.metric = EXPERIMENTS[spec.recipe.task].metric
+        self.metric = EXPERIMENTS[spec.recipe.task].metric  # the main one
         self.model = quantize_(self.task.model(), quant_config(spec.recipe, spec.seed))
         lay_out(self.model, spec.recipe)
-        self.parallel: nn.Module = self.model
+        self.parallel: nn.Module = self.model  # or what steps call where several processes train
         self.optimizer, self.lr_at = self.task.optimizer(self.model)
+        # at the bits of step 0; whoever trains through the schedule steps it
         self.scheduler = PrecisionScheduler(self.model, spec.schedule, spec.q_grad)
         self._layers = list(layer_precisions(self.model).values())
-        self.capture: Capture | None = None
+        self.capture: Capture | None = None  # records the step and replays it
         reason = "several processes" if processes.count() > 1 else why_not(self.device, self.task.fixed_shape)
         if not reason:
             self.capture = Capture(self._advance, CudaRecorder(self.device), self._kind, self.model.parameters())
@@ -114,7 +101,8 @@ class Session:
 
     def reset(self) -> None:
         """Forget what steps leave for the next one, apart from what is trained."""
-        self.carry: Any = None
+        self.carry: Any = None  # what the next step needs of the last one, such as the hidden state of an LSTM
+        # 1 once a loss was not finite, else 0: float32, 0-d on the device, as fused optimizers want it
         self.diverged = torch.zeros((), device=self.device)
         if self.capture is not None:
             self.capture.reset()
