@@ -8,14 +8,7 @@ from typing import Any
 import torch
 
 from cpt_core.quantization.fake_quantize import quantize
-from cpt_lessons.answers import (
-    Exercise,
-    Refused,
-    like,
-    schedule,
-    share,
-    words,
-)
+from cpt_lessons.answers import Exercise, Refused, like, schedule, share, words
 
 
 def _paired(a: dict[int, float], b: dict[int, float]) -> float:

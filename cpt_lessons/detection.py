@@ -83,15 +83,8 @@ def precision_recall(hits: Sequence[bool], objects: int) -> Figure:
     average = float(best[np.asarray(hits)].sum()) / objects
     alt = f"precision over recall of {len(hits)} detections of {objects} objects, and the area under its steps"
     with drawing(1, 1, alt, figsize=(5.6, 3.2)) as (figure, ((ax,),)):
-        ax.plot(
-            recalls,
-            precisions,
-            "o-",
-            color=COLORS["static"],
-            linewidth=1,
-            markersize=5,
-            label="after 1, 2, ... detections",
-        )
+        said = "after 1, 2, ... detections"
+        ax.plot(recalls, precisions, "o-", color=COLORS["static"], linewidth=1, markersize=5, label=said)
         ax.fill_between(
             [0, *recalls], [best[0], *best], step="pre", color=COLORS["small"], alpha=0.25, label="average precision"
         )

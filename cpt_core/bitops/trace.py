@@ -248,13 +248,7 @@ def _unwatched(model: nn.Module) -> nn.Module:
     return model
 
 
-def _calls_of(
-    name: str,
-    module: nn.Module,
-    inputs: tuple[Any, ...],
-    whole: Any,
-    output: Tensor,
-) -> Iterator[Call]:
+def _calls_of(name: str, module: nn.Module, inputs: tuple[Any, ...], whole: Any, output: Tensor) -> Iterator[Call]:
     """Yield the calls of one forward pass; ``output`` is the first tensor of the ``whole`` that it returned."""
     grad = torch.is_grad_enabled()
     parts = (v.values() if isinstance(v, Mapping) else v if isinstance(v, tuple) else (v,) for v in inputs)

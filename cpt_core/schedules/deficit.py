@@ -12,15 +12,7 @@ import numpy as np
 from cpt_core.checks import check_bits, declared, shown, whole
 from cpt_core.schedules.cost import role_prices
 from cpt_core.schedules.profiles import Array
-from cpt_core.schedules.schedule import (
-    FLOAT32,
-    MOST_STEPS,
-    CyclicSchedule,
-    Levels,
-    Schedule,
-    set_integers,
-    set_range,
-)
+from cpt_core.schedules.schedule import FLOAT32, MOST_STEPS, CyclicSchedule, Levels, Schedule, set_integers, set_range
 
 
 @dataclass(frozen=True)
