@@ -58,13 +58,9 @@ class Place:
 
 
 class Progress:
-    """The state of all notebooks of a reproduction.
+    """The state of all notebooks of a reproduction, of which so many run at once; not shown, it is silent.
 
-    Args:
-        places: one per notebook, in their order.
-        expected: seconds that notebooks took elsewhere, by name; {} where nothing was measured.
-        at_once: notebooks at a time.
-        shown: False is silent.
+    ``expected``: seconds that they took elsewhere, by name; {} where nothing was measured.
     """
 
     def __init__(self, places: Sequence[Place], expected: Mapping[str, float], at_once: int, shown: bool) -> None:

@@ -26,13 +26,7 @@ Question = tuple[str, Callable[..., Answer]]  # what is asked; its answer, from 
 
 
 class Task:
-    """A complete task: quality of every arm, one value a seed.
-
-    Args:
-        study: whose.
-        case: of its ``cases``.
-        rows: those of ``study.runs(case)``, in that order.
-    """
+    """A complete task: quality of every arm, one value a seed; from the rows of ``study.runs(case)``, in that order."""
 
     def __init__(self, study: Tuned, case: str, rows: pd.DataFrame) -> None:
         c, runs = study.case(case), by_run(study.runs(case), rows, OUTPUTS[study.case(case).dataset])

@@ -43,9 +43,7 @@ class Signals:
 class Live:
     """The bar of a sweep: runs done, running and failed, a remark, and tqdm's estimate of the time left.
 
-    Args:
-        total: runs to do.
-        progress: show the bar; None shows it to people only, in a terminal or a notebook.
+    With ``progress`` None it is shown to people only, in a terminal or a notebook.
     """
 
     def __init__(self, total: int, progress: bool | None) -> None:

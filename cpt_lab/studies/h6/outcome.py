@@ -33,10 +33,7 @@ QUESTIONS = {
 class Cell:
     """A task on a ladder: ``cost`` by arm, and ``quality``, a frame of seeds by arms; ``lost`` runs.
 
-    Args:
-        case: of ``CASES``.
-        ladder: of ``ON``.
-        rows: by key, all of the cell's among them.
+    Rows are by key, all of the cell's among them.
     """
 
     def __init__(self, case: str, ladder: str, rows: pd.DataFrame) -> None:
