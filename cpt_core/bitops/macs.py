@@ -15,8 +15,8 @@ from typing import Any
 from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence
 
-from cpt_core.graphs.graph import as_graph
 from cpt_core.graphs.layers import GraphConv, MatrixNorm, SAGEConv
+from cpt_core.quantization.coverage import module_kind, own_form
 
 Elements = tuple[int, int, int]
 
@@ -71,13 +71,19 @@ def norm_macs(module: Any, inputs: tuple[Any, ...], y: Tensor) -> int:
     return y.numel() * ((2 if module.affine else 1) if fixed else (5 if module.affine else 4))
 
 
+def graph_form(module: nn.Module) -> Any:
+    """Return the quantised form that a graph convolution has, or would have; None for other modules."""
+    forms = map(own_form, module_kind(module).__mro__)
+    form = next((form for form in forms if form is not None and form.KIND == "graph"), None)
+    return None if form is None or form.why_not(module) else form
+
+
 def graph_macs(module: Any, inputs: tuple[Any, ...], y: Tensor) -> int:
     """MACs of a GCN layer's product, or of the two of a GraphSAGE layer, the second of the destinations themselves."""
-    graph = as_graph(inputs[0])
-    rows = graph.num_dst if sums_before_product(module) else graph.num_src
-    if hasattr(module, "fc_self"):
-        rows += graph.num_dst
-    return rows * inputs_of_product(module) * module._out_feats
+    form = graph_form(module)
+    graph, (inside, out) = form.graph_in(module, *inputs), form.sizes(module)
+    rows = graph.num_dst if inside <= out else graph.num_src  # the narrower side is summed
+    return (rows + graph.num_dst * form.ROOT) * inside * out
 
 
 MACS: dict[type[nn.Module], Callable[[Any, tuple[Any, ...], Tensor], int]] = {
@@ -106,28 +112,6 @@ def pyramid_kinds() -> set[type[nn.Module]]:
     """Return torchvision's feature pyramid, if the program uses it."""
     module = sys.modules.get("torchvision.ops.feature_pyramid_network")
     return {module.FeaturePyramidNetwork} if module is not None else set()
-
-
-def sums_before_product(module: Any) -> bool:
-    """Whether a graph convolution sums over neighbours first: the narrower side is summed."""
-    return inputs_of_product(module) <= int(module._out_feats)
-
-
-def summed_features(module: Any) -> int:
-    """Return how many features a graph convolution sums over neighbours."""
-    return min(inputs_of_product(module), int(module._out_feats))
-
-
-def inputs_of_product(module: Any) -> int:
-    """Return the features that a graph convolution takes."""
-    return int(module._in_feats if hasattr(module, "_in_feats") else module._in_src_feats)
-
-
-def graph_elements(module: Any, macs: int, weights: int) -> Elements:
-    """Elements of the products of a graph convolution: as many rows as its MACs are of."""
-    features, outputs = inputs_of_product(module), int(module._out_feats)
-    rows = macs // (features * outputs)
-    return rows * features, weights, rows * outputs
 
 
 def recurrent_elements(module: Any, x: Tensor, y: Tensor) -> tuple[Elements, Elements]:

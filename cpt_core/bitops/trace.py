@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 import textwrap
 import traceback
 import warnings
@@ -11,6 +10,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
+from inspect import signature
 from typing import Any
 
 import torch
@@ -23,8 +23,6 @@ from cpt_core.bitops.macs import AGGREGATION, GATES, MACS, PLAIN, PRODUCTS, UPSA
 from cpt_core.bitops.products import Product, first_of, name_of
 from cpt_core.bitops.watch import Path, Watch, within
 from cpt_core.checks import arguments
-from cpt_core.graphs.graph import as_graph
-from cpt_core.graphs.layers import GraphConv, SAGEConv
 from cpt_core.quantization.coverage import module_kind
 from cpt_core.quantization.operations import QuantOperations
 
@@ -71,13 +69,9 @@ class Call:
 
 
 def _count_of(module: nn.Module) -> Any:
-    """Look a module up in ``MACS`` by class; DGL's layers count as ours of the same name."""
-    if getattr(module, "_aggre_type", "mean") != "mean":  # other GraphSAGE layers of DGL: their parts are counted
-        return None
-    if (dgl := sys.modules.get("dgl.nn")) is not None:
-        for ours, theirs in ((GraphConv, dgl.GraphConv), (SAGEConv, dgl.SAGEConv)):
-            if isinstance(module, theirs):
-                return MACS[ours]
+    """Look a module up in ``MACS`` by class; graph convolutions of other libraries count as ours."""
+    if counted.graph_form(module) is not None:
+        return counted.graph_macs
     return next((count for kind, count in MACS.items() if isinstance(module, kind)), None)
 
 
@@ -165,7 +159,9 @@ class Calls(Watch):
 
     def _report(self, name: str, module: nn.Module, args: Any, kwargs: dict[str, Any], output: Any) -> None:
         outputs = [t for t in tensors_in(output) if t.is_floating_point()]
-        for call in _calls_of(name, module, (*args, *kwargs.values()), output, outputs[0]):
+        given = signature(module.forward).bind(*args, **kwargs)
+        given.apply_defaults()
+        for call in _calls_of(name, module, given.args, output, outputs[0]):
             self.on_call(module, call, outputs)
 
     def pause(self) -> None:
@@ -274,9 +270,10 @@ def _calls_of(name: str, module: nn.Module, inputs: tuple[Any, ...], whole: Any,
     count = _count_of(module)
     macs = 0 if count is None else int(count(module, inputs, output))
     if count is counted.graph_macs:
-        yield replace(call, macs=macs, elements=counted.graph_elements(module, macs, stored))
-        graph, first = as_graph(inputs[0]), counted.sums_before_product(module)
-        width = counted.summed_features(module)
+        form = counted.graph_form(module)
+        graph, (inside, out) = form.graph_in(module, *inputs), form.sizes(module)
+        rows, width, first = macs // (inside * out), min(inside, out), inside <= out
+        yield replace(call, macs=macs, elements=(rows * inside, stored, rows * out))
         yield replace(
             call,
             layer=f"{name} ({AGGREGATION})".lstrip(),

@@ -112,6 +112,16 @@ class Graph:
             found.__dict__["_dgl"] = graph  # fills the cached property: DGL's own object is used as it is
         return found
 
+    @classmethod
+    def from_pyg(cls, data: Any) -> Graph:
+        """Return a ``Data`` of PyTorch Geometric as a ``Graph``; ValueError for edge weights, which no sum takes."""
+        edges = getattr(data, "edge_index", None)
+        if not isinstance(edges, Tensor) or edges.dim() != 2 or len(edges) != 2:
+            raise ValueError(f"data must have an edge_index, a tensor (2, E), got {shown(edges)}")
+        if getattr(data, "edge_weight", None) is not None:
+            raise ValueError("data has an edge_weight, but the sums of a Graph take no weights; set it to None")
+        return cls.from_edges(edges[0], edges[1], data.num_nodes)
+
     def __repr__(self) -> str:
         """Return sizes and backend."""
         return f"Graph({self.num_src} -> {self.num_dst} nodes, {self.num_edges} edges, {self.kernel})"

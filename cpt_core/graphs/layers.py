@@ -154,7 +154,7 @@ def graph_convolution(layer: Any, p: Precision, graph: Graph, features: Features
         return _power(graph, layer._norm, side, like) if layer._norm in (side, "both") else None
 
     tail = Tail(lambda h: scale("right", h), layer.bias)
-    if layer._in_feats > layer._out_feats:  # the product first: fewer features to sum
+    if weight.shape[0] > weight.shape[1]:  # the product first: fewer features to sum
         h = p.product(x, scale("left", x), weight, _keep(graph, x, layer._norm))
         if _of_sums(p) is p:
             h = p.neighbour_sum(graph, h, None, "sum", tail)
@@ -174,20 +174,21 @@ def _power(graph: Graph, norm: str, side: str, like: Tensor) -> Tensor:
     return degrees.to(like).clamp_min(1).pow(exponent).unsqueeze(1)
 
 
-def sage_convolution(layer: Any, p: Precision, graph: Graph, features: Features) -> Tensor:
-    """The mean GraphSAGE layer, in either precision.  Paper: section 4.3."""
+def sage_convolution(layer: Any, p: Precision, graph: Graph, features: Features, reduce: str = "mean") -> Tensor:
+    """The mean GraphSAGE layer, in either precision, or one with sums.  Paper: section 4.3."""
     source, destination = _pair(features, graph)
 
     def product(x: Tensor, rows_of: Tensor, linear: nn.Linear) -> Tensor:
         return p.product(x, None, linear.weight, _keep(graph, rows_of, len(x)), linear=True)
 
-    if layer._in_src_feats > layer._out_feats:
-        neighbours = _of_sums(p).neighbour_sum(graph, product(source, source, layer.fc_neigh), None, "mean")
+    if layer.fc_neigh.weight.shape[1] > layer.fc_neigh.weight.shape[0]:
+        neighbours = _of_sums(p).neighbour_sum(graph, product(source, source, layer.fc_neigh), None, reduce)
     else:
-        mean = _constant_sum(p, graph, source, "", "mean", lambda: None)
+        mean = _constant_sum(p, graph, source, "", reduce, lambda: None)
         neighbours = product(mean, mean, layer.fc_neigh)
     own = product(destination, destination if isinstance(features, tuple) else source, layer.fc_self)
-    return p.scaled_and_biased(own + neighbours, False, None, layer.fc_self.bias)
+    bias = layer.fc_self.bias if layer.fc_neigh.bias is None else layer.fc_neigh.bias  # the one that there is
+    return p.scaled_and_biased(own + neighbours, False, None, bias)
 
 
 class GraphConv(nn.Module):

@@ -139,7 +139,7 @@ def _check(model: nn.Module, bits: int | str | Mapping[str, int]) -> None:
     for name, layer in layers.items():
         module = model.get_submodule(name)
         assert isinstance(module, QuantizedLayer)
-        if module.KIND == "graph":
+        if module.KIND == "graph" and not (hasattr(module, "propagate") and not module.quantizes_aggregation):
             raise ValueError(f"layer {name!r} is a {module.FLOAT.__name__}, and a program takes no graphs")
         if "FLOAT" not in vars(type(module)):  # quantize_ did not make it
             raise ValueError(f"layer {name!r} was made a {type(module).__name__} after quantize_; undo that first")

@@ -29,6 +29,7 @@ from cpt_core.quantization.coverage import (
     in_float32,
     parts_of_wholes,
     warn_of_float32,
+    warn_of_sums,
 )
 from cpt_core.quantization.fake_quantize import INT64
 from cpt_core.quantization.in_force import ladders_of
@@ -122,9 +123,9 @@ def quantize_(
     ``PrecisionScheduler`` or ``precision(...)`` sets one.
 
     Args:
-        model: any module. ``nn.Conv1d/2d/3d``, ``nn.Linear``, ``nn.LSTM``, ``GraphConv`` and mean ``SAGEConv`` (ours
-            and DGL's) have quantised forms of their own. Every other module whose forward multiplies, attention or
-            whatever it is, runs that forward with its products quantised, see ``operations``.
+        model: any module. ``nn.Conv1d/2d/3d``, ``nn.Linear``, ``nn.LSTM`` and graph convolutions (see ``FORMS``) have
+            quantised forms of their own. Every other module whose forward multiplies, attention or whatever it is, runs
+            that forward with its products quantised, see ``operations``.
         config: a ``QuantConfig``, the name of a preset ("all", "cifar", "imagenet"), or None for "all".
         filter_fn: ``filter_fn(module, name) -> bool``; False keeps that module in float32.
 
@@ -160,10 +161,6 @@ def quantize_(
             f"nothing to quantise: nothing that multiplies in {type(model).__name__} was selected{by}{others}"
         )
     forms: dict[str, Any] = {name: form_of(module) for name, module in chosen.items()}
-    summing = [name for name, m in model.named_modules() if hasattr(m, "propagate") and hasattr(m, "aggregate")]
-    if config.aggregation == "quantized" and summing:
-        other = "take GraphConv or SAGEConv of cpt_core.graphs, or aggregation='fp'"
-        raise ValueError(f"sums of PyTorch Geometric's layers ({summing[0]!r}) have no quantised form; {other}")
     for name, module in chosen.items():  # before the first is changed
         forms[name].check(module)
         if "forward" in vars(module):
@@ -181,6 +178,8 @@ def quantize_(
         _leave_out(model)
         FirstPass(model, asked)
         warn_of_float32(model, asked)
+        if config.aggregation == "quantized":
+            warn_of_sums(model, asked)
     except BaseException:
         _undo(model)
         raise

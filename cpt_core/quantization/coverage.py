@@ -31,6 +31,9 @@ FORMS = {
     "cpt_core.graphs.layers.SAGEConv": "quantization.graph_layers:QuantSAGEConv",
     "dgl.nn.pytorch.conv.graphconv.GraphConv": "integrations.dgl:QuantDGLGraphConv",
     "dgl.nn.pytorch.conv.sageconv.SAGEConv": "integrations.dgl:QuantDGLSAGEConv",
+    "torch_geometric.nn.conv.gcn_conv.GCNConv": "integrations.pyg:QuantPyGGCNConv",
+    "torch_geometric.nn.conv.sage_conv.SAGEConv": "integrations.pyg:QuantPyGSAGEConv",
+    "torch_geometric.nn.conv.graph_conv.GraphConv": "integrations.pyg:QuantPyGGraphConv",
 }
 NOTABLE = 0.1  # share of a model's weights that does not stay in float32 without a word
 
@@ -88,6 +91,22 @@ def warn_of_float32(model: nn.Module, asked: Collection[str]) -> None:
         warnings.warn(
             f"{share:.0%} of the weights stay in float32: {listed}; summary(model) lists them, "
             "check(model, inputs) counts their products",
+            QuantizationWarning,
+            stacklevel=3,
+        )
+
+
+def warn_of_sums(model: nn.Module, asked: Collection[str]) -> None:
+    """Name the layers of PyTorch Geometric whose sums over neighbours stay in float32 although Q-Agg is asked for."""
+    left = [
+        f"{module_kind(m).__name__} {name!r}"
+        for name, m in model.named_modules()
+        if hasattr(m, "propagate") and hasattr(m, "aggregate") and name not in asked and not hasattr(m, "graph_in")
+    ]
+    if left:
+        more = f" and {len(left) - 3} more" if len(left) > 3 else ""
+        warnings.warn(
+            f"sums over neighbours stay in float32 in {', '.join(left[:3])}{more}: they have no quantised form",
             QuantizationWarning,
             stacklevel=3,
         )

@@ -138,6 +138,7 @@ class _QuantGraph(QuantizedLayer):
 
     KIND = "graph"
     PRECISION = GraphPrecision
+    ROOT: ClassVar = False  # whether the features of the destinations themselves are multiplied, too
     ONE_RANGE = ONE_RANGE
     SEVERAL: ClassVar = {
         "input": {"weight": "inputs have a range per node"},
@@ -152,9 +153,19 @@ class _QuantGraph(QuantizedLayer):
         return {role: q for role, q in roles.items() if role != "aggregation" or config.aggregation == "quantized"}
 
     @classmethod
+    def sizes(cls, module: Any) -> tuple[int, int]:
+        """Return the features that a module of class ``FLOAT`` takes and gives."""
+        return int(getattr(module, "_in_feats", 0) or module._in_src_feats), int(module._out_feats)
+
+    @classmethod
+    def graph_in(cls, module: Any, graph: Any, *rest: Any) -> Graph:
+        """Return the graph among the arguments of a call of such a module."""
+        return as_graph(graph)
+
+    @classmethod
     def lengths(cls, module: Any) -> Levels:
         """Features; what is added to the bias has those of the output."""
-        inside, out = int(getattr(module, "_in_feats", 0) or module._in_src_feats), int(module._out_feats)
+        inside, out = cls.sizes(module)
         return Levels((inside, out), (inside,), (out,), (out,))
 
     @property
@@ -201,7 +212,7 @@ class QuantGraphConv(_QuantGraphConv, GraphConv):
 
 
 class _QuantSAGEConv(_QuantGraph):
-    WHOLE = True
+    WHOLE = ROOT = True
     SEVERAL: ClassVar = _QuantGraph.SEVERAL | {"weight": {"error": "weights have a range per row"}}
     NEVER: ClassVar = {SUMS[1]: "a mean divides every node's gradient by its own degree"}
 

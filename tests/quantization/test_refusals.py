@@ -65,12 +65,6 @@ def hiding(name):
     return model
 
 
-class Passing(nn.Linear):
-    """Named as PyTorch Geometric's layers are."""
-
-    propagate = aggregate = None
-
-
 def failing_filter(module, name):
     if name == "lstm":
         raise KeyError("lstm")
@@ -98,9 +92,6 @@ REFUSED = {  # what -> model, arguments, and what is said
     "an unknown config": (net, (3,), "config must be QuantConfig or a string or None, got 3"),
     "attention of another kind": (
         lambda: bert("flash_attention_2"), (), r"attention with 'flash_attention_2'.*attn_implementation='eager'",
-    ),
-    "sums of another library": (
-        lambda: nn.Sequential(Passing(4, 4)), (QuantConfig(aggregation="quantized"),), r"layers \('0'\) have no",
     ),
     "nothing but a script": (lambda: torch.jit.script(nn.Sequential(nn.Linear(4, 4))), (), NOTHING),
 }  # fmt: skip
