@@ -15,7 +15,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence
 
-from cpt_core.graphs.layers import GraphConv, MatrixNorm, SAGEConv
+from cpt_core.graphs.layers import MatrixNorm
 from cpt_core.quantization.coverage import module_kind, own_form
 
 Elements = tuple[int, int, int]
@@ -78,14 +78,6 @@ def graph_form(module: nn.Module) -> Any:
     return None if form is None or form.why_not(module) else form
 
 
-def graph_macs(module: Any, inputs: tuple[Any, ...], y: Tensor) -> int:
-    """MACs of a GCN layer's product, or of the two of a GraphSAGE layer, the second of the destinations themselves."""
-    form = graph_form(module)
-    graph, (inside, out) = form.graph_in(module, *inputs), form.sizes(module)
-    rows = graph.num_dst if inside <= out else graph.num_src  # the narrower side is summed
-    return (rows + graph.num_dst * form.ROOT) * inside * out
-
-
 MACS: dict[type[nn.Module], Callable[[Any, tuple[Any, ...], Tensor], int]] = {
     nn.Conv1d: conv_macs,
     nn.Conv2d: conv_macs,
@@ -97,8 +89,6 @@ MACS: dict[type[nn.Module], Callable[[Any, tuple[Any, ...], Tensor], int]] = {
     nn.LayerNorm: layer_norm_macs,
     MatrixNorm: layer_norm_macs,
     nn.LSTM: recurrent_macs,
-    GraphConv: graph_macs,
-    SAGEConv: graph_macs,
 }
 
 # Layers that the authors' counters do not know; their products are in float32, like those of plain functions.

@@ -69,9 +69,7 @@ class Call:
 
 
 def _count_of(module: nn.Module) -> Any:
-    """Look a module up in ``MACS`` by class; graph convolutions of other libraries count as ours."""
-    if counted.graph_form(module) is not None:
-        return counted.graph_macs
+    """Look a module up in ``MACS`` by class."""
     return next((count for kind, count in MACS.items() if isinstance(module, kind)), None)
 
 
@@ -79,7 +77,8 @@ def _counted(model: nn.Module) -> dict[str, nn.Module]:
     """The layers that report their MACs, without those inside another one."""
     found: dict[str, nn.Module] = {}
     for name, module in model.named_modules():
-        if not within(name, found) and (_count_of(module) is not None or isinstance(module, PLAIN)):
+        known = _count_of(module) or counted.graph_form(module)
+        if not within(name, found) and (known is not None or isinstance(module, PLAIN)):
             found[name] = module
     return found
 
@@ -269,11 +268,11 @@ def _calls_of(name: str, module: nn.Module, inputs: tuple[Any, ...], whole: Any,
         yield replace(call, macs=counted.recurrent_macs(module, inputs, output))
     count = _count_of(module)
     macs = 0 if count is None else int(count(module, inputs, output))
-    if count is counted.graph_macs:
-        form = counted.graph_form(module)
-        graph, (inside, out) = form.graph_in(module, *inputs), form.sizes(module)
-        rows, width, first = macs // (inside * out), min(inside, out), inside <= out
-        yield replace(call, macs=macs, elements=(rows * inside, stored, rows * out))
+    if (form := counted.graph_form(module)) is not None:
+        graph, (inside, out) = form.graph_in(module, *inputs), form.lengths(module).activation
+        width, first = min(inside, out), inside <= out  # the narrower side is summed
+        rows = (graph.num_dst if first else graph.num_src) + graph.num_dst * form.ROOT
+        yield replace(call, macs=rows * inside * out, elements=(rows * inside, stored, rows * out))
         yield replace(
             call,
             layer=f"{name} ({AGGREGATION})".lstrip(),

@@ -114,12 +114,11 @@ class Graph:
 
     @classmethod
     def from_pyg(cls, data: Any) -> Graph:
-        """Return a ``Data`` of PyTorch Geometric as a ``Graph``; ValueError for edge weights, which no sum takes."""
-        edges = getattr(data, "edge_index", None)
-        if not isinstance(edges, Tensor) or edges.dim() != 2 or len(edges) != 2:
-            raise ValueError(f"data must have an edge_index, a tensor (2, E), got {shown(edges)}")
-        if getattr(data, "edge_weight", None) is not None:
-            raise ValueError("data has an edge_weight, but the sums of a Graph take no weights; set it to None")
+        """Return a ``Data`` of PyTorch Geometric as a ``Graph``, whose sums take no weights of edges."""
+        edges, weight = getattr(data, "edge_index", None), getattr(data, "edge_weight", None)
+        if not isinstance(edges, Tensor) or edges.dim() != 2 or len(edges) != 2 or weight is not None:
+            got = f"{shown(edges)} and {shown(weight)}"
+            raise ValueError(f"data must have an edge_index, a tensor (2, E), and no edge_weight, got {got}")
         return cls.from_edges(edges[0], edges[1], data.num_nodes)
 
     def __repr__(self) -> str:

@@ -22,6 +22,7 @@ from cpt_core.graphs.graph import Graph
 from cpt_core.graphs.layers import Features, graph_convolution, sage_convolution
 from cpt_core.quantization.coverage import module_kind
 from cpt_core.quantization.graph_layers import _QuantGraph, _QuantGraphConv, _QuantSAGEConv
+from cpt_core.schedules.schedule import Levels
 
 GRAPHS = WeakTensorKeyDictionary()  # edge_index -> its version and nodes, and its graphs, with loops and without
 FORM = {"flow": "source_to_target", "node_dim": -2, "improved": False, "project": False, "root_weight": True}
@@ -100,10 +101,10 @@ class _QuantPyG(_QuantGraph):
     fc_self = property(lambda self: getattr(self, self.LINEAR[1]))
 
     @classmethod
-    def sizes(cls, module: Any) -> tuple[int, int]:
-        """Return the features that a layer takes and gives."""
+    def lengths(cls, module: Any) -> Levels:
+        """Features."""
         out, inside = getattr(module, cls.LINEAR[0]).weight.shape
-        return inside, out
+        return Levels((inside, out), (inside,), (out,), (out,))
 
     @classmethod
     def why_not(cls, module: nn.Module) -> str:

@@ -104,12 +104,8 @@ def warn_of_sums(model: nn.Module, asked: Collection[str]) -> None:
         if hasattr(m, "propagate") and hasattr(m, "aggregate") and name not in asked and not hasattr(m, "graph_in")
     ]
     if left:
-        more = f" and {len(left) - 3} more" if len(left) > 3 else ""
-        warnings.warn(
-            f"sums over neighbours stay in float32 in {', '.join(left[:3])}{more}: they have no quantised form",
-            QuantizationWarning,
-            stacklevel=3,
-        )
+        said = f"sums over neighbours stay in float32 in {', '.join(left)}: they have no quantised form"
+        warnings.warn(said, QuantizationWarning, stacklevel=3)
 
 
 def in_float32(model: nn.Module, asked: Collection[str]) -> tuple[float, Counter[str]]:

@@ -153,11 +153,6 @@ class _QuantGraph(QuantizedLayer):
         return {role: q for role, q in roles.items() if role != "aggregation" or config.aggregation == "quantized"}
 
     @classmethod
-    def sizes(cls, module: Any) -> tuple[int, int]:
-        """Return the features that a module of class ``FLOAT`` takes and gives."""
-        return int(getattr(module, "_in_feats", 0) or module._in_src_feats), int(module._out_feats)
-
-    @classmethod
     def graph_in(cls, module: Any, graph: Any, *rest: Any) -> Graph:
         """Return the graph among the arguments of a call of such a module."""
         return as_graph(graph)
@@ -165,7 +160,7 @@ class _QuantGraph(QuantizedLayer):
     @classmethod
     def lengths(cls, module: Any) -> Levels:
         """Features; what is added to the bias has those of the output."""
-        inside, out = cls.sizes(module)
+        inside, out = int(getattr(module, "_in_feats", 0) or module._in_src_feats), int(module._out_feats)
         return Levels((inside, out), (inside,), (out,), (out,))
 
     @property

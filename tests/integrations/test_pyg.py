@@ -339,10 +339,12 @@ def test_a_graph_of_its_data(pyg):
         }
     )
     torch.testing.assert_close(ours(Graph.from_pyg(data), features()), theirs(features(), edges()))
-    with pytest.raises(ValueError, match="data has an edge_weight, but the sums of a Graph take no weights"):
+    with pytest.raises(ValueError, match="and no edge_weight, got a Tensor and a Tensor"):
         Graph.from_pyg(SimpleNamespace(**vars(data), edge_weight=torch.ones(90)))
     for bad in (SimpleNamespace(num_nodes=3), SimpleNamespace(edge_index=edges().t(), num_nodes=NODES)):
-        with pytest.raises(ValueError, match=r"data must have an edge_index, a tensor \(2, E\), got "):
+        with pytest.raises(
+            ValueError, match=r"data must have an edge_index, a tensor \(2, E\), and no "
+        ):
             Graph.from_pyg(bad)
 
 
