@@ -138,8 +138,8 @@ def quantize_(
             converted. After any error the model is what it was, also where a warning is made an error.
 
     Warns:
-        QuantizationWarning: when more than a tenth of the weights stays in float32 although nobody asked for that, and
-            after the first forward pass where products ran that nothing caught.
+        QuantizationWarning: when more than a tenth of the weights, or sums over neighbours in Q-Agg, stay in float32
+            unasked, and after the first forward pass where products ran that nothing caught.
     """
     declared(quantize_, locals())
     if not isinstance(config, QuantConfig):

@@ -342,9 +342,7 @@ def test_a_graph_of_its_data(pyg):
     with pytest.raises(ValueError, match="and no edge_weight, got a Tensor and a Tensor"):
         Graph.from_pyg(SimpleNamespace(**vars(data), edge_weight=torch.ones(90)))
     for bad in (SimpleNamespace(num_nodes=3), SimpleNamespace(edge_index=edges().t(), num_nodes=NODES)):
-        with pytest.raises(
-            ValueError, match=r"data must have an edge_index, a tensor \(2, E\), and no "
-        ):
+        with pytest.raises(ValueError, match=r"data must have an edge_index, a tensor \(2, E\), and no "):
             Graph.from_pyg(bad)
 
 
