@@ -7,10 +7,12 @@ import json
 import re
 from pathlib import Path
 
+import pandas as pd
 import pytest
 import torch
 
 import cpt_core
+from bench import paper_scale
 from book import results
 from cpt_lab.analysis import claims, report
 from cpt_lab.analysis.metrics import interval_text
@@ -109,6 +111,30 @@ def test_the_page_on_sweeps_says_what_batched_runs_could_gain():
         assert f"| {name} | {of['step_ms']:.1f} ms | {ratios} |" in page
     gains = {name: max(of["R=11"], of["R=26"]) / of["R=1"] for name, of in found.items()}
     assert [name for name, gain in gains.items() if gain > 1.1] == ["digits/mlp6", "digits/resnet8_w8"]
+
+
+def test_the_page_on_sweeps_prices_the_whole_paper():
+    page = (ROOT / "docs/sweeps.md").read_text()
+    rows = pd.DataFrame(json.loads((results_dir() / "paper_scale.json").read_text())["rows"])
+    assert dict(zip(rows.grid, rows.runs, strict=True)) == {
+        name: len(grid.make("paper")) for name, grid in grids.find_grids(None).items() if "paper" in grid.scales
+    }
+    priced = paper_scale.priced(rows, 10, 2)
+    names = {
+        "CIFAR-10 and CIFAR-100": "cifar", "ImageNet": "imagenet", "Pascal VOC 2012": "voc",
+        "OGBN-Arxiv and OGBN-Products": "ogbn", "Penn Treebank": "ptb", "XNLI": "xnli", "all": "",
+    }  # fmt: skip
+    hours = {}
+    for title, start in names.items():
+        of = priced[priced.grid.str.startswith(start)]
+        sums, hours[title] = of[["exaops", "hours", "money", "store_mb"]].sum(), of.hours.sum()
+        stored = f"{sums.store_mb:,.0f} MB | {of.checkpoint_mb.max():,.0f} MB"
+        assert (
+            f"| {title} | {of.runs.sum():,} | {sums.exaops:.1f} | {sums.hours:,.0f} | {sums.money:,.0f} | {stored} |"
+            in page
+        )
+    assert f"ImageNet is {100 * hours['ImageNet'] / hours['all']:.0f} % of it" in page
+    assert 28 * 24 < hours["all"] - hours["ImageNet"] - hours["Pascal VOC 2012"] < 31 * 24  # "a month"
 
 
 OUTCOMES = {  # the words of the rows, and of the README

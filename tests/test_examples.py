@@ -55,7 +55,7 @@ def test_a_schedule_drives_the_kernels_of_others():
 
 def test_a_study_of_ones_own_goes_on_where_it_was_stopped(tmp_path):
     command = [sys.executable, "-m", "cpt_lab", "study", "new", "mine"]
-    surroundings = os.environ | {"PYTHONPATH": str(FOLDER.parent)}
+    surroundings = os.environ | {"PYTHONPATH": str(FOLDER.parent), "OMP_NUM_THREADS": "1"}
 
     def done(command, folder):
         return subprocess.run(command, cwd=folder, env=surroundings, capture_output=True, text=True, timeout=300)
@@ -198,39 +198,36 @@ def hunks(path):
     for after, at, count, added in found:
         assert (at, len(added)) == (after + moved + 1, count)
         moved += count
-    assert moved <= 4
+    assert moved == 3
     return old[6:], [(after, added) for after, _, _, added in found]
 
 
 @pytest.mark.parametrize("path", PATCHES, ids=lambda p: p.stem)
-def test_a_patch_adds_four_lines_to_a_script_of_others_and_says_how_to_apply_it(path):
+def test_a_patch_adds_three_lines_to_a_script_of_others_and_says_how_to_apply_it(path):
     assert len(path.read_text().splitlines()) < 60
     used = set()
     for line in (line for _, added in hunks(path)[1] for line in added):
-        parsed = ast.parse(line.strip() + "\ndef f(): ..." * line.startswith("@"))
+        parsed = ast.parse(line.strip())
         used |= {n.attr for n in ast.walk(parsed) if isinstance(n, ast.Attribute) and ast.unparse(n.value) == "cpt"}
-    assert used == {"make_schedule", "quantize_", "PrecisionScheduler", "precision"}
+    assert used == {"make_schedule", "quantize_", "PrecisionScheduler"}
     assert used <= set(dir(cpt))
 
 
-IMPORTS = ["import copy", "import torch"]
-EVALUATE = ["def evaluate(model, x, seen):", "    seen.append(model.precision.bits)", "    return model(x)"]
+IMPORTS = ["import torch"]
 BEGINNING = ["def main(args, model, optimizer, data_loader, seen):", "    loader_train = data_loader"]
 LOOP = """
     if args.resume:
         optimizer.load_state_dict(args.resume)
-    averaged = copy.deepcopy(model)
     for _ in range(args.start, args.stop):
         for i, x in enumerate(data_loader, 1):
             model.train()(x).square().mean().backward()
             if i % args.grad_accum_steps == 0 or i == len(data_loader):
                 seen.append(model.precision.bits)
                 optimizer.step()
-        evaluate(model.eval(), x, seen)
-        evaluate(averaged.eval(), x, seen)
+        seen.append(model.eval().precision.bits)
     return optimizer.state_dict()
 """
-AROUND = {"import": (IMPORTS, []), "@": ([], EVALUATE), "    schedule": (BEGINNING, LOOP.splitlines()[1:])}
+AROUND = {"import": (IMPORTS, []), "    schedule": (BEGINNING, LOOP.splitlines()[1:])}
 
 
 @pytest.mark.parametrize("path", PATCHES, ids=lambda p: p.stem)
@@ -256,7 +253,7 @@ def test_a_patched_script_trains_at_the_bits_of_the_schedule_resumes_and_evaluat
         optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
         return seen, main(args, model, optimizer, [torch.randn(4, 3) for _ in range(50)], seen)
 
-    expected = [q for e in range(4) for q in (*map(schedule, range(e * epoch, (e + 1) * epoch)), 8, 8)]
+    expected = [q for e in range(4) for q in (*map(schedule, range(e * epoch, (e + 1) * epoch)), 8)]
     whole, state = trained(0, 4)
     assert (whole, state["precision"]["last_step"]) == (expected, 4 * epoch)
     half, state = trained(0, 2)

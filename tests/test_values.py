@@ -254,7 +254,10 @@ CALLS = {
     "export": lambda: (cpt.export, {"model": evaluating(), "inputs": X, "bits": 8, "dynamic_shapes": None}),
     "PrecisionScheduler": lambda: (
         cpt.PrecisionScheduler,
-        {"model": converted(), "schedule": {"*": cyclic()}, "q_grad": 8, "optimizer": torch.optim.SGD([torch.ones(1)])},
+        {
+            "model": converted(), "schedule": {"*": cyclic()}, "q_grad": 8,
+            "optimizer": torch.optim.SGD([torch.ones(1)]), "eval_bits": "q_max",
+        },
     ),
     "AdaptiveScheduler": lambda: (
         cpt.choosing.AdaptiveScheduler,

@@ -27,19 +27,12 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Backend:
-    """What runs the quantised operator; ``print`` it.
+    """What runs the quantised operator; ``print`` it."""
 
-    Attributes:
-        cpu: "cpp" or "reference", for tensors on the CPU.
-        cuda: "triton" or "reference", for those on a GPU.
-        why: the reason of either, and of ``products``.
-        products: "torch" or "onednn", the library of float32 products on the CPU.
-    """
-
-    cpu: str
-    cuda: str
-    why: dict[str, str]
-    products: str = "torch"
+    cpu: str  # "cpp" or "reference", for tensors on the CPU
+    cuda: str  # "triton" or "reference", for those on a GPU
+    why: dict[str, str]  # the reason of either, and of ``products``
+    products: str = "torch"  # or "onednn", the library of float32 products on the CPU
 
     def __str__(self) -> str:
         """Return a line for each."""

@@ -23,19 +23,12 @@ LONGEST = 1 << 15  # codes of a sum of products: 255 * 255 * 2**15 < 2**31
 
 
 class QuantizedTensor(NamedTuple):
-    """A tensor on its grid: low + k * scale, k = 0..2**bits - 1.
+    """A tensor on its grid: low + k * scale, k = 0..2**bits - 1."""
 
-    Attributes:
-        codes: k - 2**(bits - 1), int8.
-        low: minimum of the range, float32, broadcastable to the codes.
-        scale: the step of the grid, likewise.
-        half: 2**(bits - 1), 0-d float32.
-    """
-
-    codes: Tensor
-    low: Tensor
-    scale: Tensor
-    half: Tensor
+    codes: Tensor  # k - 2**(bits - 1), int8
+    low: Tensor  # minimum of the range, float32, broadcastable to the codes
+    scale: Tensor  # the step of the grid, likewise
+    half: Tensor  # 2**(bits - 1), 0-d float32
 
     @classmethod
     def on(cls, x: Tensor, low: Tensor, width: Tensor, levels: Tensor, *how: Any) -> QuantizedTensor:

@@ -21,39 +21,29 @@ class InForce:
     """What follows from the levels of a layer; never changed. Make it with ``meaning``.
 
     No dataclass: compiled code would be specialised to all of its fields, and it is to serve every level.
-
-    Attributes:
-        levels: the level of every role, None as long as nobody has set any.
-        asked: what the level of every role asks for, a quantiser with a format; None for float32.
-        formats: the format of it, likewise.
-        quantizers: the quantiser of every role of the layer, with what its level asks for.
-        steps: of the affine grid of every role, n = 2**q - 1; None where nothing reads them.
-        activation: whether activations are quantised.
-        weight: whether weights and biases are.
-        gradient: whether an output's gradient is, for any of its products.
-        apart: whether it is quantised for each of its products by itself.
-        on_codes: whether codes are asked for and hold the operands.
-        gradient_on_codes: whether they hold gradients.
     """
 
     def __init__(self, levels: Levels | None, ladders: Levels, roles: Roles, codes: bool) -> None:
-        """Work it out; ``codes``: the layer is to multiply codes."""
+        """Work it out; ``codes``: the layer is to multiply codes. Without levels nothing is in force yet."""
         self.made_of = levels, ladders, roles, codes
         self.levels, self.is_set = levels, levels is not None
+        # of every role a quantiser with a format, and that format; None for float32
         self.asked = asked = asked_of(levels, ladders)
         self.formats = formats = Levels(*(q and q.format for q in asked))
         self.activation, self.weight, *gradients = (f is not None for f in formats)
+        # an output's gradient, for any of its products; whether for each of them by itself
         self.gradient, self.apart = any(gradients), asked.error != asked.weight_gradient
         self.active = self.activation or self.weight or self.gradient
-        self.steps = [
+        self.steps = [  # n = 2**q - 1 of the affine grid of every role; None where nothing reads them
             levels_of(level if format is None else format.bits)
             if level is not None and (format is None or format.kind == "affine")
             else None
             for level, format in zip(levels or NOTHING, formats, strict=True)
         ]
         fits = [codes and q is not None and q.plain and q.format.bits <= CODE_BITS for q in asked]
+        # whether codes are asked for and hold the operands, and gradients
         self.on_codes, self.gradient_on_codes = fits[0] and fits[1] and not self.apart, fits[2]
-        self.quantizers: dict[str, Quantizer] = {}
+        self.quantizers: dict[str, Quantizer] = {}  # of the layer's roles, with what their levels ask for
         for role, quantizer in roles:
             level = getattr(asked, ladder_role(role))
             if role == "bias" and level and level.format.block:  # a bias is no operand of a product
