@@ -68,7 +68,7 @@ class TrainerPrecision(PrecisionScheduler):
         of_roles: dict[str, list[float]] = {}
         for name, value in self.recording.scalars().items():
             _, role, statistic = name.rsplit("/", 2)
-            if statistic in LOGGED:
+            if statistic in LOGGED and np.isfinite(value):  # a bias of zeros has no noise
                 of_roles.setdefault(f"{role}/{statistic}", []).append(value)
         return {name: float(np.median(values)) for name, values in of_roles.items()}
 

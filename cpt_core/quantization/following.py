@@ -20,9 +20,12 @@ def follow(optimizer: Optimizer, scheduler: PrecisionScheduler) -> None:
     if not isinstance(optimizer, Optimizer):
         raise TypeError(f"optimizer must be a torch.optim.Optimizer, got {type(optimizer).__name__}")
     if optimizer not in _followers:
-        optimizer.register_step_post_hook(lambda optimizer, *_: _followers[optimizer].advance())
-        optimizer.register_state_dict_post_hook(lambda o, state: {**state, KEY: _followers[o].state_dict()})
-        optimizer.register_load_state_dict_pre_hook(_load)
+        try:
+            optimizer.register_state_dict_post_hook(lambda o, state: {**state, KEY: _followers[o].state_dict()})
+            optimizer.register_load_state_dict_pre_hook(_load)
+            optimizer.register_step_post_hook(lambda optimizer, *_: _followers[optimizer].advance())
+        except AttributeError as error:  # such as timm's Lookahead, which calls no constructor of torch's
+            raise TypeError(f"{type(optimizer).__name__} takes no hooks; give the optimizer inside of it") from error
     _followers[optimizer] = scheduler
 
 

@@ -1,6 +1,9 @@
 """What both callbacks are made of: bits of training and of evaluation, and what is logged of them."""
 
+import math
+
 import pytest
+import torch
 from torch import nn
 
 import cpt_core as cpt
@@ -67,3 +70,18 @@ def test_schedules_per_layer_have_entries_of_their_own():
     assert logs[-1]["relative_cost/*"] == rest.relative_cost()
     model.eval()
     assert trained.eval_logs() == {"eval_bits/0": 6, "eval_bits/*": 8}
+
+
+def test_what_is_not_finite_is_not_logged():
+    """A trainer's state is JSON, which has no infinity."""
+    model = cpt.quantize_(nn.Sequential(nn.Linear(4, 4)))
+    nn.init.zeros_(model[0].bias)
+    trained = TrainerPrecision(model, cpt.StaticSchedule(4, 9), None)
+    trained.start_recording(1, 0)
+    model(torch.randn(8, 4)).square().sum().backward()
+    trained.stop_recording()
+    assert math.isinf(trained.recording.scalars()["0/bias/snr_db"])
+    logged = trained.recorded()
+    assert "bias/snr_db" not in logged
+    assert {"weight/snr_db", "bias/level"} <= set(logged)
+    assert all(map(math.isfinite, logged.values()))

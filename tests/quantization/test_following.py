@@ -129,3 +129,13 @@ def test_what_would_go_wrong_without_a_word_is_an_error():
         optimizer.load_state_dict(saved)
     with pytest.raises(TypeError, match=r"optimizer must be a torch\.optim\.Optimizer, got list"):
         cpt.PrecisionScheduler(model, SCHEDULE, optimizer=[])
+
+
+def test_a_wrapper_that_takes_no_hooks_is_named():
+    class Lookahead(torch.optim.Optimizer):
+        def __init__(self):
+            """As timm's: without torch's constructor."""
+
+    model = cpt.quantize_(torch.nn.Sequential(torch.nn.Linear(2, 2)))
+    with pytest.raises(TypeError, match="Lookahead takes no hooks; give the optimizer inside of it"):
+        cpt.PrecisionScheduler(model, cpt.StaticSchedule(4, 9), optimizer=Lookahead())
