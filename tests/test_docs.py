@@ -10,9 +10,10 @@ from pathlib import Path
 import pandas as pd
 import pytest
 import torch
+from scipy.stats import ttest_1samp
 
 import cpt_core
-from bench import paper_scale
+from bench import order_of_bits, paper_scale
 from book import results
 from cpt_lab.analysis import claims, report
 from cpt_lab.analysis.metrics import interval_text
@@ -101,6 +102,33 @@ def test_the_page_on_choosing_says_which_bits_evaluate():
     assert [key for key, (_, rounded) in verdicts.items() if rounded < 0] == [
         ("digits", 3), ("digits", 4), ("characters", 3), ("gcn", 3),
     ]  # fmt: skip
+
+
+def test_the_page_on_choosing_says_in_which_order_bits_come():
+    page = (ROOT / "docs/choosing.md").read_text()
+    rows = json.loads((results_dir() / "order_of_bits.json").read_text())["rows"]
+    found = {(row["task"], row["arm"], row["seed"]): row["quality"] for row in rows}
+    assert (len(found), {row["seed"] for row in rows}) == (7 * 4 * 12, set(order_of_bits.SEEDS))
+    gains = {
+        (task, pair): [found[task, pair[0], s] - found[task, pair[1], s] for s in order_of_bits.SEEDS]
+        for task in order_of_bits.RECIPES
+        for pair in (("rising", "even"), ("rising", "falling"), ("rising", "static"), ("even", "static"))
+    }
+    tested = sorted((ttest_1samp(x, 0).pvalue, *key) for key, x in gains.items() if key[1][1] != "static")
+    assert len(tested) == 14
+    passed = list(itertools.takewhile(lambda i: tested[i][0] * (14 - i) < 0.05, range(14)))
+    bold = {tested[i][1:] for i in passed}
+    assert bold == {(f"characters, LSTM of {h}, 640 steps", ("rising", "falling")) for h in (64, 128, 256)}
+    assert {f"{interval(gains[key])[0]:.1f}" for key in bold} == {"1.4", "1.5", "2.0"}
+    for task in order_of_bits.RECIPES:
+        cells = {key: f"{interval_text(*interval(x))} %" for key, x in gains.items() if key[0] == task}
+        line = " | ".join(f"**{cell}**" if key in bold else cell for key, cell in cells.items())
+        assert f"| {task} | {line} |" in page
+    beside = {key: interval(x) for key, x in gains.items() if key[1][1] == "static"}
+    assert [f"{mean:.1f}" for mean, low, _ in beside.values() if low > 0] == ["0.6"]
+    assert {key[0] for key, (mean, _, high) in beside.items() if high < 0 and mean < -1.6} == {
+        "characters, LSTM of 64, 640 steps", "Penn Treebank, small",
+    }  # fmt: skip
 
 
 def test_the_page_on_sweeps_says_what_batched_runs_could_gain():
