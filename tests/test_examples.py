@@ -136,6 +136,27 @@ def test_jobs_of_an_array_share_a_grid(tmp_path):
     assert len(load_rows(tmp_path / "runs/smoke/image.jsonl")) == 2
 
 
+QUEUE = """
+from dask.distributed import LocalCluster
+
+class SLURMCluster(LocalCluster):
+    def __init__(self, cores, memory, walltime, worker_extra_args, job_extra_directives, job_script_prologue):
+        assert job_script_prologue[0].startswith("export CPT_DATA_DIR=/")
+        super().__init__(n_workers=0, threads_per_worker=cores, resources={"GPU": 1}, dashboard_address=None)
+"""
+
+
+def test_dask_starts_workers_when_there_are_runs_and_ends_them(tmp_path):
+    """A cluster of this machine stands for that of dask-jobqueue."""
+    (tmp_path / "dask_jobqueue.py").write_text(QUEUE)
+    found = os.environ | {"CPT_RUNS_DIR": str(tmp_path / "runs"), "CPT_DATA_DIR": str(tmp_path)}
+    found |= {"PYTHONPATH": f"{FOLDER.parent}:{tmp_path}"}
+    words = [sys.executable, str(CLUSTER / "slurm_dask.py"), *GRID]
+    done = subprocess.run(words, cwd=tmp_path, env=found, capture_output=True, text=True, timeout=300)
+    assert (done.returncode, done.stdout.splitlines()[-1]) == (0, "2 ok"), done.stderr
+    assert len(load_rows(tmp_path / "runs/smoke/image.jsonl")) == 2
+
+
 def test_a_job_of_torchrun_trains_on_all_processes(tmp_path):
     """Programs of two lines stand for SLURM's ``srun`` and ``scontrol``."""
     torchrun = f'exec {sys.executable} -m torch.distributed.run "$@"'
