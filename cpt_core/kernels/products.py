@@ -111,8 +111,9 @@ def fake(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 
 
 def setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    """Keep the operands."""
-    ctx.save_for_backward(*inputs[:2])
+    """Keep the operands of which gradients will be made, as ``torch.nn.functional.linear`` does."""
+    of_x, of_weight = ctx.needs_input_grad[:2]
+    ctx.save_for_backward(inputs[0] if of_weight else None, inputs[1] if of_x else None)
 
 
 def gradient(ops: Any, ctx: Any, d_y: Tensor) -> tuple[Tensor | None, ...]:

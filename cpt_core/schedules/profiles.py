@@ -168,9 +168,7 @@ SUITE: dict[str, SuiteEntry] = {
 
 # Every name that ``make_schedule`` takes; add yours, such as ``"PR": SuiteEntry("parabola")``.  The paper's grids,
 # claims and figure 2 keep to ``SUITE``.
-SCHEDULES: dict[str, SuiteEntry] = {
-    **SUITE,
-}
+SCHEDULES: dict[str, SuiteEntry] = {**SUITE}
 
 STATIC = "STATIC"
 

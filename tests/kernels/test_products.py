@@ -118,6 +118,20 @@ def in_onednn(run):
 
 
 @ONEDNN
+@pytest.mark.parametrize("trained", [(True, False), (False, True), (True, True)], ids=str)
+def test_a_product_keeps_what_that_of_torch_keeps(onednn, trained):
+    x, w = (torch.randn(n, 4, requires_grad=t) for n, t in zip((5, 3), trained, strict=True))
+
+    def kept(function):
+        sizes = []
+        with torch.autograd.graph.saved_tensors_hooks(lambda t: sizes.append(t.numel()), lambda _: None):
+            function(x * 1 if trained[0] else x, w * 1 if trained[1] else w, None)
+        return sorted(sizes)
+
+    assert in_onednn(lambda: kept(operators.linear))[1] == kept(torch.nn.functional.linear) != []
+
+
+@ONEDNN
 @pytest.mark.parametrize("shape", [(5, 4), (4,), (2, 3, 4)], ids=str)
 @pytest.mark.parametrize("bias", [True, False])
 def test_a_product_and_its_gradients_are_those_of_torch(onednn, shape, bias):
