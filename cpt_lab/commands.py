@@ -134,7 +134,7 @@ def _run(grid: str, by_store: dict[Path, list[Any]], options: Any, send: Any) ->
         counts = {status: sum(row["status"] == status for row in rows) for status in stores.STATUSES}
         typer.echo(", ".join(f"{n} {status}" for status, n in counts.items() if n))
         if send:
-            typer.echo(f"{send(store, rows)} rows sent")
+            typer.echo(f"rows sent: {send(store, rows)}")
         failed += counts["failed"]
         for row in rows:
             if row["status"] == "failed":

@@ -73,21 +73,21 @@ def test_a_study_of_ones_own_goes_on_where_it_was_stopped(tmp_path):
         assert ended.returncode == 0, ended.stderr
         return ended.stdout.splitlines()
 
-    said = study(2)
+    said = study(3)
     kept = store.read_text().splitlines()
     arms = [line.rsplit(None, 4)[0] for line in said[2:-1] if not line.startswith("static")]
     static = [line.split()[1:] for line in said[2:-1] if line.startswith("static")]
     assert {*arms} == {*cpt.SUITE, "allocated"}
-    assert len(kept) == 1 + 2 * (len(arms) + len(static))
+    assert len(kept) == 1 + 3 * (len(arms) + len(static))
     assert static[-1][:2] == ["8", "1.000"]
     assert said[-1].startswith("Better than static bits of the same cost: ")
     assert (folder / "study.png").stat().st_size > 10_000
     store.write_text("".join(f"{line}\n" for line in kept[:-3]))
-    assert study(2) == said
+    assert study(3) == said
     assert store.read_text().splitlines() == kept
-    assert "needs 2 seeds or more, got 1" in done([sys.executable, "study.py", "1"], folder).stderr
+    assert "give 3 or more, got 2" in done([sys.executable, "study.py", "2"], folder).stderr
     book = papermill.execute_notebook(
-        folder / "study.ipynb", None, {"seeds": 2}, cwd=folder, progress_bar=False, kernel_name="python3"
+        folder / "study.ipynb", None, {"seeds": 3}, cwd=folder, progress_bar=False, kernel_name="python3"
     )
     shown = [output for cell in book.cells if cell.cell_type == "code" for output in cell.outputs]
     assert shown[-2]["text"].strip() == said[-1]

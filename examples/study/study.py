@@ -57,8 +57,8 @@ def arms():
 
 def study(seeds):
     """Train what was not trained yet; return cost, mean quality, and the gain on static bits of that cost."""
-    if seeds < 2:
-        raise ValueError(f"an interval needs 2 seeds or more, got {seeds}")
+    if seeds < 3:
+        raise ValueError(f"two seeds can be alike by chance: give 3 or more, got {seeds}")
     known = dict(map(json.loads, STORE.open())) if STORE.exists() else {}
 
     def keep(name, value):

@@ -57,7 +57,7 @@ def test_rows_and_curves_are_sent_once(tracker, module, of_step, of_run, tmp_pat
     monkeypatch.setenv("CPT_RUNS_DIR", str(tmp_path))
     shown = CliRunner().invoke(app, [*RUN, "--log", tracker])
     assert shown.exit_code == 0, shown.output
-    assert "2 rows sent" in shown.output
+    assert "rows sent: 2" in shown.output
     store = tmp_path / "smoke" / "image.jsonl"
     rows = load_rows(store)
     assert sum(x[0] == of_run for x in said) == 2
@@ -71,7 +71,7 @@ def test_rows_and_curves_are_sent_once(tracker, module, of_step, of_run, tmp_pat
     assert sorted(x["cost"] for x in finals) == sorted(row["relative_cost"] for row in rows)
     assert {x["accuracy_at_q_max"] for x in finals} <= {m["value"] for row in rows for m in row["metrics"]}
     said.clear()
-    assert "0 rows sent" in CliRunner().invoke(app, [*RUN, "--log", tracker]).output
+    assert "rows sent: 0" in CliRunner().invoke(app, [*RUN, "--log", tracker]).output
     assert not [x for x in said if x[0] in (of_step, of_run)]
 
 
@@ -83,7 +83,7 @@ def test_what_a_tracker_does_not_take_is_sent_by_the_next_command(tmp_path, monk
     assert "mlflow did not take CR, seed 0: " in str(shown.exception)
     assert "the rows are kept, try again" in str(shown.exception)
     monkeypatch.setitem(sys.modules, "mlflow", client([]))
-    assert "2 rows sent" in CliRunner().invoke(app, [*RUN, "--log", "mlflow"]).output
+    assert "rows sent: 2" in CliRunner().invoke(app, [*RUN, "--log", "mlflow"]).output
 
 
 def test_a_tracker_that_is_not_there_is_told_before_anything_runs(tmp_path, monkeypatch):
