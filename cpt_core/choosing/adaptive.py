@@ -103,12 +103,9 @@ class AdaptiveScheduler(PrecisionScheduler):
         """Return the level in force."""
         return [self.levels[self.state["stage"]]]
 
-    def _apply(self) -> None:
-        (level,), top = self.get_last_bits(), self.levels[-1]
-        gradients = self.q_grad or top
-        for layer in self._layers.values():
-            layer.highest = Levels(top, top, gradients, gradients)
-            layer.set_levels(Levels(level, level, gradients, gradients), self)
+    def _of_step(self, pattern: str) -> Levels:
+        (level,), gradients = self.get_last_bits(), self.q_grad or self.levels[-1]
+        return Levels(level, level, gradients, gradients)
 
     def state_dict(self) -> dict[str, Any]:
         """Return that of ``PrecisionScheduler``, and what the rule knows."""

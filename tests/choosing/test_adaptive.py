@@ -128,3 +128,13 @@ def test_a_state_of_another_scheduler_is_refused_and_nothing_changes():
     assert scheduler.ran.runs == ((3, 3),)
     with pytest.raises(ValueError, match="runs must be pairs"):
         _ = AdaptiveScheduler(model(), (3, 8), steps_per_epoch=1).ran
+
+
+def test_evaluation_has_bits_of_its_own_here_too():
+    net = model()
+    scheduler = AdaptiveScheduler(net, levels=(3, 4, 8), steps_per_epoch=1, q_grad=6)
+    for _ in range(8):  # a loss that stands still
+        scheduler.step(1.0)
+    scheduler.eval_bits = "q_max"
+    found = [(mode, net.train(mode)[0].precision.in_force) for mode in (False, True)]
+    assert found == [(False, (8, 8, 6, 6)), (True, (4, 4, 6, 6))]
