@@ -145,10 +145,6 @@ CALLS = {
     "DeficitSchedule": lambda: (
         cpt.DeficitSchedule, {"q_low": 3, "q_high": 8, "windows": ((2, 4),), "total_steps": 16}
     ),
-    "DeficitSchedule.in_epochs": lambda: (
-        cpt.DeficitSchedule.in_epochs,
-        {"q_low": 3, "q_high": 8, "windows": ((2, 4),), "epochs": 4, "steps_per_epoch": 4},
-    ),
     "DelayedSchedule": lambda: (cpt.DelayedSchedule, {"schedule": cyclic(), "hold": 4, "level": 32}),
     "make_schedule": lambda: (
         cpt.make_schedule,
@@ -304,7 +300,6 @@ for of, make in SCHEDULES.items():
     given = {**COST, "q_grad": None} if of == "RoleSchedules" else COST
     CALLS |= {
         f"{of}()": lambda make=make: (make(), {"step": 3}),
-        f"{of}.value": lambda make=make: (make().value, {"step": 3}),
         f"{of}.levels": lambda make=make, q=given["q_grad"]: (make().levels, {"q_grad": q}),
         f"{of}.levels_at": lambda make=make, q=given["q_grad"]: (make().levels_at, {"step": 3, "q_grad": q}),
         f"{of}.relative_cost": lambda make=make: (make().relative_cost, COST),

@@ -19,7 +19,6 @@ from __future__ import annotations
 
 import itertools
 import math
-from numbers import Real
 from typing import Any
 
 import numpy as np
@@ -28,7 +27,7 @@ from numpy.typing import NDArray
 from cpt_core.checks import MOST_BITS, choose, whole
 from cpt_core.choosing.sensitivities import FLOOR, OVER, Sensitivity
 from cpt_core.formats.ladder import FormatLadder
-from cpt_core.schedules.cost import StepCost, check_several, costs_of, function_of, static_cost
+from cpt_core.schedules.cost import StepCost, check_budget, costs_of, function_of, static_cost
 from cpt_core.schedules.layered import LayeredSchedule
 from cpt_core.schedules.profiles import Array
 from cpt_core.schedules.schedule import MOST_STEPS, Schedule, StaticSchedule, TableSchedule, check_range
@@ -59,8 +58,7 @@ def allocate(
         sensitivity: where a bit matters how much, from ``cpt.choosing.sensitivity``.
         budget: BitOps of the quantised layers relative to training them at static ``q_max``, gradients too. What
             runs in float32 beside them does the same work whatever the bits are, and is not in it.
-        q_min: lowest bits.
-        q_max: highest bits.
+        q_min, q_max: lowest and highest bits.
         over: "time" gives all layers the same bits, "layers" each group its own throughout (of two neighbouring
             precisions where the budget asks for it), "both" each group its own in every window.
         total_steps: length of the training; None takes that of the sensitivity, others stretch its windows.
@@ -181,18 +179,6 @@ def _prices(
         shown = ", ".join(f"{q}: {price:g}" for q, price in enumerate(prices.tolist(), q_min))
         raise ValueError(f"more bits must cost more for a budget to be spread over them; a step costs {shown}")
     return prices, static_cost(q_max, cost, ladder)
-
-
-def check_budget(budget: float, lowest: float, highest: float, q_min: int, q_max: int) -> None:
-    """Raise ValueError unless a budget is a number from ``lowest`` to ``highest``, the cost of static ``q_max``."""
-    if isinstance(budget, bool) or not isinstance(budget, Real) or not math.isfinite(budget):
-        raise ValueError(f"budget must be a number, the cost relative to static q_max; got {budget!r}")
-    if not lowest * (1 - 1e-9) <= budget <= highest * (1 + 1e-9):
-        check_several(budget, q_min, q_max)
-        raise ValueError(
-            f"budget {budget!r} cannot be met between {q_min} and {q_max} bits; "
-            f"budgets lie between {lowest:.4f} and {highest:.5g}"
-        )
 
 
 def _given_out(cost: Array, loss: Array, steps: NDArray[np.int64], budget: float) -> Counts:

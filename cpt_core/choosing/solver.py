@@ -22,7 +22,7 @@ from numpy.typing import ArrayLike
 from scipy.optimize import bisect
 
 from cpt_core.checks import check_bits, choose, declared
-from cpt_core.schedules.cost import Ladders, StepCost, check_several, costs_of, function_of, static_cost
+from cpt_core.schedules.cost import Ladders, StepCost, check_budget, costs_of, function_of, static_cost
 from cpt_core.schedules.deficit import AdjustedSchedule, DelayedSchedule
 from cpt_core.schedules.make import delay_steps
 from cpt_core.schedules.profiles import PROFILES, Warped
@@ -52,13 +52,11 @@ def solve_schedule(
     Args:
         budget: cost relative to training at static ``q_max``, gradients too. What static ``q_max`` costs (1, with
             ``q_grad`` less) gives it.
-        q_min: lowest bits.
-        q_max: highest bits.
+        q_min, q_max: lowest and highest bits.
         total_steps: length of training in optimizer steps.
-        n_cycles: number of cycles.
         family: the profile that is bent: "linear", "cosine", "exponential" or "rex". At the cost of one of the paper's
             schedules its own family gives that schedule again.
-        triangular: see ``CyclicSchedule``; so is ``mirror``.
+        n_cycles, triangular, mirror: see ``CyclicSchedule``.
         delay: share of the steps that are held at ``q_max`` first. The rest is made cheaper by what that costs.
         q_grad: gradient bits; ``q_max`` when None. A cost of your own knows its gradient bits itself.
         cost: what is spent instead of BitOps: a name of ``COSTS``, or a function, bits -> cost of a step, such as
@@ -74,8 +72,6 @@ def solve_schedule(
             they can; for values that make no schedule; for a cost that is no positive number at some bits between
             q_min and q_max.
     """
-    if isinstance(budget, bool) or not isinstance(budget, Real) or math.isnan(budget):
-        raise ValueError(f"budget must be a number, the cost relative to static q_max; got {budget!r}")
     declared(solve_schedule, {"triangular": triangular})
     choose("family", family, (name for name, kind in PROFILES.items() if kind is not Warped))
     hold = delay_steps(delay, total_steps)
@@ -95,22 +91,12 @@ def solve_schedule(
         if cost is not None:
             _check_cost(cost, q_min, q_max)
         unit = static_cost(q_max, priced, ladder)
-        cheapest, dearest = spends([q_min]), spends([q_max])
-        lowest = (hold * dearest + steps * cheapest) / total_steps
-        if abs(budget - dearest) <= TOLERANCE:
+        dearest = spends([q_max])
+        lowest = (hold * dearest + steps * spends([q_min])) / total_steps
+        held = f" with {hold} of {total_steps} steps held at {q_max} bits" if hold else ""
+        check_budget(budget, lowest, dearest, q_min, q_max, held, TOLERANCE)
+        if abs(budget - dearest) <= TOLERANCE * dearest:
             return StaticSchedule(q_max, total_steps)
-        check_several(budget, q_min, q_max)
-        if cheapest >= dearest:
-            raise ValueError(
-                f"budget {budget!r} cannot be met: "
-                f"a step at {q_min} bits costs {cheapest / dearest:.4f} of one at {q_max}"
-            )
-        if not lowest * (1 - TOLERANCE) <= budget <= dearest:
-            held = f" with {hold} of {total_steps} steps held at {q_max} bits" if hold else ""
-            raise ValueError(
-                f"budget {budget!r} cannot be met between {q_min} and {q_max} bits{held}; "
-                f"budgets lie between {lowest:.4f} and {dearest:.5g}"
-            )
         # what the cycles may cost; without a delay the budget to the last digit, which a named schedule meets exactly
         share = (budget * total_steps - hold * dearest) / steps if hold else budget
 

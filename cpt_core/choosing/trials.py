@@ -117,11 +117,11 @@ def of_model(
     others = tuple(stateful) if listed else (None,)
     if not all(hasattr(s, "state_dict") and hasattr(s, "load_state_dict") for s in others):
         raise ValueError(f"stateful must list objects with state_dict and load_state_dict, got {stateful!r}")
-    if config is not None and any(isinstance(m, QuantizedLayer) for m in model.modules()):
-        raise ValueError("the model is quantised already, so that config= would change nothing")
     convert = not any(isinstance(m, QuantizedLayer) for m in model.modules())
     if convert:
         quantize_(model, config)
+    elif config is not None:
+        raise ValueError("the model is quantised already, so that config= would change nothing")
     layers = layer_precisions(model).values()
     former = [(layer, layer.in_force, layer.highest) for layer in layers]
     trial = Trial(model, train_step, optimizer, q_max, type(model).__name__, judge, stateful)

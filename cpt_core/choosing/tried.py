@@ -98,8 +98,9 @@ class Difference:
     def needed(self) -> int:
         """About how many seeds would tell a difference as large as the margin; ``MOST_SEEDS`` stands for more."""
         spread = float(np.std(self.values, ddof=1)) / self.margin if len(self.values) > 1 else math.inf
-        t = stats.t.ppf
-        return next((n for n in range(FEWEST, MOST_SEEDS) if t(0.975, n - 1) * spread < n**0.5), MOST_SEEDS)
+        seeds = np.arange(FEWEST, MOST_SEEDS)
+        enough = seeds[stats.t.ppf(0.975, seeds - 1) * spread < np.sqrt(seeds)]
+        return int(enough[0]) if enough.size else MOST_SEEDS
 
     def __str__(self) -> str:
         """Return the mean with its 95 % interval, such as "-0.21 [-0.52, +0.10] points"."""

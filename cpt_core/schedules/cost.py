@@ -13,8 +13,10 @@ True
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from functools import cache
+from numbers import Real
 from typing import Any
 
 import numpy as np
@@ -150,15 +152,28 @@ def costs_of(bits: ArrayLike, q_grad: int, cost: StepCost | None = None) -> NDAr
     if cost is None:
         return step_cost(bits, q_grad)
     widths, where = np.unique(_integers("bits", bits), return_inverse=True)
-    return np.array([number("cost must return what a step costs", cost(int(q))) for q in widths])[where].reshape(
-        np.shape(bits)
-    )
+    prices = [number("cost must return what a step costs", cost(int(q))) for q in widths]
+    return np.array(prices)[where].reshape(np.shape(bits))
 
 
-def check_several(budget: float, q_min: int, q_max: int) -> None:
-    """Raise ValueError for a budget other than 1 where there is one precision alone."""
+def check_budget(
+    budget: float, lowest: float, highest: float, q_min: int, q_max: int, held: str = "", slack: float = 1e-9
+) -> None:
+    """Raise ValueError unless a budget is a number from ``lowest`` to ``highest``, to a share ``slack`` of them.
+
+    They are the costs of training at ``q_min`` and at ``q_max``; ``held`` says what else is asked of the schedule.
+    """
+    if isinstance(budget, bool) or not isinstance(budget, Real) or math.isnan(budget):
+        raise ValueError(f"budget must be a number, the cost relative to static q_max; got {budget!r}")
+    if lowest * (1 - slack) <= budget <= highest * (1 + slack):
+        return
     if q_min == q_max:
-        raise ValueError(f"budget {budget!r} cannot be met: q_min and q_max are both {q_max}, and static bits cost 1")
+        why = f": q_min and q_max are both {q_max}, and static bits cost 1"
+    elif lowest >= highest:
+        why = f": training at {q_min} bits costs {lowest / highest:.4f} of that at {q_max}"
+    else:
+        why = f" between {q_min} and {q_max} bits{held}; budgets lie between {lowest:.4f} and {highest:.5g}"
+    raise ValueError(f"budget {budget!r} cannot be met{why}")
 
 
 def total_bitops(macs: float, bits: ArrayLike, q_grad: ArrayLike) -> float:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -27,7 +26,6 @@ class DeficitSchedule(Schedule):
         q_high: bits elsewhere, and of the gradients; also ``q_max``.
         windows: pairs (start, stop) of 0-based steps, half-open: ``start <= t < stop``; none is no deficit. They are
             kept in order of time.
-        total_steps: length of training in optimizer steps.
 
     Raises:
         ValueError: for windows that overlap, are empty, end before they start or lie outside the training.
@@ -55,16 +53,6 @@ class DeficitSchedule(Schedule):
             if b[0] < a[1]:
                 raise ValueError(f"windows {a} and {b} overlap")
         object.__setattr__(self, "windows", tuple(windows))
-
-    @classmethod
-    def in_epochs(
-        cls, q_low: int, q_high: int, windows: Sequence[tuple[int, int]], epochs: int, steps_per_epoch: int
-    ) -> DeficitSchedule:
-        """Make one from windows and a length in epochs of ``steps_per_epoch`` steps."""
-        declared(cls.in_epochs, locals())
-        epochs, steps = whole("epochs", epochs, 1, MOST_STEPS), whole("steps_per_epoch", steps_per_epoch, 1, MOST_STEPS)
-        in_steps = tuple((start * steps, stop * steps) for start, stop in map(window_of, windows))
-        return cls(q_low, q_high, in_steps, epochs * steps)
 
     def values(self) -> Array:
         """Return the bits of every step as floats."""

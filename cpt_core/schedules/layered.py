@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -9,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cpt_core.checks import declared, shown, whole
-from cpt_core.schedules.cost import noise_exposure, relative_cost
+from cpt_core.schedules.cost import relative_cost
 from cpt_core.schedules.profiles import Array
 from cpt_core.schedules.schedule import Schedule, set_range
 
@@ -51,13 +52,13 @@ class LayeredSchedule(Schedule):
             )
         if twice := sorted({name for name in names if names.count(name) > 1}):
             raise ValueError(f"pattern {twice[0]!r} is in two groups")
-        for _, schedule, _ in parts:
+        schedules = [s for _, s, _ in parts]
+        for schedule in schedules:
             if not isinstance(schedule, Schedule) or isinstance(schedule, LayeredSchedule):
                 raise ValueError(f"a group has a schedule that is not layered itself, got {schedule!r}")
-        if len({s.total_steps for _, s, _ in parts}) > 1:
-            raise ValueError(f"schedules must have one length, got {[s.total_steps for _, s, _ in parts]} steps")
-        schedules = [s for _, s, _ in parts]
-        set_range(self, min(s.q_min for s in schedules), max(s.q_max for s in schedules), schedules[0].total_steps)
+        if len(lengths := {s.total_steps for s in schedules}) > 1:
+            raise ValueError(f"schedules must have one length, got {sorted(lengths)} steps")
+        set_range(self, min(s.q_min for s in schedules), max(s.q_max for s in schedules), *lengths)
 
     @property
     def by_pattern(self) -> dict[str, Schedule]:
@@ -72,25 +73,25 @@ class LayeredSchedule(Schedule):
         """Return the bits of every group and step, shape (groups, total_steps)."""
         return np.stack([s.bits() for _, s, _ in self.parts])
 
-    def _mean(self, values: Array) -> float:
+    def _mean(self, of: Callable[[Schedule], float]) -> float:
         """Mean over groups, weighted by MACs, of a number for each."""
-        return float(np.average(values, weights=[macs for _, _, macs in self.parts]))
+        return float(np.average([of(s) for _, s, _ in self.parts], weights=[macs for _, _, macs in self.parts]))
 
     def values(self) -> Array:
         """Return the highest bits of any group at every step as floats."""
         return self.by_group().max(0).astype(np.float64)
 
     def _relative_cost(self, q_max: int, q_grad: int | None, *priced: Any) -> float:
-        return self._mean(np.array([relative_cost(s.bits(), q_max, q_grad, *priced) for _, s, _ in self.parts]))
+        return self._mean(lambda s: relative_cost(s.bits(), q_max, q_grad, *priced))
 
     def noise_exposure(self, q_max: int | None = None) -> float:
         """Return the mean of 4**-q over steps and MACs, relative to static ``q_max``."""
         top = self.q_max if q_max is None else q_max
-        return self._mean(np.array([noise_exposure(s.bits(), top) for _, s, _ in self.parts]))
+        return self._mean(lambda s: s.noise_exposure(top))
 
     def share_at(self, bits: int) -> float:
         """Return the share of the work, steps times MACs, that runs at exactly ``bits`` bits."""
-        return self._mean(np.array([s.share_at(bits) for _, s, _ in self.parts]))
+        return self._mean(lambda s: s.share_at(bits))
 
     def to_dict(self) -> dict[str, Any]:
         """Return a JSON-able description; ``schedule_from_dict`` gives an equal schedule."""

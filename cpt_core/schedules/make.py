@@ -37,11 +37,9 @@ def make_schedule(
 
     Args:
         name: LR LT CR CT RR RTV RTH ER ETV ETH, or STATIC.
-        q_max: highest bits, reached at the last step.
-        total_steps: optimizer steps of the training.
+        q_max: highest bits, reached at the last of ``total_steps`` optimizer steps.
         q_min: lowest bits; needed by all but STATIC, which has none (give ``q_max`` or nothing).
-        n_cycles: number of cycles.
-        cycle_rule: see ``CyclicSchedule``.
+        n_cycles, cycle_rule: see ``CyclicSchedule``.
         profile: another constant for the same profile, such as ``Rex(d=0.5)``; the result has no ``name``.
         delay: share of the steps that are held at ``q_max`` first; the cycles share the others. A delay makes training
             dearer; ``solve_schedule`` delays at a given cost.
@@ -54,12 +52,11 @@ def make_schedule(
     """
     choose("schedule", name, (*SCHEDULES, STATIC))
     if name == STATIC:
-        if q_min not in (None, q_max):
-            raise ValueError(f"STATIC has one precision: q_min must equal q_max = {q_max} or be left out, got {q_min}")
-        if profile is not None:
-            raise ValueError(f"STATIC has no profile, got {profile!r}")
-        if delay:
-            raise ValueError(f"STATIC has nothing to delay, got delay={delay}")
+        if q_min not in (None, q_max) or profile is not None or delay:
+            raise ValueError(
+                f"STATIC has one precision, no profile and nothing to delay: q_min is q_max = {q_max} or left out; "
+                f"got {q_min=}, {profile=}, {delay=}"
+            )
         return StaticSchedule(q_max, total_steps)
     if q_min is None:
         raise ValueError(f"{name} needs q_min, an integer between 1 and q_max = {q_max}")

@@ -80,10 +80,6 @@ class Schedule:
         """Return the bits at a 0-based optimizer step."""
         return int(self._bits[self._check_step(step)])
 
-    def value(self, step: int) -> float:
-        """Return the precision at a step before rounding."""
-        return float(self.values()[self._check_step(step)])
-
     def levels(self, q_grad: int | None = None) -> Levels:
         """Return the levels of every step and role: weights and activations the same, gradients ``q_grad`` (q_max)."""
         gradients = np.full(self.total_steps, self.q_max if q_grad is None else check_bits("q_grad", q_grad))
@@ -130,7 +126,8 @@ class Schedule:
 
         Paper: section 3.2 (Groups I-III). Differs: section 4.5 of the paper uses the words the other way round.
         """
-        return None
+        name = getattr(self, "name", "")
+        return "none" if self.kind == "static" else SUITE[name].savings if name in SUITE else None
 
     def to_dict(self) -> dict[str, Any]:
         """Return a JSON-able description; ``schedule_from_dict`` gives an equal schedule."""
@@ -150,11 +147,6 @@ class StaticSchedule(Schedule):
         set_integers(self, "q_max", "total_steps")
         set_range(self, self.q_max, self.q_max, self.total_steps)
 
-    @property
-    def savings(self) -> str:
-        """Always "none"."""
-        return "none"
-
     def values(self) -> Array:
         """Return ``q_max`` for every step."""
         return np.full(self.total_steps, float(self.q_max))
@@ -166,14 +158,10 @@ MIRRORS = ("horizontal", "vertical")
 
 @dataclass(frozen=True)
 class CyclicSchedule(Schedule):
-    """``n_cycles`` cycles of a profile between ``q_min`` and ``q_max``.  Paper: section 3.1.
+    """``n_cycles`` cycles of a profile, its growth curve, between ``q_min`` and ``q_max`` bits.  Paper: section 3.1.
 
     Args:
-        profile: the growth curve.
-        q_min: lowest number of bits.
-        q_max: highest number of bits.
-        total_steps: length of training in optimizer steps.
-        n_cycles: number of cycles; even for a triangular schedule, which otherwise would end at ``q_min``.
+        n_cycles: even for a triangular schedule, which otherwise would end at ``q_min``.
         triangular: run the 1st, 3rd, ... cycle downwards.
         mirror: how a cycle is turned round, "horizontal" f(1 - x) or "vertical" 1 - f(x).
         cycle_rule: length of a cycle. "exact" is T/n, not rounded, so that every schedule ends at ``q_max`` and no
@@ -237,15 +225,6 @@ class CyclicSchedule(Schedule):
             two = self._values_at(np.arange(min(2 * (total // n), total)))
             return np.resize(two, total)
         return self._values_at(np.arange(total))
-
-    def value(self, step: int) -> float:
-        """Return the precision at a step before rounding."""
-        return float(self._values_at(np.array([self._check_step(step)]))[0])
-
-    @property
-    def savings(self) -> str | None:
-        """The paper's group of a named schedule, None for one of your own."""
-        return SUITE[self.name].savings if self.name in SUITE else None
 
     def to_dict(self) -> dict[str, Any]:
         """Return a JSON-able description; ``schedule_from_dict`` gives an equal schedule."""

@@ -13,7 +13,7 @@ from typing import Any
 
 from cpt_core.checks import whole
 from cpt_core.choosing.solver import solve_schedule
-from cpt_core.schedules import cost
+from cpt_core.schedules.cost import relative_cost
 from cpt_core.schedules.deficit import DeficitSchedule, window_of
 from cpt_core.schedules.profiles import SUITE
 from cpt_core.schedules.schedule import Schedule
@@ -264,6 +264,9 @@ def equal_cost(
     def solved(level: float, delay: float = 0.0) -> Schedule:
         return solve_schedule(level, r.q_min, q_max, r.steps, r.n_cycles, "rex", delay=delay)
 
+    def price(spec: RunSpec) -> float:
+        return spec.schedule.relative_cost(q_max=q_max)
+
     def make(arm: str, at: Recipe = r) -> RunSpec:
         return run_spec(at, arm, q_max=q_max, seed=0, scale=scale)
 
@@ -272,14 +275,14 @@ def equal_cost(
 
     def stopped(arm: str) -> RunSpec:
         steps = r.steps
-        while (price := _price(spec := make(arm, replace(r, steps=steps)))) * steps > spent + 1e-9:
-            steps = min(steps - 1, int(spent / price))
+        while (each := price(spec := make(arm, replace(r, steps=steps)))) * steps > spent + 1e-9:
+            steps = min(steps - 1, int(spent / each))
         return spec if steps == r.steps else replace(spec, arm=f"{arm}, {steps} of {r.steps} steps")
 
     first = make("RR") if budget is None else bent(solved(budget), f"RR at {budget:.3f}")
-    level = _price(first)
+    level = price(first)
     spent = level * r.steps
-    static = next(b for b in range(r.q_min, q_max + 1) if cost.relative_cost([b], q_max) >= 0.95 * level)
+    static = next(b for b in range(r.q_min, q_max + 1) if relative_cost([b], q_max) >= 0.95 * level)
     arms = [
         first,
         bent(solved(level, delay), f"{first.arm} delayed {100 * delay:g} %"),
@@ -321,8 +324,3 @@ def execution(
         for how in EXECUTIONS
         for seed in (range(10) if seeds is None else seeds)
     ]
-
-
-def _price(spec: RunSpec) -> float:
-    """Mean cost of a step relative to static q_max of the experiment."""
-    return cost.relative_cost(spec.schedule.bits(), spec.q_max)

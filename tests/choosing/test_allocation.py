@@ -2,10 +2,10 @@
 
 import itertools
 import json
-from dataclasses import replace
 
 import numpy as np
 import pytest
+from helpers import INF, NAN
 from hypothesis import given, reject, settings
 from hypothesis import strategies as st
 
@@ -56,7 +56,7 @@ problems = st.integers(1, 12).flatmap(
 
 
 @given(problems)
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_the_budget_is_met_and_no_exchange_of_one_bit_helps(problem):
     weights, macs, steps, share = problem
     q_min, q_max = 2, 8
@@ -87,7 +87,7 @@ def test_the_budget_is_met_and_no_exchange_of_one_bit_helps(problem):
 
 
 @given(st.integers(2, 8), st.integers(16, 3000), st.sampled_from(["time", "layers", "both"]), st.integers(1, 8))
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 def test_with_equal_responses_the_answer_is_static_precision(bits, steps, over, q_grad):
     level = cost.relative_cost([bits], 8, q_grad)
     found = allocate(measured(steps=steps), level, 2, 8, over, q_grad=q_grad)
@@ -96,8 +96,7 @@ def test_with_equal_responses_the_answer_is_static_precision(bits, steps, over, 
         assert (found.by_group() == bits).all()
 
 
-@pytest.mark.parametrize("over", ["time", "layers", "both"])
-@pytest.mark.parametrize("steps", [64, 320, 6_400])
+@pytest.mark.parametrize(("over", "steps"), [("time", 64), ("layers", 320), ("both", 6_400), ("both", 64)])
 def test_the_schedule_itself_meets_the_budget(over, steps):
     s = measured(time=[1, 1, 1, 1, 1, 2, 3, 9], layers=(20, 40, 15))
     for budget in (0.25, 80 / 192, 0.7):
@@ -143,7 +142,7 @@ def test_noise_in_the_measurement_is_not_followed():
 
 
 def test_negative_and_diverged_responses_are_bounded_and_shown():
-    s = measured(time=[-3.0] + [1.0] * 7, layers=(float("nan"), 50, 9))
+    s = measured(time=[-3.0] + [1.0] * 7, layers=(NAN, 50, 9))
     time, layers = s.weights("time"), s.weights("layers")
     assert time[0] == pytest.approx(FLOOR * s.even("time")[0])
     assert time[1] > time[0] > 0
@@ -160,33 +159,24 @@ def test_without_any_response_nothing_is_allocated():
         allocate(measured(time=[-1.0] * WINDOWS), 0.5, 2, 8, "time")
 
 
-@pytest.mark.parametrize(("over", "lost"), [("time", "in_windows"), ("layers", "in_groups")])
-@pytest.mark.parametrize("value", [float("nan"), float("inf")])
-def test_where_all_diverged_higher_bits_are_advised(over, lost, value):
-    s = measured()
-    s = replace(s, **{lost: tuple((value,) * len(row) for row in getattr(s, lost))})
+@pytest.mark.parametrize(("over", "lost"), [("time", {"time": [NAN, INF] * 4}), ("layers", {"layers": [NAN] * 3})])
+def test_where_all_diverged_higher_bits_are_advised(over, lost):
     with pytest.raises(ValueError, match=r"diverged with one bit less than 4 in every place.*measure at a higher base"):
-        allocate(s, 0.5, 2, 8, over)
+        allocate(measured(**lost), 0.5, 2, 8, over)
 
 
 def test_an_infinite_response_counts_as_diverged():
-    finite, infinite = (measured(time=[1.0] * 6 + [2.0, x]) for x in (float("nan"), float("inf")))
+    finite, infinite = (measured(time=[1.0] * 6 + [2.0, x]) for x in (NAN, INF))
     assert infinite.weights("time").tolist() == finite.weights("time").tolist()
 
 
-@pytest.mark.parametrize("ask", ["response", "estimates", "even", "weights", "agreement"])
-def test_responses_are_over_time_or_over_layers(ask):
+def test_responses_are_over_time_or_over_layers():
     with pytest.raises(ValueError, match=r"unknown over 'both'; choose from time, layers$"):
-        getattr(measured(), ask)("both")
-
-
-def test_what_is_no_sensitivity_is_refused():
-    with pytest.raises(ValueError, match=r"cpt.choosing.sensitivity returned, or Sensitivity.from_dict\(...\)"):
-        allocate(measured().to_dict(), 0.5, 2, 8)
+        measured().response("both")
 
 
 def test_it_comes_back_from_json():
-    s = measured(time=[1.0] * 7 + [float("nan")], estimated=((1.0, 2.0, 3.0),) * WINDOWS)
+    s = measured(time=[1.0] * 7 + [NAN], estimated=((1.0, 2.0, 3.0),) * WINDOWS)
     text = json.dumps(s.to_dict(), allow_nan=False)
     again = Sensitivity.from_dict(json.loads(text))
     assert np.isnan(again.in_windows[0][-1])
@@ -221,19 +211,15 @@ def test_agreement_with_the_estimate():
     ("change", "said"),
     [
         (dict(budget=0.05), "budgets lie between 0.1875 and 1"),
-        (dict(budget=1.2), "budgets lie between"),
         (dict(budget=0.9, q_min=8, q_max=8), "budget 0.9 cannot be met: q_min and q_max are both 8, and static"),
-        (dict(over="space"), "unknown over 'space'; choose from time, layers, both"),
         (dict(q_min=9), "1 <= q_min <= q_max"),
-        (dict(q_grad=64), "q_grad must be .* at most 32, got 64"),
         (dict(total_steps=4), "4 steps are too few for 8 windows"),
         (dict(total_steps=9, budget=0.451), "9 steps are too few to cost 0.451 to 0.1 %"),
     ],
 )
 def test_bad_values_are_refused(change, said):
-    values = dict(budget=0.5, q_min=2, q_max=8, over="time")
-    with pytest.raises(ValueError, match=said.replace("(", r"\(")):
-        allocate(measured(), **{**values, **change})
+    with pytest.raises(ValueError, match=said):
+        allocate(measured(), **{**dict(budget=0.5, q_min=2, q_max=8, over="time"), **change})
 
 
 @pytest.mark.parametrize("over", ["time", "layers", "both"])
@@ -258,27 +244,5 @@ def test_a_budget_in_another_cost_is_met_in_it(over, spent, q_min, q_max):
 def test_a_level_that_costs_no_more_than_a_lower_one_is_refused():
     with pytest.raises(ValueError, match="more bits must cost more"):
         allocate(measured(), 0.9, 3, 5, cost={3: 2.0, 4: 1.0, 5: 3.0}.__getitem__)
-    for change, said in (
-        (dict(cost="joules"), "unknown cost 'joules'"), (dict(q_min=9), "1 <= q_min <= q_max"),
-        (dict(total_steps=0), "total_steps must be a whole number of at least 1, got 0"),
-    ):  # fmt: skip
-        with pytest.raises(ValueError, match=said):
-            static_of_cost(**{**dict(budget=0.5, q_max=8, total_steps=10), **change})
-
-
-def test_a_long_schedule_is_driven_without_reading_it_all_at_every_step():
-    """A budget interleaves two precisions step by step: as many runs as steps."""
-    schedule = static_of_cost(0.45, 8, 20_000)
-    counted = []
-
-    class Watched(tuple):
-        def __iter__(self):
-            counted.append(len(self))
-            return super().__iter__()
-
-    assert len(schedule.runs) > 5_000
-    object.__setattr__(schedule, "runs", Watched(schedule.runs))
-    assert {(schedule(t), schedule.q_min, schedule.q_max, schedule.total_steps) for t in range(100)} == {
-        (4, 4, 5, 20_000), (5, 4, 5, 20_000)
-    }  # fmt: skip
-    assert len(counted) <= 4
+    with pytest.raises(ValueError, match="total_steps must be a whole number of at least 1, got 0"):
+        static_of_cost(budget=0.5, q_max=8, total_steps=0)

@@ -115,13 +115,11 @@ def test_every_precision_sees_the_same_batches_from_the_same_weights():
     run(model, watched, optimizer)
     assert seen == [*list(range(8)) * 3, *list(range(8, 16)) * 3]  # seed 1 takes the next batches
     assert all(torch.equal(w, first[0]) for w in first)
-    twice = [run(model, train_step, optimizer).losses for _ in range(2)]
-    assert twice[0] == twice[1]
     same = run(model, train_step, optimizer, bits=(8,), q_max=9, seeds=(0,))  # 8 and 9 bits: the same dropout masks
     assert same.losses[0][0] == pytest.approx(same.losses[0][1], rel=0.05)
 
 
-def test_the_precision_is_really_set():
+def test_the_precision_is_really_set_and_the_threshold_is_that_of_the_mode():
     model, _, optimizer, _ = problem()
     bits = []
 
@@ -130,17 +128,10 @@ def test_the_precision_is_really_set():
         bits.append((layer.bits, layer.q_grad))
         return 1.0 / (1 + step)
 
-    run(model, spy, optimizer, seeds=(0,))
-    assert bits == [(2, 8)] * 8 + [(4, 8)] * 8 + [(8, 8)] * 8
-    bits.clear()
-    run(model, spy, optimizer, seeds=(0,), mode="continuing")
-    assert bits == [(2, 8)] * 8 + [(4, 8)] * 8 + [(8, 8)] * 8
-
-
-def test_thresholds_that_nobody_chose():
-    model, train_step, optimizer, _ = problem()
-    found = {mode: run(model, train_step, optimizer, mode=mode).threshold for mode in ("reset", "continuing")}
-    assert found == {"reset": 0.8, "continuing": 0.05}
+    for mode, threshold in (("reset", 0.8), ("continuing", 0.05)):
+        assert run(model, spy, optimizer, seeds=(0,), mode=mode).threshold == threshold  # that nobody chose
+        assert bits == [(2, 8)] * 8 + [(4, 8)] * 8 + [(8, 8)] * 8
+        bits.clear()
 
 
 def test_continuing_goes_on_from_precision_to_precision():
@@ -166,10 +157,6 @@ def test_a_run_to_nan_ends_there_and_is_told():
     assert seen == [*range(4), *range(8), *range(8)]
     assert math.isnan(found.losses[0][0])
     assert found.q_min in (4, 8)
-    hot = problem(lr=1e38)
-    found = run(*hot[:3])
-    assert found.q_min is None
-    assert "training diverges at 8 bits" in found.reason
 
 
 def test_a_warning_is_given_and_kept():
@@ -182,7 +169,6 @@ def test_a_warning_is_given_and_kept():
     with pytest.warns(RangeTestWarning, match="all 2 seeds saw the same batches"):
         found = run(model, train_step, optimizer, dwell=16)
     assert found.losses[0] == found.losses[1]
-    assert "same batches" not in run(model, train_step, optimizer, dwell=12).warning
 
 
 # --- recipes --------------------------------------------------------------------------------------
@@ -220,23 +206,11 @@ def test_a_recipe_against_losses_computed_here():
     assert found.shares[0][0] == pytest.approx((start - means[3]) / (start - means[8]))
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("dataset", "title"),
-    [("pydoc", "LSTM"), ("digit-scenes", "scenes")],
-)
-def test_other_tasks(dataset, title):
-    found = recipe_range_test(recipe("smoke", dataset), bits=(2,), dwell=8, seeds=(0,))
+def test_another_task():
+    found = recipe_range_test(recipe("smoke", "pydoc"), bits=(2,), dwell=8, seeds=(0,))
     assert found.bits == (2, 8)
     assert all(math.isfinite(x) for x in found.losses[0])
-    assert title in found.title
-
-
-@pytest.mark.slow
-def test_two_bits_are_too_few_for_the_digits_and_eight_enough():
-    found = recipe_range_test(recipe("demo", "digits"), bits=(2, 5), dwell=60, seeds=(0, 1))
-    assert found.q_min == 5
-    assert found.mean(2) < 0.6
+    assert "LSTM" in found.title
 
 
 def test_the_figure_shows_every_seed_and_the_threshold():
@@ -255,14 +229,10 @@ def test_the_figure_shows_every_seed_and_the_threshold():
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"mode": "restart"}, "unknown mode 'restart'; choose from reset, continuing"),
         ({"threshold": 1}, "threshold must lie between 0 and 1, got 1"),
         ({"dwell": 3}, "dwell must be a whole number of at least 4 .* got 3"),
-        ({"bits": ()}, r"bits must name precisions below q_max = 8, got \(\)"),
-        ({"bits": (8,)}, "bits must name precisions below q_max = 8"),
         ({"bits": (4, 9)}, "bits must name precisions below q_max = 8"),
         ({"q_max": 2, "bits": None}, "bits must name precisions below q_max = 2"),
-        ({"seeds": ()}, "seeds must name at least one"),
         ({"seeds": (-1,)}, "each of seeds must be a whole number of at least 0"),
     ],
 )
@@ -272,8 +242,3 @@ def test_bad_values_stop_before_anything_is_trained(changes, message):
         run(model, train_step, optimizer, **changes)
     assert not seen
     assert type(model[0]) is nn.Linear
-
-
-def test_what_is_no_recipe_is_refused():
-    with pytest.raises(ValueError, match="recipe must be Recipe, got 'digits'"):
-        recipe_range_test("digits")

@@ -15,7 +15,7 @@ from cpt_core.choosing.sensitivities import Sensitivity
 from cpt_core.quantization import convert
 from cpt_core.quantization.convert import layer_precisions
 from cpt_lab.experiments.recipes import recipe
-from cpt_lab.training.recipe_trials import recipe_sensitivity
+from cpt_lab.training.recipe_trials import recipe_range_test, recipe_sensitivity
 from tests.choosing.test_trials import problem
 
 SHORT = dict(base=3, windows=2, steps=8, seeds=(0, 1))
@@ -120,7 +120,7 @@ def test_work_is_counted_as_the_plan_counts_it():
 
 def test_groups_are_cut_in_order_or_by_patterns():
     model, train_step, optimizer, _ = problem()
-    few = {**SHORT, "seeds": (0,), "estimate": False}
+    few = {"steps": 1, "windows": 1, "seeds": (0,), "estimate": False, "quality": lambda: 1.0}
     assert sensitivity(model, train_step, optimizer, layers=1, **few).groups == (("0", "4"),)
     assert sensitivity(model, train_step, optimizer, layers=("4", "*"), **few).groups == (("4",), ("0",))
     assert sensitivity(model, train_step, optimizer, layers=[("4", "0")], **few).groups == (("0", "4"),)
@@ -130,17 +130,17 @@ def test_groups_are_cut_in_order_or_by_patterns():
         sensitivity(model, train_step, optimizer, layers=("*", "0"), **few)
 
 
-@pytest.mark.slow
 def test_a_recipe_is_trained_with_its_own_learning_rate_and_judged_on_held_out_data():
     r = recipe("smoke", "digits")
-    again = [recipe_sensitivity(r, windows=2, layers=2, steps=30, seeds=(0,), estimate=e) for e in (True, False)]
-    assert (again[0].quality, again[0].steps, len(again[0].groups)) == ("accuracy", 30, 2)
+    few = dict(windows=1, layers=2, steps=10, seeds=(0,))
+    again = [recipe_sensitivity(r, estimate=e, **few) for e in (True, False)]
+    assert (again[0].quality, again[0].steps, len(again[0].groups)) == ("accuracy", 10, 2)
     assert again[0].in_windows == again[1].in_windows  # the same run is the same number
     assert 0 < again[0].reference[0] <= 1
-    assert np.shape(again[0].estimated) == (2, 2)
+    assert np.shape(again[0].estimated) == (1, 2)
     assert again[1].estimated == ()
     assert Sensitivity.from_dict(json.loads(json.dumps(again[0].to_dict()))) == again[0]
-    other = recipe_sensitivity(r, windows=2, layers=2, steps=30, seeds=(0,), estimate=False, metric="loss")
+    other = recipe_sensitivity(r, estimate=False, metric="loss", **few)
     assert other.quality == "loss"
     assert other.reference[0] != again[0].reference[0]
 
@@ -184,13 +184,9 @@ def test_the_estimate_by_hand():
 @pytest.mark.parametrize(
     ("change", "said"),
     [
-        (dict(base=1), "base, up to q_max, must be a whole number of at least 2 and at most 8, got 1"),
-        (dict(base=9), "base, up to q_max, must be a whole number of at least 2"),
+        (dict(base=9), "base, up to q_max, must be a whole number of at least 2 and at most 8, got 9"),
         (dict(windows=9), "windows, at most one a step, must be .* at most 8, got 9"),
-        (dict(seeds=3), "seeds must name at least one, as .* does; got 3"),
         (dict(seeds=(1, 0, 1)), "seeds must differ"),
-        (dict(layers=[0, 4]), "layers must be a whole number, or patterns"),
-        (dict(quality="accuracy"), "quality must be a function without arguments"),
         (dict(seeds=(-1,)), "each of seeds must be a whole number of at least 0"),
     ],
 )
@@ -208,5 +204,6 @@ def test_recipes_that_cannot_be_measured_are_refused():
         recipe_sensitivity(recipe("smoke", "digits"), quality=lambda: 1.0, **SHORT)
     with pytest.raises(ValueError, match="unknown metric 'perplexity'; choose from accuracy, loss"):
         recipe_sensitivity(recipe("smoke", "digits"), metric="perplexity", **SHORT)
-    with pytest.raises(ValueError, match="recipe must be Recipe, got 'digits'"):
-        recipe_sensitivity("digits", **SHORT)
+    for measure in (recipe_sensitivity, recipe_range_test):
+        with pytest.raises(ValueError, match="recipe must be Recipe, got 'digits'"):
+            measure("digits")

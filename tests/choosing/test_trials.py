@@ -115,16 +115,3 @@ def test_every_training_has_the_same_learning_rates_or_is_refused(repeat):
     for bad in (scheduler, [optimizer, 1]):
         with pytest.raises(ValueError, match="stateful must list objects with state_dict and load_state_dict"):
             repeat(model, train_step, optimizer, stateful=bad)
-
-
-@every
-def test_what_is_no_model_or_no_training_is_refused(repeat):
-    model, train_step, optimizer, seen = problem()
-    for given, message in (
-        ((model, None, optimizer), "needs train_step"), ((model, train_step, None), "and the optimizer it uses"),
-        (("digits", train_step, optimizer), "model must be a torch module, got 'digits'"),
-        ((nn.Sequential(nn.ReLU()), train_step, optimizer), "nothing"),
-    ):  # fmt: skip
-        with pytest.raises(ValueError, match=message):
-            repeat(*given)
-    assert not seen

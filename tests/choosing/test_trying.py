@@ -14,23 +14,25 @@ from cpt_core.choosing.tried import FEWEST, FULL, WIDTHS, Arm, Difference, Resul
 from tests.choosing.test_trials import problem as trained
 
 LOST = {2: 9.0, 3: 4.0}  # points against float32
+SOME = ("3 bits", "4 bits, gradients 5")
 
 
 class Trainings:
     """Made-up trainings: 2 and 3 bits lose, gradients need 5 bits, CR loses and RR does not."""
 
-    def __init__(self, noise=0.1, reached=90.0, rr=0.0, **changes):
-        self.noise, self.reached, self.rr, self.changes, self.done, self.most = noise, reached, rr, changes, [], 0
+    def __init__(self, noise=0.1, reached=90.0, rr=0.0, lost=LOST, diverged=(), seconds=1.5):
+        self.noise, self.reached, self.rr, self.lost = noise, reached, rr, lost
+        self.diverged, self.seconds, self.done, self.most = diverged, seconds, [], 0
 
     def __call__(self, arms, seed):
         self.most = max(self.most, len(arms))
-        return {arm.name: Result(self.value(arm, seed), 1.5 if arm.name != FULL else 1.0) for arm in arms}
+        return {arm.name: Result(self.value(arm, seed), self.seconds if arm.name != FULL else 1.0) for arm in arms}
 
     def value(self, arm, seed):
         self.done.append((arm.name, seed))
-        if arm.name in self.changes.get("diverged", ()):
+        if arm.name in self.diverged:
             return math.nan
-        lost = LOST.get(arm.bits, 0.0) + 3.0 * (arm.q_grad < 5) + 2.0 * arm.name.startswith("CR")
+        lost = self.lost.get(arm.bits, 0.0) + 3.0 * (arm.q_grad < 5) + 2.0 * arm.name.startswith("CR")
         rng = np.random.default_rng([seed, *arm.name.encode()])
         return self.reached - lost + self.rr * arm.name.startswith("RR") + self.noise * rng.standard_normal()
 
@@ -68,15 +70,49 @@ def test_the_answer_is_that_of_the_trainings():
     assert str(found).startswith(
         "net on data: 36 trainings, 3 seeds; plus is better, 1 point is too little to matter\nBits:"
     )
+    schedules = [a for a in found.arms.values() if a.kind == "schedule"]
+    assert {a.bits for a in schedules} == {6, 5, 4, 3}
+    for arm in schedules:
+        assert arm.cost == pytest.approx(found.arms[f"{arm.bits} bits"].cost, rel=1e-3), arm.name
+        assert arm.schedule.bits()[-1] >= 7
 
 
-def test_schedules_cost_what_static_bits_do():
-    arms = answer(Trainings()).arms
-    for name, arm in arms.items():
-        if arm.kind == "schedule":
-            assert arm.cost == pytest.approx(arms[f"{arm.bits} bits"].cost, rel=1e-3), name
-            assert arm.schedule.bits()[-1] >= 7
-    assert {a.bits for a in arms.values() if a.kind == "schedule"} == {6, 5, 4, 3}
+@pytest.mark.parametrize(
+    ("of", "margin", "bits", "q_grad", "part", "said", "finding"),
+    [
+        # at a margin of 4.1 points the 4 that 3 bits lose are too little to matter
+        (dict(), 4.1, 3, 4, "Bits", "With 3 bits it is slightly worse than in float32, which", "3 bits are enough"),
+        (dict(diverged=SOME), 1.0, 4, 6, "Bits", "With 3 bits it is worse than float32 (diverged).", "4 bits are"),
+        (
+            dict(diverged=[f"{b} bits" for b in WIDTHS]), 1.0, 8, 8, "Bits", "worse than in float32, which reaches 9",
+            "Even 8 bits are not enough",
+        ),
+        (dict(rr=-2.0), 1.0, 4, 5, "Schedule", "At the cost of 4 bits schedules are clearly worse than 4 bits", ""),
+        (dict(rr=2.0), 1.0, 4, 5, "Schedule", "RR is clearly better than 4 bits", "; a schedule is clearly better"),
+        (  # two bits are enough, which no schedule costs
+            dict(rr=2.0, noise=0.01, lost={2: 0.5, 3: 0.5}), 1.0, 2, 5, "Schedule", "the nearest that schedules have",
+            "; a schedule is clearly better than 3 bits",
+        ),
+        (dict(seconds=0.8), 1.0, 4, 5, "Time", "is simulated; these were too short to time.", ""),
+    ],
+)  # fmt: skip
+def test_other_trainings_have_other_answers(of, margin, bits, q_grad, part, said, finding):
+    found = answer(Trainings(**of), margin=margin)
+    assert (found.bits, found.q_grad) == (bits, q_grad)
+    assert said in found.sentences()[part]
+    assert finding in found.finding
+
+
+def test_what_diverged_is_not_drawn():
+    (ax,) = answer(Trainings(diverged=SOME)).figure().axes
+    drawn = {text.get_text() for text in ax.texts}
+    assert {"4 bits", "2 bits", "6", "4"} < drawn
+    assert not {"3 bits", "5"} & drawn
+
+
+def test_float32_that_diverges_is_an_error():
+    with pytest.raises(ValueError, match="in float32 training diverges, or its evaluation gives no finite number"):
+        answer(Trainings(diverged=(FULL,)))
 
 
 def test_so_few_steps_that_no_schedule_costs_that_are_said():
@@ -85,17 +121,6 @@ def test_so_few_steps_that_no_schedule_costs_that_are_said():
     assert told.endswith("]. Not tried: CR, of which so few steps have none of exactly the cost of 4 bits.")
     told = tried(Trainings(), "net", 11, cycles=1, margin=1.0).sentences()["Schedule"]
     assert told == "Not tried: CR and RR, of which so few steps have none of exactly the cost of 4 bits."
-
-
-def test_a_schedule_that_helps_is_said_and_than_what(monkeypatch):
-    found = answer(Trainings(rr=2.0))
-    assert "4 bits RR is clearly better than 4 bits throughout" in found.sentences()["Schedule"]
-    assert found.finding.endswith("; a schedule is clearly better")
-    monkeypatch.setitem(LOST, 2, 0.5)
-    monkeypatch.setitem(LOST, 3, 0.5)
-    cheaper = answer(Trainings(rr=2.0, noise=0.01))  # two bits are enough, which no schedule costs
-    assert (cheaper.bits, cheaper.rival) == (2, 3)
-    assert cheaper.finding.endswith("; a schedule is clearly better than 3 bits")
 
 
 def test_what_is_not_clear_is_repeated_and_no_more_than_that():
@@ -141,44 +166,6 @@ def test_a_task_that_float32_does_not_learn_tells_nothing_of_bits():
     assert found.finding == "In float32 it reaches 49 %, no more than guessing (50)"
     assert found.lines() == ""
     assert len(replace(found, guessed=48.9).sentences()) > 3
-
-
-def test_bits_that_diverge_are_worse_and_float32_that_does_is_an_error():
-    found = answer(Trainings(diverged=("3 bits", "4 bits, gradients 5")))
-    assert (found.bits, found.q_grad) == (4, 6)
-    assert "With 3 bits it is worse than float32 (diverged)." in found.sentences()["Bits"]
-    found.figure()
-    with pytest.raises(ValueError, match="in float32 training diverges, or its evaluation gives no finite number"):
-        answer(Trainings(diverged=(FULL,)))
-
-
-def test_bits_that_lose_less_than_matters_are_slightly_worse():
-    found = answer(Trainings(noise=0.1), margin=4.1)  # 3 bits lose 4
-    assert found.bits == 3
-    assert found.sentences()["Bits"].startswith("With 3 bits it is slightly worse than in float32, which")
-
-
-def test_schedules_that_all_lose_are_said_to():
-    said = answer(Trainings(rr=-2.0)).sentences()["Schedule"]
-    assert said.startswith("At the cost of 4 bits schedules are clearly worse than 4 bits throughout.")
-
-
-def test_no_bits_are_good_enough():
-    found = answer(Trainings(diverged=tuple(f"{b} bits" for b in WIDTHS)))
-    assert (found.bits, found.q_grad) == (8, 8)
-    assert "worse than in float32, which reaches 9" in found.sentences()["Bits"]
-    assert found.finding.startswith("Even 8 bits are not enough")
-
-
-def test_trainings_that_low_precision_seems_to_shorten_are_not_timed():
-    class Loaded(Trainings):
-        def __call__(self, arms, seed):
-            return {
-                name: r._replace(seconds=2.0 - 0.8 * (name != FULL)) for name, r in super().__call__(arms, seed).items()
-            }
-
-    told = answer(Loaded()).sentences()["Time"]
-    assert told == "None is saved, as low precision is simulated; these were too short to time."
 
 
 def test_time_is_kept(monkeypatch):
@@ -289,7 +276,6 @@ def test_a_model_is_left_as_it_was_and_a_store_goes_on(tmp_path):
     [
         ({"evaluate": 3}, "evaluate must be a function without arguments that returns a number, got 3"),
         ({"steps": 15}, "steps must be a whole number of at least 16"),
-        ({"minutes": 0}, "minutes must be a number of more than 0, got 0"),
         ({"evaluate": lambda: "good"}, "evaluate must return a quality, one number; got 'good'"),
     ],
 )

@@ -26,6 +26,7 @@ SHIFTED = [("paper", "cifar10", "resnet74"), ("demo", "digits", "mlp6"), ("smoke
 
 
 def windows_of(specs):
+    assert all(s.recipe.steps == s.schedule.total_steps for s in specs)
     return [(s.recipe.steps, s.schedule.windows) for s in specs]
 
 
@@ -60,31 +61,28 @@ def test_controls_of_every_named_grid(name):
 
 
 def test_lengths_and_windows_are_the_two_halves_of_a_scan():
-    for scale, dataset in (("demo", "digits"), ("demo", "digits-graph"), ("paper", "cifar10")):
-        task = "graph" if "graph" in dataset else "image"
-        lengths = {s.key for s in designs.deficit_length(scale, dataset, task=task)}
-        windows = {s.key for s in designs.deficit_window(scale, dataset, task=task)}
-        assert lengths | windows == {s.key for s in designs.deficit_scan(scale, dataset, task=task)}
-        assert lengths - windows
-        assert windows - lengths
+    lengths, windows, both = (
+        {s.key for s in design("demo", "digits-graph", task="graph")}
+        for design in (designs.deficit_length, designs.deficit_window, designs.deficit_scan)
+    )
+    assert lengths | windows == both
+    assert lengths - windows
+    assert windows - lengths
 
 
 @pytest.mark.parametrize(("scale", "dataset", "model"), SHIFTED)
 def test_learning_rates_fall_after_the_deficit(scale, dataset, model):
-    after = deficits(scale, dataset, model)[1].changes["steps"]
+    after, lengths = deficits(scale, dataset, model)[1].changes["steps"], deficits(scale, dataset, model)[1].lengths
     specs = designs.deficit_length(scale, dataset, model, seeds=[0])
-    lengths = set()
-    for spec in specs:
-        length = spec.recipe.steps - after
-        lengths.add(length)
-        assert drops_of(spec.recipe) == [length + after // 2, length + 3 * after // 4]
-    assert lengths == set(deficits(scale, dataset, model)[1].lengths)
+    assert {(s.recipe.steps, *drops_of(s.recipe)) for s in specs} == {
+        (n + after, n + after // 2, n + 3 * after // 4) for n in lengths
+    }
 
 
-@pytest.mark.parametrize("after", [4, 40, 396, 1_004, 64_000, 256_000])
+@pytest.mark.parametrize("after", [4, 396, 256_000])
 def test_learning_rates_fall_after_any_deficit(after):
-    for length in (1, 3, 7, 33, 101, 999, 16_000, 99_991):
-        spec = designs.deficit_length(lengths=[length], steps=after, seeds=[0])[0]
+    for spec in designs.deficit_length(lengths=(1, 7, 101, 16_000, 99_991), steps=after, seeds=[0]):
+        length = spec.recipe.steps - after
         assert drops_of(spec.recipe) == [length + after // 2, length + 3 * after // 4]
 
 
@@ -106,60 +104,44 @@ def drops_of(r):
     return [t for t in steps if rate(t, ()) < 0.5 * rate(t - 1, ())]
 
 
-def test_the_paper_s_deficits_on_cifar():
-    lengths = grids.grid_specs("cifar10/deficit_length")
-    assert {s.recipe.dataset for s in lengths} == {"cifar10"}
-    assert {s.recipe.model for s in lengths} == {"resnet74"}
-    starts = [0, 16_000, 32_000, 64_000, 128_000, 256_000]
-    assert spans_and_totals(lengths) == (
-        {(r + 256_000, ()) for r in starts}
-        | {(r + 256_000, ((0, r),)) for r in starts[1:]}
-        | {(r + 256_000, ((256_000, 256_000 + r),)) for r in starts[1:]}
+# epochs or steps of the paper's deficits at the start, with the training after them
+CIFAR = (256_000, [0, 16_000, 32_000, 64_000, 128_000, 256_000])
+IMAGENET = (150 * 5005, [0, 25 * 5005, 100 * 5005])
+ARXIV = (1_000, list(range(0, 1_001, 100)))
+
+
+@pytest.mark.parametrize(
+    ("grid", "of", "q_min", "model"),
+    [
+        ("cifar10/deficit_length", CIFAR, 3, "resnet74"),
+        ("imagenet/deficit_length", IMAGENET, 4, "resnet18"),
+        ("ogbn-arxiv/deficit_length", ARXIV, 3, "gcn"),
+    ],
+)
+def test_the_paper_s_deficits_at_the_start(grid, of, q_min, model):
+    specs, (after, lengths) = grids.grid_specs(grid), of
+    assert set(windows_of(specs)) == (
+        {(r + after, ()) for r in lengths}
+        | {(r + after, ((0, r),)) for r in lengths[1:]}
+        | {(r + after, ((after, after + r),)) for r in lengths[1:]}
     )
-    windows = grids.grid_specs("cifar10/deficit_window")
-    assert spans_and_totals(windows) == {(256_000, ()), (256_000, ((128_000, 256_000),))} | {
-        (256_000, ((start, start + 128_000),)) for start in (0, 16_000, 32_000, 64_000)
-    }
-    for spec in (*lengths, *windows):
-        assert (spec.recipe.weight_decay, spec.recipe.lr, spec.recipe.batch) == (0, 0.1, 128)
-        assert (spec.schedule.q_low, spec.schedule.q_high, spec.q_max, spec.q_grad) == (3, 8, 8, 8)
-    assert Counter(s.seed for s in lengths) == dict.fromkeys((0, 1, 2), 16)
-    assert Counter(s.seed for s in windows) == dict.fromkeys((0, 1, 2), 6)
+    assert Counter(s.seed for s in specs) == dict.fromkeys((0, 1, 2), 3 * len(lengths) - 2)
+    said = {(s.recipe.model, s.recipe.weight_decay, s.schedule.q_low, s.schedule.q_high, s.q_grad) for s in specs}
+    assert said == {(model, 0, q_min, 8, 8)}
 
 
-def test_the_paper_s_deficits_on_imagenet():
-    specs = grids.grid_specs("imagenet/deficit_length")
-    epochs = {
-        (total // 5005, tuple(w // 5005 for window in windows for w in window))
-        for total, windows in spans_and_totals(specs)
-        if total % 5005 == 0
-    }
-    assert epochs == {
-        (150, ()), (175, ()), (250, ()), (175, (0, 25)), (250, (0, 100)), (175, (150, 175)), (250, (150, 250))
-    }  # fmt: skip
-    assert len(specs) == 7 * 3
-    assert {(s.recipe.model, s.recipe.weight_decay, s.schedule.q_low) for s in specs} == {("resnet18", 0, 4)}
-    assert all(w % 5005 == 0 for s in specs for window in s.schedule.windows for w in window)
-
-
-def test_the_paper_s_deficits_on_arxiv():
-    lengths = range(0, 1_001, 100)
-    specs = grids.grid_specs("ogbn-arxiv/deficit_length")
-    assert spans_and_totals(specs) == (
-        {(1_000 + r, ()) for r in lengths}
-        | {(1_000 + r, ((0, r),)) for r in lengths[1:]}
-        | {(1_000 + r, ((1_000, 1_000 + r),)) for r in lengths[1:]}
-    )
-    windows = grids.grid_specs("ogbn-arxiv/deficit_window")
-    assert spans_and_totals(windows) == {(1_000, ()), (1_000, ((500, 1_000),))} | {
-        (1_000, ((start, start + 500),)) for start in (0, 100, 200, 300, 400)
-    }
-    assert {(s.recipe.weight_decay, s.schedule.q_low, s.recipe.task) for s in (*specs, *windows)} == {(0, 3, "graph")}
-
-
-def spans_and_totals(specs):
-    assert all(s.recipe.steps == s.schedule.total_steps for s in specs)
-    return set(windows_of(specs))
+@pytest.mark.parametrize(
+    ("grid", "total", "starts"),
+    [
+        ("cifar10/deficit_window", 256_000, (0, 16_000, 32_000, 64_000, 128_000)),
+        ("ogbn-arxiv/deficit_window", 1_000, (0, 100, 200, 300, 400, 500)),
+    ],
+)
+def test_the_paper_s_windows_are_half_the_training(grid, total, starts):
+    specs = grids.grid_specs(grid)
+    assert set(windows_of(specs)) == {(total, ()), *((total, ((t, t + total // 2),)) for t in starts)}
+    assert Counter(s.seed for s in specs) == dict.fromkeys((0, 1, 2), 1 + len(starts))
+    assert {(s.recipe.weight_decay, s.schedule.q_low, s.schedule.q_high) for s in specs} == {(0, 3, 8)}
 
 
 @pytest.mark.parametrize(
@@ -191,11 +173,11 @@ def test_units_may_be_epochs():
     in_epochs = designs.deficit_scan(lengths=[0, 2], windows=[(1, 3)], steps_per_epoch=10, **given)
     assert in_epochs == designs.deficit_scan(lengths=[0, 20], windows=[(10, 30)], **given)
     assert designs.deficit_scan(steps_per_epoch=7) == designs.deficit_scan()  # the paper's lengths are steps already
+    arrays = designs.deficit_scan(lengths=np.arange(3), windows=np.array([(1, 3)]), steps_per_epoch=10, **given)
+    assert arrays == designs.deficit_scan(lengths=[0, 10, 20], windows=[(10, 30)], **given)
 
 
 def test_steps_are_those_after_a_deficit_and_all_of_a_window():
-    assert {s.recipe.steps for s in designs.deficit_length(lengths=[0, 5], steps=50)} == {50, 55}
-    assert {s.recipe.steps for s in designs.deficit_window(windows=[(0, 5)], steps=50)} == {50}
     assert {s.recipe.steps for s in designs.deficit_length(lengths=[0, 5])} == {400, 405}
     assert {s.recipe.steps for s in designs.deficit_window(windows=[(0, 5)])} == {600}
 
@@ -253,31 +235,21 @@ def test_own_data_has_the_deficits_of_its_family():
     [
         ({"scale": "huge"}, "unknown scale 'huge'; choose from smoke, demo, paper"),
         ({"dataset": "mnist"}, "no demo recipe for dataset 'mnist'"),
-        ({"model": "vgg"}, "unknown model 'vgg'"),
         ({"dataset": "digits-graph", "task": "image"}, "is for task 'graph', not 'image'"),
         ({"stepz": 3}, "a recipe has no stepz; it has task"),
         ({"lengths": [0, -1]}, "the length of a deficit must be a whole number of at least 0, got -1"),
         ({"lengths": [True]}, "length of a deficit must be a whole number .* got True"),
         ({"windows": [(0, 5), (5, 2)]}, r"window \(5, 2\) must satisfy"),
-        ({"windows": [(0, 601)]}, r"window \(0, 601\) must satisfy .* total_steps = 600"),
         ({"windows": [(0, 51)], "steps": 50}, r"window \(0, 51\) must satisfy .* total_steps = 50"),
         ({"windows": [(0, 2.5)]}, "stop of a window must be an integer, got 2.5"),
         ({"windows": [(0, 7)], "steps_per_epoch": 100}, r"window \(0, 700\) must satisfy"),
         ({"steps_per_epoch": 0}, "steps_per_epoch must be a whole number of at least 1, got 0"),
         ({"q_max": 1}, "q_min=2, q_max=1"),
         ({"q_max": 8.0}, "q_high must be an integer, got 8.0"),
-        ({"steps": 100.5}, "steps must be a whole number of at least 1, got 100.5"),
         ({"steps": 0}, "steps must be a whole number of at least 1, got 0"),
         ({"windows": [3]}, "a window is a pair"),
-        ({"windows": [(0, 5, 9)]}, "a window is a pair"),
-        ({"windows": [(True, 5)]}, "start of a window must be an integer, got True"),
     ],
 )
 def test_deficits_that_do_not_fit_are_named(given, message):
     with pytest.raises(ValueError, match=message):
         designs.deficit_scan(**given)
-
-
-def test_numpy_numbers_are_numbers():
-    specs = designs.deficit_scan("demo", "digits", lengths=np.arange(3), windows=(), seeds=[0])
-    assert [s.recipe.steps for s in specs] == [400, 401, 401, 401, 402, 402, 402]

@@ -23,11 +23,6 @@ def spent_by(spec):
     ("scale", "dataset", "model", "arms"),
     [
         (
-            "paper", "cifar10", "resnet74",
-            ["RR", "RR delayed 10 %", "ER, 31046 of 64000 steps", "static 8, 25533 of 64000 steps",
-             "static 4, 61280 of 64000 steps", "static 8"],
-        ),
-        (
             "demo", "cifar10", "resnet20",
             ["RR", "RR delayed 10 %", "ER, 968 of 2000 steps", "static 8, 796 of 2000 steps",
              "static 4, 1911 of 2000 steps", "static 8"],
@@ -67,8 +62,7 @@ def test_arms_of_equal_cost(scale, dataset, model, arms):
 @pytest.mark.parametrize(
     ("budget", "static"),
     [
-        (0.35, 4), (0.41, 4), (0.43, 4), (0.445, 5), (0.54, 5), (0.57, 5), (0.58, 6), (0.65, 6), (0.72, 6), (0.73, 7),
-        (0.83, 7), (0.875, 7), (0.89, 8),
+        (0.35, 4), (0.43, 4), (0.445, 5), (0.58, 6), (0.875, 7), (0.89, 8),
     ],
 )  # fmt: skip
 def test_the_static_precision_is_the_lowest_that_is_hardly_cheaper(budget, static):
@@ -98,9 +92,8 @@ def test_a_schedule_cheaper_than_the_budget_is_run_in_full():
     assert spent_by(rising) < spent_by(specs[0])
 
 
-@pytest.mark.parametrize(("dataset", "scale"), [("digits", "demo"), ("digits", "smoke"), ("cifar10", "paper")])
-def test_the_cost_of_a_static_precision_gives_it_in_full(dataset, scale):
-    specs = quietly(designs.equal_cost, scale, dataset, budget=105 / 192, seeds=[0])
+def test_the_cost_of_a_static_precision_gives_it_in_full():
+    specs = quietly(designs.equal_cost, budget=105 / 192, seeds=[0])
     arm = next(s for s in specs if s.arm == "static 5")
     assert arm.schedule == StaticSchedule(5, specs[0].recipe.steps)
     assert spent_by(arm) == pytest.approx(spent_by(specs[0]), rel=2e-3)
@@ -148,17 +141,11 @@ def test_named_grids_of_equal_cost(name):
         ({"delay": 0.6}, r"cannot be met between 3 and 8 bits with 1200 of 2000 steps held at 8 bits; budgets lie"),
         ({"budget": 0.3}, r"cannot be met between 3 and 8 bits with 200 of 2000 steps held at 8 bits"),
         ({"budget": 0.2}, r"budget 0\.2 cannot be met between 3 and 8 bits; budgets lie between 0\.2969 and 1"),
-        ({"budget": 0}, "budget 0 cannot be met"),
-        ({"budget": 1.5}, "budget 1.5 cannot be met"),
         ({"budget": NAN}, "budget must be a number"),
         ({"budget": "0.5"}, "budget must be a number"),
-        ({"delay": 1}, "delay is a share of the training"),
-        ({"delay": -0.1}, "delay is a share of the training"),
-        ({"delay": True}, "delay is a share of the training"),
         ({"delay": "0.1"}, "delay is a share of the training"),
         ({"delay": 0.9999}, "leaves none of 2000 steps to cycle in"),
         ({"stepz": 3}, "a recipe has no stepz"),
-        ({"scale": "huge"}, "unknown scale 'huge'"),
         ({"task": "graph"}, "is for task 'image', not 'graph'"),
     ],
 )

@@ -60,12 +60,9 @@ def test_authors_settings():
     assert [int(m * imagenet.steps) for m in imagenet.milestones] == [30 * 5005, 60 * 5005]
 
 
-@pytest.mark.parametrize("model", ["resnet74", "resnet152", "mobilenetv2"])
-@pytest.mark.parametrize("dataset", ["cifar10", "cifar100"])
-def test_grid_of_the_paper(dataset, model):
-    specs = designs.quality_cost("paper", dataset, model)
-    assert len(specs) == 66  # 3 seeds x 2 q_max x 11 arms
-    assert len({s.key for s in specs}) == 66
+def test_grid_of_the_paper():
+    specs = designs.quality_cost("paper", "cifar100", "mobilenetv2")
+    assert len(specs) == len({s.key for s in specs}) == 66  # 3 seeds x 2 q_max x 11 arms
     assert {(s.arm, s.q_max, s.seed) for s in specs} == {
         (arm, q_max, seed) for q_max in (6, 8) for arm in (*SUITE, f"static {q_max}") for seed in (0, 1, 2)
     }
@@ -142,7 +139,7 @@ def test_a_curve_of_ones_own_in_a_spec():
 
 
 def test_changes_reach_the_recipe():
-    spec = designs.quality_cost("demo", schedules=["CR"], static=[], seeds=[0], steps=700, n_cycles=2)[0]
+    (spec,) = designs.quality_cost("demo", schedules=["CR"], static=[], seeds=[0], steps=700, n_cycles=2)
     assert (spec.recipe.steps, spec.schedule.total_steps, spec.schedule.n_cycles) == (700, 700, 2)
 
 

@@ -53,7 +53,7 @@ def test_bits_and_values_of_every_step(reference_dir):
             for row in rows:
                 t = int(row["step"])
                 good = bits[t] == schedule(t) == int(row["bits"])
-                good &= values[t] == schedule.value(t) == pytest.approx(float(row["real_value"]), abs=1e-9)
+                good &= values[t] == pytest.approx(float(row["real_value"]), abs=1e-9)
                 if not good:
                     wrong.append((rule, *run, t, row["bits"], row["real_value"], int(bits[t]), values[t]))
     assert wrong == []

@@ -1,14 +1,10 @@
-"""A schedule for every group of layers: its costs are weighted by work, and it goes through JSON."""
+"""A schedule for every group of layers: its costs are weighted by work."""
 
-import json
-
-import numpy as np
 import pytest
 
-from cpt_core.schedules.deficit import DeficitSchedule
 from cpt_core.schedules.layered import LayeredSchedule
-from cpt_core.schedules.make import make_schedule, schedule_from_dict
-from cpt_core.schedules.schedule import FunctionSchedule, StaticSchedule, TableSchedule
+from cpt_core.schedules.make import make_schedule
+from cpt_core.schedules.schedule import StaticSchedule, TableSchedule
 
 PARTS = (
     (("conv*",), StaticSchedule(4, 10), 30),
@@ -42,20 +38,13 @@ def test_with_one_group_it_is_the_schedule_itself():
     assert (s.bits() == inner.bits()).all()
 
 
-def test_it_comes_back_from_json():
-    s = LayeredSchedule((*PARTS, (("x",), DeficitSchedule(3, 8, ((2, 4),), 10), 5)))
-    assert schedule_from_dict(json.loads(json.dumps(s.to_dict()))) == s
-    own = LayeredSchedule(((("*",), FunctionSchedule(lambda u: 3 + u, 4), 1),))
-    assert np.array_equal(schedule_from_dict(own.to_dict()).bits(), own.bits())
-
-
 @pytest.mark.parametrize(
     ("parts", "said"),
     [
         ((), "needs groups of layers"),
         ((((), StaticSchedule(4, 10), 1),), "each with a pattern"),
         ((PARTS[0], PARTS[0]), "'conv\\*' is in two groups"),
-        ((PARTS[0], (("fc",), StaticSchedule(4, 9), 1)), r"one length, got \[10, 9\]"),
+        ((PARTS[0], (("fc",), StaticSchedule(4, 9), 1)), r"one length, got \[9, 10\]"),
         (((("fc",), StaticSchedule(4, 9), 0),), "MACs of a group must be a whole number of at least 1, got 0"),
         (((("fc",), LayeredSchedule(PARTS), 1),), "not layered itself"),
         (((("fc",), 4, 1),), "not layered itself, got 4"),
