@@ -27,10 +27,11 @@ from numpy.typing import NDArray
 from cpt_core.checks import MOST_BITS, choose, whole
 from cpt_core.choosing.sensitivities import FLOOR, OVER, Sensitivity
 from cpt_core.formats.ladder import FormatLadder
-from cpt_core.schedules.cost import StepCost, check_budget, costs_of, function_of, static_cost
+from cpt_core.schedules.cost import StepCost, check_budget, costs_of, function_of, role_prices, static_cost
 from cpt_core.schedules.layered import LayeredSchedule
 from cpt_core.schedules.profiles import Array
-from cpt_core.schedules.schedule import MOST_STEPS, Schedule, StaticSchedule, TableSchedule, check_range
+from cpt_core.schedules.roles import RoleSchedules
+from cpt_core.schedules.schedule import MOST_STEPS, Levels, Schedule, StaticSchedule, TableSchedule, check_range
 
 TOLERANCE = 1e-3  # of the budget, from below
 EXACT = 1e-12  # what is left of the budget, and of a gain, by the arithmetic alone
@@ -60,17 +61,19 @@ def allocate(
             runs in float32 beside them does the same work whatever the bits are, and is not in it.
         q_min, q_max: lowest and highest bits.
         over: "time" gives all layers the same bits, "layers" each group its own throughout (of two neighbouring
-            precisions where the budget asks for it), "both" each group its own in every window.
+            precisions where the budget asks for it), "both" each group its own in every window. "roles" gives weights,
+            activations and both gradients bits of their own throughout, "all" does so in every group and window.
         total_steps: length of the training; None takes that of the sensitivity, others stretch its windows.
         q_grad: gradient bits; ``q_max`` when None. Give the same to ``PrecisionScheduler``, which else takes the
-            highest bits of each schedule.
+            highest bits of each schedule. Over roles gradients have bits of their own, and it must be None.
         floor: smallest response of a place, see ``Sensitivity.weights``.
         cost: what is spent instead of BitOps, see ``relative_cost``: a name of ``COSTS``, or bits -> cost of a step.
         ladder: on which bits are levels; the sensitivity was measured there, and a level is taken to quarter the noise,
             as a bit does.
 
     Returns:
-        A ``TableSchedule`` over time, else a ``LayeredSchedule``; ``PrecisionScheduler`` takes both. It costs at most
+        A ``TableSchedule`` over time, ``RoleSchedules`` over roles, else a ``LayeredSchedule`` of one or the other;
+            ``PrecisionScheduler`` takes them all. It costs at most
         the budget and at least 99.9 % of it, and no exchange of one bit between two places, a step of a group each,
         that keeps to this would lose less (with a handful of steps in a place, many bits moved at once still may).
         Evaluate it at stated bits, such as ``precision(model, bits=q_max)``: its own highest bits, "q_max" for
@@ -78,9 +81,10 @@ def allocate(
 
     Raises:
         ValueError: for a budget that these bits and steps cannot meet, also where the exchange of steps finds no way to
-            meet it with a few steps; for bits out of 1 to 32; for a sensitivity without any response.
+            meet it with a few steps; for bits out of 1 to 32; for a sensitivity without any response, or that was not
+            measured by roles.
     """
-    choose("over", over, OVER)
+    choose("over", over, (*OVER, "roles", "all"))
     if not isinstance(sensitivity, Sensitivity):
         raise ValueError(
             f"give what cpt.choosing.sensitivity returned, or Sensitivity.from_dict(...), got {sensitivity!r}"
@@ -88,23 +92,29 @@ def allocate(
     total = whole("total_steps", sensitivity.steps if total_steps is None else total_steps, 1, MOST_STEPS)
     edges = [round(stop * total / sensitivity.steps) for _, stop in sensitivity.windows]
     steps = np.diff([0, *edges])
-    if over != "layers" and steps.min() < 1:
+    if over in ("layers", "roles"):
+        steps = np.array([total])
+    elif steps.min() < 1:
         raise ValueError(f"{total} steps are too few for {len(steps)} windows")
-    macs = np.array(sensitivity.macs, dtype=float)
     prices, unit = _prices(q_min, q_max, q_grad, cost, ladder)
-    if over == "time":
-        weights = sensitivity.weights("time", floor)
-        counts = spread_bits(weights, np.ones(len(steps)), steps, budget, q_min, prices, unit)
-        return _table(counts, q_min)
-    if over == "layers":
-        weights, steps = sensitivity.weights("layers", floor)[None], np.array([total])
-    else:
-        weights = sensitivity.product(floor)
-    shape = weights.shape
-    work, length = (np.broadcast_to(x, shape).ravel() for x in (macs[None], steps[:, None]))
-    found = spread_bits(weights.ravel(), work, length, budget, q_min, prices, unit).reshape(*shape, -1)
-    parts = zip(sensitivity.groups, found.transpose(1, 0, 2), sensitivity.macs, strict=True)
-    return LayeredSchedule(tuple((names, _table(counts, q_min), m) for names, counts, m in parts))
+    levels = np.arange(q_min, q_max + 1)
+    noise: Array = np.power(4.0, -levels)
+    if over in ("roles", "all"):
+        if q_grad is not None:
+            raise ValueError(f"over {over!r} gradients have bits of their own; leave q_grad out, got {q_grad!r}")
+        levels, noise, prices = _worth_having(sensitivity.weights("roles", floor), levels, q_max, cost, ladder)
+    check_budget(budget, prices[0] / unit, prices[-1] / unit, q_min, q_max)
+    time = np.ones(1) if over in ("layers", "roles") else sensitivity.weights("time", floor)
+    alike = over in ("time", "roles")  # in all layers
+    layers = np.ones(1) if alike else sensitivity.weights("layers", floor)
+    macs = np.ones(1) if alike else np.array(sensitivity.macs, dtype=float)
+    weights = time[:, None] / time.mean() * layers[None]
+    work, length = (np.broadcast_to(x, weights.shape).ravel() for x in (macs[None], steps[:, None]))
+    counts = spread_bits(weights.ravel(), work, length, float(budget), prices / unit, noise)
+    schedules = [_schedule(levels[_order(places)]) for places in counts.reshape(*weights.shape, -1).transpose(1, 0, 2)]
+    if alike:
+        return schedules[0]
+    return LayeredSchedule(tuple(zip(sensitivity.groups, schedules, sensitivity.macs, strict=True)))
 
 
 def static_of_cost(
@@ -130,38 +140,69 @@ def static_of_cost(
     counts = np.zeros((1, len(prices)), dtype=np.int64)
     counts[0, low + 1] = math.ceil((budget - prices[low]) / (prices[low + 1] - prices[low]) * total_steps)
     counts[0, low] = total_steps - counts[0, low + 1]
-    return _table(counts, q_min)
+    return _table(np.arange(q_min, q_max + 1)[_order(counts)])
 
 
-def _table(counts: Counts, q_min: int) -> TableSchedule:
-    """Make a schedule of places one after the other, the steps of each precision spread evenly within a place."""
-    bits: list[int] = []
+def _order(counts: Counts) -> list[int]:
+    """Return which precision every step has: places one after the other, its precisions spread evenly within each."""
+    order: list[int] = []
     for of_place in counts:
         when = np.concatenate([(np.arange(n) + 0.5) / n for n in of_place if n])
-        bits += np.repeat(np.arange(len(of_place)) + q_min, of_place)[np.argsort(when, kind="stable")].tolist()
-    return TableSchedule(tuple((q, len(list(run))) for q, run in itertools.groupby(bits)))
+        order += np.repeat(np.arange(len(of_place)), of_place)[np.argsort(when, kind="stable")].tolist()
+    return order
+
+
+def _table(bits: NDArray[np.int64]) -> TableSchedule:
+    return TableSchedule(tuple((q, len(list(run))) for q, run in itertools.groupby(bits.tolist())))
+
+
+def _schedule(bits: NDArray[np.int64]) -> Schedule:
+    """Make a schedule of the bits of every step, (steps,) or (steps, 4) by role."""
+    if bits.ndim == 1:
+        return _table(bits)
+    return RoleSchedules(**{role: _table(of_role) for role, of_role in zip(Levels._fields, bits.T, strict=True)})
+
+
+def _worth_having(
+    weights: Array, levels: NDArray[np.int64], q_max: int, cost: StepCost | str | None, ladder: FormatLadder | None
+) -> tuple[NDArray[np.int64], Array, Array]:
+    """Return the bits by role, (n, 4), that lose less than all others of their price, their noise and their prices.
+
+    Prices rise, noise falls, and each further one saves less for what it costs: the corners of a convex hull.
+    ``weights`` are the responses of roles, (4,), of which the mean counts as 1.
+    """
+    every = np.array(list(itertools.product(levels.tolist(), repeat=4)))
+    prices, _ = role_prices(Levels(*every.T), q_max, cost, ladder)
+    noise = 4.0**-every @ (weights / weights.mean())
+    found: list[int] = []
+    for i in np.lexsort((noise, prices)).tolist():
+        if found and noise[i] >= noise[found[-1]]:
+            continue
+        while len(found) > 1:
+            a, b = found[-2:]
+            if (noise[a] - noise[b]) * (prices[i] - prices[b]) > (noise[b] - noise[i]) * (prices[b] - prices[a]):
+                break
+            found.pop()
+        found.append(i)
+    return every[found], noise[found], prices[found].astype(float)
 
 
 def spread_bits(
-    weights: Array, macs: Array, steps: NDArray[np.int64], budget: float, q_min: int, prices: Array, unit: float
+    weights: Array, macs: Array, steps: NDArray[np.int64], budget: float, prices: Array, noise: Array
 ) -> Counts:
-    """Return how many steps of every place run at ``q_min`` bits and up, (places, precisions).
+    """Return how many steps of every place run at each precision, (places, precisions).
 
-    It minimises sum w * 4**-q at cost MACs * price(q) per step: bits are given out one at a time where they save most
-    noise for their cost, which is optimal where each further bit of a step saves less and costs more, as BitOps do;
-    places with the same gain share what is left alike. Single steps are then exchanged, to meet the budget and as long
-    as that helps. ``weights`` (> 0), ``macs`` and ``steps`` are (places,), ``prices`` of a step (precisions,), of which
-    the budget's unit is ``unit``. ValueError for a budget that cannot be met.
+    It minimises sum w * noise at cost MACs * price per step: precisions are raised one at a time where that saves most
+    noise for its cost, which is optimal where each further one saves less and costs more, as BitOps do; places with the
+    same gain share what is left alike. Single steps are then exchanged, to meet the budget and as long as that helps.
+    ``weights`` (> 0), ``macs`` and ``steps`` are (places,); ``prices`` of a step, relative to the baseline's, and its
+    ``noise`` (precisions,). ValueError for a budget that so few steps cannot meet.
     """
     if len(weights) > MOST:
         raise ValueError(f"bits are given to at most {MOST} places, windows times groups; got {len(weights)}")
-    q_max = q_min + len(prices) - 1
-    share = macs / (macs * steps).sum() / unit
-    cost = share[:, None] * prices[None]  # of a step, (places, precisions)
-    loss = weights[:, None] * 4.0 ** -np.arange(q_min, q_max + 1)[None]
-    check_budget(budget, float((cost[:, 0] * steps).sum()), float((cost[:, -1] * steps).sum()), q_min, q_max)
-    counts = _given_out(cost, loss, steps, float(budget))
-    return _exchanged(counts, cost, loss, float(budget))
+    cost = (macs / (macs * steps).sum())[:, None] * prices[None]  # of a step, (places, precisions)
+    loss = weights[:, None] * noise[None]
+    return _exchanged(_given_out(cost, loss, steps, budget), cost, loss, budget)
 
 
 def _prices(

@@ -38,7 +38,7 @@ from cpt_core.choosing.sensitivities import Sensitivity
 from cpt_core.choosing.trials import Bits, Judge, TrainStep, Trial, of_model
 from cpt_core.quantization.convert import QuantConfig, layer_precisions
 from cpt_core.quantization.scheduler import precision
-from cpt_core.schedules.schedule import MOST_STEPS
+from cpt_core.schedules.schedule import MOST_STEPS, Levels
 from cpt_core.waiting import waiting
 
 RECORDED = 5  # steps of every window from which the estimate is made
@@ -57,6 +57,7 @@ def sensitivity(
     steps: int = 100,
     quality: Callable[[], float] | None = None,
     estimate: bool = True,
+    roles: bool = False,
     seeds: Sequence[int] = (0, 1, 2, 3, 4),
     stateful: Sequence[Any] = (),
     config: QuantConfig | str | None = None,
@@ -83,6 +84,8 @@ def sensitivity(
         quality: called after every training, at q_max bits, larger is better. None takes the mean loss of some further
             steps at q_max bits, an eighth as many as there were.
         estimate: make the estimate too, see ``choosing.estimate``.
+        roles: measure one bit less in each role, too: weights, activations, the gradients of both backward products.
+            That takes five trainings more, in all of which gradients have ``base`` bits.
         seeds: repetitions, to know the noise: the model keeps its weights and takes other batches.
 
     Raises:
@@ -99,7 +102,7 @@ def sensitivity(
 
     judge = None if quality is None else Judge("quality", 1, judged)
     start = partial(of_model, model, train_step, optimizer, config=config, stateful=stateful, judge=judge)
-    return measured(start, judge is None, base, q_max, windows, layers, steps, estimate, seeds, progress)
+    return measured(start, judge is None, base, q_max, windows, layers, steps, estimate, roles, seeds, progress)
 
 
 def measured(
@@ -111,6 +114,7 @@ def measured(
     layers: int | Sequence[Sequence[str] | str] = 4,
     steps: int = 100,
     estimate: bool = True,
+    roles: bool = False,
     seeds: Sequence[int] = (0, 1, 2, 3, 4),
     progress: bool | None = None,
 ) -> Sensitivity:
@@ -118,7 +122,7 @@ def measured(
 
     With ``by_loss`` they have no judge: the mean loss of some further steps at q_max bits is measured.
     """
-    declared(measured, {"estimate": estimate, "progress": progress})
+    declared(measured, {"estimate": estimate, "roles": roles, "progress": progress})
     base, q_max = check_bits("base", base), check_bits("q_max", q_max)
     whole("base, up to q_max,", base, 2, q_max)
     if not isinstance(seeds, Iterable) or isinstance(seeds, bytes) or not (found := tuple(seeds)):
@@ -133,7 +137,7 @@ def measured(
     cut = whole("layers", layers, 1) if isinstance(layers, int) else _patterns(layers)
     tail = max(1, steps // 8) if by_loss else 0
     references: list[float] = []
-    in_windows, in_groups, estimates = [], [], []
+    in_windows, in_groups, in_roles, estimates = [], [], [], []
     bar = waiting("sensitivity", unit=" steps", progress=progress)
     started = start(q_max, seeds, steps + tail)
     with bar, closing(started):  # whatever happens, the model is put back now, not when an error is forgotten
@@ -159,6 +163,10 @@ def measured(
             over_time = [run([base - (a <= t < b) for t in range(steps)]) for a, b in spans]
             less: list[Bits] = [{n: base - (n in g) for n in layer_precisions(trial.model)} for g in groups]
             over_layers = [run([bits] * steps) for bits in less]
+            if roles:
+                even = run([Levels(*[base] * 4)] * steps)
+                less_of = [Levels(*(base - (i == j) for j in range(4))) for i in range(4)]
+                in_roles.append(tuple(better * (even - run([levels] * steps)) for levels in less_of))
             references.append(reference)
             in_windows.append(tuple(better * (reference - x) for x in over_time))
             in_groups.append(tuple(better * (reference - x) for x in over_layers))
@@ -168,6 +176,7 @@ def measured(
     return Sensitivity(
         title, name, base, steps, spans, groups, tuple(sum(macs_of[n] for n in g) for g in groups), seeds,
         tuple(references), tuple(in_windows), tuple(in_groups), tuple(estimates),
+        tuple(in_roles),
     )  # fmt: skip
 
 

@@ -22,9 +22,11 @@ from scipy import stats
 from cpt_core.checks import MOST_BITS, choose, declared, library, nulled, shown, whole
 from cpt_core.schedules.layered import LayeredSchedule
 from cpt_core.schedules.profiles import Array
-from cpt_core.schedules.schedule import Schedule
+from cpt_core.schedules.roles import RoleSchedules
+from cpt_core.schedules.schedule import Levels, Schedule
 
 OVER = ("time", "layers", "both")
+PLACES = ("time", "layers", "roles")  # where one bit less was measured
 FLOOR = 0.05  # smallest response of a place, as a share of what it had if all work were alike
 
 
@@ -45,6 +47,8 @@ class Sensitivity:
         in_windows: quality lost by one bit less in a window, [seed][window]; NaN where training diverged.
         in_groups: the same by one bit less in a group of layers throughout, [seed][group].
         estimated: the estimate without further runs, [window][group], in units of its own; () where none was made.
+        in_roles: the same as ``in_groups`` by one bit less in a role of ``Levels`` throughout, [seed][role], where the
+            gradients of the training it is compared with have ``base`` bits, too; () where it was not measured.
     """
 
     title: str
@@ -59,6 +63,7 @@ class Sensitivity:
     in_windows: tuple[tuple[float, ...], ...]
     in_groups: tuple[tuple[float, ...], ...]
     estimated: tuple[tuple[float, ...], ...] = ()
+    in_roles: tuple[tuple[float, ...], ...] = ()
 
     def __post_init__(self) -> None:
         """Check the values, and that they belong together."""
@@ -78,6 +83,7 @@ class Sensitivity:
             "in_groups": (seeds, groups),
         }
         shapes |= {"estimated": (windows, groups)} if self.estimated else {}
+        shapes |= {"in_roles": (seeds, len(Levels._fields))} if self.in_roles else {}
         for name, shape in shapes.items():
             if 0 in shape or np.shape(np.array(getattr(self, name), dtype=object)) != shape:
                 raise ValueError(
@@ -90,13 +96,15 @@ class Sensitivity:
         return 4.0 ** -(self.base - 1) - 4.0**-self.base
 
     def response(self, over: str) -> Array:
-        """Return w of every place, by seed: quality lost per step and unit of 4**-q, (seeds, windows or groups).
+        """Return w of every place, by seed: quality lost per step and unit of 4**-q, (seeds, windows, groups or roles).
 
-        ``over`` is "time" or "layers".
+        ``over`` is "time", "layers" or "roles".
         """
-        if choose("over", over, OVER[:2]) == "time":
+        if choose("over", over, PLACES) == "time":
             return np.array(self.in_windows) / (np.diff(np.array(self.windows), axis=1).T * self.added)
-        return np.array(self.in_groups) / (self.steps * self.added)
+        if over == "roles" and not self.in_roles:
+            raise ValueError("one bit less in a role was not measured; ask for it: sensitivity(..., roles=True)")
+        return np.array(self.in_groups if over == "layers" else self.in_roles) / (self.steps * self.added)
 
     def estimates(self, over: str) -> Array:
         """Return mean, low and high (95 %, Student's t over seeds) of the response of every place, (3, places)."""
@@ -109,7 +117,7 @@ class Sensitivity:
     def even(self, over: str) -> Array:
         """Return what the responses would be if all work were alike: their sum, shared out by time or by MACs."""
         mean = self.response(over).mean(0)
-        share = np.ones(len(mean)) if over == "time" else np.array(self.macs, dtype=float)
+        share = np.array(self.macs, dtype=float) if over == "layers" else np.ones(len(mean))
         known = np.isfinite(mean)  # a place where training diverged has no response
         return share * mean[known].sum() / share[known].sum() if known.any() else share * np.nan
 
@@ -158,7 +166,12 @@ class Sensitivity:
         declared(self.promised, locals())
         if schedule.total_steps != self.steps:
             raise ValueError(f"the schedule has {schedule.total_steps} steps, the sensitivity {self.steps}")
+        if isinstance(schedule, RoleSchedules):
+            noise = (4.0 ** -np.stack(schedule.levels())).sum(1)
+            return float(self.weights("roles", floor) @ noise)
         if isinstance(schedule, LayeredSchedule):
+            if any(isinstance(s, RoleSchedules) for _, s, _ in schedule.parts):
+                raise ValueError("what layers and roles lose together is not known; give one schedule of all layers")
             bits = schedule.by_group()
             if tuple(names for names, _, _ in schedule.parts) != self.groups:
                 raise ValueError(f"the schedule has other groups of layers than {self.groups}")
@@ -170,10 +183,11 @@ class Sensitivity:
     def agreement(self, over: str) -> float:
         """Return Spearman's rank correlation of the measured with the estimated responses; NaN without an estimate.
 
-        By layers both are taken per MAC: groups of more work answer more whatever is asked of them.
+        By layers both are taken per MAC: groups of more work answer more whatever is asked of them. There is none by
+        roles.
         """
         mean = self.estimates(over)[0]
-        if not self.estimated or len(mean) < 2:
+        if not self.estimated or over == "roles" or len(mean) < 2:
             return float("nan")
         estimated = np.array(self.estimated).mean(1 if over == "time" else 0)
         per = np.ones(len(mean)) if over == "time" else np.array(self.macs)
@@ -187,6 +201,7 @@ class Sensitivity:
     def from_dict(cls, d: Mapping[str, Any]) -> Sensitivity:
         """Rebuild what ``to_dict`` gave; other keys are left aside."""
         declared(cls.from_dict, locals())
+        d = {"in_roles": (), **d}  # what was written before roles were measured
         if missing := [f.name for f in fields(cls) if f.name not in d]:
             raise ValueError(f"d must be what to_dict() returned, and lacks {', '.join(missing)}; got {shown(d)}")
         return cls(**{f.name: _tupled(d[f.name], "in_" in f.name) for f in fields(cls)})
@@ -199,7 +214,7 @@ class Sensitivity:
             f"{self.steps} steps, {n} seed{'s' * (n > 1)}",
             f"{'place':<24} {'lost':>9} {'w: mean [95 %]':>32} {'w used':>10}",
         ]
-        for over, lost in (("time", self.in_windows), ("layers", self.in_groups)):
+        for over, lost in self._measured.items():
             (mean, low, high), even = self.estimates(over), self.even(over)
             used = self.weights(over) if even.sum() > 0 else np.full(len(mean), np.nan)
             for i, place in enumerate(self.places(over)):
@@ -207,21 +222,28 @@ class Sensitivity:
                 said += " diverged" if np.isnan(mean[i]) else ""
                 w = f"{mean[i]:.4g} [{low[i]:.4g}, {high[i]:.4g}]"
                 lines.append(f"{place:<24} {np.mean(lost, axis=0)[i]:9.4g} {w:>32} {used[i]:10.4g}{said}")
-            if self.estimated and len(mean) > 1:
+            if self.estimated and over != "roles" and len(mean) > 1:
                 lines.append(f"  rank correlation with the estimate over {over}: {self.agreement(over):+.2f}")
         return "\n".join(lines)
 
+    @property
+    def _measured(self) -> dict[str, tuple[tuple[float, ...], ...]]:
+        found = zip(PLACES, (self.in_windows, self.in_groups, self.in_roles), strict=True)
+        return {over: lost for over, lost in found if lost}
+
     def places(self, over: str) -> list[str]:
-        """Return the names of the windows or groups."""
-        if choose("over", over, OVER[:2]) == "time":
+        """Return the names of the windows, groups or roles."""
+        if choose("over", over, PLACES) == "time":
             return [f"steps {a} to {b - 1}" for a, b in self.windows]
+        if over == "roles":
+            return [role.replace("_", " ") for role in Levels._fields]
         return [g[0] if len(g) == 1 else f"{g[0]} .. {g[-1]}" for g in self.groups]
 
     def figure(self) -> Any:
-        """Draw responses over time and over layers (per MAC), relative to work that is alike: a matplotlib figure."""
-        described = library("cpt_core.described", "lab")
-        with described.drawing(1, 2, figsize=(9, 3.2)) as (figure, (axes,)):
-            for ax, over in zip(axes, OVER, strict=False):
+        """Draw responses over time, layers (per MAC) and roles, relative to work that is alike: a matplotlib figure."""
+        described, parts = library("cpt_core.described", "lab"), self._measured
+        with described.drawing(1, len(parts), figsize=(4.5 * len(parts), 3.2)) as (figure, (axes,)):
+            for ax, over in zip(axes, parts, strict=True):
                 even = self.even(over)
                 mean, low, high = self.estimates(over) / even
                 x = np.arange(len(mean))
@@ -229,14 +251,15 @@ class Sensitivity:
                 ax.errorbar(x, mean, [mean - low, high - mean], fmt="o", color="#222222", capsize=3, label="measured")
                 if even.sum() > 0:
                     ax.plot(x, self.weights(over) / even, "D", color="#D55E00", markersize=4, label="used by allocate")
-                if self.estimated:
+                if self.estimated and over != "roles":
                     estimated = np.array(self.estimated).mean(1 if over == "time" else 0)
                     shares = estimated / estimated.sum() / (even / even.sum())
                     ax.plot(x, shares, "x", color="#0072B2", label="estimated from gradients")
                 ax.set_xticks(x, self.places(over), rotation=30, ha="right", fontsize=8)
                 ax.set_ylabel("response w, 1: as if all were alike", fontsize=8)
             axes[0].legend(fontsize=8)
-            worst = int(np.argmax(mean))  # of the layers, drawn last
+            mean, low, _ = self.estimates("layers") / self.even("layers")
+            worst = int(np.argmax(mean))
             found = (
                 f"A bit less costs most in {self.places('layers')[worst]}" if low[worst] > 1 else "No layer stands out"
             )

@@ -11,13 +11,13 @@ import torch
 from torch import nn
 
 from cpt_core.checks import number
-from cpt_core.quantization.convert import QuantConfig, layer_precisions, quantize_, restore_
+from cpt_core.quantization.convert import QuantConfig, all_precisions, layer_precisions, quantize_, restore_
 from cpt_core.quantization.layers import QuantizedLayer
 from cpt_core.quantization.scheduler import PrecisionScheduler, precision
-from cpt_core.schedules.schedule import StaticSchedule
+from cpt_core.schedules.schedule import Levels, StaticSchedule
 
 TrainStep = Callable[[int], Any]
-Bits = int | Mapping[str, int]  # of all layers, or by patterns of their names
+Bits = int | Mapping[str, int] | Levels  # of all layers, by patterns of their names, or of all layers by role
 
 
 class Judge(NamedTuple):
@@ -64,14 +64,19 @@ class Trial:
             torch.cuda.set_rng_state(random_cuda)
 
     def losses(self, bits: Sequence[Bits], first: int, q_grad: int, bar: Any) -> list[float]:
-        """Train from the start, step i at ``bits[i]``; a diverged training ends with NaN.
+        """Train from the start, step i at ``bits[i]``, gradients at ``q_grad`` bits unless these are ``Levels``.
+
+        A diverged training ends with NaN.
 
         ValueError when the loss is no number, and when a learning rate is not that of the trainings before.
         """
         self.put_back()
         out: list[float] = []
         for i, q in enumerate(bits):
-            with precision(self.model, bits=q, q_grad=q_grad):
+            with precision(self.model, q_grad if isinstance(q, Levels) else q, q_grad):
+                if isinstance(q, Levels):
+                    for layer in all_precisions(self.model).values():
+                        layer.set_levels(q)
                 loss = self.train_step(first + i)
             out.append(number("train_step must return the loss", loss))
             self._check_rates(i)

@@ -10,7 +10,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cpt_core.checks import declared, shown, whole
-from cpt_core.schedules.cost import relative_cost
 from cpt_core.schedules.profiles import Array
 from cpt_core.schedules.schedule import Schedule, set_range
 
@@ -82,7 +81,7 @@ class LayeredSchedule(Schedule):
         return self.by_group().max(0).astype(np.float64)
 
     def _relative_cost(self, q_max: int, q_grad: int | None, *priced: Any) -> float:
-        return self._mean(lambda s: relative_cost(s.bits(), q_max, q_grad, *priced))
+        return self._mean(lambda s: s.relative_cost(q_grad, q_max, *priced))
 
     def noise_exposure(self, q_max: int | None = None) -> float:
         """Return the mean of 4**-q over steps and MACs, relative to static ``q_max``."""

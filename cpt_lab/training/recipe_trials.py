@@ -49,7 +49,7 @@ def recipe_sensitivity(
         recipe: its data must be there. Every seed has initial weights, batches and rounding noise of its own.
         metric: None takes the main one of the task, on held-out data; "loss" is less noisy.
         steps: optimizer steps of a training; None takes the recipe's.
-        **options: ``base q_max windows layers estimate seeds progress`` of ``cpt_core.choosing.sensitivity``.
+        **options: ``base q_max windows layers estimate roles seeds progress`` of ``cpt_core.choosing.sensitivity``.
 
     Raises:
         ValueError: for a recipe whose learning rate waits for evaluations, or that holds out no data; and as there.

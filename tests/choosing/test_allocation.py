@@ -14,7 +14,8 @@ from cpt_core.choosing.sensitivities import FLOOR, Sensitivity
 from cpt_core.formats.ladder import LADDERS
 from cpt_core.schedules import cost
 from cpt_core.schedules.layered import LayeredSchedule
-from cpt_core.schedules.schedule import TableSchedule
+from cpt_core.schedules.roles import RoleSchedules
+from cpt_core.schedules.schedule import Levels, TableSchedule
 
 WINDOWS, GROUPS = 8, 3
 MACS = (100, 50, 3)
@@ -64,7 +65,8 @@ def test_the_budget_is_met_and_no_exchange_of_one_bit_helps(problem):
     budget = lowest + share * (1 - lowest)
     try:
         prices = cost.step_cost(np.arange(q_min, q_max + 1), q_max)
-        counts = spread_bits(weights, macs, steps, budget, q_min, prices, float(prices[-1]))
+        noise = 4.0 ** -np.arange(q_min, q_max + 1)
+        counts = spread_bits(weights, macs, steps, budget, prices / prices[-1], noise)
     except ValueError as problem:  # of all work in a few steps, one in a hundred
         if "steps are too few" not in str(problem):
             raise
@@ -103,6 +105,34 @@ def test_the_schedule_itself_meets_the_budget(over, steps):
         found = allocate(s, budget, 2, 8, over, total_steps=steps)
         assert found.total_steps == steps
         assert budget * (1 - TOLERANCE) - 1e-12 <= found.relative_cost(8, 8) <= budget + 1e-12
+
+
+@given(st.lists(st.floats(0.05, 20), min_size=4, max_size=4), st.floats(0.2, 1.0))
+@settings(max_examples=30)
+def test_no_fixed_bits_of_roles_lose_less_at_the_cost(lost, budget):
+    s = measured(in_roles=(tuple(lost),))
+    found = allocate(s, budget, 2, 8, "roles")
+    assert budget * (1 - TOLERANCE) - 1e-12 <= found.relative_cost(q_max=8) <= budget + 1e-12
+    every = np.array(list(itertools.product(range(2, 9), repeat=4)))
+    a, w, e, g = every.T
+    affordable = (a * w + e * w + g * a) / 192 <= found.relative_cost(q_max=8) + 1e-12
+    loss = s.steps * (4.0**-every @ s.weights("roles"))
+    assert s.promised(found) <= loss[affordable].min() * (1 + 1e-9)
+
+
+def test_roles_that_matter_more_have_more_bits():
+    lost = Levels(activation=1.0, weight=4.0, error=1.0, weight_gradient=16.0)
+    s = measured(in_roles=(tuple(lost),))
+    fixed = allocate(s, 0.3, 2, 8, "roles")
+    assert isinstance(fixed, RoleSchedules)
+    mean = Levels(*(x.mean() for x in fixed.levels()))
+    assert mean.weight_gradient > mean.weight > mean.error > mean.activation  # of which two products take the last
+    everywhere = allocate(s, 0.3, 2, 8, "all")  # layers and windows are alike: as over roles
+    assert everywhere.relative_cost(q_max=8) == pytest.approx(0.3, rel=TOLERANCE)
+    for _, schedule, _ in everywhere.parts:
+        assert [x.mean() for x in schedule.levels()] == pytest.approx(list(mean), abs=0.1)
+    later = allocate(measured(time=[1] * 7 + [16.0], in_roles=s.in_roles), 0.3, 2, 8, "all").parts[0][1]
+    assert all(bits[280:].mean() > bits[:280].mean() for bits in later.levels())
 
 
 def test_bits_go_where_they_matter():
@@ -171,17 +201,23 @@ def test_an_infinite_response_counts_as_diverged():
 
 
 def test_responses_are_over_time_or_over_layers():
-    with pytest.raises(ValueError, match=r"unknown over 'both'; choose from time, layers$"):
+    with pytest.raises(ValueError, match=r"unknown over 'both'; choose from time, layers, roles$"):
         measured().response("both")
+    with pytest.raises(ValueError, match=r"a role was not measured; ask for it: sensitivity\(\.\.\., roles=True\)"):
+        allocate(measured(), 0.5, 2, 8, "all")
 
 
 def test_it_comes_back_from_json():
-    s = measured(time=[1.0] * 7 + [NAN], estimated=((1.0, 2.0, 3.0),) * WINDOWS)
+    s = measured(time=[1.0] * 7 + [NAN], estimated=((1.0, 2.0, 3.0),) * WINDOWS, in_roles=((1.0, 2.0, NAN, 3.0),))
     text = json.dumps(s.to_dict(), allow_nan=False)
     again = Sensitivity.from_dict(json.loads(text))
     assert np.isnan(again.in_windows[0][-1])
     assert again.to_dict() == s.to_dict()
-    assert s.figure().axes
+    assert len(s.figure().axes) == 3
+    shown = str(measured(in_roles=s.in_roles)).splitlines()[-4:]
+    assert [line[:15].strip() for line in shown] == s.places("roles")
+    older = {name: value for name, value in s.to_dict().items() if name != "in_roles"}
+    assert Sensitivity.from_dict(older).in_roles == ()
 
 
 def test_what_a_schedule_loses_is_a_sum_over_steps_and_layers():
@@ -194,6 +230,12 @@ def test_what_a_schedule_loses_is_a_sum_over_steps_and_layers():
     layered = LayeredSchedule(tuple((g, p, m) for g, p, m in zip(s.groups, parts, s.macs, strict=True)))
     assert s.promised(layered) == pytest.approx(sum(lost))
     assert s.promised(parts[0]) == pytest.approx(lost[0] * 1.2)  # the same bits in both, of which one is a fifth
+    roles = RoleSchedules(weight=parts[0], activation=4, error=5, weight_gradient=6)
+    with_roles = measured(steps=12, time=(1, 2, 5), in_roles=((1.0, 2.0, 3.0, 4.0),))
+    by_role = np.array([12 * 4.0**-4, (4.0 ** -bits[0]).sum(), 12 * 4.0**-5, 12 * 4.0**-6]) / (12 * s.added)
+    assert with_roles.promised(roles) == pytest.approx(by_role @ [1, 2, 3, 4])
+    with pytest.raises(ValueError, match="what layers and roles lose together is not known"):
+        with_roles.promised(LayeredSchedule(((("*",), roles, 1),)))
 
 
 def test_agreement_with_the_estimate():
@@ -213,6 +255,7 @@ def test_agreement_with_the_estimate():
         (dict(budget=0.05), "budgets lie between 0.1875 and 1"),
         (dict(budget=0.9, q_min=8, q_max=8), "budget 0.9 cannot be met: q_min and q_max are both 8, and static"),
         (dict(q_min=9), "1 <= q_min <= q_max"),
+        (dict(over="roles", q_grad=6), "gradients have bits of their own; leave q_grad out, got 6"),
         (dict(total_steps=4), "4 steps are too few for 8 windows"),
         (dict(total_steps=9, budget=0.451), "9 steps are too few to cost 0.451 to 0.1 %"),
     ],
@@ -222,7 +265,7 @@ def test_bad_values_are_refused(change, said):
         allocate(measured(), **{**dict(budget=0.5, q_min=2, q_max=8, over="time"), **change})
 
 
-@pytest.mark.parametrize("over", ["time", "layers", "both"])
+@pytest.mark.parametrize("over", ["time", "layers", "both", "roles", "all"])
 @pytest.mark.parametrize(
     ("spent", "q_min", "q_max"),
     [
@@ -235,7 +278,12 @@ def test_bad_values_are_refused(change, said):
 def test_a_budget_in_another_cost_is_met_in_it(over, spent, q_min, q_max):
     lowest = cost.relative_cost([q_min], q_max, **spent)
     budget = lowest + 0.4 * (1 - lowest)
-    schedule = allocate(measured(time=range(1, WINDOWS + 1)), budget, q_min, q_max, over, **spent)
+    s = measured(time=range(1, WINDOWS + 1), in_roles=((1.0, 2.0, 3.0, 4.0),))
+    if over in ("roles", "all") and callable(spent.get("cost")):
+        with pytest.raises(ValueError, match="roles with levels of their own are priced by the name of a cost"):
+            allocate(s, budget, q_min, q_max, over, **spent)
+        return
+    schedule = allocate(s, budget, q_min, q_max, over, **spent)
     assert budget * (1 - TOLERANCE) <= schedule.relative_cost(q_max, q_max, **spent) <= budget + 1e-12
     even = static_of_cost(budget, q_max, 320, q_min, **spent)
     assert even.relative_cost(q_max, q_max, **spent) == pytest.approx(budget, rel=0.01)

@@ -49,6 +49,24 @@ def test_every_training_has_one_bit_less_in_its_place(monkeypatch):
     assert found.groups == (("0",), ("4",))
 
 
+def test_every_role_has_one_bit_less_once():
+    """After base, windows and groups: all roles at the base, then one bit less in each."""
+    model, train_step, optimizer, _ = problem()
+    used, answers = [], iter([0.9] * 5 + [0.5, 0.4, 0.3, 0.2, 0.1])
+
+    def watched(step):
+        used.append({tuple(p.in_force) for p in layer_precisions(model).values()})
+        return train_step(step)
+
+    short = {**SHORT, "seeds": (0,)}
+    found = sensitivity(model, watched, optimizer, quality=lambda: next(answers), estimate=False, roles=True, **short)
+    runs = [used[1 + i * 8 : 9 + i * 8] for i in range(10)]
+    assert runs[0] == [{(3, 3, 8, 8)}] * 8
+    wanted = [(3, 3, 3, 3), (2, 3, 3, 3), (3, 2, 3, 3), (3, 3, 2, 3), (3, 3, 3, 2)]
+    assert runs[5:] == [[{levels}] * 8 for levels in wanted]
+    assert found.in_roles == (pytest.approx((0.1, 0.2, 0.3, 0.4)),)
+
+
 def test_what_is_lost_is_the_difference_to_the_base():
     model, train_step, optimizer, _ = problem()
     answers = iter([0.9, 0.7, 0.8, 0.85, 1.0, 0.5, 0.5, 0.4, 0.5, 0.6])
