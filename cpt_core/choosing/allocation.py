@@ -25,13 +25,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cpt_core.checks import MOST_BITS, choose, whole
-from cpt_core.choosing.sensitivities import FLOOR, OVER, Sensitivity
+from cpt_core.choosing.sensitivities import FLOOR, OVER, ROLES, Sensitivity
 from cpt_core.formats.ladder import FormatLadder
 from cpt_core.schedules.cost import StepCost, check_budget, costs_of, function_of, role_prices, static_cost
 from cpt_core.schedules.layered import LayeredSchedule
 from cpt_core.schedules.profiles import Array
 from cpt_core.schedules.roles import RoleSchedules
-from cpt_core.schedules.schedule import MOST_STEPS, Levels, Schedule, StaticSchedule, TableSchedule, check_range
+from cpt_core.schedules.schedule import MOST_STEPS, Schedule, StaticSchedule, TableSchedule, check_range
 
 TOLERANCE = 1e-3  # of the budget, from below
 EXACT = 1e-12  # what is left of the budget, and of a gain, by the arithmetic alone
@@ -62,7 +62,7 @@ def allocate(
         q_min, q_max: lowest and highest bits.
         over: "time" gives all layers the same bits, "layers" each group its own throughout (of two neighbouring
             precisions where the budget asks for it), "both" each group its own in every window. "roles" gives weights,
-            activations and both gradients bits of their own throughout, "all" does so in every group and window.
+            activations and gradients bits of their own throughout, "all" does so in every group and window.
         total_steps: length of the training; None takes that of the sensitivity, others stretch its windows.
         q_grad: gradient bits; ``q_max`` when None. Give the same to ``PrecisionScheduler``, which else takes the
             highest bits of each schedule. Over roles gradients have bits of their own, and it must be None.
@@ -157,22 +157,23 @@ def _table(bits: NDArray[np.int64]) -> TableSchedule:
 
 
 def _schedule(bits: NDArray[np.int64]) -> Schedule:
-    """Make a schedule of the bits of every step, (steps,) or (steps, 4) by role."""
+    """Make a schedule of the bits of every step, (steps,) or (steps, 3) by role."""
     if bits.ndim == 1:
         return _table(bits)
-    return RoleSchedules(**{role: _table(of_role) for role, of_role in zip(Levels._fields, bits.T, strict=True)})
+    return RoleSchedules(**{role: _table(of_role) for role, of_role in zip(ROLES, bits.T, strict=True)})
 
 
 def _worth_having(
     weights: Array, levels: NDArray[np.int64], q_max: int, cost: StepCost | str | None, ladder: FormatLadder | None
 ) -> tuple[NDArray[np.int64], Array, Array]:
-    """Return the bits by role, (n, 4), that lose less than all others of their price, their noise and their prices.
+    """Return the bits by role, (n, 3), that lose less than all others of their price, their noise and their prices.
 
     Prices rise, noise falls, and each further one saves less for what it costs: the corners of a convex hull.
-    ``weights`` are the responses of roles, (4,), of which the mean counts as 1.
+    ``weights`` are the responses of roles, (3,), of which the mean counts as 1.
     """
-    every = np.array(list(itertools.product(levels.tolist(), repeat=4)))
-    prices, _ = role_prices(Levels(*every.T), q_max, cost, ladder)
+    every = np.array(list(itertools.product(levels.tolist(), repeat=3)))
+    weight, activation, gradient = every.T
+    prices, _ = role_prices((activation, weight, gradient, gradient), q_max, cost, ladder)
     noise = 4.0**-every @ (weights / weights.mean())
     found: list[int] = []
     for i in np.lexsort((noise, prices)).tolist():

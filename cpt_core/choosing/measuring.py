@@ -84,8 +84,8 @@ def sensitivity(
         quality: called after every training, at q_max bits, larger is better. None takes the mean loss of some further
             steps at q_max bits, an eighth as many as there were.
         estimate: make the estimate too, see ``choosing.estimate``.
-        roles: measure one bit less in each role, too: weights, activations, the gradients of both backward products.
-            That takes five trainings more, in all of which gradients have ``base`` bits.
+        roles: measure one bit less in weights, in activations and in gradients, too. That takes four trainings more, in
+            all of which gradients have ``base`` bits.
         seeds: repetitions, to know the noise: the model keeps its weights and takes other batches.
 
     Raises:
@@ -164,9 +164,11 @@ def measured(
             less: list[Bits] = [{n: base - (n in g) for n in layer_precisions(trial.model)} for g in groups]
             over_layers = [run([bits] * steps) for bits in less]
             if roles:
-                even = run([Levels(*[base] * 4)] * steps)
-                less_of = [Levels(*(base - (i == j) for j in range(4))) for i in range(4)]
-                in_roles.append(tuple(better * (even - run([levels] * steps)) for levels in less_of))
+                even, *lower = (
+                    run([Levels(activation=a, weight=w, error=g, weight_gradient=g)] * steps)
+                    for w, a, g in base - np.eye(4, 3, k=-1, dtype=int)
+                )
+                in_roles.append(tuple(better * (even - x) for x in lower))
             references.append(reference)
             in_windows.append(tuple(better * (reference - x) for x in over_time))
             in_groups.append(tuple(better * (reference - x) for x in over_layers))

@@ -23,10 +23,11 @@ from cpt_core.checks import MOST_BITS, choose, declared, library, nulled, shown,
 from cpt_core.schedules.layered import LayeredSchedule
 from cpt_core.schedules.profiles import Array
 from cpt_core.schedules.roles import RoleSchedules
-from cpt_core.schedules.schedule import Levels, Schedule
+from cpt_core.schedules.schedule import Schedule
 
 OVER = ("time", "layers", "both")
 PLACES = ("time", "layers", "roles")  # where one bit less was measured
+ROLES = ("weight", "activation", "gradient")  # of the last, both backward products have the same bits
 FLOOR = 0.05  # smallest response of a place, as a share of what it had if all work were alike
 
 
@@ -47,8 +48,9 @@ class Sensitivity:
         in_windows: quality lost by one bit less in a window, [seed][window]; NaN where training diverged.
         in_groups: the same by one bit less in a group of layers throughout, [seed][group].
         estimated: the estimate without further runs, [window][group], in units of its own; () where none was made.
-        in_roles: the same as ``in_groups`` by one bit less in a role of ``Levels`` throughout, [seed][role], where the
-            gradients of the training it is compared with have ``base`` bits, too; () where it was not measured.
+        in_roles: the same as ``in_groups`` by one bit less in weights, activations or gradients throughout,
+            [seed][role], where the gradients of the training it is compared with have ``base`` bits, too; () where it
+            was not measured.
     """
 
     title: str
@@ -83,7 +85,7 @@ class Sensitivity:
             "in_groups": (seeds, groups),
         }
         shapes |= {"estimated": (windows, groups)} if self.estimated else {}
-        shapes |= {"in_roles": (seeds, len(Levels._fields))} if self.in_roles else {}
+        shapes |= {"in_roles": (seeds, len(ROLES))} if self.in_roles else {}
         for name, shape in shapes.items():
             if 0 in shape or np.shape(np.array(getattr(self, name), dtype=object)) != shape:
                 raise ValueError(
@@ -167,7 +169,10 @@ class Sensitivity:
         if schedule.total_steps != self.steps:
             raise ValueError(f"the schedule has {schedule.total_steps} steps, the sensitivity {self.steps}")
         if isinstance(schedule, RoleSchedules):
-            noise = (4.0 ** -np.stack(schedule.levels())).sum(1)
+            activation, weight, error, gradient = schedule.levels()
+            if (error != gradient).any():
+                raise ValueError("both gradients were measured together, and this schedule has bits for each")
+            noise = (4.0 ** -np.stack([weight, activation, gradient])).sum(1)
             return float(self.weights("roles", floor) @ noise)
         if isinstance(schedule, LayeredSchedule):
             if any(isinstance(s, RoleSchedules) for _, s, _ in schedule.parts):
@@ -236,7 +241,7 @@ class Sensitivity:
         if choose("over", over, PLACES) == "time":
             return [f"steps {a} to {b - 1}" for a, b in self.windows]
         if over == "roles":
-            return [role.replace("_", " ") for role in Levels._fields]
+            return list(ROLES)
         return [g[0] if len(g) == 1 else f"{g[0]} .. {g[-1]}" for g in self.groups]
 
     def figure(self) -> Any:

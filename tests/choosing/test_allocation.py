@@ -107,26 +107,25 @@ def test_the_schedule_itself_meets_the_budget(over, steps):
         assert budget * (1 - TOLERANCE) - 1e-12 <= found.relative_cost(8, 8) <= budget + 1e-12
 
 
-@given(st.lists(st.floats(0.05, 20), min_size=4, max_size=4), st.floats(0.2, 1.0))
+@given(st.lists(st.floats(0.05, 20), min_size=3, max_size=3), st.floats(0.2, 1.0))
 @settings(max_examples=30)
 def test_no_fixed_bits_of_roles_lose_less_at_the_cost(lost, budget):
     s = measured(in_roles=(tuple(lost),))
     found = allocate(s, budget, 2, 8, "roles")
     assert budget * (1 - TOLERANCE) - 1e-12 <= found.relative_cost(q_max=8) <= budget + 1e-12
-    every = np.array(list(itertools.product(range(2, 9), repeat=4)))
-    a, w, e, g = every.T
-    affordable = (a * w + e * w + g * a) / 192 <= found.relative_cost(q_max=8) + 1e-12
+    every = np.array(list(itertools.product(range(2, 9), repeat=3)))
+    w, a, g = every.T
+    affordable = (a * w + g * w + g * a) / 192 <= found.relative_cost(q_max=8) + 1e-12
     loss = s.steps * (4.0**-every @ s.weights("roles"))
     assert s.promised(found) <= loss[affordable].min() * (1 + 1e-9)
 
 
 def test_roles_that_matter_more_have_more_bits():
-    lost = Levels(activation=1.0, weight=4.0, error=1.0, weight_gradient=16.0)
-    s = measured(in_roles=(tuple(lost),))
+    s = measured(in_roles=((4.0, 1.0, 16.0),))
     fixed = allocate(s, 0.3, 2, 8, "roles")
     assert isinstance(fixed, RoleSchedules)
     mean = Levels(*(x.mean() for x in fixed.levels()))
-    assert mean.weight_gradient > mean.weight > mean.error > mean.activation  # of which two products take the last
+    assert mean.weight_gradient == mean.error > mean.weight > mean.activation
     everywhere = allocate(s, 0.3, 2, 8, "all")  # layers and windows are alike: as over roles
     assert everywhere.relative_cost(q_max=8) == pytest.approx(0.3, rel=TOLERANCE)
     for _, schedule, _ in everywhere.parts:
@@ -208,13 +207,13 @@ def test_responses_are_over_time_or_over_layers():
 
 
 def test_it_comes_back_from_json():
-    s = measured(time=[1.0] * 7 + [NAN], estimated=((1.0, 2.0, 3.0),) * WINDOWS, in_roles=((1.0, 2.0, NAN, 3.0),))
+    s = measured(time=[1.0] * 7 + [NAN], estimated=((1.0, 2.0, 3.0),) * WINDOWS, in_roles=((1.0, 2.0, NAN),))
     text = json.dumps(s.to_dict(), allow_nan=False)
     again = Sensitivity.from_dict(json.loads(text))
     assert np.isnan(again.in_windows[0][-1])
     assert again.to_dict() == s.to_dict()
     assert len(s.figure().axes) == 3
-    shown = str(measured(in_roles=s.in_roles)).splitlines()[-4:]
+    shown = str(measured(in_roles=s.in_roles)).splitlines()[-3:]
     assert [line[:15].strip() for line in shown] == s.places("roles")
     older = {name: value for name, value in s.to_dict().items() if name != "in_roles"}
     assert Sensitivity.from_dict(older).in_roles == ()
@@ -230,10 +229,12 @@ def test_what_a_schedule_loses_is_a_sum_over_steps_and_layers():
     layered = LayeredSchedule(tuple((g, p, m) for g, p, m in zip(s.groups, parts, s.macs, strict=True)))
     assert s.promised(layered) == pytest.approx(sum(lost))
     assert s.promised(parts[0]) == pytest.approx(lost[0] * 1.2)  # the same bits in both, of which one is a fifth
-    roles = RoleSchedules(weight=parts[0], activation=4, error=5, weight_gradient=6)
-    with_roles = measured(steps=12, time=(1, 2, 5), in_roles=((1.0, 2.0, 3.0, 4.0),))
-    by_role = np.array([12 * 4.0**-4, (4.0 ** -bits[0]).sum(), 12 * 4.0**-5, 12 * 4.0**-6]) / (12 * s.added)
-    assert with_roles.promised(roles) == pytest.approx(by_role @ [1, 2, 3, 4])
+    roles = RoleSchedules(weight=parts[0], activation=4, gradient=5)
+    with_roles = measured(steps=12, time=(1, 2, 5), in_roles=((1.0, 2.0, 3.0),))
+    by_role = np.array([(4.0 ** -bits[0]).sum(), 12 * 4.0**-4, 12 * 4.0**-5]) / (12 * s.added)
+    assert with_roles.promised(roles) == pytest.approx(by_role @ [1, 2, 3])
+    with pytest.raises(ValueError, match="both gradients were measured together"):
+        with_roles.promised(RoleSchedules(weight=parts[0], activation=4, error=5, weight_gradient=6))
     with pytest.raises(ValueError, match="what layers and roles lose together is not known"):
         with_roles.promised(LayeredSchedule(((("*",), roles, 1),)))
 
@@ -278,7 +279,7 @@ def test_bad_values_are_refused(change, said):
 def test_a_budget_in_another_cost_is_met_in_it(over, spent, q_min, q_max):
     lowest = cost.relative_cost([q_min], q_max, **spent)
     budget = lowest + 0.4 * (1 - lowest)
-    s = measured(time=range(1, WINDOWS + 1), in_roles=((1.0, 2.0, 3.0, 4.0),))
+    s = measured(time=range(1, WINDOWS + 1), in_roles=((1.0, 2.0, 3.0),))
     if over in ("roles", "all") and callable(spent.get("cost")):
         with pytest.raises(ValueError, match="roles with levels of their own are priced by the name of a cost"):
             allocate(s, budget, q_min, q_max, over, **spent)
