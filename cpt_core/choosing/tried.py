@@ -180,15 +180,13 @@ class Tried:
     def sentences(self) -> dict[str, str]:
         """Return the answer in words: a sentence or two on bits, schedules, gradients, time, and what is not clear."""
         statics = {d.arm.bits: d for d in self._of("static")}
+        every = [r for of_arm in self.results.values() for r in of_arm.values()]
         if not statics:
-            took = [r.seconds for of_arm in self.results.values() for r in of_arm.values()]
-            takes = f" A training takes {took[0]:.0f} s; a first answer needs a dozen." if took else ""
-            return {
-                "Bits": f"Nothing can be said: it was stopped before float32 and one precision were trained.{takes}"
-            }
-        values = [r.value for of_arm in self.results.values() for r in of_arm.values()]
-        if len(set(values)) == 1:
-            return {"Bits": f"All {len(values)} trainings reached {self._reached}: nothing tells precisions apart."}
+            takes = f" A training takes {every[0].seconds:.0f} s; a first answer needs a dozen." if every else ""
+            said = "Nothing can be said: it was stopped before float32 and one precision were trained."
+            return {"Bits": said + takes}
+        if len({r.value for r in every}) == 1:
+            return {"Bits": f"All {len(every)} trainings reached {self._reached}: nothing tells precisions apart."}
         if np.mean([r.value for r in self.results[FULL].values()]) <= self.guessed:
             said = f"Nothing can be said: in float32 it reaches {self._reached}, no more than guessing"
             return {"Bits": f"{said} ({self.guessed:.4g})."}

@@ -6,7 +6,6 @@ import pytest
 import torch
 from torch import nn
 
-from cpt_core.bitops.ledger import BitOpsLedger
 from cpt_core.choosing.adaptive import AdaptiveScheduler
 from cpt_core.quantization.convert import layer_precisions, quantize_
 from cpt_core.quantization.scheduler import PrecisionScheduler, precision
@@ -70,22 +69,6 @@ def test_layers_have_the_level_in_force_and_gradients_and_evaluation_theirs():
             assert {p.bits for p in layer_precisions(net).values()} == {8}
 
 
-def test_the_ledger_counts_what_the_schedule_costs():
-    net = model()
-    scheduler, x = AdaptiveScheduler(net, (2, 8), steps_per_epoch=1), torch.ones(5, 4)
-    with BitOpsLedger(net) as ledger:
-        for _ in range(8):
-            net(x).sum().backward()
-            scheduler.step(1.0)
-    assert scheduler.ran.runs == ((2, 5), (8, 3))
-    eight = model()
-    PrecisionScheduler(eight, StaticSchedule(8, 8))
-    with BitOpsLedger(eight) as static:
-        for _ in range(8):
-            eight(x).sum().backward()
-    assert ledger.total("paper") / static.total("paper") == pytest.approx(scheduler.ran.relative_cost(8, 8))
-
-
 def test_a_state_goes_on_in_the_middle_of_an_epoch():
     losses = torch.rand(40, generator=torch.Generator().manual_seed(3)).tolist()
     whole = AdaptiveScheduler(model(), (3, 8), steps_per_epoch=3, share=1.0)
@@ -119,3 +102,5 @@ def test_a_state_of_another_scheduler_is_refused_and_nothing_changes():
         _ = AdaptiveScheduler(model(), (3, 8), steps_per_epoch=1).ran
     with pytest.raises(ValueError, match=r"levels must rise, got \(4, 4\)"):
         AdaptiveScheduler(model(), (4, 4), steps_per_epoch=1)
+    with pytest.raises(ValueError, match=r"share must be a number from 0 to 1, got -0\.1"):
+        AdaptiveScheduler(model(), steps_per_epoch=1, share=-0.1)

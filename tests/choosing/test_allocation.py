@@ -98,15 +98,6 @@ def test_with_equal_responses_the_answer_is_static_precision(bits, steps, over, 
         assert (found.by_group() == bits).all()
 
 
-@pytest.mark.parametrize(("over", "steps"), [("time", 64), ("layers", 320), ("both", 6_400), ("both", 64)])
-def test_the_schedule_itself_meets_the_budget(over, steps):
-    s = measured(time=[1, 1, 1, 1, 1, 2, 3, 9], layers=(20, 40, 15))
-    for budget in (0.25, 80 / 192, 0.7):
-        found = allocate(s, budget, 2, 8, over, total_steps=steps)
-        assert found.total_steps == steps
-        assert budget * (1 - TOLERANCE) - 1e-12 <= found.relative_cost(8, 8) <= budget + 1e-12
-
-
 @given(st.lists(st.floats(0.05, 20), min_size=3, max_size=3), st.floats(0.2, 1.0))
 @settings(max_examples=30)
 def test_no_fixed_bits_of_roles_lose_less_at_the_cost(lost, budget):
@@ -206,6 +197,11 @@ def test_responses_are_over_time_or_over_layers():
         allocate(measured(), 0.5, 2, 8, "all")
 
 
+def test_what_is_no_sensitivity_is_refused():
+    with pytest.raises(ValueError, match=r"cpt.choosing.sensitivity returned, or Sensitivity.from_dict\(...\)"):
+        allocate(measured().to_dict(), 0.5, 2, 8)
+
+
 def test_it_comes_back_from_json():
     s = measured(time=[1.0] * 7 + [NAN], estimated=((1.0, 2.0, 3.0),) * WINDOWS, in_roles=((1.0, 2.0, NAN),))
     text = json.dumps(s.to_dict(), allow_nan=False)
@@ -268,15 +264,16 @@ def test_bad_values_are_refused(change, said):
 
 @pytest.mark.parametrize("over", ["time", "layers", "both", "roles", "all"])
 @pytest.mark.parametrize(
-    ("spent", "q_min", "q_max"),
+    ("spent", "q_min", "q_max", "steps"),
     [
-        ({"cost": "energy"}, 3, 8),
-        ({"cost": {q: 2.0**q for q in range(3, 9)}.__getitem__}, 3, 8),
-        ({"ladder": LADDERS["minifloat"]}, 4, 8),
-        ({"ladder": LADDERS["mx"], "cost": "ace"}, 1, 4),
+        ({}, 2, 8, 64),
+        ({"cost": "energy"}, 3, 8, 6_400),
+        ({"cost": {q: 2.0**q for q in range(3, 9)}.__getitem__}, 3, 8, None),
+        ({"ladder": LADDERS["minifloat"]}, 4, 8, None),
+        ({"ladder": LADDERS["mx"], "cost": "ace"}, 1, 4, None),
     ],
 )
-def test_a_budget_in_another_cost_is_met_in_it(over, spent, q_min, q_max):
+def test_a_budget_in_any_cost_is_met_in_it(over, spent, q_min, q_max, steps):
     lowest = cost.relative_cost([q_min], q_max, **spent)
     budget = lowest + 0.4 * (1 - lowest)
     s = measured(time=range(1, WINDOWS + 1), in_roles=((1.0, 2.0, 3.0),))
@@ -284,7 +281,8 @@ def test_a_budget_in_another_cost_is_met_in_it(over, spent, q_min, q_max):
         with pytest.raises(ValueError, match="roles with levels of their own are priced by the name of a cost"):
             allocate(s, budget, q_min, q_max, over, **spent)
         return
-    schedule = allocate(s, budget, q_min, q_max, over, **spent)
+    schedule = allocate(s, budget, q_min, q_max, over, total_steps=steps, **spent)
+    assert schedule.total_steps == (steps or 320)
     assert budget * (1 - TOLERANCE) <= schedule.relative_cost(q_max, q_max, **spent) <= budget + 1e-12
     even = static_of_cost(budget, q_max, 320, q_min, **spent)
     assert even.relative_cost(q_max, q_max, **spent) == pytest.approx(budget, rel=0.01)

@@ -204,7 +204,10 @@ def test_the_estimate_by_hand():
     [
         (dict(base=9), "base, up to q_max, must be a whole number of at least 2 and at most 8, got 9"),
         (dict(windows=9), "windows, at most one a step, must be .* at most 8, got 9"),
+        (dict(seeds=3), "seeds must name at least one, as .* does; got 3"),
         (dict(seeds=(1, 0, 1)), "seeds must differ"),
+        (dict(layers=[0, 4]), "layers must be a whole number, or patterns"),
+        (dict(quality="accuracy"), "quality must be a function without arguments"),
         (dict(seeds=(-1,)), "each of seeds must be a whole number of at least 0"),
     ],
 )

@@ -1,4 +1,4 @@
-"""Warped profiles, and the schedule of a budget."""
+"""The schedule of a budget."""
 
 import numpy as np
 import pytest
@@ -10,38 +10,7 @@ from hypothesis import strategies as st
 from cpt_core.choosing.solver import solve_schedule
 from cpt_core.inspecting.measured import MeasuredCost, Spent
 from cpt_core.schedules.deficit import AdjustedSchedule
-from cpt_core.schedules.profiles import PROFILES, Warped
 from cpt_core.schedules.schedule import CyclicSchedule, ShortCycleWarning, StaticSchedule
-
-CURVES = ", ".join(name for name in PROFILES if name != "warped")  # what can be bent
-
-
-# --- warped profiles ------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("power", [0.25, 1, 3.7])
-@pytest.mark.parametrize(
-    ("base", "curve"),
-    [
-        ("linear", lambda x: x),
-        ("cosine", lambda x: np.sin(np.pi * x / 2) ** 2),
-        ("exponential", lambda x: 1 - np.exp(-4 * x)),
-        ("rex", lambda x: 0.1 * x / (1 - 0.9 * x)),
-    ],
-)
-def test_a_warped_profile_is_read_at_a_power(base, curve, power):
-    x = np.linspace(0, 1, 101)
-    profile = Warped(base, power)
-    np.testing.assert_allclose(profile.growth(x), curve(x**power), rtol=0, atol=1e-12)
-    np.testing.assert_allclose(profile.horizontal(x), curve((1 - x) ** power), rtol=0, atol=1e-12)
-    np.testing.assert_allclose(profile.vertical(x), 1 - curve(x ** (1 / power)), rtol=0, atol=1e-12)
-
-
-@pytest.mark.parametrize("base", ["sine", "warped"])
-def test_unknown_bases_list_the_choices(base):
-    with pytest.raises(ValueError, match=f"unknown profile .*; choose from {CURVES}$"):
-        Warped(base, 1.0)
-
 
 # --- budgets --------------------------------------------------------------------------------------
 
@@ -141,7 +110,7 @@ def test_solved_schedules_warn_of_short_cycles():
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"family": "warped"}, "unknown family 'warped'"),
+        ({"family": "warped"}, "unknown family 'warped'; choose from linear, cosine, exponential, rex$"),
         ({"q_min": 9}, "q_min=9, q_max=8"),
         ({"n_cycles": 3, "triangular": True}, "even n_cycles"),
     ],

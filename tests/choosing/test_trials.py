@@ -112,6 +112,11 @@ def test_every_training_has_the_same_learning_rates_or_is_refused(repeat):
     with pytest.raises(ValueError, match=r"another \[.*name the LR scheduler in stateful="):
         repeat(model, decays, optimizer)
     assert torch.equal(model[0].weight, weight)
+    for given, message in (
+        ((model, None, optimizer), "needs train_step"), (("digits", train_step, optimizer), "must be a torch module"),
+    ):  # fmt: skip
+        with pytest.raises(ValueError, match=message):
+            repeat(*given)
     for bad in (scheduler, [optimizer, 1]):
         with pytest.raises(ValueError, match="stateful must list objects with state_dict and load_state_dict"):
             repeat(model, train_step, optimizer, stateful=bad)

@@ -275,6 +275,7 @@ def test_a_model_is_left_as_it_was_and_a_store_goes_on(tmp_path):
     ("changes", "message"),
     [
         ({"evaluate": 3}, "evaluate must be a function without arguments that returns a number, got 3"),
+        ({"minutes": 0}, "minutes must be a number of more than 0, got 0"),
         ({"steps": 15}, "steps must be a whole number of at least 16"),
         ({"evaluate": lambda: "good"}, "evaluate must return a quality, one number; got 'good'"),
     ],

@@ -8,7 +8,7 @@ import pytest
 
 from cpt_core.schedules.profiles import PROFILES, SCHEDULES, SUITE, SuiteEntry
 from cpt_lab.analysis.schedules import figure_2
-from cpt_lab.experiments.grids import grid_specs
+from cpt_lab.experiments.grids import find_grids, grid_specs
 
 pytestmark = pytest.mark.filterwarnings("ignore::cpt_core.schedules.schedule.ShortCycleWarning")
 
@@ -48,7 +48,7 @@ print(json.dumps({
 
 @pytest.fixture(scope="module")
 def told():
-    names = ["cifar10/resnet74", "imagenet/resnet18", "ptb/lstm", "digits/equal_cost"]
+    names = [*list(find_grids("figure_3"))[:2], "ptb/lstm", "digits/equal_cost"]
     code = f"{ADD}\nNAMES = {names!r}\n{ASK}"
     done = subprocess.run([sys.executable, "-W", "ignore", "-c", code], capture_output=True, text=True, check=True)
     return json.loads(done.stdout)

@@ -3,7 +3,6 @@
 import pytest
 
 from cpt_core.schedules.layered import LayeredSchedule
-from cpt_core.schedules.make import make_schedule
 from cpt_core.schedules.schedule import StaticSchedule, TableSchedule
 
 PARTS = (
@@ -28,14 +27,6 @@ def test_bits_are_the_highest_and_at_those_of_each():
     assert s.bits().tolist() == [4] * 5 + [8] * 5
     assert s.at(7) == {"conv*": 4, "fc": 8, "head.*": 8}
     assert s.by_group().tolist() == [[4] * 10, [4] * 5 + [8] * 5]
-
-
-def test_with_one_group_it_is_the_schedule_itself():
-    inner = make_schedule("CR", q_min=3, q_max=8, total_steps=80, n_cycles=2)
-    s = LayeredSchedule(((("*",), inner, 7),))
-    assert s.relative_cost() == pytest.approx(inner.relative_cost())
-    assert s.noise_exposure() == pytest.approx(inner.noise_exposure())
-    assert (s.bits() == inner.bits()).all()
 
 
 @pytest.mark.parametrize(

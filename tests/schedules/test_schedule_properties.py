@@ -13,13 +13,13 @@ from hypothesis import strategies as st
 from cpt_core.choosing.solver import solve_schedule
 from cpt_core.schedules.deficit import DeficitSchedule, DelayedSchedule
 from cpt_core.schedules.make import make_schedule
-from cpt_core.schedules.profiles import SCHEDULES, SUITE
+from cpt_core.schedules.profiles import SCHEDULES, SUITE, Warped
 from cpt_core.schedules.schedule import CYCLE_RULES, MIRRORS, CyclicSchedule
 
 CURVES = {
     "L": lambda x: x,
-    "C": lambda x: math.sin(math.pi * x / 2) ** 2,
-    "E": lambda x: -math.expm1(-4 * x),
+    "C": lambda x: np.sin(np.pi * x / 2) ** 2,
+    "E": lambda x: -np.expm1(-4 * x),
     "R": lambda x: 0.1 * x / (1 - 0.9 * x),
 }
 
@@ -99,6 +99,17 @@ def test_costs_shares_and_noise(case, q_grad):
     exposure = schedule.noise_exposure()
     assert exposure == pytest.approx(sum(4.0 ** (q_max - q) for q in bits) / len(bits))
     assert exposure == 1 if set(bits) == {q_max} else exposure > 1
+
+
+@pytest.mark.parametrize("power", [0.25, 1, 3.7])
+@pytest.mark.parametrize("base", ["linear", "cosine", "exponential", "rex"])
+def test_a_warped_profile_is_read_at_a_power(base, power):
+    x, profile, curve = np.linspace(0, 1, 101), Warped(base, power), CURVES[base[0].upper()]
+    np.testing.assert_allclose(profile.growth(x), curve(x**power), rtol=0, atol=1e-12)
+    np.testing.assert_allclose(profile.horizontal(x), curve((1 - x) ** power), rtol=0, atol=1e-12)
+    np.testing.assert_allclose(profile.vertical(x), 1 - curve(x ** (1 / power)), rtol=0, atol=1e-12)
+    with pytest.raises(ValueError, match=r"unknown profile 'warped'; choose from linear, cosine, exponential, rex$"):
+        Warped("warped", power)
 
 
 # --- deficits and budgets -------------------------------------------------------------------------

@@ -43,6 +43,8 @@ TEN = ["LR", "LT", "CR", "CT", "RR", "RTV", "RTH", "ER", "ETV", "ETH"]
             for changes in ({"q_min": 3}, {"profile": Rex(0.5)}, {"delay": NAN})
         ),
         *((partial(make(), step), f"step {step} is outside") for step in (-1, 1600)),
+        (partial(Exponential, 0.0), "rate must be positive"),
+        (partial(schedule_from_dict, {}), "description must be what to_dict"),
         (partial(Rex, 1.0), "d must satisfy 0 <= d < 1"),
         (partial(schedule_from_dict, {"kind": "spiral"}), "unknown kind 'spiral'; choose from static, cyclic, table"),
         (
