@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.utils.rnn import PackedSequence
 
+from cpt_core.bitops.watch import Path
 from cpt_core.checks import unsharded
 from cpt_core.graphs.graph import Graph
 from cpt_core.quantization.coverage import forget_first_pass
@@ -19,7 +20,7 @@ from cpt_core.quantization.precision import LayerPrecision
 
 
 def shadow_of(model: nn.Module, meta: bool) -> nn.Module:
-    """Return a copy of a model in float32, on the ``meta`` device if asked for.
+    """Return a copy of a model in float32 that nobody watches, on the ``meta`` device if asked for.
 
     Raises:
         ValueError: when the model holds something that cannot be copied, or is sharded.
@@ -37,6 +38,10 @@ def shadow_of(model: nn.Module, meta: bool) -> nn.Module:
             "model keeps from an earlier forward pass, or count while it trains, with BitOpsLedger"
         ) from problem
     for module in shadow.modules():
+        for hooks in (module._forward_hooks, module._forward_pre_hooks):
+            for key, hook in list(hooks.items()):  # of whoever watches the original, such as a ledger
+                if isinstance(getattr(getattr(hook, "func", None), "__self__", None), Path):
+                    del hooks[key]
         forget_first_pass(module)  # the model itself will say it when it trains
         if isinstance(module, LayerPrecision):
             module.set_bits(None, None)
@@ -54,10 +59,8 @@ def inputs_of(value: Any, meta: bool, memo: dict[int, Tensor]) -> Any:
     if isinstance(value, PackedSequence):  # its sizes stay on the CPU
         data, sizes, *order = value
         return PackedSequence(inputs_of(data, meta, memo), sizes, *inputs_of(order, meta, memo))
-    if isinstance(value, tuple) and hasattr(value, "_make"):
-        return value._make(inputs_of(v, meta, memo) for v in value)
     if isinstance(value, (tuple, list)):
-        return type(value)(inputs_of(v, meta, memo) for v in value)
+        return getattr(value, "_make", type(value))(inputs_of(v, meta, memo) for v in value)
     if isinstance(value, dict):
         return {k: inputs_of(v, meta, memo) for k, v in value.items()}
     return value
@@ -67,11 +70,8 @@ def tensors_in(value: Any) -> Iterator[Tensor]:
     """Yield the tensors of nested lists, tuples and dicts."""
     if isinstance(value, Tensor):
         yield value
-    elif isinstance(value, Mapping):
-        for part in value.values():
-            yield from tensors_in(part)
-    elif isinstance(value, (tuple, list)):
-        for part in value:
+    elif isinstance(value, (Mapping, tuple, list)):
+        for part in value.values() if isinstance(value, Mapping) else value:
             yield from tensors_in(part)
 
 
@@ -90,12 +90,12 @@ def storage_of(x: Tensor) -> StorageWeakRef | None:
 
 @contextmanager
 def as_it_was(model: nn.Module) -> Iterator[None]:
-    """Put buffers, the rounding noise and torch's random numbers back afterwards."""
+    """Run eager code with gradients; put buffers, the rounding noise and torch's random numbers back afterwards."""
     keys = [m.noise_key for m in model.modules() if isinstance(m, LayerPrecision)]
     held = [(t, t.detach().clone()) for t in (*model.buffers(), *keys)]
     devices = sorted({p.device.index or 0 for p in model.parameters() if p.is_cuda})
     try:
-        with torch.random.fork_rng(devices):
+        with torch.random.fork_rng(devices), torch.compiler.set_stance("force_eager"), torch.enable_grad():
             yield
     finally:
         with torch.no_grad():

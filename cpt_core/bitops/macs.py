@@ -89,13 +89,21 @@ MACS: dict[type[nn.Module], Callable[[Any, tuple[Any, ...], Tensor], int]] = {
     nn.LayerNorm: layer_norm_macs,
     MatrixNorm: layer_norm_macs,
     nn.LSTM: recurrent_macs,
+    nn.GRU: recurrent_macs,
+    nn.RNN: recurrent_macs,
 }
 
 # Layers that the authors' counters do not know; their products are in float32, like those of plain functions.
 PLAIN: tuple[type[nn.Module], ...] = (nn.GRU, nn.RNN)
 GATES_OF = {"LSTM": 4, "GRU": 3, "RNN_TANH": 1, "RNN_RELU": 1}
 
-AGGREGATION, GATES, UPSAMPLING, PRODUCTS = "aggregation", "gates", "upsampling", "products"
+# What a layer does besides its own product, each priced by itself.
+PARTS = AGGREGATION, GATES, UPSAMPLING, PRODUCTS = "aggregation", "gates", "upsampling", "products"
+
+
+def part_of(name: str, part: str) -> str:
+    """Return what a part of a layer is called: "NAME (aggregation)"."""
+    return f"{name} ({part})".lstrip()
 
 
 def pyramid_kinds() -> set[type[nn.Module]]:

@@ -135,14 +135,10 @@ class BitOpsPlan:
             lines.append(f"the total is by {PAPERS}; what runs takes {ran:.5g} BitOps")
         if self.unpriced:
             missing = sum(self.unpriced.values())
-            most = sorted(self.unpriced, key=lambda layer: -self.unpriced[layer])
-            named = [f"{layer} {self.unpriced[layer]:,}" for layer in most[:3]]
-            if len(most) > 3:
-                named.append(f"{len(most) - 3} more in .unpriced")
             share = missing / (self.forward_macs + missing)
             lines.append(
                 f"total is without {missing:,} MACs per step ({share:.1%} of the forward pass), which "
-                f'"{self.convention}" does not price: {", ".join(named)}'
+                f'"{self.convention}" does not price: {tally.largest(self.unpriced, ",", "unpriced")}'
             )
         if self.uncounted:
             lines.append("not counted: " + ", ".join(f"{op} ({n:,} elements)" for op, n in self.uncounted.items()))

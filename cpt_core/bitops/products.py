@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -40,17 +40,16 @@ def products_of(operation: Any, args: tuple[Any, ...], kwargs: dict[str, Any], o
     """
     name = name_of(operation)
     if name in OWN:
-        found = [*OWN[name](args, out)]
-        return [*found[:-1], *(_with_result(last, out) for last in found[-1:])]
-    flops = flop_registry.get(operation._overloadpacket)
-    if flops is None:
+        found = list(OWN[name](args, out))
+    elif (flops := flop_registry.get(operation._overloadpacket)) is not None:
+        first, second = [*(a for a in args if isinstance(a, Tensor)), None, None][:2]
+        found = [_product(flops(*args, **kwargs, out_val=out) // 2, first, second)]
+    else:
         return []
-    first, second = [*(a for a in args if isinstance(a, Tensor)), None, None][:2]
-    return [_with_result(_product(flops(*args, **kwargs, out_val=out) // 2, first, second), out)]
-
-
-def _with_result(product: Product, out: Any) -> Product:
-    return replace(product, elements=(*product.elements[:2], _stored(first_of(out))))
+    if found:  # the last one's result is the operation's
+        x, w, _ = found[-1].elements
+        found[-1] = replace(found[-1], elements=(x, w, _stored(first_of(out))))
+    return found
 
 
 def first_of(out: Any) -> Any:
@@ -108,14 +107,10 @@ def _convolution_backward(args: tuple[Any, ...], out: Any) -> Iterator[Product]:
             yield _product(macs, gradient, other)
 
 
-def _times_columns(first: int) -> Count:
+def _times_columns(args: tuple[Any, ...], out: Any, first: int = 0) -> Iterator[Product]:
     """Every element of the first operand, if it is stored, meets every column of the second (one of a vector)."""
-
-    def count(args: tuple[Any, ...], out: Any) -> Iterator[Product]:
-        x, w = args[first : first + 2]
-        yield _product(_stored(x) * (w.shape[-1] if w.dim() > 1 else 1), x, w)
-
-    return count
+    x, w = args[first : first + 2]
+    yield _product(_stored(x) * (w.shape[-1] if w.dim() > 1 else 1), x, w)
 
 
 def _grouped(args: tuple[Any, ...], out: Any) -> Iterator[Product]:
@@ -157,16 +152,12 @@ def _trilinear(args: tuple[Any, ...], out: Any) -> Iterator[Product]:
     yield Product(math.prod(sizes[d] for d in in_second), first.error or first.weight, _needs(z), (0, _stored(z), 0))
 
 
-def _fast_path(*weights: int) -> Count:
+def _fast_path(args: tuple[Any, ...], out: Any, weights: tuple[int, ...]) -> Iterator[Product]:
     """Fused self-attention of torch's encoders without gradients: products with its weights, and attention's two."""
-
-    def count(args: tuple[Any, ...], out: Any) -> Iterator[Product]:
-        x, tokens = args[0], args[0].shape[1]
-        stored = sum(args[i].numel() for i in weights)
-        per_token = stored + 2 * tokens * x.shape[-1]
-        yield Product(x.numel() // x.shape[-1] * per_token, False, False, (x.numel(), stored, 0))
-
-    return count
+    x, tokens = args[0], args[0].shape[1]
+    stored = sum(args[i].numel() for i in weights)
+    per_token = stored + 2 * tokens * x.shape[-1]
+    yield Product(x.numel() // x.shape[-1] * per_token, False, False, (x.numel(), stored, 0))
 
 
 def _recurrent(args: tuple[Any, ...], out: Any) -> Iterator[Product]:
@@ -174,13 +165,13 @@ def _recurrent(args: tuple[Any, ...], out: Any) -> Iterator[Product]:
     x, first, second = args[:3]
     weights = [w for w in first if w.dim() == 2] if isinstance(first, (tuple, list)) else [first, second]
     stored = sum(w.numel() for w in weights)
-    product = _product(x.numel() // x.shape[-1] * stored, x, weights[0])
-    yield replace(product, elements=(x.numel(), stored, 0))
+    yield Product(x.numel() // x.shape[-1] * stored, _needs(x), _needs(weights[0]), (x.numel(), stored, 0))
 
 
+ADDS = ("addmm", "baddbmm", "addbmm", "addmv", "_addmm_activation", "_sparse_addmm")  # their first argument is added
 OWN: dict[str, Count] = {
-    **dict.fromkeys(("mm", "bmm", "mv", "dot", "vdot", "_int_mm"), _times_columns(0)),
-    **dict.fromkeys(("addmm", "baddbmm", "addbmm", "addmv", "_addmm_activation", "_sparse_addmm"), _times_columns(1)),
+    **dict.fromkeys(("mm", "bmm", "mv", "dot", "vdot", "_int_mm"), _times_columns),
+    **dict.fromkeys(ADDS, partial(_times_columns, first=1)),
     **dict.fromkeys(("_grouped_mm", "transformers::grouped_mm_fallback"), _grouped),
     "transformers::grouped_mm_fallback_backward": _grouped_backward,
     **dict.fromkeys(("mkldnn_rnn_layer", "_cudnn_rnn", "miopen_rnn"), _recurrent),
@@ -188,8 +179,8 @@ OWN: dict[str, Count] = {
     "_trilinear": _trilinear,
     "convolution_backward": _convolution_backward,
     "torchvision::deform_conv2d": _deformable,
-    "_native_multi_head_attention": _fast_path(5, 7),
-    "_transformer_encoder_layer_fwd": _fast_path(3, 5, 14, 16),
+    "_native_multi_head_attention": partial(_fast_path, weights=(5, 7)),
+    "_transformer_encoder_layer_fwd": partial(_fast_path, weights=(3, 5, 14, 16)),
     **{f"_scaled_dot_product_{kind}": _attention for kind in FUSED_ATTENTION},
     **{f"_scaled_dot_product_{kind}_backward": _attention_backward for kind in FUSED_ATTENTION},
 }

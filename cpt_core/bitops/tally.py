@@ -73,11 +73,14 @@ def mostly_float32(shares: Mapping[str, float], where: str = "float32") -> str:
     """Return in words what share of the forward MACs runs in float32, and where most of it; ``where`` is all of it."""
     if not shares:
         return "all forward MACs run quantised"
-    most = sorted(shares, key=lambda layer: -shares[layer])
-    named = [f"{layer or '(model)'} {shares[layer]:.1%}" for layer in most[:3]]
-    if len(most) > 3:
-        named.append(f"{len(most) - 3} more in .{where}")
-    return f"{sum(shares.values()):.1%} of the forward MACs run in float32: {', '.join(named)}"
+    return f"{sum(shares.values()):.1%} of the forward MACs run in float32: {largest(shares, '.1%', where)}"
+
+
+def largest(of_layers: Mapping[str, float], form: str, where: str) -> str:
+    """Name the three layers that have most, each with its number; ``where`` are the others."""
+    most = sorted(of_layers, key=lambda layer: -of_layers[layer])
+    named = [f"{layer or '(model)'} {of_layers[layer]:{form}}" for layer in most[:3]]
+    return ", ".join([*named, *[f"{len(most) - 3} more in .{where}"] * (len(most) > 3)])
 
 
 def totals(prices: Mapping[str, Mapping[str, float]]) -> dict[str, float]:

@@ -18,18 +18,16 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import _get_current_dispatch_mode
 
 from cpt_core.bitops import macs as counted
-from cpt_core.bitops.copies import inputs_of, shadow_of, tensors_in
-from cpt_core.bitops.macs import AGGREGATION, GATES, MACS, PLAIN, PRODUCTS, UPSAMPLING, Elements
+from cpt_core.bitops.copies import floating_in, inputs_of, shadow_of, tensors_in
+from cpt_core.bitops.macs import AGGREGATION, GATES, MACS, PARTS, PLAIN, PRODUCTS, UPSAMPLING, Elements, part_of
 from cpt_core.bitops.products import Product, first_of, name_of
-from cpt_core.bitops.watch import Path, Watch, within
+from cpt_core.bitops.watch import Watch, within
 from cpt_core.checks import arguments
 from cpt_core.quantization.coverage import module_kind
 from cpt_core.quantization.operations import QuantOperations
 
 CONVENTIONS = ("paper", "per_op")
 PASSES = ("forward", "error", "weight")  # y = x w;  dx = dy w;  dw = x dy
-
-PARTS = (AGGREGATION, PRODUCTS, GATES, UPSAMPLING)  # what a layer does besides its own product: "NAME (aggregation)"
 
 # what a convention does not price: the authors' counters do not see some products, and see copies as operations
 LEFT_OUT = {"paper": (AGGREGATION, PRODUCTS), "per_op": (UPSAMPLING,)}
@@ -54,6 +52,10 @@ class Call:
         """The name of the module, without that of a part."""
         return self.layer if self.kind not in PARTS else self.layer.rpartition("(")[0].rstrip()
 
+    def part(self, kind: str, **changes: Any) -> Call:
+        """Return the call of a part of the layer."""
+        return replace(self, layer=part_of(self.module, kind), kind=kind, **changes)
+
     def passes(self, convention: str) -> tuple[str, ...]:
         """Return the passes of a training step that this call causes."""
         if self.kind in LEFT_OUT[convention]:
@@ -77,16 +79,9 @@ def _counted(model: nn.Module) -> dict[str, nn.Module]:
     """The layers that report their MACs, without those inside another one."""
     found: dict[str, nn.Module] = {}
     for name, module in model.named_modules():
-        known = _count_of(module) or counted.graph_form(module)
-        if not within(name, found) and (known is not None or isinstance(module, PLAIN)):
+        if not within(name, found) and (_count_of(module) or counted.graph_form(module)) is not None:
             found[name] = module
     return found
-
-
-def _beside(model: nn.Module) -> dict[str, nn.Module]:
-    """The modules that have operations of their own beside the layers inside them: feature pyramids."""
-    kinds = counted.pyramid_kinds()
-    return {name: module for name, module in model.named_modules() if module_kind(module) in kinds}
 
 
 def compiled_parts(model: nn.Module) -> tuple[str, ...]:
@@ -131,7 +126,9 @@ class Calls(Watch):
         super().__init__()
         self.answer, self.asked = answer, False
         self.model, self.on_call, self.on_other, self.unseen = model, on_call, on_other, unseen
-        self.layers, self.wholes = _counted(model), _beside(model)
+        self.layers = _counted(model)
+        # feature pyramids have operations of their own beside the layers inside them
+        self.wholes = {n: m for n, m in model.named_modules() if module_kind(m) in counted.pyramid_kinds()}
         self.looking = self.inside = self.beside = False
         self.last: tuple[list[Call], Tensor] | None = None  # autograd marks an output after its operation has run
 
@@ -157,7 +154,7 @@ class Calls(Watch):
             yield
 
     def _report(self, name: str, module: nn.Module, args: Any, kwargs: dict[str, Any], output: Any) -> None:
-        outputs = [t for t in tensors_in(output) if t.is_floating_point()]
+        outputs = floating_in(output)
         given = signature(module.forward).bind(*args, **kwargs)
         given.apply_defaults()
         for call in _calls_of(name, module, given.args, output, outputs[0]):
@@ -184,8 +181,8 @@ class Calls(Watch):
         """Report a product on codes."""
         self._report_last()
         macs, elements = a.numel() * b.shape[-1], (a.numel(), b.numel(), y.numel())
-        layer, needed = f"{name} ({PRODUCTS})".lstrip(), (a.requires_grad, b.requires_grad)
-        call = Call(layer, PRODUCTS, macs, y.requires_grad, *needed, name, elements=elements)
+        needed = y.requires_grad, a.requires_grad, b.requires_grad
+        call = Call(part_of(name, PRODUCTS), PRODUCTS, macs, *needed, name, elements=elements)
         self.on_call(self.model.get_submodule(name), call, [y])
 
     def _catcher(self) -> tuple[str | None, bool]:
@@ -212,7 +209,7 @@ class Calls(Watch):
         """Keep a product that no layer reports, until the next operation."""
         owner, on_codes = (None, True) if self.inside else self._catcher()
         if not on_codes:
-            layer = f"{self.names[-1]} ({PRODUCTS})".lstrip()
+            layer = part_of(self.names[-1], PRODUCTS)
             self.last = (
                 [Call(layer, PRODUCTS, p.macs, True, p.error, p.weight, owner, elements=p.elements) for p in found],
                 first_of(out),
@@ -233,16 +230,6 @@ class Calls(Watch):
         return super().__torch_dispatch__(func, types, args, kwargs)
 
 
-def _unwatched(model: nn.Module) -> nn.Module:
-    """Take the hooks of whoever watches the original, such as a ledger, from a copy of a model."""
-    for module in model.modules():
-        for hooks in (module._forward_hooks, module._forward_pre_hooks):
-            for key, hook in list(hooks.items()):
-                if isinstance(getattr(getattr(hook, "func", None), "__self__", None), Path):
-                    del hooks[key]
-    return model
-
-
 def _calls_of(name: str, module: nn.Module, inputs: tuple[Any, ...], whole: Any, output: Tensor) -> Iterator[Call]:
     """Yield the calls of one forward pass; ``output`` is the first tensor of the ``whole`` that it returned."""
     grad = torch.is_grad_enabled()
@@ -260,23 +247,18 @@ def _calls_of(name: str, module: nn.Module, inputs: tuple[Any, ...], whole: Any,
         owner=name,
         elements=(features.numel(), stored, output.numel()),
     )
-    if isinstance(module, (nn.LSTM, *PLAIN)):
+    if isinstance(module, nn.RNNBase):
         first_elements, inner_elements = counted.recurrent_elements(module, features, output)
         call = replace(call, elements=first_elements)
     if isinstance(module, PLAIN):
-        call = replace(call, layer=f"{name} ({PRODUCTS})".lstrip(), kind=PRODUCTS)
-        yield replace(call, macs=counted.recurrent_macs(module, inputs, output))
-    count = _count_of(module)
-    macs = 0 if count is None else int(count(module, inputs, output))
+        call = call.part(PRODUCTS)
     if (form := counted.graph_form(module)) is not None:
         graph, (inside, out) = form.graph_in(module, *inputs), form.lengths(module).activation
         width, first = min(inside, out), inside <= out  # the narrower side is summed
         rows = (graph.num_dst if first else graph.num_src) + graph.num_dst * form.ROOT
         yield replace(call, macs=rows * inside * out, elements=(rows * inside, stored, rows * out))
-        yield replace(
-            call,
-            layer=f"{name} ({AGGREGATION})".lstrip(),
-            kind=AGGREGATION,
+        yield call.part(
+            AGGREGATION,
             macs=graph.num_edges * width,
             error=call.error or (call.weight and not first),  # the sum comes behind the product
             weight=False,
@@ -284,19 +266,20 @@ def _calls_of(name: str, module: nn.Module, inputs: tuple[Any, ...], whole: Any,
             once=first and features is graph.constant,
             elements=(graph.num_src * width, graph.num_edges, graph.num_dst * width),
         )
-    elif count is not None:
-        yield replace(call, macs=macs)
-    if isinstance(module, (nn.LSTM, *PLAIN)):
+    elif (count := _count_of(module)) is not None:
+        yield replace(call, macs=int(count(module, inputs, output)))
+    if isinstance(module, nn.RNNBase):
         inner = replace(call, error=call.error or call.weight, elements=inner_elements)  # behind the first
         yield replace(inner, macs=counted.rows_of(output) * inner_elements[1])
     if isinstance(module, nn.LSTM):
-        gates = replace(inner, layer=f"{name} ({GATES})".lstrip(), kind=GATES, weight=False, owner=None)
-        operations = counted.lstm_gate_operations(module, inputs, output)
-        yield replace(gates, macs=operations, elements=counted.gate_elements(module, output))
+        operations, elements = (
+            counted.lstm_gate_operations(module, inputs, output),
+            counted.gate_elements(module, output),
+        )
+        yield inner.part(GATES, macs=operations, weight=False, owner=None, elements=elements)
     if module_kind(module) in counted.pyramid_kinds():
-        copies = replace(call, layer=f"{name} ({UPSAMPLING})".lstrip(), kind=UPSAMPLING, weight=False, owner=None)
         elements = counted.upsampled_elements(module, whole)
-        yield replace(copies, macs=elements[-1], elements=elements)
+        yield call.part(UPSAMPLING, macs=elements[-1], weight=False, owner=None, elements=elements)
 
 
 def trace(model: nn.Module, inputs: tuple[Any, ...]) -> tuple[list[Call], dict[str, int]]:
@@ -308,7 +291,7 @@ def trace(model: nn.Module, inputs: tuple[Any, ...]) -> tuple[list[Call], dict[s
     arguments(inputs)
     given = [*model.parameters(), *model.buffers(), *tensors_in(inputs)]
     without = any(t.is_meta for t in given)
-    shadow = _unwatched(shadow_of(model, meta=True))
+    shadow = shadow_of(model, meta=True)
     calls: list[Call] = []
     others: dict[str, int] = {}
     try:
@@ -323,7 +306,7 @@ def trace(model: nn.Module, inputs: tuple[Any, ...]) -> tuple[list[Call], dict[s
         warnings.warn(f"{why}; without data it was counted as if nothing that it asks for were true", stacklevel=3)
     elif why:
         with torch.random.fork_rng([t.device for t in given if t.is_cuda]):
-            on_data, others, _ = _run(_unwatched(shadow_of(model, meta=False)), inputs, meta=False)
+            on_data, others, _ = _run(shadow_of(model, meta=False), inputs, meta=False)
         if on_data != calls:
             warnings.warn(f"{why}; a copy of it was counted on the data given", stacklevel=3)
         calls = on_data

@@ -24,9 +24,9 @@ from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from cpt_core.bitops.copies import as_it_was, floating_in, storage_of
-from cpt_core.bitops.macs import PRODUCTS
+from cpt_core.bitops.macs import PRODUCTS, part_of
 from cpt_core.bitops.plan import count_bitops
-from cpt_core.bitops.products import Product, name_of
+from cpt_core.bitops.products import ADDS, Product, name_of
 from cpt_core.bitops.watch import Watch
 from cpt_core.checks import arguments, unsharded
 from cpt_core.formats.ladder import AFFINE
@@ -136,10 +136,7 @@ def check(model: nn.Module, inputs: tuple[Any, ...]) -> Check:
     layers = layer_precisions(model)
     unsharded(model, "check it")
     watch = _Grids(model)
-    with (
-        as_it_was(model), _simulated(layers.values()), precision(model, BITS, BITS),
-        torch.compiler.set_stance("force_eager"), torch.enable_grad(),
-    ):  # fmt: skip
+    with as_it_was(model), _simulated(layers.values()), precision(model, BITS, BITS):
         with warnings.catch_warnings(), watch.following(dict(model.named_modules())), watch:
             warnings.simplefilter("ignore", QuantizationWarning)  # the answer says it, and the summary from now on
             used = _step(model, inputs, watch)
@@ -168,19 +165,14 @@ def _simulated(layers: Iterable[LayerPrecision]) -> Iterator[None]:
     Codes are other tensors than those that were rounded to a grid; a ladder may lack the level, and rotations of its
     formats are products themselves.
     """
-    before = [(p, p.execution, p.ladders, p.in_force) for p in layers]
-
-    def put(layer: LayerPrecision, execution: str, ladders: Levels, in_force: Levels | None) -> None:
-        layer.execution, layer.ladders = execution, ladders
-        layer.in_force = in_force  # by them
-
+    before = [(p, (p.execution, p.ladders, p.in_force)) for p in layers]
     try:
-        for p, *_ in before:
-            put(p, "simulated", Levels(*[AFFINE] * 4), None)
+        for p, _ in before:
+            p.execution, p.ladders, p.in_force = "simulated", Levels(*[AFFINE] * 4), None
         yield
     finally:
-        for state in before:
-            put(*state)
+        for p, state in before:
+            p.execution, p.ladders, p.in_force = state  # in this order: bits are in force by ladders
 
 
 def _mispriced(model: nn.Module, inputs: tuple[Any, ...], products: Sequence[Executed]) -> dict[str, tuple[int, int]]:
@@ -189,9 +181,8 @@ def _mispriced(model: nn.Module, inputs: tuple[Any, ...], products: Sequence[Exe
     for p in products:
         ran[p.layer] += 0 if p.backward else p.macs
     plan = count_bitops(model, inputs, convention="per_op").macs
-    named = {layer: [layer, f"{layer} ({PRODUCTS})".lstrip()] for layer in ran}
-    priced = {layer: sum(plan.get(name, 0) for name in names) for layer, names in named.items()}
-    known = {name for names in named.values() for name in names}
+    priced = {layer: plan.get(layer, 0) + plan.get(part_of(layer, PRODUCTS), 0) for layer in ran}
+    known = {part_of(layer, PRODUCTS) for layer in ran}
     more = {name: (0, macs) for name, macs in plan.items() if name.endswith(f"({PRODUCTS})") and name not in known}
     return {layer: (ran[layer], macs) for layer, macs in priced.items() if ran[layer] != macs} | more
 
@@ -242,7 +233,7 @@ class _Grids(Watch):
         """Count a product, and see whether its operands are quantised."""
         name = name_of(operation)
         operands = [a for a in args if isinstance(a, Tensor) and a.is_floating_point()]
-        if name in _ADDS:
+        if name in ADDS:
             operands = operands[1:]
         elif name in _BIASED:
             operands = operands[:2]
@@ -284,8 +275,7 @@ _ROUNDS = frozenset(
     for family in FAMILIES
     for name in ("round_to_grid", "round_in_range", "fake_quantize", *graph.ON_GRID)
 )
-_ADDS = ("addmm", "baddbmm", "addbmm", "addmv", "_addmm_activation")  # the first operand is added to the product ...
-_BIASED = ("convolution", "linear", "mkldnn::_linear_pointwise", "torchvision::deform_conv2d")  # ... or the third
+_BIASED = ("convolution", "linear", "mkldnn::_linear_pointwise", "torchvision::deform_conv2d")  # the third is added
 
 # what moves values without changing them (to a wider type at most: products in half precision do not count) ...
 _MOVES = frozenset(

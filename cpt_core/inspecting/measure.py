@@ -87,7 +87,7 @@ def measure_cost(
     rounds: list[dict[int, float]] = []
     parts: defaultdict[int, list[dict[str, float]]] = defaultdict(list)
     saved: dict[int, Counter[str | None]] = {}
-    with as_it_was(model), torch.compiler.set_stance("force_eager"), torch.enable_grad():
+    with as_it_was(model):
         step = TrainingStep(model, inputs, {name: model.get_submodule(name) for name in names})
         for repeat in waiting("rounds", range(repeats + 1), progress=progress, leave=False):
             rounds.append({})

@@ -23,7 +23,7 @@ from typing import Any
 from torch import nn
 from torch.nn.parameter import is_lazy
 
-from cpt_core.bitops.macs import PRODUCTS
+from cpt_core.bitops.macs import PRODUCTS, part_of
 from cpt_core.bitops.tally import mostly_float32
 from cpt_core.bitops.trace import trace
 from cpt_core.checks import declared
@@ -131,7 +131,7 @@ def summary(model: nn.Module, inputs: tuple[Any, ...] | None = None) -> Summary:
             quantized = isinstance(layer, QuantizedLayer)
             kind = module_kind(module).__name__
             if not own and not multiplies and not quantized:  # what is around it may catch its products
-                quantized = plain is not None and f"{name} ({PRODUCTS})".lstrip() not in plain
+                quantized = plain is not None and part_of(name, PRODUCTS) not in plain
             reason = "" if quantized else float32_reason(layer, id(layer) in left_out)
             if isinstance(layer, QuantizedLayer) and layer.precision.called is False:
                 quantized, reason = False, IDLE if isinstance(layer, QuantOperations) else NOT_CALLED
