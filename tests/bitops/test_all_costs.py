@@ -30,38 +30,48 @@ def ring():
 
 
 ATTENTION = BertConfig(hidden_size=6, num_attention_heads=2)
-HAND = {
-    "linear": (lambda: nn.Linear(7, 3), lambda: (torch.empty(2, 5, 7),), [(70, 21, 30)]),
-    "conv": (lambda: nn.Conv2d(4, 6, 3, padding=1), lambda: (torch.empty(2, 4, 5, 5),), [(200, 216, 300)]),
-    "batch norm": (lambda: nn.BatchNorm1d(3), lambda: (torch.empty(5, 3),), [(15, 3, 15)]),
-    # 5 steps of 2 sequences, 3 wide in, 4 units: input products, products with states, gates
-    "lstm": (
-        lambda: nn.LSTM(3, 4), lambda: (torch.empty(5, 2, 3),),
-        [(30, 48, 160), (40, 64, 160), (160, 0, 80)],
+LSTM_CALLS = [(480, 30, 48, 160), (640, 40, 64, 160), (4 * (27 * 10 + 5 * 2), 160, 0, 80)]
+HAND = {  # a model, its inputs, and of every call operations, and elements of both operands and the result
+    "linear": (lambda: nn.Linear(7, 3), lambda: (torch.empty(2, 5, 7),), [(210, 70, 21, 30)]),
+    # outputs x kernel x input channels per group
+    "conv": (lambda: nn.Conv2d(4, 6, 3, padding=1), lambda: (torch.empty(2, 4, 5, 5),), [(300 * 9 * 4, 200, 216, 300)]),
+    "grouped conv, stride 2": (
+        lambda: nn.Conv2d(4, 6, 3, stride=2, padding=1, groups=2), lambda: (torch.empty(2, 4, 6, 6),),
+        [(108 * 9 * 2, 288, 108, 108)],
     ),
+    "1-d conv": (lambda: nn.Conv1d(3, 5, 4), lambda: (torch.empty(2, 3, 10),), [(70 * 4 * 3, 60, 60, 70)]),
+    "layer norm": (lambda: nn.LayerNorm(7), lambda: (torch.empty(2, 7),), [(4 * 14, 14, 7, 14)]),
+    "batch norm": (lambda: nn.BatchNorm1d(3), lambda: (torch.empty(5, 3),), [(5 * 15, 15, 3, 15)]),
+    # 5 steps of 2 sequences, 3 wide in, 4 units: input products, products with states, gates
+    "lstm": (lambda: nn.LSTM(3, 4), lambda: (torch.empty(5, 2, 3),), LSTM_CALLS),
+    "lstm, batches first": (lambda: nn.LSTM(3, 4, batch_first=True), lambda: (torch.empty(2, 5, 3),), LSTM_CALLS),
     # two layers both ways: behind the first product, 4 of states and 2 of the first layer's 8 features
     "deep lstm": (
         lambda: nn.LSTM(3, 4, num_layers=2, bidirectional=True), lambda: (torch.empty(5, 2, 3),),
-        [(30, 96, 320), (10 * (16 + 8), 4 * 64 + 2 * 16 * 8, 10 * 16 * (4 + 2)), (640, 0, 320)],
+        [
+            (960, 30, 96, 320),
+            (10 * (4 * 64 + 2 * 16 * 8), 10 * (16 + 8), 4 * 64 + 2 * 16 * 8, 10 * 16 * (4 + 2)),
+            (16 * (27 * 10 + 5 * 2), 640, 0, 320),
+        ],
     ),
-    "gru": (lambda: nn.GRU(3, 4), lambda: (torch.empty(5, 2, 3),), [(30, 36, 120), (40, 48, 120)]),
+    "gru": (lambda: nn.GRU(3, 4), lambda: (torch.empty(5, 2, 3),), [(360, 30, 36, 120), (480, 40, 48, 120)]),
     # the narrower side is summed: the product comes first
-    "graph": (lambda: GraphConv(5, 3), lambda: (ring(), torch.empty(4, 5)), [(20, 15, 12), (12, 8, 12)]),
-    "sage": (lambda: SAGEConv(3, 5), lambda: (ring(), torch.empty(4, 3)), [(24, 30, 40), (12, 8, 12)]),
-    "function": (Plain, lambda: (torch.empty(3, 4),), [(12, 12, 9)]),
+    "graph": (lambda: GraphConv(5, 3), lambda: (ring(), torch.empty(4, 5)), [(60, 20, 15, 12), (24, 12, 8, 12)]),
+    "sage": (lambda: SAGEConv(3, 5), lambda: (ring(), torch.empty(4, 3)), [(120, 24, 30, 40), (24, 12, 8, 12)]),
+    "function": (Plain, lambda: (torch.empty(3, 4),), [(36, 12, 12, 9)]),
     # 3 linear layers of 6 x 6 on 2 x 5 tokens; scores of 2 heads
     "attention": (
         lambda: BertSelfAttention(ATTENTION), lambda: (torch.empty(2, 5, 6),),
-        [*[(60, 36, 60)] * 3, (60, 60, 100), (100, 60, 60)],
+        [*[(360, 60, 36, 60)] * 3, (300, 60, 60, 100), (300, 100, 60, 60)],
     ),
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("case", HAND)
-def test_elements_by_hand(case):
+def test_operations_and_elements_by_hand(case):
     make, inputs, expected = HAND[case]
     calls, _ = trace(make(), inputs())
-    assert [c.elements for c in calls if c.macs] == expected
+    assert [(c.macs, *c.elements) for c in calls if c.macs] == expected
 
 
 def model_and_input(ladder=None):

@@ -16,10 +16,8 @@ from cpt_core.schedules.schedule import FunctionSchedule
 # row of flops.csv -> (model, side of the images, classes)
 REFERENCE = {
     "cifar10_resnet74": ("resnet74", 32, 10),
-    "cifar10_resnet152": ("resnet152", 32, 10),
     "cifar10_mobilenetv2": ("mobilenetv2", 32, 10),
     "imagenet_resnet18": ("resnet18", 224, 1000),
-    "imagenet_resnet34": ("resnet34", 224, 1000),
 }
 KINDS = {"conv": "Conv2d", "batch_norm": "BatchNorm2d", "linear": "Linear"}
 
@@ -39,7 +37,7 @@ def test_forward_macs_equal_the_reference(name, reference_macs):
 
 
 # one of every kind of product: plain, grouped and depthwise convolutions, linear layers, attention in windows and whole
-PUBLISHED = "alexnet mobilenet_v3_large resnet18 resnext50_32x4d shufflenet_v2_x1_0 swin_t vit_b_16".split()
+PUBLISHED = "alexnet resnext50_32x4d shufflenet_v2_x1_0 swin_t vit_b_16".split()
 
 
 @pytest.mark.parametrize("name", PUBLISHED)
@@ -49,25 +47,6 @@ def test_macs_that_torchvision_publishes(name):
     counted = sum(call.macs for call in trace(model, (images,))[0] if "Norm" not in call.kind)
     published = torchvision.models.get_model_weights(name).DEFAULT.meta
     assert round(counted / 1e9, 3) == published["_ops"]
-
-
-HAND = {
-    # outputs x kernel x input channels per group
-    "conv": (nn.Conv2d(4, 6, 3, padding=1), (2, 4, 5, 5), 2 * 6 * 25 * 9 * 4),
-    "grouped": (nn.Conv2d(4, 6, 3, groups=2), (2, 4, 5, 5), 2 * 6 * 9 * 9 * 2),
-    "depthwise, stride 2": (nn.Conv2d(4, 4, 3, stride=2, padding=1, groups=4), (1, 4, 6, 6), 4 * 9 * 9),
-    "1-d": (nn.Conv1d(3, 5, 4), (2, 3, 10), 2 * 5 * 7 * 4 * 3),
-    "linear": (nn.Linear(7, 3), (2, 5, 7), 2 * 5 * 3 * 7),
-    "layer norm": (nn.LayerNorm(7), (2, 7), 4 * 14),
-}
-
-
-@pytest.mark.parametrize("case", HAND)
-def test_macs_by_hand(case):
-    module, shape, macs = HAND[case]
-    plan = count_bitops(nn.Sequential(module), (torch.empty(shape),), convention="paper")
-    assert plan.forward_macs == macs
-    assert plan.total == 3 * macs  # 32 x 32 bits, three products
 
 
 def test_conventions_by_hand():
@@ -97,24 +76,27 @@ def test_gradient_bits_of_your_own():
     assert plan.by_convention["paper"] == 2 * 12 * (36 + 2 * 48) / 1024
 
 
+RISING = FunctionSchedule(lambda u: 3 + 5 * u, total_steps=3)
+PER_LAYER = {name: make_schedule("STATIC", q_max=q, total_steps=3) for name, q in (("0", 4), ("*", 8))}
 # one network of every kind: deeper ones repeat its blocks
 MODELS_TO_TRAIN = {
-    "mlp": (lambda: MODELS["mlp6"](1, 8, 10), (4, 1, 8, 8), "cifar"),
-    "resnet8": (lambda: MODELS["resnet8_w8"](3, 8, 10), (2, 3, 8, 8), "cifar"),
-    "resnet18": (lambda: MODELS["resnet18"](3, 32, 10), (2, 3, 32, 32), "imagenet"),
-    "depthwise block": (lambda: nn.Sequential(InvertedResidual(4, 8, 6, 1)), (2, 4, 6, 6), "all"),
-}
+    "mlp": (lambda: MODELS["mlp6"](1, 8, 10), (4, 1, 8, 8), "cifar", RISING),
+    "resnet8": (lambda: MODELS["resnet8_w8"](3, 8, 10), (2, 3, 8, 8), "cifar", RISING),
+    "depthwise block": (lambda: nn.Sequential(InvertedResidual(4, 8, 6, 1)), (2, 4, 6, 6), "all", RISING),
+    "a schedule per layer": (
+        lambda: nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3), nn.Linear(3, 2)), (5, 4), "all", PER_LAYER,
+    ),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", MODELS_TO_TRAIN)
 def test_plan_equals_ledger(name):
-    make, shape, preset = MODELS_TO_TRAIN[name]
+    make, shape, preset, schedule = MODELS_TO_TRAIN[name]
     model = quantize_(make(), preset)
-    schedule = FunctionSchedule(lambda u: 3 + 5 * u, total_steps=3)
     scheduler = PrecisionScheduler(model, schedule)
     x = torch.randn(shape)
     with BitOpsLedger(model) as ledger:
-        for _ in range(schedule.total_steps):
+        for _ in range(3):
             model.train()
             model(x).sum().backward()
             scheduler.step()
@@ -131,22 +113,6 @@ def test_plan_equals_ledger(name):
         assert min(plan.costs.values()) > 0
 
 
-def test_plan_equals_ledger_with_a_schedule_per_layer():
-    model = quantize_(nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3), nn.Linear(3, 2)))
-    schedules = {
-        "0": make_schedule("STATIC", q_max=4, total_steps=2),
-        "*": make_schedule("STATIC", q_max=8, total_steps=2),
-    }
-    scheduler = PrecisionScheduler(model, schedules)
-    x = torch.randn(5, 4)
-    with BitOpsLedger(model) as ledger:
-        for _ in range(2):
-            model(x).sum().backward()
-            scheduler.step()
-    for convention in CONVENTIONS:
-        assert ledger.total(convention) == count_bitops(model, (x,), schedules, convention=convention).total
-
-
 def test_ledger_sees_what_does_not_run():
     model = quantize_(nn.Sequential(nn.Linear(4, 3)))
     x = torch.randn(2, 4)
@@ -161,10 +127,7 @@ def test_ledger_sees_what_does_not_run():
     assert ledger.total() == model_is_unwatched
 
 
-def test_errors_name_the_choices():
-    model = nn.Sequential(nn.Linear(4, 3))
-    with pytest.raises(ValueError, match=r"unknown convention 'watts'; choose from paper, per_op"):
-        count_bitops(model, (torch.empty(1, 4),), convention="watts")
+def test_a_model_without_products_is_refused():
     with pytest.raises(ValueError, match="nothing to count in Sequential"):
         count_bitops(nn.Sequential(nn.ReLU()), (torch.empty(1, 4),))
 

@@ -4,6 +4,7 @@ import pytest
 import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
+from transformers.pytorch_utils import Conv1D
 
 from cpt_core.bitops.ledger import BitOpsLedger
 from cpt_core.bitops.plan import count_bitops
@@ -26,17 +27,6 @@ class Standardised(nn.Conv2d):
 
 class Video(nn.Conv3d):
     """A subclass without a forward of its own, as in torchvision's video models."""
-
-
-class Conv1D(nn.Module):
-    """A linear layer with its weight the other way round, as GPT-2 has it."""
-
-    def __init__(self, inside, outside):
-        super().__init__()
-        self.weight, self.bias = nn.Parameter(torch.randn(inside, outside)), nn.Parameter(torch.zeros(outside))
-
-    def forward(self, x):
-        return torch.addmm(self.bias, x, self.weight)
 
 
 def linear():
@@ -63,7 +53,7 @@ MODELS = {
         lambda: nn.Sequential(Video(2, 6, 3, padding=1), nn.ReLU(), nn.Conv3d(6, 5, 3)),
         lambda: torch.randn(3, 2, 5, 6, 6), (),
     ),
-    "layers like GPT-2's": (lambda: nn.Sequential(Conv1D(40, 60), nn.ReLU(), nn.Linear(60, 20)), rows, ()),
+    "layers like GPT-2's": (lambda: nn.Sequential(Conv1D(60, 40), nn.ReLU(), nn.Linear(60, 20)), rows, ()),
     "a plain function": (
         lambda: nn.Sequential(nn.Linear(40, 30), nn.Unflatten(1, (3, 10)), Attends(), nn.Flatten(), nn.Linear(30, 20)),
         rows, (),

@@ -69,8 +69,3 @@ def test_a_model_that_is_not_converted_is_in_float32():
     found = cpt.summary(Net(), X)
     assert sum(found.float32_shares.values()) == 1
     assert not found.quantized
-
-
-def test_inputs_that_do_not_fit_are_an_error():
-    with pytest.raises(ValueError, match="inputs must be a tuple"):
-        cpt.summary(Net(), X[0])
