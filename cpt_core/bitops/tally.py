@@ -80,7 +80,9 @@ def largest(of_layers: Mapping[str, float], form: str, where: str) -> str:
     """Name the three layers that have most, each with its number; ``where`` are the others."""
     most = sorted(of_layers, key=lambda layer: -of_layers[layer])
     named = [f"{layer or '(model)'} {of_layers[layer]:{form}}" for layer in most[:3]]
-    return ", ".join([*named, *[f"{len(most) - 3} more in .{where}"] * (len(most) > 3)])
+    if len(most) > 3:
+        named.append(f"{len(most) - 3} more in .{where}")
+    return ", ".join(named)
 
 
 def totals(prices: Mapping[str, Mapping[str, float]]) -> dict[str, float]:

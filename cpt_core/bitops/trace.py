@@ -6,7 +6,7 @@ import textwrap
 import traceback
 import warnings
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -233,8 +233,7 @@ class Calls(Watch):
 def _calls_of(name: str, module: nn.Module, inputs: tuple[Any, ...], whole: Any, output: Tensor) -> Iterator[Call]:
     """Yield the calls of one forward pass; ``output`` is the first tensor of the ``whole`` that it returned."""
     grad = torch.is_grad_enabled()
-    parts = (v.values() if isinstance(v, Mapping) else v if isinstance(v, tuple) else (v,) for v in inputs)
-    features = next(x for part in parts for x in part if isinstance(x, Tensor))
+    features = next(tensors_in(inputs))
     weights = [p for n, p in module.named_parameters() if any(w.startswith("weight") for w in n.split("."))]
     stored = sum(p.numel() for p in weights)
     call = Call(
@@ -272,14 +271,11 @@ def _calls_of(name: str, module: nn.Module, inputs: tuple[Any, ...], whole: Any,
         inner = replace(call, error=call.error or call.weight, elements=inner_elements)  # behind the first
         yield replace(inner, macs=counted.rows_of(output) * inner_elements[1])
     if isinstance(module, nn.LSTM):
-        operations, elements = (
-            counted.lstm_gate_operations(module, inputs, output),
-            counted.gate_elements(module, output),
-        )
-        yield inner.part(GATES, macs=operations, weight=False, owner=None, elements=elements)
+        operations, moved = counted.lstm_gate_operations(module, inputs, output), counted.gate_elements(module, output)
+        yield inner.part(GATES, macs=operations, weight=False, owner=None, elements=moved)
     if module_kind(module) in counted.pyramid_kinds():
-        elements = counted.upsampled_elements(module, whole)
-        yield call.part(UPSAMPLING, macs=elements[-1], weight=False, owner=None, elements=elements)
+        moved = counted.upsampled_elements(module, whole)
+        yield call.part(UPSAMPLING, macs=moved[-1], weight=False, owner=None, elements=moved)
 
 
 def trace(model: nn.Module, inputs: tuple[Any, ...]) -> tuple[list[Call], dict[str, int]]:

@@ -13,7 +13,7 @@ weight. ``check`` runs one step and watches every product that torch executes.
 from __future__ import annotations
 
 import warnings
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -27,7 +27,7 @@ from cpt_core.bitops.copies import as_it_was, floating_in, storage_of
 from cpt_core.bitops.macs import PRODUCTS, part_of
 from cpt_core.bitops.plan import count_bitops
 from cpt_core.bitops.products import ADDS, Product, name_of
-from cpt_core.bitops.watch import Watch
+from cpt_core.bitops.watch import Watch, within
 from cpt_core.checks import arguments, unsharded
 from cpt_core.formats.ladder import AFFINE
 from cpt_core.kernels import graph
@@ -145,9 +145,9 @@ def check(model: nn.Module, inputs: tuple[Any, ...]) -> Check:
     plain = {p.layer: p.layer for p in products if not p.quantized}
     unexplained = any(not p.backward and p.layer not in layers for p in products if not p.quantized)
     read = {parameter: p.layer for p in products if not p.backward for parameter in p.reads}
-    bypassed, unused = {}, []
+    bypassed, unused, holders = {}, [], _holders(model)
     for name in layers:
-        own = _own_parameters(model, name)
+        own = {names[0] for names in holders if all(within(n, [name]) for n in names)}  # nobody outside shares them
         reader = plain.get(name, next((read[n] for n in own if n in read), None))
         if reader is not None:
             bypassed[name] = reader
@@ -187,13 +187,12 @@ def _mispriced(model: nn.Module, inputs: tuple[Any, ...], products: Sequence[Exe
     return {layer: (ran[layer], macs) for layer, macs in priced.items() if ran[layer] != macs} | more
 
 
-def _own_parameters(model: nn.Module, layer: str) -> set[str]:
-    """Names of the parameters of a layer that no module outside it shares."""
-    holders: dict[int, list[str]] = {}
+def _holders(model: nn.Module) -> list[list[str]]:
+    """Return all names of every parameter: of one that modules share there are several."""
+    found: defaultdict[int, list[str]] = defaultdict(list)
     for name, parameter in model.named_parameters(remove_duplicate=False):
-        holders.setdefault(id(parameter), []).append(name)
-    prefix = f"{layer}." if layer else ""
-    return {names[0] for names in holders.values() if all(name.startswith(prefix) for name in names)}
+        found[id(parameter)].append(name)
+    return list(found.values())
 
 
 def _step(model: nn.Module, inputs: tuple[Any, ...], watch: _Grids) -> set[str]:

@@ -119,9 +119,9 @@ def _asked(schedule: Schedule | None, bits: Sequence[int] | None, q_grad: int | 
         if not isinstance(schedule, Schedule) or isinstance(schedule, (LayeredSchedule, RoleSchedules)):
             raise ValueError(f"give one schedule for all layers and roles, or bits=; got {type(schedule).__name__}")
         bits = [*schedule.bits().tolist(), schedule.q_max]
-    if bits is not None and (not isinstance(bits, Iterable) or isinstance(bits, (str, bytes, Mapping))):
+    if not isinstance(bits, Iterable) or isinstance(bits, (str, bytes, Mapping)):
         raise ValueError(f"bits must be the widths to measure, such as (3, 8), got {bits!r}")
-    widths = sorted({check_bits("bits", q) for q in (() if bits is None else bits)})
+    widths = sorted({check_bits("bits", q) for q in bits})
     if not widths:
         raise ValueError(f"bits must name at least one bit width, got {bits!r}")
     highest = schedule.q_max if schedule is not None else widths[-1]
