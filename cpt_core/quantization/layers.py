@@ -70,11 +70,7 @@ class QuantizedLayer(Changed):
 
     @classmethod
     def from_float(cls, module: nn.Module, config: QuantConfig, key: int = 0) -> Self:
-        """Turn ``module``, exactly of class ``FLOAT``, into this class, in place; ``key``: of its rounding noise."""
-        if type(module) is not cls.FLOAT:
-            raise TypeError(f"{cls.__name__} is made from {cls.FLOAT.__name__}, got {type(module).__name__}")
-        if reason := cls.why_not(module):
-            raise ValueError(f"this {cls.FLOAT.__name__} cannot be quantised: {reason}")
+        """Turn ``module``, whose form this class is, into it, in place; ``key``: of its rounding noise."""
         device = next((p.device for p in module.parameters()), None)
         precision = cls.PRECISION(cls.roles(module, config), key, config.running_start).to(device)
         precision.execution, precision.splits, precision.sums = config.execution, cls.SPLITS, cls.SUMS

@@ -161,7 +161,9 @@ class QuantLSTM(QuantizedLayer, nn.LSTM):
         p, role = self.precision, f"hidden_{cell}"
         if p.on_codes(x) and not self.not_on_codes():
             return on_codes("lstm", self, cell, x, steps, h, c)
-        (w, b), (u, d) = (self._quantized_weights(kind, cell, x.dtype) for kind in ("ih", "hh"))
+        (w, b), (u, d) = (self.weights(kind, cell, x.dtype) for kind in ("ih", "hh"))
+        w, u = p.operand("weight", w), p.operand("weight", u)
+        b, d = (None if bias is None else p.operand("bias", bias) for bias in (b, d))
         x_gates = self._gradient(linear(self._input(cell, x, steps), w, b), steps)
         save = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (x_gates, u, d, h, c))
         low, width, filled = p.stored_range(role)
@@ -187,11 +189,6 @@ class QuantLSTM(QuantizedLayer, nn.LSTM):
         """Return the weight and bias of a cell's input ("ih") or hidden state ("hh"), not quantised."""
         weight = getattr(self, f"weight_{kind}_{cell}").to(dtype)
         return weight, getattr(self, f"bias_{kind}_{cell}").to(dtype) if self.bias else None
-
-    def _quantized_weights(self, kind: str, cell: str, dtype: torch.dtype) -> tuple[Tensor, Tensor | None]:
-        weight, bias = self.weights(kind, cell, dtype)
-        weight = self.precision.operand("weight", weight)
-        return weight, None if bias is None else self.precision.operand("bias", bias)
 
     def _input(self, cell: str, x: Tensor, steps: Steps) -> Tensor:
         """Quantise x (N, I), every step on its own range."""

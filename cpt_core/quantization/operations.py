@@ -35,6 +35,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import cache, partial, wraps
+from string import ascii_letters
 from types import FunctionType
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -54,7 +55,6 @@ if TYPE_CHECKING:
 
 Rule = Callable[..., Any]
 NEITHER = (False, False)
-LETTERS = "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ"
 
 # self-attention of transformers whose keys have a range per head and feature, over all tokens, as in the paper's BERT
 PER_FEATURE = (
@@ -349,7 +349,7 @@ def _tensordot(c: Products, function: Any, a: Tensor, b: Tensor, dims: Any = 2, 
         dims = dims.tolist()
     of_a, of_b = (range(-dims, 0), range(dims)) if isinstance(dims, int) else dims
     of_a, of_b = [i % a.dim() for i in of_a], [i % b.dim() for i in of_b]
-    left, right = list(LETTERS[: a.dim()]), list(LETTERS[a.dim() : a.dim() + b.dim()])
+    left, right = list(ascii_letters[: a.dim()]), list(ascii_letters[a.dim() : a.dim() + b.dim()])
     for i, j in zip(of_a, of_b, strict=True):
         right[j] = left[i]
     result = [x for i, x in enumerate(left) if i not in of_a] + [x for j, x in enumerate(right) if j not in of_b]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from types import MappingProxyType
 from typing import Any, Self
 
 import torch
@@ -69,19 +70,8 @@ class LayerPrecision(RunningState):
             compiled once, and where a model has more of them than ``torch._dynamo.config.recompile_limit``, which is
             8, torch warns and runs the rest uncompiled, to the same numbers. They are no buffers: what copies, averages
             or broadcasts the buffers of a model would change the grid behind the bits.
-        gradient_on_codes: whether gradients get codes; as the levels of gradients, it outlives ``None``: a backward
-            pass may still come.
-        name: of the layer in the model that was converted, for messages.
-        execution: see ``QuantConfig``.
-        ladders: what a level is, for every role of ``Levels``.
-        lengths, splits: what formats have to fit, see ``check_formats``.
-        sums: the dimension over which a product sums, of operands where it is not the last.
-        highest: levels of the schedule that drives the layer, of every role.
-        driver: the scheduler that set the levels in force, None for levels set otherwise.
         called: whether the layer's own forward has run; False only when its parent's has run without it, and None as
             long as nobody can know.
-        must_be_there: whether a checkpoint has the layer in any case: not that of a module whose own forward may, as it
-            turns out, multiply nothing.
 
     Args:
         quantizers: the quantiser of every role of the layer, such as "input", "weight", "bias", "grad".
@@ -96,19 +86,20 @@ class LayerPrecision(RunningState):
     """
 
     observer: Callable[..., None] | None = None  # of the roundings of a recorded step, see ``record``
+    name = ""  # of the layer in the model that was converted, for messages
+    execution = "simulated"  # see ``QuantConfig``
+    ladders = Levels(AFFINE, AFFINE, AFFINE, AFFINE)  # what a level is, for every role
+    lengths, splits = Levels((), (), (), ()), False  # what formats have to fit, see ``check_formats``
+    sums: Mapping[str, int] = MappingProxyType({})  # role -> dimension over which its product sums, if not the last
+    highest: Levels | None = None  # of the schedule that drives the layer
+    driver: Any = None  # the scheduler that set the levels in force, None for levels set otherwise
+    called: bool | None = None
+    must_be_there = True  # in any checkpoint: but a module whose forward may, as it turns out, multiply nothing
+    gradient_on_codes = False  # as the levels of gradients, it outlives float32: a backward pass may still come
 
     def __init__(self, quantizers: Mapping[str, Quantizer], key: int = 0, running_start: str = "corrected") -> None:
         """Start without a precision: using the layer before one is set is an error."""
         super().__init__(quantizers, key, running_start)
-        self.name, self.execution = "", "simulated"
-        self.ladders, self.lengths = Levels(AFFINE, AFFINE, AFFINE, AFFINE), Levels((), (), (), ())
-        self.splits = False
-        self.sums: Mapping[str, int] = {}
-        self.highest: Levels | None = None
-        self.driver: Any = None
-        self.called: bool | None = None
-        self.must_be_there = True
-        self.gradient_on_codes = False
         self._roles: Roles = tuple(quantizers.items())
         self._of_weights = frozenset(role for role in quantizers if ladder_role(role) == "weight")
         self.levels, self.weight_levels, self.grad_levels, self.weight_grad_levels = _zeros("cpu")

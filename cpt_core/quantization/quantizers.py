@@ -33,9 +33,7 @@ QUANTIZERS: dict[str, Quantizer] = {
     "lstm_weight": Quantizer("per_row", "nearest"),
     "lstm_grad": Quantizer("per_row", "stochastic"),  # one range per sequence, at every time step
     "attention_query": Quantizer("per_row", "nearest"),  # one range per token and head
-    "attention_key": Quantizer(
-        "per_row", "nearest"
-    ),  # of the transposed keys: one range per head and feature, over the tokens
+    "attention_key": Quantizer("per_row", "nearest"),  # of transposed keys: per head and feature, over the tokens
     "attention_probabilities": Quantizer("per_row", "nearest"),
     "attention_value": Quantizer("per_row", "nearest"),
     "attention_grad": Quantizer("per_position", "stochastic"),

@@ -30,16 +30,15 @@ class RunningState(nn.Module):
     """
 
     noise_key: Tensor
+    _offset: int
 
     def __init__(self, quantizers: Mapping[str, Quantizer], key: int, running_start: str) -> None:
         super().__init__()
-        self.corrected = running_start == "corrected"
-        self.key = key
-        self.calibrated = not self.corrected
-        self.noise_key, self._offset = self._start("noise_key"), 0
+        self.corrected, self.key = running_start == "corrected", key
         for role, quantizer in quantizers.items():
             if quantizer.running:
-                self.register_buffer(f"running_{role}", self._start(f"running_{role}"), persistent=False)
+                self.register_buffer(f"running_{role}", None, persistent=False)
+        self._start()
 
     @property
     def quantizers(self) -> Mapping[str, Quantizer]:
@@ -52,18 +51,16 @@ class RunningState(nn.Module):
             self.noise_key.add_(_wrapped(offset - self._offset))
             self._offset = offset
 
-    def _start(self, name: str) -> Tensor:
-        """Return what a buffer holds before any training."""
-        if name == "noise_key":
-            return torch.tensor(self.key, dtype=torch.int64, device="cpu")
-        return torch.zeros(3, dtype=torch.float32, device="cpu")
+    def _start(self) -> None:
+        """Be as before any training."""
+        self.noise_key, self._offset = torch.tensor(self.key, dtype=torch.int64, device="cpu"), 0
+        self._buffers.update({name: torch.zeros(3, dtype=torch.float32, device="cpu") for name in self._buffers})
+        self.calibrated = not self.corrected
 
     @torch.inference_mode(False)  # what is made in a forward pass is written to elsewhere
     def _move(self, device: torch.device) -> None:
         if self.noise_key.is_meta:  # there are no numbers on meta, and to_empty brings none
-            self.noise_key, self._offset = self._start("noise_key"), 0
-            self._buffers.update({name: self._start(name) for name in self._buffers})
-            self.calibrated = not self.corrected
+            self._start()
         self.noise_key = self.noise_key.to(device)
         self._buffers.update({name: buffer.to(device) for name, buffer in self.named_buffers()})
 
@@ -137,13 +134,12 @@ class RunningState(nn.Module):
         """Set the mode; on the way to evaluation see whether the running ranges have been filled."""
         super().train(mode)
         if not mode and self.corrected:
-            ranges = [b for n, b in self.named_buffers() if n.startswith("running_")]
-            self.calibrated = all(not b.is_meta and float(b[2]) > 0 for b in ranges)
+            self.calibrated = all(not running.is_meta and float(running[2]) > 0 for running in self.buffers())
         return self
 
     def get_running(self) -> dict[str, Tensor]:
         """Return copies of what training changes besides the bits, for a checkpoint: the same in every process."""
-        ranges = {k: v.clone() for k, v in self.named_buffers() if k.startswith("running_")}
+        ranges = {name: running.clone() for name, running in self.named_buffers()}
         return {"noise_key": self.noise_key - _wrapped(self._offset), **ranges}
 
     def set_running(self, state: Mapping[str, Tensor]) -> None:

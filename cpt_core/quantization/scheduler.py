@@ -168,13 +168,13 @@ class PrecisionScheduler:
         declared(self.load_state_dict, {"state": state})
         if missing := {"last_step", "q_grad", "schedules", "layers"} - set(state):
             raise ValueError(f"state must be what state_dict() returned, and lacks {', '.join(sorted(missing))}")
-        theirs, mine = _bare(state), _bare(self.state_dict())
+        theirs, mine = _bare(state), _bare({**self.state_dict(), "layers": self._layers})
         for key in ("schedules", "q_grad", "ladders"):
             if _plain(theirs[key]) != _plain(mine[key]):
                 said = f"the checkpoint has {key} {_short(theirs[key])}, this scheduler {_short(mine[key])}"
                 raise ValueError(said)
-        layers = _bare({**state, "layers": self._layers, "schedules": {}, "ladders": {}})["layers"]
-        odd = set(theirs["layers"]) ^ set(mine["layers"])
+        layers = mine["layers"]
+        odd = set(theirs["layers"]) ^ {name for name, layer in layers.items() if layer.called is not False}
         # what turned out to multiply nothing has nothing to store, and one of the two may not know it yet
         if odd := {name for name in odd if name not in layers or layers[name].must_be_there}:
             raise ValueError(f"the checkpoint's quantised layers differ from the model's: {', '.join(sorted(odd))}")
