@@ -10,10 +10,10 @@ from bench.zoo_models import MODELS
 pytestmark = pytest.mark.slow
 
 SOME = [("torch", name) for name in MODELS["torch"]]
-SOME += [("torchvision", name) for name in ("mobilenet_v3_small", "squeezenet1_1", "shufflenet_v2_x0_5")]
+SOME += [("torchvision", "squeezenet1_1")]
 SOME += [
     ("transformers", f"{name}Model")
-    for name in ("Bert", "Albert", "DebertaV2", "GPT2", "Llama", "Mixtral", "Mamba", "T5", "Whisper", "Swin", "CLIP")
+    for name in ("Bert", "DebertaV2", "GPT2", "Llama", "Mixtral", "Mamba", "T5", "Whisper", "Swin")
 ]
 NAMED = {  # in float32 by name: the products of parametrisations
     "spectral_norm": {"inner.parametrizations.weight.0: mv"},
@@ -33,9 +33,8 @@ def test_what_is_listed_as_quantised_runs_quantised(library, name):
     assert row["undecided"] < 0.35, "the watcher could tell little"
 
 
-@pytest.mark.parametrize("name", ["Conv2d, Linear", "LSTMCell"])
-def test_models_are_used_as_people_use_them(name):
-    assert tried("torch", name, MODELS["torch"][name])["loops"] == dict.fromkeys(LOOPS, True)
+def test_models_are_used_as_people_use_them():
+    assert tried("torch", "LSTMCell", MODELS["torch"]["LSTMCell"])["loops"] == dict.fromkeys(LOOPS, True)
 
 
 def test_the_watcher_sees_what_is_in_float32():

@@ -63,10 +63,3 @@ def test_recomputation_changes_nothing(make, way, use_reentrant):
     assert set(twice) == {3}
     for a, b in zip(plain, again, strict=True):
         assert torch.equal(a, b)
-
-
-def test_a_batch_without_gradients_still_counts():
-    model = quantize_(small())
-    with precision(model, 4), torch.no_grad():
-        model(pictures())
-    assert all(layer.running_input[2] > 0 for layer in layer_precisions(model).values())

@@ -26,11 +26,9 @@ needs_order = pytest.mark.skipif(
 )
 
 
-class Block(nn.Sequential):
-    def __init__(self):
-        super().__init__(
-            nn.Conv2d(3, 4, 3, padding=1, bias=False), nn.BatchNorm2d(4), nn.ReLU(inplace=True), nn.Conv2d(4, 4, 3)
-        )
+def block():
+    first, last = nn.Conv2d(3, 4, 3, padding=1, bias=False), nn.Conv2d(4, 4, 3, groups=2)
+    return nn.Sequential(first, nn.BatchNorm2d(4), nn.ReLU(inplace=True), last)
 
 
 class First(nn.Module):
@@ -44,17 +42,6 @@ class First(nn.Module):
         return self.layer(x)[0]
 
 
-class Twice(nn.Module):
-    """A layer that is called twice."""
-
-    def __init__(self):
-        super().__init__()
-        self.layer = nn.Linear(8, 8)
-
-    def forward(self, x):
-        return self.layer(self.layer(x).tanh())
-
-
 def attention():
     from transformers import BertConfig
     from transformers.models.bert.modeling_bert import BertSelfAttention
@@ -65,16 +52,14 @@ def attention():
 
 
 KINDS = {
-    "linear": (lambda: nn.Linear(8, 6), (5, 8)),
     "sequences": (lambda: nn.Linear(8, 6, bias=False), (2, 5, 8)),
     "rotated": (lambda: nn.Linear(8, 6), (5, 8)),
-    "block": (Block, (4, 3, 6, 6)),
-    "conv2d": (lambda: nn.Conv2d(2, 4, 3, groups=2), (2, 2, 7, 7)),
+    "block": (block, (4, 3, 6, 6)),
     "lstm": (lambda: First(nn.LSTM(5, 4, bidirectional=True)), (3, 3, 5)),
     "attention": (attention, (2, 6, 16)),
     "gcn": (lambda: OnRing(GraphConv(3, 4), "csr"), (6, 3)),  # eager code counts its degrees: else torch compiles twice
     "sage": (lambda: OnRing(SAGEConv(4, 3), "csr"), (6, 4)),
-    "called twice": (Twice, (5, 8)),
+    "called twice": (lambda: nn.Sequential(layer := nn.Linear(8, 8), nn.Tanh(), layer), (5, 8)),
 }
 HALF = torch.bfloat16  # the type is a parameter of the same code
 
@@ -123,7 +108,7 @@ def left_by_a_step(model, call, inputs, half):
     }, {t.dtype for name, given in ran.calls if name in PRODUCTS for t in given if t.is_floating_point()}  # fmt: skip
 
 
-NO_HALF = ("block", "lstm", "gcn", "sage")  # the others: test_operations
+NO_HALF = ("block", "lstm", "gcn")  # of graph layers one: autocast alone tells them apart; the others: test_operations
 
 
 @pytest.mark.slow
@@ -169,7 +154,7 @@ def test_a_scheduler_of_compiled_code_takes_the_state_of_one_of_eager_code_and_t
 
 
 def test_a_compiled_graph_serves_levels_that_other_models_have_had_before(compiled):
-    first = quantize_(Block(), Q_AGG)
+    first = quantize_(block(), Q_AGG)
     (call, counter), x = compiled(second := copy.deepcopy(first)), torch.randn(KINDS["block"][1])
     with precision(first, 5, 7):
         first(x)
@@ -189,13 +174,12 @@ def test_backward_passes_that_wait_for_each_other_draw_what_those_of_eager_code_
     assert identical([p.grad for p in eager.parameters()], [p.grad for p in other.parameters()])
 
 
-@pytest.mark.parametrize("rounding", ["nearest", "stochastic"])
-def test_older_compilers_draw_in_the_forward_pass(rounding, compiled, monkeypatch):
+def test_older_compilers_draw_in_the_forward_pass(compiled, monkeypatch):
     monkeypatch.setattr(fake_quantize, "COMPILED_KEYS_COUNT", False)
-    model = quantize_(nn.Linear(8, 8), QuantConfig().with_gradient_rounding(rounding))
+    model = quantize_(nn.Linear(8, 8))
     key = int(model.precision.noise_key)
     with precision(model, 8, q_grad=2):
         y = compiled(model)[0](torch.linspace(0, 1, 8))
-        assert int(model.precision.noise_key) == key + (rounding == "stochastic")
+        assert int(model.precision.noise_key) == key + 1
         y.cos().sum().backward()
-        assert int(model.precision.noise_key) == key + (rounding == "stochastic")
+        assert int(model.precision.noise_key) == key + 1

@@ -20,6 +20,13 @@ from cpt_core.schedules.schedule import FunctionSchedule
 NEAREST = QuantConfig().with_gradient_rounding("nearest")
 
 
+def rising(u):
+    return 3 + 5 * u
+
+
+RISING = FunctionSchedule(rising, total_steps=5)
+
+
 def saved_and_loaded(model):
     file = io.BytesIO()
     torch.save(model, file)
@@ -97,23 +104,19 @@ def converted_anew(model):
 @pytest.mark.parametrize("way", list(WAYS))
 def test_a_copy_computes_with_the_bits_that_it_reports(way, inside):
     model = quantize_(small(), NEAREST)
-    schedule = FunctionSchedule(lambda u: 3 + 5 * u, total_steps=5)
-    scheduler = PrecisionScheduler(model, schedule)
-    if inside:
-        with precision(model, 2):
-            twin = WAYS[way](model)
-    else:
+    scheduler = PrecisionScheduler(model, RISING)
+    with precision(model, 2) if inside else nullcontext():
         twin = WAYS[way](model)
     for _ in range(2):  # the model goes on: other weights, ranges and bits than the copy was made with
         train(model, scheduler, 2)
         if isinstance(twin, AveragedModel):
             twin.update_parameters(model)
-    assert scheduler.get_last_bits() != [schedule(0)]
+    assert scheduler.get_last_bits() != [RISING(0)]
     another = "state_dict" in way or "meta" in way  # driven by a scheduler of its own
     if not inside and not another:
         with pytest.raises(RuntimeError, match=r'copy of a model whose bits .*precision\(copy, "q_max"\)'):
             twin(pictures())
-    expected = (6, 6) if another else (2 if inside else schedule.q_max, schedule.q_max)
+    expected = (6, 6) if another else (2 if inside else RISING.q_max, RISING.q_max)
     with nullcontext() if inside or another else precision(twin, "q_max"):
         compare_with_one_converted_anew(model, twin, expected)
 
@@ -135,10 +138,6 @@ def compare_with_one_converted_anew(model, twin, expected):
         assert not torch.equal(results(model)[0], results(twin)[0])  # a copy, not the same
 
 
-def rising(u):
-    return 3 + 5 * u
-
-
 def in_turn(model, scheduler):
     """Return outputs and bits of a model at every step of its scheduler."""
     found = []
@@ -151,7 +150,7 @@ def in_turn(model, scheduler):
 @pytest.mark.parametrize("way", ["deepcopy", "pickle", "torch.save"])
 def test_what_is_copied_with_its_scheduler_stays_driven(way):
     pair = quantize_(small(), NEAREST)
-    pair = pair, PrecisionScheduler(pair, FunctionSchedule(rising, total_steps=5))
+    pair = pair, PrecisionScheduler(pair, RISING)
     pair[1].step()
     (twin, follower), before = WAYS[way](pair), pair[1].get_last_bits()
     found = in_turn(twin, follower)
@@ -162,11 +161,10 @@ def test_what_is_copied_with_its_scheduler_stays_driven(way):
 
 
 def test_a_copy_may_have_a_scheduler_of_its_own_and_then_copies_of_it_have_none():
-    schedule = FunctionSchedule(lambda u: 3 + 5 * u, total_steps=5)
     model = quantize_(small(), NEAREST)
-    scheduler = PrecisionScheduler(model, schedule)
+    scheduler = PrecisionScheduler(model, RISING)
     twin = copy.deepcopy(model)
-    own = PrecisionScheduler(twin, schedule)
+    own = PrecisionScheduler(twin, RISING)
     own.step()
     assert (own.get_last_bits(), scheduler.get_last_bits()) == ([4], [3])
     assert [{layer.bits for layer in layer_precisions(m).values()} for m in (twin, model)] == [{4}, {3}]
@@ -207,15 +205,6 @@ def test_buffers_of_other_bits_change_nothing():
     with precision(model, 8):
         expected = model(pictures())
         assert torch.equal(torch.func.functional_call(model, held, pictures()), expected)
-
-
-def test_the_bits_cannot_be_set_past_their_grid():
-    layer = quantize_(nn.Linear(2, 2)).precision
-    for name in ("bits", "q_grad"):
-        with pytest.raises(AttributeError):
-            setattr(layer, name, 4)
-    layer.set_bits(4, 5)
-    assert (layer.bits, layer.q_grad, layer.levels, layer.grad_levels) == (4, 5, 15, 31)
 
 
 def test_an_average_in_evaluation_gets_the_ranges_of_an_lstm():

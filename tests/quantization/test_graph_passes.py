@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from helpers import Ran
+from helpers import Ran, identical
 from quantization.test_graph_integer import CONFIGS, LAYERS, NODES, graph, passes, prepared
 from quantization.test_integer import drawn
 from torch import nn
@@ -89,24 +89,26 @@ def test_what_is_rounded_in_passing_is_seen(backend, config):
     assert {p.layer for p in found.products if p.backward} == {"convs.0", "convs.1", "convs.2"}
 
 
+@pytest.mark.parametrize("kind", ["gcn", "sage"])
 @pytest.mark.parametrize("config", [FP, Q], ids=["FP-Agg", "Q-Agg"])
 @pytest.mark.parametrize("first", ["training", "evaluation"])
-def test_training_and_evaluation_share_what_is_kept(monkeypatch, config, first):
+def test_training_and_evaluation_share_what_is_kept_of_constant_features(monkeypatch, kind, config, first):
     g, x, calls = graph(), features(), []
-    model, original = quantize_(GraphNet("gcn", 6, 4, hidden=8, dropout=0.0), config), Graph.aggregate
+    model, original = GraphNet(kind, 6, 4, hidden=8, layers=2, dropout=0.0), Graph.aggregate
+    quantize_(model, config.with_gradient_rounding("nearest"))
     monkeypatch.setattr(Graph, "aggregate", lambda self, h, r="sum": calls.append(h.shape[1]) or original(self, h, r))
-    expected = {}
+    expected, counts = {}, []
     for constant in (None, x):
         g.set_constant(constant)
         calls.clear()
         for evaluates in (first == "evaluation", first == "training"):
             for bits in (3, 5, 3):
                 with precision(model.train(not evaluates), bits, q_grad=8), torch.inference_mode(evaluates):
-                    y = model(g, x)
-                assert torch.equal(y, expected.setdefault((evaluates, bits), y))
-                if not evaluates:
-                    y.sum().backward()
-    assert calls.count(6) == (1 if config is FP else 2)
+                    found = [model(g, x)]
+                    found += [] if evaluates else torch.autograd.grad(found[0].square().sum(), model.parameters())
+                assert identical(found, expected.setdefault((evaluates, bits), found))
+        counts.append(calls.count(6))
+    assert counts == [6, 1 if config is FP else 2]  # of a constant: once, or once for every number of bits
 
 
 def test_a_sum_behind_its_product_is_not_kept():

@@ -286,12 +286,6 @@ def test_evaluation_uses_running_ranges():
     assert all(torch.equal(v, before[k]) for k, v in module.precision.get_running().items())
 
 
-def test_every_direction_has_ranges_of_its_own():
-    module = lstm_of(5, 4, num_layers=2, bidirectional=True)
-    names = set(module.precision.get_running()) - {"noise_key"}
-    assert names == {f"running_{r}_l{k}{d}" for r in ("input", "hidden") for k in (0, 1) for d in ("", "_reverse")}
-
-
 # --- as a module ----------------------------------------------------------------------------------
 
 
@@ -307,19 +301,6 @@ def test_dropout_between_layers():
         assert (a != 0).all()  # none behind the last layer
         module.eval()
         assert torch.equal(module(x)[0], module(x)[0])
-
-
-def test_half_precision_and_autocast():
-    x = torch.randn(6, 3, 5)
-    whole, half = lstm_of(5, 4), lstm_of(5, 4).bfloat16()
-    with precision(whole, 4), precision(half, 4):
-        y, (h, c) = half(x.bfloat16())
-        assert {y.dtype, h.dtype, c.dtype} == {torch.bfloat16}
-        assert torch.allclose(y.float(), whole(x)[0], atol=0.05)
-        with torch.autocast("cpu", torch.bfloat16):
-            assert torch.equal(whole(x)[0], whole(x)[0].float())
-        y.sum().backward()
-    assert half.weight_hh_l0.grad.dtype == torch.bfloat16
 
 
 @pytest.mark.slow

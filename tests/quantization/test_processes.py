@@ -24,7 +24,7 @@ DRAWS, EACH = 24, 16  # gradients; rows of data of a process
 
 def model_of(execution="simulated"):
     torch.manual_seed(0)
-    return quantize_(nn.Sequential(nn.Linear(8, 32), nn.ReLU(), nn.Linear(32, 4)), QuantConfig(execution=execution))
+    return quantize_(KINDS["linear"](), QuantConfig(execution=execution))
 
 
 def keys_of(model):
@@ -108,15 +108,15 @@ AGREED = [
 
 
 def losses(config, rank=0, processes=1, kind="linear"):
-    """Return the losses of 20 steps of training, each on the same 32 rows of data, shared out to the processes."""
+    """Return the losses of 12 steps of training, each on the same 32 rows of data, shared out to the processes."""
     torch.manual_seed(0)
     model = quantize_(KINDS[kind](), config)
     call = nn.parallel.DistributedDataParallel(model) if processes > 1 else model
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-    schedule = make_schedule("CR", q_min=3, q_max=8, total_steps=20, n_cycles=2)
+    schedule = make_schedule("CR", q_min=3, q_max=8, total_steps=12, n_cycles=2)
     scheduler = PrecisionScheduler(call, schedule, optimizer=optimizer)
     found = []
-    while scheduler.last_step < 20:
+    while scheduler.last_step < 12:
         x = torch.randn(2 * EACH, 8, generator=torch.Generator().manual_seed(scheduler.last_step))
         loss = call(x.chunk(processes)[rank]).cos().sum(1).mean()
         optimizer.zero_grad()

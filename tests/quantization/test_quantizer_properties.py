@@ -117,7 +117,7 @@ def test_stochastic_rounding_takes_a_neighbour_on_the_grid(x, bits, seed):
     assert (np.abs(index - np.rint(index)) * step <= 2 * slack + 1e-4 * step).all()
 
 
-@pytest.mark.parametrize("bits", [1, 2, 4, 8])
+@pytest.mark.parametrize("bits", [1, 4])
 def test_stochastic_rounding_is_unbiased(bits):
     torch.manual_seed(0)
     x = torch.randn(500)

@@ -137,15 +137,7 @@ def test_memory_formats_give_the_same_values(layout, granularity, device):
         assert gradient_of(x, 3).is_contiguous(memory_format=torch.channels_last)
     nearest = Quantizer(granularity)
     assert torch.equal(gradient_of(x, 3, nearest), gradient_of(plain, 3, nearest))
-
-
-def test_the_input_is_not_changed():
-    x = image()
-    before = x.clone()
-    for granularity in EVERY:
-        quantize(x, 2, Quantizer(granularity))
-        gradient_of(x, 2, Quantizer(granularity, rounding="stochastic"))
-    assert torch.equal(x, before)
+    assert torch.equal(x, FORMATS[layout](image().to(device)))  # not changed
 
 
 @pytest.mark.parametrize("layout", ["contiguous", "channels_last"])

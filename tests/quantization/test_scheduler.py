@@ -7,7 +7,6 @@ from cpt_core.quantization.scheduler import PrecisionScheduler, precision
 from cpt_core.schedules.make import make_schedule
 from cpt_core.schedules.schedule import FunctionSchedule, StaticSchedule
 
-NEAREST = QuantConfig().with_gradient_rounding("nearest")
 STEPS = 24
 
 
